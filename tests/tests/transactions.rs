@@ -247,6 +247,64 @@ fn changes_wait_while_the_outcome_is_open() {
     mount.umount();
 }
 
+/// Proves S-tx-5, S-tx-6.
+#[test]
+fn regression_a_change_that_waits_holds_up_no_other_transaction() {
+    let sandbox = Sandbox::new("txapart");
+    let mount = FirnMount::new(&sandbox, COMMIT);
+    for name in ["one", "two"] {
+        fs::create_dir(mount.join(name)).expect("mkdir");
+        fs::write(mount.join(name).join("f"), b"old bytes").expect("write");
+        fs::write(mount.join(name).join("g"), b"old bytes").expect("write");
+    }
+    let file = |path: &str| {
+        let opened = fs::OpenOptions::new().write(true).open(mount.join(path));
+        opened.expect("open")
+    };
+    let prepared = mount.join("one");
+    firn(&sandbox, "begin", &prepared).ok();
+    firn_id(&sandbox, "prepare", &prepared, 3).ok();
+    let (tell, told) = std::sync::mpsc::channel();
+    let cut = file("one/f");
+    let allocated = file("one/g");
+    let waiting = [
+        std::thread::spawn({
+            let tell = tell.clone();
+            move || {
+                tell.send(rustix::thread::gettid()).expect("send");
+                cut.set_len(3)
+            }
+        }),
+        std::thread::spawn(move || {
+            tell.send(rustix::thread::gettid()).expect("send");
+            let flags = rustix::fs::FallocateFlags::empty();
+            Ok(rustix::fs::fallocate(&allocated, flags, 0, 4096)?)
+        }),
+    ];
+    for _ in &waiting {
+        let thread = told.recv().expect("the number of the thread");
+        let thread = thread.as_raw_nonzero();
+        wait_for_request(Path::new(&format!("/proc/self/task/{thread}")));
+    }
+    // Each of these stops all changes of the mount for a moment.
+    let other = mount.join("two");
+    firn(&sandbox, "begin", &other).ok();
+    fs::write(other.join("f"), b"new").expect("write");
+    firn(&sandbox, "commit", &other).ok();
+    assert_eq!(
+        fs::read(mount.backing().join("two/f")).expect("read"),
+        b"new"
+    );
+    firn_id(&sandbox, "prepare", &prepared, 3).ok();
+    let finished = waiting.iter().filter(|thread| thread.is_finished()).count();
+    assert_eq!(finished, 0, "they wait for the outcome");
+    firn_id(&sandbox, "commit", &prepared, 3).ok();
+    for thread in waiting {
+        thread.join().expect("join").expect("it goes on");
+    }
+    mount.umount();
+}
+
 /// Proves S-tx-6, S-tx-47.
 #[test]
 fn directories_have_transactions_of_their_own() {

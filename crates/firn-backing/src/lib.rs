@@ -207,17 +207,6 @@ pub trait Backing: Send + Sync + 'static {
     fn sync_tree(&self, inode: &Self::Inode) -> Result<()>;
     /// Which way that goes for the top directory.
     fn sync_way(&self) -> SyncWay;
-
-    /// Waits until the contents of an object may be changed, where that is not always so: who holds locks that
-    /// others need asks before it takes them.
-    fn await_change(&self, _host: &Self::Inode) -> Result<()> {
-        Ok(())
-    }
-    /// Whether changes of names or attributes may wait now for something that only a client decides or that takes
-    /// long: who must not wait leaves them to a thread that may.
-    fn changes_wait(&self) -> bool {
-        false
-    }
 }
 
 /// Whether a path relative to the root is `top` or below it; of the root, whose path is empty, all are.

@@ -63,6 +63,7 @@ pub fn mount_discarding(geometry: &Geometry, mount_point: &Path) -> anyhow::Resu
     let pool = Pool::start(Arc::clone(&engine), geometry.io_threads)?;
     let adapter = Adapter::new(
         engine,
+        None,
         AdapterOptions {
             attr_timeout: ATTR_TIMEOUT,
             passthrough: false,

@@ -19,6 +19,7 @@ use crate::carrier::Carrier;
 use crate::chunks::region;
 use crate::control::{Answer, ControlClient, Service};
 use crate::end::{Client, Event, throttle_progress};
+use crate::gate::TransactionGate;
 use crate::host_lease::LeaseState;
 use crate::log;
 use crate::metrics::{Window, prometheus};
@@ -53,8 +54,8 @@ pub(crate) struct Answers {
     pub(crate) tree: Option<Arc<Tree<Store>>>,
     /// Samples of the last seconds, for the rates.
     pub(crate) window: Arc<Mutex<Window>>,
-    /// Carries out what was committed asynchronously.
-    pub(crate) carrier: Carrier,
+    /// Carries out what was committed asynchronously; none without transactions.
+    pub(crate) carrier: Option<Carrier>,
     /// To the main loop, which alone unmounts.
     pub(crate) events: Sender<Event>,
 }
@@ -91,13 +92,20 @@ impl Answers {
             drain_bytes_per_s: rates.drain,
             lanes,
             spill,
-            transactions: crate::transactions::status(&self.engine, &self.owners),
+            transactions: self
+                .gate()
+                .map(|gate| crate::transactions::status(gate, &self.owners))
+                .unwrap_or_default(),
             failed_requests: self.failures.figures(),
             transaction_steps: crate::transactions::steps(),
             log_lines_lost: log::lines_lost(),
             file_size_limit_bytes: process::file_size_limit_bytes(),
             ..engine
         }
+    }
+
+    fn gate(&self) -> Option<&Arc<TransactionGate>> {
+        self.carrier.as_ref().map(Carrier::gate)
     }
 
     /// What programs did to the names of a stub tree, before something is said or done about a path.
@@ -107,14 +115,17 @@ impl Answers {
 
     /// The answer to a request about a transaction, which may have an owner.
     fn answer_transaction(&self, request: &Request, peer: &ControlPeer) -> Reply {
+        let Some(carrier) = &self.carrier else {
+            return crate::transactions::answer_without(request);
+        };
         let forget = |cached| self.invalidate(cached);
         let means = Means {
-            carrier: &self.carrier,
+            carrier,
             patience: self.patience,
             backing: &self.backing,
             forget: &forget,
         };
-        crate::transactions::answer_owned(&self.engine, &self.owners, request, peer, &means)
+        crate::transactions::answer_owned(carrier.gate(), &self.owners, request, peer, &means)
     }
 
     /// The answer to requests about transactions once another process acts in the name of this host.
@@ -130,8 +141,10 @@ impl Answers {
 
     /// Once another process acts in the name of this host, what programs change here counts for nothing: they are told.
     pub(crate) fn stop_without_lease(&self) {
-        if self.refuse_without_lease().is_some() {
-            crate::transactions::give_up_all(&self.engine);
+        if let Some(gate) = self.gate()
+            && self.refuse_without_lease().is_some()
+        {
+            crate::transactions::give_up_all(gate);
         }
     }
 
@@ -301,12 +314,14 @@ impl Service for Answers {
 
 impl Scopes for Answers {
     fn is_open(&self, scope: &[u8]) -> Option<bool> {
-        crate::transactions::is_open(&self.engine, scope)
+        crate::transactions::is_open(self.gate()?, scope)
     }
 
     fn abort(&self, scope: &[u8]) -> Result<(), String> {
         let forget = |cached| self.invalidate(cached);
-        crate::transactions::abort_orphan(&self.engine, scope, &forget)
+        self.gate().map_or(Ok(()), |gate| {
+            crate::transactions::abort_orphan(gate, scope, &forget)
+        })
     }
 }
 

@@ -21,6 +21,7 @@ use firn_transact::{AbortError, ArenaId, Held, Members, Opening, PlainBacking, T
 
 use crate::error::AttachError;
 use crate::frontend::waiting_tree;
+use crate::gate::TransactionGate;
 use crate::host_lease::LeaseState;
 use crate::lock::Locks;
 use crate::participants::{self, Pause};
@@ -35,6 +36,8 @@ const STOP_PATIENCE: Duration = Duration::from_secs(10);
 /// A backing that is being drained.
 pub(crate) struct Attached {
     pub(crate) engine: Arc<Engine<Store>>,
+    /// Where changes pass on their way to the engine; none without transactions.
+    pub(crate) gate: Option<Arc<TransactionGate>>,
     pub(crate) recovered: Recovered,
     pub(crate) files: RuntimeFiles,
     pool: Pool,
@@ -129,8 +132,13 @@ impl Attached {
             .map_err(AttachError::io("start the IO threads"))?;
         let damaged = damaged || !recovered.damage.is_empty();
         new.keep();
+        let gate = (options.drain == Drain::Commit).then(|| {
+            let tests_conflicts = options.participants != Participants::Off;
+            Arc::new(TransactionGate::new(Arc::clone(&engine), tests_conflicts))
+        });
         Ok(Self {
             engine,
+            gate,
             recovered,
             files,
             pool,
@@ -371,7 +379,7 @@ fn policies(arena: &Arena, options: &Options) -> EngineOptions {
         spill_upper_percent: options.spill_upper_percent,
         spill_lower_percent: options.spill_lower_percent,
         passthrough: passthrough(options),
-        tracking: options.participants != Participants::Off,
+        serves_every_read: options.participants != Participants::Off,
         objects_max: process::objects_max(),
         open_files_max: process::objects_max(),
         ..EngineOptions::new(arena.geometry().chunk_bytes)

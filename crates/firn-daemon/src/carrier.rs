@@ -7,16 +7,16 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use firn_engine::Engine;
 use parking_lot::{Condvar, Mutex};
 
-use crate::store::{Store, shown_scope};
+use crate::gate::TransactionGate;
+use crate::store::shown_scope;
 
 const RETRY_FIRST: Duration = Duration::from_millis(100);
 const RETRY_LAST: Duration = Duration::from_secs(30);
 
 pub(crate) struct Carrier {
-    engine: Arc<Engine<Store>>,
+    gate: Arc<TransactionGate>,
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -34,12 +34,17 @@ struct State {
 }
 
 impl Carrier {
-    pub(crate) fn new(engine: Arc<Engine<Store>>) -> Self {
+    pub(crate) fn new(gate: Arc<TransactionGate>) -> Self {
         Self {
-            engine,
+            gate,
             shared: Arc::default(),
             thread: Mutex::default(),
         }
+    }
+
+    /// The gate of the transactions.
+    pub(crate) fn gate(&self) -> &Arc<TransactionGate> {
+        &self.gate
     }
 
     /// There is something to carry out.
@@ -50,16 +55,16 @@ impl Carrier {
         if thread.is_some() {
             return;
         }
-        let engine = Arc::clone(&self.engine);
+        let gate = Arc::clone(&self.gate);
         let shared = Arc::clone(&self.shared);
         match std::thread::Builder::new()
             .name("firn-commit".into())
-            .spawn(move || shared.serve(&engine))
+            .spawn(move || shared.serve(&gate))
         {
             Ok(started) => *thread = Some(started),
             Err(error) => {
                 tracing::warn!(%error, "cannot start a thread: the commit is carried out now");
-                carry_out(&self.engine);
+                carry_out(&self.gate);
             }
         }
     }
@@ -77,7 +82,7 @@ impl Carrier {
 }
 
 impl Shared {
-    fn serve(&self, engine: &Engine<Store>) {
+    fn serve(&self, gate: &TransactionGate) {
         let mut pause = RETRY_FIRST;
         loop {
             let mut state = self.state.lock();
@@ -89,7 +94,7 @@ impl Shared {
             }
             state.asked = false;
             drop(state);
-            if carry_out(engine) {
+            if carry_out(gate) {
                 pause = RETRY_FIRST;
                 continue;
             }
@@ -108,9 +113,9 @@ impl Shared {
 }
 
 /// Whether nothing is left.
-fn carry_out(engine: &Engine<Store>) -> bool {
+fn carry_out(gate: &TransactionGate) -> bool {
     let mut all = true;
-    for one in crate::transactions::open_transactions(engine) {
+    for one in gate.store().open_transactions() {
         let Some(id) = one.decided() else {
             continue;
         };
@@ -119,7 +124,7 @@ fn carry_out(engine: &Engine<Store>) -> bool {
             continue;
         }
         let trouble = one.trouble();
-        if let Err(error) = crate::transactions::carry_out(engine, one.scope()) {
+        if let Err(error) = crate::transactions::carry_out(gate, one.scope()) {
             all = false;
             // Each cause once.
             if trouble.as_deref() != Some(&error.to_string()) {

@@ -26,7 +26,7 @@ use firn_format::data_socket::{
     Arena, DATA_BYTES_MAX, DATA_SOCKET_VERSION, Op, Reply, Request, Status,
 };
 use firn_format::geometry::{PAGE, WORDS_BYTES, WORDS_OFFSET};
-use firn_fuse::Invalidator;
+use firn_fuse::{Gate, Invalidator};
 use firn_stub::Tree;
 use firn_workers::{Class, Refused, Workers};
 use parking_lot::Mutex;
@@ -67,6 +67,8 @@ pub(crate) enum Served<B: Backing> {
 /// What all connections share.
 struct Shared<B: Backing> {
     engine: Arc<Engine<B>>,
+    /// None without transactions.
+    gate: Option<Arc<dyn Gate>>,
     served: Served<B>,
     /// Held while an end of file is looked up and written at.
     appending: Mutex<()>,
@@ -87,6 +89,7 @@ impl DataSocket {
     pub(crate) fn start<B: Backing>(
         path: &Path,
         engine: Arc<Engine<B>>,
+        gate: Option<Arc<dyn Gate>>,
         served: Served<B>,
         count: Arc<AtomicU64>,
         workers: Workers,
@@ -103,6 +106,7 @@ impl DataSocket {
         let stop = Arc::new(AtomicBool::new(false));
         let shared = Arc::new(Shared {
             engine,
+            gate,
             served,
             appending: Mutex::new(()),
             count,
@@ -141,6 +145,12 @@ fn new_socket() -> io::Result<OwnedFd> {
 }
 
 impl<B: Backing> Shared<B> {
+    /// Lets a process write directly, which waits while the mount is quiesced.
+    fn with_pass<T>(&self, let_in: impl FnOnce() -> T) -> T {
+        let _pass = self.gate.as_deref().map(Gate::enter);
+        let_in()
+    }
+
     /// One more thread that waits for clients.
     fn add_thread(this: &Arc<Self>) -> Result<(), Refused> {
         this.waiting.fetch_add(1, Ordering::AcqRel);
@@ -399,7 +409,7 @@ fn answer<B: Backing>(
     let engine = &shared.engine;
     let token = HandleId(token);
     match op {
-        Op::OpenWrite => match engine.grant_direct_access(client, token) {
+        Op::OpenWrite => match shared.with_pass(|| engine.grant_direct_access(client, token)) {
             Ok(grant) => {
                 // Before the client may write: what the kernel knew of the file ends to hold then.
                 if let Served::Mount(kernel) = &shared.served {
@@ -414,7 +424,9 @@ fn answer<B: Backing>(
             }
             Err(refusal) => refusal.into(),
         },
-        Op::Lease => match engine.lease_slab(client, token, (pid, len.checked_sub(1)), arg) {
+        Op::Lease => match shared
+            .with_pass(|| engine.lease_slab(client, token, (pid, len.checked_sub(1)), arg))
+        {
             Ok(lease) => Reply {
                 lease,
                 ..Reply::default()

@@ -7,7 +7,6 @@
 //! * An unmount that is refused (open files, a backing that fails) leaves the mount as it was.
 
 use std::io;
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
@@ -174,11 +173,13 @@ pub(crate) fn with_patience(force: bool, work: impl FnOnce() + Send + 'static) -
 }
 
 /// The transactions that programs change things in come to their end, and nobody waits for the others.
-fn leave_transactions(engine: &Arc<Engine<Store>>) -> impl FnOnce() + Send + 'static {
-    let engine = Arc::clone(engine);
+fn leave_transactions(attached: &Attached) -> impl FnOnce() + Send + 'static {
+    let gate = attached.gate.clone();
     move || {
-        transactions::leave(&engine);
-        transactions::give_up(&engine);
+        if let Some(gate) = gate {
+            transactions::leave(&gate);
+            transactions::give_up(&gate);
+        }
     }
 }
 
@@ -193,11 +194,8 @@ pub(crate) fn by_signal(
     tracing::info!("asked to end: draining");
     let mut interruptions = Interruptions::of(events, sender);
     let names = frontend.names();
-    let carried = unless(
-        || interruptions.look(),
-        leave_transactions(&attached.engine),
-    )
-    .and_then(|()| unless(|| interruptions.look(), names));
+    let carried = unless(|| interruptions.look(), leave_transactions(attached))
+        .and_then(|()| unless(|| interruptions.look(), names));
     if let Some(Err(error)) = carried {
         tracing::warn!(%error, "not every name can be carried over now");
     }
@@ -238,8 +236,8 @@ pub(crate) fn by_request(
         }
     };
     if !force {
-        let engine = Arc::clone(&attached.engine);
-        let in_the_way = unless(&mut give_up, move || transactions::in_the_way(&engine));
+        let gate = attached.gate.clone();
+        let in_the_way = unless(&mut give_up, move || transactions::in_the_way(&*gate?));
         if let Some(message) = in_the_way.ok_or_else(overtaken)? {
             return Err(Reply::Error {
                 errno: libc::EBUSY,
@@ -247,7 +245,7 @@ pub(crate) fn by_request(
             });
         }
     }
-    let left = unless(&mut give_up, leave_transactions(&attached.engine));
+    let left = unless(&mut give_up, leave_transactions(attached));
     let named = left.and_then(|()| {
         if held != HeldPolicy::Drain {
             Some(Ok(()))

@@ -134,6 +134,7 @@ impl Mount {
         let data_socket = DataSocket::start(
             &data_path,
             Arc::clone(engine),
+            attached.gate.clone().map(|gate| gate as _),
             prepared.served(),
             Arc::clone(&direct_clients),
             workers.clone(),
@@ -157,7 +158,7 @@ impl Mount {
             failures: prepared.failures(),
             tree: tree.clone(),
             window: Arc::clone(&window),
-            carrier: Carrier::new(Arc::clone(engine)),
+            carrier: attached.gate.clone().map(Carrier::new),
             events: event.clone(),
         });
         if options.drain == Drain::Commit {
@@ -190,6 +191,7 @@ impl Mount {
             answers,
             periodic: Periodic {
                 engine: Arc::clone(engine),
+                gate: attached.gate.clone(),
                 workers,
                 window,
                 kernel,
@@ -216,14 +218,15 @@ impl Mount {
             // Its thread may be in a call that never returns.
             std::mem::forget(rounds);
         } else {
-            let engine = Arc::clone(&attached.engine);
             let answers = Arc::clone(&self.answers);
             let stopped = end::with_patience(force, move || {
                 rounds.stop();
                 answers.owners.stop();
-                transactions::leave(&engine);
-                answers.carrier.stop();
-                transactions::give_up(&engine);
+                if let Some(carrier) = &answers.carrier {
+                    transactions::leave(carrier.gate());
+                    carrier.stop();
+                    transactions::give_up(carrier.gate());
+                }
             });
             gave_up = !stopped;
         }
@@ -332,7 +335,7 @@ impl Mount {
 /// A frontend before programs see it.
 enum Prepared {
     Mount {
-        adapter: Adapter<Store>,
+        adapter: Box<Adapter<Store>>,
         kernel: Invalidator,
     },
     Tree(Stubs),
@@ -355,8 +358,10 @@ impl Prepared {
                     passthrough: passthrough(options),
                 };
                 let uuid = engine.arena().superblock().uuid;
-                let mut adapter = Adapter::new(engine, adapter_options, workers.clone());
+                let gate = attached.gate.clone().map(|gate| gate as _);
+                let mut adapter = Adapter::new(engine, gate, adapter_options, workers.clone());
                 let kernel = adapter.offer_direct_access(uuid, data_path);
+                let adapter = Box::new(adapter);
                 Ok(Self::Mount { adapter, kernel })
             }
             firn_config::Frontend::Preload => {
@@ -416,7 +421,7 @@ impl Prepared {
         match self {
             Self::Mount { adapter, .. } => {
                 let session = session_options(options, checked);
-                let session = Session::mount(adapter, &checked.mount_point, &session)?;
+                let session = Session::mount(*adapter, &checked.mount_point, &session)?;
                 let session = Arc::new(session);
                 watch_session(&session, events)?;
                 Ok(Frontend::Mount(session))

@@ -16,6 +16,7 @@ mod end;
 mod error;
 mod firnd;
 mod frontend;
+mod gate;
 mod host_lease;
 mod lock;
 mod log;

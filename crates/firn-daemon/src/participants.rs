@@ -1,7 +1,7 @@
 //! Several hosts that commit together: what firnd does about the others.
 //!
 //! The hosts vote in the backing (`firn_transact`); here they are waited for, and here what processes read and
-//! wrote goes from the engine's log to the transaction.
+//! wrote goes from the gate's log to the transaction.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -9,13 +9,12 @@ use std::time::{Duration, Instant};
 use firn_backing::is_below;
 use firn_config::{Kind, Options, Participants};
 use firn_conflict::{Report, Used};
-use firn_engine::Engine;
 use firn_transact::{AbortError, BeginError, Expected, Members, TransactionError, Vote, VoteError};
 
 use crate::error::AttachError;
+use crate::gate::{ScopeRoot, TransactionGate};
 use crate::host_lease::Liveness;
-use crate::store::Store;
-use crate::transactions::{Means, ScopeRoot, open_transactions, transactional};
+use crate::transactions::Means;
 
 /// The others are looked for as often at first, and ever less often down to the last.
 const LOOK_FIRST: Duration = Duration::from_millis(2);
@@ -58,30 +57,28 @@ pub(crate) fn host_name(options: &Options) -> Result<String, AttachError> {
 }
 
 /// A transaction was begun: from now on counts what processes use.
-pub(crate) fn begun(engine: &Engine<Store>, path: &[u8]) {
-    if is_tested(engine) {
-        engine.accesses().take(|found| is_below(found, path));
-        engine.accesses().switch(true);
+pub(crate) fn begun(gate: &TransactionGate, path: &[u8]) {
+    if is_tested(gate) {
+        gate.accesses().take(|found| is_below(found, path));
+        gate.accesses().switch(true);
     }
 }
 
 /// Whether accesses of processes may conflict with those of other hosts.
-fn is_tested(engine: &Engine<Store>) -> bool {
-    engine.backing().transactional().is_some_and(|store| {
-        store.members().is_some() && store.mode() == firn_transact::Mode::Buffer
-    })
+fn is_tested(gate: &TransactionGate) -> bool {
+    gate.store().members().is_some() && gate.store().mode() == firn_transact::Mode::Buffer
 }
 
 /// It was prepared: what processes used until now is part of it.
 pub(crate) fn prepared(
-    engine: &Engine<Store>,
+    gate: &TransactionGate,
     root: &ScopeRoot,
     path: &[u8],
 ) -> Result<(), TransactionError> {
-    match engine.backing().members() {
+    match gate.store().members() {
         Some(_) => {
-            let used = by_process(engine.accesses().take(|found| is_below(found, path)));
-            Ok(transactional(engine)?.note_accesses(root, used)?)
+            let used = by_process(gate.accesses().take(|found| is_below(found, path)));
+            Ok(gate.store().note_accesses(root, used)?)
         }
         None => Ok(()),
     }
@@ -114,32 +111,32 @@ fn process_of(thread: u32) -> Option<u32> {
 }
 
 /// It is over.
-pub(crate) fn ended(engine: &Engine<Store>, path: &[u8]) {
-    if is_tested(engine) {
-        engine.accesses().take(|found| is_below(found, path));
-        let transactions = open_transactions(engine);
+pub(crate) fn ended(gate: &TransactionGate, path: &[u8]) {
+    if is_tested(gate) {
+        gate.accesses().take(|found| is_below(found, path));
+        let transactions = gate.store().open_transactions();
         let are_counted = transactions.iter().any(|one| one.is_undecided());
-        engine.accesses().switch(are_counted);
+        gate.accesses().switch(are_counted);
     }
 }
 
 /// Tells the others, waits for them and for the verdict. Where they do not agree or do not come the transaction is
 /// open again.
 pub(crate) fn vote(
-    engine: &Engine<Store>,
+    gate: &TransactionGate,
     path: &[u8],
     id: u64,
     patience: Duration,
 ) -> Result<(), TransactionError> {
-    if engine.backing().members().is_none() {
+    if gate.store().members().is_none() {
         return Ok(());
     }
-    let result = wait_for_verdict(engine, path, id, Instant::now() + patience);
+    let result = wait_for_verdict(gate, path, id, Instant::now() + patience);
     if result.is_err() {
         // Not in a turn: it would wait for programs whose changes wait for this.
-        let host = crate::transactions::scope_at(engine, path)?;
-        match transactional(engine)?.reopen(&host, id) {
-            Ok(used) => engine.accesses().put_back(used),
+        let host = gate.scope_at(path)?;
+        match gate.store().reopen(&host, id) {
+            Ok(used) => gate.accesses().put_back(used),
             Err(error) => tracing::debug!(%error, id, "the transaction stays prepared"),
         }
     }
@@ -147,14 +144,14 @@ pub(crate) fn vote(
 }
 
 fn wait_for_verdict(
-    engine: &Engine<Store>,
+    gate: &TransactionGate,
     path: &[u8],
     id: u64,
     deadline: Instant,
 ) -> Result<(), TransactionError> {
-    let store = transactional(engine)?;
+    let store = gate.store();
     patiently(deadline, || {
-        let scope = crate::transactions::scope_at(engine, path)?;
+        let scope = gate.scope_at(path)?;
         Ok(store.publish_accesses(&scope, id)?)
     })?;
     let mut pause = Pause::default();
@@ -185,12 +182,12 @@ fn wait_for_verdict(
 /// Waits until the other hosts have carried out a commit as well; those that have not after a while, or have no
 /// firnd that could.
 pub(crate) fn await_other_hosts(
-    engine: &Engine<Store>,
+    gate: &TransactionGate,
     path: &[u8],
     id: u64,
     means: &Means<'_>,
 ) -> Result<Vec<String>, TransactionError> {
-    let store = transactional(engine)?;
+    let store = gate.store();
     let deadline = Instant::now() + means.patience;
     let Some(members) = store.members() else {
         return Ok(Vec::new());

@@ -13,8 +13,9 @@ use firn_stub::Tree;
 use firn_workers::{Class, Workers};
 use parking_lot::Mutex;
 
+use crate::gate::TransactionGate;
 use crate::metrics::Window;
-use crate::store::{Store, TransactionalStore};
+use crate::store::Store;
 
 /// The walk through a large tree takes this share of a core's time at most: it rests so many times as long as it took.
 const NAME_SYNC_REST: u32 = 20;
@@ -22,6 +23,8 @@ const NAME_SYNC_REST: u32 = 20;
 /// The periodic jobs of a mount.
 pub(crate) struct Periodic {
     pub(crate) engine: Arc<Engine<Store>>,
+    /// None without transactions.
+    pub(crate) gate: Option<Arc<TransactionGate>>,
     pub(crate) workers: Workers,
     /// Where the samples for the rates go.
     pub(crate) window: Arc<Mutex<Window>>,
@@ -95,11 +98,9 @@ impl Periodic {
 
     /// Looks whether other hosts have aborted what this one takes part in.
     fn watch_hosts(&self) {
-        let shares = |store: &TransactionalStore| store.shares();
-        if !self.engine.backing().transactional().is_some_and(shares) {
+        let Some(gate) = self.gate.clone().filter(|gate| gate.store().shares()) else {
             return;
-        }
-        let engine = Arc::clone(&self.engine);
+        };
         let kernel = self.kernel.clone();
         self.host_watch.start(&self.workers, move || {
             let invalidate = |cached: Cached| {
@@ -107,7 +108,7 @@ impl Periodic {
                     kernel.invalidate(&cached);
                 }
             };
-            crate::transactions::follow(&engine, &invalidate);
+            crate::transactions::follow(&gate, &invalidate);
         });
     }
 }

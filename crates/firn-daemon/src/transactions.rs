@@ -1,28 +1,28 @@
 //! Transactions of a mount: what the control socket asks for.
 //!
-//! The engine keeps the scope quiet ([`Engine::quiesce`]), the store turns.
+//! The gate keeps the scope quiet ([`TransactionGate::quiesce`]), the store turns.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use firn_backing::{DirBacking, Errno};
-use firn_engine::{Cached, Engine, Pending, QuiesceError};
+use firn_backing::Errno;
+use firn_engine::Cached;
 use firn_format::durability::DurabilityLevel;
 use firn_format::tally::Tally;
 use firn_protocol::path::BytePath;
 use firn_protocol::{Reply, Request, TransactionStatus};
 use firn_transact::{
-    AbortError, BackupError, BeginError, CommitError, Mode, Object, OwnError, PrepareError,
-    RestoreError, ScopeError, Stage, StoreError, StoreInode, TransactionError, TransactionHandle,
-    VoteError,
+    AbortError, BackupError, BeginError, CommitError, Mode, OwnError, PrepareError, RestoreError,
+    ScopeError, Stage, StoreError, TransactionError, VoteError,
 };
 
 use crate::carrier::Carrier;
+use crate::gate::{Pending, ScopeRoot, TransactionGate};
 use crate::owners::{ControlPeer, Owners, Refusal, Request as UnderWay};
 use crate::participants::{self, patiently};
-use crate::store::{Store, TransactionalStore, shown_scope};
+use crate::store::shown_scope;
 
 /// How long other hosts are waited for at the end of a mount. The next one goes on.
 const LAST_PATIENCE: Duration = Duration::from_secs(5);
@@ -58,65 +58,36 @@ pub(crate) fn steps() -> std::collections::BTreeMap<String, u64> {
 }
 
 /// Notes a step of the transaction in `scope`.
-pub(crate) fn note(engine: &Engine<Store>, step: Step, scope: &[u8], id: Option<u64>) {
+pub(crate) fn note(gate: &TransactionGate, step: Step, scope: &[u8], id: Option<u64>) {
     STEPS.count(step as usize);
-    let members = engine.backing().members();
+    let members = gate.store().members();
     let host = members
         .map(|members| members.host.clone())
         .unwrap_or_default();
     tracing::debug!(step = STEPS.name(step as usize), scope = %shown_scope(scope), ?id, host, "transaction");
 }
 
-/// [`Engine::quiesce`], with its steps noted.
+/// [`TransactionGate::quiesce`], with its steps noted.
 fn turn<T>(
-    engine: &Engine<Store>,
+    gate: &TransactionGate,
     path: &[u8],
     pending: Pending,
     work: impl FnOnce(&ScopeRoot) -> Result<T, TransactionError>,
 ) -> Result<T, TransactionError> {
-    note(engine, Step::Quiesce, path, None);
-    let turned = engine.quiesce(path, pending, |inode| {
-        note(engine, Step::Drained, path, None);
-        work(transactional_root(inode)?)
-    });
-    turned.map_err(|error| match error {
-        QuiesceError::Scope(errno) => not_a_scope(errno),
-        QuiesceError::Drain(errno) => errno.into(),
-        QuiesceError::Work(error) => error,
+    note(gate, Step::Quiesce, path, None);
+    gate.quiesce(path, pending, |root| {
+        note(gate, Step::Drained, path, None);
+        work(root)
     })
 }
 
-/// The directory at the top of a scope.
-pub(crate) type ScopeRoot = Arc<Object<DirBacking>>;
-
-/// The backing of a mount that can have transactions.
-pub(crate) fn transactional(
-    engine: &Engine<Store>,
-) -> Result<&TransactionalStore, TransactionError> {
-    let store = engine.backing().transactional();
-    store.ok_or(ScopeError::NotTransactional.into())
-}
-
-fn transactional_root(inode: &StoreInode<DirBacking>) -> Result<&ScopeRoot, TransactionError> {
-    let root = inode.transactional();
-    root.ok_or(ScopeError::NotTransactional.into())
-}
-
-/// The transactions of a mount that are not over.
-pub(crate) fn open_transactions(engine: &Engine<Store>) -> Vec<TransactionHandle<DirBacking>> {
-    let store = engine.backing().transactional();
-    store
-        .map(TransactionalStore::open_transactions)
-        .unwrap_or_default()
-}
-
 /// Carries a decided commit out.
-pub(crate) fn carry_out(engine: &Engine<Store>, path: &[u8]) -> Result<(), TransactionError> {
-    let id = decided(engine, path);
-    transactional(engine)?.carry_out(path)?;
+pub(crate) fn carry_out(gate: &TransactionGate, path: &[u8]) -> Result<(), TransactionError> {
+    let id = decided(gate, path);
+    gate.store().carry_out(path)?;
     if id.is_some() {
-        note(engine, Step::Applied, path, id);
-        note(engine, Step::Ended, path, id);
+        note(gate, Step::Applied, path, id);
+        note(gate, Step::Ended, path, id);
     }
     Ok(())
 }
@@ -133,7 +104,7 @@ pub(crate) struct Means<'a> {
 }
 
 /// The answer to a request about a transaction.
-pub(crate) fn answer(engine: &Engine<Store>, request: &Request, means: &Means<'_>) -> Reply {
+pub(crate) fn answer(gate: &TransactionGate, request: &Request, means: &Means<'_>) -> Reply {
     let &Means {
         patience, forget, ..
     } = means;
@@ -142,17 +113,17 @@ pub(crate) fn answer(engine: &Engine<Store>, request: &Request, means: &Means<'_
     | Request::Abort { path }
     | Request::Restore { path, .. } = request
     {
-        write_back(engine, path.as_bytes(), forget);
+        write_back(gate, path.as_bytes(), forget);
     }
     let (path, result) = match request {
         Request::Begin { path, .. } => {
-            let begun = finish_restore(engine, path.as_bytes(), forget)
-                .and_then(|()| begin(engine, path.as_bytes(), patience));
+            let begun = finish_restore(gate, path.as_bytes(), forget)
+                .and_then(|()| begin(gate, path.as_bytes(), patience));
             (path, begun.map(|()| Reply::Done))
         }
         Request::Prepare { path, id } => (
             path,
-            prepare(engine, path.as_bytes(), *id, patience).map(|()| Reply::Done),
+            prepare(gate, path.as_bytes(), *id, patience).map(|()| Reply::Done),
         ),
         Request::Commit {
             path,
@@ -165,7 +136,7 @@ pub(crate) fn answer(engine: &Engine<Store>, request: &Request, means: &Means<'_
                 begin: *begin,
                 behind: *behind,
             };
-            let committed = commit(engine, path.as_bytes(), &how, means);
+            let committed = commit(gate, path.as_bytes(), &how, means);
             (
                 path,
                 committed.map(|(id, behind)| Reply::Committed { id, behind }),
@@ -173,24 +144,24 @@ pub(crate) fn answer(engine: &Engine<Store>, request: &Request, means: &Means<'_
         }
         Request::Abort { path } => (
             path,
-            abort(engine, path.as_bytes(), patience, forget).map(|()| Reply::Done),
+            abort(gate, path.as_bytes(), patience, forget).map(|()| Reply::Done),
         ),
         Request::Restore { path, id } => (
             path,
-            restore(engine, path.as_bytes(), *id, patience, forget).map(|()| Reply::Done),
+            restore(gate, path.as_bytes(), *id, patience, forget).map(|()| Reply::Done),
         ),
         _ => unreachable!("only requests about transactions come here"),
     };
     let result = match result {
-        Err(error) => undone_by_another(engine, request, path, patience, forget).ok_or(error),
+        Err(error) => undone_by_another(gate, request, path, patience, forget).ok_or(error),
         done => done,
     };
     result.unwrap_or_else(|error| refused(&error, path))
 }
 
 /// Whether a transaction is open that programs change things in; `None`: there is none.
-pub(crate) fn is_open(engine: &Engine<Store>, path: &[u8]) -> Option<bool> {
-    match stage(engine, path)? {
+pub(crate) fn is_open(gate: &TransactionGate, path: &[u8]) -> Option<bool> {
+    match stage(gate, path)? {
         Stage::Open => Some(true),
         Stage::Prepared(_) | Stage::Decided(_) => Some(false),
         Stage::Ended => None,
@@ -199,7 +170,7 @@ pub(crate) fn is_open(engine: &Engine<Store>, path: &[u8]) -> Option<bool> {
 
 /// [`answer`], where the transaction may have an owner: of one that is gone nothing is prepared or committed.
 pub(crate) fn answer_owned(
-    engine: &Engine<Store>,
+    gate: &TransactionGate,
     owners: &Owners,
     request: &Request,
     peer: &ControlPeer,
@@ -250,19 +221,31 @@ pub(crate) fn answer_owned(
         },
         _ => None,
     };
-    let mut reply = answer(engine, request, means);
+    let mut reply = answer(gate, request, means);
     match (request, &reply, owner) {
         (Request::Begin { .. }, Reply::Done, Some(owner)) => under_way.begun(owner),
         (Request::Commit { begin: true, .. }, Reply::Committed { .. }, _) => under_way.begun_next(),
-        (_, Reply::Error { .. }, _) if needs_owner && stage(engine, scope).is_none() => {
+        (_, Reply::Error { .. }, _) if needs_owner && stage(gate, scope).is_none() => {
             if let Some(owner) = owners.aborted_for(scope) {
                 reply = orphaned(scope, &owner);
             }
         }
         _ => {}
     }
-    under_way.end(is_open(engine, scope));
+    under_way.end(is_open(gate, scope));
     reply
+}
+
+/// The answer of a mount without transactions.
+pub(crate) fn answer_without(request: &Request) -> Reply {
+    match request {
+        Request::Begin { path, .. }
+        | Request::Prepare { path, .. }
+        | Request::Commit { path, .. }
+        | Request::Abort { path }
+        | Request::Restore { path, .. } => refused(&ScopeError::NotTransactional.into(), path),
+        _ => unreachable!("only requests about transactions come here"),
+    }
 }
 
 /// The answer to who prepares or commits what an owner that is gone has left.
@@ -279,25 +262,25 @@ fn orphaned(scope: &[u8], owner: &str) -> Reply {
 /// Why nothing comes of a transaction in shadow mode that another host has aborted, for all hosts. It may not be over
 /// here yet.
 fn undone_by_another(
-    engine: &Engine<Store>,
+    gate: &TransactionGate,
     request: &Request,
     path: &BytePath,
     patience: Duration,
     forget: &dyn Fn(Cached),
 ) -> Option<Reply> {
-    let store = engine.backing().transactional()?;
+    let store = gate.store();
     if store
         .to_be_stopped()
         .iter()
         .any(|scope| scope == path.as_bytes())
         && !matches!(request, Request::Abort { .. })
-        && let Err(error) = abort(engine, path.as_bytes(), patience, forget)
+        && let Err(error) = abort(gate, path.as_bytes(), patience, forget)
     {
         return Some(refused(&error, path));
     }
     let by = store.stopped_by(path.as_bytes())?;
     match request {
-        _ if stage(engine, path.as_bytes()).is_some() => None,
+        _ if stage(gate, path.as_bytes()).is_some() => None,
         Request::Abort { .. } => Some(Reply::Done),
         Request::Prepare { .. } | Request::Commit { .. } => {
             let scope = shown_scope(path.as_bytes());
@@ -312,25 +295,11 @@ fn undone_by_another(
     }
 }
 
-/// The directory that a transaction covers.
-pub(crate) fn scope_at(engine: &Engine<Store>, path: &[u8]) -> Result<ScopeRoot, TransactionError> {
-    let inode = engine.object_at(path).map_err(not_a_scope)?;
-    transactional_root(&inode).cloned()
-}
-
-fn not_a_scope(errno: Errno) -> TransactionError {
-    match errno {
-        Errno::NOENT => ScopeError::Missing.into(),
-        Errno::NOTDIR => ScopeError::NotDirectory.into(),
-        errno => errno.into(),
-    }
-}
-
 /// Makes the kernel hand over what programs stored to shared mappings, so that it is part of the transaction. Not
 /// while it is prepared: then it would wait for the outcome.
-fn write_back(engine: &Engine<Store>, path: &[u8], forget: &dyn Fn(Cached)) {
-    if stage(engine, path) == Some(Stage::Open) {
-        engine
+fn write_back(gate: &TransactionGate, path: &[u8], forget: &dyn Fn(Cached)) {
+    if stage(gate, path) == Some(Stage::Open) {
+        gate.engine()
             .written_at(path)
             .into_iter()
             .map(Cached::Inode)
@@ -338,60 +307,61 @@ fn write_back(engine: &Engine<Store>, path: &[u8], forget: &dyn Fn(Cached)) {
     }
 }
 
-fn begin(engine: &Engine<Store>, path: &[u8], patience: Duration) -> Result<(), TransactionError> {
+fn begin(gate: &TransactionGate, path: &[u8], patience: Duration) -> Result<(), TransactionError> {
     // What was written after a commit that is still carried out is not of the new transaction, and has no way yet.
-    if is_decided(engine, path)
-        && engine
+    if is_decided(gate, path)
+        && gate
+            .engine()
             .wait_tree(path, DurabilityLevel::Drained, &mut |_, _| false)
             .is_err()
     {
-        carry_out(engine, path)?;
+        carry_out(gate, path)?;
     }
     let deadline = Instant::now() + patience;
     patiently(deadline, || {
-        turn(engine, path, Pending::Drain, |inode| {
-            begin_at(engine, inode, path)
+        turn(gate, path, Pending::Drain, |inode| {
+            begin_at(gate, inode, path)
         })
     })
 }
 
-fn begin_at(engine: &Engine<Store>, root: &ScopeRoot, path: &[u8]) -> Result<(), TransactionError> {
-    transactional(engine)?.begin(root, path)?;
-    note(engine, Step::Begin, path, None);
-    participants::begun(engine, path);
+fn begin_at(gate: &TransactionGate, root: &ScopeRoot, path: &[u8]) -> Result<(), TransactionError> {
+    gate.store().begin(root, path)?;
+    note(gate, Step::Begin, path, None);
+    participants::begun(gate, path);
     Ok(())
 }
 
 fn prepare(
-    engine: &Engine<Store>,
+    gate: &TransactionGate,
     path: &[u8],
     id: u64,
     patience: Duration,
 ) -> Result<(), TransactionError> {
-    carry_out_before(engine, path)?;
+    carry_out_before(gate, path)?;
     // Asked again, nothing more is to be part of it.
-    let pending = if stage(engine, path) == Some(Stage::Open) {
+    let pending = if stage(gate, path) == Some(Stage::Open) {
         Pending::Drain
     } else {
         Pending::Keep
     };
-    turn(engine, path, pending, |inode| {
-        let was_open = stage(engine, path) == Some(Stage::Open);
-        transactional(engine)?.prepare(inode, id)?;
-        note(engine, Step::Prepared, path, Some(id));
+    turn(gate, path, pending, |inode| {
+        let was_open = stage(gate, path) == Some(Stage::Open);
+        gate.store().prepare(inode, id)?;
+        note(gate, Step::Prepared, path, Some(id));
         if was_open {
-            participants::prepared(engine, inode, path)
+            participants::prepared(gate, inode, path)
         } else {
             Ok(())
         }
     })?;
-    participants::vote(engine, path, id, patience)
+    participants::vote(gate, path, id, patience)
 }
 
 /// A commit before this transaction is carried out first, outside of a turn: drains of the scope wait for that.
-fn carry_out_before(engine: &Engine<Store>, path: &[u8]) -> Result<(), TransactionError> {
-    if stage(engine, path) == Some(Stage::Open) {
-        carry_out(engine, path)
+fn carry_out_before(gate: &TransactionGate, path: &[u8]) -> Result<(), TransactionError> {
+    if stage(gate, path) == Some(Stage::Open) {
+        carry_out(gate, path)
     } else {
         Ok(())
     }
@@ -407,17 +377,17 @@ struct How {
 }
 
 fn commit(
-    engine: &Engine<Store>,
+    gate: &TransactionGate,
     path: &[u8],
     how: &How,
     means: &Means<'_>,
 ) -> Result<(u64, Vec<String>), TransactionError> {
-    let store = transactional(engine)?;
-    let is_decided = |id| decided(engine, path) == Some(id);
+    let store = gate.store();
+    let is_decided = |id| decided(gate, path) == Some(id);
     if how.id.is_none_or(|id| !is_decided(id)) {
-        carry_out_before(engine, path)?;
+        carry_out_before(gate, path)?;
     }
-    let mut stage = stage(engine, path);
+    let mut stage = stage(gate, path);
     let id = match (how.id, stage) {
         (Some(id), _) | (None, Some(Stage::Prepared(id) | Stage::Decided(id))) => id,
         _ => store
@@ -426,7 +396,7 @@ fn commit(
     };
     let shared = store.members().is_some();
     if shared && stage == Some(Stage::Open) && !is_decided(id) {
-        prepare(engine, path, id, means.patience)?;
+        prepare(gate, path, id, means.patience)?;
         stage = Some(Stage::Prepared(id));
     }
     let is_recovered = store
@@ -436,69 +406,69 @@ fn commit(
     let begins_late = how.begin && shared && store.mode() == Mode::Shadow;
     let decide = |inode: &_| {
         store.conclude(inode, id)?;
-        note(engine, Step::Decided, path, Some(id));
+        note(gate, Step::Decided, path, Some(id));
         // The carrier may have applied it since: then only the transaction that followed is left.
         let current = store.current_transaction(path);
         let is_followed = current.is_some_and(|one| one.is_undecided());
         if !how.begin {
-            participants::ended(engine, path);
+            participants::ended(gate, path);
         }
         let begins = how.begin && !is_followed && !is_recovered && !begins_late;
         if begins {
             store.begin(inode, path)?;
-            note(engine, Step::Begin, path, None);
+            note(gate, Step::Begin, path, None);
         }
         Ok(())
     };
     if stage == Some(Stage::Open) && !is_decided(id) {
-        turn(engine, path, Pending::Drain, decide)?;
+        turn(gate, path, Pending::Drain, decide)?;
     } else {
         // What was written since it was prepared comes after it. Who changes more waits already, and a turn would
         // wait for that.
-        decide(&scope_at(engine, path)?)?;
+        decide(&gate.scope_at(path)?)?;
     }
     if is_recovered {
-        carry_out(engine, path)?;
+        carry_out(gate, path)?;
         // Programs saw the tree before it until now.
-        engine
+        gate.engine()
             .revalidate_names(path)
             .into_iter()
             .for_each(means.forget);
         if how.begin {
-            begin(engine, path, means.patience)?;
+            begin(gate, path, means.patience)?;
         }
     } else if how.behind && !begins_late {
         means.carrier.wake();
         return Ok((id, Vec::new()));
-    } else if let Err(error) = carry_out(engine, path) {
+    } else if let Err(error) = carry_out(gate, path) {
         // Asked again, it is the commit that is meant and not the one after it.
         if how.begin {
             store.unfollow(path);
         }
         return Err(error);
     }
-    let behind = participants::await_other_hosts(engine, path, id, means)?;
+    let behind = participants::await_other_hosts(gate, path, id, means)?;
     if shared {
         // Programs did not see the parts of other hosts until now.
-        engine
+        gate.engine()
             .revalidate_names(path)
             .into_iter()
             .for_each(means.forget);
     }
     if begins_late && !is_recovered {
-        begin(engine, path, means.patience)?;
+        begin(gate, path, means.patience)?;
     }
     Ok((id, behind))
 }
 
 fn abort(
-    engine: &Engine<Store>,
+    gate: &TransactionGate,
     path: &[u8],
     patience: Duration,
     forget: &dyn Fn(Cached),
 ) -> Result<(), TransactionError> {
-    let store = transactional(engine)?;
-    let begun = stage(engine, path);
+    let store = gate.store();
+    let begun = stage(gate, path);
     match begun {
         Some(Stage::Decided(id)) => return Err(AbortError::Decided { id }.into()),
         // Other hosts may have committed it: asked before anything is thrown away.
@@ -506,18 +476,18 @@ fn abort(
         _ => {}
     }
     // Drains that wait for the outcome are told first, or the data could not be dropped.
-    match store.refuse(&scope_at(engine, path)?) {
+    match store.refuse(&gate.scope_at(path)?) {
         // The thread that follows the other hosts has ended the transaction first.
         Err(AbortError::NoTransaction) if begun.is_some() => return Ok(()),
         refused => refused?,
     }
     let mut waited = false;
     let attempt = || {
-        let ended = turn(engine, path, Pending::Discard, |inode| {
+        let ended = turn(gate, path, Pending::Discard, |inode| {
             store.abort(inode)?;
-            note(engine, Step::Undone, path, None);
-            note(engine, Step::Ended, path, None);
-            participants::ended(engine, path);
+            note(gate, Step::Undone, path, None);
+            note(gate, Step::Ended, path, None);
+            participants::ended(gate, path);
             Ok(())
         });
         match ended {
@@ -530,19 +500,22 @@ fn abort(
         }
     };
     patiently(Instant::now() + patience, attempt)?;
-    engine.revalidate_names(path).into_iter().for_each(forget);
+    gate.engine()
+        .revalidate_names(path)
+        .into_iter()
+        .for_each(forget);
     Ok(())
 }
 
 /// Aborts the transaction of an owner that is gone.
 pub(crate) fn abort_orphan(
-    engine: &Engine<Store>,
+    gate: &TransactionGate,
     path: &[u8],
     forget: &dyn Fn(Cached),
 ) -> Result<(), String> {
-    write_back(engine, path, forget);
+    write_back(gate, path, forget);
     let scope = shown_scope(path);
-    match abort(engine, path, Duration::ZERO, forget) {
+    match abort(gate, path, Duration::ZERO, forget) {
         Ok(()) | Err(TransactionError::Abort(AbortError::NoTransaction)) => {
             tracing::info!(%scope, "a transaction is aborted: its owner is gone");
             Ok(())
@@ -555,13 +528,10 @@ pub(crate) fn abort_orphan(
 }
 
 /// Ends transactions that other hosts have aborted, as far as that goes now.
-pub(crate) fn follow(engine: &Engine<Store>, forget: &dyn Fn(Cached)) {
-    let Some(store) = engine.backing().transactional() else {
-        return;
-    };
-    for scope in store.to_be_stopped() {
+pub(crate) fn follow(gate: &TransactionGate, forget: &dyn Fn(Cached)) {
+    for scope in gate.store().to_be_stopped() {
         let shown = shown_scope(&scope);
-        match abort(engine, &scope, Duration::ZERO, forget) {
+        match abort(gate, &scope, Duration::ZERO, forget) {
             Ok(()) => {
                 tracing::info!(scope = %shown, "a transaction of several hosts was aborted and is undone")
             }
@@ -575,44 +545,50 @@ pub(crate) fn follow(engine: &Engine<Store>, forget: &dyn Fn(Cached)) {
 
 /// What a restore that failed had begun: an older commit that the backing has in part.
 fn finish_restore(
-    engine: &Engine<Store>,
+    gate: &TransactionGate,
     path: &[u8],
     forget: &dyn Fn(Cached),
 ) -> Result<(), TransactionError> {
-    let first = transactional(engine)?.first_transaction(path);
+    let first = gate.store().first_transaction(path);
     if first.is_some_and(|one| one.is_undo()) {
-        carry_out(engine, path)?;
-        engine.revalidate_names(path).into_iter().for_each(forget);
+        carry_out(gate, path)?;
+        gate.engine()
+            .revalidate_names(path)
+            .into_iter()
+            .for_each(forget);
     }
     Ok(())
 }
 
 fn restore(
-    engine: &Engine<Store>,
+    gate: &TransactionGate,
     path: &[u8],
     id: u64,
     patience: Duration,
     forget: &dyn Fn(Cached),
 ) -> Result<(), TransactionError> {
-    let store = transactional(engine)?;
-    finish_restore(engine, path, forget)?;
+    let store = gate.store();
+    finish_restore(gate, path, forget)?;
     // Of a commit before the transaction that is open. A commit that is not followed may be the one that is meant.
-    carry_out_before(engine, path)?;
-    match stage(engine, path) {
+    carry_out_before(gate, path)?;
+    match stage(gate, path) {
         Some(Stage::Prepared(found) | Stage::Decided(found)) if found == id => {
-            store.refuse(&scope_at(engine, path)?)?;
-            turn(engine, path, Pending::Discard, |inode| {
+            store.refuse(&gate.scope_at(path)?)?;
+            turn(gate, path, Pending::Discard, |inode| {
                 match store.commit(inode, id) {
                     // It was carried out in the background meanwhile.
                     Err(CommitError::NoTransaction) if store.committed(path)? == Some(id) => {}
                     done => done?,
                 }
-                note(engine, Step::Applied, path, Some(id));
-                note(engine, Step::Ended, path, Some(id));
-                participants::ended(engine, path);
+                note(gate, Step::Applied, path, Some(id));
+                note(gate, Step::Ended, path, Some(id));
+                participants::ended(gate, path);
                 Ok(())
             })?;
-            engine.revalidate_names(path).into_iter().for_each(forget);
+            gate.engine()
+                .revalidate_names(path)
+                .into_iter()
+                .for_each(forget);
             Ok(())
         }
         Some(Stage::Decided(id)) => Err(AbortError::Decided { id }.into()),
@@ -621,24 +597,27 @@ fn restore(
             store.can_restore(path, id)?;
             let mut stage = stage;
             if store.shares() && stage.is_some() {
-                abort(engine, path, patience, forget)?;
+                abort(gate, path, patience, forget)?;
                 stage = None;
             }
             let pending = match stage {
                 Some(_) => {
-                    store.refuse(&scope_at(engine, path)?)?;
+                    store.refuse(&gate.scope_at(path)?)?;
                     Pending::Discard
                 }
                 None => Pending::Drain,
             };
-            turn(engine, path, pending, |inode| {
+            turn(gate, path, pending, |inode| {
                 store.restore(inode, id)?;
-                note(engine, Step::Undone, path, Some(id));
-                note(engine, Step::Ended, path, Some(id));
-                participants::ended(engine, path);
+                note(gate, Step::Undone, path, Some(id));
+                note(gate, Step::Ended, path, Some(id));
+                participants::ended(gate, path);
                 Ok(())
             })?;
-            engine.revalidate_names(path).into_iter().for_each(forget);
+            gate.engine()
+                .revalidate_names(path)
+                .into_iter()
+                .for_each(forget);
             Ok(())
         }
     }
@@ -646,12 +625,12 @@ fn restore(
 
 /// For the end of a mount: transactions that are open are undone, those that are prepared wait for the next
 /// mount, without what was written after.
-pub(crate) fn leave(engine: &Engine<Store>) {
-    for one in open_transactions(engine) {
+pub(crate) fn leave(gate: &TransactionGate) {
+    for one in gate.store().open_transactions() {
         let left = match one.stage() {
-            Stage::Open => abort(engine, one.scope(), LAST_PATIENCE, &|_| {}),
-            Stage::Prepared(_) => drop_later(engine, one.scope()),
-            Stage::Decided(_) => carry_out(engine, one.scope()),
+            Stage::Open => abort(gate, one.scope(), LAST_PATIENCE, &|_| {}),
+            Stage::Prepared(_) => drop_later(gate, one.scope()),
+            Stage::Decided(_) => carry_out(gate, one.scope()),
             Stage::Ended => Ok(()),
         };
         if let Err(error) = left {
@@ -660,18 +639,19 @@ pub(crate) fn leave(engine: &Engine<Store>) {
     }
 }
 
-fn drop_later(engine: &Engine<Store>, path: &[u8]) -> Result<(), TransactionError> {
-    transactional(engine)?.refuse(&scope_at(engine, path)?)?;
-    turn(engine, path, Pending::Discard, |_| Ok(()))
+fn drop_later(gate: &TransactionGate, path: &[u8]) -> Result<(), TransactionError> {
+    gate.store().refuse(&gate.scope_at(path)?)?;
+    turn(gate, path, Pending::Discard, |_| Ok(()))
 }
 
 /// Once nothing waits for what [`leave`] could not carry out: what was written after it stays in the arena for the
 /// next mount, which carries it out first.
-pub(crate) fn give_up(engine: &Engine<Store>) {
-    for one in open_transactions(engine) {
+pub(crate) fn give_up(gate: &TransactionGate) {
+    for one in gate.store().open_transactions() {
         if one.decided().is_some()
-            && let Err(error) =
-                scope_at(engine, one.scope()).and_then(|at| Ok(transactional(engine)?.refuse(&at)?))
+            && let Err(error) = gate
+                .scope_at(one.scope())
+                .and_then(|at| Ok(gate.store().refuse(&at)?))
         {
             tracing::warn!(%error, scope = %shown_scope(one.scope()), "changes may wait for a commit");
         }
@@ -679,10 +659,11 @@ pub(crate) fn give_up(engine: &Engine<Store>) {
 }
 
 /// Has changes in every transaction fail: none of them can end here any more.
-pub(crate) fn give_up_all(engine: &Engine<Store>) {
-    for one in open_transactions(engine) {
-        if let Err(error) =
-            scope_at(engine, one.scope()).and_then(|at| Ok(transactional(engine)?.refuse(&at)?))
+pub(crate) fn give_up_all(gate: &TransactionGate) {
+    for one in gate.store().open_transactions() {
+        if let Err(error) = gate
+            .scope_at(one.scope())
+            .and_then(|at| Ok(gate.store().refuse(&at)?))
         {
             tracing::warn!(%error, scope = %shown_scope(one.scope()), "changes of a transaction go on");
         }
@@ -690,8 +671,8 @@ pub(crate) fn give_up_all(engine: &Engine<Store>) {
 }
 
 /// What keeps a mount from being taken away. What is decided is carried out first.
-pub(crate) fn in_the_way(engine: &Engine<Store>) -> Option<String> {
-    let mut ours = open_transactions(engine);
+pub(crate) fn in_the_way(gate: &TransactionGate) -> Option<String> {
+    let mut ours = gate.store().open_transactions();
     ours.retain(|one| !one.is_recovered());
     let undecided = ours.iter().find_map(|one| {
         let scope = shown_scope(one.scope());
@@ -707,7 +688,7 @@ pub(crate) fn in_the_way(engine: &Engine<Store>) -> Option<String> {
     });
     undecided.or_else(|| {
         ours.iter().find_map(|one| {
-            let error = carry_out(engine, one.scope()).err()?;
+            let error = carry_out(gate, one.scope()).err()?;
             let scope = shown_scope(one.scope());
             Some(format!(
                 "the commit of a transaction in {scope} cannot be carried out: {error}; mend the backing and try again, or --force leaves it to the next mount"
@@ -717,31 +698,31 @@ pub(crate) fn in_the_way(engine: &Engine<Store>) -> Option<String> {
 }
 
 /// How far the transaction is that programs change things in, or else the last one.
-fn stage(engine: &Engine<Store>, path: &[u8]) -> Option<Stage> {
-    let store = engine.backing().transactional()?;
+fn stage(gate: &TransactionGate, path: &[u8]) -> Option<Stage> {
+    let store = gate.store();
     let stage = store.current_transaction(path)?.stage();
     (stage != Stage::Ended).then_some(stage)
 }
 
 /// The number of the commit that is to be carried out.
-fn decided(engine: &Engine<Store>, path: &[u8]) -> Option<u64> {
-    let store = engine.backing().transactional()?;
+fn decided(gate: &TransactionGate, path: &[u8]) -> Option<u64> {
+    let store = gate.store();
     store.first_transaction(path)?.decided()
 }
 
-fn is_decided(engine: &Engine<Store>, path: &[u8]) -> bool {
-    decided(engine, path).is_some()
+fn is_decided(gate: &TransactionGate, path: &[u8]) -> bool {
+    decided(gate, path).is_some()
 }
 
 /// For the status.
-pub(crate) fn status(engine: &Arc<Engine<Store>>, owners: &Owners) -> Vec<TransactionStatus> {
+pub(crate) fn status(gate: &Arc<TransactionGate>, owners: &Owners) -> Vec<TransactionStatus> {
     let word = |stage| match stage {
         Stage::Open | Stage::Ended => ("open", None),
         Stage::Prepared(id) => ("prepared", Some(id)),
         Stage::Decided(id) => ("decided", Some(id)),
     };
     let pending = |scope: &[u8]| -> u64 {
-        let files = engine.files_below(scope);
+        let files = gate.engine().files_below(scope);
         files.iter().map(|file| file.held_bytes).sum()
     };
     let one = |found: firn_transact::Transaction| TransactionStatus {
@@ -759,30 +740,25 @@ pub(crate) fn status(engine: &Arc<Engine<Store>>, owners: &Owners) -> Vec<Transa
             .collect(),
         recovered: found.is_recovered,
         here: match found.stage {
-            Stage::Prepared(id) => here(engine, id, &found.scope),
+            Stage::Prepared(id) => here(gate, id, &found.scope),
             _ => Vec::new(),
         },
         error: found.trouble,
         backup: found.backup.map(crate::backup::status),
     };
-    let store = engine.backing().transactional();
-    let transactions = store.map(TransactionalStore::transactions);
-    transactions
-        .unwrap_or_default()
-        .into_iter()
-        .map(one)
-        .collect()
+    let transactions = gate.store().transactions();
+    transactions.into_iter().map(one).collect()
 }
 
 /// The hosts that have come to the meeting about a transaction, as far as the backing says so at once: the status does
 /// not wait for one that hangs.
-fn here(engine: &Arc<Engine<Store>>, id: u64, scope: &[u8]) -> Vec<String> {
+fn here(gate: &Arc<TransactionGate>, id: u64, scope: &[u8]) -> Vec<String> {
     /// A look at a directory takes a millisecond where a server answers.
     const PATIENCE: Duration = Duration::from_millis(50);
     /// Of one that hangs no more threads ask.
     static ASKING: AtomicUsize = AtomicUsize::new(0);
     const ASKING_MAX: usize = 4;
-    if engine.backing().members().is_none() {
+    if gate.store().members().is_none() {
         return Vec::new();
     }
     if ASKING.fetch_add(1, Ordering::AcqRel) >= ASKING_MAX {
@@ -790,13 +766,12 @@ fn here(engine: &Arc<Engine<Store>>, id: u64, scope: &[u8]) -> Vec<String> {
         return Vec::new();
     }
     let (tell, told) = mpsc::channel();
-    let engine = Arc::clone(engine);
+    let gate = Arc::clone(gate);
     let scope = scope.to_owned();
     let asked = std::thread::Builder::new()
         .name("firn-hosts".into())
         .spawn(move || {
-            let store = engine.backing().transactional();
-            let hosts = store.and_then(|store| store.hosts_published(id, &scope).ok());
+            let hosts = gate.store().hosts_published(id, &scope);
             let _ = tell.send(hosts.unwrap_or_default());
             ASKING.fetch_sub(1, Ordering::AcqRel);
         });

@@ -1,6 +1,7 @@
 //! What the engine takes and gives: plain types shared by every frontend.
 
 use std::ffi::OsString;
+use std::ops::Range;
 
 use firn_backing::{Attr, Errno, SetTime};
 
@@ -108,6 +109,18 @@ impl SetAttr {
 /// A connection of a client process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ClientId(pub u64);
+
+/// Which file of the backing something is about.
+pub trait FileIdentity: Send + Sync {
+    /// Its inode number in the backing.
+    fn number(&self) -> u64;
+    /// One of its paths below the mount; empty if it has none.
+    fn path(&self) -> Vec<u8>;
+}
+
+/// Called with each range that a process wrote directly, when the engine learns of it, and with the number of that
+/// process. It is called with the file locked, and calls nothing of the engine.
+pub type DirectWriteObserver = Box<dyn Fn(&dyn FileIdentity, u32, Range<u64>) + Send + Sync>;
 
 /// A client may write an open file directly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -80,11 +80,6 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    fn truncate_opened(&self, file: &Arc<File<B>>) -> Result<()> {
-        let _writing = self.writing.read();
-        self.truncate_file(file, 0)
-    }
-
     /// Opens a regular file. `flags` are those of open(2); `O_TRUNC` is done here, after [`Engine::drop_privileges`].
     pub fn open(&self, inode: InodeId, flags: i32) -> Result<Opened> {
         let inode = self.inode(inode)?;
@@ -95,7 +90,7 @@ impl<B: Backing> Engine<B> {
         let ready = opened.and_then(|()| self.check_cache(&file));
         let truncated = ready.and_then(|()| {
             if flags & O_TRUNC != 0 {
-                self.truncate_opened(&file)
+                self.truncate_file(&file, 0)
             } else {
                 Ok(())
             }
@@ -104,7 +99,7 @@ impl<B: Backing> Engine<B> {
             self.drop_if_unused(&file);
             return Err(errno);
         }
-        let allowed = self.passthrough.load(Ordering::Relaxed) && !self.options.tracking;
+        let allowed = self.passthrough.load(Ordering::Relaxed) && !self.options.serves_every_read;
         let unchanged = !wants_write && !allowed && self.is_as_cached(&inode);
         Ok(self.add_handle(&inode, flags, |state| {
             // The file may have been dropped and made anew meanwhile; its descriptors come again.
@@ -117,7 +112,7 @@ impl<B: Backing> Engine<B> {
             let quiet = in_backing && !state.opens.has_through_engine() && !wants_write;
             if state.opens.has_passthrough() || (allowed && both && quiet) {
                 OpenMode::Passthrough
-            } else if !allowed && !wants_write && in_backing && !self.options.tracking {
+            } else if !allowed && !wants_write && in_backing && !self.options.serves_every_read {
                 OpenMode::Cached { keep: unchanged }
             } else {
                 OpenMode::Engine

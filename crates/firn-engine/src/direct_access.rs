@@ -11,14 +11,13 @@
 //! writes the file while there is a grant, and a file's leases are filled one after the other.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use firn_arena::{ClientLease, Located, Taken};
 use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno};
-use firn_conflict::Access;
 use firn_format::data_socket::{EXTENTS_MAX, Extent as Listed, IN_MEMORY, IN_SPILL, Slab};
 use firn_format::geometry::{SLAB_MEDIUM, SLAB_SMALL, WORDS_COUNT};
 use firn_format::slab::Class;
@@ -29,7 +28,9 @@ use crate::figures::DirectAccessFigures;
 use crate::file::{File, FileId, FileState};
 use crate::privileges::has_set_id_bits;
 use crate::size::whole_size;
-use crate::{ClientId, DirectGrant, DirectList, DirectRefusal, HandleId, OpenMode};
+use crate::{
+    ClientId, DirectGrant, DirectList, DirectRefusal, DirectWriteObserver, HandleId, OpenMode,
+};
 
 /// A file has the lease that is filled and the one that is next.
 const LEASES_MAX: usize = 2;
@@ -57,6 +58,8 @@ pub(crate) struct Grants<B: Backing> {
     error_count: AtomicU64,
     /// Some process was told where bytes of a file lie.
     has_lists: AtomicBool,
+    /// Told of what clients write.
+    observer: OnceLock<DirectWriteObserver>,
 }
 
 impl<B: Backing> Default for Grants<B> {
@@ -67,6 +70,7 @@ impl<B: Backing> Default for Grants<B> {
             lease_count: AtomicU64::new(0),
             error_count: AtomicU64::new(0),
             has_lists: AtomicBool::new(false),
+            observer: OnceLock::new(),
         }
     }
 }
@@ -132,7 +136,6 @@ impl<B: Backing> Engine<B> {
     /// May `client` write the open file directly? From now on attributes must not be kept by the
     /// kernel, and those that it keeps must be dropped before the client is told.
     pub fn grant_direct_access(&self, client: ClientId, token: HandleId) -> Answer<DirectGrant> {
-        let _writing = self.writing.read();
         let handle = self.writable(token)?;
         let file = &handle.file;
         let privileges = self.privileges.epoch();
@@ -211,7 +214,6 @@ impl<B: Backing> Engine<B> {
         (pid, cpu): (u32, Option<u32>),
         want: u64,
     ) -> Answer<Slab> {
-        let _writing = self.writing.read();
         let handle = self.writable(token)?;
         let file = &handle.file;
         let mut state = file.lock();
@@ -295,7 +297,7 @@ impl<B: Backing> Engine<B> {
     pub fn list_extents(&self, token: HandleId, from: u64) -> Answer<DirectList> {
         let handle = self.handle(token).ok().filter(|handle| handle.readable);
         let handle = handle.ok_or(DirectRefusal::BadToken)?;
-        if self.options.tracking {
+        if self.options.serves_every_read {
             return Err(DirectRefusal::Busy);
         }
         let file = &handle.file;
@@ -356,6 +358,12 @@ impl<B: Backing> Engine<B> {
     }
 
     // ---- what the engine does ----------------------------------------------------------------
+
+    /// Has `observer` told of what clients write. There is one at most; to be called before the first grant.
+    pub fn observe_direct_writes(&self, observer: DirectWriteObserver) {
+        let is_first = self.grants.observer.set(observer).is_ok();
+        debug_assert!(is_first, "direct writes have one observer");
+    }
 
     /// Whether a client may be writing the file of an inode now, or has and the kernel was not told of it: its
     /// attributes change unseen.
@@ -459,12 +467,9 @@ impl<B: Backing> Engine<B> {
             modified,
         } in taken
         {
-            self.note_access(
-                &file.inode,
-                pid,
-                Access::Write,
-                offset..offset + u64::from(len),
-            );
+            if let Some(observe) = self.grants.observer.get() {
+                observe(&*file.inode, pid, offset..offset + u64::from(len));
+            }
             if !state.pending.touch_at(modified) {
                 self.arena.set_modified(piece, state.pending.recorded_ns());
             }

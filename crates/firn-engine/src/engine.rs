@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 use firn_arena::{Arena, Lease};
 use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno};
-use firn_conflict::Log;
 use firn_format::quote::quoted;
 use firn_format::tally::Tally;
 
@@ -23,7 +22,7 @@ use crate::space::Space;
 use crate::spill::Spill;
 use crate::sync::Progress;
 use crate::tables::{FileTable, HandleTable};
-use crate::{HandleId, InodeId, Result};
+use crate::{FileIdentity, HandleId, InodeId, Result};
 
 /// When close(2) returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,8 +73,8 @@ pub struct EngineOptions {
     pub spill_lower_percent: u32,
     /// Let the kernel read files that have nothing pending.
     pub passthrough: bool,
-    /// What processes read and write can be taken down ([`Engine::accesses`]): all of it comes to the engine.
-    pub tracking: bool,
+    /// Every read of a program comes to the engine: the kernel caches no bytes, and no process is told where bytes lie.
+    pub serves_every_read: bool,
     /// Objects of the backing (descriptors) held beside those of files in use. The kernel may know more;
     /// they are looked up again when used.
     pub objects_max: usize,
@@ -98,7 +97,7 @@ impl EngineOptions {
             spill_upper_percent: 80,
             spill_lower_percent: 60,
             passthrough: false,
-            tracking: false,
+            serves_every_read: false,
             objects_max: 4096,
             open_files_max: 4096,
         }
@@ -193,9 +192,6 @@ pub struct Engine<B: Backing> {
     pub(crate) journal: FileJournal,
     /// Paths that are told to the journal stay while they are, and renames change them.
     pub(crate) paths: crate::claims::PathClaims,
-    /// Held for reading by whoever changes data of files, for writing while a directory is quiet for a transaction. It is held
-    /// while the backing works: that is what it is for.
-    pub(crate) writing: parking_lot::RwLock<()>,
     pub(crate) names: Names<B>,
     pub(crate) privileges: Privileges,
     pub(crate) files: FileTable<B>,
@@ -209,7 +205,6 @@ pub struct Engine<B: Backing> {
     pub(crate) spill: Spill,
     pub(crate) progress: Progress,
     pub(crate) passthrough: AtomicBool,
-    pub(crate) accesses: Log,
     /// Open handles whose pages the kernel caches.
     pub(crate) cached_opens: AtomicU64,
     pub(crate) recovered_bytes: u64,
@@ -237,13 +232,14 @@ impl<B: Backing> Engine<B> {
             .concat();
         format!("{uuid}-{}", self.epoch)
     }
-    /// What processes read and write, where [`EngineOptions::tracking`] is on and the log is switched on.
-    pub fn accesses(&self) -> &Log {
-        &self.accesses
-    }
     /// The policies in force.
     pub fn options(&self) -> &EngineOptions {
         &self.options
+    }
+
+    /// Which file a handle is open on.
+    pub fn identify_file(&self, handle: HandleId) -> Result<Arc<dyn FileIdentity>> {
+        Ok(Arc::clone(&self.handle(handle)?.file.inode) as _)
     }
 
     /// The path of an inode, or of a name in it, as a person may read it; of one that nobody knows its number.
@@ -270,7 +266,8 @@ impl<B: Backing> Engine<B> {
         self.names.object(&self.backing, inode)
     }
 
-    pub(crate) fn object_of(&self, id: InodeId) -> Result<B::Inode> {
+    /// The object of an inode by its number.
+    pub fn object_of(&self, id: InodeId) -> Result<B::Inode> {
         self.object(&*self.inode(id)?)
     }
 

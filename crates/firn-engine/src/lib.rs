@@ -36,7 +36,7 @@ mod space;
 mod spill;
 mod sync;
 mod tables;
-mod transact;
+mod tree;
 mod truncate;
 mod write;
 
@@ -53,7 +53,6 @@ pub use lost::LostFile;
 pub use privileges::Principal;
 pub use recovery::{Recovered, StoredArena};
 pub use spill::SpillStep;
-pub use transact::{Pending, QuiesceError};
 
 /// Result of an operation: the errno that the program gets.
 pub type Result<T> = std::result::Result<T, firn_backing::Errno>;

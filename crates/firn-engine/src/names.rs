@@ -23,7 +23,7 @@ use quick_cache::sync::Cache;
 use smallvec::SmallVec;
 
 use crate::claims::PathClaims;
-use crate::{InodeId, ROOT, Result};
+use crate::{FileIdentity, InodeId, ROOT, Result};
 
 /// Identity of an object in the backing: device and inode.
 pub(crate) type Key = (u64, u64);
@@ -77,6 +77,16 @@ pub(crate) struct Stamp {
     pub size: u64,
     pub mtime: Time,
     pub ctime: Time,
+}
+
+impl<B: Backing> FileIdentity for Inode<B> {
+    fn number(&self) -> u64 {
+        self.key.1
+    }
+
+    fn path(&self) -> Vec<u8> {
+        self.paths().into_iter().next().unwrap_or_default()
+    }
 }
 
 impl<B: Backing> Inode<B> {

@@ -111,7 +111,6 @@ impl<B: Backing> Engine<B> {
             self.drop_privileges(inode.id, by)?;
         }
         if let Some(size) = set.size {
-            let _writing = self.writing.read();
             let file = self.file_with(&inode, |_| {});
             let dropped = by.map_or(Ok(()), |by| self.drop_privileges_of(&file, by));
             let result = dropped.and_then(|()| self.truncate_file(&file, size));

@@ -113,7 +113,7 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Gives back all descriptors that can be had again.
-    pub(crate) fn close_all_idle(&self) {
+    pub fn close_idle_files(&self) {
         self.close_down_to(0);
         self.names.drop_objects();
     }
@@ -148,7 +148,7 @@ impl<B: Backing> Engine<B> {
         let none_left = |errno: &Errno| matches!(*errno, Errno::MFILE | Errno::NFILE);
         match call() {
             Err(errno) if none_left(&errno) => {
-                self.close_all_idle();
+                self.close_idle_files();
                 call().map_err(|errno| {
                     if none_left(&errno) {
                         Errno::NFILE

@@ -128,6 +128,11 @@ impl<B: Backing> Engine<B> {
         }
     }
 
+    /// Objects may have got set-id bits or capabilities in the backing without a request to the engine.
+    pub fn note_privileges_given(&self) {
+        self.privileges.note_given();
+    }
+
     /// Before privileges are given to a file: what was written before must not take them away when it is drained.
     fn drain_before_giving(&self, inode: &Inode<B>) -> Result<()> {
         let Some(file) = self.known_file(inode) else {
@@ -155,7 +160,6 @@ impl<B: Backing> Engine<B> {
         if inode.kind != Kind::File {
             return Ok(());
         }
-        let _writing = self.writing.read();
         let file = self.file_with(&inode, |_| {});
         let dropped = self.drop_privileges_of(&file, by);
         self.drop_if_unused(&file);
@@ -179,6 +183,13 @@ impl<B: Backing> Engine<B> {
         if has_set_id_bits(attr) {
             file.lock().plain_in = 0;
         }
+    }
+
+    /// Whether a change of the contents by `by` takes something away.
+    pub(crate) fn would_strip(&self, file: &File<B>, by: &dyn Principal) -> Result<bool> {
+        let attr = self.with_descriptor(|| self.backing.attr(&self.object(&file.inode)?))?;
+        let loses_bits = after_contents(&attr, by) != attr.mode & 0o7777;
+        Ok(loses_bits || self.has_capabilities(&self.object(&file.inode)?))
     }
 
     /// Takes away what `by` may not leave when it changes the contents. Returns whether nothing is left.

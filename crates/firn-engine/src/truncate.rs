@@ -15,7 +15,6 @@ impl<B: Backing> Engine<B> {
     /// ftruncate(2). The journal knows of it before the backing does, so that a crash leaves the old
     /// file or the new one: pieces beyond the new end never come back.
     pub(crate) fn truncate_file(&self, file: &Arc<File<B>>, size: u64) -> Result<()> {
-        self.await_change(file)?;
         let target = self.writer(file)?;
         let mut state = file.begin_exclusive();
         self.revoke_grant(file, &mut state);
@@ -34,16 +33,6 @@ impl<B: Backing> Engine<B> {
         self.wake_writers();
         self.progress.signal();
         result
-    }
-
-    /// Whoever asks about the file must not wait as well. While the caller holds `writing`, nothing that makes
-    /// changes wait can begin.
-    fn await_change(&self, file: &File<B>) -> Result<()> {
-        if self.backing.changes_wait() {
-            self.backing.await_change(&self.object(&file.inode)?)
-        } else {
-            Ok(())
-        }
     }
 
     fn truncate_exclusively(
@@ -111,7 +100,6 @@ impl<B: Backing> Engine<B> {
     /// fallocate(2); drains the file first, also where no contents change: whether its time does is the
     /// backing's to say, and a drain after it would put back the time of the last write.
     pub fn allocate(&self, handle: HandleId, mode: i32, offset: u64, len: u64) -> Result<()> {
-        let _writing = self.writing.read();
         let handle = self.handle(handle)?;
         if !handle.writable {
             return Err(Errno::BADF);
@@ -140,7 +128,6 @@ impl<B: Backing> Engine<B> {
         to_offset: u64,
         len: u64,
     ) -> Result<u64> {
-        let _writing = self.writing.read();
         let from = self.handle(from)?;
         let to = self.handle(to)?;
         if !from.readable || !to.writable {
@@ -172,7 +159,6 @@ impl<B: Backing> Engine<B> {
         file: &Arc<File<B>>,
         work: impl FnOnce(&B::File) -> Result<T>,
     ) -> Result<T> {
-        self.await_change(file)?;
         let target = self.writer(file)?;
         let mut state = file.begin_exclusive();
         self.revoke_grant(file, &mut state);

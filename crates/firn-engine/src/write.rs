@@ -41,7 +41,6 @@ impl<B: Backing> Engine<B> {
         data: &[u8],
         by: Option<&dyn Principal>,
     ) -> Result<Written> {
-        let _writing = self.writing.read();
         let handle = self.handle(handle)?;
         let file = &handle.file;
         if !handle.writable {
@@ -131,7 +130,7 @@ impl<B: Backing> Engine<B> {
     /// Whether a write up to `end` has to ask the backing or wait for somebody before its bytes are taken. What
     /// [`Engine::write`] waits for otherwise is short.
     pub fn write_may_wait(&self, handle: HandleId, end: u64, by: Option<&dyn Principal>) -> bool {
-        if end > SIZE_ASKED_ABOVE || self.writing.is_locked_exclusive() {
+        if end > SIZE_ASKED_ABOVE {
             return true;
         }
         let Ok(handle) = self.handle(handle) else {
@@ -148,6 +147,27 @@ impl<B: Backing> Engine<B> {
             return true;
         }
         !is_bound && (self.paths.has_changes() || !handle.file.inode.has_names())
+    }
+
+    /// Whether such a write changes the backing before its bytes are taken: the file loses privileges, is made longer
+    /// there, or takes the bytes only there. Asks the backing; only of a write of which
+    /// [`Engine::write_may_wait`] says so can it be.
+    pub fn write_changes_backing(
+        &self,
+        handle: HandleId,
+        end: u64,
+        by: Option<&dyn Principal>,
+    ) -> Result<bool> {
+        let handle = self.handle(handle)?;
+        let file = &handle.file;
+        let is_plain = file.lock().plain_in == self.privileges.epoch();
+        if let Some(by) = by.filter(|_| !is_plain)
+            && self.would_strip(file, by)?
+        {
+            return Ok(true);
+        }
+        let is_made_longer = end > SIZE_ASKED_ABOVE && end > self.size_of(file)?;
+        Ok(is_made_longer || self.is_nameless(file)?)
     }
 
     /// Whether recovery could not find the file again: it has names, and none that is known here.

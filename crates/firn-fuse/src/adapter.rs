@@ -11,6 +11,7 @@ use firn_workers::Workers;
 use crate::coherence::Invalidator;
 use crate::dispatcher::{AdapterOptions, Dispatcher};
 use crate::failures::Failures;
+use crate::gate::Gate;
 use crate::transport::fuser::Responder;
 
 /// Translates kernel requests for one engine.
@@ -19,9 +20,15 @@ pub struct Adapter<B: Backing> {
 }
 
 impl<B: Backing> Adapter<B> {
-    /// An adapter that is not mounted yet; what cannot be done at once is done by `workers`.
-    pub fn new(engine: Arc<Engine<B>>, options: AdapterOptions, workers: Workers) -> Self {
-        let dispatcher = Dispatcher::new(engine, options, workers);
+    /// An adapter that is not mounted yet; what cannot be done at once is done by `workers`. `gate`: that of a mount
+    /// with transactions.
+    pub fn new(
+        engine: Arc<Engine<B>>,
+        gate: Option<Arc<dyn Gate>>,
+        options: AdapterOptions,
+        workers: Workers,
+    ) -> Self {
+        let dispatcher = Dispatcher::new(engine, gate, options, workers);
         Self { dispatcher }
     }
 

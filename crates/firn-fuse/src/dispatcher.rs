@@ -8,7 +8,7 @@
 //! | nothing | the thread that read the request | never asks the backing |
 //! | [`Dispatcher::run_call`] | that thread, as long as another one is left that reads ([`CallSlots`]) | asks the backing |
 //! | [`Dispatcher::run_on_worker`] | a worker | takes long, or waits for a drain |
-//! | [`Dispatcher::run_change`] | as a call, or on a worker where changes wait for transactions | changes names or attributes |
+//! | [`Dispatcher::run_change`] | as a call, or on a worker where the [`Gate`] holds changes up | changes names, attributes or length |
 //!
 //! What an operation means is the engine's business; nothing here knows which transport brought the request.
 
@@ -33,6 +33,7 @@ use crate::call_slots::CallSlots;
 use crate::coherence::Coherence;
 use crate::direct_access::{self, DataSocket};
 use crate::failures::Failures;
+use crate::gate::{Gate, note_accesses};
 use crate::passthrough::Passthrough;
 use crate::reply::{Answer, Attributes, Reply, Responder};
 use crate::request::{Operation, Request};
@@ -60,6 +61,8 @@ pub(crate) struct Negotiated {
 /// Carries out the requests of one mount.
 pub(crate) struct Dispatcher<B: Backing, R: Responder> {
     engine: Arc<Engine<B>>,
+    /// None without transactions.
+    gate: Option<Arc<dyn Gate>>,
     options: AdapterOptions,
     negotiated: Negotiated,
     workers: Workers,
@@ -73,7 +76,12 @@ pub(crate) struct Dispatcher<B: Backing, R: Responder> {
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// A dispatcher to which no requests come yet.
-    pub(crate) fn new(engine: Arc<Engine<B>>, options: AdapterOptions, workers: Workers) -> Self {
+    pub(crate) fn new(
+        engine: Arc<Engine<B>>,
+        gate: Option<Arc<dyn Gate>>,
+        options: AdapterOptions,
+        workers: Workers,
+    ) -> Self {
         let coherence = Coherence::new(Arc::clone(&engine), workers.clone());
         let weak = Arc::downgrade(&coherence);
         engine.on_attributes_changed(Arc::new(move |inode| {
@@ -89,9 +97,11 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             call_slots: CallSlots::new(workers.clone()),
             stalled: StalledWrites::new(
                 Arc::clone(&engine),
+                gate.clone(),
                 workers.clone(),
                 Arc::clone(&coherence),
             ),
+            gate,
             coherence,
             passthrough: Arc::default(),
             data_socket: None,
@@ -152,6 +162,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             operation,
         } = request;
         trace(unique, caller, &operation);
+        if let Some(gate) = &self.gate {
+            note_accesses(&**gate, caller, &operation);
+        }
         let reply = Reply::new(&operation, responder, &self.failures);
         match operation {
             Operation::Lookup(at) => self.lookup(at, reply),
@@ -170,7 +183,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             Operation::Opendir { inode } => self.opendir(inode, reply),
             Operation::Release { inode, handle } => self.release(inode, handle, reply),
             Operation::Releasedir { handle, .. } => self.releasedir(handle, reply),
-            Operation::Read(read) => self.read(caller, read, reply),
+            Operation::Read(read) => self.read(read, reply),
             Operation::Write(write) => self.write(caller, write, reply),
             Operation::Flush { handle, .. } => self.flush(caller, handle, reply),
             Operation::Fsync {
@@ -254,11 +267,17 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// Runs a change of an object's attributes, or of the names in a directory. Where it may wait for a transaction a
     /// worker does: the threads that answer the kernel stay free for those who only read.
     fn run_change(&self, inode: InodeId, call: impl FnOnce(&Engine<B>) + Send + 'static) {
-        if self.engine.changes_wait() {
+        if self.holds_up_changes() {
             self.run_on_worker(Topic::Inode(inode), call);
         } else {
             self.run_call(Topic::Inode(inode), call);
         }
+    }
+
+    fn holds_up_changes(&self) -> bool {
+        self.gate
+            .as_ref()
+            .is_some_and(|gate| gate.holds_up_changes())
     }
 
     /// Runs a call that waits until the file is drained: on a worker if anything is pending, else it is as quick as

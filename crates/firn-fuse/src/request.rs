@@ -78,6 +78,10 @@ pub(crate) struct Fallocate {
     pub(crate) mode: i32,
 }
 
+/// Bytes that one copy_file_range reply covers: its count is 32 bits wide, and a request of this
+/// length is done in reasonable time on any backing.
+pub(crate) const COPY_BYTES_MAX: u64 = 1 << 30;
+
 /// copy_file_range(2) between two open files of the mount.
 pub(crate) struct CopyRange {
     pub(crate) from: HandleId,

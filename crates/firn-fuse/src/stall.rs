@@ -17,6 +17,7 @@ use parking_lot::Mutex;
 
 use crate::caller::Process;
 use crate::coherence::{Coherence, Target};
+use crate::gate::{Gate, Pass};
 use crate::reply::{Answer, Reply, Responder};
 use crate::topic::Topic;
 
@@ -51,6 +52,7 @@ struct Queue<R: Responder> {
 /// The writes that wait.
 pub(crate) struct StalledWrites<B: Backing, R: Responder> {
     engine: Arc<Engine<B>>,
+    gate: Option<Arc<dyn Gate>>,
     workers: Workers,
     coherence: Arc<Coherence<B>>,
     queue: Mutex<Queue<R>>,
@@ -61,6 +63,7 @@ pub(crate) struct StalledWrites<B: Backing, R: Responder> {
 impl<B: Backing, R: Responder> StalledWrites<B, R> {
     pub(crate) fn new(
         engine: Arc<Engine<B>>,
+        gate: Option<Arc<dyn Gate>>,
         workers: Workers,
         coherence: Arc<Coherence<B>>,
     ) -> Arc<Self> {
@@ -70,6 +73,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         };
         Arc::new(Self {
             engine,
+            gate,
             workers,
             coherence,
             queue: Mutex::new(queue),
@@ -97,11 +101,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         if self.count.load(Ordering::Acquire) > 0 {
             return self.wait(write, data, 0);
         }
-        let target = write.target;
-        match self
-            .engine
-            .write(target.handle, target.offset, data, write.principal())
-        {
+        match self.write_through_gate(&write, 0, data) {
             Ok(Written::Bytes(taken)) if taken >= data.len() => {
                 self.finish(write, data.len(), None)
             }
@@ -109,6 +109,58 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
             Ok(Written::Full) => self.wait(write, data, 0),
             Err(error) => self.finish(write, 0, Some(error)),
         }
+    }
+
+    /// Gives the engine what is left of a write of which so many bytes are taken.
+    fn write_through_gate(
+        &self,
+        write: &PendingWrite<R>,
+        taken: usize,
+        left: &[u8],
+    ) -> Result<Written, Errno> {
+        let _pass = match &self.gate {
+            Some(gate) => Some(self.enter(&**gate, write, taken, left.len())?),
+            None => None,
+        };
+        let offset = write.target.offset + taken as u64;
+        self.engine
+            .write(write.target.handle, offset, left, write.principal())
+    }
+
+    /// A write is taken while a transaction is prepared, but for one that changes the backing at once.
+    fn enter<'a>(
+        &self,
+        gate: &'a dyn Gate,
+        write: &PendingWrite<R>,
+        taken: usize,
+        left: usize,
+    ) -> Result<Pass<'a>, Errno> {
+        let pass = gate.enter();
+        let target = &write.target;
+        let end = end_of(write, taken, left);
+        // Asked with the pass: from here on nothing is prepared.
+        let waits = gate.holds_up_changes()
+            && self
+                .engine
+                .write_may_wait(target.handle, end, write.principal())
+            && self
+                .engine
+                .write_changes_backing(target.handle, end, write.principal())?;
+        if !waits {
+            return Ok(pass);
+        }
+        drop(pass);
+        gate.enter_change(target.inode)
+    }
+
+    /// Whether what is left of a write has to ask the backing, or to wait for somebody, before its bytes are taken.
+    pub(crate) fn may_wait(&self, write: &PendingWrite<R>, taken: usize, left: usize) -> bool {
+        let is_quiescing = self.gate.as_ref().is_some_and(|gate| gate.is_quiescing());
+        let end = end_of(write, taken, left);
+        is_quiescing
+            || self
+                .engine
+                .write_may_wait(write.target.handle, end, write.principal())
     }
 
     fn wait(self: &Arc<Self>, write: PendingWrite<R>, data: &[u8], taken: usize) {
@@ -144,7 +196,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
     /// time is here (`watched`).
     fn resume(self: &Arc<Self>) {
         while let Some(head) = self.pop() {
-            if self.may_wait_for_backing(&head) {
+            if self.may_wait(&head.write, head.taken, head.data.len()) {
                 // Those behind it do not wait for that.
                 let this = Arc::clone(self);
                 let topic = Topic::Inode(head.write.target.inode);
@@ -155,15 +207,6 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
                 return self.watch();
             }
         }
-    }
-
-    fn may_wait_for_backing(&self, head: &StalledWrite<R>) -> bool {
-        let target = &head.write.target;
-        let end = target
-            .offset
-            .saturating_add((head.taken + head.data.len()) as u64);
-        self.engine
-            .write_may_wait(target.handle, end, head.write.principal())
     }
 
     /// Carries out one that was taken out of the queue; where there is no room it is the next one again.
@@ -177,12 +220,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
 
     /// Gives back what finds no room.
     fn try_again(&self, mut head: StalledWrite<R>) -> Option<StalledWrite<R>> {
-        let target = &head.write.target;
-        let offset = target.offset + head.taken as u64;
-        match self
-            .engine
-            .write(target.handle, offset, &head.data, head.write.principal())
-        {
+        match self.write_through_gate(&head.write, head.taken, &head.data) {
             Ok(Written::Bytes(bytes)) if bytes >= head.data.len() => {
                 let taken = head.taken + head.data.len();
                 self.finish(head.write, taken, None);
@@ -232,4 +270,9 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
             self.finish(waiting.write, waiting.taken, Some(error));
         }
     }
+}
+
+/// The end of a write of which so many bytes are taken and left.
+fn end_of<R: Responder>(write: &PendingWrite<R>, taken: usize, left: usize) -> u64 {
+    write.target.offset.saturating_add((taken + left) as u64)
 }

@@ -238,12 +238,4 @@ impl<B: Backing> Backing for Held<B> {
     fn sync_way(&self) -> SyncWay {
         self.base.sync_way()
     }
-
-    fn await_change(&self, object: &Arc<Object<B>>) -> Result<()> {
-        self.writing(object).map(drop)
-    }
-
-    fn changes_wait(&self) -> bool {
-        self.some_scope_waits()
-    }
 }

@@ -413,13 +413,4 @@ impl<B: Backing> Backing for Store<B> {
     fn sync_way(&self) -> SyncWay {
         delegate_whole!(self, |store| store.sync_way())
     }
-
-    fn await_change(&self, inode: &StoreInode<B>) -> Result<()> {
-        delegate!(self, StoreInode(inode), |store, inode| store
-            .await_change(inode))
-    }
-
-    fn changes_wait(&self) -> bool {
-        delegate_whole!(self, |store| store.changes_wait())
-    }
 }

@@ -13,8 +13,8 @@ use firn_arena::{Arena, Identity};
 use firn_backing::sim::{Disk, Fault, Tree, tree};
 use firn_backing::{Backing, Caller, RenameFlags, SetTime, SimBacking};
 use firn_engine::{
-    DrainPolicy, Engine, EngineError, EngineOptions, InodeId, LaneIndex, LaneLimits, Pending, Pick,
-    ROOT, SetAttr, StoredArena,
+    DrainPolicy, Engine, EngineError, EngineOptions, InodeId, LaneIndex, LaneLimits, Pick, ROOT,
+    SetAttr, StoredArena,
 };
 use firn_format::geometry::Geometry;
 use firn_transact::{
@@ -207,9 +207,11 @@ fn turn(
     engine: &Engine<Store>,
     work: impl FnOnce(&Arc<Object<SimBacking>>) -> Result<(), TransactionError>,
 ) {
-    engine
-        .quiesce(SCOPE, Pending::Keep, work)
-        .expect("quiesced");
+    let object = engine.object_at(SCOPE).expect("the scope");
+    engine.close_idle_files();
+    engine.revoke_grants_in_tree(SCOPE);
+    work(&object).expect("done");
+    engine.note_privileges_given();
 }
 
 /// A transaction with data in the arena whose firnd has died: what it left, and what is to become of it.

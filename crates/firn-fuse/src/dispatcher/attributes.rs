@@ -3,11 +3,12 @@
 use std::ffi::OsStr;
 
 use firn_backing::{Backing, Caller, Errno};
-use firn_engine::{HandleId, InodeId, SetAttr};
+use firn_engine::{Engine, HandleId, InodeId, SetAttr};
 use firn_format::durability::DurabilityLevel;
 
 use crate::caller::Process;
 use crate::dispatcher::{Dispatcher, attributes_of};
+use crate::gate::enter_change;
 use crate::reply::{Answer, Reply, Responder};
 use crate::topic::Topic;
 
@@ -28,10 +29,18 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     pub(super) fn setattr(&self, caller: Caller, inode: InodeId, set: SetAttr, reply: Reply<R>) {
         let options = self.options;
         let by = Process::of(caller);
+        let gate = self.gate.clone();
+        // Without anything to set, the kernel is about to change contents by itself.
+        let changes_contents = set.size.is_some() || set.is_empty();
+        let set_attr = move |engine: &Engine<B>| {
+            let gate = gate.as_deref().filter(|_| changes_contents);
+            let _pass = enter_change(gate, inode)?;
+            engine.set_attr(inode, set, Some(&by))
+        };
         self.run_change(inode, move |engine| {
-            let attr = engine.set_attr(inode, set, Some(&by));
             reply.answer(
-                attr.map(|attr| Answer::Attributes(attributes_of(engine, options, inode, attr))),
+                set_attr(engine)
+                    .map(|attr| Answer::Attributes(attributes_of(engine, options, inode, attr))),
             );
         });
     }

@@ -4,21 +4,17 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use firn_backing::{Backing, Caller, Errno, Seek};
-use firn_conflict::Access;
 use firn_engine::{Closing, Engine, FsyncPolicy, HandleId, InodeId};
 use firn_workers::Class;
 
 use crate::caller::{Process, closing};
 use crate::coherence::Target;
 use crate::dispatcher::Dispatcher;
+use crate::gate::enter_change;
 use crate::reply::{Answer, Reply, Responder};
-use crate::request::{CopyRange, Fallocate, Read, Write};
+use crate::request::{COPY_BYTES_MAX, CopyRange, Fallocate, Read, Write};
 use crate::stall::PendingWrite;
 use crate::topic::Topic;
-
-/// Bytes that one copy_file_range reply covers: its count is 32 bits wide, and a request of this
-/// length is done in reasonable time on any backing.
-const COPY_BYTES_MAX: u64 = 1 << 30;
 
 thread_local! {
     /// Where a thread of the transport reads into; grows to the largest request and is used again.
@@ -26,13 +22,10 @@ thread_local! {
 }
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
-    pub(super) fn read(&self, caller: Caller, read: Read, reply: Reply<R>) {
+    pub(super) fn read(&self, read: Read, reply: Reply<R>) {
         let handle = read.handle;
         let offset = read.offset;
         let size = read.size as usize;
-        let end = offset.saturating_add(read.size.into());
-        self.engine
-            .accessed(handle, caller.pid, Access::Read, offset..end);
         let call = move |engine: &Engine<B>, buffer: &mut [u8]| match engine
             .read(handle, offset, buffer)
         {
@@ -63,11 +56,6 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             offset: write.offset,
             from_cache: write.from_cache,
         };
-        // The kernel writes pages of mappings for nobody in particular.
-        let pid = if write.from_cache { 0 } else { caller.pid };
-        let end = write.offset.saturating_add(data.len() as u64);
-        self.engine
-            .accessed(write.handle, pid, Access::Write, write.offset..end);
         let keeps_set_id = !write.kills_set_id;
         let by =
             (!write.from_cache).then(|| Process::of(caller).known_to_have_cap_fsetid(keeps_set_id));
@@ -75,10 +63,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         match self.call_slots.acquire() {
             Some(_slot) => self.stalled.write(pending, data),
             // A write that needs memory only goes on without a copy, whatever hangs.
-            None if !self
-                .engine
-                .write_may_wait(target.handle, end, pending.principal()) =>
-            {
+            None if !self.stalled.may_wait(&pending, 0, data.len()) => {
                 self.stalled.write(pending, data);
             }
             None => {
@@ -130,16 +115,19 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             len,
             mode,
         } = request;
-        if mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0 {
-            let range = offset..offset.saturating_add(len);
-            self.engine
-                .accessed(handle, caller.pid, Access::Write, range);
-        }
         let by = Process::of(caller);
-        self.run_drained(inode, handle, move |engine| {
-            let ready = engine.drop_privileges(inode, &by);
-            reply.done(ready.and_then(|()| engine.allocate(handle, mode, offset, len)));
-        });
+        let gate = self.gate.clone();
+        let allocate = move |engine: &Engine<B>| {
+            let _pass = enter_change(gate.as_deref(), inode)?;
+            engine.drop_privileges(inode, &by)?;
+            engine.allocate(handle, mode, offset, len)
+        };
+        let call = move |engine: &Engine<B>| reply.done(allocate(engine));
+        if self.holds_up_changes() {
+            self.run_on_worker(Topic::Inode(inode), call);
+        } else {
+            self.run_drained(inode, handle, call);
+        }
     }
 
     pub(super) fn lseek(
@@ -166,18 +154,15 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// Always on a worker: without reflinks the backing copies for as long as it takes.
     pub(super) fn copy_range(&self, caller: Caller, copy: CopyRange, reply: Reply<R>) {
         let len = copy.len.min(COPY_BYTES_MAX);
-        let range = |offset: u64| offset..offset.saturating_add(len);
-        let pid = caller.pid;
-        self.engine
-            .accessed(copy.from, pid, Access::Read, range(copy.from_offset));
-        self.engine
-            .accessed(copy.to, pid, Access::Write, range(copy.to_offset));
         let by = Process::of(caller);
+        let gate = self.gate.clone();
+        let copy_bytes = move |engine: &Engine<B>| {
+            let _pass = enter_change(gate.as_deref(), copy.to_inode)?;
+            engine.drop_privileges(copy.to_inode, &by)?;
+            engine.copy_range(copy.from, copy.from_offset, copy.to, copy.to_offset, len)
+        };
         self.run_on_worker(Topic::Inode(copy.to_inode), move |engine| {
-            let copied = engine.drop_privileges(copy.to_inode, &by).and_then(|()| {
-                engine.copy_range(copy.from, copy.from_offset, copy.to, copy.to_offset, len)
-            });
-            reply.answer(copied.map(|bytes| Answer::Written(bytes as u32)));
+            reply.answer(copy_bytes(engine).map(|bytes| Answer::Written(bytes as u32)));
         });
     }
 }

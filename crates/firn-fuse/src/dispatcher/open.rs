@@ -8,6 +8,7 @@ use firn_engine::{Engine, Entry, HandleId, InodeId, OpenMode, Opened};
 use crate::caller::masked;
 use crate::coherence::Coherence;
 use crate::dispatcher::{AdapterOptions, Dispatcher, attributes_of};
+use crate::gate::enter_change;
 use crate::passthrough::Passthrough;
 use crate::reply::{Answer, HandleMode, Reply, Responder};
 use crate::request::{Name, NewMode};
@@ -34,10 +35,16 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let at = at.to_owned();
         let umask = self.umask_to_apply(mode);
         let opener = self.opener();
+        let gate = self.gate.clone();
         self.run_change(at.parent, move |engine| {
-            let mode = masked(engine, at.parent, mode.mode, umask);
-            let created = engine.create(&caller, at.parent, &at.name, mode, flags);
-            opener.answer_create(engine, created, reply);
+            let create = || {
+                // Of a file that somebody else has made meanwhile the contents change.
+                let gate = gate.as_deref().filter(|_| flags & libc::O_TRUNC != 0);
+                let _pass = enter_change(gate, at.parent)?;
+                let mode = masked(engine, at.parent, mode.mode, umask);
+                engine.create(&caller, at.parent, &at.name, mode, flags)
+            };
+            opener.answer_create(engine, create(), reply);
         });
     }
 

@@ -113,8 +113,18 @@ impl<B: Backing> Held<B> {
     }
 
     /// Whether changes wait somewhere.
-    pub(crate) fn some_scope_waits(&self) -> bool {
+    pub fn changes_wait(&self) -> bool {
         !self.scopes.is_empty() && self.scopes.find(|scope| !scope.is_open()).is_some()
+    }
+
+    /// Whether the contents of an object may be changed now.
+    pub fn may_change(&self, object: &Arc<Object<B>>) -> bool {
+        object.is_nameless() || self.scopes.of(object).is_none_or(|scope| scope.is_open())
+    }
+
+    /// Waits until the contents of an object may be changed; ECANCELED or EBUSY where that does not come.
+    pub fn await_change(&self, object: &Arc<Object<B>>) -> Result<(), Errno> {
+        self.writing(object).map(drop)
     }
 
     fn decided_at(&self, root: &Arc<Object<B>>, id: u64) -> Result<Arc<Scope<B>>, CommitError> {

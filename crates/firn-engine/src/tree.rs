@@ -1,43 +1,18 @@
-//! What a transaction asks of the engine: that nothing changes below a directory while one begins, is prepared or ends.
+//! Everything at or below a path at once: for whoever ends what stands for a whole tree, or changed one beside the engine.
 //!
-//! Transactions themselves are the backing's (`firn-transact`): the engine's drains and names go to a backing
-//! that holds them. The engine only has to see to it that no byte is taken for one of the other side of
-//! such an instant.
+//! Promises
+//! * A file without a name is part of every tree: it may have been anywhere.
+//! * What the kernel may have cached of a tree is named completely ([`Engine::revalidate_names`]), names before inodes.
 
 use std::ffi::OsStr;
-use std::ops::Range;
 use std::sync::Arc;
 
-use firn_backing::{Backing, Errno, is_below};
-use firn_conflict::Access;
-use firn_format::durability::DurabilityLevel;
+use firn_backing::{Backing, is_below};
 
 use crate::engine::Engine;
 use crate::file::File;
 use crate::names::Inode;
-use crate::{Cached, HandleId, InodeId, Result};
-
-/// What becomes of the data that is pending below a directory before that.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Pending {
-    /// It goes to the backing.
-    Drain,
-    /// It is dropped.
-    Discard,
-    /// It stays, and counts as written after it.
-    Keep,
-}
-
-/// Why nothing, or not all, was done while a directory was quiet.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum QuiesceError<E> {
-    /// The path does not lead to anything.
-    Scope(Errno),
-    /// What is pending cannot be drained.
-    Drain(Errno),
-    /// The work failed.
-    Work(E),
-}
+use crate::{Cached, InodeId, Result};
 
 impl<B: Backing> Engine<B> {
     /// The object of a path below the mount.
@@ -45,48 +20,24 @@ impl<B: Backing> Engine<B> {
         self.object(&*self.find(path)?)
     }
 
-    /// Whether changes of names or attributes may wait for a transaction.
-    pub fn changes_wait(&self) -> bool {
-        self.backing.changes_wait()
-    }
-
-    /// Runs `work` while nobody writes to files at or below `path`, all of whose pending data is treated as
-    /// `pending` says before. Writers wait meanwhile. Where data cannot be drained, `work` does not run.
-    pub fn quiesce<T, E>(
-        &self,
-        path: &[u8],
-        pending: Pending,
-        work: impl FnOnce(&B::Inode) -> std::result::Result<T, E>,
-    ) -> std::result::Result<T, QuiesceError<E>> {
-        let object = self.object_at(path).map_err(QuiesceError::Scope)?;
-        let _quiet = self.writing.write();
-        // Whatever programs have open: the work gets the descriptors that are kept only to be faster.
-        self.close_all_idle();
+    /// Revokes what direct access processes have to files at or below `path`: all that they wrote is ingested.
+    pub fn revoke_grants_in_tree(&self, path: &[u8]) {
         for file in self.files_at(path) {
             self.end_grant(&file);
         }
-        match pending {
-            Pending::Drain => {
-                self.wait_tree(path, DurabilityLevel::Drained, &mut |_, _| true)
-                    .map_err(QuiesceError::Drain)?;
+    }
+
+    /// Drops what is pending at or below `path`. Of a file that has no name any more it is drained instead, if it can
+    /// be: such a file need not be one of the tree's.
+    pub fn discard_tree(&self, path: &[u8]) {
+        for file in self.files_at(path) {
+            let is_nameless = file.lock().unlinked;
+            if !is_nameless || self.drain_and_wait(&file).is_err() {
+                self.discard(&file);
             }
-            Pending::Discard => {
-                for file in self.files_at(path) {
-                    // The work may have nothing to do with a file that has no name any more, and its bytes.
-                    let is_nameless = file.lock().unlinked;
-                    if !is_nameless || self.drain_and_wait(&file).is_err() {
-                        self.discard(&file);
-                    }
-                    self.drop_if_unused(&file);
-                }
-                self.wake_writers();
-            }
-            Pending::Keep => {}
+            self.drop_if_unused(&file);
         }
-        let done = work(&object).map_err(QuiesceError::Work);
-        // It may have brought privileges back.
-        self.privileges.note_given();
-        done
+        self.wake_writers();
     }
 
     /// The files at or below `path` that are open for writing: a program may have stored to a mapping of them what
@@ -161,26 +112,6 @@ impl<B: Backing> Engine<B> {
             .object(parent)
             .and_then(|dir| self.backing.lookup(&dir, name));
         found.is_ok_and(|(_, attr)| inode.is(&attr))
-    }
-
-    /// Takes down that process `pid` uses a range of an open file; 0: nobody knows which process.
-    pub fn accessed(&self, handle: HandleId, pid: u32, access: Access, range: Range<u64>) {
-        if self.accesses.is_on()
-            && let Ok(handle) = self.handle(handle)
-        {
-            self.note_access(&handle.file.inode, pid, access, range);
-        }
-    }
-
-    pub(crate) fn note_access(
-        &self,
-        inode: &Inode<B>,
-        pid: u32,
-        access: Access,
-        range: Range<u64>,
-    ) {
-        let path = || inode.paths().into_iter().next().unwrap_or_default();
-        self.accesses.add(inode.key.1, path, pid, access, range);
     }
 
     fn files_at(&self, path: &[u8]) -> Vec<Arc<File<B>>> {

@@ -1,0 +1,100 @@
+//! The gate of a mount with transactions: what changes pass before they come to the engine.
+//!
+//! The engine and its backing know nothing of it. Whoever puts the mount together makes the one [`Gate`], and hands it to
+//! everything that programs come in by; a mount without transactions has none, and takes no lock for it.
+//!
+//! | request | passes |
+//! |---|---|
+//! | write(2), direct access | [`Gate::enter`]: they go on while a transaction is prepared, for they are held in memory |
+//! | truncation, fallocate(2), copy, a write that changes the backing first | [`Gate::enter_change`] |
+//! | names and attributes | nothing: the backing says how long they wait; [`Gate::holds_up_changes`] finds them a thread |
+//! | reads | nothing |
+//!
+//! Promises of an implementation
+//! * Nobody waits for the outcome of a transaction with a [`Pass`]: who quiesces the mount waits for all of them.
+//! * While a pass is held, no change comes to wait that was let in before.
+
+use std::ops::Range;
+
+use firn_backing::{Caller, Errno};
+use firn_conflict::Access;
+use firn_engine::{HandleId, InodeId};
+
+use crate::request::{COPY_BYTES_MAX, CopyRange, Fallocate, Operation, Read, Write};
+
+/// Leave to make one change. Held while the engine makes it; a thread has one at a time.
+pub type Pass<'a> = parking_lot::RwLockReadGuard<'a, ()>;
+
+/// What stands before the changes of programs.
+pub trait Gate: Send + Sync {
+    /// Whether no change at all is let in now: [`Gate::enter`] would wait.
+    fn is_quiescing(&self) -> bool;
+
+    /// Whether changes of names or attributes may have to wait now for the outcome of a transaction.
+    fn holds_up_changes(&self) -> bool;
+
+    /// Waits while the mount is quiesced.
+    fn enter(&self) -> Pass<'_>;
+
+    /// Waits until the contents of an object may be changed in the backing; an error where that does not come.
+    fn enter_change(&self, inode: InodeId) -> Result<Pass<'_>, Errno>;
+
+    /// Notes that process `pid` uses a range of an open file; 0: nobody knows which process.
+    fn note_access(&self, handle: HandleId, pid: u32, access: Access, range: Range<u64>);
+}
+
+/// [`Gate::enter_change`], where there is a gate.
+pub(crate) fn enter_change(
+    gate: Option<&dyn Gate>,
+    inode: InodeId,
+) -> Result<Option<Pass<'_>>, Errno> {
+    gate.map(|gate| gate.enter_change(inode)).transpose()
+}
+
+/// Notes which bytes a request uses.
+pub(crate) fn note_accesses(gate: &dyn Gate, caller: Caller, operation: &Operation<'_>) {
+    let note = |handle, pid, access, offset: u64, len: u64| {
+        gate.note_access(handle, pid, access, offset..offset.saturating_add(len));
+    };
+    match operation {
+        Operation::Read(Read {
+            handle,
+            offset,
+            size,
+            ..
+        }) => note(*handle, caller.pid, Access::Read, *offset, u64::from(*size)),
+        Operation::Write(Write {
+            handle,
+            offset,
+            data,
+            from_cache,
+            ..
+        }) => {
+            // The kernel writes pages of mappings for nobody in particular.
+            let pid = if *from_cache { 0 } else { caller.pid };
+            note(*handle, pid, Access::Write, *offset, data.len() as u64);
+        }
+        Operation::Fallocate(Fallocate {
+            handle,
+            offset,
+            len,
+            mode,
+            ..
+        }) if mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0 => {
+            note(*handle, caller.pid, Access::Write, *offset, *len);
+        }
+        Operation::CopyRange(CopyRange {
+            from,
+            from_offset,
+            to,
+            to_offset,
+            len,
+            ..
+        }) => {
+            let len = (*len).min(COPY_BYTES_MAX);
+            note(*from, caller.pid, Access::Read, *from_offset, len);
+            note(*to, caller.pid, Access::Write, *to_offset, len);
+        }
+        _ => {}
+    }
+}
