@@ -200,8 +200,9 @@ impl<B: Backing> Engine<B> {
         self.grants.add(file);
         if self.options.drain == DrainPolicy::Eager {
             // What nobody asks about must be found when it is old.
-            self.check_age_at(file, &mut state, Instant::now() + self.options.drain_age);
-            self.wake_lane(file.lane);
+            self.drain
+                .check_age_at(file, &mut state, Instant::now() + self.options.drain_age);
+            self.drain.wake(file.lane);
         }
         Ok((file_id, state.pending.end()))
     }

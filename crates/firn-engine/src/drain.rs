@@ -3,49 +3,33 @@
 //! Each lane has a queue of files ([`queue::DrainQueue`]). A file is in the queue of its lane when a run of its pending
 //! bytes is long enough for a write, when someone waits for it, when its data is old, or when the arena is short of
 //! room. [`Engine::pick`] takes the next run of the next file of a lane, [`Job::execute`] writes it, and
-//! [`Engine::complete`] takes the outcome in. Who does that, and when, is an [`Executor`]: the engine has no threads.
+//! [`Engine::complete`] takes the outcome in. Who does that, and when, is an [`Executor`]: the engine has no threads. This
+//! file has the queues, and the modules below it what the engine does with them.
 //!
 //! docs/internals/drain.md
+//!
+//! [`Engine::pick`]: crate::Engine::pick
+//! [`Engine::complete`]: crate::Engine::complete
+//! [`Job::execute`]: crate::Job::execute
 
-mod complete;
-mod job;
-mod pick;
-pub(crate) mod queue;
+pub(crate) mod complete;
+pub(crate) mod job;
+pub(crate) mod pick;
+mod queue;
+mod wait;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::sync::mpsc::{self, Receiver};
-use std::time::{Duration, Instant};
+use std::sync::mpsc::Receiver;
+use std::time::Instant;
 
 use firn_backing::Backing;
 use firn_backing::lock::RwLock;
 
 use crate::Result;
-use crate::engine::Engine;
 use crate::file::{File, FileState};
+use crate::lane::LaneIndex;
 use queue::{DrainQueue, QueueFigures};
-
-pub use job::{Job, JobOutcome};
-pub use pick::{LaneLimits, Pick};
-
-/// First wait before a failed file is tried again; it doubles each time.
-const RETRY_FIRST: Duration = Duration::from_millis(100);
-/// Longest wait.
-const RETRY_MAX: Duration = Duration::from_secs(30);
-
-/// How long to wait before the next try after `count` failures in a row.
-pub(crate) fn retry_wait(count: u32) -> Duration {
-    let doublings = count.saturating_sub(1).min(16);
-    RETRY_FIRST.saturating_mul(1 << doublings).min(RETRY_MAX)
-}
-
-/// One I/O server: its queue in the engine, its threads in `firn-drain`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct LaneIndex(u16);
-
-impl LaneIndex {
-    /// Every file is in this one until placement knows several servers.
-    pub const FIRST: Self = Self(0);
-}
 
 /// Carries out the jobs of the drain: the IO threads of `firn-drain`, or a test that takes each step itself.
 pub trait Executor: Send + Sync {
@@ -73,11 +57,11 @@ impl<B: Backing> Drain<B> {
     }
 
     pub(crate) fn lanes(&self) -> impl Iterator<Item = LaneIndex> + use<B> {
-        (0..self.lanes.len() as u16).map(LaneIndex)
+        (0..self.lanes.len() as u16).map(LaneIndex::new)
     }
 
     pub(crate) fn queue(&self, lane: LaneIndex) -> &DrainQueue<File<B>> {
-        &self.lanes[usize::from(lane.0)]
+        &self.lanes[lane.index()]
     }
 
     /// The queue of a file's lane.
@@ -94,33 +78,26 @@ impl<B: Backing> Drain<B> {
         self.lanes.iter().map(DrainQueue::figures).collect()
     }
 
-    fn wake(&self, lane: LaneIndex) {
+    /// Sets who carries out the jobs from here on.
+    fn set_executor(&self, executor: Arc<dyn Executor>) {
+        *self.executor.write() = Some(executor);
+    }
+
+    fn executor(&self) -> Option<Arc<dyn Executor>> {
+        self.executor.read().clone()
+    }
+
+    /// Wakes who drains a lane.
+    pub(crate) fn wake(&self, lane: LaneIndex) {
         if let Some(executor) = &*self.executor.read() {
             executor.wake(lane);
         }
     }
-}
-
-impl<B: Backing> Engine<B> {
-    /// Sets who carries out the jobs from here on.
-    pub fn set_executor(&self, executor: Arc<dyn Executor>) {
-        *self.drain.executor.write() = Some(executor);
-    }
-
-    /// The lanes, each to be picked from.
-    pub fn lanes(&self) -> impl Iterator<Item = LaneIndex> + use<B> {
-        self.drain.lanes()
-    }
-
-    /// Wakes who drains a lane.
-    pub(crate) fn wake_lane(&self, lane: LaneIndex) {
-        self.drain.wake(lane);
-    }
 
     /// Wakes who drains any lane.
-    pub(crate) fn wake_all_lanes(&self) {
-        for lane in self.drain.lanes() {
-            self.drain.wake(lane);
+    pub(crate) fn wake_all(&self) {
+        for lane in self.lanes() {
+            self.wake(lane);
         }
     }
 
@@ -132,7 +109,7 @@ impl<B: Backing> Engine<B> {
         when: Instant,
     ) {
         if state.drain.begin_aging() {
-            self.drain.queue_of(file).check_age_at(when, file);
+            self.queue_of(file).check_age_at(when, file);
         }
     }
 
@@ -145,7 +122,7 @@ impl<B: Backing> Engine<B> {
     ) {
         if state.drain.oldest() != at {
             let before = state.drain.replace_oldest(at);
-            self.drain.queue_of(file).change_oldest(file, before, at);
+            self.queue_of(file).change_oldest(file, before, at);
         }
     }
 
@@ -156,8 +133,8 @@ impl<B: Backing> Engine<B> {
             return;
         }
         state.drain.set_queued(true);
-        self.drain.queue_of(file).push(Arc::clone(file));
-        self.wake_lane(file.lane);
+        self.queue_of(file).push(Arc::clone(file));
+        self.wake(file.lane);
     }
 
     /// Drains all that a file has pending now, however little.
@@ -168,69 +145,48 @@ impl<B: Backing> Engine<B> {
         self.enqueue(file, state);
     }
 
-    /// Drains what a file has pending now, and blocks until it is in the backing or a try failed. To be called with no
-    /// lock held, and not by a thread that carries out jobs.
-    pub(crate) fn drain_and_wait(&self, file: &Arc<File<B>>) -> Result<()> {
-        let (tell, outcome) = mpsc::channel();
-        self.when_drained(
-            file,
-            Box::new(move |result| {
-                let _ = tell.send(result);
-            }),
-        );
-        if let Ok(result) = outcome.try_recv() {
-            return result;
-        }
-        let executor = self.drain.executor.read().clone();
-        match executor {
-            Some(executor) => executor.wait_for(&outcome),
-            None => wait_for(&outcome),
-        }
-    }
-
     /// Asserts the invariants of the queues. To be called while nobody else uses the engine.
     pub(crate) fn assert_queues(&self, files: &[Arc<File<B>>]) {
-        for lane in self.drain.lanes() {
+        for lane in self.lanes() {
             let of_lane: Vec<_> = files.iter().filter(|file| file.lane == lane).collect();
-            self.assert_queue(self.drain.queue(lane), &of_lane);
+            assert_queue(self.queue(lane), &of_lane);
         }
-    }
-
-    fn assert_queue(&self, queue: &DrainQueue<File<B>>, files: &[&Arc<File<B>>]) {
-        let mut in_flight = 0;
-        let mut aged = std::collections::BTreeSet::new();
-        for file in files {
-            let times_in_line = queue.count_in_line(file);
-            let state = file.lock();
-            assert_eq!(
-                times_in_line,
-                usize::from(state.drain.is_queued()),
-                "times that a file stands in line"
-            );
-            in_flight += state.drain.writes_in_flight();
-            aged.extend(
-                state
-                    .drain
-                    .oldest()
-                    .map(|at| (at, Arc::as_ptr(file) as usize)),
-            );
-            if let Some(failure) = state.drain.failure() {
-                let will_be_tried = queue.has_retry(failure.retry_at, file);
-                assert!(
-                    will_be_tried || failure.retry_at <= Instant::now(),
-                    "nobody tries a file again"
-                );
-            }
-        }
-        assert_eq!(
-            queue.figures().active,
-            in_flight,
-            "jobs that are not completed"
-        );
-        assert_eq!(queue.oldest_of_files(), aged, "ages of files");
     }
 }
 
+fn assert_queue<B: Backing>(queue: &DrainQueue<File<B>>, files: &[&Arc<File<B>>]) {
+    let mut in_flight = 0;
+    let mut aged = BTreeSet::new();
+    for file in files {
+        let times_in_line = queue.count_in_line(file);
+        let state = file.lock();
+        assert_eq!(
+            times_in_line,
+            usize::from(state.drain.is_queued()),
+            "times that a file stands in line"
+        );
+        in_flight += state.drain.writes_in_flight();
+        aged.extend(
+            state
+                .drain
+                .oldest()
+                .map(|at| (at, Arc::as_ptr(file) as usize)),
+        );
+        if let Some(failure) = state.drain.failure() {
+            let will_be_tried = queue.has_retry(failure.retry_at, file);
+            assert!(
+                will_be_tried || failure.retry_at <= Instant::now(),
+                "nobody tries a file again"
+            );
+        }
+    }
+    assert_eq!(
+        queue.figures().active,
+        in_flight,
+        "jobs that are not completed"
+    );
+    assert_eq!(queue.oldest_of_files(), aged, "ages of files");
+}
 /// Blocks until `outcome` is told. Whoever was to tell it and is gone without a word failed.
 fn wait_for(outcome: &Receiver<Result<()>>) -> Result<()> {
     outcome.recv().unwrap_or(Err(firn_backing::Errno::IO))
@@ -259,13 +215,5 @@ mod tests {
         assert!(Arc::ptr_eq(&popped, &file));
         let active: Vec<usize> = drain.figures().iter().map(|lane| lane.active).collect();
         assert_eq!(active, [0, 1]);
-    }
-
-    #[test]
-    fn waits_for_retries_double_up_to_a_bound() {
-        assert_eq!(retry_wait(1), RETRY_FIRST);
-        assert_eq!(retry_wait(2), 2 * RETRY_FIRST);
-        assert_eq!(retry_wait(3), 4 * RETRY_FIRST);
-        assert_eq!(retry_wait(100), RETRY_MAX);
     }
 }

@@ -11,10 +11,11 @@ use firn_format::quote::quoted;
 use firn_format::tally::Tally;
 
 use crate::direct_access::Grants;
-use crate::drain::{Drain, LaneIndex};
+use crate::drain::Drain;
 use crate::errors::ErrorLog;
 use crate::file::{File, FileState};
 use crate::file_journal::FileJournal;
+use crate::lane::LaneIndex;
 use crate::lost::LostFiles;
 use crate::names::{Inode, Names};
 use crate::privileges::Privileges;

@@ -190,7 +190,7 @@ impl<B: Backing> Engine<B> {
             .filter_map(|lane| lane.oldest)
             .min();
         assert_eq!(oldest_queued, oldest, "the oldest pending byte");
-        self.assert_queues(&files);
+        self.drain.assert_queues(&files);
         self.arena.assert_invariants();
     }
 

@@ -26,8 +26,8 @@ use parking_lot::Condvar;
 use thin_vec::ThinVec;
 
 use crate::cache::Cached;
-use crate::drain::LaneIndex;
 use crate::extents::Extent;
+use crate::lane::LaneIndex;
 use crate::names::Inode;
 
 pub(crate) use direct::DirectState;

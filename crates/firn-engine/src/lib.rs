@@ -24,12 +24,14 @@ mod figures;
 mod file;
 mod file_id;
 mod file_journal;
+mod lane;
 mod lost;
 mod names;
 mod namespace;
 mod open_files;
 mod privileges;
 mod recovery;
+mod retry;
 mod size;
 mod small_map;
 mod space;
@@ -42,13 +44,16 @@ mod write;
 
 pub use api::*;
 pub use chunks::{HeldChunks, ListedPart, PartPlace};
-pub use drain::{Executor, Job, JobOutcome, LaneIndex, LaneLimits, Pick};
+pub use drain::Executor;
+pub use drain::job::{Job, JobOutcome};
+pub use drain::pick::{LaneLimits, Pick};
 pub use engine::{ClosePolicy, DrainPolicy, Engine, EngineError, EngineOptions, FsyncPolicy};
 pub use errors::RecordedError;
 pub use figures::{
     DirectAccessFigures, ErrorFigures, Figures, FileFigures, LaneFigures, SpillFigures,
 };
 pub use file::FileId;
+pub use lane::LaneIndex;
 pub use lost::LostFile;
 pub use privileges::Principal;
 pub use recovery::{Recovered, StoredArena};

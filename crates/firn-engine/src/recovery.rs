@@ -217,7 +217,7 @@ impl<B: Backing> Engine<B> {
             engine.count_held(0, bytes);
             let mut state = file.lock();
             if engine.options.drain == DrainPolicy::Eager {
-                engine.force(&file, &mut state);
+                engine.drain.force(&file, &mut state);
             }
         }
         Ok((engine, recovered))
@@ -339,7 +339,8 @@ impl<B: Backing> Engine<B> {
                 state.pending.set_mtime(None);
                 self.end_file_id(&mut state);
             } else {
-                self.set_oldest(&file, &mut state, Some(Instant::now()));
+                self.drain
+                    .set_oldest(&file, &mut state, Some(Instant::now()));
             }
             state.pending.bytes()
         };

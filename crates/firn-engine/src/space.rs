@@ -175,7 +175,7 @@ impl<B: Backing> Engine<B> {
         self.reclaim();
         // What was freed between the caller's failed write and now was not told to this waiter.
         self.note_room();
-        self.wake_all_lanes();
+        self.drain.wake_all();
     }
 
     /// Tells waiting writers of room that became free. Called with no lock held.
@@ -214,7 +214,7 @@ impl<B: Backing> Engine<B> {
         }
         // In this order: the last move may have ended since the caller found no room.
         if self.note_room() {
-            return self.wake_all_lanes();
+            return self.drain.wake_all();
         }
         let waiters = self.space.waiters.take_all();
         if !waiters.is_empty() {
@@ -260,7 +260,7 @@ impl<B: Backing> Engine<B> {
         self.give_back_leases(best.as_ref().map(|(_, file)| file));
         if let Some((_, file)) = best {
             let mut state = file.lock();
-            self.force(&file, &mut state);
+            self.drain.force(&file, &mut state);
         } else if !self.space.waiters.has_freed() && !self.note_room() {
             // Everything that is held waits for a backing that refuses it.
             self.refuse_space(errno.unwrap_or(Errno::NOSPC));

@@ -16,10 +16,10 @@ use firn_format::durability::DurabilityLevel;
 use firn_protocol::path::BytePath;
 use thin_vec::ThinVec;
 
-use crate::drain::retry_wait;
 use crate::engine::{Decision, Engine};
 use crate::extents::Extent;
 use crate::file::{File, FileState, Waiter};
+use crate::retry::retry_wait;
 
 /// What a call of [`Engine::spill_step`] did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -186,7 +186,7 @@ impl<B: Backing> Engine<B> {
         state.drain.add_waiter(Waiter { until, done });
         // Someone waits: the next try is now, not after the back-off.
         state.drain.retry_now();
-        self.force(file, &mut state);
+        self.drain.force(file, &mut state);
     }
 
     // ---- trees -------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ impl<B: Backing> Engine<B> {
         for file in self.pending_below(path) {
             let mut state = file.lock();
             state.drain.retry_now();
-            self.force(&file, &mut state);
+            self.drain.force(&file, &mut state);
         }
     }
 

@@ -14,9 +14,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use firn_backing::lock::{Mutex, RwLock};
 use firn_backing::{Backing, Errno};
 
-use crate::drain::LaneIndex;
 use crate::engine::Handle;
 use crate::file::{File, FileState};
+use crate::lane::LaneIndex;
 use crate::names::{Inode, Key};
 use crate::{HandleId, Result};
 

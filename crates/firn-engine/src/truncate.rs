@@ -25,7 +25,7 @@ impl<B: Backing> Engine<B> {
             self.note_emptied(&mut state);
         }
         let waiters = self.finish_drained(file, &mut state);
-        self.enqueue(file, &mut state);
+        self.drain.enqueue(file, &mut state);
         drop(state);
         for waiter in waiters {
             (waiter.done)(Ok(()));
@@ -169,7 +169,7 @@ impl<B: Backing> Engine<B> {
         file.inode.durable.store(false, Ordering::Relaxed);
         file.inode.data_unsynced.store(true, Ordering::Release);
         file.end_exclusive(&mut state);
-        self.enqueue(file, &mut state);
+        self.drain.enqueue(file, &mut state);
         result
     }
 }

@@ -331,18 +331,19 @@ impl<B: Backing> Engine<B> {
         file.inode.durable.store(false, Ordering::Relaxed);
         if before == 0 {
             let now = Instant::now();
-            self.set_oldest(file, state, Some(now));
+            self.drain.set_oldest(file, state, Some(now));
             if self.options.drain == DrainPolicy::Eager {
-                self.check_age_at(file, state, now + self.options.drain_age);
+                self.drain
+                    .check_age_at(file, state, now + self.options.drain_age);
                 // A drain thread that sleeps without a limit must learn of this one.
-                self.wake_lane(file.lane);
+                self.drain.wake(file.lane);
             }
         }
         let is_worth_a_write = state
             .drain
             .add_fresh_bytes(extent.len, self.options.drain_write_bytes_min);
         if is_worth_a_write && self.options.drain == DrainPolicy::Eager {
-            self.enqueue(file, state);
+            self.drain.enqueue(file, state);
         }
     }
 

@@ -54,7 +54,7 @@ impl<B: Backing> Engine<B> {
         let mut told = ThinVec::new();
         match error {
             // A failure of another part stays until everything is drained: it must not go untold.
-            None => self.enqueue(&file, &mut state),
+            None => self.drain.enqueue(&file, &mut state),
             Some(errno) => {
                 counters.drain_errors.fetch_add(1, Ordering::Relaxed);
                 self.schedule_retry(&file, &mut state, errno, outcome.unreadable);
@@ -190,7 +190,7 @@ impl<B: Backing> Engine<B> {
             return ThinVec::new();
         }
         while state.pending.is_empty() {
-            self.set_oldest(file, state, None);
+            self.drain.set_oldest(file, state, None);
             state.drain.reset();
             let drained = file.inode.data_unsynced.load(Ordering::Acquire);
             let Some(mtime) = state.pending.take_mtime().filter(|_| drained) else {

@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use firn_backing::{Backing, Errno};
 
-use super::LaneIndex;
 use super::job::{Job, Part};
 use crate::engine::{Decision, DrainPolicy, Engine};
 use crate::file::{File, FileState};
+use crate::lane::LaneIndex;
 
 /// Most parts of one vectored write (`UIO_MAXIOV`).
 const PARTS_MAX: usize = 1024;
@@ -89,7 +89,7 @@ impl<B: Backing> Engine<B> {
             self.counters.drain_decisions.count(Decision::Retried);
             tracing::debug!(path = %file.shown(), "drain: retried");
             let mut state = file.lock();
-            self.enqueue(&file, &mut state);
+            self.drain.enqueue(&file, &mut state);
         }
         for file in due.aged {
             self.check_age(&file, now);
@@ -104,18 +104,20 @@ impl<B: Backing> Engine<B> {
         self.ingest_published(file, &mut state);
         let Some(oldest) = state.drain.oldest() else {
             if state.direct.has_grant() {
-                self.check_age_at(file, &mut state, now + self.options.drain_age);
+                self.drain
+                    .check_age_at(file, &mut state, now + self.options.drain_age);
             }
             return;
         };
         let due = oldest + self.options.drain_age;
         if due > now {
-            self.check_age_at(file, &mut state, due);
+            self.drain.check_age_at(file, &mut state, due);
             return;
         }
-        self.force(file, &mut state);
-        self.set_oldest(file, &mut state, Some(now));
-        self.check_age_at(file, &mut state, now + self.options.drain_age);
+        self.drain.force(file, &mut state);
+        self.drain.set_oldest(file, &mut state, Some(now));
+        self.drain
+            .check_age_at(file, &mut state, now + self.options.drain_age);
     }
 
     /// A write of this file: its slabs are pinned, and its range is in flight.
@@ -149,7 +151,7 @@ impl<B: Backing> Engine<B> {
         state.drain.begin_write(range.clone());
         // Its sequence is about to be used to cut: later bytes need a later one.
         state.pending.end_tail();
-        self.enqueue(file, state);
+        self.drain.enqueue(file, state);
         Some(Job {
             file: Arc::clone(file),
             parts,

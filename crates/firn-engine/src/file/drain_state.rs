@@ -13,7 +13,7 @@ use firn_backing::Errno;
 use thin_vec::ThinVec;
 
 use crate::Done;
-use crate::drain::retry_wait;
+use crate::retry::retry_wait;
 
 /// A drain of this file failed.
 #[derive(Clone, Copy, Debug)]
