@@ -9,11 +9,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use firn_backing::lock::Mutex;
 use firn_backing::{Access, Backing, Caller, Errno, Time};
 
-use crate::engine::{Engine, Handle};
+use crate::engine::Engine;
 use crate::extents::Extents;
 use crate::file::{BackingFile, File, FileState};
 use crate::names::{Inode, Stamp};
 use crate::privileges::{Anybody, has_set_id_bits};
+use crate::tables::Handle;
 use crate::{Entry, HandleId, InodeId, OpenMode, Opened, Result};
 
 const O_ACCMODE: i32 = 0o3;
@@ -39,7 +40,7 @@ impl<B: Backing> Engine<B> {
         match self.with_descriptor(|| self.backing.create(caller, &self.object(&dir)?, name, mode))
         {
             Ok((object, backing_file, attr)) => {
-                self.open_files.note();
+                self.counters.count_opened();
                 let inode = self.register_created(before, &dir, name, object, &attr)?;
                 let opened = Arc::new(BackingFile {
                     file: backing_file,
@@ -184,7 +185,7 @@ impl<B: Backing> Engine<B> {
                 // What the kernel writes by itself is not seen here.
                 state.changes += u64::from(chosen == OpenMode::Passthrough);
                 state.direct.invalidate_list(&self.arena);
-                self.note_opened(state);
+                self.journal.record_opened(state);
             }
         });
         // Nobody gets a grant from here on: the file is open twice.
@@ -321,7 +322,7 @@ impl<B: Backing> Engine<B> {
         self.revoke_grant(file, &mut state);
         let mode = *handle.mode.lock();
         state.opens.remove(handle.id, mode, handle.writable);
-        self.note_released(&handle, &mut state);
+        self.journal.record_released(&handle, &mut state);
         match mode {
             OpenMode::Engine => {}
             OpenMode::Passthrough => state.changes += u64::from(handle.writable),
@@ -411,7 +412,7 @@ impl<B: Backing> Engine<B> {
             .cancelled_bytes
             .fetch_add(cancelled, Ordering::Relaxed);
         state.pending.set_mtime(None);
-        self.count_held(before, state.pending.bytes());
+        self.counters.count_held(before, state.pending.bytes());
         let waiters = self.finish_drained(file, &mut state);
         file.end_exclusive(&mut state);
         drop(state);

@@ -22,12 +22,14 @@ use firn_format::data_socket::{EXTENTS_MAX, Extent as Listed, IN_MEMORY, IN_SPIL
 use firn_format::geometry::{SLAB_MEDIUM, SLAB_SMALL, WORDS_COUNT};
 use firn_format::slab::Class;
 
-use crate::engine::{DrainPolicy, Engine, Handle};
+use crate::engine::Engine;
 use crate::extents::Extent;
 use crate::figures::DirectAccessFigures;
 use crate::file::{File, FileId, FileState};
+use crate::options::DrainPolicy;
 use crate::privileges::has_set_id_bits;
 use crate::size::whole_size;
+use crate::tables::Handle;
 use crate::{
     ClientId, DirectGrant, DirectList, DirectRefusal, DirectWriteObserver, HandleId, OpenMode,
 };
@@ -187,6 +189,7 @@ impl<B: Backing> Engine<B> {
             return Err(DirectRefusal::Busy);
         }
         let file_id = self
+            .journal
             .begin_file_id(file, &mut state)
             .ok_or(DirectRefusal::Busy)?;
         let grant = Grant {
@@ -516,7 +519,7 @@ impl<B: Backing> Engine<B> {
         }
         state.direct.take_grant();
         self.grants.remove(file);
-        self.end_file_id(state);
+        self.journal.end_file_id(state);
     }
 
     /// Ends the older lease of a grant.

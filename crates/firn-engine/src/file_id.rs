@@ -6,24 +6,33 @@
 use firn_backing::Backing;
 use firn_format::record::{Ending, Identity, Record};
 
-use crate::engine::Engine;
+use crate::claims::PathClaims;
 use crate::file::{File, FileId, FileState};
+use crate::file_journal::FileJournal;
 
-impl<B: Backing> Engine<B> {
+impl FileJournal {
     /// Gives a file an id before its first piece; `None` where the journal is full. No rename can change its paths
     /// meanwhile.
-    pub(crate) fn begin_file_id_at_rest(&self, file: &File<B>) -> Option<FileId> {
+    pub(crate) fn begin_file_id_at_rest<B: Backing>(
+        &self,
+        paths: &PathClaims,
+        file: &File<B>,
+    ) -> Option<FileId> {
         let begin = || self.begin_file_id(file, &mut file.lock());
-        self.paths.while_staying(|| file.inode.paths(), begin)
+        paths.while_staying(|| file.inode.paths(), begin)
     }
 
     /// The same for callers that see to it that no rename changes the paths.
-    pub(crate) fn begin_file_id(&self, file: &File<B>, state: &mut FileState<B>) -> Option<FileId> {
+    pub(crate) fn begin_file_id<B: Backing>(
+        &self,
+        file: &File<B>,
+        state: &mut FileState<B>,
+    ) -> Option<FileId> {
         if let Some(known) = state.pending.file_id() {
             return Some(known);
         }
         let inode = &file.inode;
-        let id = self.journal.new_file_id()?;
+        let id = self.new_file_id()?;
         let identity = Identity {
             dev: inode.key.0,
             ino: inode.key.1,
@@ -35,13 +44,13 @@ impl<B: Backing> Engine<B> {
             paths: inode.paths(),
             ending: Ending::Open,
         };
-        self.journal.append(&record).ok()?;
+        self.append(&record).ok()?;
         state.pending.set_file_id(id);
         Some(id)
     }
 
     /// Ends the id of a file of which nothing is pending.
-    pub(crate) fn end_file_id(&self, state: &mut FileState<B>) {
+    pub(crate) fn end_file_id<B: Backing>(&self, state: &mut FileState<B>) {
         if !state.pending.is_empty() || state.direct.has_grant() {
             return;
         }
@@ -49,15 +58,15 @@ impl<B: Backing> Engine<B> {
             return;
         };
         let record = Record::FileIdEnd { file: id.get() };
-        if self.journal.try_append_end(&record) {
+        if self.try_append_end(&record) {
             state.pending.end_file_id();
         }
     }
 
     /// Keeps the time of a file with an id that does not follow from its pieces.
-    pub(crate) fn record_time(&self, state: &FileState<B>) {
+    pub(crate) fn record_time<B: Backing>(&self, state: &FileState<B>) {
         if let (Some(file), Some(mtime)) = (state.pending.file_id(), state.pending.mtime()) {
-            self.journal.append_note(&Record::ModifiedAt {
+            self.append_note(&Record::ModifiedAt {
                 file: file.get(),
                 time: (mtime.sec, mtime.nsec),
                 written: state.pending.recorded_ns(),

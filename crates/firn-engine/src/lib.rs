@@ -13,6 +13,7 @@ mod api;
 mod cache;
 mod chunks;
 mod claims;
+mod counters;
 mod data;
 mod direct_access;
 mod drain;
@@ -29,7 +30,9 @@ mod lost;
 mod names;
 mod namespace;
 mod open_files;
+mod options;
 mod privileges;
+mod progress;
 mod recovery;
 mod retry;
 mod size;
@@ -47,7 +50,7 @@ pub use chunks::{HeldChunks, ListedPart, PartPlace};
 pub use drain::Executor;
 pub use drain::job::{Job, JobOutcome};
 pub use drain::pick::{LaneLimits, Pick};
-pub use engine::{ClosePolicy, DrainPolicy, Engine, EngineError, EngineOptions, FsyncPolicy};
+pub use engine::{Engine, EngineError};
 pub use errors::RecordedError;
 pub use figures::{
     DirectAccessFigures, ErrorFigures, Figures, FileFigures, LaneFigures, SpillFigures,
@@ -55,6 +58,7 @@ pub use figures::{
 pub use file::FileId;
 pub use lane::LaneIndex;
 pub use lost::LostFile;
+pub use options::{ClosePolicy, DrainPolicy, EngineOptions, FsyncPolicy};
 pub use privileges::Principal;
 pub use recovery::{Recovered, StoredArena};
 pub use spill::SpillStep;

@@ -161,7 +161,7 @@ impl<B: Backing> Engine<B> {
         // A write since then has a later time of its own.
         if time.is_some() && !state.pending.is_empty() && state.pending.mtime() == time {
             match &result {
-                Ok(()) => self.record_time(&state),
+                Ok(()) => self.journal.record_time(&state),
                 Err(_) => state.pending.set_mtime(before),
             }
         }

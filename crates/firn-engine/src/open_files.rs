@@ -11,26 +11,13 @@
 //! [`Engine::close_excess_files`] is called with no lock held.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
 use firn_backing::{Access, Backing, Errno};
 
 use crate::Result;
 use crate::engine::Engine;
 use crate::file::{BackingFile, File, FileState};
-
-/// Counts what is opened between two looks at all files.
-#[derive(Default)]
-pub(crate) struct OpenFiles {
-    opened: AtomicUsize,
-}
-
-impl OpenFiles {
-    /// A file of the backing was opened.
-    pub(crate) fn note(&self) {
-        self.opened.fetch_add(1, Ordering::Relaxed);
-    }
-}
 
 impl<B: Backing> FileState<B> {
     fn has_open(&self) -> bool {
@@ -52,10 +39,10 @@ impl<B: Backing> Engine<B> {
         let max = self.options.open_files_max;
         // A look at all of them is paid for by as many opens.
         let batch = (max / 4).max(1);
-        if self.open_files.opened.load(Ordering::Relaxed) < batch {
+        if self.counters.files_opened.load(Ordering::Relaxed) < batch {
             return;
         }
-        self.open_files.opened.store(0, Ordering::Relaxed);
+        self.counters.files_opened.store(0, Ordering::Relaxed);
         self.close_down_to(max - batch);
     }
 
@@ -93,7 +80,7 @@ impl<B: Backing> Engine<B> {
                 Err(errno) => Err(errno),
             }
         })?;
-        self.open_files.note();
+        self.counters.count_opened();
         Ok(file.keep_writer(opened))
     }
 
@@ -105,7 +92,7 @@ impl<B: Backing> Engine<B> {
         self.close_excess_files();
         let opened =
             self.with_descriptor(|| self.backing.open(&self.object(&file.inode)?, Access::Read))?;
-        self.open_files.note();
+        self.counters.count_opened();
         Ok(file.keep_reader(BackingFile {
             file: opened,
             access: Access::Read,

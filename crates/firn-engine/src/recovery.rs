@@ -24,13 +24,15 @@ use firn_backing::{Access, Backing, Errno, SetTime, Time, is_below};
 use firn_format::record::Record;
 use firn_journal::{Journal, KnownFile, PathState, Replay};
 
+use crate::counters::Counters;
 use crate::drain::Drain;
-use crate::engine::{Counters, DrainPolicy, Engine, EngineError, EngineOptions};
+use crate::engine::{Engine, EngineError};
 use crate::extents::{Extent, Extents};
 use crate::file::{FileId, Layers, Pending, PieceUse, latest_ns};
 use crate::file_journal::FileJournal;
 use crate::lost::LostFile;
 use crate::names::{Inode, Names};
+use crate::options::{DrainPolicy, EngineOptions};
 use crate::small_map::SmallMap;
 
 /// Lanes of a mount: one, until placement knows several I/O servers.
@@ -214,7 +216,7 @@ impl<B: Backing> Engine<B> {
         engine.recovered_bytes = recovered.bytes;
         let engine = engine.start();
         for (file, bytes) in restored {
-            engine.count_held(0, bytes);
+            engine.counters.count_held(0, bytes);
             let mut state = file.lock();
             if engine.options.drain == DrainPolicy::Eager {
                 engine.drain.force(&file, &mut state);
@@ -247,7 +249,6 @@ impl<B: Backing> Engine<B> {
             drain: Drain::new(LANE_COUNT),
             space: Default::default(),
             grants: Default::default(),
-            open_files: Default::default(),
             counters: Counters::default(),
             errors: Default::default(),
             spill: Default::default(),
@@ -337,7 +338,7 @@ impl<B: Backing> Engine<B> {
             let mut state = file.lock();
             if state.pending.is_empty() {
                 state.pending.set_mtime(None);
-                self.end_file_id(&mut state);
+                self.journal.end_file_id(&mut state);
             } else {
                 self.drain
                     .set_oldest(&file, &mut state, Some(Instant::now()));

@@ -17,8 +17,10 @@ use firn_backing::{Backing, Errno};
 use firn_format::slab::Class;
 
 use crate::Done;
-use crate::engine::{Decision, DrainPolicy, Engine};
+use crate::counters::Decision;
+use crate::engine::Engine;
 use crate::file::File;
+use crate::options::DrainPolicy;
 
 /// What the engine knows of room in the arena. Each part has a lock of its own, and no two are taken together.
 pub(crate) struct Space<B: Backing> {

@@ -16,7 +16,8 @@ use firn_format::durability::DurabilityLevel;
 use firn_protocol::path::BytePath;
 use thin_vec::ThinVec;
 
-use crate::engine::{Decision, Engine};
+use crate::counters::Decision;
+use crate::engine::Engine;
 use crate::extents::Extent;
 use crate::file::{File, FileState, Waiter};
 use crate::retry::retry_wait;

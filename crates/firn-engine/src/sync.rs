@@ -5,45 +5,17 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno, is_below};
 use firn_format::durability::DurabilityLevel;
-use parking_lot::Condvar;
 
-use crate::engine::{ClosePolicy, Engine, FsyncPolicy};
+use crate::engine::Engine;
 use crate::file::{File, Waiter};
 use crate::names::Inode;
+use crate::options::{ClosePolicy, FsyncPolicy};
 use crate::{Closing, Done, HandleId, InodeId, Result};
 
 /// How often a long wait reports its progress.
 const REPORT_EVERY: Duration = Duration::from_millis(100);
-
-/// Counts what happens to pending data, for those who wait for a tree.
-#[derive(Default)]
-pub(crate) struct Progress {
-    count: Mutex<u64>,
-    changed: Condvar,
-}
-
-impl Progress {
-    fn count(&self) -> u64 {
-        *self.count.lock()
-    }
-
-    /// Something happened.
-    pub(crate) fn signal(&self) {
-        *self.count.lock() += 1;
-        self.changed.notify_all();
-    }
-
-    /// Waits until more happened than `seen`, at most for `time`.
-    fn wait_past(&self, seen: u64, time: Duration) {
-        let mut count = self.count.lock();
-        if *count == seen {
-            count.wait_for(&self.changed, time);
-        }
-    }
-}
 
 impl<B: Backing> Engine<B> {
     /// close(2) of one descriptor: `done` is called when the file is drained or a try to drain it

@@ -9,16 +9,16 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use firn_arena::Lease;
 use firn_backing::lock::{Mutex, RwLock};
 use firn_backing::{Backing, Errno};
 
-use crate::engine::Handle;
 use crate::file::{File, FileState};
 use crate::lane::LaneIndex;
 use crate::names::{Inode, Key};
-use crate::{HandleId, Result};
+use crate::{HandleId, OpenMode, Result};
 
 /// Files that are open or have pending data.
 pub(crate) struct FileTable<B: Backing> {
@@ -75,6 +75,21 @@ impl<B: Backing> FileTable<B> {
             |file: &&Arc<File<B>>| file.try_lock().is_some_and(|state| select(&state));
         files.values().filter(is_selected).cloned().collect()
     }
+}
+
+/// An open file.
+pub(crate) struct Handle<B: Backing> {
+    pub id: HandleId,
+    pub file: Arc<File<B>>,
+    pub readable: bool,
+    pub writable: bool,
+    pub lease: Mutex<Option<Lease>>,
+    /// How the frontend serves it.
+    pub mode: Mutex<OpenMode>,
+    /// Bytes written: decides the class of the next slab.
+    pub written: AtomicU64,
+    /// The process that closed it last died of a signal.
+    pub killed: AtomicBool,
 }
 
 /// Open files and directories.

@@ -22,7 +22,7 @@ impl<B: Backing> Engine<B> {
         let result = self.truncate_exclusively(file, &mut state, &target, size);
         file.end_exclusive(&mut state);
         if size == 0 && result.is_ok() {
-            self.note_emptied(&mut state);
+            self.journal.record_emptied(&mut state);
         }
         let waiters = self.finish_drained(file, &mut state);
         self.drain.enqueue(file, &mut state);
@@ -82,7 +82,7 @@ impl<B: Backing> Engine<B> {
             self.counters
                 .cancelled_bytes
                 .fetch_add(cancelled, Ordering::Relaxed);
-            self.count_held(before, state.pending.bytes());
+            self.counters.count_held(before, state.pending.bytes());
             state.pending.touch();
             state.pending.keep_time(&self.arena);
             file.inode.data_unsynced.store(true, Ordering::Release);

@@ -10,9 +10,11 @@ use firn_backing::{Backing, Errno};
 use firn_format::geometry::{SLAB_MEDIUM, SLAB_SMALL};
 use firn_format::slab::Class;
 
-use crate::engine::{DrainPolicy, Engine, Handle};
+use crate::engine::Engine;
 use crate::extents::Extent;
 use crate::file::{File, FileId, FileState};
+use crate::options::DrainPolicy;
+use crate::tables::Handle;
 use crate::{HandleId, Principal, Result, Written};
 
 /// Ends of files beyond this ask the backing at once whether it can hold such a file, so that EFBIG
@@ -56,7 +58,7 @@ impl<B: Backing> Engine<B> {
         self.end_grant(file);
         let file_id = match self.begin_write(file, offset, data, by)? {
             Begun::Done(n) => {
-                self.count_ingest(n);
+                self.counters.count_ingest(n as u64);
                 return Ok(Written::Bytes(n));
             }
             Begun::Append(file_id) => file_id,
@@ -76,7 +78,7 @@ impl<B: Backing> Engine<B> {
         if done == 0 {
             return Ok(Written::Full);
         }
-        self.count_ingest(done);
+        self.counters.count_ingest(done as u64);
         Ok(Written::Bytes(done))
     }
 
@@ -189,13 +191,6 @@ impl<B: Backing> Engine<B> {
         })
     }
 
-    fn count_ingest(&self, bytes: usize) {
-        self.counters
-            .ingest_bytes
-            .fetch_add(bytes as u64, Ordering::Relaxed);
-        self.counters.ingest_writes.fetch_add(1, Ordering::Relaxed);
-    }
-
     /// Overwrites pending bytes where they lie, if one extent holds all of them and nobody else reads it there.
     /// Bytes that are rewritten again and again then take no new room.
     fn overwrite(
@@ -254,7 +249,7 @@ impl<B: Backing> Engine<B> {
             let file_id = known_id
                 .take()
                 .or_else(|| file.lock().pending.file_id())
-                .or_else(|| self.begin_file_id_at_rest(file));
+                .or_else(|| self.journal.begin_file_id_at_rest(&self.paths, file));
             let Some(file_id) = file_id else {
                 slot.unlocked(|| self.reclaim());
                 return 0;
@@ -327,7 +322,7 @@ impl<B: Backing> Engine<B> {
         self.counters
             .cancelled_bytes
             .fetch_add(cancelled, Ordering::Relaxed);
-        self.count_held(before, state.pending.bytes());
+        self.counters.count_held(before, state.pending.bytes());
         file.inode.durable.store(false, Ordering::Relaxed);
         if before == 0 {
             let now = Instant::now();

@@ -11,9 +11,11 @@ use firn_format::record::Record;
 use thin_vec::ThinVec;
 
 use super::job::{Job, JobOutcome, Part};
-use crate::engine::{Decision, DrainPolicy, Engine};
+use crate::counters::Decision;
+use crate::engine::Engine;
 use crate::extents::Extent;
 use crate::file::{File, FileState, Waiter};
+use crate::options::DrainPolicy;
 
 /// Drained ranges of a file before the first look whether they can be forgotten.
 const DRAINED_RANGES_KEPT: usize = 8;
@@ -61,7 +63,7 @@ impl<B: Backing> Engine<B> {
                 told = state.drain.take_failed();
             }
         }
-        self.count_held(before, state.pending.bytes());
+        self.counters.count_held(before, state.pending.bytes());
         let satisfied = self.finish_drained(&file, &mut state);
         if error.is_some() {
             // The next write tells the program, and only those through the kernel can.
@@ -135,7 +137,7 @@ impl<B: Backing> Engine<B> {
         gone.sort_by_key(|(_, extent)| extent.sequence);
         if gone.iter().map(|(_, extent)| extent.len).sum::<u64>() == state.pending.bytes() {
             // No piece will tell it any more, and the backing has the time of the drain until it is set there.
-            self.record_time(state);
+            self.journal.record_time(state);
         }
         state.direct.invalidate_list(&self.arena);
         for (offset, extent) in gone {
@@ -194,7 +196,7 @@ impl<B: Backing> Engine<B> {
             state.drain.reset();
             let drained = file.inode.data_unsynced.load(Ordering::Acquire);
             let Some(mtime) = state.pending.take_mtime().filter(|_| drained) else {
-                self.end_file_id(state);
+                self.journal.end_file_id(state);
                 break;
             };
             // The backing stamped the drain; programs saw the time of their write. A refusal (not the

@@ -6,9 +6,11 @@ use std::time::{Duration, Instant};
 use firn_backing::{Backing, Errno};
 
 use super::job::{Job, Part};
-use crate::engine::{Decision, DrainPolicy, Engine};
+use crate::counters::Decision;
+use crate::engine::Engine;
 use crate::file::{File, FileState};
 use crate::lane::LaneIndex;
+use crate::options::DrainPolicy;
 
 /// Most parts of one vectored write (`UIO_MAXIOV`).
 const PARTS_MAX: usize = 1024;

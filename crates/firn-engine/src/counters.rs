@@ -1,0 +1,99 @@
+//! What an engine counts since the attach, and what it holds now.
+//!
+//! Invariants
+//! * `held_bytes` and `held_files` are the sums over all files of what is pending: who changes that calls
+//!   [`Counters::count_held`] under the file's lock.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use firn_format::tally::Tally;
+
+/// What the drain decides, each counted and, with `log-level=debug`, logged.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Decision {
+    /// A run of a file goes to the backing now.
+    Picked,
+    /// It is there.
+    Written,
+    /// It failed: the file waits for its next try.
+    Waits,
+    /// The wait is over.
+    Retried,
+    /// Whoever waits for room is told that there will be none.
+    GivenUp,
+    /// A chunk went to the spill file.
+    Spilled,
+}
+
+/// Counts of [`Decision`]s.
+pub(crate) struct Decisions(pub(crate) Tally<6>);
+
+impl Default for Decisions {
+    fn default() -> Self {
+        Self(Tally::new([
+            "picked", "written", "waits", "retried", "given up", "spilled",
+        ]))
+    }
+}
+
+impl Decisions {
+    pub(crate) fn count(&self, decision: Decision) {
+        self.0.count(decision as usize);
+    }
+}
+
+/// Counters since attach.
+#[derive(Default)]
+pub(crate) struct Counters {
+    pub ingest_bytes: AtomicU64,
+    pub ingest_writes: AtomicU64,
+    pub drain_bytes: AtomicU64,
+    pub drain_writes: AtomicU64,
+    pub drain_errors: AtomicU64,
+    pub drain_decisions: Decisions,
+    pub cancelled_bytes: AtomicU64,
+    pub evicted_bytes: AtomicU64,
+    pub read_bytes: AtomicU64,
+    pub held_bytes: AtomicU64,
+    pub held_files: AtomicU64,
+    /// Lists of chunks in use.
+    pub chunk_lists: AtomicU64,
+    /// Drained bytes that are still in the arena. Shared with the files that have some.
+    pub cached_bytes: Arc<AtomicU64>,
+    /// Files of the backing that were opened since all of them were last looked at.
+    pub files_opened: AtomicUsize,
+}
+
+impl Counters {
+    /// Counts a change of what is held of one file.
+    pub(crate) fn count_held(&self, before: u64, after: u64) {
+        if after >= before {
+            self.held_bytes.fetch_add(after - before, Ordering::Relaxed);
+        } else {
+            let held = self.held_bytes.fetch_sub(before - after, Ordering::Relaxed);
+            debug_assert!(held >= before - after, "more is drained than was held");
+        }
+        match (before == 0, after == 0) {
+            (true, false) => {
+                self.held_files.fetch_add(1, Ordering::Relaxed);
+            }
+            (false, true) => {
+                let held = self.held_files.fetch_sub(1, Ordering::Relaxed);
+                debug_assert!(held > 0, "more files are drained than were held");
+            }
+            _ => {}
+        }
+    }
+
+    /// Counts a write that was taken from a program.
+    pub(crate) fn count_ingest(&self, bytes: u64) {
+        self.ingest_bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.ingest_writes.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Counts a file of the backing that was opened.
+    pub(crate) fn count_opened(&self) {
+        self.files_opened.fetch_add(1, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,83 @@
+//! Policies of a mount: what the engine does when, and how much of what it keeps.
+
+use std::time::Duration;
+
+/// When close(2) returns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ClosePolicy {
+    /// When the file is in the backing.
+    Drain,
+    /// At once.
+    Held,
+}
+
+/// What fsync(2) means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FsyncPolicy {
+    /// Durable in the backing.
+    Durable,
+    /// Held in the arena, as after write(2).
+    Held,
+}
+
+/// When pending data goes to the backing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DrainPolicy {
+    /// As it comes.
+    Eager,
+    /// When somebody asks: [`Engine::drain_tree`](crate::Engine::drain_tree), [`Engine::wait_tree`](crate::Engine::wait_tree), fsync(2). What was drained stays
+    /// in memory until its room is needed. A full arena is ENOSPC.
+    Demand,
+}
+
+/// Policies of one mount.
+#[derive(Clone, Debug)]
+pub struct EngineOptions {
+    /// See [`DrainPolicy`].
+    pub drain: DrainPolicy,
+    /// See [`ClosePolicy`].
+    pub close: ClosePolicy,
+    /// See [`FsyncPolicy`].
+    pub fsync: FsyncPolicy,
+    /// Data older than this is drained, however little.
+    pub drain_age: Duration,
+    /// Unforced writes to the backing have at least so many bytes: one chunk.
+    pub drain_write_bytes_min: u64,
+    /// A write to the backing has at most so many bytes.
+    pub drain_write_bytes_max: u64,
+    /// Percent of memory in use above which sealed chunks move to the spill file, where there is one.
+    pub spill_upper_percent: u32,
+    /// Percent of memory in use down to which they move.
+    pub spill_lower_percent: u32,
+    /// Let the kernel read files that have nothing pending.
+    pub passthrough: bool,
+    /// Every read of a program comes to the engine: the kernel caches no bytes, and no process is told where bytes lie.
+    pub serves_every_read: bool,
+    /// Objects of the backing (descriptors) held beside those of files in use. The kernel may know more;
+    /// they are looked up again when used.
+    pub objects_max: usize,
+    /// Files of the backing that stay open (one or two descriptors each) for those that programs have open. More
+    /// are closed and opened again when used.
+    pub open_files_max: usize,
+}
+
+impl EngineOptions {
+    /// The defaults for chunks of `chunk_bytes`.
+    pub fn new(chunk_bytes: u64) -> Self {
+        Self {
+            drain: DrainPolicy::Eager,
+            close: ClosePolicy::Drain,
+            fsync: FsyncPolicy::Durable,
+            drain_age: Duration::from_secs(5),
+            drain_write_bytes_min: chunk_bytes,
+            // Four chunks: larger ones gained nothing on any backing measured and hold the lane longer.
+            drain_write_bytes_max: chunk_bytes.saturating_mul(4).clamp(1 << 20, 64 << 20),
+            spill_upper_percent: 80,
+            spill_lower_percent: 60,
+            passthrough: false,
+            serves_every_read: false,
+            objects_max: 4096,
+            open_files_max: 4096,
+        }
+    }
+}
