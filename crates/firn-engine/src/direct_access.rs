@@ -10,13 +10,11 @@
 //! Sequences: a lease takes as many as it has records. They keep the order of writes because nothing else
 //! writes the file while there is a grant, and a file's leases are filled one after the other.
 
-use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use firn_arena::{ClientLease, Located, Taken};
-use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno};
 use firn_format::data_socket::{EXTENTS_MAX, Extent as Listed, IN_MEMORY, IN_SPILL, Slab};
 use firn_format::geometry::{SLAB_MEDIUM, SLAB_SMALL, WORDS_COUNT};
@@ -24,8 +22,7 @@ use firn_format::slab::Class;
 
 use crate::engine::Engine;
 use crate::extents::Extent;
-use crate::figures::DirectAccessFigures;
-use crate::file::{File, FileId, FileState};
+use crate::file::{File, FileId, FileState, Grant};
 use crate::options::DrainPolicy;
 use crate::privileges::has_set_id_bits;
 use crate::size::whole_size;
@@ -36,99 +33,6 @@ use crate::{
 
 /// A file has the lease that is filled and the one that is next.
 const LEASES_MAX: usize = 2;
-
-/// One client's right to write a file.
-pub(crate) struct Grant {
-    handle: HandleId,
-    client: ClientId,
-    file_id: FileId,
-    /// In the order in which they are filled.
-    leases: Vec<ClientLease>,
-    /// Bytes that were ingested: decides the class of the next slab.
-    bytes: u64,
-}
-
-/// All grants of an engine, so that those who ask about no file in particular find them.
-pub(crate) struct Grants<B: Backing> {
-    /// Number of files with a grant; most mounts have none, and ask for no lock.
-    file_count: AtomicU64,
-    /// These files, by their address.
-    files: Mutex<HashMap<usize, Arc<File<B>>>>,
-    /// Slabs leased to clients.
-    lease_count: AtomicU64,
-    /// Leases that ended because their client broke the rules.
-    error_count: AtomicU64,
-    /// Some process was told where bytes of a file lie.
-    has_lists: AtomicBool,
-    /// Told of what clients write.
-    observer: OnceLock<DirectWriteObserver>,
-}
-
-impl<B: Backing> Default for Grants<B> {
-    fn default() -> Self {
-        Self {
-            file_count: AtomicU64::new(0),
-            files: Mutex::new(HashMap::new()),
-            lease_count: AtomicU64::new(0),
-            error_count: AtomicU64::new(0),
-            has_lists: AtomicBool::new(false),
-            observer: OnceLock::new(),
-        }
-    }
-}
-
-impl<B: Backing> Grants<B> {
-    fn add(&self, file: &Arc<File<B>>) {
-        let address = Arc::as_ptr(file) as usize;
-        self.files.lock().insert(address, Arc::clone(file));
-        self.file_count.fetch_add(1, Ordering::AcqRel);
-    }
-
-    fn remove(&self, file: &Arc<File<B>>) {
-        let address = Arc::as_ptr(file) as usize;
-        let removed = self.files.lock().remove(&address);
-        debug_assert!(removed.is_some(), "a grant ends that was not given");
-        self.file_count.fetch_sub(1, Ordering::AcqRel);
-    }
-
-    fn is_empty(&self) -> bool {
-        self.file_count.load(Ordering::Acquire) == 0
-    }
-
-    fn files(&self) -> Vec<Arc<File<B>>> {
-        if self.is_empty() {
-            return Vec::new();
-        }
-        self.files.lock().values().cloned().collect()
-    }
-
-    fn count_error(&self) {
-        self.error_count.fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// Whether some process may have been told where bytes lie.
-    pub(crate) fn has_lists(&self) -> bool {
-        self.has_lists.load(Ordering::Acquire)
-    }
-
-    pub(crate) fn figures(&self) -> DirectAccessFigures {
-        DirectAccessFigures {
-            files: self.file_count.load(Ordering::Acquire),
-            leases: self.lease_count.load(Ordering::Relaxed),
-            errors: self.error_count.load(Ordering::Relaxed),
-        }
-    }
-
-    /// Asserts that the figures are those of these files.
-    pub(crate) fn assert_files(&self, expected: u64) {
-        assert_eq!(self.figures().files, expected, "files with a grant");
-        assert_eq!(
-            self.files.lock().len() as u64,
-            expected,
-            "files with a grant"
-        );
-    }
-}
 
 type Answer<T> = std::result::Result<T, DirectRefusal>;
 
@@ -251,7 +155,7 @@ impl<B: Backing> Engine<B> {
         if let Some(lease) = lease {
             let slab = self.arena.client_slab(&lease, written);
             grant.leases.push(lease);
-            self.grants.lease_count.fetch_add(1, Ordering::Relaxed);
+            self.grants.count_lease();
             drop(state);
             self.wake_writers();
             return Ok(slab);
@@ -314,7 +218,7 @@ impl<B: Backing> Engine<B> {
             return Err(DirectRefusal::Busy);
         }
         // Before any place is looked up: who moves one then looks for this file.
-        self.grants.has_lists.store(true, Ordering::Release);
+        self.grants.note_list();
         let end = state.pending.end();
         // Through the kernel, which tells the error, where a place is not known.
         let list = |(offset, extent)| self.list(offset, extent).ok_or(DirectRefusal::Busy);
@@ -365,8 +269,7 @@ impl<B: Backing> Engine<B> {
 
     /// Has `observer` told of what clients write. There is one at most; to be called before the first grant.
     pub fn observe_direct_writes(&self, observer: DirectWriteObserver) {
-        let is_first = self.grants.observer.set(observer).is_ok();
-        debug_assert!(is_first, "direct writes have one observer");
+        self.grants.set_observer(observer);
     }
 
     /// Whether a client may be writing the file of an inode now, or has and the kernel was not told of it: its
@@ -471,7 +374,7 @@ impl<B: Backing> Engine<B> {
             modified,
         } in taken
         {
-            if let Some(observe) = self.grants.observer.get() {
+            if let Some(observe) = self.grants.observer() {
                 observe(&*file.inode, pid, offset..offset + u64::from(len));
             }
             if !state.pending.touch_at(modified) {
@@ -532,7 +435,7 @@ impl<B: Backing> Engine<B> {
             return;
         };
         let mut lease = grant.leases.remove(0);
-        self.grants.lease_count.fetch_sub(1, Ordering::Relaxed);
+        self.grants.count_lease_end();
         let mut taken = Vec::new();
         let result = self
             .arena

@@ -1,4 +1,7 @@
-//! The engine's state and its small common parts.
+//! The parts of one mount, each with its own lock and invariants.
+//!
+//! What one or two parts do is their own method. Operations of the whole, which no part names, are in the modules above
+//! this one, as methods of [`Engine`].
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
@@ -9,11 +12,11 @@ use firn_backing::{Backing, Errno};
 use firn_format::quote::quoted;
 
 use crate::counters::Counters;
-use crate::direct_access::Grants;
 use crate::drain::Drain;
 use crate::errors::ErrorLog;
 use crate::file::{File, FileState};
 use crate::file_journal::FileJournal;
+use crate::grants::Grants;
 use crate::lane::LaneIndex;
 use crate::lost::LostFiles;
 use crate::names::{Inode, Names};

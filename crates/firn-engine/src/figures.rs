@@ -12,6 +12,7 @@ use firn_format::record::Ending;
 use crate::Transferred;
 use crate::engine::Engine;
 use crate::errors::RecordedError;
+use crate::grants::DirectAccessFigures;
 
 /// State of a mount's engine; counters since the attach.
 #[derive(Clone, Debug)]
@@ -72,17 +73,6 @@ pub struct Figures {
     pub lanes: Vec<LaneFigures>,
     /// Errors not yet dealt with, the newest last.
     pub errors: Vec<ErrorFigures>,
-}
-
-/// Of files that processes write into slabs of their own.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DirectAccessFigures {
-    /// Files with a grant.
-    pub files: u64,
-    /// Slabs leased to clients.
-    pub leases: u64,
-    /// Leases that ended because their client broke the rules.
-    pub errors: u64,
 }
 
 /// Of the spill file.
@@ -298,18 +288,13 @@ impl<B: Backing> Engine<B> {
         let mut out = Vec::new();
         self.ingest_all_published();
         for file in files {
-            let (held_bytes, held_end, open, spilled, ending) = {
+            let (held_bytes, held_end, open, pending_level, ending) = {
                 let state = file.lock();
-                let spilled = state
-                    .pending
-                    .extents()
-                    .iter()
-                    .all(|(_, e)| self.arena.is_spilled(e.piece.slab.chunk));
                 (
                     state.pending.bytes(),
                     state.pending.end(),
                     !state.opens.is_empty(),
-                    spilled,
+                    state.level_of_pending(&self.arena),
                     state.opens.ending(),
                 )
             };
@@ -318,11 +303,7 @@ impl<B: Backing> Engine<B> {
                 continue;
             };
             let level = if held_bytes > 0 {
-                if spilled {
-                    DurabilityLevel::Spilled
-                } else {
-                    DurabilityLevel::Held
-                }
+                pending_level
             } else if file.inode.durable.load(Ordering::Acquire) {
                 DurabilityLevel::Durable
             } else {

@@ -22,6 +22,7 @@ use std::sync::Arc;
 use firn_arena::Arena;
 use firn_backing::lock::{Mutex, MutexGuard};
 use firn_backing::{Access, Backing};
+use firn_format::durability::DurabilityLevel;
 use parking_lot::Condvar;
 use thin_vec::ThinVec;
 
@@ -30,7 +31,7 @@ use crate::extents::Extent;
 use crate::lane::LaneIndex;
 use crate::names::Inode;
 
-pub(crate) use direct::DirectState;
+pub(crate) use direct::{DirectState, Grant};
 pub(crate) use drain_state::{DrainState, Waiter};
 pub(crate) use opens::Opens;
 pub use pending::FileId;
@@ -222,6 +223,16 @@ impl<B: Backing> FileState<B> {
         both.sort_unstable_by_key(|(offset, _)| *offset);
         both.truncate(max);
         both
+    }
+
+    /// What a file with pending bytes survives.
+    pub(crate) fn level_of_pending(&self, arena: &Arena) -> DurabilityLevel {
+        let mut extents = self.pending.extents().iter();
+        if extents.all(|(_, extent)| arena.is_spilled(extent.piece.slab.chunk)) {
+            DurabilityLevel::Spilled
+        } else {
+            DurabilityLevel::Held
+        }
     }
 
     /// The waiters whose data is in the backing.

@@ -9,6 +9,21 @@
 //! Names go to the backing at once (drain policy *eager*); data is held in the arena and recorded in
 //! piece tables, and the journal says which file each piece belongs to.
 
+//!
+//! # Modules
+//!
+//! Each knows only modules below its own line; what several parts have to do with is a method of [`Engine`].
+//!
+//! ```text
+//! operations   namespace, tree · data, write, truncate, sync · drain/{pick, job, complete, wait} · space/reclaim ·
+//!              cache/evict · spill/step · direct_access, chunks · privileges/strip · open_files · recovery · figures
+//! Engine       engine: the parts of one mount
+//! parts        names · tables: files, handles · drain: queues · space · spill · grants · privileges · file_journal
+//!              with file_id and ending · claims · lost · errors · counters · progress
+//! a file       file: pending, drain_state, opens, direct · cache
+//! values       extents · lane · retry · options · api
+//! ```
+
 mod api;
 mod cache;
 mod chunks;
@@ -25,6 +40,7 @@ mod figures;
 mod file;
 mod file_id;
 mod file_journal;
+mod grants;
 mod lane;
 mod lost;
 mod names;
@@ -52,10 +68,9 @@ pub use drain::job::{Job, JobOutcome};
 pub use drain::pick::{LaneLimits, Pick};
 pub use engine::{Engine, EngineError};
 pub use errors::RecordedError;
-pub use figures::{
-    DirectAccessFigures, ErrorFigures, Figures, FileFigures, LaneFigures, SpillFigures,
-};
+pub use figures::{ErrorFigures, Figures, FileFigures, LaneFigures, SpillFigures};
 pub use file::FileId;
+pub use grants::DirectAccessFigures;
 pub use lane::LaneIndex;
 pub use lost::LostFile;
 pub use options::{ClosePolicy, DrainPolicy, EngineOptions, FsyncPolicy};

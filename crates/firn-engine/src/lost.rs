@@ -3,14 +3,15 @@
 //! Nobody drains their pieces. They stay in the arena until the user puts the files back under their
 //! names, or takes the data elsewhere, or gives it up.
 
+use firn_arena::Arena;
+use firn_backing::Errno;
 use firn_backing::lock::Mutex;
-use firn_backing::{Backing, Errno};
 use firn_format::record::Record;
 use firn_protocol::path::BytePath;
 
-use crate::engine::Engine;
+use crate::errors::ErrorLog;
 use crate::file::Layers;
-use crate::recovery::Recovered;
+use crate::file_journal::FileJournal;
 
 /// Copied at a time.
 const STEP_BYTES: u64 = 1 << 20;
@@ -41,13 +42,90 @@ impl LostFile {
     }
 }
 
-/// All of them.
+/// All lost files of a mount.
 #[derive(Default)]
 pub(crate) struct LostFiles {
     kept: Mutex<Vec<Kept>>,
 }
 
 impl LostFiles {
+    /// Keeps the pieces of a file that was not found, and records that. Returns the file with its bytes counted.
+    pub(crate) fn keep(
+        &self,
+        arena: &Arena,
+        errors: &ErrorLog,
+        mut file: LostFile,
+        layers: Layers,
+    ) -> LostFile {
+        for (piece, used) in layers.pieces.iter() {
+            arena.keep(*piece, used.live as u32);
+            file.bytes += used.live;
+        }
+        let path = file.known_path();
+        let bytes = file.bytes;
+        let reason = &file.reason;
+        tracing::error!(%path, bytes, reason, "held data has no file to go to; it stays in the arena");
+        errors.record_lost(
+            path.as_bytes().to_vec(),
+            Errno::NOENT,
+            format!("{bytes} held bytes have no file to go to ({reason}); they stay in the arena"),
+        );
+        let known = file.clone();
+        self.kept.lock().push(Kept { file, layers });
+        known
+    }
+
+    pub(crate) fn list(&self) -> Vec<LostFile> {
+        self.kept
+            .lock()
+            .iter()
+            .map(|kept| kept.file.clone())
+            .collect()
+    }
+
+    /// Gives the held bytes of a lost file to `sink`, with their offsets, in ascending order.
+    pub(crate) fn read<E: From<Errno>>(
+        &self,
+        arena: &Arena,
+        file: u64,
+        mut sink: impl FnMut(u64, &[u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let lost = self.kept.lock();
+        let Some(kept) = lost.iter().find(|kept| kept.file.file == file) else {
+            return Ok(());
+        };
+        let mut buf = Vec::new();
+        for (offset, extent) in kept.layers.extents.iter() {
+            let mut done = 0;
+            while done < extent.len {
+                buf.resize((extent.len - done).min(STEP_BYTES) as usize, 0);
+                arena.copy_out(extent.piece.slab, extent.position + done as u32, &mut buf)?;
+                sink(offset + done, &buf)?;
+                done += buf.len() as u64;
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives up the held bytes of a lost file; returns which it was. They cannot be had again.
+    pub(crate) fn discard(
+        &self,
+        arena: &Arena,
+        journal: &FileJournal,
+        file: u64,
+    ) -> Option<LostFile> {
+        let mut lost = self.kept.lock();
+        let at = lost.iter().position(|kept| kept.file.file == file)?;
+        let kept = lost.remove(at);
+        // Marks first: a crash between leaves a file id without pieces, which recovery takes away.
+        for (piece, used) in kept.layers.pieces.iter() {
+            arena.mark_dead(*piece);
+            arena.release(piece.slab, used.live);
+        }
+        journal.append_note(&Record::FileIdEnd { file });
+        Some(kept.file)
+    }
+
     /// Bytes that have no file to go to.
     pub(crate) fn bytes(&self) -> u64 {
         self.kept.lock().iter().map(|kept| kept.file.bytes).sum()
@@ -58,76 +136,4 @@ impl LostFiles {
 struct Kept {
     file: LostFile,
     layers: Layers,
-}
-
-impl<B: Backing> Engine<B> {
-    /// Keeps the pieces of a file that was not found.
-    pub(crate) fn keep_lost(&self, mut file: LostFile, layers: Layers, recovered: &mut Recovered) {
-        for (piece, used) in layers.pieces.iter() {
-            self.arena.keep(*piece, used.live as u32);
-            file.bytes += used.live;
-        }
-        let path = file.known_path();
-        let bytes = file.bytes;
-        let reason = &file.reason;
-        tracing::error!(%path, bytes, reason, "held data has no file to go to; it stays in the arena");
-        self.errors.record_lost(
-            path.as_bytes().to_vec(),
-            Errno::NOENT,
-            format!("{bytes} held bytes have no file to go to ({reason}); they stay in the arena"),
-        );
-        recovered.lost.push(file.clone());
-        self.lost.kept.lock().push(Kept { file, layers });
-    }
-
-    /// Files whose data has nowhere to go.
-    pub fn lost_files(&self) -> Vec<LostFile> {
-        self.lost
-            .kept
-            .lock()
-            .iter()
-            .map(|kept| kept.file.clone())
-            .collect()
-    }
-
-    /// Gives the held bytes of a lost file to `sink`, with their offsets, in ascending order. What had
-    /// been drained before is not among them. A file that is not lost has none.
-    pub fn read_lost<E: From<Errno>>(
-        &self,
-        file: u64,
-        mut sink: impl FnMut(u64, &[u8]) -> Result<(), E>,
-    ) -> Result<(), E> {
-        let lost = self.lost.kept.lock();
-        let Some(kept) = lost.iter().find(|kept| kept.file.file == file) else {
-            return Ok(());
-        };
-        let mut buf = Vec::new();
-        for (offset, extent) in kept.layers.extents.iter() {
-            let mut done = 0;
-            while done < extent.len {
-                buf.resize((extent.len - done).min(STEP_BYTES) as usize, 0);
-                self.arena
-                    .copy_out(extent.piece.slab, extent.position + done as u32, &mut buf)?;
-                sink(offset + done, &buf)?;
-                done += buf.len() as u64;
-            }
-        }
-        Ok(())
-    }
-
-    /// Gives up the held bytes of a lost file. They cannot be had again.
-    pub fn discard_lost(&self, file: u64) {
-        let mut lost = self.lost.kept.lock();
-        let Some(at) = lost.iter().position(|kept| kept.file.file == file) else {
-            return;
-        };
-        let kept = lost.remove(at);
-        // Marks first: a crash between leaves a file id without pieces, which recovery takes away.
-        for (piece, used) in kept.layers.pieces.iter() {
-            self.arena.mark_dead(*piece);
-            self.arena.release(piece.slab, used.live);
-        }
-        self.journal.append_note(&Record::FileIdEnd { file });
-        self.errors.forget_lost(kept.file.known_path().as_bytes());
-    }
 }

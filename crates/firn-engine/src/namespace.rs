@@ -190,7 +190,7 @@ impl<B: Backing> Engine<B> {
         let pending = self.known_file(&inode).and_then(|file| {
             let mut state = file.lock();
             self.ingest_published(&file, &mut state);
-            (!state.pending.is_empty()).then(|| self.level_of_pending(&state))
+            (!state.pending.is_empty()).then(|| state.level_of_pending(&self.arena))
         });
         Ok(if let Some(level) = pending {
             level

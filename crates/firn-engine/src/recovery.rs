@@ -210,7 +210,9 @@ impl<B: Backing> Engine<B> {
                 gone: true,
                 reason,
             };
-            engine.keep_lost(lost, layers(&stored, &[]), &mut recovered);
+            recovered
+                .lost
+                .push(engine.keep_lost(lost, layers(&stored, &[])));
         }
         engine.arena.settle(&stored);
         engine.recovered_bytes = recovered.bytes;
@@ -223,6 +225,32 @@ impl<B: Backing> Engine<B> {
             }
         }
         Ok((engine, recovered))
+    }
+
+    fn keep_lost(&self, lost: LostFile, layers: Layers) -> LostFile {
+        self.lost.keep(&self.arena, &self.errors, lost, layers)
+    }
+
+    /// Files whose data has nowhere to go.
+    pub fn lost_files(&self) -> Vec<LostFile> {
+        self.lost.list()
+    }
+
+    /// Gives the held bytes of a lost file to `sink`, with their offsets, in ascending order. What had
+    /// been drained before is not among them. A file that is not lost has none.
+    pub fn read_lost<E: From<Errno>>(
+        &self,
+        file: u64,
+        sink: impl FnMut(u64, &[u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.lost.read(&self.arena, file, sink)
+    }
+
+    /// Gives up the held bytes of a lost file. They cannot be had again.
+    pub fn discard_lost(&self, file: u64) {
+        if let Some(lost) = self.lost.discard(&self.arena, &self.journal, file) {
+            self.errors.forget_lost(lost.known_path().as_bytes());
+        }
     }
 
     fn assemble(
@@ -306,13 +334,15 @@ impl<B: Backing> Engine<B> {
                 return;
             }
             Search::Lost { gone, reason } => {
-                self.keep_lost(lost(id, known, gone, reason), layers, recovered);
+                let lost = lost(id, known, gone, reason);
+                recovered.lost.push(self.keep_lost(lost, layers));
                 return;
             }
         };
         if let Err(errno) = self.finish_truncations(id, known, &inode) {
             let reason = format!("its truncation could not be finished: {errno}");
-            self.keep_lost(lost(id, known, false, reason), layers, recovered);
+            let lost = lost(id, known, false, reason);
+            recovered.lost.push(self.keep_lost(lost, layers));
             return;
         }
         if layers.extents.is_empty()

@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use firn_arena::Lease;
+use firn_arena::{Arena, Lease};
 use firn_backing::lock::{Mutex, RwLock};
 use firn_backing::{Backing, Errno};
 
@@ -128,6 +128,20 @@ impl<B: Backing> HandleTable<B> {
 
     pub(crate) fn all(&self) -> Vec<Arc<Handle<B>>> {
         self.files.read().values().cloned().collect()
+    }
+
+    /// Seals leases that nobody uses at this instant and that `select` agrees to: their slabs can be given back or moved.
+    pub(crate) fn seal_leases(&self, arena: &Arena, select: impl Fn(&Handle<B>, &Lease) -> bool) {
+        for handle in self.all() {
+            let Some(mut slot) = handle.lease.try_lock() else {
+                continue;
+            };
+            if slot.as_ref().is_some_and(|lease| select(&handle, lease))
+                && let Some(lease) = slot.take()
+            {
+                arena.seal(lease);
+            }
+        }
     }
 
     /// How many files are open.

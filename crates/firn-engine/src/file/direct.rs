@@ -5,9 +5,21 @@
 //! * A list that was told to readers is valid until [`DirectState::invalidate_list`], which comes before the file's
 //!   bytes change or their room can be used again.
 
-use firn_arena::Arena;
+use firn_arena::{Arena, ClientLease};
 
-use crate::direct_access::Grant;
+use super::FileId;
+use crate::{ClientId, HandleId};
+
+/// One client's right to write a file.
+pub(crate) struct Grant {
+    pub handle: HandleId,
+    pub client: ClientId,
+    pub file_id: FileId,
+    /// In the order in which they are filled.
+    pub leases: Vec<ClientLease>,
+    /// Bytes that were ingested: decides the class of the next slab.
+    pub bytes: u64,
+}
 
 /// The direct access part of a file's state.
 #[derive(Default)]

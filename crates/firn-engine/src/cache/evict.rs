@@ -1,0 +1,148 @@
+//! Dropping drained bytes: to make room, because somebody asks, or because the file was changed beside the mount.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use firn_backing::{Backing, is_below};
+use firn_format::slab::Class;
+
+use crate::Result;
+use crate::engine::Engine;
+use crate::file::{File, FileState};
+
+impl<B: Backing> Engine<B> {
+    /// After a drain that left cached bytes.
+    pub(crate) fn note_cached(&self, file: &Arc<File<B>>) {
+        self.space.evictable.add(file);
+    }
+
+    /// Drops cached files until a slab of `class` can be leased; false where nothing is left to drop.
+    pub(crate) fn evict_for(&self, class: Class) -> bool {
+        self.evict_until(&|| self.arena.has_room(class))
+    }
+
+    /// Drops cached files until it is `enough`; whether it is.
+    pub(crate) fn evict_until(&self, enough: &dyn Fn() -> bool) -> bool {
+        // Each file once: those that cannot go now are put back.
+        let candidates = self.space.evictable.len();
+        for _ in 0..candidates {
+            if enough() {
+                return true;
+            }
+            let Some(file) = self.space.evictable.pop() else {
+                break;
+            };
+            let mut state = file.lock();
+            // Where a list of chunks is held, it would make no room.
+            if state.cache.pinned || state.direct.has_chunk_lists() {
+                drop(state);
+                self.space.evictable.add(&file);
+                continue;
+            }
+            self.evict(&mut state);
+            drop(state);
+            self.drop_if_unused(&file);
+        }
+        enough()
+    }
+
+    fn evict(&self, state: &mut FileState<B>) -> u64 {
+        state.direct.invalidate_list(&self.arena);
+        let bytes = state.cache.drop_all(&self.arena);
+        self.counters
+            .evicted_bytes
+            .fetch_add(bytes, Ordering::Relaxed);
+        bytes
+    }
+
+    fn cached_below(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
+        let files = self.files.all();
+        let below = |file: &Arc<File<B>>| {
+            path.is_empty() || file.inode.paths().iter().any(|known| is_below(known, path))
+        };
+        files.into_iter().filter(below).collect()
+    }
+
+    /// Frees the memory of drained data at or below `path`; returns the bytes freed and the bytes that
+    /// stay because they are not drained, or because a list of chunks names them.
+    pub fn evict_tree(&self, path: &[u8]) -> Result<(u64, u64)> {
+        self.must_exist(path)?;
+        let mut freed = 0;
+        let mut stay = 0;
+        for file in self.cached_below(path) {
+            let mut state = file.lock();
+            stay += state.pending.bytes();
+            state.cache.pinned = false;
+            if state.direct.has_chunk_lists() {
+                stay += state.cache.bytes();
+                continue;
+            }
+            freed += self.evict(&mut state);
+            drop(state);
+            self.drop_if_unused(&file);
+        }
+        self.wake_writers();
+        Ok((freed, stay))
+    }
+
+    /// Keeps the files that are at or below `path` now in memory once they are drained (or no longer
+    /// does); returns their number and bytes in memory.
+    pub fn pin_tree(&self, path: &[u8], pinned: bool) -> Result<(u64, u64)> {
+        self.must_exist(path)?;
+        let mut files = 0;
+        let mut bytes = 0;
+        for file in self.cached_below(path) {
+            let mut state = file.lock();
+            let held = state.pending.bytes() + state.cache.bytes();
+            if held == 0 {
+                continue;
+            }
+            state.cache.pinned = pinned;
+            files += 1;
+            bytes += held;
+        }
+        Ok((files, bytes))
+    }
+
+    fn must_exist(&self, path: &[u8]) -> Result<()> {
+        if path.is_empty() {
+            Ok(())
+        } else {
+            self.find(path).map(drop)
+        }
+    }
+
+    /// At open: what is cached goes if the backing's file was changed beside the mount.
+    pub(crate) fn check_cache(&self, file: &File<B>) -> Result<()> {
+        if file.lock().cache.is_empty() {
+            return Ok(());
+        }
+        let attr = self.backing.attr(&self.object(&file.inode)?)?;
+        let mut state = file.lock();
+        if state
+            .cache
+            .stamp()
+            .is_some_and(|stamp| stamp != (attr.size, attr.mtime))
+        {
+            state.changes += 1;
+            self.evict(&mut state);
+            drop(state);
+            self.wake_writers();
+        }
+        Ok(())
+    }
+
+    /// After the last pending byte was drained: how the backing's file is now.
+    pub(crate) fn confirm_cache(&self, file: &File<B>) {
+        let attr = self
+            .object(&file.inode)
+            .and_then(|object| self.backing.attr(&object));
+        let mut state = file.lock();
+        if let Ok(attr) = attr
+            && state.pending.is_empty()
+            && !state.cache.is_empty()
+        {
+            state.cache.confirm(&attr);
+        }
+    }
+}
