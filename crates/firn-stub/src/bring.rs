@@ -20,8 +20,9 @@ use rustix::fs::{
 };
 
 use crate::StubId;
-use crate::map::{Last, Map, Rel};
-use crate::tree::{Stub, Tree, errno, is_private, join, private};
+use crate::map::{Last, Map};
+use crate::path::{Rel, is_private, join, private_path};
+use crate::tree::{Stub, Tree, WalkedDir, errno};
 
 /// The kernel's clock for times of change has ticks of 10 ms at most; what is older than two is over.
 const QUIET: Duration = Duration::from_millis(20);
@@ -38,15 +39,6 @@ pub(crate) struct Walk {
     pub quiet: bool,
     /// The directories.
     pub dirs: Vec<WalkedDir>,
-}
-
-/// A directory of a walk.
-#[derive(Debug)]
-pub(crate) struct WalkedDir {
-    path: Rel,
-    id: StubId,
-    /// When something was last put into it or taken from it.
-    ctime: Time,
 }
 
 impl<B: Backing> Tree<B> {
@@ -318,7 +310,7 @@ impl<B: Backing> Tree<B> {
             return self.unlink(map, path);
         }
         self.make_private_dir()?;
-        self.rename(map, path, &private(id))
+        self.rename(map, path, &private_path(id))
     }
 
     fn rename(&self, map: &mut Map, from: &[u8], to: &[u8]) -> Result<()> {

@@ -11,8 +11,9 @@ use rustix::fs::{
     mkdirat, mknodat, openat, symlinkat, utimensat,
 };
 
-use crate::map::{Map, Rel};
-use crate::tree::{Tree, errno, join};
+use crate::map::Map;
+use crate::path::{PRIVATE, Rel, join};
+use crate::tree::{Tree, errno};
 
 /// Names in a directory, of which none is lost when the list is continued.
 type Names = Vec<OsString>;
@@ -140,7 +141,7 @@ impl<B: Backing> Tree<B> {
     /// Files of an earlier tree that is gone, with the memory of its host: nobody knows their names any more.
     fn keep_unnamed(&self) -> Result<()> {
         let firn = self.find(b".firn")?.0;
-        let Ok((stubs, _)) = self.find(crate::tree::PRIVATE) else {
+        let Ok((stubs, _)) = self.find(PRIVATE) else {
             return Ok(());
         };
         if self.names_in(stubs.inode)?.is_empty() {

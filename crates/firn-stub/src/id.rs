@@ -104,3 +104,16 @@ impl StubId {
         Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
     }
 }
+
+/// A stub as a name: in the log, and of its file in the backing while it has no other.
+pub(crate) fn id_text(id: StubId) -> String {
+    format!("{:x}-{:08x}", id.inode, id.generation)
+}
+
+pub(crate) fn id_of(text: &[u8]) -> Option<StubId> {
+    let (inode, generation) = std::str::from_utf8(text).ok()?.split_once('-')?;
+    Some(StubId {
+        inode: u64::from_str_radix(inode, 16).ok()?,
+        generation: u32::from_str_radix(generation, 16).ok()?,
+    })
+}

@@ -23,6 +23,7 @@ mod fill;
 mod id;
 mod map;
 mod open;
+mod path;
 mod place;
 mod tree;
 

@@ -25,9 +25,8 @@ use firn_backing::{Kind, Time};
 use firn_engine::InodeId;
 
 use crate::StubId;
-
-/// A path below the root, without slashes at its ends; empty: the root.
-pub(crate) type Rel = Vec<u8>;
+use crate::id::{id_of, id_text};
+use crate::path::{Rel, is_private};
 
 /// One object of the tree.
 #[derive(Debug)]
@@ -153,7 +152,7 @@ impl Found {
 
     /// Whether there are files whose names were never synced.
     pub(crate) fn has_unnamed(&self) -> bool {
-        self.at.keys().any(|path| crate::tree::is_private(path))
+        self.at.keys().any(|path| is_private(path))
     }
 }
 
@@ -353,19 +352,6 @@ fn head_of(fields: &[&[u8]]) -> Option<Head> {
         }),
         _ => None,
     }
-}
-
-/// A stub as a name: in the log, and of its file in the backing while it has no other.
-pub(crate) fn id_text(id: StubId) -> String {
-    format!("{:x}-{:08x}", id.inode, id.generation)
-}
-
-pub(crate) fn id_of(text: &[u8]) -> Option<StubId> {
-    let (inode, generation) = std::str::from_utf8(text).ok()?.split_once('-')?;
-    Some(StubId {
-        inode: u64::from_str_radix(inode, 16).ok()?,
-        generation: u32::from_str_radix(generation, 16).ok()?,
-    })
 }
 
 fn kind_text(kind: Kind) -> &'static [u8] {

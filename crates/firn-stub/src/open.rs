@@ -8,8 +8,9 @@ use firn_engine::{ClientId, HandleId, InodeId, OpenMode, Result, SetAttr};
 use rustix::fs::{CWD, Mode, OFlags, fstat, open, readlinkat};
 
 use crate::StubId;
-use crate::map::{Map, Rel};
-use crate::tree::{Tree, errno, private, stub_of};
+use crate::map::Map;
+use crate::path::{Rel, private_path};
+use crate::tree::{Tree, errno, stub_of};
 
 /// A descriptor that a client told of.
 #[derive(Debug)]
@@ -137,7 +138,7 @@ impl<B: Backing> Tree<B> {
     /// The file of a stub that nobody told of so far.
     fn make_file(&self, map: &mut Map, id: StubId) -> Result<()> {
         self.make_private_dir()?;
-        let path = private(id);
+        let path = private_path(id);
         let (dir, name) = self.parent(&path)?;
         map.add(id, Kind::File, &path)
             .map_err(|error| errno(&error))?;

@@ -17,12 +17,9 @@ use parking_lot::Mutex;
 use rustix::fs::{AtFlags, Mode, OFlags, fstat, open, statat};
 
 use crate::StubId;
-use crate::map::{Found, Head, Map, Rel, id_text};
+use crate::map::{Found, Head, Map};
 use crate::open::Open;
-
-/// Where files wait in the backing for the first name that is synced, and where removed ones stay
-/// that somebody still has open.
-pub(crate) const PRIVATE: &[u8] = b".firn/stub";
+use crate::path::{PRIVATE, Rel, split};
 
 /// Why a tree cannot be begun.
 #[derive(Debug, thiserror::Error)]
@@ -72,6 +69,15 @@ pub struct TreeOptions {
     pub backing: PathBuf,
 }
 
+/// A directory of a walk.
+#[derive(Debug)]
+pub(crate) struct WalkedDir {
+    pub path: Rel,
+    pub id: StubId,
+    /// When something was last put into it or taken from it.
+    pub ctime: Time,
+}
+
 /// A stub tree over an engine.
 pub struct Tree<B: Backing> {
     pub(crate) engine: Arc<Engine<B>>,
@@ -84,7 +90,7 @@ pub struct Tree<B: Backing> {
     pub(crate) opens: Mutex<HashMap<HandleId, Open>>,
     pub(crate) has_private: AtomicBool,
     /// The directories, where all that was gone by then was dropped.
-    pub(crate) swept: Mutex<Option<Vec<crate::bring::WalkedDir>>>,
+    pub(crate) swept: Mutex<Option<Vec<WalkedDir>>>,
     closed: AtomicBool,
 }
 
@@ -396,35 +402,6 @@ pub(crate) fn stub_of(path: Rel, id: StubId, stat: &rustix::fs::Stat) -> io::Res
         mtime: time(stat.st_mtime, stat.st_mtime_nsec),
         ctime: time(stat.st_ctime, stat.st_ctime_nsec),
     })
-}
-
-/// The directory part and the last name of a path.
-pub(crate) fn split(path: &[u8]) -> (&[u8], &[u8]) {
-    match path.iter().rposition(|byte| *byte == b'/') {
-        Some(at) => (
-            path.get(..at).unwrap_or_default(),
-            path.get(at + 1..).unwrap_or_default(),
-        ),
-        None => (b"", path),
-    }
-}
-
-pub(crate) fn join(dir: &[u8], name: &[u8]) -> Rel {
-    if dir.is_empty() {
-        name.to_vec()
-    } else {
-        [dir, b"/", name].concat()
-    }
-}
-
-/// Where a file waits in the backing.
-pub(crate) fn private(id: StubId) -> Rel {
-    join(PRIVATE, id_text(id).as_bytes())
-}
-
-pub(crate) fn is_private(path: &[u8]) -> bool {
-    path.strip_prefix(PRIVATE)
-        .is_some_and(|rest| rest.first() == Some(&b'/'))
 }
 
 /// Errnos of system calls of our own.
