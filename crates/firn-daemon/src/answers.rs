@@ -27,7 +27,7 @@ use crate::owners::{ControlPeer, Owners, Scopes};
 use crate::process;
 use crate::status::{engine_status, file_status};
 use crate::store::Store;
-use crate::transactions::Means;
+use crate::transactions::RequestContext;
 
 /// What the requests of the control socket are answered from.
 pub(crate) struct Answers {
@@ -119,13 +119,13 @@ impl Answers {
             return crate::transactions::answer_without(request);
         };
         let forget = |cached| self.invalidate(cached);
-        let means = Means {
+        let context = RequestContext {
             carrier,
             patience: self.patience,
             backing: &self.backing,
             forget: &forget,
         };
-        crate::transactions::answer_owned(carrier.gate(), &self.owners, request, peer, &means)
+        crate::transactions::answer_owned(carrier.gate(), &self.owners, request, peer, &context)
     }
 
     /// The answer to requests about transactions once another process acts in the name of this host.

@@ -19,7 +19,7 @@ use firn_protocol::BackupStatus;
 use firn_protocol::path::BytePath;
 use firn_transact::backup::{MANIFEST, Progress};
 use firn_transact::change_log::ChangeLog;
-use firn_transact::{BackupError, Held, ReviveError, TransactionError};
+use firn_transact::{BackupError, CommitError, Held, ReviveError, TransactionError};
 use firn_trust::{TrustError, check_shared_parent, create_private_dir, open_private_dir};
 use parking_lot::{Condvar, Mutex};
 use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags, accessat, open};
@@ -278,7 +278,9 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
                 .map_err(TransactionError::from)?
                 .0;
         }
-        held.commit(&inode, log.id)?;
+        let found = held.transaction_at(&inode);
+        let found = found.ok_or(CommitError::NoTransaction)?;
+        found.decide(log.id)?.apply()?;
         report.committed = true;
     }
     if report.committed {

@@ -115,21 +115,21 @@ impl Shared {
 /// Whether nothing is left.
 fn carry_out(gate: &TransactionGate) -> bool {
     let mut all = true;
-    for one in gate.store().open_transactions() {
-        let Some(id) = one.decided() else {
+    for found in gate.store().open_transactions() {
+        let Some(commit) = found.decided() else {
             continue;
         };
         // What the kernel knows of the tree has to go with it: whoever asks for the restore again does both.
-        if one.is_undo() {
+        if commit.is_undo() {
             continue;
         }
-        let trouble = one.trouble();
-        if let Err(error) = crate::transactions::carry_out(gate, one.scope()) {
+        let trouble = commit.trouble();
+        if let Err(error) = crate::transactions::apply_commit(gate, commit.scope()) {
             all = false;
             // Each cause once.
             if trouble.as_deref() != Some(&error.to_string()) {
-                let scope = shown_scope(one.scope());
-                tracing::warn!(%error, id, %scope, "a commit cannot be carried out; it is tried again");
+                let scope = shown_scope(commit.scope());
+                tracing::warn!(%error, id = commit.id(), %scope, "a commit cannot be carried out; it is tried again");
             }
         }
     }

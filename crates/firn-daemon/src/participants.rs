@@ -6,15 +6,17 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use firn_backing::is_below;
+use firn_backing::{DirBacking, is_below};
 use firn_config::{Kind, Options, Participants};
 use firn_conflict::{Report, Used};
-use firn_transact::{AbortError, BeginError, Expected, Members, TransactionError, Vote, VoteError};
+use firn_transact::{
+    AbortError, BeginError, Expected, Found, Members, Prepared, TransactionError, Vote, VoteError,
+};
 
 use crate::error::AttachError;
-use crate::gate::{ScopeRoot, TransactionGate};
+use crate::gate::TransactionGate;
 use crate::host_lease::Liveness;
-use crate::transactions::Means;
+use crate::transactions::RequestContext;
 
 /// The others are looked for as often at first, and ever less often down to the last.
 const LOOK_FIRST: Duration = Duration::from_millis(2);
@@ -69,18 +71,15 @@ fn is_tested(gate: &TransactionGate) -> bool {
     gate.store().members().is_some() && gate.store().mode() == firn_transact::Mode::Buffer
 }
 
-/// It was prepared: what processes used until now is part of it.
-pub(crate) fn prepared(
+/// What processes used until a transaction was prepared is part of it.
+pub(crate) fn note_accesses(
     gate: &TransactionGate,
-    root: &ScopeRoot,
+    prepared: &Prepared<'_, DirBacking>,
     path: &[u8],
-) -> Result<(), TransactionError> {
-    match gate.store().members() {
-        Some(_) => {
-            let used = by_process(gate.accesses().take(|found| is_below(found, path)));
-            Ok(gate.store().note_accesses(root, used)?)
-        }
-        None => Ok(()),
+) {
+    if gate.store().members().is_some() {
+        let used = gate.accesses().take(|found| is_below(found, path));
+        prepared.note_accesses(by_process(used));
     }
 }
 
@@ -115,7 +114,8 @@ pub(crate) fn ended(gate: &TransactionGate, path: &[u8]) {
     if is_tested(gate) {
         gate.accesses().take(|found| is_below(found, path));
         let transactions = gate.store().open_transactions();
-        let are_counted = transactions.iter().any(|one| one.is_undecided());
+        let is_undecided = |found: &Found<'_, DirBacking>| !matches!(found, Found::Decided(_));
+        let are_counted = transactions.iter().any(is_undecided);
         gate.accesses().switch(are_counted);
     }
 }
@@ -124,20 +124,21 @@ pub(crate) fn ended(gate: &TransactionGate, path: &[u8]) {
 /// open again.
 pub(crate) fn vote(
     gate: &TransactionGate,
+    prepared: &Prepared<'_, DirBacking>,
     path: &[u8],
-    id: u64,
     patience: Duration,
 ) -> Result<(), TransactionError> {
     if gate.store().members().is_none() {
         return Ok(());
     }
-    let result = wait_for_verdict(gate, path, id, Instant::now() + patience);
+    let result = wait_for_verdict(gate, prepared, path, Instant::now() + patience);
     if result.is_err() {
-        // Not in a turn: it would wait for programs whose changes wait for this.
-        let host = gate.scope_at(path)?;
-        match gate.store().reopen(&host, id) {
+        // The scope is not quiesced: that would wait for programs whose changes wait for this.
+        match prepared.reopen() {
             Ok(used) => gate.accesses().put_back(used),
-            Err(error) => tracing::debug!(%error, id, "the transaction stays prepared"),
+            Err(error) => {
+                tracing::debug!(%error, id = prepared.id(), "the transaction stays prepared");
+            }
         }
     }
     result
@@ -145,15 +146,13 @@ pub(crate) fn vote(
 
 fn wait_for_verdict(
     gate: &TransactionGate,
+    prepared: &Prepared<'_, DirBacking>,
     path: &[u8],
-    id: u64,
     deadline: Instant,
 ) -> Result<(), TransactionError> {
     let store = gate.store();
-    patiently(deadline, || {
-        let scope = gate.scope_at(path)?;
-        Ok(store.publish_accesses(&scope, id)?)
-    })?;
+    let id = prepared.id();
+    patiently(deadline, || Ok(prepared.publish_accesses()?))?;
     let mut pause = Pause::default();
     loop {
         match store.poll_vote(id, path)? {
@@ -185,14 +184,14 @@ pub(crate) fn await_other_hosts(
     gate: &TransactionGate,
     path: &[u8],
     id: u64,
-    means: &Means<'_>,
+    context: &RequestContext<'_>,
 ) -> Result<Vec<String>, TransactionError> {
     let store = gate.store();
-    let deadline = Instant::now() + means.patience;
+    let deadline = Instant::now() + context.patience;
     let Some(members) = store.members() else {
         return Ok(Vec::new());
     };
-    let liveness = Liveness::over(means.backing, members)?;
+    let liveness = Liveness::over(context.backing, members)?;
     let mut pause = Pause::default();
     loop {
         let behind = store.hosts_behind(id, path)?;

@@ -1,21 +1,22 @@
 //! Transactions of a mount: what the control socket asks for.
 //!
-//! The gate keeps the scope quiet ([`TransactionGate::quiesce`]), the store turns.
+//! The gate keeps the scope quiet ([`TransactionGate::quiesce`]) while the store takes a transaction from one state to
+//! the next. The state is that of a handle ([`Found`]), looked for when a request begins.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use firn_backing::Errno;
+use firn_backing::{DirBacking, Errno};
 use firn_engine::Cached;
 use firn_format::durability::DurabilityLevel;
 use firn_format::tally::Tally;
 use firn_protocol::path::BytePath;
 use firn_protocol::{Reply, Request, TransactionStatus};
 use firn_transact::{
-    AbortError, BackupError, BeginError, CommitError, Mode, OwnError, PrepareError, RestoreError,
-    ScopeError, Stage, StoreError, TransactionError, VoteError,
+    AbortError, BackupError, BeginError, CommitError, Decided, Found, Mode, OwnError, PrepareError,
+    RestoreError, ScopeError, Stage, StoreError, TransactionError, VoteError,
 };
 
 use crate::carrier::Carrier;
@@ -68,7 +69,7 @@ pub(crate) fn note(gate: &TransactionGate, step: Step, scope: &[u8], id: Option<
 }
 
 /// [`TransactionGate::quiesce`], with its steps noted.
-fn turn<T>(
+fn quiesce<T>(
     gate: &TransactionGate,
     path: &[u8],
     pending: Pending,
@@ -81,19 +82,34 @@ fn turn<T>(
     })
 }
 
-/// Carries a decided commit out.
-pub(crate) fn carry_out(gate: &TransactionGate, path: &[u8]) -> Result<(), TransactionError> {
-    let id = decided(gate, path);
-    gate.store().carry_out(path)?;
-    if id.is_some() {
-        note(gate, Step::Applied, path, id);
-        note(gate, Step::Ended, path, id);
-    }
+/// The transaction of a scope that programs change things in, or else the commit that is being applied.
+fn current<'a>(gate: &'a TransactionGate, path: &[u8]) -> Option<Found<'a, DirBacking>> {
+    gate.store().current_transaction(path)
+}
+
+/// The transaction of a scope that was begun first.
+fn first<'a>(gate: &'a TransactionGate, path: &[u8]) -> Option<Found<'a, DirBacking>> {
+    gate.store().first_transaction(path)
+}
+
+/// The commit of a scope that is decided and not applied to its end.
+fn decided<'a>(gate: &'a TransactionGate, path: &[u8]) -> Option<Decided<'a, DirBacking>> {
+    first(gate, path)?.decided()
+}
+
+/// Applies the commit of a scope that is decided, if there is one.
+pub(crate) fn apply_commit(gate: &TransactionGate, path: &[u8]) -> Result<(), TransactionError> {
+    let Some(commit) = decided(gate, path) else {
+        return Ok(());
+    };
+    commit.apply()?;
+    note(gate, Step::Applied, path, Some(commit.id()));
+    note(gate, Step::Ended, path, Some(commit.id()));
     Ok(())
 }
 
-/// What an answer may use of the mount.
-pub(crate) struct Means<'a> {
+/// What the answer to a request may use of the mount.
+pub(crate) struct RequestContext<'a> {
     pub(crate) carrier: &'a Carrier,
     /// How long other hosts are waited for.
     pub(crate) patience: Duration,
@@ -104,10 +120,14 @@ pub(crate) struct Means<'a> {
 }
 
 /// The answer to a request about a transaction.
-pub(crate) fn answer(gate: &TransactionGate, request: &Request, means: &Means<'_>) -> Reply {
-    let &Means {
+pub(crate) fn answer(
+    gate: &TransactionGate,
+    request: &Request,
+    context: &RequestContext<'_>,
+) -> Reply {
+    let &RequestContext {
         patience, forget, ..
-    } = means;
+    } = context;
     if let Request::Prepare { path, .. }
     | Request::Commit { path, .. }
     | Request::Abort { path }
@@ -131,12 +151,12 @@ pub(crate) fn answer(gate: &TransactionGate, request: &Request, means: &Means<'_
             begin,
             behind,
         } => {
-            let how = How {
+            let options = CommitOptions {
                 id: *id,
-                begin: *begin,
-                behind: *behind,
+                begins_next: *begin,
+                applies_later: *behind,
             };
-            let committed = commit(gate, path.as_bytes(), &how, means);
+            let committed = commit(gate, path.as_bytes(), &options, context);
             (
                 path,
                 committed.map(|(id, behind)| Reply::Committed { id, behind }),
@@ -161,11 +181,7 @@ pub(crate) fn answer(gate: &TransactionGate, request: &Request, means: &Means<'_
 
 /// Whether a transaction is open that programs change things in; `None`: there is none.
 pub(crate) fn is_open(gate: &TransactionGate, path: &[u8]) -> Option<bool> {
-    match stage(gate, path)? {
-        Stage::Open => Some(true),
-        Stage::Prepared(_) | Stage::Decided(_) => Some(false),
-        Stage::Ended => None,
-    }
+    Some(current(gate, path)?.is_open())
 }
 
 /// [`answer`], where the transaction may have an owner: of one that is gone nothing is prepared or committed.
@@ -174,7 +190,7 @@ pub(crate) fn answer_owned(
     owners: &Owners,
     request: &Request,
     peer: &ControlPeer,
-    means: &Means<'_>,
+    context: &RequestContext<'_>,
 ) -> Reply {
     let (Request::Begin { path, .. }
     | Request::Prepare { path, .. }
@@ -221,11 +237,11 @@ pub(crate) fn answer_owned(
         },
         _ => None,
     };
-    let mut reply = answer(gate, request, means);
+    let mut reply = answer(gate, request, context);
     match (request, &reply, owner) {
         (Request::Begin { .. }, Reply::Done, Some(owner)) => under_way.begun(owner),
         (Request::Commit { begin: true, .. }, Reply::Committed { .. }, _) => under_way.begun_next(),
-        (_, Reply::Error { .. }, _) if needs_owner && stage(gate, scope).is_none() => {
+        (_, Reply::Error { .. }, _) if needs_owner && current(gate, scope).is_none() => {
             if let Some(owner) = owners.aborted_for(scope) {
                 reply = orphaned(scope, &owner);
             }
@@ -280,7 +296,7 @@ fn undone_by_another(
     }
     let by = store.stopped_by(path.as_bytes())?;
     match request {
-        _ if stage(gate, path.as_bytes()).is_some() => None,
+        _ if current(gate, path.as_bytes()).is_some() => None,
         Request::Abort { .. } => Some(Reply::Done),
         Request::Prepare { .. } | Request::Commit { .. } => {
             let scope = shown_scope(path.as_bytes());
@@ -298,7 +314,7 @@ fn undone_by_another(
 /// Makes the kernel hand over what programs stored to shared mappings, so that it is part of the transaction. Not
 /// while it is prepared: then it would wait for the outcome.
 fn write_back(gate: &TransactionGate, path: &[u8], forget: &dyn Fn(Cached)) {
-    if stage(gate, path) == Some(Stage::Open) {
+    if is_open(gate, path) == Some(true) {
         gate.engine()
             .written_at(path)
             .into_iter()
@@ -309,18 +325,18 @@ fn write_back(gate: &TransactionGate, path: &[u8], forget: &dyn Fn(Cached)) {
 
 fn begin(gate: &TransactionGate, path: &[u8], patience: Duration) -> Result<(), TransactionError> {
     // What was written after a commit that is still carried out is not of the new transaction, and has no way yet.
-    if is_decided(gate, path)
+    if decided(gate, path).is_some()
         && gate
             .engine()
             .wait_tree(path, DurabilityLevel::Drained, &mut |_, _| false)
             .is_err()
     {
-        carry_out(gate, path)?;
+        apply_commit(gate, path)?;
     }
     let deadline = Instant::now() + patience;
     patiently(deadline, || {
-        turn(gate, path, Pending::Drain, |inode| {
-            begin_at(gate, inode, path)
+        quiesce(gate, path, Pending::Drain, |root| {
+            begin_at(gate, root, path)
         })
     })
 }
@@ -338,125 +354,132 @@ fn prepare(
     id: u64,
     patience: Duration,
 ) -> Result<(), TransactionError> {
-    carry_out_before(gate, path)?;
+    apply_commit_before(gate, path)?;
     // Asked again, nothing more is to be part of it.
-    let pending = if stage(gate, path) == Some(Stage::Open) {
-        Pending::Drain
-    } else {
-        Pending::Keep
+    let pending = match is_open(gate, path) {
+        Some(true) => Pending::Drain,
+        Some(false) | None => Pending::Keep,
     };
-    turn(gate, path, pending, |inode| {
-        let was_open = stage(gate, path) == Some(Stage::Open);
-        gate.store().prepare(inode, id)?;
+    let store = gate.store();
+    let prepared = quiesce(gate, path, pending, |root| {
+        let found = store.transaction_at(root);
+        let found = found.ok_or(PrepareError::NoTransaction)?;
+        let prepared = found.prepare(id)?;
         note(gate, Step::Prepared, path, Some(id));
-        if was_open {
-            participants::prepared(gate, inode, path)
-        } else {
-            Ok(())
+        if found.is_open() {
+            participants::note_accesses(gate, &prepared, path);
         }
+        Ok(prepared)
     })?;
-    participants::vote(gate, path, id, patience)
+    participants::vote(gate, &prepared, path, patience)
 }
 
-/// A commit before this transaction is carried out first, outside of a turn: drains of the scope wait for that.
-fn carry_out_before(gate: &TransactionGate, path: &[u8]) -> Result<(), TransactionError> {
-    if stage(gate, path) == Some(Stage::Open) {
-        carry_out(gate, path)
-    } else {
-        Ok(())
+/// A commit before this transaction is applied first, while changes go on: drains of the scope wait for that.
+fn apply_commit_before(gate: &TransactionGate, path: &[u8]) -> Result<(), TransactionError> {
+    match is_open(gate, path) {
+        Some(true) => apply_commit(gate, path),
+        Some(false) | None => Ok(()),
     }
 }
 
-/// How to commit.
-struct How {
+/// What a request to commit asks for.
+struct CommitOptions {
     id: Option<u64>,
     /// The next transaction is open before anything can change.
-    begin: bool,
-    /// It is carried out behind the answer.
-    behind: bool,
+    begins_next: bool,
+    /// The backing gets the commit after the answer.
+    applies_later: bool,
 }
 
 fn commit(
     gate: &TransactionGate,
     path: &[u8],
-    how: &How,
-    means: &Means<'_>,
+    options: &CommitOptions,
+    context: &RequestContext<'_>,
 ) -> Result<(u64, Vec<String>), TransactionError> {
     let store = gate.store();
-    let is_decided = |id| decided(gate, path) == Some(id);
-    if how.id.is_none_or(|id| !is_decided(id)) {
-        carry_out_before(gate, path)?;
+    let is_decided = |id| decided(gate, path).is_some_and(|commit| commit.id() == id);
+    if options.id.is_none_or(|id| !is_decided(id)) {
+        apply_commit_before(gate, path)?;
     }
-    let mut stage = stage(gate, path);
-    let id = match (how.id, stage) {
-        (Some(id), _) | (None, Some(Stage::Prepared(id) | Stage::Decided(id))) => id,
-        _ => store
+    let found = current(gate, path);
+    let found_id = found.as_ref().and_then(Found::id);
+    let id = match options.id.or(found_id) {
+        Some(id) => id,
+        None => store
             .committed(path)?
             .map_or(1, |last| last.saturating_add(1)),
     };
     let shared = store.members().is_some();
-    if shared && stage == Some(Stage::Open) && !is_decided(id) {
-        prepare(gate, path, id, means.patience)?;
-        stage = Some(Stage::Prepared(id));
+    let mut is_open = found.is_some_and(|found| found.is_open()) && !is_decided(id);
+    if shared && is_open {
+        prepare(gate, path, id, context.patience)?;
+        is_open = false;
     }
-    let is_recovered = store
-        .first_transaction(path)
-        .is_some_and(|one| one.is_recovered());
+    let is_recovered = first(gate, path).is_some_and(|found| found.is_recovered());
     // What several hosts save in one place is to be gone before the next transaction begins.
-    let begins_late = how.begin && shared && store.mode() == Mode::Shadow;
-    let decide = |inode: &_| {
-        store.conclude(inode, id)?;
+    let begins_late = options.begins_next && shared && store.mode() == Mode::Shadow;
+    let decide = |root: &ScopeRoot| {
+        let found = match first(gate, path) {
+            Some(found) if found.id() == Some(id) => Some(found),
+            _ => store.transaction_at(root),
+        };
+        found.ok_or(CommitError::NoTransaction)?.decide(id)?;
         note(gate, Step::Decided, path, Some(id));
-        // The carrier may have applied it since: then only the transaction that followed is left.
-        let current = store.current_transaction(path);
-        let is_followed = current.is_some_and(|one| one.is_undecided());
-        if !how.begin {
+        // It may have been applied since: then only the transaction that followed is left.
+        let is_followed = match current(gate, path) {
+            Some(Found::Open(_) | Found::Prepared(_)) => true,
+            Some(Found::Decided(_)) | None => false,
+        };
+        if !options.begins_next {
             participants::ended(gate, path);
         }
-        let begins = how.begin && !is_followed && !is_recovered && !begins_late;
+        let begins = options.begins_next && !is_followed && !is_recovered && !begins_late;
         if begins {
-            store.begin(inode, path)?;
+            store.begin(root, path)?;
             note(gate, Step::Begin, path, None);
         }
         Ok(())
     };
-    if stage == Some(Stage::Open) && !is_decided(id) {
-        turn(gate, path, Pending::Drain, decide)?;
+    if is_open {
+        quiesce(gate, path, Pending::Drain, decide)?;
     } else {
-        // What was written since it was prepared comes after it. Who changes more waits already, and a turn would
-        // wait for that.
+        // What was written since it was prepared comes after it. Who changes more waits already, and the scope would
+        // not become quiet before that.
         decide(&gate.scope_at(path)?)?;
     }
     if is_recovered {
-        carry_out(gate, path)?;
+        apply_commit(gate, path)?;
         // Programs saw the tree before it until now.
         gate.engine()
             .revalidate_names(path)
             .into_iter()
-            .for_each(means.forget);
-        if how.begin {
-            begin(gate, path, means.patience)?;
+            .for_each(context.forget);
+        if options.begins_next {
+            begin(gate, path, context.patience)?;
         }
-    } else if how.behind && !begins_late {
-        means.carrier.wake();
+    } else if options.applies_later && !begins_late {
+        context.carrier.wake();
         return Ok((id, Vec::new()));
-    } else if let Err(error) = carry_out(gate, path) {
+    } else if let Err(error) = apply_commit(gate, path) {
         // Asked again, it is the commit that is meant and not the one after it.
-        if how.begin {
-            store.unfollow(path);
+        if options.begins_next
+            && let Some(commit) = decided(gate, path)
+        {
+            commit.give_up_next();
         }
         return Err(error);
     }
-    let behind = participants::await_other_hosts(gate, path, id, means)?;
+    let behind = participants::await_other_hosts(gate, path, id, context)?;
     if shared {
         // Programs did not see the parts of other hosts until now.
         gate.engine()
             .revalidate_names(path)
             .into_iter()
-            .for_each(means.forget);
+            .for_each(context.forget);
     }
     if begins_late && !is_recovered {
-        begin(gate, path, means.patience)?;
+        begin(gate, path, context.patience)?;
     }
     Ok((id, behind))
 }
@@ -468,23 +491,29 @@ fn abort(
     forget: &dyn Fn(Cached),
 ) -> Result<(), TransactionError> {
     let store = gate.store();
-    let begun = stage(gate, path);
-    match begun {
-        Some(Stage::Decided(id)) => return Err(AbortError::Decided { id }.into()),
+    let found = current(gate, path);
+    match &found {
+        Some(Found::Decided(commit)) => {
+            let id = commit.id();
+            return Err(AbortError::Decided { id }.into());
+        }
         // Other hosts may have committed it: asked before anything is thrown away.
-        Some(Stage::Prepared(id)) => store.call_commit_off(id, path)?,
-        _ => {}
+        Some(Found::Prepared(prepared)) => store.call_commit_off(prepared.id(), path)?,
+        Some(Found::Open(_)) | None => {}
     }
+    // What is wrong with the path counts more than that there is no transaction.
+    gate.scope_at(path)?;
+    let found = found.ok_or(AbortError::NoTransaction)?;
     // Drains that wait for the outcome are told first, or the data could not be dropped.
-    match store.refuse(&gate.scope_at(path)?) {
+    match found.refuse_changes() {
         // The thread that follows the other hosts has ended the transaction first.
-        Err(AbortError::NoTransaction) if begun.is_some() => return Ok(()),
+        Err(AbortError::NoTransaction) => return Ok(()),
         refused => refused?,
     }
     let mut waited = false;
     let attempt = || {
-        let ended = turn(gate, path, Pending::Discard, |inode| {
-            store.abort(inode)?;
+        let ended = quiesce(gate, path, Pending::Discard, |_| {
+            found.abort()?;
             note(gate, Step::Undone, path, None);
             note(gate, Step::Ended, path, None);
             participants::ended(gate, path);
@@ -549,9 +578,9 @@ fn finish_restore(
     path: &[u8],
     forget: &dyn Fn(Cached),
 ) -> Result<(), TransactionError> {
-    let first = gate.store().first_transaction(path);
-    if first.is_some_and(|one| one.is_undo()) {
-        carry_out(gate, path)?;
+    let commit = decided(gate, path);
+    if commit.is_some_and(|commit| commit.is_undo()) {
+        apply_commit(gate, path)?;
         gate.engine()
             .revalidate_names(path)
             .into_iter()
@@ -570,148 +599,144 @@ fn restore(
     let store = gate.store();
     finish_restore(gate, path, forget)?;
     // Of a commit before the transaction that is open. A commit that is not followed may be the one that is meant.
-    carry_out_before(gate, path)?;
-    match stage(gate, path) {
-        Some(Stage::Prepared(found) | Stage::Decided(found)) if found == id => {
-            store.refuse(&gate.scope_at(path)?)?;
-            turn(gate, path, Pending::Discard, |inode| {
-                match store.commit(inode, id) {
-                    // It was carried out in the background meanwhile.
-                    Err(CommitError::NoTransaction) if store.committed(path)? == Some(id) => {}
-                    done => done?,
-                }
-                note(gate, Step::Applied, path, Some(id));
-                note(gate, Step::Ended, path, Some(id));
-                participants::ended(gate, path);
-                Ok(())
-            })?;
-            gate.engine()
-                .revalidate_names(path)
-                .into_iter()
-                .for_each(forget);
-            Ok(())
-        }
-        Some(Stage::Decided(id)) => Err(AbortError::Decided { id }.into()),
-        stage => {
-            // Refused before anything is thrown away.
-            store.can_restore(path, id)?;
-            let mut stage = stage;
-            if store.shares() && stage.is_some() {
-                abort(gate, path, patience, forget)?;
-                stage = None;
-            }
-            let pending = match stage {
-                Some(_) => {
-                    store.refuse(&gate.scope_at(path)?)?;
-                    Pending::Discard
-                }
-                None => Pending::Drain,
-            };
-            turn(gate, path, pending, |inode| {
-                store.restore(inode, id)?;
-                note(gate, Step::Undone, path, Some(id));
-                note(gate, Step::Ended, path, Some(id));
-                participants::ended(gate, path);
-                Ok(())
-            })?;
-            gate.engine()
-                .revalidate_names(path)
-                .into_iter()
-                .for_each(forget);
-            Ok(())
-        }
+    apply_commit_before(gate, path)?;
+    let found = current(gate, path);
+    if let Some(found) = &found
+        && found.id() == Some(id)
+    {
+        return restore_prepared(gate, found, id, forget);
     }
+    if let Some(Found::Decided(commit)) = &found {
+        let id = commit.id();
+        return Err(AbortError::Decided { id }.into());
+    }
+    // Refused before anything is thrown away.
+    store.can_restore(path, id)?;
+    let pending = match found {
+        Some(_) if store.shares() => {
+            abort(gate, path, patience, forget)?;
+            Pending::Drain
+        }
+        Some(found) => {
+            found.refuse_changes()?;
+            Pending::Discard
+        }
+        None => Pending::Drain,
+    };
+    quiesce(gate, path, pending, |root| {
+        store.restore(root, id)?;
+        note(gate, Step::Undone, path, Some(id));
+        note(gate, Step::Ended, path, Some(id));
+        participants::ended(gate, path);
+        Ok(())
+    })?;
+    gate.engine()
+        .revalidate_names(path)
+        .into_iter()
+        .for_each(forget);
+    Ok(())
+}
+
+/// Makes the files those of a transaction that is prepared or committed with `id`: without what was written since.
+fn restore_prepared(
+    gate: &TransactionGate,
+    found: &Found<'_, DirBacking>,
+    id: u64,
+    forget: &dyn Fn(Cached),
+) -> Result<(), TransactionError> {
+    let store = gate.store();
+    let path = found.scope();
+    found.refuse_changes()?;
+    quiesce(gate, path, Pending::Discard, |_| {
+        match found.decide(id) {
+            // It was applied in the background meanwhile.
+            Err(CommitError::NoTransaction) if store.committed(path)? == Some(id) => {}
+            commit => commit?.apply()?,
+        }
+        note(gate, Step::Applied, path, Some(id));
+        note(gate, Step::Ended, path, Some(id));
+        participants::ended(gate, path);
+        Ok(())
+    })?;
+    gate.engine()
+        .revalidate_names(path)
+        .into_iter()
+        .for_each(forget);
+    Ok(())
 }
 
 /// For the end of a mount: transactions that are open are undone, those that are prepared wait for the next
 /// mount, without what was written after.
 pub(crate) fn leave(gate: &TransactionGate) {
-    for one in gate.store().open_transactions() {
-        let left = match one.stage() {
-            Stage::Open => abort(gate, one.scope(), LAST_PATIENCE, &|_| {}),
-            Stage::Prepared(_) => drop_later(gate, one.scope()),
-            Stage::Decided(_) => carry_out(gate, one.scope()),
-            Stage::Ended => Ok(()),
+    for found in gate.store().open_transactions() {
+        let left = match found.look_again() {
+            Some(Found::Open(_)) => abort(gate, found.scope(), LAST_PATIENCE, &|_| {}),
+            Some(prepared @ Found::Prepared(_)) => discard_pending(gate, &prepared),
+            Some(Found::Decided(_)) => apply_commit(gate, found.scope()),
+            None => Ok(()),
         };
         if let Err(error) = left {
-            tracing::warn!(%error, scope = %shown_scope(one.scope()), "a transaction is left to the next mount");
+            tracing::warn!(%error, scope = %shown_scope(found.scope()), "a transaction is left to the next mount");
         }
     }
 }
 
-fn drop_later(gate: &TransactionGate, path: &[u8]) -> Result<(), TransactionError> {
-    gate.store().refuse(&gate.scope_at(path)?)?;
-    turn(gate, path, Pending::Discard, |_| Ok(()))
+/// Drops what was written in the scope of a transaction since it was prepared.
+fn discard_pending(
+    gate: &TransactionGate,
+    prepared: &Found<'_, DirBacking>,
+) -> Result<(), TransactionError> {
+    prepared.refuse_changes()?;
+    quiesce(gate, prepared.scope(), Pending::Discard, |_| Ok(()))
 }
 
-/// Once nothing waits for what [`leave`] could not carry out: what was written after it stays in the arena for the
-/// next mount, which carries it out first.
+/// Once nothing waits for what [`leave`] could not apply: what was written after it stays in the arena for the next
+/// mount, which applies it first.
 pub(crate) fn give_up(gate: &TransactionGate) {
-    for one in gate.store().open_transactions() {
-        if one.decided().is_some()
-            && let Err(error) = gate
-                .scope_at(one.scope())
-                .and_then(|at| Ok(gate.store().refuse(&at)?))
+    for found in gate.store().open_transactions() {
+        if let Found::Decided(_) = found
+            && let Err(error) = found.refuse_changes()
         {
-            tracing::warn!(%error, scope = %shown_scope(one.scope()), "changes may wait for a commit");
+            tracing::warn!(%error, scope = %shown_scope(found.scope()), "changes may wait for a commit");
         }
     }
 }
 
 /// Has changes in every transaction fail: none of them can end here any more.
 pub(crate) fn give_up_all(gate: &TransactionGate) {
-    for one in gate.store().open_transactions() {
-        if let Err(error) = gate
-            .scope_at(one.scope())
-            .and_then(|at| Ok(gate.store().refuse(&at)?))
-        {
-            tracing::warn!(%error, scope = %shown_scope(one.scope()), "changes of a transaction go on");
+    for found in gate.store().open_transactions() {
+        if let Err(error) = found.refuse_changes() {
+            tracing::warn!(%error, scope = %shown_scope(found.scope()), "changes of a transaction go on");
         }
     }
 }
 
-/// What keeps a mount from being taken away. What is decided is carried out first.
+/// What keeps a mount from being taken away. What is decided is applied first.
 pub(crate) fn in_the_way(gate: &TransactionGate) -> Option<String> {
-    let mut ours = gate.store().open_transactions();
-    ours.retain(|one| !one.is_recovered());
-    let undecided = ours.iter().find_map(|one| {
-        let scope = shown_scope(one.scope());
-        match one.stage() {
-            Stage::Prepared(id) => Some(format!(
-                "a transaction in {scope} is prepared with id {id}: firn commit or firn abort it, or --force leaves it to the next mount, without what was written since"
+    let mut begun_here = gate.store().open_transactions();
+    begun_here.retain(|found| !found.is_recovered());
+    let undecided = begun_here.iter().find_map(|found| {
+        let scope = shown_scope(found.scope());
+        match found {
+            Found::Prepared(prepared) => Some(format!(
+                "a transaction in {scope} is prepared with id {}: firn commit or firn abort it, or --force leaves it to the next mount, without what was written since",
+                prepared.id()
             )),
-            Stage::Open => Some(format!(
+            Found::Open(_) => Some(format!(
                 "a transaction is open in {scope}: firn commit or firn abort it, or --force undoes it"
             )),
-            Stage::Decided(_) | Stage::Ended => None,
+            Found::Decided(_) => None,
         }
     });
     undecided.or_else(|| {
-        ours.iter().find_map(|one| {
-            let error = carry_out(gate, one.scope()).err()?;
-            let scope = shown_scope(one.scope());
+        begun_here.iter().find_map(|found| {
+            let error = apply_commit(gate, found.scope()).err()?;
+            let scope = shown_scope(found.scope());
             Some(format!(
-                "the commit of a transaction in {scope} cannot be carried out: {error}; mend the backing and try again, or --force leaves it to the next mount"
+                "the commit of a transaction in {scope} cannot be applied: {error}; mend the backing and try again, or --force leaves it to the next mount"
             ))
         })
     })
-}
-
-/// How far the transaction is that programs change things in, or else the last one.
-fn stage(gate: &TransactionGate, path: &[u8]) -> Option<Stage> {
-    let store = gate.store();
-    let stage = store.current_transaction(path)?.stage();
-    (stage != Stage::Ended).then_some(stage)
-}
-
-/// The number of the commit that is to be carried out.
-fn decided(gate: &TransactionGate, path: &[u8]) -> Option<u64> {
-    let store = gate.store();
-    store.first_transaction(path)?.decided()
-}
-
-fn is_decided(gate: &TransactionGate, path: &[u8]) -> bool {
-    decided(gate, path).is_some()
 }
 
 /// For the status.

@@ -293,7 +293,7 @@ impl<B: Backing> Held<B> {
         self.enter_own_top(Presence::There);
     }
 
-    /// [`Held::home`], of which the top shows nothing from its first instant on.
+    /// [`Held::staging_dir`], of which the top shows nothing from its first instant on.
     pub(crate) fn hidden_home(&self) -> std::result::Result<B::Inode, OwnError> {
         self.enter_own_top(Presence::Comes);
         let home = self.staging_dir()?;

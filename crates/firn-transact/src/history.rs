@@ -17,7 +17,7 @@ use crate::apply::Apply;
 use crate::change_log::{ChangeLog, Data, Entry, LogError, Part, Range, Source};
 use crate::error::{RestoreError, StoreError};
 use crate::object::Object;
-use crate::scope::{NO_ID, Scope, Stage};
+use crate::scope::{Found, NO_ID, Scope};
 use crate::staging;
 use crate::transactional::Held;
 use crate::tree::path_of;
@@ -349,7 +349,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// Undoes a commit, the newest of the scope at `root`. From the rename on it is a transaction that is decided: where
-    /// this fails later it is applied by [`Held::commit`] with its number, the next [`Held::restore`], or the next
+    /// this fails later it is applied by [`Decided::apply`](crate::Decided::apply), the next [`Held::restore`], or the next
     /// mount. The caller holds names and data.
     pub(crate) fn undo(&self, root: &Arc<Object<B>>, serial: u64) -> Result<(), StoreError> {
         let firn = self.staging_dir()?;
@@ -379,33 +379,35 @@ impl<B: Backing> Held<B> {
             OsStr::new(&transaction),
             flags,
         )?;
-        self.scopes.add(scope);
+        self.scopes.add(Arc::new(scope));
         self.carry_out_undo(serial)
     }
 
     /// Makes the files those of checkpoint `id`: finishes the transaction that was prepared with it, or throws
     /// away what came after it, commits too, as far as they are kept.
     pub fn restore(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), RestoreError> {
-        if let Some(scope) = self.scopes.at(root)
-            && scope.is_undo
+        if let Some(Found::Decided(commit)) = self.transaction_at(root)
+            && commit.is_undo()
         {
             // What an attempt before this one began.
-            self.carry_out(&scope.path)?;
+            commit.apply()?;
         }
-        let scope = self.newest_at(root)?;
-        let stage = scope.as_ref().map(|scope| *scope.stage.lock());
-        if let Some(Stage::Prepared(found) | Stage::Decided(found)) = stage
-            && found == id
+        let found = self.transaction_at(root);
+        if let Some(found) = &found {
+            found.apply_commit_before()?;
+        }
+        if let Some(found) = &found
+            && found.id() == Some(id)
         {
-            return Ok(self.commit(root, id)?);
+            return Ok(found.decide(id)?.apply()?);
         }
-        let path = match &scope {
-            Some(scope) => scope.path.clone(),
+        let path = match &found {
+            Some(found) => found.scope().to_vec(),
             None => path_of(root),
         };
         let steps = self.steps_back(&path, id)?;
-        if scope.is_some() {
-            self.abort(root)?;
+        if let Some(found) = found {
+            found.abort()?;
         }
         self.withdraw_what_is_over()?;
         let _names = self.tree.names.write();

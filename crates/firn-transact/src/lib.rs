@@ -1,12 +1,12 @@
 //! Transactions: names and data over a backing that are held until they are committed (CprFS).
 //!
-//! [`Held`] is a backing over a backing. Outside of transactions every call goes through. Between
-//! [`Held::begin`] and the commit of a scope, which is a directory and all below it, programs see their
-//! changes and the backing shows none: new objects are staged in `.firn/` in the backing, changes of
-//! others are kept in tables, in memory and in staged twins. [`Held::prepare`] writes all that is to be done to a
-//! durable record and leaves the outcome open; [`Held::commit`] decides it, durably, and carries the record out;
-//! [`Held::abort`] throws it away. [`Held::open`] ends, after a crash, what was decided and undoes what
-//! was not prepared.
+//! [`Held`] is a backing over a backing; a mount without transactions has a [`PlainBacking`] instead ([`Store`]).
+//! Outside of transactions every call goes through. Between [`Held::begin`] and the commit of a scope, which is a
+//! directory and all below it, programs see their changes and the backing shows none: new objects are staged in
+//! `.firn/` in the backing, changes of others are kept in tables, in memory and in staged copies. [`Open::prepare`]
+//! writes all that is to be done to a durable record and leaves the outcome open; [`Prepared::decide`] decides it,
+//! durably, and [`Decided::apply`] does what the record says; an abort throws it away. [`Held::open`] ends, after a
+//! crash, what was decided and undoes what was not prepared.
 //!
 //! In shadow mode ([`shadow`]) nothing is held: changes go to the backing, and what undoes them is saved first.
 //!
@@ -63,7 +63,7 @@ pub use object::Object;
 pub use plain::{PlainBacking, PlainDir, PlainInode};
 pub use recovery::{Opening, Outcome};
 pub use report::Transaction;
-pub use scope::{ArenaId, Stage, TransactionHandle};
+pub use scope::{ArenaId, Decided, Found, Open, Prepared, Stage};
 pub use shadow::Mode;
 pub use staging::TOP;
 pub use staging_dir::{other_staging_dirs, staging_dir_name};

@@ -277,7 +277,7 @@ impl<B: Backing> Held<B> {
                 self.found_hidden(serial, key, shadow.kept_dir(), name, is_dir);
             }
         }
-        self.scopes.add(scope);
+        self.scopes.add(Arc::new(scope));
         Ok(())
     }
 

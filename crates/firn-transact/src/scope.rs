@@ -27,7 +27,7 @@ mod handle;
 mod prepare;
 
 pub use arenas::ArenaId;
-pub use handle::TransactionHandle;
+pub use handle::{Decided, Found, Open, Prepared};
 
 /// Number of the state before the first commit: [`Held::committed`] has none.
 pub(crate) const NO_ID: u64 = u64::MAX;

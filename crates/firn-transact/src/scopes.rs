@@ -53,9 +53,9 @@ impl<B: Backing> Scopes<B> {
     }
 
     /// From here on what is in the scope is in its transaction.
-    pub(crate) fn add(&self, scope: Scope<B>) {
+    pub(crate) fn add(&self, scope: Arc<Scope<B>>) {
         let mut list = self.list.write();
-        list.push(Arc::new(scope));
+        list.push(scope);
         self.count.store(list.len(), Ordering::Release);
         self.check(&list);
     }
@@ -105,6 +105,14 @@ impl<B: Backing> Scopes<B> {
         let list = self.list.read();
         let first = list.iter().find(|scope| scope.path == path)?;
         Some(first.carried.next().unwrap_or_else(|| Arc::clone(first)))
+    }
+
+    /// The commit that a transaction follows.
+    pub(crate) fn before(&self, scope: &Arc<Scope<B>>) -> Option<Arc<Scope<B>>> {
+        self.find(|one| {
+            let next = one.carried.next();
+            next.is_some_and(|next| Arc::ptr_eq(&next, scope))
+        })
     }
 
     /// The transaction whose scope begins at `root`.

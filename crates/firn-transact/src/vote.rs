@@ -20,7 +20,6 @@
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
-use std::sync::Arc;
 
 use firn_backing::{Backing, Errno};
 use firn_conflict::{Published, Report, Used};
@@ -28,7 +27,6 @@ use firn_rendezvous::{Attendance, Members, VoteDir};
 use serde::{Deserialize, Serialize};
 
 use crate::error::VoteError;
-use crate::object::Object;
 use crate::scope::{Scope, Stage};
 use crate::staging;
 use crate::transactional::Held;
@@ -171,21 +169,8 @@ impl<B: Backing> Held<B> {
         Ok(VoteDir::make(&self.base, &top, &name, &members.host)?)
     }
 
-    /// Notes what processes of this host used up to the moment at which the transaction was prepared.
-    pub fn note_accesses(&self, root: &Arc<Object<B>>, used: Vec<Used>) -> Result<(), VoteError> {
-        *self
-            .scopes
-            .at(root)
-            .ok_or(VoteError::NoTransaction)?
-            .used
-            .lock() = Some(used);
-        Ok(())
-    }
-
-    /// Publishes what this host read and wrote in the transaction that is prepared with `id`. Fails with
-    /// [`VoteError::LastVoteNotOver`] while an earlier vote on the same number is not over.
-    pub fn publish_accesses(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), VoteError> {
-        let scope = self.scopes.at(root).ok_or(VoteError::NoTransaction)?;
+    /// [`Prepared::publish_accesses`](crate::Prepared::publish_accesses).
+    pub(crate) fn publish_accesses(&self, scope: &Scope<B>, id: u64) -> Result<(), VoteError> {
         let Some(members) = &self.members else {
             return Ok(());
         };
@@ -428,10 +413,8 @@ impl<B: Backing> Held<B> {
             .collect())
     }
 
-    /// Back from prepared to open, with all that was changed: the other hosts do not agree, or did not come.
-    /// Returns what [`Held::note_accesses`] was told.
-    pub fn reopen(&self, root: &Arc<Object<B>>, id: u64) -> Result<Vec<Used>, VoteError> {
-        let scope = self.scopes.at(root).ok_or(VoteError::NoTransaction)?;
+    /// [`Prepared::reopen`](crate::Prepared::reopen).
+    pub(crate) fn reopen(&self, scope: &Scope<B>, id: u64) -> Result<Vec<Used>, VoteError> {
         let _names = self.tree.names.write();
         let _data = self.tree.data.write();
         match scope.stage() {
@@ -449,7 +432,7 @@ impl<B: Backing> Held<B> {
                 why: "its firnd was restarted".into(),
             });
         }
-        self.must_be_open_for_change(&scope, id)?;
+        self.must_be_open_for_change(scope, id)?;
         self.base.unlink(&scope.dir, OsStr::new(staging::RECORD))?;
         self.base.sync_dir(&scope.dir)?;
         scope.turn(Stage::Open);
@@ -490,7 +473,7 @@ impl<B: Backing> Held<B> {
             .map_or_else(String::new, |members| members.host.clone())
     }
 
-    /// For [`Held::commit`]: all hosts agree, which is durable then.
+    /// For [`Held::decide_scope`]: all hosts agree, which is durable then.
     pub(crate) fn agree(&self, scope: &Scope<B>, stage: Stage, id: u64) -> Result<(), VoteError> {
         match stage {
             Stage::Open if self.members.is_some() => Err(VoteError::NotVoted { id }),

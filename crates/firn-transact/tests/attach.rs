@@ -4,11 +4,14 @@
 //!
 //! Processes die here, not the machine: the backing keeps what it was told, the arena what was stored.
 
+mod common;
+
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
+use common::Verbs;
 use firn_arena::{Arena, Identity};
 use firn_backing::sim::{Disk, Fault, Tree, tree};
 use firn_backing::{Backing, Caller, RenameFlags, SetTime, SimBacking};
@@ -254,7 +257,9 @@ impl Scene {
         disk.sync_all().expect("sync_all");
         let mut before = tree(engine.backing()).expect("tree");
 
-        turn(&engine, |at| Ok(engine.backing().begin(at, SCOPE)?));
+        turn(&engine, |at| {
+            Ok(engine.backing().begin(at, SCOPE).map(drop)?)
+        });
         // Some of it is staged or in place, and some is only in the arena.
         write(&engine, "job/over", 0, &[b'1'; 10_000]);
         create(&engine, "job/made", &[b'2'; 12_000]);
@@ -279,7 +284,7 @@ impl Scene {
             after = tree(engine.backing()).expect("tree");
             turn(&engine, |at| Ok(engine.backing().prepare(at, ID)?));
             if stage == Stage::Decided {
-                turn(&engine, |at| Ok(engine.backing().conclude(at, ID)?));
+                turn(&engine, |at| Ok(engine.backing().decide(at, ID)?));
             }
             // Drains of it wait for the outcome.
             write(&engine, "job/over", 2_000, &[b'9'; 4_000]);

@@ -7,6 +7,7 @@ use std::ffi::OsStr;
 use std::io::IoSlice;
 use std::os::unix::ffi::OsStrExt;
 
+use common::Verbs;
 use firn_backing::sim::{Tree, tree};
 use firn_backing::{Access, Backing, DirBacking, Errno, Kind, SetTime, SimBacking, suite};
 use firn_transact::backup::MANIFEST;
@@ -277,9 +278,9 @@ fn a_backup_is_there_only_while_its_transaction_is_prepared() {
         Held::manifest(store(), &dir).expect("read").is_none(),
         "and not to be used"
     );
-    held.conclude(&held.root(), 6).expect("decide");
+    held.decide(&held.root(), 6).expect("decide");
     only(store());
-    held.carry_out(b"").expect("carry out");
+    held.apply(b"").expect("carry out");
     assert!(entries(store(), &store().root()).is_empty(), "carried out");
 }
 

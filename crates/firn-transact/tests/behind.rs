@@ -7,9 +7,10 @@ use std::ffi::OsStr;
 use std::io::IoSlice;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use common::Verbs;
 use firn_backing::sim::{Fault, Tree, tree};
 use firn_backing::{Access, Backing, DirBacking, Errno, SimBacking, suite};
-use firn_transact::{AbortError, BeginError, Held, Stage, TransactionError};
+use firn_transact::{AbortError, BeginError, Found, Held, PrepareError, Stage, TransactionError};
 
 fn seen<B: Backing>(held: &Held<B>) -> Tree {
     tree(held).expect("tree")
@@ -52,7 +53,7 @@ fn programs_see_the_tree_after_it_however_far_it_is_carried_out() {
                 held, plain, new, ..
             } = middle(seed, (seed % 2) as u32);
             let root = held.root();
-            held.conclude(&root, 5).expect("decide");
+            held.decide(&root, 5).expect("decide");
             assert_eq!(seen(&held), new, "seed {seed}: decided");
             let told = format!("seed {seed}, call {at}");
             held.begin(&root, b"").expect("the next one begins at once");
@@ -66,9 +67,9 @@ fn programs_see_the_tree_after_it_however_far_it_is_carried_out() {
                 left -= i32::from(now);
                 now.then_some(Fault::Error(Errno::NOSPC))
             });
-            let result = held.carry_out(b"");
+            let result = held.apply(b"");
             let again = if result.is_err() {
-                held.carry_out(b"")
+                held.apply(b"")
             } else {
                 Ok(())
             };
@@ -78,7 +79,7 @@ fn programs_see_the_tree_after_it_however_far_it_is_carried_out() {
                 assert!(trouble.contains("space"), "{told}: {trouble}");
             }
             assert_eq!(seen(&held), new, "{told}: {result:?}");
-            held.carry_out(b"")
+            held.apply(b"")
                 .unwrap_or_else(|error| panic!("{told}: {error}"));
             assert_eq!(
                 (seen(&held), stages(&held)),
@@ -130,14 +131,14 @@ fn a_crash_at_any_call_keeps_what_was_decided_and_undoes_what_followed() {
                     if prepared {
                         held.prepare(&root, 5)?;
                     }
-                    Ok(held.conclude(&root, 5)?)
+                    Ok(held.decide(&root, 5)?)
                 };
                 let decided = run();
                 let then = decided.clone().and_then(|()| {
                     if begins {
                         held.begin(&root, b"")?;
                     }
-                    Ok(held.carry_out(b"")?)
+                    Ok(held.apply(b"")?)
                 });
                 let told =
                     format!("seed {seed}, begins {begins}, call {at}, {decided:?}, {then:?}");
@@ -177,7 +178,7 @@ fn the_next_one_is_aborted_or_prepared_or_restored_from() {
             held, plain, new, ..
         } = middle(seed, 0);
         let root = held.root();
-        held.conclude(&root, 5).expect("decide");
+        held.decide(&root, 5).expect("decide");
         assert_eq!(
             held.abort(&root),
             Err(AbortError::Decided { id: 5 }),
@@ -248,7 +249,7 @@ fn readers_go_on_and_changes_wait_while_it_is_carried_out() {
             .expect("create");
         let with_late = seen(&held);
         assert!(with_late.len() > new.len());
-        held.conclude(&root, 5).expect("decide");
+        held.decide(&root, 5).expect("decide");
         held.begin(&root, b"").expect("begin");
         let done = AtomicBool::new(false);
         std::thread::scope(|threads| {
@@ -283,7 +284,7 @@ fn readers_go_on_and_changes_wait_while_it_is_carried_out() {
                     .map(|one| one.stage)
                     .collect::<Vec<_>>()
             });
-            held.carry_out(b"").expect("carry_out");
+            held.apply(b"").expect("carry_out");
             assert_eq!(writer.join().expect("join"), [Stage::Open]);
             held.abort(&held.root())
                 .expect("the write is of the next one");
@@ -300,27 +301,26 @@ fn a_handle_follows_its_transaction_from_its_begin_to_its_end() {
     let root = held.root();
     let current = || held.current_transaction(b"");
     assert!(current().is_none() && held.first_transaction(b"").is_none());
-    held.begin(&root, b"").expect("begin");
-    let commit = current().expect("it is open");
-    assert_eq!((commit.stage(), commit.is_undecided()), (Stage::Open, true));
-    held.prepare(&root, 5).expect("prepare");
-    assert_eq!(
-        (commit.stage(), commit.is_undecided()),
-        (Stage::Prepared(5), true)
-    );
-    held.conclude(&root, 5).expect("decide");
-    assert_eq!((commit.decided(), commit.is_undecided()), (Some(5), false));
-    assert_eq!(current().expect("it is not over").decided(), Some(5));
-    held.begin(&root, b"").expect("the next one");
-    let first = held.first_transaction(b"").expect("the commit");
-    let next = current().expect("the next one");
-    assert_eq!((first.decided(), next.stage()), (Some(5), Stage::Open));
+    let open = held.begin(&root, b"").expect("begin");
+    assert!(matches!(current(), Some(Found::Open(_))));
+    let prepared = open.prepare(5).expect("prepare");
+    assert_eq!(prepared.id(), 5);
+    assert!(matches!(current(), Some(Found::Prepared(found)) if found.id() == 5));
+    let commit = prepared.decide().expect("decide");
+    assert!(matches!(current(), Some(Found::Decided(found)) if found.id() == 5));
+    assert_eq!(open.abort(), Err(AbortError::Decided { id: 5 }));
+    let next = held.begin(&root, b"").expect("the next one");
+    assert!(matches!(held.first_transaction(b""), Some(Found::Decided(found)) if found.id() == 5));
+    assert!(matches!(current(), Some(Found::Open(_))));
+    assert_eq!(held.open_transactions().len(), 2);
     assert!(held.current_transaction(b"elsewhere").is_none());
-    held.carry_out(b"").expect("carry out");
-    assert_eq!((commit.stage(), commit.decided()), (Stage::Ended, None));
-    assert_eq!(next.stage(), Stage::Open);
-    held.abort(&root).expect("abort");
-    assert_eq!(next.stage(), Stage::Ended);
+    commit.apply().expect("apply");
+    assert_eq!(prepared.abort(), Err(AbortError::NoTransaction));
+    assert_eq!(commit.apply(), Ok(()), "it is over, and stays so");
+    assert!(matches!(held.first_transaction(b""), Some(Found::Open(_))));
+    next.abort().expect("abort");
+    assert_eq!(next.abort(), Err(AbortError::NoTransaction));
+    assert_eq!(next.prepare(6).err(), Some(PrepareError::NoTransaction));
     assert!(current().is_none() && held.open_transactions().is_empty());
 }
 
@@ -334,9 +334,9 @@ fn a_scope_is_never_seen_without_a_transaction_while_one_follows_another() {
     std::thread::scope(|threads| {
         let commits = threads.spawn(|| {
             for id in 1..=COMMITS {
-                held.conclude(&root, id).expect("decide");
+                held.decide(&root, id).expect("decide");
                 held.begin(&root, b"").expect("the next one");
-                held.carry_out(b"").expect("carry out");
+                held.apply(b"").expect("carry out");
             }
         });
         let mut looks = 0_u64;

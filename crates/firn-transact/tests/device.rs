@@ -1,5 +1,8 @@
 //! The file system of the backing comes back with another device number: what a transaction left is the same.
 
+mod common;
+
+use common::Verbs;
 use firn_backing::sim::{Tree, tree};
 use firn_backing::{Backing, SimBacking, suite};
 use firn_transact::{Held, Mode, RestoreError, Stage, TransactionError};

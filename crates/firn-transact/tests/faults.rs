@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, Once};
 
-use common::in_firn;
+use common::{Verbs, in_firn};
 use firn_backing::sim::{Disk, Fault, Tree};
 use firn_backing::{Backing, Errno, SimBacking, suite};
 use firn_transact::{
@@ -240,12 +240,12 @@ impl Start {
             | Verb::RestoreRecovered
             | Verb::AttachPrepared => held.prepare(&root, NEW).expect("prepare"),
             Verb::CarryOut => {
-                held.conclude(&root, NEW).expect("conclude");
+                held.decide(&root, NEW).expect("conclude");
                 if setup.mode == Mode::Buffer {
                     held.begin(&root, b"").expect("begin");
                 }
             }
-            Verb::AttachDecided => held.conclude(&root, NEW).expect("conclude"),
+            Verb::AttachDecided => held.decide(&root, NEW).expect("conclude"),
             Verb::AttachRestoring => {
                 world.disk.crash_at(world.disk.steps() + 1 + at);
                 let _ = held.restore(&root, FIRST);
@@ -310,13 +310,13 @@ impl World {
         let held = self.held();
         let root = held.root();
         match verb {
-            Verb::Begin => held.begin(&root, b"")?,
+            Verb::Begin => drop(held.begin(&root, b"")?),
             Verb::Prepare => held.prepare(&root, NEW)?,
             Verb::Commit | Verb::CommitPrepared | Verb::CommitRecovered => {
                 held.commit(&root, NEW)?
             }
-            Verb::Conclude | Verb::ConcludePrepared => held.conclude(&root, NEW)?,
-            Verb::CarryOut => held.carry_out(b"")?,
+            Verb::Conclude | Verb::ConcludePrepared => held.decide(&root, NEW)?,
+            Verb::CarryOut => held.apply(b"")?,
             Verb::Abort | Verb::AbortPrepared | Verb::AbortRecovered => held.abort(&root)?,
             Verb::RestorePrepared | Verb::RestoreRecovered => held.restore(&root, NEW)?,
             Verb::RestoreLast => held.restore(&root, OLD)?,
@@ -400,7 +400,7 @@ impl World {
             [Stage::Decided(NEW)] | [Stage::Decided(NEW), Stage::Open] => {
                 // What an earlier process prepared has no tables to be shown from.
                 assert!(is_recovered || self.changed_from(NEW).is_none(), "decided");
-                self.held().carry_out(b"").expect("carry out");
+                self.held().apply(b"").expect("carry out");
                 if let [Stage::Open] = self.stages()[..] {
                     self.held().abort(&root).expect("abort");
                 }

@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::io::IoSlice;
 
-use common::seen;
+use common::{Verbs, seen};
 use firn_backing::{Access, Backing, Errno, SimBacking, suite};
 use firn_transact::{Held, Mode, TransactionError};
 

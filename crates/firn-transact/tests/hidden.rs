@@ -1,11 +1,14 @@
 //! Links of Firn's own are not shown, whatever a transaction is doing when its files are asked for.
 
+mod common;
+
 use std::ffi::OsStr;
 use std::io::IoSlice;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use common::Verbs;
 use firn_backing::sim::Hang;
 use firn_backing::{Access, Backing, RenameFlags, SimBacking, suite};
 use firn_transact::{Held, Mode, Object, TransactionError};
@@ -134,8 +137,8 @@ fn regression_a_commit_shows_no_link_of_firns_own_at_any_call() {
     }
     let in_steps = |held: &Held<SimBacking>| {
         held.prepare(&held.root(), 1)?;
-        held.conclude(&held.root(), 1)?;
-        Ok(held.carry_out(b"")?)
+        held.decide(&held.root(), 1)?;
+        Ok(held.apply(b"")?)
     };
     at_every_call(Mode::Buffer, remove, in_steps, &[1]);
 }
@@ -180,12 +183,12 @@ fn regression_a_link_that_could_not_be_removed_is_not_shown() {
         remove(&held);
         let disk = held.base().clone();
         held.prepare(&held.root(), 1).expect("prepare");
-        held.conclude(&held.root(), 1).expect("decide");
+        held.decide(&held.root(), 1).expect("decide");
         disk.set_plan(|op, _| {
             (op == "rmdir").then_some(firn_backing::sim::Fault::Error(firn_backing::Errno::IO))
         });
         // Only that what is left could not be removed, which the next mount does.
-        held.carry_out(b"").expect("carry out");
+        held.apply(b"").expect("carry out");
         disk.clear_plan();
         assert_eq!(links(&held, &inode), 1, "{mode:?}");
         held.begin(&held.root(), b"").expect("begin");

@@ -2,6 +2,7 @@
 
 mod common;
 
+use common::Verbs;
 use firn_backing::sim::{Tree, tree};
 use firn_backing::{Backing, SimBacking, suite};
 use firn_transact::{Held, RestoreError};

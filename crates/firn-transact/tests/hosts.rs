@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::io::IoSlice;
 
-use common::{in_firn, seen};
+use common::{Verbs, in_firn, seen};
 use firn_backing::sim::Tree;
 use firn_backing::{Access, Backing, Caller, RenameFlags, SimBacking};
 use firn_conflict::{Accesses, Party, Used, What};
@@ -277,7 +277,7 @@ fn begin(disk: &SimBacking, names: &[&str]) -> Vec<Host> {
         .collect::<Vec<_>>();
     hosts
         .iter()
-        .for_each(|host| host.begin(&host.root(), b"").expect("begin"));
+        .for_each(|host| drop(host.begin(&host.root(), b"").expect("begin")));
     hosts
 }
 

@@ -1,9 +1,12 @@
 //! Every sequence of calls on three names: after a commit as on a plain directory, after an abort as before;
 //! and the words of CprFS for each name agree with what there is.
 
+mod common;
+
 use std::ffi::OsStr;
 use std::io::IoSlice;
 
+use common::Verbs;
 use firn_backing::sim::{Tree, tree};
 use firn_backing::{Access, Backing, Errno, RenameFlags, SimBacking, suite};
 use firn_transact::{Held, Mode};

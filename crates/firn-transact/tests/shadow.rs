@@ -5,6 +5,7 @@ mod common;
 use std::ffi::OsStr;
 use std::io::IoSlice;
 
+use common::Verbs;
 use firn_backing::sim::{Fault, Tree, tree};
 use firn_backing::{Access, Backing, Errno, RenameFlags, SetTime, SimBacking, Time, suite};
 use firn_transact::{Held, Mode};

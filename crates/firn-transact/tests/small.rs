@@ -1,8 +1,11 @@
 //! Files of which little is overwritten: kept in memory, taken by the record, taken over by a twin.
 
+mod common;
+
 use std::ffi::OsStr;
 use std::io::IoSlice;
 
+use common::Verbs;
 use firn_backing::sim::tree;
 use firn_backing::{Access, Backing, Errno, Seek, SetTime, SimBacking, Time, suite};
 use firn_transact::Held;

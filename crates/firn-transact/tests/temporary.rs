@@ -1,9 +1,12 @@
 //! What is made in a transaction and is gone before its end: it takes no room, and nothing is noted of it.
 
+mod common;
+
 use std::ffi::OsStr;
 use std::io::IoSlice;
 use std::sync::Arc;
 
+use common::Verbs;
 use firn_backing::{Access, Backing, Errno, RenameFlags, SimBacking, suite};
 use firn_transact::{Held, Mode, Object};
 

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::io::IoSlice;
 
-use common::{in_firn, seen};
+use common::{Verbs, in_firn, seen};
 use firn_backing::sim::Tree;
 use firn_backing::{Access, Backing, Caller, Errno, RenameFlags, SimBacking};
 use firn_transact::{
@@ -132,7 +132,7 @@ fn step(host: &Host, index: usize, stage: &mut u32, end: End) -> Result<bool, Tr
     let root = host.root();
     let stops = !host.to_be_stopped().is_empty();
     match *stage {
-        0 => host.begin(&root, b"")?,
+        0 => drop(host.begin(&root, b"")?),
         1 => work(host, index)?,
         _ if end == End::Abort && (index == 0 || stops) => return abort(host, stage),
         2 if end == End::Abort => return Ok(false),
@@ -202,8 +202,9 @@ fn what_conflicts_otherwise_is_committed_and_undone_together() {
             hosts[1]
                 .as_ref()
                 .unwrap()
-                .begin(&hosts[1].as_ref().unwrap().root(), b""),
-            Ok(())
+                .begin(&hosts[1].as_ref().unwrap().root(), b"")
+                .err(),
+            None
         );
     }
 }
@@ -455,15 +456,15 @@ fn nobody_undoes_before_all_have_stopped_and_nobody_begins_before_all_have_left(
     assert_eq!(b.stopped_by(b""), Some("a".into()));
     assert!(same(&seen(&b), &trees().0));
     assert_eq!(
-        b.begin(&b.root(), b""),
-        Err(BeginError::NotOver {
+        b.begin(&b.root(), b"").err(),
+        Some(BeginError::NotOver {
             hosts: vec!["a".into()]
         })
     );
     assert_eq!(a.transactions()[0].stage, Stage::Open);
     assert_eq!(a.abort(&a.root()), Ok(()));
-    assert_eq!(b.begin(&b.root(), b""), Ok(()));
-    assert_eq!(a.begin(&a.root(), b""), Ok(()));
+    assert_eq!(b.begin(&b.root(), b"").err(), None);
+    assert_eq!(a.begin(&a.root(), b"").err(), None);
     let dir = |host: &Host| {
         host.lookup(&host.root(), OsStr::new("dir"))
             .expect("lookup")

@@ -5,6 +5,7 @@ mod common;
 
 use std::ffi::OsStr;
 
+use common::Verbs;
 use firn_backing::sim::{Tree, tree};
 use firn_backing::{Access, Backing, Caller, DirBacking, SetTime, SimBacking, Time, suite};
 use firn_transact::{Held, Mode, PlainBacking, Store};
@@ -189,11 +190,11 @@ fn regression_what_the_top_hands_on_is_not_handed_on_by_staging() {
         [dir, b.root()].map(|dir| b.create(&me, &dir, file, 0o644).expect("create").2.gid)
     }
     let plain = groups(&SimBacking::new(), |_| {});
-    let begin = |held: &Held<SimBacking>| held.begin(&held.root(), b"").expect("begin");
+    let begin = |held: &Held<SimBacking>| drop(held.begin(&held.root(), b"").expect("begin"));
     assert_eq!(groups(&open(SimBacking::new()), begin), plain);
     if rustix::process::geteuid().is_root() {
         let (_dir, real) = fresh("/tmp");
-        let begin = |held: &Held<DirBacking>| held.begin(&held.root(), b"").expect("begin");
+        let begin = |held: &Held<DirBacking>| drop(held.begin(&held.root(), b"").expect("begin"));
         assert_eq!(groups(&open(real), begin), plain);
     }
 }

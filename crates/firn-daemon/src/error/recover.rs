@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use firn_client::PathsError;
 use firn_format::quote::quoted_path;
-use firn_transact::{BackupError, CommitError, TransactionError};
+use firn_transact::{BackupError, CommitError, StoreError, TransactionError};
 use firn_trust::TrustError;
 
 use crate::error::{AttachError, BUSY, FAILED, USAGE, attach_failures};
@@ -36,7 +36,7 @@ pub enum RecoverError {
     SaveLost { to: PathBuf, source: io::Error },
 }
 
-attach_failures!(RecoverError: PathsError, BackupError, CommitError, TransactionError, TrustError);
+attach_failures!(RecoverError: PathsError, BackupError, CommitError, StoreError, TransactionError, TrustError);
 
 impl RecoverError {
     /// The exit status of firn for it.

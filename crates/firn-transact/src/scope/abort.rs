@@ -6,15 +6,18 @@ use std::sync::atomic::Ordering;
 use firn_backing::Backing;
 
 use crate::error::AbortError;
-use crate::object::Object;
-use crate::scope::Stage;
+use crate::scope::{Scope, Stage};
 use crate::transactional::Held;
 
 impl<B: Backing> Held<B> {
-    /// From now on every change in the transaction fails with ECANCELED, also one that waits for the outcome:
-    /// the next call ends it.
-    pub fn refuse(&self, root: &Arc<Object<B>>) -> Result<(), AbortError> {
-        let scope = self.scopes.at(root).ok_or(AbortError::NoTransaction)?;
+    /// [`Found::refuse_changes`](crate::Found::refuse_changes).
+    pub(super) fn refuse_changes(&self, scope: &Arc<Scope<B>>) -> Result<(), AbortError> {
+        // Changes of a transaction that follows a commit wait for that.
+        let before = self.scopes.before(scope);
+        let scope = before.as_ref().unwrap_or(scope);
+        if scope.stage() == Stage::Ended {
+            return Err(AbortError::NoTransaction);
+        }
         // Under the lock of those who wait, so that none of them misses it.
         let stage = scope.stage.lock();
         scope.refusing.store(true, Ordering::Release);
@@ -23,16 +26,16 @@ impl<B: Backing> Held<B> {
         Ok(())
     }
 
-    /// Throws the transaction away: the tree is as it was when it began. What was made in it is gone: ESTALE.
-    pub fn abort(&self, root: &Arc<Object<B>>) -> Result<(), AbortError> {
-        let scope = self.scopes.at(root).ok_or(AbortError::NoTransaction)?;
+    /// [`Found::abort`](crate::Found::abort).
+    pub(super) fn abort_scope(&self, scope: &Arc<Scope<B>>) -> Result<(), AbortError> {
         let _names = self.tree.names.write();
         let _data = self.tree.data.write();
-        if self.drop_next(&scope)? {
+        if let Some(before) = self.scopes.before(scope) {
+            self.drop_next(&before)?;
             return Ok(());
         }
-        self.check_all(&scope);
-        self.unhide(&scope);
+        self.check_all(scope);
+        self.unhide(scope);
         let stage = *scope.stage.lock();
         let several = scope
             .shadow
@@ -61,10 +64,10 @@ impl<B: Backing> Held<B> {
             Stage::Ended => return Err(AbortError::NoTransaction),
         }
         if let Some(shadow) = several {
-            self.abort_shared(&scope, shadow, stage)?;
+            self.abort_shared(scope, shadow, stage)?;
         } else if let Some(shadow) = &scope.shadow {
             scope.stop_for_good();
-            self.undo_shadow(&scope, shadow)?;
+            self.undo_shadow(scope, shadow)?;
             self.forget(&scope.dir)?;
         }
         let changed = std::mem::take(&mut *scope.changed.lock());
@@ -76,9 +79,9 @@ impl<B: Backing> Held<B> {
             }
             object.let_go();
         }
-        self.dirs_are_back(&scope);
-        self.end(&scope);
-        self.clean_up(&scope);
+        self.dirs_are_back(scope);
+        self.end(scope);
+        self.clean_up(scope);
         if let Stage::Prepared(id) = stage {
             self.leave_vote(id, &scope.path)?;
         }

@@ -6,14 +6,14 @@ use firn_backing::{Backing, Kind};
 
 use crate::error::{BeginError, ScopeError};
 use crate::object::Object;
-use crate::scope::Scope;
+use crate::scope::{Open, Scope};
 use crate::shadow::{Mode, Shadow};
 use crate::staging;
 use crate::transactional::Held;
 
 impl<B: Backing> Held<B> {
     /// Begins a transaction in a directory and all below it. `path` is its own, relative to the backing.
-    pub fn begin(&self, root: &Arc<Object<B>>, path: &[u8]) -> Result<(), BeginError> {
+    pub fn begin(&self, root: &Arc<Object<B>>, path: &[u8]) -> Result<Open<'_, B>, BeginError> {
         if root.kind != Kind::Dir {
             return Err(ScopeError::NotDirectory.into());
         }
@@ -46,11 +46,12 @@ impl<B: Backing> Held<B> {
             }
         };
         self.stopped_by.lock().remove(path);
+        let scope = Arc::new(scope);
         match before {
-            Some(before) => before.follow(scope),
-            None => self.scopes.add(scope),
+            Some(before) => before.follow(Arc::clone(&scope)),
+            None => self.scopes.add(Arc::clone(&scope)),
         }
-        result
+        result.map(|()| self.open_handle(scope))
     }
 
     fn start(

@@ -82,36 +82,12 @@ impl<B: Backing> Scope<B> {
             && self.carried.next.lock().is_none()
     }
 
-    pub(super) fn follow(&self, next: Self) {
-        *self.carried.next.lock() = Some(Arc::new(next));
+    pub(super) fn follow(&self, next: Arc<Self>) {
+        *self.carried.next.lock() = Some(next);
     }
 }
 
 impl<B: Backing> Held<B> {
-    /// Decides for the transaction, durably, and carries it out. Where this
-    /// fails it can be called again: before the decision the transaction is as it was, after it
-    /// ([`Stage::Decided`]) it is going to be carried out.
-    pub fn commit(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), CommitError> {
-        let scope = self.decided_at(root, id)?;
-        Ok(self.carry(&scope)?)
-    }
-
-    /// Decides for the transaction, durably: from now on every crash ends in the tree after it, which is also what
-    /// programs see. [`Held::carry_out`] is still to be called.
-    pub fn conclude(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), CommitError> {
-        self.decided_at(root, id).map(drop)
-    }
-
-    /// Carries out what was decided in a scope, while programs go on reading. Changes of the scope wait. Where this
-    /// fails it can be called again.
-    pub fn carry_out(&self, scope: &[u8]) -> Result<(), StoreError> {
-        let found = self.scopes.at_path(scope);
-        match found.filter(|scope| scope.decided().is_some()) {
-            Some(scope) => self.carry(&scope),
-            None => Ok(()),
-        }
-    }
-
     /// Whether changes wait somewhere.
     pub fn changes_wait(&self) -> bool {
         !self.scopes.is_empty() && self.scopes.find(|scope| !scope.is_open()).is_some()
@@ -127,15 +103,12 @@ impl<B: Backing> Held<B> {
         self.writing(object).map(drop)
     }
 
-    fn decided_at(&self, root: &Arc<Object<B>>, id: u64) -> Result<Arc<Scope<B>>, CommitError> {
-        let scope = self.scopes.at(root).ok_or(CommitError::NoTransaction)?;
-        if scope.decided().is_some_and(|found| found != id) && scope.carried.next().is_some() {
-            self.carry(&scope)?;
-        }
-        let scope = self.scopes.at(root).ok_or(CommitError::NoTransaction)?;
+    /// [`Found::decide`](crate::Found::decide).
+    pub(super) fn decide_scope(&self, scope: &Arc<Scope<B>>, id: u64) -> Result<(), CommitError> {
+        self.apply_commit_before(scope)?;
         let _names = self.tree.names.write();
         let _data = self.tree.data.write();
-        self.check_all(&scope);
+        self.check_all(scope);
         if !scope.is_whole() {
             return Err(CommitError::Undoing);
         }
@@ -148,11 +121,11 @@ impl<B: Backing> Held<B> {
                 if let Some(record) = scope
                     .recovered
                     .as_ref()
-                    .filter(|_| !self.is_backed_up(&scope))
+                    .filter(|_| !self.is_backed_up(scope))
                 {
-                    self.back_up(&scope, record)?;
+                    self.back_up(scope, record)?;
                 }
-                self.agree(&scope, stage, id)?;
+                self.agree(scope, stage, id)?;
                 let from = OsStr::new(staging::RECORD);
                 let to = OsStr::new(staging::COMMIT);
                 self.base
@@ -161,32 +134,25 @@ impl<B: Backing> Held<B> {
                 self.base.sync_dir(&scope.dir)?;
             }
             Stage::Open => {
-                self.agree(&scope, stage, id)?;
+                self.agree(scope, stage, id)?;
                 // Decided at once: a crash before leaves nothing that waits for a decision.
-                self.write_record(&scope, id)?;
-                self.place_record(&scope, staging::COMMIT)
-                    .inspect_err(|_| self.withdraw_backup(&scope))?;
+                self.write_record(scope, id)?;
+                self.place_record(scope, staging::COMMIT)
+                    .inspect_err(|_| self.withdraw_backup(scope))?;
                 scope.turn(Stage::Decided(id));
                 self.base.sync_dir(&scope.dir)?;
             }
             Stage::Decided(_) => self.base.sync_dir(&scope.dir)?,
             Stage::Ended => return Err(CommitError::NoTransaction),
         }
-        Ok(scope)
+        Ok(())
     }
 
-    /// The transaction of a directory that programs change, after the one before it is carried out.
-    pub(crate) fn newest_at(
-        &self,
-        root: &Arc<Object<B>>,
-    ) -> Result<Option<Arc<Scope<B>>>, StoreError> {
-        let scope = self.scopes.at(root);
-        match &scope {
-            Some(first) if first.carried.next().is_some() => {
-                self.carry(first)?;
-                Ok(self.scopes.at(root))
-            }
-            _ => Ok(scope),
+    /// Applies the commit that a transaction follows.
+    pub(super) fn apply_commit_before(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
+        match self.scopes.before(scope) {
+            Some(before) => self.apply_commit(&before),
+            None => Ok(()),
         }
     }
 
@@ -202,15 +168,14 @@ impl<B: Backing> Held<B> {
         });
         in_the_way
             .into_iter()
-            .try_for_each(|scope| self.carry(scope))
+            .try_for_each(|scope| self.apply_commit(scope))
     }
 
-    /// Gives up the transaction of a scope that was to begin when what is decided there is carried out.
-    pub fn unfollow(&self, scope: &[u8]) {
-        let found = self.scopes.at_path(scope);
+    /// [`Decided::give_up_next`](crate::Decided::give_up_next).
+    pub(super) fn give_up_next(&self, scope: &Scope<B>) {
         let _names = self.tree.names.write();
         let _data = self.tree.data.write();
-        if let Some(Err(error)) = found.map(|scope| self.drop_next(&scope)) {
+        if let Err(error) = self.drop_next(scope) {
             tracing::warn!(%error, "the transaction that follows a commit stays open");
         }
     }
@@ -231,7 +196,8 @@ impl<B: Backing> Held<B> {
         Ok(true)
     }
 
-    fn carry(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
+    /// [`Decided::apply`](crate::Decided::apply).
+    pub(super) fn apply_commit(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         let _turn = scope.carried.turn.lock();
         let Some(id) = scope.decided() else {
             return Ok(());

@@ -6,19 +6,17 @@ use std::sync::Arc;
 use firn_backing::{Backing, Errno, RenameFlags};
 
 use crate::error::{BackupError, PrepareError};
-use crate::object::Object;
 use crate::scope::{Scope, Stage};
 use crate::staging;
 use crate::transactional::Held;
 
 impl<B: Backing> Held<B> {
-    /// Makes the transaction durable and leaves its outcome open. Changes wait until it is decided. Where this
-    /// fails the transaction is as it was.
-    pub fn prepare(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), PrepareError> {
-        let scope = self.newest_at(root)?.ok_or(PrepareError::NoTransaction)?;
+    /// [`Open::prepare`](crate::Open::prepare), of one that may be prepared already.
+    pub(super) fn prepare_scope(&self, scope: &Arc<Scope<B>>, id: u64) -> Result<(), PrepareError> {
+        self.apply_commit_before(scope)?;
         let _names = self.tree.names.write();
         let _data = self.tree.data.write();
-        self.check_all(&scope);
+        self.check_all(scope);
         if !scope.is_whole() {
             return Err(PrepareError::Undoing);
         }
@@ -30,9 +28,9 @@ impl<B: Backing> Held<B> {
             }
             Stage::Ended => return Err(PrepareError::NoTransaction),
         }
-        self.write_record(&scope, id)?;
-        self.place_record(&scope, staging::RECORD)
-            .inspect_err(|_| self.withdraw_backup(&scope))?;
+        self.write_record(scope, id)?;
+        self.place_record(scope, staging::RECORD)
+            .inspect_err(|_| self.withdraw_backup(scope))?;
         if let Err(errno) = self.base.sync_dir(&scope.dir) {
             // Nobody was told: it goes back, or it stays and can be decided.
             if self
@@ -42,7 +40,7 @@ impl<B: Backing> Held<B> {
             {
                 scope.turn(Stage::Prepared(id));
             } else {
-                self.withdraw_backup(&scope);
+                self.withdraw_backup(scope);
             }
             return Err(errno.into());
         }

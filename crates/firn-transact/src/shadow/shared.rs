@@ -327,7 +327,7 @@ impl<B: Backing> Held<B> {
         }
     }
 
-    /// For [`Held::abort`]: the transaction of all hosts. Fails with [`AbortError::Stopping`] until all have stopped
+    /// For [`Found::abort`](crate::Found::abort): the transaction of all hosts. Fails with [`AbortError::Stopping`] until all have stopped
     /// and it is undone. The caller holds names and data.
     pub(crate) fn abort_shared(
         &self,
@@ -394,7 +394,7 @@ impl<B: Backing> Held<B> {
             .is_empty()
     }
 
-    /// Scopes whose transactions a host has aborted and this one has not ended: [`Held::abort`] is to be called.
+    /// Scopes whose transactions a host has aborted and this one has not ended: they are to be aborted.
     pub fn to_be_stopped(&self) -> Vec<Vec<u8>> {
         let is_shared = |shadow: &Shadow<B>| shadow.is_of_several();
         let scopes = self.scopes.paths_where(|scope| {

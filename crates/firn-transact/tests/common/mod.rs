@@ -4,8 +4,14 @@
 
 use std::ffi::OsStr;
 
+use std::sync::Arc;
+
 use firn_backing::sim::{Tree, tree};
 use firn_backing::{Backing, SimBacking};
+use firn_conflict::Used;
+use firn_transact::{
+    AbortError, CommitError, Found, Held, Object, PrepareError, StoreError, VoteError,
+};
 
 pub fn seen(on: &impl Backing) -> Tree {
     tree(on).expect("tree")
@@ -33,4 +39,96 @@ pub fn in_firn(disk: &SimBacking) -> Vec<String> {
     })
     .expect("list");
     names
+}
+
+/// The verbs by the directory at the top of a scope, on whatever transaction is there.
+pub trait Verbs<B: Backing> {
+    fn prepare(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), PrepareError>;
+    fn decide(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), CommitError>;
+    fn commit(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), CommitError>;
+    fn apply(&self, scope: &[u8]) -> Result<(), StoreError>;
+    fn abort(&self, root: &Arc<Object<B>>) -> Result<(), AbortError>;
+    fn refuse(&self, root: &Arc<Object<B>>) -> Result<(), AbortError>;
+    fn give_up_next(&self, scope: &[u8]);
+    fn reopen(&self, root: &Arc<Object<B>>, id: u64) -> Result<Vec<Used>, VoteError>;
+    fn note_accesses(&self, root: &Arc<Object<B>>, used: Vec<Used>) -> Result<(), VoteError>;
+    fn publish_accesses(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), VoteError>;
+}
+
+impl<B: Backing> Verbs<B> for Held<B> {
+    fn prepare(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), PrepareError> {
+        let found = self.transaction_at(root);
+        let found = found.ok_or(PrepareError::NoTransaction)?;
+        found.prepare(id).map(drop)
+    }
+
+    fn decide(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), CommitError> {
+        let found = self
+            .transaction_at(root)
+            .ok_or(CommitError::NoTransaction)?;
+        // The commit that is meant may be followed by another transaction.
+        match self.first_transaction(found.scope()) {
+            Some(first) if first.id() == Some(id) => first.decide(id).map(drop),
+            _ => found.decide(id).map(drop),
+        }
+    }
+
+    fn commit(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), CommitError> {
+        let scope = self
+            .transaction_at(root)
+            .ok_or(CommitError::NoTransaction)?;
+        self.decide(root, id)?;
+        Ok(self.apply(scope.scope())?)
+    }
+
+    fn apply(&self, scope: &[u8]) -> Result<(), StoreError> {
+        match self.first_transaction(scope).and_then(Found::decided) {
+            Some(commit) => commit.apply(),
+            None => Ok(()),
+        }
+    }
+
+    fn abort(&self, root: &Arc<Object<B>>) -> Result<(), AbortError> {
+        let found = self.transaction_at(root);
+        found.ok_or(AbortError::NoTransaction)?.abort()
+    }
+
+    fn refuse(&self, root: &Arc<Object<B>>) -> Result<(), AbortError> {
+        let found = self.transaction_at(root);
+        found.ok_or(AbortError::NoTransaction)?.refuse_changes()
+    }
+
+    fn give_up_next(&self, scope: &[u8]) {
+        if let Some(commit) = self.first_transaction(scope).and_then(Found::decided) {
+            commit.give_up_next();
+        }
+    }
+
+    fn reopen(&self, root: &Arc<Object<B>>, id: u64) -> Result<Vec<Used>, VoteError> {
+        match self.transaction_at(root).ok_or(VoteError::NoTransaction)? {
+            Found::Open(_) => Ok(Vec::new()),
+            Found::Prepared(prepared) if prepared.id() == id => prepared.reopen(),
+            found => Err(VoteError::OtherId {
+                found: found.id().unwrap_or_default(),
+                wanted: id,
+            }),
+        }
+    }
+
+    fn note_accesses(&self, root: &Arc<Object<B>>, used: Vec<Used>) -> Result<(), VoteError> {
+        match self.transaction_at(root) {
+            Some(Found::Prepared(prepared)) => prepared.note_accesses(used),
+            Some(_) => panic!("noted before it is prepared"),
+            None => return Err(VoteError::NoTransaction),
+        }
+        Ok(())
+    }
+
+    fn publish_accesses(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), VoteError> {
+        match self.transaction_at(root) {
+            Some(Found::Prepared(prepared)) if prepared.id() == id => prepared.publish_accesses(),
+            Some(_) => Err(VoteError::NotVoted { id }),
+            None => Err(VoteError::NoTransaction),
+        }
+    }
 }
