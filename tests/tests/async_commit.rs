@@ -1,4 +1,4 @@
-//! `firn commit --async`: decided and durable at once, carried out behind programs.
+//! `firn commit --async`: decided and durable at once, applied while programs go on.
 //!
 //! `FIRN_CRASH_ROUNDS` sets the rounds of kill -9, `FIRN_SEED` the seed.
 
@@ -30,7 +30,7 @@ fn stages(mount: &FirnMount<'_>) -> Vec<String> {
         .collect()
 }
 
-/// A mount in a transaction whose commit cannot be carried out: it overwrites a sparse file, and the backing has no
+/// A mount in a transaction whose commit cannot be applied: it overwrites a sparse file, and the backing has no
 /// room for the bytes twice. `filler` takes the room.
 struct Stuck<'a> {
     image: LoopImage,
@@ -146,7 +146,7 @@ fn reads_and_the_next_transaction_do_not_wait_for_a_commit_that_is_carried_out()
     mount.umount();
 }
 
-/// Proves S-tx-10, S-tx-54, S-tx-55: nothing is lost if the mount ends, by force or by a crash, before it is carried out.
+/// Proves S-tx-10, S-tx-54, S-tx-55: nothing is lost if the mount ends, by force or by a crash, before it is applied.
 #[test]
 fn a_commit_that_cannot_be_carried_out_is_finished_by_the_next_mount() {
     for (how, begin) in [
@@ -189,7 +189,7 @@ fn a_commit_that_cannot_be_carried_out_is_finished_by_the_next_mount() {
             _ => {
                 firn(&sandbox, "umount", mount.path(), &[])
                     .code(11)
-                    .says("cannot be carried out");
+                    .says("cannot be applied");
                 stuck.room();
                 // By the background alone.
                 wait_until("it is tried again", Duration::from_secs(60), || {
@@ -305,5 +305,5 @@ fn killed_while_it_is_carried_out_the_tree_is_the_one_after_it() {
         let backing = mount.umount();
         assert_same(&format!("{told}: in the backing"), &behind(&backing), &new);
     }
-    println!("{rounds} rounds, {decided} killed before it was carried out");
+    println!("{rounds} rounds, {decided} killed before it was applied");
 }

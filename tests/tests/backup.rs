@@ -307,7 +307,7 @@ fn a_mount_goes_on_with_the_backup_of_a_killed_firnd_and_keeps_one_that_it_does_
     let mount = FirnMount::new(&sandbox, &options(&backup));
     firn_id(&sandbox, "commit", mount.path(), 17).ok();
     assert_same("after the commit", &snapshot(mount.path()), &seen);
-    assert!(backups(&backup).is_empty(), "carried out");
+    assert!(backups(&backup).is_empty(), "applied");
     mount.umount();
 }
 

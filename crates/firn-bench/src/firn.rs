@@ -192,7 +192,7 @@ impl Mount<'_> {
             .map(drop)
     }
 
-    /// Waits until the commit is carried out: names in it can be changed then.
+    /// Waits until the commit is applied: names in it can be changed then.
     pub fn wait_carried_out(&self) -> anyhow::Result<()> {
         let name = self.path.join(".carried-out");
         std::fs::create_dir(&name)?;

@@ -15,8 +15,8 @@ use firn_protocol::{HeldPolicy, PROTOCOL_VERSION, Reply, Request, Status};
 use firn_stub::Tree;
 use parking_lot::Mutex;
 
-use crate::carrier::Carrier;
 use crate::chunks::region;
+use crate::commit_applier::CommitApplier;
 use crate::control::{Answer, ControlClient, Service};
 use crate::end::{Client, Event, throttle_progress};
 use crate::gate::TransactionGate;
@@ -54,8 +54,8 @@ pub(crate) struct Answers {
     pub(crate) tree: Option<Arc<Tree<Store>>>,
     /// Samples of the last seconds, for the rates.
     pub(crate) window: Arc<Mutex<Window>>,
-    /// Carries out what was committed asynchronously; none without transactions.
-    pub(crate) carrier: Option<Carrier>,
+    /// Applies what was committed asynchronously; none without transactions.
+    pub(crate) applier: Option<CommitApplier>,
     /// To the main loop, which alone unmounts.
     pub(crate) events: Sender<Event>,
 }
@@ -105,7 +105,7 @@ impl Answers {
     }
 
     fn gate(&self) -> Option<&Arc<TransactionGate>> {
-        self.carrier.as_ref().map(Carrier::gate)
+        self.applier.as_ref().map(CommitApplier::gate)
     }
 
     /// What programs did to the names of a stub tree, before something is said or done about a path.
@@ -115,17 +115,17 @@ impl Answers {
 
     /// The answer to a request about a transaction, which may have an owner.
     fn answer_transaction(&self, request: &Request, peer: &ControlPeer) -> Reply {
-        let Some(carrier) = &self.carrier else {
+        let Some(applier) = &self.applier else {
             return crate::transactions::answer_without(request);
         };
         let forget = |cached| self.invalidate(cached);
         let context = RequestContext {
-            carrier,
+            applier,
             patience: self.patience,
             backing: &self.backing,
             forget: &forget,
         };
-        crate::transactions::answer_owned(carrier.gate(), &self.owners, request, peer, &context)
+        crate::transactions::answer_owned(applier.gate(), &self.owners, request, peer, &context)
     }
 
     /// The answer to requests about transactions once another process acts in the name of this host.

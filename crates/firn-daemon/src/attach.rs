@@ -17,7 +17,9 @@ use firn_engine::{
     ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Recovered, StoredArena,
 };
 use firn_format::quote::quoted_path;
-use firn_transact::{AbortError, ArenaId, Held, Members, Opening, PlainBacking, TransactionError};
+use firn_transact::{
+    AbortError, ArenaId, Members, Opening, PlainBacking, TransactionError, TransactionalBacking,
+};
 
 use crate::error::AttachError;
 use crate::frontend::waiting_tree;
@@ -236,11 +238,12 @@ fn open_store(
     let wanted = options.drain == Drain::Commit;
     let members = participants::members(options)?;
     drop_of_other_homes(backing, &directory, members.as_ref(), arena)?;
-    if !wanted && !Held::has_transactions(&directory)? {
+    if !wanted && !TransactionalBacking::has_transactions(&directory)? {
         return without_transactions(directory, files, options);
     }
     let backups = crate::backup::open_backups(backing, options)?;
-    let known = Held::known_backups(&directory, backups.as_ref().map(|(home, _)| home))?;
+    let known =
+        TransactionalBacking::known_backups(&directory, backups.as_ref().map(|(home, _)| home))?;
     let (store, outcome) = match members {
         None => {
             let opening = Opening {
@@ -248,7 +251,7 @@ fn open_store(
                 arena: Some(arena.id()),
                 ..Opening::default()
             };
-            Held::open_with(directory, opening, |scopes| arena.drop_below(scopes))?
+            TransactionalBacking::open_with(directory, opening, |scopes| arena.drop_below(scopes))?
         }
         Some(members) => open_of_members(backing, directory, members, options, arena, notice)?,
     };
@@ -303,12 +306,12 @@ fn drop_of_other_homes(
         return Ok(());
     }
     let id = arena.id();
-    for home in Held::other_homes(directory, members)? {
+    for home in TransactionalBacking::other_homes(directory, members)? {
         let directory = DirBacking::open(backing).map_err(|e| AttachError::BackingUnusable {
             path: backing.into(),
             source: e,
         })?;
-        Held::drop_of(directory, home, id, |scopes| arena.drop_below(scopes))?;
+        TransactionalBacking::drop_of(directory, home, id, |scopes| arena.drop_below(scopes))?;
     }
     Ok(())
 }
@@ -343,7 +346,8 @@ fn open_of_members(
             arena: Some(arena.id()),
             ..Opening::default()
         };
-        match Held::open_with(directory, opening, |scopes| arena.drop_below(scopes)) {
+        match TransactionalBacking::open_with(directory, opening, |scopes| arena.drop_below(scopes))
+        {
             Err(AttachError::Transactions(
                 error @ TransactionError::Abort(AbortError::Stopping { .. }),
             )) if Instant::now() < deadline => {

@@ -19,7 +19,9 @@ use firn_protocol::BackupStatus;
 use firn_protocol::path::BytePath;
 use firn_transact::backup::{MANIFEST, Progress};
 use firn_transact::change_log::ChangeLog;
-use firn_transact::{BackupError, CommitError, Held, ReviveError, TransactionError};
+use firn_transact::{
+    BackupError, CommitError, ReviveError, TransactionError, TransactionalBacking,
+};
 use firn_trust::{TrustError, check_shared_parent, create_private_dir, open_private_dir};
 use parking_lot::{Condvar, Mutex};
 use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags, accessat, open};
@@ -246,7 +248,8 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
         source,
     })?;
     let store = open_place(&place)?;
-    let (held, _) = Held::open(directory).map_err(AttachError::transactions(&backing))?;
+    let (held, _) =
+        TransactionalBacking::open(directory).map_err(AttachError::transactions(&backing))?;
     let mut report = BackupReport {
         id: log.id,
         scope: log.scope.as_slice().into(),
@@ -289,7 +292,7 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
     Ok(report)
 }
 
-/// It is carried out: what is left of the backup means nothing, and is found to mean nothing.
+/// It is applied: what is left of the backup means nothing, and is found to mean nothing.
 fn forget(place: &Path) {
     let (Some(home), Some(name)) = (place.parent(), place.file_name()) else {
         return;
@@ -297,7 +300,8 @@ fn forget(place: &Path) {
     let removed = || {
         let home = open_private_dir(CWD, home)?;
         let home = DirBacking::of_dir(home, place).map_err(AttachError::io("open the backup"))?;
-        Held::remove_backup(&home, &name.to_string_lossy()).map_err(AttachError::from)
+        TransactionalBacking::remove_backup(&home, &name.to_string_lossy())
+            .map_err(AttachError::from)
     };
     if let Err(error) = removed() {
         tracing::warn!(%error, place = %quoted_path(place), "the backup of a commit that is over cannot be removed");
@@ -338,7 +342,7 @@ fn choose(request: &FromBackup) -> Result<(PathBuf, ChangeLog), RecoverError> {
                     }
                     Err(error) => return Err(error.into()),
                 };
-                match Held::manifest(&store, &store.root())? {
+                match TransactionalBacking::manifest(&store, &store.root())? {
                     Some(Ok(log)) if request.id.is_none_or(|id| id == log.id) => {
                         found.push((place, log));
                     }

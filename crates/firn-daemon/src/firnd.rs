@@ -19,7 +19,7 @@ use signal_hook::iterator::Signals;
 use crate::answers::Answers;
 use crate::attach::{ArenaEnd, Attached, passthrough};
 use crate::backup::{self, Rounds};
-use crate::carrier::Carrier;
+use crate::commit_applier::CommitApplier;
 use crate::control::Control;
 use crate::data_socket::{DataSocket, Served};
 use crate::end::{self, Client, Ending, Event, Outcome};
@@ -158,7 +158,7 @@ impl Mount {
             failures: prepared.failures(),
             tree: tree.clone(),
             window: Arc::clone(&window),
-            carrier: attached.gate.clone().map(Carrier::new),
+            applier: attached.gate.clone().map(CommitApplier::new),
             events: event.clone(),
         });
         if options.drain == Drain::Commit {
@@ -222,10 +222,10 @@ impl Mount {
             let stopped = end::with_patience(force, move || {
                 rounds.stop();
                 answers.owners.stop();
-                if let Some(carrier) = &answers.carrier {
-                    transactions::leave(carrier.gate());
-                    carrier.stop();
-                    transactions::give_up(carrier.gate());
+                if let Some(applier) = &answers.applier {
+                    transactions::leave(applier.gate());
+                    applier.stop();
+                    transactions::give_up(applier.gate());
                 }
             });
             gave_up = !stopped;

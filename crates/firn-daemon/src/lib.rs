@@ -7,9 +7,9 @@
 mod answers;
 mod attach;
 mod backup;
-mod carrier;
 mod check;
 mod chunks;
+mod commit_applier;
 mod control;
 mod data_socket;
 mod end;

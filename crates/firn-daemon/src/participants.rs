@@ -178,7 +178,7 @@ fn wait_for_verdict(
     }
 }
 
-/// Waits until the other hosts have carried out a commit as well; those that have not after a while, or have no
+/// Waits until the other hosts have applied a commit as well. Returns those that have not after a while, or have no
 /// firnd that could.
 pub(crate) fn await_other_hosts(
     gate: &TransactionGate,

@@ -7,7 +7,7 @@ use firn_backing::{DirBacking, Errno};
 use firn_config::Options;
 use firn_format::durability::DurabilityLevel;
 use firn_protocol::ErrorStatus;
-use firn_transact::{Expected, Held, Members, Opening};
+use firn_transact::{Expected, Members, Opening, TransactionalBacking};
 use serde::Serialize;
 
 use crate::attach::{ArenaEnd, Attached};
@@ -58,7 +58,7 @@ pub struct RecoverReport {
 /// What became of the transactions of a host that is gone.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct HostReport {
-    /// Numbers of commits that were carried out.
+    /// Numbers of commits that were applied.
     pub finished: Vec<u64>,
     /// Transactions that were undone.
     pub undone: u64,
@@ -90,8 +90,9 @@ pub fn recover_host(backing: &std::path::Path, host: String) -> Result<HostRepor
         members: Some(members),
         ..Opening::default()
     };
-    let (_, outcome) = Held::open_with(directory, opening, |_| Ok::<_, AttachError>(()))
-        .map_err(AttachError::in_backing(&backing))?;
+    let (_, outcome) =
+        TransactionalBacking::open_with(directory, opening, |_| Ok::<_, AttachError>(()))
+            .map_err(AttachError::in_backing(&backing))?;
     Ok(HostReport {
         finished: outcome.finished,
         undone: outcome.undone.len() as u64,

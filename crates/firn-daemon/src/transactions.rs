@@ -19,7 +19,7 @@ use firn_transact::{
     RestoreError, ScopeError, Stage, StoreError, TransactionError, VoteError,
 };
 
-use crate::carrier::Carrier;
+use crate::commit_applier::CommitApplier;
 use crate::gate::{Pending, ScopeRoot, TransactionGate};
 use crate::owners::{ControlPeer, Owners, Refusal, Request as UnderWay};
 use crate::participants::{self, patiently};
@@ -110,7 +110,7 @@ pub(crate) fn apply_commit(gate: &TransactionGate, path: &[u8]) -> Result<(), Tr
 
 /// What the answer to a request may use of the mount.
 pub(crate) struct RequestContext<'a> {
-    pub(crate) carrier: &'a Carrier,
+    pub(crate) applier: &'a CommitApplier,
     /// How long other hosts are waited for.
     pub(crate) patience: Duration,
     /// The backing directory.
@@ -324,7 +324,7 @@ fn write_back(gate: &TransactionGate, path: &[u8], forget: &dyn Fn(Cached)) {
 }
 
 fn begin(gate: &TransactionGate, path: &[u8], patience: Duration) -> Result<(), TransactionError> {
-    // What was written after a commit that is still carried out is not of the new transaction, and has no way yet.
+    // What was written after a commit that is still being applied is not of the new transaction, and has no way yet.
     if decided(gate, path).is_some()
         && gate
             .engine()
@@ -459,7 +459,7 @@ fn commit(
             begin(gate, path, context.patience)?;
         }
     } else if options.applies_later && !begins_late {
-        context.carrier.wake();
+        context.applier.wake();
         return Ok((id, Vec::new()));
     } else if let Err(error) = apply_commit(gate, path) {
         // Asked again, it is the commit that is meant and not the one after it.

@@ -377,7 +377,7 @@ pub struct Status {
 pub struct TransactionStatus {
     /// Path of its scope below the mount point; empty: all of it.
     pub scope: BytePath,
-    /// `open`, `prepared`, or `decided`: committed and not yet carried out.
+    /// `open`, `prepared`, or `decided`: committed and not yet applied.
     pub stage: String,
     /// Its number, once it has one.
     pub id: Option<u64>,
@@ -399,7 +399,7 @@ pub struct TransactionStatus {
     /// Where several hosts commit together: those that have come.
     #[serde(default)]
     pub here: Vec<String>,
-    /// Why it could not be carried out when that was tried last; it is tried again.
+    /// Why it could not be applied when that was tried last; it is tried again.
     #[serde(default)]
     pub error: Option<String>,
     /// How far its backup is; none without the option `backup`.

@@ -1,7 +1,7 @@
 //! What is Firn's own in a backing or a backup: looked at before anything in it is believed.
 //!
 //! Who may create names at the top of a backing (a directory of mode 1777, the project directory of a group) may
-//! plant a `.firn` there, with a redo record for the next mount to carry out.
+//! plant a `.firn` there, with a change log for the next mount to apply.
 //!
 //! Promises
 //! * Every directory of Firn's own is opened by [`find_dir`] or [`dir`]: a directory and no link to one, of

@@ -1,6 +1,6 @@
 //! Applying a change log, in either direction and as often as it takes.
 //!
-//! This is the one executor of transactions: it carries out commits (redo), restores commits before (undo), and puts
+//! This is the one executor of transactions: it applies commits (redo), restores commits before (undo), and puts
 //! back what a transaction in shadow mode changed (undo, of a log that [`crate::shadow`] makes of what is saved).
 //!
 //! 1. Going back, files that become shorter are cut: what is written next may need the room.

@@ -1,28 +1,28 @@
-//! Attributes of objects in a transaction: those of the twin.
+//! Attributes of objects in a transaction: those of the staged copy.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
 
 use firn_backing::{Attr, Backing, Errno, Kind, Result, SetTime};
 
-use crate::object::{Change, Inner, Object, Twin};
+use crate::object::{Change, Inner, Object, StagedCopy};
 use crate::scope::Scope;
 use crate::shadow::NO_BYTES;
 use crate::staging;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
-impl<B: Backing> Held<B> {
-    /// Changes the attributes of an object: in the backing, or of its twin.
+impl<B: Backing> TransactionalBacking<B> {
+    /// Changes the attributes of an object: in the backing, or of its staged copy.
     pub(crate) fn change_attributes(
         &self,
         object: &Arc<Object<B>>,
         change: impl FnOnce(&B::Inode) -> Result<()>,
     ) -> Result<()> {
-        self.change_twin(object, change, |change| change.attributes = true)
+        self.change_staged_copy(object, change, |change| change.attributes = true)
     }
 
     /// The same; `note` takes down what kind of change of a held object it was.
-    fn change_twin(
+    fn change_staged_copy(
         &self,
         object: &Arc<Object<B>>,
         change: impl FnOnce(&B::Inode) -> Result<()>,
@@ -34,7 +34,7 @@ impl<B: Backing> Held<B> {
         };
         let mut inner = object.inner.write();
         if !object.is_nameless() {
-            self.twin(&scope, object, &mut inner)?;
+            self.stage_copy(&scope, object, &mut inner)?;
         }
         change(&inner.inode(&self.base)?)?;
         inner.change.as_deref_mut().map(note);
@@ -49,12 +49,12 @@ impl<B: Backing> Held<B> {
         atime: SetTime,
         mtime: SetTime,
     ) -> Result<()> {
-        let is_small = atime == SetTime::Keep && object.inner.read().small().is_some();
-        if is_small && self.set_small_time(object, mtime)? {
+        let is_inline = atime == SetTime::Keep && object.inner.read().inline().is_some();
+        if is_inline && self.set_inline_time(object, mtime)? {
             return Ok(());
         }
         let set = |inode: &B::Inode| self.base.set_times(inode, atime, mtime);
-        self.change_twin(object, set, |change| {
+        self.change_staged_copy(object, set, |change| {
             // What was asked for counts, whatever changed in the directory before.
             if mtime != SetTime::Keep {
                 change.touched = None;
@@ -62,8 +62,8 @@ impl<B: Backing> Held<B> {
         })
     }
 
-    /// Makes sure that an object has a twin.
-    pub(crate) fn twin<'a>(
+    /// Makes sure that an object has a staged copy.
+    pub(crate) fn stage_copy<'a>(
         &self,
         scope: &Scope<B>,
         object: &Arc<Object<B>>,
@@ -74,40 +74,40 @@ impl<B: Backing> Held<B> {
         if base.is_none() && inner.change.is_none() {
             return Err(Errno::STALE);
         }
-        if inner.twin().is_none()
+        if inner.staged_copy().is_none()
             && let Some(inode) = base
         {
             let number = scope.change(object, inner).number;
-            let (twin, attr) = self.make_twin(scope, object.kind, &inode, number)?;
+            let (copy, attr) = self.make_staged_copy(scope, object.kind, &inode, number)?;
             let change = scope.change(object, inner);
-            if let Some(small) = &change.small {
-                self.write_out_small(small, &twin)?;
-                Self::forget_small(scope, small);
-                for (at, piece) in small.pieces() {
+            if let Some(inline) = &change.inline {
+                self.write_out_inline(inline, &copy)?;
+                Self::forget_inline(scope, inline);
+                for (at, piece) in inline.pieces() {
                     change.written.insert(at..at + piece.len() as u64);
                 }
-                change.small = None;
+                change.inline = None;
             }
-            (change.twin, change.cut, change.before) =
-                (Some(twin), attr.size, Some((attr.size, attr.mtime)));
+            (change.copy, change.cut, change.before) =
+                (Some(copy), attr.size, Some((attr.size, attr.mtime)));
         }
         Ok(scope.change(object, inner))
     }
 
-    fn make_twin(
+    fn make_staged_copy(
         &self,
         scope: &Scope<B>,
         kind: Kind,
         inode: &B::Inode,
         number: u64,
-    ) -> Result<(Twin<B>, Attr)> {
-        let (nest_name, nest) = scope.plain_nest(&self.base)?;
+    ) -> Result<(StagedCopy<B>, Attr)> {
+        let (staging_name, staging_dir) = scope.plain_staging_dir(&self.base)?;
         let text = number.to_string();
-        let attr = self.copy_object(kind, inode, &nest, OsStr::new(&text))?;
+        let attr = self.copy_object(kind, inode, &staging_dir, OsStr::new(&text))?;
         Ok((
-            Twin {
-                nest,
-                at: (nest_name, text),
+            StagedCopy {
+                staging_dir,
+                at: (staging_name, text),
                 held: None,
                 goes_to: None,
             },
@@ -120,50 +120,50 @@ impl<B: Backing> Held<B> {
         &self,
         kind: Kind,
         inode: &B::Inode,
-        nest: &B::Inode,
+        staging_dir: &B::Inode,
         name: &OsStr,
     ) -> Result<Attr> {
         let me = staging::own();
         let attr = self.base.attr(inode)?;
         let make = || {
             Ok(match kind {
-                Kind::Dir => self.base.mkdir(&me, nest, name, 0o700)?.0,
+                Kind::Dir => self.base.mkdir(&me, staging_dir, name, 0o700)?.0,
                 Kind::Symlink => {
                     let target = self.base.readlink(inode)?;
                     let target = <OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(&target);
-                    self.base.symlink(&me, nest, name, target)?.0
+                    self.base.symlink(&me, staging_dir, name, target)?.0
                 }
                 Kind::File => {
-                    let (twin, file, _) = self.base.create(&me, nest, name, 0o600)?;
+                    let (copy, file, _) = self.base.create(&me, staging_dir, name, 0o600)?;
                     self.base.set_len(&file, attr.size)?;
-                    twin
+                    copy
                 }
                 _ => match self.base.mknod(
                     &me,
-                    nest,
+                    staging_dir,
                     name,
                     (attr.mode & libc::S_IFMT) | 0o600,
                     attr.rdev,
                 ) {
-                    Ok((twin, _)) => twin,
+                    Ok((copy, _)) => copy,
                     // Not everybody may make a device; a file has its attributes as well.
-                    Err(Errno::PERM) => self.base.create(&me, nest, name, 0o600)?.0,
+                    Err(Errno::PERM) => self.base.create(&me, staging_dir, name, 0o600)?.0,
                     Err(errno) => return Err(errno),
                 },
             })
         };
-        let twin = match make() {
+        let copy = match make() {
             // What an attempt before this one left.
             Err(Errno::EXIST) => {
-                match self.base.lookup(nest, name)?.1.kind {
-                    Kind::Dir => self.base.rmdir(nest, name)?,
-                    _ => self.base.unlink(nest, name)?,
+                match self.base.lookup(staging_dir, name)?.1.kind {
+                    Kind::Dir => self.base.rmdir(staging_dir, name)?,
+                    _ => self.base.unlink(staging_dir, name)?,
                 }
                 make()?
             }
             made => made?,
         };
-        staging::copy_attributes(&self.base, inode, &twin)?;
+        staging::copy_attributes(&self.base, inode, &copy)?;
         Ok(attr)
     }
 }

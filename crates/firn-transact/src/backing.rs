@@ -1,4 +1,4 @@
-//! [`Held`] as a backing: each call on objects and files that may be in a transaction.
+//! [`TransactionalBacking`] as a backing: each call on objects and files that may be in a transaction.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
@@ -12,9 +12,9 @@ use firn_backing::{
 use crate::data::TrackedFile;
 use crate::listing::TrackedDir;
 use crate::object::Object;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
-impl<B: Backing> Backing for Held<B> {
+impl<B: Backing> Backing for TransactionalBacking<B> {
     type Inode = Arc<Object<B>>;
     type File = TrackedFile<B>;
     type Dir = TrackedDir<B>;

@@ -7,16 +7,16 @@
 //! ```
 //!
 //! Promises
-//! * When prepare or commit has returned, or while one is decided and not carried out, there is a manifest, and all
+//! * When prepare or commit has returned, or while one is decided and not applied, there is a manifest, and all
 //!   that it tells of is there, durably. It is written last and renamed into place.
 //! * A manifest is there only while its transaction is prepared or decided. `.firn/tx-N/backup` has the name of the
 //!   directory, which no other transaction ever has.
-//! * [`Held::revive`] changes nothing below but `.firn/`, and nothing counts before its record is in its place.
+//! * [`TransactionalBacking::revive`] changes nothing below but `.firn/`, and nothing counts before its record is in its place.
 //!
 //! Rounds copy ahead what has not changed for a whole round: a file that goes on growing is copied once, and two
 //! looks a round apart tell every change between them, however coarse the clock of the backing is.
 //!
-//! [`Held::revive`]: crate::Held::revive
+//! [`TransactionalBacking::revive`]: crate::TransactionalBacking::revive
 
 mod mirror;
 mod revive;

@@ -1,4 +1,4 @@
-//! Data of files in a transaction: the twin's where it was written, the backing's where it was not.
+//! Data of files in a transaction: the staged copy's where it was written, the backing's where it was not.
 
 use std::io::IoSlice;
 use std::sync::Arc;
@@ -6,10 +6,10 @@ use std::sync::atomic::Ordering;
 
 use firn_backing::{Access, Backing, Errno, Result, Seek};
 
-use crate::object::{Below, Inner, Object};
+use crate::object::{Inner, LowerFile, Object};
 use crate::scope::Scope;
 use crate::shadow::NO_BYTES;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
 /// Bytes that are copied at once where the backing cannot copy by itself.
 const BLOCK: usize = 1 << 20;
@@ -65,36 +65,36 @@ struct Stretch<'a> {
 
 enum Source<'a> {
     Hole,
-    Below(Below),
-    /// Of a small change.
+    LowerFile(LowerFile),
+    /// Of an inline change.
     Memory(&'a [u8]),
 }
 
 impl<B: Backing> Inner<B> {
     /// Where the bytes at `at` are, below `size`.
     fn stretch(&self, at: u64, size: u64) -> Stretch<'_> {
-        if let Some(small) = self.small() {
-            return match small.stretch(at) {
+        if let Some(inline) = self.inline() {
+            return match inline.stretch(at) {
                 Ok(bytes) => Stretch {
                     end: at + bytes.len() as u64,
                     from: Source::Memory(bytes),
                 },
                 Err(end) => Stretch {
                     end: end.min(size),
-                    from: Source::Below(Below::Reader),
+                    from: Source::LowerFile(LowerFile::Reader),
                 },
             };
         }
-        let Some(change) = self.change.as_ref().filter(|change| change.twin.is_some()) else {
+        let Some(change) = self.change.as_ref().filter(|change| change.copy.is_some()) else {
             return Stretch {
                 end: size,
-                from: Source::Below(Below::Reader),
+                from: Source::LowerFile(LowerFile::Reader),
             };
         };
         if self.base.is_none() {
             return Stretch {
                 end: size,
-                from: Source::Below(Below::Twin),
+                from: Source::LowerFile(LowerFile::StagedCopy),
             };
         }
         let (end, is_written) = change.written.stretch(at);
@@ -102,11 +102,11 @@ impl<B: Backing> Inner<B> {
         match is_written {
             true => Stretch {
                 end,
-                from: Source::Below(Below::Twin),
+                from: Source::LowerFile(LowerFile::StagedCopy),
             },
             false if at < change.cut => Stretch {
                 end: end.min(change.cut),
-                from: Source::Below(Below::Reader),
+                from: Source::LowerFile(LowerFile::Reader),
             },
             false => Stretch {
                 end,
@@ -116,16 +116,16 @@ impl<B: Backing> Inner<B> {
     }
 
     /// The one file below that has all bytes, if there is one.
-    fn whole(&self) -> Option<Below> {
-        match (&self.base, self.twin()) {
-            (Some(_), None) if self.small().is_none() => Some(Below::Reader),
-            (None, Some(_)) => Some(Below::Twin),
+    fn whole(&self) -> Option<LowerFile> {
+        match (&self.base, self.staged_copy()) {
+            (Some(_), None) if self.inline().is_none() => Some(LowerFile::Reader),
+            (None, Some(_)) => Some(LowerFile::StagedCopy),
             _ => None,
         }
     }
 }
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     pub(crate) fn open_tracked(
         &self,
         object: &Arc<Object<B>>,
@@ -134,7 +134,7 @@ impl<B: Backing> Held<B> {
         let inner = object.inner.read();
         // For its errors.
         let inode = match inner.whole() {
-            Some(Below::Twin) => inner.inode(&self.base)?,
+            Some(LowerFile::StagedCopy) => inner.inode(&self.base)?,
             _ => inner.base.clone().ok_or(Errno::STALE)?,
         };
         drop(self.base.open(&inode, access)?);
@@ -143,14 +143,14 @@ impl<B: Backing> Held<B> {
     }
 
     fn size(&self, object: &Object<B>, inner: &Inner<B>) -> Result<u64> {
-        let below = if inner.twin().is_some() {
-            Below::Twin
+        let below = if inner.staged_copy().is_some() {
+            LowerFile::StagedCopy
         } else {
-            Below::Reader
+            LowerFile::Reader
         };
         Ok(self
             .base
-            .attr_of_file(&*object.below(&self.base, inner, below)?)?
+            .attr_of_file(&*object.lower_file(&self.base, inner, below)?)?
             .size)
     }
 
@@ -163,9 +163,11 @@ impl<B: Backing> Held<B> {
         file.must_read()?;
         let inner = file.object.inner.read();
         if let Some(below) = inner.whole() {
-            return self
-                .base
-                .read_at(&*file.object.below(&self.base, &inner, below)?, buf, offset);
+            return self.base.read_at(
+                &*file.object.lower_file(&self.base, &inner, below)?,
+                buf,
+                offset,
+            );
         }
         self.read_merged(&file.object, &inner, buf, offset)
     }
@@ -186,9 +188,9 @@ impl<B: Backing> Held<B> {
             let part = &mut buf[(at - offset) as usize..(until - offset) as usize];
             let count = match stretch.from {
                 Source::Hole => 0,
-                Source::Below(below) => {
+                Source::LowerFile(below) => {
                     self.base
-                        .read_at(&*object.below(&self.base, inner, below)?, part, at)?
+                        .read_at(&*object.lower_file(&self.base, inner, below)?, part, at)?
                 }
                 Source::Memory(bytes) => {
                     part.copy_from_slice(&bytes[..part.len()]);
@@ -219,7 +221,7 @@ impl<B: Backing> Held<B> {
         Ok(count)
     }
 
-    /// The same while a turn of the transaction waits.
+    /// The same; no transaction begins, is prepared or ends meanwhile.
     fn write_object(
         &self,
         object: &Arc<Object<B>>,
@@ -230,17 +232,17 @@ impl<B: Backing> Held<B> {
         let Some(scope) = self.holding(scope, object, offset)? else {
             let inner = object.inner.read();
             return self.base.write_at(
-                &*object.below(&self.base, &inner, Below::Writer)?,
+                &*object.lower_file(&self.base, &inner, LowerFile::Writer)?,
                 data,
                 offset,
             );
         };
-        if let Some(count) = self.write_small(&scope, object, data, offset)? {
+        if let Some(count) = self.write_inline(&scope, object, data, offset)? {
             return Ok(count);
         }
         self.ready(&scope, object)?;
         let inner = object.inner.read();
-        let below = object.below(&self.base, &inner, inner.target())?;
+        let below = object.lower_file(&self.base, &inner, inner.target())?;
         let count = self.base.write_at(&below, data, offset)?;
         drop(inner);
         let window = offset / EARLY_BYTES..(offset + count as u64) / EARLY_BYTES;
@@ -257,11 +259,11 @@ impl<B: Backing> Held<B> {
     /// Makes sure that [`Inner::target`] takes data.
     fn ready(&self, scope: &Scope<B>, object: &Arc<Object<B>>) -> Result<()> {
         let inner = object.inner.read();
-        if inner.twin().is_some() || object.is_nameless() {
+        if inner.staged_copy().is_some() || object.is_nameless() {
             return Ok(());
         }
         drop(inner);
-        self.twin(scope, object, &mut object.inner.write())
+        self.stage_copy(scope, object, &mut object.inner.write())
             .map(drop)
     }
 
@@ -280,14 +282,17 @@ impl<B: Backing> Held<B> {
         let (_data, scope) = self.writing(object)?;
         let Some(scope) = self.holding(scope, object, len)? else {
             let inner = object.inner.read();
-            return self
-                .base
-                .set_len(&*object.below(&self.base, &inner, Below::Writer)?, len);
+            return self.base.set_len(
+                &*object.lower_file(&self.base, &inner, LowerFile::Writer)?,
+                len,
+            );
         };
         self.ready(&scope, object)?;
         let mut inner = object.inner.write();
-        self.base
-            .set_len(&*object.below(&self.base, &inner, inner.target())?, len)?;
+        self.base.set_len(
+            &*object.lower_file(&self.base, &inner, inner.target())?,
+            len,
+        )?;
         if let Some(change) = &mut inner.change {
             change.cut = change.cut.min(len);
             change.written.cut(len);
@@ -311,7 +316,7 @@ impl<B: Backing> Held<B> {
         let from = if keeps_bytes { NO_BYTES } else { offset };
         let Some(scope) = self.holding(scope, object, from)? else {
             let inner = object.inner.read();
-            let below = object.below(&self.base, &inner, Below::Writer)?;
+            let below = object.lower_file(&self.base, &inner, LowerFile::Writer)?;
             return self.base.allocate(&below, mode, offset, len);
         };
         // These move bytes, which a list of ranges does not tell.
@@ -320,7 +325,7 @@ impl<B: Backing> Held<B> {
         }
         self.ready(&scope, object)?;
         let mut inner = object.inner.write();
-        let below = object.below(&self.base, &inner, inner.target())?;
+        let below = object.lower_file(&self.base, &inner, inner.target())?;
         self.base.allocate(&below, mode, offset, len)?;
         let cleared = mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0;
         let size = self.base.attr_of_file(&below)?.size;
@@ -346,9 +351,11 @@ impl<B: Backing> Held<B> {
         let object = &file.object;
         let inner = object.inner.read();
         if let Some(below) = inner.whole() {
-            return self
-                .base
-                .seek(&*object.below(&self.base, &inner, below)?, offset, what);
+            return self.base.seek(
+                &*object.lower_file(&self.base, &inner, below)?,
+                offset,
+                what,
+            );
         }
         let size = self.size(object, &inner)?;
         let mut at = offset;
@@ -357,10 +364,10 @@ impl<B: Backing> Held<B> {
             let found = match (stretch.from, what) {
                 (Source::Hole, Seek::Hole) | (Source::Memory(_), Seek::Data) => return Ok(at),
                 (Source::Hole, Seek::Data) | (Source::Memory(_), Seek::Hole) => None,
-                (Source::Below(below), _) => {
+                (Source::LowerFile(below), _) => {
                     match self
                         .base
-                        .seek(&*object.below(&self.base, &inner, below)?, at, what)
+                        .seek(&*object.lower_file(&self.base, &inner, below)?, at, what)
                     {
                         Ok(found) => Some(found),
                         // The file below ends here: a hole.
@@ -397,13 +404,13 @@ impl<B: Backing> Held<B> {
         };
         let target = {
             let inner = object.inner.read();
-            object.below(
+            object.lower_file(
                 &self.base,
                 &inner,
                 if is_held {
                     inner.target()
                 } else {
-                    Below::Writer
+                    LowerFile::Writer
                 },
             )?
         };
@@ -420,7 +427,7 @@ impl<B: Backing> Held<B> {
         }
         let count = match inner.whole() {
             Some(below) => {
-                let source = from.object.below(&self.base, &inner, below)?;
+                let source = from.object.lower_file(&self.base, &inner, below)?;
                 self.base
                     .copy_range(&source, from_offset, &target, to_offset, len)?
             }
@@ -442,15 +449,17 @@ impl<B: Backing> Held<B> {
     pub(crate) fn sync_tracked(&self, file: &TrackedFile<B>, data_only: bool) -> Result<()> {
         let inner = file.object.inner.read();
         // Nothing of it is staged: it is durable with the record that takes it.
-        if inner.small().is_some() {
+        if inner.inline().is_some() {
             return Ok(());
         }
-        let below = if inner.twin().is_some() {
-            Below::Twin
+        let below = if inner.staged_copy().is_some() {
+            LowerFile::StagedCopy
         } else {
-            Below::Writer
+            LowerFile::Writer
         };
-        self.base
-            .sync(&*file.object.below(&self.base, &inner, below)?, data_only)
+        self.base.sync(
+            &*file.object.lower_file(&self.base, &inner, below)?,
+            data_only,
+        )
     }
 }

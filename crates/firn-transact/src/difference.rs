@@ -12,9 +12,9 @@ use crate::history::ANCHOR;
 use crate::object::{Inner, Key, Object};
 use crate::scope::Scope;
 use crate::staging;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     /// The difference between the tree below and the one that programs see.
     pub(crate) fn record(&self, scope: &Scope<B>, id: u64) -> Result<ChangeLog, Errno> {
         let mut items: BTreeMap<u64, Entry> = BTreeMap::new();
@@ -29,21 +29,21 @@ impl<B: Backing> Held<B> {
             let number = *numbers.entry(object.key).or_insert(change.number);
             let is_root = number == 0;
             let mut item = Entry::new(number, self.identity(object), object.kind == Kind::Dir);
-            let at = change.twin.as_ref().map(|twin| twin.at.clone());
-            if let (Some(twin), Some(touched)) = (&change.twin, change.touched) {
-                let inode = twin.inode(&self.base)?;
+            let at = change.copy.as_ref().map(|copy| copy.at.clone());
+            if let (Some(copy), Some(touched)) = (&change.copy, change.touched) {
+                let inode = copy.inode(&self.base)?;
                 let mtime = self.base.attr(&inode)?.mtime.max(touched);
                 self.base
                     .set_times(&inode, SetTime::Keep, SetTime::At(mtime))?;
             }
             if inner.base.is_none() {
                 item.new_at = at;
-                if let Some(twin) = change
-                    .twin
+                if let Some(copy) = change
+                    .copy
                     .as_ref()
                     .filter(|_| item.is_dir && !change.removed)
                 {
-                    let attr = self.base.attr(&twin.inode(&self.base)?)?;
+                    let attr = self.base.attr(&copy.inode(&self.base)?)?;
                     item.redo.atime = Some(attr.atime.into());
                     item.redo.mtime = Some(attr.mtime.into());
                 }
@@ -64,24 +64,24 @@ impl<B: Backing> Held<B> {
                     item.redo.mtime = Some(attr.mtime.max(touched).into());
                 }
                 item.redo.copy_at = at;
-                if let Some(small) = &change.small {
-                    let written = small.pieces().map(|(start, piece)| Range {
+                if let Some(inline) = &change.inline {
+                    let written = inline.pieces().map(|(start, piece)| Range {
                         start,
                         end: start + piece.len() as u64,
                         source: Source::Inline(piece.to_vec()),
                     });
-                    item.redo.mtime = Some(small.mtime.into());
+                    item.redo.mtime = Some(inline.mtime.into());
                     item.redo.data = Some(Data {
-                        cut: small.size(),
-                        size: small.size(),
+                        cut: inline.size(),
+                        size: inline.size(),
                         written: written.collect(),
                         grows: false,
                     });
                 }
                 item.redo.changes_attributes = change.attributes;
                 item.redo.mtime_before = change.before.map(|(_, mtime)| mtime.into());
-                if let Some(twin) = change.twin.as_ref().filter(|_| object.kind == Kind::File) {
-                    let size = self.base.attr(&twin.inode(&self.base)?)?.size;
+                if let Some(copy) = change.copy.as_ref().filter(|_| object.kind == Kind::File) {
+                    let size = self.base.attr(&copy.inode(&self.base)?)?.size;
                     let written = change.written.iter();
                     let written = written.map(|range| Range::of_copy(range.start, range.end));
                     let grows = change
@@ -200,8 +200,8 @@ impl<B: Backing> Held<B> {
             number,
             Entry::new(number, self.identity(object), object.kind == Kind::Dir),
         );
-        let seat = object.seat.lock().clone();
-        if let Some((parent, name)) = seat {
+        let location = object.location.lock().clone();
+        if let Some((parent, name)) = location {
             let parent = self.number(scope, &parent, numbers, items);
             items.get_mut(&number).expect("just added").stays =
                 Some((parent, name.as_bytes().to_vec()));
@@ -249,15 +249,15 @@ impl<B: Backing> Held<B> {
         let Some(inode) = inner.base.as_ref().filter(|_| object.kind != Kind::Dir) else {
             return Ok(());
         };
-        let (nest_name, nest) = scope.plain_nest(&self.base)?;
+        let (staging_name, staging_dir) = scope.plain_staging_dir(&self.base)?;
         let text = format!("{ANCHOR}{number}");
-        self.hide_link(scope, object, &nest, &text);
-        match self.base.link(inode, &nest, OsStr::new(&text)) {
+        self.hide_link(scope, object, &staging_dir, &text);
+        match self.base.link(inode, &staging_dir, OsStr::new(&text)) {
             Ok(_) | Err(Errno::EXIST) => {}
             Err(errno) => return Err(errno),
         }
-        self.link_is_hidden(scope, object, &nest, &text);
-        items.get_mut(&number).expect("seen above").anchor_at = Some((nest_name, text));
+        self.link_is_hidden(scope, object, &staging_dir, &text);
+        items.get_mut(&number).expect("seen above").anchor_at = Some((staging_name, text));
         Ok(())
     }
 }

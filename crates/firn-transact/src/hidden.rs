@@ -5,7 +5,7 @@
 //! at any time, also while such a link comes or goes, and the backing tells the number of all links.
 //!
 //! Promises
-//! * [`Held::attr_below`] subtracts a link if and only if the backing has counted it, whatever happens meanwhile.
+//! * [`TransactionalBacking::attr_below`] subtracts a link if and only if the backing has counted it, whatever happens meanwhile.
 //!
 //! A link is entered before it is made, and the entry goes after the link. In between the entry tells that the link
 //! is there, or that it is to be looked for: before and after the backing is asked, and once more where that differs.
@@ -21,7 +21,7 @@ use crate::object::{Key, Object};
 use crate::own::OwnError;
 use crate::scope::Scope;
 use crate::staging;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
 /// Of the transaction that a link of no transaction is of: none has this number.
 const NO_SERIAL: u64 = 0;
@@ -94,7 +94,7 @@ impl<B: Backing> Object<B> {
     }
 }
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     /// The backing's attributes of an object, whose `host` that is, without links of Firn's own.
     pub(crate) fn attr_below(&self, object: &Object<B>, inode: &B::Inode) -> Result<Attr> {
         loop {
@@ -293,7 +293,7 @@ impl<B: Backing> Held<B> {
         self.enter_own_top(Presence::There);
     }
 
-    /// [`Held::staging_dir`], of which the top shows nothing from its first instant on.
+    /// [`TransactionalBacking::staging_dir`], of which the top shows nothing from its first instant on.
     pub(crate) fn hidden_home(&self) -> std::result::Result<B::Inode, OwnError> {
         self.enter_own_top(Presence::Comes);
         let home = self.staging_dir()?;

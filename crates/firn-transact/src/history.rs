@@ -19,7 +19,7 @@ use crate::error::{RestoreError, StoreError};
 use crate::object::Object;
 use crate::scope::{Found, NO_ID, Scope};
 use crate::staging;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 use crate::tree::path_of;
 
 /// The directory below `new/` that has what undoes a commit.
@@ -44,7 +44,7 @@ pub(crate) struct History {
     pub(crate) numbers: Mutex<()>,
 }
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     /// Fills in the undo parts of a log, and stages what they refer to.
     pub(crate) fn stage_undo(&self, scope: &Scope<B>, log: &mut ChangeLog) -> Result<(), Errno> {
         if self.history.commits_max == 0 {
@@ -238,13 +238,13 @@ impl<B: Backing> Held<B> {
         let Some((new, _)) = staging::find_dir(&self.base, dir, staging::NEW)? else {
             return Ok(());
         };
-        for (nest, ..) in staging::list(&self.base, &new)? {
-            let nest = String::from_utf8_lossy(&nest);
-            if nest != UNDO_DIR
-                && let Some((nest, _)) = staging::find_dir(&self.base, &new, &nest)?
+        for (staging_dir, ..) in staging::list(&self.base, &new)? {
+            let staging_dir = String::from_utf8_lossy(&staging_dir);
+            if staging_dir != UNDO_DIR
+                && let Some((staging_dir, _)) = staging::find_dir(&self.base, &new, &staging_dir)?
             {
                 let is_anchor = |name: &[u8]| name.starts_with(ANCHOR.as_bytes());
-                staging::clear_but(&self.base, &nest, &is_anchor)?;
+                staging::clear_but(&self.base, &staging_dir, &is_anchor)?;
             }
         }
         Ok(())
@@ -349,7 +349,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// Undoes a commit, the newest of the scope at `root`. From the rename on it is a transaction that is decided: where
-    /// this fails later it is applied by [`Decided::apply`](crate::Decided::apply), the next [`Held::restore`], or the next
+    /// this fails later it is applied by [`Decided::apply`](crate::Decided::apply), the next [`TransactionalBacking::restore`], or the next
     /// mount. The caller holds names and data.
     pub(crate) fn undo(&self, root: &Arc<Object<B>>, serial: u64) -> Result<(), StoreError> {
         let firn = self.staging_dir()?;
@@ -380,7 +380,7 @@ impl<B: Backing> Held<B> {
             flags,
         )?;
         self.scopes.add(Arc::new(scope));
-        self.carry_out_undo(serial)
+        self.apply_undo(serial)
     }
 
     /// Makes the files those of checkpoint `id`: finishes the transaction that was prepared with it, or throws

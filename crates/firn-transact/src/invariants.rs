@@ -10,13 +10,13 @@ use firn_backing::{Backing, Kind};
 
 use crate::object::{Change, Inner, Object};
 use crate::scope::Scope;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
 /// With more objects than this in a transaction, a change of names has only the objects looked at that it names:
 /// a look at all after each change would take a time that is quadratic.
 const FEW: usize = 64;
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     /// After a change of names, which the caller still holds: `touched` are the objects that it named.
     pub(crate) fn check_names(&self, scope: &Scope<B>, touched: &[&Arc<Object<B>>]) {
         if !cfg!(debug_assertions) {
@@ -46,19 +46,21 @@ impl<B: Backing> Held<B> {
         }
         check_tables(scope);
         let changed = scope.changed.lock().clone();
-        let small: u64 = changed
+        let inline: u64 = changed
             .values()
-            .map(|object| small_bytes(&object.inner.read()))
+            .map(|object| inline_bytes(&object.inner.read()))
             .sum();
-        let counted = scope.small_bytes.load(std::sync::atomic::Ordering::Acquire);
-        assert_eq!(counted, small, "the bytes of small changes are counted");
+        let counted = scope
+            .inline_bytes
+            .load(std::sync::atomic::Ordering::Acquire);
+        assert_eq!(counted, inline, "the bytes of inline changes are counted");
         self.tree.check();
     }
 }
 
-fn small_bytes<B: Backing>(inner: &Inner<B>) -> u64 {
-    inner.small().map_or(0, |small| {
-        small.pieces().map(|(_, piece)| piece.len() as u64).sum()
+fn inline_bytes<B: Backing>(inner: &Inner<B>) -> u64 {
+    inner.inline().map_or(0, |inline| {
+        inline.pieces().map(|(_, piece)| piece.len() as u64).sum()
     })
 }
 
@@ -131,22 +133,22 @@ fn check_object<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>, inner: &I
         "a change is listed by its number"
     );
     assert!(
-        inner.base.is_some() || change.twin.is_some(),
+        inner.base.is_some() || change.copy.is_some(),
         "a new object is staged"
     );
     assert!(
-        change.twin.is_none() || change.small.is_none(),
-        "a change has a twin or is small"
+        change.copy.is_none() || change.inline.is_none(),
+        "a change has a staged copy or inline bytes"
     );
-    assert!(change.small.is_none() || (inner.base.is_some() && object.kind == Kind::File));
+    assert!(change.inline.is_none() || (inner.base.is_some() && object.kind == Kind::File));
     assert!(object.kind == Kind::Dir || (change.names.is_empty() && !change.removed));
     assert!(
         object.kind == Kind::File || change.written.is_empty(),
         "bytes are written to files"
     );
     assert!(
-        change.written.is_empty() || change.twin.is_some(),
-        "written ranges are in the twin"
+        change.written.is_empty() || change.copy.is_some(),
+        "written ranges are in the staged copy"
     );
     check_written(change);
     for (name, named) in &change.names {

@@ -1,11 +1,11 @@
 //! Transactions: names and data over a backing that are held until they are committed (CprFS).
 //!
-//! [`Held`] is a backing over a backing; a mount without transactions has a [`PlainBacking`] instead ([`Store`]).
-//! Outside of transactions every call goes through. Between [`Held::begin`] and the commit of a scope, which is a
+//! [`TransactionalBacking`] is a backing over a backing; a mount without transactions has a [`PlainBacking`] instead ([`Store`]).
+//! Outside of transactions every call goes through. Between [`TransactionalBacking::begin`] and the commit of a scope, which is a
 //! directory and all below it, programs see their changes and the backing shows none: new objects are staged in
 //! `.firn/` in the backing, changes of others are kept in tables, in memory and in staged copies. [`Open::prepare`]
 //! writes all that is to be done to a durable record and leaves the outcome open; [`Prepared::decide`] decides it,
-//! durably, and [`Decided::apply`] does what the record says; an abort throws it away. [`Held::open`] ends, after a
+//! durably, and [`Decided::apply`] does what the record says; an abort throws it away. [`TransactionalBacking::open`] ends, after a
 //! crash, what was decided and undoes what was not prepared.
 //!
 //! In shadow mode ([`shadow`]) nothing is held: changes go to the backing, and what undoes them is saved first.
@@ -29,6 +29,7 @@ mod difference;
 mod error;
 mod hidden;
 mod history;
+mod inline;
 mod invariants;
 mod listing;
 mod names;
@@ -41,7 +42,6 @@ mod report;
 mod scope;
 mod scopes;
 pub mod shadow;
-mod small;
 mod staging;
 mod staging_dir;
 pub mod state;
@@ -68,5 +68,5 @@ pub use shadow::Mode;
 pub use staging::TOP;
 pub use staging_dir::{other_staging_dirs, staging_dir_name};
 pub use store::{Store, StoreDir, StoreFile, StoreInode};
-pub use transactional::Held;
+pub use transactional::TransactionalBacking;
 pub use vote::{Verdict, Vote};

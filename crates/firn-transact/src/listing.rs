@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 
 use crate::object::Object;
 use crate::staging;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
 /// A name, the inode number and the kind of what it leads to.
 pub(crate) type Listed = (OsString, u64, Option<Kind>);
@@ -21,7 +21,7 @@ pub struct TrackedDir<B: Backing> {
     entries: Mutex<Vec<Listed>>,
 }
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     pub(crate) fn open_tracked_dir(&self, object: &Arc<Object<B>>) -> Result<TrackedDir<B>> {
         let dir = TrackedDir {
             object: Arc::clone(object),

@@ -5,14 +5,14 @@ use std::sync::Arc;
 
 use firn_backing::{Attr, Backing, Errno, Kind, RenameFlags, Result, Time};
 
-use crate::object::{Change, Inner, Named, Object, Twin};
+use crate::object::{Change, Inner, Named, Object, StagedCopy};
 use crate::scope::Scope;
 use crate::shadow::{NO_BYTES, Shadow};
 use crate::staging;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 use crate::tree::Names;
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     pub(crate) fn is_hidden(&self, parent: &Arc<Object<B>>, name: &OsStr) -> bool {
         parent.parent().is_none() && name == staging::TOP
     }
@@ -43,7 +43,7 @@ impl<B: Backing> Held<B> {
         if self.is_hidden(parent, name) {
             return Ok(None);
         }
-        // A new directory's twin is empty, and says what is wrong with a name.
+        // A new directory's staged copy is empty, and says what is wrong with a name.
         let inode = inner
             .base
             .clone()
@@ -84,15 +84,15 @@ impl<B: Backing> Held<B> {
             return Err(Errno::EXIST);
         }
         self.must_be_there(parent)?;
-        let (nest_name, nest) = scope.nest(&self.base, &dir)?;
+        let (staging_name, staging_dir) = scope.staging_dir_for(&self.base, &dir)?;
         let number = scope.next_number();
         let text = number.to_string();
-        let attr = make(&nest, OsStr::new(&text))?.1;
+        let attr = make(&staging_dir, OsStr::new(&text))?.1;
         let is_dir = attr.kind == Kind::Dir;
         let change = Change {
-            twin: Some(Twin {
-                nest,
-                at: (nest_name, text),
+            copy: Some(StagedCopy {
+                staging_dir,
+                at: (staging_name, text),
                 held: None,
                 goes_to: None,
             }),
@@ -103,8 +103,13 @@ impl<B: Backing> Held<B> {
             base: None,
             change: Some(Box::new(change)),
         };
-        let seat = Some((Arc::clone(parent), name.to_owned()));
-        let object = Arc::new(Object::new((attr.dev, attr.ino), attr.kind, inner, seat));
+        let location = Some((Arc::clone(parent), name.to_owned()));
+        let object = Arc::new(Object::new(
+            (attr.dev, attr.ino),
+            attr.kind,
+            inner,
+            location,
+        ));
         scope.changed.lock().insert(number, Arc::clone(&object));
         self.tree.adopt(&object);
         self.name(
@@ -163,7 +168,7 @@ impl<B: Backing> Held<B> {
         change.links += subdirectories;
         change.touched = Some(Time::now());
         if let Some(object) = object {
-            object.sit(dir, name);
+            object.move_to(dir, name);
         }
     }
 
@@ -191,8 +196,8 @@ impl<B: Backing> Held<B> {
             return;
         }
         let number = change.number;
-        let Some(twin) = &change.twin else { return };
-        match self.unstage(object.kind, twin) {
+        let Some(copy) = &change.copy else { return };
+        match self.unstage(object.kind, copy) {
             Ok(inode) => {
                 scope.changed.lock().remove(&number);
                 object.become_nameless(&mut inner, inode);
@@ -204,13 +209,13 @@ impl<B: Backing> Held<B> {
     }
 
     /// Takes the name of a staged object. Returns what is left: it is gone when nobody holds that.
-    fn unstage(&self, kind: Kind, twin: &Twin<B>) -> Result<B::Inode> {
-        let inode = twin.inode(&self.base)?;
-        let name = OsStr::new(&twin.at.1);
+    fn unstage(&self, kind: Kind, copy: &StagedCopy<B>) -> Result<B::Inode> {
+        let inode = copy.inode(&self.base)?;
+        let name = OsStr::new(&copy.at.1);
         if kind == Kind::Dir {
-            self.base.rmdir(&twin.nest, name)?;
+            self.base.rmdir(&copy.staging_dir, name)?;
         } else {
-            self.base.unlink(&twin.nest, name)?;
+            self.base.unlink(&copy.staging_dir, name)?;
         }
         Ok(inode)
     }
@@ -450,12 +455,12 @@ impl<B: Backing> Held<B> {
         self.base
             .rename(&from_inode, name, &to_inode, new_name, flags)?;
         if let Some(source) = source {
-            source.sit(to, new_name);
+            source.move_to(to, new_name);
         }
         if flags.contains(RenameFlags::EXCHANGE)
             && let Some(target) = target
         {
-            target.sit(from, name);
+            target.move_to(from, name);
         }
         Ok(())
     }

@@ -6,9 +6,9 @@
 //!   only, and one without base and change was made in a transaction that was aborted.
 //! * An object that was made in a transaction and has lost its last name is *nameless*: it belongs to no
 //!   transaction any more, has a base and no change, and lives as long as somebody refers to it.
-//! * The *twin* of a change is a staged object of its own inode. For an object without base it is the
+//! * The *staged copy* of a change is a staged object of its own inode. For an object without base it is the
 //!   object itself, which a commit moves into place; else it has the new attributes and, of a file, the size
-//!   and the bytes that were written. A change has a twin or is small ([`crate::small`]), never both.
+//!   and the bytes that were written. A change has a staged copy or has inline bytes ([`crate::inline`]), never both.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -19,21 +19,21 @@ use firn_backing::{Access, Attr, Backing, Errno, Kind, Result, Time};
 use parking_lot::{Mutex, RwLock};
 
 use crate::change_log::Staged;
-use crate::small::Small;
-use crate::transactional::Held;
+use crate::inline::InlineChanges;
+use crate::transactional::TransactionalBacking;
 use firn_conflict::Ranges;
 
 /// Device and inode.
 pub(crate) type Key = (u64, u64);
 
 /// The directory that an object was last seen in, and its name there.
-pub(crate) type Seat<B> = (Arc<Object<B>>, OsString);
+pub(crate) type Location<B> = (Arc<Object<B>>, OsString);
 
 /// One object of a tracked tree.
 pub struct Object<B: Backing> {
     pub(crate) key: Key,
     pub(crate) kind: Kind,
-    pub(crate) seat: Mutex<Option<Seat<B>>>,
+    pub(crate) location: Mutex<Option<Location<B>>>,
     pub(crate) inner: RwLock<Inner<B>>,
     /// Whether links of it are Firn's and not shown, and how often that changed: see [`crate::hidden`].
     pub(crate) hides: AtomicU64,
@@ -53,10 +53,10 @@ pub(crate) struct Inner<B: Backing> {
 pub(crate) struct Change<B: Backing> {
     pub(crate) number: u64,
     /// Where the object was when it was changed first: a name of the backing's, if it has one.
-    pub(crate) origin: Option<Seat<B>>,
-    pub(crate) twin: Option<Twin<B>>,
-    /// Of a file of the backing that has no twin: what little was overwritten.
-    pub(crate) small: Option<Small>,
+    pub(crate) origin: Option<Location<B>>,
+    pub(crate) copy: Option<StagedCopy<B>>,
+    /// Of a file of the backing that has no staged copy: what little was overwritten.
+    pub(crate) inline: Option<InlineChanges>,
     /// Of a directory: names that differ from the backing's.
     pub(crate) names: BTreeMap<OsString, Named<B>>,
     /// Names more than the backing's object has; of a directory: subdirectories.
@@ -70,11 +70,11 @@ pub(crate) struct Change<B: Backing> {
     /// Bytes of the old content that still count where nothing was written.
     pub(crate) cut: u64,
     pub(crate) written: Ranges,
-    /// Size and last change of the backing's object when its twin was made.
+    /// Size and last change of the backing's object when its staged copy was made.
     pub(crate) before: Option<(u64, Time)>,
     /// Owner, mode or extended attributes were changed.
     pub(crate) attributes: bool,
-    /// The attributes that programs see while the commit is carried out behind them.
+    /// The attributes that programs see while the commit is applied and they read on.
     pub(crate) frozen: Option<Attr>,
 }
 
@@ -87,12 +87,12 @@ pub(crate) struct Named<B: Backing> {
 }
 
 impl<B: Backing> Change<B> {
-    pub(crate) fn new(number: u64, origin: Option<Seat<B>>) -> Self {
+    pub(crate) fn new(number: u64, origin: Option<Location<B>>) -> Self {
         Self {
             number,
             origin,
-            twin: None,
-            small: None,
+            copy: None,
+            inline: None,
             names: BTreeMap::new(),
             links: 0,
             removed: false,
@@ -109,23 +109,23 @@ impl<B: Backing> Change<B> {
 
 /// A staged object. There may be more of them than a process may hold descriptors: it is looked up when it is
 /// used.
-pub(crate) struct Twin<B: Backing> {
+pub(crate) struct StagedCopy<B: Backing> {
     /// The directory that it is staged in.
-    pub(crate) nest: B::Inode,
+    pub(crate) staging_dir: B::Inode,
     pub(crate) at: Staged,
     /// The object, where its staged name is gone.
     pub(crate) held: Option<B::Inode>,
-    /// Where a commit that is being carried out moves it to.
+    /// Where a commit that is being applied moves it to.
     pub(crate) goes_to: Option<(B::Inode, OsString)>,
 }
 
-impl<B: Backing> Twin<B> {
+impl<B: Backing> StagedCopy<B> {
     pub(crate) fn inode(&self, base: &B) -> Result<B::Inode> {
         if let Some(inode) = &self.held {
             return Ok(inode.clone());
         }
         match (
-            base.lookup(&self.nest, OsStr::new(&self.at.1)),
+            base.lookup(&self.staging_dir, OsStr::new(&self.at.1)),
             &self.goes_to,
         ) {
             // It went there meanwhile, with one rename.
@@ -139,26 +139,31 @@ impl<B: Backing> Twin<B> {
 struct Files<B: Backing> {
     reader: Option<Arc<B::File>>,
     writer: Option<Arc<B::File>>,
-    twin: Option<Arc<B::File>>,
+    copy: Option<Arc<B::File>>,
 }
 
 /// Which file below is meant.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Below {
+pub(crate) enum LowerFile {
     /// The backing's, for reading.
     Reader,
     /// The backing's, for writing.
     Writer,
-    /// The twin's, for both.
-    Twin,
+    /// The staged copy's, for both.
+    StagedCopy,
 }
 
 impl<B: Backing> Object<B> {
-    pub(crate) fn new(key: Key, kind: Kind, inner: Inner<B>, seat: Option<Seat<B>>) -> Self {
+    pub(crate) fn new(
+        key: Key,
+        kind: Kind,
+        inner: Inner<B>,
+        location: Option<Location<B>>,
+    ) -> Self {
         Self {
             key,
             kind,
-            seat: Mutex::new(seat),
+            location: Mutex::new(location),
             inner: RwLock::new(inner),
             hides: AtomicU64::new(0),
             nameless: AtomicBool::new(false),
@@ -166,20 +171,20 @@ impl<B: Backing> Object<B> {
             files: Mutex::new(Files {
                 reader: None,
                 writer: None,
-                twin: None,
+                copy: None,
             }),
         }
     }
 
     pub(crate) fn parent(&self) -> Option<Arc<Self>> {
-        self.seat
+        self.location
             .lock()
             .as_ref()
             .map(|(parent, _)| Arc::clone(parent))
     }
 
-    pub(crate) fn sit(&self, parent: &Arc<Self>, name: &OsStr) {
-        *self.seat.lock() = Some((Arc::clone(parent), name.to_owned()));
+    pub(crate) fn move_to(&self, parent: &Arc<Self>, name: &OsStr) {
+        *self.location.lock() = Some((Arc::clone(parent), name.to_owned()));
     }
 
     /// Whether `other` is this object or above it.
@@ -195,7 +200,7 @@ impl<B: Backing> Object<B> {
     }
 
     /// The attributes that programs see.
-    pub(crate) fn attr(&self, held: &Held<B>) -> Result<Attr> {
+    pub(crate) fn attr(&self, held: &TransactionalBacking<B>) -> Result<Attr> {
         let inner = self.inner.read();
         if let Some(attr) = inner.change.as_ref().and_then(|change| change.frozen) {
             return Ok(attr);
@@ -218,8 +223,8 @@ impl<B: Backing> Object<B> {
         self.nameless.store(true, Ordering::Release);
         // Handles go on with the file that they have open.
         let mut files = self.files.lock();
-        if let Some(twin) = files.twin.take() {
-            (files.reader, files.writer) = (Some(Arc::clone(&twin)), Some(twin));
+        if let Some(copy) = files.copy.take() {
+            (files.reader, files.writer) = (Some(Arc::clone(&copy)), Some(copy));
         }
     }
 
@@ -242,29 +247,34 @@ impl<B: Backing> Object<B> {
         *self.files.lock() = Files {
             reader: None,
             writer: None,
-            twin: None,
+            copy: None,
         };
     }
 
     /// The file below, opened if need be.
-    pub(crate) fn below(&self, base: &B, inner: &Inner<B>, which: Below) -> Result<Arc<B::File>> {
+    pub(crate) fn lower_file(
+        &self,
+        base: &B,
+        inner: &Inner<B>,
+        which: LowerFile,
+    ) -> Result<Arc<B::File>> {
         let mut files = self.files.lock();
         let Files {
             reader,
             writer,
-            twin,
+            copy,
         } = &mut *files;
         let (slot, access) = match which {
-            Below::Reader => (reader, Access::Read),
-            Below::Writer => (writer, Access::ReadWrite),
-            Below::Twin => (twin, Access::ReadWrite),
+            LowerFile::Reader => (reader, Access::Read),
+            LowerFile::Writer => (writer, Access::ReadWrite),
+            LowerFile::StagedCopy => (copy, Access::ReadWrite),
         };
         if let Some(file) = slot {
             return Ok(Arc::clone(file));
         }
         let inode = match which {
-            Below::Reader | Below::Writer => inner.base.clone().ok_or(Errno::STALE)?,
-            Below::Twin => inner.twin().ok_or(Errno::STALE)?.inode(base)?,
+            LowerFile::Reader | LowerFile::Writer => inner.base.clone().ok_or(Errno::STALE)?,
+            LowerFile::StagedCopy => inner.staged_copy().ok_or(Errno::STALE)?.inode(base)?,
         };
         let file = Arc::new(base.open(&inode, access)?);
         *slot = Some(Arc::clone(&file));
@@ -273,70 +283,70 @@ impl<B: Backing> Object<B> {
 }
 
 impl<B: Backing> Inner<B> {
-    pub(crate) fn twin(&self) -> Option<&Twin<B>> {
-        self.change.as_ref()?.twin.as_ref()
+    pub(crate) fn staged_copy(&self) -> Option<&StagedCopy<B>> {
+        self.change.as_ref()?.copy.as_ref()
     }
 
     /// The file below that takes what is written in a transaction. One that became nameless meanwhile is as good
     /// as outside.
-    pub(crate) fn target(&self) -> Below {
-        if self.twin().is_some() {
-            Below::Twin
+    pub(crate) fn target(&self) -> LowerFile {
+        if self.staged_copy().is_some() {
+            LowerFile::StagedCopy
         } else {
-            Below::Writer
+            LowerFile::Writer
         }
     }
 
-    /// What to ask for attributes and their like: the twin where there is one.
+    /// What to ask for attributes and their like: the staged copy where there is one.
     pub(crate) fn inode(&self, base: &B) -> Result<B::Inode> {
-        match self.twin() {
-            Some(twin) => twin.inode(base),
+        match self.staged_copy() {
+            Some(copy) => copy.inode(base),
             None => self.base.clone().ok_or(Errno::STALE),
         }
     }
 
-    fn attr(&self, held: &Held<B>, object: &Object<B>) -> Result<Attr> {
+    fn attr(&self, held: &TransactionalBacking<B>, object: &Object<B>) -> Result<Attr> {
         let base = &held.base;
         let Some(change) = &self.change else {
             return held.attr_below(object, self.base.as_ref().ok_or(Errno::STALE)?);
         };
-        let twin = change
-            .twin
+        let copy = change
+            .copy
             .as_ref()
-            .map(|twin| base.attr(&twin.inode(base)?))
+            .map(|copy| base.attr(&copy.inode(base)?))
             .transpose()?;
-        let mut attr = match (&self.base, twin) {
+        let mut attr = match (&self.base, copy) {
             (None, None) => return Err(Errno::STALE),
-            (None, Some(twin)) if object.kind == Kind::Dir => twin,
+            (None, Some(copy)) if object.kind == Kind::Dir => copy,
             // Its staged name is not one of its names.
-            (None, Some(twin)) => Attr { nlink: 0, ..twin },
+            (None, Some(copy)) => Attr { nlink: 0, ..copy },
             (Some(inode), None) => {
                 let below = held.attr_below(object, inode)?;
-                match &change.small {
-                    Some(small) => Attr {
-                        mtime: small.mtime,
-                        ctime: small.ctime,
+                match &change.inline {
+                    Some(inline) => Attr {
+                        mtime: inline.mtime,
+                        ctime: inline.ctime,
                         ..below
                     },
                     None => below,
                 }
             }
-            (Some(inode), Some(twin)) => {
+            (Some(inode), Some(copy)) => {
                 let below = held.attr_below(object, inode)?;
                 let is_file = object.kind == Kind::File;
                 Attr {
-                    mode: (below.mode & libc::S_IFMT) | (twin.mode & !libc::S_IFMT),
-                    size: if is_file { twin.size } else { below.size },
+                    mode: (below.mode & libc::S_IFMT) | (copy.mode & !libc::S_IFMT),
+                    size: if is_file { copy.size } else { below.size },
                     blocks: if is_file {
-                        below.blocks + twin.blocks
+                        below.blocks + copy.blocks
                     } else {
                         below.blocks
                     },
-                    uid: twin.uid,
-                    gid: twin.gid,
-                    atime: twin.atime,
-                    mtime: twin.mtime,
-                    ctime: twin.ctime,
+                    uid: copy.uid,
+                    gid: copy.gid,
+                    atime: copy.atime,
+                    mtime: copy.mtime,
+                    ctime: copy.ctime,
                     ..below
                 }
             }

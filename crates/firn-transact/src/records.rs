@@ -14,9 +14,9 @@ use crate::error::StoreError;
 use crate::scope::{NO_ID, Scope};
 use crate::shadow::Shadow;
 use crate::staging;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     /// A record in the directory `name` of `.firn/`; `None` where there is none.
     pub(crate) fn load_record(
         &self,
@@ -76,7 +76,7 @@ impl<B: Backing> Held<B> {
     /// Removes a transaction's record, durably: without it the rest means nothing.
     pub(crate) fn forget(&self, dir: &B::Inode) -> Result<(), Errno> {
         let is_shadow = Shadow::is_at(&self.base, dir)?;
-        // In this order: a record that is still to be carried out goes last.
+        // In this order: a record that is still to be applied goes last.
         for record in [
             staging::OPEN,
             staging::RECORD,

@@ -17,12 +17,12 @@ use crate::object::{Inner, Object};
 use crate::own::OwnError;
 use crate::scope::ArenaId;
 use crate::staging;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
-/// What [`Held::open`] did.
+/// What [`TransactionalBacking::open`] did.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Outcome {
-    /// Committed ones that were carried out to the end: their numbers.
+    /// Committed ones that were applied to the end: their numbers.
     pub finished: Vec<u64>,
     /// Scopes of those that were undone because nobody had prepared them.
     pub undone: Vec<Vec<u8>>,
@@ -30,7 +30,7 @@ pub struct Outcome {
     pub waiting: Vec<(u64, Vec<u8>)>,
 }
 
-/// How [`Held::open_with`] opens a backing.
+/// How [`TransactionalBacking::open_with`] opens a backing.
 #[derive(Clone, Debug, Default)]
 pub struct Opening {
     /// Commits of each scope that can be undone.
@@ -48,8 +48,8 @@ pub(super) struct StoredTransaction<B: Backing> {
     pub(super) dir: B::Inode,
 }
 
-impl<B: Backing> Held<B> {
-    /// Whether there is something in the backing that [`Held::open`] must see to first.
+impl<B: Backing> TransactionalBacking<B> {
+    /// Whether there is something in the backing that [`TransactionalBacking::open`] must see to first.
     pub fn has_transactions(base: &B) -> Result<bool, StoreError> {
         let Some((firn, _)) = staging::find_dir(base, &base.root(), staging::TOP)? else {
             return Ok(false);
@@ -222,7 +222,7 @@ impl<B: Backing> Held<B> {
                 let away = staging::dir(&self.base, &dir, staging::AWAY)?;
                 let below = (&self.base, self.device());
                 Apply::new(below, (&log, direction), &new, &away).run()?;
-                self.sync_what_was_carried_out(firn, &log.scope)?;
+                self.sync_what_was_applied(firn, &log.scope)?;
                 self.finish(&dir, (&log, direction), serial)?;
                 self.remove_or_keep(firn, serial, &dir)?;
                 outcome.finished.push(log.id_after(direction));
@@ -267,9 +267,16 @@ impl<B: Backing> Held<B> {
             .filter_map(|entry| Some((entry.identity, entry.anchor_at.clone()?)))
             .collect();
         let scope = self.new_scope(serial, root, record.scope.clone(), dir, Some(record))?;
-        for (identity, (nest, name)) in anchored {
-            if let Some((nest, _)) = staging::find_dir(&self.base, &scope.new, &nest)? {
-                self.found_hidden(serial, (self.device(), identity.ino), &nest, name, false);
+        for (identity, (staging_dir, name)) in anchored {
+            if let Some((staging_dir, _)) = staging::find_dir(&self.base, &scope.new, &staging_dir)?
+            {
+                self.found_hidden(
+                    serial,
+                    (self.device(), identity.ino),
+                    &staging_dir,
+                    name,
+                    false,
+                );
             }
         }
         if let Some(shadow) = &scope.shadow {
@@ -281,8 +288,8 @@ impl<B: Backing> Held<B> {
         Ok(())
     }
 
-    /// An earlier process may have carried a part out, and did not live to sync it.
-    fn sync_what_was_carried_out(&self, firn: &B::Inode, scope: &[u8]) -> Result<(), Errno> {
+    /// An earlier process may have applied a part, and did not live to sync it.
+    fn sync_what_was_applied(&self, firn: &B::Inode, scope: &[u8]) -> Result<(), Errno> {
         self.base.sync_tree(firn)?;
         let mut root = self.base.root();
         for name in scope.split(|&b| b == b'/').filter(|name| !name.is_empty()) {

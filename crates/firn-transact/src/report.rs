@@ -12,7 +12,7 @@ use crate::backup::Progress;
 use crate::scope::{Scope, Stage};
 use crate::shadow::Shadow;
 use crate::state::State;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
 /// What an open transaction has.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,15 +29,15 @@ pub struct Transaction {
     pub states: BTreeMap<State, u64>,
     /// An earlier firnd prepared it.
     pub is_recovered: bool,
-    /// Why it could not be carried out when that was tried last.
+    /// Why it could not be applied when that was tried last.
     pub trouble: Option<String>,
     /// Where there is a backup: how far it is.
     pub backup: Option<Progress>,
 }
 
-impl<B: Backing> Held<B> {
-    /// For reports: the transactions that are not over; one that is to be carried out comes before the next one of its
-    /// scope. Whoever acts on one asks for its handle ([`Held::current_transaction`]).
+impl<B: Backing> TransactionalBacking<B> {
+    /// For reports: the transactions that are not over; one that is to be applied comes before the next one of its
+    /// scope. Whoever acts on one asks for its handle ([`TransactionalBacking::current_transaction`]).
     pub fn transactions(&self) -> Vec<Transaction> {
         let one = |scope: Arc<Scope<B>>| Transaction {
             scope: scope.path.clone(),
@@ -52,7 +52,7 @@ impl<B: Backing> Held<B> {
             written_bytes: scope.written_bytes.load(Ordering::Relaxed),
             states: scope.count_states(),
             is_recovered: scope.recovered.is_some(),
-            trouble: scope.carried.trouble(),
+            trouble: scope.application.trouble(),
             backup: self.backup_progress(&scope),
         };
         let all = self.scopes.in_order().into_iter().map(one);

@@ -17,19 +17,19 @@ use crate::change_log::{ChangeLog, Direction};
 use crate::object::{Change, Inner, Object};
 use crate::shadow::Shadow;
 use crate::staging;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
 mod abort;
+mod apply_commit;
 mod arenas;
 mod begin;
-mod carry;
 mod handle;
 mod prepare;
 
 pub use arenas::ArenaId;
 pub use handle::{Decided, Found, Open, Prepared};
 
-/// Number of the state before the first commit: [`Held::committed`] has none.
+/// Number of the state before the first commit: [`TransactionalBacking::committed`] has none.
 pub(crate) const NO_ID: u64 = u64::MAX;
 
 /// How far a transaction is.
@@ -39,7 +39,7 @@ pub enum Stage {
     Open,
     /// Durable; changes wait until it is decided.
     Prepared(u64),
-    /// Committed; not all of it is carried out.
+    /// Committed; not all of it is applied.
     Decided(u64),
     /// Over.
     Ended,
@@ -54,17 +54,17 @@ pub(crate) struct Scope<B: Backing> {
     pub(crate) new: B::Inode,
     away: B::Inode,
     /// Directories below `new`, by what objects made in them inherit.
-    nests: Mutex<HashMap<Inherited, (String, B::Inode)>>,
+    staging_dirs: Mutex<HashMap<Inherited, (String, B::Inode)>>,
     /// The one for objects that inherit nothing.
-    plain_nest: Mutex<Option<(String, B::Inode)>>,
+    plain_staging_dir: Mutex<Option<(String, B::Inode)>>,
     last_number: AtomicU64,
-    /// Bytes of small changes.
-    pub(crate) small_bytes: AtomicU64,
+    /// Bytes of inline changes.
+    pub(crate) inline_bytes: AtomicU64,
     /// Bytes written since it began, overwritten ones too.
     pub(crate) written_bytes: AtomicU64,
     pub(crate) changed: Mutex<BTreeMap<u64, Arc<Object<B>>>>,
     pub(crate) stage: Mutex<Stage>,
-    turned: Condvar,
+    stage_changed: Condvar,
     /// It is going to be aborted: who changes something is told ECANCELED.
     refusing: AtomicBool,
     /// Prepared by an earlier firnd: its changes are in this record only.
@@ -73,8 +73,8 @@ pub(crate) struct Scope<B: Backing> {
     pub(crate) is_undo: bool,
     /// Prepared to commit with other hosts: what processes here used before.
     pub(crate) used: Mutex<Option<Vec<Used>>>,
-    /// How it is carried out.
-    pub(crate) carried: carry::Carried<B>,
+    /// How it is applied.
+    pub(crate) application: apply_commit::Application<B>,
     /// Where it does not hold changes: what undoes them.
     pub(crate) shadow: Option<Shadow<B>>,
 }
@@ -97,7 +97,7 @@ impl<B: Backing> Scope<B> {
             if self.recovered.is_some() {
                 return Err(Errno::BUSY);
             }
-            self.turned.wait(&mut stage);
+            self.stage_changed.wait(&mut stage);
         }
         if self.refusing.load(Ordering::Acquire) {
             Err(Errno::CANCELED)
@@ -127,9 +127,9 @@ impl<B: Backing> Scope<B> {
         *self.stage.lock()
     }
 
-    pub(crate) fn turn(&self, stage: Stage) {
+    pub(crate) fn set_stage(&self, stage: Stage) {
         *self.stage.lock() = stage;
-        self.turned.notify_all();
+        self.stage_changed.notify_all();
     }
 
     /// The change of an object, made if there is none.
@@ -141,14 +141,18 @@ impl<B: Backing> Scope<B> {
         inner.change.get_or_insert_with(|| {
             let number = self.next_number();
             self.changed.lock().insert(number, Arc::clone(object));
-            let origin = object.seat.lock().clone();
+            let origin = object.location.lock().clone();
             Box::new(Change::new(number, origin))
         })
     }
 
     /// Where to stage an object that is made in `parent`: with the group and the ACL that the kernel would
     /// give it there.
-    pub(crate) fn nest(&self, base: &B, parent: &B::Inode) -> Result<(String, B::Inode), Errno> {
+    pub(crate) fn staging_dir_for(
+        &self,
+        base: &B,
+        parent: &B::Inode,
+    ) -> Result<(String, B::Inode), Errno> {
         let attr = base.attr(parent)?;
         let group = (attr.mode & libc::S_ISGID != 0).then_some(attr.gid);
         let acl_name = OsStr::new("system.posix_acl_default");
@@ -156,11 +160,11 @@ impl<B: Backing> Scope<B> {
             true => Some(base.get_xattr(parent, acl_name)?),
             false => None,
         };
-        let mut nests = self.nests.lock();
-        if let Some((name, inode)) = nests.get(&(group, acl.clone())) {
+        let mut staging_dirs = self.staging_dirs.lock();
+        if let Some((name, inode)) = staging_dirs.get(&(group, acl.clone())) {
             return Ok((name.clone(), inode.clone()));
         }
-        let name = format!("d{}", nests.len());
+        let name = format!("d{}", staging_dirs.len());
         let inode = staging::dir(base, &self.new, &name)?;
         if let Some(acl) = &acl {
             base.set_xattr(&inode, acl_name, acl, 0)?;
@@ -169,21 +173,21 @@ impl<B: Backing> Scope<B> {
             base.set_owner(&inode, None, Some(gid))?;
             base.set_mode(&inode, 0o2700)?;
         }
-        nests.insert((group, acl), (name.clone(), inode.clone()));
+        staging_dirs.insert((group, acl), (name.clone(), inode.clone()));
         Ok((name, inode))
     }
 
-    /// Where twins are staged, which inherit nothing.
-    pub(crate) fn plain_nest(&self, base: &B) -> Result<(String, B::Inode), Errno> {
-        let mut plain = self.plain_nest.lock();
+    /// Where staged copies are staged, which inherit nothing.
+    pub(crate) fn plain_staging_dir(&self, base: &B) -> Result<(String, B::Inode), Errno> {
+        let mut plain = self.plain_staging_dir.lock();
         if plain.is_none() {
-            *plain = Some(self.nest(base, &self.dir)?);
+            *plain = Some(self.staging_dir_for(base, &self.dir)?);
         }
         Ok(plain.clone().expect("just made"))
     }
 }
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     pub(crate) fn new_scope(
         &self,
         serial: u64,
@@ -204,19 +208,19 @@ impl<B: Backing> Held<B> {
             shadow,
             away: staging::dir(&self.base, &dir, staging::AWAY)?,
             dir,
-            nests: Mutex::default(),
-            plain_nest: Mutex::default(),
+            staging_dirs: Mutex::default(),
+            plain_staging_dir: Mutex::default(),
             last_number: AtomicU64::new(0),
-            small_bytes: AtomicU64::new(0),
+            inline_bytes: AtomicU64::new(0),
             written_bytes: AtomicU64::new(0),
             changed: Mutex::default(),
             stage: Mutex::new(stage),
-            turned: Condvar::new(),
+            stage_changed: Condvar::new(),
             refusing: AtomicBool::new(false),
             recovered,
             is_undo: false,
             used: Mutex::default(),
-            carried: carry::Carried::default(),
+            application: apply_commit::Application::default(),
         })
     }
 
@@ -231,7 +235,7 @@ impl<B: Backing> Held<B> {
         let path = record.scope.clone();
         let id = record.id_after(Direction::Undo);
         let scope = self.new_scope(serial, Arc::clone(root), path, dir, Some(record))?;
-        scope.turn(Stage::Decided(id));
+        scope.set_stage(Stage::Decided(id));
         Ok(Scope {
             is_undo: true,
             ..scope

@@ -15,7 +15,7 @@ use parking_lot::{Mutex, RwLock};
 
 use crate::object::Object;
 use crate::scope::{Scope, Stage};
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
 pub(crate) struct Scopes<B: Backing> {
     list: RwLock<Vec<Arc<Scope<B>>>>,
@@ -64,7 +64,7 @@ impl<B: Backing> Scopes<B> {
     fn replace_by_next(&self, scope: &Arc<Scope<B>>) {
         let mut list = self.list.write();
         list.retain(|other| !Arc::ptr_eq(other, scope));
-        list.extend(scope.carried.take_next());
+        list.extend(scope.application.take_next());
         self.count.store(list.len(), Ordering::Release);
         self.check(&list);
     }
@@ -82,7 +82,7 @@ impl<B: Backing> Scopes<B> {
 
     /// All; a commit comes before the transaction that follows it.
     pub(crate) fn in_order(&self) -> Vec<Arc<Scope<B>>> {
-        let with_next = |scope: &Arc<Scope<B>>| [Some(Arc::clone(scope)), scope.carried.next()];
+        let with_next = |scope: &Arc<Scope<B>>| [Some(Arc::clone(scope)), scope.application.next()];
         // Under the lock: at the end of a commit the one that follows goes from it to the list.
         let list = self.list.read();
         list.iter().flat_map(with_next).flatten().collect()
@@ -104,13 +104,18 @@ impl<B: Backing> Scopes<B> {
         // Under the lock: at the end of a commit the one that follows goes from it to the list.
         let list = self.list.read();
         let first = list.iter().find(|scope| scope.path == path)?;
-        Some(first.carried.next().unwrap_or_else(|| Arc::clone(first)))
+        Some(
+            first
+                .application
+                .next()
+                .unwrap_or_else(|| Arc::clone(first)),
+        )
     }
 
     /// The commit that a transaction follows.
     pub(crate) fn before(&self, scope: &Arc<Scope<B>>) -> Option<Arc<Scope<B>>> {
         self.find(|one| {
-            let next = one.carried.next();
+            let next = one.application.next();
             next.is_some_and(|next| Arc::ptr_eq(&next, scope))
         })
     }
@@ -182,11 +187,11 @@ impl<B: Backing> Scopes<B> {
     }
 }
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     /// A transaction is over: programs see the backing, or what the transaction that follows makes of it.
     pub(crate) fn end(&self, scope: &Arc<Scope<B>>) {
         self.unhide(scope);
         self.scopes.replace_by_next(scope);
-        scope.turn(Stage::Ended);
+        scope.set_stage(Stage::Ended);
     }
 }

@@ -6,7 +6,7 @@
 //! .firn/undo-N/            what was tx-N, committed and kept to be undone (`history`)
 //! .firn/tx-N/new/DIR/M     staged objects; DIR says what objects made in it inherit
 //! .firn/tx-N/new/u/        with `history`: what undoes the commit
-//! .firn/tx-N/away/M        objects on their way from one name to another, while a commit is carried out
+//! .firn/tx-N/away/M        objects on their way from one name to another, while a commit is applied
 //! .firn/tx-N/saved/        in shadow mode: what objects were before they changed (`shadow::saved`)
 //! .firn/tx-N/kept/INO      in shadow mode: objects that were removed
 //! .firn/tx-N/open          it is not over; the path of its scope

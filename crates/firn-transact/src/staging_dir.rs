@@ -5,14 +5,14 @@ use firn_rendezvous::Members;
 
 use crate::own::OwnError;
 use crate::staging;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
 /// Name in `.firn/` of the staging directory of a host.
 pub fn staging_dir_name(members: &Members) -> String {
     format!("{}{}", staging::HOST, members.host)
 }
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     /// The hosts that commit together, if there are several.
     pub fn members(&self) -> Option<&Members> {
         self.members.as_ref()
@@ -35,7 +35,7 @@ impl<B: Backing> Held<B> {
         Ok(found.map(|(inode, _)| inode))
     }
 
-    /// [`Held::staging_dir`], if it is there.
+    /// [`TransactionalBacking::staging_dir`], if it is there.
     pub(crate) fn find_staging_dir(&self) -> Result<Option<B::Inode>, OwnError> {
         let Some(top) = self.find_top()? else {
             return Ok(None);

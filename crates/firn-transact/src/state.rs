@@ -17,7 +17,7 @@ use firn_backing::{Backing, Kind};
 
 use crate::object::{Key, Object};
 use crate::scope::Scope;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
 /// What became of a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -87,7 +87,7 @@ impl std::fmt::Display for State {
 /// A directory and a name in it.
 type Name = (Key, OsString);
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     /// What became of a name of a file in the open transaction; `None` where nothing did.
     pub fn state_of(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Option<State> {
         let states = self.scopes.of(parent)?.derive_states();

@@ -18,14 +18,14 @@ use crate::data::TrackedFile;
 use crate::listing::TrackedDir;
 use crate::object::Object;
 use crate::plain::{PlainBacking, PlainDir, PlainInode};
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
 /// The backing of a mount.
 pub enum Store<B: Backing> {
     /// The mount has no transactions.
     Plain(PlainBacking<B>),
     /// It may have them.
-    Transactional(Box<Held<B>>),
+    Transactional(Box<TransactionalBacking<B>>),
 }
 
 /// An object of a [`Store`].
@@ -75,7 +75,7 @@ impl<B: Backing> Store<B> {
     }
 
     /// The backing with transactions, if the mount can have them.
-    pub fn transactional(&self) -> Option<&Held<B>> {
+    pub fn transactional(&self) -> Option<&TransactionalBacking<B>> {
         match self {
             Self::Plain(_) => None,
             Self::Transactional(backing) => Some(backing),

@@ -16,7 +16,7 @@ use crate::shadow::Mode;
 use crate::tree::Tree;
 
 /// A backing whose directories can be in a transaction.
-pub struct Held<B: Backing> {
+pub struct TransactionalBacking<B: Backing> {
     pub(crate) base: B,
     pub(crate) tree: Tree<B>,
     pub(crate) scopes: Scopes<B>,
@@ -36,7 +36,7 @@ pub struct Held<B: Backing> {
     pub(crate) mirror: Option<Mirror<B>>,
 }
 
-impl<B: Backing> Drop for Held<B> {
+impl<B: Backing> Drop for TransactionalBacking<B> {
     fn drop(&mut self) {
         // Names of a transaction that is still open lead to objects that lead to their directory.
         for scope in self.scopes.take_all() {
@@ -47,7 +47,7 @@ impl<B: Backing> Drop for Held<B> {
     }
 }
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     pub(crate) fn assemble(base: B, top: &Arc<Object<B>>) -> Self {
         Self {
             base,

@@ -16,7 +16,7 @@ use parking_lot::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use crate::hidden::HiddenLinks;
 use crate::object::{Inner, Key, Object};
 use crate::scope::Scope;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
 /// That something may be changed, as long as the guard is held, and the transaction that it belongs to.
 pub(crate) type Allowed<G, B> = (G, Option<Arc<Scope<B>>>);
@@ -66,7 +66,7 @@ impl<B: Backing> Tree<B> {
         let mut objects = self.objects.lock();
         if let Some(object) = objects.get(&key).and_then(Weak::upgrade) {
             if object.parent().is_some() {
-                object.sit(parent, name);
+                object.move_to(parent, name);
             }
             return object;
         }
@@ -74,8 +74,8 @@ impl<B: Backing> Tree<B> {
             base: Some(inode),
             change: None,
         };
-        let seat = Some((Arc::clone(parent), name.to_owned()));
-        let object = Arc::new(Object::new(key, attr.kind, inner, seat));
+        let location = Some((Arc::clone(parent), name.to_owned()));
+        let object = Arc::new(Object::new(key, attr.kind, inner, location));
         self.hidden.note_known(&object);
         insert(&mut objects, &object);
         object
@@ -117,7 +117,7 @@ fn insert<B: Backing>(objects: &mut HashMap<Key, Weak<Object<B>>>, object: &Arc<
     objects.insert(object.key, Arc::downgrade(object));
 }
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     /// For a change of names in the directory `object`: waits until it is allowed.
     pub(crate) fn changing(&self, object: &Arc<Object<B>>) -> Result<Allowed<Names<'_>, B>, Errno> {
         loop {
@@ -164,10 +164,10 @@ impl<B: Backing> Held<B> {
 /// The path of an object, relative to the backing.
 pub(crate) fn path_of<B: Backing>(object: &Object<B>) -> Vec<u8> {
     let mut names = Vec::new();
-    let mut at = object.seat.lock().clone();
+    let mut at = object.location.lock().clone();
     while let Some((parent, name)) = at {
         names.push(name);
-        at = parent.seat.lock().clone();
+        at = parent.location.lock().clone();
     }
     names.reverse();
     let names: Vec<&[u8]> = names.iter().map(|name| name.as_bytes()).collect();

@@ -29,7 +29,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::VoteError;
 use crate::scope::{Scope, Stage};
 use crate::staging;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
 mod accesses;
 
@@ -146,7 +146,7 @@ fn remove_vote<B: Backing>(vote: &VoteDir<'_, B>, names: &BTreeSet<String>) -> R
     vote.remove()
 }
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     fn find_vote(&self, id: u64, scope: &[u8]) -> Result<Option<VoteDir<'_, B>>, Errno> {
         let Some(members) = &self.members else {
             return Ok(None);
@@ -435,7 +435,7 @@ impl<B: Backing> Held<B> {
         self.must_be_open_for_change(scope, id)?;
         self.base.unlink(&scope.dir, OsStr::new(staging::RECORD))?;
         self.base.sync_dir(&scope.dir)?;
-        scope.turn(Stage::Open);
+        scope.set_stage(Stage::Open);
         self.leave_vote(id, &scope.path)?;
         Ok(scope.used.lock().take().unwrap_or_default())
     }
@@ -473,7 +473,7 @@ impl<B: Backing> Held<B> {
             .map_or_else(String::new, |members| members.host.clone())
     }
 
-    /// For [`Held::decide_scope`]: all hosts agree, which is durable then.
+    /// For [`TransactionalBacking::decide_scope`]: all hosts agree, which is durable then.
     pub(crate) fn agree(&self, scope: &Scope<B>, stage: Stage, id: u64) -> Result<(), VoteError> {
         match stage {
             Stage::Open if self.members.is_some() => Err(VoteError::NotVoted { id }),

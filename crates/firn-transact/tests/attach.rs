@@ -21,8 +21,8 @@ use firn_engine::{
 };
 use firn_format::geometry::Geometry;
 use firn_transact::{
-    ArenaId, Expected, Held, Members, Mode, Object, OpenError, Opening, Outcome, StoreError,
-    TransactionError,
+    ArenaId, Expected, Members, Mode, Object, OpenError, Opening, Outcome, StoreError,
+    TransactionError, TransactionalBacking,
 };
 
 const ME: Caller = Caller {
@@ -42,7 +42,7 @@ const MODES: [Mode; 2] = [Mode::Buffer, Mode::Shadow];
 const ARENA: ArenaId = [7; 16];
 const OTHER: ArenaId = [8; 16];
 
-type Store = Held<SimBacking>;
+type Store = TransactionalBacking<SimBacking>;
 
 /// How far the transaction was when its firnd died.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -240,7 +240,7 @@ impl Scene {
         };
         let geometry = Geometry::new(CHUNKS * CHUNK, CHUNK).expect("a valid geometry");
         let mapped = Arena::create(&arena, geometry, &identity).expect("an arena");
-        let open = Held::open_with(disk.clone(), opening(members.as_ref()), |_| {
+        let open = TransactionalBacking::open_with(disk.clone(), opening(members.as_ref()), |_| {
             Ok::<_, TransactionError>(())
         });
         let store = open.expect("open").0.in_mode(mode);
@@ -356,7 +356,7 @@ fn attach(dir: &Path, left: &Left, opening: Opening, stop_at: u64) -> Life {
         let (mapped, stored, damage) = Arena::attach(&arena).expect("the arena attaches");
         assert_eq!(damage, [], "a crash is no damage");
         let mut stored = StoredArena::open(mapped, stored);
-        let (store, outcome) = Held::open_with(disk.clone(), opening, |scopes| {
+        let (store, outcome) = TransactionalBacking::open_with(disk.clone(), opening, |scopes| {
             Ok::<_, Refused>(stored.drop_below(scopes)?)
         })?;
         let (engine, recovered) = Engine::attach_stored(store, stored, options())?;
@@ -541,7 +541,7 @@ fn an_arena_that_comes_back_after_its_host_was_given_up_brings_back_nothing() {
                 arena: None,
                 ..opening(Some(&members))
             };
-            let ended = Held::open_with(disk.clone(), elsewhere.clone(), |_| {
+            let ended = TransactionalBacking::open_with(disk.clone(), elsewhere.clone(), |_| {
                 Ok::<_, TransactionError>(())
             });
             let is_over = ended.is_ok();
@@ -549,8 +549,9 @@ fn an_arena_that_comes_back_after_its_host_was_given_up_brings_back_nothing() {
             disk.revive();
             if at % 2 == 0 {
                 // Asked again, to the end.
-                let again =
-                    Held::open_with(disk.clone(), elsewhere, |_| Ok::<_, TransactionError>(()));
+                let again = TransactionalBacking::open_with(disk.clone(), elsewhere, |_| {
+                    Ok::<_, TransactionError>(())
+                });
                 again.expect("nothing stops it");
             }
             let left = Left {
@@ -600,7 +601,7 @@ fn end_elsewhere(scene: &Scene, commit: bool, at: u64, again: bool) -> (Left, bo
             arena: Some(OTHER),
             ..opening(scene.members.as_ref())
         };
-        let (held, outcome) = Held::open_with(disk.clone(), with, nothing)?;
+        let (held, outcome) = TransactionalBacking::open_with(disk.clone(), with, nothing)?;
         if !outcome.waiting.is_empty() {
             let (job, _) = held.lookup(&held.root(), OsStr::new("job"))?;
             if commit {
@@ -683,7 +684,8 @@ fn regression_what_an_arena_has_from_before_a_transaction_of_another_one_counts(
             arena: Some(arena),
             ..Opening::default()
         };
-        let (held, _) = Held::open_with(disk.clone(), with(OTHER), nothing).expect("open");
+        let (held, _) =
+            TransactionalBacking::open_with(disk.clone(), with(OTHER), nothing).expect("open");
         let held = held.in_mode(mode);
         let (job, _) = held
             .lookup(&held.root(), OsStr::new("job"))
@@ -694,19 +696,20 @@ fn regression_what_an_arena_has_from_before_a_transaction_of_another_one_counts(
             .expect("create");
         drop((held, job));
         // This one had data there before that began.
-        let (held, outcome) = Held::open_with(disk.clone(), with(ARENA), nothing).expect("open");
+        let (held, outcome) =
+            TransactionalBacking::open_with(disk.clone(), with(ARENA), nothing).expect("open");
         assert_eq!(outcome.undone, [SCOPE.to_vec()], "{mode:?}");
         drop(held);
         // The one that began it is told when it comes, once.
         let mut dropped = Vec::new();
-        let (held, _) = Held::open_with(disk.clone(), with(OTHER), |scopes| {
+        let (held, _) = TransactionalBacking::open_with(disk.clone(), with(OTHER), |scopes| {
             dropped = scopes.to_vec();
             Ok::<_, TransactionError>(())
         })
         .expect("open");
         assert_eq!(dropped, [SCOPE.to_vec()], "{mode:?}");
         drop(held);
-        Held::open_with(disk.clone(), with(OTHER), nothing).expect("open");
+        TransactionalBacking::open_with(disk.clone(), with(OTHER), nothing).expect("open");
     }
 }
 
@@ -726,7 +729,7 @@ fn regression_a_mount_without_the_others_drops_its_part_once() {
         for at in 0.. {
             let told = format!("{mode:?}, {stage:?}, killed at call {at}");
             let disk = SimBacking::from_disk(scene.left.disk.clone());
-            let homes = Held::other_homes(&disk, None).expect("list");
+            let homes = TransactionalBacking::other_homes(&disk, None).expect("list");
             assert_eq!(
                 homes
                     .iter()
@@ -743,13 +746,13 @@ fn regression_a_mount_without_the_others_drops_its_part_once() {
                 dropped.set(dropped.get() + 1);
                 Ok::<_, TransactionError>(())
             };
-            Held::drop_of(disk.clone(), home.clone(), OTHER, nothing)
+            TransactionalBacking::drop_of(disk.clone(), home.clone(), OTHER, nothing)
                 .expect("another arena has nothing of it");
             disk.crash_at(disk.steps() + 1 + at);
-            let result = Held::drop_of(disk.clone(), home.clone(), ARENA, drop_all);
+            let result = TransactionalBacking::drop_of(disk.clone(), home.clone(), ARENA, drop_all);
             disk.revive();
             if result.is_err() {
-                Held::drop_of(disk.clone(), home.clone(), ARENA, drop_all)
+                TransactionalBacking::drop_of(disk.clone(), home.clone(), ARENA, drop_all)
                     .expect("nothing stops it");
             }
             assert!(
@@ -758,9 +761,10 @@ fn regression_a_mount_without_the_others_drops_its_part_once() {
                 dropped.get()
             );
             // What is written from now on counts, here and with the next mount that takes part.
-            Held::drop_of(disk.clone(), home, ARENA, nothing).expect("once more");
+            TransactionalBacking::drop_of(disk.clone(), home, ARENA, nothing).expect("once more");
             let (_, outcome) =
-                Held::open_with(disk.clone(), opening(Some(&members)), nothing).expect("open");
+                TransactionalBacking::open_with(disk.clone(), opening(Some(&members)), nothing)
+                    .expect("open");
             assert_eq!(
                 outcome.undone.len(),
                 usize::from(stage == Stage::Open),

@@ -12,7 +12,7 @@ use firn_backing::sim::{Tree, tree};
 use firn_backing::{Access, Backing, DirBacking, Errno, Kind, SetTime, SimBacking, suite};
 use firn_transact::backup::MANIFEST;
 use firn_transact::change_log::ChangeLog;
-use firn_transact::{BackupError, Held, PlainBacking, ReviveError};
+use firn_transact::{BackupError, PlainBacking, ReviveError, TransactionalBacking};
 
 fn entries<B: Backing>(b: &B, dir: &B::Inode) -> Vec<Vec<u8>> {
     let mut names = Vec::new();
@@ -118,8 +118,8 @@ fn elsewhere<B: Backing>(from: &B) -> SimBacking {
     sim
 }
 
-fn backed<B: Backing>(base: B, store: B) -> Held<B> {
-    Held::open(base)
+fn backed<B: Backing>(base: B, store: B) -> TransactionalBacking<B> {
+    TransactionalBacking::open(base)
         .expect("open")
         .0
         .backed_up(store, &BTreeSet::new())
@@ -133,15 +133,15 @@ fn only<B: Backing>(store: &B) -> (B::Inode, ChangeLog) {
     let (dir, _) = store
         .lookup(&store.root(), OsStr::from_bytes(&names[0]))
         .expect("lookup");
-    let manifest = Held::manifest(store, &dir)
+    let manifest = TransactionalBacking::manifest(store, &dir)
         .expect("read")
         .expect("a manifest")
         .expect("whole");
     (dir, manifest)
 }
 
-fn revived<B: Backing>(base: B, store: &B) -> Held<B> {
-    let held = Held::open(base).expect("open").0;
+fn revived<B: Backing>(base: B, store: &B) -> TransactionalBacking<B> {
+    let held = TransactionalBacking::open(base).expect("open").0;
     let (dir, manifest) = only(store);
     held.revive((store, &dir), OsStr::new("it"), &manifest)
         .expect("revive");
@@ -162,7 +162,11 @@ fn put<B: Backing>(b: &B, name: &str, bytes: &[u8]) {
 }
 
 /// Random calls in a transaction; its tree before, its tree after, and the backup.
-fn lost<B: Backing>(base: B, store: B, seed: u64) -> (SimBacking, SimBacking, Held<B>) {
+fn lost<B: Backing>(
+    base: B,
+    store: B,
+    seed: u64,
+) -> (SimBacking, SimBacking, TransactionalBacking<B>) {
     let held = backed(base, store);
     let plain = SimBacking::new();
     suite::differential::run(&held, &plain, seed, 100);
@@ -193,9 +197,11 @@ fn what_was_prepared_is_finished_from_the_backup_on_another_copy_of_the_tree() {
         let inode = revived(before.fork(), &store);
         assert_eq!(tree(&inode), Ok(old.clone()), "seed {seed}: undecided");
         // The next mount decides.
-        let (inode, outcome) = Held::open(inode.base().fork()).expect("open");
+        let (inode, outcome) = TransactionalBacking::open(inode.base().fork()).expect("open");
         assert_eq!(outcome.waiting, [(5, Vec::new())]);
-        let undone = Held::open(inode.base().fork()).expect("open").0;
+        let undone = TransactionalBacking::open(inode.base().fork())
+            .expect("open")
+            .0;
         undone.abort(&undone.root()).expect("abort");
         assert_eq!(tree(&undone), Ok(old), "seed {seed}: aborted");
         inode.commit(&inode.root(), 5).expect("commit");
@@ -238,7 +244,7 @@ fn the_same_in_a_real_directory() {
 }
 
 /// A file that changes, one that is renamed, a new one, and the backup of them, prepared as 5.
-fn prepared() -> (SimBacking, Held<SimBacking>) {
+fn prepared() -> (SimBacking, TransactionalBacking<SimBacking>) {
     let held = backed(SimBacking::new(), SimBacking::new());
     put(&held, "changed", b"before");
     put(&held, "rewritten", &[1; 40_000]);
@@ -275,7 +281,9 @@ fn a_backup_is_there_only_while_its_transaction_is_prepared() {
         .expect("lookup");
     assert_eq!(entries(store(), &dir).len(), 1, "copied ahead");
     assert!(
-        Held::manifest(store(), &dir).expect("read").is_none(),
+        TransactionalBacking::manifest(store(), &dir)
+            .expect("read")
+            .is_none(),
         "and not to be used"
     );
     held.decide(&held.root(), 6).expect("decide");
@@ -301,7 +309,7 @@ fn a_backup_that_is_torn_or_has_lost_a_piece_is_refused() {
         )
         .expect("cut");
         assert!(
-            Held::manifest(&torn, &dir)
+            TransactionalBacking::manifest(&torn, &dir)
                 .expect("read")
                 .expect("there")
                 .is_err(),
@@ -330,7 +338,7 @@ fn a_backup_that_is_torn_or_has_lost_a_piece_is_refused() {
                         .expect("write"),
                 ),
             }
-            let target = Held::open(before.fork()).expect("open").0;
+            let target = TransactionalBacking::open(before.fork()).expect("open").0;
             let refused = target
                 .revive((&bad, &dir), OsStr::new("it"), &manifest)
                 .expect_err("must be refused");
@@ -342,7 +350,9 @@ fn a_backup_that_is_torn_or_has_lost_a_piece_is_refused() {
             );
             assert_eq!(tree(&target), Ok(old.clone()));
             assert_eq!(
-                Held::open(target.base().fork()).expect("open").1,
+                TransactionalBacking::open(target.base().fork())
+                    .expect("open")
+                    .1,
                 Default::default()
             );
         }
@@ -359,7 +369,7 @@ fn a_tree_that_is_not_the_one_before_is_refused() {
         let other = before.fork();
         change(&other);
         let old = other.tree();
-        let target = Held::open(other).expect("open").0;
+        let target = TransactionalBacking::open(other).expect("open").0;
         let error = target
             .revive((store, &dir), OsStr::new("it"), &manifest)
             .expect_err("must be refused")
@@ -411,9 +421,9 @@ fn a_backup_that_the_backing_does_not_know_is_not_removed() {
     let store = held.backups().expect("a backup").fork();
     let base = held.base().fork();
     drop(held);
-    let known = Held::known_backups(&base, None).expect("known");
+    let known = TransactionalBacking::known_backups(&base, None).expect("known");
     assert_eq!(known.len(), 1);
-    let lost = Held::open(before.fork())
+    let lost = TransactionalBacking::open(before.fork())
         .expect("open")
         .0
         .backed_up(store.fork(), &BTreeSet::new());
@@ -422,7 +432,7 @@ fn a_backup_that_the_backing_does_not_know_is_not_removed() {
         Some(BackupError::UnknownTransaction { id: 5, .. })
     ));
 
-    let back = Held::open(base)
+    let back = TransactionalBacking::open(base)
         .expect("open")
         .0
         .backed_up(store, &known)
@@ -435,7 +445,7 @@ fn a_backup_that_the_backing_does_not_know_is_not_removed() {
     // What was prepared without a backup comes into it.
     let (_, held) = prepared();
     let base = held.base().fork();
-    let again = Held::open(base)
+    let again = TransactionalBacking::open(base)
         .expect("open")
         .0
         .backed_up(SimBacking::new(), &BTreeSet::new())

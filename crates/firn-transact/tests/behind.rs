@@ -10,22 +10,25 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use common::Verbs;
 use firn_backing::sim::{Fault, Tree, tree};
 use firn_backing::{Access, Backing, DirBacking, Errno, SimBacking, suite};
-use firn_transact::{AbortError, BeginError, Found, Held, PrepareError, Stage, TransactionError};
+use firn_transact::{
+    AbortError, BeginError, Found, PrepareError, Stage, TransactionError, TransactionalBacking,
+};
 
-fn seen<B: Backing>(held: &Held<B>) -> Tree {
+fn seen<B: Backing>(held: &TransactionalBacking<B>) -> Tree {
     tree(held).expect("tree")
 }
 
 /// What a transaction is, before it is decided.
 struct Middle {
-    held: Held<SimBacking>,
+    held: TransactionalBacking<SimBacking>,
     plain: SimBacking,
     old: Tree,
     new: Tree,
 }
 
 fn middle(seed: u64, history: u32) -> Middle {
-    let (held, _) = Held::open_with_history(SimBacking::of_seed(seed), history).expect("open");
+    let (held, _) =
+        TransactionalBacking::open_with_history(SimBacking::of_seed(seed), history).expect("open");
     let plain = SimBacking::new();
     suite::differential::run(&held, &plain, seed, 60);
     held.base().sync_all().expect("sync_all");
@@ -41,7 +44,7 @@ fn middle(seed: u64, history: u32) -> Middle {
     }
 }
 
-fn stages(held: &Held<SimBacking>) -> Vec<Stage> {
+fn stages(held: &TransactionalBacking<SimBacking>) -> Vec<Stage> {
     held.transactions().iter().map(|one| one.stage).collect()
 }
 
@@ -94,7 +97,7 @@ fn programs_see_the_tree_after_it_however_far_it_is_carried_out() {
                 plain,
                 "{told}: the next one"
             );
-            let again = Held::open(disk.fork()).expect("open").0;
+            let again = TransactionalBacking::open(disk.fork()).expect("open").0;
             assert_eq!(
                 without_links(seen(&again), seed),
                 plain,
@@ -145,8 +148,8 @@ fn a_crash_at_any_call_keeps_what_was_decided_and_undoes_what_followed() {
                 drop(held);
                 disk.revive();
                 disk.power_loss(seed * 31 + at);
-                let (held, outcome) =
-                    Held::open(disk.clone()).unwrap_or_else(|e| panic!("{told}: {e}"));
+                let (held, outcome) = TransactionalBacking::open(disk.clone())
+                    .unwrap_or_else(|e| panic!("{told}: {e}"));
                 let now = seen(&held);
                 assert!(
                     now == new || (now == old && decided.is_err()),
@@ -208,7 +211,11 @@ fn the_next_one_is_aborted_or_prepared_or_restored_from() {
         assert_eq!(stages(&held), [], "seed {seed}");
         suite::differential::run(&held, &plain, seed + 2_000_000, 60);
         assert_eq!(
-            seen(&Held::open(held.base().fork()).expect("open").0),
+            seen(
+                &TransactionalBacking::open(held.base().fork())
+                    .expect("open")
+                    .0
+            ),
             plain.tree(),
             "seed {seed}"
         );
@@ -229,7 +236,7 @@ fn readers_go_on_and_changes_wait_while_it_is_carried_out() {
             .expect("tempdir");
         let backing = DirBacking::open(dir.path()).expect("open");
         backing.set_mode(&backing.root(), 0o755).expect("set_mode");
-        let (held, _) = Held::open(backing).expect("open");
+        let (held, _) = TransactionalBacking::open(backing).expect("open");
         let plain = SimBacking::new();
         let me = suite::own_caller();
         let root = held.root();
@@ -297,7 +304,9 @@ fn readers_go_on_and_changes_wait_while_it_is_carried_out() {
 
 #[test]
 fn a_handle_follows_its_transaction_from_its_begin_to_its_end() {
-    let held = Held::open(SimBacking::of_seed(1)).expect("open").0;
+    let held = TransactionalBacking::open(SimBacking::of_seed(1))
+        .expect("open")
+        .0;
     let root = held.root();
     let current = || held.current_transaction(b"");
     assert!(current().is_none() && held.first_transaction(b"").is_none());
@@ -328,7 +337,9 @@ fn a_handle_follows_its_transaction_from_its_begin_to_its_end() {
 #[test]
 fn a_scope_is_never_seen_without_a_transaction_while_one_follows_another() {
     const COMMITS: u64 = 300;
-    let held = Held::open(SimBacking::new()).expect("open").0;
+    let held = TransactionalBacking::open(SimBacking::new())
+        .expect("open")
+        .0;
     let root = held.root();
     held.begin(&root, b"").expect("begin");
     std::thread::scope(|threads| {

@@ -6,7 +6,7 @@ mod common;
 use common::Verbs;
 use firn_backing::sim::{Tree, tree};
 use firn_backing::{Backing, SimBacking, suite};
-use firn_transact::{Held, Mode, Outcome};
+use firn_transact::{Mode, Outcome, TransactionalBacking};
 
 /// How a round ends its transaction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,20 +28,20 @@ const ENDS: [End; 5] = [
 
 const MODES: [Mode; 2] = [Mode::Buffer, Mode::Shadow];
 
-fn seen(held: &Held<SimBacking>) -> Tree {
+fn seen(held: &TransactionalBacking<SimBacking>) -> Tree {
     tree(held).expect("tree")
 }
 
 /// A backing in the middle of a transaction, made from `seed`; the trees before and after.
 struct Middle {
     mode: Mode,
-    held: Held<SimBacking>,
+    held: TransactionalBacking<SimBacking>,
     old: Tree,
     new: Tree,
 }
 
 fn middle(seed: u64, calls: usize, mode: Mode) -> Middle {
-    let held = Held::open(SimBacking::of_seed(seed))
+    let held = TransactionalBacking::open(SimBacking::of_seed(seed))
         .expect("open")
         .0
         .in_mode(mode);
@@ -61,7 +61,10 @@ fn middle(seed: u64, calls: usize, mode: Mode) -> Middle {
 }
 
 /// Runs the end of a transaction; whether it said that it was decided.
-fn end(held: &Held<SimBacking>, how: End) -> Result<(), firn_transact::TransactionError> {
+fn end(
+    held: &TransactionalBacking<SimBacking>,
+    how: End,
+) -> Result<(), firn_transact::TransactionError> {
     let root = held.root();
     if let End::PrepareThenCommit | End::Prepare | End::PrepareThenAbort = how {
         held.prepare(&root, 5)?;
@@ -75,7 +78,11 @@ fn end(held: &Held<SimBacking>, how: End) -> Result<(), firn_transact::Transacti
 }
 
 /// Opens after a crash, with another one at step `again` of that; then once more without.
-fn recover(disk: &SimBacking, seed: u64, again: Option<u64>) -> (Held<SimBacking>, Outcome) {
+fn recover(
+    disk: &SimBacking,
+    seed: u64,
+    again: Option<u64>,
+) -> (TransactionalBacking<SimBacking>, Outcome) {
     let power_fails = |life: u64| {
         disk.revive();
         disk.power_loss(seed.wrapping_mul(31).wrapping_add(life));
@@ -86,16 +93,22 @@ fn recover(disk: &SimBacking, seed: u64, again: Option<u64>) -> (Held<SimBacking
     power_fails(0);
     if let Some(again) = again {
         disk.crash_at(disk.steps() + again);
-        if Held::open(disk.clone()).is_err() {
+        if TransactionalBacking::open(disk.clone()).is_err() {
             assert!(disk.is_dead(), "seed {seed}: only the crash may stop it");
             power_fails(1);
         }
         disk.revive();
     }
-    Held::open(disk.clone()).unwrap_or_else(|error| panic!("seed {seed}: {error}"))
+    TransactionalBacking::open(disk.clone()).unwrap_or_else(|error| panic!("seed {seed}: {error}"))
 }
 
-fn settle(held: &Held<SimBacking>, middle: &Middle, outcome: &Outcome, seed: u64, told: &str) {
+fn settle(
+    held: &TransactionalBacking<SimBacking>,
+    middle: &Middle,
+    outcome: &Outcome,
+    seed: u64,
+    told: &str,
+) {
     let now = seen(held);
     let is_old = now == middle.old;
     let is_new = now == middle.new;

@@ -5,21 +5,21 @@ mod common;
 use common::Verbs;
 use firn_backing::sim::{Tree, tree};
 use firn_backing::{Backing, SimBacking, suite};
-use firn_transact::{Held, Mode, RestoreError, Stage, TransactionError};
+use firn_transact::{Mode, RestoreError, Stage, TransactionError, TransactionalBacking};
 
 const MODES: [Mode; 2] = [Mode::Buffer, Mode::Shadow];
 const SEEDS: std::ops::Range<u64> = 1..30;
 
 /// With history what is kept of an object is one more of its links.
-fn seen(held: &Held<SimBacking>) -> Tree {
+fn seen(held: &TransactionalBacking<SimBacking>) -> Tree {
     let mut tree = tree(held).expect("tree");
     tree.values_mut().for_each(|entry| entry.nlink = 0);
     tree
 }
 
 /// In a transaction; the trees before it and in it.
-fn begun(seed: u64, mode: Mode, history: u32) -> (Held<SimBacking>, Tree, Tree) {
-    let held = Held::open_with_history(SimBacking::of_seed(seed), history)
+fn begun(seed: u64, mode: Mode, history: u32) -> (TransactionalBacking<SimBacking>, Tree, Tree) {
+    let held = TransactionalBacking::open_with_history(SimBacking::of_seed(seed), history)
         .expect("open")
         .0
         .in_mode(mode);
@@ -32,12 +32,16 @@ fn begun(seed: u64, mode: Mode, history: u32) -> (Held<SimBacking>, Tree, Tree) 
 }
 
 /// firnd ended, and the backing comes back as `device`.
-fn come_back(held: Held<SimBacking>, device: u64, history: u32) -> Held<SimBacking> {
+fn come_back(
+    held: TransactionalBacking<SimBacking>,
+    device: u64,
+    history: u32,
+) -> TransactionalBacking<SimBacking> {
     let disk = held.base().clone();
     drop(held);
     disk.revive();
     disk.set_device(device);
-    Held::open_with_history(disk.clone(), history)
+    TransactionalBacking::open_with_history(disk.clone(), history)
         .unwrap_or_else(|error| panic!("device {device}: {error}"))
         .0
 }

@@ -13,7 +13,7 @@ use common::{Verbs, in_firn};
 use firn_backing::sim::{Disk, Fault, Tree};
 use firn_backing::{Backing, Errno, SimBacking, suite};
 use firn_transact::{
-    AbortError, BackupError, Held, Mode, Opening, Outcome, Stage, TransactionError,
+    AbortError, BackupError, Mode, Opening, Outcome, Stage, TransactionError, TransactionalBacking,
 };
 
 mod common;
@@ -140,7 +140,7 @@ struct Start {
 struct World {
     setup: Setup,
     /// `None` while nothing has the backing open.
-    held: Option<Held<SimBacking>>,
+    held: Option<TransactionalBacking<SimBacking>>,
     disk: SimBacking,
     store: SimBacking,
     trees: Trees,
@@ -148,7 +148,7 @@ struct World {
 }
 
 /// Counts of links aside where something of Firn's own may be one of them.
-fn seen(setup: Setup, held: &Held<SimBacking>) -> Tree {
+fn seen(setup: Setup, held: &TransactionalBacking<SimBacking>) -> Tree {
     let mut tree = common::seen(held);
     if setup.history > 0 {
         tree.values_mut().for_each(|entry| entry.nlink = 0);
@@ -160,9 +160,9 @@ fn attach(
     setup: Setup,
     disk: &SimBacking,
     store: &SimBacking,
-) -> Result<(Held<SimBacking>, Outcome), TransactionError> {
+) -> Result<(TransactionalBacking<SimBacking>, Outcome), TransactionError> {
     let known = if setup.has_backup {
-        Held::known_backups(disk, Some(store))?
+        TransactionalBacking::known_backups(disk, Some(store))?
     } else {
         BTreeSet::new()
     };
@@ -172,7 +172,7 @@ fn attach(
         ..Opening::default()
     };
     let (held, outcome) =
-        Held::open_with(disk.clone(), opening, |_| Ok::<_, TransactionError>(()))?;
+        TransactionalBacking::open_with(disk.clone(), opening, |_| Ok::<_, TransactionError>(()))?;
     let held = held.in_mode(setup.mode);
     let held = if setup.has_backup {
         held.backed_up(store.clone(), &known)?
@@ -263,7 +263,7 @@ impl Start {
 }
 
 impl World {
-    fn held(&self) -> &Held<SimBacking> {
+    fn held(&self) -> &TransactionalBacking<SimBacking> {
         self.held.as_ref().expect("it is open")
     }
 

@@ -5,7 +5,7 @@ use std::io::IoSlice;
 
 use common::{Verbs, seen};
 use firn_backing::{Access, Backing, Errno, SimBacking, suite};
-use firn_transact::{Held, Mode, TransactionError};
+use firn_transact::{Mode, TransactionError, TransactionalBacking};
 
 mod common;
 
@@ -13,7 +13,7 @@ const PAGE_BYTES: u64 = 4096;
 const PAGE: [u8; PAGE_BYTES as usize] = [7; PAGE_BYTES as usize];
 
 /// Makes a file of so many pages.
-fn make(held: &Held<SimBacking>, name: &str, pages: u64) {
+fn make(held: &TransactionalBacking<SimBacking>, name: &str, pages: u64) {
     let (_, file, _) = held
         .create(&suite::own_caller(), &held.root(), OsStr::new(name), 0o600)
         .expect("create");
@@ -23,7 +23,10 @@ fn make(held: &Held<SimBacking>, name: &str, pages: u64) {
     }
 }
 
-fn open(held: &Held<SimBacking>, name: &str) -> <Held<SimBacking> as Backing>::File {
+fn open(
+    held: &TransactionalBacking<SimBacking>,
+    name: &str,
+) -> <TransactionalBacking<SimBacking> as Backing>::File {
     let (inode, _) = held
         .lookup(&held.root(), OsStr::new(name))
         .expect("look up");
@@ -31,7 +34,7 @@ fn open(held: &Held<SimBacking>, name: &str) -> <Held<SimBacking> as Backing>::F
 }
 
 /// Cuts a file that was there, and has another one that was there take all room.
-fn fill(held: &Held<SimBacking>) {
+fn fill(held: &TransactionalBacking<SimBacking>) {
     held.set_len(&open(held, "cut"), 0).expect("cut");
     let filler = open(held, "filler");
     for at in 0.. {
@@ -49,7 +52,10 @@ fn an_abort_needs_no_room_and_a_commit_that_finds_none_can_be_made_again() {
     let mut aborted = 0;
     for (seed, mode) in (1..200).flat_map(|seed| [(seed, Mode::Buffer), (seed, Mode::Shadow)]) {
         let disk = SimBacking::of_seed(seed);
-        let held = Held::open(disk.clone()).expect("open").0.in_mode(mode);
+        let held = TransactionalBacking::open(disk.clone())
+            .expect("open")
+            .0
+            .in_mode(mode);
         let root = held.root();
         suite::differential::run_alone(&held, seed, 60);
         make(&held, "cut", 40);
@@ -87,7 +93,7 @@ fn an_abort_needs_no_room_and_a_commit_that_finds_none_can_be_made_again() {
         }
         assert!(seen(&held) == new, "{told}: committed");
         assert!(
-            seen(&Held::open(disk.clone()).expect("open").0) == new,
+            seen(&TransactionalBacking::open(disk.clone()).expect("open").0) == new,
             "{told}: in the backing"
         );
     }

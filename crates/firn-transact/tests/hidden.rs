@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use common::Verbs;
 use firn_backing::sim::Hang;
 use firn_backing::{Access, Backing, RenameFlags, SimBacking, suite};
-use firn_transact::{Held, Mode, Object, TransactionError};
+use firn_transact::{Mode, Object, TransactionError, TransactionalBacking};
 
 type SimInode = Arc<Object<SimBacking>>;
 
@@ -20,7 +20,7 @@ const PATIENCE: Duration = Duration::from_millis(10);
 const KEPT_NAME: &str = "b";
 
 /// A file that was called `a` and `b`, in a transaction that changed it and took the name by which it was found.
-fn begun(mode: Mode) -> (Held<SimBacking>, SimInode) {
+fn begun(mode: Mode) -> (TransactionalBacking<SimBacking>, SimInode) {
     let sim = SimBacking::new();
     let root = sim.root();
     let (inode, file, _) = sim
@@ -31,7 +31,10 @@ fn begun(mode: Mode) -> (Held<SimBacking>, SimInode) {
     sim.link(&inode, &root, OsStr::new(KEPT_NAME))
         .expect("link");
     drop((inode, file));
-    let held = Held::open(sim).expect("open").0.in_mode(mode);
+    let held = TransactionalBacking::open(sim)
+        .expect("open")
+        .0
+        .in_mode(mode);
     let root = held.root();
     let (inode, _) = held.lookup(&root, OsStr::new("a")).expect("lookup");
     held.begin(&root, b"").expect("begin");
@@ -42,7 +45,7 @@ fn begun(mode: Mode) -> (Held<SimBacking>, SimInode) {
     (held, inode)
 }
 
-fn links(held: &Held<SimBacking>, inode: &SimInode) -> u32 {
+fn links(held: &TransactionalBacking<SimBacking>, inode: &SimInode) -> u32 {
     held.attr(inode).expect("attr").nlink
 }
 
@@ -63,8 +66,8 @@ fn hangs<T>(hang: &Hang, thread: &thread::ScopedJoinHandle<'_, T>) -> bool {
 /// stopped until `run` has come to its end.
 fn at_every_call(
     mode: Mode,
-    before: impl Fn(&Held<SimBacking>),
-    run: impl Fn(&Held<SimBacking>) -> Result<(), TransactionError> + Sync,
+    before: impl Fn(&TransactionalBacking<SimBacking>),
+    run: impl Fn(&TransactionalBacking<SimBacking>) -> Result<(), TransactionError> + Sync,
     right: &[u32],
 ) {
     for at in 1.. {
@@ -125,17 +128,17 @@ fn at_every_call(
     }
 }
 
-fn remove(held: &Held<SimBacking>) {
+fn remove(held: &TransactionalBacking<SimBacking>) {
     held.unlink(&held.root(), OsStr::new("a")).expect("unlink");
 }
 
 #[test]
 fn regression_a_commit_shows_no_link_of_firns_own_at_any_call() {
-    let commit = |held: &Held<SimBacking>| Ok(held.commit(&held.root(), 1)?);
+    let commit = |held: &TransactionalBacking<SimBacking>| Ok(held.commit(&held.root(), 1)?);
     for mode in [Mode::Buffer, Mode::Shadow] {
         at_every_call(mode, remove, commit, &[1]);
     }
-    let in_steps = |held: &Held<SimBacking>| {
+    let in_steps = |held: &TransactionalBacking<SimBacking>| {
         held.prepare(&held.root(), 1)?;
         held.decide(&held.root(), 1)?;
         Ok(held.apply(b"")?)
@@ -146,7 +149,7 @@ fn regression_a_commit_shows_no_link_of_firns_own_at_any_call() {
 #[test]
 fn regression_an_abort_shows_no_link_of_firns_own_at_any_call() {
     for mode in [Mode::Buffer, Mode::Shadow] {
-        let prepared = |held: &Held<SimBacking>| {
+        let prepared = |held: &TransactionalBacking<SimBacking>| {
             remove(held);
             held.prepare(&held.root(), 1).expect("prepare");
         };
@@ -162,12 +165,12 @@ fn regression_an_abort_shows_no_link_of_firns_own_at_any_call() {
 #[test]
 fn regression_a_name_that_is_replaced_shows_no_link_of_firns_own_at_any_call() {
     for mode in [Mode::Buffer, Mode::Shadow] {
-        let made = |held: &Held<SimBacking>| {
+        let made = |held: &TransactionalBacking<SimBacking>| {
             held.create(&suite::own_caller(), &held.root(), OsStr::new("new"), 0o644)
                 .map(drop)
                 .expect("create");
         };
-        let replace = |held: &Held<SimBacking>| {
+        let replace = |held: &TransactionalBacking<SimBacking>| {
             let root = held.root();
             let flags = RenameFlags::empty();
             Ok(held.rename(&root, OsStr::new("new"), &root, OsStr::new("a"), flags)?)

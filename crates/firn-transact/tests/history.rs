@@ -5,15 +5,17 @@ mod common;
 use common::Verbs;
 use firn_backing::sim::{Tree, tree};
 use firn_backing::{Backing, SimBacking, suite};
-use firn_transact::{Held, RestoreError};
+use firn_transact::{RestoreError, TransactionalBacking};
 
 const HISTORY: u32 = 3;
 
-fn open(base: SimBacking) -> Held<SimBacking> {
-    Held::open_with_history(base, HISTORY).expect("open").0
+fn open(base: SimBacking) -> TransactionalBacking<SimBacking> {
+    TransactionalBacking::open_with_history(base, HISTORY)
+        .expect("open")
+        .0
 }
 
-fn seen(held: &Held<SimBacking>) -> Tree {
+fn seen(held: &TransactionalBacking<SimBacking>) -> Tree {
     tree(held).expect("tree")
 }
 
@@ -24,7 +26,7 @@ fn without_links(mut tree: Tree) -> Tree {
 }
 
 /// `commits` transactions with numbers from 1; the trees after each, the one before the first at 0.
-fn committed(seed: u64, commits: u64) -> (Held<SimBacking>, Vec<Tree>) {
+fn committed(seed: u64, commits: u64) -> (TransactionalBacking<SimBacking>, Vec<Tree>) {
     let held = open(SimBacking::of_seed(seed));
     random(&held, seed, 60);
     let mut trees = vec![seen(&held)];
@@ -38,7 +40,7 @@ fn committed(seed: u64, commits: u64) -> (Held<SimBacking>, Vec<Tree>) {
 }
 
 /// Random calls. What is kept holds links, so that counts may differ from a plain backing's.
-fn random(held: &Held<SimBacking>, seed: u64, count: usize) {
+fn random(held: &TransactionalBacking<SimBacking>, seed: u64, count: usize) {
     suite::differential::run_alone(held, seed, count);
 }
 

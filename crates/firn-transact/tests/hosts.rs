@@ -11,7 +11,8 @@ use firn_backing::sim::Tree;
 use firn_backing::{Access, Backing, Caller, RenameFlags, SimBacking};
 use firn_conflict::{Accesses, Party, Used, What};
 use firn_transact::{
-    CommitError, Expected, Held, Members, Stage, TransactionError, Verdict, Vote, VoteError,
+    CommitError, Expected, Members, Stage, TransactionError, TransactionalBacking, Verdict, Vote,
+    VoteError,
 };
 
 const ME: Caller = Caller {
@@ -21,7 +22,7 @@ const ME: Caller = Caller {
 };
 const ID: u64 = 7;
 
-type Host = Held<SimBacking>;
+type Host = TransactionalBacking<SimBacking>;
 
 fn members(name: &str, count: usize) -> Members {
     Members {
@@ -31,7 +32,7 @@ fn members(name: &str, count: usize) -> Members {
 }
 
 fn open(disk: &SimBacking, name: &str, count: usize) -> (Host, firn_transact::Outcome) {
-    Held::open_of_members(disk.clone(), members(name, count)).expect("open")
+    TransactionalBacking::open_of_members(disk.clone(), members(name, count)).expect("open")
 }
 
 /// A disk with a file of 100 bytes, `shared`, and a directory.

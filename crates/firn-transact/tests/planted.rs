@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 
 use firn_backing::{Access, Backing, Caller, SimBacking};
 use firn_transact::change_log::{ChangeLog, Data, Entry, Identity, Part, Range, Source};
-use firn_transact::{Held, OpenError, OwnError, StoreError, TransactionError};
+use firn_transact::{OpenError, OwnError, StoreError, TransactionError, TransactionalBacking};
 
 fn us() -> u32 {
     rustix::process::geteuid().as_raw()
@@ -96,8 +96,8 @@ fn victim(disk: &SimBacking) -> Vec<u8> {
 fn a_record_of_ones_own_is_carried_out() {
     let disk = SimBacking::new();
     plant(&disk, ours(), [0o700, 0o700, 0o600]);
-    assert_eq!(Held::has_transactions(&disk), Ok(true));
-    let (_, outcome) = Held::open(disk.clone()).expect("open");
+    assert_eq!(TransactionalBacking::has_transactions(&disk), Ok(true));
+    let (_, outcome) = TransactionalBacking::open(disk.clone()).expect("open");
     assert_eq!(outcome.finished, [1]);
     assert_eq!(victim(&disk), b"FORGED");
 }
@@ -115,7 +115,9 @@ fn regression_a_planted_record_is_not_carried_out_and_named() {
         let disk = SimBacking::new();
         plant(&disk, caller, modes);
         let before = disk.tree();
-        let error = Held::open(disk.clone()).err().expect("refused");
+        let error = TransactionalBacking::open(disk.clone())
+            .err()
+            .expect("refused");
         assert!(
             matches!(
                 error,
@@ -138,14 +140,17 @@ fn regression_a_directory_of_another_owner_below_ours_is_refused() {
     for inode in [&dir, &file] {
         disk.set_owner(inode, Some(them().uid), None)
             .expect("chown");
-        let told = Held::open(disk.fork()).err().expect("refused").to_string();
+        let told = TransactionalBacking::open(disk.fork())
+            .err()
+            .expect("refused")
+            .to_string();
         assert!(
             told.contains(".firn/tx-1") && told.contains("belongs to user"),
             "{told}"
         );
         disk.set_owner(inode, Some(us()), None).expect("chown");
     }
-    assert!(Held::open(disk.fork()).is_ok());
+    assert!(TransactionalBacking::open(disk.fork()).is_ok());
 }
 
 /// Proves S-priv-7, S-priv-10.
@@ -165,11 +170,13 @@ fn regression_what_is_no_directory_is_named_in_every_mode() {
             kind => drop(disk.mknod(&ours(), &root, name(".firn"), kind | 0o600, 0)),
         }
         let answers = [
-            Held::has_transactions(&disk)
+            TransactionalBacking::has_transactions(&disk)
                 .err()
                 .map(TransactionError::from),
-            Held::open(disk.fork()).err().map(TransactionError::from),
-            Held::known_backups(&disk, None)
+            TransactionalBacking::open(disk.fork())
+                .err()
+                .map(TransactionError::from),
+            TransactionalBacking::known_backups(&disk, None)
                 .err()
                 .map(TransactionError::from),
         ];
@@ -198,7 +205,7 @@ fn regression_a_huge_file_takes_no_memory() {
         .create(&ours(), &dir, name("open"), 0o600)
         .expect("create");
     disk.set_len(&file, 15 << 40).expect("sparse");
-    let error = Held::open(disk).err().expect("refused");
+    let error = TransactionalBacking::open(disk).err().expect("refused");
     assert!(
         matches!(error, OpenError::Store(StoreError::Own(OwnError::TooLong { bytes, .. })) if bytes == 15 << 40),
         "{error}"
@@ -223,7 +230,7 @@ fn regression_a_scope_that_leads_out_of_the_backing_is_refused() {
             .expect("create");
         disk.write_at(&file, &[std::io::IoSlice::new(scope.as_bytes())], 0)
             .expect("write");
-        let error = Held::open(disk).err().expect("refused");
+        let error = TransactionalBacking::open(disk).err().expect("refused");
         assert!(
             matches!(error, OpenError::Store(StoreError::Record { .. })),
             "{scope}: {error}"

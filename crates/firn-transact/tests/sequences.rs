@@ -9,7 +9,7 @@ use std::io::IoSlice;
 use common::Verbs;
 use firn_backing::sim::{Tree, tree};
 use firn_backing::{Access, Backing, Errno, RenameFlags, SimBacking, suite};
-use firn_transact::{Held, Mode};
+use firn_transact::{Mode, TransactionalBacking};
 
 mod oracle;
 
@@ -183,7 +183,10 @@ fn all_in(mode: Mode, disk: SimBacking, calls: &[Call], len: u32) {
             .map(|at| calls[number / calls.len().pow(at) % calls.len()])
             .collect();
         let plain = disk.fork();
-        let held = Held::open(disk.fork()).expect("open").0.in_mode(mode);
+        let held = TransactionalBacking::open(disk.fork())
+            .expect("open")
+            .0
+            .in_mode(mode);
         held.begin(&held.root(), b"").expect("begin");
         let mut book = Book::default();
         let mut cut = Vec::new();
@@ -282,7 +285,9 @@ fn every_sequence_of_three_calls_with_links_and_exchanges() {
 
 #[test]
 fn a_name_that_a_directory_took_from_a_file_is_deleted() {
-    let held = Held::open(fresh(&[0, 1], 6)).expect("open").0;
+    let held = TransactionalBacking::open(fresh(&[0, 1], 6))
+        .expect("open")
+        .0;
     let root = held.root();
     held.begin(&root, b"").expect("begin");
     let state = |at: usize| held.state_of(&root, OsStr::new(NAMES[at]));
@@ -308,7 +313,7 @@ fn each_name_of_a_file_with_several_has_a_state_of_its_own() {
     let disk = fresh(&[0], 6);
     run(&disk, Call::Link(0, 1), 0).expect("link");
     for (removed, left) in [(0, 1), (1, 0)] {
-        let held = Held::open(disk.fork()).expect("open").0;
+        let held = TransactionalBacking::open(disk.fork()).expect("open").0;
         let root = held.root();
         held.begin(&root, b"").expect("begin");
         run(&held, Call::Truncate(left), 0).expect("truncate");

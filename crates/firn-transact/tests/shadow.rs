@@ -8,9 +8,9 @@ use std::io::IoSlice;
 use common::Verbs;
 use firn_backing::sim::{Fault, Tree, tree};
 use firn_backing::{Access, Backing, Errno, RenameFlags, SetTime, SimBacking, Time, suite};
-use firn_transact::{Held, Mode};
+use firn_transact::{Mode, TransactionalBacking};
 
-fn seen(held: &Held<SimBacking>) -> Tree {
+fn seen(held: &TransactionalBacking<SimBacking>) -> Tree {
     tree(held).expect("tree")
 }
 
@@ -49,12 +49,15 @@ fn assert_same(now: &Tree, old: &Tree, told: &str) {
     assert!(differ.is_empty(), "{told}: path, now, before: {differ:#?}");
 }
 
-fn open(disk: SimBacking) -> Held<SimBacking> {
-    Held::open(disk).expect("open").0.in_mode(Mode::Shadow)
+fn open(disk: SimBacking) -> TransactionalBacking<SimBacking> {
+    TransactionalBacking::open(disk)
+        .expect("open")
+        .0
+        .in_mode(Mode::Shadow)
 }
 
 /// A tree made from `seed`, of which not all is durable.
-fn before(seed: u64) -> (Held<SimBacking>, Tree) {
+fn before(seed: u64) -> (TransactionalBacking<SimBacking>, Tree) {
     let held = open(SimBacking::of_seed(seed));
     suite::differential::run_alone(&held, seed, 60);
     let old = seen(&held);
@@ -62,12 +65,16 @@ fn before(seed: u64) -> (Held<SimBacking>, Tree) {
 }
 
 /// The power fails, and the next firnd comes; it may be cut short as well.
-fn power_fails(disk: &SimBacking, seed: u64, again: Option<u64>) -> Held<SimBacking> {
+fn power_fails(
+    disk: &SimBacking,
+    seed: u64,
+    again: Option<u64>,
+) -> TransactionalBacking<SimBacking> {
     disk.revive();
     disk.power_loss(seed);
     if let Some(again) = again {
         disk.crash_at(disk.steps() + again);
-        let opened = Held::open(disk.clone());
+        let opened = TransactionalBacking::open(disk.clone());
         assert!(
             opened.is_ok() || disk.is_dead(),
             "only the crash may stop it"
@@ -113,7 +120,7 @@ fn a_crash_at_any_call_of_putting_back_is_finished_by_the_next() {
             drop(held);
             disk.power_loss(seed * 37 + at);
             disk.crash_at(disk.steps() + at);
-            let is_over = Held::open(disk.clone()).is_ok();
+            let is_over = TransactionalBacking::open(disk.clone()).is_ok();
             let held = power_fails(&disk, seed + at, Some(1 + at * 7 % 80));
             assert_same(&seen(&held), &old, &format!("seed {seed}, call {at}"));
             if is_over {
@@ -199,7 +206,7 @@ fn an_abort_that_fails_goes_on_when_it_is_asked_again_and_nothing_else_is_allowe
     }
 }
 
-fn file(held: &Held<SimBacking>, name: &str, content: &[u8]) {
+fn file(held: &TransactionalBacking<SimBacking>, name: &str, content: &[u8]) {
     let (_, file, _) = held
         .create(&suite::own_caller(), &held.root(), OsStr::new(name), 0o644)
         .expect("create");
@@ -207,7 +214,12 @@ fn file(held: &Held<SimBacking>, name: &str, content: &[u8]) {
         .expect("write");
 }
 
-fn write(held: &Held<SimBacking>, name: &str, content: &[u8], at: u64) -> Result<usize, Errno> {
+fn write(
+    held: &TransactionalBacking<SimBacking>,
+    name: &str,
+    content: &[u8],
+    at: u64,
+) -> Result<usize, Errno> {
     let (inode, _) = held.lookup(&held.root(), OsStr::new(name))?;
     held.write_at(
         &held.open(&inode, Access::ReadWrite)?,
@@ -217,7 +229,7 @@ fn write(held: &Held<SimBacking>, name: &str, content: &[u8], at: u64) -> Result
 }
 
 /// Old bytes that are saved.
-fn saved_bytes(held: &Held<SimBacking>) -> usize {
+fn saved_bytes(held: &TransactionalBacking<SimBacking>) -> usize {
     let below = held.base().tree();
     let saved = below
         .iter()
@@ -386,7 +398,10 @@ fn scopes_are_undone_on_their_own() {
 }
 
 /// Two hosts in one transaction: `share` changes of each in turns, over one directory of what is saved.
-fn two_hosts(seed: u64, crash: Option<u64>) -> (SimBacking, Held<SimBacking>, Tree) {
+fn two_hosts(
+    seed: u64,
+    crash: Option<u64>,
+) -> (SimBacking, TransactionalBacking<SimBacking>, Tree) {
     let (held, old) = before(seed);
     let disk = held.base().clone();
     drop(held);

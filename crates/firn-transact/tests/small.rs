@@ -8,7 +8,7 @@ use std::io::IoSlice;
 use common::Verbs;
 use firn_backing::sim::tree;
 use firn_backing::{Access, Backing, Errno, Seek, SetTime, SimBacking, Time, suite};
-use firn_transact::Held;
+use firn_transact::TransactionalBacking;
 
 const NAME: &str = "file";
 /// More than may be overwritten without a twin.
@@ -130,7 +130,7 @@ fn a_file_is_as_a_plain_one_however_it_goes_on_after_small_changes() {
     for number in 0..CALLS.len().pow(3) {
         let calls = [0, 1, 2].map(|at| CALLS[number / CALLS.len().pow(at) % CALLS.len()]);
         let plain = before.fork();
-        let held = Held::open(before.fork()).expect("open").0;
+        let held = TransactionalBacking::open(before.fork()).expect("open").0;
         held.begin(&held.root(), b"").expect("begin");
         for (step, call) in calls.into_iter().enumerate() {
             assert_eq!(
@@ -149,7 +149,11 @@ fn a_file_is_as_a_plain_one_however_it_goes_on_after_small_changes() {
         }
         held.prepare(&root, 5).expect("prepare");
         let next = if number % 3 == 1 {
-            Some(Held::open(held.base().fork()).expect("open").0)
+            Some(
+                TransactionalBacking::open(held.base().fork())
+                    .expect("open")
+                    .0,
+            )
         } else {
             None
         };
@@ -164,7 +168,9 @@ fn a_file_is_as_a_plain_one_however_it_goes_on_after_small_changes() {
 /// Nothing is staged for what is small, and a checkpoint that is restored has the old bytes.
 #[test]
 fn small_changes_stage_nothing_and_are_undone_by_history() {
-    let held = Held::open_with_history(start(), 2).expect("open").0;
+    let held = TransactionalBacking::open_with_history(start(), 2)
+        .expect("open")
+        .0;
     let root = held.root();
     let content = || {
         tree(&held).expect("a tree")[NAME.as_bytes()]

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use common::Verbs;
 use firn_backing::{Access, Backing, Errno, RenameFlags, SimBacking, suite};
-use firn_transact::{Held, Mode, Object};
+use firn_transact::{Mode, Object, TransactionalBacking};
 
 const MODES: [Mode; 2] = [Mode::Buffer, Mode::Shadow];
 const BYTES: usize = 64 << 10;
@@ -19,11 +19,14 @@ const ROUNDS: usize = 200;
 type SimInode = Arc<Object<SimBacking>>;
 
 /// In a transaction in which one file has come and gone: what undoes changes of the top directory is saved.
-fn begun(mode: Mode) -> Held<SimBacking> {
+fn begun(mode: Mode) -> TransactionalBacking<SimBacking> {
     let sim = SimBacking::new();
     write(&sim, &sim.root(), "old");
     sim.set_capacity(Some(CAPACITY));
-    let held = Held::open(sim).expect("open").0.in_mode(mode);
+    let held = TransactionalBacking::open(sim)
+        .expect("open")
+        .0
+        .in_mode(mode);
     held.begin(&held.root(), b"").expect("begin");
     write(&held, &held.root(), "first");
     held.unlink(&held.root(), OsStr::new("first"))
@@ -47,13 +50,13 @@ fn first_byte<B: Backing>(b: &B, file: &B::File) -> Result<(usize, u8), Errno> {
     b.read_at(file, &mut byte, 0).map(|count| (count, byte[0]))
 }
 
-fn bytes_free(held: &Held<SimBacking>) -> u64 {
+fn bytes_free(held: &TransactionalBacking<SimBacking>) -> u64 {
     let stat = held.base().statfs().expect("statfs");
     stat.blocks_free * stat.block_size
 }
 
 /// Objects that the open transaction has noted, and names that it has noted a state of.
-fn noted(held: &Held<SimBacking>) -> (u64, u64) {
+fn noted(held: &TransactionalBacking<SimBacking>) -> (u64, u64) {
     let open = &held.transactions()[0];
     (open.objects, open.states.values().sum())
 }

@@ -10,8 +10,8 @@ use common::{Verbs, in_firn, seen};
 use firn_backing::sim::Tree;
 use firn_backing::{Access, Backing, Caller, Errno, RenameFlags, SimBacking};
 use firn_transact::{
-    AbortError, BeginError, CommitError, Expected, Held, Members, Mode, OpenError, Stage,
-    TransactionError, Vote, VoteError,
+    AbortError, BeginError, CommitError, Expected, Members, Mode, OpenError, Stage,
+    TransactionError, TransactionalBacking, Vote, VoteError,
 };
 
 const ME: Caller = Caller {
@@ -22,7 +22,7 @@ const ME: Caller = Caller {
 const ID: u64 = 7;
 const NAMES: [&str; 2] = ["a", "b"];
 
-type Host = Held<SimBacking>;
+type Host = TransactionalBacking<SimBacking>;
 type Hosts = [Option<Host>; 2];
 
 fn open(disk: &SimBacking, name: &str) -> Result<(Host, firn_transact::Outcome), OpenError> {
@@ -30,7 +30,7 @@ fn open(disk: &SimBacking, name: &str) -> Result<(Host, firn_transact::Outcome),
         host: name.into(),
         expected: Expected::Count(2),
     };
-    Held::open_of_members(disk.clone(), members)
+    TransactionalBacking::open_of_members(disk.clone(), members)
         .map(|(host, outcome)| (host.in_mode(Mode::Shadow), outcome))
 }
 

@@ -8,7 +8,7 @@ use std::ffi::OsStr;
 use common::Verbs;
 use firn_backing::sim::{Tree, tree};
 use firn_backing::{Access, Backing, Caller, DirBacking, SetTime, SimBacking, Time, suite};
-use firn_transact::{Held, Mode, PlainBacking, Store};
+use firn_transact::{Mode, PlainBacking, Store, TransactionalBacking};
 use tempfile::TempDir;
 
 const ME: Caller = Caller {
@@ -31,12 +31,12 @@ fn fresh(place: &str) -> (TempDir, DirBacking) {
     (dir, backing)
 }
 
-fn open<B: Backing>(base: B) -> Held<B> {
-    Held::open(base).expect("open").0
+fn open<B: Backing>(base: B) -> TransactionalBacking<B> {
+    TransactionalBacking::open(base).expect("open").0
 }
 
 /// A backing whose whole tree is in a transaction.
-fn begun<B: Backing>(base: B, mode: Mode) -> Held<B> {
+fn begun<B: Backing>(base: B, mode: Mode) -> TransactionalBacking<B> {
     let held = open(base).in_mode(mode);
     held.begin(&held.root(), b"").expect("begin");
     held
@@ -72,12 +72,12 @@ fn a_transaction_in_a_real_directory_conforms() {
     }
 }
 
-fn seen<B: Backing>(held: &Held<B>) -> Tree {
+fn seen<B: Backing>(held: &TransactionalBacking<B>) -> Tree {
     tree(held).expect("tree")
 }
 
 /// Random calls: some before the transaction, then in it, beside a plain backing that gets the same.
-fn run<B: Backing>(held: &Held<B>, seed: u64) -> SimBacking {
+fn run<B: Backing>(held: &TransactionalBacking<B>, seed: u64) -> SimBacking {
     let plain = SimBacking::new();
     suite::differential::run(held, &plain, seed, 100);
     held.begin(&held.root(), b"").expect("begin");
@@ -190,11 +190,15 @@ fn regression_what_the_top_hands_on_is_not_handed_on_by_staging() {
         [dir, b.root()].map(|dir| b.create(&me, &dir, file, 0o644).expect("create").2.gid)
     }
     let plain = groups(&SimBacking::new(), |_| {});
-    let begin = |held: &Held<SimBacking>| drop(held.begin(&held.root(), b"").expect("begin"));
+    let begin = |held: &TransactionalBacking<SimBacking>| {
+        drop(held.begin(&held.root(), b"").expect("begin"))
+    };
     assert_eq!(groups(&open(SimBacking::new()), begin), plain);
     if rustix::process::geteuid().is_root() {
         let (_dir, real) = fresh("/tmp");
-        let begin = |held: &Held<DirBacking>| drop(held.begin(&held.root(), b"").expect("begin"));
+        let begin = |held: &TransactionalBacking<DirBacking>| {
+            drop(held.begin(&held.root(), b"").expect("begin"))
+        };
         assert_eq!(groups(&open(real), begin), plain);
     }
 }
@@ -209,7 +213,9 @@ fn regression_a_file_that_lost_its_name_keeps_what_was_written_for_who_has_it_op
             .expect("create");
         sim.write_at(&made, &[std::io::IoSlice::new(&[b'o'; 40_000])], 0)
             .expect("write");
-        let held = Held::open_with_history(sim, history).expect("open").0;
+        let held = TransactionalBacking::open_with_history(sim, history)
+            .expect("open")
+            .0;
         let root = held.root();
         held.begin(&root, b"").expect("begin");
         held.commit(&root, 1).expect("commit");

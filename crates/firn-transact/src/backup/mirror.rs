@@ -20,7 +20,7 @@ use crate::error::{BackupError, StoreError};
 use crate::own::{OwnError, of_backup};
 use crate::scope::Scope;
 use crate::staging;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
 /// Bytes that are copied at once.
 pub(super) const BLOCK: usize = 1 << 20;
@@ -85,8 +85,8 @@ fn file_name(at: &Staged) -> String {
     format!("{}-{}", at.0, at.1)
 }
 
-impl<B: Backing> Held<B> {
-    /// Names of the backups that the backing knows of: to be asked before [`Held::open`], which ends transactions. What
+impl<B: Backing> TransactionalBacking<B> {
+    /// Names of the backups that the backing knows of: to be asked before [`TransactionalBacking::open`], which ends transactions. What
     /// is in the backup, `store`, of those that it is going to undo counts no more from here on: once nothing in the
     /// backing tells of them it would seem to be all that is left.
     pub fn known_backups(base: &B, store: Option<&B>) -> Result<BTreeSet<String>, BackupError> {
@@ -236,18 +236,18 @@ impl<B: Backing> Held<B> {
         let copy = self.copy_of(mirror, state, scope)?;
         let mut seen = HashMap::new();
         let mut left = 0;
-        for (nest_name, ..) in staging::list(&self.base, &scope.new)? {
-            let nest = self
+        for (staging_name, ..) in staging::list(&self.base, &scope.new)? {
+            let staging_dir = self
                 .base
-                .lookup(&scope.new, OsStr::from_bytes(&nest_name))?
+                .lookup(&scope.new, OsStr::from_bytes(&staging_name))?
                 .0;
-            for (name, _, kind) in staging::list(&self.base, &nest)? {
+            for (name, _, kind) in staging::list(&self.base, &staging_dir)? {
                 // One more name of an object that is not staged.
                 if name.starts_with(b"l") || kind.is_some_and(|kind| kind != Kind::File) {
                     continue;
                 }
                 let Some((inode, attr)) =
-                    staging::find(&self.base, &nest, OsStr::from_bytes(&name))?
+                    staging::find(&self.base, &staging_dir, OsStr::from_bytes(&name))?
                 else {
                     continue;
                 };
@@ -255,7 +255,7 @@ impl<B: Backing> Held<B> {
                     continue;
                 }
                 let text = |name: &[u8]| String::from_utf8_lossy(name).into_owned();
-                let file = file_name(&(text(&nest_name), text(&name)));
+                let file = file_name(&(text(&staging_name), text(&name)));
                 let now = stamp(&attr);
                 let is_copied = copy
                     .copied
@@ -406,8 +406,8 @@ impl<B: Backing> Held<B> {
         scope: &Scope<B>,
         at: &Staged,
     ) -> Result<StagedObject, BackupError> {
-        let nest = self.base.lookup(&scope.new, OsStr::new(&at.0))?.0;
-        let (inode, attr) = self.base.lookup(&nest, OsStr::new(&at.1))?;
+        let staging_dir = self.base.lookup(&scope.new, OsStr::new(&at.0))?.0;
+        let (inode, attr) = self.base.lookup(&staging_dir, OsStr::new(&at.1))?;
         let now = stamp(&attr);
         let file = file_name(at);
         let content = match copy.copied.get(&file) {
@@ -466,7 +466,7 @@ impl<B: Backing> Held<B> {
         Ok(())
     }
 
-    /// The transaction is carried out, which the number of the last commit tells until the next one.
+    /// The transaction is applied, which the number of the last commit tells until the next one.
     pub(crate) fn drop_backup(&self, serial: u64) {
         let Some(mirror) = &self.mirror else { return };
         self.drop_copy(mirror, &mut mirror.lock(), serial);
@@ -483,7 +483,7 @@ impl<B: Backing> Held<B> {
         }
     }
 
-    /// Before the number of the last commit changes: what was carried out and is still in the backup counts no more.
+    /// Before the number of the last commit changes: what was applied and is still in the backup counts no more.
     pub(crate) fn withdraw_what_is_over(&self) -> Result<(), BackupError> {
         let Some(mirror) = &self.mirror else {
             return Ok(());
@@ -591,8 +591,8 @@ pub(super) fn is_name(name: &str) -> bool {
 /// Whether a file has the bytes of a staged one: `NEST-M` ([`file_name`]).
 fn is_file(name: &str) -> bool {
     let parts = name.split_once('-');
-    parts.is_some_and(|(nest, name)| {
-        nest.strip_prefix('d').is_some_and(is_number) && is_number(name)
+    parts.is_some_and(|(staging_dir, name)| {
+        staging_dir.strip_prefix('d').is_some_and(is_number) && is_number(name)
     })
 }
 
@@ -704,7 +704,7 @@ struct Paths<'a, B: Backing> {
 }
 
 impl<'a, B: Backing> Paths<'a, B> {
-    fn new(held: &'a Held<B>, log: &'a ChangeLog) -> Self {
+    fn new(held: &'a TransactionalBacking<B>, log: &'a ChangeLog) -> Self {
         let entries = log
             .entries
             .iter()

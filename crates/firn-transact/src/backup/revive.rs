@@ -11,7 +11,7 @@ use crate::change_log::{ChangeLog, Content, Identity, Known, LogError, Place, St
 use crate::error::{BackupError, ReviveError};
 use crate::own::{OwnError, of_backup};
 use crate::staging;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
 fn backup(error: impl Into<OwnError>) -> BackupError {
     of_backup(error.into())
@@ -24,7 +24,7 @@ fn tree(path: &[u8], what: &str) -> ReviveError {
     }
 }
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     /// The manifest in a directory of a backup; `None` where there is none.
     pub fn manifest(
         store: &B,
@@ -215,8 +215,8 @@ impl<B: Backing> Held<B> {
         staging::dir(&self.base, dir, staging::AWAY)?;
         let mut made = BTreeMap::new();
         for stored in &wanted.staged {
-            let nest = staging::dir(&self.base, &new, &stored.at.0)?;
-            let inode = self.rebuild(from, stored, &nest)?;
+            let staging_dir = staging::dir(&self.base, &new, &stored.at.0)?;
+            let inode = self.rebuild(from, stored, &staging_dir)?;
             made.insert(
                 &stored.at,
                 Identity::of(&self.base.attr(&inode)?, self.device()),
@@ -232,10 +232,10 @@ impl<B: Backing> Held<B> {
                 Some(at) => made[at],
                 None => Identity::of(&self.base.attr(&found[&item.number].0)?, self.device()),
             };
-            if let Some((nest, name)) = &item.anchor_at {
-                let nest = staging::dir(&self.base, &new, nest)?;
+            if let Some((staging_dir, name)) = &item.anchor_at {
+                let staging_dir = staging::dir(&self.base, &new, staging_dir)?;
                 self.base
-                    .link(&found[&item.number].0, &nest, OsStr::new(name))?;
+                    .link(&found[&item.number].0, &staging_dir, OsStr::new(name))?;
             }
         }
         Ok(record)
@@ -245,26 +245,29 @@ impl<B: Backing> Held<B> {
         &self,
         from: (&B, &B::Inode),
         stored: &StagedObject,
-        nest: &B::Inode,
+        staging_dir: &B::Inode,
     ) -> Result<B::Inode, ReviveError> {
         let base = &self.base;
         let me = staging::own();
         let name = OsStr::new(&stored.at.1);
         let kind = stored.attributes.mode & libc::S_IFMT;
         let inode = match kind {
-            libc::S_IFDIR => base.mkdir(&me, nest, name, 0o700)?.0,
+            libc::S_IFDIR => base.mkdir(&me, staging_dir, name, 0o700)?.0,
             libc::S_IFLNK => {
-                base.symlink(&me, nest, name, OsStr::from_bytes(&stored.target))?
+                base.symlink(&me, staging_dir, name, OsStr::from_bytes(&stored.target))?
                     .0
             }
             libc::S_IFREG => {
-                let (inode, file, _) = base.create(&me, nest, name, 0o600)?;
+                let (inode, file, _) = base.create(&me, staging_dir, name, 0o600)?;
                 if let Some(content) = &stored.content {
                     self.fill(from, content, &file)?;
                 }
                 inode
             }
-            _ => base.mknod(&me, nest, name, kind | 0o600, stored.rdev)?.0,
+            _ => {
+                base.mknod(&me, staging_dir, name, kind | 0o600, stored.rdev)?
+                    .0
+            }
         };
         staging::set_attributes(base, &inode, &stored.attributes)?;
         Ok(inode)

@@ -7,9 +7,9 @@ use firn_backing::Backing;
 
 use crate::error::AbortError;
 use crate::scope::{Scope, Stage};
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     /// [`Found::refuse_changes`](crate::Found::refuse_changes).
     pub(super) fn refuse_changes(&self, scope: &Arc<Scope<B>>) -> Result<(), AbortError> {
         // Changes of a transaction that follows a commit wait for that.
@@ -22,7 +22,7 @@ impl<B: Backing> Held<B> {
         let stage = scope.stage.lock();
         scope.refusing.store(true, Ordering::Release);
         drop(stage);
-        scope.turned.notify_all();
+        scope.stage_changed.notify_all();
         Ok(())
     }
 

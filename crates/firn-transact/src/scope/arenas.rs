@@ -22,7 +22,7 @@ use crate::change_log::LogError;
 use crate::error::StoreError;
 use crate::own::is_path;
 use crate::staging;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 use firn_rendezvous::{Expected, Members};
 
 /// What an arena is told from all others by.
@@ -31,8 +31,8 @@ pub type ArenaId = [u8; 16];
 /// An arena, and the path of a scope of which it has nothing that counts.
 type Line = (ArenaId, Vec<u8>);
 
-impl<B: Backing> Held<B> {
-    /// Homes of transactions of which [`Held::drop_of`] is to be asked: of this backing without hosts, and of each
+impl<B: Backing> TransactionalBacking<B> {
+    /// Homes of transactions of which [`TransactionalBacking::drop_of`] is to be asked: of this backing without hosts, and of each
     /// host that was ever there; but for that of `members`.
     pub fn other_homes(
         base: &B,
@@ -60,7 +60,7 @@ impl<B: Backing> Held<B> {
         Ok(homes)
     }
 
-    /// What [`Held::open_with`] says of an arena, for transactions in another home than that of the mount: they stay as
+    /// What [`TransactionalBacking::open_with`] says of an arena, for transactions in another home than that of the mount: they stay as
     /// they are, for a mount whose home that is, and have nothing in this arena any more.
     pub fn drop_of<E: From<StoreError>>(
         base: B,

@@ -9,15 +9,15 @@ use crate::object::Object;
 use crate::scope::{Open, Scope};
 use crate::shadow::{Mode, Shadow};
 use crate::staging;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     /// Begins a transaction in a directory and all below it. `path` is its own, relative to the backing.
     pub fn begin(&self, root: &Arc<Object<B>>, path: &[u8]) -> Result<Open<'_, B>, BeginError> {
         if root.kind != Kind::Dir {
             return Err(ScopeError::NotDirectory.into());
         }
-        self.carry_out_around(root)?;
+        self.apply_commits_around(root)?;
         let _names = self.tree.names.write();
         let _data = self.tree.data.write();
         let mut before = None;

@@ -20,11 +20,11 @@ use firn_conflict::Used;
 use super::{Scope, Stage};
 use crate::error::{AbortError, CommitError, PrepareError, StoreError, VoteError};
 use crate::object::Object;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
 /// A transaction, and the backing that it is in.
 struct Handle<'a, B: Backing> {
-    store: &'a Held<B>,
+    store: &'a TransactionalBacking<B>,
     scope: Arc<Scope<B>>,
 }
 
@@ -144,13 +144,13 @@ impl<B: Backing> Decided<'_, B> {
 
     /// Why it could not be applied when that was tried last.
     pub fn trouble(&self) -> Option<String> {
-        self.handle.scope.carried.trouble()
+        self.handle.scope.application.trouble()
     }
 }
 
 impl<'a, B: Backing> Found<'a, B> {
     /// `None` where the transaction is over.
-    pub(crate) fn new(store: &'a Held<B>, scope: Arc<Scope<B>>) -> Option<Self> {
+    pub(crate) fn new(store: &'a TransactionalBacking<B>, scope: Arc<Scope<B>>) -> Option<Self> {
         let stage = scope.stage();
         let handle = Handle { store, scope };
         match stage {
@@ -250,7 +250,7 @@ impl<'a, B: Backing> Handle<'a, B> {
     }
 }
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     pub(crate) fn open_handle(&self, scope: Arc<Scope<B>>) -> Open<'_, B> {
         Open(Handle { store: self, scope })
     }
@@ -272,11 +272,11 @@ impl<B: Backing> Held<B> {
         self.find_found(|| self.scopes.current_at_path(scope))
     }
 
-    /// [`Held::current_transaction`] of the scope that begins at `root`.
+    /// [`TransactionalBacking::current_transaction`] of the scope that begins at `root`.
     pub fn transaction_at(&self, root: &Arc<Object<B>>) -> Option<Found<'_, B>> {
         self.find_found(|| {
             let first = self.scopes.at(root)?;
-            Some(first.carried.next().unwrap_or(first))
+            Some(first.application.next().unwrap_or(first))
         })
     }
 

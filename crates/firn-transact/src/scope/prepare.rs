@@ -8,9 +8,9 @@ use firn_backing::{Backing, Errno, RenameFlags};
 use crate::error::{BackupError, PrepareError};
 use crate::scope::{Scope, Stage};
 use crate::staging;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     /// [`Open::prepare`](crate::Open::prepare), of one that may be prepared already.
     pub(super) fn prepare_scope(&self, scope: &Arc<Scope<B>>, id: u64) -> Result<(), PrepareError> {
         self.apply_commit_before(scope)?;
@@ -38,13 +38,13 @@ impl<B: Backing> Held<B> {
                 .unlink(&scope.dir, OsStr::new(staging::RECORD))
                 .is_err()
             {
-                scope.turn(Stage::Prepared(id));
+                scope.set_stage(Stage::Prepared(id));
             } else {
                 self.withdraw_backup(scope);
             }
             return Err(errno.into());
         }
-        scope.turn(Stage::Prepared(id));
+        scope.set_stage(Stage::Prepared(id));
         Ok(())
     }
 

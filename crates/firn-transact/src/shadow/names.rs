@@ -9,7 +9,7 @@ use super::save::NO_BYTES;
 use super::{Known, Shadow};
 use crate::object::Object;
 use crate::scope::Scope;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 use crate::tree::Names;
 
 impl<B: Backing> Shadow<B> {
@@ -19,7 +19,7 @@ impl<B: Backing> Shadow<B> {
     }
 }
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     pub(crate) fn remove_shadowed(
         &self,
         (scope, shadow): (&Scope<B>, &Shadow<B>),

@@ -13,7 +13,7 @@ use crate::change_log::{ChangeLog, Data, Entry, Identity, Link, Part, Range, Sou
 use crate::object::{Inner, Object};
 use crate::scope::Scope;
 use crate::staging;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
 /// For a change that leaves all bytes as they are.
 pub(crate) const NO_BYTES: u64 = u64::MAX;
@@ -24,7 +24,7 @@ const RECORDS_MAX: u32 = 4;
 /// Bytes are saved from a multiple of this on, so that the backing can share blocks instead of copying.
 const ALIGN: u64 = 4096;
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     /// The transaction that an object is changed in, if that holds the change. In shadow mode none does: what
     /// undoes it is saved first, and it goes through. Bytes before `from` do not change.
     pub(crate) fn holding(
@@ -300,7 +300,7 @@ fn path<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>) -> Vec<Link> {
     let mut path = Vec::new();
     let mut at = Arc::clone(object);
     while !Arc::ptr_eq(&at, &scope.root) {
-        let Some((parent, name)) = at.seat.lock().clone() else {
+        let Some((parent, name)) = at.location.lock().clone() else {
             break;
         };
         path.push((name.as_bytes().to_vec(), at.key.1));

@@ -30,7 +30,7 @@ use crate::change_log::ChangeLog;
 use crate::error::{AbortError, BeginError, OpenError, StoreError, VoteError};
 use crate::scope::{Scope, Stage};
 use crate::staging;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 use crate::vote::{Outcome, scoped_name};
 
 const DIR: &str = "shadow";
@@ -165,7 +165,7 @@ enum Fate {
     Aborted,
 }
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     fn find_shared_dir(&self, name: &str) -> Result<Option<SharedDir<'_, B>>, Errno> {
         let Some(members) = &self.members else {
             return Ok(None);
@@ -386,7 +386,7 @@ impl<B: Backing> Held<B> {
         }
     }
 
-    /// Whether there may be something in [`Held::to_be_stopped`]; asks the backing nothing.
+    /// Whether there may be something in [`TransactionalBacking::to_be_stopped`]; asks the backing nothing.
     pub fn shares(&self) -> bool {
         !self
             .scopes

@@ -22,7 +22,7 @@ use crate::error::StoreError;
 use crate::object::Object;
 use crate::scope::Scope;
 use crate::staging;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
 /// All that is saved of an object.
 struct Save {
@@ -499,7 +499,7 @@ fn shown(path: &[Link]) -> String {
     names.join("/")
 }
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     /// Puts back what a transaction changed in the backing, and tells the objects that somebody refers to.
     pub(crate) fn undo_shadow(
         &self,
@@ -530,7 +530,7 @@ impl<B: Backing> Held<B> {
             if let (Some(object), Some(dir)) =
                 (object(ino), dirs.get(&dir).cloned().or_else(|| object(dir)))
             {
-                object.sit(&dir, OsStr::from_bytes(&name));
+                object.move_to(&dir, OsStr::from_bytes(&name));
             }
         }
         self.forget_new(shadow);
@@ -551,7 +551,7 @@ impl<B: Backing> Held<B> {
             let Some(dir) = object(dir) else { continue };
             for (name, ino) in save.names {
                 if let Some(object) = object(ino) {
-                    object.sit(&dir, OsStr::from_bytes(&name));
+                    object.move_to(&dir, OsStr::from_bytes(&name));
                 }
             }
         }

@@ -12,9 +12,9 @@ use firn_rendezvous::Members;
 
 use crate::change_log::{ChangeLog, Entry, Place};
 use crate::staging;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     /// What a record and the accesses of programs come to.
     pub(super) fn list_accesses(
         &self,

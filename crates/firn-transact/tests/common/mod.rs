@@ -10,7 +10,8 @@ use firn_backing::sim::{Tree, tree};
 use firn_backing::{Backing, SimBacking};
 use firn_conflict::Used;
 use firn_transact::{
-    AbortError, CommitError, Found, Held, Object, PrepareError, StoreError, VoteError,
+    AbortError, CommitError, Found, Object, PrepareError, StoreError, TransactionalBacking,
+    VoteError,
 };
 
 pub fn seen(on: &impl Backing) -> Tree {
@@ -55,7 +56,7 @@ pub trait Verbs<B: Backing> {
     fn publish_accesses(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), VoteError>;
 }
 
-impl<B: Backing> Verbs<B> for Held<B> {
+impl<B: Backing> Verbs<B> for TransactionalBacking<B> {
     fn prepare(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), PrepareError> {
         let found = self.transaction_at(root);
         let found = found.ok_or(PrepareError::NoTransaction)?;

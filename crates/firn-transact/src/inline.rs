@@ -1,7 +1,7 @@
-//! Small changes of files that were there: a few overwritten bytes need no twin.
+//! Changes of a few bytes of files that were there: a few overwritten bytes need no staged copy.
 //!
 //! They are kept in memory until the record of the transaction takes them: one that is not prepared does not
-//! outlive firnd anyway. A file gets a twin after all, which takes them over, as soon as more of it is written than
+//! outlive firnd anyway. A file gets a staged copy after all, which takes them over, as soon as more of it is written than
 //! this is for, or anything changes but bytes below its end and the time of that.
 
 use std::collections::BTreeMap;
@@ -11,10 +11,10 @@ use std::sync::atomic::Ordering;
 
 use firn_backing::{Access, Backing, Kind, Result, SetTime, Time};
 
-use crate::object::{Inner, Object, Twin};
+use crate::object::{Inner, Object, StagedCopy};
 use crate::scope::Scope;
 use crate::staging;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
 /// Bytes that one file may have here.
 const FILE_BYTES: u64 = 16 << 10;
@@ -22,7 +22,7 @@ const FILE_BYTES: u64 = 16 << 10;
 const SCOPE_BYTES: u64 = 16 << 20;
 
 /// What was overwritten of a file, and when.
-pub(crate) struct Small {
+pub(crate) struct InlineChanges {
     /// By offset; they neither overlap nor touch.
     pieces: BTreeMap<u64, Vec<u8>>,
     /// The file's, which stays.
@@ -31,7 +31,7 @@ pub(crate) struct Small {
     pub(crate) ctime: Time,
 }
 
-impl Small {
+impl InlineChanges {
     fn new(size: u64) -> Self {
         let now = Time::now();
         Self {
@@ -94,14 +94,14 @@ impl Small {
 }
 
 impl<B: Backing> Inner<B> {
-    pub(crate) fn small(&self) -> Option<&Small> {
-        self.change.as_ref()?.small.as_ref()
+    pub(crate) fn inline(&self) -> Option<&InlineChanges> {
+        self.change.as_ref()?.inline.as_ref()
     }
 }
 
-impl<B: Backing> Held<B> {
-    /// Takes a write, if it is a small change of a file that was there.
-    pub(crate) fn write_small(
+impl<B: Backing> TransactionalBacking<B> {
+    /// Takes a write, if it is a change of a few bytes of a file that was there.
+    pub(crate) fn write_inline(
         &self,
         scope: &Scope<B>,
         object: &Arc<Object<B>>,
@@ -115,67 +115,71 @@ impl<B: Backing> Held<B> {
             return Ok(None);
         }
         let mut inner = object.inner.write();
-        let may_be_small =
-            object.kind == Kind::File && inner.twin().is_none() && !object.is_nameless();
-        let Some(base) = inner.base.clone().filter(|_| may_be_small) else {
+        let may_be_inline =
+            object.kind == Kind::File && inner.staged_copy().is_none() && !object.is_nameless();
+        let Some(base) = inner.base.clone().filter(|_| may_be_inline) else {
             return Ok(None);
         };
-        let (size, before) = match inner.small() {
-            Some(small) => (small.size, small.len()),
+        let (size, before) = match inner.inline() {
+            Some(inline) => (inline.size, inline.len()),
             None => (self.base.attr(&base)?.size, 0),
         };
-        let of_all = scope.small_bytes.load(Ordering::Acquire);
+        let of_all = scope.inline_bytes.load(Ordering::Acquire);
         if end > size || before + len as u64 > FILE_BYTES || of_all + len as u64 > SCOPE_BYTES {
             return Ok(None);
         }
-        let small = scope
+        let inline = scope
             .change(object, &mut inner)
-            .small
-            .get_or_insert_with(|| Small::new(size));
-        small.write(offset, data);
+            .inline
+            .get_or_insert_with(|| InlineChanges::new(size));
+        inline.write(offset, data);
         scope
-            .small_bytes
-            .fetch_add(small.len() - before, Ordering::AcqRel);
+            .inline_bytes
+            .fetch_add(inline.len() - before, Ordering::AcqRel);
         drop(inner);
         self.check_changed(scope, object);
         Ok(Some(len))
     }
 
-    /// Sets the time of the last change, of a file that has small changes and no others.
-    pub(crate) fn set_small_time(&self, object: &Arc<Object<B>>, mtime: SetTime) -> Result<bool> {
+    /// Sets the time of the last change, of a file that has inline changes and no others.
+    pub(crate) fn set_inline_time(&self, object: &Arc<Object<B>>, mtime: SetTime) -> Result<bool> {
         let (_data, scope) = self.writing(object)?;
         let mut inner = object.inner.write();
-        let Some(small) = inner
+        let Some(inline) = inner
             .change
             .as_mut()
-            .and_then(|change| change.small.as_mut())
+            .and_then(|change| change.inline.as_mut())
         else {
             return Ok(false);
         };
         debug_assert!(scope.is_some(), "changes are of a transaction");
         match mtime {
             SetTime::Keep => {}
-            SetTime::Now => small.mtime = Time::now(),
-            SetTime::At(time) => small.mtime = time,
+            SetTime::Now => inline.mtime = Time::now(),
+            SetTime::At(time) => inline.mtime = time,
         }
-        small.ctime = Time::now();
+        inline.ctime = Time::now();
         Ok(true)
     }
 
-    /// Copies small changes to the twin that the file got.
-    pub(crate) fn write_out_small(&self, small: &Small, twin: &Twin<B>) -> Result<()> {
-        let inode = twin.inode(&self.base)?;
+    /// Copies inline changes to the staged copy that the file got.
+    pub(crate) fn write_out_inline(
+        &self,
+        inline: &InlineChanges,
+        copy: &StagedCopy<B>,
+    ) -> Result<()> {
+        let inode = copy.inode(&self.base)?;
         let file = self.base.open(&inode, Access::ReadWrite)?;
-        for (at, piece) in small.pieces() {
+        for (at, piece) in inline.pieces() {
             staging::write_all(&self.base, &file, piece, at)?;
         }
         self.base
-            .set_times(&inode, SetTime::Keep, SetTime::At(small.mtime))
+            .set_times(&inode, SetTime::Keep, SetTime::At(inline.mtime))
     }
 
-    /// They are in the twin now, and count there.
-    pub(crate) fn forget_small(scope: &Scope<B>, small: &Small) {
-        scope.small_bytes.fetch_sub(small.len(), Ordering::AcqRel);
+    /// They are in the staged copy now, and count there.
+    pub(crate) fn forget_inline(scope: &Scope<B>, inline: &InlineChanges) {
+        scope.inline_bytes.fetch_sub(inline.len(), Ordering::AcqRel);
     }
 }
 
@@ -189,18 +193,18 @@ mod tests {
         /// Pieces are what a file of bytes would be, and never touch.
         #[test]
         fn pieces_are_the_last_bytes_written(writes in prop::collection::vec((0_u64..40, 1_usize..9), 1..20)) {
-            let mut small = Small::new(64);
+            let mut inline = InlineChanges::new(64);
             let mut plain = vec![None; 64];
             for (round, &(at, len)) in writes.iter().enumerate() {
                 let (one, two) = (vec![round as u8; len / 2], vec![round as u8 | 128; len - len / 2]);
-                small.write(at, &[IoSlice::new(&one), IoSlice::new(&two)]);
+                inline.write(at, &[IoSlice::new(&one), IoSlice::new(&two)]);
                 for (byte, place) in one.iter().chain(&two).zip(&mut plain[at as usize..]) {
                     *place = Some(*byte);
                 }
             }
             let mut shown = vec![None; 64];
             let mut last = None;
-            for (at, piece) in small.pieces() {
+            for (at, piece) in inline.pieces() {
                 prop_assert!(last.is_none_or(|end| end < at), "pieces touch at {at}");
                 last = Some(at + piece.len() as u64);
                 for (place, byte) in shown[at as usize..].iter_mut().zip(piece) {
@@ -210,7 +214,7 @@ mod tests {
             prop_assert_eq!(&shown, &plain);
             for at in 0..64 {
                 let expected = plain[at..].iter().take_while(|byte| byte.is_some()).count();
-                match small.stretch(at as u64) {
+                match inline.stretch(at as u64) {
                     Ok(bytes) => prop_assert_eq!(bytes.len(), expected),
                     Err(until) => {
                         prop_assert_eq!(expected, 0);

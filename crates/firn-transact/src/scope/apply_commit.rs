@@ -1,19 +1,19 @@
-//! Deciding a transaction, and carrying it out: at once, or behind programs that read on.
+//! Deciding a transaction, and applying it: at once, or while programs read on.
 //!
 //! Between the two the record is in force and the tables are as they were, so programs see the tree after the
-//! commit. While it is carried out, what they see comes from the tables too: attributes are taken before the first
-//! step ([`Change::frozen`]), new objects are found where they are or where they go ([`Twin::goes_to`]), and of the
+//! commit. While it is applied, what they see comes from the tables too: attributes are taken before the first
+//! step ([`Change::frozen`]), new objects are found where they are or where they go ([`StagedCopy::goes_to`]), and of the
 //! rest no step changes anything that is read from the backing:
 //!
 //! * names that a step changes are in the tables;
-//! * bytes that a step writes are in the twin or in memory, and read from there;
+//! * bytes that a step writes are in the staged copy or in memory, and read from there;
 //! * an object is the same wherever it is moved.
 //!
 //! Changes of the scope wait. One transaction can follow at once: it is on record and takes over when the tables
 //! are let go.
 //!
 //! [`Change::frozen`]: crate::object::Change
-//! [`Twin::goes_to`]: crate::object::Twin
+//! [`StagedCopy::goes_to`]: crate::object::StagedCopy::goes_to
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -28,28 +28,28 @@ use crate::error::{CommitError, StoreError};
 use crate::object::Object;
 use crate::scope::{Scope, Stage};
 use crate::staging;
-use crate::transactional::Held;
+use crate::transactional::TransactionalBacking;
 
 /// How far a decided transaction is.
-pub(crate) struct Carried<B: Backing> {
-    /// Held by who carries it out.
-    turn: Mutex<()>,
-    /// The transaction that begins when this one is carried out.
+pub(crate) struct Application<B: Backing> {
+    /// Held by who applies it.
+    applying: Mutex<()>,
+    /// The transaction that begins when this one is applied.
     next: Mutex<Option<Arc<Scope<B>>>>,
     trouble: Mutex<Option<String>>,
 }
 
-impl<B: Backing> Default for Carried<B> {
+impl<B: Backing> Default for Application<B> {
     fn default() -> Self {
         Self {
-            turn: Mutex::default(),
+            applying: Mutex::default(),
             next: Mutex::default(),
             trouble: Mutex::default(),
         }
     }
 }
 
-impl<B: Backing> Carried<B> {
+impl<B: Backing> Application<B> {
     pub(crate) fn next(&self) -> Option<Arc<Scope<B>>> {
         self.next.lock().clone()
     }
@@ -71,7 +71,7 @@ impl<B: Backing> Scope<B> {
         }
     }
 
-    /// Whether a transaction of the same directory can begin while this one is carried out. One of an earlier
+    /// Whether a transaction of the same directory can begin while this one is applied. One of an earlier
     /// firnd has no tables, so programs see its tree only when that is over; in shadow mode there is nothing to do
     /// that takes long.
     pub(super) fn can_be_followed(&self, root: &Arc<Object<B>>) -> bool {
@@ -79,15 +79,15 @@ impl<B: Backing> Scope<B> {
             && self.decided().is_some()
             && self.recovered.is_none()
             && self.shadow.is_none()
-            && self.carried.next.lock().is_none()
+            && self.application.next.lock().is_none()
     }
 
     pub(super) fn follow(&self, next: Arc<Self>) {
-        *self.carried.next.lock() = Some(next);
+        *self.application.next.lock() = Some(next);
     }
 }
 
-impl<B: Backing> Held<B> {
+impl<B: Backing> TransactionalBacking<B> {
     /// Whether changes wait somewhere.
     pub fn changes_wait(&self) -> bool {
         !self.scopes.is_empty() && self.scopes.find(|scope| !scope.is_open()).is_some()
@@ -130,7 +130,7 @@ impl<B: Backing> Held<B> {
                 let to = OsStr::new(staging::COMMIT);
                 self.base
                     .rename(&scope.dir, from, &scope.dir, to, RenameFlags::empty())?;
-                scope.turn(Stage::Decided(id));
+                scope.set_stage(Stage::Decided(id));
                 self.base.sync_dir(&scope.dir)?;
             }
             Stage::Open => {
@@ -139,7 +139,7 @@ impl<B: Backing> Held<B> {
                 self.write_record(scope, id)?;
                 self.place_record(scope, staging::COMMIT)
                     .inspect_err(|_| self.withdraw_backup(scope))?;
-                scope.turn(Stage::Decided(id));
+                scope.set_stage(Stage::Decided(id));
                 self.base.sync_dir(&scope.dir)?;
             }
             Stage::Decided(_) => self.base.sync_dir(&scope.dir)?,
@@ -156,14 +156,14 @@ impl<B: Backing> Held<B> {
         }
     }
 
-    /// Before a transaction begins at `root`: what is decided above or below it, or has a follower, is carried out.
-    pub(super) fn carry_out_around(&self, root: &Arc<Object<B>>) -> Result<(), StoreError> {
+    /// Before a transaction begins at `root`: what is decided above or below it, or has a follower, is applied.
+    pub(super) fn apply_commits_around(&self, root: &Arc<Object<B>>) -> Result<(), StoreError> {
         let scopes = self.scopes.all();
         let overlaps =
             |scope: &&Arc<Scope<B>>| root.is_below(&scope.root) || scope.root.is_below(root);
         let in_the_way = scopes.iter().filter(overlaps).filter(|scope| {
             scope.decided().is_some()
-                && scope.carried.next().is_none()
+                && scope.application.next().is_none()
                 && !scope.can_be_followed(root)
         });
         in_the_way
@@ -182,12 +182,12 @@ impl<B: Backing> Held<B> {
 
     /// Gives up the transaction that was to follow; whether there was one.
     pub(super) fn drop_next(&self, scope: &Scope<B>) -> Result<bool, Errno> {
-        let Some(next) = scope.carried.next() else {
+        let Some(next) = scope.application.next() else {
             return Ok(false);
         };
         self.forget(&next.dir)?;
-        scope.carried.take_next();
-        next.turn(Stage::Ended);
+        scope.application.take_next();
+        next.set_stage(Stage::Ended);
         // Nothing of it is anywhere: its changes waited. Those that come now are made after this commit.
         let stage = scope.stage.lock();
         scope.refusing.store(false, Ordering::Release);
@@ -198,44 +198,44 @@ impl<B: Backing> Held<B> {
 
     /// [`Decided::apply`](crate::Decided::apply).
     pub(super) fn apply_commit(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
-        let _turn = scope.carried.turn.lock();
+        let _applying = scope.application.applying.lock();
         let Some(id) = scope.decided() else {
             return Ok(());
         };
-        let carried = match &scope.recovered {
-            None => self.carry_behind(scope),
+        let applied = match &scope.recovered {
+            None => self.apply_while_read(scope),
             // There are no tables to answer from.
-            Some(_) => self.carry_alone(scope),
+            Some(_) => self.apply_alone(scope),
         };
-        let left = carried.and_then(|()| Ok(self.leave_commit(&scope.path)?));
+        let left = applied.and_then(|()| Ok(self.leave_commit(&scope.path)?));
         let result = left.and_then(|()| Ok(self.leave_vote(id, &scope.path)?));
-        *scope.carried.trouble.lock() = result.as_ref().err().map(ToString::to_string);
+        *scope.application.trouble.lock() = result.as_ref().err().map(ToString::to_string);
         result
     }
 
     /// Of a commit that is being undone; the caller holds names and data.
-    pub(crate) fn carry_out_undo(&self, serial: u64) -> Result<(), StoreError> {
+    pub(crate) fn apply_undo(&self, serial: u64) -> Result<(), StoreError> {
         let found = self.scopes.find(|one| one.serial == serial);
         let scope = found.expect("it was just entered");
-        let carried = self
+        let applied = self
             .sync_staging_dir()
             .map_err(StoreError::from)
-            .and_then(|()| self.carry_here(&scope));
-        *scope.carried.trouble.lock() = carried.as_ref().err().map(ToString::to_string);
-        carried
+            .and_then(|()| self.apply_and_end(&scope));
+        *scope.application.trouble.lock() = applied.as_ref().err().map(ToString::to_string);
+        applied
     }
 
     /// Programs wait.
-    fn carry_alone(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
+    fn apply_alone(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         let _names = self.tree.names.write();
         let _data = self.tree.data.write();
         if scope.is_undo {
             self.sync_staging_dir()?;
         }
-        self.carry_here(scope)
+        self.apply_and_end(scope)
     }
 
-    fn carry_here(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
+    fn apply_and_end(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         // Programs that know an object ask for its attributes all the same.
         self.unhide(scope);
         self.apply(scope)?;
@@ -245,7 +245,7 @@ impl<B: Backing> Held<B> {
     }
 
     /// Programs read on.
-    fn carry_behind(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
+    fn apply_while_read(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         self.freeze(scope)?;
         self.apply(scope)?;
         let names = self.tree.names.write();
@@ -291,7 +291,7 @@ impl<B: Backing> Held<B> {
                 continue;
             };
             if inner.base.is_none() {
-                inner.base = change.twin.and_then(|twin| twin.held);
+                inner.base = change.copy.and_then(|copy| copy.held);
             }
             object.let_go();
         }
@@ -324,12 +324,12 @@ impl<B: Backing> Held<B> {
                 continue;
             };
             let is_there = !change.removed && (is_dir || change.links > 0);
-            if let Some(twin) = change
-                .twin
+            if let Some(copy) = change
+                .copy
                 .as_mut()
                 .filter(|_| is_new && is_there && is_dir)
             {
-                twin.held = Some(twin.inode(&self.base)?);
+                copy.held = Some(copy.inode(&self.base)?);
             }
             change.frozen = attr;
         }
@@ -343,7 +343,7 @@ impl<B: Backing> Held<B> {
     /// process may hold descriptors.
     fn follow(&self, object: &Arc<Object<B>>) -> Result<(), Errno> {
         let place = self.only_place(object);
-        let seat = object.seat.lock().clone();
+        let location = object.location.lock().clone();
         let mut inner = object.inner.write();
         let is_new = inner.base.is_none();
         let Some(change) = inner
@@ -353,28 +353,28 @@ impl<B: Backing> Held<B> {
         else {
             return Ok(());
         };
-        let Some(twin) = change.twin.as_mut() else {
+        let Some(copy) = change.copy.as_mut() else {
             return Ok(());
         };
-        if twin.held.is_some() || twin.goes_to.is_some() {
+        if copy.held.is_some() || copy.goes_to.is_some() {
             return Ok(());
         }
-        match (place, seat) {
-            (Some(dir), Some((_, name))) if change.links == 1 => twin.goes_to = Some((dir, name)),
-            _ => twin.held = Some(twin.inode(&self.base)?),
+        match (place, location) {
+            (Some(dir), Some((_, name))) if change.links == 1 => copy.goes_to = Some((dir, name)),
+            _ => copy.held = Some(copy.inode(&self.base)?),
         }
         Ok(())
     }
 
     /// The directory that the object was last seen in, if its name there leads to it.
     fn only_place(&self, object: &Arc<Object<B>>) -> Option<B::Inode> {
-        let (dir, name) = object.seat.lock().clone()?;
+        let (dir, name) = object.location.lock().clone()?;
         let dir = dir.inner.read();
         let named = dir.change.as_ref()?.names.get(&name)?.object.as_ref()?;
         if !Arc::ptr_eq(named, object) {
             return None;
         }
-        dir.base.clone().or_else(|| dir.twin()?.held.clone())
+        dir.base.clone().or_else(|| dir.staged_copy()?.held.clone())
     }
 
     /// Holds the new objects that anybody refers to, before their staged names go. The others are found by their
@@ -391,12 +391,12 @@ impl<B: Backing> Held<B> {
             // The scope's, that of this list, and one for each name.
             let ours = 2 + usize::try_from(change.links).unwrap_or(0);
             let is_used = object.kind == Kind::Dir || Arc::strong_count(object) > ours;
-            if let Some(twin) = change
-                .twin
+            if let Some(copy) = change
+                .copy
                 .as_mut()
-                .filter(|twin| is_used && twin.held.is_none())
+                .filter(|copy| is_used && copy.held.is_none())
             {
-                twin.held = Some(twin.inode(&self.base)?);
+                copy.held = Some(copy.inode(&self.base)?);
             }
         }
         Ok(())

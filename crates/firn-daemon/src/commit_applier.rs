@@ -1,4 +1,4 @@
-//! Carries out what was committed asynchronously, behind the programs of the mount.
+//! Applies what was committed asynchronously, while the programs of the mount go on.
 //!
 //! A commit that the backing refuses is tried again after 0.1 s, doubling to 30 s, and at once when another one
 //! comes. One thread does all, one scope after the other; it is started by the first such commit.
@@ -15,7 +15,7 @@ use crate::store::shown_scope;
 const RETRY_FIRST: Duration = Duration::from_millis(100);
 const RETRY_LAST: Duration = Duration::from_secs(30);
 
-pub(crate) struct Carrier {
+pub(crate) struct CommitApplier {
     gate: Arc<TransactionGate>,
     shared: Arc<Shared>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -33,7 +33,7 @@ struct State {
     stopping: bool,
 }
 
-impl Carrier {
+impl CommitApplier {
     pub(crate) fn new(gate: Arc<TransactionGate>) -> Self {
         Self {
             gate,
@@ -47,7 +47,7 @@ impl Carrier {
         &self.gate
     }
 
-    /// There is something to carry out.
+    /// There is a commit to apply.
     pub(crate) fn wake(&self) {
         self.shared.state.lock().asked = true;
         self.shared.changed.notify_all();
@@ -63,8 +63,8 @@ impl Carrier {
         {
             Ok(started) => *thread = Some(started),
             Err(error) => {
-                tracing::warn!(%error, "cannot start a thread: the commit is carried out now");
-                carry_out(&self.gate);
+                tracing::warn!(%error, "cannot start a thread: the commit is applied now");
+                apply_commits(&self.gate);
             }
         }
     }
@@ -76,7 +76,7 @@ impl Carrier {
         if let Some(thread) = self.thread.lock().take()
             && thread.join().is_err()
         {
-            tracing::error!("the thread that carries commits out panicked");
+            tracing::error!("the thread that applies commits panicked");
         }
     }
 }
@@ -94,7 +94,7 @@ impl Shared {
             }
             state.asked = false;
             drop(state);
-            if carry_out(gate) {
+            if apply_commits(gate) {
                 pause = RETRY_FIRST;
                 continue;
             }
@@ -113,7 +113,7 @@ impl Shared {
 }
 
 /// Whether nothing is left.
-fn carry_out(gate: &TransactionGate) -> bool {
+fn apply_commits(gate: &TransactionGate) -> bool {
     let mut all = true;
     for found in gate.store().open_transactions() {
         let Some(commit) = found.decided() else {
@@ -129,7 +129,7 @@ fn carry_out(gate: &TransactionGate) -> bool {
             // Each cause once.
             if trouble.as_deref() != Some(&error.to_string()) {
                 let scope = shown_scope(commit.scope());
-                tracing::warn!(%error, id = commit.id(), %scope, "a commit cannot be carried out; it is tried again");
+                tracing::warn!(%error, id = commit.id(), %scope, "a commit cannot be applied; it is tried again");
             }
         }
     }
