@@ -326,7 +326,11 @@ impl Open {
 
 /// Asks and waits for the answer; `None`: that connection has ended.
 pub(crate) fn ask_firnd(link: u32, op: Op, token: u64, arg: u64) -> Option<Reply> {
-    let len = if op == Op::Lease { sys::cpu() } else { 0 };
+    let len = if op == Op::Lease {
+        sys::current_cpu()
+    } else {
+        0
+    };
     let request = Request::new(op, token, arg).with_len(len);
     call_firnd(link, &request, &mut Payload::none()).ok()
 }
@@ -363,7 +367,7 @@ pub(crate) fn ask_open(link: u32, token: u64, lease_bytes: u64) -> Option<Reply>
 
 fn send_open(connection: &Connection, token: u64, lease_bytes: u64) -> Result<(), CallError> {
     let open = Request::new(Op::OpenWrite, token, 0);
-    let lease = Request::new(Op::Lease, token, lease_bytes).with_len(sys::cpu());
+    let lease = Request::new(Op::Lease, token, lease_bytes).with_len(sys::current_cpu());
     connection.send_request(&open, &Payload::none())?;
     connection.send_request(&lease, &Payload::none())
 }
@@ -377,7 +381,7 @@ pub(crate) fn ask_ahead(link: u32, token: u64, arg: u64) -> bool {
         return false;
     }
     open.inner.ahead = Some(token);
-    let request = Request::new(Op::Lease, token, arg).with_len(sys::cpu());
+    let request = Request::new(Op::Lease, token, arg).with_len(sys::current_cpu());
     let sent = open.connection.send_request(&request, &Payload::none());
     open.or_give_up(sent).is_ok()
 }
@@ -408,7 +412,7 @@ fn number_of(index: usize, attempts: u32) -> u32 {
 
 /// Tells the hooks whether a number is the library's own.
 fn set_internal(fd: c_int, internal: bool) {
-    if let Some(mut held) = table::enter_new(fd) {
+    if let Some(mut held) = table::lock_new_entry(fd) {
         held.set_tag(if internal { tag::INTERNAL } else { tag::NONE });
     }
 }

@@ -83,7 +83,7 @@ unsafe extern "C" fn close(cookie: *mut c_void) -> c_int {
 ///
 /// # Safety
 /// `mode` is a C string for fdopen(3).
-pub(crate) unsafe fn over(fd: c_int, mode: *const c_char) -> *mut FILE {
+pub(crate) unsafe fn open_over(fd: c_int, mode: *const c_char) -> *mut FILE {
     // SAFETY: `mode` is a C string as promised; the structure is the C library's, at places that are part of its interface.
     unsafe {
         let file = fopencookie(
@@ -129,7 +129,7 @@ pub(crate) unsafe fn is_ours(file: *mut FILE) -> bool {
 }
 
 /// The stream of a standard descriptor.
-pub(crate) fn standard(fd: c_int) -> Option<*mut *mut FILE> {
+pub(crate) fn standard_slot(fd: c_int) -> Option<*mut *mut FILE> {
     match fd {
         libc::STDIN_FILENO => Some(&raw mut stdin),
         libc::STDOUT_FILENO => Some(&raw mut stdout),
@@ -141,7 +141,9 @@ pub(crate) fn standard(fd: c_int) -> Option<*mut *mut FILE> {
 /// A standard descriptor is a stub now: so its stream becomes one of these, for good. It works as well
 /// where the descriptor is something else later.
 pub(crate) fn replace_standard(fd: c_int) {
-    let Some(slot) = standard(fd) else { return };
+    let Some(slot) = standard_slot(fd) else {
+        return;
+    };
     // SAFETY: the program's own streams; it does not use them while it redirects their descriptor, as it must
     // not without the library.
     unsafe {
@@ -149,7 +151,7 @@ pub(crate) fn replace_standard(fd: c_int) {
         if old.is_null() || is_ours(old) || libc::fileno(old) != fd {
             return;
         }
-        let new = over(
+        let new = open_over(
             fd,
             if fd == libc::STDIN_FILENO {
                 c"r".as_ptr()

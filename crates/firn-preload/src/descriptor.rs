@@ -22,7 +22,7 @@ use crate::report::{self, Call};
 use crate::table::Held;
 
 /// Writes `total` bytes at the descriptor's offset, or at `at`.
-pub(crate) fn write<F: Fallback>(
+pub(crate) fn write_descriptor<F: Fallback>(
     mut held: Held,
     source: Source<'_>,
     (at, total): (Option<u64>, usize),
@@ -35,16 +35,16 @@ pub(crate) fn write<F: Fallback>(
             Err(handled) => return handled,
         };
     }
-    let claim = Claim::take(&mut held, at, total);
+    let claim = Claim::of_range(&mut held, at, total);
     if claim.is_beyond_files() {
-        claim.cut(&held, 0);
+        claim.cut_back(&held, 0);
         return match F::leave(held, None, at, call) {
             Ok(_) => Handled::of(Err(libc::EFBIG)),
             Err(handled) => handled,
         };
     }
     let (done, lost) = if leases {
-        fill::fill(&mut held, source, claim.offset, total)
+        fill::fill_leases(&mut held, source, claim.offset, total)
     } else {
         (0, None)
     };
@@ -92,7 +92,7 @@ pub(crate) fn go_on<F: Fallback>(
             }
         }
     }
-    claim.settle(&held, done);
+    claim.settle_offset(&held, done);
     Handled::of(match failed {
         Some(errno) if done == 0 => Err(errno),
         _ => Ok(done),
@@ -100,7 +100,7 @@ pub(crate) fn go_on<F: Fallback>(
 }
 
 /// Reads up to `total` bytes at the descriptor's offset, or at `at`.
-pub(crate) fn read<F: Fallback>(
+pub(crate) fn read_descriptor<F: Fallback>(
     mut held: Held,
     target: Target<'_>,
     (at, total): (Option<u64>, usize),
@@ -113,7 +113,7 @@ pub(crate) fn read<F: Fallback>(
             Err(handled) => return handled,
         };
     }
-    let mut claim = Claim::take(&mut held, at, total);
+    let mut claim = Claim::of_range(&mut held, at, total);
     if claim.offset > i64::MAX as u64 {
         return Handled::of(Err(libc::EINVAL));
     }
@@ -126,7 +126,7 @@ pub(crate) fn read<F: Fallback>(
                 Err(handled) => return handled,
             };
         } else if let Some(done) = copy::copy_out::<F>(&mut held, target, claim.offset, total) {
-            claim.settle(&held, done);
+            claim.settle_offset(&held, done);
             report::count_direct(call, done);
             return Handled::Done(done as isize);
         } else {
@@ -138,7 +138,7 @@ pub(crate) fn read<F: Fallback>(
     }
     report::count_kernel(call);
     let result = read_by_fallback::<F>(&mut held, target, claim.offset, total);
-    claim.settle(&held, result.unwrap_or(0));
+    claim.settle_offset(&held, result.unwrap_or(0));
     Handled::of(result)
 }
 
@@ -166,7 +166,7 @@ pub(crate) fn read_by_fallback<F: Fallback>(
 }
 
 /// lseek(2).
-pub(crate) fn seek<F: Fallback>(mut held: Held, offset: i64, whence: c_int) -> Handled {
+pub(crate) fn seek_descriptor<F: Fallback>(mut held: Held, offset: i64, whence: c_int) -> Handled {
     if !F::has_offset(&held) {
         return Handled::Forward(Ticket::of(held.entry));
     }

@@ -31,14 +31,14 @@ impl Ticket {
     /// Of a descriptor that is not ours.
     pub(crate) const NONE: Self = Self { entry: None };
 
-    /// The offset must not become private before [`Ticket::done`].
+    /// The offset must not become private before [`Ticket::finish`].
     pub(crate) fn of(entry: &'static Entry) -> Self {
         entry.in_kernel.fetch_add(1, Ordering::AcqRel);
         Self { entry: Some(entry) }
     }
 
     /// The call has returned.
-    pub(crate) fn done(self) {
+    pub(crate) fn finish(self) {
         if let Some(entry) = self.entry {
             let less = |count: u32| Some(count.saturating_sub(1));
             let _ = entry

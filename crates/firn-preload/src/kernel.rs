@@ -56,7 +56,7 @@ impl Fallback for Kernel {
         call: Call,
     ) -> Result<Held, Handled> {
         if let Some(claim) = claim
-            && !claim.cut(&held, 0)
+            && !claim.cut_back(&held, 0)
             && !claim.is_given_back()
         {
             // A signal handler claimed more behind it: what was claimed is done here.
@@ -88,7 +88,7 @@ impl Fallback for Kernel {
                 Handled::Forward(Ticket::NONE)
             });
         }
-        let is_cut = claim.cut(&held, done);
+        let is_cut = claim.cut_back(&held, done);
         give_back(&mut held);
         claim.give_back(is_cut, done);
         match lost {
@@ -100,7 +100,7 @@ impl Fallback for Kernel {
                 held.patience.wait_for(REFUSED_BYTES);
                 report::count_left(Reason::NoConnection);
             }
-            LeaseLost::Revoked => hesitate(&mut held, Reason::Revoked),
+            LeaseLost::Revoked => wait_longer_after(&mut held, Reason::Revoked),
         }
         Ok(held)
     }
@@ -111,7 +111,7 @@ impl Fallback for Kernel {
         at: Option<u64>,
         call: Call,
     ) -> Result<Held, Handled> {
-        let is_cut = claim.cut(&held, 0);
+        let is_cut = claim.cut_back(&held, 0);
         drop_list(&mut held);
         claim.give_back(is_cut, 0);
         if is_cut {
@@ -153,7 +153,7 @@ pub(crate) fn write_usual(
     at: Option<u64>,
     call: Call,
 ) -> Option<Handled> {
-    let Entered::Held(mut held) = table::enter(fd) else {
+    let Entered::Held(mut held) = table::lock_entry(fd) else {
         return None;
     };
     let len = run.len();
@@ -168,7 +168,7 @@ pub(crate) fn write_usual(
     if !run.is_good() {
         return None;
     }
-    let offset = at.unwrap_or_else(|| sys::add(&held.entry.offset, len as u64));
+    let offset = at.unwrap_or_else(|| sys::add_to_word(&held.entry.offset, len as u64));
     let appended = run.append_to(held.lease.writer()?, offset);
     if appended != Appended::Bytes(len) {
         return Some(write_rest(held, run, (at, offset), appended, call));
@@ -201,7 +201,7 @@ fn write_rest(
             fill::fill_run(&mut held, run.rest(done), next, len - done)
         }
     };
-    let claim = Claim::private(at, offset, len);
+    let claim = Claim::of_private(at, offset, len);
     run.as_memory(|source| {
         let done = (done + more, lost);
         descriptor::go_on::<Kernel>(held, source, claim, (at, len), done, call)
@@ -209,21 +209,21 @@ fn write_rest(
 }
 
 /// Writes at the descriptor's offset, or at `at`.
-pub(crate) fn write(fd: c_int, source: Source<'_>, at: Option<u64>, call: Call) -> Handled {
-    let held = match table::enter(fd) {
+pub(crate) fn write_file(fd: c_int, source: Source<'_>, at: Option<u64>, call: Call) -> Handled {
+    let held = match table::lock_entry(fd) {
         Entered::Held(held) if held.tag == tag::WRITER => held,
         Entered::Again(entry) => return write_again(fd, entry, source, at),
         _ => return Handled::Forward(Ticket::NONE),
     };
     match total_of(source.total(), at) {
-        Some(total) => descriptor::write::<Kernel>(held, source, (at, total), call),
+        Some(total) => descriptor::write_descriptor::<Kernel>(held, source, (at, total), call),
         None => leave_to_kernel(held, at, call),
     }
 }
 
 /// Reads at the descriptor's offset, or at `at`.
-pub(crate) fn read(fd: c_int, target: Target<'_>, at: Option<u64>, call: Call) -> Handled {
-    let held = match table::enter(fd) {
+pub(crate) fn read_file(fd: c_int, target: Target<'_>, at: Option<u64>, call: Call) -> Handled {
+    let held = match table::lock_entry(fd) {
         Entered::Held(held) if held.tag == tag::READER => held,
         _ if at.is_some() => return Handled::Forward(Ticket::NONE),
         Entered::Not => return Handled::Forward(Ticket::NONE),
@@ -233,7 +233,7 @@ pub(crate) fn read(fd: c_int, target: Target<'_>, at: Option<u64>, call: Call) -
         }
     };
     match total_of(target.total(), at) {
-        Some(total) => descriptor::read::<Kernel>(held, target, (at, total), call),
+        Some(total) => descriptor::read_descriptor::<Kernel>(held, target, (at, total), call),
         None => Kernel::leave(held, None, at, call)
             .err()
             .unwrap_or(Handled::Forward(Ticket::NONE)),
@@ -246,10 +246,10 @@ fn total_of(total: Option<usize>, at: Option<u64>) -> Option<usize> {
 }
 
 /// lseek(2).
-pub(crate) fn seek(fd: c_int, offset: i64, whence: c_int) -> Handled {
-    match table::enter(fd) {
+pub(crate) fn seek_file(fd: c_int, offset: i64, whence: c_int) -> Handled {
+    match table::lock_entry(fd) {
         Entered::Held(held) if held.tag != tag::INTERNAL => {
-            descriptor::seek::<Kernel>(held, offset, whence)
+            descriptor::seek_descriptor::<Kernel>(held, offset, whence)
         }
         Entered::Again(entry) if entry.is_private() => seek_again(fd, entry, offset, whence),
         _ => Handled::Forward(Ticket::NONE),
@@ -282,7 +282,7 @@ fn write_again(fd: c_int, entry: &'static Entry, source: Source<'_>, at: Option<
     let Some(total) = source.total() else {
         return Handled::Forward(Ticket::NONE);
     };
-    let offset = sys::add(&entry.offset, total as u64);
+    let offset = sys::add_to_word(&entry.offset, total as u64);
     report::count_kernel(Call::Write);
     let mut done = 0;
     for run in source.runs(0, total) {
@@ -302,7 +302,7 @@ fn write_again(fd: c_int, entry: &'static Entry, source: Source<'_>, at: Option<
 
 /// What to do before a call that uses the kernel's offset of `fd`.
 pub(crate) fn before_kernel(fd: c_int, call: Call) -> Ticket {
-    match table::enter(fd) {
+    match table::lock_entry(fd) {
         Entered::Held(held) if held.tag != tag::INTERNAL => {
             match leave_to_kernel(held, None, call) {
                 Handled::Forward(ticket) => ticket,
@@ -347,7 +347,7 @@ fn leave_to_kernel(mut held: Held, at: Option<u64>, call: Call) -> Handled {
     if held.is_private() {
         give_back(&mut held);
         if held.tag == tag::WRITER {
-            hesitate(&mut held, Reason::Read);
+            wait_longer_after(&mut held, Reason::Read);
         }
     }
     Handled::Forward(Ticket::of(held.entry))
@@ -362,7 +362,7 @@ fn give_back(held: &mut Held) {
     if held.patience.fast_bytes() > 0 {
         sys::refresh_size(held.fd);
     }
-    held.lease.clear();
+    held.lease.clear_lease();
 }
 
 /// Whether the number still is the file that was opened.
@@ -370,9 +370,9 @@ fn is_same(held: &Held) -> bool {
     sys::identity(held.fd).is_some_and(|(identity, _)| identity == held.identity)
 }
 
-fn hesitate(held: &mut Held, reason: Reason) {
+fn wait_longer_after(held: &mut Held, reason: Reason) {
     report::count_left(reason);
-    held.patience.hesitate();
+    held.patience.wait_longer();
 }
 
 // ---- the grant to write ----------------------------------------------------------------------------
@@ -396,10 +396,10 @@ fn request_grant(held: &mut Held, total: usize) -> bool {
     match open_write(held, total as u64) {
         Some(reply) if connect::is_ok(&reply) => {
             held.file_id = reply.file_id;
-            held.lease.clear();
+            held.lease.clear_lease();
             // In the same trip as the grant.
             held.lease.has_asked = true;
-            held.patience.granted();
+            held.patience.note_grant();
             offset::make_private(held)
         }
         Some(_) => {
@@ -444,7 +444,7 @@ fn request_list(held: &mut Held, total: usize) -> bool {
         return false;
     }
     let is_small = total < LISTED_READ_BYTES_MIN
-        && sys::size(held.fd).is_none_or(|size| size < LISTED_FILE_BYTES_MIN);
+        && sys::known_size(held.fd).is_none_or(|size| size < LISTED_FILE_BYTES_MIN);
     if held.entry.in_kernel.load(Ordering::Acquire) != 0 || is_small {
         return false;
     }

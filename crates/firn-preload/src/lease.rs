@@ -25,7 +25,7 @@ impl LeaseSlot {
     }
 
     /// There is none, and none was asked for.
-    pub(crate) fn clear(&mut self) {
+    pub(crate) fn clear_lease(&mut self) {
         self.has_writer = false;
         self.has_asked = false;
     }

@@ -31,7 +31,7 @@ static SINGLE: AtomicPtr<c_char> = AtomicPtr::new((&raw const MANY).cast_mut().c
 static MANY: AtomicI8 = AtomicI8::new(0);
 
 /// Looks for the C library's word (glibc 2.32, `sys/single_threaded.h`).
-pub(crate) fn begin() {
+pub(crate) fn find_thread_word() {
     // SAFETY: the name is a C string.
     let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"__libc_single_threaded".as_ptr()) };
     if !found.is_null() {

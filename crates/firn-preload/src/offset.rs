@@ -33,12 +33,13 @@ enum Range {
 impl Claim {
     /// At `at`, or the next `total` bytes of the offset.
     #[inline(always)]
-    pub(crate) fn take(held: &mut Held, at: Option<u64>, total: usize) -> Self {
+    pub(crate) fn of_range(held: &mut Held, at: Option<u64>, total: usize) -> Self {
         let (offset, of) = match at {
             Some(at) => (at, Range::Given),
-            None if held.is_private() => {
-                (sys::add(&held.entry.offset, total as u64), Range::Private)
-            }
+            None if held.is_private() => (
+                sys::add_to_word(&held.entry.offset, total as u64),
+                Range::Private,
+            ),
             None => {
                 let end = sys::lseek(held.fd, total as i64, libc::SEEK_CUR);
                 let start =
@@ -50,7 +51,7 @@ impl Claim {
     }
 
     /// One that was taken from the private offset.
-    pub(crate) fn private(at: Option<u64>, offset: u64, total: usize) -> Self {
+    pub(crate) fn of_private(at: Option<u64>, offset: u64, total: usize) -> Self {
         let of = if at.is_some() {
             Range::Given
         } else {
@@ -66,7 +67,7 @@ impl Claim {
     }
 
     /// Whether nobody depends on where it ends: the offset can stand after its first `done` bytes again.
-    pub(crate) fn cut(&self, held: &Held, done: usize) -> bool {
+    pub(crate) fn cut_back(&self, held: &Held, done: usize) -> bool {
         let used = self.offset.wrapping_add(done as u64);
         match self.of {
             Range::Given => true,
@@ -101,13 +102,13 @@ impl Claim {
     }
 
     /// The call is over: `done` bytes of the claim were used.
-    pub(crate) fn settle(&self, held: &Held, done: usize) {
+    pub(crate) fn settle_offset(&self, held: &Held, done: usize) {
         match self.of {
             Range::GivenBack(already) if done > already => {
                 sys::lseek(held.fd, (done - already) as i64, libc::SEEK_CUR);
             }
             Range::Private | Range::Shared if done < self.total => {
-                self.cut(held, done);
+                self.cut_back(held, done);
             }
             _ => {}
         }

@@ -39,7 +39,7 @@ pub(crate) enum Noted {
 }
 
 /// A call gave the descriptor `fd`, opened with `flags`. Keeps errno.
-pub(crate) fn note(fd: c_int, flags: c_int, before: &Moment, by: By) -> Noted {
+pub(crate) fn note_open(fd: c_int, flags: c_int, before: &Moment, by: By) -> Noted {
     if fd < 0 || ACTIVE.load(Ordering::Relaxed) == 0 {
         return Noted::Else;
     }
@@ -52,7 +52,7 @@ pub(crate) fn note(fd: c_int, flags: c_int, before: &Moment, by: By) -> Noted {
         return Noted::Else;
     };
     if mode & libc::S_IFMT == libc::S_IFREG {
-        match stub::opened(fd, identity.device, flags) {
+        match stub::register_open(fd, identity.device, flags) {
             Ok(true) => return Noted::Stub,
             Err(errno) => return Noted::Unusable(errno),
             Ok(false) => {}
@@ -82,7 +82,7 @@ fn note_on_mount(
         return report::count_left(Reason::Stdio);
     }
     let writes = flags & libc::O_ACCMODE != libc::O_RDONLY;
-    let Some(mut held) = table::enter_new(fd) else {
+    let Some(mut held) = table::lock_new_entry(fd) else {
         return;
     };
     held.reset();
@@ -99,10 +99,10 @@ fn note_on_mount(
 /// The number was closed unseen and is another descriptor now.
 pub(crate) fn forget_stale(fd: c_int) {
     if table::tag_of(fd) == tag::STUB {
-        stub::close(fd);
+        stub::close_stub(fd);
         return;
     }
-    if let table::Entered::Held(mut held) = table::enter(fd)
+    if let table::Entered::Held(mut held) = table::lock_entry(fd)
         && table::is_owner()
         && held.tag != tag::INTERNAL
     {

@@ -49,7 +49,7 @@ impl Patience {
     }
 
     /// firnd agreed.
-    pub(crate) fn granted(&mut self) {
+    pub(crate) fn note_grant(&mut self) {
         self.fast_bytes = 0;
     }
 
@@ -68,7 +68,7 @@ impl Patience {
     }
 
     /// A grant ended: after one that brought little firnd is asked later each time.
-    pub(crate) fn hesitate(&mut self) {
+    pub(crate) fn wait_longer(&mut self) {
         if self.fast_bytes < HESITATE_BYTES_MAX {
             let wait = HESITATE_BYTES_MIN << self.refusals.min(6);
             self.wait_bytes = wait.min(HESITATE_BYTES_MAX);

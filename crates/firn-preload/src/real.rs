@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 use libc::{FILE, iovec, mode_t, msghdr, off64_t, pid_t, size_t, ssize_t};
 
-use crate::sys::{syscall, told};
+use crate::sys::{syscall, with_errno};
 
 /// A function of the C library, or of another library that was preloaded behind this one.
 #[repr(C)]
@@ -73,7 +73,7 @@ macro_rules! late {
         if $name.resolve() {
             $name.get()($($arg),*)
         } else {
-            told(-(libc::ENOSYS as isize));
+            with_errno(-(libc::ENOSYS as isize));
             $none
         }
     };
@@ -86,120 +86,120 @@ type Strings = *const *const c_char;
 
 reals! {
     OPENAT = c"openat64" (dir: c_int, path: *const c_char, flags: c_int, mode: mode_t) -> c_int,
-        told(syscall!(libc::SYS_openat, dir, path, flags, mode)) as c_int;
+        with_errno(syscall!(libc::SYS_openat, dir, path, flags, mode)) as c_int;
     OPEN = c"open64" (path: *const c_char, flags: c_int, mode: mode_t) -> c_int,
-        told(syscall!(libc::SYS_openat, libc::AT_FDCWD, path, flags, mode)) as c_int;
+        with_errno(syscall!(libc::SYS_openat, libc::AT_FDCWD, path, flags, mode)) as c_int;
     OPEN_2 = c"__open64_2" (path: *const c_char, flags: c_int) -> c_int,
-        told(syscall!(libc::SYS_openat, libc::AT_FDCWD, path, flags, 0usize)) as c_int;
+        with_errno(syscall!(libc::SYS_openat, libc::AT_FDCWD, path, flags, 0usize)) as c_int;
     OPENAT_2 = c"__openat64_2" (dir: c_int, path: *const c_char, flags: c_int) -> c_int,
-        told(syscall!(libc::SYS_openat, dir, path, flags, 0usize)) as c_int;
+        with_errno(syscall!(libc::SYS_openat, dir, path, flags, 0usize)) as c_int;
     CREAT = c"creat64" (path: *const c_char, mode: mode_t) -> c_int,
-        told(syscall!(libc::SYS_openat, libc::AT_FDCWD, path, libc::O_CREAT | libc::O_WRONLY | libc::O_TRUNC, mode))
+        with_errno(syscall!(libc::SYS_openat, libc::AT_FDCWD, path, libc::O_CREAT | libc::O_WRONLY | libc::O_TRUNC, mode))
             as c_int;
     MKOSTEMPS = c"mkostemps64" (template: *mut c_char, suffix: c_int, flags: c_int) -> c_int,
         late!(MKOSTEMPS(template, suffix, flags), -1);
 
     READ = c"read" (fd: c_int, data: *mut c_void, len: size_t) -> ssize_t,
-        told(syscall!(libc::SYS_read, fd, data, len));
+        with_errno(syscall!(libc::SYS_read, fd, data, len));
     READV = c"readv" (fd: c_int, parts: *const iovec, count: c_int) -> ssize_t,
-        told(syscall!(libc::SYS_readv, fd, parts, count));
+        with_errno(syscall!(libc::SYS_readv, fd, parts, count));
     PREAD = c"pread64" (fd: c_int, data: *mut c_void, len: size_t, offset: off64_t) -> ssize_t,
-        told(syscall!(libc::SYS_pread64, fd, data, len, offset));
+        with_errno(syscall!(libc::SYS_pread64, fd, data, len, offset));
     PREADV = c"preadv64" (fd: c_int, parts: *const iovec, count: c_int, offset: off64_t) -> ssize_t,
-        told(syscall!(libc::SYS_preadv, fd, parts, count, offset, 0usize));
+        with_errno(syscall!(libc::SYS_preadv, fd, parts, count, offset, 0usize));
     PREADV2 = c"preadv64v2" (fd: c_int, parts: *const iovec, count: c_int, offset: off64_t, flags: c_int) -> ssize_t,
-        told(syscall!(libc::SYS_preadv2, fd, parts, count, offset, 0usize, flags));
+        with_errno(syscall!(libc::SYS_preadv2, fd, parts, count, offset, 0usize, flags));
     READ_CHK = c"__read_chk" (fd: c_int, data: *mut c_void, len: size_t, size: size_t) -> ssize_t,
         late!(READ_CHK(fd, data, len, size), -1);
     PREAD_CHK = c"__pread64_chk"
         (fd: c_int, data: *mut c_void, len: size_t, offset: off64_t, size: size_t) -> ssize_t,
         late!(PREAD_CHK(fd, data, len, offset, size), -1);
     WRITE = c"write" (fd: c_int, data: *const c_void, len: size_t) -> ssize_t,
-        told(syscall!(libc::SYS_write, fd, data, len));
+        with_errno(syscall!(libc::SYS_write, fd, data, len));
     WRITEV = c"writev" (fd: c_int, parts: *const iovec, count: c_int) -> ssize_t,
-        told(syscall!(libc::SYS_writev, fd, parts, count));
+        with_errno(syscall!(libc::SYS_writev, fd, parts, count));
     PWRITE = c"pwrite64" (fd: c_int, data: *const c_void, len: size_t, offset: off64_t) -> ssize_t,
-        told(syscall!(libc::SYS_pwrite64, fd, data, len, offset));
+        with_errno(syscall!(libc::SYS_pwrite64, fd, data, len, offset));
     PWRITEV = c"pwritev64" (fd: c_int, parts: *const iovec, count: c_int, offset: off64_t) -> ssize_t,
-        told(syscall!(libc::SYS_pwritev, fd, parts, count, offset, 0usize));
+        with_errno(syscall!(libc::SYS_pwritev, fd, parts, count, offset, 0usize));
     PWRITEV2 = c"pwritev64v2"
         (fd: c_int, parts: *const iovec, count: c_int, offset: off64_t, flags: c_int) -> ssize_t,
-        told(syscall!(libc::SYS_pwritev2, fd, parts, count, offset, 0usize, flags));
+        with_errno(syscall!(libc::SYS_pwritev2, fd, parts, count, offset, 0usize, flags));
     LSEEK = c"lseek64" (fd: c_int, offset: off64_t, whence: c_int) -> off64_t,
-        told(syscall!(libc::SYS_lseek, fd, offset, whence)) as off64_t;
+        with_errno(syscall!(libc::SYS_lseek, fd, offset, whence)) as off64_t;
     SENDFILE = c"sendfile64" (to: c_int, from: c_int, offset: *mut off64_t, len: size_t) -> ssize_t,
-        told(syscall!(libc::SYS_sendfile, to, from, offset, len));
+        with_errno(syscall!(libc::SYS_sendfile, to, from, offset, len));
     COPY_FILE_RANGE = c"copy_file_range"
         (from: c_int, from_at: *mut off64_t, to: c_int, to_at: *mut off64_t, len: size_t, flags: c_uint) -> ssize_t,
-        told(syscall!(libc::SYS_copy_file_range, from, from_at, to, to_at, len, flags));
+        with_errno(syscall!(libc::SYS_copy_file_range, from, from_at, to, to_at, len, flags));
     SPLICE = c"splice"
         (from: c_int, from_at: *mut off64_t, to: c_int, to_at: *mut off64_t, len: size_t, flags: c_uint) -> ssize_t,
-        told(syscall!(libc::SYS_splice, from, from_at, to, to_at, len, flags));
+        with_errno(syscall!(libc::SYS_splice, from, from_at, to, to_at, len, flags));
     MMAP = c"mmap64"
         (at: *mut c_void, len: size_t, prot: c_int, flags: c_int, fd: c_int, offset: off64_t) -> *mut c_void,
-        told(syscall!(libc::SYS_mmap, at, len, prot, flags, fd, offset)) as *mut c_void;
+        with_errno(syscall!(libc::SYS_mmap, at, len, prot, flags, fd, offset)) as *mut c_void;
     MUNMAP = c"munmap" (at: *mut c_void, len: size_t) -> c_int,
-        told(syscall!(libc::SYS_munmap, at, len)) as c_int;
+        with_errno(syscall!(libc::SYS_munmap, at, len)) as c_int;
     MPROTECT = c"mprotect" (at: *mut c_void, len: size_t, prot: c_int) -> c_int,
-        told(syscall!(libc::SYS_mprotect, at, len, prot)) as c_int;
+        with_errno(syscall!(libc::SYS_mprotect, at, len, prot)) as c_int;
     MREMAP = c"mremap"
         (at: *mut c_void, len: size_t, to_len: size_t, flags: c_int, to: *mut c_void) -> *mut c_void,
-        told(syscall!(libc::SYS_mremap, at, len, to_len, flags, to)) as *mut c_void;
+        with_errno(syscall!(libc::SYS_mremap, at, len, to_len, flags, to)) as *mut c_void;
 
-    CLOSE = c"close" (fd: c_int) -> c_int, told(syscall!(libc::SYS_close, fd)) as c_int;
-    DUP = c"dup" (fd: c_int) -> c_int, told(syscall!(libc::SYS_dup, fd)) as c_int;
-    DUP2 = c"dup2" (from: c_int, to: c_int) -> c_int, told(raw_dup2(from, to)) as c_int;
+    CLOSE = c"close" (fd: c_int) -> c_int, with_errno(syscall!(libc::SYS_close, fd)) as c_int;
+    DUP = c"dup" (fd: c_int) -> c_int, with_errno(syscall!(libc::SYS_dup, fd)) as c_int;
+    DUP2 = c"dup2" (from: c_int, to: c_int) -> c_int, with_errno(raw_dup2(from, to)) as c_int;
     DUP3 = c"dup3" (from: c_int, to: c_int, flags: c_int) -> c_int,
-        told(syscall!(libc::SYS_dup3, from, to, flags)) as c_int;
+        with_errno(syscall!(libc::SYS_dup3, from, to, flags)) as c_int;
     FCNTL = c"fcntl64" (fd: c_int, command: c_int, arg: usize) -> c_int,
-        told(syscall!(libc::SYS_fcntl, fd, command, arg)) as c_int;
+        with_errno(syscall!(libc::SYS_fcntl, fd, command, arg)) as c_int;
     CLOSE_RANGE = c"close_range" (first: c_uint, last: c_uint, flags: c_int) -> c_int,
-        told(syscall!(libc::SYS_close_range, first, last, flags)) as c_int;
+        with_errno(syscall!(libc::SYS_close_range, first, last, flags)) as c_int;
     CLOSEFROM = c"closefrom" (first: c_int) -> (),
         { syscall!(libc::SYS_close_range, first.max(0), c_uint::MAX, 0usize); };
     SENDMSG = c"sendmsg" (socket: c_int, message: *const msghdr, flags: c_int) -> ssize_t,
-        told(syscall!(libc::SYS_sendmsg, socket, message, flags));
+        with_errno(syscall!(libc::SYS_sendmsg, socket, message, flags));
     SENDMMSG = c"sendmmsg" (socket: c_int, messages: *mut libc::mmsghdr, count: c_uint, flags: c_int) -> c_int,
-        told(syscall!(libc::SYS_sendmmsg, socket, messages, count, flags)) as c_int;
+        with_errno(syscall!(libc::SYS_sendmmsg, socket, messages, count, flags)) as c_int;
 
     STAT = c"stat64" (path: *const c_char, to: *mut libc::stat64) -> c_int,
-        told(syscall!(SYS_FSTATAT, libc::AT_FDCWD, path, to, 0usize)) as c_int;
+        with_errno(syscall!(SYS_FSTATAT, libc::AT_FDCWD, path, to, 0usize)) as c_int;
     LSTAT = c"lstat64" (path: *const c_char, to: *mut libc::stat64) -> c_int,
-        told(syscall!(SYS_FSTATAT, libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW)) as c_int;
+        with_errno(syscall!(SYS_FSTATAT, libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW)) as c_int;
     FSTAT = c"fstat64" (fd: c_int, to: *mut libc::stat64) -> c_int,
-        told(syscall!(libc::SYS_fstat, fd, to)) as c_int;
+        with_errno(syscall!(libc::SYS_fstat, fd, to)) as c_int;
     FSTATAT = c"fstatat64" (dir: c_int, path: *const c_char, to: *mut libc::stat64, flags: c_int) -> c_int,
-        told(syscall!(SYS_FSTATAT, dir, path, to, flags)) as c_int;
+        with_errno(syscall!(SYS_FSTATAT, dir, path, to, flags)) as c_int;
     // Of the C library before 2.33; its version is always that of the kernel's structure.
     XSTAT = c"__xstat64" (_version: c_int, path: *const c_char, to: *mut libc::stat64) -> c_int,
-        told(syscall!(SYS_FSTATAT, libc::AT_FDCWD, path, to, 0usize)) as c_int;
+        with_errno(syscall!(SYS_FSTATAT, libc::AT_FDCWD, path, to, 0usize)) as c_int;
     LXSTAT = c"__lxstat64" (_version: c_int, path: *const c_char, to: *mut libc::stat64) -> c_int,
-        told(syscall!(SYS_FSTATAT, libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW)) as c_int;
+        with_errno(syscall!(SYS_FSTATAT, libc::AT_FDCWD, path, to, libc::AT_SYMLINK_NOFOLLOW)) as c_int;
     FXSTAT = c"__fxstat64" (_version: c_int, fd: c_int, to: *mut libc::stat64) -> c_int,
-        told(syscall!(libc::SYS_fstat, fd, to)) as c_int;
+        with_errno(syscall!(libc::SYS_fstat, fd, to)) as c_int;
     FXSTATAT = c"__fxstatat64"
         (_version: c_int, dir: c_int, path: *const c_char, to: *mut libc::stat64, flags: c_int) -> c_int,
-        told(syscall!(SYS_FSTATAT, dir, path, to, flags)) as c_int;
+        with_errno(syscall!(SYS_FSTATAT, dir, path, to, flags)) as c_int;
     STATX = c"statx" (dir: c_int, path: *const c_char, flags: c_int, mask: u32, to: *mut libc::statx) -> c_int,
-        told(syscall!(libc::SYS_statx, dir, path, flags, mask, to)) as c_int;
+        with_errno(syscall!(libc::SYS_statx, dir, path, flags, mask, to)) as c_int;
 
     FTRUNCATE = c"ftruncate64" (fd: c_int, size: off64_t) -> c_int,
-        told(syscall!(libc::SYS_ftruncate, fd, size)) as c_int;
+        with_errno(syscall!(libc::SYS_ftruncate, fd, size)) as c_int;
     TRUNCATE = c"truncate64" (path: *const c_char, size: off64_t) -> c_int,
-        told(syscall!(libc::SYS_truncate, path, size)) as c_int;
+        with_errno(syscall!(libc::SYS_truncate, path, size)) as c_int;
     FALLOCATE = c"fallocate64" (fd: c_int, mode: c_int, offset: off64_t, len: off64_t) -> c_int,
-        told(syscall!(libc::SYS_fallocate, fd, mode, offset, len)) as c_int;
+        with_errno(syscall!(libc::SYS_fallocate, fd, mode, offset, len)) as c_int;
     POSIX_FALLOCATE = c"posix_fallocate64" (fd: c_int, offset: off64_t, len: off64_t) -> c_int,
         late!(POSIX_FALLOCATE(fd, offset, len), libc::ENOSYS);
-    FSYNC = c"fsync" (fd: c_int) -> c_int, told(syscall!(libc::SYS_fsync, fd)) as c_int;
-    FDATASYNC = c"fdatasync" (fd: c_int) -> c_int, told(syscall!(libc::SYS_fdatasync, fd)) as c_int;
+    FSYNC = c"fsync" (fd: c_int) -> c_int, with_errno(syscall!(libc::SYS_fsync, fd)) as c_int;
+    FDATASYNC = c"fdatasync" (fd: c_int) -> c_int, with_errno(syscall!(libc::SYS_fdatasync, fd)) as c_int;
     SYNC_FILE_RANGE = c"sync_file_range" (fd: c_int, offset: off64_t, len: off64_t, flags: c_uint) -> c_int,
-        told(syscall!(libc::SYS_sync_file_range, fd, offset, len, flags)) as c_int;
+        with_errno(syscall!(libc::SYS_sync_file_range, fd, offset, len, flags)) as c_int;
     FUTIMENS = c"futimens" (fd: c_int, times: *const libc::timespec) -> c_int,
-        told(syscall!(libc::SYS_utimensat, fd, 0usize, times, 0usize)) as c_int;
+        with_errno(syscall!(libc::SYS_utimensat, fd, 0usize, times, 0usize)) as c_int;
     UTIMENSAT = c"utimensat"
         (dir: c_int, path: *const c_char, times: *const libc::timespec, flags: c_int) -> c_int,
-        told(syscall!(libc::SYS_utimensat, dir, path, times, flags)) as c_int;
+        with_errno(syscall!(libc::SYS_utimensat, dir, path, times, flags)) as c_int;
     FUTIMES = c"futimes" (fd: c_int, times: *const libc::timeval) -> c_int, late!(FUTIMES(fd, times), -1);
     FUTIMESAT = c"futimesat" (dir: c_int, path: *const c_char, times: *const libc::timeval) -> c_int,
         late!(FUTIMESAT(dir, path, times), -1);
@@ -228,7 +228,7 @@ reals! {
 
     FORK_ONLY = c"_Fork" () -> pid_t, late!(FORK_ONLY(), -1);
     EXECVE = c"execve" (path: *const c_char, argv: Strings, envp: Strings) -> c_int,
-        told(syscall!(libc::SYS_execve, path, argv, envp)) as c_int;
+        with_errno(syscall!(libc::SYS_execve, path, argv, envp)) as c_int;
     EXECV = c"execv" (path: *const c_char, argv: Strings) -> c_int, late!(EXECV(path, argv), -1);
     EXECVP = c"execvp" (path: *const c_char, argv: Strings) -> c_int, late!(EXECVP(path, argv), -1);
     EXECVPE = c"execvpe" (path: *const c_char, argv: Strings, envp: Strings) -> c_int,
@@ -237,7 +237,7 @@ reals! {
         late!(FEXECVE(fd, argv, envp), -1);
     EXECVEAT = c"execveat"
         (dir: c_int, path: *const c_char, argv: Strings, envp: Strings, flags: c_int) -> c_int,
-        told(syscall!(libc::SYS_execveat, dir, path, argv, envp, flags)) as c_int;
+        with_errno(syscall!(libc::SYS_execveat, dir, path, argv, envp, flags)) as c_int;
     POSIX_SPAWN = c"posix_spawn"
         (pid: *mut pid_t, path: *const c_char, actions: Spawn, attr: Spawn, argv: Strings, envp: Strings) -> c_int,
         late!(POSIX_SPAWN(pid, path, actions, attr, argv, envp), libc::ENOSYS);
@@ -257,7 +257,7 @@ reals! {
 /// # Safety
 /// None is needed.
 unsafe fn no_such_function() -> c_int {
-    told(-(libc::ENOSYS as isize)) as c_int
+    with_errno(-(libc::ENOSYS as isize)) as c_int
 }
 
 /// dup2(2), which AArch64 does not have.

@@ -12,11 +12,11 @@ use crate::vfork::{self, in_vfork_child};
 use crate::{connect, sharing};
 
 /// The descriptor will be shared.
-pub(crate) fn one(fd: c_int) {
+pub(crate) fn share_descriptor(fd: c_int) {
     if table::tag_of(fd) == tag::STUB {
-        return stub::share(fd);
+        return stub::share_offset(fd);
     }
-    match table::enter(fd) {
+    match table::lock_entry(fd) {
         Entered::Held(held) if held.tag != tag::INTERNAL => {
             kernel::leave_for_good(held, Reason::Shared)
         }
@@ -32,19 +32,19 @@ pub(crate) fn one(fd: c_int) {
     }
 }
 
-/// All descriptors will be shared. Until [`end`] none becomes ours.
-pub(crate) fn begin() {
+/// All descriptors will be shared. Until [`end_sharing`] none becomes ours.
+pub(crate) fn begin_sharing() {
     if in_vfork_child() {
         return;
     }
     sharing::count_begin();
-    for fd in table::tagged(0, u32::MAX) {
-        one(fd);
+    for fd in table::tagged_fds(0, u32::MAX) {
+        share_descriptor(fd);
     }
 }
 
 /// The call is over, in the process that made it.
-pub(crate) fn end() {
+pub(crate) fn end_sharing() {
     if !in_vfork_child() {
         sharing::count_end();
     }
@@ -52,9 +52,9 @@ pub(crate) fn end() {
 
 /// The same for a call that does not return here if it succeeds, and mostly fails before it does anything
 /// if it does not: exec of a path that is not there.
-pub(crate) fn all() {
-    begin();
-    end();
+pub(crate) fn share_all() {
+    begin_sharing();
+    end_sharing();
 }
 
 /// A socket of the parent that a child of fork(2) has to close: it finds the table empty.
@@ -62,7 +62,7 @@ static INHERITED: [AtomicI32; 4] = [const { AtomicI32::new(-1) }; 4];
 
 /// Before fork(2).
 pub(crate) extern "C" fn before_fork() {
-    begin();
+    begin_sharing();
     for slot in &INHERITED {
         slot.store(-1, Ordering::Relaxed);
     }
@@ -74,14 +74,14 @@ pub(crate) extern "C" fn before_fork() {
 /// After fork(2), in the parent.
 pub(crate) extern "C" fn after_fork() {
     share_stubs();
-    end();
+    end_sharing();
 }
 
 /// Stubs that another thread opened while this one was about to fork: both processes have them.
 fn share_stubs() {
-    for fd in table::tagged(0, u32::MAX) {
+    for fd in table::tagged_fds(0, u32::MAX) {
         if table::stub_mark_of(fd) == table::stub_mark::OWN {
-            stub::share(fd);
+            stub::share_offset(fd);
         }
     }
 }
@@ -99,21 +99,21 @@ pub(crate) extern "C" fn in_child() {
 
 /// Before vfork(2).
 pub(crate) extern "C" fn before_vfork() {
-    begin();
+    begin_sharing();
     vfork::begin_vfork();
 }
 
 /// After vfork(2), in the parent.
 pub(crate) extern "C" fn after_vfork() {
     vfork::end_vfork();
-    end();
+    end_sharing();
 }
 
 /// Descriptors that a message carries.
 ///
 /// # Safety
 /// The message is null or the program's, as for sendmsg(2).
-pub(crate) unsafe fn sent(message: *const libc::msghdr) {
+pub(crate) unsafe fn share_sent(message: *const libc::msghdr) {
     // SAFETY: the message is null or what the program gave to sendmsg(2); the macros stay within the control data.
     unsafe {
         if message.is_null() || (*message).msg_control.is_null() {
@@ -127,7 +127,7 @@ pub(crate) unsafe fn sent(message: *const libc::msghdr) {
                 for index in 0..bytes / size_of::<c_int>() {
                     let fd = data.add(index).read_unaligned();
                     if table::tag_of(fd) != tag::NONE {
-                        one(fd);
+                        share_descriptor(fd);
                     }
                 }
             }

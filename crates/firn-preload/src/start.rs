@@ -17,7 +17,7 @@ static END: extern "C" fn() = end;
 
 extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *const c_char) {
     real::resolve();
-    lock::begin();
+    lock::find_thread_word();
     // SAFETY: what the loader hands to constructors: arrays of C strings, ended by null.
     let (off, report, is_firnd) = unsafe {
         (

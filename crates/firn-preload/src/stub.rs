@@ -16,8 +16,12 @@ mod request;
 mod socket;
 pub(crate) mod state;
 
-pub(crate) use attributes::{Attr, allocate, attr, attr_of, sync, truncate};
-pub(crate) use data::{read, seek, write};
-pub(crate) use map::map;
-pub(crate) use open::{close, copied, find_inherited, flags_changed, opened, share};
+pub(crate) use attributes::{
+    Attr, allocate_range, attr_of_fd, attr_of_path, sync_stub, truncate_stub,
+};
+pub(crate) use data::{read_stub, seek_stub, write_stub};
+pub(crate) use map::map_copy;
+pub(crate) use open::{
+    close_stub, find_inherited, flags_changed, register_copy, register_open, share_offset,
+};
 pub(crate) use request::set_patience;

@@ -27,9 +27,10 @@ pub(crate) fn print_report() {
 /// Writes to standard error, also where that is a stub.
 fn print_text(text: &[u8]) {
     if table::tag_of(libc::STDERR_FILENO) == tag::STUB {
-        Run::of_bytes(text)
-            .as_memory(|source| stub::write(libc::STDERR_FILENO, source, None, false, Call::Write));
+        Run::of_bytes(text).as_memory(|source| {
+            stub::write_stub(libc::STDERR_FILENO, source, None, false, Call::Write)
+        });
     } else {
-        sys::say(text);
+        sys::write_stderr(text);
     }
 }

@@ -22,7 +22,7 @@ pub(crate) fn borrow(fd: c_int) -> Option<BorrowedFd<'static>> {
 }
 
 /// The CPU on which this thread runs plus one; 0 where the kernel does not say.
-pub(crate) fn cpu() -> u32 {
+pub(crate) fn current_cpu() -> u32 {
     let mut cpu = 0u32;
     let none = std::ptr::null_mut::<c_void>();
     // SAFETY: the kernel writes one word, ours.
@@ -51,7 +51,7 @@ pub(crate) fn thread_pointer() -> u64 {
 /// Adds to a word that only this thread and its signal handlers touch, in one instruction; what it was before.
 /// Without the lock that other threads would need it is 4 ns faster.
 #[inline(always)]
-pub(crate) fn add(word: &AtomicU64, more: u64) -> u64 {
+pub(crate) fn add_to_word(word: &AtomicU64, more: u64) -> u64 {
     #[cfg(target_arch = "x86_64")]
     {
         let mut before = more;
@@ -67,7 +67,7 @@ pub(crate) fn add(word: &AtomicU64, more: u64) -> u64 {
 }
 
 /// Sets errno where `result` is an error: what the C library's function would return.
-pub(crate) fn told(result: isize) -> isize {
+pub(crate) fn with_errno(result: isize) -> isize {
     if result >= 0 {
         return result;
     }
@@ -149,7 +149,7 @@ pub(crate) fn identity(fd: c_int) -> Option<(Identity, u32)> {
 }
 
 /// Size of a file, as the kernel knows it without asking.
-pub(crate) fn size(fd: c_int) -> Option<u64> {
+pub(crate) fn known_size(fd: c_int) -> Option<u64> {
     Some(statx(fd, StatxFlags::SIZE, AtFlags::STATX_DONT_SYNC)?.stx_size)
 }
 
@@ -165,16 +165,16 @@ fn statx(fd: c_int, mask: StatxFlags, sync: AtFlags) -> Option<rustix::fs::Statx
 
 /// Whether a resource has no limit.
 pub(crate) fn is_unlimited(resource: Resource) -> bool {
-    limit(resource).is_none()
+    limit_of(resource).is_none()
 }
 
 /// The limit of a resource; `None`: it has none.
-pub(crate) fn limit(resource: Resource) -> Option<u64> {
+pub(crate) fn limit_of(resource: Resource) -> Option<u64> {
     rustix::process::getrlimit(resource).current
 }
 
 /// Sends this thread a signal.
-pub(crate) fn raise(signal: c_int) {
+pub(crate) fn raise_signal(signal: c_int) {
     let process = pid();
     let thread = rustix::thread::gettid().as_raw_pid();
     // SAFETY: three numbers; the signal goes to this thread, whose program asked for it by its limit.
@@ -205,7 +205,7 @@ pub(crate) fn futex_wake(word: *const u32) {
 }
 
 /// write(2) to standard error.
-pub(crate) fn say(text: &[u8]) {
+pub(crate) fn write_stderr(text: &[u8]) {
     // SAFETY: the kernel reads as many bytes as the slice has.
     unsafe { syscall!(libc::SYS_write, 2usize, text.as_ptr(), text.len()) };
 }

@@ -3,7 +3,7 @@
 //! Invariants
 //! * What may change lies in [`TABLE`], which children of fork(2) find as zeros ([`Wiped`]): no descriptor is
 //!   Firn's, no lock is held.
-//! * A child of vfork(2) shares it and must not touch it: [`enter`] finds nothing there.
+//! * A child of vfork(2) shares it and must not touch it: [`lock_entry`] finds nothing there.
 //! * Which descriptors are stubs lies beside it, in [`STUBS`]: a child has them too, and the kernel has no bytes
 //!   of theirs. So a tag of zero means that this process has to look there.
 //! * A descriptor's tag says which hooks have to look at its entry; the entry, under its lock, has the last
@@ -296,7 +296,7 @@ fn look_up(fd: c_int) -> u32 {
 
 /// Locks the entry of a descriptor.
 #[inline(always)]
-pub(crate) fn enter(fd: c_int) -> Entered {
+pub(crate) fn lock_entry(fd: c_int) -> Entered {
     if in_vfork_child() {
         return Entered::Not;
     }
@@ -315,7 +315,7 @@ pub(crate) fn enter(fd: c_int) -> Entered {
 }
 
 /// Locks the entry of a descriptor that was just opened, so has none; `None` where there can be none.
-pub(crate) fn enter_new(fd: c_int) -> Option<Held> {
+pub(crate) fn lock_new_entry(fd: c_int) -> Option<Held> {
     if in_vfork_child() || !is_owner() {
         return None;
     }
@@ -338,7 +338,7 @@ pub(crate) fn is_owner() -> bool {
 }
 
 /// Descriptors with a tag, from `first` to `last`.
-pub(crate) fn tagged(first: u32, last: u32) -> impl Iterator<Item = c_int> {
+pub(crate) fn tagged_fds(first: u32, last: u32) -> impl Iterator<Item = c_int> {
     let high = TABLE
         .high
         .load(Ordering::Acquire)

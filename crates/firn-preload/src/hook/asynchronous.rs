@@ -7,7 +7,7 @@ use libc::aiocb;
 use super::{export, forward};
 use crate::real::{AIO_FSYNC, AIO_READ, AIO_WRITE, LIO_LISTIO};
 use crate::stub;
-use crate::sys::told;
+use crate::sys::with_errno;
 use crate::table::{tag, tag_of};
 
 export! { aio_read aio_read64 = do_aio_read(control: *mut aiocb) -> c_int }
@@ -51,13 +51,13 @@ unsafe fn carry_out(control: *mut aiocb, op: c_int) {
         } else {
             0
         };
-        finish(control, result, errno);
+        finish_request(control, result, errno);
     }
 }
 
 /// # Safety
 /// As for [`carry_out`].
-unsafe fn finish(control: *mut aiocb, result: isize, errno: c_int) {
+unsafe fn finish_request(control: *mut aiocb, result: isize, errno: c_int) {
     // SAFETY: a control block of the program's, and within it the places of the C library.
     unsafe {
         let base = control.cast::<u8>();
@@ -65,13 +65,13 @@ unsafe fn finish(control: *mut aiocb, result: isize, errno: c_int) {
             .cast::<isize>()
             .write(result);
         base.wrapping_add(ERROR_CODE).cast::<c_int>().write(errno);
-        notify(&raw const (*control).aio_sigevent);
+        send_event(&raw const (*control).aio_sigevent);
     }
 }
 
 /// # Safety
 /// Null or an event of the program's.
-unsafe fn notify(event: *const libc::sigevent) {
+unsafe fn send_event(event: *const libc::sigevent) {
     // SAFETY: an event that the program gave along with its request, or null.
     unsafe {
         if !event.is_null() && (*event).sigev_notify == libc::SIGEV_SIGNAL {
@@ -106,8 +106,9 @@ unsafe fn do_aio_fsync(op: c_int, control: *mut aiocb) -> c_int {
     // SAFETY: the program gave the control block to aio_fsync(3).
     unsafe {
         if is_stub(control) {
-            let done = stub::sync((*control).aio_fildes, op == libc::O_DSYNC).unwrap_or(Ok(()));
-            finish(
+            let done =
+                stub::sync_stub((*control).aio_fildes, op == libc::O_DSYNC).unwrap_or(Ok(()));
+            finish_request(
                 control,
                 if done.is_ok() { 0 } else { -1 },
                 done.err().unwrap_or(0),
@@ -150,11 +151,11 @@ unsafe fn do_lio_listio(
     }
     if mode == libc::LIO_NOWAIT {
         // SAFETY: the program gave the event to lio_listio(3).
-        unsafe { notify(event) };
+        unsafe { send_event(event) };
         return 0;
     }
     if failed {
-        told(-(libc::EIO as isize)) as c_int
+        with_errno(-(libc::EIO as isize)) as c_int
     } else {
         0
     }

@@ -12,7 +12,7 @@ use crate::real::{
     SYNC_FILE_RANGE, TRUNCATE, UTIME, UTIMENSAT, UTIMES,
 };
 use crate::stub;
-use crate::sys::{self, syscall, told};
+use crate::sys::{self, syscall, with_errno};
 use crate::table::{tag, tag_of};
 use crate::trees;
 
@@ -38,13 +38,13 @@ export! { utime = do_utime(path: *const c_char, times: *const libc::utimbuf) -> 
 fn as_result(done: Result<(), c_int>) -> c_int {
     match done {
         Ok(()) => 0,
-        Err(errno) => told(-(errno as isize)) as c_int,
+        Err(errno) => with_errno(-(errno as isize)) as c_int,
     }
 }
 
 unsafe fn do_ftruncate(fd: c_int, size: off64_t) -> c_int {
     if tag_of(fd) == tag::STUB
-        && let Some(done) = stub::truncate(fd, size)
+        && let Some(done) = stub::truncate_stub(fd, size)
     {
         return as_result(done);
     }
@@ -57,19 +57,19 @@ unsafe fn do_truncate(path: *const c_char, size: off64_t) -> c_int {
         // SAFETY: the path that the program gave to truncate(2), opened as that would.
         let fd = unsafe { syscall!(libc::SYS_openat, libc::AT_FDCWD, path, flags, 0usize) };
         if fd < 0 {
-            return told(fd) as c_int;
+            return with_errno(fd) as c_int;
         }
         let fd = fd as c_int;
         let opened = sys::identity(fd).map_or(Ok(false), |(found, _)| {
-            stub::opened(fd, found.device, flags)
+            stub::register_open(fd, found.device, flags)
         });
         let done = match opened {
-            Ok(true) => stub::truncate(fd, size),
+            Ok(true) => stub::truncate_stub(fd, size),
             Ok(false) => None,
             Err(errno) => Some(Err(errno)),
         };
         if opened == Ok(true) {
-            stub::close(fd);
+            stub::close_stub(fd);
         }
         sys::close(fd);
         if let Some(done) = done {
@@ -81,7 +81,7 @@ unsafe fn do_truncate(path: *const c_char, size: off64_t) -> c_int {
 
 unsafe fn do_fallocate(fd: c_int, mode: c_int, offset: off64_t, len: off64_t) -> c_int {
     if tag_of(fd) == tag::STUB
-        && let Some(done) = stub::allocate(fd, mode, offset, len)
+        && let Some(done) = stub::allocate_range(fd, mode, offset, len)
     {
         return as_result(done);
     }
@@ -90,7 +90,7 @@ unsafe fn do_fallocate(fd: c_int, mode: c_int, offset: off64_t, len: off64_t) ->
 
 unsafe fn do_posix_fallocate(fd: c_int, offset: off64_t, len: off64_t) -> c_int {
     if tag_of(fd) == tag::STUB
-        && let Some(done) = stub::allocate(fd, 0, offset, len)
+        && let Some(done) = stub::allocate_range(fd, 0, offset, len)
     {
         return done.err().unwrap_or(0);
     }
@@ -99,7 +99,7 @@ unsafe fn do_posix_fallocate(fd: c_int, offset: off64_t, len: off64_t) -> c_int 
 
 unsafe fn do_fsync(fd: c_int) -> c_int {
     if tag_of(fd) == tag::STUB
-        && let Some(done) = stub::sync(fd, false)
+        && let Some(done) = stub::sync_stub(fd, false)
     {
         return as_result(done);
     }
@@ -108,7 +108,7 @@ unsafe fn do_fsync(fd: c_int) -> c_int {
 
 unsafe fn do_fdatasync(fd: c_int) -> c_int {
     if tag_of(fd) == tag::STUB
-        && let Some(done) = stub::sync(fd, true)
+        && let Some(done) = stub::sync_stub(fd, true)
     {
         return as_result(done);
     }
@@ -144,7 +144,7 @@ fn file_on_tree(dir: c_int, path: *const c_char, flags: c_int) -> Option<(u64, u
 /// Before a time is set: firnd tells the stub of what was written until now, so that it does not later.
 fn settle_fd(fd: c_int) {
     if tag_of(fd) == tag::STUB {
-        let _ = stub::attr(fd);
+        let _ = stub::attr_of_fd(fd);
     }
 }
 
@@ -152,7 +152,7 @@ fn settle_path(dir: c_int, path: *const c_char, flags: c_int) {
     if path.is_null() {
         settle_fd(dir);
     } else if let Some(file) = file_on_tree(dir, path, flags) {
-        let _ = stub::attr_of(dir, path, flags, Some(file));
+        let _ = stub::attr_of_path(dir, path, flags, Some(file));
     }
 }
 

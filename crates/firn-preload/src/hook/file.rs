@@ -8,7 +8,7 @@ use std::ffi::{c_char, c_int, c_void};
 use libc::{mode_t, off64_t, size_t};
 
 use super::{export, forward, stream};
-use crate::opened::{By, Noted, note};
+use crate::opened::{By, Noted, note_open};
 use crate::probe;
 use crate::real::{
     CREAT, MKOSTEMPS, MMAP, MPROTECT, MREMAP, MUNMAP, OPEN, OPEN_2, OPENAT, OPENAT_2,
@@ -16,7 +16,7 @@ use crate::real::{
 use crate::share;
 use crate::sharing::Moment;
 use crate::stub;
-use crate::sys::{self, told};
+use crate::sys::{self, with_errno};
 use crate::table::{tag, tag_of};
 
 export! { open open64 __open __open64 =
@@ -41,10 +41,10 @@ at: *mut c_void, len: size_t, to_len: size_t, flags: c_int, to: *mut c_void) -> 
 /// A call of the program gave the descriptor `fd`, opened with `flags`: what it returns, which is -1 and
 /// errno where `fd` is a stub that cannot be used. Else keeps errno.
 fn finish_open(fd: c_int, flags: c_int, before: &Moment) -> c_int {
-    match note(fd, flags, before, By::Program) {
+    match note_open(fd, flags, before, By::Program) {
         Noted::Unusable(errno) => {
             sys::close(fd);
-            told(-(errno as isize)) as c_int
+            with_errno(-(errno as isize)) as c_int
         }
         Noted::Stub => {
             stream::stub_at(fd);
@@ -117,11 +117,11 @@ unsafe fn do_mmap(
     if tag_of(fd) != tag::NONE && flags & libc::MAP_ANONYMOUS == 0 {
         if tag_of(fd) == tag::STUB {
             // SAFETY: what the program asked of mmap(2), whose promises it keeps.
-            if let Some(result) = unsafe { stub::map(at, len, prot, flags, fd, offset) } {
-                return told(result) as *mut c_void;
+            if let Some(result) = unsafe { stub::map_copy(at, len, prot, flags, fd, offset) } {
+                return with_errno(result) as *mut c_void;
             }
         } else {
-            share::one(fd);
+            share::share_descriptor(fd);
         }
     }
     let mapped = forward!(MMAP(at, len, prot, flags, fd, offset));

@@ -10,7 +10,7 @@ use crate::opened::forget_stale;
 use crate::real::{CLOSE, CLOSE_RANGE, CLOSEFROM, DUP, DUP2, DUP3, FCNTL, SENDMMSG, SENDMSG};
 use crate::share;
 use crate::stub;
-use crate::sys::{self, told};
+use crate::sys::{self, with_errno};
 use crate::table::{self, tag, tag_of};
 use crate::vfork::in_vfork_child;
 
@@ -34,14 +34,14 @@ fn is_internal(fd: c_int) -> bool {
 unsafe fn do_close(fd: c_int) -> c_int {
     if tag_of(fd) != tag::NONE {
         if is_internal(fd) {
-            return told(-(libc::EBADF as isize)) as c_int;
+            return with_errno(-(libc::EBADF as isize)) as c_int;
         }
         if tag_of(fd) == tag::STUB {
-            let released = stub::close(fd);
+            let released = stub::close_stub(fd);
             table::forget_tag(fd);
             let closed = forward!(CLOSE(fd));
             return if closed == 0 {
-                told(released) as c_int
+                with_errno(released) as c_int
             } else {
                 closed
             };
@@ -54,24 +54,24 @@ unsafe fn do_close(fd: c_int) -> c_int {
 
 unsafe fn do_dup(fd: c_int) -> c_int {
     if tag_of(fd) != tag::NONE {
-        share::one(fd);
+        share::share_descriptor(fd);
     }
     let new = forward!(DUP(fd));
-    copied(fd, new);
+    note_copy(fd, new);
     new
 }
 
 /// The kernel just gave `new` as a copy of `fd`.
-fn copied(fd: c_int, new: c_int) {
-    stale(new);
+fn note_copy(fd: c_int, new: c_int) {
+    forget_number(new);
     if new >= 0 && tag_of(fd) == tag::STUB {
-        stub::copied(new);
+        stub::register_copy(new);
         stream::stub_at(new);
     }
 }
 
 /// A number that the kernel just gave: what is kept of it is of a descriptor that was closed unseen.
-fn stale(fd: c_int) {
+fn forget_number(fd: c_int) {
     if tag_of(fd) != tag::NONE {
         forget_stale(fd);
     }
@@ -83,18 +83,18 @@ fn before_dup(from: c_int, to: c_int) {
         return;
     }
     if tag_of(from) != tag::NONE {
-        share::one(from);
+        share::share_descriptor(from);
     }
     if tag_of(to) == tag::STUB {
         // What closes it is not seen. The call fails only where `from` is none.
         if sys::fcntl(from, libc::F_GETFD, 0) >= 0 {
-            stub::close(to);
+            stub::close_stub(to);
         }
     } else if is_internal(to) {
         connect::move_socket(to);
     } else if tag_of(to) != tag::NONE {
         // With its offset, because the call may fail and leave it open.
-        share::one(to);
+        share::share_descriptor(to);
     }
 }
 
@@ -102,7 +102,7 @@ unsafe fn do_dup2(from: c_int, to: c_int) -> c_int {
     before_dup(from, to);
     let new = forward!(DUP2(from, to));
     if from != to {
-        copied(from, new);
+        note_copy(from, new);
     }
     new
 }
@@ -110,18 +110,18 @@ unsafe fn do_dup2(from: c_int, to: c_int) -> c_int {
 unsafe fn do_dup3(from: c_int, to: c_int, flags: c_int) -> c_int {
     before_dup(from, to);
     let new = forward!(DUP3(from, to, flags));
-    copied(from, new);
+    note_copy(from, new);
     new
 }
 
 unsafe fn do_fcntl(fd: c_int, command: c_int, arg: usize) -> c_int {
     let copies = matches!(command, libc::F_DUPFD | libc::F_DUPFD_CLOEXEC);
     if tag_of(fd) != tag::NONE && (copies || command == libc::F_SETFL) {
-        share::one(fd);
+        share::share_descriptor(fd);
     }
     let result = forward!(FCNTL(fd, command, arg));
     if copies {
-        copied(fd, result);
+        note_copy(fd, result);
     } else if command == libc::F_SETFL && tag_of(fd) == tag::STUB {
         stub::flags_changed(fd);
     }
@@ -135,10 +135,10 @@ unsafe fn do_close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
         return unsafe { real(first, last, flags) };
     }
     let mut from = first;
-    for fd in table::tagged(first, last) {
+    for fd in table::tagged_fds(first, last) {
         if !is_internal(fd) {
             if tag_of(fd) == tag::STUB {
-                stub::close(fd);
+                stub::close_stub(fd);
             } else {
                 forget_stale(fd);
             }
@@ -159,7 +159,7 @@ unsafe fn do_close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
 
 unsafe fn do_closefrom(first: c_int) {
     let first = first.max(0) as c_uint;
-    if in_vfork_child() || table::tagged(first, u32::MAX).next().is_none() {
+    if in_vfork_child() || table::tagged_fds(first, u32::MAX).next().is_none() {
         return forward!(CLOSEFROM(first as c_int));
     }
     // SAFETY: as closefrom(3), which the program called, with numbers only.
@@ -169,7 +169,7 @@ unsafe fn do_closefrom(first: c_int) {
 unsafe fn do_sendmsg(socket: c_int, message: *const libc::msghdr, flags: c_int) -> ssize_t {
     // SAFETY: the program gave the message to sendmsg(2).
     unsafe {
-        share::sent(message);
+        share::share_sent(message);
         SENDMSG.get()(socket, message, flags)
     }
 }
@@ -183,7 +183,7 @@ unsafe fn do_sendmmsg(
     // SAFETY: the program gave so many messages to sendmmsg(2).
     unsafe {
         for index in 0..count as usize {
-            share::sent(&raw const (*messages.wrapping_add(index)).msg_hdr);
+            share::share_sent(&raw const (*messages.wrapping_add(index)).msg_hdr);
         }
         SENDMMSG.get()(socket, messages, count, flags)
     }

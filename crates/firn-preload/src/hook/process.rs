@@ -20,10 +20,10 @@ macro_rules! sharing {
     ($($name:ident = $real:ident($($arg:ident: $ty:ty),*) -> $ret:ty;)*) => {$(
         #[unsafe(no_mangle)]
         unsafe extern "C" fn $name($($arg: $ty),*) -> $ret {
-            share::begin();
+            share::begin_sharing();
             // SAFETY: the program called the hook of this function with these arguments.
             let result = unsafe { $real.get()($($arg),*) };
-            share::end();
+            share::end_sharing();
             result
         }
     )*};
@@ -61,7 +61,7 @@ unsafe fn do_fork_only() -> pid_t {
 extern "C" fn share_all() {
     // What clone(2) begins may be a thread, and the C library does not count it.
     lock::never_single();
-    share::all();
+    share::share_all();
 }
 
 /// Shares all and jumps to a variadic function, its arguments untouched.
@@ -150,5 +150,5 @@ vforks! { vfork __vfork }
 /// The parent's end of vfork(2).
 extern "C" fn vforked(result: isize) -> pid_t {
     share::after_vfork();
-    crate::sys::told(result) as pid_t
+    crate::sys::with_errno(result) as pid_t
 }

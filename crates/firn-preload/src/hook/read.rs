@@ -14,7 +14,7 @@ use crate::real::{
 };
 use crate::report::Call;
 use crate::stub;
-use crate::sys::told;
+use crate::sys::with_errno;
 use crate::table::{tag, tag_of};
 
 export! { read __read = do_read(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t }
@@ -46,11 +46,11 @@ unsafe fn do_read(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t {
 }
 
 /// A read from a descriptor of ours.
-fn from(fd: c_int, target: Target<'_>, at: Option<u64>, call: Call) -> Handled {
+fn read_from(fd: c_int, target: Target<'_>, at: Option<u64>, call: Call) -> Handled {
     if tag_of(fd) == tag::STUB {
-        stub::read(fd, target, at, call)
+        stub::read_stub(fd, target, at, call)
     } else {
-        kernel::read(fd, target, at, call)
+        kernel::read_file(fd, target, at, call)
     }
 }
 
@@ -60,11 +60,11 @@ fn from(fd: c_int, target: Target<'_>, at: Option<u64>, call: Call) -> Handled {
 unsafe fn read_ours(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t {
     // SAFETY: the program gave the bytes to read(2), to be written.
     let run: Run<'_, Writable> = unsafe { Run::new(data, len) };
-    match run.as_memory(|target| from(fd, target, None, Call::Read)) {
-        Handled::Done(result) => told(result),
+    match run.as_memory(|target| read_from(fd, target, None, Call::Read)) {
+        Handled::Done(result) => with_errno(result),
         Handled::Forward(ticket) => {
             let result = forward!(READ(fd, data, len));
-            ticket.done();
+            ticket.finish();
             result
         }
     }
@@ -85,16 +85,16 @@ unsafe fn do_readv(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
     }
     // SAFETY: the program gave the vectors to readv(2), to be written.
     let handled = match unsafe { memory_of(parts, count) } {
-        Some(target) => from(fd, target, None, Call::Readv),
+        Some(target) => read_from(fd, target, None, Call::Readv),
         // Numbers of vectors that the kernel refuses.
         None if tag_of(fd) == tag::STUB => Handled::Forward(Ticket::NONE),
         None => Handled::Forward(kernel::before_kernel(fd, Call::Readv)),
     };
     match handled {
-        Handled::Done(result) => told(result),
+        Handled::Done(result) => with_errno(result),
         Handled::Forward(ticket) => {
             let result = forward!(READV(fd, parts, count));
-            ticket.done();
+            ticket.finish();
             result
         }
     }
@@ -105,9 +105,9 @@ unsafe fn do_pread(fd: c_int, data: *mut c_void, len: size_t, offset: off64_t) -
     if matches!(tag_of(fd), tag::READER | tag::STUB) && offset >= 0 {
         // SAFETY: the program gave the bytes to pread(2), to be written.
         let run: Run<'_, Writable> = unsafe { Run::new(data, len) };
-        let read = |target: Target<'_>| from(fd, target, Some(offset as u64), Call::Pread);
+        let read = |target: Target<'_>| read_from(fd, target, Some(offset as u64), Call::Pread);
         if let Handled::Done(result) = run.as_memory(read) {
-            return told(result);
+            return with_errno(result);
         }
     }
     forward!(PREAD(fd, data, len, offset))
@@ -133,9 +133,9 @@ unsafe fn do_preadv(fd: c_int, parts: *const iovec, count: c_int, offset: off64_
         // SAFETY: the program gave the vectors to preadv(2), to be written.
         let target = unsafe { memory_of(parts, count) };
         if let Some(target) = target
-            && let Handled::Done(result) = from(fd, target, Some(offset as u64), Call::Preadv)
+            && let Handled::Done(result) = read_from(fd, target, Some(offset as u64), Call::Preadv)
         {
-            return told(result);
+            return with_errno(result);
         }
     }
     forward!(PREADV(fd, parts, count, offset))
@@ -150,7 +150,7 @@ unsafe fn do_preadv2(
     flags: c_int,
 ) -> ssize_t {
     if tag_of(fd) == tag::STUB && flags & !libc::RWF_HIPRI != 0 {
-        return told(-(libc::EOPNOTSUPP as isize));
+        return with_errno(-(libc::EOPNOTSUPP as isize));
     }
     if tag_of(fd) != tag::NONE && (flags == 0 || tag_of(fd) == tag::STUB) {
         // SAFETY: the program gave the vectors to preadv2(2), which without flags is readv(2) or preadv(2).
@@ -168,7 +168,7 @@ unsafe fn do_preadv2(
         Ticket::NONE
     };
     let result = forward!(PREADV2(fd, parts, count, offset, flags));
-    ticket.done();
+    ticket.finish();
     result
 }
 
@@ -178,14 +178,14 @@ unsafe fn do_lseek(fd: c_int, offset: off64_t, whence: c_int) -> off64_t {
         return forward!(LSEEK(fd, offset, whence));
     }
     let handled = match tag_of(fd) {
-        tag::STUB => stub::seek(fd, offset, whence),
-        _ => kernel::seek(fd, offset, whence),
+        tag::STUB => stub::seek_stub(fd, offset, whence),
+        _ => kernel::seek_file(fd, offset, whence),
     };
     match handled {
-        Handled::Done(result) => told(result) as off64_t,
+        Handled::Done(result) => with_errno(result) as off64_t,
         Handled::Forward(ticket) => {
             let result = forward!(LSEEK(fd, offset, whence));
-            ticket.done();
+            ticket.finish();
             result
         }
     }
@@ -208,12 +208,12 @@ fn moves_stubs(one: c_int, other: c_int) -> bool {
 
 unsafe fn do_sendfile(to: c_int, from: c_int, offset: *mut off64_t, len: size_t) -> ssize_t {
     if moves_stubs(to, from) {
-        return told(-(libc::EINVAL as isize));
+        return with_errno(-(libc::EINVAL as isize));
     }
     let tickets = (handed_back(to), handed_back(from));
     let result = forward!(SENDFILE(to, from, offset, len));
-    tickets.0.done();
-    tickets.1.done();
+    tickets.0.finish();
+    tickets.1.finish();
     result
 }
 
@@ -226,12 +226,12 @@ unsafe fn do_copy_file_range(
     flags: c_uint,
 ) -> ssize_t {
     if moves_stubs(to, from) {
-        return told(-(libc::EXDEV as isize));
+        return with_errno(-(libc::EXDEV as isize));
     }
     let tickets = (handed_back(from), handed_back(to));
     let result = forward!(COPY_FILE_RANGE(from, from_at, to, to_at, len, flags));
-    tickets.0.done();
-    tickets.1.done();
+    tickets.0.finish();
+    tickets.1.finish();
     result
 }
 
@@ -244,11 +244,11 @@ unsafe fn do_splice(
     flags: c_uint,
 ) -> ssize_t {
     if moves_stubs(to, from) {
-        return told(-(libc::EINVAL as isize));
+        return with_errno(-(libc::EINVAL as isize));
     }
     let tickets = (handed_back(from), handed_back(to));
     let result = forward!(SPLICE(from, from_at, to, to_at, len, flags));
-    tickets.0.done();
-    tickets.1.done();
+    tickets.0.finish();
+    tickets.1.finish();
     result
 }

@@ -8,7 +8,7 @@ use super::{export, forward};
 use crate::devices;
 use crate::real::{FSTAT, FSTATAT, FXSTAT, FXSTATAT, LSTAT, LXSTAT, STAT, STATX, XSTAT};
 use crate::stub::{self, Attr};
-use crate::sys::told;
+use crate::sys::with_errno;
 use crate::table::{tag, tag_of};
 use crate::trees;
 
@@ -56,9 +56,9 @@ impl Named {
         let is_fd = self.flags & libc::AT_EMPTY_PATH != 0
             && (self.path.is_null() || unsafe { *self.path } == 0);
         if is_fd && tag_of(self.dir) == tag::STUB {
-            return stub::attr(self.dir);
+            return stub::attr_of_fd(self.dir);
         }
-        stub::attr_of(
+        stub::attr_of_path(
             self.dir,
             if self.path.is_null() {
                 c"".as_ptr()
@@ -71,7 +71,7 @@ impl Named {
     }
 }
 
-/// Puts what firnd knows into what the kernel told; `again` asks the kernel once more.
+/// Puts what firnd knows into what the kernel with_errno; `again` asks the kernel once more.
 ///
 /// # Safety
 /// `to` holds what the kernel told where `result` is 0.
@@ -99,7 +99,7 @@ unsafe fn with_size(
             stat.st_blocks = attr.blocks as i64;
             0
         }
-        Some(Err(errno)) => told(-(errno as isize)) as c_int,
+        Some(Err(errno)) => with_errno(-(errno as isize)) as c_int,
         None => result,
     }
 }
@@ -218,7 +218,7 @@ unsafe fn do_statx(
             (*to).stx_blocks = attr.blocks;
             0
         },
-        Some(Err(errno)) => told(-(errno as isize)) as c_int,
+        Some(Err(errno)) => with_errno(-(errno as isize)) as c_int,
         None => result,
     }
 }

@@ -9,12 +9,12 @@ use libc::FILE;
 
 use super::{export, forward};
 use crate::cookie;
-use crate::opened::{By, Noted, forget_stale, note};
+use crate::opened::{By, Noted, forget_stale, note_open};
 use crate::real::{FCLOSE, FDOPEN, FOPEN, FREOPEN};
 use crate::share;
 use crate::sharing::Moment;
 use crate::summary;
-use crate::sys::{self, told};
+use crate::sys::{self, with_errno};
 use crate::table::{ACTIVE, tag, tag_of};
 use crate::trees;
 use crate::vfork::in_vfork_child;
@@ -60,9 +60,9 @@ unsafe extern "C" fn do_fopen(
         if by == By::Stdio && is_stub(libc::fileno(file)) {
             return over_stub(file, mode, &before);
         }
-        if let Noted::Unusable(errno) = note(libc::fileno(file), flags_of(mode), &before, by) {
+        if let Noted::Unusable(errno) = note_open(libc::fileno(file), flags_of(mode), &before, by) {
             FCLOSE.get()(file);
-            told(-(errno as isize));
+            with_errno(-(errno as isize));
             return std::ptr::null_mut();
         }
     }
@@ -91,7 +91,7 @@ unsafe fn over_stub(file: *mut FILE, mode: *const c_char, before: &Moment) -> *m
         let kept = sys::fcntl(fd, copy, 0) as c_int;
         if kept < 0 {
             FCLOSE.get()(file);
-            told(kept as isize);
+            with_errno(kept as isize);
             return std::ptr::null_mut();
         }
         FCLOSE.get()(file);
@@ -104,12 +104,12 @@ unsafe fn over_stub(file: *mut FILE, mode: *const c_char, before: &Moment) -> *m
             sys::close(again);
             kept
         };
-        if let Noted::Unusable(errno) = note(fd, flags_of(mode), before, By::Program) {
+        if let Noted::Unusable(errno) = note_open(fd, flags_of(mode), before, By::Program) {
             sys::close(fd);
-            told(-(errno as isize));
+            with_errno(-(errno as isize));
             return std::ptr::null_mut();
         }
-        let new = cookie::over(fd, mode);
+        let new = cookie::open_over(fd, mode);
         if new.is_null() {
             libc::close(fd);
         }
@@ -148,10 +148,10 @@ unsafe fn flags_of(mode: *const c_char) -> c_int {
 unsafe fn do_fdopen(fd: c_int, mode: *const c_char) -> *mut FILE {
     if tag_of(fd) == tag::STUB {
         // SAFETY: the program gave the mode to fdopen(3).
-        return unsafe { cookie::over(fd, mode) };
+        return unsafe { cookie::open_over(fd, mode) };
     }
     if tag_of(fd) != tag::NONE {
-        share::one(fd);
+        share::share_descriptor(fd);
     }
     forward!(FDOPEN(fd, mode))
 }
@@ -163,15 +163,15 @@ unsafe fn do_freopen(path: *const c_char, mode: *const c_char, file: *mut FILE) 
         if !file.is_null() && cookie::is_ours(file) {
             libc::fflush(file);
         }
-        forget(file);
+        forget_stream(file);
         let file = FREOPEN.get()(path, mode, file);
-        forget(file);
+        forget_stream(file);
         if file.is_null() || !is_stub(libc::fileno(file)) {
             return file;
         }
         let fd = libc::fileno(file);
-        let slot = cookie::standard(fd).filter(|slot| **slot == file);
-        let errno = match (note(fd, flags_of(mode), &before, By::Program), slot) {
+        let slot = cookie::standard_slot(fd).filter(|slot| **slot == file);
+        let errno = match (note_open(fd, flags_of(mode), &before, By::Program), slot) {
             (Noted::Stub, Some(slot)) => {
                 cookie::replace_standard(fd);
                 return *slot;
@@ -180,9 +180,9 @@ unsafe fn do_freopen(path: *const c_char, mode: *const c_char, file: *mut FILE) 
             // The caller may go on with the old stream, which must not be another one then.
             _ => libc::EOPNOTSUPP,
         };
-        forget(file);
+        forget_stream(file);
         FCLOSE.get()(file);
-        told(-(errno as isize));
+        with_errno(-(errno as isize));
         std::ptr::null_mut()
     }
 }
@@ -192,7 +192,7 @@ unsafe fn do_fclose(file: *mut FILE) -> c_int {
     unsafe {
         // One of ours closes its descriptor by way of the hook.
         if file.is_null() || !cookie::is_ours(file) {
-            forget(file);
+            forget_stream(file);
         }
         FCLOSE.get()(file)
     }
@@ -200,7 +200,7 @@ unsafe fn do_fclose(file: *mut FILE) -> c_int {
 
 /// # Safety
 /// Null or an open stream.
-unsafe fn forget(file: *mut FILE) {
+unsafe fn forget_stream(file: *mut FILE) {
     if file.is_null() {
         return;
     }

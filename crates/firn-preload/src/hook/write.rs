@@ -11,7 +11,7 @@ use crate::memory::{Readable, Run, Source};
 use crate::real::{PWRITE, PWRITEV, PWRITEV2, WRITE, WRITEV};
 use crate::report::Call;
 use crate::stub;
-use crate::sys::told;
+use crate::sys::with_errno;
 use crate::table::{tag, tag_of};
 
 export! { write __write = do_write(fd: c_int, data: *const c_void, len: size_t) -> ssize_t }
@@ -34,11 +34,11 @@ unsafe fn do_write(fd: c_int, data: *const c_void, len: size_t) -> ssize_t {
 }
 
 /// A write to a descriptor of ours.
-fn to(fd: c_int, source: Source<'_>, at: Option<u64>, call: Call) -> Handled {
+fn write_to(fd: c_int, source: Source<'_>, at: Option<u64>, call: Call) -> Handled {
     if tag_of(fd) == tag::STUB {
-        return stub::write(fd, source, at, false, call);
+        return stub::write_stub(fd, source, at, false, call);
     }
-    kernel::write(fd, source, at, call)
+    kernel::write_file(fd, source, at, call)
 }
 
 #[inline(never)]
@@ -52,13 +52,13 @@ fn write_ours(fd: c_int, run: Run<'_, Readable>) -> ssize_t {
 /// A write that is not a usual one, or went as it did.
 #[inline(never)]
 fn write_slowly(fd: c_int, run: Run<'_, Readable>, handled: Option<Handled>) -> ssize_t {
-    let slowly = || run.as_memory(|source| to(fd, source, None, Call::Write));
+    let slowly = || run.as_memory(|source| write_to(fd, source, None, Call::Write));
     match handled.unwrap_or_else(slowly) {
-        Handled::Done(result) => told(result),
+        Handled::Done(result) => with_errno(result),
         Handled::Forward(ticket) => {
             let part = run.as_part();
             let result = forward!(WRITE(fd, part.iov_base, part.iov_len));
-            ticket.done();
+            ticket.finish();
             result
         }
     }
@@ -79,16 +79,16 @@ unsafe fn do_writev(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
 unsafe fn writev_ours(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
     // SAFETY: the program gave the vectors to writev(2), to be read.
     let handled = match unsafe { memory_of(parts, count) } {
-        Some(source) => to(fd, source, None, Call::Writev),
+        Some(source) => write_to(fd, source, None, Call::Writev),
         // Numbers of vectors that the kernel refuses.
         None if tag_of(fd) == tag::STUB => Handled::Forward(Ticket::NONE),
         None => Handled::Forward(kernel::before_kernel(fd, Call::Writev)),
     };
     match handled {
-        Handled::Done(result) => told(result),
+        Handled::Done(result) => with_errno(result),
         Handled::Forward(ticket) => {
             let result = forward!(WRITEV(fd, parts, count));
-            ticket.done();
+            ticket.finish();
             result
         }
     }
@@ -100,7 +100,7 @@ unsafe fn do_pwrite(fd: c_int, data: *const c_void, len: size_t, offset: off64_t
         // SAFETY: the program gave the bytes to pwrite(2), to be read.
         let run = unsafe { Run::new(data.cast_mut(), len) };
         if let Handled::Done(result) = pwrite_ours(fd, run, offset as u64) {
-            return told(result);
+            return with_errno(result);
         }
     }
     forward!(PWRITE(fd, data, len, offset))
@@ -108,7 +108,7 @@ unsafe fn do_pwrite(fd: c_int, data: *const c_void, len: size_t, offset: off64_t
 
 #[inline(never)]
 fn pwrite_ours(fd: c_int, run: Run<'_, Readable>, offset: u64) -> Handled {
-    let slowly = || run.as_memory(|source| to(fd, source, Some(offset), Call::Pwrite));
+    let slowly = || run.as_memory(|source| write_to(fd, source, Some(offset), Call::Pwrite));
     kernel::write_usual(fd, run, Some(offset), Call::Pwrite).unwrap_or_else(slowly)
 }
 
@@ -118,9 +118,9 @@ unsafe fn do_pwritev(fd: c_int, parts: *const iovec, count: c_int, offset: off64
         // SAFETY: the program gave the vectors to pwritev(2), to be read.
         let source = unsafe { memory_of(parts, count) };
         if let Some(source) = source
-            && let Handled::Done(result) = to(fd, source, Some(offset as u64), Call::Pwritev)
+            && let Handled::Done(result) = write_to(fd, source, Some(offset as u64), Call::Pwritev)
         {
-            return told(result);
+            return with_errno(result);
         }
     }
     forward!(PWRITEV(fd, parts, count, offset))
@@ -153,7 +153,7 @@ unsafe fn do_pwritev2(
     }
     let ticket = kernel::before_kernel(fd, Call::Writev);
     let result = forward!(PWRITEV2(fd, parts, count, offset, flags));
-    ticket.done();
+    ticket.finish();
     result
 }
 
@@ -171,11 +171,11 @@ unsafe fn write_flagged(
     let synced = flags & (libc::RWF_SYNC | libc::RWF_DSYNC) != 0;
     let known = libc::RWF_SYNC | libc::RWF_DSYNC | libc::RWF_HIPRI | libc::RWF_APPEND;
     if flags & !known != 0 {
-        return told(-(libc::EOPNOTSUPP as isize));
+        return with_errno(-(libc::EOPNOTSUPP as isize));
     }
     // SAFETY: the program gave the vectors to pwritev2(2), to be read.
     let Some(source) = (unsafe { memory_of(parts, count) }) else {
-        return told(if count == 0 {
+        return with_errno(if count == 0 {
             0
         } else {
             -(libc::EINVAL as isize)
@@ -183,12 +183,12 @@ unsafe fn write_flagged(
     };
     let at = u64::try_from(offset).ok();
     let append = flags & libc::RWF_APPEND != 0;
-    match stub::write(fd, source, at, append, Call::Pwritev) {
-        Handled::Done(result) if result >= 0 && synced => match stub::sync(fd, true) {
-            Some(Err(errno)) => told(-(errno as isize)),
+    match stub::write_stub(fd, source, at, append, Call::Pwritev) {
+        Handled::Done(result) if result >= 0 && synced => match stub::sync_stub(fd, true) {
+            Some(Err(errno)) => with_errno(-(errno as isize)),
             _ => result,
         },
-        Handled::Done(result) => told(result),
+        Handled::Done(result) => with_errno(result),
         Handled::Forward(_) => forward!(PWRITEV2(fd, parts, count, offset, flags)),
     }
 }

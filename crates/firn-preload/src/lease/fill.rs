@@ -14,7 +14,7 @@ use crate::table::Held;
 const WANTED_BYTES_MAX: u64 = 4 << 20;
 
 /// Puts bytes of a file at `offset` into leases; how many of `total`, and why not all of them.
-pub(crate) fn fill(
+pub(crate) fn fill_leases(
     held: &mut Held,
     source: Source<'_>,
     offset: u64,
@@ -101,7 +101,7 @@ fn wanted_bytes(held: &Held, left: usize) -> u64 {
 #[cold]
 fn next_lease(held: &mut Held, left: usize) -> Result<(), LeaseLost> {
     let has_asked = held.lease.has_asked;
-    held.lease.clear();
+    held.lease.clear_lease();
     if !sys::is_unlimited(Resource::Fsize) {
         held.lease.has_asked = has_asked;
         return Err(LeaseLost::Limited);

@@ -7,7 +7,7 @@ use firn_format::data_socket::{Op, Reply, Request, Token};
 use zerocopy::IntoBytes;
 
 use crate::connect;
-use crate::stub::enter::{Entered, enter};
+use crate::stub::enter::{Entered, lock_stub};
 use crate::stub::request::{Wait, check_status, send_request};
 use crate::sys::{self, syscall};
 use crate::trees;
@@ -35,20 +35,20 @@ impl Attr {
 }
 
 /// Of a descriptor; `None`: it is no stub.
-pub(crate) fn attr(fd: c_int) -> Option<Result<Attr, c_int>> {
-    match enter(fd) {
+pub(crate) fn attr_of_fd(fd: c_int) -> Option<Result<Attr, c_int>> {
+    match lock_stub(fd) {
         Entered::Held(mut held) => {
             let reply = send_request(&mut held, Op::Attr, 0, 0, Payload::none());
             Some(reply.map(|reply| Attr::of(&reply)))
         }
-        Entered::Again(_) => attr_of(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, None),
+        Entered::Again(_) => attr_of_path(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, None),
         _ => None,
     }
 }
 
 /// Of what a path leads to, if that still is the stub with this inode number on this device; `None`: it is
 /// none, or nobody wrote to it.
-pub(crate) fn attr_of(
+pub(crate) fn attr_of_path(
     dir: c_int,
     path: *const libc::c_char,
     flags: c_int,
@@ -132,7 +132,7 @@ fn handle_of(dir: c_int, path: *const libc::c_char, flags: c_int) -> Option<(u64
 
 /// A request that answers with nothing but success; `None`: the descriptor is no stub.
 fn request_plainly(fd: c_int, op: Op, arg: u64, data: &[u64]) -> Option<Result<(), c_int>> {
-    let mut held = match enter(fd) {
+    let mut held = match lock_stub(fd) {
         Entered::Held(held) => held,
         Entered::Again(_) | Entered::Vforked => return Some(Err(libc::EIO)),
         Entered::Not => return None,
@@ -155,7 +155,7 @@ fn request_plainly(fd: c_int, op: Op, arg: u64, data: &[u64]) -> Option<Result<(
 }
 
 /// ftruncate(2).
-pub(crate) fn truncate(fd: c_int, size: i64) -> Option<Result<(), c_int>> {
+pub(crate) fn truncate_stub(fd: c_int, size: i64) -> Option<Result<(), c_int>> {
     if size < 0 {
         return Some(Err(libc::EINVAL));
     }
@@ -163,12 +163,17 @@ pub(crate) fn truncate(fd: c_int, size: i64) -> Option<Result<(), c_int>> {
 }
 
 /// fsync(2), fdatasync(2).
-pub(crate) fn sync(fd: c_int, data_only: bool) -> Option<Result<(), c_int>> {
+pub(crate) fn sync_stub(fd: c_int, data_only: bool) -> Option<Result<(), c_int>> {
     request_plainly(fd, Op::Sync, u64::from(data_only), &[])
 }
 
 /// fallocate(2).
-pub(crate) fn allocate(fd: c_int, mode: c_int, offset: i64, len: i64) -> Option<Result<(), c_int>> {
+pub(crate) fn allocate_range(
+    fd: c_int,
+    mode: c_int,
+    offset: i64,
+    len: i64,
+) -> Option<Result<(), c_int>> {
     if offset < 0 || len <= 0 {
         return Some(Err(libc::EINVAL));
     }

@@ -13,8 +13,8 @@ use crate::handled::{Handled, Ticket};
 use crate::memory::{CALL_BYTES_MAX, Readable, Run, Source, Target};
 use crate::offset;
 use crate::report::{self, Call};
-use crate::stub::attributes::sync;
-use crate::stub::enter::{Entered, enter};
+use crate::stub::attributes::sync_stub;
+use crate::stub::enter::{Entered, lock_stub};
 use crate::stub::request::{adopt, write_by_requests};
 use crate::stub::socket::Socket;
 use crate::sys;
@@ -29,7 +29,7 @@ fn own_offset(held: &mut Held) {
 }
 
 /// write(2) and its kin, at the descriptor's offset or at `at`.
-pub(crate) fn write(
+pub(crate) fn write_stub(
     fd: c_int,
     source: Source<'_>,
     at: Option<u64>,
@@ -39,14 +39,14 @@ pub(crate) fn write(
     if source.is_outside() {
         return Handled::of(Err(libc::EFAULT));
     }
-    let mut held = match enter(fd) {
+    let mut held = match lock_stub(fd) {
         Entered::Held(held) => held,
         Entered::Again(entry) => return Handled::of(write_again(fd, entry, source, at)),
         Entered::Not => return Handled::Forward(Ticket::NONE),
         Entered::Vforked => return Handled::of(Err(libc::EIO)),
     };
     let mut total = source.total().unwrap_or(CALL_BYTES_MAX);
-    if let Err(handled) = prepare(&mut held, libc::O_RDONLY, total) {
+    if let Err(handled) = prepare_call(&mut held, libc::O_RDONLY, total) {
         return handled;
     }
     let flags = held.stub.flags;
@@ -58,11 +58,11 @@ pub(crate) fn write(
             Err(errno) => return Handled::of(Err(errno)),
         };
         held.stub.wrote = true;
-        descriptor::write::<Socket>(held, source, (at, total), call)
+        descriptor::write_descriptor::<Socket>(held, source, (at, total), call)
     };
     let is_synced = flags & (libc::O_SYNC | libc::O_DSYNC) != 0;
     match handled {
-        Handled::Done(done) if done > 0 && is_synced => match sync(fd, false) {
+        Handled::Done(done) if done > 0 && is_synced => match sync_stub(fd, false) {
             Some(Err(errno)) => Handled::of(Err(errno)),
             _ => Handled::Done(done),
         },
@@ -72,12 +72,12 @@ pub(crate) fn write(
 
 /// How many bytes of a write the limit of file sizes lets through (getrlimit(2)); none: SIGXFSZ and EFBIG.
 fn bytes_within_limit(held: &Held, at: Option<u64>, total: usize) -> Result<usize, c_int> {
-    let Some(limit) = sys::limit(Resource::Fsize) else {
+    let Some(limit) = sys::limit_of(Resource::Fsize) else {
         return Ok(total);
     };
     let from = at.unwrap_or_else(|| offset::current_offset(held));
     if from >= limit {
-        sys::raise(libc::SIGXFSZ);
+        sys::raise_signal(libc::SIGXFSZ);
         return Err(libc::EFBIG);
     }
     Ok(total.min(usize::try_from(limit - from).unwrap_or(usize::MAX)))
@@ -85,7 +85,7 @@ fn bytes_within_limit(held: &Held, at: Option<u64>, total: usize) -> Result<usiz
 
 /// What comes before a write or read: the access mode `forbidden` fails, 0 bytes are done, and firnd knows the
 /// descriptor.
-fn prepare(held: &mut Held, forbidden: c_int, total: usize) -> Result<(), Handled> {
+fn prepare_call(held: &mut Held, forbidden: c_int, total: usize) -> Result<(), Handled> {
     if held.stub.flags & libc::O_ACCMODE == forbidden {
         return Err(Handled::of(Err(libc::EBADF)));
     }
@@ -198,11 +198,11 @@ fn write_over(
 }
 
 /// lseek(2).
-pub(crate) fn seek(fd: c_int, offset: i64, whence: c_int) -> Handled {
-    match enter(fd) {
+pub(crate) fn seek_stub(fd: c_int, offset: i64, whence: c_int) -> Handled {
+    match lock_stub(fd) {
         Entered::Held(mut held) => {
             own_offset(&mut held);
-            descriptor::seek::<Socket>(held, offset, whence)
+            descriptor::seek_descriptor::<Socket>(held, offset, whence)
         }
         Entered::Again(entry) if entry.is_private() && whence == libc::SEEK_CUR && offset == 0 => {
             Handled::Done(entry.offset.load(Ordering::Relaxed) as isize)
@@ -212,18 +212,18 @@ pub(crate) fn seek(fd: c_int, offset: i64, whence: c_int) -> Handled {
 }
 
 /// read(2) and its kin.
-pub(crate) fn read(fd: c_int, target: Target<'_>, at: Option<u64>, call: Call) -> Handled {
+pub(crate) fn read_stub(fd: c_int, target: Target<'_>, at: Option<u64>, call: Call) -> Handled {
     if target.is_outside() {
         return Handled::of(Err(libc::EFAULT));
     }
-    let mut held = match enter(fd) {
+    let mut held = match lock_stub(fd) {
         Entered::Held(held) => held,
         Entered::Again(_) | Entered::Vforked => return Handled::of(Err(libc::EIO)),
         Entered::Not => return Handled::Forward(Ticket::NONE),
     };
     let total = target.total().unwrap_or(CALL_BYTES_MAX);
-    if let Err(handled) = prepare(&mut held, libc::O_WRONLY, total) {
+    if let Err(handled) = prepare_call(&mut held, libc::O_WRONLY, total) {
         return handled;
     }
-    descriptor::read::<Socket>(held, target, (at, total), call)
+    descriptor::read_descriptor::<Socket>(held, target, (at, total), call)
 }

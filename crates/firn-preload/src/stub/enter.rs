@@ -24,11 +24,11 @@ pub(crate) enum Entered {
     Vforked,
 }
 
-pub(crate) fn enter(fd: c_int) -> Entered {
+pub(crate) fn lock_stub(fd: c_int) -> Entered {
     if in_vfork_child() {
         return Entered::Vforked;
     }
-    let Some(mut held) = table::enter_new(fd) else {
+    let Some(mut held) = table::lock_new_entry(fd) else {
         return table::entry_of(fd).map_or(Entered::Not, Entered::Again);
     };
     let found = sys::identity(fd);
@@ -36,7 +36,7 @@ pub(crate) fn enter(fd: c_int) -> Entered {
         if found.is_some_and(|(identity, _)| identity == held.identity) {
             return Entered::Held(held);
         }
-        // Closed by a raw call: firnd is told, and does not wait for anything.
+        // Closed by a raw call: firnd is with_errno, and does not wait for anything.
         let adopted = held.stub.adopted;
         let link = held.link;
         let token = held.token;

@@ -7,9 +7,9 @@ use crate::fallback::Fallback;
 use crate::list::copy;
 use crate::memory::{Run, Target, Writable};
 use crate::report::Reason;
-use crate::stub::enter::{Entered, enter};
+use crate::stub::enter::{Entered, lock_stub};
 use crate::stub::request::{adopt, ask_size};
-use crate::stub::socket::{Socket, hesitate};
+use crate::stub::socket::{Socket, wait_longer_after};
 use crate::sys::syscall;
 use crate::table::Held;
 
@@ -17,7 +17,7 @@ use crate::table::Held;
 ///
 /// # Safety
 /// As for mmap(2).
-pub(crate) unsafe fn map(
+pub(crate) unsafe fn map_copy(
     at: *mut c_void,
     len: usize,
     prot: c_int,
@@ -25,7 +25,7 @@ pub(crate) unsafe fn map(
     fd: c_int,
     offset: i64,
 ) -> Option<isize> {
-    let mut held = match enter(fd) {
+    let mut held = match lock_stub(fd) {
         Entered::Held(held) => held,
         Entered::Again(_) | Entered::Vforked => return Some(-(libc::ENODEV as isize)),
         Entered::Not => return None,
@@ -93,7 +93,7 @@ fn copy_file(
             return Ok(done);
         }
         held.list.unmap_extents();
-        hesitate(held, Reason::Changed);
+        wait_longer_after(held, Reason::Changed);
     }
     descriptor::read_by_fallback::<Socket>(held, target, offset, total)
 }

@@ -12,7 +12,7 @@ use rustix::fs::{CWD, Mode, OFlags, RawDir};
 
 use crate::connect;
 use crate::offset;
-use crate::stub::enter::{Entered, enter, forget_stub};
+use crate::stub::enter::{Entered, forget_stub, lock_stub};
 use crate::stub::request::{adopt, send_request};
 use crate::sys;
 use crate::table::{self, Held, mark_stub, stub_mark};
@@ -21,7 +21,7 @@ use crate::vfork::in_vfork_child;
 
 /// A call just gave a descriptor of a regular file on `device`, opened with `flags`; whether it is a stub.
 /// `Err`: it is, and cannot be used.
-pub(crate) fn opened(fd: c_int, device: u64, flags: c_int) -> Result<bool, c_int> {
+pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool, c_int> {
     if in_vfork_child() || !trees::is_stub_on(fd, device) {
         return Ok(false);
     }
@@ -30,7 +30,7 @@ pub(crate) fn opened(fd: c_int, device: u64, flags: c_int) -> Result<bool, c_int
         return Err(libc::EMFILE);
     }
     mark_stub(fd, stub_mark::OWN);
-    let Entered::Held(mut held) = enter(fd) else {
+    let Entered::Held(mut held) = lock_stub(fd) else {
         return Ok(true);
     };
     held.stub.flags |= flags & libc::O_TRUNC;
@@ -48,13 +48,13 @@ pub(crate) fn opened(fd: c_int, device: u64, flags: c_int) -> Result<bool, c_int
 }
 
 /// `fd` is a copy of a stub's descriptor.
-pub(crate) fn copied(fd: c_int) {
+pub(crate) fn register_copy(fd: c_int) {
     if fd < 0 || in_vfork_child() {
         return;
     }
     mark_stub(fd, stub_mark::SHARED);
     // At once: a stub without a name lives as long as firnd knows somebody who has it open.
-    if let Entered::Held(mut held) = enter(fd) {
+    if let Entered::Held(mut held) = lock_stub(fd) {
         let _ = adopt(&mut held);
     }
 }
@@ -66,7 +66,7 @@ pub(crate) fn find_inherited() {
     }
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let Ok(dir) = rustix::fs::openat(CWD, c"/proc/self/fd", flags, Mode::empty()) else {
-        (0..1024).for_each(inherit);
+        (0..1024).for_each(mark_inherited);
         return;
     };
     let dir = Descriptor::from(dir);
@@ -77,20 +77,20 @@ pub(crate) fn find_inherited() {
         if let Some(fd) = name.and_then(|name| name.parse().ok())
             && fd != dir.as_fd().as_raw_fd()
         {
-            inherit(fd);
+            mark_inherited(fd);
         }
     }
 }
 
-fn inherit(fd: c_int) {
+fn mark_inherited(fd: c_int) {
     if trees::is_stub(fd) {
         mark_stub(fd, stub_mark::SHARED);
     }
 }
 
 /// Others are about to get the descriptor: its offset is the kernel's from now on.
-pub(crate) fn share(fd: c_int) {
-    match enter(fd) {
+pub(crate) fn share_offset(fd: c_int) {
+    match lock_stub(fd) {
         Entered::Held(mut held) => {
             give_back(&mut held);
             mark_stub(fd, stub_mark::SHARED);
@@ -108,21 +108,21 @@ pub(crate) fn share(fd: c_int) {
 
 /// The descriptor's status flags may have changed.
 pub(crate) fn flags_changed(fd: c_int) {
-    if let Entered::Held(mut held) = enter(fd) {
+    if let Entered::Held(mut held) = lock_stub(fd) {
         let status = sys::fcntl(fd, libc::F_GETFL, 0) as c_int;
         held.stub.flags = status | held.stub.flags & libc::O_TRUNC;
     }
 }
 
 /// Before close(2): what it returns, -errno where what was written could not be taken care of.
-pub(crate) fn close(fd: c_int) -> isize {
-    let Entered::Held(mut held) = enter(fd) else {
+pub(crate) fn close_stub(fd: c_int) -> isize {
+    let Entered::Held(mut held) = lock_stub(fd) else {
         return 0;
     };
     let mut result = 0;
     if held.stub.adopted || held.stub.wrote {
         let once = !held.stub.wrote;
-        result = match release(&mut held, once) {
+        result = match release_token(&mut held, once) {
             Ok(()) => 0,
             Err(errno) => -(errno as isize),
         };
@@ -132,7 +132,7 @@ pub(crate) fn close(fd: c_int) -> isize {
 }
 
 /// Tells firnd that the descriptor is closed. `once`: if firnd is gone, nobody needs to know.
-fn release(held: &mut Held, once: bool) -> Result<(), c_int> {
+fn release_token(held: &mut Held, once: bool) -> Result<(), c_int> {
     give_back(held);
     if once {
         let _ = connect::ask_firnd(held.link, Op::Release, held.token, 0);

@@ -91,7 +91,7 @@ fn adopt_over(held: &mut Held, link: u32) -> Result<bool, c_int> {
     held.stub.known = true;
     held.stub.flags &= !libc::O_TRUNC;
     held.stub.granted = false;
-    held.lease.clear();
+    held.lease.clear_lease();
     held.list.unmap_extents();
     Ok(true)
 }

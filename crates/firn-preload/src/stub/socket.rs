@@ -35,11 +35,11 @@ impl Fallback for Socket {
         match connect::ask_firnd(held.link, Op::OpenWrite, held.token, 0) {
             Some(reply) if connect::is_ok(&reply) => {
                 held.file_id = reply.file_id;
-                held.lease.clear();
-                held.patience.granted();
+                held.lease.clear_lease();
+                held.patience.note_grant();
                 held.stub.granted = true;
             }
-            Some(_) => hesitate(held, Reason::Refused),
+            Some(_) => wait_longer_after(held, Reason::Refused),
             None => held.stub.adopted = false,
         }
         held.stub.granted
@@ -60,7 +60,7 @@ impl Fallback for Socket {
         let is_listed = answer == Some(Status::Ok) && !held.list.extents().is_empty();
         if !is_listed {
             held.list.unmap_extents();
-            hesitate(held, Reason::Refused);
+            wait_longer_after(held, Reason::Refused);
         }
         is_listed
     }
@@ -82,7 +82,7 @@ impl Fallback for Socket {
         _call: Call,
     ) -> Result<Held, Handled> {
         held.stub.granted = false;
-        held.lease.clear();
+        held.lease.clear_lease();
         match lost {
             LeaseLost::Full => {
                 held.patience.wait_for_room();
@@ -92,7 +92,7 @@ impl Fallback for Socket {
                 held.patience.wait_for(UNCONNECTED_BYTES);
                 report::count_left(Reason::NoConnection);
             }
-            LeaseLost::Revoked => hesitate(&mut held, Reason::Revoked),
+            LeaseLost::Revoked => wait_longer_after(&mut held, Reason::Revoked),
         }
         Ok(held)
     }
@@ -104,7 +104,7 @@ impl Fallback for Socket {
         _call: Call,
     ) -> Result<Held, Handled> {
         held.list.unmap_extents();
-        hesitate(&mut held, Reason::Changed);
+        wait_longer_after(&mut held, Reason::Changed);
         Ok(held)
     }
 
@@ -158,7 +158,7 @@ impl Fallback for Socket {
     }
 }
 
-pub(crate) fn hesitate(held: &mut Held, reason: Reason) {
+pub(crate) fn wait_longer_after(held: &mut Held, reason: Reason) {
     report::count_left(reason);
-    held.patience.hesitate();
+    held.patience.wait_longer();
 }
