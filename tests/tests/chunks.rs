@@ -751,7 +751,7 @@ fn what_is_installed_is_where_pkg_config_and_the_linker_look() {
         .says("absolute");
     install(&["--from".as_ref(), sandbox.path().as_os_str()])
         .code(1)
-        .says("cargo build");
+        .says("run `make` first");
 }
 
 /// Proves S-demand-1.
