@@ -148,7 +148,10 @@ fn a_slab_whose_writer_is_busy_is_not_used_again_before_it_is_idle() {
     arena.end_client(lease);
     assert!(!arena.has_room(Class::Small));
     assert_eq!(arena.await_clients(), 1);
-    writer.abandon();
+    // As at the end of an append.
+    client
+        .word(slab.writer)
+        .store(writer_idle(slab.generation), Ordering::SeqCst);
     assert!(arena.has_room(Class::Whole));
     assert_eq!(append(&mut writer, 0, b"x"), Appended::Revoked);
 }
@@ -218,7 +221,10 @@ fn attach_finds_every_published_byte_and_stops_clients_that_live_on() {
     assert_eq!(arena.await_clients(), 1);
     assert!(arena.used_bytes() > 0);
     assert_eq!(append(&mut writers[0], 5000, b"x"), Appended::Revoked);
-    writers[1].abandon();
+    // As at the end of an append.
+    client
+        .word(slabs[1].writer)
+        .store(writer_idle(slabs[1].generation), Ordering::SeqCst);
     assert_eq!(append(&mut writers[1], 5000, b"x"), Appended::Revoked);
     assert_eq!(arena.await_clients(), 0);
     assert_eq!(arena.used_bytes(), 0);

@@ -126,7 +126,7 @@ impl SlabWriter {
     ///
     /// # Safety
     /// `data` is readable for `len` bytes and does not overlap the slab. A fault while it is read leaves the
-    /// slab's writer word busy: then the writer is not used again but with [`SlabWriter::abandon`].
+    /// slab's writer word busy: then the writer is not used again.
     #[inline]
     pub unsafe fn append(&mut self, offset: u64, data: *const u8, len: usize) -> Appended {
         if len == 0 {
@@ -151,15 +151,6 @@ impl SlabWriter {
         let outcome = unsafe { self.append_busy(offset, data, len) };
         self.writer().store(idle, Ordering::Release);
         outcome
-    }
-
-    /// After a fault in [`SlabWriter::append`]: nothing of that write counts and the lease goes on.
-    pub fn abandon(&mut self) {
-        let idle = writer_idle(self.slab.generation);
-        let busy = idle | WRITER_BUSY;
-        let _ = self
-            .writer()
-            .compare_exchange(busy, idle, Ordering::Release, Ordering::Relaxed);
     }
 
     /// # Safety

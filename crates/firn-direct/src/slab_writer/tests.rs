@@ -229,7 +229,8 @@ fn a_writer_that_was_busy_when_it_was_revoked_publishes_nothing() {
         fake.word(WRITER)
             .store(writer_idle(GENERATION) | WRITER_BUSY, Ordering::SeqCst);
         assert_eq!(fake.revoke(), 1);
-        writer.abandon();
+        fake.word(WRITER)
+            .store(writer_idle(GENERATION), Ordering::SeqCst);
         let offset = if extends { 4 } else { 100 };
         assert_eq!(append(&mut writer, offset, b"not"), Appended::Revoked);
         assert_eq!(fake.pieces().len(), 1);
