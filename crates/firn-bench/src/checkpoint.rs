@@ -6,11 +6,12 @@ use crate::backing::{self, Kind, Prepared, Slowness};
 use crate::cpu;
 use crate::durable;
 use crate::firn::{Counters, Firn, Mount};
-use crate::options::{Common, parse_size, progress, show_size};
+use crate::options::{Common, parse_size, progress};
 use crate::report::{Report, Sample};
 use crate::serve::{Mounted, Server};
 use crate::sizes;
 use crate::worker::{self, Task};
+use firn_config::size_text;
 
 /// One write of a program that gathers by itself.
 const LARGE_BYTES: u64 = 4 << 20;
@@ -78,7 +79,7 @@ impl CheckpointArgs {
         let steps = images.len() * candidates.len() * self.common.repeats() as usize;
         let bar = progress(steps as u64, "checkpoint");
         for image in images {
-            let name = format!("{processes} images of {}", show_size(image));
+            let name = format!("{processes} images of {}", size_text(image));
             let mut samples = vec![Vec::new(); candidates.len()];
             for _ in 0..self.common.repeats() {
                 for (candidate, samples) in candidates.iter().zip(&mut samples) {

@@ -6,9 +6,10 @@ use crate::backing::{self, Kind, Prepared, Slowness};
 use crate::cpu;
 use crate::durable;
 use crate::firn::{Firn, Mount};
-use crate::options::{Common, parse_size, progress, show_size};
+use crate::options::{Common, parse_size, progress};
 use crate::report::{Limit, Report, Sample};
 use crate::worker::{self, Operation, Task};
+use firn_config::size_text;
 
 mod figure6;
 
@@ -192,7 +193,7 @@ impl CommitArgs {
     fn new_files(&self, candidates: &[Candidate], report: &mut Report) -> anyhow::Result<()> {
         let size = self.size.unwrap_or(self.common.choose(1 << 30, 64 << 20));
         let each = (size / FILES).next_multiple_of(WRITE_BYTES);
-        let name = format!("{FILES} new files, {} together", show_size(each * FILES));
+        let name = format!("{FILES} new files, {} together", size_text(each * FILES));
         let who: Vec<&Candidate> = candidates
             .iter()
             .filter(|one| one.name != IN_PLACE)

@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 use crate::cleanup::{self, Guard};
 use crate::cpu;
 use crate::discard::Geometry;
-use crate::options::{Common, parse_size, progress, show_size};
+use crate::options::{Common, parse_size, progress};
 use crate::report::{Report, Sample};
 use crate::serve::{Mounted, Server};
 use crate::worker::{self, Task};
+use firn_config::size_text;
 
 const GIB: f64 = (1u64 << 30) as f64;
 
@@ -55,11 +56,11 @@ impl Setting {
             chunk_bytes,
             arena_bytes,
         } = self;
-        let write = show_size(*write_bytes);
-        let chunk = show_size(*chunk_bytes);
+        let write = size_text(*write_bytes);
+        let chunk = size_text(*chunk_bytes);
         format!(
             "{write} writes, chunk {chunk}, arena {}",
-            show_size(*arena_bytes)
+            size_text(*arena_bytes)
         )
     }
 }
@@ -113,7 +114,7 @@ impl IngestArgs {
         let with_firn = !self.common.baseline_only;
         let mut report = Report::new("ingest");
         let writers = self.writers;
-        let total = show_size(self.total_bytes());
+        let total = size_text(self.total_bytes());
         report.note(format!(
             "{writers} writers, {total} in all; drained data is dropped"
         ));

@@ -1,8 +1,9 @@
 //! `firn bench memory`: how fast files in memory are written (CRUISE, figures 6 and 7), and what they take.
 
 use crate::firn::{Firn, Mount};
-use crate::options::{Common, WorkDir, parse_size, progress, show_size};
+use crate::options::{Common, WorkDir, parse_size, progress};
 use crate::report::{Case, Limit, Point, Report};
+use firn_config::size_text;
 
 mod small;
 mod started;
@@ -52,8 +53,8 @@ struct Setting {
 impl Setting {
     fn name(&self) -> String {
         let count = self.processes;
-        let block = show_size(self.block_bytes);
-        let chunk = show_size(self.chunk_bytes);
+        let block = size_text(self.block_bytes);
+        let chunk = size_text(self.chunk_bytes);
         let processes = if count == 1 {
             "1 process".into()
         } else {
@@ -141,7 +142,7 @@ impl MemoryArgs {
         let mut points = Vec::new();
         if chunk == self.chunk_size[0] {
             if block == LARGE_BLOCK_BYTES || block == largest {
-                let plot = format!("blocks of {}", show_size(block));
+                let plot = format!("blocks of {}", size_text(block));
                 points.push(point(
                     plot,
                     "processes",
@@ -151,15 +152,15 @@ impl MemoryArgs {
             }
             if ends(&self.processes).contains(&Some(count)) {
                 let plot = format!("{count} process{}", if count == 1 { "" } else { "es" });
-                points.push(point(plot, "block size", show_size(block), block as f64));
+                points.push(point(plot, "block size", size_text(block), block as f64));
             }
         }
         if ends(&self.processes)[1] == Some(count)
             && block == CHUNK_BLOCK_BYTES
             && self.chunk_size.len() > 1
         {
-            let plot = format!("{count} processes, blocks of {}", show_size(block));
-            points.push(point(plot, "chunk size", show_size(chunk), chunk as f64));
+            let plot = format!("{count} processes, blocks of {}", size_text(block));
+            points.push(point(plot, "chunk size", size_text(chunk), chunk as f64));
         }
         points
     }
@@ -171,8 +172,8 @@ impl MemoryArgs {
         let mut report = Report::new("memory");
         report.note(format!(
             "files of {}, smaller ones in blocks below {}; opening, mapping and closing are part of the time",
-            show_size(self.size),
-            show_size(SMALL_BLOCK_BYTES)
+            size_text(self.size),
+            size_text(SMALL_BLOCK_BYTES)
         ));
         report.note(format!(
             "{SHARED}: a file on /dev/shm that has its memory (2 MiB pages), mapped anew by each process"

@@ -118,50 +118,28 @@ pub fn progress(steps: u64, title: &str) -> ProgressBar {
     bar
 }
 
-/// Parses `64K`, `1M`, `2G` or plain bytes.
+/// Parses a size of at least one byte, as the options of mounts are written.
 pub fn parse_size(text: &str) -> Result<u64, String> {
-    let unit = match text.chars().last().map(|c| c.to_ascii_uppercase()) {
-        Some('K') => 10,
-        Some('M') => 20,
-        Some('G') => 30,
-        _ => 0,
-    };
-    let digits = if unit == 0 {
-        text
-    } else {
-        &text[..text.len() - 1]
-    };
-    let number: u64 = digits
-        .parse()
-        .map_err(|_| format!("{text:?} is no size: write 64K or 1M"))?;
-    let bytes = number
-        .checked_shl(unit)
-        .filter(|bytes| bytes >> unit == number && number > 0);
-    bytes.ok_or_else(|| format!("{text:?} is out of range"))
-}
-
-/// The inverse of [`parse_size`] for whole units.
-pub fn show_size(bytes: u64) -> String {
-    match bytes {
-        b if b >= 1 << 30 && b % (1 << 30) == 0 => format!("{}G", b >> 30),
-        b if b >= 1 << 20 && b % (1 << 20) == 0 => format!("{}M", b >> 20),
-        b if b >= 1 << 10 && b % (1 << 10) == 0 => format!("{}K", b >> 10),
-        b => b.to_string(),
+    match firn_config::parse_size(text)? {
+        0 => Err(format!("`{text}` is no size to measure: write 1 or more")),
+        bytes => Ok(bytes),
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use firn_config::size_text;
+
     use super::*;
 
     #[test]
     fn sizes_are_read_as_they_are_shown() {
         for text in ["1", "4096K", "64K", "1M", "16M", "2G", "1000"] {
             let bytes = parse_size(text).unwrap();
-            assert_eq!(parse_size(&show_size(bytes)).unwrap(), bytes);
+            assert_eq!(parse_size(&size_text(bytes)).unwrap(), bytes);
         }
         assert_eq!(parse_size("64k"), Ok(65536));
-        for text in ["", "0", "K", "1T", "-1", "99999999999G"] {
+        for text in ["", "0", "K", "1KB", "-1", "99999999999G"] {
             assert!(parse_size(text).is_err(), "{text:?}");
         }
     }

@@ -3,9 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use crate::firn::{Firn, Mount};
-use crate::options::{Common, WorkDir, parse_size, progress, show_size};
+use crate::options::{Common, WorkDir, parse_size, progress};
 use crate::report::{Report, Sample};
 use crate::worker::{self, Task};
+use firn_config::size_text;
 
 const GIB: f64 = (1u64 << 30) as f64;
 /// (bytes of one read, through a mapping).
@@ -34,7 +35,7 @@ impl ReadArgs {
         let mut report = Report::new("read");
         report.note(format!(
             "one reader, a file of {} on {}, page cache warm",
-            show_size(size),
+            size_text(size),
             crate::machine::file_system_of(work.path())
         ));
         for candidate in &candidates {
@@ -52,7 +53,7 @@ impl ReadArgs {
             }
             let name = match mmap {
                 true => "mmap".to_owned(),
-                false => format!("read of {}", show_size(bytes)),
+                false => format!("read of {}", size_text(bytes)),
             };
             let names = candidates.iter().map(|candidate| candidate.name.to_owned());
             report.add(name, names.zip(samples).collect());

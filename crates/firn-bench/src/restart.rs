@@ -3,10 +3,11 @@
 use std::path::PathBuf;
 
 use crate::firn::{Firn, Mount};
-use crate::options::{Common, WorkDir, parse_size, progress, show_size};
+use crate::options::{Common, WorkDir, parse_size, progress};
 use crate::report::{Limit, Point, Report, Sample};
 use crate::serve::{Mounted, Server};
 use crate::worker::{self, Copy, Region, Task, Way, make_region};
+use firn_config::size_text;
 
 const GIB: f64 = (1u64 << 30) as f64;
 const SHARED: &str = "memcpy, shared";
@@ -74,7 +75,7 @@ impl RestartArgs {
         let mut report = Report::new("restart");
         report.note(format!(
             "files of {}, each read once, in order, by a process of its own; opening and mapping are part of the time",
-            show_size(self.size())
+            size_text(self.size())
         ));
         report.note(format!(
             "{PLAIN}: a bare fuser server that passes on to tmpfs, page cache as it comes"
@@ -104,7 +105,7 @@ impl RestartArgs {
                 }
                 bar.inc(1);
             }
-            let plot = format!("blocks of {}", show_size(block));
+            let plot = format!("blocks of {}", size_text(block));
             let point = Point {
                 plot,
                 axis: "processes",
@@ -114,7 +115,7 @@ impl RestartArgs {
             let name = format!(
                 "{count} process{}, blocks of {}",
                 if count == 1 { "" } else { "es" },
-                show_size(block)
+                size_text(block)
             );
             let names = candidates.iter().map(|candidate| candidate.name.to_owned());
             report.add_points(name, vec![point], names.zip(samples).collect());

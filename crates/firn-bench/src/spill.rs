@@ -8,9 +8,10 @@ use anyhow::bail;
 use crate::cpu;
 use crate::firn::{Firn, Mount};
 use crate::machine;
-use crate::options::{Common, WorkDir, parse_size, progress, show_size};
+use crate::options::{Common, WorkDir, parse_size, progress};
 use crate::report::{Limit, Point, Report, Sample, median};
 use crate::worker::{self, Task};
+use firn_config::size_text;
 
 const MB: f64 = 1e6;
 const FORMULA: &str = "formula";
@@ -66,7 +67,7 @@ impl SpillArgs {
         let mut report = Report::new("spill");
         report.note(format!(
             "one process, a file of {} in writes of 1M; the spill file is on {}",
-            show_size(self.size()),
+            size_text(self.size()),
             machine::file_system_of(work.path())
         ));
         report.note(

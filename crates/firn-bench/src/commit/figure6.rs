@@ -3,9 +3,9 @@
 use super::{BEHIND, Candidate, CommitArgs, FIRN, IN_PLACE, NATIVE, PRELOAD, add};
 use crate::backing::Kind;
 use crate::durable;
-use crate::options::show_size;
 use crate::report::{Limit, Report};
 use crate::worker::{Records, Task};
+use firn_config::size_text;
 
 const RECORDS: [u64; 2] = [4 << 10, 8 << 10];
 const SEED: u64 = 6;
@@ -51,7 +51,7 @@ pub(super) fn run(
         .collect();
     report.note(format!(
         "records: one file of {}, each phase in a transaction of its own; fsync or commit are part of those that write",
-        show_size(bytes)
+        size_text(bytes)
     ));
     report.note(format!("CprFS against NFS, figure 6: {}", paper.join(", ")));
     let who: Vec<&Candidate> = candidates
@@ -59,7 +59,7 @@ pub(super) fn run(
         .filter(|one| ![IN_PLACE, BEHIND].contains(&one.name))
         .collect();
     for record_bytes in RECORDS {
-        let title = format!("records of {}", show_size(record_bytes));
+        let title = format!("records of {}", size_text(record_bytes));
         let samples = args.measure(&who, &title, |candidate| {
             let path = candidate.dir.join("records");
             let mut samples = Vec::new();

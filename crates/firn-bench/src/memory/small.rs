@@ -5,9 +5,10 @@ use std::os::unix::fs::MetadataExt;
 use firn_format::geometry::Geometry;
 
 use crate::firn::Firn;
-use crate::options::{WorkDir, show_size};
+use crate::options::WorkDir;
 use crate::report::{Limit, Report};
 use crate::worker::{self, Operation, Task};
+use firn_config::size_text;
 
 const MIB: f64 = (1u64 << 20) as f64;
 const FILE_BYTES: u64 = 4096;
@@ -56,7 +57,7 @@ pub fn measure(count: u64, firn: &Firn, work: &WorkDir, report: &mut Report) -> 
         ]]
     };
     report.add(
-        format!("{count} files of {} in memory", show_size(FILE_BYTES)),
+        format!("{count} files of {} in memory", size_text(FILE_BYTES)),
         vec![
             ("their data".into(), row((data_mib, 0.0))),
             ("before them".into(), row(before)),
@@ -66,7 +67,7 @@ pub fn measure(count: u64, firn: &Firn, work: &WorkDir, report: &mut Report) -> 
     let limit = 1.5 * data_mib + FIXED_MIB;
     let name = format!(
         "memory of {count} files of {}, firnd and arena [MiB]",
-        show_size(FILE_BYTES)
+        size_text(FILE_BYTES)
     );
     report.judge(name, Limit::Most(limit.round()), &[after.0 + after.1]);
     report.judge(
