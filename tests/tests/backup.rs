@@ -211,7 +211,7 @@ fn a_torn_backup_is_refused_and_a_whole_one_committed_at_once() {
     refused(
         "manifest",
         &|path| fs::remove_file(path).expect("unlink"),
-        "no whole backup",
+        "no complete backup",
     );
     refused(piece, &cut, "missing or damaged");
     refused(

@@ -68,7 +68,7 @@ pub enum ArenaError {
     Spill(#[from] SpillFault),
     /// It is not a file that only this user could have made.
     #[error(
-        "arena {path} {why}; nothing in it is believed: remove it, or give another place with arena-dir"
+        "arena {path} {why}; Firn reads nothing from it: remove it, or give another place with arena-dir"
     )]
     Distrusted {
         /// The file.

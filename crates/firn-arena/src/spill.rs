@@ -65,7 +65,7 @@ pub enum SpillFault {
     },
     /// It is not a file that only this user could have made.
     #[error(
-        "spill file {} {why}; nothing in it is believed: remove it, or name another with spill",
+        "spill file {} {why}; Firn reads nothing from it: remove it, or name another with spill",
         quoted_path(path)
     )]
     Distrusted {

@@ -173,7 +173,7 @@ impl Attached {
     pub(crate) fn finish(mut self, end: ArenaEnd) -> u64 {
         let stopped = self.pool.stop_within(STOP_PATIENCE);
         if !stopped {
-            tracing::warn!("the backing does not answer: firnd ends when it does");
+            tracing::warn!("the backing does not answer: firnd cannot end before it does");
         }
         let discard = end == ArenaEnd::Discard;
         let remove = stopped && end != ArenaEnd::Keep;
@@ -191,14 +191,14 @@ impl Attached {
                         // Its name without this would be taken for that of an arena that is gone.
                         let _ = std::fs::rename(spill, spill.with_extension("spill.damaged"));
                     }
-                    tracing::warn!(arena = %quoted_path(&aside), "kept: parts of it were damaged; remove it when you have looked at it with firn check")
+                    tracing::warn!(arena = %quoted_path(&aside), "parts of the arena were damaged, so it is kept: look at it with `firn check`, then remove it")
                 }
                 Err(error) => tracing::warn!(%error, "cannot put the damaged arena aside"),
             }
         } else if remove && (left == 0 || discard) {
             match self.remove_arena(spill.as_deref()) {
                 Ok(()) if left > 0 => {
-                    tracing::warn!(bytes = left, "dropped what was held, as asked");
+                    tracing::warn!(bytes = left, "held data was dropped, as requested");
                     left = 0;
                 }
                 Ok(()) => {}

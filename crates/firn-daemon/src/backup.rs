@@ -304,7 +304,7 @@ fn forget(place: &Path) {
             .map_err(AttachError::from)
     };
     if let Err(error) = removed() {
-        tracing::warn!(%error, place = %quoted_path(place), "the backup of a commit that is over cannot be removed");
+        tracing::warn!(%error, place = %quoted_path(place), "cannot remove the backup of a commit that is complete");
     }
 }
 

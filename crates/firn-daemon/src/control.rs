@@ -127,7 +127,7 @@ fn accept(
         match stream {
             Ok(stream) => admit(Arc::new(stream), &seats, service, workers),
             Err(error) => {
-                tracing::warn!(%error, "control socket");
+                tracing::warn!(%error, "cannot accept a connection on the control socket");
                 // Out of descriptors, most likely: without a pause this would spin.
                 std::thread::sleep(Duration::from_millis(100));
             }
@@ -167,7 +167,10 @@ fn admit(
             id
         }
         Err(holders) => {
-            tracing::warn!(pid, "a control connection is refused: all are in use");
+            tracing::warn!(
+                pid,
+                "a connection to the control socket is refused: all of them are in use"
+            );
             return say_last(&stream, &busy(holders));
         }
     };

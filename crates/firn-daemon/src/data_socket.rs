@@ -205,7 +205,7 @@ impl<B: Backing> Shared<B> {
                 Ok(socket) => return Some(socket),
                 Err(rustix::io::Errno::CONNABORTED | rustix::io::Errno::INTR) => {}
                 Err(error) => {
-                    tracing::warn!(%error, "data socket");
+                    tracing::warn!(%error, "cannot accept a connection on the data socket");
                     // Out of descriptors, most likely: without a pause this would spin.
                     std::thread::sleep(Duration::from_millis(100));
                 }

@@ -145,7 +145,7 @@ fn unless<T: Send + 'static>(
     let (tell, told) = std::sync::mpsc::channel();
     let thread = std::thread::Builder::new().name("firn-end".into());
     if let Err(error) = thread.spawn(move || drop(tell.send(work()))) {
-        tracing::warn!(%error, "cannot start a thread");
+        tracing::warn!(%error, "cannot start a thread to end the mount");
         return None;
     }
     loop {
@@ -191,13 +191,13 @@ pub(crate) fn by_signal(
     events: &Receiver<Event>,
     sender: &Sender<Event>,
 ) -> Ending {
-    tracing::info!("asked to end: draining");
+    tracing::info!("a signal asks firnd to end: draining");
     let mut interruptions = Interruptions::of(events, sender);
     let names = frontend.names();
     let carried = unless(|| interruptions.look(), leave_transactions(attached))
         .and_then(|()| unless(|| interruptions.look(), names));
     if let Some(Err(error)) = carried {
-        tracing::warn!(%error, "not every name can be carried over now");
+        tracing::warn!(%error, "cannot create every name of the stub tree in the backing yet");
     }
     if let Err(error) = attached
         .engine
@@ -206,7 +206,7 @@ pub(crate) fn by_signal(
             !interruptions.look()
         })
     {
-        tracing::warn!(%error, "not everything can be drained now");
+        tracing::warn!(%error, "cannot drain everything yet");
     }
     let gave_up = interruptions.forced;
     drop(interruptions);
@@ -262,7 +262,7 @@ pub(crate) fn by_request(
             && !force
         {
             let message = format!(
-                "names of the stub tree cannot be carried over to the backing: {error}; mend the backing and try again, or use --force to unmount and keep them for the next mount"
+                "cannot create the names of the stub tree in the backing: {error}; mend the backing and try again, or use --force to unmount and keep them for the next mount"
             );
             return Err(Reply::Error {
                 errno: error.raw_os_error(),
@@ -344,7 +344,7 @@ fn take_away(frontend: &Frontend) {
     match frontend.unmount(false) {
         Ok(()) => return,
         Err(error) => {
-            tracing::warn!(%error, "the mount is in use and is taken away from the programs that use it")
+            tracing::warn!(%error, "the mount is in use: programs that use it lose it")
         }
     }
     if let Err(error) = frontend.abort() {
@@ -382,7 +382,7 @@ pub(crate) fn drain_last(engine: &Engine<Store>, force: bool) {
         !force || progress.goes_on(bytes)
     });
     if let Err(error) = drained {
-        tracing::error!(%error, "what cannot be drained stays in the arena");
+        tracing::error!(%error, "data that cannot be drained stays in the arena");
     }
 }
 

@@ -292,7 +292,7 @@ impl Mount {
                 }
                 // The answers hold a sender: this cannot be. If it is, nobody will ask again.
                 Err(RecvTimeoutError::Disconnected) | Ok(Event::Ended) => {
-                    tracing::info!("unmounted from outside");
+                    tracing::info!("somebody else unmounted it");
                     return End::unasked(Ending {
                         outcome: Outcome::Ended,
                         gave_up: false,
@@ -498,7 +498,7 @@ fn watch_signals(events: Sender<Event>, mount_point: &Path) -> Result<(), MountE
             if asked {
                 tracing::warn!(
                     signal,
-                    "asked again: ending at once; what is not drained stays in the arena"
+                    "a second signal: firnd ends at once; what is not drained stays in the arena"
                 );
                 let _ = detach(&mount_point, true);
                 std::process::exit(INTERRUPTED);
@@ -527,10 +527,10 @@ fn populate(engine: &Arc<Engine<Store>>, go_on: &Arc<AtomicBool>, workers: &Work
     let go_on = Arc::clone(go_on);
     let started = workers.try_run(Class::Job, move || {
         if let Err(error) = engine.arena().populate(&|| go_on.load(Ordering::Relaxed)) {
-            tracing::info!(%error, "the arena's memory comes with the first writes");
+            tracing::info!(%error, "cannot allocate the arena's memory in advance: it is allocated at first use");
         }
     });
     if let Err(error) = started {
-        tracing::info!(%error, "the arena's memory comes with the first writes");
+        tracing::info!(%error, "cannot allocate the arena's memory in advance: it is allocated at first use");
     }
 }

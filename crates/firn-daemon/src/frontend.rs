@@ -118,7 +118,7 @@ impl Stubs {
         if end != TreeEnd::Discard
             && let Err(error) = self.tree.reconcile()
         {
-            tracing::error!(%error, "the stub tree stays for the next mount: not every name could be carried over");
+            tracing::error!(%error, "the stub tree stays for the next mount: not every name could be created in the backing");
         } else if end != TreeEnd::Keep {
             self.remove();
         }

@@ -175,12 +175,12 @@ fn beat_until_stopped(
                 return;
             }
             Err(error) => {
-                tracing::warn!(%error, "the lease of this host cannot be renewed; it is tried again");
+                tracing::warn!(%error, "cannot renew the lease of this host; firnd tries again");
             }
         }
     }
     if let Err(error) = lease.release(base) {
-        tracing::warn!(%error, "the lease of this host was not given back: the next holder waits some seconds");
+        tracing::warn!(%error, "cannot release the lease of this host: its next holder waits some seconds");
     }
 }
 
@@ -268,7 +268,7 @@ impl Liveness {
             }
         };
         asked().unwrap_or_else(|error: OwnError| {
-            tracing::warn!(%error, host, "cannot see whether this host lives");
+            tracing::warn!(%error, host, "cannot see whether this host is alive");
             false
         })
     }

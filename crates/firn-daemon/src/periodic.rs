@@ -89,7 +89,7 @@ impl Periodic {
                 tree.sweep_soon()
             };
             if let Err(error) = synced {
-                tracing::warn!(%error, "not every name of the stub tree can be synced now");
+                tracing::warn!(%error, "cannot create every name of the stub tree in the backing yet");
             }
             let rest: Duration = began.elapsed() * NAME_SYNC_REST;
             *next.lock() = Instant::now() + rest;
@@ -131,7 +131,7 @@ impl SingleJob {
             job();
         });
         if let Err(error) = started {
-            tracing::warn!(%error, "a periodic job does not run now");
+            tracing::warn!(%error, "cannot start a periodic job; firnd tries again");
         }
     }
 }

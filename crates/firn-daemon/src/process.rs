@@ -12,7 +12,7 @@ pub(crate) fn prepare() {
     // Modes come complete from the kernel.
     rustix::process::umask(rustix::fs::Mode::empty());
     if let Err(error) = firn_backing::raise_descriptor_limit() {
-        tracing::warn!(%error, "cannot raise the number of open files");
+        tracing::warn!(%error, "cannot raise the limit on open files");
     }
     survive_file_size_limit();
     respect_quotas();
@@ -91,7 +91,7 @@ pub(crate) fn abort_on_panic() {
     std::panic::set_hook(Box::new(move |info| {
         print(info);
         tracing::error!(
-            "firnd panicked and ends; acknowledged data is in the arena, mount again to drain it"
+            "firnd panicked and ends; acknowledged data is in the arena: mount again to drain it"
         );
         std::process::abort();
     }));

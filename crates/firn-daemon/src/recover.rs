@@ -133,7 +133,7 @@ pub fn recover(
     if let Some(stubs) = &stubs
         && let Err(error) = stubs.tree.reconcile()
     {
-        tracing::warn!(%error, "not every name of the stub tree can be carried over");
+        tracing::warn!(%error, "cannot create every name of the stub tree in the backing");
     }
     let mut next = Instant::now();
     let drained = drain_rest(

@@ -28,7 +28,7 @@ pub const FILE_BYTES_MAX: u64 = 1 << 30;
 pub enum OwnError {
     /// It is not as what is Firn's own must be.
     #[error(
-        "{name} {why}; nothing in it is believed: mount as the user whose it is, or look at what it is and move it away"
+        "{name} {why}; Firn reads nothing from it: mount as the user whose it is, or look at what it is and move it away"
     )]
     Distrusted {
         /// Its name, with the directories above it as far as they are known.
@@ -82,7 +82,7 @@ impl From<OwnError> for Errno {
         match error {
             OwnError::Backing(errno) => errno,
             OwnError::Distrusted { name, why } => {
-                tracing::error!("{name:?} {why}; nothing in it is believed");
+                tracing::error!("{name:?} {why}; Firn reads nothing from it");
                 Self::PERM
             }
             OwnError::TooLong { name, bytes } => {

@@ -333,7 +333,7 @@ impl<B: Backing> Tree<B> {
             };
             if let Err(why) = facts.check(Expected::Directory, self.caller().uid) {
                 tracing::error!(
-                    "{name:?} in the backing {why}; nothing in it is believed: move it away"
+                    "{name:?} in the backing {why}; Firn reads nothing from it: move it away"
                 );
                 return Err(Errno::PERM);
             }

@@ -25,7 +25,7 @@ pub enum TrustError {
     },
     /// It is not as what is Firn's own must be.
     #[error(
-        "{} {why}; nothing in it is believed: look at what it is, then remove it or choose another place",
+        "{} {why}; Firn reads nothing from it: look at it, then remove it or choose another place",
         shown(path)
     )]
     Distrusted {

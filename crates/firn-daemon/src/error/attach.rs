@@ -23,7 +23,7 @@ use crate::process;
 pub enum AttachError {
     #[error("backing directory {path} does not exist: create it, or check the spelling", path = quoted_path(path))]
     BackingMissing { path: PathBuf },
-    #[error("backing {path} is not a directory: give the directory that shall hold the files", path = quoted_path(path))]
+    #[error("backing {path} is not a directory: name the directory that the files shall be in", path = quoted_path(path))]
     BackingNotDirectory { path: PathBuf },
     #[error("cannot use backing directory {path}: {source}", path = quoted_path(path))]
     BackingUnusable { path: PathBuf, source: io::Error },
@@ -38,7 +38,7 @@ pub enum AttachError {
     #[error(
         "spill: cannot use directory {path}: {source}: create it on a host-local disk, or leave the option out", path = quoted_path(path))]
     SpillDirectory { path: PathBuf, source: io::Error },
-    #[error("spill {spill} is inside {dir}, whose data it shall hold: give a directory on a host-local disk", spill = quoted_path(spill), dir = quoted_path(dir))]
+    #[error("spill {spill} is inside {dir}, whose data it would hold: name a directory on a host-local disk", spill = quoted_path(spill), dir = quoted_path(dir))]
     SpillInside { spill: PathBuf, dir: PathBuf },
     #[error(
         "arena {arena} has data in its spill file: {fault}: mount that device again, or keep what is in memory with `firn recover {backing}`", arena = quoted_path(arena), backing = quoted_path(backing))]
@@ -50,7 +50,7 @@ pub enum AttachError {
     #[error(
         "backup: cannot use directory {path}: {source}: create it on another host's file system, or leave the option out", path = quoted_path(path))]
     BackupDirectory { path: PathBuf, source: io::Error },
-    #[error("backup {backup} is inside {dir}, whose loss it is for: give a directory elsewhere", backup = quoted_path(backup), dir = quoted_path(dir))]
+    #[error("backup {backup} is inside {dir}, whose loss it is to survive: name a directory elsewhere", backup = quoted_path(backup), dir = quoted_path(dir))]
     BackupInside { backup: PathBuf, dir: PathBuf },
     #[error(
         "{dir} is the backup of a transaction prepared with id {id} that {backing} does not know: finish it with `firn recover --from-backup {dir} {backing}`, or remove that directory to give it up", dir = quoted_path(dir), backing = quoted_path(backing))]
@@ -73,10 +73,10 @@ pub enum AttachError {
         "a transaction in {scope} is prepared with id {id} and waits: mount with drain=commit, then firn commit, abort or restore it"
     )]
     TransactionWaits { id: u64, scope: String },
-    #[error("the host's name cannot be that of a host: {why}; give another one with host=NAME")]
+    #[error("this host's name cannot be used: {why}; give it another one with host=NAME")]
     HostName { why: String },
     #[error(
-        "this host is {host}, and the participants are {participants}: name it among them, or give it one of their names with host=NAME"
+        "this host is {host}, and the participants are {participants}: add it to the participants, or give it one of their names with host=NAME"
     )]
     NoParticipant { host: String, participants: String },
     #[error("host {host} has {backing} mounted already: give each host its own name with host=NAME", backing = quoted_path(backing))]

@@ -22,7 +22,7 @@ pub enum MountError {
     #[error("cannot use mount point {path}: {source}", path = quoted_path(path))]
     MountPointUnusable { path: PathBuf, source: io::Error },
     #[error(
-        "mount point {path} already has a firn mount (of {backing}): unmount it with `firn umount {path}`, or take another", path = quoted_path(path))]
+        "mount point {path} already has a firn mount (of {backing}): unmount it with `firn umount {path}`, or choose another", path = quoted_path(path))]
     MountPointBusy { path: PathBuf, backing: String },
     #[error("mount point {mount_point} is inside the backing directory {backing}: choose one outside of it", mount_point = quoted_path(mount_point), backing = quoted_path(backing))]
     MountPointInBacking {
@@ -38,10 +38,10 @@ pub enum MountError {
     #[error(transparent)]
     Session(#[from] SessionError),
     #[error(
-        "names of {backing} wait in the stub tree at {prefix}: mount it there with --frontend=preload, or carry them over with `firn recover {backing}`", backing = quoted_path(backing), prefix = quoted_path(prefix))]
+        "names in the stub tree at {prefix} are not in {backing} yet: mount it there with --frontend=preload, or create them there with `firn recover {backing}`", backing = quoted_path(backing), prefix = quoted_path(prefix))]
     TreeWaits { backing: PathBuf, prefix: PathBuf },
     #[error(
-        "{bytes} bytes could not be drained and are kept in {arena}: mend the backing, then run `firn recover {backing}` or mount it again", arena = quoted_path(arena), backing = quoted_path(backing))]
+        "{bytes} bytes could not be drained and stay in {arena}: mend the backing, then run `firn recover {backing}` or mount it again", arena = quoted_path(arena), backing = quoted_path(backing))]
     Left {
         bytes: u64,
         arena: PathBuf,

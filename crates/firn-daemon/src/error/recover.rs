@@ -17,20 +17,20 @@ pub enum RecoverError {
     #[error(transparent)]
     Attach(#[from] AttachError),
     #[error(
-        "no whole backup of a transaction{wanted} is in {dir}{others}: give the directory of the option backup", dir = quoted_path(dir))]
+        "{dir} has no complete backup of a transaction{wanted}{others}: name the directory that was given as backup", dir = quoted_path(dir))]
     BackupNone {
         dir: PathBuf,
         wanted: String,
         others: String,
     },
-    #[error("there are several backups: {all}: say which with --id, or give its directory")]
+    #[error("there are several backups: {all}: choose one with --id, or name its directory")]
     BackupSeveral { all: String },
     #[error("{backing} has a transaction of its own in {scope}: mount it, and firn commit or firn abort it", backing = quoted_path(backing))]
     BackupOpen { scope: String, backing: PathBuf },
     #[error("{arena} is the arena of an earlier mount of {backing}: run `firn recover {backing}` first", arena = quoted_path(arena), backing = quoted_path(backing))]
     BackupArena { arena: PathBuf, backing: PathBuf },
     #[error(
-        "{backing} has no transactions of a host {host}: check the name, it is the host's or what host= said", backing = quoted_path(backing))]
+        "{backing} has no transactions of a host {host}: check the name, which is the host name or what host= was at its mount", backing = quoted_path(backing))]
     NoSuchHost { host: String, backing: PathBuf },
     #[error("cannot copy held data to {to}: {source}: it is still in the arena; give another directory", to = quoted_path(to))]
     SaveLost { to: PathBuf, source: io::Error },
