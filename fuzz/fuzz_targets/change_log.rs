@@ -10,6 +10,10 @@ use libfuzzer_sys::fuzz_target;
 fuzz_target!(|input: Input| {
     if let Ok(log) = ChangeLog::decode(&input.bytes(&SEAL)) {
         must_be_path(&log.scope);
+        if let Some(top) = &log.top {
+            must_be_path(&top.path_after);
+            assert_eq!(parent_of(&top.path_after), parent_of(&log.scope));
+        }
         log.entries.iter().for_each(must_stay_inside);
         for object in &log.staged {
             must_be_name(object.at.0.as_bytes());
@@ -55,6 +59,11 @@ fn part_must_stay_inside(part: &Part) {
         must_be_name(dir.as_bytes());
         must_be_name(name.as_bytes());
     }
+}
+
+fn parent_of(path: &[u8]) -> &[u8] {
+    let slash = path.iter().rposition(|&byte| byte == b'/');
+    &path[..slash.unwrap_or(0)]
 }
 
 fn must_be_name(name: &[u8]) {

@@ -84,6 +84,7 @@ fn request(u: &mut Unstructured) -> arbitrary::Result<Request> {
         13 => Request::Begin {
             path: path(u)?,
             owner: owner(u)?,
+            create: Arbitrary::arbitrary(u)?,
         },
         _ => Request::Unmount {
             force: Arbitrary::arbitrary(u)?,

@@ -127,6 +127,20 @@ static int steps(const char *dir)
     MUST(firn_begin(mount, dir));
     MUST(firn_commit(mount, dir, FIRN_NEXT_ID, 0, &id));
     HOLDS(id == 62);
+
+    /* A directory of its own. */
+    char made[4096];
+    struct stat found;
+    snprintf(made, sizeof made, "%s/made", dir);
+    umask(027);
+    MUST(firn_begin_create(mount, made, 0777));
+    HOLDS(stat(made, &found) == 0 && (found.st_mode & 07777) == 0750);
+    MUST(firn_abort(mount, made));
+    HOLDS(stat(made, &gone) == -1 && errno == ENOENT);
+    MUST(firn_begin_create(mount, made, 0700));
+    put(made, "file", "made");
+    MUST(firn_commit(mount, made, FIRN_NEXT_ID, 0, &id));
+    HOLDS(id == 1 && has(made, "file", "made"));
     firn_close(mount);
     return 0;
 }
@@ -159,7 +173,13 @@ static int errors(const char *dir, const char *other)
     FAILS(EINVAL, firn_begin(mount, NULL));
     FAILS(EINVAL, firn_begin(NULL, dir));
 
+    FAILS(EEXIST, firn_begin_create(mount, below, 0700));
+    FAILS(ENOTDIR, firn_begin_create(mount, at(file, "new"), 0700));
+    FAILS(ENOENT, firn_begin_create(mount, at(missing, "new"), 0700));
+    FAILS(EINVAL, firn_begin_create(mount, NULL, 0700));
+
     MUST(firn_begin(mount, dir));
+    FAILS(EBUSY, firn_begin_create(mount, missing, 0700));
     FAILS(EBUSY, firn_begin(mount, dir));
     FAILS(EBUSY, firn_begin(mount, below));
     FAILS(ENOENT, firn_commit(mount, below, 1, 0, &id));

@@ -572,6 +572,29 @@ fn left_over(cluster: &Cluster) -> Vec<String> {
     names.filter(|name| !name.starts_with("host-")).collect()
 }
 
+/// Proves S-tx-101, S-tx-103.
+#[test]
+fn several_hosts_neither_make_nor_rename_the_top() {
+    let cluster = Cluster::new("hosttop", 2, HASTY);
+    let mounts = cluster.mounts();
+    fs::create_dir(mounts[0].join("dir")).expect("mkdir");
+    let begin = |at: usize, name: &str, more: &[&str]| {
+        let path = mounts[at].join(name);
+        let mut command = cluster.hosts[at].firn(["begin".as_ref(), path.as_os_str()]);
+        run(command.args(more))
+    };
+    let refused = begin(0, "made", &["--create"]);
+    refused.code(1).says("make it first");
+    begin(0, "dir", &[]).ok();
+    begin(1, "dir", &[]).ok();
+    let renamed = fs::rename(mounts[1].join("dir"), mounts[1].join("else"));
+    let errno = renamed.err().and_then(|error| error.raw_os_error());
+    assert_eq!(errno, Some(libc::EBUSY), "the hosts know it by its path");
+    for mount in mounts {
+        mount.kill();
+    }
+}
+
 /// Proves S-tx-33, S-tx-80.
 #[test]
 fn bytes_that_hosts_share_are_refused_in_hold_mode_and_committed_in_shadow_mode() {

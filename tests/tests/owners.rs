@@ -63,6 +63,7 @@ fn begin_over(control: &mut Control) {
     let begin = Request::Begin {
         path: "".into(),
         owner: Owner::Connection,
+        create: None,
     };
     assert_eq!(control.ask(&begin), Some(Reply::Done));
 }
@@ -91,6 +92,38 @@ fn what_a_process_that_ended_left_open_is_aborted_at_once_while_firnd_lives() {
             assert!(!mount.join("new").exists() && mount.join("gone").exists());
         }
         assert_eq!(mount.status().errors, []);
+    }
+}
+
+/// Proves S-tx-90, S-tx-100, S-tx-102: the name of the top goes with its owner, whatever it is by then.
+#[test]
+fn a_new_top_and_a_new_name_go_with_their_owner() {
+    for mode in MODES {
+        let sandbox = Sandbox::new("owntop");
+        let mount = FirnMount::new(&sandbox, mode);
+        fs::create_dir(mount.join("old")).expect("mkdir");
+        let before = behind(mount.backing());
+        let owner = Idler::new();
+        let pid = owner.0.id().to_string();
+        let create = ["--create", "--owner", &pid];
+        firn_with(&sandbox, "begin", &mount.join("made"), &create).ok();
+        firn_with(&sandbox, "begin", &mount.join("old"), &["--owner", &pid]).ok();
+        fs::rename(mount.join("made"), mount.join("made2")).expect("rename");
+        fs::rename(mount.join("old"), mount.join("new")).expect("rename");
+        fs::write(mount.join("made2/file"), "half").expect("write");
+        fs::write(mount.join("new/file"), "half").expect("write");
+        // The next transaction of the same owner has another path than the first.
+        firn_with(&sandbox, "commit", &mount.join("new"), &["--begin"]).ok();
+        fs::rename(mount.join("new"), mount.join("newer")).expect("rename");
+        assert_eq!(transactions(&mount).len(), 2);
+        assert!(transactions(&mount).iter().all(|one| one.owner.is_some()));
+        owner.kill();
+        await_abort(&mount);
+        assert!(!mount.join("made").exists() && !mount.join("made2").exists());
+        assert!(mount.join("new/file").exists() && !mount.join("newer").exists());
+        fs::remove_file(mount.join("new/file")).expect("remove");
+        fs::rename(mount.join("new"), mount.join("old")).expect("rename");
+        assert_same(mode, &behind(mount.backing()), &before);
     }
 }
 
@@ -200,6 +233,7 @@ fn a_process_that_is_gone_or_another_one_by_now_cannot_own_a_transaction() {
         control.ask(&Request::Begin {
             path: "".into(),
             owner,
+            create: None,
         })
     };
     let refused = begin(start_ticks + 1);
@@ -239,6 +273,7 @@ fn the_status_shows_owner_age_and_bytes_of_each_open_transaction() {
     let begin = Request::Begin {
         path: "b".into(),
         owner: Owner::Connection,
+        create: None,
     };
     assert_eq!(control.ask(&begin), Some(Reply::Done));
     firn(&sandbox, "begin", &mount.join("c")).ok();

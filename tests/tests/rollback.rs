@@ -326,7 +326,9 @@ fn contents(dir: &Path) -> BTreeMap<OsString, Vec<u8>> {
 fn ends_as_if_undisturbed(job: &Job<'_>, mount: FirnMount<'_>, what: &str) {
     assert_eq!(job.wait(), Some(0), "{what}: {}", job.errors());
     job.firn("commit", None, &[]);
-    let backing = mount.umount();
+    let dir = job.dir.strip_prefix(mount.path());
+    let dir = dir.expect("the job is in the mount").to_owned();
+    let backing = mount.umount().join(dir);
     assert_eq!(job.errors(), "", "{what}");
     let undisturbed = job.sandbox.mkdir("undisturbed");
     run(job.program("0").arg(&undisturbed)).ok();
@@ -403,6 +405,53 @@ fn a_checkpoint_that_is_cut_anywhere_leaves_files_for_the_newest_that_counts() {
         let mount = FirnMount::new(&sandbox, COMMIT);
         job.restore(if job.images(2).exists() { 2 } else { 1 });
         ends_as_if_undisturbed(&job, mount, &format!("cut when {cut:?}"));
+    }
+}
+
+/// Proves S-tx-100, S-tx-102: the directory of the program, made by its transaction and renamed while the program is in
+/// it, is rolled back with the files.
+#[test]
+fn with_firn_the_name_of_the_directory_of_a_program_is_rolled_back_with_it() {
+    for options in [COMMIT, &format!("{COMMIT},mode=shadow")] {
+        let sandbox = Sandbox::new("rollback-name");
+        build(&sandbox);
+        let mut mount = FirnMount::new(&sandbox, options);
+        let [run_dir, renamed] = ["run", "renamed"].map(|name| mount.join(name));
+        let create = || {
+            let begin = [OsStr::new("begin"), run_dir.as_os_str()];
+            let create = [OsStr::new("--create")];
+            sandbox.run(begin.into_iter().chain(create)).ok();
+        };
+
+        // Without a checkpoint nothing stays, whatever the directory is called by then.
+        create();
+        let job = Job::start(&sandbox, By::Itself, &run_dir, true, &[]);
+        fs::rename(&run_dir, &renamed).expect("rename");
+        job.wait_for_step(job.step() + 5);
+        job.kill();
+        mount.kill();
+        mount = FirnMount::new(&sandbox, options);
+        assert_eq!(fs::read_dir(mount.path()).expect("list").count(), 0);
+
+        create();
+        let mut job = Job::start(&sandbox, By::Itself, &run_dir, true, &[]);
+        for (id, with_firnd) in [(1, false), (2, true)] {
+            job.checkpoint_and_run_on(id);
+            fs::rename(&run_dir, &renamed).expect("rename");
+            job.wait_for_step(job.step() + 5);
+            job.kill();
+            if with_firnd {
+                mount.kill();
+                mount = FirnMount::new(&sandbox, options);
+            }
+            job.restore(id);
+            assert!(run_dir.exists() && !renamed.exists(), "{options}: {id}");
+            job.wait_for_step(1);
+        }
+        // The name of the last checkpoint is the one that counts.
+        fs::rename(&run_dir, &renamed).expect("rename");
+        job.dir.clone_from(&renamed);
+        ends_as_if_undisturbed(&job, mount, options);
     }
 }
 

@@ -10,7 +10,7 @@ use std::path::Path;
 
 use firn_tests::fsops::{assert_same_bytes, open_rw, read};
 use firn_tests::random::bytes;
-use firn_tests::transaction::{behind, firn, firn_id};
+use firn_tests::transaction::{behind, firn, firn_id, firn_with};
 use firn_tests::tree::{assert_same, snapshot};
 use firn_tests::{FirnMount, FsKind, LoopImage, Sandbox};
 
@@ -145,6 +145,75 @@ fn what_firnd_leaves_open_is_undone_and_what_is_prepared_waits() {
         assert_same(outcome, &behind(mount.backing()), expected);
         mount.umount();
     }
+}
+
+/// Proves S-tx-100, S-tx-102, S-tx-106.
+#[test]
+fn the_backing_shows_a_new_top_and_a_new_name_at_once_until_they_are_undone() {
+    let sandbox = Sandbox::new("shadowtop");
+    let mut mount = FirnMount::new(&sandbox, SHADOW);
+    let steps = mount.join("steps");
+    fs::create_dir_all(steps.join("old")).expect("mkdir");
+    fill(&steps.join("old"));
+    fs::write(steps.join("beside"), b"of nobody").expect("write");
+    let before = snapshot(mount.path());
+    let in_backing = mount.backing().join("steps");
+    let names = |dir: &Path| {
+        let entries = fs::read_dir(dir).expect("list");
+        let mut names: Vec<_> = entries
+            .map(|entry| entry.expect("entry").file_name())
+            .collect();
+        names.sort();
+        names
+    };
+    for end in ["abort", "kill", "killed while prepared", "commit"] {
+        firn_with(&sandbox, "begin", &steps.join("new"), &["--create"]).ok();
+        assert_eq!(names(&in_backing), ["beside", "new", "old"], "{end}");
+        fill(&steps.join("new"));
+        firn(&sandbox, "begin", &steps.join("old")).ok();
+        change(&steps.join("old"));
+        for (from, to) in [("old", "other"), ("other", "old"), ("old", "done")] {
+            fs::rename(steps.join(from), steps.join(to)).expect("rename");
+            let mut expected = ["beside", "new", to];
+            expected.sort_unstable();
+            assert_eq!(names(&in_backing), expected, "{end}");
+        }
+        fs::rename(steps.join("new"), steps.join("newer")).expect("rename");
+        change(&steps.join("newer"));
+        fs::write(steps.join("done/last"), bytes(5, 9000)).expect("write");
+        let seen = snapshot(mount.path());
+        assert_same(end, &behind(mount.backing()), &seen);
+
+        match end {
+            "abort" => {
+                firn(&sandbox, "abort", &steps.join("newer")).ok();
+                firn(&sandbox, "abort", &steps.join("done")).ok();
+            }
+            "kill" => {
+                mount.kill();
+                mount = FirnMount::new(&sandbox, SHADOW);
+            }
+            "killed while prepared" => {
+                firn_id(&sandbox, "prepare", &steps.join("newer"), 3).ok();
+                firn_id(&sandbox, "prepare", &steps.join("done"), 4).ok();
+                mount.kill();
+                mount = FirnMount::new(&sandbox, SHADOW);
+                assert_same(end, &snapshot(mount.path()), &seen);
+                // Known by the present path, and by the one at the begin.
+                firn(&sandbox, "abort", &steps.join("newer")).ok();
+                firn(&sandbox, "abort", &steps.join("old")).ok();
+            }
+            _ => {
+                let commit = |name: &str| firn(&sandbox, "commit", &steps.join(name)).ok();
+                commit("newer").says("committed as 1");
+                commit("done").says("committed as 1");
+            }
+        }
+        let expected = if end == "commit" { &seen } else { &before };
+        assert_same(end, &snapshot(mount.path()), expected);
+        assert_same(end, &behind(mount.backing()), expected);
+    }
+    mount.umount();
 }
 
 /// Proves S-tx-24.

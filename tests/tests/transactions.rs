@@ -4,7 +4,7 @@
 
 use std::ffi::OsStr;
 use std::fs;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::Path;
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use firn_tests::fsops::{Mapping, assert_same_bytes, open_rw, read};
 use firn_tests::random::{bytes, env_count, generator};
 use firn_tests::sandbox::{kill, preload_library, wait_for_request};
 use firn_tests::suite::{pjdfstest, pjdfstest_beside};
-use firn_tests::transaction::{behind, firn, firn_id};
+use firn_tests::transaction::{behind, firn, firn_id, firn_with};
 use firn_tests::tree::{assert_same, differences, snapshot};
 use firn_tests::{FirnMount, FsKind, LoopImage, Sandbox, run, seed};
 use rand::RngExt;
@@ -329,11 +329,11 @@ fn directories_have_transactions_of_their_own() {
     across("one/f", "two/g");
     across("one/f", "free/g");
     across("free/f", "one/g");
+    let away = fs::rename(mount.join("one"), mount.join("free/one"));
     assert_eq!(
-        fs::rename(mount.join("one"), mount.join("1"))
-            .err()
-            .and_then(|e| e.raw_os_error()),
-        Some(libc::EBUSY)
+        away.err().and_then(|e| e.raw_os_error()),
+        Some(libc::EBUSY),
+        "the top stays in its parent"
     );
     firn(&sandbox, "abort", &mount.join("one")).ok();
     firn(&sandbox, "commit", &mount.join("two")).ok();
@@ -342,6 +342,233 @@ fn directories_have_transactions_of_their_own() {
         [content("one"), content("two"), content("free")],
         [&b"old"[..], b"new", b"new"]
     );
+    mount.umount();
+}
+
+/// Proves S-tx-100, S-tx-106.
+#[test]
+fn a_directory_that_begin_makes_comes_with_the_commit_and_goes_with_an_abort() {
+    for options in [COMMIT, SHADOW] {
+        let sandbox = Sandbox::new("txcreate");
+        let mount = FirnMount::new(&sandbox, options);
+        fs::create_dir(mount.join("steps")).expect("mkdir");
+        fs::create_dir(mount.join("steps/0")).expect("mkdir");
+        let links = |dir: &Path| fs::metadata(dir).expect("stat").nlink();
+        let counted = links(&mount.join("steps"));
+        let step = mount.join("steps/1");
+        let make = || {
+            firn_with(&sandbox, "begin", &step, &["--create"]).ok();
+            fs::write(step.join("file"), b"content").expect("write");
+            fs::create_dir(step.join("below")).expect("mkdir");
+        };
+        make();
+        let made = fs::metadata(&step).expect("programs see it");
+        assert_eq!(
+            (made.uid(), made.mode() & 0o7777),
+            (rustix::process::geteuid().as_raw(), 0o755)
+        );
+        let listed = || {
+            let mut names: Vec<_> = fs::read_dir(mount.join("steps"))
+                .expect("list")
+                .map(|entry| entry.expect("entry").file_name())
+                .collect();
+            names.sort();
+            names
+        };
+        assert_eq!(listed(), ["0", "1"], "{options}");
+        assert_eq!(links(&mount.join("steps")), counted + 1, "{options}");
+        let in_backing = mount.backing().join("steps/1");
+        assert_eq!(in_backing.exists(), options == SHADOW);
+        firn(&sandbox, "abort", &step).ok();
+        assert!(!step.exists() && !in_backing.exists(), "{options}: aborted");
+        assert_eq!(listed(), ["0"], "{options}");
+        assert_eq!(links(&mount.join("steps")), counted, "{options}");
+
+        make();
+        firn(&sandbox, "commit", &step).ok().says("committed as 1");
+        let seen = snapshot(mount.path());
+        assert_same("committed", &behind(mount.backing()), &seen);
+        firn_with(&sandbox, "begin", &step, &["--create"])
+            .code(1)
+            .says("it exists: firn begin without --create");
+        firn(&sandbox, "begin", &step).ok();
+        firn(&sandbox, "abort", &step).ok();
+
+        // The commit is applied behind the answer, and the next transaction is open.
+        let next = mount.join("steps/2");
+        firn_with(&sandbox, "begin", &next, &["--create"]).ok();
+        fs::write(next.join("file"), b"two").expect("write");
+        firn_with(&sandbox, "commit", &next, &["--async", "--begin"]).ok();
+        fs::write(next.join("file"), b"three").expect("write");
+        firn(&sandbox, "abort", &next).ok();
+        assert_eq!(fs::read(next.join("file")).expect("read"), b"two");
+        let behind_next = mount.backing().join("steps/2/file");
+        assert_eq!(fs::read(behind_next).expect("read"), b"two");
+        mount.umount();
+    }
+}
+
+/// Proves S-tx-101.
+#[test]
+fn a_directory_that_begin_cannot_make_is_refused_with_what_to_do() {
+    let sandbox = Sandbox::new("txnocreate");
+    let mount = FirnMount::new(&sandbox, COMMIT);
+    fs::create_dir(mount.join("dir")).expect("mkdir");
+    fs::write(mount.join("file"), b"x").expect("write");
+    let create = |path: &str| firn_with(&sandbox, "begin", &mount.join(path), &["--create"]);
+    let before = snapshot(mount.path());
+    create("dir").code(1).says("it exists");
+    create("file").code(1).says("it exists");
+    create("none/dir").code(1).says("no such directory");
+    create("file/dir").code(1).says("this is none");
+    create(".firn").code(1).says("it exists");
+    create("").code(1).says("it exists");
+    firn(&sandbox, "begin", &mount.join("dir")).ok();
+    create("dir/new")
+        .code(11)
+        .says("a transaction is open in dir");
+    create("new").ok();
+    create("new").code(11).says("a transaction is open in new");
+    create("new/below")
+        .code(11)
+        .says("a transaction is open in new");
+    firn(&sandbox, "abort", &mount.join("new")).ok();
+    firn(&sandbox, "abort", &mount.join("dir")).ok();
+    assert_same("nothing is made", &snapshot(mount.path()), &before);
+    mount.umount();
+}
+
+/// Proves S-tx-100, S-tx-102: what firnd's end leaves of a new top, and of a new name of a top.
+#[test]
+fn the_name_of_the_top_is_undone_or_waits_with_its_transaction() {
+    for options in [COMMIT, SHADOW] {
+        let sandbox = Sandbox::new("txtopkill");
+        let mount = FirnMount::new(&sandbox, options);
+        fs::create_dir(mount.join("old")).expect("mkdir");
+        fs::write(mount.join("old/file"), b"old").expect("write");
+        let before = snapshot(mount.path());
+        let change = |mount: &FirnMount<'_>| {
+            firn_with(&sandbox, "begin", &mount.join("made"), &["--create"]).ok();
+            fs::write(mount.join("made/file"), b"new").expect("write");
+            firn(&sandbox, "begin", &mount.join("old")).ok();
+            fs::write(mount.join("old/file"), b"changed").expect("write");
+            fs::rename(mount.join("old"), mount.join("renamed")).expect("rename");
+            fs::write(mount.join("renamed/more"), b"more").expect("write");
+        };
+        change(&mount);
+        mount.kill();
+        let mount = FirnMount::new(&sandbox, options);
+        assert_same("killed while open", &snapshot(mount.path()), &before);
+        assert_same("in the backing", &behind(mount.backing()), &before);
+
+        change(&mount);
+        let after = snapshot(mount.path());
+        firn_id(&sandbox, "prepare", &mount.join("made"), 1).ok();
+        firn_id(&sandbox, "prepare", &mount.join("renamed"), 2).ok();
+        mount.kill();
+        let mount = FirnMount::new(&sandbox, options);
+        let shown = if options == SHADOW { &after } else { &before };
+        assert_same("prepared", &snapshot(mount.path()), shown);
+        let taken = fs::create_dir(mount.join(if options == SHADOW { "old" } else { "made" }));
+        let errno = taken.err().and_then(|error| error.raw_os_error());
+        assert_eq!(errno, Some(libc::EBUSY), "the name is reserved");
+        firn(&sandbox, "commit", &mount.join("made")).ok();
+        firn(&sandbox, "commit", &mount.join("old"))
+            .ok()
+            .says("committed as 2");
+        assert_same("committed", &snapshot(mount.path()), &after);
+        assert_same("in the backing", &behind(mount.backing()), &after);
+        mount.umount();
+    }
+}
+
+/// Proves S-tx-102, S-tx-103, S-tx-104.
+#[test]
+fn the_top_is_renamed_in_its_parent_with_its_transaction() {
+    for options in [COMMIT, SHADOW] {
+        let sandbox = Sandbox::new("txtop");
+        let mount = FirnMount::new(&sandbox, options);
+        for name in ["work", "full/x", "empty"] {
+            fs::create_dir_all(mount.join(name)).expect("mkdir");
+        }
+        fs::write(mount.join("work/file"), bytes(1, MIB)).expect("write");
+        fs::File::create(mount.join("plain")).expect("create");
+        let before = snapshot(mount.path());
+        firn(&sandbox, "begin", &mount.join("work")).ok();
+        let file = open_rw(&mount.join("work/file"));
+        std::os::unix::fs::FileExt::write_all_at(&file, b"one", 0).expect("write");
+        let rename = |from: &str, to: &str| {
+            let renamed = fs::rename(mount.join(from), mount.join(to));
+            renamed.err().and_then(|error| error.raw_os_error())
+        };
+        assert_eq!(rename("work", "plain"), Some(libc::ENOTDIR));
+        assert_eq!(rename("work", "full"), Some(libc::ENOTEMPTY));
+        assert_eq!(rename("work", "empty"), Some(libc::EBUSY));
+        assert_eq!(rename("work", "empty/work"), Some(libc::EBUSY));
+        assert_eq!(rename("work", "done"), None);
+        assert!(!mount.join("work").exists() && mount.join("done/file").exists());
+        std::os::unix::fs::FileExt::write_all_at(&file, b"two", 0).expect("write");
+        let reserved = fs::create_dir(mount.join("work")).err();
+        assert_eq!(
+            reserved.and_then(|error| error.raw_os_error()),
+            Some(libc::EBUSY)
+        );
+        let scopes: Vec<_> = mount
+            .status()
+            .transactions
+            .iter()
+            .map(|one| one.scope.clone())
+            .collect();
+        assert_eq!(scopes, ["done"]);
+        firn(&sandbox, "umount", mount.path())
+            .code(11)
+            .says("a transaction is open in done");
+        firn(&sandbox, "abort", &mount.join("done")).ok();
+        assert_same("aborted", &behind(mount.backing()), &before);
+        assert_same("aborted, as it is seen", &snapshot(mount.path()), &before);
+
+        firn(&sandbox, "begin", &mount.join("work")).ok();
+        std::os::unix::fs::FileExt::write_all_at(&file, b"four", 0).expect("write");
+        assert_eq!(rename("work", "done"), None);
+        // The path at the begin will do, too.
+        firn(&sandbox, "prepare", &mount.join("work")).code(2);
+        firn_id(&sandbox, "prepare", &mount.join("work"), 4).ok();
+        assert_eq!(rename("done", "else"), Some(libc::EBUSY), "prepared");
+        firn(&sandbox, "umount", mount.path())
+            .code(11)
+            .says("a transaction in done is prepared with id 4");
+        firn_with(&sandbox, "commit", &mount.join("done"), &["--begin"]).ok();
+        assert_eq!(rename("done", "else"), None, "the next one is open");
+        fs::write(mount.join("else/new"), b"x").expect("write");
+        firn(&sandbox, "abort", &mount.join("else")).ok();
+        let seen = snapshot(mount.path());
+        assert!(mount.join("done/file").exists() && !mount.join("done/new").exists());
+        assert_same("committed", &behind(mount.backing()), &seen);
+        drop(file);
+        mount.umount();
+    }
+}
+
+/// Proves S-tx-105.
+#[test]
+fn a_restore_brings_the_name_of_the_top_back() {
+    let sandbox = Sandbox::new("txtopback");
+    let mount = FirnMount::new(&sandbox, &format!("{COMMIT},history=3"));
+    firn_with(&sandbox, "begin", &mount.join("a"), &["--create"]).ok();
+    fs::write(mount.join("a/file"), b"1").expect("write");
+    firn(&sandbox, "commit", &mount.join("a")).ok().says("as 1");
+    let first = snapshot(mount.path());
+    firn(&sandbox, "begin", &mount.join("a")).ok();
+    fs::write(mount.join("a/file"), b"22").expect("write");
+    fs::rename(mount.join("a"), mount.join("b")).expect("rename");
+    firn(&sandbox, "commit", &mount.join("b")).ok().says("as 2");
+    assert!(mount.backing().join("b").exists() && !mount.backing().join("a").exists());
+    firn_id(&sandbox, "restore", &mount.join("b"), 1).ok();
+    assert_same("restored", &snapshot(mount.path()), &first);
+    assert_same("in the backing", &behind(mount.backing()), &first);
+    firn_id(&sandbox, "restore", &mount.join("a"), 0)
+        .code(1)
+        .says("not kept");
     mount.umount();
 }
 

@@ -265,6 +265,12 @@ int firn_read_chunk(firn *handle, const struct firn_chunk_meta *piece, uint64_t 
  * below. */
 int firn_begin(firn *handle, const char *path);
 
+/* The same in a directory that does not exist: it is made as a part of the transaction, with the permission bits `mode`
+ * less those of the umask, as mkdir(2) would. Programs see it at once, the backing has it with the commit, and
+ * firn_abort() takes it away. EEXIST: it exists. ENOENT, ENOTDIR: no directory to make it in. EACCES: the caller may not.
+ * EBUSY: that directory is in a transaction, or the name is another one's. EOPNOTSUPP: with participants. */
+int firn_begin_create(firn *handle, const char *path, unsigned mode);
+
 /* Makes it durable under the number `id` and leaves its outcome open, also beyond the death of firnd and of
  * the host. A commit cannot fail for lack of space any more. Changes at or below `path` wait, from whichever
  * process, until it is decided: the caller must not make any. Again with the same number: nothing is done.

@@ -63,7 +63,10 @@ pub(crate) fn meaning(error: c_int) -> &'static CStr {
         Errno::TIMEDOUT => {
             c"firnd does not answer, or what was waited for takes longer: `firn status` tells which"
         }
-        Errno::ACCESS | Errno::PERM => c"the mount belongs to another user: run this as that user",
+        Errno::ACCESS | Errno::PERM => {
+            c"the mount, or the directory to make another one in, belongs to another user: run this as that user"
+        }
+        Errno::EXIST => c"the directory is there: firn_begin() takes it as it is",
         Errno::PROTO => c"firnd and this library are of different versions: use those of one",
         Errno::AGAIN => {
             c"all connections to this firnd are in use: end some requests or lists, or try again"

@@ -630,6 +630,7 @@ mod tests {
             .transaction(&Request::Begin {
                 path: "x".into(),
                 owner: firn_protocol::Owner::None,
+                create: None,
             })
             .unwrap();
         drop(connection);

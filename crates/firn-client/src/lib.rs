@@ -22,5 +22,5 @@ pub use error::ClientError;
 pub use find::{Mount, Place, find, mounts};
 pub use liveness::Liveness;
 pub use open_mount::{ChunkList, MountError, OpenMount};
-pub use owner::{owner_process, start_ticks_of};
+pub use owner::{owner_process, start_ticks_of, without_umask};
 pub use paths::{Key, PathsError, RuntimeFiles};

@@ -1,4 +1,4 @@
-//! Processes that own a transaction.
+//! Processes that own a transaction, and the modes of what they make.
 
 use std::io;
 
@@ -16,6 +16,20 @@ pub fn start_ticks_of(pid: u32) -> io::Result<u64> {
     parse_start_ticks(&stat).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
+/// Permission bits without those of this process's umask, as mkdir(2) takes them.
+pub fn without_umask(mode: u32) -> u32 {
+    // umask(2) could only tell it by changing it, for all threads.
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    mode & !parse_umask(&status).unwrap_or(0o077)
+}
+
+fn parse_umask(status: &str) -> Option<u32> {
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("Umask:"))?;
+    u32::from_str_radix(line.trim(), 8).ok()
+}
+
 fn parse_start_ticks(stat: &str) -> Option<u64> {
     // The second field is a name in parentheses, which may hold anything.
     let (_, rest) = stat.rsplit_once(')')?;
@@ -26,6 +40,16 @@ fn parse_start_ticks(stat: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_umask_is_found_in_the_status() {
+        assert_eq!(
+            parse_umask("Name:\tx\nUmask:\t0027\nState:\tR\n"),
+            Some(0o27)
+        );
+        assert_eq!(parse_umask("Name:\tx\n"), None);
+        assert_eq!(without_umask(0o777) & !0o777, 0);
+    }
 
     #[test]
     fn the_start_is_found_behind_any_name() {

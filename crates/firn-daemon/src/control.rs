@@ -142,10 +142,8 @@ fn admit(
     service: &Arc<dyn Service>,
     workers: &Workers,
 ) {
-    let pid = match firn_trust::peer(&stream) {
-        Ok(peer) if peer.uid == rustix::process::geteuid().as_raw() || peer.uid == 0 => {
-            peer.pid.map_or(0, std::num::NonZeroU32::get)
-        }
+    let found = match firn_trust::peer(&stream) {
+        Ok(peer) if peer.uid == rustix::process::geteuid().as_raw() || peer.uid == 0 => peer,
         Ok(_) => {
             return refuse(
                 &stream,
@@ -161,6 +159,7 @@ fn admit(
             );
         }
     };
+    let pid = found.pid.map_or(0, std::num::NonZeroU32::get);
     let id = match seats.take(&stream, pid) {
         Ok((id, leaving)) => {
             close(leaving);
@@ -182,6 +181,8 @@ fn admit(
             let peer = ControlPeer {
                 stream: Arc::clone(&stream),
                 pid,
+                uid: found.uid,
+                gid: found.gid,
             };
             let _ = serve(peer, id, &seats, &*service);
             // What belongs to the connection ends, although its descriptor may be held a little longer.

@@ -95,6 +95,9 @@ impl TransactionGate {
 
     /// The directory that a transaction covers.
     pub(crate) fn scope_at(&self, path: &[u8]) -> Result<ScopeRoot, TransactionError> {
+        if let Some(top) = self.store().top_known_as(path) {
+            return Ok(top);
+        }
         let inode = self.engine.object_at(path).map_err(not_a_scope)?;
         let root = inode.transactional();
         Ok(Arc::clone(root.ok_or(ScopeError::NotTransactional)?))
@@ -114,17 +117,25 @@ impl TransactionGate {
         pending: Pending,
         work: impl FnOnce(&ScopeRoot) -> Result<T, TransactionError>,
     ) -> Result<T, TransactionError> {
+        // A transaction is known by its path at the begin, and its top may have been renamed since.
+        let (place, _path_stays) = loop {
+            let place = self.store().path_now(path);
+            let path_stays = self.engine.hold_path(&place);
+            if self.store().path_now(path) == place {
+                break (place, path_stays);
+            }
+        };
         let root = self.scope_at(path)?;
         let _quiet = self.changes.write();
         // Whatever programs have open: the work gets the descriptors that are kept only to be faster.
         self.engine.close_idle_files();
-        self.engine.revoke_grants_in_tree(path);
+        self.engine.revoke_grants_in_tree(&place);
         match pending {
             Pending::Drain => {
                 self.engine
-                    .wait_tree(path, DurabilityLevel::Drained, &mut |_, _| true)?
+                    .wait_tree(&place, DurabilityLevel::Drained, &mut |_, _| true)?
             }
-            Pending::Discard => self.engine.discard_tree(path),
+            Pending::Discard => self.engine.discard_tree(&place),
             Pending::Keep => {}
         }
         let done = work(&root);

@@ -41,6 +41,9 @@ pub(crate) struct ControlPeer {
     pub(crate) stream: Arc<UnixStream>,
     /// The process that connected; 0: in a PID namespace that firnd does not see.
     pub(crate) pid: u32,
+    /// Its effective user and group.
+    pub(crate) uid: u32,
+    pub(crate) gid: u32,
 }
 
 /// Why a request about a transaction is refused.
@@ -401,12 +404,14 @@ impl Request<'_> {
         table.owned.insert(self.scope.clone(), Owned::new(owner.0));
     }
 
-    /// The transaction was committed and the next one begun, for the same owner.
-    pub(crate) fn begun_next(&self) {
+    /// The transaction was committed and the next one begun, for the same owner. Its scope is `next`: the top may have
+    /// another name.
+    pub(crate) fn begun_next(&self, next: &[u8]) {
         let mut table = self.owners.table.lock();
-        let owner = table.owned.get(&self.scope);
-        let owner = owner.and_then(|owned| owned.owner.clone());
-        table.owned.insert(self.scope.clone(), Owned::new(owner));
+        let owned = table.owned.remove(&self.scope);
+        let owner = owned.and_then(|owned| owned.owner);
+        table.aborted.remove(next);
+        table.owned.insert(next.to_vec(), Owned::new(owner));
     }
 
     /// The request is over, and this is what the transaction is now.

@@ -3,12 +3,14 @@
 //! The gate keeps the scope quiet ([`TransactionGate::quiesce`]) while the store takes a transaction from one state to
 //! the next. The state is that of a handle ([`Found`]), looked for when a request begins.
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use firn_backing::{DirBacking, Errno};
+use firn_backing::{Caller, DirBacking, Errno};
 use firn_engine::Cached;
 use firn_format::durability::DurabilityLevel;
 use firn_format::tally::Tally;
@@ -16,8 +18,9 @@ use firn_protocol::path::BytePath;
 use firn_protocol::{Reply, Request, TransactionStatus};
 use firn_transact::{
     AbortError, BackupError, BeginError, CommitError, Decided, Found, Mode, OwnError, PrepareError,
-    RestoreError, ScopeError, Stage, StoreError, TransactionError, VoteError,
+    RestoreError, ScopeError, Stage, StoreError, TopMaker, TransactionError, VoteError,
 };
+use rustix::fs::{Access, AtFlags, CWD, accessat};
 
 use crate::commit_applier::CommitApplier;
 use crate::gate::{Pending, ScopeRoot, TransactionGate};
@@ -82,6 +85,32 @@ fn quiesce<T>(
     })
 }
 
+/// Path under which programs see the scope that was at `path` when its transaction began.
+fn place_of(gate: &TransactionGate, path: &[u8]) -> Vec<u8> {
+    gate.store().path_now(path)
+}
+
+/// After names of a scope changed without the kernel: it drops what it has of them, under any of `paths`.
+fn forget_names(gate: &TransactionGate, paths: &[&[u8]], forget: &dyn Fn(Cached)) {
+    let engine = gate.engine();
+    for (at, path) in paths.iter().enumerate() {
+        if paths[..at].contains(path) {
+            continue;
+        }
+        engine.revalidate_names(path).into_iter().for_each(forget);
+        engine
+            .cached_at(parent_of(path))
+            .into_iter()
+            .for_each(forget);
+    }
+}
+
+/// Path of the directory that a path leads through last.
+fn parent_of(path: &[u8]) -> &[u8] {
+    let slash = path.iter().rposition(|&byte| byte == b'/');
+    &path[..slash.unwrap_or(0)]
+}
+
 /// The transaction of a scope that programs change things in, or else the commit that is being applied.
 fn current<'a>(gate: &'a TransactionGate, path: &[u8]) -> Option<Found<'a, DirBacking>> {
     gate.store().current_transaction(path)
@@ -119,12 +148,19 @@ pub(crate) struct RequestContext<'a> {
     pub(crate) forget: &'a dyn Fn(Cached),
 }
 
-/// The answer to a request about a transaction.
-pub(crate) fn answer(
+/// An answer, and the scope of the transaction that was begun after a commit.
+struct Answered {
+    reply: Reply,
+    next: Option<Vec<u8>>,
+}
+
+/// The answer to a request about a transaction, whose path is that of the scope at its begin.
+fn answer(
     gate: &TransactionGate,
     request: &Request,
+    peer: &ControlPeer,
     context: &RequestContext<'_>,
-) -> Reply {
+) -> Answered {
     let &RequestContext {
         patience, forget, ..
     } = context;
@@ -135,7 +171,17 @@ pub(crate) fn answer(
     {
         write_back(gate, path.as_bytes(), forget);
     }
+    let mut next = None;
     let (path, result) = match request {
+        Request::Begin {
+            path,
+            create: Some(mode),
+            ..
+        } => {
+            let reply = begin_created(gate, path.as_bytes(), *mode, peer, context)
+                .map_or_else(|refusal| refusal, |()| Reply::Done);
+            return Answered { reply, next };
+        }
         Request::Begin { path, .. } => {
             let begun = finish_restore(gate, path.as_bytes(), forget)
                 .and_then(|()| begin(gate, path.as_bytes(), patience));
@@ -157,10 +203,14 @@ pub(crate) fn answer(
                 applies_later: *behind,
             };
             let committed = commit(gate, path.as_bytes(), &options, context);
-            (
-                path,
-                committed.map(|(id, behind)| Reply::Committed { id, behind }),
-            )
+            let reply = committed.map(|committed| {
+                next = committed.next;
+                Reply::Committed {
+                    id: committed.id,
+                    behind: committed.behind,
+                }
+            });
+            (path, reply)
         }
         Request::Abort { path } => (
             path,
@@ -176,7 +226,8 @@ pub(crate) fn answer(
         Err(error) => undone_by_another(gate, request, path, patience, forget).ok_or(error),
         done => done,
     };
-    result.unwrap_or_else(|error| refused(&error, path))
+    let reply = result.unwrap_or_else(|error| refused(&error, path));
+    Answered { reply, next }
 }
 
 /// Whether a transaction is open that programs change things in; `None`: there is none.
@@ -200,7 +251,9 @@ pub(crate) fn answer_owned(
     else {
         unreachable!("only requests about transactions come here");
     };
-    let scope = path.as_bytes();
+    // A transaction is known by the path at its begin, whatever its top is called since.
+    let scope = &gate.store().path_at_begin(path.as_bytes())[..];
+    let request = &with_path(request, scope);
     let needs_owner = matches!(request, Request::Prepare { .. } | Request::Commit { .. });
     let under_way = loop {
         match owners.enter(scope) {
@@ -237,10 +290,12 @@ pub(crate) fn answer_owned(
         },
         _ => None,
     };
-    let mut reply = answer(gate, request, context);
+    let Answered { mut reply, next } = answer(gate, request, peer, context);
     match (request, &reply, owner) {
         (Request::Begin { .. }, Reply::Done, Some(owner)) => under_way.begun(owner),
-        (Request::Commit { begin: true, .. }, Reply::Committed { .. }, _) => under_way.begun_next(),
+        (Request::Commit { begin: true, .. }, Reply::Committed { .. }, _) => {
+            under_way.begun_next(next.as_deref().unwrap_or(scope));
+        }
         (_, Reply::Error { .. }, _) if needs_owner && current(gate, scope).is_none() => {
             if let Some(owner) = owners.aborted_for(scope) {
                 reply = orphaned(scope, &owner);
@@ -262,6 +317,20 @@ pub(crate) fn answer_without(request: &Request) -> Reply {
         | Request::Restore { path, .. } => refused(&ScopeError::NotTransactional.into(), path),
         _ => unreachable!("only requests about transactions come here"),
     }
+}
+
+/// The same request about another path.
+fn with_path(request: &Request, scope: &[u8]) -> Request {
+    let mut request = request.clone();
+    if let Request::Begin { path, .. }
+    | Request::Prepare { path, .. }
+    | Request::Commit { path, .. }
+    | Request::Abort { path }
+    | Request::Restore { path, .. } = &mut request
+    {
+        *path = scope.into();
+    }
+    request
 }
 
 /// The answer to who prepares or commits what an owner that is gone has left.
@@ -316,7 +385,7 @@ fn undone_by_another(
 fn write_back(gate: &TransactionGate, path: &[u8], forget: &dyn Fn(Cached)) {
     if is_open(gate, path) == Some(true) {
         gate.engine()
-            .written_at(path)
+            .written_at(&place_of(gate, path))
             .into_iter()
             .map(Cached::Inode)
             .for_each(forget);
@@ -328,7 +397,11 @@ fn begin(gate: &TransactionGate, path: &[u8], patience: Duration) -> Result<(), 
     if decided(gate, path).is_some()
         && gate
             .engine()
-            .wait_tree(path, DurabilityLevel::Drained, &mut |_, _| false)
+            .wait_tree(
+                &place_of(gate, path),
+                DurabilityLevel::Drained,
+                &mut |_, _| false,
+            )
             .is_err()
     {
         apply_commit(gate, path)?;
@@ -382,6 +455,68 @@ fn apply_commit_before(gate: &TransactionGate, path: &[u8]) -> Result<(), Transa
     }
 }
 
+/// Begins a transaction that makes its own directory; the refusal.
+fn begin_created(
+    gate: &TransactionGate,
+    path: &[u8],
+    mode: u32,
+    peer: &ControlPeer,
+    context: &RequestContext<'_>,
+) -> Result<(), Reply> {
+    let parent_path = parent_of(path);
+    let refuse_parent = |error| refused(&error, &parent_path.into());
+    let refuse = |error: BeginError| refused(&error.into(), &path.into());
+    let parent = gate.scope_at(parent_path).map_err(refuse_parent)?;
+    // The caller's rights count last, as with mkdir(2): they are those of a directory, which no transaction has changed.
+    gate.store()
+        .can_begin_created(&parent, path)
+        .map_err(refuse)?;
+    may_make_in(&context.backing.join(OsStr::from_bytes(parent_path)))
+        .map_err(|errno| refuse_to_make(errno, parent_path))?;
+    let caller = Caller {
+        uid: peer.uid,
+        gid: peer.gid,
+        pid: peer.pid,
+    };
+    let maker = TopMaker {
+        caller: &caller,
+        mode,
+    };
+    gate.store()
+        .begin_created(&parent, path, maker)
+        .map_err(refuse)?;
+    note(gate, Step::Begin, path, None);
+    gate.engine()
+        .cached_at(parent_path)
+        .into_iter()
+        .for_each(context.forget);
+    Ok(())
+}
+
+/// Whether the caller may make names in a directory. The control socket is spoken to by the user of this process, and by
+/// root, who may do no less.
+fn may_make_in(dir: &Path) -> Result<(), rustix::io::Errno> {
+    let wanted = Access::WRITE_OK | Access::EXEC_OK;
+    accessat(CWD, dir, wanted, AtFlags::EACCESS)
+}
+
+fn refuse_to_make(errno: rustix::io::Errno, parent: &[u8]) -> Reply {
+    let parent = shown_scope(parent);
+    Reply::Error {
+        errno: errno.raw_os_error(),
+        message: format!("no directory can be made in {parent}: {errno}"),
+    }
+}
+
+/// What came of a commit.
+struct Committed {
+    id: u64,
+    /// Hosts that have not applied it.
+    behind: Vec<String>,
+    /// Scope of the transaction that was begun after it.
+    next: Option<Vec<u8>>,
+}
+
 /// What a request to commit asks for.
 struct CommitOptions {
     id: Option<u64>,
@@ -396,7 +531,7 @@ fn commit(
     path: &[u8],
     options: &CommitOptions,
     context: &RequestContext<'_>,
-) -> Result<(u64, Vec<String>), TransactionError> {
+) -> Result<Committed, TransactionError> {
     let store = gate.store();
     let is_decided = |id| decided(gate, path).is_some_and(|commit| commit.id() == id);
     if options.id.is_none_or(|id| !is_decided(id)) {
@@ -419,15 +554,18 @@ fn commit(
     let is_recovered = first(gate, path).is_some_and(|found| found.is_recovered());
     // What several hosts save in one place is to be gone before the next transaction begins.
     let begins_late = options.begins_next && shared && store.mode() == Mode::Shadow;
-    let decide = |root: &ScopeRoot| {
+    let mut place = path.to_vec();
+    let mut decide = |root: &ScopeRoot| {
         let found = match first(gate, path) {
             Some(found) if found.id() == Some(id) => Some(found),
             _ => store.transaction_at(root),
         };
+        // Nobody renames the top from here on.
+        place = store.path_after(path);
         found.ok_or(CommitError::NoTransaction)?.decide(id)?;
         note(gate, Step::Decided, path, Some(id));
         // It may have been applied since: then only the transaction that followed is left.
-        let is_followed = match current(gate, path) {
+        let is_followed = match current(gate, &place) {
             Some(Found::Open(_) | Found::Prepared(_)) => true,
             Some(Found::Decided(_)) | None => false,
         };
@@ -436,7 +574,7 @@ fn commit(
         }
         let begins = options.begins_next && !is_followed && !is_recovered && !begins_late;
         if begins {
-            store.begin(root, path)?;
+            store.begin(root, &place)?;
             note(gate, Step::Begin, path, None);
         }
         Ok(())
@@ -451,16 +589,17 @@ fn commit(
     if is_recovered {
         apply_commit(gate, path)?;
         // Programs saw the tree before it until now.
-        gate.engine()
-            .revalidate_names(path)
-            .into_iter()
-            .for_each(context.forget);
+        forget_names(gate, &[path, &place], context.forget);
         if options.begins_next {
-            begin(gate, path, context.patience)?;
+            begin(gate, &place, context.patience)?;
         }
     } else if options.applies_later && !begins_late {
         context.applier.wake();
-        return Ok((id, Vec::new()));
+        return Ok(Committed {
+            id,
+            behind: Vec::new(),
+            next: Some(place),
+        });
     } else if let Err(error) = apply_commit(gate, path) {
         // Asked again, it is the commit that is meant and not the one after it.
         if options.begins_next
@@ -473,15 +612,16 @@ fn commit(
     let behind = participants::await_other_hosts(gate, path, id, context)?;
     if shared {
         // Programs did not see the parts of other hosts until now.
-        gate.engine()
-            .revalidate_names(path)
-            .into_iter()
-            .for_each(context.forget);
+        forget_names(gate, &[path], context.forget);
     }
     if begins_late && !is_recovered {
         begin(gate, path, context.patience)?;
     }
-    Ok((id, behind))
+    Ok(Committed {
+        id,
+        behind,
+        next: Some(place),
+    })
 }
 
 fn abort(
@@ -510,6 +650,7 @@ fn abort(
         Err(AbortError::NoTransaction) => return Ok(()),
         refused => refused?,
     }
+    let place = place_of(gate, path);
     let mut waited = false;
     let attempt = || {
         let ended = quiesce(gate, path, Pending::Discard, |_| {
@@ -529,10 +670,7 @@ fn abort(
         }
     };
     patiently(Instant::now() + patience, attempt)?;
-    gate.engine()
-        .revalidate_names(path)
-        .into_iter()
-        .for_each(forget);
+    forget_names(gate, &[&place, path], forget);
     Ok(())
 }
 
@@ -578,13 +716,11 @@ fn finish_restore(
     path: &[u8],
     forget: &dyn Fn(Cached),
 ) -> Result<(), TransactionError> {
+    let place = gate.store().path_after(path);
     let commit = decided(gate, path);
     if commit.is_some_and(|commit| commit.is_undo()) {
         apply_commit(gate, path)?;
-        gate.engine()
-            .revalidate_names(path)
-            .into_iter()
-            .for_each(forget);
+        forget_names(gate, &[&place, path], forget);
     }
     Ok(())
 }
@@ -598,6 +734,7 @@ fn restore(
 ) -> Result<(), TransactionError> {
     let store = gate.store();
     finish_restore(gate, path, forget)?;
+    let place = store.path_after(path);
     // Of a commit before the transaction that is open. A commit that is not followed may be the one that is meant.
     apply_commit_before(gate, path)?;
     let found = current(gate, path);
@@ -630,10 +767,7 @@ fn restore(
         participants::ended(gate, path);
         Ok(())
     })?;
-    gate.engine()
-        .revalidate_names(path)
-        .into_iter()
-        .for_each(forget);
+    forget_names(gate, &[&place, path], forget);
     Ok(())
 }
 
@@ -646,11 +780,12 @@ fn restore_prepared(
 ) -> Result<(), TransactionError> {
     let store = gate.store();
     let path = found.scope();
+    let place = store.path_after(path);
     found.refuse_changes()?;
     quiesce(gate, path, Pending::Discard, |_| {
         match found.decide(id) {
             // It was applied in the background meanwhile.
-            Err(CommitError::NoTransaction) if store.committed(path)? == Some(id) => {}
+            Err(CommitError::NoTransaction) if store.committed(&place)? == Some(id) => {}
             commit => commit?.apply()?,
         }
         note(gate, Step::Applied, path, Some(id));
@@ -658,10 +793,7 @@ fn restore_prepared(
         participants::ended(gate, path);
         Ok(())
     })?;
-    gate.engine()
-        .revalidate_names(path)
-        .into_iter()
-        .for_each(forget);
+    forget_names(gate, &[&place, path], forget);
     Ok(())
 }
 
@@ -716,7 +848,7 @@ pub(crate) fn in_the_way(gate: &TransactionGate) -> Option<String> {
     let mut begun_here = gate.store().open_transactions();
     begun_here.retain(|found| !found.is_recovered());
     let undecided = begun_here.iter().find_map(|found| {
-        let scope = shown_scope(found.scope());
+        let scope = shown_scope(&found.path_now());
         match found {
             Found::Prepared(prepared) => Some(format!(
                 "a transaction in {scope} is prepared with id {}: firn commit or firn abort it, or --force leaves it to the next mount, without what was written since",
@@ -731,7 +863,7 @@ pub(crate) fn in_the_way(gate: &TransactionGate) -> Option<String> {
     undecided.or_else(|| {
         begun_here.iter().find_map(|found| {
             let error = apply_commit(gate, found.scope()).err()?;
-            let scope = shown_scope(found.scope());
+            let scope = shown_scope(&found.path_now());
             Some(format!(
                 "the commit of a transaction in {scope} cannot be applied: {error}; mend the backing and try again, or --force leaves it to the next mount"
             ))
@@ -753,8 +885,8 @@ pub(crate) fn status(gate: &Arc<TransactionGate>, owners: &Owners) -> Vec<Transa
     let one = |found: firn_transact::Transaction| TransactionStatus {
         owner: owners.status(&found.scope).0,
         age_s: owners.status(&found.scope).1,
-        bytes: found.written_bytes + pending(&found.scope),
-        scope: found.scope.as_slice().into(),
+        bytes: found.written_bytes + pending(&found.path_now),
+        scope: found.path_now.as_slice().into(),
         stage: word(found.stage).0.into(),
         id: word(found.stage).1,
         objects: found.objects,
@@ -871,6 +1003,8 @@ fn refuse_begin(error: &BeginError, scope: &str) -> Refused {
             (libc::EBUSY, message)
         }
         BeginError::NotOver { .. } => (libc::EBUSY, format!("{scope}: {error}")),
+        BeginError::Exists => (libc::EEXIST, format!("{scope}: {error}")),
+        BeginError::NotAmongHosts => (libc::EOPNOTSUPP, format!("{scope}: {error}")),
         BeginError::InodesDiffer => (libc::EOPNOTSUPP, error.to_string()),
         BeginError::TooManyHosts { .. } => (libc::ECANCELED, format!("{scope}: {error}")),
         BeginError::Scope(error) => refuse_scope(error, scope),

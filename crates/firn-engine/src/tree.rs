@@ -20,6 +20,17 @@ impl<B: Backing> Engine<B> {
         self.object(&*self.find(path)?)
     }
 
+    /// What the kernel may have cached of the attributes and names of the object at a path.
+    pub fn cached_at(&self, path: &[u8]) -> Option<Cached> {
+        self.find(path).ok().map(|inode| Cached::Inode(inode.id))
+    }
+
+    /// Holds up renames of `path` and of the directories above it, until the guard is dropped.
+    pub fn hold_path(&self, path: &[u8]) -> impl Drop + '_ {
+        let path = path.to_vec();
+        self.paths.stay(move || vec![path.clone()])
+    }
+
     /// Revokes what direct access processes have to files at or below `path`: all that they wrote is ingested.
     pub fn revoke_grants_in_tree(&self, path: &[u8]) {
         for file in self.files_at(path) {

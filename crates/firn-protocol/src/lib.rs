@@ -84,6 +84,10 @@ pub enum Request {
         /// Whose it is: when the owner is gone and nobody has prepared the transaction, it is aborted.
         #[serde(default)]
         owner: Owner,
+        /// Make the directory as a part of the transaction, with these permission bits, from which the caller's umask
+        /// is taken already; it must not exist. Without, it must.
+        #[serde(default)]
+        create: Option<u32>,
     },
     /// Make the transaction durable and leave its outcome open. Changes wait until it is decided.
     Prepare {

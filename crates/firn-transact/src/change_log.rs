@@ -30,7 +30,7 @@ pub use firn_format::sealed::SealError as LogError;
 /// The header of a file with a log.
 pub const SEAL: Seal = Seal {
     magic: *b"FIRNTXLG",
-    version: 5,
+    version: 6,
 };
 
 /// Magic numbers of the files that Firn 0.1 kept instead: redo records, saved objects, manifests of backups.
@@ -316,6 +316,17 @@ pub enum Direction {
     Undo,
 }
 
+/// What a transaction does to the name of its scope's top.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TopChange {
+    /// Path of the scope after it, relative to the backing.
+    pub path_after: Vec<u8>,
+    /// The transaction makes the directory.
+    pub is_new: bool,
+    /// Number of its entry; none in shadow mode, where the backing has the name already.
+    pub entry: Option<u64>,
+}
+
 /// A transaction, decided or not.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChangeLog {
@@ -325,6 +336,8 @@ pub struct ChangeLog {
     pub id_before: Option<u64>,
     /// Path of its scope, relative to the backing, for people.
     pub scope: Vec<u8>,
+    /// Where the name of the scope's top is part of the transaction.
+    pub top: Option<TopChange>,
     /// Other hosts commit their parts at the same time: what they do to the same objects stays.
     pub shared: bool,
     /// The undo parts are there, and all that they refer to.
@@ -341,6 +354,22 @@ impl ChangeLog {
         match direction {
             Direction::Redo => self.id,
             Direction::Undo => self.id_before.unwrap_or(NO_ID),
+        }
+    }
+
+    /// Path of the scope after the log is applied.
+    pub(crate) fn scope_after(&self, direction: Direction) -> &[u8] {
+        match (&self.top, direction) {
+            (Some(top), Direction::Redo) => &top.path_after,
+            _ => &self.scope,
+        }
+    }
+
+    /// Path of the scope before the log is applied.
+    pub(crate) fn scope_before(&self, direction: Direction) -> &[u8] {
+        match direction {
+            Direction::Redo => &self.scope,
+            Direction::Undo => self.scope_after(Direction::Redo),
         }
     }
 
@@ -363,6 +392,12 @@ impl ChangeLog {
     /// Whoever opens a name of this log stays in the directory that the log means.
     pub(crate) fn check_names(&self) -> Result<(), LogError> {
         check(is_path(&self.scope))?;
+        if let Some(top) = &self.top {
+            // The top changes its name in its parent, and nothing else.
+            check(is_path(&top.path_after))?;
+            check(!self.scope.is_empty() && !top.path_after.is_empty())?;
+            check(parent_of(&self.scope) == parent_of(&top.path_after))?;
+        }
         for entry in &self.entries {
             for (_, name) in entry.names() {
                 check_name(name)?;
@@ -420,6 +455,12 @@ impl ChangeLog {
         }
         Ok(())
     }
+}
+
+/// Path of the directory that a path leads through last.
+pub(crate) fn parent_of(path: &[u8]) -> &[u8] {
+    let slash = path.iter().rposition(|&byte| byte == b'/');
+    &path[..slash.unwrap_or(0)]
 }
 
 fn retired_version(bytes: &[u8]) -> Option<LogError> {
@@ -528,6 +569,11 @@ mod tests {
             id: 17,
             id_before: Some(16),
             scope: b"work".to_vec(),
+            top: Some(TopChange {
+                path_after: b"done".to_vec(),
+                is_new: true,
+                entry: Some(3),
+            }),
             shared: true,
             can_be_undone: true,
             entries: vec![entry],
@@ -653,8 +699,24 @@ mod tests {
             let decoded = ChangeLog::decode(&bad.encode());
             assert_eq!(decoded, Err(LogError::Damaged), "{scope:?}");
         }
+        let top = |path: &[u8]| {
+            Some(TopChange {
+                path_after: path.to_vec(),
+                is_new: false,
+                entry: None,
+            })
+        };
+        for path in ["", "..", "a/done", "/a", "a//b", "a\0"] {
+            let bad = ChangeLog {
+                top: top(path.as_bytes()),
+                ..full()
+            };
+            let decoded = ChangeLog::decode(&bad.encode());
+            assert_eq!(decoded, Err(LogError::Damaged), "{path:?}");
+        }
         let whole = ChangeLog {
             scope: b"a/b c/..d".to_vec(),
+            top: top(b"a/b c/e"),
             ..full()
         };
         assert_eq!(ChangeLog::decode(&whole.encode()), Ok(whole));

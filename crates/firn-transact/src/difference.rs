@@ -1,13 +1,13 @@
 //! The difference between the tree below and the one that programs see: what a commit is to do.
 
 use std::collections::{BTreeMap, HashMap};
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 
 use firn_backing::{Backing, Errno, Kind, SetTime};
 
-use crate::change_log::{ChangeLog, Data, Entry, Identity, Range, Source};
+use crate::change_log::{ChangeLog, Data, Entry, Identity, Range, Source, TopChange};
 use crate::history::ANCHOR;
 use crate::object::{Inner, Key, Object};
 use crate::scope::Scope;
@@ -136,7 +136,11 @@ impl<B: Backing> TransactionalBacking<B> {
                 }
             }
         }
+        let top = self.record_top(scope, &mut numbers, &mut items);
         for object in &changed {
+            if Arc::ptr_eq(object, &scope.root) {
+                continue;
+            }
             let number = self.number(scope, object, &mut numbers, &mut items);
             self.settle(scope, object, number, &mut numbers, &mut items)?;
         }
@@ -150,10 +154,46 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(ChangeLog {
             id,
             scope,
+            top,
             shared,
             entries: items.into_values().collect(),
             ..ChangeLog::default()
         })
+    }
+
+    /// The name of the scope's top: it stays, or the transaction gives it another one, or its first.
+    fn record_top(
+        &self,
+        scope: &Scope<B>,
+        numbers: &mut HashMap<Key, u64>,
+        items: &mut BTreeMap<u64, Entry>,
+    ) -> Option<TopChange> {
+        let names = scope.top.names();
+        let change = |entry| TopChange {
+            path_after: scope.path_now(),
+            is_new: names.before.is_none(),
+            entry,
+        };
+        let is_changed = names.before != names.now;
+        if scope.shadow.is_some() {
+            return is_changed.then(|| change(None));
+        }
+        let parent = scope.top.parent()?;
+        if !is_changed && !numbers.contains_key(&scope.root.key) {
+            return None;
+        }
+        let number = self.number(scope, &scope.root, numbers, items);
+        let dir = self.number(scope, parent, numbers, items);
+        let place = |name: OsString| (dir, name.into_encoded_bytes());
+        let entry = items.get_mut(&number).expect("just added");
+        if is_changed {
+            entry.stays = None;
+            entry.before = names.before.clone().map(place).into_iter().collect();
+            entry.after = names.now.clone().map(place).into_iter().collect();
+        } else {
+            entry.stays = names.now.clone().map(place);
+        }
+        is_changed.then(|| change(Some(number)))
     }
 
     /// Names that an object has; 2 for a directory that is there.

@@ -68,6 +68,16 @@ pub enum BeginError {
         /// The scope of that one.
         scope: BytePath,
     },
+    /// Something has the name of the directory that the transaction was to make.
+    #[error(
+        "it exists: firn begin without --create opens a transaction in a directory that is there"
+    )]
+    Exists,
+    /// Several hosts commit together, and each of them would make the directory.
+    #[error(
+        "with participants each host would make the directory: make it first, then firn begin without --create"
+    )]
+    NotAmongHosts,
     /// Shadow mode does not work on this file system.
     #[error(
         "directories of the backing name other inode numbers than stat(2) tells: only mode=buffer works there"

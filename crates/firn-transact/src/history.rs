@@ -14,7 +14,7 @@ use firn_backing::{Access, Attr, Backing, Errno, RenameFlags, SetTime};
 use parking_lot::Mutex;
 
 use crate::apply::Apply;
-use crate::change_log::{ChangeLog, Data, Entry, LogError, Part, Range, Source};
+use crate::change_log::{ChangeLog, Data, Direction, Entry, LogError, Part, Range, Source};
 use crate::error::{RestoreError, StoreError};
 use crate::object::Object;
 use crate::scope::{Found, NO_ID, Scope};
@@ -44,6 +44,24 @@ pub(crate) struct History {
     pub(crate) numbers: Mutex<()>,
 }
 
+/// The numbers of the logs that lead back from what a scope is, newest first; under other names, too. `all` are all
+/// logs, newest first.
+fn chain_of(all: &[(u64, ChangeLog)], scope: &[u8]) -> Vec<u64> {
+    let mut chain = Vec::new();
+    let mut at = scope;
+    for (serial, log) in all {
+        if log.scope_after(Direction::Redo) != at {
+            continue;
+        }
+        chain.push(*serial);
+        if log.top.as_ref().is_some_and(|top| top.is_new) {
+            break;
+        }
+        at = &log.scope;
+    }
+    chain
+}
+
 impl<B: Backing> TransactionalBacking<B> {
     /// Fills in the undo parts of a log, and stages what they refer to.
     pub(crate) fn stage_undo(&self, scope: &Scope<B>, log: &mut ChangeLog) -> Result<(), Errno> {
@@ -51,7 +69,10 @@ impl<B: Backing> TransactionalBacking<B> {
             return Ok(());
         }
         let firn = self.staging_dir()?;
-        log.id_before = staging::load_numbers(&self.base, &firn)?.remove(&scope.path);
+        let is_new = log.top.as_ref().is_some_and(|top| top.is_new);
+        if !is_new {
+            log.id_before = staging::load_numbers(&self.base, &firn)?.remove(&scope.path);
+        }
         log.can_be_undone = true;
         let dir = staging::dir(&self.base, &scope.new, UNDO_DIR)?;
         // What an attempt before this one left.
@@ -65,6 +86,8 @@ impl<B: Backing> TransactionalBacking<B> {
                     .filter(|_| is_here)
             };
             let object = changed.get(&entry.number).cloned().or_else(known);
+            // Directories above the scope are no part of it: a restore leaves their times alone.
+            let object = object.filter(|object| object.is_below(&scope.root));
             self.stage_undo_of(entry, object.as_ref(), &dir)?;
         }
         Ok(())
@@ -207,8 +230,16 @@ impl<B: Backing> TransactionalBacking<B> {
         } else {
             0
         };
-        for (serial, _) in self.undos(&log.scope)?.into_iter().skip(count) {
-            self.remove_undo(firn, &name(serial))?;
+        let scope = log.scope_after(Direction::Redo);
+        let all = self.all_undos()?;
+        let chain = chain_of(&all, if is_kept { scope } else { &log.scope });
+        let is_needed = |serial: &u64| chain.iter().take(count).any(|one| one == serial);
+        // Those of a directory that had the name before lead nowhere from here.
+        let of_scope = all.iter().filter(|(serial, log)| {
+            log.scope_after(Direction::Redo) == scope || chain.contains(serial)
+        });
+        for (serial, _) in of_scope.filter(|(serial, _)| !is_needed(serial)) {
+            self.remove_undo(firn, &name(*serial))?;
         }
         Ok(is_kept)
     }
@@ -287,8 +318,32 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
+    /// Forgets the commits of a scope: what it was is gone.
+    pub(crate) fn forget_commits(&self, scope: &[u8]) -> Result<(), StoreError> {
+        let Some(firn) = self.find_staging_dir()? else {
+            return Ok(());
+        };
+        let _one = self.history.numbers.lock();
+        let mut numbers = staging::load_numbers(&self.base, &firn)?;
+        if numbers.remove(scope).is_some() {
+            staging::store_numbers(&self.base, &firn, &numbers)?;
+        }
+        for (serial, _) in self.undos(scope)? {
+            self.remove_undo(&firn, &name(serial))?;
+        }
+        Ok(())
+    }
+
     /// What undoes commits of a scope, newest first.
     fn undos(&self, scope: &[u8]) -> Result<Vec<(u64, ChangeLog)>, StoreError> {
+        let mut all = self.all_undos()?;
+        let chain = chain_of(&all, scope);
+        all.retain(|(serial, _)| chain.contains(serial));
+        Ok(all)
+    }
+
+    /// What undoes commits, newest first.
+    fn all_undos(&self) -> Result<Vec<(u64, ChangeLog)>, StoreError> {
         let Some(firn) = self.find_staging_dir()? else {
             return Ok(Vec::new());
         };
@@ -311,7 +366,6 @@ impl<B: Backing> TransactionalBacking<B> {
                 );
             }
         }
-        found.retain(|(_, record)| record.scope == scope);
         found.sort_by_key(|(serial, _)| std::cmp::Reverse(*serial));
         Ok(found)
     }

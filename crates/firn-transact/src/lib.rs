@@ -63,7 +63,7 @@ pub use object::Object;
 pub use plain::{PlainBacking, PlainDir, PlainInode};
 pub use recovery::{Opening, Outcome};
 pub use report::Transaction;
-pub use scope::{ArenaId, Decided, Found, Open, Prepared, Stage};
+pub use scope::{ArenaId, Decided, Found, Open, Prepared, Stage, TopMaker};
 pub use shadow::Mode;
 pub use staging::TOP;
 pub use staging_dir::{other_staging_dirs, staging_dir_name};

@@ -74,13 +74,19 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         if let Some(inode) = &inner.base {
             let is_top = object.parent().is_none();
+            let tops = self.top_names_in(object);
             for (name, ino, kind) in staging::list(&self.base, inode)? {
                 let name = OsString::from_vec(name);
                 let is_hidden = is_top && name == OsStr::new(staging::TOP);
+                let is_hidden = is_hidden || tops.iter().any(|top| top.name == name);
                 if !is_hidden && change.is_none_or(|change| !change.names.contains_key(&name)) {
                     entries.push((name, ino, kind));
                 }
             }
+            let shown = tops
+                .into_iter()
+                .filter_map(|top| Some((top.name, top.shown?)));
+            entries.extend(shown.map(|(name, root)| (name, root.key.1, Some(Kind::Dir))));
         } else if change.is_none() {
             return Err(Errno::STALE);
         }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use firn_backing::{Attr, Backing, Errno, Kind, RenameFlags, Result, Time};
 
 use crate::object::{Change, Inner, Named, Object, StagedCopy};
-use crate::scope::Scope;
+use crate::scope::{Scope, TopName};
 use crate::shadow::{NO_BYTES, Shadow};
 use crate::staging;
 use crate::transactional::TransactionalBacking;
@@ -34,6 +34,11 @@ impl<B: Backing> TransactionalBacking<B> {
         parent: &Arc<Object<B>>,
         name: &OsStr,
     ) -> Result<Option<Arc<Object<B>>>> {
+        match self.find_top_name(parent, name) {
+            TopName::Unrelated => {}
+            TopName::Shown(root) => return Ok(Some(root)),
+            TopName::Reserved => return Ok(None),
+        }
         let inner = parent.inner.read();
         if let Some(change) = &inner.change
             && let Some(found) = change.names.get(name)
@@ -66,6 +71,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if parent.is_gone() {
             return Err(Errno::NOENT);
         }
+        self.must_not_be_a_top(parent, name)?;
         let within = scope.clone();
         let Some(scope) = self.holding(scope, parent, NO_BYTES)? else {
             let dir = parent.inner.read().inode(&self.base)?;
@@ -242,6 +248,11 @@ impl<B: Backing> TransactionalBacking<B> {
             if self.is_hidden(parent, name) {
                 return Err(Errno::NOENT);
             }
+            match self.find_top_name(parent, name) {
+                TopName::Unrelated => {}
+                TopName::Shown(_) => return Err(Errno::ISDIR),
+                TopName::Reserved => return Err(Errno::NOENT),
+            }
             let dir = parent.inner.read().inode(&self.base)?;
             return if is_dir {
                 self.base.rmdir(&dir, name)
@@ -283,6 +294,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if !same(&self.scopes.of(object), &scope) {
             return Err(Errno::XDEV);
         }
+        self.must_not_be_a_top(parent, name)?;
         if shadow(&scope).is_some() && (parent.is_gone() || object.attr(self)?.nlink == 0) {
             return Err(Errno::NOENT);
         }
@@ -334,6 +346,9 @@ impl<B: Backing> TransactionalBacking<B> {
             return Err(Errno::XDEV);
         }
         drop(names);
+        if let Some(result) = self.rename_top((from, name), (to, new_name), flags) {
+            return result;
+        }
         let (_names, scope) = self.changing(from)?;
         if !same(&self.scopes.of(to), &scope) {
             return Err(Errno::XDEV);
@@ -447,6 +462,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let source = known(from, name);
         let target = known(to, new_name);
         if !self.scopes.is_empty() {
+            self.may_move_beside_tops((from, name), (to, new_name))?;
             self.must_not_hold_a_scope(source.as_ref())?;
             self.must_not_hold_a_scope(target.as_ref())?;
         }

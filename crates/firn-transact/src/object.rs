@@ -205,7 +205,12 @@ impl<B: Backing> Object<B> {
         if let Some(attr) = inner.change.as_ref().and_then(|change| change.frozen) {
             return Ok(attr);
         }
-        let mut attr = inner.attr(held, self)?;
+        let mut attr = match &inner.base {
+            Some(inode) if inner.change.is_none() && held.has_tops_in(self) => {
+                held.attr_with_tops(self, inode)?
+            }
+            _ => inner.attr(held, self)?,
+        };
         if self.is_gone() {
             attr.nlink = 0;
         }

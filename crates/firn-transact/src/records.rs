@@ -54,9 +54,11 @@ impl<B: Backing> TransactionalBacking<B> {
         let _one = self.history.numbers.lock();
         let firn = self.staging_dir()?;
         let mut numbers = staging::load_numbers(&self.base, &firn)?;
+        numbers.remove(log.scope_before(direction));
+        let scope = log.scope_after(direction);
         match log.id_after(direction) {
-            NO_ID => numbers.remove(&log.scope),
-            id => numbers.insert(log.scope.clone(), id),
+            NO_ID => numbers.remove(scope),
+            id => numbers.insert(scope.to_vec(), id),
         };
         staging::store_numbers(&self.base, &firn, &numbers)?;
         if direction == Direction::Redo && self.keep_log(&firn, serial, log)? {

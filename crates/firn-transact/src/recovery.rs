@@ -4,7 +4,6 @@
 //! dropped, or noted durably for an arena that is away, before the records that tell of it go.
 
 use std::ffi::OsStr;
-use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 
 use firn_backing::{Backing, Errno, Kind, RenameFlags};
@@ -149,16 +148,16 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(found)
     }
 
-    /// The scope of a transaction that is not decided for.
-    pub(super) fn scope_to_drop(
+    /// Paths that the scope of a transaction had which is not decided for; none of one that is.
+    pub(super) fn scopes_to_drop_of(
         &self,
         stored: &StoredTransaction<B>,
-    ) -> Result<Option<Vec<u8>>, StoreError> {
+    ) -> Result<Vec<Vec<u8>>, StoreError> {
         let StoredTransaction { dir, name, .. } = stored;
         for decided in [staging::COMMIT, staging::UNDO] {
             if staging::find(&self.base, dir, OsStr::new(decided))?.is_some() {
                 // What came after the decision counts.
-                return Ok(None);
+                return Ok(Vec::new());
             }
         }
         let record = self.load_record(dir, name, staging::RECORD)?;
@@ -166,13 +165,20 @@ impl<B: Backing> TransactionalBacking<B> {
             Some(record) => Some(record.scope.clone()),
             None => staging::load_scope(&self.base, dir, staging::OPEN)?,
         };
-        let Some(scope) = scope else { return Ok(None) };
+        let Some(scope) = scope else {
+            return Ok(Vec::new());
+        };
         let is_committed = self.is_shared_commit(dir, &scope)?
             || match &record {
                 Some(record) => self.decided(record.id, &scope)? == Some(true),
                 None => false,
             };
-        Ok((!is_committed).then_some(scope))
+        if is_committed {
+            return Ok(Vec::new());
+        }
+        let mut scopes = self.stored_names(dir, name)?;
+        scopes.push(scope);
+        Ok(scopes)
     }
 
     /// Finishes or undoes what earlier transactions left.
@@ -222,7 +228,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 let away = staging::dir(&self.base, &dir, staging::AWAY)?;
                 let below = (&self.base, self.device());
                 Apply::new(below, (&log, direction), &new, &away).run()?;
-                self.sync_what_was_applied(firn, &log.scope)?;
+                self.sync_what_was_applied(firn, log.scope_after(direction))?;
                 self.finish(&dir, (&log, direction), serial)?;
                 self.remove_or_keep(firn, serial, &dir)?;
                 outcome.finished.push(log.id_after(direction));
@@ -250,17 +256,7 @@ impl<B: Backing> TransactionalBacking<B> {
         dir: B::Inode,
         record: ChangeLog,
     ) -> Result<(), StoreError> {
-        let mut root = Arc::clone(self.top());
-        for name in record
-            .scope
-            .split(|&b| b == b'/')
-            .filter(|name| !name.is_empty())
-        {
-            let name = OsStr::from_bytes(name);
-            let parent = root.inner.read().inode(&self.base)?;
-            let (inode, attr) = self.base.lookup(&parent, name)?;
-            root = self.tree.intern(inode, &attr, &root, name);
-        }
+        let root = self.recovered_root(&dir, &record)?;
         let anchored: Vec<_> = record
             .entries
             .iter()
@@ -291,10 +287,6 @@ impl<B: Backing> TransactionalBacking<B> {
     /// An earlier process may have applied a part, and did not live to sync it.
     fn sync_what_was_applied(&self, firn: &B::Inode, scope: &[u8]) -> Result<(), Errno> {
         self.base.sync_tree(firn)?;
-        let mut root = self.base.root();
-        for name in scope.split(|&b| b == b'/').filter(|name| !name.is_empty()) {
-            root = self.base.lookup(&root, OsStr::from_bytes(name))?.0;
-        }
-        self.base.sync_tree(&root)
+        self.base.sync_tree(&self.directory_at(scope)?)
     }
 }

@@ -17,8 +17,10 @@ use crate::transactional::TransactionalBacking;
 /// What an open transaction has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Transaction {
-    /// Path of its scope, relative to the backing.
+    /// Path of its scope at the begin, relative to the backing.
     pub scope: Vec<u8>,
+    /// Path under which programs see it.
+    pub path_now: Vec<u8>,
     /// How far it is.
     pub stage: Stage,
     /// Bytes written in it since it began, overwritten ones too.
@@ -41,6 +43,7 @@ impl<B: Backing> TransactionalBacking<B> {
     pub fn transactions(&self) -> Vec<Transaction> {
         let one = |scope: Arc<Scope<B>>| Transaction {
             scope: scope.path.clone(),
+            path_now: scope.path_now(),
             stage: *scope.stage.lock(),
             objects: match &scope.recovered {
                 Some(record) => record.entries.len() as u64,

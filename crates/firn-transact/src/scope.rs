@@ -25,9 +25,12 @@ mod arenas;
 mod begin;
 mod handle;
 mod prepare;
+mod top;
 
 pub use arenas::ArenaId;
 pub use handle::{Decided, Found, Open, Prepared};
+pub use top::TopMaker;
+pub(crate) use top::{Top, TopName, TopUndo};
 
 /// Number of the state before the first commit: [`TransactionalBacking::committed`] has none.
 pub(crate) const NO_ID: u64 = u64::MAX;
@@ -49,7 +52,9 @@ pub enum Stage {
 pub(crate) struct Scope<B: Backing> {
     pub(crate) serial: u64,
     pub(crate) root: Arc<Object<B>>,
+    /// When the transaction began. Nothing else comes to be there while it is open.
     pub(crate) path: Vec<u8>,
+    pub(crate) top: Top<B>,
     pub(crate) dir: B::Inode,
     pub(crate) new: B::Inode,
     away: B::Inode,
@@ -200,10 +205,12 @@ impl<B: Backing> TransactionalBacking<B> {
             .as_ref()
             .map_or(Stage::Open, |record| Stage::Prepared(record.id));
         let shadow = self.shadow_of(&dir, &path)?;
+        let top = Top::new(&root, &path, recovered.as_ref(), shadow.is_some());
         Ok(Scope {
             serial,
             root,
             path,
+            top,
             new: staging::dir(&self.base, &dir, staging::NEW)?,
             shadow,
             away: staging::dir(&self.base, &dir, staging::AWAY)?,
@@ -232,9 +239,11 @@ impl<B: Backing> TransactionalBacking<B> {
         dir: B::Inode,
         record: ChangeLog,
     ) -> Result<Scope<B>, Errno> {
-        let path = record.scope.clone();
+        let path = record.scope_before(Direction::Undo).to_vec();
         let id = record.id_after(Direction::Undo);
+        let path_after = record.scope_after(Direction::Undo).to_vec();
         let scope = self.new_scope(serial, Arc::clone(root), path, dir, Some(record))?;
+        scope.top.goes_back_to(&path_after);
         scope.set_stage(Stage::Decided(id));
         Ok(Scope {
             is_undo: true,

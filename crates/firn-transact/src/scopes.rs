@@ -21,6 +21,8 @@ pub(crate) struct Scopes<B: Backing> {
     list: RwLock<Vec<Arc<Scope<B>>>>,
     /// Read without the lock, so that what is in no transaction waits for none.
     count: AtomicUsize,
+    /// How many of them have a top that its parent shows under another name than the backing, or hides.
+    changed_tops: AtomicUsize,
     last_serial: AtomicU64,
     /// Serial numbers and directories of transactions that are over and could not be removed: they mean nothing.
     leftovers: Mutex<Vec<(u64, B::Inode)>>,
@@ -31,6 +33,7 @@ impl<B: Backing> Default for Scopes<B> {
         Self {
             list: RwLock::default(),
             count: AtomicUsize::new(0),
+            changed_tops: AtomicUsize::new(0),
             last_serial: AtomicU64::new(0),
             leftovers: Mutex::default(),
         }
@@ -57,6 +60,7 @@ impl<B: Backing> Scopes<B> {
         let mut list = self.list.write();
         list.push(scope);
         self.count.store(list.len(), Ordering::Release);
+        self.store_changed_tops(&list);
         self.check(&list);
     }
 
@@ -66,7 +70,32 @@ impl<B: Backing> Scopes<B> {
         list.retain(|other| !Arc::ptr_eq(other, scope));
         list.extend(scope.application.take_next());
         self.count.store(list.len(), Ordering::Release);
+        self.store_changed_tops(&list);
         self.check(&list);
+    }
+
+    /// The top of a scope got another name.
+    pub(crate) fn count_changed_tops(&self) {
+        self.store_changed_tops(&self.list.read());
+    }
+
+    fn store_changed_tops(&self, list: &[Arc<Scope<B>>]) {
+        let changed = list.iter().filter(|scope| scope.top.changes_parent());
+        self.changed_tops.store(changed.count(), Ordering::Release);
+    }
+
+    pub(crate) fn have_changed_tops(&self) -> bool {
+        self.changed_tops.load(Ordering::Acquire) > 0
+    }
+
+    /// Those whose tops are in a directory; none where no top is another there than in the backing.
+    pub(crate) fn with_top_in(&self, dir: &Object<B>) -> Vec<Arc<Scope<B>>> {
+        if !self.have_changed_tops() {
+            return Vec::new();
+        }
+        let list = self.list.read();
+        let of_dir = list.iter().filter(|scope| scope.top.is_in(dir));
+        of_dir.cloned().collect()
     }
 
     /// Empties the list at the end of the mount.
@@ -94,22 +123,19 @@ impl<B: Backing> Scopes<B> {
         list.iter().find(|scope| select(scope)).cloned()
     }
 
-    /// The transaction of the scope at `path`; the commit, where one is decided and followed by another transaction.
+    /// The transaction of the scope that is, was or comes to be at `path`; the commit, where one is decided and followed
+    /// by another transaction.
     pub(crate) fn at_path(&self, path: &[u8]) -> Option<Arc<Scope<B>>> {
-        self.find(|scope| scope.path == path)
+        self.find(|scope| scope.is_at(path))
     }
 
-    /// The transaction of the scope at `path` that programs change things in, or else the commit that is being applied.
+    /// The transaction of that scope that programs change things in, or else the commit that is being applied.
     pub(crate) fn current_at_path(&self, path: &[u8]) -> Option<Arc<Scope<B>>> {
         // Under the lock: at the end of a commit the one that follows goes from it to the list.
         let list = self.list.read();
-        let first = list.iter().find(|scope| scope.path == path)?;
-        Some(
-            first
-                .application
-                .next()
-                .unwrap_or_else(|| Arc::clone(first)),
-        )
+        let first = list.iter().find(|scope| scope.is_at(path))?;
+        let next = first.application.next();
+        Some(next.unwrap_or_else(|| Arc::clone(first)))
     }
 
     /// The commit that a transaction follows.

@@ -10,6 +10,7 @@
 //! .firn/tx-N/saved/        in shadow mode: what objects were before they changed (`shadow::saved`)
 //! .firn/tx-N/kept/INO      in shadow mode: objects that were removed
 //! .firn/tx-N/open          it is not over; the path of its scope
+//! .firn/tx-N/names         names that the top of its scope has or had in it (`scope::top`)
 //! .firn/tx-N/arena         the arena of the mount that began it
 //! .firn/tx-N/record        prepared: the change log (`change_log`)
 //! .firn/tx-N/commit        the same, decided
@@ -37,6 +38,7 @@ pub const TOP: &str = ".firn";
 /// Before the name of a host, of several.
 pub(crate) const HOST: &str = "host-";
 pub(crate) const OPEN: &str = "open";
+pub(crate) const NAMES: &str = "names";
 pub(crate) const ARENA: &str = "arena";
 pub(crate) const BACKUP: &str = "backup";
 pub(crate) const DROPPED: &str = "dropped";

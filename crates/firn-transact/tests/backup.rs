@@ -12,7 +12,7 @@ use firn_backing::sim::{Tree, tree};
 use firn_backing::{Access, Backing, DirBacking, Errno, Kind, SetTime, SimBacking, suite};
 use firn_transact::backup::MANIFEST;
 use firn_transact::change_log::ChangeLog;
-use firn_transact::{BackupError, PlainBacking, ReviveError, TransactionalBacking};
+use firn_transact::{BackupError, PlainBacking, ReviveError, TopMaker, TransactionalBacking};
 
 fn entries<B: Backing>(b: &B, dir: &B::Inode) -> Vec<Vec<u8>> {
     let mut names = Vec::new();
@@ -149,11 +149,14 @@ fn revived<B: Backing>(base: B, store: &B) -> TransactionalBacking<B> {
 }
 
 fn put<B: Backing>(b: &B, name: &str, bytes: &[u8]) {
-    let root = b.root();
-    let file = match b.lookup(&root, OsStr::new(name)) {
+    put_in(b, &b.root(), name, bytes);
+}
+
+fn put_in<B: Backing>(b: &B, dir: &B::Inode, name: &str, bytes: &[u8]) {
+    let file = match b.lookup(dir, OsStr::new(name)) {
         Ok((inode, _)) => b.open(&inode, Access::ReadWrite).expect("open"),
         Err(_) => {
-            b.create(&suite::own_caller(), &root, OsStr::new(name), 0o640)
+            b.create(&suite::own_caller(), dir, OsStr::new(name), 0o640)
                 .expect("create")
                 .1
         }
@@ -260,6 +263,100 @@ fn prepared() -> (SimBacking, TransactionalBacking<SimBacking>) {
         .expect("rename");
     held.prepare(&root, 5).expect("prepare");
     (before, held)
+}
+
+/// A directory with another in it.
+fn parent_with_scope<B: Backing>(b: &B, has_scope: bool) {
+    let me = suite::own_caller();
+    let (parent, _) = b
+        .mkdir(&me, &b.root(), OsStr::new("p"), 0o755)
+        .expect("mkdir");
+    if has_scope {
+        let (scope, _) = b
+            .mkdir(&me, &parent, OsStr::new("d"), 0o755)
+            .expect("mkdir");
+        put_in(b, &scope, "file", b"before");
+    }
+}
+
+/// Changes the scope, renames its top, and goes on below the new name.
+fn change_and_rename<B: Backing>(b: &B) {
+    let parent = b.lookup(&b.root(), OsStr::new("p")).expect("lookup").0;
+    let scope = b.lookup(&parent, OsStr::new("d")).expect("lookup").0;
+    put_in(b, &scope, "file", b"AFTER!");
+    let flags = firn_backing::RenameFlags::empty();
+    b.rename(&parent, OsStr::new("d"), &parent, OsStr::new("n"), flags)
+        .expect("rename");
+    let scope = b.lookup(&parent, OsStr::new("n")).expect("lookup").0;
+    put_in(b, &scope, "more", &[3; 20_000]);
+}
+
+/// All but the top of the backing, which has `.firn`.
+fn tree_in(b: &impl Backing) -> Tree {
+    let mut all = tree(b).expect("tree");
+    all.remove(&b""[..]);
+    all
+}
+
+/// Proves S-tx-11, S-tx-100, S-tx-102: the top of the scope, new or renamed, comes out of the backup, too.
+#[test]
+fn a_new_top_and_a_new_name_of_a_top_are_finished_from_the_backup() {
+    let me = suite::own_caller();
+    for is_new in [false, true] {
+        let held = backed(SimBacking::new(), SimBacking::new());
+        parent_with_scope(&held, !is_new);
+        let before = elsewhere(&held);
+        let plain = before.fork();
+        let parent = held.lookup(&held.root(), OsStr::new("p")).expect("p").0;
+        if is_new {
+            let maker = TopMaker {
+                caller: &me,
+                mode: 0o755,
+            };
+            let begun = held.begin_created(&parent, b"p/d", maker);
+            drop(begun.expect("begin"));
+            let parent = plain.lookup(&plain.root(), OsStr::new("p")).expect("p").0;
+            plain
+                .mkdir(&me, &parent, OsStr::new("d"), 0o755)
+                .expect("mkdir");
+        } else {
+            let scope = held.lookup(&parent, OsStr::new("d")).expect("d").0;
+            drop(held.begin(&scope, b"p/d").expect("begin"));
+        }
+        held.back_up_ahead();
+        change_and_rename(&held);
+        held.back_up_ahead();
+        change_and_rename(&plain);
+        let top = |held: &TransactionalBacking<SimBacking>| {
+            held.top_known_as(b"p/d").expect("a transaction")
+        };
+        held.prepare(&top(&held), 5).expect("prepare");
+        let store = held.backups().expect("a backup").fork();
+        drop(held);
+        let old = tree_in(&PlainBacking::new(before.fork()));
+
+        let undecided = revived(before.fork(), &store);
+        assert_eq!(tree_in(&undecided), old, "{is_new}: undecided");
+        let disk = undecided.base().fork();
+        let (dir, manifest) = only(&store);
+        let again = undecided.revive((&store, &dir), OsStr::new("it"), &manifest);
+        assert!(
+            matches!(again, Err(ReviveError::Overlaps { .. })),
+            "{is_new}: {again:?}"
+        );
+        // The next mount decides.
+        let (undone, outcome) = TransactionalBacking::open(disk.fork()).expect("open");
+        assert_eq!(outcome.waiting, [(5, b"p/d".to_vec())], "{is_new}");
+        undone.abort(&top(&undone)).expect("abort");
+        assert_eq!(tree_in(&undone), old, "{is_new}: aborted");
+        let done = TransactionalBacking::open(disk).expect("open").0;
+        done.commit(&top(&done), 5).expect("commit");
+        assert_eq!(tree_in(&done), tree_in(&plain), "{is_new}: committed");
+        done.base().fsck().expect("fsck");
+        assert_eq!(done.committed(b"p/n"), Ok(Some(5)), "{is_new}");
+        let again = done.revive((&store, &dir), OsStr::new("it"), &manifest);
+        assert_eq!(again, Err(ReviveError::Applied { id: 5 }), "{is_new}");
+    }
 }
 
 /// Proves S-tx-12.

@@ -13,6 +13,8 @@ pub struct Peer {
     pub pid: Option<NonZeroU32>,
     /// Its effective user.
     pub uid: u32,
+    /// Its effective group.
+    pub gid: u32,
 }
 
 /// Why the peer of a socket is not spoken to.
@@ -65,6 +67,7 @@ pub fn peer(socket: impl AsFd) -> Result<Peer, Errno> {
         None => Ok(Peer {
             pid: NonZeroU32::new(found.pid.unsigned_abs()),
             uid: found.uid,
+            gid: found.gid,
         }),
     }
 }

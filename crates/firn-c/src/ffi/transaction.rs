@@ -41,6 +41,22 @@ pub extern "C" fn firn_begin(handle: Option<&Handle>, path: CPath<'_>) -> c_int 
     let begin = |path| Request::Begin {
         path,
         owner: Owner::Connection,
+        create: None,
+    };
+    guarded(|| request(handle, path, begin).map(drop))
+}
+
+/// `firn_begin_create`.
+#[unsafe(no_mangle)]
+pub extern "C" fn firn_begin_create(
+    handle: Option<&Handle>,
+    path: CPath<'_>,
+    mode: c_uint,
+) -> c_int {
+    let begin = |path| Request::Begin {
+        path,
+        owner: Owner::Connection,
+        create: Some(firn_client::without_umask(mode)),
     };
     guarded(|| request(handle, path, begin).map(drop))
 }

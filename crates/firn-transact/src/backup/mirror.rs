@@ -14,7 +14,8 @@ use parking_lot::Mutex;
 
 use super::MANIFEST;
 use crate::change_log::{
-    ChangeLog, Content, Entry as LogEntry, Identity, Known, LogError, Place, Staged, StagedObject,
+    ChangeLog, Content, Direction, Entry as LogEntry, Identity, Known, LogError, Place, Staged,
+    StagedObject,
 };
 use crate::error::{BackupError, StoreError};
 use crate::own::{OwnError, of_backup};
@@ -157,7 +158,7 @@ impl<B: Backing> TransactionalBacking<B> {
             }
             if let Some(Ok(log)) = manifest
                 && !known.contains(&name)
-                && self.committed(&log.scope)? != Some(log.id)
+                && self.committed(log.scope_after(Direction::Redo))? != Some(log.id)
             {
                 return Err(BackupError::UnknownTransaction { id: log.id, name });
             }

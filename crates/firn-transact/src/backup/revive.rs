@@ -7,7 +7,9 @@ use std::os::unix::ffi::OsStrExt;
 use firn_backing::{Access, Attr, Backing, Errno, RenameFlags};
 
 use super::mirror::{BLOCK, load, remove};
-use crate::change_log::{ChangeLog, Content, Identity, Known, LogError, Place, StagedObject};
+use crate::change_log::{
+    ChangeLog, Content, Direction, Identity, Known, LogError, Place, StagedObject,
+};
 use crate::error::{BackupError, ReviveError};
 use crate::own::{OwnError, of_backup};
 use crate::staging;
@@ -100,13 +102,20 @@ impl<B: Backing> TransactionalBacking<B> {
                 || a.strip_prefix(b)
                     .is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
         };
-        let overlapping = self
-            .scopes
-            .paths_where(|one| is_in(&one.path, &wanted.scope) || is_in(&wanted.scope, &one.path));
+        let scope_after = wanted.scope_after(Direction::Redo);
+        let overlapping = self.scopes.paths_where(|one| {
+            is_in(&one.path, &wanted.scope)
+                || is_in(&wanted.scope, &one.path)
+                || one.is_at(&wanted.scope)
+                || one.is_at(scope_after)
+        });
         if let Some(open) = overlapping.first() {
             return Err(ReviveError::Overlaps {
                 scope: open.as_slice().into(),
             });
+        }
+        if scope_after != wanted.scope && self.committed(scope_after)? == Some(wanted.id) {
+            return Err(ReviveError::Applied { id: wanted.id });
         }
         match self.committed(&wanted.scope)? {
             found if found == wanted.id_before => Ok(()),

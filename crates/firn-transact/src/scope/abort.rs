@@ -79,6 +79,7 @@ impl<B: Backing> TransactionalBacking<B> {
             }
             object.let_go();
         }
+        self.put_top_back(scope);
         self.dirs_are_back(scope);
         self.end(scope);
         self.clean_up(scope);

@@ -239,6 +239,7 @@ impl<B: Backing> TransactionalBacking<B> {
         // Programs that know an object ask for its attributes all the same.
         self.unhide(scope);
         self.apply(scope)?;
+        self.settle_top(scope);
         self.end(scope);
         self.clean_up(scope);
         Ok(())

@@ -110,10 +110,12 @@ impl<B: Backing> TransactionalBacking<B> {
     fn undecided(&self, home: &B::Inode) -> Result<BTreeSet<Line>, StoreError> {
         let mut found = BTreeSet::new();
         for stored in self.stored_transactions(home)? {
-            if let Some(scope) = self.scope_to_drop(&stored)?
-                && let Some(arena) = self.arena_of(&stored.dir)?
-            {
-                found.insert((arena, scope));
+            let scopes = self.scopes_to_drop_of(&stored)?;
+            if scopes.is_empty() {
+                continue;
+            }
+            if let Some(arena) = self.arena_of(&stored.dir)? {
+                found.extend(scopes.into_iter().map(|scope| (arena, scope)));
             }
         }
         Ok(found)

@@ -26,18 +26,29 @@ impl<B: Backing> TransactionalBacking<B> {
                 before = Some(Arc::clone(scope));
             } else if root.is_below(&scope.root) || scope.root.is_below(root) {
                 return Err(BeginError::Overlaps {
-                    scope: scope.path.as_slice().into(),
+                    scope: scope.path_now().as_slice().into(),
                 });
             }
         }
+        self.open_scope(path, before, |serial, firn, dir| {
+            self.start(serial, root, path, firn, dir)
+        })
+    }
+
+    /// Puts a transaction on record, whose scope `start` makes. It follows the one `before`, where there is one. The
+    /// caller holds names and data.
+    pub(super) fn open_scope(
+        &self,
+        path: &[u8],
+        before: Option<Arc<Scope<B>>>,
+        start: impl FnOnce(u64, &B::Inode, &B::Inode) -> Result<Scope<B>, BeginError>,
+    ) -> Result<Open<'_, B>, BeginError> {
         let firn = self.hidden_home()?;
         self.remove_leftovers(&firn);
         let serial = self.scopes.next_serial();
         let name = format!("tx-{serial}");
         let dir = staging::dir(&self.base, &firn, &name)?;
-        let started = self
-            .start(serial, root, path, &firn, &dir)
-            .and_then(|scope| self.mark_open(scope));
+        let started = start(serial, &firn, &dir).and_then(|scope| self.mark_open(scope));
         let (scope, result) = match started {
             Ok(started) => started,
             Err(error) => {
@@ -46,6 +57,7 @@ impl<B: Backing> TransactionalBacking<B> {
             }
         };
         self.stopped_by.lock().remove(path);
+        self.adopt_new_top(&scope);
         let scope = Arc::new(scope);
         match before {
             Some(before) => before.follow(Arc::clone(&scope)),
@@ -62,17 +74,29 @@ impl<B: Backing> TransactionalBacking<B> {
         firn: &B::Inode,
         dir: &B::Inode,
     ) -> Result<Scope<B>, BeginError> {
-        if self.mode == Mode::Shadow {
-            if !Shadow::tells_inodes(&self.base, firn, &format!("tx-{serial}"))? {
-                return Err(BeginError::InodesDiffer);
-            }
-            match &self.members {
-                None => Shadow::make(&self.base, dir)?,
-                Some(_) => self.join(dir, path)?,
-            }
-        }
+        self.make_shadow(serial, path, firn, dir)?;
         self.make_scope(serial, root, path, dir)
             .inspect_err(|_| self.unjoin(path))
+    }
+
+    /// In shadow mode: makes room for what undoes changes.
+    pub(super) fn make_shadow(
+        &self,
+        serial: u64,
+        path: &[u8],
+        firn: &B::Inode,
+        dir: &B::Inode,
+    ) -> Result<(), BeginError> {
+        if self.mode != Mode::Shadow {
+            return Ok(());
+        }
+        if !Shadow::tells_inodes(&self.base, firn, &format!("tx-{serial}"))? {
+            return Err(BeginError::InodesDiffer);
+        }
+        match &self.members {
+            None => Ok(Shadow::make(&self.base, dir)?),
+            Some(_) => self.join(dir, path),
+        }
     }
 
     fn make_scope(
@@ -98,7 +122,8 @@ impl<B: Backing> TransactionalBacking<B> {
     /// From here on a crash undoes what is changed, so where this fails the mark has to go: programs go on as outside of
     /// a transaction. If that fails, too, the transaction is open all the same, and can be aborted.
     fn mark_open(&self, scope: Scope<B>) -> Result<(Scope<B>, Result<(), BeginError>), BeginError> {
-        let Err(errno) = self.base.sync_dir(&scope.dir) else {
+        let synced = self.base.sync_dir(&scope.dir);
+        let Err(errno) = synced.and_then(|()| self.place_new_top(&scope)) else {
             return Ok((scope, Ok(())));
         };
         match self.forget(&scope.dir) {

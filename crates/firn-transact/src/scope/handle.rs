@@ -132,7 +132,7 @@ impl<B: Backing> Decided<'_, B> {
         self.handle.store.give_up_next(&self.handle.scope);
     }
 
-    /// Path of its scope, relative to the backing.
+    /// Path of its scope at the begin, relative to the backing.
     pub fn scope(&self) -> &[u8] {
         &self.handle.scope.path
     }
@@ -169,9 +169,14 @@ impl<'a, B: Backing> Found<'a, B> {
         }
     }
 
-    /// Path of its scope, relative to the backing.
+    /// Path of its scope at the begin, relative to the backing.
     pub fn scope(&self) -> &[u8] {
         &self.handle().scope.path
+    }
+
+    /// Path under which programs see its scope.
+    pub fn path_now(&self) -> Vec<u8> {
+        self.handle().scope.path_now()
     }
 
     /// The state that it is in by now; `None` where it is over.

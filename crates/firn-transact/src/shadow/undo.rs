@@ -13,14 +13,14 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 
-use firn_backing::{Attr, Backing, Kind, Result};
+use firn_backing::{Attr, Backing, Errno, Kind, Result};
 
 use super::{KEPT, SAVED, Shadow};
 use crate::apply::Apply;
 use crate::change_log::{ChangeLog, Direction, Entry, Identity, Link, Part, Place};
 use crate::error::StoreError;
 use crate::object::Object;
-use crate::scope::Scope;
+use crate::scope::{Scope, TopUndo};
 use crate::staging;
 use crate::transactional::TransactionalBacking;
 
@@ -64,6 +64,8 @@ pub(crate) struct Undo<'a, B: Backing> {
     kept: HashSet<u64>,
     entries: BTreeMap<u64, Entry>,
     undone: Undone,
+    /// Where the transaction changed the name of the scope's top.
+    top_undo: Option<TopUndo<B>>,
 }
 
 impl<'a, B: Backing> Undo<'a, B> {
@@ -71,17 +73,18 @@ impl<'a, B: Backing> Undo<'a, B> {
     pub(crate) fn new(
         base: &'a B,
         shadow: &'a Shadow<B>,
-        root: B::Inode,
+        (root, top_undo): (B::Inode, Option<TopUndo<B>>),
         place: &str,
     ) -> std::result::Result<Self, StoreError> {
         let mut saves = load(base, shadow, place)?;
         let root_ino = base.attr(&root)?.ino;
         let there = there_before(&saves, root_ino);
         saves.retain(|ino, _| there.contains(ino));
-        let old = saves
+        let mut old: HashSet<u64> = saves
             .values()
             .flat_map(|save| save.names.values().copied())
             .collect();
+        old.extend(top_undo.iter().filter_map(TopUndo::old_ino));
         let dirs = saves.values().flat_map(|save| {
             let above = save.path.len().saturating_sub(usize::from(!save.is_dir));
             save.path[..above].iter().map(|(_, ino)| *ino)
@@ -101,6 +104,7 @@ impl<'a, B: Backing> Undo<'a, B> {
             kept: HashSet::new(),
             entries: BTreeMap::new(),
             undone: Undone::default(),
+            top_undo,
         })
     }
 
@@ -119,7 +123,16 @@ impl<'a, B: Backing> Undo<'a, B> {
         }
         apply.run()?;
         // An earlier process may have undone a part, and did not live to sync it.
-        self.base.sync_tree(&self.root)?;
+        if let Some(top) = &self.top_undo {
+            self.base.sync_dir(&top.parent)?;
+        }
+        if self
+            .top_undo
+            .as_ref()
+            .is_none_or(|top| top.before.is_some())
+        {
+            self.base.sync_tree(&self.root)?;
+        }
         Ok(self.undone)
     }
 
@@ -233,6 +246,7 @@ impl<'a, B: Backing> Undo<'a, B> {
 
     /// The log that leads from what is there back to what is saved.
     fn plan(&mut self) -> Result<ChangeLog> {
+        self.plan_top()?;
         self.plan_names()?;
         self.plan_names_that_stay();
         self.plan_missing()?;
@@ -249,6 +263,36 @@ impl<'a, B: Backing> Undo<'a, B> {
 
     fn entry(&mut self, ino: u64) -> &mut Entry {
         self.entries.entry(ino).or_insert_with(|| new_entry(ino))
+    }
+
+    /// The scope's top gets the name that it had; one that the transaction made goes, with all that is in it.
+    fn plan_top(&mut self) -> Result<()> {
+        let Some(top) = &self.top_undo else {
+            return Ok(());
+        };
+        let mut entry = new_entry(top.ino);
+        entry.is_dir = true;
+        let dir = top.parent_ino;
+        for name in &top.names {
+            let is_there = self.find_at(&top.parent, name, top.ino)?.is_some();
+            if is_there && top.before.as_ref() != Some(name) {
+                entry.after.push((dir, name.clone()));
+            }
+        }
+        if let Some(name) = &top.before {
+            match self.find_at(&top.parent, name, top.ino)? {
+                Some(_) => entry.stays = Some((dir, name.clone())),
+                None => entry.before.push((dir, name.clone())),
+            }
+        }
+        let (ino, is_new) = (top.ino, top.before.is_none());
+        self.dirs.insert(dir, top.parent.clone());
+        self.entries.insert(ino, entry);
+        if is_new {
+            self.undone.removed.push(ino);
+            self.plan_removal_of_dir(ino, self.root.clone())?;
+        }
+        Ok(())
     }
 
     /// In each directory that was touched, names that it did not have go.
@@ -508,7 +552,9 @@ impl<B: Backing> TransactionalBacking<B> {
     ) -> std::result::Result<(), StoreError> {
         shadow.begin_undo();
         let root = scope.root.inner.read().inode(&self.base)?;
-        let undone = Undo::new(&self.base, shadow, root, &format!("tx-{}", scope.serial))?.run()?;
+        let place = format!("tx-{}", scope.serial);
+        let top = self.find_top_undo(&scope.dir, &place, &shadow.kept)?;
+        let undone = Undo::new(&self.base, shadow, (root, top), &place)?.run()?;
         let dirs = std::mem::take(&mut *shadow.dirs.lock());
         let object = |ino: u64| self.tree.known((shadow.dev, ino));
         for ino in undone.kept {
@@ -582,11 +628,17 @@ impl<B: Backing> TransactionalBacking<B> {
         let Some(shadow) = Shadow::find(&self.base, dir)? else {
             return Ok(());
         };
-        let mut root = self.base.root();
-        for name in scope.split(|&b| b == b'/').filter(|name| !name.is_empty()) {
-            root = self.base.lookup(&root, OsStr::from_bytes(name))?.0;
-        }
-        Undo::new(&self.base, &shadow, root, place)?.run()?;
+        let top = self.find_top_undo(dir, place, &shadow.kept)?;
+        let root = match &top {
+            None => self.directory_at(scope)?,
+            Some(top) => match &top.root {
+                Some(root) => root.clone(),
+                // It was never put in its place, or is removed already.
+                None if top.before.is_none() => return Ok(()),
+                None => return Err(Errno::STALE.into()),
+            },
+        };
+        Undo::new(&self.base, &shadow, (root, top), place)?.run()?;
         Ok(())
     }
 }

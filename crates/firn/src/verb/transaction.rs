@@ -28,13 +28,18 @@ pub const BEGIN: Verb = Verb {
     about: "Begin a transaction in a directory",
     long: "Until `firn commit`, the backing shows none of the changes at or below PATH; programs on the mount see them \
            at once. (With mode=shadow the backing shows them, and an abort undoes them.) The mount must have \
-           drain=commit. With --owner, the transaction is aborted as soon as that process ends, unless it was \
-           prepared before. Without, it stays open until somebody commits or aborts it.",
+           drain=commit. With --create the transaction makes the directory PATH itself: the backing has it with the \
+           commit, and an abort takes it away. With --owner, the transaction is aborted as soon as that process ends, \
+           unless it was prepared before. Without, it stays open until somebody commits or aborts it.",
     examples: &[
         ("firn begin /work", "the whole mount"),
         (
             "firn begin /work/step_100",
             "one directory; others may have transactions of their own",
+        ),
+        (
+            "firn begin /work/step_200 --create",
+            "a directory that is there whole or not at all",
         ),
         (
             "firn begin /work --owner $$",
@@ -130,6 +135,9 @@ struct BeginArgs {
     /// Process that owns the transaction: if it ends before the transaction is prepared, that is aborted.
     #[arg(long, value_name = "PID")]
     owner: Option<u32>,
+    /// Make the directory PATH as a part of the transaction; it must not exist.
+    #[arg(long)]
+    create: bool,
 }
 
 #[derive(Debug, Args)]
@@ -201,7 +209,12 @@ fn ask(
 }
 
 fn begin(matches: &ArgMatches) -> Result<u8, Failure> {
-    let BeginArgs { place, owner } = BeginArgs::from_arg_matches(matches)?;
+    let BeginArgs {
+        place,
+        owner,
+        create,
+    } = BeginArgs::from_arg_matches(matches)?;
+    let create = create.then(|| firn_client::without_umask(0o777));
     let owner = match owner {
         None => Owner::None,
         Some(pid) => firn_client::owner_process(pid).map_err(|error| {
@@ -214,7 +227,11 @@ fn begin(matches: &ArgMatches) -> Result<u8, Failure> {
     ask(
         &place.path,
         place.json,
-        |path| Request::Begin { path, owner },
+        |path| Request::Begin {
+            path,
+            owner,
+            create,
+        },
         |at, _| format!("{at}: a transaction is open"),
     )
 }
