@@ -1,6 +1,6 @@
 //! What can be wrong with options. Every text says which source, what, and what would be right.
 
-use crate::resolve::Origin;
+use crate::given::Origin;
 
 /// An option that cannot be taken.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

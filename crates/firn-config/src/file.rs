@@ -9,7 +9,7 @@ use firn_format::quote::quoted_path;
 use firn_protocol::path::unescaped;
 
 use crate::error::ConfigError;
-use crate::resolve::{Given, Origin};
+use crate::given::{Given, Origin};
 use crate::suggest::nearest;
 use crate::table::row;
 

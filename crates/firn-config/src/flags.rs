@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use clap::builder::PossibleValuesParser;
 use clap::{Arg, ArgMatches, value_parser};
 
-use crate::resolve::Given;
+use crate::given::Given;
 use crate::table::{ALIASES, Row, TABLE};
 use crate::value::Kind;
 

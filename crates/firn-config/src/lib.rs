@@ -13,6 +13,7 @@
 mod error;
 mod file;
 mod flags;
+mod given;
 mod kernel;
 mod minus_o;
 mod options;
@@ -25,6 +26,7 @@ mod value;
 
 pub use error::ConfigError;
 pub use flags::{arg, args, given_flags};
+pub use given::{Given, Origin};
 pub use kernel::KernelFlag;
 pub use minus_o::{MinusO, Unknown, parse_minus_o};
 pub use options::{
@@ -32,6 +34,6 @@ pub use options::{
 };
 pub use page::configuration_page;
 pub use quantity::{duration_text, parse_duration_ms, parse_size, size_text};
-pub use resolve::{Given, Origin, Resolved, Sources, Surroundings};
+pub use resolve::{Resolved, Sources, Surroundings};
 pub use suggest::nearest;
 pub use value::{Kind, Value};

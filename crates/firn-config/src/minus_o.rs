@@ -9,8 +9,8 @@ use std::os::unix::ffi::OsStrExt;
 use firn_format::quote::quoted;
 
 use crate::error::ConfigError;
+use crate::given::{Given, Origin};
 use crate::kernel::{KernelFlag, is_skipped};
-use crate::resolve::{Given, Origin};
 use crate::suggest::nearest;
 use crate::table::row;
 use crate::value::Kind;

@@ -2,60 +2,18 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::fmt;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use firn_format::quote::{quoted, quoted_path};
+use firn_format::quote::quoted;
 
 use crate::error::ConfigError;
 use crate::file::read_file;
+use crate::given::{Given, Origin};
 use crate::kernel::KernelFlag;
 use crate::minus_o::MinusO;
 use crate::options::Options;
 use crate::table::{RULES, Row, TABLE};
-
-/// Where a value came from.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Origin {
-    /// A flag on the command line.
-    Flag,
-    /// `-o` on the command line, or in fstab.
-    MinusO,
-    /// This variable.
-    Environment(String),
-    /// The user's or the system's file.
-    File(PathBuf),
-    /// The table.
-    Default,
-}
-
-impl fmt::Display for Origin {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Flag => f.write_str("command line"),
-            Self::MinusO => f.write_str("-o"),
-            Self::Environment(name) => f.write_str(name),
-            Self::File(path) => f.write_str(&quoted_path(path)),
-            Self::Default => f.write_str("default"),
-        }
-    }
-}
-
-/// One option as a source gives it, not yet checked.
-#[derive(Clone, Debug)]
-pub struct Given {
-    /// The option.
-    pub row: &'static Row,
-    /// As written.
-    pub text: OsString,
-}
-
-impl fmt::Debug for Row {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name)
-    }
-}
 
 /// What is around the process and holds options.
 #[derive(Clone, Debug, Default)]

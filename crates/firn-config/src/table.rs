@@ -4,6 +4,7 @@
 //! `name`, the variable is `FIRN_NAME` with underscores. [`RULES`] says which values contradict each
 //! other.
 
+use std::fmt;
 use std::path::PathBuf;
 
 use firn_format::quote::quoted_path;
@@ -32,6 +33,12 @@ pub struct Row {
     pub get: fn(&Options) -> String,
     /// Stores a value of `kind`.
     pub set: fn(&mut Options, Value),
+}
+
+impl fmt::Debug for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name)
+    }
 }
 
 impl Row {
