@@ -51,7 +51,8 @@ pub(crate) fn enter_change(
     gate.map(|gate| gate.enter_change(inode)).transpose()
 }
 
-/// Notes which bytes a request uses.
+/// Notes which bytes a request uses. Every operation is named: whoever adds one decides here whether two hosts can
+/// conflict over it.
 pub(crate) fn note_accesses(gate: &dyn Gate, caller: Caller, operation: &Operation<'_>) {
     let note = |handle, pid, access, offset: u64, len: u64| {
         gate.note_access(handle, pid, access, offset..offset.saturating_add(len));
@@ -95,6 +96,37 @@ pub(crate) fn note_accesses(gate: &dyn Gate, caller: Caller, operation: &Operati
             note(*from, caller.pid, Access::Read, *from_offset, len);
             note(*to, caller.pid, Access::Write, *to_offset, len);
         }
-        _ => {}
+        // Other modes give room and change no byte.
+        Operation::Fallocate(_) => {}
+        // What a host changes of names, attributes and lengths is in its transaction's change log.
+        Operation::Lookup(_)
+        | Operation::Getattr { .. }
+        | Operation::Setattr { .. }
+        | Operation::Readlink { .. }
+        | Operation::Mknod { .. }
+        | Operation::Mkdir { .. }
+        | Operation::Unlink(_)
+        | Operation::Rmdir(_)
+        | Operation::Symlink { .. }
+        | Operation::Rename { .. }
+        | Operation::Link { .. }
+        | Operation::Create { .. }
+        | Operation::Setxattr { .. }
+        | Operation::Getxattr { .. }
+        | Operation::Listxattr { .. }
+        | Operation::Removexattr { .. } => {}
+        // They use no byte of a file.
+        Operation::Open { .. }
+        | Operation::Release { .. }
+        | Operation::Flush { .. }
+        | Operation::Fsync { .. }
+        | Operation::Opendir { .. }
+        | Operation::Readdir { .. }
+        | Operation::Readdirplus { .. }
+        | Operation::Releasedir { .. }
+        | Operation::Fsyncdir { .. }
+        | Operation::Statfs { .. }
+        | Operation::Ioctl { .. }
+        | Operation::Lseek { .. } => {}
     }
 }
