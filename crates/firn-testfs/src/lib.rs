@@ -7,7 +7,6 @@
 //!
 //! None of them is a file system to keep data in.
 
-mod convert;
 pub mod faults;
 #[cfg(feature = "power")]
 pub mod power;

@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use firn_backing::{Access, Attr, Backing, RenameFlags as Flags, Seek};
+use firn_fuser::{caller, errno, file_attr, file_type, set_time};
 use fuser::{
     BsdFileFlags, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, Filesystem,
     FopenFlags, Generation, INodeNo, InitFlags, KernelConfig, LockOwner, OpenFlags, RenameFlags,
@@ -23,7 +24,6 @@ use fuser::{
 };
 use parking_lot::Mutex;
 
-use crate::convert::{access, caller, errno, file_attr, file_type, set_time};
 use crate::{Caching, MAX_WRITE_BYTES, Policy};
 
 type Result<T> = std::result::Result<T, Errno>;
@@ -750,5 +750,14 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
                     .map_err(errno)
             });
         reply_written(reply, copied);
+    }
+}
+
+/// What a descriptor with these flags of open(2) may do.
+fn access(flags: OpenFlags) -> Access {
+    match flags.0 & libc::O_ACCMODE {
+        libc::O_RDONLY => Access::Read,
+        libc::O_WRONLY => Access::Write,
+        _ => Access::ReadWrite,
     }
 }

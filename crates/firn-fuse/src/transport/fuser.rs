@@ -3,7 +3,6 @@
 //! [`Transport`] makes a [`Request`] of each of fuser's calls. fuser has a type of reply for each form of answer;
 //! [`responder::Responder`] is one of them.
 
-mod convert;
 mod negotiate;
 mod responder;
 
@@ -14,7 +13,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use firn_backing::{Backing, Caller};
+use firn_backing::Backing;
 use firn_engine::{HandleId, InodeId, SetAttr};
 use fuser::{
     AccessFlags, BsdFileFlags, Config, CopyFileRangeFlags, FileHandle, Filesystem, INodeNo,
@@ -95,11 +94,7 @@ impl<B: Backing> Transport<B> {
     ) {
         let request = Request {
             unique: request.unique().0,
-            caller: Caller {
-                uid: request.uid(),
-                gid: request.gid(),
-                pid: request.pid(),
-            },
+            caller: firn_fuser::caller(request),
             operation,
         };
         self.dispatcher.dispatch(request, responder.into());
@@ -171,8 +166,8 @@ impl<B: Backing> Filesystem for Transport<B> {
             uid,
             gid,
             size,
-            atime: convert::set_time(atime),
-            mtime: convert::set_time(mtime),
+            atime: firn_fuser::set_time(atime),
+            mtime: firn_fuser::set_time(mtime),
         };
         let inode = inode_of(inode);
         self.dispatch(request, Operation::Setattr { inode, set }, reply);

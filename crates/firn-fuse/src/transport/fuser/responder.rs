@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use firn_backing::{Errno, StatFs};
 use firn_engine::HandleId;
+use firn_fuser::{errno, file_attr, file_type};
 use fuser::{
     BackingId, FileHandle, FileType, FopenFlags, Generation, INodeNo, ReplyAttr, ReplyCreate,
     ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyLseek,
@@ -13,7 +14,6 @@ use fuser::{
 };
 
 use crate::reply::{self, Answer, Attributes, HandleMode, ListedEntry};
-use crate::transport::fuser::convert;
 
 /// Inodes have numbers that are not used again while the kernel knows them, so generations are not needed.
 const GENERATION: Generation = Generation(0);
@@ -49,9 +49,11 @@ impl reply::Responder for Responder {
     fn send(self, answer: Answer<'_, BackingId>) {
         match (self, answer) {
             (Self::Empty(reply), Answer::Done) => reply.ok(),
-            (Self::Attr(reply), Answer::Attributes(of)) => reply.attr(&of.ttl, &convert::attr(&of)),
+            (Self::Attr(reply), Answer::Attributes(of)) => {
+                reply.attr(&of.ttl, &file_attr(of.inode.0, &of.attr))
+            }
             (Self::Entry(reply), Answer::Entry(of)) => {
-                reply.entry(&of.ttl, &convert::attr(&of), GENERATION);
+                reply.entry(&of.ttl, &file_attr(of.inode.0, &of.attr), GENERATION);
             }
             (Self::Open(reply), Answer::Opened { handle, mode }) => {
                 send_opened(reply, handle, &mode);
@@ -81,15 +83,15 @@ impl reply::Responder for Responder {
         }
     }
 
-    fn refuse(self, errno: Errno) {
-        self.error(convert::errno(errno));
+    fn refuse(self, error: Errno) {
+        self.error(errno(error));
     }
 
     fn add_entry(&mut self, entry: &ListedEntry<'_>) -> bool {
         let Self::Directory(reply) = self else {
             return false;
         };
-        let kind = entry.kind.map_or(FileType::RegularFile, convert::file_type);
+        let kind = entry.kind.map_or(FileType::RegularFile, file_type);
         let is_full = reply.add(INodeNo(entry.ino), entry.cookie as u64, kind, entry.name);
         !is_full
     }
@@ -98,7 +100,7 @@ impl reply::Responder for Responder {
         let Self::DirectoryPlus(reply) = self else {
             return false;
         };
-        let attr = convert::attr(attributes);
+        let attr = file_attr(attributes.inode.0, &attributes.attr);
         let cookie = entry.cookie as u64;
         let is_full = reply.add(
             attr.ino,
@@ -146,7 +148,7 @@ fn send_created(
     mode: &HandleMode<BackingId>,
 ) {
     let ttl: &Duration = &entry.ttl;
-    let attr = convert::attr(entry);
+    let attr = file_attr(entry.inode.0, &entry.attr);
     let handle = FileHandle(handle.0);
     let flags = open_flags(mode);
     match mode {

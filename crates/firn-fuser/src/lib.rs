@@ -1,11 +1,14 @@
-//! Firn's errnos, attributes, times and kinds as fuser has them, and times of requests the other way round.
+//! The types of a backing as the crate `fuser` has them (errnos, attributes, kinds), and those of its requests the other
+//! way round (callers, times). For whatever serves FUSE over that crate: firnd's transport, and the servers of tests.
+//!
+//! Promises
+//! * The kernel accepts every errno that [`errno`] gives.
+//! * A time of a request, before 1970 too, is stored exactly.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use firn_backing::{Errno, Kind, SetTime, Time};
-use fuser::{FileAttr, FileType, INodeNo, TimeOrNow};
-
-use crate::reply::Attributes;
+use firn_backing::{Attr, Caller, Errno, Kind, SetTime, Time};
+use fuser::{FileAttr, FileType, INodeNo, Request, TimeOrNow};
 
 /// Largest errno that the kernel takes from a FUSE server; above it are the kernel's own
 /// (fs/fuse/dev.c refuses them, and the caller would wait for ever).
@@ -18,7 +21,7 @@ const ERRNO_MAX: i32 = 511;
 /// this object's file system lacks it: programs get `EOPNOTSUPP`, from which they fall back too.
 ///
 /// `EMFILE` is about firnd's table of descriptors, and a program would take it for its own.
-pub(crate) fn errno(error: Errno) -> fuser::Errno {
+pub fn errno(error: Errno) -> fuser::Errno {
     match error.raw_os_error() {
         libc::ENOSYS => fuser::Errno::from_i32(libc::EOPNOTSUPP),
         libc::EMFILE => fuser::Errno::from_i32(libc::ENFILE),
@@ -27,12 +30,11 @@ pub(crate) fn errno(error: Errno) -> fuser::Errno {
     }
 }
 
-/// Attributes for the kernel. fuser sends the inode number that programs see as the inode id too, so
-/// the engine's inode ids are what stat(2) shows.
-pub(crate) fn attr(attributes: &Attributes) -> FileAttr {
-    let attr = &attributes.attr;
+/// Attributes for the kernel, of the object that it knows by `number`: fuser sends what stat(2) shows as the inode id
+/// too.
+pub fn file_attr(number: u64, attr: &Attr) -> FileAttr {
     FileAttr {
-        ino: INodeNo(attributes.inode.0),
+        ino: INodeNo(number),
         size: attr.size,
         blocks: attr.blocks,
         atime: system_time(attr.atime),
@@ -52,7 +54,7 @@ pub(crate) fn attr(attributes: &Attributes) -> FileAttr {
 }
 
 /// The kernel's word for a kind.
-pub(crate) fn file_type(kind: Kind) -> FileType {
+pub fn file_type(kind: Kind) -> FileType {
     match kind {
         Kind::File => FileType::RegularFile,
         Kind::Dir => FileType::Directory,
@@ -64,8 +66,17 @@ pub(crate) fn file_type(kind: Kind) -> FileType {
     }
 }
 
+/// The process that a request comes from.
+pub fn caller(request: &Request) -> Caller {
+    Caller {
+        uid: request.uid(),
+        gid: request.gid(),
+        pid: request.pid(),
+    }
+}
+
 /// A time to set.
-pub(crate) fn set_time(time: Option<TimeOrNow>) -> SetTime {
+pub fn set_time(time: Option<TimeOrNow>) -> SetTime {
     match time {
         None => SetTime::Keep,
         Some(TimeOrNow::Now) => SetTime::Now,
