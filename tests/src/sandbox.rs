@@ -192,7 +192,7 @@ pub fn kill(pid: u32, signal: i32) {
 /// Mount points at or below `dir`, deepest first.
 pub fn mounts_below(dir: &Path) -> Vec<PathBuf> {
     let table = fs::read("/proc/self/mountinfo").expect("/proc/self/mountinfo");
-    let points = firn_client::mountinfo::parse(&table)
+    let points = firn_format::mountinfo::parse(&table)
         .into_iter()
         .map(|entry| entry.mount_point);
     let mut below: Vec<_> = points.filter(|point| point.starts_with(dir)).collect();

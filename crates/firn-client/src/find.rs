@@ -12,16 +12,13 @@ use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
+use firn_format::mountinfo::{Entry, FIRN, holding, parse};
 use firn_format::quote::quoted_path;
 use firn_protocol::path::BytePath;
 
 use crate::error::ClientError;
-use crate::mountinfo::{Entry, holding, parse};
 use crate::paths::{Key, RuntimeDirs, RuntimeFiles, open_runtime_dir};
 use crate::trees::trees_in;
-
-/// The type of our mounts in mountinfo.
-const FS_TYPE: &str = "fuse.firn";
 
 /// A mount of ours.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -207,7 +204,7 @@ fn find_tree(trees: &[Mount], absolute: &Path) -> Result<Option<Place>, ClientEr
 
 /// `None`: not a mount of firn, or the kernel does not say whose.
 fn mount_of(entry: &Entry, dirs: &RuntimeDirs) -> Option<Mount> {
-    let user_id = entry.user_id.filter(|_| entry.fs_type == FS_TYPE)?;
+    let user_id = entry.user_id.filter(|_| entry.fs_type == FIRN)?;
     Some(Mount {
         backing: entry.source.clone(),
         mount_point: entry.mount_point.clone(),

@@ -10,7 +10,6 @@ mod error;
 pub mod find;
 pub mod library;
 pub mod liveness;
-pub mod mountinfo;
 pub mod open_mount;
 mod owner;
 pub mod paths;

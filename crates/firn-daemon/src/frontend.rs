@@ -11,6 +11,7 @@ use firn_client::trees;
 use firn_client::{PathsError, RuntimeFiles};
 use firn_engine::Engine;
 use firn_format::data_socket::{STUB_MAGIC, StubTree};
+use firn_format::mountinfo;
 use firn_fuse::Session;
 use firn_stub::{Tree, TreeOptions, check_place};
 use rustix::fs::{major, minor};
@@ -142,11 +143,9 @@ impl Stubs {
 /// Whether the mount at a path was made by firnd.
 fn is_made_by_firnd(root: &Path) -> bool {
     let text = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
-    let on_top = firn_client::mountinfo::parse(&text)
-        .into_iter()
-        .rev()
-        .find(|entry| entry.mount_point == root);
-    on_top.is_some_and(|entry| entry.fs_type == "tmpfs" && entry.source == Path::new("firn"))
+    let entries = mountinfo::parse(&text);
+    mountinfo::on_top(&entries, root)
+        .is_some_and(|entry| entry.fs_type == "tmpfs" && entry.source == Path::new("firn"))
 }
 
 impl Frontend {

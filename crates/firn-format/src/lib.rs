@@ -1,4 +1,4 @@
-//! Bytes to checked structs and back: everything Firn stores or sends. No I/O.
+//! Bytes to checked structs and back: everything Firn stores or sends, and the kernel's table of mounts. No I/O.
 //!
 //! Each stored structure has its own module. Numbers are little-endian. docs/FORMAT.md describes the
 //! bytes; a change here that an older firnd could misread raises [`superblock::VERSION`].
@@ -9,6 +9,7 @@ pub mod durability;
 pub mod geometry;
 pub mod home;
 pub mod journal;
+pub mod mountinfo;
 pub mod piece;
 pub mod quote;
 pub mod record;

@@ -7,7 +7,9 @@
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 
+use firn_format::mountinfo;
 use parking_lot::Mutex;
 use rustix::fs::{fstatfs, syncfs};
 
@@ -101,19 +103,18 @@ impl Devices {
 /// Without mounts of Firn, which have their own backing, and those that are only there when they are used.
 pub(super) fn mounts_below(top: &[u8], root: &[u8]) -> Vec<Vec<u8>> {
     let text = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
-    text.split(|byte| *byte == b'\n')
-        .filter_map(|line| mount_of(line, top, root))
+    let entries = mountinfo::parse(&text);
+    entries
+        .iter()
+        .filter_map(|entry| path_below(entry, top, root))
         .collect()
 }
 
-/// `id parent dev root MOUNT-POINT options … - TYPE source options` (proc_pid_mountinfo(5)).
-fn mount_of(line: &[u8], top: &[u8], root: &[u8]) -> Option<Vec<u8>> {
-    let mut fields = line.split(|byte| *byte == b' ');
-    let mount_point = unescape(fields.nth(4)?);
-    let kind = fields.skip_while(|field| *field != b"-").nth(1)?;
-    if matches!(kind, b"fuse.firn" | b"autofs") {
+fn path_below(mount: &mountinfo::Entry, top: &[u8], root: &[u8]) -> Option<Vec<u8>> {
+    if matches!(mount.fs_type.as_str(), mountinfo::FIRN | "autofs") {
         return None;
     }
+    let mount_point = mount.mount_point.as_os_str().as_bytes();
     let strip = |top: &[u8]| {
         let top = if top == b"/" { b"" } else { top };
         mount_point
@@ -125,30 +126,17 @@ fn mount_of(line: &[u8], top: &[u8], root: &[u8]) -> Option<Vec<u8>> {
     strip(root).filter(|path| !path.is_empty())
 }
 
-/// Spaces and the like are three octal digits after a backslash.
-fn unescape(field: &[u8]) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(field.len());
-    let mut at = 0;
-    while at < field.len() {
-        let digits = field.get(at + 1..at + 4).filter(|_| field[at] == b'\\');
-        let value =
-            digits.and_then(|digits| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 8).ok());
-        bytes.push(value.unwrap_or(field[at]));
-        at += if value.is_some() { 4 } else { 1 };
-    }
-    bytes
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn mounts_below_a_directory_are_found_in_mountinfo() {
-        let line = |at: &str, kind: &str| {
-            format!("36 35 98:0 / {at} rw,noatime master:1 - {kind} source rw").into_bytes()
+        let mount = |at: &str, kind: &str| {
+            let line = format!("36 35 98:0 / {at} rw,noatime master:1 - {kind} source rw");
+            mountinfo::parse(line.as_bytes()).remove(0)
         };
-        let found = |at, kind| mount_of(&line(at, kind), b"/data/top", b"/data");
+        let found = |at, kind| path_below(&mount(at, kind), b"/data/top", b"/data");
         assert_eq!(
             found("/data/top/a\\040b", "ext4"),
             Some(b"top/a b".to_vec())
@@ -158,9 +146,8 @@ mod tests {
         assert_eq!(found("/data/topper", "ext4"), None);
         assert_eq!(found("/data/top", "ext4"), None);
         assert_eq!(
-            mount_of(&line("/x", "ext4"), b"/", b"/"),
+            path_below(&mount("/x", "ext4"), b"/", b"/"),
             Some(b"x".to_vec())
         );
-        assert_eq!(mount_of(b"", b"/", b"/"), None);
     }
 }

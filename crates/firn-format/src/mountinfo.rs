@@ -1,4 +1,6 @@
 //! `/proc/self/mountinfo` (proc_pid_mountinfo(5)): one line a mount, later lines lie on top.
+//!
+//! The kernel writes it; paths in it are bytes, with blanks and the like escaped.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -7,6 +9,8 @@ use std::path::{Path, PathBuf};
 /// One mount of any file system.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
+    /// Major and minor number of the file system: what stat(2) gives as the device of its files.
+    pub device: (u32, u32),
     /// The directory of that file system which is mounted; `/` unless it is a bind mount.
     pub root: PathBuf,
     /// Where.
@@ -18,6 +22,9 @@ pub struct Entry {
     /// The user that mounted it, if it is a FUSE mount.
     pub user_id: Option<u32>,
 }
+
+/// The type of Firn's mounts.
+pub const FIRN: &str = "fuse.firn";
 
 /// All mounts that this process sees; lines of a form that is not known are left out.
 pub fn parse(text: &[u8]) -> Vec<Entry> {
@@ -36,7 +43,9 @@ fn parse_line(line: &[u8]) -> Option<Entry> {
     let user_id = String::from_utf8_lossy(options)
         .split(',')
         .find_map(|option| option.strip_prefix("user_id=")?.parse().ok());
+    let (major, minor) = std::str::from_utf8(fields.get(2)?).ok()?.split_once(':')?;
     Some(Entry {
+        device: (major.parse().ok()?, minor.parse().ok()?),
         root: unescape(fields.get(3)?),
         mount_point: unescape(fields.get(4)?),
         fs_type: String::from_utf8_lossy(fs_type).into_owned(),
@@ -72,6 +81,14 @@ pub fn holding<'a>(entries: &'a [Entry], path: &Path) -> Option<&'a Entry> {
         .max_by_key(deepest)
 }
 
+/// The mount that programs find exactly at `mount_point`.
+pub fn on_top<'a>(entries: &'a [Entry], mount_point: &Path) -> Option<&'a Entry> {
+    entries
+        .iter()
+        .rev()
+        .find(|entry| entry.mount_point == mount_point)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -94,6 +111,27 @@ mod tests {
         );
         assert_eq!(entries[2].root, Path::new("/sub"));
         assert_eq!(entries[3].user_id, None);
+        assert_eq!(entries[2].device, (0, 50));
+    }
+
+    #[test]
+    fn regression_a_mount_point_that_the_kernel_escapes_is_found() {
+        let table = b"40 22 0:50 / /ckpt rw - fuse.firn /a rw\n\
+            41 22 0:51 / /\xff\\012x\\040\\134 rw - fuse.firn /caf\xe9 rw\n\
+            42 22 0:52 / /ckpt rw - fuse.firn /b rw\n";
+        let entries = parse(table);
+        let find = |path: &[u8]| {
+            let path = Path::new(std::ffi::OsStr::from_bytes(path));
+            on_top(&entries, path).map(|entry| entry.device.1)
+        };
+        assert_eq!(find(b"/ckpt"), Some(52));
+        assert_eq!(find(b"/\xff\nx \\"), Some(51));
+        assert_eq!(find(b"/\xfe\nx \\"), None);
+    }
+
+    #[test]
+    fn broken_lines_are_skipped() {
+        assert_eq!(parse(b"\n1 2 - fuse.firn\n- fuse.firn x\n\\"), []);
     }
 
     #[test]
