@@ -10,10 +10,9 @@
 //! before it returns, so plain loads and stores do. A locked instruction takes 4 ns each.
 
 use std::cell::UnsafeCell;
-use std::ffi::c_char;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
-use std::sync::atomic::{AtomicI8, AtomicPtr, AtomicU64, Ordering, compiler_fence};
+use std::sync::atomic::{AtomicPtr, AtomicU8, AtomicU64, Ordering, compiler_fence};
 
 use crate::sys;
 
@@ -27,8 +26,8 @@ struct Lock {
 }
 
 /// The C library's word: not 0 while the process has one thread. Where there is no such word: as if many.
-static SINGLE: AtomicPtr<c_char> = AtomicPtr::new((&raw const MANY).cast_mut().cast());
-static MANY: AtomicI8 = AtomicI8::new(0);
+static SINGLE: AtomicPtr<u8> = AtomicPtr::new((&raw const MANY).cast_mut().cast());
+static MANY: AtomicU8 = AtomicU8::new(0);
 
 /// Looks for the C library's word (glibc 2.32, `sys/single_threaded.h`).
 pub(crate) fn find_thread_word() {
@@ -48,7 +47,7 @@ pub(crate) fn never_single() {
 #[inline(always)]
 fn is_single() -> bool {
     // SAFETY: a byte of the C library, or ours. The library changes it while there is one thread only.
-    unsafe { AtomicI8::from_ptr(SINGLE.load(Ordering::Relaxed)).load(Ordering::Relaxed) != 0 }
+    unsafe { AtomicU8::from_ptr(SINGLE.load(Ordering::Relaxed)).load(Ordering::Relaxed) != 0 }
 }
 
 impl Lock {
