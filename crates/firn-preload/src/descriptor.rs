@@ -106,8 +106,8 @@ pub(crate) fn read_descriptor<F: Fallback>(
     (at, total): (Option<u64>, usize),
     call: Call,
 ) -> Handled {
-    let listed = F::has_list(&mut held, total);
-    if !listed {
+    let is_listed = F::has_list(&mut held, total);
+    if !is_listed {
         held = match F::leave(held, None, at, call) {
             Ok(held) => held,
             Err(handled) => return handled,
@@ -117,29 +117,37 @@ pub(crate) fn read_descriptor<F: Fallback>(
     if claim.offset > i64::MAX as u64 {
         return Handled::of(Err(libc::EINVAL));
     }
-    if listed {
-        let left = held.list.size().saturating_sub(claim.offset);
-        let wanted = total.min(usize::try_from(left).unwrap_or(usize::MAX));
-        if !target.is_good(wanted) {
-            held = match F::leave(held, Some(&mut claim), at, call) {
-                Ok(held) => held,
-                Err(handled) => return handled,
-            };
-        } else if let Some(done) = copy::copy_out::<F>(&mut held, target, claim.offset, total) {
-            claim.settle_offset(&held, done);
-            report::count_direct(call, done);
-            return Handled::Done(done as isize);
-        } else {
-            held = match F::list_lost(held, &mut claim, at, call) {
-                Ok(held) => held,
-                Err(handled) => return handled,
-            };
-        }
+    if is_listed {
+        held = match read_by_list::<F>(held, target, &mut claim, (at, total), call) {
+            Ok(held) => held,
+            Err(handled) => return handled,
+        };
     }
     report::count_kernel(call);
     let result = read_by_fallback::<F>(&mut held, target, claim.offset, total);
     claim.settle_offset(&held, result.unwrap_or(0));
     Handled::of(result)
+}
+
+/// Reads by the list: `Err` is how the call ends; `Ok` leaves it to the fallback.
+fn read_by_list<F: Fallback>(
+    mut held: Held,
+    target: Target<'_>,
+    claim: &mut Claim,
+    (at, total): (Option<u64>, usize),
+    call: Call,
+) -> Result<Held, Handled> {
+    let left = held.list.size().saturating_sub(claim.offset);
+    let wanted = total.min(usize::try_from(left).unwrap_or(usize::MAX));
+    if !target.is_good(wanted) {
+        return F::leave(held, Some(claim), at, call);
+    }
+    let Some(done) = copy::copy_out::<F>(&mut held, target, claim.offset, total) else {
+        return F::list_lost(held, claim, at, call);
+    };
+    claim.settle_offset(&held, done);
+    report::count_direct(call, done);
+    Err(Handled::Done(done as isize))
 }
 
 /// Reads by the fallback; an errno where it gave nothing.

@@ -7,7 +7,7 @@ use crate::handled::Handled;
 use crate::lease::LeaseLost;
 use crate::memory::{Readable, Run, Writable};
 use crate::offset::Claim;
-use crate::report::Call;
+use crate::report::{self, Call, Reason};
 use crate::table::Held;
 
 /// Who serves what goes past neither lease nor list.
@@ -46,4 +46,26 @@ pub(crate) trait Fallback {
     fn seek_in_file(held: &mut Held, offset: i64, whence: c_int) -> Result<u64, c_int>;
     /// Whether the offset is known here, private or not.
     fn has_offset(held: &Held) -> bool;
+}
+
+/// Puts the next question for a grant off after a lease was lost; `unconnected_bytes` go by the fallback first where
+/// there is no connection to ask over.
+pub(crate) fn wait_after_lost_lease(held: &mut Held, lost: LeaseLost, unconnected_bytes: u64) {
+    match lost {
+        LeaseLost::Full => {
+            held.patience.wait_for_room();
+            report::count_left(Reason::NoRoom);
+        }
+        LeaseLost::NoConnection | LeaseLost::Limited => {
+            held.patience.wait_for(unconnected_bytes);
+            report::count_left(Reason::NoConnection);
+        }
+        LeaseLost::Revoked => wait_longer_after(held, Reason::Revoked),
+    }
+}
+
+/// Puts the next question off after a grant or a list ended early.
+pub(crate) fn wait_longer_after(held: &mut Held, reason: Reason) {
+    report::count_left(reason);
+    held.patience.wait_longer();
 }

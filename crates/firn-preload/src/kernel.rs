@@ -17,7 +17,7 @@ use rustix::process::Resource;
 use crate::connect;
 use crate::descriptor;
 use crate::devices::{self, token_of};
-use crate::fallback::Fallback;
+use crate::fallback::{Fallback, wait_after_lost_lease, wait_longer_after};
 use crate::handled::{Handled, Ticket};
 use crate::lease::{LeaseLost, fill};
 use crate::list::fetch;
@@ -91,17 +91,7 @@ impl Fallback for Kernel {
         let is_cut = claim.cut_back(&held, done);
         give_back(&mut held);
         claim.give_back(is_cut, done);
-        match lost {
-            LeaseLost::Full => {
-                held.patience.wait_for_room();
-                report::count_left(Reason::NoRoom);
-            }
-            LeaseLost::NoConnection | LeaseLost::Limited => {
-                held.patience.wait_for(REFUSED_BYTES);
-                report::count_left(Reason::NoConnection);
-            }
-            LeaseLost::Revoked => wait_longer_after(&mut held, Reason::Revoked),
-        }
+        wait_after_lost_lease(&mut held, lost, REFUSED_BYTES);
         Ok(held)
     }
 
@@ -310,8 +300,7 @@ pub(crate) fn before_kernel(fd: c_int, call: Call) -> Ticket {
             }
         }
         Entered::Again(entry) if entry.is_private() => {
-            let offset = entry.offset.load(Ordering::Relaxed) as i64;
-            sys::lseek(fd, offset, libc::SEEK_SET);
+            entry.copy_offset_to_kernel(fd);
             Ticket::NONE
         }
         _ => Ticket::NONE,
@@ -368,11 +357,6 @@ fn give_back(held: &mut Held) {
 /// Whether the number still is the file that was opened.
 fn is_same(held: &Held) -> bool {
     sys::identity(held.fd).is_some_and(|(identity, _)| identity == held.identity)
-}
-
-fn wait_longer_after(held: &mut Held, reason: Reason) {
-    report::count_left(reason);
-    held.patience.wait_longer();
 }
 
 // ---- the grant to write ----------------------------------------------------------------------------

@@ -74,9 +74,10 @@ impl Claim {
             Range::Private => {
                 let end = self.offset.wrapping_add(self.total as u64);
                 // Not where a signal handler claimed more behind it.
-                let (success, failure) = (Ordering::Relaxed, Ordering::Relaxed);
-                let offset = &held.entry.offset;
-                offset.compare_exchange(end, used, success, failure).is_ok()
+                held.entry
+                    .offset
+                    .compare_exchange(end, used, Ordering::Relaxed, Ordering::Relaxed)
+                    .is_ok()
             }
             Range::Shared if self.offset != u64::MAX => {
                 let back = (self.total - done) as i64;
@@ -131,8 +132,7 @@ pub(crate) fn return_offset(held: &mut Held, is_same: impl FnOnce(&Held) -> bool
     sys::without_signals(|| {
         held.set_private(false);
         if is_same(held) {
-            let offset = held.entry.offset.load(Ordering::Relaxed) as i64;
-            sys::lseek(held.fd, offset, libc::SEEK_SET);
+            held.entry.copy_offset_to_kernel(held.fd);
         }
     });
 }

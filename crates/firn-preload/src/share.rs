@@ -22,11 +22,7 @@ pub(crate) fn share_descriptor(fd: c_int) {
         }
         // In a signal handler: what the interrupted code does ends at its claim.
         Entered::Again(entry) if entry.is_private() => {
-            sys::lseek(
-                fd,
-                entry.offset.load(Ordering::Relaxed) as i64,
-                libc::SEEK_SET,
-            );
+            entry.copy_offset_to_kernel(fd);
         }
         _ => {}
     }

@@ -176,6 +176,12 @@ impl Entry {
     pub(crate) fn is_private(&self) -> bool {
         self.private.load(Ordering::Relaxed)
     }
+
+    /// Gives the kernel the private offset, which stays private. For a signal handler whose thread holds the lock.
+    pub(crate) fn copy_offset_to_kernel(&self, fd: c_int) {
+        let offset = self.offset.load(Ordering::Relaxed) as i64;
+        sys::lseek(fd, offset, libc::SEEK_SET);
+    }
 }
 
 impl Inner {

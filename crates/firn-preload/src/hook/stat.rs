@@ -71,7 +71,7 @@ impl Named {
     }
 }
 
-/// Puts what firnd knows into what the kernel with_errno; `again` asks the kernel once more.
+/// Puts what firnd knows into what the kernel answered; `again` asks the kernel once more.
 ///
 /// # Safety
 /// `to` holds what the kernel told where `result` is 0.

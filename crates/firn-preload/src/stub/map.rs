@@ -3,13 +3,13 @@
 use std::ffi::{c_int, c_void};
 
 use crate::descriptor;
-use crate::fallback::Fallback;
+use crate::fallback::{Fallback, wait_longer_after};
 use crate::list::copy;
 use crate::memory::{Run, Target, Writable};
 use crate::report::Reason;
 use crate::stub::enter::{Entered, lock_stub};
 use crate::stub::request::{adopt, ask_size};
-use crate::stub::socket::{Socket, wait_longer_after};
+use crate::stub::socket::Socket;
 use crate::sys::syscall;
 use crate::table::Held;
 

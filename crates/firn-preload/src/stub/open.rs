@@ -3,7 +3,6 @@
 use std::ffi::c_int;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::atomic::Ordering;
 
 use firn_direct::connection::Payload;
 use firn_direct::syscall::Descriptor;
@@ -96,11 +95,7 @@ pub(crate) fn share_offset(fd: c_int) {
             mark_stub(fd, stub_mark::SHARED);
         }
         Entered::Again(entry) if entry.is_private() => {
-            sys::lseek(
-                fd,
-                entry.offset.load(Ordering::Relaxed) as i64,
-                libc::SEEK_SET,
-            );
+            entry.copy_offset_to_kernel(fd);
         }
         _ => {}
     }

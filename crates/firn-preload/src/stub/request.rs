@@ -106,8 +106,8 @@ pub(crate) fn check_status(reply: &Reply) -> Result<(), c_int> {
     }
 }
 
-/// A request about the descriptor. One that was perhaps carried out before the connection ended is repeated,
-/// unless that would do it twice.
+/// A request about the descriptor. One that firnd may have executed before the connection ended is sent again,
+/// unless executing it twice would write twice.
 pub(crate) fn send_request(
     held: &mut Held,
     op: Op,

@@ -6,13 +6,13 @@ use firn_direct::connection::Payload;
 use firn_format::data_socket::{DATA_BYTES_MAX, Op, Status};
 
 use crate::connect;
-use crate::fallback::Fallback;
+use crate::fallback::{Fallback, wait_after_lost_lease, wait_longer_after};
 use crate::handled::Handled;
 use crate::lease::LeaseLost;
 use crate::list::fetch;
 use crate::memory::{Readable, Run, Writable};
 use crate::offset::Claim;
-use crate::report::{self, Call, Reason};
+use crate::report::{Call, Reason};
 use crate::stub::request::{ask_size, send_request, write_by_requests};
 use crate::table::Held;
 
@@ -83,17 +83,7 @@ impl Fallback for Socket {
     ) -> Result<Held, Handled> {
         held.stub.granted = false;
         held.lease.clear_lease();
-        match lost {
-            LeaseLost::Full => {
-                held.patience.wait_for_room();
-                report::count_left(Reason::NoRoom);
-            }
-            LeaseLost::NoConnection | LeaseLost::Limited => {
-                held.patience.wait_for(UNCONNECTED_BYTES);
-                report::count_left(Reason::NoConnection);
-            }
-            LeaseLost::Revoked => wait_longer_after(&mut held, Reason::Revoked),
-        }
+        wait_after_lost_lease(&mut held, lost, UNCONNECTED_BYTES);
         Ok(held)
     }
 
@@ -156,9 +146,4 @@ impl Fallback for Socket {
     fn has_offset(_held: &Held) -> bool {
         true
     }
-}
-
-pub(crate) fn wait_longer_after(held: &mut Held, reason: Reason) {
-    report::count_left(reason);
-    held.patience.wait_longer();
 }
