@@ -120,7 +120,7 @@ impl Map {
             "access {at}+{len} leaves the arena of {}",
             self.len
         );
-        // SAFETY: within the mapping, just checked.
+        // SAFETY: the assertion above keeps the `len` bytes within the mapping.
         unsafe { self.base.as_ptr().add(at as usize) }
     }
 
@@ -132,7 +132,7 @@ impl Map {
 
     pub(crate) fn u64(&self, at: u64) -> &AtomicU64 {
         assert_eq!(at % 8, 0);
-        // SAFETY: as above.
+        // SAFETY: in range and aligned; every access to this word is atomic, as words of 8 bytes are used by `u64` alone.
         unsafe { AtomicU64::from_ptr(self.at(at, 8).cast()) }
     }
 

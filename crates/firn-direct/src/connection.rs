@@ -175,7 +175,7 @@ pub enum CallError {
     Fault,
     /// The connection has ended, and the request was not sent.
     NotSent,
-    /// The connection has ended; the request may have been carried out.
+    /// The connection has ended; firnd may have executed the request.
     NoReply,
 }
 

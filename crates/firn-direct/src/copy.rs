@@ -95,7 +95,7 @@ macro_rules! body {
                 for line in (0..4 * $bytes).step_by(64) {
                     _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(at + AHEAD_BYTES + line).cast());
                 }
-                // SAFETY: four vectors within `len` bytes.
+                // SAFETY: `len` is a multiple of four vectors, so these end within the `len` bytes that are promised.
                 unsafe {
                     let from = from.add(at);
                     let a = $load(from.cast());

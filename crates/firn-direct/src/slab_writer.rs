@@ -173,7 +173,7 @@ impl SlabWriter {
         {
             Ok(()) => Appended::Bytes(room.len as usize),
             Err(AppendError::Revoked) => Appended::Revoked,
-            // SAFETY: as for the first piece.
+            // SAFETY: `data` is readable for `len` bytes, and the room that was filled lies in the slab.
             Err(AppendError::Frozen) => unsafe { self.begin_piece(offset, data, len, Some(room)) },
         }
     }

@@ -88,7 +88,7 @@ impl StubId {
             (self.inode >> 32) as u32,
         ];
         let flags = libc::O_PATH | libc::O_CLOEXEC | libc::O_NOFOLLOW;
-        // SAFETY: the kernel reads the handle.
+        // SAFETY: the kernel reads the head of `raw` and as many bytes as its `bytes` says, of which there are more.
         let fd = unsafe {
             libc::syscall(
                 libc::SYS_open_by_handle_at,
