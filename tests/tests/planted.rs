@@ -114,7 +114,7 @@ fn forged_bytes(victim: &Path) -> Entry {
 
 /// Proves S-priv-7, S-priv-10.
 #[test]
-fn regression_a_planted_record_of_another_user_is_not_carried_out_by_a_mount() {
+fn regression_a_planted_record_of_another_user_is_not_applied_by_a_mount() {
     let sandbox = shared_sandbox("planted");
     let victim = sandbox.join("victim");
     fs::write(&victim, "secret").expect("write");
@@ -138,7 +138,7 @@ fn regression_a_planted_record_of_another_user_is_not_carried_out_by_a_mount() {
 
 /// Proves S-priv-7, S-priv-10.
 #[test]
-fn regression_a_planted_record_is_not_carried_out_by_recover_and_held_data_stays() {
+fn regression_a_planted_record_is_not_applied_by_recover_and_held_data_stays() {
     let sandbox = shared_sandbox("plantrecover");
     let victim = sandbox.join("victim");
     fs::write(&victim, "secret").expect("write");

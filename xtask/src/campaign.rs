@@ -8,7 +8,7 @@ mod fuzz;
 mod tsan;
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use anyhow::{Context, ensure};
 use clap::Subcommand;
@@ -89,12 +89,7 @@ impl Campaign {
                 system("crash", "every_acknowledged_byte", length, seed)?;
                 system("stub", "kill_9_of_writer_or_firnd", length, seed)?;
                 system("transactions", "killed_at_any_moment", length, seed)?;
-                system(
-                    "async_commit",
-                    "killed_while_it_is_carried_out_the_tree_is_the_one_after_it",
-                    length,
-                    seed,
-                )?;
+                system("async_commit", "survives_kill_9", length, seed)?;
                 system("hosts", "a_host_that_is_killed_between", length, seed)
             }
             Self::Simulation { ops, seed } => {
@@ -132,7 +127,9 @@ fn system(test: &str, filter: &str, length: (&str, u64), seed: Option<u64>) -> a
         "-p",
         "firn-preload",
     ]))?;
-    let mut command = cargo_command(&["test", "--release", "-p", "firn-tests", "--test", test]);
+    let target = ["test", "--release", "-p", "firn-tests", "--test", test];
+    require_test(&target, filter)?;
+    let mut command = cargo_command(&target);
     command.args(["--", "--nocapture", "--test-threads=1", filter]);
     command
         .env(length.0, length.1.to_string())
@@ -141,6 +138,22 @@ fn system(test: &str, filter: &str, length: (&str, u64), seed: Option<u64>) -> a
         command.env("FIRN_SEED", seed.to_string());
     }
     cargo(&mut command)
+}
+
+/// Fails unless `filter` selects a test: with a name that no test has any more, cargo runs none and succeeds.
+fn require_test(target: &[&str], filter: &str) -> anyhow::Result<()> {
+    let mut command = cargo_command(target);
+    let output = command
+        .args(["--", "--list", filter])
+        .stderr(Stdio::inherit())
+        .output()
+        .context("cannot start cargo")?;
+    ensure!(output.status.success(), "{command:?} failed");
+    ensure!(
+        String::from_utf8_lossy(&output.stdout).contains(": test"),
+        "{command:?} lists no test: has it been renamed?"
+    );
+    Ok(())
 }
 
 /// Tests that run over the simulated backing and take their length from `FIRN_OPS`.

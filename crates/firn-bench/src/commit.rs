@@ -375,9 +375,7 @@ impl Candidate<'_> {
         self.mount.as_ref().map_or_else(sync, commit)?;
         let durable_ns = cpu::now_ns();
         if self.name == BEHIND {
-            self.mount
-                .as_ref()
-                .map_or(Ok(()), Mount::wait_carried_out)?;
+            self.mount.as_ref().map_or(Ok(()), Mount::wait_applied)?;
         }
         let begin_ns = outcomes
             .iter()

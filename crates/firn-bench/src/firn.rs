@@ -193,7 +193,7 @@ impl Mount<'_> {
     }
 
     /// Waits until the commit is applied: names in it can be changed then.
-    pub fn wait_carried_out(&self) -> anyhow::Result<()> {
+    pub fn wait_applied(&self) -> anyhow::Result<()> {
         let name = self.path.join(".carried-out");
         std::fs::create_dir(&name)?;
         Ok(std::fs::remove_dir(name)?)
