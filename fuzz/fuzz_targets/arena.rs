@@ -55,19 +55,19 @@ fn sample() -> Sample {
         ino: 2,
     };
     let arena = Arena::create(&path, geometry, &identity).expect("created");
-    let mut lease = arena.lease(Class::Small).expect("a slab");
+    let mut lease = arena.lease_slab(Class::Small).expect("a slab");
     for n in 0..4 {
         let reserved = lease.reserve(n, n * 10_000, 3000).expect("room");
-        arena.fill(lease.slab(), reserved.position, &[n as u8; 3000]);
+        arena.fill_slab(lease.slab(), reserved.position, &[n as u8; 3000]);
         let sequence = arena.next_sequence();
-        let piece = arena.publish(&mut lease, reserved, (n, n * 10_000), sequence, 0);
+        let piece = arena.publish_piece(&mut lease, reserved, (n, n * 10_000), sequence, 0);
         if n == 2 {
-            arena.retire(piece, 3000, true);
+            arena.retire_bytes(piece, 3000, true);
         }
     }
     // Its writer died.
     std::mem::forget(lease);
-    let (pieces, damage) = arena.stored();
+    let (pieces, damage) = arena.read_pieces();
     assert_eq!((pieces.len(), damage.len()), (3, 0));
     drop(arena);
     let file = std::fs::File::options()
@@ -167,15 +167,15 @@ fn compare(sample: &Sample, input: &Input) {
     let (arena, stored, damage) =
         Arena::attach(&sample.path).expect("attach takes what check takes");
     assert_eq!((&stored, &damage), (&report.pieces, &report.damage));
-    arena.settle(&stored);
+    arena.free_unkept_slabs(&stored);
     assert_eq!(arena.used_bytes(), 0, "nothing was kept");
     // The one chunk is free, or nobody knows what was in it.
     let unknown = damage
         .iter()
         .any(|found| matches!(found, Damage::Chunk { .. }));
-    let lease = arena.lease(Class::Whole);
+    let lease = arena.lease_slab(Class::Whole);
     assert_eq!(lease.is_none(), unknown);
     if let Some(lease) = lease {
-        arena.seal(lease);
+        arena.seal_slab(lease);
     }
 }

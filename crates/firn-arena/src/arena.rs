@@ -1,87 +1,53 @@
 //! The mapped region: its parts, its fixed facts, its words.
 //!
-//! What is done with it: `create`, `attach`, `lease`, `publish`, `scan`, `moves` (spill file) and `client`
-//! (leases of client processes).
+//! The parts have locks and invariants of their own: `pool` (free chunks, slots and slabs), `uses` (what keeps a slab),
+//! `homes` (where each chunk is), `spill_area`, `lingering` (clients that may still store bytes) and `listeners`. What
+//! is done with several of them: `create`, `attach`, `lease`, `publish`, `moves` and `client`.
+//!
+//! Locks: who moves a chunk (`spill_area`) locks the pool meanwhile; no other two locks are held together.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use firn_format::geometry::{DATA_ALIGN, Geometry};
-use firn_format::piece::Piece;
-use firn_format::slab::{Class, SlabState, chunk_word, slab_word};
+use firn_format::slab::SlabState;
 use firn_format::superblock::{Superblock, state_word};
 use parking_lot::Mutex;
 use rustix::io::Errno;
 
-use crate::client::Stopping;
 use crate::homes::Homes;
+use crate::lingering::LingeringWriters;
+use crate::listeners::Listeners;
 use crate::map::{JournalRegion, Map};
 use crate::pool::{NumaNodeFigures, Pool};
-use crate::spill::{SpillFault, SpillFile};
+use crate::refs::SlabRef;
+use crate::spill_area::SpillArea;
+use crate::tables::Tables;
 use crate::topology::Topology;
-
-/// One slab.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct SlabRef {
-    /// Index of the chunk.
-    pub chunk: u32,
-    /// Index of the slab in it.
-    pub slab: u32,
-}
-
-/// One piece record.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct PieceRef {
-    /// The slab that holds the data.
-    pub slab: SlabRef,
-    /// Index of the record in the chunk's table.
-    pub record: u32,
-}
-
-/// A piece found at attach.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stored {
-    /// Where its record is.
-    pub at: PieceRef,
-    /// What it says.
-    pub piece: Piece,
-    /// Time of the last write to it, nanoseconds since 1970; 0: not known. Nothing protects it.
-    pub modified: u64,
-}
+use crate::uses::SlabUses;
 
 /// Bytes that get their memory at once: whole huge pages, and no long pause before a mount can end.
 const POPULATE_BYTES: u64 = 2 * DATA_ALIGN;
-/// One use of a slab other than by live bytes: a lease, an I/O in flight.
-pub(crate) const PIN: u64 = 1 << 40;
-
-type OnFree = Box<dyn Fn() + Send + Sync>;
 
 /// The mapped region.
 pub struct Arena {
     pub(crate) map: Arc<Map>,
+    pub(crate) tables: Tables,
     pub(crate) geometry: Geometry,
     pub(crate) path: PathBuf,
     pub(crate) superblock: Superblock,
     pub(crate) pool: Mutex<Pool>,
     pub(crate) homes: Homes,
-    pub(crate) spill: Option<Arc<SpillFile>>,
-    pub(crate) spill_fault: Option<SpillFault>,
-    /// Held during a move.
-    pub(crate) mover: Mutex<()>,
-    pub(crate) moved_bytes: AtomicU64,
-    /// More slots of memory than this in use are told.
-    pub(crate) pressure_at: AtomicU32,
-    pub(crate) on_pressure: Mutex<Option<OnFree>>,
-    /// By smallest slab: live bytes, plus [`PIN`] for each other use. The slab is free at 0.
-    pub(crate) uses: Vec<AtomicU64>,
-    pub(crate) on_free: Mutex<Option<OnFree>>,
-    /// Slabs of ended leases whose clients may still store bytes; each is pinned.
-    pub(crate) stopping: Mutex<Vec<Stopping>>,
+    pub(crate) uses: SlabUses,
+    pub(crate) spill: SpillArea,
+    pub(crate) lingering: LingeringWriters,
+    pub(crate) listeners: Listeners,
 }
 
 impl Arena {
+    /// An arena all of whose chunks are free, without a spill file.
     pub(crate) fn assemble(
         path: &Path,
         map: Arc<Map>,
@@ -89,23 +55,18 @@ impl Arena {
         topology: &Topology,
     ) -> Self {
         let geometry = superblock.geometry;
-        let slabs = geometry.chunks() as usize * geometry.small_slabs() as usize;
         Self {
+            tables: Tables::new(&map, geometry),
             map,
             geometry,
             path: path.to_owned(),
             superblock,
             pool: Mutex::new(Pool::new(geometry, topology.clone())),
             homes: Homes::new(geometry.chunks()),
-            spill: None,
-            spill_fault: None,
-            mover: Mutex::new(()),
-            moved_bytes: AtomicU64::new(0),
-            pressure_at: AtomicU32::new(u32::MAX),
-            on_pressure: Mutex::new(None),
-            uses: (0..slabs).map(|_| AtomicU64::new(0)).collect(),
-            on_free: Mutex::new(None),
-            stopping: Mutex::new(Vec::new()),
+            uses: SlabUses::new(&geometry),
+            spill: SpillArea::default(),
+            lingering: LingeringWriters::default(),
+            listeners: Listeners::default(),
         }
     }
     /// The layout.
@@ -130,7 +91,11 @@ impl Arena {
     }
     /// Calls `f` whenever a slab was freed.
     pub fn on_free(&self, f: impl Fn() + Send + Sync + 'static) {
-        *self.on_free.lock() = Some(Box::new(f));
+        self.listeners.set_freed(Box::new(f));
+    }
+    /// Calls `f` when a writer took memory while more than `slots` of it were in use, or found none.
+    pub fn on_pressure(&self, slots: u32, f: impl Fn() + Send + Sync + 'static) {
+        self.listeners.set_pressure(slots, Box::new(f));
     }
     /// The next sequence number.
     pub fn next_sequence(&self) -> u64 {
@@ -182,18 +147,6 @@ impl Arena {
         Ok(())
     }
 
-    pub(crate) fn uses(&self, slab: SlabRef) -> &AtomicU64 {
-        &self.uses[slab.chunk as usize * self.geometry.small_slabs() as usize + slab.slab as usize]
-    }
-    pub(crate) fn slab_state(&self, slab: SlabRef) -> &AtomicU32 {
-        self.map
-            .u32(self.geometry.slab_header_offset(slab.chunk, slab.slab) + slab_word::STATE)
-    }
-    pub(crate) fn chunk_class(&self, chunk: u32) -> &AtomicU32 {
-        self.map
-            .u32(self.geometry.table_offset(chunk) + chunk_word::CLASS)
-    }
-
     /// Asserts that what is counted is what is there: of slabs and chunks, here and in the piece tables. To be called
     /// while nobody else uses the arena.
     pub fn assert_invariants(&self) {
@@ -203,45 +156,35 @@ impl Arena {
             let Some(class) = pool.class(chunk) else {
                 continue;
             };
-            let word = self.chunk_class(chunk).load(Ordering::Acquire);
-            assert_eq!(word, Class::to_word(Some(class)), "class of chunk {chunk}");
-            let slabs =
-                (self.geometry.chunk_bytes / class.slab_bytes(self.geometry.chunk_bytes)) as u32;
-            let at = |slab| SlabRef { chunk, slab };
-            let used = (0..slabs).filter(|&slab| self.uses(at(slab)).load(Ordering::Acquire) > 0);
             assert_eq!(
-                used.count() as u32,
+                self.tables.class(chunk),
+                Ok(Some(class)),
+                "class of chunk {chunk}"
+            );
+            let mut used = 0;
+            for slab in 0..self.tables.slab_count(class) {
+                used += u32::from(self.assert_slab(SlabRef { chunk, slab }));
+            }
+            assert_eq!(
+                used,
                 pool.used_slabs(chunk),
                 "slabs of chunk {chunk} in use"
             );
-            for slab in 0..slabs {
-                let is_used = self.uses(at(slab)).load(Ordering::Acquire) > 0;
-                let state = SlabState::from_word(self.slab_state(at(slab)).load(Ordering::Acquire));
-                assert_eq!(
-                    state != Ok(SlabState::Free),
-                    is_used,
-                    "slab {slab} of chunk {chunk} is {state:?}"
-                );
-            }
         }
     }
-}
 
-/// For the arena's other modules.
-impl Arena {
-    pub(crate) fn map(&self) -> &Map {
-        &self.map
+    /// Asserts that the state of a slab in its table is what its uses say; returns whether it is used.
+    fn assert_slab(&self, slab: SlabRef) -> bool {
+        let is_used = self.uses.is_used(slab);
+        let state = self.tables.state(slab);
+        assert_eq!(
+            state != Ok(SlabState::Free),
+            is_used,
+            "{slab:?} is {state:?}"
+        );
+        is_used
     }
-    pub(crate) fn stopping(&self) -> &Mutex<Vec<Stopping>> {
-        &self.stopping
-    }
-    pub(crate) fn add_uses(&self, slab: SlabRef, bytes: u64) {
-        self.uses(slab).fetch_add(bytes, Ordering::AcqRel);
-    }
-    pub(crate) fn set_state(&self, slab: SlabRef, state: SlabState) {
-        self.slab_state(slab)
-            .store(state.to_word(), Ordering::Release);
-    }
+
     /// The file, for clients that map it themselves.
     pub fn file(&self) -> rustix::fd::BorrowedFd<'_> {
         self.map.file()

@@ -1,33 +1,40 @@
 //! Attaching to an arena that is there: leases of dead writers end, pieces are found, slabs are counted.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use firn_format::FormatError;
 use firn_format::home::Home;
 use firn_format::piece::SEQUENCE_MAX;
-use firn_format::quote::quoted_path;
 use firn_format::slab::{Class, SlabState};
-use firn_format::superblock::{SUPERBLOCK_BYTES, Superblock, state_word};
-use firn_trust::{Distrust, Expected, Facts};
-use rustix::fs::{Mode, OFlags};
-use rustix::io::Errno;
+use firn_format::superblock::state_word;
 
-use crate::arena::{Arena, PIN, PieceRef, SlabRef, Stored};
-use crate::client::{Stopping, revoke_all};
+use crate::ArenaError;
+use crate::arena::Arena;
 use crate::create::place;
-use crate::map::Map;
-use crate::moves::{missing, read_homes};
-use crate::scan::scan;
+use crate::damage::Damage;
+use crate::homes::read_homes;
+use crate::lingering::{LingeringWriter, LingeringWriters, revoke_all};
+use crate::open::open_arena;
+use crate::refs::{PieceRef, SlabRef, Stored};
+use crate::scan::{report_unreadable, scan};
 use crate::spill::SpillFile;
+use crate::spill_area::SpillArea;
 use crate::topology::Topology;
-use crate::{ArenaError, Damage};
+use crate::uses::PIN;
+
+/// A chunk whose slabs stay as they are after an attach.
+struct AdoptedChunk {
+    chunk: u32,
+    /// Sequence of its newest piece.
+    newest: u64,
+    /// How it is cut, and its slabs in use; `None`: nobody can tell.
+    cut: Option<(Class, Vec<u32>)>,
+}
 
 impl Arena {
     /// Attaches to an existing file and reads its piece tables. Leases of dead writers end. The
-    /// pieces that the caller does not [`Arena::keep`] afterwards are freed by [`Arena::settle`].
+    /// pieces that the caller does not keep afterwards ([`Arena::keep_piece`]) are freed by [`Arena::free_unkept_slabs`].
     ///
     /// Where the spill file is gone or damaged, [`Arena::spill_fault`] says so, the pieces in it are named as
     /// damage and stay pending, and reading them fails.
@@ -40,58 +47,84 @@ impl Arena {
         path: &Path,
         topology: &Topology,
     ) -> Result<(Self, Vec<Stored>, Vec<Damage>), ArenaError> {
-        let (map, superblock) = open(path, true)?;
+        let (map, superblock) = open_arena(path, true)?;
         let mut arena = Self::assemble(path, map, superblock, topology);
         place(&arena.map, &arena.geometry, topology);
-        // Before anything is read: what is read is then all there will ever be.
-        let stopping = revoke_all(&arena.map, &arena.geometry, &arena.classes());
-        let mut stored = Vec::new();
+        // Before any record is read: what is read is then all there will ever be.
+        let lingering = revoke_all(&arena.tables, &arena.cut_chunks());
         let mut damage = Vec::new();
-        let mut highest = 0;
-        scan(&arena.map, &arena.geometry, &mut damage, &mut |found| {
-            highest = highest.max(found.piece.sequence);
-            stored.push(found);
-        });
-        // The counter is one word that nothing protects: it may only be too low, or too high, if it is damaged.
-        let counter = arena.map.u64(state_word::SEQUENCE);
-        if counter.fetch_max(highest, Ordering::Relaxed) > SEQUENCE_MAX / 2 {
-            counter.store(highest, Ordering::Relaxed);
-        }
-        let homes = read_homes(&arena.map, &arena.geometry, &mut damage);
+        let mut stored = Vec::new();
+        scan(&arena.tables, &mut damage, &mut |found| stored.push(found));
+        arena.restore_sequence(&stored);
+        let homes = read_homes(&arena.tables, &mut damage);
         if arena.geometry.spill_count > 0 {
-            match SpillFile::open(&arena.superblock, true) {
-                Ok((file, fault)) => {
-                    arena.spill = Some(Arc::new(file));
-                    arena.spill_fault = fault;
-                }
-                Err(fault) => arena.spill_fault = Some(fault),
-            }
-            missing(
-                &homes,
-                &stored,
-                arena.spill.as_deref(),
-                arena.spill_fault.as_ref(),
-                &mut damage,
-            );
+            arena.spill = SpillArea::from_opened(SpillFile::open(&arena.superblock, true));
+            report_unreadable(&homes, &stored, &arena.spill, &mut damage);
         }
-        arena.adopt(&stored, &stopping, &homes);
-        *arena.stopping.lock() = stopping;
+        arena.adopt(&stored, &lingering, &homes);
+        arena.lingering = LingeringWriters::new(lingering);
         Ok((arena, stored, damage))
     }
 
+    /// What the tables hold now: live pieces and damage.
+    pub fn read_pieces(&self) -> (Vec<Stored>, Vec<Damage>) {
+        let mut stored = Vec::new();
+        let mut damage = Vec::new();
+        scan(&self.tables, &mut damage, &mut |found| stored.push(found));
+        (stored, damage)
+    }
+
+    /// The next sequence follows every piece that was found. The counter is one word that nothing protects: if it is
+    /// damaged it is too low, or so high that nothing could follow.
+    fn restore_sequence(&self, stored: &[Stored]) {
+        let highest = stored.iter().map(|found| found.piece.sequence).max();
+        let highest = highest.unwrap_or(0);
+        let counter = self.map.u64(state_word::SEQUENCE);
+        if counter.fetch_max(highest, Ordering::Relaxed) > SEQUENCE_MAX / 2 {
+            counter.store(highest, Ordering::Relaxed);
+        }
+    }
+
     /// The chunks that are cut, as far as their class can be read.
-    fn classes(&self) -> Vec<(u32, Class)> {
-        let class = |chunk| {
-            Class::from_word(self.chunk_class(chunk).load(Ordering::Acquire))
-                .ok()
-                .flatten()
-        };
+    fn cut_chunks(&self) -> Vec<(u32, Class)> {
+        let class = |chunk| self.tables.class(chunk).ok().flatten();
         (0..self.geometry.chunks())
             .filter_map(|chunk| Some((chunk, class(chunk)?)))
             .collect()
     }
 
-    fn adopt(&self, stored: &[Stored], stopping: &[Stopping], homes: &[Option<Home>]) {
+    /// Enters what is in use into pool, homes and uses; everything else is free.
+    fn adopt(&self, stored: &[Stored], lingering: &[LingeringWriter], homes: &[Option<Home>]) {
+        let mut adopted = self.sort_chunks(stored, lingering);
+        let chunks: HashSet<u32> = adopted.iter().map(|found| found.chunk).collect();
+        let slots: HashSet<Home> = chunks
+            .iter()
+            .filter_map(|chunk| homes[*chunk as usize])
+            .collect();
+        let mut pool = self.pool.lock();
+        pool.reserve(&|chunk| chunks.contains(&chunk), &|home| {
+            slots.contains(&home)
+        });
+        // The oldest first: in this order they move to the spill file.
+        adopted.sort_unstable_by_key(|found| (found.newest, found.chunk));
+        for AdoptedChunk { chunk, cut, .. } in adopted {
+            let home = homes[chunk as usize];
+            self.homes.set(chunk, home);
+            if let Some((class, slabs)) = cut {
+                pool.adopt(chunk, class, &slabs, home);
+            }
+        }
+        for LingeringWriter { slab, .. } in lingering {
+            pool.lease_on(slab.chunk);
+            // Beside the pin that ends with `free_unkept_slabs`, which is for slabs with pieces.
+            if stored.iter().any(|found| found.at.slab == *slab) {
+                self.uses.add(*slab, PIN);
+            }
+        }
+    }
+
+    /// The chunks that stay, with their slabs in use pinned and all others free.
+    fn sort_chunks(&self, stored: &[Stored], lingering: &[LingeringWriter]) -> Vec<AdoptedChunk> {
         // Slabs in use and the newest write of each chunk.
         let mut used: BTreeMap<u32, (Vec<u32>, u64)> = BTreeMap::new();
         for Stored { at, piece, .. } in stored {
@@ -99,85 +132,61 @@ impl Arena {
             slabs.push(at.slab.slab);
             *newest = piece.sequence.max(*newest);
         }
-        for Stopping { slab, .. } in stopping {
+        for LingeringWriter { slab, .. } in lingering {
             used.entry(slab.chunk).or_default().0.push(slab.slab);
         }
-        let mut kept = Vec::new();
+        let mut adopted = Vec::new();
         for chunk in 0..self.geometry.chunks() {
-            let class = Class::from_word(self.chunk_class(chunk).load(Ordering::Acquire));
-            match (class, used.remove(&chunk)) {
+            match (self.tables.class(chunk), used.remove(&chunk)) {
                 // Its pieces may be whole: nobody gets it while this arena lives.
-                (Err(_), _) => kept.push((u64::MAX, chunk, None)),
+                (Err(_), _) => adopted.push(AdoptedChunk {
+                    chunk,
+                    newest: u64::MAX,
+                    cut: None,
+                }),
                 (Ok(Some(class)), Some((mut slabs, newest))) => {
                     slabs.sort_unstable();
                     slabs.dedup();
                     self.adopt_slabs(chunk, &slabs);
-                    kept.push((newest, chunk, Some((class, slabs))));
+                    let cut = Some((class, slabs));
+                    adopted.push(AdoptedChunk { chunk, newest, cut });
                 }
                 _ => self.clear_chunk(chunk),
             }
         }
-        let mut pool = self.pool.lock();
-        let chunks: std::collections::HashSet<u32> =
-            kept.iter().map(|(_, chunk, _)| *chunk).collect();
-        let slots: std::collections::HashSet<Home> = chunks
-            .iter()
-            .filter_map(|chunk| homes[*chunk as usize])
-            .collect();
-        pool.reserve(&|chunk| chunks.contains(&chunk), &|home| {
-            slots.contains(&home)
-        });
-        // The oldest first: in this order they move to the spill file.
-        kept.sort_unstable_by_key(|(newest, chunk, _)| (*newest, *chunk));
-        for (_, chunk, used) in kept {
-            let home = homes[chunk as usize];
-            self.homes.set(chunk, home);
-            if let Some((class, slabs)) = used {
-                pool.adopt(chunk, class, &slabs, home);
-            }
-        }
-        for Stopping { slab, .. } in stopping {
-            pool.lease_on(slab.chunk);
-            // Beside the pin that ends at `settle`, which is for slabs with pieces.
-            if stored.iter().any(|s| s.at.slab == *slab) {
-                self.add_uses(*slab, PIN);
-            }
-        }
+        adopted
     }
 
+    /// `used` is sorted.
     fn adopt_slabs(&self, chunk: u32, used: &[u32]) {
         for slab in 0..self.geometry.small_slabs() {
             let at = SlabRef { chunk, slab };
             if used.binary_search(&slab).is_ok() {
-                self.slab_state(at)
-                    .store(SlabState::Sealed.to_word(), Ordering::Release);
-                // Held until `settle`, so that no slab is freed while pieces are kept.
-                self.uses(at).store(PIN, Ordering::Relaxed);
+                self.tables.set_state(at, SlabState::Sealed);
+                // Until `free_unkept_slabs`, so that no slab is freed while pieces are kept.
+                self.uses.set_pinned(at);
             } else {
-                self.slab_state(at)
-                    .store(SlabState::Free.to_word(), Ordering::Release);
+                self.tables.set_state(at, SlabState::Free);
             }
         }
     }
 
     fn clear_chunk(&self, chunk: u32) {
         for slab in 0..self.geometry.small_slabs() {
-            self.slab_state(SlabRef { chunk, slab })
-                .store(SlabState::Free.to_word(), Ordering::Release);
+            self.tables
+                .set_state(SlabRef { chunk, slab }, SlabState::Free);
         }
-        self.chunk_class(chunk)
-            .store(Class::to_word(None), Ordering::Release);
+        self.tables.set_class(chunk, None);
         self.homes.set(chunk, None);
     }
 
     /// After attach: `bytes` of this piece are pending.
-    pub fn keep(&self, at: PieceRef, bytes: u32) {
-        self.uses(at.slab)
-            .fetch_add(u64::from(bytes), Ordering::AcqRel);
+    pub fn keep_piece(&self, at: PieceRef, bytes: u32) {
+        self.uses.add(at.slab, u64::from(bytes));
     }
 
-    /// After attach, once: slabs of which nothing was kept are free.
-    pub fn settle(&self, stored: &[Stored]) {
+    /// After attach, once: frees the slabs of which nothing was kept.
+    pub fn free_unkept_slabs(&self, stored: &[Stored]) {
         let mut slabs: Vec<SlabRef> = stored.iter().map(|s| s.at.slab).collect();
         slabs.sort_unstable();
         slabs.dedup();
@@ -185,65 +194,4 @@ impl Arena {
             self.release_uses(slab, PIN);
         }
     }
-}
-
-/// Opens and maps a file of this user whose superblock is good.
-pub(crate) fn open(path: &Path, writable: bool) -> Result<(Arc<Map>, Superblock), ArenaError> {
-    let name = || quoted_path(path);
-    let io = |what| {
-        move |source| ArenaError::Io {
-            path: quoted_path(path),
-            what,
-            source,
-        }
-    };
-    let access = if writable {
-        OFlags::RDWR
-    } else {
-        OFlags::RDONLY
-    };
-    // O_NONBLOCK: nobody may write to a named pipe that is in its place.
-    let flags = access | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
-    let file = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
-        // What O_NOFOLLOW says of a link.
-        Errno::LOOP => {
-            let why = Distrust::Kind {
-                found: "a symbolic link",
-                expected: "a regular file",
-            };
-            ArenaError::Distrusted { path: name(), why }
-        }
-        errno => io("open it")(errno),
-    })?;
-    let stat = rustix::fs::fstat(&file).map_err(io("stat it"))?;
-    let size = stat.st_size as u64;
-    let facts = Facts::of(&stat).check(Expected::File, rustix::process::geteuid().as_raw());
-    let distrusted = |why| ArenaError::Distrusted { path: name(), why };
-    if let Err(why @ Distrust::Kind { .. }) = facts {
-        return Err(distrusted(why));
-    }
-    let mut page = vec![0u8; SUPERBLOCK_BYTES.min(size as usize)];
-    rustix::io::pread(&file, &mut page[..], 0).map_err(io("read it"))?;
-    // Of a file that is no arena at all this says more than whose it is.
-    let superblock = Superblock::decode(&page).map_err(|source| ArenaError::Format {
-        path: name(),
-        source,
-    })?;
-    facts.map_err(distrusted)?;
-    let expected = superblock.geometry.file_bytes();
-    if size < expected {
-        let source = FormatError::Truncated {
-            what: "arena",
-            found: size,
-            expected,
-        };
-        return Err(ArenaError::Format {
-            path: name(),
-            source,
-        });
-    }
-    Ok((
-        Arc::new(Map::new(path, file, expected, writable)?),
-        superblock,
-    ))
 }

@@ -10,20 +10,18 @@
 //! The client's side, and how both agree, is in firn-direct's `slab_writer`; docs/FORMAT.md says what a crash
 //! leaves.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_format::data_socket::{OFFSET_MAX, Slab};
-use firn_format::geometry::{Geometry, WORDS_COUNT};
-use firn_format::piece::{Checked, FROZEN, Piece, poison, word};
-use firn_format::slab::{Class, SlabState, WRITER_BUSY, slab_word, writer_idle};
+use firn_format::piece::{Checked, FROZEN, Piece, poison};
+use firn_format::slab::{Class, SlabState, writer_idle};
 use firn_format::superblock::state_word;
-use rustix::event::{PollFd, PollFlags};
-use rustix::process::{Pid, PidfdFlags};
 
-use crate::lease::records_of;
-use crate::map::{Map, probe};
-use crate::scan::load;
-use crate::{Arena, Lease, PieceRef, SlabRef};
+use crate::arena::Arena;
+use crate::lease::Lease;
+use crate::lingering::{LingeringWriter, take_writer_word};
+use crate::map::probe;
+use crate::refs::{PieceRef, SlabRef};
 
 /// A client's right to fill a slab. Not dropped but ended with [`Arena::end_client`].
 #[derive(Debug)]
@@ -45,13 +43,6 @@ pub struct ClientLease {
     /// Whether the client was seen idle and cannot begin to store bytes again.
     stopped: bool,
     over: bool,
-}
-
-impl ClientLease {
-    /// The process that has it.
-    pub fn pid(&self) -> u32 {
-        self.pid
-    }
 }
 
 /// Bytes that a client published.
@@ -76,15 +67,11 @@ pub struct Taken {
 #[error("a client's piece record {} of chunk {} breaks the rules of its lease", .0.record, .0.slab.chunk)]
 pub struct Wrong(pub PieceRef);
 
-/// A slab that a client may still store bytes into although its lease is over.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Stopping {
-    pub(crate) slab: SlabRef,
-    generation: u64,
-    pid: u32,
-}
-
 impl ClientLease {
+    /// The process that has it.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
     /// The slab.
     pub fn slab(&self) -> SlabRef {
         self.lease.slab()
@@ -111,53 +98,42 @@ impl Arena {
         pid: u32,
         cpu: Option<u32>,
     ) -> Option<ClientLease> {
-        let lease = self.lease_near(class, cpu)?;
-        let records = records_of(self.geometry(), lease.class(), lease.slab().slab);
+        let lease = self.lease_slab_near(class, cpu)?;
+        let slab = lease.slab();
+        let records = self.tables.records_of(lease.class(), slab.slab);
         let count = records.len() as u32;
         let sequence = self
-            .map()
+            .map
             .u64(state_word::SEQUENCE)
             .fetch_add(count.into(), Ordering::AcqRel)
             + 1;
-        let header = self
-            .geometry()
-            .slab_header_offset(lease.slab().chunk, lease.slab().slab);
         probe();
-        self.map()
-            .u32(header + slab_word::HOLDER)
-            .store(pid, Ordering::Relaxed);
-        let idle = writer_idle(lease.generation());
-        self.map()
-            .u64(header + slab_word::WRITER)
-            .store(idle, Ordering::Release);
-        let end = lease.start();
-        let first = records.start;
-        let taken = 0;
-        let open = None;
-        let stopped = false;
-        let over = false;
+        self.tables.holder(slab).store(pid, Ordering::Relaxed);
+        self.tables
+            .writer(slab)
+            .store(writer_idle(lease.generation()), Ordering::Release);
         Some(ClientLease {
+            end: lease.start(),
             lease,
             file_id,
             pid,
             sequence,
-            first,
+            first: records.start,
             count,
-            taken,
-            open,
-            end,
-            stopped,
-            over,
+            taken: 0,
+            open: None,
+            stopped: false,
+            over: false,
         })
     }
 
     /// What the client is told of its lease of a file whose last write was at `modified`.
     pub fn client_slab(&self, lease: &ClientLease, modified: u64) -> Slab {
-        let SlabRef { chunk, slab } = lease.slab();
+        let slab = lease.slab();
         Slab {
-            chunk: self.data_offset(chunk),
-            records: self.geometry().record_offset(chunk, lease.first),
-            writer: self.geometry().slab_header_offset(chunk, slab) + slab_word::WRITER,
+            chunk: self.data_offset(slab.chunk),
+            records: self.geometry().record_offset(slab.chunk, lease.first),
+            writer: self.tables.writer_offset(slab),
             generation: lease.lease.generation(),
             sequence: lease.sequence,
             start: lease.lease.start(),
@@ -219,7 +195,7 @@ impl Arena {
 
     fn enter(&self, lease: &ClientLease, piece: Piece, from: u32, sink: &mut dyn FnMut(Taken)) {
         let len = piece.len - from;
-        self.add_uses(lease.slab(), len.into());
+        self.uses.add(lease.slab(), len.into());
         let at = lease.at(lease.taken - 1);
         sink(Taken {
             piece: at,
@@ -238,10 +214,7 @@ impl Arena {
             return Ok(None);
         }
         let at = lease.at(index);
-        let raw = load(
-            self.map(),
-            self.geometry().record_offset(at.slab.chunk, at.record),
-        );
+        let raw = self.tables.load(at);
         let generation = lease.lease.generation();
         match raw.check(
             generation,
@@ -311,11 +284,9 @@ impl Arena {
         }
         lease.open = None;
         lease.over = true;
-        let at = lease.slab();
-        let header = self.geometry().slab_header_offset(at.chunk, at.slab);
         probe();
-        self.map()
-            .u32(header + slab_word::PUBLISHED)
+        self.tables
+            .published(lease.slab())
             .store(lease.taken, Ordering::Release);
         result
     }
@@ -352,9 +323,8 @@ impl Arena {
 
     /// Keeps the client from beginning to store bytes, if it is not at it.
     fn stop_client(&self, lease: &mut ClientLease) {
-        let at = lease.slab();
         probe();
-        lease.stopped = take_writer(self.map(), self.geometry(), at, lease.lease.generation());
+        lease.stopped = take_writer_word(&self.tables, lease.slab(), lease.lease.generation());
     }
 
     /// Gives a revoked lease back. The slab is freed when nothing of it is pending and the client is
@@ -365,42 +335,31 @@ impl Arena {
             self.stop_client(&mut lease);
         }
         if lease.stopped {
-            return self.seal(lease.lease);
+            return self.seal_slab(lease.lease);
         }
         let slab = lease.slab();
         probe();
-        self.set_state(slab, SlabState::Sealed);
-        let stopping = Stopping {
+        self.tables.set_state(slab, SlabState::Sealed);
+        self.lingering.add(LingeringWriter {
             slab,
             generation: lease.lease.generation(),
             pid: lease.pid,
-        };
-        self.stopping().lock().push(stopping);
+        });
     }
 
-    /// Slabs of ended leases that wait for their clients; frees those that need to wait no more.
-    pub fn await_clients(&self) -> usize {
-        let mut stopping = self.stopping().lock();
-        if stopping.is_empty() {
+    /// Frees the slabs of ended leases whose clients have stopped or died; how many still wait for theirs.
+    pub fn free_lingering_slabs(&self) -> usize {
+        if self.lingering.count() == 0 {
             return 0;
         }
-        let let_go = |s: &mut Stopping| {
-            take_writer(self.map(), self.geometry(), s.slab, s.generation) || !is_alive(s.pid)
-        };
-        let free: Vec<Stopping> = stopping.extract_if(.., let_go).collect();
-        let left = stopping.len();
-        drop(stopping);
-        for Stopping { slab, .. } in free {
-            writer_word(self.map(), self.geometry(), slab).store(0, Ordering::Release);
+        for slab in self.lingering.take_gone(&self.tables) {
             self.end_lease(slab);
         }
-        left
+        self.lingering.count()
     }
 
-    fn client_seal(&self, lease: &ClientLease, index: u32) -> &std::sync::atomic::AtomicU64 {
-        let at = lease.at(index);
-        self.map()
-            .u64(self.geometry().record_offset(at.slab.chunk, at.record) + word::SEAL)
+    fn client_seal(&self, lease: &ClientLease, index: u32) -> &AtomicU64 {
+        self.tables.seal(lease.at(index))
     }
 
     // ---- words of files ----------------------------------------------------------------------
@@ -408,150 +367,16 @@ impl Arena {
     /// Where word `index` lies, and what stands in it.
     pub fn file_word(&self, index: u32) -> (u64, u32) {
         let at = self.geometry().word_offset(index);
-        (at, self.map().u32(at).load(Ordering::Acquire))
+        (at, self.map.u32(at).load(Ordering::Acquire))
     }
 
     /// What was told of the files with this word does not hold any more. To be called before the bytes
     /// change or their room is used again.
     pub fn raise_file_word(&self, index: u32) {
-        self.map()
+        self.map
             .u32(self.geometry().word_offset(index))
             .fetch_add(1, Ordering::SeqCst);
         // Stores of new bytes must not be seen before the word.
         std::sync::atomic::fence(Ordering::SeqCst);
-    }
-}
-
-fn writer_word<'a>(
-    map: &'a Map,
-    geometry: &Geometry,
-    at: SlabRef,
-) -> &'a std::sync::atomic::AtomicU64 {
-    map.u64(geometry.slab_header_offset(at.chunk, at.slab) + slab_word::WRITER)
-}
-
-/// Takes the right to store bytes from the client of a lease; false while it is storing some.
-fn take_writer(map: &Map, geometry: &Geometry, at: SlabRef, generation: u64) -> bool {
-    let idle = writer_idle(generation);
-    match writer_word(map, geometry, at).compare_exchange(
-        idle,
-        0,
-        Ordering::SeqCst,
-        Ordering::Acquire,
-    ) {
-        Ok(_) => true,
-        Err(found) => found != idle | WRITER_BUSY,
-    }
-}
-
-/// Whether the process is there. One that cannot be seen from here counts as there.
-fn is_alive(pid: u32) -> bool {
-    let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else {
-        return true;
-    };
-    match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
-        Err(errno) => errno != rustix::io::Errno::SRCH,
-        Ok(process) => {
-            // Readable once it ended, also while nobody has waited for it.
-            let mut poll = [PollFd::new(&process, PollFlags::IN)];
-            rustix::event::poll(
-                &mut poll,
-                Some(&rustix::event::Timespec {
-                    tv_sec: 0,
-                    tv_nsec: 0,
-                }),
-            ) == Ok(0)
-        }
-    }
-}
-
-/// At attach, before any record is read: ends the leases of clients that may still live, and every list
-/// that readers have. Returns the slabs into which one of them may be storing bytes.
-pub(crate) fn revoke_all(
-    map: &Map,
-    geometry: &Geometry,
-    classes: &[(u32, Class)],
-) -> Vec<Stopping> {
-    for index in 0..WORDS_COUNT {
-        map.u32(geometry.word_offset(index))
-            .fetch_add(1, Ordering::SeqCst);
-    }
-    let mut stopping = Vec::new();
-    for &(chunk, class) in classes {
-        let bytes = class.slab_bytes(geometry.chunk_bytes);
-        for slab in 0..(geometry.chunk_bytes / bytes) as u32 {
-            let at = SlabRef { chunk, slab };
-            let header = geometry.slab_header_offset(chunk, slab);
-            let writer = map.u64(header + slab_word::WRITER);
-            if writer.load(Ordering::Acquire) == 0 {
-                continue;
-            }
-            let generation = map
-                .u64(header + slab_word::GENERATION)
-                .load(Ordering::Acquire);
-            probe();
-            // Before the slab is that of a client no more, or a crash here would leave the record to count.
-            void_beyond_max(map, geometry, at, class, generation);
-            let stopped = take_writer(map, geometry, at, generation);
-            void_beyond_max(map, geometry, at, class, generation);
-            let pid = map.u32(header + slab_word::HOLDER).load(Ordering::Acquire);
-            if stopped || !is_alive(pid) {
-                writer.store(0, Ordering::Release);
-                continue;
-            }
-            poison_slab(map, geometry, at, class, generation);
-            stopping.push(Stopping {
-                slab: at,
-                generation,
-                pid,
-            });
-        }
-    }
-    stopping
-}
-
-/// What [`Arena::take_client`] would not take in: bytes so far out that few file systems can hold them. Pending,
-/// they could be neither drained nor given up.
-fn void_beyond_max(map: &Map, geometry: &Geometry, at: SlabRef, class: Class, generation: u64) {
-    let bytes = class.slab_bytes(geometry.chunk_bytes);
-    let start = u64::from(at.slab) * bytes;
-    for record in records_of(geometry, class, at.slab) {
-        let base = geometry.record_offset(at.chunk, record);
-        if let Ok(Checked::Live(piece)) = load(map, base).check(generation, start, start + bytes)
-            && piece.offset + u64::from(piece.len) > OFFSET_MAX
-        {
-            tracing::warn!(slab = ?at, record, "a client recorded bytes beyond the largest offset; they are dropped");
-            probe();
-            map.u64(base + word::SEAL)
-                .store(poison(generation), Ordering::SeqCst);
-        }
-    }
-}
-
-fn poison_slab(map: &Map, geometry: &Geometry, at: SlabRef, class: Class, generation: u64) {
-    let bytes = class.slab_bytes(geometry.chunk_bytes);
-    let start = u64::from(at.slab) * bytes;
-    let end = (u64::from(at.slab) + 1) * bytes;
-    let records = records_of(geometry, class, at.slab);
-    let mut record = records.start;
-    while record < records.end {
-        let base = geometry.record_offset(at.chunk, record);
-        let seal = map.u64(base + word::SEAL);
-        let found = seal.load(Ordering::Acquire);
-        if load(map, base).check(generation, start, end).is_ok() {
-            probe();
-            seal.fetch_or(FROZEN, Ordering::SeqCst);
-            record += 1;
-            continue;
-        }
-        probe();
-        let success = Ordering::SeqCst;
-        let failure = Ordering::Relaxed;
-        if seal
-            .compare_exchange(found, poison(generation), success, failure)
-            .is_ok()
-        {
-            return;
-        }
     }
 }

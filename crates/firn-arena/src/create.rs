@@ -18,6 +18,7 @@ use crate::arena::Arena;
 use crate::map::{Map, probe};
 use crate::pool::numa_node_of;
 use crate::spill::SpillFile;
+use crate::spill_area::SpillArea;
 use crate::topology::Topology;
 
 /// What the arena is for.
@@ -30,6 +31,7 @@ pub struct Identity {
     /// Its inode.
     pub ino: u64,
 }
+
 /// Asks the kernel to take the pages of each NUMA node's slots from that NUMA node. Advice: where it cannot, slabs
 /// are handed out in the same way.
 pub(crate) fn place(map: &Map, geometry: &Geometry, topology: &Topology) {
@@ -54,6 +56,7 @@ pub(crate) fn place(map: &Map, geometry: &Geometry, topology: &Topology) {
         slot = end;
     }
 }
+
 impl Arena {
     /// Makes the file, with all its room allocated, and attaches. Fails if it exists.
     pub fn create(
@@ -101,7 +104,7 @@ impl Arena {
             Self::initialise(path, file, geometry, identity, spill, topology).and_then(|arena| {
                 probe();
                 let named = give_name(arena.map.file(), name.then_some(&unfinished), path);
-                if named.is_err() && arena.spill.is_some() {
+                if named.is_err() && arena.spill.file().is_some() {
                     let _ = rustix::fs::unlink(spill);
                 }
                 named.map_err(io("give it its name"))?;
@@ -161,8 +164,8 @@ impl Arena {
             spill_path: spill.as_os_str().as_bytes().to_vec(),
         };
         let spill = match geometry.spill_count {
-            0 => None,
-            _ => Some(Arc::new(SpillFile::create(spill, &geometry, uuid, path)?)),
+            0 => SpillArea::default(),
+            _ => SpillArea::with_file(SpillFile::create(spill, &geometry, uuid, path)?),
         };
         let arena = Self {
             spill,

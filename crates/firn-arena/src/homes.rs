@@ -6,10 +6,14 @@
 //! come and go, but nobody changes a byte in place. Then it closes the gate, waits for those inside to leave,
 //! changes the home and opens again. Whoever comes meanwhile waits; that is short, or the move gives up.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use firn_format::home::Home;
+
+use crate::damage::Damage;
+use crate::tables::Tables;
 
 const CLOSED: u32 = 1 << 31;
 const COPYING: u32 = 1 << 30;
@@ -90,7 +94,8 @@ impl Homes {
     }
 
     pub(crate) fn leave(&self, chunk: u32) {
-        self.guard(chunk).fetch_sub(1, Ordering::AcqRel);
+        let before = self.guard(chunk).fetch_sub(1, Ordering::AcqRel);
+        debug_assert!(before & INSIDE > 0, "nobody is inside chunk {chunk}");
     }
 
     /// As [`Homes::enter`], for who may stay for any time: nobody should wait for the chunk to move.
@@ -103,9 +108,10 @@ impl Homes {
 
     pub(crate) fn let_go(&self, chunk: u32) {
         self.leave(chunk);
-        self.places[chunk as usize]
+        let before = self.places[chunk as usize]
             .held
             .fetch_sub(1, Ordering::AcqRel);
+        debug_assert!(before > 0, "chunk {chunk} is held by nobody");
     }
 
     pub(crate) fn is_held(&self, chunk: u32) -> bool {
@@ -121,7 +127,12 @@ impl Homes {
 
     /// The copy is made: closes the gate and waits until nobody is inside. False: they stay too long.
     pub(crate) fn close(&self, chunk: u32) -> bool {
-        self.guard(chunk).fetch_or(CLOSED, Ordering::AcqRel);
+        let before = self.guard(chunk).fetch_or(CLOSED, Ordering::AcqRel);
+        debug_assert_eq!(
+            before & (CLOSED | COPYING),
+            COPYING,
+            "chunk {chunk} is closed after its copy, once"
+        );
         let until = Instant::now() + CLOSE_WAIT;
         while self.guard(chunk).load(Ordering::Acquire) & INSIDE != 0 {
             if Instant::now() >= until {
@@ -134,9 +145,48 @@ impl Homes {
 
     /// The move ended, one way or the other.
     pub(crate) fn open(&self, chunk: u32) {
-        self.guard(chunk)
+        let before = self
+            .guard(chunk)
             .fetch_and(!(CLOSED | COPYING), Ordering::AcqRel);
+        debug_assert!(before & COPYING > 0, "chunk {chunk} was not being copied");
     }
+}
+
+/// Where each chunk in use is, as its table says; two that claim one slot are both damaged, for nobody knows whose it
+/// is.
+pub(crate) fn read_homes(tables: &Tables, damage: &mut Vec<Damage>) -> Vec<Option<Home>> {
+    let geometry = tables.geometry();
+    let word = |chunk| tables.home(chunk).load(Ordering::Acquire);
+    let in_use = |chunk| !matches!(tables.class(chunk), Ok(None));
+    let mut homes = vec![None; geometry.chunks() as usize];
+    let mut owners = HashMap::new();
+    for chunk in (0..geometry.chunks()).filter(|chunk| in_use(*chunk)) {
+        let found = word(chunk);
+        let home = Home::from_word(found, chunk).filter(|home| match *home {
+            Home::Memory(slot) => slot < geometry.chunk_count,
+            Home::Spill(slot) => slot < geometry.spill_count,
+        });
+        let Some(home) = home else {
+            // A live arena may have freed it between the two looks.
+            if in_use(chunk) && word(chunk) == found {
+                damage.push(Damage::Home { chunk, word: found });
+            }
+            continue;
+        };
+        homes[chunk as usize] = Some(home);
+        if let Some(other) = owners.insert(home, chunk)
+            && in_use(other)
+            && Home::from_word(word(other), other) == Some(home)
+        {
+            homes[chunk as usize] = None;
+            homes[other as usize] = None;
+            damage.extend([chunk, other].map(|chunk| Damage::Home {
+                chunk,
+                word: word(chunk),
+            }));
+        }
+    }
+    homes
 }
 
 #[cfg(test)]

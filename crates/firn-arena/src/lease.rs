@@ -3,16 +3,17 @@
 use std::sync::atomic::Ordering;
 
 use firn_format::append::{Room, SlabCursor};
-use firn_format::geometry::Geometry;
 use firn_format::home::Home;
-use firn_format::slab::{Class, SlabState, slab_word};
+use firn_format::slab::{Class, SlabState};
 use firn_format::superblock::state_word;
 
-use crate::arena::{Arena, PIN, PieceRef, SlabRef};
+use crate::arena::Arena;
 use crate::map::probe;
-use crate::pool::{Taken, numa_node_of};
+use crate::pool::{TakenSlab, numa_node_of};
+use crate::refs::{PieceRef, SlabRef};
+use crate::uses::PIN;
 
-/// A writer's right to fill a slab. Not dropped but given back with [`Arena::seal`].
+/// A writer's right to fill a slab. Not dropped but given back with [`Arena::seal_slab`].
 #[derive(Debug)]
 #[must_use = "a lease that is dropped keeps its slab for ever"]
 pub struct Lease {
@@ -23,13 +24,13 @@ pub struct Lease {
 
 impl Arena {
     /// Leases a slab of `class`, or of a smaller one where that is all there is, near the CPU of this thread.
-    pub fn lease(&self, class: Class) -> Option<Lease> {
-        self.lease_near(class, None)
+    pub fn lease_slab(&self, class: Class) -> Option<Lease> {
+        self.lease_slab_near(class, None)
     }
 
     /// The same near another CPU. A smaller slab near by is not preferred to a larger one far away.
-    pub fn lease_near(&self, class: Class, cpu: Option<u32>) -> Option<Lease> {
-        self.await_clients();
+    pub fn lease_slab_near(&self, class: Class, cpu: Option<u32>) -> Option<Lease> {
+        self.free_lingering_slabs();
         let mut pool = self.pool.lock();
         let near = cpu.map_or_else(|| pool.topology().here(), |cpu| pool.topology().of_cpu(cpu));
         let order = [Class::Whole, Class::Medium, Class::Small];
@@ -37,50 +38,52 @@ impl Arena {
             .into_iter()
             .filter(|c| *c <= class)
             .find_map(|class| pool.take(class, near).map(|taken| (class, taken)));
-        let Some((class, Taken { chunk, slab, cut })) = taken else {
+        let Some((class, taken)) = taken else {
             drop(pool);
-            self.tell_pressure(self.geometry.chunk_count);
+            self.listeners.report_memory_used(self.geometry.chunk_count);
             return None;
         };
+        // With the pool locked: whoever sees a chunk there finds its class and home in its table.
+        let generation = self.enter_lease(class, &taken);
+        let memory_used = pool.memory_used();
+        drop(pool);
+        if taken.cut.is_some() {
+            self.listeners.report_memory_used(memory_used);
+        }
+        let TakenSlab { chunk, slab, .. } = taken;
+        let bytes = self.tables.bytes_of(class, slab);
+        let records = self.tables.records_of(class, slab);
+        Some(Lease {
+            slab: SlabRef { chunk, slab },
+            class,
+            cursor: SlabCursor::new(generation, bytes, records),
+        })
+    }
+
+    /// Stores a new lease in the tables; returns its generation. The state comes last: until then the slab is free.
+    fn enter_lease(&self, class: Class, taken: &TakenSlab) -> u64 {
+        let &TakenSlab { chunk, slab, cut } = taken;
         let at = SlabRef { chunk, slab };
         let generation = self
             .map
             .u64(state_word::GENERATION)
             .fetch_add(1, Ordering::AcqRel)
             + 1;
-        let header = self.geometry.slab_header_offset(chunk, slab);
         probe();
-        self.map
-            .u32(header + slab_word::PUBLISHED)
-            .store(0, Ordering::Release);
-        self.map
-            .u64(header + slab_word::GENERATION)
+        self.tables.published(at).store(0, Ordering::Release);
+        self.tables
+            .generation(at)
             .store(generation, Ordering::Release);
         if let Some(slot) = cut {
             probe();
             self.store_home(chunk, Home::Memory(slot));
             probe();
-            self.chunk_class(chunk)
-                .store(Class::to_word(Some(class)), Ordering::Release);
+            self.tables.set_class(chunk, Some(class));
         }
         probe();
-        self.slab_state(at)
-            .store(SlabState::Leased.to_word(), Ordering::Release);
-        self.uses(at).store(PIN, Ordering::Release);
-        let memory_used = pool.memory_used();
-        drop(pool);
-        if cut.is_some() {
-            self.tell_pressure(memory_used);
-        }
-        let bytes = class.slab_bytes(self.geometry.chunk_bytes);
-        let records = records_of(&self.geometry, class, slab);
-        let start = (u64::from(slab) * bytes) as u32;
-        let end = ((u64::from(slab) + 1) * bytes) as u32;
-        Some(Lease {
-            slab: at,
-            class,
-            cursor: SlabCursor::new(generation, start..end, records),
-        })
+        self.tables.set_state(at, SlabState::Leased);
+        self.uses.begin_lease(at);
+        generation
     }
 
     /// Whether the slab of a lease is in the memory nearest to the CPU of this thread.
@@ -94,12 +97,12 @@ impl Arena {
 
     /// Whether nothing in the slab of a lease is pending.
     pub fn is_idle(&self, lease: &Lease) -> bool {
-        self.uses(lease.slab).load(Ordering::Acquire) == PIN
+        self.uses.is_only_leased(lease.slab)
     }
 
     /// Whether a lease of `class` or smaller could be had.
     pub fn has_room(&self, class: Class) -> bool {
-        self.await_clients();
+        self.free_lingering_slabs();
         let pool = self.pool.lock();
         [Class::Small, Class::Medium, Class::Whole]
             .into_iter()
@@ -107,11 +110,10 @@ impl Arena {
     }
 
     /// Ends a lease. The slab is freed when nothing of it is pending.
-    pub fn seal(&self, lease: Lease) {
+    pub fn seal_slab(&self, lease: Lease) {
         let slab = lease.slab;
         probe();
-        self.slab_state(slab)
-            .store(SlabState::Sealed.to_word(), Ordering::Release);
+        self.tables.set_state(slab, SlabState::Sealed);
         self.end_lease(slab);
     }
 
@@ -123,7 +125,7 @@ impl Arena {
         drop(pool);
         self.release_uses(slab, PIN);
         if may_move {
-            self.tell_pressure(memory_used);
+            self.listeners.report_memory_used(memory_used);
         }
     }
 }
@@ -174,11 +176,4 @@ impl Lease {
         let room = self.cursor.room_behind_last(len);
         room.filter(|_| self.cursor.has_record())
     }
-}
-
-/// Records of slab `slab` in a chunk of `class`.
-pub(crate) fn records_of(geometry: &Geometry, class: Class, slab: u32) -> std::ops::Range<u32> {
-    let slabs = (geometry.chunk_bytes / class.slab_bytes(geometry.chunk_bytes)) as u32;
-    let each = geometry.records_per_chunk() / slabs;
-    slab * each..(slab + 1) * each
 }

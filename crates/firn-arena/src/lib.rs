@@ -1,7 +1,7 @@
 //! The arena: a fixed-size shared-memory file that outlives every process.
 //!
 //! Promises
-//! * What was published ([`Arena::publish`], [`Arena::extend`]) is found by [`Arena::attach`] after
+//! * What was published ([`Arena::publish_piece`], [`Arena::extend_piece`]) is found by [`Arena::attach`] after
 //!   the death of every process, whole.
 //! * So it is after chunks moved to the spill file ([`Arena::spill_oldest`]); what that file cannot give is an
 //!   error, never other bytes.
@@ -15,26 +15,36 @@ mod attach;
 mod check;
 mod client;
 mod create;
+mod damage;
 mod homes;
 mod lease;
+mod lingering;
+mod listeners;
 mod map;
 mod moves;
+mod open;
 mod pool;
 mod publish;
+mod refs;
 mod scan;
 mod spill;
+mod spill_area;
+mod tables;
 mod topology;
+mod uses;
 
-pub use arena::{Arena, PieceRef, SlabRef, Stored};
-pub use check::{Damage, Report, check};
+pub use arena::Arena;
+pub use check::{Report, check};
 pub use client::{ClientLease, Taken, Wrong};
 pub use create::Identity;
+pub use damage::Damage;
 pub use lease::Lease;
 pub use map::JournalRegion;
 #[cfg(feature = "probe")]
 pub use map::set_probe;
 pub use moves::{Located, Place, SpillFigures, Spilled};
 pub use pool::NumaNodeFigures;
+pub use refs::{PieceRef, SlabRef, Stored};
 pub use spill::{SpillFault, SpillFile};
 pub use topology::{SYSFS_NODES, Topology};
 

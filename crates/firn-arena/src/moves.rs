@@ -7,14 +7,12 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use firn_format::geometry::Geometry;
 use firn_format::home::Home;
-use firn_format::slab::{Class, chunk_word};
 use rustix::io::Errno;
 
-use crate::arena::{Arena, SlabRef, Stored};
-use crate::check::Damage;
-use crate::map::{Map, probe};
+use crate::arena::Arena;
+use crate::map::probe;
+use crate::refs::SlabRef;
 use crate::spill::{SpillFault, SpillFile};
 
 /// What [`Arena::spill_oldest`] did.
@@ -41,7 +39,7 @@ pub enum Place {
 
 // SAFETY: the pointer is into the shared mapping, which any thread may read while the slab is pinned.
 unsafe impl Send for Place {}
-// SAFETY: as above.
+// SAFETY: a shared reference gives no more than the pointer itself, and nobody writes through it.
 unsafe impl Sync for Place {}
 
 /// Bytes from the start of a file.
@@ -67,11 +65,11 @@ pub struct SpillFigures {
 impl Arena {
     /// The spill file, while it can be used.
     pub fn spill_file(&self) -> Option<&Arc<SpillFile>> {
-        self.spill.as_ref()
+        self.spill.file()
     }
     /// What was wrong with the spill file at attach. What it still has can be read; nothing moves to it.
     pub fn spill_fault(&self) -> Option<&SpillFault> {
-        self.spill_fault.as_ref()
+        self.spill.fault()
     }
     /// Figures of the spill file; `None` for an arena without one.
     pub fn spill_figures(&self) -> Option<SpillFigures> {
@@ -79,24 +77,21 @@ impl Arena {
         (g.spill_count > 0).then(|| SpillFigures {
             bytes: g.spill_bytes(),
             used_bytes: g.spill_bytes() - u64::from(self.pool.lock().spill_free()) * g.chunk_bytes,
-            moved_bytes: self.moved_bytes.load(Ordering::Relaxed),
+            moved_bytes: self.spill.moved_bytes(),
         })
     }
-    /// Slots of memory in use, of [`Geometry::chunk_count`].
+    /// Slots of memory in use, of `Geometry::chunk_count`.
     pub fn memory_used(&self) -> u32 {
         self.pool.lock().memory_used()
     }
     /// Whether a move could make room in memory.
     pub fn can_spill(&self) -> bool {
         // What an I/O uses moves soon after; what is held may be held for ever.
-        self.can_move_to_spill()
+        self.spill.usable_file().is_some()
             && self
                 .pool
                 .lock()
                 .can_move(&|chunk| !self.homes.is_held(chunk))
-    }
-    fn can_move_to_spill(&self) -> bool {
-        self.spill.is_some() && self.spill_fault.is_none()
     }
     /// Where a chunk is; `None`: it is free, or nobody knows.
     pub fn home(&self, chunk: u32) -> Option<Home> {
@@ -110,23 +105,8 @@ impl Arena {
     pub fn is_readable(&self, chunk: u32) -> bool {
         match self.homes.get(chunk) {
             Some(Home::Memory(_)) => true,
-            Some(Home::Spill(slot)) => {
-                let file = self.spill.as_ref();
-                file.is_some_and(|file| self.spill_fault.is_none() || file.has_slot(slot))
-            }
+            Some(Home::Spill(slot)) => self.spill.has_slot(slot),
             None => false,
-        }
-    }
-    /// Calls `f` when a writer took memory while more than `slots` of it were in use, or found none.
-    pub fn on_pressure(&self, slots: u32, f: impl Fn() + Send + Sync + 'static) {
-        *self.on_pressure.lock() = Some(Box::new(f));
-        self.pressure_at.store(slots, Ordering::Release);
-    }
-    pub(crate) fn tell_pressure(&self, used: u32) {
-        if used > self.pressure_at.load(Ordering::Acquire)
-            && let Some(f) = &*self.on_pressure.lock()
-        {
-            f();
         }
     }
 
@@ -154,8 +134,8 @@ impl Arena {
 
     /// Where pending bytes are, for those who map or open the files themselves; holds while the slab is pinned.
     /// `None`: the spill file is gone, or damage hides where they are.
-    pub fn locate(&self, slab: SlabRef, position: u32) -> Option<Located> {
-        match (self.homes.get(slab.chunk)?, &self.spill) {
+    pub fn locate_bytes(&self, slab: SlabRef, position: u32) -> Option<Located> {
+        match (self.homes.get(slab.chunk)?, self.spill.file()) {
             (Home::Memory(slot), _) => Some(Located::Arena(
                 self.geometry().slot_offset(slot) + u64::from(position),
             )),
@@ -165,7 +145,7 @@ impl Arena {
     }
 
     /// Copies bytes to reserved room of a leased slab. Nobody sees them before they are published.
-    pub fn fill(&self, slab: SlabRef, position: u32, data: &[u8]) {
+    pub fn fill_slab(&self, slab: SlabRef, position: u32, data: &[u8]) {
         let at = self
             .in_memory(slab, position)
             .expect("a leased slab is in memory");
@@ -173,7 +153,7 @@ impl Arena {
     }
 
     /// Changes pending bytes where they lie. False: they are spilled or about to be; nothing was changed.
-    pub fn overwrite(&self, slab: SlabRef, position: u32, data: &[u8]) -> bool {
+    pub fn overwrite_bytes(&self, slab: SlabRef, position: u32, data: &[u8]) -> bool {
         if !self.homes.enter_to_change(slab.chunk) {
             return false;
         }
@@ -206,7 +186,7 @@ impl Arena {
 
     /// Where pending bytes are, for vectored writes and readers of the file. Holds while the slab is pinned.
     pub fn place(&self, slab: SlabRef, position: u32, len: u32) -> Place {
-        match (self.homes.get(slab.chunk), &self.spill) {
+        match (self.homes.get(slab.chunk), self.spill.file()) {
             (Some(Home::Memory(slot)), _) => Place::Memory(self.map.at(
                 self.geometry().slot_offset(slot) + u64::from(position),
                 u64::from(len),
@@ -223,10 +203,10 @@ impl Arena {
     /// Moves the chunk whose last lease ended longest ago to the spill file. An error is the device's; the
     /// chunk stays in memory. `left` is told of a chunk that moved before its slot of memory is used again.
     pub fn spill_oldest(&self, left: &dyn Fn(u32)) -> Result<Spilled, Errno> {
-        let Some(file) = self.spill.as_ref().filter(|_| self.can_move_to_spill()) else {
+        let Some(file) = self.spill.usable_file() else {
             return Ok(Spilled::Nothing);
         };
-        let _one_at_a_time = self.mover.lock();
+        let _one_at_a_time = self.spill.begin();
         let begun = self
             .pool
             .lock()
@@ -263,102 +243,23 @@ impl Arena {
             self.pool.lock().left(from);
         }
         written?;
-        self.tell_free();
+        self.listeners.report_freed();
         if stays {
             return Ok(Spilled::Again);
         }
-        self.moved_bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.spill.count_moved(bytes);
         Ok(Spilled::Chunk(chunk))
     }
 
     pub(crate) fn store_home(&self, chunk: u32, home: Home) {
-        let word = self.geometry().table_offset(chunk) + chunk_word::HOME;
-        self.map
-            .u64(word)
+        self.tables
+            .home(chunk)
             .store(home.to_word(chunk), Ordering::Release);
         self.homes.set(chunk, Some(home));
     }
 
     /// Makes what was spilled survive a loss of power, as far as the arena does.
     pub fn sync_spill(&self) -> Result<(), Errno> {
-        self.spill.as_ref().map_or(Ok(()), |file| file.sync())
-    }
-}
-
-/// Where each chunk in use is; two that claim one slot are both damaged, for nobody knows whose it is.
-pub(crate) fn read_homes(
-    map: &Map,
-    geometry: &Geometry,
-    damage: &mut Vec<Damage>,
-) -> Vec<Option<Home>> {
-    let word = |chunk: u32| {
-        map.u64(geometry.table_offset(chunk) + chunk_word::HOME)
-            .load(Ordering::Acquire)
-    };
-    let in_use = |chunk: u32| {
-        let class = map
-            .u32(geometry.table_offset(chunk) + chunk_word::CLASS)
-            .load(Ordering::Acquire);
-        !matches!(Class::from_word(class), Ok(None))
-    };
-    let mut homes = vec![None; geometry.chunks() as usize];
-    let mut owners = std::collections::HashMap::new();
-    for chunk in (0..geometry.chunks()).filter(|chunk| in_use(*chunk)) {
-        let found = word(chunk);
-        let home = Home::from_word(found, chunk).filter(|home| match *home {
-            Home::Memory(slot) => slot < geometry.chunk_count,
-            Home::Spill(slot) => slot < geometry.spill_count,
-        });
-        let Some(home) = home else {
-            // A live arena may have freed it between the two looks.
-            if in_use(chunk) && word(chunk) == found {
-                damage.push(Damage::Home { chunk, word: found });
-            }
-            continue;
-        };
-        homes[chunk as usize] = Some(home);
-        if let Some(other) = owners.insert(home, chunk)
-            && in_use(other)
-            && Home::from_word(word(other), other) == Some(home)
-        {
-            homes[chunk as usize] = None;
-            homes[other as usize] = None;
-            damage.extend([chunk, other].map(|chunk| Damage::Home {
-                chunk,
-                word: word(chunk),
-            }));
-        }
-    }
-    homes
-}
-
-/// Names the pieces whose bytes are in slots that the spill file does not have.
-pub(crate) fn missing(
-    homes: &[Option<Home>],
-    pieces: &[Stored],
-    file: Option<&SpillFile>,
-    fault: Option<&SpillFault>,
-    damage: &mut Vec<Damage>,
-) {
-    let mut of_chunk: std::collections::BTreeMap<(u32, u32), (u64, u64)> = Default::default();
-    for stored in pieces {
-        let chunk = stored.at.slab.chunk;
-        if let Some(Home::Spill(slot)) = homes[chunk as usize]
-            && !file.is_some_and(|file| file.has_slot(slot))
-        {
-            let (count, bytes) = of_chunk.entry((chunk, slot)).or_default();
-            *count += 1;
-            *bytes += u64::from(stored.piece.len);
-        }
-    }
-    for ((chunk, slot), (pieces, bytes)) in of_chunk {
-        let why = fault.map_or_else(|| "it is not there".into(), ToString::to_string);
-        damage.push(Damage::Spill {
-            chunk,
-            slot,
-            pieces,
-            bytes,
-            why,
-        });
+        self.spill.sync()
     }
 }

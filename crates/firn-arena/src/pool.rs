@@ -95,7 +95,7 @@ struct Moving {
 }
 
 /// A slab that was taken.
-pub(crate) struct Taken {
+pub(crate) struct TakenSlab {
     pub(crate) chunk: u32,
     pub(crate) slab: u32,
     /// Its chunk was cut for it just now and got this slot.
@@ -299,7 +299,7 @@ impl Pool {
     }
 
     /// Takes a slab of `class` for a writer that runs near `NUMA node`.
-    pub(crate) fn take(&mut self, class: Class, near: usize) -> Option<Taken> {
+    pub(crate) fn take(&mut self, class: Class, near: usize) -> Option<TakenSlab> {
         let whole = !self.free_chunks.is_empty();
         let has = |numa_node: &NumaNode| numa_node.has(class, whole);
         let numa_node = self
@@ -310,7 +310,7 @@ impl Pool {
             .find(|&n| has(&self.numa_nodes[n]))?;
         let taken =
             if let Some((chunk, slab)) = self.numa_nodes[numa_node].free_slabs[slot(class)].pop() {
-                Taken {
+                TakenSlab {
                     chunk,
                     slab,
                     cut: None,
@@ -328,7 +328,7 @@ impl Pool {
                 };
                 let others = (1..self.slabs(class)).rev().map(|slab| (chunk, slab));
                 self.numa_nodes[numa_node].free_slabs[slot(class)].extend(others);
-                Taken {
+                TakenSlab {
                     chunk,
                     slab: 0,
                     cut: Some(memory),

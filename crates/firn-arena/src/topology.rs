@@ -73,11 +73,26 @@ impl Topology {
                 of_cpu[cpu] = nearest;
             }
         }
-        (!ids.is_empty()).then_some(Self {
+        (!ids.is_empty()).then(|| Self::new(ids, of_cpu, orders))
+    }
+
+    fn new(ids: Vec<u32>, of_cpu: Vec<u32>, orders: Vec<Vec<u32>>) -> Self {
+        for (node, order) in orders.iter().enumerate() {
+            debug_assert_eq!(
+                order.first(),
+                Some(&(node as u32)),
+                "it is nearest to itself"
+            );
+            debug_assert!(
+                (0..ids.len() as u32).all(|other| order.contains(&other)),
+                "order {order:?} of NUMA node {node} misses one"
+            );
+        }
+        Self {
             ids,
             of_cpu,
             orders,
-        })
+        }
     }
 
     /// How many NUMA nodes there are.

@@ -38,19 +38,19 @@ fn append(
         data.len(),
         "the test stays within a slab"
     );
-    arena.fill(lease.slab(), reserved.position, data);
+    arena.fill_slab(lease.slab(), reserved.position, data);
     if lease.continues(file, offset, reserved) {
-        return Some(arena.extend(lease, reserved.len, 0).0);
+        return Some(arena.extend_piece(lease, reserved.len, 0).0);
     }
     let sequence = arena.next_sequence();
-    Some(arena.publish(lease, reserved, (file, offset), sequence, 0))
+    Some(arena.publish_piece(lease, reserved, (file, offset), sequence, 0))
 }
 
 /// Proves S-write-1.
 #[test]
 fn published_pieces_outlive_the_process_that_wrote_them() {
     let (_dir, path, arena) = fresh(4, 1 << 20);
-    let mut lease = arena.lease(Class::Medium).unwrap();
+    let mut lease = arena.lease_slab(Class::Medium).unwrap();
     append(&arena, &mut lease, 7, 100, b"hello ").unwrap();
     append(&arena, &mut lease, 7, 106, b"world").unwrap();
     append(&arena, &mut lease, 8, 5000, &[3; 9000]).unwrap();
@@ -76,45 +76,45 @@ fn published_pieces_outlive_the_process_that_wrote_them() {
 #[test]
 fn room_comes_back_when_the_last_byte_is_retired_and_the_lease_sealed() {
     let (_dir, _path, arena) = fresh(1, 1 << 20);
-    let mut lease = arena.lease(Class::Whole).unwrap();
-    assert!(arena.lease(Class::Whole).is_none());
+    let mut lease = arena.lease_slab(Class::Whole).unwrap();
+    assert!(arena.lease_slab(Class::Whole).is_none());
     let piece = append(&arena, &mut lease, 1, 0, &[1; 100]).unwrap();
-    arena.retire(piece, 40, false);
-    arena.retire(piece, 60, true);
+    arena.retire_bytes(piece, 40, false);
+    arena.retire_bytes(piece, 60, true);
     assert!(
-        arena.lease(Class::Small).is_none(),
+        arena.lease_slab(Class::Small).is_none(),
         "the lease still holds the slab"
     );
-    arena.seal(lease);
+    arena.seal_slab(lease);
     assert_eq!(arena.used_bytes(), 0);
-    let again = arena.lease(Class::Small).unwrap();
-    arena.seal(again);
+    let again = arena.lease_slab(Class::Small).unwrap();
+    arena.seal_slab(again);
 }
 
 #[test]
 fn a_lease_falls_back_to_a_smaller_class() {
     let (_dir, _path, arena) = fresh(2, 1 << 20);
-    let small = arena.lease(Class::Small).unwrap();
-    let whole = arena.lease(Class::Whole).unwrap();
+    let small = arena.lease_slab(Class::Small).unwrap();
+    let whole = arena.lease_slab(Class::Whole).unwrap();
     assert_eq!((small.class(), whole.class()), (Class::Small, Class::Whole));
-    let fallen = arena.lease(Class::Whole).unwrap();
+    let fallen = arena.lease_slab(Class::Whole).unwrap();
     assert_eq!(fallen.class(), Class::Small);
     for lease in [small, whole, fallen] {
-        arena.seal(lease);
+        arena.seal_slab(lease);
     }
 }
 
 #[test]
 fn records_of_an_earlier_lease_do_not_come_back() {
     let (_dir, path, arena) = fresh(1, 64 << 10);
-    let mut lease = arena.lease(Class::Whole).unwrap();
+    let mut lease = arena.lease_slab(Class::Whole).unwrap();
     for n in 0..13 {
         let piece = append(&arena, &mut lease, 1, n * 8192, &[1; 10]).unwrap();
-        arena.retire(piece, 10, true);
+        arena.retire_bytes(piece, 10, true);
     }
     assert!(lease.reserve(1, 1 << 30, 1).is_none(), "the table is full");
-    arena.seal(lease);
-    let mut lease = arena.lease(Class::Whole).unwrap();
+    arena.seal_slab(lease);
+    let mut lease = arena.lease_slab(Class::Whole).unwrap();
     append(&arena, &mut lease, 2, 0, b"new").unwrap();
     // Its writer is gone: nobody gives the lease back.
     let _ = lease;
@@ -142,7 +142,7 @@ fn poke(path: &Path, at: u64, bit: u32) {
 #[test]
 fn flipped_bits_are_named_and_what_is_whole_is_kept() {
     let (_dir, path, arena) = fresh(2, 64 << 10);
-    let mut lease = arena.lease(Class::Whole).unwrap();
+    let mut lease = arena.lease_slab(Class::Whole).unwrap();
     let first = append(&arena, &mut lease, 1, 0, b"first").unwrap();
     append(&arena, &mut lease, 1, 9000, b"second").unwrap();
     // Its writer is gone: nobody gives the lease back.
@@ -236,10 +236,10 @@ fn a_reader_never_sees_a_piece_before_its_bytes() {
             threads.push(scope.spawn(move || {
                 let mut offset = 0u64;
                 while let Some(mut lease) =
-                    arena.lease([Class::Small, Class::Medium][rng.random_range(0..2)])
+                    arena.lease_slab([Class::Small, Class::Medium][rng.random_range(0..2)])
                 {
                     fill_lease(arena, &mut lease, file, &mut offset, &mut rng);
-                    arena.seal(lease);
+                    arena.seal_slab(lease);
                 }
                 writing.fetch_sub(1, Ordering::AcqRel);
             }));
@@ -277,19 +277,19 @@ fn fill_lease(arena: &Arena, lease: &mut Lease, file: u64, offset: &mut u64, rng
             return;
         };
         let data: Vec<u8> = (*offset..*offset + len).map(|o| byte_of(file, o)).collect();
-        arena.fill(lease.slab(), reserved.position, &data);
+        arena.fill_slab(lease.slab(), reserved.position, &data);
         if lease.continues(file, *offset, reserved) {
-            arena.extend(lease, reserved.len, 0);
+            arena.extend_piece(lease, reserved.len, 0);
         } else {
             let sequence = arena.next_sequence();
-            arena.publish(lease, reserved, (file, *offset), sequence, 0);
+            arena.publish_piece(lease, reserved, (file, *offset), sequence, 0);
         }
         *offset += len + u64::from(rng.random_bool(0.1)) * 100;
     }
 }
 
 fn verify_all(arena: &Arena) -> usize {
-    let (stored, damage) = arena.stored();
+    let (stored, damage) = arena.read_pieces();
     assert_eq!(damage, []);
     for found in &stored {
         let mut bytes = vec![0; found.piece.len as usize];
@@ -320,7 +320,7 @@ fn reuse_under_a_reader_is_never_mistaken_for_damage() {
             let writing = &writing;
             threads.push(scope.spawn(move || {
                 for round in 0..3000u64 {
-                    let Some(mut lease) = arena.lease(Class::Small) else {
+                    let Some(mut lease) = arena.lease_slab(Class::Small) else {
                         continue;
                     };
                     let pieces: Vec<PieceRef> = (0..5)
@@ -328,8 +328,8 @@ fn reuse_under_a_reader_is_never_mistaken_for_damage() {
                         .collect();
                     pieces
                         .into_iter()
-                        .for_each(|piece| arena.retire(piece, 9, true));
-                    arena.seal(lease);
+                        .for_each(|piece| arena.retire_bytes(piece, 9, true));
+                    arena.seal_slab(lease);
                 }
                 writing.fetch_sub(1, Ordering::AcqRel);
             }));
@@ -338,7 +338,7 @@ fn reuse_under_a_reader_is_never_mistaken_for_damage() {
         let writing = &writing;
         threads.push(scope.spawn(move || {
             while writing.load(Ordering::Acquire) > 0 {
-                let (stored, damage) = arena.stored();
+                let (stored, damage) = arena.read_pieces();
                 assert_eq!(damage, []);
                 assert!(stored.iter().all(|s| (1..=2).contains(&s.piece.file)));
             }
@@ -360,22 +360,23 @@ fn regression_a_chunk_cut_anew_under_a_reader_is_never_mistaken_for_damage() {
         let writer = scope.spawn(move || {
             for round in 0..6000u64 {
                 let class = [Class::Small, Class::Medium, Class::Whole][round as usize % 3];
-                let mut leases: Vec<Lease> = (0..2).filter_map(|_| arena.lease(class)).collect();
+                let mut leases: Vec<Lease> =
+                    (0..2).filter_map(|_| arena.lease_slab(class)).collect();
                 for (file, lease) in leases.iter_mut().enumerate() {
                     let pieces: Vec<PieceRef> = (0..9)
                         .filter_map(|n| append(arena, lease, file as u64 + 1, n * 100, &[1; 9]))
                         .collect();
                     pieces
                         .into_iter()
-                        .for_each(|piece| arena.retire(piece, 9, true));
+                        .for_each(|piece| arena.retire_bytes(piece, 9, true));
                 }
-                leases.into_iter().for_each(|lease| arena.seal(lease));
+                leases.into_iter().for_each(|lease| arena.seal_slab(lease));
             }
             writing.store(0, Ordering::Release);
         });
         let reader = scope.spawn(move || {
             while writing.load(Ordering::Acquire) > 0 {
-                assert_eq!(arena.stored().1, []);
+                assert_eq!(arena.read_pieces().1, []);
             }
         });
         join(vec![writer, reader]);

@@ -147,7 +147,7 @@ fn a_slab_whose_writer_is_busy_is_not_used_again_before_it_is_idle() {
     arena.revoke_client(&mut lease, &mut |_| {}).unwrap();
     arena.end_client(lease);
     assert!(!arena.has_room(Class::Small));
-    assert_eq!(arena.await_clients(), 1);
+    assert_eq!(arena.free_lingering_slabs(), 1);
     // As at the end of an append.
     client
         .word(slab.writer)
@@ -176,10 +176,10 @@ fn a_slab_of_a_dead_process_is_free_at_once() {
         .fetch_or(WRITER_BUSY, Ordering::SeqCst);
     arena.revoke_client(&mut lease, &mut |_| {}).unwrap();
     arena.end_client(lease);
-    assert_eq!(arena.await_clients(), 1);
+    assert_eq!(arena.free_lingering_slabs(), 1);
     child.kill().unwrap();
     // Not waited for yet: a zombie stores nothing.
-    while arena.await_clients() > 0 {
+    while arena.free_lingering_slabs() > 0 {
         std::thread::yield_now();
     }
     assert!(arena.has_room(Class::Whole));
@@ -216,9 +216,9 @@ fn attach_finds_every_published_byte_and_stops_clients_that_live_on() {
     assert_eq!(found, [(0, 5000), (0, 5000), (9000, 10), (9000, 10)]);
     let settled = stored.clone();
     drop(stored);
-    arena.settle(&settled);
+    arena.free_unkept_slabs(&settled);
     // Nothing was kept: the slab of the quiet client is free, that of the busy one is not.
-    assert_eq!(arena.await_clients(), 1);
+    assert_eq!(arena.free_lingering_slabs(), 1);
     assert!(arena.used_bytes() > 0);
     assert_eq!(append(&mut writers[0], 5000, b"x"), Appended::Revoked);
     // As at the end of an append.
@@ -226,7 +226,7 @@ fn attach_finds_every_published_byte_and_stops_clients_that_live_on() {
         .word(slabs[1].writer)
         .store(writer_idle(slabs[1].generation), Ordering::SeqCst);
     assert_eq!(append(&mut writers[1], 5000, b"x"), Appended::Revoked);
-    assert_eq!(arena.await_clients(), 0);
+    assert_eq!(arena.free_lingering_slabs(), 0);
     assert_eq!(arena.used_bytes(), 0);
 }
 
@@ -255,8 +255,8 @@ fn regression_a_record_beyond_the_largest_offset_does_not_count_after_the_death_
             assert_eq!(found, [0], "a piece at {offset}");
             stored
                 .iter()
-                .for_each(|stored| arena.keep(stored.at, stored.piece.len));
-            arena.settle(&stored);
+                .for_each(|stored| arena.keep_piece(stored.at, stored.piece.len));
+            arena.free_unkept_slabs(&stored);
         }
     }
 }
@@ -295,7 +295,7 @@ fn a_record_that_breaks_the_rules_ends_the_lease_and_never_counts() {
         assert_eq!(looked.is_err(), case != 3, "case {case}");
         let revoked = arena.revoke_client(&mut lease, &mut |taken| panic!("{taken:?}"));
         assert_eq!(revoked.is_err(), looked.is_err());
-        assert_eq!(arena.stored().0.len(), 1, "case {case}");
+        assert_eq!(arena.read_pieces().0.len(), 1, "case {case}");
         arena.end_client(lease);
     }
 }

@@ -50,7 +50,7 @@ fn numa_node(arena: &Arena, lease: &Lease, numa_nodes: u32) -> u32 {
 /// The NUMA nodes from which a writer on `cpu` gets whole chunks until there are none.
 fn all_from(arena: &Arena, cpu: u32, numa_nodes: u32) -> (Vec<u32>, Vec<Lease>) {
     let leases: Vec<Lease> =
-        std::iter::from_fn(|| arena.lease_near(Class::Whole, Some(cpu))).collect();
+        std::iter::from_fn(|| arena.lease_slab_near(Class::Whole, Some(cpu))).collect();
     (
         leases
             .iter()
@@ -80,7 +80,7 @@ fn a_writer_of_two_nodes_fills_its_own_first() {
         );
         assert_eq!(figures[cpu as usize].foreign_slabs, 0);
         assert_eq!(figures[1 - cpu as usize].foreign_slabs, 3);
-        leases.into_iter().for_each(|lease| arena.seal(lease));
+        leases.into_iter().for_each(|lease| arena.seal_slab(lease));
         assert!(
             arena
                 .numa_node_figures()
@@ -90,7 +90,7 @@ fn a_writer_of_two_nodes_fills_its_own_first() {
         // What was given back is there again, in the same order.
         let (again, leases) = all_from(&arena, cpu, 2);
         assert_eq!(again, numa_nodes);
-        leases.into_iter().for_each(|lease| arena.seal(lease));
+        leases.into_iter().for_each(|lease| arena.seal_slab(lease));
     }
 }
 
@@ -114,7 +114,7 @@ fn four_nodes_are_used_by_distance_and_not_by_number() {
                 .flat_map(|&numa_node| [numa_node, numa_node])
                 .collect::<Vec<_>>()
         );
-        leases.into_iter().for_each(|lease| arena.seal(lease));
+        leases.into_iter().for_each(|lease| arena.seal_slab(lease));
     }
 }
 
@@ -126,30 +126,30 @@ fn a_far_slab_of_a_cut_chunk_waits_until_there_is_nothing_nearer() {
         4,
         &topology(&[&[10, 21], &[21, 10]]),
     );
-    let first = arena.lease_near(Class::Small, Some(1)).expect("room");
-    let second = arena.lease_near(Class::Small, Some(0)).expect("room");
+    let first = arena.lease_slab_near(Class::Small, Some(1)).expect("room");
+    let second = arena.lease_slab_near(Class::Small, Some(0)).expect("room");
     assert_eq!(
         (numa_node(&arena, &first, 2), numa_node(&arena, &second, 2)),
         (1, 0)
     );
     // The rest of NUMA node 0 in whole chunks: then NUMA node 1 gives of the chunk that is cut already.
-    let whole = arena.lease_near(Class::Whole, Some(0)).expect("room");
+    let whole = arena.lease_slab_near(Class::Whole, Some(0)).expect("room");
     assert_eq!(numa_node(&arena, &whole, 2), 0);
     let mut leases = vec![first, second, whole];
     let small = CHUNK / Class::Small.slab_bytes(CHUNK);
     for _ in 1..small {
-        let lease = arena.lease_near(Class::Small, Some(0)).expect("room");
+        let lease = arena.lease_slab_near(Class::Small, Some(0)).expect("room");
         assert_eq!(numa_node(&arena, &lease, 2), 0);
         leases.push(lease);
     }
-    let far = arena.lease_near(Class::Small, Some(0)).expect("room");
+    let far = arena.lease_slab_near(Class::Small, Some(0)).expect("room");
     assert_eq!(
         (numa_node(&arena, &far, 2), far.slab().chunk),
         (1, leases[0].slab().chunk)
     );
     leases.push(far);
     assert_eq!(arena.numa_node_figures()[1].foreign_slabs, 1);
-    leases.into_iter().for_each(|lease| arena.seal(lease));
+    leases.into_iter().for_each(|lease| arena.seal_slab(lease));
 }
 
 #[test]
@@ -158,16 +158,16 @@ fn an_arena_keeps_its_parts_over_an_attach() {
     let path = dir.path().join("arena");
     let topology = topology(&[&[10, 21], &[21, 10]]);
     let arena = create(&path, 4, &topology);
-    let mut lease = arena.lease_near(Class::Whole, Some(1)).expect("room");
+    let mut lease = arena.lease_slab_near(Class::Whole, Some(1)).expect("room");
     let reserved = lease.reserve(1, 0, 100).expect("room");
-    arena.fill(lease.slab(), reserved.position, &[7; 100]);
+    arena.fill_slab(lease.slab(), reserved.position, &[7; 100]);
     let sequence = arena.next_sequence();
-    arena.publish(&mut lease, reserved, (1, 0), sequence, 0);
+    arena.publish_piece(&mut lease, reserved, (1, 0), sequence, 0);
     drop(arena);
     let (arena, stored, damage) = Arena::attach_on(&path, &topology).expect("attach");
     assert!(damage.is_empty());
-    arena.keep(stored[0].at, 100);
-    arena.settle(&stored);
+    arena.keep_piece(stored[0].at, 100);
+    arena.free_unkept_slabs(&stored);
     assert_eq!(arena.numa_node_figures()[1].used_bytes, CHUNK);
     assert_eq!(all_from(&arena, 1, 2).0, [1, 0, 0]);
 }

@@ -56,9 +56,9 @@ impl Fixture {
         change(self);
         let (arena, stored, damage) = Arena::attach(&self.path()).expect("attached");
         for found in &stored {
-            arena.keep(found.at, found.piece.len);
+            arena.keep_piece(found.at, found.piece.len);
         }
-        arena.settle(&stored);
+        arena.free_unkept_slabs(&stored);
         self.arena = Some(arena);
         (stored.iter().map(|s| s.piece).collect(), damage)
     }
@@ -76,27 +76,27 @@ fn append(arena: &Arena, lease: &mut Lease, file: u64, offset: u64, len: u64) ->
     let reserved = lease
         .reserve(file, offset, len)
         .filter(|r| u64::from(r.len) == len)?;
-    arena.fill(
+    arena.fill_slab(
         lease.slab(),
         reserved.position,
         &bytes_of(file, offset, len),
     );
     let sequence = arena.next_sequence();
-    Some(arena.publish(lease, reserved, (file, offset), sequence, 0))
+    Some(arena.publish_piece(lease, reserved, (file, offset), sequence, 0))
 }
 
 /// A sealed chunk full of one file.
 fn chunk_of(arena: &Arena, file: u64) -> PieceRef {
-    let mut lease = arena.lease(Class::Whole).expect("room");
+    let mut lease = arena.lease_slab(Class::Whole).expect("room");
     assert_eq!(lease.class(), Class::Whole);
     let piece = append(arena, &mut lease, file, 0, CHUNK).expect("a chunk of room");
-    arena.seal(lease);
+    arena.seal_slab(lease);
     piece
 }
 
 /// Every piece in the tables has its bytes; returns how many there are.
 fn verify(arena: &Arena) -> usize {
-    let (stored, damage) = arena.stored();
+    let (stored, damage) = arena.read_pieces();
     assert_eq!(damage, []);
     for found in &stored {
         let mut bytes = vec![0; found.piece.len as usize];
@@ -117,7 +117,7 @@ fn a_spilled_chunk_reads_the_same_and_gives_its_memory_back() {
     let arena = f.arena();
     let first = chunk_of(arena, 1);
     let second = chunk_of(arena, 2);
-    assert!(arena.lease(Class::Small).is_none(), "memory is full");
+    assert!(arena.lease_slab(Class::Small).is_none(), "memory is full");
     assert_eq!(
         arena.spill_oldest(&|_| ()),
         Ok(Spilled::Chunk(first.slab.chunk))
@@ -157,7 +157,7 @@ fn slots_of_the_spill_file_are_bounded_and_used_again() {
         let Some(Home::Spill(slot)) = arena.home(spilled[0].slab.chunk) else {
             panic!("spilled")
         };
-        arena.retire(spilled.remove(0), CHUNK as u32, true);
+        arena.retire_bytes(spilled.remove(0), CHUNK as u32, true);
         let Ok(Spilled::Chunk(chunk)) = arena.spill_oldest(&|_| ()) else {
             panic!("a slot is free")
         };
@@ -179,9 +179,9 @@ fn slots_of_the_spill_file_are_bounded_and_used_again() {
 fn the_oldest_sealed_chunk_moves_first_and_a_leased_or_pinned_one_stays() {
     let f = Fixture::new(4, 4);
     let arena = f.arena();
-    let lease = arena.lease(Class::Whole).unwrap();
+    let lease = arena.lease_slab(Class::Whole).unwrap();
     let pieces = [chunk_of(arena, 1), chunk_of(arena, 2), chunk_of(arena, 3)];
-    arena.pin(pieces[0].slab);
+    arena.pin_slab(pieces[0].slab);
     assert_eq!(
         arena.spill_oldest(&|_| ()),
         Ok(Spilled::Chunk(pieces[1].slab.chunk))
@@ -191,7 +191,7 @@ fn the_oldest_sealed_chunk_moves_first_and_a_leased_or_pinned_one_stays() {
         Ok(Spilled::Chunk(pieces[2].slab.chunk))
     );
     assert_eq!(arena.spill_oldest(&|_| ()), Ok(Spilled::Nothing));
-    arena.unpin(pieces[0].slab);
+    arena.unpin_slab(pieces[0].slab);
     assert_eq!(
         arena.spill_oldest(&|_| ()),
         Ok(Spilled::Chunk(pieces[0].slab.chunk))
@@ -201,7 +201,7 @@ fn the_oldest_sealed_chunk_moves_first_and_a_leased_or_pinned_one_stays() {
         Ok(Spilled::Nothing),
         "the rest is leased"
     );
-    arena.seal(lease);
+    arena.seal_slab(lease);
 }
 
 #[test]
@@ -221,9 +221,9 @@ fn bytes_change_in_place_in_memory_only() {
     let f = Fixture::new(1, 1);
     let arena = f.arena();
     let piece = chunk_of(arena, 1);
-    assert!(arena.overwrite(piece.slab, 0, &bytes_of(1, 0, 10)));
+    assert!(arena.overwrite_bytes(piece.slab, 0, &bytes_of(1, 0, 10)));
     arena.spill_oldest(&|_| ()).unwrap();
-    assert!(!arena.overwrite(piece.slab, 0, &[0; 10]));
+    assert!(!arena.overwrite_bytes(piece.slab, 0, &[0; 10]));
     assert_eq!(verify(arena), 1);
 }
 
@@ -231,14 +231,14 @@ fn bytes_change_in_place_in_memory_only() {
 fn free_slabs_of_a_spilled_chunk_are_not_leased() {
     let f = Fixture::new(1, 1);
     let arena = f.arena();
-    let mut lease = arena.lease(Class::Small).unwrap();
+    let mut lease = arena.lease_slab(Class::Small).unwrap();
     let piece = append(arena, &mut lease, 1, 0, 1000).unwrap();
-    arena.seal(lease);
+    arena.seal_slab(lease);
     arena.spill_oldest(&|_| ()).unwrap();
-    let fresh = arena.lease(Class::Small).expect("memory is free");
+    let fresh = arena.lease_slab(Class::Small).expect("memory is free");
     assert_ne!(fresh.slab().chunk, piece.slab.chunk);
-    arena.seal(fresh);
-    arena.retire(piece, 1000, true);
+    arena.seal_slab(fresh);
+    arena.retire_bytes(piece, 1000, true);
     assert_eq!(arena.spill_figures().unwrap().used_bytes, 0);
     assert_eq!(arena.memory_used(), 0);
 }
@@ -287,9 +287,11 @@ fn random_run(rng: &mut StdRng) {
     for _ in 0..400 {
         let arena = f.arena();
         match rng.random_range(0..20) {
-            0..4 => leases.extend(
-                arena.lease([Class::Small, Class::Medium, Class::Whole][rng.random_range(0..3)]),
-            ),
+            0..4 => {
+                leases.extend(arena.lease_slab(
+                    [Class::Small, Class::Medium, Class::Whole][rng.random_range(0..3)],
+                ))
+            }
             4..12 if !leases.is_empty() => {
                 let at = rng.random_range(0..leases.len());
                 let offset = rng.random_range(0..1 << 30);
@@ -300,7 +302,7 @@ fn random_run(rng: &mut StdRng) {
                 }
             }
             12..14 if !leases.is_empty() => {
-                arena.seal(leases.swap_remove(rng.random_range(0..leases.len())))
+                arena.seal_slab(leases.swap_remove(rng.random_range(0..leases.len())))
             }
             14..16 if !live.is_empty() => {
                 let piece = *live
@@ -308,7 +310,7 @@ fn random_run(rng: &mut StdRng) {
                     .nth(rng.random_range(0..live.len()))
                     .expect("in range");
                 let (_, len) = live.remove(&piece).expect("just seen");
-                arena.retire(piece, len as u32, true);
+                arena.retire_bytes(piece, len as u32, true);
             }
             16..19 => {
                 arena.spill_oldest(&|_| ()).expect("the device is well");
@@ -324,10 +326,10 @@ fn random_run(rng: &mut StdRng) {
         assert_eq!(verify(f.arena()), live.len());
     }
     for lease in leases {
-        f.arena().seal(lease);
+        f.arena().seal_slab(lease);
     }
     for (piece, (_, len)) in live {
-        f.arena().retire(piece, len as u32, true);
+        f.arena().retire_bytes(piece, len as u32, true);
     }
     assert_eq!((f.arena().used_bytes(), f.arena().memory_used()), (0, 0));
     assert_eq!(
@@ -337,9 +339,9 @@ fn random_run(rng: &mut StdRng) {
         0
     );
     let count = f.arena().geometry().chunk_count;
-    let all: Vec<Lease> = std::iter::from_fn(|| f.arena().lease(Class::Whole)).collect();
+    let all: Vec<Lease> = std::iter::from_fn(|| f.arena().lease_slab(Class::Whole)).collect();
     assert_eq!(all.len(), count as usize, "all memory can be leased again");
-    all.into_iter().for_each(|lease| f.arena().seal(lease));
+    all.into_iter().for_each(|lease| f.arena().seal_slab(lease));
 }
 
 #[test]
@@ -354,7 +356,7 @@ fn readers_see_the_same_bytes_while_chunks_move_and_memory_is_used_again() {
             threads.push(scope.spawn(move || {
                 let mut rng = StdRng::seed_from_u64(reader);
                 while !done.load(Ordering::Acquire) {
-                    let (stored, _) = arena.stored();
+                    let (stored, _) = arena.read_pieces();
                     for found in stored.iter().filter(|_| rng.random_bool(0.5)) {
                         let Piece {
                             file,
@@ -363,13 +365,13 @@ fn readers_see_the_same_bytes_while_chunks_move_and_memory_is_used_again() {
                             position,
                             ..
                         } = found.piece;
-                        arena.pin(found.at.slab);
+                        arena.pin_slab(found.at.slab);
                         let mut bytes = vec![0; len as usize];
                         arena
                             .copy_out(found.at.slab, position, &mut bytes)
                             .expect("readable");
                         assert!(bytes == bytes_of(file, offset, u64::from(len)), "{found:?}");
-                        arena.unpin(found.at.slab);
+                        arena.unpin_slab(found.at.slab);
                     }
                 }
             }));
@@ -417,7 +419,7 @@ fn a_crash_at_any_store_of_a_move_leaves_the_chunk_in_one_place() {
         f.arena().spill_oldest(&|_| ()).expect("the device is well");
         // The slot of memory is used by others at once.
         chunk_of(f.arena(), 3);
-        f.arena().retire(piece, CHUNK as u32, true);
+        f.arena().retire_bytes(piece, CHUNK as u32, true);
         firn_arena::set_probe(None);
         if stop >= steps.get() {
             assert!(stop > 5, "the probe sees the stores");
@@ -436,7 +438,7 @@ fn a_crash_at_any_store_of_a_move_leaves_the_chunk_in_one_place() {
             .collect();
         assert_eq!(files, [2], "step {stop}");
         verify(f.arena());
-        let held = f.arena().stored().0.len() as u32;
+        let held = f.arena().read_pieces().0.len() as u32;
         let spilled = f.arena().spill_figures().unwrap().used_bytes / CHUNK;
         assert_eq!(
             f.arena().memory_used() + spilled as u32,
@@ -460,7 +462,7 @@ fn half_spilled() -> Fixture {
 /// The pieces that can be read, and that the others are an error.
 fn readable(arena: &Arena) -> Vec<u64> {
     let mut files = Vec::new();
-    for found in arena.stored().0 {
+    for found in arena.read_pieces().0 {
         let mut bytes = vec![0; found.piece.len as usize];
         if arena
             .copy_out(found.at.slab, found.piece.position, &mut bytes)

@@ -152,7 +152,14 @@ impl Lane {
     fn add_thread(&self, role: Role) -> io::Result<()> {
         let index = self.started_count.fetch_add(1, Ordering::Relaxed);
         let thread = (self.start_thread)(index, role)?;
-        self.threads.lock().push(thread);
+        let mut threads = self.threads.lock();
+        threads.push(thread);
+        debug_assert!(
+            threads.len() <= self.regular_count + STAND_INS_MAX,
+            "{} threads in a lane of {}",
+            threads.len(),
+            self.regular_count
+        );
         Ok(())
     }
 

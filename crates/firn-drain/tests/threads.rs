@@ -187,7 +187,7 @@ fn ask<B: Backing>(mount: &Mount<B>, go_on: impl Fn() -> bool) {
         let status = mount.engine.figures();
         assert!(status.held_bytes <= status.arena_bytes, "{status:?}");
         mount.engine.files_below(b"w0");
-        let (_, damage) = mount.engine.arena().stored();
+        let (_, damage) = mount.engine.arena().read_pieces();
         assert_eq!(damage, []);
         // The writers need the processor more.
         std::thread::sleep(Duration::from_micros(200));

@@ -92,7 +92,7 @@ impl Cached {
         let mut gone = 0;
         parts.extents.remove(range, &mut |_, e| {
             gone += e.len;
-            arena.release(e.piece.slab, e.len);
+            arena.release_bytes(e.piece.slab, e.len);
             true
         });
         parts.bytes -= gone;

@@ -5,7 +5,7 @@
 //!   the file: it is written, cut, drained, evicted or removed.
 //! * [`HeldChunks::changed`] is true once the bytes or the length of the file were changed through the mount.
 //!
-//! How: the slabs are held ([`firn_arena::Arena::hold`]), so that neither their room is used again nor their
+//! How: the slabs are held ([`firn_arena::Arena::hold_slab`]), so that neither their room is used again nor their
 //! chunk moves, and the file's pending bytes are not overwritten in place. Bytes that only the backing has
 //! cannot be kept; who reads them asks afterwards whether the file was changed.
 
@@ -116,7 +116,7 @@ impl<B: Backing> HeldChunks<B> {
             let slab = extent.piece.slab;
             // Before its place is looked up, which then holds.
             if known.insert(slab) {
-                engine.arena.hold(slab);
+                engine.arena.hold_slab(slab);
                 self.slabs.push(slab);
             }
             let Some(listed) = engine.readable(offset, extent) else {
@@ -154,7 +154,7 @@ impl<B: Backing> Drop for HeldChunks<B> {
     fn drop(&mut self) {
         self.file.lock().direct.remove_chunk_list();
         for slab in self.slabs.drain(..) {
-            self.engine.arena.let_go(slab);
+            self.engine.arena.unhold_slab(slab);
         }
         self.engine
             .counters

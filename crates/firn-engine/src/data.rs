@@ -185,7 +185,7 @@ impl<B: Backing> Engine<B> {
                 // What the kernel writes by itself is not seen here.
                 state.changes += u64::from(chosen == OpenMode::Passthrough);
                 state.direct.invalidate_list(&self.arena);
-                self.journal.record_opened(state);
+                self.journal.update_ending(state);
             }
         });
         // Nobody gets a grant from here on: the file is open twice.

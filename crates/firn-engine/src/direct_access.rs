@@ -197,7 +197,7 @@ impl<B: Backing> Engine<B> {
                 self.revoke_grant(&file, &mut state);
             }
         }
-        self.arena.await_clients();
+        self.arena.free_lingering_slabs();
         self.wake_writers();
     }
 
@@ -245,7 +245,10 @@ impl<B: Backing> Engine<B> {
 
     /// Where an extent is now; `None`: nobody knows.
     pub(crate) fn list(&self, offset: u64, extent: Extent) -> Option<Listed> {
-        let (at, place) = match self.arena.locate(extent.piece.slab, extent.position)? {
+        let (at, place) = match self
+            .arena
+            .locate_bytes(extent.piece.slab, extent.position)?
+        {
             Located::Arena(at) => (at, IN_MEMORY),
             Located::Spill(at) => (at, IN_SPILL),
         };

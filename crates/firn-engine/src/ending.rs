@@ -16,11 +16,6 @@ use crate::file_journal::FileJournal;
 use crate::tables::Handle;
 
 impl FileJournal {
-    /// A handle was opened for writing.
-    pub(crate) fn record_opened<B: Backing>(&self, state: &mut FileState<B>) {
-        self.update_ending(state);
-    }
-
     /// The file lost all its bytes: whatever was cut off with them is gone.
     pub(crate) fn record_emptied<B: Backing>(&self, state: &mut FileState<B>) {
         state.opens.forget_cut();
@@ -35,7 +30,9 @@ impl FileJournal {
         self.update_ending(state);
     }
 
-    fn update_ending<B: Backing>(&self, state: &mut FileState<B>) {
+    /// Writes down whether the file is open, closed or cut, if that changed. To be called when a handle was opened for
+    /// writing.
+    pub(crate) fn update_ending<B: Backing>(&self, state: &mut FileState<B>) {
         if !state.opens.update_ending() {
             return;
         }

@@ -58,7 +58,7 @@ impl LostFiles {
         layers: Layers,
     ) -> LostFile {
         for (piece, used) in layers.pieces.iter() {
-            arena.keep(*piece, used.live as u32);
+            arena.keep_piece(*piece, used.live as u32);
             file.bytes += used.live;
         }
         let path = file.known_path();
@@ -120,7 +120,7 @@ impl LostFiles {
         // Marks first: a crash between leaves a file id without pieces, which recovery takes away.
         for (piece, used) in kept.layers.pieces.iter() {
             arena.mark_dead(*piece);
-            arena.release(piece.slab, used.live);
+            arena.release_bytes(piece.slab, used.live);
         }
         journal.append_note(&Record::FileIdEnd { file });
         Some(kept.file)

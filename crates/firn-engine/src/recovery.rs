@@ -214,7 +214,7 @@ impl<B: Backing> Engine<B> {
                 .lost
                 .push(engine.keep_lost(lost, layers(&stored, &[])));
         }
-        engine.arena.settle(&stored);
+        engine.arena.free_unkept_slabs(&stored);
         engine.recovered_bytes = recovered.bytes;
         let engine = engine.start();
         for (file, bytes) in restored {
@@ -358,7 +358,7 @@ impl<B: Backing> Engine<B> {
         }
         let file = self.file_with(&inode, |state| {
             for (piece, used) in layers.pieces.iter() {
-                self.arena.keep(*piece, used.live as u32);
+                self.arena.keep_piece(*piece, used.live as u32);
             }
             let drained_ranges = known.drained_ranges.len() as u32;
             state.pending = Pending::recovered(id, layers, drained_ranges, time);

@@ -121,7 +121,7 @@ impl ParkedLeases {
             return;
         }
         drop(leases);
-        arena.seal(lease);
+        arena.seal_slab(lease);
     }
 
     /// A parked lease whose memory is near the caller's CPU.
@@ -134,7 +134,7 @@ impl ParkedLeases {
     pub(crate) fn seal_all(&self, arena: &Arena) {
         let leases = std::mem::take(&mut *self.leases.lock());
         for lease in leases {
-            arena.seal(lease);
+            arena.seal_slab(lease);
         }
     }
 }

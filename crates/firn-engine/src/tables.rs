@@ -139,7 +139,7 @@ impl<B: Backing> HandleTable<B> {
             if slot.as_ref().is_some_and(|lease| select(&handle, lease))
                 && let Some(lease) = slot.take()
             {
-                arena.seal(lease);
+                arena.seal_slab(lease);
             }
         }
     }

@@ -214,7 +214,7 @@ impl<B: Backing> Engine<B> {
         state.direct.invalidate_list(&self.arena);
         let changed = self
             .arena
-            .overwrite(extent.piece.slab, extent.position, data);
+            .overwrite_bytes(extent.piece.slab, extent.position, data);
         if changed {
             state.pending.touch();
             self.arena
@@ -240,7 +240,7 @@ impl<B: Backing> Engine<B> {
                 match self.lease_for(handle, slot, data.len() as u64) {
                     Some(lease) if slot.is_none() => **slot = Some(lease),
                     // Another write through the handle got one while the slot was not locked.
-                    Some(lease) => self.arena.seal(lease),
+                    Some(lease) => self.arena.seal_slab(lease),
                     None if slot.is_none() => return 0,
                     None => {}
                 }
@@ -256,10 +256,10 @@ impl<B: Backing> Engine<B> {
             };
             let Some(reserved) = lease.reserve(file_id.get(), offset, data.len() as u64) else {
                 let full = slot.take().expect("just used");
-                self.arena.seal(full);
+                self.arena.seal_slab(full);
                 continue;
             };
-            self.arena.fill(
+            self.arena.fill_slab(
                 lease.slab(),
                 reserved.position,
                 &data[..reserved.len as usize],
@@ -277,11 +277,11 @@ impl<B: Backing> Engine<B> {
             // An extended piece keeps its sequence: no write came between, or it would not be the tail.
             let (piece, sequence) = if extends {
                 self.arena
-                    .extend(lease, reserved.len, state.pending.recorded_ns())
+                    .extend_piece(lease, reserved.len, state.pending.recorded_ns())
             } else {
                 let sequence = self.arena.next_sequence();
                 (
-                    self.arena.publish(
+                    self.arena.publish_piece(
                         lease,
                         reserved,
                         (file_id.get(), offset),
@@ -362,9 +362,9 @@ impl<B: Backing> Engine<B> {
                 return parked;
             }
         }
-        let lease = self.arena.lease(class).or_else(|| {
+        let lease = self.arena.lease_slab(class).or_else(|| {
             slot.unlocked(|| self.evict_for(class));
-            self.arena.lease(class)
+            self.arena.lease_slab(class)
         });
         if lease.is_none() {
             slot.unlocked(|| self.reclaim());

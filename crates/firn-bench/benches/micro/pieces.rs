@@ -21,25 +21,25 @@ impl Slab<'_> {
     fn publish(&mut self, index: usize, data: &[u8]) {
         let lease = self
             .lease
-            .get_or_insert_with(|| self.arena.lease(Class::Whole).expect("a free chunk"));
+            .get_or_insert_with(|| self.arena.lease_slab(Class::Whole).expect("a free chunk"));
         // Offsets that never meet, so that no piece continues another.
         let offset = 2 * (index * data.len()) as u64;
         let reserved = lease
             .reserve(1, offset, data.len() as u64)
             .expect("room in the chunk");
-        self.arena.fill(lease.slab(), reserved.position, data);
+        self.arena.fill_slab(lease.slab(), reserved.position, data);
         self.pieces.push(
             self.arena
-                .publish(lease, reserved, (1, offset), index as u64, 0),
+                .publish_piece(lease, reserved, (1, offset), index as u64, 0),
         );
     }
 
     fn empty(&mut self) {
         self.pieces
             .drain(..)
-            .for_each(|piece| self.arena.retire(piece, self.len, true));
+            .for_each(|piece| self.arena.retire_bytes(piece, self.len, true));
         if let Some(lease) = self.lease.take() {
-            self.arena.seal(lease);
+            self.arena.seal_slab(lease);
         }
     }
 }

@@ -41,7 +41,7 @@ impl Copies {
     pub fn over(span_bytes: usize) -> Self {
         assert!(span_bytes <= FILL_BYTES);
         let (dir, arena) = arena();
-        let leases = std::iter::from_fn(|| arena.lease(Class::Whole));
+        let leases = std::iter::from_fn(|| arena.lease_slab(Class::Whole));
         // The process ends with them: nobody gives the leases back.
         let slabs = leases.map(|lease| lease.slab()).collect();
         Self {
@@ -63,7 +63,8 @@ impl Copies {
             position = 0;
         }
         let chunk = self.next / CHUNK_BYTES as usize;
-        self.arena.fill(self.slabs[chunk], position as u32, data);
+        self.arena
+            .fill_slab(self.slabs[chunk], position as u32, data);
         self.next += data.len();
     }
 }

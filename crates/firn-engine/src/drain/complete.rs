@@ -51,7 +51,7 @@ impl<B: Backing> Engine<B> {
             file.inode.data_unsynced.store(true, Ordering::Release);
         }
         for part in &parts {
-            self.arena.unpin(part.extent.piece.slab);
+            self.arena.unpin_slab(part.extent.piece.slab);
         }
         let mut told = ThinVec::new();
         match error {
@@ -143,7 +143,7 @@ impl<B: Backing> Engine<B> {
         for (offset, extent) in gone {
             state.pending.remove_drained(&self.arena, offset, extent);
             match self.options.drain {
-                DrainPolicy::Eager => self.arena.release(extent.piece.slab, extent.len),
+                DrainPolicy::Eager => self.arena.release_bytes(extent.piece.slab, extent.len),
                 DrainPolicy::Demand => {
                     let cached_bytes = &self.counters.cached_bytes;
                     state

@@ -141,7 +141,7 @@ impl<B: Backing> Engine<B> {
         let places = parts
             .iter()
             .map(|p| {
-                self.arena.pin(p.extent.piece.slab);
+                self.arena.pin_slab(p.extent.piece.slab);
                 let len = p.extent.len as usize;
                 (
                     self.arena
@@ -151,6 +151,7 @@ impl<B: Backing> Engine<B> {
             })
             .collect();
         state.drain.begin_write(range.clone());
+        debug_assert!(state.drain.writes_in_flight() <= limits.file_writes_max);
         // Its sequence is about to be used to cut: later bytes need a later one.
         state.pending.end_tail();
         self.drain.enqueue(file, state);

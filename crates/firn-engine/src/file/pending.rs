@@ -195,7 +195,7 @@ impl Pending {
     /// `bytes` of a piece are not pending any more, and their room is free.
     fn retire(&mut self, arena: &Arena, piece: PieceRef, bytes: u64) {
         self.settle_piece(arena, piece, bytes);
-        arena.release(piece.slab, bytes);
+        arena.release_bytes(piece.slab, bytes);
     }
 
     /// `bytes` of a piece are not pending any more; they keep their room.
@@ -436,7 +436,7 @@ mod tests {
             let geometry = Geometry::new(1 << 20, 128 << 10).expect("a valid geometry");
             let path = dir.path().join("arena");
             let arena = Arena::create(&path, geometry, &identity).expect("an arena");
-            let lease = arena.lease(Class::Small).expect("a lease");
+            let lease = arena.lease_slab(Class::Small).expect("a lease");
             let mut pending = Pending::default();
             pending.set_file_id(FileId::new(1).expect("not 0"));
             Self {
@@ -456,7 +456,7 @@ mod tests {
             let lease = &mut self.lease;
             let piece = self
                 .arena
-                .publish(lease, reserved, (1, offset), sequence, modified);
+                .publish_piece(lease, reserved, (1, offset), sequence, modified);
             let extent = Extent {
                 len,
                 piece,

@@ -1,0 +1,199 @@
+//! Clients that may still store bytes into a slab although their lease is over.
+//!
+//! Promises
+//! * A slab is not used again while a client may still store bytes into it: neither a client that was stopped in the
+//!   middle of a copy nor one whose firnd died does harm.
+//! * After [`revoke_all`], no client publishes a record in a lease of an earlier firnd.
+//!
+//! Relies on: whoever adds a slab here has pinned it, and unpins it when [`LingeringWriters::take_gone`] returns it.
+
+use std::sync::atomic::Ordering;
+
+use firn_format::data_socket::OFFSET_MAX;
+use firn_format::geometry::WORDS_COUNT;
+use firn_format::piece::{Checked, FROZEN, poison};
+use firn_format::slab::{Class, WRITER_BUSY, writer_idle};
+use parking_lot::Mutex;
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::process::{Pid, PidfdFlags};
+
+use crate::map::probe;
+use crate::refs::{PieceRef, SlabRef};
+use crate::tables::Tables;
+
+/// A client whose lease of a slab is over, and who was storing bytes when last seen.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LingeringWriter {
+    pub(crate) slab: SlabRef,
+    /// Of the lease that is over.
+    pub(crate) generation: u64,
+    pub(crate) pid: u32,
+}
+
+/// All of them; each slab is here at most once.
+#[derive(Default)]
+pub(crate) struct LingeringWriters {
+    writers: Mutex<Vec<LingeringWriter>>,
+}
+
+impl LingeringWriters {
+    pub(crate) fn new(writers: Vec<LingeringWriter>) -> Self {
+        Self {
+            writers: Mutex::new(writers),
+        }
+    }
+
+    pub(crate) fn add(&self, writer: LingeringWriter) {
+        let mut writers = self.writers.lock();
+        debug_assert!(
+            writers.iter().all(|known| known.slab != writer.slab),
+            "{:?} was leased again while its client lingers",
+            writer.slab
+        );
+        writers.push(writer);
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.writers.lock().len()
+    }
+
+    /// Takes the slabs whose clients have stopped or died. Their writer words are cleared: nobody stores bytes there.
+    pub(crate) fn take_gone(&self, tables: &Tables) -> Vec<SlabRef> {
+        let mut writers = self.writers.lock();
+        let is_gone = |writer: &mut LingeringWriter| {
+            take_writer_word(tables, writer.slab, writer.generation) || !is_alive(writer.pid)
+        };
+        let gone: Vec<SlabRef> = writers
+            .extract_if(.., is_gone)
+            .map(|writer| writer.slab)
+            .collect();
+        drop(writers);
+        for slab in &gone {
+            tables.writer(*slab).store(0, Ordering::Release);
+        }
+        gone
+    }
+}
+
+/// Takes the right to store bytes from the client of a lease; false while it is storing some.
+pub(crate) fn take_writer_word(tables: &Tables, slab: SlabRef, generation: u64) -> bool {
+    let idle = writer_idle(generation);
+    let taken = tables
+        .writer(slab)
+        .compare_exchange(idle, 0, Ordering::SeqCst, Ordering::Acquire);
+    taken.map_or_else(|found| found != idle | WRITER_BUSY, |_| true)
+}
+
+/// Whether the process exists. One that cannot be seen from here counts as alive.
+fn is_alive(pid: u32) -> bool {
+    let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else {
+        return true;
+    };
+    match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
+        Err(errno) => errno != rustix::io::Errno::SRCH,
+        Ok(process) => {
+            // Readable once the process ended, also while nobody has waited for it.
+            let mut poll = [PollFd::new(&process, PollFlags::IN)];
+            let at_once = Timespec {
+                tv_sec: 0,
+                tv_nsec: 0,
+            };
+            rustix::event::poll(&mut poll, Some(&at_once)) == Ok(0)
+        }
+    }
+}
+
+/// At attach, before any record is read: ends the leases of clients that may still live, and every list
+/// that readers have. Returns the clients that may be storing bytes. `classes`: the chunks that are cut.
+pub(crate) fn revoke_all(tables: &Tables, classes: &[(u32, Class)]) -> Vec<LingeringWriter> {
+    for index in 0..WORDS_COUNT {
+        let word = tables.geometry().word_offset(index);
+        tables.map().u32(word).fetch_add(1, Ordering::SeqCst);
+    }
+    let mut lingering = Vec::new();
+    for &(chunk, class) in classes {
+        for slab in 0..tables.slab_count(class) {
+            lingering.extend(revoke_slab(tables, SlabRef { chunk, slab }, class));
+        }
+    }
+    lingering
+}
+
+/// Ends the lease that a client has of a slab, if one has; returns it if it may be storing bytes.
+fn revoke_slab(tables: &Tables, slab: SlabRef, class: Class) -> Option<LingeringWriter> {
+    let writer = tables.writer(slab);
+    if writer.load(Ordering::Acquire) == 0 {
+        return None;
+    }
+    let generation = tables.generation(slab).load(Ordering::Acquire);
+    probe();
+    // Before the writer word is cleared: after a crash in between, nobody would look at these records again.
+    void_beyond_max(tables, slab, class, generation);
+    let stopped = take_writer_word(tables, slab, generation);
+    void_beyond_max(tables, slab, class, generation);
+    let pid = tables.holder(slab).load(Ordering::Acquire);
+    if stopped || !is_alive(pid) {
+        writer.store(0, Ordering::Release);
+        return None;
+    }
+    poison_slab(tables, slab, class, generation);
+    Some(LingeringWriter {
+        slab,
+        generation,
+        pid,
+    })
+}
+
+/// Voids what `Arena::take_client` would refuse: bytes so far out that few file systems can hold them. Pending, they
+/// could be neither drained nor given up.
+fn void_beyond_max(tables: &Tables, slab: SlabRef, class: Class, generation: u64) {
+    let bytes = tables.bytes_of(class, slab.slab);
+    for record in tables.records_of(class, slab.slab) {
+        let at = PieceRef { slab, record };
+        let checked = tables
+            .load(at)
+            .check(generation, bytes.start.into(), bytes.end.into());
+        if let Ok(Checked::Live(piece)) = checked
+            && piece.offset + u64::from(piece.len) > OFFSET_MAX
+        {
+            tracing::warn!(
+                ?slab,
+                record,
+                "a client recorded bytes beyond the largest offset; they are dropped"
+            );
+            probe();
+            tables.seal(at).store(poison(generation), Ordering::SeqCst);
+        }
+    }
+}
+
+/// Freezes the published records of a slab, and poisons the first that is not.
+fn poison_slab(tables: &Tables, slab: SlabRef, class: Class, generation: u64) {
+    let bytes = tables.bytes_of(class, slab.slab);
+    let mut records = tables.records_of(class, slab.slab).peekable();
+    while let Some(&record) = records.peek() {
+        let at = PieceRef { slab, record };
+        let seal = tables.seal(at);
+        let found = seal.load(Ordering::Acquire);
+        let is_published = tables
+            .load(at)
+            .check(generation, bytes.start.into(), bytes.end.into())
+            .is_ok();
+        probe();
+        if is_published {
+            seal.fetch_or(FROZEN, Ordering::SeqCst);
+            records.next();
+            continue;
+        }
+        // If the client publishes it at this instant, it is looked at again.
+        let poisoned = seal.compare_exchange(
+            found,
+            poison(generation),
+            Ordering::SeqCst,
+            Ordering::Relaxed,
+        );
+        if poisoned.is_ok() {
+            return;
+        }
+    }
+}

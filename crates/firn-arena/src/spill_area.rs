@@ -1,0 +1,111 @@
+//! The arena's spill file, or what is wrong with it, and what moved there.
+//!
+//! Invariants
+//! * Nothing moves to a file that is missing or has a fault.
+//! * One chunk moves at a time: whoever moves one holds [`SpillArea::begin`]'s guard.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::{Mutex, MutexGuard};
+use rustix::io::Errno;
+
+use crate::spill::{SpillFault, SpillFile};
+
+/// Where chunks go that memory has no room for.
+#[derive(Default)]
+pub(crate) struct SpillArea {
+    file: Option<Arc<SpillFile>>,
+    fault: Option<SpillFault>,
+    mover: Mutex<()>,
+    moved_bytes: AtomicU64,
+}
+
+impl SpillArea {
+    /// Of an arena that has just been made.
+    pub(crate) fn with_file(file: SpillFile) -> Self {
+        Self {
+            file: Some(Arc::new(file)),
+            ..Self::default()
+        }
+    }
+
+    /// Of what an attach found: the file and what is wrong with it, or why there is none.
+    pub(crate) fn from_opened(opened: Result<(SpillFile, Option<SpillFault>), SpillFault>) -> Self {
+        let (file, fault) = match opened {
+            Ok((file, fault)) => (Some(Arc::new(file)), fault),
+            Err(fault) => (None, Some(fault)),
+        };
+        Self {
+            file,
+            fault,
+            ..Self::default()
+        }
+    }
+
+    /// The file, to be read.
+    pub(crate) fn file(&self) -> Option<&Arc<SpillFile>> {
+        self.file.as_ref()
+    }
+
+    pub(crate) fn fault(&self) -> Option<&SpillFault> {
+        self.fault.as_ref()
+    }
+
+    /// The file, if chunks may move to it.
+    pub(crate) fn usable_file(&self) -> Option<&Arc<SpillFile>> {
+        self.file.as_ref().filter(|_| self.fault.is_none())
+    }
+
+    /// Whether a slot can be read, as far as is known without trying.
+    pub(crate) fn has_slot(&self, slot: u32) -> bool {
+        let file = self.file.as_ref();
+        file.is_some_and(|file| self.fault.is_none() || file.has_slot(slot))
+    }
+
+    /// Waits until nobody else moves a chunk.
+    pub(crate) fn begin(&self) -> MutexGuard<'_, ()> {
+        self.mover.lock()
+    }
+
+    pub(crate) fn count_moved(&self, bytes: u64) {
+        debug_assert!(self.mover.is_locked(), "a chunk moved without its turn");
+        self.moved_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    pub(crate) fn moved_bytes(&self) -> u64 {
+        self.moved_bytes.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn sync(&self) -> Result<(), Errno> {
+        self.file.as_ref().map_or(Ok(()), |file| file.sync())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+
+    #[test]
+    fn nothing_moves_to_a_file_with_a_fault() {
+        let path = PathBuf::from("/nonexistent/spill");
+        let fault = SpillFault::LongPath { path };
+        let area = SpillArea::from_opened(Err(fault.clone()));
+        assert_eq!(area.fault(), Some(&fault));
+        assert!(area.usable_file().is_none());
+        assert!(!area.has_slot(0));
+        assert_eq!(area.sync(), Ok(()));
+    }
+
+    #[test]
+    fn moved_bytes_are_counted_by_who_moves() {
+        let area = SpillArea::default();
+        let turn = area.begin();
+        area.count_moved(3);
+        area.count_moved(4);
+        drop(turn);
+        assert_eq!(area.moved_bytes(), 7);
+    }
+}

@@ -1,0 +1,116 @@
+//! What keeps each slab from being leased again.
+//!
+//! Promise: exactly one caller learns that a slab became free: the one who released the last use.
+//!
+//! Invariants
+//! * Nobody releases more than was added (asserted).
+//! * A slab that counts 0 has no live byte, no lease, no I/O under way and no holder.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use firn_format::geometry::Geometry;
+
+use crate::refs::SlabRef;
+
+/// One use of a slab other than by live bytes: a lease, an I/O under way, a holder.
+pub(crate) const PIN: u64 = 1 << 40;
+
+/// The uses of all slabs, counted without a lock: live bytes, plus [`PIN`] for each other use.
+pub(crate) struct SlabUses {
+    /// By smallest slab; a larger slab has the counter of its first.
+    counts: Vec<AtomicU64>,
+    small_slabs: u32,
+}
+
+impl SlabUses {
+    pub(crate) fn new(geometry: &Geometry) -> Self {
+        let slabs = geometry.chunks() as usize * geometry.small_slabs() as usize;
+        Self {
+            counts: (0..slabs).map(|_| AtomicU64::new(0)).collect(),
+            small_slabs: geometry.small_slabs(),
+        }
+    }
+
+    fn count(&self, slab: SlabRef) -> &AtomicU64 {
+        debug_assert!(slab.slab < self.small_slabs, "{slab:?} is beyond its chunk");
+        &self.counts[slab.chunk as usize * self.small_slabs as usize + slab.slab as usize]
+    }
+
+    /// A free slab is leased: the lease is its first use.
+    pub(crate) fn begin_lease(&self, slab: SlabRef) {
+        let before = self.count(slab).swap(PIN, Ordering::AcqRel);
+        debug_assert_eq!(before, 0, "{slab:?} is leased while it is used");
+    }
+
+    /// At attach: a slab with records is used until it is known what of it is pending.
+    pub(crate) fn set_pinned(&self, slab: SlabRef) {
+        self.count(slab).store(PIN, Ordering::Relaxed);
+    }
+
+    /// Adds live bytes, or a [`PIN`].
+    pub(crate) fn add(&self, slab: SlabRef, amount: u64) {
+        self.count(slab).fetch_add(amount, Ordering::AcqRel);
+    }
+
+    /// Takes live bytes, or a [`PIN`], away. True: it was the last use.
+    pub(crate) fn release(&self, slab: SlabRef, amount: u64) -> bool {
+        let before = self.count(slab).fetch_sub(amount, Ordering::AcqRel);
+        assert!(
+            before >= amount,
+            "{slab:?} released more often than it was used"
+        );
+        before == amount
+    }
+
+    pub(crate) fn is_used(&self, slab: SlabRef) -> bool {
+        self.count(slab).load(Ordering::Acquire) > 0
+    }
+
+    /// Whether the only use of a leased slab is the lease.
+    pub(crate) fn is_only_leased(&self, slab: SlabRef) -> bool {
+        self.count(slab).load(Ordering::Acquire) == PIN
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SLAB: SlabRef = SlabRef { chunk: 1, slab: 2 };
+
+    fn uses() -> SlabUses {
+        SlabUses {
+            counts: (0..8).map(|_| AtomicU64::new(0)).collect(),
+            small_slabs: 4,
+        }
+    }
+
+    #[test]
+    fn only_the_release_of_the_last_use_frees_a_slab() {
+        let uses = uses();
+        uses.begin_lease(SLAB);
+        assert!(uses.is_only_leased(SLAB));
+        uses.add(SLAB, 100);
+        assert!(!uses.is_only_leased(SLAB));
+        assert!(!uses.release(SLAB, PIN));
+        assert!(!uses.release(SLAB, 60));
+        assert!(uses.release(SLAB, 40));
+        assert!(!uses.is_used(SLAB));
+    }
+
+    #[test]
+    fn a_use_is_that_of_one_slab() {
+        let uses = uses();
+        uses.add(SLAB, PIN);
+        assert!(!uses.is_used(SlabRef { chunk: 1, slab: 1 }));
+        assert!(!uses.is_used(SlabRef { chunk: 0, slab: 2 }));
+    }
+
+    #[test]
+    #[should_panic(expected = "released more often than it was used")]
+    fn nothing_is_released_that_was_not_added() {
+        let uses = uses();
+        uses.add(SLAB, 5);
+        uses.release(SLAB, 6);
+    }
+}
