@@ -10,6 +10,8 @@ use crate::cleanup::Guard;
 use crate::options::WorkDir;
 
 mod limit;
+mod moosefs;
+mod namespace;
 mod relay;
 mod slow_disk;
 mod sshfs;
@@ -22,10 +24,26 @@ pub enum Kind {
     /// sshfs with `-o sshfs_sync,direct_io`: each write waits for the server, as on NFS with `sync`.
     /// A server of its own, in a network namespace where root may make one.
     Sshfs,
-    /// sshfs as it comes: writes are sent without waiting, errors are told at close.
+    /// sshfs with its default options: writes are sent without waiting, errors are reported at close.
     SshfsAsync,
+    /// MooseFS with its default goal of one copy: a master and two chunk servers on this machine, in a
+    /// network namespace (root only; Debian's moosefs-master, moosefs-chunkserver and moosefs-client).
+    Moosefs,
     /// ext4 with `-o sync` on a loop device that the kernel limits in writes per second (root only).
     SlowDisk,
+}
+
+impl Kind {
+    /// As on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Local => "local",
+            Self::Sshfs => "sshfs",
+            Self::SshfsAsync => "sshfs-async",
+            Self::Moosefs => "moosefs",
+            Self::SlowDisk => "slow-disk",
+        }
+    }
 }
 
 /// A backing that is ready.
@@ -57,6 +75,7 @@ pub fn prepare(kind: Kind, slowness: Slowness, work: &WorkDir) -> anyhow::Result
         }),
         Kind::Sshfs => sshfs::prepare(slowness.round_trip_us, "sshfs_sync,direct_io", work),
         Kind::SshfsAsync => sshfs::prepare(slowness.round_trip_us, "", work),
+        Kind::Moosefs => moosefs::prepare(work),
         Kind::SlowDisk => slow_disk::prepare(slowness.writes_per_s, work),
     };
     prepared.with_context(|| format!("cannot set up the backing {kind:?}"))

@@ -16,6 +16,18 @@ pub fn seconds_of_self() -> f64 {
     clock_seconds(libc::CLOCK_PROCESS_CPUTIME_ID)
 }
 
+/// Processor time of the children of this process that have ended and been waited for.
+pub fn seconds_of_children() -> f64 {
+    // SAFETY: all bits zero is a valid `rusage`, which the call fills.
+    let usage = unsafe {
+        let mut usage: libc::rusage = std::mem::zeroed();
+        libc::getrusage(libc::RUSAGE_CHILDREN, &mut usage);
+        usage
+    };
+    let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 * 1e-6;
+    seconds(usage.ru_utime) + seconds(usage.ru_stime)
+}
+
 fn clock_seconds(clock: libc::clockid_t) -> f64 {
     let mut time = libc::timespec {
         tv_sec: 0,

@@ -9,6 +9,7 @@ use serde_json::Value;
 
 use crate::cleanup::{self, Guard};
 use crate::cpu;
+use crate::machine;
 use crate::serve::unmount_lazily;
 
 /// Far more than anything here takes.
@@ -235,12 +236,7 @@ impl Mount<'_> {
 
     /// firnd's own memory: not what it maps of the arena.
     pub fn private_bytes(&self) -> anyhow::Result<u64> {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid))?;
-        let line = status
-            .lines()
-            .find_map(|line| line.strip_prefix("RssAnon:"));
-        let kib = line.and_then(|rest| rest.trim().split(' ').next()?.parse::<u64>().ok());
-        Ok(kib.context("/proc tells no RssAnon")? << 10)
+        machine::private_bytes(self.pid)
     }
 
     fn status(&self) -> anyhow::Result<Value> {

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use anyhow::Context;
 use serde::Serialize;
 
 /// What stands at the head of every report.
@@ -82,13 +83,31 @@ pub fn file_system_of(path: &Path) -> String {
 }
 
 fn memory_kib() -> u64 {
-    field("/proc/meminfo", "MemTotal")
-        .and_then(|value| value.split(' ').next()?.parse().ok())
-        .unwrap_or(0)
+    kib_in("/proc/meminfo", "MemTotal").unwrap_or(0)
+}
+
+/// The number of a line such as `MemTotal:  16384 kB`.
+fn kib_in(file: &str, name: &str) -> Option<u64> {
+    field(file, name)?.split(' ').next()?.parse().ok()
 }
 
 fn field(file: &str, name: &str) -> Option<String> {
     let text = std::fs::read_to_string(file).ok()?;
     let line = text.lines().find(|line| line.starts_with(name))?;
     Some(line.split_once(':')?.1.trim().to_owned())
+}
+
+/// Memory of a process that no file backs, in bytes.
+pub fn private_bytes(pid: u32) -> anyhow::Result<u64> {
+    let path = format!("/proc/{pid}/status");
+    let kib = kib_in(&path, "RssAnon").with_context(|| format!("{path} has no RssAnon"))?;
+    Ok(kib << 10)
+}
+
+/// Pages that wait for the kernel to write them, in bytes.
+pub fn unwritten_bytes() -> anyhow::Result<u64> {
+    let kib = |name| {
+        kib_in("/proc/meminfo", name).with_context(|| format!("/proc/meminfo has no {name}"))
+    };
+    Ok((kib("Dirty")? + kib("Writeback")?) << 10)
 }

@@ -13,6 +13,7 @@ use clap::{Args, Parser, Subcommand};
 use crate::options::Common;
 use crate::report::Report;
 
+mod alternatives;
 mod app;
 mod backing;
 mod checkpoint;
@@ -64,6 +65,7 @@ enum Benchmark {
     Commit(commit::CommitArgs),
     Conflict(conflict::ConflictArgs),
     App(app::AppArgs),
+    Alternatives(alternatives::AlternativesArgs),
     /// Runs ingest, checkpoint (on the file system of --dir), read, meta,
     /// memory, restart, spill, commit and conflict, one after the other.
     ///
@@ -127,6 +129,7 @@ fn run(benchmark: Benchmark) -> anyhow::Result<()> {
         Benchmark::Spill(args) => args.common().publish(&args.run()?),
         Benchmark::Commit(args) => args.common().publish(&args.run()?),
         Benchmark::Conflict(args) => args.common().publish(&args.run()?),
+        Benchmark::Alternatives(args) => args.common().publish(&args.run()?),
         Benchmark::App(args) => args.common().publish(&args.run()?),
         Benchmark::All(args) => all(&args.common),
         Benchmark::Worker | Benchmark::Serve => unreachable!("handled above"),

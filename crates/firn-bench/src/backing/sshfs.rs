@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 
+use super::namespace::{Namespace, ip};
 use super::{Prepared, relay, run, run_quietly, text};
 use crate::cleanup::{Guard, defer};
 use crate::options::WorkDir;
@@ -80,35 +81,22 @@ fn namespaced_server(
     guards: &mut Vec<Guard>,
 ) -> anyhow::Result<(SocketAddr, &'static str)> {
     let pid = std::process::id();
-    let namespace = format!("firn-bench-{pid}");
     let here = format!("fb{}", pid % 1_000_000);
     let there = format!("{here}p");
     let subnet = format!("10.{}.{}", 64 + pid / 256 % 64, pid % 256);
-    let name = namespace.clone();
     let link = here.clone();
-    guards.push(defer(move || {
-        // Sessions leave sshd's process group, and the end of their connection cannot reach them once
-        // the link is gone. The namespace is this run's own, so whatever is in it is too.
-        end_all(&run("ip", &["netns", "pids", &name]).unwrap_or_default());
-        run_quietly("ip", &["link", "del", &link]);
-        run_quietly("ip", &["netns", "del", &name]);
-    }));
-    let ip = |args: &str| run("ip", &args.split(' ').collect::<Vec<_>>());
-    ip(&format!("netns add {namespace}"))?;
+    let namespace = Namespace::create(guards)?;
+    guards.push(defer(move || run_quietly("ip", &["link", "del", &link])));
+    let name = namespace.name();
     ip(&format!(
-        "link add {here} type veth peer name {there} netns {namespace}"
+        "link add {here} type veth peer name {there} netns {name}"
     ))?;
     ip(&format!("addr add {subnet}.1/30 dev {here}"))?;
     ip(&format!("link set {here} up"))?;
-    ip(&format!(
-        "-n {namespace} addr add {subnet}.2/30 dev {there}"
-    ))?;
-    ip(&format!("-n {namespace} link set {there} up"))?;
-    ip(&format!("-n {namespace} link set lo up"))?;
+    namespace.ip(&format!("addr add {subnet}.2/30 dev {there}"))?;
+    namespace.ip(&format!("link set {there} up"))?;
     let address: SocketAddr = format!("{subnet}.2:22").parse()?;
-    let mut command = Command::new("ip");
-    command.args(["netns", "exec", &namespace]);
-    start_server(command, keys, address, guards)?;
+    start_server(namespace.command("/usr/sbin/sshd"), keys, address, guards)?;
     Ok((address, "a network namespace"))
 }
 
@@ -118,9 +106,7 @@ fn local_server(
 ) -> anyhow::Result<(SocketAddr, &'static str)> {
     // A port that was free a moment ago; if another program takes it, sshd says so.
     let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
-    let mut command = Command::new("env");
-    command.arg("--");
-    start_server(command, keys, address, guards)?;
+    start_server(Command::new("/usr/sbin/sshd"), keys, address, guards)?;
     Ok((address, "a process of its own on loopback"))
 }
 
@@ -159,7 +145,7 @@ fn start_server(
     }
     let log = keys.join("sshd.log");
     let child = command
-        .args(["/usr/sbin/sshd", "-D", "-e", "-f", text(&config_path)])
+        .args(["-D", "-e", "-f", text(&config_path)])
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(std::fs::File::create(&log)?)
@@ -177,17 +163,6 @@ fn start_server(
     }
     guards.insert(0, defer(move || drop(child)));
     Ok(())
-}
-
-/// Ends the processes whose numbers stand in `pids`, one a line.
-fn end_all(pids: &str) {
-    use rustix::process::{Pid, Signal, kill_process};
-    for pid in pids
-        .lines()
-        .filter_map(|line| Pid::from_raw(line.trim().parse().ok()?))
-    {
-        let _ = kill_process(pid, Signal::KILL);
-    }
 }
 
 /// The listening sshd; its sessions end with their connection, or with the namespace.

@@ -1,0 +1,92 @@
+//! The benchmarks run, compare what they say they compare, and leave nothing behind. Figures are not judged here.
+//!
+//! Needs FUSE, and the `firn` program and the preload library built beside `firn-bench` (`cargo build`).
+
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::Value;
+
+/// Runs a benchmark in `dir` and returns its report.
+fn run(dir: &Path, args: &[&str]) -> Value {
+    let report = dir.join("report.json");
+    let output = Command::new(env!("CARGO_BIN_EXE_firn-bench"))
+        .args(args)
+        .args(["--quick", "--repeats", "1"])
+        .arg("--dir")
+        .arg(dir)
+        .arg("--json")
+        .arg(&report)
+        .output()
+        .expect("start firn-bench");
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{args:?}: {errors}");
+    let text = std::fs::read_to_string(&report).expect("read the report");
+    std::fs::remove_file(&report).expect("remove the report");
+    serde_json::from_str(&text).expect("a report is JSON")
+}
+
+fn names(list: &Value) -> Vec<&str> {
+    let list = list.as_array().expect("a list");
+    list.iter()
+        .map(|one| one["name"].as_str().expect("a name"))
+        .collect()
+}
+
+fn assert_nothing_is_left(dir: &Path) {
+    let left: Vec<_> = std::fs::read_dir(dir).expect("list").collect();
+    assert!(left.is_empty(), "{left:?}");
+    let mounts = std::fs::read_to_string("/proc/self/mounts").expect("the table of mounts");
+    assert!(
+        !mounts.contains(dir.to_str().expect("a plain path")),
+        "{mounts}"
+    );
+}
+
+#[test]
+fn alternatives_stand_beside_firn_with_the_same_figures() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let report = run(
+        dir.path(),
+        &["alternatives", "--backing", "local", "--processes", "2"],
+    );
+    let case = &report["cases"][0];
+    let candidates = case["candidates"].as_array().expect("candidates");
+    assert_eq!(
+        names(&case["candidates"]),
+        [
+            "directly",
+            "tmpfs, then cp",
+            "plain FUSE passthrough",
+            "firn",
+            "firn + preload",
+            "firn + preload, drain=demand"
+        ]
+    );
+    for candidate in candidates {
+        assert_eq!(
+            names(&candidate["metrics"]),
+            names(&candidates[0]["metrics"])
+        );
+        let figure = |name: &str| {
+            let metrics = candidate["metrics"].as_array().expect("figures");
+            let found = metrics.iter().find(|metric| metric["name"] == name);
+            found.expect(name)["median"].as_f64().expect("a number")
+        };
+        assert!(figure("closed") > 0.0, "{candidate}");
+        assert!(figure("durable") >= figure("closed"), "{candidate}");
+        assert!(figure("restart") > 0.0, "{candidate}");
+    }
+    assert_nothing_is_left(dir.path());
+}
+
+#[test]
+fn an_unknown_directory_is_an_error_that_names_the_option() {
+    let output = Command::new(env!("CARGO_BIN_EXE_firn-bench"))
+        .args(["checkpoint", "--dir", "/no/such/directory"])
+        .output()
+        .expect("start firn-bench");
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{errors}");
+    assert!(errors.contains("name another --dir"), "{errors}");
+}
