@@ -1,0 +1,10 @@
+//! What is done with a transaction as a whole, a step in each file: begin, prepare, decide and apply, abort; and the
+//! handles that callers hold ([`handle`]).
+
+mod abort;
+mod apply_commit;
+mod arenas;
+mod begin;
+pub(crate) mod handle;
+mod prepare;
+pub(crate) mod top;

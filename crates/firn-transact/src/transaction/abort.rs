@@ -1,0 +1,86 @@
+//! Aborting a transaction: the tree is as it was when it began.
+
+use std::sync::Arc;
+
+use firn_backing::Backing;
+
+use crate::error::{AbortError, StageError};
+use crate::scope::{Scope, Stage};
+use crate::transactional::TransactionalBacking;
+
+impl<B: Backing> TransactionalBacking<B> {
+    /// [`Found::refuse_changes`](crate::Found::refuse_changes).
+    pub(super) fn refuse_changes(&self, scope: &Arc<Scope<B>>) -> Result<(), AbortError> {
+        // Changes of a transaction that follows a commit wait for that.
+        let before = self.scopes.before(scope);
+        let scope = before.as_ref().unwrap_or(scope);
+        if scope.stage() == Stage::Ended {
+            return Err(StageError::NoTransaction.into());
+        }
+        scope.refuse_changes(true);
+        Ok(())
+    }
+
+    /// [`Found::abort`](crate::Found::abort).
+    pub(super) fn abort_scope(&self, scope: &Arc<Scope<B>>) -> Result<(), AbortError> {
+        let _names = self.tree.names.write();
+        let _data = self.tree.data.write();
+        if let Some(before) = self.scopes.before(scope) {
+            self.drop_next(&before)?;
+            return Ok(());
+        }
+        self.check_all(scope);
+        self.unhide(scope);
+        let stage = *scope.stage.lock();
+        let several = scope
+            .shadow
+            .as_ref()
+            .filter(|shadow| shadow.is_of_several());
+        match stage {
+            _ if several.is_some() => {}
+            Stage::Open => {
+                self.withdraw_from_votes(&scope.path)?;
+                self.withdraw_for_good(scope.serial)?;
+                // With the mark the next mount would drop what is written from now on.
+                if scope.shadow.is_none() {
+                    self.forget(&scope.dir)?;
+                }
+            }
+            Stage::Prepared(id) => {
+                self.decide_vote(id, &scope.path, false)?;
+                self.withdraw_for_good(scope.serial)?;
+                match scope.shadow {
+                    // From here on a crash ends in the tree before.
+                    Some(_) => self.forget_record(&scope.dir)?,
+                    None => self.forget(&scope.dir)?,
+                }
+            }
+            Stage::Decided(id) => return Err(StageError::Decided { id }.into()),
+            Stage::Ended => return Err(StageError::NoTransaction.into()),
+        }
+        if let Some(shadow) = several {
+            self.abort_shared(scope, shadow, stage)?;
+        } else if let Some(shadow) = &scope.shadow {
+            scope.stop_for_good();
+            self.undo_shadow(scope, shadow)?;
+            self.forget(&scope.dir)?;
+        }
+        let changed = std::mem::take(&mut *scope.changed.lock());
+        for (_, object) in changed {
+            let mut inner = object.inner.write();
+            inner.change = None;
+            if inner.base.is_none() {
+                self.tree.forget(object.key);
+            }
+            object.let_go();
+        }
+        self.put_top_back(scope);
+        self.dirs_are_back(scope);
+        self.end(scope);
+        self.clean_up(scope);
+        if let Stage::Prepared(id) = stage {
+            self.leave_vote(id, &scope.path)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,329 @@
+//! Deciding a transaction, and applying it: at once, or while programs read on.
+//!
+//! Between the two the record is in force and the tables are as they were, so programs see the tree after the
+//! commit. While it is applied, what they see comes from the tables too: attributes are taken before the first
+//! step ([`Change::frozen`]), new objects are found where they are or where they go ([`StagedCopy::goes_to`]), and of the
+//! rest no step changes anything that is read from the backing:
+//!
+//! * names that a step changes are in the tables;
+//! * bytes that a step writes are in the staged copy or in memory, and read from there;
+//! * an object is the same wherever it is moved.
+//!
+//! Changes of the scope wait. One transaction can follow at once: it is on record and takes over when the tables
+//! are let go.
+//!
+//! [`Change::frozen`]: crate::object::Change
+//! [`StagedCopy::goes_to`]: crate::object::StagedCopy::goes_to
+
+use std::ffi::OsStr;
+use std::sync::Arc;
+
+use firn_backing::{Backing, Errno, Kind, RenameFlags};
+
+use crate::apply::Apply;
+use crate::change_log::Direction;
+use crate::error::{CommitError, StageError, StoreError};
+use crate::object::Object;
+use crate::scope::{Scope, Stage};
+use crate::staging;
+use crate::transactional::TransactionalBacking;
+
+impl<B: Backing> TransactionalBacking<B> {
+    /// [`Found::decide`](crate::Found::decide).
+    pub(super) fn decide_scope(&self, scope: &Arc<Scope<B>>, id: u64) -> Result<(), CommitError> {
+        self.apply_commit_before(scope)?;
+        let _names = self.tree.names.write();
+        let _data = self.tree.data.write();
+        self.check_all(scope);
+        if !scope.is_whole() {
+            return Err(StageError::Undoing.into());
+        }
+        let stage = *scope.stage.lock();
+        match stage {
+            Stage::Prepared(found) | Stage::Decided(found) if found != id => {
+                return Err(StageError::OtherId { found, wanted: id }.into());
+            }
+            Stage::Prepared(_) => {
+                if let Some(record) = scope
+                    .recovered
+                    .as_ref()
+                    .filter(|_| !self.is_backed_up(scope))
+                {
+                    self.back_up(scope, record)?;
+                }
+                self.agree(scope, stage, id)?;
+                let from = OsStr::new(staging::RECORD);
+                let to = OsStr::new(staging::COMMIT);
+                self.base
+                    .rename(&scope.dir, from, &scope.dir, to, RenameFlags::empty())?;
+                scope.set_stage(Stage::Decided(id));
+                self.base.sync_dir(&scope.dir)?;
+            }
+            Stage::Open => {
+                self.agree(scope, stage, id)?;
+                // Decided at once: a crash before leaves nothing that waits for a decision.
+                self.write_record(scope, id)?;
+                self.place_record(scope, staging::COMMIT)
+                    .inspect_err(|_| self.withdraw_backup(scope))?;
+                scope.set_stage(Stage::Decided(id));
+                self.base.sync_dir(&scope.dir)?;
+            }
+            Stage::Decided(_) => self.base.sync_dir(&scope.dir)?,
+            Stage::Ended => return Err(StageError::NoTransaction.into()),
+        }
+        Ok(())
+    }
+
+    /// Applies the commit that a transaction follows.
+    pub(super) fn apply_commit_before(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
+        match self.scopes.before(scope) {
+            Some(before) => self.apply_commit(&before),
+            None => Ok(()),
+        }
+    }
+
+    /// Before a transaction begins at `root`: what is decided above or below it, or has a follower, is applied.
+    pub(super) fn apply_commits_around(&self, root: &Arc<Object<B>>) -> Result<(), StoreError> {
+        let scopes = self.scopes.all();
+        let overlaps =
+            |scope: &&Arc<Scope<B>>| root.is_below(&scope.root) || scope.root.is_below(root);
+        let in_the_way = scopes.iter().filter(overlaps).filter(|scope| {
+            scope.decided().is_some()
+                && scope.application.next().is_none()
+                && !scope.can_be_followed(root)
+        });
+        in_the_way
+            .into_iter()
+            .try_for_each(|scope| self.apply_commit(scope))
+    }
+
+    /// [`Decided::give_up_next`](crate::Decided::give_up_next).
+    pub(super) fn give_up_next(&self, scope: &Scope<B>) {
+        let _names = self.tree.names.write();
+        let _data = self.tree.data.write();
+        if let Err(error) = self.drop_next(scope) {
+            tracing::warn!(%error, "the transaction that follows a commit stays open");
+        }
+    }
+
+    /// Gives up the transaction that was to follow; whether there was one.
+    pub(super) fn drop_next(&self, scope: &Scope<B>) -> Result<bool, Errno> {
+        let Some(next) = scope.application.next() else {
+            return Ok(false);
+        };
+        self.forget(&next.dir)?;
+        scope.application.take_next();
+        next.set_stage(Stage::Ended);
+        // Nothing of it is anywhere: its changes waited. Those that come now are made after this commit.
+        scope.refuse_changes(false);
+        self.clean_up(&next);
+        Ok(true)
+    }
+
+    /// [`Decided::apply`](crate::Decided::apply).
+    pub(super) fn apply_commit(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
+        let _applying = scope.application.applying.lock();
+        let Some(id) = scope.decided() else {
+            return Ok(());
+        };
+        let applied = match &scope.recovered {
+            None => self.apply_while_read(scope),
+            // There are no tables to answer from.
+            Some(_) => self.apply_alone(scope),
+        };
+        let left = applied.and_then(|()| Ok(self.leave_commit(&scope.path)?));
+        let result = left.and_then(|()| Ok(self.leave_vote(id, &scope.path)?));
+        scope.application.note_result(&result);
+        result
+    }
+
+    /// Of a commit that is being undone; the caller holds names and data.
+    pub(crate) fn apply_undo(&self, serial: u64) -> Result<(), StoreError> {
+        let found = self.scopes.find(|one| one.serial == serial);
+        let scope = found.expect("it was just entered");
+        let applied = self
+            .sync_staging_dir()
+            .map_err(StoreError::from)
+            .and_then(|()| self.apply_and_end(&scope));
+        scope.application.note_result(&applied);
+        applied
+    }
+
+    /// Programs wait.
+    fn apply_alone(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
+        let _names = self.tree.names.write();
+        let _data = self.tree.data.write();
+        if scope.is_undo {
+            self.sync_staging_dir()?;
+        }
+        self.apply_and_end(scope)
+    }
+
+    fn apply_and_end(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
+        // Programs that know an object ask for its attributes all the same.
+        self.unhide(scope);
+        self.apply(scope)?;
+        self.settle_top(scope);
+        self.end(scope);
+        self.clean_up(scope);
+        Ok(())
+    }
+
+    /// Programs read on.
+    fn apply_while_read(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
+        self.freeze(scope)?;
+        self.apply(scope)?;
+        let names = self.tree.names.write();
+        let data = self.tree.data.write();
+        self.hold_new(scope)?;
+        self.let_go_of(scope);
+        drop((names, data));
+        self.clean_up(scope);
+        Ok(())
+    }
+
+    fn apply(&self, scope: &Scope<B>) -> Result<(), StoreError> {
+        let (name, direction) = if scope.is_undo {
+            (staging::UNDO, Direction::Undo)
+        } else {
+            (staging::COMMIT, Direction::Redo)
+        };
+        let log = self.load_record(&scope.dir, &format!("tx-{}", scope.serial), name)?;
+        let Some(log) = log else {
+            // An earlier attempt came to the end and could not say so.
+            return Ok(self.forget(&scope.dir)?);
+        };
+        let below = (&self.base, self.device());
+        let mut apply = Apply::new(below, (&log, direction), &scope.new, &scope.away);
+        let changed = scope.changed.lock().clone();
+        for (number, object) in &changed {
+            let inner = object.inner.read();
+            if let Some(inode) = inner.base.clone() {
+                apply.know(*number, inode);
+            }
+        }
+        drop(changed);
+        apply.run()?;
+        self.finish(&scope.dir, (&log, direction), scope.serial)
+    }
+
+    /// From here on programs see the backing again; the caller holds names and data.
+    fn let_go_of(&self, scope: &Arc<Scope<B>>) {
+        let changed = std::mem::take(&mut *scope.changed.lock());
+        for (_, object) in changed {
+            let mut inner = object.inner.write();
+            let Some(change) = inner.change.take() else {
+                continue;
+            };
+            if inner.base.is_none() {
+                inner.base = change.copy.and_then(|copy| copy.held);
+            }
+            object.let_go();
+        }
+        self.end(scope);
+    }
+
+    /// Takes what programs see of the objects of a decided transaction, before its first step changes it. An
+    /// attempt after the first finds it done.
+    fn freeze(&self, scope: &Scope<B>) -> Result<(), Errno> {
+        let changed: Vec<_> = scope.changed.lock().values().cloned().collect();
+        for object in &changed {
+            let is_done = object
+                .inner
+                .read()
+                .change
+                .as_ref()
+                .is_none_or(|change| change.frozen.is_some());
+            if is_done {
+                continue;
+            }
+            let attr = match self.read_attr(object) {
+                Ok(attr) => Some(attr),
+                Err(Errno::STALE) => None,
+                Err(errno) => return Err(errno),
+            };
+            let is_dir = object.kind == Kind::Dir;
+            let mut inner = object.inner.write();
+            let is_new = inner.base.is_none();
+            let Some(change) = inner.change.as_mut() else {
+                continue;
+            };
+            let is_there = !change.removed && (is_dir || change.links > 0);
+            if let Some(copy) = change
+                .copy
+                .as_mut()
+                .filter(|_| is_new && is_there && is_dir)
+            {
+                copy.held = Some(copy.inode(&self.base)?);
+            }
+            change.frozen = attr;
+        }
+        changed
+            .iter()
+            .filter(|object| object.kind != Kind::Dir)
+            .try_for_each(|object| self.follow(object))
+    }
+
+    /// Notes where a new object goes, or holds it where it has several names. There may be more of them than a
+    /// process may hold descriptors.
+    fn follow(&self, object: &Arc<Object<B>>) -> Result<(), Errno> {
+        let place = self.only_place(object);
+        let location = object.location.lock().clone();
+        let mut inner = object.inner.write();
+        let is_new = inner.base.is_none();
+        let Some(change) = inner
+            .change
+            .as_mut()
+            .filter(|change| is_new && change.links > 0)
+        else {
+            return Ok(());
+        };
+        let Some(copy) = change.copy.as_mut() else {
+            return Ok(());
+        };
+        if copy.held.is_some() || copy.goes_to.is_some() {
+            return Ok(());
+        }
+        match (place, location) {
+            (Some(dir), Some((_, name))) if change.links == 1 => copy.goes_to = Some((dir, name)),
+            _ => copy.held = Some(copy.inode(&self.base)?),
+        }
+        Ok(())
+    }
+
+    /// The directory that the object was last seen in, if its name there leads to it.
+    fn only_place(&self, object: &Arc<Object<B>>) -> Option<B::Inode> {
+        let (dir, name) = object.location.lock().clone()?;
+        let dir = dir.inner.read();
+        let named = dir.change.as_ref()?.names.get(&name)?.object.as_ref()?;
+        if !Arc::ptr_eq(named, object) {
+            return None;
+        }
+        dir.base.clone().or_else(|| dir.staged_copy()?.held.clone())
+    }
+
+    /// Holds the new objects that anybody refers to, before their staged names go. The others are found by their
+    /// new names when they are looked up.
+    fn hold_new(&self, scope: &Scope<B>) -> Result<(), Errno> {
+        // The status asks for the list, and a look-up may hang.
+        let changed: Vec<_> = scope.changed.lock().values().cloned().collect();
+        for object in &changed {
+            let mut inner = object.inner.write();
+            let is_new = inner.base.is_none();
+            let Some(change) = inner.change.as_mut().filter(|_| is_new) else {
+                continue;
+            };
+            // The scope's, that of this list, and one for each name.
+            let ours = 2 + usize::try_from(change.links).unwrap_or(0);
+            let is_used = object.kind == Kind::Dir || Arc::strong_count(object) > ours;
+            if let Some(copy) = change
+                .copy
+                .as_mut()
+                .filter(|copy| is_used && copy.held.is_none())
+            {
+                copy.held = Some(copy.inode(&self.base)?);
+            }
+        }
+        Ok(())
+    }
+}

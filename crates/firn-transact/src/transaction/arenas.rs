@@ -1,0 +1,208 @@
+//! Which arena has data of which transaction.
+//!
+//! What programs wrote and was not drained is in the arena of the mount that they used. When a transaction ends, what
+//! the arena has of it goes first. But it may be ended by a mount that has another arena (`arena-dir`, another host),
+//! and the first one may come back: what it has must not count then, and nothing tells of the transaction any more.
+//!
+//! Promises
+//! * A transaction is known by the arena of the mount that began it: `tx-N/arena`, written before `tx-N/open`.
+//! * Of an arena that is at hand only what was written in its own transactions is dropped. Data in it that is older
+//!   counts, whatever was begun since with another one.
+//! * Before a transaction of another arena ends, `dropped` says durably what that has to drop. A line goes when the
+//!   arena was there and has dropped it.
+//!
+//! Before a transaction begins, what is pending in its scope is drained. So all that its arena has there when its
+//! firnd died was written in it, or waited for its outcome.
+
+use std::collections::BTreeSet;
+
+use firn_backing::{Backing, Errno};
+
+use crate::change_log::LogError;
+use crate::error::StoreError;
+use crate::own::is_path;
+use crate::scope::ArenaId;
+use crate::staging;
+use crate::transactional::TransactionalBacking;
+use firn_rendezvous::{Expected, Members};
+
+/// An arena, and the path of a scope of which it has nothing that counts.
+type Line = (ArenaId, Vec<u8>);
+
+impl<B: Backing> TransactionalBacking<B> {
+    /// Homes of transactions of which [`TransactionalBacking::drop_of`] is to be asked: of this backing without hosts, and of each
+    /// host that was ever there; but for that of `members`.
+    pub fn other_homes(
+        base: &B,
+        members: Option<&Members>,
+    ) -> Result<Vec<Option<Members>>, StoreError> {
+        let Some((top, _)) = staging::find_dir(base, &base.root(), staging::TOP)? else {
+            return Ok(Vec::new());
+        };
+        let mut homes = vec![None];
+        for (name, ..) in staging::list(base, &top)? {
+            let Ok(name) = String::from_utf8(name) else {
+                continue;
+            };
+            let host = name.strip_prefix(staging::HOST).map(str::to_owned);
+            homes.extend(host.map(|host| {
+                Some(Members {
+                    host,
+                    expected: Expected::Count(0),
+                })
+            }));
+        }
+        homes.retain(|home| {
+            home.as_ref().map(|home| &home.host) != members.map(|members| &members.host)
+        });
+        Ok(homes)
+    }
+
+    /// What [`TransactionalBacking::open_with`] says of an arena, for transactions in another home than that of the mount: they stay as
+    /// they are, for a mount whose home that is, and have nothing in this arena any more.
+    pub fn drop_of<E: From<StoreError>>(
+        base: B,
+        members: Option<Members>,
+        arena: ArenaId,
+        drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let mut held = Self::tracking(base)?;
+        (held.members, held.arena) = (members, Some(arena));
+        let scopes = held.scopes_to_drop()?;
+        if scopes.is_empty() {
+            return Ok(());
+        }
+        drop_pending(&scopes)?;
+        Ok(held.has_dropped(arena)?)
+    }
+
+    /// Takes down with which arena a transaction begins; durable with the next sync of its directory.
+    pub(super) fn note_arena(&self, dir: &B::Inode) -> Result<(), Errno> {
+        let Some(arena) = self.arena else {
+            return Ok(());
+        };
+        staging::put(
+            &self.base,
+            dir,
+            staging::ARENA,
+            staging::to_hex(&arena).as_bytes(),
+        )
+    }
+
+    fn arena_of(&self, dir: &B::Inode) -> Result<Option<ArenaId>, StoreError> {
+        let Some(bytes) = staging::load(&self.base, dir, staging::ARENA)? else {
+            return Ok(None);
+        };
+        let found = std::str::from_utf8(&bytes).ok().and_then(staging::from_hex);
+        let damaged = || StoreError::Record {
+            path: staging::ARENA.into(),
+            source: LogError::Damaged,
+        };
+        found
+            .and_then(|id| id.try_into().ok())
+            .map(Some)
+            .ok_or_else(damaged)
+    }
+
+    /// Arenas and scopes of transactions that are not decided for.
+    fn undecided(&self, home: &B::Inode) -> Result<BTreeSet<Line>, StoreError> {
+        let mut found = BTreeSet::new();
+        for stored in self.stored_transactions(home)? {
+            let scopes = self.scopes_to_drop_of(&stored)?;
+            if scopes.is_empty() {
+                continue;
+            }
+            if let Some(arena) = self.arena_of(&stored.dir)? {
+                found.extend(scopes.into_iter().map(|scope| (arena, scope)));
+            }
+        }
+        Ok(found)
+    }
+
+    fn told(&self, home: &B::Inode) -> Result<BTreeSet<Line>, StoreError> {
+        let bytes = staging::load(&self.base, home, staging::DROPPED)?.unwrap_or_default();
+        let line = |line: &[u8]| {
+            let (arena, scope) = std::str::from_utf8(line).ok()?.split_once(' ')?;
+            let line = (
+                staging::from_hex(arena)?.try_into().ok()?,
+                staging::from_hex(scope)?,
+            );
+            is_path(&line.1).then_some(line)
+        };
+        let path = format!("{}/{}", self.staging_path(), staging::DROPPED);
+        let lines = bytes
+            .split(|&byte| byte == b'\n')
+            .filter(|line| !line.is_empty());
+        lines
+            .map(line)
+            .collect::<Option<_>>()
+            .ok_or(StoreError::Record {
+                path,
+                source: LogError::Damaged,
+            })
+    }
+
+    fn write_told(&self, home: &B::Inode, lines: &BTreeSet<Line>) -> Result<(), Errno> {
+        let line = |(arena, scope): &Line| {
+            format!("{} {}\n", staging::to_hex(arena), staging::to_hex(scope))
+        };
+        let text: String = lines.iter().map(line).collect();
+        staging::store(&self.base, home, staging::DROPPED, text.as_bytes())
+    }
+
+    /// Scopes of which nothing counts that the arena at hand has. Changes nothing.
+    pub(crate) fn scopes_to_drop(&self) -> Result<Vec<Vec<u8>>, StoreError> {
+        let (Some(arena), Some(home)) = (self.arena, self.find_staging_dir()?) else {
+            return Ok(Vec::new());
+        };
+        let mut all = self.undecided(&home)?;
+        all.append(&mut self.told(&home)?);
+        let mine: BTreeSet<Vec<u8>> = all
+            .into_iter()
+            .filter(|(of, _)| *of == arena)
+            .map(|(_, scope)| scope)
+            .collect();
+        Ok(mine.into_iter().collect())
+    }
+
+    /// The arena at hand has dropped what it must: other ones are told, before the transactions end.
+    pub(crate) fn tell_arenas(&self) -> Result<(), StoreError> {
+        let Some(home) = self.find_staging_dir()? else {
+            return Ok(());
+        };
+        let told = self.told(&home)?;
+        let mut all = told.clone();
+        all.append(&mut self.undecided(&home)?);
+        all.retain(|(arena, _)| Some(*arena) != self.arena);
+        if all == told {
+            Ok(())
+        } else {
+            Ok(self.write_told(&home, &all)?)
+        }
+    }
+
+    /// The arena at hand has nothing any more of the transactions of this home, which stay.
+    fn has_dropped(&self, arena: ArenaId) -> Result<(), StoreError> {
+        let Some(home) = self.find_staging_dir()? else {
+            return Ok(());
+        };
+        for stored in self.stored_transactions(&home)? {
+            if self.arena_of(&stored.dir)? == Some(arena) {
+                self.base
+                    .unlink(&stored.dir, std::ffi::OsStr::new(staging::ARENA))?;
+                self.base.sync_dir(&stored.dir)?;
+            }
+        }
+        let told = self.told(&home)?;
+        let others: BTreeSet<Line> = told
+            .iter()
+            .filter(|(of, _)| *of != arena)
+            .cloned()
+            .collect();
+        if others == told {
+            Ok(())
+        } else {
+            Ok(self.write_told(&home, &others)?)
+        }
+    }
+}

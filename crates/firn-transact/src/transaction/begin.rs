@@ -1,0 +1,169 @@
+//! Beginning a transaction.
+
+use std::sync::Arc;
+
+use firn_backing::{Backing, Errno, Kind};
+
+use crate::change_log::{ChangeLog, Direction};
+use crate::error::{BeginError, ScopeError};
+use crate::object::Object;
+use crate::scope::{Scope, Stage};
+use crate::shadow::{Mode, Shadow};
+use crate::staging;
+use crate::transaction::handle::Open;
+use crate::transactional::TransactionalBacking;
+
+impl<B: Backing> TransactionalBacking<B> {
+    /// Begins a transaction in a directory and all below it. `path` is its own, relative to the backing.
+    pub fn begin(&self, root: &Arc<Object<B>>, path: &[u8]) -> Result<Open<'_, B>, BeginError> {
+        if root.kind != Kind::Dir {
+            return Err(ScopeError::NotDirectory.into());
+        }
+        self.apply_commits_around(root)?;
+        let _names = self.tree.names.write();
+        let _data = self.tree.data.write();
+        let mut before = None;
+        for scope in &self.scopes.all() {
+            if scope.can_be_followed(root) {
+                before = Some(Arc::clone(scope));
+            } else if root.is_below(&scope.root) || scope.root.is_below(root) {
+                return Err(BeginError::Overlaps {
+                    scope: scope.path_now().as_slice().into(),
+                });
+            }
+        }
+        self.open_scope(path, before, |serial, firn, dir| {
+            self.start(serial, root, path, firn, dir)
+        })
+    }
+
+    /// Puts a transaction on record, whose scope `start` makes. It follows the one `before`, where there is one. The
+    /// caller holds names and data.
+    pub(super) fn open_scope(
+        &self,
+        path: &[u8],
+        before: Option<Arc<Scope<B>>>,
+        start: impl FnOnce(u64, &B::Inode, &B::Inode) -> Result<Scope<B>, BeginError>,
+    ) -> Result<Open<'_, B>, BeginError> {
+        let firn = self.hidden_home()?;
+        self.remove_leftovers(&firn);
+        let serial = self.scopes.next_serial();
+        let name = format!("tx-{serial}");
+        let dir = staging::dir(&self.base, &firn, &name)?;
+        let started = start(serial, &firn, &dir).and_then(|scope| self.mark_open(scope));
+        let (scope, result) = match started {
+            Ok(started) => started,
+            Err(error) => {
+                self.remove_or_leave(&firn, serial, &dir);
+                return Err(error);
+            }
+        };
+        self.stopped_by.lock().remove(path);
+        self.adopt_new_top(&scope);
+        let scope = Arc::new(scope);
+        match before {
+            Some(before) => before.follow(Arc::clone(&scope)),
+            None => self.scopes.add(Arc::clone(&scope)),
+        }
+        result.map(|()| self.open_handle(scope))
+    }
+
+    fn start(
+        &self,
+        serial: u64,
+        root: &Arc<Object<B>>,
+        path: &[u8],
+        firn: &B::Inode,
+        dir: &B::Inode,
+    ) -> Result<Scope<B>, BeginError> {
+        self.make_shadow(serial, path, firn, dir)?;
+        self.make_scope(serial, root, path, dir)
+            .inspect_err(|_| self.unjoin(path))
+    }
+
+    /// In shadow mode: makes room for what undoes changes.
+    pub(super) fn make_shadow(
+        &self,
+        serial: u64,
+        path: &[u8],
+        firn: &B::Inode,
+        dir: &B::Inode,
+    ) -> Result<(), BeginError> {
+        if self.mode != Mode::Shadow {
+            return Ok(());
+        }
+        if !Shadow::tells_inodes(&self.base, firn, &format!("tx-{serial}"))? {
+            return Err(BeginError::InodesDiffer);
+        }
+        match &self.members {
+            None => Ok(Shadow::make(&self.base, dir)?),
+            Some(_) => self.join(dir, path),
+        }
+    }
+
+    fn make_scope(
+        &self,
+        serial: u64,
+        root: &Arc<Object<B>>,
+        path: &[u8],
+        dir: &B::Inode,
+    ) -> Result<Scope<B>, BeginError> {
+        if self.mode == Mode::Shadow {
+            // What is brought back must have been there.
+            match path {
+                b"" => self.base.sync_all()?,
+                _ => self.base.sync_tree(&root.inner.read().inode(&self.base)?)?,
+            }
+        }
+        let scope = self.new_scope(serial, Arc::clone(root), path.to_vec(), dir.clone(), None)?;
+        self.note_arena(dir)?;
+        staging::put(&self.base, dir, staging::OPEN, path)?;
+        Ok(scope)
+    }
+
+    /// From here on a crash undoes what is changed, so where this fails the mark has to go: programs go on as outside of
+    /// a transaction. If that fails, too, the transaction is open all the same, and can be aborted.
+    fn mark_open(&self, scope: Scope<B>) -> Result<(Scope<B>, Result<(), BeginError>), BeginError> {
+        let synced = self.base.sync_dir(&scope.dir);
+        let Err(errno) = synced.and_then(|()| self.place_new_top(&scope)) else {
+            return Ok((scope, Ok(())));
+        };
+        match self.forget(&scope.dir) {
+            Ok(()) => {
+                self.unjoin(&scope.path);
+                Err(errno.into())
+            }
+            Err(_) => Ok((scope, Err(errno.into()))),
+        }
+    }
+
+    pub(crate) fn new_scope(
+        &self,
+        serial: u64,
+        root: Arc<Object<B>>,
+        path: Vec<u8>,
+        dir: B::Inode,
+        recovered: Option<ChangeLog>,
+    ) -> Result<Scope<B>, Errno> {
+        let shadow = self.shadow_of(&dir, &path)?;
+        Scope::new(&self.base, serial, root, path, dir, recovered, shadow)
+    }
+
+    /// What undoes a commit, as the transaction that it is going to be.
+    pub(crate) fn undoing_scope(
+        &self,
+        serial: u64,
+        root: &Arc<Object<B>>,
+        dir: B::Inode,
+        record: ChangeLog,
+    ) -> Result<Scope<B>, Errno> {
+        let path = record.scope_before(Direction::Undo).to_vec();
+        let id = record.id_after(Direction::Undo);
+        let path_after = record.scope_after(Direction::Undo).to_vec();
+        let mut scope = self.new_scope(serial, Arc::clone(root), path, dir, Some(record))?;
+        scope.is_undo = true;
+        scope.top.goes_back_to(&path_after);
+        scope.set_stage(Stage::Decided(id));
+        Ok(scope)
+    }
+}

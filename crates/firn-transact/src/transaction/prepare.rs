@@ -1,0 +1,73 @@
+//! Preparing a transaction: durable, its outcome open.
+
+use std::ffi::OsStr;
+use std::sync::Arc;
+
+use firn_backing::{Backing, Errno, RenameFlags};
+
+use crate::error::{BackupError, PrepareError, StageError};
+use crate::scope::{Scope, Stage};
+use crate::staging;
+use crate::transactional::TransactionalBacking;
+
+impl<B: Backing> TransactionalBacking<B> {
+    /// [`Open::prepare`](crate::Open::prepare), of one that may be prepared already.
+    pub(super) fn prepare_scope(&self, scope: &Arc<Scope<B>>, id: u64) -> Result<(), PrepareError> {
+        self.apply_commit_before(scope)?;
+        let _names = self.tree.names.write();
+        let _data = self.tree.data.write();
+        self.check_all(scope);
+        if !scope.is_whole() {
+            return Err(StageError::Undoing.into());
+        }
+        match *scope.stage.lock() {
+            Stage::Open => {}
+            Stage::Prepared(found) if found == id => return Ok(()),
+            Stage::Prepared(found) | Stage::Decided(found) => {
+                return Err(StageError::OtherId { found, wanted: id }.into());
+            }
+            Stage::Ended => return Err(StageError::NoTransaction.into()),
+        }
+        self.write_record(scope, id)?;
+        self.place_record(scope, staging::RECORD)
+            .inspect_err(|_| self.withdraw_backup(scope))?;
+        if let Err(errno) = self.base.sync_dir(&scope.dir) {
+            // Nobody was told: it goes back, or it stays and can be decided.
+            if self
+                .base
+                .unlink(&scope.dir, OsStr::new(staging::RECORD))
+                .is_err()
+            {
+                scope.set_stage(Stage::Prepared(id));
+            } else {
+                self.withdraw_backup(scope);
+            }
+            return Err(errno.into());
+        }
+        scope.set_stage(Stage::Prepared(id));
+        Ok(())
+    }
+
+    /// Makes what is staged durable, and a record that tells of it, which is in force once it is in its place.
+    pub(crate) fn write_record(&self, scope: &Scope<B>, id: u64) -> Result<(), BackupError> {
+        let mut record = self.record(scope, id)?;
+        self.stage_undo(scope, &mut record)?;
+        self.base.sync_changes()?;
+        staging::write(&self.base, &scope.dir, staging::RECORD, &record.encode())?;
+        self.sync_staging_dir()?;
+        // Last, so that little can fail after it.
+        self.back_up(scope, &record)
+    }
+
+    pub(crate) fn place_record(&self, scope: &Scope<B>, name: &str) -> Result<(), Errno> {
+        let new = staging::new_name(staging::RECORD);
+        let flags = RenameFlags::empty();
+        self.base.rename(
+            &scope.dir,
+            OsStr::new(&new),
+            &scope.dir,
+            OsStr::new(name),
+            flags,
+        )
+    }
+}

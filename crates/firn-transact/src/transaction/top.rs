@@ -1,0 +1,514 @@
+//! The top of a scope as a name in its parent, a directory that the transaction does not cover.
+//!
+//! A transaction may make its top ([`TransactionalBacking::begin_created`]), and the top may be renamed in its parent while the
+//! transaction is open. In buffer mode neither is in the backing before the commit: [`crate::top_names`] has
+//! programs see it, and the log has the name as an entry of the parent. In shadow mode both are done in the backing at
+//! once, and undone by an abort.
+//!
+//! Invariants
+//! * The top stays in its parent, and the parent stays where it is: EBUSY.
+//! * While the transaction is open, no other object takes a name of its top.
+//! * Before the top takes another name, `tx-N/names` has that name, durably. So a recovery finds the top, and an arena
+//!   drops what was written below any of its names.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::sync::Arc;
+
+use firn_backing::{Backing, Caller, Errno, Kind, RenameFlags, Time};
+
+use super::handle::Open;
+use crate::change_log::{ChangeLog, Entry, Identity};
+use crate::error::{BeginError, ScopeError, StoreError};
+use crate::object::{Change, Inner, Key, Object, StagedCopy};
+use crate::paths::{join, last_name, names_in, parent_of};
+use crate::scope::{Scope, Stage, Top};
+use crate::staging;
+use crate::top_names::TopName;
+use crate::transactional::TransactionalBacking;
+
+/// Number of a new top in its transaction, and so its staged name.
+const NEW_TOP: u64 = 1;
+
+/// What brings a top back to the name that it had, in shadow mode.
+pub(crate) struct TopUndo<B: Backing> {
+    pub(crate) parent: B::Inode,
+    pub(crate) parent_ino: u64,
+    /// The top, if it is still there.
+    pub(crate) root: Option<B::Inode>,
+    pub(crate) ino: u64,
+    /// `None`: the transaction made it.
+    pub(crate) before: Option<Vec<u8>>,
+    /// Names that it may have.
+    pub(crate) names: Vec<Vec<u8>>,
+}
+
+/// Who makes the top of a scope, and with which mode.
+#[derive(Clone, Copy, Debug)]
+pub struct TopMaker<'a> {
+    /// Its owner.
+    pub caller: &'a Caller,
+    /// Permission bits, without those of the umask.
+    pub mode: u32,
+}
+
+impl<B: Backing> TopUndo<B> {
+    /// The inode number of a top that was there before.
+    pub(crate) fn old_ino(&self) -> Option<u64> {
+        self.before.is_some().then_some(self.ino)
+    }
+}
+
+impl<B: Backing> TransactionalBacking<B> {
+    // ---- making the top ----------------------------------------------------------------------
+
+    /// Begins a transaction whose scope begins with its own name: the directory at `path`, which is not there, is made
+    /// in `parent` as a part of it.
+    pub fn begin_created(
+        &self,
+        parent: &Arc<Object<B>>,
+        path: &[u8],
+        maker: TopMaker<'_>,
+    ) -> Result<Open<'_, B>, BeginError> {
+        self.apply_commits_above(parent)?;
+        let _names = self.tree.names.write();
+        let _data = self.tree.data.write();
+        let name = self.name_of_new_top(parent, path)?;
+        // What a directory of this name left that is no more.
+        self.forget_commits(path)?;
+        self.open_scope(path, None, |serial, firn, dir| {
+            self.start_created(serial, (parent, &name, path), maker, (firn, dir))
+        })
+    }
+
+    /// Whether [`TransactionalBacking::begin_created`] would be refused now, whoever asks.
+    pub fn can_begin_created(
+        &self,
+        parent: &Arc<Object<B>>,
+        path: &[u8],
+    ) -> Result<(), BeginError> {
+        self.apply_commits_above(parent)?;
+        let _names = self.tree.names.read();
+        self.name_of_new_top(parent, path).map(drop)
+    }
+
+    /// The name of the directory at `path` if a transaction can make it in `parent`. The caller holds the names.
+    fn name_of_new_top(
+        &self,
+        parent: &Arc<Object<B>>,
+        path: &[u8],
+    ) -> Result<OsString, BeginError> {
+        let Some(name) = last_name(path) else {
+            return Err(BeginError::Exists);
+        };
+        if parent.kind != Kind::Dir {
+            return Err(ScopeError::NotDirectory.into());
+        }
+        if self.members.is_some() {
+            return Err(BeginError::NotAmongHosts);
+        }
+        if parent.is_gone() {
+            return Err(ScopeError::Missing.into());
+        }
+        let known_as_path = || self.scopes.at_path(path);
+        if let Some(other) = self.scopes.of(parent).or_else(known_as_path) {
+            return Err(BeginError::Overlaps {
+                scope: other.path_now().as_slice().into(),
+            });
+        }
+        if self.is_hidden(parent, &name) || self.find(parent, &name)?.is_some() {
+            return Err(BeginError::Exists);
+        }
+        Ok(name)
+    }
+
+    /// What is decided at or above a directory is applied: it would be in the way.
+    fn apply_commits_above(&self, dir: &Arc<Object<B>>) -> Result<(), StoreError> {
+        let above = self
+            .scopes
+            .all()
+            .into_iter()
+            .filter(|scope| dir.is_below(&scope.root) && scope.decided().is_some());
+        above
+            .into_iter()
+            .try_for_each(|scope| self.apply_commit(&scope))
+    }
+
+    fn start_created(
+        &self,
+        serial: u64,
+        (parent, name, path): (&Arc<Object<B>>, &OsStr, &[u8]),
+        maker: TopMaker<'_>,
+        (firn, dir): (&B::Inode, &B::Inode),
+    ) -> Result<Scope<B>, BeginError> {
+        self.make_shadow(serial, path, firn, dir)?;
+        // Until it is made, its parent stands for it.
+        let mut scope =
+            self.new_scope(serial, Arc::clone(parent), path.to_vec(), dir.clone(), None)?;
+        let below = parent.inner.read().inode(&self.base)?;
+        let (staging_name, staging_dir) = scope.staging_dir_for(&self.base, &below)?;
+        let number = scope.next_number();
+        assert_eq!(number, NEW_TOP, "the top is made first");
+        let text = number.to_string();
+        let (inode, attr) = self.base.mkdir(
+            maker.caller,
+            &staging_dir,
+            OsStr::new(&text),
+            maker.mode & 0o1777,
+        )?;
+        let key = (attr.dev, attr.ino);
+        let inner = if scope.shadow.is_some() {
+            Inner {
+                base: Some(inode),
+                change: None,
+            }
+        } else {
+            let copy = StagedCopy {
+                staging_dir: staging_dir.clone(),
+                at: (staging_name, text.clone()),
+                held: None,
+                goes_to: None,
+            };
+            Inner {
+                base: None,
+                change: Some(Box::new(Change {
+                    copy: Some(copy),
+                    ..Change::new(number, None)
+                })),
+            }
+        };
+        let location = Some((Arc::clone(parent), name.to_owned()));
+        let root = Arc::new(Object::new(key, Kind::Dir, inner, location));
+        scope.top = Top::new(&root, path, None, scope.shadow.is_some());
+        {
+            let mut names = scope.top.names.lock();
+            names.before = None;
+            names.touched = Some(Time::now());
+        }
+        match &scope.shadow {
+            None => drop(scope.changed.lock().insert(number, Arc::clone(&root))),
+            Some(shadow) => {
+                shadow.made(attr.ino);
+                self.write_names(&scope, key, &[name.to_owned()])?;
+            }
+        }
+        scope.root = root;
+        self.note_arena(dir)?;
+        staging::put(&self.base, dir, staging::OPEN, path)?;
+        Ok(scope)
+    }
+
+    /// In shadow mode a new top is put in its place once the transaction is on record.
+    pub(crate) fn place_new_top(&self, scope: &Scope<B>) -> Result<(), Errno> {
+        let names = scope.top.names();
+        let (Some(parent), Some(name)) = (scope.top.parent(), &names.now) else {
+            return Ok(());
+        };
+        if scope.shadow.is_none() || names.before.is_some() {
+            return Ok(());
+        }
+        let below = parent.inner.read().inode(&self.base)?;
+        let (_, staging_dir) = scope.staging_dir_for(&self.base, &below)?;
+        // A name is taken only by who changes the backing past Firn.
+        let staged = NEW_TOP.to_string();
+        self.rename_without_replacing((&staging_dir, OsStr::new(&staged)), (&below, name))
+    }
+
+    /// Takes up a scope's top that the transaction made.
+    pub(crate) fn adopt_new_top(&self, scope: &Scope<B>) {
+        if scope.top.parent().is_some() && scope.top.names().before.is_none() {
+            self.tree.adopt(&scope.root);
+        }
+    }
+
+    // ---- renaming the top --------------------------------------------------------------------
+
+    /// Renames the top of a scope in its parent; `None` where the name does not lead to one, or it would leave its
+    /// parent.
+    pub(crate) fn rename_top(
+        &self,
+        (from, name): (&Arc<Object<B>>, &OsStr),
+        (to, new_name): (&Arc<Object<B>>, &OsStr),
+        flags: RenameFlags,
+    ) -> Option<Result<(), Errno>> {
+        if self.scopes.is_empty() || !Arc::ptr_eq(from, to) {
+            return None;
+        }
+        {
+            let _names = self.tree.names.read();
+            self.scope_with_top(from, name)?;
+        }
+        let _names = self.tree.names.write();
+        let _data = self.tree.data.write();
+        let scope = self.scope_with_top(from, name)?;
+        Some(self.rename_top_of(&scope, from, new_name, flags))
+    }
+
+    fn scope_with_top(&self, dir: &Arc<Object<B>>, name: &OsStr) -> Option<Arc<Scope<B>>> {
+        let found = self.find(dir, name).ok().flatten()?;
+        self.scopes.find(|one| Arc::ptr_eq(&one.root, &found))
+    }
+
+    /// The caller holds names and data.
+    fn rename_top_of(
+        &self,
+        scope: &Arc<Scope<B>>,
+        parent: &Arc<Object<B>>,
+        new_name: &OsStr,
+        flags: RenameFlags,
+    ) -> Result<(), Errno> {
+        let names = scope.top.names();
+        if !(RenameFlags::EXCHANGE | RenameFlags::NOREPLACE).contains(flags)
+            || flags == (RenameFlags::EXCHANGE | RenameFlags::NOREPLACE)
+        {
+            return Err(Errno::INVAL);
+        }
+        if names.now.as_deref() == Some(new_name) {
+            return if flags.contains(RenameFlags::NOREPLACE) {
+                Err(Errno::EXIST)
+            } else {
+                Ok(())
+            };
+        }
+        let is_first = names.first.as_deref() == Some(new_name);
+        if !is_first {
+            self.must_be_free_for_a_top(parent, new_name, flags)?;
+        } else if flags.contains(RenameFlags::EXCHANGE) {
+            return Err(Errno::NOENT);
+        }
+        // The hosts of a transaction know it by its path.
+        if self.members.is_some() || !scope.is_open() || scope.stage() != Stage::Open {
+            return Err(Errno::BUSY);
+        }
+        self.note_name(scope, new_name)?;
+        if scope.shadow.is_some() {
+            let below = parent.inner.read().inode(&self.base)?;
+            let old = names.now.as_deref().ok_or(Errno::STALE)?;
+            self.rename_without_replacing((&below, old), (&below, new_name))?;
+        }
+        {
+            let mut names = scope.top.names.lock();
+            names.now = Some(new_name.to_owned());
+            names.touched = Some(Time::now());
+        }
+        scope.root.move_to(parent, new_name);
+        self.scopes.count_changed_tops();
+        self.check_names(scope, &[&scope.root]);
+        Ok(())
+    }
+
+    /// What rename(2) says of a target. One that it would replace is no part of the transaction, and stays: EBUSY.
+    fn must_be_free_for_a_top(
+        &self,
+        parent: &Arc<Object<B>>,
+        name: &OsStr,
+        flags: RenameFlags,
+    ) -> Result<(), Errno> {
+        if matches!(self.find_top_name(parent, name), TopName::Reserved) {
+            return Err(Errno::BUSY);
+        }
+        let target = self.find(parent, name)?;
+        match target {
+            None if flags.contains(RenameFlags::EXCHANGE) => Err(Errno::NOENT),
+            None => Ok(()),
+            Some(_) if flags.contains(RenameFlags::NOREPLACE) => Err(Errno::EXIST),
+            Some(_) if flags.contains(RenameFlags::EXCHANGE) => Err(Errno::BUSY),
+            Some(target) if target.kind != Kind::Dir => Err(Errno::NOTDIR),
+            Some(target) if !self.entries(&target, false)?.is_empty() => Err(Errno::NOTEMPTY),
+            Some(_) => Err(Errno::BUSY),
+        }
+    }
+
+    fn rename_without_replacing(
+        &self,
+        (from, name): (&B::Inode, &OsStr),
+        (to, new_name): (&B::Inode, &OsStr),
+    ) -> Result<(), Errno> {
+        let flags = RenameFlags::NOREPLACE;
+        match self.base.rename(from, name, to, new_name, flags) {
+            // Not every file system can do without replacing.
+            Err(Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS) => {
+                if staging::find(&self.base, to, new_name)?.is_some() {
+                    return Err(Errno::EXIST);
+                }
+                let flags = RenameFlags::empty();
+                self.base.rename(from, name, to, new_name, flags)
+            }
+            renamed => renamed,
+        }
+    }
+
+    // ---- names on record ---------------------------------------------------------------------
+
+    /// Takes down, durably, that the top may have this name, too.
+    fn note_name(&self, scope: &Scope<B>, name: &OsStr) -> Result<(), Errno> {
+        let place = format!("tx-{}", scope.serial);
+        let log = self.load_record(&scope.dir, &place, staging::NAMES);
+        let log = log.map_err(|_| Errno::IO)?;
+        let noted = log.and_then(|log| log.entries.into_iter().next());
+        let noted = noted.map(|entry| entry.after).unwrap_or_default();
+        let mut names: Vec<OsString> = noted
+            .into_iter()
+            .map(|(_, name)| OsString::from_vec(name))
+            .collect();
+        if names.iter().any(|known| known == name) {
+            return Ok(());
+        }
+        names.push(name.to_owned());
+        self.write_names(scope, scope.root.key, &names)?;
+        // In shadow mode a crash must find the old name or the new one.
+        let parent = scope.top.parent().filter(|_| scope.shadow.is_some());
+        let below = parent.map(|parent| parent.inner.read().inode(&self.base));
+        below
+            .transpose()?
+            .map_or(Ok(()), |dir| self.base.sync_dir(&dir))?;
+        self.base.sync_dir(&scope.dir)
+    }
+
+    /// `tx-N/names`: a log of one entry, the top, whose parent has number 0.
+    fn write_names(
+        &self,
+        scope: &Scope<B>,
+        (device, ino): Key,
+        names: &[OsString],
+    ) -> Result<(), Errno> {
+        let identity = Identity {
+            ino,
+            elsewhere: device != self.device(),
+        };
+        let place = |name: &OsString| (0, name.as_bytes().to_vec());
+        let before = scope.top.names().before;
+        let entry = Entry {
+            before: before.iter().map(place).collect(),
+            after: names.iter().map(place).collect(),
+            ..Entry::new(ino, identity, true)
+        };
+        let log = ChangeLog {
+            scope: scope.path.clone(),
+            entries: vec![entry],
+            ..ChangeLog::default()
+        };
+        staging::put(&self.base, &scope.dir, staging::NAMES, &log.encode())
+    }
+
+    /// Paths that the scope of a stored transaction may have had beside the one at its begin.
+    pub(crate) fn stored_names(
+        &self,
+        dir: &B::Inode,
+        place: &str,
+    ) -> Result<Vec<Vec<u8>>, StoreError> {
+        let log = self.load_record(dir, place, staging::NAMES)?;
+        let of_log = log.iter().flat_map(|log| {
+            let names = log.entries.iter().flat_map(|entry| &entry.after);
+            names.map(|(_, name)| join(parent_of(&log.scope), name))
+        });
+        Ok(of_log.collect())
+    }
+
+    /// What is to be done to the top when a transaction in shadow mode, stored in `dir`, is undone; `None`: nothing.
+    pub(crate) fn find_top_undo(
+        &self,
+        dir: &B::Inode,
+        place: &str,
+        kept: &B::Inode,
+    ) -> Result<Option<TopUndo<B>>, StoreError> {
+        let Some(log) = self.load_record(dir, place, staging::NAMES)? else {
+            return Ok(None);
+        };
+        let Some(entry) = log.entries.first() else {
+            return Ok(None);
+        };
+        let parent = self.directory_at(parent_of(&log.scope))?;
+        let name_of = |(_, name): &(u64, Vec<u8>)| name.clone();
+        let names: Vec<Vec<u8>> = entry.after.iter().map(name_of).collect();
+        let before = entry.before.first().map(name_of);
+        let ino = entry.identity.ino;
+        // A rename under way has taken it to where removed objects are kept.
+        let kept_name = ino.to_string().into_bytes();
+        let in_parent = names.iter().chain(&before).map(|name| (&parent, name));
+        let mut root = None;
+        for (dir, name) in in_parent.chain([(kept, &kept_name)]) {
+            let found = staging::find(&self.base, dir, OsStr::from_bytes(name))?;
+            root = root.or(found.filter(|(_, attr)| attr.ino == ino));
+        }
+        Ok(Some(TopUndo {
+            parent_ino: self.base.attr(&parent)?.ino,
+            parent,
+            root: root.map(|(inode, _)| inode),
+            ino,
+            before,
+            names,
+        }))
+    }
+
+    /// A directory of the backing.
+    pub(crate) fn directory_at(&self, path: &[u8]) -> Result<B::Inode, Errno> {
+        let mut at = self.base.root();
+        for name in names_in(path) {
+            at = self.base.lookup(&at, name)?.0;
+        }
+        Ok(at)
+    }
+
+    // ---- recovered transactions --------------------------------------------------------------
+
+    /// The top of a transaction that an earlier firnd prepared, in `dir`. One that is still to be made is staged.
+    pub(crate) fn recovered_root(
+        &self,
+        dir: &B::Inode,
+        log: &ChangeLog,
+    ) -> Result<Arc<Object<B>>, StoreError> {
+        let change = log.top.as_ref();
+        // In shadow mode the backing has the name that the log gives.
+        let path = match change {
+            Some(change) if change.entry.is_none() => &change.path_after,
+            _ => &log.scope,
+        };
+        let entry = change.and_then(|change| {
+            let number = change.entry.filter(|_| change.is_new)?;
+            log.entries.iter().find(|entry| entry.number == number)
+        });
+        let staged = entry.and_then(|entry| entry.new_at.as_ref());
+        let above = if staged.is_some() {
+            parent_of(path)
+        } else {
+            path
+        };
+        let mut root = Arc::clone(self.top());
+        for name in names_in(above) {
+            let parent = root.inner.read().inode(&self.base)?;
+            let (inode, attr) = self.base.lookup(&parent, name)?;
+            root = self.tree.intern(inode, &attr, &root, name);
+        }
+        let Some((staging_dir, name)) = staged else {
+            return Ok(root);
+        };
+        let new = staging::must_find_dir(&self.base, dir, staging::NEW)?;
+        let staging_dir = staging::must_find_dir(&self.base, &new, staging_dir)?;
+        let (inode, attr) = self.base.lookup(&staging_dir, OsStr::new(name))?;
+        let inner = Inner {
+            base: Some(inode),
+            change: None,
+        };
+        let location = last_name(path).map(|name| (root, name));
+        let key = (attr.dev, attr.ino);
+        // Nobody finds it before the commit, so it is not taken up.
+        Ok(Arc::new(Object::new(key, Kind::Dir, inner, location)))
+    }
+
+    /// A log of before is applied, and the top has the name that it gives.
+    pub(crate) fn settle_top(&self, scope: &Scope<B>) {
+        let names = scope.top.names();
+        if let (Some(parent), Some(name)) = (scope.top.parent(), &names.after) {
+            scope.root.move_to(parent, name);
+        }
+    }
+
+    /// The transaction is aborted: the top has the name that it had.
+    pub(crate) fn put_top_back(&self, scope: &Scope<B>) {
+        let names = scope.top.names();
+        if let (Some(parent), Some(name)) = (scope.top.parent(), &names.before) {
+            scope.root.move_to(parent, name);
+        }
+    }
+}
