@@ -243,14 +243,14 @@ impl Connection {
         }
     }
 
-    /// A request about a transaction: the number of a commit, and the hosts that have not carried it out yet.
+    /// A request about a transaction: the number of a commit, and the hosts that have not applied it yet.
     pub fn transaction(
         &mut self,
         request: &Request,
     ) -> Result<Option<(u64, Vec<String>)>, ClientError> {
         match self.exchange(request, None, &mut |_| {})? {
             Reply::Done => Ok(None),
-            Reply::Committed { id, behind } => Ok(Some((id, behind))),
+            Reply::Committed { id, not_applied_on } => Ok(Some((id, not_applied_on))),
             other => Err(nonsense(&other)),
         }
     }

@@ -4,7 +4,6 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -19,9 +18,7 @@ use firn_protocol::BackupStatus;
 use firn_protocol::path::BytePath;
 use firn_transact::backup::{MANIFEST, Progress};
 use firn_transact::change_log::ChangeLog;
-use firn_transact::{
-    BackupError, CommitError, ReviveError, TransactionError, TransactionalBacking,
-};
+use firn_transact::{BackupError, CommitError, ReviveError, StageError, TransactionalBacking};
 use firn_trust::{TrustError, check_shared_parent, create_private_dir, open_private_dir};
 use parking_lot::{Condvar, Mutex};
 use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags, accessat, open};
@@ -270,19 +267,8 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
         Err(error) => return Err(AttachError::transactions(&backing)(error).into()),
     }
     if request.id.is_some() && !report.before {
-        let mut inode = held.root();
-        for name in log
-            .scope
-            .split(|&byte| byte == b'/')
-            .filter(|name| !name.is_empty())
-        {
-            inode = held
-                .lookup(&inode, std::ffi::OsStr::from_bytes(name))
-                .map_err(TransactionError::from)?
-                .0;
-        }
-        let found = held.transaction_at(&inode);
-        let found = found.ok_or(CommitError::NoTransaction)?;
+        let found = held.current_transaction(&log.scope);
+        let found = found.ok_or(CommitError::Stage(StageError::NoTransaction))?;
         found.decide(log.id)?.apply()?;
         report.committed = true;
     }

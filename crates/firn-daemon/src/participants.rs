@@ -194,9 +194,10 @@ pub(crate) fn await_other_hosts(
     let liveness = Liveness::over(context.backing, members)?;
     let mut pause = Pause::default();
     loop {
-        let behind = store.hosts_behind(id, path)?;
-        if Instant::now() >= deadline || !behind.iter().any(|host| liveness.is_living(host)) {
-            return Ok(behind);
+        let not_applied_on = store.hosts_not_applied(id, path)?;
+        if Instant::now() >= deadline || !not_applied_on.iter().any(|host| liveness.is_living(host))
+        {
+            return Ok(not_applied_on);
         }
         pause.rest();
     }

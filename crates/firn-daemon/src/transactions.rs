@@ -17,8 +17,8 @@ use firn_format::tally::Tally;
 use firn_protocol::path::BytePath;
 use firn_protocol::{Reply, Request, TransactionStatus};
 use firn_transact::{
-    AbortError, BackupError, BeginError, CommitError, Decided, Found, Mode, OwnError, PrepareError,
-    RestoreError, ScopeError, Stage, StoreError, TopMaker, TransactionError, VoteError,
+    AbortError, BackupError, BeginError, CommitError, Decided, Found, Mode, OwnError, RestoreError,
+    ScopeError, Stage, StageError, StoreError, TopMaker, TransactionError, VoteError, parent_of,
 };
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 
@@ -86,7 +86,7 @@ fn quiesce<T>(
 }
 
 /// Path under which programs see the scope that was at `path` when its transaction began.
-fn place_of(gate: &TransactionGate, path: &[u8]) -> Vec<u8> {
+fn path_now(gate: &TransactionGate, path: &[u8]) -> Vec<u8> {
     gate.store().path_now(path)
 }
 
@@ -103,12 +103,6 @@ fn forget_names(gate: &TransactionGate, paths: &[&[u8]], forget: &dyn Fn(Cached)
             .into_iter()
             .for_each(forget);
     }
-}
-
-/// Path of the directory that a path leads through last.
-fn parent_of(path: &[u8]) -> &[u8] {
-    let slash = path.iter().rposition(|&byte| byte == b'/');
-    &path[..slash.unwrap_or(0)]
 }
 
 /// The transaction of a scope that programs change things in, or else the commit that is being applied.
@@ -195,19 +189,19 @@ fn answer(
             path,
             id,
             begin,
-            behind,
+            apply_later,
         } => {
             let options = CommitOptions {
                 id: *id,
                 begins_next: *begin,
-                applies_later: *behind,
+                applies_later: *apply_later,
             };
             let committed = commit(gate, path.as_bytes(), &options, context);
             let reply = committed.map(|committed| {
                 next = committed.next;
                 Reply::Committed {
                     id: committed.id,
-                    behind: committed.behind,
+                    not_applied_on: committed.not_applied_on,
                 }
             });
             (path, reply)
@@ -385,7 +379,7 @@ fn undone_by_another(
 fn write_back(gate: &TransactionGate, path: &[u8], forget: &dyn Fn(Cached)) {
     if is_open(gate, path) == Some(true) {
         gate.engine()
-            .written_at(&place_of(gate, path))
+            .written_at(&path_now(gate, path))
             .into_iter()
             .map(Cached::Inode)
             .for_each(forget);
@@ -398,7 +392,7 @@ fn begin(gate: &TransactionGate, path: &[u8], patience: Duration) -> Result<(), 
         && gate
             .engine()
             .wait_tree(
-                &place_of(gate, path),
+                &path_now(gate, path),
                 DurabilityLevel::Drained,
                 &mut |_, _| false,
             )
@@ -436,7 +430,7 @@ fn prepare(
     let store = gate.store();
     let prepared = quiesce(gate, path, pending, |root| {
         let found = store.transaction_at(root);
-        let found = found.ok_or(PrepareError::NoTransaction)?;
+        let found = found.ok_or(StageError::NoTransaction)?;
         let prepared = found.prepare(id)?;
         note(gate, Step::Prepared, path, Some(id));
         if found.is_open() {
@@ -512,7 +506,7 @@ fn refuse_to_make(errno: rustix::io::Errno, parent: &[u8]) -> Reply {
 struct Committed {
     id: u64,
     /// Hosts that have not applied it.
-    behind: Vec<String>,
+    not_applied_on: Vec<String>,
     /// Scope of the transaction that was begun after it.
     next: Option<Vec<u8>>,
 }
@@ -562,7 +556,7 @@ fn commit(
         };
         // Nobody renames the top from here on.
         place = store.path_after(path);
-        found.ok_or(CommitError::NoTransaction)?.decide(id)?;
+        found.ok_or(StageError::NoTransaction)?.decide(id)?;
         note(gate, Step::Decided, path, Some(id));
         // It may have been applied since: then only the transaction that followed is left.
         let is_followed = match current(gate, &place) {
@@ -597,7 +591,7 @@ fn commit(
         context.applier.wake();
         return Ok(Committed {
             id,
-            behind: Vec::new(),
+            not_applied_on: Vec::new(),
             next: Some(place),
         });
     } else if let Err(error) = apply_commit(gate, path) {
@@ -609,7 +603,7 @@ fn commit(
         }
         return Err(error);
     }
-    let behind = participants::await_other_hosts(gate, path, id, context)?;
+    let not_applied_on = participants::await_other_hosts(gate, path, id, context)?;
     if shared {
         // Programs did not see the parts of other hosts until now.
         forget_names(gate, &[path], context.forget);
@@ -619,7 +613,7 @@ fn commit(
     }
     Ok(Committed {
         id,
-        behind,
+        not_applied_on,
         next: Some(place),
     })
 }
@@ -635,7 +629,7 @@ fn abort(
     match &found {
         Some(Found::Decided(commit)) => {
             let id = commit.id();
-            return Err(AbortError::Decided { id }.into());
+            return Err(StageError::Decided { id }.into());
         }
         // Other hosts may have committed it: asked before anything is thrown away.
         Some(Found::Prepared(prepared)) => store.call_commit_off(prepared.id(), path)?,
@@ -643,14 +637,14 @@ fn abort(
     }
     // What is wrong with the path counts more than that there is no transaction.
     gate.scope_at(path)?;
-    let found = found.ok_or(AbortError::NoTransaction)?;
+    let found = found.ok_or(StageError::NoTransaction)?;
     // Drains that wait for the outcome are told first, or the data could not be dropped.
     match found.refuse_changes() {
         // The thread that follows the other hosts has ended the transaction first.
-        Err(AbortError::NoTransaction) => return Ok(()),
+        Err(AbortError::Stage(StageError::NoTransaction)) => return Ok(()),
         refused => refused?,
     }
-    let place = place_of(gate, path);
+    let place = path_now(gate, path);
     let mut waited = false;
     let attempt = || {
         let ended = quiesce(gate, path, Pending::Discard, |_| {
@@ -662,7 +656,7 @@ fn abort(
         });
         match ended {
             // Whoever follows the other hosts was faster.
-            Err(TransactionError::Abort(AbortError::NoTransaction)) if waited => Ok(()),
+            Err(TransactionError::Stage(StageError::NoTransaction)) if waited => Ok(()),
             ended => {
                 waited = true;
                 ended
@@ -683,7 +677,7 @@ pub(crate) fn abort_orphan(
     write_back(gate, path, forget);
     let scope = shown_scope(path);
     match abort(gate, path, Duration::ZERO, forget) {
-        Ok(()) | Err(TransactionError::Abort(AbortError::NoTransaction)) => {
+        Ok(()) | Err(TransactionError::Stage(StageError::NoTransaction)) => {
             tracing::info!(%scope, "a transaction is aborted: its owner is gone");
             Ok(())
         }
@@ -745,7 +739,7 @@ fn restore(
     }
     if let Some(Found::Decided(commit)) = &found {
         let id = commit.id();
-        return Err(AbortError::Decided { id }.into());
+        return Err(StageError::Decided { id }.into());
     }
     // Refused before anything is thrown away.
     store.can_restore(path, id)?;
@@ -785,7 +779,8 @@ fn restore_prepared(
     quiesce(gate, path, Pending::Discard, |_| {
         match found.decide(id) {
             // It was applied in the background meanwhile.
-            Err(CommitError::NoTransaction) if store.committed(&place)? == Some(id) => {}
+            Err(CommitError::Stage(StageError::NoTransaction))
+                if store.committed(&place)? == Some(id) => {}
             commit => commit?.apply()?,
         }
         note(gate, Step::Applied, path, Some(id));
@@ -946,40 +941,26 @@ fn refused(error: &TransactionError, path: &BytePath) -> Reply {
         TransactionError::Begin(BeginError::Scope(error)) => refuse_scope(error, &scope),
         TransactionError::Begin(BeginError::Store(error)) => refuse_store(error, &scope),
         TransactionError::Begin(error) => refuse_begin(error, &scope),
-        TransactionError::Prepare(PrepareError::NoTransaction)
-        | TransactionError::Vote(VoteError::NoTransaction)
-        | TransactionError::Commit(CommitError::NoTransaction)
-        | TransactionError::Abort(AbortError::NoTransaction) => (
-            libc::ENOENT,
-            format!("no transaction is open in {scope}: firn begin opens one"),
-        ),
-        TransactionError::Prepare(PrepareError::Undoing)
-        | TransactionError::Commit(CommitError::Undoing)
-        | TransactionError::Abort(AbortError::Decided { .. })
-        | TransactionError::Vote(VoteError::Decided { .. }) => (libc::EBUSY, error.to_string()),
+        TransactionError::Stage(error) | TransactionError::Abort(AbortError::Stage(error)) => {
+            refuse_stage(error, &scope)
+        }
         TransactionError::Abort(AbortError::Stopping { .. }) => {
             (libc::EBUSY, format!("{scope}: {error}"))
         }
-        TransactionError::Prepare(PrepareError::OtherId { .. })
-        | TransactionError::Commit(CommitError::OtherId { .. }) => {
-            (libc::EINVAL, error.to_string())
+        TransactionError::Vote(error) | TransactionError::Abort(AbortError::Vote(error)) => {
+            refuse_vote(error, &scope)
         }
-        TransactionError::Vote(error)
-        | TransactionError::Commit(CommitError::Vote(error))
-        | TransactionError::Abort(AbortError::Vote(error)) => refuse_vote(error, &scope),
         TransactionError::Restore(RestoreError::NotKept { .. }) => {
             (libc::EINVAL, error.to_string())
         }
         TransactionError::Restore(error) => return refused(&error.clone().into(), path),
         TransactionError::Revive(_) => (libc::EIO, format!("{scope}: {error}")),
-        TransactionError::Backup(error)
-        | TransactionError::Prepare(PrepareError::Backup(error))
-        | TransactionError::Commit(CommitError::Backup(error))
-        | TransactionError::Abort(AbortError::Backup(error)) => refuse_backup(error, &scope),
-        TransactionError::Store(error)
-        | TransactionError::Prepare(PrepareError::Store(error))
-        | TransactionError::Commit(CommitError::Store(error))
-        | TransactionError::Abort(AbortError::Store(error)) => refuse_store(error, &scope),
+        TransactionError::Backup(error) | TransactionError::Abort(AbortError::Backup(error)) => {
+            refuse_backup(error, &scope)
+        }
+        TransactionError::Store(error) | TransactionError::Abort(AbortError::Store(error)) => {
+            refuse_store(error, &scope)
+        }
     };
     Reply::Error { errno, message }
 }
@@ -992,6 +973,17 @@ fn refuse_scope(error: &ScopeError, scope: &str) -> Refused {
         ScopeError::NotTransactional => (libc::EOPNOTSUPP, error.to_string()),
         ScopeError::Missing => (libc::ENOENT, format!("{scope}: {error}")),
         ScopeError::NotDirectory => (libc::ENOTDIR, format!("{scope}: {error}")),
+    }
+}
+
+fn refuse_stage(error: &StageError, scope: &str) -> Refused {
+    match error {
+        StageError::NoTransaction => (
+            libc::ENOENT,
+            format!("no transaction is open in {scope}: firn begin opens one"),
+        ),
+        StageError::Undoing | StageError::Decided { .. } => (libc::EBUSY, error.to_string()),
+        StageError::OtherId { .. } => (libc::EINVAL, error.to_string()),
     }
 }
 
@@ -1014,13 +1006,12 @@ fn refuse_begin(error: &BeginError, scope: &str) -> Refused {
 
 fn refuse_vote(error: &VoteError, scope: &str) -> Refused {
     match error {
-        VoteError::NoTransaction => (libc::ENOENT, format!("{scope}: {error}")),
-        VoteError::OtherId { .. } | VoteError::NotVoted { .. } => (libc::EINVAL, error.to_string()),
+        VoteError::Stage(error) => refuse_stage(error, scope),
+        VoteError::NotVoted { .. } => (libc::EINVAL, error.to_string()),
         VoteError::LastVoteNotOver { .. } => (
             libc::EBUSY,
             format!("{scope}: {error}: firn abort it there"),
         ),
-        VoteError::Decided { .. } => (libc::EBUSY, error.to_string()),
         VoteError::GivenUp { .. } => (
             libc::ECANCELED,
             format!("{scope}: {error}; the transaction is kept: firn abort drops it"),

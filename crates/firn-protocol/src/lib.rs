@@ -96,7 +96,7 @@ pub enum Request {
         /// Number that the caller gives it.
         id: u64,
     },
-    /// Decide for the transaction and carry it out; prepare it first, if nobody did.
+    /// Decide to commit the transaction and apply it; prepare it first, if nobody did.
     Commit {
         /// Path of its scope.
         path: BytePath,
@@ -105,9 +105,9 @@ pub enum Request {
         /// Begin the next one before anybody can change anything.
         #[serde(default)]
         begin: bool,
-        /// Answer once it is decided, durably, and carry it out behind the answer.
+        /// Answer once it is decided, durably, and apply it after the answer.
         #[serde(default, rename = "async")]
-        behind: bool,
+        apply_later: bool,
     },
     /// Throw the transaction away.
     Abort {
@@ -230,9 +230,9 @@ pub enum Reply {
     Committed {
         /// Its number.
         id: u64,
-        /// Hosts that commit together with this one and have not carried their part out yet.
+        /// Hosts that commit together with this one and have not applied their part yet.
         #[serde(default)]
-        behind: Vec<String>,
+        not_applied_on: Vec<String>,
     },
     /// Done.
     Done,

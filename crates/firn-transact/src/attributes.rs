@@ -12,6 +12,84 @@ use crate::staging;
 use crate::transactional::TransactionalBacking;
 
 impl<B: Backing> TransactionalBacking<B> {
+    /// The attributes of an object that programs see.
+    pub(crate) fn read_attr(&self, object: &Object<B>) -> Result<Attr> {
+        let inner = object.inner.read();
+        if let Some(attr) = inner.change.as_ref().and_then(|change| change.frozen) {
+            return Ok(attr);
+        }
+        let mut attr = match &inner.base {
+            Some(inode) if inner.change.is_none() && self.has_tops_in(object) => {
+                self.attr_with_tops(object, inode)?
+            }
+            _ => self.read_attr_of(object, &inner)?,
+        };
+        if object.is_gone() {
+            attr.nlink = 0;
+        }
+        Ok(attr)
+    }
+
+    fn read_attr_of(&self, object: &Object<B>, inner: &Inner<B>) -> Result<Attr> {
+        let base = &self.base;
+        let Some(change) = &inner.change else {
+            return self.attr_below(object, inner.base.as_ref().ok_or(Errno::STALE)?);
+        };
+        let copy = change
+            .copy
+            .as_ref()
+            .map(|copy| base.attr(&copy.inode(base)?))
+            .transpose()?;
+        let mut attr = match (&inner.base, copy) {
+            (None, None) => return Err(Errno::STALE),
+            (None, Some(copy)) if object.kind == Kind::Dir => copy,
+            // Its staged name is not one of its names.
+            (None, Some(copy)) => Attr { nlink: 0, ..copy },
+            (Some(inode), None) => {
+                let below = self.attr_below(object, inode)?;
+                match &change.inline {
+                    Some(inline) => Attr {
+                        mtime: inline.mtime,
+                        ctime: inline.ctime,
+                        ..below
+                    },
+                    None => below,
+                }
+            }
+            (Some(inode), Some(copy)) => {
+                let below = self.attr_below(object, inode)?;
+                let is_file = object.kind == Kind::File;
+                Attr {
+                    mode: (below.mode & libc::S_IFMT) | (copy.mode & !libc::S_IFMT),
+                    size: if is_file { copy.size } else { below.size },
+                    blocks: if is_file {
+                        below.blocks + copy.blocks
+                    } else {
+                        below.blocks
+                    },
+                    uid: copy.uid,
+                    gid: copy.gid,
+                    atime: copy.atime,
+                    mtime: copy.mtime,
+                    ctime: copy.ctime,
+                    ..below
+                }
+            }
+        };
+        // Some file systems do not count subdirectories and say 1.
+        if object.kind != Kind::Dir || attr.nlink > 1 {
+            attr.nlink = (i64::from(attr.nlink) + change.links).max(0) as u32;
+        }
+        if change.removed {
+            attr.nlink = 0;
+        }
+        if let Some(touched) = change.touched {
+            (attr.mtime, attr.ctime) = (attr.mtime.max(touched), attr.ctime.max(touched));
+        }
+        attr.ctime = attr.ctime.max(change.named.unwrap_or(attr.ctime));
+        Ok(attr)
+    }
+
     /// Changes the attributes of an object: in the backing, or of its staged copy.
     pub(crate) fn change_attributes(
         &self,

@@ -107,11 +107,11 @@ impl<B: Backing> Backing for TransactionalBacking<B> {
     }
 
     fn attr(&self, object: &Arc<Object<B>>) -> Result<Attr> {
-        object.attr(self)
+        self.read_attr(object)
     }
 
     fn attr_of_file(&self, file: &TrackedFile<B>) -> Result<Attr> {
-        file.object.attr(self)
+        self.read_attr(&file.object)
     }
 
     fn set_mode(&self, object: &Arc<Object<B>>, mode: u32) -> Result<()> {

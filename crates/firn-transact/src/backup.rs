@@ -19,7 +19,9 @@
 //! [`TransactionalBacking::revive`]: crate::TransactionalBacking::revive
 
 mod mirror;
+mod portable;
 mod revive;
+mod rounds;
 
 pub(crate) use mirror::Mirror;
 pub use mirror::Progress;

@@ -23,7 +23,7 @@ use firn_backing::{Attr, Time};
 use firn_format::sealed::Seal;
 
 use crate::own::is_path;
-use crate::scope::NO_ID;
+use crate::paths::parent_of;
 
 pub use firn_format::sealed::SealError as LogError;
 
@@ -35,6 +35,9 @@ pub const SEAL: Seal = Seal {
 
 /// Magic numbers of the files that Firn 0.1 kept instead: redo records, saved objects, manifests of backups.
 const RETIRED_MAGICS: [&[u8; 8]; 3] = [b"FIRNREDO", b"FIRNSAVE", b"FIRNBKUP"];
+
+/// Number of the state before the first commit, which has none ([`ChangeLog::id_before`]).
+pub(crate) const NO_ID: u64 = u64::MAX;
 
 /// A name in a directory: the number of the directory's object, and the name's bytes.
 pub type Place = (u64, Vec<u8>);
@@ -455,12 +458,6 @@ impl ChangeLog {
         }
         Ok(())
     }
-}
-
-/// Path of the directory that a path leads through last.
-pub(crate) fn parent_of(path: &[u8]) -> &[u8] {
-    let slash = path.iter().rposition(|&byte| byte == b'/');
-    &path[..slash.unwrap_or(0)]
 }
 
 fn retired_version(bytes: &[u8]) -> Option<LogError> {

@@ -56,6 +56,33 @@ pub enum ScopeError {
     NotDirectory,
 }
 
+/// Why a transaction is not in a stage that allows what was asked for.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum StageError {
+    /// No transaction is open.
+    #[error("no transaction is open there: begin one first")]
+    NoTransaction,
+    /// An abort failed half-way.
+    #[error("the transaction is being undone: firn abort continues that")]
+    Undoing,
+    /// It is prepared or committed with another number.
+    #[error("the transaction is prepared with id {found}, not {wanted}")]
+    OtherId {
+        /// The number that it has.
+        found: u64,
+        /// The number that was asked for.
+        wanted: u64,
+    },
+    /// It is committed.
+    #[error(
+        "the transaction is committed with id {id} and not yet applied: firn commit continues that"
+    )]
+    Decided {
+        /// The number of the commit.
+        id: u64,
+    },
+}
+
 /// Why a transaction did not begin.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BeginError {
@@ -106,20 +133,9 @@ pub enum BeginError {
 /// Why a transaction was not prepared. It is as it was.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PrepareError {
-    /// No transaction is open.
-    #[error("no transaction is open there: begin one first")]
-    NoTransaction,
-    /// An abort came half way.
-    #[error("the transaction is being undone: firn abort goes on with it")]
-    Undoing,
-    /// It is prepared with another number.
-    #[error("the transaction is prepared with id {found}, not {wanted}")]
-    OtherId {
-        /// The number that it was prepared with.
-        found: u64,
-        /// The number that was asked for.
-        wanted: u64,
-    },
+    /// The transaction is not in a stage that allows it.
+    #[error(transparent)]
+    Stage(#[from] StageError),
     /// It could not be brought to the backup.
     #[error(transparent)]
     Backup(BackupError),
@@ -131,17 +147,9 @@ pub enum PrepareError {
 /// Why hosts that commit together did not agree, or not yet.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum VoteError {
-    /// No transaction is open.
-    #[error("no transaction is open there: begin one first")]
-    NoTransaction,
-    /// It is prepared with another number.
-    #[error("the transaction is prepared with id {found}, not {wanted}")]
-    OtherId {
-        /// The number that it was prepared with.
-        found: u64,
-        /// The number that was asked for.
-        wanted: u64,
-    },
+    /// The transaction is not in a stage that allows it.
+    #[error(transparent)]
+    Stage(#[from] StageError),
     /// The hosts have not voted.
     #[error("the hosts have not voted on {id}: firn prepare comes first, on each of them")]
     NotVoted {
@@ -152,14 +160,6 @@ pub enum VoteError {
     #[error("other hosts have not ended the last transaction with id {id}")]
     LastVoteNotOver {
         /// The number.
-        id: u64,
-    },
-    /// The hosts have decided to commit.
-    #[error(
-        "the transaction is committed with id {id} and not yet applied: firn commit goes on with it"
-    )]
-    Decided {
-        /// The number of the commit.
         id: u64,
     },
     /// There is no commit because of one of the hosts.
@@ -189,20 +189,9 @@ pub enum VoteError {
 /// Why a transaction was not committed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CommitError {
-    /// No transaction is open.
-    #[error("no transaction is open there: begin one first")]
-    NoTransaction,
-    /// An abort came half way.
-    #[error("the transaction is being undone: firn abort goes on with it")]
-    Undoing,
-    /// It is prepared or committed with another number.
-    #[error("the transaction is prepared with id {found}, not {wanted}")]
-    OtherId {
-        /// The number that it has.
-        found: u64,
-        /// The number that was asked for.
-        wanted: u64,
-    },
+    /// The transaction is not in a stage that allows it.
+    #[error(transparent)]
+    Stage(#[from] StageError),
     /// The other hosts do not agree.
     #[error(transparent)]
     Vote(VoteError),
@@ -217,17 +206,9 @@ pub enum CommitError {
 /// Why a transaction was not aborted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AbortError {
-    /// No transaction is open.
-    #[error("no transaction is open there: begin one first")]
-    NoTransaction,
-    /// It is committed.
-    #[error(
-        "the transaction is committed with id {id} and not yet applied: firn commit goes on with it"
-    )]
-    Decided {
-        /// The number of the commit.
-        id: u64,
-    },
+    /// The transaction is not in a stage that allows it.
+    #[error(transparent)]
+    Stage(#[from] StageError),
     /// Several hosts abort together, and these have not stopped changing things, or not undone them.
     #[error(
         "the transaction of all hosts is aborted, and undone when {} stopped: it goes on when that host's firnd runs, \
@@ -329,6 +310,16 @@ pub enum BackupError {
     Store(#[from] StoreError),
 }
 
+impl BackupError {
+    /// What it means that `error` happened in the backup.
+    pub(crate) fn of_backup(error: OwnError) -> Self {
+        match error.below("the backup") {
+            OwnError::Backing(source) => Self::Refused { source },
+            error => Self::Own(error),
+        }
+    }
+}
+
 /// Why a transaction could not be taken out of its backup. The backing is as it was.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReviveError {
@@ -373,19 +364,17 @@ pub enum ReviveError {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(
     missing_docs,
-    reason = "each variant is the error of the verb that it names"
+    reason = "each variant is the error of the verb or thing that it names"
 )]
 pub enum TransactionError {
     #[error(transparent)]
     Scope(#[from] ScopeError),
     #[error(transparent)]
+    Stage(#[from] StageError),
+    #[error(transparent)]
     Begin(BeginError),
     #[error(transparent)]
-    Prepare(PrepareError),
-    #[error(transparent)]
     Vote(VoteError),
-    #[error(transparent)]
-    Commit(CommitError),
     #[error(transparent)]
     Abort(AbortError),
     #[error(transparent)]
@@ -459,24 +448,42 @@ take_from!(
     RestoreError::Backup(BackupError { Store }),
     RestoreError::Commit(CommitError { Store, Backup }),
     RestoreError::Abort(AbortError { Store, Backup }),
+    CommitError::Vote(VoteError { Store, Stage }),
+    AbortError::Vote(VoteError { Store, Stage }),
     OpenError::Vote(VoteError { Store }),
     OpenError::Abort(AbortError { Store, Vote }),
     TransactionError::Begin(BeginError { Store, Scope }),
-    TransactionError::Prepare(PrepareError { Store, Backup }),
-    TransactionError::Vote(VoteError { Store }),
-    TransactionError::Commit(CommitError {
-        Store,
-        Backup,
-        Vote
-    }),
+    TransactionError::Vote(VoteError { Store, Stage }),
     TransactionError::Abort(AbortError {
         Store,
+        Stage,
         Backup,
         Vote
     }),
     TransactionError::Revive(ReviveError { Store, Backup }),
     TransactionError::Backup(BackupError { Store }),
 );
+
+impl From<PrepareError> for TransactionError {
+    fn from(error: PrepareError) -> Self {
+        match error {
+            PrepareError::Stage(error) => Self::Stage(error),
+            PrepareError::Backup(error) => error.into(),
+            PrepareError::Store(error) => Self::Store(error),
+        }
+    }
+}
+
+impl From<CommitError> for TransactionError {
+    fn from(error: CommitError) -> Self {
+        match error {
+            CommitError::Stage(error) => Self::Stage(error),
+            CommitError::Vote(error) => error.into(),
+            CommitError::Backup(error) => error.into(),
+            CommitError::Store(error) => Self::Store(error),
+        }
+    }
+}
 
 impl From<RestoreError> for TransactionError {
     fn from(error: RestoreError) -> Self {
@@ -496,28 +503,6 @@ impl From<OpenError> for TransactionError {
             OpenError::Abort(error) => error.into(),
             OpenError::Vote(error) => error.into(),
             OpenError::Store(error) => Self::Store(error),
-        }
-    }
-}
-
-impl From<VoteError> for CommitError {
-    fn from(error: VoteError) -> Self {
-        match error {
-            VoteError::NoTransaction => Self::NoTransaction,
-            VoteError::OtherId { found, wanted } => Self::OtherId { found, wanted },
-            VoteError::Store(error) => Self::Store(error),
-            error => Self::Vote(error),
-        }
-    }
-}
-
-impl From<VoteError> for AbortError {
-    fn from(error: VoteError) -> Self {
-        match error {
-            VoteError::NoTransaction => Self::NoTransaction,
-            VoteError::Decided { id } => Self::Decided { id },
-            VoteError::Store(error) => Self::Store(error),
-            error => Self::Vote(error),
         }
     }
 }

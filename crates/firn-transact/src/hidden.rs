@@ -10,14 +10,13 @@
 //! A link is entered before it is made, and the entry goes after the link. In between the entry tells that the link
 //! is there, or that it is to be looked for: before and after the backing is asked, and once more where that differs.
 
-use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::sync::atomic::Ordering;
 
 use firn_backing::{Attr, Backing, Errno, Kind, Result};
-use parking_lot::Mutex;
 
-use crate::object::{Key, Object};
+use crate::hidden_links::{Link, Presence};
+use crate::object::{HAS_LINKS, Key, Object};
 use crate::own::OwnError;
 use crate::scope::Scope;
 use crate::staging;
@@ -25,74 +24,6 @@ use crate::transactional::TransactionalBacking;
 
 /// Of the transaction that a link of no transaction is of: none has this number.
 const NO_SERIAL: u64 = 0;
-
-/// What is known of a link.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Presence {
-    /// It is about to be made.
-    Comes,
-    /// It is there.
-    There,
-    /// It is about to be removed, or to become a name that is shown; perhaps by another host.
-    Goes,
-}
-
-/// A name that is not shown.
-struct Link<B: Backing> {
-    /// The transaction that it is of.
-    serial: u64,
-    dir: B::Inode,
-    name: String,
-    presence: Presence,
-    /// It is the one name of a directory that was removed.
-    is_dir: bool,
-}
-
-impl<B: Backing> Clone for Link<B> {
-    fn clone(&self) -> Self {
-        Self {
-            dir: self.dir.clone(),
-            name: self.name.clone(),
-            ..*self
-        }
-    }
-}
-
-/// All of them, by the objects that they lead to.
-pub(crate) struct HiddenLinks<B: Backing>(Mutex<HashMap<Key, Vec<Link<B>>>>);
-
-impl<B: Backing> Default for HiddenLinks<B> {
-    fn default() -> Self {
-        Self(Mutex::default())
-    }
-}
-
-impl<B: Backing> HiddenLinks<B> {
-    /// Called for an object that gets known.
-    pub(crate) fn note_known(&self, object: &Object<B>) {
-        let table = self.0.lock();
-        if table.contains_key(&object.key) {
-            object.note_links(true);
-        }
-    }
-}
-
-/// In [`Object::hides`]: there may be links. The rest of the number changes with each change of them.
-pub(crate) const HAS_LINKS: u64 = 1;
-
-impl<B: Backing> Object<B> {
-    /// One of its names may be Firn's.
-    pub(crate) fn may_hide_links(&self) -> bool {
-        self.hides.load(Ordering::Acquire) & HAS_LINKS != 0
-    }
-
-    /// Called with the table locked.
-    fn note_links(&self, has: bool) {
-        let next = (self.hides.load(Ordering::Acquire) | HAS_LINKS) + 1;
-        self.hides
-            .store(next | if has { HAS_LINKS } else { 0 }, Ordering::Release);
-    }
-}
 
 impl<B: Backing> TransactionalBacking<B> {
     /// The backing's attributes of an object, whose `host` that is, without links of Firn's own.

@@ -11,14 +11,14 @@ use std::ffi::OsStr;
 use std::sync::Arc;
 
 use firn_backing::{Access, Attr, Backing, Errno, RenameFlags, SetTime};
-use parking_lot::Mutex;
 
 use crate::apply::Apply;
-use crate::change_log::{ChangeLog, Data, Direction, Entry, LogError, Part, Range, Source};
+use crate::change_log::{ChangeLog, Data, Direction, Entry, LogError, NO_ID, Part, Range, Source};
 use crate::error::{RestoreError, StoreError};
 use crate::object::Object;
-use crate::scope::{Found, NO_ID, Scope};
+use crate::scope::Scope;
 use crate::staging;
+use crate::transaction::handle::Found;
 use crate::transactional::TransactionalBacking;
 use crate::tree::path_of;
 
@@ -33,15 +33,6 @@ fn name(serial: u64) -> String {
 
 fn staged(name: String) -> Option<(String, String)> {
     Some((UNDO_DIR.to_owned(), name))
-}
-
-/// What a backing keeps of commits that are over.
-#[derive(Default)]
-pub(crate) struct History {
-    /// Commits of each scope that can be undone.
-    pub(crate) commits_max: u32,
-    /// Held by whoever changes the list of the last commit of each scope.
-    pub(crate) numbers: Mutex<()>,
 }
 
 /// The numbers of the logs that lead back from what a scope is, newest first; under other names, too. `all` are all

@@ -10,6 +10,19 @@
 //!
 //! In shadow mode ([`shadow`]) nothing is held: changes go to the backing, and what undoes them is saved first.
 //!
+//! Each layer calls only those above it in this table; the last three are methods of [`TransactionalBacking`], which
+//! holds what the others define.
+//!
+//! | layer | modules |
+//! |---|---|
+//! | what is stored, and errors | `paths` `own` `change_log` `error` `staging` `apply` |
+//! | objects, and what is noted of them | `object` `inline_changes` `hidden_links` `tree` |
+//! | one transaction | `shadow` (what it saved) `scope` (what it changes) |
+//! | all of a mount | `scopes` `backup::mirror` `transactional` |
+//! | what programs see and do | `waiting` `names` `listing` `attributes` `data` `inline` `hidden` `top_names` `shadow::{save, names}` |
+//! | what becomes of a transaction | `transaction` `difference` `records` `vote` `history` `backup` `recovery` `shadow::{shared, undo}` |
+//! | for callers | `backing` (the trait) `plain` `store` `state` `report` |
+//!
 //! Promises
 //! * A crash at any instant ends, after `open`, in the tree before the transaction or in the one after it.
 //! * What is staged is moved into place, not copied; only changed ranges of files that were there are
@@ -28,13 +41,16 @@ mod data;
 mod difference;
 mod error;
 mod hidden;
+mod hidden_links;
 mod history;
 mod inline;
+mod inline_changes;
 mod invariants;
 mod listing;
 mod names;
 mod object;
 mod own;
+mod paths;
 mod plain;
 mod records;
 mod recovery;
@@ -46,27 +62,33 @@ mod staging;
 mod staging_dir;
 pub mod state;
 mod store;
+mod top_names;
+mod transaction;
 mod transactional;
 mod tree;
 mod vote;
+mod waiting;
 
 pub use firn_rendezvous::{Expected, Members};
 
 pub use data::TrackedFile;
 pub use error::{
     AbortError, BackupError, BeginError, CommitError, OpenError, PrepareError, RestoreError,
-    ReviveError, ScopeError, StoreError, TransactionError, VoteError,
+    ReviveError, ScopeError, StageError, StoreError, TransactionError, VoteError,
 };
 pub use firn_rendezvous::OwnError;
 pub use listing::TrackedDir;
 pub use object::Object;
+pub use paths::parent_of;
 pub use plain::{PlainBacking, PlainDir, PlainInode};
 pub use recovery::{Opening, Outcome};
 pub use report::Transaction;
-pub use scope::{ArenaId, Decided, Found, Open, Prepared, Stage, TopMaker};
+pub use scope::{ArenaId, Stage};
 pub use shadow::Mode;
 pub use staging::TOP;
 pub use staging_dir::{other_staging_dirs, staging_dir_name};
 pub use store::{Store, StoreDir, StoreFile, StoreInode};
+pub use transaction::handle::{Decided, Found, Open, Prepared};
+pub use transaction::top::TopMaker;
 pub use transactional::TransactionalBacking;
 pub use vote::{Verdict, Vote};

@@ -6,9 +6,10 @@ use std::sync::Arc;
 use firn_backing::{Attr, Backing, Errno, Kind, RenameFlags, Result, Time};
 
 use crate::object::{Change, Inner, Named, Object, StagedCopy};
-use crate::scope::{Scope, TopName};
+use crate::scope::Scope;
 use crate::shadow::{NO_BYTES, Shadow};
 use crate::staging;
+use crate::top_names::TopName;
 use crate::transactional::TransactionalBacking;
 use crate::tree::Names;
 
@@ -24,7 +25,7 @@ impl<B: Backing> TransactionalBacking<B> {
     ) -> Result<(Arc<Object<B>>, Attr)> {
         let _names = self.tree.names.read();
         let object = self.find(parent, name)?.ok_or(Errno::NOENT)?;
-        let attr = object.attr(self)?;
+        let attr = self.read_attr(&object)?;
         Ok((object, attr))
     }
 
@@ -295,7 +296,7 @@ impl<B: Backing> TransactionalBacking<B> {
             return Err(Errno::XDEV);
         }
         self.must_not_be_a_top(parent, name)?;
-        if shadow(&scope).is_some() && (parent.is_gone() || object.attr(self)?.nlink == 0) {
+        if shadow(&scope).is_some() && (parent.is_gone() || self.read_attr(object)?.nlink == 0) {
             return Err(Errno::NOENT);
         }
         let Some(scope) = self.holding(scope, parent, NO_BYTES)? else {
@@ -303,7 +304,7 @@ impl<B: Backing> TransactionalBacking<B> {
             let dir = parent.inner.read().inode(&self.base)?;
             let attr = self.base.link(&inode, &dir, name)?;
             return if object.may_hide_links() {
-                object.attr(self)
+                self.read_attr(object)
             } else {
                 Ok(attr)
             };
@@ -318,13 +319,13 @@ impl<B: Backing> TransactionalBacking<B> {
         if object.kind == Kind::Dir {
             return Err(Errno::PERM);
         }
-        if object.attr(self)?.nlink == 0 {
+        if self.read_attr(object)?.nlink == 0 {
             return Err(Errno::NOENT);
         }
         self.renamed(&scope, object, 1);
         self.name(&scope, parent, (name, false), Some(object), 0);
         self.check_names(&scope, &[parent, object]);
-        object.attr(self)
+        self.read_attr(object)
     }
 
     pub(crate) fn move_name(

@@ -8,7 +8,7 @@
 //!   transaction any more, has a base and no change, and lives as long as somebody refers to it.
 //! * The *staged copy* of a change is a staged object of its own inode. For an object without base it is the
 //!   object itself, which a commit moves into place; else it has the new attributes and, of a file, the size
-//!   and the bytes that were written. A change has a staged copy or has inline bytes ([`crate::inline`]), never both.
+//!   and the bytes that were written. A change has a staged copy or has inline bytes ([`InlineChanges`]), never both.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -19,9 +19,11 @@ use firn_backing::{Access, Attr, Backing, Errno, Kind, Result, Time};
 use parking_lot::{Mutex, RwLock};
 
 use crate::change_log::Staged;
-use crate::inline::InlineChanges;
-use crate::transactional::TransactionalBacking;
+use crate::inline_changes::InlineChanges;
 use firn_conflict::Ranges;
+
+/// In [`Object::hides`]: there may be links. The rest of the number changes with each change of them.
+pub(crate) const HAS_LINKS: u64 = 1;
 
 /// Device and inode.
 pub(crate) type Key = (u64, u64);
@@ -35,7 +37,7 @@ pub struct Object<B: Backing> {
     pub(crate) kind: Kind,
     pub(crate) location: Mutex<Option<Location<B>>>,
     pub(crate) inner: RwLock<Inner<B>>,
-    /// Whether links of it are Firn's and not shown, and how often that changed: see [`crate::hidden`].
+    /// Whether links of it are Firn's and not shown, and how often that changed: see [`crate::hidden_links`].
     pub(crate) hides: AtomicU64,
     /// It was made in a transaction and lost its last name. Set under the lock of `inner`, and never unset.
     nameless: AtomicBool,
@@ -199,26 +201,19 @@ impl<B: Backing> Object<B> {
         false
     }
 
-    /// The attributes that programs see.
-    pub(crate) fn attr(&self, held: &TransactionalBacking<B>) -> Result<Attr> {
-        let inner = self.inner.read();
-        if let Some(attr) = inner.change.as_ref().and_then(|change| change.frozen) {
-            return Ok(attr);
-        }
-        let mut attr = match &inner.base {
-            Some(inode) if inner.change.is_none() && held.has_tops_in(self) => {
-                held.attr_with_tops(self, inode)?
-            }
-            _ => inner.attr(held, self)?,
-        };
-        if self.is_gone() {
-            attr.nlink = 0;
-        }
-        Ok(attr)
-    }
-
     pub(crate) fn is_nameless(&self) -> bool {
         self.nameless.load(Ordering::Acquire)
+    }
+
+    /// One of its names may be Firn's.
+    pub(crate) fn may_hide_links(&self) -> bool {
+        self.hides.load(Ordering::Acquire) & HAS_LINKS != 0
+    }
+
+    /// An object without a name, or a directory that was removed and is kept.
+    pub(crate) fn is_gone(&self) -> bool {
+        self.is_nameless()
+            || self.kind == Kind::Dir && self.may_hide_links() && self.parent().is_some()
     }
 
     /// The object, which a transaction made, has lost its last name, and `host` is what is left of it.
@@ -292,6 +287,10 @@ impl<B: Backing> Inner<B> {
         self.change.as_ref()?.copy.as_ref()
     }
 
+    pub(crate) fn inline(&self) -> Option<&InlineChanges> {
+        self.change.as_ref()?.inline.as_ref()
+    }
+
     /// The file below that takes what is written in a transaction. One that became nameless meanwhile is as good
     /// as outside.
     pub(crate) fn target(&self) -> LowerFile {
@@ -308,65 +307,5 @@ impl<B: Backing> Inner<B> {
             Some(copy) => copy.inode(base),
             None => self.base.clone().ok_or(Errno::STALE),
         }
-    }
-
-    fn attr(&self, held: &TransactionalBacking<B>, object: &Object<B>) -> Result<Attr> {
-        let base = &held.base;
-        let Some(change) = &self.change else {
-            return held.attr_below(object, self.base.as_ref().ok_or(Errno::STALE)?);
-        };
-        let copy = change
-            .copy
-            .as_ref()
-            .map(|copy| base.attr(&copy.inode(base)?))
-            .transpose()?;
-        let mut attr = match (&self.base, copy) {
-            (None, None) => return Err(Errno::STALE),
-            (None, Some(copy)) if object.kind == Kind::Dir => copy,
-            // Its staged name is not one of its names.
-            (None, Some(copy)) => Attr { nlink: 0, ..copy },
-            (Some(inode), None) => {
-                let below = held.attr_below(object, inode)?;
-                match &change.inline {
-                    Some(inline) => Attr {
-                        mtime: inline.mtime,
-                        ctime: inline.ctime,
-                        ..below
-                    },
-                    None => below,
-                }
-            }
-            (Some(inode), Some(copy)) => {
-                let below = held.attr_below(object, inode)?;
-                let is_file = object.kind == Kind::File;
-                Attr {
-                    mode: (below.mode & libc::S_IFMT) | (copy.mode & !libc::S_IFMT),
-                    size: if is_file { copy.size } else { below.size },
-                    blocks: if is_file {
-                        below.blocks + copy.blocks
-                    } else {
-                        below.blocks
-                    },
-                    uid: copy.uid,
-                    gid: copy.gid,
-                    atime: copy.atime,
-                    mtime: copy.mtime,
-                    ctime: copy.ctime,
-                    ..below
-                }
-            }
-        };
-        // Some file systems do not count subdirectories and say 1.
-        if object.kind != Kind::Dir || attr.nlink > 1 {
-            attr.nlink = (i64::from(attr.nlink) + change.links).max(0) as u32;
-        }
-        if change.removed {
-            attr.nlink = 0;
-        }
-        if let Some(touched) = change.touched {
-            (attr.mtime, attr.ctime) = (attr.mtime.max(touched), attr.ctime.max(touched));
-        }
-        attr.ctime = attr.ctime.max(change.named.unwrap_or(attr.ctime));
-        Ok(attr)
     }
 }

@@ -6,12 +6,13 @@
 //! * The number of a commit is stored before its record goes.
 
 use std::ffi::OsStr;
+use std::sync::Arc;
 
 use firn_backing::{Backing, Errno};
 
-use crate::change_log::{ChangeLog, Direction};
+use crate::change_log::{ChangeLog, Direction, NO_ID};
 use crate::error::StoreError;
-use crate::scope::{NO_ID, Scope};
+use crate::scope::{Scope, Stage};
 use crate::shadow::Shadow;
 use crate::staging;
 use crate::transactional::TransactionalBacking;
@@ -101,6 +102,13 @@ impl<B: Backing> TransactionalBacking<B> {
         self.forget(dir)?;
         staging::clear(&self.base, dir)?;
         self.base.rmdir(firn, OsStr::new(name))
+    }
+
+    /// A transaction is over: programs see the backing, or what the transaction that follows makes of it.
+    pub(crate) fn end(&self, scope: &Arc<Scope<B>>) {
+        self.unhide(scope);
+        self.scopes.replace_by_next(scope);
+        scope.set_stage(Stage::Ended);
     }
 
     /// Removes what a transaction staged. Its outcome is certain, and the next open removes what is left.

@@ -98,17 +98,17 @@ impl<B: Backing> TransactionalBacking<B> {
         opening: Opening,
         drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
     ) -> Result<(Self, Outcome), E> {
-        let mut held = Self::tracking(base)?;
-        held.history.commits_max = opening.history;
-        held.members = opening.members;
-        held.arena = opening.arena;
-        let scopes = held.scopes_to_drop()?;
+        let mut backing = Self::tracking(base)?;
+        backing.history.commits_max = opening.history;
+        backing.members = opening.members;
+        backing.arena = opening.arena;
+        let scopes = backing.scopes_to_drop()?;
         if !scopes.is_empty() {
             drop_pending(&scopes)?;
         }
-        held.tell_arenas()?;
-        let outcome = held.finish_or_undo()?;
-        Ok((held, outcome))
+        backing.tell_arenas()?;
+        let outcome = backing.finish_or_undo()?;
+        Ok((backing, outcome))
     }
 
     /// A backing that can have transactions, of which nothing is known yet.
@@ -121,11 +121,11 @@ impl<B: Backing> TransactionalBacking<B> {
         };
         let top = Arc::new(Object::new((attr.dev, attr.ino), Kind::Dir, inner, None));
         let has_own = staging::find_dir(&base, &root, staging::TOP)?.is_some();
-        let held = Self::assemble(base, &top);
+        let backing = Self::assemble(base, &top);
         if has_own {
-            held.hide_own_top();
+            backing.hide_own_top();
         }
-        Ok(held)
+        Ok(backing)
     }
 
     /// The directories of transactions that are there, by their numbers.

@@ -17,23 +17,15 @@ use crate::change_log::{ChangeLog, Direction};
 use crate::object::{Change, Inner, Object};
 use crate::shadow::Shadow;
 use crate::staging;
-use crate::transactional::TransactionalBacking;
 
-mod abort;
-mod apply_commit;
-mod arenas;
-mod begin;
-mod handle;
-mod prepare;
+mod application;
 mod top;
 
-pub use arenas::ArenaId;
-pub use handle::{Decided, Found, Open, Prepared};
-pub use top::TopMaker;
-pub(crate) use top::{Top, TopName, TopUndo};
+pub(crate) use application::Application;
+pub(crate) use top::Top;
 
-/// Number of the state before the first commit: [`TransactionalBacking::committed`] has none.
-pub(crate) const NO_ID: u64 = u64::MAX;
+/// What an arena is told from all others by.
+pub type ArenaId = [u8; 16];
 
 /// How far a transaction is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,7 +49,7 @@ pub(crate) struct Scope<B: Backing> {
     pub(crate) top: Top<B>,
     pub(crate) dir: B::Inode,
     pub(crate) new: B::Inode,
-    away: B::Inode,
+    pub(crate) away: B::Inode,
     /// Directories below `new`, by what objects made in them inherit.
     staging_dirs: Mutex<HashMap<Inherited, (String, B::Inode)>>,
     /// The one for objects that inherit nothing.
@@ -79,7 +71,7 @@ pub(crate) struct Scope<B: Backing> {
     /// Prepared to commit with other hosts: what processes here used before.
     pub(crate) used: Mutex<Option<Vec<Used>>>,
     /// How it is applied.
-    pub(crate) application: apply_commit::Application<B>,
+    pub(crate) application: Application<B>,
     /// Where it does not hold changes: what undoes them.
     pub(crate) shadow: Option<Shadow<B>>,
 }
@@ -88,6 +80,55 @@ pub(crate) struct Scope<B: Backing> {
 type Inherited = (Option<u32>, Option<Vec<u8>>);
 
 impl<B: Backing> Scope<B> {
+    /// Of the transaction that is stored in `dir`. `recovered` is the record of one that an earlier firnd prepared,
+    /// `shadow` what is saved in shadow mode.
+    pub(crate) fn new(
+        base: &B,
+        serial: u64,
+        root: Arc<Object<B>>,
+        path: Vec<u8>,
+        dir: B::Inode,
+        recovered: Option<ChangeLog>,
+        shadow: Option<Shadow<B>>,
+    ) -> Result<Self, Errno> {
+        let stage = recovered
+            .as_ref()
+            .map_or(Stage::Open, |record| Stage::Prepared(record.id));
+        let top = Top::new(&root, &path, recovered.as_ref(), shadow.is_some());
+        Ok(Self {
+            serial,
+            root,
+            path,
+            top,
+            new: staging::dir(base, &dir, staging::NEW)?,
+            shadow,
+            away: staging::dir(base, &dir, staging::AWAY)?,
+            dir,
+            staging_dirs: Mutex::default(),
+            plain_staging_dir: Mutex::default(),
+            last_number: AtomicU64::new(0),
+            inline_bytes: AtomicU64::new(0),
+            written_bytes: AtomicU64::new(0),
+            changed: Mutex::default(),
+            stage: Mutex::new(stage),
+            stage_changed: Condvar::new(),
+            refusing: AtomicBool::new(false),
+            recovered,
+            is_undo: false,
+            used: Mutex::default(),
+            application: Application::default(),
+        })
+    }
+
+    /// In which direction its log is applied.
+    pub(crate) fn direction(&self) -> Direction {
+        if self.is_undo {
+            Direction::Undo
+        } else {
+            Direction::Redo
+        }
+    }
+
     pub(crate) fn next_number(&self) -> u64 {
         self.last_number.fetch_add(1, Ordering::Relaxed) + 1
     }
@@ -112,7 +153,7 @@ impl<B: Backing> Scope<B> {
     }
 
     /// What programs wrote is all there: no abort has begun and failed.
-    fn is_whole(&self) -> bool {
+    pub(crate) fn is_whole(&self) -> bool {
         let is_undoing = self.shadow.as_ref().is_some_and(Shadow::is_undoing);
         // An abort that failed had dropped what was pending: what is left is not what programs wrote.
         let is_given_up = self.stage() == Stage::Open && self.refusing.load(Ordering::Acquire);
@@ -122,6 +163,15 @@ impl<B: Backing> Scope<B> {
     /// Every change fails with ECANCELED from now on.
     pub(crate) fn stop_for_good(&self) {
         self.refusing.store(true, Ordering::Release);
+    }
+
+    /// Changes fail with ECANCELED from now on, also those that wait; or they are allowed again.
+    pub(crate) fn refuse_changes(&self, refuse: bool) {
+        // Under the lock of those who wait, so that none of them misses it.
+        let stage = self.stage.lock();
+        self.refusing.store(refuse, Ordering::Release);
+        drop(stage);
+        self.stage_changed.notify_all();
     }
 
     pub(crate) fn is_open(&self) -> bool {
@@ -135,6 +185,28 @@ impl<B: Backing> Scope<B> {
     pub(crate) fn set_stage(&self, stage: Stage) {
         *self.stage.lock() = stage;
         self.stage_changed.notify_all();
+    }
+
+    pub(crate) fn decided(&self) -> Option<u64> {
+        match *self.stage.lock() {
+            Stage::Decided(id) => Some(id),
+            _ => None,
+        }
+    }
+
+    /// Whether a transaction of the same directory can begin while this one is applied. One of an earlier
+    /// firnd has no tables, so programs see its tree only when that is over; in shadow mode there is nothing to do
+    /// that takes long.
+    pub(crate) fn can_be_followed(&self, root: &Arc<Object<B>>) -> bool {
+        Arc::ptr_eq(&self.root, root)
+            && self.decided().is_some()
+            && self.recovered.is_none()
+            && self.shadow.is_none()
+            && self.application.next().is_none()
+    }
+
+    pub(crate) fn follow(&self, next: Arc<Self>) {
+        self.application.set_next(next);
     }
 
     /// The change of an object, made if there is none.
@@ -189,65 +261,5 @@ impl<B: Backing> Scope<B> {
             *plain = Some(self.staging_dir_for(base, &self.dir)?);
         }
         Ok(plain.clone().expect("just made"))
-    }
-}
-
-impl<B: Backing> TransactionalBacking<B> {
-    pub(crate) fn new_scope(
-        &self,
-        serial: u64,
-        root: Arc<Object<B>>,
-        path: Vec<u8>,
-        dir: B::Inode,
-        recovered: Option<ChangeLog>,
-    ) -> Result<Scope<B>, Errno> {
-        let stage = recovered
-            .as_ref()
-            .map_or(Stage::Open, |record| Stage::Prepared(record.id));
-        let shadow = self.shadow_of(&dir, &path)?;
-        let top = Top::new(&root, &path, recovered.as_ref(), shadow.is_some());
-        Ok(Scope {
-            serial,
-            root,
-            path,
-            top,
-            new: staging::dir(&self.base, &dir, staging::NEW)?,
-            shadow,
-            away: staging::dir(&self.base, &dir, staging::AWAY)?,
-            dir,
-            staging_dirs: Mutex::default(),
-            plain_staging_dir: Mutex::default(),
-            last_number: AtomicU64::new(0),
-            inline_bytes: AtomicU64::new(0),
-            written_bytes: AtomicU64::new(0),
-            changed: Mutex::default(),
-            stage: Mutex::new(stage),
-            stage_changed: Condvar::new(),
-            refusing: AtomicBool::new(false),
-            recovered,
-            is_undo: false,
-            used: Mutex::default(),
-            application: apply_commit::Application::default(),
-        })
-    }
-
-    /// What undoes a commit, as the transaction that it is going to be.
-    pub(crate) fn undoing_scope(
-        &self,
-        serial: u64,
-        root: &Arc<Object<B>>,
-        dir: B::Inode,
-        record: ChangeLog,
-    ) -> Result<Scope<B>, Errno> {
-        let path = record.scope_before(Direction::Undo).to_vec();
-        let id = record.id_after(Direction::Undo);
-        let path_after = record.scope_after(Direction::Undo).to_vec();
-        let scope = self.new_scope(serial, Arc::clone(root), path, dir, Some(record))?;
-        scope.top.goes_back_to(&path_after);
-        scope.set_stage(Stage::Decided(id));
-        Ok(Scope {
-            is_undo: true,
-            ..scope
-        })
     }
 }

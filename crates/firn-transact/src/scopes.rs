@@ -14,8 +14,7 @@ use firn_backing::Backing;
 use parking_lot::{Mutex, RwLock};
 
 use crate::object::Object;
-use crate::scope::{Scope, Stage};
-use crate::transactional::TransactionalBacking;
+use crate::scope::Scope;
 
 pub(crate) struct Scopes<B: Backing> {
     list: RwLock<Vec<Arc<Scope<B>>>>,
@@ -65,7 +64,7 @@ impl<B: Backing> Scopes<B> {
     }
 
     /// A transaction is over; the one that follows it takes its place.
-    fn replace_by_next(&self, scope: &Arc<Scope<B>>) {
+    pub(crate) fn replace_by_next(&self, scope: &Arc<Scope<B>>) {
         let mut list = self.list.write();
         list.retain(|other| !Arc::ptr_eq(other, scope));
         list.extend(scope.application.take_next());
@@ -210,14 +209,5 @@ impl<B: Backing> Scopes<B> {
                 );
             }
         }
-    }
-}
-
-impl<B: Backing> TransactionalBacking<B> {
-    /// A transaction is over: programs see the backing, or what the transaction that follows makes of it.
-    pub(crate) fn end(&self, scope: &Arc<Scope<B>>) {
-        self.unhide(scope);
-        self.scopes.replace_by_next(scope);
-        scope.set_stage(Stage::Ended);
     }
 }

@@ -39,12 +39,16 @@ mod save;
 mod shared;
 mod undo;
 
-pub(crate) use save::NO_BYTES;
+/// For a change that leaves all bytes as they are.
+pub(crate) const NO_BYTES: u64 = u64::MAX;
 
 /// Logs of one object each, and the old bytes of files.
 const SAVED: &str = "saved";
 /// Objects that were removed, under their inode numbers.
 const KEPT: &str = "kept";
+
+/// In the directory of a host's transaction: it is part of a shared one.
+const SHARED: &str = "shared";
 
 /// What becomes of changes before they are committed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -122,7 +126,7 @@ impl<B: Backing> Shadow<B> {
 
     /// Whether a transaction's directory is that of one in shadow mode.
     pub(crate) fn is_at(base: &B, dir: &B::Inode) -> Result<bool> {
-        let marks = [SAVED, shared::SHARED];
+        let marks = [SAVED, SHARED];
         Ok(staging::list(base, dir)?
             .iter()
             .any(|(name, ..)| marks.iter().any(|mark| name == mark.as_bytes())))
@@ -208,6 +212,11 @@ impl<B: Backing> Shadow<B> {
 
     fn is_new(&self, ino: u64) -> bool {
         matches!(self.known.lock().get(&ino), Some(Known::New))
+    }
+
+    /// Takes note of an object that was made in the transaction.
+    pub(crate) fn made(&self, ino: u64) {
+        self.known.lock().insert(ino, Known::New);
     }
 
     /// Takes a name from an object that was there before: to `kept/`, if it is not there yet.

@@ -2,15 +2,15 @@
 //!
 //! ```text
 //! .firn/committed          number of the last commit of each scope: a line each, with the path in hex
-//! .firn/dropped            what arenas that are not at hand have to drop (`scope::arenas`)
+//! .firn/dropped            what arenas that are not at hand have to drop (`transaction::arenas`)
 //! .firn/undo-N/            what was tx-N, committed and kept to be undone (`history`)
 //! .firn/tx-N/new/DIR/M     staged objects; DIR says what objects made in it inherit
 //! .firn/tx-N/new/u/        with `history`: what undoes the commit
 //! .firn/tx-N/away/M        objects on their way from one name to another, while a commit is applied
-//! .firn/tx-N/saved/        in shadow mode: what objects were before they changed (`shadow::saved`)
+//! .firn/tx-N/saved/        in shadow mode: what objects were before they changed (`shadow::save`)
 //! .firn/tx-N/kept/INO      in shadow mode: objects that were removed
 //! .firn/tx-N/open          it is not over; the path of its scope
-//! .firn/tx-N/names         names that the top of its scope has or had in it (`scope::top`)
+//! .firn/tx-N/names         names that the top of its scope has or had in it (`transaction::top`)
 //! .firn/tx-N/arena         the arena of the mount that began it
 //! .firn/tx-N/record        prepared: the change log (`change_log`)
 //! .firn/tx-N/commit        the same, decided

@@ -30,6 +30,14 @@ pub(crate) struct ListedTop<B: Backing> {
     pub(crate) shown: Option<Arc<Object<B>>>,
 }
 
+/// Tops that a directory shows and the backing does not have.
+struct ShownTops<B: Backing> {
+    /// Scopes whose transactions made their tops.
+    new: Vec<Arc<Scope<B>>>,
+    /// When tops got their names.
+    touched: Vec<Time>,
+}
+
 impl<B: Backing> TransactionalBacking<B> {
     /// What a name has to do with a scope's top. The caller holds the names.
     pub(crate) fn find_top_name(&self, dir: &Arc<Object<B>>, name: &OsStr) -> TopName<B> {
@@ -70,37 +78,40 @@ impl<B: Backing> TransactionalBacking<B> {
     /// The attributes of a directory in which tops are that the backing does not have.
     pub(crate) fn attr_with_tops(&self, dir: &Object<B>, inode: &B::Inode) -> Result<Attr, Errno> {
         loop {
-            let (scopes, touched) = self.shown_tops(dir);
-            let there = self.which_tops_are_there(inode, &scopes)?;
+            let tops = self.shown_tops(dir);
+            let there = self.which_tops_are_there(inode, &tops.new)?;
             let mut attr = self.attr_below(dir, inode)?;
             // A commit that is being applied moves them there.
-            if self.which_tops_are_there(inode, &scopes)? != there {
+            if self.which_tops_are_there(inode, &tops.new)? != there {
                 continue;
             }
             if attr.nlink > 1 {
                 attr.nlink += there.iter().filter(|is_there| !**is_there).count() as u32;
             }
-            for time in touched {
+            for time in tops.touched {
                 (attr.mtime, attr.ctime) = (attr.mtime.max(time), attr.ctime.max(time));
             }
             return Ok(attr);
         }
     }
 
-    /// New tops in a directory, and when names of tops changed in it.
-    fn shown_tops(&self, dir: &Object<B>) -> (Vec<Arc<Scope<B>>>, Vec<Time>) {
-        let (mut new, mut touched) = (Vec::new(), Vec::new());
+    /// The tops that a directory shows and the backing does not have.
+    fn shown_tops(&self, dir: &Object<B>) -> ShownTops<B> {
+        let mut tops = ShownTops {
+            new: Vec::new(),
+            touched: Vec::new(),
+        };
         for scope in self.scopes.with_top_in(dir) {
             let names = scope.top.names();
             if names.shown().is_none() {
                 continue;
             }
-            touched.extend(names.touched);
+            tops.touched.extend(names.touched);
             if names.before.is_none() {
-                new.push(scope);
+                tops.new.push(scope);
             }
         }
-        (new, touched)
+        tops
     }
 
     fn which_tops_are_there(

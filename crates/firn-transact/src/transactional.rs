@@ -8,12 +8,20 @@ use firn_rendezvous::Members;
 use parking_lot::Mutex;
 
 use crate::backup::Mirror;
-use crate::history::History;
 use crate::object::Object;
 use crate::scope::ArenaId;
 use crate::scopes::Scopes;
 use crate::shadow::Mode;
 use crate::tree::Tree;
+
+/// What a backing keeps of commits that are over.
+#[derive(Default)]
+pub(crate) struct History {
+    /// Commits of each scope that can be undone.
+    pub(crate) commits_max: u32,
+    /// Held by whoever changes the list of the last commit of each scope.
+    pub(crate) numbers: Mutex<()>,
+}
 
 /// A backing whose directories can be in a transaction.
 pub struct TransactionalBacking<B: Backing> {

@@ -10,16 +10,11 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::{Arc, Weak};
 
-use firn_backing::{Attr, Backing, Errno};
+use firn_backing::{Attr, Backing};
 use parking_lot::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use crate::hidden::HiddenLinks;
+use crate::hidden_links::HiddenLinks;
 use crate::object::{Inner, Key, Object};
-use crate::scope::Scope;
-use crate::transactional::TransactionalBacking;
-
-/// That something may be changed, as long as the guard is held, and the transaction that it belongs to.
-pub(crate) type Allowed<G, B> = (G, Option<Arc<Scope<B>>>);
 
 /// Proof that names stay, or that they may be changed.
 pub(crate) enum Names<'a> {
@@ -115,50 +110,6 @@ fn insert<B: Backing>(objects: &mut HashMap<Key, Weak<Object<B>>>, object: &Arc<
         objects.retain(|_, weak| weak.strong_count() > 0);
     }
     objects.insert(object.key, Arc::downgrade(object));
-}
-
-impl<B: Backing> TransactionalBacking<B> {
-    /// For a change of names in the directory `object`: waits until it is allowed.
-    pub(crate) fn changing(&self, object: &Arc<Object<B>>) -> Result<Allowed<Names<'_>, B>, Errno> {
-        loop {
-            let names = self.tree.names.read();
-            if self.scopes.of(object).is_none() {
-                return Ok((Names::Shared(names), None));
-            }
-            drop(names);
-            let names = self.tree.names.write();
-            match self.scopes.of(object) {
-                Some(scope) if scope.is_open() => return Ok((Names::Changing(names), Some(scope))),
-                Some(scope) => {
-                    drop(names);
-                    scope.wait()?;
-                }
-                None => {}
-            }
-        }
-    }
-
-    /// The same for a change of data or attributes.
-    pub(crate) fn writing(
-        &self,
-        object: &Arc<Object<B>>,
-    ) -> Result<Allowed<RwLockReadGuard<'_, ()>, B>, Errno> {
-        loop {
-            let data = self.tree.data.read();
-            // No commit makes anything of it, so it waits for none.
-            if object.is_nameless() {
-                return Ok((data, None));
-            }
-            match self.scopes.of(object) {
-                None => return Ok((data, None)),
-                Some(scope) if scope.is_open() => return Ok((data, Some(scope))),
-                Some(scope) => {
-                    drop(data);
-                    scope.wait()?;
-                }
-            }
-        }
-    }
 }
 
 /// The path of an object, relative to the backing.

@@ -26,7 +26,7 @@ use firn_conflict::{Published, Report, Used};
 use firn_rendezvous::{Attendance, Members, VoteDir};
 use serde::{Deserialize, Serialize};
 
-use crate::error::VoteError;
+use crate::error::{StageError, VoteError};
 use crate::scope::{Scope, Stage};
 use crate::staging;
 use crate::transactional::TransactionalBacking;
@@ -271,7 +271,7 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Decides for all hosts that there is no commit; fails with [`VoteError::Decided`] where there is one. Does
+    /// Decides for all hosts that there is no commit; fails with [`StageError::Decided`] where there is one. Does
     /// nothing if this host's part is not prepared any more: somebody else has ended it.
     pub fn call_commit_off(&self, id: u64, scope: &[u8]) -> Result<(), VoteError> {
         let _stays = self.leaving.lock();
@@ -383,7 +383,7 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     /// Hosts that have not applied a commit yet.
-    pub fn hosts_behind(&self, id: u64, scope: &[u8]) -> Result<Vec<String>, Errno> {
+    pub fn hosts_not_applied(&self, id: u64, scope: &[u8]) -> Result<Vec<String>, Errno> {
         let Some(vote) = self.find_vote(id, scope)? else {
             return Ok(Vec::new());
         };
@@ -420,10 +420,10 @@ impl<B: Backing> TransactionalBacking<B> {
         match scope.stage() {
             Stage::Prepared(found) if found == id => {}
             Stage::Prepared(found) | Stage::Decided(found) => {
-                return Err(VoteError::OtherId { found, wanted: id });
+                return Err(StageError::OtherId { found, wanted: id }.into());
             }
             Stage::Open => return Ok(Vec::new()),
-            Stage::Ended => return Err(VoteError::NoTransaction),
+            Stage::Ended => return Err(StageError::NoTransaction.into()),
         }
         // Its changes are in the record only.
         if scope.recovered.is_some() {
@@ -454,7 +454,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let outcome: Option<Outcome> = vote.read_json(OUTCOME)?;
         let is_aborted = outcome.is_some_and(|outcome| !outcome.commit);
         match vote.read_json(VERDICT)? {
-            Some(Verdict::Clear) if !is_aborted => Err(VoteError::Decided { id }),
+            Some(Verdict::Clear) if !is_aborted => Err(StageError::Decided { id }.into()),
             _ => Ok(()),
         }
     }
@@ -505,7 +505,7 @@ fn test_lists<B: Backing>(vote: &VoteDir<'_, B>, hosts: &[String]) -> Result<Ver
 fn must_be(outcome: Outcome, commit: bool, id: u64, why: &str) -> Result<(), VoteError> {
     match outcome {
         Outcome { commit: found, .. } if found == commit => Ok(()),
-        Outcome { commit: true, .. } => Err(VoteError::Decided { id }),
+        Outcome { commit: true, .. } => Err(StageError::Decided { id }.into()),
         Outcome { by, .. } => Err(VoteError::GivenUp {
             by,
             why: why.into(),
@@ -518,7 +518,7 @@ pub(crate) fn refused(verdict: Verdict) -> VoteError {
     match verdict {
         Verdict::Conflict(report) => VoteError::Conflict(Box::new(report)),
         Verdict::GivenUp { by, why } => VoteError::GivenUp { by, why },
-        Verdict::Clear => VoteError::NoTransaction,
+        Verdict::Clear => StageError::NoTransaction.into(),
     }
 }
 

@@ -601,13 +601,13 @@ fn end_elsewhere(scene: &Scene, commit: bool, at: u64, again: bool) -> (Left, bo
             arena: Some(OTHER),
             ..opening(scene.members.as_ref())
         };
-        let (held, outcome) = TransactionalBacking::open_with(disk.clone(), with, nothing)?;
+        let (backing, outcome) = TransactionalBacking::open_with(disk.clone(), with, nothing)?;
         if !outcome.waiting.is_empty() {
-            let (job, _) = held.lookup(&held.root(), OsStr::new("job"))?;
+            let (job, _) = backing.lookup(&backing.root(), OsStr::new("job"))?;
             if commit {
-                held.commit(&job, ID)?;
+                backing.commit(&job, ID)?;
             } else {
-                held.abort(&job)?;
+                backing.abort(&job)?;
             }
         }
         Ok(())
@@ -684,31 +684,32 @@ fn regression_what_an_arena_has_from_before_a_transaction_of_another_one_counts(
             arena: Some(arena),
             ..Opening::default()
         };
-        let (held, _) =
+        let (backing, _) =
             TransactionalBacking::open_with(disk.clone(), with(OTHER), nothing).expect("open");
-        let held = held.in_mode(mode);
-        let (job, _) = held
-            .lookup(&held.root(), OsStr::new("job"))
+        let backing = backing.in_mode(mode);
+        let (job, _) = backing
+            .lookup(&backing.root(), OsStr::new("job"))
             .expect("lookup");
-        held.begin(&job, SCOPE).expect("begin");
-        held.create(&ME, &job, OsStr::new("made"), 0o644)
+        backing.begin(&job, SCOPE).expect("begin");
+        backing
+            .create(&ME, &job, OsStr::new("made"), 0o644)
             .map(drop)
             .expect("create");
-        drop((held, job));
+        drop((backing, job));
         // This one had data there before that began.
-        let (held, outcome) =
+        let (backing, outcome) =
             TransactionalBacking::open_with(disk.clone(), with(ARENA), nothing).expect("open");
         assert_eq!(outcome.undone, [SCOPE.to_vec()], "{mode:?}");
-        drop(held);
+        drop(backing);
         // The one that began it is told when it comes, once.
         let mut dropped = Vec::new();
-        let (held, _) = TransactionalBacking::open_with(disk.clone(), with(OTHER), |scopes| {
+        let (backing, _) = TransactionalBacking::open_with(disk.clone(), with(OTHER), |scopes| {
             dropped = scopes.to_vec();
             Ok::<_, TransactionError>(())
         })
         .expect("open");
         assert_eq!(dropped, [SCOPE.to_vec()], "{mode:?}");
-        drop(held);
+        drop(backing);
         TransactionalBacking::open_with(disk.clone(), with(OTHER), nothing).expect("open");
     }
 }

@@ -141,11 +141,12 @@ fn only<B: Backing>(store: &B) -> (B::Inode, ChangeLog) {
 }
 
 fn revived<B: Backing>(base: B, store: &B) -> TransactionalBacking<B> {
-    let held = TransactionalBacking::open(base).expect("open").0;
+    let backing = TransactionalBacking::open(base).expect("open").0;
     let (dir, manifest) = only(store);
-    held.revive((store, &dir), OsStr::new("it"), &manifest)
+    backing
+        .revive((store, &dir), OsStr::new("it"), &manifest)
         .expect("revive");
-    held
+    backing
 }
 
 fn put<B: Backing>(b: &B, name: &str, bytes: &[u8]) {
@@ -170,18 +171,18 @@ fn lost<B: Backing>(
     store: B,
     seed: u64,
 ) -> (SimBacking, SimBacking, TransactionalBacking<B>) {
-    let held = backed(base, store);
+    let backing = backed(base, store);
     let plain = SimBacking::new();
-    suite::differential::run(&held, &plain, seed, 100);
-    let before = elsewhere(&held);
-    held.begin(&held.root(), b"").expect("begin");
+    suite::differential::run(&backing, &plain, seed, 100);
+    let before = elsewhere(&backing);
+    backing.begin(&backing.root(), b"").expect("begin");
     for part in 1..4 {
-        suite::differential::run(&held, &plain, seed + part * 1_000_000, 70);
+        suite::differential::run(&backing, &plain, seed + part * 1_000_000, 70);
         for _ in 0..seed % 3 {
-            held.back_up_ahead();
+            backing.back_up_ahead();
         }
     }
-    (before, plain, held)
+    (before, plain, backing)
 }
 
 /// Proves S-tx-11, S-tx-57.
@@ -190,11 +191,11 @@ fn what_was_prepared_is_finished_from_the_backup_on_another_copy_of_the_tree() {
     let mut objects = 0;
     for seed in common::seeds(300, 200) {
         println!("seed {seed}");
-        let (before, plain, held) = lost(SimBacking::new(), SimBacking::new(), seed);
-        held.prepare(&held.root(), 5).expect("prepare");
-        let store = held.backups().expect("a backup").fork();
+        let (before, plain, backing) = lost(SimBacking::new(), SimBacking::new(), seed);
+        backing.prepare(&backing.root(), 5).expect("prepare");
+        let store = backing.backups().expect("a backup").fork();
         objects += only(&store).1.entries.len();
-        drop(held);
+        drop(backing);
         let old = tree(&PlainBacking::new(before.fork())).expect("tree");
 
         let inode = revived(before.fork(), &store);
@@ -234,9 +235,9 @@ fn the_same_in_a_real_directory() {
                 (dir, backing)
             });
             let [(_a, base), (kept, store), (_b, target)] = dirs;
-            let (before, plain, held) = lost(base, store, seed);
-            held.prepare(&held.root(), 5).expect("prepare");
-            drop(held);
+            let (before, plain, backing) = lost(base, store, seed);
+            backing.prepare(&backing.root(), 5).expect("prepare");
+            drop(backing);
             copy(&before, &target);
             let store = DirBacking::open(kept.path()).expect("open");
             let inode = revived(target, &store);
@@ -248,21 +249,22 @@ fn the_same_in_a_real_directory() {
 
 /// A file that changes, one that is renamed, a new one, and the backup of them, prepared as 5.
 fn prepared() -> (SimBacking, TransactionalBacking<SimBacking>) {
-    let held = backed(SimBacking::new(), SimBacking::new());
-    put(&held, "changed", b"before");
-    put(&held, "rewritten", &[1; 40_000]);
-    put(&held, "moved", b"moved");
-    let before = elsewhere(&held);
-    held.begin(&held.root(), b"").expect("begin");
-    put(&held, "changed", b"AFTER");
-    put(&held, "rewritten", &[2; 30_000]);
-    put(&held, "new", b"new");
-    let root = held.root();
+    let backing = backed(SimBacking::new(), SimBacking::new());
+    put(&backing, "changed", b"before");
+    put(&backing, "rewritten", &[1; 40_000]);
+    put(&backing, "moved", b"moved");
+    let before = elsewhere(&backing);
+    backing.begin(&backing.root(), b"").expect("begin");
+    put(&backing, "changed", b"AFTER");
+    put(&backing, "rewritten", &[2; 30_000]);
+    put(&backing, "new", b"new");
+    let root = backing.root();
     let flags = firn_backing::RenameFlags::empty();
-    held.rename(&root, OsStr::new("moved"), &root, OsStr::new("away"), flags)
+    backing
+        .rename(&root, OsStr::new("moved"), &root, OsStr::new("away"), flags)
         .expect("rename");
-    held.prepare(&root, 5).expect("prepare");
-    (before, held)
+    backing.prepare(&root, 5).expect("prepare");
+    (before, backing)
 }
 
 /// A directory with another in it.
@@ -303,36 +305,39 @@ fn tree_in(b: &impl Backing) -> Tree {
 fn a_new_top_and_a_new_name_of_a_top_are_finished_from_the_backup() {
     let me = suite::own_caller();
     for is_new in [false, true] {
-        let held = backed(SimBacking::new(), SimBacking::new());
-        parent_with_scope(&held, !is_new);
-        let before = elsewhere(&held);
+        let backing = backed(SimBacking::new(), SimBacking::new());
+        parent_with_scope(&backing, !is_new);
+        let before = elsewhere(&backing);
         let plain = before.fork();
-        let parent = held.lookup(&held.root(), OsStr::new("p")).expect("p").0;
+        let parent = backing
+            .lookup(&backing.root(), OsStr::new("p"))
+            .expect("p")
+            .0;
         if is_new {
             let maker = TopMaker {
                 caller: &me,
                 mode: 0o755,
             };
-            let begun = held.begin_created(&parent, b"p/d", maker);
+            let begun = backing.begin_created(&parent, b"p/d", maker);
             drop(begun.expect("begin"));
             let parent = plain.lookup(&plain.root(), OsStr::new("p")).expect("p").0;
             plain
                 .mkdir(&me, &parent, OsStr::new("d"), 0o755)
                 .expect("mkdir");
         } else {
-            let scope = held.lookup(&parent, OsStr::new("d")).expect("d").0;
-            drop(held.begin(&scope, b"p/d").expect("begin"));
+            let scope = backing.lookup(&parent, OsStr::new("d")).expect("d").0;
+            drop(backing.begin(&scope, b"p/d").expect("begin"));
         }
-        held.back_up_ahead();
-        change_and_rename(&held);
-        held.back_up_ahead();
+        backing.back_up_ahead();
+        change_and_rename(&backing);
+        backing.back_up_ahead();
         change_and_rename(&plain);
-        let top = |held: &TransactionalBacking<SimBacking>| {
-            held.top_known_as(b"p/d").expect("a transaction")
+        let top = |backing: &TransactionalBacking<SimBacking>| {
+            backing.top_known_as(b"p/d").expect("a transaction")
         };
-        held.prepare(&top(&held), 5).expect("prepare");
-        let store = held.backups().expect("a backup").fork();
-        drop(held);
+        backing.prepare(&top(&backing), 5).expect("prepare");
+        let store = backing.backups().expect("a backup").fork();
+        drop(backing);
         let old = tree_in(&PlainBacking::new(before.fork()));
 
         let undecided = revived(before.fork(), &store);
@@ -362,15 +367,15 @@ fn a_new_top_and_a_new_name_of_a_top_are_finished_from_the_backup() {
 /// Proves S-tx-12.
 #[test]
 fn a_backup_is_there_only_while_its_transaction_is_prepared() {
-    let (_, held) = prepared();
-    let store = || held.backups().expect("a backup");
+    let (_, backing) = prepared();
+    let store = || backing.backups().expect("a backup");
     only(store());
-    held.abort(&held.root()).expect("abort");
+    backing.abort(&backing.root()).expect("abort");
     assert!(entries(store(), &store().root()).is_empty(), "aborted");
-    held.begin(&held.root(), b"").expect("begin");
-    put(&held, "new", b"new");
+    backing.begin(&backing.root(), b"").expect("begin");
+    put(&backing, "new", b"new");
     for _ in 0..3 {
-        held.back_up_ahead();
+        backing.back_up_ahead();
     }
     let names = entries(store(), &store().root());
     let (dir, _) = store()
@@ -383,17 +388,17 @@ fn a_backup_is_there_only_while_its_transaction_is_prepared() {
             .is_none(),
         "and not to be used"
     );
-    held.decide(&held.root(), 6).expect("decide");
+    backing.decide(&backing.root(), 6).expect("decide");
     only(store());
-    held.apply(b"").expect("carry out");
+    backing.apply(b"").expect("apply");
     assert!(entries(store(), &store().root()).is_empty(), "carried out");
 }
 
 /// Proves S-tx-58.
 #[test]
 fn a_backup_that_is_torn_or_has_lost_a_piece_is_refused() {
-    let (before, held) = prepared();
-    let store = held.backups().expect("a backup");
+    let (before, backing) = prepared();
+    let store = backing.backups().expect("a backup");
     let (dir, manifest) = only(store);
     let old = before.tree();
     let bytes = manifest.encode();
@@ -459,8 +464,8 @@ fn a_backup_that_is_torn_or_has_lost_a_piece_is_refused() {
 /// Proves S-tx-58.
 #[test]
 fn a_tree_that_is_not_the_one_before_is_refused() {
-    let (before, held) = prepared();
-    let store = held.backups().expect("a backup");
+    let (before, backing) = prepared();
+    let store = backing.backups().expect("a backup");
     let (dir, manifest) = only(store);
     let refused = |change: fn(&SimBacking), word: &str| {
         let other = before.fork();
@@ -514,10 +519,10 @@ fn a_tree_that_is_not_the_one_before_is_refused() {
 /// Proves S-tx-61: a mount does not throw away a backup that may be all that is left.
 #[test]
 fn a_backup_that_the_backing_does_not_know_is_not_removed() {
-    let (before, held) = prepared();
-    let store = held.backups().expect("a backup").fork();
-    let base = held.base().fork();
-    drop(held);
+    let (before, backing) = prepared();
+    let store = backing.backups().expect("a backup").fork();
+    let base = backing.base().fork();
+    drop(backing);
     let known = TransactionalBacking::known_backups(&base, None).expect("known");
     assert_eq!(known.len(), 1);
     let lost = TransactionalBacking::open(before.fork())
@@ -540,8 +545,8 @@ fn a_backup_that_the_backing_does_not_know_is_not_removed() {
     assert!(entries(store, &store.root()).is_empty());
 
     // What was prepared without a backup comes into it.
-    let (_, held) = prepared();
-    let base = held.base().fork();
+    let (_, backing) = prepared();
+    let base = backing.base().fork();
     let again = TransactionalBacking::open(base)
         .expect("open")
         .0

@@ -6,7 +6,7 @@ mod common;
 use common::Verbs;
 use firn_backing::sim::{Tree, tree};
 use firn_backing::{Backing, SimBacking, suite};
-use firn_transact::{Mode, Outcome, TransactionalBacking};
+use firn_transact::{Mode, Outcome, StageError, TransactionalBacking};
 
 /// How a round ends its transaction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,33 +28,33 @@ const ENDS: [End; 5] = [
 
 const MODES: [Mode; 2] = [Mode::Buffer, Mode::Shadow];
 
-fn seen(held: &TransactionalBacking<SimBacking>) -> Tree {
-    tree(held).expect("tree")
+fn seen(backing: &TransactionalBacking<SimBacking>) -> Tree {
+    tree(backing).expect("tree")
 }
 
 /// A backing in the middle of a transaction, made from `seed`; the trees before and after.
 struct Middle {
     mode: Mode,
-    held: TransactionalBacking<SimBacking>,
+    backing: TransactionalBacking<SimBacking>,
     old: Tree,
     new: Tree,
 }
 
 fn middle(seed: u64, calls: usize, mode: Mode) -> Middle {
-    let held = TransactionalBacking::open(SimBacking::of_seed(seed))
+    let backing = TransactionalBacking::open(SimBacking::of_seed(seed))
         .expect("open")
         .0
         .in_mode(mode);
     let plain = SimBacking::new();
-    suite::differential::run(&held, &plain, seed, 60);
-    held.base().sync_all().expect("sync_all");
-    let old = seen(&held);
-    held.begin(&held.root(), b"").expect("begin");
-    suite::differential::run(&held, &plain, seed + 1_000_000, calls);
-    let new = seen(&held);
+    suite::differential::run(&backing, &plain, seed, 60);
+    backing.base().sync_all().expect("sync_all");
+    let old = seen(&backing);
+    backing.begin(&backing.root(), b"").expect("begin");
+    suite::differential::run(&backing, &plain, seed + 1_000_000, calls);
+    let new = seen(&backing);
     Middle {
         mode,
-        held,
+        backing,
         old,
         new,
     }
@@ -62,16 +62,16 @@ fn middle(seed: u64, calls: usize, mode: Mode) -> Middle {
 
 /// Runs the end of a transaction; whether it said that it was decided.
 fn end(
-    held: &TransactionalBacking<SimBacking>,
+    backing: &TransactionalBacking<SimBacking>,
     how: End,
 ) -> Result<(), firn_transact::TransactionError> {
-    let root = held.root();
+    let root = backing.root();
     if let End::PrepareThenCommit | End::Prepare | End::PrepareThenAbort = how {
-        held.prepare(&root, 5)?;
+        backing.prepare(&root, 5)?;
     }
     match how {
-        End::Commit | End::PrepareThenCommit => held.commit(&root, 5)?,
-        End::Abort | End::PrepareThenAbort => held.abort(&root)?,
+        End::Commit | End::PrepareThenCommit => backing.commit(&root, 5)?,
+        End::Abort | End::PrepareThenAbort => backing.abort(&root)?,
         End::Prepare => {}
     }
     Ok(())
@@ -103,13 +103,13 @@ fn recover(
 }
 
 fn settle(
-    held: &TransactionalBacking<SimBacking>,
+    backing: &TransactionalBacking<SimBacking>,
     middle: &Middle,
     outcome: &Outcome,
     seed: u64,
     told: &str,
 ) {
-    let now = seen(held);
+    let now = seen(backing);
     let is_old = now == middle.old;
     let is_new = now == middle.new;
     assert!(
@@ -119,9 +119,9 @@ fn settle(
         middle.new
     );
     if outcome.waiting.is_empty() {
-        assert_eq!(held.transactions(), [], "{told}");
+        assert_eq!(backing.transactions(), [], "{told}");
         assert_eq!(
-            held.committed(b""),
+            backing.committed(b""),
             Ok(is_new.then_some(5)),
             "{told}: its number tells it"
         );
@@ -138,13 +138,13 @@ fn settle(
         (&[(5, Vec::new())][..], true),
         "{told}"
     );
-    let root = held.root();
+    let root = backing.root();
     if seed.is_multiple_of(2) {
-        held.restore(&root, 5).expect("restore");
-        assert_eq!(seen(held), middle.new, "{told}: restored");
+        backing.restore(&root, 5).expect("restore");
+        assert_eq!(seen(backing), middle.new, "{told}: restored");
     } else {
-        held.abort(&root).expect("abort");
-        assert_eq!(seen(held), middle.old, "{told}: aborted");
+        backing.abort(&root).expect("abort");
+        assert_eq!(seen(backing), middle.old, "{told}: aborted");
     }
 }
 
@@ -157,21 +157,21 @@ fn a_crash_at_any_call_leaves_the_old_tree_or_the_new_one() {
     for (seed, mode) in each(12) {
         for how in ENDS {
             let whole = middle(seed, 60, mode);
-            let begun = whole.held.base().steps();
-            end(&whole.held, how).expect("without a crash it ends");
-            let steps = whole.held.base().steps() - begun;
+            let begun = whole.backing.base().steps();
+            end(&whole.backing, how).expect("without a crash it ends");
+            let steps = whole.backing.base().steps() - begun;
             println!("seed {seed}, {mode:?}, {how:?}: {steps} calls");
             for at in 1..=steps + 1 {
                 let middle = middle(seed, 60, mode);
-                let disk = middle.held.base().clone();
+                let disk = middle.backing.base().clone();
                 disk.crash_at(begun + at);
-                let result = end(&middle.held, how);
+                let result = end(&middle.backing, how);
                 let told =
                     format!("seed {seed}, {mode:?}, {how:?}, call {at} of {steps}, {result:?}");
                 let lives = seed + at;
-                let (held, outcome) =
+                let (backing, outcome) =
                     recover(&disk, lives, (at % 3 == 0).then_some(1 + lives % 40));
-                let now = seen(&held);
+                let now = seen(&backing);
                 // What was told counts.
                 let committed =
                     matches!(how, End::Commit | End::PrepareThenCommit) && result.is_ok();
@@ -188,7 +188,7 @@ fn a_crash_at_any_call_leaves_the_old_tree_or_the_new_one() {
                     may_wait || outcome.waiting.is_empty(),
                     "{told}: {outcome:?}"
                 );
-                settle(&held, &middle, &outcome, lives, &told);
+                settle(&backing, &middle, &outcome, lives, &told);
             }
         }
     }
@@ -199,13 +199,13 @@ fn a_crash_while_a_transaction_is_open_leaves_the_old_tree() {
     for (seed, mode) in each(200) {
         println!("seed {seed}, {mode:?}");
         let middle = middle(seed, 100, mode);
-        let disk = middle.held.base().clone();
-        let (held, outcome) = recover(&disk, seed, None);
+        let disk = middle.backing.base().clone();
+        let (backing, outcome) = recover(&disk, seed, None);
         assert!(
             outcome.finished.is_empty() && outcome.waiting.is_empty(),
             "seed {seed}, {mode:?}: {outcome:?}"
         );
-        assert_eq!(seen(&held), middle.old, "seed {seed}, {mode:?}");
+        assert_eq!(seen(&backing), middle.old, "seed {seed}, {mode:?}");
     }
 }
 
@@ -214,19 +214,19 @@ fn a_crash_while_what_was_prepared_is_restored_leaves_the_old_tree_or_the_new_on
     for (seed, mode) in each(6) {
         for at in 1.. {
             let middle = middle(seed, 60, mode);
-            end(&middle.held, End::Prepare).expect("prepare");
-            let disk = middle.held.base().clone();
-            let (held, outcome) = recover(&disk, seed + at, None);
+            end(&middle.backing, End::Prepare).expect("prepare");
+            let disk = middle.backing.base().clone();
+            let (backing, outcome) = recover(&disk, seed + at, None);
             assert_eq!(outcome.waiting, [(5, Vec::new())]);
             disk.crash_at(disk.steps() + at);
-            let result = held.restore(&held.root(), 5);
-            let (held, outcome) = recover(&disk, seed + at, None);
+            let result = backing.restore(&backing.root(), 5);
+            let (backing, outcome) = recover(&disk, seed + at, None);
             assert!(
-                result.is_err() || seen(&held) == middle.new,
+                result.is_err() || seen(&backing) == middle.new,
                 "seed {seed}, {mode:?}, call {at}"
             );
             settle(
-                &held,
+                &backing,
                 &middle,
                 &outcome,
                 seed + at,
@@ -247,7 +247,7 @@ fn what_the_backing_refuses_can_be_done_again() {
         for how in [End::PrepareThenCommit, End::Commit] {
             for at in 1.. {
                 let middle = middle(seed, 60, mode);
-                let disk = middle.held.base().clone();
+                let disk = middle.backing.base().clone();
                 let begun = disk.steps();
                 let mut left = 1;
                 disk.set_plan(move |_, step| {
@@ -255,22 +255,22 @@ fn what_the_backing_refuses_can_be_done_again() {
                     left -= i32::from(now);
                     now.then_some(Fault::Error(Errno::NOSPC))
                 });
-                let result = end(&middle.held, how);
+                let result = end(&middle.backing, how);
                 disk.clear_plan();
                 let is_over = result.is_ok();
                 if !is_over {
-                    middle.held.commit(&middle.held.root(), 5).unwrap_or_else(|error| {
+                    middle.backing.commit(&middle.backing.root(), 5).unwrap_or_else(|error| {
                         panic!("seed {seed}, {mode:?}, {how:?}, call {at}: after {result:?}: {error}")
                     });
                 }
                 assert_eq!(
-                    seen(&middle.held),
+                    seen(&middle.backing),
                     middle.new,
                     "seed {seed}, {mode:?}, {how:?}, call {at}"
                 );
-                let (held, _) = recover(&disk, seed, None);
+                let (backing, _) = recover(&disk, seed, None);
                 assert_eq!(
-                    seen(&held),
+                    seen(&backing),
                     middle.new,
                     "seed {seed}, {mode:?}, {how:?}, call {at}"
                 );
@@ -284,20 +284,23 @@ fn what_the_backing_refuses_can_be_done_again() {
 
 #[test]
 fn regression_a_transaction_whose_abort_failed_half_way_cannot_be_committed() {
-    use firn_transact::{CommitError, PrepareError};
     for mode in MODES {
         let middle = middle(1, 60, mode);
-        let held = &middle.held;
-        let root = middle.held.root();
+        let backing = &middle.backing;
+        let root = middle.backing.root();
         // What an abort begins with. Data that was pending is dropped next, and then it may fail.
-        held.refuse(&root).expect("refuse");
+        backing.refuse(&root).expect("refuse");
         assert_eq!(
-            held.prepare(&root, 5),
-            Err(PrepareError::Undoing),
+            backing.prepare(&root, 5),
+            Err(StageError::Undoing.into()),
             "{mode:?}"
         );
-        assert_eq!(held.commit(&root, 5), Err(CommitError::Undoing), "{mode:?}");
-        held.abort(&root).expect("abort");
-        assert_eq!(seen(held), middle.old, "{mode:?}");
+        assert_eq!(
+            backing.commit(&root, 5),
+            Err(StageError::Undoing.into()),
+            "{mode:?}"
+        );
+        backing.abort(&root).expect("abort");
+        assert_eq!(seen(backing), middle.old, "{mode:?}");
     }
 }

@@ -11,34 +11,34 @@ const MODES: [Mode; 2] = [Mode::Buffer, Mode::Shadow];
 const SEEDS: std::ops::Range<u64> = 1..30;
 
 /// With history what is kept of an object is one more of its links.
-fn seen(held: &TransactionalBacking<SimBacking>) -> Tree {
-    let mut tree = tree(held).expect("tree");
+fn seen(backing: &TransactionalBacking<SimBacking>) -> Tree {
+    let mut tree = tree(backing).expect("tree");
     tree.values_mut().for_each(|entry| entry.nlink = 0);
     tree
 }
 
 /// In a transaction; the trees before it and in it.
 fn begun(seed: u64, mode: Mode, history: u32) -> (TransactionalBacking<SimBacking>, Tree, Tree) {
-    let held = TransactionalBacking::open_with_history(SimBacking::of_seed(seed), history)
+    let backing = TransactionalBacking::open_with_history(SimBacking::of_seed(seed), history)
         .expect("open")
         .0
         .in_mode(mode);
-    suite::differential::run_alone(&held, seed, 60);
-    let old = seen(&held);
-    held.begin(&held.root(), b"").expect("begin");
-    suite::differential::run_alone(&held, seed + 1_000_000, 60);
-    let new = seen(&held);
-    (held, old, new)
+    suite::differential::run_alone(&backing, seed, 60);
+    let old = seen(&backing);
+    backing.begin(&backing.root(), b"").expect("begin");
+    suite::differential::run_alone(&backing, seed + 1_000_000, 60);
+    let new = seen(&backing);
+    (backing, old, new)
 }
 
 /// firnd ended, and the backing comes back as `device`.
 fn come_back(
-    held: TransactionalBacking<SimBacking>,
+    backing: TransactionalBacking<SimBacking>,
     device: u64,
     history: u32,
 ) -> TransactionalBacking<SimBacking> {
-    let disk = held.base().clone();
-    drop(held);
+    let disk = backing.base().clone();
+    drop(backing);
     disk.revive();
     disk.set_device(device);
     TransactionalBacking::open_with_history(disk.clone(), history)
@@ -52,20 +52,24 @@ fn regression_a_prepared_transaction_is_ended_on_a_device_of_another_number() {
     for (seed, mode) in SEEDS.flat_map(|seed| MODES.map(|mode| (seed, mode))) {
         for commits in [true, false] {
             let told = format!("seed {seed}, {mode:?}, commits: {commits}");
-            let (held, old, new) = begun(seed, mode, 0);
-            held.prepare(&held.root(), 5).expect("prepare");
-            let held = come_back(held, 7, 0);
-            assert_eq!(held.transactions()[0].stage, Stage::Prepared(5), "{told}");
-            let root = held.root();
+            let (backing, old, new) = begun(seed, mode, 0);
+            backing.prepare(&backing.root(), 5).expect("prepare");
+            let backing = come_back(backing, 7, 0);
+            assert_eq!(
+                backing.transactions()[0].stage,
+                Stage::Prepared(5),
+                "{told}"
+            );
+            let root = backing.root();
             let ended = match commits {
-                true => held.commit(&root, 5).map_err(TransactionError::from),
-                false => held.abort(&root).map_err(TransactionError::from),
+                true => backing.commit(&root, 5).map_err(TransactionError::from),
+                false => backing.abort(&root).map_err(TransactionError::from),
             };
             ended.unwrap_or_else(|error| panic!("{told}: {error}"));
             let expected = if commits { &new } else { &old };
-            assert_eq!(seen(&held), *expected, "{told}");
+            assert_eq!(seen(&backing), *expected, "{told}");
             assert_eq!(
-                seen(&come_back(held, 8, 0)),
+                seen(&come_back(backing, 8, 0)),
                 *expected,
                 "{told}: opened again"
             );
@@ -79,11 +83,11 @@ fn regression_what_was_decided_or_open_is_ended_on_a_device_of_another_number() 
     for (seed, mode) in SEEDS.flat_map(|seed| MODES.map(|mode| (seed, mode))) {
         for at in (1..).step_by(7) {
             let told = format!("seed {seed}, {mode:?}, call {at}");
-            let (held, old, new) = begun(seed, mode, 0);
-            let disk = held.base().clone();
+            let (backing, old, new) = begun(seed, mode, 0);
+            let disk = backing.base().clone();
             disk.crash_at(disk.steps() + at);
-            let result = held.commit(&held.root(), 5);
-            let now = seen(&come_back(held, 7, 0));
+            let result = backing.commit(&backing.root(), 5);
+            let now = seen(&come_back(backing, 7, 0));
             assert!(
                 now == new || (result.is_err() && now == old),
                 "{told}: {result:?}"
@@ -99,23 +103,25 @@ fn regression_what_was_decided_or_open_is_ended_on_a_device_of_another_number() 
 #[test]
 fn regression_a_commit_is_undone_on_a_device_of_another_number() {
     for seed in SEEDS {
-        let (held, _, first) = begun(seed, Mode::Buffer, 2);
-        held.commit(&held.root(), 1).expect("commit");
-        held.begin(&held.root(), b"").expect("begin");
-        suite::differential::run_alone(&held, seed + 2_000_000, 60);
-        held.commit(&held.root(), 2).expect("commit");
-        let held = come_back(held, 7, 2);
-        held.restore(&held.root(), 1)
+        let (backing, _, first) = begun(seed, Mode::Buffer, 2);
+        backing.commit(&backing.root(), 1).expect("commit");
+        backing.begin(&backing.root(), b"").expect("begin");
+        suite::differential::run_alone(&backing, seed + 2_000_000, 60);
+        backing.commit(&backing.root(), 2).expect("commit");
+        let backing = come_back(backing, 7, 2);
+        backing
+            .restore(&backing.root(), 1)
             .unwrap_or_else(|error| panic!("seed {seed}: {error}"));
-        assert_eq!(seen(&held), first, "seed {seed}");
+        assert_eq!(seen(&backing), first, "seed {seed}");
         assert_eq!(
-            held.restore(&held.root(), 2)
+            backing
+                .restore(&backing.root(), 2)
                 .err()
                 .map(|error| matches!(error, RestoreError::NotKept { .. })),
             Some(true)
         );
         assert_eq!(
-            seen(&come_back(held, 8, 2)),
+            seen(&come_back(backing, 8, 2)),
             first,
             "seed {seed}: opened again"
         );

@@ -13,7 +13,8 @@ use common::{Verbs, in_firn};
 use firn_backing::sim::{Disk, Fault, Tree};
 use firn_backing::{Backing, Errno, SimBacking, suite};
 use firn_transact::{
-    AbortError, BackupError, Mode, Opening, Outcome, Stage, TransactionError, TransactionalBacking,
+    AbortError, BackupError, Mode, Opening, Outcome, Stage, StageError, TransactionError,
+    TransactionalBacking,
 };
 
 mod common;
@@ -140,7 +141,7 @@ struct Start {
 struct World {
     setup: Setup,
     /// `None` while nothing has the backing open.
-    held: Option<TransactionalBacking<SimBacking>>,
+    backing: Option<TransactionalBacking<SimBacking>>,
     disk: SimBacking,
     store: SimBacking,
     trees: Trees,
@@ -148,8 +149,8 @@ struct World {
 }
 
 /// Counts of links aside where something of Firn's own may be one of them.
-fn seen(setup: Setup, held: &TransactionalBacking<SimBacking>) -> Tree {
-    let mut tree = common::seen(held);
+fn seen(setup: Setup, backing: &TransactionalBacking<SimBacking>) -> Tree {
+    let mut tree = common::seen(backing);
     if setup.history > 0 {
         tree.values_mut().for_each(|entry| entry.nlink = 0);
     }
@@ -171,32 +172,32 @@ fn attach(
         arena: Some([7; 16]),
         ..Opening::default()
     };
-    let (held, outcome) =
+    let (backing, outcome) =
         TransactionalBacking::open_with(disk.clone(), opening, |_| Ok::<_, TransactionError>(()))?;
-    let held = held.in_mode(setup.mode);
-    let held = if setup.has_backup {
-        held.backed_up(store.clone(), &known)?
+    let backing = backing.in_mode(setup.mode);
+    let backing = if setup.has_backup {
+        backing.backed_up(store.clone(), &known)?
     } else {
-        held
+        backing
     };
-    Ok((held, outcome))
+    Ok((backing, outcome))
 }
 
 impl Start {
     fn new(setup: Setup, seed: u64) -> Self {
         let disk = SimBacking::of_seed(seed);
         let store = SimBacking::new();
-        let (held, _) = attach(setup, &disk, &store).expect("open");
-        suite::differential::run_alone(&held, seed, 30);
+        let (backing, _) = attach(setup, &disk, &store).expect("open");
+        suite::differential::run_alone(&backing, seed, 30);
         let mut trees = Trees::new();
         for id in [FIRST, OLD] {
-            held.begin(&held.root(), b"").expect("begin");
-            suite::differential::run_alone(&held, seed + id * 1_000_000, 25);
-            held.commit(&held.root(), id).expect("commit");
-            trees.insert(id, seen(setup, &held));
+            backing.begin(&backing.root(), b"").expect("begin");
+            suite::differential::run_alone(&backing, seed + id * 1_000_000, 25);
+            backing.commit(&backing.root(), id).expect("commit");
+            trees.insert(id, seen(setup, &backing));
         }
         disk.sync_all().expect("sync_all");
-        drop(held);
+        drop(backing);
         Self {
             setup,
             seed,
@@ -210,12 +211,12 @@ impl Start {
         let disk = SimBacking::from_disk(self.disk.clone());
         let store = SimBacking::new();
         disk.sync_one_by_one(self.seed % 2 == 1);
-        let (held, outcome) = attach(self.setup, &disk, &store).expect("open");
+        let (backing, outcome) = attach(self.setup, &disk, &store).expect("open");
         let setup = self.setup;
         let trees = self.trees.clone();
         let mut world = World {
             setup,
-            held: Some(held),
+            backing: Some(backing),
             disk,
             store,
             trees,
@@ -223,13 +224,13 @@ impl Start {
         };
         if verb != Verb::Begin {
             world
-                .held()
-                .begin(&world.held().root(), b"")
+                .backing()
+                .begin(&world.backing().root(), b"")
                 .expect("begin");
             world.change(self.seed);
         }
-        let held = world.held();
-        let root = held.root();
+        let backing = world.backing();
+        let root = backing.root();
         match verb {
             Verb::CommitPrepared
             | Verb::ConcludePrepared
@@ -238,21 +239,21 @@ impl Start {
             | Verb::CommitRecovered
             | Verb::AbortRecovered
             | Verb::RestoreRecovered
-            | Verb::AttachPrepared => held.prepare(&root, NEW).expect("prepare"),
+            | Verb::AttachPrepared => backing.prepare(&root, NEW).expect("prepare"),
             Verb::CarryOut => {
-                held.decide(&root, NEW).expect("conclude");
+                backing.decide(&root, NEW).expect("conclude");
                 if setup.mode == Mode::Buffer {
-                    held.begin(&root, b"").expect("begin");
+                    backing.begin(&root, b"").expect("begin");
                 }
             }
-            Verb::AttachDecided => held.decide(&root, NEW).expect("conclude"),
+            Verb::AttachDecided => backing.decide(&root, NEW).expect("conclude"),
             Verb::AttachRestoring => {
                 world.disk.crash_at(world.disk.steps() + 1 + at);
-                let _ = held.restore(&root, FIRST);
+                let _ = backing.restore(&root, FIRST);
             }
             _ => {}
         }
-        drop((root, held));
+        drop((root, backing));
         match verb {
             Verb::CommitRecovered | Verb::AbortRecovered | Verb::RestoreRecovered => world.attach(),
             verb if verb.is_attach() => world.end(),
@@ -263,24 +264,24 @@ impl Start {
 }
 
 impl World {
-    fn held(&self) -> &TransactionalBacking<SimBacking> {
-        self.held.as_ref().expect("it is open")
+    fn backing(&self) -> &TransactionalBacking<SimBacking> {
+        self.backing.as_ref().expect("it is open")
     }
 
     /// What the transaction is about.
     fn change(&mut self, seed: u64) {
-        suite::differential::run_alone(self.held(), seed + NEW * 1_000_000, 25);
+        suite::differential::run_alone(self.backing(), seed + NEW * 1_000_000, 25);
         let now = self.seen();
         self.trees.insert(NEW, now);
     }
 
     fn seen(&self) -> Tree {
-        seen(self.setup, self.held())
+        seen(self.setup, self.backing())
     }
 
     /// The process ends.
     fn end(&mut self) {
-        self.held = None;
+        self.backing = None;
         self.disk.revive();
         self.store.revive();
     }
@@ -293,8 +294,8 @@ impl World {
     }
 
     fn try_attach(&mut self) -> Result<(), TransactionError> {
-        let (held, outcome) = attach(self.setup, &self.disk, &self.store)?;
-        (self.held, self.outcome) = (Some(held), outcome);
+        let (backing, outcome) = attach(self.setup, &self.disk, &self.store)?;
+        (self.backing, self.outcome) = (Some(backing), outcome);
         Ok(())
     }
 
@@ -307,27 +308,27 @@ impl World {
         if verb.is_attach() {
             return self.try_attach();
         }
-        let held = self.held();
-        let root = held.root();
+        let backing = self.backing();
+        let root = backing.root();
         match verb {
-            Verb::Begin => drop(held.begin(&root, b"")?),
-            Verb::Prepare => held.prepare(&root, NEW)?,
+            Verb::Begin => drop(backing.begin(&root, b"")?),
+            Verb::Prepare => backing.prepare(&root, NEW)?,
             Verb::Commit | Verb::CommitPrepared | Verb::CommitRecovered => {
-                held.commit(&root, NEW)?
+                backing.commit(&root, NEW)?
             }
-            Verb::Conclude | Verb::ConcludePrepared => held.decide(&root, NEW)?,
-            Verb::CarryOut => held.apply(b"")?,
-            Verb::Abort | Verb::AbortPrepared | Verb::AbortRecovered => held.abort(&root)?,
-            Verb::RestorePrepared | Verb::RestoreRecovered => held.restore(&root, NEW)?,
-            Verb::RestoreLast => held.restore(&root, OLD)?,
-            Verb::RestoreOlder => held.restore(&root, FIRST)?,
+            Verb::Conclude | Verb::ConcludePrepared => backing.decide(&root, NEW)?,
+            Verb::CarryOut => backing.apply(b"")?,
+            Verb::Abort | Verb::AbortPrepared | Verb::AbortRecovered => backing.abort(&root)?,
+            Verb::RestorePrepared | Verb::RestoreRecovered => backing.restore(&root, NEW)?,
+            Verb::RestoreLast => backing.restore(&root, OLD)?,
+            Verb::RestoreOlder => backing.restore(&root, FIRST)?,
             _ => unreachable!("the others attach"),
         }
         Ok(())
     }
 
     fn stages(&self) -> Vec<Stage> {
-        self.held()
+        self.backing()
             .transactions()
             .iter()
             .map(|one| one.stage)
@@ -344,7 +345,7 @@ impl World {
             .map(|(id, _)| *id)
             .collect();
         let committed = self
-            .held()
+            .backing()
             .committed(b"")
             .expect("it answers")
             .expect("there were commits");
@@ -360,9 +361,9 @@ impl World {
 
     /// Commits or aborts what is there; the number of the tree then.
     fn settle(&mut self, commits: bool, seed: u64) -> u64 {
-        let root = self.held().root();
+        let root = self.backing().root();
         let is_recovered = self
-            .held()
+            .backing()
             .transactions()
             .iter()
             .any(|one| one.is_recovered);
@@ -378,7 +379,7 @@ impl World {
                     None,
                     "open, with all that was done in it"
                 );
-                self.held().commit(&root, NEW).expect("commit");
+                self.backing().commit(&root, NEW).expect("commit");
                 assert_eq!(self.changed_from(NEW), None, "committed");
             }
             [Stage::Prepared(NEW)] => {
@@ -391,23 +392,23 @@ impl World {
                 assert_eq!(self.changed_from(shown), None, "prepared");
                 // What is prepared can be ended either way.
                 if commits {
-                    self.held().commit(&root, NEW).expect("commit");
+                    self.backing().commit(&root, NEW).expect("commit");
                 } else {
-                    self.held().abort(&root).expect("abort");
+                    self.backing().abort(&root).expect("abort");
                 }
             }
-            [Stage::Open] => self.held().abort(&root).expect("abort"),
+            [Stage::Open] => self.backing().abort(&root).expect("abort"),
             [Stage::Decided(NEW)] | [Stage::Decided(NEW), Stage::Open] => {
                 // What an earlier process prepared has no tables to be shown from.
                 assert!(is_recovered || self.changed_from(NEW).is_none(), "decided");
-                self.held().apply(b"").expect("carry out");
+                self.backing().apply(b"").expect("apply");
                 if let [Stage::Open] = self.stages()[..] {
-                    self.held().abort(&root).expect("abort");
+                    self.backing().abort(&root).expect("abort");
                 }
             }
             // An older commit is half restored.
             [Stage::Decided(FIRST)] => self
-                .held()
+                .backing()
                 .commit(&root, FIRST)
                 .expect("it goes on with its number, too"),
             _ => panic!("unknown: {stages:?}"),
@@ -426,7 +427,7 @@ impl World {
     fn must_be_clean(&mut self, seed: u64) {
         let number = self.number();
         if seed.is_multiple_of(2) {
-            self.held().back_up_ahead();
+            self.backing().back_up_ahead();
             self.end();
         } else {
             self.lose_power(seed);
@@ -451,14 +452,14 @@ impl World {
             }
         }
         assert!(undos <= self.setup.history, "{undos} commits are kept");
-        self.held().back_up_ahead();
+        self.backing().back_up_ahead();
         let backups: Vec<_> = self.store.tree().into_keys().collect();
         assert!(backups.len() <= 1, "left in the backup: {backups:?}");
         self.disk.fsck().expect("fsck");
         // And it can be used.
-        let root = self.held().root();
-        self.held().begin(&root, b"").expect("begin");
-        self.held().commit(&root, 9).expect("commit");
+        let root = self.backing().root();
+        self.backing().begin(&root, b"").expect("begin");
+        self.backing().commit(&root, 9).expect("commit");
     }
 }
 
@@ -569,15 +570,17 @@ fn run(start: &Start, case: Case, hit: &Hit) {
                 }
                 Then::Abort if !verb.is_attach() => {
                     let stages = world.stages();
-                    let root = world.held().root();
-                    match (world.held().abort(&root), &stages[..]) {
+                    let root = world.backing().root();
+                    match (world.backing().abort(&root), &stages[..]) {
                         (
                             Ok(()),
                             [Stage::Open] | [Stage::Prepared(_)] | [Stage::Decided(_), Stage::Open],
                         ) => {}
-                        (Err(AbortError::NoTransaction), []) => {}
-                        (Err(AbortError::Decided { id }), [Stage::Decided(decided)])
-                            if id == *decided => {}
+                        (Err(AbortError::Stage(StageError::NoTransaction)), []) => {}
+                        (
+                            Err(AbortError::Stage(StageError::Decided { id })),
+                            [Stage::Decided(decided)],
+                        ) if id == *decided => {}
                         (ended, stages) => panic!("abort of {stages:?}: {ended:?}"),
                     }
                     let number = world.settle(true, start.seed);

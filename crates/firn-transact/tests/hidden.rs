@@ -31,22 +31,23 @@ fn begun(mode: Mode) -> (TransactionalBacking<SimBacking>, SimInode) {
     sim.link(&inode, &root, OsStr::new(KEPT_NAME))
         .expect("link");
     drop((inode, file));
-    let held = TransactionalBacking::open(sim)
+    let backing = TransactionalBacking::open(sim)
         .expect("open")
         .0
         .in_mode(mode);
-    let root = held.root();
-    let (inode, _) = held.lookup(&root, OsStr::new("a")).expect("lookup");
-    held.begin(&root, b"").expect("begin");
-    let file = held.open(&inode, Access::ReadWrite).expect("open");
-    held.write_at(&file, &[IoSlice::new(b"after")], 0)
+    let root = backing.root();
+    let (inode, _) = backing.lookup(&root, OsStr::new("a")).expect("lookup");
+    backing.begin(&root, b"").expect("begin");
+    let file = backing.open(&inode, Access::ReadWrite).expect("open");
+    backing
+        .write_at(&file, &[IoSlice::new(b"after")], 0)
         .expect("write");
     drop(file);
-    (held, inode)
+    (backing, inode)
 }
 
-fn links(held: &TransactionalBacking<SimBacking>, inode: &SimInode) -> u32 {
-    held.attr(inode).expect("attr").nlink
+fn links(backing: &TransactionalBacking<SimBacking>, inode: &SimInode) -> u32 {
+    backing.attr(inode).expect("attr").nlink
 }
 
 /// Waits until the call hangs; false if the thread ended without it.
@@ -73,21 +74,21 @@ fn at_every_call(
     for at in 1.. {
         let mut asked = 0;
         loop {
-            let (held, inode) = begun(mode);
-            before(&held);
-            let disk = held.base().clone();
+            let (backing, inode) = begun(mode);
+            before(&backing);
+            let disk = backing.base().clone();
             let told = format!("{mode:?}, call {at}");
             let reached = thread::scope(|threads| {
                 let hang = disk.hang_at(disk.steps() + at);
-                let runner = threads.spawn(|| run(&held));
+                let runner = threads.spawn(|| run(&backing));
                 let reached = hangs(&hang, &runner);
                 if reached && asked == 0 {
-                    let found = links(&held, &inode);
+                    let found = links(&backing, &inode);
                     assert!(right.contains(&found), "{told}: {found} links");
                 }
                 let asker = reached.then(|| {
                     let stopped = disk.hang_at(disk.steps() + asked + 1);
-                    let asker = threads.spawn(|| links(&held, &inode));
+                    let asker = threads.spawn(|| links(&backing, &inode));
                     (hangs(&stopped, &asker), stopped, asker)
                 });
                 hang.release();
@@ -128,20 +129,23 @@ fn at_every_call(
     }
 }
 
-fn remove(held: &TransactionalBacking<SimBacking>) {
-    held.unlink(&held.root(), OsStr::new("a")).expect("unlink");
+fn remove(backing: &TransactionalBacking<SimBacking>) {
+    backing
+        .unlink(&backing.root(), OsStr::new("a"))
+        .expect("unlink");
 }
 
 #[test]
 fn regression_a_commit_shows_no_link_of_firns_own_at_any_call() {
-    let commit = |held: &TransactionalBacking<SimBacking>| Ok(held.commit(&held.root(), 1)?);
+    let commit =
+        |backing: &TransactionalBacking<SimBacking>| Ok(backing.commit(&backing.root(), 1)?);
     for mode in [Mode::Buffer, Mode::Shadow] {
         at_every_call(mode, remove, commit, &[1]);
     }
-    let in_steps = |held: &TransactionalBacking<SimBacking>| {
-        held.prepare(&held.root(), 1)?;
-        held.decide(&held.root(), 1)?;
-        Ok(held.apply(b"")?)
+    let in_steps = |backing: &TransactionalBacking<SimBacking>| {
+        backing.prepare(&backing.root(), 1)?;
+        backing.decide(&backing.root(), 1)?;
+        Ok(backing.apply(b"")?)
     };
     at_every_call(Mode::Buffer, remove, in_steps, &[1]);
 }
@@ -149,14 +153,14 @@ fn regression_a_commit_shows_no_link_of_firns_own_at_any_call() {
 #[test]
 fn regression_an_abort_shows_no_link_of_firns_own_at_any_call() {
     for mode in [Mode::Buffer, Mode::Shadow] {
-        let prepared = |held: &TransactionalBacking<SimBacking>| {
-            remove(held);
-            held.prepare(&held.root(), 1).expect("prepare");
+        let prepared = |backing: &TransactionalBacking<SimBacking>| {
+            remove(backing);
+            backing.prepare(&backing.root(), 1).expect("prepare");
         };
         at_every_call(
             mode,
             prepared,
-            |held| Ok(held.abort(&held.root())?),
+            |backing| Ok(backing.abort(&backing.root())?),
             &[1, 2],
         );
     }
@@ -165,15 +169,21 @@ fn regression_an_abort_shows_no_link_of_firns_own_at_any_call() {
 #[test]
 fn regression_a_name_that_is_replaced_shows_no_link_of_firns_own_at_any_call() {
     for mode in [Mode::Buffer, Mode::Shadow] {
-        let made = |held: &TransactionalBacking<SimBacking>| {
-            held.create(&suite::own_caller(), &held.root(), OsStr::new("new"), 0o644)
+        let made = |backing: &TransactionalBacking<SimBacking>| {
+            backing
+                .create(
+                    &suite::own_caller(),
+                    &backing.root(),
+                    OsStr::new("new"),
+                    0o644,
+                )
                 .map(drop)
                 .expect("create");
         };
-        let replace = |held: &TransactionalBacking<SimBacking>| {
-            let root = held.root();
+        let replace = |backing: &TransactionalBacking<SimBacking>| {
+            let root = backing.root();
             let flags = RenameFlags::empty();
-            Ok(held.rename(&root, OsStr::new("new"), &root, OsStr::new("a"), flags)?)
+            Ok(backing.rename(&root, OsStr::new("new"), &root, OsStr::new("a"), flags)?)
         };
         at_every_call(mode, made, replace, &[1, 2]);
     }
@@ -182,23 +192,24 @@ fn regression_a_name_that_is_replaced_shows_no_link_of_firns_own_at_any_call() {
 #[test]
 fn regression_a_link_that_could_not_be_removed_is_not_shown() {
     for mode in [Mode::Buffer, Mode::Shadow] {
-        let (held, inode) = begun(mode);
-        remove(&held);
-        let disk = held.base().clone();
-        held.prepare(&held.root(), 1).expect("prepare");
-        held.decide(&held.root(), 1).expect("decide");
+        let (backing, inode) = begun(mode);
+        remove(&backing);
+        let disk = backing.base().clone();
+        backing.prepare(&backing.root(), 1).expect("prepare");
+        backing.decide(&backing.root(), 1).expect("decide");
         disk.set_plan(|op, _| {
             (op == "rmdir").then_some(firn_backing::sim::Fault::Error(firn_backing::Errno::IO))
         });
         // Only that what is left could not be removed, which the next mount does.
-        held.apply(b"").expect("carry out");
+        backing.apply(b"").expect("apply");
         disk.clear_plan();
-        assert_eq!(links(&held, &inode), 1, "{mode:?}");
-        held.begin(&held.root(), b"").expect("begin");
-        held.unlink(&held.root(), OsStr::new(KEPT_NAME))
+        assert_eq!(links(&backing, &inode), 1, "{mode:?}");
+        backing.begin(&backing.root(), b"").expect("begin");
+        backing
+            .unlink(&backing.root(), OsStr::new(KEPT_NAME))
             .expect("unlink");
-        assert_eq!(links(&held, &inode), 0, "{mode:?}");
-        held.abort(&held.root()).expect("abort");
-        assert_eq!(links(&held, &inode), 1, "{mode:?}");
+        assert_eq!(links(&backing, &inode), 0, "{mode:?}");
+        backing.abort(&backing.root()).expect("abort");
+        assert_eq!(links(&backing, &inode), 1, "{mode:?}");
     }
 }

@@ -183,17 +183,17 @@ fn all_in(mode: Mode, disk: SimBacking, calls: &[Call], len: u32) {
             .map(|at| calls[number / calls.len().pow(at) % calls.len()])
             .collect();
         let plain = disk.fork();
-        let held = TransactionalBacking::open(disk.fork())
+        let backing = TransactionalBacking::open(disk.fork())
             .expect("open")
             .0
             .in_mode(mode);
-        held.begin(&held.root(), b"").expect("begin");
+        backing.begin(&backing.root(), b"").expect("begin");
         let mut book = Book::default();
         let mut cut = Vec::new();
         for (step, &call) in sequence.iter().enumerate() {
             // Between two names of one file a rename does nothing.
             let changes_names = !are_one_file(&plain, call);
-            let here = run(&held, call, step as u8);
+            let here = run(&backing, call, step as u8);
             let there = run(&plain, call, step as u8);
             assert_eq!(here, there, "{sequence:?}, call {step}");
             if here.is_ok() && changes_names {
@@ -213,7 +213,7 @@ fn all_in(mode: Mode, disk: SimBacking, calls: &[Call], len: u32) {
             // In shadow mode there are no tables to derive states from.
             if mode == Mode::Buffer {
                 let expected = state_by_inodes(at, &inos_before, &inos_after, &cut);
-                let found = held.state_of(&held.root(), OsStr::new(name));
+                let found = backing.state_of(&backing.root(), OsStr::new(name));
                 // Of a file that nothing became of there is none.
                 let found = found.or((expected == Some(State::Normal)).then_some(State::Normal));
                 assert_eq!(found, expected, "{sequence:?}: {name}");
@@ -221,11 +221,11 @@ fn all_in(mode: Mode, disk: SimBacking, calls: &[Call], len: u32) {
         }
         let after = plain.tree();
         assert_eq!(
-            tree(&held),
+            tree(&backing),
             Ok(after.clone()),
             "{sequence:?}: as it is seen"
         );
-        let below = held.base().tree();
+        let below = backing.base().tree();
         match mode {
             // The backing shows nothing.
             Mode::Buffer => {
@@ -251,13 +251,13 @@ fn all_in(mode: Mode, disk: SimBacking, calls: &[Call], len: u32) {
             }
         }
         if is_aborted {
-            held.abort(&held.root()).expect("abort");
-            assert_eq!(tree(&held), Ok(before.clone()), "{sequence:?}: aborted");
+            backing.abort(&backing.root()).expect("abort");
+            assert_eq!(tree(&backing), Ok(before.clone()), "{sequence:?}: aborted");
         } else {
-            held.commit(&held.root(), 1).expect("commit");
-            assert_eq!(tree(&held), Ok(after), "{sequence:?}: committed");
+            backing.commit(&backing.root(), 1).expect("commit");
+            assert_eq!(tree(&backing), Ok(after), "{sequence:?}: committed");
         }
-        held.base().fsck().expect("fsck");
+        backing.base().fsck().expect("fsck");
         count += 1;
     }
     println!(
@@ -285,17 +285,18 @@ fn every_sequence_of_three_calls_with_links_and_exchanges() {
 
 #[test]
 fn a_name_that_a_directory_took_from_a_file_is_deleted() {
-    let held = TransactionalBacking::open(fresh(&[0, 1], 6))
+    let backing = TransactionalBacking::open(fresh(&[0, 1], 6))
         .expect("open")
         .0;
-    let root = held.root();
-    held.begin(&root, b"").expect("begin");
-    let state = |at: usize| held.state_of(&root, OsStr::new(NAMES[at]));
+    let root = backing.root();
+    backing.begin(&root, b"").expect("begin");
+    let state = |at: usize| backing.state_of(&root, OsStr::new(NAMES[at]));
     for call in [Call::Unlink(0), Call::Rename(1, 2)] {
-        run(&held, call, 0).expect("call");
+        run(&backing, call, 0).expect("call");
     }
     for at in [0, 1] {
-        held.mkdir(&suite::own_caller(), &root, OsStr::new(NAMES[at]), 0o755)
+        backing
+            .mkdir(&suite::own_caller(), &root, OsStr::new(NAMES[at]), 0o755)
             .expect("mkdir");
     }
     assert_eq!(
@@ -313,17 +314,17 @@ fn each_name_of_a_file_with_several_has_a_state_of_its_own() {
     let disk = fresh(&[0], 6);
     run(&disk, Call::Link(0, 1), 0).expect("link");
     for (removed, left) in [(0, 1), (1, 0)] {
-        let held = TransactionalBacking::open(disk.fork()).expect("open").0;
-        let root = held.root();
-        held.begin(&root, b"").expect("begin");
-        run(&held, Call::Truncate(left), 0).expect("truncate");
-        run(&held, Call::Unlink(removed), 0).expect("unlink");
-        let state = |at: usize| held.state_of(&root, OsStr::new(NAMES[at]));
+        let backing = TransactionalBacking::open(disk.fork()).expect("open").0;
+        let root = backing.root();
+        backing.begin(&root, b"").expect("begin");
+        run(&backing, Call::Truncate(left), 0).expect("truncate");
+        run(&backing, Call::Unlink(removed), 0).expect("unlink");
+        let state = |at: usize| backing.state_of(&root, OsStr::new(NAMES[at]));
         assert_eq!(
             (state(left), state(removed)),
             (Some(State::Truncated), Some(State::Deleted))
         );
-        run(&held, Call::Create(removed), 0).expect("create");
+        run(&backing, Call::Create(removed), 0).expect("create");
         assert_eq!(state(removed), Some(State::Reborn));
     }
 }

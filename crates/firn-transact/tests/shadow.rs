@@ -10,8 +10,8 @@ use firn_backing::sim::{Fault, Tree, tree};
 use firn_backing::{Access, Backing, Errno, RenameFlags, SetTime, SimBacking, Time, suite};
 use firn_transact::{Mode, TransactionalBacking};
 
-fn seen(held: &TransactionalBacking<SimBacking>) -> Tree {
-    tree(held).expect("tree")
+fn seen(backing: &TransactionalBacking<SimBacking>) -> Tree {
+    tree(backing).expect("tree")
 }
 
 /// Which paths differ, and how.
@@ -58,10 +58,10 @@ fn open(disk: SimBacking) -> TransactionalBacking<SimBacking> {
 
 /// A tree made from `seed`, of which not all is durable.
 fn before(seed: u64) -> (TransactionalBacking<SimBacking>, Tree) {
-    let held = open(SimBacking::of_seed(seed));
-    suite::differential::run_alone(&held, seed, 60);
-    let old = seen(&held);
-    (held, old)
+    let backing = open(SimBacking::of_seed(seed));
+    suite::differential::run_alone(&backing, seed, 60);
+    let old = seen(&backing);
+    (backing, old)
 }
 
 /// The power fails, and the next firnd comes; it may be cut short as well.
@@ -91,16 +91,16 @@ fn power_fails(
 fn a_crash_at_any_call_in_a_transaction_leaves_the_tree_before() {
     for seed in common::seeds(10, 2000) {
         for at in 1.. {
-            let (held, old) = before(seed);
-            held.begin(&held.root(), b"").expect("begin");
-            let disk = held.base().clone();
+            let (backing, old) = before(seed);
+            backing.begin(&backing.root(), b"").expect("begin");
+            let disk = backing.base().clone();
             disk.crash_at(disk.steps() + at);
-            suite::differential::run_alone(&held, seed + 1_000_000, 60);
+            suite::differential::run_alone(&backing, seed + 1_000_000, 60);
             let is_over = !disk.is_dead();
-            drop(held);
-            let held = power_fails(&disk, seed * 31 + at, (at % 3 == 0).then_some(1 + at % 60));
-            assert_same(&seen(&held), &old, &format!("seed {seed}, call {at}"));
-            assert_eq!(held.transactions(), [], "seed {seed}, call {at}");
+            drop(backing);
+            let backing = power_fails(&disk, seed * 31 + at, (at % 3 == 0).then_some(1 + at % 60));
+            assert_same(&seen(&backing), &old, &format!("seed {seed}, call {at}"));
+            assert_eq!(backing.transactions(), [], "seed {seed}, call {at}");
             if is_over {
                 println!("seed {seed}: {at} calls");
                 break;
@@ -113,16 +113,16 @@ fn a_crash_at_any_call_in_a_transaction_leaves_the_tree_before() {
 fn a_crash_at_any_call_of_putting_back_is_finished_by_the_next() {
     for seed in common::seeds(6, 2000) {
         for at in 1.. {
-            let (held, old) = before(seed);
-            held.begin(&held.root(), b"").expect("begin");
-            suite::differential::run_alone(&held, seed + 1_000_000, 100);
-            let disk = held.base().clone();
-            drop(held);
+            let (backing, old) = before(seed);
+            backing.begin(&backing.root(), b"").expect("begin");
+            suite::differential::run_alone(&backing, seed + 1_000_000, 100);
+            let disk = backing.base().clone();
+            drop(backing);
             disk.power_loss(seed * 37 + at);
             disk.crash_at(disk.steps() + at);
             let is_over = TransactionalBacking::open(disk.clone()).is_ok();
-            let held = power_fails(&disk, seed + at, Some(1 + at * 7 % 80));
-            assert_same(&seen(&held), &old, &format!("seed {seed}, call {at}"));
+            let backing = power_fails(&disk, seed + at, Some(1 + at * 7 % 80));
+            assert_same(&seen(&backing), &old, &format!("seed {seed}, call {at}"));
             if is_over {
                 println!("seed {seed}: {at} calls");
                 break;
@@ -135,9 +135,9 @@ fn a_crash_at_any_call_of_putting_back_is_finished_by_the_next() {
 fn what_cannot_be_saved_is_not_changed() {
     for seed in common::seeds(8, 2000) {
         for at in 1.. {
-            let (held, old) = before(seed);
-            held.begin(&held.root(), b"").expect("begin");
-            let disk = held.base().clone();
+            let (backing, old) = before(seed);
+            backing.begin(&backing.root(), b"").expect("begin");
+            let disk = backing.base().clone();
             let begun = disk.steps();
             let mut left = 3;
             disk.set_plan(move |_, step| {
@@ -145,7 +145,7 @@ fn what_cannot_be_saved_is_not_changed() {
                 left -= i32::from(now);
                 now.then_some(Fault::Error(Errno::NOSPC))
             });
-            suite::differential::run_alone(&held, seed + 1_000_000, 60);
+            suite::differential::run_alone(&backing, seed + 1_000_000, 60);
             let is_over = disk.steps() < begun + at;
             disk.clear_plan();
             let crashed = power_fails(&disk.fork(), seed * 41 + at, None);
@@ -154,13 +154,13 @@ fn what_cannot_be_saved_is_not_changed() {
                 &old,
                 &format!("seed {seed}, call {at}: after a crash"),
             );
-            held.abort(&held.root()).expect("abort");
+            backing.abort(&backing.root()).expect("abort");
             assert_same(
-                &seen(&held),
+                &seen(&backing),
                 &old,
                 &format!("seed {seed}, call {at}: aborted"),
             );
-            held.base().fsck().expect("fsck");
+            backing.base().fsck().expect("fsck");
             if is_over {
                 println!("seed {seed}: {at} calls");
                 break;
@@ -173,10 +173,10 @@ fn what_cannot_be_saved_is_not_changed() {
 fn an_abort_that_fails_goes_on_when_it_is_asked_again_and_nothing_else_is_allowed() {
     for seed in common::seeds(6, 2000) {
         for at in 1.. {
-            let (held, old) = before(seed);
-            held.begin(&held.root(), b"").expect("begin");
-            suite::differential::run_alone(&held, seed + 1_000_000, 60);
-            let disk = held.base().clone();
+            let (backing, old) = before(seed);
+            backing.begin(&backing.root(), b"").expect("begin");
+            suite::differential::run_alone(&backing, seed + 1_000_000, 60);
+            let disk = backing.base().clone();
             let begun = disk.steps();
             let mut left = 1;
             disk.set_plan(move |_, step| {
@@ -184,18 +184,24 @@ fn an_abort_that_fails_goes_on_when_it_is_asked_again_and_nothing_else_is_allowe
                 left -= i32::from(now);
                 now.then_some(Fault::Error(Errno::IO))
             });
-            let result = held.abort(&held.root());
+            let result = backing.abort(&backing.root());
             disk.clear_plan();
             if result.is_err() {
-                let made = held.create(&suite::own_caller(), &held.root(), OsStr::new("x"), 0o600);
+                let made = backing.create(
+                    &suite::own_caller(),
+                    &backing.root(),
+                    OsStr::new("x"),
+                    0o600,
+                );
                 assert!(made.is_err_and(|e| e == Errno::CANCELED));
                 assert!(
-                    held.commit(&held.root(), 1).is_err() && held.prepare(&held.root(), 1).is_err()
+                    backing.commit(&backing.root(), 1).is_err()
+                        && backing.prepare(&backing.root(), 1).is_err()
                 );
-                held.abort(&held.root()).expect("again");
+                backing.abort(&backing.root()).expect("again");
             }
             assert_same(
-                &seen(&held),
+                &seen(&backing),
                 &old,
                 &format!("seed {seed}, call {at}: {result:?}"),
             );
@@ -206,31 +212,37 @@ fn an_abort_that_fails_goes_on_when_it_is_asked_again_and_nothing_else_is_allowe
     }
 }
 
-fn file(held: &TransactionalBacking<SimBacking>, name: &str, content: &[u8]) {
-    let (_, file, _) = held
-        .create(&suite::own_caller(), &held.root(), OsStr::new(name), 0o644)
+fn file(backing: &TransactionalBacking<SimBacking>, name: &str, content: &[u8]) {
+    let (_, file, _) = backing
+        .create(
+            &suite::own_caller(),
+            &backing.root(),
+            OsStr::new(name),
+            0o644,
+        )
         .expect("create");
-    held.write_at(&file, &[IoSlice::new(content)], 0)
+    backing
+        .write_at(&file, &[IoSlice::new(content)], 0)
         .expect("write");
 }
 
 fn write(
-    held: &TransactionalBacking<SimBacking>,
+    backing: &TransactionalBacking<SimBacking>,
     name: &str,
     content: &[u8],
     at: u64,
 ) -> Result<usize, Errno> {
-    let (inode, _) = held.lookup(&held.root(), OsStr::new(name))?;
-    held.write_at(
-        &held.open(&inode, Access::ReadWrite)?,
+    let (inode, _) = backing.lookup(&backing.root(), OsStr::new(name))?;
+    backing.write_at(
+        &backing.open(&inode, Access::ReadWrite)?,
         &[IoSlice::new(content)],
         at,
     )
 }
 
 /// Old bytes that are saved.
-fn saved_bytes(held: &TransactionalBacking<SimBacking>) -> usize {
-    let below = held.base().tree();
+fn saved_bytes(backing: &TransactionalBacking<SimBacking>) -> usize {
+    let below = backing.base().tree();
     let saved = below
         .iter()
         .filter(|(path, _)| path.windows(12).any(|part| part == b"/saved/data-"));
@@ -241,103 +253,115 @@ fn saved_bytes(held: &TransactionalBacking<SimBacking>) -> usize {
 
 #[test]
 fn only_bytes_that_change_are_saved() {
-    let held = open(SimBacking::new());
+    let backing = open(SimBacking::new());
     let old = vec![7; 100_000];
     for name in ["grows", "cut", "written", "new"] {
-        file(&held, name, &old);
+        file(&backing, name, &old);
     }
-    let before = seen(&held);
-    held.begin(&held.root(), b"").expect("begin");
-    write(&held, "grows", b"more", 100_000).expect("append");
-    assert_eq!(saved_bytes(&held), 0, "a file that grows");
+    let before = seen(&backing);
+    backing.begin(&backing.root(), b"").expect("begin");
+    write(&backing, "grows", b"more", 100_000).expect("append");
+    assert_eq!(saved_bytes(&backing), 0, "a file that grows");
     let cut = |name: &str, len| {
-        let (inode, _) = held.lookup(&held.root(), OsStr::new(name)).expect("lookup");
-        held.set_len(&held.open(&inode, Access::ReadWrite).expect("open"), len)
+        let (inode, _) = backing
+            .lookup(&backing.root(), OsStr::new(name))
+            .expect("lookup");
+        backing
+            .set_len(&backing.open(&inode, Access::ReadWrite).expect("open"), len)
             .expect("truncate");
     };
     cut("cut", 81_920);
-    assert_eq!(saved_bytes(&held), 100_000 - 81_920, "a tail");
+    assert_eq!(saved_bytes(&backing), 100_000 - 81_920, "a tail");
     cut("cut", 40_960);
-    write(&held, "cut", b"again", 50_000).expect("write");
-    assert_eq!(saved_bytes(&held), 100_000 - 40_960, "and the rest of it");
-    held.unlink(&held.root(), OsStr::new("new"))
+    write(&backing, "cut", b"again", 50_000).expect("write");
+    assert_eq!(
+        saved_bytes(&backing),
+        100_000 - 40_960,
+        "and the rest of it"
+    );
+    backing
+        .unlink(&backing.root(), OsStr::new("new"))
         .expect("unlink");
-    file(&held, "new", &old);
+    file(&backing, "new", &old);
     cut("new", 0);
     assert_eq!(
-        saved_bytes(&held),
+        saved_bytes(&backing),
         100_000 - 40_960,
         "nothing of a new file, nor of one that is removed"
     );
-    write(&held, "written", b"x", 5000).expect("write");
+    write(&backing, "written", b"x", 5000).expect("write");
     assert_eq!(
-        saved_bytes(&held),
+        saved_bytes(&backing),
         100_000 - 40_960 + 100_000 - 4096,
         "from where it is changed"
     );
-    held.abort(&held.root()).expect("abort");
-    assert_eq!(seen(&held), before);
+    backing.abort(&backing.root()).expect("abort");
+    assert_eq!(seen(&backing), before);
 }
 
 #[test]
 fn times_and_open_files_come_back() {
-    let held = open(SimBacking::new());
-    file(&held, "a", b"old");
-    let root = held.root();
-    let (dir, _) = held
+    let backing = open(SimBacking::new());
+    file(&backing, "a", b"old");
+    let root = backing.root();
+    let (dir, _) = backing
         .mkdir(&suite::own_caller(), &root, OsStr::new("dir"), 0o755)
         .expect("mkdir");
-    let (inode, _) = held.lookup(&root, OsStr::new("a")).expect("lookup");
+    let (inode, _) = backing.lookup(&root, OsStr::new("a")).expect("lookup");
     let at = |sec| SetTime::At(Time { sec, nsec: 5 });
-    held.set_times(&inode, at(1), at(2)).expect("times");
-    held.set_times(&dir, at(3), at(4)).expect("times");
-    let open_file = held.open(&inode, Access::ReadWrite).expect("open");
+    backing.set_times(&inode, at(1), at(2)).expect("times");
+    backing.set_times(&dir, at(3), at(4)).expect("times");
+    let open_file = backing.open(&inode, Access::ReadWrite).expect("open");
     let times = |inode| {
-        held.attr(inode)
+        backing
+            .attr(inode)
             .map(|attr| (attr.atime, attr.mtime, attr.nlink))
             .expect("attr")
     };
     let old = [times(&inode), times(&dir)];
-    held.begin(&root, b"").expect("begin");
-    held.write_at(&open_file, &[IoSlice::new(b"newer")], 0)
+    backing.begin(&root, b"").expect("begin");
+    backing
+        .write_at(&open_file, &[IoSlice::new(b"newer")], 0)
         .expect("write");
     for inode in [&inode, &dir] {
-        held.set_times(inode, at(11), at(12)).expect("times");
+        backing.set_times(inode, at(11), at(12)).expect("times");
         assert_eq!(times(inode).1, Time { sec: 12, nsec: 5 });
     }
-    held.link(&inode, &dir, OsStr::new("b")).expect("link");
-    held.unlink(&root, OsStr::new("a")).expect("unlink");
-    held.unlink(&dir, OsStr::new("b")).expect("unlink");
+    backing.link(&inode, &dir, OsStr::new("b")).expect("link");
+    backing.unlink(&root, OsStr::new("a")).expect("unlink");
+    backing.unlink(&dir, OsStr::new("b")).expect("unlink");
     assert_eq!(times(&inode).2, 0, "it has no name for programs");
-    held.rename(
-        &root,
-        OsStr::new("dir"),
-        &root,
-        OsStr::new("moved"),
-        RenameFlags::empty(),
-    )
-    .expect("rename");
-    held.rmdir(&root, OsStr::new("moved")).expect("rmdir");
-    assert_eq!(held.attr(&dir).map(|attr| attr.nlink), Ok(0));
-    let made = held.create(&suite::own_caller(), &dir, OsStr::new("x"), 0o600);
+    backing
+        .rename(
+            &root,
+            OsStr::new("dir"),
+            &root,
+            OsStr::new("moved"),
+            RenameFlags::empty(),
+        )
+        .expect("rename");
+    backing.rmdir(&root, OsStr::new("moved")).expect("rmdir");
+    assert_eq!(backing.attr(&dir).map(|attr| attr.nlink), Ok(0));
+    let made = backing.create(&suite::own_caller(), &dir, OsStr::new("x"), 0o600);
     assert_eq!(
         made.err(),
         Some(Errno::NOENT),
         "nothing is made where there is no directory any more"
     );
-    held.write_at(&open_file, &[IoSlice::new(b"still open")], 0)
+    backing
+        .write_at(&open_file, &[IoSlice::new(b"still open")], 0)
         .expect("write");
-    let (gone, gone_file, _) = held
+    let (gone, gone_file, _) = backing
         .create(&suite::own_caller(), &root, OsStr::new("new"), 0o600)
         .expect("create");
-    held.abort(&root).expect("abort");
+    backing.abort(&root).expect("abort");
     assert_eq!([times(&inode), times(&dir)], old);
     let mut content = [0; 9];
-    assert_eq!(held.read_at(&open_file, &mut content, 0), Ok(3));
+    assert_eq!(backing.read_at(&open_file, &mut content, 0), Ok(3));
     assert_eq!(&content[..3], b"old");
-    assert_eq!(held.attr(&gone).err(), Some(Errno::STALE));
+    assert_eq!(backing.attr(&gone).err(), Some(Errno::STALE));
     assert_eq!(
-        held.write_at(&gone_file, &[IoSlice::new(b"x")], 0).err(),
+        backing.write_at(&gone_file, &[IoSlice::new(b"x")], 0).err(),
         Some(Errno::STALE)
     );
 }
@@ -345,23 +369,25 @@ fn times_and_open_files_come_back() {
 #[test]
 fn scopes_are_undone_on_their_own() {
     for seed in common::seeds(20, 2000) {
-        let held = open(SimBacking::new());
-        let root = held.root();
+        let backing = open(SimBacking::new());
+        let root = backing.root();
         let me = suite::own_caller();
         for name in ["one", "two"] {
-            held.mkdir(&me, &root, OsStr::new(name), 0o755)
+            backing
+                .mkdir(&me, &root, OsStr::new(name), 0o755)
                 .expect("mkdir");
         }
-        let inode = |name: &str| held.lookup(&root, OsStr::new(name)).expect("lookup").0;
+        let inode = |name: &str| backing.lookup(&root, OsStr::new(name)).expect("lookup").0;
         for name in ["one", "two"] {
-            held.begin(&inode(name), name.as_bytes()).expect("begin");
-            let (_, file, _) = held
+            backing.begin(&inode(name), name.as_bytes()).expect("begin");
+            let (_, file, _) = backing
                 .create(&me, &inode(name), OsStr::new("f"), 0o644)
                 .expect("create");
-            held.write_at(&file, &[IoSlice::new(name.as_bytes())], 0)
+            backing
+                .write_at(&file, &[IoSlice::new(name.as_bytes())], 0)
                 .expect("write");
         }
-        let renamed = held.rename(
+        let renamed = backing.rename(
             &inode("one"),
             OsStr::new("f"),
             &inode("two"),
@@ -370,16 +396,16 @@ fn scopes_are_undone_on_their_own() {
         );
         assert_eq!(renamed.err(), Some(Errno::XDEV));
         if seed % 2 == 0 {
-            held.abort(&inode("one")).expect("abort");
-            held.commit(&inode("two"), 1).expect("commit");
+            backing.abort(&inode("one")).expect("abort");
+            backing.commit(&inode("two"), 1).expect("commit");
         } else {
-            held.commit(&inode("two"), 1).expect("commit");
-            let disk = held.base().clone();
+            backing.commit(&inode("two"), 1).expect("commit");
+            let disk = backing.base().clone();
             disk.power_loss(seed);
-            let held = open(disk);
-            assert!(held.lookup(&held.root(), OsStr::new("two")).is_ok());
+            let backing = open(disk);
+            assert!(backing.lookup(&backing.root(), OsStr::new("two")).is_ok());
             assert_eq!(
-                seen(&held)
+                seen(&backing)
                     .keys()
                     .filter(|path| path.ends_with(b"/f"))
                     .count(),
@@ -388,7 +414,7 @@ fn scopes_are_undone_on_their_own() {
             );
             continue;
         }
-        let names: Vec<Vec<u8>> = seen(&held).into_keys().collect();
+        let names: Vec<Vec<u8>> = seen(&backing).into_keys().collect();
         assert_eq!(
             names,
             [&b""[..], b"one", b"two", b"two/f"].map(<[u8]>::to_vec),
@@ -402,9 +428,9 @@ fn two_hosts(
     seed: u64,
     crash: Option<u64>,
 ) -> (SimBacking, TransactionalBacking<SimBacking>, Tree) {
-    let (held, old) = before(seed);
-    let disk = held.base().clone();
-    drop(held);
+    let (backing, old) = before(seed);
+    let disk = backing.base().clone();
+    drop(backing);
     let hosts = [open(disk.clone()), open(disk.clone())];
     for inode in &hosts {
         inode.begin(&inode.root(), b"").expect("begin");
@@ -432,8 +458,8 @@ fn what_two_hosts_change_is_saved_once_and_put_back() {
             let (disk, inode, old) = two_hosts(seed, Some(at));
             drop(inode);
             let is_over = !disk.is_dead();
-            let held = power_fails(&disk, seed * 43 + at, None);
-            assert_same(&seen(&held), &old, &format!("seed {seed}, call {at}"));
+            let backing = power_fails(&disk, seed * 43 + at, None);
+            assert_same(&seen(&backing), &old, &format!("seed {seed}, call {at}"));
             if is_over {
                 println!("seed {seed}: {at} calls");
                 break;

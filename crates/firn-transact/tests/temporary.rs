@@ -23,15 +23,16 @@ fn begun(mode: Mode) -> TransactionalBacking<SimBacking> {
     let sim = SimBacking::new();
     write(&sim, &sim.root(), "old");
     sim.set_capacity(Some(CAPACITY));
-    let held = TransactionalBacking::open(sim)
+    let backing = TransactionalBacking::open(sim)
         .expect("open")
         .0
         .in_mode(mode);
-    held.begin(&held.root(), b"").expect("begin");
-    write(&held, &held.root(), "first");
-    held.unlink(&held.root(), OsStr::new("first"))
+    backing.begin(&backing.root(), b"").expect("begin");
+    write(&backing, &backing.root(), "first");
+    backing
+        .unlink(&backing.root(), OsStr::new("first"))
         .expect("unlink");
-    held
+    backing
 }
 
 fn write<B: Backing>(b: &B, dir: &B::Inode, name: &str) -> (B::Inode, B::File) {
@@ -50,92 +51,93 @@ fn first_byte<B: Backing>(b: &B, file: &B::File) -> Result<(usize, u8), Errno> {
     b.read_at(file, &mut byte, 0).map(|count| (count, byte[0]))
 }
 
-fn bytes_free(held: &TransactionalBacking<SimBacking>) -> u64 {
-    let stat = held.base().statfs().expect("statfs");
+fn bytes_free(backing: &TransactionalBacking<SimBacking>) -> u64 {
+    let stat = backing.base().statfs().expect("statfs");
     stat.blocks_free * stat.block_size
 }
 
 /// Objects that the open transaction has noted, and names that it has noted a state of.
-fn noted(held: &TransactionalBacking<SimBacking>) -> (u64, u64) {
-    let open = &held.transactions()[0];
+fn noted(backing: &TransactionalBacking<SimBacking>) -> (u64, u64) {
+    let open = &backing.transactions()[0];
     (open.objects, open.states.values().sum())
 }
 
 #[test]
 fn regression_files_that_are_made_and_removed_take_no_room() {
     for mode in MODES {
-        let held = begun(mode);
-        let root = held.root();
-        let before = bytes_free(&held);
-        let after_one = noted(&held);
+        let backing = begun(mode);
+        let root = backing.root();
+        let before = bytes_free(&backing);
+        let after_one = noted(&backing);
         for round in 0..ROUNDS {
             let name = round.to_string();
-            write(&held, &root, &name);
-            held.unlink(&root, OsStr::new(&name)).expect("unlink");
+            write(&backing, &root, &name);
+            backing.unlink(&root, OsStr::new(&name)).expect("unlink");
         }
-        assert_eq!(noted(&held), after_one, "{mode:?}");
-        assert_eq!(bytes_free(&held), before, "{mode:?}");
-        held.commit(&root, 1).expect("commit");
-        held.base().fsck().expect("fsck");
+        assert_eq!(noted(&backing), after_one, "{mode:?}");
+        assert_eq!(bytes_free(&backing), before, "{mode:?}");
+        backing.commit(&root, 1).expect("commit");
+        backing.base().fsck().expect("fsck");
     }
 }
 
 #[test]
 fn regression_files_that_are_renamed_over_take_no_room() {
     for mode in MODES {
-        let held = begun(mode);
-        let root = held.root();
+        let backing = begun(mode);
+        let root = backing.root();
         let mut after_one = (0, 0);
         for round in 0..ROUNDS {
             let temporary = format!("new{round}");
-            write(&held, &root, &temporary);
+            write(&backing, &root, &temporary);
             let flags = RenameFlags::empty();
-            held.rename(
-                &root,
-                OsStr::new(&temporary),
-                &root,
-                OsStr::new("state"),
-                flags,
-            )
-            .expect("rename");
+            backing
+                .rename(
+                    &root,
+                    OsStr::new(&temporary),
+                    &root,
+                    OsStr::new("state"),
+                    flags,
+                )
+                .expect("rename");
             if round == 0 {
-                after_one = noted(&held);
+                after_one = noted(&backing);
             }
         }
-        assert_eq!(noted(&held), after_one, "{mode:?}");
-        held.commit(&root, 1).expect("commit");
-        let (inode, attr) = held
+        assert_eq!(noted(&backing), after_one, "{mode:?}");
+        backing.commit(&root, 1).expect("commit");
+        let (inode, attr) = backing
             .base()
-            .lookup(&held.base().root(), OsStr::new("state"))
+            .lookup(&backing.base().root(), OsStr::new("state"))
             .expect("lookup");
         assert_eq!((attr.size, attr.nlink), (BYTES as u64, 1));
-        assert!(held.base().open(&inode, Access::Read).is_ok());
-        held.base().fsck().expect("fsck");
+        assert!(backing.base().open(&inode, Access::Read).is_ok());
+        backing.base().fsck().expect("fsck");
     }
 }
 
 #[test]
 fn regression_directories_that_are_made_and_removed_take_no_room() {
     for mode in MODES {
-        let held = begun(mode);
-        let root = held.root();
-        let before = bytes_free(&held);
-        let after_one = noted(&held);
+        let backing = begun(mode);
+        let root = backing.root();
+        let before = bytes_free(&backing);
+        let after_one = noted(&backing);
         for round in 0..ROUNDS {
             let name = round.to_string();
-            let (dir, _) = held
+            let (dir, _) = backing
                 .mkdir(&suite::own_caller(), &root, OsStr::new(&name), 0o755)
                 .expect("mkdir");
             for file in ["a", "b"] {
-                write(&held, &dir, file);
-                held.unlink(&dir, OsStr::new(file)).expect("unlink");
+                write(&backing, &dir, file);
+                backing.unlink(&dir, OsStr::new(file)).expect("unlink");
             }
-            held.rmdir(&root, OsStr::new(&name)).expect("rmdir");
+            backing.rmdir(&root, OsStr::new(&name)).expect("rmdir");
         }
-        assert_eq!(noted(&held), after_one, "{mode:?}");
-        assert_eq!(bytes_free(&held), before, "{mode:?}");
-        held.abort(&root).expect("abort");
-        held.base().fsck().expect("fsck");
+        assert_eq!(noted(&backing), after_one, "{mode:?}");
+        assert_eq!(bytes_free(&backing), before, "{mode:?}");
+        backing.abort(&root).expect("abort");
+        backing.base().fsck().expect("fsck");
     }
 }
 
@@ -146,11 +148,11 @@ fn a_file_that_was_made_and_removed_lives_until_its_last_close() {
         .into_iter()
         .flat_map(|mode| [(mode, false), (mode, true)])
     {
-        let held = begun(mode);
-        let root = held.root();
-        let (inode, file) = write(&held, &root, "made");
-        held.unlink(&root, OsStr::new("made")).expect("unlink");
-        let linked = held.link(&inode, &root, OsStr::new("again"));
+        let backing = begun(mode);
+        let root = backing.root();
+        let (inode, file) = write(&backing, &root, "made");
+        backing.unlink(&root, OsStr::new("made")).expect("unlink");
+        let linked = backing.link(&inode, &root, OsStr::new("again"));
         assert_eq!(
             linked.err(),
             Some(Errno::NOENT),
@@ -158,98 +160,108 @@ fn a_file_that_was_made_and_removed_lives_until_its_last_close() {
         );
         let works = |what: &str| {
             assert_eq!(
-                held.attr(&inode).map(|attr| attr.nlink),
+                backing.attr(&inode).map(|attr| attr.nlink),
                 Ok(0),
                 "{mode:?}: {what}"
             );
             assert_eq!(
-                held.write_at(&file, &[IoSlice::new(b"x")], 0),
+                backing.write_at(&file, &[IoSlice::new(b"x")], 0),
                 Ok(1),
                 "{mode:?}: {what}"
             );
-            assert_eq!(first_byte(&held, &file), Ok((1, b'x')), "{mode:?}: {what}");
-            held.set_mode(&inode, 0o600).expect("chmod");
-            held.set_len(&file, BYTES as u64 / 2).expect("truncate");
-            held.sync(&file, false).expect("fsync");
+            assert_eq!(
+                first_byte(&backing, &file),
+                Ok((1, b'x')),
+                "{mode:?}: {what}"
+            );
+            backing.set_mode(&inode, 0o600).expect("chmod");
+            backing.set_len(&file, BYTES as u64 / 2).expect("truncate");
+            backing.sync(&file, false).expect("fsync");
         };
         works("in the transaction");
         if is_aborted {
-            held.abort(&root).expect("abort");
+            backing.abort(&root).expect("abort");
         } else {
-            held.prepare(&root, 1).expect("prepare");
+            backing.prepare(&root, 1).expect("prepare");
             works("waits for no outcome");
-            held.commit(&root, 1).expect("commit");
+            backing.commit(&root, 1).expect("commit");
         }
         works("after the transaction");
-        let while_open = bytes_free(&held);
+        let while_open = bytes_free(&backing);
         drop((inode, file));
-        let freed = bytes_free(&held) - while_open;
+        let freed = bytes_free(&backing) - while_open;
         assert_eq!(
             freed,
             BYTES as u64 / 2,
             "{mode:?}: gone with the last close"
         );
-        held.base().fsck().expect("fsck");
+        backing.base().fsck().expect("fsck");
     }
 }
 
 #[test]
 fn nothing_is_made_in_a_directory_that_was_made_and_removed() {
     for mode in MODES {
-        let held = begun(mode);
-        let root = held.root();
-        let (dir, _) = held
+        let backing = begun(mode);
+        let root = backing.root();
+        let (dir, _) = backing
             .mkdir(&suite::own_caller(), &root, OsStr::new("dir"), 0o755)
             .expect("mkdir");
-        held.rmdir(&root, OsStr::new("dir")).expect("rmdir");
+        backing.rmdir(&root, OsStr::new("dir")).expect("rmdir");
         let name = OsStr::new("x");
-        let made = held.create(&suite::own_caller(), &dir, name, 0o644).err();
+        let made = backing
+            .create(&suite::own_caller(), &dir, name, 0o644)
+            .err();
         assert_eq!(made, Some(Errno::NOENT), "{mode:?}");
         assert_eq!(
-            held.lookup(&dir, name).err(),
+            backing.lookup(&dir, name).err(),
             Some(Errno::NOENT),
             "{mode:?}"
         );
-        assert_eq!(held.attr(&dir).map(|attr| attr.nlink), Ok(0), "{mode:?}");
-        let moved = held.rename(&root, OsStr::new("old"), &dir, name, RenameFlags::empty());
+        assert_eq!(backing.attr(&dir).map(|attr| attr.nlink), Ok(0), "{mode:?}");
+        let moved = backing.rename(&root, OsStr::new("old"), &dir, name, RenameFlags::empty());
         assert_eq!(moved, Err(Errno::NOENT), "{mode:?}");
-        held.abort(&root).expect("abort");
+        backing.abort(&root).expect("abort");
     }
 }
 
 #[test]
 fn what_was_there_and_is_removed_comes_back_with_an_abort() {
     for mode in MODES {
-        let held = begun(mode);
-        let root: SimInode = held.root();
+        let backing = begun(mode);
+        let root: SimInode = backing.root();
         let flags = RenameFlags::empty();
         for round in 0..3 {
-            let (_, file) = write(&held, &root, "temporary");
+            let (_, file) = write(&backing, &root, "temporary");
             drop(file);
-            held.rename(
-                &root,
-                OsStr::new("temporary"),
-                &root,
-                OsStr::new("old"),
-                flags,
-            )
-            .expect("rename");
+            backing
+                .rename(
+                    &root,
+                    OsStr::new("temporary"),
+                    &root,
+                    OsStr::new("old"),
+                    flags,
+                )
+                .expect("rename");
             if round == 1 {
-                held.unlink(&root, OsStr::new("old")).expect("unlink");
+                backing.unlink(&root, OsStr::new("old")).expect("unlink");
             }
         }
         assert_eq!(
-            held.lookup(&root, OsStr::new("old"))
+            backing
+                .lookup(&root, OsStr::new("old"))
                 .map(|(_, attr)| attr.nlink),
             Ok(1)
         );
-        held.abort(&root).expect("abort");
-        let (inode, attr) = held.lookup(&root, OsStr::new("old")).expect("it is back");
+        backing.abort(&root).expect("abort");
+        let (inode, attr) = backing
+            .lookup(&root, OsStr::new("old"))
+            .expect("it is back");
         assert_eq!((attr.size, attr.nlink), (BYTES as u64, 1), "{mode:?}");
-        let file = held.open(&inode, Access::Read).expect("open");
-        assert_eq!(first_byte(&held, &file), Ok((1, 7)), "{mode:?}");
+        let file = backing.open(&inode, Access::Read).expect("open");
+        assert_eq!(first_byte(&backing, &file), Ok((1, 7)), "{mode:?}");
         assert_eq!(
-            held.lookup(&root, OsStr::new("temporary")).err(),
+            backing.lookup(&root, OsStr::new("temporary")).err(),
             Some(Errno::NOENT),
             "{mode:?}"
         );

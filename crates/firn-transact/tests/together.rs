@@ -10,7 +10,7 @@ use common::{Verbs, in_firn, seen};
 use firn_backing::sim::Tree;
 use firn_backing::{Access, Backing, Caller, Errno, RenameFlags, SimBacking};
 use firn_transact::{
-    AbortError, BeginError, CommitError, Expected, Members, Mode, OpenError, Stage,
+    AbortError, BeginError, CommitError, Expected, Members, Mode, OpenError, Stage, StageError,
     TransactionError, TransactionalBacking, Vote, VoteError,
 };
 
@@ -283,7 +283,7 @@ fn recovered(
                                     Err(error) => panic!("{told}: {error}"),
                                 },
                                 // The other has decided.
-                                Err(TransactionError::Abort(AbortError::Decided { id })) => {
+                                Err(TransactionError::Stage(StageError::Decided { id })) => {
                                     host.commit(&root, id)
                                         .unwrap_or_else(|e| panic!("{told}: {e}"));
                                     stages[index] = 6;
@@ -439,7 +439,10 @@ fn nobody_undoes_before_all_have_stopped_and_nobody_begins_before_all_have_left(
     assert_eq!(put(&a, "shared", 0, b"x"), Err(Errno::CANCELED));
     assert_eq!(put(&b, "shared", 0, b"x"), Ok(()), "it has not heard of it");
     assert!(!same(&seen(&disk), &trees().0) && !same(&seen(&disk), &changed));
-    assert!(matches!(a.commit(&a.root(), ID), Err(CommitError::Undoing)));
+    assert!(matches!(
+        a.commit(&a.root(), ID),
+        Err(CommitError::Stage(StageError::Undoing))
+    ));
     assert_eq!(b.to_be_stopped(), [Vec::<u8>::new()]);
     assert_eq!(b.prepare(&b.root(), ID), Ok(()));
     b.publish_accesses(&b.root(), ID).expect("publish");

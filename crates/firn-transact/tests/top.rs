@@ -112,18 +112,18 @@ fn fresh(seed: u64, start: Start) -> SimBacking {
     sim
 }
 
-fn begin(held: &TransactionalBacking<SimBacking>, start: Start) -> Result<(), BeginError> {
+fn begin(backing: &TransactionalBacking<SimBacking>, start: Start) -> Result<(), BeginError> {
     let caller = suite::own_caller();
     match start {
         Start::Created => {
-            let parent = at(held, PARENT)?;
+            let parent = at(backing, PARENT)?;
             let maker = TopMaker {
                 caller: &caller,
                 mode: 0o755,
             };
-            held.begin_created(&parent, b"p/d", maker).map(drop)
+            backing.begin_created(&parent, b"p/d", maker).map(drop)
         }
-        Start::There => held.begin(&at(held, "p/d")?, b"p/d").map(drop),
+        Start::There => backing.begin(&at(backing, "p/d")?, b"p/d").map(drop),
     }
 }
 
@@ -140,10 +140,10 @@ fn open(disk: SimBacking, mode: Mode, history: u32) -> (TransactionalBacking<Sim
         history,
         ..Opening::default()
     };
-    let (held, outcome) =
+    let (backing, outcome) =
         TransactionalBacking::open_with(disk, opening, |_| Ok::<(), TransactionError>(()))
             .expect("open");
-    (held.in_mode(mode), outcome)
+    (backing.in_mode(mode), outcome)
 }
 
 fn without_own(tree: Tree) -> Tree {
@@ -166,7 +166,7 @@ fn without_links(mut tree: Tree) -> Tree {
 
 /// A transaction in its middle, and what its end may lead to.
 struct Middle {
-    held: TransactionalBacking<SimBacking>,
+    backing: TransactionalBacking<SimBacking>,
     old: Tree,
     new: Tree,
     top: &'static str,
@@ -177,16 +177,16 @@ fn middle(seed: u64, mode: Mode, start: Start, history: u32, calls: &[Call]) -> 
     let disk = fresh(seed, start);
     let plain = disk.fork();
     let outside = disk.fork();
-    let held = open(disk, mode, history).0;
-    begin(&held, start).expect("begin");
+    let backing = open(disk, mode, history).0;
+    begin(&backing, start).expect("begin");
     begin_plain(&plain, start);
     let (mut top, mut plain_top, mut outside_top) = ("d", "d", "other");
     for &call in calls {
-        let here = run(&held, &mut top, call);
+        let here = run(&backing, &mut top, call);
         let there = run(&plain, &mut plain_top, call);
         assert_eq!(here, there, "{mode:?}, {start:?}, {calls:?}: {call:?}");
         assert_eq!(
-            seen(&held),
+            seen(&backing),
             plain.tree(),
             "{mode:?}, {start:?}, {calls:?}: after {call:?}"
         );
@@ -194,11 +194,11 @@ fn middle(seed: u64, mode: Mode, start: Start, history: u32, calls: &[Call]) -> 
             let _ = run(&outside, &mut outside_top, call);
         }
     }
-    let root = at(&held, &format!("{PARENT}/{top}")).expect("scope");
+    let root = at(&backing, &format!("{PARENT}/{top}")).expect("scope");
     let new = plain.tree();
     let old = outside.tree();
     if mode == Mode::Buffer {
-        let below = without_own(held.base().tree());
+        let below = without_own(backing.base().tree());
         assert_eq!(
             content(&below),
             content(&old),
@@ -206,7 +206,7 @@ fn middle(seed: u64, mode: Mode, start: Start, history: u32, calls: &[Call]) -> 
         );
     }
     Middle {
-        held,
+        backing,
         old,
         new,
         top,
@@ -238,63 +238,63 @@ const ENDS: [End; 7] = [
 
 fn finish(middle: Middle, mode: Mode, end: End, told: &str) {
     let Middle {
-        held,
+        backing,
         old,
         new,
         root,
         top,
     } = middle;
-    let (held, is_committed) = match end {
+    let (backing, is_committed) = match end {
         End::Commit => {
-            held.commit(&root, 7).expect("commit");
-            (held, true)
+            backing.commit(&root, 7).expect("commit");
+            (backing, true)
         }
         End::Abort => {
-            held.abort(&root).expect("abort");
-            (held, false)
+            backing.abort(&root).expect("abort");
+            (backing, false)
         }
         End::PrepareThenCommit => {
-            held.prepare(&root, 7).expect("prepare");
-            held.commit(&root, 7).expect("commit");
-            (held, true)
+            backing.prepare(&root, 7).expect("prepare");
+            backing.commit(&root, 7).expect("commit");
+            (backing, true)
         }
         End::PrepareThenAbort => {
-            held.prepare(&root, 7).expect("prepare");
-            held.abort(&root).expect("abort");
-            (held, false)
+            backing.prepare(&root, 7).expect("prepare");
+            backing.abort(&root).expect("abort");
+            (backing, false)
         }
         End::RecoverOpen => {
-            let disk = held.base().clone();
-            drop(held);
+            let disk = backing.base().clone();
+            drop(backing);
             (open(disk, mode, 0).0, false)
         }
         End::RecoverThenCommit | End::RecoverThenAbort => {
-            held.prepare(&root, 7).expect("prepare");
-            let disk = held.base().clone();
-            drop(held);
-            let (held, outcome) = open(disk, mode, 0);
+            backing.prepare(&root, 7).expect("prepare");
+            let disk = backing.base().clone();
+            drop(backing);
+            let (backing, outcome) = open(disk, mode, 0);
             assert_eq!(outcome.waiting, [(7, b"p/d".to_vec())], "{told}");
             let shown = if mode == Mode::Buffer { &old } else { &new };
-            assert_eq!(&seen(&held), shown, "{told}: prepared");
+            assert_eq!(&seen(&backing), shown, "{told}: prepared");
             // Each name of it means the transaction.
             for path in [b"p/d".to_vec(), format!("p/{top}").into_bytes()] {
-                assert_eq!(held.path_at_begin(&path), b"p/d", "{told}");
+                assert_eq!(backing.path_at_begin(&path), b"p/d", "{told}");
             }
-            let root = held.top_known_as(b"p/d").expect("it waits");
+            let root = backing.top_known_as(b"p/d").expect("it waits");
             if end == End::RecoverThenCommit {
-                held.commit(&root, 7).expect("commit");
+                backing.commit(&root, 7).expect("commit");
             } else {
-                held.abort(&root).expect("abort");
+                backing.abort(&root).expect("abort");
             }
-            (held, end == End::RecoverThenCommit)
+            (backing, end == End::RecoverThenCommit)
         }
     };
     let expected = if is_committed { &new } else { &old };
-    assert_eq!(&seen(&held), expected, "{told}");
-    assert_eq!(held.transactions(), [], "{told}");
+    assert_eq!(&seen(&backing), expected, "{told}");
+    assert_eq!(backing.transactions(), [], "{told}");
     assert_eq!(
-        without_own(held.base().tree()),
-        without_own_nlink(expected, &held),
+        without_own(backing.base().tree()),
+        without_own_nlink(expected, &backing),
         "{told}: in the backing"
     );
     let path = if is_committed {
@@ -302,18 +302,18 @@ fn finish(middle: Middle, mode: Mode, end: End, told: &str) {
     } else {
         "p/d".into()
     };
-    let number = held.committed(path.as_bytes());
+    let number = backing.committed(path.as_bytes());
     assert_eq!(number, Ok(is_committed.then_some(7)), "{told}");
     if is_committed && top != "d" {
-        assert_eq!(held.committed(b"p/d"), Ok(None), "{told}");
+        assert_eq!(backing.committed(b"p/d"), Ok(None), "{told}");
     }
-    held.base().fsck().expect("fsck");
+    backing.base().fsck().expect("fsck");
 }
 
 /// The top of the backing has `.firn`, which programs do not see.
-fn without_own_nlink(tree: &Tree, held: &TransactionalBacking<SimBacking>) -> Tree {
+fn without_own_nlink(tree: &Tree, backing: &TransactionalBacking<SimBacking>) -> Tree {
     let mut tree = tree.clone();
-    let below = held.base().tree();
+    let below = backing.base().tree();
     if let (Some(top), Some(now)) = (tree.get_mut(&b""[..]), below.get(&b""[..])) {
         top.nlink = now.nlink;
     }
@@ -367,34 +367,34 @@ fn a_restore_brings_the_name_of_the_top_back() {
         let mut calls = sequence(number, 3);
         calls.retain(|call| *call != MakeOutside);
         let disk = fresh(1, Start::There);
-        let held = open(disk, Mode::Buffer, 3).0;
-        let scope = at(&held, "p/d").expect("scope");
-        held.begin(&scope, b"p/d").expect("begin");
-        run(&held, &mut "d", Create("first")).expect("create");
-        held.commit(&scope, 1).expect("commit");
-        let old = seen(&held);
-        begin(&held, Start::There).expect("begin");
+        let backing = open(disk, Mode::Buffer, 3).0;
+        let scope = at(&backing, "p/d").expect("scope");
+        backing.begin(&scope, b"p/d").expect("begin");
+        run(&backing, &mut "d", Create("first")).expect("create");
+        backing.commit(&scope, 1).expect("commit");
+        let old = seen(&backing);
+        begin(&backing, Start::There).expect("begin");
         let mut top = "d";
         for &call in &calls {
-            let _ = run(&held, &mut top, call);
+            let _ = run(&backing, &mut top, call);
         }
         let told = format!("{calls:?}");
-        let scope = at(&held, &format!("p/{top}")).expect("scope");
-        held.commit(&scope, 2).expect("commit");
+        let scope = at(&backing, &format!("p/{top}")).expect("scope");
+        backing.commit(&scope, 2).expect("commit");
         let path = format!("p/{top}").into_bytes();
-        assert_eq!(held.kept(&path), Ok(vec![2, 1]), "{told}");
+        assert_eq!(backing.kept(&path), Ok(vec![2, 1]), "{told}");
         // And one more, so that the way back leads under both names.
-        held.begin(&scope, &path).expect("begin");
-        run(&held, &mut top, Create("third")).expect("create");
-        held.commit(&scope, 3).expect("commit");
-        assert_eq!(held.kept(&path), Ok(vec![3, 2, 1]), "{told}");
-        held.restore(&scope, 1).expect("restore");
+        backing.begin(&scope, &path).expect("begin");
+        run(&backing, &mut top, Create("third")).expect("create");
+        backing.commit(&scope, 3).expect("commit");
+        assert_eq!(backing.kept(&path), Ok(vec![3, 2, 1]), "{told}");
+        backing.restore(&scope, 1).expect("restore");
         assert_eq!(
-            without_links(seen(&held)),
+            without_links(seen(&backing)),
             without_links(old.clone()),
             "{told}"
         );
-        let again = open(held.base().fork(), Mode::Buffer, 3).0;
+        let again = open(backing.base().fork(), Mode::Buffer, 3).0;
         assert_eq!(
             without_links(seen(&again)),
             without_links(old),
@@ -426,28 +426,28 @@ const CRASH_SEQUENCES: [&[Call]; 5] = [
 
 /// All of a transaction, from its begin to its end.
 fn all_of_it(
-    held: &TransactionalBacking<SimBacking>,
+    backing: &TransactionalBacking<SimBacking>,
     start: Start,
     calls: &[Call],
     end: End,
 ) -> Result<(), TransactionError> {
-    begin(held, start)?;
+    begin(backing, start)?;
     let mut top = "d";
     for &call in calls {
-        match run(held, &mut top, call) {
+        match run(backing, &mut top, call) {
             Ok(()) | Err(Errno::NOENT | Errno::EXIST) => {}
             Err(errno) => return Err(errno.into()),
         }
     }
-    let root = at(held, &format!("{PARENT}/{top}"))?;
+    let root = at(backing, &format!("{PARENT}/{top}"))?;
     match end {
-        End::Commit => held.commit(&root, 7)?,
-        End::Abort => held.abort(&root)?,
+        End::Commit => backing.commit(&root, 7)?,
+        End::Abort => backing.abort(&root)?,
         End::PrepareThenCommit => {
-            held.prepare(&root, 7)?;
-            held.commit(&root, 7)?;
+            backing.prepare(&root, 7)?;
+            backing.commit(&root, 7)?;
         }
-        _ => held.prepare(&root, 7)?,
+        _ => backing.prepare(&root, 7)?,
     }
     Ok(())
 }
@@ -484,28 +484,28 @@ fn a_crash_at_any_call_leaves_the_old_name_and_tree_or_the_new_ones() {
             let (old, new) = both_trees(start, calls);
             for step in 1.. {
                 let disk = fresh(1, start);
-                let held = open(disk.clone(), mode, 0).0;
+                let backing = open(disk.clone(), mode, 0).0;
                 disk.crash_at(disk.steps() + step);
-                let result = all_of_it(&held, start, calls, end);
+                let result = all_of_it(&backing, start, calls, end);
                 let is_over = !disk.is_dead();
-                drop(held);
+                drop(backing);
                 let told = format!("{mode:?}, {start:?}, {calls:?}, {end:?}, call {step}");
-                let held = recover(&disk, mode, step, &told);
-                let now = seen(&held);
+                let backing = recover(&disk, mode, step, &told);
+                let now = seen(&backing);
                 assert!(now == old || now == new, "{told}: {now:?}");
                 assert!(
-                    end != End::Abort || now == old || !held.transactions().is_empty(),
+                    end != End::Abort || now == old || !backing.transactions().is_empty(),
                     "{told}"
                 );
                 let is_committed = matches!(end, End::Commit | End::PrepareThenCommit);
                 assert!(!(is_committed && result.is_ok()) || now == new, "{told}");
-                if let Some(root) = held.top_known_as(b"p/d") {
+                if let Some(root) = backing.top_known_as(b"p/d") {
                     let shown = if mode == Mode::Buffer { &old } else { &new };
                     assert_eq!(&now, shown, "{told}: it waits");
-                    held.abort(&root).expect("abort");
-                    assert_eq!(seen(&held), old, "{told}: aborted");
+                    backing.abort(&root).expect("abort");
+                    assert_eq!(seen(&backing), old, "{told}: aborted");
                 }
-                held.base().fsck().expect("fsck");
+                backing.base().fsck().expect("fsck");
                 if is_over {
                     break;
                 }
@@ -545,7 +545,7 @@ fn what_the_backing_refuses_at_any_call_leaves_the_transaction_whole() {
             let (old, _) = both_trees(start, calls);
             for step in 1.. {
                 let disk = fresh(1, start);
-                let held = open(disk.clone(), mode, 0).0;
+                let backing = open(disk.clone(), mode, 0).0;
                 let begun = disk.steps();
                 let mut left = 1;
                 disk.set_plan(move |_, now| {
@@ -553,27 +553,28 @@ fn what_the_backing_refuses_at_any_call_leaves_the_transaction_whole() {
                     left -= i32::from(is_it);
                     is_it.then_some(Fault::Error(Errno::NOSPC))
                 });
-                let result = all_of_it(&held, start, calls, End::PrepareThenCommit);
+                let result = all_of_it(&backing, start, calls, End::PrepareThenCommit);
                 disk.clear_plan();
                 let told = format!("{mode:?}, {start:?}, {calls:?}, call {step}: {result:?}");
                 if result.is_ok() {
                     break;
                 }
                 // Nothing or all of it is there, and what is open can be ended.
-                if let Some(root) = held.top_known_as(b"p/d") {
-                    match held.transactions()[0].stage {
-                        Stage::Decided(id) => held.commit(&root, id).expect("commit"),
+                if let Some(root) = backing.top_known_as(b"p/d") {
+                    match backing.transactions()[0].stage {
+                        Stage::Decided(id) => backing.commit(&root, id).expect("commit"),
                         _ => {
-                            held.abort(&root)
+                            backing
+                                .abort(&root)
                                 .unwrap_or_else(|error| panic!("{told}: {error}"));
-                            assert_eq!(seen(&held), old, "{told}");
+                            assert_eq!(seen(&backing), old, "{told}");
                         }
                     }
                 } else {
-                    assert_eq!(seen(&held), old, "{told}");
+                    assert_eq!(seen(&backing), old, "{told}");
                 }
-                assert_eq!(held.transactions(), [], "{told}");
-                let now = seen(&held);
+                assert_eq!(backing.transactions(), [], "{told}");
+                let now = seen(&backing);
                 let again = open(disk, mode, 0).0;
                 assert_eq!(seen(&again), now, "{told}: opened again");
             }
@@ -588,17 +589,18 @@ fn programs_see_the_new_name_however_far_the_commit_is_applied() {
         for calls in CRASH_SEQUENCES {
             for step in 1.. {
                 let Middle {
-                    held,
+                    backing,
                     new,
                     root,
                     top,
                     ..
                 } = middle(1, Mode::Buffer, start, 0, calls);
-                held.decide(&root, 7).expect("decide");
+                backing.decide(&root, 7).expect("decide");
                 let path = format!("p/{top}").into_bytes();
-                held.begin(&root, &path)
+                backing
+                    .begin(&root, &path)
                     .expect("the next one begins at once");
-                let disk = held.base().clone();
+                let disk = backing.base().clone();
                 let begun = disk.steps();
                 let mut left = 1;
                 disk.set_plan(move |_, now| {
@@ -606,15 +608,15 @@ fn programs_see_the_new_name_however_far_the_commit_is_applied() {
                     left -= i32::from(is_it);
                     is_it.then_some(Fault::Error(Errno::NOSPC))
                 });
-                let result = held.apply(&path);
+                let result = backing.apply(&path);
                 disk.clear_plan();
                 let told = format!("{start:?}, {calls:?}, call {step}: {result:?}");
-                assert_eq!(seen(&held), new, "{told}");
-                held.apply(&path).expect("again");
-                assert_eq!(seen(&held), new, "{told}: applied");
-                held.abort(&root).expect("abort of what followed");
-                assert_eq!(seen(&held), new, "{told}: only the commit is left");
-                assert_eq!(held.transactions(), [], "{told}");
+                assert_eq!(seen(&backing), new, "{told}");
+                backing.apply(&path).expect("again");
+                assert_eq!(seen(&backing), new, "{told}: applied");
+                backing.abort(&root).expect("abort of what followed");
+                assert_eq!(seen(&backing), new, "{told}: only the commit is left");
+                assert_eq!(backing.transactions(), [], "{told}");
                 if result.is_ok() {
                     break;
                 }
@@ -623,45 +625,80 @@ fn programs_see_the_new_name_however_far_the_commit_is_applied() {
     }
 }
 
+/// Proves S-tx-102, S-tx-103 of the transaction that follows a commit: the backing may still have to get the name that
+/// the commit gives the top.
+#[test]
+fn the_top_keeps_its_name_until_the_commit_before_the_transaction_is_applied() {
+    for start in STARTS {
+        for calls in [&[][..], &[RenameTop("e")]] {
+            let told = format!("{start:?}, {calls:?}");
+            let Middle {
+                backing, root, top, ..
+            } = middle(1, Mode::Buffer, start, 0, calls);
+            let parent = at(&backing, PARENT).expect("parent");
+            let rename = || {
+                let (from, to) = (OsStr::new(top), OsStr::new("g"));
+                backing.rename(&parent, from, &parent, to, NO_FLAGS)
+            };
+            backing.decide(&root, 7).expect("decide");
+            let path = format!("p/{top}").into_bytes();
+            backing
+                .begin(&root, &path)
+                .expect("begin of the next transaction");
+            let tree = seen(&backing);
+            assert_eq!(rename(), Err(Errno::BUSY), "{told}: decided");
+            assert_eq!(seen(&backing), tree, "{told}: nothing is changed");
+            backing.apply(&path).expect("apply");
+            rename().expect("the next transaction may rename the top");
+            assert_eq!(at(&backing, &format!("p/{top}")).err(), Some(Errno::NOENT));
+            backing.commit(&root, 8).expect("commit");
+            let below = backing.base();
+            assert!(at(below, "p/g").is_ok(), "{told}");
+            let old = at(below, &format!("p/{top}")).err();
+            assert_eq!(old, Some(Errno::NOENT), "{told}");
+        }
+    }
+}
+
 /// Proves S-tx-101, S-tx-103, S-tx-104.
 #[test]
 fn what_cannot_be_made_or_renamed_is_refused_with_the_number_that_says_why() {
     for mode in MODES {
-        let held = open(fresh(1, Start::There), mode, 0).0;
+        let backing = open(fresh(1, Start::There), mode, 0).0;
         let caller = suite::own_caller();
         let maker = TopMaker {
             caller: &caller,
             mode: 0o755,
         };
-        let parent = at(&held, PARENT).expect("parent");
-        let create = |path: &[u8]| held.begin_created(&parent, path, maker).map(drop);
-        let tree = seen(&held);
+        let parent = at(&backing, PARENT).expect("parent");
+        let create = |path: &[u8]| backing.begin_created(&parent, path, maker).map(drop);
+        let tree = seen(&backing);
         for there in [&b"p/d"[..], b"p/file", b"p/empty"] {
             assert_eq!(create(there), Err(BeginError::Exists), "{mode:?}");
         }
-        let file = at(&held, "p/file").expect("file");
-        let in_file = held.begin_created(&file, b"p/file/d", maker).map(drop);
+        let file = at(&backing, "p/file").expect("file");
+        let in_file = backing.begin_created(&file, b"p/file/d", maker).map(drop);
         assert_eq!(in_file, Err(ScopeError::NotDirectory.into()));
-        assert_eq!(seen(&held), tree, "{mode:?}: nothing is made");
+        assert_eq!(seen(&backing), tree, "{mode:?}: nothing is made");
 
-        begin(&held, Start::There).expect("begin");
+        begin(&backing, Start::There).expect("begin");
         create(b"p/n").expect("beside another transaction");
-        let within = at(&held, "p/d").expect("scope");
-        let nested = held.begin_created(&within, b"p/d/n", maker).map(drop);
+        let within = at(&backing, "p/d").expect("scope");
+        let nested = backing.begin_created(&within, b"p/d/n", maker).map(drop);
         assert!(
             matches!(nested, Err(BeginError::Overlaps { .. })),
             "{mode:?}: {nested:?}"
         );
-        let above = held.begin(&parent, b"p").map(drop);
+        let above = backing.begin(&parent, b"p").map(drop);
         assert!(
             matches!(above, Err(BeginError::Overlaps { .. })),
             "{mode:?}: {above:?}"
         );
 
         let rename = |from: &str, to: &str, flags| {
-            held.rename(&parent, OsStr::new(from), &parent, OsStr::new(to), flags)
+            backing.rename(&parent, OsStr::new(from), &parent, OsStr::new(to), flags)
         };
-        let tree = seen(&held);
+        let tree = seen(&backing);
         for top in ["d", "n"] {
             let told = format!("{mode:?}: {top}");
             assert_eq!(rename(top, "file", NO_FLAGS), Err(Errno::NOTDIR), "{told}");
@@ -678,58 +715,58 @@ fn what_cannot_be_made_or_renamed_is_refused_with_the_number_that_says_why() {
             assert_eq!(rename(top, "none", flags), Err(Errno::NOENT), "{told}");
             assert_eq!(rename("empty", top, NO_FLAGS), Err(Errno::BUSY), "{told}");
             assert_eq!(rename("empty", top, flags), Err(Errno::BUSY), "{told}");
-            let other = at(&held, "p/other").expect("other");
+            let other = at(&backing, "p/other").expect("other");
             let elsewhere =
-                held.rename(&parent, OsStr::new(top), &other, OsStr::new(top), NO_FLAGS);
+                backing.rename(&parent, OsStr::new(top), &other, OsStr::new(top), NO_FLAGS);
             assert_eq!(elsewhere, Err(Errno::BUSY), "{told}");
             assert_eq!(
-                held.rmdir(&parent, OsStr::new(top)),
+                backing.rmdir(&parent, OsStr::new(top)),
                 Err(Errno::BUSY),
                 "{told}"
             );
             assert_eq!(
-                held.unlink(&parent, OsStr::new(top)),
+                backing.unlink(&parent, OsStr::new(top)),
                 Err(Errno::ISDIR),
                 "{told}"
             );
             assert_eq!(
-                make_dir(&held, &parent, top).err(),
+                make_dir(&backing, &parent, top).err(),
                 Some(Errno::EXIST),
                 "{told}"
             );
-            let file = at(&held, "p/file").expect("file");
-            let linked = held.link(&file, &parent, OsStr::new(top));
+            let file = at(&backing, "p/file").expect("file");
+            let linked = backing.link(&file, &parent, OsStr::new(top));
             assert_eq!(linked.err(), Some(Errno::EXIST), "{told}");
-            let root = held.root();
-            let above = held.rename(&root, OsStr::new(PARENT), &root, OsStr::new("q"), NO_FLAGS);
+            let root = backing.root();
+            let above = backing.rename(&root, OsStr::new(PARENT), &root, OsStr::new("q"), NO_FLAGS);
             assert_eq!(above, Err(Errno::BUSY), "{told}");
         }
-        assert_eq!(seen(&held), tree, "{mode:?}: nothing is changed");
+        assert_eq!(seen(&backing), tree, "{mode:?}: nothing is changed");
         // A name that a transaction takes stays its own.
         rename("d", "e", NO_FLAGS).expect("rename");
         rename("n", "m", NO_FLAGS).expect("rename");
-        let tree = seen(&held);
+        let tree = seen(&backing);
         for (top, first) in [("e", "d"), ("m", "n")] {
             let told = format!("{mode:?}: {top}");
             assert_eq!(
-                at(&held, &format!("p/{first}")).err(),
+                at(&backing, &format!("p/{first}")).err(),
                 Some(Errno::NOENT),
                 "{told}"
             );
             assert_eq!(
-                make_dir(&held, &parent, first).err(),
+                make_dir(&backing, &parent, first).err(),
                 Some(Errno::BUSY),
                 "{told}"
             );
             assert_eq!(rename("empty", first, NO_FLAGS), Err(Errno::BUSY), "{told}");
             assert_eq!(rename(first, "free", NO_FLAGS), Err(Errno::NOENT), "{told}");
             assert_eq!(
-                held.rmdir(&parent, OsStr::new(first)),
+                backing.rmdir(&parent, OsStr::new(first)),
                 Err(Errno::NOENT),
                 "{told}"
             );
             assert_eq!(
-                held.unlink(&parent, OsStr::new(first)),
+                backing.unlink(&parent, OsStr::new(first)),
                 Err(Errno::NOENT),
                 "{told}"
             );
@@ -742,11 +779,11 @@ fn what_cannot_be_made_or_renamed_is_refused_with_the_number_that_says_why() {
         assert_eq!(rename("e", "n", NO_FLAGS), Err(Errno::BUSY), "{mode:?}");
         assert_eq!(rename("e", "m", NO_FLAGS), Err(Errno::BUSY), "{mode:?}");
         // Once it is prepared the name stays.
-        let prepared = at(&held, "p/e").expect("scope");
-        held.prepare(&prepared, 1).expect("prepare");
+        let prepared = at(&backing, "p/e").expect("scope");
+        backing.prepare(&prepared, 1).expect("prepare");
         assert_eq!(rename("e", "g", NO_FLAGS), Err(Errno::BUSY), "{mode:?}");
-        assert_eq!(seen(&held), tree, "{mode:?}: nothing is changed");
-        held.commit(&prepared, 1).expect("commit");
+        assert_eq!(seen(&backing), tree, "{mode:?}: nothing is changed");
+        backing.commit(&prepared, 1).expect("commit");
         rename("e", "g", NO_FLAGS).expect("it is over");
     }
 }
@@ -762,16 +799,16 @@ fn an_arena_drops_what_was_written_below_any_name_of_the_top() {
             ..Opening::default()
         };
         let nothing = |_: &[Vec<u8>]| Ok::<(), TransactionError>(());
-        let held = TransactionalBacking::open_with(disk.clone(), opening(), nothing)
+        let backing = TransactionalBacking::open_with(disk.clone(), opening(), nothing)
             .expect("open")
             .0
             .in_mode(mode);
-        begin(&held, Start::There).expect("begin");
+        begin(&backing, Start::There).expect("begin");
         let mut top = "d";
         for name in ["e", "f"] {
-            run(&held, &mut top, RenameTop(name)).expect("rename");
+            run(&backing, &mut top, RenameTop(name)).expect("rename");
         }
-        drop(held);
+        drop(backing);
         let mut dropped = Vec::new();
         let note = |scopes: &[Vec<u8>]| {
             dropped.extend(
@@ -796,15 +833,17 @@ fn a_new_top_inherits_from_its_parent() {
         disk.set_owner(&parent, None, Some(4321)).expect("chown");
         disk.set_mode(&parent, 0o2775).expect("chmod");
         disk.sync_all().expect("sync");
-        let held = open(disk, mode, 0).0;
-        begin(&held, Start::Created).expect("begin");
-        let attr = held.attr(&at(&held, "p/d").expect("scope")).expect("attr");
+        let backing = open(disk, mode, 0).0;
+        begin(&backing, Start::Created).expect("begin");
+        let attr = backing
+            .attr(&at(&backing, "p/d").expect("scope"))
+            .expect("attr");
         assert_eq!((attr.gid, attr.mode & 0o7777), (4321, 0o2755), "{mode:?}");
-        let root = at(&held, "p/d").expect("scope");
-        held.commit(&root, 1).expect("commit");
-        let attr = held
+        let root = at(&backing, "p/d").expect("scope");
+        backing.commit(&root, 1).expect("commit");
+        let attr = backing
             .base()
-            .attr(&at(held.base(), "p/d").expect("scope"))
+            .attr(&at(backing.base(), "p/d").expect("scope"))
             .expect("attr");
         assert_eq!((attr.gid, attr.mode & 0o7777), (4321, 0o2755), "{mode:?}");
     }

@@ -37,9 +37,9 @@ fn open<B: Backing>(base: B) -> TransactionalBacking<B> {
 
 /// A backing whose whole tree is in a transaction.
 fn begun<B: Backing>(base: B, mode: Mode) -> TransactionalBacking<B> {
-    let held = open(base).in_mode(mode);
-    held.begin(&held.root(), b"").expect("begin");
-    held
+    let backing = open(base).in_mode(mode);
+    backing.begin(&backing.root(), b"").expect("begin");
+    backing
 }
 
 #[test]
@@ -72,16 +72,16 @@ fn a_transaction_in_a_real_directory_conforms() {
     }
 }
 
-fn seen<B: Backing>(held: &TransactionalBacking<B>) -> Tree {
-    tree(held).expect("tree")
+fn seen<B: Backing>(backing: &TransactionalBacking<B>) -> Tree {
+    tree(backing).expect("tree")
 }
 
 /// Random calls: some before the transaction, then in it, beside a plain backing that gets the same.
-fn run<B: Backing>(held: &TransactionalBacking<B>, seed: u64) -> SimBacking {
+fn run<B: Backing>(backing: &TransactionalBacking<B>, seed: u64) -> SimBacking {
     let plain = SimBacking::new();
-    suite::differential::run(held, &plain, seed, 100);
-    held.begin(&held.root(), b"").expect("begin");
-    suite::differential::run(held, &plain, seed + 1_000_000, 200);
+    suite::differential::run(backing, &plain, seed, 100);
+    backing.begin(&backing.root(), b"").expect("begin");
+    suite::differential::run(backing, &plain, seed + 1_000_000, 200);
     plain
 }
 
@@ -89,16 +89,16 @@ fn run<B: Backing>(held: &TransactionalBacking<B>, seed: u64) -> SimBacking {
 fn after_a_commit_the_backing_is_as_a_plain_one_after_the_same_calls() {
     for (seed, mode) in common::seeds(300, 200).flat_map(|seed| MODES.map(|mode| (seed, mode))) {
         println!("seed {seed}, {mode:?}");
-        let held = open(SimBacking::new()).in_mode(mode);
-        let plain = run(&held, seed);
-        held.commit(&held.root(), 7).expect("commit");
-        assert_eq!(seen(&held), plain.tree(), "seed {seed}: as it is seen");
-        held.base().fsck().expect("fsck");
-        let again = open(held.base().fork());
+        let backing = open(SimBacking::new()).in_mode(mode);
+        let plain = run(&backing, seed);
+        backing.commit(&backing.root(), 7).expect("commit");
+        assert_eq!(seen(&backing), plain.tree(), "seed {seed}: as it is seen");
+        backing.base().fsck().expect("fsck");
+        let again = open(backing.base().fork());
         assert_eq!(seen(&again), plain.tree(), "seed {seed}: in the backing");
         assert_eq!(again.committed(b""), Ok(Some(7)));
         // What was opened before goes on.
-        suite::differential::run(&held, &plain, seed + 2_000_000, 100);
+        suite::differential::run(&backing, &plain, seed + 2_000_000, 100);
     }
 }
 
@@ -106,19 +106,19 @@ fn after_a_commit_the_backing_is_as_a_plain_one_after_the_same_calls() {
 fn after_an_abort_the_backing_is_as_it_was() {
     for (seed, mode) in common::seeds(200, 200).flat_map(|seed| MODES.map(|mode| (seed, mode))) {
         println!("seed {seed}, {mode:?}");
-        let held = open(SimBacking::new()).in_mode(mode);
+        let backing = open(SimBacking::new()).in_mode(mode);
         let plain = SimBacking::new();
-        suite::differential::run(&held, &plain, seed, 100);
-        let before = seen(&held);
-        held.begin(&held.root(), b"").expect("begin");
-        suite::differential::run(&held, &plain, seed + 1_000_000, 200);
+        suite::differential::run(&backing, &plain, seed, 100);
+        let before = seen(&backing);
+        backing.begin(&backing.root(), b"").expect("begin");
+        suite::differential::run(&backing, &plain, seed + 1_000_000, 200);
         if seed % 2 == 0 {
-            held.prepare(&held.root(), 3).expect("prepare");
+            backing.prepare(&backing.root(), 3).expect("prepare");
         }
-        held.abort(&held.root()).expect("abort");
-        assert_eq!(seen(&held), before, "seed {seed}");
-        assert_eq!(seen(&open(held.base().fork())), before, "seed {seed}");
-        held.base().fsck().expect("fsck");
+        backing.abort(&backing.root()).expect("abort");
+        assert_eq!(seen(&backing), before, "seed {seed}");
+        assert_eq!(seen(&open(backing.base().fork())), before, "seed {seed}");
+        backing.base().fsck().expect("fsck");
     }
 }
 
@@ -134,13 +134,13 @@ fn commits_follow_each_other_in_a_real_directory() {
         {
             println!("seed {seed} in {place}, {mode:?}");
             let (_dir, real) = fresh(place);
-            let held = open(real).in_mode(mode);
-            let plain = run(&held, seed);
+            let backing = open(real).in_mode(mode);
+            let plain = run(&backing, seed);
             for round in 0..3 {
-                held.commit(&held.root(), round).expect("commit");
-                assert_eq!(seen(&held), plain.tree(), "seed {seed}, round {round}");
-                held.begin(&held.root(), b"").expect("begin");
-                suite::differential::run(&held, &plain, seed + 3_000_000 + round, 100);
+                backing.commit(&backing.root(), round).expect("commit");
+                assert_eq!(seen(&backing), plain.tree(), "seed {seed}, round {round}");
+                backing.begin(&backing.root(), b"").expect("begin");
+                suite::differential::run(&backing, &plain, seed + 3_000_000 + round, 100);
             }
         }
     }
@@ -159,18 +159,20 @@ fn regression_a_directory_keeps_the_time_of_names_that_came_and_went() {
             .mkdir(&ME, &backing.root(), OsStr::new("dir"), 0o755)
             .expect("mkdir");
         backing.set_times(&dir, old, old).expect("set_times");
-        let held = begun(backing, mode);
+        let backing = begun(backing, mode);
         let find = || {
-            held.lookup(&held.root(), OsStr::new("dir"))
+            backing
+                .lookup(&backing.root(), OsStr::new("dir"))
                 .expect("lookup")
         };
         let (dir, _) = find();
-        held.create(&ME, &dir, OsStr::new("x"), 0o644)
+        backing
+            .create(&ME, &dir, OsStr::new("x"), 0o644)
             .expect("create");
-        held.unlink(&dir, OsStr::new("x")).expect("unlink");
+        backing.unlink(&dir, OsStr::new("x")).expect("unlink");
         let seen = find().1.mtime;
         assert!(seen.sec > 1_000, "{mode:?}");
-        held.commit(&held.root(), 1).expect("commit");
+        backing.commit(&backing.root(), 1).expect("commit");
         assert_eq!(find().1.mtime, seen, "{mode:?}");
     }
 }
@@ -190,14 +192,14 @@ fn regression_what_the_top_hands_on_is_not_handed_on_by_staging() {
         [dir, b.root()].map(|dir| b.create(&me, &dir, file, 0o644).expect("create").2.gid)
     }
     let plain = groups(&SimBacking::new(), |_| {});
-    let begin = |held: &TransactionalBacking<SimBacking>| {
-        drop(held.begin(&held.root(), b"").expect("begin"))
+    let begin = |backing: &TransactionalBacking<SimBacking>| {
+        drop(backing.begin(&backing.root(), b"").expect("begin"))
     };
     assert_eq!(groups(&open(SimBacking::new()), begin), plain);
     if rustix::process::geteuid().is_root() {
         let (_dir, real) = fresh("/tmp");
-        let begin = |held: &TransactionalBacking<DirBacking>| {
-            drop(held.begin(&held.root(), b"").expect("begin"))
+        let begin = |backing: &TransactionalBacking<DirBacking>| {
+            drop(backing.begin(&backing.root(), b"").expect("begin"))
         };
         assert_eq!(groups(&open(real), begin), plain);
     }
@@ -213,37 +215,38 @@ fn regression_a_file_that_lost_its_name_keeps_what_was_written_for_who_has_it_op
             .expect("create");
         sim.write_at(&made, &[std::io::IoSlice::new(&[b'o'; 40_000])], 0)
             .expect("write");
-        let held = TransactionalBacking::open_with_history(sim, history)
+        let backing = TransactionalBacking::open_with_history(sim, history)
             .expect("open")
             .0;
-        let root = held.root();
-        held.begin(&root, b"").expect("begin");
-        held.commit(&root, 1).expect("commit");
-        held.begin(&root, b"").expect("begin");
-        let (inode, _) = held.lookup(&root, OsStr::new("file")).expect("lookup");
-        let file = held.open(&inode, Access::ReadWrite).expect("open");
-        held.write_at(&file, &[std::io::IoSlice::new(&vec![b'n'; len])], 0)
+        let root = backing.root();
+        backing.begin(&root, b"").expect("begin");
+        backing.commit(&root, 1).expect("commit");
+        backing.begin(&root, b"").expect("begin");
+        let (inode, _) = backing.lookup(&root, OsStr::new("file")).expect("lookup");
+        let file = backing.open(&inode, Access::ReadWrite).expect("open");
+        backing
+            .write_at(&file, &[std::io::IoSlice::new(&vec![b'n'; len])], 0)
             .expect("write");
-        held.unlink(&root, OsStr::new("file")).expect("unlink");
-        held.commit(&root, 2).expect("commit");
+        backing.unlink(&root, OsStr::new("file")).expect("unlink");
+        backing.commit(&root, 2).expect("commit");
         let mut content = vec![0; 40_000];
-        held.read_at(&file, &mut content, 0).expect("read");
+        backing.read_at(&file, &mut content, 0).expect("read");
         assert_eq!(content.iter().filter(|&&byte| byte == b'n').count(), len);
         if history == 0 {
-            assert_eq!(held.attr_of_file(&file).expect("fstat").nlink, 0);
+            assert_eq!(backing.attr_of_file(&file).expect("fstat").nlink, 0);
         }
         drop((file, inode));
         assert!(
-            tree(&held).expect("a tree").keys().all(Vec::is_empty),
+            tree(&backing).expect("a tree").keys().all(Vec::is_empty),
             "nothing is left"
         );
         if history > 0 {
-            held.restore(&root, 1).expect("restore");
+            backing.restore(&root, 1).expect("restore");
             assert_eq!(
-                tree(&held).expect("a tree")[&b"file"[..]].content,
+                tree(&backing).expect("a tree")[&b"file"[..]].content,
                 vec![b'o'; 40_000]
             );
         }
-        held.base().fsck().expect("fsck");
+        backing.base().fsck().expect("fsck");
     }
 }

@@ -85,12 +85,12 @@ pub extern "C" fn firn_commit(
         }
         let id = (id != NEXT_ID).then_some(id);
         let begin = flags & BEGIN_NEXT != 0;
-        let behind = flags & ASYNC != 0;
+        let apply_later = flags & ASYNC != 0;
         let id = request(handle, path, |path| Request::Commit {
             path,
             id,
             begin,
-            behind,
+            apply_later,
         })?;
         if let Some(committed) = committed {
             committed.write(id.unwrap_or_default());

@@ -1,27 +1,21 @@
-//! Copying what is staged to the backup, and removing it when its transaction is over.
+//! The place of a backup, what is there of each transaction, and the files and names in it.
 
-use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsStr;
 use std::io::Read;
 use std::os::unix::ffi::OsStrExt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use firn_backing::{Access, Attr, Backing, Errno, Kind, Seek, Time};
+use firn_backing::{Attr, Backing, Errno, Time};
 use parking_lot::Mutex;
 
 use super::MANIFEST;
-use crate::change_log::{
-    ChangeLog, Content, Direction, Entry as LogEntry, Identity, Known, LogError, Place, Staged,
-    StagedObject,
-};
-use crate::error::{BackupError, StoreError};
-use crate::own::{OwnError, of_backup};
+use crate::change_log::{ChangeLog, Content, LogError, Staged};
+use crate::error::BackupError;
+use crate::own::OwnError;
 use crate::scope::Scope;
 use crate::staging;
-use crate::transactional::TransactionalBacking;
 
 /// Bytes that are copied at once.
 pub(super) const BLOCK: usize = 1 << 20;
@@ -42,469 +36,60 @@ pub struct Progress {
 }
 
 /// Tells each version of a file from the next, if it was the same a round before.
-type Stamp = (u64, Time, Time);
+pub(super) type Stamp = (u64, Time, Time);
 
-fn stamp(attr: &Attr) -> Stamp {
+pub(super) fn stamp(attr: &Attr) -> Stamp {
     (attr.size, attr.mtime, attr.ctime)
 }
 
 /// The backup's directory for this mount.
 pub(crate) struct Mirror<B: Backing> {
-    store: B,
-    state: Mutex<State<B>>,
+    pub(super) store: B,
+    pub(super) state: Mutex<State<B>>,
     /// For the status, which does not wait for a round.
-    told: Mutex<HashMap<u64, (Progress, Option<Instant>)>>,
+    pub(super) told: Mutex<HashMap<u64, (Progress, Option<Instant>)>>,
     /// Somebody waits for the round to end.
-    hurry: AtomicU32,
+    pub(super) hurry: AtomicU32,
 }
 
-struct State<B: Backing> {
-    copies: HashMap<u64, Copy<B>>,
+pub(super) struct State<B: Backing> {
+    pub(super) copies: HashMap<u64, Copy<B>>,
     /// Of transactions that are over, and could not be removed.
-    over: BTreeSet<String>,
+    pub(super) over: BTreeSet<String>,
 }
 
 /// What is there of one transaction.
-struct Copy<B: Backing> {
-    name: String,
-    dir: B::Inode,
+pub(super) struct Copy<B: Backing> {
+    pub(super) name: String,
+    pub(super) dir: B::Inode,
     /// At the last round.
-    seen: HashMap<String, Stamp>,
-    copied: HashMap<String, (Stamp, Content)>,
+    pub(super) seen: HashMap<String, Stamp>,
+    pub(super) copied: HashMap<String, (Stamp, Content)>,
     /// There may be one.
-    has_manifest: bool,
+    pub(super) has_manifest: bool,
     /// There is one, durably, and all that it tells of.
-    is_whole: bool,
+    pub(super) is_whole: bool,
 }
 
-fn backup(error: impl Into<OwnError>) -> BackupError {
-    of_backup(error.into())
+pub(super) fn backup_failed(error: impl Into<OwnError>) -> BackupError {
+    BackupError::of_backup(error.into())
 }
 
 /// Of the file that has the bytes of a staged one.
-fn file_name(at: &Staged) -> String {
+pub(super) fn file_name(at: &Staged) -> String {
     format!("{}-{}", at.0, at.1)
-}
-
-impl<B: Backing> TransactionalBacking<B> {
-    /// Names of the backups that the backing knows of: to be asked before [`TransactionalBacking::open`], which ends transactions. What
-    /// is in the backup, `store`, of those that it is going to undo counts no more from here on: once nothing in the
-    /// backing tells of them it would seem to be all that is left.
-    pub fn known_backups(base: &B, store: Option<&B>) -> Result<BTreeSet<String>, BackupError> {
-        let mut known = BTreeSet::new();
-        let Some((firn, _)) = staging::find_dir(base, &base.root(), staging::TOP)? else {
-            return Ok(known);
-        };
-        for (name, ..) in staging::list(base, &firn)? {
-            if name.starts_with(b"tx-") {
-                let name = String::from_utf8_lossy(&name);
-                let found = staging::must_find_dir(base, &firn, &name);
-                let dir = found.map_err(|error| error.below(staging::TOP))?;
-                let Some(backup) = load_name(base, &dir)? else {
-                    continue;
-                };
-                let is_undecided =
-                    |file| Ok::<_, Errno>(staging::find(base, &dir, OsStr::new(file))?.is_none());
-                if let Some(store) = store
-                    && is_undecided(staging::RECORD)?
-                    && is_undecided(staging::COMMIT)?
-                {
-                    remove_manifest_of(store, &backup)?;
-                }
-                known.insert(backup);
-            }
-        }
-        Ok(known)
-    }
-
-    /// The same backing, with a second place for what is prepared: `store`, a directory of this mount alone. What is
-    /// there of transactions that are over goes; one that the backing does not know of is refused, for it may be all
-    /// that is left of it.
-    pub fn backed_up(mut self, store: B, known: &BTreeSet<String>) -> Result<Self, BackupError> {
-        let mut state = State {
-            copies: HashMap::new(),
-            over: BTreeSet::new(),
-        };
-        let scopes = self.scopes.all();
-        let root = store.root();
-        for (name, ..) in staging::list(&store, &root).map_err(backup)? {
-            let Some(name) = String::from_utf8(name).ok().filter(|name| is_name(name)) else {
-                continue;
-            };
-            let dir = staging::must_find_dir(&store, &root, &name).map_err(backup)?;
-            let mut owner = None;
-            for scope in &scopes {
-                if load_name(&self.base, &scope.dir)?.as_ref() == Some(&name) {
-                    owner = Some(scope.serial);
-                }
-            }
-            let manifest = load(&store, &dir)?;
-            if let Some(serial) = owner {
-                let has_manifest = manifest.is_some();
-                let seen = HashMap::new();
-                let copied = HashMap::new();
-                state.copies.insert(
-                    serial,
-                    Copy {
-                        name,
-                        dir,
-                        seen,
-                        copied,
-                        has_manifest,
-                        is_whole: has_manifest,
-                    },
-                );
-                continue;
-            }
-            if let Some(Ok(log)) = manifest
-                && !known.contains(&name)
-                && self.committed(log.scope_after(Direction::Redo))? != Some(log.id)
-            {
-                return Err(BackupError::UnknownTransaction { id: log.id, name });
-            }
-            state.over.insert(name);
-        }
-        let state = Mutex::new(state);
-        let told = Mutex::default();
-        let hurry = AtomicU32::new(0);
-        self.mirror = Some(Mirror {
-            store,
-            state,
-            told,
-            hurry,
-        });
-        for scope in &scopes {
-            // Prepared without a backup. What is wrong is told by the status, and by a commit.
-            if let Some(record) = &scope.recovered
-                && let Err(error) = self.back_up(scope, record)
-            {
-                tracing::warn!(%error, id = record.id, "a prepared transaction is not in the backup");
-            }
-        }
-        Ok(self)
-    }
-
-    /// Where the backups of this mount are.
-    pub fn backups(&self) -> Option<&B> {
-        self.mirror.as_ref().map(|mirror| &mirror.store)
-    }
-
-    /// How far the backup of a transaction is.
-    pub(crate) fn backup_progress(&self, scope: &Scope<B>) -> Option<Progress> {
-        let mirror = self.mirror.as_ref()?;
-        let told = mirror.told.lock();
-        let (mut progress, at) = told.get(&scope.serial).cloned().unwrap_or_default();
-        progress.age = at.map(|at| at.elapsed());
-        Some(progress)
-    }
-
-    /// One round: copies ahead what changed and changes no more, and removes what is over.
-    pub fn back_up_ahead(&self) {
-        let Some(mirror) = &self.mirror else { return };
-        let scopes = self.scopes.all();
-        for scope in scopes {
-            let mut state = mirror.state.lock();
-            if !scope.is_open() {
-                continue;
-            }
-            let result = self.copy_ahead(mirror, &mut state, &scope);
-            // It may have ended meanwhile, and what was staged is gone.
-            if scope.is_open() {
-                mirror.tell(
-                    &scope,
-                    &state,
-                    &result,
-                    result.as_ref().copied().unwrap_or(0),
-                );
-            }
-        }
-        let mut state = mirror.state.lock();
-        for name in std::mem::take(&mut state.over) {
-            if let Err(errno) = mirror.remove(&name) {
-                tracing::debug!(%errno, name, "cannot remove a backup that is over");
-                state.over.insert(name);
-            }
-        }
-    }
-
-    /// Returns the bytes that are not there.
-    fn copy_ahead(
-        &self,
-        mirror: &Mirror<B>,
-        state: &mut State<B>,
-        scope: &Arc<Scope<B>>,
-    ) -> Result<u64, BackupError> {
-        let copy = self.copy_of(mirror, state, scope)?;
-        let mut seen = HashMap::new();
-        let mut left = 0;
-        for (staging_name, ..) in staging::list(&self.base, &scope.new)? {
-            let staging_dir = self
-                .base
-                .lookup(&scope.new, OsStr::from_bytes(&staging_name))?
-                .0;
-            for (name, _, kind) in staging::list(&self.base, &staging_dir)? {
-                // One more name of an object that is not staged.
-                if name.starts_with(b"l") || kind.is_some_and(|kind| kind != Kind::File) {
-                    continue;
-                }
-                let Some((inode, attr)) =
-                    staging::find(&self.base, &staging_dir, OsStr::from_bytes(&name))?
-                else {
-                    continue;
-                };
-                if attr.kind != Kind::File {
-                    continue;
-                }
-                let text = |name: &[u8]| String::from_utf8_lossy(name).into_owned();
-                let file = file_name(&(text(&staging_name), text(&name)));
-                let now = stamp(&attr);
-                let is_copied = copy
-                    .copied
-                    .get(&file)
-                    .is_some_and(|(copied, _)| *copied == now);
-                let is_quiet = copy.seen.get(&file) == Some(&now);
-                seen.insert(file.clone(), now);
-                if is_copied {
-                    continue;
-                }
-                if !is_quiet || mirror.hurry.load(Ordering::Relaxed) > 0 {
-                    left += attr.size;
-                    continue;
-                }
-                copy.copied.remove(&file);
-                let go_on = || mirror.hurry.load(Ordering::Relaxed) == 0;
-                match copy_out(&self.base, &inode, &mirror.store, &copy.dir, &file, go_on) {
-                    Ok(content) if stamp(&self.base.attr(&inode)?) == now => {
-                        copy.copied.insert(file, (now, content));
-                    }
-                    Ok(_)
-                    | Err(BackupError::Store(StoreError::Own(OwnError::Backing(Errno::AGAIN)))) => {
-                        left += attr.size
-                    }
-                    Err(error) => return Err(error),
-                }
-            }
-        }
-        for file in copy.copied.keys().filter(|file| !seen.contains_key(*file)) {
-            match mirror.store.unlink(&copy.dir, OsStr::new(file)) {
-                Ok(()) | Err(Errno::NOENT) => {}
-                Err(errno) => return Err(backup(errno)),
-            }
-        }
-        copy.copied.retain(|file, _| seen.contains_key(file));
-        copy.seen = seen;
-        Ok(left)
-    }
-
-    /// The copy of a transaction that is open or is being prepared; it has no manifest.
-    fn copy_of<'a>(
-        &self,
-        mirror: &Mirror<B>,
-        state: &'a mut State<B>,
-        scope: &Scope<B>,
-    ) -> Result<&'a mut Copy<B>, BackupError> {
-        if let Entry::Vacant(place) = state.copies.entry(scope.serial) {
-            let name = format!("tx-{}-{}", scope.serial, token().map_err(backup)?);
-            // In this order: what is there is known.
-            staging::store(&self.base, &scope.dir, staging::BACKUP, name.as_bytes())?;
-            let dir = staging::dir(&mirror.store, &mirror.store.root(), &name).map_err(backup)?;
-            let seen = HashMap::new();
-            let copied = HashMap::new();
-            place.insert(Copy {
-                name,
-                dir,
-                seen,
-                copied,
-                has_manifest: false,
-                is_whole: false,
-            });
-        }
-        let copy = state.copies.get_mut(&scope.serial).expect("just made");
-        mirror.withdraw(copy).map_err(backup)?;
-        Ok(copy)
-    }
-
-    /// Whether all of a transaction that is prepared is there.
-    pub(crate) fn is_backed_up(&self, scope: &Scope<B>) -> bool {
-        let Some(mirror) = &self.mirror else {
-            return true;
-        };
-        mirror
-            .state
-            .lock()
-            .copies
-            .get(&scope.serial)
-            .is_some_and(|copy| copy.is_whole)
-    }
-
-    /// Makes the backup whole, durably. Nobody changes what is staged meanwhile.
-    pub(crate) fn back_up(&self, scope: &Scope<B>, record: &ChangeLog) -> Result<(), BackupError> {
-        let Some(mirror) = &self.mirror else {
-            return Ok(());
-        };
-        let mut state = mirror.lock();
-        let result = self.back_up_now(mirror, &mut state, scope, record);
-        mirror.tell(scope, &state, &result, 0);
-        let bytes = match result {
-            Ok(bytes) => bytes,
-            Err(error) => {
-                drop(state);
-                self.withdraw_backup(scope);
-                return Err(error);
-            }
-        };
-        if let Some((progress, _)) = mirror.told.lock().get_mut(&scope.serial) {
-            progress.copied_bytes = bytes;
-        }
-        Ok(())
-    }
-
-    fn back_up_now(
-        &self,
-        mirror: &Mirror<B>,
-        state: &mut State<B>,
-        scope: &Scope<B>,
-        record: &ChangeLog,
-    ) -> Result<u64, BackupError> {
-        let before = self.committed(&scope.path)?;
-        for name in &state.over {
-            remove_manifest_of(&mirror.store, name)?;
-        }
-        let copy = self.copy_of(mirror, state, scope)?;
-        let mut log = Paths::new(self, record).portable_log()?;
-        log.id_before = before;
-        let mut staged = Vec::new();
-        for at in log
-            .entries
-            .iter()
-            .flat_map(|entry| entry.new_at.iter().chain(&entry.redo.copy_at))
-        {
-            staged.push(self.store(mirror, copy, scope, at)?);
-        }
-        log.staged = staged;
-        let bytes = log
-            .staged
-            .iter()
-            .filter_map(|one| one.content.as_ref())
-            .map(|content| content.size)
-            .sum();
-        mirror.store.sync_changes().map_err(backup)?;
-        // Where this fails, too.
-        copy.has_manifest = true;
-        staging::store(&mirror.store, &copy.dir, MANIFEST, &log.encode()).map_err(backup)?;
-        mirror
-            .store
-            .sync_dir(&mirror.store.root())
-            .map_err(backup)?;
-        copy.is_whole = true;
-        Ok(bytes)
-    }
-
-    fn store(
-        &self,
-        mirror: &Mirror<B>,
-        copy: &mut Copy<B>,
-        scope: &Scope<B>,
-        at: &Staged,
-    ) -> Result<StagedObject, BackupError> {
-        let staging_dir = self.base.lookup(&scope.new, OsStr::new(&at.0))?.0;
-        let (inode, attr) = self.base.lookup(&staging_dir, OsStr::new(&at.1))?;
-        let now = stamp(&attr);
-        let file = file_name(at);
-        let content = match copy.copied.get(&file) {
-            _ if attr.kind != Kind::File => None,
-            Some((copied, content)) if *copied == now => Some(content.clone()),
-            _ => {
-                // Not taken down as copied: where the prepare fails, a change soon after may leave the same times.
-                copy.copied.remove(&file);
-                Some(copy_out(
-                    &self.base,
-                    &inode,
-                    &mirror.store,
-                    &copy.dir,
-                    &file,
-                    || true,
-                )?)
-            }
-        };
-        Ok(StagedObject {
-            at: at.clone(),
-            attributes: staging::read_attributes(&self.base, &inode, &attr)?,
-            rdev: attr.rdev,
-            target: if attr.kind == Kind::Symlink {
-                self.base.readlink(&inode)?
-            } else {
-                Vec::new()
-            },
-            content,
-        })
-    }
-
-    /// The transaction was not prepared after all.
-    pub(crate) fn withdraw_backup(&self, scope: &Scope<B>) {
-        let Some(mirror) = &self.mirror else { return };
-        let mut state = mirror.lock();
-        if let Some(copy) = state.copies.get_mut(&scope.serial)
-            && let Err(errno) = mirror.withdraw(copy)
-        {
-            tracing::warn!(%errno, "a backup tells of a prepare that failed");
-        }
-    }
-
-    /// The transaction is going to be aborted. What is in its backup must not count any more before nothing in the backing
-    /// tells of it: else it would seem to be all that is left of it. Its bytes may go later.
-    pub(crate) fn withdraw_for_good(&self, serial: u64) -> Result<(), BackupError> {
-        let Some(mirror) = &self.mirror else {
-            return Ok(());
-        };
-        let mut state = mirror.lock();
-        if let Some(copy) = state.copies.get_mut(&serial) {
-            mirror
-                .withdraw(copy)
-                .map_err(|source| BackupError::NotRemoved { source })?;
-        }
-        self.drop_copy(mirror, &mut state, serial);
-        Ok(())
-    }
-
-    /// The transaction is applied, which the number of the last commit tells until the next one.
-    pub(crate) fn drop_backup(&self, serial: u64) {
-        let Some(mirror) = &self.mirror else { return };
-        self.drop_copy(mirror, &mut mirror.lock(), serial);
-    }
-
-    fn drop_copy(&self, mirror: &Mirror<B>, state: &mut State<B>, serial: u64) {
-        mirror.told.lock().remove(&serial);
-        let Some(copy) = state.copies.remove(&serial) else {
-            return;
-        };
-        if let Err(errno) = mirror.remove(&copy.name) {
-            tracing::warn!(%errno, name = copy.name, "cannot remove a backup that is over; it is tried again");
-            state.over.insert(copy.name);
-        }
-    }
-
-    /// Before the number of the last commit changes: what was applied and is still in the backup counts no more.
-    pub(crate) fn withdraw_what_is_over(&self) -> Result<(), BackupError> {
-        let Some(mirror) = &self.mirror else {
-            return Ok(());
-        };
-        let over = mirror.lock().over.clone();
-        over.iter()
-            .try_for_each(|name| remove_manifest_of(&mirror.store, name))
-    }
 }
 
 impl<B: Backing> Mirror<B> {
     /// Makes a round end soon.
-    fn lock(&self) -> parking_lot::MutexGuard<'_, State<B>> {
+    pub(super) fn lock(&self) -> parking_lot::MutexGuard<'_, State<B>> {
         self.hurry.fetch_add(1, Ordering::Relaxed);
         let state = self.state.lock();
         self.hurry.fetch_sub(1, Ordering::Relaxed);
         state
     }
 
-    fn tell<T>(
+    pub(super) fn tell<T>(
         &self,
         scope: &Scope<B>,
         state: &State<B>,
@@ -526,7 +111,7 @@ impl<B: Backing> Mirror<B> {
     }
 
     /// Nothing in a copy counts from now on.
-    fn withdraw(&self, copy: &mut Copy<B>) -> Result<(), Errno> {
+    pub(super) fn withdraw(&self, copy: &mut Copy<B>) -> Result<(), Errno> {
         if !copy.has_manifest {
             return Ok(());
         }
@@ -536,7 +121,7 @@ impl<B: Backing> Mirror<B> {
         Ok(())
     }
 
-    fn remove(&self, name: &str) -> Result<(), OwnError> {
+    pub(super) fn remove(&self, name: &str) -> Result<(), OwnError> {
         remove(&self.store, &self.store.root(), name)
     }
 }
@@ -550,10 +135,10 @@ fn remove_manifest<B: Backing>(store: &B, dir: &B::Inode) -> Result<(), Errno> {
     store.sync_dir(dir)
 }
 
-fn remove_manifest_of<B: Backing>(store: &B, name: &str) -> Result<(), BackupError> {
+pub(super) fn remove_manifest_of<B: Backing>(store: &B, name: &str) -> Result<(), BackupError> {
     let stays = |error: OwnError| match error {
         OwnError::Backing(source) => BackupError::NotRemoved { source },
-        error => of_backup(error),
+        error => BackupError::of_backup(error),
     };
     match staging::find_dir(store, &store.root(), name).map_err(stays)? {
         Some((dir, _)) => remove_manifest(store, &dir).map_err(|errno| stays(errno.into())),
@@ -616,213 +201,20 @@ pub(super) fn load<B: Backing>(
         log.check_portable().map(|()| log)
     };
     Ok(staging::load(store, dir, MANIFEST)
-        .map_err(backup)?
+        .map_err(backup_failed)?
         .map(decode))
 }
 
-fn load_name<B: Backing>(base: &B, dir: &B::Inode) -> Result<Option<String>, OwnError> {
+pub(super) fn load_name<B: Backing>(base: &B, dir: &B::Inode) -> Result<Option<String>, OwnError> {
     Ok(staging::load(base, dir, staging::BACKUP)?.and_then(|bytes| String::from_utf8(bytes).ok()))
 }
 
 /// Hexadecimal digits of what no other transaction has.
 const TOKEN_DIGITS: usize = 16;
 
-fn token() -> Result<String, Errno> {
+pub(super) fn token() -> Result<String, Errno> {
     let mut bytes = [0; 8];
     let mut random = std::fs::File::open("/dev/urandom").map_err(|_| Errno::NOENT)?;
     random.read_exact(&mut bytes).map_err(|_| Errno::IO)?;
     Ok(format!("{:0TOKEN_DIGITS$x}", u64::from_le_bytes(bytes)))
-}
-
-/// Copies a staged file. EAGAIN of the backing: it changed, or `go_on` said no.
-fn copy_out<B: Backing>(
-    base: &B,
-    inode: &B::Inode,
-    store: &B,
-    dir: &B::Inode,
-    name: &str,
-    go_on: impl Fn() -> bool,
-) -> Result<Content, BackupError> {
-    let from = base.open(inode, Access::Read)?;
-    let size = base.attr_of_file(&from)?.size;
-    match store.unlink(dir, OsStr::new(name)) {
-        Ok(()) | Err(Errno::NOENT) => {}
-        Err(errno) => return Err(backup(errno)),
-    }
-    let (_, to, _) = store
-        .create(&staging::own(), dir, OsStr::new(name), 0o600)
-        .map_err(backup)?;
-    let mut ranges = Vec::new();
-    let mut crc = 0;
-    let mut at = 0;
-    let mut block = vec![0; BLOCK.min(usize::try_from(size).unwrap_or(BLOCK))];
-    while at < size {
-        at = match base.seek(&from, at, Seek::Data) {
-            Ok(data) => data.max(at),
-            Err(Errno::NXIO) => break,
-            Err(_) => at,
-        };
-        let end = base
-            .seek(&from, at, Seek::Hole)
-            .map_or(size, |hole| hole.clamp(at + 1, size));
-        if at >= size {
-            break;
-        }
-        ranges.push((at, end));
-        while at < end {
-            if !go_on() {
-                return Err(Errno::AGAIN.into());
-            }
-            let len = block.len().min((end - at) as usize);
-            let count = base.read_at(&from, &mut block[..len], at)?;
-            if count == 0 {
-                return Err(Errno::AGAIN.into());
-            }
-            crc = crc32c::crc32c_append(crc, &block[..count]);
-            staging::write_all(store, &to, &block[..count], at).map_err(backup)?;
-            at += count as u64;
-        }
-    }
-    Ok(Content {
-        file: name.to_owned(),
-        size,
-        ranges,
-        crc,
-    })
-}
-
-/// Path from the top of the backing, and the object.
-type Found<B> = (Vec<u8>, <B as Backing>::Inode);
-
-/// Finds the names that the objects of a record have in the backing, which is as it was before it.
-struct Paths<'a, B: Backing> {
-    base: &'a B,
-    /// Of the top.
-    device: u64,
-    log: &'a ChangeLog,
-    entries: HashMap<u64, &'a LogEntry>,
-    found: HashMap<u64, (Vec<u8>, B::Inode)>,
-}
-
-impl<'a, B: Backing> Paths<'a, B> {
-    fn new(held: &'a TransactionalBacking<B>, log: &'a ChangeLog) -> Self {
-        let entries = log
-            .entries
-            .iter()
-            .map(|entry| (entry.number, entry))
-            .collect();
-        Self {
-            base: &held.base,
-            device: held.device(),
-            log,
-            entries,
-            found: HashMap::from([(0, (Vec::new(), held.base.root()))]),
-        }
-    }
-
-    /// The log for any copy of the tree: objects are found by their names, and nothing is kept to undo it.
-    fn portable_log(mut self) -> Result<ChangeLog, BackupError> {
-        let mut entries = Vec::new();
-        for entry in &self.log.entries {
-            entries.extend(self.portable_entry(entry)?);
-        }
-        Ok(ChangeLog {
-            can_be_undone: false,
-            entries,
-            ..self.log.clone()
-        })
-    }
-
-    /// `None` for an object that comes back to where it was.
-    fn portable_entry(&mut self, entry: &'a LogEntry) -> Result<Option<LogEntry>, BackupError> {
-        let mut portable = LogEntry {
-            identity: Identity::NONE,
-            kept_at: None,
-            undo: crate::change_log::Part::default(),
-            ..entry.clone()
-        };
-        if entry.new_at.is_some() {
-            portable.stays = None;
-            return Ok(Some(portable));
-        }
-        if entry.number == 0 {
-            return Ok(Some(portable));
-        }
-        let mut paths = Vec::new();
-        let mut found = None;
-        for place in entry.names_before() {
-            match self.find_at(entry, place, &mut vec![entry.number])? {
-                Some((path, inode)) => {
-                    paths.push(path);
-                    found = Some(inode);
-                }
-                // A name that it has only after the transaction.
-                None => portable.stays = None,
-            }
-        }
-        paths.sort();
-        paths.dedup();
-        let Some(inode) = found else {
-            let is_idle = !entry.is_dir && entry.after.is_empty() && !entry.redo.changes_in_place();
-            let number = entry.number;
-            return match is_idle {
-                true => Ok(None),
-                false => Err(BackupError::NoPath { number }),
-            };
-        };
-        let attr = self.base.attr(&inode)?;
-        portable.known = Some(Known {
-            kind: attr.mode & libc::S_IFMT,
-            size: entry.redo.data.as_ref().map(|_| attr.size),
-            paths,
-        });
-        Ok(Some(portable))
-    }
-
-    fn find_at(
-        &mut self,
-        entry: &LogEntry,
-        (dir, name): &'a Place,
-        above: &mut Vec<u64>,
-    ) -> Result<Option<Found<B>>, BackupError> {
-        let Some((path, dir)) = self.find_dir(*dir, above)? else {
-            return Ok(None);
-        };
-        let Some((inode, attr)) = staging::find(self.base, &dir, OsStr::from_bytes(name))? else {
-            return Ok(None);
-        };
-        let slash: &[u8] = if path.is_empty() { b"" } else { b"/" };
-        let is_it = Identity::of(&attr, self.device) == entry.identity;
-        Ok(is_it.then(|| ([&path, slash, name].concat(), inode)))
-    }
-
-    fn find_dir(
-        &mut self,
-        number: u64,
-        above: &mut Vec<u64>,
-    ) -> Result<Option<Found<B>>, BackupError> {
-        if let Some(found) = self.found.get(&number) {
-            return Ok(Some(found.clone()));
-        }
-        let entry = self.entries.get(&number).copied();
-        let Some(entry) = entry.filter(|entry| entry.new_at.is_none()) else {
-            return Ok(None);
-        };
-        if above.contains(&number) {
-            return Ok(None);
-        }
-        above.push(number);
-        let mut found = None;
-        for place in entry.names_before() {
-            found = self.find_at(entry, place, above)?;
-            if found.is_some() {
-                break;
-            }
-        }
-        above.pop();
-        if let Some(found) = &found {
-            self.found.insert(number, found.clone());
-        }
-        Ok(found)
-    }
 }

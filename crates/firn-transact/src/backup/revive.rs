@@ -6,18 +6,14 @@ use std::os::unix::ffi::OsStrExt;
 
 use firn_backing::{Access, Attr, Backing, Errno, RenameFlags};
 
-use super::mirror::{BLOCK, load, remove};
+use super::mirror::{BLOCK, backup_failed, load, remove};
 use crate::change_log::{
     ChangeLog, Content, Direction, Identity, Known, LogError, Place, StagedObject,
 };
 use crate::error::{BackupError, ReviveError};
-use crate::own::{OwnError, of_backup};
+use crate::paths::names_in;
 use crate::staging;
 use crate::transactional::TransactionalBacking;
-
-fn backup(error: impl Into<OwnError>) -> BackupError {
-    of_backup(error.into())
-}
 
 fn tree(path: &[u8], what: &str) -> ReviveError {
     ReviveError::OtherTree {
@@ -37,7 +33,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Removes the backup `name` in `home`: its transaction is over.
     pub fn remove_backup(home: &B, name: &str) -> Result<(), BackupError> {
-        remove(home, &home.root(), name).map_err(backup)
+        remove(home, &home.root(), name).map_err(backup_failed)
     }
 
     /// Stages what a backup, a directory `from` of a store that is `called` so, has and makes it a transaction that is prepared. Where this fails the
@@ -132,11 +128,8 @@ impl<B: Backing> TransactionalBacking<B> {
     fn at(&self, path: &[u8]) -> Result<(B::Inode, Attr), Errno> {
         let mut at = self.base.root();
         let mut attr = self.base.attr(&at)?;
-        for name in path
-            .split(|&byte| byte == b'/')
-            .filter(|name| !name.is_empty())
-        {
-            (at, attr) = self.base.lookup(&at, OsStr::from_bytes(name))?;
+        for name in names_in(path) {
+            (at, attr) = self.base.lookup(&at, name)?;
         }
         Ok((at, attr))
     }
@@ -291,9 +284,9 @@ impl<B: Backing> TransactionalBacking<B> {
         let damaged = || ReviveError::Damaged {
             file: content.file.clone(),
         };
-        let found = staging::find(store, dir, OsStr::new(&content.file)).map_err(backup)?;
+        let found = staging::find(store, dir, OsStr::new(&content.file)).map_err(backup_failed)?;
         let (inode, _) = found.ok_or_else(damaged)?;
-        let from = store.open(&inode, Access::Read).map_err(backup)?;
+        let from = store.open(&inode, Access::Read).map_err(backup_failed)?;
         self.base.set_len(to, content.size)?;
         let mut crc = 0;
         let mut block = vec![0; BLOCK];
@@ -303,7 +296,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 let len = BLOCK.min(usize::try_from(end - at).unwrap_or(BLOCK));
                 let count = store
                     .read_at(&from, &mut block[..len], at)
-                    .map_err(backup)?;
+                    .map_err(backup_failed)?;
                 if count == 0 {
                     return Err(damaged());
                 }

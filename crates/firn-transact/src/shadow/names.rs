@@ -5,19 +5,11 @@ use std::sync::Arc;
 
 use firn_backing::{Backing, Errno, Kind, RenameFlags, Result};
 
-use super::save::NO_BYTES;
-use super::{Known, Shadow};
+use super::{NO_BYTES, Shadow};
 use crate::object::Object;
 use crate::scope::Scope;
 use crate::transactional::TransactionalBacking;
 use crate::tree::Names;
-
-impl<B: Backing> Shadow<B> {
-    /// Takes note of an object that was made in the transaction.
-    pub(crate) fn made(&self, ino: u64) {
-        self.known.lock().insert(ino, Known::New);
-    }
-}
 
 impl<B: Backing> TransactionalBacking<B> {
     pub(crate) fn remove_shadowed(

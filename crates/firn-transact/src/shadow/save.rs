@@ -15,9 +15,6 @@ use crate::scope::Scope;
 use crate::staging;
 use crate::transactional::TransactionalBacking;
 
-/// For a change that leaves all bytes as they are.
-pub(crate) const NO_BYTES: u64 = u64::MAX;
-
 /// Records of a file after which all that is left of its bytes is saved at once: who writes downwards does not
 /// wait for a sync with each write.
 const RECORDS_MAX: u32 = 4;
@@ -246,7 +243,9 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Gives a file its name, if no other has it.
     fn name_log(&self, shadow: &Shadow<B>, new: &str, name: &str) -> Result<bool> {
-        let (dir, new, name) = (&shadow.saved, OsStr::new(new), OsStr::new(name));
+        let dir = &shadow.saved;
+        let new = OsStr::new(new);
+        let name = OsStr::new(name);
         let named = match self
             .base
             .rename(dir, new, dir, name, RenameFlags::NOREPLACE)

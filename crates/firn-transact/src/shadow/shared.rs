@@ -25,9 +25,9 @@ use std::sync::Arc;
 use firn_backing::{Backing, Errno, RenameFlags, is_below};
 use firn_rendezvous::{Members, VoteDir};
 
-use super::{KEPT, SAVED, Shadow};
+use super::{KEPT, SAVED, SHARED, Shadow};
 use crate::change_log::ChangeLog;
-use crate::error::{AbortError, BeginError, OpenError, StoreError, VoteError};
+use crate::error::{AbortError, BeginError, OpenError, StageError, StoreError, VoteError};
 use crate::scope::{Scope, Stage};
 use crate::staging;
 use crate::transactional::TransactionalBacking;
@@ -42,8 +42,6 @@ const OUTCOME: &str = "outcome";
 const UNDOER: &str = "undoer";
 const UNDONE: &str = "undone";
 const REMOVER: &str = "remover";
-/// In the directory of a host's transaction: it is part of a shared one.
-pub(super) const SHARED: &str = "shared";
 
 /// The directory that the hosts of a shadow transaction share.
 pub(crate) struct SharedDir<'a, B: Backing> {
@@ -338,15 +336,14 @@ impl<B: Backing> TransactionalBacking<B> {
         let id = match stage {
             Stage::Prepared(id) => Some(id),
             Stage::Open => None,
-            Stage::Decided(id) => return Err(AbortError::Decided { id }),
-            Stage::Ended => return Err(AbortError::NoTransaction),
+            Stage::Decided(id) => return Err(StageError::Decided { id }.into()),
+            Stage::Ended => return Err(StageError::NoTransaction.into()),
         };
         if let Some(shared) = self.find_shared(&scope.path)? {
             let outcome = shared.settle(false)?;
             if outcome.commit {
-                return Err(AbortError::Decided {
-                    id: id.unwrap_or_default(),
-                });
+                let id = id.unwrap_or_default();
+                return Err(StageError::Decided { id }.into());
             }
             scope.stop_for_good();
             shadow.begin_undo();

@@ -19,9 +19,9 @@ use super::{KEPT, SAVED, Shadow};
 use crate::apply::Apply;
 use crate::change_log::{ChangeLog, Direction, Entry, Identity, Link, Part, Place};
 use crate::error::StoreError;
-use crate::object::Object;
-use crate::scope::{Scope, TopUndo};
+use crate::scope::Scope;
 use crate::staging;
+use crate::transaction::top::TopUndo;
 use crate::transactional::TransactionalBacking;
 
 /// All that is saved of an object.
@@ -285,7 +285,8 @@ impl<'a, B: Backing> Undo<'a, B> {
                 None => entry.before.push((dir, name.clone())),
             }
         }
-        let (ino, is_new) = (top.ino, top.before.is_none());
+        let ino = top.ino;
+        let is_new = top.before.is_none();
         self.dirs.insert(dir, top.parent.clone());
         self.entries.insert(ino, entry);
         if is_new {
@@ -422,7 +423,9 @@ impl<'a, B: Backing> Undo<'a, B> {
     /// Attributes and bytes of an object that is saved.
     fn plan_contents(&mut self, ino: u64) -> Result<()> {
         let save = &self.saves[&ino];
-        let (is_dir, part, stays) = (save.is_dir, save.part.clone(), self.place(save));
+        let is_dir = save.is_dir;
+        let part = save.part.clone();
+        let stays = self.place(save);
         let is_known = self.dirs.contains_key(&ino) || self.kept.contains(&ino);
         let entry = self.entry(ino);
         entry.is_dir = is_dir;
@@ -640,13 +643,5 @@ impl<B: Backing> TransactionalBacking<B> {
         };
         Undo::new(&self.base, &shadow, (root, top), place)?.run()?;
         Ok(())
-    }
-}
-
-impl<B: Backing> Object<B> {
-    /// An object without a name, or a directory that was removed and is kept.
-    pub(crate) fn is_gone(&self) -> bool {
-        self.is_nameless()
-            || self.kind == Kind::Dir && self.may_hide_links() && self.parent().is_some()
     }
 }

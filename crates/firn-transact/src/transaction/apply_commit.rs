@@ -183,10 +183,10 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     fn apply(&self, scope: &Scope<B>) -> Result<(), StoreError> {
-        let (name, direction) = if scope.is_undo {
-            (staging::UNDO, Direction::Undo)
-        } else {
-            (staging::COMMIT, Direction::Redo)
+        let direction = scope.direction();
+        let name = match direction {
+            Direction::Redo => staging::COMMIT,
+            Direction::Undo => staging::UNDO,
         };
         let log = self.load_record(&scope.dir, &format!("tx-{}", scope.serial), name)?;
         let Some(log) = log else {

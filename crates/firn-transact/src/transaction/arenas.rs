@@ -66,14 +66,15 @@ impl<B: Backing> TransactionalBacking<B> {
         arena: ArenaId,
         drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let mut held = Self::tracking(base)?;
-        (held.members, held.arena) = (members, Some(arena));
-        let scopes = held.scopes_to_drop()?;
+        let mut backing = Self::tracking(base)?;
+        backing.members = members;
+        backing.arena = Some(arena);
+        let scopes = backing.scopes_to_drop()?;
         if scopes.is_empty() {
             return Ok(());
         }
         drop_pending(&scopes)?;
-        Ok(held.has_dropped(arena)?)
+        Ok(backing.has_dropped(arena)?)
     }
 
     /// Takes down with which arena a transaction begins; durable with the next sync of its directory.

@@ -10,8 +10,8 @@ use firn_backing::sim::{Tree, tree};
 use firn_backing::{Backing, SimBacking};
 use firn_conflict::Used;
 use firn_transact::{
-    AbortError, CommitError, Found, Object, PrepareError, StoreError, TransactionalBacking,
-    VoteError,
+    AbortError, CommitError, Found, Object, PrepareError, StageError, StoreError,
+    TransactionalBacking, VoteError,
 };
 
 pub fn seen(on: &impl Backing) -> Tree {
@@ -59,14 +59,12 @@ pub trait Verbs<B: Backing> {
 impl<B: Backing> Verbs<B> for TransactionalBacking<B> {
     fn prepare(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), PrepareError> {
         let found = self.transaction_at(root);
-        let found = found.ok_or(PrepareError::NoTransaction)?;
+        let found = found.ok_or(StageError::NoTransaction)?;
         found.prepare(id).map(drop)
     }
 
     fn decide(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), CommitError> {
-        let found = self
-            .transaction_at(root)
-            .ok_or(CommitError::NoTransaction)?;
+        let found = self.transaction_at(root).ok_or(StageError::NoTransaction)?;
         // The commit that is meant may be followed by another transaction.
         match self.first_transaction(found.scope()) {
             Some(first) if first.id() == Some(id) => first.decide(id).map(drop),
@@ -75,9 +73,7 @@ impl<B: Backing> Verbs<B> for TransactionalBacking<B> {
     }
 
     fn commit(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), CommitError> {
-        let scope = self
-            .transaction_at(root)
-            .ok_or(CommitError::NoTransaction)?;
+        let scope = self.transaction_at(root).ok_or(StageError::NoTransaction)?;
         self.decide(root, id)?;
         Ok(self.apply(scope.scope())?)
     }
@@ -91,12 +87,12 @@ impl<B: Backing> Verbs<B> for TransactionalBacking<B> {
 
     fn abort(&self, root: &Arc<Object<B>>) -> Result<(), AbortError> {
         let found = self.transaction_at(root);
-        found.ok_or(AbortError::NoTransaction)?.abort()
+        found.ok_or(StageError::NoTransaction)?.abort()
     }
 
     fn refuse(&self, root: &Arc<Object<B>>) -> Result<(), AbortError> {
         let found = self.transaction_at(root);
-        found.ok_or(AbortError::NoTransaction)?.refuse_changes()
+        found.ok_or(StageError::NoTransaction)?.refuse_changes()
     }
 
     fn give_up_next(&self, scope: &[u8]) {
@@ -106,13 +102,14 @@ impl<B: Backing> Verbs<B> for TransactionalBacking<B> {
     }
 
     fn reopen(&self, root: &Arc<Object<B>>, id: u64) -> Result<Vec<Used>, VoteError> {
-        match self.transaction_at(root).ok_or(VoteError::NoTransaction)? {
+        match self.transaction_at(root).ok_or(StageError::NoTransaction)? {
             Found::Open(_) => Ok(Vec::new()),
             Found::Prepared(prepared) if prepared.id() == id => prepared.reopen(),
-            found => Err(VoteError::OtherId {
+            found => Err(StageError::OtherId {
                 found: found.id().unwrap_or_default(),
                 wanted: id,
-            }),
+            }
+            .into()),
         }
     }
 
@@ -120,7 +117,7 @@ impl<B: Backing> Verbs<B> for TransactionalBacking<B> {
         match self.transaction_at(root) {
             Some(Found::Prepared(prepared)) => prepared.note_accesses(used),
             Some(_) => panic!("noted before it is prepared"),
-            None => return Err(VoteError::NoTransaction),
+            None => return Err(StageError::NoTransaction.into()),
         }
         Ok(())
     }
@@ -129,7 +126,7 @@ impl<B: Backing> Verbs<B> for TransactionalBacking<B> {
         match self.transaction_at(root) {
             Some(Found::Prepared(prepared)) if prepared.id() == id => prepared.publish_accesses(),
             Some(_) => Err(VoteError::NotVoted { id }),
-            None => Err(VoteError::NoTransaction),
+            None => Err(StageError::NoTransaction.into()),
         }
     }
 }

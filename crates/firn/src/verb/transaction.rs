@@ -161,7 +161,7 @@ struct CommitArgs {
     begin: bool,
     /// Return once the commit is decided, and apply it in the background.
     #[arg(long = "async")]
-    behind: bool,
+    apply_later: bool,
 }
 
 #[derive(Serialize)]
@@ -173,7 +173,7 @@ struct Outcome<'a> {
     id: Option<u64>,
     /// Hosts that have not applied the commit yet.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    behind: Vec<String>,
+    not_applied_on: Vec<String>,
 }
 
 /// Sends a request about the transaction at a path, and prints the outcome.
@@ -184,22 +184,22 @@ fn ask(
     words: impl FnOnce(&str, Option<u64>) -> String,
 ) -> Result<u8, Failure> {
     let (place, mut connection) = connect(path)?;
-    let (id, behind) = connection
+    let (id, not_applied_on) = connection
         .transaction(&request(place.relative.clone()))?
         .unzip();
-    let behind = behind.unwrap_or_default();
+    let not_applied_on = not_applied_on.unwrap_or_default();
     let mount_point = place.mount.mount_point.into();
     if json {
         output::print_json(&Outcome {
             mount_point,
             scope: &place.relative,
             id,
-            behind,
+            not_applied_on,
         })?;
     } else {
         output::say(&words(&quoted_path(path), id));
-        if !behind.is_empty() {
-            let hosts = behind.join(", ");
+        if !not_applied_on.is_empty() {
+            let hosts = not_applied_on.join(", ");
             output::say(&format!(
                 "not yet applied on {hosts}: firnd does that when it runs there again, or `firn recover --host`"
             ));
@@ -253,10 +253,10 @@ fn commit(matches: &ArgMatches) -> Result<u8, Failure> {
         place,
         id,
         begin,
-        behind,
+        apply_later,
     } = CommitArgs::from_arg_matches(matches)?;
     let words = |at: &str, id: Option<u64>| {
-        let how = if behind {
+        let how = if apply_later {
             "; it is applied in the background"
         } else {
             ""
@@ -275,7 +275,7 @@ fn commit(matches: &ArgMatches) -> Result<u8, Failure> {
             path,
             id,
             begin,
-            behind,
+            apply_later,
         },
         words,
     )

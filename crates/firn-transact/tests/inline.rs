@@ -1,4 +1,5 @@
-//! Files of which little is overwritten: kept in memory, taken by the record, taken over by a twin.
+//! Inline changes: the few bytes of a file that were overwritten are kept in memory until the record or a staged copy takes
+//! them.
 
 mod common;
 
@@ -11,7 +12,7 @@ use firn_backing::{Access, Backing, Errno, Seek, SetTime, SimBacking, Time, suit
 use firn_transact::TransactionalBacking;
 
 const NAME: &str = "file";
-/// More than may be overwritten without a twin.
+/// More than may be overwritten without a staged copy.
 const LARGE: usize = 20_000;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -125,75 +126,75 @@ fn seen<B: Backing>(b: &B) -> Option<Time> {
 
 /// Every three calls, seen in the transaction, after an abort, and after a commit by this firnd or by the next.
 #[test]
-fn a_file_is_as_a_plain_one_however_it_goes_on_after_small_changes() {
+fn whatever_follows_inline_changes_a_file_reads_as_a_plain_one() {
     let before = start();
     for number in 0..CALLS.len().pow(3) {
         let calls = [0, 1, 2].map(|at| CALLS[number / CALLS.len().pow(at) % CALLS.len()]);
         let plain = before.fork();
-        let held = TransactionalBacking::open(before.fork()).expect("open").0;
-        held.begin(&held.root(), b"").expect("begin");
+        let backing = TransactionalBacking::open(before.fork()).expect("open").0;
+        backing.begin(&backing.root(), b"").expect("begin");
         for (step, call) in calls.into_iter().enumerate() {
             assert_eq!(
-                run(&held, call, step),
+                run(&backing, call, step),
                 run(&plain, call, step),
                 "{calls:?}, call {step}"
             );
-            assert_eq!(tree(&held), Ok(plain.tree()), "{calls:?}, call {step}");
-            assert_eq!(seen(&held), seen(&plain), "{calls:?}, call {step}");
+            assert_eq!(tree(&backing), Ok(plain.tree()), "{calls:?}, call {step}");
+            assert_eq!(seen(&backing), seen(&plain), "{calls:?}, call {step}");
         }
-        let root = held.root();
+        let root = backing.root();
         if number % 3 == 0 {
-            held.abort(&root).expect("abort");
-            assert_eq!(tree(&held), Ok(before.tree()), "{calls:?}: aborted");
+            backing.abort(&root).expect("abort");
+            assert_eq!(tree(&backing), Ok(before.tree()), "{calls:?}: aborted");
             continue;
         }
-        held.prepare(&root, 5).expect("prepare");
+        backing.prepare(&root, 5).expect("prepare");
         let next = if number % 3 == 1 {
             Some(
-                TransactionalBacking::open(held.base().fork())
+                TransactionalBacking::open(backing.base().fork())
                     .expect("open")
                     .0,
             )
         } else {
             None
         };
-        let held = next.as_ref().unwrap_or(&held);
-        held.commit(&held.root(), 5).expect("commit");
-        assert_eq!(tree(held), Ok(plain.tree()), "{calls:?}: committed");
-        assert_eq!(seen(held), seen(&plain), "{calls:?}: committed");
-        held.base().fsck().expect("fsck");
+        let backing = next.as_ref().unwrap_or(&backing);
+        backing.commit(&backing.root(), 5).expect("commit");
+        assert_eq!(tree(backing), Ok(plain.tree()), "{calls:?}: committed");
+        assert_eq!(seen(backing), seen(&plain), "{calls:?}: committed");
+        backing.base().fsck().expect("fsck");
     }
 }
 
-/// Nothing is staged for what is small, and a checkpoint that is restored has the old bytes.
+/// An inline change stages nothing, and a restored checkpoint has the old bytes.
 #[test]
-fn small_changes_stage_nothing_and_are_undone_by_history() {
-    let held = TransactionalBacking::open_with_history(start(), 2)
+fn inline_changes_stage_nothing_and_are_undone_by_a_restore() {
+    let backing = TransactionalBacking::open_with_history(start(), 2)
         .expect("open")
         .0;
-    let root = held.root();
+    let root = backing.root();
     let content = || {
-        tree(&held).expect("a tree")[NAME.as_bytes()]
+        tree(&backing).expect("a tree")[NAME.as_bytes()]
             .content
             .clone()
     };
-    held.begin(&root, b"").expect("begin");
-    run(&held, Call::Other, 1).expect("write");
-    held.commit(&root, 1).expect("commit");
+    backing.begin(&root, b"").expect("begin");
+    run(&backing, Call::Other, 1).expect("write");
+    backing.commit(&root, 1).expect("commit");
     let first = content();
-    held.begin(&root, b"").expect("begin");
-    let objects = || held.base().tree().len();
+    backing.begin(&root, b"").expect("begin");
+    let objects = || backing.base().tree().len();
     let before = objects();
-    run(&held, Call::Small, 2).expect("write");
-    run(&held, Call::Time, 2).expect("set the time");
-    assert_eq!(objects(), before, "no twin");
-    run(&held, Call::Large, 2).expect("write");
-    assert!(objects() > before, "a twin");
-    held.abort(&root).expect("abort");
-    held.begin(&root, b"").expect("begin");
-    run(&held, Call::Small, 2).expect("write");
-    held.commit(&root, 2).expect("commit");
+    run(&backing, Call::Small, 2).expect("write");
+    run(&backing, Call::Time, 2).expect("set the time");
+    assert_eq!(objects(), before, "no staged copy");
+    run(&backing, Call::Large, 2).expect("write");
+    assert!(objects() > before, "a staged copy");
+    backing.abort(&root).expect("abort");
+    backing.begin(&root, b"").expect("begin");
+    run(&backing, Call::Small, 2).expect("write");
+    backing.commit(&root, 2).expect("commit");
     assert_ne!(content(), first);
-    held.restore(&root, 1).expect("restore");
+    backing.restore(&root, 1).expect("restore");
     assert_eq!(content(), first);
 }
