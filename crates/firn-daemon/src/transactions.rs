@@ -131,7 +131,7 @@ pub(crate) fn apply_commit(gate: &TransactionGate, path: &[u8]) -> Result<(), Tr
     Ok(())
 }
 
-/// What the answer to a request may use of the mount.
+/// Parts of the mount that an answer uses.
 pub(crate) struct RequestContext<'a> {
     pub(crate) applier: &'a CommitApplier,
     /// How long other hosts are waited for.
@@ -224,12 +224,12 @@ fn answer(
     Answered { reply, next }
 }
 
-/// Whether a transaction is open that programs change things in; `None`: there is none.
+/// Whether the transaction is open; `None`: there is none.
 pub(crate) fn is_open(gate: &TransactionGate, path: &[u8]) -> Option<bool> {
     Some(current(gate, path)?.is_open())
 }
 
-/// [`answer`], where the transaction may have an owner: of one that is gone nothing is prepared or committed.
+/// [`answer`] for a transaction that may have an owner: once the owner is gone it is neither prepared nor committed.
 pub(crate) fn answer_owned(
     gate: &TransactionGate,
     owners: &Owners,
@@ -327,7 +327,7 @@ fn with_path(request: &Request, scope: &[u8]) -> Request {
     request
 }
 
-/// The answer to who prepares or commits what an owner that is gone has left.
+/// The answer to a prepare or commit of a transaction whose owner is gone.
 fn orphaned(scope: &[u8], owner: &str) -> Reply {
     let scope = shown_scope(scope);
     Reply::Error {
@@ -374,8 +374,8 @@ fn undone_by_another(
     }
 }
 
-/// Makes the kernel hand over what programs stored to shared mappings, so that it is part of the transaction. Not
-/// while it is prepared: then it would wait for the outcome.
+/// Makes the kernel write back what programs stored in shared mappings, so that it is part of the transaction. Not while it
+/// is prepared: then the writes would wait for the outcome.
 fn write_back(gate: &TransactionGate, path: &[u8], forget: &dyn Fn(Cached)) {
     if is_open(gate, path) == Some(true) {
         gate.engine()
@@ -387,7 +387,7 @@ fn write_back(gate: &TransactionGate, path: &[u8], forget: &dyn Fn(Cached)) {
 }
 
 fn begin(gate: &TransactionGate, path: &[u8], patience: Duration) -> Result<(), TransactionError> {
-    // What was written after a commit that is still being applied is not of the new transaction, and has no way yet.
+    // Data written after a commit that is still being applied is not part of the new transaction, and cannot drain yet.
     if decided(gate, path).is_some()
         && gate
             .engine()
@@ -655,7 +655,7 @@ fn abort(
             Ok(())
         });
         match ended {
-            // Whoever follows the other hosts was faster.
+            // The thread that follows the other hosts was faster.
             Err(TransactionError::Stage(StageError::NoTransaction)) if waited => Ok(()),
             ended => {
                 waited = true;
@@ -704,7 +704,7 @@ pub(crate) fn follow(gate: &TransactionGate, forget: &dyn Fn(Cached)) {
     }
 }
 
-/// What a restore that failed had begun: an older commit that the backing has in part.
+/// Finishes a restore that failed: the backing has an older commit in part.
 fn finish_restore(
     gate: &TransactionGate,
     path: &[u8],
@@ -838,7 +838,7 @@ pub(crate) fn give_up_all(gate: &TransactionGate) {
     }
 }
 
-/// What keeps a mount from being taken away. What is decided is applied first.
+/// Why the mount must not be unmounted. Decided commits are applied first.
 pub(crate) fn in_the_way(gate: &TransactionGate) -> Option<String> {
     let mut begun_here = gate.store().open_transactions();
     begun_here.retain(|found| !found.is_recovered());
@@ -1063,8 +1063,9 @@ fn refuse_own(error: &OwnError, scope: &str) -> Refused {
         OwnError::TooLong { .. } => (libc::EFBIG, format!("{scope}: {error}")),
     }
 }
-/// What is told of a failure of the backing. Numbers that have a meaning in `firn.h` ("Errors") are never the backing's:
-/// a caller would take them for that.
+
+/// The errno that a failure of the backing is reported with. Numbers that have a meaning in `firn.h` ("Errors") are not
+/// passed on: a caller would take them for that.
 fn errno_of_backing(errno: Errno) -> i32 {
     match errno {
         Errno::OPNOTSUPP

@@ -5,15 +5,15 @@
 //!
 //! 1. Going back, files that become shorter are cut: what is written next may need the room.
 //! 2. Data of files that were there: cut, then the ranges that are written.
-//! 3. Every name that its object leaves: the object goes to `away/` where it comes back under another name, or to
-//!    the place where it is kept.
-//! 4. Every name that an object comes to, directories before what is in them.
-//! 5. Attributes, of directories last.
-//! 6. Directories that came to no name go.
+//! 3. Names that objects lose: an object that gets another name waits in `away/`; one that an undo may need goes to the
+//!    place where it is kept.
+//! 4. Names that objects get, of directories before those in them.
+//! 5. Attributes, those of directories last.
+//! 6. Directories without a name are removed.
 //!
-//! Each step looks first whether it is done: a name is moved only while it leads to the object that
-//! the log means. An object is found under its names in the order in which it comes to them. So an attempt after
-//! the first ends in the same tree, wherever the first one was cut off.
+//! Each step checks first whether it was done: a name is moved only while it leads to the object that the log names. An
+//! object is looked for under its names in the order in which it gets them. So a repeated attempt ends in the same tree,
+//! wherever the one before it stopped.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
@@ -29,7 +29,7 @@ use crate::staging::{self, find, write_all};
 /// Bytes that are copied at once where the backing does not copy by itself.
 const BLOCK: usize = 1 << 20;
 
-/// What one entry asks for, in the direction in which its log is applied.
+/// What an entry requires in the direction in which its log is applied.
 #[derive(Clone, Copy)]
 struct Step<'a> {
     entry: &'a Entry,
@@ -53,7 +53,7 @@ impl<'a> Step<'a> {
                 staged_at: entry.new_at.as_ref(),
                 kept_at: entry.kept_at.as_ref(),
             },
-            // What the commit made is removed: nothing leads forward again.
+            // An undo removes what the commit made: there is no redo after it.
             Direction::Undo => Self {
                 entry,
                 part: &entry.undo,
@@ -72,7 +72,7 @@ impl<'a> Step<'a> {
 
 pub(crate) struct Apply<'a, B: Backing> {
     base: &'a B,
-    /// Of the top.
+    /// The device of the top of the backing.
     device: u64,
     direction: Direction,
     steps: BTreeMap<u64, Step<'a>>,
@@ -83,7 +83,7 @@ pub(crate) struct Apply<'a, B: Backing> {
     placed: BTreeSet<u64>,
     /// See [`ChangeLog::shared`].
     shared: bool,
-    /// Then: when the objects were last changed before this began.
+    /// Of a shared log: when the objects were last changed before this began.
     mtimes: HashMap<u64, Time>,
 }
 
@@ -115,15 +115,15 @@ impl<'a, B: Backing> Apply<'a, B> {
         }
     }
 
-    /// The object is at hand and need not be looked for.
-    pub(crate) fn know(&mut self, number: u64, inode: B::Inode) {
+    /// Sets the object of a number, which then need not be looked for.
+    pub(crate) fn set_object(&mut self, number: u64, inode: B::Inode) {
         if number != 0 {
             self.known.insert(number, inode);
         }
     }
 
-    /// What is staged in `name` is not below `new/` but here.
-    pub(crate) fn know_staging_dir(&mut self, name: &str, inode: B::Inode) {
+    /// Sets where the staging directory `name` is, which is not below `new/`.
+    pub(crate) fn set_staging_dir(&mut self, name: &str, inode: B::Inode) {
         self.staging_dirs.insert(name.to_owned(), inode);
     }
 
@@ -189,7 +189,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         let found = self.search(&step, above);
         above.pop();
         let found = found?;
-        // Of directories only: there may be more files than a process may hold descriptors.
+        // Only directories are remembered: there may be more files than a process may have descriptors.
         if let Some(inode) = found.as_ref().filter(|_| step.entry.is_dir) {
             self.known.insert(number, inode.clone());
         }
@@ -323,7 +323,7 @@ impl<'a, B: Backing> Apply<'a, B> {
             (Source::Copy, None) => Err(Errno::STALE),
             (Source::File((dir, name)), _) => {
                 let dir = self.staging_dir(dir)?;
-                // An entry whose bytes have no name was never durable, and nothing changed after it.
+                // An entry whose staged bytes have no name never became durable, so nothing was changed after it.
                 let Some((from, _)) = find(self.base, &dir, OsStr::new(name))? else {
                     return Ok(());
                 };
@@ -364,7 +364,7 @@ impl<'a, B: Backing> Apply<'a, B> {
     fn copy_block(base: &B, from: &B::File, to: &B::File, at: u64, until: u64) -> Result<u64> {
         let mut block = vec![0; BLOCK.min((until - at) as usize)];
         let count = base.read_at(from, &mut block, at)?;
-        // Behind its end a file reads as zeros here.
+        // Past its end a file reads as zeros here.
         let count = if count == 0 { block.len() } else { count };
         write_all(base, to, &block[..count], at)?;
         Ok(count as u64)
@@ -504,7 +504,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         if !self.shared || step.part.changes_attributes {
             return staging::copy_attributes(self.base, &copy, inode);
         }
-        // Unchanged by others, its times are those of this host, older ones too; else the latest.
+        // If no other host changed it, it gets the times of this host, even older ones; else the latest.
         let wanted = self.base.attr(&copy)?.mtime;
         let now = self.mtimes.get(&step.entry.number).copied();
         let now = now.unwrap_or(wanted);

@@ -106,7 +106,7 @@ impl<B: Backing> TransactionalBacking<B> {
         change: impl FnOnce(&B::Inode) -> Result<()>,
         note: impl FnOnce(&mut Change<B>),
     ) -> Result<()> {
-        let (_data, scope) = self.writing(object)?;
+        let (_data, scope) = self.enter_data_change(object)?;
         let Some(scope) = self.holding(scope, object, NO_BYTES)? else {
             return change(&object.inner.read().inode(&self.base)?);
         };

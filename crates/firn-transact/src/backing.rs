@@ -24,7 +24,7 @@ impl<B: Backing> Backing for TransactionalBacking<B> {
     }
 
     fn lookup(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Result<(Arc<Object<B>>, Attr)> {
-        self.look(parent, name)
+        self.look_up(parent, name)
     }
 
     fn create(
@@ -34,7 +34,7 @@ impl<B: Backing> Backing for TransactionalBacking<B> {
         name: &OsStr,
         mode: u32,
     ) -> Result<(Arc<Object<B>>, TrackedFile<B>, Attr)> {
-        let (object, attr) = self.make(parent, name, |dir, name| {
+        let (object, attr) = self.make_object(parent, name, |dir, name| {
             let (inode, _, attr) = self.base.create(caller, dir, name, mode)?;
             Ok((inode, attr))
         })?;
@@ -49,7 +49,7 @@ impl<B: Backing> Backing for TransactionalBacking<B> {
         name: &OsStr,
         mode: u32,
     ) -> Result<(Arc<Object<B>>, Attr)> {
-        self.make(parent, name, |dir, name| {
+        self.make_object(parent, name, |dir, name| {
             self.base.mkdir(caller, dir, name, mode)
         })
     }
@@ -62,7 +62,7 @@ impl<B: Backing> Backing for TransactionalBacking<B> {
         mode: u32,
         rdev: u64,
     ) -> Result<(Arc<Object<B>>, Attr)> {
-        self.make(parent, name, |dir, name| {
+        self.make_object(parent, name, |dir, name| {
             self.base.mknod(caller, dir, name, mode, rdev)
         })
     }
@@ -74,7 +74,7 @@ impl<B: Backing> Backing for TransactionalBacking<B> {
         name: &OsStr,
         target: &OsStr,
     ) -> Result<(Arc<Object<B>>, Attr)> {
-        self.make(parent, name, |dir, name| {
+        self.make_object(parent, name, |dir, name| {
             self.base.symlink(caller, dir, name, target)
         })
     }
@@ -211,7 +211,7 @@ impl<B: Backing> Backing for TransactionalBacking<B> {
         self.sync_tracked(file, data_only)
     }
 
-    /// None: the kernel would go on with a descriptor after a change in a transaction.
+    /// None: the kernel would go on reading the descriptor after a change in a transaction.
     fn fd<'a>(&self, _file: &'a TrackedFile<B>) -> Option<BorrowedFd<'a>> {
         None
     }
@@ -229,7 +229,7 @@ impl<B: Backing> Backing for TransactionalBacking<B> {
     }
 
     fn sync_tree(&self, object: &Arc<Object<B>>) -> Result<()> {
-        // What is staged lies elsewhere, and was made by this process.
+        // Staged objects are elsewhere and were made by this process.
         self.base.sync_changes()?;
         let base = object.inner.read().base.clone();
         base.map_or(Ok(()), |inode| self.base.sync_tree(&inode))

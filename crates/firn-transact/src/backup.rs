@@ -1,5 +1,5 @@
-//! A second place for what is prepared: a commit can be finished from it when the host and its backing's `.firn/`
-//! are gone.
+//! The backup of prepared transactions: a commit can be finished from it when the host and `.firn/` in its backing are
+//! lost.
 //!
 //! ```text
 //! tx-N-TOKEN/DIR-M      bytes of the staged file `new/DIR/M` of a transaction
@@ -7,14 +7,14 @@
 //! ```
 //!
 //! Promises
-//! * When prepare or commit has returned, or while one is decided and not applied, there is a manifest, and all
-//!   that it tells of is there, durably. It is written last and renamed into place.
+//! * When prepare or commit has returned, or while one is decided and not applied, there is a manifest, and all that it
+//!   names is durable. It is written last and renamed into place.
 //! * A manifest is there only while its transaction is prepared or decided. `.firn/tx-N/backup` has the name of the
 //!   directory, which no other transaction ever has.
 //! * [`TransactionalBacking::revive`] changes nothing below but `.firn/`, and nothing counts before its record is in its place.
 //!
-//! Rounds copy ahead what has not changed for a whole round: a file that goes on growing is copied once, and two
-//! looks a round apart tell every change between them, however coarse the clock of the backing is.
+//! Rounds copy ahead files that did not change for a whole round. So a file that keeps growing is copied once, and a look in
+//! each round notices every change in between, however coarse the clock of the backing is.
 //!
 //! [`TransactionalBacking::revive`]: crate::TransactionalBacking::revive
 

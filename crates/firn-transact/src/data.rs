@@ -14,12 +14,11 @@ use crate::transactional::TransactionalBacking;
 /// Bytes that are copied at once where the backing cannot copy by itself.
 const BLOCK: usize = 1 << 20;
 
-/// Staged data goes to the device as soon as a part of a file of this size is full: the commit has to wait for less.
-/// What overwrites it later costs the device once more.
+/// When this much of a file in one piece is staged, its writing to the device begins, so that the commit waits for less.
+/// Data that is overwritten later is written twice.
 const EARLY_BYTES: u64 = 16 << 20;
 
-/// An open file of a tracked tree. What it reads and writes depends on whether its file is in a transaction at
-/// that time.
+/// An open file. Whether its file is in a transaction is found out at each read and write.
 pub struct TrackedFile<B: Backing> {
     pub(crate) object: Arc<Object<B>>,
     access: Access,
@@ -27,7 +26,7 @@ pub struct TrackedFile<B: Backing> {
 
 impl<B: Backing> TrackedFile<B> {
     pub(crate) fn new(object: &Arc<Object<B>>, access: Access) -> Self {
-        object.opened();
+        object.count_open();
         Self {
             object: Arc::clone(object),
             access,
@@ -53,7 +52,7 @@ impl<B: Backing> TrackedFile<B> {
 
 impl<B: Backing> Drop for TrackedFile<B> {
     fn drop(&mut self) {
-        self.object.closed();
+        self.object.count_close();
     }
 }
 
@@ -132,7 +131,7 @@ impl<B: Backing> TransactionalBacking<B> {
         access: Access,
     ) -> Result<TrackedFile<B>> {
         let inner = object.inner.read();
-        // For its errors.
+        // Opened for the errors that this gives.
         let inode = match inner.whole() {
             Some(LowerFile::StagedCopy) => inner.inode(&self.base)?,
             _ => inner.base.clone().ok_or(Errno::STALE)?,
@@ -197,7 +196,7 @@ impl<B: Backing> TransactionalBacking<B> {
                     part.len()
                 }
             };
-            // Behind its end a file below is a hole here.
+            // Past the end of the file below there is a hole.
             part[count..].fill(0);
             at = until;
         }
@@ -212,7 +211,7 @@ impl<B: Backing> TransactionalBacking<B> {
     ) -> Result<usize> {
         file.must_write(Errno::BADF)?;
         let object = &file.object;
-        let (_data, scope) = self.writing(object)?;
+        let (_data, scope) = self.enter_data_change(object)?;
         let count = self.write_object(object, scope.clone(), data, offset)?;
         if let Some(scope) = scope {
             let written = &scope.written_bytes;
@@ -279,7 +278,7 @@ impl<B: Backing> TransactionalBacking<B> {
     pub(crate) fn set_len_tracked(&self, file: &TrackedFile<B>, len: u64) -> Result<()> {
         file.must_write(Errno::INVAL)?;
         let object = &file.object;
-        let (_data, scope) = self.writing(object)?;
+        let (_data, scope) = self.enter_data_change(object)?;
         let Some(scope) = self.holding(scope, object, len)? else {
             let inner = object.inner.read();
             return self.base.set_len(
@@ -311,7 +310,7 @@ impl<B: Backing> TransactionalBacking<B> {
     ) -> Result<()> {
         file.must_write(Errno::BADF)?;
         let object = &file.object;
-        let (_data, scope) = self.writing(object)?;
+        let (_data, scope) = self.enter_data_change(object)?;
         let keeps_bytes = mode & !libc::FALLOC_FL_KEEP_SIZE == 0;
         let from = if keeps_bytes { NO_BYTES } else { offset };
         let Some(scope) = self.holding(scope, object, from)? else {
@@ -319,7 +318,7 @@ impl<B: Backing> TransactionalBacking<B> {
             let below = object.lower_file(&self.base, &inner, LowerFile::Writer)?;
             return self.base.allocate(&below, mode, offset, len);
         };
-        // These move bytes, which a list of ranges does not tell.
+        // These move bytes, which a list of written ranges cannot express.
         if mode & (libc::FALLOC_FL_COLLAPSE_RANGE | libc::FALLOC_FL_INSERT_RANGE) != 0 {
             return Err(Errno::OPNOTSUPP);
         }
@@ -397,7 +396,7 @@ impl<B: Backing> TransactionalBacking<B> {
         from.must_read()?;
         to.must_write(Errno::BADF)?;
         let object = &to.object;
-        let (_data, scope) = self.writing(object)?;
+        let (_data, scope) = self.enter_data_change(object)?;
         let is_held = match &self.holding(scope, object, to_offset)? {
             Some(scope) => self.ready(scope, object).map(|()| true)?,
             None => false,
@@ -415,7 +414,7 @@ impl<B: Backing> TransactionalBacking<B> {
             )?
         };
         let inner = from.object.inner.read();
-        // As the kernel has it: what lies behind the end counts for nothing, also for overlapping.
+        // As in the kernel, bytes past the end are ignored, also in the test for overlap.
         let len = len.min(self.size(&from.object, &inner)?.saturating_sub(from_offset));
         let is_same = Arc::ptr_eq(&from.object, object);
         let ends = (
@@ -445,10 +444,10 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(count)
     }
 
-    /// fsync(2). In a transaction the staged data is durable then; it counts when that is committed.
+    /// fsync(2). In a transaction it makes the staged data durable, which takes effect with the commit.
     pub(crate) fn sync_tracked(&self, file: &TrackedFile<B>, data_only: bool) -> Result<()> {
         let inner = file.object.inner.read();
-        // Nothing of it is staged: it is durable with the record that takes it.
+        // Inline changes become durable with the record that takes them.
         if inner.inline().is_some() {
             return Ok(());
         }

@@ -1,4 +1,4 @@
-//! The difference between the tree below and the one that programs see: what a commit is to do.
+//! The change log of a transaction: the difference between the tree below and the one that programs see.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{OsStr, OsString};
@@ -15,8 +15,8 @@ use crate::staging;
 use crate::transactional::TransactionalBacking;
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// The difference between the tree below and the one that programs see.
-    pub(crate) fn record(&self, scope: &Scope<B>, id: u64) -> Result<ChangeLog, Errno> {
+    /// Makes the change log of a transaction from its tables.
+    pub(crate) fn make_record(&self, scope: &Scope<B>, id: u64) -> Result<ChangeLog, Errno> {
         let mut items: BTreeMap<u64, Entry> = BTreeMap::new();
         let changed: Vec<_> = scope.changed.lock().values().cloned().collect();
         // Directories from the scope up to the root of the backing, which do not change.
@@ -49,10 +49,10 @@ impl<B: Backing> TransactionalBacking<B> {
                 }
             } else if self.links_of(object, &inner)? > 0
                 || is_root
-                // Who has a file open without a name goes on with what was written to it.
+                // A program that has a file without a name open keeps what was written to it.
                 || object.is_open()
             {
-                // Names that came and went leave nothing to do but this. Other hosts may have changed more there.
+                // Names that came and went changed only the times. Other hosts may have changed more there.
                 if let (Some(touched), None, None, Some(inode)) = (
                     change.touched.filter(|_| item.is_dir),
                     &at,
@@ -196,7 +196,7 @@ impl<B: Backing> TransactionalBacking<B> {
         is_changed.then(|| change(Some(number)))
     }
 
-    /// Names that an object has; 2 for a directory that is there.
+    /// Number of names that an object has; 2 for a directory that exists.
     fn links_of(&self, object: &Object<B>, inner: &Inner<B>) -> Result<i64, Errno> {
         let Some(change) = &inner.change else {
             return Ok(2);
@@ -249,7 +249,7 @@ impl<B: Backing> TransactionalBacking<B> {
         number
     }
 
-    /// Sees to it that an object of the backing is found by a name that it keeps, or on its way to another.
+    /// Makes sure that an object of the backing can be found by a name that it keeps, or while it moves to another.
     fn settle(
         &self,
         scope: &Scope<B>,
@@ -264,7 +264,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let leaves = !item.before.is_empty();
         let comes = !item.after.is_empty();
         let is_sought = item.is_dir || item.redo.changes_in_place() || comes;
-        // One that moves is found on its way.
+        // One that moves is found while it moves.
         if number == 0 || item.new_at.is_some() || !is_sought || (leaves && comes) {
             return Ok(());
         }
@@ -285,7 +285,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 return Ok(());
             }
         }
-        // It was found by a name that it has lost, and may have others. It gets one more.
+        // The name that it was found by is gone, and others are not known. It gets one more.
         let Some(inode) = inner.base.as_ref().filter(|_| object.kind != Kind::Dir) else {
             return Ok(());
         };

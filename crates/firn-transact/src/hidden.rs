@@ -1,14 +1,14 @@
 //! Links of Firn's own: objects of the backing may have one more name below `.firn/`, which is not shown.
 //!
-//! Such a name is an anchor, by which an object is found after a crash, or the place in `kept/` that it has in
-//! shadow mode once it was removed; and `.firn/` itself is one more directory at the top. Attributes are asked for
-//! at any time, also while such a link comes or goes, and the backing tells the number of all links.
+//! Such a name is an anchor, by which an object is found after a crash, or the name in `kept/` that a removed object has in
+//! shadow mode; and `.firn/` itself is one more directory at the top. Attributes may be asked for while such a link is made
+//! or removed, and the backing counts all links.
 //!
 //! Promises
 //! * [`TransactionalBacking::attr_below`] subtracts a link if and only if the backing has counted it, whatever happens meanwhile.
 //!
-//! A link is entered before it is made, and the entry goes after the link. In between the entry tells that the link
-//! is there, or that it is to be looked for: before and after the backing is asked, and once more where that differs.
+//! A link is entered in the table before it is made, and its entry is removed after it. In between the entry says that the
+//! link is there, or that it must be looked for: before and after the attributes are read, and again if the two differ.
 
 use std::ffi::OsStr;
 use std::sync::atomic::Ordering;
@@ -22,11 +22,11 @@ use crate::scope::Scope;
 use crate::staging;
 use crate::transactional::TransactionalBacking;
 
-/// Of the transaction that a link of no transaction is of: none has this number.
+/// Serial number of links that belong to no transaction: no transaction has it.
 const NO_SERIAL: u64 = 0;
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// The backing's attributes of an object, whose `host` that is, without links of Firn's own.
+    /// The backing's attributes of an object, of which links of Firn's own are subtracted.
     pub(crate) fn attr_below(&self, object: &Object<B>, inode: &B::Inode) -> Result<Attr> {
         loop {
             let version = object.hides.load(Ordering::Acquire);
@@ -81,7 +81,7 @@ impl<B: Backing> TransactionalBacking<B> {
         links.iter().map(is_there).collect()
     }
 
-    /// Those that were to go and are gone do not come back.
+    /// Removes entries of links that were to be removed and are gone.
     fn forget_gone(&self, object: &Object<B>, links: &[Link<B>], there: &[bool]) {
         let is_gone = |(link, there): (&Link<B>, &bool)| link.presence == Presence::Goes && !there;
         if !links.iter().zip(there).any(is_gone) {
@@ -115,7 +115,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.enter_link(scope.serial, object, dir, name, Presence::Comes);
     }
 
-    /// It has it.
+    /// The object has got that link.
     pub(crate) fn link_is_hidden(
         &self,
         scope: &Scope<B>,
@@ -126,7 +126,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.enter_link(scope.serial, object, dir, name, Presence::There);
     }
 
-    /// What was taken from an object's name is given back to it, or not.
+    /// The name that an object lost may have been given back to it.
     pub(crate) fn link_may_go(&self, scope: &Scope<B>, object: &Object<B>) {
         let mut table = self.tree.hidden.0.lock();
         let Some(links) = table.get_mut(&object.key) else {
@@ -160,7 +160,7 @@ impl<B: Backing> TransactionalBacking<B> {
             .iter_mut()
             .find(|link| link.serial == serial && link.name == name)
         {
-            // A caller tries again that does not know whether its last call did anything.
+            // A caller that does not know whether its last call succeeded repeats it.
             Some(link) if presence == Presence::There => link.presence = presence,
             Some(_) => {}
             None => {
@@ -225,7 +225,7 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     /// [`TransactionalBacking::staging_dir`], of which the top shows nothing from its first instant on.
-    pub(crate) fn hidden_home(&self) -> std::result::Result<B::Inode, OwnError> {
+    pub(crate) fn make_hidden_staging_dir(&self) -> std::result::Result<B::Inode, OwnError> {
         self.enter_own_top(Presence::Comes);
         let home = self.staging_dir()?;
         self.enter_own_top(Presence::There);

@@ -66,7 +66,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         log.can_be_undone = true;
         let dir = staging::dir(&self.base, &scope.new, UNDO_DIR)?;
-        // What an attempt before this one left.
+        // An earlier attempt may have left something.
         staging::clear(&self.base, &dir)?;
         let changed = scope.changed.lock().clone();
         for entry in &mut log.entries {
@@ -247,10 +247,10 @@ impl<B: Backing> TransactionalBacking<B> {
         {
             return self.clear_redo(dir);
         }
-        self.remove(firn, dir, &format!("tx-{serial}"))
+        self.remove_transaction(firn, dir, &format!("tx-{serial}"))
     }
 
-    /// What only the redo parts of a log that is kept referred to.
+    /// Removes what only the redo parts of a kept log refer to.
     fn clear_redo(&self, dir: &B::Inode) -> Result<(), Errno> {
         for mark in [staging::OPEN, staging::ARENA, staging::BACKUP] {
             if staging::find(&self.base, dir, OsStr::new(mark))?.is_some() {
@@ -274,7 +274,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     fn remove_undo(&self, firn: &B::Inode, undo: &str) -> Result<(), Errno> {
         let dir = staging::must_find_dir(&self.base, firn, undo)?;
-        self.forget(&dir)?;
+        self.forget_records(&dir)?;
         staging::clear(&self.base, &dir)?;
         self.base.rmdir(firn, OsStr::new(undo))
     }
@@ -309,7 +309,7 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Forgets the commits of a scope: what it was is gone.
+    /// Forgets the commits of a scope whose directory is gone.
     pub(crate) fn forget_commits(&self, scope: &[u8]) -> Result<(), StoreError> {
         let Some(firn) = self.find_staging_dir()? else {
             return Ok(());
@@ -396,7 +396,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Undoes a commit, the newest of the scope at `root`. From the rename on it is a transaction that is decided: where
     /// this fails later it is applied by [`Decided::apply`](crate::Decided::apply), the next [`TransactionalBacking::restore`], or the next
     /// mount. The caller holds names and data.
-    pub(crate) fn undo(&self, root: &Arc<Object<B>>, serial: u64) -> Result<(), StoreError> {
+    pub(crate) fn undo_commit(&self, root: &Arc<Object<B>>, serial: u64) -> Result<(), StoreError> {
         let firn = self.staging_dir()?;
         let flags = RenameFlags::empty();
         let undo = name(serial);
@@ -428,13 +428,13 @@ impl<B: Backing> TransactionalBacking<B> {
         self.apply_undo(serial)
     }
 
-    /// Makes the files those of checkpoint `id`: finishes the transaction that was prepared with it, or throws
-    /// away what came after it, commits too, as far as they are kept.
+    /// Restores checkpoint `id`: finishes the transaction that was prepared with it, or undoes what came after it, commits
+    /// too, as far as they are kept.
     pub fn restore(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), RestoreError> {
         if let Some(Found::Decided(commit)) = self.transaction_at(root)
             && commit.is_undo()
         {
-            // What an attempt before this one began.
+            // An earlier attempt began it.
             commit.apply()?;
         }
         let found = self.transaction_at(root);
@@ -458,7 +458,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let _names = self.tree.names.write();
         let _data = self.tree.data.write();
         for serial in steps {
-            self.undo(root, serial)?;
+            self.undo_commit(root, serial)?;
         }
         Ok(())
     }

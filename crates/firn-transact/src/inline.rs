@@ -1,8 +1,8 @@
-//! Changes of a few bytes of files that were there: a few overwritten bytes need no staged copy.
+//! Inline changes: a few overwritten bytes of a file of the backing need no staged copy.
 //!
-//! They are kept in memory until the record of the transaction takes them: one that is not prepared does not
-//! outlive firnd anyway. A file gets a staged copy after all, which takes them over, as soon as more of it is written than
-//! this is for, or anything changes but bytes below its end and the time of that.
+//! They stay in memory until the record of the transaction takes them: a transaction that is not prepared does not outlive
+//! firnd anyway. A staged copy takes them over when more is written to the file than the limits below, or anything changes
+//! but bytes below its end and its time of modification.
 
 use std::io::IoSlice;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ impl<B: Backing> TransactionalBacking<B> {
     ) -> Result<Option<usize>> {
         let len = data.iter().map(|part| part.len()).sum::<usize>();
         let end = offset.saturating_add(len as u64);
-        // What other hosts commit at the same time asks more of a record than bytes.
+        // Where several hosts commit, a record must have more than bytes.
         if self.members.is_some() || len == 0 || len as u64 > FILE_BYTES {
             return Ok(None);
         }
@@ -65,7 +65,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Sets the time of the last change, of a file that has inline changes and no others.
     pub(crate) fn set_inline_time(&self, object: &Arc<Object<B>>, mtime: SetTime) -> Result<bool> {
-        let (_data, scope) = self.writing(object)?;
+        let (_data, scope) = self.enter_data_change(object)?;
         let mut inner = object.inner.write();
         let Some(inline) = inner
             .change
@@ -99,7 +99,7 @@ impl<B: Backing> TransactionalBacking<B> {
             .set_times(&inode, SetTime::Keep, SetTime::At(inline.mtime))
     }
 
-    /// They are in the staged copy now, and count there.
+    /// The bytes are in the staged copy now, and are counted there.
     pub(crate) fn forget_inline(scope: &Scope<B>, inline: &InlineChanges) {
         scope.inline_bytes.fetch_sub(inline.len(), Ordering::AcqRel);
     }

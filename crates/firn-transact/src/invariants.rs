@@ -1,7 +1,7 @@
-//! What the tops of the other files promise of the tables of a transaction, asserted in debug builds.
+//! The invariants of the tables of a transaction, as the heads of the other files state them, asserted in debug builds.
 //!
-//! Nothing here calls the backing. After a change of names all tables of the transaction are looked at while they
-//! are small; after a change of one object that one; before a prepare, a commit and an abort everything.
+//! Nothing here calls the backing. After a change of names all tables of the transaction are checked while they are small;
+//! after a change of one object, that object; before a prepare, a commit and an abort, everything.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,8 +12,8 @@ use crate::object::{Change, Inner, Object};
 use crate::scope::Scope;
 use crate::transactional::TransactionalBacking;
 
-/// With more objects than this in a transaction, a change of names has only the objects looked at that it names:
-/// a look at all after each change would take a time that is quadratic.
+/// With more objects than this in a transaction, a change of names checks only the objects that it names: to check all
+/// after each change would take quadratic time.
 const FEW: usize = 64;
 
 impl<B: Backing> TransactionalBacking<B> {
@@ -22,7 +22,10 @@ impl<B: Backing> TransactionalBacking<B> {
         if !cfg!(debug_assertions) {
             return;
         }
-        let shadow_count = scope.shadow.as_ref().map_or(0, |shadow| shadow.count());
+        let shadow_count = scope
+            .shadow
+            .as_ref()
+            .map_or(0, |shadow| shadow.saved_count());
         if scope.changed.lock().len() <= FEW && shadow_count <= FEW as u64 {
             check_tables(scope);
         } else {
@@ -69,7 +72,7 @@ fn check_tables<B: Backing>(scope: &Scope<B>) {
     let changed = scope.changed.lock().clone();
     if let Some(shadow) = &scope.shadow {
         assert!(changed.is_empty(), "in shadow mode nothing is held");
-        shadow.check();
+        shadow.check_invariants();
         return;
     }
     let mut keys = HashMap::new();

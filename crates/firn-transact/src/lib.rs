@@ -1,14 +1,14 @@
-//! Transactions: names and data over a backing that are held until they are committed (CprFS).
+//! Transactions: changes of names and data are held above a backing until they are committed (CprFS).
 //!
 //! [`TransactionalBacking`] is a backing over a backing; a mount without transactions has a [`PlainBacking`] instead ([`Store`]).
-//! Outside of transactions every call goes through. Between [`TransactionalBacking::begin`] and the commit of a scope, which is a
-//! directory and all below it, programs see their changes and the backing shows none: new objects are staged in
-//! `.firn/` in the backing, changes of others are kept in tables, in memory and in staged copies. [`Open::prepare`]
-//! writes all that is to be done to a durable record and leaves the outcome open; [`Prepared::decide`] decides it,
-//! durably, and [`Decided::apply`] does what the record says; an abort throws it away. [`TransactionalBacking::open`] ends, after a
-//! crash, what was decided and undoes what was not prepared.
+//! Outside of transactions every call goes through. Between [`TransactionalBacking::begin`] and the commit of a scope, which
+//! is a directory and all below it, programs see their changes and the backing shows none: new objects are staged in
+//! `.firn/` in the backing, changes of others are kept in memory and in staged copies. [`Open::prepare`] writes a durable
+//! record of all changes and leaves the outcome open; [`Prepared::decide`] decides to commit, durably;
+//! [`Decided::apply`] applies the record; an abort drops it. After a crash [`TransactionalBacking::open`] finishes what was
+//! decided and undoes what was not prepared.
 //!
-//! In shadow mode ([`shadow`]) nothing is held: changes go to the backing, and what undoes them is saved first.
+//! In shadow mode ([`shadow`]) changes go to the backing at once, after the old state was saved.
 //!
 //! Each layer calls only those above it in this table; the last three are methods of [`TransactionalBacking`], which
 //! holds what the others define.

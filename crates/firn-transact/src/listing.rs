@@ -27,7 +27,7 @@ impl<B: Backing> TransactionalBacking<B> {
             object: Arc::clone(object),
             entries: Mutex::default(),
         };
-        *dir.entries.lock() = self.entries(object, true)?;
+        *dir.entries.lock() = self.list_entries(object, true)?;
         Ok(dir)
     }
 
@@ -39,7 +39,7 @@ impl<B: Backing> TransactionalBacking<B> {
     ) -> Result<()> {
         let mut entries = dir.entries.lock();
         if cookie == 0 {
-            *entries = self.entries(&dir.object, true)?;
+            *entries = self.list_entries(&dir.object, true)?;
         }
         let from = usize::try_from(cookie).map_err(|_| Errno::INVAL)?;
         for (at, (name, ino, kind)) in entries.iter().enumerate().skip(from) {
@@ -56,7 +56,11 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     /// What is in a directory; `.` and `..` first if they are `wanted`.
-    pub(crate) fn entries(&self, object: &Arc<Object<B>>, wanted: bool) -> Result<Vec<Listed>> {
+    pub(crate) fn list_entries(
+        &self,
+        object: &Arc<Object<B>>,
+        wanted: bool,
+    ) -> Result<Vec<Listed>> {
         let _names = wanted.then(|| self.tree.names.read());
         if object.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
@@ -103,7 +107,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// fsync(2) of a directory. Where its transaction holds them, its names are durable when that is prepared.
     pub(crate) fn sync_tracked_dir(&self, object: &Arc<Object<B>>) -> Result<()> {
-        let (_data, scope) = self.writing(object)?;
+        let (_data, scope) = self.enter_data_change(object)?;
         if scope.is_some_and(|scope| scope.shadow.is_none()) {
             return Ok(());
         }

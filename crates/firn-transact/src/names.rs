@@ -1,4 +1,4 @@
-//! Names in a transaction: what programs see, and what the backing would say to each call.
+//! Changes of names in a transaction: what programs see, with the errors that the backing would give.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -18,19 +18,19 @@ impl<B: Backing> TransactionalBacking<B> {
         parent.parent().is_none() && name == staging::TOP
     }
 
-    pub(crate) fn look(
+    pub(crate) fn look_up(
         &self,
         parent: &Arc<Object<B>>,
         name: &OsStr,
     ) -> Result<(Arc<Object<B>>, Attr)> {
         let _names = self.tree.names.read();
-        let object = self.find(parent, name)?.ok_or(Errno::NOENT)?;
+        let object = self.find_name(parent, name)?.ok_or(Errno::NOENT)?;
         let attr = self.read_attr(&object)?;
         Ok((object, attr))
     }
 
     /// The object of a name; the caller holds the names.
-    pub(crate) fn find(
+    pub(crate) fn find_name(
         &self,
         parent: &Arc<Object<B>>,
         name: &OsStr,
@@ -59,7 +59,7 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     /// Makes a new object: `make` is given the directory and the name for it.
-    pub(crate) fn make(
+    pub(crate) fn make_object(
         &self,
         parent: &Arc<Object<B>>,
         name: &OsStr,
@@ -68,7 +68,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if self.is_hidden(parent, name) {
             return Err(Errno::PERM);
         }
-        let (_names, scope) = self.changing(parent)?;
+        let (_names, scope) = self.enter_name_change(parent)?;
         if parent.is_gone() {
             return Err(Errno::NOENT);
         }
@@ -78,14 +78,14 @@ impl<B: Backing> TransactionalBacking<B> {
             let dir = parent.inner.read().inode(&self.base)?;
             let (inode, attr) = make(&dir, name)?;
             if let Some(shadow) = shadow(&within) {
-                shadow.made(attr.ino);
+                shadow.note_new(attr.ino);
             }
             return Ok((self.tree.intern(inode, &attr, parent, name), attr));
         };
         if parent.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
         }
-        let exists = self.find(parent, name)?;
+        let exists = self.find_name(parent, name)?;
         let dir = parent.inner.read().inode(&self.base)?;
         if exists.is_some() {
             return Err(Errno::EXIST);
@@ -127,7 +127,7 @@ impl<B: Backing> TransactionalBacking<B> {
             i64::from(is_dir),
         );
         self.check_names(&scope, &[parent, &object]);
-        // Told without another call of the backing, which could fail now that the object has its name.
+        // No further call of the backing: it could fail although the object has its name.
         let nlink = if is_dir { attr.nlink } else { 1 };
         Ok((object, Attr { nlink, ..attr }))
     }
@@ -159,7 +159,7 @@ impl<B: Backing> TransactionalBacking<B> {
             .names
             .get(name)
             .map_or(is_old && was_there, |named| named.hides_old);
-        // Else it is as if the directory never had the name.
+        // If not, it is as if the directory never had the name.
         let is_noted = object.is_some() || hides_old;
         if !is_noted {
             change.names.remove(name);
@@ -179,7 +179,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
     }
 
-    /// An object got `more` names, or another one.
+    /// An object got `more` names, or another name.
     fn renamed(&self, scope: &Scope<B>, object: &Arc<Object<B>>, more: i64) {
         let mut inner = object.inner.write();
         let change = scope.change(object, &mut inner);
@@ -241,10 +241,10 @@ impl<B: Backing> TransactionalBacking<B> {
         name: &OsStr,
         is_dir: bool,
     ) -> Result<()> {
-        let (_names, scope) = self.changing(parent)?;
+        let (_names, scope) = self.enter_name_change(parent)?;
         let Some(scope) = scope else {
             if is_dir && !self.scopes.is_empty() {
-                self.must_not_hold_a_scope(self.find(parent, name)?.as_ref())?;
+                self.must_not_hold_a_scope(self.find_name(parent, name)?.as_ref())?;
             }
             if self.is_hidden(parent, name) {
                 return Err(Errno::NOENT);
@@ -264,11 +264,11 @@ impl<B: Backing> TransactionalBacking<B> {
         if parent.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
         }
-        let object = self.find(parent, name)?.ok_or(Errno::NOENT)?;
+        let object = self.find_name(parent, name)?.ok_or(Errno::NOENT)?;
         match (is_dir, object.kind == Kind::Dir) {
             (true, false) => return Err(Errno::NOTDIR),
             (false, true) => return Err(Errno::ISDIR),
-            (true, true) if !self.entries(&object, false)?.is_empty() => {
+            (true, true) if !self.list_entries(&object, false)?.is_empty() => {
                 return Err(Errno::NOTEMPTY);
             }
             _ => {}
@@ -291,8 +291,8 @@ impl<B: Backing> TransactionalBacking<B> {
         if self.is_hidden(parent, name) {
             return Err(Errno::PERM);
         }
-        let (_names, scope) = self.changing(parent)?;
-        if !same(&self.scopes.of(object), &scope) {
+        let (_names, scope) = self.enter_name_change(parent)?;
+        if !same(&self.scopes.scope_of(object), &scope) {
             return Err(Errno::XDEV);
         }
         self.must_not_be_a_top(parent, name)?;
@@ -312,7 +312,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if parent.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
         }
-        if self.find(parent, name)?.is_some() {
+        if self.find_name(parent, name)?.is_some() {
             return Err(Errno::EXIST);
         }
         self.must_be_there(parent)?;
@@ -343,15 +343,15 @@ impl<B: Backing> TransactionalBacking<B> {
         // Before any wait for an outcome: the kernel holds the locks of both directories, and who ends the other
         // transaction has to make it forget names in its own.
         let names = self.tree.names.read();
-        if !same(&self.scopes.of(to), &self.scopes.of(from)) {
+        if !same(&self.scopes.scope_of(to), &self.scopes.scope_of(from)) {
             return Err(Errno::XDEV);
         }
         drop(names);
         if let Some(result) = self.rename_top((from, name), (to, new_name), flags) {
             return result;
         }
-        let (_names, scope) = self.changing(from)?;
-        if !same(&self.scopes.of(to), &scope) {
+        let (_names, scope) = self.enter_name_change(from)?;
+        if !same(&self.scopes.scope_of(to), &scope) {
             return Err(Errno::XDEV);
         }
         let Some(scope) = scope else {
@@ -413,8 +413,8 @@ impl<B: Backing> TransactionalBacking<B> {
         if from.kind != Kind::Dir || to.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
         }
-        let source = self.find(from, name)?.ok_or(Errno::NOENT)?;
-        let target = self.find(to, new_name)?;
+        let source = self.find_name(from, name)?.ok_or(Errno::NOENT)?;
+        let target = self.find_name(to, new_name)?;
         if target.is_some() && flags.contains(RenameFlags::NOREPLACE) {
             return Err(Errno::EXIST);
         }
@@ -441,7 +441,7 @@ impl<B: Backing> TransactionalBacking<B> {
             match (source.kind == Kind::Dir, target.kind == Kind::Dir) {
                 (true, false) => return Err(Errno::NOTDIR),
                 (false, true) => return Err(Errno::ISDIR),
-                (true, true) if !self.entries(target, false)?.is_empty() => {
+                (true, true) if !self.list_entries(target, false)?.is_empty() => {
                     return Err(Errno::NOTEMPTY);
                 }
                 _ => {}
@@ -458,8 +458,8 @@ impl<B: Backing> TransactionalBacking<B> {
         (to, new_name): (&Arc<Object<B>>, &OsStr),
         flags: RenameFlags,
     ) -> Result<()> {
-        // What is wrong with either, the backing says best.
-        let known = |dir, name| self.find(dir, name).ok().flatten();
+        // Errors are left to the backing.
+        let known = |dir, name| self.find_name(dir, name).ok().flatten();
         let source = known(from, name);
         let target = known(to, new_name);
         if !self.scopes.is_empty() {

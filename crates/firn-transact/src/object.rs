@@ -37,7 +37,7 @@ pub struct Object<B: Backing> {
     pub(crate) kind: Kind,
     pub(crate) location: Mutex<Option<Location<B>>>,
     pub(crate) inner: RwLock<Inner<B>>,
-    /// Whether links of it are Firn's and not shown, and how often that changed: see [`crate::hidden_links`].
+    /// Whether it has links of Firn's that are not shown, and how often that changed: see [`crate::hidden_links`].
     pub(crate) hides: AtomicU64,
     /// It was made in a transaction and lost its last name. Set under the lock of `inner`, and never unset.
     nameless: AtomicBool,
@@ -51,7 +51,7 @@ pub(crate) struct Inner<B: Backing> {
     pub(crate) change: Option<Box<Change<B>>>,
 }
 
-/// What the open transaction says of an object.
+/// What the open transaction changes in an object.
 pub(crate) struct Change<B: Backing> {
     pub(crate) number: u64,
     /// Where the object was when it was changed first: a name of the backing's, if it has one.
@@ -216,7 +216,7 @@ impl<B: Backing> Object<B> {
             || self.kind == Kind::Dir && self.may_hide_links() && self.parent().is_some()
     }
 
-    /// The object, which a transaction made, has lost its last name, and `host` is what is left of it.
+    /// The object, which a transaction made, has lost its last name; `inode` is what is left of it.
     pub(crate) fn become_nameless(&self, inner: &mut Inner<B>, inode: B::Inode) {
         inner.change = None;
         inner.base = Some(inode);
@@ -228,7 +228,7 @@ impl<B: Backing> Object<B> {
         }
     }
 
-    pub(crate) fn opened(&self) {
+    pub(crate) fn count_open(&self) {
         self.opens.fetch_add(1, Ordering::AcqRel);
     }
 
@@ -236,14 +236,14 @@ impl<B: Backing> Object<B> {
         self.opens.load(Ordering::Acquire) > 0
     }
 
-    pub(crate) fn closed(&self) {
+    pub(crate) fn count_close(&self) {
         if self.opens.fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.let_go();
+            self.close_lower_files();
         }
     }
 
     /// Closes what is open below; it is opened again when it is used.
-    pub(crate) fn let_go(&self) {
+    pub(crate) fn close_lower_files(&self) {
         *self.files.lock() = Files {
             reader: None,
             writer: None,

@@ -1,7 +1,7 @@
-//! A backing without transactions: every call goes through, and `.firn` at the top, which is Firn's there, too, is
-//! neither shown nor made.
+//! A backing without transactions: every call goes through. `.firn` at the top, which is Firn's here, too, is not shown and
+//! cannot be made.
 //!
-//! Promise: what a mount with transactions needs is nowhere in its path: no lock, no table, no log of accesses.
+//! Promise: a call takes no lock and uses no table of transactions.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
@@ -91,7 +91,7 @@ impl<B: Backing> PlainBacking<B> {
         }
     }
 
-    /// The same for a caller of Firn's own who keeps things in `.firn`: it is shown. (A stub tree.)
+    /// The same for a stub tree, which has files of its own in `.firn`: it is shown.
     pub fn with_own_shown(base: B) -> Self {
         Self {
             root: PlainInode::below_top(base.root()),

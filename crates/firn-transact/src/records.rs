@@ -42,15 +42,15 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(staging::load_numbers(&self.base, &firn)?.remove(scope))
     }
 
-    /// After the last step of a commit: its number is noted, what undoes it is kept, and its record goes.
-    pub(crate) fn finish(
+    /// After the last step of a commit: stores its number, keeps what undoes it, and removes its record.
+    pub(crate) fn finish_commit(
         &self,
         dir: &B::Inode,
         (log, direction): (&ChangeLog, Direction),
         serial: u64,
     ) -> Result<(), StoreError> {
         self.base.sync_changes()?;
-        // Before the record goes: without one a manifest tells of what is only there.
+        // Before the record is removed: a manifest without a record would seem to be all that is left.
         self.drop_backup(serial);
         let _one = self.history.numbers.lock();
         let firn = self.staging_dir()?;
@@ -65,10 +65,10 @@ impl<B: Backing> TransactionalBacking<B> {
         if direction == Direction::Redo && self.keep_log(&firn, serial, log)? {
             return Ok(());
         }
-        Ok(self.forget(dir)?)
+        Ok(self.forget_records(dir)?)
     }
 
-    /// Makes a transaction that was prepared an open one, durably.
+    /// Makes a prepared transaction an open one, durably.
     pub(crate) fn forget_record(&self, dir: &B::Inode) -> Result<(), Errno> {
         if staging::find(&self.base, dir, OsStr::new(staging::RECORD))?.is_some() {
             self.base.unlink(dir, OsStr::new(staging::RECORD))?;
@@ -77,7 +77,7 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     /// Removes a transaction's record, durably: without it the rest means nothing.
-    pub(crate) fn forget(&self, dir: &B::Inode) -> Result<(), Errno> {
+    pub(crate) fn forget_records(&self, dir: &B::Inode) -> Result<(), Errno> {
         let is_shadow = Shadow::is_at(&self.base, dir)?;
         // In this order: a record that is still to be applied goes last.
         for record in [
@@ -88,7 +88,7 @@ impl<B: Backing> TransactionalBacking<B> {
         ] {
             if staging::find(&self.base, dir, OsStr::new(record))?.is_some() {
                 self.base.unlink(dir, OsStr::new(record))?;
-                // One that seemed to be open would be undone.
+                // Without the sync the transaction could seem to be open after a crash, and would be undone.
                 if is_shadow {
                     self.base.sync_dir(dir)?;
                 }
@@ -98,20 +98,25 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     /// Removes a transaction's directory.
-    pub(crate) fn remove(&self, firn: &B::Inode, dir: &B::Inode, name: &str) -> Result<(), Errno> {
-        self.forget(dir)?;
+    pub(crate) fn remove_transaction(
+        &self,
+        firn: &B::Inode,
+        dir: &B::Inode,
+        name: &str,
+    ) -> Result<(), Errno> {
+        self.forget_records(dir)?;
         staging::clear(&self.base, dir)?;
         self.base.rmdir(firn, OsStr::new(name))
     }
 
     /// A transaction is over: programs see the backing, or what the transaction that follows makes of it.
-    pub(crate) fn end(&self, scope: &Arc<Scope<B>>) {
+    pub(crate) fn end_transaction(&self, scope: &Arc<Scope<B>>) {
         self.unhide(scope);
         self.scopes.replace_by_next(scope);
         scope.set_stage(Stage::Ended);
     }
 
-    /// Removes what a transaction staged. Its outcome is certain, and the next open removes what is left.
+    /// Removes what a transaction staged. Its outcome is durable, and the next open removes what is left.
     pub(crate) fn clean_up(&self, scope: &Scope<B>) {
         let is_removed = match self.staging_dir() {
             Ok(firn) => self.remove_or_leave(&firn, scope.serial, &scope.dir),
@@ -121,7 +126,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 false
             }
         };
-        // What several hosts share goes with the last of them.
+        // The last host removes what several hosts share.
         if is_removed && !scope.shadow.as_ref().is_some_and(Shadow::is_of_several) {
             self.links_are_gone(scope);
         }

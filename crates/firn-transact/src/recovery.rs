@@ -1,7 +1,7 @@
-//! What becomes of transactions that an earlier firnd left: finished, undone, or waiting for a decision.
+//! Recovery: transactions that an earlier firnd left are finished or undone, or wait for a decision.
 //!
-//! Promise: a crash during the recovery leaves what the next one needs. What pending data an arena has to drop is
-//! dropped, or noted durably for an arena that is away, before the records that tell of it go.
+//! Promise: a crash during a recovery leaves what the next one needs. Pending data that an arena must drop is dropped, or
+//! noted durably for an arena that is not at hand, before the records that say so are removed.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use crate::transactional::TransactionalBacking;
 /// What [`TransactionalBacking::open`] did.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Outcome {
-    /// Committed ones that were applied to the end: their numbers.
+    /// Numbers of committed transactions that were applied to the end.
     pub finished: Vec<u64>,
     /// Scopes of those that were undone because nobody had prepared them.
     pub undone: Vec<Vec<u8>>,
@@ -34,9 +34,9 @@ pub struct Outcome {
 pub struct Opening {
     /// Commits of each scope that can be undone.
     pub history: u32,
-    /// Of one of several hosts that commit together.
+    /// The hosts that commit together, if there are several.
     pub members: Option<Members>,
-    /// The arena that is at hand. Others may come back, and are then to be told what they must drop.
+    /// The arena that is at hand. Others are told what they must drop when they come back.
     pub arena: Option<ArenaId>,
 }
 
@@ -48,7 +48,7 @@ pub(super) struct StoredTransaction<B: Backing> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Whether there is something in the backing that [`TransactionalBacking::open`] must see to first.
+    /// Whether the backing has transactions that [`TransactionalBacking::open`] must recover first.
     pub fn has_transactions(base: &B) -> Result<bool, StoreError> {
         let Some((firn, _)) = staging::find_dir(base, &base.root(), staging::TOP)? else {
             return Ok(false);
@@ -58,8 +58,8 @@ impl<B: Backing> TransactionalBacking<B> {
             .any(|(name, ..)| name.starts_with(b"tx-")))
     }
 
-    /// A backing that can have transactions, after what earlier ones left is finished or undone. For who has no
-    /// arena with data of theirs.
+    /// A backing that can have transactions, after earlier ones were finished or undone. For callers that have no arena with
+    /// pending data.
     pub fn open(base: B) -> Result<(Self, Outcome), OpenError> {
         Self::open_with_history(base, 0)
     }
@@ -98,7 +98,7 @@ impl<B: Backing> TransactionalBacking<B> {
         opening: Opening,
         drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
     ) -> Result<(Self, Outcome), E> {
-        let mut backing = Self::tracking(base)?;
+        let mut backing = Self::open_unrecovered(base)?;
         backing.history.commits_max = opening.history;
         backing.members = opening.members;
         backing.arena = opening.arena;
@@ -112,7 +112,7 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     /// A backing that can have transactions, of which nothing is known yet.
-    pub(super) fn tracking(base: B) -> Result<Self, StoreError> {
+    pub(super) fn open_unrecovered(base: B) -> Result<Self, StoreError> {
         let root = base.root();
         let attr = base.attr(&root)?;
         let inner = Inner {
@@ -170,7 +170,7 @@ impl<B: Backing> TransactionalBacking<B> {
         };
         let is_committed = self.is_shared_commit(dir, &scope)?
             || match &record {
-                Some(record) => self.decided(record.id, &scope)? == Some(true),
+                Some(record) => self.find_decision(record.id, &scope)? == Some(true),
                 None => false,
             };
         if is_committed {
@@ -201,7 +201,7 @@ impl<B: Backing> TransactionalBacking<B> {
             // What the other hosts decided while this one was away.
             match prepared
                 .as_ref()
-                .map(|record| self.decided(record.id, &record.scope))
+                .map(|record| self.find_decision(record.id, &record.scope))
                 .transpose()?
                 .flatten()
             {
@@ -229,20 +229,20 @@ impl<B: Backing> TransactionalBacking<B> {
                 let below = (&self.base, self.device());
                 Apply::new(below, (&log, direction), &new, &away).run()?;
                 self.sync_what_was_applied(firn, log.scope_after(direction))?;
-                self.finish(&dir, (&log, direction), serial)?;
+                self.finish_commit(&dir, (&log, direction), serial)?;
                 self.remove_or_keep(firn, serial, &dir)?;
                 outcome.finished.push(log.id_after(direction));
             } else if let Some(record) = prepared {
                 outcome.waiting.push((record.id, record.scope.clone()));
                 self.wait_for_decision(serial, dir, record)?;
             } else {
-                // Without the mark it was over, and only its removal was not.
+                // Without the mark it was over, and only its directory was not removed yet.
                 let scope = staging::load_scope(&self.base, &dir, staging::OPEN)?;
                 if let Some(scope) = &scope {
                     self.undo_stored(&dir, &name, scope)?;
                 }
                 outcome.undone.extend(scope);
-                self.remove(firn, &dir, &name)?;
+                self.remove_transaction(firn, &dir, &name)?;
             }
         }
         self.clear_kept_logs(firn)?;
@@ -276,7 +276,7 @@ impl<B: Backing> TransactionalBacking<B> {
             }
         }
         if let Some(shadow) = &scope.shadow {
-            for (key, name, is_dir) in shadow.kept(&self.base)? {
+            for (key, name, is_dir) in shadow.list_kept(&self.base)? {
                 self.found_hidden(serial, key, shadow.kept_dir(), name, is_dir);
             }
         }
@@ -284,7 +284,7 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// An earlier process may have applied a part, and did not live to sync it.
+    /// An earlier process may have applied a part and died before it was synced.
     fn sync_what_was_applied(&self, firn: &B::Inode, scope: &[u8]) -> Result<(), Errno> {
         self.base.sync_tree(firn)?;
         self.base.sync_tree(&self.directory_at(scope)?)

@@ -1,6 +1,6 @@
 //! Figures of the transactions of a mount, for the status.
 //!
-//! Promise: no lock is waited for that a call of the backing may hold.
+//! Promise: it waits for no lock that is held during a call of the backing.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::shadow::Shadow;
 use crate::state::State;
 use crate::transactional::TransactionalBacking;
 
-/// What an open transaction has.
+/// Figures of a transaction that is not over.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Transaction {
     /// Path of its scope at the begin, relative to the backing.
@@ -50,7 +50,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 None => scope
                     .shadow
                     .as_ref()
-                    .map_or(scope.changed.lock().len() as u64, Shadow::count),
+                    .map_or(scope.changed.lock().len() as u64, Shadow::saved_count),
             },
             written_bytes: scope.written_bytes.load(Ordering::Relaxed),
             states: scope.count_states(),

@@ -134,7 +134,7 @@ impl<B: Backing> Scope<B> {
     }
 
     /// Waits until changes are allowed again; EBUSY where that may never be.
-    pub(crate) fn wait(&self) -> Result<(), Errno> {
+    pub(crate) fn wait_until_open(&self) -> Result<(), Errno> {
         let mut stage = self.stage.lock();
         while let Stage::Prepared(_) | Stage::Decided(_) = *stage {
             if self.refusing.load(Ordering::Acquire) {
@@ -205,7 +205,7 @@ impl<B: Backing> Scope<B> {
             && self.application.next().is_none()
     }
 
-    pub(crate) fn follow(&self, next: Arc<Self>) {
+    pub(crate) fn set_next(&self, next: Arc<Self>) {
         self.application.set_next(next);
     }
 

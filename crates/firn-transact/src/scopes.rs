@@ -138,7 +138,7 @@ impl<B: Backing> Scopes<B> {
     }
 
     /// The commit that a transaction follows.
-    pub(crate) fn before(&self, scope: &Arc<Scope<B>>) -> Option<Arc<Scope<B>>> {
+    pub(crate) fn commit_before(&self, scope: &Arc<Scope<B>>) -> Option<Arc<Scope<B>>> {
         self.find(|one| {
             let next = one.application.next();
             next.is_some_and(|next| Arc::ptr_eq(&next, scope))
@@ -146,12 +146,13 @@ impl<B: Backing> Scopes<B> {
     }
 
     /// The transaction whose scope begins at `root`.
-    pub(crate) fn at(&self, root: &Arc<Object<B>>) -> Option<Arc<Scope<B>>> {
-        self.of(root).filter(|scope| Arc::ptr_eq(&scope.root, root))
+    pub(crate) fn with_root(&self, root: &Arc<Object<B>>) -> Option<Arc<Scope<B>>> {
+        self.scope_of(root)
+            .filter(|scope| Arc::ptr_eq(&scope.root, root))
     }
 
     /// The transaction that an object is in.
-    pub(crate) fn of(&self, object: &Arc<Object<B>>) -> Option<Arc<Scope<B>>> {
+    pub(crate) fn scope_of(&self, object: &Arc<Object<B>>) -> Option<Arc<Scope<B>>> {
         if self.is_empty() {
             return None;
         }

@@ -1,10 +1,10 @@
 //! Shadow mode: changes go to the backing at once, and what brings the old state back is saved before.
 //!
-//! For jobs on several hosts that share parts of files, where held changes conflict. What is saved tells the old
-//! state, not what was done since, and nothing in it has an order: of each object that changes its attributes
-//! and its size; of a directory the names in it; of a file the bytes from the lowest offset that changes to the
-//! old end. So a file that only grows costs its size, one that is cut its tail, and a directory in which a million
-//! files are made one list. What is new has nothing to be saved.
+//! For jobs on several hosts that share parts of files, where held changes conflict. Saved is the old state, not a history
+//! of changes, so nothing in it has an order: attributes and size of each object that changes; of a directory the names in
+//! it; of a file the bytes from the lowest changed offset to the old end. So a file that only grows costs no bytes, one
+//! that is cut costs its tail, and a directory in which a million files are made costs one list. Of new objects nothing is
+//! saved.
 //!
 //! Promises
 //! * What is saved of an object is durable before its first change (`save.rs`).
@@ -53,10 +53,10 @@ const SHARED: &str = "shared";
 /// What becomes of changes before they are committed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
-    /// They are held.
+    /// They are held until the commit.
     #[default]
     Buffer,
-    /// They go to the backing at once, after what undoes them was saved.
+    /// They go to the backing at once, after the old state was saved.
     Shadow,
 }
 
@@ -66,7 +66,7 @@ type KeptObject = (Key, String, bool);
 /// How much is saved of an object.
 #[derive(Clone, Copy, Debug)]
 enum Known {
-    /// Nothing is needed: it was made in the transaction.
+    /// Nothing needs to be saved: it was made in the transaction.
     New,
     /// A file of `size` bytes: those from `low` to the old end. `count` logs tell it.
     Saved { size: u64, low: u64, count: u32 },
@@ -92,7 +92,7 @@ pub(crate) struct Shadow<B: Backing> {
     /// Directories of which the names are saved; an abort brings objects back to them.
     dirs: Mutex<HashMap<u64, Arc<Object<B>>>>,
     last_number: AtomicU64,
-    /// An abort has begun, and may have come half way.
+    /// An abort has begun and may have failed half-way.
     undoing: AtomicBool,
     /// Other hosts save in the same place.
     several: bool,
@@ -153,7 +153,7 @@ impl<B: Backing> Shadow<B> {
     }
 
     /// Asserts what is known of what is saved.
-    pub(crate) fn check(&self) {
+    pub(crate) fn check_invariants(&self) {
         let known = self.known.lock();
         for (ino, dir) in self.dirs.lock().iter() {
             assert_eq!(
@@ -177,13 +177,13 @@ impl<B: Backing> Shadow<B> {
     }
 
     /// Objects of which something is saved, or that are new.
-    pub(crate) fn count(&self) -> u64 {
+    pub(crate) fn saved_count(&self) -> u64 {
         self.known.lock().len() as u64
     }
 
     /// The objects that would be gone: device and inode, their name in [`Shadow::kept_dir`], and whether it is a
     /// directory.
-    pub(crate) fn kept(&self, base: &B) -> Result<Vec<KeptObject>> {
+    pub(crate) fn list_kept(&self, base: &B) -> Result<Vec<KeptObject>> {
         let mut found = Vec::new();
         for (name, ino, kind) in staging::list(base, &self.kept)? {
             let kind = match kind {
@@ -201,7 +201,7 @@ impl<B: Backing> Shadow<B> {
         &self.kept
     }
 
-    /// Nothing may change from now on but by an abort.
+    /// From now on only an abort may change anything.
     pub(crate) fn begin_undo(&self) {
         self.undoing.store(true, Ordering::Release);
     }
@@ -214,13 +214,13 @@ impl<B: Backing> Shadow<B> {
         matches!(self.known.lock().get(&ino), Some(Known::New))
     }
 
-    /// Takes note of an object that was made in the transaction.
-    pub(crate) fn made(&self, ino: u64) {
+    /// Notes an object that was made in the transaction.
+    pub(crate) fn note_new(&self, ino: u64) {
         self.known.lock().insert(ino, Known::New);
     }
 
     /// Takes a name from an object that was there before: to `kept/`, if it is not there yet.
-    fn keep(&self, base: &B, dir: &B::Inode, name: &OsStr, ino: u64) -> Result<()> {
+    fn move_to_kept(&self, base: &B, dir: &B::Inode, name: &OsStr, ino: u64) -> Result<()> {
         let text = ino.to_string();
         let kept_name = OsStr::new(&text);
         match base.rename(dir, name, &self.kept, kept_name, RenameFlags::NOREPLACE) {

@@ -90,7 +90,7 @@ type Name = (Key, OsString);
 impl<B: Backing> TransactionalBacking<B> {
     /// What became of a name of a file in the open transaction; `None` where nothing did.
     pub fn state_of(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Option<State> {
-        let states = self.scopes.of(parent)?.derive_states();
+        let states = self.scopes.scope_of(parent)?.derive_states();
         states.get(&(parent.key, name.to_owned())).copied()
     }
 }

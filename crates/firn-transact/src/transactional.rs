@@ -33,14 +33,14 @@ pub struct TransactionalBacking<B: Backing> {
     pub(crate) members: Option<Members>,
     /// [`Opening::arena`].
     pub(crate) arena: Option<ArenaId>,
-    /// Of transactions that begin.
+    /// Mode of transactions that begin.
     pub(crate) mode: Mode,
     /// The host that aborted the last transaction of a scope, where that was another one.
     pub(crate) stopped_by: Mutex<BTreeMap<Vec<u8>, String>>,
-    /// Held by whoever leaves a vote, and by whoever says something in one without the lock of the names: made
-    /// anew for that after the last host has left, it would stay for ever. Nothing else is locked meanwhile.
+    /// Held while a vote is left, and while something is written to one without the lock of the names: a vote that is made
+    /// anew after the last host has left would never be removed. Nothing else is locked meanwhile.
     pub(crate) leaving: Mutex<()>,
-    /// The second place for what is prepared.
+    /// The backup of prepared transactions.
     pub(crate) mirror: Option<Mirror<B>>,
 }
 

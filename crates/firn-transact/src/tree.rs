@@ -1,4 +1,4 @@
-//! The objects that somebody refers to, by their inodes, and who may change their names and data.
+//! The objects in use, by their inodes, and the locks of names and data.
 //!
 //! Invariants
 //! * One object for each inode, whatever its number of names, while anybody refers to it.
@@ -16,7 +16,7 @@ use parking_lot::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use crate::hidden_links::HiddenLinks;
 use crate::object::{Inner, Key, Object};
 
-/// Proof that names stay, or that they may be changed.
+/// The lock of the names: proof that they stay, or may be changed.
 pub(crate) enum Names<'a> {
     Shared(#[allow(dead_code)] RwLockReadGuard<'a, ()>),
     Changing(#[allow(dead_code)] RwLockWriteGuard<'a, ()>),

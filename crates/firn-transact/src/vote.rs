@@ -1,9 +1,9 @@
 //! How the hosts of a transaction vote on its commit.
 //!
 //! Each host has its transactions in a staging directory of its own. To commit, every host prepares its part and
-//! publishes what it read and wrote; when all lists are there each host tests them, and whoever is first puts the
-//! verdict. After a verdict of no conflict any host may decide, once for all; each applies its part then, also after a
-//! crash, and says that it has.
+//! publishes what it read and wrote. Once all lists are published, each host tests them, and the first one to finish puts
+//! the verdict. After a verdict of no conflict any host may decide for all; then each host applies its part, after a crash
+//! too, and records that it did.
 //!
 //! ```text
 //! .firn/vote-ID[-SCOPE]/     one vote ([`VoteDir`]); SCOPE stands for the path of the scope
@@ -40,19 +40,19 @@ const DONE: &str = "done-";
 const VERDICT: &str = "verdict";
 const OUTCOME: &str = "outcome";
 
-/// What the hosts found when all had come.
+/// What the hosts found when all had published.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verdict {
-    /// Nobody stands in another's way.
+    /// No two hosts conflict.
     Clear,
-    /// Somebody does.
+    /// Some do.
     Conflict(Report),
-    /// Not all came, or one left.
+    /// Not all hosts voted, or one withdrew.
     GivenUp {
-        /// By which host.
+        /// The host that said so.
         by: String,
-        /// What it said.
+        /// The reason that it gave.
         why: String,
     },
 }
@@ -68,14 +68,14 @@ pub(crate) struct Outcome {
 pub enum Vote {
     /// Some hosts have not published what they used.
     Waiting {
-        /// Those that have.
+        /// Hosts that have published.
         published: Vec<String>,
-        /// How many it will be.
+        /// Number of hosts that take part.
         expected: usize,
         /// The names of the others, where they are known.
         missing: Vec<String>,
     },
-    /// All have, or somebody gave it up.
+    /// All have published, or a host gave the vote up.
     Over(Verdict),
 }
 
@@ -98,7 +98,7 @@ fn is_decided<B: Backing>(vote: &VoteDir<'_, B>) -> Result<bool, Errno> {
     Ok(is_refused || vote.read_json::<Outcome>(OUTCOME)?.is_some())
 }
 
-/// This host has done its part. The directory goes with the last one.
+/// Records that this host has done its part. The last host removes the directory.
 fn leave_vote<B: Backing>(vote: &VoteDir<'_, B>) -> Result<(), Errno> {
     vote.put_once(&vote.own_file(DONE), b"")?;
     remove_if_over(vote)
@@ -114,8 +114,8 @@ fn is_over<B: Backing>(vote: &VoteDir<'_, B>, names: &BTreeSet<String>) -> Resul
         return Ok(false);
     }
     let has = |prefix: &str| names.iter().any(|name| name.starts_with(prefix));
-    // With lists, nobody is done before there is a decision, which may have gone in a removal that was cut short.
-    // Without lists it is what such a removal left, or a vote that just begins.
+    // With lists: no host is done before there is a decision, which an interrupted removal may have removed. Without
+    // lists: the rest of such a removal, or a vote that is just beginning.
     let looks_over = if has(FROM) {
         has(DONE)
     } else {
@@ -130,7 +130,7 @@ fn remove_if_over<B: Backing>(vote: &VoteDir<'_, B>) -> Result<(), Errno> {
         return Ok(());
     }
     match remove_vote(vote, &names) {
-        // Another host does the same.
+        // Another host is removing it, too.
         Ok(()) | Err(Errno::NOENT | Errno::NOTEMPTY | Errno::STALE) => Ok(()),
         Err(errno) => Err(errno),
     }
@@ -200,7 +200,7 @@ impl<B: Backing> TransactionalBacking<B> {
             .ok_or(VoteError::NotVoted { id })?;
         let list = self.list_accesses(members, &record, &used)?;
         match vote.put_once(&own_list, &list.encode()) {
-            // Somebody removed what was left of an earlier vote.
+            // Another host removed the rest of an earlier vote.
             Err(Errno::NOENT | Errno::STALE) => Err(VoteError::LastVoteNotOver { id }),
             put => Ok(put.map(drop)?),
         }
@@ -231,7 +231,7 @@ impl<B: Backing> TransactionalBacking<B> {
             return Ok(Vote::Over(verdict));
         }
         let published = vote.hosts(FROM)?;
-        // In shadow mode all that changed something are to be prepared.
+        // In shadow mode all hosts that changed something must be prepared.
         let joined = match &shared {
             Some(shared) => shared.joined()?,
             None => Vec::new(),
@@ -292,7 +292,7 @@ impl<B: Backing> TransactionalBacking<B> {
             true => self
                 .find_vote(id, scope)?
                 .ok_or(VoteError::NotVoted { id })?,
-            // Whoever comes to the vote later is to find that it is over.
+            // A host that comes to the vote later must find that it is over.
             false => self.make_vote(members, id, scope)?,
         };
         match (vote.read_json(VERDICT)?, commit) {
@@ -303,7 +303,7 @@ impl<B: Backing> TransactionalBacking<B> {
             (Some(Verdict::Conflict(_) | Verdict::GivenUp { .. }), false) => return Ok(()),
             (Some(Verdict::Clear), _) | (None, false) => {}
         }
-        // What counts is said where undo is saved: a host may abort that has not come to this vote.
+        // The outcome that counts is beside the saved objects: a host that has not come to this vote may abort.
         if let Some(shared) = self.find_shared(scope)? {
             must_be(
                 shared.settle(commit)?,
@@ -319,7 +319,7 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     /// What was decided about a transaction that this host had prepared: `None` where nothing is.
-    pub(crate) fn decided(&self, id: u64, scope: &[u8]) -> Result<Option<bool>, Errno> {
+    pub(crate) fn find_decision(&self, id: u64, scope: &[u8]) -> Result<Option<bool>, Errno> {
         let Some(vote) = self.find_vote(id, scope)? else {
             return Ok(None);
         };
@@ -327,7 +327,7 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(outcome.map(|outcome| outcome.commit))
     }
 
-    /// This host has applied what was decided.
+    /// Records that this host has applied the decision.
     pub(crate) fn leave_vote(&self, id: u64, scope: &[u8]) -> Result<(), Errno> {
         let _leaving = self.leaving.lock();
         match self.find_vote(id, scope)? {
@@ -336,7 +336,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
     }
 
-    /// Before an end of a transaction that was not prepared: others may wait for this host in vain.
+    /// Called before a transaction ends that was not prepared, so that other hosts do not wait for this one.
     pub(crate) fn withdraw_from_votes(&self, scope: &[u8]) -> Result<(), VoteError> {
         for id in self.votes_on(scope)? {
             let Some(vote) = self.find_vote(id, scope)? else {
@@ -388,7 +388,7 @@ impl<B: Backing> TransactionalBacking<B> {
             return Ok(Vec::new());
         };
         match vote.hosts_without(FROM, DONE) {
-            // It went meanwhile.
+            // It was removed meanwhile.
             Err(Errno::NOENT | Errno::STALE) => Ok(Vec::new()),
             hosts => hosts,
         }
@@ -440,7 +440,7 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(scope.used.lock().take().unwrap_or_default())
     }
 
-    /// Where several hosts save in one place nothing may change once the others have agreed.
+    /// In a shadow transaction of several hosts nothing may change any more once the others have agreed.
     fn must_be_open_for_change(&self, scope: &Scope<B>, id: u64) -> Result<(), VoteError> {
         if self.find_shared(&scope.path)?.is_none() {
             return Ok(());
@@ -473,8 +473,13 @@ impl<B: Backing> TransactionalBacking<B> {
             .map_or_else(String::new, |members| members.host.clone())
     }
 
-    /// For [`TransactionalBacking::decide_scope`]: all hosts agree, which is durable then.
-    pub(crate) fn agree(&self, scope: &Scope<B>, stage: Stage, id: u64) -> Result<(), VoteError> {
+    /// For [`TransactionalBacking::decide_scope`]: checks, durably, that all hosts agree.
+    pub(crate) fn agree_with_hosts(
+        &self,
+        scope: &Scope<B>,
+        stage: Stage,
+        id: u64,
+    ) -> Result<(), VoteError> {
         match stage {
             Stage::Open if self.members.is_some() => Err(VoteError::NotVoted { id }),
             Stage::Prepared(_) => self.decide_vote(id, &scope.path, true),
@@ -501,7 +506,7 @@ fn test_lists<B: Backing>(vote: &VoteDir<'_, B>, hosts: &[String]) -> Result<Ver
     })
 }
 
-/// That an outcome is the one that is wanted.
+/// Fails unless the outcome is the one that is wanted.
 fn must_be(outcome: Outcome, commit: bool, id: u64, why: &str) -> Result<(), VoteError> {
     match outcome {
         Outcome { commit: found, .. } if found == commit => Ok(()),
@@ -523,7 +528,7 @@ pub(crate) fn refused(verdict: Verdict) -> VoteError {
 }
 
 impl Verdict {
-    /// `Err` with the reason where it is none of agreement.
+    /// `Err` with the reason unless the hosts agree.
     pub fn agreed(self) -> Result<(), VoteError> {
         if self == Self::Clear {
             Ok(())

@@ -18,19 +18,22 @@ pub(crate) type Allowed<G, B> = (G, Option<Arc<Scope<B>>>);
 
 impl<B: Backing> TransactionalBacking<B> {
     /// For a change of names in the directory `object`: waits until it is allowed.
-    pub(crate) fn changing(&self, object: &Arc<Object<B>>) -> Result<Allowed<Names<'_>, B>, Errno> {
+    pub(crate) fn enter_name_change(
+        &self,
+        object: &Arc<Object<B>>,
+    ) -> Result<Allowed<Names<'_>, B>, Errno> {
         loop {
             let names = self.tree.names.read();
-            if self.scopes.of(object).is_none() {
+            if self.scopes.scope_of(object).is_none() {
                 return Ok((Names::Shared(names), None));
             }
             drop(names);
             let names = self.tree.names.write();
-            match self.scopes.of(object) {
+            match self.scopes.scope_of(object) {
                 Some(scope) if scope.is_open() => return Ok((Names::Changing(names), Some(scope))),
                 Some(scope) => {
                     drop(names);
-                    scope.wait()?;
+                    scope.wait_until_open()?;
                 }
                 None => {}
             }
@@ -38,7 +41,7 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     /// The same for a change of data or attributes.
-    pub(crate) fn writing(
+    pub(crate) fn enter_data_change(
         &self,
         object: &Arc<Object<B>>,
     ) -> Result<Allowed<RwLockReadGuard<'_, ()>, B>, Errno> {
@@ -48,12 +51,12 @@ impl<B: Backing> TransactionalBacking<B> {
             if object.is_nameless() {
                 return Ok((data, None));
             }
-            match self.scopes.of(object) {
+            match self.scopes.scope_of(object) {
                 None => return Ok((data, None)),
                 Some(scope) if scope.is_open() => return Ok((data, Some(scope))),
                 Some(scope) => {
                     drop(data);
-                    scope.wait()?;
+                    scope.wait_until_open()?;
                 }
             }
         }
@@ -66,11 +69,15 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Whether the contents of an object may be changed now.
     pub fn may_change(&self, object: &Arc<Object<B>>) -> bool {
-        object.is_nameless() || self.scopes.of(object).is_none_or(|scope| scope.is_open())
+        object.is_nameless()
+            || self
+                .scopes
+                .scope_of(object)
+                .is_none_or(|scope| scope.is_open())
     }
 
     /// Waits until the contents of an object may be changed; ECANCELED or EBUSY where that does not come.
     pub fn await_change(&self, object: &Arc<Object<B>>) -> Result<(), Errno> {
-        self.writing(object).map(drop)
+        self.enter_data_change(object).map(drop)
     }
 }

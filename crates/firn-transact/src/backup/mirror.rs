@@ -23,19 +23,19 @@ pub(super) const BLOCK: usize = 1 << 20;
 /// How far the backup of a transaction is.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// All of it is there, so that it can be finished from there.
+    /// The backup has all of it, so that the commit can be finished from it.
     pub is_whole: bool,
-    /// Since the last round that came to its end.
+    /// Time since the last complete round.
     pub age: Option<Duration>,
-    /// Bytes that are there.
+    /// Bytes that the backup has.
     pub copied_bytes: u64,
     /// Bytes that a prepare would have to copy.
     pub left_bytes: u64,
-    /// Why the last round, prepare or commit could not write there.
+    /// Why the last round, prepare or commit could not write to the backup.
     pub error: Option<String>,
 }
 
-/// Tells each version of a file from the next, if it was the same a round before.
+/// Size and times of a file. If they stay the same for a round, so does the content.
 pub(super) type Stamp = (u64, Time, Time);
 
 pub(super) fn stamp(attr: &Attr) -> Stamp {
@@ -54,20 +54,20 @@ pub(crate) struct Mirror<B: Backing> {
 
 pub(super) struct State<B: Backing> {
     pub(super) copies: HashMap<u64, Copy<B>>,
-    /// Of transactions that are over, and could not be removed.
+    /// Directories of transactions that are over, which could not be removed.
     pub(super) over: BTreeSet<String>,
 }
 
-/// What is there of one transaction.
+/// What the backup has of one transaction.
 pub(super) struct Copy<B: Backing> {
     pub(super) name: String,
     pub(super) dir: B::Inode,
     /// At the last round.
     pub(super) seen: HashMap<String, Stamp>,
     pub(super) copied: HashMap<String, (Stamp, Content)>,
-    /// There may be one.
+    /// A manifest may be there.
     pub(super) has_manifest: bool,
-    /// There is one, durably, and all that it tells of.
+    /// The manifest and all that it names are durable.
     pub(super) is_whole: bool,
 }
 
@@ -75,13 +75,13 @@ pub(super) fn backup_failed(error: impl Into<OwnError>) -> BackupError {
     BackupError::of_backup(error.into())
 }
 
-/// Of the file that has the bytes of a staged one.
+/// Name of the file that has the bytes of a staged one.
 pub(super) fn file_name(at: &Staged) -> String {
     format!("{}-{}", at.0, at.1)
 }
 
 impl<B: Backing> Mirror<B> {
-    /// Makes a round end soon.
+    /// Locks the state; a round that is under way ends soon.
     pub(super) fn lock(&self) -> parking_lot::MutexGuard<'_, State<B>> {
         self.hurry.fetch_add(1, Ordering::Relaxed);
         let state = self.state.lock();
@@ -110,7 +110,7 @@ impl<B: Backing> Mirror<B> {
         }
     }
 
-    /// Nothing in a copy counts from now on.
+    /// Invalidates a copy.
     pub(super) fn withdraw(&self, copy: &mut Copy<B>) -> Result<(), Errno> {
         if !copy.has_manifest {
             return Ok(());
@@ -126,7 +126,7 @@ impl<B: Backing> Mirror<B> {
     }
 }
 
-/// Nothing in the directory of a backup counts from now on, durably.
+/// Invalidates the directory of a backup, durably.
 fn remove_manifest<B: Backing>(store: &B, dir: &B::Inode) -> Result<(), Errno> {
     if staging::find(store, dir, OsStr::new(MANIFEST))?.is_some() {
         store.unlink(dir, OsStr::new(MANIFEST))?;
@@ -174,7 +174,7 @@ pub(super) fn is_name(name: &str) -> bool {
     parts.is_some_and(|(serial, token)| is_number(serial) && is_token(token))
 }
 
-/// Whether a file has the bytes of a staged one: `NEST-M` ([`file_name`]).
+/// Whether a file has the bytes of a staged one: `DIR-M` ([`file_name`]).
 fn is_file(name: &str) -> bool {
     let parts = name.split_once('-');
     parts.is_some_and(|(staging_dir, name)| {
@@ -182,7 +182,7 @@ fn is_file(name: &str) -> bool {
     })
 }
 
-/// What is not in its place yet ([`staging::new_name`]).
+/// Whether a file was being written ([`staging::new_name`]).
 fn is_unfinished(name: &str) -> bool {
     name.strip_suffix(".new") == Some(MANIFEST)
 }
@@ -209,7 +209,7 @@ pub(super) fn load_name<B: Backing>(base: &B, dir: &B::Inode) -> Result<Option<S
     Ok(staging::load(base, dir, staging::BACKUP)?.and_then(|bytes| String::from_utf8(bytes).ok()))
 }
 
-/// Hexadecimal digits of what no other transaction has.
+/// Hexadecimal digits of a random number that no other transaction has.
 const TOKEN_DIGITS: usize = 16;
 
 pub(super) fn token() -> Result<String, Errno> {

@@ -1,4 +1,4 @@
-//! A transaction out of its backup, prepared in a backing that is as it was before it.
+//! Reviving a transaction: out of its backup, it is prepared in a backing that is as it was before it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
@@ -36,8 +36,8 @@ impl<B: Backing> TransactionalBacking<B> {
         remove(home, &home.root(), name).map_err(backup_failed)
     }
 
-    /// Stages what a backup, a directory `from` of a store that is `called` so, has and makes it a transaction that is prepared. Where this fails the
-    /// backing is as it was.
+    /// Stages the contents of a backup, the directory `from` of a store that is named `called`, as a prepared transaction.
+    /// Where this fails the backing is as it was.
     pub fn revive(
         &self,
         from: (&B, &B::Inode),
@@ -56,12 +56,12 @@ impl<B: Backing> TransactionalBacking<B> {
             }
         }
         self.must_have_room(wanted, &found)?;
-        let firn = self.hidden_home()?;
+        let firn = self.make_hidden_staging_dir()?;
         let serial = self.scopes.next_serial();
         let name = format!("tx-{serial}");
         let dir = staging::dir(&self.base, &firn, &name)?;
         let staged = self.stage(from, wanted, &found, &dir).and_then(|record| {
-            // A mount that has the same backup goes on with it.
+            // A mount with the same backup continues it.
             staging::store(&self.base, &dir, staging::BACKUP, called.as_bytes())?;
             staging::store(&self.base, &dir, staging::OPEN, &record.scope)?;
             self.base.sync_changes()?;
@@ -72,7 +72,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let record = match staged {
             Ok(record) => record,
             Err(error) => {
-                if let Err(errno) = self.remove(&firn, &dir, &name) {
+                if let Err(errno) = self.remove_transaction(&firn, &dir, &name) {
                     tracing::warn!(%errno, name, "cannot remove what was staged; the next mount does");
                 }
                 return Err(error);
@@ -91,7 +91,7 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(self.wait_for_decision(serial, dir, record)?)
     }
 
-    /// What tells at once that the tree is another one.
+    /// Fails if it shows at once that the tree is another one.
     fn must_be_before(&self, wanted: &ChangeLog) -> Result<(), ReviveError> {
         let is_in = |a: &[u8], b: &[u8]| {
             b.is_empty()

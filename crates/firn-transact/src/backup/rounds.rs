@@ -24,9 +24,9 @@ use crate::staging;
 use crate::transactional::TransactionalBacking;
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Names of the backups that the backing knows of: to be asked before [`TransactionalBacking::open`], which ends transactions. What
-    /// is in the backup, `store`, of those that it is going to undo counts no more from here on: once nothing in the
-    /// backing tells of them it would seem to be all that is left.
+    /// Names of the backups that the backing knows of: to be asked before [`TransactionalBacking::open`], which ends
+    /// transactions. In the backup, `store`, those are invalidated that it is going to undo: once the backing has no record
+    /// of them they would seem to be all that is left.
     pub fn known_backups(base: &B, store: Option<&B>) -> Result<BTreeSet<String>, BackupError> {
         let mut known = BTreeSet::new();
         let Some((firn, _)) = staging::find_dir(base, &base.root(), staging::TOP)? else {
@@ -54,9 +54,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(known)
     }
 
-    /// The same backing, with a second place for what is prepared: `store`, a directory of this mount alone. What is
-    /// there of transactions that are over goes; one that the backing does not know of is refused, for it may be all
-    /// that is left of it.
+    /// The same backing with a backup in `store`, a directory of this mount alone. Directories of transactions that are over
+    /// are removed; one of a transaction that the backing does not know is refused, for it may be all that is left of it.
     pub fn backed_up(mut self, store: B, known: &BTreeSet<String>) -> Result<Self, BackupError> {
         let mut state = State {
             copies: HashMap::new(),
@@ -111,7 +110,7 @@ impl<B: Backing> TransactionalBacking<B> {
             hurry,
         });
         for scope in &scopes {
-            // Prepared without a backup. What is wrong is told by the status, and by a commit.
+            // It was prepared without a backup. The status and a commit say what is wrong.
             if let Some(record) = &scope.recovered
                 && let Err(error) = self.back_up(scope, record)
             {
@@ -135,7 +134,7 @@ impl<B: Backing> TransactionalBacking<B> {
         Some(progress)
     }
 
-    /// One round: copies ahead what changed and changes no more, and removes what is over.
+    /// One round: copies files that have stopped changing, and removes transactions that are over.
     pub fn back_up_ahead(&self) {
         let Some(mirror) = &self.mirror else { return };
         let scopes = self.scopes.all();
@@ -145,7 +144,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 continue;
             }
             let result = self.copy_ahead(mirror, &mut state, &scope);
-            // It may have ended meanwhile, and what was staged is gone.
+            // It may have ended meanwhile, and its staged files are gone.
             if scope.is_open() {
                 mirror.tell(
                     &scope,
@@ -164,7 +163,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
     }
 
-    /// Returns the bytes that are not there.
+    /// Returns the bytes that the backup does not have yet.
     fn copy_ahead(
         &self,
         mirror: &Mirror<B>,
@@ -242,7 +241,7 @@ impl<B: Backing> TransactionalBacking<B> {
     ) -> Result<&'a mut Copy<B>, BackupError> {
         if let Entry::Vacant(place) = state.copies.entry(scope.serial) {
             let name = format!("tx-{}-{}", scope.serial, token().map_err(backup_failed)?);
-            // In this order: what is there is known.
+            // In this order, so that every directory in the backup is known to the backing.
             staging::store(&self.base, &scope.dir, staging::BACKUP, name.as_bytes())?;
             let dir =
                 staging::dir(&mirror.store, &mirror.store.root(), &name).map_err(backup_failed)?;
@@ -262,7 +261,7 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(copy)
     }
 
-    /// Whether all of a transaction that is prepared is there.
+    /// Whether the backup has all of a prepared transaction.
     pub(crate) fn is_backed_up(&self, scope: &Scope<B>) -> bool {
         let Some(mirror) = &self.mirror else {
             return true;
@@ -389,8 +388,8 @@ impl<B: Backing> TransactionalBacking<B> {
         }
     }
 
-    /// The transaction is going to be aborted. What is in its backup must not count any more before nothing in the backing
-    /// tells of it: else it would seem to be all that is left of it. Its bytes may go later.
+    /// The transaction is going to be aborted. Its backup is invalidated before its record is removed from the backing: else
+    /// it would seem to be all that is left of it. Its bytes may be removed later.
     pub(crate) fn withdraw_for_good(&self, serial: u64) -> Result<(), BackupError> {
         let Some(mirror) = &self.mirror else {
             return Ok(());
@@ -422,7 +421,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
     }
 
-    /// Before the number of the last commit changes: what was applied and is still in the backup counts no more.
+    /// Before the number of the last commit changes: invalidates what was applied and is still in the backup.
     pub(crate) fn withdraw_what_is_over(&self) -> Result<(), BackupError> {
         let Some(mirror) = &self.mirror else {
             return Ok(());
@@ -433,7 +432,7 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 }
 
-/// Copies a staged file. EAGAIN of the backing: it changed, or `go_on` said no.
+/// Copies a staged file. Fails with EAGAIN of the backing if it changed, or `go_on` returned false.
 fn copy_out<B: Backing>(
     base: &B,
     inode: &B::Inode,

@@ -108,7 +108,7 @@ impl<B: Backing> Top<B> {
     }
 
     /// The log of an earlier firnd is undone and not applied: then the top is called this.
-    pub(crate) fn goes_back_to(&self, path: &[u8]) {
+    pub(crate) fn set_name_after(&self, path: &[u8]) {
         self.names.lock().after = last_name(path);
     }
 }

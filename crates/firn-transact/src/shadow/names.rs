@@ -18,7 +18,7 @@ impl<B: Backing> TransactionalBacking<B> {
         (parent, name): (&Arc<Object<B>>, &OsStr),
         object: &Arc<Object<B>>,
     ) -> Result<()> {
-        self.save(scope, shadow, parent, NO_BYTES)?;
+        self.save_object(scope, shadow, parent, NO_BYTES)?;
         let dir = parent.inner.read().inode(&self.base)?;
         if shadow.is_new(object.key.1) {
             match object.kind {
@@ -61,13 +61,13 @@ impl<B: Backing> TransactionalBacking<B> {
         if object.kind != Kind::Dir {
             self.hide_link(scope, object, &shadow.kept, &kept);
         }
-        match shadow.keep(&self.base, dir, name, object.key.1) {
+        match shadow.move_to_kept(&self.base, dir, name, object.key.1) {
             // Whoever moves a directory must be allowed to write in it; who removes it need not.
             Err(Errno::ACCESS) if object.kind == Kind::Dir => {
-                self.save(scope, shadow, object, NO_BYTES)?;
+                self.save_object(scope, shadow, object, NO_BYTES)?;
                 let inode = object.inner.read().inode(&self.base)?;
                 self.base.set_mode(&inode, 0o700)?;
-                shadow.keep(&self.base, dir, name, object.key.1)
+                shadow.move_to_kept(&self.base, dir, name, object.key.1)
             }
             other => other,
         }?;
@@ -85,12 +85,12 @@ impl<B: Backing> TransactionalBacking<B> {
         flags: RenameFlags,
     ) -> Result<()> {
         for dir in [from, to] {
-            self.save(scope, shadow, dir, NO_BYTES)?;
+            self.save_object(scope, shadow, dir, NO_BYTES)?;
         }
         // XFS gives a directory that an exchange moves a new time.
         let exchanged = [Some(source), target].into_iter().flatten();
         for object in exchanged.filter(|object| !flags.is_empty() && object.kind == Kind::Dir) {
-            self.save(scope, shadow, object, NO_BYTES)?;
+            self.save_object(scope, shadow, object, NO_BYTES)?;
         }
         let go = || self.move_below(names, (from, name), (to, new_name), flags);
         let replaced = target.filter(|target| {

@@ -34,11 +34,11 @@ impl<B: Backing> TransactionalBacking<B> {
             return Ok(scope);
         };
         let scope = scope.as_ref().expect("it has a shadow");
-        self.save(scope, shadow, object, from)?;
+        self.save_object(scope, shadow, object, from)?;
         Ok(None)
     }
 
-    pub(super) fn save(
+    pub(super) fn save_object(
         &self,
         scope: &Scope<B>,
         shadow: &Shadow<B>,

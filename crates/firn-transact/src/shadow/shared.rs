@@ -14,10 +14,10 @@
 //! ```
 //!
 //! Invariants
-//! * Nothing is undone before all that are in are out, by none but the undoer or who stands in for it (the lock of
-//!   its directory is held), not after `undone`, and never where the outcome is a commit.
-//! * A host leaves after a commit, or after `undone`; nobody begins before all have left.
-//! * Who comes in and sees no outcome then is seen by whoever puts one.
+//! * Only the undoer, or a host that replaces it and has locked its directory, undoes anything: after every `in-HOST` has an
+//!   `out-HOST`, not after `undone`, and never if the outcome is a commit.
+//! * A host leaves after a commit or after `undone`, and none begins before all have left.
+//! * A host that writes `in-HOST` and then finds no outcome is found by any host that puts one.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -78,7 +78,7 @@ impl<B: Backing> SharedDir<'_, B> {
         self.outcome()?.ok_or(Errno::IO)
     }
 
-    /// This host changes nothing any more. When it returns all is undone, if need be by `undo`.
+    /// Declares that this host changes nothing any more. When it returns everything is undone, if need be by `undo`.
     fn stop(&self, undo: impl FnOnce() -> Result<(), StoreError>) -> Result<(), AbortError> {
         self.vote.put_once(&self.vote.own_file(OUT), b"")?;
         if self.vote.names()?.contains(UNDONE) {
@@ -95,7 +95,7 @@ impl<B: Backing> SharedDir<'_, B> {
             });
         }
         undo()?;
-        // Objects that are back have one link too many there. Should all of this be done again, nothing is missing.
+        // Objects that are back in place have one link too many there. A repeated undo does not need it.
         if let Some((kept, _)) = staging::find_dir(self.base, self.vote.dir(), KEPT)? {
             staging::clear(self.base, &kept)?;
             self.base.sync_dir(&kept)?;
@@ -104,13 +104,13 @@ impl<B: Backing> SharedDir<'_, B> {
         Ok(())
     }
 
-    /// Asks for a task that one host does: the host that got it.
+    /// Claims a task that one host does; returns the host that has it.
     fn claim(&self, task: &str) -> Result<Option<String>, Errno> {
         self.vote.put_json(task, &self.vote.host())?;
         self.vote.read_json(task)
     }
 
-    /// This host has ended its part. The directory goes with the last one.
+    /// Records that this host has ended its part. The last host removes the directory.
     fn leave(&self) -> Result<(), Errno> {
         self.vote.put_once(&self.vote.own_file(LEFT), b"")?;
         self.remove_if_over()
@@ -121,7 +121,7 @@ impl<B: Backing> SharedDir<'_, B> {
             None => return Ok(false),
             Some(outcome) => outcome.commit || self.vote.names()?.contains(UNDONE),
         };
-        // A host that joined only to find an outcome withdraws by itself.
+        // A host that joined and then found an outcome withdraws by itself.
         Ok(is_decided && self.joined_without(LEFT)?.is_empty())
     }
 
@@ -131,21 +131,21 @@ impl<B: Backing> SharedDir<'_, B> {
                 return Ok(());
             }
             let remover = self.claim(REMOVER)?;
-            // By name: the next transaction may have a directory already.
+            // Removed by name: the next transaction may have made its directory already.
             if remover.as_deref() != Some(self.vote.host()) || !self.vote.is_current()? {
                 return Ok(());
             }
             self.vote.retire()
         };
         match remove() {
-            // Another host does the same.
+            // Another host is removing it, too.
             Err(Errno::NOENT | Errno::STALE) => Ok(()),
             other => other,
         }
     }
 }
 
-/// Whether something went meanwhile that another host may remove.
+/// Whether another host has removed something meanwhile.
 fn is_gone(error: &StoreError) -> bool {
     matches!(error.errno(), Some(Errno::NOENT | Errno::STALE))
 }
@@ -182,7 +182,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
     }
 
-    /// What this host shares with others in a scope; `None` where it is not in a transaction like that.
+    /// The shared directory of a scope; `None` if this host takes no part in a shared transaction there.
     pub(crate) fn find_shared(&self, scope: &[u8]) -> Result<Option<SharedDir<'_, B>>, Errno> {
         let Some(shared) = self.find_shared_dir(&scoped_name(DIR, scope))? else {
             return Ok(None);
@@ -194,7 +194,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
     }
 
-    /// All that are there.
+    /// The shared directories of all scopes.
     fn all_shared(&self) -> Result<Vec<SharedDir<'_, B>>, Errno> {
         let Some(top) = self.find_top()? else {
             return Ok(Vec::new());
@@ -215,10 +215,10 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// The host takes part from now on in the transaction of a scope, which is made if it is the first. `dir` is its
     /// own part.
-    pub(crate) fn join(&self, dir: &B::Inode, scope: &[u8]) -> Result<(), BeginError> {
+    pub(crate) fn join_hosts(&self, dir: &B::Inode, scope: &[u8]) -> Result<(), BeginError> {
         staging::store(&self.base, dir, SHARED, b"")?;
         match self.join_shared(scope) {
-            // The directory went meanwhile.
+            // Another host removed the directory meanwhile.
             Err(BeginError::Store(error)) if is_gone(&error) => {
                 Err(BeginError::NotOver { hosts: Vec::new() })
             }
@@ -246,7 +246,7 @@ impl<B: Backing> TransactionalBacking<B> {
             return self.not_over(&shared);
         }
         self.must_fit(members, &shared, scope)
-            .inspect_err(|_| self.unjoin(scope))
+            .inspect_err(|_| self.withdraw_from_hosts(scope))
     }
 
     fn not_over(&self, shared: &SharedDir<'_, B>) -> Result<(), BeginError> {
@@ -258,7 +258,7 @@ impl<B: Backing> TransactionalBacking<B> {
         Err(BeginError::NotOver { hosts })
     }
 
-    /// There are not too many, and no other transaction overlaps this one.
+    /// Fails if more hosts than expected take part, or another transaction overlaps this one.
     fn must_fit(
         &self,
         members: &Members,
@@ -294,8 +294,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// A begin that failed: nothing was changed.
-    pub(crate) fn unjoin(&self, scope: &[u8]) {
+    /// Withdraws from the transaction of a scope after a begin that failed: this host has changed nothing.
+    pub(crate) fn withdraw_from_hosts(&self, scope: &[u8]) {
         let withdrawn = self.find_shared(scope).and_then(|shared| match shared {
             Some(shared) => shared.vote.withdraw(IN),
             None => Ok(()),
@@ -308,7 +308,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
     }
 
-    /// What is saved for a transaction: in its own directory, or where all hosts save.
+    /// What a transaction has saved: in its own directory, or in the one that all hosts share.
     pub(crate) fn shadow_of(
         &self,
         dir: &B::Inode,
@@ -352,7 +352,7 @@ impl<B: Backing> TransactionalBacking<B> {
                     .lock()
                     .insert(scope.path.clone(), outcome.by);
             }
-            // Those that wait for this host's part do so in vain.
+            // Hosts that wait for this one to publish need not wait any longer.
             match id {
                 None => self.withdraw_from_votes(&scope.path)?,
                 Some(id) => self.decide_vote(id, &scope.path, false)?,
@@ -366,7 +366,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 self.see_undone(scope, shadow)?;
             }
         }
-        self.forget(&scope.dir)?;
+        self.forget_records(&scope.dir)?;
         if let Some(shared) = self.find_shared(&scope.path)? {
             shared.leave()?;
         }
@@ -473,7 +473,7 @@ impl<B: Backing> TransactionalBacking<B> {
         match fate {
             Fate::Undecided => return Ok(()),
             Fate::Committed if record.is_some() => {
-                // The vote may not know of it.
+                // The vote may not have the outcome yet.
                 match record.map_or(Ok(()), |record| self.decide_vote(record.id, scope, true)) {
                     Ok(()) | Err(VoteError::NotVoted { .. }) => {}
                     Err(error) => return Err(error.into()),
@@ -483,7 +483,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 self.base.rename(dir, from, dir, to, RenameFlags::empty())?;
                 return Ok(self.base.sync_dir(dir)?);
             }
-            // It was to be open again when the others had agreed already.
+            // It was being opened again after the others had agreed.
             Fate::Committed => return Ok(self.base.unlink(dir, OsStr::new(staging::OPEN))?),
             Fate::Over => {}
             Fate::Aborted => {
@@ -498,7 +498,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 shared.stop(|| self.undo_stored(shared.vote.dir(), shared.vote.name(), scope))?;
             }
         }
-        // From here on it is one that was open and is undone: nothing more is to be put back.
+        // From here on it counts as one that was open and is undone: there is nothing left to put back.
         if record.is_some() {
             self.base.unlink(dir, OsStr::new(staging::RECORD))?;
             self.base.sync_dir(dir)?;
@@ -518,7 +518,7 @@ impl<B: Backing> TransactionalBacking<B> {
             match (shared.has_joined()?, shared.outcome()?) {
                 (true, None) => shared.vote.withdraw(IN)?,
                 (false, _) => {}
-                // It joined, and its firnd died before it began.
+                // It joined, and its firnd was killed before the transaction began.
                 (true, Some(outcome)) => {
                     if !outcome.commit {
                         shared.vote.put_once(&shared.vote.own_file(OUT), b"")?;

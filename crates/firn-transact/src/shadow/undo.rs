@@ -1,12 +1,12 @@
 //! Putting back what was saved.
 //!
-//! 1. The directories that were touched are found, wherever they are now: by the way to them, or in what is in
-//!    the others. A directory comes from one place to another only through such directories.
-//! 2. A change log is made: in each of them every name that it did not have goes, every name that is missing is
-//!    given back, and each object gets its old bytes and attributes. `kept/` is where objects are on their way.
+//! 1. The directories that were touched are found where they are now: by their paths, or in the other touched
+//!    directories. A directory can have moved only from one touched directory to another.
+//! 2. A change log is made: in each of them it removes every name that was not there and gives back every name that is
+//!    missing, and each object gets its old bytes and attributes. Objects that move wait in `kept/`.
 //! 3. It is applied backward ([`crate::apply`]).
 //!
-//! Nothing of it depends on how far an earlier attempt came: the next one makes the log anew of what is there then.
+//! An attempt does not depend on how far an earlier one came: it makes the log anew from what it finds.
 
 use std::collections::btree_map::Entry as MapEntry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
@@ -37,11 +37,11 @@ struct Save {
 /// What an undo did to objects that somebody may refer to.
 #[derive(Debug, Default)]
 pub(crate) struct Undone {
-    /// Inodes that are no more.
+    /// Inodes that are gone.
     removed: Vec<u64>,
-    /// Inodes that have a name in `kept/`, perhaps beside others, until that goes with the transaction.
+    /// Inodes that have a name in `kept/`, perhaps beside others, until the end of the transaction removes it.
     kept: Vec<u64>,
-    /// Inodes that came back to a directory, and to which name.
+    /// Inodes that were put back: the directory and the name.
     placed: Vec<(u64, u64, Vec<u8>)>,
 }
 
@@ -116,13 +116,13 @@ impl<'a, B: Backing> Undo<'a, B> {
         } = self.shadow;
         let below = (self.base, *dev);
         let mut apply = Apply::new(below, (&log, Direction::Undo), saved, kept);
-        apply.know_staging_dir(SAVED, saved.clone());
-        apply.know_staging_dir(KEPT, kept.clone());
+        apply.set_staging_dir(SAVED, saved.clone());
+        apply.set_staging_dir(KEPT, kept.clone());
         for (ino, inode) in self.dirs {
-            apply.know(ino, inode);
+            apply.set_object(ino, inode);
         }
         apply.run()?;
-        // An earlier process may have undone a part, and did not live to sync it.
+        // An earlier process may have undone a part and died before it was synced.
         if let Some(top) = &self.top_undo {
             self.base.sync_dir(&top.parent)?;
         }
@@ -205,7 +205,7 @@ impl<'a, B: Backing> Undo<'a, B> {
         Ok(())
     }
 
-    /// Non-root needs to be allowed what it was when the directory was changed.
+    /// A user other than root needs the permissions that the directory had when it was changed.
     fn open_up(&self, inode: &B::Inode) -> Result<()> {
         let mode = self.base.attr(inode)?.mode & 0o7777;
         if mode & 0o700 != 0o700 {
@@ -327,7 +327,7 @@ impl<'a, B: Backing> Undo<'a, B> {
         Ok(())
     }
 
-    /// Of objects that something is done to, a name that is right is noted. The others may be many.
+    /// Notes a name that stays, of objects that the log changes. There may be many of the others.
     fn plan_names_that_stay(&mut self) {
         let Self {
             saves,
@@ -386,7 +386,7 @@ impl<'a, B: Backing> Undo<'a, B> {
         Ok(())
     }
 
-    /// New directories that an attempt before this one has moved to `kept/` go, too. What is missing and is nowhere
+    /// New directories that an earlier attempt has moved to `kept/` are removed, too. A missing object that is found nowhere
     /// cannot be brought back.
     fn plan_missing(&mut self) -> Result<()> {
         let mut kept = HashSet::new();
@@ -512,8 +512,8 @@ fn load<B: Backing>(
     Ok(saves)
 }
 
-/// Objects that were there before the transaction. What one host made is saved by another that changes it and does
-/// not know: it was found in a directory that had other names.
+/// Objects that were there before the transaction. An object that one host made may have been saved by another host that
+/// changed it; it is not in the saved names of the directory that it was found in.
 fn there_before(saves: &BTreeMap<u64, Save>, root: u64) -> HashSet<u64> {
     let mut there = HashSet::from([root]);
     loop {
@@ -572,7 +572,7 @@ impl<B: Backing> TransactionalBacking<B> {
             if let Some(object) = object(ino) {
                 self.tree.forget(object.key);
                 object.inner.write().base = None;
-                object.let_go();
+                object.close_lower_files();
             }
         }
         for (ino, dir, name) in undone.placed {
@@ -586,7 +586,7 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Another host has undone the transaction: what this one knows of it is as it was.
+    /// Another host has undone the transaction: updates the objects that this one knows.
     pub(crate) fn see_undone(
         &self,
         scope: &Scope<B>,
@@ -609,19 +609,19 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// New objects without a name were found nowhere.
+    /// Forgets new objects without a name, which the undo found nowhere.
     fn forget_new(&self, shadow: &Shadow<B>) {
         for (ino, known) in shadow.known.lock().drain() {
             let object = self.tree.known((shadow.dev, ino));
             if let (super::Known::New, Some(object)) = (known, object) {
                 self.tree.forget(object.key);
                 object.inner.write().base = None;
-                object.let_go();
+                object.close_lower_files();
             }
         }
     }
 
-    /// After a crash: the same for a transaction of which nobody knows anything but what is stored.
+    /// After a crash: the same for a transaction of which only the stored part is left.
     pub(crate) fn undo_stored(
         &self,
         dir: &B::Inode,
@@ -636,7 +636,7 @@ impl<B: Backing> TransactionalBacking<B> {
             None => self.directory_at(scope)?,
             Some(top) => match &top.root {
                 Some(root) => root.clone(),
-                // It was never put in its place, or is removed already.
+                // It was never put in its place, or was removed already.
                 None if top.before.is_none() => return Ok(()),
                 None => return Err(Errno::STALE.into()),
             },

@@ -11,8 +11,8 @@ use crate::transactional::TransactionalBacking;
 impl<B: Backing> TransactionalBacking<B> {
     /// [`Found::refuse_changes`](crate::Found::refuse_changes).
     pub(super) fn refuse_changes(&self, scope: &Arc<Scope<B>>) -> Result<(), AbortError> {
-        // Changes of a transaction that follows a commit wait for that.
-        let before = self.scopes.before(scope);
+        // Changes of a transaction that follows a commit wait in that commit.
+        let before = self.scopes.commit_before(scope);
         let scope = before.as_ref().unwrap_or(scope);
         if scope.stage() == Stage::Ended {
             return Err(StageError::NoTransaction.into());
@@ -25,7 +25,7 @@ impl<B: Backing> TransactionalBacking<B> {
     pub(super) fn abort_scope(&self, scope: &Arc<Scope<B>>) -> Result<(), AbortError> {
         let _names = self.tree.names.write();
         let _data = self.tree.data.write();
-        if let Some(before) = self.scopes.before(scope) {
+        if let Some(before) = self.scopes.commit_before(scope) {
             self.drop_next(&before)?;
             return Ok(());
         }
@@ -41,9 +41,9 @@ impl<B: Backing> TransactionalBacking<B> {
             Stage::Open => {
                 self.withdraw_from_votes(&scope.path)?;
                 self.withdraw_for_good(scope.serial)?;
-                // With the mark the next mount would drop what is written from now on.
+                // With the mark left, the next mount would drop what is written from now on.
                 if scope.shadow.is_none() {
-                    self.forget(&scope.dir)?;
+                    self.forget_records(&scope.dir)?;
                 }
             }
             Stage::Prepared(id) => {
@@ -52,7 +52,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 match scope.shadow {
                     // From here on a crash ends in the tree before.
                     Some(_) => self.forget_record(&scope.dir)?,
-                    None => self.forget(&scope.dir)?,
+                    None => self.forget_records(&scope.dir)?,
                 }
             }
             Stage::Decided(id) => return Err(StageError::Decided { id }.into()),
@@ -63,7 +63,7 @@ impl<B: Backing> TransactionalBacking<B> {
         } else if let Some(shadow) = &scope.shadow {
             scope.stop_for_good();
             self.undo_shadow(scope, shadow)?;
-            self.forget(&scope.dir)?;
+            self.forget_records(&scope.dir)?;
         }
         let changed = std::mem::take(&mut *scope.changed.lock());
         for (_, object) in changed {
@@ -72,11 +72,11 @@ impl<B: Backing> TransactionalBacking<B> {
             if inner.base.is_none() {
                 self.tree.forget(object.key);
             }
-            object.let_go();
+            object.close_lower_files();
         }
         self.put_top_back(scope);
         self.dirs_are_back(scope);
-        self.end(scope);
+        self.end_transaction(scope);
         self.clean_up(scope);
         if let Stage::Prepared(id) = stage {
             self.leave_vote(id, &scope.path)?;

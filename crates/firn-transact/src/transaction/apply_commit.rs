@@ -1,4 +1,4 @@
-//! Deciding a transaction, and applying it: at once, or while programs read on.
+//! Deciding a transaction and applying it, while programs read on or wait.
 //!
 //! Between the two the record is in force and the tables are as they were, so programs see the tree after the
 //! commit. While it is applied, what they see comes from the tables too: attributes are taken before the first
@@ -51,7 +51,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 {
                     self.back_up(scope, record)?;
                 }
-                self.agree(scope, stage, id)?;
+                self.agree_with_hosts(scope, stage, id)?;
                 let from = OsStr::new(staging::RECORD);
                 let to = OsStr::new(staging::COMMIT);
                 self.base
@@ -60,7 +60,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 self.base.sync_dir(&scope.dir)?;
             }
             Stage::Open => {
-                self.agree(scope, stage, id)?;
+                self.agree_with_hosts(scope, stage, id)?;
                 // Decided at once: a crash before leaves nothing that waits for a decision.
                 self.write_record(scope, id)?;
                 self.place_record(scope, staging::COMMIT)
@@ -76,13 +76,13 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Applies the commit that a transaction follows.
     pub(super) fn apply_commit_before(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
-        match self.scopes.before(scope) {
+        match self.scopes.commit_before(scope) {
             Some(before) => self.apply_commit(&before),
             None => Ok(()),
         }
     }
 
-    /// Before a transaction begins at `root`: what is decided above or below it, or has a follower, is applied.
+    /// Before a transaction begins at `root`: applies commits above or below it, and those that another transaction follows.
     pub(super) fn apply_commits_around(&self, root: &Arc<Object<B>>) -> Result<(), StoreError> {
         let scopes = self.scopes.all();
         let overlaps =
@@ -111,10 +111,10 @@ impl<B: Backing> TransactionalBacking<B> {
         let Some(next) = scope.application.next() else {
             return Ok(false);
         };
-        self.forget(&next.dir)?;
+        self.forget_records(&next.dir)?;
         scope.application.take_next();
         next.set_stage(Stage::Ended);
-        // Nothing of it is anywhere: its changes waited. Those that come now are made after this commit.
+        // Nothing was changed in it: its changes waited. Later ones are made after this commit.
         scope.refuse_changes(false);
         self.clean_up(&next);
         Ok(true)
@@ -137,7 +137,7 @@ impl<B: Backing> TransactionalBacking<B> {
         result
     }
 
-    /// Of a commit that is being undone; the caller holds names and data.
+    /// Applies the undo of a commit; the caller holds names and data.
     pub(crate) fn apply_undo(&self, serial: u64) -> Result<(), StoreError> {
         let found = self.scopes.find(|one| one.serial == serial);
         let scope = found.expect("it was just entered");
@@ -149,7 +149,7 @@ impl<B: Backing> TransactionalBacking<B> {
         applied
     }
 
-    /// Programs wait.
+    /// Applies a commit while programs wait.
     fn apply_alone(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         let _names = self.tree.names.write();
         let _data = self.tree.data.write();
@@ -160,23 +160,23 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     fn apply_and_end(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
-        // Programs that know an object ask for its attributes all the same.
+        // Programs may still ask for attributes of objects that they know.
         self.unhide(scope);
         self.apply(scope)?;
         self.settle_top(scope);
-        self.end(scope);
+        self.end_transaction(scope);
         self.clean_up(scope);
         Ok(())
     }
 
-    /// Programs read on.
+    /// Applies a commit while programs read on.
     fn apply_while_read(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         self.freeze(scope)?;
         self.apply(scope)?;
         let names = self.tree.names.write();
         let data = self.tree.data.write();
         self.hold_new(scope)?;
-        self.let_go_of(scope);
+        self.drop_changes_of(scope);
         drop((names, data));
         self.clean_up(scope);
         Ok(())
@@ -190,8 +190,8 @@ impl<B: Backing> TransactionalBacking<B> {
         };
         let log = self.load_record(&scope.dir, &format!("tx-{}", scope.serial), name)?;
         let Some(log) = log else {
-            // An earlier attempt came to the end and could not say so.
-            return Ok(self.forget(&scope.dir)?);
+            // An earlier attempt came to the end and could not remove everything.
+            return Ok(self.forget_records(&scope.dir)?);
         };
         let below = (&self.base, self.device());
         let mut apply = Apply::new(below, (&log, direction), &scope.new, &scope.away);
@@ -199,16 +199,16 @@ impl<B: Backing> TransactionalBacking<B> {
         for (number, object) in &changed {
             let inner = object.inner.read();
             if let Some(inode) = inner.base.clone() {
-                apply.know(*number, inode);
+                apply.set_object(*number, inode);
             }
         }
         drop(changed);
         apply.run()?;
-        self.finish(&scope.dir, (&log, direction), scope.serial)
+        self.finish_commit(&scope.dir, (&log, direction), scope.serial)
     }
 
     /// From here on programs see the backing again; the caller holds names and data.
-    fn let_go_of(&self, scope: &Arc<Scope<B>>) {
+    fn drop_changes_of(&self, scope: &Arc<Scope<B>>) {
         let changed = std::mem::take(&mut *scope.changed.lock());
         for (_, object) in changed {
             let mut inner = object.inner.write();
@@ -218,13 +218,13 @@ impl<B: Backing> TransactionalBacking<B> {
             if inner.base.is_none() {
                 inner.base = change.copy.and_then(|copy| copy.held);
             }
-            object.let_go();
+            object.close_lower_files();
         }
-        self.end(scope);
+        self.end_transaction(scope);
     }
 
-    /// Takes what programs see of the objects of a decided transaction, before its first step changes it. An
-    /// attempt after the first finds it done.
+    /// Notes the attributes that programs see of the objects of a decided transaction, before its first step changes them.
+    /// In a repeated attempt they are there already.
     fn freeze(&self, scope: &Scope<B>) -> Result<(), Errno> {
         let changed: Vec<_> = scope.changed.lock().values().cloned().collect();
         for object in &changed {
@@ -261,12 +261,12 @@ impl<B: Backing> TransactionalBacking<B> {
         changed
             .iter()
             .filter(|object| object.kind != Kind::Dir)
-            .try_for_each(|object| self.follow(object))
+            .try_for_each(|object| self.note_destination(object))
     }
 
     /// Notes where a new object goes, or holds it where it has several names. There may be more of them than a
     /// process may hold descriptors.
-    fn follow(&self, object: &Arc<Object<B>>) -> Result<(), Errno> {
+    fn note_destination(&self, object: &Arc<Object<B>>) -> Result<(), Errno> {
         let place = self.only_place(object);
         let location = object.location.lock().clone();
         let mut inner = object.inner.write();

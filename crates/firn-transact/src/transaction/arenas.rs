@@ -1,8 +1,8 @@
 //! Which arena has data of which transaction.
 //!
-//! What programs wrote and was not drained is in the arena of the mount that they used. When a transaction ends, what
-//! the arena has of it goes first. But it may be ended by a mount that has another arena (`arena-dir`, another host),
-//! and the first one may come back: what it has must not count then, and nothing tells of the transaction any more.
+//! Data that programs wrote and that was not drained is in the arena of the mount that they used. When a transaction ends,
+//! the arena drops its data of it first. But a mount with another arena (`arena-dir`, another host) may end it, and the
+//! first arena may come back: its data must not count then, although no record of the transaction is left.
 //!
 //! Promises
 //! * A transaction is known by the arena of the mount that began it: `tx-N/arena`, written before `tx-N/open`.
@@ -11,8 +11,8 @@
 //! * Before a transaction of another arena ends, `dropped` says durably what that has to drop. A line goes when the
 //!   arena was there and has dropped it.
 //!
-//! Before a transaction begins, what is pending in its scope is drained. So all that its arena has there when its
-//! firnd died was written in it, or waited for its outcome.
+//! Before a transaction begins, pending data in its scope is drained. So all data that its arena has there when its firnd is
+//! killed was written in the transaction or waited for its outcome.
 
 use std::collections::BTreeSet;
 
@@ -66,7 +66,7 @@ impl<B: Backing> TransactionalBacking<B> {
         arena: ArenaId,
         drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let mut backing = Self::tracking(base)?;
+        let mut backing = Self::open_unrecovered(base)?;
         backing.members = members;
         backing.arena = Some(arena);
         let scopes = backing.scopes_to_drop()?;
@@ -74,10 +74,10 @@ impl<B: Backing> TransactionalBacking<B> {
             return Ok(());
         }
         drop_pending(&scopes)?;
-        Ok(backing.has_dropped(arena)?)
+        Ok(backing.forget_arena(arena)?)
     }
 
-    /// Takes down with which arena a transaction begins; durable with the next sync of its directory.
+    /// Notes with which arena a transaction begins; durable with the next sync of its directory.
     pub(super) fn note_arena(&self, dir: &B::Inode) -> Result<(), Errno> {
         let Some(arena) = self.arena else {
             return Ok(());
@@ -105,7 +105,7 @@ impl<B: Backing> TransactionalBacking<B> {
             .ok_or_else(damaged)
     }
 
-    /// Arenas and scopes of transactions that are not decided for.
+    /// Arenas and scopes of transactions that are not decided.
     fn undecided(&self, home: &B::Inode) -> Result<BTreeSet<Line>, StoreError> {
         let mut found = BTreeSet::new();
         for stored in self.stored_transactions(home)? {
@@ -120,7 +120,7 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(found)
     }
 
-    fn told(&self, home: &B::Inode) -> Result<BTreeSet<Line>, StoreError> {
+    fn load_dropped(&self, home: &B::Inode) -> Result<BTreeSet<Line>, StoreError> {
         let bytes = staging::load(&self.base, home, staging::DROPPED)?.unwrap_or_default();
         let line = |line: &[u8]| {
             let (arena, scope) = std::str::from_utf8(line).ok()?.split_once(' ')?;
@@ -143,7 +143,7 @@ impl<B: Backing> TransactionalBacking<B> {
             })
     }
 
-    fn write_told(&self, home: &B::Inode, lines: &BTreeSet<Line>) -> Result<(), Errno> {
+    fn store_dropped(&self, home: &B::Inode, lines: &BTreeSet<Line>) -> Result<(), Errno> {
         let line = |(arena, scope): &Line| {
             format!("{} {}\n", staging::to_hex(arena), staging::to_hex(scope))
         };
@@ -157,7 +157,7 @@ impl<B: Backing> TransactionalBacking<B> {
             return Ok(Vec::new());
         };
         let mut all = self.undecided(&home)?;
-        all.append(&mut self.told(&home)?);
+        all.append(&mut self.load_dropped(&home)?);
         let mine: BTreeSet<Vec<u8>> = all
             .into_iter()
             .filter(|(of, _)| *of == arena)
@@ -166,24 +166,24 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(mine.into_iter().collect())
     }
 
-    /// The arena at hand has dropped what it must: other ones are told, before the transactions end.
+    /// The arena at hand has dropped what it must: notes what other arenas must drop, before the transactions end.
     pub(crate) fn tell_arenas(&self) -> Result<(), StoreError> {
         let Some(home) = self.find_staging_dir()? else {
             return Ok(());
         };
-        let told = self.told(&home)?;
+        let told = self.load_dropped(&home)?;
         let mut all = told.clone();
         all.append(&mut self.undecided(&home)?);
         all.retain(|(arena, _)| Some(*arena) != self.arena);
         if all == told {
             Ok(())
         } else {
-            Ok(self.write_told(&home, &all)?)
+            Ok(self.store_dropped(&home, &all)?)
         }
     }
 
     /// The arena at hand has nothing any more of the transactions of this home, which stay.
-    fn has_dropped(&self, arena: ArenaId) -> Result<(), StoreError> {
+    fn forget_arena(&self, arena: ArenaId) -> Result<(), StoreError> {
         let Some(home) = self.find_staging_dir()? else {
             return Ok(());
         };
@@ -194,7 +194,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 self.base.sync_dir(&stored.dir)?;
             }
         }
-        let told = self.told(&home)?;
+        let told = self.load_dropped(&home)?;
         let others: BTreeSet<Line> = told
             .iter()
             .filter(|(of, _)| *of != arena)
@@ -203,7 +203,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if others == told {
             Ok(())
         } else {
-            Ok(self.write_told(&home, &others)?)
+            Ok(self.store_dropped(&home, &others)?)
         }
     }
 }

@@ -45,7 +45,7 @@ impl<B: Backing> TransactionalBacking<B> {
         before: Option<Arc<Scope<B>>>,
         start: impl FnOnce(u64, &B::Inode, &B::Inode) -> Result<Scope<B>, BeginError>,
     ) -> Result<Open<'_, B>, BeginError> {
-        let firn = self.hidden_home()?;
+        let firn = self.make_hidden_staging_dir()?;
         self.remove_leftovers(&firn);
         let serial = self.scopes.next_serial();
         let name = format!("tx-{serial}");
@@ -62,7 +62,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.adopt_new_top(&scope);
         let scope = Arc::new(scope);
         match before {
-            Some(before) => before.follow(Arc::clone(&scope)),
+            Some(before) => before.set_next(Arc::clone(&scope)),
             None => self.scopes.add(Arc::clone(&scope)),
         }
         result.map(|()| self.open_handle(scope))
@@ -78,7 +78,7 @@ impl<B: Backing> TransactionalBacking<B> {
     ) -> Result<Scope<B>, BeginError> {
         self.make_shadow(serial, path, firn, dir)?;
         self.make_scope(serial, root, path, dir)
-            .inspect_err(|_| self.unjoin(path))
+            .inspect_err(|_| self.withdraw_from_hosts(path))
     }
 
     /// In shadow mode: makes room for what undoes changes.
@@ -97,7 +97,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         match &self.members {
             None => Ok(Shadow::make(&self.base, dir)?),
-            Some(_) => self.join(dir, path),
+            Some(_) => self.join_hosts(dir, path),
         }
     }
 
@@ -109,7 +109,7 @@ impl<B: Backing> TransactionalBacking<B> {
         dir: &B::Inode,
     ) -> Result<Scope<B>, BeginError> {
         if self.mode == Mode::Shadow {
-            // What is brought back must have been there.
+            // What an abort brings back must be durable.
             match path {
                 b"" => self.base.sync_all()?,
                 _ => self.base.sync_tree(&root.inner.read().inode(&self.base)?)?,
@@ -121,16 +121,16 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(scope)
     }
 
-    /// From here on a crash undoes what is changed, so where this fails the mark has to go: programs go on as outside of
-    /// a transaction. If that fails, too, the transaction is open all the same, and can be aborted.
+    /// Makes the mark durable that a crash is to undo what is changed. Where this fails the mark is removed: programs go on
+    /// outside of a transaction. If that fails, too, the transaction is open and can be aborted.
     fn mark_open(&self, scope: Scope<B>) -> Result<(Scope<B>, Result<(), BeginError>), BeginError> {
         let synced = self.base.sync_dir(&scope.dir);
         let Err(errno) = synced.and_then(|()| self.place_new_top(&scope)) else {
             return Ok((scope, Ok(())));
         };
-        match self.forget(&scope.dir) {
+        match self.forget_records(&scope.dir) {
             Ok(()) => {
-                self.unjoin(&scope.path);
+                self.withdraw_from_hosts(&scope.path);
                 Err(errno.into())
             }
             Err(_) => Ok((scope, Err(errno.into()))),
@@ -162,7 +162,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let path_after = record.scope_after(Direction::Undo).to_vec();
         let mut scope = self.new_scope(serial, Arc::clone(root), path, dir, Some(record))?;
         scope.is_undo = true;
-        scope.top.goes_back_to(&path_after);
+        scope.top.set_name_after(&path_after);
         scope.set_stage(Stage::Decided(id));
         Ok(scope)
     }

@@ -280,7 +280,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// [`TransactionalBacking::current_transaction`] of the scope that begins at `root`.
     pub fn transaction_at(&self, root: &Arc<Object<B>>) -> Option<Found<'_, B>> {
         self.find_found(|| {
-            let first = self.scopes.at(root)?;
+            let first = self.scopes.with_root(root)?;
             Some(first.application.next().unwrap_or(first))
         })
     }

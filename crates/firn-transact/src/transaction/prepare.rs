@@ -32,7 +32,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.place_record(scope, staging::RECORD)
             .inspect_err(|_| self.withdraw_backup(scope))?;
         if let Err(errno) = self.base.sync_dir(&scope.dir) {
-            // Nobody was told: it goes back, or it stays and can be decided.
+            // The caller was not told: either the record is removed, or it stays and can be decided.
             if self
                 .base
                 .unlink(&scope.dir, OsStr::new(staging::RECORD))
@@ -50,12 +50,12 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Makes what is staged durable, and a record that tells of it, which is in force once it is in its place.
     pub(crate) fn write_record(&self, scope: &Scope<B>, id: u64) -> Result<(), BackupError> {
-        let mut record = self.record(scope, id)?;
+        let mut record = self.make_record(scope, id)?;
         self.stage_undo(scope, &mut record)?;
         self.base.sync_changes()?;
         staging::write(&self.base, &scope.dir, staging::RECORD, &record.encode())?;
         self.sync_staging_dir()?;
-        // Last, so that little can fail after it.
+        // The backup comes last, so that little can fail after it.
         self.back_up(scope, &record)
     }
 

@@ -111,12 +111,12 @@ impl<B: Backing> TransactionalBacking<B> {
             return Err(ScopeError::Missing.into());
         }
         let known_as_path = || self.scopes.at_path(path);
-        if let Some(other) = self.scopes.of(parent).or_else(known_as_path) {
+        if let Some(other) = self.scopes.scope_of(parent).or_else(known_as_path) {
             return Err(BeginError::Overlaps {
                 scope: other.path_now().as_slice().into(),
             });
         }
-        if self.is_hidden(parent, &name) || self.find(parent, &name)?.is_some() {
+        if self.is_hidden(parent, &name) || self.find_name(parent, &name)?.is_some() {
             return Err(BeginError::Exists);
         }
         Ok(name)
@@ -188,7 +188,7 @@ impl<B: Backing> TransactionalBacking<B> {
         match &scope.shadow {
             None => drop(scope.changed.lock().insert(number, Arc::clone(&root))),
             Some(shadow) => {
-                shadow.made(attr.ino);
+                shadow.note_new(attr.ino);
                 self.write_names(&scope, key, &[name.to_owned()])?;
             }
         }
@@ -245,7 +245,7 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     fn scope_with_top(&self, dir: &Arc<Object<B>>, name: &OsStr) -> Option<Arc<Scope<B>>> {
-        let found = self.find(dir, name).ok().flatten()?;
+        let found = self.find_name(dir, name).ok().flatten()?;
         self.scopes.find(|one| Arc::ptr_eq(&one.root, &found))
     }
 
@@ -307,14 +307,14 @@ impl<B: Backing> TransactionalBacking<B> {
         if matches!(self.find_top_name(parent, name), TopName::Reserved) {
             return Err(Errno::BUSY);
         }
-        let target = self.find(parent, name)?;
+        let target = self.find_name(parent, name)?;
         match target {
             None if flags.contains(RenameFlags::EXCHANGE) => Err(Errno::NOENT),
             None => Ok(()),
             Some(_) if flags.contains(RenameFlags::NOREPLACE) => Err(Errno::EXIST),
             Some(_) if flags.contains(RenameFlags::EXCHANGE) => Err(Errno::BUSY),
             Some(target) if target.kind != Kind::Dir => Err(Errno::NOTDIR),
-            Some(target) if !self.entries(&target, false)?.is_empty() => Err(Errno::NOTEMPTY),
+            Some(target) if !self.list_entries(&target, false)?.is_empty() => Err(Errno::NOTEMPTY),
             Some(_) => Err(Errno::BUSY),
         }
     }

@@ -1,7 +1,7 @@
 //! What a host publishes before a vote: the bytes and names that its programs used and that its record changes.
 //!
-//! Objects are known by the inode numbers that all hosts see. What a host has made in its transaction nobody else
-//! knows, so nobody can conflict with it.
+//! Objects are known by their inode numbers, which all hosts see. No other host sees what this one has made in its
+//! transaction, so that cannot conflict.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
@@ -15,7 +15,7 @@ use crate::staging;
 use crate::transactional::TransactionalBacking;
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// What a record and the accesses of programs come to.
+    /// The list that a record and the accesses of programs give.
     pub(super) fn list_accesses(
         &self,
         members: &Members,
@@ -90,7 +90,7 @@ impl<B: Backing> TransactionalBacking<B> {
                     .1
                     .values()
                     .for_each(|accesses| seen.extend(&accesses.written));
-                // What nobody is known to have written counts all the same, and so does what was cut off.
+                // Bytes count also if the process that wrote them is not known, and so do bytes that were cut off.
                 let cut = (!data.grows).then_some((data.cut, u64::MAX));
                 let written = data.written.iter().map(|range| (range.start, range.end));
                 for (start, end) in written.chain(cut) {
