@@ -19,12 +19,13 @@ use crate::chunks::region;
 use crate::commit_applier::CommitApplier;
 use crate::control::{Answer, ControlClient, Service};
 use crate::end::{Client, Event, throttle_progress};
+use crate::exposition::prometheus;
 use crate::gate::TransactionGate;
 use crate::host_lease::LeaseState;
 use crate::log;
-use crate::metrics::{Window, prometheus};
 use crate::owners::{ControlPeer, Owners, Scopes};
 use crate::process;
+use crate::rates::Window;
 use crate::status::{engine_status, file_status};
 use crate::store::Store;
 use crate::transactions::RequestContext;
@@ -154,6 +155,39 @@ impl Answers {
         }
     }
 
+    fn hello(&self) -> Reply {
+        Reply::Hello {
+            protocol: PROTOCOL_VERSION,
+            version: env!("CARGO_PKG_VERSION").into(),
+            pid: std::process::id(),
+            incarnation: self.engine.incarnation(),
+        }
+    }
+
+    fn list_files(&self, path: &BytePath) -> Reply {
+        let files = self.engine.files_below(path.as_bytes());
+        Reply::Files {
+            files: files.into_iter().map(file_status).collect(),
+        }
+    }
+
+    fn evict(&self, path: &BytePath) -> Reply {
+        match self.engine.evict_tree(path.as_bytes()) {
+            Ok((freed_bytes, held_bytes)) => Reply::Evicted {
+                freed_bytes,
+                held_bytes,
+            },
+            Err(error) => failed(error, path),
+        }
+    }
+
+    fn pin(&self, path: &BytePath, pinned: bool) -> Reply {
+        match self.engine.pin_tree(path.as_bytes(), pinned) {
+            Ok((files, bytes)) => Reply::Pinned { files, bytes },
+            Err(error) => failed(error, path),
+        }
+    }
+
     fn wait(
         &self,
         path: &BytePath,
@@ -230,30 +264,13 @@ impl Service for Answers {
         client: &mut ControlClient,
         say: &mut dyn FnMut(Reply) -> bool,
     ) -> Answer {
-        let about_names = match &request {
-            Request::Wait { path, .. } | Request::Drain { path } | Request::Files { path } => {
-                Some(path)
-            }
-            Request::Begin { path, .. }
-            | Request::Prepare { path, .. }
-            | Request::Commit { path, .. } => Some(path),
-            Request::Evict { path } | Request::Pin { path, .. } | Request::Chunks { path, .. } => {
-                Some(path)
-            }
-            _ => None,
-        };
-        if let Some(path) = about_names
+        if let Some(path) = path_of_current_names(&request)
             && let Err(error) = self.sync_names()
         {
             return failed(error, path).into();
         }
         let reply = match request {
-            Request::Hello => Reply::Hello {
-                protocol: PROTOCOL_VERSION,
-                version: env!("CARGO_PKG_VERSION").into(),
-                pid: std::process::id(),
-                incarnation: self.engine.incarnation(),
-            },
+            Request::Hello => self.hello(),
             Request::Status => Reply::Status(Box::new(self.status())),
             Request::Wait {
                 path,
@@ -264,14 +281,7 @@ impl Service for Answers {
                 self.engine.drain_tree(path.as_bytes());
                 Reply::Done
             }
-            Request::Files { path } => Reply::Files {
-                files: self
-                    .engine
-                    .files_below(path.as_bytes())
-                    .into_iter()
-                    .map(file_status)
-                    .collect(),
-            },
+            Request::Files { path } => self.list_files(&path),
             Request::Region => Reply::Region(region(self.engine.arena())),
             Request::Chunks { path } => client.lists.make(&self.engine, &path),
             Request::CheckChunks { list } => client.lists.check(list),
@@ -283,25 +293,15 @@ impl Service for Answers {
                 self.engine.clear_errors();
                 Reply::Done
             }
-            Request::Evict { path } => match self.engine.evict_tree(path.as_bytes()) {
-                Ok((freed_bytes, held_bytes)) => Reply::Evicted {
-                    freed_bytes,
-                    held_bytes,
-                },
-                Err(error) => failed(error, &path),
-            },
-            Request::Pin { path, pinned } => match self.engine.pin_tree(path.as_bytes(), pinned) {
-                Ok((files, bytes)) => Reply::Pinned { files, bytes },
-                Err(error) => failed(error, &path),
-            },
+            Request::Evict { path } => self.evict(&path),
+            Request::Pin { path, pinned } => self.pin(&path, pinned),
             request @ (Request::Begin { .. }
             | Request::Prepare { .. }
             | Request::Commit { .. }
             | Request::Abort { .. }
-            | Request::Restore { .. }) => match self.refuse_without_lease() {
-                Some(refusal) => refusal,
-                None => self.answer_transaction(&request, &client.peer),
-            },
+            | Request::Restore { .. }) => self
+                .refuse_without_lease()
+                .unwrap_or_else(|| self.answer_transaction(&request, &client.peer)),
             Request::Unmount { force, held } => return self.unmount(force, held, say),
         };
         reply.into()
@@ -309,6 +309,31 @@ impl Service for Answers {
 
     fn is_held_for(&self, client: &ControlClient) -> bool {
         !client.lists.is_empty() || self.owners.has_owned(&client.peer.stream)
+    }
+}
+
+/// The path of a request whose answer depends on the names that are in the backing now.
+fn path_of_current_names(request: &Request) -> Option<&BytePath> {
+    match request {
+        Request::Wait { path, .. }
+        | Request::Drain { path }
+        | Request::Files { path }
+        | Request::Begin { path, .. }
+        | Request::Prepare { path, .. }
+        | Request::Commit { path, .. }
+        | Request::Evict { path }
+        | Request::Pin { path, .. }
+        | Request::Chunks { path, .. } => Some(path),
+        Request::Hello
+        | Request::Status
+        | Request::Region
+        | Request::CheckChunks { .. }
+        | Request::ReleaseChunks { .. }
+        | Request::Metrics
+        | Request::ClearErrors
+        | Request::Abort { .. }
+        | Request::Restore { .. }
+        | Request::Unmount { .. } => None,
     }
 }
 

@@ -56,8 +56,8 @@ pub(crate) struct TransactionGate {
 }
 
 impl TransactionGate {
-    /// The gate of a mount that can have transactions, and that programs have not seen yet. `tests_conflicts`: what processes use may be compared with
-    /// what those of other hosts use.
+    /// The gate of a mount that can have transactions and that no program has used yet. `tests_conflicts`: other hosts
+    /// take part, so which bytes each process uses is logged, also those written by direct access.
     pub(crate) fn new(engine: Arc<Engine<Store>>, tests_conflicts: bool) -> Self {
         assert!(
             engine.backing().transactional().is_some(),

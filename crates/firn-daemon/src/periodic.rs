@@ -14,7 +14,7 @@ use firn_workers::{Class, Workers};
 use parking_lot::Mutex;
 
 use crate::gate::TransactionGate;
-use crate::metrics::Window;
+use crate::rates::Window;
 use crate::store::Store;
 
 /// The walk through a large tree takes this share of a core's time at most: it rests so many times as long as it took.

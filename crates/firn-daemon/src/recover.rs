@@ -1,6 +1,8 @@
 //! `firn recover`: drain an arena, and carry over the names of a stub tree, without a mount.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 use firn_backing::{DirBacking, Errno};
@@ -11,7 +13,7 @@ use firn_transact::{Expected, Members, Opening, TransactionalBacking};
 use serde::Serialize;
 
 use crate::attach::{ArenaEnd, Attached};
-use crate::end::drain_rest;
+use crate::end::{Event, drain_rest};
 use crate::error::{AttachError, RecoverError};
 use crate::frontend::{Frontend, Stubs, TreeEnd, waiting_tree};
 use crate::host_lease::HostLease;
@@ -69,7 +71,7 @@ pub struct HostReport {
 /// Ends the transactions of a host that does not come back, as the other hosts have decided. What was only in its
 /// memory is not needed for that: a transaction that is prepared is in the backing. Should that memory still be there,
 /// its next mount finds what it must drop.
-pub fn recover_host(backing: &std::path::Path, host: String) -> Result<HostReport, RecoverError> {
+pub fn recover_host(backing: &Path, host: String) -> Result<HostReport, RecoverError> {
     process::prepare();
     let backing = preflight::check_backing(backing, false)?;
     let members = Members {
@@ -120,71 +122,23 @@ pub fn recover(
         tracing::warn!("{text}")
     })?;
     let (events, _) = std::sync::mpsc::channel();
-    let stubs = prefix.map(|prefix| {
-        Stubs::begin(
-            std::sync::Arc::clone(&attached.engine),
-            &backing,
-            &prefix,
-            &attached.files,
-            events,
-        )
-    });
+    let stubs = prefix.map(|prefix| attach_tree(&attached, &backing, &prefix, events));
     let stubs = stubs.transpose()?;
-    if let Some(stubs) = &stubs
-        && let Err(error) = stubs.tree.reconcile()
-    {
-        tracing::warn!(%error, "cannot create every name of the stub tree in the backing");
-    }
-    let mut next = Instant::now();
-    let drained = drain_rest(
-        &attached.engine,
-        DurabilityLevel::Durable,
-        &mut |bytes, files| {
-            let now = Instant::now();
-            if now < next {
-                return true;
-            }
-            next = now + PROGRESS_EVERY;
-            progress(bytes, files, "draining")
-        },
-    );
+    let drained = drain_until_durable(&attached, progress);
+    // Removed only if what was drained is durable too.
+    let arena_end = if drained.is_ok() {
+        ArenaEnd::RemoveIfEmpty
+    } else {
+        ArenaEnd::Keep
+    };
     let lost = match lost::settle(&attached.engine, &request.lost) {
         Ok(lost) => lost,
         Err(error) => {
-            attached.finish(if drained.is_ok() {
-                ArenaEnd::RemoveIfEmpty
-            } else {
-                ArenaEnd::Keep
-            });
+            attached.finish(arena_end);
             return Err(error);
         }
     };
-    let figures = attached.engine.figures();
-    let recovered = &attached.recovered;
-    let mut report = RecoverReport {
-        arena: Some(arena),
-        recovered_bytes: recovered.bytes.saturating_sub(figures.held_bytes),
-        recovered_files: recovered.files.saturating_sub(figures.held_files),
-        left_bytes: figures.held_bytes,
-        lost_file_bytes: figures.lost_file_bytes,
-        lost,
-        errors: status::errors_status(figures.errors),
-    };
-    if let Err(error) = drained
-        && error != Errno::CANCELED
-        && report.errors.is_empty()
-    {
-        let message = format!(
-            "the backing did not take all of it: {}",
-            process::explain(error)
-        );
-        report.errors.push(ErrorStatus {
-            errno: error.raw_os_error(),
-            message,
-            count: 1,
-            ..ErrorStatus::default()
-        });
-    }
+    let report = report(&attached, arena, lost, drained);
     if let Some(stubs) = stubs {
         let is_left = drained.is_err() || attached.left_bytes() > 0;
         Frontend::Tree(stubs).end(if is_left {
@@ -193,11 +147,70 @@ pub fn recover(
             TreeEnd::Remove
         });
     }
-    // Removed only if what was drained is durable too.
-    attached.finish(if drained.is_ok() {
-        ArenaEnd::RemoveIfEmpty
-    } else {
-        ArenaEnd::Keep
-    });
+    attached.finish(arena_end);
     Ok(report)
+}
+
+/// The stub tree whose names wait at `prefix`, with as many of them in the backing as can be.
+fn attach_tree(
+    attached: &Attached,
+    backing: &Path,
+    prefix: &Path,
+    events: Sender<Event>,
+) -> Result<Stubs, AttachError> {
+    let engine = Arc::clone(&attached.engine);
+    let stubs = Stubs::begin(engine, backing, prefix, &attached.files, events)?;
+    if let Err(error) = stubs.tree.reconcile() {
+        tracing::warn!(%error, "cannot create every name of the stub tree in the backing");
+    }
+    Ok(stubs)
+}
+
+fn drain_until_durable(
+    attached: &Attached,
+    progress: &mut dyn FnMut(u64, u64, &str) -> bool,
+) -> Result<(), Errno> {
+    let mut next = Instant::now();
+    let mut throttled = |bytes, files| {
+        let now = Instant::now();
+        if now < next {
+            return true;
+        }
+        next = now + PROGRESS_EVERY;
+        progress(bytes, files, "draining")
+    };
+    drain_rest(&attached.engine, DurabilityLevel::Durable, &mut throttled)
+}
+
+/// What is drained and what is left. An error that no file has is listed too, unless the user stopped the drain.
+fn report(
+    attached: &Attached,
+    arena: PathBuf,
+    lost: Vec<LostReport>,
+    drained: Result<(), Errno>,
+) -> RecoverReport {
+    let figures = attached.engine.figures();
+    let recovered = &attached.recovered;
+    let mut errors = status::errors_status(figures.errors);
+    if let Err(error) = drained
+        && error != Errno::CANCELED
+        && errors.is_empty()
+    {
+        let explained = process::explain(error);
+        errors.push(ErrorStatus {
+            errno: error.raw_os_error(),
+            message: format!("the backing did not take all of it: {explained}"),
+            count: 1,
+            ..ErrorStatus::default()
+        });
+    }
+    RecoverReport {
+        arena: Some(arena),
+        recovered_bytes: recovered.bytes.saturating_sub(figures.held_bytes),
+        recovered_files: recovered.files.saturating_sub(figures.held_files),
+        left_bytes: figures.held_bytes,
+        lost_file_bytes: figures.lost_file_bytes,
+        lost,
+        errors,
+    }
 }

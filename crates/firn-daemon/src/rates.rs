@@ -1,0 +1,119 @@
+//! Rates over the last seconds.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+/// How far back a rate looks.
+const WINDOW: Duration = Duration::from_secs(5);
+/// How often firnd takes a sample.
+pub(crate) const SAMPLE_EVERY: Duration = Duration::from_secs(1);
+
+#[derive(Clone, Copy)]
+struct Sample {
+    at: Instant,
+    ingest_bytes: u64,
+    drain_bytes: u64,
+    spill_bytes: u64,
+}
+
+/// Samples of the last [`WINDOW`], oldest first, and the one before.
+#[derive(Default)]
+pub(crate) struct Window {
+    samples: VecDeque<Sample>,
+}
+
+/// Bytes per second.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Rates {
+    pub(crate) ingest: f64,
+    pub(crate) drain: f64,
+    pub(crate) spill: f64,
+}
+
+impl Window {
+    /// Takes the counters of `now`; a sample for as long as it lasts.
+    pub(crate) fn add(
+        &mut self,
+        now: Instant,
+        ingest_bytes: u64,
+        drain_bytes: u64,
+        spill_bytes: u64,
+    ) {
+        self.samples.push_back(Sample {
+            at: now,
+            ingest_bytes,
+            drain_bytes,
+            spill_bytes,
+        });
+        // One sample that is older than the window stays, as its left edge.
+        while self
+            .samples
+            .get(1)
+            .is_some_and(|next| now.duration_since(next.at) >= WINDOW)
+        {
+            self.samples.pop_front();
+        }
+    }
+
+    /// From the left edge to the counters of `now`.
+    pub(crate) fn rates(
+        &self,
+        now: Instant,
+        ingest_bytes: u64,
+        drain_bytes: u64,
+        spill_bytes: u64,
+    ) -> Rates {
+        let Some(first) = self.samples.front() else {
+            return Rates::default();
+        };
+        let seconds = now.duration_since(first.at).as_secs_f64();
+        if seconds <= 0.0 {
+            return Rates::default();
+        }
+        let rate = |now: u64, then: u64| now.saturating_sub(then) as f64 / seconds;
+        Rates {
+            ingest: rate(ingest_bytes, first.ingest_bytes),
+            drain: rate(drain_bytes, first.drain_bytes),
+            spill: rate(spill_bytes, first.spill_bytes),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rate_is_over_the_window_and_not_since_the_start() {
+        let start = Instant::now();
+        let mut window = Window::default();
+        for second in 0..20 {
+            // 100 bytes a second for ten seconds, then nothing.
+            window.add(
+                start + Duration::from_secs(second),
+                second.min(10) * 100,
+                second,
+                2 * second,
+            );
+        }
+        let rates = window.rates(start + Duration::from_secs(20), 1000, 20, 40);
+        assert_eq!(
+            rates,
+            Rates {
+                ingest: 0.0,
+                drain: 1.0,
+                spill: 2.0
+            }
+        );
+        assert!(window.samples.len() <= 7, "{}", window.samples.len());
+    }
+
+    #[test]
+    fn without_samples_or_time_there_is_no_rate() {
+        let now = Instant::now();
+        let mut window = Window::default();
+        assert_eq!(window.rates(now, 5, 5, 5), Rates::default());
+        window.add(now, 0, 0, 0);
+        assert_eq!(window.rates(now, 5, 5, 5), Rates::default());
+    }
+}
