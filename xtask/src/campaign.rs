@@ -164,7 +164,7 @@ const SIMULATED: [(&str, &str); 8] = [
     ("firn-transact", "history"),
     ("firn-transact", "shadow"),
     ("firn-transact", "backup"),
-    ("firn-transact", "behind"),
+    ("firn-transact", "apply_later"),
     ("firn-transact", "faults"),
 ];
 
@@ -202,4 +202,33 @@ fn target_dir() -> PathBuf {
     let dir =
         std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from);
     std::path::absolute(&dir).unwrap_or(dir)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn the_simulation_runs_every_test_that_takes_its_length_from_the_environment() {
+        let mut found = BTreeSet::new();
+        for package in ["firn-engine", "firn-transact"] {
+            let dir = root().join("crates").join(package).join("tests");
+            for entry in fs::read_dir(dir).expect("the tests of a crate") {
+                let path = entry.expect("an entry").path();
+                if path.extension().is_none_or(|extension| extension != "rs") {
+                    continue;
+                }
+                let text = fs::read_to_string(&path).expect("a test");
+                if text.contains("FIRN_OPS") || text.contains("common::seeds(") {
+                    let name = path.file_stem().expect("a name").to_string_lossy();
+                    found.insert((package.to_owned(), name.into_owned()));
+                }
+            }
+        }
+        let listed = SIMULATED.map(|(package, test)| (package.to_owned(), test.to_owned()));
+        assert_eq!(found, BTreeSet::from(listed));
+    }
 }
