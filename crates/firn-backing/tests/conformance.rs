@@ -1,12 +1,22 @@
 //! Both backings pass the suite, and agree with each other.
+//!
+//! `FIRN_BACKING_DIR` names a directory in which the tests of real directories run instead of `/tmp` and `/dev/shm`:
+//! one on the file system that Firn shall be put over.
+
+use std::path::{Path, PathBuf};
 
 use firn_backing::{Access, Backing, DirBacking, SimBacking, suite};
 use tempfile::TempDir;
 
-/// ext4 or whatever holds `/tmp`, and tmpfs.
-const PLACES: [&str; 2] = ["/tmp", "/dev/shm"];
+/// Where real directories are made: the one that `FIRN_BACKING_DIR` names, or ext4 (whatever holds `/tmp`) and tmpfs.
+fn places() -> Vec<PathBuf> {
+    match std::env::var_os("FIRN_BACKING_DIR") {
+        Some(dir) => vec![dir.into()],
+        None => vec!["/tmp".into(), "/dev/shm".into()],
+    }
+}
 
-fn fresh(place: &str) -> (TempDir, DirBacking) {
+fn fresh(place: &Path) -> (TempDir, DirBacking) {
     rustix::process::umask(rustix::fs::Mode::empty());
     let dir = tempfile::Builder::new()
         .prefix("firn-backing-")
@@ -25,7 +35,7 @@ fn the_simulated_backing_conforms() {
 
 #[test]
 fn a_real_directory_conforms() {
-    for place in PLACES {
+    for place in &places() {
         let kept = std::cell::RefCell::new(Vec::new());
         suite::run(|| {
             let (dir, backing) = fresh(place);
@@ -38,7 +48,7 @@ fn a_real_directory_conforms() {
 #[test]
 fn locks_exclude_each_other_until_their_file_is_dropped() {
     suite::run_locks(&SimBacking::new());
-    for place in PLACES {
+    for place in &places() {
         let (_dir, backing) = fresh(place);
         suite::run_locks(&backing);
     }
@@ -55,10 +65,10 @@ fn the_simulated_backing_does_what_a_real_one_does() {
         .and_then(|s| s.parse().ok())
         .unwrap_or(1);
     for seed in first..first + 60 {
-        for place in PLACES {
+        for place in &places() {
             let (_dir, real) = fresh(place);
             let sim = SimBacking::new();
-            println!("seed {seed} in {place}");
+            println!("seed {seed} in {}", place.display());
             suite::differential::run(&real, &sim, seed, 300);
             sim.fsck().expect("fsck");
         }
@@ -85,7 +95,7 @@ fn after_a_power_loss_what_was_synced_is_there() {
 #[test]
 fn an_owner_opens_a_file_whose_mode_denies_it() {
     // As root the mode never denies; the case counts when the tests run as a user.
-    for place in PLACES {
+    for place in &places() {
         let (_dir, b) = fresh(place);
         let name = std::ffi::OsStr::new("a");
         let made = b

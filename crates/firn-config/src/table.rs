@@ -329,8 +329,8 @@ pub static TABLE: [Row; 28] = [
         },
         default: "auto",
         help: "Number of threads that serve requests of the kernel",
-        long: "`auto` means one per core. If all of them are in calls of the backing that do not return, more \
-               threads are started to serve other requests.",
+        long: "`auto` means one per core. If all of them are in calls of the backing that do not return, worker \
+               threads serve the other requests.",
         changes_promises: false,
         get: |o| {
             if o.fuse_threads == 0 {
