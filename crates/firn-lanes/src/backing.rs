@@ -1,0 +1,387 @@
+//! The trait: names go to the primary, data to where the file lies.
+
+use std::io::IoSlice;
+use std::os::fd::BorrowedFd;
+
+use firn_backing::{Access, DirEntry, Seek, SetTime, StatFs, SyncWay};
+
+use super::*;
+
+/// Most bytes that one call copies between file systems.
+const COPY_BYTES: u64 = 1 << 20;
+
+impl<B: Backing> Backing for Lanes<B> {
+    type Inode = LanesInode<B>;
+    type File = LanesFile<B>;
+    type Dir = B::Dir;
+
+    fn root(&self) -> LanesInode<B> {
+        LanesInode::Primary(self.primary.root())
+    }
+
+    fn lookup(&self, parent: &LanesInode<B>, name: &OsStr) -> Result<(LanesInode<B>, Attr)> {
+        let (inode, attr) = self.primary.lookup(parent.in_primary(), name)?;
+        self.resolve(inode, attr)
+    }
+
+    fn create(
+        &self,
+        caller: &Caller,
+        parent: &LanesInode<B>,
+        name: &OsStr,
+        mode: u32,
+    ) -> Result<(LanesInode<B>, LanesFile<B>, Attr)> {
+        let parent = parent.in_primary();
+        // What a default ACL gives to a new file, only the kernel can give, where the name is.
+        if self.primary.has_default_acl(parent) {
+            let (inode, file, attr) = self.primary.create(caller, parent, name, mode)?;
+            return Ok((
+                LanesInode::Primary(inode),
+                LanesFile { file, placed: None },
+                attr,
+            ));
+        }
+        self.create_placed(caller, parent, name, mode)
+    }
+
+    fn mkdir(
+        &self,
+        caller: &Caller,
+        parent: &LanesInode<B>,
+        name: &OsStr,
+        mode: u32,
+    ) -> Result<(LanesInode<B>, Attr)> {
+        let (inode, attr) = self
+            .primary
+            .mkdir(caller, parent.in_primary(), name, mode)?;
+        Ok((LanesInode::Primary(inode), attr))
+    }
+
+    fn mknod(
+        &self,
+        caller: &Caller,
+        parent: &LanesInode<B>,
+        name: &OsStr,
+        mode: u32,
+        rdev: u64,
+    ) -> Result<(LanesInode<B>, Attr)> {
+        if Kind::from_mode(mode) == Some(Kind::File) {
+            let (inode, _, attr) = self.create(caller, parent, name, mode & !libc::S_IFMT)?;
+            return Ok((inode, attr));
+        }
+        let (inode, attr) = self
+            .primary
+            .mknod(caller, parent.in_primary(), name, mode, rdev)?;
+        Ok((LanesInode::Primary(inode), attr))
+    }
+
+    fn symlink(
+        &self,
+        caller: &Caller,
+        parent: &LanesInode<B>,
+        name: &OsStr,
+        target: &OsStr,
+    ) -> Result<(LanesInode<B>, Attr)> {
+        let (inode, attr) = self
+            .primary
+            .symlink(caller, parent.in_primary(), name, target)?;
+        Ok((LanesInode::Primary(inode), attr))
+    }
+
+    fn link(&self, inode: &LanesInode<B>, parent: &LanesInode<B>, name: &OsStr) -> Result<Attr> {
+        if let LanesInode::Placed(placed) = inode {
+            if self.attr_of_link(placed)?.nlink == 0 {
+                return Err(Errno::NOENT);
+            }
+            self.primary.link(&placed.link, parent.in_primary(), name)?;
+            return self.attr_of_placed(placed);
+        }
+        self.primary
+            .link(inode.in_primary(), parent.in_primary(), name)
+    }
+
+    fn unlink(&self, parent: &LanesInode<B>, name: &OsStr) -> Result<()> {
+        let parent = parent.in_primary();
+        let doomed = self.doom(parent, name)?;
+        self.end_names(doomed, parent, || self.primary.unlink(parent, name))
+    }
+
+    fn rmdir(&self, parent: &LanesInode<B>, name: &OsStr) -> Result<()> {
+        self.primary.rmdir(parent.in_primary(), name)
+    }
+
+    fn rename(
+        &self,
+        parent: &LanesInode<B>,
+        name: &OsStr,
+        new_parent: &LanesInode<B>,
+        new_name: &OsStr,
+        flags: RenameFlags,
+    ) -> Result<()> {
+        let parent = parent.in_primary();
+        let new_parent = new_parent.in_primary();
+        let may_replace = !flags.intersects(RenameFlags::NOREPLACE | RenameFlags::EXCHANGE);
+        let replaced = match may_replace {
+            true => self.doom(new_parent, new_name)?,
+            false => None,
+        };
+        self.end_names(replaced, new_parent, || {
+            self.primary
+                .rename(parent, name, new_parent, new_name, flags)
+        })
+    }
+
+    fn readlink(&self, inode: &LanesInode<B>) -> Result<Vec<u8>> {
+        match inode {
+            LanesInode::Primary(inode) => self.primary.readlink(inode),
+            LanesInode::Placed(_) => Err(Errno::INVAL),
+        }
+    }
+
+    fn attr(&self, inode: &LanesInode<B>) -> Result<Attr> {
+        match inode {
+            LanesInode::Primary(inode) => self.primary.attr(inode),
+            LanesInode::Placed(placed) => self.attr_of_placed(placed),
+        }
+    }
+
+    fn attr_of_file(&self, file: &LanesFile<B>) -> Result<Attr> {
+        let attr = self.home_of_file(file).attr_of_file(&file.file)?;
+        match &file.placed {
+            None => Ok(attr),
+            Some(placed) => Ok(placed_attr(&self.attr_of_link(placed)?, &attr)),
+        }
+    }
+
+    fn set_mode(&self, inode: &LanesInode<B>, mode: u32) -> Result<()> {
+        let (home, inode) = self.home(inode);
+        home.set_mode(inode, mode)
+    }
+
+    fn set_owner(&self, inode: &LanesInode<B>, uid: Option<u32>, gid: Option<u32>) -> Result<()> {
+        let (home, object) = self.home(inode);
+        home.set_owner(object, uid, gid)?;
+        match inode {
+            LanesInode::Primary(_) => Ok(()),
+            // For who looks at the primary.
+            LanesInode::Placed(placed) => self.primary.set_owner(&placed.link, uid, gid),
+        }
+    }
+
+    fn set_times(&self, inode: &LanesInode<B>, atime: SetTime, mtime: SetTime) -> Result<()> {
+        let (home, inode) = self.home(inode);
+        home.set_times(inode, atime, mtime)
+    }
+
+    fn get_xattr(&self, inode: &LanesInode<B>, name: &OsStr) -> Result<Vec<u8>> {
+        if is_hidden(inode, name) {
+            return Err(Errno::NODATA);
+        }
+        let (home, inode) = self.home(inode);
+        home.get_xattr(inode, name)
+    }
+
+    fn set_xattr(
+        &self,
+        inode: &LanesInode<B>,
+        name: &OsStr,
+        value: &[u8],
+        flags: i32,
+    ) -> Result<()> {
+        if is_hidden(inode, name) {
+            return Err(Errno::PERM);
+        }
+        let (home, inode) = self.home(inode);
+        home.set_xattr(inode, name, value, flags)
+    }
+
+    fn list_xattr(&self, inode: &LanesInode<B>) -> Result<Vec<u8>> {
+        let (home, object) = self.home(inode);
+        let names = home.list_xattr(object)?;
+        if matches!(inode, LanesInode::Primary(_)) {
+            return Ok(names);
+        }
+        let shown = names
+            .split_inclusive(|&byte| byte == 0)
+            .filter(|name| name.strip_suffix(b"\0") != Some(XATTR.as_bytes()));
+        Ok(shown.collect::<Vec<_>>().concat())
+    }
+
+    fn remove_xattr(&self, inode: &LanesInode<B>, name: &OsStr) -> Result<()> {
+        if is_hidden(inode, name) {
+            return Err(Errno::NODATA);
+        }
+        let (home, inode) = self.home(inode);
+        home.remove_xattr(inode, name)
+    }
+
+    fn has_default_acl(&self, inode: &LanesInode<B>) -> bool {
+        match inode {
+            LanesInode::Primary(inode) => self.primary.has_default_acl(inode),
+            LanesInode::Placed(_) => false,
+        }
+    }
+
+    fn open_dir(&self, inode: &LanesInode<B>) -> Result<B::Dir> {
+        self.primary.open_dir(inode.in_primary())
+    }
+
+    fn read_dir(
+        &self,
+        dir: &B::Dir,
+        cookie: i64,
+        sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
+    ) -> Result<()> {
+        // A link may be a placed file; who wants to know looks it up.
+        let mut shown = |entry: DirEntry<'_>| {
+            let kind = entry.kind.filter(|kind| *kind != Kind::Symlink);
+            sink(DirEntry { kind, ..entry })
+        };
+        self.primary.read_dir(dir, cookie, &mut shown)
+    }
+
+    fn sync_dir(&self, inode: &LanesInode<B>) -> Result<()> {
+        // A durable link must not lead to a file whose name is lost.
+        for lane in &self.lanes {
+            lane.sync_names()?;
+        }
+        self.primary.sync_dir(inode.in_primary())
+    }
+
+    fn open(&self, inode: &LanesInode<B>, access: Access) -> Result<LanesFile<B>> {
+        let (home, object) = self.home(inode);
+        let placed = match inode {
+            LanesInode::Primary(_) => None,
+            LanesInode::Placed(placed) => Some(Arc::clone(placed)),
+        };
+        Ok(LanesFile {
+            file: home.open(object, access)?,
+            placed,
+        })
+    }
+
+    fn read_at(&self, file: &LanesFile<B>, buf: &mut [u8], offset: u64) -> Result<usize> {
+        self.home_of_file(file).read_at(&file.file, buf, offset)
+    }
+
+    fn write_at(&self, file: &LanesFile<B>, data: &[IoSlice<'_>], offset: u64) -> Result<usize> {
+        match self.home_of_file(file).write_at(&file.file, data, offset) {
+            // Files that are gone above may still take room.
+            Err(Errno::NOSPC) => {
+                self.finish_removals()?;
+                self.home_of_file(file).write_at(&file.file, data, offset)
+            }
+            done => done,
+        }
+    }
+
+    fn set_len(&self, file: &LanesFile<B>, len: u64) -> Result<()> {
+        self.home_of_file(file).set_len(&file.file, len)
+    }
+
+    fn allocate(&self, file: &LanesFile<B>, mode: i32, offset: u64, len: u64) -> Result<()> {
+        self.home_of_file(file)
+            .allocate(&file.file, mode, offset, len)
+    }
+
+    fn seek(&self, file: &LanesFile<B>, offset: u64, what: Seek) -> Result<u64> {
+        self.home_of_file(file).seek(&file.file, offset, what)
+    }
+
+    fn copy_range(
+        &self,
+        from: &LanesFile<B>,
+        from_offset: u64,
+        to: &LanesFile<B>,
+        to_offset: u64,
+        len: u64,
+    ) -> Result<u64> {
+        let lane = |file: &LanesFile<B>| file.placed.as_ref().map(|placed| placed.lane);
+        if lane(from) == lane(to) {
+            return self.home_of_file(from).copy_range(
+                &from.file,
+                from_offset,
+                &to.file,
+                to_offset,
+                len,
+            );
+        }
+        let mut buffer = vec![0; len.min(COPY_BYTES) as usize];
+        let count = self.read_at(from, &mut buffer, from_offset)?;
+        let written = self.write_at(to, &[IoSlice::new(&buffer[..count])], to_offset)?;
+        Ok(written as u64)
+    }
+
+    fn sync(&self, file: &LanesFile<B>, data_only: bool) -> Result<()> {
+        self.home_of_file(file).sync(&file.file, data_only)
+    }
+
+    fn begin_sync(&self, file: &LanesFile<B>, offset: u64, len: u64) {
+        self.home_of_file(file).begin_sync(&file.file, offset, len);
+    }
+
+    fn fd<'a>(&self, file: &'a LanesFile<B>) -> Option<BorrowedFd<'a>> {
+        self.home_of_file(file).fd(&file.file)
+    }
+
+    /// Room is the sum of the lanes', inodes are the primary's. Lanes of one file system count once.
+    fn statfs(&self) -> Result<StatFs> {
+        let mut sum = self.primary.statfs()?;
+        let mut devices = Vec::new();
+        let unit = sum.block_size.max(1);
+        (sum.blocks, sum.blocks_free, sum.blocks_available) = (0, 0, 0);
+        for lane in &self.lanes {
+            let device = lane.backing.attr(&lane.backing.root())?.dev;
+            if devices.contains(&device) {
+                continue;
+            }
+            devices.push(device);
+            let one = lane.backing.statfs()?;
+            let blocks = |count: u64| count.saturating_mul(one.block_size) / unit;
+            sum.blocks += blocks(one.blocks);
+            sum.blocks_free += blocks(one.blocks_free);
+            sum.blocks_available += blocks(one.blocks_available);
+        }
+        Ok(sum)
+    }
+
+    fn sync_all(&self) -> Result<()> {
+        self.finish_removals()?;
+        for lane in &self.lanes {
+            lane.backing.sync_all()?;
+        }
+        self.primary.sync_all()
+    }
+
+    fn sync_changes(&self) -> Result<()> {
+        self.finish_removals()?;
+        for lane in &self.lanes {
+            lane.backing.sync_changes()?;
+        }
+        self.primary.sync_changes()
+    }
+
+    fn sync_tree(&self, inode: &LanesInode<B>) -> Result<()> {
+        // The files of a directory are anywhere in the lanes.
+        for lane in &self.lanes {
+            lane.backing.sync_all()?;
+        }
+        match inode {
+            LanesInode::Primary(inode) => self.primary.sync_tree(inode),
+            LanesInode::Placed(_) => Ok(()),
+        }
+    }
+
+    fn sync_way(&self) -> SyncWay {
+        let mut all = self.lanes.iter().map(|lane| lane.backing.sync_way());
+        match all.find(|way| *way == SyncWay::EachFile) {
+            Some(way) => way,
+            None => self.primary.sync_way(),
+        }
+    }
+}
+
+/// Whether an extended attribute is Firn's own.
+fn is_hidden<B: Backing>(inode: &LanesInode<B>, name: &OsStr) -> bool {
+    matches!(inode, LanesInode::Placed(_)) && name == XATTR
+}

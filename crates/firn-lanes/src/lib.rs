@@ -1,0 +1,303 @@
+//! Placement over several directories (`placement=dirs`): a backing over backings.
+//!
+//! Names live in the *primary* backing. A regular file that is created here goes whole to one *lane*, a directory on
+//! a server of its own, and the primary has a symbolic link to it, so that everything is readable without Firn. Above
+//! this backing there is no such link: it is a plain file in every respect.
+//!
+//! | of a placed file | is that of |
+//! |---|---|
+//! | inode number, device, number of names | the link in the primary |
+//! | all other attributes, and data | the file in the lane |
+//! | a further name | a further name of the link |
+//!
+//! A link is Firn's own if the file that it names says so ([`Mark`]); any other link stays a link. Only who may write to
+//! a file can change its mark, so a link that somebody copied or made by hand harms nobody else's file.
+//!
+//! Promises
+//! * A name leads to a whole file or to none: the link gets its name after the file is there and marked, and the file
+//!   goes after the removal of its last name is durable (module `removal`).
+//! * After a crash of this process the next [`Lanes::open`] finishes what was being made or removed. A power loss may
+//!   leave, of what nobody had synced, a file that no link names and a link to a file that is not there:
+//!   [`Lanes::find_orphans`] finds both.
+//! * After [`Backing::sync_dir`] of a directory, the names in it lead to their files after a power loss too.
+//!
+//! Which lane: [`rule`].
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use firn_backing::{Attr, Backing, Caller, Errno, Kind, RenameFlags, Result};
+
+mod backing;
+mod create;
+mod mark;
+mod orphans;
+mod removal;
+pub mod rule;
+
+pub use mark::{Mark, XATTR};
+pub use orphans::{Orphan, OrphanError};
+pub use rule::Rule;
+
+use removal::Removals;
+
+/// A directory for placed files, on one server.
+pub struct Lane<B: Backing> {
+    backing: B,
+    /// Absolute path of its top directory, as links have it.
+    path: OsString,
+    /// Names that were made or removed so far.
+    changes: AtomicU64,
+    /// How many of them are durable.
+    synced: AtomicU64,
+}
+
+impl<B: Backing> Lane<B> {
+    /// The top directory of `backing` is the directory at `path`, an absolute path without a slash at its end.
+    pub fn new(backing: B, path: OsString) -> Self {
+        debug_assert!(path.as_bytes().starts_with(b"/") && !path.as_bytes().ends_with(b"/"));
+        Self {
+            backing,
+            path,
+            changes: AtomicU64::new(0),
+            synced: AtomicU64::new(0),
+        }
+    }
+
+    /// The directory's path.
+    pub fn path(&self) -> &OsStr {
+        &self.path
+    }
+
+    /// The file's entry that a link with this text names: a name in the top directory.
+    fn entry_of<'a>(&self, target: &'a [u8]) -> Option<&'a OsStr> {
+        let entry = target
+            .strip_prefix(self.path.as_bytes())?
+            .strip_prefix(b"/")?;
+        let is_name =
+            !entry.is_empty() && !entry.contains(&b'/') && entry != b"." && entry != b"..";
+        is_name.then(|| OsStr::from_bytes(entry))
+    }
+
+    fn target_of(&self, entry: &OsStr) -> OsString {
+        let mut target = self.path.clone();
+        target.push("/");
+        target.push(entry);
+        target
+    }
+
+    fn note_change(&self) {
+        self.changes.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Makes the names of its files durable, if any has changed.
+    fn sync_names(&self) -> Result<()> {
+        let changes = self.changes.load(Ordering::Acquire);
+        if changes > self.synced.load(Ordering::Acquire) {
+            self.backing.sync_dir(&self.backing.root())?;
+            self.synced.fetch_max(changes, Ordering::AcqRel);
+        }
+        Ok(())
+    }
+}
+
+/// A backing whose files lie in lanes.
+pub struct Lanes<B: Backing> {
+    primary: B,
+    /// Directory of the primary for links that have no name yet; of this host alone.
+    staging: B::Inode,
+    /// Which primary this is, in the marks of its files.
+    id: u128,
+    lanes: Vec<Lane<B>>,
+    rule: Rule,
+    removals: Removals<B>,
+}
+
+/// An object of [`Lanes`].
+pub enum LanesInode<B: Backing> {
+    /// It lies in the primary.
+    Primary(B::Inode),
+    /// A placed file.
+    Placed(Arc<PlacedFile<B>>),
+}
+
+/// A file in a lane, and the link that leads to it.
+pub struct PlacedFile<B: Backing> {
+    link: B::Inode,
+    lane: usize,
+    /// Its name in the lane.
+    entry: OsString,
+    file: B::Inode,
+}
+
+/// An open file of [`Lanes`].
+pub struct LanesFile<B: Backing> {
+    file: B::File,
+    /// Where it lies, if it is placed.
+    placed: Option<Arc<PlacedFile<B>>>,
+}
+
+impl<B: Backing> Clone for LanesInode<B> {
+    fn clone(&self) -> Self {
+        match self {
+            Self::Primary(inode) => Self::Primary(inode.clone()),
+            Self::Placed(placed) => Self::Placed(Arc::clone(placed)),
+        }
+    }
+}
+
+impl<B: Backing> LanesInode<B> {
+    /// The object in the primary: for a placed file its link, which is no directory either.
+    fn in_primary(&self) -> &B::Inode {
+        match self {
+            Self::Primary(inode) => inode,
+            Self::Placed(placed) => &placed.link,
+        }
+    }
+}
+
+impl<B: Backing> Lanes<B> {
+    /// Files of the primary with this `id`, a random number that it keeps, go to `lanes` as `rule` says. `staging` is a
+    /// directory of the primary that nobody else uses; what a crash left in it is finished first.
+    pub fn open(
+        primary: B,
+        staging: B::Inode,
+        id: u128,
+        lanes: Vec<Lane<B>>,
+        rule: Rule,
+    ) -> Result<Self> {
+        let opened = Self {
+            primary,
+            staging,
+            id,
+            lanes,
+            rule,
+            removals: Removals::default(),
+        };
+        opened.clear_staging()?;
+        Ok(opened)
+    }
+
+    /// The lanes, in their order.
+    pub fn lanes(&self) -> &[Lane<B>] {
+        &self.lanes
+    }
+
+    /// The lane that an object lies in, from 0; none for what lies in the primary.
+    pub fn lane_of(&self, inode: &LanesInode<B>) -> Option<usize> {
+        match inode {
+            LanesInode::Primary(_) => None,
+            LanesInode::Placed(placed) => Some(placed.lane),
+        }
+    }
+
+    fn lane(&self, placed: &PlacedFile<B>) -> &B {
+        &self.lanes[placed.lane].backing
+    }
+
+    /// The backing that an object's data lies in, and the object there.
+    fn home<'a>(&'a self, inode: &'a LanesInode<B>) -> (&'a B, &'a B::Inode) {
+        match inode {
+            LanesInode::Primary(inode) => (&self.primary, inode),
+            LanesInode::Placed(placed) => (self.lane(placed), &placed.file),
+        }
+    }
+
+    /// The backing that an open file lies in.
+    fn home_of_file(&self, file: &LanesFile<B>) -> &B {
+        match &file.placed {
+            None => &self.primary,
+            Some(placed) => self.lane(placed),
+        }
+    }
+
+    /// What was found or made in the primary, as it is above. The link of a placed file becomes that file.
+    fn resolve(&self, inode: B::Inode, attr: Attr) -> Result<(LanesInode<B>, Attr)> {
+        if attr.kind == Kind::Symlink
+            && let Some((placed, file)) = self.follow(&inode, &attr)?
+        {
+            let attr = placed_attr(&attr, &file);
+            return Ok((LanesInode::Placed(Arc::new(placed)), attr));
+        }
+        Ok((LanesInode::Primary(inode), attr))
+    }
+
+    /// The file of a link of Firn's own, and its attributes in the lane.
+    fn follow(&self, link: &B::Inode, attr: &Attr) -> Result<Option<(PlacedFile<B>, Attr)>> {
+        let target = self.primary.readlink(link)?;
+        let Some((number, lane, entry)) = self.lane_of_target(&target) else {
+            return Ok(None);
+        };
+        let (file, file_attr) = match lane.backing.lookup(&lane.backing.root(), entry) {
+            Err(Errno::NOENT) => return Ok(None),
+            found => found?,
+        };
+        if file_attr.kind != Kind::File
+            || mark::read(&lane.backing, &file)? != Some(self.mark_of(attr))
+        {
+            return Ok(None);
+        }
+        let placed = PlacedFile {
+            link: link.clone(),
+            lane: number,
+            entry: entry.to_owned(),
+            file,
+        };
+        Ok(Some((placed, file_attr)))
+    }
+
+    /// The lane and the entry in it that a link with this text names.
+    fn lane_of_target<'a>(&self, target: &'a [u8]) -> Option<(usize, &Lane<B>, &'a OsStr)> {
+        let mut lanes = self.lanes.iter().enumerate();
+        lanes.find_map(|(number, lane)| Some((number, lane, lane.entry_of(target)?)))
+    }
+
+    fn mark_of(&self, link: &Attr) -> Mark {
+        Mark {
+            primary: self.id,
+            link: link.ino,
+        }
+    }
+
+    /// Attributes of a placed file.
+    fn attr_of_placed(&self, placed: &PlacedFile<B>) -> Result<Attr> {
+        let link = self.attr_of_link(placed)?;
+        Ok(placed_attr(&link, &self.lane(placed).attr(&placed.file)?))
+    }
+
+    /// Attributes of a link, which has no name any more when only the staging directory has one.
+    fn attr_of_link(&self, placed: &PlacedFile<B>) -> Result<Attr> {
+        let mut attr = self.primary.attr(&placed.link)?;
+        if self.removals.contains(attr.ino) {
+            attr.nlink = 0;
+        }
+        Ok(attr)
+    }
+}
+
+/// Names in a directory, without `.` and `..`.
+fn names_in<B: Backing>(backing: &B, dir: &B::Inode) -> Result<Vec<OsString>> {
+    let mut names = Vec::new();
+    let stream = backing.open_dir(dir)?;
+    backing.read_dir(&stream, 0, &mut |entry| {
+        if entry.name != "." && entry.name != ".." {
+            names.push(entry.name.to_owned());
+        }
+        true
+    })?;
+    Ok(names)
+}
+
+/// Attributes of a placed file, from those of its link and of the file in the lane.
+fn placed_attr(link: &Attr, file: &Attr) -> Attr {
+    Attr {
+        dev: link.dev,
+        ino: link.ino,
+        nlink: link.nlink,
+        // A new name changes the link alone.
+        ctime: file.ctime.max(link.ctime),
+        ..*file
+    }
+}

@@ -1,0 +1,67 @@
+//! What a file in a lane says of the link that leads to it, in an extended attribute.
+
+use std::ffi::OsStr;
+
+use firn_backing::{Backing, Errno, Result};
+
+/// The attribute's name. It is not shown above.
+pub const XATTR: &str = "user.firn.link";
+
+/// Length of a stored mark, in bytes.
+const BYTES: usize = 24;
+
+/// Whose link a file in a lane belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mark {
+    /// The primary that the link is in.
+    pub primary: u128,
+    /// Inode number of the link.
+    pub link: u64,
+}
+
+impl Mark {
+    fn to_bytes(self) -> [u8; BYTES] {
+        let mut bytes = [0; BYTES];
+        bytes[..16].copy_from_slice(&self.primary.to_le_bytes());
+        bytes[16..].copy_from_slice(&self.link.to_le_bytes());
+        bytes
+    }
+
+    fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let (primary, link) = bytes.split_at_checked(16)?;
+        Some(Self {
+            primary: u128::from_le_bytes(primary.try_into().ok()?),
+            link: u64::from_le_bytes(link.try_into().ok()?),
+        })
+    }
+}
+
+/// Marks a file.
+pub fn write<B: Backing>(lane: &B, file: &B::Inode, mark: Mark) -> Result<()> {
+    lane.set_xattr(file, OsStr::new(XATTR), &mark.to_bytes(), 0)
+}
+
+/// A file's mark; none of a file that Firn did not place.
+pub fn read<B: Backing>(lane: &B, file: &B::Inode) -> Result<Option<Mark>> {
+    match lane.get_xattr(file, OsStr::new(XATTR)) {
+        Ok(bytes) => Ok(Mark::from_bytes(&bytes)),
+        Err(Errno::NODATA | Errno::OPNOTSUPP) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mark_is_read_as_it_was_written() {
+        let mark = Mark {
+            primary: u128::MAX / 3,
+            link: 7 << 40,
+        };
+        assert_eq!(Mark::from_bytes(&mark.to_bytes()), Some(mark));
+        assert_eq!(Mark::from_bytes(&mark.to_bytes()[1..]), None);
+        assert_eq!(Mark::from_bytes(b""), None);
+    }
+}

@@ -1,0 +1,365 @@
+//! Placed files are plain files above, whole files in their lanes, and survive a crash at any call.
+
+use std::ffi::{OsStr, OsString};
+use std::io::IoSlice;
+use std::path::Path;
+
+use firn_backing::sim::{Fault, tree};
+use firn_backing::{Access, Backing, DirBacking, Errno, Kind, RenameFlags, SimBacking, suite};
+use firn_lanes::{Lane, Lanes, Orphan, Rule, XATTR};
+use firn_transact::PlainBacking;
+
+const LANES: usize = 3;
+const ID: u128 = 0xf1f0;
+
+/// A primary and its lanes, simulated.
+struct World {
+    primary: SimBacking,
+    lanes: Vec<SimBacking>,
+}
+
+impl World {
+    fn new() -> Self {
+        let primary = SimBacking::new();
+        let me = suite::own_caller();
+        let root = primary.root();
+        let (firn, _) = primary
+            .mkdir(&me, &root, OsStr::new(".firn"), 0o755)
+            .expect("mkdir");
+        primary
+            .mkdir(&me, &firn, OsStr::new("placing"), 0o700)
+            .expect("mkdir");
+        primary.sync_all().expect("sync");
+        let lanes = (0..LANES).map(|_| SimBacking::new()).collect();
+        Self { primary, lanes }
+    }
+
+    fn open(&self) -> Lanes<SimBacking> {
+        let root = self.primary.root();
+        let (firn, _) = self
+            .primary
+            .lookup(&root, OsStr::new(".firn"))
+            .expect("lookup");
+        let (staging, _) = self
+            .primary
+            .lookup(&firn, OsStr::new("placing"))
+            .expect("lookup");
+        let lanes = self.lanes.iter().enumerate();
+        let lanes = lanes
+            .map(|(number, lane)| Lane::new(lane.clone(), lane_path(number)))
+            .collect();
+        let rule = Rule::new(LANES, "host");
+        Lanes::open(self.primary.clone(), staging, ID, lanes, rule).expect("open")
+    }
+
+    /// As programs see it: `.firn` is hidden.
+    fn shown(&self) -> PlainBacking<Lanes<SimBacking>> {
+        PlainBacking::new(self.open())
+    }
+
+    fn all(&self) -> impl Iterator<Item = &SimBacking> {
+        std::iter::once(&self.primary).chain(&self.lanes)
+    }
+
+    fn fork(&self) -> Self {
+        Self {
+            primary: self.primary.fork(),
+            lanes: self.lanes.iter().map(SimBacking::fork).collect(),
+        }
+    }
+
+    fn files_in_lanes(&self) -> usize {
+        self.lanes.iter().map(|lane| lane.tree().len() - 1).sum()
+    }
+}
+
+fn lane_path(number: usize) -> OsString {
+    format!("/lanes/{number}").into()
+}
+
+#[test]
+fn a_backing_over_lanes_passes_the_suite() {
+    suite::run(|| World::new().shown());
+}
+
+#[test]
+fn a_backing_over_lanes_does_what_one_directory_does() {
+    let first: u64 = std::env::var("FIRN_SEED")
+        .ok()
+        .and_then(|seed| seed.parse().ok())
+        .unwrap_or(1);
+    for seed in first..first + 200 {
+        println!("seed {seed}");
+        let world = World::new();
+        let plain = SimBacking::new();
+        suite::differential::run(&world.shown(), &plain, seed, 300);
+        let lanes = world.open();
+        let orphans = lanes.find_orphans().expect("walk");
+        assert!(orphans.is_empty(), "seed {seed}: {orphans:?}");
+        for one in world.all() {
+            one.fsck().expect("fsck");
+        }
+    }
+}
+
+#[test]
+fn real_directories_pass_the_suite() {
+    rustix::process::umask(rustix::fs::Mode::empty());
+    let kept = std::cell::RefCell::new(Vec::new());
+    suite::run(|| {
+        let dir = tempfile::tempdir().expect("tempdir");
+        let sub = |name: &str| {
+            let path = dir.path().join(name);
+            std::fs::create_dir_all(&path).expect("mkdir");
+            path
+        };
+        sub("primary/.firn/placing");
+        let primary = DirBacking::open(sub("primary")).expect("open");
+        primary.set_mode(&primary.root(), 0o755).expect("set_mode");
+        let (firn, _) = primary
+            .lookup(&primary.root(), OsStr::new(".firn"))
+            .expect("lookup");
+        let (staging, _) = primary
+            .lookup(&firn, OsStr::new("placing"))
+            .expect("lookup");
+        let lanes = (0..LANES)
+            .map(|number| {
+                let path = sub(&format!("lane{number}"));
+                let backing = DirBacking::open(&path).expect("open");
+                Lane::new(backing, path.into_os_string())
+            })
+            .collect();
+        let rule = Rule::new(LANES, "host");
+        kept.borrow_mut().push(dir);
+        PlainBacking::new(Lanes::open(primary, staging, ID, lanes, rule).expect("open"))
+    });
+}
+
+fn write_file<B: Backing>(backing: &B, name: &str, content: &[u8]) -> B::Inode {
+    let me = suite::own_caller();
+    let (inode, file, _) = backing
+        .create(&me, &backing.root(), OsStr::new(name), 0o640)
+        .expect("create");
+    let written = backing.write_at(&file, &[IoSlice::new(content)], 0);
+    assert_eq!(written, Ok(content.len()));
+    inode
+}
+
+fn read_file<B: Backing>(backing: &B, name: &str) -> Vec<u8> {
+    let (inode, attr) = backing
+        .lookup(&backing.root(), OsStr::new(name))
+        .expect("lookup");
+    let file = backing.open(&inode, Access::Read).expect("open");
+    let mut content = vec![0; attr.size as usize];
+    let count = backing.read_at(&file, &mut content, 0).expect("read");
+    content.truncate(count);
+    content
+}
+
+#[test]
+fn files_go_whole_to_the_lane_of_their_number_and_are_readable_by_their_link() {
+    let world = World::new();
+    let lanes = world.open();
+    for rank in 0..2 * LANES {
+        let content = format!("content of {rank}");
+        let inode = write_file(&lanes, &format!("rank{rank}"), content.as_bytes());
+        assert_eq!(lanes.lane_of(&inode), Some(rank % LANES));
+        // Without Firn.
+        let (link, attr) = world
+            .primary
+            .lookup(&world.primary.root(), OsStr::new(&format!("rank{rank}")))
+            .expect("lookup");
+        assert_eq!(attr.kind, Kind::Symlink);
+        let target = world.primary.readlink(&link).expect("readlink");
+        let target = String::from_utf8(target).expect("text");
+        let entry = target
+            .strip_prefix(&format!("/lanes/{}/", rank % LANES))
+            .expect("in its lane");
+        assert_eq!(
+            read_file(&world.lanes[rank % LANES], entry),
+            content.as_bytes()
+        );
+    }
+}
+
+#[test]
+fn a_file_leaves_its_lane_with_its_last_name_and_stays_for_who_has_it_open() {
+    let world = World::new();
+    let lanes = world.open();
+    let root = lanes.root();
+    let name = OsStr::new;
+    let inode = write_file(&lanes, "a", b"held");
+    lanes.link(&inode, &root, name("b")).expect("link");
+    lanes.unlink(&root, name("a")).expect("unlink");
+    assert_eq!(read_file(&lanes, "b"), b"held");
+    let open = lanes.open(&inode, Access::Read).expect("open");
+    lanes.unlink(&root, name("b")).expect("unlink");
+    assert_eq!(lanes.attr(&inode).map(|attr| attr.nlink), Ok(0));
+    lanes.sync_all().expect("sync");
+    assert_eq!(world.files_in_lanes(), 0);
+    let mut content = [0; 4];
+    assert_eq!(lanes.read_at(&open, &mut content, 0), Ok(4));
+    assert_eq!(&content, b"held");
+    write_file(&lanes, "c", b"old");
+    write_file(&lanes, "d", b"new");
+    lanes
+        .rename(&root, name("d"), &root, name("c"), RenameFlags::empty())
+        .expect("rename");
+    assert_eq!(read_file(&lanes, "c"), b"new");
+    drop(lanes);
+    assert_eq!(world.files_in_lanes(), 1);
+}
+
+#[test]
+fn a_link_that_firn_did_not_make_stays_a_link_and_its_removal_removes_no_file() {
+    let world = World::new();
+    let lanes = world.open();
+    let me = suite::own_caller();
+    let root = world.primary.root();
+    write_file(&lanes, "rank0", b"mine");
+    let (link, _) = world
+        .primary
+        .lookup(&root, OsStr::new("rank0"))
+        .expect("lookup");
+    let target = world.primary.readlink(&link).expect("readlink");
+    let target = OsString::from(String::from_utf8(target).expect("text"));
+    let made = [
+        ("copied", target),
+        ("elsewhere", "/lanes/0/../1/x".into()),
+        ("dangling", "/lanes/0/no.0123456789abcdef".into()),
+        ("top", "/lanes/0/".into()),
+    ];
+    for (name, target) in &made {
+        world
+            .primary
+            .symlink(&me, &root, OsStr::new(name), target)
+            .expect("symlink");
+        let (inode, attr) = lanes
+            .lookup(&lanes.root(), OsStr::new(name))
+            .expect("lookup");
+        assert_eq!(attr.kind, Kind::Symlink, "{name}");
+        assert!(lanes.readlink(&inode).is_ok(), "{name}");
+        lanes
+            .unlink(&lanes.root(), OsStr::new(name))
+            .expect("unlink");
+    }
+    assert_eq!(read_file(&lanes, "rank0"), b"mine");
+}
+
+#[test]
+fn the_mark_is_not_shown_and_cannot_be_changed() {
+    let world = World::new();
+    let lanes = world.open();
+    let inode = write_file(&lanes, "a", b"");
+    let mark = OsStr::new(XATTR);
+    assert_eq!(lanes.list_xattr(&inode), Ok(Vec::new()));
+    assert_eq!(lanes.get_xattr(&inode, mark), Err(Errno::NODATA));
+    assert_eq!(lanes.remove_xattr(&inode, mark), Err(Errno::NODATA));
+    assert_eq!(lanes.set_xattr(&inode, mark, b"x", 0), Err(Errno::PERM));
+    assert_eq!(
+        lanes.set_xattr(&inode, OsStr::new("user.x"), b"x", 0),
+        Ok(())
+    );
+    assert_eq!(lanes.list_xattr(&inode), Ok(b"user.x\0".to_vec()));
+}
+
+/// The calls of [`a_crash_at_any_call_leaves_each_file_whole_and_no_unexplained_orphan`], on files that are there.
+fn change<B: Backing>(backing: &B) -> Result<(), Errno> {
+    let me = suite::own_caller();
+    let root = backing.root();
+    let name = OsStr::new;
+    backing.create(&me, &root, name("new3"), 0o600)?;
+    backing.rename(
+        &root,
+        name("old1"),
+        &root,
+        name("old2"),
+        RenameFlags::empty(),
+    )?;
+    let (inode, _) = backing.lookup(&root, name("old0"))?;
+    backing.link(&inode, &root, name("also"))?;
+    backing.unlink(&root, name("old0"))?;
+    backing.unlink(&root, name("also"))?;
+    backing.set_owner(&backing.lookup(&root, name("old2"))?.0, Some(7), None)?;
+    backing.sync_dir(&root)
+}
+
+#[test]
+fn a_crash_at_any_call_leaves_each_file_whole_and_no_unexplained_orphan() {
+    let world = World::new();
+    let lanes = world.open();
+    for rank in 0..LANES {
+        write_file(&lanes, &format!("old{rank}"), &vec![rank as u8; 5000]);
+    }
+    lanes.sync_all().expect("sync");
+    let mut cuts = 0;
+    for which in 0..=LANES {
+        for step in 1.. {
+            let crashed = world.fork();
+            let one = crashed.all().nth(which).expect("a backing").clone();
+            let lanes = crashed.open();
+            let first = one.steps();
+            one.set_plan(move |_, now| (now - first >= step).then_some(Fault::Crash));
+            let done = change(&lanes);
+            let was_cut = one.is_dead();
+            one.revive();
+            for seed in 0..3 {
+                check_after_crash(&crashed.fork(), step * 3 + seed);
+            }
+            if !was_cut {
+                done.expect("nothing went wrong");
+                break;
+            }
+            cuts += 1;
+        }
+    }
+    assert!(cuts > 20, "only {cuts} calls were cut off");
+}
+
+fn check_after_crash(world: &World, seed: u64) {
+    for one in world.all() {
+        one.power_loss(seed);
+    }
+    let lanes = world.open();
+    let mut shown = tree(&world.shown()).expect("tree");
+    shown.retain(|path, _| !path.is_empty());
+    for (path, entry) in &shown {
+        let path = String::from_utf8_lossy(path);
+        if path == "new3" && entry.kind == Kind::Symlink {
+            // Nobody had synced it.
+            continue;
+        }
+        assert_eq!(
+            entry.kind,
+            Kind::File,
+            "seed {seed}: {path} is no file any more"
+        );
+        let content = read_file(&lanes, &path);
+        let whole = content.is_empty() && path == "new3"
+            || content.len() == 5000 && content.iter().all(|byte| *byte == content[0]);
+        assert!(whole, "seed {seed}: {path} has {} bytes", content.len());
+    }
+    let mut expected = shown.len();
+    for orphan in lanes.find_orphans().expect("walk") {
+        lanes.remove_orphan(&orphan).expect("remove");
+        if let Orphan::Dangling { path } = &orphan {
+            assert_eq!(path, Path::new("new3"), "seed {seed}");
+            expected -= 1;
+        }
+        if let Orphan::File { entry, .. } = &orphan {
+            let entry = entry.to_string_lossy();
+            assert!(
+                ["new3", "old0", "old1", "old2"]
+                    .iter()
+                    .any(|name| entry.starts_with(name)),
+                "{entry}"
+            );
+        }
+    }
+    assert_eq!(lanes.find_orphans().expect("walk"), []);
+    assert_eq!(
+        tree(&world.shown()).expect("tree").len(),
+        expected + 1,
+        "seed {seed}: no file goes with the orphans"
+    );
+}
