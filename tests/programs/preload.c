@@ -343,6 +343,38 @@ static void forks(void) {
     SAY(close(fd));
 }
 
+/* Parent and child write through one descriptor, whoever is first. */
+static void forks_at_once(void) {
+    enum { RECORDS = 2000, BYTES = 32 };
+    char record[BYTES + 1];
+    int fd = make_rw("at-once"), next[3] = {0, 0, 0}, bad = 0, who, number;
+    for (int i = 0; i < RECORDS; i++) {
+        snprintf(record, sizeof record, "writer 0 record %014d \n", i);
+        put(fd, record);
+    }
+    fflush(stdout);
+    pid_t pid = fork();
+    int me = pid == 0 ? 2 : 1;
+    for (int i = 0; i < RECORDS; i++) {
+        snprintf(record, sizeof record, "writer %d record %014d \n", me, i);
+        put(fd, record);
+    }
+    if (pid == 0) _exit(0);
+    wait_for(pid);
+    SAY(lseek(fd, 0, SEEK_CUR));
+    lseek(fd, 0, SEEK_SET);
+    FILE *file = fdopen(fd, "r");
+    while (fgets(record, sizeof record, file)) {
+        if (sscanf(record, "writer %d record %d", &who, &number) == 2 && who >= 0 && who < 3 && number == next[who])
+            next[who]++;
+        else
+            bad++;
+    }
+    printf("bad %d, %d %d %d\n", bad, next[0], next[1], next[2]);
+    fclose(file);
+    MUST(unlink(at("at-once")) == 0);
+}
+
 static void appends(void) {
     pid_t pids[2];
     for (int id = 0; id < 2; id++) {
@@ -1083,7 +1115,8 @@ static const struct {
     const char *name;
     void (*run)(void);
 } cases[] = {
-    {"sizes", sizes}, {"seeks", seeks}, {"vectors", vectors}, {"forks", forks}, {"appends", appends},
+    {"sizes", sizes}, {"seeks", seeks}, {"vectors", vectors}, {"forks", forks},
+    {"forks-at-once", forks_at_once}, {"appends", appends},
     {"reuse", reuse}, {"empty-paths", empty_paths}, {"locks", locks}, {"longs", longs},
     {"old-stats", old_stats}, {"mapped-again", mapped_again}, {"execs", execs}, {"exec", exec_of_one_that_wrote},
     {"vforks", vforks}, {"spawns", spawns}, {"dups", dups},

@@ -42,18 +42,24 @@ over_each_frontend! {
     writes_of_all_sizes_are_seen_by_fstat_at_once: call_case("sizes");
     offsets_move_as_in_the_kernel: call_case("seeks");
     vectors_are_written_whole_and_bad_ones_refused: call_case("vectors");
+    /// Proves S-direct-7.
     a_forked_child_shares_the_offset: call_case("forks");
+    /// Proves S-direct-7, S-stub-1.
+    parent_and_child_that_write_at_once_lose_nothing_and_repeat_nothing: call_case("forks-at-once");
     appends_of_two_processes_do_not_overwrite: call_case("appends");
     files_made_again_show_no_bytes_of_others: call_case("reuse");
     a_descriptor_without_a_path_is_asked_and_linked: call_case("empty-paths");
     locks_hold_and_move_no_offset: call_case("locks");
     programs_built_for_an_old_c_library_see_lengths: call_case("old-stats");
+    /// Proves S-direct-7.
     a_program_replaced_in_the_middle_of_a_file_goes_on_where_it_was: call_case("exec");
     a_child_of_vfork_changes_nothing_of_its_parents: call_case("vforks");
     spawned_programs_share_offsets: call_case("spawns");
+    /// Proves S-direct-7.
     copied_descriptors_share_one_offset_also_on_internal_numbers: call_case("dups");
     closing_everything_leaves_the_program_working: call_case("closes");
     a_number_closed_by_a_raw_call_is_another_descriptor: call_case("raw-closes");
+    /// Proves S-direct-7.
     a_descriptor_sent_over_a_socket_shares_the_offset: call_case("rights");
     relative_temporary_renamed_and_nameless_files_are_written: call_case("relative");
     a_signal_handler_writes_to_the_descriptor_it_interrupts: call_case("handlers");
