@@ -8,6 +8,9 @@ use crate::sandbox::preload_library;
 use crate::tree::{assert_same, snapshot};
 use crate::{FirnMount, Outcome, Sandbox, run};
 
+/// The variable that says how many bytes of a file go through the kernel before direct access is asked for.
+pub const DIRECT_AFTER: &str = "FIRN_PRELOAD_DIRECT_AFTER";
+
 /// How programs come in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Frontend {
@@ -26,11 +29,15 @@ impl Frontend {
         }
     }
 
-    /// Puts the library before a program and lets it report. A program finds the sandbox's tree by its runtime
+    /// Puts the library before a program and lets it report. Unless the command says otherwise, direct access is asked
+    /// for at the first call, so that small files have it too. A program finds the sandbox's tree by its runtime
     /// directory, and a mount without.
     pub fn preload<'c>(self, sandbox: &Sandbox, command: &'c mut Command) -> &'c mut Command {
         if self == Self::Tree {
             sandbox.environment(command);
+        }
+        if !command.get_envs().any(|(name, _)| name == DIRECT_AFTER) {
+            command.env(DIRECT_AFTER, "0");
         }
         command
             .env("LD_PRELOAD", preload_library())

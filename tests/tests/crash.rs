@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use firn_tests::ack::{Verified, returned_operations, verify};
 use firn_tests::command::wait_child;
+use firn_tests::preloaded::DIRECT_AFTER;
 use firn_tests::random::{env_count, generator};
 use firn_tests::sandbox::{is_mounted, preload_library, unmount_lazily};
 use firn_tests::{FirnMount, Sandbox, helper_binary, run, seed, wait_until};
@@ -64,6 +65,11 @@ impl Job {
                 .arg((seed ^ index).to_string());
             if preload(index) {
                 command.env("LD_PRELOAD", preload_library());
+                // Some go from the kernel to direct access in the middle of a file.
+                command.env(
+                    DIRECT_AFTER,
+                    if seed >> index & 1 == 0 { "0" } else { "20000" },
+                );
             }
             writers.push((command.spawn().expect("start a writer"), log, name));
         }
@@ -103,7 +109,8 @@ impl Job {
                 .arg("verify")
                 .arg(dir.join(name))
                 .arg(log)
-                .env("LD_PRELOAD", preload_library());
+                .env("LD_PRELOAD", preload_library())
+                .env(DIRECT_AFTER, "0");
             run(&mut command).ok();
         }
     }

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use firn_tests::preloaded::DIRECT_AFTER;
 use firn_tests::sandbox::preload_library;
 use firn_tests::{FirnMount, Sandbox, wait_until};
 
@@ -94,6 +95,7 @@ fn writer(path: &Path, body: &str, preload: bool) -> Child {
     command.stderr(Stdio::null());
     if preload {
         command.env("LD_PRELOAD", preload_library());
+        command.env(DIRECT_AFTER, "0");
     }
     command.spawn().expect("start python3")
 }

@@ -10,7 +10,8 @@ use std::process::Command;
 use firn_tests::fsops::read;
 use firn_tests::mount::{SMALL, patient};
 use firn_tests::preloaded::{
-    Frontend, assert_same_outcome, call_cases, compile, direct_bytes, python, shell, source,
+    DIRECT_AFTER, Frontend, assert_same_outcome, call_cases, compile, direct_bytes, python, shell,
+    source,
 };
 use firn_tests::sandbox::preload_library;
 use firn_tests::scripts::{PYTHON, SHELL, SQLITE, TAR};
@@ -100,13 +101,19 @@ over_each_frontend! {
     an_mpi_program_writes_one_file_a_rank_and_one_for_all: run_mpi();
 }
 
-/// A case of `preload.c`. What is read back is drained in the first round, and in the arena in the second.
+/// A case of `preload.c`. What is read back is drained in the first round, and in the arena in the others; on a mount
+/// direct access begins in the middle of small files in the last one.
 fn call_case(frontend: Frontend, case: &str) {
     let program = call_cases(program_dir());
-    for options in [patient(""), patient("close=held,drain=demand")] {
-        frontend.same_as_plain(case, &options, |dir| {
+    let held = "close=held,drain=demand";
+    let rounds = match frontend {
+        Frontend::Mount => vec![("", "0"), (held, "0"), (held, "20000")],
+        Frontend::Tree => vec![("", "0"), (held, "0")],
+    };
+    for (options, direct_after) in rounds {
+        frontend.same_as_plain(case, &patient(options), |dir| {
             let mut command = Command::new(program);
-            command.arg(dir).arg(case);
+            command.arg(dir).arg(case).env(DIRECT_AFTER, direct_after);
             command
         });
     }

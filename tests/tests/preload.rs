@@ -9,7 +9,7 @@ use std::time::Duration;
 use firn_tests::ack::verify;
 use firn_tests::fsops::{assert_same_bytes, read};
 use firn_tests::mount::{SMALL, patient};
-use firn_tests::preloaded::{Frontend, call_cases, direct_bytes, source};
+use firn_tests::preloaded::{DIRECT_AFTER, Frontend, call_cases, direct_bytes, source};
 use firn_tests::random::{bytes, generator};
 use firn_tests::sandbox::preload_library;
 use firn_tests::{FirnMount, Sandbox, helper_binary, run, seed, wait_until};
@@ -20,10 +20,11 @@ macro_rules! call_cases {
     ($($test:ident: $case:literal,)*) => {$(
         #[test]
         fn $test() {
-            for options in [patient(""), patient("close=held,drain=demand")] {
-                Frontend::Mount.same_as_plain($case, &options, |dir| {
+            let held = "close=held,drain=demand";
+            for (options, direct_after) in [("", "0"), (held, "0"), (held, "20000")] {
+                Frontend::Mount.same_as_plain($case, &patient(options), |dir| {
                     let mut command = Command::new(cases());
-                    command.arg(dir).arg($case);
+                    command.arg(dir).arg($case).env(DIRECT_AFTER, direct_after);
                     command
                 });
             }

@@ -11,6 +11,7 @@ use std::process::Command;
 
 use firn_tests::change::{CALLS, CAP_DAC_OVERRIDE, CAPABILITY, SOURCE, Who, change, left};
 use firn_tests::command::copy_program;
+use firn_tests::preloaded::DIRECT_AFTER;
 use firn_tests::sandbox::preload_library;
 use firn_tests::transaction::firn;
 use firn_tests::{FirnMount, FsKind, LoopImage, Sandbox, helper_binary, run};
@@ -298,6 +299,7 @@ fn the_preload_library_leaves_what_ext4_leaves() {
         case.run(&place.helper, dir, |command| {
             place.sandbox.environment(command);
             command.env("LD_PRELOAD", preload_library());
+            command.env(DIRECT_AFTER, "0");
         })
     });
 }

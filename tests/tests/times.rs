@@ -12,6 +12,7 @@ use std::time::{Duration, SystemTime};
 use firn_format::piece::word;
 use firn_format::superblock::Superblock;
 use firn_tests::fsops::{open_rw, read};
+use firn_tests::preloaded::DIRECT_AFTER;
 use firn_tests::random::bytes;
 use firn_tests::sandbox::{kill, preload_library};
 use firn_tests::{FirnMount, Sandbox, run, wait_until};
@@ -195,6 +196,7 @@ print('ready %d' % time.time_ns(), flush=True); time.sleep(1000)";
     sandbox.environment(&mut command);
     command
         .env("LD_PRELOAD", preload_library())
+        .env(DIRECT_AFTER, "0")
         .stdout(std::process::Stdio::piped());
     command.spawn().expect("python")
 }

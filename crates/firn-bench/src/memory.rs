@@ -5,6 +5,7 @@ use crate::options::{Common, WorkDir, parse_size, progress};
 use crate::report::{Case, Limit, Point, Report};
 use firn_config::size_text;
 
+mod first;
 mod small;
 mod started;
 mod targets;
@@ -18,7 +19,8 @@ use targets::{PRELOAD, SHARED, TMPFS, Targets};
 /// preload library, at every number of processes: 0.95 of memcpy, 1.15 of it where the processor has
 /// non-temporal stores, 1.5 times a new file on tmpfs. Writes of 64 bytes: 60 ns.
 ///
-/// Then: what the library costs programs that do not use it, and what 10^5 small files take.
+/// Then: what the library costs programs that do not use it, what direct access costs small files and the first write
+/// of a process, and what 10^5 small files take.
 #[derive(Clone, Debug, clap::Args)]
 pub struct MemoryArgs {
     #[command(flatten)]
@@ -195,6 +197,7 @@ impl MemoryArgs {
         self.judge(&mut report);
         if !self.common.baseline_only {
             started::measure(&self.common, &firn, &mut report)?;
+            first::measure(&self.common, &firn, &work, &mut report)?;
             let files = self
                 .small_files
                 .unwrap_or(self.common.choose(100_000, 5000));

@@ -42,6 +42,13 @@ pub enum Task {
         /// Leave what is in the file and write over it, instead of beginning with an empty one.
         over: bool,
     },
+    /// One write(2) to `path`, which is opened before: what the first one of a process costs.
+    FirstWrite {
+        /// The file.
+        path: PathBuf,
+        /// Bytes of the write.
+        bytes: u64,
+    },
     /// Creates `path` with all its room and writes past the page cache.
     Direct {
         /// The file.
@@ -90,6 +97,8 @@ pub enum Task {
 pub enum Operation {
     /// open(O_CREAT), write 4 KiB, close.
     Create,
+    /// open(O_CREAT), write 1 KiB, close.
+    CreateSmall,
     /// stat(2).
     Stat,
     /// opendir and readdir to the end, once; `count` names must be there.
@@ -256,8 +265,8 @@ struct Job {
     buffer: Vec<u8>,
     /// Where [`Task::Copy`] has no shared region.
     private: Vec<u8>,
-    /// The file of [`Task::Direct`].
-    direct: Option<File>,
+    /// The file of [`Task::Direct`] and [`Task::FirstWrite`].
+    opened: Option<File>,
     /// The order of [`Task::Records`].
     offsets: Vec<u64>,
 }
@@ -269,6 +278,7 @@ impl Job {
             Task::Read { bytes, .. } => *bytes,
             Task::Copy(copy) => copy.block_bytes,
             Task::Direct { bytes, .. } => direct::room(*bytes),
+            Task::FirstWrite { bytes, .. } => *bytes,
             Task::Records(records) => records.record_bytes,
             Task::Names { .. } => 4096,
             Task::Calls { .. } => 1,
@@ -281,8 +291,12 @@ impl Job {
             Task::Copy(copy) => copy.private(),
             _ => Vec::new(),
         };
-        let direct = match &task {
+        let opened = match &task {
             Task::Direct { path, count, bytes } => Some(direct::make(path, count * bytes)?),
+            Task::FirstWrite { path, .. } => {
+                let file = File::create(path);
+                Some(file.with_context(|| format!("cannot create {}", path.display()))?)
+            }
             _ => None,
         };
         let offsets = match &task {
@@ -293,7 +307,7 @@ impl Job {
             task,
             buffer,
             private,
-            direct,
+            opened,
             offsets,
         })
     }
@@ -307,11 +321,15 @@ impl Job {
                 over,
             } => write(path, runs, *sync, *over, &self.buffer),
             Task::Direct { count, bytes, .. } => direct::write(
-                self.direct.as_ref().expect("made before"),
+                self.opened.as_ref().expect("opened before"),
                 *count,
                 *bytes,
                 &self.buffer,
             ),
+            Task::FirstWrite { .. } => {
+                let file = self.opened.as_mut().expect("opened before");
+                Ok(file.write_all(&self.buffer)?)
+            }
             Task::Copy(copy) => copy.run(&mut self.buffer, &mut self.private),
             Task::Records(records) => records.run(&self.offsets, &mut self.buffer),
             Task::Calls { call, count } => call.run(*count, &mut self.buffer),
@@ -419,6 +437,13 @@ fn read_mapped(path: &PathBuf, passes: u64, buffer: &mut [u8]) -> anyhow::Result
     Ok(())
 }
 
+/// Creates a file with these bytes and closes it.
+fn create(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    let mut file = File::create(path)?;
+    file.write_all(bytes)?;
+    close(file)
+}
+
 /// Name number `index` in a directory of the metadata benchmark.
 pub fn name_of(index: u64) -> String {
     format!("rank_{index:06}.ckpt")
@@ -437,10 +462,8 @@ fn names(dir: &PathBuf, count: u64, operation: Operation, buffer: &[u8]) -> anyh
     for index in 0..count {
         let path = dir.join(name_of(index));
         let done = match operation {
-            Operation::Create => File::create(&path).and_then(|mut file| {
-                file.write_all(buffer)?;
-                close(file)
-            }),
+            Operation::Create => create(&path, buffer),
+            Operation::CreateSmall => create(&path, &buffer[..1024]),
             Operation::Patch => OpenOptions::new().write(true).open(&path).and_then(|file| {
                 file.write_all_at(&buffer[..1024], 1024)?;
                 close(file)

@@ -46,6 +46,7 @@ const TAIL: &str = "
 | `FIRN_PREFIX` | set by `firn run` for its command: the directory to write to |
 | `FIRN_PRELOAD` | `off` turns the preload library off |
 | `FIRN_PRELOAD_REPORT` | `1`: the preload library prints at exit which calls went where |
+| `FIRN_PRELOAD_DIRECT_AFTER` | bytes of an open file that go through the mount before the preload library asks for direct access (65536; a call counts as 8192 at least; 0: ask at the first call) |
 | `FIRN_PRELOAD_WAIT` | seconds that a call in a stub tree waits for a firnd that was killed |
 | `NO_COLOR` | no colour, even on a terminal |
 

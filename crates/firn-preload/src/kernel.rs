@@ -23,7 +23,7 @@ use crate::lease::{LeaseLost, fill};
 use crate::list::fetch;
 use crate::memory::{Readable, Run, Source, Target, Writable};
 use crate::offset::{self, Claim};
-use crate::patience::HESITATE_BYTES_MAX;
+use crate::patience::{CALL_BYTES_MIN, HESITATE_BYTES_MAX};
 use crate::probe;
 use crate::report::{self, Call, Reason};
 use crate::sys;
@@ -33,8 +33,7 @@ use crate::table::{self, Entered, Entry, Held, tag};
 const REFUSALS_MAX: u32 = 16;
 /// Bytes through the kernel after firnd refused.
 const REFUSED_BYTES: u64 = HESITATE_BYTES_MAX;
-/// A read of so many bytes, or of a file that has `LISTED_FILE_BYTES_MIN`, is worth the question.
-const LISTED_READ_BYTES_MIN: usize = 4 << 10;
+/// The first read of a file of so many bytes is worth the question.
 const LISTED_FILE_BYTES_MIN: u64 = 64 << 10;
 
 /// The kernel, as a descriptor's fallback.
@@ -364,7 +363,7 @@ fn is_same(held: &Held) -> bool {
 /// Whether firnd grants direct access; asked unless it refused a short while ago.
 #[cold]
 fn request_grant(held: &mut Held, total: usize) -> bool {
-    if !held.patience.may_ask(total) {
+    if held.patience.is_small(total as u64) || !held.patience.may_ask(total) {
         return false;
     }
     if held.entry.in_kernel.load(Ordering::Acquire) != 0 || !sys::is_unlimited(Resource::Fsize) {
@@ -424,12 +423,10 @@ fn open_with(held: &mut Held, token: &Token, total: u64) -> Option<Reply> {
 /// Asks firnd where the bytes are. Whether it said so.
 #[cold]
 fn request_list(held: &mut Held, total: usize) -> bool {
-    if !held.patience.may_ask(total) {
+    if stays_small(held, total) || !held.patience.may_ask(total) {
         return false;
     }
-    let is_small = total < LISTED_READ_BYTES_MIN
-        && sys::known_size(held.fd).is_none_or(|size| size < LISTED_FILE_BYTES_MIN);
-    if held.entry.in_kernel.load(Ordering::Acquire) != 0 || is_small {
+    if held.entry.in_kernel.load(Ordering::Acquire) != 0 {
         return false;
     }
     let same = is_same(held);
@@ -453,6 +450,19 @@ fn request_list(held: &mut Held, total: usize) -> bool {
             false
         }
     }
+}
+
+/// Whether a read of up to `total` bytes goes through the kernel because so little was read yet, of a file that is
+/// small as a whole.
+fn stays_small(held: &mut Held, total: usize) -> bool {
+    if !held.patience.may_be_small() {
+        return false;
+    }
+    if total as u64 <= CALL_BYTES_MIN {
+        return held.patience.is_small(total as u64);
+    }
+    let size = sys::file_size(held.fd).unwrap_or(0);
+    size < LISTED_FILE_BYTES_MIN && held.patience.is_small(size.min(total as u64))
 }
 
 /// The list does not hold any more.

@@ -16,6 +16,8 @@
 //! * Raw system calls are not seen. A descriptor that a program uses by the C library *and* by raw calls
 //!   that move its offset is not supported; one that was closed by a raw call is (`kernel`).
 //!
+//! A file that is opened, moves a few KiB and is closed goes through the kernel (`patience`): a grant would cost more.
+//!
 //! `FIRN_PRELOAD=off` turns it off; `FIRN_PRELOAD_REPORT=1` prints at exit what went which way.
 
 mod connect;

@@ -88,6 +88,7 @@ fn note_on_mount(
     held.reset();
     held.identity = identity;
     held.token = token;
+    held.patience.begin_small();
     held.entry.in_kernel.store(0, Ordering::Relaxed);
     held.set_tag(if writes { tag::WRITER } else { tag::READER });
     if !before.is_undisturbed() {

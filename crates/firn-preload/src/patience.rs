@@ -1,4 +1,22 @@
-//! When firnd is asked for direct access again after it refused, took a grant back or had no room.
+//! When firnd is asked for direct access: not before an open file has moved some bytes, and later again after firnd
+//! refused, took a grant back or had no room.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// What an open file moves through the kernel before firnd is asked for the first time, unless
+/// `FIRN_PRELOAD_DIRECT_AFTER` says otherwise: a grant and its end cost as much as so many bytes do there.
+const DIRECT_AFTER_BYTES: u64 = 64 << 10;
+/// A call counts as so many bytes at least: it is a trip to firnd, whatever it carries.
+pub(crate) const CALL_BYTES_MIN: u64 = 8 << 10;
+static DIRECT_AFTER: AtomicU64 = AtomicU64::new(DIRECT_AFTER_BYTES);
+
+/// Sets after how many bytes firnd is asked, once, at the start of a program.
+pub(crate) fn set_direct_after(bytes: Option<&[u8]>) {
+    let number = bytes.and_then(|text| std::str::from_utf8(text).ok()?.parse::<u64>().ok());
+    if let Some(number) = number {
+        DIRECT_AFTER.store(number, Ordering::Relaxed);
+    }
+}
 
 /// Bytes by the fallback before firnd is asked again after a grant that ended early: at first …
 const HESITATE_BYTES_MIN: u64 = 128 << 10;
@@ -9,6 +27,8 @@ const FULL_BYTES: u64 = 1 << 20;
 
 /// When firnd is asked again. All zeros: now.
 pub(crate) struct Patience {
+    /// Bytes through the kernel before firnd is asked for the first time.
+    small_bytes: u64,
     /// Bytes by the fallback before firnd is asked again.
     wait_bytes: u64,
     /// Bytes in leases or by lists since the last grant.
@@ -20,10 +40,27 @@ pub(crate) struct Patience {
 impl Patience {
     pub(crate) const fn new() -> Self {
         Self {
+            small_bytes: 0,
             wait_bytes: 0,
             fast_bytes: 0,
             refusals: 0,
         }
+    }
+
+    /// The file was just opened: it may be so small that direct access never pays.
+    pub(crate) fn begin_small(&mut self) {
+        self.small_bytes = DIRECT_AFTER.load(Ordering::Relaxed);
+    }
+
+    /// Whether calls may still go through the kernel because little was moved so far.
+    pub(crate) fn may_be_small(&self) -> bool {
+        self.small_bytes > 0
+    }
+
+    /// Whether a call of `bytes` belongs to the first ones, which go through the kernel.
+    pub(crate) fn is_small(&mut self, bytes: u64) -> bool {
+        self.small_bytes = self.small_bytes.saturating_sub(bytes.max(CALL_BYTES_MIN));
+        self.small_bytes > 0
     }
 
     pub(crate) fn fast_bytes(&self) -> u64 {

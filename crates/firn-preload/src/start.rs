@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use crate::hook::stream;
 use crate::table::{self, ACTIVE, tag};
-use crate::{connect, devices, lock, real, report, share, sharing, stub, summary, trees};
+use crate::{connect, devices, lock, patience, real, report, share, sharing, stub, summary, trees};
 
 #[used]
 #[unsafe(link_section = ".init_array")]
@@ -41,14 +41,16 @@ extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *cons
         )
     };
     // SAFETY: what the loader hands to constructors: arrays of C strings, ended by null.
-    let (dir, wait) = unsafe {
+    let (dir, wait, direct_after) = unsafe {
         (
             value(envp, b"FIRN_RUNTIME_DIR"),
             value(envp, b"FIRN_PRELOAD_WAIT"),
+            value(envp, b"FIRN_PRELOAD_DIRECT_AFTER"),
         )
     };
     trees::begin_trees(dir);
     stub::set_patience(wait);
+    patience::set_direct_after(direct_after);
     ACTIVE.store(u32::from(failed == 0), Ordering::Release);
     if failed == 0 {
         stub::find_inherited();

@@ -148,9 +148,9 @@ pub(crate) fn identity(fd: c_int) -> Option<(Identity, u32)> {
     ))
 }
 
-/// Size of a file, as the kernel knows it without asking.
-pub(crate) fn known_size(fd: c_int) -> Option<u64> {
-    Some(statx(fd, StatxFlags::SIZE, AtFlags::STATX_DONT_SYNC)?.stx_size)
+/// Size of a file, as stat(2) gives it: the kernel asks where what it knows is too old.
+pub(crate) fn file_size(fd: c_int) -> Option<u64> {
+    Some(statx(fd, StatxFlags::SIZE, AtFlags::STATX_SYNC_AS_STAT)?.stx_size)
 }
 
 /// Makes the kernel ask how long the file is: O_APPEND, sendfile(2), splice(2) and mappings go by what it

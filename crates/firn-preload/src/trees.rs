@@ -1,7 +1,7 @@
 //! Which stub trees there are: what firnds wrote down in the runtime directory.
 //!
-//! A process reads it at its start, and again when it meets a tmpfs that it does not know and the directory
-//! has changed since. Children of fork(2) read it anew. Anybody may make a directory of that name in /dev/shm: only
+//! A process reads it at its start, and again when it meets a file system that it does not know, that may be a tmpfs, and
+//! the directory has changed since. Children of fork(2) read it anew. Anybody may make a directory of that name in /dev/shm: only
 //! one that is this user's own is read.
 
 use std::ffi::{CStr, c_int};
@@ -28,7 +28,6 @@ const TREES_COUNT: usize = 4;
 const DIR_BYTES: usize = DIR_BYTES_MAX + 1;
 /// As long as `firn` takes it: 107 bytes of a socket's path (unix(7)) without `/` and `KEY.sock`.
 const DIR_BYTES_MAX: usize = 107 - 22;
-const TMPFS_MAGIC: i64 = 0x0102_1994;
 const EMPTY: StubTree = StubTree {
     magic: 0,
     device_major: 0,
@@ -141,8 +140,8 @@ pub(crate) fn is_stub(fd: c_int) -> bool {
 /// Whether an open regular file is a stub, of a device that may have a tree this process has not heard of.
 pub(crate) fn is_stub_on(fd: c_int, device: u64) -> bool {
     if !has_stubs(device) {
-        // fstatfs(2) last: on a FUSE mount it is a trip to the server.
-        if !has_changed() || !is_tmpfs(fd) {
+        // Not asked of the file system, by fstatfs(2): on a FUSE mount that is a trip to the server.
+        if has_block_device(device) || !has_changed() {
             return false;
         }
         read_trees();
@@ -151,6 +150,11 @@ pub(crate) fn is_stub_on(fd: c_int, device: u64) -> bool {
         let whole = TREES.whole.get(index);
         whole.is_some_and(|whole| whole.load(Ordering::Acquire) != 0) || is_below(fd, index)
     })
+}
+
+/// Whether the file system with this device number lies on a block device, and so is no tmpfs.
+fn has_block_device(device: u64) -> bool {
+    device >> 32 != 0
 }
 
 /// Whether an open file stands below the root of a tree that shares its file system with others.
@@ -309,11 +313,6 @@ fn changed_at() -> Option<u64> {
             .wrapping_mul(1_000_000_000)
             .wrapping_add(nanoseconds),
     )
-}
-
-fn is_tmpfs(fd: c_int) -> bool {
-    let stat = sys::borrow(fd).and_then(|fd| rustix::fs::fstatfs(fd).ok());
-    stat.is_some_and(|stat| stat.f_type == TMPFS_MAGIC)
 }
 
 // ---- text without allocation -----------------------------------------------------------------------
