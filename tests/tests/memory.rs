@@ -405,7 +405,7 @@ fn held_data_is_dropped_only_when_that_is_asked_for_explicitly() {
     mount.wait_for_end();
     umount(&["--discard", "--yes"])
         .code(1)
-        .says("mount it again");
+        .says("firn recover --discard");
     mount.kill();
     let mount = FirnMount::over(&sandbox, &backing, &options);
     assert_same_bytes("kept", &read(&mount.join("held")), &drained);

@@ -75,7 +75,7 @@ pub fn mounts() -> Result<Vec<Mount>, ClientError> {
 
 /// The place on a mount that `path` means.
 pub fn find(path: &Path) -> Result<Place, ClientError> {
-    let absolute = canonical_as_far_as_possible(path)?;
+    let absolute = resolve(path)?;
     let user = User::of_process();
     let dirs = RuntimeDirs::of_process()?;
     let table = Table {
@@ -234,7 +234,7 @@ fn read_mountinfo() -> Result<Vec<Entry>, ClientError> {
 
 /// Resolves symlinks in the longest part of `path` that can be resolved, and appends the rest: the
 /// path may not exist yet, or lie on a mount whose firnd is dead.
-fn canonical_as_far_as_possible(path: &Path) -> Result<PathBuf, ClientError> {
+pub fn resolve(path: &Path) -> Result<PathBuf, ClientError> {
     let failed = |error: io::Error| ClientError::Io {
         what: quoted_path(path),
         error,
@@ -368,7 +368,7 @@ mod tests {
         let real = dir.path().canonicalize().unwrap();
         std::os::unix::fs::symlink(&real, real.join("link")).unwrap();
         assert_eq!(
-            canonical_as_far_as_possible(&real.join("link/no/such")).unwrap(),
+            resolve(&real.join("link/no/such")).unwrap(),
             real.join("no/such")
         );
     }

@@ -176,7 +176,8 @@ impl Attached {
             tracing::warn!("the backing does not answer: firnd cannot end before it does");
         }
         let discard = end == ArenaEnd::Discard;
-        let remove = stopped && end != ArenaEnd::Keep;
+        // Nothing that a late write may need is lost with what is dropped anyway.
+        let remove = discard || stopped && end != ArenaEnd::Keep;
         let mut left = self.left_bytes();
         let spill = self
             .engine
@@ -207,7 +208,7 @@ impl Attached {
                 }
             }
         }
-        if !remove {
+        if !stopped || end == ArenaEnd::Keep {
             std::mem::forget(self.locks);
         }
         left

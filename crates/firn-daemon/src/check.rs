@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use firn_arena::SpillFault;
 use firn_protocol::path::BytePath;
 use serde::Serialize;
 
@@ -29,6 +30,9 @@ pub struct CheckReport {
     pub spill: Option<PathBuf>,
     /// Its bytes.
     pub spill_bytes: u64,
+    /// What is wrong with it.
+    #[serde(skip)]
+    pub(crate) spill_fault: Option<SpillFault>,
     /// Records in the journal.
     pub journal_records: u64,
     /// Files that the journal knows.
@@ -90,6 +94,7 @@ pub fn check(arena: &Path) -> Result<CheckReport, CheckError> {
         chunk_bytes: superblock.geometry.chunk_bytes,
         spill: (superblock.geometry.spill_count > 0).then(|| spill_path(superblock)),
         spill_bytes: superblock.geometry.spill_bytes(),
+        spill_fault: found.spill_fault.clone(),
         journal_records: replay.records,
         files: replay.ledger.len() as u64,
         pieces: found.pieces.len() as u64,

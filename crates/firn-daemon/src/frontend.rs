@@ -13,7 +13,7 @@ use firn_engine::Engine;
 use firn_format::data_socket::{STUB_MAGIC, StubTree};
 use firn_format::mountinfo;
 use firn_fuse::Session;
-use firn_stub::{Tree, TreeOptions, check_place};
+use firn_stub::{Tree, TreeOptions, check_place, remove_left_tree};
 use rustix::fs::{major, minor};
 use rustix::mount::{UnmountFlags, unmount};
 
@@ -127,17 +127,32 @@ impl Stubs {
 
     fn remove(&self) {
         let root = self.tree.root().to_owned();
-        let whole = self.tree.is_whole_device();
         if let Err(error) = self.tree.remove() {
             tracing::warn!(%error, "cannot remove the stub tree");
         }
-        let _ = std::fs::remove_file(&self.files.stub);
-        // Where the user's own tmpfs has its root here, it is only emptied: unmounting is refused while
-        // programs use it, so the lazy way.
-        if whole && is_made_by_firnd(&root) {
-            let _ = unmount(&root, UnmountFlags::DETACH);
-        }
+        forget_place(&root, &self.files);
     }
+}
+
+/// Nobody finds the tree any more.
+fn forget_place(root: &Path, files: &RuntimeFiles) {
+    let _ = std::fs::remove_file(&files.stub);
+    // Where the user's own tmpfs has its root here, it is only emptied: unmounting is refused while
+    // programs use it, so the lazy way.
+    if is_made_by_firnd(root) {
+        let _ = unmount(root, UnmountFlags::DETACH);
+    }
+}
+
+/// Removes the stub tree that a killed firnd left, with the names in it, if there is one. The backing is not asked.
+pub(crate) fn discard_tree(files: &RuntimeFiles) -> Result<(), AttachError> {
+    let Some(root) = waiting_tree(files)? else {
+        return Ok(());
+    };
+    remove_left_tree(&root, &files.names)
+        .map_err(AttachError::io("remove the stub tree that firnd left"))?;
+    forget_place(&root, files);
+    Ok(())
 }
 
 /// Whether the mount at a path was made by firnd.

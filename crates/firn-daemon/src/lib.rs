@@ -12,6 +12,7 @@ mod chunks;
 mod commit_applier;
 mod control;
 mod data_socket;
+mod discard;
 mod end;
 mod error;
 mod exposition;
@@ -40,6 +41,7 @@ mod transactions;
 
 pub use backup::{BackupReport, FromBackup, recover_from_backup};
 pub use check::{CheckReport, Damage, check};
+pub use discard::{DiscardReport, discard, find_arena, list_arenas};
 pub use error::{AttachError, CheckError, MountError, RecoverError};
 pub use lost::{LostPolicy, LostReport};
 pub use mount::{MountRequest, firnd_main, mount, mount_with_notices};

@@ -78,13 +78,22 @@ impl Locks {
         backing: &Path,
         files: &RuntimeFiles,
     ) -> Result<(), AttachError> {
-        let file = open_private_file(CWD, arena, OFlags::RDWR)?;
-        if !try_lock(&file, Sharing::Alone) {
-            wait_for_the_dying(&file, Sharing::Alone, backing, files)?;
-        }
-        self.arena = Some(file);
+        self.arena = Some(lock_arena(arena, backing, files)?);
         Ok(())
     }
+}
+
+/// Locks an arena, or says who holds it. The backing is only named, never looked at.
+pub(crate) fn lock_arena(
+    arena: &Path,
+    backing: &Path,
+    files: &RuntimeFiles,
+) -> Result<OwnedFd, AttachError> {
+    let file = open_private_file(CWD, arena, OFlags::RDWR)?;
+    if !try_lock(&file, Sharing::Alone) {
+        wait_for_the_dying(&file, Sharing::Alone, backing, files)?;
+    }
+    Ok(file)
 }
 
 /// Keeps other mounts and recoveries of the same backing on this host away. Only this host is meant, so it may be a

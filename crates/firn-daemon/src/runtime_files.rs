@@ -2,6 +2,7 @@
 //!
 //! Promise: a directory of them is used only if it is the user's own, or nobody else can change what is in it.
 
+use std::os::fd::OwnedFd;
 use std::path::Path;
 
 use firn_backing::Errno;
@@ -19,19 +20,25 @@ pub(crate) fn find_runtime_files(
 ) -> Result<RuntimeFiles, AttachError> {
     let runtime_dir = create_runtime_dir()?;
     if let Some(dir) = &options.arena_dir {
-        let unusable = |errno: Errno| AttachError::ArenaDirectory {
-            path: dir.clone(),
-            source: errno.into(),
-        };
-        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let opened = rustix::fs::open(dir, flags, rustix::fs::Mode::empty()).map_err(unusable)?;
-        check_shared_parent(&opened, dir)?;
+        open_arena_dir(dir)?;
     }
     Ok(RuntimeFiles::in_dir(
         &runtime_dir,
         backing,
         options.arena_dir.as_deref(),
     ))
+}
+
+/// Opens a directory of arenas. Refused where others could exchange files in it.
+pub(crate) fn open_arena_dir(dir: &Path) -> Result<OwnedFd, AttachError> {
+    let unusable = |errno: Errno| AttachError::ArenaDirectory {
+        path: dir.to_owned(),
+        source: errno.into(),
+    };
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let opened = rustix::fs::open(dir, flags, rustix::fs::Mode::empty()).map_err(unusable)?;
+    check_shared_parent(&opened, dir)?;
+    Ok(opened)
 }
 
 /// Whether anything has this name, a link that leads nowhere too.

@@ -30,4 +30,4 @@ mod tree;
 pub use id::StubId;
 pub use open::{Adopted, StubAttr};
 pub use place::{PlaceError, check_place};
-pub use tree::{Tree, TreeError, TreeOptions};
+pub use tree::{Tree, TreeError, TreeOptions, remove_left_tree};

@@ -425,6 +425,24 @@ fn stands_elsewhere(found: &Found) -> bool {
     found.has_unnamed()
 }
 
+/// Removes the stubs and the log of a tree whose firnd was killed, without its engine and its backing. A directory at
+/// `root` that is not this tree is left as it is.
+pub fn remove_left_tree(root: &std::path::Path, log: &std::path::Path) -> io::Result<()> {
+    let known = Found::read(log)?.map(|found| found.head.root);
+    let dir = open(
+        root,
+        OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
+        Mode::empty(),
+    );
+    let stands = dir
+        .map_err(io::Error::from)
+        .and_then(|dir| StubId::of(dir.as_fd()));
+    if known.is_some_and(|known| stands.is_ok_and(|id| id == known)) {
+        clear(root)?;
+    }
+    std::fs::remove_file(log)
+}
+
 fn clear(dir: &std::path::Path) -> io::Result<()> {
     for entry in std::fs::read_dir(dir)? {
         let entry = entry?;

@@ -1,12 +1,14 @@
 //! Arenas that are too large, foreign or damaged: named, never interpreted, never lost silently.
 
 use std::fs::{self, OpenOptions};
-use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
+use std::os::unix::fs::{FileExt, PermissionsExt, chown};
+use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use firn_format::superblock::Superblock;
-use firn_tests::fsops::read;
+use firn_tests::faultfs::FaultFs;
+use firn_tests::fsops::{assert_same_bytes, read};
 use firn_tests::mount::{SMALL, mount_args};
 use firn_tests::random::bytes;
 use firn_tests::{FirnMount, Outcome, Sandbox, run};
@@ -213,4 +215,160 @@ fn a_flipped_bit_in_a_piece_table_is_named_and_the_other_pieces_are_kept() {
         })
         .count();
     assert!(whole >= 19, "one damaged piece cost {} files", 20 - whole);
+}
+
+/// Nothing drains unless it is asked for.
+const HELD: &str = "arena-size=32M,chunk-size=1M,drain=demand";
+
+fn recover_discard(sandbox: &Sandbox, options: &[&str], path: &Path) -> Outcome {
+    let args = ["recover", "--discard"].iter().chain(options);
+    sandbox.run(args.map(std::ffi::OsStr::new).chain([path.as_os_str()]))
+}
+
+/// Checks that `firn status` has nothing of a backing. Other tests may have mounts of their own.
+#[track_caller]
+fn assert_unknown(sandbox: &Sandbox, backing: &Path) {
+    let status = sandbox.run(["status"]);
+    let name = backing.display().to_string();
+    assert!(!status.stdout.contains(&name), "{status}");
+}
+
+/// Proves S-discard-2, S-discard-4, S-discard-5.
+#[test]
+fn what_is_held_for_a_backing_that_is_gone_is_given_up_when_that_is_asked_for() {
+    let sandbox = Sandbox::new("discardgone");
+    let spill = sandbox.mkdir("local");
+    let options = format!("{HELD},spill={},spill-size=64M", spill.display());
+    for by_file in [false, true] {
+        let backing = sandbox.mkdir("server/run42");
+        let mount = FirnMount::over(&sandbox, &backing, &options);
+        fs::write(mount.join("held"), bytes(1, 40 << 20)).expect("write");
+        mount.kill();
+        fs::remove_dir_all(sandbox.join("server")).expect("the backing goes");
+        let arena = sandbox.arena();
+
+        let status = sandbox.run(["status"]);
+        let (file, dir) = (arena.display().to_string(), backing.display().to_string());
+        for expected in [&*file, &*dir, "40.0 MiB"] {
+            assert!(status.stdout.contains(expected), "{status}");
+        }
+        sandbox
+            .run(["recover".as_ref(), backing.as_os_str()])
+            .code(1)
+            .says("does not exist");
+        let path = if by_file { &arena } else { &backing };
+        recover_discard(&sandbox, &[], path)
+            .code(2)
+            .says("40.0 MiB that")
+            .says("--yes");
+        assert!(arena.exists(), "dropped without a yes");
+        let dropped = recover_discard(&sandbox, &["--yes"], path).ok();
+        assert!(dropped.stdout.contains("dropped 40.0 MiB"), "{dropped}");
+        assert_eq!(sandbox.arenas(), [] as [PathBuf; 0]);
+        let spilled = fs::read_dir(&spill).expect("the spill directory");
+        assert_eq!(spilled.count(), 0, "the spill file is left");
+        recover_discard(&sandbox, &["--yes"], path).code(10);
+        assert_unknown(&sandbox, &backing);
+    }
+}
+
+/// Proves S-discard-4.
+#[test]
+fn a_backing_that_never_answers_is_not_asked_when_what_is_held_is_given_up() {
+    let sandbox = Sandbox::new("discardhangs");
+    let fault = FaultFs::new(&sandbox);
+    let _watchdog = fault.watchdog(Duration::from_secs(100));
+    let mount = FirnMount::over(&sandbox, fault.path(), HELD);
+    fs::write(mount.join("held"), bytes(2, 1 << 20)).expect("write");
+    mount.kill();
+    fault.stall();
+    recover_discard(&sandbox, &["--yes"], fault.path()).ok();
+    fault.go_on();
+    assert_eq!(sandbox.arenas(), [] as [PathBuf; 0]);
+    let mount = FirnMount::over(&sandbox, fault.path(), HELD);
+    assert_eq!(read(&mount.join("held")), b"", "it was given up");
+    mount.umount();
+}
+
+/// Proves S-discard-4.
+#[test]
+fn what_a_firnd_serves_is_not_given_up_under_it() {
+    let sandbox = Sandbox::new("discardserved");
+    let mount = FirnMount::new(&sandbox, HELD);
+    fs::write(mount.join("held"), bytes(3, 1 << 20)).expect("write");
+    let arena = sandbox.arena();
+    for path in [mount.backing(), mount.path(), &arena] {
+        recover_discard(&sandbox, &["--yes"], path)
+            .code(11)
+            .says("already mounted");
+    }
+    assert_same_bytes("held", &read(&mount.join("held")), &bytes(3, 1 << 20));
+    mount.umount();
+}
+
+/// Proves S-discard-4, S-priv-9.
+#[test]
+fn an_arena_that_others_could_have_made_is_not_given_up() {
+    let sandbox = Sandbox::new("discardtrust");
+    let (arena, _) = orphan(&sandbox);
+    let before = read(&arena);
+    let refused = |what: &str| {
+        recover_discard(&sandbox, &["--yes"], &arena)
+            .code(10)
+            .says(what);
+        assert!(before == read(&arena), "it was changed");
+    };
+    let mode = |mode| fs::set_permissions(&arena, PermissionsExt::from_mode(mode)).expect("chmod");
+    mode(0o644);
+    refused("has mode 0644");
+    mode(0o600);
+    chown(&arena, Some(1), None).expect("chown");
+    refused("belongs to user 1");
+    chown(&arena, Some(0), None).expect("chown");
+    let other = sandbox.runtime().join("other");
+    fs::hard_link(&arena, &other).expect("link");
+    refused("has 2 names (hard links)");
+    fs::remove_file(other).expect("remove");
+    recover_discard(&sandbox, &["--yes"], &arena).ok();
+    assert_eq!(sandbox.arenas(), [] as [PathBuf; 0]);
+}
+
+/// Proves S-discard-4.
+#[test]
+fn a_spill_file_of_another_arena_stays_when_an_arena_is_given_up() {
+    let sandbox = Sandbox::new("discardspill");
+    let spill = sandbox.mkdir("local");
+    let options = format!("{HELD},spill={},spill-size=64M", spill.display());
+    let mount = FirnMount::new(&sandbox, &options);
+    fs::write(mount.join("held"), bytes(4, 1 << 20)).expect("write");
+    mount.kill();
+    let file = fs::read_dir(&spill).expect("list").next().expect("a file");
+    let file = file.expect("an entry").path();
+    // Byte 16 is in the identity of the arena that it belongs to.
+    flip(&file, 16);
+    recover_discard(&sandbox, &["--yes"], &sandbox.join("backing"))
+        .code(3)
+        .says("not removed");
+    assert_eq!(sandbox.arenas(), [] as [PathBuf; 0]);
+    assert!(file.exists());
+}
+
+/// Proves S-discard-4.
+#[test]
+fn a_stub_tree_goes_with_the_arena_that_is_given_up() {
+    let sandbox = Sandbox::new("discardtree");
+    let options = format!("{HELD},frontend=preload");
+    let backing = sandbox.mkdir("server/run42");
+    let mount = FirnMount::over(&sandbox, &backing, &options);
+    fs::create_dir(mount.join("dir")).expect("mkdir");
+    fs::write(mount.join("dir/stub"), b"").expect("a name");
+    let prefix = mount.path().to_owned();
+    firn_tests::sandbox::kill(mount.pid(), libc::SIGKILL);
+    mount.wait_for_end();
+    fs::remove_dir_all(sandbox.join("server")).expect("the backing goes");
+    recover_discard(&sandbox, &["--yes"], &backing).ok();
+    assert_eq!(sandbox.arenas(), [] as [PathBuf; 0]);
+    assert_eq!(fs::read_dir(&prefix).expect("the prefix").count(), 0);
+    assert_unknown(&sandbox, &backing);
+    mount.abandon();
 }

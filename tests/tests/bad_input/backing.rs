@@ -230,3 +230,45 @@ fn a_backing_that_vanishes_while_mounted_loses_nothing_when_it_returns() {
         &bytes(4, 150_000),
     );
 }
+
+/// Proves S-discard-1.
+#[test]
+fn what_is_held_is_dropped_while_the_backing_is_gone() {
+    let sandbox = Sandbox::new("discardvanished");
+    let mut fault = FaultFs::new(&sandbox);
+    let options = format!("{OPTIONS},drain=demand");
+    let mount = FirnMount::over(&sandbox, fault.path(), &options);
+    fs::write(mount.join("held"), bytes(5, 1 << 20)).expect("write");
+    fault.vanish();
+    let args = ["umount", "--discard", "--yes"].map(std::ffi::OsStr::new);
+    sandbox
+        .run(args.into_iter().chain([mount.path().as_os_str()]))
+        .ok()
+        .says("dropped 1.0 MiB");
+    assert!(sandbox.arenas().is_empty());
+    mount.wait_for_end();
+    mount.abandon();
+}
+
+/// Proves S-discard-1.
+#[test]
+fn what_is_held_is_dropped_while_writes_to_the_backing_hang() {
+    let sandbox = Sandbox::new("discardhung");
+    let fault = FaultFs::new(&sandbox);
+    let _watchdog = fault.watchdog(Duration::from_secs(100));
+    let mount = FirnMount::over(&sandbox, fault.path(), &format!("{OPTIONS},close=held"));
+    fault.hang("write", "");
+    fs::write(mount.join("held"), bytes(6, 8 << 20)).expect("write");
+    wait_until("an I/O thread hangs", RETRY_LIMIT, || {
+        fault.hung_count() > 0
+    });
+    let args = ["umount", "--discard", "--force", "--yes"].map(std::ffi::OsStr::new);
+    sandbox
+        .run(args.into_iter().chain([mount.path().as_os_str()]))
+        .ok()
+        .says("dropped 8.0 MiB");
+    assert!(sandbox.arenas().is_empty());
+    fault.let_go();
+    mount.wait_for_end();
+    mount.abandon();
+}

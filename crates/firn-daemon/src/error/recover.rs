@@ -8,9 +8,9 @@ use firn_format::quote::quoted_path;
 use firn_transact::{BackupError, CommitError, StoreError, TransactionError};
 use firn_trust::TrustError;
 
-use crate::error::{AttachError, BUSY, FAILED, USAGE, attach_failures};
+use crate::error::{AttachError, BUSY, CheckError, FAILED, NOT_FIRN, USAGE, attach_failures};
 
-/// Why [`crate::recover`], [`crate::recover_host`] or [`crate::recover_from_backup`] failed.
+/// Why [`crate::recover`], [`crate::recover_host`], [`crate::recover_from_backup`] or [`crate::discard`] failed.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "each text says what the variant is")]
 pub enum RecoverError {
@@ -32,6 +32,10 @@ pub enum RecoverError {
     #[error(
         "{backing} has no transactions of a host {host}: check the name, which is the host name or what host= was at its mount", backing = quoted_path(backing))]
     NoSuchHost { host: String, backing: PathBuf },
+    #[error(transparent)]
+    Check(#[from] CheckError),
+    #[error("no arena of this user was made for {path}{others}", path = quoted_path(path))]
+    NoArena { path: PathBuf, others: String },
     #[error("cannot copy held data to {to}: {source}: it is still in the arena; give another directory", to = quoted_path(to))]
     SaveLost { to: PathBuf, source: io::Error },
 }
@@ -43,6 +47,8 @@ impl RecoverError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Attach(error) => error.exit_code(),
+            Self::Check(error) => error.exit_code(),
+            Self::NoArena { .. } => NOT_FIRN,
             Self::SaveLost { .. } | Self::BackupNone { .. } => FAILED,
             Self::BackupSeveral { .. } | Self::NoSuchHost { .. } => USAGE,
             Self::BackupOpen { .. } | Self::BackupArena { .. } => BUSY,

@@ -7,11 +7,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
 use firn_client::RuntimeFiles;
 use firn_config::Options;
-use firn_daemon::{FromBackup, LostPolicy, RecoverReport, RecoverRequest};
+use firn_daemon::{FromBackup, LostPolicy, RecoverError, RecoverReport, RecoverRequest};
 use firn_format::quote::printable;
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 use super::mount::{minus_o, resolve};
+use super::umount::confirm_discard;
 use crate::failure::{DONE, FAILED, Failure, INTERRUPTED, PARTLY, USAGE};
 use crate::output;
 use crate::progress::Meter;
@@ -41,18 +42,29 @@ pub const VERB: Verb = Verb {
             "firn recover --from-backup /pfs/backup --id 17 /scratch/run42",
             "the host is lost: finish commit 17 on a copy of the backing as it was before the transaction",
         ),
+        (
+            "firn recover --discard --yes /scratch/run42",
+            "the backing is gone: give up what is held for it, without asking the backing",
+        ),
         ("firn recover --json /scratch/run42", "for scripts"),
     ],
     exits: &[
         (
             0,
-            "everything is durable in the backing, or there was nothing to recover",
+            "everything is durable in the backing, or there was nothing to recover; with --discard: it is given up",
         ),
         (
             1,
             "failed, and nothing was recovered; the data is still in the arena",
         ),
-        (3, "partly recovered; the rest is still in the arena"),
+        (
+            2,
+            "an invalid option or argument, or --discard without --yes where nobody can be asked",
+        ),
+        (
+            3,
+            "partly recovered, the rest is still in the arena; with --discard: something could not be removed",
+        ),
         (
             10,
             "not an arena, or not one that this version of firn can use",
@@ -75,7 +87,7 @@ fn args(command: Command) -> Command {
         .arg(
             Arg::new("backing")
                 .value_name("BACKING")
-                .help("Backing directory, or mount point of a dead mount")
+                .help("Backing directory, or mount point of a dead mount; with --discard also an arena file")
                 .required(true)
                 .value_hint(ValueHint::DirPath)
                 .value_parser(value_parser!(PathBuf)),
@@ -96,10 +108,24 @@ fn args(command: Command) -> Command {
                 .help("Discard held data whose file is gone from the backing; it cannot be recovered later"),
         )
         .arg(
+            Arg::new("discard")
+                .long("discard")
+                .action(ArgAction::SetTrue)
+                .conflicts_with_all(["save-lost", "discard-lost"])
+                .help("Discard everything that is held for BACKING, which may be gone; asks first on a terminal"),
+        )
+        .arg(
+            Arg::new("yes")
+                .long("yes")
+                .action(ArgAction::SetTrue)
+                .requires("discard")
+                .help("With --discard: discard the data without asking"),
+        )
+        .arg(
             Arg::new("dead-host")
                 .long("host")
                 .value_name("NAME")
-                .conflicts_with_all(["save-lost", "discard-lost"])
+                .conflicts_with_all(["save-lost", "discard-lost", "discard"])
                 .help(
                     "Finish or undo the transactions of this host, which is lost, where several hosts commit together",
                 ),
@@ -108,7 +134,7 @@ fn args(command: Command) -> Command {
             Arg::new("from-backup")
                 .long("from-backup")
                 .value_name("DIR")
-                .conflicts_with_all(["save-lost", "discard-lost", "dead-host"])
+                .conflicts_with_all(["save-lost", "discard-lost", "discard", "dead-host"])
                 .help("Restore the prepared transaction of a lost host, which mounted with backup=DIR, in BACKING as it was before it")
                 .value_hint(ValueHint::DirPath)
                 .value_parser(value_parser!(PathBuf)),
@@ -131,6 +157,10 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         .get_one::<PathBuf>("backing")
         .expect("clap demands it");
     let options = resolve(matches)?.options;
+    if matches.get_flag("discard") {
+        let (yes, json) = (matches.get_flag("yes"), matches.get_flag("json"));
+        return discard(path, &options, yes, json);
+    }
     let backing = backing_of(path);
     if let Some(host) = matches.get_one::<String>("dead-host") {
         return of_host(&backing, host, matches.get_flag("json"));
@@ -176,6 +206,33 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         output::print(&summary(&backing, &report))?;
     }
     outcome(&backing, &report, stop.load(Ordering::Relaxed))
+}
+
+/// Gives up what is held for a backing, which may be gone: it is not asked.
+fn discard(path: &Path, options: &Options, yes: bool, json: bool) -> Result<u8, Failure> {
+    let found = match firn_daemon::find_arena(path, options) {
+        Err(RecoverError::NoArena { .. }) => firn_daemon::find_arena(&backing_of(path), options)?,
+        found => found?,
+    };
+    let arena = text::path(&found.arena);
+    let held = |held_bytes| {
+        let backing = found.backing.clone().unwrap_or_default();
+        format!("{} that {backing} does not have", bytes(held_bytes))
+    };
+    if !yes {
+        confirm_discard(&held(found.held_bytes), &format!("{arena} is kept"))?;
+    }
+    let report = firn_daemon::discard(&found.arena)?;
+    if json {
+        output::print_json(&report)?;
+    } else {
+        let what = held(report.held_bytes);
+        output::print(&format!("dropped {what}, and removed {arena}\n"))?;
+    }
+    for left in &report.left {
+        output::say(&format!("not removed: {}", printable(left)));
+    }
+    Ok(if report.left.is_empty() { DONE } else { PARTLY })
 }
 
 /// Goes on with the transaction of a host that is lost.

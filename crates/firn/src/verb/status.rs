@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
 use firn_client::{ClientError, Connection, Mount};
+use firn_config::Options;
 use firn_protocol::path::BytePath;
 use firn_protocol::{FileStatus, Request, Status};
 use serde::Serialize;
@@ -27,7 +28,7 @@ const CLEAR: &str = "\x1b[H\x1b[2J";
 pub const VERB: Verb = Verb {
     name: "status",
     about: "Show how much data is held and drained, errors and throughput",
-    long: "Without PATH, lists all mounts of this user. With a path below a mount, also lists files that are \
+    long: "Without PATH, lists all mounts of this user, and what killed mounts have left in the runtime directory. With a path below a mount, also lists files that are \
                not drained yet.",
     examples: &[
         ("firn status", "all mounts, one line each"),
@@ -90,6 +91,26 @@ enum Seen {
         backing: BytePath,
         error: String,
     },
+    /// What a killed firnd holds, where not even its mount is left.
+    Left {
+        arena: BytePath,
+        backing: BytePath,
+        held_bytes: u64,
+    },
+}
+
+impl Seen {
+    /// What to do where no firnd answers.
+    fn advice(&self) -> Option<String> {
+        match self {
+            Self::Alive { .. } => None,
+            Self::Silent { error, .. } => Some(error.clone()),
+            Self::Left { arena, backing, .. } => Some(format!(
+                "{arena} was left by a firnd that was killed: `firn recover {backing}` drains it; if that backing is \
+                 gone for ever, `firn recover --discard {backing}` gives it up"
+            )),
+        }
+    }
 }
 
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
@@ -123,7 +144,9 @@ fn show(args: &StatusArgs) -> Result<u8, Failure> {
             Ok(DONE)
         }
         None => {
-            let all: Vec<Seen> = firn_client::mounts()?.iter().map(look).collect();
+            let mounts = firn_client::mounts()?;
+            let mut all: Vec<Seen> = mounts.iter().map(look).collect();
+            all.extend(left_arenas(&mounts)?);
             if args.json {
                 json(args, &all)?
             } else {
@@ -161,6 +184,20 @@ fn look_at(path: &Path) -> Result<Seen, Failure> {
         relative => Some(connection.files(relative)?),
     };
     Ok(Seen::Alive { status, files })
+}
+
+/// Arenas in the runtime directory of this user that neither a firnd nor a mount is left of.
+fn left_arenas(mounts: &[Mount]) -> Result<impl Iterator<Item = Seen>, Failure> {
+    let arenas = firn_daemon::list_arenas(&Options::default())?;
+    let files: Vec<PathBuf> = mounts.iter().map(|mount| mount.files().arena).collect();
+    Ok(arenas
+        .into_iter()
+        .filter(move |report| !report.in_use && !files.contains(&report.arena))
+        .map(|report| Seen::Left {
+            arena: report.arena.as_path().into(),
+            backing: report.backing.unwrap_or_default(),
+            held_bytes: report.held_bytes,
+        }))
 }
 
 fn look(mount: &Mount) -> Seen {

@@ -109,7 +109,7 @@ pub fn umount(args: &UmountArgs) -> Result<u8, Failure> {
 fn end(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> Result<u8, Failure> {
     let status = connection.status()?;
     if args.discard && !args.yes {
-        confirm_discard(&status, &mut io::stdin().lock())?;
+        confirm_discard(&describe_undrained(&status), "it is still mounted")?;
     }
     let arena = PathBuf::from(status.arena.clone());
     let mut meter = Meter::new();
@@ -136,9 +136,8 @@ fn end(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> Result<
     }
 }
 
-/// Asks whether what is held may be dropped; an error if not, or if nobody can be asked.
-fn confirm_discard(status: &Status, answers: &mut impl BufRead) -> Result<(), Failure> {
-    let what = describe_undrained(status);
+/// Asks whether `what` may be dropped; an error if not, or if nobody can be asked. `kept` says where it is then.
+pub(super) fn confirm_discard(what: &str, kept: &str) -> Result<(), Failure> {
     if !io::stdin().is_terminal() || !io::stderr().is_terminal() {
         let message = format!("--discard would drop {what}: add --yes if you mean that");
         return Err(Failure::new(USAGE, message));
@@ -147,12 +146,12 @@ fn confirm_discard(status: &Status, answers: &mut impl BufRead) -> Result<(), Fa
         "this drops {what}, for ever. Type yes to continue:"
     ));
     let mut answer = String::new();
-    let read = answers.read_line(&mut answer);
+    let read = io::stdin().lock().read_line(&mut answer);
     if read.is_ok() && answer.trim() == "yes" {
         return Ok(());
     }
-    let message = "nothing was dropped, and it is still mounted";
-    Err(Failure::new(FAILED, message.to_owned()))
+    let message = format!("nothing was dropped, and {kept}");
+    Err(Failure::new(FAILED, message))
 }
 
 /// Names the data that a mount holds and its backing does not have.
@@ -165,8 +164,9 @@ fn describe_undrained(status: &Status) -> String {
 
 fn discard_of_dead(mount: &Mount) -> Failure {
     let point = text::path(&mount.mount_point);
+    let backing = text::path(&mount.backing);
     let message = format!(
-        "the firnd of {point} was killed; nothing that it held was dropped: mount it again, then run `firn umount --discard {point}`"
+        "the firnd of {point} was killed; nothing that it held was dropped: run `firn umount {point}`, then `firn recover --discard {backing}`"
     );
     Failure::new(FAILED, message)
 }

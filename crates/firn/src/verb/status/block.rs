@@ -26,9 +26,11 @@ pub fn text(seen: &Seen, paint: Paint) -> String {
             text
         }
         Seen::Silent {
-            mount_point, error, ..
-        } => {
-            format!("{}\n  {error}\n", paint.bad(&mount_point.to_string()))
+            mount_point: name, ..
+        }
+        | Seen::Left { arena: name, .. } => {
+            let advice = seen.advice().unwrap_or_default();
+            format!("{}\n  {advice}\n", paint.bad(&name.to_string()))
         }
     }
 }

@@ -34,40 +34,52 @@ pub fn text(all: &[Seen], paint: Paint) -> String {
         let line = line.trim_end();
         text += &match index.checked_sub(1).map(|at| &all[at]) {
             None => paint.head(line),
-            Some(Seen::Silent { .. }) => paint.bad(line),
+            Some(Seen::Silent { .. } | Seen::Left { .. }) => paint.bad(line),
             Some(Seen::Alive { status, .. }) if !status.errors.is_empty() => paint.odd(line),
             Some(Seen::Alive { .. }) => line.to_owned(),
         };
         text.push('\n');
     }
     for seen in all {
-        if let Seen::Silent { error, .. } = seen {
-            text += &format!("\n{}\n", paint.bad(error));
+        if let Some(advice) = seen.advice() {
+            text += &format!("\n{}\n", paint.bad(&advice));
         }
     }
     text
 }
 
 fn row(seen: &Seen) -> [String; 8] {
+    let dash = || "-".to_owned();
     match seen {
+        Seen::Left {
+            backing,
+            held_bytes,
+            ..
+        } => [
+            dash(),
+            backing.to_string(),
+            bytes(*held_bytes),
+            dash(),
+            dash(),
+            dash(),
+            dash(),
+            "not mounted".to_owned(),
+        ],
         Seen::Alive { status, .. } => alive(status),
         Seen::Silent {
             mount_point,
             backing,
             ..
-        } => {
-            let dash = || "-".to_owned();
-            [
-                mount_point.to_string(),
-                backing.to_string(),
-                dash(),
-                dash(),
-                dash(),
-                dash(),
-                dash(),
-                "no answer".to_owned(),
-            ]
-        }
+        } => [
+            mount_point.to_string(),
+            backing.to_string(),
+            dash(),
+            dash(),
+            dash(),
+            dash(),
+            dash(),
+            "no answer".to_owned(),
+        ],
     }
 }
 
@@ -123,6 +135,11 @@ mod tests {
                 backing: "/b".into(),
                 error: "dead: mount it again".into(),
             },
+            Seen::Left {
+                arena: "/dev/shm/firn-0/1.arena".into(),
+                backing: "/gone".into(),
+                held_bytes: 2048,
+            },
         ];
         let shown = text(&all, plain());
         for expected in [
@@ -132,6 +149,8 @@ mod tests {
             "/dead",
             "no answer",
             "dead: mount it again",
+            "2.0 KiB",
+            "firn recover --discard /gone",
         ] {
             assert!(shown.contains(expected), "{expected} is not in\n{shown}");
         }

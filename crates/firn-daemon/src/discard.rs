@@ -1,0 +1,152 @@
+//! `firn recover --discard`: give up what a killed firnd held, without its backing.
+//!
+//! Promises
+//! * No call is made on the backing, which may be gone or never answer.
+//! * Only an arena of this user that no firnd and no other `firn recover` has is removed, with the spill file and the
+//!   stub tree that belong to it. Of these, what is not this user's alone is left where it is.
+
+use std::ffi::OsStr;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use firn_arena::SpillFault;
+use firn_client::paths::{RuntimeFiles, open_runtime_dir, runtime_dir};
+use firn_config::Options;
+use firn_format::quote::quoted_path;
+use rustix::fs::{Dir, fstat};
+use serde::Serialize;
+
+use crate::check::{CheckReport, check};
+use crate::error::{AttachError, RecoverError};
+use crate::frontend;
+use crate::lock::lock_arena;
+use crate::runtime_files::open_arena_dir;
+
+/// What was given up.
+#[derive(Clone, Debug, Serialize)]
+pub struct DiscardReport {
+    /// The arena that was removed.
+    #[serde(with = "firn_protocol::path::exact")]
+    pub arena: PathBuf,
+    /// Bytes that it held.
+    pub held_bytes: u64,
+    /// The spill file that was removed with it.
+    #[serde(with = "firn_protocol::path::exact_option")]
+    pub spill: Option<PathBuf>,
+    /// What could not be removed, and why.
+    pub left: Vec<String>,
+}
+
+/// The arenas of this user in its runtime directory, and in `arena-dir`: what each of them holds and for which backing.
+/// What cannot be read is left out.
+pub fn list_arenas(options: &Options) -> Result<Vec<CheckReport>, RecoverError> {
+    let uid = rustix::process::geteuid().as_raw();
+    let runtime = runtime_dir()?;
+    let mut reports = Vec::new();
+    if let Some(dir) = open_runtime_dir(&runtime, uid)? {
+        read_arenas(&dir, &runtime, &mut reports);
+    }
+    if let Some(path) = options.arena_dir.as_deref().filter(|path| *path != runtime) {
+        read_arenas(&open_arena_dir(path)?, path, &mut reports);
+    }
+    Ok(reports)
+}
+
+fn read_arenas(dir: &OwnedFd, path: &Path, reports: &mut Vec<CheckReport>) {
+    for entry in Dir::read_from(dir).into_iter().flatten().flatten() {
+        let name = Path::new(OsStr::from_bytes(entry.file_name().to_bytes()));
+        if name.extension() == Some(OsStr::new("arena"))
+            && let Ok(report) = check(&path.join(name))
+        {
+            reports.push(report);
+        }
+    }
+}
+
+/// Finds the arena of a backing, or checks the arena file that `path` is. The backing is not asked where `path` is its
+/// path as the arena has it; only another path is resolved.
+pub fn find_arena(path: &Path, options: &Options) -> Result<CheckReport, RecoverError> {
+    let absolute = std::path::absolute(path).map_err(AttachError::io("read the path"))?;
+    if absolute.extension() == Some(OsStr::new("arena")) {
+        return Ok(check(&absolute)?);
+    }
+    let mut arenas = list_arenas(options)?;
+    let made_for = |backing: &Path| {
+        arenas.iter().position(|report| {
+            let recorded = report.backing.as_ref();
+            recorded.is_some_and(|recorded| recorded.as_path() == backing)
+        })
+    };
+    let index = made_for(&absolute).or_else(|| made_for(&firn_client::find::resolve(path).ok()?));
+    match index {
+        Some(index) => Ok(arenas.swap_remove(index)),
+        None => Err(RecoverError::NoArena {
+            path: path.to_owned(),
+            others: arenas.iter().map(describe).collect(),
+        }),
+    }
+}
+
+/// `; there is ARENA of BACKING`.
+fn describe(report: &CheckReport) -> String {
+    let arena = quoted_path(&report.arena);
+    let backing = report.backing.clone().unwrap_or_default();
+    format!("; there is {arena} of {backing}")
+}
+
+/// Removes an arena with all that it holds, its spill file and its stub tree.
+pub fn discard(arena: &Path) -> Result<DiscardReport, RecoverError> {
+    let arena = std::path::absolute(arena).map_err(AttachError::io("read the path"))?;
+    check_parent(&arena)?;
+    let backing = check(&arena)?.backing.unwrap_or_default();
+    let runtime = runtime_dir()?;
+    let files = RuntimeFiles::in_dir(&runtime, backing.as_path(), arena.parent());
+    let lock = lock_arena(&arena, backing.as_path(), &files)?;
+    if !is_still_at(&lock, &arena) {
+        return Err(RecoverError::NoArena {
+            path: arena,
+            others: String::new(),
+        });
+    }
+    let report = check(&arena)?;
+    let mut left = Vec::new();
+    if let Err(error) = frontend::discard_tree(&files) {
+        left.push(error.to_string());
+    }
+    // Before the spill file, which means nothing without it.
+    std::fs::remove_file(&arena).map_err(AttachError::io("remove the arena"))?;
+    let spill = report.spill.clone().filter(|spill| {
+        let removed = match &report.spill_fault {
+            None | Some(SpillFault::Truncated { .. }) => {
+                let named = |error| format!("spill file {}: {error}", quoted_path(spill));
+                std::fs::remove_file(spill).map_err(named)
+            }
+            Some(fault) => Err(fault.to_string()),
+        };
+        let is_removed = removed.is_ok();
+        left.extend(removed.err());
+        is_removed
+    });
+    Ok(DiscardReport {
+        arena,
+        held_bytes: report.held_bytes,
+        spill,
+        left,
+    })
+}
+
+/// Refuses a directory in which others could exchange the arena after it was looked at.
+fn check_parent(arena: &Path) -> Result<(), AttachError> {
+    let dir = arena.parent().unwrap_or(Path::new("/"));
+    open_arena_dir(dir).map(drop)
+}
+
+/// Whether the file that was locked still has this name: the firnd that was waited for may have removed it.
+fn is_still_at(locked: &OwnedFd, arena: &Path) -> bool {
+    let named = arena.symlink_metadata();
+    fstat(locked).is_ok_and(|locked| {
+        named.is_ok_and(|named| (named.dev(), named.ino()) == (locked.st_dev, locked.st_ino))
+    })
+}
