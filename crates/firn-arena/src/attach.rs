@@ -116,6 +116,7 @@ impl Arena {
         }
         for LingeringWriter { slab, .. } in lingering {
             pool.lease_on(slab.chunk);
+            self.uses.count_lease();
             // Beside the pin that ends with `free_unkept_slabs`, which is for slabs with pieces.
             if stored.iter().any(|found| found.at.slab == *slab) {
                 self.uses.add(*slab, PIN);

@@ -100,6 +100,12 @@ impl Arena {
         self.uses.is_only_leased(lease.slab)
     }
 
+    /// The share of a writer in the arena's memory if there is one more: half of it is for leases, the other half for
+    /// what waits for the drain.
+    pub fn share_bytes(&self) -> u64 {
+        self.geometry.data_bytes() / 2 / (u64::from(self.uses.leased()) + 1)
+    }
+
     /// Whether a lease of `class` or smaller could be had.
     pub fn has_room(&self, class: Class) -> bool {
         self.free_lingering_slabs();
@@ -123,6 +129,7 @@ impl Arena {
         let may_move = pool.end_lease(slab.chunk);
         let memory_used = pool.memory_used();
         drop(pool);
+        self.uses.end_lease();
         self.release_uses(slab, PIN);
         if may_move {
             self.listeners.report_memory_used(memory_used);

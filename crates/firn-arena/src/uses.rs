@@ -6,7 +6,7 @@
 //! * Nobody releases more than was added (asserted).
 //! * A slab that counts 0 has no live byte, no lease, no I/O under way and no holder.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use firn_format::geometry::Geometry;
 
@@ -20,6 +20,8 @@ pub(crate) struct SlabUses {
     /// By smallest slab; a larger slab has the counter of its first.
     counts: Vec<AtomicU64>,
     small_slabs: u32,
+    /// Leases that have not ended.
+    leased: AtomicU32,
 }
 
 impl SlabUses {
@@ -28,6 +30,7 @@ impl SlabUses {
         Self {
             counts: (0..slabs).map(|_| AtomicU64::new(0)).collect(),
             small_slabs: geometry.small_slabs(),
+            leased: AtomicU32::new(0),
         }
     }
 
@@ -40,6 +43,23 @@ impl SlabUses {
     pub(crate) fn begin_lease(&self, slab: SlabRef) {
         let before = self.count(slab).swap(PIN, Ordering::AcqRel);
         debug_assert_eq!(before, 0, "{slab:?} is leased while it is used");
+        self.count_lease();
+    }
+
+    /// Counts a lease of a slab that is pinned already.
+    pub(crate) fn count_lease(&self) {
+        self.leased.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A lease ends; the caller releases its [`PIN`].
+    pub(crate) fn end_lease(&self) {
+        let before = self.leased.fetch_sub(1, Ordering::Relaxed);
+        debug_assert!(before > 0, "more leases ended than began");
+    }
+
+    /// Leases that have not ended.
+    pub(crate) fn leased(&self) -> u32 {
+        self.leased.load(Ordering::Relaxed)
     }
 
     /// At attach: a slab with records is used until it is known what of it is pending.
@@ -82,6 +102,7 @@ mod tests {
         SlabUses {
             counts: (0..8).map(|_| AtomicU64::new(0)).collect(),
             small_slabs: 4,
+            leased: AtomicU32::new(0),
         }
     }
 
@@ -90,9 +111,12 @@ mod tests {
         let uses = uses();
         uses.begin_lease(SLAB);
         assert!(uses.is_only_leased(SLAB));
+        assert_eq!(uses.leased(), 1);
         uses.add(SLAB, 100);
         assert!(!uses.is_only_leased(SLAB));
+        uses.end_lease();
         assert!(!uses.release(SLAB, PIN));
+        assert_eq!(uses.leased(), 0);
         assert!(!uses.release(SLAB, 60));
         assert!(uses.release(SLAB, 40));
         assert!(!uses.is_used(SLAB));

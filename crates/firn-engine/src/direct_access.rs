@@ -17,8 +17,7 @@ use std::time::Instant;
 use firn_arena::{ClientLease, Located, Taken};
 use firn_backing::{Backing, Errno};
 use firn_format::data_socket::{EXTENTS_MAX, Extent as Listed, IN_MEMORY, IN_SPILL, Slab};
-use firn_format::geometry::{SLAB_MEDIUM, SLAB_SMALL, WORDS_COUNT};
-use firn_format::slab::Class;
+use firn_format::geometry::WORDS_COUNT;
 
 use crate::engine::Engine;
 use crate::extents::Extent;
@@ -134,7 +133,7 @@ impl<B: Backing> Engine<B> {
             self.end_first_lease(file, &mut state);
         }
         let bytes = state.direct.grant().map_or(0, |grant| grant.bytes);
-        let class = class_for(bytes.saturating_add(want));
+        let class = self.class_for(bytes.saturating_add(want));
         if !self.arena.has_room(class) {
             // Not under this lock: what is dropped may be of any file.
             drop(state);
@@ -482,16 +481,5 @@ impl<B: Backing> Engine<B> {
         let mut byte = [0];
         self.read(handle, offset, &mut byte)?;
         Ok(byte[0])
-    }
-}
-
-/// Small slabs first, whole chunks for those who prove large.
-fn class_for(expected: u64) -> Class {
-    if expected >= 2 * SLAB_MEDIUM {
-        Class::Whole
-    } else if expected > SLAB_SMALL {
-        Class::Medium
-    } else {
-        Class::Small
     }
 }

@@ -336,7 +336,7 @@ impl<B: Backing> Engine<B> {
         }
         let is_worth_a_write = state
             .drain
-            .add_fresh_bytes(extent.len, self.options.drain_write_bytes_min);
+            .add_fresh_bytes(extent.len, self.write_bytes_min());
         if is_worth_a_write && self.options.drain == DrainPolicy::Eager {
             self.drain.enqueue(file, state);
         }
@@ -349,13 +349,7 @@ impl<B: Backing> Engine<B> {
     /// descriptor is closed, for which a server may be asked.
     fn lease_for(&self, handle: &Handle<B>, slot: &mut Slot<'_>, len: u64) -> Option<Lease> {
         let expected = handle.written.load(Ordering::Relaxed) + len;
-        let class = if expected >= 2 * SLAB_MEDIUM {
-            Class::Whole
-        } else if expected > SLAB_SMALL {
-            Class::Medium
-        } else {
-            Class::Small
-        };
+        let class = self.class_for(expected);
         if class == Class::Small {
             let parked = self.space.parked.take_near(&self.arena);
             if parked.is_some() {
@@ -370,6 +364,27 @@ impl<B: Backing> Engine<B> {
             slot.unlocked(|| self.reclaim());
         }
         lease
+    }
+
+    /// The class of slab for a writer that has `expected` bytes in all: small ones first, so that many small files fit,
+    /// whole chunks for those that prove large, but no more than its share: writers that wait for whole chunks of others
+    /// would stand still while these have room.
+    pub(crate) fn class_for(&self, expected: u64) -> Class {
+        let share = self.arena.share_bytes();
+        if expected >= 2 * SLAB_MEDIUM && self.arena.geometry().chunk_bytes <= share {
+            Class::Whole
+        } else if expected > SLAB_SMALL {
+            Class::Medium
+        } else {
+            Class::Small
+        }
+    }
+
+    /// Bytes of a file that are worth a write to the backing unasked: no more than the share of a writer, or the arena
+    /// would be full of what is not.
+    pub(crate) fn write_bytes_min(&self) -> u64 {
+        let share = self.arena.share_bytes().max(SLAB_MEDIUM);
+        self.options.drain_write_bytes_min.min(share)
     }
 
     fn ask_size(&self, file: &Arc<File<B>>, end: u64) -> Result<()> {

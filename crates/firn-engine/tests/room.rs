@@ -3,12 +3,15 @@
 mod common;
 
 use std::ffi::OsStr;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use common::world::World;
-use firn_backing::Caller;
-use firn_engine::{HandleId, LaneIndex, LaneLimits, Pick, ROOT, Written};
+use firn_arena::{Arena, Identity};
+use firn_backing::{Caller, SimBacking};
+use firn_engine::{Engine, EngineOptions, HandleId, LaneIndex, LaneLimits, Pick, ROOT, Written};
+use firn_format::geometry::Geometry;
 
 const CALLER: Caller = Caller {
     uid: 0,
@@ -67,4 +70,41 @@ fn a_queue_of_drained_files_does_not_make_a_writer_wait_for_ever() {
         "{:?}",
         world.engine.figures()
     );
+}
+
+/// CRFS's own arena: 16 MiB in 4 chunks, for 8 writers.
+#[test]
+fn writers_share_a_small_arena_by_slabs_instead_of_waiting_for_whole_chunks() {
+    const CHUNK_BYTES: u64 = 4 << 20;
+    const WRITERS: usize = 8;
+    let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
+    let identity = Identity {
+        backing: PathBuf::from("/backing"),
+        dev: 1,
+        ino: 1,
+    };
+    let geometry = Geometry::new(4 * CHUNK_BYTES, CHUNK_BYTES).expect("a valid geometry");
+    let arena = Arena::create(&dir.path().join("arena"), geometry, &identity).expect("an arena");
+    let options = EngineOptions::new(CHUNK_BYTES);
+    let engine = Engine::begin(SimBacking::new(), arena, options).expect("an engine");
+    let data = vec![3; 1 << 20];
+    for writer in 0..WRITERS {
+        let name = format!("rank{writer}");
+        let (_, opened) = engine
+            .create(&CALLER, ROOT, OsStr::new(&name), 0o644, O_RDWR)
+            .expect("create");
+        assert_eq!(
+            engine.write(opened.handle, 0, &data, None),
+            Ok(Written::Bytes(data.len())),
+            "writer {writer}"
+        );
+    }
+    // What the last ones wrote is their share, which is worth a write: the arena is not full of what is not.
+    let mut jobs = 0;
+    while let Pick::Job(job) = engine.pick(LaneIndex::FIRST, LaneLimits::NONE) {
+        let outcome = job.execute(&engine);
+        engine.complete(job, outcome);
+        jobs += 1;
+    }
+    assert!(jobs > 0, "nothing is worth a write");
 }

@@ -199,6 +199,6 @@ impl<B: Backing> Engine<B> {
 
     /// Whether a run of so many bytes goes to the backing though nobody asked for it.
     fn is_worth_a_write(&self, bytes: u64) -> bool {
-        self.options.drain == DrainPolicy::Eager && bytes >= self.options.drain_write_bytes_min
+        self.options.drain == DrainPolicy::Eager && bytes >= self.write_bytes_min()
     }
 }
