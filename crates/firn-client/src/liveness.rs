@@ -22,7 +22,7 @@ pub enum Liveness {
     Dead,
     /// It does not answer within the time.
     Silent,
-    /// The kernel does not tell.
+    /// The kernel does not sender.
     Unknown(Errno),
 }
 
@@ -36,11 +36,11 @@ impl Mount {
                 Liveness::Dead
             };
         }
-        let (tell, told) = mpsc::channel();
+        let (sender, answer) = mpsc::channel();
         let mount_point = self.mount_point.clone();
         // On a thread of its own: a stopped firnd makes it wait for ever.
-        std::thread::spawn(move || tell.send(of_mount_point(&mount_point)));
-        told.recv_timeout(patience).unwrap_or(Liveness::Silent)
+        std::thread::spawn(move || sender.send(of_mount_point(&mount_point)));
+        answer.recv_timeout(patience).unwrap_or(Liveness::Silent)
     }
 }
 

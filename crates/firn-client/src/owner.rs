@@ -4,7 +4,7 @@ use std::io;
 
 use firn_protocol::Owner;
 
-/// The process `pid` as an owner: told from a later one with the same number by the time at which it began.
+/// The process `pid` as an owner: distinguished from a later one with the same number by the time at which it began.
 pub fn owner_process(pid: u32) -> io::Result<Owner> {
     let start_ticks = start_ticks_of(pid)?;
     Ok(Owner::Process { pid, start_ticks })

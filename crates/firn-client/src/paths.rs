@@ -234,24 +234,24 @@ mod tests {
         assert!(open_runtime_dir(&dir, uid).unwrap().is_none());
         create_private_dir(CWD, &dir).unwrap();
         assert!(open_runtime_dir(&dir, uid).unwrap().is_some());
-        let told = |dir: &Path, uid| open_runtime_dir(dir, uid).unwrap_err().to_string();
+        let refusal = |dir: &Path, uid| open_runtime_dir(dir, uid).unwrap_err().to_string();
         assert!(
-            told(&dir, uid + 1).contains("belongs to user"),
+            refusal(&dir, uid + 1).contains("belongs to user"),
             "{}",
-            told(&dir, uid + 1)
+            refusal(&dir, uid + 1)
         );
         std::fs::set_permissions(&dir, PermissionsExt::from_mode(0o755)).unwrap();
         assert!(
-            told(&dir, uid).contains("has mode 0755"),
+            refusal(&dir, uid).contains("has mode 0755"),
             "{}",
-            told(&dir, uid)
+            refusal(&dir, uid)
         );
         let link = parent.path().join("link");
         std::os::unix::fs::symlink("/tmp", &link).unwrap();
         assert!(
-            told(&link, uid).contains("is a symbolic link"),
+            refusal(&link, uid).contains("is a symbolic link"),
             "{}",
-            told(&link, uid)
+            refusal(&link, uid)
         );
     }
 }

@@ -215,7 +215,7 @@ impl View {
 
 impl Drop for View {
     fn drop(&mut self) {
-        // SAFETY: made in `new`; whoever has addresses was told that they end here.
+        // SAFETY: made in `new`; the documentation says that addresses in it end with it.
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
     }
 }

@@ -211,7 +211,7 @@ mod tests {
         }
     }
 
-    /// Found by fuzzing: a conflict about no bytes could not be told.
+    /// Found by fuzzing: a conflict about no bytes could not be reported.
     #[test]
     fn regression_ranges_without_bytes_conflict_with_nobody() {
         let strange = vec![(0, 0), (7, 0), (u64::MAX, 1), (1, u64::MAX)];

@@ -140,7 +140,7 @@ impl Answers {
         })
     }
 
-    /// Once another process acts in the name of this host, what programs change here counts for nothing: they are told.
+    /// Once another process acts in the name of this host, what programs change here counts for nothing, and each change fails from then on.
     pub(crate) fn stop_without_lease(&self) {
         if let Some(gate) = self.gate()
             && self.refuse_without_lease().is_some()

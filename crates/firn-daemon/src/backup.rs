@@ -157,11 +157,11 @@ impl Rounds {
         let engine = Arc::clone(engine);
         let shared = Arc::clone(&stopping);
         let rounds = move || {
-            let (stopping, told) = &*shared;
+            let (stopping, wake) = &*shared;
             loop {
                 let mut stop = stopping.lock();
                 if !*stop {
-                    told.wait_for(&mut stop, every);
+                    wake.wait_for(&mut stop, every);
                 }
                 if *stop {
                     return;
@@ -446,13 +446,21 @@ mod tests {
             id,
             options: Options::default(),
         };
-        let told = |id| choose(&request(id)).expect_err("refused").to_string();
-        assert!(told(Some(3)).contains("with id 3"), "{}", told(Some(3)));
+        let refusal = |id| choose(&request(id)).expect_err("refused").to_string();
+        assert!(
+            refusal(Some(3)).contains("with id 3"),
+            "{}",
+            refusal(Some(3))
+        );
         std::fs::write(tx.join(MANIFEST), b"torn").unwrap();
         private(&tx, 0o755);
-        assert!(told(None).contains("lets others in"), "{}", told(None));
+        assert!(
+            refusal(None).contains("lets others in"),
+            "{}",
+            refusal(None)
+        );
         private(&tx, 0o700);
         private(&tx.join(MANIFEST), 0o600);
-        assert!(told(None).contains("damaged"), "{}", told(None));
+        assert!(refusal(None).contains("damaged"), "{}", refusal(None));
     }
 }

@@ -142,14 +142,14 @@ fn unless<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Option<T> {
     const LOOK_AGAIN: Duration = Duration::from_millis(20);
-    let (tell, told) = std::sync::mpsc::channel();
+    let (sender, receiver) = std::sync::mpsc::channel();
     let thread = std::thread::Builder::new().name("firn-end".into());
-    if let Err(error) = thread.spawn(move || drop(tell.send(work()))) {
+    if let Err(error) = thread.spawn(move || drop(sender.send(work()))) {
         tracing::warn!(%error, "cannot start a thread to end the mount");
         return None;
     }
     loop {
-        match told.recv_timeout(LOOK_AGAIN) {
+        match receiver.recv_timeout(LOOK_AGAIN) {
             Ok(done) => return Some(done),
             Err(RecvTimeoutError::Timeout) if !give_up() => {}
             Err(_) => return None,

@@ -35,7 +35,7 @@ pub fn mount(request: MountRequest) -> Result<(), MountError> {
     mount_with_notices(request, &mut |text| eprintln!("firn: {text}"))
 }
 
-/// The same, with notices (recovered data, a dead mount that was removed, …) told to `notice`.
+/// The same, with notices (recovered data, a dead mount that was removed, …) given to `notice`.
 pub fn mount_with_notices(
     request: MountRequest,
     notice: &mut dyn FnMut(String),

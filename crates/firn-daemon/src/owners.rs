@@ -381,7 +381,7 @@ impl Table {
 pub(crate) struct Request<'a> {
     owners: &'a Owners,
     scope: Vec<u8>,
-    /// What [`Request::end`] was told.
+    /// The argument of [`Request::end`].
     is_open: Option<Option<bool>>,
 }
 

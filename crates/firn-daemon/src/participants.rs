@@ -240,7 +240,7 @@ impl Pause {
 }
 
 /// Conflicts in words.
-pub(crate) fn told(report: &Report, scope: &str) -> String {
+pub(crate) fn describe_conflict(report: &Report, scope: &str) -> String {
     let mut text = match report.total {
         1 => format!("{scope}: no commit, 1 conflict between hosts"),
         total => format!("{scope}: no commit, {total} conflicts between hosts"),

@@ -23,7 +23,7 @@ pub(crate) struct Checked {
     pub(crate) mount_point: PathBuf,
 }
 
-/// Checks the pair. A dead Firn mount at the mount point is taken away, and `notice` told.
+/// Checks the pair. A dead Firn mount at the mount point is taken away, and `notice` says so.
 pub(crate) fn check(
     backing: &Path,
     mount_point: &Path,

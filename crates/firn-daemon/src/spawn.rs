@@ -79,7 +79,7 @@ fn silent() -> MountError {
     }
 }
 
-/// The other end: who is told about notices and readiness.
+/// The other end: the process that waits for notices and readiness.
 pub(crate) enum Reporter<'a> {
     /// `firn mount` waits at the other end of a pipe.
     Pipe(File),

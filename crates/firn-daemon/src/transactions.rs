@@ -1016,7 +1016,10 @@ fn refuse_vote(error: &VoteError, scope: &str) -> Refused {
             libc::ECANCELED,
             format!("{scope}: {error}; the transaction is kept: firn abort drops it"),
         ),
-        VoteError::Conflict(report) => (libc::ECANCELED, participants::told(report, scope)),
+        VoteError::Conflict(report) => (
+            libc::ECANCELED,
+            participants::describe_conflict(report, scope),
+        ),
         VoteError::Published { .. } => (libc::EIO, error.to_string()),
         VoteError::Store(error) => refuse_store(error, scope),
     }

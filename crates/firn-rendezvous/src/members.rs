@@ -9,7 +9,7 @@ pub struct Members {
     pub expected: Expected,
 }
 
-/// How the members are told.
+/// Which hosts are expected to take part.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Expected {
     /// So many, whoever comes.
@@ -38,7 +38,7 @@ pub enum Attendance {
 }
 
 impl Members {
-    /// Whether the hosts that have come are all. `known`: hosts that must be among them where only their number is told.
+    /// Whether the hosts that have come are all. `known`: hosts that must be among them where only their number is known.
     pub fn attendance(&self, come: &[String], known: &[String]) -> Attendance {
         let (expected, names) = match &self.expected {
             Expected::Count(count) => (*count, known),
@@ -58,7 +58,7 @@ impl Members {
         }
     }
 
-    /// Whether so many hosts are more than may take part. Where they are told by name nobody else comes.
+    /// Whether so many hosts are more than may take part. Where they are known by name nobody else comes.
     pub fn are_too_many(&self, hosts: usize) -> bool {
         matches!(self.expected, Expected::Count(count) if hosts > count)
     }

@@ -33,7 +33,7 @@ fn is_short(request: &Request) -> bool {
     )
 }
 
-/// A connection that has lost its seat, and is to be told and closed.
+/// A connection that has lost its seat, and is to get its refusal and be closed.
 pub(super) type Leaving = Arc<UnixStream>;
 
 /// The connections of one socket.

@@ -198,9 +198,9 @@ fn attr_answer(attr: StubAttr) -> Answer {
 
 /// Waits for something that calls back.
 fn wait(begin: impl FnOnce(Done)) -> Result<(), Errno> {
-    let (tell, told) = mpsc::channel();
+    let (sender, receiver) = mpsc::channel();
     begin(Box::new(move |result| {
-        let _ = tell.send(result);
+        let _ = sender.send(result);
     }));
-    told.recv().unwrap_or(Err(Errno::IO))
+    receiver.recv().unwrap_or(Err(Errno::IO))
 }
