@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 use crate::cleanup::{self, Guard};
 use crate::cpu;
 use crate::discard::Geometry;
-use crate::options::{Common, parse_size, progress};
+use crate::options::{Common, WorkDir, parse_size, progress};
 use crate::report::{Report, Sample};
 use crate::serve::{Mounted, Server};
-use crate::worker::{self, Task};
+use crate::worker::{self, ForkedWrite, Sharing, Task};
 use firn_config::size_text;
 
 const GIB: f64 = (1u64 << 30) as f64;
@@ -152,7 +152,46 @@ impl IngestArgs {
             report.add(setting.name(), candidates);
         }
         bar.finish_and_clear();
+        if with_firn {
+            self.add_first_writes(&work, &mut report)?;
+        }
         Ok(report)
+    }
+
+    /// One large write by a process of its own, which has forked or not: data loaders are forked before the first
+    /// checkpoint is written.
+    fn add_first_writes(&self, work: &WorkDir, report: &mut Report) -> anyhow::Result<()> {
+        const CASES: [(&str, Sharing); 3] = [
+            ("not forked", Sharing::None),
+            ("forked", Sharing::Child),
+            ("forked, MADV_DONTFORK", Sharing::KeptApart),
+        ];
+        let setting = self.settings()[0];
+        let bytes = self.common.choose(512 << 20, 64 << 20);
+        let (firn, _remove) = self.mount_firn(&setting, work.path())?;
+        let path = firn.path().join("first");
+        let mut samples = vec![Vec::new(); CASES.len()];
+        for _ in 0..self.common.repeats() {
+            for ((_, sharing), samples) in CASES.iter().zip(&mut samples) {
+                let task = Task::ForkedWrite(ForkedWrite {
+                    path: path.clone(),
+                    bytes,
+                    sharing: *sharing,
+                });
+                let outcomes = worker::run_all(&[task])?;
+                std::fs::remove_file(&path)?;
+                let gib = bytes as f64 / GIB;
+                let cpu_s: f64 = outcomes.iter().map(|outcome| outcome.cpu_s).sum();
+                samples.push(vec![
+                    ("throughput", "GiB/s", gib / worker::elapsed_s(&outcomes)),
+                    ("CPU of the writer", "s/GiB", cpu_s / gib),
+                ]);
+            }
+        }
+        let names = CASES.iter().map(|(name, _)| (*name).to_owned());
+        let name = format!("first write of a process, {}", size_text(bytes));
+        report.add(name, names.zip(samples).collect());
+        Ok(())
     }
 
     fn mount_firn(&self, setting: &Setting, work: &Path) -> anyhow::Result<(Mounted, Guard)> {

@@ -21,10 +21,12 @@ use crate::cpu;
 mod calls;
 mod copy;
 mod direct;
+mod forked;
 mod records;
 
 pub use calls::Call;
 pub use copy::{Copy, Region, Way, make_region};
+pub use forked::{ForkedWrite, Sharing};
 pub use records::Records;
 
 /// What a worker does.
@@ -58,6 +60,8 @@ pub enum Task {
         /// Bytes of one.
         bytes: u64,
     },
+    /// The first large write of a process, which may have forked.
+    ForkedWrite(ForkedWrite),
     /// Copies between this process's memory and a region.
     Copy(Copy),
     /// System calls on descriptors that are no file of Firn's.
@@ -269,6 +273,8 @@ struct Job {
     opened: Option<File>,
     /// The order of [`Task::Records`].
     offsets: Vec<u64>,
+    /// The memory of [`Task::ForkedWrite`].
+    forked_write: Option<forked::Prepared>,
 }
 
 impl Job {
@@ -281,7 +287,7 @@ impl Job {
             Task::FirstWrite { bytes, .. } => *bytes,
             Task::Records(records) => records.record_bytes,
             Task::Names { .. } => 4096,
-            Task::Calls { .. } => 1,
+            Task::Calls { .. } | Task::ForkedWrite(_) => 1,
         };
         // Not zeros: nothing on the way may find the data cheap. It also touches every page.
         let buffer = (0..bytes)
@@ -303,12 +309,17 @@ impl Job {
             Task::Records(records) => records.offsets(),
             _ => Vec::new(),
         };
+        let forked_write = match &task {
+            Task::ForkedWrite(write) => Some(write.prepare()?),
+            _ => None,
+        };
         Ok(Self {
             task,
             buffer,
             private,
             opened,
             offsets,
+            forked_write,
         })
     }
 
@@ -330,6 +341,7 @@ impl Job {
                 let file = self.opened.as_mut().expect("opened before");
                 Ok(file.write_all(&self.buffer)?)
             }
+            Task::ForkedWrite(write) => write.run(self.forked_write.as_mut().expect("made before")),
             Task::Copy(copy) => copy.run(&mut self.buffer, &mut self.private),
             Task::Records(records) => records.run(&self.offsets, &mut self.buffer),
             Task::Calls { call, count } => call.run(*count, &mut self.buffer),
