@@ -175,6 +175,8 @@ pub struct Options {
     pub allow_other: bool,
     /// Kernel passthrough for reads.
     pub passthrough: Passthrough,
+    /// Percent of the arena's bytes of held files that the kernel may cache as well; 0: none.
+    pub kernel_copies_percent: u32,
     /// Directory of the arena; `None`: the runtime directory.
     #[serde(default, with = "firn_protocol::path::exact_option")]
     pub arena_dir: Option<PathBuf>,
@@ -246,6 +248,7 @@ impl Options {
             fuse_threads: 0,
             allow_other: false,
             passthrough: Passthrough::Auto,
+            kernel_copies_percent: 0,
             arena_dir: None,
             spill: None,
             numa_topology: None,

@@ -62,7 +62,7 @@ pub fn row(name: &str) -> Option<&'static Row> {
 }
 
 /// Every option.
-pub static TABLE: [Row; 28] = [
+pub static TABLE: [Row; 29] = [
     Row {
         name: "arena-size",
         kind: Kind::Size {
@@ -365,6 +365,24 @@ pub static TABLE: [Row; 28] = [
             Passthrough::Off => "off".to_owned(),
         },
         set: |o, v| o.passthrough = [Passthrough::Auto, Passthrough::Off][v.choice()],
+    },
+    Row {
+        name: "kernel-copies",
+        kind: Kind::Count {
+            min: 0,
+            max: 100,
+            zero: None,
+        },
+        default: "100",
+        help: "Percentage of arena-size that the kernel may cache of held files",
+        long: "A file that is held and that nobody writes is read through the kernel's page cache, and stays in it \
+               from one open to the next, so its bytes may be in memory twice. The kernel takes these pages back \
+               when memory is short. Beyond this percentage, and with `0`, each read comes to firnd. Mappings \
+               and small reads are faster with it; where a file is read once, in blocks of 1 MiB and more, `0` is. \
+               `firn status` shows how much it is.",
+        changes_promises: false,
+        get: |o| o.kernel_copies_percent.to_string(),
+        set: |o, v| o.kernel_copies_percent = v.number() as u32,
     },
     Row {
         name: "arena-dir",

@@ -340,7 +340,7 @@ fn open_of_members(
 ) -> Result<(TransactionalStore, firn_transact::Outcome), AttachError> {
     let deadline = Instant::now() + Duration::from_millis(options.participants_wait_ms);
     let mut pause = Pause::default();
-    let mut told = false;
+    let mut is_reported = false;
     loop {
         let opening = Opening {
             members: Some(members.clone()),
@@ -352,7 +352,7 @@ fn open_of_members(
             Err(AttachError::Transactions(
                 error @ TransactionError::Abort(AbortError::Stopping { .. }),
             )) if Instant::now() < deadline => {
-                if !std::mem::replace(&mut told, true) {
+                if !std::mem::replace(&mut is_reported, true) {
                     notice(format!("waiting: {error}"));
                 }
             }
@@ -384,6 +384,8 @@ fn policies(arena: &Arena, options: &Options) -> EngineOptions {
         spill_upper_percent: options.spill_upper_percent,
         spill_lower_percent: options.spill_lower_percent,
         passthrough: passthrough(options),
+        kernel_copies_bytes_max: options.arena_bytes / 100
+            * u64::from(options.kernel_copies_percent),
         serves_every_read: options.participants != Participants::Off,
         objects_max: process::objects_max(),
         open_files_max: process::objects_max(),

@@ -93,6 +93,11 @@ fn put_memory(out: &mut Exposition, status: &Status) {
         oldest_ms as f64 / 1e3,
     );
     out.gauge(
+        "kernel_copies_bytes",
+        "Bytes of held files that the kernel may have cached as well.",
+        status.kernel_copies_bytes as f64,
+    );
+    out.gauge(
         "recovered_bytes",
         "Bytes recovered from an earlier firnd.",
         status.recovered_bytes as f64,

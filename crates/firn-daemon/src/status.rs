@@ -38,6 +38,8 @@ pub(crate) fn engine_status(figures: Figures) -> Status {
         drain_decisions: figures.drain_decisions,
         cancelled_bytes: figures.cancelled_bytes,
         cached_bytes: figures.cached_bytes,
+        kernel_copies_bytes: figures.kernel_copies_bytes,
+        kernel_copies_bytes_max: figures.kernel_copies_bytes_max,
         evicted_bytes: figures.evicted_bytes,
         read_bytes: figures.read_bytes,
         direct_files: figures.direct_access.files,

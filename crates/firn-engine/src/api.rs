@@ -50,8 +50,8 @@ pub enum OpenMode {
     /// ([`Engine::backing_fd`] gives it). Every later open of the same inode gets this mode too until
     /// all are released.
     Passthrough,
-    /// Nothing is pending and this handle only reads: the kernel may cache pages and read ahead, and
-    /// drops them after each write ([`Engine::has_cached_readers`]).
+    /// This handle only reads, and nothing is pending or nobody has the file open for writing: the kernel may cache
+    /// pages and read ahead, and drops them after each write ([`Engine::has_cached_readers`]).
     Cached {
         /// What it cached when the file was open before is still right.
         keep: bool,

@@ -12,6 +12,7 @@ use firn_backing::{Access, Backing, Caller, Errno, Time};
 use crate::engine::Engine;
 use crate::extents::Extents;
 use crate::file::{BackingFile, File, FileState};
+use crate::kernel_copies::Admission;
 use crate::names::{Inode, Stamp};
 use crate::privileges::{Anybody, has_set_id_bits};
 use crate::tables::Handle;
@@ -100,9 +101,16 @@ impl<B: Backing> Engine<B> {
             self.drop_if_unused(&file);
             return Err(errno);
         }
-        let allowed = self.passthrough.load(Ordering::Relaxed) && !self.options.serves_every_read;
-        let unchanged = !wants_write && !allowed && self.is_as_cached(&inode);
-        Ok(self.add_handle(&inode, flags, |state| {
+        let allowed = self.allows_passthrough();
+        let is_cacheable = !wants_write && !self.options.serves_every_read;
+        let unchanged = is_cacheable && !allowed && self.is_as_cached(&inode);
+        let held_size = if is_cacheable {
+            self.size_if_held(&file)
+        } else {
+            None
+        };
+        let mut copy = None;
+        let opened = self.add_handle(&inode, flags, |state| {
             // The file may have been dropped and made anew meanwhile; its descriptors come again.
             let both = state
                 .writer
@@ -111,14 +119,47 @@ impl<B: Backing> Engine<B> {
             let in_backing =
                 state.pending.is_empty() && state.cache.is_empty() && !state.direct.has_grant();
             let quiet = in_backing && !state.opens.has_through_engine() && !wants_write;
-            if state.opens.has_passthrough() || (allowed && both && quiet) {
+            // While the kernel caches pages for an open file, it refuses to pass the inode through.
+            let is_cached = state.opens.has_cached();
+            if state.opens.has_passthrough() || (allowed && both && quiet && !is_cached) {
                 OpenMode::Passthrough
-            } else if !allowed && !wants_write && in_backing && !self.options.serves_every_read {
+            } else if is_cacheable && in_backing && (!allowed || is_cached) {
                 OpenMode::Cached { keep: unchanged }
             } else {
-                OpenMode::Engine
+                copy = held_size.and_then(|size| self.admit_copy(&inode, state, size));
+                copy.as_ref().map_or(OpenMode::Engine, |copy| {
+                    let keep = copy.is_current;
+                    OpenMode::Cached { keep }
+                })
             }
-        }))
+        });
+        if let Some(copy) = copy {
+            self.kernel_copies.drop_pages(&copy.dropped);
+        }
+        Ok(opened)
+    }
+
+    /// The length of a file of which the arena has bytes. The backing is asked once for each contents.
+    fn size_if_held(&self, file: &Arc<File<B>>) -> Option<u64> {
+        let changes = {
+            let state = file.lock();
+            if state.pending.is_empty() && state.cache.is_empty() {
+                return None;
+            }
+            state.changes
+        };
+        let known = self.kernel_copies.size_of(file.inode.id, changes);
+        known.or_else(|| self.size_of(file).ok())
+    }
+
+    /// Whether the kernel may cache a held file: nobody has it open for writing, and all of its `size` bytes are in the
+    /// arena. Of bytes of the backing nobody here learns when another host changes them.
+    fn admit_copy(&self, inode: &Inode<B>, state: &FileState<B>, size: u64) -> Option<Admission> {
+        let in_arena = state.pending.bytes() + state.cache.bytes();
+        if in_arena != size || state.opens.has_writers() || state.direct.has_grant() {
+            return None;
+        }
+        self.kernel_copies.admit(inode.id, size, state.changes)
     }
 
     /// Whether the backing's file is as it was when the kernel began to cache it. Only what was old then
@@ -175,8 +216,11 @@ impl<B: Backing> Engine<B> {
         let id = self.handles.new_id();
         let writable = flags & O_ACCMODE != 0;
         let mut chosen = OpenMode::Engine;
+        let mut has_kernel_copy = false;
         let file = self.file_with(inode, |state| {
             chosen = mode(state);
+            let is_held = !state.pending.is_empty() || !state.cache.is_empty();
+            has_kernel_copy = is_held && matches!(chosen, OpenMode::Cached { .. });
             if let OpenMode::Cached { .. } = chosen {
                 self.cached_opens.fetch_add(1, Ordering::AcqRel);
             }
@@ -198,6 +242,7 @@ impl<B: Backing> Engine<B> {
             readable: access != O_WRONLY,
             writable,
             lease: Mutex::new(None),
+            has_kernel_copy,
             written: AtomicU64::new(0),
             killed: AtomicBool::new(false),
             mode: Mutex::new(chosen),
@@ -332,6 +377,10 @@ impl<B: Backing> Engine<B> {
         }
         let orphan = state.unlinked && state.opens.is_empty();
         drop(state);
+        if handle.has_kernel_copy {
+            self.kernel_copies.close(file.inode.id);
+            self.end_kernel_copy(file);
+        }
         self.close_if_unused(file);
         if orphan {
             self.discard(file);

@@ -4,7 +4,7 @@
 //! this one, as methods of [`Engine`].
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
 use firn_arena::Arena;
@@ -17,6 +17,7 @@ use crate::errors::ErrorLog;
 use crate::file::{File, FileState};
 use crate::file_journal::FileJournal;
 use crate::grants::Grants;
+use crate::kernel_copies::KernelCopies;
 use crate::lane::LaneIndex;
 use crate::lost::LostFiles;
 use crate::names::{Inode, Names};
@@ -61,6 +62,7 @@ pub struct Engine<B: Backing> {
     pub(crate) passthrough: AtomicBool,
     /// Open handles whose pages the kernel caches.
     pub(crate) cached_opens: AtomicU64,
+    pub(crate) kernel_copies: KernelCopies,
     pub(crate) recovered_bytes: u64,
     pub(crate) lost: LostFiles,
     pub(crate) epoch: u64,
@@ -141,6 +143,33 @@ impl<B: Backing> Engine<B> {
         change: impl FnOnce(&mut FileState<B>),
     ) -> Arc<File<B>> {
         self.files.change(inode, LaneIndex::FIRST, change)
+    }
+
+    /// Has `observer` told of each file whose pages the kernel is to drop because it may keep no copy of it any more.
+    /// It is called with no lock held and may be called by a thread that a request waits for, so it must not wait for
+    /// the kernel. To be called once, before the first open.
+    pub fn on_kernel_copy_dropped(&self, observer: Arc<dyn Fn(InodeId) + Send + Sync>) {
+        self.kernel_copies.set_observer(observer);
+    }
+
+    /// After the arena may have lost its last byte of a file: a copy in the kernel's cache is not a second one any
+    /// more. Where the kernel reads drained files straight from the backing, it is of no more use either.
+    pub(crate) fn end_kernel_copy(&self, file: &File<B>) {
+        {
+            let state = file.lock();
+            if !state.pending.is_empty() || !state.cache.is_empty() {
+                return;
+            }
+        }
+        let inode = file.inode.id;
+        if self.kernel_copies.forget(inode) && self.allows_passthrough() {
+            self.kernel_copies.drop_pages(&[inode]);
+        }
+    }
+
+    /// Whether the kernel may read files of the backing by itself.
+    pub(crate) fn allows_passthrough(&self) -> bool {
+        self.passthrough.load(Ordering::Relaxed) && !self.options.serves_every_read
     }
 
     /// Lets go of a file that is neither open nor pending.

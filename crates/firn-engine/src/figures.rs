@@ -61,6 +61,10 @@ pub struct Figures {
     pub evicted_bytes: u64,
     /// Bytes that programs read through the engine.
     pub read_bytes: u64,
+    /// Bytes of held files of which the kernel may have a copy in its cache.
+    pub kernel_copies_bytes: u64,
+    /// The most that they may be.
+    pub kernel_copies_bytes_max: u64,
     /// Direct access of processes to the arena.
     pub direct_access: DirectAccessFigures,
     /// Lists of chunks in use.
@@ -206,6 +210,7 @@ impl<B: Backing> Engine<B> {
                 retry_in: queue.retry_in,
             })
             .collect();
+        let (kernel_copies_bytes, kernel_copies_bytes_max) = self.kernel_copies.bytes();
         Figures {
             uptime: now.duration_since(self.attached),
             epoch: self.epoch,
@@ -229,6 +234,8 @@ impl<B: Backing> Engine<B> {
             cached_bytes: get(&counters.cached_bytes),
             evicted_bytes: get(&counters.evicted_bytes),
             read_bytes: get(&counters.read_bytes),
+            kernel_copies_bytes,
+            kernel_copies_bytes_max,
             direct_access: self.grants.figures(),
             chunk_lists: get(&counters.chunk_lists),
             spill: self.spill_figures(),

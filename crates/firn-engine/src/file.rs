@@ -18,6 +18,7 @@ mod pending;
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_arena::Arena;
 use firn_backing::lock::{Mutex, MutexGuard};
@@ -52,7 +53,8 @@ pub(crate) struct FileState<B: Backing> {
     pub cache: Cached,
     pub reader: Option<Arc<BackingFile<B>>>,
     pub writer: Option<Arc<BackingFile<B>>>,
-    /// Counts changes of its bytes and of its length.
+    /// Counts changes of its bytes and of its length, from a number on that no other file began with: whoever
+    /// remembers one can tell whether the contents are still those.
     pub changes: u64,
     /// The [`Engine::privileges_epoch`](crate::Engine) in which it was seen to have no privileges; 0: never.
     pub plain_in: u32,
@@ -70,6 +72,11 @@ pub(crate) struct File<B: Backing> {
     quiet: Condvar,
 }
 
+/// Where [`FileState::changes`] of the next file begins.
+static FIRST_CHANGE: AtomicU64 = AtomicU64::new(1);
+/// More than a file sees while it is known.
+const CHANGES_OF_A_FILE: u64 = 1 << 32;
+
 /// There is one for each held file, and there may be 10^5 of them. What few files have is boxed.
 const _: () = assert!(size_of::<File<firn_backing::DirBacking>>() <= 392);
 
@@ -84,7 +91,7 @@ impl<B: Backing> File<B> {
             cache: Cached::default(),
             reader: None,
             writer: None,
-            changes: 0,
+            changes: FIRST_CHANGE.fetch_add(CHANGES_OF_A_FILE, Ordering::Relaxed),
             plain_in: 0,
             unlinked: false,
         };

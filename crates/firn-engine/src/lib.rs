@@ -19,7 +19,8 @@
 //!              cache/evict · spill/step · direct_access, chunks · privileges/strip · open_files · recovery · figures
 //! Engine       engine: the parts of one mount
 //! parts        names · tables: files, handles · drain: queues · space · spill · grants · privileges · file_journal
-//!              with file_id and ending · claims · lost · errors · counters · progress
+//!              with file_id and ending · claims · lost · errors · counters · progress ·
+//!              kernel_copies
 //! a file       file: pending, drain_state, opens, direct · cache
 //! values       extents · lane · retry · options · api
 //! ```
@@ -41,6 +42,7 @@ mod file;
 mod file_id;
 mod file_journal;
 mod grants;
+mod kernel_copies;
 mod lane;
 mod lost;
 mod names;

@@ -30,6 +30,7 @@ use crate::engine::{Engine, EngineError};
 use crate::extents::{Extent, Extents};
 use crate::file::{FileId, Layers, Pending, PieceUse, latest_ns};
 use crate::file_journal::FileJournal;
+use crate::kernel_copies::KernelCopies;
 use crate::lost::LostFile;
 use crate::names::{Inode, Names};
 use crate::options::{DrainPolicy, EngineOptions};
@@ -266,6 +267,7 @@ impl<B: Backing> Engine<B> {
             names: Names::new(root, &attr, epoch > 1, options.objects_max),
             passthrough: AtomicBool::new(options.passthrough),
             cached_opens: AtomicU64::new(0),
+            kernel_copies: KernelCopies::new(options.kernel_copies_bytes_max),
             backing,
             arena,
             options,

@@ -211,7 +211,7 @@ impl<B: Backing> Engine<B> {
         let Some(extent) = state.pending.extents().covering(range) else {
             return false;
         };
-        state.direct.invalidate_list(&self.arena);
+        state.note_change(&self.arena);
         let changed = self
             .arena
             .overwrite_bytes(extent.piece.slab, extent.position, data);

@@ -23,6 +23,9 @@ use crate::session::{SessionError, SessionOptions};
 
 const DEVICE: &str = "/dev/fuse";
 const HELPER: &str = "fusermount3";
+/// What the kernel reads ahead of a program, and around the first touch of a mapping: four requests of the largest size,
+/// so that one is copied while another one is answered (docs/PERFORMANCE.md, "Restart through the kernel's cache").
+const READAHEAD_KIB: u32 = 4096;
 
 /// Mounts at `mount_point` (canonical) and returns the device.
 pub(crate) fn mount(mount_point: &Path, options: &SessionOptions) -> Result<OwnedFd, SessionError> {
@@ -211,11 +214,18 @@ fn detach_by_helper(mount_point: &Path, lazy: bool) -> io::Result<()> {
     }
 }
 
-/// The number of the connection behind `mount_point`: the minor number of its device.
-pub(crate) fn connection(mount_point: &Path) -> Option<u32> {
+/// Major and minor number of the file system at `mount_point`; the minor one is the number of its connection.
+pub(crate) fn device_number(mount_point: &Path) -> Option<(u32, u32)> {
     let entries = mountinfo::parse(&std::fs::read("/proc/self/mountinfo").ok()?);
-    let (_, minor) = mountinfo::on_top(&entries, mount_point)?.device;
-    Some(minor)
+    Some(mountinfo::on_top(&entries, mount_point)?.device)
+}
+
+/// Has the kernel read ahead in larger steps. It lets no server ask for more than its default of 128 KiB; root may.
+pub(crate) fn set_readahead((major, minor): (u32, u32)) {
+    let setting = format!("/sys/class/bdi/{major}:{minor}/read_ahead_kb");
+    if let Err(error) = std::fs::write(setting, READAHEAD_KIB.to_string()) {
+        tracing::debug!(%error, "the kernel reads ahead by its default of 128 KiB");
+    }
 }
 
 /// Aborts a connection: through fusectl, which its owner may do, or by force, which root may.

@@ -89,6 +89,12 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 coherence.invalidate_attributes(inode);
             }
         }));
+        let weak = Arc::downgrade(&coherence);
+        engine.on_kernel_copy_dropped(Arc::new(move |inode| {
+            if let Some(coherence) = weak.upgrade() {
+                coherence.drop_pages_later(inode);
+            }
+        }));
         let named = Arc::clone(&engine);
         let failures = Failures::new(move |inode, name| named.shown_path(inode, name));
         Self {

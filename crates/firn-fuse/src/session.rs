@@ -87,7 +87,9 @@ impl Session {
         let threads = thread_count(options.threads);
         match fuser::serve(dispatcher, device, options.allow_other, threads) {
             Ok(served) => {
-                let connection = device::connection(&mount_point);
+                let number = device::device_number(&mount_point);
+                number.inspect(|number| device::set_readahead(*number));
+                let connection = number.map(|(_, minor)| minor);
                 Ok(Self {
                     mount_point,
                     connection,

@@ -322,6 +322,12 @@ pub struct Status {
     /// Drained bytes that are still in the arena to be read again.
     #[serde(default)]
     pub cached_bytes: u64,
+    /// Bytes of held files of which the kernel may have a copy in its page cache.
+    #[serde(default)]
+    pub kernel_copies_bytes: u64,
+    /// The most that they may be.
+    #[serde(default)]
+    pub kernel_copies_bytes_max: u64,
     /// Drained bytes that left the arena since the mount, to make room or because somebody asked.
     #[serde(default)]
     pub evicted_bytes: u64,

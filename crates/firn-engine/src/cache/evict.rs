@@ -41,6 +41,7 @@ impl<B: Backing> Engine<B> {
             }
             self.evict(&mut state);
             drop(state);
+            self.end_kernel_copy(&file);
             self.drop_if_unused(&file);
         }
         enough()
@@ -79,6 +80,7 @@ impl<B: Backing> Engine<B> {
             }
             freed += self.evict(&mut state);
             drop(state);
+            self.end_kernel_copy(&file);
             self.drop_if_unused(&file);
         }
         self.wake_writers();
@@ -127,6 +129,7 @@ impl<B: Backing> Engine<B> {
             state.changes += 1;
             self.evict(&mut state);
             drop(state);
+            self.end_kernel_copy(file);
             self.wake_writers();
         }
         Ok(())

@@ -75,6 +75,7 @@ impl<B: Backing> Engine<B> {
         drop(state);
         if done {
             self.close_if_unused(&file);
+            self.end_kernel_copy(&file);
         }
         if cached {
             self.note_cached(&file);

@@ -87,6 +87,16 @@ fn mount(s: &Status, paint: Paint) -> String {
             ),
         );
     }
+    if s.kernel_copies_bytes > 0 {
+        line(
+            "kernel copies",
+            format!(
+                "{} of held files, at most {}",
+                bytes(s.kernel_copies_bytes),
+                bytes(s.kernel_copies_bytes_max)
+            ),
+        );
+    }
     for one in &s.transactions {
         line("open", transaction(one, paint));
     }
