@@ -1,6 +1,7 @@
 //! A process with direct access in a few lines, over the library's own client of the data socket; and one that sends
 //! what no client sends.
 
+use std::collections::VecDeque;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::fd::AsFd;
@@ -13,7 +14,8 @@ use firn_direct::arena_map::ArenaMap;
 use firn_direct::connection::{Connection, Incoming, Outgoing, Payload, token_of};
 use firn_direct::slab_writer::{Appended, SlabWriter};
 use firn_format::data_socket::{
-    AT_END, DATA_BYTES_MAX, DATA_SOCKET_VERSION, Op, Reply, Request, Status, StubTree, Token,
+    AT_END, DATA_BYTES_MAX, DATA_SOCKET_VERSION, LEASE_SLABS_MAX, Op, Reply, Request, Slab, Status,
+    StubTree, Token,
 };
 use firn_format::piece::{PIECE_BYTES, Piece, word};
 use rand::RngExt;
@@ -159,6 +161,8 @@ pub struct DirectFile<'a> {
     token: u64,
     file_id: u64,
     writer: Option<SlabWriter>,
+    /// Leases that follow, in the order in which they are filled.
+    more: VecDeque<Slab>,
     /// Whether direct access is granted.
     pub granted: bool,
 }
@@ -194,6 +198,7 @@ impl Client {
             token,
             file_id: 0,
             writer: None,
+            more: VecDeque::new(),
             granted: false,
         };
         open.ask();
@@ -207,6 +212,7 @@ impl DirectFile<'_> {
         let reply = self.client.ask(Op::OpenWrite, self.token, 0)?;
         let status = Status::from_word(reply.status);
         (self.file_id, self.writer, self.granted) = (reply.file_id, None, status == Status::Ok);
+        self.more.clear();
         Some(status)
     }
 
@@ -292,14 +298,27 @@ impl DirectFile<'_> {
     }
 
     fn lease(&mut self, want: u64) -> bool {
-        let Some(reply) = self.client.ask(Op::Lease, self.token, want) else {
-            return false;
+        let lease = match self.more.pop_front() {
+            Some(lease) => Some(lease),
+            None => self.request_leases(want),
         };
-        let ok = Status::from_word(reply.status) == Status::Ok;
-        // SAFETY: firnd gives a lease once, in this reply.
+        // SAFETY: firnd gives a lease once, in one reply.
         let writer = |lease| unsafe { self.client.map.slab_writer(lease, self.file_id) };
-        self.writer = ok.then(|| writer(reply.lease).expect("a lease in the mapping"));
-        ok
+        self.writer = lease.map(|lease| writer(lease).expect("a lease in the mapping"));
+        self.writer.is_some()
+    }
+
+    /// Asks for leases: the first one, where there is one, and keeps the others.
+    fn request_leases(&mut self, want: u64) -> Option<Slab> {
+        let request = Request::new(Op::Lease, self.token, want);
+        let mut more = [Slab::default(); LEASE_SLABS_MAX - 1];
+        let mut payload = Payload {
+            room: Incoming::from(&mut more[..]),
+            ..Payload::none()
+        };
+        let reply = self.client.connection.call(&request, &mut payload).ok()?;
+        self.more.extend(&more[..reply.count as usize]);
+        (Status::from_word(reply.status) == Status::Ok).then_some(reply.lease)
     }
 
     /// Writes by direct access, and the rest through the kernel.

@@ -425,13 +425,16 @@ fn answer<B: Backing>(
             Err(refusal) => refusal.into(),
         },
         Op::Lease => match shared
-            .with_pass(|| engine.lease_slab(client, token, (pid, len.checked_sub(1)), arg))
+            .with_pass(|| engine.lease_slabs(client, token, (pid, len.checked_sub(1)), arg))
         {
-            Ok(lease) => Reply {
-                lease,
-                ..Reply::default()
-            }
-            .into(),
+            Ok((lease, more)) => Answer(
+                Reply {
+                    count: more.len() as u32,
+                    lease,
+                    ..Reply::default()
+                },
+                more.as_bytes().to_vec(),
+            ),
             Err(refusal) => refusal.into(),
         },
         Op::EndWrite => {

@@ -168,13 +168,7 @@ fn map_part(fd: BorrowedFd<'_>, offset: u64, len: u64, prot: ProtFlags) -> Optio
         let _ = unsafe { rustix::mm::munmap(start, room) };
         return None;
     }
-    let end = at.wrapping_byte_add(len_mapped);
-    for (beside, len) in [(start, shift), (end, room - shift - len_mapped)] {
-        if len > 0 {
-            // SAFETY: the parts of the reservation beside the mapping: nothing is there, and nobody knows of them.
-            let _ = unsafe { rustix::mm::munmap(beside, len) };
-        }
-    }
+    // What was reserved beside it stays, as nobody's: to give it back takes two calls, and it is only addresses.
     for advice in [Advice::LinuxDontFork, Advice::LinuxDontDump] {
         // SAFETY: of what was just mapped; neither changes what is in memory here.
         let _ = unsafe { rustix::mm::madvise(at, len as usize, advice) };

@@ -20,7 +20,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, RawFd};
 
 use firn_format::data_socket::{
-    Arena, DATA_SOCKET_VERSION, Extent, IOCTL_TOKEN, Op, Reply, Request, Status, Token,
+    Arena, DATA_SOCKET_VERSION, Extent, IOCTL_TOKEN, Op, Reply, Request, Slab, Status, Token,
 };
 use firn_trust::PeerError;
 use libc::iovec;
@@ -128,6 +128,15 @@ impl<'a> From<&'a mut [MaybeUninit<Extent>]> for Incoming<'a> {
             unit_bytes: size_of::<Extent>(),
             // SAFETY: the extents are lent exclusively for `'a`, and are words that may have any value.
             ..unsafe { Self::from_raw(extents.as_mut_ptr().cast(), size_of_val(extents)) }
+        }
+    }
+}
+
+impl<'a> From<&'a mut [Slab]> for Incoming<'a> {
+    fn from(slabs: &'a mut [Slab]) -> Self {
+        Self {
+            unit_bytes: size_of::<Slab>(),
+            ..Self::from(slabs.as_mut_bytes())
         }
     }
 }

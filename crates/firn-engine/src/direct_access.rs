@@ -16,8 +16,11 @@ use std::time::Instant;
 
 use firn_arena::{ClientLease, Located, Taken};
 use firn_backing::{Backing, Errno};
-use firn_format::data_socket::{EXTENTS_MAX, Extent as Listed, IN_MEMORY, IN_SPILL, Slab};
+use firn_format::data_socket::{
+    EXTENTS_MAX, Extent as Listed, IN_MEMORY, IN_SPILL, LEASE_SLABS_MAX, Slab,
+};
 use firn_format::geometry::WORDS_COUNT;
+use firn_format::slab::Class;
 
 use crate::engine::Engine;
 use crate::extents::Extent;
@@ -30,8 +33,8 @@ use crate::{
     ClientId, DirectGrant, DirectList, DirectRefusal, DirectWriteObserver, HandleId, OpenMode,
 };
 
-/// A file has the lease that is filled and the one that is next.
-const LEASES_MAX: usize = 2;
+/// Leases of a file that stay when it gets more: the last one, which is being filled.
+const LEASES_KEPT: usize = 1;
 
 type Answer<T> = std::result::Result<T, DirectRefusal>;
 
@@ -113,14 +116,15 @@ impl<B: Backing> Engine<B> {
         Ok((file_id, state.pending.end()))
     }
 
-    /// A slab for the client that has the grant; the lease before the last one ends. `cpu`: where it runs.
-    pub fn lease_slab(
+    /// A slab for the client that has the grant, and more that it fills after this one, as far as it has written as much
+    /// before, up to the `want` bytes that it would like; the leases before the last one end. `cpu`: where it runs.
+    pub fn lease_slabs(
         &self,
         client: ClientId,
         token: HandleId,
         (pid, cpu): (u32, Option<u32>),
         want: u64,
-    ) -> Answer<Slab> {
+    ) -> Answer<(Slab, Vec<Slab>)> {
         let handle = self.writable(token)?;
         let file = &handle.file;
         let mut state = file.lock();
@@ -128,7 +132,7 @@ impl<B: Backing> Engine<B> {
         while state
             .direct
             .grant()
-            .is_some_and(|grant| grant.leases.len() >= LEASES_MAX)
+            .is_some_and(|grant| grant.leases.len() > LEASES_KEPT)
         {
             self.end_first_lease(file, &mut state);
         }
@@ -155,9 +159,10 @@ impl<B: Backing> Engine<B> {
             let slab = self.arena.client_slab(&lease, written);
             grant.leases.push(lease);
             self.grants.count_lease();
+            let more = self.lease_more(grant, (pid, cpu), want, written);
             drop(state);
             self.wake_writers();
-            return Ok(slab);
+            return Ok((slab, more));
         }
         // Without room the client writes through the kernel, which waits for some.
         self.revoke_grant(file, &mut state);
@@ -165,6 +170,35 @@ impl<B: Backing> Engine<B> {
         self.reclaim();
         self.wake_writers();
         Err(DirectRefusal::Full)
+    }
+
+    /// Leases behind the one that was just given, so that the client asks less often: not for more than the file has,
+    /// while half of the memory is free, and while every writer would still get two chunks.
+    fn lease_more(
+        &self,
+        grant: &mut Grant,
+        (pid, cpu): (u32, Option<u32>),
+        want: u64,
+        written: u64,
+    ) -> Vec<Slab> {
+        let mut more = Vec::new();
+        let bytes_max = want.min(grant.bytes);
+        let geometry = self.arena.geometry();
+        let slabs_max = (bytes_max / geometry.chunk_bytes).min(LEASE_SLABS_MAX as u64) as usize;
+        let has_ample_room = || {
+            self.arena.memory_used() < geometry.chunk_count / 2
+                && self.arena.share_bytes() >= 2 * geometry.chunk_bytes
+        };
+        while more.len() + 1 < slabs_max && has_ample_room() {
+            let lease = self
+                .arena
+                .lease_client(Class::Whole, grant.file_id.get(), pid, cpu);
+            let Some(lease) = lease else { break };
+            more.push(self.arena.client_slab(&lease, written));
+            grant.leases.push(lease);
+            self.grants.count_lease();
+        }
+        more
     }
 
     /// The client is done with the file.
@@ -332,12 +366,10 @@ impl<B: Backing> Engine<B> {
             &mut dyn FnMut(Taken),
         ) -> std::result::Result<(), firn_arena::Wrong>,
     ) {
-        // Whoever fills the second lease is done with the first, whose last bytes come before.
+        // Whoever fills a later lease is done with the first, whose last bytes come before.
         let next = |grant: &Grant| {
-            grant
-                .leases
-                .get(1)
-                .is_some_and(|next| self.arena.client_has_begun(next))
+            let mut later = grant.leases.iter().skip(1);
+            later.any(|lease| self.arena.client_has_begun(lease))
         };
         while state.direct.grant().is_some_and(next) {
             self.end_first_lease(file, state);

@@ -4,17 +4,21 @@
 
 mod common;
 
+use std::collections::VecDeque;
 use std::ffi::OsStr;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use common::world::{CHUNK, World};
+use firn_arena::{Arena, Identity};
 use firn_backing::{Caller, Errno, SetTime, SimBacking};
 use firn_direct::slab_writer::{Appended, SlabWriter};
 use firn_engine::{
-    ClientId, DirectRefusal, Engine, HandleId, HeldChunks, InodeId, ROOT, SetAttr, Written,
+    ClientId, DirectRefusal, Engine, EngineOptions, HandleId, HeldChunks, InodeId, ROOT, SetAttr,
+    Written,
 };
-use firn_format::data_socket::Slab;
-use firn_format::geometry::SLAB_SMALL;
+use firn_format::data_socket::{LEASE_SLABS_MAX, Slab};
+use firn_format::geometry::{Geometry, SLAB_SMALL};
 use parking_lot::Mutex;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -77,6 +81,8 @@ struct DirectWriter {
     token: HandleId,
     file_id: u64,
     writer: Option<SlabWriter>,
+    /// Leases that follow, in the order in which they are filled.
+    more: VecDeque<Slab>,
     granted: bool,
 }
 
@@ -86,6 +92,7 @@ impl DirectWriter {
             token,
             file_id: 0,
             writer: None,
+            more: VecDeque::new(),
             granted: false,
         }
     }
@@ -93,11 +100,20 @@ impl DirectWriter {
     fn open(&mut self, engine: &Engine<SimBacking>) -> Result<u64, DirectRefusal> {
         let grant = engine.grant_direct_access(CLIENT, self.token)?;
         (self.file_id, self.writer, self.granted) = (grant.file_id.get(), None, true);
+        self.more.clear();
         Ok(grant.size)
     }
 
     fn lease(&mut self, engine: &Engine<SimBacking>, want: u64) -> Result<Slab, DirectRefusal> {
-        let slab = engine.lease_slab(CLIENT, self.token, (std::process::id(), None), want)?;
+        let process = (std::process::id(), None);
+        let slab = match self.more.pop_front() {
+            Some(slab) => slab,
+            None => {
+                let (slab, more) = engine.lease_slabs(CLIENT, self.token, process, want)?;
+                self.more.extend(more);
+                slab
+            }
+        };
         // SAFETY: the engine, and so its mapping, outlives the writers of these tests.
         self.writer = Some(unsafe { SlabWriter::new(base(engine), slab, self.file_id) });
         Ok(slab)
@@ -217,7 +233,7 @@ fn only_the_sole_writer_gets_the_door_and_another_open_ends_it() {
 }
 
 #[test]
-fn files_that_only_the_kernels_way_can_write_get_no_door() {
+fn files_that_only_the_kernel_can_write_get_no_grant() {
     let world = World::new();
     let (inode, token) = create(&world.engine, "file");
     let set = |mode| SetAttr {
@@ -432,6 +448,44 @@ fn a_file_has_two_leases_and_a_third_ends_the_first() {
     assert_eq!(world.engine.figures().direct_access.leases, 1);
     assert_eq!(append(&mut first, 11, b"late"), Appended::Revoked);
     assert_eq!(read(&world.engine, token), b"onetwothree");
+}
+
+#[test]
+fn who_has_written_much_gets_several_leases_at_once_and_may_skip_some() {
+    const CHUNK_BYTES: u64 = 1 << 20;
+    let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
+    let identity = Identity {
+        backing: PathBuf::from("/backing"),
+        dev: 1,
+        ino: 1,
+    };
+    let geometry = Geometry::new(32 * CHUNK_BYTES, CHUNK_BYTES).expect("a valid geometry");
+    let arena = Arena::create(&dir.path().join("arena"), geometry, &identity).expect("an arena");
+    let options = EngineOptions::new(CHUNK_BYTES);
+    let engine = Engine::begin(SimBacking::new(), arena, options).expect("an engine");
+    let (_, token) = create(&engine, "file");
+    let mut writer = DirectWriter::of(token);
+    writer.open(&engine).unwrap();
+    let data = pattern(0, 4 * CHUNK_BYTES as usize, 3);
+    assert_eq!(writer.append(&engine, 0, &data), data.len());
+    let process = (std::process::id(), None);
+    let leases = engine.lease_slabs(CLIENT, token, process, 4 * CHUNK_BYTES);
+    let (first, more) = leases.unwrap();
+    assert_eq!(
+        more.len(),
+        LEASE_SLABS_MAX - 1,
+        "half of the memory is free"
+    );
+    assert!(first.sequence < more[0].sequence && more[0].sequence < more[1].sequence);
+    // SAFETY: the engine, and so its mapping, outlives the writer, and nobody else has this lease.
+    let mut last = unsafe { SlabWriter::new(base(&engine), more[1], writer.file_id) };
+    // SAFETY: the bytes are a literal's.
+    let outcome = unsafe { last.append(data.len() as u64, b"end".as_ptr(), 3) };
+    assert_eq!(outcome, Appended::Bytes(3));
+    let mut bytes = vec![0; data.len() + 10];
+    let count = engine.read(token, 0, &mut bytes).expect("read");
+    assert_eq!(&bytes[..count], [&data[..], b"end"].concat());
+    assert_eq!(engine.figures().direct_access.leases, 0);
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! What a client process and firnd say to each other: leases of slabs, lists of extents.
 //!
 //! The data socket is a `SOCK_SEQPACKET` beside the control socket. A client sends one [`Request`] a
-//! packet, firnd answers each with one packet, in order: a [`Reply`], for [`Op::Extents`] followed by
-//! so many [`Extent`]s as `count` says. The first request is [`Op::Hello`]; its reply carries the
+//! packet, firnd answers each with one packet, in order: a [`Reply`], for [`Op::Extents`] and [`Op::Lease`] followed by
+//! so many [`Extent`]s or [`Slab`]s as `count` says. The first request is [`Op::Hello`]; its reply carries the
 //! descriptor of the arena (`SCM_RIGHTS`) and an [`Arena`] after the [`Reply`]. All structures are plain
 //! words in the byte order of the machine: both ends are on one host.
 //!
@@ -12,7 +12,7 @@
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Version of these messages; firnd refuses others with [`Status::Version`].
-pub const DATA_SOCKET_VERSION: u32 = 3;
+pub const DATA_SOCKET_VERSION: u32 = 4;
 
 /// ioctl(2) on an open file of a mount, `_IOR('F', 0xd0, Token)`: who serves it and under which name.
 /// ENOTTY from any other file system.
@@ -44,9 +44,10 @@ pub enum Op {
     /// May this process write the open file by direct access? The answer is yes while nobody else has it
     /// open. [`Reply::file_id`] names it in piece records, [`Reply::size`] is its length.
     OpenWrite = 2,
-    /// Ends the last lease of this open file, if any, and gives a new slab: `arg` is the number of bytes
-    /// that the writer would like, `len` the CPU on which it runs plus one, for memory near it, or 0 where it
-    /// does not know. [`Status::Full`]: no room now; write through the kernel, which waits.
+    /// Ends all leases of this open file but the last one, and gives slabs that are to be filled in this order:
+    /// [`Reply::lease`] and [`Reply::count`] more that follow the reply, at most [`LEASE_SLABS_MAX`] together. `arg` is
+    /// the number of bytes that the writer would like, `len` the CPU on which it runs plus one, for memory near it, or
+    /// 0 where it does not know. [`Status::Full`]: no room now; write through the kernel, which waits.
     Lease = 3,
     /// The writer is done: leases end, their pieces are ingested. `close` on the descriptor does the same.
     EndWrite = 4,
@@ -182,7 +183,7 @@ impl Request {
 pub struct Reply {
     /// [`Status`].
     pub status: u32,
-    /// Extents or bytes that follow.
+    /// Extents, slabs or bytes that follow.
     pub count: u32,
     /// [`Op::OpenWrite`]: the file id, for piece records.
     pub file_id: u64,
@@ -279,6 +280,9 @@ pub struct Arena {
 /// Ends of writes beyond this go through the kernel: there firnd asks the backing whether it can hold such
 /// a file, so that EFBIG comes from write(2).
 pub const OFFSET_MAX: u64 = 1 << 40;
+
+/// Most slabs that one reply leases: a writer of 4 MiB chunks asks every 16 MiB then.
+pub const LEASE_SLABS_MAX: usize = 4;
 
 /// Most extents in one reply.
 pub const EXTENTS_MAX: usize = 1024;

@@ -1,7 +1,7 @@
 //! Connections to firnd: one for each arena, made at the first use.
 //!
 //! Requests are answered in order, and so are read: whoever asks first takes what is still to come from
-//! an earlier [`Link::ask_ahead`]. A connection that ended is made anew at the next use, a few times: firnd
+//! an earlier [`ask_ahead`]. A connection that ended is made anew at the next use, a few times: firnd
 //! may have been mounted again. Its number is another then, because its tokens are.
 //!
 //! Nothing is sent before the kernel said that a process of this user listens at the other end.
@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use firn_direct::arena_map::ArenaMap;
 use firn_direct::connection::{CallError, ConnectError, Connection, Incoming, Payload};
 use firn_direct::syscall::Descriptor;
-use firn_format::data_socket::{Extent, Op, Reply, Request, Status, Token};
+use firn_format::data_socket::{Extent, LEASE_SLABS_MAX, Op, Reply, Request, Slab, Status, Token};
 
 use rustix::process::Resource;
 
@@ -58,10 +58,45 @@ struct Inner {
     map: ArenaMap,
     /// The answer to the grant that was asked for with the connection, and for which token.
     opened: Option<(u64, Reply)>,
-    /// Token of the request that was not answered yet, if any.
+    /// Token of the request for leases that was not answered yet, if any.
     ahead: Option<u64>,
-    stash: [Option<(u64, Reply)>; STASH],
+    stash: [Option<Leases>; STASH],
     stash_next: usize,
+}
+
+/// The answer to a request for leases, as far as it was not taken.
+#[derive(Clone, Copy)]
+struct Leases {
+    /// The open file.
+    token: u64,
+    /// A [`Status`], as a word: zeros are no answer only while every field may have any value.
+    status: u32,
+    slabs: [Slab; LEASE_SLABS_MAX],
+    /// Of `slabs`, those from here …
+    next: usize,
+    /// … to here are still to be filled, in this order.
+    end: usize,
+}
+
+/// What [`take_lease`] took.
+pub(crate) struct NextLease {
+    pub(crate) status: Status,
+    /// Of [`Status::Ok`].
+    pub(crate) slab: Slab,
+    /// Whether another one waits behind it.
+    pub(crate) has_more: bool,
+}
+
+impl Leases {
+    fn take_next(&mut self) -> Option<NextLease> {
+        let slab = *self.slabs.get(self.next)?;
+        self.next += 1;
+        Some(NextLease {
+            status: Status::from_word(self.status),
+            slab,
+            has_more: self.next < self.end,
+        })
+    }
 }
 
 /// A connection, locked.
@@ -286,23 +321,47 @@ impl Open {
         let Some(token) = self.inner.ahead.take() else {
             return Some(());
         };
-        let reply = self.connection.receive_reply(&mut Incoming::none());
-        let reply = self.or_give_up(reply).ok()?;
+        let leases = receive_leases(&self.connection, token);
+        let leases = self.or_give_up(leases).ok()?;
         let inner = &mut *self.inner;
         if let Some(slot) = inner.stash.get_mut(inner.stash_next % STASH) {
-            *slot = Some((token, reply));
+            *slot = Some(leases);
         }
         inner.stash_next = inner.stash_next.wrapping_add(1);
         Some(())
+    }
+
+    /// Asks for leases and does not wait for them. What is left of earlier ones is over.
+    fn send_lease_request(&mut self, token: u64, lease_bytes: u64) -> Option<()> {
+        self.forget_leases(token);
+        self.inner.ahead = Some(token);
+        let request = Request::new(Op::Lease, token, lease_bytes).with_len(sys::current_cpu());
+        let sent = self.connection.send_request(&request, &Payload::none());
+        self.or_give_up(sent).ok()
+    }
+
+    fn forget_leases(&mut self, token: u64) {
+        for slot in &mut self.inner.stash {
+            *slot = slot.filter(|leases| leases.token != token);
+        }
+    }
+
+    /// The next lease of an open file that was answered before.
+    fn take_lease(&mut self, token: u64) -> Option<NextLease> {
+        let of_token = |slot: &&mut Option<Leases>| slot.is_some_and(|of| of.token == token);
+        let slot = self.inner.stash.iter_mut().find(of_token)?;
+        let next = slot.as_mut()?.take_next();
+        if next.as_ref().is_none_or(|next| !next.has_more) {
+            *slot = None;
+        }
+        next
     }
 
     /// Asks for a grant and the first lease; the answer to the first question.
     fn ask_open(&mut self, token: u64, lease_bytes: u64) -> Option<Reply> {
         self.collect_reply()?;
         // Leases of an earlier grant for this open file are over.
-        for slot in &mut self.inner.stash {
-            *slot = slot.filter(|(of, _)| *of != token);
-        }
+        self.forget_leases(token);
         let reply = send_open(&self.connection, token, lease_bytes)
             .and_then(|()| self.connection.receive_reply(&mut Incoming::none()));
         let reply = self.or_give_up(reply).ok()?;
@@ -326,13 +385,7 @@ impl Open {
 
 /// Asks and waits for the answer; `None`: that connection has ended.
 pub(crate) fn ask_firnd(link: u32, op: Op, token: u64, arg: u64) -> Option<Reply> {
-    let len = if op == Op::Lease {
-        sys::current_cpu()
-    } else {
-        0
-    };
-    let request = Request::new(op, token, arg).with_len(len);
-    call_firnd(link, &request, &mut Payload::none()).ok()
+    call_firnd(link, &Request::new(op, token, arg), &mut Payload::none()).ok()
 }
 
 /// Asks for the extents of a file from an offset on, which `extents` get.
@@ -349,7 +402,7 @@ pub(crate) fn ask_extents(
     call_firnd(link, &Request::new(Op::Extents, token, from), &mut payload).ok()
 }
 
-/// Asks for a grant to write a file and, in the same trip, for its first lease; [`take_ahead`] has that one then.
+/// Asks for a grant to write a file and, in the same trip, for its first lease; [`take_lease`] has that one then.
 /// `None`: that connection has ended.
 pub(crate) fn ask_open(link: u32, token: u64, lease_bytes: u64) -> Option<Reply> {
     let mut open = open_link(link)?;
@@ -360,7 +413,7 @@ pub(crate) fn ask_open(link: u32, token: u64, lease_bytes: u64) -> Option<Reply>
     drop(open);
     if !is_ok(&reply) {
         // No grant, no lease: the second answer says so and is of no use later.
-        take_ahead(link, token);
+        take_lease(link, token);
     }
     Some(reply)
 }
@@ -372,30 +425,46 @@ fn send_open(connection: &Connection, token: u64, lease_bytes: u64) -> Result<()
     connection.send_request(&lease, &Payload::none())
 }
 
-/// Asks for a lease and does not wait for it: [`take_ahead`] does.
-pub(crate) fn ask_ahead(link: u32, token: u64, arg: u64) -> bool {
+/// Asks for leases and does not wait for them: [`take_lease`] does. Whether it was possible.
+pub(crate) fn ask_ahead(link: u32, token: u64, lease_bytes: u64) -> bool {
     let Some(mut open) = open_link(link) else {
         return false;
     };
-    if open.inner.ahead.is_some() {
-        return false;
-    }
-    open.inner.ahead = Some(token);
-    let request = Request::new(Op::Lease, token, arg).with_len(sys::current_cpu());
-    let sent = open.connection.send_request(&request, &Payload::none());
-    open.or_give_up(sent).is_ok()
+    open.inner.ahead.is_none() && open.send_lease_request(token, lease_bytes).is_some()
 }
 
-/// The answer to [`ask_ahead`].
-pub(crate) fn take_ahead(link: u32, token: u64) -> Option<Reply> {
+/// The next lease of those that were asked for before; `None`: there is none.
+pub(crate) fn take_lease(link: u32, token: u64) -> Option<NextLease> {
+    let mut open = open_link(link)?;
+    if let Some(lease) = open.take_lease(token) {
+        return Some(lease);
+    }
+    open.collect_reply()?;
+    open.take_lease(token)
+}
+
+/// Asks for leases and takes the first one.
+pub(crate) fn ask_lease(link: u32, token: u64, lease_bytes: u64) -> Option<NextLease> {
     let mut open = open_link(link)?;
     open.collect_reply()?;
-    let slot = open
-        .inner
-        .stash
-        .iter_mut()
-        .find(|slot| slot.is_some_and(|(of, _)| of == token))?;
-    slot.take().map(|(_, reply)| reply)
+    open.send_lease_request(token, lease_bytes)?;
+    open.collect_reply()?;
+    open.take_lease(token)
+}
+
+/// Receives the answer to a request for leases.
+fn receive_leases(connection: &Connection, token: u64) -> Result<Leases, CallError> {
+    let mut slabs = [Slab::default(); LEASE_SLABS_MAX];
+    let (first, more) = slabs.split_at_mut(1);
+    let reply = connection.receive_reply(&mut more.into())?;
+    first.fill(reply.lease);
+    Ok(Leases {
+        token,
+        status: reply.status,
+        slabs,
+        next: 0,
+        end: 1 + reply.count as usize,
+    })
 }
 
 /// Where the arena of a connection is mapped. It stays so as long as the process lives; the socket is not asked for.

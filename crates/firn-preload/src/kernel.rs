@@ -33,6 +33,8 @@ use crate::table::{self, Entered, Entry, Held, tag};
 const REFUSALS_MAX: u32 = 16;
 /// Bytes through the kernel after firnd refused.
 const REFUSED_BYTES: u64 = HESITATE_BYTES_MAX;
+/// The first lease of a file that gets direct access: as it is no small one, not a slab that this call would fill.
+const FIRST_LEASE_BYTES: u64 = 128 << 10;
 /// The first read of a file of so many bytes is worth the question.
 const LISTED_FILE_BYTES_MIN: u64 = 64 << 10;
 
@@ -376,7 +378,7 @@ fn request_grant(held: &mut Held, total: usize) -> bool {
         held.set_tag(tag::NONE);
         return false;
     }
-    match open_write(held, total as u64) {
+    match open_write(held, (total as u64).max(FIRST_LEASE_BYTES)) {
         Some(reply) if connect::is_ok(&reply) => {
             held.file_id = reply.file_id;
             held.lease.clear_lease();
@@ -399,23 +401,23 @@ fn request_grant(held: &mut Held, total: usize) -> bool {
     }
 }
 
-fn open_write(held: &mut Held, total: u64) -> Option<Reply> {
+fn open_write(held: &mut Held, lease_bytes: u64) -> Option<Reply> {
     let known = if held.link != 0 {
-        connect::ask_open(held.link, held.token, total)
+        connect::ask_open(held.link, held.token, lease_bytes)
     } else {
-        devices::first_token(held.token).and_then(|token| open_with(held, &token, total))
+        devices::first_token(held.token).and_then(|token| open_with(held, &token, lease_bytes))
     };
     if known.is_some_and(|reply| Status::from_word(reply.status) != Status::BadToken) {
         return known;
     }
     let token = token_of(held.fd)?;
-    open_with(held, &token, total)
+    open_with(held, &token, lease_bytes)
 }
 
-fn open_with(held: &mut Held, token: &Token, total: u64) -> Option<Reply> {
-    held.link = connect::connect_to_write(token, total)?;
+fn open_with(held: &mut Held, token: &Token, lease_bytes: u64) -> Option<Reply> {
+    held.link = connect::connect_to_write(token, lease_bytes)?;
     held.token = token.token;
-    connect::ask_open(held.link, held.token, total)
+    connect::ask_open(held.link, held.token, lease_bytes)
 }
 
 // ---- the list to read by ---------------------------------------------------------------------------

@@ -10,7 +10,7 @@ use firn_direct::slab_writer::SlabWriter;
 pub(crate) struct LeaseSlot {
     /// Whether `writer` is one. No `Option`: its `None` need not be zeros.
     has_writer: bool,
-    /// Whether the next lease was asked for and not answered yet.
+    /// Whether the next lease was asked for, and was not taken yet.
     pub(crate) has_asked: bool,
     writer: MaybeUninit<SlabWriter>,
 }

@@ -1,7 +1,7 @@
 //! Bytes of a write into leased slabs.
 
 use firn_direct::slab_writer::{Appended, SlabWriter};
-use firn_format::data_socket::{Op, Status};
+use firn_format::data_socket::Status;
 use rustix::process::Resource;
 
 use crate::connect;
@@ -10,8 +10,8 @@ use crate::memory::{Readable, Run, Source};
 use crate::sys;
 use crate::table::Held;
 
-/// Who has written much will write as much again, but not more than a lease holds.
-const WANTED_BYTES_MAX: u64 = 4 << 20;
+/// Who has written much will write as much again, up to what the leases of one answer hold.
+const WANTED_BYTES_MAX: u64 = 16 << 20;
 
 /// Puts bytes of a file at `offset` into leases; how many of `total`, and why not all of them.
 pub(crate) fn fill_leases(
@@ -106,22 +106,21 @@ fn next_lease(held: &mut Held, left: usize) -> Result<(), LeaseLost> {
         held.lease.has_asked = has_asked;
         return Err(LeaseLost::Limited);
     }
-    let ahead = if has_asked {
-        connect::take_ahead(held.link, held.token)
-    } else {
-        None
-    };
-    let ask = || connect::ask_firnd(held.link, Op::Lease, held.token, wanted_bytes(held, left));
-    let reply = ahead.or_else(ask).ok_or(LeaseLost::NoConnection)?;
-    match Status::from_word(reply.status) {
+    let ahead = has_asked
+        .then(|| connect::take_lease(held.link, held.token))
+        .flatten();
+    let ask = || connect::ask_lease(held.link, held.token, wanted_bytes(held, left));
+    let lease = ahead.or_else(ask).ok_or(LeaseLost::NoConnection)?;
+    match lease.status {
         Status::Ok => {}
         Status::Full => return Err(LeaseLost::Full),
         Status::Busy | Status::BadToken => return Err(LeaseLost::Revoked),
         _ => return Err(LeaseLost::NoConnection),
     }
+    held.lease.has_asked = lease.has_more;
     let map = connect::arena_map(held.link).ok_or(LeaseLost::NoConnection)?;
-    // SAFETY: firnd gives a lease once, in the reply that was just taken from the connection or its stash.
-    let writer = unsafe { map.slab_writer(reply.lease, held.file_id) };
+    // SAFETY: firnd gives a lease once, and it was just taken from the stash, which gives it once.
+    let writer = unsafe { map.slab_writer(lease.slab, held.file_id) };
     held.lease
         .set_writer(writer.ok_or(LeaseLost::NoConnection)?);
     Ok(())
