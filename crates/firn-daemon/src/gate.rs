@@ -31,6 +31,7 @@ use firn_fuse::{Gate, Pass};
 use firn_transact::{Object, ScopeError, TransactionError};
 use parking_lot::RwLock;
 
+use crate::process;
 use crate::store::{Store, TransactionalStore};
 
 /// What becomes of the data that is pending in a directory that is quiesced.
@@ -127,8 +128,10 @@ impl TransactionGate {
         };
         let root = self.scope_at(path)?;
         let _quiet = self.changes.write();
-        // Whatever programs have open: the work gets the descriptors that are kept only to be faster.
-        self.engine.close_idle_files();
+        // Whatever programs have open: the work gets the descriptors that are kept only to be faster, if it may need them.
+        if !process::has_spare_descriptors() {
+            self.engine.close_idle_files();
+        }
         self.engine.revoke_grants_in_tree(&place);
         match pending {
             Pending::Drain => {

@@ -70,6 +70,14 @@ pub(crate) fn objects_max() -> usize {
     (limit.saturating_sub(DESCRIPTORS_FOR_ITSELF) / 4).clamp(8, 1 << 18) as usize
 }
 
+/// Whether less than half of the descriptors that this process may have are in use. No where the kernel does not say how
+/// many are (before Linux 6.2).
+pub(crate) fn has_spare_descriptors() -> bool {
+    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    let open = std::fs::metadata("/proc/self/fd").map_or(0, |fds| fds.len());
+    open > 0 && open < limit / 2
+}
+
 /// Root's CAP_SYS_RESOURCE would write beyond quotas and into reserved blocks: data would be taken
 /// that the user whose program wrote it may not store.
 fn respect_quotas() {

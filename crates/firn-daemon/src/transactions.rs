@@ -71,6 +71,18 @@ pub(crate) fn note(gate: &TransactionGate, step: Step, scope: &[u8], id: Option<
     tracing::debug!(step = STEPS.name(step as usize), scope = %shown_scope(scope), ?id, host, "transaction");
 }
 
+/// Notes the step with which the transaction in `scope` ended.
+fn note_last(gate: &TransactionGate, step: Step, scope: &[u8], id: Option<u64>) {
+    note(gate, step, scope, id);
+    note(gate, Step::Ended, scope, id);
+}
+
+/// The same where this host has ended its part: its accesses need not be noted any more.
+fn end_part(gate: &TransactionGate, step: Step, scope: &[u8], id: Option<u64>) {
+    note_last(gate, step, scope, id);
+    participants::ended(gate, scope);
+}
+
 /// [`TransactionGate::quiesce`], with its steps noted.
 fn quiesce<T>(
     gate: &TransactionGate,
@@ -126,8 +138,7 @@ pub(crate) fn apply_commit(gate: &TransactionGate, path: &[u8]) -> Result<(), Tr
         return Ok(());
     };
     commit.apply()?;
-    note(gate, Step::Applied, path, Some(commit.id()));
-    note(gate, Step::Ended, path, Some(commit.id()));
+    note_last(gate, Step::Applied, path, Some(commit.id()));
     Ok(())
 }
 
@@ -649,9 +660,7 @@ fn abort(
     let attempt = || {
         let ended = quiesce(gate, path, Pending::Discard, |_| {
             found.abort()?;
-            note(gate, Step::Undone, path, None);
-            note(gate, Step::Ended, path, None);
-            participants::ended(gate, path);
+            end_part(gate, Step::Undone, path, None);
             Ok(())
         });
         match ended {
@@ -756,9 +765,7 @@ fn restore(
     };
     quiesce(gate, path, pending, |root| {
         store.restore(root, id)?;
-        note(gate, Step::Undone, path, Some(id));
-        note(gate, Step::Ended, path, Some(id));
-        participants::ended(gate, path);
+        end_part(gate, Step::Undone, path, Some(id));
         Ok(())
     })?;
     forget_names(gate, &[&place, path], forget);
@@ -783,9 +790,7 @@ fn restore_prepared(
                 if store.committed(&place)? == Some(id) => {}
             commit => commit?.apply()?,
         }
-        note(gate, Step::Applied, path, Some(id));
-        note(gate, Step::Ended, path, Some(id));
-        participants::ended(gate, path);
+        end_part(gate, Step::Applied, path, Some(id));
         Ok(())
     })?;
     forget_names(gate, &[&place, path], forget);

@@ -468,6 +468,5 @@ impl<B: Backing> Engine<B> {
         for waiter in waiters {
             (waiter.done)(Ok(()));
         }
-        self.progress.signal();
     }
 }

@@ -111,7 +111,6 @@ impl<B: Backing> Engine<B> {
             // What nobody asks about must be found when it is old.
             self.drain
                 .check_age_at(file, &mut state, Instant::now() + self.options.drain_age);
-            self.drain.wake(file.lane);
         }
         Ok((file_id, state.pending.end()))
     }

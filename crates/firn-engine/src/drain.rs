@@ -108,8 +108,10 @@ impl<B: Backing> Drain<B> {
         state: &mut FileState<B>,
         when: Instant,
     ) {
-        if state.drain.begin_aging() {
-            self.queue_of(file).check_age_at(when, file);
+        let is_first = state.drain.begin_aging() && self.queue_of(file).check_age_at(when, file);
+        if is_first {
+            // A thread that sleeps without a limit must learn of this one; else it wakes up for an earlier one.
+            self.wake(file.lane);
         }
     }
 

@@ -23,7 +23,6 @@ use crate::lost::LostFiles;
 use crate::names::{Inode, Names};
 use crate::options::EngineOptions;
 use crate::privileges::Privileges;
-use crate::progress::Progress;
 use crate::space::Space;
 use crate::spill::Spill;
 use crate::tables::{FileTable, Handle, HandleTable};
@@ -58,7 +57,6 @@ pub struct Engine<B: Backing> {
     pub(crate) counters: Counters,
     pub(crate) errors: ErrorLog,
     pub(crate) spill: Spill,
-    pub(crate) progress: Progress,
     pub(crate) passthrough: AtomicBool,
     /// Open handles whose pages the kernel caches.
     pub(crate) cached_opens: AtomicU64,

@@ -19,7 +19,7 @@
 //!              cache/evict · spill/step · direct_access, chunks · privileges/strip · open_files · recovery · figures
 //! Engine       engine: the parts of one mount
 //! parts        names · tables: files, handles · drain: queues · space · spill · grants · privileges · file_journal
-//!              with file_id and ending · claims · lost · errors · counters · progress ·
+//!              with file_id and ending · claims · lost · errors · counters ·
 //!              kernel_copies
 //! a file       file: pending, drain_state, opens, direct · cache
 //! values       extents · lane · retry · options · api
@@ -50,7 +50,6 @@ mod namespace;
 mod open_files;
 mod options;
 mod privileges;
-mod progress;
 mod recovery;
 mod retry;
 mod size;

@@ -282,7 +282,6 @@ impl<B: Backing> Engine<B> {
             counters: Counters::default(),
             errors: Default::default(),
             spill: Default::default(),
-            progress: Default::default(),
             recovered_bytes: 0,
             lost: Default::default(),
             epoch,

@@ -17,6 +17,35 @@ use crate::{Closing, Done, HandleId, InodeId, Result};
 /// How often a long wait reports its progress.
 const REPORT_EVERY: Duration = Duration::from_millis(100);
 
+/// Number of files that somebody waits for. The waiter is woken by the last of them, not by each: to look at all files
+/// after every one would take quadratic time.
+#[derive(Default)]
+struct Draining {
+    files: parking_lot::Mutex<usize>,
+    all_ended: parking_lot::Condvar,
+}
+
+impl Draining {
+    fn begin(&self) {
+        *self.files.lock() += 1;
+    }
+
+    fn end(&self) {
+        let mut files = self.files.lock();
+        *files -= 1;
+        if *files == 0 {
+            self.all_ended.notify_all();
+        }
+    }
+
+    /// Returns when the last file has ended, or after `timeout`.
+    fn wait(&self, timeout: Duration) {
+        let mut files = self.files.lock();
+        self.all_ended
+            .wait_while_for(&mut files, |files| *files > 0, timeout);
+    }
+}
+
 impl<B: Backing> Engine<B> {
     /// close(2) of one descriptor: `done` is called when the file is drained or a try to drain it
     /// failed; at once where the policy is *held* or no name leads to the file.
@@ -195,15 +224,21 @@ impl<B: Backing> Engine<B> {
             self.find(path)?;
         }
         let mut first = Vec::new();
+        let draining = Arc::new(Draining::default());
         for file in self.pending_below(path) {
             let errors = Arc::new(parking_lot::Mutex::new(None));
             let told = Arc::clone(&errors);
             first.push((Arc::clone(&file), Arc::clone(&errors)));
-            self.when_drained(&file, Box::new(move |result| *told.lock() = Some(result)));
+            let draining = Arc::clone(&draining);
+            draining.begin();
+            let done = move |result| {
+                *told.lock() = Some(result);
+                draining.end();
+            };
+            self.when_drained(&file, Box::new(done));
         }
         let mut failed = None;
         loop {
-            let seen = self.progress.count();
             let mut left = (0, 0);
             first.retain(|(file, told)| {
                 match *told.lock() {
@@ -225,7 +260,7 @@ impl<B: Backing> Engine<B> {
             if left.1 == 0 {
                 break;
             }
-            self.progress.wait_past(seen, REPORT_EVERY);
+            draining.wait(REPORT_EVERY);
         }
         if let Some(errno) = failed {
             return Err(errno);

@@ -31,7 +31,6 @@ impl<B: Backing> Engine<B> {
             (waiter.done)(Ok(()));
         }
         self.wake_writers();
-        self.progress.signal();
         result
     }
 

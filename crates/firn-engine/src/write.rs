@@ -330,8 +330,6 @@ impl<B: Backing> Engine<B> {
             if self.options.drain == DrainPolicy::Eager {
                 self.drain
                     .check_age_at(file, state, now + self.options.drain_age);
-                // A drain thread that sleeps without a limit must learn of this one.
-                self.drain.wake(file.lane);
             }
         }
         let is_worth_a_write = state

@@ -11,23 +11,32 @@
 //! 5. Attributes, those of directories last.
 //! 6. Directories without a name are removed.
 //!
+//! Most commits change a few bytes in each of many files and leave their names alone. Such files depend on nothing, so
+//! step 2 writes several of them at a time, with their times.
+//!
 //! Each step checks first whether it was done: a name is moved only while it leads to the object that the log names. An
 //! object is looked for under its names in the order in which it gets them. So a repeated attempt ends in the same tree,
 //! wherever the one before it stopped.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use firn_backing::{Access, Backing, Errno, RenameFlags, Result, Seek, SetTime, Time};
 
 use crate::change_log::{
-    ChangeLog, Data, Direction, Entry, Identity, Part, Place, Range, Source, Staged,
+    ChangeLog, Data, Direction, Entry, Identity, Instant, Part, Place, Range, Source, Staged,
 };
 use crate::staging::{self, find, write_all};
 
 /// Bytes that are copied at once where the backing does not copy by itself.
 const BLOCK: usize = 1 << 20;
+
+/// Files that are written at a time.
+const THREADS: usize = 4;
+/// Fewer files than this are written by the calling thread: it costs less than to start others.
+const PARALLEL_MIN: usize = 64;
 
 /// What an entry requires in the direction in which its log is applied.
 #[derive(Clone, Copy)]
@@ -65,6 +74,18 @@ impl<'a> Step<'a> {
         }
     }
 
+    /// Bytes of the log are written into a file, which keeps its names, size and other attributes.
+    fn only_writes_inline(&self) -> bool {
+        let keeps_names = self.leaves.is_empty() && self.comes.is_empty();
+        let is_staged = self.staged_at.is_some() || self.kept_at.is_some();
+        let has_attributes = self.part.copy_at.is_some() || self.part.attributes.is_some();
+        let writes_inline = self.part.data.as_ref().is_some_and(|data| {
+            let mut sources = data.written.iter().map(|range| &range.source);
+            data.cut >= data.size && sources.all(|source| matches!(source, Source::Inline(_)))
+        });
+        keeps_names && writes_inline && !is_staged && !has_attributes && !self.entry.is_dir
+    }
+
     fn away_name(&self) -> String {
         self.entry.number.to_string()
     }
@@ -81,6 +102,8 @@ pub(crate) struct Apply<'a, B: Backing> {
     known: HashMap<u64, B::Inode>,
     staging_dirs: HashMap<String, B::Inode>,
     placed: BTreeSet<u64>,
+    /// Entries of which [`Apply::write_inline_changes`] has done everything.
+    written: HashSet<u64>,
     /// See [`ChangeLog::shared`].
     shared: bool,
     /// Of a shared log: when the objects were last changed before this began.
@@ -110,6 +133,7 @@ impl<'a, B: Backing> Apply<'a, B> {
             known: HashMap::from([(0, base.root())]),
             staging_dirs: HashMap::new(),
             placed: BTreeSet::new(),
+            written: HashSet::new(),
             shared: log.shared && direction == Direction::Redo,
             mtimes: HashMap::new(),
         }
@@ -141,6 +165,7 @@ impl<'a, B: Backing> Apply<'a, B> {
                 self.cut(step)?;
             }
         }
+        self.write_inline_changes(&steps)?;
         for step in &steps {
             self.write(step)?;
         }
@@ -264,7 +289,89 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
+    /// Writes several files at a time that [`Step::only_writes_inline`] is true for, and sets their times. Those that are
+    /// not found under the name that they keep are left to the steps that follow.
+    fn write_inline_changes(&mut self, steps: &[Step<'a>]) -> Result<()> {
+        let inline: Vec<_> = steps
+            .iter()
+            .filter(|step| step.only_writes_inline())
+            .collect();
+        if inline.len() < PARALLEL_MIN || self.shared {
+            return Ok(());
+        }
+        let next = AtomicUsize::new(0);
+        let this = &*self;
+        let work = || {
+            let mut written = Vec::new();
+            while let Some(step) = inline.get(next.fetch_add(1, Ordering::Relaxed)) {
+                match this.write_in_place(step) {
+                    Ok(true) => written.push(step.entry.number),
+                    Ok(false) => {}
+                    Err(errno) => {
+                        next.store(inline.len(), Ordering::Relaxed);
+                        return Err(errno);
+                    }
+                }
+            }
+            Ok(written)
+        };
+        let results: Vec<Result<Vec<u64>>> = std::thread::scope(|scope| {
+            // Where no thread can be started this one does all.
+            let start = |_| {
+                let thread = std::thread::Builder::new().name("firn-apply".into());
+                thread.spawn_scoped(scope, work).ok()
+            };
+            let threads: Vec<_> = (1..THREADS).filter_map(start).collect();
+            let own = work();
+            let others = threads.into_iter().map(|thread| {
+                thread
+                    .join()
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            });
+            std::iter::once(own).chain(others).collect()
+        });
+        for written in results {
+            self.written.extend(written?);
+        }
+        Ok(())
+    }
+
+    /// Writes one of them; whether it was found, with the size that it is to have.
+    fn write_in_place(&self, step: &Step<'a>) -> Result<bool> {
+        let (Some(data), Some(inode)) = (&step.part.data, self.find_in_place(step)?) else {
+            return Ok(false);
+        };
+        if self.base.attr(&inode)?.size != data.size {
+            return Ok(false);
+        }
+        let to = self.base.open(&inode, Access::ReadWrite)?;
+        for range in &data.written {
+            if let Source::Inline(bytes) = &range.source {
+                write_all(self.base, &to, bytes, range.start)?;
+            }
+        }
+        self.set_times(&inode, step.part)?;
+        Ok(true)
+    }
+
+    /// The object, if it is known or has the name that it keeps in a directory that is known.
+    fn find_in_place(&self, step: &Step<'a>) -> Result<Option<B::Inode>> {
+        if let Some(inode) = self.known.get(&step.entry.number) {
+            return Ok(Some(inode.clone()));
+        }
+        let Some((dir, name)) = &step.entry.stays else {
+            return Ok(None);
+        };
+        match self.known.get(dir) {
+            Some(dir) => self.find_at(step.entry, dir, name),
+            None => Ok(None),
+        }
+    }
+
     fn write(&mut self, step: &Step<'a>) -> Result<()> {
+        if self.written.contains(&step.entry.number) {
+            return Ok(());
+        }
         let Some(data) = &step.part.data else {
             return Ok(());
         };
@@ -472,19 +579,14 @@ impl<'a, B: Backing> Apply<'a, B> {
         let sets_times = part.atime.is_some() || part.mtime.is_some();
         // The staged object is the object itself.
         let copy_at = part.copy_at.as_ref();
-        if copy_at.is_none() && part.attributes.is_none() && !sets_times {
+        let is_done = self.written.contains(&step.entry.number);
+        if is_done || (copy_at.is_none() && part.attributes.is_none() && !sets_times) {
             return Ok(());
         }
         let Some(inode) = self.locate(step.entry.number, &mut Vec::new())? else {
             return Ok(());
         };
-        if sets_times {
-            let set = |time: Option<crate::change_log::Instant>| {
-                time.map_or(SetTime::Keep, |time| SetTime::At(time.into()))
-            };
-            self.base
-                .set_times(&inode, set(part.atime), set(part.mtime))?;
-        }
+        self.set_times(&inode, part)?;
         if let Some(wanted) = &part.attributes {
             staging::set_attributes(self.base, &inode, wanted)?;
         }
@@ -492,6 +594,15 @@ impl<'a, B: Backing> Apply<'a, B> {
             Some(at) => self.copy_attributes(step, &inode, at),
             None => Ok(()),
         }
+    }
+
+    fn set_times(&self, inode: &B::Inode, part: &Part) -> Result<()> {
+        if part.atime.is_none() && part.mtime.is_none() {
+            return Ok(());
+        }
+        let set =
+            |time: Option<Instant>| time.map_or(SetTime::Keep, |time| SetTime::At(time.into()));
+        self.base.set_times(inode, set(part.atime), set(part.mtime))
     }
 
     fn copy_attributes(

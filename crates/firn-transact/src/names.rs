@@ -24,8 +24,10 @@ impl<B: Backing> TransactionalBacking<B> {
         name: &OsStr,
     ) -> Result<(Arc<Object<B>>, Attr)> {
         let _names = self.tree.names.read();
-        let object = self.find_name(parent, name)?.ok_or(Errno::NOENT)?;
-        let attr = self.read_attr(&object)?;
+        let found = self.find_entry(parent, name)?.ok_or(Errno::NOENT)?;
+        let object = found.object;
+        let as_below = found.attr.filter(|_| self.shows_attr_below(&object));
+        let attr = as_below.map_or_else(|| self.read_attr(&object), Ok)?;
         Ok((object, attr))
     }
 
@@ -35,16 +37,22 @@ impl<B: Backing> TransactionalBacking<B> {
         parent: &Arc<Object<B>>,
         name: &OsStr,
     ) -> Result<Option<Arc<Object<B>>>> {
+        let found = self.find_entry(parent, name)?;
+        Ok(found.map(|found| found.object))
+    }
+
+    /// The same, with the attributes that the backing gave for it.
+    fn find_entry(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Result<Option<FoundName<B>>> {
         match self.find_top_name(parent, name) {
             TopName::Unrelated => {}
-            TopName::Shown(root) => return Ok(Some(root)),
+            TopName::Shown(root) => return Ok(Some(FoundName::without_attr(root))),
             TopName::Reserved => return Ok(None),
         }
         let inner = parent.inner.read();
         if let Some(change) = &inner.change
             && let Some(found) = change.names.get(name)
         {
-            return Ok(found.object.clone());
+            return Ok(found.object.clone().map(FoundName::without_attr));
         }
         if self.is_hidden(parent, name) {
             return Ok(None);
@@ -55,7 +63,16 @@ impl<B: Backing> TransactionalBacking<B> {
             .clone()
             .map_or_else(|| inner.inode(&self.base), Ok)?;
         let found = staging::find(&self.base, &inode, name)?;
-        Ok(found.map(|(inode, attr)| self.tree.intern(inode, &attr, parent, name)))
+        Ok(found.map(|(inode, attr)| FoundName {
+            object: self.tree.intern(inode, &attr, parent, name),
+            attr: Some(attr),
+        }))
+    }
+
+    /// Whether programs see the attributes that the backing gave for an object a moment before.
+    fn shows_attr_below(&self, object: &Object<B>) -> bool {
+        let is_changed = object.inner.read().change.is_some();
+        !is_changed && !object.may_hide_links() && !object.is_gone() && !self.has_tops_in(object)
     }
 
     /// Makes a new object: `make` is given the directory and the name for it.
@@ -480,6 +497,19 @@ impl<B: Backing> TransactionalBacking<B> {
             target.move_to(from, name);
         }
         Ok(())
+    }
+}
+
+/// What a name leads to.
+struct FoundName<B: Backing> {
+    object: Arc<Object<B>>,
+    /// If the backing was asked: the attributes that it gave.
+    attr: Option<Attr>,
+}
+
+impl<B: Backing> FoundName<B> {
+    fn without_attr(object: Arc<Object<B>>) -> Self {
+        Self { object, attr: None }
     }
 }
 

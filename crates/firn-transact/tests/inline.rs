@@ -5,6 +5,7 @@ mod common;
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
+use std::os::unix::ffi::OsStrExt;
 
 use common::Verbs;
 use firn_backing::sim::tree;
@@ -197,4 +198,91 @@ fn inline_changes_stage_nothing_and_are_undone_by_a_restore() {
     assert_ne!(content(), first);
     backing.restore(&root, 1).expect("restore");
     assert_eq!(content(), first);
+}
+
+/// So many that a commit writes several at a time.
+const MANY: usize = 150;
+
+/// Overwrites a few bytes of each of them.
+fn change_many<B: Backing>(b: &B) {
+    for index in 0..MANY {
+        let name = format!("many{index}");
+        let (inode, _) = b.lookup(&b.root(), OsStr::new(&name)).expect("lookup");
+        let file = b.open(&inode, Access::ReadWrite).expect("open");
+        let bytes = [IoSlice::new(name.as_bytes())];
+        b.write_at(&file, &bytes, 5).expect("write");
+        let time = Time {
+            sec: 1_000 + index as i64,
+            nsec: 1,
+        };
+        b.set_times(&inode, SetTime::Keep, SetTime::At(time))
+            .expect("set_times");
+    }
+}
+
+/// Proves S-tx-41 of files that are written several at a time: whichever of them a crash reaches, the next process has
+/// the new bytes and times of all.
+#[test]
+fn a_crash_while_many_files_are_written_at_a_time_ends_in_the_new_tree() {
+    let disk = SimBacking::of_seed(1);
+    for index in 0..MANY {
+        let name = format!("many{index}");
+        let caller = suite::own_caller();
+        let (_, file, _) = disk
+            .create(&caller, &disk.root(), OsStr::new(&name), 0o644)
+            .expect("create");
+        let bytes = [IoSlice::new(&[b'.'; 64])];
+        disk.write_at(&file, &bytes, 0).expect("write");
+    }
+    disk.sync_all().expect("sync");
+    let expected = {
+        let plain = disk.fork();
+        change_many(&plain);
+        contents(&plain)
+    };
+    let decided = |disk: SimBacking| {
+        let backing = TransactionalBacking::open(disk).expect("open").0;
+        let root = backing.root();
+        backing.begin(&root, b"").expect("begin");
+        change_many(&backing);
+        backing.decide(&root, 1).expect("decide");
+        backing
+    };
+    let whole = decided(disk.fork());
+    let before = whole.base().steps();
+    whole.apply(b"").expect("apply");
+    let steps = whole.base().steps() - before;
+    assert_eq!(contents(whole.base()), expected);
+    // An attempt has more calls than it has files; a prime number apart, crashes meet each kind of call.
+    for step in (1..steps).step_by(31) {
+        let backing = decided(disk.fork());
+        let disk = backing.base().clone();
+        disk.crash_at(disk.steps() + step);
+        // What is left to remove after the last step does not make it fail.
+        let _ = backing.apply(b"");
+        assert!(disk.is_dead(), "call {step} of {steps}");
+        disk.revive();
+        disk.power_loss(step);
+        drop(backing);
+        let again = TransactionalBacking::open(disk).expect("open again").0;
+        assert_eq!(contents(again.base()), expected, "crash at call {step}");
+        again.base().fsck().expect("fsck");
+    }
+}
+
+/// Names, bytes and times of modification of what programs see.
+fn contents(disk: &SimBacking) -> Vec<(Vec<u8>, Vec<u8>, Time)> {
+    let mut files = Vec::new();
+    for index in 0..MANY {
+        let name = format!("many{index}").into_bytes();
+        let (inode, attr) = disk
+            .lookup(&disk.root(), OsStr::from_bytes(&name))
+            .expect("lookup");
+        let file = disk.open(&inode, Access::Read).expect("open");
+        let mut bytes = vec![0; 128];
+        let len = disk.read_at(&file, &mut bytes, 0).expect("read");
+        bytes.truncate(len);
+        files.push((name, bytes, attr.mtime));
+    }
+    files
 }

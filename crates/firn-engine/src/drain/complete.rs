@@ -93,7 +93,6 @@ impl<B: Backing> Engine<B> {
         self.drop_if_unused(&file);
         self.close_excess_files();
         self.wake_writers();
-        self.progress.signal();
     }
 
     /// These bytes are in the backing: they are not pending any more. False where the journal could

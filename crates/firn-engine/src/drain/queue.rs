@@ -106,9 +106,13 @@ impl<T> DrainQueue<T> {
     }
 
     /// Looks at the age of a file's data at `when`. Calls come in the order of their times, about.
-    pub(crate) fn check_age_at(&self, when: Instant, file: &Arc<T>) {
+    ///
+    /// Whether it is the first of those.
+    pub(crate) fn check_age_at(&self, when: Instant, file: &Arc<T>) -> bool {
         let entry = (when, Arc::downgrade(file));
-        self.state.lock().aging.push_back(entry);
+        let aging = &mut self.state.lock().aging;
+        aging.push_back(entry);
+        aging.len() == 1
     }
 
     /// Takes the files whose time came by `now`.

@@ -61,7 +61,6 @@ impl<B: Backing> Engine<B> {
                 }
                 self.spill.note_success();
                 self.wake_writers();
-                self.progress.signal();
                 SpillStep::More
             }
             Ok(Spilled::Nothing) => {
@@ -137,9 +136,7 @@ impl<B: Backing> Engine<B> {
         }
         self.counters.drain_errors.fetch_add(1, Ordering::Relaxed);
         self.schedule_retry(file, state, Errno::IO, true);
-        let told = state.drain.take_failed();
-        self.progress.signal();
-        told
+        state.drain.take_failed()
     }
 
     /// Whether memory will become free by spilling, so that writers wait for that. Wakes who spills.
