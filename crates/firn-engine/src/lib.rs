@@ -19,8 +19,7 @@
 //!              cache/evict · spill/step · direct_access, chunks · privileges/strip · open_files · recovery · figures
 //! Engine       engine: the parts of one mount
 //! parts        names · tables: files, handles · drain: queues · space · spill · grants · privileges · file_journal
-//!              with file_id and ending · claims · lost · errors · counters ·
-//!              kernel_copies
+//!              with file_id and ending · claims · lost · errors · counters · kernel_copies
 //! a file       file: pending, drain_state, opens, direct · cache
 //! values       extents · lane · retry · options · api
 //! ```
