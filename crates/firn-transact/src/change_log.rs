@@ -632,13 +632,13 @@ mod tests {
     }
 
     #[test]
-    fn a_log_comes_back() {
+    fn a_log_is_decoded_as_it_was_encoded() {
         assert_eq!(ChangeLog::decode(&full().encode()), Ok(full()));
     }
 
     proptest! {
         #[test]
-        fn a_portable_log_comes_back(
+        fn a_portable_log_is_decoded_as_it_was_encoded(
             id: u64,
             name in proptest::collection::vec(1u8..46, 3..20),
             size in 1u64..,
@@ -755,7 +755,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_an_earlier_version_is_told_from_a_damaged_one() {
+    fn a_file_of_an_earlier_version_is_reported_as_such_and_not_as_damaged() {
         for magic in RETIRED_MAGICS {
             let old = Seal {
                 magic: *magic,

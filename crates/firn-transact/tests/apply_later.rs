@@ -47,7 +47,7 @@ fn stages(backing: &TransactionalBacking<SimBacking>) -> Vec<Stage> {
 }
 
 #[test]
-fn programs_see_the_tree_after_it_however_far_it_is_carried_out() {
+fn programs_see_the_new_tree_however_far_the_commit_is_applied() {
     for seed in common::seeds(12, 2000) {
         for at in 1.. {
             let Middle {
@@ -184,7 +184,7 @@ fn a_crash_at_any_call_keeps_what_was_decided_and_undoes_what_followed() {
 }
 
 #[test]
-fn the_next_one_is_aborted_or_prepared_or_restored_from() {
+fn the_transaction_that_follows_is_aborted_prepared_or_restored_from() {
     for seed in common::seeds(40, 2000) {
         let Middle {
             backing,
@@ -235,7 +235,7 @@ fn the_next_one_is_aborted_or_prepared_or_restored_from() {
 }
 
 #[test]
-fn readers_go_on_and_changes_wait_while_it_is_carried_out() {
+fn readers_go_on_and_changes_wait_while_a_commit_is_applied() {
     if !rustix::process::geteuid().is_root() {
         eprintln!("skipped: the simulated caller is root");
         return;

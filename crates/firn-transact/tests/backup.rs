@@ -216,7 +216,7 @@ fn what_was_prepared_is_finished_from_the_backup_on_another_copy_of_the_tree() {
 }
 
 #[test]
-fn the_same_in_a_real_directory() {
+fn a_prepared_transaction_is_finished_from_the_backup_in_a_real_directory() {
     if !rustix::process::geteuid().is_root() {
         eprintln!("skipped: the simulated caller is root");
         return;

@@ -241,7 +241,7 @@ fn a_crash_while_what_was_prepared_is_restored_leaves_the_old_tree_or_the_new_on
 }
 
 #[test]
-fn what_the_backing_refuses_can_be_done_again() {
+fn a_step_that_the_backing_refuses_can_be_repeated() {
     use firn_backing::{Errno, sim::Fault};
     for (seed, mode) in each(6) {
         for how in [End::PrepareThenCommit, End::Commit] {

@@ -690,7 +690,7 @@ fn each_call_of(
 
 /// Proves S-tx-14, S-tx-45, S-tx-62, S-tx-63, S-tx-64.
 #[test]
-fn each_call_that_fails_is_told_and_can_be_made_again_where_changes_are_held() {
+fn each_failed_call_is_reported_and_can_be_repeated_where_changes_are_held() {
     each_call_fails(Setup {
         mode: Mode::Buffer,
         history: 0,
@@ -700,7 +700,7 @@ fn each_call_that_fails_is_told_and_can_be_made_again_where_changes_are_held() {
 
 /// Proves S-tx-14, S-tx-62, S-tx-63.
 #[test]
-fn each_call_that_fails_is_told_and_can_be_made_again_with_history() {
+fn each_failed_call_is_reported_and_can_be_repeated_with_history() {
     each_call_fails(Setup {
         mode: Mode::Buffer,
         history: HISTORY,
@@ -710,7 +710,7 @@ fn each_call_that_fails_is_told_and_can_be_made_again_with_history() {
 
 /// Proves S-tx-14, S-tx-60, S-tx-62.
 #[test]
-fn each_call_that_fails_is_told_and_can_be_made_again_with_a_backup() {
+fn each_failed_call_is_reported_and_can_be_repeated_with_a_backup() {
     each_call_fails(Setup {
         mode: Mode::Buffer,
         history: HISTORY,
@@ -720,7 +720,7 @@ fn each_call_that_fails_is_told_and_can_be_made_again_with_a_backup() {
 
 /// Proves S-tx-14, S-tx-16, S-tx-62.
 #[test]
-fn each_call_that_fails_is_told_and_can_be_made_again_in_shadow_mode() {
+fn each_failed_call_is_reported_and_can_be_repeated_in_shadow_mode() {
     each_call_fails(Setup {
         mode: Mode::Shadow,
         history: 0,

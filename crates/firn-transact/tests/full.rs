@@ -53,7 +53,7 @@ fn fill(backing: &TransactionalBacking<SimBacking>) {
 
 /// Proves S-tx-16.
 #[test]
-fn an_abort_needs_no_room_and_a_commit_that_finds_none_can_be_made_again() {
+fn an_abort_needs_no_room_and_a_commit_that_finds_none_can_be_repeated() {
     let mut refused = 0;
     let mut aborted = 0;
     for (seed, mode) in (1..200).flat_map(|seed| [(seed, Mode::Buffer), (seed, Mode::Shadow)]) {

@@ -86,7 +86,7 @@ fn each_commit_that_is_kept_is_restored() {
 }
 
 #[test]
-fn what_is_not_kept_is_refused_and_nothing_changes() {
+fn a_restore_of_what_is_not_kept_is_refused_and_changes_nothing() {
     let (backing, trees) = committed(7, 5);
     for id in [0, 1, 6, u64::MAX] {
         let kept = vec![5, 4, 3, 2];
@@ -99,7 +99,7 @@ fn what_is_not_kept_is_refused_and_nothing_changes() {
 }
 
 #[test]
-fn a_crash_at_any_call_of_a_restore_leaves_one_of_the_commits_and_it_can_be_done_again() {
+fn a_crash_at_any_call_of_a_restore_leaves_one_of_the_commits_and_it_can_be_repeated() {
     for seed in common::seeds(4, 1000) {
         for at in 1.. {
             let (backing, trees) = committed(seed, 4);

@@ -137,7 +137,7 @@ fn begun(disk: &SimBacking) -> [Option<Host>; 2] {
 }
 
 #[test]
-fn parts_of_one_file_come_together() {
+fn parts_of_one_file_by_several_hosts_are_committed_together() {
     let (old, new) = trees();
     let disk = disk();
     let mut hosts = begun(&disk);
@@ -468,7 +468,7 @@ fn what_does_not_overlap_does_not_conflict() {
 
 /// Proves S-tx-31, S-tx-69.
 #[test]
-fn one_abort_is_everybodys() {
+fn an_abort_by_one_host_aborts_for_all() {
     let disk = disk();
     let old = seen(&disk);
     let hosts = begin(&disk, &["a", "b"]);

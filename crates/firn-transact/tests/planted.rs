@@ -93,7 +93,7 @@ fn victim(disk: &SimBacking) -> Vec<u8> {
 }
 
 #[test]
-fn a_record_of_ones_own_is_carried_out() {
+fn a_record_of_the_same_user_is_applied() {
     let disk = SimBacking::new();
     plant(&disk, ours(), [0o700, 0o700, 0o600]);
     assert_eq!(TransactionalBacking::has_transactions(&disk), Ok(true));
@@ -104,7 +104,7 @@ fn a_record_of_ones_own_is_carried_out() {
 
 /// Proves S-priv-7, S-priv-10.
 #[test]
-fn regression_a_planted_record_is_not_carried_out_and_named() {
+fn regression_a_planted_record_is_named_and_not_applied() {
     let open_to_others = [
         [0o755, 0o700, 0o600],
         [0o700, 0o755, 0o600],

@@ -170,7 +170,7 @@ fn what_cannot_be_saved_is_not_changed() {
 }
 
 #[test]
-fn an_abort_that_fails_goes_on_when_it_is_asked_again_and_nothing_else_is_allowed() {
+fn after_an_abort_that_failed_only_another_abort_is_allowed() {
     for seed in common::seeds(6, 2000) {
         for at in 1.. {
             let (backing, old) = before(seed);

@@ -178,7 +178,7 @@ fn regression_a_directory_keeps_the_time_of_names_that_came_and_went() {
 }
 
 #[test]
-fn regression_what_the_top_hands_on_is_not_handed_on_by_staging() {
+fn regression_a_staged_object_inherits_from_its_directory_only() {
     fn groups<B: Backing>(b: &B, begin: impl Fn(&B)) -> [u32; 2] {
         let me = suite::own_caller();
         let file = std::ffi::OsStr::new("file");
