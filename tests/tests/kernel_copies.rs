@@ -16,7 +16,9 @@ use rand::RngExt;
 use rustix::mm::MapFlags;
 
 const MIB: usize = 1 << 20;
-const OPTIONS: &str = "arena-size=64M,chunk-size=1M,drain=demand,close=held,fsync=held";
+const HELD: &str = "arena-size=64M,chunk-size=1M,drain=demand,close=held,fsync=held";
+const OPTIONS: &str =
+    "arena-size=64M,chunk-size=1M,drain=demand,close=held,fsync=held,kernel-copies=100";
 
 /// `firn drain --wait`, then `firn evict`: the arena has nothing of the files any more.
 fn drain_and_evict(sandbox: &Sandbox, path: &Path) {
@@ -130,7 +132,7 @@ fn a_read_sees_what_was_written_by_direct_access_after_the_kernel_cached_the_fil
 #[test]
 fn kernel_copies_are_bounded() {
     let sandbox = Sandbox::new("copybound");
-    let mount = FirnMount::new(&sandbox, &format!("{OPTIONS},kernel-copies=25"));
+    let mount = FirnMount::new(&sandbox, &format!("{HELD},kernel-copies=25"));
     let bound = mount.status().kernel_copies_bytes_max;
     assert_eq!(bound / MIB as u64, 15, "a quarter of the arena, about");
     let names: Vec<_> = (0..4).map(|at| mount.join(format!("held{at}"))).collect();

@@ -84,7 +84,7 @@ impl RestartArgs {
         ));
         let mount = match self.common.baseline_only {
             true => None,
-            false => Some(self.mount(&firn, &work)?),
+            false => Some(self.mount(&firn, &work, "firn", "kernel-copies=0")?),
         };
         let candidates = self.candidates(&work, &firn, mount.as_ref())?;
         for candidate in &candidates {
@@ -127,20 +127,31 @@ impl RestartArgs {
         for candidate in &candidates {
             candidate.remove(self.most())?;
         }
-        if let Some(mount) = &mount {
-            let files = copies::Files::prepare(&work, mount, self.size())?;
+        if !self.common.baseline_only {
+            let mount = self.mount(&firn, &work, "copies", "kernel-copies=100")?;
+            let files = copies::Files::prepare(&work, &mount, self.size())?;
             files.measure(self.common.repeats(), &mut report)?;
             files.remove()?;
         }
         Ok(report)
     }
 
-    fn mount<'a>(&self, firn: &'a Firn, work: &WorkDir) -> anyhow::Result<Mount<'a>> {
+    fn mount<'a>(
+        &self,
+        firn: &'a Firn,
+        work: &WorkDir,
+        name: &str,
+        more: &str,
+    ) -> anyhow::Result<Mount<'a>> {
         let chunk_bytes = 4 << 20;
         let arena_bytes =
             u64::from(self.most()) * (self.size().next_multiple_of(chunk_bytes) + 3 * chunk_bytes);
-        let options = format!("drain=demand,close=held,fsync=held,arena-size={arena_bytes}");
-        let mount = firn.mount(&work.subdir("backing")?, &work.subdir("firn")?, &options)?;
+        let options = format!("drain=demand,close=held,fsync=held,arena-size={arena_bytes},{more}");
+        let mount = firn.mount(
+            &work.subdir(&format!("backing-{name}"))?,
+            &work.subdir(name)?,
+            &options,
+        )?;
         mount.wait_populated()?;
         Ok(mount)
     }

@@ -373,13 +373,14 @@ pub static TABLE: [Row; 29] = [
             max: 100,
             zero: None,
         },
-        default: "100",
+        default: "0",
         help: "Percentage of arena-size that the kernel may cache of held files",
-        long: "A file that is held and that nobody writes is read through the kernel's page cache, and stays in it \
-               from one open to the next, so its bytes may be in memory twice. The kernel takes these pages back \
-               when memory is short. Beyond this percentage, and with `0`, each read comes to firnd. Mappings \
-               and small reads are faster with it; where a file is read once, in blocks of 1 MiB and more, `0` is. \
-               `firn status` shows how much it is.",
+        long: "Up to this percentage, a file that is held and that nobody writes is read through the kernel's page \
+               cache, and stays in it from one open to the next, so its bytes may be in memory twice. The kernel \
+               takes these pages back when memory is short. Beyond it, and with `0`, each read comes to firnd. \
+               Use `100` for programs that map files, or read them in small blocks or several times; a \
+               restart that reads each file once, in blocks of 1 MiB and more, is faster with `0`. `firn status` \
+               shows how much is cached.",
         changes_promises: false,
         get: |o| o.kernel_copies_percent.to_string(),
         set: |o, v| o.kernel_copies_percent = v.number() as u32,
