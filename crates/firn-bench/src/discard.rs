@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use firn_arena::{Arena, Identity};
 use firn_backing::DirBacking;
-use firn_drain::Pool;
+use firn_drain::{IoThreads, Pool};
 use firn_engine::{Engine, EngineOptions};
 use firn_fuse::{Adapter, AdapterOptions, Session, SessionOptions};
 use firn_workers::Workers;
@@ -60,7 +60,11 @@ pub fn mount_discarding(geometry: &Geometry, mount_point: &Path) -> anyhow::Resu
     let engine = Engine::begin(below, arena, options)?;
     // As firnd does after mounting, and as the baseline does with its buffer: both begin warm.
     engine.arena().populate(&|| true)?;
-    let pool = Pool::start(Arc::clone(&engine), geometry.io_threads)?;
+    let threads = IoThreads {
+        per_lane: geometry.io_threads,
+        cpu_percent: firn_config::Options::default().drain_cpu_percent,
+    };
+    let pool = Pool::start(Arc::clone(&engine), threads)?;
     let adapter = Adapter::new(
         engine,
         None,

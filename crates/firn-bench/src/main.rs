@@ -22,6 +22,7 @@ mod commit;
 mod conflict;
 mod cpu;
 mod discard;
+mod drain;
 mod durable;
 mod firn;
 mod ingest;
@@ -62,12 +63,13 @@ enum Benchmark {
     Memory(memory::MemoryArgs),
     Restart(restart::RestartArgs),
     Spill(spill::SpillArgs),
+    Drain(drain::DrainArgs),
     Commit(commit::CommitArgs),
     Conflict(conflict::ConflictArgs),
     App(app::AppArgs),
     Alternatives(alternatives::AlternativesArgs),
     /// Runs ingest, checkpoint (on the file system of --dir), read, meta,
-    /// memory, restart, spill, commit and conflict, one after the other.
+    /// memory, restart, spill, drain, commit and conflict, one after the other.
     ///
     /// --json and --svg write one file for each, with the benchmark's name before the extension.
     All(AllArgs),
@@ -127,6 +129,7 @@ fn run(benchmark: Benchmark) -> anyhow::Result<()> {
         Benchmark::Memory(args) => args.common().publish(&args.run()?),
         Benchmark::Restart(args) => args.common().publish(&args.run()?),
         Benchmark::Spill(args) => args.common().publish(&args.run()?),
+        Benchmark::Drain(args) => args.common().publish(&args.run()?),
         Benchmark::Commit(args) => args.common().publish(&args.run()?),
         Benchmark::Conflict(args) => args.common().publish(&args.run()?),
         Benchmark::Alternatives(args) => args.common().publish(&args.run()?),
@@ -161,6 +164,7 @@ fn all(common: &Common) -> anyhow::Result<()> {
     publish(memory::MemoryArgs::with(common.clone()).run()?)?;
     publish(restart::RestartArgs::with(common.clone()).run()?)?;
     publish(spill::SpillArgs::with(common.clone()).run()?)?;
+    publish(drain::DrainArgs::with(common.clone()).run()?)?;
     publish(commit::CommitArgs::with(common.clone()).run()?)?;
     publish(conflict::ConflictArgs::with(common.clone()).run()?)
 }

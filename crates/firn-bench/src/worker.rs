@@ -23,11 +23,13 @@ mod copy;
 mod direct;
 mod forked;
 mod records;
+mod steps;
 
 pub use calls::Call;
 pub use copy::{Copy, Region, Way, make_region};
 pub use forked::{ForkedWrite, Sharing};
 pub use records::Records;
+pub use steps::Steps;
 
 /// What a worker does.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -82,6 +84,8 @@ pub enum Task {
         /// How often.
         passes: u64,
     },
+    /// Computes.
+    Steps(Steps),
     /// Reads or writes the records of a file.
     Records(Records),
     /// One operation on each of `count` names in `dir`.
@@ -288,6 +292,7 @@ impl Job {
             Task::Records(records) => records.record_bytes,
             Task::Names { .. } => 4096,
             Task::Calls { .. } | Task::ForkedWrite(_) => 1,
+            Task::Steps(_) => 0,
         };
         // Not zeros: nothing on the way may find the data cheap. It also touches every page.
         let buffer = (0..bytes)
@@ -344,6 +349,10 @@ impl Job {
             Task::ForkedWrite(write) => write.run(self.forked_write.as_mut().expect("made before")),
             Task::Copy(copy) => copy.run(&mut self.buffer, &mut self.private),
             Task::Records(records) => records.run(&self.offsets, &mut self.buffer),
+            Task::Steps(steps) => {
+                steps.run();
+                Ok(())
+            }
             Task::Calls { call, count } => call.run(*count, &mut self.buffer),
             Task::Read {
                 path,

@@ -169,6 +169,8 @@ pub struct Options {
     pub fsync: Fsync,
     /// Milliseconds that a byte may stay undrained though its chunk is not full.
     pub drain_age_ms: u64,
+    /// Percent of a CPU that a drain takes for which nobody waits, while programs want all CPUs; 100: no limit.
+    pub drain_cpu_percent: u32,
     /// Threads that answer the kernel; 0: one a core.
     pub fuse_threads: u32,
     /// Whether other users may use the mount.
@@ -245,6 +247,7 @@ impl Options {
             close: Close::Auto,
             fsync: Fsync::Durable,
             drain_age_ms: 0,
+            drain_cpu_percent: 0,
             fuse_threads: 0,
             allow_other: false,
             passthrough: Passthrough::Auto,

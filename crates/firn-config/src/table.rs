@@ -62,7 +62,7 @@ pub fn row(name: &str) -> Option<&'static Row> {
 }
 
 /// Every option.
-pub static TABLE: [Row; 29] = [
+pub static TABLE: [Row; 30] = [
     Row {
         name: "arena-size",
         kind: Kind::Size {
@@ -319,6 +319,23 @@ pub static TABLE: [Row; 29] = [
         changes_promises: true,
         get: |o| duration_text(o.drain_age_ms),
         set: |o, v| o.drain_age_ms = v.number(),
+    },
+    Row {
+        name: "drain-cpu",
+        kind: Kind::Count {
+            min: 1,
+            max: 100,
+            zero: None,
+        },
+        default: "3",
+        help: "Percentage of one CPU that the drain takes while programs want all CPUs",
+        long: "Holds for the IO threads as long as nobody waits for a drain (close, fsync, `firn wait`) and at least a \
+               quarter of the arena is free. As long as CPUs are idle they have no limit. Written data then stays in the arena \
+               only for longer; raise it where that matters more than the speed of programs. With 100 there is no \
+               limit at all.",
+        changes_promises: true,
+        get: |o| o.drain_cpu_percent.to_string(),
+        set: |o, v| o.drain_cpu_percent = v.number() as u32,
     },
     Row {
         name: "fuse-threads",

@@ -12,7 +12,7 @@ use firn_arena::{Arena, Damage, Identity, Stored, Topology};
 use firn_backing::DirBacking;
 use firn_client::paths::RuntimeFiles;
 use firn_config::{Close, Drain, Frontend, Fsync, Mode, Options, Participants, Passthrough};
-use firn_drain::Pool;
+use firn_drain::{IoThreads, Pool};
 use firn_engine::{
     ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Recovered, StoredArena,
 };
@@ -129,7 +129,10 @@ impl Attached {
             }
         };
         tell(&recovered, options.drain, notice);
-        let threads = options.io_threads as usize;
+        let threads = IoThreads {
+            per_lane: options.io_threads as usize,
+            cpu_percent: options.drain_cpu_percent,
+        };
         let pool = Pool::start(Arc::clone(&engine), threads)
             .map_err(AttachError::io("start the IO threads"))?;
         let damaged = damaged || !recovered.damage.is_empty();

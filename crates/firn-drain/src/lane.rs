@@ -21,7 +21,9 @@ use firn_backing::{Backing, Errno};
 use firn_engine::{Engine, Job, JobOutcome, LaneIndex, LaneLimits, Pick};
 use parking_lot::Mutex;
 
-use crate::sleepers::Sleepers;
+use crate::cpu::thread_time;
+use crate::pacer::Pacer;
+use crate::sleepers::{Sleepers, Ticket};
 
 /// A write that takes so long may take for ever.
 const HANGS_AFTER: Duration = Duration::from_secs(5);
@@ -99,6 +101,7 @@ struct Worker<B: Backing> {
     lane: LaneIndex,
     limits: LaneLimits,
     sleepers: Arc<Sleepers>,
+    pacer: Arc<Pacer>,
 }
 
 impl Lane {
@@ -107,6 +110,7 @@ impl Lane {
         engine: Arc<Engine<B>>,
         lane: LaneIndex,
         regular_count: usize,
+        pacer: Arc<Pacer>,
     ) -> Self {
         let regular_count = regular_count.max(1);
         let sleepers = Arc::new(Sleepers::default());
@@ -118,6 +122,7 @@ impl Lane {
             lane,
             limits,
             sleepers: Arc::clone(&sleepers),
+            pacer,
         });
         let start_thread = move |index, role| {
             let worker = Arc::clone(&worker);
@@ -213,18 +218,34 @@ impl<B: Backing> Worker<B> {
         IS_IO_THREAD.set(true);
         while !self.sleepers.is_stopping() {
             let ticket = self.sleepers.ticket();
+            let is_awaited = self.engine.is_drain_awaited();
+            if !is_awaited && self.leave_cpu(ticket) {
+                continue;
+            }
             match self.engine.pick(self.lane, self.limits) {
                 Pick::Job(job) => {
                     self.sleepers.wake();
                     clock.start();
+                    let before = thread_time();
                     let outcome = self.execute(&job);
                     self.engine.complete(job, outcome);
+                    self.pacer.charge(thread_time() - before, is_awaited);
                     clock.stop();
                 }
                 Pick::Idle { .. } if role == Role::StandIn => return,
                 Pick::Idle { retry } => self.sleepers.sleep(ticket, retry),
             }
         }
+    }
+
+    /// Sleeps if programs want the CPU, for as long as nobody begins to wait for a drain. False: there is no need.
+    fn leave_cpu(&self, ticket: Ticket) -> bool {
+        let Some(delay) = self.pacer.delay() else {
+            return false;
+        };
+        self.engine.note_drain_put_off();
+        self.sleepers.sleep(ticket, Some(delay));
+        true
     }
 
     /// A panic is a bug, but the bytes of the job are still in the arena: told as EIO, they stay there.

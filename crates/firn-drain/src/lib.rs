@@ -6,12 +6,16 @@
 //! served is that of the lane's queue in the engine, first in, first out. [`Pool`] has all lanes of a mount, and is the
 //! engine's executor.
 //!
+//! What nobody waits for leaves the CPUs to programs ([`pacer::Pacer`]).
+//!
 //! A token that gives a lane one writer among several hosts belongs into [`lane::Lane`], around `pick`: asked for when
 //! the lane has work, before anything is picked, and given back when nothing is in work. A picked range blocks a
 //! truncation of its file, so nothing may be waited for between `pick` and `execute`.
 
+mod cpu;
 mod lane;
+mod pacer;
 mod pool;
 mod sleepers;
 
-pub use pool::Pool;
+pub use pool::{IoThreads, Pool};

@@ -13,7 +13,18 @@ use firn_backing::{Backing, Errno};
 use firn_engine::{Engine, Executor, LaneIndex, SpillStep};
 
 use crate::lane::{Lane, is_io_thread};
+use crate::pacer::Pacer;
 use crate::sleepers::Sleepers;
+
+/// The IO threads of a mount.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IoThreads {
+    /// Of each lane; at least one.
+    pub per_lane: usize,
+    /// Percent of a CPU that they take where nobody waits for them and programs want all CPUs; from 100 on they do not
+    /// ask.
+    pub cpu_percent: u32,
+}
 
 /// Running IO threads; stops them when dropped.
 pub struct Pool {
@@ -43,11 +54,16 @@ impl Executor for LaneThreads {
 }
 
 impl Pool {
-    /// Starts `io_threads` threads (at least one) for each lane of `engine`, which drain it into its backing.
-    pub fn start<B: Backing>(engine: Arc<Engine<B>>, io_threads: usize) -> io::Result<Self> {
+    /// Starts threads for each lane of `engine`, which drain it into its backing.
+    pub fn start<B: Backing>(engine: Arc<Engine<B>>, io_threads: IoThreads) -> io::Result<Self> {
+        let pacer = Arc::new(Pacer::new(io_threads.cpu_percent));
+        let new_lane = |index| {
+            let engine = Arc::clone(&engine);
+            Lane::new(engine, index, io_threads.per_lane, Arc::clone(&pacer))
+        };
         let lanes: Vec<(LaneIndex, Lane)> = engine
             .lanes()
-            .map(|lane| (lane, Lane::new(Arc::clone(&engine), lane, io_threads)))
+            .map(|index| (index, new_lane(index)))
             .collect();
         let sleepers = lanes
             .iter()

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use firn_arena::{Arena, Identity};
 use firn_backing::{Caller, SimBacking};
-use firn_drain::Pool;
+use firn_drain::{IoThreads, Pool};
 use firn_engine::{Engine, EngineOptions, HandleId, ROOT};
 use firn_format::geometry::Geometry;
 
@@ -21,6 +21,10 @@ const CALLER: Caller = Caller {
 const LIMIT: Duration = Duration::from_secs(60);
 const CHUNK_BYTES: u64 = 1 << 20;
 const RDWR: i32 = 2;
+const IO_THREADS: IoThreads = IoThreads {
+    per_lane: 2,
+    cpu_percent: 100,
+};
 
 fn written(engine: &Engine<SimBacking>, name: &str) -> (HandleId, mpsc::Receiver<bool>) {
     let (_, opened) = engine
@@ -51,7 +55,7 @@ fn regression_where_all_io_threads_hang_others_drain_the_rest() {
     let options = EngineOptions::new(CHUNK_BYTES);
     let backing = SimBacking::new();
     let engine = Engine::begin(backing.clone(), arena, options).expect("an engine");
-    let mut pool = Pool::start(Arc::clone(&engine), 2).expect("IO threads");
+    let mut pool = Pool::start(Arc::clone(&engine), IO_THREADS).expect("IO threads");
     let hung: Vec<_> = ["one", "two"]
         .map(|name| {
             let hang = backing.hang("write_at");

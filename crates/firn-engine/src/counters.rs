@@ -24,15 +24,17 @@ pub(crate) enum Decision {
     GivenUp,
     /// A chunk went to the spill file.
     Spilled,
+    /// Nobody waits for it and programs want the CPUs: later.
+    PutOff,
 }
 
 /// Counts of [`Decision`]s.
-pub(crate) struct Decisions(pub(crate) Tally<6>);
+pub(crate) struct Decisions(pub(crate) Tally<7>);
 
 impl Default for Decisions {
     fn default() -> Self {
         Self(Tally::new([
-            "picked", "written", "waits", "retried", "given up", "spilled",
+            "picked", "written", "waits", "retried", "given up", "spilled", "put off",
         ]))
     }
 }

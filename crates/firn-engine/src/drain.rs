@@ -20,6 +20,7 @@ mod wait;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Receiver;
 use std::time::Instant;
 
@@ -45,6 +46,8 @@ pub trait Executor: Send + Sync {
 pub(crate) struct Drain<B: Backing> {
     lanes: Box<[DrainQueue<File<B>>]>,
     executor: RwLock<Option<Arc<dyn Executor>>>,
+    /// Who waits for files to be drained; the sum over all files, or more for an instant.
+    waiter_count: AtomicU64,
 }
 
 impl<B: Backing> Drain<B> {
@@ -53,6 +56,7 @@ impl<B: Backing> Drain<B> {
         Self {
             lanes: (0..lane_count).map(|_| DrainQueue::default()).collect(),
             executor: RwLock::new(None),
+            waiter_count: AtomicU64::new(0),
         }
     }
 
@@ -139,6 +143,27 @@ impl<B: Backing> Drain<B> {
         self.wake(file.lane);
     }
 
+    /// Counts one more who waits for a file. Before it is drained: who drains asks [`Drain::has_waiters`] first.
+    pub(crate) fn count_waiter(&self) {
+        self.waiter_count.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// These wait no more.
+    pub(crate) fn count_answered(&self, waiters: usize) {
+        let before = self
+            .waiter_count
+            .fetch_sub(waiters as u64, Ordering::SeqCst);
+        debug_assert!(
+            before >= waiters as u64,
+            "more waiters answered than waited"
+        );
+    }
+
+    /// Whether somebody waits for a file to be drained.
+    pub(crate) fn has_waiters(&self) -> bool {
+        self.waiter_count.load(Ordering::SeqCst) > 0
+    }
+
     /// Drains all that a file has pending now, however little.
     pub(crate) fn force(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
         if let Some(newest) = state.pending.newest_sequence() {
@@ -153,6 +178,15 @@ impl<B: Backing> Drain<B> {
             let of_lane: Vec<_> = files.iter().filter(|file| file.lane == lane).collect();
             assert_queue(self.queue(lane), &of_lane);
         }
+        let waiters: usize = files
+            .iter()
+            .map(|file| file.lock().drain.waiter_count())
+            .sum();
+        assert_eq!(
+            self.waiter_count.load(Ordering::SeqCst),
+            waiters as u64,
+            "who waits for files"
+        );
     }
 }
 

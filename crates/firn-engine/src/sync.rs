@@ -184,10 +184,13 @@ impl<B: Backing> Engine<B> {
             .map(|(_, e)| e.sequence)
             .max()
             .unwrap_or(0);
+        self.drain.count_waiter();
         state.drain.add_waiter(Waiter { until, done });
         // Someone waits: the next try is now, not after the back-off.
         state.drain.retry_now();
         self.drain.force(file, &mut state);
+        // Also if the file is in line already: who drains may have put it off.
+        self.drain.wake(file.lane);
     }
 
     // ---- trees -------------------------------------------------------------------------------

@@ -371,7 +371,7 @@ pub struct Status {
     #[serde(default)]
     pub failed_requests: BTreeMap<String, u64>,
     /// Since attach: decisions of the drain: `picked`, `written`, `waits` (after an error), `retried`, `given up`
-    /// (whoever waited was told the error) and `spilled`.
+    /// (whoever waited was told the error), `spilled` and `put off` (programs wanted the CPUs).
     #[serde(default)]
     pub drain_decisions: BTreeMap<String, u64>,
     /// Since attach: steps of transactions on this host: `begin`, `quiesce`, `drained`, `prepared`, `decided`,

@@ -11,13 +11,18 @@ use std::time::Duration;
 
 use firn_arena::{Arena, Identity};
 use firn_backing::{DirBacking, Errno};
-use firn_drain::Pool;
+use firn_drain::{IoThreads, Pool};
 use firn_engine::{ClientId, DrainPolicy, Engine, EngineOptions, Written};
 use firn_format::durability::DurabilityLevel;
 use firn_format::geometry::Geometry;
 use firn_stub::{Adopted, Tree, TreeOptions};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
+
+const IO_THREADS: IoThreads = IoThreads {
+    per_lane: 2,
+    cpu_percent: 100,
+};
 
 const CHUNK_BYTES: u64 = 128 << 10;
 const ME: ClientId = ClientId(7);
@@ -81,7 +86,7 @@ impl World {
             )
             .unwrap()
         };
-        let pool = Pool::start(Arc::clone(&engine), 2).unwrap();
+        let pool = Pool::start(Arc::clone(&engine), IO_THREADS).unwrap();
         let options = TreeOptions {
             root: self.prefix(),
             log: self.shm.path().join("log"),

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use firn_arena::{Arena, Identity};
 use firn_backing::sim::tree;
 use firn_backing::{Backing, Caller, Errno, Kind};
-use firn_drain::Pool;
+use firn_drain::{IoThreads, Pool};
 use firn_engine::{Closing, Done, Engine, EngineOptions, HandleId, InodeId, ROOT, Written};
 use firn_format::geometry::Geometry;
 use parking_lot::{Condvar, Mutex};
@@ -62,7 +62,11 @@ impl<B: Backing> Mount<B> {
         options.drain_write_bytes_min = 16 << 10;
         options.drain_write_bytes_max = 64 << 10;
         let engine = Engine::begin(backing, arena, options).expect("an engine");
-        let pool = Pool::start(Arc::clone(&engine), IO_THREADS).expect("IO threads");
+        let threads = IoThreads {
+            per_lane: IO_THREADS,
+            cpu_percent: 100,
+        };
+        let pool = Pool::start(Arc::clone(&engine), threads).expect("IO threads");
         let faults = disturbance == Disturbance::Faults;
         let lists = disturbance == Disturbance::Lists;
         Self {

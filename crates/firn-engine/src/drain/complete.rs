@@ -61,6 +61,7 @@ impl<B: Backing> Engine<B> {
                 counters.drain_errors.fetch_add(1, Ordering::Relaxed);
                 self.schedule_retry(&file, &mut state, errno, outcome.unreadable);
                 told = state.drain.take_failed();
+                self.drain.count_answered(told.len());
             }
         }
         self.counters.count_held(before, state.pending.bytes());
@@ -210,7 +211,9 @@ impl<B: Backing> Engine<B> {
             state.drain.set_sets_time(false);
             file.notify_io_ended();
         }
-        state.take_satisfied_waiters()
+        let satisfied = state.take_satisfied_waiters();
+        self.drain.count_answered(satisfied.len());
+        satisfied
     }
 
     pub(crate) fn schedule_retry(

@@ -7,6 +7,7 @@ use firn_backing::Backing;
 
 use super::{Executor, wait_for};
 use crate::Result;
+use crate::counters::Decision;
 use crate::engine::Engine;
 use crate::file::File;
 use crate::lane::LaneIndex;
@@ -20,6 +21,22 @@ impl<B: Backing> Engine<B> {
     /// The lanes, each to be picked from.
     pub fn lanes(&self) -> impl Iterator<Item = LaneIndex> + use<B> {
         self.drain.lanes()
+    }
+
+    /// Whether somebody waits for a drain: for a file, or for room in the arena, of which more than three quarters are in
+    /// use. Whatever else is to be drained is in no hurry.
+    pub fn is_drain_awaited(&self) -> bool {
+        let is_nearly_full = || {
+            let slots = u64::from(self.arena.geometry().chunk_count);
+            u64::from(self.arena.memory_used()) * 4 > slots * 3
+        };
+        self.drain.has_waiters() || self.space.waiters.count() > 0 || is_nearly_full()
+    }
+
+    /// Counts that what could be drained is put off, because programs want the CPUs.
+    pub fn note_drain_put_off(&self) {
+        self.counters.drain_decisions.count(Decision::PutOff);
+        tracing::debug!("drain: put off, programs want the CPUs");
     }
 
     /// Drains what a file has pending now, and blocks until it is in the backing or a try failed. To be called with no

@@ -254,6 +254,10 @@ impl DrainState {
         failed
     }
 
+    pub(crate) fn waiter_count(&self) -> usize {
+        self.waiters.len()
+    }
+
     /// Whether there is a waiter.
     pub(crate) fn has_waiters(&self) -> bool {
         !self.waiters.is_empty()

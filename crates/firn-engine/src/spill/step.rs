@@ -136,7 +136,9 @@ impl<B: Backing> Engine<B> {
         }
         self.counters.drain_errors.fetch_add(1, Ordering::Relaxed);
         self.schedule_retry(file, state, Errno::IO, true);
-        state.drain.take_failed()
+        let told = state.drain.take_failed();
+        self.drain.count_answered(told.len());
+        told
     }
 
     /// Whether memory will become free by spilling, so that writers wait for that. Wakes who spills.

@@ -1,0 +1,281 @@
+//! `firn bench drain`: what a drain takes from a program that computes, and how fast it is where nothing computes.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::bail;
+
+use crate::firn::{Firn, Mount};
+use crate::machine;
+use crate::options::{Common, WorkDir, parse_size, progress};
+use crate::report::{Limit, Report, Sample};
+use crate::worker::{self, Steps, Task};
+use firn_config::size_text;
+
+const MIB: f64 = (1u64 << 20) as f64;
+const ALONE: &str = "alone";
+const EAGER: &str = "drain=eager";
+const UNLIMITED: &str = "drain=eager, drain-cpu=100";
+const DEMAND: &str = "drain=demand";
+/// Steps of the run that says how many a second takes.
+const STEPS_TO_CALIBRATE: u64 = 100;
+/// Far longer than any disk takes.
+const WAIT_MAX: Duration = Duration::from_secs(600);
+
+/// Computes in steps on all CPUs while a checkpoint drains, as a training loop does.
+///
+/// The baseline is the same loop alone, just before and after: the speed of a shared machine changes from one second to
+/// the next. With drain=demand the checkpoint stays in memory. Beside it stands how fast the
+/// checkpoint drains while nothing computes, to that of a drain that never leaves the CPUs to others (drain-cpu=100).
+/// Goals: step rate at least 0.95 of alone; rate of the drain where CPUs are idle at least 0.97.
+#[derive(Clone, Debug, clap::Args)]
+pub struct DrainArgs {
+    #[command(flatten)]
+    common: Common,
+    /// Bytes of the checkpoint (default: 1536M, quick 64M).
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    size: Option<u64>,
+    /// Seconds of computing in one measurement (default: 4, quick 1).
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=3600))]
+    seconds: Option<u64>,
+}
+
+/// One way to drain, and its mount.
+struct Candidate<'a> {
+    name: &'static str,
+    /// `None`: nothing was written.
+    mount: Option<Mounted<'a>>,
+}
+
+struct Mounted<'a> {
+    mount: Mount<'a>,
+    /// The checkpoint in the backing.
+    backing_file: PathBuf,
+}
+
+/// What is run.
+struct Loop {
+    threads: usize,
+    steps: u64,
+}
+
+impl DrainArgs {
+    fn size(&self) -> u64 {
+        self.size
+            .unwrap_or(self.common.choose(1536 << 20, 64 << 20))
+            .next_multiple_of(1 << 20)
+    }
+
+    fn seconds(&self) -> u64 {
+        self.seconds.unwrap_or(self.common.choose(4, 1))
+    }
+
+    /// Runs it.
+    pub fn run(&self) -> anyhow::Result<Report> {
+        let work = self.common.work_dir()?;
+        let firn = Firn::find(self.common.firn.as_deref())?;
+        let threads = std::thread::available_parallelism()?.get();
+        let mut report = Report::new("drain");
+        report.note(format!(
+            "a checkpoint of {} by one process with the preload library, close=held; the backing is on {}",
+            size_text(self.size()),
+            machine::file_system_of(work.path())
+        ));
+        report.note(format!(
+            "then {} s of steps of {threads} threads, or nothing",
+            self.seconds()
+        ));
+        let mount = |name: &str, options: &str| self.mount(&firn, &work, name, options);
+        let mut candidates = vec![Candidate {
+            name: ALONE,
+            mount: None,
+        }];
+        if !self.common.baseline_only {
+            candidates.push(Candidate {
+                name: DEMAND,
+                mount: Some(mount("demand", "drain=demand")?),
+            });
+            candidates.push(Candidate {
+                name: UNLIMITED,
+                mount: Some(mount("unlimited", "drain-cpu=100")?),
+            });
+            candidates.push(Candidate {
+                name: EAGER,
+                mount: Some(mount("eager", "drain=eager")?),
+            });
+        }
+        let calibration = Loop {
+            threads,
+            steps: STEPS_TO_CALIBRATE,
+        };
+        let calibration = calibration.step_rate()?;
+        let steps = (calibration * self.seconds() as f64) as u64;
+        let training = Loop { threads, steps };
+        let mut computing = vec![Vec::new(); candidates.len()];
+        let mut idle = vec![Vec::new(); candidates.len()];
+        let bar = progress(
+            u64::from(self.common.repeats()) * candidates.len() as u64,
+            "drain",
+        );
+        for _ in 0..self.common.repeats() {
+            for (index, candidate) in candidates.iter().enumerate() {
+                computing[index].push(self.measure(&firn, candidate, &training)?);
+                if [UNLIMITED, EAGER].contains(&candidate.name)
+                    && let Some(mount) = &candidate.mount
+                {
+                    idle[index].push(self.drain_rate(&firn, mount)?);
+                }
+                bar.inc(1);
+            }
+        }
+        bar.finish_and_clear();
+        let named = |samples: Vec<Vec<Sample>>| -> Vec<(String, Vec<Sample>)> {
+            candidates
+                .iter()
+                .map(|candidate| candidate.name.to_owned())
+                .zip(samples)
+                .filter(|(_, samples)| !samples.is_empty())
+                .collect()
+        };
+        report.add("a program computes on all CPUs", named(computing));
+        let idle = named(idle);
+        if idle.is_empty() {
+            return Ok(report);
+        }
+        report.add("nothing computes", idle);
+        let [computing, idle] = &report.cases[..] else {
+            unreachable!("two were added");
+        };
+        let step_ratio = computing.median(EAGER, "of alone");
+        let drain_ratio = idle.ratio(EAGER, UNLIMITED, "drained");
+        report.judge(
+            format!("steps, {EAGER} to {ALONE}"),
+            Limit::Least(0.95),
+            step_ratio.as_slice(),
+        );
+        report.judge(
+            format!("idle CPUs, {EAGER} to {UNLIMITED}"),
+            Limit::Least(0.97),
+            drain_ratio.as_slice(),
+        );
+        Ok(report)
+    }
+
+    fn mount<'a>(
+        &self,
+        firn: &'a Firn,
+        work: &WorkDir,
+        name: &str,
+        options: &str,
+    ) -> anyhow::Result<Mounted<'a>> {
+        let backing = work.subdir(&format!("backing-{name}"))?;
+        let point = work.subdir(&format!("firn-{name}"))?;
+        // Room for twice the checkpoint: nobody waits for room.
+        let arena_bytes = (2 * self.size()).max(256 << 20);
+        let options = format!("{options},close=held,fsync=held,arena-size={arena_bytes}");
+        let mount = firn.mount(&backing, &point, &options)?;
+        mount.wait_populated()?;
+        Ok(Mounted {
+            mount,
+            backing_file: backing.join("checkpoint"),
+        })
+    }
+
+    /// Steps a second while the checkpoint drains, and what was drained meanwhile.
+    fn measure(
+        &self,
+        firn: &Firn,
+        candidate: &Candidate<'_>,
+        training: &Loop,
+    ) -> anyhow::Result<Sample> {
+        let before = training.step_rate()?;
+        let mut drained = 0;
+        let rate = match &candidate.mount {
+            None => training.step_rate()?,
+            Some(mounted) => {
+                let drained_before = mounted.mount.counters()?.drain_bytes;
+                self.write(firn, &mounted.mount)?;
+                let rate = training.step_rate()?;
+                drained = mounted.mount.counters()?.drain_bytes - drained_before;
+                remove(&mounted.mount)?;
+                rate
+            }
+        };
+        let alone = (before + training.step_rate()?) / 2.0;
+        Ok(vec![
+            ("steps", "/s", rate),
+            ("of alone", "", rate / alone),
+            ("drained", "MiB", drained as f64 / MIB),
+        ])
+    }
+
+    /// How fast the checkpoint drains, from its close on.
+    fn drain_rate(&self, firn: &Firn, mounted: &Mounted<'_>) -> anyhow::Result<Sample> {
+        self.write(firn, &mounted.mount)?;
+        let begin = Instant::now();
+        let left = self.size() - mounted.drained_bytes().min(self.size());
+        // Not by `firn status`, a process each time: it would compete for the CPUs.
+        while mounted.drained_bytes() < self.size() {
+            if begin.elapsed() > WAIT_MAX {
+                bail!("gave up waiting for the drain");
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let rate = left as f64 / MIB / begin.elapsed().as_secs_f64();
+        remove(&mounted.mount)?;
+        Ok(vec![("drained", "MiB/s", rate)])
+    }
+
+    fn write(&self, firn: &Firn, mount: &Mount<'_>) -> anyhow::Result<()> {
+        let task = Task::Write {
+            path: mount.path().join("checkpoint"),
+            runs: vec![(self.size() >> 20, 1 << 20)],
+            sync: false,
+            over: false,
+        };
+        worker::run_with(Some(&firn.preload()?), &[task]).map(drop)
+    }
+
+    /// Options that every benchmark has.
+    pub fn common(&self) -> &Common {
+        &self.common
+    }
+
+    /// As `firn bench all` runs it.
+    pub fn with(common: Common) -> Self {
+        Self {
+            common,
+            size: None,
+            seconds: None,
+        }
+    }
+}
+
+impl Loop {
+    /// Takes the steps; how many a second.
+    fn step_rate(&self) -> anyhow::Result<f64> {
+        let steps = Steps {
+            threads: self.threads,
+            count: self.steps,
+        };
+        let outcomes = worker::run_all(&[Task::Steps(steps)])?;
+        Ok(self.steps as f64 / worker::elapsed_s(&outcomes))
+    }
+}
+
+impl Mounted<'_> {
+    /// Bytes of the checkpoint that the backing has.
+    fn drained_bytes(&self) -> u64 {
+        const BLOCK_BYTES: u64 = 512;
+        std::fs::metadata(&self.backing_file).map_or(0, |file| file.blocks() * BLOCK_BYTES)
+    }
+}
+
+/// Removes the checkpoint, and lets the device finish what was drained of it: the next measurement is not to pay for it.
+fn remove(mount: &Mount<'_>) -> anyhow::Result<()> {
+    std::fs::remove_file(mount.path().join("checkpoint"))?;
+    mount.wait_empty()?;
+    rustix::fs::sync();
+    Ok(())
+}

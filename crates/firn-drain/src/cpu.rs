@@ -1,0 +1,155 @@
+//! CPU time: of the calling thread, and what became of the CPUs that this process may use.
+//!
+//! Relies on /proc/stat (proc_stat(5)): ticks of each CPU since boot, by what it did. In a container too it has the CPUs
+//! of the host, so those of this process's affinity are added up.
+
+use std::time::{Duration, Instant};
+
+use rustix::thread::{CpuSet, sched_getaffinity};
+use rustix::time::{ClockId, clock_gettime};
+
+/// USER_HZ, the same on all architectures that Firn is built for.
+const TICKS_PER_SECOND: f64 = 100.0;
+
+/// CPU time that this thread has used.
+pub(crate) fn thread_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// What became of the CPUs between two looks at a [`CpuClock`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Window {
+    /// CPUs that this process may use.
+    pub cpus: f64,
+    /// How many of them were idle, on average.
+    pub idle: f64,
+    /// How many of them programs computed on: what the kernel did is not in it.
+    pub user: f64,
+    /// From look to look.
+    pub elapsed: Duration,
+}
+
+/// Tells what becomes of the CPUs of this process.
+pub(crate) struct CpuClock {
+    cpus: CpuSet,
+    looked_at: Instant,
+    ticks: Ticks,
+}
+
+/// Sums over some CPUs since boot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Ticks {
+    idle: u64,
+    user: u64,
+}
+
+impl CpuClock {
+    /// `None` where the kernel does not say.
+    pub(crate) fn start() -> Option<Self> {
+        let cpus = sched_getaffinity(None).ok()?;
+        Some(Self {
+            cpus,
+            looked_at: Instant::now(),
+            ticks: Ticks::read(&cpus)?,
+        })
+    }
+
+    /// Time since the last look.
+    pub(crate) fn age(&self) -> Duration {
+        self.looked_at.elapsed()
+    }
+
+    /// What passed since the last look.
+    pub(crate) fn look(&mut self) -> Option<Window> {
+        let ticks = Ticks::read(&self.cpus)?;
+        let now = Instant::now();
+        let elapsed = now - self.looked_at;
+        let cpus = f64::from(self.cpus.count());
+        let average = |from: u64, to: u64| {
+            // Time of waiting for I/O may go down (proc_stat(5)).
+            let seconds = to.saturating_sub(from) as f64 / TICKS_PER_SECOND;
+            (seconds / elapsed.as_secs_f64()).min(cpus)
+        };
+        let window = Window {
+            cpus,
+            idle: average(self.ticks.idle, ticks.idle),
+            user: average(self.ticks.user, ticks.user),
+            elapsed,
+        };
+        self.ticks = ticks;
+        self.looked_at = now;
+        Some(window)
+    }
+}
+
+impl Ticks {
+    fn read(cpus: &CpuSet) -> Option<Self> {
+        let text = std::fs::read_to_string("/proc/stat").ok()?;
+        Self::parse(&text, |cpu| cpu < CpuSet::MAX_CPU && cpus.is_set(cpu))
+    }
+
+    /// Of the CPUs of `is_ours`; `None`: none of them is there.
+    fn parse(text: &str, is_ours: impl Fn(usize) -> bool) -> Option<Self> {
+        let mut sum = None;
+        for line in text.lines().take_while(|line| line.starts_with("cpu")) {
+            let mut fields = line.split_ascii_whitespace();
+            let number = fields.next()?.strip_prefix("cpu")?;
+            // The first line is all of them together.
+            if number.is_empty() || !is_ours(number.parse().ok()?) {
+                continue;
+            }
+            let mut ticks = || fields.next()?.parse::<u64>().ok();
+            let [user, nice, _system] = [ticks()?, ticks()?, ticks()?];
+            let [idle, waiting_for_io] = [ticks()?, ticks()?];
+            let sum = sum.get_or_insert(Self::default());
+            sum.user += user + nice;
+            sum.idle += idle + waiting_for_io;
+        }
+        sum
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STAT: &str = "cpu  9 9 9 700 70 0 0 0 0 0\n\
+                        cpu0 1 2 3 100 10 0 0 0 0 0\n\
+                        cpu2 1 2 3 200 20 0 0 0 0 0\n\
+                        cpu11 1 2 3 400 40 0 0 0 0 0\n\
+                        intr 12 0 0\n";
+
+    #[test]
+    fn ticks_are_those_of_our_cpus() {
+        let ticks = Ticks::parse(STAT, |cpu| cpu != 2);
+        assert_eq!(ticks, Some(Ticks { idle: 550, user: 6 }));
+        assert_eq!(Ticks::parse(STAT, |cpu| cpu == 1), None);
+    }
+
+    #[test]
+    fn what_is_no_number_is_not_believed() {
+        assert_eq!(Ticks::parse("cpu0 1 2 3 many 1", |_| true), None);
+        assert_eq!(Ticks::parse("cpu0 1 2", |_| true), None);
+        assert_eq!(Ticks::parse("", |_| true), None);
+    }
+
+    #[test]
+    fn this_machine_says_what_its_cpus_do() {
+        let mut clock = CpuClock::start().expect("/proc/stat");
+        while clock.age() < Duration::from_millis(20) {
+            std::hint::spin_loop();
+        }
+        let window = clock.look().expect("/proc/stat");
+        assert!(window.cpus >= 1.0 && window.idle <= window.cpus && window.user <= window.cpus);
+        assert!(window.elapsed >= Duration::from_millis(20));
+    }
+
+    #[test]
+    fn a_thread_that_computes_uses_cpu_time() {
+        let before = thread_time();
+        while thread_time() - before < Duration::from_millis(2) {
+            std::hint::spin_loop();
+        }
+    }
+}
