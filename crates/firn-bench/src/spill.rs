@@ -45,6 +45,9 @@ pub struct SpillArgs {
     /// Bytes of the file (default: 512M, quick 64M).
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     size: Option<u64>,
+    /// Shares of the file that are spilled, of those in the paper's table (default: all; quick 0, 50, 100).
+    #[arg(long, value_name = "PERCENT,…", value_delimiter = ',')]
+    percent: Vec<f64>,
 }
 
 /// Rates of a round, bytes a second.
@@ -85,7 +88,10 @@ impl SpillArgs {
         }
         let shares: Vec<_> = TABLE
             .iter()
-            .filter(|row| !self.common.quick || row.0 % 50.0 == 0.0)
+            .filter(|row| match self.percent.is_empty() {
+                true => !self.common.quick || row.0 % 50.0 == 0.0,
+                false => self.percent.contains(&row.0),
+            })
             .collect();
         let memory = self.mount(&firn, &work, 0.0)?;
         let bar = progress(
@@ -130,7 +136,10 @@ impl SpillArgs {
             median(&devices)
         ));
         // Without spilling there is nothing to expect: two runs of one thing.
-        let spilling = report.cases.iter().skip(1);
+        let spilling = report
+            .cases
+            .iter()
+            .filter(|case| !case.name.starts_with("0 %"));
         let ratios: Vec<f64> = spilling
             .filter_map(|case| case.ratio(PRELOAD, FORMULA, "throughput"))
             .collect();
@@ -226,7 +235,11 @@ impl SpillArgs {
 
     /// As `firn bench all` runs it.
     pub fn with(common: Common) -> Self {
-        Self { common, size: None }
+        Self {
+            common,
+            size: None,
+            percent: Vec::new(),
+        }
     }
 }
 
