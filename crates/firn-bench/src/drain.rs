@@ -15,8 +15,8 @@ use firn_config::size_text;
 
 const MIB: f64 = (1u64 << 20) as f64;
 const ALONE: &str = "alone";
-const EAGER: &str = "drain=eager";
-const UNLIMITED: &str = "drain=eager, drain-cpu=100";
+const PACED: &str = "drain=eager, drain-cpu=3";
+const UNLIMITED: &str = "drain=eager";
 const DEMAND: &str = "drain=demand";
 /// Steps of the run that says how many a second takes.
 const STEPS_TO_CALIBRATE: u64 = 100;
@@ -27,7 +27,7 @@ const WAIT_MAX: Duration = Duration::from_secs(600);
 ///
 /// The baseline is the same loop alone, just before and after: the speed of a shared machine changes from one second to
 /// the next. With drain=demand the checkpoint stays in memory. Beside it stands how fast the
-/// checkpoint drains while nothing computes, to that of a drain that never leaves the CPUs to others (drain-cpu=100).
+/// checkpoint drains while nothing computes, to that of a drain that never leaves the CPUs to others (drain-cpu=100, the default).
 /// Goals: step rate at least 0.95 of alone; rate of the drain where CPUs are idle at least 0.97.
 #[derive(Clone, Debug, clap::Args)]
 pub struct DrainArgs {
@@ -98,11 +98,11 @@ impl DrainArgs {
             });
             candidates.push(Candidate {
                 name: UNLIMITED,
-                mount: Some(mount("unlimited", "drain-cpu=100")?),
+                mount: Some(mount("unlimited", "drain=eager")?),
             });
             candidates.push(Candidate {
-                name: EAGER,
-                mount: Some(mount("eager", "drain=eager")?),
+                name: PACED,
+                mount: Some(mount("paced", "drain-cpu=3")?),
             });
         }
         let calibration = Loop {
@@ -121,7 +121,7 @@ impl DrainArgs {
         for _ in 0..self.common.repeats() {
             for (index, candidate) in candidates.iter().enumerate() {
                 computing[index].push(self.measure(&firn, candidate, &training)?);
-                if [UNLIMITED, EAGER].contains(&candidate.name)
+                if [UNLIMITED, PACED].contains(&candidate.name)
                     && let Some(mount) = &candidate.mount
                 {
                     idle[index].push(self.drain_rate(&firn, mount)?);
@@ -147,15 +147,15 @@ impl DrainArgs {
         let [computing, idle] = &report.cases[..] else {
             unreachable!("two were added");
         };
-        let step_ratio = computing.median(EAGER, "of alone");
-        let drain_ratio = idle.ratio(EAGER, UNLIMITED, "drained");
+        let step_ratio = computing.median(PACED, "of alone");
+        let drain_ratio = idle.ratio(PACED, UNLIMITED, "drained");
         report.judge(
-            format!("steps, {EAGER} to {ALONE}"),
+            format!("steps, {PACED} to {ALONE}"),
             Limit::Least(0.95),
             step_ratio.as_slice(),
         );
         report.judge(
-            format!("idle CPUs, {EAGER} to {UNLIMITED}"),
+            format!("idle CPUs, {PACED} to {UNLIMITED}"),
             Limit::Least(0.97),
             drain_ratio.as_slice(),
         );

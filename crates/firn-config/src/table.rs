@@ -327,12 +327,13 @@ pub static TABLE: [Row; 30] = [
             max: 100,
             zero: None,
         },
-        default: "3",
-        help: "Percentage of one CPU that the drain takes while programs want all CPUs",
-        long: "Holds for the IO threads as long as nobody waits for a drain (close, fsync, `firn wait`) and at least a \
-               quarter of the arena is free. As long as CPUs are idle they have no limit. Written data then stays in the arena \
-               only for longer; raise it where that matters more than the speed of programs. With 100 there is no \
-               limit at all.",
+        default: "100",
+        help: "Percentage of one CPU that the drain takes while programs want all CPUs; 100: no limit",
+        long: "Below 100, the I/O threads take no more than this as long as programs compute on all CPUs, nobody \
+               waits for a drain (close, fsync, `firn wait`), and at least a quarter of the arena is free. While \
+               CPUs are idle there is no limit. Programs then lose little to the drain, but what they wrote is \
+               in the arena only for longer, and lost if the host fails meanwhile. `3` suits a training loop; \
+               leave it at `100` for MPI programs, which use all CPUs even while they wait.",
         changes_promises: true,
         get: |o| o.drain_cpu_percent.to_string(),
         set: |o, v| o.drain_cpu_percent = v.number() as u32,
