@@ -283,7 +283,7 @@ pub struct Status {
     /// Lifetimes of firnd that this arena has seen, this one included.
     pub epoch: u64,
     /// Options in force that change what promises mean, as `key=value`; paths as people are shown them
-    /// ([`crate::quote`]).
+    /// (`firn_format::quote`).
     pub options: Vec<String>,
     /// Bytes of chunks.
     pub arena_bytes: u64,

@@ -18,7 +18,7 @@ use firn_format::quote::quoted;
 /// The key of a path that is not UTF-8.
 const ESCAPED: &str = "escaped";
 
-/// A path, or a name, as bytes. People are shown it quoted ([`crate::quote`]).
+/// A path, or a name, as bytes. People are shown it quoted (`firn_format::quote`).
 #[derive(Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BytePath(Vec<u8>);
 

@@ -11,7 +11,7 @@
 //! * An object that was there is never removed: with its last known name it goes to `kept/` (`names.rs`).
 //! * Putting back (`undo.rs`) makes each directory that was touched have its old names, and each object its old
 //!   attributes and bytes. It makes one change log of what is saved and of what is there, and applies it backward
-//!   ([`crate::apply`]), so it can be done over and over.
+//!   (module `apply`), so it can be done over and over.
 //!
 //! An object is saved as `saved/INO.K`: change logs of one entry with an undo part only. Log 0 has the attributes, the
 //! size and, of a directory, the names. Each further one has more bytes of a file: from the lowest that is saved

@@ -2,7 +2,7 @@
 //!
 //! Promises
 //! * Nothing here blocks its caller. A class has threads as long as it has work, up to its limit, and keeps idle ones
-//!   for [`IDLE`].
+//!   for `IDLE`.
 //! * Classes take no threads from each other: whatever hangs in one, the others go on.
 //! * Tasks of one [`Topic`] start in the order given, and so do tasks without a topic.
 //! * As long as the tasks of fewer than [`TOPICS_MAX`] topics hang, those of another topic run, however many tasks of
