@@ -23,7 +23,7 @@ use parking_lot::Mutex;
 
 use crate::cpu::thread_time;
 use crate::pacer::Pacer;
-use crate::sleepers::{Sleepers, Ticket};
+use crate::sleepers::Sleepers;
 
 /// A write that takes so long may take for ever.
 const HANGS_AFTER: Duration = Duration::from_secs(5);
@@ -101,7 +101,26 @@ struct Worker<B: Backing> {
     lane: LaneIndex,
     limits: LaneLimits,
     sleepers: Arc<Sleepers>,
-    pacer: Arc<Pacer>,
+    /// Where the drain leaves the CPUs to programs.
+    pacer: Option<Arc<Pacer>>,
+}
+
+/// How a thread that paces itself goes on.
+struct Pace<'a> {
+    pacer: &'a Pacer,
+    /// Somebody waits for a drain, or for room.
+    is_awaited: bool,
+}
+
+impl Pace<'_> {
+    /// How long to sleep because programs want the CPU; `None`: there is no need.
+    fn delay(&self) -> Option<Duration> {
+        if self.is_awaited {
+            None
+        } else {
+            self.pacer.delay()
+        }
+    }
 }
 
 impl Lane {
@@ -110,7 +129,7 @@ impl Lane {
         engine: Arc<Engine<B>>,
         lane: LaneIndex,
         regular_count: usize,
-        pacer: Arc<Pacer>,
+        pacer: Option<Arc<Pacer>>,
     ) -> Self {
         let regular_count = regular_count.max(1);
         let sleepers = Arc::new(Sleepers::default());
@@ -218,18 +237,20 @@ impl<B: Backing> Worker<B> {
         IS_IO_THREAD.set(true);
         while !self.sleepers.is_stopping() {
             let ticket = self.sleepers.ticket();
-            let is_awaited = self.engine.is_drain_awaited();
-            if !is_awaited && self.leave_cpu(ticket) {
+            let pace = self.pacer.as_deref().map(|pacer| Pace {
+                pacer,
+                is_awaited: self.engine.is_drain_awaited(),
+            });
+            if let Some(delay) = pace.as_ref().and_then(Pace::delay) {
+                self.engine.note_drain_put_off();
+                self.sleepers.sleep(ticket, Some(delay));
                 continue;
             }
             match self.engine.pick(self.lane, self.limits) {
                 Pick::Job(job) => {
                     self.sleepers.wake();
                     clock.start();
-                    let before = thread_time();
-                    let outcome = self.execute(&job);
-                    self.engine.complete(job, outcome);
-                    self.pacer.charge(thread_time() - before, is_awaited);
+                    self.perform(job, pace.as_ref());
                     clock.stop();
                 }
                 Pick::Idle { .. } if role == Role::StandIn => return,
@@ -238,14 +259,14 @@ impl<B: Backing> Worker<B> {
         }
     }
 
-    /// Sleeps if programs want the CPU, for as long as nobody begins to wait for a drain. False: there is no need.
-    fn leave_cpu(&self, ticket: Ticket) -> bool {
-        let Some(delay) = self.pacer.delay() else {
-            return false;
-        };
-        self.engine.note_drain_put_off();
-        self.sleepers.sleep(ticket, Some(delay));
-        true
+    /// Executes and completes a job, and charges its CPU time where the drain is paced.
+    fn perform(&self, job: Job<B>, pace: Option<&Pace<'_>>) {
+        let before = pace.map(|_| thread_time());
+        let outcome = self.execute(&job);
+        self.engine.complete(job, outcome);
+        if let (Some(pace), Some(before)) = (pace, before) {
+            pace.pacer.charge(thread_time() - before, pace.is_awaited);
+        }
     }
 
     /// A panic is a bug, but the bytes of the job are still in the arena: told as EIO, they stay there.

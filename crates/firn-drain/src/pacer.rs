@@ -37,7 +37,7 @@ pub(crate) struct Pacer {
 }
 
 struct State {
-    clock: Option<CpuClock>,
+    clock: CpuClock,
     /// CPUs that the IO threads may use; infinite: as many as they like.
     budget: f64,
     /// CPU time of jobs since the last look.
@@ -47,10 +47,11 @@ struct State {
 }
 
 impl Pacer {
-    /// For IO threads that take `percent` of a CPU where programs want all of them; from 100 on, without a limit.
-    pub(crate) fn new(percent: u32) -> Self {
-        let clock = (percent < 100).then(CpuClock::start).flatten();
-        Self {
+    /// For IO threads that take `percent` of a CPU where programs want all of them. `None`: they have no limit, because it
+    /// is 100 or more, or because the kernel does not say what becomes of the CPUs.
+    pub(crate) fn start(percent: u32) -> Option<Self> {
+        let clock = (percent < 100).then(CpuClock::start).flatten()?;
+        Some(Self {
             least: f64::from(percent) / 100.0,
             state: Mutex::new(State {
                 clock,
@@ -58,7 +59,7 @@ impl Pacer {
                 used: Duration::ZERO,
                 paid_until: Instant::now(),
             }),
-        }
+        })
     }
 
     /// A job took so much CPU time. One that somebody waited for (`is_awaited`) is not held against the next ones.
@@ -83,13 +84,10 @@ impl Pacer {
 impl State {
     /// Looks at the CPUs if it is time, and sets the budget.
     fn look(&mut self, least: f64) {
-        let Some(clock) = &mut self.clock else {
-            return;
-        };
-        if clock.age() < LOOK_EVERY {
+        if self.clock.age() < LOOK_EVERY {
             return;
         }
-        let window = clock.look();
+        let window = self.clock.look();
         let used = std::mem::take(&mut self.used);
         let next = |window| next_budget(self.budget, window, used, least);
         self.budget = window.map_or(f64::INFINITY, next);
@@ -160,7 +158,7 @@ mod tests {
 
     #[test]
     fn who_uses_more_than_the_budget_waits_for_as_long() {
-        let pacer = Pacer::new(3);
+        let pacer = Pacer::start(3).expect("/proc/stat");
         pacer.state.lock().budget = 0.5;
         let used = Duration::from_millis(20);
         pacer.charge(used, true);
@@ -174,9 +172,6 @@ mod tests {
 
     #[test]
     fn at_a_hundred_percent_nobody_looks_at_the_cpus() {
-        let pacer = Pacer::new(100);
-        assert!(pacer.state.lock().clock.is_none());
-        pacer.charge(Duration::from_secs(9), false);
-        assert_eq!(pacer.delay(), None);
+        assert!(Pacer::start(100).is_none());
     }
 }

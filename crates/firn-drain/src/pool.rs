@@ -56,10 +56,10 @@ impl Executor for LaneThreads {
 impl Pool {
     /// Starts threads for each lane of `engine`, which drain it into its backing.
     pub fn start<B: Backing>(engine: Arc<Engine<B>>, io_threads: IoThreads) -> io::Result<Self> {
-        let pacer = Arc::new(Pacer::new(io_threads.cpu_percent));
+        let pacer = Pacer::start(io_threads.cpu_percent).map(Arc::new);
         let new_lane = |index| {
             let engine = Arc::clone(&engine);
-            Lane::new(engine, index, io_threads.per_lane, Arc::clone(&pacer))
+            Lane::new(engine, index, io_threads.per_lane, pacer.clone())
         };
         let lanes: Vec<(LaneIndex, Lane)> = engine
             .lanes()

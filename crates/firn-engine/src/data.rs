@@ -104,7 +104,7 @@ impl<B: Backing> Engine<B> {
         let allowed = self.allows_passthrough();
         let is_cacheable = !wants_write && !self.options.serves_every_read;
         let unchanged = is_cacheable && !allowed && self.is_as_cached(&inode);
-        let held_size = if is_cacheable {
+        let held_size = if is_cacheable && self.kernel_copies.are_allowed() {
             self.size_if_held(&file)
         } else {
             None

@@ -143,7 +143,7 @@ impl<B: Backing> Engine<B> {
         self.files.change(inode, LaneIndex::FIRST, change)
     }
 
-    /// Has `observer` told of each file whose pages the kernel is to drop because it may keep no copy of it any more.
+    /// Calls `observer` with each file whose pages the kernel is to drop because it may keep no copy of it any more.
     /// It is called with no lock held and may be called by a thread that a request waits for, so it must not wait for
     /// the kernel. To be called once, before the first open.
     pub fn on_kernel_copy_dropped(&self, observer: Arc<dyn Fn(InodeId) + Send + Sync>) {
@@ -153,6 +153,9 @@ impl<B: Backing> Engine<B> {
     /// After the arena may have lost its last byte of a file: a copy in the kernel's cache is not a second one any
     /// more. Where the kernel reads drained files straight from the backing, it is of no more use either.
     pub(crate) fn end_kernel_copy(&self, file: &File<B>) {
+        if !self.kernel_copies.are_allowed() {
+            return;
+        }
         {
             let state = file.lock();
             if !state.pending.is_empty() || !state.cache.is_empty() {

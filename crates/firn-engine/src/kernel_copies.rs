@@ -18,7 +18,7 @@ use parking_lot::Mutex;
 
 use crate::InodeId;
 
-/// Called with a file whose pages the kernel is to drop; with no lock held.
+/// Called, with no lock held, with a file whose pages the kernel is to drop.
 pub(crate) type PagesObserver = Arc<dyn Fn(InodeId) + Send + Sync>;
 
 /// The table of one mount.
@@ -60,6 +60,11 @@ impl KernelCopies {
             table: Mutex::default(),
             observer: OnceLock::new(),
         }
+    }
+
+    /// Whether there may be any.
+    pub(crate) fn are_allowed(&self) -> bool {
+        self.bytes_max > 0
     }
 
     /// To be called once, before the first open.
