@@ -168,7 +168,7 @@ fn map_part(fd: BorrowedFd<'_>, offset: u64, len: u64, prot: ProtFlags) -> Optio
         let _ = unsafe { rustix::mm::munmap(start, room) };
         return None;
     }
-    // What was reserved beside it stays, as nobody's: to give it back takes two calls, and it is only addresses.
+    // The reservation around it stays, without access: unmapping it takes two system calls, and it costs addresses only.
     for advice in [Advice::LinuxDontFork, Advice::LinuxDontDump] {
         // SAFETY: of what was just mapped; neither changes what is in memory here.
         let _ = unsafe { rustix::mm::madvise(at, len as usize, advice) };

@@ -48,7 +48,7 @@ impl<B: Backing> Removals<B> {
         self.waiting.lock().insert(link, placed);
     }
 
-    fn take_all(&self) -> Vec<(u64, Arc<PlacedFile<B>>)> {
+    fn all(&self) -> Vec<(u64, Arc<PlacedFile<B>>)> {
         let waiting = self.waiting.lock();
         waiting
             .iter()
@@ -138,7 +138,7 @@ impl<B: Backing> Lanes<B> {
 
     /// Removes the files that wait, after one sync of the primary for all.
     pub(crate) fn finish_removals(&self) -> Result<()> {
-        let waiting = self.removals.take_all();
+        let waiting = self.removals.all();
         if waiting.is_empty() {
             return Ok(());
         }

@@ -69,7 +69,8 @@ struct Inner {
 struct Leases {
     /// The open file.
     token: u64,
-    /// A [`Status`], as a word: zeros are no answer only while every field may have any value.
+    /// The word of a [`Status`]: a child of fork(2) finds zeros here, which are `None` only if no field has bits that it
+    /// cannot have.
     status: u32,
     slabs: [Slab; LEASE_SLABS_MAX],
     /// Of `slabs`, those from here …
@@ -331,7 +332,7 @@ impl Open {
         Some(())
     }
 
-    /// Asks for leases and does not wait for them. What is left of earlier ones is over.
+    /// Asks for leases and does not wait for them. Those of an earlier answer that were not taken are dropped.
     fn send_lease_request(&mut self, token: u64, lease_bytes: u64) -> Option<()> {
         self.forget_leases(token);
         self.inner.ahead = Some(token);

@@ -92,7 +92,8 @@ mod tests {
             let mut inline = InlineChanges::new(64);
             let mut plain = vec![None; 64];
             for (round, &(at, len)) in writes.iter().enumerate() {
-                let (one, two) = (vec![round as u8; len / 2], vec![round as u8 | 128; len - len / 2]);
+                let one = vec![round as u8; len / 2];
+                let two = vec![round as u8 | 128; len - len / 2];
                 inline.write(at, &[IoSlice::new(&one), IoSlice::new(&two)]);
                 for (byte, place) in one.iter().chain(&two).zip(&mut plain[at as usize..]) {
                     *place = Some(*byte);

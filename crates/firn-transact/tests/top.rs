@@ -637,7 +637,8 @@ fn the_top_keeps_its_name_until_the_commit_before_the_transaction_is_applied() {
             } = middle(1, Mode::Buffer, start, 0, calls);
             let parent = at(&backing, PARENT).expect("parent");
             let rename = || {
-                let (from, to) = (OsStr::new(top), OsStr::new("g"));
+                let from = OsStr::new(top);
+                let to = OsStr::new("g");
                 backing.rename(&parent, from, &parent, to, NO_FLAGS)
             };
             backing.decide(&root, 7).expect("decide");

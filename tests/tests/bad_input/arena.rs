@@ -248,7 +248,8 @@ fn what_is_held_for_a_backing_that_is_gone_is_given_up_when_that_is_asked_for() 
         let arena = sandbox.arena();
 
         let status = sandbox.run(["status"]);
-        let (file, dir) = (arena.display().to_string(), backing.display().to_string());
+        let file = arena.display().to_string();
+        let dir = backing.display().to_string();
         for expected in [&*file, &*dir, "40.0 MiB"] {
             assert!(status.stdout.contains(expected), "{status}");
         }

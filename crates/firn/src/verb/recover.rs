@@ -158,7 +158,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         .expect("clap demands it");
     let options = resolve(matches)?.options;
     if matches.get_flag("discard") {
-        let (yes, json) = (matches.get_flag("yes"), matches.get_flag("json"));
+        let yes = matches.get_flag("yes");
+        let json = matches.get_flag("json");
         return discard(path, &options, yes, json);
     }
     let backing = backing_of(path);
