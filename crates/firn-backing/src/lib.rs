@@ -193,6 +193,19 @@ pub trait Backing: Send + Sync + 'static {
     /// The descriptor, for kernel passthrough; `None` where there is none.
     fn fd<'a>(&self, file: &'a Self::File) -> Option<BorrowedFd<'a>>;
 
+    // ---- lanes -------------------------------------------------------------------------------
+
+    /// How many lanes, I/O servers, the data of its files lies in: at least one, and always as many.
+    /// Like [`Backing::lane_of`] it makes no system call and waits for nothing: it may be asked with locks held.
+    fn lane_count(&self) -> u16 {
+        1
+    }
+    /// The lane that an object's data lies in, one of [`Backing::lane_count`]. It is advice about who writes and when:
+    /// a wrong answer costs time and nothing else.
+    fn lane_of(&self, _inode: &Self::Inode) -> LaneIndex {
+        LaneIndex::FIRST
+    }
+
     // ---- the whole ---------------------------------------------------------------------------
 
     /// fstatvfs(3).

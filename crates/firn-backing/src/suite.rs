@@ -28,7 +28,7 @@ type Case<B> = (&'static str, fn(&B));
 
 /// Runs all cases, each over a fresh, empty backing from `make`. The process must have umask 0.
 pub fn run<B: Backing>(make: impl Fn() -> B) {
-    let cases: [Case<B>; 11] = [
+    let cases: [Case<B>; 12] = [
         ("names", names),
         ("inodes_outlive_names", inodes_outlive_names),
         ("hard_links", hard_links),
@@ -40,6 +40,7 @@ pub fn run<B: Backing>(make: impl Fn() -> B) {
         ("data", data),
         ("holes", holes),
         ("streams", streams),
+        ("lanes", lanes),
     ];
     for (name, case) in cases {
         eprintln!("conformance: {name}");
@@ -351,6 +352,18 @@ pub fn run_locks<B: Backing>(b: &B) {
     drop(second);
     assert_eq!(exclusive(&open()), Ok(true));
     assert_eq!(exclusive(&open()), Ok(true));
+}
+
+fn lanes<B: Backing>(b: &B) {
+    assert!(b.lane_count() > 0);
+    for number in 0..9 {
+        let name = format!("rank_{number}");
+        let (made, _) = file(b, &name, b"x");
+        let lane = b.lane_of(&made);
+        assert!(lane.index() < usize::from(b.lane_count()), "{lane:?}");
+        let (found, _) = b.lookup(&b.root(), os(&name)).expect("lookup");
+        assert_eq!(b.lane_of(&found), lane, "a file stays in its lane");
+    }
 }
 
 fn streams<B: Backing>(b: &B) {

@@ -4,6 +4,25 @@ use std::ffi::OsStr;
 
 use bitflags::bitflags;
 
+/// A lane: one I/O server, by its number. Each has a drain queue of its own, and limits of its own.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct LaneIndex(u16);
+
+impl LaneIndex {
+    /// The only one, where there is but one server.
+    pub const FIRST: Self = Self(0);
+
+    /// The lane with this number, counted from 0.
+    pub const fn new(number: u16) -> Self {
+        Self(number)
+    }
+
+    /// Its number, counted from 0: its place in a table of all lanes.
+    pub fn index(self) -> usize {
+        usize::from(self.0)
+    }
+}
+
 /// What kind of object a name leads to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {

@@ -24,12 +24,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Receiver;
 use std::time::Instant;
 
-use firn_backing::Backing;
 use firn_backing::lock::RwLock;
+use firn_backing::{Backing, LaneIndex};
 
 use crate::Result;
 use crate::file::{File, FileState};
-use crate::lane::LaneIndex;
 use queue::{DrainQueue, QueueFigures};
 
 /// Carries out the jobs of the drain: the IO threads of `firn-drain`, or a test that takes each step itself.
@@ -58,6 +57,10 @@ impl<B: Backing> Drain<B> {
             executor: RwLock::new(None),
             waiter_count: AtomicU64::new(0),
         }
+    }
+
+    pub(crate) fn lane_count(&self) -> usize {
+        self.lanes.len()
     }
 
     pub(crate) fn lanes(&self) -> impl Iterator<Item = LaneIndex> + use<B> {

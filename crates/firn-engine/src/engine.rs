@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
 use firn_arena::Arena;
-use firn_backing::{Backing, Errno};
+use firn_backing::{Backing, Errno, LaneIndex};
 use firn_format::quote::quoted;
 
 use crate::counters::Counters;
@@ -18,7 +18,6 @@ use crate::file::{File, FileState};
 use crate::file_journal::FileJournal;
 use crate::grants::Grants;
 use crate::kernel_copies::KernelCopies;
-use crate::lane::LaneIndex;
 use crate::lost::LostFiles;
 use crate::names::{Inode, Names};
 use crate::options::EngineOptions;
@@ -140,7 +139,21 @@ impl<B: Backing> Engine<B> {
         inode: &Arc<Inode<B>>,
         change: impl FnOnce(&mut FileState<B>),
     ) -> Arc<File<B>> {
-        self.files.change(inode, LaneIndex::FIRST, change)
+        self.files.change(inode, self.lane_of(inode), change)
+    }
+
+    /// The lane of an inode's data; the first where nobody can tell.
+    fn lane_of(&self, inode: &Inode<B>) -> LaneIndex {
+        if self.drain.lane_count() == 1 {
+            return LaneIndex::FIRST;
+        }
+        if let Some(file) = self.known_file(inode) {
+            return file.lane;
+        }
+        let object = self.object(inode).ok();
+        let lane = object.map(|object| self.backing.lane_of(&object));
+        lane.filter(|lane| lane.index() < self.drain.lane_count())
+            .unwrap_or(LaneIndex::FIRST)
     }
 
     /// Calls `observer` with each file whose pages the kernel is to drop because it may keep no copy of it any more.

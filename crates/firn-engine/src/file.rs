@@ -22,14 +22,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_arena::Arena;
 use firn_backing::lock::{Mutex, MutexGuard};
-use firn_backing::{Access, Backing};
+use firn_backing::{Access, Backing, LaneIndex};
 use firn_format::durability::DurabilityLevel;
 use parking_lot::Condvar;
 use thin_vec::ThinVec;
 
 use crate::cache::Cached;
 use crate::extents::Extent;
-use crate::lane::LaneIndex;
 use crate::names::Inode;
 
 pub(crate) use direct::{DirectState, Grant};

@@ -36,9 +36,6 @@ use crate::names::{Inode, Names};
 use crate::options::{DrainPolicy, EngineOptions};
 use crate::small_map::SmallMap;
 
-/// Lanes of a mount: one, until placement knows several I/O servers.
-const LANE_COUNT: u16 = 1;
-
 /// What attach found.
 #[derive(Clone, Debug, Default)]
 pub struct Recovered {
@@ -268,6 +265,7 @@ impl<B: Backing> Engine<B> {
             passthrough: AtomicBool::new(options.passthrough),
             cached_opens: AtomicU64::new(0),
             kernel_copies: KernelCopies::new(options.kernel_copies_bytes_max),
+            drain: Drain::new(backing.lane_count()),
             backing,
             arena,
             options,
@@ -276,7 +274,6 @@ impl<B: Backing> Engine<B> {
             paths: Default::default(),
             files: Default::default(),
             handles: Default::default(),
-            drain: Drain::new(LANE_COUNT),
             space: Default::default(),
             grants: Default::default(),
             counters: Counters::default(),

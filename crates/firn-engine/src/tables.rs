@@ -13,10 +13,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use firn_arena::{Arena, Lease};
 use firn_backing::lock::{Mutex, RwLock};
-use firn_backing::{Backing, Errno};
+use firn_backing::{Backing, Errno, LaneIndex};
 
 use crate::file::{File, FileState};
-use crate::lane::LaneIndex;
 use crate::names::{Inode, Key};
 use crate::{HandleId, OpenMode, Result};
 

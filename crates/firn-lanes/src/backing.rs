@@ -3,7 +3,7 @@
 use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
 
-use firn_backing::{Access, DirEntry, Seek, SetTime, StatFs, SyncWay};
+use firn_backing::{Access, DirEntry, LaneIndex, Seek, SetTime, StatFs, SyncWay};
 
 use super::*;
 
@@ -322,6 +322,19 @@ impl<B: Backing> Backing for Lanes<B> {
 
     fn fd<'a>(&self, file: &'a LanesFile<B>) -> Option<BorrowedFd<'a>> {
         self.home_of_file(file).fd(&file.file)
+    }
+
+    /// The primary, whose own files are not placed, is one more, the last.
+    fn lane_count(&self) -> u16 {
+        self.lanes.len() as u16 + 1
+    }
+
+    fn lane_of(&self, inode: &LanesInode<B>) -> LaneIndex {
+        let lane = match inode {
+            LanesInode::Primary(_) => self.lanes.len(),
+            LanesInode::Placed(placed) => placed.lane,
+        };
+        LaneIndex::new(lane as u16)
     }
 
     /// Room is the sum of the lanes', inodes are the primary's. Lanes of one file system count once.

@@ -6,7 +6,8 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use firn_backing::{
-    Access, Attr, Backing, Caller, DirEntry, RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
+    Access, Attr, Backing, Caller, DirEntry, LaneIndex, RenameFlags, Result, Seek, SetTime, StatFs,
+    SyncWay,
 };
 
 use crate::data::TrackedFile;
@@ -214,6 +215,14 @@ impl<B: Backing> Backing for TransactionalBacking<B> {
     /// None: the kernel would go on reading the descriptor after a change in a transaction.
     fn fd<'a>(&self, _file: &'a TrackedFile<B>) -> Option<BorrowedFd<'a>> {
         None
+    }
+
+    fn lane_count(&self) -> u16 {
+        self.base.lane_count()
+    }
+
+    fn lane_of(&self, inode: &Arc<Object<B>>) -> LaneIndex {
+        inode.lane
     }
 
     fn statfs(&self) -> Result<StatFs> {

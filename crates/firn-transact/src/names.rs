@@ -64,7 +64,7 @@ impl<B: Backing> TransactionalBacking<B> {
             .map_or_else(|| inner.inode(&self.base), Ok)?;
         let found = staging::find(&self.base, &inode, name)?;
         Ok(found.map(|(inode, attr)| FoundName {
-            object: self.tree.intern(inode, &attr, parent, name),
+            object: self.tree.intern(&self.base, inode, &attr, parent, name),
             attr: Some(attr),
         }))
     }
@@ -97,7 +97,10 @@ impl<B: Backing> TransactionalBacking<B> {
             if let Some(shadow) = shadow(&within) {
                 shadow.note_new(attr.ino);
             }
-            return Ok((self.tree.intern(inode, &attr, parent, name), attr));
+            return Ok((
+                self.tree.intern(&self.base, inode, &attr, parent, name),
+                attr,
+            ));
         };
         if parent.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
@@ -111,7 +114,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let (staging_name, staging_dir) = scope.staging_dir_for(&self.base, &dir)?;
         let number = scope.next_number();
         let text = number.to_string();
-        let attr = make(&staging_dir, OsStr::new(&text))?.1;
+        let (inode, attr) = make(&staging_dir, OsStr::new(&text))?;
         let is_dir = attr.kind == Kind::Dir;
         let change = Change {
             copy: Some(StagedCopy {
@@ -128,12 +131,9 @@ impl<B: Backing> TransactionalBacking<B> {
             change: Some(Box::new(change)),
         };
         let location = Some((Arc::clone(parent), name.to_owned()));
-        let object = Arc::new(Object::new(
-            (attr.dev, attr.ino),
-            attr.kind,
-            inner,
-            location,
-        ));
+        let object = Object::new((attr.dev, attr.ino), attr.kind, inner, location)
+            .in_lane(self.base.lane_of(&inode));
+        let object = Arc::new(object);
         scope.changed.lock().insert(number, Arc::clone(&object));
         self.tree.adopt(&object);
         self.name(

@@ -15,7 +15,7 @@ use std::ffi::{OsStr, OsString};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
-use firn_backing::{Access, Attr, Backing, Errno, Kind, Result, Time};
+use firn_backing::{Access, Attr, Backing, Errno, Kind, LaneIndex, Result, Time};
 use parking_lot::{Mutex, RwLock};
 
 use crate::change_log::Staged;
@@ -35,6 +35,8 @@ pub(crate) type Location<B> = (Arc<Object<B>>, OsString);
 pub struct Object<B: Backing> {
     pub(crate) key: Key,
     pub(crate) kind: Kind,
+    /// The lane that its data lay in when it was found or made.
+    pub(crate) lane: LaneIndex,
     pub(crate) location: Mutex<Option<Location<B>>>,
     pub(crate) inner: RwLock<Inner<B>>,
     /// Whether it has links of Firn's that are not shown, and how often that changed: see [`crate::hidden_links`].
@@ -165,6 +167,7 @@ impl<B: Backing> Object<B> {
         Self {
             key,
             kind,
+            lane: LaneIndex::FIRST,
             location: Mutex::new(location),
             inner: RwLock::new(inner),
             hides: AtomicU64::new(0),
@@ -176,6 +179,11 @@ impl<B: Backing> Object<B> {
                 copy: None,
             }),
         }
+    }
+
+    /// The object, with its data in `lane`.
+    pub(crate) fn in_lane(self, lane: LaneIndex) -> Self {
+        Self { lane, ..self }
     }
 
     pub(crate) fn parent(&self) -> Option<Arc<Self>> {

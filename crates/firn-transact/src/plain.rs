@@ -8,8 +8,8 @@ use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
 
 use firn_backing::{
-    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, LockMode, RenameFlags, Result, Seek,
-    SetTime, StatFs, SyncWay,
+    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, LaneIndex, LockMode, RenameFlags, Result,
+    Seek, SetTime, StatFs, SyncWay,
 };
 
 use crate::staging;
@@ -333,6 +333,14 @@ impl<B: Backing> Backing for PlainBacking<B> {
 
     fn fd<'a>(&self, file: &'a B::File) -> Option<BorrowedFd<'a>> {
         self.base.fd(file)
+    }
+
+    fn lane_count(&self) -> u16 {
+        self.base.lane_count()
+    }
+
+    fn lane_of(&self, inode: &PlainInode<B>) -> LaneIndex {
+        self.base.lane_of(&inode.inode)
     }
 
     fn statfs(&self) -> Result<StatFs> {

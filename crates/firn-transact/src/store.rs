@@ -8,8 +8,8 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use firn_backing::{
-    Access, Attr, Backing, Caller, DirEntry, LockMode, RenameFlags, Result, Seek, SetTime, StatFs,
-    SyncWay,
+    Access, Attr, Backing, Caller, DirEntry, LaneIndex, LockMode, RenameFlags, Result, Seek,
+    SetTime, StatFs, SyncWay,
 };
 
 use firn_rendezvous::Members;
@@ -391,6 +391,14 @@ impl<B: Backing> Backing for Store<B> {
 
     fn fd<'a>(&self, file: &'a StoreFile<B>) -> Option<BorrowedFd<'a>> {
         delegate!(self, StoreFile(file), |store, file| store.fd(file))
+    }
+
+    fn lane_count(&self) -> u16 {
+        delegate_whole!(self, |store| store.lane_count())
+    }
+
+    fn lane_of(&self, inode: &StoreInode<B>) -> LaneIndex {
+        delegate!(self, StoreInode(inode), |store, inode| store.lane_of(inode))
     }
 
     fn statfs(&self) -> Result<StatFs> {

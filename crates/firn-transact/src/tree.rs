@@ -52,6 +52,7 @@ impl<B: Backing> Tree<B> {
     /// The object of an inode that was found as `name` in `parent`.
     pub(crate) fn intern(
         &self,
+        base: &B,
         inode: B::Inode,
         attr: &Attr,
         parent: &Arc<Object<B>>,
@@ -65,12 +66,13 @@ impl<B: Backing> Tree<B> {
             }
             return object;
         }
+        let lane = base.lane_of(&inode);
         let inner = Inner {
             base: Some(inode),
             change: None,
         };
         let location = Some((Arc::clone(parent), name.to_owned()));
-        let object = Arc::new(Object::new(key, attr.kind, inner, location));
+        let object = Arc::new(Object::new(key, attr.kind, inner, location).in_lane(lane));
         self.hidden.note_known(&object);
         insert(&mut objects, &object);
         object

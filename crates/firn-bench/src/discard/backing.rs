@@ -5,8 +5,8 @@ use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
 
 use firn_backing::{
-    Access, Attr, Backing, Caller, DirBacking, DirEntry, RenameFlags, Result, Seek, SetTime,
-    StatFs, SyncWay,
+    Access, Attr, Backing, Caller, DirBacking, DirEntry, LaneIndex, RenameFlags, Result, Seek,
+    SetTime, StatFs, SyncWay,
 };
 
 /// See the module.
@@ -166,6 +166,14 @@ impl Backing for DiscardBacking {
     fn fd<'a>(&self, file: &'a File) -> Option<BorrowedFd<'a>> {
         self.0.fd(file)
     }
+    fn lane_count(&self) -> u16 {
+        self.0.lane_count()
+    }
+
+    fn lane_of(&self, inode: &Inode) -> LaneIndex {
+        self.0.lane_of(inode)
+    }
+
     fn statfs(&self) -> Result<StatFs> {
         self.0.statfs()
     }

@@ -3,13 +3,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use firn_backing::{Backing, Errno};
+use firn_backing::{Backing, Errno, LaneIndex};
 
 use super::job::{Job, Part};
 use crate::counters::Decision;
 use crate::engine::Engine;
 use crate::file::{File, FileState};
-use crate::lane::LaneIndex;
 use crate::options::DrainPolicy;
 
 /// Most parts of one vectored write (`UIO_MAXIOV`).

@@ -3,14 +3,13 @@
 use std::sync::Arc;
 use std::sync::mpsc;
 
-use firn_backing::Backing;
+use firn_backing::{Backing, LaneIndex};
 
 use super::{Executor, wait_for};
 use crate::Result;
 use crate::counters::Decision;
 use crate::engine::Engine;
 use crate::file::File;
-use crate::lane::LaneIndex;
 
 impl<B: Backing> Engine<B> {
     /// Sets who carries out the jobs from here on.

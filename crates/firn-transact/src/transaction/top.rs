@@ -478,7 +478,7 @@ impl<B: Backing> TransactionalBacking<B> {
         for name in names_in(above) {
             let parent = root.inner.read().inode(&self.base)?;
             let (inode, attr) = self.base.lookup(&parent, name)?;
-            root = self.tree.intern(inode, &attr, &root, name);
+            root = self.tree.intern(&self.base, inode, &attr, &root, name);
         }
         let Some((staging_dir, name)) = staged else {
             return Ok(root);
