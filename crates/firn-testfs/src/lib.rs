@@ -3,6 +3,7 @@
 //! * [`Server`] serves any [`firn_backing::Backing`]: a directory ([`firn_backing::DirBacking`]) is a passthrough, the
 //!   simulated disk a server whose power can be cut (`power`). A [`Policy`] is asked before each request and may
 //!   delay it or answer with an error (`faults`).
+//! * [`seeking_disk::SeekingDisk`] is a policy that takes as long as a disk that seeks: a model.
 //! * [`sink::Sink`] takes writes and forgets them: the least that a server written with the same crate can do.
 //!
 //! None of them is a file system to keep data in.
@@ -10,10 +11,12 @@
 pub mod faults;
 #[cfg(feature = "power")]
 pub mod power;
+pub mod seeking_disk;
 mod server;
 pub mod sink;
 
 use std::ffi::OsStr;
+use std::ops::Range;
 
 use firn_backing::Backing;
 use fuser::{Config, MountOption, SessionACL};
@@ -43,6 +46,22 @@ pub trait Policy<B: Backing>: Send + Sync + 'static {
         inode: &B::Inode,
         name: Option<&OsStr>,
     ) -> Result<(), Errno>;
+
+    /// Returns when `transfer` of the file with this inode number has taken its time.
+    fn transfer(&self, _file: u64, _transfer: Transfer) {}
+}
+
+/// What happens to the data of a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Transfer {
+    /// These bytes are there, and are going to be sent.
+    Read(Range<u64>),
+    /// These bytes are going to be stored.
+    Write(Range<u64>),
+    /// What was written is going to be synced.
+    Sync,
+    /// A descriptor is closed.
+    Close,
 }
 
 /// Every request is served at once.

@@ -24,7 +24,7 @@ use fuser::{
 };
 use parking_lot::Mutex;
 
-use crate::{Caching, MAX_WRITE_BYTES, Policy};
+use crate::{Caching, MAX_WRITE_BYTES, Policy, Transfer};
 
 type Result<T> = std::result::Result<T, Errno>;
 
@@ -456,9 +456,15 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
     ) {
         let mut buffer = vec![0; size as usize];
         let read = self.admitted_file("read", number, handle).and_then(|file| {
-            self.backing
+            let count = self
+                .backing
                 .read_at(&file, &mut buffer, offset)
-                .map_err(errno)
+                .map_err(errno)?;
+            if count > 0 {
+                let end = offset + count as u64;
+                self.policy.transfer(number.0, Transfer::Read(offset..end));
+            }
+            Ok(count)
         });
         match read {
             Ok(count) => reply.data(&buffer[..count]),
@@ -481,6 +487,8 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         let written = self
             .admitted_file("write", number, handle)
             .and_then(|file| {
+                let end = offset + data.len() as u64;
+                self.policy.transfer(number.0, Transfer::Write(offset..end));
                 let data = [IoSlice::new(data)];
                 self.backing.write_at(&file, &data, offset).map_err(errno)
             });
@@ -501,7 +509,10 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
     ) {
         let synced = self
             .admitted_file("fsync", number, handle)
-            .and_then(|file| self.backing.sync(&file, data_only).map_err(errno));
+            .and_then(|file| {
+                self.policy.transfer(number.0, Transfer::Sync);
+                self.backing.sync(&file, data_only).map_err(errno)
+            });
         reply_empty(reply, synced);
     }
 
@@ -517,6 +528,7 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
     ) {
         let admitted = self.admitted("release", number).map(drop);
         self.files.lock().remove(&handle.0);
+        self.policy.transfer(number.0, Transfer::Close);
         reply_empty(reply, admitted);
     }
 
