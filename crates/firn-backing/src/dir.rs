@@ -24,8 +24,8 @@ use rustix::fs::{
 
 use crate::unsynced::{self, Key, Place, Tracked, Unsynced, path_of_entry};
 use crate::{
-    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, LockMode, RenameFlags, Result, Seek,
-    SetTime, StatFs, SyncWay,
+    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, LaneIndex, LockMode, RenameFlags, Result,
+    Seek, SetTime, StatFs, SyncWay,
 };
 
 mod attr;
@@ -34,12 +34,14 @@ mod make;
 mod owner;
 mod proc;
 mod reopen;
+pub mod steering;
 mod stream;
 mod times;
 mod xattr;
 
 use devices::Devices;
 use proc::FdPath;
+use steering::Steering;
 pub use stream::DirStream;
 
 /// Files that are synced at once where each is synced by itself: enough to hide the way to a server.
@@ -53,6 +55,8 @@ pub struct DirBacking {
     /// The file systems that were met, and how each of them is synced.
     devices: Devices,
     unsynced: Unsynced,
+    /// Says where new files go, if the mount asks for that.
+    steering: Option<Arc<dyn Steering>>,
 }
 
 /// An object: an `O_PATH` descriptor, and what never changes of it.
@@ -61,14 +65,20 @@ pub struct DirInode {
     fd: OwnedFd,
     key: Key,
     kind: Kind,
+    lane: LaneIndex,
 }
 
 impl DirInode {
     fn new(fd: OwnedFd, attr: &Attr) -> Arc<Self> {
+        Self::in_lane(LaneIndex::FIRST, fd, attr)
+    }
+
+    fn in_lane(lane: LaneIndex, fd: OwnedFd, attr: &Attr) -> Arc<Self> {
         Arc::new(Self {
             fd,
             key: (attr.dev, attr.ino),
             kind: attr.kind,
+            lane,
         })
     }
 }
@@ -112,7 +122,14 @@ impl DirBacking {
             root,
             devices,
             unsynced: Unsynced::default(),
+            steering: None,
         })
+    }
+
+    /// The same directory, whose new files go where `steering` says.
+    pub fn with_steering(mut self, steering: Arc<dyn Steering>) -> Self {
+        self.steering = Some(steering);
+        self
     }
 
     /// An object was changed.
@@ -270,10 +287,24 @@ impl Backing for DirBacking {
         self.root.clone()
     }
 
+    fn lane_count(&self) -> u16 {
+        self.steering
+            .as_ref()
+            .map_or(1, |steering| steering.lanes())
+    }
+
+    fn lane_of(&self, inode: &Self::Inode) -> LaneIndex {
+        inode.lane
+    }
+
     fn lookup(&self, parent: &Self::Inode, name: &OsStr) -> Result<(Self::Inode, Attr)> {
         let inode = object_at(parent.as_fd(), name)?;
         let attr = attr::attr(&inode)?;
-        Ok((DirInode::new(inode, &attr), attr))
+        let inode = match &self.steering {
+            None => DirInode::new(inode, &attr),
+            Some(steering) => DirInode::in_lane(steering.lane_of(name), inode, &attr),
+        };
+        Ok((inode, attr))
     }
 
     fn create(
@@ -283,10 +314,11 @@ impl Backing for DirBacking {
         name: &OsStr,
         mode: u32,
     ) -> Result<(Self::Inode, Self::File, Attr)> {
-        let (inode, file, attr) = make::file(caller, parent.as_fd(), name, mode)?;
-        let inode = DirInode::new(inode, &attr);
+        let steering = self.steering.as_deref();
+        let made = make::file(caller, parent.as_fd(), name, mode, steering)?;
+        let inode = DirInode::in_lane(made.lane, made.inode, &made.attr);
         self.made(parent, &inode);
-        Ok((inode, file, attr))
+        Ok((inode, made.file, made.attr))
     }
 
     fn mkdir(

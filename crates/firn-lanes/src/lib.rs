@@ -36,6 +36,7 @@ mod mark;
 mod orphans;
 mod removal;
 pub mod rule;
+pub mod steering;
 
 pub use mark::{Mark, XATTR};
 pub use orphans::{Orphan, OrphanError};

@@ -6,29 +6,47 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::fs::{self, AtFlags, Gid, Mode, OFlags, Uid};
 
 use super::attr::attr;
-use super::owner::{Steps, make_for};
+use super::owner::{Steps, has_ids_of, make_for};
 use super::proc::FdPath;
+use super::steering::{NewFile, Steering};
 use super::{DirFile, object_at};
-use crate::{Access, Attr, Caller, Kind, Result};
+use crate::{Access, Attr, Caller, Kind, LaneIndex, Result};
 
-/// Creates and opens a regular file.
+/// A regular file that was made.
+pub(super) struct MadeFile {
+    pub(super) inode: OwnedFd,
+    pub(super) file: DirFile,
+    pub(super) attr: Attr,
+    pub(super) lane: LaneIndex,
+}
+
+/// Creates and opens a regular file, where `steering` says if there is one.
 pub(super) fn file(
     caller: &Caller,
     parent: BorrowedFd<'_>,
     name: &OsStr,
     mode: u32,
-) -> Result<(OwnedFd, DirFile, Attr)> {
-    let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY;
+    steering: Option<&dyn Steering>,
+) -> Result<MadeFile> {
     let steps = Steps {
         make: &|mode| {
-            let fd = fs::openat(parent, name, flags, Mode::from_raw_mode(mode & 0o7777))?;
+            let mode = mode & 0o7777;
+            let (fd, lane) = match steering {
+                None => (open_new(parent, name, mode)?, LaneIndex::FIRST),
+                Some(steering) => steering.create(&NewFile {
+                    parent,
+                    name,
+                    mode,
+                    as_caller: has_ids_of(caller),
+                })?,
+            };
             let attr = attr(&fd).inspect_err(|_| undo(parent, name, AtFlags::empty()))?;
-            Ok((fd, attr))
+            Ok(((fd, lane), attr))
         },
-        give: &|fd: &OwnedFd, uid, gid, mode| give(fd, uid, gid, mode),
+        give: &|(fd, _): &(OwnedFd, LaneIndex), uid, gid, mode| give(fd, uid, gid, mode),
         undo: &|| undo(parent, name, AtFlags::empty()),
     };
-    let (fd, attr) = make_for(caller, mode, || is_setgid(parent), false, &steps)?;
+    let ((fd, lane), attr) = make_for(caller, mode, || is_setgid(parent), false, &steps)?;
     // From the open file, not from the name, which may lead elsewhere by now. `O_NOFOLLOW` would stop
     // at the link in /proc itself.
     let path = FdPath::of(&fd);
@@ -43,7 +61,18 @@ pub(super) fn file(
         access: Access::ReadWrite,
         key: (attr.dev, attr.ino),
     };
-    Ok((inode, file, attr))
+    Ok(MadeFile {
+        inode,
+        file,
+        attr,
+        lane,
+    })
+}
+
+/// Creates a regular file that did not exist and opens it for reading and writing.
+pub(super) fn open_new(parent: BorrowedFd<'_>, name: &OsStr, mode: u32) -> Result<OwnedFd> {
+    let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY;
+    fs::openat(parent, name, flags, Mode::from_raw_mode(mode))
 }
 
 /// Makes anything else with the system call `call`, which takes the mode.

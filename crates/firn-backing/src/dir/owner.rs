@@ -65,6 +65,12 @@ pub(super) fn own_ids() -> (u32, u32) {
     )
 }
 
+/// Whether what this thread makes belongs to `caller`.
+pub(super) fn has_ids_of(caller: &Caller) -> bool {
+    // An invalid id changes nothing and returns what is in force.
+    (set_fsuid(u32::MAX), set_fsgid(u32::MAX)) == (caller.uid, caller.gid)
+}
+
 /// Object, user, group, mode.
 type Give<'a, T> = dyn Fn(&T, u32, Option<u32>, Option<u32>) -> Result<Attr> + 'a;
 

@@ -1,0 +1,34 @@
+//! New files on a file system that lets it be said which of its servers a file goes to.
+//!
+//! Promise: whatever becomes of the wish, a file is made whole and as its caller would have made it, or not at all.
+
+use std::ffi::OsStr;
+use std::fmt::Debug;
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+use crate::{LaneIndex, Result};
+
+/// Tells a file system, at the creation of a file, which of its servers the file goes to.
+pub trait Steering: Debug + Send + Sync {
+    /// How many lanes there are: servers, or groups of them.
+    fn lanes(&self) -> u16;
+    /// The lane that a file of this name is in, as far as the name tells: for a file that was there before.
+    fn lane_of(&self, name: &OsStr) -> LaneIndex;
+    /// Creates a file that did not exist (EEXIST otherwise) and opens it for reading and writing. That the file system
+    /// does not take the wish is no error: the file lies where it puts it then.
+    fn create(&self, new: &NewFile<'_>) -> Result<(OwnedFd, LaneIndex)>;
+}
+
+/// A file that is to be made.
+#[derive(Clone, Copy, Debug)]
+pub struct NewFile<'a> {
+    /// Its directory: an `O_PATH` descriptor.
+    pub parent: BorrowedFd<'a>,
+    /// Its name there.
+    pub name: &'a OsStr,
+    /// Its mode; no umask is applied.
+    pub mode: u32,
+    /// The thread has the file system ids of the caller, who will own the file. If not, the thread has those of the
+    /// process, and the file is given to its owner after it was made.
+    pub as_caller: bool,
+}

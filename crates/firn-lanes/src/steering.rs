@@ -1,0 +1,198 @@
+//! Placement on one file system whose files can be steered to its servers (`placement=lustre` and its like).
+//!
+//! Names stay what they are; only the creation of a file differs, by what a [`Driver`] does for it. Which lane a file
+//! goes to is decided by the same [`Rule`] as that of directories.
+//!
+//! | file system | a lane is | told by |
+//! |---|---|---|
+//! | Lustre | an OST, by its index | an extended attribute of the new file, before its objects are made |
+//! | CephFS | a data pool, by its name | extended attributes of the new file |
+//! | BeeGFS | a storage target, by its number | an ioctl of the directory, which makes the file |
+//! | OrangeFS | a server, by its number | extended attributes of a staging directory for each lane |
+//! | MooseFS | a storage class, by its name | the tool `mfssetsclass`, for a staging directory for each lane |
+//! | others | what the program takes | a program, which makes the file |
+//!
+//! Promise: a file system that does not take the wish gets the file all the same, where it puts files by itself. That
+//! is counted, and told once in the log.
+
+use std::ffi::{OsStr, OsString};
+use std::fmt::Debug;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use firn_backing::dir::steering::{NewFile, Steering};
+use firn_backing::{Errno, LaneIndex, Result};
+use rustix::fs::{Mode, OFlags, openat};
+
+use crate::Rule;
+
+mod beegfs;
+mod ceph;
+mod command;
+mod lustre;
+mod staged;
+
+pub use beegfs::Beegfs;
+pub use ceph::Ceph;
+pub use command::ProgramOfSite;
+pub use lustre::Lustre;
+pub use staged::{Staged, tell_moosefs, tell_orangefs};
+
+/// How one kind of file system is told.
+pub trait Driver: Debug + Send + Sync {
+    /// Creates `new` in this lane, or, if the file system does not take that wish, anywhere.
+    fn create(&self, new: &NewFile<'_>, lane: usize) -> Result<Created>;
+    /// The server that a file lies on, as the file system says; as it is called in the list of lanes.
+    fn find_server(&self, file: BorrowedFd<'_>) -> Location;
+}
+
+/// A file that was made.
+#[derive(Debug)]
+pub struct Created {
+    /// Open for reading and writing.
+    pub file: OwnedFd,
+    /// What became of the wish.
+    pub wish: std::result::Result<(), Refusal>,
+}
+
+impl Created {
+    fn from_wish(file: OwnedFd, wish: Result<()>) -> Self {
+        let wish = wish.map_err(Refusal::from);
+        Self { file, wish }
+    }
+}
+
+/// Why a file system did not put a file where it was asked to.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct Refusal(String);
+
+impl From<Errno> for Refusal {
+    fn from(errno: Errno) -> Self {
+        Self(errno.to_string())
+    }
+}
+
+/// Where a file lies.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Location {
+    /// As a whole on this server.
+    Server(String),
+    /// In stripes on so many servers.
+    Striped(u32),
+    /// The file system does not tell.
+    Unknown,
+}
+
+/// Steers the new files of one mount.
+#[derive(Debug)]
+pub struct Steered {
+    driver: Box<dyn Driver>,
+    rule: Rule,
+    servers: Vec<OsString>,
+    /// Files that were made in each lane, wishes that were not taken included.
+    files: Vec<AtomicU64>,
+    refused: AtomicU64,
+}
+
+impl Steered {
+    /// Files go to `servers`, one for each lane, as `rule` says, which is for so many lanes.
+    pub fn new(driver: Box<dyn Driver>, servers: Vec<OsString>, rule: Rule) -> Self {
+        assert!(!servers.is_empty(), "there is a lane to go to");
+        let files = servers.iter().map(|_| AtomicU64::new(0)).collect();
+        Self {
+            driver,
+            rule,
+            servers,
+            files,
+            refused: AtomicU64::new(0),
+        }
+    }
+
+    /// The lanes' servers, as they are called in the option.
+    pub fn servers(&self) -> &[OsString] {
+        &self.servers
+    }
+
+    /// Which lane a name goes to.
+    pub fn rule(&self) -> &Rule {
+        &self.rule
+    }
+
+    /// Files made in each lane so far.
+    pub fn files(&self) -> Vec<u64> {
+        let counts = self.files.iter();
+        counts.map(|count| count.load(Ordering::Relaxed)).collect()
+    }
+
+    /// Files that the file system did not put where it was asked to.
+    pub fn refused_files(&self) -> u64 {
+        self.refused.load(Ordering::Relaxed)
+    }
+
+    /// The server that a file lies on.
+    pub fn find_server(&self, file: BorrowedFd<'_>) -> Location {
+        self.driver.find_server(file)
+    }
+
+    fn count_refusal(&self, lane: usize, refusal: &Refusal) {
+        if self.refused.fetch_add(1, Ordering::Relaxed) == 0 {
+            tracing::warn!(
+                lane,
+                server = ?self.servers[lane],
+                error = %refusal,
+                "the file system does not put files on the server that it is asked for; firn status counts them"
+            );
+        }
+    }
+}
+
+impl Steering for Steered {
+    fn lanes(&self) -> u16 {
+        u16::try_from(self.servers.len()).expect("as many as an option lists")
+    }
+
+    fn lane_of(&self, name: &OsStr) -> LaneIndex {
+        let lane = self.rule.explain(name).map_or(0, |(lane, _)| lane);
+        lane_index(lane)
+    }
+
+    fn create(&self, new: &NewFile<'_>) -> Result<(OwnedFd, LaneIndex)> {
+        let (lane, _) = self.rule.choose(new.name);
+        let created = self.driver.create(new, lane)?;
+        self.files[lane].fetch_add(1, Ordering::Relaxed);
+        if let Err(refusal) = &created.wish {
+            self.count_refusal(lane, refusal);
+        }
+        Ok((created.file, lane_index(lane)))
+    }
+}
+
+fn lane_index(lane: usize) -> LaneIndex {
+    LaneIndex::new(u16::try_from(lane).expect("as many as an option lists"))
+}
+
+/// Creates a file as any file system does.
+fn create_plain(new: &NewFile<'_>) -> Result<OwnedFd> {
+    create_with(new, OFlags::empty())
+}
+
+fn create_with(new: &NewFile<'_>, flags: OFlags) -> Result<OwnedFd> {
+    let flags = flags | OFlags::CREATE | OFlags::EXCL | OFlags::RDWR;
+    let flags = flags | OFlags::CLOEXEC | OFlags::NOCTTY;
+    openat(new.parent, new.name, flags, Mode::from_raw_mode(new.mode))
+}
+
+/// The numbers in a list of lanes, if all of them are some of `range`.
+fn parse_numbers<N: TryFrom<u64>>(
+    servers: &[OsString],
+    meaning: &str,
+) -> std::result::Result<Vec<N>, String> {
+    let numbers = servers.iter().map(|server| {
+        let number = server.to_str().and_then(|text| text.parse::<u64>().ok());
+        number
+            .and_then(|number| N::try_from(number).ok())
+            .ok_or_else(|| format!("`{}` is not {meaning}", server.to_string_lossy()))
+    });
+    numbers.collect()
+}

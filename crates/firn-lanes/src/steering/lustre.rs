@@ -1,0 +1,144 @@
+//! Lustre: an extended attribute that is set before the file's objects are made.
+//!
+//! As `llapi_layout_file_open` of its library does it (lustreapi(7)): the file is opened with `O_LOV_DELAY_CREATE`, so
+//! that no OST is chosen yet, and gets a layout of one stripe that begins at the wanted OST.
+
+use std::ffi::{CStr, OsString};
+use std::os::fd::BorrowedFd;
+
+use firn_backing::Result;
+use firn_backing::dir::steering::NewFile;
+use rustix::fs::{OFlags, XattrFlags, fgetxattr, fsetxattr};
+
+use super::{Created, Driver, Location, create_with, parse_numbers};
+
+const LAYOUT: &CStr = c"lustre.lov";
+const MAGIC_V1: u32 = 0x0BD1_0BD0;
+const MAGIC_V3: u32 = 0x0BD3_0BD0;
+const PATTERN_RAID0: u32 = 1;
+/// `struct lov_user_md_v1` without objects.
+const HEADER_BYTES: usize = 32;
+/// `struct lov_user_md_v3` has the name of a pool after it.
+const POOL_BYTES: usize = 16;
+/// `struct lov_user_ost_data_v1`: an object's id, a generation, the index of its OST.
+const OBJECT_BYTES: usize = 24;
+
+/// `O_LOV_DELAY_CREATE`: no file of another file system minds these two flags.
+fn delay_create() -> OFlags {
+    OFlags::NOCTTY | OFlags::from_bits_retain(libc::O_ASYNC as u32)
+}
+
+/// Lanes are OSTs.
+#[derive(Debug)]
+pub struct Lustre {
+    /// The index of each lane's OST.
+    osts: Vec<u16>,
+}
+
+impl Lustre {
+    /// For OSTs with these indices, in decimal.
+    pub fn new(servers: &[OsString]) -> std::result::Result<Self, String> {
+        let osts = parse_numbers(servers, "the index of an OST, as `lfs osts` shows it")?;
+        Ok(Self { osts })
+    }
+}
+
+impl Driver for Lustre {
+    fn create(&self, new: &NewFile<'_>, lane: usize) -> Result<Created> {
+        let file = create_with(new, delay_create())?;
+        let layout = encode_layout(self.osts[lane]);
+        let wish = fsetxattr(&file, LAYOUT, &layout, XattrFlags::empty());
+        Ok(Created::from_wish(file, wish))
+    }
+
+    fn find_server(&self, file: BorrowedFd<'_>) -> Location {
+        let mut buf = [0; HEADER_BYTES + POOL_BYTES + OBJECT_BYTES];
+        match fgetxattr(file, LAYOUT, &mut buf) {
+            Ok(len) => decode_layout(&buf[..len]),
+            // A layout of many stripes is larger.
+            Err(_) => Location::Unknown,
+        }
+    }
+}
+
+/// One stripe of the default size, on this OST.
+fn encode_layout(ost: u16) -> [u8; HEADER_BYTES] {
+    let mut layout = [0; HEADER_BYTES];
+    layout[0..4].copy_from_slice(&MAGIC_V1.to_ne_bytes());
+    layout[4..8].copy_from_slice(&PATTERN_RAID0.to_ne_bytes());
+    // 8..24 is the object's id, 24..28 the size of a stripe: 0 for the default of the file system.
+    layout[28..30].copy_from_slice(&1u16.to_ne_bytes());
+    layout[30..32].copy_from_slice(&ost.to_ne_bytes());
+    layout
+}
+
+fn decode_layout(layout: &[u8]) -> Location {
+    let number = |at: usize| {
+        let bytes = layout.get(at..at + 4)?;
+        Some(u32::from_ne_bytes(bytes.try_into().ok()?))
+    };
+    let objects = match number(0) {
+        Some(MAGIC_V1) => HEADER_BYTES,
+        Some(MAGIC_V3) => HEADER_BYTES + POOL_BYTES,
+        _ => return Location::Unknown,
+    };
+    let Some(stripes) = layout.get(28..30) else {
+        return Location::Unknown;
+    };
+    let stripes = u16::from_ne_bytes([stripes[0], stripes[1]]);
+    if stripes != 1 {
+        return Location::Striped(stripes.into());
+    }
+    let ost = number(objects + OBJECT_BYTES - 4);
+    ost.map_or(Location::Unknown, |ost| Location::Server(ost.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_layout_is_that_of_the_library() {
+        // `lfs setstripe -c 1 -i 3 FILE` in strace, on a little-endian machine.
+        let expected = [
+            0xd0, 0x0b, 0xd1, 0x0b, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+            0, 0, 0, 1, 0, 3, 0,
+        ];
+        if cfg!(target_endian = "little") {
+            assert_eq!(encode_layout(3), expected);
+        }
+    }
+
+    #[test]
+    fn the_place_of_a_file_is_read_from_its_layout() {
+        let mut layout = encode_layout(0).to_vec();
+        layout.extend([0; OBJECT_BYTES]);
+        let index = layout.len() - 4;
+        layout[index..].copy_from_slice(&7u32.to_ne_bytes());
+        assert_eq!(decode_layout(&layout), Location::Server("7".into()));
+
+        let mut in_pool = layout.clone();
+        in_pool[0..4].copy_from_slice(&MAGIC_V3.to_ne_bytes());
+        in_pool.splice(HEADER_BYTES..HEADER_BYTES, [0; POOL_BYTES]);
+        assert_eq!(decode_layout(&in_pool), Location::Server("7".into()));
+
+        layout[28..30].copy_from_slice(&4u16.to_ne_bytes());
+        assert_eq!(decode_layout(&layout), Location::Striped(4));
+    }
+
+    #[test]
+    fn a_layout_that_is_cut_off_says_nothing() {
+        let layout = encode_layout(1);
+        for len in 0..HEADER_BYTES {
+            assert_eq!(decode_layout(&layout[..len]), Location::Unknown, "{len}");
+        }
+        assert_eq!(decode_layout(&layout), Location::Unknown);
+    }
+
+    #[test]
+    fn a_lane_that_is_no_number_is_refused() {
+        let error = Lustre::new(&["0".into(), "ost1".into()]).unwrap_err();
+        assert!(error.starts_with("`ost1` is not the index of an OST"));
+        assert!(Lustre::new(&["65536".into()]).is_err());
+    }
+}

@@ -1,0 +1,143 @@
+//! File systems that give a new file the layout of its directory: a staging directory for each lane.
+//!
+//! A file is made there and gets its name by a rename. What a crash leaves in a staging directory nobody has been told
+//! of: it is removed before the next mount makes files.
+
+use std::ffi::{CStr, OsStr, OsString};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+use firn_backing::dir::steering::NewFile;
+use firn_backing::{Errno, Result};
+use rustix::fs::{self, AtFlags, Gid, Mode, RenameFlags, XattrFlags, fsetxattr, unlinkat};
+
+use super::command::{ProgramError, run_program};
+use super::{Created, Driver, Location, create_plain};
+
+/// Makes each file in the directory of its lane first.
+#[derive(Debug)]
+pub struct Staged {
+    /// Of this host alone, open for reading, one for each lane; their layout is set.
+    dirs: Vec<OwnedFd>,
+}
+
+impl Staged {
+    /// Removes what is left in the directories.
+    pub fn new(dirs: Vec<OwnedFd>) -> Result<Self> {
+        for dir in &dirs {
+            for entry in fs::Dir::read_from(dir)? {
+                let entry = entry?;
+                let name = entry.file_name();
+                if name != c"." && name != c".." {
+                    unlinkat(dir, name, AtFlags::empty())?;
+                }
+            }
+        }
+        Ok(Self { dirs })
+    }
+}
+
+impl Driver for Staged {
+    fn create(&self, new: &NewFile<'_>, lane: usize) -> Result<Created> {
+        // What a default ACL gives to a new file, only the kernel can give, where the name is.
+        if has_default_acl(new.parent) {
+            let file = create_plain(new)?;
+            return Ok(Created::from_wish(file, Err(Errno::OPNOTSUPP)));
+        }
+        let dir = self.dirs[lane].as_fd();
+        let entry = format!("{:016x}", getrandom::u64().map_err(|_| Errno::IO)?);
+        let entry = OsStr::new(&entry);
+        let staged = NewFile {
+            parent: dir,
+            name: entry,
+            ..*new
+        };
+        let file = create_plain(&staged)?;
+        let named = take_group(&file, new).and_then(|()| give_name(dir, entry, new));
+        match named {
+            Ok(()) => Ok(Created::from_wish(file, Ok(()))),
+            Err(error) => {
+                let _ = unlinkat(dir, entry, AtFlags::empty());
+                if error != Errno::XDEV {
+                    return Err(error);
+                }
+                let file = create_plain(new)?;
+                Ok(Created::from_wish(file, Err(error)))
+            }
+        }
+    }
+
+    fn find_server(&self, _: BorrowedFd<'_>) -> Location {
+        Location::Unknown
+    }
+}
+
+fn has_default_acl(dir: BorrowedFd<'_>) -> bool {
+    let path = format!("/proc/self/fd/{}", dir.as_raw_fd());
+    let no_value: &mut [u8] = &mut [];
+    fs::getxattr(path, c"system.posix_acl_default", no_value).is_ok()
+}
+
+/// The group that the kernel would have given in a directory with the set-group-id bit.
+fn take_group(file: &OwnedFd, new: &NewFile<'_>) -> Result<()> {
+    let parent = fstat_path(new.parent)?;
+    if parent.st_mode & libc::S_ISGID == 0 {
+        return Ok(());
+    }
+    fs::fchown(file, None, Some(Gid::from_raw(parent.st_gid)))?;
+    // The change of group took the set-id bits away.
+    fs::fchmod(file, Mode::from_raw_mode(new.mode))
+}
+
+fn fstat_path(fd: BorrowedFd<'_>) -> Result<fs::Stat> {
+    fs::statat(fd, c"", AtFlags::EMPTY_PATH)
+}
+
+/// Gives the staged file its name, which nobody else may have: EEXIST otherwise.
+fn give_name(dir: BorrowedFd<'_>, entry: &OsStr, new: &NewFile<'_>) -> Result<()> {
+    let (parent, name) = (new.parent, new.name);
+    match fs::renameat_with(dir, entry, parent, name, RenameFlags::NOREPLACE) {
+        // A file system that cannot rename like this can link, or neither.
+        Err(Errno::INVAL | Errno::NOSYS) => {}
+        done => return done,
+    }
+    match fs::linkat(dir, entry, parent, name, AtFlags::empty()) {
+        Ok(()) => return unlinkat(dir, entry, AtFlags::empty()),
+        Err(Errno::PERM | Errno::OPNOTSUPP | Errno::NOSYS) => {}
+        Err(error) => return Err(error),
+    }
+    // The name is taken by an empty file first, which the rename replaces.
+    drop(create_plain(new)?);
+    fs::renameat(dir, entry, parent, name).inspect_err(|_| {
+        let _ = unlinkat(parent, name, AtFlags::empty());
+    })
+}
+
+/// OrangeFS: the hints of a directory that its tool `ofs_setdirhint` sets, for one server by its number.
+pub fn tell_orangefs(dir: BorrowedFd<'_>, server: &OsStr) -> std::result::Result<(), String> {
+    /// `PVFS_SYS_LAYOUT_LIST`.
+    const LAYOUT_LIST: &[u8] = b"4";
+    let number = server.to_str().and_then(|text| text.parse::<u32>().ok());
+    let number = number.ok_or_else(|| {
+        let server = server.to_string_lossy();
+        format!("`{server}` is not the number of a server, from 0, as the file system's configuration lists them")
+    })?;
+    let list = format!("1:{number}");
+    let hints: [(&CStr, &[u8]); 3] = [
+        (c"user.pvfs2.num_dfiles", b"1"),
+        (c"user.pvfs2.layout", LAYOUT_LIST),
+        (c"user.pvfs2.server_list", list.as_bytes()),
+    ];
+    for (name, value) in hints {
+        fsetxattr(dir, name, value, XattrFlags::empty())
+            .map_err(|error| format!("{}: {error}", name.to_string_lossy()))?;
+    }
+    Ok(())
+}
+
+/// MooseFS: the storage class of a directory, by the tool for it.
+pub fn tell_moosefs(dir: BorrowedFd<'_>, class: &OsStr) -> std::result::Result<(), ProgramError> {
+    // The tool follows the link of this process to the directory.
+    let path = format!("/proc/{}/fd/{}", std::process::id(), dir.as_raw_fd());
+    let arguments = [class.to_owned(), OsString::from(path)];
+    run_program(OsStr::new("mfssetsclass"), &arguments, |_| {})
+}

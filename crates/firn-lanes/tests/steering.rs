@@ -1,0 +1,679 @@
+//! Placement on one file system: the calls that each kind of file system gets, seen by a FUSE server in its place.
+//!
+//! No Lustre, CephFS, BeeGFS or OrangeFS was at hand: the server records what reaches it through the kernel, and takes
+//! it or not. Needs FUSE (`/dev/fuse` and the right to mount).
+
+use std::collections::{BTreeMap, HashMap};
+use std::ffi::{CStr, OsStr, OsString, c_char, c_int};
+use std::fs::{self, File};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, SystemTime};
+
+use firn_backing::dir::steering::Steering;
+use firn_backing::{Backing, Caller, DirBacking, Errno, LaneIndex};
+use firn_lanes::Rule;
+use firn_lanes::steering::{
+    Beegfs, Ceph, Driver, Location, Lustre, ProgramOfSite, Staged, Steered, tell_orangefs,
+};
+use fuser::{
+    BackgroundSession, Config, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation,
+    INodeNo, IoctlFlags, MountOption, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate,
+    ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyOpen, ReplyXattr, Request,
+};
+
+const TTL: Duration = Duration::ZERO;
+
+/// What the server does not take.
+#[derive(Clone, Copy, Default)]
+struct Refuses {
+    xattrs: bool,
+    rename_flags: bool,
+    links: bool,
+    ioctls: bool,
+}
+
+#[derive(Clone)]
+struct Node {
+    /// Directory and name.
+    names: Vec<(u64, OsString)>,
+    mode: u32,
+    is_dir: bool,
+}
+
+#[derive(Default)]
+struct State {
+    nodes: BTreeMap<u64, Node>,
+    xattrs: HashMap<(u64, OsString), Vec<u8>>,
+    /// Each call that makes, names or tells something, in order.
+    calls: Vec<String>,
+}
+
+struct Recorder {
+    state: Arc<Mutex<State>>,
+    refuses: Refuses,
+    next: AtomicU64,
+    /// Targets of each new file of BeeGFS.
+    stripes: u16,
+}
+
+impl State {
+    fn find(&self, parent: u64, name: &OsStr) -> Option<u64> {
+        let name = (parent, name.to_owned());
+        let mut nodes = self.nodes.iter();
+        nodes.find_map(|(&number, node)| node.names.contains(&name).then_some(number))
+    }
+
+    fn attr(&self, number: u64) -> Option<FileAttr> {
+        let node = self.nodes.get(&number)?;
+        Some(FileAttr {
+            ino: INodeNo(number),
+            size: 0,
+            blocks: 0,
+            atime: SystemTime::UNIX_EPOCH,
+            mtime: SystemTime::UNIX_EPOCH,
+            ctime: SystemTime::UNIX_EPOCH,
+            crtime: SystemTime::UNIX_EPOCH,
+            kind: if node.is_dir {
+                FileType::Directory
+            } else {
+                FileType::RegularFile
+            },
+            perm: (node.mode & 0o7777) as u16,
+            nlink: node.names.len() as u32,
+            uid: rustix::process::geteuid().as_raw(),
+            gid: rustix::process::getegid().as_raw(),
+            rdev: 0,
+            blksize: 4096,
+            flags: 0,
+        })
+    }
+
+    fn add(&mut self, number: u64, parent: u64, name: &OsStr, mode: u32, is_dir: bool) {
+        let node = Node {
+            names: vec![(parent, name.to_owned())],
+            mode,
+            is_dir,
+        };
+        self.nodes.insert(number, node);
+    }
+
+    /// A name as the log shows it: names in staging directories are random.
+    fn shown(&self, parent: u64, name: &OsStr) -> String {
+        match self.nodes.get(&parent) {
+            Some(dir) if dir.names[0].1.to_string_lossy().starts_with("lane") => {
+                format!("{}/*", dir.names[0].1.display())
+            }
+            _ => name.to_string_lossy().into_owned(),
+        }
+    }
+
+    fn name_of(&self, number: u64) -> String {
+        let (parent, name) = &self.nodes[&number].names[0];
+        self.shown(*parent, name)
+    }
+}
+
+impl Recorder {
+    fn make(&self, parent: INodeNo, name: &OsStr, mode: u32) -> Result<u64, fuser::Errno> {
+        let mut state = self.state.lock().unwrap();
+        if state.find(parent.0, name).is_some() {
+            return Err(fuser::Errno::EEXIST);
+        }
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        state.add(number, parent.0, name, mode, false);
+        Ok(number)
+    }
+
+    /// BeeGFS's ioctl that makes a file. Its argument has pointers into the memory of the process that called, which
+    /// is this one.
+    fn make_by_ioctl(&self, dir: INodeNo, argument: &[u8]) -> Result<(), fuser::Errno> {
+        let pointer = |at: usize| {
+            let bytes = argument[at..at + 8].try_into().unwrap();
+            usize::from_ne_bytes(bytes)
+        };
+        let number = |at: usize| c_int::from_ne_bytes(argument[at..at + 4].try_into().unwrap());
+        let string = |at: usize, len_at: usize| {
+            let pointer = std::ptr::with_exposed_provenance::<c_char>(pointer(at));
+            // SAFETY: the caller waits in its ioctl, with the string that it points to.
+            let string = unsafe { CStr::from_ptr(pointer) };
+            assert_eq!(string.count_bytes() + 1, number(len_at) as usize);
+            string.to_str().unwrap().to_owned()
+        };
+        let targets = std::ptr::with_exposed_provenance::<u16>(pointer(104));
+        // SAFETY: the caller waits in its ioctl, with an array of this length.
+        let targets = unsafe { std::slice::from_raw_parts(targets, number(112) as usize / 2) };
+        let (name, mode) = (string(56, 64), number(84) as u32);
+        let line = format!(
+            "make {name} owner {} in {} of {} type {} mode {mode:o} count {} targets {targets:?}",
+            number(0),
+            string(24, 32),
+            string(8, 16),
+            number(68),
+            number(96),
+        );
+        self.make(dir, OsStr::new(&name), mode)?;
+        self.state.lock().unwrap().calls.push(line);
+        Ok(())
+    }
+}
+
+impl Filesystem for Recorder {
+    fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let state = self.state.lock().unwrap();
+        let found = state.find(parent.0, name).and_then(|ino| state.attr(ino));
+        match found {
+            Some(attr) => reply.entry(&TTL, &attr, Generation(0)),
+            None => reply.error(fuser::Errno::ENOENT),
+        }
+    }
+
+    fn getattr(&self, _: &Request, ino: INodeNo, _: Option<FileHandle>, reply: ReplyAttr) {
+        match self.state.lock().unwrap().attr(ino.0) {
+            Some(attr) => reply.attr(&TTL, &attr),
+            None => reply.error(fuser::Errno::ENOENT),
+        }
+    }
+
+    fn create(
+        &self,
+        _: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        _: u32,
+        flags: i32,
+        reply: ReplyCreate,
+    ) {
+        let number = match self.make(parent, name, mode) {
+            Ok(number) => number,
+            Err(error) => return reply.error(error),
+        };
+        let mut state = self.state.lock().unwrap();
+        // The kernel keeps the other flag of it, O_NOCTTY, from FUSE servers.
+        let delayed = if flags & libc::O_ASYNC != 0 {
+            " delayed"
+        } else {
+            ""
+        };
+        let line = format!("create {}{delayed}", state.shown(parent.0, name));
+        state.calls.push(line);
+        let attr = state.attr(number).unwrap();
+        reply.created(
+            &TTL,
+            &attr,
+            Generation(0),
+            FileHandle(0),
+            FopenFlags::empty(),
+        );
+    }
+
+    fn open(&self, _: &Request, _: INodeNo, _: OpenFlags, reply: ReplyOpen) {
+        reply.opened(FileHandle(0), FopenFlags::empty());
+    }
+
+    fn setxattr(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        name: &OsStr,
+        value: &[u8],
+        _: i32,
+        _: u32,
+        reply: ReplyEmpty,
+    ) {
+        if self.refuses.xattrs {
+            return reply.error(fuser::Errno::EOPNOTSUPP);
+        }
+        let mut state = self.state.lock().unwrap();
+        let line = format!(
+            "setxattr {} {} {}",
+            state.name_of(ino.0),
+            name.to_string_lossy(),
+            value.escape_ascii()
+        );
+        state.calls.push(line);
+        state
+            .xattrs
+            .insert((ino.0, name.to_owned()), value.to_vec());
+        reply.ok();
+    }
+
+    fn getxattr(&self, _: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
+        let state = self.state.lock().unwrap();
+        match state.xattrs.get(&(ino.0, name.to_owned())) {
+            Some(value) if size == 0 => reply.size(value.len() as u32),
+            Some(value) if value.len() <= size as usize => reply.data(value),
+            Some(_) => reply.error(fuser::Errno::ERANGE),
+            None => reply.error(fuser::Errno::ENODATA),
+        }
+    }
+
+    fn rename(
+        &self,
+        _: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        new_parent: INodeNo,
+        new_name: &OsStr,
+        flags: RenameFlags,
+        reply: ReplyEmpty,
+    ) {
+        let no_replace = flags.contains(RenameFlags::RENAME_NOREPLACE);
+        if no_replace && self.refuses.rename_flags {
+            return reply.error(fuser::Errno::EINVAL);
+        }
+        let mut state = self.state.lock().unwrap();
+        let Some(number) = state.find(parent.0, name) else {
+            return reply.error(fuser::Errno::ENOENT);
+        };
+        let line = format!(
+            "rename {} to {}",
+            state.shown(parent.0, name),
+            state.shown(new_parent.0, new_name)
+        );
+        state.calls.push(line);
+        match state.find(new_parent.0, new_name) {
+            Some(_) if no_replace => return reply.error(fuser::Errno::EEXIST),
+            Some(old) => state.nodes.get_mut(&old).unwrap().names.clear(),
+            None => {}
+        }
+        let node = state.nodes.get_mut(&number).unwrap();
+        node.names = vec![(new_parent.0, new_name.to_owned())];
+        reply.ok();
+    }
+
+    fn link(&self, _: &Request, ino: INodeNo, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        if self.refuses.links {
+            return reply.error(fuser::Errno::EPERM);
+        }
+        let mut state = self.state.lock().unwrap();
+        if state.find(parent.0, name).is_some() {
+            return reply.error(fuser::Errno::EEXIST);
+        }
+        let line = format!("link {} as {}", state.name_of(ino.0), name.display());
+        state.calls.push(line);
+        let node = state.nodes.get_mut(&ino.0).unwrap();
+        node.names.push((parent.0, name.to_owned()));
+        let attr = state.attr(ino.0).unwrap();
+        reply.entry(&TTL, &attr, Generation(0));
+    }
+
+    fn unlink(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let mut state = self.state.lock().unwrap();
+        let line = format!("unlink {}", state.shown(parent.0, name));
+        state.calls.push(line);
+        if let Some(number) = state.find(parent.0, name) {
+            let node = state.nodes.get_mut(&number).unwrap();
+            node.names
+                .retain(|held| *held != (parent.0, name.to_owned()));
+        }
+        reply.ok();
+    }
+
+    fn readdir(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        _: FileHandle,
+        offset: u64,
+        mut reply: ReplyDirectory,
+    ) {
+        let state = self.state.lock().unwrap();
+        let mut entries: Vec<(u64, FileType, OsString)> = vec![
+            (ino.0, FileType::Directory, ".".into()),
+            (1, FileType::Directory, "..".into()),
+        ];
+        for (&number, node) in &state.nodes {
+            let inside = node.names.iter().filter(|(parent, _)| *parent == ino.0);
+            entries.extend(inside.map(|(_, name)| (number, FileType::RegularFile, name.clone())));
+        }
+        for (at, (number, kind, name)) in entries.iter().enumerate().skip(offset as usize) {
+            if reply.add(INodeNo(*number), at as u64 + 1, *kind, name) {
+                break;
+            }
+        }
+        reply.ok();
+    }
+
+    fn ioctl(
+        &self,
+        _: &Request,
+        ino: INodeNo,
+        _: FileHandle,
+        _: IoctlFlags,
+        cmd: u32,
+        argument: &[u8],
+        out_bytes: u32,
+        reply: ReplyIoctl,
+    ) {
+        if self.refuses.ioctls {
+            return reply.error(fuser::Errno::ENOTTY);
+        }
+        let mut answer = vec![0; out_bytes as usize];
+        match cmd & 0xff {
+            25 => answer[8..10].copy_from_slice(&self.stripes.to_ne_bytes()),
+            26 => answer[4..8].copy_from_slice(&203u32.to_ne_bytes()),
+            29 => {
+                if let Err(error) = self.make_by_ioctl(ino, argument) {
+                    return reply.error(error);
+                }
+            }
+            31 => {
+                answer[0..4].copy_from_slice(&5u32.to_ne_bytes());
+                answer[4..10].copy_from_slice(b"0-0-1\0");
+                answer[31..37].copy_from_slice(b"7-8-9\0");
+            }
+            _ => return reply.error(fuser::Errno::ENOTTY),
+        }
+        reply.ioctl(0, &answer);
+    }
+}
+
+/// A mounted server.
+struct Mounted {
+    state: Arc<Mutex<State>>,
+    dir: tempfile::TempDir,
+    _session: BackgroundSession,
+}
+
+impl Mounted {
+    fn new(refuses: Refuses, stripes: u16) -> Self {
+        let mut state = State::default();
+        state.add(1, 0, OsStr::new(""), 0o755, true);
+        for lane in 0..2u64 {
+            let name = format!("lane{lane}");
+            state.add(10 + lane, 1, OsStr::new(&name), 0o700, true);
+        }
+        let state = Arc::new(Mutex::new(state));
+        let server = Recorder {
+            state: Arc::clone(&state),
+            refuses,
+            next: AtomicU64::new(100),
+            stripes,
+        };
+        let dir = tempfile::tempdir().unwrap();
+        let mut config = Config::default();
+        config.mount_options = vec![MountOption::FSName("recorder".into())];
+        let session = fuser::spawn_mount(server, dir.path(), &config).expect(
+            "this test mounts a FUSE file system: it needs /dev/fuse and the right to mount",
+        );
+        Self {
+            state,
+            dir,
+            _session: session,
+        }
+    }
+
+    fn path(&self) -> &Path {
+        self.dir.path()
+    }
+
+    fn open_dir(&self, name: &str) -> OwnedFd {
+        File::open(self.path().join(name)).unwrap().into()
+    }
+
+    /// The calls since the last time.
+    fn take_calls(&self) -> Vec<String> {
+        std::mem::take(&mut self.state.lock().unwrap().calls)
+    }
+
+    /// A backing whose files are steered to two lanes.
+    fn backing(&self, driver: impl Driver + 'static) -> (DirBacking, Arc<Steered>) {
+        let servers = vec!["0".into(), "1".into()];
+        let rule = Rule::new(2, "host");
+        let steered = Arc::new(Steered::new(Box::new(driver), servers, rule));
+        let steering: Arc<dyn Steering> = steered.clone();
+        let backing = DirBacking::open(self.path())
+            .unwrap()
+            .with_steering(steering);
+        (backing, steered)
+    }
+}
+
+fn create(backing: &DirBacking, name: &str) -> Result<LaneIndex, Errno> {
+    let caller = Caller {
+        uid: rustix::process::geteuid().as_raw(),
+        gid: rustix::process::getegid().as_raw(),
+        pid: std::process::id(),
+    };
+    let made = backing.create(&caller, &backing.root(), OsStr::new(name), 0o640)?;
+    Ok(backing.lane_of(&made.0))
+}
+
+fn servers(names: &[&str]) -> Vec<OsString> {
+    names.iter().map(|&name| name.into()).collect()
+}
+
+#[test]
+fn lustre_gets_a_layout_before_the_file_has_objects() {
+    let mounted = Mounted::new(Refuses::default(), 1);
+    let (backing, steered) = mounted.backing(Lustre::new(&servers(&["4", "9"])).unwrap());
+    assert_eq!(create(&backing, "rank_1").unwrap(), LaneIndex::new(1));
+    let zeros = "\\x00".repeat(20);
+    assert_eq!(
+        mounted.take_calls(),
+        [
+            "create rank_1 delayed".to_owned(),
+            format!(
+                "setxattr rank_1 lustre.lov \\xd0\\x0b\\xd1\\x0b\\x01\\x00\\x00\\x00{zeros}\\x01\\x00\\t\\x00"
+            ),
+        ]
+    );
+    assert_eq!((steered.files(), steered.refused_files()), (vec![0, 1], 0));
+    assert_eq!(create(&backing, "rank_1").unwrap_err(), Errno::EXIST);
+}
+
+#[test]
+fn cephfs_gets_pool_and_stripe_count() {
+    let mounted = Mounted::new(Refuses::default(), 1);
+    let (backing, steered) = mounted.backing(Ceph::new(&servers(&["pool_a", "pool_b"])));
+    assert_eq!(create(&backing, "rank_2").unwrap(), LaneIndex::new(0));
+    assert_eq!(
+        mounted.take_calls(),
+        [
+            "create rank_2",
+            "setxattr rank_2 ceph.file.layout.stripe_count 1",
+            "setxattr rank_2 ceph.file.layout.pool pool_a",
+        ]
+    );
+    let file = File::open(mounted.path().join("rank_2")).unwrap();
+    let location = steered.find_server(file.as_fd());
+    assert_eq!(location, Location::Server("pool_a".into()));
+}
+
+#[test]
+fn a_refused_wish_is_counted_and_the_file_is_there() {
+    let refuses = Refuses {
+        xattrs: true,
+        ioctls: true,
+        ..Refuses::default()
+    };
+    let mounted = Mounted::new(refuses, 1);
+    let drivers: [(&str, Box<dyn Driver>); 3] = [
+        ("a1", Box::new(Lustre::new(&servers(&["4", "9"])).unwrap())),
+        ("b1", Box::new(Ceph::new(&servers(&["p", "q"])))),
+        ("c1", Box::new(Beegfs::new(&servers(&["1", "2"])).unwrap())),
+    ];
+    for (name, driver) in drivers {
+        let steered = Arc::new(Steered::new(
+            driver,
+            servers(&["x", "y"]),
+            Rule::new(2, "host"),
+        ));
+        let steering: Arc<dyn Steering> = steered.clone();
+        let backing = DirBacking::open(mounted.path())
+            .unwrap()
+            .with_steering(steering);
+        assert_eq!(create(&backing, name).unwrap(), LaneIndex::new(1));
+        assert_eq!(steered.refused_files(), 1, "{name}");
+        assert!(fs::metadata(mounted.path().join(name)).unwrap().is_file());
+    }
+}
+
+#[test]
+fn beegfs_is_asked_to_make_the_file_on_a_target() {
+    let mounted = Mounted::new(Refuses::default(), 1);
+    let (backing, steered) = mounted.backing(Beegfs::new(&servers(&["201", "203"])).unwrap());
+    assert_eq!(create(&backing, "rank_3").unwrap(), LaneIndex::new(1));
+    assert_eq!(
+        mounted.take_calls(),
+        ["make rank_3 owner 5 in 7-8-9 of 0-0-1 type 8 mode 100640 count 1 targets [203, 0]"]
+    );
+    assert_eq!(steered.refused_files(), 0);
+    assert_eq!(create(&backing, "rank_3").unwrap_err(), Errno::EXIST);
+    let file = File::open(mounted.path().join("rank_3")).unwrap();
+    let location = steered.find_server(file.as_fd());
+    assert_eq!(location, Location::Server("203".into()));
+}
+
+#[test]
+fn a_directory_of_beegfs_that_stripes_is_told() {
+    let mounted = Mounted::new(Refuses::default(), 4);
+    let (backing, steered) = mounted.backing(Beegfs::new(&servers(&["201", "203"])).unwrap());
+    create(&backing, "rank_3").unwrap();
+    assert_eq!(steered.refused_files(), 1);
+    let file = File::open(mounted.path().join("rank_3")).unwrap();
+    assert_eq!(steered.find_server(file.as_fd()), Location::Striped(4));
+}
+
+fn staged(mounted: &Mounted) -> Staged {
+    let dirs = vec![mounted.open_dir("lane0"), mounted.open_dir("lane1")];
+    Staged::new(dirs).unwrap()
+}
+
+#[test]
+fn orangefs_gets_hints_for_a_directory_of_each_lane() {
+    let mounted = Mounted::new(Refuses::default(), 1);
+    for (lane, server) in ["0", "3"].iter().enumerate() {
+        let dir = mounted.open_dir(&format!("lane{lane}"));
+        tell_orangefs(dir.as_fd(), OsStr::new(server)).unwrap();
+    }
+    let hints = |lane: usize, list: &str| {
+        [
+            format!("setxattr lane{lane} user.pvfs2.num_dfiles 1"),
+            format!("setxattr lane{lane} user.pvfs2.layout 4"),
+            format!("setxattr lane{lane} user.pvfs2.server_list {list}"),
+        ]
+    };
+    let expected = [hints(0, "1:0"), hints(1, "1:3")].concat();
+    assert_eq!(mounted.take_calls(), expected);
+    let dir = mounted.open_dir("lane0");
+    let error = tell_orangefs(dir.as_fd(), OsStr::new("srv1")).unwrap_err();
+    assert!(error.starts_with("`srv1` is not the number of a server"));
+}
+
+#[test]
+fn a_staged_file_gets_its_name_whatever_the_file_system_can_do() {
+    let with_links = Refuses {
+        rename_flags: true,
+        ..Refuses::default()
+    };
+    let without_links = Refuses {
+        links: true,
+        ..with_links
+    };
+    let cases: [(Refuses, &[&str]); 3] = [
+        (
+            Refuses::default(),
+            &["create lane1/*", "rename lane1/* to rank_5"],
+        ),
+        (
+            with_links,
+            &["create lane1/*", "link lane1/* as rank_5", "unlink lane1/*"],
+        ),
+        (
+            without_links,
+            &[
+                "create lane1/*",
+                "create rank_5",
+                "rename lane1/* to rank_5",
+            ],
+        ),
+    ];
+    for (refuses, expected) in cases {
+        let mounted = Mounted::new(refuses, 1);
+        let (backing, steered) = mounted.backing(staged(&mounted));
+        assert_eq!(create(&backing, "rank_5").unwrap(), LaneIndex::new(1));
+        assert_eq!(mounted.take_calls(), expected);
+        let metadata = fs::metadata(mounted.path().join("rank_5")).expect(expected[1]);
+        assert_eq!(metadata.mode() & 0o7777, 0o640);
+        assert_eq!(steered.refused_files(), 0);
+        assert_eq!(create(&backing, "rank_5").unwrap_err(), Errno::EXIST);
+        let left = fs::read_dir(mounted.path().join("lane1")).unwrap().count();
+        assert_eq!(left, 0, "what could not get its name is removed");
+    }
+}
+
+#[test]
+fn what_a_crash_left_in_a_staging_directory_is_removed() {
+    let mounted = Mounted::new(Refuses::default(), 1);
+    drop(File::create(mounted.path().join("lane1/0123456789abcdef")).unwrap());
+    drop(staged(&mounted));
+    assert_eq!(
+        fs::read_dir(mounted.path().join("lane1")).unwrap().count(),
+        0
+    );
+}
+
+/// A program of a site, as a shell script.
+fn script(dir: &Path, text: &str) -> OsString {
+    use std::os::unix::fs::PermissionsExt;
+    let path = dir.join("place");
+    fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    path.into()
+}
+
+fn program(dir: &Path, text: &str) -> (DirBacking, Arc<Steered>) {
+    let names = servers(&["fast", "slow"]);
+    let driver = ProgramOfSite::new(script(dir, text), &names);
+    let steered = Arc::new(Steered::new(Box::new(driver), names, Rule::new(2, "host")));
+    let steering: Arc<dyn Steering> = steered.clone();
+    let top = dir.join("top");
+    fs::create_dir(&top).unwrap();
+    (
+        DirBacking::open(top).unwrap().with_steering(steering),
+        steered,
+    )
+}
+
+#[test]
+fn a_program_makes_the_file_in_its_directory() {
+    let dir = tempfile::tempdir().unwrap();
+    let (backing, steered) = program(
+        dir.path(),
+        r#"set -C; umask 077; echo "$1" > "$2/../log"; : > "$2/$3""#,
+    );
+    assert_eq!(create(&backing, "rank_7").unwrap(), LaneIndex::new(1));
+    assert_eq!(
+        fs::read_to_string(dir.path().join("log")).unwrap(),
+        "slow\n"
+    );
+    assert_eq!(steered.refused_files(), 0);
+    let metadata = fs::metadata(dir.path().join("top/rank_7")).unwrap();
+    assert_eq!(metadata.mode() & 0o7777, 0o640);
+    assert_eq!(create(&backing, "rank_7").unwrap_err(), Errno::EXIST);
+}
+
+#[test]
+fn a_program_that_fails_or_does_something_else_costs_no_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let (backing, steered) = program(dir.path(), "yes no | head -c 1000000 >&2; exit 3");
+    create(&backing, "a").unwrap();
+    assert_eq!(steered.refused_files(), 1);
+    assert!(dir.path().join("top/a").is_file());
+
+    let dir = tempfile::tempdir().unwrap();
+    let (backing, _) = program(dir.path(), r#"mkdir "$2/$3""#);
+    assert_eq!(create(&backing, "a").unwrap_err(), Errno::IO);
+    let (backing, _) = {
+        let dir = dir.path().join("second");
+        fs::create_dir(&dir).unwrap();
+        program(&dir, r#"echo bytes > "$2/$3""#)
+    };
+    assert_eq!(create(&backing, "a").unwrap_err(), Errno::IO);
+}
