@@ -1,0 +1,534 @@
+//! What a lane may do now, and what its keeper has to do next.
+//!
+//! ```text
+//!           enter                   granted
+//!   Idle ──────────► Waiting ───────────────────► Held
+//!    ▲                  │  nothing moved             │ idle, or the batch is over and others wait,
+//!    │                  ▼  for `wait`                │ or lost
+//!    │               Without ──── granted ──────────►│
+//!    └───────────────────────────────────────────────┘
+//! ```
+//!
+//! Invariants
+//! * `uses` counts the permits of the present holding only.
+//! * While something is to be given back (`is_returning`), nothing is asked.
+//! * In `Without` every permit is given at once, whatever the service does.
+
+use std::time::{Duration, Instant};
+
+use crate::service::Behind;
+
+/// A token that is not used is kept for so long: giving it back and asking anew costs a round trip or two.
+const LINGER: Duration = Duration::from_millis(10);
+/// Pause after a question that failed; doubles up to the last.
+const RETRY_FIRST: Duration = Duration::from_millis(50);
+const RETRY_LAST: Duration = Duration::from_secs(1);
+/// Without its token a lane asks again at least so often, if `wait` is not longer.
+const ASK_AGAIN_LAST: Duration = Duration::from_secs(60);
+
+/// How long a token is held, and waited for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Length of a batch: then the token goes to who waits for it.
+    pub hold: Duration,
+    /// How long to wait while the service does not answer and the token does not change hands. At least twice `hold`.
+    pub wait: Duration,
+}
+
+/// What a thread of a lane may do.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Permit {
+    /// Pick and write. The use must be handed back ([`crate::LaneToken::leave`]).
+    Go(Use),
+    /// Wait until the lane is woken, but no longer than this.
+    Wait(Duration),
+}
+
+/// One thread's use of a token.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use = "the token is held until each use has ended"]
+pub struct Use {
+    /// `None`: without a token.
+    holding: Option<u64>,
+}
+
+impl Use {
+    /// Whether the lane had its token.
+    pub fn has_token(&self) -> bool {
+        self.holding.is_some()
+    }
+
+    pub(crate) fn without_token() -> Self {
+        Self { holding: None }
+    }
+}
+
+/// What a lane's token does, for people.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TokenState {
+    /// The lane has nothing to write.
+    #[default]
+    Idle,
+    /// It was asked for.
+    Waiting,
+    /// This host has it.
+    Held,
+    /// The lane writes without it.
+    Without,
+}
+
+/// The same in figures.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TokenFigures {
+    /// What it does now.
+    pub state: TokenState,
+    /// For how long.
+    pub age: Duration,
+    /// Who has it instead, as far as this host was told.
+    pub holder: Option<String>,
+    /// How often it was granted.
+    pub granted: u64,
+    /// How long this host has waited for it, over all times.
+    pub waited: Duration,
+    /// How often the lane went on without it.
+    pub went_without: u64,
+    /// Questions that failed.
+    pub errors: u64,
+    /// Why the last of them did.
+    pub last_error: Option<String>,
+}
+
+/// What the keeper of a lane does next.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    Ask,
+    GiveBack,
+    LookForOthers,
+    Renew,
+    /// Until something changes, or for so long.
+    Sleep(Option<Duration>),
+}
+
+#[derive(Debug)]
+enum Phase {
+    Idle,
+    Waiting(Waiting),
+    Held(Held),
+    Without(Without),
+}
+
+#[derive(Debug)]
+struct Waiting {
+    /// When the token changed hands last, as far as this host was told.
+    moved: Instant,
+    /// The holding that was seen last.
+    holding: Option<String>,
+    ask_at: Instant,
+    /// Questions in a row that failed.
+    failures: u32,
+}
+
+#[derive(Debug)]
+struct Held {
+    batch_ends: Instant,
+    /// Somebody waits for the end of the batch.
+    is_awaited: bool,
+    look_at: Instant,
+    renew_at: Option<Instant>,
+}
+
+#[derive(Debug)]
+struct Without {
+    ask_at: Instant,
+    /// Questions since the lane goes without.
+    tries: u32,
+    /// One of them is under way.
+    is_asking: bool,
+    /// The lane had work since the last of them.
+    is_wanted: bool,
+    /// The holding that did not end.
+    stuck_holding: Option<String>,
+}
+
+/// The state of one lane's token.
+#[derive(Debug)]
+pub(crate) struct Turn {
+    limits: Limits,
+    renew_every: Option<Duration>,
+    phase: Phase,
+    phase_since: Instant,
+    /// Number of the present holding.
+    holding: u64,
+    /// Permits of it that have not ended.
+    uses: u32,
+    /// Since when there are none.
+    unused_since: Instant,
+    /// The service has a question of this host, or this host has the token.
+    is_asked: bool,
+    is_returning: bool,
+    /// The lane's threads are to be woken.
+    has_news: bool,
+    /// The keeper is.
+    has_task: bool,
+    figures: TokenFigures,
+}
+
+impl Turn {
+    pub(crate) fn new(limits: Limits, renew_every: Option<Duration>, now: Instant) -> Self {
+        Self {
+            limits,
+            renew_every,
+            phase: Phase::Idle,
+            phase_since: now,
+            holding: 0,
+            uses: 0,
+            unused_since: now,
+            is_asked: false,
+            is_returning: false,
+            has_news: false,
+            has_task: false,
+            figures: TokenFigures::default(),
+        }
+    }
+
+    // ---- threads of the lane -----------------------------------------------------------------
+
+    /// A thread of the lane has something to write.
+    pub(crate) fn enter(&mut self, now: Instant) -> Permit {
+        match &mut self.phase {
+            Phase::Idle => {
+                self.begin_to_wait(now);
+                self.has_task = true;
+                Permit::Wait(self.limits.wait)
+            }
+            Phase::Waiting(waiting) => {
+                let until = waiting.moved + self.limits.wait;
+                if now < until {
+                    return Permit::Wait(until - now);
+                }
+                self.go_without(now);
+                Permit::Go(Use::without_token())
+            }
+            Phase::Held(held) if now < held.batch_ends || !held.is_awaited => {
+                self.uses += 1;
+                Permit::Go(Use {
+                    holding: Some(self.holding),
+                })
+            }
+            Phase::Held(_) if self.uses == 0 => {
+                // It is the turn of another host. The keeper may be in a call that does not return.
+                self.end_holding(now);
+                self.begin_to_wait(now);
+                self.has_task = true;
+                Permit::Wait(self.limits.wait)
+            }
+            Phase::Held(held) => {
+                let until = held.batch_ends + self.limits.wait;
+                if now < until {
+                    return Permit::Wait(until - now);
+                }
+                // Writes of this host hang, and so does the service.
+                self.end_holding(now);
+                self.go_without(now);
+                Permit::Go(Use::without_token())
+            }
+            Phase::Without(without) => {
+                self.has_task |= !std::mem::replace(&mut without.is_wanted, true);
+                Permit::Go(Use::without_token())
+            }
+        }
+    }
+
+    /// It has written. Whether that was the last use, after which the token may be given back.
+    pub(crate) fn leave(&mut self, ended: &Use, now: Instant) -> bool {
+        if ended.holding != Some(self.holding) {
+            return false;
+        }
+        debug_assert!(self.uses > 0, "a use ended twice");
+        self.uses -= 1;
+        if self.uses == 0 {
+            self.unused_since = now;
+        }
+        self.uses == 0
+    }
+
+    // ---- the keeper --------------------------------------------------------------------------
+
+    /// What to do now.
+    pub(crate) fn next_step(&mut self, now: Instant) -> Step {
+        if self.is_returning {
+            return Step::GiveBack;
+        }
+        match &mut self.phase {
+            Phase::Idle => Step::Sleep(None),
+            Phase::Waiting(waiting) => {
+                let until = waiting.moved + self.limits.wait;
+                if now >= until {
+                    self.go_without(now);
+                    return self.next_step(now);
+                }
+                if now < waiting.ask_at {
+                    return Step::Sleep(Some(waiting.ask_at.min(until) - now));
+                }
+                self.is_asked = true;
+                Step::Ask
+            }
+            Phase::Held(_) => self.next_of_held(now),
+            Phase::Without(without) => {
+                if self.is_asked && !without.is_asking {
+                    self.is_returning = true;
+                    return Step::GiveBack;
+                }
+                if !without.is_wanted {
+                    return Step::Sleep(None);
+                }
+                if now < without.ask_at {
+                    return Step::Sleep(Some(without.ask_at - now));
+                }
+                without.is_asking = true;
+                without.is_wanted = false;
+                self.is_asked = true;
+                Step::Ask
+            }
+        }
+    }
+
+    fn next_of_held(&mut self, now: Instant) -> Step {
+        let Phase::Held(held) = &self.phase else {
+            return Step::Sleep(None);
+        };
+        let lingers_until = self.unused_since + LINGER;
+        let overdue_at = held.batch_ends + self.limits.wait;
+        let is_over = now >= held.batch_ends && held.is_awaited;
+        let is_free = self.uses == 0 && (is_over || now >= lingers_until);
+        if is_free || now >= overdue_at {
+            self.end_holding(now);
+            return Step::GiveBack;
+        }
+        if held.renew_at.is_some_and(|at| now >= at) {
+            return Step::Renew;
+        }
+        if now >= held.look_at && !held.is_awaited {
+            return Step::LookForOthers;
+        }
+        let mut until = overdue_at;
+        if self.uses == 0 {
+            until = until.min(lingers_until);
+        }
+        if held.is_awaited {
+            until = if now < held.batch_ends {
+                until.min(held.batch_ends)
+            } else {
+                until
+            };
+        } else {
+            until = until.min(held.look_at);
+        }
+        until = held.renew_at.map_or(until, |at| until.min(at));
+        Step::Sleep(Some(until - now))
+    }
+
+    /// The service granted the token.
+    pub(crate) fn note_granted(&mut self, now: Instant) {
+        if matches!(self.phase, Phase::Waiting(_)) {
+            self.figures.waited += now - self.phase_since;
+        }
+        if matches!(self.phase, Phase::Without(_)) {
+            tracing::info!("the token is granted again: one host at a time writes to this lane");
+        }
+        self.figures.granted += 1;
+        self.figures.holder = None;
+        self.holding += 1;
+        self.uses = 0;
+        self.unused_since = now;
+        let held = Held {
+            batch_ends: now + self.limits.hold,
+            is_awaited: false,
+            look_at: now + self.look_after(),
+            renew_at: self.renew_every.map(|every| now + every),
+        };
+        self.change_phase(Phase::Held(held), now);
+        self.has_news = true;
+    }
+
+    /// Shortly before the end of the batch, so that a batch that nobody waits for goes on without a gap.
+    fn look_after(&self) -> Duration {
+        self.limits.hold * 7 / 8
+    }
+
+    /// The service said who comes first.
+    pub(crate) fn note_behind(&mut self, behind: Behind, now: Instant) {
+        self.figures.holder = behind.holder;
+        match &mut self.phase {
+            Phase::Waiting(waiting) => {
+                if waiting.holding.as_ref() != Some(&behind.holding) {
+                    waiting.moved = now;
+                    waiting.holding = Some(behind.holding);
+                }
+                waiting.failures = 0;
+                waiting.ask_at = now + behind.rest;
+            }
+            Phase::Without(without) if without.is_asking => {
+                if without.stuck_holding.as_ref() == Some(&behind.holding) {
+                    self.put_off(now);
+                } else {
+                    tracing::info!("the token changes hands again: this lane waits for its turn");
+                    self.begin_to_wait(now);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// The service did not answer, or refused.
+    pub(crate) fn note_failure(&mut self, why: String, now: Instant) {
+        self.figures.errors += 1;
+        self.figures.last_error = Some(why);
+        let pause = |failures: u32| (RETRY_FIRST * 2_u32.pow(failures.min(5))).min(RETRY_LAST);
+        match &mut self.phase {
+            Phase::Waiting(waiting) => {
+                waiting.ask_at = now + pause(waiting.failures);
+                waiting.failures += 1;
+            }
+            Phase::Without(without) if without.is_asking => self.put_off(now),
+            // What the holder is to do is tried again in a while; the lease may end meanwhile.
+            Phase::Held(held) => {
+                held.look_at = held.look_at.max(now + RETRY_LAST);
+                held.renew_at = held.renew_at.map(|at| at.max(now + pause(0)));
+            }
+            Phase::Idle | Phase::Without(_) => {}
+        }
+    }
+
+    /// Another host may have the token.
+    pub(crate) fn note_lost(&mut self, why: String, now: Instant) {
+        self.figures.errors += 1;
+        self.figures.last_error = Some(why);
+        if matches!(self.phase, Phase::Held(_)) {
+            self.end_holding(now);
+        }
+    }
+
+    /// Somebody waits for the token, or nobody: then another batch begins.
+    pub(crate) fn note_others(&mut self, are_waiting: bool, now: Instant) {
+        let look_after = self.look_after();
+        if let Phase::Held(held) = &mut self.phase {
+            held.is_awaited = are_waiting;
+            if !are_waiting {
+                held.batch_ends = now + self.limits.hold;
+                held.look_at = now + look_after;
+            }
+        }
+    }
+
+    /// The holder was seen to live.
+    pub(crate) fn note_renewed(&mut self, now: Instant) {
+        if let Phase::Held(held) = &mut self.phase {
+            held.renew_at = self.renew_every.map(|every| now + every);
+        }
+    }
+
+    /// The service has nothing of this host any more, or was told so in vain.
+    pub(crate) fn note_given_back(&mut self) {
+        self.is_returning = false;
+        self.is_asked = false;
+        self.has_news = true;
+    }
+
+    /// Whether something was asked for that is not given back.
+    pub(crate) fn has_asked(&self) -> bool {
+        self.is_asked
+    }
+
+    /// Whether the lane's threads are to be woken; says so once.
+    pub(crate) fn take_news(&mut self) -> bool {
+        std::mem::take(&mut self.has_news)
+    }
+
+    /// Whether the keeper is to be woken; says so once.
+    pub(crate) fn take_task(&mut self) -> bool {
+        std::mem::take(&mut self.has_task)
+    }
+
+    pub(crate) fn figures(&self, now: Instant) -> TokenFigures {
+        let state = match &self.phase {
+            Phase::Idle => TokenState::Idle,
+            Phase::Waiting(_) => TokenState::Waiting,
+            Phase::Held(_) => TokenState::Held,
+            Phase::Without(_) => TokenState::Without,
+        };
+        TokenFigures {
+            state,
+            age: now.saturating_duration_since(self.phase_since),
+            ..self.figures.clone()
+        }
+    }
+
+    // ---- changes of phase --------------------------------------------------------------------
+
+    fn change_phase(&mut self, phase: Phase, now: Instant) {
+        self.phase = phase;
+        self.phase_since = now;
+    }
+
+    fn begin_to_wait(&mut self, now: Instant) {
+        let waiting = Waiting {
+            moved: now,
+            holding: None,
+            ask_at: now,
+            failures: 0,
+        };
+        self.change_phase(Phase::Waiting(waiting), now);
+    }
+
+    fn go_without(&mut self, now: Instant) {
+        let (stuck_holding, has_failed) = match &mut self.phase {
+            Phase::Waiting(waiting) => {
+                self.figures.waited += now - self.phase_since;
+                (waiting.holding.take(), waiting.failures > 0)
+            }
+            _ => (None, false),
+        };
+        let error = self.figures.last_error.as_deref();
+        let reason = match error.filter(|_| has_failed) {
+            Some(error) => error,
+            None if stuck_holding.is_some() => "its holder does not go on",
+            None => "nobody answers",
+        };
+        tracing::warn!(
+            reason,
+            "no token came within token-wait: the drain of this lane goes on without it"
+        );
+        self.figures.went_without += 1;
+        let without = Without {
+            ask_at: now + self.limits.wait,
+            tries: 0,
+            is_asking: false,
+            is_wanted: false,
+            stuck_holding,
+        };
+        self.change_phase(Phase::Without(without), now);
+        self.has_news = true;
+        self.has_task = true;
+    }
+
+    /// The lane goes on without its token, and asks again later than after the last try.
+    fn put_off(&mut self, now: Instant) {
+        let last = self.limits.wait.max(ASK_AGAIN_LAST);
+        if let Phase::Without(without) = &mut self.phase {
+            without.is_asking = false;
+            without.tries += 1;
+            without.ask_at = now + (self.limits.wait * 2_u32.pow(without.tries.min(16))).min(last);
+        }
+    }
+
+    fn end_holding(&mut self, now: Instant) {
+        self.holding += 1;
+        self.uses = 0;
+        self.is_returning = true;
+        self.change_phase(Phase::Idle, now);
+    }
+}
+
+#[cfg(test)]
+mod tests;
