@@ -48,6 +48,7 @@ pub fn arg(row: &'static Row) -> Arg {
             .default_missing_value("yes")
             .value_parser(PossibleValuesParser::new(["yes", "no"]))
             .hide_possible_values(true),
+        Kind::Directories => arg.value_parser(value_parser!(OsString)),
         Kind::Directory => arg
             .value_hint(clap::ValueHint::DirPath)
             .value_parser(value_parser!(OsString)),
@@ -69,7 +70,7 @@ pub fn given_flags(matches: &ArgMatches) -> Vec<Given> {
         .filter_map(|row| {
             // Paths are bytes, all else is text.
             let text = match row.kind {
-                Kind::Directory | Kind::Path => matches
+                Kind::Directory | Kind::Path | Kind::Directories => matches
                     .try_get_one::<OsString>(row.name)
                     .ok()
                     .flatten()?

@@ -34,6 +34,17 @@ pub enum Frontend {
     Preload,
 }
 
+/// Who says which I/O server a new file goes to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Placement {
+    /// The backing's file system.
+    #[default]
+    None,
+    /// Firn: it goes whole to one of several directories.
+    Dirs,
+}
+
 /// When close(2) returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -163,6 +174,15 @@ pub struct Options {
     /// Milliseconds between its rounds.
     #[serde(default)]
     pub backup_every_ms: u64,
+    /// Who says which I/O server a new file goes to.
+    #[serde(default)]
+    pub placement: Placement,
+    /// Directories that files are placed in, each on a server of its own.
+    #[serde(default, with = "firn_protocol::path::exact_list")]
+    pub lanes: Vec<PathBuf>,
+    /// A file that says which names go to which lane; `None`: numbers in names say it.
+    #[serde(default, with = "firn_protocol::path::exact_option")]
+    pub lane_map: Option<PathBuf>,
     /// When close returns.
     pub close: Close,
     /// What fsync waits for.
@@ -244,6 +264,9 @@ impl Options {
             participants_wait_ms: 0,
             backup: None,
             backup_every_ms: 0,
+            placement: Placement::None,
+            lanes: Vec::new(),
+            lane_map: None,
             close: Close::Auto,
             fsync: Fsync::Durable,
             drain_age_ms: 0,

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use firn_format::quote::quoted_path;
 
 use crate::options::{
-    Close, Drain, Frontend, Fsync, LogLevel, Mode, Options, Participants, Passthrough,
+    Close, Drain, Frontend, Fsync, LogLevel, Mode, Options, Participants, Passthrough, Placement,
 };
 use crate::quantity::{duration_text, size_text};
 use crate::value::{Kind, Value};
@@ -62,7 +62,7 @@ pub fn row(name: &str) -> Option<&'static Row> {
 }
 
 /// Every option.
-pub static TABLE: [Row; 30] = [
+pub static TABLE: [Row; 33] = [
     Row {
         name: "arena-size",
         kind: Kind::Size {
@@ -193,6 +193,54 @@ pub static TABLE: [Row; 30] = [
             Mode::Shadow => "shadow".to_owned(),
         },
         set: |o, v| o.mode = [Mode::Buffer, Mode::Shadow][v.choice()],
+    },
+    Row {
+        name: "placement",
+        kind: Kind::Choice(&["none", "dirs"]),
+        default: "none",
+        help: "Who says which I/O server a new file goes to: the backing's file system (none), or firn, over \
+               several directories (dirs)",
+        long: "With `dirs`, each new file lies whole in one of the directories that `lanes` names, each on a \
+               server of its own, with as many files in each; the backing has a symbolic link to it. Through a \
+               mount it is a plain file. A parallel checkpoint is then written in less time than with files \
+               striped over all servers, if it has at least four files for each server; with fewer, some \
+               servers have nothing to do.",
+        changes_promises: true,
+        get: |o| match o.placement {
+            Placement::None => "none".to_owned(),
+            Placement::Dirs => "dirs".to_owned(),
+        },
+        set: |o, v| o.placement = [Placement::None, Placement::Dirs][v.choice()],
+    },
+    Row {
+        name: "lanes",
+        kind: Kind::Directories,
+        default: "",
+        help: "With placement=dirs: directories for files, each on a server of its own, with colons between them",
+        long: "The directories must exist, and belong to you or to root. They may be shared with other backings \
+               and other hosts. They must not lie in the backing, in the mount point or in one another. Their \
+               order counts: the last number in a file's name, modulo the number of lanes, is the lane that it \
+               goes to, counted from 0, so that all hosts must be given the same list. Another list at the next \
+               mount is fine: files stay where they are.",
+        changes_promises: false,
+        get: |o| {
+            let paths: Vec<_> = o.lanes.iter().map(|path| quoted_path(path)).collect();
+            paths.join(":")
+        },
+        set: |o, v| o.lanes = v.directories(),
+    },
+    Row {
+        name: "lane-map",
+        kind: Kind::Path,
+        default: "",
+        help: "With placement=dirs: a file that says which names go to which lane",
+        long: "Each line has a pattern, a space and the number of a lane, from 0. The first pattern that matches \
+               a new file's name, without its directories, decides; a pattern may have `*`, `?`, `[…]` and \
+               `{…,…}`. Lines that are empty or begin with `#` are skipped. Without a line that matches, the last \
+               number in the name decides, and without a number the lanes take turns.",
+        changes_promises: false,
+        get: |o| path_text(o.lane_map.as_ref()),
+        set: |o, v| o.lane_map = v.directory(),
     },
     Row {
         name: "participants",
@@ -547,7 +595,7 @@ pub struct Rule {
 }
 
 /// All contradictions.
-pub static RULES: [Rule; 17] = [
+pub static RULES: [Rule; 21] = [
     Rule {
         names: ["chunk-size", "arena-size"],
         text: "chunk-size may not exceed arena-size",
@@ -565,6 +613,33 @@ pub static RULES: [Rule; 17] = [
         text: "drain=commit requires frontend=fuse",
         broken: |o| o.drain == Drain::Commit && o.frontend == Frontend::Preload,
         advice: "a stub tree has no transactions: omit frontend, or use drain=demand",
+    },
+    Rule {
+        names: ["placement", "lanes"],
+        text: "placement=dirs requires lanes",
+        broken: |o| o.placement == Placement::Dirs && o.lanes.is_empty(),
+        advice: "name the directories that files go to, as in lanes=/srv0/x:/srv1/x",
+    },
+    Rule {
+        names: ["lanes", "placement"],
+        text: "lanes and lane-map require placement=dirs",
+        broken: |o| {
+            let is_given = !o.lanes.is_empty() || o.lane_map.is_some();
+            is_given && o.placement != Placement::Dirs
+        },
+        advice: "nothing goes to lanes without it: add placement=dirs, or omit lanes and lane-map",
+    },
+    Rule {
+        names: ["placement", "drain"],
+        text: "placement cannot be combined with drain=commit",
+        broken: |o| o.placement != Placement::None && o.drain == Drain::Commit,
+        advice: "a transaction would not reach the files in the lanes: leave one of them out",
+    },
+    Rule {
+        names: ["placement", "frontend"],
+        text: "placement cannot be combined with frontend=preload",
+        broken: |o| o.placement != Placement::None && o.frontend == Frontend::Preload,
+        advice: "a stub tree gives files their names too late for that: leave placement out, or use frontend=fuse",
     },
     Rule {
         names: ["history", "drain"],
@@ -684,6 +759,12 @@ impl Value {
         match self {
             Value::Names(names) => names,
             other => panic!("the table expects names, got {other:?}"),
+        }
+    }
+    fn directories(self) -> Vec<PathBuf> {
+        match self {
+            Value::Directories(paths) => paths,
+            other => panic!("the table expects directories, got {other:?}"),
         }
     }
     fn directory(self) -> Option<PathBuf> {

@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
-use firn_format::quote::quoted;
+use firn_format::quote::{quoted, quoted_path};
 
 use crate::quantity::{duration_text, parse_duration_ms, parse_size, size_text};
 
@@ -44,6 +44,8 @@ pub enum Kind {
     Directory,
     /// A file or directory, as an absolute path.
     Path,
+    /// Directories, as absolute paths.
+    Directories,
     /// The name of a host.
     Host,
     /// A number of hosts, or their names.
@@ -61,6 +63,8 @@ pub enum Value {
     Switch(bool),
     /// A directory.
     Directory(PathBuf),
+    /// Directories, in their order.
+    Directories(Vec<PathBuf>),
     /// Names of hosts.
     Names(Vec<String>),
 }
@@ -77,6 +81,9 @@ impl Kind {
                     quoted(bytes)
                 )),
             };
+        }
+        if let Kind::Directories = self {
+            return directories(text).map(Value::Directories);
         }
         let not_text = || format!("`{}` is not {}", quoted(text.as_bytes()), self.allowed());
         self.parse_text(text.to_str().ok_or_else(not_text)?)
@@ -125,7 +132,7 @@ impl Kind {
                 "no" | "false" | "off" | "0" => Ok(Value::Switch(false)),
                 _ => Err(format!("`{text}` is not yes or no")),
             },
-            Kind::Directory | Kind::Path => unreachable!("paths are no text"),
+            Kind::Directory | Kind::Path | Kind::Directories => unreachable!("paths are no text"),
             Kind::Host => host_name(text).map(|name| Value::Names(vec![name])),
             Kind::Hosts if text == "off" => Ok(Value::Number(0)),
             Kind::Hosts => match text.parse() {
@@ -147,6 +154,7 @@ impl Kind {
             Kind::Switch => "yes|no",
             Kind::Directory => "DIR",
             Kind::Path => "PATH",
+            Kind::Directories => "DIR:DIR",
             Kind::Host => "NAME",
             Kind::Hosts => "COUNT|NAME:NAME",
         }
@@ -193,6 +201,9 @@ impl Kind {
                 .join(" or "),
             Kind::Switch => "`yes` or `no`".to_owned(),
             Kind::Directory | Kind::Path => "an absolute path".to_owned(),
+            Kind::Directories => {
+                format!("up to {DIRECTORIES_MAX} absolute paths with colons between them")
+            }
             Kind::Host => format!("up to {NAME_BYTES_MAX} letters, digits, `.`, `-` and `_`"),
             Kind::Hosts => {
                 format!(
@@ -203,10 +214,36 @@ impl Kind {
     }
 }
 
+/// Directories in a list: each is opened, and asked, by itself.
+const DIRECTORIES_MAX: usize = 1024;
 /// Hosts that commit together.
 const NODES_MAX: u64 = 65536;
 /// Names of hosts are parts of names of files.
 const NAME_BYTES_MAX: usize = 64;
+
+fn directories(text: &OsStr) -> Result<Vec<PathBuf>, String> {
+    let mut found: Vec<PathBuf> = Vec::new();
+    for path in text.as_bytes().split(|byte| *byte == b':') {
+        if !path.starts_with(b"/") {
+            return Err(format!(
+                "`{}` is not an absolute path: begin each directory with a slash, with colons between them",
+                quoted(path)
+            ));
+        }
+        let path = PathBuf::from(OsStr::from_bytes(path));
+        if found.contains(&path) {
+            return Err(format!("{} is in the list twice", quoted_path(&path)));
+        }
+        found.push(path);
+    }
+    if found.len() > DIRECTORIES_MAX {
+        return Err(format!(
+            "{} directories are too many: there may be {DIRECTORIES_MAX}",
+            found.len()
+        ));
+    }
+    Ok(found)
+}
 
 fn host_name(text: &str) -> Result<String, String> {
     let is_good = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');

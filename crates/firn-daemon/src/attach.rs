@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use firn_arena::{Arena, Damage, Identity, Stored, Topology};
-use firn_backing::DirBacking;
+use firn_backing::{Backing, DirBacking};
 use firn_client::paths::RuntimeFiles;
 use firn_config::{Close, Drain, Frontend, Fsync, Mode, Options, Participants, Passthrough};
 use firn_drain::{IoThreads, Pool};
@@ -27,6 +27,7 @@ use crate::gate::TransactionGate;
 use crate::host_lease::LeaseState;
 use crate::lock::Locks;
 use crate::participants::{self, Pause};
+use crate::placement;
 use crate::process;
 use crate::runtime_files::exists;
 use crate::spill;
@@ -46,6 +47,24 @@ pub(crate) struct Attached {
     /// Parts of the arena could not be read: it is put aside at the end, not removed.
     damaged: bool,
     locks: Locks,
+}
+
+/// What an arena is attached for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Purpose {
+    /// A mount, as the options say.
+    Mount,
+    /// What is in it is drained, of which parts may be gone.
+    Salvage,
+}
+
+/// What is attached.
+struct Target<'a> {
+    /// Canonical.
+    backing: &'a Path,
+    files: &'a RuntimeFiles,
+    options: &'a Options,
+    purpose: Purpose,
 }
 
 /// What becomes of an arena when its firnd ends.
@@ -69,7 +88,7 @@ impl Attached {
         options: &Options,
         notice: &mut dyn FnMut(String),
     ) -> Result<Self, AttachError> {
-        Self::attach(backing, files, locks, options, false, notice)
+        Self::attach(backing, files, locks, options, Purpose::Mount, notice)
     }
 
     /// The same for an arena of which parts may be gone with its spill file: what is left is drained.
@@ -80,7 +99,7 @@ impl Attached {
         options: &Options,
         notice: &mut dyn FnMut(String),
     ) -> Result<Self, AttachError> {
-        Self::attach(backing, files, locks, options, true, notice)
+        Self::attach(backing, files, locks, options, Purpose::Salvage, notice)
     }
 
     fn attach(
@@ -88,7 +107,7 @@ impl Attached {
         files: RuntimeFiles,
         mut locks: Locks,
         options: &Options,
-        salvage: bool,
+        purpose: Purpose,
         notice: &mut dyn FnMut(String),
     ) -> Result<Self, AttachError> {
         let metadata = backing
@@ -103,7 +122,7 @@ impl Attached {
         if exists(&files.arena) {
             locks.add_arena(&files.arena, backing, &files)?;
         }
-        let mut found = find(&files, &identity, options, salvage, notice)?;
+        let mut found = find(&files, &identity, options, purpose, notice)?;
         if matches!(found, Found::Fresh(_)) {
             locks.add_arena(&files.arena, backing, &files)?;
         }
@@ -113,7 +132,13 @@ impl Attached {
             path: backing.into(),
             source: e,
         })?;
-        let store = open_store(backing, directory, &files, options, &mut found, notice)
+        let target = Target {
+            backing,
+            files: &files,
+            options,
+            purpose,
+        };
+        let store = open_store(&target, directory, &mut found, notice)
             .map_err(AttachError::in_backing(backing))?;
         let (engine, recovered) = match found {
             Found::Fresh(arena) => {
@@ -232,18 +257,22 @@ impl Attached {
 /// The backing, after transactions of an earlier firnd were finished or undone. What the arena has of them is dropped
 /// before anything else, so that a crash on the way finds again what tells of them.
 fn open_store(
-    backing: &Path,
+    target: &Target<'_>,
     directory: DirBacking,
-    files: &RuntimeFiles,
-    options: &Options,
     arena: &mut Found,
     notice: &mut dyn FnMut(String),
 ) -> Result<Store, AttachError> {
+    let &Target {
+        backing, options, ..
+    } = target;
     let wanted = options.drain == Drain::Commit;
+    if wanted {
+        placement::refuse_transactions(backing, &directory)?;
+    }
     let members = participants::members(options)?;
     drop_of_other_homes(backing, &directory, members.as_ref(), arena)?;
     if !wanted && !TransactionalBacking::has_transactions(&directory)? {
-        return without_transactions(directory, files, options);
+        return without_transactions(target, directory, notice);
     }
     let backups = crate::backup::open_backups(backing, options)?;
     let known =
@@ -283,7 +312,7 @@ fn open_store(
                     path: backing.into(),
                     source: e,
                 })?;
-            return without_transactions(directory, files, options);
+            return without_transactions(target, directory, notice);
         };
         let scope = shown_scope(scope);
         return Err(AttachError::TransactionWaits { id: *id, scope });
@@ -320,16 +349,30 @@ fn drop_of_other_homes(
     Ok(())
 }
 
-/// A stub tree, also one that is recovered, keeps files without a name in `.firn`; a mount does not show that.
+/// The backing as it is, or with its files in lanes.
 fn without_transactions(
+    target: &Target<'_>,
     directory: DirBacking,
-    files: &RuntimeFiles,
-    options: &Options,
+    notice: &mut dyn FnMut(String),
 ) -> Result<Store, AttachError> {
-    if options.frontend == Frontend::Preload || waiting_tree(files)?.is_some() {
-        return Ok(Store::Plain(PlainBacking::with_own_shown(directory)));
+    let wanted = match target.purpose {
+        Purpose::Mount => placement::Use::Place,
+        Purpose::Salvage => placement::Use::Serve,
+    };
+    let opened = placement::open(target.backing, directory, target.options, wanted, notice)?;
+    Ok(match opened {
+        Ok(lanes) => Store::Placed(Box::new(plain(target, lanes)?)),
+        Err(directory) => Store::Plain(plain(target, directory)?),
+    })
+}
+
+/// A stub tree, also one that is recovered, keeps files without a name in `.firn`; a mount does not show that.
+fn plain<B: Backing>(target: &Target<'_>, base: B) -> Result<PlainBacking<B>, AttachError> {
+    let is_tree = target.options.frontend == Frontend::Preload;
+    if is_tree || waiting_tree(target.files)?.is_some() {
+        return Ok(PlainBacking::with_own_shown(base));
     }
-    Ok(Store::Plain(PlainBacking::new(directory)))
+    Ok(PlainBacking::new(base))
 }
 
 /// What this host left open is undone when the other hosts have stopped, which they hear of by this.
@@ -475,7 +518,7 @@ fn find(
     files: &RuntimeFiles,
     identity: &Identity,
     options: &Options,
-    salvage: bool,
+    purpose: Purpose,
     notice: &mut dyn FnMut(String),
 ) -> Result<Found, AttachError> {
     let path = &files.arena;
@@ -505,7 +548,7 @@ fn find(
         let lost = damage
             .iter()
             .any(|damage| matches!(damage, Damage::Spill { .. }));
-        if lost && !salvage {
+        if lost && purpose == Purpose::Mount {
             let arena = path.clone();
             let backing = identity.backing.clone();
             return Err(AttachError::SpillGone {

@@ -31,6 +31,7 @@ use crate::mount::MountRequest;
 use crate::owners::Owners;
 use crate::participants;
 use crate::periodic::{NameSync, Periodic, SingleJob};
+use crate::placement;
 use crate::preflight::{self, Checked};
 use crate::process;
 use crate::rates::SAMPLE_EVERY;
@@ -56,6 +57,7 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
     })?;
     spill::check(options, &checked, &mut |text| reporter.notice(text))?;
     backup::check(options, &checked)?;
+    placement::check(options, &checked)?;
     let files = find_runtime_files(&checked.backing, options)?;
     let members = participants::members(options)?;
     let locks = Locks::take(&checked.backing, &files, members.as_ref())?;

@@ -33,15 +33,16 @@ impl<B: Backing> Backing for Lanes<B> {
     ) -> Result<(LanesInode<B>, LanesFile<B>, Attr)> {
         let parent = parent.in_primary();
         // What a default ACL gives to a new file, only the kernel can give, where the name is.
-        if self.primary.has_default_acl(parent) {
-            let (inode, file, attr) = self.primary.create(caller, parent, name, mode)?;
-            return Ok((
-                LanesInode::Primary(inode),
-                LanesFile { file, placed: None },
-                attr,
-            ));
+        match &self.setup.rule {
+            Some(rule) if !self.primary.has_default_acl(parent) => {
+                self.create_placed(rule, caller, parent, name, mode)
+            }
+            _ => {
+                let (inode, file, attr) = self.primary.create(caller, parent, name, mode)?;
+                let file = LanesFile { file, placed: None };
+                Ok((LanesInode::Primary(inode), file, attr))
+            }
         }
-        self.create_placed(caller, parent, name, mode)
     }
 
     fn mkdir(
@@ -242,7 +243,7 @@ impl<B: Backing> Backing for Lanes<B> {
 
     fn sync_dir(&self, inode: &LanesInode<B>) -> Result<()> {
         // A durable link must not lead to a file whose name is lost.
-        for lane in &self.lanes {
+        for lane in &self.setup.lanes {
             lane.sync_names()?;
         }
         self.primary.sync_dir(inode.in_primary())
@@ -254,25 +255,30 @@ impl<B: Backing> Backing for Lanes<B> {
             LanesInode::Primary(_) => None,
             LanesInode::Placed(placed) => Some(Arc::clone(placed)),
         };
-        Ok(LanesFile {
-            file: home.open(object, access)?,
-            placed,
-        })
+        let file = self.note(&placed, home.open(object, access))?;
+        Ok(LanesFile { file, placed })
     }
 
     fn read_at(&self, file: &LanesFile<B>, buf: &mut [u8], offset: u64) -> Result<usize> {
-        self.home_of_file(file).read_at(&file.file, buf, offset)
+        let read = self.home_of_file(file).read_at(&file.file, buf, offset);
+        self.note(&file.placed, read)
     }
 
     fn write_at(&self, file: &LanesFile<B>, data: &[IoSlice<'_>], offset: u64) -> Result<usize> {
-        match self.home_of_file(file).write_at(&file.file, data, offset) {
+        let write = || self.home_of_file(file).write_at(&file.file, data, offset);
+        let written = match write() {
             // Files that are gone above may still take room.
-            Err(Errno::NOSPC) => {
+            Err(Errno::NOSPC) if !self.removals.is_empty() => {
                 self.finish_removals()?;
-                self.home_of_file(file).write_at(&file.file, data, offset)
+                write()
             }
             done => done,
+        };
+        let count = self.note(&file.placed, written)?;
+        if let Some(placed) = &file.placed {
+            self.lane(placed).progress.count_bytes(count as u64);
         }
+        Ok(count)
     }
 
     fn set_len(&self, file: &LanesFile<B>, len: u64) -> Result<()> {
@@ -326,12 +332,12 @@ impl<B: Backing> Backing for Lanes<B> {
 
     /// The primary, whose own files are not placed, is one more, the last.
     fn lane_count(&self) -> u16 {
-        self.lanes.len() as u16 + 1
+        self.setup.lanes.len() as u16 + 1
     }
 
     fn lane_of(&self, inode: &LanesInode<B>) -> LaneIndex {
         let lane = match inode {
-            LanesInode::Primary(_) => self.lanes.len(),
+            LanesInode::Primary(_) => self.setup.lanes.len(),
             LanesInode::Placed(placed) => placed.lane,
         };
         LaneIndex::new(lane as u16)
@@ -343,7 +349,7 @@ impl<B: Backing> Backing for Lanes<B> {
         let mut devices = Vec::new();
         let unit = sum.block_size.max(1);
         (sum.blocks, sum.blocks_free, sum.blocks_available) = (0, 0, 0);
-        for lane in &self.lanes {
+        for lane in &self.setup.lanes {
             let device = lane.backing.attr(&lane.backing.root())?.dev;
             if devices.contains(&device) {
                 continue;
@@ -360,7 +366,7 @@ impl<B: Backing> Backing for Lanes<B> {
 
     fn sync_all(&self) -> Result<()> {
         self.finish_removals()?;
-        for lane in &self.lanes {
+        for lane in &self.setup.lanes {
             lane.backing.sync_all()?;
         }
         self.primary.sync_all()
@@ -368,7 +374,7 @@ impl<B: Backing> Backing for Lanes<B> {
 
     fn sync_changes(&self) -> Result<()> {
         self.finish_removals()?;
-        for lane in &self.lanes {
+        for lane in &self.setup.lanes {
             lane.backing.sync_changes()?;
         }
         self.primary.sync_changes()
@@ -376,7 +382,7 @@ impl<B: Backing> Backing for Lanes<B> {
 
     fn sync_tree(&self, inode: &LanesInode<B>) -> Result<()> {
         // The files of a directory are anywhere in the lanes.
-        for lane in &self.lanes {
+        for lane in &self.setup.lanes {
             lane.backing.sync_all()?;
         }
         match inode {
@@ -386,7 +392,7 @@ impl<B: Backing> Backing for Lanes<B> {
     }
 
     fn sync_way(&self) -> SyncWay {
-        let mut all = self.lanes.iter().map(|lane| lane.backing.sync_way());
+        let mut all = self.setup.lanes.iter().map(|lane| lane.backing.sync_way());
         match all.find(|way| *way == SyncWay::EachFile) {
             Some(way) => way,
             None => self.primary.sync_way(),

@@ -1,48 +1,110 @@
 //! A new file: first in its lane, then under a name.
 
 use super::*;
+use crate::rule::Reason;
 
 /// Bytes of a file's name that its entry in the lane repeats, for people who look there.
 const NAME_BYTES: usize = 200;
 
+/// What [`Backing::create`] returns.
+type Created<B> = (LanesInode<B>, LanesFile<B>, Attr);
+
+/// Why a file was not made in a lane.
+enum CreateError {
+    /// The lane failed: another one may do.
+    Lane(Errno),
+    /// The name, the primary or the caller.
+    Other(Errno),
+}
+
 impl<B: Backing> Lanes<B> {
-    /// [`Backing::create`], in a lane.
+    /// [`Backing::create`], in a lane. Where the one that `rule` chooses is full or gone, in the next one that is not,
+    /// unless a line of the map chose it.
     pub(crate) fn create_placed(
         &self,
+        rule: &Rule,
         caller: &Caller,
         parent: &B::Inode,
         name: &OsStr,
         mode: u32,
-    ) -> Result<(LanesInode<B>, LanesFile<B>, Attr)> {
-        let (number, _) = self.rule.choose(name);
-        let lane = &self.lanes[number];
+    ) -> Result<Created<B>> {
         let owner = self.owner_in(parent, caller)?;
-        let entry = new_entry(name)?;
+        let (first, reason) = rule.choose(name);
+        let count = rule.lane_count();
+        let is_fixed = matches!(reason, Reason::Line(_));
+        let mut failed = None;
+        for number in (0..count).map(|step| (first + step) % count) {
+            if !is_fixed && self.is_still_full(&self.setup.lanes[number]) {
+                failed.get_or_insert(Errno::NOSPC);
+                continue;
+            }
+            match self.create_in(number, &owner, parent, name, mode) {
+                Ok(created) => return Ok(created),
+                Err(CreateError::Other(error)) => return Err(error),
+                Err(CreateError::Lane(error)) if is_fixed => return Err(error),
+                Err(CreateError::Lane(error)) => failed = failed.or(Some(error)),
+            }
+        }
+        Err(failed.unwrap_or(Errno::IO))
+    }
+
+    /// Whether a lane that had no room has none now. A file would be made there, and its bytes not be taken.
+    fn is_still_full(&self, lane: &Lane<B>) -> bool {
+        if lane.progress.state() != LaneState::Full {
+            return false;
+        }
+        // Files that are gone above may still take room.
+        let _ = self.finish_removals();
+        let room = lane.backing.statfs();
+        let is_full = room.is_ok_and(|room| room.blocks_available == 0);
+        if !is_full {
+            lane.progress.set_state(LaneState::Ok);
+        }
+        is_full
+    }
+
+    fn create_in(
+        &self,
+        number: usize,
+        owner: &Caller,
+        parent: &B::Inode,
+        name: &OsStr,
+        mode: u32,
+    ) -> std::result::Result<Created<B>, CreateError> {
+        let lane = &self.setup.lanes[number];
+        let staging = self.staging().map_err(CreateError::Other)?;
+        let entry = new_entry(name).map_err(CreateError::Other)?;
         let target = lane.target_of(&entry);
         // The link first: from it the next mount finds the file, should this be cut off.
-        let (link, link_attr) = self
-            .primary
-            .symlink(&owner, &self.staging, &entry, &target)?;
-        let made = self.make_file(lane, &entry, &owner, mode, self.mark_of(&link_attr));
+        let made = self.primary.symlink(owner, staging, &entry, &target);
+        let (link, link_attr) = made.map_err(CreateError::Other)?;
+        let mark = self.mark_of(&link_attr);
+        let made = self.make_file(lane, &entry, owner, mode, mark);
         let named = made.and_then(|made| {
-            self.give_name(&link, &entry, parent, name)?;
-            Ok((made, self.primary.attr(&link)?))
+            let named = self.give_name(staging, &link, &entry, parent, name);
+            let link_attr = named.and_then(|()| self.primary.attr(&link));
+            Ok((made, link_attr.map_err(CreateError::Other)?))
         });
         let ((file_inode, file), link_attr) = named.inspect_err(|_| {
             let _ = self.remove_entry(number, &entry);
-            let _ = self.primary.unlink(&self.staging, &entry);
+            let _ = self.primary.unlink(staging, &entry);
         })?;
+        let attr = lane
+            .backing
+            .attr_of_file(&file)
+            .map_err(CreateError::Other)?;
+        lane.progress.count_file();
         let placed = Arc::new(PlacedFile {
             link,
             lane: number,
             entry,
             file: file_inode,
         });
-        let attr = placed_attr(&link_attr, &lane.backing.attr_of_file(&file)?);
         let opened = LanesFile {
             file,
             placed: Some(Arc::clone(&placed)),
         };
+        let attr = placed_attr(&link_attr, &attr);
         Ok((LanesInode::Placed(placed), opened, attr))
     }
 
@@ -54,30 +116,39 @@ impl<B: Backing> Lanes<B> {
         owner: &Caller,
         mode: u32,
         mark: Mark,
-    ) -> Result<(B::Inode, B::File)> {
+    ) -> std::result::Result<(B::Inode, B::File), CreateError> {
         let root = lane.backing.root();
-        let (inode, file, _) = lane.backing.create(owner, &root, entry, mode)?;
+        let made = lane.backing.create(owner, &root, entry, mode);
         lane.note_change();
-        mark::write(&lane.backing, &inode, mark)?;
-        Ok((inode, file))
+        let marked = made.and_then(|(inode, file, _)| {
+            mark::write(&lane.backing, &inode, mark)?;
+            Ok((inode, file))
+        });
+        lane.note(marked).map_err(|error| match error {
+            // Its directory is not there, or closed to this process.
+            Errno::NOENT | Errno::ACCESS => {
+                lane.note_state(LaneState::Gone, error);
+                CreateError::Lane(error)
+            }
+            error if state::state_behind(error).is_some() => CreateError::Lane(error),
+            error => CreateError::Other(error),
+        })
     }
 
     fn give_name(
         &self,
+        staging: &B::Inode,
         link: &B::Inode,
         entry: &OsStr,
         parent: &B::Inode,
         name: &OsStr,
     ) -> Result<()> {
         let flags = RenameFlags::NOREPLACE;
-        match self
-            .primary
-            .rename(&self.staging, entry, parent, name, flags)
-        {
+        match self.primary.rename(staging, entry, parent, name, flags) {
             // A file system, such as NFS, that cannot rename like this.
             Err(Errno::INVAL) => {
                 self.primary.link(link, parent, name)?;
-                self.primary.unlink(&self.staging, entry)
+                self.primary.unlink(staging, entry)
             }
             done => done,
         }

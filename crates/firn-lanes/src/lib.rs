@@ -34,15 +34,20 @@ mod backing;
 mod create;
 mod mark;
 mod orphans;
+pub mod record;
 mod removal;
 pub mod rule;
+mod state;
 pub mod steering;
 
 pub use mark::{Mark, XATTR};
 pub use orphans::{Orphan, OrphanError};
+pub use record::{Record, RecordError};
 pub use rule::Rule;
+pub use state::{LaneFigures, LaneState};
 
 use removal::Removals;
+use state::Progress;
 
 /// A directory for placed files, on one server.
 pub struct Lane<B: Backing> {
@@ -53,6 +58,7 @@ pub struct Lane<B: Backing> {
     changes: AtomicU64,
     /// How many of them are durable.
     synced: AtomicU64,
+    progress: Progress,
 }
 
 impl<B: Backing> Lane<B> {
@@ -64,6 +70,7 @@ impl<B: Backing> Lane<B> {
             path,
             changes: AtomicU64::new(0),
             synced: AtomicU64::new(0),
+            progress: Progress::default(),
         }
     }
 
@@ -74,12 +81,7 @@ impl<B: Backing> Lane<B> {
 
     /// The file's entry that a link with this text names: a name in the top directory.
     fn entry_of<'a>(&self, target: &'a [u8]) -> Option<&'a OsStr> {
-        let entry = target
-            .strip_prefix(self.path.as_bytes())?
-            .strip_prefix(b"/")?;
-        let is_name =
-            !entry.is_empty() && !entry.contains(&b'/') && entry != b"." && entry != b"..";
-        is_name.then(|| OsStr::from_bytes(entry))
+        entry_below(&self.path, target)
     }
 
     fn target_of(&self, entry: &OsStr) -> OsString {
@@ -104,15 +106,24 @@ impl<B: Backing> Lane<B> {
     }
 }
 
+/// What a backing over lanes is made of.
+pub struct Setup<B: Backing> {
+    /// Which primary this is, in the marks of its files: a random number that it keeps.
+    pub id: u128,
+    /// Directory of the primary for links that have no name yet, which nobody else uses. None: nothing is changed.
+    pub staging: Option<B::Inode>,
+    /// The lanes. New files go to the first of them, to as many as `rule` has.
+    pub lanes: Vec<Lane<B>>,
+    /// Paths of lanes that have files and cannot be reached.
+    pub absent: Vec<OsString>,
+    /// Which of the lanes a new file goes to. None: it stays in the primary.
+    pub rule: Option<Rule>,
+}
+
 /// A backing whose files lie in lanes.
 pub struct Lanes<B: Backing> {
     primary: B,
-    /// Directory of the primary for links that have no name yet; of this host alone.
-    staging: B::Inode,
-    /// Which primary this is, in the marks of its files.
-    id: u128,
-    lanes: Vec<Lane<B>>,
-    rule: Rule,
+    setup: Setup<B>,
     removals: Removals<B>,
 }
 
@@ -160,21 +171,11 @@ impl<B: Backing> LanesInode<B> {
 }
 
 impl<B: Backing> Lanes<B> {
-    /// Files of the primary with this `id`, a random number that it keeps, go to `lanes` as `rule` says. `staging` is a
-    /// directory of the primary that nobody else uses; what a crash left in it is finished first.
-    pub fn open(
-        primary: B,
-        staging: B::Inode,
-        id: u128,
-        lanes: Vec<Lane<B>>,
-        rule: Rule,
-    ) -> Result<Self> {
+    /// Over `primary`. What a crash left in the staging directory is finished first.
+    pub fn open(primary: B, setup: Setup<B>) -> Result<Self> {
         let opened = Self {
             primary,
-            staging,
-            id,
-            lanes,
-            rule,
+            setup,
             removals: Removals::default(),
         };
         opened.clear_staging()?;
@@ -183,26 +184,32 @@ impl<B: Backing> Lanes<B> {
 
     /// The lanes, in their order.
     pub fn lanes(&self) -> &[Lane<B>] {
-        &self.lanes
+        &self.setup.lanes
     }
 
-    /// The lane that an object lies in, from 0; none for what lies in the primary.
-    pub fn lane_of(&self, inode: &LanesInode<B>) -> Option<usize> {
-        match inode {
-            LanesInode::Primary(_) => None,
-            LanesInode::Placed(placed) => Some(placed.lane),
-        }
+    /// Paths of lanes that have files and cannot be reached.
+    pub fn absent(&self) -> &[OsString] {
+        &self.setup.absent
     }
 
-    fn lane(&self, placed: &PlacedFile<B>) -> &B {
-        &self.lanes[placed.lane].backing
+    /// Which of the lanes a new file goes to, if they take any.
+    pub fn rule(&self) -> Option<&Rule> {
+        self.setup.rule.as_ref()
+    }
+
+    fn staging(&self) -> Result<&B::Inode> {
+        self.setup.staging.as_ref().ok_or(Errno::ROFS)
+    }
+
+    fn lane(&self, placed: &PlacedFile<B>) -> &Lane<B> {
+        &self.setup.lanes[placed.lane]
     }
 
     /// The backing that an object's data lies in, and the object there.
     fn home<'a>(&'a self, inode: &'a LanesInode<B>) -> (&'a B, &'a B::Inode) {
         match inode {
             LanesInode::Primary(inode) => (&self.primary, inode),
-            LanesInode::Placed(placed) => (self.lane(placed), &placed.file),
+            LanesInode::Placed(placed) => (&self.lane(placed).backing, &placed.file),
         }
     }
 
@@ -210,7 +217,15 @@ impl<B: Backing> Lanes<B> {
     fn home_of_file(&self, file: &LanesFile<B>) -> &B {
         match &file.placed {
             None => &self.primary,
-            Some(placed) => self.lane(placed),
+            Some(placed) => &self.lane(placed).backing,
+        }
+    }
+
+    /// Notes what a call of the lane of a file, if it is placed, tells of the lane.
+    fn note<T>(&self, placed: &Option<Arc<PlacedFile<B>>>, done: Result<T>) -> Result<T> {
+        match placed {
+            None => done,
+            Some(placed) => self.lane(placed).note(done),
         }
     }
 
@@ -229,11 +244,11 @@ impl<B: Backing> Lanes<B> {
     fn follow(&self, link: &B::Inode, attr: &Attr) -> Result<Option<(PlacedFile<B>, Attr)>> {
         let target = self.primary.readlink(link)?;
         let Some((number, lane, entry)) = self.lane_of_target(&target) else {
-            return Ok(None);
+            return self.refuse_absent(&target).map(|()| None);
         };
         let (file, file_attr) = match lane.backing.lookup(&lane.backing.root(), entry) {
             Err(Errno::NOENT) => return Ok(None),
-            found => found?,
+            found => lane.note(found)?,
         };
         if file_attr.kind != Kind::File
             || mark::read(&lane.backing, &file)? != Some(self.mark_of(attr))
@@ -251,13 +266,26 @@ impl<B: Backing> Lanes<B> {
 
     /// The lane and the entry in it that a link with this text names.
     fn lane_of_target<'a>(&self, target: &'a [u8]) -> Option<(usize, &Lane<B>, &'a OsStr)> {
-        let mut lanes = self.lanes.iter().enumerate();
+        let mut lanes = self.setup.lanes.iter().enumerate();
         lanes.find_map(|(number, lane)| Some((number, lane, lane.entry_of(target)?)))
+    }
+
+    /// A link into a lane that cannot be reached may be that of a file: to show it as a link would let programs write to
+    /// what is now in the lane's place.
+    fn refuse_absent(&self, target: &[u8]) -> Result<()> {
+        let is_in = |lane: &OsString| {
+            let entry = entry_below(lane, target);
+            entry.is_some_and(create::is_entry)
+        };
+        match self.setup.absent.iter().any(is_in) {
+            true => Err(Errno::IO),
+            false => Ok(()),
+        }
     }
 
     fn mark_of(&self, link: &Attr) -> Mark {
         Mark {
-            primary: self.id,
+            primary: self.setup.id,
             link: link.ino,
         }
     }
@@ -265,7 +293,9 @@ impl<B: Backing> Lanes<B> {
     /// Attributes of a placed file.
     fn attr_of_placed(&self, placed: &PlacedFile<B>) -> Result<Attr> {
         let link = self.attr_of_link(placed)?;
-        Ok(placed_attr(&link, &self.lane(placed).attr(&placed.file)?))
+        let lane = self.lane(placed);
+        let file = lane.note(lane.backing.attr(&placed.file))?;
+        Ok(placed_attr(&link, &file))
     }
 
     /// Attributes of a link, which has no name any more when only the staging directory has one.
@@ -276,6 +306,13 @@ impl<B: Backing> Lanes<B> {
         }
         Ok(attr)
     }
+}
+
+/// The name in the directory `lane` that a link with this text names.
+fn entry_below<'a>(lane: &OsStr, target: &'a [u8]) -> Option<&'a OsStr> {
+    let entry = target.strip_prefix(lane.as_bytes())?.strip_prefix(b"/")?;
+    let is_name = !entry.is_empty() && !entry.contains(&b'/') && entry != b"." && entry != b"..";
+    is_name.then(|| OsStr::from_bytes(entry))
 }
 
 /// Names in a directory, without `.` and `..`.

@@ -61,9 +61,12 @@ impl<B: Backing> Lanes<B> {
     /// orphan. Files of other primaries, and files that carry no mark, are nobody's orphans here.
     pub fn find_orphans(&self) -> std::result::Result<Vec<Orphan>, OrphanError> {
         let links = self.find_links().map_err(OrphanError::Primary)?;
-        let staged = names_in(&self.primary, &self.staging).map_err(OrphanError::Primary)?;
+        let staged = match &self.setup.staging {
+            Some(staging) => names_in(&self.primary, staging).map_err(OrphanError::Primary)?,
+            None => Vec::new(),
+        };
         let mut found: Vec<Orphan> = Vec::new();
-        for (lane, one) in self.lanes.iter().enumerate() {
+        for (lane, one) in self.setup.lanes.iter().enumerate() {
             let files = self.unnamed_files(one, &links.inos);
             let files = files.map_err(|error| OrphanError::Lane { lane, error })?;
             found.extend(files.into_iter().map(|(entry, bytes)| Orphan::File {
@@ -82,11 +85,11 @@ impl<B: Backing> Lanes<B> {
     pub fn remove_orphan(&self, orphan: &Orphan) -> Result<()> {
         match orphan {
             Orphan::File { lane, entry, .. } => {
-                let lane = &self.lanes[*lane];
+                let lane = &self.setup.lanes[*lane];
                 lane.note_change();
                 lane.backing.unlink(&lane.backing.root(), entry)
             }
-            Orphan::Link { entry } => self.primary.unlink(&self.staging, entry),
+            Orphan::Link { entry } => self.primary.unlink(self.staging()?, entry),
             Orphan::Dangling { path } => {
                 let mut dir = self.primary.root();
                 for name in path.parent().into_iter().flatten() {
@@ -100,14 +103,17 @@ impl<B: Backing> Lanes<B> {
 
     /// All symbolic links in the primary that have a name of a user's.
     fn find_links(&self) -> Result<Links> {
-        let staging = self.primary.attr(&self.staging)?.ino;
+        let staging = match &self.setup.staging {
+            Some(staging) => Some(self.primary.attr(staging)?.ino),
+            None => None,
+        };
         let mut links = Links::default();
         let mut dirs = vec![(PathBuf::new(), self.primary.root())];
         while let Some((path, dir)) = dirs.pop() {
             for name in names_in(&self.primary, &dir)? {
                 let (inode, attr) = self.primary.lookup(&dir, &name)?;
                 match attr.kind {
-                    Kind::Dir if attr.ino != staging => dirs.push((path.join(name), inode)),
+                    Kind::Dir if Some(attr.ino) != staging => dirs.push((path.join(name), inode)),
                     Kind::Symlink => {
                         links.inos.insert(attr.ino);
                         if self.is_dangling(&inode)? {
@@ -145,7 +151,7 @@ impl<B: Backing> Lanes<B> {
                 continue;
             }
             let is_orphan = match mark::read(&lane.backing, &file)? {
-                Some(mark) => mark.primary == self.id && !links.contains(&mark.link),
+                Some(mark) => mark.primary == self.setup.id && !links.contains(&mark.link),
                 None => is_unmarked(&lane.backing, &file, &attr, &entry)?,
             };
             if is_orphan {

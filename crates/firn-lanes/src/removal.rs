@@ -40,6 +40,10 @@ impl<B: Backing> Removals<B> {
         self.waiting.lock().contains_key(&link)
     }
 
+    pub(crate) fn is_empty(&self) -> bool {
+        self.waiting.lock().is_empty()
+    }
+
     fn len(&self) -> usize {
         self.waiting.lock().len()
     }
@@ -75,7 +79,7 @@ impl<B: Backing> Lanes<B> {
         };
         let is_staged = attr.nlink == 1;
         if is_staged {
-            match self.primary.link(&link, &self.staging, &placed.entry) {
+            match self.primary.link(&link, self.staging()?, &placed.entry) {
                 Ok(_) | Err(Errno::EXIST) => {}
                 Err(error) => return Err(error),
             }
@@ -109,7 +113,8 @@ impl<B: Backing> Lanes<B> {
     fn spare(&self, doomed: Doomed<B>) {
         if doomed.is_staged {
             // What stays is a further name of a link that has one, and the next mount removes it.
-            let _ = self.primary.unlink(&self.staging, &doomed.placed.entry);
+            let staging = self.staging();
+            let _ = staging.and_then(|dir| self.primary.unlink(dir, &doomed.placed.entry));
         }
     }
 
@@ -154,14 +159,21 @@ impl<B: Backing> Lanes<B> {
 
     /// Goes on after a crash: what is in the staging directory was being made or being removed.
     pub(crate) fn clear_staging(&self) -> Result<()> {
-        let staged = names_in(&self.primary, &self.staging)?;
+        let Some(staging) = &self.setup.staging else {
+            return Ok(());
+        };
+        let staged = names_in(&self.primary, staging)?;
         if staged.is_empty() {
             return Ok(());
         }
         self.primary.sync_changes()?;
         for entry in staged {
-            let (link, _) = self.primary.lookup(&self.staging, &entry)?;
+            let (link, _) = self.primary.lookup(staging, &entry)?;
             let target = self.primary.readlink(&link)?;
+            if self.refuse_absent(&target).is_err() {
+                // Its file goes when the lane is back.
+                continue;
+            }
             let lane = self.lane_of_target(&target).map(|(number, ..)| number);
             self.end_staged(&link, &entry, || match lane {
                 Some(number) => self.remove_entry(number, &entry),
@@ -181,7 +193,7 @@ impl<B: Backing> Lanes<B> {
         if self.primary.attr(link)?.nlink == 1 {
             remove_file()?;
         }
-        match self.primary.unlink(&self.staging, entry) {
+        match self.primary.unlink(self.staging()?, entry) {
             Ok(()) | Err(Errno::NOENT) => Ok(()),
             Err(error) => Err(error),
         }
@@ -192,7 +204,7 @@ impl<B: Backing> Lanes<B> {
     }
 
     pub(crate) fn remove_entry(&self, lane: usize, entry: &OsStr) -> Result<()> {
-        let lane = &self.lanes[lane];
+        let lane = &self.setup.lanes[lane];
         let removed = lane.backing.unlink(&lane.backing.root(), entry);
         lane.note_change();
         match removed {

@@ -80,6 +80,11 @@ impl Rule {
         Ok(Self { lines, ..self })
     }
 
+    /// How many lanes take new files.
+    pub fn lane_count(&self) -> usize {
+        self.lanes
+    }
+
     /// The lane of a new file with this name, and why. A lane whose turn it was gets its next turn after all others.
     pub fn choose(&self, name: &OsStr) -> (usize, Reason) {
         self.explain(name).unwrap_or_else(|| {

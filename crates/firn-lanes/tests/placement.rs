@@ -5,8 +5,10 @@ use std::io::IoSlice;
 use std::path::Path;
 
 use firn_backing::sim::{Fault, tree};
-use firn_backing::{Access, Backing, DirBacking, Errno, Kind, RenameFlags, SimBacking, suite};
-use firn_lanes::{Lane, Lanes, Orphan, Rule, XATTR};
+use firn_backing::{
+    Access, Backing, DirBacking, Errno, Kind, LaneIndex, RenameFlags, SimBacking, suite,
+};
+use firn_lanes::{Lane, Lanes, Orphan, Rule, Setup, XATTR};
 use firn_transact::PlainBacking;
 
 const LANES: usize = 3;
@@ -48,8 +50,7 @@ impl World {
         let lanes = lanes
             .map(|(number, lane)| Lane::new(lane.clone(), lane_path(number)))
             .collect();
-        let rule = Rule::new(LANES, "host");
-        Lanes::open(self.primary.clone(), staging, ID, lanes, rule).expect("open")
+        Lanes::open(self.primary.clone(), setup(staging, lanes)).expect("open")
     }
 
     /// As programs see it: `.firn` is hidden.
@@ -70,6 +71,16 @@ impl World {
 
     fn files_in_lanes(&self) -> usize {
         self.lanes.iter().map(|lane| lane.tree().len() - 1).sum()
+    }
+}
+
+fn setup<B: Backing>(staging: B::Inode, lanes: Vec<Lane<B>>) -> Setup<B> {
+    Setup {
+        id: ID,
+        staging: Some(staging),
+        rule: Some(Rule::new(lanes.len(), "host")),
+        lanes,
+        absent: Vec::new(),
     }
 }
 
@@ -129,9 +140,8 @@ fn real_directories_pass_the_suite() {
                 Lane::new(backing, path.into_os_string())
             })
             .collect();
-        let rule = Rule::new(LANES, "host");
         kept.borrow_mut().push(dir);
-        PlainBacking::new(Lanes::open(primary, staging, ID, lanes, rule).expect("open"))
+        PlainBacking::new(Lanes::open(primary, setup(staging, lanes)).expect("open"))
     });
 }
 
@@ -163,7 +173,7 @@ fn files_go_whole_to_the_lane_of_their_number_and_are_readable_by_their_link() {
     for rank in 0..2 * LANES {
         let content = format!("content of {rank}");
         let inode = write_file(&lanes, &format!("rank{rank}"), content.as_bytes());
-        assert_eq!(lanes.lane_of(&inode), Some(rank % LANES));
+        assert_eq!(lanes.lane_of(&inode), LaneIndex::new((rank % LANES) as u16));
         // Without Firn.
         let (link, attr) = world
             .primary

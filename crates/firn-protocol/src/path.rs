@@ -243,6 +243,24 @@ pub mod exact_option {
     }
 }
 
+/// The same for a list.
+pub mod exact_list {
+    use super::{BytePath, Deserialize, Deserializer, PathBuf, Serializer};
+
+    /// Writes it.
+    pub fn serialize<S: Serializer>(paths: &[PathBuf], serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(paths.iter().map(|path| BytePath::from(path.as_path())))
+    }
+
+    /// Reads it.
+    pub fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Vec<PathBuf>, D::Error> {
+        let paths = Vec::<BytePath>::deserialize(deserializer)?;
+        Ok(paths.into_iter().map(PathBuf::from).collect())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;

@@ -17,6 +17,9 @@ use std::os::unix::ffi::OsStrExt;
 use firn_backing::{Access, Attr, Backing, Caller, Errno, Kind, RenameFlags};
 use firn_trust::{Distrust, Expected, Facts};
 
+/// The directory at the top of a backing that is Firn's own.
+pub const TOP: &str = ".firn";
+
 /// Bits of a mode that say what kind of object it is (`S_IFMT`).
 const FILE_TYPE_BITS: u32 = 0o170_000;
 

@@ -1,6 +1,6 @@
 //! Transactions: changes of names and data are held above a backing until they are committed (CprFS).
 //!
-//! [`TransactionalBacking`] is a backing over a backing; a mount without transactions has a [`PlainBacking`] instead ([`Store`]).
+//! [`TransactionalBacking`] is a backing over a backing; a mount without transactions has a [`PlainBacking`] instead.
 //! Outside of transactions every call goes through. Between [`TransactionalBacking::begin`] and the commit of a scope, which
 //! is a directory and all below it, programs see their changes and the backing shows none: new objects are staged in
 //! `.firn/` in the backing, changes of others are kept in memory and in staged copies. [`Open::prepare`] writes a durable
@@ -61,7 +61,6 @@ pub mod shadow;
 mod staging;
 mod staging_dir;
 pub mod state;
-mod store;
 mod top_names;
 mod transaction;
 mod transactional;
@@ -87,7 +86,6 @@ pub use scope::{ArenaId, Stage};
 pub use shadow::Mode;
 pub use staging::TOP;
 pub use staging_dir::{other_staging_dirs, staging_dir_name};
-pub use store::{Store, StoreDir, StoreFile, StoreInode};
 pub use transaction::handle::{Decided, Found, Open, Prepared};
 pub use transaction::top::TopMaker;
 pub use transactional::TransactionalBacking;

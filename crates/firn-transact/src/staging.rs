@@ -33,8 +33,7 @@ pub(crate) use crate::own::{
     put, store, write, write_all,
 };
 
-/// The directory at the top of the backing.
-pub const TOP: &str = ".firn";
+pub use firn_rendezvous::own::TOP;
 /// Before the name of a host, of several.
 pub(crate) const HOST: &str = "host-";
 pub(crate) const OPEN: &str = "open";

@@ -8,7 +8,7 @@ use std::ffi::OsStr;
 use common::Verbs;
 use firn_backing::sim::{Tree, tree};
 use firn_backing::{Access, Backing, Caller, DirBacking, SetTime, SimBacking, Time, suite};
-use firn_transact::{Mode, PlainBacking, Store, TransactionalBacking};
+use firn_transact::{Mode, PlainBacking, TransactionalBacking};
 use tempfile::TempDir;
 
 const ME: Caller = Caller {
@@ -45,9 +45,7 @@ fn begun<B: Backing>(base: B, mode: Mode) -> TransactionalBacking<B> {
 #[test]
 fn what_is_not_in_a_transaction_conforms() {
     suite::run(|| PlainBacking::new(SimBacking::new()));
-    suite::run(|| Store::Plain(PlainBacking::new(SimBacking::new())));
     suite::run(|| open(SimBacking::new()));
-    suite::run(|| Store::Transactional(Box::new(open(SimBacking::new()))));
 }
 
 #[test]

@@ -8,6 +8,7 @@ use firn_client::PathsError;
 use firn_engine::EngineError;
 use firn_format::FormatError;
 use firn_format::quote::quoted_path;
+use firn_lanes::RecordError;
 use firn_stub::{PlaceError, TreeError};
 use firn_transact::{
     BackupError, CommitError, OpenError, OwnError, ReviveError, StoreError, TransactionError,
@@ -15,6 +16,7 @@ use firn_transact::{
 use firn_trust::TrustError;
 
 use crate::error::{BUSY, FAILED, NOT_FIRN, USAGE, arena_code};
+use crate::placement::{LaneFault, MapFault};
 use crate::process;
 
 /// Why an arena is not attached to its backing.
@@ -59,6 +61,18 @@ pub enum AttachError {
         dir: PathBuf,
         backing: PathBuf,
     },
+    #[error("lane {lane} {why}", lane = quoted_path(lane))]
+    Lane { lane: PathBuf, why: LaneFault },
+    #[error("lane-map {path}: {why}", path = quoted_path(path))]
+    LaneMap { path: PathBuf, why: MapFault },
+    #[error("{backing}: {source}", backing = quoted_path(backing))]
+    LaneRecord {
+        backing: PathBuf,
+        source: RecordError,
+    },
+    #[error(
+        "{backing} has files in lanes, which transactions do not reach: mount without drain=commit", backing = quoted_path(backing))]
+    PlacedInTransactions { backing: PathBuf },
     #[error(transparent)]
     Arena(ArenaError),
     #[error("{source}: {limit}")]
@@ -115,12 +129,19 @@ impl AttachError {
             | Self::Transactions(_)
             | Self::Tree(_)
             | Self::Io { .. }
+            | Self::LaneRecord {
+                source: RecordError::Own(OwnError::Backing(_)),
+                ..
+            }
             | Self::SpillGone { .. } => FAILED,
             Self::ArenaDirectory { .. }
             | Self::SpillDirectory { .. }
             | Self::SpillInside { .. }
             | Self::BackupDirectory { .. }
             | Self::BackupInside { .. }
+            | Self::Lane { .. }
+            | Self::LaneMap { .. }
+            | Self::PlacedInTransactions { .. }
             | Self::Place(_)
             | Self::HostName { .. }
             | Self::NoParticipant { .. }
@@ -132,6 +153,7 @@ impl AttachError {
             | Self::BackupWaits { .. } => BUSY,
             Self::ArenaForeign { .. }
             | Self::Planted { .. }
+            | Self::LaneRecord { .. }
             | Self::Trust(TrustError::Distrusted { .. }) => NOT_FIRN,
             Self::Trust(TrustError::Io { .. }) => FAILED,
             Self::Arena(error) | Self::ArenaOverLimit { source: error, .. } => arena_code(error),

@@ -1,0 +1,365 @@
+//! Placement over several directories (`placement=dirs`): which lanes a mount has, and whether they can be used.
+//!
+//! A lane's path is used as it is given and not as it is once symbolic links are resolved: links in the backing have it,
+//! and other hosts may reach the same directory another way.
+//!
+//! Invariants
+//! * A backing whose record names lanes is never opened without them: its placed files are plain files in every mount.
+//! * No file goes to a directory that others could have put something into (`firn_trust`).
+
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use firn_backing::{DirBacking, Errno};
+use firn_config::{Options, Placement};
+use firn_format::quote::quoted_path;
+use firn_lanes::{Lane, Lanes, Record, RecordError, Rule, Setup, record};
+use firn_transact::OwnError;
+use firn_trust::{Distrust, Facts};
+use rustix::fs::{Access, AtFlags, CWD, accessat};
+
+use crate::error::AttachError;
+use crate::participants::host_name;
+use crate::preflight::Checked;
+
+/// Bytes of the longest lane map that is read.
+const MAP_BYTES_MAX: u64 = 1 << 20;
+
+/// Why a directory cannot be a lane.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each text says what the variant is")]
+pub enum LaneFault {
+    #[error("does not exist: create it, or mount its file system first")]
+    Missing,
+    #[error("is not a directory: name a directory on the server that files shall go to")]
+    NotDirectory,
+    #[error("is not a path that links can have: leave out `.`, `..` and double slashes")]
+    NotPlain,
+    #[error("is on a read-only file system: make it writable, or leave the lane out")]
+    ReadOnly,
+    #[error("is on a file system without room: make room, or leave the lane out")]
+    Full,
+    #[error(
+        "is on a file system without extended attributes (user.*), by which firn knows its files: leave the lane out"
+    )]
+    NoAttributes,
+    #[error("cannot be written to by this user: {0}")]
+    NotWritable(io::Error),
+    #[error("is inside {dir}: name a directory elsewhere", dir = quoted_path(.dir))]
+    Inside { dir: PathBuf },
+    #[error("contains {dir}: name a directory of its own", dir = quoted_path(.dir))]
+    Contains { dir: PathBuf },
+    #[error("is the same directory as {other}: name each lane once", other = quoted_path(.other))]
+    Same { other: PathBuf },
+    #[error(
+        "{0}; firn places files only where nobody else can put any: make a directory of your own in it"
+    )]
+    Distrusted(Distrust),
+    #[error(
+        "is not the directory that files were placed in: mount its file system; if those files are gone for good, run `firn place --forget {lane} {backing}`",
+        lane = quoted_path(.lane), backing = quoted_path(.backing))]
+    Unmarked { lane: PathBuf, backing: PathBuf },
+    #[error("cannot be used: {0}")]
+    Io(io::Error),
+}
+
+impl LaneFault {
+    fn of(errno: Errno) -> Self {
+        match errno {
+            Errno::NOENT => Self::Missing,
+            Errno::NOTDIR => Self::NotDirectory,
+            Errno::ROFS => Self::ReadOnly,
+            Errno::NOSPC | Errno::DQUOT => Self::Full,
+            Errno::OPNOTSUPP => Self::NoAttributes,
+            Errno::ACCESS | Errno::PERM => Self::NotWritable(errno.into()),
+            errno => Self::Io(errno.into()),
+        }
+    }
+
+    fn of_io(error: &io::Error) -> Self {
+        Self::of(Errno::from_io_error(error).unwrap_or(Errno::IO))
+    }
+
+    fn of_own(error: OwnError) -> Self {
+        match error {
+            OwnError::Backing(errno) => Self::of(errno),
+            OwnError::Distrusted { why, .. } => Self::Distrusted(why),
+            OwnError::TooLong { .. } => Self::of(Errno::FBIG),
+        }
+    }
+
+    fn at(self, lane: &Path) -> AttachError {
+        AttachError::Lane {
+            lane: lane.into(),
+            why: self,
+        }
+    }
+}
+
+/// Why the lane map is not used.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each text says what the variant is")]
+pub enum MapFault {
+    #[error("cannot be read: {0}")]
+    Io(io::Error),
+    #[error("has more than {MAP_BYTES_MAX} bytes: it has a line for each pattern")]
+    TooLong,
+    #[error(transparent)]
+    Line(#[from] firn_lanes::rule::MapError),
+}
+
+/// Checks the lanes of a mount before anything is touched.
+pub(crate) fn check(options: &Options, checked: &Checked) -> Result<(), AttachError> {
+    if options.placement == Placement::None {
+        return Ok(());
+    }
+    rule(options, "")?;
+    let mut known: Vec<(PathBuf, Place)> = Vec::new();
+    for lane in &options.lanes {
+        let place = check_lane(lane).map_err(|why| why.at(lane))?;
+        for taken in [&checked.backing, &checked.mount_point] {
+            let other = Place::of(taken).map_err(|error| LaneFault::Io(error).at(lane))?;
+            check_apart(&place, &other, taken).map_err(|why| why.at(lane))?;
+        }
+        for (path, other) in &known {
+            check_apart(&place, other, path).map_err(|why| why.at(lane))?;
+        }
+        known.push((lane.clone(), place));
+    }
+    Ok(())
+}
+
+fn check_lane(lane: &Path) -> Result<Place, LaneFault> {
+    if !record::is_lane_path(lane_text(lane)) {
+        return Err(LaneFault::NotPlain);
+    }
+    let metadata = lane.metadata().map_err(|error| LaneFault::of_io(&error))?;
+    if !metadata.is_dir() {
+        return Err(LaneFault::NotDirectory);
+    }
+    let facts = Facts {
+        mode: metadata.mode(),
+        uid: metadata.uid(),
+        nlink: metadata.nlink(),
+    };
+    let user = rustix::process::geteuid().as_raw();
+    facts.check_parent(user).map_err(LaneFault::Distrusted)?;
+    let needed = Access::READ_OK | Access::WRITE_OK | Access::EXEC_OK;
+    accessat(CWD, lane, needed, AtFlags::EACCESS).map_err(LaneFault::of)?;
+    Place::of(lane).map_err(LaneFault::Io)
+}
+
+/// A directory and those above it, by device and inode: a bind mount or a symbolic link does not hide that two are the
+/// same.
+struct Place {
+    /// From itself up.
+    chain: Vec<(u64, u64)>,
+}
+
+impl Place {
+    fn of(path: &Path) -> io::Result<Self> {
+        let canonical = path.canonicalize()?;
+        let chain = canonical.ancestors().map(|dir| {
+            let metadata = dir.metadata()?;
+            Ok((metadata.dev(), metadata.ino()))
+        });
+        Ok(Self {
+            chain: chain.collect::<io::Result<_>>()?,
+        })
+    }
+
+    fn is_in(&self, other: &Self) -> bool {
+        self.chain.contains(&other.chain[0])
+    }
+}
+
+fn check_apart(lane: &Place, other: &Place, path: &Path) -> Result<(), LaneFault> {
+    let path = path.to_owned();
+    match (lane.is_in(other), other.is_in(lane)) {
+        (true, true) => Err(LaneFault::Same { other: path }),
+        (true, false) => Err(LaneFault::Inside { dir: path }),
+        (false, true) => Err(LaneFault::Contains { dir: path }),
+        (false, false) => Ok(()),
+    }
+}
+
+/// A lane's path as links have it.
+fn lane_text(lane: &Path) -> &OsStr {
+    let bytes = lane.as_os_str().as_bytes();
+    let len = bytes.iter().rposition(|byte| *byte != b'/');
+    OsStr::from_bytes(&bytes[..len.map_or(0, |last| last + 1)])
+}
+
+fn rule(options: &Options, host: &str) -> Result<Rule, AttachError> {
+    let rule = Rule::new(options.lanes.len(), host);
+    let Some(path) = &options.lane_map else {
+        return Ok(rule);
+    };
+    let refused = |why: MapFault| AttachError::LaneMap {
+        path: path.clone(),
+        why,
+    };
+    let text = read_map(path).map_err(refused)?;
+    rule.with_map(&text).map_err(|error| refused(error.into()))
+}
+
+fn read_map(path: &Path) -> Result<String, MapFault> {
+    use std::io::Read;
+    let file = std::fs::File::open(path).map_err(MapFault::Io)?;
+    let mut text = String::new();
+    let limited = &mut file.take(MAP_BYTES_MAX + 1);
+    limited.read_to_string(&mut text).map_err(MapFault::Io)?;
+    if text.len() as u64 > MAP_BYTES_MAX {
+        return Err(MapFault::TooLong);
+    }
+    Ok(text)
+}
+
+/// What the record of a backing says of lanes; none where no file was ever placed.
+pub(crate) fn find_record(
+    backing: &Path,
+    directory: &DirBacking,
+) -> Result<Option<Record>, AttachError> {
+    Record::find(directory).map_err(in_backing(backing))
+}
+
+fn in_backing(backing: &Path) -> impl Fn(RecordError) -> AttachError {
+    let backing = backing.to_owned();
+    move |source| AttachError::LaneRecord {
+        backing: backing.clone(),
+        source,
+    }
+}
+
+/// Refuses transactions over files that lie in lanes, which would be shown as links.
+pub(crate) fn refuse_transactions(
+    backing: &Path,
+    directory: &DirBacking,
+) -> Result<(), AttachError> {
+    let record = find_record(backing, directory)?;
+    match record.is_some_and(|record| !record.lanes.is_empty()) {
+        true => Err(AttachError::PlacedInTransactions {
+            backing: backing.into(),
+        }),
+        false => Ok(()),
+    }
+}
+
+/// What a mount does with lanes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Use {
+    /// New files go to them, if the options say so.
+    Place,
+    /// Files that are in them are served; the options say nothing of them.
+    Serve,
+}
+
+/// Opens the lanes of a backing; gives it back where there are none and none are asked for.
+pub(crate) fn open(
+    backing: &Path,
+    directory: DirBacking,
+    options: &Options,
+    wanted: Use,
+    notice: &mut dyn FnMut(String),
+) -> Result<Result<Lanes<DirBacking>, DirBacking>, AttachError> {
+    let places = wanted == Use::Place && options.placement == Placement::Dirs && !options.read_only;
+    let record = find_record(backing, &directory)?;
+    if !places && record.as_ref().is_none_or(|record| record.lanes.is_empty()) {
+        return Ok(Err(directory));
+    }
+    let host = host_name(options)?;
+    let mut record = match record {
+        Some(record) => record,
+        None => Record::make(&directory, &host).map_err(in_backing(backing))?,
+    };
+    let mut lanes = Vec::new();
+    if places {
+        for lane in &options.lanes {
+            let opened = open_wanted(lane, backing, &directory, &mut record, &host)?;
+            lanes.push(opened);
+        }
+    }
+    let absent = open_known(&record, &mut lanes, notice);
+    let staging = match record::open_staging(&directory, &host) {
+        Err(OwnError::Backing(Errno::ROFS)) if options.read_only => None,
+        opened => Some(opened.map_err(|error| in_backing(backing)(error.into()))?),
+    };
+    let setup = Setup {
+        id: record.id,
+        staging,
+        rule: places.then(|| rule(options, &host)).transpose()?,
+        lanes,
+        absent,
+    };
+    let opened = Lanes::open(directory, setup);
+    let failed = |errno: Errno| AttachError::BackingUnusable {
+        path: backing.into(),
+        source: errno.into(),
+    };
+    Ok(Ok(opened.map_err(failed)?))
+}
+
+/// A lane that new files go to.
+fn open_wanted(
+    lane: &Path,
+    backing: &Path,
+    primary: &DirBacking,
+    record: &mut Record,
+    host: &str,
+) -> Result<Lane<DirBacking>, AttachError> {
+    check_lane(lane).map_err(|why| why.at(lane))?;
+    let opened = DirBacking::open(lane).map_err(|error| LaneFault::of_io(&error).at(lane))?;
+    let failed = |error| LaneFault::of_own(error).at(lane);
+    if !record::is_marked(&opened, record.id).map_err(failed)? {
+        let text = lane_text(lane);
+        if record.lanes.iter().any(|known| known == text) {
+            let (lane, backing) = (lane.to_owned(), backing.to_owned());
+            return Err(LaneFault::Unmarked {
+                lane: lane.clone(),
+                backing,
+            }
+            .at(&lane));
+        }
+        record::put_mark(&opened, record.id).map_err(failed)?;
+    }
+    let added = record.add(primary, host, lane_text(lane));
+    added.map_err(in_backing(backing))?;
+    Ok(Lane::new(opened, lane_text(lane).to_owned()))
+}
+
+/// Opens the other lanes that the record has, and returns those that cannot be reached.
+fn open_known(
+    record: &Record,
+    lanes: &mut Vec<Lane<DirBacking>>,
+    notice: &mut dyn FnMut(String),
+) -> Vec<OsString> {
+    let mut absent = Vec::new();
+    for path in &record.lanes {
+        if lanes.iter().any(|lane| lane.path() == path) {
+            continue;
+        }
+        match open_marked(Path::new(path), record.id) {
+            Ok(backing) => lanes.push(Lane::new(backing, path.clone())),
+            Err(why) => {
+                let lane = quoted_path(Path::new(path));
+                notice(format!(
+                    "lane {lane} {why}; until it is back its files cannot be used"
+                ));
+                absent.push(path.clone());
+            }
+        }
+    }
+    absent
+}
+
+fn open_marked(lane: &Path, id: u128) -> Result<DirBacking, String> {
+    let opened = DirBacking::open(lane).map_err(|error| LaneFault::of_io(&error).to_string())?;
+    match record::is_marked(&opened, id) {
+        Ok(true) => Ok(opened),
+        Ok(false) => Err("is not the directory that files were placed in".into()),
+        Err(error) => Err(LaneFault::of_own(error).to_string()),
+    }
+}

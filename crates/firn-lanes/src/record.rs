@@ -1,0 +1,331 @@
+//! Which lanes a primary has files in: `.firn/lanes/` in the primary, and a file of its own in each lane.
+//!
+//! ```text
+//! .firn/lanes/primary      which primary this is, in the marks of its files: a random number
+//! .firn/lanes/lane-HASH    a lane: its path
+//! LANE/.firn-ID            the directory is a lane of the primary ID
+//! ```
+//!
+//! Invariants
+//! * Every file is put once and never changes, so hosts that mount the same primary with different lanes need no lock.
+//! * A lane is recorded before the first file goes to it, and has its own file before it is recorded.
+//! * A lane is forgotten only when nobody has a file in it.
+//!
+//! Relies on `.firn/` being closed to everybody else (`firn_rendezvous::own`): nothing of it is believed otherwise.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+
+use firn_backing::{Backing, Errno};
+use firn_format::quote::quoted;
+use firn_rendezvous::own::{self, TOP};
+use firn_rendezvous::{OwnError, VoteDir};
+
+use crate::mark::{self, Mark};
+
+/// The directory of the record in `.firn/`.
+const DIR: &str = "lanes";
+/// Directories of links that are being made or removed, one for each host.
+const STAGING: &str = "placing";
+const PRIMARY: &str = "primary";
+const LANE: &str = "lane-";
+/// Before the primary's id, in the name of its file in a lane.
+const MARKER: &str = ".firn-";
+
+const MAGIC: [u8; 8] = *b"FIRNLANE";
+const VERSION: u32 = 1;
+/// Magic, version and checksum.
+const HEAD_BYTES: usize = 16;
+
+/// What a primary says of its lanes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Record {
+    /// Which primary this is.
+    pub id: u128,
+    /// Absolute paths of the lanes, sorted.
+    pub lanes: Vec<OsString>,
+}
+
+/// Why the record is not believed, or could not be read or written.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RecordError {
+    /// It is not Firn's own, or the primary failed.
+    #[error(transparent)]
+    Own(#[from] OwnError),
+    /// One of its files.
+    #[error("{TOP}/{DIR}/{name} {why}")]
+    Damaged {
+        /// Its name.
+        name: String,
+        /// What is wrong, and what to do.
+        why: &'static str,
+    },
+}
+
+impl From<Errno> for RecordError {
+    fn from(errno: Errno) -> Self {
+        Self::Own(errno.into())
+    }
+}
+
+impl Record {
+    /// Reads the record of a primary; none where no file was ever placed.
+    pub fn find<B: Backing>(primary: &B) -> Result<Option<Self>, RecordError> {
+        let Some((top, _)) = own::find_dir(primary, &primary.root(), TOP)? else {
+            return Ok(None);
+        };
+        let below_top = |error: OwnError| error.below(TOP);
+        match VoteDir::find(primary, &top, DIR, "").map_err(below_top)? {
+            None => Ok(None),
+            Some(dir) => Self::read(&dir),
+        }
+    }
+
+    /// Reads it, made if it is not there. `host` is the name of this one.
+    pub fn make<B: Backing>(primary: &B, host: &str) -> Result<Self, RecordError> {
+        let dir = open_dir(primary, host)?;
+        if let Some(record) = Self::read(&dir)? {
+            return Ok(record);
+        }
+        let mut id = [0; 16];
+        getrandom::fill(&mut id).map_err(|_| Errno::IO)?;
+        dir.put_once(PRIMARY, &encode(&id))?;
+        // Another host may have been first.
+        Ok(Self::read(&dir)?.ok_or(Errno::NOENT)?)
+    }
+
+    /// Adds a lane, durably.
+    pub fn add<B: Backing>(
+        &mut self,
+        primary: &B,
+        host: &str,
+        lane: &OsStr,
+    ) -> Result<(), RecordError> {
+        if !self.lanes.iter().any(|known| known == lane) {
+            open_dir(primary, host)?.put_once(&file_name(lane), &encode(lane.as_bytes()))?;
+            self.lanes.push(lane.to_owned());
+            self.lanes.sort_unstable();
+        }
+        Ok(())
+    }
+
+    /// Forgets a lane that has no file of this primary.
+    pub fn forget<B: Backing>(&mut self, primary: &B, lane: &OsStr) -> Result<(), RecordError> {
+        let dir = open_dir(primary, "")?;
+        dir.remove_files([file_name(lane).as_str()])?;
+        self.lanes.retain(|known| known != lane);
+        Ok(())
+    }
+
+    /// None where a crash came before the first file.
+    fn read<B: Backing>(dir: &VoteDir<'_, B>) -> Result<Option<Self>, RecordError> {
+        let Some(id) = read_file(dir, PRIMARY)? else {
+            return Ok(None);
+        };
+        let damaged = |name: &str, why| RecordError::Damaged {
+            name: name.into(),
+            why,
+        };
+        let id = id
+            .try_into()
+            .map_err(|_| damaged(PRIMARY, "is damaged: put it back from a backup"))?;
+        let mut lanes = Vec::new();
+        for name in dir.names()?.iter().filter(|name| name.starts_with(LANE)) {
+            let Some(path) = read_file(dir, name)? else {
+                continue;
+            };
+            let path = OsString::from_vec(path);
+            if file_name(&path) != *name || !is_lane_path(&path) {
+                return Err(damaged(name, "names another lane: look at what it is"));
+            }
+            lanes.push(path);
+        }
+        lanes.sort_unstable();
+        Ok(Some(Self {
+            id: u128::from_le_bytes(id),
+            lanes,
+        }))
+    }
+}
+
+/// Opens the directory of links of `host` that are being made or removed.
+pub fn open_staging<B: Backing>(primary: &B, host: &str) -> Result<B::Inode, OwnError> {
+    let top = own::dir(primary, &primary.root(), TOP)?;
+    let all = own::dir(primary, &top, STAGING).map_err(|error| error.below(TOP))?;
+    let below = |error: OwnError| error.below(STAGING).below(TOP);
+    own::dir(primary, &all, host).map_err(below)
+}
+
+/// Whether a directory says that it is a lane of the primary with this id.
+pub fn is_marked<B: Backing>(lane: &B, id: u128) -> Result<bool, OwnError> {
+    Ok(own::find_file(lane, &lane.root(), &marker(id))?.is_some())
+}
+
+/// Makes a directory say so, durably. Where its file system has no extended attributes, it cannot be a lane
+/// (EOPNOTSUPP).
+pub fn put_mark<B: Backing>(lane: &B, id: u128) -> Result<(), OwnError> {
+    let name = marker(id);
+    drop(own::open_or_create(lane, &lane.root(), &name)?);
+    let found = own::find_file(lane, &lane.root(), &name)?;
+    let file = found.ok_or(Errno::NOENT)?;
+    let nobody = Mark {
+        primary: 0,
+        link: 0,
+    };
+    mark::write(lane, &file, nobody)?;
+    lane.sync_dir(&lane.root())?;
+    Ok(())
+}
+
+/// Takes that away again.
+pub fn remove_mark<B: Backing>(lane: &B, id: u128) -> Result<(), Errno> {
+    match lane.unlink(&lane.root(), OsStr::new(&marker(id))) {
+        Err(Errno::NOENT) => Ok(()),
+        done => done,
+    }
+}
+
+fn marker(id: u128) -> String {
+    format!("{MARKER}{id:032x}")
+}
+
+fn open_dir<'a, B: Backing>(primary: &'a B, host: &'a str) -> Result<VoteDir<'a, B>, RecordError> {
+    let top = own::dir(primary, &primary.root(), TOP)?;
+    Ok(VoteDir::make(primary, &top, DIR, host).map_err(|error| error.below(TOP))?)
+}
+
+fn file_name(lane: &OsStr) -> String {
+    format!("{LANE}{:016x}", xxhash_rust::xxh3::xxh3_64(lane.as_bytes()))
+}
+
+/// As paths in links are: absolute, one slash between components, none of them `.` or `..`.
+pub fn is_lane_path(path: &OsStr) -> bool {
+    let below = path.as_bytes().strip_prefix(b"/");
+    below.is_some_and(|below| !below.is_empty() && own::is_path(below))
+}
+
+fn encode(content: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::from(MAGIC);
+    bytes.extend(VERSION.to_le_bytes());
+    bytes.extend(crc32c::crc32c(content).to_le_bytes());
+    bytes.extend(content);
+    bytes
+}
+
+fn read_file<B: Backing>(dir: &VoteDir<'_, B>, name: &str) -> Result<Option<Vec<u8>>, RecordError> {
+    let below = |error: OwnError| error.below(DIR).below(TOP);
+    let Some(bytes) = dir.read(name).map_err(below)? else {
+        return Ok(None);
+    };
+    let content = decode(&bytes).map_err(|why| RecordError::Damaged {
+        name: quoted(name.as_bytes()),
+        why,
+    })?;
+    Ok(Some(content.to_vec()))
+}
+
+fn decode(bytes: &[u8]) -> Result<&[u8], &'static str> {
+    const DAMAGED: &str = "is damaged: put it back from a backup";
+    let (head, content) = bytes.split_at_checked(HEAD_BYTES).ok_or(DAMAGED)?;
+    if head[..8] != MAGIC {
+        return Err("is not a record of lanes: look at what it is and move it away");
+    }
+    if head[8..12] != VERSION.to_le_bytes() {
+        return Err("is of another version of Firn: mount with that one");
+    }
+    if head[12..] != crc32c::crc32c(content).to_le_bytes() {
+        return Err(DAMAGED);
+    }
+    Ok(content)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use firn_backing::{Access, SimBacking, suite};
+    use std::io::IoSlice;
+
+    fn lane(path: &str) -> OsString {
+        path.into()
+    }
+
+    #[test]
+    fn what_hosts_add_is_read_by_all_and_an_id_is_put_once() {
+        let primary = SimBacking::new();
+        assert_eq!(Record::find(&primary), Ok(None));
+        let mut one = Record::make(&primary, "a").expect("make");
+        let mut other = Record::make(&primary, "b").expect("make");
+        assert_eq!(one.id, other.id);
+        one.add(&primary, "a", &lane("/srv1/x")).expect("add");
+        other.add(&primary, "b", &lane("/srv0/x")).expect("add");
+        other.add(&primary, "b", &lane("/srv1/x")).expect("add");
+        let both = vec![lane("/srv0/x"), lane("/srv1/x")];
+        let read = Record::find(&primary).expect("find").expect("a record");
+        assert_eq!(read.lanes, both);
+        assert_eq!(read, other);
+        other.forget(&primary, &lane("/srv0/x")).expect("forget");
+        let read = Record::find(&primary).expect("find").expect("a record");
+        assert_eq!(read.lanes, [lane("/srv1/x")]);
+    }
+
+    #[test]
+    fn a_changed_byte_anywhere_is_found() {
+        let bytes = encode(b"/srv0/x");
+        assert_eq!(decode(&bytes), Ok(&b"/srv0/x"[..]));
+        for at in 0..bytes.len() {
+            let mut damaged = bytes.clone();
+            damaged[at] ^= 4;
+            assert!(decode(&damaged).is_err(), "byte {at}");
+            assert!(decode(&bytes[..at]).is_err(), "{at} bytes");
+        }
+    }
+
+    #[test]
+    fn a_record_that_others_could_have_written_is_not_believed() {
+        let primary = SimBacking::new();
+        Record::make(&primary, "a").expect("make");
+        let (top, _) = primary
+            .lookup(&primary.root(), OsStr::new(TOP))
+            .expect("lookup");
+        let (dir, _) = primary.lookup(&top, OsStr::new(DIR)).expect("lookup");
+        let (file, _) = primary.lookup(&dir, OsStr::new(PRIMARY)).expect("lookup");
+        primary.set_mode(&file, 0o644).expect("set_mode");
+        let error = Record::find(&primary).expect_err("refused").to_string();
+        assert!(error.starts_with(".firn/lanes/primary has mode"), "{error}");
+        primary.set_mode(&file, 0o600).expect("set_mode");
+        let opened = primary.open(&file, Access::Write).expect("open");
+        primary
+            .write_at(&opened, &[IoSlice::new(b"X")], 3)
+            .expect("write");
+        let error = Record::find(&primary).expect_err("refused").to_string();
+        assert!(error.contains("is not a record of lanes"), "{error}");
+        primary.set_mode(&dir, 0o755).expect("set_mode");
+        let error = Record::find(&primary).expect_err("refused").to_string();
+        assert!(error.starts_with(".firn/lanes has mode"), "{error}");
+    }
+
+    #[test]
+    fn a_directory_is_known_as_a_lane_of_its_primary_only() {
+        let lane = SimBacking::new();
+        assert_eq!(is_marked(&lane, 7), Ok(false));
+        put_mark(&lane, 7).expect("mark");
+        put_mark(&lane, 7).expect("again");
+        assert_eq!(is_marked(&lane, 7), Ok(true));
+        assert_eq!(is_marked(&lane, 8), Ok(false));
+        let name = marker(8);
+        let caller = suite::own_caller();
+        lane.symlink(&caller, &lane.root(), OsStr::new(&name), OsStr::new("x"))
+            .expect("symlink");
+        assert!(is_marked(&lane, 8).is_err());
+    }
+
+    #[test]
+    fn paths_of_lanes_are_as_links_have_them() {
+        for good in ["/a", "/srv0/x", "/a b/..c"] {
+            assert!(is_lane_path(OsStr::new(good)), "{good}");
+        }
+        for bad in ["", "/", "a", "/a/", "//a", "/a/../b", "/a/./b"] {
+            assert!(!is_lane_path(OsStr::new(bad)), "{bad}");
+        }
+    }
+}
