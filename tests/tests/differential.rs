@@ -1,10 +1,11 @@
 //! The same random operations on the mount and on a plain directory of the same file system end in
 //! the same answers, tree, contents, modes, link counts and attributes.
 
+use firn_tests::differential::{Op, Rules};
 use firn_tests::mount::SMALL;
 use firn_tests::random::env_count;
 use firn_tests::tree::{assert_same, snapshot};
-use firn_tests::{FirnMount, FsKind, LoopImage, Sandbox, differential, seed};
+use firn_tests::{FirnMount, FsKind, LaneImages, LoopImage, Sandbox, differential, seed};
 
 /// Several thousand over all file systems take under a minute on two cores.
 const OPS_DEFAULT: u64 = 6000;
@@ -60,4 +61,36 @@ fn same_as_plain_on_btrfs() {
 #[test]
 fn same_as_plain_on_tmpfs() {
     same_as_plain(FsKind::Tmpfs, "close=held,passthrough=off");
+}
+
+/// Whether ext4, xfs and tmpfs all do this: tmpfs makes holes, and does nothing else to ranges.
+fn is_known_to_all(op: &Op) -> bool {
+    const KEEP_SIZE: u32 = libc::FALLOC_FL_KEEP_SIZE as u32;
+    const PUNCH_HOLE: u32 = libc::FALLOC_FL_PUNCH_HOLE as u32;
+    match op {
+        Op::Allocate { mode, .. } => mode & !(KEEP_SIZE | PUNCH_HOLE) == 0,
+        _ => true,
+    }
+}
+
+/// Proves S-place-1, S-place-2.
+#[test]
+fn same_as_plain_with_files_in_lanes() {
+    let sandbox = Sandbox::new("diff-lanes");
+    let images = LaneImages::new(&sandbox);
+    let plain = images.image(0).mkdir("plain");
+    let options = images.options(&format!("{SMALL},allow-other,dev,suid"));
+    let mount = FirnMount::over(&sandbox, images.backing(), &options);
+    let ops = env_count("FIRN_DIFFERENTIAL_OPS", OPS_DEFAULT);
+    let seed = seed("differential in lanes");
+    let rules = Rules {
+        is_wanted: is_known_to_all,
+        canonical: |answer| answer,
+    };
+    differential::run_by(seed, ops, mount.path(), &plain, &rules);
+    mount.umount();
+    // Whatever the next mount's options say.
+    let again = FirnMount::over(&sandbox, images.backing(), "allow-other,dev,suid");
+    assert_same("the next mount", &snapshot(again.path()), &snapshot(&plain));
+    again.umount();
 }

@@ -3,12 +3,12 @@
 //! `FIRN_STRESS_SECONDS` sets how long each stressor of stress-ng runs (`cargo xtask campaign stress`), and
 //! `FIRN_FSX_OPS` sets the operations of each fsx run (`cargo xtask campaign fsx --ops 1000000`).
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use firn_tests::random::env_count;
 use firn_tests::sandbox::preload_library;
 use firn_tests::suite::{exclusions, fio_verify, fsx, pjdfstest, pjdfstest_beside, stress};
-use firn_tests::{FirnMount, FsKind, LoopImage, Sandbox, seed};
+use firn_tests::{FirnMount, FsKind, LaneImages, LoopImage, Sandbox, seed};
 
 const OPTIONS: &str = "arena-size=64M,chunk-size=1M,allow-other,dev,suid";
 /// Two seeds on four file systems: 48,000 operations in CI.
@@ -29,38 +29,51 @@ fn with_mount(
 
 fn pjdfstest_on(kind: FsKind) {
     with_mount(kind, OPTIONS, |sandbox, image, mount| {
-        // Both directories must let the suite's unprivileged users pass.
-        let native = pjdfstest(&image.mkdir("native"), sandbox.path());
-        let work = mount.join("work");
-        std::fs::create_dir(&work).expect("mkdir");
-        let (through, failures) = pjdfstest_beside(&native, &work, sandbox.path());
-        let failed = |results: &std::collections::BTreeMap<_, bool>| {
-            results.values().filter(|f| **f).count()
-        };
-        println!(
-            "{}: {} ran natively, {} failed; {} through the mount, {} failed",
-            kind.name(),
-            native.len(),
-            failed(&native),
-            through.len(),
-            failed(&through)
-        );
-        assert!(
-            failures.is_empty(),
-            "fail through the mount and not on {}: {failures:#?}",
-            kind.name()
-        );
-        let allowed = exclusions("pjdfstest");
-        let skipped: Vec<&String> = native
-            .keys()
-            .filter(|name| !through.contains_key(*name) && !allowed.contains_key(*name))
-            .collect();
-        assert!(
-            skipped.is_empty(),
-            "run on {} and skip through the mount: {skipped:#?}",
-            kind.name()
-        );
+        compare_pjdfstest(sandbox, &image.mkdir("native"), mount, kind.name());
     });
+}
+
+/// Proves S-place-1.
+#[test]
+fn pjdfstest_fails_nothing_with_files_in_lanes() {
+    let sandbox = Sandbox::new("suite-lanes");
+    let images = LaneImages::new(&sandbox);
+    let native = images.image(0).mkdir("native");
+    let mount = FirnMount::over(&sandbox, images.backing(), &images.options(OPTIONS));
+    compare_pjdfstest(&sandbox, &native, &mount, "ext4");
+    mount.umount();
+}
+
+/// Runs pjdfstest in `native`, a directory of the file system `name`, and through the mount.
+fn compare_pjdfstest(sandbox: &Sandbox, native: &Path, mount: &FirnMount<'_>, name: &str) {
+    // Both directories must let the suite's unprivileged users pass.
+    let native = pjdfstest(native, sandbox.path());
+    let work = mount.join("work");
+    std::fs::create_dir(&work).expect("mkdir");
+    let (through, failures) = pjdfstest_beside(&native, &work, sandbox.path());
+    let failed =
+        |results: &std::collections::BTreeMap<_, bool>| results.values().filter(|f| **f).count();
+    println!(
+        "{}: {} ran natively, {} failed; {} through the mount, {} failed",
+        name,
+        native.len(),
+        failed(&native),
+        through.len(),
+        failed(&through)
+    );
+    assert!(
+        failures.is_empty(),
+        "fail through the mount and not on {name}: {failures:#?}"
+    );
+    let allowed = exclusions("pjdfstest");
+    let skipped: Vec<&String> = native
+        .keys()
+        .filter(|name| !through.contains_key(*name) && !allowed.contains_key(*name))
+        .collect();
+    assert!(
+        skipped.is_empty(),
+        "run on {name} and skip through the mount: {skipped:#?}"
+    );
 }
 
 /// Operations of one run of fsx.
