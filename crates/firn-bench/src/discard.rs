@@ -61,10 +61,11 @@ pub fn mount_discarding(geometry: &Geometry, mount_point: &Path) -> anyhow::Resu
     // As firnd does after mounting, and as the baseline does with its buffer: both begin warm.
     engine.arena().populate(&|| true)?;
     let threads = IoThreads {
-        per_lane: geometry.io_threads,
+        count: geometry.io_threads,
+        lane_writers_max: usize::MAX,
         cpu_percent: firn_config::Options::default().drain_cpu_percent,
     };
-    let pool = Pool::start(Arc::clone(&engine), threads)?;
+    let pool = Pool::start(Arc::clone(&engine), threads, None)?;
     let adapter = Adapter::new(
         engine,
         None,

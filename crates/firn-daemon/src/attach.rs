@@ -155,10 +155,11 @@ impl Attached {
         };
         tell(&recovered, options.drain, notice);
         let threads = IoThreads {
-            per_lane: options.io_threads as usize,
+            count: options.io_threads as usize,
+            lane_writers_max: usize::MAX,
             cpu_percent: options.drain_cpu_percent,
         };
-        let pool = Pool::start(Arc::clone(&engine), threads)
+        let pool = Pool::start(Arc::clone(&engine), threads, None)
             .map_err(AttachError::io("start the IO threads"))?;
         let damaged = damaged || !recovered.damage.is_empty();
         new.keep();

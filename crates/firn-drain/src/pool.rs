@@ -1,4 +1,4 @@
-//! The IO threads of all lanes, and the thread that carries chunks to the spill file.
+//! The threads of a mount that carry data: IO threads, and the one that fills the spill file.
 //!
 //! Promise: [`Pool::stop`] returns when no thread of the pool touches the engine any more. [`Pool::stop_within`] gives
 //! up on threads whose call of the backing does not return.
@@ -10,41 +10,55 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use firn_backing::{Backing, Errno};
-use firn_engine::{Engine, Executor, LaneIndex, SpillStep};
+use firn_engine::{Engine, Executor, LaneIndex, LaneLimits, SpillStep};
+use firn_tokens::{TokenFigures, Tokens};
 
-use crate::lane::{Lane, is_io_thread};
+use crate::board::Board;
+use crate::crew::Crew;
 use crate::pacer::Pacer;
 use crate::sleepers::Sleepers;
+use crate::worker::{Lane, Worker, is_io_thread};
 
 /// The IO threads of a mount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IoThreads {
-    /// Of each lane; at least one.
-    pub per_lane: usize,
+    /// Of all lanes together; at least one.
+    pub count: usize,
+    /// Most of them that write to one lane at once; at least one.
+    pub lane_writers_max: usize,
     /// Percent of a CPU that they take where nobody waits for them and programs want all CPUs; from 100 on they do not
     /// ask.
     pub cpu_percent: u32,
 }
 
+impl IoThreads {
+    /// So many, each for any lane, without a limit of the CPU.
+    pub const fn new(count: usize) -> Self {
+        Self {
+            count,
+            lane_writers_max: usize::MAX,
+            cpu_percent: 100,
+        }
+    }
+}
+
 /// Running IO threads; stops them when dropped.
 pub struct Pool {
-    lanes: Vec<Lane>,
+    crew: Crew,
+    tokens: Option<Tokens>,
     /// Where the thread that spills sleeps.
     spill: Arc<Sleepers>,
     spiller: Option<JoinHandle<()>>,
 }
 
-/// Wakes the threads of a lane for the engine.
-struct LaneThreads {
-    sleepers: Vec<(LaneIndex, Arc<Sleepers>)>,
+/// Wakes the threads for the engine.
+struct WakeThreads {
+    sleepers: Arc<Sleepers>,
 }
 
-impl Executor for LaneThreads {
-    fn wake(&self, lane: LaneIndex) {
-        let of_lane = self.sleepers.iter().find(|(known, _)| *known == lane);
-        if let Some((_, sleepers)) = of_lane {
-            sleepers.wake();
-        }
+impl Executor for WakeThreads {
+    fn wake(&self, _lane: LaneIndex) {
+        self.sleepers.wake();
     }
 
     fn wait_for(&self, outcome: &Receiver<Result<(), Errno>>) -> Result<(), Errno> {
@@ -54,53 +68,72 @@ impl Executor for LaneThreads {
 }
 
 impl Pool {
-    /// Starts threads for each lane of `engine`, which drain it into its backing.
-    pub fn start<B: Backing>(engine: Arc<Engine<B>>, io_threads: IoThreads) -> io::Result<Self> {
-        let pacer = Pacer::start(io_threads.cpu_percent).map(Arc::new);
-        let new_lane = |index| {
-            let engine = Arc::clone(&engine);
-            Lane::new(engine, index, io_threads.per_lane, pacer.clone())
+    /// Starts threads that drain all lanes of `engine` into its backing. With `tokens` each lane has one writer among
+    /// several hosts.
+    pub fn start<B: Backing>(
+        engine: Arc<Engine<B>>,
+        io_threads: IoThreads,
+        tokens: Option<Tokens>,
+    ) -> io::Result<Self> {
+        let sleepers = Arc::new(Sleepers::default());
+        let new_lane = |index: LaneIndex| {
+            let token = tokens.as_ref().and_then(|all| all.lane(index.index()));
+            Lane::new(index, token.cloned(), &sleepers)
         };
-        let lanes: Vec<(LaneIndex, Lane)> = engine
-            .lanes()
-            .map(|index| (index, new_lane(index)))
-            .collect();
-        let sleepers = lanes
-            .iter()
-            .map(|(index, lane)| (*index, lane.sleepers()))
-            .collect();
-        engine.set_executor(Arc::new(LaneThreads { sleepers }));
+        let lanes: Vec<Lane> = engine.lanes().map(new_lane).collect();
+        engine.set_executor(Arc::new(WakeThreads {
+            sleepers: Arc::clone(&sleepers),
+        }));
         let spill = Arc::new(Sleepers::default());
         let spiller = start_spiller(&engine, &spill)?;
+        let thread_count = io_threads.count.max(1);
+        // One thread of several lanes is for another lane.
+        let of_lane = thread_count - usize::from(lanes.len() > 1 && thread_count > 1);
+        let worker = Worker {
+            board: Board::new(lanes.len(), thread_count, io_threads.lane_writers_max),
+            limits: LaneLimits {
+                file_writes_max: (of_lane - 1).max(1),
+                leaves_hung_file: false,
+            },
+            engine,
+            lanes,
+            sleepers,
+            pacer: Pacer::start(io_threads.cpu_percent).map(Arc::new),
+        };
         // A pool that could not start whole is dropped, which stops what did start.
         let pool = Self {
-            lanes: lanes.into_iter().map(|(_, lane)| lane).collect(),
+            crew: Crew::new(worker, thread_count),
+            tokens,
             spill,
             spiller,
         };
-        for lane in &pool.lanes {
-            lane.start()?;
-        }
+        pool.crew.start()?;
         Ok(pool)
     }
 
-    /// Starts one more thread for each lane whose threads are all in writes that do not return. To be called now and
-    /// then.
+    /// Starts one more thread where threads are in writes that do not return and nobody else carries on. To be called
+    /// now and then.
     pub fn replace_hung(&self) {
-        for lane in &self.lanes {
-            lane.replace_hung();
-        }
+        self.crew.replace_hung();
+    }
+
+    /// What the token of a lane does, where it has one.
+    pub fn token_figures(&self, lane: LaneIndex) -> Option<TokenFigures> {
+        let token = self.tokens.as_ref()?.lane(lane.index())?;
+        Some(token.figures())
     }
 
     /// Ends the threads after the job each of them is at.
     pub fn stop(&mut self) {
         self.begin_stop();
-        let of_lanes = self.lanes.iter().flat_map(Lane::take_threads);
+        let of_lanes = self.crew.take_threads().into_iter();
         for thread in of_lanes.chain(self.spiller.take()) {
             if thread.join().is_err() {
                 tracing::error!("an IO thread panicked");
             }
         }
+        // Given back, for the other hosts.
+        self.tokens = None;
     }
 
     /// As [`Pool::stop`], but waits for at most `patience`. False: threads are left in calls of the backing, and
@@ -111,7 +144,7 @@ impl Pool {
         let deadline = Instant::now() + patience;
         while self.is_running() {
             if Instant::now() >= deadline {
-                self.lanes.iter().for_each(Lane::abandon);
+                self.crew.abandon();
                 self.spiller = None;
                 return false;
             }
@@ -122,13 +155,13 @@ impl Pool {
     }
 
     fn begin_stop(&self) {
-        self.lanes.iter().for_each(Lane::stop);
+        self.crew.stop();
         self.spill.stop();
     }
 
     fn is_running(&self) -> bool {
         let spills = |thread: &JoinHandle<()>| !thread.is_finished();
-        self.spiller.as_ref().is_some_and(spills) || self.lanes.iter().any(Lane::is_running)
+        self.spiller.as_ref().is_some_and(spills) || self.crew.is_running()
     }
 }
 

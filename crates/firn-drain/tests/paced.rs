@@ -24,7 +24,8 @@ const RDWR: i32 = 2;
 /// Only what hangs takes so long.
 const LIMIT: Duration = Duration::from_secs(120);
 const THREADS: IoThreads = IoThreads {
-    per_lane: 2,
+    count: 2,
+    lane_writers_max: usize::MAX,
     cpu_percent: 1,
 };
 
@@ -99,7 +100,7 @@ fn write_until_put_off(engine: &Engine<SimBacking>, handle: HandleId) {
 fn a_drain_that_nobody_waits_for_leaves_the_cpus_to_programs_and_one_that_is_awaited_does_not() {
     let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
     let engine = engine(&dir);
-    let mut pool = Pool::start(Arc::clone(&engine), THREADS).expect("IO threads");
+    let mut pool = Pool::start(Arc::clone(&engine), THREADS, None).expect("IO threads");
     let (_, opened) = engine
         .create(&CALLER, ROOT, OsStr::new("file"), 0o644, RDWR)
         .expect("create");

@@ -16,7 +16,7 @@ pub(crate) mod complete;
 pub(crate) mod job;
 pub(crate) mod pick;
 mod queue;
-mod wait;
+pub(crate) mod wait;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;

@@ -65,6 +65,7 @@ pub use chunks::{HeldChunks, ListedPart, PartPlace};
 pub use drain::Executor;
 pub use drain::job::{Job, JobOutcome};
 pub use drain::pick::{LaneLimits, Pick};
+pub use drain::wait::NextWork;
 pub use engine::{Engine, EngineError};
 pub use errors::RecordedError;
 pub use figures::{ErrorFigures, Figures, FileFigures, LaneFigures, SpillFigures};

@@ -19,10 +19,7 @@ use firn_stub::{Adopted, Tree, TreeOptions};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-const IO_THREADS: IoThreads = IoThreads {
-    per_lane: 2,
-    cpu_percent: 100,
-};
+const IO_THREADS: IoThreads = IoThreads::new(2);
 
 const CHUNK_BYTES: u64 = 128 << 10;
 const ME: ClientId = ClientId(7);
@@ -86,7 +83,7 @@ impl World {
             )
             .unwrap()
         };
-        let pool = Pool::start(Arc::clone(&engine), IO_THREADS).unwrap();
+        let pool = Pool::start(Arc::clone(&engine), IO_THREADS, None).unwrap();
         let options = TreeOptions {
             root: self.prefix(),
             log: self.shm.path().join("log"),

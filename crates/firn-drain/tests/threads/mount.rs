@@ -62,11 +62,8 @@ impl<B: Backing> Mount<B> {
         options.drain_write_bytes_min = 16 << 10;
         options.drain_write_bytes_max = 64 << 10;
         let engine = Engine::begin(backing, arena, options).expect("an engine");
-        let threads = IoThreads {
-            per_lane: IO_THREADS,
-            cpu_percent: 100,
-        };
-        let pool = Pool::start(Arc::clone(&engine), threads).expect("IO threads");
+        let threads = IoThreads::new(IO_THREADS);
+        let pool = Pool::start(Arc::clone(&engine), threads, None).expect("IO threads");
         let faults = disturbance == Disturbance::Faults;
         let lists = disturbance == Disturbance::Lists;
         Self {

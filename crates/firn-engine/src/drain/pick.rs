@@ -31,12 +31,15 @@ pub struct LaneLimits {
     /// Writes of one file that are under way at most: fewer than there are threads for them, so that a file whose
     /// writes hang leaves the others one.
     pub file_writes_max: usize,
+    /// Other files are written though the one that a lane in sequential order is at is not: its writes hang.
+    pub leaves_hung_file: bool,
 }
 
 impl LaneLimits {
     /// Whatever there is.
     pub const NONE: Self = Self {
         file_writes_max: usize::MAX,
+        leaves_hung_file: false,
     };
 }
 

@@ -100,6 +100,11 @@ impl<T> DrainQueue<T> {
         state.active > 0 || !state.ready.is_empty()
     }
 
+    /// Whether a file is in line.
+    pub(crate) fn has_files(&self) -> bool {
+        !self.state.lock().ready.is_empty()
+    }
+
     /// Tries a file that failed again at `when`.
     pub(crate) fn retry_at(&self, when: Instant, file: Arc<T>) {
         self.state.lock().retries.push((when, file));

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::mpsc;
+use std::time::{Duration, Instant};
 
 use firn_backing::{Backing, LaneIndex};
 
@@ -10,6 +11,18 @@ use crate::Result;
 use crate::counters::Decision;
 use crate::engine::Engine;
 use crate::file::File;
+
+/// When a lane has something to drain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NextWork {
+    /// A file is in line, or its time has come.
+    Now,
+    /// Not before then, or before the lane is woken.
+    Later {
+        /// Time to the next retry or age limit.
+        retry: Option<Duration>,
+    },
+}
 
 impl<B: Backing> Engine<B> {
     /// Sets who carries out the jobs from here on.
@@ -22,14 +35,32 @@ impl<B: Backing> Engine<B> {
         self.drain.lanes()
     }
 
-    /// Whether somebody waits for a drain: for a file, or for room in the arena, of which more than three quarters are in
-    /// use. Whatever else is to be drained is in no hurry.
+    /// Whether somebody waits for a drain: for a file, or for room in the arena.
+    pub fn has_waiters(&self) -> bool {
+        self.drain.has_waiters() || self.space.waiters.count() > 0
+    }
+
+    /// Whether a lane has something that may be picked. Unlike [`Engine::pick`] it begins nothing.
+    pub fn next_work(&self, lane: LaneIndex) -> NextWork {
+        let queue = self.drain.queue(lane);
+        let now = Instant::now();
+        match queue.next_due() {
+            _ if queue.has_files() => NextWork::Now,
+            Some(at) if at <= now => NextWork::Now,
+            due => NextWork::Later {
+                retry: due.map(|at| at - now),
+            },
+        }
+    }
+
+    /// Whether somebody waits for a drain, or soon may: more than three quarters of the arena are in use. Whatever else is
+    /// to be drained is in no hurry.
     pub fn is_drain_awaited(&self) -> bool {
         let is_nearly_full = || {
             let slots = u64::from(self.arena.geometry().chunk_count);
             u64::from(self.arena.memory_used()) * 4 > slots * 3
         };
-        self.drain.has_waiters() || self.space.waiters.count() > 0 || is_nearly_full()
+        self.has_waiters() || is_nearly_full()
     }
 
     /// Counts that what could be drained is put off, because programs want the CPUs.

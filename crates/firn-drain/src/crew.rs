@@ -1,0 +1,196 @@
+//! The IO threads of a mount, which serve all of its lanes.
+//!
+//! Promises
+//! * A job that was picked is completed, also if its execution panics.
+//! * Where all threads are in writes that hang, or all writers of a lane that has more to write, others come in for them
+//!   ([`Crew::replace_hung`]): files whose writes hang do not stop the drains of others.
+//!
+//! Invariants
+//! * One file has fewer writes under way than there are regular threads for its lane, where there is more than one.
+//! * At most [`STAND_INS_MAX`] threads beside the regular ones.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use firn_backing::Backing;
+use parking_lot::Mutex;
+
+use crate::sleepers::Sleepers;
+use crate::worker::{Role, Worker};
+
+/// A write that takes so long may take for ever.
+const HANGS_AFTER: Duration = Duration::from_secs(5);
+/// Threads that stand in for such as hang, at a time.
+const STAND_INS_MAX: usize = 64;
+
+/// The threads.
+pub(crate) struct Crew {
+    sleepers: Arc<Sleepers>,
+    lane_count: usize,
+    regular_count: usize,
+    threads: Mutex<Vec<IoThread>>,
+    start_thread: Box<dyn Fn(usize, Role) -> io::Result<IoThread> + Send + Sync>,
+    has_work: Box<dyn Fn(usize) -> bool + Send + Sync>,
+    started_count: AtomicUsize,
+}
+
+struct IoThread {
+    handle: JoinHandle<()>,
+    clock: Arc<JobClock>,
+}
+
+/// What a thread is at, and for how long.
+pub(crate) struct JobClock {
+    zero: Instant,
+    /// Milliseconds from `zero` to the begin of the job, and one; 0 without a job.
+    began_ms: AtomicU64,
+    lane: AtomicUsize,
+}
+
+impl JobClock {
+    fn new() -> Self {
+        Self {
+            zero: Instant::now(),
+            began_ms: AtomicU64::new(0),
+            lane: AtomicUsize::new(0),
+        }
+    }
+
+    /// A job of `lane` begins.
+    pub(crate) fn start(&self, lane: usize) {
+        self.lane.store(lane, Ordering::Relaxed);
+        self.began_ms.store(self.now_ms(), Ordering::Relaxed);
+    }
+
+    pub(crate) fn stop(&self) {
+        self.began_ms.store(0, Ordering::Relaxed);
+    }
+
+    fn now_ms(&self) -> u64 {
+        1 + self.zero.elapsed().as_millis() as u64
+    }
+
+    /// The lane whose job it is at.
+    fn lane(&self) -> Option<usize> {
+        let is_at_job = self.began_ms.load(Ordering::Relaxed) > 0;
+        is_at_job.then(|| self.lane.load(Ordering::Relaxed))
+    }
+
+    fn hangs(&self) -> bool {
+        let began_ms = self.began_ms.load(Ordering::Relaxed);
+        let age_ms = self.now_ms().saturating_sub(began_ms);
+        began_ms > 0 && age_ms >= HANGS_AFTER.as_millis() as u64
+    }
+}
+
+/// Whether the threads that are at jobs of a lane, of which there are some, all hang.
+fn lane_hangs(threads: &[IoThread], lane: usize) -> bool {
+    let mut at_lane = threads
+        .iter()
+        .filter(|thread| thread.clock.lane() == Some(lane))
+        .peekable();
+    at_lane.peek().is_some() && at_lane.all(|thread| thread.clock.hangs())
+}
+
+impl Crew {
+    /// Without threads yet; `regular_count` are to be started.
+    pub(crate) fn new<B: Backing>(worker: Worker<B>, regular_count: usize) -> Self {
+        let sleepers = Arc::clone(&worker.sleepers);
+        let lane_count = worker.lanes.len();
+        let worker = Arc::new(worker);
+        let looker = Arc::clone(&worker);
+        let start_thread = move |index, role| {
+            let worker = Arc::clone(&worker);
+            let clock = Arc::new(JobClock::new());
+            let own_clock = Arc::clone(&clock);
+            let thread = std::thread::Builder::new().name(format!("firn-io-{index}"));
+            let handle = thread.spawn(move || worker.run(&own_clock, role))?;
+            Ok(IoThread { handle, clock })
+        };
+        Self {
+            sleepers,
+            lane_count,
+            regular_count,
+            threads: Mutex::default(),
+            start_thread: Box::new(start_thread),
+            has_work: Box::new(move |lane| looker.has_work(lane)),
+            started_count: AtomicUsize::new(0),
+        }
+    }
+
+    /// Starts the regular threads.
+    pub(crate) fn start(&self) -> io::Result<()> {
+        for _ in 0..self.regular_count {
+            self.add_thread(Role::Regular)?;
+        }
+        Ok(())
+    }
+
+    fn add_thread(&self, role: Role) -> io::Result<()> {
+        let index = self.started_count.fetch_add(1, Ordering::Relaxed);
+        let thread = (self.start_thread)(index, role)?;
+        let mut threads = self.threads.lock();
+        threads.push(thread);
+        debug_assert!(
+            threads.len() <= self.regular_count + STAND_INS_MAX,
+            "{} threads of {}",
+            threads.len(),
+            self.regular_count
+        );
+        Ok(())
+    }
+
+    /// Starts one more thread if all are in a write that does not return, or else all that write to one lane which has
+    /// more to write. It ends when it finds nothing to do.
+    pub(crate) fn replace_hung(&self) {
+        let role = {
+            let mut threads = self.threads.lock();
+            threads.retain(|thread| !thread.handle.is_finished());
+            if self.sleepers.is_stopping() || threads.len() >= self.regular_count + STAND_INS_MAX {
+                return;
+            }
+            if threads.iter().all(|thread| thread.clock.hangs()) {
+                Some(Role::StandIn)
+            } else {
+                let mut hung = (0..self.lane_count).filter(|lane| lane_hangs(&threads, *lane));
+                hung.find(|lane| (self.has_work)(*lane))
+                    .map(Role::StandInOfLane)
+            }
+        };
+        let Some(role) = role else {
+            return;
+        };
+        tracing::warn!(
+            ?role,
+            "writes to the backing do not return: another thread goes on with what is left"
+        );
+        if let Err(error) = self.add_thread(role) {
+            tracing::warn!(%error, "cannot start an IO thread");
+        }
+    }
+
+    /// Lets the threads end after the job each of them is at.
+    pub(crate) fn stop(&self) {
+        self.sleepers.stop();
+    }
+
+    /// Whether a thread has not ended.
+    pub(crate) fn is_running(&self) -> bool {
+        let threads = self.threads.lock();
+        threads.iter().any(|thread| !thread.handle.is_finished())
+    }
+
+    /// Gives up on threads whose call of the backing does not return.
+    pub(crate) fn abandon(&self) {
+        self.threads.lock().clear();
+    }
+
+    /// Takes the threads, to be joined.
+    pub(crate) fn take_threads(&self) -> Vec<JoinHandle<()>> {
+        let threads = std::mem::take(&mut *self.threads.lock());
+        threads.into_iter().map(|thread| thread.handle).collect()
+    }
+}

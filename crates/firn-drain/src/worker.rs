@@ -1,0 +1,235 @@
+//! What an IO thread does: enter a lane, pick, execute, complete, leave.
+
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Duration;
+
+use firn_backing::{Backing, Errno};
+use firn_engine::{Engine, Job, JobOutcome, LaneIndex, LaneLimits, NextWork, Pick};
+use firn_tokens::{LaneToken, Permit, Use};
+
+use crate::board::{Board, Round};
+use crate::cpu::thread_time;
+use crate::crew::JobClock;
+use crate::pacer::Pacer;
+use crate::sleepers::Sleepers;
+
+thread_local! {
+    static IS_IO_THREAD: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether the calling thread carries out jobs. It must not wait for one.
+pub(crate) fn is_io_thread() -> bool {
+    IS_IO_THREAD.get()
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Role {
+    /// Runs until the pool stops.
+    Regular,
+    /// Runs while there is something to do.
+    StandIn,
+    /// The same for one lane, whose writers all hang.
+    StandInOfLane(usize),
+}
+
+/// One I/O server, as its writers see it.
+pub(crate) struct Lane {
+    index: LaneIndex,
+    /// Gives it one writer among several hosts.
+    token: Option<LaneToken>,
+}
+
+impl Lane {
+    /// `sleepers` are woken when the token may be used.
+    pub(crate) fn new(
+        index: LaneIndex,
+        token: Option<LaneToken>,
+        sleepers: &Arc<Sleepers>,
+    ) -> Self {
+        if let Some(token) = &token {
+            let sleepers = Arc::clone(sleepers);
+            token.set_waker(Box::new(move || sleepers.wake()));
+        }
+        Self { index, token }
+    }
+}
+
+/// What each thread works with.
+pub(crate) struct Worker<B: Backing> {
+    pub(crate) engine: Arc<Engine<B>>,
+    pub(crate) lanes: Vec<Lane>,
+    pub(crate) board: Board,
+    pub(crate) limits: LaneLimits,
+    pub(crate) sleepers: Arc<Sleepers>,
+    /// Where the drain leaves the CPUs to programs.
+    pub(crate) pacer: Option<Arc<Pacer>>,
+}
+
+/// How a thread that paces itself goes on.
+struct Pace<'a> {
+    pacer: &'a Pacer,
+    /// Somebody waits for a drain, or for room.
+    is_awaited: bool,
+}
+
+impl Pace<'_> {
+    /// How long to sleep because programs want the CPU; `None`: there is no need.
+    fn delay(&self) -> Option<Duration> {
+        if self.is_awaited {
+            None
+        } else {
+            self.pacer.delay()
+        }
+    }
+}
+
+/// What a thread found in the lanes.
+enum Found<B: Backing> {
+    Job(LaneJob<B>),
+    Nothing {
+        /// Time until another look.
+        retry: Option<Duration>,
+    },
+}
+
+/// A job of a lane that was entered for it.
+struct LaneJob<B: Backing> {
+    lane: usize,
+    job: Job<B>,
+    /// Of the lane's token, where it has one.
+    token_use: Option<Use>,
+}
+
+impl<B: Backing> Worker<B> {
+    pub(crate) fn run(&self, clock: &JobClock, role: Role) {
+        IS_IO_THREAD.set(true);
+        let mut round = Round::new(self.lanes.len());
+        while !self.sleepers.is_stopping() {
+            let ticket = self.sleepers.ticket();
+            let pace = self.pacer.as_deref().map(|pacer| Pace {
+                pacer,
+                is_awaited: self.engine.is_drain_awaited(),
+            });
+            if let Some(delay) = pace.as_ref().and_then(Pace::delay) {
+                self.engine.note_drain_put_off();
+                self.sleepers.sleep(ticket, Some(delay));
+                continue;
+            }
+            let found = match role {
+                Role::StandInOfLane(lane) => {
+                    self.board.enter_hung(lane);
+                    self.pick_from(lane, role)
+                }
+                _ => self.find_job(&mut round, role),
+            };
+            match found {
+                Found::Job(found) => {
+                    self.sleepers.wake();
+                    clock.start(found.lane);
+                    self.perform(found.job, pace.as_ref());
+                    clock.stop();
+                    self.leave(found.lane, found.token_use);
+                }
+                Found::Nothing { retry } if role == Role::Regular => {
+                    self.sleepers.sleep(ticket, retry);
+                }
+                Found::Nothing { .. } => {
+                    // Who found the lane full meanwhile has not looked into it.
+                    self.sleepers.wake();
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Looks at each lane that may be entered until one has a job.
+    fn find_job(&self, round: &mut Round, role: Role) -> Found<B> {
+        round.begin();
+        let mut retry: Option<Duration> = None;
+        while let Some(lane) = self.board.enter_next(round) {
+            match self.pick_from(lane, role) {
+                Found::Nothing { retry: of_lane } => {
+                    retry = retry.into_iter().chain(of_lane).min();
+                }
+                job => return job,
+            }
+        }
+        Found::Nothing { retry }
+    }
+
+    /// The next job of a lane that the thread has entered. It has left the lane again if there is none.
+    fn pick_from(&self, lane: usize, role: Role) -> Found<B> {
+        let Lane { index, token } = &self.lanes[lane];
+        let token_use = match token.as_ref().map(|token| self.use_token(*index, token)) {
+            None => None,
+            Some(Ok(token_use)) => Some(token_use),
+            Some(Err(retry)) => {
+                self.board.leave(lane);
+                return Found::Nothing { retry };
+            }
+        };
+        let limits = LaneLimits {
+            leaves_hung_file: role != Role::Regular,
+            ..self.limits
+        };
+        match self.engine.pick(*index, limits) {
+            Pick::Job(job) => Found::Job(LaneJob {
+                lane,
+                job,
+                token_use,
+            }),
+            Pick::Idle { retry } => {
+                self.leave(lane, token_use);
+                Found::Nothing { retry }
+            }
+        }
+    }
+
+    /// Begins to use a lane's token; the time until another look where the lane has no work, or not the token.
+    fn use_token(&self, lane: LaneIndex, token: &LaneToken) -> Result<Use, Option<Duration>> {
+        if let NextWork::Later { retry } = self.engine.next_work(lane) {
+            return Err(retry);
+        }
+        match token.enter() {
+            Permit::Go(token_use) => Ok(token_use),
+            Permit::Wait(time) => Err(Some(time)),
+        }
+    }
+
+    fn leave(&self, lane: usize, token_use: Option<Use>) {
+        if let (Some(token), Some(token_use)) = (&self.lanes[lane].token, token_use) {
+            token.leave(token_use);
+        }
+        self.board.leave(lane);
+    }
+
+    /// Whether a lane has something to look at now.
+    pub(crate) fn has_work(&self, lane: usize) -> bool {
+        self.engine.next_work(self.lanes[lane].index) == NextWork::Now
+    }
+
+    /// Executes and completes a job, and charges its CPU time where the drain is paced.
+    fn perform(&self, job: Job<B>, pace: Option<&Pace<'_>>) {
+        let before = pace.map(|_| thread_time());
+        let outcome = self.execute(&job);
+        self.engine.complete(job, outcome);
+        if let (Some(pace), Some(before)) = (pace, before) {
+            pace.pacer.charge(thread_time() - before, pace.is_awaited);
+        }
+    }
+
+    /// A panic is a bug, but the bytes of the job are still in the arena: told as EIO, they stay there.
+    fn execute(&self, job: &Job<B>) -> JobOutcome {
+        catch_unwind(AssertUnwindSafe(|| job.execute(&self.engine))).unwrap_or_else(|_| {
+            tracing::error!("writing to the backing panicked; the data is kept and tried again");
+            JobOutcome {
+                written: 0,
+                writes: 0,
+                error: Some(Errno::IO),
+                unreadable: false,
+            }
+        })
+    }
+}
