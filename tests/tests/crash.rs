@@ -3,12 +3,15 @@
 //!
 //! `FIRN_CRASH_ROUNDS` sets the rounds (`cargo xtask campaign crash --rounds 200`), `FIRN_SEED` the seed.
 
+use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::time::Duration;
 
 use firn_tests::ack::{Verified, returned_operations, verify};
 use firn_tests::command::wait_child;
+use firn_tests::lanes::place_in;
 use firn_tests::preloaded::DIRECT_AFTER;
 use firn_tests::random::{env_count, generator};
 use firn_tests::sandbox::{is_mounted, preload_library, unmount_lazily};
@@ -135,11 +138,23 @@ impl Drop for Job {
     }
 }
 
+/// Where the files of a round lie.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Layout {
+    Backing,
+    Lanes,
+}
+
 /// One round; returns what was verified and the bytes that recovery had to save.
-fn round(seed: u64, number: u64) -> Verified {
+fn round(seed: u64, number: u64, layout: Layout) -> Verified {
     let mut rng = generator(seed.wrapping_add(number));
     let sandbox = Sandbox::new("crash");
-    let options = OPTIONS[rng.random_range(0..OPTIONS.len())];
+    let lanes = ["lane0", "lane1", "lane2"].map(|name| sandbox.mkdir(name));
+    let drawn = OPTIONS[rng.random_range(0..OPTIONS.len())];
+    let options = &match layout {
+        Layout::Backing => drawn.to_owned(),
+        Layout::Lanes => place_in(&lanes, drawn),
+    };
     let moment = Duration::from_millis(rng.random_range(20..1500));
     let mount = FirnMount::new(&sandbox, options);
     let mut job = Job::start(&sandbox, &mount, rng.random());
@@ -154,7 +169,8 @@ fn round(seed: u64, number: u64) -> Verified {
             "recover"
         }
         1 => {
-            FirnMount::new(&sandbox, options).umount();
+            // Files stay in their lanes, whatever this mount says of them.
+            FirnMount::new(&sandbox, drawn).umount();
             "mount, umount"
         }
         _ => {
@@ -171,7 +187,48 @@ fn round(seed: u64, number: u64) -> Verified {
     };
     let verified = job.verify(&backing);
     println!("round {number}: killed after {moment:?} with {options}; {what}; {verified:?}");
+    if layout == Layout::Lanes {
+        assert_no_orphans(&backing, &lanes);
+    }
     verified
+}
+
+/// Each file in a lane has a link that leads to it, and none waits for its link.
+fn assert_no_orphans(backing: &Path, lanes: &[PathBuf]) {
+    let mut named = BTreeSet::new();
+    let mut dirs = vec![backing.to_owned()];
+    while let Some(dir) = dirs.pop() {
+        for entry in std::fs::read_dir(&dir).expect("list").flatten() {
+            let kind = entry.file_type().expect("kind");
+            if kind.is_dir() {
+                dirs.push(entry.path());
+            } else if kind.is_symlink() {
+                named.insert(std::fs::read_link(entry.path()).expect("readlink"));
+            }
+        }
+    }
+    let is_file = |entry: &std::fs::DirEntry| !is_marker(&entry.file_name());
+    let entries = lanes
+        .iter()
+        .flat_map(|lane| std::fs::read_dir(lane).expect("list").flatten());
+    let files: BTreeSet<PathBuf> = entries.filter(is_file).map(|entry| entry.path()).collect();
+    let staged = |path: &&PathBuf| path.components().any(|part| part.as_os_str() == "placing");
+    assert_eq!(named.iter().find(staged), None);
+    assert_eq!(
+        files.difference(&named).next(),
+        None,
+        "a file without a link"
+    );
+    assert_eq!(
+        named.difference(&files).next(),
+        None,
+        "a link without a file"
+    );
+    assert!(!files.is_empty(), "no file was placed");
+}
+
+fn is_marker(name: &OsStr) -> bool {
+    name.as_encoded_bytes().starts_with(b".firn-")
 }
 
 /// Proves S-write-1, S-crash-2, S-crash-4, S-name-6.
@@ -180,7 +237,20 @@ fn every_acknowledged_byte_is_in_the_backing_after_kill_9() {
     let seed = seed("crash");
     let mut sum = Verified::default();
     for number in 0..env_count("FIRN_CRASH_ROUNDS", ROUNDS_DEFAULT) {
-        let verified = round(seed, number);
+        let verified = round(seed, number, Layout::Backing);
+        sum.ops += verified.ops;
+        sum.bytes += verified.bytes;
+    }
+    println!("verified: {} operations, {} bytes", sum.ops, sum.bytes);
+}
+
+/// Proves S-place-2, S-place-5.
+#[test]
+fn every_acknowledged_byte_is_in_its_lane_after_kill_9_and_no_file_is_left_without_a_name() {
+    let seed = seed("crash with lanes");
+    let mut sum = Verified::default();
+    for number in 0..env_count("FIRN_CRASH_ROUNDS", ROUNDS_DEFAULT) {
+        let verified = round(seed, number, Layout::Lanes);
         sum.ops += verified.ops;
         sum.bytes += verified.bytes;
     }

@@ -204,6 +204,9 @@ impl Attached {
         if !stopped {
             tracing::warn!("the backing does not answer: firnd cannot end before it does");
         }
+        if stopped {
+            placement::end(self.engine.backing());
+        }
         let discard = end == ArenaEnd::Discard;
         // Nothing that a late write may need is lost with what is dropped anyway.
         let remove = discard || stopped && end != ArenaEnd::Keep;

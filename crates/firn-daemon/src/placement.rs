@@ -24,6 +24,7 @@ use rustix::fs::{Access, AtFlags, CWD, accessat};
 use crate::error::AttachError;
 use crate::participants::host_name;
 use crate::preflight::Checked;
+use crate::store::Store;
 
 /// Bytes of the longest lane map that is read.
 const MAP_BYTES_MAX: u64 = 1 << 20;
@@ -361,5 +362,14 @@ fn open_marked(lane: &Path, id: u128) -> Result<DirBacking, String> {
         Ok(true) => Ok(opened),
         Ok(false) => Err("is not the directory that files were placed in".into()),
         Err(error) => Err(LaneFault::of_own(error).to_string()),
+    }
+}
+
+/// Ends the use of lanes: what was removed gives its room back.
+pub(crate) fn end(store: &Store) {
+    if let Some(lanes) = store.placed()
+        && let Err(error) = lanes.finish_removals()
+    {
+        tracing::warn!(%error, "removed files stay in their lanes until the next mount");
     }
 }

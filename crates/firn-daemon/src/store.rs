@@ -90,6 +90,16 @@ impl<B: Backing> Store<B> {
     }
 }
 
+impl<B: Backing> Store<B> {
+    /// The lanes, if files are placed.
+    pub(crate) fn placed(&self) -> Option<&Lanes<B>> {
+        match self {
+            Self::Placed(backing) => Some(backing.base()),
+            Self::Plain(_) | Self::Transactional(_) => None,
+        }
+    }
+}
+
 /// Something of another store than the one that is called.
 fn foreign() -> ! {
     unreachable!("a store is called with what it gave out")

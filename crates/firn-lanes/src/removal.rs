@@ -142,7 +142,7 @@ impl<B: Backing> Lanes<B> {
     }
 
     /// Removes the files that wait, after one sync of the primary for all.
-    pub(crate) fn finish_removals(&self) -> Result<()> {
+    pub fn finish_removals(&self) -> Result<()> {
         let waiting = self.removals.all();
         if waiting.is_empty() {
             return Ok(());
@@ -210,14 +210,6 @@ impl<B: Backing> Lanes<B> {
         match removed {
             Ok(()) | Err(Errno::NOENT) => Ok(()),
             Err(error) => Err(error),
-        }
-    }
-}
-
-impl<B: Backing> Drop for Lanes<B> {
-    fn drop(&mut self) {
-        if let Err(error) = self.finish_removals() {
-            tracing::warn!(%error, "removed files stay in their lanes until the next mount");
         }
     }
 }

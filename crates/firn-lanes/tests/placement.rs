@@ -216,7 +216,7 @@ fn a_file_leaves_its_lane_with_its_last_name_and_stays_for_who_has_it_open() {
         .rename(&root, name("d"), &root, name("c"), RenameFlags::empty())
         .expect("rename");
     assert_eq!(read_file(&lanes, "c"), b"new");
-    drop(lanes);
+    lanes.finish_removals().expect("remove");
     assert_eq!(world.files_in_lanes(), 1);
 }
 
