@@ -58,6 +58,27 @@ pub fn has_criu() -> bool {
     false
 }
 
+/// Whether MooseFS is installed; says so where the release has no packages of it.
+///
+/// # Panics
+///
+/// If it has them and they are not installed.
+#[track_caller]
+pub fn has_moosefs() -> bool {
+    let is_there = ["mfsmaster", "mfschunkserver", "mfsmount", "mfssetsclass"]
+        .iter()
+        .all(|program| Command::new(program).arg("-v").output().is_ok());
+    if is_there {
+        return true;
+    }
+    let mut apt = Command::new("apt-cache");
+    let known = apt.args(["show", "moosefs-master"]).output();
+    let is_known = known.is_ok_and(|output| output.status.success());
+    assert!(!is_known, "MooseFS is not installed: run scripts/setup");
+    println!("skipped: this release has no MooseFS (the package moosefs-master)");
+    false
+}
+
 /// Whether there are so many GiB of memory, and of them so many in /dev/shm; says so where there are not.
 pub fn has_memory_gib(all: u64, shm: u64) -> bool {
     let meminfo = std::fs::read_to_string("/proc/meminfo").expect("read /proc/meminfo");

@@ -2,16 +2,15 @@
 //! the run. Both candidates always work in the same one.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 
-use crate::cleanup::Guard;
 use crate::options::WorkDir;
+use firn_testfs::cleanup::{Guard, defer};
+use firn_testfs::moosefs::{MooseFs, Server};
+pub(crate) use firn_testfs::{run, run_quietly};
 
 mod limit;
-mod moosefs;
-mod namespace;
 mod relay;
 mod slow_disk;
 mod sshfs;
@@ -75,40 +74,25 @@ pub fn prepare(kind: Kind, slowness: Slowness, work: &WorkDir) -> anyhow::Result
         }),
         Kind::Sshfs => sshfs::prepare(slowness.round_trip_us, "sshfs_sync,direct_io", work),
         Kind::SshfsAsync => sshfs::prepare(slowness.round_trip_us, "", work),
-        Kind::Moosefs => moosefs::prepare(work),
+        Kind::Moosefs => moosefs(work),
         Kind::SlowDisk => slow_disk::prepare(slowness.writes_per_s, work),
     };
     prepared.with_context(|| format!("cannot set up the backing {kind:?}"))
 }
 
-/// Runs a program to its end; an error says what it printed.
-fn run(program: &str, args: &[&str]) -> anyhow::Result<String> {
-    let output = Command::new(program)
-        .args(args)
-        .stdin(Stdio::null())
-        .output()
-        .with_context(|| format!("cannot run {program}; is it installed?"))?;
-    if !output.status.success() {
-        let message = String::from_utf8_lossy(&output.stderr);
-        bail!(
-            "`{program} {}` failed: {}",
-            args.join(" "),
-            message.trim_end()
-        );
-    }
-    Ok(String::from_utf8_lossy(&output.stdout)
-        .trim_end()
-        .to_owned())
-}
-
-/// The same where nobody waits for success: on the way out.
-fn run_quietly(program: &str, args: &[&str]) {
-    let _ = Command::new(program)
-        .args(args)
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .status();
+/// A master and two chunk servers.
+fn moosefs(work: &WorkDir) -> anyhow::Result<Prepared> {
+    let servers = [Server::default(); 2];
+    let moosefs = MooseFs::start(work.path(), &servers)?;
+    let dir = moosefs.point().to_owned();
+    Ok(Prepared {
+        dir,
+        note: format!(
+            "backing: MooseFS, a master and {} chunk servers on this machine, one copy, default options",
+            servers.len()
+        ),
+        _guards: vec![defer(move || drop(moosefs))],
+    })
 }
 
 fn text(path: &Path) -> &str {

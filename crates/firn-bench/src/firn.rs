@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use serde_json::Value;
 
-use crate::cleanup::{self, Guard};
 use crate::cpu;
 use crate::machine;
 use crate::serve::unmount_lazily;
+use firn_testfs::cleanup::{self, Guard};
 
 /// Far more than anything here takes.
 const WAIT_MAX: Duration = Duration::from_secs(120);

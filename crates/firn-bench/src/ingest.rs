@@ -2,7 +2,6 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::cleanup::{self, Guard};
 use crate::cpu;
 use crate::discard::Geometry;
 use crate::options::{Common, WorkDir, parse_size, progress};
@@ -10,6 +9,7 @@ use crate::report::{Report, Sample};
 use crate::serve::{Mounted, Server};
 use crate::worker::{self, ForkedWrite, Sharing, Task};
 use firn_config::size_text;
+use firn_testfs::cleanup::{self, Guard};
 
 const GIB: f64 = (1u64 << 30) as f64;
 

@@ -17,7 +17,6 @@ mod alternatives;
 mod app;
 mod backing;
 mod checkpoint;
-mod cleanup;
 mod commit;
 mod conflict;
 mod cpu;
@@ -119,7 +118,7 @@ fn run(benchmark: Benchmark) -> anyhow::Result<()> {
     match benchmark {
         Benchmark::Worker => return worker::main(),
         Benchmark::Serve => return serve::main(),
-        _ => cleanup::on_signals()?,
+        _ => firn_testfs::cleanup::on_signals()?,
     }
     match benchmark {
         Benchmark::Ingest(args) => args.common().publish(&args.run()?),

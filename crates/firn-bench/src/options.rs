@@ -72,7 +72,7 @@ impl Common {
 /// A directory that goes away.
 pub struct WorkDir {
     path: PathBuf,
-    _remove: crate::cleanup::Guard,
+    _remove: firn_testfs::cleanup::Guard,
 }
 
 impl WorkDir {
@@ -88,7 +88,7 @@ impl WorkDir {
             .with_context(|| format!("cannot make a directory in {}", parent.display()))?
             .keep();
         let again = path.clone();
-        let _remove = crate::cleanup::defer(move || drop(std::fs::remove_dir_all(again)));
+        let _remove = firn_testfs::cleanup::defer(move || drop(std::fs::remove_dir_all(again)));
         Ok(Self { path, _remove })
     }
 

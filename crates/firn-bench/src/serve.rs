@@ -15,9 +15,10 @@ use firn_testfs::{Admit, BackgroundSession, Caching};
 use fuser::{Filesystem, SessionACL};
 use serde::{Deserialize, Serialize};
 
-use crate::cleanup::{self, Guard};
 use crate::worker::this_program;
 use crate::{discard, machine};
+use firn_testfs::cleanup::{self, Guard};
+pub use firn_testfs::unmount_lazily;
 
 /// What to mount.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -85,18 +86,6 @@ impl Drop for Mounted {
         // The end of its input tells the server to unmount and to end.
         drop(self.child.stdin.take());
         let _ = self.child.wait();
-    }
-}
-
-/// Takes a FUSE mount away if there is one.
-pub fn unmount_lazily(mount_point: &Path) {
-    use rustix::mount::{UnmountFlags, unmount};
-    if unmount(mount_point, UnmountFlags::DETACH) == Err(rustix::io::Errno::PERM) {
-        let _ = std::process::Command::new("fusermount3")
-            .args(["-u", "-z", "-q"])
-            .arg(mount_point)
-            .stderr(Stdio::null())
-            .status();
     }
 }
 

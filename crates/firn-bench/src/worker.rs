@@ -15,8 +15,8 @@ use std::process::{Child, Command, Stdio};
 use anyhow::{Context, bail};
 use serde::{Deserialize, Serialize};
 
-use crate::cleanup::{self, Guard};
 use crate::cpu;
+use firn_testfs::cleanup::{self, Guard};
 
 mod calls;
 mod copy;

@@ -58,6 +58,7 @@ pub fn arg(row: &'static Row) -> Arg {
         Kind::Size { .. }
         | Kind::Duration { .. }
         | Kind::Count { .. }
+        | Kind::Servers
         | Kind::Host
         | Kind::Hosts => arg,
     }

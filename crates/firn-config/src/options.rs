@@ -43,6 +43,46 @@ pub enum Placement {
     None,
     /// Firn: it goes whole to one of several directories.
     Dirs,
+    /// Firn tells Lustre.
+    Lustre,
+    /// Firn tells CephFS.
+    Ceph,
+    /// Firn tells BeeGFS.
+    Beegfs,
+    /// Firn tells OrangeFS.
+    Orangefs,
+    /// Firn tells MooseFS.
+    Moosefs,
+    /// A program of the site makes the file.
+    Command,
+}
+
+impl Placement {
+    /// All of them, in the order of [`Placement::NAMES`].
+    pub const ALL: [Self; 8] = [
+        Self::None,
+        Self::Dirs,
+        Self::Lustre,
+        Self::Ceph,
+        Self::Beegfs,
+        Self::Orangefs,
+        Self::Moosefs,
+        Self::Command,
+    ];
+    /// As the option has them.
+    pub const NAMES: [&str; 8] = [
+        "none", "dirs", "lustre", "ceph", "beegfs", "orangefs", "moosefs", "command",
+    ];
+
+    /// As the option has it.
+    pub fn name(self) -> &'static str {
+        Self::NAMES[self as usize]
+    }
+
+    /// Whether the backing is one file system whose files are steered to its servers.
+    pub fn is_steered(self) -> bool {
+        !matches!(self, Self::None | Self::Dirs)
+    }
 }
 
 /// When close(2) returns.
@@ -183,6 +223,10 @@ pub struct Options {
     /// A file that says which names go to which lane; `None`: numbers in names say it.
     #[serde(default, with = "firn_protocol::path::exact_option")]
     pub lane_map: Option<PathBuf>,
+    /// With a placement of one file system: what it calls each lane's server.
+    pub servers: Vec<String>,
+    /// With `placement=command`: the program.
+    pub place_command: Option<PathBuf>,
     /// When close returns.
     pub close: Close,
     /// What fsync waits for.
@@ -267,6 +311,8 @@ impl Options {
             placement: Placement::None,
             lanes: Vec::new(),
             lane_map: None,
+            servers: Vec::new(),
+            place_command: None,
             close: Close::Auto,
             fsync: Fsync::Durable,
             drain_age_ms: 0,

@@ -62,7 +62,7 @@ pub fn row(name: &str) -> Option<&'static Row> {
 }
 
 /// Every option.
-pub static TABLE: [Row; 33] = [
+pub static TABLE: [Row; 35] = [
     Row {
         name: "arena-size",
         kind: Kind::Size {
@@ -196,21 +196,21 @@ pub static TABLE: [Row; 33] = [
     },
     Row {
         name: "placement",
-        kind: Kind::Choice(&["none", "dirs"]),
+        kind: Kind::Choice(&Placement::NAMES),
         default: "none",
         help: "Who says which I/O server a new file goes to: the backing's file system (none), or firn, over \
-               several directories (dirs)",
+               several directories (dirs) or by telling the backing's file system",
         long: "With `dirs`, each new file lies whole in one of the directories that `lanes` names, each on a \
                server of its own, with as many files in each; the backing has a symbolic link to it. Through a \
                mount it is a plain file. A parallel checkpoint is then written in less time than with files \
                striped over all servers, if it has at least four files for each server; with fewer, some \
-               servers have nothing to do.",
+               servers have nothing to do. With the name of a parallel file system, the backing is a directory on \
+               it, names stay as they are, and the file system is told to put each new file whole on one of the \
+               `servers`. With `command`, the program `place-command` makes the file and tells it. A file system \
+               that does not do as it is told gets the file all the same: `firn status` counts such files.",
         changes_promises: true,
-        get: |o| match o.placement {
-            Placement::None => "none".to_owned(),
-            Placement::Dirs => "dirs".to_owned(),
-        },
-        set: |o, v| o.placement = [Placement::None, Placement::Dirs][v.choice()],
+        get: |o| o.placement.name().to_owned(),
+        set: |o, v| o.placement = Placement::ALL[v.choice()],
     },
     Row {
         name: "lanes",
@@ -233,7 +233,7 @@ pub static TABLE: [Row; 33] = [
         name: "lane-map",
         kind: Kind::Path,
         default: "",
-        help: "With placement=dirs: a file that says which names go to which lane",
+        help: "With placement: a file that says which names go to which lane",
         long: "Each line has a pattern, a space and the number of a lane, from 0. The first pattern that matches \
                a new file's name, without its directories, decides; a pattern may have `*`, `?`, `[…]` and \
                `{…,…}`. Lines that are empty or begin with `#` are skipped. Without a line that matches, the last \
@@ -241,6 +241,32 @@ pub static TABLE: [Row; 33] = [
         changes_promises: false,
         get: |o| path_text(o.lane_map.as_ref()),
         set: |o, v| o.lane_map = v.directory(),
+    },
+    Row {
+        name: "servers",
+        kind: Kind::Servers,
+        default: "",
+        help: "With placement on one file system: its servers, one for each lane, with colons between them",
+        long: "What a server is called depends on the file system: `lustre` takes the indices of OSTs (`lfs osts`), \
+               `beegfs` the numbers of storage targets, `orangefs` the numbers of servers, from 0 and in the order of \
+               its configuration file, `ceph` the names of data pools, `moosefs` the names of storage classes, each \
+               with the label of one chunk server, and `command` whatever the program takes. All hosts must be given \
+               the same list, as with `lanes`.",
+        changes_promises: false,
+        get: |o| o.servers.join(":"),
+        set: |o, v| o.servers = v.names(),
+    },
+    Row {
+        name: "place-command",
+        kind: Kind::Path,
+        default: "",
+        help: "With placement=command: the program that makes a new file on a server",
+        long: "It is run as `PROGRAM SERVER . NAME` in the new file's directory, as the user who makes the file. It \
+               must make an empty regular file with that name, and fail if the name exists. If it fails, or does not \
+               end within 10 s, the file is made as without it.",
+        changes_promises: false,
+        get: |o| path_text(o.place_command.as_ref()),
+        set: |o, v| o.place_command = v.directory(),
     },
     Row {
         name: "participants",
@@ -595,7 +621,7 @@ pub struct Rule {
 }
 
 /// All contradictions.
-pub static RULES: [Rule; 21] = [
+pub static RULES: [Rule; 25] = [
     Rule {
         names: ["chunk-size", "arena-size"],
         text: "chunk-size may not exceed arena-size",
@@ -622,12 +648,33 @@ pub static RULES: [Rule; 21] = [
     },
     Rule {
         names: ["lanes", "placement"],
-        text: "lanes and lane-map require placement=dirs",
-        broken: |o| {
-            let is_given = !o.lanes.is_empty() || o.lane_map.is_some();
-            is_given && o.placement != Placement::Dirs
-        },
-        advice: "nothing goes to lanes without it: add placement=dirs, or omit lanes and lane-map",
+        text: "lanes requires placement=dirs",
+        broken: |o| !o.lanes.is_empty() && o.placement != Placement::Dirs,
+        advice: "nothing goes to lanes without it: add placement=dirs, or omit lanes",
+    },
+    Rule {
+        names: ["lane-map", "placement"],
+        text: "lane-map requires placement",
+        broken: |o| o.lane_map.is_some() && o.placement == Placement::None,
+        advice: "nothing goes to lanes without it: add placement, or omit lane-map",
+    },
+    Rule {
+        names: ["placement", "servers"],
+        text: "placement on one file system requires servers",
+        broken: |o| o.placement.is_steered() && o.servers.is_empty(),
+        advice: "name the servers that files go to, as in servers=0:1:2:3",
+    },
+    Rule {
+        names: ["servers", "placement"],
+        text: "servers requires placement on one file system",
+        broken: |o| !o.servers.is_empty() && !o.placement.is_steered(),
+        advice: "add placement=lustre, ceph, beegfs, orangefs, moosefs or command, or omit servers",
+    },
+    Rule {
+        names: ["placement", "place-command"],
+        text: "placement=command and place-command require each other",
+        broken: |o| (o.placement == Placement::Command) != o.place_command.is_some(),
+        advice: "name the program that makes files, or omit both",
     },
     Rule {
         names: ["placement", "drain"],

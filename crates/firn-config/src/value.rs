@@ -46,6 +46,8 @@ pub enum Kind {
     Path,
     /// Directories, as absolute paths.
     Directories,
+    /// Names of servers of the backing's file system.
+    Servers,
     /// The name of a host.
     Host,
     /// A number of hosts, or their names.
@@ -133,6 +135,7 @@ impl Kind {
                 _ => Err(format!("`{text}` is not yes or no")),
             },
             Kind::Directory | Kind::Path | Kind::Directories => unreachable!("paths are no text"),
+            Kind::Servers => server_names(text).map(Value::Names),
             Kind::Host => host_name(text).map(|name| Value::Names(vec![name])),
             Kind::Hosts if text == "off" => Ok(Value::Number(0)),
             Kind::Hosts => match text.parse() {
@@ -155,6 +158,7 @@ impl Kind {
             Kind::Directory => "DIR",
             Kind::Path => "PATH",
             Kind::Directories => "DIR:DIR",
+            Kind::Servers => "NAME:NAME",
             Kind::Host => "NAME",
             Kind::Hosts => "COUNT|NAME:NAME",
         }
@@ -204,6 +208,10 @@ impl Kind {
             Kind::Directories => {
                 format!("up to {DIRECTORIES_MAX} absolute paths with colons between them")
             }
+            Kind::Servers => format!(
+                "up to {DIRECTORIES_MAX} names of up to {NAME_BYTES_MAX} letters, digits, `.`, `-` and `_`, with colons \
+                 between them"
+            ),
             Kind::Host => format!("up to {NAME_BYTES_MAX} letters, digits, `.`, `-` and `_`"),
             Kind::Hosts => {
                 format!(
@@ -245,11 +253,34 @@ fn directories(text: &OsStr) -> Result<Vec<PathBuf>, String> {
     Ok(found)
 }
 
+fn server_names(text: &str) -> Result<Vec<String>, String> {
+    let mut names: Vec<String> = Vec::new();
+    for name in text.split(':') {
+        let name = plain_name(name, "a server")?;
+        if names.contains(&name) {
+            return Err(format!("`{name}` is in the list twice"));
+        }
+        names.push(name);
+    }
+    if names.len() > DIRECTORIES_MAX {
+        return Err(format!(
+            "{} servers are too many: there may be {DIRECTORIES_MAX}",
+            names.len()
+        ));
+    }
+    Ok(names)
+}
+
 fn host_name(text: &str) -> Result<String, String> {
+    plain_name(text, "a host")
+}
+
+/// A name of somebody else's that Firn puts into files and arguments.
+fn plain_name(text: &str, owner: &str) -> Result<String, String> {
     let is_good = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
     if text.is_empty() || text.len() > NAME_BYTES_MAX || !text.chars().all(is_good) {
         return Err(format!(
-            "`{text}` is not the name of a host: it has {}",
+            "`{text}` is not the name of {owner}: it has {}",
             Kind::Host.allowed()
         ));
     }

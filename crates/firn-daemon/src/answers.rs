@@ -10,6 +10,7 @@ use firn_backing::Errno;
 use firn_engine::{Cached, Engine};
 use firn_format::durability::DurabilityLevel;
 use firn_fuse::{Failures, Invalidator};
+use firn_lanes::steering::Steered;
 use firn_protocol::path::BytePath;
 use firn_protocol::{HeldPolicy, PROTOCOL_VERSION, Reply, Request, Status};
 use firn_stub::Tree;
@@ -55,6 +56,8 @@ pub(crate) struct Answers {
     pub(crate) tree: Option<Arc<Tree<Store>>>,
     /// Samples of the last seconds, for the rates.
     pub(crate) window: Arc<Mutex<Window>>,
+    /// What tells the backing's file system where new files go; none unless the placement asks for it.
+    pub(crate) steered: Option<Arc<Steered>>,
     /// Applies what was committed asynchronously; none without transactions.
     pub(crate) applier: Option<CommitApplier>,
     /// To the main loop, which alone unmounts.
@@ -97,6 +100,10 @@ impl Answers {
                 .gate()
                 .map(|gate| crate::transactions::status(gate, &self.owners))
                 .unwrap_or_default(),
+            misplaced_files: self
+                .steered
+                .as_ref()
+                .map_or(0, |steered| steered.refused_files()),
             failed_requests: self.failures.figures(),
             transaction_steps: crate::transactions::steps(),
             log_lines_lost: log::lines_lost(),

@@ -17,6 +17,7 @@ use firn_engine::{
     ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Recovered, StoredArena,
 };
 use firn_format::quote::quoted_path;
+use firn_lanes::steering::Steered;
 use firn_transact::{
     AbortError, ArenaId, Members, Opening, PlainBacking, TransactionError, TransactionalBacking,
 };
@@ -31,6 +32,7 @@ use crate::placement;
 use crate::process;
 use crate::runtime_files::exists;
 use crate::spill;
+use crate::steering;
 use crate::store::{Store, TransactionalStore, shown_scope};
 
 /// How long an IO thread may take for the write that it is at when the mount ends.
@@ -41,6 +43,8 @@ pub(crate) struct Attached {
     pub(crate) engine: Arc<Engine<Store>>,
     /// Where changes pass on their way to the engine; none without transactions.
     pub(crate) gate: Option<Arc<TransactionGate>>,
+    /// What tells the backing's file system where new files go; none unless the placement asks for it.
+    pub(crate) steered: Option<Arc<Steered>>,
     pub(crate) recovered: Recovered,
     pub(crate) files: RuntimeFiles,
     pool: Pool,
@@ -138,7 +142,7 @@ impl Attached {
             options,
             purpose,
         };
-        let store = open_store(&target, directory, &mut found, notice)
+        let OpenedStore { store, steered } = open_store(&target, directory, &mut found, notice)
             .map_err(AttachError::in_backing(backing))?;
         let (engine, recovered) = match found {
             Found::Fresh(arena) => {
@@ -170,6 +174,7 @@ impl Attached {
         Ok(Self {
             engine,
             gate,
+            steered,
             recovered,
             files,
             pool,
@@ -258,6 +263,13 @@ impl Attached {
     }
 }
 
+/// What a mount writes to.
+struct OpenedStore {
+    store: Store,
+    /// What tells its file system where new files go.
+    steered: Option<Arc<Steered>>,
+}
+
 /// The backing, after transactions of an earlier firnd were finished or undone. What the arena has of them is dropped
 /// before anything else, so that a crash on the way finds again what tells of them.
 fn open_store(
@@ -265,7 +277,7 @@ fn open_store(
     directory: DirBacking,
     arena: &mut Found,
     notice: &mut dyn FnMut(String),
-) -> Result<Store, AttachError> {
+) -> Result<OpenedStore, AttachError> {
     let &Target {
         backing, options, ..
     } = target;
@@ -327,7 +339,10 @@ fn open_store(
             shown_scope(scope)
         ));
     }
-    Ok(Store::Transactional(Box::new(store)))
+    Ok(OpenedStore {
+        store: Store::Transactional(Box::new(store)),
+        steered: None,
+    })
 }
 
 /// A mount without `participants` ends no transaction that its host began with others, nor one with them any that was
@@ -358,16 +373,24 @@ fn without_transactions(
     target: &Target<'_>,
     directory: DirBacking,
     notice: &mut dyn FnMut(String),
-) -> Result<Store, AttachError> {
+) -> Result<OpenedStore, AttachError> {
     let wanted = match target.purpose {
         Purpose::Mount => placement::Use::Place,
         Purpose::Salvage => placement::Use::Serve,
     };
+    let (directory, steered) = match target.purpose {
+        Purpose::Mount => {
+            let opened = steering::open(directory, target.options)?;
+            (opened.directory, opened.steered)
+        }
+        Purpose::Salvage => (directory, None),
+    };
     let opened = placement::open(target.backing, directory, target.options, wanted, notice)?;
-    Ok(match opened {
+    let store = match opened {
         Ok(lanes) => Store::Placed(Box::new(plain(target, lanes)?)),
         Err(directory) => Store::Plain(plain(target, directory)?),
-    })
+    };
+    Ok(OpenedStore { store, steered })
 }
 
 /// A stub tree, also one that is recovered, keeps files without a name in `.firn`; a mount does not show that.

@@ -160,6 +160,7 @@ impl Mount {
             failures: prepared.failures(),
             tree: tree.clone(),
             window: Arc::clone(&window),
+            steered: attached.steered.clone(),
             applier: attached.gate.clone().map(CommitApplier::new),
             events: event.clone(),
         });

@@ -37,6 +37,7 @@ mod runtime_files;
 mod spawn;
 mod spill;
 mod status;
+mod steering;
 mod store;
 mod transactions;
 

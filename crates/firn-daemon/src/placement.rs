@@ -1,4 +1,5 @@
-//! Placement over several directories (`placement=dirs`): which lanes a mount has, and whether they can be used.
+//! Placement over several directories (`placement=dirs`): which lanes a mount has, and whether they can be used. The other
+//! placements are in [`crate::steering`].
 //!
 //! A lane's path is used as it is given and not as it is once symbolic links are resolved: links in the backing have it,
 //! and other hosts may reach the same directory another way.
@@ -24,6 +25,7 @@ use rustix::fs::{Access, AtFlags, CWD, accessat};
 use crate::error::AttachError;
 use crate::participants::host_name;
 use crate::preflight::Checked;
+use crate::steering;
 use crate::store::Store;
 
 /// Bytes of the longest lane map that is read.
@@ -118,6 +120,9 @@ pub(crate) fn check(options: &Options, checked: &Checked) -> Result<(), AttachEr
         return Ok(());
     }
     rule(options, "")?;
+    if options.placement.is_steered() {
+        return steering::check(&checked.backing, options);
+    }
     let mut known: Vec<(PathBuf, Place)> = Vec::new();
     for lane in &options.lanes {
         let place = check_lane(lane).map_err(|why| why.at(lane))?;
@@ -194,8 +199,10 @@ fn lane_text(lane: &Path) -> &OsStr {
     OsStr::from_bytes(&bytes[..len.map_or(0, |last| last + 1)])
 }
 
-fn rule(options: &Options, host: &str) -> Result<Rule, AttachError> {
-    let rule = Rule::new(options.lanes.len(), host);
+/// Which lane a name goes to, whatever the lanes are.
+pub(crate) fn rule(options: &Options, host: &str) -> Result<Rule, AttachError> {
+    let lanes = options.lanes.len().max(options.servers.len());
+    let rule = Rule::new(lanes, host);
     let Some(path) = &options.lane_map else {
         return Ok(rule);
     };

@@ -36,10 +36,12 @@ pub use beegfs::Beegfs;
 pub use ceph::Ceph;
 pub use command::ProgramOfSite;
 pub use lustre::Lustre;
-pub use staged::{Staged, tell_moosefs, tell_orangefs};
+pub use staged::{Staged, check_orangefs, open_dirs, tell_moosefs, tell_orangefs};
 
 /// How one kind of file system is told.
 pub trait Driver: Debug + Send + Sync {
+    /// Whether files in this directory can be steered; if not, why.
+    fn check(&self, dir: BorrowedFd<'_>) -> std::result::Result<(), String>;
     /// Creates `new` in this lane, or, if the file system does not take that wish, anywhere.
     fn create(&self, new: &NewFile<'_>, lane: usize) -> Result<Created>;
     /// The server that a file lies on, as the file system says; as it is called in the list of lanes.
@@ -130,6 +132,11 @@ impl Steered {
         self.refused.load(Ordering::Relaxed)
     }
 
+    /// Whether files in this directory can be steered; if not, why.
+    pub fn check(&self, dir: BorrowedFd<'_>) -> std::result::Result<(), String> {
+        self.driver.check(dir)
+    }
+
     /// The server that a file lies on.
     pub fn find_server(&self, file: BorrowedFd<'_>) -> Location {
         self.driver.find_server(file)
@@ -195,4 +202,29 @@ fn parse_numbers<N: TryFrom<u64>>(
             .ok_or_else(|| format!("`{}` is not {meaning}", server.to_string_lossy()))
     });
     numbers.collect()
+}
+
+/// A directory's descriptor that can be read from and asked, from one that only names it.
+fn open_to_ask(dir: BorrowedFd<'_>) -> Result<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    openat(dir, c".", flags, Mode::empty())
+}
+
+/// Whether a directory is on the file system with this number.
+fn check_magic(
+    dir: BorrowedFd<'_>,
+    magic: u64,
+    file_system: &str,
+) -> std::result::Result<(), String> {
+    let statfs = rustix::fs::fstatfs(dir).map_err(|error| not_on(file_system, error))?;
+    match statfs.f_type.cast_unsigned() == magic {
+        true => Ok(()),
+        false => Err(not_on(file_system, Errno::OPNOTSUPP)),
+    }
+}
+
+fn not_on(file_system: &str, error: Errno) -> String {
+    format!(
+        "the backing is not on {file_system} ({error}): choose the placement that fits its file system"
+    )
 }

@@ -305,6 +305,9 @@ pub struct Status {
     pub open_files: u64,
     /// Writers that wait for room in the arena.
     pub waiting_writers: u64,
+    /// Since attach: files that the backing's file system did not put on the server that `placement` asked for.
+    #[serde(default)]
+    pub misplaced_files: u64,
     /// Since attach: bytes taken from programs.
     pub ingest_bytes: u64,
     /// Since attach: write requests taken from programs.

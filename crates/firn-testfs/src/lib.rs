@@ -4,11 +4,15 @@
 //!   simulated disk a server whose power can be cut (`power`). A [`Policy`] is asked before each request and may
 //!   delay it or answer with an error (`faults`).
 //! * [`seeking_disk::SeekingDisk`] is a policy that takes as long as a disk that seeks: a model.
+//! * [`moosefs::MooseFs`] is a MooseFS with servers of its own, in a network namespace.
 //! * [`sink::Sink`] takes writes and forgets them: the least that a server written with the same crate can do.
 //!
 //! None of them is a file system to keep data in.
 
+pub mod cleanup;
 pub mod faults;
+pub mod moosefs;
+pub mod namespace;
 #[cfg(feature = "power")]
 pub mod power;
 pub mod seeking_disk;
@@ -17,7 +21,10 @@ pub mod sink;
 
 use std::ffi::OsStr;
 use std::ops::Range;
+use std::path::Path;
+use std::process::{Command, Stdio};
 
+use anyhow::{Context, bail};
 use firn_backing::Backing;
 use fuser::{Config, MountOption, SessionACL};
 
@@ -86,4 +93,45 @@ pub fn mount_settings(name: &str, acl: SessionACL, threads: usize) -> Config {
     // Each thread reads requests from a descriptor of its own.
     config.clone_fd = true;
     config
+}
+
+/// Takes a mount out of the tree, also where programs still use it.
+pub fn unmount_lazily(mount_point: &Path) {
+    use rustix::mount::{UnmountFlags, unmount};
+    if unmount(mount_point, UnmountFlags::DETACH) == Err(rustix::io::Errno::PERM) {
+        run_quietly(
+            "fusermount3",
+            &["-u", "-z", "-q", &mount_point.to_string_lossy()],
+        );
+    }
+}
+
+/// Runs a program to its end; an error says what it printed.
+pub fn run(program: &str, args: &[&str]) -> anyhow::Result<String> {
+    let output = Command::new(program)
+        .args(args)
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("cannot run {program}; is it installed?"))?;
+    if !output.status.success() {
+        let message = String::from_utf8_lossy(&output.stderr);
+        bail!(
+            "`{program} {}` failed: {}",
+            args.join(" "),
+            message.trim_end()
+        );
+    }
+    Ok(String::from_utf8_lossy(&output.stdout)
+        .trim_end()
+        .to_owned())
+}
+
+/// Runs a program of which nobody wants to know.
+pub fn run_quietly(program: &str, args: &[&str]) {
+    let _ = Command::new(program)
+        .args(args)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status();
 }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 
-use crate::cleanup::{Guard, defer};
+use firn_testfs::cleanup::{Guard, defer};
 
 const V2: &str = "/sys/fs/cgroup";
 const V1: &str = "/sys/fs/cgroup/blkio";

@@ -5,8 +5,8 @@
 //! writes just as Firn does, and there is nothing to compare.
 
 use super::{Prepared, limit, run, run_quietly, text};
-use crate::cleanup::defer;
 use crate::options::WorkDir;
+use firn_testfs::cleanup::defer;
 
 /// Room for two sets of the largest images and for the journal; the image is sparse.
 const IMAGE_BYTES: u64 = 6 << 30;

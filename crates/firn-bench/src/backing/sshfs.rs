@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 
-use super::namespace::{Namespace, ip};
-use super::{Prepared, relay, run, run_quietly, text};
-use crate::cleanup::{Guard, defer};
+use super::{Prepared, relay, run, text};
 use crate::options::WorkDir;
 use crate::serve::unmount_lazily;
+use firn_testfs::cleanup::{Guard, defer};
+use firn_testfs::namespace::Namespace;
 
 const START_LIMIT: Duration = Duration::from_secs(10);
 
@@ -75,27 +75,14 @@ fn mount(
     run("sshfs", &args).map(drop)
 }
 
-/// In a namespace: 10.x.y.2, this side has 10.x.y.1, with x and y from the process id.
 fn namespaced_server(
     keys: &Path,
     guards: &mut Vec<Guard>,
 ) -> anyhow::Result<(SocketAddr, &'static str)> {
-    let pid = std::process::id();
-    let here = format!("fb{}", pid % 1_000_000);
-    let there = format!("{here}p");
-    let subnet = format!("10.{}.{}", 64 + pid / 256 % 64, pid % 256);
-    let link = here.clone();
     let namespace = Namespace::create(guards)?;
-    guards.push(defer(move || run_quietly("ip", &["link", "del", &link])));
-    let name = namespace.name();
-    ip(&format!(
-        "link add {here} type veth peer name {there} netns {name}"
-    ))?;
-    ip(&format!("addr add {subnet}.1/30 dev {here}"))?;
-    ip(&format!("link set {here} up"))?;
-    namespace.ip(&format!("addr add {subnet}.2/30 dev {there}"))?;
-    namespace.ip(&format!("link set {there} up"))?;
-    let address: SocketAddr = format!("{subnet}.2:22").parse()?;
+    let link = namespace.connect(guards)?;
+    let address = namespace.add_address(&link, 2)?;
+    let address: SocketAddr = format!("{address}:22").parse()?;
     start_server(namespace.command("/usr/sbin/sshd"), keys, address, guards)?;
     Ok((address, "a network namespace"))
 }

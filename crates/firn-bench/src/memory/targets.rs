@@ -5,12 +5,12 @@ use std::path::PathBuf;
 use rustix::mount::{MountFlags, mount};
 
 use super::Setting;
-use crate::cleanup::{self, Guard};
 use crate::firn::{Firn, Mount};
 use crate::options::{Common, WorkDir};
 use crate::report::{Report, Sample};
 use crate::serve::unmount_lazily;
 use crate::worker::{self, Copy, Outcome, Region, Task, Way, make_region};
+use firn_testfs::cleanup::{self, Guard};
 
 const GIB: f64 = (1u64 << 30) as f64;
 /// The baseline.

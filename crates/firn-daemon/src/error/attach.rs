@@ -63,6 +63,11 @@ pub enum AttachError {
     },
     #[error("lane {lane} {why}", lane = quoted_path(lane))]
     Lane { lane: PathBuf, why: LaneFault },
+    #[error("placement={placement}: {why}")]
+    Steering {
+        placement: &'static str,
+        why: String,
+    },
     #[error("lane-map {path}: {why}", path = quoted_path(path))]
     LaneMap { path: PathBuf, why: MapFault },
     #[error("{backing}: {source}", backing = quoted_path(backing))]
@@ -141,6 +146,7 @@ impl AttachError {
             | Self::BackupInside { .. }
             | Self::Lane { .. }
             | Self::LaneMap { .. }
+            | Self::Steering { .. }
             | Self::PlacedInTransactions { .. }
             | Self::Place(_)
             | Self::HostName { .. }

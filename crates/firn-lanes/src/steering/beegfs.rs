@@ -12,7 +12,7 @@ use firn_backing::{Errno, Result};
 use rustix::fs::{Mode, OFlags, fstat, openat};
 use rustix::ioctl::{Opcode, opcode};
 
-use super::{Created, Driver, Location, Refusal, create_plain, parse_numbers};
+use super::{Created, Driver, Location, Refusal, create_plain, not_on, open_to_ask, parse_numbers};
 
 const ENTRY_ID_BYTES: usize = 27;
 const ALIAS_BYTES: usize = 256;
@@ -98,6 +98,11 @@ impl Beegfs {
 }
 
 impl Driver for Beegfs {
+    fn check(&self, dir: BorrowedFd<'_>) -> std::result::Result<(), String> {
+        let asked = open_to_ask(dir).and_then(|dir| get_entry_info(dir.as_fd()));
+        asked.map(drop).map_err(|error| not_on("BeeGFS", error))
+    }
+
     fn create(&self, new: &NewFile<'_>, lane: usize) -> Result<Created> {
         let made = open_to_ask(new.parent).and_then(|parent| {
             let info = get_entry_info(parent.as_fd())?;
@@ -127,12 +132,6 @@ impl Driver for Beegfs {
             Err(_) => Location::Unknown,
         }
     }
-}
-
-/// A descriptor that takes an ioctl.
-fn open_to_ask(dir: BorrowedFd<'_>) -> Result<OwnedFd> {
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    openat(dir, c".", flags, Mode::empty())
 }
 
 /// The file that [`make_file`] made.

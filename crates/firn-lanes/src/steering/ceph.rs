@@ -11,10 +11,12 @@ use firn_backing::Result;
 use firn_backing::dir::steering::NewFile;
 use rustix::fs::{XattrFlags, fgetxattr, fsetxattr};
 
-use super::{Created, Driver, Location, create_plain};
+use super::{Created, Driver, Location, create_plain, not_on, open_to_ask};
 
 const STRIPE_COUNT: &CStr = c"ceph.file.layout.stripe_count";
 const POOL: &CStr = c"ceph.file.layout.pool";
+/// Every directory has it, with the kernel's client as with that in user space.
+const ENTRIES: &CStr = c"ceph.dir.entries";
 const POOL_BYTES_MAX: usize = 256;
 
 /// Lanes are pools.
@@ -33,6 +35,12 @@ impl Ceph {
 }
 
 impl Driver for Ceph {
+    fn check(&self, dir: BorrowedFd<'_>) -> std::result::Result<(), String> {
+        let no_value: &mut [u8] = &mut [];
+        let asked = open_to_ask(dir).and_then(|dir| fgetxattr(dir, ENTRIES, no_value));
+        asked.map(drop).map_err(|error| not_on("CephFS", error))
+    }
+
     fn create(&self, new: &NewFile<'_>, lane: usize) -> Result<Created> {
         let file = create_plain(new)?;
         let set = |name, value| fsetxattr(&file, name, value, XattrFlags::empty());

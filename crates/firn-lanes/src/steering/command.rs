@@ -3,16 +3,16 @@
 //! It runs as the file's owner in the file's directory, so that it can do nothing that the owner could not.
 
 use std::ffi::{OsStr, OsString};
-use std::io::{self, Read};
+use std::io::{self, PipeReader, Read};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
-use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use firn_backing::dir::steering::NewFile;
 use firn_backing::{Errno, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{AtFlags, Mode, OFlags, fchmod, fstat, openat, statat};
+use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags, accessat, fchmod, fstat, openat, statat};
 use rustix::io::retry_on_intr;
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 
@@ -82,6 +82,14 @@ impl ProgramOfSite {
 }
 
 impl Driver for ProgramOfSite {
+    fn check(&self, _: BorrowedFd<'_>) -> std::result::Result<(), String> {
+        let access = Access::EXEC_OK;
+        accessat(CWD, &self.program, access, AtFlags::EACCESS).map_err(|error| {
+            let program = self.program.display();
+            format!("`{program}` cannot be run: {error}")
+        })
+    }
+
     fn create(&self, new: &NewFile<'_>, lane: usize) -> Result<Created> {
         match statat(new.parent, new.name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(_) => return Err(Errno::EXIST),
@@ -154,13 +162,17 @@ pub(super) fn run_program(
     };
     let mut command = Command::new(program);
     command.args(arguments);
-    command.stdin(Stdio::null()).stdout(Stdio::null());
-    command.stderr(Stdio::piped());
+    let (said, say) = io::pipe().map_err(start_error)?;
+    let say_as_well = say.try_clone().map_err(start_error)?;
+    command.stdin(Stdio::null());
+    command.stdout(say).stderr(say_as_well);
     // What it starts is killed with it.
     command.process_group(0);
     prepare(&mut command);
     let child = command.spawn().map_err(start_error)?;
-    let end = watch(child).map_err(start_error)?;
+    // With this process's ends of the pipe.
+    drop(command);
+    let end = watch(child, said).map_err(start_error)?;
     match end.status {
         Some(status) if status.success() => Ok(()),
         Some(_) => Err(ProgramError::Failed {
@@ -175,22 +187,22 @@ pub(super) fn run_program(
 struct End {
     /// None if it had to be killed.
     status: Option<ExitStatus>,
-    /// The beginning of its standard error.
+    /// The beginning of what it printed.
     said: Vec<u8>,
 }
 
 /// Waits for a program, which may say as much as it likes, and kills it at the time limit.
-fn watch(mut child: Child) -> io::Result<End> {
+fn watch(mut child: Child, pipe: PipeReader) -> io::Result<End> {
     let pid = Pid::from_child(&child);
     let deadline = Instant::now() + TIME_LIMIT;
     let ended = pidfd_open(pid, PidfdFlags::empty())?;
-    let mut stderr = child.stderr.take();
+    let mut pipe = Some(pipe);
     let mut said = Vec::new();
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         let left = Timespec::try_from(left).expect("some seconds");
         let mut ready = vec![PollFd::new(&ended, PollFlags::IN)];
-        ready.extend(stderr.iter().map(|pipe| PollFd::new(pipe, PollFlags::IN)));
+        ready.extend(pipe.iter().map(|pipe| PollFd::new(pipe, PollFlags::IN)));
         if retry_on_intr(|| poll(&mut ready, Some(&left)))? == 0 {
             let _ = kill_process_group(pid, Signal::KILL);
             child.wait()?;
@@ -199,8 +211,8 @@ fn watch(mut child: Child) -> io::Result<End> {
         let has_ended = !ready[0].revents().is_empty();
         let has_said = ready.get(1).is_some_and(|pipe| !pipe.revents().is_empty());
         drop(ready);
-        if has_said && !read_some(&mut stderr, &mut said)? {
-            stderr = None;
+        if has_said && !read_some(&mut pipe, &mut said)? {
+            pipe = None;
         }
         if has_ended && !has_said {
             let status = child.wait().map(Some)?;
@@ -210,7 +222,7 @@ fn watch(mut child: Child) -> io::Result<End> {
 }
 
 /// Keeps the beginning of what is read; false at the end.
-fn read_some(pipe: &mut Option<ChildStderr>, said: &mut Vec<u8>) -> io::Result<bool> {
+fn read_some(pipe: &mut Option<PipeReader>, said: &mut Vec<u8>) -> io::Result<bool> {
     let mut buf = [0; MESSAGE_BYTES];
     let len = pipe.as_mut().map_or(Ok(0), |pipe| pipe.read(&mut buf))?;
     let room = MESSAGE_BYTES - said.len();

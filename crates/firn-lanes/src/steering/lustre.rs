@@ -10,8 +10,10 @@ use firn_backing::Result;
 use firn_backing::dir::steering::NewFile;
 use rustix::fs::{OFlags, XattrFlags, fgetxattr, fsetxattr};
 
-use super::{Created, Driver, Location, create_with, parse_numbers};
+use super::{Created, Driver, Location, check_magic, create_with, parse_numbers};
 
+/// What `statfs` says of it (LL_SUPER_MAGIC).
+const MAGIC: u64 = 0x0BD0_0BD0;
 const LAYOUT: &CStr = c"lustre.lov";
 const MAGIC_V1: u32 = 0x0BD1_0BD0;
 const MAGIC_V3: u32 = 0x0BD3_0BD0;
@@ -44,6 +46,10 @@ impl Lustre {
 }
 
 impl Driver for Lustre {
+    fn check(&self, dir: BorrowedFd<'_>) -> std::result::Result<(), String> {
+        check_magic(dir, MAGIC, "Lustre")
+    }
+
     fn create(&self, new: &NewFile<'_>, lane: usize) -> Result<Created> {
         let file = create_with(new, delay_create())?;
         let layout = encode_layout(self.osts[lane]);

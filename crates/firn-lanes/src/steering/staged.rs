@@ -7,11 +7,19 @@ use std::ffi::{CStr, OsStr, OsString};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use firn_backing::dir::steering::NewFile;
-use firn_backing::{Errno, Result};
+use firn_backing::{Backing, DirBacking, Errno, Result};
+use firn_rendezvous::own::{self, OwnError};
 use rustix::fs::{self, AtFlags, Gid, Mode, RenameFlags, XattrFlags, fsetxattr, unlinkat};
 
 use super::command::{ProgramError, run_program};
-use super::{Created, Driver, Location, create_plain};
+use super::{Created, Driver, Location, check_magic, create_plain, open_to_ask};
+
+/// Firn's own directory in the backing.
+const TOP: &str = ".firn";
+/// Below it, a directory for each host.
+const STAGING: &str = "steering";
+/// What `statfs` says of OrangeFS (PVFS2_SUPER_MAGIC).
+const ORANGEFS_MAGIC: u64 = 0x2003_0528;
 
 /// Makes each file in the directory of its lane first.
 #[derive(Debug)]
@@ -37,6 +45,11 @@ impl Staged {
 }
 
 impl Driver for Staged {
+    /// The file system has taken the layouts of the staging directories.
+    fn check(&self, _: BorrowedFd<'_>) -> std::result::Result<(), String> {
+        Ok(())
+    }
+
     fn create(&self, new: &NewFile<'_>, lane: usize) -> Result<Created> {
         // What a default ACL gives to a new file, only the kernel can give, where the name is.
         if has_default_acl(new.parent) {
@@ -110,6 +123,28 @@ fn give_name(dir: BorrowedFd<'_>, entry: &OsStr, new: &NewFile<'_>) -> Result<()
     fs::renameat(dir, entry, parent, name).inspect_err(|_| {
         let _ = unlinkat(parent, name, AtFlags::empty());
     })
+}
+
+/// Opens a private staging directory of `host` for each of so many lanes.
+pub fn open_dirs(
+    primary: &DirBacking,
+    host: &str,
+    lanes: usize,
+) -> std::result::Result<Vec<OwnedFd>, OwnError> {
+    let top = own::dir(primary, &primary.root(), TOP)?;
+    let all = own::dir(primary, &top, STAGING).map_err(|error| error.below(TOP))?;
+    let below = |error: OwnError| error.below(STAGING).below(TOP);
+    let of_host = own::dir(primary, &all, host).map_err(below)?;
+    let dirs = (0..lanes).map(|lane| {
+        let dir = own::dir(primary, &of_host, &format!("lane-{lane}"));
+        Ok(open_to_ask(dir.map_err(below)?.as_fd())?)
+    });
+    dirs.collect()
+}
+
+/// Whether a directory is on OrangeFS; any file system takes attributes of these names.
+pub fn check_orangefs(dir: BorrowedFd<'_>) -> std::result::Result<(), String> {
+    check_magic(dir, ORANGEFS_MAGIC, "OrangeFS")
 }
 
 /// OrangeFS: the hints of a directory that its tool `ofs_setdirhint` sets, for one server by its number.

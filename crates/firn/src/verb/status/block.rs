@@ -129,6 +129,13 @@ fn mount(s: &Status, paint: Paint) -> String {
         );
         line("orphaned", paint.bad(&what));
     }
+    if s.misplaced_files > 0 {
+        let what = format!(
+            "{} not put by the file system where it was asked to: see the log",
+            count(s.misplaced_files, "file")
+        );
+        line("placement", paint.odd(&what));
+    }
     if s.log_lines_lost > 0 {
         let lines = count(s.log_lines_lost, "line");
         let what = format!(
