@@ -29,6 +29,7 @@ mod machine;
 mod memory;
 mod meta;
 mod options;
+mod orchestrate;
 mod read;
 mod report;
 mod restart;
@@ -66,6 +67,7 @@ enum Benchmark {
     Commit(commit::CommitArgs),
     Conflict(conflict::ConflictArgs),
     App(app::AppArgs),
+    Orchestrate(orchestrate::OrchestrateArgs),
     Alternatives(alternatives::AlternativesArgs),
     /// Runs ingest, checkpoint (on the file system of --dir), read, meta,
     /// memory, restart, spill, drain, commit and conflict, one after the other.
@@ -132,6 +134,7 @@ fn run(benchmark: Benchmark) -> anyhow::Result<()> {
         Benchmark::Commit(args) => args.common().publish(&args.run()?),
         Benchmark::Conflict(args) => args.common().publish(&args.run()?),
         Benchmark::Alternatives(args) => args.common().publish(&args.run()?),
+        Benchmark::Orchestrate(args) => args.common().publish(&args.run()?),
         Benchmark::App(args) => args.common().publish(&args.run()?),
         Benchmark::All(args) => all(&args.common),
         Benchmark::Worker | Benchmark::Serve => unreachable!("handled above"),

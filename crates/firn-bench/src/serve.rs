@@ -6,10 +6,11 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
+use std::process::{Child, ChildStdout, Stdio};
 
 use anyhow::{Context, bail};
 use firn_backing::DirBacking;
+use firn_testfs::seeking_disk::{DiskModel, SeekingDisk};
 use firn_testfs::sink::Sink;
 use firn_testfs::{Admit, BackgroundSession, Caching};
 use fuser::{Filesystem, SessionACL};
@@ -34,6 +35,15 @@ pub enum Server {
         /// The directory.
         source: PathBuf,
     },
+    /// Passes every call on to a directory, and takes as long for its data as the model of a disk.
+    SeekingDisk {
+        /// The directory.
+        source: PathBuf,
+        /// [`DiskModel::scaled`] by this.
+        divisor: u32,
+        /// Requests that it serves at a time. More than wait for the disk: names are not to wait for data.
+        threads: usize,
+    },
     /// Firn with a drain that drops what it carries.
     Discarding(discard::Geometry),
 }
@@ -41,6 +51,7 @@ pub enum Server {
 /// A server process and its mount.
 pub struct Mounted {
     child: Child,
+    answers: BufReader<ChildStdout>,
     mount_point: PathBuf,
     _unmount: Guard,
 }
@@ -57,17 +68,31 @@ impl Mounted {
             .context("cannot start a server process")?;
         let request = serde_json::to_string(&(server, mount_point))?;
         writeln!(child.stdin.as_mut().expect("stdin is piped"), "{request}")?;
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().expect("stdout is piped")).read_line(&mut line)?;
-        let mounted = Self {
+        let answers = BufReader::new(child.stdout.take().expect("stdout is piped"));
+        let mut mounted = Self {
             child,
+            answers,
             mount_point: mount_point.to_owned(),
             _unmount,
         };
-        match line.trim_end() {
+        match mounted.answer()?.as_str() {
             "ready" => Ok(mounted),
             _ => bail!("a server process could not mount (its message is above)"),
         }
+    }
+
+    /// Seeks of a model of a disk so far.
+    pub fn seeks(&mut self) -> anyhow::Result<u64> {
+        let stdin = self.child.stdin.as_mut().expect("stdin is piped");
+        writeln!(stdin, "seeks").context("a server process died")?;
+        let answer = self.answer()?;
+        answer.parse().context("a server process told no number")
+    }
+
+    fn answer(&mut self) -> anyhow::Result<String> {
+        let mut line = String::new();
+        self.answers.read_line(&mut line)?;
+        Ok(line.trim_end().to_owned())
     }
 
     /// The server's process id.
@@ -99,14 +124,26 @@ pub fn main() -> anyhow::Result<()> {
         Server::Sink { pool_bytes } => {
             let sink = Sink::new(pool_bytes)
                 .context("cannot map the sink's pool; choose a smaller --arena-size")?;
-            mount(sink, &mount_point, "firn-bench-sink")?
+            mount(sink, &mount_point, "firn-bench-sink", machine::cores())?
         }
         Server::Plain { source } => {
             // Modes of requests are complete.
             rustix::process::umask(rustix::fs::Mode::empty());
             let backing = DirBacking::open(&source)?;
             let plain = firn_testfs::Server::new(backing, Admit, Caching::Usual)?;
-            mount(plain, &mount_point, "firn-bench-plain")?
+            mount(plain, &mount_point, "firn-bench-plain", machine::cores())?
+        }
+        Server::SeekingDisk {
+            source,
+            divisor,
+            threads,
+        } => {
+            rustix::process::umask(rustix::fs::Mode::empty());
+            let disk = SeekingDisk::start(DiskModel::SATA_2010.scaled(divisor))?;
+            let backing = DirBacking::open(&source)?;
+            let server = firn_testfs::Server::new(backing, disk.clone(), Caching::Nothing)?;
+            let session = mount(server, &mount_point, "firn-bench-disk", threads)?;
+            return serve_disk(input, &disk, session);
         }
         Server::Discarding(geometry) => {
             let mounted = discard::mount_discarding(&geometry, &mount_point)?;
@@ -116,13 +153,14 @@ pub fn main() -> anyhow::Result<()> {
     serve_until_eof(input, session)
 }
 
-/// With the session settings that firnd uses: a thread per core, each with its own /dev/fuse descriptor.
+/// With the session settings that firnd uses: each thread with its own /dev/fuse descriptor.
 fn mount(
     server: impl Filesystem,
     mount_point: &Path,
     name: &str,
+    threads: usize,
 ) -> anyhow::Result<BackgroundSession> {
-    let settings = firn_testfs::mount_settings(name, SessionACL::Owner, machine::cores());
+    let settings = firn_testfs::mount_settings(name, SessionACL::Owner, threads);
     fuser::spawn_mount(server, mount_point, &settings)
         .with_context(|| format!("cannot mount {}", mount_point.display()))
 }
@@ -131,5 +169,20 @@ fn serve_until_eof(mut input: impl Read, mounted: impl Sized) -> anyhow::Result<
     println!("ready");
     std::io::copy(&mut input, &mut std::io::sink())?;
     drop(mounted);
+    Ok(())
+}
+
+/// Answers each line with the number of seeks so far.
+fn serve_disk(
+    input: impl BufRead,
+    disk: &SeekingDisk,
+    session: BackgroundSession,
+) -> anyhow::Result<()> {
+    println!("ready");
+    for line in input.lines() {
+        line?;
+        println!("{}", disk.seeks());
+    }
+    drop(session);
     Ok(())
 }

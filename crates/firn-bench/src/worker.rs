@@ -24,12 +24,14 @@ mod direct;
 mod forked;
 mod records;
 mod steps;
+mod striped;
 
 pub use calls::Call;
 pub use copy::{Copy, Region, Way, make_region};
 pub use forked::{ForkedWrite, Sharing};
 pub use records::Records;
 pub use steps::Steps;
+pub use striped::Striped;
 
 /// What a worker does.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -88,6 +90,8 @@ pub enum Task {
     Steps(Steps),
     /// Reads or writes the records of a file.
     Records(Records),
+    /// Writes or reads a file that is striped over several directories.
+    Striped(Striped),
     /// One operation on each of `count` names in `dir`.
     Names {
         /// The directory.
@@ -290,6 +294,7 @@ impl Job {
             Task::Direct { bytes, .. } => direct::room(*bytes),
             Task::FirstWrite { bytes, .. } => *bytes,
             Task::Records(records) => records.record_bytes,
+            Task::Striped(striped) => striped.request_bytes,
             Task::Names { .. } => 4096,
             Task::Calls { .. } | Task::ForkedWrite(_) => 1,
             Task::Steps(_) => 0,
@@ -349,6 +354,7 @@ impl Job {
             Task::ForkedWrite(write) => write.run(self.forked_write.as_mut().expect("made before")),
             Task::Copy(copy) => copy.run(&mut self.buffer, &mut self.private),
             Task::Records(records) => records.run(&self.offsets, &mut self.buffer),
+            Task::Striped(striped) => striped.run(&self.buffer),
             Task::Steps(steps) => {
                 steps.run();
                 Ok(())

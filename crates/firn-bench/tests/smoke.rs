@@ -81,6 +81,39 @@ fn alternatives_stand_beside_firn_with_the_same_figures() {
 }
 
 #[test]
+fn a_checkpoint_is_orchestrated_on_models_of_disks() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let report = run(dir.path(), &["orchestrate", "--figure", "2b,3a,restart"]);
+    let cases = report["cases"].as_array().expect("cases");
+    let candidates = |case: &Value| -> Vec<String> {
+        let names = names(&case["candidates"]);
+        names.into_iter().map(str::to_owned).collect()
+    };
+    let [few, many, one_disk, restart] = &cases[..] else {
+        panic!("{:?}", names(&report["cases"]));
+    };
+    assert_eq!(candidates(few), candidates(many));
+    assert_eq!(
+        candidates(few)[..3],
+        ["striped", "vertical, natively", "Firn, vertical"]
+    );
+    assert_eq!(candidates(one_disk)[..1], ["interleaved, natively"]);
+    assert_eq!(candidates(restart)[..1], ["striped"]);
+    for candidate in cases.iter().flat_map(|case| case["candidates"].as_array()) {
+        for candidate in candidate {
+            let metrics = candidate["metrics"].as_array().expect("figures");
+            // No disk is faster than its rate.
+            let of_bytes = metrics
+                .iter()
+                .find(|metric| metric["name"] == "of the bytes' time");
+            let found = of_bytes.expect("a figure")["median"].as_f64();
+            assert!(found.expect("a number") >= 0.99, "{candidate}");
+        }
+    }
+    assert_nothing_is_left(dir.path());
+}
+
+#[test]
 fn an_unknown_directory_is_an_error_that_names_the_option() {
     let output = Command::new(env!("CARGO_BIN_EXE_firn-bench"))
         .args(["checkpoint", "--dir", "/no/such/directory"])
