@@ -1,0 +1,74 @@
+//! Appends of several threads to one file.
+//!
+//! Promises
+//! * What an append that returned has written follows what was written before it, without a gap: a reader that goes from
+//!   the beginning finds it.
+//! * No lock is held across a call of the backing. Who finds a write under way waits for it, and what has come together
+//!   meanwhile is written at once.
+
+use std::sync::{Arc, OnceLock};
+
+use firn_backing::lock::Mutex;
+use firn_backing::{Backing, Errno, Result};
+use firn_rendezvous::own;
+use parking_lot::Condvar;
+
+/// A file to which only this process appends.
+pub(crate) struct Appender<B: Backing> {
+    file: B::File,
+    state: Mutex<State>,
+    written: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// Bytes that count.
+    end: u64,
+    /// What is written next, and what becomes of it.
+    bytes: Vec<u8>,
+    batch: Arc<OnceLock<Result<()>>>,
+    is_writing: bool,
+}
+
+impl<B: Backing> Appender<B> {
+    /// To an empty file.
+    pub(crate) fn new(file: B::File) -> Self {
+        Self {
+            file,
+            state: Mutex::default(),
+            written: Condvar::new(),
+        }
+    }
+
+    /// Appends; after an error nothing of it counts, and what is appended next takes its place.
+    pub(crate) fn append(&self, base: &B, bytes: &[u8]) -> Result<()> {
+        let mut state = self.state.lock();
+        state.bytes.extend_from_slice(bytes);
+        let own_batch = Arc::clone(&state.batch);
+        loop {
+            if let Some(result) = own_batch.get() {
+                return *result;
+            }
+            if state.is_writing {
+                state.wait(&self.written);
+                continue;
+            }
+            state.is_writing = true;
+            let bytes = std::mem::take(&mut state.bytes);
+            let batch = std::mem::take(&mut state.batch);
+            let end = state.end;
+            let result = state.unlocked(|| own::write_all(base, &self.file, &bytes, end));
+            if result.is_ok() {
+                state.end += bytes.len() as u64;
+            }
+            let _ = batch.set(result);
+            state.is_writing = false;
+            self.written.notify_all();
+        }
+    }
+
+    /// Makes what was appended durable.
+    pub(crate) fn sync(&self, base: &B) -> std::result::Result<(), Errno> {
+        base.sync(&self.file, true)
+    }
+}

@@ -1,0 +1,294 @@
+//! The bytes of an index: frames, one after the other.
+//!
+//! ```text
+//! 0   "FIRNFRME"
+//! 8   u32   bytes of the body
+//! 12  u32   CRC32C of the body
+//! 16  body, as postcard writes a `Body`
+//! ```
+//!
+//! A frame is appended after the bytes that it speaks of. The first one that is not whole ends an index: the host died
+//! there. A writer never appends to the index of another, nor to its own of an earlier life.
+
+use serde::{Deserialize, Serialize};
+
+use crate::run::{FILE_BYTES_MAX, Run, StoredRuns};
+
+/// Bytes of a log that have one checksum, counted from the position of the frame.
+pub const CHECKED_BYTES: u64 = 1 << 20;
+/// Bytes of a log that one frame speaks of, at most.
+pub const SPAN_BYTES_MAX: u64 = 1 << 30;
+
+const MAGIC: [u8; 8] = *b"FIRNFRME";
+const HEADER_BYTES: usize = 16;
+/// No writer makes a larger one.
+const BODY_BYTES_MAX: usize = 1 << 20;
+
+/// What a host did to a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Frame {
+    /// Larger than that of everything that the host knew to be older ([`crate::resolve::Key`]).
+    pub epoch: u64,
+    /// What it did.
+    pub change: Change,
+}
+
+/// A change of a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// Bytes were written.
+    Written(Written),
+    /// The file was cut, or made longer, to so many bytes.
+    Cut(u64),
+}
+
+/// Bytes in a log.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Written {
+    /// Number of the host's log.
+    pub log: u32,
+    /// Where they begin in it.
+    pub position: u64,
+    /// CRC32C of each [`CHECKED_BYTES`] of them, the last of which may be fewer.
+    pub checksums: Vec<u32>,
+    /// What they are, in the order in which they lie there.
+    pub runs: Vec<Run>,
+}
+
+impl Written {
+    /// How many they are.
+    pub fn bytes(&self) -> u64 {
+        self.runs.iter().map(Run::bytes).sum()
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+struct Body {
+    epoch: u64,
+    change: StoredChange,
+}
+
+#[derive(Serialize, Deserialize)]
+enum StoredChange {
+    Written {
+        log: u32,
+        position: u64,
+        checksums: Vec<[u8; 4]>,
+        runs: StoredRuns,
+    },
+    Cut(u64),
+}
+
+/// What the next bytes of an index are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Next {
+    /// A frame of so many bytes.
+    Frame(Frame, usize),
+    /// The beginning of one, or none: the index ends here as long as its file has no more bytes.
+    Incomplete,
+    /// Bytes that no writer wrote: the index ends here for good.
+    Damaged,
+}
+
+impl Frame {
+    /// Appends its bytes.
+    pub fn encode(&self, index: &mut Vec<u8>) {
+        let body = Body {
+            epoch: self.epoch,
+            change: self.change.pack(),
+        };
+        let body = postcard::to_allocvec(&body).expect("memory is all that it takes");
+        debug_assert!(body.len() <= BODY_BYTES_MAX);
+        index.extend_from_slice(&MAGIC);
+        index.extend_from_slice(&(body.len() as u32).to_le_bytes());
+        index.extend_from_slice(&crc32c::crc32c(&body).to_le_bytes());
+        index.extend_from_slice(&body);
+    }
+
+    /// Reads the frame that `index` begins with.
+    pub fn decode(index: &[u8]) -> Next {
+        let known = index.len().min(MAGIC.len());
+        if index[..known] != MAGIC[..known] {
+            return Next::Damaged;
+        }
+        let Some((header, rest)) = index.split_at_checked(HEADER_BYTES) else {
+            return Next::Incomplete;
+        };
+        let word =
+            |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
+        let len = word(8) as usize;
+        if len > BODY_BYTES_MAX {
+            return Next::Damaged;
+        }
+        let Some(body) = rest.get(..len) else {
+            return Next::Incomplete;
+        };
+        if crc32c::crc32c(body) != word(12) {
+            return Next::Damaged;
+        }
+        match Self::parse(body) {
+            Some(frame) => Next::Frame(frame, HEADER_BYTES + len),
+            None => Next::Damaged,
+        }
+    }
+
+    fn parse(body: &[u8]) -> Option<Self> {
+        let (body, rest) = postcard::take_from_bytes::<Body>(body).ok()?;
+        if !rest.is_empty() {
+            return None;
+        }
+        let change = body.change.unpack()?;
+        Some(Self {
+            epoch: body.epoch,
+            change,
+        })
+    }
+}
+
+impl Change {
+    fn pack(&self) -> StoredChange {
+        match self {
+            Self::Cut(len) => StoredChange::Cut(*len),
+            Self::Written(written) => StoredChange::Written {
+                log: written.log,
+                position: written.position,
+                checksums: written
+                    .checksums
+                    .iter()
+                    .map(|sum| sum.to_le_bytes())
+                    .collect(),
+                runs: StoredRuns::pack(&written.runs),
+            },
+        }
+    }
+}
+
+impl StoredChange {
+    /// None if it says what cannot be.
+    fn unpack(self) -> Option<Change> {
+        let (log, position, checksums, runs) = match self {
+            Self::Cut(len) => return (len <= FILE_BYTES_MAX).then_some(Change::Cut(len)),
+            Self::Written {
+                log,
+                position,
+                checksums,
+                runs,
+            } => (log, position, checksums, runs.unpack()?),
+        };
+        let mut bytes = 0u64;
+        for run in &runs {
+            bytes = bytes.checked_add(run.bytes())?;
+        }
+        let has_end = position.checked_add(bytes).is_some();
+        let is_checked = checksums.len() as u64 == bytes.div_ceil(CHECKED_BYTES);
+        let is_right = bytes > 0 && bytes <= SPAN_BYTES_MAX && has_end && is_checked;
+        is_right.then(|| {
+            Change::Written(Written {
+                log,
+                position,
+                checksums: checksums.into_iter().map(u32::from_le_bytes).collect(),
+                runs,
+            })
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::run::{Piece, find_runs};
+
+    fn strided(count: u64, len: u64) -> Frame {
+        let pieces = (0..count).map(|number| Piece {
+            offset: number * 640 * 1024,
+            len,
+        });
+        let bytes = count * len;
+        Frame {
+            epoch: 3,
+            change: Change::Written(Written {
+                log: 1,
+                position: 8192,
+                checksums: vec![0xdead_beef; bytes.div_ceil(CHECKED_BYTES) as usize],
+                runs: find_runs(pieces),
+            }),
+        }
+    }
+
+    fn encoded(frame: &Frame) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        frame.encode(&mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn what_is_encoded_is_decoded() {
+        for frame in [
+            strided(10_000, 4096),
+            Frame {
+                epoch: 0,
+                change: Change::Cut(0),
+            },
+        ] {
+            let bytes = encoded(&frame);
+            assert_eq!(Frame::decode(&bytes), Next::Frame(frame, bytes.len()));
+        }
+    }
+
+    #[test]
+    fn an_index_of_many_strided_pieces_is_small() {
+        assert!(encoded(&strided(10_000, 4096)).len() < 256);
+    }
+
+    #[test]
+    fn a_frame_that_is_cut_off_may_still_come() {
+        let bytes = encoded(&strided(3, 100));
+        for len in 0..bytes.len() {
+            assert_eq!(Frame::decode(&bytes[..len]), Next::Incomplete, "{len}");
+        }
+    }
+
+    #[test]
+    fn every_flipped_bit_is_found() {
+        let bytes = encoded(&strided(3, 100));
+        for bit in 0..bytes.len() * 8 {
+            let mut bad = bytes.clone();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            let next = Frame::decode(&bad);
+            assert!(!matches!(next, Next::Frame(..)), "bit {bit}: {next:?}");
+        }
+    }
+
+    #[test]
+    fn a_frame_whose_checksums_are_not_those_of_its_bytes_is_none() {
+        let Change::Written(written) = strided(3, 100).change else {
+            unreachable!("it is");
+        };
+        let wrong = [
+            Written {
+                checksums: vec![],
+                ..written.clone()
+            },
+            Written {
+                checksums: vec![1, 2],
+                ..written.clone()
+            },
+            Written {
+                runs: vec![],
+                checksums: vec![],
+                ..written.clone()
+            },
+            Written {
+                position: u64::MAX - 10,
+                ..written
+            },
+        ];
+        for written in wrong {
+            let frame = Frame {
+                epoch: 1,
+                change: Change::Written(written),
+            };
+            assert_eq!(Frame::decode(&encoded(&frame)), Next::Damaged, "{frame:?}");
+        }
+    }
+}

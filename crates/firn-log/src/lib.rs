@@ -1,0 +1,26 @@
+//! The log layout (`layout=log`): a file that many hosts write.
+//!
+//! In-place writes of many hosts to one file seek and wait for each other's locks. Here each host appends its bytes to a
+//! log of its own, and to an index that says what they are; the file's bytes are whatever the indexes of all hosts give,
+//! until the logs are flattened into the plain file.
+//!
+//! | module | what |
+//! |---|---|
+//! | [`run`] | the pattern in a writer's pieces |
+//! | [`frame`] | the bytes of an index |
+//! | [`resolve`] | where each byte of a file is, by what all hosts say |
+//! | [`container`] | the logs of all hosts for one file |
+//! | [`seal`] | the end of a container, and its way into the plain file |
+
+mod append;
+pub mod container;
+pub mod frame;
+mod names;
+pub mod resolve;
+pub mod run;
+pub mod seal;
+mod writer;
+
+pub use container::Container;
+pub use seal::{Ending, Flat};
+pub use writer::DataPart;

@@ -1,0 +1,96 @@
+//! The names in a container.
+//!
+//! ```text
+//! i-HOST-LIFE        index of the host in that life (16 hexadecimal digits)
+//! d-HOST-LIFE-LOG    its logs (8 hexadecimal digits), with data and nothing else
+//! ```
+
+use firn_trust::is_component;
+
+use crate::resolve::WriterId;
+
+/// Who has an index: a host in one of its lives.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Writer {
+    host: String,
+    life: u64,
+}
+
+impl Writer {
+    /// `host` is a name that a file name may have.
+    pub(crate) fn new(host: &str, life: u64) -> Self {
+        debug_assert!(is_component(host.as_bytes()));
+        Self {
+            host: host.to_owned(),
+            life,
+        }
+    }
+
+    pub(crate) fn host(&self) -> &str {
+        &self.host
+    }
+
+    pub(crate) fn id(&self) -> WriterId {
+        WriterId {
+            host: xxhash_rust::xxh3::xxh3_64(self.host.as_bytes()),
+            life: self.life,
+        }
+    }
+
+    pub(crate) fn index_name(&self) -> String {
+        format!("i-{}-{:016x}", self.host, self.life)
+    }
+
+    pub(crate) fn log_name(&self, log: u32) -> String {
+        format!("d-{}-{:016x}-{log:08x}", self.host, self.life)
+    }
+
+    /// Whose index this is; none if the name is none of an index.
+    pub(crate) fn of_index(name: &[u8]) -> Option<Self> {
+        let name = std::str::from_utf8(name).ok()?.strip_prefix("i-")?;
+        let (host, life) = name.rsplit_once('-')?;
+        let is_life = life.len() == 16 && life.bytes().all(|digit| digit.is_ascii_hexdigit());
+        let life = u64::from_str_radix(life, 16).ok().filter(|_| is_life)?;
+        let found = Self {
+            host: host.to_owned(),
+            life,
+        };
+        (is_component(host.as_bytes()) && found.index_name().as_bytes()[2..] == *name.as_bytes())
+            .then_some(found)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_read_as_it_was_written() {
+        let writer = Writer::new("node-17.cluster", 0xabc);
+        assert_eq!(writer.index_name(), "i-node-17.cluster-0000000000000abc");
+        assert_eq!(
+            Writer::of_index(writer.index_name().as_bytes()),
+            Some(writer.clone())
+        );
+        assert_eq!(
+            writer.log_name(2),
+            "d-node-17.cluster-0000000000000abc-00000002"
+        );
+        for name in [
+            "i-a",
+            "i--0000000000000abc",
+            "d-a-0000000000000abc",
+            "i-a-0000000000000ABC",
+            "i-../b-0000000000000abc",
+        ] {
+            assert_eq!(Writer::of_index(name.as_bytes()), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn a_later_life_is_newer() {
+        let life = |number| Writer::new("a", number).id();
+        assert!(life(1) < life(2));
+        assert_eq!(life(1).host, life(2).host);
+    }
+}

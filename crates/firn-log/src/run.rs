@@ -1,0 +1,320 @@
+//! Pieces of a file that follow a pattern.
+//!
+//! A process of a parallel job writes records of one size at equal distances (*strided*), or one range (*segmented*).
+//! Either is one [`Run`], however many pieces it has.
+
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+/// A piece of a file: `len` bytes from `offset` on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// Where it begins in the file.
+    pub offset: u64,
+    /// Bytes; never 0.
+    pub len: u64,
+}
+
+/// Pieces of one length at equal distances, in the order in which they lie in the log, one after the other.
+///
+/// Invariants: `len` and `count` are not 0, `stride` is at least `len` where there are several, and no piece ends after
+/// the largest offset of a file (2^63 - 1).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    offset: u64,
+    len: u64,
+    stride: u64,
+    count: u64,
+}
+
+/// No file is longer (`loff_t`).
+pub const FILE_BYTES_MAX: u64 = i64::MAX as u64;
+
+impl Run {
+    /// A run of one piece.
+    ///
+    /// # Panics
+    ///
+    /// If the piece is empty or ends after [`FILE_BYTES_MAX`].
+    pub fn of_piece(piece: Piece) -> Self {
+        let run = Self {
+            offset: piece.offset,
+            len: piece.len,
+            stride: piece.len,
+            count: 1,
+        };
+        assert!(run.is_valid(), "a piece of a file: {piece:?}");
+        run
+    }
+
+    /// Bytes of the file that its pieces have together.
+    pub fn bytes(&self) -> u64 {
+        self.len * self.count
+    }
+
+    /// How many pieces it has.
+    pub fn count(&self) -> u64 {
+        self.count
+    }
+
+    /// From the beginning of its first piece to the end of its last.
+    pub fn span(&self) -> Range<u64> {
+        let last = self.offset + self.stride * (self.count - 1);
+        self.offset..last + self.len
+    }
+
+    /// Its pieces, in order.
+    pub fn pieces(&self) -> impl Iterator<Item = Piece> + use<> {
+        let Self {
+            offset,
+            len,
+            stride,
+            count,
+        } = *self;
+        (0..count).map(move |number| Piece {
+            offset: offset + stride * number,
+            len,
+        })
+    }
+
+    /// The parts of its pieces that lie in `range`: where in the file, and how many bytes after the beginning of the
+    /// run in the log. Takes time for these parts, not for all pieces.
+    pub fn parts_in(&self, range: Range<u64>) -> impl Iterator<Item = Part> + use<> {
+        let run = *self;
+        run.pieces_touching(&range).filter_map(move |number| {
+            let start = run.offset + run.stride * number;
+            let from = start.max(range.start);
+            let to = (start + run.len).min(range.end);
+            (from < to).then(|| Part {
+                file: from..to,
+                at: run.len * number + (from - start),
+            })
+        })
+    }
+
+    /// The numbers of the first and last piece that may have bytes in `range`.
+    fn pieces_touching(&self, range: &Range<u64>) -> Range<u64> {
+        if range.start >= range.end || range.end <= self.offset {
+            return 0..0;
+        }
+        let first = match range.start.checked_sub(self.offset) {
+            None => 0,
+            // The piece that this is in, or the gap after which it is.
+            Some(distance) => distance / self.stride,
+        };
+        let last = (range.end - 1 - self.offset) / self.stride;
+        first..(last + 1).min(self.count)
+    }
+
+    /// Takes a further piece at the end, if it goes on as the run does.
+    fn extend(&mut self, piece: Piece) -> bool {
+        let end = self.offset + self.len;
+        if self.count == 1 && piece.offset == end {
+            self.len += piece.len;
+            self.stride = self.len;
+            return true;
+        }
+        if piece.len != self.len || piece.offset < end {
+            return false;
+        }
+        let stride = piece.offset - self.offset;
+        if self.count == 1 {
+            self.stride = stride;
+        } else if self.stride.checked_mul(self.count) != Some(stride) {
+            return false;
+        }
+        self.count += 1;
+        true
+    }
+
+    fn is_valid(&self) -> bool {
+        let last = self.count.checked_sub(1);
+        let last = last.and_then(|last| last.checked_mul(self.stride));
+        let last = last.and_then(|last| last.checked_add(self.offset));
+        let end = last.and_then(|last| last.checked_add(self.len));
+        self.len > 0
+            && (self.count == 1 || self.stride >= self.len)
+            && self.stride > 0
+            && end.is_some_and(|end| end <= FILE_BYTES_MAX)
+    }
+}
+
+/// Bytes of a run that lie in a range of the file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// Where in the file.
+    pub file: Range<u64>,
+    /// Bytes after the beginning of the run in the log.
+    pub at: u64,
+}
+
+/// The runs of pieces that lie in a log one after the other. Pieces that are next to each other in the file become one.
+///
+/// # Panics
+///
+/// If a piece is empty or ends after [`FILE_BYTES_MAX`].
+pub fn find_runs(pieces: impl IntoIterator<Item = Piece>) -> Vec<Run> {
+    let mut runs: Vec<Run> = Vec::new();
+    for piece in join_neighbours(pieces) {
+        let next = Run::of_piece(piece);
+        if !runs.last_mut().is_some_and(|run| run.extend(piece)) {
+            runs.push(next);
+        }
+    }
+    runs
+}
+
+/// Pieces where each that begins at the end of the one before is part of that.
+fn join_neighbours(pieces: impl IntoIterator<Item = Piece>) -> impl Iterator<Item = Piece> {
+    let mut pieces = pieces.into_iter().peekable();
+    std::iter::from_fn(move || {
+        let mut joined = pieces.next()?;
+        while let Some(next) = pieces.next_if(|next| joined.offset + joined.len == next.offset) {
+            joined.len += next.len;
+        }
+        Some(joined)
+    })
+}
+
+/// A run as an index has it: distances instead of offsets, so that small numbers take few bytes.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+struct StoredRun {
+    /// From the offset of the run before.
+    distance: i64,
+    len: u64,
+    /// Bytes between two pieces.
+    gap: u64,
+    /// Pieces after the first.
+    more: u64,
+}
+
+/// Runs as an index has them.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct StoredRuns(Vec<StoredRun>);
+
+impl StoredRuns {
+    pub(crate) fn pack(runs: &[Run]) -> Self {
+        let mut before = 0;
+        let packed = runs.iter().map(|run| {
+            let distance = run.offset.wrapping_sub(before).cast_signed();
+            before = run.offset;
+            StoredRun {
+                distance,
+                len: run.len,
+                gap: run.stride - run.len,
+                more: run.count - 1,
+            }
+        });
+        Self(packed.collect())
+    }
+
+    /// None if a run is not one.
+    pub(crate) fn unpack(&self) -> Option<Vec<Run>> {
+        let mut before = 0u64;
+        let runs = self.0.iter().map(|stored| {
+            let run = Run {
+                offset: before.wrapping_add(stored.distance.cast_unsigned()),
+                len: stored.len,
+                stride: stored.len.checked_add(stored.gap)?,
+                count: stored.more.checked_add(1)?,
+            };
+            before = run.offset;
+            run.is_valid().then_some(run)
+        });
+        runs.collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn strided(offset: u64, len: u64, stride: u64, count: u64) -> Vec<Piece> {
+        let pieces = (0..count).map(|number| Piece {
+            offset: offset + stride * number,
+            len,
+        });
+        pieces.collect()
+    }
+
+    #[test]
+    fn strided_and_segmented_pieces_are_one_run() {
+        assert_eq!(find_runs(strided(7, 4096, 65536, 10_000)).len(), 1);
+        let segment = find_runs(strided(0, 4096, 4096, 10_000));
+        assert_eq!(
+            segment,
+            [Run::of_piece(Piece {
+                offset: 0,
+                len: 40_960_000
+            })]
+        );
+    }
+
+    #[test]
+    fn a_change_of_pattern_begins_a_run() {
+        let mut pieces = strided(0, 10, 100, 5);
+        pieces.extend(strided(1000, 20, 100, 3));
+        pieces.extend(strided(900, 10, 10, 1));
+        let runs = find_runs(pieces.clone());
+        assert_eq!(runs.len(), 3);
+        let again: Vec<Piece> = runs.iter().flat_map(Run::pieces).collect();
+        assert_eq!(again, pieces);
+    }
+
+    fn any_pieces() -> impl Strategy<Value = Vec<Piece>> {
+        let one = (0u64..200, 1u64..20).prop_map(|(offset, len)| Piece { offset, len });
+        let some =
+            prop_oneof![
+                one.prop_map(|piece| vec![piece]),
+                (0u64..100, 1u64..8, 0u64..8, 1u64..8)
+                    .prop_map(|(offset, len, gap, count)| strided(offset, len, len + gap, count)),
+            ];
+        proptest::collection::vec(some, 0..6).prop_map(|groups| groups.concat())
+    }
+
+    /// The file's offset of each byte in the log.
+    fn offsets(pieces: impl IntoIterator<Item = Piece>) -> Vec<u64> {
+        let ranges = pieces.into_iter();
+        ranges
+            .flat_map(|piece| piece.offset..piece.offset + piece.len)
+            .collect()
+    }
+
+    proptest! {
+        #[test]
+        fn runs_are_the_same_bytes_in_the_same_order(pieces in any_pieces()) {
+            let runs = find_runs(pieces.clone());
+            prop_assert_eq!(offsets(runs.iter().flat_map(Run::pieces)), offsets(pieces));
+            prop_assert_eq!(StoredRuns::pack(&runs).unpack(), Some(runs));
+        }
+
+        #[test]
+        fn parts_in_a_range_are_the_bytes_there(pieces in any_pieces(), from in 0u64..250, len in 0u64..100) {
+            let range = from..from + len;
+            for run in find_runs(pieces) {
+                let all = offsets(run.pieces());
+                let inside: Vec<(u64, u64)> = all.iter().enumerate()
+                    .filter(|(_, offset)| range.contains(offset))
+                    .map(|(at, &offset)| (offset, at as u64))
+                    .collect();
+                let found: Vec<(u64, u64)> = run.parts_in(range.clone())
+                    .flat_map(|part| (part.file.clone()).zip(part.at..))
+                    .collect();
+                prop_assert_eq!(found, inside);
+            }
+        }
+
+        #[test]
+        fn whatever_numbers_are_stored_runs_are_valid(numbers in proptest::collection::vec(any::<(i64, u64, u64, u64)>(), 0..4)) {
+            let stored = numbers.into_iter().map(|(distance, len, gap, more)| StoredRun { distance, len, gap, more });
+            if let Some(runs) = StoredRuns(stored.collect()).unpack() {
+                for run in runs {
+                    prop_assert!(run.span().end <= FILE_BYTES_MAX);
+                    prop_assert!(run.bytes() <= run.span().end - run.span().start);
+                }
+            }
+        }
+    }
+}

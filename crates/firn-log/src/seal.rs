@@ -1,0 +1,271 @@
+//! The end of a container: who writes to it, what counts of it, and its way into the plain file.
+//!
+//! ```text
+//! w-HOST       the host may write
+//! closing      put once: no host begins to write any more
+//! seal         put once: so many bytes of each index count, and nothing else
+//! claim-UNIT   locked by who writes this part of the plain file
+//! done-UNIT    put once: the part is in the plain file, durably
+//! cut          put once: the plain file was cut to what counts of it
+//! all          put once: the plain file is the file
+//! ```
+//!
+//! A host that begins to write puts `w-HOST` and then looks for `closing`; one that ends the container puts `closing` and
+//! then looks for `w-HOST`. So at least one of the two sees the other, and no host writes to a sealed container unless it
+//! was taken for dead.
+//!
+//! Promises
+//! * The bytes of the file are the same before, while and after it is flattened. Until `all` is there, nobody reads from
+//!   the plain file what is in a log.
+//! * Each step may be repeated, by any host, after a crash at any call: logs do not change, and a part of the plain file
+//!   is written with the same bytes each time.
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::ops::Range;
+
+use firn_backing::{Attr, Backing, Errno, LockMode, Result, SetTime, Time};
+use firn_rendezvous::{VoteDir, own};
+use serde::{Deserialize, Serialize};
+
+use crate::container::Container;
+use crate::names::Writer;
+use crate::resolve::{Segment, Source};
+use crate::run::FILE_BYTES_MAX;
+
+/// Put once, with [`Seal`].
+pub(crate) const SEAL_NAME: &str = "seal";
+const CLOSING: &str = "closing";
+const CUT: &str = "cut";
+const ALL: &str = "all";
+const WRITING: &str = "w-";
+/// Bytes of the plain file that one host writes at a time, unless the file system's stripes ask for others.
+pub const UNIT_BYTES: u64 = 256 << 20;
+/// Bytes that are read from logs before they are written.
+const COPY_BYTES: u64 = 16 << 20;
+
+/// What counts of a container.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Seal {
+    /// Bytes of each index, by its name.
+    indexes: BTreeMap<String, u64>,
+    /// Bytes of the file.
+    len: u64,
+    /// When the file was changed last, in nanoseconds since 1970.
+    modified_ns: u64,
+    /// Bytes of the plain file that one host writes at a time.
+    unit_bytes: u64,
+}
+
+impl Seal {
+    pub(crate) fn limit_of(&self, writer: &Writer) -> u64 {
+        self.indexes.get(&writer.index_name()).copied().unwrap_or(0)
+    }
+
+    /// Bytes of the file.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether it has none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The seal in a container that has one.
+    pub(crate) fn load<B: Backing>(base: &B, dir: &B::Inode) -> Result<Self> {
+        let bytes = own::load(base, dir, SEAL_NAME)?.ok_or(Errno::NOENT)?;
+        let seal: Self = serde_json::from_slice(&bytes).map_err(|_| Errno::IO)?;
+        let is_right = seal.unit_bytes > 0 && seal.len <= FILE_BYTES_MAX;
+        is_right.then_some(seal).ok_or(Errno::IO)
+    }
+
+    fn units(&self) -> u64 {
+        self.len.div_ceil(self.unit_bytes)
+    }
+}
+
+/// How far a container is on its way into the plain file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Flat {
+    /// Other hosts have parts to write.
+    Waits,
+    /// The plain file is the file; the container may go.
+    Done,
+}
+
+/// One container, as it comes to its end.
+pub struct Ending<'a, B: Backing> {
+    base: &'a B,
+    container: &'a Container<B>,
+    votes: VoteDir<'a, B>,
+}
+
+impl<'a, B: Backing> Ending<'a, B> {
+    /// `name` is that of the container in the directory `top`; none if it is gone.
+    pub fn of(
+        base: &'a B,
+        container: &'a Container<B>,
+        top: &B::Inode,
+        name: &str,
+    ) -> Result<Option<Self>> {
+        let votes = VoteDir::find(base, top, name, &container.host)?;
+        Ok(votes.map(|votes| Self {
+            base,
+            container,
+            votes,
+        }))
+    }
+
+    /// Says that this host may write. False if no host may begin to any more.
+    pub fn begin_writing(&self) -> Result<bool> {
+        let name = self.votes.own_file(WRITING);
+        drop(own::open_or_create(self.base, self.votes.dir(), &name)?);
+        self.base.sync_dir(self.votes.dir())?;
+        let may = !self.votes.names()?.contains(CLOSING);
+        if !may {
+            self.votes.withdraw(WRITING)?;
+        }
+        Ok(may)
+    }
+
+    /// Says that this host writes no more.
+    pub fn end_writing(&self) -> Result<()> {
+        self.votes.withdraw(WRITING)
+    }
+
+    /// Ends the container, unless a host writes to it that `is_alive` says to live.
+    pub fn seal(
+        &self,
+        plain: &Attr,
+        unit_bytes: u64,
+        is_alive: &dyn Fn(&str) -> Result<bool>,
+    ) -> Result<bool> {
+        if !self.votes.names()?.contains(CLOSING) {
+            if self.has_writer(is_alive)? {
+                return Ok(false);
+            }
+            self.votes.put_once(CLOSING, b"")?;
+        }
+        if self.has_writer(is_alive)? {
+            return Ok(false);
+        }
+        if !self.votes.names()?.contains(SEAL_NAME) {
+            self.container.refresh(self.base)?;
+            let lengths = self.container.index_lengths(self.base)?;
+            let seal = Seal {
+                indexes: lengths
+                    .iter()
+                    .map(|(writer, bytes)| (writer.index_name(), *bytes))
+                    .collect(),
+                len: self.container.len(),
+                modified_ns: plain.mtime.to_ns(),
+                unit_bytes,
+            };
+            self.votes.put_json(SEAL_NAME, &seal)?;
+        }
+        self.container
+            .take_seal(Seal::load(self.base, self.votes.dir())?);
+        self.container.refresh(self.base)?;
+        Ok(true)
+    }
+
+    fn has_writer(&self, is_alive: &dyn Fn(&str) -> Result<bool>) -> Result<bool> {
+        for host in self.votes.hosts(WRITING)? {
+            if is_alive(&host)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Writes what this host can of a sealed container into the plain file, `inode`, open as `plain`.
+    pub fn flatten(&self, inode: &B::Inode, plain: &B::File) -> Result<Flat> {
+        let seal = Seal::load(self.base, self.votes.dir())?;
+        let names = self.votes.names()?;
+        if names.contains(ALL) {
+            return Ok(Flat::Done);
+        }
+        if !names.contains(CUT) {
+            self.cut(plain)?;
+        }
+        for unit in 0..seal.units() {
+            self.flatten_unit(&seal, unit, plain)?;
+        }
+        let names = self.votes.names()?;
+        if (0..seal.units()).any(|unit| !names.contains(&done_name(unit))) {
+            return Ok(Flat::Waits);
+        }
+        self.finish(&seal, inode, plain)?;
+        Ok(Flat::Done)
+    }
+
+    /// Cuts from the plain file what counts no more, so that what is a hole in the file is one there.
+    fn cut(&self, plain: &B::File) -> Result<()> {
+        let counts = self.container.base_end();
+        if self.base.attr_of_file(plain)?.size > counts {
+            self.base.set_len(plain, counts)?;
+            self.base.sync(plain, false)?;
+        }
+        self.votes.put_once(CUT, b"").map(drop)
+    }
+
+    fn flatten_unit(&self, seal: &Seal, unit: u64, plain: &B::File) -> Result<()> {
+        let claim = own::open_or_create(self.base, self.votes.dir(), &format!("claim-{unit}"))?;
+        // Another host is at it. Where files cannot be locked several do the same work.
+        let is_free = match self.base.try_lock(&claim, LockMode::Exclusive) {
+            Err(Errno::OPNOTSUPP) => true,
+            locked => locked?,
+        };
+        if !is_free || self.votes.names()?.contains(&done_name(unit)) {
+            return Ok(());
+        }
+        let start = unit * seal.unit_bytes;
+        let range = start..start.saturating_add(seal.unit_bytes);
+        for segment in self.container.find(range) {
+            if matches!(segment.source, Source::Log { .. }) {
+                self.copy(&segment, plain)?;
+            }
+        }
+        self.base.sync(plain, false)?;
+        self.votes.put_once(&done_name(unit), b"").map(drop)
+    }
+
+    /// Copies bytes of a log to their place.
+    fn copy(&self, segment: &Segment, plain: &B::File) -> Result<()> {
+        let Range { mut start, end } = segment.file;
+        let mut buf = vec![0; COPY_BYTES.min(end - start) as usize];
+        while start < end {
+            let part = &mut buf[..COPY_BYTES.min(end - start) as usize];
+            self.container
+                .read_segment(self.base, segment, start, part)?;
+            own::write_all(self.base, plain, part, start)?;
+            start += part.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// Everything is in the plain file: it gets its length and its time.
+    fn finish(&self, seal: &Seal, inode: &B::Inode, plain: &B::File) -> Result<()> {
+        self.base.set_len(plain, seal.len)?;
+        let modified = SetTime::At(Time::from_ns(seal.modified_ns));
+        self.base.set_times(inode, SetTime::Keep, modified)?;
+        self.base.sync(plain, false)?;
+        self.votes.put_once(ALL, b"").map(drop)
+    }
+
+    /// Whether the plain file is the file.
+    pub fn is_flat(&self) -> Result<bool> {
+        let found = own::find(self.base, self.votes.dir(), OsStr::new(ALL))?;
+        Ok(found.is_some())
+    }
+
+    /// Removes a container whose bytes are all in the plain file, or that nobody needs.
+    pub fn remove(&self) -> Result<()> {
+        self.votes.retire()
+    }
+}
+
+fn done_name(unit: u64) -> String {
+    format!("done-{unit}")
+}

@@ -1,0 +1,238 @@
+//! What this host writes to one file: its logs and its index.
+
+use std::ffi::OsStr;
+use std::io::IoSlice;
+use std::sync::Arc;
+
+use firn_backing::lock::Mutex;
+use firn_backing::{Backing, Errno, Result};
+use firn_rendezvous::own::own_caller;
+use parking_lot::Condvar;
+
+use crate::append::Appender;
+use crate::frame::{CHECKED_BYTES, Change, Frame, Written};
+use crate::names::Writer;
+use crate::run::{Piece, find_runs};
+
+/// A log that has so many bytes is followed by another.
+const LOG_BYTES_MAX: u64 = 4 << 30;
+/// Data of a page or more begins at a page.
+const PAGE_BYTES: u64 = 4096;
+
+/// Bytes of a file, and where they go.
+pub type DataPart<'a> = (u64, IoSlice<'a>);
+
+/// The logs and the index of this host in one container.
+pub(crate) struct OwnLog<B: Backing> {
+    pub(crate) writer: Writer,
+    dir: B::Inode,
+    logs: Mutex<Logs<B>>,
+    log_made: Condvar,
+    index: Appender<B>,
+}
+
+struct Logs<B: Backing> {
+    /// The one that is appended to, and its number.
+    current: Option<(u32, Arc<B::File>)>,
+    end: u64,
+    is_making: bool,
+    /// Written to since they were synced last.
+    unsynced: Vec<Arc<B::File>>,
+}
+
+/// Room in a log.
+struct Room<B: Backing> {
+    log: u32,
+    file: Arc<B::File>,
+    position: u64,
+}
+
+impl<B: Backing> OwnLog<B> {
+    /// Makes the index of `writer`, whose life is new.
+    pub(crate) fn create(base: &B, dir: &B::Inode, writer: Writer) -> Result<Self> {
+        let name = writer.index_name();
+        let (_, file, _) = base.create(&own_caller(), dir, OsStr::new(&name), 0o600)?;
+        Ok(Self {
+            writer,
+            dir: dir.clone(),
+            logs: Mutex::new(Logs {
+                current: None,
+                end: 0,
+                is_making: false,
+                unsynced: Vec::new(),
+            }),
+            log_made: Condvar::new(),
+            index: Appender::new(file),
+        })
+    }
+
+    /// Appends bytes of the file that do not overlap, and says what they are. After an error none of them counts.
+    pub(crate) fn write(&self, base: &B, epoch: u64, parts: &[DataPart<'_>]) -> Result<Frame> {
+        let bytes = parts.iter().map(|(_, data)| data.len() as u64).sum();
+        let room = self.take_room(base, bytes)?;
+        let data: Vec<IoSlice<'_>> = parts.iter().map(|(_, data)| IoSlice::new(data)).collect();
+        write_vectored(base, &room.file, data, room.position)?;
+        let pieces = parts.iter().map(|(offset, data)| Piece {
+            offset: *offset,
+            len: data.len() as u64,
+        });
+        let frame = Frame {
+            epoch,
+            change: Change::Written(Written {
+                log: room.log,
+                position: room.position,
+                checksums: checksums(parts),
+                runs: find_runs(pieces),
+            }),
+        };
+        self.append(base, &frame)?;
+        Ok(frame)
+    }
+
+    /// Says that the file was cut, or made longer.
+    pub(crate) fn cut(&self, base: &B, epoch: u64, len: u64) -> Result<Frame> {
+        let change = Change::Cut(len);
+        let frame = Frame { epoch, change };
+        self.append(base, &frame)?;
+        Ok(frame)
+    }
+
+    fn append(&self, base: &B, frame: &Frame) -> Result<()> {
+        let mut bytes = Vec::new();
+        frame.encode(&mut bytes);
+        self.index.append(base, &bytes)
+    }
+
+    /// Makes what was written durable: data first, so that a durable frame has its data.
+    pub(crate) fn sync(&self, base: &B) -> Result<()> {
+        let unsynced = std::mem::take(&mut self.logs.lock().unsynced);
+        for (number, log) in unsynced.iter().enumerate() {
+            if let Err(error) = base.sync(log, true) {
+                let rest = unsynced[number..].iter().cloned();
+                self.logs.lock().unsynced.extend(rest);
+                return Err(error);
+            }
+        }
+        self.index.sync(base)?;
+        base.sync_dir(&self.dir)
+    }
+
+    /// Room for so many bytes that nobody else writes to.
+    fn take_room(&self, base: &B, bytes: u64) -> Result<Room<B>> {
+        let mut logs = self.logs.lock();
+        loop {
+            if let Some(room) = logs.take(bytes) {
+                return Ok(room);
+            }
+            if logs.is_making {
+                logs.wait(&self.log_made);
+                continue;
+            }
+            logs.is_making = true;
+            let number = logs.current.as_ref().map_or(0, |(number, _)| number + 1);
+            let made = logs.unlocked(|| self.make_log(base, number));
+            logs.is_making = false;
+            self.log_made.notify_all();
+            logs.current = Some((number, Arc::new(made?)));
+            logs.end = 0;
+        }
+    }
+
+    fn make_log(&self, base: &B, number: u32) -> Result<B::File> {
+        let name = self.writer.log_name(number);
+        let made = base.create(&own_caller(), &self.dir, OsStr::new(&name), 0o600);
+        made.map(|(_, file, _)| file)
+    }
+}
+
+impl<B: Backing> Logs<B> {
+    /// None if there is no log with so much room.
+    fn take(&mut self, bytes: u64) -> Option<Room<B>> {
+        let (log, file) = self.current.clone()?;
+        let position = match bytes >= PAGE_BYTES {
+            true => self.end.next_multiple_of(PAGE_BYTES),
+            false => self.end,
+        };
+        if self.end > 0 && position + bytes > LOG_BYTES_MAX {
+            return None;
+        }
+        self.end = position + bytes;
+        if !self.unsynced.iter().any(|known| Arc::ptr_eq(known, &file)) {
+            self.unsynced.push(Arc::clone(&file));
+        }
+        Some(Room {
+            log,
+            file,
+            position,
+        })
+    }
+}
+
+/// pwritev(2), until all is written.
+fn write_vectored<B: Backing>(
+    base: &B,
+    file: &B::File,
+    mut data: Vec<IoSlice<'_>>,
+    mut position: u64,
+) -> Result<()> {
+    let mut left = &mut data[..];
+    IoSlice::advance_slices(&mut left, 0);
+    while !left.is_empty() {
+        let count = match base.write_at(file, left, position)? {
+            0 => return Err(Errno::IO),
+            count => count,
+        };
+        position += count as u64;
+        IoSlice::advance_slices(&mut left, count);
+    }
+    Ok(())
+}
+
+/// CRC32C of each [`CHECKED_BYTES`] of the parts one after the other.
+fn checksums(parts: &[DataPart<'_>]) -> Vec<u32> {
+    let mut sums = Vec::new();
+    let (mut sum, mut len) = (0, 0);
+    for (_, data) in parts {
+        let mut rest: &[u8] = data;
+        while !rest.is_empty() {
+            let (now, later) = rest.split_at(rest.len().min((CHECKED_BYTES - len) as usize));
+            sum = crc32c::crc32c_append(sum, now);
+            len += now.len() as u64;
+            if len == CHECKED_BYTES {
+                sums.push(std::mem::take(&mut sum));
+                len = 0;
+            }
+            rest = later;
+        }
+    }
+    if len > 0 {
+        sums.push(sum);
+    }
+    sums
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checksums_are_of_the_bytes_as_they_lie_in_the_log() {
+        let bytes: Vec<u8> = (0..3 * CHECKED_BYTES + 77)
+            .map(|at| (at % 251) as u8)
+            .collect();
+        let expected: Vec<u32> = bytes
+            .chunks(CHECKED_BYTES as usize)
+            .map(crc32c::crc32c)
+            .collect();
+        for cut in [
+            1,
+            4096,
+            CHECKED_BYTES as usize,
+            2 * CHECKED_BYTES as usize + 5,
+        ] {
+            let (a, b) = bytes.split_at(cut);
+            let parts = [(0, IoSlice::new(a)), (1 << 40, IoSlice::new(b))];
+            assert_eq!(checksums(&parts), expected, "cut at {cut}");
+        }
+    }
+}

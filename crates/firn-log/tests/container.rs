@@ -1,0 +1,400 @@
+//! Several hosts write one file through its container, beside a file in memory: in turn, at once, cut off at any call,
+//! and without power.
+
+use std::ffi::OsStr;
+use std::io::IoSlice;
+
+use firn_backing::{Access, Backing, Errno, SimBacking, suite};
+use firn_log::{Container, Ending, Flat};
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+
+const FILE_BYTES: u64 = 3000;
+const SEEDS: u64 = 300;
+/// Several in a file.
+const UNIT_BYTES: u64 = 700;
+
+/// The disk that the hosts share, with a plain file and a container for it.
+struct World {
+    disk: SimBacking,
+    base: Vec<u8>,
+}
+
+impl World {
+    fn new(base_bytes: u64) -> Self {
+        let disk = SimBacking::new();
+        let me = suite::own_caller();
+        let root = disk.root();
+        let base: Vec<u8> = (0..base_bytes).map(|at| (at % 251) as u8).collect();
+        let (_, file, _) = disk
+            .create(&me, &root, OsStr::new("file"), 0o644)
+            .expect("create");
+        if !base.is_empty() {
+            disk.write_at(&file, &[IoSlice::new(&base)], 0)
+                .expect("write");
+        }
+        disk.mkdir(&me, &root, OsStr::new("logs"), 0o700)
+            .expect("mkdir");
+        disk.sync_all().expect("sync");
+        Self { disk, base }
+    }
+
+    fn host(&self, name: &str) -> Host {
+        Host::open(self.disk.another_process(), name, self.base.len() as u64).expect("a host")
+    }
+}
+
+struct Host {
+    disk: SimBacking,
+    container: Container<SimBacking>,
+    plain: <SimBacking as Backing>::File,
+}
+
+impl Host {
+    fn open(disk: SimBacking, name: &str, base_bytes: u64) -> Result<Self, Errno> {
+        let root = disk.root();
+        let (inode, _) = disk.lookup(&root, OsStr::new("file"))?;
+        let plain = disk.open(&inode, Access::Read)?;
+        let (dir, _) = disk.lookup(&root, OsStr::new("logs"))?;
+        let container = Container::open(&disk, dir, name, base_bytes)?;
+        Ok(Self {
+            disk,
+            container,
+            plain,
+        })
+    }
+
+    /// The whole file, as this host sees it once it has looked.
+    fn read(&self) -> Result<Vec<u8>, Errno> {
+        self.container.refresh(&self.disk)?;
+        let mut bytes = vec![0xee; self.container.len() as usize + 10];
+        let below = |buf: &mut [u8], offset| self.disk.read_at(&self.plain, buf, offset);
+        let count = self.container.read(&self.disk, &below, &mut bytes, 0)?;
+        bytes.truncate(count);
+        Ok(bytes)
+    }
+
+    fn ending(&self) -> Result<Option<Ending<'_, SimBacking>>, Errno> {
+        Ending::of(&self.disk, &self.container, &self.disk.root(), "logs")
+    }
+
+    /// Seals and flattens what it can; whether all of it is flat.
+    fn flatten(&self) -> Result<bool, Errno> {
+        let Some(ending) = self.ending()? else {
+            return Ok(true);
+        };
+        let (inode, attr) = self.disk.lookup(&self.disk.root(), OsStr::new("file"))?;
+        if !ending.seal(&attr, UNIT_BYTES, &|host| Ok(host != "dead"))? {
+            return Ok(false);
+        }
+        let plain = self.disk.open(&inode, Access::ReadWrite)?;
+        Ok(ending.flatten(&inode, &plain)? == Flat::Done)
+    }
+
+    fn apply(&self, change: &Change) -> Result<(), Errno> {
+        match change {
+            Change::Write(parts) => {
+                let parts: Vec<_> = parts
+                    .iter()
+                    .map(|(at, data)| (*at, IoSlice::new(data)))
+                    .collect();
+                self.container.write(&self.disk, &parts)
+            }
+            Change::Cut(len) => self.container.set_len(&self.disk, *len),
+        }
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Change {
+    Write(Vec<(u64, Vec<u8>)>),
+    Cut(u64),
+}
+
+impl Change {
+    fn random(random: &mut StdRng) -> Self {
+        if random.random_ratio(1, 8) {
+            return Self::Cut(random.random_range(0..FILE_BYTES + 500));
+        }
+        let (len, gap) = (random.random_range(1..300), random.random_range(0..300));
+        let first = random.random_range(0..FILE_BYTES);
+        let parts = (0..random.random_range(1..5)).map(|number| {
+            let mut data = vec![0; len as usize];
+            random.fill(&mut data[..]);
+            (first + (len + gap) * number, data)
+        });
+        Self::Write(parts.collect())
+    }
+
+    fn apply(&self, file: &mut Vec<u8>) {
+        match self {
+            Self::Cut(len) => file.resize(*len as usize, 0),
+            Self::Write(parts) => {
+                for (at, data) in parts {
+                    let end = *at as usize + data.len();
+                    file.resize(file.len().max(end), 0);
+                    file[*at as usize..end].copy_from_slice(data);
+                }
+            }
+        }
+    }
+}
+
+/// Each change is published before the next one is made by a host that has looked: every host sees the same file as if
+/// there were one.
+#[test]
+fn hosts_that_take_turns_see_one_file() {
+    for seed in 0..SEEDS {
+        let mut random = StdRng::seed_from_u64(seed);
+        let world = World::new(random.random_range(0..FILE_BYTES));
+        let hosts: Vec<Host> = ["a", "b", "c"].map(|name| world.host(name)).into();
+        let mut expected = world.base.clone();
+        for _ in 0..random.random_range(1..30) {
+            let host = &hosts[random.random_range(0..hosts.len())];
+            host.container.take_epoch(&host.disk).expect("look");
+            for _ in 0..random.random_range(1..4) {
+                let change = Change::random(&mut random);
+                host.apply(&change).expect("a change");
+                change.apply(&mut expected);
+                assert_eq!(host.container.len(), expected.len() as u64, "seed {seed}");
+            }
+            host.container.sync(&host.disk).expect("sync");
+            let reader = &hosts[random.random_range(0..hosts.len())];
+            assert!(reader.read().expect("read") == expected, "seed {seed}");
+        }
+        assert!(
+            world.host("d").read().expect("read") == expected,
+            "seed {seed}"
+        );
+    }
+}
+
+/// Changes that do not know of each other have some order, and it is the same for every host.
+#[test]
+fn hosts_that_write_at_once_agree_in_the_end() {
+    for seed in 0..SEEDS {
+        let mut random = StdRng::seed_from_u64(seed);
+        let world = World::new(random.random_range(0..FILE_BYTES));
+        let hosts: Vec<Host> = ["a", "b", "c"].map(|name| world.host(name)).into();
+        for _ in 0..40 {
+            let host = &hosts[random.random_range(0..hosts.len())];
+            match random.random_range(0..10) {
+                0 => host.container.sync(&host.disk).expect("sync"),
+                1 => drop(host.read().expect("read")),
+                _ => host.apply(&Change::random(&mut random)).expect("a change"),
+            }
+        }
+        let expected = world.host("d").read().expect("read");
+        for host in &hosts {
+            assert!(host.read().expect("read") == expected, "seed {seed}");
+        }
+    }
+}
+
+/// A host that dies at any call leaves each change whole or not at all, and those whose call returned are there. Its next
+/// life goes on.
+#[test]
+fn a_host_that_dies_leaves_whole_changes() {
+    for seed in 0..20 {
+        let mut random = StdRng::seed_from_u64(seed);
+        let changes: Vec<Change> = (0..4).map(|_| Change::random(&mut random)).collect();
+        for step in 1.. {
+            let world = World::new(500);
+            let other = world.host("b");
+            let host = world.host("a");
+            host.disk.crash_at(host.disk.steps() + step);
+            let mut before = world.base.clone();
+            let mut done = 0;
+            for change in &changes {
+                if host.apply(change).is_err() {
+                    break;
+                }
+                change.apply(&mut before);
+                done += 1;
+                if host.container.sync(&host.disk).is_err() {
+                    break;
+                }
+            }
+            let is_over = !host.disk.is_dead();
+            let mut after = before.clone();
+            if let Some(next) = changes.get(done) {
+                next.apply(&mut after);
+            }
+            let found = other.read().expect("read");
+            assert!(
+                found == before || found == after,
+                "seed {seed}, step {step}"
+            );
+
+            let again = world.host("a");
+            let mut expected = found;
+            let change = Change::Write(vec![(7, vec![0xaa; 600])]);
+            again.apply(&change).expect("a change of its next life");
+            change.apply(&mut expected);
+            again.container.sync(&again.disk).expect("sync");
+            assert!(
+                other.read().expect("read") == expected,
+                "seed {seed}, step {step}"
+            );
+            if is_over {
+                break;
+            }
+        }
+    }
+}
+
+/// After a power loss everything that was synced is there; what was not is there as it was written, or not at all, or an
+/// error, and never other bytes.
+#[test]
+fn without_power_no_byte_is_wrong() {
+    let (mut lost, mut unreadable) = (0, 0);
+    for seed in 0..SEEDS {
+        let mut random = StdRng::seed_from_u64(seed);
+        let world = World::new(0);
+        let host = world.host("a");
+        let mut synced = Vec::new();
+        for _ in 0..random.random_range(0..4) {
+            let change = Change::random(&mut random);
+            host.apply(&change).expect("a change");
+            change.apply(&mut synced);
+        }
+        host.container.sync(&host.disk).expect("sync");
+        let mut states = vec![synced];
+        for _ in 0..random.random_range(1..4) {
+            let change = Change::random(&mut random);
+            host.apply(&change).expect("a change");
+            let mut next = states.last().expect("one").clone();
+            change.apply(&mut next);
+            states.push(next);
+        }
+        world.disk.power_loss(seed);
+        match world.host("b").read() {
+            Ok(found) => {
+                assert!(states.contains(&found), "seed {seed}");
+                lost += u32::from(found != *states.last().expect("one"));
+            }
+            Err(error) => {
+                assert_eq!(error, Errno::IO, "seed {seed}");
+                unreadable += 1;
+            }
+        }
+    }
+    assert!(
+        lost > 0 && unreadable > 0,
+        "{lost} {unreadable}: this test must lose something"
+    );
+}
+
+/// A file that two hosts wrote, and what it has.
+fn written_world(random: &mut StdRng) -> (World, Vec<u8>) {
+    let world = World::new(random.random_range(0..FILE_BYTES));
+    let mut expected = world.base.clone();
+    let hosts: Vec<Host> = ["a", "b"].map(|name| world.host(name)).into();
+    for _ in 0..random.random_range(1..8) {
+        let host = &hosts[random.random_range(0..hosts.len())];
+        host.container.take_epoch(&host.disk).expect("look");
+        let change = Change::random(random);
+        host.apply(&change).expect("a change");
+        change.apply(&mut expected);
+        host.container.sync(&host.disk).expect("sync");
+    }
+    (world, expected)
+}
+
+fn plain_bytes(disk: &SimBacking) -> Vec<u8> {
+    let (inode, attr) = disk
+        .lookup(&disk.root(), OsStr::new("file"))
+        .expect("lookup");
+    let file = disk.open(&inode, Access::Read).expect("open");
+    let mut bytes = vec![0; attr.size as usize];
+    let count = disk.read_at(&file, &mut bytes, 0).expect("read");
+    bytes.truncate(count);
+    bytes
+}
+
+/// A flat file has the bytes of all logs. A host that dies at any call leaves what others can go on with, and readers see
+/// the same bytes at any moment; so does a power loss at that moment.
+#[test]
+fn a_file_is_flattened_whoever_dies() {
+    for seed in 0..12 {
+        let (first, expected) = written_world(&mut StdRng::seed_from_u64(seed));
+        drop(first);
+        for step in 1.. {
+            let (world, _) = written_world(&mut StdRng::seed_from_u64(seed));
+            let host = world.host("a");
+            host.disk.crash_at(host.disk.steps() + step);
+            let outcome = host.flatten();
+            let is_over = !host.disk.is_dead();
+            if is_over {
+                assert_eq!(outcome, Ok(true), "seed {seed}");
+            } else {
+                host.disk.begin_new_process();
+                if step % 3 == 0 {
+                    world.disk.power_loss(step);
+                }
+            }
+            let reader = world.host("c");
+            let is_flat = reader.ending().expect("look").expect("there").is_flat();
+            let found = match is_flat.expect("look") {
+                true => plain_bytes(&world.disk),
+                false => reader.read().expect("read"),
+            };
+            assert!(found == expected, "seed {seed}, step {step}: read");
+
+            let other = world.host("b");
+            assert_eq!(other.flatten(), Ok(true), "seed {seed}, step {step}");
+            let found = plain_bytes(&world.disk);
+            assert!(found == expected, "seed {seed}, step {step}: flat");
+            let ending = other.ending().expect("look").expect("there");
+            ending.remove().expect("remove");
+            assert!(other.ending().expect("look").is_none());
+            if is_over {
+                break;
+            }
+        }
+    }
+}
+
+/// A container with a host that writes is not sealed; one whose host died is. Nobody begins to write to one that ends.
+#[test]
+fn a_container_ends_with_its_last_writer() {
+    let world = World::new(0);
+    let (a, b) = (world.host("a"), world.host("b"));
+    let ending = |host: &Host| host.flatten().expect("flatten");
+    assert!(
+        a.ending()
+            .expect("look")
+            .expect("there")
+            .begin_writing()
+            .expect("begin")
+    );
+    a.apply(&Change::Write(vec![(0, b"from a".to_vec())]))
+        .expect("write");
+    assert!(!ending(&b), "a writes");
+    a.ending()
+        .expect("look")
+        .expect("there")
+        .end_writing()
+        .expect("end");
+    let dead = world.host("dead");
+    assert!(
+        dead.ending()
+            .expect("look")
+            .expect("there")
+            .begin_writing()
+            .expect("begin")
+    );
+    assert!(ending(&b), "nobody that lives writes");
+    assert!(
+        !a.ending()
+            .expect("look")
+            .expect("there")
+            .begin_writing()
+            .expect("begin")
+    );
+    assert_eq!(plain_bytes(&world.disk), b"from a");
+    // One that was taken for dead and was not learns of it.
+    dead.container.refresh(&dead.disk).expect("look");
+    let late = dead.apply(&Change::Write(vec![(0, b"late".to_vec())]));
+    assert_eq!(late, Err(Errno::STALE));
+}

@@ -1,0 +1,214 @@
+//! The bytes that an index gives, beside a file in memory to which the same changes are made in their order.
+
+use firn_log::frame::{CHECKED_BYTES, Change, Frame, Next, Written};
+use firn_log::resolve::{Key, Resolver, Source, WriterId};
+use firn_log::run::{Piece, Run, find_runs};
+use proptest::prelude::*;
+
+const FILE_BYTES: u64 = 400;
+
+fn id(host: usize) -> WriterId {
+    WriterId {
+        host: host as u64,
+        life: 1,
+    }
+}
+
+/// What one host does, in its order.
+#[derive(Clone, Debug)]
+enum Step {
+    Write(Vec<Piece>),
+    Cut(u64),
+    /// It opens or syncs the file: what it does from now on is newer than all that was done until now.
+    Sync,
+}
+
+fn any_step() -> impl Strategy<Value = (usize, Step)> {
+    let piece = (0..FILE_BYTES, 1u64..40).prop_map(|(offset, len)| Piece { offset, len });
+    let strided =
+        (0..100u64, 1u64..12, 0u64..12, 1u64..10).prop_map(|(offset, len, gap, count)| {
+            let pieces = (0..count).map(|number| Piece {
+                offset: offset + (len + gap) * number,
+                len,
+            });
+            pieces.collect::<Vec<_>>()
+        });
+    let step = prop_oneof![
+        4 => proptest::collection::vec(piece, 1..4).prop_map(disjoint).prop_map(Step::Write),
+        4 => strided.prop_map(Step::Write),
+        1 => (0..FILE_BYTES + 100).prop_map(Step::Cut),
+        2 => Just(Step::Sync),
+    ];
+    (0..3usize, step)
+}
+
+/// The pieces of one write of the drain do not overlap.
+fn disjoint(mut pieces: Vec<Piece>) -> Vec<Piece> {
+    pieces.sort_by_key(|piece| piece.offset);
+    let mut end = 0;
+    pieces.retain(|piece| {
+        let is_free = piece.offset >= end;
+        if is_free {
+            end = piece.offset + piece.len;
+        }
+        is_free
+    });
+    pieces
+}
+
+/// One host: its log, its index, its epoch.
+#[derive(Default)]
+struct Host {
+    log: Vec<u8>,
+    index: Vec<u8>,
+    frames: u64,
+    epoch: u64,
+}
+
+impl Host {
+    fn append(&mut self, change: Change) {
+        let frame = Frame {
+            epoch: self.epoch,
+            change,
+        };
+        frame.encode(&mut self.index);
+        self.frames += 1;
+    }
+
+    fn write(&mut self, pieces: &[Piece], mark: u8) {
+        let position = self.log.len() as u64;
+        let bytes: u64 = pieces.iter().map(|piece| piece.len).sum();
+        self.log
+            .extend((0..bytes).map(|at| mark.wrapping_add(at as u8)));
+        let checksums = self.log[position as usize..].chunks(CHECKED_BYTES as usize);
+        let checksums = checksums.map(crc32c::crc32c).collect();
+        self.append(Change::Written(Written {
+            log: 0,
+            position,
+            checksums,
+            runs: find_runs(pieces.iter().copied()),
+        }));
+    }
+}
+
+/// The reference: every change with its key, made to a vector in the order of keys.
+fn expected(base: &[u8], mut changes: Vec<(Key, Change, Vec<u8>)>) -> Vec<u8> {
+    changes.sort_by_key(|(key, ..)| *key);
+    let mut file = base.to_vec();
+    for (_, change, bytes) in changes {
+        match change {
+            Change::Cut(len) => file.resize(len as usize, 0),
+            Change::Written(written) => {
+                let pieces = written.runs.iter().flat_map(Run::pieces);
+                let offsets = pieces.flat_map(|piece| piece.offset..piece.offset + piece.len);
+                for (offset, byte) in offsets.zip(bytes) {
+                    if file.len() as u64 <= offset {
+                        file.resize(offset as usize + 1, 0);
+                    }
+                    file[offset as usize] = byte;
+                }
+            }
+        }
+    }
+    file
+}
+
+fn read(resolver: &Resolver, hosts: &[Host], base: &[u8], range: std::ops::Range<u64>) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for segment in resolver.find(range) {
+        let (from, to) = (segment.file.start as usize, segment.file.end as usize);
+        match segment.source {
+            Source::Plain => bytes.extend(&base[from..to]),
+            Source::Hole => bytes.resize(bytes.len() + to - from, 0),
+            Source::Log { key, position, .. } => {
+                let log = &hosts[key.writer.host as usize].log;
+                bytes.extend(&log[position as usize..][..to - from]);
+            }
+        }
+    }
+    bytes
+}
+
+proptest! {
+    #[test]
+    fn the_index_gives_the_bytes_of_all_changes_in_order(
+        steps in proptest::collection::vec(any_step(), 0..40),
+        base_len in 0..FILE_BYTES,
+        seed in any::<u64>(),
+        from in 0..FILE_BYTES,
+        len in 0..FILE_BYTES,
+    ) {
+        let base: Vec<u8> = (0..base_len).map(|at| at as u8 | 0x80).collect();
+        let mut hosts: Vec<Host> = (0..3).map(|_| Host::default()).collect();
+        let mut changes = Vec::new();
+        for (number, (host, step)) in steps.into_iter().enumerate() {
+            let newest = hosts.iter().filter(|host| host.frames > 0).map(|host| host.epoch).max();
+            let writer = id(host);
+            let host = &mut hosts[host];
+            let key = Key { epoch: host.epoch, writer, frame: host.frames };
+            match step {
+                Step::Sync => {
+                    host.epoch = host.epoch.max(newest.map_or(0, |newest| newest + 1));
+                    continue;
+                }
+                Step::Cut(len) => {
+                    host.append(Change::Cut(len));
+                    changes.push((key, Change::Cut(len), Vec::new()));
+                }
+                Step::Write(pieces) => {
+                    let start = host.log.len();
+                    host.write(&pieces, (number * 37) as u8);
+                    let runs = find_runs(pieces);
+                    let change = Change::Written(Written { log: 0, position: 0, checksums: vec![], runs });
+                    changes.push((key, change, host.log[start..].to_vec()));
+                }
+            }
+        }
+
+        let mut resolver = Resolver::new(base_len);
+        let mut frames = Vec::new();
+        for (writer, host) in hosts.iter().enumerate() {
+            let mut rest = host.index.as_slice();
+            let mut number = 0;
+            while let Next::Frame(frame, bytes) = Frame::decode(rest) {
+                frames.push((id(writer), number, frame));
+                rest = &rest[bytes..];
+                number += 1;
+            }
+            prop_assert!(rest.is_empty());
+        }
+        // Indexes may be seen in any order.
+        let count = frames.len().max(1);
+        frames.sort_by_key(|(writer, number, _)| (seed.wrapping_mul(2 * (writer.host + 3 * number) + 1)) % count as u64);
+        for (writer, number, frame) in frames {
+            resolver.add(writer, number, frame);
+        }
+
+        let expected = expected(&base, changes);
+        prop_assert_eq!(resolver.len(), expected.len() as u64);
+        prop_assert_eq!(read(&resolver, &hosts, &base, 0..u64::MAX), expected.clone());
+        let range = (from as usize).min(expected.len())..((from + len) as usize).min(expected.len());
+        prop_assert_eq!(read(&resolver, &hosts, &base, from..from + len), &expected[range]);
+    }
+}
+
+#[test]
+fn what_is_written_after_a_sync_is_newer_whatever_the_hosts_are_called() {
+    let write = |epoch, byte_position| Frame {
+        epoch,
+        change: Change::Written(Written {
+            log: 0,
+            position: byte_position,
+            checksums: vec![0],
+            runs: find_runs([Piece { offset: 0, len: 10 }]),
+        }),
+    };
+    // Host 1 wrote first; host 0 synced after it and wrote too.
+    let mut resolver = Resolver::new(0);
+    resolver.add(id(0), 0, write(2, 70));
+    resolver.add(id(1), 0, write(1, 50));
+    let found = resolver.find(0..10);
+    assert_eq!(found.len(), 1);
+    assert!(matches!(found[0].source, Source::Log { position: 70, .. }));
+    assert_eq!(resolver.last_epoch(), Some(2));
+}
