@@ -9,12 +9,6 @@ use std::ptr;
 /// Shorter ones would win too, but what is short may be read again soon.
 const STREAM_BYTES_MIN: usize = 64 << 10;
 
-/// Asks what the processor can do, before the first copy needs the answer.
-pub(crate) fn prepare() {
-    #[cfg(target_arch = "x86_64")]
-    std::hint::black_box(std::arch::is_x86_feature_detected!("avx512f"));
-}
-
 /// Copies `len` bytes. When it returns, a Release store publishes them, however they were stored.
 ///
 /// # Safety
@@ -37,14 +31,14 @@ pub unsafe fn copy(to: *mut u8, from: *const u8, len: usize) {
 unsafe fn copy_many(to: *mut u8, from: *const u8, len: usize) {
     #[cfg(target_arch = "x86_64")]
     {
-        // The answers are kept in a static word after the first question; no allocation, no lock.
-        if std::arch::is_x86_feature_detected!("avx512f") {
+        let processor = firn_format::processor::processor();
+        if processor.has_avx512 {
             // SAFETY: the ranges are what this function was promised, and the processor has AVX-512F.
             return unsafe { stream(to, from, len, 64, avx512) };
         }
-        if std::arch::is_x86_feature_detected!("avx2") {
-            // SAFETY: the ranges are what this function was promised, and the processor has AVX2.
-            return unsafe { stream(to, from, len, 32, avx2) };
+        if processor.has_avx {
+            // SAFETY: the ranges are what this function was promised, and the processor has AVX.
+            return unsafe { stream(to, from, len, 32, avx) };
         }
     }
     // SAFETY: readable, writable and apart for `len` bytes, as this function was promised.
@@ -124,8 +118,8 @@ body! {
 #[cfg(target_arch = "x86_64")]
 body! {
     /// # Safety
-    /// AVX2; `to` is aligned to 32, `len` is a multiple of 128.
-    avx2, "avx2", 32, _mm256_loadu_si256, _mm256_stream_si256
+    /// AVX; `to` is aligned to 32, `len` is a multiple of 128.
+    avx, "avx", 32, _mm256_loadu_si256, _mm256_stream_si256
 }
 
 #[cfg(test)]
@@ -180,7 +174,7 @@ mod tests {
                 64,
                 avx512 as unsafe fn(_, _, _),
             ),
-            (std::arch::is_x86_feature_detected!("avx2"), 32, avx2),
+            (std::arch::is_x86_feature_detected!("avx"), 32, avx),
         ] {
             let mut target = vec![0u8; source.len()];
             if has {

@@ -10,6 +10,7 @@
 pub mod arena_map;
 pub mod connection;
 mod copy;
+pub mod processor;
 pub mod slab_writer;
 pub mod syscall;
 

@@ -20,28 +20,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_format::append::{AppendError, RecordTable, Room, SlabCursor};
 use firn_format::data_socket::{OFFSET_MAX, Slab};
-use firn_format::piece::{PIECE_BYTES, Piece, Seals};
+use firn_format::piece::{PIECE_BYTES, Piece};
 use firn_format::slab::{WRITER_BUSY, writer_idle};
 
 use crate::copy::copy;
 
-/// Asks the processor what it can do, for [`copy()`] and checksums. It does so once in a process, and a virtual
-/// machine answers late: 40 µs, better spent while firnd works.
+/// What only the first write of a process waits for, better done while firnd works.
 pub fn prepare() {
-    crate::copy::prepare();
+    firn_format::processor::processor();
     // Where the kernel keeps its clock is looked up at the first question.
     let _ = now_ns();
-    // The checksum's own question.
-    std::hint::black_box(Seals::new(
-        &Piece {
-            file: 0,
-            offset: 0,
-            sequence: 0,
-            position: 0,
-            len: 0,
-        },
-        0,
-    ));
 }
 
 /// What became of [`SlabWriter::append`].

@@ -11,6 +11,7 @@ pub mod home;
 pub mod journal;
 pub mod mountinfo;
 pub mod piece;
+pub mod processor;
 pub mod quote;
 pub mod record;
 pub mod sealed;

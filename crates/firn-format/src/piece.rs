@@ -17,6 +17,8 @@
 //! time, which changes alone: what it says is bounded by whoever reads it.
 
 use crate::FormatError;
+#[cfg(target_arch = "x86_64")]
+use crate::processor::processor;
 
 /// Bytes of a record.
 pub const PIECE_BYTES: u64 = 40;
@@ -118,15 +120,32 @@ impl Piece {
     }
 
     fn checksum(&self, generation: u64) -> u32 {
-        let mut bytes = [0u8; 40];
-        bytes[0..8].copy_from_slice(&self.file.to_le_bytes());
-        bytes[8..16].copy_from_slice(&self.offset.to_le_bytes());
-        bytes[16..24].copy_from_slice(&self.sequence.to_le_bytes());
-        bytes[24..28].copy_from_slice(&self.position.to_le_bytes());
-        bytes[28..32].copy_from_slice(&self.len.to_le_bytes());
-        bytes[32..40].copy_from_slice(&generation.to_le_bytes());
-        crc32c::crc32c(&bytes)
+        sum_words([
+            self.file,
+            self.offset,
+            self.sequence,
+            u64::from(self.position) | u64::from(self.len) << 32,
+            generation,
+        ])
     }
+}
+
+/// CRC32C of the words' bytes, lowest first.
+fn sum_words(words: [u64; 5]) -> u32 {
+    #[cfg(target_arch = "x86_64")]
+    if processor().has_crc32c {
+        // SAFETY: the processor has SSE4.2, as just asked.
+        return unsafe { sum_words_by_instruction(words) };
+    }
+    let bytes = words.map(u64::to_le_bytes);
+    crc32c::crc32c(bytes.as_flattened())
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "sse4.2")]
+fn sum_words_by_instruction(words: [u64; 5]) -> u32 {
+    let next = |sum, word| std::arch::x86_64::_mm_crc32_u64(sum, word);
+    !(words.into_iter().fold(u64::from(u32::MAX), next) as u32)
 }
 
 /// The seals of one piece at all its lengths. The one field that an append changes is not summed anew with the
@@ -248,6 +267,17 @@ impl RawPiece {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn words_are_summed_as_their_bytes_are() {
+        for seed in 0..1000u64 {
+            let words = [1, 3, 5, 7, 11]
+                .map(|odd| seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_pow(odd));
+            let bytes = words.map(u64::to_le_bytes);
+            let expected = crc32c::crc32c(bytes.as_flattened());
+            assert_eq!(sum_words(words), expected, "{words:?}");
+        }
+    }
 
     #[test]
     fn a_record_of_an_earlier_lease_does_not_verify() {

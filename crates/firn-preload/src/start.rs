@@ -49,6 +49,7 @@ extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *cons
         )
     };
     trees::begin_trees(dir);
+    firn_direct::processor::take_from_c_library();
     stub::set_patience(wait);
     patience::set_direct_after(direct_after);
     ACTIVE.store(u32::from(failed == 0), Ordering::Release);

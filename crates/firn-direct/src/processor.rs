@@ -1,0 +1,76 @@
+//! The C library's knowledge of the processor, so that nobody asks the processor again.
+//!
+//! glibc asks when a program starts, to choose its own memcpy, and tells what it found since 2.33
+//! (`<sys/platform/x86.h>`). Where it does not, [`firn_format::processor`] asks at the first use.
+
+/// Takes the answers over. Looks a symbol up, so not in a signal handler.
+pub fn take_from_c_library() {
+    #[cfg(target_arch = "x86_64")]
+    if let Some(processor) = x86::known_to_c_library() {
+        firn_format::processor::note_processor(processor);
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::ffi::c_uint;
+
+    use firn_format::processor::Processor;
+
+    /// glibc's `struct cpuid_feature`: EAX, EBX, ECX and EDX of a leaf of CPUID, as the processor has them and as they
+    /// can be used: not without the system, and not what GLIBC_TUNABLES takes away.
+    #[repr(C)]
+    struct Leaf {
+        cpuid: [c_uint; 4],
+        usable: [c_uint; 4],
+    }
+
+    type LeafOf = unsafe extern "C" fn(c_uint) -> *const Leaf;
+
+    /// glibc's numbers (`CPUID_INDEX_1`, `CPUID_INDEX_7`).
+    const LEAF_1: c_uint = 0;
+    const LEAF_7: c_uint = 1;
+    const EBX: usize = 1;
+    const ECX: usize = 2;
+
+    pub(super) fn known_to_c_library() -> Option<Processor> {
+        // SAFETY: the name is a C string.
+        let found =
+            unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"__x86_get_cpuid_feature_leaf".as_ptr()) };
+        if found.is_null() {
+            return None;
+        }
+        // SAFETY: glibc's own name for a function of this type, which no other C library has.
+        let leaf_of: LeafOf = unsafe { std::mem::transmute(found) };
+        let usable = |leaf: c_uint| {
+            // SAFETY: takes any number, and returns a leaf that is never changed, zeros for one that it does not know.
+            unsafe { leaf_of(leaf).as_ref() }.map(|leaf| leaf.usable)
+        };
+        let (first, seventh) = (usable(LEAF_1)?, usable(LEAF_7)?);
+        Some(Processor {
+            has_crc32c: first[ECX] & 1 << 20 != 0,
+            has_avx: first[ECX] & 1 << 28 != 0,
+            has_avx512: seventh[EBX] & 1 << 16 != 0,
+        })
+    }
+}
+
+#[cfg(all(test, target_arch = "x86_64"))]
+mod tests {
+    use firn_format::processor::Processor;
+
+    #[test]
+    fn the_c_library_knows_what_the_processor_says() {
+        let asked = Processor {
+            has_crc32c: std::arch::is_x86_feature_detected!("sse4.2"),
+            has_avx: std::arch::is_x86_feature_detected!("avx"),
+            has_avx512: std::arch::is_x86_feature_detected!("avx512f"),
+        };
+        // Older C libraries, and others, tell nothing.
+        let known = super::x86::known_to_c_library();
+        assert!(
+            known.is_none_or(|known| known == asked),
+            "{known:?} {asked:?}"
+        );
+    }
+}
