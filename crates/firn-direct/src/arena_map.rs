@@ -2,9 +2,10 @@
 //!
 //! Promises
 //! * What is mapped stays mapped as long as the process lives, so words of it may be borrowed for ever. Children of
-//!   fork(2) do not have it, and core dumps leave it out.
+//!   fork(2) do not have what may be written, and core dumps leave it out.
 //! * An offset that somebody else gave is compared with the mapping before anything is read or written there.
 
+use std::ffi::c_void;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr;
 use std::sync::atomic::AtomicU32;
@@ -152,7 +153,45 @@ impl ArenaMap {
 /// Maps a part of a file, for good, at an address that suits huge pages.
 fn map_part(fd: BorrowedFd<'_>, offset: u64, len: u64, prot: ProtFlags) -> Option<*mut u8> {
     let len_mapped = usize::try_from(len.checked_next_multiple_of(PAGE)?).ok()?;
-    let room = len_mapped.checked_add(HUGE as usize)?;
+    // SAFETY: a new mapping where the kernel finds room replaces nothing.
+    let at = unsafe {
+        rustix::mm::mmap(
+            ptr::null_mut(),
+            len as usize,
+            prot,
+            MapFlags::SHARED,
+            fd,
+            offset,
+        )
+    };
+    let mut at = at.ok()?;
+    // Kernels before 6.7, and those that use no huge pages for this file, take any page.
+    if len >= HUGE && !(at as u64 ^ offset).is_multiple_of(HUGE) {
+        let aligned = map_aligned(fd, (offset, len_mapped), prot);
+        // SAFETY: all of what was just mapped; nobody knows of it.
+        let _ = unsafe { rustix::mm::munmap(at, len as usize) };
+        at = aligned?;
+    }
+    // What is only read harms no child, and a core dump leaves it out anyway: it is a file.
+    let advices = [Advice::LinuxDontFork, Advice::LinuxDontDump];
+    for advice in advices
+        .into_iter()
+        .filter(|_| prot.contains(ProtFlags::WRITE))
+    {
+        // SAFETY: of what was just mapped; neither changes what is in memory here.
+        let _ = unsafe { rustix::mm::madvise(at, len as usize, advice) };
+    }
+    Some(at.cast())
+}
+
+/// The same with an address chosen here, out of more room than needed.
+#[cold]
+fn map_aligned(
+    fd: BorrowedFd<'_>,
+    (offset, len): (u64, usize),
+    prot: ProtFlags,
+) -> Option<*mut c_void> {
+    let room = len.checked_add(HUGE as usize)?;
     let reserve = MapFlags::PRIVATE | MapFlags::NORESERVE;
     // SAFETY: new memory where the kernel finds room replaces nothing.
     let start =
@@ -161,19 +200,15 @@ fn map_part(fd: BorrowedFd<'_>, offset: u64, len: u64, prot: ProtFlags) -> Optio
     let shift = (offset as usize).wrapping_sub(start as usize) % HUGE as usize;
     let at = start.wrapping_byte_add(shift);
     let flags = MapFlags::SHARED | MapFlags::FIXED;
-    // SAFETY: replaces a part of what was just reserved: `shift` is less than the room beyond `len_mapped`.
-    let mapped = unsafe { rustix::mm::mmap(at, len as usize, prot, flags, fd, offset) };
+    // SAFETY: replaces a part of what was just reserved: `shift` is less than the room beyond `len`.
+    let mapped = unsafe { rustix::mm::mmap(at, len, prot, flags, fd, offset) };
     if mapped.is_err() {
         // SAFETY: all of what was just reserved; nobody knows of it.
         let _ = unsafe { rustix::mm::munmap(start, room) };
         return None;
     }
     // The reservation around it stays, without access: unmapping it takes two system calls, and it costs addresses only.
-    for advice in [Advice::LinuxDontFork, Advice::LinuxDontDump] {
-        // SAFETY: of what was just mapped; neither changes what is in memory here.
-        let _ = unsafe { rustix::mm::madvise(at, len as usize, advice) };
-    }
-    Some(at.cast())
+    Some(at)
 }
 
 #[cfg(test)]
