@@ -47,11 +47,8 @@ impl<B: Backing> Engine<B> {
         let handle = self.writable(token)?;
         let file = &handle.file;
         let privileges = self.privileges.epoch();
-        let plain = self.object(&file.inode).is_ok_and(|object| {
-            let attr = self.backing.attr(&object);
-            attr.is_ok_and(|attr| !has_set_id_bits(&attr)) && !self.has_capabilities(&object)
-        });
-        if !plain
+        let has_capabilities = |object| self.has_capabilities(&object);
+        if self.object(&file.inode).map_or(true, has_capabilities)
             || self.is_nameless(file).unwrap_or(true)
             || *handle.mode.lock() != OpenMode::Engine
         {
@@ -64,15 +61,13 @@ impl<B: Backing> Engine<B> {
         let in_backing = self
             .object(&file.inode)
             .and_then(|object| self.backing.attr(&object));
-        let Ok(attr) = in_backing else {
+        let plain = in_backing.ok().filter(|attr| !has_set_id_bits(attr));
+        // Who gave it privileges meanwhile found no grant to end.
+        let is_same = self.privileges.epoch() == privileges;
+        let Some(attr) = plain.filter(|_| is_same) else {
             self.end_direct_access(client, token);
             return Err(DirectRefusal::Busy);
         };
-        // Who gave it privileges meanwhile found no grant to end.
-        if self.privileges.epoch() != privileges {
-            self.end_direct_access(client, token);
-            return Err(DirectRefusal::Busy);
-        }
         Ok(DirectGrant {
             file_id,
             size: whole_size(&attr, end),
