@@ -55,7 +55,7 @@ pub fn say(connection: &Connection, packet: &[u8]) -> Option<Status> {
 }
 
 /// The head of the next reply, whatever follows it; `None`: the other side closed.
-fn receive_any(connection: &Connection) -> Option<Reply> {
+pub fn receive_any(connection: &Connection) -> Option<Reply> {
     let mut reply = Reply::default();
     let mut rest = vec![0; DATA_BYTES_MAX];
     let mut head = Incoming::from(reply.as_mut_bytes());
@@ -172,7 +172,7 @@ impl Client {
     pub fn new(token: &Token) -> Self {
         let own_user = rustix::process::geteuid().as_raw();
         let connection = Connection::to(token, own_user).expect("the data socket");
-        connection.send_hello().expect("send hello");
+        connection.send_hello(None).expect("send hello");
         let (arena, fd) = connection.receive_hello(&token.arena).expect("the arena");
         let map = ArenaMap::map(&fd, &arena).expect("map the arena");
         Self { connection, map }
@@ -424,8 +424,8 @@ pub fn print_version(path: &Path) {
     );
 }
 
-/// Two requests in one packet, for those who send nonsense.
-pub fn two_requests() -> Vec<u8> {
-    let one = Request::new(Op::Hello, 0, DATA_SOCKET_VERSION.into());
-    [one.as_bytes(), one.as_bytes()].concat()
+/// The first request of a connection and another one in one packet.
+pub fn hello_and(next: &Request) -> Vec<u8> {
+    let hello = Request::new(Op::Hello, 0, DATA_SOCKET_VERSION.into());
+    [hello.as_bytes(), next.as_bytes()].concat()
 }

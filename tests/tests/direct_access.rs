@@ -7,10 +7,12 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use firn_direct::connection::token_of;
+use firn_direct::connection::{Outgoing, token_of};
 use firn_format::data_socket::{DATA_SOCKET_VERSION, Op, Request, Status};
 use firn_tests::command::{copy_program, run};
-use firn_tests::data_socket::{Client, acknowledged, byte_at, knock, pester, say, two_requests};
+use firn_tests::data_socket::{
+    Client, acknowledged, byte_at, hello_and, knock, pester, receive_any, say,
+};
 use firn_tests::mount::patient;
 use firn_tests::random::generator;
 use firn_tests::{FirnMount, Sandbox, helper_binary, seed, wait_until};
@@ -221,11 +223,19 @@ fn nonsense_on_the_socket_ends_that_connection_and_nothing_else() {
     let hello = request(Op::Hello as u32, DATA_SOCKET_VERSION.into());
     let version = request(Op::Hello as u32, 99);
     let early = request(Op::Lease as u32, 1);
-    let packets: [(&[u8], Status); 6] = [
+    let of_a_length = Request {
+        len: 1,
+        ..request(Op::Extents as u32, 0)
+    };
+    let packets: [(&[u8], Status); 10] = [
         (b"x", Status::Malformed),
         (&[0xff; 24], Status::Malformed),
         (&[7; 5000], Status::Malformed),
-        (&two_requests(), Status::Malformed),
+        (&hello_and(&hello), Status::Malformed),
+        (&hello_and(&early), Status::Malformed),
+        (&hello_and(&request(77, 0)), Status::Malformed),
+        (&hello_and(&of_a_length), Status::Malformed),
+        (&[hello.as_bytes(), b"x"].concat(), Status::Malformed),
         (version.as_bytes(), Status::Version),
         (early.as_bytes(), Status::Malformed),
     ];
@@ -251,6 +261,40 @@ fn nonsense_on_the_socket_ends_that_connection_and_nothing_else() {
     direct.append_again(0, b"still here");
     drop(idle);
     assert_eq!(std::fs::read(mount.join("file")).unwrap(), b"still here");
+}
+
+#[test]
+fn a_grant_and_its_first_lease_come_with_the_connection() {
+    let sandbox = Sandbox::new("direct-together");
+    let mount = FirnMount::new(&sandbox, &patient("close=held"));
+    let file = File::create(mount.join("file")).unwrap();
+    let token = token_of(&file).unwrap();
+    let open = Request::new(Op::OpenWrite, token.token, 100_000);
+    let socket = knock(&token).unwrap();
+    assert_eq!(say(&socket, &hello_and(&open)), Some(Status::Ok));
+    let reply = receive_any(&socket).unwrap();
+    assert_eq!(Status::from_word(reply.status), Status::Ok);
+    assert!(reply.file_id > 0 && reply.lease.end >= reply.lease.start + 100_000);
+    // No grant, and so no lease.
+    let unknown = Request::new(Op::OpenWrite, u64::MAX, 100_000);
+    let other = knock(&token).unwrap();
+    assert_eq!(say(&other, &hello_and(&unknown)), Some(Status::Ok));
+    let refused = receive_any(&other).unwrap();
+    assert_eq!(Status::from_word(refused.status), Status::BadToken);
+    assert_eq!((refused.lease.end, refused.count), (0, 0));
+    // A grant alone.
+    let alone = Request::new(Op::OpenWrite, token.token, 0);
+    socket
+        .send_packet(alone.as_bytes().into(), Outgoing::none(), None)
+        .unwrap();
+    let reply = receive_any(&socket).unwrap();
+    assert_eq!(Status::from_word(reply.status), Status::Ok);
+    assert_eq!((reply.lease.end, reply.count), (0, 0));
+    let extents = Request::new(Op::Extents, u64::MAX, 0);
+    let reader = knock(&token).unwrap();
+    assert_eq!(say(&reader, &hello_and(&extents)), Some(Status::Ok));
+    let reply = receive_any(&reader).unwrap();
+    assert_eq!(Status::from_word(reply.status), Status::BadToken);
 }
 
 #[test]

@@ -23,7 +23,7 @@ use std::time::Duration;
 use firn_backing::Backing;
 use firn_engine::{ClientId, DirectRefusal, Engine, HandleId};
 use firn_format::data_socket::{
-    Arena, DATA_BYTES_MAX, DATA_SOCKET_VERSION, Op, Reply, Request, Status,
+    Arena, DATA_BYTES_MAX, DATA_SOCKET_VERSION, Op, Reply, Request, Slab, Status,
 };
 use firn_format::geometry::{PAGE, WORDS_BYTES, WORDS_OFFSET};
 use firn_fuse::{Gate, Invalidator};
@@ -234,11 +234,11 @@ fn serve<B: Backing>(
     let pid = peer.pid.map_or(0, std::num::NonZeroU32::get);
     set_socket_timeout(socket, Timeout::Send, Some(SEND_TIMEOUT))?;
     let mut greeted = false;
-    // Clients of a mount send requests only.
+    // Clients of a mount send requests only, two at once at first.
     let room = if matches!(shared.served, Served::Tree(_)) {
         DATA_BYTES_MAX
     } else {
-        0
+        size_of::<Request>()
     };
     let mut data = vec![0u8; room];
     let mut topped_up = false;
@@ -264,9 +264,14 @@ fn serve<B: Backing>(
         };
         let answer = match (op, &shared.served) {
             (Op::Hello, _) if !greeted && request.arg == u64::from(DATA_SOCKET_VERSION) => {
+                let behind = data.get(..len).unwrap_or_default();
+                let Some(next) = request_with_hello(behind).filter(|_| given.is_none()) else {
+                    return refuse(socket, Status::Malformed);
+                };
                 greeted = true;
                 hello(socket, &shared.engine)?;
-                continue;
+                let Some((op, request)) = next else { continue };
+                answer(shared, client, pid, op, &request)
             }
             (Op::Hello, _) if !greeted => return refuse(socket, Status::Version),
             (Op::Hello, _) => return refuse(socket, Status::Malformed),
@@ -286,14 +291,30 @@ fn serve<B: Backing>(
                     None => return refuse(socket, Status::Malformed),
                 }
             }
-            (op, _) if op != Op::Lease && request.len != 0 => {
+            _ if len != 0 || given.is_some() || !has_usual_len(op, &request) => {
                 return refuse(socket, Status::Malformed);
             }
-            _ if len != 0 || given.is_some() => return refuse(socket, Status::Malformed),
             (op, _) => answer(shared, client, pid, op, &request),
         };
         send(socket, &answer)?;
     }
+}
+
+/// Whether only a request that says so has a length.
+fn has_usual_len(op: Op, request: &Request) -> bool {
+    request.len == 0 || matches!(op, Op::Lease | Op::OpenWrite)
+}
+
+/// The request in the packet of the first one, behind it: `Some(None)` where there is none, `None` where it is not one
+/// that may stand there.
+fn request_with_hello(behind: &[u8]) -> Option<Option<(Op, Request)>> {
+    if behind.is_empty() {
+        return Some(None);
+    }
+    let request = Request::read_from_bytes(behind).ok()?;
+    let op = Op::from_word(request.op)?;
+    let may_follow = matches!(op, Op::OpenWrite | Op::Extents) && has_usual_len(op, &request);
+    may_follow.then_some(Some((op, request)))
 }
 
 /// What a client sent: a request, bytes behind it, a descriptor.
@@ -408,6 +429,8 @@ fn answer<B: Backing>(
 ) -> Answer {
     let engine = &shared.engine;
     let token = HandleId(token);
+    let lease =
+        || shared.with_pass(|| engine.lease_slabs(client, token, (pid, len.checked_sub(1)), arg));
     match op {
         Op::OpenWrite => match shared.with_pass(|| engine.grant_direct_access(client, token)) {
             Ok(grant) => {
@@ -415,28 +438,19 @@ fn answer<B: Backing>(
                 if let Served::Mount(kernel) = &shared.served {
                     kernel.invalidate_attributes(grant.inode);
                 }
-                Reply {
+                let opened = Reply {
                     file_id: grant.file_id.get(),
                     size: grant.size,
                     ..Reply::default()
+                };
+                match arg {
+                    0 => opened.into(),
+                    _ => lease().map_or_else(from_first_lease, |slabs| of_slabs(opened, slabs)),
                 }
-                .into()
             }
             Err(refusal) => refusal.into(),
         },
-        Op::Lease => match shared
-            .with_pass(|| engine.lease_slabs(client, token, (pid, len.checked_sub(1)), arg))
-        {
-            Ok((lease, more)) => Answer(
-                Reply {
-                    count: more.len() as u32,
-                    lease,
-                    ..Reply::default()
-                },
-                more.as_bytes().to_vec(),
-            ),
-            Err(refusal) => refusal.into(),
-        },
+        Op::Lease => lease().map_or_else(Answer::from, |slabs| of_slabs(Reply::default(), slabs)),
         Op::EndWrite => {
             engine.end_direct_access(client, token);
             Answer::status(Status::Ok)
@@ -464,6 +478,24 @@ fn answer<B: Backing>(
         Op::EndRead => Answer::status(Status::Ok),
         _ => Answer::status(Status::Malformed),
     }
+}
+
+/// Leased slabs as part of an answer.
+fn of_slabs(reply: Reply, (lease, more): (Slab, Vec<Slab>)) -> Answer {
+    let reply = Reply {
+        count: more.len() as u32,
+        lease,
+        ..reply
+    };
+    Answer(reply, more.as_bytes().to_vec())
+}
+
+/// The answer where a grant got no lease. It was known by its token, so it has been revoked where it is not now.
+fn from_first_lease(refusal: DirectRefusal) -> Answer {
+    Answer::from(match refusal {
+        DirectRefusal::BadToken => DirectRefusal::Busy,
+        other => other,
+    })
 }
 
 fn refuse(socket: &OwnedFd, status: Status) -> io::Result<()> {

@@ -291,10 +291,14 @@ impl Connection {
         self.receive_reply(&mut payload.room)
     }
 
-    /// Sends the first request of every connection.
-    pub fn send_hello(&self) -> Result<(), CallError> {
+    /// Sends the first request of every connection, and the second one with it, if there is one: firnd wakes up once for both.
+    pub fn send_hello(&self, next: Option<&Request>) -> Result<(), CallError> {
         let hello = Request::new(Op::Hello, 0, u64::from(DATA_SOCKET_VERSION));
-        self.send_request(&hello, &Payload::none())
+        let payload = Payload {
+            data: next.map_or(Outgoing::none(), |next| Outgoing::from(next.as_bytes())),
+            ..Payload::none()
+        };
+        self.send_request(&hello, &payload)
     }
 
     /// Receives the reply to [`Connection::send_hello`]: the arena and its descriptor, if it is the arena `uuid`.

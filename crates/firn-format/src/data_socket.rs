@@ -1,9 +1,9 @@
 //! What a client process and firnd say to each other: leases of slabs, lists of extents.
 //!
 //! The data socket is a `SOCK_SEQPACKET` beside the control socket. A client sends one [`Request`] a
-//! packet, firnd answers each with one packet, in order: a [`Reply`], for [`Op::Extents`] and [`Op::Lease`] followed by
+//! packet, firnd answers each with one packet, in order: a [`Reply`], for [`Op::Extents`], [`Op::OpenWrite`] and [`Op::Lease`] followed by
 //! so many [`Extent`]s or [`Slab`]s as `count` says. The first request is [`Op::Hello`]; its reply carries the
-//! descriptor of the arena (`SCM_RIGHTS`) and an [`Arena`] after the [`Reply`]. All structures are plain
+//! descriptor of the arena (`SCM_RIGHTS`) and an [`Arena`] after the [`Reply`]. The second one may come in its packet. All structures are plain
 //! words in the byte order of the machine: both ends are on one host.
 //!
 //! An open file is meant by its token: what [`IOCTL_TOKEN`] on a descriptor of the mount gives. It is the
@@ -12,7 +12,7 @@
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Version of these messages; firnd refuses others with [`Status::Version`].
-pub const DATA_SOCKET_VERSION: u32 = 4;
+pub const DATA_SOCKET_VERSION: u32 = 5;
 
 /// ioctl(2) on an open file of a mount, `_IOR('F', 0xd0, Token)`: who serves it and under which name.
 /// ENOTTY from any other file system.
@@ -39,10 +39,12 @@ pub struct Token {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Op {
-    /// `arg` is [`DATA_SOCKET_VERSION`].
+    /// `arg` is [`DATA_SOCKET_VERSION`]. An [`Op::OpenWrite`] or [`Op::Extents`] may follow in the same packet; each has
+    /// a reply of its own.
     Hello = 1,
     /// May this process write the open file by direct access? The answer is yes while nobody else has it
-    /// open. [`Reply::file_id`] names it in piece records, [`Reply::size`] is its length.
+    /// open. [`Reply::file_id`] names it in piece records, [`Reply::size`] is its length. Where `arg` is not 0, its first
+    /// leases come along, with `arg`, `len`, the reply and [`Status::Full`] as of [`Op::Lease`].
     OpenWrite = 2,
     /// Ends all leases of this open file but the last one, and gives slabs that are to be filled in this order:
     /// [`Reply::lease`] and [`Reply::count`] more that follow the reply, at most [`LEASE_SLABS_MAX`] together. `arg` is
@@ -195,7 +197,7 @@ pub struct Reply {
     pub stamp: u32,
     /// Of [`Status::Failed`].
     pub errno: u32,
-    /// [`Op::Lease`].
+    /// [`Op::Lease`], [`Op::OpenWrite`].
     pub lease: Slab,
 }
 

@@ -12,7 +12,7 @@ use std::os::fd::{AsFd, AsRawFd, FromRawFd, IntoRawFd};
 use std::sync::atomic::{AtomicI32, Ordering};
 
 use firn_direct::arena_map::ArenaMap;
-use firn_direct::connection::{CallError, ConnectError, Connection, Incoming, Payload};
+use firn_direct::connection::{CallError, ConnectError, Connection, Payload};
 use firn_direct::syscall::Descriptor;
 use firn_format::data_socket::{Extent, LEASE_SLABS_MAX, Op, Reply, Request, Slab, Status, Token};
 
@@ -56,8 +56,6 @@ struct Inner {
     attempts: u32,
     identity: Identity,
     map: ArenaMap,
-    /// The answer to the grant that was asked for with the connection, and for which token.
-    opened: Option<(u64, Reply)>,
     /// Token of the request for leases that was not answered yet, if any.
     ahead: Option<u64>,
     stash: [Option<Leases>; STASH],
@@ -108,10 +106,17 @@ struct Open {
     connection: ManuallyDrop<Connection>,
 }
 
-/// Connects to the arena that a token names; the number of the connection. For a writer, who asks with
-/// [`ask_open`] next: of a new connection the answers are there then.
-pub(crate) fn connect_to_write(token: &Token, lease_bytes: u64) -> Option<u32> {
-    connect_within(token, ATTEMPTS, &mut First::Lease(lease_bytes))
+/// Connects to the arena that a token names; the number of the connection. For a writer: of a new connection the grant
+/// and the first lease come along, as from [`ask_open`].
+pub(crate) fn connect_to_write(token: &Token, lease_bytes: u64) -> Option<(u32, Option<Reply>)> {
+    let mut first = First::Open(lease_bytes, None);
+    let link = connect_within(token, ATTEMPTS, &mut first)?;
+    let reply = if let First::Open(_, reply) = first {
+        reply
+    } else {
+        None
+    };
+    Some((link, reply))
 }
 
 /// The same for a reader: of a new connection the first extents come along, as from [`ask_extents`].
@@ -207,7 +212,6 @@ impl Link {
                     inode: 0,
                 },
                 map: ArenaMap::NONE,
-                opened: None,
                 ahead: None,
                 stash: [const { None }; STASH],
                 stash_next: 0,
@@ -273,14 +277,13 @@ fn open_socket(
 /// What is asked together with a new connection.
 enum First<'a> {
     Nothing,
-    /// A grant and a lease of so many bytes.
-    Lease(u64),
+    /// A grant and a lease of so many bytes, and the answer.
+    Open(u64, Option<Reply>),
     /// The first extents, and the answer.
     Extents(&'a mut [MaybeUninit<Extent>], Option<Reply>),
 }
 
-/// The first requests over a connection, all sent before the first answer is waited for: firnd works while this
-/// process maps the arena.
+/// The first requests over a connection, sent in one packet: firnd works while this process maps the arena.
 fn ask_first(
     connection: &Connection,
     inner: &mut Inner,
@@ -288,26 +291,23 @@ fn ask_first(
     arena: MapArena,
     first: &mut First<'_>,
 ) -> Option<()> {
-    connection.send_hello().ok()?;
-    match first {
-        First::Nothing => {}
-        First::Lease(bytes) => {
-            send_open(connection, token.token, *bytes).ok()?;
-            firn_direct::slab_writer::prepare();
-        }
-        First::Extents(..) => {
-            let request = Request::new(Op::Extents, token.token, 0);
-            connection.send_request(&request, &Payload::none()).ok()?;
-        }
+    let next = match first {
+        First::Nothing => None,
+        First::Open(bytes, _) => Some(open_request(token.token, *bytes)),
+        First::Extents(..) => Some(Request::new(Op::Extents, token.token, 0)),
+    };
+    connection.send_hello(next.as_ref()).ok()?;
+    if let First::Open(..) = first {
+        firn_direct::slab_writer::prepare();
     }
     inner.map = receive_arena(connection, &token.arena, arena)?;
-    (inner.opened, inner.ahead, inner.stash) = (None, None, [None; STASH]);
+    (inner.ahead, inner.stash) = (None, [None; STASH]);
     match first {
         First::Nothing => {}
-        First::Lease(_) => {
-            let reply = connection.receive_reply(&mut Incoming::none()).ok()?;
-            inner.opened = Some((token.token, reply));
-            inner.ahead = Some(token.token);
+        First::Open(_, reply) => {
+            let (opened, leases) = receive_leases(connection, token.token).ok()?;
+            inner.keep_first_leases(&opened, leases);
+            *reply = Some(opened);
         }
         First::Extents(room, reply) => {
             *reply = Some(connection.receive_reply(&mut (&mut **room).into()).ok()?);
@@ -316,19 +316,32 @@ fn ask_first(
     Some(())
 }
 
+impl Inner {
+    /// Keeps an answer for [`take_lease`].
+    fn keep_leases(&mut self, leases: Leases) {
+        if let Some(slot) = self.stash.get_mut(self.stash_next % STASH) {
+            *slot = Some(leases);
+        }
+        self.stash_next = self.stash_next.wrapping_add(1);
+    }
+
+    /// The same for those that came with a grant, unless there is none.
+    fn keep_first_leases(&mut self, opened: &Reply, leases: Leases) {
+        if is_ok(opened) {
+            self.keep_leases(leases);
+        }
+    }
+}
+
 impl Open {
     /// Reads the answer that is still to come, if any.
     fn collect_reply(&mut self) -> Option<()> {
         let Some(token) = self.inner.ahead.take() else {
             return Some(());
         };
-        let leases = receive_leases(&self.connection, token);
-        let leases = self.or_give_up(leases).ok()?;
-        let inner = &mut *self.inner;
-        if let Some(slot) = inner.stash.get_mut(inner.stash_next % STASH) {
-            *slot = Some(leases);
-        }
-        inner.stash_next = inner.stash_next.wrapping_add(1);
+        let received = receive_leases(&self.connection, token);
+        let (_, leases) = self.or_give_up(received).ok()?;
+        self.inner.keep_leases(leases);
         Some(())
     }
 
@@ -356,18 +369,6 @@ impl Open {
             *slot = None;
         }
         next
-    }
-
-    /// Asks for a grant and the first lease; the answer to the first question.
-    fn ask_open(&mut self, token: u64, lease_bytes: u64) -> Option<Reply> {
-        self.collect_reply()?;
-        // Leases of an earlier grant for this open file are over.
-        self.forget_leases(token);
-        let reply = send_open(&self.connection, token, lease_bytes)
-            .and_then(|()| self.connection.receive_reply(&mut Incoming::none()));
-        let reply = self.or_give_up(reply).ok()?;
-        self.inner.ahead = Some(token);
-        Some(reply)
     }
 
     /// Forgets a connection that has ended.
@@ -403,27 +404,24 @@ pub(crate) fn ask_extents(
     call_firnd(link, &Request::new(Op::Extents, token, from), &mut payload).ok()
 }
 
-/// Asks for a grant to write a file and, in the same trip, for its first lease; [`take_lease`] has that one then.
-/// `None`: that connection has ended.
+/// Asks for a grant to write a file together with its first lease, which [`take_lease`] has then. `None`: that
+/// connection has ended.
 pub(crate) fn ask_open(link: u32, token: u64, lease_bytes: u64) -> Option<Reply> {
     let mut open = open_link(link)?;
-    let reply = match open.inner.opened.take_if(|(of, _)| *of == token) {
-        Some((_, reply)) => reply,
-        None => open.ask_open(token, lease_bytes)?,
-    };
-    drop(open);
-    if !is_ok(&reply) {
-        // No grant, no lease: the second answer says so and is of no use later.
-        take_lease(link, token);
-    }
+    open.collect_reply()?;
+    // Leases of an earlier grant for this open file are over.
+    open.forget_leases(token);
+    let sent = open
+        .connection
+        .send_request(&open_request(token, lease_bytes), &Payload::none());
+    let received = sent.and_then(|()| receive_leases(&open.connection, token));
+    let (reply, leases) = open.or_give_up(received).ok()?;
+    open.inner.keep_first_leases(&reply, leases);
     Some(reply)
 }
 
-fn send_open(connection: &Connection, token: u64, lease_bytes: u64) -> Result<(), CallError> {
-    let open = Request::new(Op::OpenWrite, token, 0);
-    let lease = Request::new(Op::Lease, token, lease_bytes).with_len(sys::current_cpu());
-    connection.send_request(&open, &Payload::none())?;
-    connection.send_request(&lease, &Payload::none())
+fn open_request(token: u64, lease_bytes: u64) -> Request {
+    Request::new(Op::OpenWrite, token, lease_bytes).with_len(sys::current_cpu())
 }
 
 /// Asks for leases and does not wait for them: [`take_lease`] does. Whether it was possible.
@@ -453,19 +451,20 @@ pub(crate) fn ask_lease(link: u32, token: u64, lease_bytes: u64) -> Option<NextL
     open.take_lease(token)
 }
 
-/// Receives the answer to a request for leases.
-fn receive_leases(connection: &Connection, token: u64) -> Result<Leases, CallError> {
+/// Receives the answer to a request for leases, and these apart.
+fn receive_leases(connection: &Connection, token: u64) -> Result<(Reply, Leases), CallError> {
     let mut slabs = [Slab::default(); LEASE_SLABS_MAX];
     let (first, more) = slabs.split_at_mut(1);
     let reply = connection.receive_reply(&mut more.into())?;
     first.fill(reply.lease);
-    Ok(Leases {
+    let leases = Leases {
         token,
         status: reply.status,
         slabs,
         next: 0,
         end: 1 + reply.count as usize,
-    })
+    };
+    Ok((reply, leases))
 }
 
 /// Where the arena of a connection is mapped. It stays so as long as the process lives; the socket is not asked for.
@@ -545,7 +544,7 @@ pub(crate) fn call_firnd(
 /// Connects for one purpose: in a signal handler whose thread holds the other connection.
 pub(crate) fn connect_once(token: &Token) -> Option<Connection> {
     let connection = connect_to(token)?;
-    connection.send_hello().ok()?;
+    connection.send_hello(None).ok()?;
     receive_arena(&connection, &token.arena, MapArena::Never)?;
     Some(connection)
 }

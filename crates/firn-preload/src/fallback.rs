@@ -3,6 +3,8 @@
 
 use std::ffi::c_int;
 
+use firn_format::data_socket::{Reply, Status};
+
 use crate::handled::Handled;
 use crate::lease::LeaseLost;
 use crate::memory::{Readable, Run, Writable};
@@ -62,6 +64,11 @@ pub(crate) fn wait_after_lost_lease(held: &mut Held, lost: LeaseLost, unconnecte
         }
         LeaseLost::Revoked => wait_longer_after(held, Reason::Revoked),
     }
+}
+
+/// Whether firnd would grant direct access, but has no room for a lease.
+pub(crate) fn is_full(reply: &Reply) -> bool {
+    Status::from_word(reply.status) == Status::Full
 }
 
 /// Puts the next question off after a grant or a list ended early.

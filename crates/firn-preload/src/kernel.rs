@@ -17,7 +17,7 @@ use rustix::process::Resource;
 use crate::connect;
 use crate::descriptor;
 use crate::devices::{self, token_of};
-use crate::fallback::{Fallback, wait_after_lost_lease, wait_longer_after};
+use crate::fallback::{Fallback, is_full, wait_after_lost_lease, wait_longer_after};
 use crate::handled::{Handled, Ticket};
 use crate::lease::{LeaseLost, fill};
 use crate::list::fetch;
@@ -382,10 +382,14 @@ fn request_grant(held: &mut Held, total: usize) -> bool {
         Some(reply) if connect::is_ok(&reply) => {
             held.file_id = reply.file_id;
             held.lease.clear_lease();
-            // In the same trip as the grant.
+            // With the grant.
             held.lease.has_asked = true;
             held.patience.note_grant();
             offset::make_private(held)
+        }
+        Some(reply) if is_full(&reply) => {
+            wait_after_lost_lease(held, LeaseLost::Full, REFUSED_BYTES);
+            false
         }
         Some(_) => {
             report::count_left(Reason::Refused);
@@ -415,9 +419,9 @@ fn open_write(held: &mut Held, lease_bytes: u64) -> Option<Reply> {
 }
 
 fn open_with(held: &mut Held, token: &Token, lease_bytes: u64) -> Option<Reply> {
-    held.link = connect::connect_to_write(token, lease_bytes)?;
-    held.token = token.token;
-    connect::ask_open(held.link, held.token, lease_bytes)
+    let (link, first) = connect::connect_to_write(token, lease_bytes)?;
+    (held.link, held.token) = (link, token.token);
+    first.or_else(|| connect::ask_open(link, token.token, lease_bytes))
 }
 
 // ---- the list to read by ---------------------------------------------------------------------------

@@ -139,7 +139,7 @@ fn only_the_expected_user_is_connected_to_and_another_hears_nothing() {
         .unwrap();
     assert_eq!(heard, b"");
     let connection = Connection::to(&token, own).unwrap();
-    connection.send_hello().unwrap();
+    connection.send_hello(None).unwrap();
     let mut firnd = listener.accept().unwrap().0;
     let mut hello = [0; size_of::<Request>()];
     firnd.read_exact(&mut hello).unwrap();

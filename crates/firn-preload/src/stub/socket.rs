@@ -6,7 +6,7 @@ use firn_direct::connection::Payload;
 use firn_format::data_socket::{DATA_BYTES_MAX, Op, Status};
 
 use crate::connect;
-use crate::fallback::{Fallback, wait_after_lost_lease, wait_longer_after};
+use crate::fallback::{Fallback, is_full, wait_after_lost_lease, wait_longer_after};
 use crate::handled::Handled;
 use crate::lease::LeaseLost;
 use crate::list::fetch;
@@ -32,12 +32,17 @@ impl Fallback for Socket {
         if !held.patience.may_ask(total) {
             return false;
         }
-        match connect::ask_firnd(held.link, Op::OpenWrite, held.token, 0) {
+        match connect::ask_open(held.link, held.token, total as u64) {
             Some(reply) if connect::is_ok(&reply) => {
                 held.file_id = reply.file_id;
                 held.lease.clear_lease();
+                // With the grant.
+                held.lease.has_asked = true;
                 held.patience.note_grant();
                 held.stub.granted = true;
+            }
+            Some(reply) if is_full(&reply) => {
+                wait_after_lost_lease(held, LeaseLost::Full, UNCONNECTED_BYTES);
             }
             Some(_) => wait_longer_after(held, Reason::Refused),
             None => held.stub.adopted = false,
