@@ -86,6 +86,7 @@ fn request(u: &mut Unstructured) -> arbitrary::Result<Request> {
             owner: owner(u)?,
             create: Arbitrary::arbitrary(u)?,
         },
+        14 => Request::Place { path: path(u)? },
         _ => Request::Unmount {
             force: Arbitrary::arbitrary(u)?,
             held: *u.choose(&[HeldPolicy::Drain, HeldPolicy::Keep, HeldPolicy::Discard])?,

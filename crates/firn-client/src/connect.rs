@@ -18,7 +18,8 @@ use std::time::{Duration, Instant};
 use firn_format::quote::quoted_path;
 use firn_protocol::path::BytePath;
 use firn_protocol::{
-    ChunkList, DataRegion, FileStatus, HeldPolicy, Holder, PROTOCOL_VERSION, Reply, Request, Status,
+    ChunkList, DataRegion, Explanation, FileStatus, HeldPolicy, Holder, PROTOCOL_VERSION, Reply,
+    Request, Status,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::SendFlags;
@@ -189,6 +190,14 @@ impl Connection {
                 freed_bytes,
                 held_bytes,
             } => Ok((freed_bytes, held_bytes)),
+            other => Err(nonsense(&other)),
+        }
+    }
+
+    /// Where a file lies, or would lie.
+    pub fn explain_placement(&mut self, path: &BytePath) -> Result<Explanation, ClientError> {
+        match self.ask(&Request::Place { path: path.clone() })? {
+            Reply::Placed(explanation) => Ok(explanation),
             other => Err(nonsense(&other)),
         }
     }

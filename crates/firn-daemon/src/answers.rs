@@ -25,6 +25,7 @@ use crate::gate::TransactionGate;
 use crate::host_lease::LeaseState;
 use crate::log;
 use crate::owners::{ControlPeer, Owners, Scopes};
+use crate::placement;
 use crate::process;
 use crate::rates::Window;
 use crate::status::{engine_status, file_status};
@@ -83,6 +84,13 @@ impl Answers {
             lane.path = self.backing.as_path().into();
             lane.writers_max = self.io_threads;
         }
+        let placement_advice = match self.engine.backing().placed() {
+            None => Vec::new(),
+            Some(placed) => {
+                placement::show_lanes(placed, &self.engine.held_bytes_of_lanes(), &mut lanes);
+                placement::advise(&lanes)
+            }
+        };
         Status {
             version: env!("CARGO_PKG_VERSION").into(),
             pid: std::process::id(),
@@ -95,6 +103,7 @@ impl Answers {
             ingest_bytes_per_s: rates.ingest,
             drain_bytes_per_s: rates.drain,
             lanes,
+            placement_advice,
             spill,
             transactions: self
                 .gate()
@@ -300,6 +309,7 @@ impl Service for Answers {
                 self.engine.clear_errors();
                 Reply::Done
             }
+            Request::Place { path } => placement::explain(self.engine.backing(), &path),
             Request::Evict { path } => self.evict(&path),
             Request::Pin { path, pinned } => self.pin(&path, pinned),
             request @ (Request::Begin { .. }
@@ -330,6 +340,7 @@ fn path_of_current_names(request: &Request) -> Option<&BytePath> {
         | Request::Commit { path, .. }
         | Request::Evict { path }
         | Request::Pin { path, .. }
+        | Request::Place { path }
         | Request::Chunks { path, .. } => Some(path),
         Request::Hello
         | Request::Status

@@ -14,10 +14,13 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use firn_backing::{DirBacking, Errno};
+use firn_backing::{Backing, DirBacking, Errno};
 use firn_config::{Options, Placement};
 use firn_format::quote::quoted_path;
+use firn_lanes::rule::Reason;
 use firn_lanes::{Lane, Lanes, Record, RecordError, Rule, Setup, record};
+use firn_protocol::path::BytePath;
+use firn_protocol::{Explanation, LaneState, LaneStatus, PlacedStatus, Reply};
 use firn_transact::OwnError;
 use firn_trust::{Distrust, Facts};
 use rustix::fs::{Access, AtFlags, CWD, accessat};
@@ -70,7 +73,7 @@ pub enum LaneFault {
 }
 
 impl LaneFault {
-    fn of(errno: Errno) -> Self {
+    pub(crate) fn of(errno: Errno) -> Self {
         match errno {
             Errno::NOENT => Self::Missing,
             Errno::NOTDIR => Self::NotDirectory,
@@ -94,7 +97,7 @@ impl LaneFault {
         }
     }
 
-    fn at(self, lane: &Path) -> AttachError {
+    pub(crate) fn at(self, lane: &Path) -> AttachError {
         AttachError::Lane {
             lane: lane.into(),
             why: self,
@@ -193,7 +196,7 @@ fn check_apart(lane: &Place, other: &Place, path: &Path) -> Result<(), LaneFault
 }
 
 /// A lane's path as links have it.
-fn lane_text(lane: &Path) -> &OsStr {
+pub(crate) fn lane_text(lane: &Path) -> &OsStr {
     let bytes = lane.as_os_str().as_bytes();
     let len = bytes.iter().rposition(|byte| *byte != b'/');
     OsStr::from_bytes(&bytes[..len.map_or(0, |last| last + 1)])
@@ -234,7 +237,7 @@ pub(crate) fn find_record(
     Record::find(directory).map_err(in_backing(backing))
 }
 
-fn in_backing(backing: &Path) -> impl Fn(RecordError) -> AttachError {
+pub(crate) fn in_backing(backing: &Path) -> impl Fn(RecordError) -> AttachError + use<> {
     let backing = backing.to_owned();
     move |source| AttachError::LaneRecord {
         backing: backing.clone(),
@@ -363,7 +366,7 @@ fn open_known(
     absent
 }
 
-fn open_marked(lane: &Path, id: u128) -> Result<DirBacking, String> {
+pub(crate) fn open_marked(lane: &Path, id: u128) -> Result<DirBacking, String> {
     let opened = DirBacking::open(lane).map_err(|error| LaneFault::of_io(&error).to_string())?;
     match record::is_marked(&opened, id) {
         Ok(true) => Ok(opened),
@@ -379,4 +382,134 @@ pub(crate) fn end(store: &Store) {
     {
         tracing::warn!(%error, "removed files stay in their lanes until the next mount");
     }
+}
+
+/// Puts paths, counts and states of lanes into the status; lanes that cannot be reached come last.
+pub(crate) fn show_lanes(
+    placed: &Lanes<DirBacking>,
+    held_bytes: &[u64],
+    shown: &mut Vec<LaneStatus>,
+) {
+    for (lane, held_bytes) in shown.iter_mut().zip(held_bytes) {
+        lane.held_bytes = *held_bytes;
+    }
+    let targets = placed.rule().map_or(0, Rule::lane_count);
+    for (number, (shown, lane)) in shown.iter_mut().zip(placed.lanes()).enumerate() {
+        let figures = lane.figures();
+        shown.path = lane.path().as_bytes().into();
+        shown.placed = Some(PlacedStatus {
+            files: figures.files,
+            bytes: figures.bytes,
+            takes_files: number < targets,
+            state: match figures.state {
+                firn_lanes::LaneState::Ok => LaneState::Ok,
+                firn_lanes::LaneState::Full => LaneState::Full,
+                firn_lanes::LaneState::Gone => LaneState::Gone,
+            },
+        });
+    }
+    shown.extend(placed.absent().iter().map(|path| LaneStatus {
+        path: path.as_bytes().into(),
+        placed: Some(PlacedStatus {
+            state: LaneState::Gone,
+            ..PlacedStatus::default()
+        }),
+        ..LaneStatus::default()
+    }));
+}
+
+/// Vertical placement pays where there are so many files for each lane (docs/internals/lanes.md).
+const FILES_PER_LANE_MIN: u64 = 4;
+
+/// What makes placement slower than it could be: a checkpoint is done when its last lane is.
+pub(crate) fn advise(lanes: &[LaneStatus]) -> Vec<String> {
+    let targets = lanes.iter().filter_map(|lane| {
+        let placed = lane.placed.as_ref().filter(|placed| placed.takes_files)?;
+        Some((lane, placed))
+    });
+    let targets: Vec<_> = targets.collect();
+    let files: u64 = targets.iter().map(|(_, placed)| placed.files).sum();
+    let count = targets.len() as u64;
+    if files == 0 || count < 2 {
+        return Vec::new();
+    }
+    if files < FILES_PER_LANE_MIN * count {
+        return vec![format!(
+            "{files} file(s) for {count} lanes are few: with fewer than {FILES_PER_LANE_MIN} for each lane, files that are striped over all servers are written faster"
+        )];
+    }
+    let fullest = targets.iter().max_by_key(|(_, placed)| placed.files);
+    let (lane, placed) = fullest.expect("there are lanes");
+    if placed.files * count <= 2 * files {
+        return Vec::new();
+    }
+    vec![format!(
+        "{} got {} of {files} files: number the files of a checkpoint one after the other, or give a lane-map",
+        lane.path, placed.files
+    )]
+}
+
+/// Says where a file lies, or would lie.
+pub(crate) fn explain(store: &Store, path: &BytePath) -> Reply {
+    let Some(lanes) = store.placed() else {
+        return Reply::Error {
+            errno: libc::EOPNOTSUPP,
+            message: "only with placement=dirs firn knows where a file is: mount with it, or ask the file system".into(),
+        };
+    };
+    let name = Path::new(OsStr::from_bytes(path.as_bytes())).file_name();
+    let (lane, reason) = match (lanes.rule(), name) {
+        (None, _) => (None, "no lane of this mount takes new files".into()),
+        (_, None) => (None, "it is the top directory".into()),
+        (Some(rule), Some(name)) => explain_rule(rule, name),
+    };
+    let found = find(lanes, path.as_bytes());
+    match found {
+        Err(error) if error != Errno::NOENT => Reply::Error {
+            errno: error.raw_os_error(),
+            message: format!("{path}: {}", crate::process::explain(error)),
+        },
+        found => Reply::Placed(Explanation {
+            exists: found.is_ok(),
+            file: found
+                .ok()
+                .and_then(|inode| lanes.path_in_lane(&inode))
+                .map(|file| file.as_bytes().into()),
+            lane: lane.map(|number: usize| lanes.lanes()[number].path().as_bytes().into()),
+            reason,
+        }),
+    }
+}
+
+fn explain_rule(rule: &Rule, name: &OsStr) -> (Option<usize>, String) {
+    match rule.explain(name) {
+        None => (
+            None,
+            "the name has no number, so the lanes take turns".into(),
+        ),
+        Some((lane, Reason::Line(line))) => {
+            (Some(lane), format!("line {line} of the lane map matches"))
+        }
+        Some((lane, Reason::Number(number))) => {
+            let count = rule.lane_count();
+            let reason = format!("the last number in the name is {number}, modulo {count} lanes");
+            (Some(lane), reason)
+        }
+        Some((lane, Reason::Turn)) => (Some(lane), "it is its turn".into()),
+    }
+}
+
+fn find(
+    lanes: &Lanes<DirBacking>,
+    path: &[u8],
+) -> Result<<Lanes<DirBacking> as Backing>::Inode, Errno> {
+    let mut inode = lanes.root();
+    for name in path
+        .split(|byte| *byte == b'/')
+        .filter(|name| !name.is_empty())
+    {
+        let name = firn_trust::check_component(name).map_err(|_| Errno::NOENT)?;
+        inode = lanes.lookup(&inode, name)?.0;
+    }
+    Ok(inode)
 }

@@ -194,6 +194,16 @@ impl<B: Backing> Engine<B> {
         self.counters.held_bytes.load(Ordering::Relaxed)
     }
 
+    /// Bytes that are pending, for each lane. Asks for the lock of each file that is open or has some.
+    pub fn held_bytes_of_lanes(&self) -> Vec<u64> {
+        self.ingest_all_published();
+        let mut held = vec![0; usize::from(self.backing.lane_count())];
+        for file in self.files.all() {
+            held[file.lane.index()] += file.lock().pending.bytes();
+        }
+        held
+    }
+
     /// All figures. None asks for a lock of each file: they are counters.
     pub fn figures(&self) -> Figures {
         self.ingest_all_published();

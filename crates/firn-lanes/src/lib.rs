@@ -41,7 +41,7 @@ mod state;
 pub mod steering;
 
 pub use mark::{Mark, XATTR};
-pub use orphans::{Orphan, OrphanError};
+pub use orphans::{Orphan, OrphanError, count_files};
 pub use record::{Record, RecordError};
 pub use rule::Rule;
 pub use state::{LaneFigures, LaneState};
@@ -195,6 +195,14 @@ impl<B: Backing> Lanes<B> {
     /// Which of the lanes a new file goes to, if they take any.
     pub fn rule(&self) -> Option<&Rule> {
         self.setup.rule.as_ref()
+    }
+
+    /// Where a file lies: its path in its lane, and none in the primary.
+    pub fn path_in_lane(&self, inode: &LanesInode<B>) -> Option<OsString> {
+        match inode {
+            LanesInode::Primary(_) => None,
+            LanesInode::Placed(placed) => Some(self.lane(placed).target_of(&placed.entry)),
+        }
     }
 
     fn staging(&self) -> Result<&B::Inode> {

@@ -162,6 +162,19 @@ impl<B: Backing> Lanes<B> {
     }
 }
 
+/// How many files in a lane belong to the primary with this id.
+pub fn count_files<B: Backing>(lane: &B, id: u128) -> Result<usize> {
+    let root = lane.root();
+    let mut count = 0;
+    for entry in names_in(lane, &root)? {
+        let (file, attr) = lane.lookup(&root, &entry)?;
+        let is_placed = attr.kind == Kind::File
+            && mark::read(lane, &file)?.is_some_and(|mark| mark.primary == id);
+        count += usize::from(is_placed);
+    }
+    Ok(count)
+}
+
 /// Whether this is a file that was being made: it is empty, and not marked yet.
 fn is_unmarked<B: Backing>(lane: &B, file: &B::Inode, attr: &Attr, entry: &OsStr) -> Result<bool> {
     Ok(attr.size == 0 && create::is_entry(entry) && mark::read(lane, file)?.is_none())

@@ -54,6 +54,11 @@ pub enum Request {
         /// Whether to keep them.
         pinned: bool,
     },
+    /// Say where a file lies, or would lie.
+    Place {
+        /// Path below the mount point, without a leading slash.
+        path: BytePath,
+    },
     /// Pending files at or below `path`, with their durability level.
     Files {
         /// Path below the mount point, without a leading slash.
@@ -203,6 +208,8 @@ pub enum Reply {
         /// Their bytes in memory.
         bytes: u64,
     },
+    /// Answer to [`Request::Place`].
+    Placed(Explanation),
     /// Answer to [`Request::Region`].
     Region(DataRegion),
     /// Answer to [`Request::Chunks`].
@@ -364,6 +371,9 @@ pub struct Status {
     pub drain_bytes_per_s: f64,
     /// Lanes and what they do.
     pub lanes: Vec<LaneStatus>,
+    /// What makes placement slower than it could be, and what to do.
+    #[serde(default)]
+    pub placement_advice: Vec<String>,
     /// Lines that firnd could not write to its log since it began: full, or over a limit.
     #[serde(default)]
     pub log_lines_lost: u64,
@@ -485,6 +495,51 @@ pub struct LaneStatus {
     pub writers: u32,
     /// Milliseconds until it is tried again after an error.
     pub retry_in_ms: Option<u64>,
+    /// Bytes of its files that are not in the backing yet; counted where there are several lanes.
+    #[serde(default)]
+    pub held_bytes: u64,
+    /// What was placed in it, where files are placed and it is not the backing itself.
+    #[serde(default)]
+    pub placed: Option<PlacedStatus>,
+}
+
+/// What was placed in a lane.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PlacedStatus {
+    /// Files that were made there since the mount.
+    pub files: u64,
+    /// Bytes that were written there since the mount.
+    pub bytes: u64,
+    /// Whether new files may go to it.
+    pub takes_files: bool,
+    /// Whether it takes files and bytes.
+    pub state: LaneState,
+}
+
+/// Whether a lane takes files and bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LaneState {
+    /// As far as is known.
+    #[default]
+    Ok,
+    /// There was no room.
+    Full,
+    /// It did not answer as a directory should.
+    Gone,
+}
+
+/// Where a name is placed.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Explanation {
+    /// Path of the file in its lane; none: it does not exist, or lies in the backing itself.
+    pub file: Option<BytePath>,
+    /// Whether there is something with this name.
+    pub exists: bool,
+    /// The lane that a new file with this name would go to; none: it is the lanes' turn, or none takes files.
+    pub lane: Option<BytePath>,
+    /// Why.
+    pub reason: String,
 }
 
 /// An error of the backing that firnd remembers.

@@ -2,7 +2,7 @@
 
 use firn_client::{ClientError, PathsError};
 use firn_config::ConfigError;
-use firn_daemon::{CheckError, MountError, RecoverError};
+use firn_daemon::{AttachError, CheckError, MountError, RecoverError};
 
 /// Exit status: done.
 pub const DONE: u8 = 0;
@@ -49,6 +49,12 @@ impl From<ClientError> for Failure {
 
 impl From<MountError> for Failure {
     fn from(error: MountError) -> Self {
+        Self::new(error.exit_code(), error.to_string())
+    }
+}
+
+impl From<AttachError> for Failure {
+    fn from(error: AttachError) -> Self {
         Self::new(error.exit_code(), error.to_string())
     }
 }

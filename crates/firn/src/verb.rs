@@ -22,6 +22,7 @@ mod ls;
 mod man;
 mod mount;
 mod pin;
+mod place;
 mod prune;
 mod recover;
 mod run;
@@ -61,6 +62,7 @@ pub static VERBS: &[&Verb] = &[
     &drain::VERB,
     &evict::VERB,
     &pin::VERB,
+    &place::VERB,
     &prune::VERB,
     &transaction::BEGIN,
     &transaction::PREPARE,

@@ -68,6 +68,15 @@ pub enum AttachError {
         placement: &'static str,
         why: String,
     },
+    #[error("{backing} has no files in a lane {lane}: `firn status` lists its lanes while it is mounted", lane = quoted_path(lane), backing = quoted_path(backing))]
+    NoSuchLane { lane: PathBuf, backing: PathBuf },
+    #[error(
+        "lane {lane} has {files} files of {backing}: copy them elsewhere through a mount and remove them first", lane = quoted_path(lane), backing = quoted_path(backing))]
+    LaneInUse {
+        lane: PathBuf,
+        backing: PathBuf,
+        files: usize,
+    },
     #[error("lane-map {path}: {why}", path = quoted_path(path))]
     LaneMap { path: PathBuf, why: MapFault },
     #[error("{backing}: {source}", backing = quoted_path(backing))]
@@ -145,6 +154,7 @@ impl AttachError {
             | Self::BackupDirectory { .. }
             | Self::BackupInside { .. }
             | Self::Lane { .. }
+            | Self::NoSuchLane { .. }
             | Self::LaneMap { .. }
             | Self::Steering { .. }
             | Self::PlacedInTransactions { .. }
@@ -156,6 +166,7 @@ impl AttachError {
             Self::Held { .. }
             | Self::HostHeld { .. }
             | Self::TransactionWaits { .. }
+            | Self::LaneInUse { .. }
             | Self::BackupWaits { .. } => BUSY,
             Self::ArenaForeign { .. }
             | Self::Planted { .. }

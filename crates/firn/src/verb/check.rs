@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
 use firn_client::{Connection, RuntimeFiles};
-use firn_daemon::{CheckReport, Damage};
+use firn_daemon::{CheckReport, Damage, FoundOrphan};
 use firn_protocol::path::BytePath;
 
 use super::mount::{minus_o, resolve};
@@ -16,20 +16,27 @@ use crate::verb::Verb;
 
 pub const VERB: Verb = Verb {
     name: "check",
-    about: "Check an arena for damage",
+    about: "Check an arena for damage, or lanes for files without a name",
     long: "Only reads the arena. `firn recover` and `firn mount` never interpret damaged records, and recover \
-               everything else.",
+               everything else. With --orphans, walks a backing that no host has mounted, and its lanes \
+               (placement=dirs): a power loss may leave files without a name, and names without a file, of what \
+               nobody had synced.",
     examples: &[
         ("firn check /scratch/run42", "the arena of this backing"),
         (
             "firn check /dev/shm/firn-1000/3e2925ad41a9d919.arena",
             "this file",
         ),
+        (
+            "firn check --orphans /scratch/run42",
+            "files in its lanes that no name leads to",
+        ),
     ],
     exits: &[
         (0, "sound"),
-        (1, "damaged; each damaged place is listed"),
+        (1, "damaged, or orphans are left; each place is listed"),
         (10, "not an arena, or none for this directory"),
+        (11, "with --orphans: the backing is mounted"),
     ],
     args,
     run,
@@ -52,12 +59,28 @@ fn args(command: Command) -> Command {
                 .action(ArgAction::SetTrue)
                 .help("Print the findings as JSON"),
         )
+        .arg(
+            Arg::new("orphans")
+                .long("orphans")
+                .action(ArgAction::SetTrue)
+                .help("Look for files in lanes without a name, and names without a file, of a backing"),
+        )
+        .arg(
+            Arg::new("repair")
+                .long("repair")
+                .action(ArgAction::SetTrue)
+                .requires("orphans")
+                .help("Remove files without a name; a name without a file stays, because its lane may come back"),
+        )
         .arg(minus_o())
         .args(arena_dir)
 }
 
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = matches.get_one::<PathBuf>("path").expect("clap demands it");
+    if matches.get_flag("orphans") {
+        return check_orphans(path, matches);
+    }
     let report = firn_daemon::check(&arena_of(path, matches)?)?;
     if matches.get_flag("json") {
         output::print_json(&report)?;
@@ -77,6 +100,40 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         FAILED,
         format!("{}: {places}; {advice}", path_text(&report.arena)),
     ))
+}
+
+fn check_orphans(backing: &Path, matches: &ArgMatches) -> Result<u8, Failure> {
+    let options = resolve(matches)?.options;
+    let repair = matches.get_flag("repair");
+    let mut notice = |text: String| output::say(&text);
+    let orphans = firn_daemon::find_orphans(backing, &options, repair, &mut notice)?;
+    if matches.get_flag("json") {
+        output::print_json(&orphans)?;
+    } else {
+        for orphan in &orphans {
+            output::print(&orphan_line(orphan))?;
+        }
+    }
+    match orphans.iter().filter(|orphan| !orphan.is_removed).count() {
+        0 => Ok(DONE),
+        left => {
+            let left = count(left as u64, "orphan");
+            let advice =
+                "`--repair` removes files without a name; a name without a file is removed with rm";
+            let backing = path_text(backing);
+            Err(Failure::new(FAILED, format!("{backing}: {left}; {advice}")))
+        }
+    }
+}
+
+fn orphan_line(orphan: &FoundOrphan) -> String {
+    let what = match orphan.kind {
+        "file" => format!("{} without a name", bytes(orphan.bytes)),
+        "link" => "a name that was being made".to_owned(),
+        _ => "its file is not in the lane".to_owned(),
+    };
+    let removed = if orphan.is_removed { ", removed" } else { "" };
+    format!("{}: {what}{removed}\n", path_text(&orphan.path))
 }
 
 fn arena_of(path: &Path, matches: &ArgMatches) -> Result<PathBuf, Failure> {

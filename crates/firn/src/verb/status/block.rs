@@ -3,7 +3,10 @@
 use std::fmt::Write;
 
 use firn_format::quote::printable;
-use firn_protocol::{ErrorStatus, FileStatus, SpillStatus, Status, TransactionStatus};
+use firn_protocol::{
+    ErrorStatus, FileStatus, LaneState, LaneStatus, PlacedStatus, SpillStatus, Status,
+    TransactionStatus,
+};
 
 use super::Seen;
 use super::list::fill;
@@ -177,6 +180,14 @@ fn mount(s: &Status, paint: Paint) -> String {
     );
     line("options", s.options.join(" "));
     for lane in &s.lanes {
+        if let Some(placed) = &lane.placed {
+            line("lane", lane_line(lane, placed, paint));
+        }
+    }
+    for advice in &s.placement_advice {
+        line("placement", paint.odd(advice));
+    }
+    for lane in &s.lanes {
         if let Some(ms) = lane.retry_in_ms {
             line(
                 "retry",
@@ -200,6 +211,26 @@ fn mount(s: &Status, paint: Paint) -> String {
         line("", paint.bad(&error_line(error)));
     }
     text
+}
+
+fn lane_line(lane: &LaneStatus, placed: &PlacedStatus, paint: Paint) -> String {
+    let files = count(placed.files, "file");
+    let written = bytes(placed.bytes);
+    let held = bytes(lane.held_bytes);
+    let state = match placed.state {
+        LaneState::Ok => paint.good("ok"),
+        LaneState::Full => paint.bad("full"),
+        LaneState::Gone => paint.bad("gone"),
+    };
+    let role = if placed.takes_files {
+        ""
+    } else {
+        ", takes no new files"
+    };
+    format!(
+        "{}: {state}, {files} placed, {written} written, {held} held{role}",
+        lane.path
+    )
 }
 
 fn held(s: &Status) -> String {

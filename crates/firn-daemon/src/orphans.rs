@@ -1,0 +1,134 @@
+//! What a power loss may have left of placed files, and lanes that are given up: looked for without a mount.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use firn_backing::{DirBacking, Errno};
+use firn_config::Options;
+use firn_lanes::{Lanes, Orphan, OrphanError, Record, record};
+use serde::Serialize;
+
+use crate::error::AttachError;
+use crate::lock::Locks;
+use crate::placement::{self, Use};
+use crate::preflight;
+use crate::process;
+use crate::runtime_files::find_runtime_files;
+
+/// Something that leads to nothing.
+#[derive(Clone, Debug, Serialize)]
+pub struct FoundOrphan {
+    /// `file`: in a lane, without a name in the backing. `link`: in `.firn/placing`. `dangling`: in the backing, to a
+    /// file that is not in its lane.
+    pub kind: &'static str,
+    /// Where it is.
+    #[serde(with = "firn_protocol::path::exact")]
+    pub path: PathBuf,
+    /// Its length, if it is a file.
+    pub bytes: u64,
+    /// It was removed.
+    pub is_removed: bool,
+}
+
+/// Walks a backing and its lanes, and removes with `repair` files without a name and links that were being made. A
+/// dangling link stays: its lane may only be another directory than it was.
+pub fn find_orphans(
+    backing: &Path,
+    options: &Options,
+    repair: bool,
+    notice: &mut dyn FnMut(String),
+) -> Result<Vec<FoundOrphan>, AttachError> {
+    process::prepare();
+    let (backing, directory, _locks) = open_unmounted(backing, options)?;
+    let lanes = match placement::open(&backing, directory, options, Use::Serve, notice)? {
+        Ok(lanes) => lanes,
+        Err(_) => return Ok(Vec::new()),
+    };
+    let found = lanes
+        .find_orphans()
+        .map_err(|error| walk_error(&backing, error))?;
+    let removed = AttachError::io("remove what no name leads to");
+    let mut shown = Vec::new();
+    for orphan in &found {
+        let removes = repair && !matches!(orphan, Orphan::Dangling { .. });
+        shown.push(FoundOrphan {
+            is_removed: removes,
+            ..show(&backing, &lanes, orphan)
+        });
+    }
+    let mut wanted = found
+        .iter()
+        .zip(&shown)
+        .filter(|(_, shown)| shown.is_removed);
+    wanted
+        .try_for_each(|(orphan, _)| lanes.remove_orphan(orphan))
+        .map_err(|errno| removed(errno.into()))?;
+    Ok(shown)
+}
+
+fn open_unmounted(
+    backing: &Path,
+    options: &Options,
+) -> Result<(PathBuf, DirBacking, Locks), AttachError> {
+    let backing = preflight::check_backing(backing, false)?;
+    let files = find_runtime_files(&backing, options)?;
+    let locks = Locks::take(&backing, &files, None)?;
+    let directory = DirBacking::open(&backing).map_err(|source| AttachError::BackingUnusable {
+        path: backing.clone(),
+        source,
+    })?;
+    Ok((backing, directory, locks))
+}
+
+fn walk_error(backing: &Path, error: OrphanError) -> AttachError {
+    AttachError::BackingUnusable {
+        path: backing.into(),
+        source: std::io::Error::other(error.to_string()),
+    }
+}
+
+fn show(backing: &Path, lanes: &Lanes<DirBacking>, orphan: &Orphan) -> FoundOrphan {
+    let (kind, path, bytes) = match orphan {
+        Orphan::File { lane, entry, bytes } => {
+            let lane = Path::new(lanes.lanes()[*lane].path());
+            ("file", lane.join(entry), *bytes)
+        }
+        Orphan::Link { entry } => ("link", Path::new(".firn/placing").join(entry), 0),
+        Orphan::Dangling { path } => ("dangling", backing.join(path), 0),
+    };
+    FoundOrphan {
+        kind,
+        path,
+        bytes,
+        is_removed: false,
+    }
+}
+
+/// Makes a backing forget a lane that has no file of it, or that is gone for good.
+pub fn forget_lane(backing: &Path, lane: &Path, options: &Options) -> Result<(), AttachError> {
+    process::prepare();
+    let (backing, directory, _locks) = open_unmounted(backing, options)?;
+    let text: OsString = placement::lane_text(lane).to_owned();
+    let in_backing = placement::in_backing(&backing);
+    let mut record = match Record::find(&directory).map_err(&in_backing)? {
+        Some(record) if record.lanes.contains(&text) => record,
+        _ => {
+            let lane = lane.to_owned();
+            return Err(AttachError::NoSuchLane { lane, backing });
+        }
+    };
+    if let Ok(opened) = placement::open_marked(lane, record.id) {
+        let failed = |errno: Errno| placement::LaneFault::of(errno).at(lane);
+        let files = firn_lanes::count_files(&opened, record.id).map_err(failed)?;
+        if files > 0 {
+            let lane = lane.to_owned();
+            return Err(AttachError::LaneInUse {
+                lane,
+                backing,
+                files,
+            });
+        }
+        record::remove_mark(&opened, record.id).map_err(failed)?;
+    }
+    record.forget(&directory, &text).map_err(&in_backing)
+}

@@ -1,0 +1,125 @@
+//! `firn place`.
+
+use std::path::{Path, PathBuf};
+
+use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
+use firn_protocol::Explanation;
+
+use super::mount::{minus_o, resolve};
+use crate::failure::{DONE, Failure};
+use crate::output;
+use crate::text::path as path_text;
+use crate::verb::{Verb, connect};
+
+pub const VERB: Verb = Verb {
+    name: "place",
+    about: "Show which lane a file lies in or would go to; make a backing forget a lane",
+    long: "For mounts with placement=dirs. A lane that `lanes` of a mount leaves out keeps its files, and is known \
+               until it is forgotten.",
+    examples: &[
+        (
+            "firn place --explain /ckpt/rank_17",
+            "where this file is, or where a file of this name would go, and why",
+        ),
+        (
+            "firn place --forget /srv2/x /scratch/run42",
+            "this lane has no files of the backing any more, or is gone for good",
+        ),
+    ],
+    exits: &[
+        (0, "done"),
+        (1, "failed"),
+        (
+            2,
+            "an invalid option or argument, or not a lane of this backing",
+        ),
+        (10, "not on a firn mount"),
+        (
+            11,
+            "the lane has files of the backing, or the backing is mounted",
+        ),
+    ],
+    args,
+    run,
+};
+
+fn args(command: Command) -> Command {
+    command
+        .arg(
+            Arg::new("explain")
+                .long("explain")
+                .value_name("PATH")
+                .help("Where PATH is, on a mount, or where a file of this name would go")
+                .required_unless_present("forget")
+                .conflicts_with("forget")
+                .value_hint(ValueHint::AnyPath)
+                .value_parser(value_parser!(PathBuf)),
+        )
+        .arg(
+            Arg::new("forget")
+                .long("forget")
+                .value_name("LANE")
+                .help("Forget this lane of BACKING, which is not mounted")
+                .requires("backing")
+                .value_hint(ValueHint::DirPath)
+                .value_parser(value_parser!(PathBuf)),
+        )
+        .arg(
+            Arg::new("backing")
+                .value_name("BACKING")
+                .help("With --forget: the backing directory")
+                .requires("forget")
+                .value_hint(ValueHint::DirPath)
+                .value_parser(value_parser!(PathBuf)),
+        )
+        .arg(
+            Arg::new("json")
+                .long("json")
+                .action(ArgAction::SetTrue)
+                .help("With --explain: print the answer as JSON"),
+        )
+        .arg(minus_o())
+        .args(firn_config::table::row("arena-dir").map(firn_config::arg))
+}
+
+fn run(matches: &ArgMatches) -> Result<u8, Failure> {
+    if let Some(path) = matches.get_one::<PathBuf>("explain") {
+        return explain(path, matches.get_flag("json"));
+    }
+    let required = |name| matches.get_one::<PathBuf>(name).expect("clap demands it");
+    let lane = required("forget");
+    let backing = required("backing");
+    let options = resolve(matches)?.options;
+    firn_daemon::forget_lane(backing, lane, &options)?;
+    output::say(&format!(
+        "{} is no lane of {} any more",
+        path_text(lane),
+        path_text(backing)
+    ));
+    Ok(DONE)
+}
+
+fn explain(path: &Path, json: bool) -> Result<u8, Failure> {
+    let (place, mut connection) = connect(path)?;
+    let explanation = connection.explain_placement(&place.relative)?;
+    if json {
+        output::print_json(&explanation)?;
+    } else {
+        output::print(&text(path, &explanation))?;
+    }
+    Ok(DONE)
+}
+
+fn text(path: &Path, explanation: &Explanation) -> String {
+    let path = path_text(path);
+    let is = match (&explanation.file, explanation.exists) {
+        (Some(file), _) => format!("{path} is {file}"),
+        (None, true) => format!("{path} is in the backing itself"),
+        (None, false) => format!("{path} does not exist"),
+    };
+    let goes = match &explanation.lane {
+        Some(lane) => format!("a new file of this name goes to {lane}"),
+        None => "a new file of this name goes where it fits".to_owned(),
+    };
+    format!("{is}\n{goes}: {}\n", explanation.reason)
+}
