@@ -6,15 +6,17 @@
 //! * A call may hang ([`SimBacking::hang`]); one that is made with a lock held that must not be, panics.
 //! * [`SimBacking::another_process`] is another host or process over the same disk, with faults of its own. Locks of a
 //!   process end with it.
+//! * It may have several lanes, over which its files are spread, and each of which may fail
+//!   ([`SimBacking::set_lanes`]).
 //! * No permissions are checked: the caller is taken to be root.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 
 use crate::unsynced::Unsynced;
-use crate::{Errno, Result};
+use crate::{Errno, LaneIndex, Result};
 
 mod calls;
 mod data;
@@ -57,6 +59,16 @@ pub struct SimBacking {
     /// syncfs(2) reaches nobody.
     is_synced_one_by_one: Arc<AtomicBool>,
     unsynced: Arc<Unsynced>,
+    lanes: Arc<SimLanes>,
+}
+
+/// The lanes of a simulated backing.
+#[derive(Default)]
+struct SimLanes {
+    /// How many beside the first.
+    further: AtomicU16,
+    /// A bit for each lane whose files cannot be written.
+    failing: AtomicU64,
 }
 
 struct State {
@@ -195,7 +207,33 @@ impl SimBacking {
             open: Arc::default(),
             is_synced_one_by_one: Arc::clone(&self.is_synced_one_by_one),
             unsynced: Arc::default(),
+            lanes: Arc::clone(&self.lanes),
         }
+    }
+
+    /// Spreads the files over so many lanes, at most 64, by their inode numbers.
+    pub fn set_lanes(&self, count: u16) {
+        assert!((1..=64).contains(&count));
+        self.lanes.further.store(count - 1, Ordering::Relaxed);
+    }
+
+    /// Has writes to the files of a lane fail with EIO, or ends that.
+    pub fn fail_lane(&self, lane: LaneIndex, fails: bool) {
+        let bit = 1 << lane.index();
+        if fails {
+            self.lanes.failing.fetch_or(bit, Ordering::Relaxed);
+        } else {
+            self.lanes.failing.fetch_and(!bit, Ordering::Relaxed);
+        }
+    }
+
+    fn lane_of_number(&self, ino: u64) -> LaneIndex {
+        LaneIndex::new((ino % u64::from(self.lanes.further.load(Ordering::Relaxed) + 1)) as u16)
+    }
+
+    fn lane_fails(&self, ino: u64) -> bool {
+        let failing = self.lanes.failing.load(Ordering::Relaxed);
+        failing >> self.lane_of_number(ino).index() & 1 == 1
     }
 
     /// Has locks reach only this far, for all processes over this disk.

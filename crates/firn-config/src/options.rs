@@ -117,6 +117,16 @@ pub enum Passthrough {
     Off,
 }
 
+/// In which order the files of one I/O server are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Order {
+    /// In turns of one write each.
+    Interleaved,
+    /// One after the other.
+    Sequential,
+}
+
 /// How much firnd writes to its log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -188,6 +198,10 @@ pub struct Options {
     pub chunk_bytes: u64,
     /// IO threads that write to the backing.
     pub io_threads: u32,
+    /// Order of the files of one I/O server.
+    pub order: Order,
+    /// Writes that one I/O server gets at once; 0: as many as there are IO threads.
+    pub lane_writers: u32,
     /// How programs reach the files.
     #[serde(default)]
     pub frontend: Frontend,
@@ -299,6 +313,8 @@ impl Options {
             arena_bytes: 0,
             chunk_bytes: 0,
             io_threads: 0,
+            order: Order::Interleaved,
+            lane_writers: 0,
             frontend: Frontend::Fuse,
             drain: Drain::Eager,
             history: 0,

@@ -10,7 +10,8 @@ use std::path::PathBuf;
 use firn_format::quote::quoted_path;
 
 use crate::options::{
-    Close, Drain, Frontend, Fsync, LogLevel, Mode, Options, Participants, Passthrough, Placement,
+    Close, Drain, Frontend, Fsync, LogLevel, Mode, Options, Order, Participants, Passthrough,
+    Placement,
 };
 use crate::quantity::{duration_text, size_text};
 use crate::value::{Kind, Value};
@@ -62,7 +63,7 @@ pub fn row(name: &str) -> Option<&'static Row> {
 }
 
 /// Every option.
-pub static TABLE: [Row; 35] = [
+pub static TABLE: [Row; 37] = [
     Row {
         name: "arena-size",
         kind: Kind::Size {
@@ -104,10 +105,47 @@ pub static TABLE: [Row; 35] = [
         default: "4",
         help: "Number of threads that write to the backing in parallel",
         long: "More threads help with a backing that has a long latency and serves many requests in parallel; a \
-               disk is better served by few.",
+               disk is better served by few. With several lanes (`placement`) they write to all of them in turn: \
+               give at least one for each lane.",
         changes_promises: false,
         get: |o| o.io_threads.to_string(),
         set: |o, v| o.io_threads = v.number() as u32,
+    },
+    Row {
+        name: "order",
+        kind: Kind::Choice(&["interleaved", "sequential"]),
+        default: "interleaved",
+        help: "Order in which the files of one I/O server are written",
+        long: "With `interleaved`, each file that has data gets one write in turn. With `sequential`, a server \
+               writes one file to its end and then begins the next, which takes a disk that seeks far less time \
+               when many processes write their checkpoints at once. Files that somebody waits for (close, fsync, \
+               `firn wait`) come first, in the order of waiting. Nothing is gained on flash. With several hosts, \
+               add `tokens`.",
+        changes_promises: true,
+        get: |o| match o.order {
+            Order::Interleaved => "interleaved".into(),
+            Order::Sequential => "sequential".into(),
+        },
+        set: |o, v| o.order = [Order::Interleaved, Order::Sequential][v.choice()],
+    },
+    Row {
+        name: "lane-writers",
+        kind: Kind::Count {
+            min: 0,
+            max: 256,
+            zero: Some("all"),
+        },
+        default: "all",
+        help: "Number of writes that one I/O server gets at once; all: as many as there are io-threads",
+        long: "A disk, and a server with one, is best written to by `1`; a server that needs several requests \
+               under way to be busy gets more. It counts for each lane of `placement`, and for the whole backing \
+               without lanes.",
+        changes_promises: false,
+        get: |o| match o.lane_writers {
+            0 => "all".into(),
+            count => count.to_string(),
+        },
+        set: |o, v| o.lane_writers = v.number() as u32,
     },
     Row {
         name: "frontend",

@@ -39,7 +39,8 @@ pub(crate) struct Answers {
     pub(crate) mount_point: PathBuf,
     /// `key=value` of the options that change what promises mean.
     pub(crate) options: Vec<String>,
-    pub(crate) io_threads: u32,
+    /// Writes that one lane gets at once.
+    pub(crate) lane_writers_max: u32,
     /// How long other hosts are waited for.
     pub(crate) patience: Duration,
     /// Who owns the transactions.
@@ -82,12 +83,12 @@ impl Answers {
         let mut lanes = engine.lanes.clone();
         for lane in &mut lanes {
             lane.path = self.backing.as_path().into();
-            lane.writers_max = self.io_threads;
+            lane.writers_max = self.lane_writers_max;
         }
         let placement_advice = match self.engine.backing().placed() {
             None => Vec::new(),
             Some(placed) => {
-                placement::show_lanes(placed, &self.engine.held_bytes_of_lanes(), &mut lanes);
+                placement::show_lanes(placed, &mut lanes);
                 placement::advise(&lanes)
             }
         };

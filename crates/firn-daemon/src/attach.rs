@@ -14,7 +14,7 @@ use firn_client::paths::RuntimeFiles;
 use firn_config::{Close, Drain, Frontend, Fsync, Mode, Options, Participants, Passthrough};
 use firn_drain::{IoThreads, Pool};
 use firn_engine::{
-    ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Recovered, StoredArena,
+    ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Order, Recovered, StoredArena,
 };
 use firn_format::quote::quoted_path;
 use firn_lanes::steering::Steered;
@@ -160,7 +160,10 @@ impl Attached {
         tell(&recovered, options.drain, notice);
         let threads = IoThreads {
             count: options.io_threads as usize,
-            lane_writers_max: usize::MAX,
+            lane_writers_max: match options.lane_writers {
+                0 => usize::MAX,
+                count => count as usize,
+            },
             cpu_percent: options.drain_cpu_percent,
         };
         let pool = Pool::start(Arc::clone(&engine), threads, None)
@@ -452,6 +455,10 @@ fn policies(arena: &Arena, options: &Options) -> EngineOptions {
         fsync: match options.fsync {
             Fsync::Durable => FsyncPolicy::Durable,
             Fsync::Held => FsyncPolicy::Held,
+        },
+        order: match options.order {
+            firn_config::Order::Interleaved => Order::Interleaved,
+            firn_config::Order::Sequential => Order::Sequential,
         },
         drain_age: Duration::from_millis(options.drain_age_ms),
         spill_upper_percent: options.spill_upper_percent,

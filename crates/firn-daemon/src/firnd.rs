@@ -150,7 +150,10 @@ impl Mount {
             backing: checked.backing.clone(),
             mount_point: checked.mount_point.clone(),
             options: options.in_force(),
-            io_threads: options.io_threads,
+            lane_writers_max: match options.lane_writers {
+                0 => options.io_threads,
+                count => options.io_threads.min(count),
+            },
             owners: Owners::new().map_err(|errno| {
                 MountError::io("watch the owners of transactions")(errno.into())
             })?,

@@ -385,14 +385,7 @@ pub(crate) fn end(store: &Store) {
 }
 
 /// Puts paths, counts and states of lanes into the status; lanes that cannot be reached come last.
-pub(crate) fn show_lanes(
-    placed: &Lanes<DirBacking>,
-    held_bytes: &[u64],
-    shown: &mut Vec<LaneStatus>,
-) {
-    for (lane, held_bytes) in shown.iter_mut().zip(held_bytes) {
-        lane.held_bytes = *held_bytes;
-    }
+pub(crate) fn show_lanes(placed: &Lanes<DirBacking>, shown: &mut Vec<LaneStatus>) {
     let targets = placed.rule().map_or(0, Rule::lane_count);
     for (number, (shown, lane)) in shown.iter_mut().zip(placed.lanes()).enumerate() {
         let figures = lane.figures();

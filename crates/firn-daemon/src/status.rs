@@ -69,6 +69,10 @@ fn lane_status(figures: &LaneFigures) -> LaneStatus {
     LaneStatus {
         writers: figures.writers as u32,
         retry_in_ms: figures.retry_in.map(|wait| wait.as_millis() as u64),
+        queued_files: figures.queued_files as u64,
+        held_files: figures.held_files,
+        held_bytes: figures.held_bytes,
+        file: figures.file.clone().map(Into::into),
         ..LaneStatus::default()
     }
 }

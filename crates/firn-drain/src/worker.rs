@@ -170,11 +170,7 @@ impl<B: Backing> Worker<B> {
                 return Found::Nothing { retry };
             }
         };
-        let limits = LaneLimits {
-            leaves_hung_file: role != Role::Regular,
-            ..self.limits
-        };
-        match self.engine.pick(*index, limits) {
+        match self.engine.pick(*index, self.limits_of(role)) {
             Pick::Job(job) => Found::Job(LaneJob {
                 lane,
                 job,
@@ -184,6 +180,16 @@ impl<B: Backing> Worker<B> {
                 self.leave(lane, token_use);
                 Found::Nothing { retry }
             }
+        }
+    }
+
+    fn limits_of(&self, role: Role) -> LaneLimits {
+        match role {
+            Role::Regular => self.limits,
+            Role::StandIn | Role::StandInOfLane(_) => LaneLimits {
+                file_writes_max: 1,
+                leaves_hung_file: true,
+            },
         }
     }
 

@@ -18,8 +18,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use firn_backing::sim::Fault;
-use firn_backing::{Backing, DirBacking, Errno, RenameFlags, SimBacking};
-use firn_engine::{InodeId, ROOT};
+use firn_backing::{Backing, DirBacking, Errno, LaneIndex, RenameFlags, SimBacking};
+use firn_engine::{InodeId, Order, ROOT};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use threads::mount::{Disturbance, Mount};
@@ -65,6 +65,39 @@ fn threads_over_a_failing_backing_agree_with_their_models() {
     run(backing, seed, Disturbance::Faults);
 }
 
+/// Proves S-order-5.
+#[test]
+fn threads_over_several_lanes_agree_with_their_models_in_both_orders() {
+    let seed = seed("lanes");
+    let mut rng = StdRng::seed_from_u64(seed);
+    for order in [Order::Interleaved, Order::Sequential] {
+        let backing = SimBacking::new();
+        let lanes = rng.random_range(2..5);
+        backing.set_lanes(lanes);
+        let faulty = backing.clone();
+        let mut choose = StdRng::seed_from_u64(seed ^ 1);
+        // A lane fails for a while, and then another one.
+        backing.set_plan(move |call, _| {
+            if call == "write_at" && choose.random_range(0..20) == 0 {
+                let lane = LaneIndex::new(choose.random_range(0..lanes));
+                faulty.fail_lane(lane, choose.random_bool(0.3));
+            }
+            None
+        });
+        let writers = rng.random_range(1..4);
+        let healing = backing.clone();
+        let heal = move || {
+            healing.clear_plan();
+            (0..lanes).for_each(|lane| healing.fail_lane(LaneIndex::new(lane), false));
+        };
+        run_on(
+            Mount::in_order(backing, Disturbance::Faults, order, writers),
+            seed,
+            heal,
+        );
+    }
+}
+
 /// Proves S-write-2, S-write-3, S-write-6, S-read-1, S-name-2.
 #[test]
 fn threads_over_a_directory_agree_with_their_models() {
@@ -83,8 +116,12 @@ fn what_chunk_lists_name_stays_as_it_is_under_all_threads() {
 }
 
 fn run<B: Backing>(backing: B, seed: u64, disturbance: Disturbance) {
+    run_on(Mount::new(backing, disturbance), seed, || {});
+}
+
+/// `heal` is called when the writers have ended.
+fn run_on<B: Backing>(mount: Mount<B>, seed: u64, heal: impl FnOnce()) {
     let ops = setting("FIRN_OPS").unwrap_or(OPS_DEFAULT);
-    let mount = Mount::new(backing, disturbance);
     let dirs: Vec<InodeId> = (0..WRITERS)
         .map(|writer| mount.mkdir(&dir_name(writer)))
         .collect();
@@ -108,7 +145,8 @@ fn run<B: Backing>(backing: B, seed: u64, disturbance: Disturbance) {
             .collect();
         others.push(scope.spawn(move || rename_directories(mount, seed, go_on)));
         others.push(scope.spawn(move || ask(mount, go_on)));
-        let lister = (disturbance == Disturbance::Lists)
+        let lister = mount
+            .lists
             .then(|| scope.spawn(move || lister::run(mount, seed ^ 300, go_on)));
         // The scope would wait as well, but ThreadSanitizer does not see how.
         let models: Vec<_> = writers
@@ -123,6 +161,7 @@ fn run<B: Backing>(backing: B, seed: u64, disturbance: Disturbance) {
         }
         models
     });
+    heal();
     let found = mount.end();
     let mut expected = shared::merge(models.iter().map(|model| &model.stripes));
     for (writer, model) in models.iter().enumerate() {

@@ -1,8 +1,8 @@
 //! What an engine counts since the attach, and what it holds now.
 //!
 //! Invariants
-//! * `held_bytes` and `held_files` are the sums over all files of what is pending: who changes that calls
-//!   [`Counters::count_held`] under the file's lock.
+//! * [`Held`] of a lane are the sums over its files of what is pending: who changes that calls [`Held::count`] under
+//!   the file's lock.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -57,8 +57,6 @@ pub(crate) struct Counters {
     pub cancelled_bytes: AtomicU64,
     pub evicted_bytes: AtomicU64,
     pub read_bytes: AtomicU64,
-    pub held_bytes: AtomicU64,
-    pub held_files: AtomicU64,
     /// Lists of chunks in use.
     pub chunk_lists: AtomicU64,
     /// Drained bytes that are still in the arena. Shared with the files that have some.
@@ -67,27 +65,44 @@ pub(crate) struct Counters {
     pub files_opened: AtomicUsize,
 }
 
-impl Counters {
+/// What is pending.
+#[derive(Default)]
+pub(crate) struct Held {
+    bytes: AtomicU64,
+    files: AtomicU64,
+}
+
+impl Held {
     /// Counts a change of what is held of one file.
-    pub(crate) fn count_held(&self, before: u64, after: u64) {
+    pub(crate) fn count(&self, before: u64, after: u64) {
         if after >= before {
-            self.held_bytes.fetch_add(after - before, Ordering::Relaxed);
+            self.bytes.fetch_add(after - before, Ordering::Relaxed);
         } else {
-            let held = self.held_bytes.fetch_sub(before - after, Ordering::Relaxed);
+            let held = self.bytes.fetch_sub(before - after, Ordering::Relaxed);
             debug_assert!(held >= before - after, "more is drained than was held");
         }
         match (before == 0, after == 0) {
             (true, false) => {
-                self.held_files.fetch_add(1, Ordering::Relaxed);
+                self.files.fetch_add(1, Ordering::Relaxed);
             }
             (false, true) => {
-                let held = self.held_files.fetch_sub(1, Ordering::Relaxed);
+                let held = self.files.fetch_sub(1, Ordering::Relaxed);
                 debug_assert!(held > 0, "more files are drained than were held");
             }
             _ => {}
         }
     }
 
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn files(&self) -> u64 {
+        self.files.load(Ordering::Relaxed)
+    }
+}
+
+impl Counters {
     /// Counts a write that was taken from a program.
     pub(crate) fn count_ingest(&self, bytes: u64) {
         self.ingest_bytes.fetch_add(bytes, Ordering::Relaxed);

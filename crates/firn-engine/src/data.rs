@@ -401,8 +401,7 @@ impl<B: Backing> Engine<B> {
             !state.pending.is_empty()
         };
         if pending {
-            let many =
-                self.counters.held_files.load(Ordering::Relaxed) > self.options.objects_max as u64;
+            let many = self.drain.held_files() > self.options.objects_max as u64;
             let opens = || {
                 let object = self.object(&file.inode)?;
                 self.backing.open(&object, Access::ReadWrite)
@@ -461,7 +460,7 @@ impl<B: Backing> Engine<B> {
             .cancelled_bytes
             .fetch_add(cancelled, Ordering::Relaxed);
         state.pending.set_mtime(None);
-        self.counters.count_held(before, state.pending.bytes());
+        self.drain.count_held(file, before, state.pending.bytes());
         let waiters = self.finish_drained(file, &mut state);
         file.end_exclusive(&mut state);
         drop(state);

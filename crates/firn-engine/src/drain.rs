@@ -14,6 +14,7 @@
 
 pub(crate) mod complete;
 pub(crate) mod job;
+mod line;
 pub(crate) mod pick;
 mod queue;
 pub(crate) mod wait;
@@ -28,7 +29,9 @@ use firn_backing::lock::RwLock;
 use firn_backing::{Backing, LaneIndex};
 
 use crate::Result;
+use crate::counters::Held;
 use crate::file::{File, FileState};
+use crate::options::Order;
 use queue::{DrainQueue, QueueFigures};
 
 /// Carries out the jobs of the drain: the IO threads of `firn-drain`, or a test that takes each step itself.
@@ -50,10 +53,10 @@ pub(crate) struct Drain<B: Backing> {
 }
 
 impl<B: Backing> Drain<B> {
-    pub(crate) fn new(lane_count: u16) -> Self {
+    pub(crate) fn new(lane_count: u16, order: Order) -> Self {
         assert!(lane_count > 0, "a mount has a lane");
         Self {
-            lanes: (0..lane_count).map(|_| DrainQueue::default()).collect(),
+            lanes: (0..lane_count).map(|_| DrainQueue::new(order)).collect(),
             executor: RwLock::new(None),
             waiter_count: AtomicU64::new(0),
         }
@@ -81,7 +84,7 @@ impl<B: Backing> Drain<B> {
         self.lanes.iter().any(DrainQueue::is_busy)
     }
 
-    pub(crate) fn figures(&self) -> Vec<QueueFigures> {
+    pub(crate) fn figures(&self) -> Vec<QueueFigures<File<B>>> {
         self.lanes.iter().map(DrainQueue::figures).collect()
     }
 
@@ -142,8 +145,24 @@ impl<B: Backing> Drain<B> {
             return;
         }
         state.drain.set_queued(true);
-        self.queue_of(file).push(Arc::clone(file));
+        self.queue_of(file)
+            .push(Arc::clone(file), state.drain.has_waiters());
         self.wake(file.lane);
+    }
+
+    /// Counts a change of what is held of one file, under its lock.
+    pub(crate) fn count_held(&self, file: &File<B>, before: u64, after: u64) {
+        self.queue_of(file).held.count(before, after);
+    }
+
+    /// Bytes that are pending, of all lanes.
+    pub(crate) fn held_bytes(&self) -> u64 {
+        self.lanes.iter().map(|lane| lane.held.bytes()).sum()
+    }
+
+    /// Files with pending bytes, of all lanes.
+    pub(crate) fn held_files(&self) -> u64 {
+        self.lanes.iter().map(|lane| lane.held.files()).sum()
     }
 
     /// Counts one more who waits for a file. Before it is drained: who drains asks [`Drain::has_waiters`] first.
@@ -180,6 +199,7 @@ impl<B: Backing> Drain<B> {
         for lane in self.lanes() {
             let of_lane: Vec<_> = files.iter().filter(|file| file.lane == lane).collect();
             assert_queue(self.queue(lane), &of_lane);
+            assert_held(&self.queue(lane).held, &of_lane);
         }
         let waiters: usize = files
             .iter()
@@ -226,6 +246,14 @@ fn assert_queue<B: Backing>(queue: &DrainQueue<File<B>>, files: &[&Arc<File<B>>]
     );
     assert_eq!(queue.oldest_of_files(), aged, "ages of files");
 }
+
+fn assert_held<B: Backing>(held: &Held, files: &[&Arc<File<B>>]) {
+    let pending = || files.iter().map(|file| file.lock().pending.bytes());
+    assert_eq!(held.bytes(), pending().sum::<u64>(), "held bytes");
+    let count = pending().filter(|bytes| *bytes > 0).count();
+    assert_eq!(held.files(), count as u64, "held files");
+}
+
 /// Blocks until `outcome` is told. Whoever was to tell it and is gone without a word failed.
 fn wait_for(outcome: &Receiver<Result<()>>) -> Result<()> {
     outcome.recv().unwrap_or(Err(firn_backing::Errno::IO))
@@ -244,13 +272,13 @@ mod tests {
         let root = backing.root();
         let attr = backing.attr(&root).expect("root");
         let names = Names::<SimBacking>::new(root, &attr, false, 16);
-        let drain = Drain::<SimBacking>::new(2);
+        let drain = Drain::<SimBacking>::new(2, Order::Interleaved);
         let lanes: Vec<LaneIndex> = drain.lanes().collect();
         let file = Arc::new(File::new(Arc::clone(names.root()), lanes[1]));
-        drain.queue_of(&file).push(Arc::clone(&file));
+        drain.queue_of(&file).push(Arc::clone(&file), false);
         assert!(drain.is_busy());
-        assert!(drain.queue(lanes[0]).pop().is_none());
-        let popped = drain.queue(lanes[1]).pop().expect("it is in line");
+        assert!(drain.queue(lanes[0]).pop(false).is_none());
+        let popped = drain.queue(lanes[1]).pop(false).expect("it is in line");
         assert!(Arc::ptr_eq(&popped, &file));
         let active: Vec<usize> = drain.figures().iter().map(|lane| lane.active).collect();
         assert_eq!(active, [0, 1]);

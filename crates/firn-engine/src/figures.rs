@@ -95,12 +95,20 @@ pub struct SpillFigures {
 }
 
 /// Of one lane.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LaneFigures {
     /// Writes under way.
     pub writers: usize,
     /// Time until a file that failed is tried again.
     pub retry_in: Option<Duration>,
+    /// Files in line for a write.
+    pub queued_files: usize,
+    /// Files with pending bytes.
+    pub held_files: u64,
+    /// Those bytes.
+    pub held_bytes: u64,
+    /// In sequential order: the file that is being written.
+    pub file: Option<Vec<u8>>,
 }
 
 /// A recorded error, and whether it is still about something.
@@ -146,8 +154,6 @@ impl<B: Backing> Engine<B> {
     /// Asserts that the counters are the sums that they stand for. To be called while nobody else uses the engine.
     pub fn assert_counters(&self) {
         let files = self.files.all();
-        let mut held_bytes = 0;
-        let mut held_files = 0;
         let mut cached_bytes = 0;
         let mut granted = 0;
         let mut oldest = None;
@@ -156,8 +162,6 @@ impl<B: Backing> Engine<B> {
             if !state.direct.has_grant() {
                 state.pending.assert_time(&self.arena);
             }
-            held_bytes += state.pending.bytes();
-            held_files += u64::from(!state.pending.is_empty());
             cached_bytes += state.cache.bytes();
             granted += u64::from(state.direct.has_grant());
             assert_eq!(
@@ -169,8 +173,6 @@ impl<B: Backing> Engine<B> {
             oldest = oldest.into_iter().chain(state.drain.oldest()).min();
         }
         let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
-        assert_eq!(get(&self.counters.held_bytes), held_bytes, "held bytes");
-        assert_eq!(get(&self.counters.held_files), held_files, "held files");
         assert_eq!(
             get(&self.counters.cached_bytes),
             cached_bytes,
@@ -191,17 +193,7 @@ impl<B: Backing> Engine<B> {
     /// Bytes that are pending.
     pub fn held_bytes(&self) -> u64 {
         self.ingest_all_published();
-        self.counters.held_bytes.load(Ordering::Relaxed)
-    }
-
-    /// Bytes that are pending, for each lane. Asks for the lock of each file that is open or has some.
-    pub fn held_bytes_of_lanes(&self) -> Vec<u64> {
-        self.ingest_all_published();
-        let mut held = vec![0; usize::from(self.backing.lane_count())];
-        for file in self.files.all() {
-            held[file.lane.index()] += file.lock().pending.bytes();
-        }
-        held
+        self.drain.held_bytes()
     }
 
     /// All figures. None asks for a lock of each file: they are counters.
@@ -215,9 +207,20 @@ impl<B: Backing> Engine<B> {
         let oldest = queues.iter().filter_map(|queue| queue.oldest).min();
         let lanes = queues
             .iter()
-            .map(|queue| LaneFigures {
-                writers: queue.active,
-                retry_in: queue.retry_in,
+            .zip(self.drain.lanes())
+            .map(|(queue, lane)| {
+                let held = &self.drain.queue(lane).held;
+                LaneFigures {
+                    writers: queue.active,
+                    retry_in: queue.retry_in,
+                    queued_files: queue.files,
+                    held_files: held.files(),
+                    held_bytes: held.bytes(),
+                    file: queue
+                        .turn
+                        .as_ref()
+                        .map(|file| crate::FileIdentity::path(&*file.inode)),
+                }
             })
             .collect();
         let (kernel_copies_bytes, kernel_copies_bytes_max) = self.kernel_copies.bytes();
@@ -227,8 +230,8 @@ impl<B: Backing> Engine<B> {
             arena_bytes: geometry.data_bytes(),
             arena_used_bytes: self.arena.used_bytes(),
             chunk_bytes: geometry.chunk_bytes,
-            held_bytes: get(&counters.held_bytes),
-            held_files: get(&counters.held_files),
+            held_bytes: self.drain.held_bytes(),
+            held_files: self.drain.held_files(),
             oldest_held: oldest.map(|at| now.duration_since(at)),
             recovered_bytes: self.recovered_bytes,
             lost_file_bytes: self.lost.bytes(),

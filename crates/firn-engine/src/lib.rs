@@ -73,7 +73,7 @@ pub use file::FileId;
 pub use firn_backing::LaneIndex;
 pub use grants::DirectAccessFigures;
 pub use lost::LostFile;
-pub use options::{ClosePolicy, DrainPolicy, EngineOptions, FsyncPolicy};
+pub use options::{ClosePolicy, DrainPolicy, EngineOptions, FsyncPolicy, Order};
 pub use privileges::Principal;
 pub use recovery::{Recovered, StoredArena};
 pub use spill::SpillStep;

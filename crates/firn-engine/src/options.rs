@@ -30,11 +30,22 @@ pub enum DrainPolicy {
     Demand,
 }
 
+/// In which order a lane's files are drained.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// In turns of one write each.
+    Interleaved,
+    /// One after the other.
+    Sequential,
+}
+
 /// Policies of one mount.
 #[derive(Clone, Debug)]
 pub struct EngineOptions {
     /// See [`DrainPolicy`].
     pub drain: DrainPolicy,
+    /// See [`Order`].
+    pub order: Order,
     /// See [`ClosePolicy`].
     pub close: ClosePolicy,
     /// See [`FsyncPolicy`].
@@ -68,6 +79,7 @@ impl EngineOptions {
     pub fn new(chunk_bytes: u64) -> Self {
         Self {
             drain: DrainPolicy::Eager,
+            order: Order::Interleaved,
             close: ClosePolicy::Drain,
             fsync: FsyncPolicy::Durable,
             drain_age: Duration::from_secs(5),

@@ -216,7 +216,7 @@ impl<B: Backing> Engine<B> {
         engine.recovered_bytes = recovered.bytes;
         let engine = engine.start();
         for (file, bytes) in restored {
-            engine.counters.count_held(0, bytes);
+            engine.drain.count_held(&file, 0, bytes);
             let mut state = file.lock();
             if engine.options.drain == DrainPolicy::Eager {
                 engine.drain.force(&file, &mut state);
@@ -265,7 +265,7 @@ impl<B: Backing> Engine<B> {
             passthrough: AtomicBool::new(options.passthrough),
             cached_opens: AtomicU64::new(0),
             kernel_copies: KernelCopies::new(options.kernel_copies_bytes_max),
-            drain: Drain::new(backing.lane_count()),
+            drain: Drain::new(backing.lane_count(), options.order),
             backing,
             arena,
             options,

@@ -189,6 +189,7 @@ impl<B: Backing> Engine<B> {
         // Someone waits: the next try is now, not after the back-off.
         state.drain.retry_now();
         self.drain.force(file, &mut state);
+        self.drain.queue_of(file).note_awaited(file);
         // Also if the file is in line already: who drains may have put it off.
         self.drain.wake(file.lane);
     }

@@ -81,7 +81,7 @@ impl<B: Backing> Engine<B> {
             self.counters
                 .cancelled_bytes
                 .fetch_add(cancelled, Ordering::Relaxed);
-            self.counters.count_held(before, state.pending.bytes());
+            self.drain.count_held(file, before, state.pending.bytes());
             state.pending.touch();
             state.pending.keep_time(&self.arena);
             file.inode.data_unsynced.store(true, Ordering::Release);

@@ -322,7 +322,7 @@ impl<B: Backing> Engine<B> {
         self.counters
             .cancelled_bytes
             .fetch_add(cancelled, Ordering::Relaxed);
-        self.counters.count_held(before, state.pending.bytes());
+        self.drain.count_held(file, before, state.pending.bytes());
         file.inode.durable.store(false, Ordering::Relaxed);
         if before == 0 {
             let now = Instant::now();

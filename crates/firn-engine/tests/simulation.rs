@@ -6,11 +6,12 @@
 mod common;
 
 use common::model::{Model, Object, Unacknowledged, partly};
-use common::world::World;
+use common::world::{self, World};
 use firn_backing::SimBacking;
 use firn_backing::{Backing, Caller, Errno, RenameFlags, SetTime, Time};
 use firn_engine::{
-    Closing, DrainPolicy, HandleId, HeldChunks, ListedPart, PartPlace, ROOT, SetAttr, Written,
+    Closing, DrainPolicy, HandleId, HeldChunks, ListedPart, Order, PartPlace, ROOT, SetAttr,
+    Written,
 };
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use std::collections::BTreeMap;
@@ -66,13 +67,15 @@ impl Run {
     fn new(seed: u64, faults: bool) -> Self {
         // Half of the seeds drain only when told to.
         let demand = seed % 2 == 1;
-        // And half of each have a spill file.
-        let world = match (demand, seed / 2 % 2 == 1) {
-            (false, false) => World::new(),
-            (true, false) => World::on_demand(),
-            (false, true) => World::spilling(DrainPolicy::Eager),
-            (true, true) => World::spilling(DrainPolicy::Demand),
-        };
+        // Half of each have a spill file, half of those write one file at a time, and there are one to four lanes.
+        let mut options = world::options();
+        if demand {
+            options.drain = DrainPolicy::Demand;
+        }
+        if seed / 4 % 2 == 1 {
+            options.order = Order::Sequential;
+        }
+        let world = World::with_lanes(options, seed / 2 % 2 == 1, 1 + (seed / 8 % 4) as u16);
         for dir in DIRS {
             world
                 .engine
@@ -704,6 +707,13 @@ impl Run {
     }
 
     fn drain(&mut self) -> Result<(), Stopped> {
+        if self.faults {
+            let lanes: Vec<_> = self.world.engine.lanes().collect();
+            let lane = lanes[self.rng.random_range(0..lanes.len())];
+            self.world
+                .backing
+                .fail_lane(lane, self.rng.random_bool(0.3));
+        }
         match self.rng.random_range(0..6) {
             0..3 => self.world.engine.drain_tree(b""),
             3 if self.demand => {

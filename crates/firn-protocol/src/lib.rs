@@ -495,9 +495,18 @@ pub struct LaneStatus {
     pub writers: u32,
     /// Milliseconds until it is tried again after an error.
     pub retry_in_ms: Option<u64>,
-    /// Bytes of its files that are not in the backing yet; counted where there are several lanes.
+    /// Files in line for a write.
+    #[serde(default)]
+    pub queued_files: u64,
+    /// Files with bytes that are not in the backing yet.
+    #[serde(default)]
+    pub held_files: u64,
+    /// Those bytes.
     #[serde(default)]
     pub held_bytes: u64,
+    /// With `order=sequential`: the file that is being written.
+    #[serde(default)]
+    pub file: Option<BytePath>,
     /// What was placed in it, where files are placed and it is not the backing itself.
     #[serde(default)]
     pub placed: Option<PlacedStatus>,

@@ -15,8 +15,8 @@ use super::rename::rename;
 use super::{SimBacking, State};
 use crate::unsynced::{self, Place, Tracked, Unsynced, path_of_entry};
 use crate::{
-    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, LockMode, RenameFlags, Result, Seek,
-    SetTime, StatFs, SyncWay,
+    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, LaneIndex, LockMode, RenameFlags, Result,
+    Seek, SetTime, StatFs, SyncWay,
 };
 
 /// A reference to a simulated object.
@@ -657,6 +657,9 @@ impl Backing for SimBacking {
             return Err(Errno::FBIG);
         }
         let ino = file.object.ino;
+        if self.lane_fails(ino) {
+            return Err(Errno::IO);
+        }
         let room = state.disk.room(ino, offset, bytes.len() as u64)?;
         bytes.truncate(room as usize);
         if !bytes.is_empty() {
@@ -778,6 +781,14 @@ impl Backing for SimBacking {
 
     fn fd<'a>(&self, _file: &'a SimFile) -> Option<BorrowedFd<'a>> {
         None
+    }
+
+    fn lane_count(&self) -> u16 {
+        self.lanes.further.load(Ordering::Relaxed) + 1
+    }
+
+    fn lane_of(&self, inode: &SimInode) -> LaneIndex {
+        self.lane_of_number(inode.ino)
     }
 
     fn statfs(&self) -> Result<StatFs> {

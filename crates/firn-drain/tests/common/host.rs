@@ -1,12 +1,12 @@
 //! One host: an engine over its own arena, and its IO threads.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use firn_arena::{Arena, Identity};
-use firn_backing::{Backing, Caller};
+use firn_backing::{Backing, Caller, LaneIndex};
 use firn_drain::{IoThreads, Pool};
 use firn_engine::{Engine, EngineOptions, HandleId, ROOT};
 use firn_format::geometry::Geometry;
@@ -83,6 +83,26 @@ impl<B: Backing> Host<B> {
     pub fn write_awaited(&self, name: &str) -> (HandleId, Drained) {
         let handle = self.write(name);
         (handle, self.await_drained(handle))
+    }
+
+    /// A new file of a lane that somebody waits for. Others may be made beside it, which stay empty.
+    pub fn write_awaited_in(&self, name: &str, lane: LaneIndex) -> (HandleId, Drained) {
+        for number in 0.. {
+            let name = OsString::from(format!("{name}_{number}"));
+            let (entry, opened) = self
+                .engine
+                .create(&CALLER, ROOT, &name, 0o644, RDWR)
+                .expect("create");
+            let object = self.engine.object_of(entry.inode).expect("it is there");
+            if self.engine.backing().lane_of(&object) == lane {
+                self.engine
+                    .write(opened.handle, 0, name.as_encoded_bytes(), None)
+                    .expect("write");
+                return (opened.handle, self.await_drained(opened.handle));
+            }
+            self.engine.release(opened.handle);
+        }
+        unreachable!("files lie in all lanes")
     }
 
     pub fn end(mut self) {

@@ -10,7 +10,7 @@ use firn_arena::{Arena, Identity};
 use firn_backing::sim::tree;
 use firn_backing::{Backing, Caller, Errno, Kind};
 use firn_drain::{IoThreads, Pool};
-use firn_engine::{Closing, Done, Engine, EngineOptions, HandleId, InodeId, ROOT, Written};
+use firn_engine::{Closing, Done, Engine, EngineOptions, HandleId, InodeId, Order, ROOT, Written};
 use firn_format::geometry::Geometry;
 use parking_lot::{Condvar, Mutex};
 
@@ -41,13 +41,24 @@ pub struct Mount<B: Backing> {
     pub engine: Arc<Engine<B>>,
     /// Whether the backing fails now and then.
     pub faults: bool,
-    lists: bool,
+    /// Whether lists are made.
+    pub lists: bool,
     pool: Pool,
     _arena: tempfile::TempDir,
 }
 
 impl<B: Backing> Mount<B> {
     pub fn new(backing: B, disturbance: Disturbance) -> Self {
+        Self::in_order(backing, disturbance, Order::Interleaved, usize::MAX)
+    }
+
+    /// A lane has at most `lane_writers_max` writes under way.
+    pub fn in_order(
+        backing: B,
+        disturbance: Disturbance,
+        order: Order,
+        lane_writers_max: usize,
+    ) -> Self {
         let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
         let identity = Identity {
             backing: PathBuf::from("/backing"),
@@ -58,11 +69,15 @@ impl<B: Backing> Mount<B> {
         let arena =
             Arena::create(&dir.path().join("arena"), geometry, &identity).expect("an arena");
         let mut options = EngineOptions::new(CHUNK_BYTES);
+        options.order = order;
         options.drain_age = Duration::from_millis(20);
         options.drain_write_bytes_min = 16 << 10;
         options.drain_write_bytes_max = 64 << 10;
         let engine = Engine::begin(backing, arena, options).expect("an engine");
-        let threads = IoThreads::new(IO_THREADS);
+        let threads = IoThreads {
+            lane_writers_max,
+            ..IoThreads::new(IO_THREADS)
+        };
         let pool = Pool::start(Arc::clone(&engine), threads, None).expect("IO threads");
         let faults = disturbance == Disturbance::Faults;
         let lists = disturbance == Disturbance::Lists;

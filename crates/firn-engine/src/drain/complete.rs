@@ -64,7 +64,7 @@ impl<B: Backing> Engine<B> {
                 self.drain.count_answered(told.len());
             }
         }
-        self.counters.count_held(before, state.pending.bytes());
+        self.drain.count_held(&file, before, state.pending.bytes());
         let satisfied = self.finish_drained(&file, &mut state);
         if error.is_some() {
             // The next write tells the program, and only those through the kernel can.

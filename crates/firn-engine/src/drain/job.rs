@@ -10,9 +10,11 @@ use std::sync::Arc;
 use firn_arena::Place;
 use firn_backing::{Backing, Errno};
 
+use crate::InodeId;
 use crate::engine::Engine;
 use crate::extents::Extent;
 use crate::file::File;
+use crate::options::Order;
 
 pub(super) struct Part {
     pub extent: Extent,
@@ -51,6 +53,10 @@ struct Loaded {
 }
 
 impl<B: Backing> Job<B> {
+    /// The file that it is of.
+    pub fn inode(&self) -> InodeId {
+        self.file.inode.id
+    }
     /// Offset in the file.
     pub fn offset(&self) -> u64 {
         self.range.start
@@ -102,6 +108,13 @@ impl<B: Backing> Job<B> {
                     break;
                 }
             }
+        }
+        if engine.options.order == Order::Sequential && outcome.written > 0 {
+            // Else the kernel writes back several files at once, in turns of its own.
+            let offset = self.range.start;
+            engine
+                .backing
+                .begin_sync(&target.file, offset, outcome.written);
         }
         if outcome.error.is_none() && loaded.error.is_some() {
             outcome.error = loaded.error;

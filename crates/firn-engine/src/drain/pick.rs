@@ -55,7 +55,7 @@ impl<B: Backing> Engine<B> {
             // Each time round: while a file was looked at that has nothing to drain, somebody may have begun to
             // wait for room, and have left it to this thread.
             self.wake_writers();
-            let Some(file) = self.next_file(lane) else {
+            let Some(file) = self.next_file(lane, limits.leaves_hung_file) else {
                 let next = queue.next_due();
                 return Pick::Idle {
                     retry: next.map(|at| at.saturating_duration_since(Instant::now())),
@@ -84,8 +84,8 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Puts the files into line whose time has come, and takes the first in line.
-    fn next_file(&self, lane: LaneIndex) -> Option<Arc<File<B>>> {
+    /// Puts the files into line whose time has come, and takes the next in line.
+    fn next_file(&self, lane: LaneIndex, leaves_hung_file: bool) -> Option<Arc<File<B>>> {
         let queue = self.drain.queue(lane);
         let now = Instant::now();
         let due = queue.take_due(now);
@@ -98,7 +98,7 @@ impl<B: Backing> Engine<B> {
         for file in due.aged {
             self.check_age(&file, now);
         }
-        queue.pop()
+        queue.pop(leaves_hung_file)
     }
 
     /// Forces a file whose oldest pending byte is old.
@@ -154,6 +154,8 @@ impl<B: Backing> Engine<B> {
             .collect();
         state.drain.begin_write(range.clone());
         debug_assert!(state.drain.writes_in_flight() <= limits.file_writes_max);
+        let queue = self.drain.queue_of(file);
+        queue.note_picked(file, range.end - range.start, state.pending.bytes());
         // Its sequence is about to be used to cut: later bytes need a later one.
         state.pending.end_tail();
         self.drain.enqueue(file, state);

@@ -1,7 +1,7 @@
 //! The drain queue of one lane: which files have something to write, and when to look at the others.
 //!
-//! Files stand in line first in, first out. Beside the line are the files that failed, with the time of their next try,
-//! and those with little data, with the time at which it is old.
+//! Files stand in line ([`Line`]). Beside the line are the files that failed, with the time of their next try, and those
+//! with little data, with the time at which it is old.
 //!
 //! Invariants
 //! * A file stands in line at most once. Its state says so (`queued`): the flag is set with [`DrainQueue::push`], under
@@ -18,13 +18,20 @@ use std::time::{Duration, Instant};
 
 use firn_backing::lock::Mutex;
 
+use super::line::Line;
+use crate::counters::Held;
+use crate::options::Order;
+
 /// Files to drain, generic over what a file is.
 pub(crate) struct DrainQueue<T> {
+    order: Order,
+    /// What is pending of the files of the lane.
+    pub(crate) held: Held,
     state: Mutex<State<T>>,
 }
 
 struct State<T> {
-    ready: VecDeque<Arc<T>>,
+    line: Line<T>,
     retries: Vec<(Instant, Arc<T>)>,
     aging: VecDeque<(Instant, Weak<T>)>,
     active: usize,
@@ -41,8 +48,11 @@ pub(crate) struct Due<T> {
 }
 
 /// What the status tells of a queue.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct QueueFigures {
+pub(crate) struct QueueFigures<T> {
+    /// Files in line.
+    pub files: usize,
+    /// In sequential order: the file whose turn it is.
+    pub turn: Option<Arc<T>>,
     /// Files that are looked at, and jobs that are not completed.
     pub active: usize,
     /// Time to the next try of a file that failed.
@@ -51,40 +61,52 @@ pub(crate) struct QueueFigures {
     pub oldest: Option<Instant>,
 }
 
-impl<T> Default for DrainQueue<T> {
-    fn default() -> Self {
+impl<T> DrainQueue<T> {
+    pub(crate) fn new(order: Order) -> Self {
         let state = State {
-            ready: VecDeque::new(),
+            line: match order {
+                Order::Interleaved => Line::interleaved(),
+                Order::Sequential => Line::sequential(),
+            },
             retries: Vec::new(),
             aging: VecDeque::new(),
             active: 0,
             oldest: BTreeSet::new(),
         };
         Self {
+            order,
+            held: Held::default(),
             state: Mutex::new(state),
         }
     }
-}
 
-impl<T> DrainQueue<T> {
-    /// Puts a file that is not in line at its end.
-    pub(crate) fn push(&self, file: Arc<T>) {
-        const COMPARED_MAX: usize = 32;
-        let mut state = self.state.lock();
-        let is_in_line = |known: &Arc<T>| Arc::ptr_eq(known, &file);
-        debug_assert!(
-            !state.ready.iter().rev().take(COMPARED_MAX).any(is_in_line),
-            "a file stands in line twice"
-        );
-        state.ready.push_back(file);
+    /// Puts a file that is not in line into it.
+    pub(crate) fn push(&self, file: Arc<T>, is_awaited: bool) {
+        self.state.lock().line.push(file, is_awaited);
     }
 
-    /// Takes the first file in line. It counts as active until [`DrainQueue::finish`].
-    pub(crate) fn pop(&self) -> Option<Arc<T>> {
+    /// Takes the next file in line. It counts as active until [`DrainQueue::finish`]. `leaves_turn`: in sequential order
+    /// another file may begin although writes of the present one are under way.
+    pub(crate) fn pop(&self, leaves_turn: bool) -> Option<Arc<T>> {
         let mut state = self.state.lock();
-        let file = state.ready.pop_front()?;
+        let is_busy = state.active > 0;
+        let file = state.line.pop(is_busy, leaves_turn)?;
         state.active += 1;
         Some(file)
+    }
+
+    /// Somebody began to wait for a file.
+    pub(crate) fn note_awaited(&self, file: &Arc<T>) {
+        if self.order == Order::Sequential {
+            self.state.lock().line.note_awaited(file);
+        }
+    }
+
+    /// A run of so many bytes was taken from a file that has `pending` bytes, those included.
+    pub(crate) fn note_picked(&self, file: &Arc<T>, bytes: u64, pending: u64) {
+        if self.order == Order::Sequential {
+            self.state.lock().line.note_picked(file, bytes, pending);
+        }
     }
 
     /// Ends what [`DrainQueue::pop`] began: there was nothing to write, or the job is completed.
@@ -97,12 +119,12 @@ impl<T> DrainQueue<T> {
     /// Whether a file is in line or in work.
     pub(crate) fn is_busy(&self) -> bool {
         let state = self.state.lock();
-        state.active > 0 || !state.ready.is_empty()
+        state.active > 0 || !state.line.is_empty()
     }
 
     /// Whether a file is in line.
     pub(crate) fn has_files(&self) -> bool {
-        !self.state.lock().ready.is_empty()
+        !self.state.lock().line.is_empty()
     }
 
     /// Tries a file that failed again at `when`.
@@ -161,10 +183,12 @@ impl<T> DrainQueue<T> {
         }
     }
 
-    pub(crate) fn figures(&self) -> QueueFigures {
+    pub(crate) fn figures(&self) -> QueueFigures<T> {
         let state = self.state.lock();
         let now = Instant::now();
         QueueFigures {
+            files: state.line.len(),
+            turn: state.line.turn(),
             active: state.active,
             retry_in: state
                 .next_retry()
@@ -175,9 +199,7 @@ impl<T> DrainQueue<T> {
 
     /// How often a file stands in line.
     pub(crate) fn count_in_line(&self, file: &Arc<T>) -> usize {
-        let state = self.state.lock();
-        let is_it = |known: &&Arc<T>| Arc::ptr_eq(known, file);
-        state.ready.iter().filter(is_it).count()
+        self.state.lock().line.count(file)
     }
 
     /// Whether a file will be tried again at `when`.
@@ -205,13 +227,13 @@ mod tests {
 
     #[test]
     fn files_are_taken_first_in_first_out_and_count_as_active_until_they_are_finished() {
-        let queue = DrainQueue::default();
-        queue.push(Arc::new(1));
-        queue.push(Arc::new(2));
+        let queue = DrainQueue::new(Order::Interleaved);
+        queue.push(Arc::new(1), false);
+        queue.push(Arc::new(2), false);
         assert!(queue.is_busy());
-        assert_eq!(queue.pop().as_deref(), Some(&1));
-        assert_eq!(queue.pop().as_deref(), Some(&2));
-        assert_eq!(queue.pop(), None);
+        assert_eq!(queue.pop(false).as_deref(), Some(&1));
+        assert_eq!(queue.pop(false).as_deref(), Some(&2));
+        assert_eq!(queue.pop(false), None);
         assert_eq!(queue.figures().active, 2);
         queue.finish();
         queue.finish();
@@ -221,12 +243,12 @@ mod tests {
     #[test]
     #[should_panic(expected = "more was completed than picked")]
     fn nothing_is_finished_that_was_not_popped() {
-        DrainQueue::<u32>::default().finish();
+        DrainQueue::<u32>::new(Order::Interleaved).finish();
     }
 
     #[test]
     fn a_file_is_due_at_its_time_and_not_before() {
-        let queue = DrainQueue::default();
+        let queue = DrainQueue::new(Order::Interleaved);
         let now = Instant::now();
         let later = now + Duration::from_secs(60);
         let failed = Arc::new("failed");
@@ -245,7 +267,7 @@ mod tests {
 
     #[test]
     fn files_that_are_gone_do_not_age() {
-        let queue = DrainQueue::default();
+        let queue = DrainQueue::new(Order::Interleaved);
         let now = Instant::now();
         queue.check_age_at(now, &Arc::new(1));
         assert!(queue.take_due(now).aged.is_empty());
@@ -253,7 +275,7 @@ mod tests {
 
     #[test]
     fn the_oldest_byte_of_all_files_is_known() {
-        let queue = DrainQueue::default();
+        let queue = DrainQueue::new(Order::Interleaved);
         let early = Instant::now();
         let late = early + Duration::from_secs(1);
         let one = Arc::new(1);

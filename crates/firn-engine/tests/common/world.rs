@@ -83,9 +83,22 @@ impl Executor for Stepper {
     }
 }
 
+thread_local! {
+    /// Steps of the drain that this thread took: lanes have them in turn.
+    static STEPS: Cell<usize> = const { Cell::new(0) };
+}
+
 /// One step of the drain; whether there was something to do.
 fn drain_step(engine: &Engine<SimBacking>) -> bool {
-    match engine.pick(LaneIndex::FIRST, LaneLimits::NONE) {
+    let lanes: Vec<LaneIndex> = engine.lanes().collect();
+    let first = STEPS.replace(STEPS.get() + 1);
+    // Twice: to look at a lane may put a file of another one into line.
+    let mut in_turn = (0..2 * lanes.len()).map(|step| lanes[(first + step) % lanes.len()]);
+    in_turn.any(|lane| drain_lane(engine, lane))
+}
+
+fn drain_lane(engine: &Engine<SimBacking>, lane: LaneIndex) -> bool {
+    match engine.pick(lane, LaneLimits::NONE) {
         Pick::Job(job) => {
             let outcome = job.execute(engine);
             engine.complete(job, outcome);
@@ -101,6 +114,7 @@ pub struct World {
     pub engine: Arc<Engine<SimBacking>>,
     pub fuse: Fuse,
     options: EngineOptions,
+    lanes: u16,
     lives: u32,
 }
 
@@ -172,8 +186,15 @@ impl World {
     }
 
     fn with(options: EngineOptions, spilling: bool) -> Self {
+        Self::with_lanes(options, spilling, 1)
+    }
+
+    /// A world over several I/O servers.
+    pub fn with_lanes(options: EngineOptions, spilling: bool, lanes: u16) -> Self {
+        STEPS.set(0);
         let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
         let backing = SimBacking::new();
+        backing.set_lanes(lanes);
         let path = path_in(dir.path(), 0);
         let identity = Identity {
             backing: PathBuf::from("/sim"),
@@ -199,6 +220,7 @@ impl World {
             engine,
             fuse,
             options,
+            lanes,
             lives: 0,
         };
         world.arm();
@@ -270,6 +292,7 @@ impl World {
             }
             *self.fuse.arena.lock().unwrap() = path.clone();
             self.backing = SimBacking::from_disk(self.backing.snapshot());
+            self.backing.set_lanes(self.lanes);
             self.fuse.stopped.store(false, Ordering::Relaxed);
             self.stop_in(steps);
             self.arm();

@@ -180,8 +180,8 @@ fn mount(s: &Status, paint: Paint) -> String {
     );
     line("options", s.options.join(" "));
     for lane in &s.lanes {
-        if let Some(placed) = &lane.placed {
-            line("lane", lane_line(lane, placed, paint));
+        if s.lanes.len() > 1 || lane.placed.is_some() || lane.file.is_some() {
+            line("lane", lane_line(lane, paint));
         }
     }
     for advice in &s.placement_advice {
@@ -213,10 +213,26 @@ fn mount(s: &Status, paint: Paint) -> String {
     text
 }
 
-fn lane_line(lane: &LaneStatus, placed: &PlacedStatus, paint: Paint) -> String {
+fn lane_line(lane: &LaneStatus, paint: Paint) -> String {
+    let placed = lane
+        .placed
+        .as_ref()
+        .map_or_else(String::new, |placed| placed_text(placed, paint));
+    let held = bytes(lane.held_bytes);
+    let files = count(lane.held_files, "file");
+    let file = lane
+        .file
+        .as_ref()
+        .map_or_else(String::new, |file| format!(", at {file}"));
+    format!(
+        "{}: {placed}{held} held in {files}, {} in line, {} of {} writers busy{file}",
+        lane.path, lane.queued_files, lane.writers, lane.writers_max
+    )
+}
+
+fn placed_text(placed: &PlacedStatus, paint: Paint) -> String {
     let files = count(placed.files, "file");
     let written = bytes(placed.bytes);
-    let held = bytes(lane.held_bytes);
     let state = match placed.state {
         LaneState::Ok => paint.good("ok"),
         LaneState::Full => paint.bad("full"),
@@ -225,12 +241,9 @@ fn lane_line(lane: &LaneStatus, placed: &PlacedStatus, paint: Paint) -> String {
     let role = if placed.takes_files {
         ""
     } else {
-        ", takes no new files"
+        "takes no new files, "
     };
-    format!(
-        "{}: {state}, {files} placed, {written} written, {held} held{role}",
-        lane.path
-    )
+    format!("{state}, {role}{files} placed, {written} written, ")
 }
 
 fn held(s: &Status) -> String {

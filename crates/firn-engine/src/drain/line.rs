@@ -1,0 +1,415 @@
+//! Files in line for a lane, and which of them is next.
+//!
+//! *Interleaved*: first in, first out; a file with more to write goes to the end after each run. *Sequential*: the lane
+//! stays with one file, for its *turn*:
+//!
+//! * A turn ends when nothing of its file is worth a write any more, or after what the file had pending when the turn
+//!   began and [`TURN_BYTES`] at least. Then nothing of the file is under way when the next one begins.
+//! * Files that somebody waits for come before all others, first waited for, first served.
+//! * A turn that nobody waits for is interrupted for them once it has [`INTERRUPTIBLE_BYTES`], and goes on after them.
+//!
+//! So a file that somebody waits for has its turn after those that were waited for before it, and at most
+//! [`INTERRUPTIBLE_BYTES`] and one run of one other file.
+//!
+//! Invariants
+//! * A file stands in line at most once.
+//! * Of a sequential line only the file whose turn it is has runs under way, but for files whose writes hang.
+//! * Only a file in line is kept: it may be closed when it is let go, which must not be under the lock of the queue.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::{Arc, Weak};
+
+/// A turn is not ended by other files before it has so many bytes: the seek between two files is small beside them.
+const TURN_BYTES: u64 = 256 << 20;
+/// A turn that nobody waits for has so many bytes before it is interrupted: half a second of a slow disk.
+const INTERRUPTIBLE_BYTES: u64 = 64 << 20;
+
+/// Files in line, each with its order.
+pub(crate) enum Line<T> {
+    Interleaved(VecDeque<Arc<T>>),
+    Sequential(Box<Turns<T>>),
+}
+
+impl<T> Line<T> {
+    pub(crate) fn interleaved() -> Self {
+        Self::Interleaved(VecDeque::new())
+    }
+
+    pub(crate) fn sequential() -> Self {
+        Self::Sequential(Box::default())
+    }
+
+    /// Puts a file that is not in line into it.
+    pub(crate) fn push(&mut self, file: Arc<T>, is_awaited: bool) {
+        match self {
+            Self::Interleaved(files) => {
+                const COMPARED_MAX: usize = 32;
+                let is_in_line = |known: &Arc<T>| Arc::ptr_eq(known, &file);
+                debug_assert!(
+                    !files.iter().rev().take(COMPARED_MAX).any(is_in_line),
+                    "a file stands in line twice"
+                );
+                files.push_back(file);
+            }
+            Self::Sequential(turns) => turns.push(file, is_awaited),
+        }
+    }
+
+    /// Takes the next file. `is_busy`: runs of files are under way. `leaves_turn`: a file whose runs hang is left.
+    pub(crate) fn pop(&mut self, is_busy: bool, leaves_turn: bool) -> Option<Arc<T>> {
+        match self {
+            Self::Interleaved(files) => files.pop_front(),
+            Self::Sequential(turns) => turns.pop(is_busy && !leaves_turn),
+        }
+    }
+
+    /// Somebody began to wait for a file, which may be in line.
+    pub(crate) fn note_awaited(&mut self, file: &Arc<T>) {
+        if let Self::Sequential(turns) = self {
+            turns.note_awaited(file);
+        }
+    }
+
+    /// A run of so many bytes was taken from a file that has `pending` bytes, those included.
+    pub(crate) fn note_picked(&mut self, file: &Arc<T>, bytes: u64, pending: u64) {
+        if let Self::Sequential(turns) = self {
+            turns.note_picked(file, bytes, pending);
+        }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        match self {
+            Self::Interleaved(files) => files.is_empty(),
+            Self::Sequential(turns) => turns.places.is_empty(),
+        }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Self::Interleaved(files) => files.len(),
+            Self::Sequential(turns) => turns.places.len(),
+        }
+    }
+
+    /// How often a file stands in line.
+    pub(crate) fn count(&self, file: &Arc<T>) -> usize {
+        match self {
+            Self::Interleaved(files) => {
+                let is_it = |known: &&Arc<T>| Arc::ptr_eq(known, file);
+                files.iter().filter(is_it).count()
+            }
+            Self::Sequential(turns) => {
+                turns.assert_places();
+                usize::from(turns.places.contains_key(&address(file)))
+            }
+        }
+    }
+
+    /// The file whose turn it is.
+    pub(crate) fn turn(&self) -> Option<Arc<T>> {
+        match self {
+            Self::Interleaved(_) => None,
+            Self::Sequential(turns) => turns.turn.as_ref()?.file.upgrade(),
+        }
+    }
+}
+
+/// A sequential line.
+pub(crate) struct Turns<T> {
+    /// Where each file in line stands, by its address.
+    places: HashMap<usize, Place>,
+    /// By the order in which they came.
+    ready: BTreeMap<u64, Arc<T>>,
+    /// By the order in which they were waited for.
+    awaited: BTreeMap<u64, Arc<T>>,
+    last_number: u64,
+    turn: Option<Turn<T>>,
+    /// The turn that goes on when nobody waits any more. Its file is in line.
+    interrupted: Option<Turn<T>>,
+}
+
+enum Place {
+    Ready(u64),
+    Awaited,
+    Turn,
+    Interrupted,
+}
+
+struct Turn<T> {
+    /// Its address is no other file's while this is here.
+    file: Weak<T>,
+    /// The same, while it is in line.
+    in_line: Option<Arc<T>>,
+    is_awaited: bool,
+    /// Bytes of its runs so far.
+    bytes: u64,
+    /// Bytes after which the others come; known with the first run.
+    bytes_max: Option<u64>,
+}
+
+impl<T> Turn<T> {
+    fn begin(file: &Arc<T>, is_awaited: bool) -> Self {
+        Self {
+            file: Arc::downgrade(file),
+            in_line: None,
+            is_awaited,
+            bytes: 0,
+            bytes_max: None,
+        }
+    }
+
+    fn is_of(&self, file: &Arc<T>) -> bool {
+        std::ptr::eq(self.file.as_ptr(), Arc::as_ptr(file))
+    }
+
+    fn is_over(&self) -> bool {
+        self.bytes_max.is_some_and(|max| self.bytes >= max)
+    }
+}
+
+impl<T> Default for Turns<T> {
+    fn default() -> Self {
+        Self {
+            places: HashMap::new(),
+            ready: BTreeMap::new(),
+            awaited: BTreeMap::new(),
+            last_number: 0,
+            turn: None,
+            interrupted: None,
+        }
+    }
+}
+
+fn address<T>(file: &Arc<T>) -> usize {
+    Arc::as_ptr(file) as usize
+}
+
+impl<T> Turns<T> {
+    fn push(&mut self, file: Arc<T>, is_awaited: bool) {
+        let key = address(&file);
+        debug_assert!(
+            !self.places.contains_key(&key),
+            "a file stands in line twice"
+        );
+        let has_turn = |turn: &&mut Turn<T>| turn.is_of(&file) && !turn.is_over();
+        if let Some(turn) = self.turn.as_mut().filter(has_turn) {
+            turn.is_awaited |= is_awaited;
+            turn.in_line = Some(file);
+            self.places.insert(key, Place::Turn);
+            return;
+        }
+        self.line_up(file, is_awaited);
+    }
+
+    /// Puts a file at the end of those that are waited for, or of the others.
+    fn line_up(&mut self, file: Arc<T>, is_awaited: bool) {
+        self.last_number += 1;
+        let number = self.last_number;
+        let key = address(&file);
+        if is_awaited {
+            self.awaited.insert(number, file);
+            self.places.insert(key, Place::Awaited);
+        } else {
+            self.ready.insert(number, file);
+            self.places.insert(key, Place::Ready(number));
+        }
+    }
+
+    fn note_awaited(&mut self, file: &Arc<T>) {
+        if let Some(turn) = &mut self.turn
+            && turn.is_of(file)
+        {
+            turn.is_awaited = true;
+        }
+        match self.places.get(&address(file)) {
+            Some(Place::Ready(number)) => {
+                self.ready.remove(number);
+            }
+            Some(Place::Interrupted) => self.interrupted = None,
+            Some(Place::Awaited | Place::Turn) | None => return,
+        }
+        self.line_up(Arc::clone(file), true);
+    }
+
+    fn note_picked(&mut self, file: &Arc<T>, bytes: u64, pending: u64) {
+        if let Some(turn) = &mut self.turn
+            && turn.is_of(file)
+        {
+            turn.bytes_max.get_or_insert(pending.max(TURN_BYTES));
+            turn.bytes += bytes;
+        }
+    }
+
+    /// `stays`: runs of the present turn are under way, and no other may begin.
+    fn pop(&mut self, stays: bool) -> Option<Arc<T>> {
+        if let Some(turn) = &mut self.turn {
+            let gives_way =
+                !turn.is_awaited && turn.bytes >= INTERRUPTIBLE_BYTES && !self.awaited.is_empty();
+            if !gives_way && let Some(file) = turn.in_line.take() {
+                self.places.remove(&address(&file));
+                return Some(file);
+            }
+            if stays {
+                return None;
+            }
+        }
+        self.interrupt_turn();
+        let (file, turn) = self.next_turn()?;
+        self.places.remove(&address(&file));
+        self.turn = Some(turn);
+        Some(file)
+    }
+
+    /// Ends the turn, to go on with it later if its file is in line.
+    fn interrupt_turn(&mut self) {
+        let turn = self.turn.take();
+        if let Some(turn) = turn
+            && let Some(file) = &turn.in_line
+        {
+            self.places.insert(address(file), Place::Interrupted);
+            self.interrupted = Some(turn);
+        }
+    }
+
+    fn next_turn(&mut self) -> Option<(Arc<T>, Turn<T>)> {
+        if let Some((_, file)) = self.awaited.pop_first() {
+            let turn = Turn::begin(&file, true);
+            return Some((file, turn));
+        }
+        if let Some(mut turn) = self.interrupted.take() {
+            return Some((turn.in_line.take()?, turn));
+        }
+        let (_, file) = self.ready.pop_first()?;
+        let turn = Turn::begin(&file, false);
+        Some((file, turn))
+    }
+
+    fn assert_places(&self) {
+        let in_turn = self.places.values();
+        let in_turn = in_turn.filter(|place| matches!(place, Place::Turn)).count();
+        let interrupted = usize::from(self.interrupted.is_some());
+        let others = self.ready.len() + self.awaited.len() + interrupted;
+        assert!(in_turn <= 1, "one file has its turn");
+        assert_eq!(self.places.len(), others + in_turn, "places of files");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const RUN: u64 = 16 << 20;
+
+    fn files<const N: usize>() -> [Arc<usize>; N] {
+        std::array::from_fn(Arc::new)
+    }
+
+    /// Takes a run of the next file, which has `runs` more; the file's number.
+    fn write(line: &mut Line<usize>, runs: u64) -> usize {
+        let file = line.pop(false, false).expect("a file");
+        line.note_picked(&file, RUN, RUN * (runs + 1));
+        if runs > 0 {
+            line.push(Arc::clone(&file), false);
+        }
+        assert_eq!(line.count(&file), usize::from(runs > 0));
+        *file
+    }
+
+    #[test]
+    fn interleaved_files_take_turns() {
+        let [a, b] = files();
+        let mut line = Line::interleaved();
+        line.push(a, false);
+        line.push(b, true);
+        let order: Vec<_> = [2, 2, 1, 1, 0, 0].map(|runs| write(&mut line, runs)).into();
+        assert_eq!(order, [0, 1, 0, 1, 0, 1]);
+        assert!(line.is_empty());
+    }
+
+    #[test]
+    fn a_sequential_lane_stays_with_a_file() {
+        let [a, b] = files();
+        let mut line = Line::sequential();
+        line.push(a, false);
+        line.push(b, false);
+        let order: Vec<_> = [2, 1, 0, 1, 0].map(|runs| write(&mut line, runs)).into();
+        assert_eq!(order, [0, 0, 0, 1, 1]);
+        assert!(line.pop(false, false).is_none());
+    }
+
+    #[test]
+    fn the_next_file_begins_when_nothing_of_the_last_is_under_way() {
+        let [a, b] = files();
+        let mut line = Line::sequential();
+        line.push(Arc::clone(&a), false);
+        line.push(b, false);
+        assert_eq!(line.pop(false, false).as_deref(), Some(&0));
+        assert!(line.pop(true, false).is_none());
+        // A run of it failed in part.
+        line.push(a, false);
+        assert_eq!(line.pop(true, false).as_deref(), Some(&0));
+        assert!(line.pop(true, false).is_none());
+        assert_eq!(line.pop(true, true).as_deref(), Some(&1), "its writes hang");
+    }
+
+    #[test]
+    fn who_waits_comes_first_and_in_the_order_of_waiting() {
+        let [a, b, c, d] = files();
+        let mut line = Line::sequential();
+        for file in [&a, &b, &c] {
+            line.push(Arc::clone(file), false);
+        }
+        assert_eq!(write(&mut line, 1), 0);
+        line.note_awaited(&c);
+        line.push(d, true);
+        line.note_awaited(&b);
+        line.note_awaited(&c);
+        let order: Vec<_> = [0, 0, 0, 0].map(|runs| write(&mut line, runs)).into();
+        assert_eq!(order, [0, 2, 3, 1]);
+        assert!(line.is_empty());
+    }
+
+    #[test]
+    fn a_long_turn_is_interrupted_for_who_waits_and_goes_on_before_others() {
+        let [a, b, c] = files();
+        let mut line = Line::sequential();
+        line.push(a, false);
+        line.push(b, false);
+        assert_eq!(write(&mut line, 100), 0);
+        line.push(c, true);
+        let runs_before = (INTERRUPTIBLE_BYTES / RUN) as usize - 1;
+        for _ in 0..runs_before {
+            assert_eq!(write(&mut line, 90), 0);
+        }
+        let order: Vec<_> = [0, 80, 80].map(|runs| write(&mut line, runs)).into();
+        assert_eq!(order, [2, 0, 0]);
+    }
+
+    #[test]
+    fn a_turn_that_somebody_waits_for_is_not_interrupted() {
+        let [a, b] = files();
+        let mut line = Line::sequential();
+        line.push(Arc::clone(&a), false);
+        assert_eq!(write(&mut line, 100), 0);
+        line.note_awaited(&a);
+        line.push(b, true);
+        for left in (0..50).rev() {
+            assert_eq!(write(&mut line, left), 0);
+        }
+        assert_eq!(write(&mut line, 0), 1);
+    }
+
+    #[test]
+    fn a_file_that_is_written_for_ever_does_not_keep_the_lane() {
+        let [a, b] = files();
+        let mut line = Line::sequential();
+        line.push(a, false);
+        line.push(b, false);
+        let runs = (TURN_BYTES / RUN) as usize;
+        for _ in 0..runs {
+            assert_eq!(write(&mut line, 1), 0);
+        }
+        assert_eq!(write(&mut line, 0), 1);
+        assert_eq!(write(&mut line, 0), 0);
+    }
+}
