@@ -17,9 +17,10 @@ use firn_backing::{Access, Backing, Errno, Result};
 use firn_rendezvous::own;
 use parking_lot::Condvar;
 
-use crate::frame::{CHECKED_BYTES, Frame, Next, Written};
+use crate::frame::{CHECKED_BYTES, Change, Frame, Next, Written};
 use crate::names::Writer;
 use crate::resolve::{Key, Resolver, Segment, Source, WriterId};
+use crate::run::Piece;
 use crate::seal::{SEAL_NAME, Seal};
 use crate::writer::{DataPart, OwnLog};
 
@@ -30,7 +31,6 @@ const INDEX_READ_BYTES: usize = 4 << 20;
 pub struct Container<B: Backing> {
     pub(crate) dir: B::Inode,
     pub(crate) host: String,
-    base_bytes: u64,
     view: Mutex<View<B>>,
     own: Mutex<OwnState<B>>,
     own_made: Condvar,
@@ -98,7 +98,6 @@ impl<B: Backing> Container<B> {
         let container = Self {
             dir,
             host: host.to_owned(),
-            base_bytes,
             view: Mutex::new(View::new(base_bytes)),
             own: Mutex::new(OwnState::None),
             own_made: Condvar::new(),
@@ -106,6 +105,11 @@ impl<B: Backing> Container<B> {
         };
         container.take_epoch(base)?;
         Ok(container)
+    }
+
+    /// The file below has so many bytes now.
+    pub(crate) fn set_base(&self, bytes: u64) {
+        self.view.lock().resolver.set_base(bytes);
     }
 
     /// Bytes of the file, as far as this host has looked.
@@ -142,11 +146,19 @@ impl<B: Backing> Container<B> {
     pub fn set_len(&self, base: &B, len: u64) -> Result<()> {
         let own = self.own_log(base)?;
         self.take_epoch(base)?;
-        let frame = own.cut(base, self.epoch.load(Ordering::Acquire), len)?;
+        let frame = own.note(base, self.epoch.load(Ordering::Acquire), Change::Cut(len))?;
         self.add_own(&own, frame)?;
         // What this host writes next is newer than the cut, whatever others do at the same time.
         self.epoch.fetch_add(1, Ordering::AcqRel);
         Ok(())
+    }
+
+    /// Makes bytes zero, as far as the file has them.
+    pub fn zero(&self, base: &B, piece: Piece) -> Result<()> {
+        let own = self.own_log(base)?;
+        let change = Change::Zeroed(piece);
+        let frame = own.note(base, self.epoch.load(Ordering::Acquire), change)?;
+        self.add_own(&own, frame)
     }
 
     /// Makes what this host wrote durable and known to others.
@@ -177,7 +189,7 @@ impl<B: Backing> Container<B> {
             let len = (segment.file.end - segment.file.start) as usize;
             let part = &mut buf[done..done + len];
             match segment.source {
-                Source::Hole => part.fill(0),
+                Source::Hole | Source::Zeros => part.fill(0),
                 Source::Plain => {
                     let count = below(part, segment.file.start)?;
                     // Cut by somebody who does not know of the container.
@@ -254,7 +266,8 @@ impl<B: Backing> Container<B> {
         let is_beyond =
             |tail: &Tail<B>| tail.index.is_none() || tail.offset > seal.limit_of(&tail.writer);
         if view.tails.values().any(is_beyond) {
-            *view = View::new(self.base_bytes);
+            let base_bytes = view.resolver.base_bytes();
+            *view = View::new(base_bytes);
         }
         view.seal = Some(Arc::new(seal));
     }

@@ -12,7 +12,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::run::{FILE_BYTES_MAX, Run, StoredRuns};
+use crate::run::{FILE_BYTES_MAX, Piece, Run, StoredRuns};
 
 /// Bytes of a log that have one checksum, counted from the position of the frame.
 pub const CHECKED_BYTES: u64 = 1 << 20;
@@ -40,6 +40,8 @@ pub enum Change {
     Written(Written),
     /// The file was cut, or made longer, to so many bytes.
     Cut(u64),
+    /// Bytes from an offset on became zero; there are some.
+    Zeroed(Piece),
 }
 
 /// Bytes in a log.
@@ -77,6 +79,10 @@ enum StoredChange {
         runs: StoredRuns,
     },
     Cut(u64),
+    Zeroed {
+        offset: u64,
+        len: u64,
+    },
 }
 
 /// What the next bytes of an index are.
@@ -149,6 +155,10 @@ impl Change {
     fn pack(&self) -> StoredChange {
         match self {
             Self::Cut(len) => StoredChange::Cut(*len),
+            Self::Zeroed(Piece { offset, len }) => StoredChange::Zeroed {
+                offset: *offset,
+                len: *len,
+            },
             Self::Written(written) => StoredChange::Written {
                 log: written.log,
                 position: written.position,
@@ -168,6 +178,11 @@ impl StoredChange {
     fn unpack(self) -> Option<Change> {
         let (log, position, checksums, runs) = match self {
             Self::Cut(len) => return (len <= FILE_BYTES_MAX).then_some(Change::Cut(len)),
+            Self::Zeroed { offset, len } => {
+                let end = offset.checked_add(len)?;
+                let is_right = len > 0 && end <= FILE_BYTES_MAX;
+                return is_right.then_some(Change::Zeroed(Piece { offset, len }));
+            }
             Self::Written {
                 log,
                 position,
@@ -196,7 +211,7 @@ impl StoredChange {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::run::{Piece, find_runs};
+    use crate::run::find_runs;
 
     fn strided(count: u64, len: u64) -> Frame {
         let pieces = (0..count).map(|number| Piece {

@@ -10,10 +10,13 @@
 //! | [`frame`] | the bytes of an index |
 //! | [`resolve`] | where each byte of a file is, by what all hosts say |
 //! | [`container`] | the logs of all hosts for one file |
+//! | [`backing`] | a backing over a backing, with files in containers |
 //! | [`seal`] | the end of a container, and its way into the plain file |
 
 mod append;
+pub mod backing;
 pub mod container;
+mod file;
 pub mod frame;
 mod names;
 pub mod resolve;
@@ -21,6 +24,7 @@ pub mod run;
 pub mod seal;
 mod writer;
 
+pub use backing::{LogBacking, Setup};
 pub use container::Container;
 pub use seal::{Ending, Flat};
 pub use writer::DataPart;

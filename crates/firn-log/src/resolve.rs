@@ -8,6 +8,7 @@
 use std::ops::Range;
 
 use crate::frame::{Change, Frame, Written};
+use crate::run::Piece;
 
 /// When a change was made, among those of all hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -42,6 +43,8 @@ pub enum Source {
         /// The change that wrote them, and so the writer.
         key: Key,
     },
+    /// Nowhere: a host made them zero.
+    Zeros,
     /// In the plain file, at the same offset.
     Plain,
     /// Nowhere: they are zero.
@@ -75,7 +78,8 @@ struct Keyed {
     key: Key,
     /// From its first byte to its last, in the file.
     span: Range<u64>,
-    written: Written,
+    /// None if it is zeros.
+    written: Option<Written>,
 }
 
 impl Resolver {
@@ -86,6 +90,17 @@ impl Resolver {
             len: base_bytes,
             ..Self::default()
         }
+    }
+
+    /// The plain file has so many bytes now that count.
+    pub fn set_base(&mut self, bytes: u64) {
+        self.base_bytes = bytes;
+        self.len = self.find_len();
+    }
+
+    /// The last that it was told of the plain file's length.
+    pub fn base_bytes(&self) -> u64 {
+        self.base_bytes
     }
 
     /// Takes a change; in whatever order they come.
@@ -100,6 +115,11 @@ impl Resolver {
                 let at = self.cuts.partition_point(|(other, _)| *other < key);
                 self.cuts.insert(at, (key, len));
             }
+            Change::Zeroed(Piece { offset, len }) => self.changes.push(Keyed {
+                key,
+                span: offset..offset + len,
+                written: None,
+            }),
             Change::Written(written) => {
                 let start = written.runs.iter().map(|run| run.span().start).min();
                 let end = written.runs.iter().map(|run| run.span().end).max();
@@ -107,7 +127,7 @@ impl Resolver {
                 self.changes.push(Keyed {
                     key,
                     span: start..end,
-                    written,
+                    written: Some(written),
                 });
             }
         }
@@ -117,9 +137,8 @@ impl Resolver {
     /// What a change wrote, if it wrote anything.
     pub fn written(&self, key: Key) -> Option<&Written> {
         let mut changes = self.changes.iter();
-        changes
-            .find(|change| change.key == key)
-            .map(|change| &change.written)
+        let change = changes.find(|change| change.key == key)?;
+        change.written.as_ref()
     }
 
     /// Bytes of the file.
@@ -141,10 +160,10 @@ impl Resolver {
 
     fn find_len(&self) -> u64 {
         let cut = self.cuts.last();
-        let after_cut = self
-            .changes
-            .iter()
-            .filter(|change| cut.is_none_or(|(key, _)| change.key > *key));
+        // Zeros make no file longer.
+        let after_cut = self.changes.iter().filter(|change| {
+            change.written.is_some() && cut.is_none_or(|(key, _)| change.key > *key)
+        });
         let end = after_cut.map(|change| change.span.end).max().unwrap_or(0);
         cut.map_or(self.base_bytes, |(_, len)| *len).max(end)
     }
@@ -196,14 +215,20 @@ impl Resolver {
         let mut parts = Vec::new();
         for change in &self.changes {
             let end = range.end.min(self.limit_after(Some(change.key)));
-            if change.span.start >= end || change.span.end <= range.start {
+            if end <= range.start || change.span.start >= end || change.span.end <= range.start {
                 continue;
             }
-            let mut position = change.written.position;
-            for run in &change.written.runs {
+            let Some(written) = &change.written else {
+                let file = change.span.start.max(range.start)..change.span.end.min(end);
+                let source = Source::Zeros;
+                parts.push((change.key, Segment { file, source }));
+                continue;
+            };
+            let mut position = written.position;
+            for run in &written.runs {
                 for part in run.parts_in(range.start..end) {
                     let source = Source::Log {
-                        log: change.written.log,
+                        log: written.log,
                         position: position + part.at,
                         key: change.key,
                     };

@@ -223,8 +223,10 @@ impl<'a, B: Backing> Ending<'a, B> {
         let start = unit * seal.unit_bytes;
         let range = start..start.saturating_add(seal.unit_bytes);
         for segment in self.container.find(range) {
-            if matches!(segment.source, Source::Log { .. }) {
-                self.copy(&segment, plain)?;
+            match segment.source {
+                Source::Log { .. } => self.copy(&segment, plain)?,
+                Source::Zeros => self.write_zeros(segment.file, plain)?,
+                Source::Plain | Source::Hole => {}
             }
         }
         self.base.sync(plain, false)?;
@@ -245,6 +247,19 @@ impl<'a, B: Backing> Ending<'a, B> {
         Ok(())
     }
 
+    /// As far as the plain file has bytes there.
+    fn write_zeros(&self, file: Range<u64>, plain: &B::File) -> Result<()> {
+        let end = file.end.min(self.base.attr_of_file(plain)?.size);
+        let zeros = vec![0; COPY_BYTES.min(end.saturating_sub(file.start)) as usize];
+        let mut start = file.start;
+        while start < end {
+            let len = (end - start).min(zeros.len() as u64);
+            own::write_all(self.base, plain, &zeros[..len as usize], start)?;
+            start += len;
+        }
+        Ok(())
+    }
+
     /// Everything is in the plain file: it gets its length and its time.
     fn finish(&self, seal: &Seal, inode: &B::Inode, plain: &B::File) -> Result<()> {
         self.base.set_len(plain, seal.len)?;
@@ -252,6 +267,12 @@ impl<'a, B: Backing> Ending<'a, B> {
         self.base.set_times(inode, SetTime::Keep, modified)?;
         self.base.sync(plain, false)?;
         self.votes.put_once(ALL, b"").map(drop)
+    }
+
+    /// Whether no host may begin to write any more.
+    pub fn is_closing(&self) -> Result<bool> {
+        let found = own::find(self.base, self.votes.dir(), OsStr::new(CLOSING))?;
+        Ok(found.is_some())
     }
 
     /// Whether the plain file is the file.

@@ -89,9 +89,8 @@ impl<B: Backing> OwnLog<B> {
         Ok(frame)
     }
 
-    /// Says that the file was cut, or made longer.
-    pub(crate) fn cut(&self, base: &B, epoch: u64, len: u64) -> Result<Frame> {
-        let change = Change::Cut(len);
+    /// Says what else became of the file.
+    pub(crate) fn note(&self, base: &B, epoch: u64, change: Change) -> Result<Frame> {
         let frame = Frame { epoch, change };
         self.append(base, &frame)?;
         Ok(frame)

@@ -10,7 +10,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
 const FILE_BYTES: u64 = 3000;
-const SEEDS: u64 = 300;
+const SEEDS: u64 = 120;
 /// Several in a file.
 const UNIT_BYTES: u64 = 700;
 

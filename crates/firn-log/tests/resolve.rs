@@ -19,6 +19,7 @@ fn id(host: usize) -> WriterId {
 enum Step {
     Write(Vec<Piece>),
     Cut(u64),
+    Zero(Piece),
     /// It opens or syncs the file: what it does from now on is newer than all that was done until now.
     Sync,
 }
@@ -34,9 +35,10 @@ fn any_step() -> impl Strategy<Value = (usize, Step)> {
             pieces.collect::<Vec<_>>()
         });
     let step = prop_oneof![
-        4 => proptest::collection::vec(piece, 1..4).prop_map(disjoint).prop_map(Step::Write),
+        4 => proptest::collection::vec(piece.clone(), 1..4).prop_map(disjoint).prop_map(Step::Write),
         4 => strided.prop_map(Step::Write),
         1 => (0..FILE_BYTES + 100).prop_map(Step::Cut),
+        1 => piece.clone().prop_map(Step::Zero),
         2 => Just(Step::Sync),
     ];
     (0..3usize, step)
@@ -98,6 +100,10 @@ fn expected(base: &[u8], mut changes: Vec<(Key, Change, Vec<u8>)>) -> Vec<u8> {
     for (_, change, bytes) in changes {
         match change {
             Change::Cut(len) => file.resize(len as usize, 0),
+            Change::Zeroed(Piece { offset, len }) => {
+                let bytes = file.iter_mut().skip(offset as usize).take(len as usize);
+                bytes.for_each(|byte| *byte = 0);
+            }
             Change::Written(written) => {
                 let pieces = written.runs.iter().flat_map(Run::pieces);
                 let offsets = pieces.flat_map(|piece| piece.offset..piece.offset + piece.len);
@@ -119,7 +125,7 @@ fn read(resolver: &Resolver, hosts: &[Host], base: &[u8], range: std::ops::Range
         let (from, to) = (segment.file.start as usize, segment.file.end as usize);
         match segment.source {
             Source::Plain => bytes.extend(&base[from..to]),
-            Source::Hole => bytes.resize(bytes.len() + to - from, 0),
+            Source::Hole | Source::Zeros => bytes.resize(bytes.len() + to - from, 0),
             Source::Log { key, position, .. } => {
                 let log = &hosts[key.writer.host as usize].log;
                 bytes.extend(&log[position as usize..][..to - from]);
@@ -154,6 +160,10 @@ proptest! {
                 Step::Cut(len) => {
                     host.append(Change::Cut(len));
                     changes.push((key, Change::Cut(len), Vec::new()));
+                }
+                Step::Zero(piece) => {
+                    host.append(Change::Zeroed(piece));
+                    changes.push((key, Change::Zeroed(piece), Vec::new()));
                 }
                 Step::Write(pieces) => {
                     let start = host.log.len();
