@@ -170,6 +170,12 @@ fn mistakes_in_lists_and_maps_are_named() {
         2,
         "placement=dirs (-o) and drain=commit (-o) contradict each other: a transaction would not reach the files in the lanes: leave one of them out",
     );
+    refused(
+        &sandbox,
+        &place_in(&lanes, "frontend=preload"),
+        2,
+        "placement=dirs (-o) and frontend=preload (-o) contradict each other: a stub tree gives files their names too late for that: leave placement out, or use frontend=fuse",
+    );
     let map = sandbox.join("map");
     let with_map = place_in(&lanes, &format!("lane-map={}", map.display()));
     let refuses = |text: &[u8], why: &str| {
@@ -244,6 +250,8 @@ fn a_map_a_number_and_turns_decide_and_explain_says_which() {
             lane(1)
         )
     );
+    fs::remove_file(mount.join("rank_4")).expect("remove");
+    wait_until("the lane has its room back", LIMIT, || !file.exists());
     assert!(explain("latest").ends_with(
         "a new file of this name goes where it fits: the name has no number, so the lanes take turns\n"
     ));

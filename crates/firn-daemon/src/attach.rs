@@ -213,7 +213,7 @@ impl Attached {
             tracing::warn!("the backing does not answer: firnd cannot end before it does");
         }
         if stopped {
-            placement::end(self.engine.backing());
+            placement::finish_removals(self.engine.backing());
         }
         let discard = end == ArenaEnd::Discard;
         // Nothing that a late write may need is lost with what is dropped anyway.

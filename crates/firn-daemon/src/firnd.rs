@@ -203,6 +203,7 @@ impl Mount {
                 kernel,
                 name_sync: tree.map(NameSync::new),
                 host_watch: SingleJob::default(),
+                lane_removals: SingleJob::default(),
             },
             rounds,
             events,

@@ -7,13 +7,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use firn_backing::DirBacking;
 use firn_engine::{Cached, DrainPolicy, Engine};
 use firn_fuse::Invalidator;
+use firn_lanes::Lanes;
 use firn_stub::Tree;
 use firn_workers::{Class, Workers};
 use parking_lot::Mutex;
 
 use crate::gate::TransactionGate;
+use crate::placement;
 use crate::rates::Window;
 use crate::store::Store;
 
@@ -32,6 +35,7 @@ pub(crate) struct Periodic {
     pub(crate) kernel: Option<Invalidator>,
     pub(crate) name_sync: Option<NameSync>,
     pub(crate) host_watch: SingleJob,
+    pub(crate) lane_removals: SingleJob,
 }
 
 /// Syncs the names of a stub tree.
@@ -58,6 +62,7 @@ impl Periodic {
         self.sample_rates();
         self.sync_names();
         self.watch_hosts();
+        self.remove_from_lanes();
     }
 
     fn sample_rates(&self) {
@@ -94,6 +99,16 @@ impl Periodic {
             let rest: Duration = began.elapsed() * NAME_SYNC_REST;
             *next.lock() = Instant::now() + rest;
         });
+    }
+
+    /// Files that were removed, and wait in their lanes for a sync, give their room back.
+    fn remove_from_lanes(&self) {
+        let has_work = |lanes: &Lanes<DirBacking>| lanes.has_removals();
+        if self.engine.backing().placed().is_some_and(has_work) {
+            let engine = Arc::clone(&self.engine);
+            let remove = move || placement::finish_removals(engine.backing());
+            self.lane_removals.start(&self.workers, remove);
+        }
     }
 
     /// Looks whether other hosts have aborted what this one takes part in.

@@ -375,12 +375,12 @@ pub(crate) fn open_marked(lane: &Path, id: u128) -> Result<DirBacking, String> {
     }
 }
 
-/// Ends the use of lanes: what was removed gives its room back.
-pub(crate) fn end(store: &Store) {
+/// Makes what was removed give its room back.
+pub(crate) fn finish_removals(store: &Store) {
     if let Some(lanes) = store.placed()
         && let Err(error) = lanes.finish_removals()
     {
-        tracing::warn!(%error, "removed files stay in their lanes until the next mount");
+        tracing::warn!(%error, "removed files stay in their lanes for now");
     }
 }
 

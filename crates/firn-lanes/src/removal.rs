@@ -141,6 +141,11 @@ impl<B: Backing> Lanes<B> {
         Ok(())
     }
 
+    /// Whether files wait to be removed from their lanes.
+    pub fn has_removals(&self) -> bool {
+        !self.removals.is_empty()
+    }
+
     /// Removes the files that wait, after one sync of the primary for all.
     pub fn finish_removals(&self) -> Result<()> {
         let waiting = self.removals.all();
