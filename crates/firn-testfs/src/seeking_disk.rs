@@ -6,6 +6,7 @@
 //! | assumption | value | source |
 //! |---|---|---|
 //! | a seek, whatever its distance | 8.5 ms | average of a 250 GB SATA disk of the paper's time (Hitachi 7K250) |
+//! | a gap | passed over at the disk's rate where that is no slower than a seek | – |
 //! | rate on one track after another | 80 MB/s | outer tracks of such disks, whose mean was 60 to 65 MB/s (Barracuda 7200.8) |
 //! | cache of what was written, for all streams | 256 MiB | 5 % of the paper's 8 GB nodes are 400 MB |
 //! | write-back begins | at half of the cache, at a sync, or when a writer waits | `dirty_background_ratio` was half of `dirty_ratio` |

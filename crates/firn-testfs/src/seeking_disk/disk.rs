@@ -129,12 +129,16 @@ impl Disk {
         taken
     }
 
-    /// Moves the head over `run`: how long that takes.
+    /// Moves the head over `run`: how long that takes. A gap before it is passed over, or left out by a seek.
     pub fn move_head(&mut self, run: Run) -> Duration {
         let mut time = self.model.transfer_time(run.len);
-        if run.position != self.head {
-            self.seeks += 1;
-            time += self.model.seek;
+        let gap = run.position.checked_sub(self.head);
+        match gap.map(|bytes| self.model.transfer_time(bytes)) {
+            Some(pass) if pass <= self.model.seek => time += pass,
+            _ => {
+                self.seeks += 1;
+                time += self.model.seek;
+            }
         }
         self.head = run.end();
         time
@@ -256,6 +260,27 @@ mod tests {
             whole.abs_diff(part * 16) < Duration::from_micros(100),
             "{whole:?} {part:?}"
         );
+    }
+
+    #[test]
+    fn a_small_gap_is_passed_over() {
+        let mut disk = Disk::new(MODEL);
+        let run = |position| Run { position, len: MIB };
+        disk.move_head(run(0));
+        let passed = disk.move_head(run(MIB + 4096));
+        assert_eq!(disk.seeks(), 0);
+        let wanted = MODEL.transfer_time(MIB) + MODEL.transfer_time(4096);
+        assert_eq!(passed, wanted);
+        // No further than a seek takes, and not backwards.
+        assert_eq!(
+            disk.move_head(run(4 * MIB)),
+            MODEL.transfer_time(MIB) + MODEL.seek
+        );
+        assert_eq!(
+            disk.move_head(run(0)),
+            MODEL.transfer_time(MIB) + MODEL.seek
+        );
+        assert_eq!(disk.seeks(), 2);
     }
 
     #[test]
