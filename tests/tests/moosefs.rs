@@ -72,7 +72,28 @@ fn each_file_is_whole_on_the_server_that_it_was_given_to() {
         )
         .unwrap();
     }
-    assert_eq!(mount.status().misplaced_files, 0);
+    let status = mount.status();
+    assert_eq!(status.misplaced_files, 0);
+    for (lane, name) in status.lanes.iter().zip(["on_A", "on_B", "on_C", "on_D"]) {
+        let placed = lane.placed.as_ref().expect("placement");
+        assert_eq!((lane.path.to_string(), placed.files), (name.to_owned(), 2));
+    }
+    let explain = |name: &str| {
+        let path = mount.path().join(name);
+        let args = [
+            OsStr::new("place"),
+            OsStr::new("--explain"),
+            path.as_os_str(),
+        ];
+        run(&mut sandbox.firn(args)).ok().stdout
+    };
+    let known = explain("rank_6");
+    assert!(known.contains("rank_6 is on on_C"), "{known}");
+    let new = explain("rank_9");
+    assert!(
+        new.contains("does not exist") && new.contains("goes to on_B"),
+        "{new}"
+    );
     mount.umount();
 
     let mut by_address: BTreeMap<String, Vec<usize>> = BTreeMap::new();

@@ -95,6 +95,7 @@ pub struct DirFile {
     fd: OwnedFd,
     access: Access,
     key: Key,
+    lane: LaneIndex,
 }
 
 impl DirFile {
@@ -542,6 +543,7 @@ impl Backing for DirBacking {
             fd: reopen::file(inode, access)?,
             access,
             key: inode.key,
+            lane: inode.lane,
         })
     }
 
@@ -562,6 +564,9 @@ impl Backing for DirBacking {
     fn write_at(&self, file: &Self::File, data: &[IoSlice<'_>], offset: u64) -> Result<usize> {
         let done = rustix::io::pwritev(&file.fd, data, offset);
         self.changed(file.key, file.fd.as_fd());
+        if let (Some(steering), Ok(bytes)) = (&self.steering, &done) {
+            steering.count_bytes(file.lane, *bytes as u64);
+        }
         done
     }
 

@@ -288,7 +288,8 @@ pub static TABLE: [Row; 37] = [
         long: "What a server is called depends on the file system: `lustre` takes the indices of OSTs (`lfs osts`), \
                `beegfs` the numbers of storage targets, `orangefs` the numbers of servers, from 0 and in the order of \
                its configuration file, `ceph` the names of data pools, `moosefs` the names of storage classes, each \
-               with the label of one chunk server, and `command` whatever the program takes. All hosts must be given \
+               with the label of one chunk server (strict ones, `mfsscadmin create -m s`, unless a busy server may be \
+               left out), and `command` whatever the program takes. All hosts must be given \
                the same list, as with `lanes`.",
         changes_promises: false,
         get: |o| o.servers.join(":"),

@@ -29,6 +29,7 @@ use crate::placement;
 use crate::process;
 use crate::rates::Window;
 use crate::status::{engine_status, file_status};
+use crate::steering;
 use crate::store::Store;
 use crate::transactions::RequestContext;
 
@@ -85,13 +86,12 @@ impl Answers {
             lane.path = self.backing.as_path().into();
             lane.writers_max = self.lane_writers_max;
         }
-        let placement_advice = match self.engine.backing().placed() {
-            None => Vec::new(),
-            Some(placed) => {
-                placement::show_lanes(placed, &mut lanes);
-                placement::advise(&lanes)
-            }
-        };
+        if let Some(placed) = self.engine.backing().placed() {
+            placement::show_lanes(placed, &mut lanes);
+        } else if let Some(steered) = &self.steered {
+            steering::show_lanes(steered, &mut lanes);
+        }
+        let placement_advice = placement::advise(&lanes);
         Status {
             version: env!("CARGO_PKG_VERSION").into(),
             pid: std::process::id(),
@@ -310,7 +310,10 @@ impl Service for Answers {
                 self.engine.clear_errors();
                 Reply::Done
             }
-            Request::Place { path } => placement::explain(self.engine.backing(), &path),
+            Request::Place { path } => match &self.steered {
+                Some(steered) => steering::explain(steered, &self.backing, &path),
+                None => placement::explain(self.engine.backing(), &path),
+            },
             Request::Evict { path } => self.evict(&path),
             Request::Pin { path, pinned } => self.pin(&path, pinned),
             request @ (Request::Begin { .. }

@@ -447,7 +447,7 @@ pub(crate) fn explain(store: &Store, path: &BytePath) -> Reply {
     let Some(lanes) = store.placed() else {
         return Reply::Error {
             errno: libc::EOPNOTSUPP,
-            message: "only with placement=dirs firn knows where a file is: mount with it, or ask the file system".into(),
+            message: "without placement the file system alone knows where a file is: ask it, or mount with placement".into(),
         };
     };
     let name = Path::new(OsStr::from_bytes(path.as_bytes())).file_name();
@@ -474,7 +474,7 @@ pub(crate) fn explain(store: &Store, path: &BytePath) -> Reply {
     }
 }
 
-fn explain_rule(rule: &Rule, name: &OsStr) -> (Option<usize>, String) {
+pub(crate) fn explain_rule(rule: &Rule, name: &OsStr) -> (Option<usize>, String) {
     match rule.explain(name) {
         None => (
             None,

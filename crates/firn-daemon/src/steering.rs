@@ -1,22 +1,27 @@
 //! Placement on one file system (`placement=lustre` and its like): what tells it where files go, and whether it is the
 //! file system that the option names.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use firn_backing::DirBacking;
+use firn_backing::{DirBacking, Errno};
 use firn_config::{Options, Placement};
 use firn_lanes::steering::{
-    Beegfs, Ceph, Driver, Lustre, ProgramOfSite, Staged, Steered, check_orangefs, open_dirs,
-    tell_moosefs, tell_orangefs,
+    Beegfs, Ceph, Driver, Finder, Location, Lustre, ProgramOfSite, Staged, Steered, check_orangefs,
+    find_in_moosefs, find_nowhere, open_dirs, tell_moosefs, tell_orangefs,
 };
+
+use firn_protocol::path::BytePath;
+use firn_protocol::{Explanation, LaneState, LaneStatus, PlacedStatus, Reply};
+use rustix::fs::{Mode, OFlags, ResolveFlags, openat2};
 
 use crate::error::AttachError;
 use crate::participants::host_name;
-use crate::placement::rule;
+use crate::placement::{explain_rule, rule};
 
 /// Looks whether the backing's file system can be told, as far as that is seen without making anything.
 pub(crate) fn check(backing: &Path, options: &Options) -> Result<(), AttachError> {
@@ -87,7 +92,11 @@ fn stage(directory: &DirBacking, options: &Options, host: &str) -> Result<Staged
     for (dir, server) in dirs.iter().zip(&servers) {
         tell(options.placement, dir, server).map_err(|why| refused(options, why))?;
     }
-    Staged::new(dirs).map_err(|error| refused(options, error.to_string()))
+    let finder: Finder = match options.placement {
+        Placement::Moosefs => find_in_moosefs,
+        _ => find_nowhere,
+    };
+    Staged::new(dirs, finder).map_err(|error| refused(options, error.to_string()))
 }
 
 fn tell(placement: Placement, dir: &OwnedFd, server: &OsString) -> Result<(), String> {
@@ -102,4 +111,51 @@ fn refused(options: &Options, why: String) -> AttachError {
         placement: options.placement.name(),
         why,
     }
+}
+
+/// The lanes of a mount, with what went to each.
+pub(crate) fn show_lanes(steered: &Steered, shown: &mut [LaneStatus]) {
+    let figures = steered.figures();
+    let lanes = steered.servers().iter().zip(figures);
+    for (shown, (server, figures)) in shown.iter_mut().zip(lanes) {
+        shown.path = server.as_bytes().into();
+        shown.placed = Some(PlacedStatus {
+            files: figures.files,
+            bytes: figures.bytes,
+            takes_files: true,
+            state: LaneState::Ok,
+        });
+    }
+}
+
+/// Says where a file of the backing lies, or would lie.
+pub(crate) fn explain(steered: &Steered, backing: &Path, path: &BytePath) -> Reply {
+    let relative = Path::new(OsStr::from_bytes(path.as_bytes()));
+    let (lane, reason) = match relative.file_name() {
+        None => (None, "it is the top directory".into()),
+        Some(name) => explain_rule(steered.rule(), name),
+    };
+    let opened = open_below(backing, relative);
+    let exists = !matches!(opened, Err(Errno::NOENT));
+    let file = opened
+        .ok()
+        .and_then(|file| match steered.find_server(file.as_fd()) {
+            Location::Server(server) => Some(server),
+            Location::Striped(count) => Some(format!("striped over {count} servers")),
+            Location::Unknown => None,
+        });
+    Reply::Placed(Explanation {
+        file: file.map(|file| file.as_bytes().into()),
+        exists,
+        lane: lane.map(|lane| steered.servers()[lane].as_bytes().into()),
+        reason,
+    })
+}
+
+/// A file of the backing, whatever links others made on the way to it.
+fn open_below(backing: &Path, relative: &Path) -> Result<OwnedFd, Errno> {
+    let top = File::open(backing).map_err(|_| Errno::IO)?;
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+    openat2(&top, relative, flags, Mode::empty(), resolve)
 }

@@ -36,7 +36,10 @@ pub use beegfs::Beegfs;
 pub use ceph::Ceph;
 pub use command::ProgramOfSite;
 pub use lustre::Lustre;
-pub use staged::{Staged, check_orangefs, open_dirs, tell_moosefs, tell_orangefs};
+pub use staged::{
+    Finder, Staged, check_orangefs, find_in_moosefs, find_nowhere, open_dirs, tell_moosefs,
+    tell_orangefs,
+};
 
 /// How one kind of file system is told.
 pub trait Driver: Debug + Send + Sync {
@@ -94,19 +97,31 @@ pub struct Steered {
     servers: Vec<OsString>,
     /// Files that were made in each lane, wishes that were not taken included.
     files: Vec<AtomicU64>,
+    bytes: Vec<AtomicU64>,
     refused: AtomicU64,
+}
+
+/// What went to a lane since the mount.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ServerFigures {
+    /// Files that were to be made there.
+    pub files: u64,
+    /// Bytes that were written to files of the lane.
+    pub bytes: u64,
 }
 
 impl Steered {
     /// Files go to `servers`, one for each lane, as `rule` says, which is for so many lanes.
     pub fn new(driver: Box<dyn Driver>, servers: Vec<OsString>, rule: Rule) -> Self {
         assert!(!servers.is_empty(), "there is a lane to go to");
-        let files = servers.iter().map(|_| AtomicU64::new(0)).collect();
+        let zeros = || servers.iter().map(|_| AtomicU64::new(0)).collect();
+        let (files, bytes) = (zeros(), zeros());
         Self {
             driver,
             rule,
             servers,
             files,
+            bytes,
             refused: AtomicU64::new(0),
         }
     }
@@ -121,10 +136,14 @@ impl Steered {
         &self.rule
     }
 
-    /// Files made in each lane so far.
-    pub fn files(&self) -> Vec<u64> {
-        let counts = self.files.iter();
-        counts.map(|count| count.load(Ordering::Relaxed)).collect()
+    /// What went to each lane so far.
+    pub fn figures(&self) -> Vec<ServerFigures> {
+        let lanes = self.files.iter().zip(&self.bytes);
+        let figures = lanes.map(|(files, bytes)| ServerFigures {
+            files: files.load(Ordering::Relaxed),
+            bytes: bytes.load(Ordering::Relaxed),
+        });
+        figures.collect()
     }
 
     /// Files that the file system did not put where it was asked to.
@@ -162,6 +181,10 @@ impl Steering for Steered {
     fn lane_of(&self, name: &OsStr) -> LaneIndex {
         let lane = self.rule.explain(name).map_or(0, |(lane, _)| lane);
         lane_index(lane)
+    }
+
+    fn count_bytes(&self, lane: LaneIndex, bytes: u64) {
+        self.bytes[lane.index()].fetch_add(bytes, Ordering::Relaxed);
     }
 
     fn create(&self, new: &NewFile<'_>) -> Result<(OwnedFd, LaneIndex)> {

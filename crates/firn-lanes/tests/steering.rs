@@ -17,7 +17,8 @@ use firn_backing::dir::steering::Steering;
 use firn_backing::{Backing, Caller, DirBacking, Errno, LaneIndex};
 use firn_lanes::Rule;
 use firn_lanes::steering::{
-    Beegfs, Ceph, Driver, Location, Lustre, ProgramOfSite, Staged, Steered, tell_orangefs,
+    Beegfs, Ceph, Driver, Location, Lustre, ProgramOfSite, Staged, Steered, find_nowhere,
+    tell_orangefs,
 };
 use fuser::{
     BackgroundSession, Config, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation,
@@ -463,7 +464,8 @@ fn lustre_gets_a_layout_before_the_file_has_objects() {
             ),
         ]
     );
-    assert_eq!((steered.files(), steered.refused_files()), (vec![0, 1], 0));
+    let files: Vec<u64> = steered.figures().iter().map(|lane| lane.files).collect();
+    assert_eq!((files, steered.refused_files()), (vec![0, 1], 0));
     assert_eq!(create(&backing, "rank_1").unwrap_err(), Errno::EXIST);
 }
 
@@ -542,7 +544,7 @@ fn a_directory_of_beegfs_that_stripes_is_told() {
 
 fn staged(mounted: &Mounted) -> Staged {
     let dirs = vec![mounted.open_dir("lane0"), mounted.open_dir("lane1")];
-    Staged::new(dirs).unwrap()
+    Staged::new(dirs, find_nowhere).unwrap()
 }
 
 #[test]

@@ -541,7 +541,8 @@ pub enum LaneState {
 /// Where a name is placed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Explanation {
-    /// Path of the file in its lane; none: it does not exist, or lies in the backing itself.
+    /// Path of the file in its lane, or the server that its file system says it is on; none: it does not exist, lies in
+    /// the backing itself, or its file system does not say.
     pub file: Option<BytePath>,
     /// Whether there is something with this name.
     pub exists: bool,

@@ -77,11 +77,11 @@ impl MooseFs {
         &self.addresses
     }
 
-    /// Makes a storage class of one copy on the servers with this label.
+    /// Makes a storage class of one copy on the servers with this label, and on no others when those are busy.
     pub fn make_class(&self, name: &str, label: char) -> anyhow::Result<()> {
         let mut command = Command::new("mfsscadmin");
         command.arg(&self.point);
-        command.args(["create", &label.to_string(), name]);
+        command.args(["create", "-m", "s", &label.to_string(), name]);
         run_once(&mut command)
     }
 }

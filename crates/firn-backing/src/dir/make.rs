@@ -60,6 +60,7 @@ pub(super) fn file(
         fd,
         access: Access::ReadWrite,
         key: (attr.dev, attr.ino),
+        lane,
     };
     Ok(MadeFile {
         inode,

@@ -14,6 +14,8 @@ pub trait Steering: Debug + Send + Sync {
     fn lanes(&self) -> u16;
     /// The lane that a file of this name is in, as far as the name tells: for a file that was there before.
     fn lane_of(&self, name: &OsStr) -> LaneIndex;
+    /// So many bytes were written to a file of a lane.
+    fn count_bytes(&self, lane: LaneIndex, bytes: u64);
     /// Creates a file that did not exist (EEXIST otherwise) and opens it for reading and writing. That the file system
     /// does not take the wish is no error: the file lies where it puts it then.
     fn create(&self, new: &NewFile<'_>) -> Result<(OwnedFd, LaneIndex)>;

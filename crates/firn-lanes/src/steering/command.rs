@@ -72,12 +72,13 @@ impl ProgramOfSite {
         let name = new.name.to_owned();
         let arguments = [self.servers[lane].clone(), OsString::from("."), name];
         let owner = file_system_ids();
-        run_program(&self.program, &arguments, |command| {
+        let ran = run_program(&self.program, &arguments, |command| {
             command.current_dir(&directory);
             if rustix::process::geteuid().is_root() && owner.uid != 0 {
                 command.uid(owner.uid).gid(owner.gid);
             }
-        })
+        });
+        ran.map(drop)
     }
 }
 
@@ -149,12 +150,12 @@ fn file_system_ids() -> Ids {
     Ids { uid, gid }
 }
 
-/// Runs a program to its end, within the time limit.
+/// Runs a program to its end, within the time limit; the first line that it printed.
 pub(super) fn run_program(
     program: &OsStr,
     arguments: &[OsString],
     prepare: impl FnOnce(&mut Command),
-) -> std::result::Result<(), ProgramError> {
+) -> std::result::Result<String, ProgramError> {
     let name = program.to_string_lossy().into_owned();
     let start_error = |source| ProgramError::Start {
         program: name.clone(),
@@ -174,7 +175,7 @@ pub(super) fn run_program(
     drop(command);
     let end = watch(child, said).map_err(start_error)?;
     match end.status {
-        Some(status) if status.success() => Ok(()),
+        Some(status) if status.success() => Ok(first_line(&end.said)),
         Some(_) => Err(ProgramError::Failed {
             program: name,
             message: first_line(&end.said),

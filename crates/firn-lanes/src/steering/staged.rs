@@ -26,11 +26,15 @@ const ORANGEFS_MAGIC: u64 = 0x2003_0528;
 pub struct Staged {
     /// Of this host alone, open for reading, one for each lane; their layout is set.
     dirs: Vec<OwnedFd>,
+    finder: Finder,
 }
+
+/// Asks the file system where a file is.
+pub type Finder = fn(BorrowedFd<'_>) -> Location;
 
 impl Staged {
     /// Removes what is left in the directories.
-    pub fn new(dirs: Vec<OwnedFd>) -> Result<Self> {
+    pub fn new(dirs: Vec<OwnedFd>, finder: Finder) -> Result<Self> {
         for dir in &dirs {
             for entry in fs::Dir::read_from(dir)? {
                 let entry = entry?;
@@ -40,7 +44,7 @@ impl Staged {
                 }
             }
         }
-        Ok(Self { dirs })
+        Ok(Self { dirs, finder })
     }
 }
 
@@ -79,8 +83,8 @@ impl Driver for Staged {
         }
     }
 
-    fn find_server(&self, _: BorrowedFd<'_>) -> Location {
-        Location::Unknown
+    fn find_server(&self, file: BorrowedFd<'_>) -> Location {
+        (self.finder)(file)
     }
 }
 
@@ -171,8 +175,27 @@ pub fn tell_orangefs(dir: BorrowedFd<'_>, server: &OsStr) -> std::result::Result
 
 /// MooseFS: the storage class of a directory, by the tool for it.
 pub fn tell_moosefs(dir: BorrowedFd<'_>, class: &OsStr) -> std::result::Result<(), ProgramError> {
-    // The tool follows the link of this process to the directory.
-    let path = format!("/proc/{}/fd/{}", std::process::id(), dir.as_raw_fd());
-    let arguments = [class.to_owned(), OsString::from(path)];
-    run_program(OsStr::new("mfssetsclass"), &arguments, |_| {})
+    let arguments = [class.to_owned(), path_for_tool(dir)];
+    run_program(OsStr::new("mfssetsclass"), &arguments, |_| {}).map(drop)
+}
+
+/// MooseFS: the storage class of a file.
+pub fn find_in_moosefs(file: BorrowedFd<'_>) -> Location {
+    let arguments = [path_for_tool(file)];
+    let said = run_program(OsStr::new("mfsgetsclass"), &arguments, |_| {});
+    let class = said.ok().and_then(|said| {
+        let (_, class) = said.rsplit_once(": ")?;
+        Some(class.trim().trim_matches('\'').to_owned())
+    });
+    class.map_or(Location::Unknown, Location::Server)
+}
+
+/// OrangeFS does not tell.
+pub fn find_nowhere(_: BorrowedFd<'_>) -> Location {
+    Location::Unknown
+}
+
+/// The tool follows this process's link to the object.
+fn path_for_tool(fd: BorrowedFd<'_>) -> OsString {
+    format!("/proc/{}/fd/{}", std::process::id(), fd.as_raw_fd()).into()
 }

@@ -14,7 +14,7 @@ use crate::verb::{Verb, connect};
 pub const VERB: Verb = Verb {
     name: "place",
     about: "Show which lane a file lies in or would go to; make a backing forget a lane",
-    long: "For mounts with placement=dirs. A lane that `lanes` of a mount leaves out keeps its files, and is known \
+    long: "For mounts with placement. With placement=dirs, a lane that `lanes` of a mount leaves out keeps its files, and is known \
                until it is forgotten.",
     examples: &[
         (
@@ -113,8 +113,8 @@ fn explain(path: &Path, json: bool) -> Result<u8, Failure> {
 fn text(path: &Path, explanation: &Explanation) -> String {
     let path = path_text(path);
     let is = match (&explanation.file, explanation.exists) {
-        (Some(file), _) => format!("{path} is {file}"),
-        (None, true) => format!("{path} is in the backing itself"),
+        (Some(file), _) => format!("{path} is on {file}"),
+        (None, true) => format!("{path} is where the backing's file system has it"),
         (None, false) => format!("{path} does not exist"),
     };
     let goes = match &explanation.lane {
