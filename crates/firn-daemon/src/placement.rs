@@ -468,6 +468,7 @@ pub(crate) fn explain(store: &Store, path: &BytePath) -> Reply {
                 .ok()
                 .and_then(|inode| lanes.path_in_lane(&inode))
                 .map(|file| file.as_bytes().into()),
+            server: None,
             lane: lane.map(|number: usize| lanes.lanes()[number].path().as_bytes().into()),
             reason,
         }),

@@ -137,7 +137,7 @@ pub(crate) fn explain(steered: &Steered, backing: &Path, path: &BytePath) -> Rep
     };
     let opened = open_below(backing, relative);
     let exists = !matches!(opened, Err(Errno::NOENT));
-    let file = opened
+    let server = opened
         .ok()
         .and_then(|file| match steered.find_server(file.as_fd()) {
             Location::Server(server) => Some(server),
@@ -145,7 +145,8 @@ pub(crate) fn explain(steered: &Steered, backing: &Path, path: &BytePath) -> Rep
             Location::Unknown => None,
         });
     Reply::Placed(Explanation {
-        file: file.map(|file| file.as_bytes().into()),
+        file: None,
+        server: server.map(|server| server.as_bytes().into()),
         exists,
         lane: lane.map(|lane| steered.servers()[lane].as_bytes().into()),
         reason,

@@ -541,9 +541,11 @@ pub enum LaneState {
 /// Where a name is placed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Explanation {
-    /// Path of the file in its lane, or the server that its file system says it is on; none: it does not exist, lies in
-    /// the backing itself, or its file system does not say.
+    /// Path of the file in its lane; none: it does not exist, or lies in the backing itself.
     pub file: Option<BytePath>,
+    /// With a placement on one file system: where that says that the file is.
+    #[serde(default)]
+    pub server: Option<BytePath>,
     /// Whether there is something with this name.
     pub exists: bool,
     /// The lane that a new file with this name would go to; none: it is the lanes' turn, or none takes files.

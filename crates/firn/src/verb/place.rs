@@ -112,10 +112,16 @@ fn explain(path: &Path, json: bool) -> Result<u8, Failure> {
 
 fn text(path: &Path, explanation: &Explanation) -> String {
     let path = path_text(path);
-    let is = match (&explanation.file, explanation.exists) {
-        (Some(file), _) => format!("{path} is on {file}"),
-        (None, true) => format!("{path} is where the backing's file system has it"),
-        (None, false) => format!("{path} does not exist"),
+    let is = match explanation {
+        Explanation {
+            file: Some(file), ..
+        } => format!("{path} is {file}"),
+        Explanation {
+            server: Some(server),
+            ..
+        } => format!("{path} is on {server}"),
+        Explanation { exists: true, .. } => format!("{path} is in the backing itself"),
+        Explanation { exists: false, .. } => format!("{path} does not exist"),
     };
     let goes = match &explanation.lane {
         Some(lane) => format!("a new file of this name goes to {lane}"),
