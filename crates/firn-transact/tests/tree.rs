@@ -55,6 +55,37 @@ fn a_transaction_conforms() {
     }
 }
 
+/// The lanes of the backing are those of what lies over it.
+fn check_lanes<B: Backing>(over: impl Fn(SimBacking) -> B) {
+    const LANES: u16 = 3;
+    let below = SimBacking::new();
+    below.set_lanes(LANES);
+    let backing = over(below.clone());
+    assert_eq!(backing.lane_count(), LANES);
+    let lanes: Vec<_> = (0..2 * LANES)
+        .map(|number| {
+            let name = format!("file_{number}");
+            let caller = suite::own_caller();
+            let root = backing.root();
+            let made = backing.create(&caller, &root, OsStr::new(&name), 0o644);
+            let (made, _, attr) = made.expect("create");
+            let lane = backing.lane_of(&made);
+            assert_eq!(lane.index() as u64, attr.ino % u64::from(LANES));
+            lane.index()
+        })
+        .collect();
+    assert!(lanes.iter().any(|lane| *lane != lanes[0]), "{lanes:?}");
+}
+
+#[test]
+fn lanes_are_those_of_the_backing_below() {
+    check_lanes(PlainBacking::new);
+    check_lanes(open);
+    for mode in MODES {
+        check_lanes(|below| begun(below, mode));
+    }
+}
+
 #[test]
 fn a_transaction_in_a_real_directory_conforms() {
     for (place, mode) in PLACES
