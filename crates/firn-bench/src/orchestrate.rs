@@ -1,19 +1,26 @@
 //! `firn bench orchestrate`: a checkpoint on several I/O servers, striped, vertical and in sequence.
 
+use firn_config::size_text;
+
 use crate::firn::Firn;
+use crate::machine;
 use crate::options::{Common, progress};
 use crate::report::{Limit, Point, Report, Sample};
 
 mod calculation;
 mod candidate;
+mod local;
 mod servers;
 
 use calculation::Order;
 use candidate::{Candidate, Checkpoint, Site, Way};
+use local::LocalCheckpoint;
 
 const GB: u64 = 1_000_000_000;
 const MB: u64 = 1_000_000;
 const SERVERS: usize = 4;
+/// See [`OrchestrateArgs::divisor`].
+const SMALL_BYTES: u64 = 1024 * MB;
 
 const STRIPED: &str = "striped";
 const WHOLE: &str = "vertical, natively";
@@ -31,11 +38,12 @@ const FIRN_SEQUENTIAL: Way = Way::Firn(",order=sequential,lane-writers=1");
 /// The servers are a model: FUSE servers that real writes pass through, each as slow as a SATA disk of 2010 (8.5 ms a
 /// seek, 80 MB/s, 256 MiB of write-back cache for all streams). Striped is what clients of PVFS2 do, with stripes of
 /// 64 KiB; vertical has each file on one server; sequential has one file at a time on each server. Sizes and times are
-/// divided by 16, so a run takes a 16th of the time, and shown at full scale. Beside each figure stands what the
-/// model gives by calculation alone. A checkpoint is over when all is on the disks. Goals: vertical at most 0.75 of striped in every case, growing from 64
-/// to 256 processes by a third of what striped grows at most; sequential at most half of interleaved up to 256 MB;
-/// both together at most 1.1 times the time of the bytes at the disks' full rate; restart from whole files at least 1.25
-/// times faster than from striped ones.
+/// divided by 8, by 4 up to 1 GB, and shown at full scale. Beside each figure stands what the model gives by
+/// calculation alone. A checkpoint is over when all is on the disks. Goals: vertical at most 0.75 of striped in every
+/// case, growing from 64 to 256 processes by a third of what striped grows at most; sequential at most half of
+/// interleaved up to 256 MB; both together at most 1.1 times the time of the bytes at the disks' full rate; restart from
+/// whole files at least 1.25 times faster than from striped ones; on the file system of --dir, without a model,
+/// sequential at most 1.05 times interleaved.
 #[derive(Clone, Debug, clap::Args)]
 pub struct OrchestrateArgs {
     #[command(flatten)]
@@ -61,15 +69,18 @@ enum Figure {
     SequentialByProcesses,
     /// Reading 10 GB of 64 processes back.
     Restart,
+    /// Interleaved and sequential on the file system of --dir.
+    Local,
 }
 
 impl Figure {
-    const ALL: [Self; 5] = [
+    const ALL: [Self; 6] = [
         Self::VerticalBySize,
         Self::VerticalByProcesses,
         Self::SequentialBySize,
         Self::SequentialByProcesses,
         Self::Restart,
+        Self::Local,
     ];
 }
 
@@ -94,14 +105,16 @@ impl OrchestrateArgs {
         let mut report = Report::new("orchestrate");
         report.note(format!(
             "I/O servers are a MODEL of a SATA disk of 2010: 8.5 ms a seek, 80 MB/s, a write-back cache of 256 MiB; \
-             times and sizes divided by {}, shown at full scale",
-            self.divisor()
+             times and sizes divided by {} (up to 1 GB by {}), shown at full scale",
+            self.divisor(u64::MAX),
+            self.divisor(0)
         ));
         report.note("durable: until all is on the disks; calculated: by the model without a clock");
         report.note("one firnd with an arena of 256 MiB in place of one on each host");
         for figure in self.figures() {
             match figure {
                 Figure::Restart => self.measure_restart(&mut report, &site)?,
+                Figure::Local => self.measure_local(&mut report, &site)?,
                 _ => self.measure_writes(figure, &mut report, &site)?,
             }
         }
@@ -115,9 +128,11 @@ impl OrchestrateArgs {
         }
     }
 
-    /// In a quick run everything is so small that the figures say nothing.
-    fn divisor(&self) -> u32 {
-        self.common.choose(16, 256)
+    /// What times and sizes are divided by: small checkpoints by less, as starting and ending takes its time. In a quick
+    /// run everything is so small that the figures say nothing.
+    fn divisor(&self, total_bytes: u64) -> u32 {
+        let full = if total_bytes <= SMALL_BYTES { 4 } else { 8 };
+        self.common.choose(full, 256)
     }
 
     fn measure_writes(
@@ -167,12 +182,42 @@ impl OrchestrateArgs {
         let names = candidates.iter().map(|candidate| candidate.name.to_owned());
         report.add(setting.title, names.zip(samples).collect());
         let case = report.cases.last().expect("it was added");
-        let faster: Vec<f64> = case.ratio(STRIPED, BOTH, "read").into_iter().collect();
-        report.judge(
-            "restart, striped to Firn's lanes",
-            Limit::Least(1.25),
-            &faster,
+        let faster = case.ratio(STRIPED, BOTH, "read");
+        let name = "restart, striped to Firn's lanes";
+        report.judge(name, Limit::Least(1.25), faster.as_slice());
+        Ok(())
+    }
+
+    fn measure_local(&self, report: &mut Report, site: &Site<'_>) -> anyhow::Result<()> {
+        let checkpoint = LocalCheckpoint {
+            processes: 16,
+            image_bytes: self.common.choose(32 << 20, 1 << 20),
+        };
+        let candidates = self.candidates(Figure::Local);
+        if candidates.is_empty() {
+            return Ok(());
+        }
+        let steps = candidates.len() * self.common.repeats() as usize;
+        let bar = progress(steps as u64, "local");
+        let mut samples = vec![Vec::new(); candidates.len()];
+        for _ in 0..self.common.repeats() {
+            for (candidate, samples) in candidates.iter().zip(&mut samples) {
+                samples.push(checkpoint.write(candidate, site)?);
+                bar.inc(1);
+            }
+        }
+        bar.finish_and_clear();
+        let title = format!(
+            "no model: {}, 16 processes with {} each",
+            machine::file_system_of(site.work.path()),
+            size_text(checkpoint.image_bytes)
         );
+        let names = candidates.iter().map(|candidate| candidate.name.to_owned());
+        report.add(title, names.zip(samples).collect());
+        let case = report.cases.last().expect("it was added");
+        let ratio = case.ratio(SEQUENTIAL, INTERLEAVED, "durable");
+        let name = format!("{SEQUENTIAL}, to {INTERLEAVED}, without a model");
+        report.judge(name, Limit::Most(1.05), ratio.as_slice());
         Ok(())
     }
 
@@ -195,8 +240,11 @@ impl OrchestrateArgs {
                 candidate(INTERLEAVED, FIRN_INTERLEAVED, Order::Interleaved),
                 candidate(SEQUENTIAL, FIRN_SEQUENTIAL, Order::Sequential),
             ],
+            Figure::Local => vec![
+                candidate(INTERLEAVED, FIRN_INTERLEAVED, Order::Interleaved),
+                candidate(SEQUENTIAL, FIRN_SEQUENTIAL, Order::Sequential),
+            ],
         };
-        all.retain(|candidate| candidate.way != FIRN_SEQUENTIAL);
         if self.common.baseline_only {
             all.retain(|candidate| !matches!(candidate.way, Way::Firn(_)));
         }
@@ -244,7 +292,7 @@ impl OrchestrateArgs {
                 choose(&[8, 16, 32, 64, 128], &[8, 16]),
                 &|processes| self.on_one_disk(processes, GB),
             ),
-            Figure::Restart => Vec::new(),
+            Figure::Restart | Figure::Local => Vec::new(),
         }
     }
 
@@ -253,7 +301,7 @@ impl OrchestrateArgs {
             servers: SERVERS,
             processes,
             total_bytes,
-            divisor: self.divisor(),
+            divisor: self.divisor(total_bytes),
         }
     }
 
@@ -348,7 +396,7 @@ fn judge(report: &mut Report, figure: Figure, first: usize, settings: &[Setting]
                 found,
             ));
         }
-        Figure::SequentialByProcesses | Figure::Restart => {}
+        Figure::SequentialByProcesses | Figure::Restart | Figure::Local => {}
     }
     for (name, limit, found) in goals {
         report.judge(name, limit, &found);

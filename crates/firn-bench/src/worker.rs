@@ -1,7 +1,7 @@
 //! The processes that do the work: writers, readers, makers of files.
 //!
 //! A worker is this program again (`firn-bench worker`, hidden). It reads one [`Task`] as a line of
-//! JSON, makes its buffers, answers `ready`, waits for `go`, works, and answers one [`Outcome`]. So
+//! JSON, makes its buffers, answers `ready`, waits for a time to begin at, works, and answers one [`Outcome`]. So
 //! neither its start nor its buffers are in a figure, and all workers begin together.
 
 use std::fs::{File, OpenOptions};
@@ -11,6 +11,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use serde::{Deserialize, Serialize};
@@ -32,6 +33,9 @@ pub use forked::{ForkedWrite, Sharing};
 pub use records::Records;
 pub use steps::Steps;
 pub use striped::Striped;
+
+/// Long enough to tell one process when to begin.
+const TIME_TO_START_NS: u64 = 200_000;
 
 /// What a worker does.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -148,6 +152,17 @@ pub fn run_all(tasks: &[Task]) -> anyhow::Result<Vec<Outcome>> {
 
 /// [`run_all`], in processes that load the library `preload`.
 pub fn run_with(preload: Option<&Path>, tasks: &[Task]) -> anyhow::Result<Vec<Outcome>> {
+    run_from(0, preload, tasks)
+}
+
+/// [`run_with`], with all processes beginning at the same moment, as after a barrier of MPI: the first is not done
+/// before the last begins.
+pub fn run_together(preload: Option<&Path>, tasks: &[Task]) -> anyhow::Result<Vec<Outcome>> {
+    run_from(TIME_TO_START_NS * tasks.len() as u64, preload, tasks)
+}
+
+/// The processes begin so long after the last is ready.
+fn run_from(delay_ns: u64, preload: Option<&Path>, tasks: &[Task]) -> anyhow::Result<Vec<Outcome>> {
     let mut workers = Vec::new();
     for task in tasks {
         workers.push(Worker::start(task, preload)?);
@@ -155,8 +170,9 @@ pub fn run_with(preload: Option<&Path>, tasks: &[Task]) -> anyhow::Result<Vec<Ou
     for worker in &mut workers {
         worker.expect_ready()?;
     }
+    let begin_ns = cpu::now_ns() + delay_ns;
     for worker in &mut workers {
-        worker.go()?;
+        worker.go(begin_ns)?;
     }
     workers.into_iter().map(Worker::finish).collect()
 }
@@ -214,8 +230,9 @@ impl Worker {
         }
     }
 
-    fn go(&mut self) -> anyhow::Result<()> {
-        self.tell("go")
+    /// Lets it begin at this time.
+    fn go(&mut self, begin_ns: u64) -> anyhow::Result<()> {
+        self.tell(&begin_ns.to_string())
     }
 
     fn finish(mut self) -> anyhow::Result<Outcome> {
@@ -255,7 +272,8 @@ pub fn main() -> anyhow::Result<()> {
     let task: Task = serde_json::from_str(&next()?)?;
     let mut job = Job::prepare(task)?;
     println!("ready");
-    next()?;
+    let begin_ns: u64 = next()?.parse().context("a time to begin at")?;
+    std::thread::sleep(Duration::from_nanos(begin_ns.saturating_sub(cpu::now_ns())));
     let begin_ns = cpu::now_ns();
     let cpu_before = cpu::seconds_of_self();
     job.run()?;

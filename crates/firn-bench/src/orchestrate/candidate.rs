@@ -13,8 +13,10 @@ use crate::report::Sample;
 use crate::worker::{self, Outcome, Striped, Task};
 use crate::{cpu, durable};
 
-/// Bytes that a process writes or reads at a time, at full scale.
+/// Bytes that a process sends to servers at a time, at full scale.
 const REQUEST_BYTES: u64 = 1 << 20;
+/// Bytes that it writes to a disk of its own host at a time. The mean in CRFS's table I is 24 KiB.
+const LOCAL_REQUEST_BYTES: u64 = 64 << 10;
 /// The paper's stripe, at full scale.
 const STRIPE_BYTES: u64 = 64 << 10;
 const ARENA: &str = "256M";
@@ -64,7 +66,11 @@ impl Checkpoint {
     }
 
     fn request_bytes(&self) -> u64 {
-        REQUEST_BYTES / u64::from(self.divisor)
+        let bytes = match self.servers {
+            1 => LOCAL_REQUEST_BYTES,
+            _ => REQUEST_BYTES,
+        };
+        bytes / u64::from(self.divisor)
     }
 
     fn model(&self) -> DiskModel {
@@ -109,7 +115,7 @@ impl Checkpoint {
             Way::Firn(options) => {
                 let mount = self.mount(options, &servers, site)?;
                 let tasks = self.tasks_in(mount.path(), true);
-                let outcomes = worker::run_with(Some(&site.firn.preload()?), &tasks)?;
+                let outcomes = worker::run_together(Some(&site.firn.preload()?), &tasks)?;
                 mount.wait_durable(mount.path())?;
                 Written::now(&outcomes)
             }
@@ -138,7 +144,7 @@ impl Checkpoint {
         match candidate.way {
             Way::Firn(options) => {
                 let mount = self.mount(options, &servers, site)?;
-                worker::run_all(&self.tasks_in(mount.path(), true))?;
+                worker::run_together(None, &self.tasks_in(mount.path(), true))?;
                 mount.wait_durable(mount.path())?;
             }
             way => {
@@ -152,9 +158,9 @@ impl Checkpoint {
                 // As after a crash: nothing is in memory.
                 Way::Firn(options) => {
                     let mount = self.mount(options, &servers, site)?;
-                    worker::run_all(&self.tasks_in(mount.path(), false))?
+                    worker::run_together(None, &self.tasks_in(mount.path(), false))?
                 }
-                way => worker::run_all(&self.native_tasks(way, &servers, false))?,
+                way => worker::run_together(None, &self.native_tasks(way, &servers, false))?,
             };
             let read_s = worker::elapsed_s(&outcomes) * f64::from(self.divisor);
             samples.push(vec![
@@ -169,7 +175,7 @@ impl Checkpoint {
 
     fn write_natively(&self, way: Way, servers: &Servers) -> anyhow::Result<Written> {
         let tasks = self.native_tasks(way, servers, true);
-        let outcomes = worker::run_all(&tasks)?;
+        let outcomes = worker::run_together(None, &tasks)?;
         durable::sync_files(tasks.iter().flat_map(paths_of), &servers.paths()[0])?;
         Ok(Written::now(&outcomes))
     }
@@ -254,14 +260,14 @@ impl Checkpoint {
 }
 
 /// How long a checkpoint took.
-struct Written {
-    closed: Duration,
-    durable: Duration,
+pub(super) struct Written {
+    pub(super) closed: Duration,
+    pub(super) durable: Duration,
 }
 
 impl Written {
     /// It is durable now.
-    fn now(outcomes: &[Outcome]) -> Self {
+    pub(super) fn now(outcomes: &[Outcome]) -> Self {
         let begin_ns = outcomes.iter().map(|o| o.begin_ns).min().unwrap_or(0);
         Self {
             closed: Duration::from_secs_f64(worker::elapsed_s(outcomes)),
@@ -274,7 +280,7 @@ fn primary(site: &Site<'_>) -> PathBuf {
     site.memory.join("primary")
 }
 
-fn name_of(rank: u64) -> String {
+pub(super) fn name_of(rank: u64) -> String {
     format!("rank_{rank}")
 }
 
