@@ -19,7 +19,7 @@ use firn_backing::{
 use firn_rendezvous::OwnError;
 use firn_rendezvous::own;
 
-use crate::file::{FileId, LoggedFile, Place};
+use crate::file::{FileId, Listed, LoggedFile, Place};
 use crate::run::{FILE_BYTES_MAX, Piece};
 
 /// Firn's own directory, and the containers in it.
@@ -177,7 +177,8 @@ impl<B: Backing> LogBacking<B> {
                 return Ok(true);
             }
             file.remove(&place)?;
-            self.files.lock().known.remove(&file.id);
+            let known = self.files.lock().known.remove(&file.id);
+            drop(known);
             return Ok(true);
         }
         let is_flat = file.flatten(&place, inode, self.setup.unit_bytes, &self.setup.is_alive)?;
@@ -188,10 +189,12 @@ impl<B: Backing> LogBacking<B> {
     }
 
     fn forget(&self, file: &LoggedFile<B>) {
-        let mut files = self.files.lock();
-        if file.opens.load(Ordering::Acquire) == 0 && !file.is_logged() {
-            files.known.remove(&file.id);
-        }
+        let known = {
+            let mut files = self.files.lock();
+            let is_unused = file.opens.load(Ordering::Acquire) == 0 && !file.is_logged();
+            is_unused.then(|| files.known.remove(&file.id))
+        };
+        drop(known);
     }
 
     fn place(&self) -> Place<'_, B> {
@@ -234,10 +237,11 @@ impl<B: Backing> LogBacking<B> {
             }
             files.listed = Some(Instant::now());
         }
-        let mut found: HashMap<FileId, Vec<u32>> = HashMap::new();
-        for (name, ..) in own::list(&self.below, &self.top)? {
+        let mut found: HashMap<FileId, Vec<Listed>> = HashMap::new();
+        for (name, dir, _) in own::list(&self.below, &self.top)? {
             if let Some((id, number)) = FileId::of_container(&name) {
-                found.entry(id).or_default().push(number);
+                let listed = Listed { number, dir };
+                found.entry(id).or_default().push(listed);
             }
         }
         let gone: Vec<_> = {
@@ -250,9 +254,9 @@ impl<B: Backing> LogBacking<B> {
             known.collect()
         };
         for file in gone {
-            let numbers = found.remove(&file.id).unwrap_or_default();
-            if !numbers.is_empty() || file.is_logged() {
-                file.look(&self.place(), numbers)?;
+            let listed = found.remove(&file.id).unwrap_or_default();
+            if !listed.is_empty() || file.is_logged() {
+                file.look(&self.place(), listed)?;
             }
             self.forget(&file);
         }

@@ -262,14 +262,18 @@ impl<B: Backing> Container<B> {
     /// From now on only that counts which the seal has. What was read beyond, of a host that was taken for dead, is
     /// forgotten with all else, and read again.
     pub(crate) fn take_seal(&self, seal: Seal) {
+        let mut old = None;
         let mut view = self.view.lock();
         let is_beyond =
             |tail: &Tail<B>| tail.index.is_none() || tail.offset > seal.limit_of(&tail.writer);
         if view.tails.values().any(is_beyond) {
             let base_bytes = view.resolver.base_bytes();
-            *view = View::new(base_bytes);
+            old = Some(std::mem::replace(&mut *view, View::new(base_bytes)));
         }
         view.seal = Some(Arc::new(seal));
+        drop(view);
+        // Its files are closed after the lock is free.
+        drop(old);
     }
 
     /// What counts of each index, as far as this host has looked.

@@ -76,11 +76,21 @@ pub(crate) struct LoggedFile<B: Backing> {
 
 struct Generation<B: Backing> {
     number: u32,
+    /// Inode number of its directory, which is held open: a later container may have the same name.
+    dir: u64,
     name: String,
     has_own_base: bool,
     container: Container<B>,
     /// This host has said that it writes.
     is_joined: AtomicBool,
+}
+
+/// A container that a listing has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Listed {
+    pub(crate) number: u32,
+    /// Inode number of its directory.
+    pub(crate) dir: u64,
 }
 
 /// Where containers are, and who this host is.
@@ -110,16 +120,19 @@ impl<B: Backing> LoggedFile<B> {
         !self.generations.lock().is_empty()
     }
 
-    /// Opens the generations with these numbers, and forgets those that are gone or flat.
-    pub(crate) fn look(&self, place: &Place<'_, B>, mut numbers: Vec<u32>) -> Result<()> {
-        numbers.sort_unstable();
+    /// Opens the generations that are there, and forgets those that are gone or flat.
+    pub(crate) fn look(&self, place: &Place<'_, B>, mut listed: Vec<Listed>) -> Result<()> {
+        listed.sort_unstable();
         let known = self.all();
         let mut found = Vec::new();
-        for number in numbers {
-            let old = known.iter().find(|generation| generation.number == number);
+        for listed in listed {
+            let is_it = |generation: &&Arc<Generation<B>>| {
+                (generation.number, generation.dir) == (listed.number, listed.dir)
+            };
+            let old = known.iter().find(is_it);
             let generation = match old {
                 Some(old) => Some(Arc::clone(old)),
-                None => self.open_generation(place, number)?,
+                None => self.open_generation(place, listed.number)?,
             };
             let Some(generation) = generation else {
                 continue;
@@ -130,7 +143,9 @@ impl<B: Backing> LoggedFile<B> {
             generation.container.refresh(place.base)?;
             found.push(generation);
         }
-        *self.generations.lock() = found;
+        // Files are closed after the lock is free.
+        let old = std::mem::replace(&mut *self.generations.lock(), found);
+        drop(old);
         Ok(())
     }
 
@@ -140,7 +155,7 @@ impl<B: Backing> LoggedFile<B> {
         number: u32,
     ) -> Result<Option<Arc<Generation<B>>>> {
         let name = self.id.container_name(number);
-        let Some((dir, _)) = own::find_dir(place.base, place.top, &name)? else {
+        let Some((dir, attr)) = own::find_dir(place.base, place.top, &name)? else {
             return Ok(None);
         };
         let Some(head) = own::load(place.base, &dir, HEAD)? else {
@@ -153,6 +168,7 @@ impl<B: Backing> LoggedFile<B> {
         let base_bytes = head.base_bytes.unwrap_or(0);
         Ok(Some(Arc::new(Generation {
             number,
+            dir: attr.ino,
             name,
             has_own_base: head.base_bytes.is_some(),
             container: Container::open(place.base, dir, place.host, base_bytes)?,
@@ -229,11 +245,11 @@ impl<B: Backing> LoggedFile<B> {
     /// Looks for the generations that there are.
     pub(crate) fn look_again(&self, place: &Place<'_, B>) -> Result<()> {
         let names = own::list(place.base, place.top)?;
-        let of_file = names
-            .iter()
-            .filter_map(|(name, ..)| FileId::of_container(name))
-            .filter(|(id, _)| *id == self.id);
-        self.look(place, of_file.map(|(_, number)| number).collect())
+        let listed = names.iter().filter_map(|(name, dir, _)| {
+            let (id, number) = FileId::of_container(name)?;
+            (id == self.id).then_some(Listed { number, dir: *dir })
+        });
+        self.look(place, listed.collect())
     }
 
     /// What this host writes from now on is newer than what others have published.
@@ -404,7 +420,8 @@ impl<B: Backing> LoggedFile<B> {
                 ending.remove()?;
             }
         }
-        self.generations.lock().clear();
+        let old = std::mem::take(&mut *self.generations.lock());
+        drop(old);
         Ok(())
     }
 }

@@ -1,11 +1,15 @@
 //! The log layout as a backing: what every backing promises, and beside a plain directory.
 
+use std::collections::HashMap;
 use std::ffi::OsStr;
+use std::io::IoSlice;
 use std::time::Duration;
 
-use firn_backing::{SimBacking, suite};
+use firn_backing::{Access, Backing, Errno, RenameFlags, SimBacking, suite};
 use firn_log::{LogBacking, Setup};
 use firn_transact::PlainBacking;
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
 
 fn setup(host: &str) -> Setup {
     Setup {
@@ -32,4 +36,150 @@ fn it_does_what_a_plain_directory_does() {
         let plain = SimBacking::new();
         suite::differential::run(&logged(&SimBacking::new(), "a"), &plain, seed, 300);
     }
+}
+
+/// Three hosts open, write, cut, rename, remove and close files in turn, and flatten at any time: each sees what a
+/// single directory would have. In the end the files are ordinary and nothing of the layout is left.
+#[test]
+fn hosts_that_take_turns_have_one_directory() {
+    for seed in 0..60 {
+        let mut random = StdRng::seed_from_u64(seed);
+        let disk = SimBacking::new();
+        let mut hosts: Vec<Logged> = Vec::new();
+        for name in HOSTS {
+            hosts.push(logged_by(&disk.another_process(), name));
+        }
+        let mut expected: HashMap<&str, Vec<u8>> = HashMap::new();
+        for step in 0..60 {
+            let host = &hosts[random.random_range(0..hosts.len())];
+            let name = NAMES[random.random_range(0..NAMES.len())];
+            match random.random_range(0..10) {
+                0..5 => write_some(host, name, &mut random, &mut expected),
+                5 => {
+                    let to = NAMES[random.random_range(0..NAMES.len())];
+                    rename(host, name, to, &mut expected);
+                }
+                6 => remove(host, name, &mut expected),
+                7 => drop(host.settle().expect("settle")),
+                _ => {}
+            }
+            let reader = &hosts[random.random_range(0..hosts.len())];
+            for name in NAMES {
+                let found = read(reader, name);
+                assert!(
+                    found.as_ref() == expected.get(name),
+                    "seed {seed}, step {step}: {name}"
+                );
+            }
+        }
+        // What the last host to close leaves, all hosts end.
+        for _ in 0..3 {
+            for host in &hosts {
+                host.settle().expect("settle");
+            }
+        }
+        let plain = PlainBacking::new(disk.clone());
+        for name in NAMES {
+            assert!(
+                read(&plain, name).as_ref() == expected.get(name),
+                "seed {seed}: {name}, flat"
+            );
+        }
+        assert_eq!(containers(&disk), 0, "seed {seed}");
+    }
+}
+
+const HOSTS: [&str; 3] = ["a", "b", "c"];
+const NAMES: [&str; 3] = ["x", "y", "z"];
+
+type Logged = LogBacking<SimBacking>;
+
+fn logged_by(disk: &SimBacking, host: &str) -> Logged {
+    LogBacking::open(disk.clone(), setup(host)).expect("open")
+}
+
+fn write_some<'n>(
+    host: &Logged,
+    name: &'n str,
+    random: &mut StdRng,
+    expected: &mut HashMap<&'n str, Vec<u8>>,
+) {
+    let root = host.root();
+    let found = host.lookup(&root, OsStr::new(name));
+    let file = match found {
+        Ok((inode, _)) => host.open(&inode, Access::ReadWrite).expect("open"),
+        Err(_) => {
+            let me = suite::own_caller();
+            host.create(&me, &root, OsStr::new(name), 0o644)
+                .expect("create")
+                .1
+        }
+    };
+    let bytes = expected.entry(name).or_default();
+    for _ in 0..random.random_range(1..4) {
+        if random.random_ratio(1, 6) {
+            let len = random.random_range(0..200_000);
+            host.set_len(&file, len).expect("set_len");
+            bytes.resize(len as usize, 0);
+            continue;
+        }
+        let mut data = vec![0; random.random_range(1..50_000)];
+        random.fill(&mut data[..]);
+        let at = random.random_range(0..150_000usize);
+        host.write_at(&file, &[IoSlice::new(&data)], at as u64)
+            .expect("write");
+        bytes.resize(bytes.len().max(at + data.len()), 0);
+        bytes[at..at + data.len()].copy_from_slice(&data);
+    }
+    if random.random_ratio(1, 3) {
+        host.sync(&file, false).expect("sync");
+    }
+}
+
+fn rename<'n>(host: &Logged, from: &'n str, to: &'n str, expected: &mut HashMap<&'n str, Vec<u8>>) {
+    let root = host.root();
+    let (from_name, to_name) = (OsStr::new(from), OsStr::new(to));
+    let renamed = host.rename(&root, from_name, &root, to_name, RenameFlags::empty());
+    match expected.remove(from) {
+        Some(bytes) => {
+            assert_eq!(renamed, Ok(()));
+            expected.insert(to, bytes);
+        }
+        None => assert_eq!(renamed, Err(Errno::NOENT)),
+    }
+}
+
+fn remove(host: &Logged, name: &str, expected: &mut HashMap<&str, Vec<u8>>) {
+    let removed = host.unlink(&host.root(), OsStr::new(name));
+    let was_there = expected.remove(name).is_some();
+    assert_eq!(removed.is_ok(), was_there);
+}
+
+/// All bytes of a file, opened anew.
+fn read<B: Backing>(host: &B, name: &str) -> Option<Vec<u8>> {
+    let (inode, attr) = match host.lookup(&host.root(), OsStr::new(name)) {
+        Err(Errno::NOENT) => return None,
+        found => found.expect("lookup"),
+    };
+    let file = host.open(&inode, Access::Read).expect("open");
+    let mut bytes = vec![0xee; attr.size as usize + 10];
+    let count = host.read_at(&file, &mut bytes, 0).expect("read");
+    bytes.truncate(count);
+    assert_eq!(count as u64, attr.size, "{name}: the length is told right");
+    Some(bytes)
+}
+
+fn containers(disk: &SimBacking) -> usize {
+    let (firn, _) = disk
+        .lookup(&disk.root(), OsStr::new(".firn"))
+        .expect("lookup");
+    let (top, _) = disk.lookup(&firn, OsStr::new("log")).expect("lookup");
+    let dir = disk.open_dir(&top).expect("open");
+    let mut count = 0;
+    let mut sink = |entry: firn_backing::DirEntry<'_>| {
+        count += usize::from(entry.name != "." && entry.name != "..");
+        true
+    };
+    disk.read_dir(&dir, 0, &mut sink).expect("read");
+    count
 }
