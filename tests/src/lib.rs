@@ -17,6 +17,7 @@ pub mod chunks;
 pub mod command;
 pub mod data_socket;
 pub mod differential;
+pub mod etcd;
 pub mod faultfs;
 pub mod fsops;
 pub mod hand;

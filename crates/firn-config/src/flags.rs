@@ -60,7 +60,8 @@ pub fn arg(row: &'static Row) -> Arg {
         | Kind::Count { .. }
         | Kind::Servers
         | Kind::Host
-        | Kind::Hosts => arg,
+        | Kind::Hosts
+        | Kind::Endpoints => arg,
     }
 }
 

@@ -189,6 +189,19 @@ pub enum Participants {
     Hosts(Vec<String>),
 }
 
+/// Where the lock is kept that gives a lane one writer among several hosts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TokenService {
+    /// There is none: hosts write when they like.
+    #[default]
+    None,
+    /// In files of the backing.
+    Flock,
+    /// In etcd.
+    Etcd,
+}
+
 /// The options of a mount.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Options {
@@ -222,6 +235,21 @@ pub struct Options {
     /// Milliseconds that a commit waits for the other hosts.
     #[serde(default)]
     pub participants_wait_ms: u64,
+    /// Who gives lanes one writer among several hosts.
+    #[serde(default)]
+    pub tokens: TokenService,
+    /// Milliseconds that a host holds a token while others wait for it.
+    #[serde(default)]
+    pub token_hold_ms: u64,
+    /// Milliseconds that a drain waits for a token that does not come.
+    #[serde(default)]
+    pub token_wait_ms: u64,
+    /// Members of the etcd cluster, HOST:PORT each.
+    #[serde(default)]
+    pub token_endpoints: Vec<String>,
+    /// Name of the tokens in etcd; `None`: that of the backing.
+    #[serde(default)]
+    pub token_group: Option<String>,
     /// A second directory for what is prepared; `None`: none.
     #[serde(default, with = "firn_protocol::path::exact_option")]
     pub backup: Option<PathBuf>,
@@ -322,6 +350,11 @@ impl Options {
             participants: Participants::Off,
             host: None,
             participants_wait_ms: 0,
+            tokens: TokenService::None,
+            token_hold_ms: 0,
+            token_wait_ms: 0,
+            token_endpoints: Vec::new(),
+            token_group: None,
             backup: None,
             backup_every_ms: 0,
             placement: Placement::None,

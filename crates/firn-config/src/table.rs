@@ -11,7 +11,7 @@ use firn_format::quote::quoted_path;
 
 use crate::options::{
     Close, Drain, Frontend, Fsync, LogLevel, Mode, Options, Order, Participants, Passthrough,
-    Placement,
+    Placement, TokenService,
 };
 use crate::quantity::{duration_text, size_text};
 use crate::value::{Kind, Value};
@@ -63,7 +63,7 @@ pub fn row(name: &str) -> Option<&'static Row> {
 }
 
 /// Every option.
-pub static TABLE: [Row; 37] = [
+pub static TABLE: [Row; 42] = [
     Row {
         name: "arena-size",
         kind: Kind::Size {
@@ -350,12 +350,87 @@ pub static TABLE: [Row; 37] = [
         name: "host",
         kind: Kind::Host,
         default: "",
-        help: "Name of this host among the participants; default: its host name",
+        help: "Name of this host among the participants, or among those that share tokens; default: its host name",
         long: "Two mounts of one backing must have different names. A mount that is to finish what a dead firnd \
                left behind must be given that firnd's name.",
         changes_promises: false,
         get: |o| o.host.clone().unwrap_or_default(),
         set: |o, v| o.host = v.names().pop(),
+    },
+    Row {
+        name: "tokens",
+        kind: Kind::Choice(&["none", "flock", "etcd"]),
+        default: "none",
+        help: "With several hosts: which locks give each lane one writing host at a time",
+        long: "A host asks for the token of a lane (of an I/O server, or of the whole backing) before it drains to \
+               it, and passes it on. A disk is then written to by one host after the other, which spares it seeks. \
+               With `flock`, tokens are locks of files in `.firn/` in the backing, whose file system must keep \
+               locks for all hosts: the mount is refused where it is seen not to. With `etcd`, they are keys in \
+               etcd, 3.4 or later. Every host must be given the same tokens. No data depends on a token: where \
+               none comes, drains go on without, and `firn status` says so.",
+        changes_promises: false,
+        get: |o| {
+            match o.tokens {
+                TokenService::None => "none",
+                TokenService::Flock => "flock",
+                TokenService::Etcd => "etcd",
+            }
+            .to_owned()
+        },
+        set: |o, v| {
+            let services = [TokenService::None, TokenService::Flock, TokenService::Etcd];
+            o.tokens = services[v.choice()];
+        },
+    },
+    Row {
+        name: "token-hold",
+        kind: Kind::Duration {
+            min_ms: 10,
+            max_ms: 60_000,
+        },
+        default: "1s",
+        help: "How long a host keeps a token while others wait for it",
+        long: "Shorter times let hosts take turns more often, so that none of them waits long; longer times mean \
+               fewer changes between the files of hosts. A token that has nothing to write is passed on at once.",
+        changes_promises: false,
+        get: |o| duration_text(o.token_hold_ms),
+        set: |o, v| o.token_hold_ms = v.number(),
+    },
+    Row {
+        name: "token-wait",
+        kind: Kind::Duration {
+            min_ms: 100,
+            max_ms: 3600 * 1000,
+        },
+        default: "5s",
+        help: "How long a drain waits for a token that does not come, before it goes on without",
+        long: "It counts from when nobody answers, or from when the token changed hands last: a host that stands \
+               in a queue which moves waits for its turn, however long the queue is. At least twice `token-hold`.",
+        changes_promises: false,
+        get: |o| duration_text(o.token_wait_ms),
+        set: |o, v| o.token_wait_ms = v.number(),
+    },
+    Row {
+        name: "token-endpoints",
+        kind: Kind::Endpoints,
+        default: "",
+        help: "With tokens=etcd: the client addresses of the members of the cluster",
+        long: "They are asked in turn; one that answered is asked first the next time. Firn speaks plain HTTP \
+               and gives no password: use a network that you trust, or a proxy on each host.",
+        changes_promises: false,
+        get: |o| o.token_endpoints.join("+"),
+        set: |o, v| o.token_endpoints = v.names(),
+    },
+    Row {
+        name: "token-group",
+        kind: Kind::Host,
+        default: "",
+        help: "With tokens=etcd: name under which hosts share tokens; default: that of the backing",
+        long: "Give jobs with different backings the same name if they write to the same I/O servers in the same \
+               order of lanes. Without it, hosts with the same backing share tokens.",
+        changes_promises: false,
+        get: |o| o.token_group.clone().unwrap_or_default(),
+        set: |o, v| o.token_group = v.names().pop(),
     },
     Row {
         name: "backup",
@@ -660,7 +735,7 @@ pub struct Rule {
 }
 
 /// All contradictions.
-pub static RULES: [Rule; 25] = [
+pub static RULES: [Rule; 29] = [
     Rule {
         names: ["chunk-size", "arena-size"],
         text: "chunk-size may not exceed arena-size",
@@ -765,9 +840,36 @@ pub static RULES: [Rule; 25] = [
     },
     Rule {
         names: ["host", "participants"],
-        text: "host requires participants",
-        broken: |o| o.host.is_some() && o.participants == Participants::Off,
-        advice: "a single host needs no name: omit host, or give the participants",
+        text: "host requires participants or tokens",
+        broken: |o| {
+            let is_alone = o.participants == Participants::Off && o.tokens == TokenService::None;
+            o.host.is_some() && is_alone
+        },
+        advice: "a single host needs no name: omit host, or give the participants or the tokens",
+    },
+    Rule {
+        names: ["tokens", "token-endpoints"],
+        text: "tokens=etcd requires token-endpoints",
+        broken: |o| o.tokens == TokenService::Etcd && o.token_endpoints.is_empty(),
+        advice: "say where etcd is: token-endpoints=HOST:PORT",
+    },
+    Rule {
+        names: ["token-endpoints", "tokens"],
+        text: "token-endpoints requires tokens=etcd",
+        broken: |o| o.tokens != TokenService::Etcd && !o.token_endpoints.is_empty(),
+        advice: "nothing else is asked there: omit token-endpoints, or use tokens=etcd",
+    },
+    Rule {
+        names: ["token-group", "tokens"],
+        text: "token-group requires tokens=etcd",
+        broken: |o| o.tokens != TokenService::Etcd && o.token_group.is_some(),
+        advice: "files in a backing are of that backing: omit token-group, or use tokens=etcd",
+    },
+    Rule {
+        names: ["token-wait", "token-hold"],
+        text: "token-wait may not be less than twice token-hold",
+        broken: |o| o.token_wait_ms < 2 * o.token_hold_ms,
+        advice: "a host that keeps a token for its time is not stuck: raise token-wait or lower token-hold",
     },
     Rule {
         names: ["backup", "drain"],

@@ -52,6 +52,8 @@ pub enum Kind {
     Host,
     /// A number of hosts, or their names.
     Hosts,
+    /// Addresses of servers, HOST:PORT.
+    Endpoints,
 }
 
 /// A value that its [`Kind`] allows.
@@ -67,7 +69,7 @@ pub enum Value {
     Directory(PathBuf),
     /// Directories, in their order.
     Directories(Vec<PathBuf>),
-    /// Names of hosts.
+    /// Names of hosts, or their addresses.
     Names(Vec<String>),
 }
 
@@ -137,6 +139,7 @@ impl Kind {
             Kind::Directory | Kind::Path | Kind::Directories => unreachable!("paths are no text"),
             Kind::Servers => server_names(text).map(Value::Names),
             Kind::Host => host_name(text).map(|name| Value::Names(vec![name])),
+            Kind::Endpoints => endpoints(text).map(Value::Names),
             Kind::Hosts if text == "off" => Ok(Value::Number(0)),
             Kind::Hosts => match text.parse() {
                 Ok(number) => {
@@ -161,6 +164,7 @@ impl Kind {
             Kind::Servers => "NAME:NAME",
             Kind::Host => "NAME",
             Kind::Hosts => "COUNT|NAME:NAME",
+            Kind::Endpoints => "HOST:PORT+HOST:PORT",
         }
     }
 
@@ -218,6 +222,9 @@ impl Kind {
                     "`off`, a number from 2 to {NODES_MAX}, or the names of hosts with colons between them"
                 )
             }
+            Kind::Endpoints => {
+                format!("up to {ENDPOINTS_MAX} of HOST:PORT with `+` between them")
+            }
         }
     }
 }
@@ -226,6 +233,8 @@ impl Kind {
 const DIRECTORIES_MAX: usize = 1024;
 /// Hosts that commit together.
 const NODES_MAX: u64 = 65536;
+/// Members of a cluster that serves others.
+const ENDPOINTS_MAX: usize = 16;
 /// Names of hosts are parts of names of files.
 const NAME_BYTES_MAX: usize = 64;
 
@@ -304,6 +313,40 @@ fn hosts(text: &str) -> Result<Vec<String>, String> {
     Ok(names)
 }
 
+/// The scheme may be left out.
+fn endpoints(text: &str) -> Result<Vec<String>, String> {
+    let endpoints: Vec<String> = text.split('+').map(endpoint).collect::<Result<_, _>>()?;
+    if endpoints.len() > ENDPOINTS_MAX {
+        return Err(format!(
+            "{} endpoints are too many: there may be {ENDPOINTS_MAX}",
+            endpoints.len()
+        ));
+    }
+    Ok(endpoints)
+}
+
+fn endpoint(text: &str) -> Result<String, String> {
+    if text.starts_with("https://") {
+        return Err(format!(
+            "`{text}` is HTTPS, which Firn does not speak: give the address of a proxy on this host"
+        ));
+    }
+    let address = text.strip_prefix("http://").unwrap_or(text);
+    let address = address.trim_end_matches('/');
+    let is_good =
+        |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_' | ':' | '[' | ']');
+    let port = address
+        .rsplit_once(':')
+        .filter(|(host, _)| !host.is_empty());
+    let port = port
+        .and_then(|(_, port)| port.parse::<u16>().ok())
+        .filter(|port| *port > 0);
+    if port.is_none() || !address.chars().all(is_good) {
+        return Err(format!("`{text}` is not HOST:PORT"));
+    }
+    Ok(address.to_owned())
+}
+
 fn within(
     number: u64,
     min: u64,
@@ -319,4 +362,32 @@ fn within(
         show(min),
         show(max)
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn endpoints_are_addresses_with_a_port() {
+        let parsed = Kind::Endpoints.parse("http://etcd1:2379/+10.0.0.7:2379+[fd00::1]:2379");
+        let expected = ["etcd1:2379", "10.0.0.7:2379", "[fd00::1]:2379"];
+        assert_eq!(parsed, Ok(Value::Names(expected.map(str::to_owned).into())));
+        for (text, why) in [
+            ("https://etcd1:2379", "HTTPS"),
+            ("etcd1", "HOST:PORT"),
+            ("etcd1:0", "HOST:PORT"),
+            ("etcd1:65536", "HOST:PORT"),
+            (":2379", "HOST:PORT"),
+            ("user@etcd1:2379", "HOST:PORT"),
+            ("etcd1:2379/v3", "HOST:PORT"),
+            ("etcd1:2379+", "HOST:PORT"),
+            ("", "HOST:PORT"),
+        ] {
+            let error = Kind::Endpoints.parse(text).expect_err(text);
+            assert!(error.contains(why), "{text}: {error}");
+        }
+        let many = ["a:1"; 17].join("+");
+        assert!(Kind::Endpoints.parse(&many).is_err());
+    }
 }

@@ -14,6 +14,7 @@ use firn_lanes::steering::Steered;
 use firn_protocol::path::BytePath;
 use firn_protocol::{HeldPolicy, PROTOCOL_VERSION, Reply, Request, Status};
 use firn_stub::Tree;
+use firn_tokens::LaneToken;
 use parking_lot::Mutex;
 
 use crate::chunks::region;
@@ -28,7 +29,7 @@ use crate::owners::{ControlPeer, Owners, Scopes};
 use crate::placement;
 use crate::process;
 use crate::rates::Window;
-use crate::status::{engine_status, file_status};
+use crate::status::{engine_status, file_status, token_status};
 use crate::steering;
 use crate::store::Store;
 use crate::transactions::RequestContext;
@@ -57,6 +58,8 @@ pub(crate) struct Answers {
     pub(crate) direct_clients: Arc<AtomicU64>,
     /// The stub tree, where that is what programs see.
     pub(crate) tree: Option<Arc<Tree<Store>>>,
+    /// Of each lane; none on a mount without tokens.
+    pub(crate) tokens: Vec<LaneToken>,
     /// Samples of the last seconds, for the rates.
     pub(crate) window: Arc<Mutex<Window>>,
     /// What tells the backing's file system where new files go; none unless the placement asks for it.
@@ -82,6 +85,9 @@ impl Answers {
             spill.moved_bytes_per_s = rates.spill;
         }
         let mut lanes = engine.lanes.clone();
+        for (lane, token) in lanes.iter_mut().zip(&self.tokens) {
+            lane.token = Some(token_status(token.figures()));
+        }
         for lane in &mut lanes {
             lane.path = self.backing.as_path().into();
             lane.writers_max = self.lane_writers_max;

@@ -18,6 +18,7 @@ use firn_engine::{
 };
 use firn_format::quote::quoted_path;
 use firn_lanes::steering::Steered;
+use firn_tokens::LaneToken;
 use firn_transact::{
     AbortError, ArenaId, Members, Opening, PlainBacking, TransactionError, TransactionalBacking,
 };
@@ -34,6 +35,7 @@ use crate::runtime_files::exists;
 use crate::spill;
 use crate::steering;
 use crate::store::{Store, TransactionalStore, shown_scope};
+use crate::token_source::TokenSource;
 
 /// How long an IO thread may take for the write that it is at when the mount ends.
 const STOP_PATIENCE: Duration = Duration::from_secs(10);
@@ -48,6 +50,8 @@ pub(crate) struct Attached {
     pub(crate) recovered: Recovered,
     pub(crate) files: RuntimeFiles,
     pool: Pool,
+    /// Where the pool's tokens are kept.
+    _token_source: Option<TokenSource>,
     /// Parts of the arena could not be read: it is put aside at the end, not removed.
     damaged: bool,
     locks: Locks,
@@ -142,6 +146,8 @@ impl Attached {
             options,
             purpose,
         };
+        // Before the backing is opened, which counts the directories of Firn's own in it.
+        let token_source = TokenSource::open(backing, options, notice)?;
         let OpenedStore { store, steered } = open_store(&target, directory, &mut found, notice)
             .map_err(AttachError::in_backing(backing))?;
         let (engine, recovered) = match found {
@@ -166,7 +172,12 @@ impl Attached {
             },
             cpu_percent: options.drain_cpu_percent,
         };
-        let pool = Pool::start(Arc::clone(&engine), threads, None)
+        let lane_count = engine.lanes().count();
+        let tokens = token_source.as_ref().map(|source| source.start(lane_count));
+        let tokens = tokens
+            .transpose()
+            .map_err(AttachError::io("start the threads of the tokens"))?;
+        let pool = Pool::start(Arc::clone(&engine), threads, tokens)
             .map_err(AttachError::io("start the IO threads"))?;
         let damaged = damaged || !recovered.damage.is_empty();
         new.keep();
@@ -181,6 +192,7 @@ impl Attached {
             recovered,
             files,
             pool,
+            _token_source: token_source,
             damaged,
             locks,
         })
@@ -195,6 +207,11 @@ impl Attached {
     /// What becomes of this host's lease, where there are several hosts.
     pub(crate) fn host_lease(&self) -> Option<Arc<LeaseState>> {
         self.locks.host_lease()
+    }
+
+    /// The token of each lane; none on a mount without tokens.
+    pub(crate) fn lane_tokens(&self) -> Vec<LaneToken> {
+        self.pool.lane_tokens().to_vec()
     }
 
     /// Sees to it that drains go on where those of some files hang.

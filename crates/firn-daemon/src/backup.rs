@@ -25,7 +25,7 @@ use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags, accessat, open};
 use serde::Serialize;
 
 use crate::error::{AttachError, RecoverError};
-use crate::lock::Locks;
+use crate::lock::{Locks, Sharing};
 use crate::preflight::{self, Checked};
 use crate::process;
 use crate::runtime_files::{exists, find_runtime_files};
@@ -239,7 +239,7 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
             backing,
         });
     }
-    let _lock = Locks::take(&backing, &files, None)?;
+    let _lock = Locks::take(&backing, &files, None, Sharing::Alone)?;
     let directory = DirBacking::open(&backing).map_err(|source| AttachError::BackingUnusable {
         path: backing.clone(),
         source,

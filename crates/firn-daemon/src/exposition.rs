@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use firn_protocol::{SpillStatus, Status};
+use firn_protocol::{LaneStatus, SpillStatus, Status, TokenStatus};
 
 /// The Prometheus text exposition format, version 0.0.4.
 pub(crate) fn prometheus(status: &Status) -> String {
@@ -13,6 +13,7 @@ pub(crate) fn prometheus(status: &Status) -> String {
     if let Some(spill) = &status.spill {
         put_spill(&mut out, spill);
     }
+    put_tokens(&mut out, &status.lanes);
     put_users(&mut out, status);
     put_health(&mut out, status);
     put_counts(&mut out, status);
@@ -130,6 +131,35 @@ fn put_spill(out: &mut Exposition, spill: &SpillStatus) {
         "spill_failing",
         "Whether the spill file cannot be used.",
         f64::from(spill.failing),
+    );
+}
+
+/// The tokens of the lanes; nothing on a mount without.
+fn put_tokens(out: &mut Exposition, lanes: &[LaneStatus]) {
+    let of_lanes = |count: fn(&TokenStatus) -> u64| {
+        let counted = |(index, lane): (usize, &LaneStatus)| {
+            let token = lane.token.as_ref()?;
+            Some((index.to_string(), count(token)))
+        };
+        lanes.iter().enumerate().filter_map(counted).collect()
+    };
+    out.counters(
+        "tokens_granted_total",
+        "lane",
+        "Times that this host got the token of a lane.",
+        &of_lanes(|token| token.granted),
+    );
+    out.counters(
+        "tokens_went_without_total",
+        "lane",
+        "Times that the drain of a lane went on without its token.",
+        &of_lanes(|token| token.went_without),
+    );
+    out.counters(
+        "tokens_errors_total",
+        "lane",
+        "Questions about a token that failed.",
+        &of_lanes(|token| token.errors),
     );
 }
 

@@ -25,7 +25,7 @@ use crate::data_socket::{DataSocket, Served};
 use crate::end::{self, Client, Ending, Event, Outcome};
 use crate::error::MountError;
 use crate::frontend::{Frontend, Stubs, TreeEnd, waiting_tree};
-use crate::lock::Locks;
+use crate::lock::{Locks, Sharing};
 use crate::log;
 use crate::mount::MountRequest;
 use crate::owners::Owners;
@@ -60,7 +60,12 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
     placement::check(options, &checked)?;
     let files = find_runtime_files(&checked.backing, options)?;
     let members = participants::members(options)?;
-    let locks = Locks::take(&checked.backing, &files, members.as_ref())?;
+    let locks = Locks::take(
+        &checked.backing,
+        &files,
+        members.as_ref(),
+        Sharing::of(options),
+    )?;
     if options.frontend == firn_config::Frontend::Fuse
         && let Some(prefix) = waiting_tree(&files)?
     {
@@ -162,6 +167,7 @@ impl Mount {
             waiting_writers: prepared.waiting_writers(),
             failures: prepared.failures(),
             tree: tree.clone(),
+            tokens: attached.lane_tokens(),
             window: Arc::clone(&window),
             steered: attached.steered.clone(),
             applier: attached.gate.clone().map(CommitApplier::new),

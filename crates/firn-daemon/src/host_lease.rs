@@ -1,4 +1,5 @@
-//! The lease of a host among several that share a backing: `.firn/host-NAME/lease`.
+//! The lease of a host among several that share a backing: `.firn/host-NAME/lease` of those that commit together,
+//! `.firn/tokens/host-NAME/lease` of those that share tokens.
 //!
 //! Promises
 //! * While a [`HostLease`] lives, no other firnd and no `firn recover --host` works in the name of this host, on any
@@ -12,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use firn_backing::{Backing, DirBacking, Errno};
 use firn_rendezvous::{
-    BEAT_EVERY, Holder, Lease, LeaseError, OwnError, ReachError, check_reach, own,
+    BEAT_EVERY, Holder, Lease, LeaseError, OwnError, ReachError, STALE_AFTER, check_reach, own,
 };
 use firn_transact::{Members, StoreError, TOP, other_staging_dirs, staging_dir_name};
 
@@ -24,14 +25,63 @@ const PAUSE: Duration = Duration::from_millis(50);
 /// How long the end of a mount waits until the lease is given back. Else the next holder waits.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(2);
 
-/// The staging directory of one host, and `.firn/` above it.
+/// Hosts that share tokens show less often that they live: they share a disk, and each time is a sync.
+const TOKEN_BEAT_EVERY: Duration = Duration::from_secs(2);
+const _: () = assert!(TOKEN_BEAT_EVERY.as_millis() * 2 < STALE_AFTER.as_millis());
+
+/// What hosts share, beside the backing.
+#[derive(Clone, Copy)]
+enum Sharing {
+    Transactions,
+    Tokens,
+}
+
+impl Sharing {
+    fn beat_every(self) -> Duration {
+        match self {
+            Self::Transactions => BEAT_EVERY,
+            Self::Tokens => TOKEN_BEAT_EVERY,
+        }
+    }
+
+    fn no_reach(self, backing: &Path, reason: &ReachError) -> AttachError {
+        let backing = backing.into();
+        let reason = reason.to_string();
+        match self {
+            Self::Transactions => AttachError::LocksDoNotReach { backing, reason },
+            Self::Tokens => AttachError::TokensDoNotReach { backing, reason },
+        }
+    }
+}
+
+/// The directory of one host, and that of all hosts above it.
 struct StagingDir {
     base: DirBacking,
     top: <DirBacking as Backing>::Inode,
     dir: <DirBacking as Backing>::Inode,
+    /// Relative to the backing.
+    path: String,
+    sharing: Sharing,
 }
 
 impl StagingDir {
+    fn make_for_tokens(backing: &Path, members: &Members) -> Result<Self, AttachError> {
+        let base = open_backing(backing)?;
+        let refused = own_error(backing);
+        let top = firn_tokens::make_dir(&base).map_err(&refused)?;
+        let name = staging_dir_name(members);
+        let path = format!("{TOP}/tokens/{name}");
+        let dir = own::dir(&base, &top, &name);
+        let dir = dir.map_err(|error| refused(error.below("tokens").below(TOP)))?;
+        Ok(Self {
+            base,
+            top,
+            dir,
+            path,
+            sharing: Sharing::Tokens,
+        })
+    }
+
     fn find(backing: &Path, members: &Members) -> Result<Option<Self>, AttachError> {
         let base = open_backing(backing)?;
         let refused = own_error(backing);
@@ -40,7 +90,7 @@ impl StagingDir {
         };
         let found = own::find_dir(&base, &top, &staging_dir_name(members));
         let found = found.map_err(|error| refused(error.below(TOP)))?;
-        Ok(found.map(|(dir, _)| Self { base, top, dir }))
+        Ok(found.map(|(dir, _)| Self::of_transactions(base, top, dir, members)))
     }
 
     fn make(backing: &Path, members: &Members) -> Result<Self, AttachError> {
@@ -49,18 +99,33 @@ impl StagingDir {
         let top = own::dir(&base, &base.root(), TOP).map_err(&refused)?;
         let dir = own::dir(&base, &top, &staging_dir_name(members))
             .map_err(|error| refused(error.below(TOP)))?;
-        Ok(Self { base, top, dir })
+        Ok(Self::of_transactions(base, top, dir, members))
+    }
+
+    fn of_transactions(
+        base: DirBacking,
+        top: <DirBacking as Backing>::Inode,
+        dir: <DirBacking as Backing>::Inode,
+        members: &Members,
+    ) -> Self {
+        Self {
+            base,
+            top,
+            dir,
+            path: format!("{TOP}/{}", staging_dir_name(members)),
+            sharing: Sharing::Transactions,
+        }
     }
 }
 
-fn open_backing(backing: &Path) -> Result<DirBacking, AttachError> {
+pub(crate) fn open_backing(backing: &Path) -> Result<DirBacking, AttachError> {
     DirBacking::open(backing).map_err(|source| AttachError::BackingUnusable {
         path: backing.into(),
         source,
     })
 }
 
-fn own_error(backing: &Path) -> impl Fn(OwnError) -> AttachError {
+pub(crate) fn own_error(backing: &Path) -> impl Fn(OwnError) -> AttachError {
     let in_backing = AttachError::in_backing(backing);
     move |error| in_backing(StoreError::from(error).into())
 }
@@ -96,6 +161,25 @@ impl HostLease {
         patience: Duration,
     ) -> Result<Self, AttachError> {
         let staging = StagingDir::make(backing, members)?;
+        Self::take_in(staging, backing, members, patience)
+    }
+
+    /// The same for a host that shares tokens.
+    pub(crate) fn take_for_tokens(
+        backing: &Path,
+        members: &Members,
+        patience: Duration,
+    ) -> Result<Self, AttachError> {
+        let staging = StagingDir::make_for_tokens(backing, members)?;
+        Self::take_in(staging, backing, members, patience)
+    }
+
+    fn take_in(
+        staging: StagingDir,
+        backing: &Path,
+        members: &Members,
+        patience: Duration,
+    ) -> Result<Self, AttachError> {
         let me = this_process(members)?;
         let lease = take_patiently(&staging, &me, backing, patience)?;
         let others = other_staging_dirs(&staging.base, &staging.top, members)
@@ -109,9 +193,9 @@ impl HostLease {
             &mut std::thread::sleep,
         );
         match reach {
-            Ok(()) => Self::start(staging.base, lease),
+            Ok(()) => Self::start(staging, lease),
             Err(ReachError::Own(error)) => Err(own_error(backing)(error.below(TOP))),
-            Err(reason) => Err(no_reach(backing, &reason)),
+            Err(reason) => Err(staging.sharing.no_reach(backing, &reason)),
         }
     }
 
@@ -126,10 +210,10 @@ impl HostLease {
         };
         let me = this_process(members)?;
         let lease = take_patiently(&staging, &me, backing, patience)?;
-        Self::start(staging.base, lease).map(Some)
+        Self::start(staging, lease).map(Some)
     }
 
-    fn start(base: DirBacking, lease: Lease<DirBacking>) -> Result<Self, AttachError> {
+    fn start(staging: StagingDir, lease: Lease<DirBacking>) -> Result<Self, AttachError> {
         let state = Arc::new(LeaseState::default());
         let (stop, stopped) = mpsc::channel();
         let (release, released) = mpsc::channel();
@@ -137,7 +221,7 @@ impl HostLease {
         std::thread::Builder::new()
             .name("firn-lease".into())
             .spawn(move || {
-                beat_until_stopped(&base, lease, &seen, &stopped);
+                beat_until_stopped(&staging, lease, &seen, &stopped);
                 let _ = release.send(());
             })
             .map_err(AttachError::io("start the thread of the host's lease"))?;
@@ -161,16 +245,24 @@ impl Drop for HostLease {
 }
 
 fn beat_until_stopped(
-    base: &DirBacking,
+    staging: &StagingDir,
     mut lease: Lease<DirBacking>,
     state: &LeaseState,
     stopped: &Receiver<()>,
 ) {
-    while stopped.recv_timeout(BEAT_EVERY) == Err(RecvTimeoutError::Timeout) {
+    let StagingDir { base, sharing, .. } = staging;
+    while stopped.recv_timeout(sharing.beat_every()) == Err(RecvTimeoutError::Timeout) {
         match lease.beat(base) {
             Ok(()) => {}
             Err(error @ LeaseError::Lost { .. }) => {
-                tracing::error!(%error, "this host has lost its lease: its transactions are refused");
+                match sharing {
+                    Sharing::Transactions => {
+                        tracing::error!(%error, "this host has lost its lease: its transactions are refused");
+                    }
+                    Sharing::Tokens => {
+                        tracing::error!(%error, "this host has lost its lease: locks of its backing do not keep hosts apart");
+                    }
+                }
                 let _ = state.lost.set(error.to_string());
                 return;
             }
@@ -214,24 +306,17 @@ fn take_patiently(
             }
             Err(LeaseError::Unreached { .. }) => {
                 let host = me.host.clone();
-                return Err(no_reach(backing, &ReachError::StaysOnHost { host }));
+                let reason = ReachError::StaysOnHost { host };
+                return Err(staging.sharing.no_reach(backing, &reason));
             }
             Err(LeaseError::NoLock(errno)) => {
-                return Err(no_reach(backing, &ReachError::Refused(errno)));
+                let reason = ReachError::Refused(errno);
+                return Err(staging.sharing.no_reach(backing, &reason));
             }
             Err(LeaseError::Own(error)) => {
-                return Err(own_error(backing)(
-                    error.below(&format!("{TOP}/host-{}", me.host)),
-                ));
+                return Err(own_error(backing)(error.below(&staging.path)));
             }
         }
-    }
-}
-
-fn no_reach(backing: &Path, reason: &ReachError) -> AttachError {
-    AttachError::LocksDoNotReach {
-        backing: backing.into(),
-        reason: reason.to_string(),
     }
 }
 

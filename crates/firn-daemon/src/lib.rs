@@ -40,6 +40,7 @@ mod spill;
 mod status;
 mod steering;
 mod store;
+mod token_source;
 mod transactions;
 
 pub use backup::{BackupReport, FromBackup, recover_from_backup};

@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use firn_client::paths::RuntimeFiles;
+use firn_config::{Options, Participants, TokenService};
 use firn_protocol::{Reply, Request};
 use firn_transact::Members;
 use firn_trust::open_private_file;
@@ -31,11 +32,20 @@ pub(crate) const DYING: Duration = Duration::from_secs(5);
 const ASK: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Whether others may have the same lock.
-#[derive(Clone, Copy)]
-enum Sharing {
+/// Whether firnd of other hosts may have the same lock, where the file system keeps it for all of them.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Sharing {
     Alone,
     Shared,
+}
+
+impl Sharing {
+    /// With the other hosts that the options speak of.
+    pub(crate) fn of(options: &Options) -> Self {
+        let is_alone =
+            options.participants == Participants::Off && options.tokens == TokenService::None;
+        if is_alone { Self::Alone } else { Self::Shared }
+    }
 }
 
 /// Held until dropped.
@@ -48,13 +58,14 @@ pub(crate) struct Locks {
 }
 
 impl Locks {
-    /// Locks the backing directory, or says who holds it. Members of a group share it, each under its own name.
+    /// Locks the backing directory, or says who holds it. Hosts that know of each other share it, each under its own name.
     pub(crate) fn take(
         backing: &Path,
         files: &RuntimeFiles,
         members: Option<&Members>,
+        sharing: Sharing,
     ) -> Result<Self, AttachError> {
-        let directory = lock_backing_dir(backing, files, members)?;
+        let directory = lock_backing_dir(backing, files, sharing)?;
         let host = match members {
             Some(members) => Some(HostLease::take(backing, members, DYING)?),
             None => None,
@@ -102,7 +113,7 @@ pub(crate) fn lock_arena(
 fn lock_backing_dir(
     backing: &Path,
     files: &RuntimeFiles,
-    members: Option<&Members>,
+    sharing: Sharing,
 ) -> Result<OwnedFd, AttachError> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let directory =
@@ -110,10 +121,6 @@ fn lock_backing_dir(
             path: backing.into(),
             source: e.into(),
         })?;
-    let sharing = match members {
-        Some(_) => Sharing::Shared,
-        None => Sharing::Alone,
-    };
     if !try_lock(&directory, sharing) {
         wait_for_the_dying(&directory, sharing, backing, files)?;
     }

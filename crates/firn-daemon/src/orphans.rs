@@ -9,7 +9,7 @@ use firn_lanes::{Lanes, Orphan, OrphanError, Record, record};
 use serde::Serialize;
 
 use crate::error::AttachError;
-use crate::lock::Locks;
+use crate::lock::{Locks, Sharing};
 use crate::placement::{self, Use};
 use crate::preflight;
 use crate::process;
@@ -72,7 +72,7 @@ fn open_unmounted(
 ) -> Result<(PathBuf, DirBacking, Locks), AttachError> {
     let backing = preflight::check_backing(backing, false)?;
     let files = find_runtime_files(&backing, options)?;
-    let locks = Locks::take(&backing, &files, None)?;
+    let locks = Locks::take(&backing, &files, None, Sharing::Alone)?;
     let directory = DirBacking::open(&backing).map_err(|source| AttachError::BackingUnusable {
         path: backing.clone(),
         source,

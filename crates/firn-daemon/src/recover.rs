@@ -17,7 +17,7 @@ use crate::end::{Event, drain_rest};
 use crate::error::{AttachError, RecoverError};
 use crate::frontend::{Frontend, Stubs, TreeEnd, waiting_tree};
 use crate::host_lease::HostLease;
-use crate::lock::Locks;
+use crate::lock::{Locks, Sharing};
 use crate::lost::{self, LostPolicy, LostReport};
 use crate::preflight;
 use crate::process;
@@ -115,7 +115,7 @@ pub fn recover(
     if !files.arena.exists() && prefix.is_none() {
         return Ok(RecoverReport::default());
     }
-    let locks = Locks::take(&backing, &files, None)?;
+    let locks = Locks::take(&backing, &files, None, Sharing::Alone)?;
     process::prepare();
     let arena = files.arena.clone();
     let attached = Attached::salvage(&backing, files, locks, &request.options, &mut |text| {

@@ -5,7 +5,9 @@ use firn_engine::{
 };
 use firn_protocol::{
     ChunkPiece, ErrorStatus, FileStatus, LaneStatus, NumaNodeStatus, Place, SpillStatus, Status,
+    TokenState, TokenStatus,
 };
+use firn_tokens::TokenFigures;
 
 use crate::process;
 
@@ -74,6 +76,25 @@ fn lane_status(figures: &LaneFigures) -> LaneStatus {
         held_bytes: figures.held_bytes,
         file: figures.file.clone().map(Into::into),
         ..LaneStatus::default()
+    }
+}
+
+/// The token of a lane.
+pub(crate) fn token_status(figures: TokenFigures) -> TokenStatus {
+    TokenStatus {
+        state: match figures.state {
+            firn_tokens::TokenState::Idle => TokenState::Idle,
+            firn_tokens::TokenState::Waiting => TokenState::Waiting,
+            firn_tokens::TokenState::Held => TokenState::Held,
+            firn_tokens::TokenState::Without => TokenState::Without,
+        },
+        for_ms: figures.age.as_millis() as u64,
+        holder: figures.holder,
+        granted: figures.granted,
+        waited_ms: figures.waited.as_millis() as u64,
+        went_without: figures.went_without,
+        errors: figures.errors,
+        last_error: figures.last_error,
     }
 }
 

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use firn_backing::{Backing, Errno};
 use firn_engine::{Engine, Executor, LaneIndex, LaneLimits, SpillStep};
-use firn_tokens::{TokenFigures, Tokens};
+use firn_tokens::{LaneToken, Tokens};
 
 use crate::board::Board;
 use crate::crew::Crew;
@@ -117,10 +117,9 @@ impl Pool {
         self.crew.replace_hung();
     }
 
-    /// What the token of a lane does, where it has one.
-    pub fn token_figures(&self, lane: LaneIndex) -> Option<TokenFigures> {
-        let token = self.tokens.as_ref()?.lane(lane.index())?;
-        Some(token.figures())
+    /// The tokens of all lanes; none on a mount without.
+    pub fn lane_tokens(&self) -> &[LaneToken] {
+        self.tokens.as_ref().map_or(&[], Tokens::lanes)
     }
 
     /// Ends the threads after the job each of them is at.
@@ -146,6 +145,7 @@ impl Pool {
             if Instant::now() >= deadline {
                 self.crew.abandon();
                 self.spiller = None;
+                self.tokens = None;
                 return false;
             }
             std::thread::sleep(CHECK_EVERY);

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::host::{CHUNK_BYTES, Host, LIMIT, until};
-use firn_backing::{LaneIndex, SimBacking};
+use firn_backing::SimBacking;
 use firn_drain::IoThreads;
 use firn_tokens::{
     Asked, Behind, Limits, LockService, ServiceError, TokenFigures, TokenState, Tokens,
@@ -89,9 +89,8 @@ fn member(service: &Arc<Service>, host: usize) -> Member {
 }
 
 fn figures(host: &Host<SimBacking>) -> TokenFigures {
-    host.pool
-        .token_figures(LaneIndex::FIRST)
-        .expect("the lane has a token")
+    let token = host.pool.lane_tokens().first();
+    token.expect("the lane has a token").figures()
 }
 
 #[test]

@@ -510,6 +510,45 @@ pub struct LaneStatus {
     /// What was placed in it, where files are placed and it is not the backing itself.
     #[serde(default)]
     pub placed: Option<PlacedStatus>,
+    /// What gives it one writer among several hosts, where something does.
+    #[serde(default)]
+    pub token: Option<TokenStatus>,
+}
+
+/// The token of a lane.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct TokenStatus {
+    /// What it does now.
+    pub state: TokenState,
+    /// Milliseconds for which it has done so.
+    pub for_ms: u64,
+    /// Who has it instead, as far as this host was told.
+    pub holder: Option<String>,
+    /// Since attach: how often this host got it.
+    pub granted: u64,
+    /// Since attach: milliseconds that drains waited for it.
+    pub waited_ms: u64,
+    /// Since attach: how often drains went on without it.
+    pub went_without: u64,
+    /// Since attach: questions that failed.
+    pub errors: u64,
+    /// Why the last of them did.
+    pub last_error: Option<String>,
+}
+
+/// What the token of a lane does.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TokenState {
+    /// The lane has nothing to write.
+    #[default]
+    Idle,
+    /// The lane waits for it.
+    Waiting,
+    /// This host has it.
+    Held,
+    /// The lane is written to without it.
+    Without,
 }
 
 /// What was placed in a lane.

@@ -5,6 +5,7 @@
 //!   delay it or answer with an error (`faults`).
 //! * [`seeking_disk::SeekingDisk`] is a policy that takes as long as a disk that seeks: a model.
 //! * [`moosefs::MooseFs`] is a MooseFS with servers of its own, in a network namespace.
+//! * [`trace::Trace`] is a policy that notes who writes when.
 //! * [`sink::Sink`] takes writes and forgets them: the least that a server written with the same crate can do.
 //!
 //! None of them is a file system to keep data in.
@@ -18,6 +19,7 @@ pub mod power;
 pub mod seeking_disk;
 mod server;
 pub mod sink;
+pub mod trace;
 
 use std::ffi::OsStr;
 use std::ops::Range;

@@ -231,6 +231,11 @@ impl Tokens {
         Ok(tokens)
     }
 
+    /// The tokens, lane by lane.
+    pub fn lanes(&self) -> &[LaneToken] {
+        &self.lanes
+    }
+
     /// The token of a lane.
     pub fn lane(&self, index: usize) -> Option<&LaneToken> {
         self.lanes.get(index)

@@ -21,11 +21,13 @@
 pub mod etcd;
 mod flock;
 mod keeper;
+mod place;
 mod service;
 mod turn;
 
 pub use etcd::EtcdService;
 pub use flock::FlockService;
 pub use keeper::{LaneToken, Tokens};
+pub use place::{find_group, make_dir};
 pub use service::{Asked, Behind, LockService, ServiceError};
 pub use turn::{Limits, Permit, TokenFigures, TokenState, Use};

@@ -10,6 +10,7 @@ use firn_format::FormatError;
 use firn_format::quote::quoted_path;
 use firn_lanes::RecordError;
 use firn_stub::{PlaceError, TreeError};
+use firn_tokens::etcd::EtcdError;
 use firn_transact::{
     BackupError, CommitError, OpenError, OwnError, ReviveError, StoreError, TransactionError,
 };
@@ -112,6 +113,11 @@ pub enum AttachError {
     #[error(
         "participants: several hosts cannot share {backing}: {reason}; mount its file system so that locks of files hold between hosts (OPERATIONS, \"Several hosts\"), or mount without participants", backing = quoted_path(backing))]
     LocksDoNotReach { backing: PathBuf, reason: String },
+    #[error(
+        "tokens=flock: hosts cannot share tokens in {backing}: {reason}; mount its file system so that locks of files hold between hosts (OPERATIONS, \"Several hosts\"), or use tokens=etcd", backing = quoted_path(backing))]
+    TokensDoNotReach { backing: PathBuf, reason: String },
+    #[error("token-endpoints: {0}")]
+    TokenEndpoints(EtcdError),
     #[error("transactions of an earlier firnd: {0}")]
     Transactions(TransactionError),
     /// Something in the place of what is Firn's own in the backing or its backup.
@@ -162,6 +168,8 @@ impl AttachError {
             | Self::HostName { .. }
             | Self::NoParticipant { .. }
             | Self::LocksDoNotReach { .. }
+            | Self::TokensDoNotReach { .. }
+            | Self::TokenEndpoints(_)
             | Self::Geometry(_) => USAGE,
             Self::Held { .. }
             | Self::HostHeld { .. }

@@ -14,6 +14,8 @@ use serde::de::DeserializeOwned;
 use ureq::Agent;
 use ureq::http::Uri;
 
+use super::messages::{Ranged, Text};
+
 /// A queue of 1000 hosts has some 200 KiB.
 const ANSWER_BYTES_MAX: u64 = 1 << 20;
 /// Of the text of an error that is told.
@@ -106,6 +108,12 @@ impl Client {
             preferred: AtomicUsize::new(0),
             patience: (wait / 3).min(PATIENCE_MAX),
         })
+    }
+
+    /// Whether one of the endpoints answers as etcd does.
+    pub fn check(&self) -> Result<(), EtcdError> {
+        let nothing = serde_json::json!({ "key": Text("firn/"), "keys_only": true, "limit": "1" });
+        self.call::<Ranged>("kv/range", &nothing).map(drop)
     }
 
     /// Asks one endpoint after the other for the answer to `request`.

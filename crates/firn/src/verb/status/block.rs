@@ -4,8 +4,8 @@ use std::fmt::Write;
 
 use firn_format::quote::printable;
 use firn_protocol::{
-    ErrorStatus, FileStatus, LaneState, LaneStatus, PlacedStatus, SpillStatus, Status,
-    TransactionStatus,
+    ErrorStatus, FileStatus, LaneState, LaneStatus, PlacedStatus, SpillStatus, Status, TokenState,
+    TokenStatus, TransactionStatus,
 };
 
 use super::Seen;
@@ -187,7 +187,10 @@ fn mount(s: &Status, paint: Paint) -> String {
     for advice in &s.placement_advice {
         line("placement", paint.odd(advice));
     }
-    for lane in &s.lanes {
+    for (index, lane) in s.lanes.iter().enumerate() {
+        if let Some(token) = &lane.token {
+            line(&format!("token {index}"), token_line(token, paint));
+        }
         if let Some(ms) = lane.retry_in_ms {
             line(
                 "retry",
@@ -244,6 +247,29 @@ fn placed_text(placed: &PlacedStatus, paint: Paint) -> String {
         "takes no new files, "
     };
     format!("{state}, {role}{files} placed, {written} written, ")
+}
+
+/// What gives a lane one writer among several hosts.
+fn token_line(token: &TokenStatus, paint: Paint) -> String {
+    let time = seconds(token.for_ms as f64 / 1e3);
+    let state = match (token.state, &token.holder) {
+        (TokenState::Idle, _) => "not asked for".to_owned(),
+        (TokenState::Held, _) => format!("held for {time}"),
+        (TokenState::Waiting, Some(holder)) => format!("waiting for {time}, {holder} has it"),
+        (TokenState::Waiting, None) => format!("waiting for {time}"),
+        (TokenState::Without, _) => paint.odd(&format!("going without for {time}")),
+    };
+    let mut text = format!(
+        "{state}; granted {} times, waited {} in all, {} times without",
+        token.granted,
+        seconds(token.waited_ms as f64 / 1e3),
+        token.went_without
+    );
+    if token.errors > 0 {
+        let why = printable(token.last_error.as_deref().unwrap_or_default());
+        text += &format!("; {}, the last: {why}", count(token.errors, "error"));
+    }
+    text
 }
 
 fn held(s: &Status) -> String {

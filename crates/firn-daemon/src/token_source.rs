@@ -1,0 +1,140 @@
+//! Where the tokens of a mount are kept (`tokens=flock|etcd`).
+//!
+//! Promises
+//! * A file system whose locks are seen not to reach other hosts is refused, before anything is written through it.
+//! * etcd that does not answer keeps nobody from mounting: it is said, and drains go on without tokens.
+
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use firn_backing::{Backing, DirBacking};
+use firn_config::{Options, Participants, TokenService};
+use firn_tokens::etcd::Client;
+use firn_tokens::{EtcdService, FlockService, Limits, LockService, Tokens};
+use firn_transact::{Expected, Members};
+
+use crate::error::AttachError;
+use crate::host_lease::{HostLease, open_backing, own_error};
+use crate::lock::DYING;
+use crate::participants::host_name;
+
+/// Asked for the services of lanes.
+pub(crate) struct TokenSource {
+    kind: Kind,
+    host: String,
+    limits: Limits,
+}
+
+enum Kind {
+    Flock {
+        base: Arc<DirBacking>,
+        dir: <DirBacking as Backing>::Inode,
+        /// Shows other hosts that this one lives, so that they see whether locks keep them out.
+        _lease: Option<HostLease>,
+    },
+    Etcd {
+        client: Arc<Client>,
+        group: String,
+    },
+}
+
+impl TokenSource {
+    /// As the options say; `None`: without tokens.
+    pub(crate) fn open(
+        backing: &Path,
+        options: &Options,
+        notice: &mut dyn FnMut(String),
+    ) -> Result<Option<Self>, AttachError> {
+        let host = match options.tokens {
+            TokenService::None => return Ok(None),
+            TokenService::Flock | TokenService::Etcd => host_name(options)?,
+        };
+        let limits = Limits {
+            hold: Duration::from_millis(options.token_hold_ms),
+            wait: Duration::from_millis(options.token_wait_ms),
+        };
+        let kind = if options.tokens == TokenService::Flock {
+            open_flock(backing, options, &host)?
+        } else {
+            open_etcd(backing, options, &host, limits.wait, notice)?
+        };
+        Ok(Some(Self { kind, host, limits }))
+    }
+
+    /// Starts the tokens of so many lanes.
+    pub(crate) fn start(&self, lane_count: usize) -> io::Result<Tokens> {
+        let services = (0..lane_count).map(|lane| self.service(lane)).collect();
+        Tokens::start(services, self.limits)
+    }
+
+    fn service(&self, lane: usize) -> Box<dyn LockService> {
+        let host = &self.host;
+        match &self.kind {
+            Kind::Flock { base, dir, .. } => {
+                Box::new(FlockService::new(Arc::clone(base), dir.clone(), lane, host))
+            }
+            Kind::Etcd { client, group } => Box::new(EtcdService::new(
+                Arc::clone(client),
+                group,
+                lane,
+                host,
+                self.limits.wait,
+            )),
+        }
+    }
+}
+
+fn open_flock(backing: &Path, options: &Options, host: &str) -> Result<Kind, AttachError> {
+    // Hosts that commit together have looked already whether locks reach them.
+    let lease = match options.participants {
+        Participants::Off => {
+            let members = Members {
+                host: host.to_owned(),
+                // Whoever comes: nobody is waited for.
+                expected: Expected::Hosts(Vec::new()),
+            };
+            Some(HostLease::take_for_tokens(backing, &members, DYING)?)
+        }
+        Participants::Count(_) | Participants::Hosts(_) => None,
+    };
+    let base = open_backing(backing)?;
+    let dir = firn_tokens::make_dir(&base).map_err(own_error(backing))?;
+    Ok(Kind::Flock {
+        base: Arc::new(base),
+        dir,
+        _lease: lease,
+    })
+}
+
+fn open_etcd(
+    backing: &Path,
+    options: &Options,
+    host: &str,
+    wait: Duration,
+    notice: &mut dyn FnMut(String),
+) -> Result<Kind, AttachError> {
+    let endpoints: Vec<String> = options
+        .token_endpoints
+        .iter()
+        .map(|address| format!("http://{address}"))
+        .collect();
+    let client = Client::new(&endpoints, wait).map_err(AttachError::TokenEndpoints)?;
+    let group = match &options.token_group {
+        Some(group) => group.clone(),
+        None => {
+            let base = open_backing(backing)?;
+            firn_tokens::find_group(&base, host).map_err(own_error(backing))?
+        }
+    };
+    if let Err(error) = client.check() {
+        notice(format!(
+            "tokens: {error}; until it does, hosts write to the same lane at the same time"
+        ));
+    }
+    Ok(Kind::Etcd {
+        client: Arc::new(client),
+        group,
+    })
+}
