@@ -518,6 +518,64 @@ fn two_jobs_share_lanes_and_neither_touches_the_other_ones_files() {
     assert_eq!(files.filter(is_file).count(), 10);
 }
 
+/// Two hosts over one backing and the same lanes, which they write to at the same time: all files are whole, on the
+/// lane of their number whoever wrote them, and each host removes and renames what the other one made.
+///
+/// Proves S-place-1, S-place-8.
+#[test]
+fn two_hosts_share_a_backing_and_its_lanes() {
+    let shared = Sandbox::new("twohosts");
+    let lanes = three_lanes(&shared);
+    let options = place_in(&lanes, &format!("{SMALL},tokens=flock"));
+    let hosts = ["n0", "n1"].map(|host| Sandbox::on_host(&format!("place-{host}"), host));
+    let backing = shared.join("backing");
+    let mounts: Vec<FirnMount<'_>> = hosts
+        .iter()
+        .map(|host| FirnMount::over(host, &backing, &options))
+        .collect();
+    let content = |rank: usize| format!("rank {rank} ").repeat(100_000);
+    std::thread::scope(|scope| {
+        for (at, mount) in mounts.iter().enumerate() {
+            scope.spawn(move || {
+                for rank in (at..24).step_by(2) {
+                    let path = mount.join(format!("rank_{rank}"));
+                    fs::write(path, content(rank)).expect("write");
+                }
+            });
+        }
+    });
+    for (mount, host) in mounts.iter().zip(&hosts) {
+        host.run([
+            "wait",
+            "--until",
+            "drained",
+            mount.path().to_str().expect("UTF-8"),
+        ])
+        .ok();
+    }
+    // Rank 1 is of the other host, and so is 2.
+    fs::remove_file(mounts[0].join("rank_1")).expect("remove");
+    fs::rename(mounts[1].join("rank_2"), mounts[1].join("rank_3")).expect("rename");
+    for mount in mounts {
+        mount.umount();
+    }
+    for rank in (0..24).filter(|rank| ![1, 2].contains(rank)) {
+        let path = backing.join(format!("rank_{rank}"));
+        let written = if rank == 3 { 2 } else { rank };
+        assert!(
+            fs::read_to_string(&path).expect("read") == content(written),
+            "rank {rank}"
+        );
+        let file = fs::read_link(&path).expect("a link");
+        assert!(
+            file.starts_with(&lanes[written % 3]),
+            "rank {rank} is {file:?}"
+        );
+    }
+    let orphans = ["check".as_ref(), "--orphans".as_ref(), backing.as_os_str()];
+    assert_eq!(hosts[0].run(orphans).ok().stdout, "");
+}
+
 /// Proves S-place-5.
 #[test]
 fn check_finds_files_without_a_name_and_removes_nothing_that_has_one() {
