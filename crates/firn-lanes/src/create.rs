@@ -9,6 +9,13 @@ const NAME_BYTES: usize = 200;
 /// What [`Backing::create`] returns.
 type Created<B> = (LanesInode<B>, LanesFile<B>, Attr);
 
+/// A file in a lane that has no name above yet.
+struct MadeFile<B: Backing> {
+    inode: B::Inode,
+    file: B::File,
+    attr: Attr,
+}
+
 /// Why a file was not made in a lane.
 enum CreateError {
     /// The lane failed: another one may do.
@@ -80,31 +87,29 @@ impl<B: Backing> Lanes<B> {
         let (link, link_attr) = made.map_err(CreateError::Other)?;
         let mark = self.mark_of(&link_attr);
         let made = self.make_file(lane, &entry, owner, mode, mark);
+        // The name last: once the file has it, nothing may fail any more.
         let named = made.and_then(|made| {
             let named = self.give_name(staging, &link, &entry, parent, name);
-            let link_attr = named.and_then(|()| self.primary.attr(&link));
-            Ok((made, link_attr.map_err(CreateError::Other)?))
+            named.map_err(CreateError::Other)?;
+            Ok(made)
         });
-        let ((file_inode, file), link_attr) = named.inspect_err(|_| {
+        let made = named.inspect_err(|_| {
             let _ = self.remove_entry(number, &entry);
             let _ = self.primary.unlink(staging, &entry);
         })?;
-        let attr = lane
-            .backing
-            .attr_of_file(&file)
-            .map_err(CreateError::Other)?;
+        let link_attr = self.primary.attr(&link).unwrap_or(link_attr);
         lane.progress.count_file();
         let placed = Arc::new(PlacedFile {
             link,
             lane: number,
             entry,
-            file: file_inode,
+            file: made.inode,
         });
         let opened = LanesFile {
-            file,
+            file: made.file,
             placed: Some(Arc::clone(&placed)),
         };
-        let attr = placed_attr(&link_attr, &attr);
+        let attr = placed_attr(&link_attr, &made.attr);
         Ok((LanesInode::Placed(placed), opened, attr))
     }
 
@@ -116,13 +121,14 @@ impl<B: Backing> Lanes<B> {
         owner: &Caller,
         mode: u32,
         mark: Mark,
-    ) -> std::result::Result<(B::Inode, B::File), CreateError> {
+    ) -> std::result::Result<MadeFile<B>, CreateError> {
         let root = lane.backing.root();
         let made = lane.backing.create(owner, &root, entry, mode);
         lane.note_change();
         let marked = made.and_then(|(inode, file, _)| {
             mark::write(&lane.backing, &inode, mark)?;
-            Ok((inode, file))
+            let attr = lane.backing.attr_of_file(&file)?;
+            Ok(MadeFile { inode, file, attr })
         });
         lane.note(marked).map_err(|error| match error {
             // Its directory is not there, or closed to this process.

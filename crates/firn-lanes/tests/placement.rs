@@ -1,5 +1,6 @@
 //! Placed files are plain files above, whole files in their lanes, and survive a crash at any call.
 
+use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::io::IoSlice;
 use std::path::Path;
@@ -10,6 +11,8 @@ use firn_backing::{
 };
 use firn_lanes::{Lane, Lanes, Orphan, Rule, Setup, XATTR};
 use firn_transact::PlainBacking;
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
 
 const LANES: usize = 3;
 const ID: u128 = 0xf1f0;
@@ -372,4 +375,103 @@ fn check_after_crash(world: &World, seed: u64) {
         expected + 1,
         "seed {seed}: no file goes with the orphans"
     );
+}
+
+/// One lane after the other fails, for some calls or for all, while files are made, written, renamed and removed. What
+/// returned is so, what failed changed nothing that others see, and when all lanes are back no file is left over.
+#[test]
+fn lanes_that_fail_one_by_one_cost_no_file() {
+    for seed in 0..200 {
+        let mut random = StdRng::seed_from_u64(seed);
+        let world = World::new();
+        let lanes = world.open();
+        let root = lanes.root();
+        let mut expected: BTreeMap<String, Vec<u8>> = BTreeMap::new();
+        let mut failures = 0;
+        for step in 0..80 {
+            if step % 10 == 0 {
+                world.lanes.iter().for_each(SimBacking::clear_plan);
+                let errors = [Errno::IO, Errno::NOSPC, Errno::ROFS, Errno::STALE];
+                let error = errors[random.random_range(0..errors.len())];
+                let one_in = random.random_range(1..4);
+                let lane = &world.lanes[random.random_range(0..LANES)];
+                lane.set_plan(move |_, step| (step % one_in == 0).then_some(Fault::Error(error)));
+            }
+            let name = format!("rank_{}", random.random_range(0..9));
+            let name_of = |text: &str| OsString::from(text);
+            let outcome = match random.random_range(0..4) {
+                0 | 1 => {
+                    let content = vec![step as u8; random.random_range(1..5000)];
+                    write_whole(&lanes, &name, &content, &mut expected)
+                }
+                2 => {
+                    let to = format!("rank_{}", random.random_range(0..9));
+                    let (from_name, to_name) = (name_of(&name), name_of(&to));
+                    let flags = RenameFlags::empty();
+                    let renamed = lanes.rename(&root, &from_name, &root, &to_name, flags);
+                    if renamed.is_ok() {
+                        let content = expected.remove(&name).expect("it was there");
+                        expected.insert(to, content);
+                    }
+                    renamed
+                }
+                _ => {
+                    let removed = lanes.unlink(&root, &name_of(&name));
+                    if removed.is_ok() {
+                        expected.remove(&name).expect("it was there");
+                    }
+                    removed
+                }
+            };
+            failures += usize::from(outcome.is_err());
+        }
+        assert!(failures > 0, "seed {seed}: nothing failed");
+        world.lanes.iter().for_each(SimBacking::clear_plan);
+        lanes.sync_all().expect("sync");
+        for rank in 0..9 {
+            let name = format!("rank_{rank}");
+            match expected.get(&name) {
+                Some(content) => {
+                    assert!(read_file(&lanes, &name) == *content, "seed {seed}: {name}");
+                }
+                None => {
+                    let found = lanes.lookup(&root, OsStr::new(&name));
+                    assert!(matches!(found, Err(Errno::NOENT)), "seed {seed}: {name}");
+                }
+            }
+        }
+        drop(lanes);
+        let again = world.open();
+        again.sync_all().expect("sync");
+        let orphans = again.find_orphans().expect("walk");
+        assert!(orphans.is_empty(), "seed {seed}: {orphans:?}");
+        assert_eq!(world.files_in_lanes(), expected.len(), "seed {seed}");
+    }
+}
+
+/// Makes a file if it is not there, and gives it these bytes, which count if all of it succeeded. What a failure in
+/// between left is told by the file.
+fn write_whole(
+    lanes: &Lanes<SimBacking>,
+    name: &str,
+    content: &[u8],
+    expected: &mut BTreeMap<String, Vec<u8>>,
+) -> Result<(), Errno> {
+    let root = lanes.root();
+    let me = suite::own_caller();
+    let file = match lanes.lookup(&root, OsStr::new(name)) {
+        Ok((inode, _)) => lanes.open(&inode, Access::ReadWrite)?,
+        Err(Errno::NOENT) => {
+            let (_, file, _) = lanes.create(&me, &root, OsStr::new(name), 0o644)?;
+            expected.insert(name.to_owned(), Vec::new());
+            file
+        }
+        Err(error) => return Err(error),
+    };
+    lanes.set_len(&file, 0)?;
+    let bytes = expected.entry(name.to_owned()).or_default();
+    bytes.clear();
+    let count = lanes.write_at(&file, &[IoSlice::new(content)], 0)?;
+    bytes.extend(&content[..count]);
+    Ok(())
 }
