@@ -17,13 +17,12 @@ use firn_backing::{
     Seek, SetTime, StatFs, SyncWay,
 };
 use firn_rendezvous::OwnError;
-use firn_rendezvous::own;
+use firn_rendezvous::own::{self, TOP};
 
 use crate::file::{FileId, Listed, LoggedFile, Place};
 use crate::run::{FILE_BYTES_MAX, Piece};
 
-/// Firn's own directory, and the containers in it.
-const TOP: &str = ".firn";
+/// In `.firn/`.
 const CONTAINERS: &str = "log";
 
 /// Most bytes that one call copies.
@@ -244,16 +243,15 @@ impl<B: Backing> LogBacking<B> {
                 found.entry(id).or_default().push(listed);
             }
         }
-        let gone: Vec<_> = {
+        let known: Vec<_> = {
             let mut files = self.files.lock();
             for &id in found.keys() {
                 let new = || Arc::new(LoggedFile::new(id));
                 files.known.entry(id).or_insert_with(new);
             }
-            let known = files.known.values().map(Arc::clone);
-            known.collect()
+            files.known.values().map(Arc::clone).collect()
         };
-        for file in gone {
+        for file in known {
             let listed = found.remove(&file.id).unwrap_or_default();
             if !listed.is_empty() || file.is_logged() {
                 file.look(&self.place(), listed)?;

@@ -222,7 +222,7 @@ impl<B: Backing> Container<B> {
     }
 
     /// Where the bytes of a range are.
-    pub fn find(&self, range: std::ops::Range<u64>) -> Vec<Segment> {
+    pub fn find(&self, range: Range<u64>) -> Vec<Segment> {
         self.view.lock().resolver.find(range)
     }
 
@@ -417,9 +417,9 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    fn written(&self, key: Key) -> Result<Written> {
+    fn written(&self, key: Key) -> Result<Arc<Written>> {
         let view = self.view.lock();
-        view.resolver.written(key).cloned().ok_or(Errno::STALE)
+        view.resolver.written(key).ok_or(Errno::STALE)
     }
 
     fn is_own(&self, writer: WriterId) -> bool {

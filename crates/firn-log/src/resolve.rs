@@ -5,10 +5,12 @@
 //! others had published before: MPI-IO's sync, barrier, sync. Changes that did not know of each other have an order too,
 //! and it is the same for every reader and for the flat file.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 use crate::frame::{Change, Frame, Written};
-use crate::run::Piece;
+use crate::run::{Piece, Run};
 
 /// When a change was made, among those of all hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -67,19 +69,18 @@ pub struct Resolver {
     base_bytes: u64,
     /// Sorted by key.
     cuts: Vec<(Key, u64)>,
-    changes: Vec<Keyed>,
+    changes: BTreeMap<Key, Painting>,
     /// Length of the file.
     len: u64,
 }
 
-/// A change that wrote something.
+/// A change of bytes.
 #[derive(Clone, Debug)]
-struct Keyed {
-    key: Key,
+struct Painting {
     /// From its first byte to its last, in the file.
     span: Range<u64>,
     /// None if it is zeros.
-    written: Option<Written>,
+    written: Option<Arc<Written>>,
 }
 
 impl Resolver {
@@ -110,35 +111,36 @@ impl Resolver {
             writer,
             frame: number,
         };
-        match frame.change {
+        let painting = match frame.change {
             Change::Cut(len) => {
                 let at = self.cuts.partition_point(|(other, _)| *other < key);
                 self.cuts.insert(at, (key, len));
+                self.len = self.find_len();
+                return;
             }
-            Change::Zeroed(Piece { offset, len }) => self.changes.push(Keyed {
-                key,
+            Change::Zeroed(Piece { offset, len }) => Painting {
                 span: offset..offset + len,
                 written: None,
-            }),
+            },
             Change::Written(written) => {
-                let start = written.runs.iter().map(|run| run.span().start).min();
-                let end = written.runs.iter().map(|run| run.span().end).max();
-                let (start, end) = (start.unwrap_or(0), end.unwrap_or(0));
-                self.changes.push(Keyed {
-                    key,
-                    span: start..end,
-                    written: Some(written),
-                });
+                let spans = || written.runs.iter().map(Run::span);
+                let start = spans().map(|span| span.start).min();
+                let end = spans().map(|span| span.end).max();
+                Painting {
+                    span: start.unwrap_or(0)..end.unwrap_or(0),
+                    written: Some(Arc::new(written)),
+                }
             }
+        };
+        if self.makes_longer(key, &painting) {
+            self.len = self.len.max(painting.span.end);
         }
-        self.len = self.find_len();
+        self.changes.insert(key, painting);
     }
 
     /// What a change wrote, if it wrote anything.
-    pub fn written(&self, key: Key) -> Option<&Written> {
-        let mut changes = self.changes.iter();
-        let change = changes.find(|change| change.key == key)?;
-        change.written.as_ref()
+    pub fn written(&self, key: Key) -> Option<Arc<Written>> {
+        self.changes.get(&key)?.written.clone()
     }
 
     /// Bytes of the file.
@@ -154,18 +156,21 @@ impl Resolver {
     /// The largest epoch of a change.
     pub fn last_epoch(&self) -> Option<u64> {
         let cuts = self.cuts.iter().map(|(key, _)| key.epoch);
-        let changes = self.changes.iter().map(|change| change.key.epoch);
+        let changes = self.changes.keys().map(|key| key.epoch);
         cuts.chain(changes).max()
     }
 
     fn find_len(&self) -> u64 {
-        let cut = self.cuts.last();
-        // Zeros make no file longer.
-        let after_cut = self.changes.iter().filter(|change| {
-            change.written.is_some() && cut.is_none_or(|(key, _)| change.key > *key)
-        });
-        let end = after_cut.map(|change| change.span.end).max().unwrap_or(0);
-        cut.map_or(self.base_bytes, |(_, len)| *len).max(end)
+        let changes = self.changes.iter();
+        let longer = changes.filter(|(key, painting)| self.makes_longer(**key, painting));
+        let end = longer.map(|(_, painting)| painting.span.end).max();
+        let len = self.cuts.last().map_or(self.base_bytes, |(_, len)| *len);
+        len.max(end.unwrap_or(0))
+    }
+
+    /// Whether the file is at least as long as the change reaches: zeros make no file longer, and later cuts count.
+    fn makes_longer(&self, key: Key, painting: &Painting) -> bool {
+        painting.written.is_some() && self.cuts.last().is_none_or(|(cut, _)| key > *cut)
     }
 
     /// Where what was there when `key` was made ends by now: later cuts took the rest.
@@ -188,12 +193,10 @@ impl Resolver {
         if range.is_empty() {
             return Vec::new();
         }
-        let mut parts = self.written_parts(&range);
-        // The newest first: what is taken stays taken.
-        parts.sort_by_key(|(key, _)| std::cmp::Reverse(*key));
         let mut painted = Painted::default();
-        for (_, segment) in parts {
-            painted.paint(segment);
+        // The newest first: what is taken stays taken.
+        for (key, painting) in self.changes.iter().rev() {
+            self.paint(*key, painting, &range, &mut painted);
         }
         let base_end = self.base_end();
         let plain = range.start..range.end.min(base_end);
@@ -210,41 +213,37 @@ impl Resolver {
         painted.into_segments()
     }
 
-    /// What was written in `range` and not cut since, with keys.
-    fn written_parts(&self, range: &Range<u64>) -> Vec<(Key, Segment)> {
-        let mut parts = Vec::new();
-        for change in &self.changes {
-            let end = range.end.min(self.limit_after(Some(change.key)));
-            if end <= range.start || change.span.start >= end || change.span.end <= range.start {
-                continue;
-            }
-            let Some(written) = &change.written else {
-                let file = change.span.start.max(range.start)..change.span.end.min(end);
-                let source = Source::Zeros;
-                parts.push((change.key, Segment { file, source }));
-                continue;
-            };
-            let mut position = written.position;
-            for run in &written.runs {
-                for part in run.parts_in(range.start..end) {
-                    let source = Source::Log {
-                        log: written.log,
-                        position: position + part.at,
-                        key: change.key,
-                    };
-                    let file = part.file;
-                    parts.push((change.key, Segment { file, source }));
-                }
-                position += run.bytes();
-            }
+    /// Paints what a change wrote in `range` and was not cut since.
+    fn paint(&self, key: Key, painting: &Painting, range: &Range<u64>, painted: &mut Painted) {
+        let Painting { span, written } = painting;
+        let end = range.end.min(self.limit_after(Some(key)));
+        if end <= range.start || span.start >= end || span.end <= range.start {
+            return;
         }
-        parts
+        let Some(written) = written else {
+            let file = span.start.max(range.start)..span.end.min(end);
+            let source = Source::Zeros;
+            return painted.paint(Segment { file, source });
+        };
+        let mut position = written.position;
+        for run in &written.runs {
+            for part in run.parts_in(range.start..end) {
+                let source = Source::Log {
+                    log: written.log,
+                    position: position + part.at,
+                    key,
+                };
+                let file = part.file;
+                painted.paint(Segment { file, source });
+            }
+            position += run.bytes();
+        }
     }
 }
 
 /// Segments that do not overlap.
 #[derive(Default)]
-struct Painted(std::collections::BTreeMap<u64, Segment>);
+struct Painted(BTreeMap<u64, Segment>);
 
 impl Painted {
     /// Takes of `segment` what is not taken yet.

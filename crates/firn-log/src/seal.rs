@@ -151,17 +151,20 @@ impl<'a, B: Backing> Ending<'a, B> {
             return Ok(false);
         }
         if !self.votes.names()?.contains(SEAL_NAME) {
-            self.container.refresh(self.base)?;
             let lengths = self.container.index_lengths(self.base)?;
-            let seal = Seal {
+            let mut seal = Seal {
                 indexes: lengths
                     .iter()
                     .map(|(writer, bytes)| (writer.index_name(), *bytes))
                     .collect(),
-                len: self.container.len(),
+                len: 0,
                 modified_ns: plain.mtime.to_ns(),
                 unit_bytes,
             };
+            // The length is that of these bytes of the indexes, whatever a host that was taken for dead adds meanwhile.
+            self.container.take_seal(seal.clone());
+            self.container.refresh(self.base)?;
+            seal.len = self.container.len();
             self.votes.put_json(SEAL_NAME, &seal)?;
         }
         self.container
