@@ -317,7 +317,9 @@ impl Service for Answers {
                 Reply::Done
             }
             Request::Place { path } => match &self.steered {
-                Some(steered) => steering::explain(steered, &self.backing, &path),
+                Some(steered) => {
+                    steering::explain(steered, self.engine.backing(), &self.backing, &path)
+                }
                 None => placement::explain(self.engine.backing(), &path),
             },
             Request::Evict { path } => self.evict(&path),

@@ -400,7 +400,7 @@ fn without_transactions(
     };
     let (directory, steered) = match target.purpose {
         Purpose::Mount => {
-            let opened = steering::open(directory, target.options)?;
+            let opened = steering::open_steered(directory, target.options)?;
             (opened.directory, opened.steered)
         }
         Purpose::Salvage => (directory, None),

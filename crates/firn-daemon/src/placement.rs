@@ -493,17 +493,15 @@ pub(crate) fn explain_rule(rule: &Rule, name: &OsStr) -> (Option<usize>, String)
     }
 }
 
-fn find(
-    lanes: &Lanes<DirBacking>,
-    path: &[u8],
-) -> Result<<Lanes<DirBacking> as Backing>::Inode, Errno> {
-    let mut inode = lanes.root();
+/// The object at a path below the top, without following links.
+pub(crate) fn find<B: Backing>(backing: &B, path: &[u8]) -> Result<B::Inode, Errno> {
+    let mut inode = backing.root();
     for name in path
         .split(|byte| *byte == b'/')
         .filter(|name| !name.is_empty())
     {
         let name = firn_trust::check_component(name).map_err(|_| Errno::NOENT)?;
-        inode = lanes.lookup(&inode, name)?.0;
+        inode = backing.lookup(&inode, name)?.0;
     }
     Ok(inode)
 }

@@ -3,7 +3,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -14,14 +14,14 @@ use firn_lanes::steering::{
     Beegfs, Ceph, Driver, Finder, Location, Lustre, ProgramOfSite, Staged, Steered, check_orangefs,
     find_in_moosefs, find_nowhere, open_dirs, tell_moosefs, tell_orangefs,
 };
-
 use firn_protocol::path::BytePath;
 use firn_protocol::{Explanation, LaneState, LaneStatus, PlacedStatus, Reply};
-use rustix::fs::{Mode, OFlags, ResolveFlags, openat2};
+use rustix::fs::{Mode, OFlags, ResolveFlags, fstat, open, openat2};
 
 use crate::error::AttachError;
 use crate::participants::host_name;
-use crate::placement::{explain_rule, rule};
+use crate::placement::{explain_rule, find, rule};
+use crate::store::Store;
 
 /// Looks whether the backing's file system can be told, as far as that is seen without making anything.
 pub(crate) fn check(backing: &Path, options: &Options) -> Result<(), AttachError> {
@@ -44,7 +44,10 @@ pub(crate) struct Opened {
 }
 
 /// Steers the new files of a backing, if the options say so.
-pub(crate) fn open(directory: DirBacking, options: &Options) -> Result<Opened, AttachError> {
+pub(crate) fn open_steered(
+    directory: DirBacking,
+    options: &Options,
+) -> Result<Opened, AttachError> {
     if !options.placement.is_steered() || options.read_only {
         return Ok(Opened {
             directory,
@@ -128,22 +131,22 @@ pub(crate) fn show_lanes(steered: &Steered, shown: &mut [LaneStatus]) {
     }
 }
 
-/// Says where a file of the backing lies, or would lie.
-pub(crate) fn explain(steered: &Steered, backing: &Path, path: &BytePath) -> Reply {
+/// Says where a file lies, or would lie.
+pub(crate) fn explain(steered: &Steered, store: &Store, backing: &Path, path: &BytePath) -> Reply {
     let relative = Path::new(OsStr::from_bytes(path.as_bytes()));
     let (lane, reason) = match relative.file_name() {
         None => (None, "it is the top directory".into()),
         Some(name) => explain_rule(steered.rule(), name),
     };
-    let opened = open_below(backing, relative);
-    let exists = !matches!(opened, Err(Errno::NOENT));
-    let server = opened
-        .ok()
-        .and_then(|file| match steered.find_server(file.as_fd()) {
-            Location::Server(server) => Some(server),
-            Location::Striped(count) => Some(format!("striped over {count} servers")),
-            Location::Unknown => None,
-        });
+    let found = find(store, path.as_bytes());
+    let exists = !matches!(found, Err(Errno::NOENT));
+    let file = open_file_below(backing, relative).ok();
+    let location = file.map(|file| steered.find_server(file.as_fd()));
+    let server = match location {
+        Some(Location::Server(server)) => Some(server),
+        Some(Location::Striped(count)) => Some(format!("striped over {count} servers")),
+        Some(Location::Unknown) | None => None,
+    };
     Reply::Placed(Explanation {
         file: None,
         server: server.map(|server| server.as_bytes().into()),
@@ -153,10 +156,16 @@ pub(crate) fn explain(steered: &Steered, backing: &Path, path: &BytePath) -> Rep
     })
 }
 
-/// A file of the backing, whatever links others made on the way to it.
-fn open_below(backing: &Path, relative: &Path) -> Result<OwnedFd, Errno> {
-    let top = File::open(backing).map_err(|_| Errno::IO)?;
-    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+/// A regular file of the backing, whatever links others made on the way to it. Nothing else is opened: that could block, or
+/// do things to a machine.
+fn open_file_below(backing: &Path, relative: &Path) -> Result<OwnedFd, Errno> {
+    let top = open(backing, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
-    openat2(&top, relative, flags, Mode::empty(), resolve)
+    let found = openat2(&top, relative, flags, Mode::empty(), resolve)?;
+    if fstat(&found)?.st_mode & libc::S_IFMT != libc::S_IFREG {
+        return Err(Errno::NXIO);
+    }
+    let path = format!("/proc/self/fd/{}", found.as_raw_fd());
+    open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
 }
