@@ -150,10 +150,18 @@ impl Record {
 
 /// Opens the directory of links of `host` that are being made or removed.
 pub fn open_staging<B: Backing>(primary: &B, host: &str) -> Result<B::Inode, OwnError> {
+    open_dir_of_host(primary, STAGING, host)
+}
+
+/// Opens the directory of `host` in the directory `name` of `.firn/`, which has one for each host.
+pub(crate) fn open_dir_of_host<B: Backing>(
+    primary: &B,
+    name: &str,
+    host: &str,
+) -> Result<B::Inode, OwnError> {
     let top = own::dir(primary, &primary.root(), TOP)?;
-    let all = own::dir(primary, &top, STAGING).map_err(|error| error.below(TOP))?;
-    let below = |error: OwnError| error.below(STAGING).below(TOP);
-    own::dir(primary, &all, host).map_err(below)
+    let all = own::dir(primary, &top, name).map_err(|error| error.below(TOP))?;
+    own::dir(primary, &all, host).map_err(|error| error.below(name).below(TOP))
 }
 
 /// Whether a directory says that it is a lane of the primary with this id.

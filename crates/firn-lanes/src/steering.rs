@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_backing::dir::steering::{NewFile, Steering};
 use firn_backing::{Errno, LaneIndex, Result};
-use rustix::fs::{Mode, OFlags, openat};
+use rustix::fs::{Mode, OFlags, Stat, fstat, openat};
 
 use crate::Rule;
 
@@ -151,11 +151,6 @@ impl Steered {
         self.refused.load(Ordering::Relaxed)
     }
 
-    /// Whether files in this directory can be steered; if not, why.
-    pub fn check(&self, dir: BorrowedFd<'_>) -> std::result::Result<(), String> {
-        self.driver.check(dir)
-    }
-
     /// The server that a file lies on.
     pub fn find_server(&self, file: BorrowedFd<'_>) -> Location {
         self.driver.find_server(file)
@@ -204,16 +199,22 @@ fn lane_index(lane: usize) -> LaneIndex {
 
 /// Creates a file as any file system does.
 fn create_plain(new: &NewFile<'_>) -> Result<OwnedFd> {
-    create_with(new, OFlags::empty())
+    new.open(OFlags::empty())
 }
 
-fn create_with(new: &NewFile<'_>, flags: OFlags) -> Result<OwnedFd> {
-    let flags = flags | OFlags::CREATE | OFlags::EXCL | OFlags::RDWR;
-    let flags = flags | OFlags::CLOEXEC | OFlags::NOCTTY;
-    openat(new.parent, new.name, flags, Mode::from_raw_mode(new.mode))
+/// Opens what somebody else made for this process: ESTALE if it is no empty regular file, because another one took the
+/// name in between.
+fn open_made(new: &NewFile<'_>) -> Result<(OwnedFd, Stat)> {
+    let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = openat(new.parent, new.name, flags, Mode::empty())?;
+    let stat = fstat(&file)?;
+    if stat.st_mode & libc::S_IFMT != libc::S_IFREG || stat.st_size != 0 {
+        return Err(Errno::STALE);
+    }
+    Ok((file, stat))
 }
 
-/// The numbers in a list of lanes, if all of them are some of `range`.
+/// The numbers that a list of servers has; an error names the first that is not `meaning`.
 fn parse_numbers<N: TryFrom<u64>>(
     servers: &[OsString],
     meaning: &str,

@@ -8,7 +8,7 @@ use rustix::fs::{self, AtFlags, Gid, Mode, OFlags, Uid};
 use super::attr::attr;
 use super::owner::{Steps, has_ids_of, make_for};
 use super::proc::FdPath;
-use super::steering::{NewFile, Steering};
+use super::steering::{NewFile, Steering, open_new};
 use super::{DirFile, object_at};
 use crate::{Access, Attr, Caller, Kind, LaneIndex, Result};
 
@@ -32,12 +32,15 @@ pub(super) fn file(
         make: &|mode| {
             let mode = mode & 0o7777;
             let (fd, lane) = match steering {
-                None => (open_new(parent, name, mode)?, LaneIndex::FIRST),
+                None => {
+                    let file = open_new(parent, name, mode, OFlags::empty())?;
+                    (file, LaneIndex::FIRST)
+                }
                 Some(steering) => steering.create(&NewFile {
                     parent,
                     name,
                     mode,
-                    as_caller: has_ids_of(caller),
+                    caller: has_ids_of(caller).then_some(caller),
                 })?,
             };
             let attr = attr(&fd).inspect_err(|_| undo(parent, name, AtFlags::empty()))?;
@@ -68,12 +71,6 @@ pub(super) fn file(
         attr,
         lane,
     })
-}
-
-/// Creates a regular file that did not exist and opens it for reading and writing.
-pub(super) fn open_new(parent: BorrowedFd<'_>, name: &OsStr, mode: u32) -> Result<OwnedFd> {
-    let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY;
-    fs::openat(parent, name, flags, Mode::from_raw_mode(mode))
 }
 
 /// Makes anything else with the system call `call`, which takes the mode.

@@ -6,7 +6,9 @@ use std::ffi::OsStr;
 use std::fmt::Debug;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-use crate::{LaneIndex, Result};
+use rustix::fs::{Mode, OFlags, openat};
+
+use crate::{Caller, LaneIndex, Result};
 
 /// Tells a file system, at the creation of a file, which of its servers the file goes to.
 pub trait Steering: Debug + Send + Sync {
@@ -30,7 +32,26 @@ pub struct NewFile<'a> {
     pub name: &'a OsStr,
     /// Its mode; no umask is applied.
     pub mode: u32,
-    /// The thread has the file system ids of the caller, who will own the file. If not, the thread has those of the
-    /// process, and the file is given to its owner after it was made.
-    pub as_caller: bool,
+    /// Who makes the file, if the thread has the caller's file system ids. If not, it has those of the process, and the
+    /// file is given to its owner after it was made.
+    pub caller: Option<&'a Caller>,
+}
+
+impl NewFile<'_> {
+    /// Creates the file as any file system does, with further `flags`: EEXIST where the name is taken.
+    pub fn open(&self, flags: OFlags) -> Result<OwnedFd> {
+        open_new(self.parent, self.name, self.mode, flags)
+    }
+}
+
+/// Creates a regular file that did not exist and opens it for reading and writing.
+pub(super) fn open_new(
+    parent: BorrowedFd<'_>,
+    name: &OsStr,
+    mode: u32,
+    flags: OFlags,
+) -> Result<OwnedFd> {
+    let flags = flags | OFlags::CREATE | OFlags::EXCL | OFlags::RDWR;
+    let flags = flags | OFlags::CLOEXEC | OFlags::NOCTTY;
+    openat(parent, name, flags, Mode::from_raw_mode(mode))
 }

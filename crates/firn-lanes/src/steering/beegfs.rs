@@ -4,15 +4,16 @@
 //! directory's affair: `beegfs entry set --num-targets=1 DIR`, or `beegfs-ctl --setpattern --numtargets=1 DIR`.
 
 use std::ffi::{CString, OsString, c_char, c_int};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
 
 use firn_backing::dir::steering::NewFile;
 use firn_backing::{Errno, Result};
-use rustix::fs::{Mode, OFlags, fstat, openat};
 use rustix::ioctl::{Opcode, opcode};
 
-use super::{Created, Driver, Location, Refusal, create_plain, not_on, open_to_ask, parse_numbers};
+use super::{
+    Created, Driver, Location, Refusal, create_plain, not_on, open_made, open_to_ask, parse_numbers,
+};
 
 const ENTRY_ID_BYTES: usize = 27;
 const ALIAS_BYTES: usize = 256;
@@ -110,7 +111,7 @@ impl Driver for Beegfs {
         });
         match made {
             Ok(()) => {
-                let file = open_made(new)?;
+                let (file, _) = open_made(new)?;
                 let wish = check_stripes(file.as_fd());
                 Ok(Created { file, wish })
             }
@@ -132,18 +133,6 @@ impl Driver for Beegfs {
             Err(_) => Location::Unknown,
         }
     }
-}
-
-/// The file that [`make_file`] made.
-fn open_made(new: &NewFile<'_>) -> Result<OwnedFd> {
-    let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let file = openat(new.parent, new.name, flags, Mode::empty())?;
-    // Somebody else's, who took the name away in between.
-    let stat = fstat(&file)?;
-    if stat.st_mode & libc::S_IFMT != libc::S_IFREG || stat.st_size != 0 {
-        return Err(Errno::STALE);
-    }
-    Ok(file)
 }
 
 fn check_stripes(file: BorrowedFd<'_>) -> std::result::Result<(), Refusal> {

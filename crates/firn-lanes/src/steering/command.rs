@@ -10,13 +10,13 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use firn_backing::dir::steering::NewFile;
-use firn_backing::{Errno, Result};
+use firn_backing::{Caller, Errno, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags, accessat, fchmod, fstat, openat, statat};
+use rustix::fs::{Access, AtFlags, CWD, Mode, accessat, fchmod, statat};
 use rustix::io::retry_on_intr;
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 
-use super::{Created, Driver, Location, Refusal, create_plain};
+use super::{Created, Driver, Location, Refusal, create_plain, open_made};
 
 /// How long a program may take.
 const TIME_LIMIT: Duration = Duration::from_secs(10);
@@ -67,15 +67,19 @@ impl ProgramOfSite {
         }
     }
 
-    fn run(&self, new: &NewFile<'_>, lane: usize) -> std::result::Result<(), ProgramError> {
+    fn run(
+        &self,
+        caller: &Caller,
+        new: &NewFile<'_>,
+        lane: usize,
+    ) -> std::result::Result<(), ProgramError> {
         let directory = format!("/proc/{}/fd/{}", std::process::id(), new.parent.as_raw_fd());
         let name = new.name.to_owned();
         let arguments = [self.servers[lane].clone(), OsString::from("."), name];
-        let owner = file_system_ids();
         let ran = run_program(&self.program, &arguments, |command| {
             command.current_dir(&directory);
-            if rustix::process::geteuid().is_root() && owner.uid != 0 {
-                command.uid(owner.uid).gid(owner.gid);
+            if rustix::process::geteuid().is_root() && caller.uid != 0 {
+                command.uid(caller.uid).gid(caller.gid);
             }
         });
         ran.map(drop)
@@ -97,23 +101,20 @@ impl Driver for ProgramOfSite {
             Err(Errno::NOENT) => {}
             Err(error) => return Err(error),
         }
-        // The program would run as root in a directory of somebody else.
-        let told = if new.as_caller {
-            self.run(new, lane)
-                .map_err(|error| Refusal(error.to_string()))
-        } else {
-            Err(Refusal::from(Errno::ACCESS))
+        // Without the caller's ids the program would run as root in a directory of somebody else.
+        let made = match new.caller {
+            None => Err(Refusal::from(Errno::ACCESS)),
+            Some(caller) => match self.run(caller, new, lane) {
+                Ok(()) => Ok(open_made_by(caller, new)?),
+                Err(error) => Err(Refusal(error.to_string())),
+            },
         };
-        match told {
-            Ok(()) => {
-                let file = open_made(new)?;
-                Ok(Created { file, wish: Ok(()) })
-            }
-            Err(refusal) => {
-                let file = create_plain(new)?;
-                let wish = Err(refusal);
-                Ok(Created { file, wish })
-            }
+        match made {
+            Ok(file) => Ok(Created { file, wish: Ok(()) }),
+            Err(refusal) => Ok(Created {
+                file: create_plain(new)?,
+                wish: Err(refusal),
+            }),
         }
     }
 
@@ -122,32 +123,15 @@ impl Driver for ProgramOfSite {
     }
 }
 
-/// The file that the program made: EIO if that is anything but an empty file of its owner.
-fn open_made(new: &NewFile<'_>) -> Result<OwnedFd> {
-    let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    // A program may give a file any mode, also one that keeps its owner from opening it.
-    let file = openat(new.parent, new.name, flags, Mode::empty()).map_err(|_| Errno::IO)?;
-    let stat = fstat(&file)?;
-    let is_plain = stat.st_mode & libc::S_IFMT == libc::S_IFREG && stat.st_nlink == 1;
-    if !is_plain || stat.st_size != 0 || stat.st_uid != file_system_ids().uid {
+/// The file that the program made: EIO if that is anything but an empty file of the caller with one name. A program may
+/// give it any mode, also one that keeps its owner from opening it.
+fn open_made_by(caller: &Caller, new: &NewFile<'_>) -> Result<OwnedFd> {
+    let (file, stat) = open_made(new).map_err(|_| Errno::IO)?;
+    if stat.st_nlink != 1 || stat.st_uid != caller.uid {
         return Err(Errno::IO);
     }
     fchmod(&file, Mode::from_raw_mode(new.mode))?;
     Ok(file)
-}
-
-struct Ids {
-    uid: u32,
-    gid: u32,
-}
-
-/// Whose files this thread makes.
-fn file_system_ids() -> Ids {
-    // SAFETY: an invalid id changes nothing; the call returns the one in force and touches no memory.
-    let uid = unsafe { libc::syscall(libc::SYS_setfsuid, u32::MAX) } as u32;
-    // SAFETY: the same.
-    let gid = unsafe { libc::syscall(libc::SYS_setfsgid, u32::MAX) } as u32;
-    Ids { uid, gid }
 }
 
 /// Runs a program to its end, within the time limit; the first line that it printed.

@@ -7,16 +7,16 @@ use std::ffi::{CStr, OsStr, OsString};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use firn_backing::dir::steering::NewFile;
-use firn_backing::{Backing, DirBacking, Errno, Result};
-use firn_rendezvous::own::{self, OwnError};
+use firn_backing::{DirBacking, Errno, Result};
+use firn_rendezvous::own::{self, OwnError, TOP};
 use rustix::fs::{self, AtFlags, Gid, Mode, RenameFlags, XattrFlags, fsetxattr, unlinkat};
+
+use crate::record::open_dir_of_host;
 
 use super::command::{ProgramError, run_program};
 use super::{Created, Driver, Location, check_magic, create_plain, open_to_ask};
 
-/// Firn's own directory in the backing.
-const TOP: &str = ".firn";
-/// Below it, a directory for each host.
+/// In `.firn/`, with a directory for each host.
 const STAGING: &str = "steering";
 /// What `statfs` says of OrangeFS (PVFS2_SUPER_MAGIC).
 const ORANGEFS_MAGIC: u64 = 0x2003_0528;
@@ -135,10 +135,8 @@ pub fn open_dirs(
     host: &str,
     lanes: usize,
 ) -> std::result::Result<Vec<OwnedFd>, OwnError> {
-    let top = own::dir(primary, &primary.root(), TOP)?;
-    let all = own::dir(primary, &top, STAGING).map_err(|error| error.below(TOP))?;
-    let below = |error: OwnError| error.below(STAGING).below(TOP);
-    let of_host = own::dir(primary, &all, host).map_err(below)?;
+    let of_host = open_dir_of_host(primary, STAGING, host)?;
+    let below = |error: OwnError| error.below(host).below(STAGING).below(TOP);
     let dirs = (0..lanes).map(|lane| {
         let dir = own::dir(primary, &of_host, &format!("lane-{lane}"));
         Ok(open_to_ask(dir.map_err(below)?.as_fd())?)
