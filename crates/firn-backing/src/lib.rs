@@ -222,6 +222,24 @@ pub trait Backing: Send + Sync + 'static {
     fn sync_way(&self) -> SyncWay;
 }
 
+/// Most bytes that [`copy_through_memory`] copies.
+const COPY_BYTES_MAX: u64 = 1 << 20;
+
+/// [`Backing::copy_range`] for files that no copy_file_range(2) joins: reads, then writes, once.
+pub fn copy_through_memory<B: Backing>(
+    backing: &B,
+    from: &B::File,
+    from_offset: u64,
+    to: &B::File,
+    to_offset: u64,
+    len: u64,
+) -> Result<u64> {
+    let mut buf = vec![0; len.min(COPY_BYTES_MAX) as usize];
+    let count = backing.read_at(from, &mut buf, from_offset)?;
+    let written = backing.write_at(to, &[IoSlice::new(&buf[..count])], to_offset)?;
+    Ok(written as u64)
+}
+
 /// Whether a path relative to the root is `top` or below it; of the root, whose path is empty, all are.
 pub fn is_below(path: &[u8], top: &[u8]) -> bool {
     top.is_empty()

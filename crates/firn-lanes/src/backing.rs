@@ -4,12 +4,11 @@ use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
 use std::thread::Builder;
 
-use firn_backing::{Access, DirEntry, LaneIndex, Seek, SetTime, StatFs, SyncWay};
+use firn_backing::{
+    Access, DirEntry, LaneIndex, Seek, SetTime, StatFs, SyncWay, copy_through_memory,
+};
 
 use super::*;
-
-/// Most bytes that one call copies between file systems.
-const COPY_BYTES: u64 = 1 << 20;
 
 impl<B: Backing> Backing for Lanes<B> {
     type Inode = LanesInode<B>;
@@ -313,10 +312,7 @@ impl<B: Backing> Backing for Lanes<B> {
                 len,
             );
         }
-        let mut buffer = vec![0; len.min(COPY_BYTES) as usize];
-        let count = self.read_at(from, &mut buffer, from_offset)?;
-        let written = self.write_at(to, &[IoSlice::new(&buffer[..count])], to_offset)?;
-        Ok(written as u64)
+        copy_through_memory(self, from, from_offset, to, to_offset, len)
     }
 
     fn sync(&self, file: &LanesFile<B>, data_only: bool) -> Result<()> {

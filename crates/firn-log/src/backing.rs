@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use firn_backing::lock::Mutex;
 use firn_backing::{
     Access, Attr, Backing, Caller, DirEntry, Errno, Kind, LaneIndex, LockMode, RenameFlags, Result,
-    Seek, SetTime, StatFs, SyncWay,
+    Seek, SetTime, StatFs, SyncWay, copy_through_memory,
 };
 use firn_rendezvous::OwnError;
 use firn_rendezvous::own::{self, TOP};
@@ -24,9 +24,6 @@ use crate::run::{FILE_BYTES_MAX, Piece};
 
 /// In `.firn/`.
 const CONTAINERS: &str = "log";
-
-/// Most bytes that one call copies.
-const COPY_BYTES: u64 = 1 << 20;
 
 /// Says of a name whether a new file with it is logged.
 pub type Chooser = Box<dyn Fn(&OsStr) -> bool + Send + Sync>;
@@ -629,10 +626,7 @@ impl<B: Backing> Backing for LogBacking<B> {
         if id(from).is_some() && id(from) == id(to) && distance < len {
             return Err(Errno::INVAL);
         }
-        let mut buf = vec![0; len.min(COPY_BYTES) as usize];
-        let count = self.read_at(from, &mut buf, from_offset)?;
-        let written = self.write_at(to, &[IoSlice::new(&buf[..count])], to_offset)?;
-        Ok(written as u64)
+        copy_through_memory(self, from, from_offset, to, to_offset, len)
     }
 
     fn sync(&self, file: &LogFile<B>, data_only: bool) -> Result<()> {
