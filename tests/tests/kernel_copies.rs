@@ -28,14 +28,24 @@ fn drain_and_evict(sandbox: &Sandbox, path: &Path) {
     sandbox.run([OsStr::new("evict"), path.as_os_str()]).ok();
 }
 
-/// Proves S-read-3.
+/// Writes a file, and returns once firnd knows that nobody has it open: the kernel's RELEASE may come after close(2) returned,
+/// and the kernel caches no held file that somebody writes.
+fn write_and_close(mount: &FirnMount, path: &Path, data: &[u8]) {
+    fs::write(path, data).expect("write");
+    wait_until("the writer is gone", Duration::from_secs(10), || {
+        mount.status().open_files == 0
+    });
+}
+
+/// Proves S-read-3. The kernel may reclaim pages at any time (and does where DAMON looks for cold ones), so what is read
+/// of firnd again is bounded by half of the file, of the six times that it is read here.
 #[test]
 fn a_held_file_is_read_by_firnd_once_and_then_by_the_kernel() {
     let sandbox = Sandbox::new("copyonce");
     let mount = FirnMount::new(&sandbox, OPTIONS);
     let path = mount.join("held");
     let data = bytes(1, 8 * MIB);
-    fs::write(&path, &data).expect("write");
+    write_and_close(&mount, &path, &data);
     assert_same_bytes("the first time", &read(&path), &data);
     let served = mount.status().read_bytes;
     assert!(served >= data.len() as u64, "firnd gave {served} bytes");
@@ -44,7 +54,11 @@ fn a_held_file_is_read_by_firnd_once_and_then_by_the_kernel() {
         let file = File::open(&path).expect("open");
         let mapping = Mapping::new(&file, data.len(), MapFlags::PRIVATE).expect("mmap");
         assert_same_bytes("by a mapping", &mapping.read(0, data.len()), &data);
-        assert_eq!(mount.status().read_bytes, served, "round {round}");
+        let again = mount.status().read_bytes - served;
+        assert!(
+            again < data.len() as u64 / 2,
+            "round {round}: {again} bytes"
+        );
     }
     assert_eq!(mount.status().kernel_copies_bytes, data.len() as u64);
     mount.umount();
@@ -137,7 +151,7 @@ fn kernel_copies_are_bounded() {
     assert_eq!(bound / MIB as u64, 15, "a quarter of the arena, about");
     let names: Vec<_> = (0..4).map(|at| mount.join(format!("held{at}"))).collect();
     for (at, name) in names.iter().enumerate() {
-        fs::write(name, bytes(at as u64, 6 * MIB)).expect("write");
+        write_and_close(&mount, name, &bytes(at as u64, 6 * MIB));
     }
     for (at, name) in names.iter().enumerate() {
         assert_same_bytes("held", &read(name), &bytes(at as u64, 6 * MIB));
@@ -174,7 +188,7 @@ fn the_kernels_copy_of_a_file_that_is_in_the_backing_only_is_dropped() {
     let mount = FirnMount::new(&sandbox, OPTIONS);
     let path = mount.join("held");
     let data = bytes(4, 4 * MIB);
-    fs::write(&path, &data).expect("write");
+    write_and_close(&mount, &path, &data);
     let file = File::open(&path).expect("open");
     assert_same_bytes("held", &read_at(&file, 0, data.len()), &data);
     assert_eq!(mount.status().kernel_copies_bytes, data.len() as u64);
