@@ -26,7 +26,7 @@ struct State {
     end: u64,
     /// What is written next, and what becomes of it.
     bytes: Vec<u8>,
-    batch: Arc<OnceLock<Result<()>>>,
+    batch: Arc<OnceLock<Result<u64>>>,
     is_writing: bool,
 }
 
@@ -40,14 +40,15 @@ impl<B: Backing> Appender<B> {
         }
     }
 
-    /// Appends; after an error nothing of it counts, and what is appended next takes its place.
-    pub(crate) fn append(&self, base: &B, bytes: &[u8]) -> Result<()> {
+    /// Appends, and says where. After an error nothing of it counts, and what is appended next takes its place.
+    pub(crate) fn append(&self, base: &B, bytes: &[u8]) -> Result<u64> {
         let mut state = self.state.lock();
+        let in_batch = state.bytes.len() as u64;
         state.bytes.extend_from_slice(bytes);
         let own_batch = Arc::clone(&state.batch);
         loop {
             if let Some(result) = own_batch.get() {
-                return *result;
+                return result.map(|start| start + in_batch);
             }
             if state.is_writing {
                 state.wait(&self.written);
@@ -61,7 +62,7 @@ impl<B: Backing> Appender<B> {
             if result.is_ok() {
                 state.end += bytes.len() as u64;
             }
-            let _ = batch.set(result);
+            let _ = batch.set(result.map(|()| end));
             state.is_writing = false;
             self.written.notify_all();
         }

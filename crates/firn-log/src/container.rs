@@ -8,6 +8,7 @@
 //!   and never shown.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ffi::OsStr;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,8 +22,8 @@ use crate::frame::{CHECKED_BYTES, Change, Frame, Next, Written};
 use crate::names::Writer;
 use crate::resolve::{Key, Resolver, Segment, Source, WriterId};
 use crate::run::Piece;
-use crate::seal::{SEAL_NAME, Seal};
-use crate::writer::{DataPart, OwnLog};
+use crate::seal::{CLOSING, SEAL_NAME, Seal};
+use crate::writer::{Appended, DataPart, OwnLog};
 
 /// Bytes of an index that are read at once; larger than any frame.
 const INDEX_READ_BYTES: usize = 4 << 20;
@@ -80,7 +81,6 @@ struct Tail<B: Backing> {
     /// None for this host's own, which is known without reading.
     index: Option<Arc<B::File>>,
     offset: u64,
-    frames: u64,
     logs: HashMap<u32, Arc<B::File>>,
 }
 
@@ -89,7 +89,8 @@ struct News {
     writer: WriterId,
     from: u64,
     to: u64,
-    frames: Vec<Frame>,
+    /// With where they begin.
+    frames: Vec<(u64, Frame)>,
 }
 
 impl<B: Backing> Container<B> {
@@ -138,16 +139,16 @@ impl<B: Backing> Container<B> {
             return Ok(());
         }
         let own = self.own_log(base)?;
-        let frame = own.write(base, self.epoch.load(Ordering::Acquire), parts)?;
-        self.add_own(&own, frame)
+        let appended = own.write(base, self.epoch.load(Ordering::Acquire), parts)?;
+        self.add_own(base, &own, appended)
     }
 
     /// Cuts the file, or makes it longer.
     pub fn set_len(&self, base: &B, len: u64) -> Result<()> {
         let own = self.own_log(base)?;
         self.take_epoch(base)?;
-        let frame = own.note(base, self.epoch.load(Ordering::Acquire), Change::Cut(len))?;
-        self.add_own(&own, frame)?;
+        let appended = own.note(base, self.epoch.load(Ordering::Acquire), Change::Cut(len))?;
+        self.add_own(base, &own, appended)?;
         // What this host writes next is newer than the cut, whatever others do at the same time.
         self.epoch.fetch_add(1, Ordering::AcqRel);
         Ok(())
@@ -157,8 +158,8 @@ impl<B: Backing> Container<B> {
     pub fn zero(&self, base: &B, piece: Piece) -> Result<()> {
         let own = self.own_log(base)?;
         let change = Change::Zeroed(piece);
-        let frame = own.note(base, self.epoch.load(Ordering::Acquire), change)?;
-        self.add_own(&own, frame)
+        let appended = own.note(base, self.epoch.load(Ordering::Acquire), change)?;
+        self.add_own(base, &own, appended)
     }
 
     /// Makes what this host wrote durable and known to others.
@@ -281,7 +282,7 @@ impl<B: Backing> Container<B> {
         self.view.lock().seal.clone()
     }
 
-    /// How many bytes of each index are whole frames.
+    /// How many bytes of each index are whole frames, durably.
     pub(crate) fn index_lengths(&self, base: &B) -> Result<Vec<(Writer, u64)>> {
         let mut lengths = Vec::new();
         for (name, ..) in own::list(base, &self.dir)? {
@@ -292,6 +293,8 @@ impl<B: Backing> Container<B> {
                 continue;
             };
             let index = base.open(&inode, Access::Read)?;
+            // What is decided to count is durable before that decision.
+            base.sync(&index, true)?;
             let news = read_index(base, &index, writer.id(), 0..u64::MAX)?;
             lengths.push((writer, news.to));
         }
@@ -309,7 +312,6 @@ impl<B: Backing> Container<B> {
             writer,
             index: Some(Arc::clone(&index)),
             offset: 0,
-            frames: 0,
             logs: HashMap::new(),
         });
         Ok(tail.index.clone())
@@ -326,9 +328,8 @@ impl<B: Backing> Container<B> {
             return;
         }
         tail.offset = news.to;
-        for frame in news.frames {
-            view.resolver.add(news.writer, tail.frames, frame);
-            tail.frames += 1;
+        for (offset, frame) in news.frames {
+            view.resolver.add(news.writer, offset, frame);
         }
     }
 
@@ -368,24 +369,24 @@ impl<B: Backing> Container<B> {
             writer: writer.clone(),
             index: None,
             offset: 0,
-            frames: 0,
             logs: HashMap::new(),
         };
         self.view.lock().tails.insert(writer.id(), tail);
         Ok(made)
     }
 
-    /// ESTALE if what counts was decided without this frame.
-    fn add_own(&self, own: &OwnLog<B>, frame: Frame) -> Result<()> {
+    /// ESTALE if what counts may have been decided without this frame: who decides it puts `closing` before he looks
+    /// how long indexes are, so a frame that is there before `closing` counts, whatever he believes of this host.
+    fn add_own(&self, base: &B, own: &OwnLog<B>, appended: Appended) -> Result<()> {
+        if own::find(base, &self.dir, OsStr::new(CLOSING))?.is_some() {
+            return Err(Errno::STALE);
+        }
         let mut view = self.view.lock();
-        let view = &mut *view;
         if view.seal.is_some() {
             return Err(Errno::STALE);
         }
-        let id = own.writer.id();
-        let tail = view.tails.get_mut(&id).expect("made with the log");
-        view.resolver.add(id, tail.frames, frame);
-        tail.frames += 1;
+        let Appended { frame, offset } = appended;
+        view.resolver.add(own.writer.id(), offset, frame);
         Ok(())
     }
 
@@ -473,7 +474,7 @@ fn read_index<B: Backing>(
             if news.to + bytes as u64 > range.end {
                 return Ok(news);
             }
-            news.frames.push(frame);
+            news.frames.push((news.to, frame));
             news.to += bytes as u64;
             rest = &rest[bytes..];
         }

@@ -295,8 +295,8 @@ impl<B: Backing> LoggedFile<B> {
         for _ in 0..LOOKS_MAX {
             let top = self.join(place, plain_bytes)?;
             match make(&top.container) {
-                // It was decided what counts, and this host was taken for dead.
-                Err(Errno::STALE) => top.is_joined.store(false, Ordering::Release),
+                // What counts is being decided, maybe without it: it goes to the next generation too.
+                Err(Errno::STALE) => top.end_writing(place)?,
                 outcome => return outcome,
             }
         }
@@ -372,11 +372,7 @@ impl<B: Backing> LoggedFile<B> {
     /// This host writes to it no more.
     pub(crate) fn end_writing(&self, place: &Place<'_, B>) -> Result<()> {
         for generation in self.all() {
-            if generation.is_joined.swap(false, Ordering::AcqRel)
-                && let Some(ending) = generation.ending(place)?
-            {
-                ending.end_writing()?;
-            }
+            generation.end_writing(place)?;
         }
         Ok(())
     }
@@ -429,6 +425,16 @@ impl<B: Backing> LoggedFile<B> {
 impl<B: Backing> Generation<B> {
     fn ending<'a>(&'a self, place: &Place<'a, B>) -> Result<Option<Ending<'a, B>>> {
         Ending::of(place.base, &self.container, place.top, &self.name)
+    }
+
+    /// This host writes to it no more.
+    fn end_writing(&self, place: &Place<'_, B>) -> Result<()> {
+        if self.is_joined.swap(false, Ordering::AcqRel)
+            && let Some(ending) = self.ending(place)?
+        {
+            ending.end_writing()?;
+        }
+        Ok(())
     }
 
     /// Whether its bytes are in the plain file, or it is gone, which comes after that.

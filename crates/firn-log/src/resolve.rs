@@ -19,7 +19,7 @@ pub struct Key {
     pub epoch: u64,
     /// Who made it.
     pub writer: WriterId,
-    /// Number of the frame in the writer's index.
+    /// Where the frame begins in the writer's index.
     pub frame: u64,
 }
 
@@ -104,12 +104,12 @@ impl Resolver {
         self.base_bytes
     }
 
-    /// Takes a change; in whatever order they come.
-    pub fn add(&mut self, writer: WriterId, number: u64, frame: Frame) {
+    /// Takes a change, whose frame begins at `offset` in the writer's index; in whatever order they come.
+    pub fn add(&mut self, writer: WriterId, offset: u64, frame: Frame) {
         let key = Key {
             epoch: frame.epoch,
             writer,
-            frame: number,
+            frame: offset,
         };
         let painting = match frame.change {
             Change::Cut(len) => {

@@ -35,7 +35,8 @@ use crate::run::FILE_BYTES_MAX;
 
 /// Put once, with [`Seal`].
 pub(crate) const SEAL_NAME: &str = "seal";
-const CLOSING: &str = "closing";
+/// Put once. What a host appends when it is there may count or not.
+pub(crate) const CLOSING: &str = "closing";
 const CUT: &str = "cut";
 const ALL: &str = "all";
 const WRITING: &str = "w-";

@@ -22,6 +22,12 @@ const PAGE_BYTES: u64 = 4096;
 /// Bytes of a file, and where they go.
 pub type DataPart<'a> = (u64, IoSlice<'a>);
 
+/// A frame, and where it is in the index.
+pub(crate) struct Appended {
+    pub(crate) frame: Frame,
+    pub(crate) offset: u64,
+}
+
 /// The logs and the index of this host in one container.
 pub(crate) struct OwnLog<B: Backing> {
     pub(crate) writer: Writer,
@@ -67,7 +73,7 @@ impl<B: Backing> OwnLog<B> {
     }
 
     /// Appends bytes of the file that do not overlap, and says what they are. After an error none of them counts.
-    pub(crate) fn write(&self, base: &B, epoch: u64, parts: &[DataPart<'_>]) -> Result<Frame> {
+    pub(crate) fn write(&self, base: &B, epoch: u64, parts: &[DataPart<'_>]) -> Result<Appended> {
         let bytes = parts.iter().map(|(_, data)| data.len() as u64).sum();
         let room = self.take_room(base, bytes)?;
         let data: Vec<IoSlice<'_>> = parts.iter().map(|(_, data)| IoSlice::new(data)).collect();
@@ -85,21 +91,20 @@ impl<B: Backing> OwnLog<B> {
                 runs: find_runs(pieces),
             }),
         };
-        self.append(base, &frame)?;
-        Ok(frame)
+        self.append(base, frame)
     }
 
     /// Says what else became of the file.
-    pub(crate) fn note(&self, base: &B, epoch: u64, change: Change) -> Result<Frame> {
+    pub(crate) fn note(&self, base: &B, epoch: u64, change: Change) -> Result<Appended> {
         let frame = Frame { epoch, change };
-        self.append(base, &frame)?;
-        Ok(frame)
+        self.append(base, frame)
     }
 
-    fn append(&self, base: &B, frame: &Frame) -> Result<()> {
+    fn append(&self, base: &B, frame: Frame) -> Result<Appended> {
         let mut bytes = Vec::new();
         frame.encode(&mut bytes);
-        self.index.append(base, &bytes)
+        let offset = self.index.append(base, &bytes)?;
+        Ok(Appended { frame, offset })
     }
 
     /// Makes what was written durable: data first, so that a durable frame has its data.

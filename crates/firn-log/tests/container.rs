@@ -393,8 +393,7 @@ fn a_container_ends_with_its_last_writer() {
             .expect("begin")
     );
     assert_eq!(plain_bytes(&world.disk), b"from a");
-    // One that was taken for dead and was not learns of it.
-    dead.container.refresh(&dead.disk).expect("look");
+    // One that was taken for dead and was not learns of it with its next write.
     let late = dead.apply(&Change::Write(vec![(0, b"late".to_vec())]));
     assert_eq!(late, Err(Errno::STALE));
 }
