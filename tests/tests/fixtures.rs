@@ -1,9 +1,12 @@
-//! The fixtures that need the helper program, without Firn.
+//! The file systems that tests and benchmarks work in, without Firn.
 
-use std::fs;
+use std::fs::{self, File};
 
+use firn_testfs::extent_locks::{LockModel, LockServer};
+use firn_testfs::mount_client;
 use firn_tests::Sandbox;
 use firn_tests::faultfs::FaultFs;
+use rustix::fs::{FlockOperation, flock};
 
 #[test]
 fn a_healthy_backing_keeps_files_and_a_sick_one_says_eio() {
@@ -25,4 +28,43 @@ fn a_healthy_backing_keeps_files_and_a_sick_one_says_eio() {
     assert_eq!(error.raw_os_error(), Some(libc::ENOTCONN));
     fault.start();
     assert_eq!(fs::read(&path).expect("read"), b"more");
+}
+
+#[test]
+fn clients_of_one_server_see_each_others_bytes_and_locks() {
+    let sandbox = Sandbox::new("clients");
+    let server = LockServer::new(LockModel::EXTENTS.scaled(256));
+    let source = sandbox.mkdir("source");
+    let points = [sandbox.mkdir("one"), sandbox.mkdir("other")];
+    let mount = |client: usize| {
+        let policy = server.client(client as u32);
+        mount_client(&source, &points[client], policy, 4).expect("mount")
+    };
+    let sessions = [mount(0), mount(1)];
+    let open = |client: usize| {
+        let mut options = File::options();
+        let path = points[client].join("file");
+        options.read(true).write(true).create(true).truncate(false);
+        options.open(path).expect("open")
+    };
+    let (one, other) = (open(0), open(1));
+    fs::write(points[0].join("file"), "of one").expect("write");
+    let changes = server.changes();
+    let read = fs::read(points[1].join("file")).expect("read");
+    assert_eq!(
+        (read.as_slice(), server.changes() - changes),
+        (&b"of one"[..], 1)
+    );
+
+    let exclusive = FlockOperation::NonBlockingLockExclusive;
+    flock(&one, exclusive).expect("lock");
+    assert_eq!(flock(&other, exclusive), Err(rustix::io::Errno::AGAIN));
+    drop(one);
+    firn_tests::wait_until(
+        "the lock ends with its file",
+        std::time::Duration::from_secs(20),
+        || flock(&other, exclusive).is_ok(),
+    );
+    drop(other);
+    drop(sessions);
 }

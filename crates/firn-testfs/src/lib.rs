@@ -4,6 +4,7 @@
 //!   simulated disk a server whose power can be cut (`power`). A [`Policy`] is asked before each request and may
 //!   delay it or answer with an error (`faults`).
 //! * [`seeking_disk::SeekingDisk`] is a policy that takes as long as a disk that seeks: a model.
+//! * [`extent_locks::LockServer`] gives policies that take as long as a server with extent locks: a model.
 //! * [`moosefs::MooseFs`] is a MooseFS with servers of its own, in a network namespace.
 //! * [`trace::Trace`] is a policy that notes who writes when.
 //! * [`sink::Sink`] takes writes and forgets them: the least that a server written with the same crate can do.
@@ -11,6 +12,7 @@
 //! None of them is a file system to keep data in.
 
 pub mod cleanup;
+pub mod extent_locks;
 pub mod faults;
 pub mod moosefs;
 pub mod namespace;
@@ -27,7 +29,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, bail};
-use firn_backing::Backing;
+use firn_backing::{Backing, DirBacking};
 use fuser::{Config, MountOption, SessionACL};
 
 pub use fuser::{BackgroundSession, Errno};
@@ -95,6 +97,20 @@ pub fn mount_settings(name: &str, acl: SessionACL, threads: usize) -> Config {
     // Each thread reads requests from a descriptor of its own.
     config.clone_fd = true;
     config
+}
+
+/// Mounts `source` for one of several clients, each with a policy of its own: nothing is cached, and a lock of one keeps
+/// the others out. It is served until the session is dropped. The process must have umask 0.
+pub fn mount_client(
+    source: &Path,
+    mount_point: &Path,
+    policy: impl Policy<DirBacking>,
+    threads: usize,
+) -> anyhow::Result<BackgroundSession> {
+    let server = Server::new(DirBacking::open(source)?, policy, Caching::Nothing)?.with_locks();
+    let settings = mount_settings("firn-model", SessionACL::Owner, threads);
+    fuser::spawn_mount(server, mount_point, &settings)
+        .with_context(|| format!("cannot mount {}", mount_point.display()))
 }
 
 /// Takes a mount out of the tree, also where programs still use it.

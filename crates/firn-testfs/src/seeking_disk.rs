@@ -13,9 +13,10 @@
 //! | what the elevator sees and sorts at a time | 64 MiB, in the order of arrival | queue of 128 requests of 512 KiB; writers that had to wait wrote back themselves, each its own file (Linux before 3.2) |
 //! | a file reserves | 4 MiB at a time, at the first free place; its close gives the rest back | ext3: 1027 blocks at most |
 //! | sync of a file | waits for all that arrived before it | ext3 with `data=ordered` |
+//! | a server that syncs | each write returns when it is on the disk; meanwhile others arrive, and the next sweep takes them all. What goes on where the last sweep ended has missed its turn: 8.3 ms | 7,200 rotations a minute; `TroveSyncData` of PVFS2 is `yes` by default (`server-config.c`), and "wait a full rotation before the next small write" (log-based writing, section III) |
 //! | readers | one file for 100 ms at most, 8 ms of waiting for its next request, then the one that waits longest | CFQ: `slice_sync`, `slice_idle` |
 //!
-//! Not modelled: journal and metadata, the network, rotation, defects, a full disk, reads that a cache answers.
+//! Not modelled: journal and metadata, the network, rotation otherwise, defects, a full disk, reads that a cache answers.
 //!
 //! Invariants
 //! * A writer waits while the cache is full; a request larger than the cache waits until it is empty.
@@ -44,6 +45,10 @@ pub struct DiskModel {
     pub queue_bytes: u64,
     /// Bytes that a file reserves at a time.
     pub window_bytes: u64,
+    /// Each write is synced before it returns.
+    pub is_synced: bool,
+    /// Until the sector that just went past comes again.
+    pub rotation: Duration,
     /// How long one reader has the disk while others wait.
     pub read_slice: Duration,
     /// How long its next request is waited for.
@@ -58,9 +63,19 @@ impl DiskModel {
         cache_bytes: 256 << 20,
         queue_bytes: 64 << 20,
         window_bytes: 4 << 20,
+        is_synced: false,
+        rotation: Duration::from_micros(8333),
         read_slice: Duration::from_millis(100),
         read_idle: Duration::from_millis(8),
     };
+
+    /// The same disk behind a server that syncs each write.
+    pub fn synced(self) -> Self {
+        Self {
+            is_synced: true,
+            ..self
+        }
+    }
 
     /// The same disk for files of a `divisor`-th: every time and every size is divided, the rate stays. So whatever is
     /// done with it takes a `divisor`-th of the time, exactly.
@@ -72,6 +87,8 @@ impl DiskModel {
             cache_bytes: self.cache_bytes / bytes,
             queue_bytes: self.queue_bytes / bytes,
             window_bytes: self.window_bytes / bytes,
+            is_synced: self.is_synced,
+            rotation: self.rotation / divisor,
             read_slice: self.read_slice / divisor,
             read_idle: self.read_idle / divisor,
         }

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
-use firn_backing::{Access, Attr, Backing, RenameFlags as Flags, Seek};
+use firn_backing::{Access, Attr, Backing, LockMode, RenameFlags as Flags, Seek};
 use firn_fuser::{caller, errno, file_attr, file_type, set_time};
 use fuser::{
     BsdFileFlags, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, Filesystem,
@@ -33,6 +33,8 @@ pub struct Server<B: Backing, P> {
     backing: B,
     policy: P,
     caching: Caching,
+    /// flock(2) is the backing's affair: all mounts of it exclude each other.
+    has_locks: bool,
     /// Number of the top in the backing; the kernel calls it 1.
     root: u64,
     inodes: Mutex<HashMap<u64, Known<B>>>,
@@ -61,12 +63,19 @@ impl<B: Backing, P: Policy<B>> Server<B, P> {
             backing,
             policy,
             caching,
+            has_locks: false,
             root: number,
             inodes: Mutex::new(HashMap::from([(INodeNo::ROOT.0, known)])),
             files: Mutex::default(),
             dirs: Mutex::default(),
             next_handle: AtomicU64::new(1),
         })
+    }
+
+    /// Locks of files (flock(2), without waiting) are those of the backing, as several mounts of it need.
+    pub fn with_locks(mut self) -> Self {
+        self.has_locks = true;
+        self
     }
 
     fn number(&self, attr: &Attr) -> u64 {
@@ -231,6 +240,9 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         let mut flags = InitFlags::FUSE_PARALLEL_DIROPS;
         if self.caching == Caching::Usual {
             flags |= InitFlags::FUSE_DO_READDIRPLUS | InitFlags::FUSE_READDIRPLUS_AUTO;
+        }
+        if self.has_locks {
+            flags |= InitFlags::FUSE_FLOCK_LOCKS;
         }
         for flag in flags.iter() {
             let _ = config.add_capabilities(flag);
@@ -530,6 +542,37 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         self.files.lock().remove(&handle.0);
         self.policy.transfer(number.0, Transfer::Close);
         reply_empty(reply, admitted);
+    }
+
+    fn setlk(
+        &self,
+        _: &Request,
+        number: INodeNo,
+        handle: FileHandle,
+        _: LockOwner,
+        _: u64,
+        _: u64,
+        typ: i32,
+        _: u32,
+        waits: bool,
+        reply: ReplyEmpty,
+    ) {
+        // Only flock(2) comes here: the kernel keeps locks of ranges itself. A lock ends with its handle.
+        let locked = self
+            .admitted_file("setlk", number, handle)
+            .and_then(|file| {
+                let mode = match typ {
+                    libc::F_WRLCK => LockMode::Exclusive,
+                    libc::F_RDLCK => LockMode::Shared,
+                    _ => return Err(Errno::EOPNOTSUPP),
+                };
+                match self.backing.try_lock(&file, mode).map_err(errno)? {
+                    true => Ok(()),
+                    false if waits => Err(Errno::EOPNOTSUPP),
+                    false => Err(Errno::EAGAIN),
+                }
+            });
+        reply_empty(reply, locked);
     }
 
     fn opendir(&self, _: &Request, number: INodeNo, _: OpenFlags, reply: ReplyOpen) {

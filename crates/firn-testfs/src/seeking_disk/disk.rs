@@ -144,6 +144,16 @@ impl Disk {
         time
     }
 
+    /// How long a sweep that begins with `run` waits for the platter. A disk that was told to sync has nothing to do
+    /// between the end of a sweep and the next request, and turns on.
+    pub fn turn_to(&self, run: Run) -> Duration {
+        let goes_on = run.position == self.head;
+        match self.model.is_synced && goes_on {
+            true => self.model.rotation,
+            false => Duration::ZERO,
+        }
+    }
+
     /// A run of a sweep is on the disk.
     pub fn complete_write(&mut self, run: Run) {
         self.moving_bytes -= run.len;
@@ -281,6 +291,18 @@ mod tests {
             MODEL.transfer_time(MIB) + MODEL.seek
         );
         assert_eq!(disk.seeks(), 2);
+    }
+
+    #[test]
+    fn a_synced_sweep_that_goes_on_where_the_last_one_ended_waits_for_a_rotation() {
+        let mut disk = Disk::new(MODEL.synced());
+        let run = |position| Run { position, len: MIB };
+        assert_eq!(disk.turn_to(run(0)), MODEL.rotation);
+        disk.move_head(run(0));
+        assert_eq!(disk.turn_to(run(MIB)), MODEL.rotation);
+        assert_eq!(disk.turn_to(run(8 * MIB)), Duration::ZERO);
+        let behind_a_cache = Disk::new(MODEL);
+        assert_eq!(behind_a_cache.turn_to(run(0)), Duration::ZERO);
     }
 
     #[test]

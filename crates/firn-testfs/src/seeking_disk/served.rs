@@ -113,7 +113,7 @@ impl SeekingDisk {
                 len,
                 done,
             });
-            state.admit_writers();
+            state.admit_writers(shared.model.is_synced);
         });
     }
 
@@ -225,12 +225,16 @@ impl Shared {
     }
 
     fn serve_sweep(&self, runs: &[Run], clock: &mut Clock) {
+        if let Some(first) = runs.first() {
+            let turn = self.state.lock().disk.turn_to(*first);
+            clock.spend(turn);
+        }
         for run in runs {
             let time = self.state.lock().disk.move_head(*run);
             clock.spend(time);
             let mut state = self.state.lock();
             state.disk.complete_write(*run);
-            state.admit_writers();
+            state.admit_writers(self.model.is_synced);
         }
         let mut state = self.state.lock();
         state.swept += runs.iter().map(|run| run.len).sum::<u64>();
@@ -239,15 +243,22 @@ impl Shared {
 }
 
 impl State {
-    /// Lets writers in, in the order in which they came, as long as there is room.
-    fn admit_writers(&mut self) {
+    /// Lets writers in, in the order in which they came, as long as there is room. Who syncs waits for the disk.
+    fn admit_writers(&mut self, is_synced: bool) {
         while let Some(first) = self.writers.front()
             && self.disk.has_room(first.len)
         {
             let first = self.writers.pop_front().expect("it is there");
             self.disk.write(first.file, first.offset, first.len);
             self.arrived += first.len;
-            let _ = first.done.send(());
+            if is_synced {
+                self.syncs.push_back(WaitingSync {
+                    target: self.arrived,
+                    done: first.done,
+                });
+            } else {
+                let _ = first.done.send(());
+            }
         }
     }
 
@@ -304,6 +315,25 @@ mod tests {
         let state = disk.0.shared.state.lock();
         assert_eq!((state.arrived, state.swept), (256 << 10, 256 << 10));
         assert_eq!(state.disk.dirty_bytes(), 0);
+    }
+
+    #[test]
+    fn a_server_that_syncs_answers_when_the_bytes_are_on_the_disk() {
+        let model = DiskModel::SATA_2010.scaled(4096).synced();
+        let disk = SeekingDisk::start(model).expect("start the disk");
+        std::thread::scope(|scope| {
+            for file in 0..4 {
+                let disk = &disk;
+                scope.spawn(move || {
+                    for step in 0..4u64 {
+                        disk.write(file, step * 512, 512);
+                        assert!(disk.0.shared.state.lock().swept >= (step + 1) * 512);
+                    }
+                });
+            }
+        });
+        let state = disk.0.shared.state.lock();
+        assert_eq!((state.arrived, state.swept), (8 << 10, 8 << 10));
     }
 
     #[test]
