@@ -46,6 +46,8 @@ pub use stream::DirStream;
 
 /// Files that are synced at once where each is synced by itself: enough to hide the way to a server.
 const SYNC_THREADS: usize = 8;
+/// Slices of one pwritev(2), which refuses more (`UIO_MAXIOV`).
+const SLICES_MAX: usize = 1024;
 
 /// A directory of this machine, on whatever file system.
 #[derive(Debug)]
@@ -562,6 +564,7 @@ impl Backing for DirBacking {
     }
 
     fn write_at(&self, file: &Self::File, data: &[IoSlice<'_>], offset: u64) -> Result<usize> {
+        let data = &data[..data.len().min(SLICES_MAX)];
         let done = rustix::io::pwritev(&file.fd, data, offset);
         self.changed(file.key, file.fd.as_fd());
         if let (Some(steering), Ok(bytes)) = (&self.steering, &done) {

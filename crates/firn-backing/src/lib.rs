@@ -159,6 +159,30 @@ pub trait Backing: Send + Sync + 'static {
     fn read_at(&self, file: &Self::File, buf: &mut [u8], offset: u64) -> Result<usize>;
     /// pwritev(2), once: may write less than asked.
     fn write_at(&self, file: &Self::File, data: &[IoSlice<'_>], offset: u64) -> Result<usize>;
+    /// Writes parts that do not overlap and are not empty, in whatever order they are in. May write less than asked: so
+    /// many bytes as it says, from the first part on, and nothing of the others. After an error none of them counts.
+    fn write_parts(&self, file: &Self::File, parts: &[DataPart<'_>]) -> Result<u64> {
+        let mut written = 0;
+        for part in parts {
+            let count = match self.write_at(file, part.data, part.offset) {
+                Ok(count) => count as u64,
+                // As write(2): what was written before the fault is good; the next call tells the fault.
+                Err(_) if written > 0 => break,
+                Err(error) => return Err(error),
+            };
+            written += count;
+            if count < part.len() {
+                break;
+            }
+        }
+        Ok(written)
+    }
+    /// Whether one [`Backing::write_parts`] of pieces that are far from each other costs about as much as if they were next to
+    /// each other. Of a directory: whether that may be so of a file below it. Like [`Backing::lane_of`] it makes no
+    /// system call and waits for nothing, and a wrong answer costs time and nothing else.
+    fn gathers(&self, _inode: &Self::Inode) -> bool {
+        false
+    }
     /// ftruncate(2).
     fn set_len(&self, file: &Self::File, len: u64) -> Result<()>;
     /// fallocate(2) with its `mode` bits.

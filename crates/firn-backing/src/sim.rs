@@ -60,6 +60,7 @@ pub struct SimBacking {
     is_synced_one_by_one: Arc<AtomicBool>,
     unsynced: Arc<Unsynced>,
     lanes: Arc<SimLanes>,
+    gathers: Arc<AtomicBool>,
 }
 
 /// The lanes of a simulated backing.
@@ -208,7 +209,13 @@ impl SimBacking {
             is_synced_one_by_one: Arc::clone(&self.is_synced_one_by_one),
             unsynced: Arc::default(),
             lanes: Arc::clone(&self.lanes),
+            gathers: Arc::clone(&self.gathers),
         }
+    }
+
+    /// Has pieces of every file be gathered ([`crate::Backing::gathers`]), or ends that.
+    pub fn set_gathers(&self, gathers: bool) {
+        self.gathers.store(gathers, Ordering::Relaxed);
     }
 
     /// Spreads the files over so many lanes, at most 64, by their inode numbers.

@@ -8,7 +8,8 @@ use std::io::IoSlice;
 
 use crate::sim::tree;
 use crate::{
-    Access, Attr, Backing, Caller, Errno, Kind, LockMode, RenameFlags, Seek, SetTime, Time,
+    Access, Attr, Backing, Caller, DataPart, Errno, Kind, LockMode, RenameFlags, Seek, SetTime,
+    Time,
 };
 
 pub mod differential;
@@ -28,7 +29,7 @@ type Case<B> = (&'static str, fn(&B));
 
 /// Runs all cases, each over a fresh, empty backing from `make`. The process must have umask 0.
 pub fn run<B: Backing>(make: impl Fn() -> B) {
-    let cases: [Case<B>; 12] = [
+    let cases: [Case<B>; 13] = [
         ("names", names),
         ("inodes_outlive_names", inodes_outlive_names),
         ("hard_links", hard_links),
@@ -38,6 +39,7 @@ pub fn run<B: Backing>(make: impl Fn() -> B) {
         ("attributes", attributes),
         ("xattrs", xattrs),
         ("data", data),
+        ("parts", parts),
         ("holes", holes),
         ("streams", streams),
         ("lanes", lanes),
@@ -308,6 +310,37 @@ fn data<B: Backing>(b: &B) {
     assert_eq!(b.copy_range(&open, 1, &copy, 2, 2), Ok(2));
     assert_eq!(read(b, &copy, 0, 99), b"\0\x0012");
     assert_eq!(b.attr_of_file(&copy).map(|a| a.size), Ok(4));
+}
+
+fn parts<B: Backing>(b: &B) {
+    let (inode, open) = file(b, "a", b"0123456789");
+    let (far, near) = (
+        [IoSlice::new(b"xy"), IoSlice::new(b"z")],
+        [IoSlice::new(b"ab")],
+    );
+    let parts = [(20, &far[..]), (4, &near[..]), (8, &far[1..])];
+    let parts = parts.map(|(offset, data)| DataPart { offset, data });
+    assert_eq!(b.write_parts(&open, &parts), Ok(6));
+    let expected = b"0123ab67z9\0\0\0\0\0\0\0\0\0\0xyz";
+    assert_eq!(read(b, &open, 0, 99), expected);
+    let reader = b.open(&inode, Access::Read).expect("open");
+    let refused = b.write_parts(&reader, &parts);
+    assert_eq!(refused.err(), Some(Errno::BADF));
+    // More than a call of the kernel takes.
+    let bytes: Vec<u8> = (0..5000).map(|at| (at % 251) as u8).collect();
+    let slices: Vec<_> = bytes.chunks(1).map(IoSlice::new).collect();
+    let mut done = 0;
+    while done < bytes.len() {
+        let part = DataPart {
+            offset: done as u64,
+            data: &slices[done..],
+        };
+        done += b.write_parts(&open, &[part]).expect("write") as usize;
+    }
+    assert_eq!(read(b, &open, 0, 9999), bytes);
+    if b.gathers(&inode) {
+        assert!(b.gathers(&b.root()), "of a directory: of some file in it");
+    }
 }
 
 fn holes<B: Backing>(b: &B) {

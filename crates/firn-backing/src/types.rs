@@ -1,6 +1,7 @@
 //! Plain data that crosses the [`Backing`](crate::Backing) seam.
 
 use std::ffi::OsStr;
+use std::io::IoSlice;
 
 use bitflags::bitflags;
 
@@ -20,6 +21,27 @@ impl LaneIndex {
     /// Its number, counted from 0: its place in a table of all lanes.
     pub fn index(self) -> usize {
         usize::from(self.0)
+    }
+}
+
+/// Bytes of a file that follow each other.
+#[derive(Clone, Copy, Debug)]
+pub struct DataPart<'a> {
+    /// Where they begin in the file.
+    pub offset: u64,
+    /// One slice after the other.
+    pub data: &'a [IoSlice<'a>],
+}
+
+impl DataPart<'_> {
+    /// How many they are.
+    pub fn len(&self) -> u64 {
+        self.data.iter().map(|slice| slice.len() as u64).sum()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
     }
 }
 

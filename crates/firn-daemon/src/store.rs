@@ -10,8 +10,8 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use firn_backing::{
-    Access, Attr, Backing, Caller, DirBacking, DirEntry, LaneIndex, LockMode, RenameFlags, Result,
-    Seek, SetTime, StatFs, SyncWay,
+    Access, Attr, Backing, Caller, DataPart, DirBacking, DirEntry, LaneIndex, LockMode,
+    RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
 };
 use firn_lanes::Lanes;
 use firn_transact::{
@@ -370,6 +370,15 @@ impl<B: Backing> Backing for Store<B> {
     fn write_at(&self, file: &StoreFile<B>, data: &[IoSlice<'_>], offset: u64) -> Result<usize> {
         delegate!(self, StoreFile(file), |store| store
             .write_at(file, data, offset))
+    }
+
+    fn write_parts(&self, file: &StoreFile<B>, parts: &[DataPart<'_>]) -> Result<u64> {
+        delegate!(self, StoreFile(file), |store| store
+            .write_parts(file, parts))
+    }
+
+    fn gathers(&self, inode: &StoreInode<B>) -> bool {
+        delegate!(self, StoreInode(inode), |store| store.gathers(inode))
     }
 
     fn set_len(&self, file: &StoreFile<B>, len: u64) -> Result<()> {

@@ -57,6 +57,7 @@ fn threads_over_a_failing_backing_agree_with_their_models() {
     let backing = SimBacking::new();
     let seed = seed("failing");
     let mut rng = StdRng::seed_from_u64(seed);
+    backing.set_gathers(rng.random());
     backing.set_plan(move |call, _| match (call, rng.random_range(0..40)) {
         ("write_at", 0) => Some(Fault::Error(Errno::IO)),
         ("write_at", 1..8) => Some(Fault::ShortWrite(rng.random_range(1..5000))),
@@ -74,6 +75,7 @@ fn threads_over_several_lanes_agree_with_their_models_in_both_orders() {
         let backing = SimBacking::new();
         let lanes = rng.random_range(2..5);
         backing.set_lanes(lanes);
+        backing.set_gathers(rng.random());
         let faulty = backing.clone();
         let mut choose = StdRng::seed_from_u64(seed ^ 1);
         // A lane fails for a while, and then another one.

@@ -47,16 +47,21 @@ pub trait Executor: Send + Sync {
 /// The queue of each lane, and who works them off.
 pub(crate) struct Drain<B: Backing> {
     lanes: Box<[DrainQueue<File<B>>]>,
+    /// Pieces of some files may be written together.
+    gathers: bool,
     executor: RwLock<Option<Arc<dyn Executor>>>,
     /// Who waits for files to be drained; the sum over all files, or more for an instant.
     waiter_count: AtomicU64,
 }
 
 impl<B: Backing> Drain<B> {
-    pub(crate) fn new(lane_count: u16, order: Order) -> Self {
+    /// For the files of `backing`.
+    pub(crate) fn new(backing: &B, order: Order) -> Self {
+        let lane_count = backing.lane_count();
         assert!(lane_count > 0, "a mount has a lane");
         Self {
             lanes: (0..lane_count).map(|_| DrainQueue::new(order)).collect(),
+            gathers: backing.gathers(&backing.root()),
             executor: RwLock::new(None),
             waiter_count: AtomicU64::new(0),
         }
@@ -64,6 +69,11 @@ impl<B: Backing> Drain<B> {
 
     pub(crate) fn lane_count(&self) -> usize {
         self.lanes.len()
+    }
+
+    /// Whether the data of all files goes the same way.
+    pub(crate) fn has_one_route(&self) -> bool {
+        self.lanes.len() == 1 && !self.gathers
     }
 
     pub(crate) fn lanes(&self) -> impl Iterator<Item = LaneIndex> + use<B> {
@@ -264,6 +274,7 @@ mod tests {
     use firn_backing::SimBacking;
 
     use super::*;
+    use crate::file::Route;
     use crate::names::Names;
 
     #[test]
@@ -272,9 +283,14 @@ mod tests {
         let root = backing.root();
         let attr = backing.attr(&root).expect("root");
         let names = Names::<SimBacking>::new(root, &attr, false, 16);
-        let drain = Drain::<SimBacking>::new(2, Order::Interleaved);
+        backing.set_lanes(2);
+        let drain = Drain::new(&backing, Order::Interleaved);
         let lanes: Vec<LaneIndex> = drain.lanes().collect();
-        let file = Arc::new(File::new(Arc::clone(names.root()), lanes[1]));
+        let route = Route {
+            lane: lanes[1],
+            gathers: false,
+        };
+        let file = Arc::new(File::new(Arc::clone(names.root()), route));
         drain.queue_of(&file).push(Arc::clone(&file), false);
         assert!(drain.is_busy());
         assert!(drain.queue(lanes[0]).pop(false).is_none());

@@ -14,7 +14,7 @@ use firn_format::quote::quoted;
 use crate::counters::Counters;
 use crate::drain::Drain;
 use crate::errors::ErrorLog;
-use crate::file::{File, FileState};
+use crate::file::{File, FileState, Route};
 use crate::file_journal::FileJournal;
 use crate::grants::Grants;
 use crate::kernel_copies::KernelCopies;
@@ -139,21 +139,26 @@ impl<B: Backing> Engine<B> {
         inode: &Arc<Inode<B>>,
         change: impl FnOnce(&mut FileState<B>),
     ) -> Arc<File<B>> {
-        self.files.change(inode, self.lane_of(inode), change)
+        self.files.change(inode, self.route_of(inode), change)
     }
 
-    /// The lane of an inode's data; the first where nobody can tell.
-    fn lane_of(&self, inode: &Inode<B>) -> LaneIndex {
-        if self.drain.lane_count() == 1 {
-            return LaneIndex::FIRST;
+    /// Where an inode's data goes, as far as somebody can tell.
+    fn route_of(&self, inode: &Inode<B>) -> Route {
+        if self.drain.has_one_route() {
+            return Route::default();
         }
         if let Some(file) = self.known_file(inode) {
-            return file.lane;
+            return file.route();
         }
-        let object = self.object(inode).ok();
-        let lane = object.map(|object| self.backing.lane_of(&object));
-        lane.filter(|lane| lane.index() < self.drain.lane_count())
-            .unwrap_or(LaneIndex::FIRST)
+        let Ok(object) = self.object(inode) else {
+            return Route::default();
+        };
+        let lane = self.backing.lane_of(&object);
+        let is_known = lane.index() < self.drain.lane_count();
+        Route {
+            lane: if is_known { lane } else { LaneIndex::FIRST },
+            gathers: self.backing.gathers(&object),
+        }
     }
 
     /// Calls `observer` with each file whose pages the kernel is to drop because it may keep no copy of it any more.

@@ -66,9 +66,19 @@ pub(crate) struct File<B: Backing> {
     pub inode: Arc<Inode<B>>,
     /// The lane that its data is drained through.
     pub lane: LaneIndex,
+    /// Pieces of it that are apart may be written together.
+    pub gathers: bool,
     state: Mutex<FileState<B>>,
     /// Some I/O or exclusive use ended.
     quiet: Condvar,
+}
+
+/// What the backing says of where a file's data goes. Advice: a wrong one costs time and nothing else.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Route {
+    pub lane: LaneIndex,
+    /// See [`Backing::gathers`].
+    pub gathers: bool,
 }
 
 /// Where [`FileState::changes`] of the next file begins.
@@ -81,7 +91,7 @@ const _: () = assert!(size_of::<File<firn_backing::DirBacking>>() <= 392);
 
 impl<B: Backing> File<B> {
     /// A file of which nothing is known.
-    pub(crate) fn new(inode: Arc<Inode<B>>, lane: LaneIndex) -> Self {
+    pub(crate) fn new(inode: Arc<Inode<B>>, route: Route) -> Self {
         let state = FileState {
             pending: Pending::default(),
             drain: DrainState::default(),
@@ -96,9 +106,17 @@ impl<B: Backing> File<B> {
         };
         Self {
             inode,
-            lane,
+            lane: route.lane,
+            gathers: route.gathers,
             state: Mutex::new(state),
             quiet: Condvar::new(),
+        }
+    }
+
+    pub(crate) fn route(&self) -> Route {
+        Route {
+            lane: self.lane,
+            gathers: self.gathers,
         }
     }
 

@@ -56,6 +56,9 @@ pub struct EngineOptions {
     pub drain_write_bytes_min: u64,
     /// A write to the backing has at most so many bytes.
     pub drain_write_bytes_max: u64,
+    /// The same where the backing gathers pieces of a file ([`firn_backing::Backing::gathers`]), and never more than a
+    /// quarter of the arena.
+    pub drain_gathered_bytes_max: u64,
     /// Percent of memory in use above which sealed chunks move to the spill file, where there is one.
     pub spill_upper_percent: u32,
     /// Percent of memory in use down to which they move.
@@ -86,6 +89,7 @@ impl EngineOptions {
             drain_write_bytes_min: chunk_bytes,
             // Four chunks: larger ones gained nothing on any backing measured and hold the lane longer.
             drain_write_bytes_max: chunk_bytes.saturating_mul(4).clamp(1 << 20, 64 << 20),
+            drain_gathered_bytes_max: 64 << 20,
             spill_upper_percent: 80,
             spill_lower_percent: 60,
             passthrough: false,

@@ -265,7 +265,7 @@ impl<B: Backing> Engine<B> {
             passthrough: AtomicBool::new(options.passthrough),
             cached_opens: AtomicU64::new(0),
             kernel_copies: KernelCopies::new(options.kernel_copies_bytes_max),
-            drain: Drain::new(backing.lane_count(), options.order),
+            drain: Drain::new(&backing, options.order),
             backing,
             arena,
             options,

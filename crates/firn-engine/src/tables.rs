@@ -13,9 +13,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use firn_arena::{Arena, Lease};
 use firn_backing::lock::{Mutex, RwLock};
-use firn_backing::{Backing, Errno, LaneIndex};
+use firn_backing::{Backing, Errno};
 
-use crate::file::{File, FileState};
+use crate::file::{File, FileState, Route};
 use crate::names::{Inode, Key};
 use crate::{HandleId, OpenMode, Result};
 
@@ -41,13 +41,13 @@ impl<B: Backing> FileTable<B> {
     pub(crate) fn change(
         &self,
         inode: &Arc<Inode<B>>,
-        lane: LaneIndex,
+        route: Route,
         change: impl FnOnce(&mut FileState<B>),
     ) -> Arc<File<B>> {
         let mut files = self.files.lock();
         let file = files
             .entry(inode.key)
-            .or_insert_with(|| Arc::new(File::new(Arc::clone(inode), lane)));
+            .or_insert_with(|| Arc::new(File::new(Arc::clone(inode), route)));
         change(&mut file.lock());
         Arc::clone(file)
     }
@@ -192,17 +192,17 @@ mod tests {
         let (object, _, attr) = backing.create(&CALLER, &root, name, 0o644).expect("create");
         let inode = names.register(object, &attr, names.root(), name, 0);
         let files = FileTable::default();
-        let file = files.change(&inode, LaneIndex::FIRST, |state| {
+        let file = files.change(&inode, Route::default(), |state| {
             state.direct.add_chunk_list();
         });
-        let again = files.change(&inode, LaneIndex::FIRST, |_| {});
+        let again = files.change(&inode, Route::default(), |_| {});
         assert!(Arc::ptr_eq(&file, &again));
         files.remove_if_unused(&file);
         assert_eq!(files.all().len(), 1);
         file.lock().direct.remove_chunk_list();
         files.remove_if_unused(&file);
         assert!(files.get(&inode).is_none());
-        let another = files.change(&inode, LaneIndex::FIRST, |_| {});
+        let another = files.change(&inode, Route::default(), |_| {});
         files.remove_if_unused(&file);
         assert!(
             files

@@ -9,7 +9,7 @@ use std::ffi::OsStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use common::world::{self, World};
+use common::world::{self, DiskKind, World};
 use firn_backing::{Backing, Caller, SimBacking};
 use firn_engine::{HandleId, InodeId, Job, LaneIndex, LaneLimits, Order, Pick, ROOT, Written};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -50,7 +50,11 @@ impl Run {
         // Runs of a few kilobytes, and no write before it is asked for.
         options.drain_write_bytes_max = 4096;
         options.drain_write_bytes_min = 1 << 20;
-        let world = World::with_lanes(options, false, lanes);
+        let disk = DiskKind {
+            lanes,
+            ..DiskKind::PLAIN
+        };
+        let world = World::over(disk, options, false);
         Self {
             world,
             rng: StdRng::seed_from_u64(seed),

@@ -6,7 +6,7 @@
 mod common;
 
 use common::model::{Model, Object, Unacknowledged, partly};
-use common::world::{self, World};
+use common::world::{self, DiskKind, World};
 use firn_backing::SimBacking;
 use firn_backing::{Backing, Caller, Errno, RenameFlags, SetTime, Time};
 use firn_engine::{
@@ -67,7 +67,8 @@ impl Run {
     fn new(seed: u64, faults: bool) -> Self {
         // Half of the seeds drain only when told to.
         let demand = seed % 2 == 1;
-        // Half of each have a spill file, half of those write one file at a time, and there are one to four lanes.
+        // Half of each have a spill file, half of those write one file at a time, there are one to four lanes, and half
+        // of all gather pieces.
         let mut options = world::options();
         if demand {
             options.drain = DrainPolicy::Demand;
@@ -75,7 +76,11 @@ impl Run {
         if seed / 4 % 2 == 1 {
             options.order = Order::Sequential;
         }
-        let world = World::with_lanes(options, seed / 2 % 2 == 1, 1 + (seed / 8 % 4) as u16);
+        let disk = DiskKind {
+            lanes: 1 + (seed / 8 % 4) as u16,
+            gathers: seed / 32 % 2 == 1,
+        };
+        let world = World::over(disk, options, seed / 2 % 2 == 1);
         for dir in DIRS {
             world
                 .engine

@@ -5,7 +5,7 @@ use std::os::fd::BorrowedFd;
 use std::thread::Builder;
 
 use firn_backing::{
-    Access, DirEntry, LaneIndex, Seek, SetTime, StatFs, SyncWay, copy_through_memory,
+    Access, DataPart, DirEntry, LaneIndex, Seek, SetTime, StatFs, SyncWay, copy_through_memory,
 };
 
 use super::*;
@@ -265,7 +265,12 @@ impl<B: Backing> Backing for Lanes<B> {
     }
 
     fn write_at(&self, file: &LanesFile<B>, data: &[IoSlice<'_>], offset: u64) -> Result<usize> {
-        let write = || self.home_of_file(file).write_at(&file.file, data, offset);
+        let part = DataPart { offset, data };
+        Ok(self.write_parts(file, &[part])? as usize)
+    }
+
+    fn write_parts(&self, file: &LanesFile<B>, parts: &[DataPart<'_>]) -> Result<u64> {
+        let write = || self.home_of_file(file).write_parts(&file.file, parts);
         let written = match write() {
             // Files that are gone above may still take room.
             Err(Errno::NOSPC) if !self.removals.is_empty() => {
@@ -276,9 +281,14 @@ impl<B: Backing> Backing for Lanes<B> {
         };
         let count = self.note(&file.placed, written)?;
         if let Some(placed) = &file.placed {
-            self.lane(placed).progress.count_bytes(count as u64);
+            self.lane(placed).progress.count_bytes(count);
         }
         Ok(count)
+    }
+
+    fn gathers(&self, inode: &LanesInode<B>) -> bool {
+        let (home, object) = self.home(inode);
+        home.gathers(object)
     }
 
     fn set_len(&self, file: &LanesFile<B>, len: u64) -> Result<()> {

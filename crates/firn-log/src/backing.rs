@@ -13,13 +13,14 @@ use std::time::{Duration, Instant};
 
 use firn_backing::lock::Mutex;
 use firn_backing::{
-    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, LaneIndex, LockMode, RenameFlags, Result,
-    Seek, SetTime, StatFs, SyncWay, copy_through_memory,
+    Access, Attr, Backing, Caller, DataPart, DirEntry, Errno, Kind, LaneIndex, LockMode,
+    RenameFlags, Result, Seek, SetTime, StatFs, SyncWay, copy_through_memory,
 };
 use firn_rendezvous::OwnError;
 use firn_rendezvous::own::{self, TOP};
 
 use crate::file::{FileId, Listed, LoggedFile, Place};
+use crate::frame::{PIECES_MAX, SPAN_BYTES_MAX};
 use crate::run::{FILE_BYTES_MAX, Piece};
 
 /// In `.firn/`.
@@ -341,6 +342,24 @@ impl<B: Backing> LogBacking<B> {
     }
 }
 
+/// The first parts, as far as one frame speaks of so much.
+fn first_of_a_frame<'a, 'd>(parts: &'a [DataPart<'d>]) -> Result<&'a [DataPart<'d>]> {
+    let mut bytes = 0;
+    let mut fits = |part: &DataPart<'_>| {
+        bytes += part.len();
+        bytes <= SPAN_BYTES_MAX
+    };
+    let count = parts
+        .iter()
+        .take(PIECES_MAX)
+        .take_while(|part| fits(part))
+        .count();
+    match count {
+        0 => Err(Errno::INVAL),
+        count => Ok(&parts[..count]),
+    }
+}
+
 impl<B: Backing> Backing for LogBacking<B> {
     type Inode = LogInode<B>;
     type File = LogFile<B>;
@@ -540,18 +559,32 @@ impl<B: Backing> Backing for LogBacking<B> {
     }
 
     fn write_at(&self, file: &LogFile<B>, data: &[IoSlice<'_>], offset: u64) -> Result<usize> {
-        let Some(logged) = file.writable(Errno::BADF)? else {
-            return self.below.write_at(&file.below, data, offset);
-        };
-        let mut at = offset;
-        let mut parts = Vec::new();
-        for slice in data {
-            parts.push((at, IoSlice::new(slice)));
-            at += slice.len() as u64;
+        let part = DataPart { offset, data };
+        match file.writable(Errno::BADF)? {
+            None => self.below.write_at(&file.below, data, offset),
+            Some(_) if part.is_empty() => Ok(0),
+            Some(_) => Ok(self.write_parts(file, &[part])? as usize),
         }
+    }
+
+    /// One append to the log of this host and one frame, or nothing: all of it, as far as a frame speaks of so much.
+    fn write_parts(&self, file: &LogFile<B>, parts: &[DataPart<'_>]) -> Result<u64> {
+        let Some(logged) = file.writable(Errno::BADF)? else {
+            return self.below.write_parts(&file.below, parts);
+        };
+        let parts = first_of_a_frame(parts)?;
         let plain_bytes = self.below.attr_of_file(&file.below)?.size;
-        logged.write(&self.place(), plain_bytes, &parts)?;
-        Ok((at - offset) as usize)
+        logged.write(&self.place(), plain_bytes, parts)?;
+        Ok(parts.iter().map(DataPart::len).sum())
+    }
+
+    /// Bytes of a log need not be near each other in the file.
+    fn gathers(&self, inode: &LogInode<B>) -> bool {
+        let Some(id) = inode.id else {
+            // A directory: files in it may be logged.
+            return true;
+        };
+        inode.is_chosen || self.files.lock().known.contains_key(&id)
     }
 
     fn set_len(&self, file: &LogFile<B>, len: u64) -> Result<()> {

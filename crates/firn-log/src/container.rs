@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_backing::lock::Mutex;
-use firn_backing::{Access, Backing, Errno, Result};
+use firn_backing::{Access, Backing, DataPart, Errno, Result};
 use firn_rendezvous::own;
 use parking_lot::Condvar;
 
@@ -23,7 +23,7 @@ use crate::names::Writer;
 use crate::resolve::{Key, Resolver, Segment, Source, WriterId};
 use crate::run::Piece;
 use crate::seal::{CLOSING, SEAL_NAME, Seal};
-use crate::writer::{Appended, DataPart, OwnLog};
+use crate::writer::{Appended, OwnLog};
 
 /// Bytes of an index that are read at once; larger than any frame.
 const INDEX_READ_BYTES: usize = 4 << 20;
@@ -133,11 +133,8 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    /// Writes bytes that do not overlap. After an error none of them counts.
+    /// Writes bytes that do not overlap and are not empty, with one frame. After an error none of them counts.
     pub fn write(&self, base: &B, parts: &[DataPart<'_>]) -> Result<()> {
-        if parts.iter().all(|(_, data)| data.is_empty()) {
-            return Ok(());
-        }
         let own = self.own_log(base)?;
         let appended = own.write(base, self.epoch.load(Ordering::Acquire), parts)?;
         self.add_own(base, &own, appended)

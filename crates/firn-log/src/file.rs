@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use firn_backing::lock::Mutex;
-use firn_backing::{Access, Backing, Errno, RenameFlags, Result, Seek};
+use firn_backing::{Access, Backing, DataPart, Errno, RenameFlags, Result, Seek};
 use firn_rendezvous::own;
 use serde::{Deserialize, Serialize};
 
@@ -16,7 +16,6 @@ use crate::container::Container;
 use crate::resolve::Source;
 use crate::run::Piece;
 use crate::seal::{Ending, Flat};
-use crate::writer::DataPart;
 
 const HEAD: &str = "head";
 /// A file that is flattened while it is read is looked at anew; no more often than this.

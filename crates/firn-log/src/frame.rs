@@ -19,6 +19,9 @@ pub const CHECKED_BYTES: u64 = 1 << 20;
 /// Bytes of a log that one frame speaks of, at most.
 pub const SPAN_BYTES_MAX: u64 = 1 << 30;
 
+/// Pieces that one frame speaks of, at most: whatever they are, they fit into a body.
+pub const PIECES_MAX: usize = 16 << 10;
+
 const MAGIC: [u8; 8] = *b"FIRNFRME";
 const HEADER_BYTES: usize = 16;
 /// No writer makes a larger one.

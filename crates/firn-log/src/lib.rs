@@ -27,4 +27,3 @@ mod writer;
 pub use backing::{LogBacking, Setup};
 pub use container::Container;
 pub use seal::{Ending, Flat};
-pub use writer::DataPart;

@@ -5,7 +5,7 @@ use std::io::IoSlice;
 use std::sync::Arc;
 
 use firn_backing::lock::Mutex;
-use firn_backing::{Backing, Errno, Result};
+use firn_backing::{Backing, DataPart, Errno, Result};
 use firn_rendezvous::own::own_caller;
 use parking_lot::Condvar;
 
@@ -18,9 +18,6 @@ use crate::run::{Piece, find_runs};
 const LOG_BYTES_MAX: u64 = 4 << 30;
 /// Data of a page or more begins at a page.
 const PAGE_BYTES: u64 = 4096;
-
-/// Bytes of a file, and where they go.
-pub type DataPart<'a> = (u64, IoSlice<'a>);
 
 /// A frame, and where it is in the index.
 pub(crate) struct Appended {
@@ -74,13 +71,13 @@ impl<B: Backing> OwnLog<B> {
 
     /// Appends bytes of the file that do not overlap, and says what they are. After an error none of them counts.
     pub(crate) fn write(&self, base: &B, epoch: u64, parts: &[DataPart<'_>]) -> Result<Appended> {
-        let bytes = parts.iter().map(|(_, data)| data.len() as u64).sum();
+        let bytes = parts.iter().map(DataPart::len).sum();
         let room = self.take_room(base, bytes)?;
-        let data: Vec<IoSlice<'_>> = parts.iter().map(|(_, data)| IoSlice::new(data)).collect();
+        let data = slices(parts).map(IoSlice::new).collect();
         write_vectored(base, &room.file, data, room.position)?;
-        let pieces = parts.iter().map(|(offset, data)| Piece {
-            offset: *offset,
-            len: data.len() as u64,
+        let pieces = parts.iter().map(|part| Piece {
+            offset: part.offset,
+            len: part.len(),
         });
         let frame = Frame {
             epoch,
@@ -192,12 +189,19 @@ fn write_vectored<B: Backing>(
     Ok(())
 }
 
+/// The bytes of all parts, one after the other.
+fn slices<'a>(parts: &'a [DataPart<'a>]) -> impl Iterator<Item = &'a [u8]> {
+    parts
+        .iter()
+        .flat_map(|part| part.data)
+        .map(|slice| &**slice)
+}
+
 /// CRC32C of each [`CHECKED_BYTES`] of the parts one after the other.
 fn checksums(parts: &[DataPart<'_>]) -> Vec<u32> {
     let mut sums = Vec::new();
     let (mut sum, mut len) = (0, 0);
-    for (_, data) in parts {
-        let mut rest: &[u8] = data;
+    for mut rest in slices(parts) {
         while !rest.is_empty() {
             let (now, later) = rest.split_at(rest.len().min((CHECKED_BYTES - len) as usize));
             sum = crc32c::crc32c_append(sum, now);
@@ -235,7 +239,8 @@ mod tests {
             2 * CHECKED_BYTES as usize + 5,
         ] {
             let (a, b) = bytes.split_at(cut);
-            let parts = [(0, IoSlice::new(a)), (1 << 40, IoSlice::new(b))];
+            let (a, b) = ([IoSlice::new(a)], [IoSlice::new(b)]);
+            let parts = [(0, &a), (1 << 40, &b)].map(|(offset, data)| DataPart { offset, data });
             assert_eq!(checksums(&parts), expected, "cut at {cut}");
         }
     }

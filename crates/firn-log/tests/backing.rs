@@ -3,9 +3,13 @@
 use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::io::IoSlice;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use firn_backing::{Access, Backing, Errno, RenameFlags, SimBacking, suite};
+use firn_backing::sim::Fault;
+use firn_backing::{Access, Backing, DataPart, Errno, RenameFlags, SimBacking, suite};
+use firn_log::frame::PIECES_MAX;
 use firn_log::{LogBacking, Setup};
 use firn_transact::PlainBacking;
 use rand::rngs::StdRng;
@@ -126,14 +130,113 @@ fn write_some<'n>(
         let mut data = vec![0; random.random_range(1..50_000)];
         random.fill(&mut data[..]);
         let at = random.random_range(0..150_000usize);
-        host.write_at(&file, &[IoSlice::new(&data)], at as u64)
-            .expect("write");
-        bytes.resize(bytes.len().max(at + data.len()), 0);
-        bytes[at..at + data.len()].copy_from_slice(&data);
+        let parts = match random.random() {
+            true => random.random_range(1..20),
+            false => 1,
+        };
+        let written = spread(&data, parts, at);
+        write_parts(host, &file, &written);
+        for (at, part) in written {
+            bytes.resize(bytes.len().max(at + part.len()), 0);
+            bytes[at..at + part.len()].copy_from_slice(part);
+        }
     }
     if random.random_ratio(1, 3) {
         host.sync(&file, false).expect("sync");
     }
+}
+
+/// So many parts of `data`, with gaps between them from an offset on.
+fn spread(data: &[u8], parts: usize, at: usize) -> Vec<(usize, &[u8])> {
+    let len = data.len().div_ceil(parts);
+    let parts = data.chunks(len).enumerate();
+    parts
+        .map(|(number, part)| (at + number * (len + 100), part))
+        .collect()
+}
+
+fn write_parts(host: &Logged, file: &<Logged as Backing>::File, parts: &[(usize, &[u8])]) {
+    let data: Vec<_> = parts.iter().map(|(_, part)| [IoSlice::new(part)]).collect();
+    let offsets = parts.iter().map(|(at, _)| *at as u64);
+    let parts: Vec<_> = offsets
+        .zip(&data)
+        .map(|(offset, data)| DataPart { offset, data })
+        .collect();
+    let mut left = &parts[..];
+    while !left.is_empty() {
+        let mut written = host.write_parts(file, left).expect("write");
+        assert!(written > 0);
+        while let Some((first, rest)) = left.split_first()
+            && written > 0
+        {
+            assert!(written >= first.len(), "parts are written whole");
+            written -= first.len();
+            left = rest;
+        }
+    }
+}
+
+#[test]
+fn parts_are_one_append_and_one_frame_or_nothing() {
+    let disk = SimBacking::new();
+    let host = logged_by(&disk, "a");
+    let me = suite::own_caller();
+    let (inode, file, _) = host
+        .create(&me, &host.root(), OsStr::new("x"), 0o644)
+        .expect("create");
+    assert!(host.gathers(&inode) && host.gathers(&host.root()));
+    let data = vec![7; 30_000];
+    write_parts(&host, &file, &spread(&data, 1, 0));
+    let writes = Arc::new(AtomicUsize::new(0));
+    let count_writes = |fails_at: usize| {
+        let count = Arc::clone(&writes);
+        count.store(0, Ordering::Relaxed);
+        disk.set_plan(move |call, _| {
+            let number = count.fetch_add(usize::from(call == "write_at"), Ordering::Relaxed);
+            let fails = call == "write_at" && number == fails_at;
+            fails.then_some(Fault::Error(Errno::NOSPC))
+        });
+    };
+    count_writes(usize::MAX);
+    write_parts(&host, &file, &spread(&data, 100, 100_000));
+    assert_eq!(writes.load(Ordering::Relaxed), 2, "the bytes and the frame");
+    let before = read(&host, "x");
+    for fails_at in 0..2 {
+        count_writes(fails_at);
+        let slices: Vec<_> = data.chunks(300).map(|part| [IoSlice::new(part)]).collect();
+        let parts = slices.iter().zip(0..).map(|(data, number)| DataPart {
+            offset: 1000 * number,
+            data,
+        });
+        let parts: Vec<_> = parts.collect();
+        assert_eq!(host.write_parts(&file, &parts), Err(Errno::NOSPC));
+        disk.clear_plan();
+        assert!(read(&host, "x") == before, "nothing of it counts");
+    }
+}
+
+#[test]
+fn a_frame_speaks_of_so_many_parts_and_the_next_one_of_the_rest() {
+    let disk = SimBacking::new();
+    let host = logged_by(&disk, "a");
+    let me = suite::own_caller();
+    let (_, file, _) = host
+        .create(&me, &host.root(), OsStr::new("x"), 0o644)
+        .expect("create");
+    let count = PIECES_MAX + 10;
+    let data: Vec<u8> = (0..count).map(|at| (at % 251) as u8).collect();
+    // No two at the same distance, so that each is a run of its own.
+    let at = |number: usize| number * 10 + number * number % 7;
+    let parts: Vec<_> = (0..count)
+        .map(|number| (at(number), &data[number..number + 1]))
+        .collect();
+    write_parts(&host, &file, &parts);
+    let mut expected = vec![0; at(count - 1) + 1];
+    for (at, byte) in parts {
+        expected[at] = byte[0];
+    }
+    let reader = logged_by(&disk.another_process(), "b");
+    assert!(read(&reader, "x") == Some(expected));
 }
 
 fn rename<'n>(host: &Logged, from: &'n str, to: &'n str, expected: &mut HashMap<&'n str, Vec<u8>>) {

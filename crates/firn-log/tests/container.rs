@@ -4,7 +4,7 @@
 use std::ffi::OsStr;
 use std::io::IoSlice;
 
-use firn_backing::{Access, Backing, Errno, SimBacking, suite};
+use firn_backing::{Access, Backing, DataPart, Errno, SimBacking, suite};
 use firn_log::{Container, Ending, Flat};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -94,9 +94,11 @@ impl Host {
     fn apply(&self, change: &Change) -> Result<(), Errno> {
         match change {
             Change::Write(parts) => {
-                let parts: Vec<_> = parts
-                    .iter()
-                    .map(|(at, data)| (*at, IoSlice::new(data)))
+                let data: Vec<_> = parts.iter().map(|(_, data)| [IoSlice::new(data)]).collect();
+                let offsets = parts.iter().map(|(at, _)| *at);
+                let parts: Vec<_> = offsets
+                    .zip(&data)
+                    .map(|(offset, data)| DataPart { offset, data })
                     .collect();
                 self.container.write(&self.disk, &parts)
             }

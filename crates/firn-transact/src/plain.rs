@@ -8,8 +8,8 @@ use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
 
 use firn_backing::{
-    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, LaneIndex, LockMode, RenameFlags, Result,
-    Seek, SetTime, StatFs, SyncWay,
+    Access, Attr, Backing, Caller, DataPart, DirEntry, Errno, Kind, LaneIndex, LockMode,
+    RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
 };
 
 use crate::staging;
@@ -294,6 +294,14 @@ impl<B: Backing> Backing for PlainBacking<B> {
 
     fn write_at(&self, file: &B::File, data: &[IoSlice<'_>], offset: u64) -> Result<usize> {
         self.base.write_at(file, data, offset)
+    }
+
+    fn write_parts(&self, file: &B::File, parts: &[DataPart<'_>]) -> Result<u64> {
+        self.base.write_parts(file, parts)
+    }
+
+    fn gathers(&self, inode: &PlainInode<B>) -> bool {
+        self.base.gathers(&inode.inode)
     }
 
     fn set_len(&self, file: &B::File, len: u64) -> Result<()> {

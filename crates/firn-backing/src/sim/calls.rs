@@ -791,6 +791,10 @@ impl Backing for SimBacking {
         self.lane_of_number(inode.ino)
     }
 
+    fn gathers(&self, _inode: &SimInode) -> bool {
+        self.gathers.load(Ordering::Relaxed)
+    }
+
     fn statfs(&self) -> Result<StatFs> {
         let disk = &mut self.enter("statfs")?.disk;
         let blocks = disk.capacity_bytes.unwrap_or(1 << 40) / PAGE_BYTES;

@@ -8,7 +8,7 @@ use rand::{RngExt, SeedableRng};
 
 use super::own_caller;
 use crate::sim::tree;
-use crate::{Access, Backing, Errno, RenameFlags};
+use crate::{Access, Backing, DataPart, Errno, RenameFlags};
 
 /// One call, with names below the root or below a directory of it.
 #[derive(Clone, Debug)]
@@ -26,6 +26,8 @@ enum Op {
     SetXattr(Place, u8, i32),
     RemoveXattr(Place, u8),
     Write(Place, u64, Vec<u8>),
+    /// Parts of these bytes, each so many bytes after the beginning of the one before. Not in order.
+    WriteParts(Place, u64, u64, Vec<Vec<u8>>),
     Truncate(Place, u64),
     Punch(Place, u64, u64),
     Copy(Place, u64, Place, u64, u64),
@@ -83,6 +85,12 @@ fn random(rng: &mut StdRng) -> Op {
         16 | 17 => {
             let len = rng.random_range(0..9000);
             Op::Write(p, at(rng), (0..len).map(|_| rng.random()).collect())
+        }
+        18 if rng.random_ratio(1, 3) => {
+            let count = rng.random_range(1..6);
+            let parts = (0..count).map(|_| vec![rng.random(); rng.random_range(1..900)]);
+            let parts = parts.collect();
+            Op::WriteParts(p, at(rng), rng.random_range(900..2000), parts)
         }
         18 if rng.random() => Op::Truncate(p, at(rng)),
         18 => Op::Punch(p, at(rng), at(rng)),
@@ -160,6 +168,17 @@ fn apply<B: Backing>(b: &B, op: &Op) -> Result<u64, Errno> {
             let file = open(p, Access::Write)?;
             b.write_at(&file, &[IoSlice::new(bytes)], *at)
                 .map(|count| count as u64)
+        }
+        Op::WriteParts(p, first, distance, bytes) => {
+            let file = open(p, Access::Write)?;
+            let data: Vec<_> = bytes.iter().map(|bytes| [IoSlice::new(bytes)]).collect();
+            let offsets = (0..).map(|number| first + number * distance);
+            let parts = offsets.zip(&data);
+            let mut parts: Vec<_> = parts
+                .map(|(offset, data)| DataPart { offset, data })
+                .collect();
+            parts.reverse();
+            b.write_parts(&file, &parts)
         }
         Op::Truncate(p, len) => b.set_len(&open(p, Access::ReadWrite)?, *len).map(|()| 0),
         Op::Punch(p, at, len) => {

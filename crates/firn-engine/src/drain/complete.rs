@@ -13,24 +13,60 @@ use thin_vec::ThinVec;
 use super::job::{Job, JobOutcome, Part};
 use crate::counters::Decision;
 use crate::engine::Engine;
-use crate::extents::Extent;
+use crate::extents::{Extent, Extents};
 use crate::file::{File, FileState, Waiter};
 use crate::options::DrainPolicy;
 
 /// Drained ranges of a file before the first look whether they can be forgotten.
 const DRAINED_RANGES_KEPT: usize = 8;
 
+/// The first bytes of a job, so many of them.
+fn first_bytes(parts: &[Part], bytes: u64) -> Vec<Part> {
+    let mut left = bytes;
+    let mut first = Vec::new();
+    for Part { offset, extent } in parts {
+        let len = extent.len.min(left);
+        if len == 0 {
+            break;
+        }
+        left -= len;
+        let extent = Extent { len, ..*extent };
+        let offset = *offset;
+        first.push(Part { extent, offset });
+    }
+    first
+}
+
+/// The ranges in which nothing up to `sequence`, the highest of `written`, is pending once these parts are not. What lies
+/// between two parts is of the same range if nothing so old is pending there: few records tell of many parts.
+fn drained_ranges(pending: &Extents, written: &[Part], sequence: u64) -> Vec<Range<u64>> {
+    let mut ranges: Vec<Range<u64>> = Vec::new();
+    for part in written {
+        let is_free = |gap: Range<u64>| {
+            gap.is_empty()
+                || pending
+                    .within(gap)
+                    .all(|(_, extent)| extent.sequence > sequence)
+        };
+        match ranges.last_mut() {
+            Some(last) if is_free(last.end..part.offset) => last.end = part.end(),
+            _ => ranges.push(part.offset..part.end()),
+        }
+    }
+    ranges
+}
+
 impl<B: Backing> Engine<B> {
     /// Takes the outcome of a job in.
     pub fn complete(&self, job: Job<B>, outcome: JobOutcome) {
         let Job {
-            file, parts, range, ..
+            file, parts, span, ..
         } = job;
         let counters = &self.counters;
         if outcome.written > 0 {
             counters.drain_decisions.count(Decision::Written);
             let bytes = outcome.written;
-            tracing::debug!(path = %file.shown(), offset = range.start, bytes, "drain: written");
+            tracing::debug!(path = %file.shown(), offset = span.start, bytes, "drain: written");
         }
         counters
             .drain_bytes
@@ -40,11 +76,11 @@ impl<B: Backing> Engine<B> {
             .fetch_add(outcome.writes, Ordering::Relaxed);
         let mut state = file.lock();
         let before = state.pending.bytes();
-        state.drain.end_write(&range);
-        let written = range.start..range.start + outcome.written;
+        state.drain.end_write(&span);
         let mut error = outcome.error;
-        if !written.is_empty() {
-            if !self.remove_drained(&mut state, &parts, written) {
+        if outcome.written > 0 {
+            let written = first_bytes(&parts, outcome.written);
+            if !self.remove_drained(&mut state, &written) {
                 // The journal is full: tried again later, like any other failure.
                 error = error.or(Some(Errno::NOSPC));
             }
@@ -98,40 +134,18 @@ impl<B: Backing> Engine<B> {
 
     /// These bytes are in the backing: they are not pending any more. False where the journal could
     /// not take that in: they stay pending and are written again, slow but never wrong.
-    fn remove_drained(
-        &self,
-        state: &mut FileState<B>,
-        parts: &[Part],
-        written: Range<u64>,
-    ) -> bool {
+    fn remove_drained(&self, state: &mut FileState<B>, written: &[Part]) -> bool {
         let mut gone: Vec<(u64, Extent)> = Vec::new();
-        for part in parts {
-            let end = (part.offset + part.extent.len).min(written.end);
-            for (offset, extent) in state
-                .pending
-                .extents()
-                .within(part.offset..end.max(part.offset))
-            {
+        for part in written {
+            for (offset, extent) in state.pending.extents().within(part.offset..part.end()) {
                 // A newer write over the same bytes has its own piece and stays.
                 if extent.piece == part.extent.piece {
                     gone.push((offset, extent));
                 }
             }
         }
-        if state.pending.leaves_partial_pieces(&gone)
-            && let Some(file) = state.pending.file_id()
-        {
-            let sequence = parts.iter().map(|part| part.extent.sequence).max();
-            let record = Record::DrainedRange {
-                file: file.get(),
-                offset: written.start,
-                len: written.end - written.start,
-                sequence: sequence.unwrap_or(0),
-            };
-            if self.journal.append(&record).is_err() {
-                return false;
-            }
-            state.pending.add_drained_range();
+        if state.pending.leaves_partial_pieces(&gone) && !self.record_drained(state, written) {
+            return false;
         }
         // Older pieces die first: after a crash between two of them the newer one is still there and
         // covers the older, which must not come back over what was drained.
@@ -155,6 +169,28 @@ impl<B: Backing> Engine<B> {
         }
         state.check();
         self.forget_drained_ranges(state);
+        true
+    }
+
+    /// Tells the journal that these bytes are drained; false where it could not take all of that in.
+    fn record_drained(&self, state: &mut FileState<B>, written: &[Part]) -> bool {
+        let Some(file) = state.pending.file_id() else {
+            return true;
+        };
+        let sequence = written.iter().map(|part| part.extent.sequence).max();
+        let sequence = sequence.unwrap_or(0);
+        for range in drained_ranges(state.pending.extents(), written, sequence) {
+            let record = Record::DrainedRange {
+                file: file.get(),
+                offset: range.start,
+                len: range.end - range.start,
+                sequence,
+            };
+            if self.journal.append(&record).is_err() {
+                return false;
+            }
+            state.pending.add_drained_range();
+        }
         true
     }
 
@@ -245,5 +281,61 @@ impl<B: Backing> Engine<B> {
             errno,
             format!("{what} failed: {errno}; the data is kept and tried again"),
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use firn_arena::{PieceRef, SlabRef};
+
+    use super::*;
+
+    fn part(offset: u64, len: u64, sequence: u64) -> Part {
+        let piece = PieceRef {
+            slab: SlabRef { chunk: 0, slab: 0 },
+            record: sequence as u32,
+        };
+        let extent = Extent {
+            len,
+            piece,
+            position: 0,
+            sequence,
+        };
+        Part { extent, offset }
+    }
+
+    fn pending(parts: &[Part]) -> Extents {
+        let mut extents = Extents::default();
+        for part in parts {
+            extents.insert(part.offset, part.extent, &mut |_, _| {});
+        }
+        extents
+    }
+
+    #[test]
+    fn what_was_written_of_a_job_is_its_first_bytes() {
+        let parts = [part(0, 10, 1), part(20, 10, 2), part(40, 10, 3)];
+        let ranges = |bytes| {
+            let first = first_bytes(&parts, bytes);
+            let ranges = first.iter().map(|part| part.offset..part.end());
+            ranges.collect::<Vec<_>>()
+        };
+        assert_eq!(ranges(30), [0..10, 20..30, 40..50]);
+        assert_eq!(ranges(20), [0..10, 20..30]);
+        assert_eq!(ranges(15), [0..10, 20..25]);
+    }
+
+    #[test]
+    fn one_drained_range_reaches_over_gaps_without_older_pending_bytes() {
+        let written = [part(0, 10, 5), part(20, 10, 9), part(30, 10, 7)];
+        let of = |others: &[Part]| {
+            let ranges = drained_ranges(&pending(others), &written, 9);
+            let ends = ranges.into_iter().map(|range| (range.start, range.end));
+            ends.collect::<Vec<_>>()
+        };
+        assert_eq!(of(&[]), [(0, 40)]);
+        assert_eq!(of(&[part(12, 3, 10), part(100, 5, 1)]), [(0, 40)]);
+        assert_eq!(of(&[part(12, 3, 8)]), [(0, 10), (20, 40)]);
+        assert_eq!(of(&[part(12, 3, 10), part(16, 2, 9)]), [(0, 10), (20, 40)]);
     }
 }

@@ -1,14 +1,17 @@
-//! One write to the backing: parts of one file that lie beside each other, in several slabs perhaps.
+//! One write to the backing: parts of one file, in several slabs perhaps. They lie beside each other, but where the
+//! backing gathers what is apart.
 //!
-//! Invariant: the slabs of all parts are pinned from [`Engine::pick`](crate::Engine::pick) until
-//! [`Engine::complete`](crate::Engine::complete), and bytes in flight are not overwritten in place.
+//! Invariants
+//! * Parts are in the order of their offsets and do not overlap. What was written of a job is its first bytes.
+//! * The slabs of all parts are pinned from [`Engine::pick`](crate::Engine::pick) until
+//!   [`Engine::complete`](crate::Engine::complete), and bytes in flight are not overwritten in place.
 
 use std::io::IoSlice;
 use std::ops::Range;
 use std::sync::Arc;
 
 use firn_arena::Place;
-use firn_backing::{Backing, Errno};
+use firn_backing::{Backing, DataPart, Errno};
 
 use crate::InodeId;
 use crate::engine::Engine;
@@ -21,6 +24,13 @@ pub(super) struct Part {
     pub offset: u64,
 }
 
+impl Part {
+    /// The offset after its last byte.
+    pub fn end(&self) -> u64 {
+        self.offset + self.extent.len
+    }
+}
+
 /// One write to the backing.
 pub struct Job<B: Backing> {
     pub(super) file: Arc<File<B>>,
@@ -28,7 +38,9 @@ pub struct Job<B: Backing> {
     /// Where the parts are, and their bytes; valid while the slabs are pinned, that is until the job is
     /// completed. The mapping outlives the job: the engine owns it.
     pub(super) places: Vec<(Place, usize)>,
-    pub(super) range: Range<u64>,
+    /// From the beginning of the first part to the end of the last.
+    pub(super) span: Range<u64>,
+    pub(super) bytes: u64,
 }
 
 /// Bytes written before the end or the error.
@@ -41,6 +53,18 @@ pub struct JobOutcome {
     pub error: Option<Errno>,
     /// The error is that of the spill file.
     pub unreadable: bool,
+}
+
+/// Slices of what is still to be written, and the runs that they are.
+struct Unwritten<'a> {
+    slices: Vec<IoSlice<'a>>,
+    runs: Vec<Run>,
+}
+
+/// Slices whose bytes follow each other in the file.
+struct Run {
+    offsets: Range<u64>,
+    slices: Range<usize>,
 }
 
 /// The spilled parts of a job.
@@ -57,20 +81,20 @@ impl<B: Backing> Job<B> {
     pub fn inode(&self) -> InodeId {
         self.file.inode.id
     }
-    /// Offset in the file.
-    pub fn offset(&self) -> u64 {
-        self.range.start
+    /// From the beginning of its first byte in the file to the end of the last.
+    pub fn span(&self) -> Range<u64> {
+        self.span.clone()
     }
     /// Bytes.
     pub fn len(&self) -> u64 {
-        self.range.end - self.range.start
+        self.bytes
     }
     /// Never: a job has bytes.
     pub fn is_empty(&self) -> bool {
-        self.range.is_empty()
+        self.bytes == 0
     }
 
-    /// Does the write: one vectored call, more where the backing takes less at once. Opens the file if need be.
+    /// Does the write: one call, more where the backing takes less at once. Opens the file if need be.
     pub fn execute(&self, engine: &Engine<B>) -> JobOutcome {
         let mut outcome = JobOutcome {
             written: 0,
@@ -89,17 +113,15 @@ impl<B: Backing> Job<B> {
         };
         let loaded = self.load();
         while outcome.written < loaded.bytes {
-            let slices = self.slices(&loaded.spilled, outcome.written);
-            match engine
-                .backing
-                .write_at(&target.file, &slices, self.range.start + outcome.written)
-            {
+            let unwritten = self.unwritten(&loaded.spilled, outcome.written);
+            let written = engine.backing.write_parts(&target.file, &unwritten.parts());
+            match written {
                 Ok(0) => {
                     outcome.error = Some(Errno::IO);
                     break;
                 }
-                Ok(n) => {
-                    outcome.written += n as u64;
+                Ok(bytes) => {
+                    outcome.written += bytes;
                     outcome.writes += 1;
                 }
                 Err(Errno::INTR) => {}
@@ -111,10 +133,8 @@ impl<B: Backing> Job<B> {
         }
         if engine.options.order == Order::Sequential && outcome.written > 0 {
             // Else the kernel writes back several files at once, in turns of its own.
-            let offset = self.range.start;
-            engine
-                .backing
-                .begin_sync(&target.file, offset, outcome.written);
+            let Range { start, end } = self.span;
+            engine.backing.begin_sync(&target.file, start, end - start);
         }
         if outcome.error.is_none() && loaded.error.is_some() {
             outcome.error = loaded.error;
@@ -151,10 +171,14 @@ impl<B: Backing> Job<B> {
         loaded
     }
 
-    fn slices<'a>(&'a self, spilled: &'a [Vec<u8>], skip: u64) -> Vec<IoSlice<'a>> {
+    /// What comes after the first `skip` bytes, of the parts that could be read.
+    fn unwritten<'a>(&'a self, spilled: &'a [Vec<u8>], skip: u64) -> Unwritten<'a> {
         let mut skip = skip as usize;
-        let mut slices = Vec::with_capacity(self.places.len());
-        for ((place, len), part) in self.places.iter().zip(spilled) {
+        let mut unwritten = Unwritten {
+            slices: Vec::with_capacity(self.places.len()),
+            runs: Vec::new(),
+        };
+        for ((part, (place, len)), loaded) in self.parts.iter().zip(&self.places).zip(spilled) {
             if skip >= *len {
                 skip -= len;
                 continue;
@@ -165,11 +189,37 @@ impl<B: Backing> Job<B> {
                 Place::Memory(address) => unsafe {
                     std::slice::from_raw_parts(address.add(skip), len - skip)
                 },
-                _ => &part[skip..],
+                _ => &loaded[skip..],
             };
-            slices.push(IoSlice::new(bytes));
+            unwritten.push(part.offset + skip as u64, bytes);
             skip = 0;
         }
-        slices
+        unwritten
+    }
+}
+
+impl<'a> Unwritten<'a> {
+    fn push(&mut self, offset: u64, bytes: &'a [u8]) {
+        let end = offset + bytes.len() as u64;
+        self.slices.push(IoSlice::new(bytes));
+        let count = self.slices.len();
+        match self.runs.last_mut() {
+            Some(run) if run.offsets.end == offset => {
+                run.offsets.end = end;
+                run.slices.end = count;
+            }
+            _ => self.runs.push(Run {
+                offsets: offset..end,
+                slices: count - 1..count,
+            }),
+        }
+    }
+
+    fn parts(&self) -> Vec<DataPart<'_>> {
+        let parts = self.runs.iter().map(|run| DataPart {
+            offset: run.offsets.start,
+            data: &self.slices[run.slices.clone()],
+        });
+        parts.collect()
     }
 }

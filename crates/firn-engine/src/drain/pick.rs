@@ -13,6 +13,8 @@ use crate::options::DrainPolicy;
 
 /// Most parts of one vectored write (`UIO_MAXIOV`).
 const PARTS_MAX: usize = 1024;
+/// Most parts of a write where the backing gathers.
+const GATHERED_PARTS_MAX: usize = 16 << 10;
 
 /// What an IO thread shall do.
 pub enum Pick<B: Backing> {
@@ -43,6 +45,17 @@ impl LaneLimits {
     };
 }
 
+/// What a job of a file may be.
+#[derive(Clone, Copy)]
+struct JobMax {
+    /// Its parts may be apart.
+    gathers: bool,
+    parts: usize,
+    bytes: u64,
+    /// Of those that lie in the spill file: all of them are in memory at once.
+    spilled_bytes: u64,
+}
+
 impl<B: Backing> Engine<B> {
     /// The next write of a lane, if there is one. Whoever gets a job must complete it.
     ///
@@ -70,7 +83,7 @@ impl<B: Backing> Engine<B> {
             if let Some(job) = self.choose_write(&file, &mut state, limits) {
                 drop(state);
                 self.counters.drain_decisions.count(Decision::Picked);
-                let offset = job.offset();
+                let offset = job.span.start;
                 let bytes = job.len();
                 tracing::debug!(path = %file.shown(), offset, bytes, "drain: picked");
                 return Pick::Job(job);
@@ -138,8 +151,9 @@ impl<B: Backing> Engine<B> {
         {
             return None;
         }
-        let parts = self.next_run(state)?;
-        let range = parts[0].offset..parts.last().map_or(0, |p| p.offset + p.extent.len);
+        let parts = self.next_parts(file, state)?;
+        let span = parts[0].offset..parts.last().map_or(0, Part::end);
+        let bytes = parts.iter().map(|part| part.extent.len).sum();
         let places = parts
             .iter()
             .map(|p| {
@@ -152,10 +166,10 @@ impl<B: Backing> Engine<B> {
                 )
             })
             .collect();
-        state.drain.begin_write(range.clone());
+        state.drain.begin_write(span.clone());
         debug_assert!(state.drain.writes_in_flight() <= limits.file_writes_max);
         let queue = self.drain.queue_of(file);
-        queue.note_picked(file, range.end - range.start, state.pending.bytes());
+        queue.note_picked(file, bytes, state.pending.bytes());
         // Its sequence is about to be used to cut: later bytes need a later one.
         state.pending.end_tail();
         self.drain.enqueue(file, state);
@@ -163,46 +177,101 @@ impl<B: Backing> Engine<B> {
             file: Arc::clone(file),
             parts,
             places,
-            range,
+            span,
+            bytes,
         })
     }
 
-    /// The next run of contiguous extents that is worth a write, from the cursor on and round.
-    fn next_run(&self, state: &FileState<B>) -> Option<Vec<Part>> {
-        self.next_run_from(state, state.drain.cursor())
-            .or_else(|| self.next_run_from(state, 0))
+    /// The next extents that are worth a write, from the cursor on and round: a run of contiguous ones, or all that fit
+    /// where the backing gathers them.
+    fn next_parts(&self, file: &File<B>, state: &FileState<B>) -> Option<Vec<Part>> {
+        let max = self.job_max(file);
+        self.next_parts_from(state, max, state.drain.cursor())
+            .or_else(|| self.next_parts_from(state, max, 0))
     }
 
-    fn next_run_from(&self, state: &FileState<B>, start: u64) -> Option<Vec<Part>> {
-        let max = self.options.drain_write_bytes_max;
-        let mut run: Vec<Part> = Vec::new();
-        let mut bytes = 0;
-        let mut forced = false;
+    fn next_parts_from(&self, state: &FileState<B>, max: JobMax, start: u64) -> Option<Vec<Part>> {
+        let mut found = Candidate::default();
         for (offset, extent) in state.pending.extents().from(start) {
-            let range = offset..offset + extent.len;
-            let joins = run.last().is_none_or(|p| p.offset + p.extent.len == offset);
-            let fits = run.len() < PARTS_MAX && bytes + extent.len <= max;
-            let busy = state.drain.is_in_flight(&range)
-                || !self.arena.is_readable(extent.piece.slab.chunk);
-            if !run.is_empty() && (!joins || !fits || busy) {
-                if forced || self.is_worth_a_write(bytes) {
-                    return Some(run);
+            let part = Part { extent, offset };
+            let chunk = extent.piece.slab.chunk;
+            let is_spilled = max.gathers && self.arena.is_spilled(chunk);
+            let joins = found.takes(&part, is_spilled, max);
+            let busy =
+                state.drain.is_in_flight(&(offset..part.end())) || !self.arena.is_readable(chunk);
+            if !found.parts.is_empty() && (!joins || busy) {
+                if self.is_worth_a_write(&found) {
+                    return Some(found.parts);
                 }
-                run.clear();
-                (bytes, forced) = (0, false);
+                found = Candidate::default();
             }
             if busy {
                 continue;
             }
-            bytes += extent.len;
-            forced |= state.drain.is_forced(extent.sequence);
-            run.push(Part { extent, offset });
+            found.forced |= state.drain.is_forced(extent.sequence);
+            found.push(part, is_spilled);
         }
-        (!run.is_empty() && (forced || self.is_worth_a_write(bytes))).then_some(run)
+        let is_job = !found.parts.is_empty() && self.is_worth_a_write(&found);
+        is_job.then_some(found.parts)
     }
 
-    /// Whether a run of so many bytes goes to the backing though nobody asked for it.
-    fn is_worth_a_write(&self, bytes: u64) -> bool {
-        self.options.drain == DrainPolicy::Eager && bytes >= self.write_bytes_min()
+    fn job_max(&self, file: &File<B>) -> JobMax {
+        let options = &self.options;
+        if !file.gathers {
+            return JobMax {
+                gathers: false,
+                parts: PARTS_MAX,
+                bytes: options.drain_write_bytes_max,
+                spilled_bytes: u64::MAX,
+            };
+        }
+        let geometry = self.arena.geometry();
+        let arena_bytes = u64::from(geometry.chunk_count) * geometry.chunk_bytes;
+        JobMax {
+            gathers: true,
+            parts: GATHERED_PARTS_MAX,
+            bytes: options.drain_gathered_bytes_max.min(arena_bytes / 4),
+            spilled_bytes: options.drain_write_bytes_max,
+        }
+    }
+
+    /// Whether that goes to the backing: somebody asked for a part of it, or it is long.
+    fn is_worth_a_write(&self, found: &Candidate) -> bool {
+        let is_long = || found.bytes >= self.write_bytes_min();
+        found.forced || (self.options.drain == DrainPolicy::Eager && is_long())
+    }
+}
+
+/// What may become a job.
+#[derive(Default)]
+struct Candidate {
+    parts: Vec<Part>,
+    bytes: u64,
+    spilled_bytes: u64,
+    /// Somebody asked for a part of it.
+    forced: bool,
+}
+
+impl Candidate {
+    /// Whether a further part may be of the same job.
+    fn takes(&self, part: &Part, is_spilled: bool, max: JobMax) -> bool {
+        let len = part.extent.len;
+        let spilled = if is_spilled { len } else { 0 };
+        let is_next = || {
+            self.parts
+                .last()
+                .is_none_or(|last| last.end() == part.offset)
+        };
+        self.parts.len() < max.parts
+            && self.bytes + len <= max.bytes
+            && self.spilled_bytes + spilled <= max.spilled_bytes
+            && (max.gathers || is_next())
+    }
+
+    fn push(&mut self, part: Part, is_spilled: bool) {
+        let len = part.extent.len;
+        self.bytes += len;
+        self.spilled_bytes += if is_spilled { len } else { 0 };
+        self.parts.push(part);
     }
 }

@@ -1,7 +1,8 @@
 //! How far the drain of a file is: what is asked for, what is under way, what failed, who waits.
 //!
 //! Invariants
-//! * Ranges in flight do not overlap: two writes to the same bytes of the backing never race.
+//! * Ranges in flight do not overlap: two writes to the same bytes of the backing never race. The range of a job whose
+//!   parts are apart is from the first to the last of them.
 //! * While the file's backing is used exclusively (`exclusive`), nothing is in flight.
 //! * `queued` is set while the file stands in the queue of its lane.
 

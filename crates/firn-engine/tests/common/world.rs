@@ -114,8 +114,28 @@ pub struct World {
     pub engine: Arc<Engine<SimBacking>>,
     pub fuse: Fuse,
     options: EngineOptions,
-    lanes: u16,
+    disk: DiskKind,
     lives: u32,
+}
+
+/// What the backing says of where data goes.
+#[derive(Clone, Copy)]
+pub struct DiskKind {
+    pub lanes: u16,
+    /// Pieces that are apart may be written together.
+    pub gathers: bool,
+}
+
+impl DiskKind {
+    pub const PLAIN: Self = Self {
+        lanes: 1,
+        gathers: false,
+    };
+
+    fn apply(self, backing: &SimBacking) {
+        backing.set_lanes(self.lanes);
+        backing.set_gathers(self.gathers);
+    }
 }
 
 pub fn options() -> EngineOptions {
@@ -186,15 +206,15 @@ impl World {
     }
 
     fn with(options: EngineOptions, spilling: bool) -> Self {
-        Self::with_lanes(options, spilling, 1)
+        Self::over(DiskKind::PLAIN, options, spilling)
     }
 
-    /// A world over several I/O servers.
-    pub fn with_lanes(options: EngineOptions, spilling: bool, lanes: u16) -> Self {
+    /// A world over a backing of some kind.
+    pub fn over(disk: DiskKind, options: EngineOptions, spilling: bool) -> Self {
         STEPS.set(0);
         let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
         let backing = SimBacking::new();
-        backing.set_lanes(lanes);
+        disk.apply(&backing);
         let path = path_in(dir.path(), 0);
         let identity = Identity {
             backing: PathBuf::from("/sim"),
@@ -220,7 +240,7 @@ impl World {
             engine,
             fuse,
             options,
-            lanes,
+            disk,
             lives: 0,
         };
         world.arm();
@@ -292,7 +312,7 @@ impl World {
             }
             *self.fuse.arena.lock().unwrap() = path.clone();
             self.backing = SimBacking::from_disk(self.backing.snapshot());
-            self.backing.set_lanes(self.lanes);
+            self.disk.apply(&self.backing);
             self.fuse.stopped.store(false, Ordering::Relaxed);
             self.stop_in(steps);
             self.arm();
