@@ -19,12 +19,16 @@ use firn_backing::{
 use firn_rendezvous::OwnError;
 use firn_rendezvous::own::{self, TOP};
 
+use crate::container::Memory;
 use crate::file::{FileId, Listed, LoggedFile, Place};
 use crate::frame::{PIECES_MAX, SPAN_BYTES_MAX};
 use crate::run::{FILE_BYTES_MAX, Piece};
 
 /// In `.firn/`.
 const CONTAINERS: &str = "log";
+/// Bytes of sorted indexes in memory, of all files: half of what a reader may take, and a block of each index of a file
+/// that many hosts wrote.
+const INDEX_BYTES_MAX: u64 = 32 << 20;
 
 /// Says of a name whether a new file with it is logged.
 pub type Chooser = Box<dyn Fn(&OsStr) -> bool + Send + Sync>;
@@ -49,6 +53,7 @@ pub struct Setup {
 pub struct LogBacking<B: Backing> {
     below: B,
     top: B::Inode,
+    memory: Arc<Memory>,
     setup: Setup,
     files: Mutex<Files<B>>,
     ended: Arc<Ended<B>>,
@@ -132,6 +137,7 @@ impl<B: Backing> LogBacking<B> {
         Ok(Self {
             below,
             top,
+            memory: Memory::new(INDEX_BYTES_MAX),
             setup,
             files: Mutex::new(Files {
                 known: HashMap::new(),
@@ -199,6 +205,7 @@ impl<B: Backing> LogBacking<B> {
             base: &self.below,
             top: &self.top,
             host: &self.setup.host,
+            memory: &self.memory,
         }
     }
 
@@ -636,7 +643,7 @@ impl<B: Backing> Backing for LogBacking<B> {
             None => self.below.seek(&file.below, offset, what),
             Some(logged) => {
                 let plain_bytes = self.below.attr_of_file(&file.below)?.size;
-                logged.seek(plain_bytes, offset, what)
+                logged.seek(&self.place(), plain_bytes, offset, what)
             }
         }
     }

@@ -11,32 +11,77 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::OsStr;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use firn_backing::lock::Mutex;
 use firn_backing::{Access, Backing, DataPart, Errno, Result};
 use firn_rendezvous::own;
 use parking_lot::Condvar;
 
-use crate::frame::{CHECKED_BYTES, Change, Frame, Next, Written};
+use crate::frame::{CHECKED_BYTES, Change, Frame, Next, Span};
 use crate::names::Writer;
-use crate::resolve::{Key, Resolver, Segment, Source, WriterId};
+use crate::resolve::{Key, Layers, Resolver, Segment, Source, WriterId};
 use crate::run::Piece;
 use crate::seal::{CLOSING, SEAL_NAME, Seal};
+use crate::sort::Sorter;
+use crate::table::{BlockCache, Table};
 use crate::writer::{Appended, OwnLog};
 
 /// Bytes of an index that are read at once; larger than any frame.
-const INDEX_READ_BYTES: usize = 4 << 20;
+const INDEX_READ_BYTES: usize = 2 << 20;
+/// A range of so many bytes is found at once, whatever its pieces are.
+const WALK_BYTES_MIN: u64 = 4096;
+/// Blocks whose checksums were right that are remembered.
+const CHECKED_MAX: usize = 1 << 16;
+/// A sorted index that is found to be damaged is read unsorted; there are only so many.
+const TRIES_MAX: usize = 1000;
 
 /// See the module.
 pub struct Container<B: Backing> {
     pub(crate) dir: B::Inode,
     pub(crate) host: String,
+    memory: Arc<Memory>,
     view: Mutex<View<B>>,
     own: Mutex<OwnState<B>>,
     own_made: Condvar,
+    is_sorting: AtomicBool,
     /// That of what this host writes.
     epoch: AtomicU64,
+}
+
+/// How much is in memory of indexes, of all containers that share it.
+pub struct Memory {
+    blocks: BlockCache,
+    bytes: u64,
+}
+
+impl Memory {
+    /// With at most so many bytes of sorted indexes. What is unsorted, and what one call needs, is a part of that for
+    /// each host that writes.
+    pub fn new(bytes: u64) -> Arc<Self> {
+        let blocks = BlockCache::new(bytes);
+        Arc::new(Self { blocks, bytes })
+    }
+
+    /// A host that has so much of its index unsorted sorts it.
+    fn sort_bytes(&self) -> u64 {
+        self.bytes / 128
+    }
+
+    /// What a host has unsorted when it ends writing is sorted from this size on: less costs readers little.
+    fn sort_last_bytes(&self) -> u64 {
+        self.bytes / 512
+    }
+
+    /// Whoever finds so much of another host's index unsorted sorts it: that host died, or could not.
+    fn sort_others_bytes(&self) -> u64 {
+        self.bytes / 32
+    }
+
+    /// Pieces of a file that are found at once.
+    fn pieces_max(&self) -> u64 {
+        self.bytes / 512
+    }
 }
 
 enum OwnState<B: Backing> {
@@ -47,23 +92,32 @@ enum OwnState<B: Backing> {
     Made(Arc<OwnLog<B>>),
 }
 
+/// Sorted indexes that are used.
+type Tables<B> = Arc<Vec<Arc<Table<B>>>>;
+
 /// What was read of the indexes.
 struct View<B: Backing> {
+    /// What is unsorted, and all cuts.
     resolver: Resolver,
+    tables: Tables<B>,
     tails: BTreeMap<WriterId, Tail<B>>,
     /// Blocks of [`CHECKED_BYTES`] of a change whose checksum was right.
     checked: HashSet<(Key, u64)>,
     /// What counts of each index, once that is decided.
     seal: Option<Arc<Seal>>,
+    /// Sorted indexes that are not whole.
+    rejected: HashSet<String>,
 }
 
 impl<B: Backing> View<B> {
     fn new(base_bytes: u64) -> Self {
         Self {
             resolver: Resolver::new(base_bytes),
+            tables: Tables::default(),
             tails: BTreeMap::new(),
             checked: HashSet::new(),
             seal: None,
+            rejected: HashSet::new(),
         }
     }
 
@@ -73,15 +127,110 @@ impl<B: Backing> View<B> {
             .as_ref()
             .map_or(u64::MAX, |seal| seal.limit_of(writer))
     }
+
+    /// Takes a change that is not in a sorted index.
+    fn add(&mut self, writer: WriterId, offset: u64, frame: Frame) {
+        let is_cut = matches!(frame.change, Change::Cut(_));
+        let tail = self.tails.get(&writer);
+        if !is_cut && tail.is_some_and(|tail| offset < tail.covered()) {
+            return;
+        }
+        self.resolver.add(writer, offset, frame);
+        if is_cut {
+            self.note_tables_end();
+        }
+    }
+
+    /// The sorted indexes of a writer are these from now on. All that were used until now are returned: files are not
+    /// closed with a lock held.
+    #[must_use]
+    fn set_cover(&mut self, id: WriterId, cover: Vec<Arc<Table<B>>>) -> Tables<B> {
+        let Some(tail) = self.tails.get_mut(&id) else {
+            return Tables::default();
+        };
+        for table in &cover {
+            for cut in &table.directory.cuts {
+                let key = Key {
+                    epoch: cut.epoch,
+                    writer: id,
+                    frame: cut.frame,
+                };
+                self.resolver.add_cut(key, cut.len);
+            }
+        }
+        tail.cover = cover;
+        tail.offset = tail.offset.max(tail.covered());
+        self.resolver.forget(id, tail.covered());
+        let covers = self.tails.values().flat_map(|tail| tail.cover.iter());
+        let tables = Arc::new(covers.map(Arc::clone).collect());
+        let old = std::mem::replace(&mut self.tables, tables);
+        self.note_tables_end();
+        old
+    }
+
+    /// The file is as long as sorted indexes say, as far as that is known without reading them.
+    fn note_tables_end(&mut self) {
+        let cut = self.resolver.last_cut();
+        let known = self.tables.iter().filter_map(|table| table.end_after(cut));
+        self.resolver.set_outside_end(known.max().unwrap_or(0));
+    }
+
+    /// Takes what a process that writes has appended and `old` knows, which may be more than what was read.
+    fn keep_own(&mut self, old: &Self) {
+        for (id, tail) in old.tails.iter().filter(|(_, tail)| tail.is_own) {
+            let new = || Tail::new(tail.writer.clone(), true);
+            let kept = self.tails.entry(*id).or_insert_with(new);
+            kept.is_own = true;
+            kept.offset = kept.offset.max(tail.offset);
+            let covered = kept.covered();
+            self.resolver.take_changes(&old.resolver, *id, covered);
+        }
+        self.note_tables_end();
+    }
+
+    fn last_epoch(&self) -> Option<u64> {
+        let sorted = self.tables.iter().map(|table| table.directory.last_epoch);
+        self.resolver.last_epoch().max(sorted.max())
+    }
 }
 
 /// An index, and how far it was read.
 struct Tail<B: Backing> {
     writer: Writer,
-    /// None for this host's own, which is known without reading.
+    /// This host writes it now, and knows it without reading.
+    is_own: bool,
+    /// Not open before it is read.
     index: Option<Arc<B::File>>,
+    /// Sorted indexes from its beginning on, each where the one before ends.
+    cover: Vec<Arc<Table<B>>>,
     offset: u64,
+    /// It is not sorted before it has so many bytes.
+    sort_from: u64,
     logs: HashMap<u32, Arc<B::File>>,
+}
+
+impl<B: Backing> Tail<B> {
+    fn new(writer: Writer, is_own: bool) -> Self {
+        Self {
+            writer,
+            is_own,
+            index: None,
+            cover: Vec::new(),
+            offset: 0,
+            sort_from: 0,
+            logs: HashMap::new(),
+        }
+    }
+
+    /// Bytes of the index that are in sorted indexes.
+    fn covered(&self) -> u64 {
+        self.cover.last().map_or(0, |table| table.part().end)
+    }
+
+    /// Whether there is so much to sort that it should be.
+    fn is_due(&self, bytes: u64) -> bool {
+        self.offset >= self.sort_from && self.offset - self.covered() >= bytes
+    }
 }
 
 /// Frames of one index that were not known.
@@ -93,19 +242,54 @@ struct News {
     frames: Vec<(u64, Frame)>,
 }
 
+/// Goes through the segments of a range with little memory ([`Container::find_next`]).
+pub struct Walk {
+    range: Range<u64>,
+    /// Bytes that are found at once.
+    step: u64,
+}
+
+impl Walk {
+    /// Through `range`, as far as the file has it.
+    pub fn new(range: Range<u64>) -> Self {
+        let step = range.end.saturating_sub(range.start);
+        Self {
+            range,
+            step: step.max(WALK_BYTES_MIN),
+        }
+    }
+
+    fn part(&self) -> Range<u64> {
+        let end = self.range.start.saturating_add(self.step);
+        self.range.start..end.min(self.range.end)
+    }
+}
+
 impl<B: Backing> Container<B> {
     /// The container in the directory `dir`, seen by `host`. The plain file has `base_bytes` that count.
-    pub fn open(base: &B, dir: B::Inode, host: &str, base_bytes: u64) -> Result<Self> {
-        let container = Self {
-            dir,
-            host: host.to_owned(),
-            view: Mutex::new(View::new(base_bytes)),
-            own: Mutex::new(OwnState::None),
-            own_made: Condvar::new(),
-            epoch: AtomicU64::new(0),
-        };
+    pub fn open(
+        base: &B,
+        dir: B::Inode,
+        host: &str,
+        base_bytes: u64,
+        memory: &Arc<Memory>,
+    ) -> Result<Self> {
+        let container = Self::unread(dir, host, memory, View::new(base_bytes));
         container.take_epoch(base)?;
         Ok(container)
+    }
+
+    fn unread(dir: B::Inode, host: &str, memory: &Arc<Memory>, view: View<B>) -> Self {
+        Self {
+            dir,
+            host: host.to_owned(),
+            memory: Arc::clone(memory),
+            view: Mutex::new(view),
+            own: Mutex::new(OwnState::None),
+            own_made: Condvar::new(),
+            is_sorting: AtomicBool::new(false),
+            epoch: AtomicU64::new(0),
+        }
     }
 
     /// The file below has so many bytes now.
@@ -127,7 +311,7 @@ impl<B: Backing> Container<B> {
     /// is opened for writing, and after it was synced.
     pub fn take_epoch(&self, base: &B) -> Result<()> {
         self.refresh(base)?;
-        let last = self.view.lock().resolver.last_epoch();
+        let last = self.view.lock().last_epoch();
         let next = last.map_or(0, |last| last + 1);
         self.epoch.fetch_max(next, Ordering::AcqRel);
         Ok(())
@@ -148,7 +332,7 @@ impl<B: Backing> Container<B> {
         self.add_own(base, &own, appended)?;
         // What this host writes next is newer than the cut, whatever others do at the same time.
         self.epoch.fetch_add(1, Ordering::AcqRel);
-        Ok(())
+        self.settle_len(base)
     }
 
     /// Makes bytes zero, as far as the file has them.
@@ -161,11 +345,7 @@ impl<B: Backing> Container<B> {
 
     /// Makes what this host wrote durable and known to others.
     pub fn sync(&self, base: &B) -> Result<()> {
-        let own = match &*self.own.lock() {
-            OwnState::Made(own) => Some(Arc::clone(own)),
-            OwnState::None | OwnState::Making => None,
-        };
-        if let Some(own) = own {
+        if let Some(own) = self.made_own() {
             own.sync(base)?;
         }
         self.take_epoch(base)
@@ -180,24 +360,30 @@ impl<B: Backing> Container<B> {
         buf: &mut [u8],
         offset: u64,
     ) -> Result<usize> {
-        let range = offset..offset.saturating_add(buf.len() as u64);
-        let segments = self.view.lock().resolver.find(range);
+        let mut walk = Walk::new(offset..offset.saturating_add(buf.len() as u64));
         let mut done = 0;
-        for segment in segments {
-            let len = (segment.file.end - segment.file.start) as usize;
-            let part = &mut buf[done..done + len];
-            match segment.source {
-                Source::Hole | Source::Zeros => part.fill(0),
-                Source::Plain => {
-                    let count = below(part, segment.file.start)?;
-                    // Cut by somebody who does not know of the container.
-                    part[count..].fill(0);
-                }
-                Source::Log { position, key, .. } => self.read_log(base, key, position, part)?,
+        loop {
+            let segments = self.find_next(base, &mut walk)?;
+            if segments.is_empty() {
+                return Ok(done);
             }
-            done += len;
+            for segment in segments {
+                let len = (segment.file.end - segment.file.start) as usize;
+                let part = &mut buf[done..done + len];
+                match segment.source {
+                    Source::Hole | Source::Zeros => part.fill(0),
+                    Source::Plain => {
+                        let count = below(part, segment.file.start)?;
+                        // Cut by somebody who does not know of the container.
+                        part[count..].fill(0);
+                    }
+                    Source::Log { position, key, .. } => {
+                        self.read_log(base, key, position, part)?
+                    }
+                }
+                done += len;
+            }
         }
-        Ok(done)
     }
 
     /// Reads bytes of a segment that is in a log, from the file's offset `start` on.
@@ -219,59 +405,326 @@ impl<B: Backing> Container<B> {
         self.view.lock().resolver.base_end()
     }
 
-    /// Where the bytes of a range are.
-    pub fn find(&self, range: Range<u64>) -> Vec<Segment> {
-        self.view.lock().resolver.find(range)
+    /// Where the next bytes of a walk are, in order and without gaps; nothing at its end or that of the file.
+    pub fn find_next(&self, base: &B, walk: &mut Walk) -> Result<Vec<Segment>> {
+        for _ in 0..TRIES_MAX {
+            match self.find_part(base, walk) {
+                Err(Errno::STALE) if self.has_damaged() => self.read_again(base, None)?,
+                outcome => return outcome,
+            }
+        }
+        Err(Errno::IO)
+    }
+
+    fn find_part(&self, base: &B, walk: &mut Walk) -> Result<Vec<Segment>> {
+        loop {
+            let mut range = walk.part();
+            let pieces_max = self.memory.pieces_max();
+            let mut layers = Layers::new(match range.end - range.start {
+                ..=WALK_BYTES_MIN => u64::MAX,
+                _ => pieces_max,
+            });
+            let (outline, tables, mut fits) = {
+                let view = self.view.lock();
+                range.end = range.end.min(view.resolver.len());
+                if range.start >= range.end {
+                    return Ok(Vec::new());
+                }
+                let fits = view.resolver.collect(&range, &mut layers);
+                (view.resolver.outline(), Arc::clone(&view.tables), fits)
+            };
+            for table in tables.iter() {
+                fits = fits && table.collect(base, &self.memory.blocks, &range, &mut layers)?;
+            }
+            if !fits {
+                walk.step = (walk.step.min(range.end - range.start) / 2).max(WALK_BYTES_MIN);
+                continue;
+            }
+            if layers.pieces() < pieces_max / 4 {
+                walk.step = walk.step.saturating_mul(2);
+            }
+            walk.range.start = range.end;
+            return Ok(outline.paint(range, layers));
+        }
+    }
+
+    /// Whether a sorted index that is used was found to be damaged.
+    fn has_damaged(&self) -> bool {
+        let view = self.view.lock();
+        view.tables.iter().any(|table| table.is_damaged())
+    }
+
+    /// Reads all indexes anew: damaged sorted ones unsorted, and what counts of them by `seal`. Meanwhile others read
+    /// by what was known.
+    fn read_again(&self, base: &B, seal: Option<Arc<Seal>>) -> Result<()> {
+        let (base_bytes, mut rejected, seal) = {
+            let view = self.view.lock();
+            let seal = seal.or_else(|| view.seal.clone());
+            (view.resolver.base_bytes(), view.rejected.clone(), seal)
+        };
+        let mut damaged = self.damaged();
+        for _ in 0..TRIES_MAX {
+            rejected.extend(damaged);
+            let mut view = View::new(base_bytes);
+            view.seal = seal.clone();
+            view.rejected = rejected.clone();
+            let fresh = Self::unread(self.dir.clone(), &self.host, &self.memory, view);
+            match fresh.look(base) {
+                Err(Errno::STALE) if fresh.has_damaged() => damaged = fresh.damaged(),
+                Err(error) => return Err(error),
+                Ok(()) => {
+                    let read = std::mem::replace(&mut *fresh.view.lock(), View::new(0));
+                    self.exchange_view(read);
+                    return Ok(());
+                }
+            }
+        }
+        Err(Errno::IO)
+    }
+
+    fn damaged(&self) -> Vec<String> {
+        let view = self.view.lock();
+        let damaged = view.tables.iter().filter(|table| table.is_damaged());
+        damaged.map(|table| table.name.clone()).collect()
+    }
+
+    fn exchange_view(&self, mut new: View<B>) {
+        let mut view = self.view.lock();
+        new.resolver.set_base(view.resolver.base_bytes());
+        if new.seal.is_none() {
+            new.keep_own(&view);
+        }
+        let old = std::mem::replace(&mut *view, new);
+        drop(view);
+        // Its files are closed after the lock is free.
+        drop(old);
     }
 
     /// Reads what the other hosts have appended since the last time.
     pub fn refresh(&self, base: &B) -> Result<()> {
+        match self.look(base) {
+            Err(Errno::STALE) if self.has_damaged() => self.read_again(base, None),
+            outcome => outcome,
+        }
+    }
+
+    fn look(&self, base: &B) -> Result<()> {
         let names = own::list(base, &self.dir)?;
         if self.view.lock().seal.is_none()
             && names.iter().any(|(name, ..)| name == SEAL_NAME.as_bytes())
         {
-            self.take_seal(Seal::load(base, &self.dir)?);
+            return self.take_seal(base, Seal::load(base, &self.dir)?);
         }
-        for (name, ..) in names {
-            let Some(writer) = Writer::of_index(&name) else {
-                continue;
-            };
-            let (index, offset) = match self.find_tail(&writer) {
-                Some((None, _)) => continue,
-                Some((Some(index), offset)) => (index, offset),
-                None => match self.open_index(base, writer.clone())? {
-                    Some(index) => (index, 0),
-                    None => continue,
-                },
-            };
-            let limit = self.view.lock().limit_of(&writer);
-            let news = read_index(base, &index, writer.id(), offset..limit)?;
-            self.add_news(news);
+        let tables: Vec<_> = names
+            .iter()
+            .filter_map(|(name, ..)| Writer::of_table(name))
+            .collect();
+        for writer in names.iter().filter_map(|(name, ..)| Writer::of_index(name)) {
+            self.take_tables(base, &writer, &tables)?;
+            self.read_tail(base, &writer)?;
+        }
+        self.settle_len(base)
+    }
+
+    /// Uses the sorted indexes that there are of an index.
+    fn take_tables(
+        &self,
+        base: &B,
+        writer: &Writer,
+        listed: &[(Writer, Range<u64>)],
+    ) -> Result<()> {
+        let of_writer = listed.iter().filter(|(of, _)| of == writer);
+        let parts: Vec<&Range<u64>> = of_writer.map(|(_, part)| part).collect();
+        if parts.is_empty() {
+            return Ok(());
+        }
+        let (known, limit) = {
+            let view = self.view.lock();
+            let tail = view.tails.get(&writer.id());
+            let known = tail.map_or_else(Vec::new, |tail| tail.cover.clone());
+            (known, view.limit_of(writer))
+        };
+        let found = loop {
+            let found = self.find_cover(base, writer, &parts, limit, &known)?;
+            match self.find_ends(base, &found) {
+                Ok(()) => break found,
+                // One that is not used yet.
+                Err(Errno::STALE) if self.reject_damaged(&found) => {}
+                Err(error) => return Err(error),
+            }
+        };
+        let end = |cover: &[Arc<Table<B>>]| cover.last().map_or(0, |table| table.part().end);
+        let is_better = match end(&found).cmp(&end(&known)) {
+            std::cmp::Ordering::Greater => true,
+            std::cmp::Ordering::Equal => found.len() < known.len(),
+            std::cmp::Ordering::Less => false,
+        };
+        if is_better {
+            let mut view = self.view.lock();
+            let new = || Tail::new(writer.clone(), false);
+            view.tails.entry(writer.id()).or_insert_with(new);
+            let old = view.set_cover(writer.id(), found);
+            drop(view);
+            drop(old);
         }
         Ok(())
     }
 
-    fn find_tail(&self, writer: &Writer) -> Option<(Option<Arc<B::File>>, u64)> {
+    /// Finds how long the file is by tables that are to be used, after the last cut that there will be.
+    fn find_ends(&self, base: &B, tables: &[Arc<Table<B>>]) -> Result<()> {
+        let known = self.view.lock().resolver.last_cut();
+        let cuts = tables.iter().filter_map(|table| table.last_cut());
+        let last = cuts.max().max(known);
+        for table in tables {
+            if let Some(cut) = last {
+                table.find_end_after(base, cut)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Uses none of these that is damaged; whether there was one that is not in use.
+    fn reject_damaged(&self, tables: &[Arc<Table<B>>]) -> bool {
+        let mut view = self.view.lock();
+        let is_used =
+            |table: &Arc<Table<B>>| view.tables.iter().any(|used| Arc::ptr_eq(used, table));
+        let damaged = tables
+            .iter()
+            .filter(|table| table.is_damaged() && !is_used(table));
+        let damaged: Vec<String> = damaged.map(|table| table.name.clone()).collect();
+        let is_any = !damaged.is_empty();
+        view.rejected.extend(damaged);
+        is_any
+    }
+
+    /// Finds the fewest tables that follow each other from the beginning of an index.
+    fn find_cover(
+        &self,
+        base: &B,
+        writer: &Writer,
+        parts: &[&Range<u64>],
+        limit: u64,
+        known: &[Arc<Table<B>>],
+    ) -> Result<Vec<Arc<Table<B>>>> {
+        let mut cover: Vec<Arc<Table<B>>> = Vec::new();
+        loop {
+            let at = cover.last().map_or(0, |table| table.part().end);
+            let next = parts
+                .iter()
+                .filter(|part| part.start == at && part.end <= limit);
+            let mut next: Vec<_> = next.collect();
+            next.sort_unstable_by_key(|part| std::cmp::Reverse(part.end));
+            let before = cover.len();
+            for part in next {
+                let same = known
+                    .iter()
+                    .find(|table| table.part() == **part && !table.is_damaged());
+                let table = match same {
+                    Some(table) => Some(Arc::clone(table)),
+                    None => self.open_table(base, writer, part)?,
+                };
+                if let Some(table) = table {
+                    cover.push(table);
+                    break;
+                }
+            }
+            if cover.len() == before {
+                return Ok(cover);
+            }
+        }
+    }
+
+    fn open_table(
+        &self,
+        base: &B,
+        writer: &Writer,
+        part: &Range<u64>,
+    ) -> Result<Option<Arc<Table<B>>>> {
+        let name = writer.table_name(part);
+        if self.view.lock().rejected.contains(&name) {
+            return Ok(None);
+        }
+        let table = Table::open(base, &self.dir, writer, part.clone())?;
+        if table.is_none() {
+            self.view.lock().rejected.insert(name);
+        }
+        Ok(table.map(Arc::new))
+    }
+
+    /// Reads the frames of another host's index that are not known yet.
+    fn read_tail(&self, base: &B, writer: &Writer) -> Result<()> {
+        loop {
+            if self.is_own(writer.id()) {
+                return Ok(());
+            }
+            let found = match self.find_tail(writer) {
+                Some(found) => Some(found),
+                None => self.open_index(base, writer)?,
+            };
+            let Some((index, offset)) = found else {
+                return Ok(());
+            };
+            let limit = self.view.lock().limit_of(writer);
+            let news = read_index(base, &index, writer.id(), offset..limit)?;
+            let is_end = news.to == offset;
+            let is_due = self.add_news(news);
+            if is_due {
+                self.sort(base, writer, self.memory.sort_others_bytes())?;
+            }
+            if is_end {
+                return self.check_sealed(writer, offset, limit);
+            }
+        }
+    }
+
+    /// EIO where the index has less than counts of it.
+    fn check_sealed(&self, writer: &Writer, offset: u64, limit: u64) -> Result<()> {
+        if limit == u64::MAX || offset >= limit {
+            return Ok(());
+        }
+        tracing::error!(
+            index = writer.index_name(),
+            offset,
+            "{limit} bytes of an index count, and the frame at this offset is not whole: \
+             the file cannot be read as a log"
+        );
+        Err(Errno::IO)
+    }
+
+    /// An index that is open, and how far it was read.
+    fn find_tail(&self, writer: &Writer) -> Option<(Arc<B::File>, u64)> {
         let view = self.view.lock();
         let tail = view.tails.get(&writer.id())?;
-        Some((tail.index.clone(), tail.offset))
+        Some((tail.index.clone()?, tail.offset))
+    }
+
+    /// Finds how long the file is by sorted indexes, where that takes reading them.
+    fn settle_len(&self, base: &B) -> Result<()> {
+        loop {
+            let (cut, tables) = {
+                let view = self.view.lock();
+                (view.resolver.last_cut(), Arc::clone(&view.tables))
+            };
+            if let Some(cut) = cut {
+                for table in tables.iter() {
+                    table.find_end_after(base, cut)?;
+                }
+            }
+            let mut view = self.view.lock();
+            if view.resolver.last_cut() == cut && Arc::ptr_eq(&view.tables, &tables) {
+                view.note_tables_end();
+                return Ok(());
+            }
+        }
     }
 
     /// From now on only that counts which the seal has. What was read beyond, of a host that was taken for dead, is
     /// forgotten with all else, and read again.
-    pub(crate) fn take_seal(&self, seal: Seal) {
-        let mut old = None;
-        let mut view = self.view.lock();
-        let is_beyond =
-            |tail: &Tail<B>| tail.index.is_none() || tail.offset > seal.limit_of(&tail.writer);
-        if view.tails.values().any(is_beyond) {
-            let base_bytes = view.resolver.base_bytes();
-            old = Some(std::mem::replace(&mut *view, View::new(base_bytes)));
+    pub(crate) fn take_seal(&self, base: &B, seal: Seal) -> Result<()> {
+        if self.seal().is_some_and(|known| *known == seal) {
+            return self.refresh(base);
         }
-        view.seal = Some(Arc::new(seal));
-        drop(view);
-        // Its files are closed after the lock is free.
-        drop(old);
+        self.read_again(base, Some(Arc::new(seal)))
     }
 
     /// What counts of each index, as far as this host has looked.
@@ -281,52 +734,173 @@ impl<B: Backing> Container<B> {
 
     /// How many bytes of each index are whole frames, durably.
     pub(crate) fn index_lengths(&self, base: &B) -> Result<Vec<(Writer, u64)>> {
+        self.refresh(base)?;
         let mut lengths = Vec::new();
         for (name, ..) in own::list(base, &self.dir)? {
             let Some(writer) = Writer::of_index(&name) else {
                 continue;
             };
-            let Some(inode) = own::find_file(base, &self.dir, &name_of(&name))? else {
+            let Some(inode) = own::find_file(base, &self.dir, &writer.index_name())? else {
                 continue;
             };
             let index = base.open(&inode, Access::Read)?;
             // What is decided to count is durable before that decision.
             base.sync(&index, true)?;
-            let news = read_index(base, &index, writer.id(), 0..u64::MAX)?;
-            lengths.push((writer, news.to));
+            let mut end = self.covered(&writer);
+            loop {
+                let news = read_index(base, &index, writer.id(), end..u64::MAX)?;
+                if news.to == end {
+                    break;
+                }
+                end = news.to;
+            }
+            lengths.push((writer, end));
         }
         Ok(lengths)
     }
 
-    /// Opens the index of another host; none if it is gone by now.
-    fn open_index(&self, base: &B, writer: Writer) -> Result<Option<Arc<B::File>>> {
+    fn covered(&self, writer: &Writer) -> u64 {
+        let view = self.view.lock();
+        view.tails.get(&writer.id()).map_or(0, Tail::covered)
+    }
+
+    /// Opens the index of another host, and says how far it was read; none if it is gone by now.
+    fn open_index(&self, base: &B, writer: &Writer) -> Result<Option<(Arc<B::File>, u64)>> {
         let Some(inode) = own::find_file(base, &self.dir, &writer.index_name())? else {
             return Ok(None);
         };
         let index = Arc::new(base.open(&inode, Access::Read)?);
         let mut view = self.view.lock();
-        let tail = view.tails.entry(writer.id()).or_insert_with(|| Tail {
-            writer,
-            index: Some(Arc::clone(&index)),
-            offset: 0,
-            logs: HashMap::new(),
-        });
-        Ok(tail.index.clone())
+        let new = || Tail::new(writer.clone(), false);
+        let tail = view.tails.entry(writer.id()).or_insert_with(new);
+        let known = match &tail.index {
+            Some(known) => Arc::clone(known),
+            None => {
+                tail.index = Some(Arc::clone(&index));
+                index
+            }
+        };
+        Ok(Some((known, tail.offset)))
     }
 
-    fn add_news(&self, news: News) {
+    /// Takes what was read; whether there is so much unsorted that it is to be sorted.
+    fn add_news(&self, news: News) -> bool {
         let mut view = self.view.lock();
         let view = &mut *view;
         let Some(tail) = view.tails.get_mut(&news.writer) else {
-            return;
+            return false;
         };
         // Another thread may have read them too.
         if tail.offset != news.from {
-            return;
+            return false;
         }
         tail.offset = news.to;
+        let is_due = tail.is_due(self.memory.sort_others_bytes());
         for (offset, frame) in news.frames {
-            view.resolver.add(news.writer, offset, frame);
+            view.add(news.writer, offset, frame);
+        }
+        is_due
+    }
+
+    /// Sorts what is unsorted of an index, in parts of at most `bytes` and a frame. What cannot be sorted is in memory
+    /// instead, so no failure of it is one of the caller's.
+    fn sort(&self, base: &B, writer: &Writer, bytes: u64) -> Result<()> {
+        if self.is_sorting.swap(true, Ordering::AcqRel) {
+            return Ok(());
+        }
+        let outcome = self.sort_parts(base, writer, bytes);
+        self.is_sorting.store(false, Ordering::Release);
+        if let Err(error) = outcome {
+            tracing::debug!(index = writer.index_name(), %error, "an index stays unsorted");
+            let mut view = self.view.lock();
+            if let Some(tail) = view.tails.get_mut(&writer.id()) {
+                tail.sort_from = tail.offset + self.memory.sort_others_bytes();
+            }
+        }
+        Ok(())
+    }
+
+    fn sort_parts(&self, base: &B, writer: &Writer, bytes: u64) -> Result<()> {
+        let sorter = self.sorter(base, writer);
+        loop {
+            let Some(inode) = own::find_file(base, &self.dir, &writer.index_name())? else {
+                return Ok(());
+            };
+            let index = base.open(&inode, Access::Read)?;
+            let (covered, end, limit) = {
+                let view = self.view.lock();
+                let Some(tail) = view.tails.get(&writer.id()) else {
+                    return Ok(());
+                };
+                (tail.covered(), tail.offset, view.limit_of(writer))
+            };
+            if covered >= end.min(limit) {
+                return Ok(());
+            }
+            let part_end = limit.min(end).min(covered.saturating_add(bytes));
+            let news = read_part(base, &index, writer.id(), covered, part_end, limit)?;
+            if news.to == covered {
+                return Ok(());
+            }
+            sorter.sort(news.frames, covered..news.to)?;
+            self.take_own_tables(base, writer)?;
+            while sorter.merge_level(&self.cover(writer))? {
+                self.take_own_tables(base, writer)?;
+            }
+            if self.covered(writer) <= covered {
+                // It was made, and is not used: nothing comes of going on.
+                return Err(Errno::IO);
+            }
+        }
+    }
+
+    fn sorter<'a>(&'a self, base: &'a B, writer: &'a Writer) -> Sorter<'a, B> {
+        Sorter {
+            base,
+            dir: &self.dir,
+            writer,
+        }
+    }
+
+    fn cover(&self, writer: &Writer) -> Vec<Arc<Table<B>>> {
+        let view = self.view.lock();
+        let tail = view.tails.get(&writer.id());
+        tail.map_or_else(Vec::new, |tail| tail.cover.clone())
+    }
+
+    fn take_own_tables(&self, base: &B, writer: &Writer) -> Result<()> {
+        let names = own::list(base, &self.dir)?;
+        let tables = names.iter().filter_map(|(name, ..)| Writer::of_table(name));
+        self.take_tables(base, writer, &tables.collect::<Vec<_>>())
+    }
+
+    /// Sorts what this host has written, which writes no more.
+    pub fn sort_own(&self, base: &B) -> Result<()> {
+        let Some(own) = self.made_own() else {
+            return Ok(());
+        };
+        let writer = &own.writer;
+        let is_due = {
+            let view = self.view.lock();
+            let tail = view.tails.get(&writer.id());
+            tail.is_some_and(|tail| tail.is_own && tail.is_due(self.memory.sort_last_bytes()))
+        };
+        if is_due {
+            self.sort(base, writer, self.memory.sort_bytes())?;
+        }
+        match self.sorter(base, writer).merge_last(&self.cover(writer)) {
+            Ok(()) => self.take_own_tables(base, writer),
+            Err(error) => {
+                tracing::debug!(index = writer.index_name(), %error, "it stays in parts");
+                Ok(())
+            }
+        }
+    }
+
+    fn made_own(&self) -> Option<Arc<OwnLog<B>>> {
+        match &*self.own.lock() {
+            OwnState::Made(own) => Some(Arc::clone(own)),
+            OwnState::None | OwnState::Making => None,
         }
     }
 
@@ -362,12 +936,7 @@ impl<B: Backing> Container<B> {
         let last = own_lives.map(|writer| writer.id().life).max().unwrap_or(0);
         let writer = Writer::new(&self.host, last + 1);
         let made = Arc::new(OwnLog::create(base, &self.dir, writer.clone())?);
-        let tail = Tail {
-            writer: writer.clone(),
-            index: None,
-            offset: 0,
-            logs: HashMap::new(),
-        };
+        let tail = Tail::new(writer.clone(), true);
         self.view.lock().tails.insert(writer.id(), tail);
         Ok(made)
     }
@@ -378,52 +947,90 @@ impl<B: Backing> Container<B> {
         if own::find(base, &self.dir, OsStr::new(CLOSING))?.is_some() {
             return Err(Errno::STALE);
         }
-        let mut view = self.view.lock();
-        if view.seal.is_some() {
-            return Err(Errno::STALE);
+        let Appended {
+            frame,
+            offset,
+            bytes,
+        } = appended;
+        let id = own.writer.id();
+        let is_due = {
+            let mut view = self.view.lock();
+            if view.seal.is_some() {
+                return Err(Errno::STALE);
+            }
+            view.add(id, offset, frame);
+            let tail = view.tails.get_mut(&id);
+            tail.is_some_and(|tail| {
+                tail.offset = tail.offset.max(offset + bytes);
+                tail.is_due(self.memory.sort_bytes())
+            })
+        };
+        match is_due {
+            true => self.sort(base, &own.writer, self.memory.sort_bytes()),
+            false => Ok(()),
         }
-        let Appended { frame, offset } = appended;
-        view.resolver.add(own.writer.id(), offset, frame);
-        Ok(())
     }
 
     /// Reads bytes of a change, which must be as they were written.
     fn read_log(&self, base: &B, key: Key, position: u64, buf: &mut [u8]) -> Result<()> {
-        let written = self.written(key)?;
-        let file = self.open_log(base, key.writer, written.log)?;
-        let start = position - written.position;
+        let span = loop {
+            match self.span(base, key) {
+                Err(Errno::STALE) if self.has_damaged() => self.read_again(base, None)?,
+                found => break found?,
+            }
+        };
+        let file = self.open_log(base, key.writer, span.log)?;
+        let start = position.checked_sub(span.position).ok_or(Errno::IO)?;
         let end = start + buf.len() as u64;
+        if end > span.bytes {
+            return Err(Errno::IO);
+        }
         let is_own = self.is_own(key.writer);
         for block in start / CHECKED_BYTES..end.div_ceil(CHECKED_BYTES) {
             let at = block * CHECKED_BYTES;
             let (from, to) = (at.max(start), (at + CHECKED_BYTES).min(end));
             let part = &mut buf[(from - start) as usize..(to - start) as usize];
             if is_own || self.view.lock().checked.contains(&(key, block)) {
-                read_exact(base, &file, part, written.position + from)?;
+                read_exact(base, &file, part, span.position + from)?;
                 continue;
             }
-            let mut whole = vec![0; CHECKED_BYTES.min(written.bytes() - at) as usize];
-            read_exact(base, &file, &mut whole, written.position + at)?;
-            if crc32c::crc32c(&whole) != written.checksums[block as usize] {
-                tracing::error!(writer = ?key.writer, log = written.log, position = written.position + at,
+            let mut whole = vec![0; CHECKED_BYTES.min(span.bytes - at) as usize];
+            read_exact(base, &file, &mut whole, span.position + at)?;
+            if crc32c::crc32c(&whole) != span.checksums[block as usize] {
+                tracing::error!(writer = ?key.writer, log = span.log, position = span.position + at,
                     "a log does not have the bytes that its index says");
                 return Err(Errno::IO);
             }
             part.copy_from_slice(&whole[(from - at) as usize..(to - at) as usize]);
-            self.view.lock().checked.insert((key, block));
+            let mut view = self.view.lock();
+            if view.checked.len() >= CHECKED_MAX {
+                view.checked.clear();
+            }
+            view.checked.insert((key, block));
         }
         Ok(())
     }
 
-    fn written(&self, key: Key) -> Result<Arc<Written>> {
-        let view = self.view.lock();
-        view.resolver.written(key).ok_or(Errno::STALE)
+    /// What a change wrote. ESTALE if it is not known any more.
+    fn span(&self, base: &B, key: Key) -> Result<Arc<Span>> {
+        let tables = {
+            let view = self.view.lock();
+            if let Some(span) = view.resolver.span(key) {
+                return Ok(span);
+            }
+            Arc::clone(&view.tables)
+        };
+        let table = tables.iter().find(|table| table.has(key));
+        let span = match table {
+            Some(table) => table.span(base, &self.memory.blocks, key)?,
+            None => None,
+        };
+        span.ok_or(Errno::STALE)
     }
 
     fn is_own(&self, writer: WriterId) -> bool {
         let view = self.view.lock();
-        let tail = view.tails.get(&writer);
-        tail.is_some_and(|tail| tail.index.is_none())
+        view.tails.get(&writer).is_some_and(|tail| tail.is_own)
     }
 
     fn open_log(&self, base: &B, writer: WriterId, log: u32) -> Result<Arc<B::File>> {
@@ -438,47 +1045,49 @@ impl<B: Backing> Container<B> {
         let inode = own::find_file(base, &self.dir, &name)?.ok_or(Errno::IO)?;
         let file = Arc::new(base.open(&inode, Access::Read)?);
         if let Some(tail) = self.view.lock().tails.get_mut(&writer) {
-            tail.logs.insert(log, Arc::clone(&file));
+            tail.logs.entry(log).or_insert_with(|| Arc::clone(&file));
         }
         Ok(file)
     }
 }
 
-/// An index's name is text ([`Writer::of_index`]).
-fn name_of(name: &[u8]) -> String {
-    String::from_utf8_lossy(name).into_owned()
-}
-
-/// The frames of an index in a range, as far as they are whole.
+/// The next frames of an index in a range, as far as they are whole: one reading of them.
 fn read_index<B: Backing>(
     base: &B,
     index: &B::File,
     writer: WriterId,
     range: Range<u64>,
 ) -> Result<News> {
+    read_part(base, index, writer, range.start, range.end, range.end)
+}
+
+/// The next frames of an index that begin between `from` and `to` and end no later than `limit`.
+fn read_part<B: Backing>(
+    base: &B,
+    index: &B::File,
+    writer: WriterId,
+    from: u64,
+    to: u64,
+    limit: u64,
+) -> Result<News> {
     let mut news = News {
         writer,
-        from: range.start,
-        to: range.start,
+        from,
+        to: from,
         frames: Vec::new(),
     };
     let mut buf = vec![0; INDEX_READ_BYTES];
-    loop {
-        let count = base.read_at(index, &mut buf, news.to)?;
-        let mut rest = &buf[..count];
-        let before = news.to;
-        while let Next::Frame(frame, bytes) = Frame::decode(rest) {
-            if news.to + bytes as u64 > range.end {
-                return Ok(news);
-            }
-            news.frames.push((news.to, frame));
-            news.to += bytes as u64;
-            rest = &rest[bytes..];
-        }
-        if news.to == before {
-            return Ok(news);
-        }
+    let count = base.read_at(index, &mut buf, from)?;
+    let mut rest = &buf[..count];
+    while news.to < to
+        && let Next::Frame(frame, bytes) = Frame::decode(rest)
+        && news.to + bytes as u64 <= limit
+    {
+        news.frames.push((news.to, frame));
+        news.to += bytes as u64;
+        rest = &rest[bytes..];
     }
+    Ok(news)
 }
 
 fn read_exact<B: Backing>(base: &B, file: &B::File, buf: &mut [u8], offset: u64) -> Result<()> {

@@ -12,8 +12,8 @@ use firn_backing::{Access, Backing, DataPart, Errno, RenameFlags, Result, Seek};
 use firn_rendezvous::own;
 use serde::{Deserialize, Serialize};
 
-use crate::container::Container;
-use crate::resolve::Source;
+use crate::container::{Container, Memory, Walk};
+use crate::resolve::{Segment, Source};
 use crate::run::Piece;
 use crate::seal::{Ending, Flat};
 
@@ -97,6 +97,7 @@ pub(crate) struct Place<'a, B: Backing> {
     pub(crate) base: &'a B,
     pub(crate) top: &'a B::Inode,
     pub(crate) host: &'a str,
+    pub(crate) memory: &'a Arc<Memory>,
 }
 
 impl<B: Backing> LoggedFile<B> {
@@ -170,7 +171,7 @@ impl<B: Backing> LoggedFile<B> {
             dir: attr.ino,
             name,
             has_own_base: head.base_bytes.is_some(),
-            container: Container::open(place.base, dir, place.host, base_bytes)?,
+            container: Container::open(place.base, dir, place.host, base_bytes, place.memory)?,
             is_joined: AtomicBool::new(false),
         })))
     }
@@ -222,22 +223,34 @@ impl<B: Backing> LoggedFile<B> {
     }
 
     /// lseek(2): every byte that is in a log or in the plain file is data.
-    pub(crate) fn seek(&self, plain_bytes: u64, offset: u64, what: Seek) -> Result<u64> {
+    pub(crate) fn seek(
+        &self,
+        place: &Place<'_, B>,
+        plain_bytes: u64,
+        offset: u64,
+        what: Seek,
+    ) -> Result<u64> {
         let len = self.len(plain_bytes);
         if offset >= len {
             return Err(Errno::NXIO);
         }
         let generations = self.all();
         let top = generations.last().ok_or(Errno::NXIO)?;
-        let segments = top.container.find(offset..len);
         let wants_data = what == Seek::Data;
-        let found = segments
-            .iter()
-            .find(|segment| matches!(segment.source, Source::Hole | Source::Zeros) != wants_data);
-        match (found, what) {
-            (Some(segment), _) => Ok(segment.file.start),
-            (None, Seek::Hole) => Ok(len),
-            (None, Seek::Data) => Err(Errno::NXIO),
+        let mut walk = Walk::new(offset..len);
+        loop {
+            let segments = top.container.find_next(place.base, &mut walk)?;
+            let is_data =
+                |segment: &Segment| !matches!(segment.source, Source::Hole | Source::Zeros);
+            let found = segments
+                .iter()
+                .find(|segment| is_data(segment) == wants_data);
+            match found {
+                Some(segment) => return Ok(segment.file.start),
+                None if !segments.is_empty() => {}
+                None if wants_data => return Err(Errno::NXIO),
+                None => return Ok(len),
+            }
         }
     }
 
@@ -431,6 +444,7 @@ impl<B: Backing> Generation<B> {
         if self.is_joined.swap(false, Ordering::AcqRel)
             && let Some(ending) = self.ending(place)?
         {
+            self.container.sort_own(place.base)?;
             ending.end_writing()?;
         }
         Ok(())

@@ -67,6 +67,26 @@ impl Written {
     }
 }
 
+/// The bytes that a frame says were written, whatever they are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// Number of the host's log.
+    pub log: u32,
+    /// Where they begin in it.
+    pub position: u64,
+    /// How many they are.
+    pub bytes: u64,
+    /// CRC32C of each [`CHECKED_BYTES`] of them, the last of which may be fewer.
+    pub checksums: Vec<u32>,
+}
+
+/// Whether its numbers may be believed.
+pub(crate) fn is_span(span: &Span) -> bool {
+    let has_end = span.position.checked_add(span.bytes).is_some();
+    let is_checked = span.checksums.len() as u64 == span.bytes.div_ceil(CHECKED_BYTES);
+    (1..=SPAN_BYTES_MAX).contains(&span.bytes) && has_end && is_checked
+}
+
 #[derive(Serialize, Deserialize)]
 struct Body {
     epoch: u64,
@@ -155,6 +175,23 @@ impl Frame {
 }
 
 impl Change {
+    /// Where its bytes are, if it wrote any, and what they are. Of zeros, only what they are.
+    pub(crate) fn split(self) -> (Option<Span>, Vec<Run>) {
+        match self {
+            Self::Cut(_) => (None, Vec::new()),
+            Self::Zeroed(piece) => (None, vec![Run::of_piece(piece)]),
+            Self::Written(written) => {
+                let span = Span {
+                    log: written.log,
+                    position: written.position,
+                    bytes: written.bytes(),
+                    checksums: written.checksums,
+                };
+                (Some(span), written.runs)
+            }
+        }
+    }
+
     fn pack(&self) -> StoredChange {
         match self {
             Self::Cut(len) => StoredChange::Cut(*len),
@@ -197,17 +234,20 @@ impl StoredChange {
         for run in &runs {
             bytes = bytes.checked_add(run.bytes())?;
         }
-        let has_end = position.checked_add(bytes).is_some();
-        let is_checked = checksums.len() as u64 == bytes.div_ceil(CHECKED_BYTES);
-        let is_right = bytes > 0 && bytes <= SPAN_BYTES_MAX && has_end && is_checked;
-        is_right.then(|| {
-            Change::Written(Written {
-                log,
-                position,
-                checksums: checksums.into_iter().map(u32::from_le_bytes).collect(),
-                runs,
-            })
-        })
+        let checksums: Vec<u32> = checksums.into_iter().map(u32::from_le_bytes).collect();
+        let span = Span {
+            log,
+            position,
+            bytes,
+            checksums,
+        };
+        let written = Written {
+            log,
+            position,
+            runs,
+            checksums: span.checksums.clone(),
+        };
+        is_span(&span).then_some(Change::Written(written))
     }
 }
 

@@ -15,6 +15,7 @@
 
 mod append;
 pub mod backing;
+pub mod block;
 pub mod container;
 mod file;
 pub mod frame;
@@ -22,8 +23,10 @@ mod names;
 pub mod resolve;
 pub mod run;
 pub mod seal;
+mod sort;
+pub mod table;
 mod writer;
 
 pub use backing::{LogBacking, Setup};
-pub use container::Container;
+pub use container::{Container, Memory, Walk};
 pub use seal::{Ending, Flat};

@@ -3,7 +3,10 @@
 //! ```text
 //! i-HOST-LIFE        index of the host in that life (16 hexadecimal digits)
 //! d-HOST-LIFE-LOG    its logs (8 hexadecimal digits), with data and nothing else
+//! t-HOST-LIFE-FROM-TO  bytes FROM to TO of its index, sorted (16 hexadecimal digits each)
 //! ```
+
+use std::ops::Range;
 
 use firn_trust::is_component;
 
@@ -45,19 +48,42 @@ impl Writer {
         format!("d-{}-{:016x}-{log:08x}", self.host, self.life)
     }
 
+    pub(crate) fn table_name(&self, part: &Range<u64>) -> String {
+        let Range { start, end } = part;
+        format!("t-{}-{:016x}-{start:016x}-{end:016x}", self.host, self.life)
+    }
+
     /// Whose index this is; none if the name is none of an index.
     pub(crate) fn of_index(name: &[u8]) -> Option<Self> {
-        let name = std::str::from_utf8(name).ok()?.strip_prefix("i-")?;
+        Self::parse(std::str::from_utf8(name).ok()?.strip_prefix("i-")?)
+    }
+
+    /// Whose index this is a sorted part of, and which; none if the name is none of that.
+    pub(crate) fn of_table(name: &[u8]) -> Option<(Self, Range<u64>)> {
+        let name = std::str::from_utf8(name).ok()?.strip_prefix("t-")?;
+        let (rest, end) = name.rsplit_once('-')?;
+        let (writer, start) = rest.rsplit_once('-')?;
+        let part = number(start)?..number(end)?;
+        let found = Self::parse(writer)?;
+        (part.start < part.end).then_some((found, part))
+    }
+
+    /// HOST-LIFE.
+    fn parse(name: &str) -> Option<Self> {
         let (host, life) = name.rsplit_once('-')?;
-        let is_life = life.len() == 16 && life.bytes().all(|digit| digit.is_ascii_hexdigit());
-        let life = u64::from_str_radix(life, 16).ok().filter(|_| is_life)?;
         let found = Self {
             host: host.to_owned(),
-            life,
+            life: number(life)?,
         };
-        (is_component(host.as_bytes()) && found.index_name().as_bytes()[2..] == *name.as_bytes())
-            .then_some(found)
+        is_component(host.as_bytes()).then_some(found)
     }
+}
+
+/// 16 hexadecimal digits, as they are written here.
+fn number(digits: &str) -> Option<u64> {
+    let is_digit = |byte: u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
+    let is_right = digits.len() == 16 && digits.bytes().all(is_digit);
+    u64::from_str_radix(digits, 16).ok().filter(|_| is_right)
 }
 
 #[cfg(test)]
@@ -76,6 +102,13 @@ mod tests {
             writer.log_name(2),
             "d-node-17.cluster-0000000000000abc-00000002"
         );
+        let name = writer.table_name(&(0..0x1_2345));
+        assert_eq!(
+            name,
+            "t-node-17.cluster-0000000000000abc-0000000000000000-0000000000012345"
+        );
+        let found = Some((writer.clone(), 0..0x1_2345));
+        assert_eq!(Writer::of_table(name.as_bytes()), found);
         for name in [
             "i-a",
             "i--0000000000000abc",
@@ -84,6 +117,7 @@ mod tests {
             "i-../b-0000000000000abc",
         ] {
             assert_eq!(Writer::of_index(name.as_bytes()), None, "{name}");
+            assert_eq!(Writer::of_table(name.as_bytes()), None, "{name}");
         }
     }
 

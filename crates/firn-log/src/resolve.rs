@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::frame::{Change, Frame, Written};
-use crate::run::{Piece, Run};
+use crate::frame::{Change, Frame, Span};
+use crate::run::Run;
 
 /// When a change was made, among those of all hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -62,32 +62,188 @@ pub struct Segment {
     pub source: Source,
 }
 
-/// Everything that hosts said of one file.
+/// Where the bytes of a run are, one after the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// Which of the writer's logs.
+    pub log: u32,
+    /// Where they begin in it.
+    pub position: u64,
+}
+
+/// A run that a change wrote, or made zero.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layer {
+    /// The change.
+    pub key: Key,
+    /// What it wrote.
+    pub run: Run,
+    /// None if it is zeros.
+    pub place: Option<Place>,
+}
+
+/// The layers of a change.
+pub(crate) fn layers_of(
+    key: Key,
+    span: Option<&Span>,
+    runs: &[Run],
+) -> impl Iterator<Item = Layer> {
+    let log = span.map(|span| span.log);
+    let mut position = span.map_or(0, |span| span.position);
+    runs.iter().map(move |run| {
+        let place = log.map(|log| Place { log, position });
+        position += run.bytes();
+        Layer {
+            key,
+            run: *run,
+            place,
+        }
+    })
+}
+
+/// Layers that may have bytes in a range, as many as one wants in memory.
+#[derive(Debug)]
+pub(crate) struct Layers {
+    found: Vec<Layer>,
+    pieces: u64,
+    pieces_max: u64,
+}
+
+impl Layers {
+    pub(crate) fn new(pieces_max: u64) -> Self {
+        Self {
+            found: Vec::new(),
+            pieces: 0,
+            pieces_max,
+        }
+    }
+
+    /// Takes a layer, if it has pieces in `range`. False if there are too many.
+    pub(crate) fn take(&mut self, layer: Layer, range: &Range<u64>) -> bool {
+        let pieces = layer.run.count_in(range);
+        if pieces > 0 {
+            self.pieces = self.pieces.saturating_add(pieces);
+            self.found.push(layer);
+        }
+        self.pieces <= self.pieces_max
+    }
+
+    pub(crate) fn pieces(&self) -> u64 {
+        self.pieces
+    }
+}
+
+/// What counts of each change, and of the plain file.
 #[derive(Clone, Debug, Default)]
-pub struct Resolver {
+pub(crate) struct Outline {
     /// Bytes of the plain file that count where no host wrote.
     base_bytes: u64,
-    /// Sorted by key.
+    /// Sorted by key, and so by length: a cut before one that left less means nothing any more.
     cuts: Vec<(Key, u64)>,
+}
+
+impl Outline {
+    fn add_cut(&mut self, key: Key, len: u64) {
+        let at = self.cuts.partition_point(|(other, _)| *other < key);
+        if self.cuts[at..]
+            .first()
+            .is_some_and(|(_, later)| *later <= len)
+        {
+            return;
+        }
+        let first = self.cuts[..at].partition_point(|(_, earlier)| *earlier < len);
+        self.cuts.splice(first..at, [(key, len)]);
+    }
+
+    fn last_cut(&self) -> Option<(Key, u64)> {
+        self.cuts.last().copied()
+    }
+
+    /// Where what was there when `key` was made ends by now: later cuts took the rest.
+    fn limit_after(&self, key: Option<Key>) -> u64 {
+        let first = key.map_or(0, |key| {
+            self.cuts.partition_point(|(other, _)| *other < key)
+        });
+        let later = self.cuts.get(first);
+        later.map_or(u64::MAX, |(_, len)| *len)
+    }
+
+    /// Bytes of the plain file that count: those that no host has cut.
+    fn base_end(&self) -> u64 {
+        self.base_bytes.min(self.limit_after(None))
+    }
+
+    /// Where the bytes of `range` are, which the file has: in order and without gaps.
+    pub(crate) fn paint(&self, range: Range<u64>, layers: Layers) -> Vec<Segment> {
+        let mut found = layers.found;
+        // The newest first: what is taken stays taken.
+        found.sort_unstable_by_key(|layer| std::cmp::Reverse(layer.key));
+        let mut painted = Painted::default();
+        for layer in &found {
+            self.paint_layer(layer, &range, &mut painted);
+        }
+        let plain = range.start..range.end.min(self.base_end());
+        if !plain.is_empty() {
+            painted.paint(Segment {
+                file: plain,
+                source: Source::Plain,
+            });
+        }
+        painted.paint(Segment {
+            file: range,
+            source: Source::Hole,
+        });
+        painted.into_segments()
+    }
+
+    /// Paints what a layer has in `range` that was not cut since.
+    fn paint_layer(&self, layer: &Layer, range: &Range<u64>, painted: &mut Painted) {
+        let end = range.end.min(self.limit_after(Some(layer.key)));
+        for part in layer.run.parts_in(range.start..end) {
+            let source = match layer.place {
+                None => Source::Zeros,
+                Some(Place { log, position }) => Source::Log {
+                    log,
+                    position: position + part.at,
+                    key: layer.key,
+                },
+            };
+            let file = part.file;
+            painted.paint(Segment { file, source });
+        }
+    }
+}
+
+/// What hosts said of one file, as far as it is in memory.
+#[derive(Clone, Debug, Default)]
+pub struct Resolver {
+    outline: Outline,
     changes: BTreeMap<Key, Painting>,
     /// Length of the file.
     len: u64,
+    /// The file is at least so long by what is not in memory.
+    outside_end: u64,
 }
 
 /// A change of bytes.
 #[derive(Clone, Debug)]
 struct Painting {
     /// From its first byte to its last, in the file.
-    span: Range<u64>,
+    covers: Range<u64>,
+    runs: Vec<Run>,
     /// None if it is zeros.
-    written: Option<Arc<Written>>,
+    span: Option<Arc<Span>>,
 }
 
 impl Resolver {
     /// For a file whose plain file has so many bytes that count.
     pub fn new(base_bytes: u64) -> Self {
-        Self {
+        let outline = Outline {
             base_bytes,
+            cuts: Vec::new(),
+        };
+        Self {
+            outline,
             len: base_bytes,
             ..Self::default()
         }
@@ -95,13 +251,15 @@ impl Resolver {
 
     /// The plain file has so many bytes now that count.
     pub fn set_base(&mut self, bytes: u64) {
-        self.base_bytes = bytes;
-        self.len = self.find_len();
+        if self.outline.base_bytes != bytes {
+            self.outline.base_bytes = bytes;
+            self.len = self.find_len();
+        }
     }
 
     /// The last that it was told of the plain file's length.
     pub fn base_bytes(&self) -> u64 {
-        self.base_bytes
+        self.outline.base_bytes
     }
 
     /// Takes a change, whose frame begins at `offset` in the writer's index; in whatever order they come.
@@ -111,36 +269,63 @@ impl Resolver {
             writer,
             frame: offset,
         };
-        let painting = match frame.change {
-            Change::Cut(len) => {
-                let at = self.cuts.partition_point(|(other, _)| *other < key);
-                self.cuts.insert(at, (key, len));
-                self.len = self.find_len();
-                return;
-            }
-            Change::Zeroed(Piece { offset, len }) => Painting {
-                span: offset..offset + len,
-                written: None,
-            },
-            Change::Written(written) => {
-                let spans = || written.runs.iter().map(Run::span);
-                let start = spans().map(|span| span.start).min();
-                let end = spans().map(|span| span.end).max();
-                Painting {
-                    span: start.unwrap_or(0)..end.unwrap_or(0),
-                    written: Some(Arc::new(written)),
-                }
-            }
+        if let Change::Cut(len) = frame.change {
+            return self.add_cut(key, len);
+        }
+        let (span, runs) = frame.change.split();
+        let spans = || runs.iter().map(Run::span);
+        let start = spans().map(|span| span.start).min();
+        let end = spans().map(|span| span.end).max();
+        let painting = Painting {
+            covers: start.unwrap_or(0)..end.unwrap_or(0),
+            runs,
+            span: span.map(Arc::new),
         };
         if self.makes_longer(key, &painting) {
-            self.len = self.len.max(painting.span.end);
+            self.len = self.len.max(painting.covers.end);
         }
         self.changes.insert(key, painting);
     }
 
+    /// The file was cut, or made longer.
+    pub(crate) fn add_cut(&mut self, key: Key, len: u64) {
+        self.outline.add_cut(key, len);
+        self.len = self.find_len();
+    }
+
+    /// The last cut.
+    pub(crate) fn last_cut(&self) -> Option<Key> {
+        self.outline.last_cut().map(|(key, _)| key)
+    }
+
+    /// Forgets changes of bytes of a writer that are found elsewhere: those whose frames begin before `to`.
+    pub(crate) fn forget(&mut self, writer: WriterId, to: u64) {
+        self.changes
+            .retain(|key, _| key.writer != writer || key.frame >= to);
+    }
+
+    /// Takes what another one has of a writer: cuts, and changes of bytes whose frames begin at `from` or later.
+    pub(crate) fn take_changes(&mut self, other: &Self, writer: WriterId, from: u64) {
+        let is_its = |key: &Key| key.writer == writer;
+        let changes = other.changes.iter();
+        let later = changes.filter(|(key, _)| is_its(key) && key.frame >= from);
+        self.changes
+            .extend(later.map(|(key, painting)| (*key, painting.clone())));
+        for (key, len) in other.outline.cuts.iter().filter(|(key, _)| is_its(key)) {
+            self.outline.add_cut(*key, *len);
+        }
+        self.len = self.find_len();
+    }
+
+    /// By what is not in memory, the file is at least so long.
+    pub(crate) fn set_outside_end(&mut self, end: u64) {
+        self.outside_end = end;
+        self.len = self.find_len();
+    }
+
     /// What a change wrote, if it wrote anything.
-    pub fn written(&self, key: Key) -> Option<Arc<Written>> {
-        self.changes.get(&key)?.written.clone()
+    pub fn span(&self, key: Key) -> Option<Arc<Span>> {
+        self.changes.get(&key)?.span.clone()
     }
 
     /// Bytes of the file.
@@ -155,89 +340,54 @@ impl Resolver {
 
     /// The largest epoch of a change.
     pub fn last_epoch(&self) -> Option<u64> {
-        let cuts = self.cuts.iter().map(|(key, _)| key.epoch);
-        let changes = self.changes.keys().map(|key| key.epoch);
-        cuts.chain(changes).max()
+        let cut = self.outline.last_cut().map(|(key, _)| key.epoch);
+        let change = self.changes.keys().next_back().map(|key| key.epoch);
+        cut.max(change)
     }
 
     fn find_len(&self) -> u64 {
         let changes = self.changes.iter();
         let longer = changes.filter(|(key, painting)| self.makes_longer(**key, painting));
-        let end = longer.map(|(_, painting)| painting.span.end).max();
-        let len = self.cuts.last().map_or(self.base_bytes, |(_, len)| *len);
-        len.max(end.unwrap_or(0))
+        let end = longer.map(|(_, painting)| painting.covers.end).max();
+        let cut = self.outline.last_cut();
+        let len = cut.map_or(self.outline.base_bytes, |(_, len)| len);
+        len.max(end.unwrap_or(0)).max(self.outside_end)
     }
 
     /// Whether the file is at least as long as the change reaches: zeros make no file longer, and later cuts count.
     fn makes_longer(&self, key: Key, painting: &Painting) -> bool {
-        painting.written.is_some() && self.cuts.last().is_none_or(|(cut, _)| key > *cut)
-    }
-
-    /// Where what was there when `key` was made ends by now: later cuts took the rest.
-    fn limit_after(&self, key: Option<Key>) -> u64 {
-        let first = key.map_or(0, |key| {
-            self.cuts.partition_point(|(other, _)| *other < key)
-        });
-        let later = self.cuts[first..].iter().map(|(_, len)| *len);
-        later.min().unwrap_or(u64::MAX)
+        painting.span.is_some() && self.last_cut().is_none_or(|cut| key > cut)
     }
 
     /// Bytes of the plain file that count: those that no host has cut.
     pub fn base_end(&self) -> u64 {
-        self.base_bytes.min(self.limit_after(None))
+        self.outline.base_end()
     }
 
-    /// Where the bytes of `range` are, in order and without gaps, up to the end of the file.
+    pub(crate) fn outline(&self) -> Outline {
+        self.outline.clone()
+    }
+
+    /// Finds the layers that may have bytes in `range`. False if those are too many.
+    pub(crate) fn collect(&self, range: &Range<u64>, layers: &mut Layers) -> bool {
+        let overlaps = |covers: &Range<u64>| covers.start < range.end && covers.end > range.start;
+        let changes = self.changes.iter();
+        let mut near = changes.filter(|(_, painting)| overlaps(&painting.covers));
+        near.all(|(key, painting)| {
+            layers_of(*key, painting.span.as_deref(), &painting.runs)
+                .all(|layer| layers.take(layer, range))
+        })
+    }
+
+    /// Where the bytes of `range` are, in order and without gaps, up to the end of the file, by what is in memory.
     pub fn find(&self, range: Range<u64>) -> Vec<Segment> {
         let range = range.start..range.end.min(self.len);
         if range.is_empty() {
             return Vec::new();
         }
-        let mut painted = Painted::default();
-        // The newest first: what is taken stays taken.
-        for (key, painting) in self.changes.iter().rev() {
-            self.paint(*key, painting, &range, &mut painted);
-        }
-        let base_end = self.base_end();
-        let plain = range.start..range.end.min(base_end);
-        if !plain.is_empty() {
-            painted.paint(Segment {
-                file: plain,
-                source: Source::Plain,
-            });
-        }
-        painted.paint(Segment {
-            file: range,
-            source: Source::Hole,
-        });
-        painted.into_segments()
-    }
-
-    /// Paints what a change wrote in `range` and was not cut since.
-    fn paint(&self, key: Key, painting: &Painting, range: &Range<u64>, painted: &mut Painted) {
-        let Painting { span, written } = painting;
-        let end = range.end.min(self.limit_after(Some(key)));
-        if end <= range.start || span.start >= end || span.end <= range.start {
-            return;
-        }
-        let Some(written) = written else {
-            let file = span.start.max(range.start)..span.end.min(end);
-            let source = Source::Zeros;
-            return painted.paint(Segment { file, source });
-        };
-        let mut position = written.position;
-        for run in &written.runs {
-            for part in run.parts_in(range.start..end) {
-                let source = Source::Log {
-                    log: written.log,
-                    position: position + part.at,
-                    key,
-                };
-                let file = part.file;
-                painted.paint(Segment { file, source });
-            }
-            position += run.bytes();
-        }
+        let mut layers = Layers::new(u64::MAX);
+        self.collect(&range, &mut layers);
+        self.outline.paint(range, layers)
     }
 }
 

@@ -48,6 +48,38 @@ impl Run {
         run
     }
 
+    /// A run of stored numbers; none if they are not one.
+    pub(crate) fn from_stored(offset: u64, len: u64, gap: u64, more: u64) -> Option<Self> {
+        let run = Self {
+            offset,
+            len,
+            stride: len.checked_add(gap)?,
+            count: more.checked_add(1)?,
+        };
+        run.is_valid().then_some(run)
+    }
+
+    /// Where its first piece begins.
+    pub fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// Bytes of each piece.
+    pub(crate) fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Bytes between two pieces.
+    pub(crate) fn gap(&self) -> u64 {
+        self.stride - self.len
+    }
+
+    /// How many of its pieces may have bytes in `range`, at most one too many.
+    pub(crate) fn count_in(&self, range: &Range<u64>) -> u64 {
+        let pieces = self.pieces_touching(range);
+        pieces.end.saturating_sub(pieces.start)
+    }
+
     /// Bytes of the file that its pieces have together.
     pub fn bytes(&self) -> u64 {
         self.len * self.count
@@ -202,7 +234,7 @@ impl StoredRuns {
             StoredRun {
                 distance,
                 len: run.len,
-                gap: run.stride - run.len,
+                gap: run.gap(),
                 more: run.count - 1,
             }
         });
@@ -213,14 +245,8 @@ impl StoredRuns {
     pub(crate) fn unpack(&self) -> Option<Vec<Run>> {
         let mut before = 0u64;
         let runs = self.0.iter().map(|stored| {
-            let run = Run {
-                offset: before.wrapping_add(stored.distance.cast_unsigned()),
-                len: stored.len,
-                stride: stored.len.checked_add(stored.gap)?,
-                count: stored.more.checked_add(1)?,
-            };
-            before = run.offset;
-            run.is_valid().then_some(run)
+            before = before.wrapping_add(stored.distance.cast_unsigned());
+            Run::from_stored(before, stored.len, stored.gap, stored.more)
         });
         runs.collect()
     }

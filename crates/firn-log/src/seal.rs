@@ -28,7 +28,7 @@ use firn_backing::{Attr, Backing, Errno, LockMode, Result, SetTime, Time};
 use firn_rendezvous::{VoteDir, own};
 use serde::{Deserialize, Serialize};
 
-use crate::container::Container;
+use crate::container::{Container, Walk};
 use crate::names::Writer;
 use crate::resolve::{Segment, Source};
 use crate::run::FILE_BYTES_MAX;
@@ -163,14 +163,12 @@ impl<'a, B: Backing> Ending<'a, B> {
                 unit_bytes,
             };
             // The length is that of these bytes of the indexes, whatever a host that was taken for dead adds meanwhile.
-            self.container.take_seal(seal.clone());
-            self.container.refresh(self.base)?;
+            self.container.take_seal(self.base, seal.clone())?;
             seal.len = self.container.len();
             self.votes.put_json(SEAL_NAME, &seal)?;
         }
-        self.container
-            .take_seal(Seal::load(self.base, self.votes.dir())?);
-        self.container.refresh(self.base)?;
+        let seal = Seal::load(self.base, self.votes.dir())?;
+        self.container.take_seal(self.base, seal)?;
         Ok(true)
     }
 
@@ -226,11 +224,18 @@ impl<'a, B: Backing> Ending<'a, B> {
         }
         let start = unit * seal.unit_bytes;
         let range = start..start.saturating_add(seal.unit_bytes);
-        for segment in self.container.find(range) {
-            match segment.source {
-                Source::Log { .. } => self.copy(&segment, plain)?,
-                Source::Zeros => self.write_zeros(segment.file, plain)?,
-                Source::Plain | Source::Hole => {}
+        let mut walk = Walk::new(range);
+        loop {
+            let segments = self.container.find_next(self.base, &mut walk)?;
+            if segments.is_empty() {
+                break;
+            }
+            for segment in segments {
+                match segment.source {
+                    Source::Log { .. } => self.copy(&segment, plain)?,
+                    Source::Zeros => self.write_zeros(segment.file, plain)?,
+                    Source::Plain | Source::Hole => {}
+                }
             }
         }
         self.base.sync(plain, false)?;

@@ -23,6 +23,7 @@ const PAGE_BYTES: u64 = 4096;
 pub(crate) struct Appended {
     pub(crate) frame: Frame,
     pub(crate) offset: u64,
+    pub(crate) bytes: u64,
 }
 
 /// The logs and the index of this host in one container.
@@ -98,10 +99,13 @@ impl<B: Backing> OwnLog<B> {
     }
 
     fn append(&self, base: &B, frame: Frame) -> Result<Appended> {
-        let mut bytes = Vec::new();
-        frame.encode(&mut bytes);
-        let offset = self.index.append(base, &bytes)?;
-        Ok(Appended { frame, offset })
+        let mut encoded = Vec::new();
+        frame.encode(&mut encoded);
+        Ok(Appended {
+            offset: self.index.append(base, &encoded)?,
+            bytes: encoded.len() as u64,
+            frame,
+        })
     }
 
     /// Makes what was written durable: data first, so that a durable frame has its data.

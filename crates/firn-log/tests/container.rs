@@ -5,12 +5,15 @@ use std::ffi::OsStr;
 use std::io::IoSlice;
 
 use firn_backing::{Access, Backing, DataPart, Errno, SimBacking, suite};
-use firn_log::{Container, Ending, Flat};
+use firn_log::{Container, Ending, Flat, Memory};
+use firn_rendezvous::own;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
 const FILE_BYTES: u64 = 3000;
 const SEEDS: u64 = 120;
+/// Little, so that a few hundred bytes of an index are sorted.
+const MEMORY_BYTES: u64 = 64 << 10;
 /// Several in a file.
 const UNIT_BYTES: u64 = 700;
 
@@ -56,7 +59,7 @@ impl Host {
         let (inode, _) = disk.lookup(&root, OsStr::new("file"))?;
         let plain = disk.open(&inode, Access::Read)?;
         let (dir, _) = disk.lookup(&root, OsStr::new("logs"))?;
-        let container = Container::open(&disk, dir, name, base_bytes)?;
+        let container = Container::open(&disk, dir, name, base_bytes, &Memory::new(MEMORY_BYTES))?;
         Ok(Self {
             disk,
             container,
@@ -67,6 +70,10 @@ impl Host {
     /// The whole file, as this host sees it once it has looked.
     fn read(&self) -> Result<Vec<u8>, Errno> {
         self.container.refresh(&self.disk)?;
+        self.read_known()
+    }
+
+    fn read_known(&self) -> Result<Vec<u8>, Errno> {
         let mut bytes = vec![0xee; self.container.len() as usize + 10];
         let below = |buf: &mut [u8], offset| self.disk.read_at(&self.plain, buf, offset);
         let count = self.container.read(&self.disk, &below, &mut bytes, 0)?;
@@ -285,6 +292,143 @@ fn without_power_no_byte_is_wrong() {
         lost > 0 && unreadable > 0,
         "{lost} {unreadable}: this test must lose something"
     );
+}
+
+/// Indexes are sorted in parts, parts are merged, and cuts and zeros come between: every host reads the same bytes, also
+/// one that finds all of it sorted, and one that finds a sorted index damaged or cut off.
+#[test]
+fn sorted_indexes_say_what_unsorted_ones_do() {
+    for seed in 0..8 {
+        let mut random = StdRng::seed_from_u64(seed);
+        let world = World::new(random.random_range(0..FILE_BYTES));
+        let hosts: Vec<Host> = ["a", "b", "c"].map(|name| world.host(name)).into();
+        let mut expected = world.base.clone();
+        for step in 0..400 {
+            let host = &hosts[random.random_range(0..hosts.len())];
+            host.container.take_epoch(&host.disk).expect("look");
+            let change = Change::random(&mut random);
+            host.apply(&change).expect("a change");
+            change.apply(&mut expected);
+            if random.random_ratio(1, 40) {
+                host.container.sort_own(&host.disk).expect("sort");
+            }
+            if step % 20 == 0 {
+                let reader = &hosts[random.random_range(0..hosts.len())];
+                assert!(reader.read().expect("read") == expected, "seed {seed}");
+            }
+        }
+        for host in &hosts {
+            host.container.sort_own(&host.disk).expect("sort");
+        }
+        assert!(
+            world.host("d").read().expect("read") == expected,
+            "seed {seed}"
+        );
+        let tables = names_in_container(&world.disk, "t-");
+        assert!(tables.len() > 25, "seed {seed}: {} are few", tables.len());
+        for name in tables {
+            if random.random_ratio(1, 2) {
+                damage(&world.disk, &name, &mut random);
+            }
+        }
+        assert!(
+            world.host("d").read().expect("read") == expected,
+            "seed {seed}: damaged"
+        );
+        assert!(hosts[0].read().expect("read") == expected, "seed {seed}");
+        assert_eq!(world.host("e").flatten(), Ok(true), "seed {seed}");
+        assert!(plain_bytes(&world.disk) == expected, "seed {seed}: flat");
+    }
+}
+
+fn names_in_container(disk: &SimBacking, prefix: &str) -> Vec<String> {
+    let (dir, _) = disk
+        .lookup(&disk.root(), OsStr::new("logs"))
+        .expect("lookup");
+    let listed = own::list(disk, &dir).expect("list");
+    let names = listed.into_iter();
+    names
+        .map(|(name, ..)| String::from_utf8(name).expect("a name"))
+        .filter(|name| name.starts_with(prefix))
+        .collect()
+}
+
+/// Changes a byte of a file in the container, or cuts it off.
+fn damage(disk: &SimBacking, name: &str, random: &mut StdRng) {
+    let (dir, _) = disk
+        .lookup(&disk.root(), OsStr::new("logs"))
+        .expect("lookup");
+    let (inode, attr) = disk.lookup(&dir, OsStr::new(name)).expect("lookup");
+    let file = disk.open(&inode, Access::ReadWrite).expect("open");
+    let at = random.random_range(0..attr.size);
+    if random.random_ratio(1, 4) {
+        return disk.set_len(&file, at).expect("cut");
+    }
+    let mut byte = [0];
+    disk.read_at(&file, &mut byte, at).expect("read");
+    byte[0] ^= 1 << random.random_range(0..8);
+    disk.write_at(&file, &[IoSlice::new(&byte)], at)
+        .expect("write");
+}
+
+/// A host that dies at any call of sorting leaves what others read as before, and may go on in its next life.
+#[test]
+fn an_index_is_sorted_whoever_dies() {
+    let mut random = StdRng::seed_from_u64(1);
+    let changes: Vec<Change> = (0..40).map(|_| Change::random(&mut random)).collect();
+    for step in 1.. {
+        let world = World::new(100);
+        let host = world.host("a");
+        let mut expected = world.base.clone();
+        for change in &changes {
+            host.apply(change).expect("a change");
+            change.apply(&mut expected);
+        }
+        host.container.sync(&host.disk).expect("sync");
+        host.disk.crash_at(host.disk.steps() + step);
+        let sorted = host.container.sort_own(&host.disk);
+        let is_over = !host.disk.is_dead();
+        assert!(!is_over || sorted.is_ok());
+        if step % 2 == 0 {
+            host.disk.begin_new_process();
+            world.disk.power_loss(step);
+        }
+        let found = world.host("b").read().expect("read");
+        assert!(found == expected, "step {step}");
+        if is_over {
+            break;
+        }
+    }
+}
+
+/// While one thread learns what counts, another one reads the same bytes.
+#[test]
+fn bytes_are_the_same_while_the_container_is_sealed() {
+    let (first, expected) = written_world(&mut StdRng::seed_from_u64(3));
+    drop(first);
+    for step in 1.. {
+        let (world, _) = written_world(&mut StdRng::seed_from_u64(3));
+        let host = world.host("a");
+        host.apply(&Change::Write(vec![(0, expected[..10].to_vec())]))
+            .expect("write");
+        let hang = host.disk.hang_at(host.disk.steps() + step);
+        let is_over = std::thread::scope(|scope| {
+            let sealing = scope.spawn(|| host.flatten());
+            while !hang.is_reached() && !sealing.is_finished() {
+                std::thread::yield_now();
+            }
+            let is_over = sealing.is_finished();
+            let hang = (!is_over).then_some(hang);
+            let found = host.read_known().expect("read");
+            assert!(found == expected, "step {step}");
+            drop(hang);
+            assert_eq!(sealing.join().expect("no panic"), Ok(true));
+            is_over
+        });
+        if is_over {
+            break;
+        }
+    }
 }
 
 /// A file that two hosts wrote, and what it has.

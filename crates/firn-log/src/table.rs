@@ -1,0 +1,605 @@
+//! A sorted index: what frames of one index say, by where it is in the file, so that a reader loads only what it needs.
+//!
+//! ```text
+//! blocks of layers   each about 64 KiB, sorted by the first byte in the file
+//! blocks of spans    as the frames stood in the index: place and checksums of their bytes
+//! directory          lowest and highest byte, epoch, place and checksum of each block; all cuts
+//! u32 bytes of the directory, u32 CRC32C of it, "FIRNSORT"
+//! ```
+//!
+//! It stands for bytes FROM to TO of the index, which its name says. It is made from the index and can be made again,
+//! so nobody waits for it to be durable: one that is not whole, or has a block that is not, is not used.
+//!
+//! Invariants
+//! * It never changes, and two of the same name have the same bytes.
+//! * Layers are sorted by first byte, then by key; spans by frame.
+
+use std::ffi::OsStr;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use firn_backing::lock::Mutex;
+use firn_backing::{Access, Backing, Errno, RenameFlags, Result};
+use firn_rendezvous::own;
+use quick_cache::sync::Cache;
+use serde::{Deserialize, Serialize};
+
+use crate::block::{BLOCK_BYTES, LayerDecoder, LayerEncoder, SpanEncoder, decode_spans};
+use crate::frame::Span;
+use crate::names::Writer;
+use crate::resolve::{Key, Layer, Layers, WriterId};
+use crate::run::FILE_BYTES_MAX;
+
+const MAGIC: [u8; 8] = *b"FIRNSORT";
+const TRAILER_BYTES: u64 = 16;
+/// 2^20 blocks of 64 KiB have some 10^10 pieces.
+const DIRECTORY_BYTES_MAX: u64 = 64 << 20;
+/// One entry may reach beyond the end that a block is to have.
+const BLOCK_BYTES_MAX: u64 = 2 * BLOCK_BYTES as u64;
+
+/// What is in memory of sorted indexes, of all files.
+pub(crate) struct BlockCache {
+    blocks: Cache<PartId, Arc<[u8]>, Weight>,
+    /// Spans that blocks had: each piece that is read needs its own.
+    spans: Cache<PartId, Arc<Span>, Weight>,
+}
+
+/// The table as this process has numbered it, and a block's position in it or a span's frame.
+type PartId = (u64, u64);
+
+#[derive(Clone)]
+struct Weight;
+
+impl quick_cache::Weighter<PartId, Arc<[u8]>> for Weight {
+    fn weight(&self, _: &PartId, block: &Arc<[u8]>) -> u64 {
+        block.len() as u64
+    }
+}
+
+impl quick_cache::Weighter<PartId, Arc<Span>> for Weight {
+    fn weight(&self, _: &PartId, span: &Arc<Span>) -> u64 {
+        (size_of::<Span>() + 4 * span.checksums.len()) as u64
+    }
+}
+
+impl BlockCache {
+    /// With at most so many bytes.
+    pub(crate) fn new(bytes: u64) -> Self {
+        let for_spans = bytes / 8;
+        let for_blocks = bytes - for_spans;
+        let blocks = for_blocks / BLOCK_BYTES as u64;
+        let spans = for_spans / size_of::<Span>() as u64;
+        Self {
+            blocks: Cache::with_weighter(blocks as usize, for_blocks, Weight),
+            spans: Cache::with_weighter(spans as usize, for_spans, Weight),
+        }
+    }
+}
+
+/// What is in a table.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Directory {
+    /// How often what it has was merged.
+    pub level: u8,
+    /// The part of the index that it stands for.
+    pub from: u64,
+    /// Its end.
+    pub to: u64,
+    /// The largest epoch of a change.
+    pub last_epoch: u64,
+    /// Epoch and frame of the first change that wrote bytes.
+    pub first: (u64, u64),
+    /// Epoch and frame of the last one.
+    pub last: (u64, u64),
+    /// One after the last byte of the file that was written; 0 if none was.
+    pub end: u64,
+    /// Cuts that no later one in the same table made void.
+    pub cuts: Vec<Cut>,
+    /// Blocks of layers.
+    pub layers: Vec<LayerBlock>,
+    /// Blocks of spans.
+    pub spans: Vec<SpanBlock>,
+}
+
+/// A cut of the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cut {
+    /// Of its frame.
+    pub epoch: u64,
+    /// Where the frame begins in the index.
+    pub frame: u64,
+    /// Bytes that the file had afterwards.
+    pub len: u64,
+}
+
+/// Where a block is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BlockPlace {
+    /// In the table.
+    pub position: u64,
+    /// How many bytes.
+    pub bytes: u32,
+    /// CRC32C of them.
+    pub checksum: [u8; 4],
+}
+
+/// A block of layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LayerBlock {
+    /// Where it is.
+    pub place: BlockPlace,
+    /// First byte of the file of any of its layers.
+    pub lowest: u64,
+    /// One after the last byte of any of them.
+    pub highest: u64,
+    /// Largest epoch of any of them.
+    pub epoch: u64,
+    /// One after the last byte of any layer in this block or one before it.
+    pub reach: u64,
+}
+
+/// A block of spans.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SpanBlock {
+    /// Where it is.
+    pub place: BlockPlace,
+    /// The first frame that it has.
+    pub first: u64,
+}
+
+impl Directory {
+    /// Appends the end of a table.
+    fn encode(&self, bytes: &mut Vec<u8>) {
+        let body = postcard::to_allocvec(self).expect("memory is all that it takes");
+        let len = u32::try_from(body.len()).expect("blocks are large");
+        bytes.extend_from_slice(&body);
+        bytes.extend_from_slice(&len.to_le_bytes());
+        bytes.extend_from_slice(&crc32c::crc32c(&body).to_le_bytes());
+        bytes.extend_from_slice(&MAGIC);
+    }
+
+    /// Bytes of the directory before a trailer; none if it is no trailer of a file of this size.
+    fn bytes_of_trailer(trailer: &[u8], file_bytes: u64) -> Option<u64> {
+        let body = u64::from(u32::from_le_bytes(trailer.get(..4)?.try_into().ok()?));
+        let fits = body <= DIRECTORY_BYTES_MAX && body + TRAILER_BYTES <= file_bytes;
+        (trailer.get(8..)? == MAGIC && fits).then_some(body)
+    }
+
+    /// Reads what [`Self::encode`] appended to a table of `file_bytes`; none if that is damaged.
+    pub fn decode(tail: &[u8], file_bytes: u64) -> Option<Self> {
+        let (body, trailer) = tail.split_at_checked(tail.len().checked_sub(16)?)?;
+        if Self::bytes_of_trailer(trailer, file_bytes)? != body.len() as u64
+            || crc32c::crc32c(body).to_le_bytes() != trailer[4..8]
+        {
+            return None;
+        }
+        let (found, rest) = postcard::take_from_bytes::<Self>(body).ok()?;
+        let data_bytes = file_bytes - tail.len() as u64;
+        (rest.is_empty() && found.is_right(data_bytes)).then_some(found)
+    }
+
+    fn is_right(&self, data_bytes: u64) -> bool {
+        let layers = self.layers.iter().map(|block| block.place);
+        let mut places = layers.chain(self.spans.iter().map(|block| block.place));
+        let mut reach = 0;
+        let has_order = self.layers.iter().all(|block| {
+            reach = block.highest.max(reach);
+            block.reach == reach && block.lowest < block.highest
+        });
+        self.from < self.to
+            && self.end <= FILE_BYTES_MAX
+            && self.first <= self.last
+            && has_order
+            && self.layers.is_sorted_by_key(|block| block.lowest)
+            && self.spans.is_sorted_by_key(|block| block.first)
+            && self.cuts.iter().all(|cut| cut.len <= FILE_BYTES_MAX)
+            && places.all(|place| place.is_right(data_bytes))
+    }
+
+    fn note_written(&mut self, layer: &Layer) {
+        let key = (layer.key.epoch, layer.key.frame);
+        let is_first = self.end == 0;
+        self.first = if is_first { key } else { self.first.min(key) };
+        self.last = self.last.max(key);
+        self.end = self.end.max(layer.run.span().end);
+    }
+}
+
+impl BlockPlace {
+    fn is_right(self, data_bytes: u64) -> bool {
+        let end = self.position.checked_add(u64::from(self.bytes));
+        u64::from(self.bytes) <= BLOCK_BYTES_MAX && end.is_some_and(|end| end <= data_bytes)
+    }
+
+    fn holds(self, bytes: &[u8]) -> bool {
+        crc32c::crc32c(bytes).to_le_bytes() == self.checksum
+    }
+}
+
+/// A table that is open.
+pub(crate) struct Table<B: Backing> {
+    id: u64,
+    pub(crate) name: String,
+    writer: WriterId,
+    file: B::File,
+    pub(crate) directory: Directory,
+    /// A block of it was not as it was written.
+    is_damaged: AtomicBool,
+    /// One after the last byte that was written after a cut, for the last cut that was asked for.
+    end_after: Mutex<Option<(Key, u64)>>,
+}
+
+impl<B: Backing> Table<B> {
+    /// Opens one that is whole.
+    pub(crate) fn open(
+        base: &B,
+        dir: &B::Inode,
+        writer: &Writer,
+        part: Range<u64>,
+    ) -> Result<Option<Self>> {
+        static OPENED: AtomicU64 = AtomicU64::new(0);
+        let name = writer.table_name(&part);
+        let Some(inode) = own::find_file(base, dir, &name)? else {
+            return Ok(None);
+        };
+        let file = base.open(&inode, Access::Read)?;
+        let Some(directory) = load_directory(base, &file)? else {
+            tracing::warn!(name, "a sorted index is not whole: it is read unsorted");
+            return Ok(None);
+        };
+        if (directory.from, directory.to) != (part.start, part.end) {
+            return Ok(None);
+        }
+        Ok(Some(Self {
+            id: OPENED.fetch_add(1, Ordering::Relaxed),
+            name,
+            writer: writer.id(),
+            file,
+            directory,
+            is_damaged: AtomicBool::new(false),
+            end_after: Mutex::default(),
+        }))
+    }
+
+    pub(crate) fn part(&self) -> Range<u64> {
+        self.directory.from..self.directory.to
+    }
+
+    /// The last cut in it.
+    pub(crate) fn last_cut(&self) -> Option<Key> {
+        let cut = self.directory.cuts.last()?;
+        Some(Key {
+            epoch: cut.epoch,
+            writer: self.writer,
+            frame: cut.frame,
+        })
+    }
+
+    pub(crate) fn is_damaged(&self) -> bool {
+        self.is_damaged.load(Ordering::Acquire)
+    }
+
+    /// Whether the change that the key is of is in it.
+    pub(crate) fn has(&self, key: Key) -> bool {
+        key.writer == self.writer && self.part().contains(&key.frame)
+    }
+
+    /// Finds the layers that may have bytes in `range`. False if those are too many; ESTALE if it is damaged.
+    pub(crate) fn collect(
+        &self,
+        base: &B,
+        cache: &BlockCache,
+        range: &Range<u64>,
+        layers: &mut Layers,
+    ) -> Result<bool> {
+        let blocks = &self.directory.layers;
+        let first = blocks.partition_point(|block| block.reach <= range.start);
+        let overlapping = blocks[first..]
+            .iter()
+            .take_while(|block| block.lowest < range.end);
+        for block in overlapping.filter(|block| block.highest > range.start) {
+            let bytes = self.load(base, cache, block.place)?;
+            for layer in LayerDecoder::new(bytes, self.writer) {
+                let layer = layer.map_err(|_| self.reject())?;
+                if layer.run.offset() >= range.end {
+                    break;
+                }
+                if !layers.take(layer, range) {
+                    return Ok(false);
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    /// What a change that is in it wrote; ESTALE if it is damaged.
+    pub(crate) fn span(&self, base: &B, cache: &BlockCache, key: Key) -> Result<Option<Arc<Span>>> {
+        let id = (self.id, key.frame);
+        if let Some(known) = cache.spans.get(&id) {
+            return Ok(Some(known));
+        }
+        let blocks = &self.directory.spans;
+        let after = blocks.partition_point(|block| block.first <= key.frame);
+        let Some(block) = after.checked_sub(1).map(|number| &blocks[number]) else {
+            return Ok(None);
+        };
+        let bytes = self.load(base, cache, block.place)?;
+        for found in decode_spans(&bytes) {
+            let (frame, span) = found.map_err(|_| self.reject())?;
+            if frame == key.frame {
+                let span = Arc::new(span);
+                cache.spans.insert(id, Arc::clone(&span));
+                return Ok(Some(span));
+            }
+        }
+        Ok(None)
+    }
+
+    /// One after the last byte that was written after a cut, if that is known without reading.
+    pub(crate) fn end_after(&self, cut: Option<Key>) -> Option<u64> {
+        let key = |(epoch, frame)| Key {
+            epoch,
+            writer: self.writer,
+            frame,
+        };
+        let Directory {
+            first, last, end, ..
+        } = self.directory;
+        match cut {
+            None => Some(end),
+            Some(cut) if end == 0 || key(last) < cut => Some(0),
+            Some(cut) if key(first) > cut => Some(end),
+            Some(cut) => {
+                let known = *self.end_after.lock();
+                known.filter(|(of, _)| *of == cut).map(|(_, end)| end)
+            }
+        }
+    }
+
+    /// Finds it, and knows it from then on.
+    pub(crate) fn find_end_after(&self, base: &B, cut: Key) -> Result<()> {
+        if self.end_after(Some(cut)).is_some() {
+            return Ok(());
+        }
+        let mut end = 0;
+        for block in &self.directory.layers {
+            if block.highest <= end || block.epoch < cut.epoch {
+                continue;
+            }
+            for layer in LayerDecoder::new(self.read(base, block.place)?, self.writer) {
+                let layer = layer.map_err(|_| self.reject())?;
+                if layer.place.is_some() && layer.key > cut {
+                    end = end.max(layer.run.span().end);
+                }
+            }
+        }
+        *self.end_after.lock() = Some((cut, end));
+        Ok(())
+    }
+
+    /// A block, from memory if it is there.
+    fn load(&self, base: &B, cache: &BlockCache, place: BlockPlace) -> Result<Arc<[u8]>> {
+        let id = (self.id, place.position);
+        if let Some(known) = cache.blocks.get(&id) {
+            return Ok(known);
+        }
+        let block = self.read(base, place)?;
+        cache.blocks.insert(id, Arc::clone(&block));
+        Ok(block)
+    }
+
+    fn read(&self, base: &B, place: BlockPlace) -> Result<Arc<[u8]>> {
+        let mut block = vec![0; place.bytes as usize];
+        let count = base.read_at(&self.file, &mut block, place.position)?;
+        if count < block.len() || !place.holds(&block) {
+            return Err(self.reject());
+        }
+        Ok(block.into())
+    }
+
+    /// It is not to be used any more.
+    fn reject(&self) -> Errno {
+        self.is_damaged.store(true, Ordering::Release);
+        tracing::warn!(
+            name = self.name,
+            "a sorted index is damaged: it is read unsorted"
+        );
+        Errno::STALE
+    }
+
+    /// All its layers, in order, without filling the cache.
+    pub(crate) fn layers<'a>(&'a self, base: &'a B) -> impl Iterator<Item = Result<Layer>> + 'a {
+        let blocks = self.directory.layers.iter();
+        blocks.flat_map(move |block| {
+            let (block, failure) = match self.read(base, block.place) {
+                Ok(block) => (Some(block), None),
+                Err(error) => (None, Some(Err(error))),
+            };
+            let decoded = block.map(|block| LayerDecoder::new(block, self.writer));
+            let decoded = decoded.into_iter().flatten();
+            let decoded = decoded.map(|layer| layer.map_err(|_| self.reject()));
+            failure.into_iter().chain(decoded)
+        })
+    }
+
+    /// All its spans, each with its frame.
+    pub(crate) fn spans<'a>(
+        &'a self,
+        base: &'a B,
+    ) -> impl Iterator<Item = Result<(u64, Span)>> + 'a {
+        let blocks = self.directory.spans.iter();
+        blocks.flat_map(move |block| {
+            let decoded: Vec<Result<(u64, Span)>> = match self.read(base, block.place) {
+                Ok(block) => decode_spans(&block)
+                    .map(|span| span.map_err(|_| self.reject()))
+                    .collect(),
+                Err(error) => vec![Err(error)],
+            };
+            decoded
+        })
+    }
+}
+
+fn load_directory<B: Backing>(base: &B, file: &B::File) -> Result<Option<Directory>> {
+    let file_bytes = base.attr_of_file(file)?.size;
+    let Some(trailer_at) = file_bytes.checked_sub(TRAILER_BYTES) else {
+        return Ok(None);
+    };
+    let mut trailer = [0; TRAILER_BYTES as usize];
+    if base.read_at(file, &mut trailer, trailer_at)? < trailer.len() {
+        return Ok(None);
+    }
+    let Some(bytes) = Directory::bytes_of_trailer(&trailer, file_bytes) else {
+        return Ok(None);
+    };
+    let mut tail = vec![0; (bytes + TRAILER_BYTES) as usize];
+    let count = base.read_at(file, &mut tail, trailer_at - bytes)?;
+    let directory = Directory::decode(&tail, file_bytes);
+    Ok(directory.filter(|_| count == tail.len()))
+}
+
+/// Makes a table. Layers and spans come in their orders.
+pub(crate) struct TableWriter<'a, B: Backing> {
+    base: &'a B,
+    dir: &'a B::Inode,
+    file: B::File,
+    working: String,
+    position: u64,
+    directory: Directory,
+    layers: LayerEncoder,
+    /// Of the block that is made.
+    current: Option<(u64, u64, u64)>,
+    spans: SpanEncoder,
+    first_span: Option<u64>,
+}
+
+impl<'a, B: Backing> TableWriter<'a, B> {
+    /// For this part of an index.
+    pub(crate) fn create(
+        base: &'a B,
+        dir: &'a B::Inode,
+        level: u8,
+        part: Range<u64>,
+    ) -> Result<Self> {
+        let random = getrandom::u64().map_err(|_| Errno::IO)?;
+        let working = format!("new-{random:016x}");
+        let made = base.create(&own::own_caller(), dir, OsStr::new(&working), 0o600)?;
+        Ok(Self {
+            base,
+            dir,
+            file: made.1,
+            working,
+            position: 0,
+            directory: Directory {
+                level,
+                from: part.start,
+                to: part.end,
+                ..Directory::default()
+            },
+            layers: LayerEncoder::default(),
+            current: None,
+            spans: SpanEncoder::default(),
+            first_span: None,
+        })
+    }
+
+    pub(crate) fn push_layer(&mut self, layer: &Layer) -> Result<()> {
+        let span = layer.run.span();
+        let epoch = layer.key.epoch;
+        let (lowest, highest, last_epoch) = self.current.unwrap_or((span.start, span.end, epoch));
+        self.current = Some((lowest, highest.max(span.end), last_epoch.max(epoch)));
+        self.directory.last_epoch = self.directory.last_epoch.max(epoch);
+        if layer.place.is_some() {
+            self.directory.note_written(layer);
+        }
+        self.layers.push(layer);
+        if self.layers.is_full() {
+            self.end_layers()?;
+        }
+        Ok(())
+    }
+
+    fn end_layers(&mut self) -> Result<()> {
+        let (Some(bytes), Some(block)) = (self.layers.take(), self.current.take()) else {
+            return Ok(());
+        };
+        let (lowest, highest, epoch) = block;
+        let before = self.directory.layers.last();
+        let reach = before.map_or(highest, |before| before.reach.max(highest));
+        let place = self.write(&bytes)?;
+        self.directory.layers.push(LayerBlock {
+            place,
+            lowest,
+            highest,
+            epoch,
+            reach,
+        });
+        Ok(())
+    }
+
+    /// After all layers.
+    pub(crate) fn push_span(&mut self, frame: u64, span: &Span) -> Result<()> {
+        self.end_layers()?;
+        self.first_span.get_or_insert(frame);
+        self.spans.push(frame, span);
+        if self.spans.is_full() {
+            self.end_spans()?;
+        }
+        Ok(())
+    }
+
+    fn end_spans(&mut self) -> Result<()> {
+        let (Some(bytes), Some(first)) = (self.spans.take(), self.first_span.take()) else {
+            return Ok(());
+        };
+        let place = self.write(&bytes)?;
+        self.directory.spans.push(SpanBlock { place, first });
+        Ok(())
+    }
+
+    /// Cuts come in the order of their keys.
+    pub(crate) fn push_cut(&mut self, cut: Cut) {
+        self.directory.last_epoch = self.directory.last_epoch.max(cut.epoch);
+        while self
+            .directory
+            .cuts
+            .pop_if(|before| before.len >= cut.len)
+            .is_some()
+        {}
+        self.directory.cuts.push(cut);
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Result<BlockPlace> {
+        let place = BlockPlace {
+            position: self.position,
+            bytes: bytes.len() as u32,
+            checksum: crc32c::crc32c(bytes).to_le_bytes(),
+        };
+        own::write_all(self.base, &self.file, bytes, self.position)?;
+        self.position += bytes.len() as u64;
+        Ok(place)
+    }
+
+    /// Gives the table its name: from then on readers find it.
+    pub(crate) fn finish(mut self, writer: &Writer) -> Result<()> {
+        self.end_layers()?;
+        self.end_spans()?;
+        let mut end = Vec::new();
+        self.directory.encode(&mut end);
+        own::write_all(self.base, &self.file, &end, self.position)?;
+        let name = writer.table_name(&(self.directory.from..self.directory.to));
+        self.base.rename(
+            self.dir,
+            OsStr::new(&self.working),
+            self.dir,
+            OsStr::new(&name),
+            RenameFlags::empty(),
+        )
+    }
+
+    /// Takes away what was made so far.
+    pub(crate) fn abandon(self) {
+        let _ = self.base.unlink(self.dir, OsStr::new(&self.working));
+    }
+}
