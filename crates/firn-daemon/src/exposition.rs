@@ -195,6 +195,11 @@ fn put_users(out: &mut Exposition, status: &Status) {
         "Lists of chunks that programs hold.",
         status.chunk_lists as f64,
     );
+    out.gauge(
+        "chunk_list_bytes",
+        "Bytes in memory that they name.",
+        status.chunk_list_bytes as f64,
+    );
 }
 
 /// Errors, limits, and how long firnd has been up.

@@ -48,6 +48,7 @@ pub(crate) fn engine_status(figures: Figures) -> Status {
         direct_leases: figures.direct_access.leases,
         direct_errors: figures.direct_access.errors,
         chunk_lists: figures.chunk_lists,
+        chunk_list_bytes: figures.chunk_list_bytes,
         spill: figures.spill.map(spill_status),
         numa_nodes: numa_nodes.collect(),
         lanes: figures.lanes.iter().map(lane_status).collect(),

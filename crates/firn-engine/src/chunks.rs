@@ -59,6 +59,8 @@ pub struct HeldChunks<B: Backing> {
     slabs: Vec<SlabRef>,
     /// The file's when the list was made.
     changes: u64,
+    /// Bytes in memory that it names.
+    memory_bytes: u64,
     bytes: u64,
 }
 
@@ -82,6 +84,7 @@ impl<B: Backing> HeldChunks<B> {
             file: Arc::clone(&file),
             slabs,
             changes: 0,
+            memory_bytes: 0,
             bytes: 0,
         };
         // From here on its drop undoes what was done.
@@ -90,6 +93,7 @@ impl<B: Backing> HeldChunks<B> {
         engine.ingest_published(&file, &mut state);
         let in_arena = held.take(&state)?;
         drop(state);
+        held.count_memory(&in_arena);
         // All else was in the backing already when the lock was let go, and a change since then shows.
         let attr = engine.backing.attr(&engine.object(&inode)?)?;
         let in_backing = attr.size;
@@ -136,6 +140,15 @@ impl<B: Backing> HeldChunks<B> {
         Ok(in_arena)
     }
 
+    fn count_memory(&mut self, in_arena: &[Listed]) {
+        let in_memory = in_arena.iter().filter(|part| part.place == IN_MEMORY);
+        self.memory_bytes = in_memory.map(|part| part.len).sum();
+        self.engine
+            .counters
+            .chunk_list_bytes
+            .fetch_add(self.memory_bytes, Ordering::Relaxed);
+    }
+
     /// Bytes of the file.
     pub fn bytes(&self) -> u64 {
         self.bytes
@@ -160,6 +173,10 @@ impl<B: Backing> Drop for HeldChunks<B> {
             .counters
             .chunk_lists
             .fetch_sub(1, Ordering::Relaxed);
+        self.engine
+            .counters
+            .chunk_list_bytes
+            .fetch_sub(self.memory_bytes, Ordering::Relaxed);
         self.engine.drop_if_unused(&self.file);
         self.engine.wake_writers();
     }

@@ -59,6 +59,8 @@ pub(crate) struct Counters {
     pub read_bytes: AtomicU64,
     /// Lists of chunks in use.
     pub chunk_lists: AtomicU64,
+    /// Bytes in memory that they name.
+    pub chunk_list_bytes: AtomicU64,
     /// Drained bytes that are still in the arena. Shared with the files that have some.
     pub cached_bytes: Arc<AtomicU64>,
     /// Files of the backing that were opened since all of them were last looked at.

@@ -69,6 +69,8 @@ pub struct Figures {
     pub direct_access: DirectAccessFigures,
     /// Lists of chunks in use.
     pub chunk_lists: u64,
+    /// Bytes in memory that they name; those that two of them name count twice.
+    pub chunk_list_bytes: u64,
     /// The spill file, where there is one.
     pub spill: Option<SpillFigures>,
     /// NUMA nodes and their parts of the arena.
@@ -251,6 +253,7 @@ impl<B: Backing> Engine<B> {
             kernel_copies_bytes_max,
             direct_access: self.grants.figures(),
             chunk_lists: get(&counters.chunk_lists),
+            chunk_list_bytes: get(&counters.chunk_list_bytes),
             spill: self.spill_figures(),
             numa_nodes: self.arena.numa_node_figures(),
             lanes,

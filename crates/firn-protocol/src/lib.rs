@@ -356,6 +356,9 @@ pub struct Status {
     /// Lists of chunks that programs hold ([`Request::Chunks`]).
     #[serde(default)]
     pub chunk_lists: u64,
+    /// Bytes in memory that they name, and that nobody else is given as long as they are held.
+    #[serde(default)]
+    pub chunk_list_bytes: u64,
     /// The spill file, where there is one.
     #[serde(default)]
     pub spill: Option<SpillStatus>,

@@ -115,7 +115,11 @@ fn mount(s: &Status, paint: Paint) -> String {
     if s.chunk_lists > 0 {
         line(
             "lists",
-            format!("{} held by programs", count(s.chunk_lists, "chunk list")),
+            format!(
+                "{} held by programs, with {} of memory",
+                count(s.chunk_lists, "chunk list"),
+                bytes(s.chunk_list_bytes)
+            ),
         );
     }
     if s.recovered_bytes > 0 {
