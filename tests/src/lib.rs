@@ -11,6 +11,7 @@
 //! * A test that hangs is ended by its watchdog, which prints the state first.
 
 pub mod ack;
+pub mod agent;
 pub mod c;
 pub mod change;
 pub mod chunks;

@@ -7,13 +7,14 @@
 //!
 //! Threads share an `OpenMount`; their requests take turns.
 
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use firn_format::durability::DurabilityLevel;
 use firn_format::quote::quoted_path;
 use firn_protocol::path::BytePath;
-use firn_protocol::{ChunkPiece, DataRegion, Place, Request, Status};
+use firn_protocol::{ChunkPiece, DataRegion, FileStatus, Place, Request, Status};
 use rustix::io::Errno;
 
 use crate::connect::Connection;
@@ -173,6 +174,11 @@ impl OpenMount {
         self.ask(Connection::status)
     }
 
+    /// The files at or below `path`, a path below the mount point, that firnd has something to do with.
+    pub fn files(&self, path: &BytePath) -> Result<Vec<FileStatus>, MountError> {
+        self.ask(|connection| connection.files(path))
+    }
+
     /// Begins to drain the files at or below `path`.
     pub fn drain(&self, path: &Path) -> Result<(), MountError> {
         let path = self.relative(path)?;
@@ -277,6 +283,23 @@ impl OpenMount {
                 Ok(())
             }
         }
+    }
+
+    /// Fills `out` with bytes of a piece, from `from` bytes into it on: [`OpenMount::read_piece`] for Rust.
+    pub fn fill_from_piece(
+        &self,
+        piece: &ChunkPiece,
+        from: u64,
+        out: &mut [u8],
+    ) -> Result<(), MountError> {
+        // SAFETY: `out` is borrowed for writing, so all of it is writable and nobody else's.
+        unsafe { self.read_piece(piece, from, out.as_mut_ptr(), out.len()) }
+    }
+
+    /// The file of the arena, once the region was mapped, and where the region begins in it: for sendfile(2).
+    pub fn arena_file(&self) -> Option<(BorrowedFd<'_>, u64)> {
+        let mapping = self.mapping()?;
+        Some((mapping.arena.as_fd(), self.region.offset))
     }
 
     // ---- transactions --------------------------------------------------------------------------

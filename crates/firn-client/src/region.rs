@@ -24,6 +24,8 @@ use crate::open_mount::MountError;
 pub struct Mapping {
     /// The data region of the arena.
     pub region: View,
+    /// The arena.
+    pub(crate) arena: OwnedFd,
     /// The spill file, where the mount has one.
     pub spill: Option<Spill>,
 }
@@ -52,6 +54,7 @@ impl Mapping {
             .transpose()?;
         Ok(Self {
             region: View::new(&file, &region.path, region.offset, region.bytes)?,
+            arena: file,
             spill,
         })
     }

@@ -1,5 +1,6 @@
 //! How a verb ends that did not end well.
 
+use firn_agent::{AgentError, PullError};
 use firn_client::{ClientError, PathsError};
 use firn_config::ConfigError;
 use firn_daemon::{AttachError, CheckError, MountError, RecoverError};
@@ -80,6 +81,18 @@ impl From<ConfigError> for Failure {
 impl From<PathsError> for Failure {
     fn from(error: PathsError) -> Self {
         Self::new(FAILED, error.to_string())
+    }
+}
+
+impl From<AgentError> for Failure {
+    fn from(error: AgentError) -> Self {
+        Self::new(error.exit_code(), error.to_string())
+    }
+}
+
+impl From<PullError> for Failure {
+    fn from(error: PullError) -> Self {
+        Self::new(error.exit_code(), error.to_string())
     }
 }
 

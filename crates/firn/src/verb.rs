@@ -11,6 +11,7 @@ use crate::failure::Failure;
 pub mod mount_firn;
 pub mod umount_firn;
 
+mod agent;
 mod bench;
 mod check;
 mod chunks;
@@ -24,6 +25,7 @@ mod mount;
 mod pin;
 mod place;
 mod prune;
+mod pull;
 mod recover;
 mod run;
 mod status;
@@ -64,6 +66,8 @@ pub static VERBS: &[&Verb] = &[
     &pin::VERB,
     &place::VERB,
     &prune::VERB,
+    &agent::VERB,
+    &pull::VERB,
     &transaction::BEGIN,
     &transaction::PREPARE,
     &transaction::COMMIT,

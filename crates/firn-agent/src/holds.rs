@@ -1,0 +1,70 @@
+//! What an agent holds of the arena, over all its connections.
+//!
+//! Invariant: `held_bytes <= bytes_max`, but for one file that is larger by itself, which is held alone.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The bound and what counts against it.
+pub struct Holds {
+    bytes_max: u64,
+    held_bytes: Mutex<u64>,
+}
+
+/// A part of it, given back when it is dropped.
+pub struct Hold {
+    holds: Arc<Holds>,
+    bytes: u64,
+}
+
+impl Holds {
+    /// Nothing is held yet.
+    pub fn new(bytes_max: u64) -> Arc<Self> {
+        Arc::new(Self {
+            bytes_max,
+            held_bytes: Mutex::new(0),
+        })
+    }
+
+    /// The right to hold `bytes`; `None`: something must be let go first.
+    pub fn take(self: &Arc<Self>, bytes: u64) -> Option<Hold> {
+        let mut held = self
+            .held_bytes
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let total = held.checked_add(bytes)?;
+        if total > self.bytes_max && *held > 0 && bytes > 0 {
+            return None;
+        }
+        *held = total;
+        Some(Hold {
+            holds: Arc::clone(self),
+            bytes,
+        })
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        let held = self.holds.held_bytes.lock();
+        *held.unwrap_or_else(PoisonError::into_inner) -= self.bytes;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_held_is_bounded_and_a_larger_file_is_held_alone() {
+        let holds = Holds::new(10);
+        let first = holds.take(6).unwrap();
+        assert!(holds.take(5).is_none());
+        let second = holds.take(4).unwrap();
+        assert!(holds.take(0).is_some(), "what takes no memory always may");
+        drop((first, second));
+        let large = holds.take(100).unwrap();
+        assert!(holds.take(1).is_none());
+        drop(large);
+        assert!(holds.take(10).is_some());
+    }
+}

@@ -1,0 +1,43 @@
+//! Checkpoints leave a host without their writer (CRUISE, section 4.6).
+//!
+//! ```text
+//!   source host                                    target host
+//!   firnd ◄─ chunk lists ─ agent ══ Transport ══ puller ─► staging directory ─ rename ─► DIR
+//!   arena ───────── sendfile ──┘                    └─ writes behind, on threads
+//! ```
+//!
+//! The *agent* ([`Agent`]) is an ordinary client of firnd: it maps the arena for reading, holds chunk lists of what it
+//! is asked for and may be killed at any time. The *puller* ([`pull`]) asks, checks and writes.
+//!
+//! Promises
+//! * What a pull leaves under its name is whole: every byte was compared by CRC32C, every file was checked against its
+//!   list after its last byte was read, and the name appears by one rename.
+//! * An agent believes nobody who does not have its key, and takes at most [`message::HANDSHAKE_BYTES_MAX`] bytes and
+//!   [`server::HANDSHAKE_LIMIT`] from anybody until then.
+//! * What an agent holds of the arena ends with the connection for which it holds it, and is bounded
+//!   ([`holds::Holds`]). Nothing is queued: a request is answered before the next one is read.
+//! * No writer waits for an agent.
+//!
+//! Protocol, crash behaviour, authentication: docs/internals/agent.md.
+
+mod auth;
+mod error;
+pub mod holds;
+mod key_file;
+mod link;
+pub mod message;
+mod peer;
+mod pull;
+pub mod server;
+mod session;
+mod source;
+mod transport;
+
+pub use auth::{Key, answer_handshake, begin_handshake};
+pub use error::{AgentError, PullError, WireError};
+pub use key_file::{KeyFile, KeyFileError, check_host};
+pub use link::Link;
+pub use peer::{Peer, Route};
+pub use pull::{Listed, Outcome, Progress, PullRequest, check_list, list, pull};
+pub use server::{Agent, AgentOptions, Level, Log};
+pub use transport::{Stream, Transport};

@@ -1,0 +1,214 @@
+//! Messages between puller and agent: frames of a length and JSON.
+//!
+//! A frame is its length in 4 bytes, the most significant first, and a [`Request`] or [`Reply`] as JSON. After a
+//! [`Reply::Bytes`] that many bytes follow as they are. The agent answers requests in their order, each with one final
+//! reply; only [`Request::List`] and [`Request::Read`] have others before it.
+//!
+//! Invariants
+//! * A frame has at most [`FRAME_BYTES_MAX`] bytes, before the handshake is over [`HANDSHAKE_BYTES_MAX`]: looked at
+//!   before memory is taken for it.
+//! * A block has at most [`BLOCK_BYTES`] bytes, and is the unit of requests, checksums and comparisons.
+
+use firn_format::record::Ending;
+use firn_protocol::path::BytePath;
+use serde::{Deserialize, Serialize};
+
+/// Version of this protocol; an agent and a puller of different ones do not work together.
+pub const PROTOCOL_VERSION: u32 = 1;
+/// Bytes of the longest frame: an entry with a path and a link target of 4 KiB each, every byte of them escaped.
+pub const FRAME_BYTES_MAX: usize = 64 << 10;
+/// Bytes of the longest frame from somebody who has not shown the key yet.
+pub const HANDSHAKE_BYTES_MAX: usize = 512;
+/// Bytes of a block: requests of 1 to 4 MiB keep a network busy (docs/internals/agent.md).
+pub const BLOCK_BYTES: u64 = 4 << 20;
+/// Bytes of the longest path in a message.
+pub const PATH_BYTES_MAX: usize = 4096;
+
+/// Bytes that are used once.
+pub type Nonce = [u8; 32];
+/// An HMAC-SHA256.
+pub type Proof = [u8; 32];
+
+/// What a puller asks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "request")]
+pub enum Request {
+    /// The first message of a connection.
+    Hello {
+        /// [`PROTOCOL_VERSION`] of the puller.
+        protocol: u32,
+        /// Made for this connection.
+        nonce: Nonce,
+    },
+    /// The answer to [`Reply::Challenge`]: the puller has the key.
+    Proof {
+        /// Over both nonces.
+        proof: Proof,
+    },
+    /// What is at and below a path.
+    List {
+        /// As the source host names it; empty: the mount of the agent.
+        path: BytePath,
+    },
+    /// Hold a file, as it is now.
+    Open {
+        /// The number by which the puller means it from now on.
+        file: u32,
+        /// Path below the mount point.
+        path: BytePath,
+    },
+    /// Bytes of a file that is held.
+    Read {
+        /// Number of the file.
+        file: u32,
+        /// Bytes from its start.
+        offset: u64,
+        /// At most [`BLOCK_BYTES`].
+        bytes: u64,
+    },
+    /// A checksum that tells whether the puller has these bytes already.
+    Sum {
+        /// Number of the file.
+        file: u32,
+        /// Bytes from its start.
+        offset: u64,
+        /// At most [`BLOCK_BYTES`].
+        bytes: u64,
+    },
+    /// Whether all that was read of a file so far is the file.
+    Check {
+        /// Number of the file.
+        file: u32,
+    },
+    /// Let go of a file.
+    Release {
+        /// Number of the file.
+        file: u32,
+    },
+}
+
+/// What an agent answers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "reply")]
+pub enum Reply {
+    /// Answer to [`Request::Hello`] where a key is needed.
+    Challenge {
+        /// [`PROTOCOL_VERSION`] of the agent.
+        protocol: u32,
+        /// Made for this connection.
+        nonce: Nonce,
+    },
+    /// The handshake is over.
+    Welcome {
+        /// [`PROTOCOL_VERSION`] of the agent.
+        protocol: u32,
+        /// Over both nonces: the agent has the key. None where the connection itself says who is there (ssh).
+        proof: Option<Proof>,
+        /// Package version of the agent.
+        version: String,
+    },
+    /// Not the end: a part of the answer to [`Request::List`].
+    Entries {
+        /// Parents before what is in them.
+        entries: Vec<Entry>,
+    },
+    /// The end of the answer to [`Request::List`].
+    Listed {
+        /// What was listed, below the mount point.
+        path: BytePath,
+    },
+    /// Answer to [`Request::Open`].
+    Opened {
+        /// Bytes of the file.
+        bytes: u64,
+    },
+    /// Not the end: so many bytes of the answer to [`Request::Read`] follow.
+    Bytes {
+        /// How many.
+        bytes: u64,
+    },
+    /// Not the end: so many bytes of the answer to [`Request::Read`] are zeros, and do not follow.
+    Zeros {
+        /// How many.
+        bytes: u64,
+    },
+    /// The end of the answer to [`Request::Read`]; there are fewer bytes than were asked for where the file ends.
+    End {
+        /// CRC32C of the bytes that followed a [`Reply::Bytes`].
+        crc32c: u32,
+    },
+    /// Answer to [`Request::Sum`].
+    Sum {
+        /// Bytes that it is of; fewer than were asked for where the file ends.
+        bytes: u64,
+        /// XXH3 of them, 128 bits in hexadecimal digits.
+        xxh3: String,
+    },
+    /// Answer to [`Request::Check`].
+    Checked {
+        /// The file was changed through the mount since it was opened, or may have been.
+        changed: bool,
+        /// What was read is all the same the file as it was when it was opened.
+        snapshot: bool,
+    },
+    /// Done.
+    Done,
+    /// Answer to [`Request::Open`]: the agent holds as much as it may. Release something, or ask later.
+    Full,
+    /// Failed.
+    Error {
+        /// What a puller may do about it.
+        kind: ErrorKind,
+        /// What happened and what to do.
+        message: String,
+    },
+}
+
+/// What a puller may do about an error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ErrorKind {
+    /// What is held does not hold any more, or the mount cannot be asked now: connect again.
+    Stale,
+    /// There is no such file.
+    Missing,
+    /// Trying again is no use.
+    Refused,
+}
+
+/// Something at or below the path that was listed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Entry {
+    /// Path below the one that was listed; empty: that itself.
+    pub path: BytePath,
+    /// What it is.
+    pub kind: EntryKind,
+    /// Permission bits.
+    pub mode: u32,
+    /// Seconds of its modification time.
+    pub mtime_s: i64,
+    /// And nanoseconds.
+    pub mtime_ns: u32,
+}
+
+/// What an [`Entry`] is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "kind")]
+pub enum EntryKind {
+    /// A directory.
+    Directory,
+    /// A regular file.
+    File {
+        /// Its bytes as far as is known without opening it.
+        bytes: u64,
+        /// Whether its writers closed it.
+        ending: Ending,
+    },
+    /// A symbolic link.
+    Link {
+        /// Where it leads.
+        target: BytePath,
+    },
+    /// A pipe, a socket or a device.
+    Other,
+}

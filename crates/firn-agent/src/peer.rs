@@ -1,0 +1,230 @@
+//! The puller's end of a connection, and the ways to an agent.
+
+use std::io;
+use std::net::{TcpStream, ToSocketAddrs};
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use firn_protocol::path::BytePath;
+
+use crate::auth::{Key, begin_handshake};
+use crate::error::{PullError, WireError};
+use crate::key_file::KeyFile;
+use crate::link::Link;
+use crate::message::{Entry, ErrorKind, FRAME_BYTES_MAX, Reply, Request};
+use crate::source::ENTRIES_MAX;
+use crate::transport::{Stream, Transport};
+
+/// How long an address may take to answer.
+const CONNECT_LIMIT: Duration = Duration::from_secs(5);
+/// How long the handshake may take; an ssh may have to ask for a password.
+const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
+const SSH_LIMIT: Duration = Duration::from_secs(120);
+/// How long one answer may take: a block that comes from a slow backing.
+const ANSWER_LIMIT: Duration = Duration::from_secs(60);
+
+/// How an agent is reached.
+#[derive(Clone, Debug)]
+pub enum Route {
+    /// By what it left in the backing.
+    Backing {
+        /// The backing.
+        dir: PathBuf,
+    },
+    /// By a copy of its key file.
+    KeyFile {
+        /// Path of the copy.
+        path: PathBuf,
+        /// Where it listens, if not where the file says.
+        address: Option<String>,
+    },
+    /// It is started by ssh and ends with the connection.
+    Ssh {
+        /// The program and its arguments before the host.
+        command: Vec<String>,
+        /// What is run there.
+        firn: String,
+    },
+}
+
+/// A connection to an agent, with the agent at its other end.
+pub struct Peer {
+    host: String,
+    /// Before the process that carries it: it ends when its pipes are closed.
+    link: Link<Stream>,
+    _ssh: Option<Ssh>,
+}
+
+/// A process of ours.
+struct Ssh(Child);
+
+impl Drop for Ssh {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Peer {
+    /// Connects to the agent on `host`.
+    pub fn connect(host: &str, route: &Route) -> Result<Self, PullError> {
+        let bare = host.rsplit('@').next().unwrap_or(host);
+        match route {
+            Route::Backing { dir } => {
+                let file = KeyFile::load(dir, bare)?;
+                Self::connect_tcp(bare, &file.address, &file.key)
+            }
+            Route::KeyFile { path, address } => {
+                let file = KeyFile::load_from(path)?;
+                let address = address.as_ref().unwrap_or(&file.address);
+                Self::connect_tcp(bare, address, &file.key)
+            }
+            Route::Ssh { command, firn } => Self::connect_ssh(host, command, firn),
+        }
+    }
+
+    fn connect_tcp(host: &str, address: &str, key: &Key) -> Result<Self, PullError> {
+        let failed = |error| PullError::Connect {
+            host: host.into(),
+            address: address.into(),
+            error,
+        };
+        let socket = connect_any(address).map_err(failed)?;
+        let stream = Stream::over_tcp(socket).map_err(failed)?;
+        Self::greet(host, stream, Some(key), HANDSHAKE_LIMIT, None)
+    }
+
+    fn connect_ssh(host: &str, command: &[String], firn: &str) -> Result<Self, PullError> {
+        let (program, arguments) = command.split_first().expect("ssh has a name");
+        let failed = |error| PullError::Ssh {
+            program: program.clone(),
+            error,
+        };
+        let mut child = Command::new(program)
+            .args(arguments)
+            .args(["--", host, firn, "agent", "--stdio"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(failed)?;
+        let input = child.stdout.take().expect("it is a pipe");
+        let output = child.stdin.take().expect("it is a pipe");
+        let ssh = Ssh(child);
+        let stream =
+            Stream::over_pipes(OwnedFd::from(input), OwnedFd::from(output)).map_err(failed)?;
+        Self::greet(host, stream, None, SSH_LIMIT, Some(ssh))
+    }
+
+    fn greet(
+        host: &str,
+        stream: Stream,
+        key: Option<&Key>,
+        limit: Duration,
+        ssh: Option<Ssh>,
+    ) -> Result<Self, PullError> {
+        let mut link = Link::over(stream);
+        let greeted = begin_handshake(&mut link, key, Instant::now() + limit);
+        greeted.map_err(|error| PullError::Wire {
+            host: host.into(),
+            error,
+        })?;
+        Ok(Self {
+            host: host.into(),
+            link,
+            _ssh: ssh,
+        })
+    }
+
+    /// The source host, for messages.
+    pub(crate) fn host(&self) -> &str {
+        &self.host
+    }
+
+    /// Sends a request; its answer comes after those to the requests before.
+    pub(crate) fn send(&mut self, request: &Request) -> Result<(), PullError> {
+        let sent = self.link.send(request, Instant::now() + ANSWER_LIMIT);
+        sent.map_err(|error| self.broken(error))
+    }
+
+    /// The next reply; an error that the agent tells is one here.
+    pub(crate) fn receive(&mut self) -> Result<Reply, PullError> {
+        let until = Instant::now() + ANSWER_LIMIT;
+        match self.link.receive(FRAME_BYTES_MAX, until) {
+            Ok(Reply::Error { kind, message }) => Err(PullError::Remote {
+                host: self.host.clone(),
+                kind,
+                message,
+            }),
+            Ok(reply) => Ok(reply),
+            Err(error) => Err(self.broken(error)),
+        }
+    }
+
+    /// Bytes that follow a [`Reply::Bytes`].
+    pub(crate) fn receive_bytes(&mut self, into: &mut [u8]) -> Result<(), PullError> {
+        let until = Instant::now() + ANSWER_LIMIT;
+        let received = self.link.transport().receive(into, until);
+        received.map_err(|error| self.broken(error.into()))
+    }
+
+    /// What is at and below a path, parents first, and that path below the mount point.
+    pub(crate) fn list(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), PullError> {
+        self.send(&Request::List { path: path.clone() })?;
+        let mut all = Vec::new();
+        loop {
+            match self.receive()? {
+                Reply::Entries { entries } => all.extend(entries),
+                Reply::Listed { path } => return Ok((path, all)),
+                other => return Err(self.out_of_turn(&other)),
+            }
+            if all.len() > ENTRIES_MAX {
+                return Err(self.implausible("more files than an agent lists"));
+            }
+        }
+    }
+
+    /// A reply that answers something else.
+    pub(crate) fn out_of_turn(&self, reply: &Reply) -> PullError {
+        let mut text = format!("{reply:?}");
+        text.truncate(text.floor_char_boundary(80));
+        self.broken(WireError::OutOfTurn(text))
+    }
+
+    /// Something that no agent of ours says.
+    pub(crate) fn implausible(&self, what: impl Into<String>) -> PullError {
+        PullError::Implausible {
+            host: self.host.clone(),
+            what: what.into(),
+        }
+    }
+
+    /// What was held does not hold any more.
+    pub(crate) fn stale(&self, message: impl Into<String>) -> PullError {
+        PullError::Remote {
+            host: self.host.clone(),
+            kind: ErrorKind::Stale,
+            message: message.into(),
+        }
+    }
+
+    fn broken(&self, error: WireError) -> PullError {
+        PullError::Wire {
+            host: self.host.clone(),
+            error,
+        }
+    }
+}
+
+/// The first of the addresses of a name that answers.
+fn connect_any(address: &str) -> io::Result<TcpStream> {
+    let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
+    for address in address.to_socket_addrs()? {
+        match TcpStream::connect_timeout(&address, CONNECT_LIMIT) {
+            Ok(socket) => return Ok(socket),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}

@@ -1,0 +1,239 @@
+//! The puller: a tree of another host, whole or not there.
+//!
+//! Promises
+//! * The copy appears under its name by one rename, after all of it was compared, checked and (but on a firn mount)
+//!   synced. Whatever ends the puller or the agent before leaves nothing under that name.
+//! * A broken connection is made again; blocks that are there are compared and not sent again, also those that an
+//!   earlier puller left which was killed.
+
+mod fetch;
+mod plan;
+mod staging;
+mod state;
+mod writers;
+
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use firn_format::record::Ending;
+use firn_protocol::path::BytePath;
+use serde::Serialize;
+
+use crate::error::PullError;
+use crate::message::{Entry, EntryKind};
+use crate::peer::{Peer, Route};
+use fetch::{Fetch, Wanted};
+use plan::Plan;
+use staging::{Staging, local};
+use state::State;
+use writers::Writers;
+
+/// Between two tries to connect again.
+const RETRY_FIRST: Duration = Duration::from_millis(100);
+const RETRY_MAX: Duration = Duration::from_secs(2);
+
+/// What is to be pulled.
+pub struct PullRequest {
+    /// Name of the source host.
+    pub host: String,
+    /// How its agent is reached.
+    pub route: Route,
+    /// Path there; empty: the mount of the agent.
+    pub source: BytePath,
+    /// Name of the copy.
+    pub target: PathBuf,
+    /// Also what its writers have not closed.
+    pub cut: bool,
+    /// How long a connection that broke is tried again without a byte that comes.
+    pub patience: Duration,
+}
+
+/// How far it is.
+#[derive(Clone, Copy, Debug)]
+pub struct Progress {
+    /// Bytes that are not there yet.
+    pub left_bytes: u64,
+    /// Files that are not there yet.
+    pub left_files: u64,
+}
+
+/// What came of it.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Outcome {
+    /// Regular files.
+    pub files: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Bytes of files that came over the network.
+    pub received_bytes: u64,
+    /// Bytes that an earlier pull had brought.
+    pub reused_bytes: u64,
+    /// Blocks that arrived damaged and were sent again.
+    pub damaged_blocks: u64,
+    /// How often the connection was made again.
+    pub reconnects: u64,
+    /// Files that were changed while they were pulled: each is as it was when it was opened.
+    pub changed: Vec<BytePath>,
+    /// Pipes, sockets and devices.
+    pub left_out: Vec<BytePath>,
+}
+
+/// Something in a directory that is listed.
+#[derive(Clone, Debug, Serialize)]
+pub struct Listed {
+    /// Its name; of a file that was asked for itself: empty.
+    pub name: BytePath,
+    /// Regular files in it, or itself.
+    pub files: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// `closed` if all of them are.
+    pub ending: Ending,
+    /// Seconds of its newest modification time.
+    pub mtime_s: i64,
+}
+
+/// Whether a list of an agent can be pulled; an error says what cannot be.
+pub fn check_list(entries: Vec<Entry>) -> Result<(), String> {
+    Plan::check(entries).map(drop)
+}
+
+/// Pulls.
+pub fn pull(request: &PullRequest, tell: &mut dyn FnMut(Progress)) -> Result<Outcome, PullError> {
+    let staging = Staging::open(&request.target)?;
+    let writers = Writers::start(staging.is_synced()).map_err(local(&request.target))?;
+    let mut state = State::new(tell);
+    let mut peer = Some(Peer::connect(&request.host, &request.route)?);
+    let mut pause = RETRY_FIRST;
+    state.moved_at = Instant::now();
+    let plan = loop {
+        let moved_at = state.moved_at;
+        let error = match attempt(request, &staging, &writers, &mut state, peer.take()) {
+            Ok(plan) => break plan,
+            Err(error) => error,
+        };
+        // Nothing may land in a file that the next connection compares.
+        writers.wait()?;
+        if !error.may_pass() || state.moved_at.elapsed() > request.patience {
+            return Err(error);
+        }
+        if state.moved_at > moved_at {
+            pause = RETRY_FIRST;
+        }
+        std::thread::sleep(pause);
+        pause = (2 * pause).min(RETRY_MAX);
+        state.outcome.reconnects += 1;
+    };
+    writers.wait()?;
+    staging.finish(&plan)?;
+    let mut outcome = state.into_outcome(plan.entries());
+    outcome.left_out = plan.left_out();
+    Ok(outcome)
+}
+
+/// All that is not there yet, over one connection.
+fn attempt(
+    request: &PullRequest,
+    staging: &Staging,
+    writers: &Writers,
+    state: &mut State<'_>,
+    peer: Option<Peer>,
+) -> Result<Plan, PullError> {
+    let mut peer = match peer {
+        Some(peer) => peer,
+        None => Peer::connect(&request.host, &request.route)?,
+    };
+    let (top, entries) = peer.list(&request.source)?;
+    let plan = Plan::check(entries).map_err(|what| peer.implausible(what))?;
+    if !request.cut {
+        check_complete(peer.host(), request, &plan)?;
+    }
+    staging.prepare(&plan)?;
+    let wanted: VecDeque<Wanted> = plan
+        .files()
+        .filter(|(entry, ..)| !state.is_done(entry))
+        .map(|(entry, bytes, _)| Wanted {
+            entry: entry.clone(),
+            bytes,
+            tries: 0,
+        })
+        .collect();
+    let bytes = wanted.iter().map(|wanted| wanted.bytes).sum();
+    state.begin(wanted.len() as u64, bytes);
+    Fetch::new(&mut peer, staging, writers, state, top, wanted).run()?;
+    Ok(plan)
+}
+
+fn check_complete(host: &str, request: &PullRequest, plan: &Plan) -> Result<(), PullError> {
+    let mut unfinished = plan
+        .files()
+        .filter(|(.., ending)| *ending != Ending::Closed);
+    let Some((entry, _, ending)) = unfinished.next() else {
+        return Ok(());
+    };
+    let what = match ending {
+        Ending::Cut => "was cut off: its writer, or firnd, was killed before it closed the file",
+        Ending::Open | Ending::Closed => "is still open for writing",
+    };
+    let name = match entry.path.is_empty() {
+        true => "it".to_owned(),
+        false => entry.path.to_string(),
+    };
+    Err(PullError::Incomplete {
+        host: host.into(),
+        path: request.source.clone(),
+        example: format!("{name} {what}"),
+        more: unfinished.count(),
+    })
+}
+
+/// What is in a directory of another host.
+pub fn list(host: &str, route: &Route, path: &BytePath) -> Result<Vec<Listed>, PullError> {
+    let mut peer = Peer::connect(host, route)?;
+    let (_, entries) = peer.list(path)?;
+    let plan = Plan::check(entries).map_err(|what| peer.implausible(what))?;
+    let mut found: Vec<Listed> = Vec::new();
+    let is_dir = plan.entries()[0].kind == EntryKind::Directory;
+    for entry in &plan.entries()[usize::from(is_dir)..] {
+        let name = first_component(&entry.path);
+        let (files, bytes, ending) = match entry.kind {
+            EntryKind::File { bytes, ending } => (1, bytes, ending),
+            _ => (0, 0, Ending::Closed),
+        };
+        let at = found.iter().position(|listed| listed.name == name);
+        let at = at.unwrap_or_else(|| {
+            found.push(Listed {
+                name,
+                files: 0,
+                bytes: 0,
+                ending: Ending::Closed,
+                mtime_s: entry.mtime_s,
+            });
+            found.len() - 1
+        });
+        let listed = &mut found[at];
+        listed.files += files;
+        listed.bytes += bytes;
+        listed.mtime_s = listed.mtime_s.max(entry.mtime_s);
+        listed.ending = worse(listed.ending, ending);
+    }
+    found.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(found)
+}
+
+/// A checkpoint that is still written is not over yet, one that was cut never will be.
+fn worse(a: Ending, b: Ending) -> Ending {
+    match (a, b) {
+        (Ending::Open, _) | (_, Ending::Open) => Ending::Open,
+        (Ending::Cut, _) | (_, Ending::Cut) => Ending::Cut,
+        _ => Ending::Closed,
+    }
+}
+
+fn first_component(path: &BytePath) -> BytePath {
+    let mut components = Path::new(path.as_path()).components();
+    components.next().map_or_else(BytePath::default, |first| {
+        BytePath::from(Path::new(first.as_os_str()))
+    })
+}

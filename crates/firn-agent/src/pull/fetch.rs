@@ -1,0 +1,452 @@
+//! Files of a plan, over one connection.
+//!
+//! ```text
+//!   queue ─► Open ─► Sum for each block that is there already ─► Read for each that differs or is not ─► Check ─► Release
+//! ```
+//!
+//! Requests go ahead of their answers: while one block arrives, the agent has the next ones asked for, and while a file
+//! ends, the next one is open. Answers come in the order of the requests.
+//!
+//! Invariants
+//! * A block is handed to the writers after its checksum was found right.
+//! * A file is finished after the agent has said, after its last byte had been read, that what was read is a snapshot.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use firn_protocol::path::BytePath;
+use xxhash_rust::xxh3::xxh3_128;
+
+use crate::error::PullError;
+use crate::message::{BLOCK_BYTES, Entry, Reply, Request};
+use crate::peer::Peer;
+use crate::pull::staging::{Staging, local};
+use crate::pull::state::State;
+use crate::pull::writers::{Block, Finish, StagedFile, Writers};
+
+/// Requests without an answer yet: enough that the agent always knows the next one.
+const IN_FLIGHT: usize = 8;
+/// Files that are open ahead of the one that arrives, in number and in bytes.
+const AHEAD_FILES: usize = 16;
+const AHEAD_BYTES: u64 = 64 << 20;
+/// How often a file is read that changes while it is read and keeps no snapshot, and a block that arrives damaged.
+const TRIES: u32 = 5;
+/// Until an agent that holds as much as it may for others is asked again.
+const FULL_PAUSE: Duration = Duration::from_millis(200);
+/// Bytes that are summed up while they are in the processor's cache.
+const SUM_BYTES: usize = 256 << 10;
+
+/// See the head of this file.
+pub(crate) struct Fetch<'a, 't> {
+    peer: &'a mut Peer,
+    staging: &'a Staging,
+    writers: &'a Writers,
+    state: &'a mut State<'t>,
+    /// Path below the mount point of what is pulled.
+    top: BytePath,
+    /// Not opened yet.
+    queue: VecDeque<Wanted>,
+    /// To be asked next.
+    ready: VecDeque<Ask>,
+    /// Asked, in this order.
+    asked: VecDeque<Ask>,
+    open: BTreeMap<u32, OpenFile>,
+    last_number: u32,
+    /// The agent holds as much as it may.
+    is_full: bool,
+}
+
+/// A file that is to be pulled.
+pub(crate) struct Wanted {
+    pub(crate) entry: Entry,
+    /// As far as is known.
+    pub(crate) bytes: u64,
+    /// How often it was read.
+    pub(crate) tries: u32,
+}
+
+struct OpenFile {
+    wanted: Wanted,
+    /// None until it is opened.
+    staged: Option<Arc<StagedFile>>,
+    /// Of the file where it is held.
+    bytes: u64,
+    /// What was there before.
+    staged_bytes: u64,
+    /// Blocks of which neither an equal sum nor the bytes have come.
+    blocks_left: u64,
+    damaged: u32,
+}
+
+/// A question about a file.
+#[derive(Clone, Copy, Debug)]
+enum Ask {
+    Open(u32),
+    Sum(u32, u64),
+    Read(u32, u64),
+    Check(u32),
+    Release(u32),
+}
+
+/// What came of a block.
+struct Received {
+    parts: Vec<Range<usize>>,
+    bytes: u64,
+    crc: u32,
+}
+
+impl<'a, 't> Fetch<'a, 't> {
+    /// Nothing is asked yet.
+    pub(crate) fn new(
+        peer: &'a mut Peer,
+        staging: &'a Staging,
+        writers: &'a Writers,
+        state: &'a mut State<'t>,
+        top: BytePath,
+        queue: VecDeque<Wanted>,
+    ) -> Self {
+        Self {
+            peer,
+            staging,
+            writers,
+            state,
+            top,
+            queue,
+            ready: VecDeque::new(),
+            asked: VecDeque::new(),
+            open: BTreeMap::new(),
+            last_number: 0,
+            is_full: false,
+        }
+    }
+
+    /// Until all files are there.
+    pub(crate) fn run(mut self) -> Result<(), PullError> {
+        loop {
+            self.ask()?;
+            let Some(ask) = self.asked.pop_front() else {
+                if self.queue.is_empty() {
+                    return Ok(());
+                }
+                // Only others keep the agent full now.
+                std::thread::sleep(FULL_PAUSE);
+                self.is_full = false;
+                continue;
+            };
+            match ask {
+                Ask::Open(number) => self.opened(number)?,
+                Ask::Sum(number, block) => self.summed(number, block)?,
+                Ask::Read(number, block) => self.read(number, block)?,
+                Ask::Check(number) => self.checked(number)?,
+                Ask::Release(number) => self.released(number)?,
+            }
+        }
+    }
+
+    // ---- requests ------------------------------------------------------------------------------
+
+    fn ask(&mut self) -> Result<(), PullError> {
+        while self.asked.len() < IN_FLIGHT {
+            let Some(ask) = self.next_ask() else {
+                break;
+            };
+            let request = self.request(ask);
+            self.peer.send(&request)?;
+            self.asked.push_back(ask);
+        }
+        Ok(())
+    }
+
+    fn next_ask(&mut self) -> Option<Ask> {
+        if let Some(ask) = self.ready.pop_front() {
+            return Some(ask);
+        }
+        let ahead: u64 = self.open.values().map(|file| file.wanted.bytes).sum();
+        let may_open =
+            self.open.len() < 2 || (self.open.len() < AHEAD_FILES && ahead < AHEAD_BYTES);
+        if self.is_full || !may_open {
+            return None;
+        }
+        let wanted = self.queue.pop_front()?;
+        self.last_number += 1;
+        let file = OpenFile {
+            wanted,
+            staged: None,
+            bytes: 0,
+            staged_bytes: 0,
+            blocks_left: 0,
+            damaged: 0,
+        };
+        self.open.insert(self.last_number, file);
+        Some(Ask::Open(self.last_number))
+    }
+
+    fn request(&self, ask: Ask) -> Request {
+        match ask {
+            Ask::Open(number) => Request::Open {
+                file: number,
+                path: join(&self.top, &self.open[&number].wanted.entry.path),
+            },
+            Ask::Sum(number, block) => Request::Sum {
+                file: number,
+                offset: block * BLOCK_BYTES,
+                bytes: self.open[&number].block_bytes(block),
+            },
+            Ask::Read(number, block) => Request::Read {
+                file: number,
+                offset: block * BLOCK_BYTES,
+                bytes: self.open[&number].block_bytes(block),
+            },
+            Ask::Check(number) => Request::Check { file: number },
+            Ask::Release(number) => Request::Release { file: number },
+        }
+    }
+
+    // ---- replies -------------------------------------------------------------------------------
+
+    fn opened(&mut self, number: u32) -> Result<(), PullError> {
+        let bytes = match self.peer.receive()? {
+            Reply::Opened { bytes } => bytes,
+            Reply::Full => {
+                let file = self.open.remove(&number).expect("it was asked for");
+                self.queue.push_front(file.wanted);
+                self.is_full = true;
+                return Ok(());
+            }
+            other => return Err(self.peer.out_of_turn(&other)),
+        };
+        if bytes > i64::MAX as u64 {
+            return Err(self.peer.implausible(format!("a file of {bytes} bytes")));
+        }
+        let file = self.open.get_mut(&number).expect("it was asked for");
+        let path = self.staging.locate(&file.wanted.entry.path);
+        let opened = open_staged(&path).map_err(local(&path))?;
+        file.staged_bytes = opened.metadata().map_err(local(&path))?.len();
+        file.staged = Some(StagedFile::new(path, opened));
+        file.bytes = bytes;
+        file.blocks_left = bytes.div_ceil(BLOCK_BYTES);
+        self.state.know_size(file.wanted.bytes, bytes);
+        file.wanted.bytes = bytes;
+        for block in 0..file.blocks_left {
+            let is_there = block * BLOCK_BYTES + file.block_bytes(block) <= file.staged_bytes;
+            self.ready.push_back(match is_there {
+                true => Ask::Sum(number, block),
+                false => Ask::Read(number, block),
+            });
+        }
+        if file.blocks_left == 0 {
+            self.ready.push_back(Ask::Check(number));
+        }
+        Ok(())
+    }
+
+    fn summed(&mut self, number: u32, block: u64) -> Result<(), PullError> {
+        let (bytes, sum) = match self.peer.receive()? {
+            Reply::Sum { bytes, xxh3 } => (bytes, xxh3),
+            other => return Err(self.peer.out_of_turn(&other)),
+        };
+        let file = &self.open[&number];
+        let mut there = vec![0; file.block_bytes(block) as usize];
+        let staged = file.staged.as_ref().expect("it is open");
+        let is_same = bytes == there.len() as u64
+            && staged
+                .file()
+                .read_exact_at(&mut there, block * BLOCK_BYTES)
+                .is_ok()
+            && format!("{:032x}", xxh3_128(&there)) == sum;
+        if !is_same {
+            self.ready.push_front(Ask::Read(number, block));
+            return Ok(());
+        }
+        self.state.reused(bytes);
+        self.end_block(number);
+        Ok(())
+    }
+
+    fn read(&mut self, number: u32, block: u64) -> Result<(), PullError> {
+        let mut buffer = self.writers.take_buffer()?;
+        let expected = self.open[&number].block_bytes(block);
+        let was_there = self.open[&number].staged_bytes > block * BLOCK_BYTES;
+        let received = self.receive_block(&mut buffer, expected, was_there);
+        let received = match received {
+            Ok(Some(received)) => received,
+            Ok(None) => {
+                self.writers.return_buffer(buffer);
+                return self.read_again(number, block);
+            }
+            Err(error) => {
+                self.writers.return_buffer(buffer);
+                return Err(error);
+            }
+        };
+        let staged = self.open[&number].staged.as_ref().expect("it is open");
+        self.writers.write(Block {
+            file: Arc::clone(staged),
+            offset: block * BLOCK_BYTES,
+            buffer,
+            parts: received.parts,
+        });
+        self.state.received(expected, received.bytes);
+        self.end_block(number);
+        Ok(())
+    }
+
+    /// The bytes of a block; `None` where their checksum is wrong. Zeros are left out where nothing was before.
+    fn receive_block(
+        &mut self,
+        buffer: &mut [u8],
+        expected: u64,
+        was_there: bool,
+    ) -> Result<Option<Received>, PullError> {
+        let mut received = Received {
+            parts: Vec::new(),
+            bytes: 0,
+            crc: 0,
+        };
+        let mut at = 0;
+        loop {
+            let (bytes, is_zero) = match self.peer.receive()? {
+                Reply::Bytes { bytes } => (bytes, false),
+                Reply::Zeros { bytes } => (bytes, true),
+                Reply::End { crc32c } if at == expected => {
+                    return Ok((crc32c == received.crc).then_some(received));
+                }
+                // It became shorter than its list says: the list is of another file.
+                Reply::End { .. } => {
+                    return Err(self.peer.stale("a file was cut while it was read"));
+                }
+                other => return Err(self.peer.out_of_turn(&other)),
+            };
+            if bytes == 0 || bytes > expected - at {
+                return Err(self.peer.implausible("more bytes than were asked for"));
+            }
+            let part = at as usize..(at + bytes) as usize;
+            if is_zero {
+                buffer[part.clone()].fill(0);
+            } else {
+                received.crc = self.receive_part(&mut buffer[part.clone()], received.crc)?;
+                received.bytes += bytes;
+            }
+            if !is_zero || was_there {
+                received.parts.push(part);
+            }
+            at += bytes;
+        }
+    }
+
+    /// The checksum with that of these bytes.
+    fn receive_part(&mut self, part: &mut [u8], mut crc: u32) -> Result<u32, PullError> {
+        for piece in part.chunks_mut(SUM_BYTES) {
+            self.peer.receive_bytes(piece)?;
+            crc = crc32c::crc32c_append(crc, piece);
+        }
+        Ok(crc)
+    }
+
+    fn read_again(&mut self, number: u32, block: u64) -> Result<(), PullError> {
+        let file = self.open.get_mut(&number).expect("it is open");
+        file.damaged += 1;
+        self.state.outcome.damaged_blocks += 1;
+        if file.damaged >= TRIES {
+            return Err(PullError::Corrupt {
+                path: file.wanted.entry.path.clone(),
+                tries: file.damaged,
+            });
+        }
+        self.ready.push_front(Ask::Read(number, block));
+        Ok(())
+    }
+
+    fn end_block(&mut self, number: u32) {
+        let file = self.open.get_mut(&number).expect("it is open");
+        file.blocks_left -= 1;
+        if file.blocks_left == 0 {
+            self.ready.push_back(Ask::Check(number));
+        }
+    }
+
+    fn checked(&mut self, number: u32) -> Result<(), PullError> {
+        let (changed, snapshot) = match self.peer.receive()? {
+            Reply::Checked { changed, snapshot } => (changed, snapshot),
+            other => return Err(self.peer.out_of_turn(&other)),
+        };
+        // Before the next file is opened: it makes room.
+        self.ready.push_front(Ask::Release(number));
+        let file = self.open.get_mut(&number).expect("it is open");
+        if snapshot {
+            let entry = file.wanted.entry.clone();
+            let staged = file.staged.as_ref().expect("it is open");
+            self.state.done(&entry, file.bytes, changed);
+            let bytes = file.bytes;
+            self.writers.finish(staged, Finish { bytes, entry });
+            return Ok(());
+        }
+        let tries = file.wanted.tries + 1;
+        if tries >= TRIES {
+            return Err(PullError::KeepsChanging {
+                host: self.peer.host().into(),
+                path: file.wanted.entry.path.clone(),
+                tries,
+            });
+        }
+        // What of it is on its way to the disk must not land on what comes then.
+        self.writers.wait()?;
+        self.state.undo(file.bytes);
+        self.queue.push_back(Wanted {
+            entry: file.wanted.entry.clone(),
+            bytes: file.bytes,
+            tries,
+        });
+        Ok(())
+    }
+
+    fn released(&mut self, number: u32) -> Result<(), PullError> {
+        match self.peer.receive()? {
+            Reply::Done => {}
+            other => return Err(self.peer.out_of_turn(&other)),
+        }
+        self.open.remove(&number);
+        self.is_full = false;
+        Ok(())
+    }
+}
+
+impl OpenFile {
+    fn block_bytes(&self, block: u64) -> u64 {
+        BLOCK_BYTES.min(self.bytes - block * BLOCK_BYTES)
+    }
+}
+
+fn join(top: &BytePath, path: &BytePath) -> BytePath {
+    match (top.is_empty(), path.is_empty()) {
+        (_, true) => top.clone(),
+        (true, false) => path.clone(),
+        (false, false) => top.as_path().join(path).into(),
+    }
+}
+
+/// In a directory of ours that is closed to others.
+fn open_staged(path: &std::path::Path) -> io::Result<File> {
+    use std::os::unix::fs::OpenOptionsExt;
+    let mut options = File::options();
+    options
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .custom_flags(libc::O_NOFOLLOW);
+    match options.open(path) {
+        // A file that its owner may not write to, finished by an earlier pull.
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+            std::fs::remove_file(path)?;
+            options.open(path)
+        }
+        opened => opened,
+    }
+}

@@ -1,0 +1,356 @@
+//! The agent: who connects, how many, and for how long.
+//!
+//! Invariants
+//! * At most [`STRANGERS_MAX`] connections whose puller has not shown the key, each for [`HANDSHAKE_LIMIT`] at most;
+//!   at most [`SESSIONS_MAX`] others. One more is closed at once.
+//! * A connection is a thread and a buffer of at most one frame; a stranger's is one of
+//!   [`crate::message::HANDSHAKE_BYTES_MAX`] bytes.
+
+use std::io;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use firn_client::{Connection, Mount};
+use firn_format::quote::quoted_path;
+
+use crate::auth::{Key, answer_handshake};
+use crate::error::{AgentError, WireError};
+use crate::holds::Holds;
+use crate::key_file::{KeyFile, check_host};
+use crate::link::Link;
+use crate::session::{Sent, Session};
+use crate::source::default_hold_max;
+use crate::transport::{Stream, Transport};
+
+/// How long a stranger has to show the key.
+pub const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
+/// Strangers at once.
+const STRANGERS_MAX: usize = 16;
+/// Pullers at once: a firnd serves 64 connections, and each puller takes one.
+const SESSIONS_MAX: usize = 16;
+/// How often at most the log says that there are too many connections.
+const CROWD_EVERY: Duration = Duration::from_secs(10);
+
+/// What a line of the log is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Level {
+    /// Worth knowing.
+    Event,
+    /// A step of the protocol, by its number in figure 3 of CRUISE.
+    Step,
+}
+
+/// Where an agent says what it does.
+#[derive(Clone)]
+pub struct Log {
+    write: Arc<dyn Fn(&str) + Send + Sync>,
+    with_steps: bool,
+}
+
+impl Log {
+    /// A log; with the steps of the protocol or without.
+    pub fn new(write: impl Fn(&str) + Send + Sync + 'static, with_steps: bool) -> Self {
+        Self {
+            write: Arc::new(write),
+            with_steps,
+        }
+    }
+
+    pub(crate) fn say(&self, level: Level, text: impl FnOnce() -> String) {
+        if level == Level::Event || self.with_steps {
+            (self.write)(&text());
+        }
+    }
+}
+
+/// How an agent is started.
+pub struct AgentOptions {
+    /// A path on the mount that it serves.
+    pub path: PathBuf,
+    /// Where it listens.
+    pub listen: SocketAddr,
+    /// Name or address by which pullers reach this host; none: that of `listen`, or the name of the host.
+    pub address: Option<String>,
+    /// The host's name in the key file.
+    pub host: String,
+    /// Bytes of the arena that it may hold at once; none: a quarter.
+    pub hold_max: Option<u64>,
+    /// Where it says what it does.
+    pub log: Log,
+}
+
+/// An agent that listens.
+pub struct Agent {
+    mount: Mount,
+    host: String,
+    listener: TcpListener,
+    key_file: KeyFile,
+    shared: Arc<Shared>,
+}
+
+/// What the threads of all connections have.
+struct Shared {
+    scope: PathBuf,
+    key: Key,
+    holds: Arc<Holds>,
+    log: Log,
+    strangers: AtomicUsize,
+    sessions: AtomicUsize,
+    crowd_told: Mutex<Option<Instant>>,
+}
+
+impl Agent {
+    /// Listens, and leaves address and key in the backing.
+    pub fn start(options: AgentOptions) -> Result<Self, AgentError> {
+        check_host(&options.host)?;
+        let mount = firn_client::find(&options.path)?.mount;
+        let arena_bytes = Connection::open(&mount)?.region()?.bytes;
+        let failed = |error| AgentError::Listen {
+            address: options.listen.to_string(),
+            error,
+        };
+        let listener = TcpListener::bind(options.listen).map_err(failed)?;
+        let bound = listener.local_addr().map_err(failed)?;
+        let key_file = KeyFile {
+            address: advertised(bound, options.address.as_deref(), &options.host),
+            key: Key::random()?,
+        };
+        key_file.store(&mount.backing, &options.host)?;
+        let shared = Shared {
+            scope: mount.mount_point.clone(),
+            key: key_file.key.clone(),
+            holds: Holds::new(
+                options
+                    .hold_max
+                    .unwrap_or_else(|| default_hold_max(arena_bytes)),
+            ),
+            log: options.log,
+            strangers: AtomicUsize::new(0),
+            sessions: AtomicUsize::new(0),
+            crowd_told: Mutex::new(None),
+        };
+        Ok(Self {
+            mount,
+            host: options.host,
+            listener,
+            key_file,
+            shared: Arc::new(shared),
+        })
+    }
+
+    /// Where pullers reach it.
+    pub fn address(&self) -> &str {
+        &self.key_file.address
+    }
+
+    /// The mount that it serves.
+    pub fn mount_point(&self) -> &Path {
+        &self.mount.mount_point
+    }
+
+    /// What takes its key out of the backing, from any thread.
+    pub fn remover(&self) -> impl Fn() + Send + 'static {
+        let (file, backing, host) = (
+            self.key_file.clone(),
+            self.mount.backing.clone(),
+            self.host.clone(),
+        );
+        let log = self.shared.log.clone();
+        move || {
+            if let Err(error) = file.remove(&backing, &host) {
+                log.say(Level::Event, || error.to_string());
+            }
+        }
+    }
+
+    /// Serves until the process ends.
+    pub fn serve(&self) -> Result<std::convert::Infallible, AgentError> {
+        loop {
+            match self.listener.accept() {
+                Ok((socket, from)) => self.admit(socket, from),
+                // The puller was gone before it was let in, or there are no descriptors now.
+                Err(error) if is_passing(&error) => std::thread::sleep(Duration::from_millis(50)),
+                Err(error) => {
+                    return Err(AgentError::Io {
+                        what: "cannot take connections",
+                        error,
+                    });
+                }
+            }
+        }
+    }
+
+    fn admit(&self, socket: TcpStream, from: SocketAddr) {
+        let Some(slot) = Slot::take(&self.shared, Kind::Stranger) else {
+            self.shared.tell_crowd(from);
+            return;
+        };
+        let shared = Arc::clone(&self.shared);
+        let thread = std::thread::Builder::new().name("agent-puller".into());
+        let started = thread.spawn(move || shared.serve(socket, from, slot));
+        if let Err(error) = started {
+            self.shared.log.say(Level::Event, || {
+                format!("{from}: no thread for it: {error}")
+            });
+        }
+    }
+}
+
+impl Shared {
+    fn serve(self: &Arc<Self>, socket: TcpStream, from: SocketAddr, stranger: Slot) {
+        let begun = Instant::now();
+        let served = self.serve_link(socket, from, stranger);
+        match served {
+            Ok(sent) => self.log.say(Level::Event, || summary(from, sent, begun)),
+            Err(error) => self.log.say(Level::Event, || format!("{from}: {error}")),
+        }
+    }
+
+    fn serve_link(
+        self: &Arc<Self>,
+        socket: TcpStream,
+        from: SocketAddr,
+        stranger: Slot,
+    ) -> Result<Sent, WireError> {
+        let mut link = Link::over(Stream::over_tcp(socket)?);
+        let until = Instant::now() + HANDSHAKE_LIMIT;
+        answer_handshake(&mut link, Some(&self.key), until)?;
+        drop(stranger);
+        let Some(_session) = Slot::take(self, Kind::Session) else {
+            self.tell_crowd(from);
+            return Err(WireError::Ended);
+        };
+        self.log
+            .say(Level::Step, || format!("(1) {from} is connected"));
+        let mut session = Session::new(link, Some(&self.scope), Some(&self.holds), &self.log);
+        let served = session.serve();
+        let sent = session.sent();
+        served.map(|()| sent)
+    }
+
+    fn tell_crowd(&self, from: SocketAddr) {
+        let mut told = self
+            .crowd_told
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if told.is_none_or(|told| told.elapsed() > CROWD_EVERY) {
+            *told = Some(Instant::now());
+            self.log.say(Level::Event, || {
+                format!("{from}: too many connections: this one and perhaps others were closed")
+            });
+        }
+    }
+}
+
+/// Serves one puller that started this agent itself, over ssh: the connection says who it is.
+pub fn serve_pipes(
+    input: OwnedFd,
+    output: OwnedFd,
+    hold_max: Option<u64>,
+    log: &Log,
+) -> Result<(), WireError> {
+    let link = Link::over(Stream::over_pipes(input, output)?);
+    serve_transport(link, hold_max, log)
+}
+
+fn serve_transport<T: Transport>(
+    mut link: Link<T>,
+    hold_max: Option<u64>,
+    log: &Log,
+) -> Result<(), WireError> {
+    answer_handshake(&mut link, None, Instant::now() + HANDSHAKE_LIMIT)?;
+    let holds = hold_max.map(Holds::new);
+    Session::new(link, None, holds.as_ref(), log).serve()
+}
+
+/// What a connection counts as.
+#[derive(Clone, Copy)]
+enum Kind {
+    Stranger,
+    Session,
+}
+
+/// A connection among those that there may be.
+struct Slot {
+    shared: Arc<Shared>,
+    kind: Kind,
+}
+
+impl Slot {
+    fn take(shared: &Arc<Shared>, kind: Kind) -> Option<Self> {
+        let (count, most) = shared.counter(kind);
+        let free = |taken| (taken < most).then_some(taken + 1);
+        count
+            .try_update(Ordering::AcqRel, Ordering::Acquire, free)
+            .ok()?;
+        Some(Self {
+            shared: Arc::clone(shared),
+            kind,
+        })
+    }
+}
+
+impl Shared {
+    fn counter(&self, kind: Kind) -> (&AtomicUsize, usize) {
+        match kind {
+            Kind::Stranger => (&self.strangers, STRANGERS_MAX),
+            Kind::Session => (&self.sessions, SESSIONS_MAX),
+        }
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.shared
+            .counter(self.kind)
+            .0
+            .fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+fn is_passing(error: &io::Error) -> bool {
+    let no_descriptors = [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM];
+    matches!(
+        error.kind(),
+        io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted
+    ) || error
+        .raw_os_error()
+        .is_some_and(|errno| no_descriptors.contains(&errno))
+}
+
+/// What pullers connect to: an address that listens everywhere is none.
+fn advertised(bound: SocketAddr, given: Option<&str>, host: &str) -> String {
+    let port = bound.port();
+    match given {
+        Some(given) if given.contains(':') && given.parse::<std::net::Ipv6Addr>().is_err() => {
+            given.to_owned()
+        }
+        Some(given) if given.contains(':') => format!("[{given}]:{port}"),
+        Some(given) => format!("{given}:{port}"),
+        None if bound.ip().is_unspecified() => format!("{host}:{port}"),
+        None => bound.to_string(),
+    }
+}
+
+fn summary(from: SocketAddr, sent: Sent, begun: Instant) -> String {
+    let Sent { files, bytes } = sent;
+    let seconds = begun.elapsed().as_secs_f64();
+    let mib = bytes as f64 / f64::from(1 << 20);
+    format!(
+        "{from}: {files} files, {mib:.1} MiB in {seconds:.1} s ({:.0} MiB/s)",
+        mib / seconds.max(1e-3)
+    )
+}
+
+/// What the line says that an agent begins with.
+pub fn greeting(agent: &Agent) -> String {
+    format!(
+        "serves the mount at {} at {}",
+        quoted_path(agent.mount_point()),
+        agent.address()
+    )
+}

@@ -1,0 +1,322 @@
+//! One connection of an agent: requests and their answers, one after the other.
+//!
+//! Promises
+//! * At most [`FILES_MAX`] files are held, and nothing after the end of the connection.
+//! * A puller that sends nothing for [`IDLE_LIMIT`], or does not take an answer within [`ANSWER_LIMIT`], is let go.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use firn_protocol::path::BytePath;
+
+use crate::error::WireError;
+use crate::holds::Holds;
+use crate::link::Link;
+use crate::message::{BLOCK_BYTES, Entry, EntryKind, FRAME_BYTES_MAX, Reply, Request};
+use crate::server::{Level, Log};
+use crate::source::{HeldFile, SendError, Source, SourceError};
+use crate::transport::Transport;
+
+/// Files that one connection holds at most.
+const FILES_MAX: usize = 64;
+/// How long a puller may ask nothing: as long as its disk may stand still.
+const IDLE_LIMIT: Duration = Duration::from_secs(120);
+/// How long a puller may take for one answer, of [`BLOCK_BYTES`] at most: 35 KB/s.
+const ANSWER_LIMIT: Duration = Duration::from_secs(120);
+/// Bytes of entries that go into one frame, by the longest that they can become as JSON.
+const ENTRIES_BYTES: usize = FRAME_BYTES_MAX - 1024;
+
+/// What a connection did, for the log.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Sent {
+    pub(crate) files: u64,
+    pub(crate) bytes: u64,
+}
+
+/// See the head of this file.
+pub(crate) struct Session<'a, T> {
+    link: Link<T>,
+    /// The mount that the agent serves; none: the one that the first path is on.
+    scope: Option<&'a Path>,
+    holds: Option<&'a Arc<Holds>>,
+    log: &'a Log,
+    /// Before [`Session::source`]: lists end before their connection.
+    files: BTreeMap<u32, HeldFile>,
+    source: Option<Source>,
+    sent: Sent,
+}
+
+impl<'a, T: Transport> Session<'a, T> {
+    /// Over a connection whose other end was found to be a puller.
+    pub(crate) fn new(
+        link: Link<T>,
+        scope: Option<&'a Path>,
+        holds: Option<&'a Arc<Holds>>,
+        log: &'a Log,
+    ) -> Self {
+        Self {
+            link,
+            scope,
+            holds,
+            log,
+            files: BTreeMap::new(),
+            source: None,
+            sent: Sent::default(),
+        }
+    }
+
+    /// Answers until the connection ends.
+    pub(crate) fn serve(&mut self) -> Result<(), WireError> {
+        loop {
+            let idle = Instant::now() + IDLE_LIMIT;
+            let request = match self.link.receive(FRAME_BYTES_MAX, idle) {
+                Err(WireError::Ended) => return Ok(()),
+                request => request?,
+            };
+            self.answer(request)?;
+        }
+    }
+
+    pub(crate) fn sent(&self) -> Sent {
+        self.sent
+    }
+
+    fn answer(&mut self, request: Request) -> Result<(), WireError> {
+        let until = Instant::now() + ANSWER_LIMIT;
+        let reply = match request {
+            Request::List { path } => return self.answer_list(&path),
+            Request::Read {
+                file,
+                offset,
+                bytes,
+            } => return self.answer_read(file, offset, bytes, until),
+            Request::Open { file, path } => self.open(file, &path),
+            Request::Sum {
+                file,
+                offset,
+                bytes,
+            } => self.sum(file, offset, bytes),
+            Request::Check { file } => self.check(file),
+            Request::Release { file } => Ok(self.release(file)),
+            Request::Hello { .. } | Request::Proof { .. } => {
+                return Err(WireError::OutOfTurn("the handshake is over".into()));
+            }
+        };
+        let reply = reply.unwrap_or_else(SourceError::into_reply);
+        self.link.send(&reply, until)
+    }
+
+    // ---- requests ------------------------------------------------------------------------------
+
+    fn answer_list(&mut self, path: &BytePath) -> Result<(), WireError> {
+        let listed = self.list(path);
+        // A large tree takes its time, for which nobody is to blame.
+        let until = Instant::now() + ANSWER_LIMIT;
+        match listed {
+            Ok((relative, entries)) => {
+                self.log.say(Level::Step, || {
+                    format!("(4) listed {} entries of {path}", entries.len())
+                });
+                for batch in batches(&entries) {
+                    let entries = batch.to_vec();
+                    self.link.send(&Reply::Entries { entries }, until)?;
+                }
+                self.link.send(&Reply::Listed { path: relative }, until)
+            }
+            Err(error) => self.link.send(&error.into_reply(), until),
+        }
+    }
+
+    fn list(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), SourceError> {
+        let path = self.resolve(path)?;
+        // A mount that was mounted anew since is another one.
+        self.files.clear();
+        self.source = None;
+        let source = Source::open(self.scope.unwrap_or(&path), self.holds)?;
+        self.log
+            .say(Level::Step, || "(2) mapped the data region".into());
+        let relative = source.relative(&path)?;
+        let entries = source.list(&relative)?;
+        self.source = Some(source);
+        Ok((relative, entries))
+    }
+
+    /// The path of this host that a puller means.
+    fn resolve(&self, path: &BytePath) -> Result<PathBuf, SourceError> {
+        match (path.is_empty(), self.scope) {
+            (true, Some(scope)) => Ok(scope.to_owned()),
+            (true, None) => match firn_client::mounts()?.as_slice() {
+                [mount] => Ok(mount.mount_point.clone()),
+                mounts => Err(SourceError {
+                    kind: crate::message::ErrorKind::Refused,
+                    message: format!(
+                        "there are {} mounts of this user: name a path on one of them",
+                        mounts.len()
+                    ),
+                }),
+            },
+            (false, _) if !path.as_path().is_absolute() => Err(SourceError {
+                kind: crate::message::ErrorKind::Refused,
+                message: format!("{path} is not an absolute path"),
+            }),
+            (false, _) => Ok(path.clone().into()),
+        }
+    }
+
+    fn open(&mut self, file: u32, path: &BytePath) -> Result<Reply, SourceError> {
+        if self.files.len() >= FILES_MAX || self.files.contains_key(&file) {
+            return Ok(Reply::Full);
+        }
+        let Some(held) = self.source()?.hold(path)? else {
+            return Ok(Reply::Full);
+        };
+        let bytes = held.bytes();
+        self.log
+            .say(Level::Step, || format!("(5) holds {path}, {bytes} bytes"));
+        self.files.insert(file, held);
+        self.sent.files += 1;
+        Ok(Reply::Opened { bytes })
+    }
+
+    fn answer_read(
+        &mut self,
+        file: u32,
+        offset: u64,
+        bytes: u64,
+        until: Instant,
+    ) -> Result<(), WireError> {
+        let Self {
+            link,
+            source,
+            files,
+            ..
+        } = self;
+        let (Some(source), Some(held)) = (source, files.get_mut(&file)) else {
+            return link.send(&not_held(file).into_reply(), until);
+        };
+        if let Err(error) = check_range(bytes) {
+            return link.send(&error.into_reply(), until);
+        }
+        self.sent.bytes += bytes.min(held.bytes().saturating_sub(offset));
+        match source.send(held, offset, bytes, link, until) {
+            Ok(()) => Ok(()),
+            Err(SendError::Wire(error)) => Err(error),
+            // The other side waits for bytes: nothing that could be said now would be understood.
+            Err(SendError::Source(error)) => {
+                Err(WireError::Io(std::io::Error::other(error.message)))
+            }
+        }
+    }
+
+    fn sum(&mut self, file: u32, offset: u64, bytes: u64) -> Result<Reply, SourceError> {
+        check_range(bytes)?;
+        let Self { source, files, .. } = self;
+        let (Some(source), Some(held)) = (source, files.get_mut(&file)) else {
+            return Err(not_held(file));
+        };
+        let (bytes, sum) = source.sum(held, offset, bytes)?;
+        Ok(Reply::Sum {
+            bytes,
+            xxh3: format!("{sum:032x}"),
+        })
+    }
+
+    fn check(&mut self, file: u32) -> Result<Reply, SourceError> {
+        let held = self.files.get(&file).ok_or_else(|| not_held(file))?;
+        let (changed, snapshot) = self.source()?.check(held)?;
+        self.log.say(Level::Step, || {
+            format!("(7) checked file {file}: changed {changed}, snapshot {snapshot}")
+        });
+        Ok(Reply::Checked { changed, snapshot })
+    }
+
+    fn release(&mut self, file: u32) -> Reply {
+        self.files.remove(&file);
+        self.log
+            .say(Level::Step, || format!("(9) let go of file {file}"));
+        Reply::Done
+    }
+
+    fn source(&self) -> Result<&Source, SourceError> {
+        self.source.as_ref().ok_or_else(|| SourceError {
+            kind: crate::message::ErrorKind::Refused,
+            message: "a puller lists before it opens".into(),
+        })
+    }
+}
+
+fn not_held(file: u32) -> SourceError {
+    SourceError {
+        kind: crate::message::ErrorKind::Refused,
+        message: format!("this connection holds no file {file}"),
+    }
+}
+
+fn check_range(bytes: u64) -> Result<(), SourceError> {
+    if (1..=BLOCK_BYTES).contains(&bytes) {
+        return Ok(());
+    }
+    Err(SourceError {
+        kind: crate::message::ErrorKind::Refused,
+        message: format!("{bytes} bytes are not between 1 and {BLOCK_BYTES}"),
+    })
+}
+
+/// Entries in groups that fit into a frame each.
+fn batches(mut entries: &[Entry]) -> Vec<&[Entry]> {
+    let mut batches = Vec::new();
+    while !entries.is_empty() {
+        let mut bytes = 0;
+        let fits = entries.iter().take_while(|entry| {
+            bytes += json_bytes_max(entry);
+            bytes <= ENTRIES_BYTES
+        });
+        // One alone always fits.
+        let count = fits.count().max(1);
+        let (batch, rest) = entries.split_at(count);
+        batches.push(batch);
+        entries = rest;
+    }
+    batches
+}
+
+/// A byte of a path takes six at most: a control character is `\u001b`, a byte that is no UTF-8 `\\xe9`.
+fn json_bytes_max(entry: &Entry) -> usize {
+    let target = match &entry.kind {
+        EntryKind::Link { target } => target.as_bytes().len(),
+        _ => 0,
+    };
+    256 + 6 * (entry.path.as_bytes().len() + target)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_batch_of_entries_fits_into_a_frame() {
+        let entry = |bytes: usize, fill: u8| Entry {
+            path: vec![fill; bytes].into(),
+            kind: EntryKind::Link {
+                target: vec![fill; bytes].into(),
+            },
+            mode: 0o7777,
+            mtime_s: i64::MIN,
+            mtime_ns: u32::MAX,
+        };
+        for fill in [b'a', 0x1b, 0xe9, b'\\', b'"'] {
+            let entries: Vec<_> = [1, 4096, 0, 200, 4096, 4096, 4096, 3, 2000]
+                .map(|bytes| entry(bytes, fill))
+                .into();
+            let batches = batches(&entries);
+            assert_eq!(batches.concat(), entries);
+            for batch in batches {
+                let entries = batch.to_vec();
+                let frame = serde_json::to_vec(&Reply::Entries { entries }).unwrap();
+                assert!(frame.len() <= FRAME_BYTES_MAX, "{} bytes", frame.len());
+            }
+        }
+    }
+}

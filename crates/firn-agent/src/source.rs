@@ -1,0 +1,497 @@
+//! What an agent reads: a mount, its tree, and files of it by their chunk lists.
+//!
+//! Promises
+//! * Bytes in memory go from the arena's file to the connection by [`Transport::send_file`]; bytes of the spill file
+//!   and of the backing pass through one buffer of [`COPY_BYTES`].
+//! * No path leads out of the mount: components are looked at one by one, and no link is followed.
+//!
+//! Relies on chunk lists being held (S-chunks-1): bytes in memory stay what they are until the list is released.
+
+use std::collections::BTreeMap;
+use std::fs::{File, Metadata};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use firn_client::{ChunkList, ClientError, Mount, MountError, OpenMount};
+use firn_format::record::Ending;
+use firn_protocol::path::BytePath;
+use firn_protocol::{ChunkPiece, FileStatus, Place};
+use rustix::fs::{Mode, OFlags, ResolveFlags};
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::error::{WireError, describe_mount_error};
+use crate::holds::{Hold, Holds};
+use crate::link::Link;
+use crate::message::{Entry, EntryKind, ErrorKind, PATH_BYTES_MAX, Reply};
+use crate::transport::Transport;
+
+/// Bytes that are copied at a time where sendfile(2) is no use: they stay in the processor's cache for the checksum.
+const COPY_BYTES: usize = 256 << 10;
+/// Entries of the largest tree that is listed.
+pub(crate) const ENTRIES_MAX: usize = 1 << 20;
+
+/// Why the mount does not give what was asked for.
+pub(crate) struct SourceError {
+    pub(crate) kind: ErrorKind,
+    pub(crate) message: String,
+}
+
+impl SourceError {
+    fn refused(message: impl Into<String>) -> Self {
+        Self {
+            kind: ErrorKind::Refused,
+            message: message.into(),
+        }
+    }
+
+    pub(crate) fn into_reply(self) -> Reply {
+        Reply::Error {
+            kind: self.kind,
+            message: self.message,
+        }
+    }
+}
+
+impl From<MountError> for SourceError {
+    fn from(error: MountError) -> Self {
+        let (kind, message) = describe_mount_error(&error);
+        Self { kind, message }
+    }
+}
+
+impl From<ClientError> for SourceError {
+    fn from(error: ClientError) -> Self {
+        MountError::from(error).into()
+    }
+}
+
+/// What went wrong while a file was sent.
+pub(crate) enum SendError {
+    /// The connection: it is over.
+    Wire(WireError),
+    /// The file: the other side has a part of an answer, so the connection is over too.
+    Source(SourceError),
+}
+
+impl From<WireError> for SendError {
+    fn from(error: WireError) -> Self {
+        Self::Wire(error)
+    }
+}
+
+impl From<io::Error> for SendError {
+    fn from(error: io::Error) -> Self {
+        Self::Wire(error.into())
+    }
+}
+
+impl From<SourceError> for SendError {
+    fn from(error: SourceError) -> Self {
+        Self::Source(error)
+    }
+}
+
+impl From<MountError> for SendError {
+    fn from(error: MountError) -> Self {
+        Self::Source(error.into())
+    }
+}
+
+/// A mount as one connection sees it. Dropped, it holds nothing any more.
+pub(crate) struct Source {
+    found: Mount,
+    mount: Arc<OpenMount>,
+    holds: Arc<Holds>,
+}
+
+/// A file that is held.
+pub(crate) struct HeldFile {
+    list: ChunkList,
+    path: BytePath,
+    /// Opened when bytes are needed that only the backing has.
+    backing: Option<File>,
+    _hold: Hold,
+}
+
+impl Source {
+    /// Opens the mount that `path` is on, and maps its memory.
+    pub(crate) fn open(path: &Path, holds: Option<&Arc<Holds>>) -> Result<Self, SourceError> {
+        let found = firn_client::find(path)?.mount;
+        let mount = Arc::new(OpenMount::open(&found.mount_point)?);
+        mount.map_region()?;
+        let default = || Holds::new(default_hold_max(mount.region().bytes));
+        let holds = holds.map_or_else(default, Arc::clone);
+        Ok(Self {
+            found,
+            mount,
+            holds,
+        })
+    }
+
+    /// The path below the mount point that one of this host is.
+    pub(crate) fn relative(&self, path: &Path) -> Result<BytePath, SourceError> {
+        let place = firn_client::find(path)?;
+        if (&place.mount.backing, place.mount.user_id) != (&self.found.backing, self.found.user_id)
+        {
+            let mount_point = BytePath::from(self.found.mount_point.as_path());
+            let shown = BytePath::from(path);
+            return Err(SourceError::refused(format!(
+                "{shown} is not on the mount at {mount_point}, which this agent serves"
+            )));
+        }
+        Ok(place.relative)
+    }
+
+    // ---- the tree ------------------------------------------------------------------------------
+
+    /// What is at and below a path, parents first.
+    pub(crate) fn list(&self, top: &BytePath) -> Result<Vec<Entry>, SourceError> {
+        check_path(top)?;
+        let known = self.mount.files(top)?;
+        let known = known
+            .into_iter()
+            .map(|file| (file.path.clone(), file))
+            .collect();
+        let mut listing = Listing {
+            source: self,
+            known,
+            entries: Vec::new(),
+        };
+        let metadata = self.locate(top).symlink_metadata();
+        let metadata = metadata.map_err(|error| missing(top, &error))?;
+        listing.walk(top, Path::new(""), &metadata)?;
+        Ok(listing.entries)
+    }
+
+    fn locate(&self, path: &BytePath) -> PathBuf {
+        self.found.mount_point.join(path)
+    }
+
+    /// What the file is in the backing of a stub tree, whose own files are empty.
+    fn locate_in_backing(&self, path: &BytePath) -> Option<PathBuf> {
+        self.found.is_tree.then(|| self.found.backing.join(path))
+    }
+
+    // ---- files ---------------------------------------------------------------------------------
+
+    /// Holds a file; `None` where too much is held already.
+    pub(crate) fn hold(&self, path: &BytePath) -> Result<Option<HeldFile>, SourceError> {
+        check_path(path)?;
+        let list = ChunkList::make(&self.mount, &self.locate(path))?;
+        let in_memory = list
+            .pieces
+            .iter()
+            .filter(|piece| piece.place == Place::Memory);
+        let bytes = in_memory.map(|piece| piece.bytes).sum();
+        Ok(self.holds.take(bytes).map(|hold| HeldFile {
+            list,
+            path: path.clone(),
+            backing: None,
+            _hold: hold,
+        }))
+    }
+
+    /// Answers a read: bytes, zeros where there is a hole, and the checksum of the bytes.
+    pub(crate) fn send<T: Transport>(
+        &self,
+        file: &mut HeldFile,
+        offset: u64,
+        bytes: u64,
+        link: &mut Link<T>,
+        until: Instant,
+    ) -> Result<(), SendError> {
+        let mut sender = Sender {
+            source: self,
+            link,
+            crc: 0,
+            until,
+        };
+        let parts = file.parts(offset, bytes);
+        for run in parts.chunk_by(|a, b| a.place == b.place) {
+            match run[0].place {
+                Place::Memory => sender.send_memory(run, file)?,
+                Place::Hole => sender.send_hole(run)?,
+                Place::Spill | Place::Backing => sender.send_copies(run, file)?,
+            }
+        }
+        let crc32c = sender.crc;
+        link.send(&Reply::End { crc32c }, until)?;
+        Ok(())
+    }
+
+    /// A checksum of bytes, and how many there are.
+    pub(crate) fn sum(
+        &self,
+        file: &mut HeldFile,
+        offset: u64,
+        bytes: u64,
+    ) -> Result<(u64, u128), SourceError> {
+        let mut sum = Xxh3::new();
+        let mut total = 0;
+        for part in file.parts(offset, bytes) {
+            let copied = self.copy(file, &part, |bytes| {
+                sum.update(bytes);
+                Ok(())
+            });
+            match copied {
+                Ok(()) => total += part.bytes,
+                Err(SendError::Source(error)) => return Err(error),
+                Err(SendError::Wire(error)) => return Err(SourceError::refused(error.to_string())),
+            }
+        }
+        Ok((total, sum.digest128()))
+    }
+
+    /// Hands the bytes of a part out, a buffer at a time.
+    fn copy(
+        &self,
+        file: &mut HeldFile,
+        part: &ChunkPiece,
+        mut take: impl FnMut(&[u8]) -> Result<(), SendError>,
+    ) -> Result<(), SendError> {
+        let mut buffer = vec![0; COPY_BYTES.min(part.bytes as usize)];
+        let mut done = 0;
+        while done < part.bytes {
+            let count = buffer.len().min((part.bytes - done) as usize);
+            let buffer = &mut buffer[..count];
+            match part.place {
+                Place::Backing => self.read_backing(file, part.at + done, buffer)?,
+                _ => self.mount.fill_from_piece(part, done, buffer)?,
+            }
+            take(buffer)?;
+            done += count as u64;
+        }
+        Ok(())
+    }
+
+    fn read_backing(
+        &self,
+        file: &mut HeldFile,
+        at: u64,
+        into: &mut [u8],
+    ) -> Result<(), SourceError> {
+        let shown = file.path.clone();
+        // It was cut or removed since it was listed: the list does not say any more what it is.
+        let failed = |error: io::Error| SourceError {
+            kind: ErrorKind::Stale,
+            message: format!("{shown}: {error}"),
+        };
+        if file.backing.is_none() {
+            file.backing = Some(self.open_for_reading(&file.path).map_err(failed)?);
+        }
+        let opened = file.backing.as_ref().expect("it was opened above");
+        opened.read_exact_at(into, at).map_err(failed)
+    }
+
+    /// Through the mount, which knows where the backing has it; a stub tree has no other way than the backing.
+    fn open_for_reading(&self, path: &BytePath) -> io::Result<File> {
+        if let Some(path) = self.locate_in_backing(path) {
+            return File::open(path);
+        }
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+        let dir = flags | OFlags::DIRECTORY;
+        let top = rustix::fs::open(&self.found.mount_point, dir, Mode::empty())?;
+        let inside = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+        let file: OwnedFd =
+            rustix::fs::openat2(&top, path.as_path(), flags, Mode::empty(), inside)?;
+        Ok(file.into())
+    }
+
+    /// Whether a file changed since it was held, and whether what was read of it is a snapshot all the same.
+    pub(crate) fn check(&self, file: &HeldFile) -> Result<(bool, bool), SourceError> {
+        let changed = file.list.was_changed()?;
+        let in_backing = |piece: &ChunkPiece| piece.place == Place::Backing;
+        let snapshot = !changed || !file.list.pieces.iter().any(in_backing);
+        Ok((changed, snapshot))
+    }
+}
+
+/// The answer to a read.
+struct Sender<'a, T> {
+    source: &'a Source,
+    link: &'a mut Link<T>,
+    crc: u32,
+    until: Instant,
+}
+
+impl<T: Transport> Sender<'_, T> {
+    fn send_memory(&mut self, run: &[ChunkPiece], file: &mut HeldFile) -> Result<(), SendError> {
+        let mount = &self.source.mount;
+        let bytes = run.iter().map(|part| part.bytes).sum();
+        self.link.send(&Reply::Bytes { bytes }, self.until)?;
+        let (arena, start) = mount.arena_file().ok_or(MountError::NotMapped)?;
+        for part in run {
+            // Within the region, or it is an error before a byte of it leaves.
+            mount.address_of(part)?;
+            let transport = self.link.transport();
+            transport.send_file(arena, start + part.at, part.bytes, self.until)?;
+        }
+        // While the network has the bytes, which stay as they are, they are summed up here.
+        for part in run {
+            self.source.copy(file, part, |bytes| {
+                self.crc = crc32c::crc32c_append(self.crc, bytes);
+                Ok(())
+            })?;
+        }
+        Ok(())
+    }
+
+    fn send_hole(&mut self, run: &[ChunkPiece]) -> Result<(), SendError> {
+        let bytes = run.iter().map(|part| part.bytes).sum();
+        Ok(self.link.send(&Reply::Zeros { bytes }, self.until)?)
+    }
+
+    /// What must be read anyhow is looked at: the backing has holes that no list tells.
+    fn send_copies(&mut self, run: &[ChunkPiece], file: &mut HeldFile) -> Result<(), SendError> {
+        for part in run {
+            self.source.copy(file, part, |copy| {
+                let bytes = copy.len() as u64;
+                if copy.iter().all(|byte| *byte == 0) {
+                    return Ok(self.link.send(&Reply::Zeros { bytes }, self.until)?);
+                }
+                self.crc = crc32c::crc32c_append(self.crc, copy);
+                self.link.send(&Reply::Bytes { bytes }, self.until)?;
+                Ok(self.link.transport().send(copy, self.until)?)
+            })?;
+        }
+        Ok(())
+    }
+}
+
+/// What an agent may hold of an arena where nobody says: a quarter.
+pub(crate) fn default_hold_max(arena_bytes: u64) -> u64 {
+    arena_bytes / 4
+}
+
+impl HeldFile {
+    /// Bytes of the file.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.list.bytes
+    }
+
+    /// The parts of pieces that a range of the file is.
+    fn parts(&self, offset: u64, bytes: u64) -> Vec<ChunkPiece> {
+        let end = offset.saturating_add(bytes);
+        let pieces = &self.list.pieces;
+        let first = pieces.partition_point(|piece| piece.offset + piece.bytes <= offset);
+        let within = pieces[first..]
+            .iter()
+            .take_while(|piece| piece.offset < end);
+        within
+            .map(|piece| {
+                let from = piece.offset.max(offset);
+                let to = (piece.offset + piece.bytes).min(end);
+                ChunkPiece {
+                    offset: from,
+                    bytes: to - from,
+                    at: piece.at + (from - piece.offset),
+                    ..*piece
+                }
+            })
+            .collect()
+    }
+}
+
+/// A walk over a tree.
+struct Listing<'a> {
+    source: &'a Source,
+    known: BTreeMap<BytePath, FileStatus>,
+    entries: Vec<Entry>,
+}
+
+impl Listing<'_> {
+    /// `path` is below the mount point, `shown` below what is listed. What vanishes meanwhile is left out.
+    fn walk(
+        &mut self,
+        path: &BytePath,
+        shown: &Path,
+        metadata: &Metadata,
+    ) -> Result<(), SourceError> {
+        if self.entries.len() >= ENTRIES_MAX || path.as_bytes().len() > PATH_BYTES_MAX {
+            return Err(SourceError::refused(format!(
+                "{path}: a pull takes at most {ENTRIES_MAX} files and directories, with paths of {PATH_BYTES_MAX} bytes"
+            )));
+        }
+        let full = self.source.locate(path);
+        let kind = match metadata.file_type() {
+            kind if kind.is_dir() => EntryKind::Directory,
+            kind if kind.is_file() => self.file(path, metadata),
+            kind if kind.is_symlink() => match std::fs::read_link(&full) {
+                Ok(target) => EntryKind::Link {
+                    target: target.into(),
+                },
+                Err(_) => return Ok(()),
+            },
+            _ => EntryKind::Other,
+        };
+        let is_dir = kind == EntryKind::Directory;
+        self.entries.push(Entry {
+            path: shown.into(),
+            kind,
+            mode: metadata.mode() & 0o7777,
+            mtime_s: metadata.mtime(),
+            mtime_ns: metadata.mtime_nsec() as u32,
+        });
+        if !is_dir {
+            return Ok(());
+        }
+        let failed = |error: io::Error| missing(path, &error);
+        for entry in std::fs::read_dir(&full).map_err(failed)? {
+            let name = entry.map_err(failed)?.file_name();
+            let below = BytePath::from(path.as_path().join(&name));
+            if let Ok(metadata) = self.source.locate(&below).symlink_metadata() {
+                self.walk(&below, &shown.join(&name), &metadata)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn file(&self, path: &BytePath, metadata: &Metadata) -> EntryKind {
+        let known = self.known.get(path);
+        let in_backing = self.source.locate_in_backing(path);
+        let in_backing = in_backing
+            .and_then(|path| path.metadata().ok())
+            .map_or(0, |found| found.len());
+        let held_end = known.map_or(0, |file| file.held_end);
+        EntryKind::File {
+            bytes: metadata.len().max(in_backing).max(held_end),
+            ending: known.map_or(Ending::Closed, |file| file.ending),
+        }
+    }
+}
+
+/// Whether a path stays below where it begins.
+pub(crate) fn check_path(path: &BytePath) -> Result<(), SourceError> {
+    let bytes = path.as_path().as_os_str().as_bytes();
+    let is_inside = bytes.len() <= PATH_BYTES_MAX
+        && (bytes.is_empty()
+            || bytes
+                .split(|byte| *byte == b'/')
+                .all(firn_trust::is_component));
+    if is_inside {
+        return Ok(());
+    }
+    Err(SourceError::refused(format!(
+        "{path} is no path below a mount point"
+    )))
+}
+
+fn missing(path: &BytePath, error: &io::Error) -> SourceError {
+    let shown = match path.is_empty() {
+        true => "the mount point".to_owned(),
+        false => path.to_string(),
+    };
+    let kind = match error.kind() {
+        io::ErrorKind::NotFound => ErrorKind::Missing,
+        _ => ErrorKind::Stale,
+    };
+    SourceError {
+        kind,
+        message: format!("{shown}: {error}"),
+    }
+}

@@ -1,0 +1,123 @@
+//! `firn agent`.
+
+use std::net::SocketAddr;
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+
+use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
+use firn_agent::{Agent, AgentOptions, Log, server};
+use firn_config::parse_size;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use crate::failure::{DONE, FAILED, Failure, INTERRUPTED};
+use crate::output;
+use crate::verb::Verb;
+
+pub const VERB: Verb = Verb {
+    name: "agent",
+    about: "Let other hosts pull checkpoints out of this one's memory",
+    long: "Serves `firn pull` on other hosts, in the foreground, until it is interrupted. It reads memory, spill file \
+               and backing of one mount, and may be killed at any time. Its address and a new key are in \
+               .firn/agent-HOST in the backing, a file that only its user can read: who can read it may pull. Bytes \
+               are not encrypted on their way; `firn pull` without --backing goes over ssh, which starts an agent by \
+               itself, with --stdio.",
+    examples: &[
+        (
+            "firn agent /ckpt",
+            "`firn pull HOST:/ckpt/step_100 DIR --backing BACKING` works on all hosts that see the backing",
+        ),
+        (
+            "firn agent --listen 10.1.0.5:0 --hold-max 2G /ckpt",
+            "on one network only, and with at most 2 GiB of the arena held for pullers",
+        ),
+    ],
+    exits: &[
+        (0, "ended by SIGTERM or SIGHUP, or by the end of its ssh"),
+        (1, "failed"),
+        (2, "an invalid option or argument"),
+        (10, "not on a firn mount"),
+        (130, "interrupted"),
+    ],
+    args: AgentArgs::augment_args,
+    run,
+};
+
+#[derive(Debug, Args)]
+struct AgentArgs {
+    /// A mount point, or anything below it.
+    #[arg(value_hint = ValueHint::AnyPath, required_unless_present = "stdio", conflicts_with = "stdio")]
+    path: Option<PathBuf>,
+    /// Where to listen; port 0 is any free one.
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "0.0.0.0:0")]
+    listen: SocketAddr,
+    /// How pullers reach this host: a name or address, with a port if that is another one (default: that of --listen,
+    /// or the name of the host).
+    #[arg(long, value_name = "ADDRESS")]
+    address: Option<String>,
+    /// What pullers call this host (default: its name).
+    #[arg(long, value_name = "NAME")]
+    host: Option<String>,
+    /// The most memory of the arena that is held for pullers at once; one file may take more (default: a quarter).
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    hold_max: Option<u64>,
+    /// Serve the one puller at the other end of standard input and output, who may pull from all mounts of this user.
+    #[arg(long)]
+    stdio: bool,
+    /// Say each step of the protocol, by its number in figure 3 of the CRUISE paper.
+    #[arg(long)]
+    verbose: bool,
+}
+
+fn run(matches: &ArgMatches) -> Result<u8, Failure> {
+    let args = AgentArgs::from_arg_matches(matches)?;
+    let log = Log::new(|text| output::say(&format!("agent: {text}")), args.verbose);
+    let Some(path) = args.path else {
+        return serve_pipes(args.hold_max, &log);
+    };
+    let host = args.host.unwrap_or_else(|| {
+        let name = rustix::system::uname();
+        name.nodename().to_string_lossy().into_owned()
+    });
+    let agent = Agent::start(AgentOptions {
+        path,
+        listen: args.listen,
+        address: args.address,
+        host,
+        hold_max: args.hold_max,
+        log,
+    })?;
+    end_on_signals(agent.remover())?;
+    output::say(&format!("agent: {}", server::greeting(&agent)));
+    match agent.serve()? {}
+}
+
+fn serve_pipes(hold_max: Option<u64>, log: &Log) -> Result<u8, Failure> {
+    let own = |fd: std::os::fd::BorrowedFd<'_>| fd.try_clone_to_owned();
+    let pipes = own(std::io::stdin().as_fd())
+        .and_then(|input| Ok((input, own(std::io::stdout().as_fd())?)));
+    let (input, output) = pipes
+        .map_err(|error| Failure::new(FAILED, format!("standard input and output: {error}")))?;
+    match server::serve_pipes(input, output, hold_max, log) {
+        Ok(()) => Ok(DONE),
+        Err(error) => Err(Failure::new(
+            FAILED,
+            format!("agent: standard input: {error}; --stdio is for `firn pull`, which starts it"),
+        )),
+    }
+}
+
+/// A key of an agent that is gone leads nowhere.
+fn end_on_signals(remove_key: impl Fn() + Send + 'static) -> Result<(), Failure> {
+    let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])
+        .map_err(|error| Failure::new(FAILED, format!("cannot wait for signals: {error}")))?;
+    std::thread::spawn(move || {
+        let Some(signal) = signals.forever().next() else {
+            return;
+        };
+        remove_key();
+        let code = if signal == SIGINT { INTERRUPTED } else { DONE };
+        std::process::exit(code.into());
+    });
+    Ok(())
+}

@@ -1,0 +1,304 @@
+//! `firn pull`.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime};
+
+use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
+use firn_agent::{Listed, Outcome, PullRequest, Route};
+use firn_config::parse_duration_ms;
+use firn_protocol::path::BytePath;
+use serde::Serialize;
+
+use crate::failure::{DONE, Failure, PARTLY, USAGE};
+use crate::output::{self, Paint};
+use crate::progress::Meter;
+use crate::text;
+use crate::verb::Verb;
+
+pub const VERB: Verb = Verb {
+    name: "pull",
+    about: "Copy a checkpoint from another host's memory",
+    long: "Copies a file or a directory of a mount on another host to DIR, which must not exist yet: it appears when all \
+               of it is there, compared by checksums, and durable. (On a firn mount it is held, as all that is written \
+               there.) With a slash at its end, DIR is the directory to copy into, under the same name. A pull that \
+               was interrupted leaves .firn-pull-NAME beside DIR, which the same command goes on with. Files that are \
+               open for writing or were cut off are refused without --cut. Modification times and permissions come \
+               along, owners and extended attributes do not.\n\n\
+               Without --backing and --key-file the agent is started by ssh. With --backing, it is one that \
+               `firn agent` runs there; that is faster, and not encrypted.",
+    examples: &[
+        (
+            "firn pull n17:/ckpt/step_100 /scratch/saved/",
+            "over ssh; the copy is /scratch/saved/step_100",
+        ),
+        (
+            "firn pull --backing /scratch/run42 n17:/ckpt/step_100 step_100",
+            "from the agent on n17, found through the backing",
+        ),
+        (
+            "firn pull --list n17:/ckpt",
+            "what is there, and whether it is complete",
+        ),
+    ],
+    exits: &[
+        (0, "all of it is there"),
+        (1, "failed; what came stays for the next try"),
+        (2, "an invalid option or argument"),
+        (
+            3,
+            "all of it is there, but files changed while they were pulled, or there were others than files, directories and links",
+        ),
+        (11, "DIR exists, or another pull to it is under way"),
+    ],
+    args: PullArgs::augment_args,
+    run,
+};
+
+#[derive(Debug, Args)]
+struct PullArgs {
+    /// Host, and path there of a file or directory on a mount.
+    #[arg(value_name = "HOST:PATH")]
+    source: String,
+    /// Name of the copy.
+    #[arg(value_name = "DIR", value_hint = ValueHint::DirPath, required_unless_present = "list", conflicts_with = "list")]
+    target: Option<PathBuf>,
+    /// List what is in the directory instead, without copying it; without a path: in the agent's mount.
+    #[arg(long)]
+    list: bool,
+    /// The backing, where the agent on HOST left its address and key.
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath, conflicts_with = "key_file")]
+    backing: Option<PathBuf>,
+    /// A copy of the file that the agent left in the backing, .firn/agent-HOST.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    key_file: Option<PathBuf>,
+    /// Where the agent listens, if not where the key file says.
+    #[arg(long, value_name = "ADDRESS:PORT", requires = "key_file")]
+    address: Option<String>,
+    /// How ssh is called, with its options.
+    #[arg(long, value_name = "COMMAND", default_value = "ssh", conflicts_with_all = ["backing", "key_file"])]
+    ssh: String,
+    /// How firn is called on the other host, over ssh.
+    #[arg(long, value_name = "PATH", default_value = "firn")]
+    remote_firn: String,
+    /// Copy also files that are open for writing or were cut off, as they are.
+    #[arg(long)]
+    cut: bool,
+    /// How long to try again after the connection broke.
+    #[arg(long, value_name = "DURATION", default_value = "1min", value_parser = parse_duration_ms)]
+    patience: u64,
+    /// Print the outcome, or the list, as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Pulled<'a> {
+    host: &'a str,
+    source: &'a BytePath,
+    target: BytePath,
+    #[serde(flatten)]
+    outcome: &'a Outcome,
+    elapsed_s: f64,
+}
+
+fn run(matches: &ArgMatches) -> Result<u8, Failure> {
+    let args = PullArgs::from_arg_matches(matches)?;
+    let (host, source) = parse_source(&args.source, args.list)?;
+    let route = route(&args)?;
+    match &args.target {
+        Some(target) => {
+            let target = name_target(target, &source)?;
+            let request = PullRequest {
+                host,
+                route,
+                source,
+                target,
+                cut: args.cut,
+                patience: Duration::from_millis(args.patience),
+            };
+            pull(&request, args.json)
+        }
+        None => list(&firn_agent::list(&host, &route, &source)?, args.json),
+    }
+}
+
+fn pull(request: &PullRequest, json: bool) -> Result<u8, Failure> {
+    let begin = Instant::now();
+    let mut meter = Meter::new();
+    let outcome = firn_agent::pull(request, &mut |progress| {
+        meter.show(progress.left_bytes, progress.left_files, "pulling");
+    })?;
+    drop(meter);
+    let elapsed_s = begin.elapsed().as_secs_f64();
+    if json {
+        output::print_json(&Pulled {
+            host: &request.host,
+            source: &request.source,
+            target: request.target.clone().into(),
+            outcome: &outcome,
+            elapsed_s,
+        })?;
+    } else {
+        output::say(&summary(&outcome, elapsed_s));
+    }
+    for path in &outcome.changed {
+        output::say(&format!(
+            "{path} was changed while it was pulled: the copy is what it was when it was opened"
+        ));
+    }
+    for path in &outcome.left_out {
+        output::say(&format!(
+            "{path} is no file, directory or link: it was left out"
+        ));
+    }
+    let is_plain = outcome.changed.is_empty() && outcome.left_out.is_empty();
+    Ok(if is_plain { DONE } else { PARTLY })
+}
+
+fn summary(outcome: &Outcome, elapsed_s: f64) -> String {
+    let mut line = format!(
+        "{} of {} in {} ({})",
+        text::bytes(outcome.bytes),
+        text::count(outcome.files, "file"),
+        text::seconds(elapsed_s),
+        text::rate(outcome.received_bytes as f64 / elapsed_s.max(1e-3))
+    );
+    if outcome.reused_bytes > 0 {
+        line += &format!(", {} were there already", text::bytes(outcome.reused_bytes));
+    }
+    if outcome.reconnects > 0 {
+        line += &format!(
+            ", connected again {}",
+            text::count(outcome.reconnects, "time")
+        );
+    }
+    if outcome.damaged_blocks > 0 {
+        line += &format!(
+            ", {} arrived damaged and came again",
+            text::count(outcome.damaged_blocks, "block")
+        );
+    }
+    line
+}
+
+fn list(listed: &[Listed], json: bool) -> Result<u8, Failure> {
+    if json {
+        output::print_json(&listed)?;
+        return Ok(DONE);
+    }
+    let head = format!(
+        "{:<7} {:>10} {:>7} {:>14} {}",
+        "STATE", "BYTES", "FILES", "AGE", "NAME"
+    );
+    let mut table = Paint::stdout().head(&head) + "\n";
+    let now = SystemTime::now()
+        .duration_since(SystemTime::UNIX_EPOCH)
+        .map_or(0, |now| now.as_secs() as i64);
+    for Listed {
+        name,
+        files,
+        bytes,
+        ending,
+        mtime_s,
+    } in listed
+    {
+        let age = text::seconds(now.saturating_sub(*mtime_s).max(0) as f64);
+        let size = text::bytes(*bytes);
+        table += &format!(
+            "{:<7} {size:>10} {files:>7} {age:>14} {name}\n",
+            ending.as_str()
+        );
+    }
+    output::print(&table)?;
+    Ok(DONE)
+}
+
+fn route(args: &PullArgs) -> Result<Route, Failure> {
+    if let Some(dir) = &args.backing {
+        return Ok(Route::Backing { dir: dir.clone() });
+    }
+    if let Some(path) = &args.key_file {
+        return Ok(Route::KeyFile {
+            path: path.clone(),
+            address: args.address.clone(),
+        });
+    }
+    let command: Vec<String> = args.ssh.split_whitespace().map(str::to_owned).collect();
+    if command.is_empty() {
+        return Err(Failure::new(USAGE, "--ssh needs a command"));
+    }
+    Ok(Route::Ssh {
+        command,
+        firn: args.remote_firn.clone(),
+    })
+}
+
+/// `HOST:PATH`, or for a list `HOST` alone. A path is absolute: no directory of the other host is ours.
+fn parse_source(text: &str, is_list: bool) -> Result<(String, BytePath), Failure> {
+    let refused = |why: &str| {
+        Failure::new(
+            USAGE,
+            format!("`{text}` is no HOST:PATH ({why}), such as n17:/ckpt/step_100"),
+        )
+    };
+    let (host, path) = match text.split_once(':') {
+        Some(parts) => parts,
+        None if is_list => (text, ""),
+        None => return Err(refused("there is no colon")),
+    };
+    if host.is_empty() || host.starts_with('-') {
+        return Err(refused("there is no host"));
+    }
+    if !(path.starts_with('/') || is_list && path.is_empty()) {
+        return Err(refused("the path is not absolute"));
+    }
+    Ok((host.to_owned(), path.into()))
+}
+
+/// A directory to copy into ends in a slash.
+fn name_target(target: &Path, source: &BytePath) -> Result<PathBuf, Failure> {
+    if !target.as_os_str().as_encoded_bytes().ends_with(b"/") {
+        return Ok(target.to_owned());
+    }
+    match source.as_path().file_name() {
+        Some(name) => Ok(target.join(name)),
+        None => Err(Failure::new(
+            USAGE,
+            "the copy needs a name: write DIR without a slash at its end",
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_source_is_a_host_and_an_absolute_path() {
+        let parsed = |text, is_list| parse_source(text, is_list).ok();
+        let both = |host: &str, path: &str| Some((host.to_owned(), BytePath::from(path)));
+        assert_eq!(parsed("n1:/ckpt/a:b", false), both("n1", "/ckpt/a:b"));
+        assert_eq!(parsed("me@n1:/c", false), both("me@n1", "/c"));
+        assert_eq!(parsed("n1", true), both("n1", ""));
+        assert_eq!(parsed("n1:", true), both("n1", ""));
+        for text in [
+            "n1",
+            "n1:",
+            "n1:ckpt",
+            ":/ckpt",
+            "-oProxyCommand=x:/ckpt",
+            "",
+        ] {
+            assert_eq!(parsed(text, false), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_slash_at_the_end_means_into() {
+        let source = BytePath::from("/ckpt/step_100");
+        let named = |target: &str| name_target(Path::new(target), &source).unwrap();
+        assert_eq!(named("/a/b"), Path::new("/a/b"));
+        assert_eq!(named("/a/b/"), Path::new("/a/b/step_100"));
+        assert!(name_target(Path::new("/a/"), &BytePath::from("/")).is_err());
+    }
+}
