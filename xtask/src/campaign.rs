@@ -25,7 +25,7 @@ pub enum Campaign {
         #[arg(long)]
         seed: Option<u64>,
     },
-    /// Engine and transactions over the simulated backing, stopped at every kind of step, with faults
+    /// Engine, transactions and the log layout over the simulated backing, stopped at every kind of step, with faults
     Simulation {
         /// Operations in all
         #[arg(long, default_value_t = 1_000_000)]
@@ -157,7 +157,7 @@ fn require_test(target: &[&str], filter: &str) -> anyhow::Result<()> {
 }
 
 /// Tests that run over the simulated backing and take their length from `FIRN_OPS`.
-const SIMULATED: [(&str, &str); 8] = [
+const SIMULATED: [(&str, &str); 9] = [
     ("firn-engine", "simulation"),
     ("firn-transact", "crash"),
     ("firn-transact", "tree"),
@@ -166,6 +166,7 @@ const SIMULATED: [(&str, &str); 8] = [
     ("firn-transact", "backup"),
     ("firn-transact", "apply_later"),
     ("firn-transact", "faults"),
+    ("firn-log", "model"),
 ];
 
 /// In the test build, where invariants are asserted.
@@ -214,7 +215,7 @@ mod tests {
     #[test]
     fn the_simulation_runs_every_test_that_takes_its_length_from_the_environment() {
         let mut found = BTreeSet::new();
-        for package in ["firn-engine", "firn-transact"] {
+        for package in ["firn-engine", "firn-transact", "firn-log"] {
             let dir = root().join("crates").join(package).join("tests");
             for entry in fs::read_dir(dir).expect("the tests of a crate") {
                 let path = entry.expect("an entry").path();

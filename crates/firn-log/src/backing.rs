@@ -22,6 +22,7 @@ use firn_rendezvous::own::{self, TOP};
 use crate::container::Memory;
 use crate::file::{FileId, Listed, LoggedFile, Place};
 use crate::frame::{PIECES_MAX, SPAN_BYTES_MAX};
+use crate::orphans::{self, DEAD, DYING, Orphans};
 use crate::run::{FILE_BYTES_MAX, Piece};
 
 /// In `.firn/`.
@@ -134,6 +135,7 @@ impl<B: Backing> LogBacking<B> {
     pub fn open(below: B, setup: Setup) -> std::result::Result<Self, OwnError> {
         let firn = own::dir(&below, &below.root(), TOP)?;
         let top = own::dir(&below, &firn, CONTAINERS).map_err(|error| error.below(TOP))?;
+        orphans::end_last_life(&below, &top, &setup.host, &setup.is_alive)?;
         Ok(Self {
             below,
             top,
@@ -145,6 +147,13 @@ impl<B: Backing> LogBacking<B> {
             }),
             ended: Arc::default(),
         })
+    }
+
+    /// The same, with at most so many bytes of sorted indexes in memory.
+    #[must_use]
+    pub fn with_memory(self, bytes: u64) -> Self {
+        let memory = Memory::new(bytes);
+        Self { memory, ..self }
     }
 
     /// Ends and flattens files that nobody writes to any more, as far as other hosts let it. The number of those that
@@ -166,6 +175,17 @@ impl<B: Backing> LogBacking<B> {
         let count = left.len();
         self.ended.lock().extend(left);
         failure.map_or(Ok(count), Err)
+    }
+
+    /// Goes through all files for those that containers are of: removes containers of files that were removed, and names
+    /// those of files that are gone and nobody has removed.
+    pub fn find_orphans(&self) -> Result<Orphans> {
+        orphans::find_orphans(
+            &self.below,
+            &self.top,
+            &self.setup.host,
+            &self.setup.is_alive,
+        )
     }
 
     /// True if there is nothing more to do.
@@ -209,17 +229,19 @@ impl<B: Backing> LogBacking<B> {
         }
     }
 
-    fn inode(&self, below: B::Inode, attr: &Attr, name: Option<&OsStr>) -> LogInode<B> {
-        let is_file = attr.kind == Kind::File;
-        let birth = attr.btime.map_or(0, |time| time.to_ns());
-        LogInode {
+    fn inode(&self, below: B::Inode, attr: &Attr, name: Option<&OsStr>) -> Result<LogInode<B>> {
+        let is_chosen =
+            attr.kind == Kind::File && name.is_some_and(|name| (self.setup.chooses)(name));
+        let id = match is_chosen {
+            // One that cannot be told apart stays plain.
+            true => FileId::assign(&self.below, &below, attr).unwrap_or(None),
+            false => FileId::of(&self.below, &below, attr)?,
+        };
+        Ok(LogInode {
             below,
-            id: is_file.then_some(FileId {
-                ino: attr.ino,
-                birth,
-            }),
-            is_chosen: is_file && name.is_some_and(|name| (self.setup.chooses)(name)),
-        }
+            id,
+            is_chosen,
+        })
     }
 
     /// The file of an inode, if it has containers as far as this host knows, or is open for writing here.
@@ -259,7 +281,10 @@ impl<B: Backing> LogBacking<B> {
         for file in known {
             let listed = found.remove(&file.id).unwrap_or_default();
             if !listed.is_empty() || file.is_logged() {
-                file.look(&self.place(), listed)?;
+                // Whoever opens it is told.
+                if let Err(error) = file.look(&self.place(), listed) {
+                    tracing::debug!(ino = file.id.ino, %error, "containers cannot be read");
+                }
             }
             self.forget(&file);
         }
@@ -329,18 +354,34 @@ impl<B: Backing> LogBacking<B> {
             Err(Errno::NOENT) => return Ok(None),
             Err(error) => return Err(error),
         };
-        let id = self.inode(inode.clone(), &attr, None).id;
+        let id = FileId::of(&self.below, &inode, &attr)?;
         Ok(id.filter(|_| attr.nlink == 1).map(|id| (inode, id)))
     }
 
-    /// Its last name is gone.
-    fn end_names(&self, doomed: Option<(B::Inode, FileId)>) -> Result<()> {
+    /// Its last name is to go.
+    fn begin_to_end_names(&self, doomed: Option<&(B::Inode, FileId)>) -> Result<()> {
+        match doomed {
+            Some((_, id)) => match self.find(Some(*id))? {
+                Some(file) => file.mark(&self.place(), DYING),
+                None => Ok(()),
+            },
+            None => Ok(()),
+        }
+    }
+
+    /// Its last name is gone, if `outcome` is not an error.
+    fn end_names(&self, doomed: Option<(B::Inode, FileId)>, outcome: Result<()>) -> Result<()> {
         let Some((inode, id)) = doomed else {
-            return Ok(());
+            return outcome;
         };
         let Some(file) = self.find(Some(id))? else {
-            return Ok(());
+            return outcome;
         };
+        if outcome.is_err() {
+            file.unmark(&self.place())?;
+            return outcome;
+        }
+        file.mark(&self.place(), DEAD)?;
         file.is_removed.store(true, Ordering::Release);
         if file.opens.load(Ordering::Acquire) == 0 {
             self.ended.lock().push((file, inode));
@@ -382,7 +423,7 @@ impl<B: Backing> Backing for LogBacking<B> {
 
     fn lookup(&self, parent: &LogInode<B>, name: &OsStr) -> Result<(LogInode<B>, Attr)> {
         let (inode, attr) = self.below.lookup(&parent.below, name)?;
-        let inode = self.inode(inode, &attr, Some(name));
+        let inode = self.inode(inode, &attr, Some(name))?;
         let logged = self.find(inode.id)?;
         Ok((inode, self.shown(attr, logged.as_ref())))
     }
@@ -395,7 +436,7 @@ impl<B: Backing> Backing for LogBacking<B> {
         mode: u32,
     ) -> Result<(LogInode<B>, LogFile<B>, Attr)> {
         let (inode, below, attr) = self.below.create(caller, &parent.below, name, mode)?;
-        let inode = self.inode(inode, &attr, Some(name));
+        let inode = self.inode(inode, &attr, Some(name))?;
         let logged = self.open_logged(&inode, Access::ReadWrite)?;
         let file = LogFile { below, logged };
         Ok((inode, file, attr))
@@ -409,7 +450,7 @@ impl<B: Backing> Backing for LogBacking<B> {
         mode: u32,
     ) -> Result<(LogInode<B>, Attr)> {
         let (inode, attr) = self.below.mkdir(caller, &parent.below, name, mode)?;
-        Ok((self.inode(inode, &attr, None), attr))
+        Ok((self.inode(inode, &attr, None)?, attr))
     }
 
     fn mknod(
@@ -421,7 +462,7 @@ impl<B: Backing> Backing for LogBacking<B> {
         rdev: u64,
     ) -> Result<(LogInode<B>, Attr)> {
         let made = self.below.mknod(caller, &parent.below, name, mode, rdev)?;
-        Ok((self.inode(made.0, &made.1, Some(name)), made.1))
+        Ok((self.inode(made.0, &made.1, Some(name))?, made.1))
     }
 
     fn symlink(
@@ -432,7 +473,7 @@ impl<B: Backing> Backing for LogBacking<B> {
         target: &OsStr,
     ) -> Result<(LogInode<B>, Attr)> {
         let (inode, attr) = self.below.symlink(caller, &parent.below, name, target)?;
-        Ok((self.inode(inode, &attr, None), attr))
+        Ok((self.inode(inode, &attr, None)?, attr))
     }
 
     fn link(&self, inode: &LogInode<B>, parent: &LogInode<B>, name: &OsStr) -> Result<Attr> {
@@ -443,8 +484,9 @@ impl<B: Backing> Backing for LogBacking<B> {
 
     fn unlink(&self, parent: &LogInode<B>, name: &OsStr) -> Result<()> {
         let doomed = self.doomed(&parent.below, name)?;
-        self.below.unlink(&parent.below, name)?;
-        self.end_names(doomed)
+        self.begin_to_end_names(doomed.as_ref())?;
+        let outcome = self.below.unlink(&parent.below, name);
+        self.end_names(doomed, outcome)
     }
 
     fn rmdir(&self, parent: &LogInode<B>, name: &OsStr) -> Result<()> {
@@ -472,9 +514,9 @@ impl<B: Backing> Backing for LogBacking<B> {
             .ok()
             .map(|(_, attr)| attr.ino);
         let doomed = doomed.filter(|(_, id)| Some(id.ino) != renamed);
-        self.below
-            .rename(parent, name, new_parent, new_name, flags)?;
-        self.end_names(doomed)
+        self.begin_to_end_names(doomed.as_ref())?;
+        let outcome = self.below.rename(parent, name, new_parent, new_name, flags);
+        self.end_names(doomed, outcome)
     }
 
     fn readlink(&self, inode: &LogInode<B>) -> Result<Vec<u8>> {

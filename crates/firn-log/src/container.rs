@@ -39,6 +39,8 @@ const TRIES_MAX: usize = 1000;
 /// See the module.
 pub struct Container<B: Backing> {
     pub(crate) dir: B::Inode,
+    /// In messages.
+    name: String,
     pub(crate) host: String,
     memory: Arc<Memory>,
     view: Mutex<View<B>>,
@@ -266,22 +268,24 @@ impl Walk {
 }
 
 impl<B: Backing> Container<B> {
-    /// The container in the directory `dir`, seen by `host`. The plain file has `base_bytes` that count.
+    /// The container in the directory `dir` with this name, seen by `host`. The plain file has `base_bytes` that count.
     pub fn open(
         base: &B,
         dir: B::Inode,
+        name: &str,
         host: &str,
         base_bytes: u64,
         memory: &Arc<Memory>,
     ) -> Result<Self> {
-        let container = Self::unread(dir, host, memory, View::new(base_bytes));
+        let container = Self::unread(dir, name, host, memory, View::new(base_bytes));
         container.take_epoch(base)?;
         Ok(container)
     }
 
-    fn unread(dir: B::Inode, host: &str, memory: &Arc<Memory>, view: View<B>) -> Self {
+    fn unread(dir: B::Inode, name: &str, host: &str, memory: &Arc<Memory>, view: View<B>) -> Self {
         Self {
             dir,
+            name: name.to_owned(),
             host: host.to_owned(),
             memory: Arc::clone(memory),
             view: Mutex::new(view),
@@ -468,7 +472,7 @@ impl<B: Backing> Container<B> {
             let mut view = View::new(base_bytes);
             view.seal = seal.clone();
             view.rejected = rejected.clone();
-            let fresh = Self::unread(self.dir.clone(), &self.host, &self.memory, view);
+            let fresh = Self::unread(self.dir.clone(), &self.name, &self.host, &self.memory, view);
             match fresh.look(base) {
                 Err(Errno::STALE) if fresh.has_damaged() => damaged = fresh.damaged(),
                 Err(error) => return Err(error),
@@ -683,6 +687,7 @@ impl<B: Backing> Container<B> {
             return Ok(());
         }
         tracing::error!(
+            container = self.name,
             index = writer.index_name(),
             offset,
             "{limit} bytes of an index count, and the frame at this offset is not whole: \
@@ -997,8 +1002,7 @@ impl<B: Backing> Container<B> {
             let mut whole = vec![0; CHECKED_BYTES.min(span.bytes - at) as usize];
             read_exact(base, &file, &mut whole, span.position + at)?;
             if crc32c::crc32c(&whole) != span.checksums[block as usize] {
-                tracing::error!(writer = ?key.writer, log = span.log, position = span.position + at,
-                    "a log does not have the bytes that its index says");
+                self.tell_damage(&key, span.log, span.position + at);
                 return Err(Errno::IO);
             }
             part.copy_from_slice(&whole[(from - at) as usize..(to - at) as usize]);
@@ -1009,6 +1013,21 @@ impl<B: Backing> Container<B> {
             view.checked.insert((key, block));
         }
         Ok(())
+    }
+
+    fn tell_damage(&self, key: &Key, log: u32, offset: u64) {
+        let name = {
+            let view = self.view.lock();
+            view.tails
+                .get(&key.writer)
+                .map(|tail| tail.writer.log_name(log))
+        };
+        tracing::error!(
+            container = self.name,
+            log = name,
+            offset,
+            "a log does not have the bytes that its index says: they are not read"
+        );
     }
 
     /// What a change wrote. ESTALE if it is not known any more.

@@ -7,17 +7,39 @@ use std::ffi::OsStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use firn_backing::lock::Mutex;
-use firn_backing::{Access, Backing, DataPart, Errno, RenameFlags, Result, Seek};
-use firn_rendezvous::own;
-use serde::{Deserialize, Serialize};
-
 use crate::container::{Container, Memory, Walk};
+use crate::head::{Head, HeadError};
+use crate::orphans::{DEAD, unmark};
 use crate::resolve::{Segment, Source};
 use crate::run::Piece;
 use crate::seal::{Ending, Flat};
+use firn_backing::lock::Mutex;
+use firn_backing::{Access, Attr, Backing, DataPart, Errno, Kind, RenameFlags, Result, Seek};
+use firn_rendezvous::{VoteDir, own};
 
-const HEAD: &str = "head";
+pub(crate) const HEAD: &str = "head";
+/// The attribute with a file's number, 8 bytes.
+const NUMBER: &str = "user.firn.log";
+
+fn load_number<B: Backing>(base: &B, inode: &B::Inode) -> Result<Option<u64>> {
+    match base.get_xattr(inode, OsStr::new(NUMBER)) {
+        Ok(bytes) => Ok(bytes.try_into().ok().map(u64::from_le_bytes)),
+        Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::NOSYS) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Before the name of a container that is made.
+const NEW: &str = "new-";
+
+/// Whether this is the name of a container that a host was making.
+pub(crate) fn is_new_container(name: &[u8], host: &str) -> bool {
+    let name = String::from_utf8_lossy(name);
+    let rest = name.strip_prefix(NEW);
+    rest.and_then(|rest| rest.rsplit_once('-'))
+        .is_some_and(|(of, _)| of == host)
+}
+
 /// A file that is flattened while it is read is looked at anew; no more often than this.
 const LOOKS_MAX: usize = 100;
 
@@ -29,6 +51,46 @@ pub(crate) struct FileId {
 }
 
 impl FileId {
+    /// Which file an inode is; none if it is no file.
+    ///
+    /// Where a file system does not tell when a file was made, a file that has or may get containers has a number of
+    /// its own in an attribute: inode numbers are used again.
+    pub(crate) fn of<B: Backing>(base: &B, inode: &B::Inode, attr: &Attr) -> Result<Option<Self>> {
+        if attr.kind != Kind::File {
+            return Ok(None);
+        }
+        let birth = match attr.btime {
+            Some(time) => time.to_ns(),
+            None => load_number(base, inode)?.unwrap_or(0),
+        };
+        let ino = attr.ino;
+        Ok(Some(Self { ino, birth }))
+    }
+
+    /// The same for a file that is to get containers.
+    pub(crate) fn assign<B: Backing>(
+        base: &B,
+        inode: &B::Inode,
+        attr: &Attr,
+    ) -> Result<Option<Self>> {
+        let id = Self::of(base, inode, attr)?;
+        if attr.btime.is_some() || id.is_none_or(|id| id.birth != 0) {
+            return Ok(id);
+        }
+        // 0 is none.
+        let number = getrandom::u64().map_err(|_| Errno::IO)?.max(1);
+        let stored = number.to_le_bytes();
+        match base.set_xattr(inode, OsStr::new(NUMBER), &stored, libc::XATTR_CREATE) {
+            // Another host was first.
+            Ok(()) | Err(Errno::EXIST) => Self::of(base, inode, attr),
+            Err(error) => {
+                tracing::error!(ino = attr.ino, %error, "the file system tells neither when a file was made nor \
+                    keeps `{NUMBER}`: layout=log cannot tell files with the same inode number apart");
+                Err(error)
+            }
+        }
+    }
+
     fn container_name(self, generation: u32) -> String {
         format!("{:016x}-{:016x}-{generation:08x}", self.ino, self.birth)
     }
@@ -50,16 +112,6 @@ impl FileId {
     }
 }
 
-/// The first file of a container, whole before the container has its name.
-#[derive(Serialize, Deserialize)]
-struct Head {
-    version: u32,
-    /// Bytes of the plain file when the first generation was made; later ones lie over the one before.
-    base_bytes: Option<u64>,
-}
-
-const HEAD_VERSION: u32 = 1;
-
 /// A file that has containers, or is to get one.
 pub(crate) struct LoggedFile<B: Backing> {
     pub(crate) id: FileId,
@@ -71,6 +123,8 @@ pub(crate) struct LoggedFile<B: Backing> {
     pub(crate) opens: AtomicU64,
     /// It has no name any more.
     pub(crate) is_removed: AtomicBool,
+    /// Why its containers could not be read when this host looked last.
+    trouble: Mutex<Option<Errno>>,
 }
 
 struct Generation<B: Backing> {
@@ -108,6 +162,7 @@ impl<B: Backing> LoggedFile<B> {
             writers: AtomicU64::new(0),
             opens: AtomicU64::new(0),
             is_removed: AtomicBool::new(false),
+            trouble: Mutex::default(),
         }
     }
 
@@ -117,11 +172,23 @@ impl<B: Backing> LoggedFile<B> {
 
     /// Whether bytes of it are in logs, as far as this host has looked.
     pub(crate) fn is_logged(&self) -> bool {
-        !self.generations.lock().is_empty()
+        !self.generations.lock().is_empty() || self.trouble().is_err()
     }
 
-    /// Opens the generations that are there, and forgets those that are gone or flat.
-    pub(crate) fn look(&self, place: &Place<'_, B>, mut listed: Vec<Listed>) -> Result<()> {
+    /// The error, if its containers cannot be read.
+    fn trouble(&self) -> Result<()> {
+        self.trouble.lock().map_or(Ok(()), Err)
+    }
+
+    /// Opens the generations that are there, and forgets those that are gone or flat. Where one cannot be read, the
+    /// file is not read before a later look.
+    pub(crate) fn look(&self, place: &Place<'_, B>, listed: Vec<Listed>) -> Result<()> {
+        let outcome = self.open_listed(place, listed);
+        *self.trouble.lock() = outcome.err();
+        outcome
+    }
+
+    fn open_listed(&self, place: &Place<'_, B>, mut listed: Vec<Listed>) -> Result<()> {
         listed.sort_unstable();
         let known = self.all();
         let mut found = Vec::new();
@@ -158,20 +225,28 @@ impl<B: Backing> LoggedFile<B> {
         let Some((dir, attr)) = own::find_dir(place.base, place.top, &name)? else {
             return Ok(None);
         };
-        let Some(head) = own::load(place.base, &dir, HEAD)? else {
-            return Ok(None);
+        let head = own::load(place.base, &dir, HEAD)?;
+        let head = match Head::of(head.as_deref(), self.id, number) {
+            Ok(head) => head,
+            // Removed since it was opened.
+            Err(HeadError::Missing) if own::find_dir(place.base, place.top, &name)?.is_none() => {
+                return Ok(None);
+            }
+            Err(error) => {
+                tracing::error!(container = name, "a container cannot be read: {error}");
+                return Err(Errno::IO);
+            }
         };
-        let head: Head = serde_json::from_slice(&head).map_err(|_| Errno::IO)?;
-        if head.version != HEAD_VERSION {
-            return Err(Errno::IO);
-        }
         let base_bytes = head.base_bytes.unwrap_or(0);
+        let dir_ino = attr.ino;
+        let memory = place.memory;
+        let container = Container::open(place.base, dir, &name, place.host, base_bytes, memory)?;
         Ok(Some(Arc::new(Generation {
             number,
-            dir: attr.ino,
+            dir: dir_ino,
             name,
             has_own_base: head.base_bytes.is_some(),
-            container: Container::open(place.base, dir, place.host, base_bytes, place.memory)?,
+            container,
             is_joined: AtomicBool::new(false),
         })))
     }
@@ -204,6 +279,7 @@ impl<B: Backing> LoggedFile<B> {
         offset: u64,
     ) -> Result<usize> {
         for _ in 0..LOOKS_MAX {
+            self.trouble()?;
             let generations = self.all();
             let plain_bytes = place.base.attr_of_file(plain)?.size;
             Self::set_bases(&generations, plain_bytes);
@@ -256,12 +332,42 @@ impl<B: Backing> LoggedFile<B> {
 
     /// Looks for the generations that there are.
     pub(crate) fn look_again(&self, place: &Place<'_, B>) -> Result<()> {
+        self.look(place, self.list(place)?)
+    }
+
+    fn list(&self, place: &Place<'_, B>) -> Result<Vec<Listed>> {
         let names = own::list(place.base, place.top)?;
         let listed = names.iter().filter_map(|(name, dir, _)| {
             let (id, number) = FileId::of_container(name)?;
             (id == self.id).then_some(Listed { number, dir: *dir })
         });
-        self.look(place, listed.collect())
+        Ok(listed.collect())
+    }
+
+    /// Its containers, whatever is in them.
+    fn containers<'a>(&self, place: &Place<'a, B>) -> Result<Vec<VoteDir<'a, B>>> {
+        let mut found = Vec::new();
+        for listed in self.list(place)? {
+            let name = self.id.container_name(listed.number);
+            found.extend(VoteDir::find(place.base, place.top, &name, place.host)?);
+        }
+        Ok(found)
+    }
+
+    /// Says that it is to lose its last name, or has lost it.
+    pub(crate) fn mark(&self, place: &Place<'_, B>, mark: &str) -> Result<()> {
+        for container in self.containers(place)? {
+            container.put_once(mark, place.host.as_bytes())?;
+        }
+        Ok(())
+    }
+
+    /// It has a name still.
+    pub(crate) fn unmark(&self, place: &Place<'_, B>) -> Result<()> {
+        for container in self.containers(place)? {
+            unmark(place.base, &container)?;
+        }
+        Ok(())
     }
 
     /// What this host writes from now on is newer than what others have published.
@@ -305,6 +411,7 @@ impl<B: Backing> LoggedFile<B> {
         make: &dyn Fn(&Container<B>) -> Result<()>,
     ) -> Result<()> {
         for _ in 0..LOOKS_MAX {
+            self.trouble()?;
             let top = self.join(place, plain_bytes)?;
             match make(&top.container) {
                 // What counts is being decided, maybe without it: it goes to the next generation too.
@@ -346,16 +453,20 @@ impl<B: Backing> LoggedFile<B> {
         {
             return Ok(());
         }
-        let name = self.id.container_name(last.map_or(0, |last| last + 1));
+        let number = last.map_or(0, |last| last + 1);
+        let name = self.id.container_name(number);
         let random = getrandom::u64().map_err(|_| Errno::IO)?;
-        let new = format!("new-{}-{random:016x}", place.host);
+        let new = format!("{NEW}{}-{random:016x}", place.host);
         let dir = own::dir(place.base, place.top, &new)?;
         let head = Head {
-            version: HEAD_VERSION,
+            file: self.id,
+            generation: number,
             base_bytes: last.is_none().then_some(plain_bytes),
         };
-        let head = serde_json::to_vec(&head).map_err(|_| Errno::IO)?;
-        own::store(place.base, &dir, HEAD, &head)?;
+        own::store(place.base, &dir, HEAD, &head.encode())?;
+        if self.is_removed.load(Ordering::Acquire) {
+            own::store(place.base, &dir, DEAD, place.host.as_bytes())?;
+        }
         let flags = RenameFlags::NOREPLACE;
         let (from, to) = (OsStr::new(&new), OsStr::new(&name));
         match place.base.rename(place.top, from, place.top, to, flags) {
@@ -422,11 +533,8 @@ impl<B: Backing> LoggedFile<B> {
 
     /// Removes all of its containers: it has no name, and nobody has it open.
     pub(crate) fn remove(&self, place: &Place<'_, B>) -> Result<()> {
-        self.look_again(place)?;
-        for generation in self.all() {
-            if let Some(ending) = generation.ending(place)? {
-                ending.remove()?;
-            }
+        for container in self.containers(place)? {
+            container.retire()?;
         }
         let old = std::mem::take(&mut *self.generations.lock());
         drop(old);

@@ -19,7 +19,9 @@ pub mod block;
 pub mod container;
 mod file;
 pub mod frame;
+pub mod head;
 mod names;
+mod orphans;
 pub mod resolve;
 pub mod run;
 pub mod seal;
@@ -29,4 +31,5 @@ mod writer;
 
 pub use backing::{LogBacking, Setup};
 pub use container::{Container, Memory, Walk};
+pub use orphans::Orphans;
 pub use seal::{Ending, Flat};

@@ -39,7 +39,8 @@ pub(crate) const SEAL_NAME: &str = "seal";
 pub(crate) const CLOSING: &str = "closing";
 const CUT: &str = "cut";
 const ALL: &str = "all";
-const WRITING: &str = "w-";
+/// Before a host's name: it may write.
+pub(crate) const WRITING: &str = "w-";
 /// Bytes of the plain file that one host writes at a time, unless the file system's stripes ask for others.
 pub const UNIT_BYTES: u64 = 256 << 20;
 /// Bytes that are read from logs before they are written.

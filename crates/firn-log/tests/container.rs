@@ -59,7 +59,14 @@ impl Host {
         let (inode, _) = disk.lookup(&root, OsStr::new("file"))?;
         let plain = disk.open(&inode, Access::Read)?;
         let (dir, _) = disk.lookup(&root, OsStr::new("logs"))?;
-        let container = Container::open(&disk, dir, name, base_bytes, &Memory::new(MEMORY_BYTES))?;
+        let container = Container::open(
+            &disk,
+            dir,
+            "logs",
+            name,
+            base_bytes,
+            &Memory::new(MEMORY_BYTES),
+        )?;
         Ok(Self {
             disk,
             container,

@@ -1,0 +1,144 @@
+//! `head`: the first file of a container, whole before the container has its name.
+//!
+//! ```text
+//! 0   "FIRNHEAD"
+//! 8   u32   version
+//! 12  u32   CRC32C of the body
+//! 16  body, as postcard writes a `Body`: inode number, birth, generation, bytes of the plain file
+//! ```
+
+use serde::{Deserialize, Serialize};
+
+use crate::file::FileId;
+use crate::run::FILE_BYTES_MAX;
+
+const MAGIC: [u8; 8] = *b"FIRNHEAD";
+const HEADER_BYTES: usize = 16;
+/// What containers are made and read with.
+pub const VERSION: u32 = 1;
+
+/// What a container says of itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Head {
+    pub(crate) file: FileId,
+    pub(crate) generation: u32,
+    /// Bytes of the plain file when the first generation was made; later ones lie over the one before.
+    pub(crate) base_bytes: Option<u64>,
+}
+
+/// Why a container cannot be read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum HeadError {
+    /// The file is not there.
+    #[error("its head is missing: the container is half made or half removed")]
+    Missing,
+    /// It is not as it was written.
+    #[error("its head is damaged")]
+    Damaged,
+    /// Another Firn made it.
+    #[error(
+        "it has version {0} and this Firn reads {VERSION}: flatten it with the Firn that wrote it"
+    )]
+    Version(u32),
+    /// It was renamed, or its file is another one.
+    #[error("it says that it is of another file")]
+    Foreign,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Body {
+    ino: u64,
+    birth: u64,
+    generation: u32,
+    base_bytes: Option<u64>,
+}
+
+impl Head {
+    /// Its bytes.
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let body = Body {
+            ino: self.file.ino,
+            birth: self.file.birth,
+            generation: self.generation,
+            base_bytes: self.base_bytes,
+        };
+        let body = postcard::to_allocvec(&body).expect("memory is all that it takes");
+        let mut bytes = MAGIC.to_vec();
+        bytes.extend_from_slice(&VERSION.to_le_bytes());
+        bytes.extend_from_slice(&crc32c::crc32c(&body).to_le_bytes());
+        bytes.extend_from_slice(&body);
+        bytes
+    }
+
+    /// Reads the head of a container.
+    pub fn decode(bytes: &[u8]) -> Result<Self, HeadError> {
+        let (header, body) = bytes
+            .split_at_checked(HEADER_BYTES)
+            .ok_or(HeadError::Damaged)?;
+        let word =
+            |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
+        if header[..8] != MAGIC {
+            return Err(HeadError::Damaged);
+        }
+        if word(8) != VERSION {
+            return Err(HeadError::Version(word(8)));
+        }
+        if crc32c::crc32c(body) != word(12) {
+            return Err(HeadError::Damaged);
+        }
+        let (body, rest) =
+            postcard::take_from_bytes::<Body>(body).map_err(|_| HeadError::Damaged)?;
+        if !rest.is_empty() || body.base_bytes.is_some_and(|bytes| bytes > FILE_BYTES_MAX) {
+            return Err(HeadError::Damaged);
+        }
+        Ok(Self {
+            file: FileId {
+                ino: body.ino,
+                birth: body.birth,
+            },
+            generation: body.generation,
+            base_bytes: body.base_bytes,
+        })
+    }
+
+    /// The head of the container that has a name of this file and generation.
+    pub(crate) fn of(
+        bytes: Option<&[u8]>,
+        file: FileId,
+        generation: u32,
+    ) -> Result<Self, HeadError> {
+        let head = Self::decode(bytes.ok_or(HeadError::Missing)?)?;
+        match (head.file, head.generation) == (file, generation) {
+            true => Ok(head),
+            false => Err(HeadError::Foreign),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_head_is_read_as_it_was_written_and_no_other() {
+        let file = FileId { ino: 7, birth: 9 };
+        let head = Head {
+            file,
+            generation: 3,
+            base_bytes: Some(1000),
+        };
+        let bytes = head.encode();
+        assert_eq!(Head::of(Some(&bytes), file, 3), Ok(head));
+        assert_eq!(Head::of(None, file, 3), Err(HeadError::Missing));
+        assert_eq!(Head::of(Some(&bytes), file, 4), Err(HeadError::Foreign));
+        for bit in 0..bytes.len() * 8 {
+            let mut bad = bytes.clone();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert!(Head::decode(&bad).is_err(), "bit {bit}");
+        }
+        let mut later = bytes.clone();
+        later[8] = 2;
+        assert_eq!(Head::decode(&later), Err(HeadError::Version(2)));
+        assert_eq!(Head::decode(&bytes[..10]), Err(HeadError::Damaged));
+    }
+}
