@@ -24,6 +24,8 @@ pub(crate) struct Appender<B: Backing> {
 struct State {
     /// Bytes that count.
     end: u64,
+    /// Bytes that are durable.
+    synced: u64,
     /// What is written next, and what becomes of it.
     bytes: Vec<u8>,
     batch: Arc<OnceLock<Result<u64>>>,
@@ -68,8 +70,18 @@ impl<B: Backing> Appender<B> {
         }
     }
 
-    /// Makes what was appended durable.
-    pub(crate) fn sync(&self, base: &B) -> std::result::Result<(), Errno> {
-        base.sync(&self.file, true)
+    /// Makes what was appended durable; whether anything was since the last time.
+    pub(crate) fn sync(&self, base: &B) -> std::result::Result<bool, Errno> {
+        let end = self.state.lock().end;
+        base.sync(&self.file, true)?;
+        let mut state = self.state.lock();
+        let is_more = end > state.synced;
+        state.synced = state.synced.max(end);
+        Ok(is_more)
+    }
+
+    /// Bytes that are durable.
+    pub(crate) fn synced(&self) -> u64 {
+        self.state.lock().synced
     }
 }

@@ -26,7 +26,7 @@ use crate::orphans::{self, DEAD, DYING, Orphans};
 use crate::run::{FILE_BYTES_MAX, Piece};
 
 /// In `.firn/`.
-const CONTAINERS: &str = "log";
+pub(crate) const CONTAINERS: &str = "log";
 /// Bytes of sorted indexes in memory, of all files: half of what a reader may take, and a block of each index of a file
 /// that many hosts wrote.
 const INDEX_BYTES_MAX: u64 = 32 << 20;

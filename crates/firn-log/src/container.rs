@@ -18,7 +18,7 @@ use firn_backing::{Access, Backing, DataPart, Errno, Result};
 use firn_rendezvous::own;
 use parking_lot::Condvar;
 
-use crate::frame::{CHECKED_BYTES, Change, Frame, Next, Span};
+use crate::frame::{CHECKED_BYTES, Change, FRAME_BYTES_MAX, Frame, MAGIC, Next, Span};
 use crate::names::Writer;
 use crate::resolve::{Key, Layers, Resolver, Segment, Source, WriterId};
 use crate::run::Piece;
@@ -28,7 +28,7 @@ use crate::table::{BlockCache, Table};
 use crate::writer::{Appended, OwnLog};
 
 /// Bytes of an index that are read at once; larger than any frame.
-const INDEX_READ_BYTES: usize = 2 << 20;
+pub(crate) const INDEX_READ_BYTES: usize = 2 << 20;
 /// A range of so many bytes is found at once, whatever its pieces are.
 const WALK_BYTES_MIN: u64 = 4096;
 /// Blocks whose checksums were right that are remembered.
@@ -242,6 +242,8 @@ struct News {
     to: u64,
     /// With where they begin.
     frames: Vec<(u64, Frame)>,
+    /// Nothing followed them.
+    is_all: bool,
 }
 
 /// Goes through the segments of a range with little memory ([`Container::find_next`]).
@@ -350,7 +352,10 @@ impl<B: Backing> Container<B> {
     /// Makes what this host wrote durable and known to others.
     pub fn sync(&self, base: &B) -> Result<()> {
         if let Some(own) = self.made_own() {
-            own.sync(base)?;
+            let appended = own.sync(base, self.epoch.load(Ordering::Acquire))?;
+            if let Some(appended) = appended {
+                self.note_appended(&own, appended);
+            }
         }
         self.take_epoch(base)
     }
@@ -671,27 +676,41 @@ impl<B: Backing> Container<B> {
             let limit = self.view.lock().limit_of(writer);
             let news = read_index(base, &index, writer.id(), offset..limit)?;
             let is_end = news.to == offset;
+            let is_all = news.is_all;
             let is_due = self.add_news(news);
             if is_due {
                 self.sort(base, writer, self.memory.sort_others_bytes())?;
             }
             if is_end {
-                return self.check_sealed(writer, offset, limit);
+                return match is_all && limit == u64::MAX {
+                    true => Ok(()),
+                    false => self.check_end(base, &index, writer, offset, limit),
+                };
             }
         }
     }
 
-    /// EIO where the index has less than counts of it.
-    fn check_sealed(&self, writer: &Writer, offset: u64, limit: u64) -> Result<()> {
-        if limit == u64::MAX || offset >= limit {
+    /// EIO where the index has less than counts of it, or a frame that was synced is not whole.
+    fn check_end(
+        &self,
+        base: &B,
+        index: &B::File,
+        writer: &Writer,
+        offset: u64,
+        limit: u64,
+    ) -> Result<()> {
+        let is_damaged = match limit {
+            u64::MAX => has_synced_frame_after(base, index, offset)?,
+            limit => offset < limit,
+        };
+        if !is_damaged {
             return Ok(());
         }
         tracing::error!(
             container = self.name,
             index = writer.index_name(),
             offset,
-            "{limit} bytes of an index count, and the frame at this offset is not whole: \
-             the file cannot be read as a log"
+            "a frame of an index that counts is not whole: the file cannot be read"
         );
         Err(Errno::IO)
     }
@@ -952,28 +971,34 @@ impl<B: Backing> Container<B> {
         if own::find(base, &self.dir, OsStr::new(CLOSING))?.is_some() {
             return Err(Errno::STALE);
         }
+        if self.view.lock().seal.is_some() {
+            return Err(Errno::STALE);
+        }
+        let is_due = self.note_appended(own, appended);
+        match is_due {
+            true => self.sort(base, &own.writer, self.memory.sort_bytes()),
+            false => Ok(()),
+        }
+    }
+
+    /// Takes what this host appended; whether there is so much unsorted that it is to be sorted.
+    fn note_appended(&self, own: &OwnLog<B>, appended: Appended) -> bool {
         let Appended {
             frame,
             offset,
             bytes,
         } = appended;
         let id = own.writer.id();
-        let is_due = {
-            let mut view = self.view.lock();
-            if view.seal.is_some() {
-                return Err(Errno::STALE);
-            }
-            view.add(id, offset, frame);
-            let tail = view.tails.get_mut(&id);
-            tail.is_some_and(|tail| {
-                tail.offset = tail.offset.max(offset + bytes);
-                tail.is_due(self.memory.sort_bytes())
-            })
-        };
-        match is_due {
-            true => self.sort(base, &own.writer, self.memory.sort_bytes()),
-            false => Ok(()),
+        let mut view = self.view.lock();
+        if view.seal.is_some() {
+            return false;
         }
+        view.add(id, offset, frame);
+        let Some(tail) = view.tails.get_mut(&id) else {
+            return false;
+        };
+        tail.offset = tail.offset.max(offset + bytes);
+        tail.is_due(self.memory.sort_bytes())
     }
 
     /// Reads bytes of a change, which must be as they were written.
@@ -1094,6 +1119,7 @@ fn read_part<B: Backing>(
         from,
         to: from,
         frames: Vec::new(),
+        is_all: false,
     };
     let mut buf = vec![0; INDEX_READ_BYTES];
     let count = base.read_at(index, &mut buf, from)?;
@@ -1106,10 +1132,61 @@ fn read_part<B: Backing>(
         news.to += bytes as u64;
         rest = &rest[bytes..];
     }
+    news.is_all = rest.is_empty() && count < buf.len();
     Ok(news)
 }
 
-fn read_exact<B: Backing>(base: &B, file: &B::File, buf: &mut [u8], offset: u64) -> Result<()> {
+/// Whether an index goes on after `offset`, where no whole frame is, with one that says that there was one.
+pub(crate) fn has_synced_frame_after<B: Backing>(
+    base: &B,
+    index: &B::File,
+    offset: u64,
+) -> Result<bool> {
+    // An index that ends there, or is being appended to, is the usual case.
+    let mut first = [0; 64];
+    let count = base.read_at(index, &mut first, offset)?;
+    if count < first.len() && matches!(Frame::decode(&first[..count]), Next::Incomplete) {
+        return Ok(false);
+    }
+    let mut at = offset + 1;
+    let mut buf = vec![0; INDEX_READ_BYTES];
+    loop {
+        let count = base.read_at(index, &mut buf, at)?;
+        let is_last = count < buf.len();
+        // A frame that begins before here is whole in `buf`.
+        let starts = match is_last {
+            true => count,
+            false => count - FRAME_BYTES_MAX,
+        };
+        let mut from = 0;
+        while let Some(found) = find_magic(&buf[from..count]).map(|found| from + found) {
+            if found >= starts {
+                break;
+            }
+            match Frame::decode(&buf[found..count]) {
+                Next::Frame(frame, _) if frame.synced > offset => return Ok(true),
+                _ => from = found + 1,
+            }
+        }
+        if is_last {
+            return Ok(false);
+        }
+        at += starts as u64;
+    }
+}
+
+fn find_magic(bytes: &[u8]) -> Option<usize> {
+    bytes
+        .windows(MAGIC.len())
+        .position(|window| window == MAGIC)
+}
+
+pub(crate) fn read_exact<B: Backing>(
+    base: &B,
+    file: &B::File,
+    buf: &mut [u8],
+    offset: u64,
+) -> Result<()> {
     match base.read_at(file, buf, offset)? {
         count if count == buf.len() => Ok(()),
         // The end of the log went with the power.

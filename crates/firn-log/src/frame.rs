@@ -22,16 +22,21 @@ pub const SPAN_BYTES_MAX: u64 = 1 << 30;
 /// Pieces that one frame speaks of, at most: whatever they are, they fit into a body.
 pub const PIECES_MAX: usize = 16 << 10;
 
-const MAGIC: [u8; 8] = *b"FIRNFRME";
+pub(crate) const MAGIC: [u8; 8] = *b"FIRNFRME";
 const HEADER_BYTES: usize = 16;
 /// No writer makes a larger one.
 const BODY_BYTES_MAX: usize = 1 << 20;
+/// Bytes of the largest frame.
+pub(crate) const FRAME_BYTES_MAX: usize = HEADER_BYTES + BODY_BYTES_MAX;
 
 /// What a host did to a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Frame {
     /// Larger than that of everything that the host knew to be older ([`crate::resolve::Key`]).
     pub epoch: u64,
+    /// Bytes of this index that were durable when it was appended: where one of them is damaged, it is not that a host
+    /// died there.
+    pub synced: u64,
     /// What it did.
     pub change: Change,
 }
@@ -45,6 +50,8 @@ pub enum Change {
     Cut(u64),
     /// Bytes from an offset on became zero; there are some.
     Zeroed(Piece),
+    /// Nothing: what came before was synced.
+    Synced,
 }
 
 /// Bytes in a log.
@@ -90,6 +97,7 @@ pub(crate) fn is_span(span: &Span) -> bool {
 #[derive(Serialize, Deserialize)]
 struct Body {
     epoch: u64,
+    synced: u64,
     change: StoredChange,
 }
 
@@ -106,6 +114,7 @@ enum StoredChange {
         offset: u64,
         len: u64,
     },
+    Synced,
 }
 
 /// What the next bytes of an index are.
@@ -124,6 +133,7 @@ impl Frame {
     pub fn encode(&self, index: &mut Vec<u8>) {
         let body = Body {
             epoch: self.epoch,
+            synced: self.synced,
             change: self.change.pack(),
         };
         let body = postcard::to_allocvec(&body).expect("memory is all that it takes");
@@ -169,6 +179,7 @@ impl Frame {
         let change = body.change.unpack()?;
         Some(Self {
             epoch: body.epoch,
+            synced: body.synced,
             change,
         })
     }
@@ -178,7 +189,7 @@ impl Change {
     /// Where its bytes are, if it wrote any, and what they are. Of zeros, only what they are.
     pub(crate) fn split(self) -> (Option<Span>, Vec<Run>) {
         match self {
-            Self::Cut(_) => (None, Vec::new()),
+            Self::Cut(_) | Self::Synced => (None, Vec::new()),
             Self::Zeroed(piece) => (None, vec![Run::of_piece(piece)]),
             Self::Written(written) => {
                 let span = Span {
@@ -195,6 +206,7 @@ impl Change {
     fn pack(&self) -> StoredChange {
         match self {
             Self::Cut(len) => StoredChange::Cut(*len),
+            Self::Synced => StoredChange::Synced,
             Self::Zeroed(Piece { offset, len }) => StoredChange::Zeroed {
                 offset: *offset,
                 len: *len,
@@ -217,6 +229,7 @@ impl StoredChange {
     /// None if it says what cannot be.
     fn unpack(self) -> Option<Change> {
         let (log, position, checksums, runs) = match self {
+            Self::Synced => return Some(Change::Synced),
             Self::Cut(len) => return (len <= FILE_BYTES_MAX).then_some(Change::Cut(len)),
             Self::Zeroed { offset, len } => {
                 let end = offset.checked_add(len)?;
@@ -264,6 +277,7 @@ mod tests {
         let bytes = count * len;
         Frame {
             epoch: 3,
+            synced: 5,
             change: Change::Written(Written {
                 log: 1,
                 position: 8192,
@@ -285,7 +299,13 @@ mod tests {
             strided(10_000, 4096),
             Frame {
                 epoch: 0,
+                synced: 0,
                 change: Change::Cut(0),
+            },
+            Frame {
+                epoch: 1,
+                synced: 1 << 40,
+                change: Change::Synced,
             },
         ] {
             let bytes = encoded(&frame);
@@ -344,6 +364,7 @@ mod tests {
         for written in wrong {
             let frame = Frame {
                 epoch: 1,
+                synced: 0,
                 change: Change::Written(written),
             };
             assert_eq!(Frame::decode(&encoded(&frame)), Next::Damaged, "{frame:?}");

@@ -27,9 +27,11 @@ pub mod run;
 pub mod seal;
 mod sort;
 pub mod table;
+mod verify;
 mod writer;
 
 pub use backing::{LogBacking, Setup};
 pub use container::{Container, Memory, Walk};
 pub use orphans::Orphans;
 pub use seal::{Ending, Flat};
+pub use verify::{Fault, Finding, verify};

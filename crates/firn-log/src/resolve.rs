@@ -269,8 +269,10 @@ impl Resolver {
             writer,
             frame: offset,
         };
-        if let Change::Cut(len) = frame.change {
-            return self.add_cut(key, len);
+        match frame.change {
+            Change::Cut(len) => return self.add_cut(key, len),
+            Change::Synced => return,
+            Change::Written(_) | Change::Zeroed(_) => {}
         }
         let (span, runs) = frame.change.split();
         let spans = || runs.iter().map(Run::span);

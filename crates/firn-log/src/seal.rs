@@ -35,6 +35,7 @@ use crate::run::FILE_BYTES_MAX;
 
 /// Put once, with [`Seal`].
 pub(crate) const SEAL_NAME: &str = "seal";
+const SEAL_MAGIC: &str = "FIRNSEAL1 ";
 /// Put once. What a host appends when it is there may count or not.
 pub(crate) const CLOSING: &str = "closing";
 const CUT: &str = "cut";
@@ -77,9 +78,28 @@ impl Seal {
     /// The seal in a container that has one.
     pub(crate) fn load<B: Backing>(base: &B, dir: &B::Inode) -> Result<Self> {
         let bytes = own::load(base, dir, SEAL_NAME)?.ok_or(Errno::NOENT)?;
-        let seal: Self = serde_json::from_slice(&bytes).map_err(|_| Errno::IO)?;
+        Self::decode(&bytes).ok_or_else(|| {
+            tracing::error!("what counts of a container cannot be read: `{SEAL_NAME}` is damaged");
+            Errno::IO
+        })
+    }
+
+    /// A line with a checksum, and JSON.
+    fn encode(&self) -> Vec<u8> {
+        let json = serde_json::to_string_pretty(self).expect("plain data");
+        let checksum = crc32c::crc32c(json.as_bytes());
+        format!("{SEAL_MAGIC}{checksum:08x}\n{json}").into_bytes()
+    }
+
+    pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
+        let (line, json) = std::str::from_utf8(bytes).ok()?.split_once('\n')?;
+        let checksum = u32::from_str_radix(line.strip_prefix(SEAL_MAGIC)?, 16).ok()?;
+        if checksum != crc32c::crc32c(json.as_bytes()) {
+            return None;
+        }
+        let seal: Self = serde_json::from_str(json).ok()?;
         let is_right = seal.unit_bytes > 0 && seal.len <= FILE_BYTES_MAX;
-        is_right.then_some(seal).ok_or(Errno::IO)
+        is_right.then_some(seal)
     }
 
     fn units(&self) -> u64 {
@@ -166,7 +186,7 @@ impl<'a, B: Backing> Ending<'a, B> {
             // The length is that of these bytes of the indexes, whatever a host that was taken for dead adds meanwhile.
             self.container.take_seal(self.base, seal.clone())?;
             seal.len = self.container.len();
-            self.votes.put_json(SEAL_NAME, &seal)?;
+            self.votes.put_once(SEAL_NAME, &seal.encode())?;
         }
         let seal = Seal::load(self.base, self.votes.dir())?;
         self.container.take_seal(self.base, seal)?;

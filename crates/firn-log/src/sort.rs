@@ -44,7 +44,8 @@ impl<B: Backing> Sorter<'_, B> {
                     frame: offset,
                     len,
                 }),
-                change => {
+                Change::Synced => {}
+                change @ (Change::Written(_) | Change::Zeroed(_)) => {
                     let (span, runs) = change.split();
                     layers.extend(layers_of(key, span.as_ref(), &runs));
                     spans.extend(span.map(|span| (offset, span)));

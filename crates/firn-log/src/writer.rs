@@ -82,6 +82,7 @@ impl<B: Backing> OwnLog<B> {
         });
         let frame = Frame {
             epoch,
+            synced: self.index.synced(),
             change: Change::Written(Written {
                 log: room.log,
                 position: room.position,
@@ -94,7 +95,12 @@ impl<B: Backing> OwnLog<B> {
 
     /// Says what else became of the file.
     pub(crate) fn note(&self, base: &B, epoch: u64, change: Change) -> Result<Appended> {
-        let frame = Frame { epoch, change };
+        let synced = self.index.synced();
+        let frame = Frame {
+            epoch,
+            synced,
+            change,
+        };
         self.append(base, frame)
     }
 
@@ -108,8 +114,9 @@ impl<B: Backing> OwnLog<B> {
         })
     }
 
-    /// Makes what was written durable: data first, so that a durable frame has its data.
-    pub(crate) fn sync(&self, base: &B) -> Result<()> {
+    /// Makes what was written durable: data first, so that a durable frame has its data. A frame then says that it is;
+    /// where that one was appended is returned.
+    pub(crate) fn sync(&self, base: &B, epoch: u64) -> Result<Option<Appended>> {
         let unsynced = std::mem::take(&mut self.logs.lock().unsynced);
         for (number, log) in unsynced.iter().enumerate() {
             if let Err(error) = base.sync(log, true) {
@@ -118,8 +125,11 @@ impl<B: Backing> OwnLog<B> {
                 return Err(error);
             }
         }
-        self.index.sync(base)?;
-        base.sync_dir(&self.dir)
+        let is_more = self.index.sync(base)?;
+        base.sync_dir(&self.dir)?;
+        is_more
+            .then(|| self.note(base, epoch, Change::Synced))
+            .transpose()
     }
 
     /// Room for so many bytes that nobody else writes to.

@@ -513,6 +513,7 @@ fn containers(disk: &SimBacking) -> Vec<String> {
         .collect()
 }
 
+/// Proves S-log-35.
 #[test]
 fn hosts_agree_on_what_the_order_of_changes_allows() {
     for seed in seeds(100) {

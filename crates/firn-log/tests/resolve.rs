@@ -71,6 +71,7 @@ impl Host {
     fn append(&mut self, change: Change) {
         let frame = Frame {
             epoch: self.epoch,
+            synced: 0,
             change,
         };
         frame.encode(&mut self.index);
@@ -99,6 +100,7 @@ fn expected(base: &[u8], mut changes: Vec<(Key, Change, Vec<u8>)>) -> Vec<u8> {
     let mut file = base.to_vec();
     for (_, change, bytes) in changes {
         match change {
+            Change::Synced => {}
             Change::Cut(len) => file.resize(len as usize, 0),
             Change::Zeroed(Piece { offset, len }) => {
                 let bytes = file.iter_mut().skip(offset as usize).take(len as usize);
@@ -206,6 +208,7 @@ proptest! {
 fn what_is_written_after_a_sync_is_newer_whatever_the_hosts_are_called() {
     let write = |epoch, byte_position| Frame {
         epoch,
+        synced: 0,
         change: Change::Written(Written {
             log: 0,
             position: byte_position,

@@ -1,0 +1,323 @@
+//! Reads a container from end to end and says what is wrong with it: for `firn check`, which changes nothing.
+
+use std::fmt;
+
+use firn_backing::{Access, Backing, Errno, Result};
+use firn_rendezvous::own::{self, TOP};
+use firn_rendezvous::{OwnError, VoteDir};
+
+use crate::backing::CONTAINERS;
+use crate::container::{INDEX_READ_BYTES, has_synced_frame_after, read_exact};
+use crate::file::{FileId, HEAD};
+use crate::frame::{CHECKED_BYTES, Change, Frame, Next, Written};
+use crate::head::{Head, HeadError};
+use crate::names::Writer;
+use crate::seal::{SEAL_NAME, Seal};
+use crate::table::Table;
+
+/// Something that is wrong with a container.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finding {
+    /// The container, in `.firn/log/`.
+    pub container: String,
+    /// The file in it; none if it is the container itself.
+    pub file: Option<String>,
+    /// Whose file it is.
+    pub host: Option<String>,
+    /// Where in the file.
+    pub offset: Option<u64>,
+    /// What is wrong.
+    pub fault: Fault,
+}
+
+/// What may be wrong.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// Somebody else may have written it.
+    Distrusted(String),
+    /// The container cannot be read.
+    Head(HeadError),
+    /// What counts of the container cannot be read.
+    Seal,
+    /// A frame that was there is not whole: what it said cannot be read, and so nothing of the file.
+    Index,
+    /// Bytes at the end of an index are no frame: a host died there, or what was not synced was lost.
+    Torn,
+    /// A log does not have what the index says: reading the bytes fails.
+    Data,
+    /// A sorted index is not as it was written. The index itself is read instead.
+    Sorted,
+}
+
+impl Fault {
+    /// Whether every byte that was written and synced can still be read.
+    pub fn is_harmless(&self) -> bool {
+        matches!(self, Self::Torn | Self::Sorted)
+    }
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "container {}", self.container)?;
+        if let Some(file) = &self.file {
+            write!(f, ", file {file}")?;
+        }
+        if let Some(host) = &self.host {
+            write!(f, " of host {host}")?;
+        }
+        if let Some(offset) = self.offset {
+            write!(f, ", offset {offset}")?;
+        }
+        write!(f, ": {}", self.fault)
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Distrusted(why) => write!(f, "{why}"),
+            Self::Head(error) => write!(f, "{error}"),
+            Self::Seal => write!(
+                f,
+                "what counts of it cannot be read: its file fails with EIO"
+            ),
+            Self::Index => write!(f, "a frame is not whole: the file fails with EIO"),
+            Self::Torn => write!(
+                f,
+                "the bytes from here on are no frame: a host died here, or what was not synced was lost"
+            ),
+            Self::Data => write!(
+                f,
+                "the bytes are not those that were written: reading them fails with EIO"
+            ),
+            Self::Sorted => write!(f, "a sorted index is damaged: the index is read unsorted"),
+        }
+    }
+}
+
+/// What is wrong with the containers in a backing.
+pub fn verify<B: Backing>(base: &B) -> Result<Vec<Finding>> {
+    let mut findings = Vec::new();
+    let Some((firn, _)) = own::find_dir(base, &base.root(), TOP)? else {
+        return Ok(findings);
+    };
+    let Some((top, _)) = own::find_dir(base, &firn, CONTAINERS)? else {
+        return Ok(findings);
+    };
+    for (name, ..) in own::list(base, &top)? {
+        let Some((file, generation)) = FileId::of_container(&name) else {
+            continue;
+        };
+        let container = String::from_utf8_lossy(&name).into_owned();
+        let mut verifier = Verifier {
+            base,
+            top: &top,
+            container,
+            findings: &mut findings,
+        };
+        verifier.verify(file, generation)?;
+    }
+    Ok(findings)
+}
+
+struct Verifier<'a, B: Backing> {
+    base: &'a B,
+    top: &'a B::Inode,
+    container: String,
+    findings: &'a mut Vec<Finding>,
+}
+
+/// A file of a container, and whose it is.
+struct Subject<'a> {
+    file: &'a str,
+    host: Option<&'a str>,
+}
+
+impl<B: Backing> Verifier<'_, B> {
+    fn tell(&mut self, subject: Option<&Subject<'_>>, offset: Option<u64>, fault: Fault) {
+        self.findings.push(Finding {
+            container: self.container.clone(),
+            file: subject.map(|subject| subject.file.to_owned()),
+            host: subject.and_then(|subject| subject.host.map(str::to_owned)),
+            offset,
+            fault,
+        });
+    }
+
+    /// What was found, unless it is not to be believed.
+    fn trust<T>(
+        &mut self,
+        subject: Option<&Subject<'_>>,
+        found: std::result::Result<T, OwnError>,
+    ) -> Result<Option<T>> {
+        match found {
+            Ok(found) => Ok(Some(found)),
+            Err(OwnError::Backing(errno)) => Err(errno),
+            Err(error) => {
+                self.tell(subject, None, Fault::Distrusted(error.to_string()));
+                Ok(None)
+            }
+        }
+    }
+
+    fn verify(&mut self, file: FileId, generation: u32) -> Result<()> {
+        let found = VoteDir::find(self.base, self.top, &self.container, "");
+        let Some(Some(votes)) = self.trust(None, found)? else {
+            return Ok(());
+        };
+        let dir = votes.dir();
+        let subject = Subject {
+            file: HEAD,
+            host: None,
+        };
+        if let Some(head) = self.trust(Some(&subject), own::load(self.base, dir, HEAD))?
+            && let Err(error) = Head::of(head.as_deref(), file, generation)
+        {
+            self.tell(Some(&subject), None, Fault::Head(error));
+        }
+        let names = votes.names()?;
+        let seal = self.load_seal(dir)?;
+        for name in &names {
+            if let Some(writer) = Writer::of_index(name.as_bytes()) {
+                let limit = seal.as_ref().map(|seal| seal.limit_of(&writer));
+                self.verify_index(dir, &writer, limit)?;
+            } else if let Some((writer, part)) = Writer::of_table(name.as_bytes()) {
+                self.verify_table(dir, name, &writer, part)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn load_seal(&mut self, dir: &B::Inode) -> Result<Option<Seal>> {
+        let subject = Subject {
+            file: SEAL_NAME,
+            host: None,
+        };
+        let found = own::load(self.base, dir, SEAL_NAME);
+        let Some(bytes) = self.trust(Some(&subject), found)?.flatten() else {
+            return Ok(None);
+        };
+        let seal = Seal::decode(&bytes);
+        if seal.is_none() {
+            self.tell(Some(&subject), None, Fault::Seal);
+        }
+        Ok(seal)
+    }
+
+    fn verify_index(&mut self, dir: &B::Inode, writer: &Writer, limit: Option<u64>) -> Result<()> {
+        let name = writer.index_name();
+        let subject = Subject {
+            file: &name,
+            host: Some(writer.host()),
+        };
+        let found = own::find_file(self.base, dir, &name);
+        let Some(Some(inode)) = self.trust(Some(&subject), found)? else {
+            return Ok(());
+        };
+        let index = self.base.open(&inode, Access::Read)?;
+        let (mut offset, mut logs) = (0, None);
+        let mut buf = vec![0; INDEX_READ_BYTES];
+        loop {
+            let count = self.base.read_at(&index, &mut buf, offset)?;
+            let mut rest = &buf[..count];
+            let before = offset;
+            while let Next::Frame(frame, bytes) = Frame::decode(rest) {
+                offset += bytes as u64;
+                rest = &rest[bytes..];
+                if let Change::Written(written) = frame.change {
+                    self.verify_data(dir, writer, &written, &mut logs)?;
+                }
+            }
+            if offset != before {
+                continue;
+            }
+            let is_short = limit.is_some_and(|limit| offset < limit);
+            let is_damaged = || has_synced_frame_after(self.base, &index, offset);
+            if is_short || is_damaged()? {
+                self.tell(Some(&subject), Some(offset), Fault::Index);
+            } else if !rest.is_empty() {
+                self.tell(Some(&subject), Some(offset), Fault::Torn);
+            }
+            return Ok(());
+        }
+    }
+
+    /// Compares the bytes of a frame with their checksums. `open` is the log that was open last.
+    fn verify_data(
+        &mut self,
+        dir: &B::Inode,
+        writer: &Writer,
+        written: &Written,
+        open: &mut Option<(u32, B::File)>,
+    ) -> Result<()> {
+        let name = writer.log_name(written.log);
+        let subject = Subject {
+            file: &name,
+            host: Some(writer.host()),
+        };
+        if open.as_ref().is_none_or(|(log, _)| *log != written.log) {
+            let found = own::find_file(self.base, dir, &name);
+            *open = match self.trust(Some(&subject), found)?.flatten() {
+                Some(inode) => Some((written.log, self.base.open(&inode, Access::Read)?)),
+                None => None,
+            };
+        }
+        let bytes = written.bytes();
+        for (block, checksum) in written.checksums.iter().enumerate() {
+            let at = block as u64 * CHECKED_BYTES;
+            let offset = written.position + at;
+            let mut data = vec![0; CHECKED_BYTES.min(bytes - at) as usize];
+            let is_read = match &open {
+                None => false,
+                Some((_, log)) => match read_exact(self.base, log, &mut data, offset) {
+                    Ok(()) => true,
+                    Err(Errno::IO) => false,
+                    Err(error) => return Err(error),
+                },
+            };
+            if !is_read || crc32c::crc32c(&data) != *checksum {
+                self.tell(Some(&subject), Some(offset), Fault::Data);
+            }
+        }
+        Ok(())
+    }
+
+    fn verify_table(
+        &mut self,
+        dir: &B::Inode,
+        name: &str,
+        writer: &Writer,
+        part: std::ops::Range<u64>,
+    ) -> Result<()> {
+        let subject = Subject {
+            file: name,
+            host: Some(writer.host()),
+        };
+        let found = own::find_file(self.base, dir, name);
+        let Some(Some(_)) = self.trust(Some(&subject), found)? else {
+            return Ok(());
+        };
+        let is_whole = match Table::open(self.base, dir, writer, part)? {
+            None => false,
+            Some(table) => match read_whole(self.base, &table) {
+                Ok(()) => true,
+                Err(Errno::STALE) => false,
+                Err(error) => return Err(error),
+            },
+        };
+        if !is_whole {
+            self.tell(Some(&subject), None, Fault::Sorted);
+        }
+        Ok(())
+    }
+}
+
+fn read_whole<B: Backing>(base: &B, table: &Table<B>) -> Result<()> {
+    for layer in table.layers(base) {
+        layer?;
+    }
+    for span in table.spans(base) {
+        span?;
+    }
+    Ok(())
+}

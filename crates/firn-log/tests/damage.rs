@@ -1,0 +1,219 @@
+//! Containers that are damaged, of another version, of another user or open to others: what is read is what was written,
+//! or an error; and what is wrong is named.
+
+use std::ffi::OsStr;
+use std::io::IoSlice;
+use std::time::Duration;
+
+use firn_backing::{Access, Backing, Errno, SimBacking, suite};
+use firn_log::{Fault, Finding, LogBacking, Setup, verify};
+use firn_rendezvous::own;
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+
+type Logged = LogBacking<SimBacking>;
+type Inode = <SimBacking as Backing>::Inode;
+
+const FILE_BYTES: usize = 20_000;
+
+fn begin_host(disk: &SimBacking, host: &str) -> (SimBacking, Logged) {
+    let disk = disk.another_process();
+    let writes = host == "a" || host == "b";
+    let setup = Setup {
+        host: host.to_owned(),
+        chooses: Box::new(|name: &OsStr| name == "file"),
+        // Those that wrote died before the others came.
+        is_alive: Box::new(move |_: &str| Ok(writes)),
+        patience: Duration::ZERO,
+        unit_bytes: 4096,
+    };
+    let backing = LogBacking::open(disk.clone(), setup).expect("open");
+    (disk, backing.with_memory(64 << 10))
+}
+
+/// A disk with a file that two hosts wrote, and maybe began to flatten, and what the file has.
+fn written(random: &mut StdRng) -> (SimBacking, Vec<u8>) {
+    let disk = SimBacking::new();
+    let mut expected = Vec::new();
+    let (a_disk, a) = begin_host(&disk, "a");
+    let (_, b) = begin_host(&disk, "b");
+    let me = suite::own_caller();
+    let made = a.create(&me, &a.root(), OsStr::new("file"), 0o644);
+    drop(made.expect("create"));
+    for host in [&a, &b, &a] {
+        let (inode, _) = host
+            .lookup(&host.root(), OsStr::new("file"))
+            .expect("lookup");
+        let file = host.open(&inode, Access::ReadWrite).expect("open");
+        for _ in 0..random.random_range(1..15) {
+            let at = random.random_range(0..FILE_BYTES);
+            let mut data = vec![0; random.random_range(1..3000)];
+            random.fill(&mut data[..]);
+            host.write_at(&file, &[IoSlice::new(&data)], at as u64)
+                .expect("write");
+            expected.resize(expected.len().max(at + data.len()), 0);
+            expected[at..at + data.len()].copy_from_slice(&data);
+        }
+        host.sync(&file, false).expect("sync");
+    }
+    b.settle().expect("settle");
+    if random.random_ratio(1, 2) {
+        a_disk.crash_at(a_disk.steps() + random.random_range(20..150));
+        let _ = a.settle();
+        a_disk.begin_new_process();
+    }
+    (disk, expected)
+}
+
+fn top(disk: &SimBacking) -> Inode {
+    let (firn, _) = disk
+        .lookup(&disk.root(), OsStr::new(".firn"))
+        .expect("lookup");
+    disk.lookup(&firn, OsStr::new("log")).expect("lookup").0
+}
+
+/// The container, if the file is not flat.
+fn container(disk: &SimBacking) -> Option<Inode> {
+    let names = own::list(disk, &top(disk)).expect("list");
+    let name = names.into_iter().next()?.0;
+    let name = String::from_utf8(name).expect("a name");
+    Some(
+        disk.lookup(&top(disk), OsStr::new(&name))
+            .expect("lookup")
+            .0,
+    )
+}
+
+fn names(disk: &SimBacking, dir: &Inode) -> Vec<String> {
+    let listed = own::list(disk, dir).expect("list").into_iter();
+    let mut names: Vec<String> = listed
+        .map(|(name, ..)| String::from_utf8(name).expect("a name"))
+        .collect();
+    names.sort();
+    names
+}
+
+fn read(backing: &impl Backing) -> Result<Vec<u8>, Errno> {
+    let (inode, attr) = backing.lookup(&backing.root(), OsStr::new("file"))?;
+    let file = backing.open(&inode, Access::Read)?;
+    let mut bytes = vec![0; attr.size as usize + 10];
+    let count = backing.read_at(&file, &mut bytes, 0)?;
+    bytes.truncate(count);
+    Ok(bytes)
+}
+
+/// What is done to a file of a container.
+fn damage(disk: &SimBacking, dir: &Inode, name: &str, random: &mut StdRng) -> bool {
+    let (inode, attr) = disk.lookup(dir, OsStr::new(name)).expect("lookup");
+    if attr.size == 0 {
+        return false;
+    }
+    let may_be_shortened = !name.starts_with("i-");
+    let at = random.random_range(0..attr.size);
+    let file = disk.open(&inode, Access::ReadWrite).expect("open");
+    match random.random_range(0..6) {
+        0 if may_be_shortened => disk.set_len(&file, at).expect("cut"),
+        1 if name.starts_with("d-") => disk.unlink(dir, OsStr::new(name)).expect("remove"),
+        2 => disk.set_mode(&inode, 0o666).expect("mode"),
+        _ => {
+            let mut byte = [0];
+            disk.read_at(&file, &mut byte, at).expect("read");
+            byte[0] ^= 1 << random.random_range(0..8);
+            disk.write_at(&file, &[IoSlice::new(&byte)], at)
+                .expect("write");
+        }
+    }
+    true
+}
+
+/// Proves S-log-31, S-log-32.
+#[test]
+fn damage_is_named_and_never_shown() {
+    let (mut failed, mut harmless) = (0, 0);
+    for seed in 0..400 {
+        let mut random = StdRng::seed_from_u64(seed);
+        let (disk, expected) = written(&mut random);
+        let Some(dir) = container(&disk) else {
+            continue;
+        };
+        assert_eq!(verify(&disk).expect("verify"), [], "seed {seed}");
+        let names = names(&disk, &dir);
+        let name = &names[random.random_range(0..names.len())];
+        if !damage(&disk, &dir, name, &mut random) {
+            continue;
+        }
+        let (_, host) = begin_host(&disk, "c");
+        let found = read(&host);
+        let is_decided = names.iter().any(|name| name == "all");
+        let findings = verify(&disk).expect("verify");
+        match found {
+            Ok(found) => {
+                assert!(found == expected, "seed {seed}: {name}: {findings:?}");
+                harmless += 1;
+            }
+            Err(error) => {
+                let known = [Errno::IO, Errno::PERM];
+                assert!(known.contains(&error), "seed {seed}: {name}: {error}");
+                assert!(!is_decided, "seed {seed}: {name}: {error}");
+                let names_it = |finding: &Finding| finding.file.as_ref() == Some(name);
+                assert!(
+                    findings.iter().any(names_it),
+                    "seed {seed}: {name} is not in {findings:?}"
+                );
+                failed += 1;
+            }
+        }
+        // What is flattened is right.
+        let (inode, _) = host
+            .lookup(&host.root(), OsStr::new("file"))
+            .expect("lookup");
+        drop(host.open(&inode, Access::ReadWrite));
+        let _ = host.settle();
+        if container(&disk).is_none() {
+            assert!(read(&disk) == Ok(expected), "seed {seed}: {name}: flat");
+        }
+    }
+    assert!(failed > 50 && harmless > 50, "{failed} {harmless}");
+}
+
+/// A file whose container cannot be read is an error, and the others beside it are read. It can be removed.
+///
+/// Proves S-log-33.
+#[test]
+fn a_container_of_somebody_else_is_not_believed() {
+    type Change = fn(&SimBacking, &Inode);
+    let changes: [Change; 3] = [
+        |disk, dir| disk.set_mode(dir, 0o755).expect("mode"),
+        |disk, dir| disk.set_owner(dir, Some(12345), None).expect("owner"),
+        |disk, dir| {
+            let (inode, _) = disk.lookup(dir, OsStr::new("head")).expect("lookup");
+            let file = disk.open(&inode, Access::ReadWrite).expect("open");
+            disk.write_at(&file, &[IoSlice::new(&[9])], 8)
+                .expect("write");
+        },
+    ];
+    for (number, change) in changes.into_iter().enumerate() {
+        let mut random = StdRng::seed_from_u64(0);
+        let (disk, _) = written(&mut random);
+        let (_, host) = begin_host(&disk, "d");
+        let me = suite::own_caller();
+        let other = host.create(&me, &host.root(), OsStr::new("other"), 0o644);
+        drop(other.expect("create"));
+        change(&disk, &container(&disk).expect("there"));
+        // A head is read once.
+        assert!(number == 2 || read(&host).is_err(), "change {number}");
+        let (_, host) = begin_host(&disk, "e");
+        assert!(read(&host).is_err(), "change {number}");
+        let findings = verify(&disk).expect("verify");
+        let is_serious = |finding: &Finding| !finding.fault.is_harmless();
+        assert!(findings.iter().any(is_serious), "change {number}");
+        let says_version = findings.iter().any(|finding| {
+            matches!(finding.fault, Fault::Head(_)) && finding.to_string().contains("version 9")
+        });
+        assert_eq!(says_version, number == 2, "{findings:?}");
+        let (inode, _) = host
+            .lookup(&host.root(), OsStr::new("other"))
+            .expect("lookup");
+        drop(host.open(&inode, Access::ReadWrite).expect("open"));
+    }
+}
