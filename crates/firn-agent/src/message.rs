@@ -19,8 +19,8 @@ pub const PROTOCOL_VERSION: u32 = 1;
 pub const FRAME_BYTES_MAX: usize = 64 << 10;
 /// Bytes of the longest frame from somebody who has not shown the key yet.
 pub const HANDSHAKE_BYTES_MAX: usize = 512;
-/// Bytes of a block: requests of 1 to 4 MiB keep a network busy (docs/internals/agent.md).
-pub const BLOCK_BYTES: u64 = 4 << 20;
+/// Bytes of a block: it is written while it is still in the processor's cache, and larger ones gained nothing.
+pub const BLOCK_BYTES: u64 = 1 << 20;
 /// Bytes of the longest path in a message.
 pub const PATH_BYTES_MAX: usize = 4096;
 

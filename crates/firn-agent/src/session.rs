@@ -23,7 +23,7 @@ use crate::transport::Transport;
 const FILES_MAX: usize = 64;
 /// How long a puller may ask nothing: as long as its disk may stand still.
 const IDLE_LIMIT: Duration = Duration::from_secs(120);
-/// How long a puller may take for one answer, of [`BLOCK_BYTES`] at most: 35 KB/s.
+/// How long a puller may take for one answer, of [`BLOCK_BYTES`] at most: 9 KB/s.
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
 /// Bytes of entries that go into one frame, by the longest that they can become as JSON.
 const ENTRIES_BYTES: usize = FRAME_BYTES_MAX - 1024;

@@ -31,7 +31,7 @@ use crate::message::{Entry, EntryKind, ErrorKind, PATH_BYTES_MAX, Reply};
 use crate::transport::Transport;
 
 /// Bytes that are copied at a time where sendfile(2) is no use: they stay in the processor's cache for the checksum.
-const COPY_BYTES: usize = 256 << 10;
+const COPY_BYTES: usize = 128 << 10;
 /// Entries of the largest tree that is listed.
 pub(crate) const ENTRIES_MAX: usize = 1 << 20;
 
@@ -115,6 +115,8 @@ pub(crate) struct HeldFile {
     path: BytePath,
     /// Opened when bytes are needed that only the backing has.
     backing: Option<File>,
+    /// For what is copied; empty until something is.
+    buffer: Vec<u8>,
     _hold: Hold,
 }
 
@@ -192,6 +194,7 @@ impl Source {
             list,
             path: path.clone(),
             backing: None,
+            buffer: Vec::new(),
             _hold: hold,
         }))
     }
@@ -254,10 +257,11 @@ impl Source {
         part: &ChunkPiece,
         mut take: impl FnMut(&[u8]) -> Result<(), SendError>,
     ) -> Result<(), SendError> {
-        let mut buffer = vec![0; COPY_BYTES.min(part.bytes as usize)];
+        let mut buffer = std::mem::take(&mut file.buffer);
+        buffer.resize(COPY_BYTES, 0);
         let mut done = 0;
         while done < part.bytes {
-            let count = buffer.len().min((part.bytes - done) as usize);
+            let count = COPY_BYTES.min((part.bytes - done) as usize);
             let buffer = &mut buffer[..count];
             match part.place {
                 Place::Backing => self.read_backing(file, part.at + done, buffer)?,
@@ -266,6 +270,7 @@ impl Source {
             take(buffer)?;
             done += count as u64;
         }
+        file.buffer = buffer;
         Ok(())
     }
 
@@ -320,23 +325,19 @@ struct Sender<'a, T> {
 }
 
 impl<T: Transport> Sender<'_, T> {
-    fn send_memory(&mut self, run: &[ChunkPiece], file: &mut HeldFile) -> Result<(), SendError> {
+    fn send_memory(&mut self, run: &[ChunkPiece], file: &HeldFile) -> Result<(), SendError> {
         let mount = &self.source.mount;
         let bytes = run.iter().map(|part| part.bytes).sum();
         self.link.send(&Reply::Bytes { bytes }, self.until)?;
         let (arena, start) = mount.arena_file().ok_or(MountError::NotMapped)?;
         for part in run {
             // Within the region, or it is an error before a byte of it leaves.
-            mount.address_of(part)?;
+            let bytes = file.list.bytes_in_memory(part)?;
+            let bytes = bytes.ok_or(MountError::NotMapped)?;
             let transport = self.link.transport();
             transport.send_file(arena, start + part.at, part.bytes, self.until)?;
-        }
-        // While the network has the bytes, which stay as they are, they are summed up here.
-        for part in run {
-            self.source.copy(file, part, |bytes| {
-                self.crc = crc32c::crc32c_append(self.crc, bytes);
-                Ok(())
-            })?;
+            // While the network has the bytes, which stay as they are, they are summed up here.
+            self.crc = crc32c::crc32c_append(self.crc, bytes);
         }
         Ok(())
     }

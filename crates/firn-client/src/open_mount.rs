@@ -338,6 +338,18 @@ impl ChunkList {
         })
     }
 
+    /// The bytes of a piece that is in memory. `None`: it is not, or the region is not mapped. Whoever does not ask
+    /// afterwards whether the list held ([`ChunkList::was_changed`]) knows nothing of them.
+    pub fn bytes_in_memory(&self, piece: &ChunkPiece) -> Result<Option<&[u8]>, MountError> {
+        if piece.place != Place::Memory {
+            return Ok(None);
+        }
+        let address = self.mount.address_of(piece)?;
+        // SAFETY: `address_of` found the piece within a mapping that lives as long as the mount, so longer than this
+        // list. As long as the list is held nobody stores to what it names (S-chunks-1).
+        Ok(address.map(|at| unsafe { std::slice::from_raw_parts(at, piece.bytes as usize) }))
+    }
+
     /// Whether the file was changed since the list was made; an error where the list may have ended.
     pub fn was_changed(&self) -> Result<bool, MountError> {
         self.mount

@@ -30,7 +30,7 @@ use crate::pull::state::State;
 use crate::pull::writers::{Block, Finish, StagedFile, Writers};
 
 /// Requests without an answer yet: enough that the agent always knows the next one.
-const IN_FLIGHT: usize = 8;
+const IN_FLIGHT: usize = 16;
 /// Files that are open ahead of the one that arrives, in number and in bytes.
 const AHEAD_FILES: usize = 16;
 const AHEAD_BYTES: u64 = 64 << 20;
@@ -285,12 +285,12 @@ impl<'a, 't> Fetch<'a, 't> {
             }
         };
         let staged = self.open[&number].staged.as_ref().expect("it is open");
-        self.writers.write(Block {
-            file: Arc::clone(staged),
+        let block = Block {
             offset: block * BLOCK_BYTES,
             buffer,
             parts: received.parts,
-        });
+        };
+        self.writers.write(staged, block);
         self.state.received(expected, received.bytes);
         self.end_block(number);
         Ok(())

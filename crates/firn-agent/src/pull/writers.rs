@@ -2,15 +2,17 @@
 //!
 //! Invariants
 //! * There are [`BUFFERS`] buffers of a block each, and no others: a disk that is slower than the network stops it.
-//! * A file is finished (length, mode, time, sync) once, after all its blocks were written.
+//! * A file has one thread at a time, which does its jobs in their order: its lock is not fought for, and its end
+//!   (length, mode, time, sync) comes after all its blocks.
 
+use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
@@ -19,22 +21,16 @@ use crate::message::{BLOCK_BYTES, Entry};
 use crate::pull::staging::{finish_file, local};
 
 /// 64 MiB on their way to the disk.
-const BUFFERS: usize = 16;
-const THREADS: usize = 2;
+const BUFFERS: usize = (64 << 20) / BLOCK_BYTES as usize;
+/// One writes while others sync files that have ended.
+const THREADS: usize = 3;
 
 /// A file that is being written.
 pub(crate) struct StagedFile {
     path: PathBuf,
     file: File,
-    progress: Mutex<FileProgress>,
-}
-
-#[derive(Default)]
-struct FileProgress {
-    /// Blocks that are not written yet.
-    blocks: usize,
-    /// What is done after the last of them.
-    finish: Option<Finish>,
+    /// A thread has it. Changed under the lock of the queue only.
+    is_taken: AtomicBool,
 }
 
 impl StagedFile {
@@ -43,7 +39,7 @@ impl StagedFile {
         Arc::new(Self {
             path,
             file,
-            progress: Mutex::default(),
+            is_taken: AtomicBool::new(false),
         })
     }
 
@@ -51,15 +47,10 @@ impl StagedFile {
     pub(crate) fn file(&self) -> &File {
         &self.file
     }
-
-    fn progress(&self) -> MutexGuard<'_, FileProgress> {
-        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 /// A block's worth of bytes.
 pub(crate) struct Block {
-    pub(crate) file: Arc<StagedFile>,
     /// Offset of the buffer's first byte in the file.
     pub(crate) offset: u64,
     pub(crate) buffer: Vec<u8>,
@@ -73,22 +64,23 @@ pub(crate) struct Finish {
     pub(crate) entry: Entry,
 }
 
-enum Job {
+enum Work {
     Block(Block),
-    Finish(Arc<StagedFile>, Finish),
+    Finish(Finish),
+}
+
+struct Job {
+    file: Arc<StagedFile>,
+    work: Work,
 }
 
 /// See the head of this file.
 pub(crate) struct Writers {
-    jobs: Option<Sender<Job>>,
-    free: Receiver<Vec<u8>>,
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
 }
 
 struct Shared {
-    jobs: Mutex<Receiver<Job>>,
-    free: Mutex<Sender<Vec<u8>>>,
     state: Mutex<State>,
     changed: Condvar,
     is_synced: bool,
@@ -96,30 +88,40 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    /// Blocks that are not written and files that are not finished.
-    jobs: usize,
+    queue: VecDeque<Job>,
+    /// Jobs that a thread has.
+    under_way: usize,
+    /// The one that came back last is still in the processor's cache and is taken first.
+    free: Vec<Vec<u8>>,
     failure: Option<PullError>,
+    is_over: bool,
+}
+
+impl State {
+    /// The first job whose file no thread has.
+    fn take_job(&mut self) -> Option<Job> {
+        let is_free = |job: &Job| !job.file.is_taken.load(Ordering::Relaxed);
+        let at = self.queue.iter().position(is_free)?;
+        let job = self.queue.remove(at)?;
+        job.file.is_taken.store(true, Ordering::Relaxed);
+        self.under_way += 1;
+        Some(job)
+    }
 }
 
 impl Writers {
     /// Starts them; what they finish is durable with `is_synced`.
     pub(crate) fn start(is_synced: bool) -> io::Result<Self> {
-        let (jobs, taken) = channel();
-        let (returned, free) = channel();
-        for _ in 0..BUFFERS {
-            let _ = returned.send(Vec::new());
-        }
-        let shared = Arc::new(Shared {
-            jobs: Mutex::new(taken),
-            free: Mutex::new(returned),
-            state: Mutex::default(),
-            changed: Condvar::new(),
-            is_synced,
-        });
+        let state = State {
+            free: vec![Vec::new(); BUFFERS],
+            ..State::default()
+        };
         let mut writers = Self {
-            jobs: Some(jobs),
-            free,
-            shared,
+            shared: Arc::new(Shared {
+                state: Mutex::new(state),
+                changed: Condvar::new(),
+                is_synced,
+            }),
             threads: Vec::new(),
         };
         for _ in 0..THREADS {
@@ -132,56 +134,48 @@ impl Writers {
 
     /// A buffer for a block; waits until the disk has taken one.
     pub(crate) fn take_buffer(&self) -> Result<Vec<u8>, PullError> {
-        let mut buffer = self.free.recv().expect("the writers give all back");
-        self.check()?;
-        buffer.resize(BLOCK_BYTES as usize, 0);
-        Ok(buffer)
+        let mut state = self.shared.lock();
+        loop {
+            if let Some(failure) = state.failure.take() {
+                return Err(failure);
+            }
+            if let Some(mut buffer) = state.free.pop() {
+                drop(state);
+                buffer.resize(BLOCK_BYTES as usize, 0);
+                return Ok(buffer);
+            }
+            state = self.shared.wait(state);
+        }
     }
 
     /// Gives one back that has nothing in it.
     pub(crate) fn return_buffer(&self, buffer: Vec<u8>) {
-        self.shared.give_back(buffer);
+        self.shared.lock().free.push(buffer);
     }
 
     /// Writes a block, later.
-    pub(crate) fn write(&self, block: Block) {
-        block.file.progress().blocks += 1;
-        self.shared.lock().jobs += 1;
-        self.send(Job::Block(block));
+    pub(crate) fn write(&self, file: &Arc<StagedFile>, block: Block) {
+        self.add(file, Work::Block(block));
     }
 
     /// Finishes a file after its last block, of which there are no more.
     pub(crate) fn finish(&self, file: &Arc<StagedFile>, finish: Finish) {
-        self.shared.lock().jobs += 1;
-        let mut progress = file.progress();
-        if progress.blocks > 0 {
-            progress.finish = Some(finish);
-            return;
-        }
-        drop(progress);
-        self.send(Job::Finish(Arc::clone(file), finish));
+        self.add(file, Work::Finish(finish));
     }
 
-    fn send(&self, job: Job) {
-        let jobs = self
-            .jobs
-            .as_ref()
-            .expect("they work until they are dropped");
-        jobs.send(job).expect("the receiver lives as long");
+    fn add(&self, file: &Arc<StagedFile>, work: Work) {
+        let file = Arc::clone(file);
+        self.shared.lock().queue.push_back(Job { file, work });
+        self.shared.changed.notify_all();
     }
 
     /// Waits until all is written and finished.
     pub(crate) fn wait(&self) -> Result<(), PullError> {
         let mut state = self.shared.lock();
-        while state.jobs > 0 {
+        while !state.queue.is_empty() || state.under_way > 0 {
             state = self.shared.wait(state);
         }
-        drop(state);
-        self.check()
-    }
-
-    fn check(&self) -> Result<(), PullError> {
-        match self.shared.lock().failure.take() {
+        match state.failure.take() {
             Some(failure) => Err(failure),
             None => Ok(()),
         }
@@ -190,7 +184,8 @@ impl Writers {
 
 impl Drop for Writers {
     fn drop(&mut self) {
-        self.jobs.take();
+        self.shared.lock().is_over = true;
+        self.shared.changed.notify_all();
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }
@@ -208,59 +203,49 @@ impl Shared {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn give_back(&self, buffer: Vec<u8>) {
-        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        // Nobody takes one any more when the pull ends.
-        let _ = free.send(buffer);
-    }
-
-    fn next_job(&self) -> Option<Job> {
-        let jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
-        jobs.recv().ok()
-    }
-
     fn work(&self) {
-        while let Some(job) = self.next_job() {
-            match job {
-                Job::Block(block) => {
-                    let file = Arc::clone(&block.file);
-                    self.end_job(self.write(block));
-                    if let Some(finish) = last_of(&file) {
-                        self.end_job(self.finish(&file, &finish));
-                    }
-                }
-                Job::Finish(file, finish) => self.end_job(self.finish(&file, &finish)),
+        while let Some(Job { file, work }) = self.next_job() {
+            let done = match work {
+                Work::Block(block) => self.write(&file, block),
+                Work::Finish(finish) => self.finish(&file, &finish),
+            };
+            let mut state = self.lock();
+            file.is_taken.store(false, Ordering::Relaxed);
+            state.under_way -= 1;
+            if let Err(failure) = done {
+                state.failure.get_or_insert(failure);
             }
+            self.changed.notify_all();
         }
     }
 
-    fn end_job(&self, done: Result<(), PullError>) {
+    /// `None`: it is over, and nothing is left.
+    fn next_job(&self) -> Option<Job> {
         let mut state = self.lock();
-        state.jobs -= 1;
-        if let Err(failure) = done {
-            state.failure.get_or_insert(failure);
+        loop {
+            if let Some(job) = state.take_job() {
+                return Some(job);
+            }
+            if state.is_over && state.queue.is_empty() {
+                return None;
+            }
+            state = self.wait(state);
         }
-        self.changed.notify_all();
     }
 
-    fn write(&self, block: Block) -> Result<(), PullError> {
-        let Block {
-            file,
-            offset,
-            buffer,
-            parts,
-        } = block;
+    fn write(&self, staged: &StagedFile, block: Block) -> Result<(), PullError> {
+        let StagedFile { path, file, .. } = staged;
         let mut written = Ok(());
-        for part in parts {
-            let at = offset + part.start as u64;
-            let bytes = &buffer[part];
-            written = written.and_then(|()| file.file.write_all_at(bytes, at));
+        for part in block.parts {
+            let at = block.offset + part.start as u64;
+            let bytes = &block.buffer[part];
+            written = written.and_then(|()| file.write_all_at(bytes, at));
             if self.is_synced {
-                begin_writeback(&file.file, at, bytes.len() as u64);
+                begin_writeback(file, at, bytes.len() as u64);
             }
         }
-        self.give_back(buffer);
-        written.map_err(local(&file.path))
+        self.lock().free.push(block.buffer);
+        written.map_err(local(path))
     }
 
     fn finish(&self, staged: &StagedFile, finish: &Finish) -> Result<(), PullError> {
@@ -274,16 +259,6 @@ impl Shared {
             }
         };
         done().map_err(local(path))
-    }
-}
-
-/// What is to be done now that a block of the file was written.
-fn last_of(file: &StagedFile) -> Option<Finish> {
-    let mut progress = file.progress();
-    progress.blocks -= 1;
-    match progress.blocks {
-        0 => progress.finish.take(),
-        _ => None,
     }
 }
 
