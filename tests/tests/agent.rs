@@ -734,6 +734,132 @@ fn whatever_is_killed_a_copy_is_whole_or_not_there() {
     drop(agent);
 }
 
+/// `firn pull --follow` that ends with the value.
+struct Follower(std::process::Child);
+
+impl Drop for Follower {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn follow(partner: &Sandbox, backing: &Path, source: &Path, target: &Path) -> Follower {
+    let extra = ["--follow", "--keep", "2", "--every", "100ms"];
+    let mut command = pull_command(partner, backing, source, target, &extra);
+    let log = fs::File::create(partner.join("follow.log")).expect("a log");
+    Follower(command.stderr(log).spawn().expect("start the follower"))
+}
+
+fn names(dir: &Path) -> Vec<String> {
+    let entries = fs::read_dir(dir).expect("list the copies");
+    let name = |entry: std::io::Result<fs::DirEntry>| {
+        let name = entry.expect("an entry").file_name();
+        name.to_string_lossy().into_owned()
+    };
+    let mut names: Vec<_> = entries
+        .map(name)
+        .filter(|name| !name.starts_with('.'))
+        .collect();
+    names.sort();
+    names
+}
+
+/// A checkpoint that is newer than those before: their order is that of their times, which have seconds here.
+fn write_step(mount: &FirnMount<'_>, step: u64) -> PathBuf {
+    let top = mount.join(format!("step_{step}"));
+    fs::create_dir(&top).expect("mkdir");
+    for rank in 0..3 {
+        let path = top.join(format!("rank{rank}"));
+        fs::write(&path, bytes(10 * step + rank, 2 * MIB + 99)).expect("write");
+        set_time(&path, step);
+    }
+    set_time(&top, step);
+    top
+}
+
+fn set_time(path: &Path, step: u64) {
+    let time = std::time::UNIX_EPOCH + Duration::from_secs(1_000_000_000 + step);
+    let file = fs::File::open(path).expect("open");
+    file.set_modified(time).expect("set the time");
+}
+
+/// Proves S-agent-11: the source loses its processes, its memory and its backing; a third host restarts from the
+/// partner's memory.
+#[test]
+fn a_partner_keeps_copies_from_which_a_job_restarts() {
+    let [source, partner, replacement] =
+        ["source", "partner", "replacement"].map(|name| Sandbox::new(&format!("agent-{name}")));
+    let mount = FirnMount::new(&source, DEMAND);
+    let partner_mount = FirnMount::new(&partner, DEMAND);
+    let copies = partner_mount.join("of-n1");
+    fs::create_dir(&copies).expect("mkdir");
+    let agent = Agent::start(&source, mount.path(), &[]);
+    let mut follower = follow(&partner, mount.backing(), mount.path(), &copies);
+    let expected: Vec<_> = (1..=4)
+        .map(|step| {
+            let top = write_step(&mount, step);
+            let name = format!("step_{step}");
+            wait_until("a copy of a checkpoint", LIMIT, || {
+                names(&copies).contains(&name)
+            });
+            assert_same("a copy", &snapshot(&copies.join(&name)), &snapshot(&top));
+            snapshot(&top)
+        })
+        .collect();
+    wait_until("older copies are gone", LIMIT, || {
+        names(&copies) == ["step_3", "step_4"]
+    });
+    // One that is not closed is passed over; one that changes is exchanged.
+    let open = {
+        let top = mount.join("step_5");
+        fs::create_dir(&top).expect("mkdir");
+        let file = open_rw(&top.join("rank0"));
+        file.write_all_at(&bytes(50, MIB), 0).expect("write");
+        file
+    };
+    let last = write_step(&mount, 6);
+    wait_until("the next copy", LIMIT, || {
+        names(&copies) == ["step_4", "step_6"]
+    });
+    fs::write(last.join("late"), bytes(77, MIB)).expect("write");
+    set_time(&last.join("late"), 6);
+    set_time(&last, 6);
+    let expected_last = snapshot(&last);
+    wait_until("the copy is exchanged", LIMIT, || {
+        snapshot(&copies.join("step_6")) == expected_last
+    });
+    // A follower that is killed begins anew, and what is there is not copied again.
+    drop(follower);
+    follower = follow(&partner, mount.backing(), mount.path(), &copies);
+    // The host is lost.
+    drop(open);
+    agent.kill();
+    let backing = mount.kill();
+    for arena in source.arenas() {
+        fs::remove_file(arena).expect("remove the arena, which is memory");
+    }
+    wait_until("the follower tells that the source is gone", LIMIT, || {
+        let log = fs::read_to_string(partner.join("follow.log")).expect("a log");
+        log.contains("cannot be reached")
+    });
+    fs::remove_dir_all(&backing).expect("remove the backing");
+    drop(follower);
+    let held = partner_mount.status().held_bytes;
+    assert!(
+        held >= 12 * MIB as u64,
+        "{held} bytes are held by the partner"
+    );
+    let _agent = Agent::start(&partner, partner_mount.path(), &[]);
+    let restart = FirnMount::new(&replacement, DEMAND);
+    for (name, expected) in [("step_4", &expected[3]), ("step_6", &expected_last)] {
+        let target = restart.join(name);
+        let from = partner_mount.backing();
+        pull(&replacement, from, &copies.join(name), &target, &[]).ok();
+        assert_same("what the job restarts from", &snapshot(&target), expected);
+    }
+}
+
 /// Proves S-agent-10: right after the answer the power is cut; and a puller is killed at a random moment before.
 #[test]
 fn a_copy_survives_the_power_of_its_file_system() {

@@ -22,6 +22,7 @@
 
 mod auth;
 mod error;
+mod follow;
 pub mod holds;
 mod key_file;
 mod link;
@@ -35,6 +36,7 @@ mod transport;
 
 pub use auth::{Key, answer_handshake, begin_handshake};
 pub use error::{AgentError, PullError, WireError};
+pub use follow::{FollowEvent, FollowRequest, follow};
 pub use key_file::{KeyFile, KeyFileError, check_host};
 pub use link::Link;
 pub use peer::{Peer, Route};

@@ -3,13 +3,13 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
-use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
-use firn_agent::{Listed, Outcome, PullRequest, Route};
+use clap::{ArgMatches, Args, FromArgMatches, ValueHint, value_parser};
+use firn_agent::{FollowEvent, FollowRequest, Listed, Outcome, PullRequest, Route};
 use firn_config::parse_duration_ms;
 use firn_protocol::path::BytePath;
 use serde::Serialize;
 
-use crate::failure::{DONE, Failure, PARTLY, USAGE};
+use crate::failure::{DONE, FAILED, Failure, PARTLY, USAGE};
 use crate::output::{self, Paint};
 use crate::progress::Meter;
 use crate::text;
@@ -24,6 +24,9 @@ pub const VERB: Verb = Verb {
                was interrupted leaves .firn-pull-NAME beside DIR, which the same command goes on with. Files that are \
                open for writing or were cut off are refused without --cut. Modification times and permissions come \
                along, owners and extended attributes do not.\n\n\
+               With --follow, it copies each checkpoint of a directory as it becomes complete, keeps the newest ones, and \
+               runs until it is interrupted: run on another host, into a directory of its memory or disk, it makes \
+               copies that survive the loss of HOST.\n\n\
                Without --backing and --key-file the agent is started by ssh. With --backing, it is one that \
                `firn agent` runs there; that is faster, and not encrypted.",
     examples: &[
@@ -34,6 +37,10 @@ pub const VERB: Verb = Verb {
         (
             "firn pull --backing /scratch/run42 n17:/ckpt/step_100 step_100",
             "from the agent on n17, found through the backing",
+        ),
+        (
+            "firn pull --follow --keep 2 --backing /scratch/run42 n17:/ckpt /dev/shm/of-n17",
+            "copies of the newest two checkpoints, in this host's memory",
         ),
         (
             "firn pull --list n17:/ckpt",
@@ -65,6 +72,15 @@ struct PullArgs {
     /// List what is in the directory instead, without copying it; without a path: in the agent's mount.
     #[arg(long)]
     list: bool,
+    /// Copy each file or directory that is directly in PATH into DIR, as it becomes complete, until interrupted.
+    #[arg(long, conflicts_with_all = ["list", "cut"])]
+    follow: bool,
+    /// How many copies --follow keeps; older ones are removed from DIR.
+    #[arg(long, value_name = "N", default_value_t = 2, requires = "follow", value_parser = value_parser!(u32).range(1..))]
+    keep: u32,
+    /// How often --follow looks.
+    #[arg(long, value_name = "DURATION", default_value = "2s", requires = "follow", value_parser = parse_duration_ms)]
+    every: u64,
     /// The backing, where the agent on HOST left its address and key.
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath, conflicts_with = "key_file")]
     backing: Option<PathBuf>,
@@ -103,9 +119,20 @@ struct Pulled<'a> {
 
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PullArgs::from_arg_matches(matches)?;
-    let (host, source) = parse_source(&args.source, args.list)?;
+    let (host, source) = parse_source(&args.source, args.list || args.follow)?;
     let route = route(&args)?;
     match &args.target {
+        Some(target) if args.follow => {
+            let request = FollowRequest {
+                host,
+                route,
+                source,
+                target: target.clone(),
+                keep: args.keep as usize,
+                every: Duration::from_millis(args.every),
+            };
+            follow(&request, args.json)
+        }
         Some(target) => {
             let target = name_target(target, &source)?;
             let request = PullRequest {
@@ -120,6 +147,66 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         }
         None => list(&firn_agent::list(&host, &route, &source)?, args.json),
     }
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "snake_case", tag = "event")]
+enum Followed<'a> {
+    Copied {
+        name: &'a BytePath,
+        #[serde(flatten)]
+        outcome: &'a Outcome,
+        elapsed_s: f64,
+        lag_s: f64,
+    },
+    Removed {
+        name: &'a BytePath,
+    },
+}
+
+fn follow(request: &FollowRequest, json: bool) -> Result<u8, Failure> {
+    if !request.target.is_dir() {
+        let target = text::path(&request.target);
+        let told = format!("{target} is no directory: make it first, for the copies alone");
+        return Err(Failure::new(FAILED, told));
+    }
+    firn_agent::follow(request, &mut |event| tell_event(&event, json))
+}
+
+fn tell_event(event: &FollowEvent<'_>, json: bool) {
+    let told = match *event {
+        FollowEvent::Copied {
+            name,
+            outcome,
+            elapsed,
+            lag_s,
+        } => {
+            let elapsed_s = elapsed.as_secs_f64();
+            if !json {
+                output::say(&format!("{name}: {}", summary(outcome, elapsed_s)));
+                return;
+            }
+            output::print_json_line(&Followed::Copied {
+                name,
+                outcome,
+                elapsed_s,
+                lag_s,
+            })
+        }
+        FollowEvent::Removed { name } if json => {
+            output::print_json_line(&Followed::Removed { name })
+        }
+        FollowEvent::Removed { name } => {
+            output::say(&format!("{name}: removed, newer copies are here"));
+            return;
+        }
+        FollowEvent::Failed { error } => {
+            output::say(&error.to_string());
+            return;
+        }
+    };
+    // Copies are made whether or not somebody reads of them.
+    let _ = told;
 }
 
 fn pull(request: &PullRequest, json: bool) -> Result<u8, Failure> {
