@@ -105,6 +105,18 @@ impl Firn {
         Ok(mount)
     }
 
+    /// The program with the environment of this run, for verbs that stay.
+    pub fn command(&self) -> Command {
+        command(&self.program, &self.runtime_dir)
+    }
+
+    /// The same, started by another program such as nsenter(1), which `start` makes a command of.
+    pub fn command_by(&self, start: impl FnOnce(&str) -> Command) -> Command {
+        let mut command = start(&self.program.to_string_lossy());
+        command.env("FIRN_RUNTIME_DIR", &self.runtime_dir);
+        command
+    }
+
     fn run(&self, args: &[&std::ffi::OsStr]) -> anyhow::Result<Vec<u8>> {
         let output = command(&self.program, &self.runtime_dir)
             .args(args)

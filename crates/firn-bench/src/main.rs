@@ -30,6 +30,7 @@ mod memory;
 mod meta;
 mod options;
 mod orchestrate;
+mod pull;
 mod read;
 mod report;
 mod restart;
@@ -69,6 +70,7 @@ enum Benchmark {
     App(app::AppArgs),
     Orchestrate(orchestrate::OrchestrateArgs),
     Alternatives(alternatives::AlternativesArgs),
+    Pull(pull::PullArgs),
     /// Runs ingest, checkpoint (on the file system of --dir), read, meta,
     /// memory, restart, spill, drain, commit and conflict, one after the other.
     ///
@@ -78,6 +80,10 @@ enum Benchmark {
     Worker,
     #[command(hide = true)]
     Serve,
+    #[command(hide = true)]
+    Send(pull::bare::SendArgs),
+    #[command(hide = true)]
+    Receive(pull::bare::ReceiveArgs),
 }
 
 #[derive(Clone, Debug, Args)]
@@ -120,6 +126,8 @@ fn run(benchmark: Benchmark) -> anyhow::Result<()> {
     match benchmark {
         Benchmark::Worker => return worker::main(),
         Benchmark::Serve => return serve::main(),
+        Benchmark::Send(args) => return args.run(),
+        Benchmark::Receive(args) => return args.run(),
         _ => firn_testfs::cleanup::on_signals()?,
     }
     match benchmark {
@@ -135,9 +143,12 @@ fn run(benchmark: Benchmark) -> anyhow::Result<()> {
         Benchmark::Conflict(args) => args.common().publish(&args.run()?),
         Benchmark::Alternatives(args) => args.common().publish(&args.run()?),
         Benchmark::Orchestrate(args) => args.common().publish(&args.run()?),
+        Benchmark::Pull(args) => args.common().publish(&args.run()?),
         Benchmark::App(args) => args.common().publish(&args.run()?),
         Benchmark::All(args) => all(&args.common),
-        Benchmark::Worker | Benchmark::Serve => unreachable!("handled above"),
+        Benchmark::Worker | Benchmark::Serve | Benchmark::Send(_) | Benchmark::Receive(_) => {
+            unreachable!("handled above")
+        }
     }
 }
 

@@ -41,6 +41,7 @@ impl Namespace {
         let there = format!("{here}p");
         let (high, low) = (self.number / 256 % 64, self.number % 256);
         let link = Link {
+            here: here.clone(),
             there: there.clone(),
             subnet: format!("10.{}.{low}", 64 + high),
         };
@@ -79,6 +80,8 @@ impl Namespace {
 
 /// What connects a namespace with that of this process, whose address has the number 1.
 pub struct Link {
+    /// The device outside.
+    here: String,
     /// The device in the namespace.
     there: String,
     /// The first three numbers of its addresses.
@@ -86,6 +89,18 @@ pub struct Link {
 }
 
 impl Link {
+    /// Lets no more out of this process's namespace than this rate of tc(8), or all again.
+    pub fn limit(&self, rate: Option<&str>) -> anyhow::Result<()> {
+        let here = &self.here;
+        let line = match rate {
+            Some(rate) => {
+                format!("qdisc add dev {here} root tbf rate {rate} burst 1mb latency 20ms")
+            }
+            None => format!("qdisc del dev {here} root"),
+        };
+        run("tc", &line.split(' ').collect::<Vec<_>>()).map(drop)
+    }
+
     /// The address with this number.
     pub fn address(&self, number: u8) -> String {
         format!("{}.{number}", self.subnet)

@@ -1,0 +1,148 @@
+//! The least that a transfer can be: sendfile(2) on one side, read(2) and write(2) on the other.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+
+use crate::cpu;
+
+const BUFFER_BYTES: usize = 1 << 20;
+const START_LIMIT: Duration = Duration::from_secs(10);
+
+/// Sends all files of a directory to the first who connects.
+#[derive(Clone, Debug, clap::Args)]
+pub struct SendArgs {
+    address: String,
+    dir: PathBuf,
+}
+
+/// Writes what it receives to one file for each that was sent.
+#[derive(Clone, Debug, clap::Args)]
+pub struct ReceiveArgs {
+    address: String,
+    dir: PathBuf,
+}
+
+impl SendArgs {
+    /// Says its address, sends, and says how much processor time it took.
+    pub fn run(&self) -> anyhow::Result<()> {
+        let listener = TcpListener::bind((self.address.as_str(), 0))?;
+        println!("{}", listener.local_addr()?);
+        let (mut socket, _) = listener.accept()?;
+        let before = cpu::seconds_of_self();
+        for entry in std::fs::read_dir(&self.dir)? {
+            let file = File::open(entry?.path())?;
+            let bytes = file.metadata()?.len();
+            socket.write_all(&bytes.to_be_bytes())?;
+            let mut at = 0;
+            while at < bytes {
+                let left = (bytes - at) as usize;
+                if rustix::fs::sendfile(&socket, &file, Some(&mut at), left)? == 0 {
+                    bail!("a file became shorter");
+                }
+            }
+        }
+        println!("{}", cpu::seconds_of_self() - before);
+        Ok(())
+    }
+}
+
+impl ReceiveArgs {
+    /// Until the other side closes.
+    pub fn run(&self) -> anyhow::Result<()> {
+        let mut socket = TcpStream::connect(&self.address)?;
+        let mut buffer = vec![0; BUFFER_BYTES];
+        for number in 0.. {
+            let mut left = [0; 8];
+            match socket.read(&mut left)? {
+                0 => return Ok(()),
+                got => socket.read_exact(&mut left[got..])?,
+            }
+            let mut left = u64::from_be_bytes(left);
+            let mut file = File::create(self.dir.join(format!("file{number}")))?;
+            while left > 0 {
+                let wanted = buffer.len().min(left as usize);
+                let got = socket.read(&mut buffer[..wanted])?;
+                if got == 0 {
+                    bail!("the sender ended");
+                }
+                file.write_all(&buffer[..got])?;
+                left -= got as u64;
+            }
+        }
+        unreachable!("there is no last number")
+    }
+}
+
+/// A process that sends.
+pub struct Sender {
+    child: Child,
+    answers: BufReader<ChildStdout>,
+    address: String,
+}
+
+impl Sender {
+    /// Waits until it listens.
+    pub fn start(program: &Path, address: &str, dir: &Path) -> anyhow::Result<Self> {
+        let mut child = Command::new(program)
+            .args(["send", address])
+            .arg(dir)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let mut answers = BufReader::new(child.stdout.take().context("a pipe")?);
+        let address = line(&mut answers)?;
+        Ok(Self {
+            child,
+            answers,
+            address,
+        })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// Its processor time, when it has ended.
+    pub fn wait(mut self) -> anyhow::Result<f64> {
+        Ok(line(&mut self.answers)?.parse()?)
+    }
+}
+
+impl Drop for Sender {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn line(answers: &mut impl BufRead) -> anyhow::Result<String> {
+    let mut line = String::new();
+    if answers.read_line(&mut line)? == 0 {
+        bail!("the sender failed");
+    }
+    Ok(line.trim_end().to_owned())
+}
+
+/// A port that nobody has now.
+pub fn free_port(address: &str) -> anyhow::Result<u16> {
+    Ok(TcpListener::bind((address, 0))?.local_addr()?.port())
+}
+
+/// Waits until somebody listens.
+pub fn wait_for_port(address: &str, port: u16) -> anyhow::Result<()> {
+    let begun = Instant::now();
+    while TcpStream::connect((address, port)).is_err() {
+        if begun.elapsed() > START_LIMIT {
+            bail!("nobody listens at {address}:{port}");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
+}
