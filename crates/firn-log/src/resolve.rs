@@ -82,6 +82,31 @@ pub struct Layer {
     pub place: Option<Place>,
 }
 
+/// Any two pieces are a run, which may reach over the whole file: a run of fewer pieces is sorted piece by piece, so that
+/// a block has what lies near each other.
+const SORTED_RUN_MIN: u64 = 8;
+
+impl Layer {
+    /// Itself, or its pieces.
+    pub(crate) fn split_short(self) -> impl Iterator<Item = Self> {
+        let is_short = (2..SORTED_RUN_MIN).contains(&self.run.count());
+        let pieces = is_short.then(|| self.run.pieces().enumerate());
+        let len = self.run.bytes() / self.run.count();
+        let split = pieces
+            .into_iter()
+            .flatten()
+            .map(move |(number, piece)| Self {
+                key: self.key,
+                run: Run::of_piece(piece),
+                place: self.place.map(|place| Place {
+                    position: place.position + len * number as u64,
+                    ..place
+                }),
+            });
+        split.chain((!is_short).then_some(self))
+    }
+}
+
 /// The layers of a change.
 pub(crate) fn layers_of(
     key: Key,

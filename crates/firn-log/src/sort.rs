@@ -47,7 +47,8 @@ impl<B: Backing> Sorter<'_, B> {
                 Change::Synced => {}
                 change @ (Change::Written(_) | Change::Zeroed(_)) => {
                     let (span, runs) = change.split();
-                    layers.extend(layers_of(key, span.as_ref(), &runs));
+                    let whole = layers_of(key, span.as_ref(), &runs);
+                    layers.extend(whole.flat_map(Layer::split_short));
                     spans.extend(span.map(|span| (offset, span)));
                 }
             }
