@@ -23,6 +23,7 @@ mod calls;
 mod copy;
 mod direct;
 mod forked;
+mod paced;
 mod records;
 mod steps;
 mod striped;
@@ -30,6 +31,7 @@ mod striped;
 pub use calls::Call;
 pub use copy::{Copy, Region, Way, make_region};
 pub use forked::{ForkedWrite, Sharing};
+pub use paced::Paced;
 pub use records::Records;
 pub use steps::Steps;
 pub use striped::Striped;
@@ -52,6 +54,8 @@ pub enum Task {
         /// Leave what is in the file and write over it, instead of beginning with an empty one.
         over: bool,
     },
+    /// Writes at a rate of its own.
+    Paced(Paced),
     /// One write(2) to `path`, which is opened before: what the first one of a process costs.
     FirstWrite {
         /// The file.
@@ -307,6 +311,7 @@ impl Job {
     fn prepare(task: Task) -> anyhow::Result<Self> {
         let bytes = match &task {
             Task::Write { runs, .. } => runs.iter().map(|run| run.1).max().unwrap_or(0),
+            Task::Paced(paced) => paced.request_bytes,
             Task::Read { bytes, .. } => *bytes,
             Task::Copy(copy) => copy.block_bytes,
             Task::Direct { bytes, .. } => direct::room(*bytes),
@@ -359,6 +364,7 @@ impl Job {
                 sync,
                 over,
             } => write(path, runs, *sync, *over, &self.buffer),
+            Task::Paced(paced) => paced.run(&self.buffer),
             Task::Direct { count, bytes, .. } => direct::write(
                 self.opened.as_ref().expect("opened before"),
                 *count,

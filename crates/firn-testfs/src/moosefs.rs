@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail, ensure};
 
 use crate::cleanup::{Guard, defer};
-use crate::namespace::Namespace;
+use crate::namespace::{Link, Namespace};
 use crate::unmount_lazily;
 
 const START_LIMIT: Duration = Duration::from_secs(20);
@@ -32,6 +32,7 @@ pub struct Server<'a> {
 pub struct MooseFs {
     point: PathBuf,
     addresses: Vec<String>,
+    link: Link,
     /// Undone in this order.
     _guards: Vec<Guard>,
 }
@@ -63,6 +64,7 @@ impl MooseFs {
         Ok(Self {
             point,
             addresses,
+            link,
             _guards: guards,
         })
     }
@@ -75,6 +77,18 @@ impl MooseFs {
     /// The addresses of its chunk servers.
     pub fn addresses(&self) -> &[String] {
         &self.addresses
+    }
+
+    /// Lets each chunk server get so many bytes a second, and no more. Once.
+    pub fn limit_servers(&self, bytes_per_s: u64) -> anyhow::Result<()> {
+        self.link.limit_to(&self.addresses, bytes_per_s)
+    }
+
+    /// New files in a directory get a storage class.
+    pub fn set_class(&self, name: &str, dir: &Path) -> anyhow::Result<()> {
+        let mut command = Command::new("mfssetsclass");
+        command.arg(name).arg(dir);
+        run_once(&mut command)
     }
 
     /// Makes a storage class of one copy on the servers with this label, and on no others when those are busy.

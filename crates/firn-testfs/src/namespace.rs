@@ -98,13 +98,35 @@ impl Link {
             }
             None => format!("qdisc del dev {here} root"),
         };
-        run("tc", &line.split(' ').collect::<Vec<_>>()).map(drop)
+        tc(&line)
     }
 
     /// The address with this number.
     pub fn address(&self, number: u8) -> String {
         format!("{}.{number}", self.subnet)
     }
+
+    /// Lets so many bytes a second go to each of these addresses inside, and no more. Once.
+    pub fn limit_to(&self, addresses: &[String], bytes_per_s: u64) -> anyhow::Result<()> {
+        let device = &self.here;
+        // What is for no class is not limited.
+        tc(&format!("qdisc add dev {device} root handle 1: htb"))?;
+        for (number, address) in (1..).zip(addresses) {
+            let bits = 8 * bytes_per_s;
+            tc(&format!(
+                "class add dev {device} parent 1: classid 1:{number} htb rate {bits}bit burst 64k quantum 60000"
+            ))?;
+            tc(&format!(
+                "filter add dev {device} parent 1: protocol ip u32 match ip dst {address}/32 flowid 1:{number}"
+            ))?;
+        }
+        Ok(())
+    }
+}
+
+/// `tc ARGS` in this process's namespace.
+fn tc(args: &str) -> anyhow::Result<()> {
+    run("tc", &args.split(' ').collect::<Vec<_>>()).map(drop)
 }
 
 /// `ip ARGS` in this process's namespace.

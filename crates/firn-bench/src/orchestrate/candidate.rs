@@ -10,7 +10,7 @@ use super::servers::Servers;
 use crate::firn::{Firn, Mount};
 use crate::options::WorkDir;
 use crate::report::Sample;
-use crate::worker::{self, Outcome, Striped, Task};
+use crate::worker::{self, Outcome, Paced, Striped, Task};
 use crate::{cpu, durable};
 
 /// Bytes that a process sends to servers at a time, at full scale.
@@ -19,7 +19,9 @@ const REQUEST_BYTES: u64 = 1 << 20;
 const LOCAL_REQUEST_BYTES: u64 = 64 << 10;
 /// The paper's stripe, at full scale.
 const STRIPE_BYTES: u64 = 64 << 10;
-const ARENA: &str = "256M";
+/// At full scale; an arena is no smaller than [`ARENA_BYTES_MIN`] where much is divided.
+const ARENA_BYTES: u64 = 1 << 30;
+pub(super) const ARENA_BYTES_MIN: u64 = 256 << 20;
 const SECONDS: &str = "s at full scale";
 
 /// A way to write.
@@ -50,6 +52,8 @@ pub struct Checkpoint {
     pub total_bytes: u64,
     /// The part.
     pub divisor: u32,
+    /// Processes are in step: the time from one request to the next, at full scale.
+    pub interval: Option<Duration>,
 }
 
 /// Where and with what it is measured.
@@ -192,7 +196,8 @@ impl Checkpoint {
     ) -> anyhow::Result<Mount<'a>> {
         let point = site.work.subdir("firn")?;
         let paths = servers.paths();
-        let mut options = format!("close=held,fsync=held,arena-size={ARENA}{options}");
+        let arena_bytes = (ARENA_BYTES / u64::from(self.divisor)).max(ARENA_BYTES_MIN);
+        let mut options = format!("close=held,fsync=held,arena-size={arena_bytes}{options}");
         let backing = match &paths[..] {
             [only] => only.clone(),
             _ => {
@@ -242,14 +247,20 @@ impl Checkpoint {
     fn task(&self, path: PathBuf, write: bool) -> Task {
         let bytes = self.request_bytes();
         let image = self.image_bytes();
-        match write {
-            true => Task::Write {
+        match (write, self.interval) {
+            (true, Some(interval)) => Task::Paced(Paced {
+                path,
+                bytes: image,
+                request_bytes: bytes,
+                interval: interval / self.divisor,
+            }),
+            (true, None) => Task::Write {
                 path,
                 runs: vec![(image / bytes, bytes), (1, image % bytes)],
                 sync: false,
                 over: false,
             },
-            false => Task::Read {
+            (false, _) => Task::Read {
                 path,
                 bytes,
                 mmap: false,
@@ -287,7 +298,7 @@ pub(super) fn name_of(rank: u64) -> String {
 fn paths_of(task: &Task) -> Vec<&Path> {
     match task {
         Task::Striped(striped) => striped.paths.iter().map(PathBuf::as_path).collect(),
-        Task::Write { path, .. } => vec![path],
+        Task::Write { path, .. } | Task::Paced(Paced { path, .. }) => vec![path],
         _ => unreachable!("a checkpoint is written"),
     }
 }
