@@ -96,6 +96,15 @@ fn directories_that_cannot_be_lanes_are_refused_before_anything_is_made() {
     .ok();
     refuses_lane(&sandbox, &bound, 2, &same);
     run(Command::new("umount").arg(&bound)).ok();
+    // A part of the backing, by another path: nothing above that path says so.
+    run(Command::new("mount")
+        .arg("--bind")
+        .arg(sandbox.mkdir("backing/part"))
+        .arg(&bound))
+    .ok();
+    refuses_lane(&sandbox, &bound, 2, &inside("backing"));
+    run(Command::new("umount").arg(&bound)).ok();
+    fs::remove_dir(path("backing/part")).expect("rmdir");
     refuses_lane(
         &sandbox,
         &path("good/../bound"),

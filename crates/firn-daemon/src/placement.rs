@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 
 use firn_backing::{Backing, DirBacking, Errno};
 use firn_config::{Options, Placement};
+use firn_format::mountinfo;
 use firn_format::quote::quoted_path;
 use firn_lanes::rule::Reason;
 use firn_lanes::{Lane, Lanes, Record, RecordError, Rule, Setup, record};
@@ -162,10 +163,12 @@ fn check_lane(lane: &Path) -> Result<Place, LaneFault> {
 }
 
 /// A directory and those above it, by device and inode: a bind mount or a symbolic link does not hide that two are the
-/// same.
+/// same. And where it is in its file system: what is above a bind mount are not the directories above what is mounted.
 struct Place {
     /// From itself up.
     chain: Vec<(u64, u64)>,
+    /// The file system, and the path from its top. None where the table of mounts does not say.
+    position: Option<((u32, u32), PathBuf)>,
 }
 
 impl Place {
@@ -177,12 +180,27 @@ impl Place {
         });
         Ok(Self {
             chain: chain.collect::<io::Result<_>>()?,
+            position: position_of(&canonical),
         })
     }
 
     fn is_in(&self, other: &Self) -> bool {
-        self.chain.contains(&other.chain[0])
+        let is_below = match (&self.position, &other.position) {
+            (Some((device, path)), Some((other_device, other_path))) => {
+                device == other_device && path.starts_with(other_path)
+            }
+            _ => false,
+        };
+        is_below || self.chain.contains(&other.chain[0])
     }
+}
+
+/// Where a canonical path is in the file system that is mounted there.
+fn position_of(canonical: &Path) -> Option<((u32, u32), PathBuf)> {
+    let entries = mountinfo::parse(&std::fs::read("/proc/self/mountinfo").ok()?);
+    let mount = mountinfo::holding(&entries, canonical)?;
+    let below = canonical.strip_prefix(&mount.mount_point).ok()?;
+    Some((mount.device, mount.root.join(below)))
 }
 
 fn check_apart(lane: &Place, other: &Place, path: &Path) -> Result<(), LaneFault> {
