@@ -1,6 +1,6 @@
 //! `firn agent` and `firn pull`: checkpoints that leave a host without their writer.
 //!
-//! `FIRN_AGENT_ROUNDS` sets the rounds of kills.
+//! `FIRN_AGENT_ROUNDS` sets the rounds of kills, `FIRN_AGENT_REQUESTS` the requests of one puller.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -562,6 +562,40 @@ fn what_is_held_for_pullers_is_bounded_and_ends_with_them() {
     assert_nothing_held(&mount);
 }
 
+/// A day's worth of requests: neither the agent nor firnd grows.
+#[test]
+fn requests_cost_no_memory() {
+    let requests = env_count("FIRN_AGENT_REQUESTS", 12_000);
+    let sandbox = Sandbox::new("agent-requests");
+    let mount = FirnMount::new(&sandbox, DEMAND);
+    fs::write(mount.join("rank0"), bytes(1, MIB)).expect("write");
+    let agent = Agent::start(&sandbox, mount.path(), &[]);
+    let mut link = connect(mount.backing());
+    list_all(&mut link);
+    let mut round = |file: u32| {
+        let path = "rank0".into();
+        let opened = ask(&mut link, &Request::Open { file, path });
+        assert_eq!(opened, Reply::Opened { bytes: 1 << 20 });
+        let sum = Request::Sum {
+            file,
+            offset: 0,
+            bytes: 100,
+        };
+        assert!(matches!(ask(&mut link, &sum), Reply::Sum { .. }));
+        let checked = ask(&mut link, &Request::Check { file });
+        assert!(matches!(checked, Reply::Checked { changed: false, .. }));
+        assert_eq!(ask(&mut link, &Request::Release { file }), Reply::Done);
+    };
+    (0..100).for_each(&mut round);
+    let before = [agent.own_memory_kib(), mount.own_memory_kib()];
+    (100..100 + (requests / 4) as u32).for_each(&mut round);
+    let after = [agent.own_memory_kib(), mount.own_memory_kib()];
+    println!("{before:?} KiB before, {after:?} KiB after {requests} requests");
+    for (before, after) in before.into_iter().zip(after) {
+        assert!(after < before + 2048, "{before} KiB became {after}");
+    }
+}
+
 /// Proves S-agent-1: on a firn mount the copy is held, and not synced.
 #[test]
 fn a_pull_into_a_mount_stays_in_its_arena() {
@@ -688,8 +722,8 @@ fn whatever_is_killed_a_copy_is_whole_or_not_there() {
         let mut writer = start_writer(&mount);
         let begun = Instant::now();
         let mut puller = pull_command(&sandbox, &backing, &top, &target, &["--json"])
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(fs::File::create(sandbox.join("puller.log")).expect("a log"))
             .spawn()
             .expect("start the puller");
         // A random moment of the pull.
@@ -715,14 +749,20 @@ fn whatever_is_killed_a_copy_is_whole_or_not_there() {
         let _ = writer.kill();
         writer.wait().expect("wait for the writer");
         println!("round {round}: {victim:?}, the puller ended with {code:?}");
-        if code.is_none() {
+        let told = fs::read_to_string(sandbox.join("puller.log")).expect("a log");
+        // It had not connected yet: that fails at once.
+        let was_refused = matches!(victim, Victim::Agent) && code == Some(1) && {
+            assert!(told.contains("the agent on n1"), "{told}");
+            !target.exists()
+        };
+        if code.is_none() || was_refused {
             // Killed: the name is there with all of it, or not at all, and the next pull makes it whole.
             if !target.exists() {
                 let told = pull(&sandbox, &backing, &top, &target, &["--json"]).ok();
                 resumed += u32::from(told.json()["reused_bytes"].as_u64() > Some(0));
             }
         } else {
-            assert_eq!(code, Some(0), "round {round}, {victim:?}");
+            assert_eq!(code, Some(0), "round {round}, {victim:?}: {told}");
             took = begun.elapsed().min(Duration::from_secs(1));
         }
         assert_same("the copy", &snapshot(&target), &expected);

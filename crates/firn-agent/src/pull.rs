@@ -21,7 +21,7 @@ use firn_protocol::path::BytePath;
 use serde::Serialize;
 
 use crate::error::PullError;
-use crate::message::{Entry, EntryKind};
+use crate::message::{Entry, EntryKind, ErrorKind};
 use crate::peer::{Peer, Route};
 use fetch::{Fetch, Wanted};
 use plan::Plan;
@@ -144,7 +144,16 @@ fn attempt(
         Some(peer) => peer,
         None => Peer::connect(&request.host, &request.route)?,
     };
-    let (top, entries) = peer.list(&request.source)?;
+    let (top, entries) = peer.list(&request.source).map_err(|error| match error {
+        // It was there: its mount is gone, and may come back.
+        PullError::Remote { host, message, .. } if state.was_listed => PullError::Remote {
+            host,
+            kind: ErrorKind::Stale,
+            message,
+        },
+        error => error,
+    })?;
+    state.was_listed = true;
     let plan = Plan::check(entries).map_err(|what| peer.implausible(what))?;
     if !request.cut {
         check_complete(peer.host(), request, &plan)?;

@@ -14,7 +14,7 @@ use firn_protocol::path::BytePath;
 use crate::error::WireError;
 use crate::holds::Holds;
 use crate::link::Link;
-use crate::message::{BLOCK_BYTES, Entry, EntryKind, FRAME_BYTES_MAX, Reply, Request};
+use crate::message::{BLOCK_BYTES, Entry, EntryKind, ErrorKind, FRAME_BYTES_MAX, Reply, Request};
 use crate::server::{Level, Log};
 use crate::source::{HeldFile, SendError, Source, SourceError};
 use crate::transport::Transport;
@@ -130,6 +130,17 @@ impl<'a, T: Transport> Session<'a, T> {
     }
 
     fn list(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), SourceError> {
+        self.list_mounted(path).map_err(|error| SourceError {
+            // A firnd that was killed may be mounted again soon.
+            kind: match self.scope {
+                Some(scope) if firn_client::find(scope).is_err() => ErrorKind::Stale,
+                _ => error.kind,
+            },
+            ..error
+        })
+    }
+
+    fn list_mounted(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), SourceError> {
         let path = self.resolve(path)?;
         // A mount that was mounted anew since is another one.
         self.files.clear();
@@ -150,7 +161,7 @@ impl<'a, T: Transport> Session<'a, T> {
             (true, None) => match firn_client::mounts()?.as_slice() {
                 [mount] => Ok(mount.mount_point.clone()),
                 mounts => Err(SourceError {
-                    kind: crate::message::ErrorKind::Refused,
+                    kind: ErrorKind::Refused,
                     message: format!(
                         "there are {} mounts of this user: name a path on one of them",
                         mounts.len()
@@ -158,7 +169,7 @@ impl<'a, T: Transport> Session<'a, T> {
                 }),
             },
             (false, _) if !path.as_path().is_absolute() => Err(SourceError {
-                kind: crate::message::ErrorKind::Refused,
+                kind: ErrorKind::Refused,
                 message: format!("{path} is not an absolute path"),
             }),
             (false, _) => Ok(path.clone().into()),
@@ -241,7 +252,7 @@ impl<'a, T: Transport> Session<'a, T> {
 
     fn source(&self) -> Result<&Source, SourceError> {
         self.source.as_ref().ok_or_else(|| SourceError {
-            kind: crate::message::ErrorKind::Refused,
+            kind: ErrorKind::Refused,
             message: "a puller lists before it opens".into(),
         })
     }
@@ -249,7 +260,7 @@ impl<'a, T: Transport> Session<'a, T> {
 
 fn not_held(file: u32) -> SourceError {
     SourceError {
-        kind: crate::message::ErrorKind::Refused,
+        kind: ErrorKind::Refused,
         message: format!("this connection holds no file {file}"),
     }
 }
@@ -259,7 +270,7 @@ fn check_range(bytes: u64) -> Result<(), SourceError> {
         return Ok(());
     }
     Err(SourceError {
-        kind: crate::message::ErrorKind::Refused,
+        kind: ErrorKind::Refused,
         message: format!("{bytes} bytes are not between 1 and {BLOCK_BYTES}"),
     })
 }

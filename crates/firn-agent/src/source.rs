@@ -154,20 +154,27 @@ impl Source {
     /// What is at and below a path, parents first.
     pub(crate) fn list(&self, top: &BytePath) -> Result<Vec<Entry>, SourceError> {
         check_path(top)?;
-        let known = self.mount.files(top)?;
-        let known = known
-            .into_iter()
-            .map(|file| (file.path.clone(), file))
-            .collect();
         let mut listing = Listing {
             source: self,
-            known,
+            known: self.known_files(top)?,
             entries: Vec::new(),
         };
         let metadata = self.locate(top).symlink_metadata();
         let metadata = metadata.map_err(|error| missing(top, &error))?;
         listing.walk(top, Path::new(""), &metadata)?;
+        // Without its mount, the directory below the mount point was walked: firnd lives still, and it is mounted.
+        self.known_files(top)?;
+        self.relative(&self.locate(top))
+            .map_err(|error| SourceError {
+                kind: ErrorKind::Stale,
+                ..error
+            })?;
         Ok(listing.entries)
+    }
+
+    fn known_files(&self, top: &BytePath) -> Result<BTreeMap<BytePath, FileStatus>, SourceError> {
+        let known = self.mount.files(top)?.into_iter();
+        Ok(known.map(|file| (file.path.clone(), file)).collect())
     }
 
     fn locate(&self, path: &BytePath) -> PathBuf {

@@ -17,6 +17,8 @@ pub(crate) struct State<'a> {
     done: BTreeMap<BytePath, DoneFile>,
     left_bytes: u64,
     left_files: u64,
+    /// The agent has listed what is wanted.
+    pub(crate) was_listed: bool,
     /// When the last byte came.
     pub(crate) moved_at: Instant,
     tell: &'a mut dyn FnMut(Progress),
@@ -35,6 +37,7 @@ impl<'a> State<'a> {
             done: BTreeMap::new(),
             left_bytes: 0,
             left_files: 0,
+            was_listed: false,
             moved_at: Instant::now(),
             tell,
         }
