@@ -217,6 +217,33 @@ pub trait Backing: Send + Sync + 'static {
     /// The descriptor, for kernel passthrough; `None` where there is none.
     fn fd<'a>(&self, file: &'a Self::File) -> Option<BorrowedFd<'a>>;
 
+    // ---- files that several hosts write ------------------------------------------------------
+
+    /// How far the kernel may read an open file by itself.
+    fn kernel_reads(&self, _file: &Self::File) -> KernelReads {
+        KernelReads::Passthrough
+    }
+    /// A program opens the file, which is open here now: it sees what other hosts have closed. If it may write
+    /// (`writes`), what it writes is newer than that, and other hosts know that it does.
+    fn note_opened(&self, _file: &Self::File, _writes: bool) -> Result<()> {
+        Ok(())
+    }
+    /// Whether something is left to do for a file when no program of this host writes to it any more. Makes no call.
+    fn finishes_files(&self) -> bool {
+        false
+    }
+    /// No program of this host has the file open for writing, and what they wrote is written: what is left to do for it
+    /// is to be done soon. Waits for nothing.
+    fn note_written(&self, _file: &Self::File) {}
+    /// Does that now, as far as other hosts let it.
+    fn finish_file(&self, _file: &Self::File) -> Result<()> {
+        Ok(())
+    }
+    /// Whether bytes of the file are not in their places, so that only Firn can read them.
+    fn is_logged(&self, _inode: &Self::Inode) -> bool {
+        false
+    }
+
     // ---- lanes -------------------------------------------------------------------------------
 
     /// How many lanes, I/O servers, the data of its files lies in: at least one, and always as many.

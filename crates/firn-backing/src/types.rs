@@ -208,6 +208,17 @@ pub enum Access {
     ReadWrite,
 }
 
+/// How far the kernel may read an open file by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum KernelReads {
+    /// Not at all: other hosts write to the file, and what they wrote is not in one place.
+    Never,
+    /// It may keep pages until the file is opened again.
+    Cached,
+    /// It may read the backing's file, if that has a descriptor.
+    Passthrough,
+}
+
 /// Who else may hold a lock of the same file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LockMode {

@@ -61,6 +61,7 @@ pub fn arg(row: &'static Row) -> Arg {
         | Kind::Servers
         | Kind::Host
         | Kind::Hosts
+        | Kind::Patterns
         | Kind::Endpoints => arg,
     }
 }

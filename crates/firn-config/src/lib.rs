@@ -30,8 +30,8 @@ pub use given::{Given, Origin};
 pub use kernel::KernelFlag;
 pub use minus_o::{MinusO, Unknown, parse_minus_o};
 pub use options::{
-    Close, Drain, Frontend, Fsync, LogLevel, Mode, Options, Order, Participants, Passthrough,
-    Placement, TokenService,
+    Close, Drain, Flatten, Frontend, Fsync, Layout, LogLevel, Mode, Options, Order, Participants,
+    Passthrough, Placement, TokenService,
 };
 pub use page::configuration_page;
 pub use quantity::{duration_text, parse_duration_ms, parse_size, size_text};

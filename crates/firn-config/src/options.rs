@@ -85,6 +85,39 @@ impl Placement {
     }
 }
 
+/// How the bytes of a new file lie in the backing until it is closed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Layout {
+    /// In their places in the file.
+    #[default]
+    Plain,
+    /// In a log of each host.
+    Log,
+}
+
+/// When the logs of a file become the plain file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Flatten {
+    /// When the last host has closed it.
+    #[default]
+    Close,
+    /// When somebody asks for it to be drained.
+    Demand,
+    /// When it is opened for reading, or somebody asks for it to be drained.
+    Read,
+    /// When `firn flatten` is told to.
+    Off,
+}
+
+impl Flatten {
+    /// All of them, in the order of [`Flatten::NAMES`].
+    pub const ALL: [Self; 4] = [Self::Close, Self::Demand, Self::Read, Self::Off];
+    /// As the option has them.
+    pub const NAMES: [&str; 4] = ["close", "demand", "read", "off"];
+}
+
 /// When close(2) returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -269,6 +302,15 @@ pub struct Options {
     pub servers: Vec<String>,
     /// With `placement=command`: the program.
     pub place_command: Option<PathBuf>,
+    /// How the bytes of new files lie in the backing until they are closed.
+    #[serde(default)]
+    pub layout: Layout,
+    /// Patterns of the names of files that lie in logs; empty: all.
+    #[serde(default)]
+    pub log_files: Vec<String>,
+    /// When logs become the plain file.
+    #[serde(default)]
+    pub flatten: Flatten,
     /// When close returns.
     pub close: Close,
     /// What fsync waits for.
@@ -362,6 +404,9 @@ impl Options {
             lane_map: None,
             servers: Vec::new(),
             place_command: None,
+            layout: Layout::Plain,
+            log_files: Vec::new(),
+            flatten: Flatten::Close,
             close: Close::Auto,
             fsync: Fsync::Durable,
             drain_age_ms: 0,

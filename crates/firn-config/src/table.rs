@@ -10,8 +10,8 @@ use std::path::PathBuf;
 use firn_format::quote::quoted_path;
 
 use crate::options::{
-    Close, Drain, Frontend, Fsync, LogLevel, Mode, Options, Order, Participants, Passthrough,
-    Placement, TokenService,
+    Close, Drain, Flatten, Frontend, Fsync, Layout, LogLevel, Mode, Options, Order, Participants,
+    Passthrough, Placement, TokenService,
 };
 use crate::quantity::{duration_text, size_text};
 use crate::value::{Kind, Value};
@@ -63,7 +63,7 @@ pub fn row(name: &str) -> Option<&'static Row> {
 }
 
 /// Every option.
-pub static TABLE: [Row; 42] = [
+pub static TABLE: [Row; 45] = [
     Row {
         name: "arena-size",
         kind: Kind::Size {
@@ -465,6 +465,50 @@ pub static TABLE: [Row; 42] = [
         set: |o, v| o.backup_every_ms = v.number(),
     },
     Row {
+        name: "layout",
+        kind: Kind::Choice(&["plain", "log"]),
+        default: "plain",
+        help: "How the bytes of a new file lie in the backing until it is closed: in their places (plain), or in a log \
+               of each host (log)",
+        long: "With `log`, several hosts may write one file at the same time without waiting for each other: each \
+               appends what it writes to a log of its own, in `.firn/log` of the backing, in the order in which \
+               it comes. The file has its name, owner and mode from the first moment, and its bytes and length when \
+               its logs are flattened (`flatten`); until then it is short for whoever looks at the backing \
+               without firn. Give all hosts the same `layout`, and each a name of its own (`host`). For files that \
+               one host writes it only costs time.",
+        changes_promises: true,
+        get: |o| match o.layout {
+            Layout::Plain => "plain".to_owned(),
+            Layout::Log => "log".to_owned(),
+        },
+        set: |o, v| o.layout = [Layout::Plain, Layout::Log][v.choice()],
+    },
+    Row {
+        name: "log-files",
+        kind: Kind::Patterns,
+        default: "",
+        help: "With layout=log: patterns of the names of files that lie in logs, with colons between them; without \
+               it all files do",
+        long: "A pattern is compared with a file's name when it is opened, without its directories, and may have \
+               `*`, `?`, `[…]` and, in a configuration file, `{…,…}`. As in `log-files=*.h5:restart_*.nc`.",
+        changes_promises: false,
+        get: |o| o.log_files.join(":"),
+        set: |o, v| o.log_files = v.names(),
+    },
+    Row {
+        name: "flatten",
+        kind: Kind::Choice(&Flatten::NAMES),
+        default: "close",
+        help: "When the logs of a file become the plain file: when the last host has closed it (close), when \
+               somebody asks for it to be drained (demand), also when it is opened for reading (read), or only by \
+               `firn flatten` (off)",
+        long: "Each host that has closed the file takes its share of the work. `firn drain --wait`, `firn wait` and \
+               `firn umount` flatten what nobody writes any more, but with `off`.",
+        changes_promises: true,
+        get: |o| Flatten::NAMES[o.flatten as usize].to_owned(),
+        set: |o, v| o.flatten = Flatten::ALL[v.choice()],
+    },
+    Row {
         name: "close",
         kind: Kind::Choice(&["auto", "drain", "held"]),
         default: "auto",
@@ -735,7 +779,7 @@ pub struct Rule {
 }
 
 /// All contradictions.
-pub static RULES: [Rule; 29] = [
+pub static RULES: [Rule; 33] = [
     Rule {
         names: ["chunk-size", "arena-size"],
         text: "chunk-size may not exceed arena-size",
@@ -803,6 +847,30 @@ pub static RULES: [Rule; 29] = [
         advice: "a stub tree gives files their names too late for that: leave placement out, or use frontend=fuse",
     },
     Rule {
+        names: ["layout", "drain"],
+        text: "layout=log cannot be combined with drain=commit",
+        broken: |o| o.layout == Layout::Log && o.drain == Drain::Commit,
+        advice: "a transaction would not reach the logs: leave one of them out",
+    },
+    Rule {
+        names: ["layout", "placement"],
+        text: "layout=log cannot be combined with placement=dirs",
+        broken: |o| o.layout == Layout::Log && o.placement == Placement::Dirs,
+        advice: "a logged file has no lane of its own: leave one of them out, or place on one file system",
+    },
+    Rule {
+        names: ["log-files", "layout"],
+        text: "log-files requires layout=log",
+        broken: |o| !o.log_files.is_empty() && o.layout != Layout::Log,
+        advice: "no file lies in logs without it: add layout=log, or omit log-files",
+    },
+    Rule {
+        names: ["log-files", "frontend"],
+        text: "log-files cannot be combined with frontend=preload",
+        broken: |o| !o.log_files.is_empty() && o.frontend == Frontend::Preload,
+        advice: "a stub tree gives files their names too late for that: log all files, or use frontend=fuse",
+    },
+    Rule {
         names: ["history", "drain"],
         text: "history requires drain=commit",
         broken: |o| o.history > 0 && o.drain != Drain::Commit,
@@ -840,12 +908,12 @@ pub static RULES: [Rule; 29] = [
     },
     Rule {
         names: ["host", "participants"],
-        text: "host requires participants or tokens",
+        text: "host requires participants, tokens or layout=log",
         broken: |o| {
             let is_alone = o.participants == Participants::Off && o.tokens == TokenService::None;
-            o.host.is_some() && is_alone
+            o.host.is_some() && is_alone && o.layout == Layout::Plain
         },
-        advice: "a single host needs no name: omit host, or give the participants or the tokens",
+        advice: "a single host needs no name: omit host, or say what it shares with others",
     },
     Rule {
         names: ["tokens", "token-endpoints"],

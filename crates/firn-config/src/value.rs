@@ -48,6 +48,8 @@ pub enum Kind {
     Directories,
     /// Names of servers of the backing's file system.
     Servers,
+    /// Patterns of names of files.
+    Patterns,
     /// The name of a host.
     Host,
     /// A number of hosts, or their names.
@@ -69,7 +71,7 @@ pub enum Value {
     Directory(PathBuf),
     /// Directories, in their order.
     Directories(Vec<PathBuf>),
-    /// Names of hosts, or their addresses.
+    /// Names of hosts, their addresses, or patterns of names.
     Names(Vec<String>),
 }
 
@@ -138,6 +140,7 @@ impl Kind {
             },
             Kind::Directory | Kind::Path | Kind::Directories => unreachable!("paths are no text"),
             Kind::Servers => server_names(text).map(Value::Names),
+            Kind::Patterns => patterns(text).map(Value::Names),
             Kind::Host => host_name(text).map(|name| Value::Names(vec![name])),
             Kind::Endpoints => endpoints(text).map(Value::Names),
             Kind::Hosts if text == "off" => Ok(Value::Number(0)),
@@ -162,6 +165,7 @@ impl Kind {
             Kind::Path => "PATH",
             Kind::Directories => "DIR:DIR",
             Kind::Servers => "NAME:NAME",
+            Kind::Patterns => "PATTERN:PATTERN",
             Kind::Host => "NAME",
             Kind::Hosts => "COUNT|NAME:NAME",
             Kind::Endpoints => "HOST:PORT+HOST:PORT",
@@ -216,6 +220,9 @@ impl Kind {
                 "up to {DIRECTORIES_MAX} names of up to {NAME_BYTES_MAX} letters, digits, `.`, `-` and `_`, with colons \
                  between them"
             ),
+            Kind::Patterns => {
+                format!("up to {PATTERNS_MAX} patterns of names with colons between them")
+            }
             Kind::Host => format!("up to {NAME_BYTES_MAX} letters, digits, `.`, `-` and `_`"),
             Kind::Hosts => {
                 format!(
@@ -231,6 +238,8 @@ impl Kind {
 
 /// Directories in a list: each is opened, and asked, by itself.
 const DIRECTORIES_MAX: usize = 1024;
+/// Patterns that each new name is compared with.
+const PATTERNS_MAX: usize = 64;
 /// Hosts that commit together.
 const NODES_MAX: u64 = 65536;
 /// Members of a cluster that serves others.
@@ -278,6 +287,29 @@ fn server_names(text: &str) -> Result<Vec<String>, String> {
         ));
     }
     Ok(names)
+}
+
+fn patterns(text: &str) -> Result<Vec<String>, String> {
+    let mut patterns: Vec<String> = Vec::new();
+    for pattern in text.split(':') {
+        if pattern.is_empty() {
+            return Err(format!("`{text}` has an empty pattern"));
+        }
+        if pattern.contains('/') {
+            return Err(format!(
+                "`{pattern}` has a slash: patterns are compared with names, without directories"
+            ));
+        }
+        globset::Glob::new(pattern).map_err(|error| format!("`{pattern}`: {}", error.kind()))?;
+        patterns.push(pattern.to_owned());
+    }
+    if patterns.len() > PATTERNS_MAX {
+        return Err(format!(
+            "{} patterns are too many: there may be {PATTERNS_MAX}",
+            patterns.len()
+        ));
+    }
+    Ok(patterns)
 }
 
 fn host_name(text: &str) -> Result<String, String> {
@@ -367,6 +399,25 @@ fn within(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn patterns_are_of_names_and_can_be_read() {
+        let parsed = Kind::Patterns.parse("*.h5:ckpt_[0-9]*:{a,b}?");
+        let expected = ["*.h5", "ckpt_[0-9]*", "{a,b}?"];
+        assert_eq!(parsed, Ok(Value::Names(expected.map(str::to_owned).into())));
+        for (text, why) in [
+            ("", "empty"),
+            ("*.h5:", "empty"),
+            ("out/*.h5", "slash"),
+            ("[a", "unclosed"),
+            ("{a", "alternate"),
+        ] {
+            let error = Kind::Patterns.parse(text).expect_err(text);
+            assert!(error.contains(why), "{text}: {error}");
+        }
+        let many = ["a"; 65].join(":");
+        assert!(Kind::Patterns.parse(&many).is_err());
+    }
 
     #[test]
     fn endpoints_are_addresses_with_a_port() {

@@ -26,8 +26,9 @@ use firn_transact::{
 use crate::error::AttachError;
 use crate::frontend::waiting_tree;
 use crate::gate::TransactionGate;
-use crate::host_lease::LeaseState;
+use crate::host_lease::{HostLease, LeaseState};
 use crate::lock::Locks;
+use crate::logs;
 use crate::participants::{self, Pause};
 use crate::placement;
 use crate::process;
@@ -50,6 +51,8 @@ pub(crate) struct Attached {
     pub(crate) recovered: Recovered,
     pub(crate) files: RuntimeFiles,
     pool: Pool,
+    /// Shows other hosts that this one lives, where files may lie in logs.
+    _log_lease: Option<HostLease>,
     /// Where the pool's tokens are kept.
     _token_source: Option<TokenSource>,
     /// Parts of the arena could not be read: it is put aside at the end, not removed.
@@ -148,7 +151,11 @@ impl Attached {
         };
         // Before the backing is opened, which counts the directories of Firn's own in it.
         let token_source = TokenSource::open(backing, options, notice)?;
-        let OpenedStore { store, steered } = open_store(&target, directory, &mut found, notice)
+        let OpenedStore {
+            store,
+            steered,
+            log_lease,
+        } = open_store(&target, directory, &mut found, notice)
             .map_err(AttachError::in_backing(backing))?;
         let (engine, recovered) = match found {
             Found::Fresh(arena) => {
@@ -192,6 +199,7 @@ impl Attached {
             recovered,
             files,
             pool,
+            _log_lease: log_lease,
             _token_source: token_source,
             damaged,
             locks,
@@ -288,6 +296,8 @@ struct OpenedStore {
     store: Store,
     /// What tells its file system where new files go.
     steered: Option<Arc<Steered>>,
+    /// Shows that this host lives, where files may lie in logs.
+    log_lease: Option<HostLease>,
 }
 
 /// The backing, after transactions of an earlier firnd were finished or undone. What the arena has of them is dropped
@@ -304,6 +314,7 @@ fn open_store(
     let wanted = options.drain == Drain::Commit;
     if wanted {
         placement::refuse_transactions(backing, &directory)?;
+        logs::refuse_transactions(backing, &directory)?;
     }
     let members = participants::members(options)?;
     drop_of_other_homes(backing, &directory, members.as_ref(), arena)?;
@@ -362,6 +373,7 @@ fn open_store(
     Ok(OpenedStore {
         store: Store::Transactional(Box::new(store)),
         steered: None,
+        log_lease: None,
     })
 }
 
@@ -388,7 +400,7 @@ fn drop_of_other_homes(
     Ok(())
 }
 
-/// The backing as it is, or with its files in lanes.
+/// The backing as it is, or with its files in lanes or logs.
 fn without_transactions(
     target: &Target<'_>,
     directory: DirBacking,
@@ -405,12 +417,24 @@ fn without_transactions(
         }
         Purpose::Salvage => (directory, None),
     };
+    logs::refuse_lanes(target.backing, &directory, target.options)?;
     let opened = placement::open(target.backing, directory, target.options, wanted, notice)?;
+    let mut log_lease = None;
     let store = match opened {
         Ok(lanes) => Store::Placed(Box::new(plain(target, lanes)?)),
-        Err(directory) => Store::Plain(plain(target, directory)?),
+        Err(directory) => match logs::open(target.backing, directory, target.options, wanted)? {
+            Ok(opened) => {
+                log_lease = opened.lease;
+                Store::Logged(Box::new(plain(target, opened.logs)?))
+            }
+            Err(directory) => Store::Plain(plain(target, directory)?),
+        },
     };
-    Ok(OpenedStore { store, steered })
+    Ok(OpenedStore {
+        store,
+        steered,
+        log_lease,
+    })
 }
 
 /// A stub tree, also one that is recovered, keeps files without a name in `.firn`; a mount does not show that.

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
-use firn_config::{Drain, KernelFlag, Options};
+use firn_config::{Drain, Flatten, KernelFlag, Options};
 use firn_engine::Engine;
 use firn_format::quote::quoted_path;
 use firn_fuse::{Adapter, AdapterOptions, Failures, Invalidator, Session, SessionOptions, detach};
@@ -27,6 +27,7 @@ use crate::error::MountError;
 use crate::frontend::{Frontend, Stubs, TreeEnd, waiting_tree};
 use crate::lock::{Locks, Sharing};
 use crate::log;
+use crate::logs::{self, Settler};
 use crate::mount::MountRequest;
 use crate::owners::Owners;
 use crate::participants;
@@ -110,6 +111,9 @@ struct Mount {
     answers: Arc<Answers>,
     periodic: Periodic,
     rounds: Rounds,
+    /// None where no file may lie in a log.
+    settler: Option<Settler>,
+    flatten: Flatten,
     events: Receiver<Event>,
     populating: Arc<AtomicBool>,
 }
@@ -192,6 +196,8 @@ impl Mount {
         let frontend = prepared.start(options, checked, attached, &data_path, event)?;
         let rounds = Rounds::start(engine, Duration::from_millis(options.backup_every_ms))
             .map_err(MountError::io("start a thread"))?;
+        let settler = Settler::start(engine, options)
+            .map_err(MountError::io("start the thread that settles logs"))?;
         let populating = Arc::new(AtomicBool::new(options.populate));
         if options.populate {
             populate(engine, &populating, &workers);
@@ -212,6 +218,8 @@ impl Mount {
                 lane_removals: SingleJob::default(),
             },
             rounds,
+            settler,
+            flatten: options.flatten,
             events,
             populating,
         })
@@ -262,6 +270,20 @@ impl Mount {
         // What came through the kernel was taken in only now.
         if held == HeldPolicy::Drain && !gave_up {
             end::drain_last(&attached.engine, force);
+        }
+        if let Some(settler) = self.settler
+            && !gave_up
+        {
+            let engine = Arc::clone(&attached.engine);
+            let flatten = (held != HeldPolicy::Keep).then_some(self.flatten);
+            end::with_patience(force, move || {
+                settler.stop();
+                if let Some(logs) = engine.backing().logged()
+                    && let Some(flatten) = flatten
+                {
+                    logs::settle_last(logs, flatten);
+                }
+            });
         }
         // A session that lingers may still write: then the arena stays, whatever is in it now.
         let bytes = attached.finish(match held {

@@ -1,21 +1,25 @@
 //! The lease of a host among several that share a backing: `.firn/host-NAME/lease` of those that commit together,
-//! `.firn/tokens/host-NAME/lease` of those that share tokens.
+//! `.firn/tokens/host-NAME/lease` of those that share tokens, `.firn/log/host-NAME/lease` of those that log.
 //!
 //! Promises
 //! * While a [`HostLease`] lives, no other firnd and no `firn recover --host` works in the name of this host, on any
 //!   host that the file system's locks reach. Whether they reach the others is looked at when it is taken.
 //! * A thread of its own shows that this host lives, so that a backing that hangs holds up nothing else.
 
+use std::collections::HashMap;
 use std::path::Path;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use firn_backing::{Backing, DirBacking, Errno};
+use firn_log::CONTAINERS;
 use firn_rendezvous::{
-    BEAT_EVERY, Holder, Lease, LeaseError, OwnError, ReachError, STALE_AFTER, check_reach, own,
+    BEAT_EVERY, Beat, Expected, Holder, Lease, LeaseError, OwnError, ReachError, STALE_AFTER,
+    check_reach, own,
 };
 use firn_transact::{Members, StoreError, TOP, other_staging_dirs, staging_dir_name};
+use parking_lot::Mutex;
 
 use crate::error::AttachError;
 
@@ -25,8 +29,11 @@ const PAUSE: Duration = Duration::from_millis(50);
 /// How long the end of a mount waits until the lease is given back. Else the next holder waits.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(2);
 
-/// Hosts that share tokens show less often that they live: they share a disk, and each time is a sync.
+/// Hosts that share tokens or logs show less often that they live: they share a disk, and each time is a sync.
 const TOKEN_BEAT_EVERY: Duration = Duration::from_secs(2);
+/// A host whose beat stands still for so long, and whose lock is free, writes to no logs. Should it go on after all, what
+/// it writes goes to the next generation.
+const LOG_STALE_AFTER: Duration = Duration::from_secs(30);
 const _: () = assert!(TOKEN_BEAT_EVERY.as_millis() * 2 < STALE_AFTER.as_millis());
 
 /// What hosts share, beside the backing.
@@ -34,14 +41,20 @@ const _: () = assert!(TOKEN_BEAT_EVERY.as_millis() * 2 < STALE_AFTER.as_millis()
 enum Sharing {
     Transactions,
     Tokens,
+    Logs,
 }
 
 impl Sharing {
     fn beat_every(self) -> Duration {
         match self {
             Self::Transactions => BEAT_EVERY,
-            Self::Tokens => TOKEN_BEAT_EVERY,
+            Self::Tokens | Self::Logs => TOKEN_BEAT_EVERY,
         }
+    }
+
+    /// Whether hosts believe each other's beats where locks do not reach.
+    fn believes_beats(self) -> bool {
+        matches!(self, Self::Logs)
     }
 
     fn no_reach(self, backing: &Path, reason: &ReachError) -> AttachError {
@@ -50,6 +63,7 @@ impl Sharing {
         match self {
             Self::Transactions => AttachError::LocksDoNotReach { backing, reason },
             Self::Tokens => AttachError::TokensDoNotReach { backing, reason },
+            Self::Logs => AttachError::LogsDoNotReach { backing, reason },
         }
     }
 }
@@ -79,6 +93,25 @@ impl StagingDir {
             dir,
             path,
             sharing: Sharing::Tokens,
+        })
+    }
+
+    fn make_for_logs(backing: &Path, members: &Members) -> Result<Self, AttachError> {
+        let base = open_backing(backing)?;
+        let refused = own_error(backing);
+        let firn = own::dir(&base, &base.root(), TOP).map_err(&refused)?;
+        let top = own::dir(&base, &firn, CONTAINERS);
+        let top = top.map_err(|error| refused(error.below(TOP)))?;
+        let name = staging_dir_name(members);
+        let path = format!("{TOP}/{CONTAINERS}/{name}");
+        let dir = own::dir(&base, &top, &name);
+        let dir = dir.map_err(|error| refused(error.below(CONTAINERS).below(TOP)))?;
+        Ok(Self {
+            base,
+            top,
+            dir,
+            path,
+            sharing: Sharing::Logs,
         })
     }
 
@@ -174,6 +207,16 @@ impl HostLease {
         Self::take_in(staging, backing, members, patience)
     }
 
+    /// The same for a host that writes to logs.
+    pub(crate) fn take_for_logs(
+        backing: &Path,
+        members: &Members,
+        patience: Duration,
+    ) -> Result<Self, AttachError> {
+        let staging = StagingDir::make_for_logs(backing, members)?;
+        Self::take_in(staging, backing, members, patience)
+    }
+
     fn take_in(
         staging: StagingDir,
         backing: &Path,
@@ -194,6 +237,9 @@ impl HostLease {
         );
         match reach {
             Ok(()) => Self::start(staging, lease),
+            Err(ReachError::StaysOnHost { .. }) if staging.sharing.believes_beats() => {
+                Self::start(staging, lease)
+            }
             Err(ReachError::Own(error)) => Err(own_error(backing)(error.below(TOP))),
             Err(reason) => Err(staging.sharing.no_reach(backing, &reason)),
         }
@@ -262,6 +308,9 @@ fn beat_until_stopped(
                     Sharing::Tokens => {
                         tracing::error!(%error, "this host has lost its lease: locks of its backing do not keep hosts apart");
                     }
+                    Sharing::Logs => {
+                        tracing::error!(%error, "this host has lost its lease: another process writes logs in its name");
+                    }
                 }
                 let _ = state.lost.set(error.to_string());
                 return;
@@ -317,6 +366,64 @@ fn take_patiently(
                 return Err(own_error(backing)(error.below(&staging.path)));
             }
         }
+    }
+}
+
+/// Whoever comes: nobody is waited for.
+pub(crate) fn whoever_comes(host: &str) -> Members {
+    Members {
+        host: host.to_owned(),
+        expected: Expected::Hosts(Vec::new()),
+    }
+}
+
+/// Looks whether hosts that write to logs live: by their locks, and where those do not reach, by their beats.
+pub(crate) struct LogHosts {
+    base: DirBacking,
+    boot: String,
+    /// The last beat of each host whose lock says nothing, and since when it stands still.
+    seen: Mutex<HashMap<String, (Beat, Instant)>>,
+}
+
+impl LogHosts {
+    pub(crate) fn over(backing: &Path, host: &str) -> Result<Self, AttachError> {
+        Ok(Self {
+            base: open_backing(backing)?,
+            boot: this_process(&whoever_comes(host))?.boot,
+            seen: Mutex::default(),
+        })
+    }
+
+    /// Whether a firnd serves this host, as far as can be seen from here.
+    pub(crate) fn is_living(&self, host: &str) -> Result<bool, Errno> {
+        let base = &self.base;
+        let mut dir = base.root();
+        let name = staging_dir_name(&whoever_comes(host));
+        for name in [TOP, CONTAINERS, &name] {
+            match own::find_dir(base, &dir, name)? {
+                Some((found, _)) => dir = found,
+                None => return Ok(false),
+            }
+        }
+        match Lease::is_held(base, &dir, LEASE) {
+            Ok(true) => return Ok(true),
+            Ok(false) | Err(OwnError::Backing(Errno::OPNOTSUPP | Errno::NOLCK)) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let Some(beat) = Beat::read(base, &dir, LEASE)? else {
+            return Ok(false);
+        };
+        if beat.is_settled_by_lock(&self.boot, base.attr(&dir)?.dev) {
+            return Ok(false);
+        }
+        let mut seen = self.seen.lock();
+        let (last, since) = seen
+            .entry(host.to_owned())
+            .or_insert_with(|| (beat.clone(), Instant::now()));
+        if *last != beat {
+            (*last, *since) = (beat, Instant::now());
+        }
+        Ok(since.elapsed() < LOG_STALE_AFTER)
     }
 }
 

@@ -22,6 +22,7 @@ mod gate;
 mod host_lease;
 mod lock;
 mod log;
+mod logs;
 mod lost;
 mod mount;
 mod mountinfo;

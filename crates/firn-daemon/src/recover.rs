@@ -18,6 +18,7 @@ use crate::error::{AttachError, RecoverError};
 use crate::frontend::{Frontend, Stubs, TreeEnd, waiting_tree};
 use crate::host_lease::HostLease;
 use crate::lock::{Locks, Sharing};
+use crate::logs;
 use crate::lost::{self, LostPolicy, LostReport};
 use crate::preflight;
 use crate::process;
@@ -138,6 +139,11 @@ pub fn recover(
             return Err(error);
         }
     };
+    if let Some(logs) = attached.engine.backing().logged()
+        && drained.is_ok()
+    {
+        logs::settle_last(logs, request.options.flatten);
+    }
     let report = report(&attached, arena, lost, drained);
     if let Some(stubs) = stubs {
         let is_left = drained.is_err() || attached.left_bytes() > 0;

@@ -1,5 +1,5 @@
-//! What the engine writes to: a directory as it is, one whose files are placed in lanes, or one that can have
-//! transactions; and how scopes are named to a person.
+//! What the engine writes to: a directory as it is, one whose files are placed in lanes, one whose files may lie in
+//! logs, or one that can have transactions; and how scopes are named to a person.
 //!
 //! Invariant: a store is of one kind from its first call to its last, and so is every object, file and directory of it.
 //! Only the macros of this file know which kinds there are.
@@ -10,10 +10,11 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use firn_backing::{
-    Access, Attr, Backing, Caller, DataPart, DirBacking, DirEntry, LaneIndex, LockMode,
-    RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
+    Access, Attr, Backing, Caller, DataPart, DirBacking, DirEntry, KernelReads, LaneIndex,
+    LockMode, RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
 };
 use firn_lanes::Lanes;
+use firn_log::LogBacking;
 use firn_transact::{
     Object, PlainBacking, PlainDir, PlainInode, TrackedDir, TrackedFile, TransactionalBacking,
 };
@@ -35,6 +36,8 @@ pub(crate) enum Store<B: Backing = DirBacking> {
     Plain(PlainBacking<B>),
     /// The files lie in lanes.
     Placed(Box<PlainBacking<Lanes<B>>>),
+    /// Files may lie in logs.
+    Logged(Box<PlainBacking<LogBacking<B>>>),
     /// The mount may have transactions.
     Transactional(Box<TransactionalBacking<B>>),
 }
@@ -43,6 +46,7 @@ pub(crate) enum Store<B: Backing = DirBacking> {
 pub(crate) enum StoreInode<B: Backing> {
     Plain(PlainInode<B>),
     Placed(PlainInode<Lanes<B>>),
+    Logged(PlainInode<LogBacking<B>>),
     Transactional(Arc<Object<B>>),
 }
 
@@ -50,6 +54,7 @@ pub(crate) enum StoreInode<B: Backing> {
 pub(crate) enum StoreFile<B: Backing> {
     Plain(B::File),
     Placed(<Lanes<B> as Backing>::File),
+    Logged(<LogBacking<B> as Backing>::File),
     Transactional(TrackedFile<B>),
 }
 
@@ -57,6 +62,7 @@ pub(crate) enum StoreFile<B: Backing> {
 pub(crate) enum StoreDir<B: Backing> {
     Plain(PlainDir<B>),
     Placed(PlainDir<Lanes<B>>),
+    Logged(PlainDir<LogBacking<B>>),
     Transactional(TrackedDir<B>),
 }
 
@@ -65,6 +71,7 @@ impl<B: Backing> Clone for StoreInode<B> {
         match self {
             Self::Plain(inode) => Self::Plain(inode.clone()),
             Self::Placed(inode) => Self::Placed(inode.clone()),
+            Self::Logged(inode) => Self::Logged(inode.clone()),
             Self::Transactional(object) => Self::Transactional(Arc::clone(object)),
         }
     }
@@ -75,7 +82,7 @@ impl<B: Backing> StoreInode<B> {
     pub(crate) fn transactional(&self) -> Option<&Arc<Object<B>>> {
         match self {
             Self::Transactional(object) => Some(object),
-            Self::Plain(_) | Self::Placed(_) => None,
+            Self::Plain(_) | Self::Placed(_) | Self::Logged(_) => None,
         }
     }
 }
@@ -85,7 +92,7 @@ impl<B: Backing> Store<B> {
     pub(crate) fn transactional(&self) -> Option<&TransactionalBacking<B>> {
         match self {
             Self::Transactional(backing) => Some(backing),
-            Self::Plain(_) | Self::Placed(_) => None,
+            Self::Plain(_) | Self::Placed(_) | Self::Logged(_) => None,
         }
     }
 }
@@ -95,7 +102,15 @@ impl<B: Backing> Store<B> {
     pub(crate) fn placed(&self) -> Option<&Lanes<B>> {
         match self {
             Self::Placed(backing) => Some(backing.base()),
-            Self::Plain(_) | Self::Transactional(_) => None,
+            Self::Plain(_) | Self::Logged(_) | Self::Transactional(_) => None,
+        }
+    }
+
+    /// The backing with logs, if files may lie in them.
+    pub(crate) fn logged(&self) -> Option<&LogBacking<B>> {
+        match self {
+            Self::Logged(backing) => Some(backing.base()),
+            Self::Plain(_) | Self::Placed(_) | Self::Transactional(_) => None,
         }
     }
 }
@@ -111,6 +126,7 @@ macro_rules! delegate {
         match ($self, $of) {
             (Self::Plain($store), $kind::Plain($of)) => $call,
             (Self::Placed($store), $kind::Placed($of)) => $call,
+            (Self::Logged($store), $kind::Logged($of)) => $call,
             (Self::Transactional($store), $kind::Transactional($of)) => $call,
             _ => foreign(),
         }
@@ -119,6 +135,7 @@ macro_rules! delegate {
         match ($self, $one, $other) {
             (Self::Plain($store), $kind::Plain($one), $kind::Plain($other)) => $call,
             (Self::Placed($store), $kind::Placed($one), $kind::Placed($other)) => $call,
+            (Self::Logged($store), $kind::Logged($one), $kind::Logged($other)) => $call,
             (
                 Self::Transactional($store),
                 $kind::Transactional($one),
@@ -135,6 +152,7 @@ macro_rules! delegate_open {
         match ($self, $inode) {
             (Self::Plain($store), StoreInode::Plain($inode)) => $call.map($new::Plain),
             (Self::Placed($store), StoreInode::Placed($inode)) => $call.map($new::Placed),
+            (Self::Logged($store), StoreInode::Logged($inode)) => $call.map($new::Logged),
             (Self::Transactional($store), StoreInode::Transactional($inode)) => {
                 $call.map($new::Transactional)
             }
@@ -152,6 +170,9 @@ macro_rules! delegate_new {
             }
             (Self::Placed($store), StoreInode::Placed($parent)) => {
                 $call.map(|(inode, attr)| (StoreInode::Placed(inode), attr))
+            }
+            (Self::Logged($store), StoreInode::Logged($parent)) => {
+                $call.map(|(inode, attr)| (StoreInode::Logged(inode), attr))
             }
             (Self::Transactional($store), StoreInode::Transactional($parent)) => {
                 $call.map(|(object, attr)| (StoreInode::Transactional(object), attr))
@@ -175,6 +196,11 @@ macro_rules! delegate_create {
                     (StoreInode::Placed(inode), StoreFile::Placed(file), attr)
                 })
             }
+            (Self::Logged($store), StoreInode::Logged($parent)) => {
+                $call.map(|(inode, file, attr)| {
+                    (StoreInode::Logged(inode), StoreFile::Logged(file), attr)
+                })
+            }
             (Self::Transactional($store), StoreInode::Transactional($parent)) => {
                 $call.map(|(object, file, attr)| {
                     let inode = StoreInode::Transactional(object);
@@ -192,6 +218,7 @@ macro_rules! delegate_whole {
         match $self {
             Self::Plain($store) => $call,
             Self::Placed($store) => $call,
+            Self::Logged($store) => $call,
             Self::Transactional($store) => $call,
         }
     };
@@ -206,6 +233,7 @@ impl<B: Backing> Backing for Store<B> {
         match self {
             Self::Plain(store) => StoreInode::Plain(store.root()),
             Self::Placed(store) => StoreInode::Placed(store.root()),
+            Self::Logged(store) => StoreInode::Logged(store.root()),
             Self::Transactional(store) => StoreInode::Transactional(store.root()),
         }
     }
@@ -427,6 +455,31 @@ impl<B: Backing> Backing for Store<B> {
 
     fn fd<'a>(&self, file: &'a StoreFile<B>) -> Option<BorrowedFd<'a>> {
         delegate!(self, StoreFile(file), |store| store.fd(file))
+    }
+
+    fn kernel_reads(&self, file: &StoreFile<B>) -> KernelReads {
+        delegate!(self, StoreFile(file), |store| store.kernel_reads(file))
+    }
+
+    fn note_opened(&self, file: &StoreFile<B>, writes: bool) -> Result<()> {
+        delegate!(self, StoreFile(file), |store| store
+            .note_opened(file, writes))
+    }
+
+    fn finishes_files(&self) -> bool {
+        delegate_whole!(self, |store| store.finishes_files())
+    }
+
+    fn note_written(&self, file: &StoreFile<B>) {
+        delegate!(self, StoreFile(file), |store| store.note_written(file));
+    }
+
+    fn finish_file(&self, file: &StoreFile<B>) -> Result<()> {
+        delegate!(self, StoreFile(file), |store| store.finish_file(file))
+    }
+
+    fn is_logged(&self, inode: &StoreInode<B>) -> bool {
+        delegate!(self, StoreInode(inode), |store| store.is_logged(inode))
     }
 
     fn lane_count(&self) -> u16 {

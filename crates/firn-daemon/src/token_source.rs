@@ -13,10 +13,9 @@ use firn_backing::{Backing, DirBacking};
 use firn_config::{Options, Participants, TokenService};
 use firn_tokens::etcd::Client;
 use firn_tokens::{EtcdService, FlockService, Limits, LockService, Tokens};
-use firn_transact::{Expected, Members};
 
 use crate::error::AttachError;
-use crate::host_lease::{HostLease, open_backing, own_error};
+use crate::host_lease::{HostLease, open_backing, own_error, whoever_comes};
 use crate::lock::DYING;
 use crate::participants::host_name;
 
@@ -90,11 +89,7 @@ fn open_flock(backing: &Path, options: &Options, host: &str) -> Result<Kind, Att
     // Hosts that commit together have looked already whether locks reach them.
     let lease = match options.participants {
         Participants::Off => {
-            let members = Members {
-                host: host.to_owned(),
-                // Whoever comes: nobody is waited for.
-                expected: Expected::Hosts(Vec::new()),
-            };
+            let members = whoever_comes(host);
             Some(HostLease::take_for_tokens(backing, &members, DYING)?)
         }
         Participants::Count(_) | Participants::Hosts(_) => None,

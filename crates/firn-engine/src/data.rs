@@ -4,10 +4,10 @@ use std::ffi::OsStr;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use firn_backing::lock::Mutex;
-use firn_backing::{Access, Backing, Caller, Errno, Time};
+use firn_backing::{Access, Backing, Caller, Errno, KernelReads, Time};
 
 use crate::engine::Engine;
 use crate::extents::Extents;
@@ -42,6 +42,7 @@ impl<B: Backing> Engine<B> {
         {
             Ok((object, backing_file, attr)) => {
                 self.counters.count_opened();
+                self.backing.note_opened(&backing_file, true)?;
                 let inode = self.register_created(before, &dir, name, object, &attr)?;
                 let opened = Arc::new(BackingFile {
                     file: backing_file,
@@ -101,8 +102,10 @@ impl<B: Backing> Engine<B> {
             self.drop_if_unused(&file);
             return Err(errno);
         }
-        let allowed = self.allows_passthrough();
-        let is_cacheable = !wants_write && !self.options.serves_every_read;
+        let kernel_reads = self.kernel_reads(&file);
+        let allowed = self.allows_passthrough() && kernel_reads == KernelReads::Passthrough;
+        let may_cache = !self.options.serves_every_read && kernel_reads >= KernelReads::Cached;
+        let is_cacheable = !wants_write && may_cache;
         let unchanged = is_cacheable && !allowed && self.is_as_cached(&inode);
         let held_size = if is_cacheable && self.kernel_copies.are_allowed() {
             self.size_if_held(&file)
@@ -195,16 +198,27 @@ impl<B: Backing> Engine<B> {
                 .is_ok_and(|handle| handle.file.lock().opens.has_cached())
     }
 
+    /// How far the kernel may read a file that is open below.
+    pub(crate) fn kernel_reads(&self, file: &File<B>) -> KernelReads {
+        let open = file.lock().open_any();
+        open.map_or(KernelReads::Passthrough, |open| {
+            self.backing.kernel_reads(&open.file)
+        })
+    }
+
     /// Opens what a handle needs of the backing, so that open(2) tells what is wrong.
     fn open_backing(&self, file: &Arc<File<B>>, wants_write: bool) -> Result<()> {
         if wants_write {
-            return self.writer(file).map(drop);
+            let writer = self.writer(file)?;
+            return self.backing.note_opened(&writer.file, true);
         }
         // Passthrough needs one descriptor that can do everything, for writers that come later.
-        if self.passthrough.load(Ordering::Relaxed) && self.writer(file).is_ok() {
-            return Ok(());
-        }
-        self.reader(file).map(drop)
+        let writer = match self.passthrough.load(Ordering::Relaxed) {
+            true => self.writer(file).ok(),
+            false => None,
+        };
+        let open = writer.map_or_else(|| self.reader(file), Ok)?;
+        self.backing.note_opened(&open.file, false)
     }
 
     fn add_handle(
@@ -245,6 +259,8 @@ impl<B: Backing> Engine<B> {
             has_kernel_copy,
             written: AtomicU64::new(0),
             killed: AtomicBool::new(false),
+            closing: AtomicBool::new(false),
+            opener: AtomicU32::new(0),
             mode: Mutex::new(chosen),
         };
         self.handles.insert(handle);
@@ -366,6 +382,9 @@ impl<B: Backing> Engine<B> {
         let mut state = file.lock();
         self.revoke_grant(file, &mut state);
         let mode = *handle.mode.lock();
+        if handle.closing.load(Ordering::Acquire) {
+            state.opens.end_closing();
+        }
         state.opens.remove(handle.id, mode, handle.writable);
         self.journal.record_released(&handle, &mut state);
         match mode {
@@ -381,12 +400,30 @@ impl<B: Backing> Engine<B> {
             self.kernel_copies.close(file.inode.id);
             self.end_kernel_copy(file);
         }
+        if handle.writable {
+            self.note_written(file);
+        }
         self.close_if_unused(file);
         if orphan {
             self.discard(file);
         }
         self.drop_if_unused(file);
         self.wake_writers();
+    }
+
+    /// Tells the backing of a file that nobody writes to any more, if it wants to know.
+    pub(crate) fn note_written(&self, file: &File<B>) {
+        if !self.backing.finishes_files() {
+            return;
+        }
+        let writer = {
+            let state = file.lock();
+            let is_written = !state.opens.has_writers() && state.pending.is_empty();
+            state.writer.clone().filter(|_| is_written)
+        };
+        if let Some(writer) = writer {
+            self.backing.note_written(&writer.file);
+        }
     }
 
     /// Closes the backing's file of one that nobody has open: more files may be in memory than a process may have

@@ -327,6 +327,8 @@ impl<B: Backing> Engine<B> {
             };
             let level = if held_bytes > 0 {
                 pending_level
+            } else if self.is_logged(&file.inode) {
+                DurabilityLevel::Logged
             } else if file.inode.durable.load(Ordering::Acquire) {
                 DurabilityLevel::Durable
             } else {

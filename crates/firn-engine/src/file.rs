@@ -199,6 +199,11 @@ impl<B: Backing> FileState<B> {
         can_read.or(self.reader.as_ref()).cloned()
     }
 
+    /// The backing file, if it is open.
+    pub(crate) fn open_any(&self) -> Option<Arc<BackingFile<B>>> {
+        self.writer.as_ref().or(self.reader.as_ref()).cloned()
+    }
+
     /// Whether nobody needs the descriptors of the backing file now.
     pub(crate) fn may_close(&self) -> bool {
         let is_busy = self.drain.is_exclusive() || self.drain.writes_in_flight() > 0;

@@ -194,11 +194,22 @@ impl<B: Backing> Engine<B> {
         });
         Ok(if let Some(level) = pending {
             level
+        } else if self.is_logged(&inode) {
+            DurabilityLevel::Logged
         } else if inode.durable.load(Ordering::Acquire) {
             DurabilityLevel::Durable
         } else {
             DurabilityLevel::Drained
         })
+    }
+
+    /// Whether bytes of it are in logs.
+    pub(crate) fn is_logged(&self, inode: &Inode<B>) -> bool {
+        let asks = || {
+            self.object(inode)
+                .map(|object| self.backing.is_logged(&object))
+        };
+        self.backing.finishes_files() && asks().unwrap_or(false)
     }
 
     // ---- names -------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use firn_backing::{Backing, Errno, is_below};
+use firn_backing::{Backing, Errno, KernelReads, is_below};
 use firn_format::durability::DurabilityLevel;
 
 use crate::engine::Engine;
@@ -78,6 +78,43 @@ impl<B: Backing> Engine<B> {
         }
     }
 
+    /// This thread has opened a file.
+    pub fn note_opener(&self, handle: HandleId, thread: u32) {
+        if self.backing.finishes_files()
+            && let Ok(handle) = self.handle(handle)
+        {
+            handle.opener.store(thread, Ordering::Release);
+        }
+    }
+
+    /// Whether something is left to do for the file when this close(2) is over: whoever answers it calls
+    /// [`Engine::finish_file`] once [`Engine::flush`] is done. Nothing is as long as other writers have it open, or where
+    /// it is not closed by the process of the thread that opened it.
+    pub fn finishes_file(&self, handle: HandleId, is_opener: &dyn Fn(u32) -> bool) -> bool {
+        if !self.backing.finishes_files() || self.options.close == ClosePolicy::Held {
+            return false;
+        }
+        let Ok(handle) = self.handle(handle) else {
+            return false;
+        };
+        if !handle.writable || !is_opener(handle.opener.load(Ordering::Acquire)) {
+            return false;
+        }
+        let mut state = handle.file.lock();
+        // Two that close at the same time count both: the second one sees it.
+        if !handle.closing.swap(true, Ordering::AcqRel) {
+            state.opens.begin_closing();
+        }
+        state.opens.are_writers_closing() && !state.unlinked
+    }
+
+    /// Does that, as far as other hosts let it. May take as long as writing the file.
+    pub fn finish_file(&self, handle: HandleId) -> Result<()> {
+        let handle = self.handle(handle)?;
+        let writer = self.writer(&handle.file)?;
+        self.backing.finish_file(&writer.file)
+    }
+
     /// `done` is called when what the file has pending now is in the backing, or a try failed.
     pub fn drained(&self, handle: HandleId, done: Done) {
         match self.handle(handle) {
@@ -124,6 +161,10 @@ impl<B: Backing> Engine<B> {
             (state.writer.clone(), state.pending.is_empty())
         };
         let source = writer.map_or_else(|| self.reader(file), Ok)?;
+        if self.backing.kernel_reads(&source.file) == KernelReads::Never {
+            // What other hosts have synced is newer than what the arena keeps.
+            self.check_cache(file)?;
+        }
         // Cleared before the sync: what is drained during it is not known to be covered.
         file.inode.data_unsynced.store(false, Ordering::Release);
         if let Err(errno) = self.backing.sync(&source.file, data_only) {

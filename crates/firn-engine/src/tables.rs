@@ -9,7 +9,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use firn_arena::{Arena, Lease};
 use firn_backing::lock::{Mutex, RwLock};
@@ -91,6 +91,10 @@ pub(crate) struct Handle<B: Backing> {
     pub written: AtomicU64,
     /// The process that closed it last died of a signal.
     pub killed: AtomicBool,
+    /// A descriptor of it was closed ([`Engine::finishes_file`](crate::Engine::finishes_file)).
+    pub closing: AtomicBool,
+    /// The thread that opened it, where somebody asks for that; 0 if it is not known.
+    pub opener: AtomicU32,
 }
 
 /// Open files and directories.

@@ -10,6 +10,8 @@ pub enum DurabilityLevel {
     Held,
     /// In the spill file: the same, memory is free again.
     Spilled,
+    /// In a log in the backing, as after write(2): survives the loss of the host, and only Firn can read it.
+    Logged,
     /// In the backing, as after write(2).
     Drained,
     /// In the backing, as after fsync(2).
@@ -22,6 +24,7 @@ impl DurabilityLevel {
         match self {
             Self::Held => "held",
             Self::Spilled => "spilled",
+            Self::Logged => "logged",
             Self::Drained => "drained",
             Self::Durable => "durable",
         }

@@ -101,6 +101,12 @@ pub(crate) fn closing(caller: Caller) -> Closing {
     }
 }
 
+/// Whether two threads are of one process; not if the first has ended. Like [`closing`] it asks nothing that waits for
+/// an exec.
+pub(crate) fn is_same_process(one: u32, other: u32) -> bool {
+    one == other || std::fs::metadata(format!("/proc/{one}/task/{other}")).is_ok()
+}
+
 /// Whether a thread has not given its memory back; also where that cannot be asked.
 fn has_memory(pid: u32) -> bool {
     // Every close asks, so with as few calls as can be: the first two bytes of the number of pages tell.

@@ -7,29 +7,34 @@ use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
+use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use firn_backing::lock::Mutex;
 use firn_backing::{
-    Access, Attr, Backing, Caller, DataPart, DirEntry, Errno, Kind, LaneIndex, LockMode,
-    RenameFlags, Result, Seek, SetTime, StatFs, SyncWay, copy_through_memory,
+    Access, Attr, Backing, Caller, DataPart, DirEntry, Errno, KernelReads, Kind, LaneIndex,
+    LockMode, RenameFlags, Result, Seek, SetTime, StatFs, SyncWay, copy_through_memory,
 };
 use firn_rendezvous::OwnError;
 use firn_rendezvous::own::{self, TOP};
+use parking_lot::Condvar;
 
 use crate::container::Memory;
-use crate::file::{FileId, Listed, LoggedFile, Place};
+use crate::file::{FileId, Flattened, Listed, LoggedFile, Place};
 use crate::frame::{PIECES_MAX, SPAN_BYTES_MAX};
 use crate::orphans::{self, DEAD, DYING, Orphans};
 use crate::run::{FILE_BYTES_MAX, Piece};
 
 /// In `.firn/`.
-pub(crate) const CONTAINERS: &str = "log";
+pub const CONTAINERS: &str = "log";
 /// Bytes of sorted indexes in memory, of all files: half of what a reader may take, and a block of each index of a file
 /// that many hosts wrote.
 const INDEX_BYTES_MAX: u64 = 32 << 20;
+/// How long a close waits before it looks again whether other hosts have flattened their parts.
+const REST_FIRST: Duration = Duration::from_millis(1);
+const REST_LAST: Duration = Duration::from_millis(100);
 
 /// Says of a name whether a new file with it is logged.
 pub type Chooser = Box<dyn Fn(&OsStr) -> bool + Send + Sync>;
@@ -48,6 +53,10 @@ pub struct Setup {
     pub patience: Duration,
     /// Bytes of a file that one host flattens at a time.
     pub unit_bytes: u64,
+    /// Files are flattened when nobody writes to them any more.
+    pub flattens_closed: bool,
+    /// The same, when they are opened for reading.
+    pub flattens_read: bool,
 }
 
 /// See the module.
@@ -58,15 +67,82 @@ pub struct LogBacking<B: Backing> {
     setup: Setup,
     files: Mutex<Files<B>>,
     ended: Arc<Ended<B>>,
+    /// How many files were flat or gone.
+    forgotten: AtomicU64,
 }
 
-/// Files that this host wrote to and that nobody here has open for writing any more, with their inodes.
-type Ended<B> = Mutex<Vec<(Arc<LoggedFile<B>>, <B as Backing>::Inode)>>;
+/// Files with something left to do.
+struct Ended<B: Backing> {
+    state: Mutex<EndedState<B>>,
+    came: Condvar,
+}
+
+struct EndedState<B: Backing> {
+    files: HashMap<FileId, EndedFile<B>>,
+    /// A file came, or somebody wants to be noticed, since they were looked at.
+    has_news: bool,
+}
+
+/// A file that nobody here has open for writing any more, or that is to be flattened.
+struct EndedFile<B: Backing> {
+    file: Arc<LoggedFile<B>>,
+    inode: B::Inode,
+}
+
+impl<B: Backing> Ended<B> {
+    fn add(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) {
+        let ended = EndedFile {
+            file: Arc::clone(file),
+            inode: inode.clone(),
+        };
+        let old = {
+            let mut state = self.state.lock();
+            state.has_news = true;
+            state.files.insert(file.id, ended)
+        };
+        drop(old);
+        self.came.notify_all();
+    }
+}
 
 struct Files<B: Backing> {
     /// Those that have containers, and those that this host has open for writing.
     known: HashMap<FileId, Arc<LoggedFile<B>>>,
     listed: Option<Instant>,
+}
+
+/// Files that are not flat.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Left {
+    /// Other hosts have parts of them to write.
+    pub under_way: usize,
+    /// Somebody writes to them.
+    pub written: usize,
+    /// They are not found.
+    pub lost: usize,
+    /// Something failed.
+    pub failed: usize,
+    /// The first failure.
+    pub error: Option<Errno>,
+}
+
+impl Left {
+    fn count(&mut self, flattened: Result<Flattened>) {
+        match flattened {
+            Ok(Flattened::Flat) => {}
+            Ok(Flattened::UnderWay) => self.under_way += 1,
+            Ok(Flattened::Written) => self.written += 1,
+            Err(error) => {
+                self.failed += 1;
+                self.error = self.error.or(Some(error));
+            }
+        }
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
 /// An object of a [`LogBacking`].
@@ -107,9 +183,11 @@ impl<B: Backing> Drop for Opened<B> {
         let may_write = self.access != Access::Read;
         let wrote_last = may_write && file.writers.fetch_sub(1, Ordering::AcqRel) == 1;
         let is_removed = file.is_removed.load(Ordering::Acquire);
-        if (wrote_last && file.is_logged()) || (was_last && is_removed) {
-            let ended = (Arc::clone(file), self.inode.clone());
-            self.ended.lock().push(ended);
+        if wrote_last {
+            file.is_written.store(false, Ordering::Release);
+        }
+        if (wrote_last && file.has_containers()) || (was_last && is_removed) {
+            self.ended.add(file, &self.inode);
         }
     }
 }
@@ -145,7 +223,14 @@ impl<B: Backing> LogBacking<B> {
                 known: HashMap::new(),
                 listed: None,
             }),
-            ended: Arc::default(),
+            forgotten: AtomicU64::new(0),
+            ended: Arc::new(Ended {
+                state: Mutex::new(EndedState {
+                    files: HashMap::new(),
+                    has_news: false,
+                }),
+                came: Condvar::new(),
+            }),
         })
     }
 
@@ -156,25 +241,80 @@ impl<B: Backing> LogBacking<B> {
         Self { memory, ..self }
     }
 
-    /// Ends and flattens files that nobody writes to any more, as far as other hosts let it. The number of those that
-    /// are still to be flattened.
-    pub fn settle(&self) -> Result<usize> {
-        let ended = std::mem::take(&mut *self.ended.lock());
-        let mut left = Vec::new();
-        let mut failure = None;
-        for (file, inode) in ended {
-            match self.settle_one(&file, &inode) {
-                Ok(true) => {}
-                Ok(false) => left.push((file, inode)),
-                Err(error) => {
-                    failure = Some(error);
-                    left.push((file, inode));
+    /// Ends and flattens files that nobody writes to any more, as far as other hosts let it.
+    pub fn settle(&self) -> Left {
+        let ended = {
+            let mut state = self.ended.state.lock();
+            state.has_news = false;
+            std::mem::take(&mut state.files)
+        };
+        let mut left = Left::default();
+        for ended in ended.into_values() {
+            let settled = self.settle_one(&ended.file, &ended.inode);
+            left.count(settled);
+            if settled != Ok(Flattened::Flat) {
+                let mut state = self.ended.state.lock();
+                state.files.entry(ended.file.id).or_insert(ended);
+            }
+        }
+        left
+    }
+
+    /// Waits until files have ended, or so long.
+    pub fn wait_for_ended(&self, time: Duration) {
+        let mut state = self.ended.state.lock();
+        if !state.has_news {
+            state.wait_for(&self.ended.came, time);
+        }
+    }
+
+    /// Ends the wait of another thread, or its next one.
+    pub fn wake(&self) {
+        self.ended.state.lock().has_news = true;
+        self.ended.came.notify_all();
+    }
+
+    /// Flattens the files at or below `top` that nobody writes to, whether this host has ever opened them or not.
+    pub fn flatten_below(&self, top: &LogInode<B>) -> Result<Left> {
+        let mut wanted = self.list_containers()?;
+        let mut left = Left::default();
+        let mut inodes = vec![top.below.clone()];
+        if let Some(id) = top.id {
+            let is_logged = wanted.remove(&id.ino).is_some();
+            if is_logged {
+                left.count(self.flatten_found(id, &top.below));
+            }
+            return Ok(left);
+        }
+        let root = self.below.attr(&self.below.root())?.ino;
+        let is_whole = self.below.attr(&top.below)?.ino == root;
+        while let Some(dir) = inodes.pop().filter(|_| !wanted.is_empty()) {
+            let is_root = self.below.attr(&dir)?.ino == root;
+            for (name, ino, kind) in own::list(&self.below, &dir)? {
+                let name = OsStr::from_bytes(&name);
+                let may_be_dir = kind.is_none_or(|kind| kind == Kind::Dir);
+                if (is_root && name == TOP) || !(may_be_dir || wanted.contains_key(&ino)) {
+                    continue;
+                }
+                let (inode, attr) = match self.below.lookup(&dir, name) {
+                    Err(Errno::NOENT) => continue,
+                    found => found?,
+                };
+                let id = self.inode(inode.clone(), &attr, None)?.id;
+                match id.filter(|id| wanted.get(&attr.ino) == Some(&id.birth)) {
+                    Some(id) => {
+                        wanted.remove(&id.ino);
+                        left.count(self.flatten_found(id, &inode));
+                    }
+                    None if attr.kind == Kind::Dir => inodes.push(inode),
+                    None => {}
                 }
             }
         }
-        let count = left.len();
-        self.ended.lock().extend(left);
-        failure.map_or(Ok(count), Err)
+        if is_whole {
+            left.lost = wanted.len();
+        }
+        Ok(left)
     }
 
     /// Goes through all files for those that containers are of: removes containers of files that were removed, and names
@@ -188,33 +328,66 @@ impl<B: Backing> LogBacking<B> {
         )
     }
 
-    /// True if there is nothing more to do.
-    fn settle_one(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) -> Result<bool> {
+    /// Inode number and birth of each file that has containers.
+    fn list_containers(&self) -> Result<HashMap<u64, u64>> {
+        let names = own::list(&self.below, &self.top)?;
+        let ids = names
+            .iter()
+            .filter_map(|(name, ..)| FileId::of_container(name));
+        Ok(ids.map(|(id, _)| (id.ino, id.birth)).collect())
+    }
+
+    fn flatten_found(&self, id: FileId, inode: &B::Inode) -> Result<Flattened> {
+        let file = self.find_or_add(id)?;
+        if !file.is_written.load(Ordering::Acquire) {
+            file.end_writing(&self.place())?;
+        }
+        self.flatten_one(&file, inode)
+    }
+
+    /// What is left to do for a file that this host has written; [`Flattened::Flat`] too if that comes later, when
+    /// somebody closes it or asks for it.
+    fn settle_one(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) -> Result<Flattened> {
         let place = self.place();
-        if file.writers.load(Ordering::Acquire) > 0 {
-            return Ok(true);
+        if file.is_written.load(Ordering::Acquire) {
+            return Ok(Flattened::Flat);
         }
         file.end_writing(&place)?;
         if file.is_removed.load(Ordering::Acquire) {
             if file.opens.load(Ordering::Acquire) > 0 {
-                return Ok(true);
+                return Ok(Flattened::Flat);
+            }
+            if file.has_writers(&place, &self.setup.is_alive)? {
+                return Ok(Flattened::Written);
             }
             file.remove(&place)?;
             let known = self.files.lock().known.remove(&file.id);
             drop(known);
-            return Ok(true);
+            return Ok(Flattened::Flat);
         }
-        let is_flat = file.flatten(&place, inode, self.setup.unit_bytes, &self.setup.is_alive)?;
-        if is_flat {
+        match self.setup.flattens_closed {
+            true => self.flatten_one(file, inode),
+            false => Ok(Flattened::Flat),
+        }
+    }
+
+    /// The plain file takes over what is in logs, as far as nobody writes to it.
+    fn flatten_one(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) -> Result<Flattened> {
+        let unit_bytes = self.setup.unit_bytes;
+        let flattened = file.flatten(&self.place(), inode, unit_bytes, &self.setup.is_alive)?;
+        if flattened == Flattened::Flat {
             self.forget(file);
         }
-        Ok(is_flat)
+        Ok(flattened)
     }
 
     fn forget(&self, file: &LoggedFile<B>) {
         let known = {
             let mut files = self.files.lock();
             let is_unused = file.opens.load(Ordering::Acquire) == 0 && !file.is_logged();
+            if is_unused {
+                self.forgotten.fetch_add(1, Ordering::AcqRel);
+            }
             is_unused.then(|| files.known.remove(&file.id))
         };
         drop(known);
@@ -263,6 +436,7 @@ impl<B: Backing> LogBacking<B> {
             }
             files.listed = Some(Instant::now());
         }
+        let began = Instant::now();
         let mut found: HashMap<FileId, Vec<Listed>> = HashMap::new();
         for (name, dir, _) in own::list(&self.below, &self.top)? {
             if let Some((id, number)) = FileId::of_container(&name) {
@@ -282,7 +456,7 @@ impl<B: Backing> LogBacking<B> {
             let listed = found.remove(&file.id).unwrap_or_default();
             if !listed.is_empty() || file.is_logged() {
                 // Whoever opens it is told.
-                if let Err(error) = file.look(&self.place(), listed) {
+                if let Err(error) = file.look(&self.place(), began, listed) {
                     tracing::debug!(ino = file.id.ino, %error, "containers cannot be read");
                 }
             }
@@ -299,14 +473,23 @@ impl<B: Backing> LogBacking<B> {
         Ok(Arc::clone(files.known.entry(id).or_insert_with(new)))
     }
 
-    /// Attributes as programs see them: the length is that of all bytes.
-    fn shown(&self, attr: Attr, logged: Option<&Arc<LoggedFile<B>>>) -> Attr {
-        match logged {
-            Some(file) if file.is_logged() => Attr {
-                size: file.len(attr.size),
-                ..attr
-            },
-            _ => attr,
+    /// Attributes as programs see them: the length is that of all bytes. What is below is asked for after it was looked
+    /// where the bytes are, and again where that has changed meanwhile.
+    fn shown(
+        &self,
+        logged: Option<&Arc<LoggedFile<B>>>,
+        read: &dyn Fn() -> Result<Attr>,
+    ) -> Result<Attr> {
+        let Some(file) = logged else {
+            return read();
+        };
+        loop {
+            let seen = file.changes.load(Ordering::Acquire);
+            let attr = read()?;
+            let size = file.len(attr.size);
+            if file.changes.load(Ordering::Acquire) == seen {
+                return Ok(Attr { size, ..attr });
+            }
         }
     }
 
@@ -315,27 +498,51 @@ impl<B: Backing> LogBacking<B> {
             return Ok(None);
         };
         let writes = access != Access::Read;
-        let file = match self.find(Some(id))? {
-            Some(file) => file,
-            None if inode.is_chosen => self.find_or_add(id)?,
-            None => return Ok(None),
+        self.look_around()?;
+        let file = {
+            let mut files = self.files.lock();
+            let file = match files.known.get(&id) {
+                Some(file) => Arc::clone(file),
+                None if inode.is_chosen => {
+                    let new = Arc::new(LoggedFile::new(id));
+                    files.known.insert(id, Arc::clone(&new));
+                    new
+                }
+                None => return Ok(None),
+            };
+            // Counted before the lock is free: one that is open is not forgotten.
+            file.opens.fetch_add(1, Ordering::AcqRel);
+            if writes {
+                file.writers.fetch_add(1, Ordering::AcqRel);
+            }
+            file
         };
-        file.opens.fetch_add(1, Ordering::AcqRel);
-        if writes {
-            file.writers.fetch_add(1, Ordering::AcqRel);
-        }
         let opened = Opened {
             file,
             inode: inode.below.clone(),
             access,
             ended: Arc::clone(&self.ended),
         };
-        // Close-to-open: what others have closed is seen.
-        opened.file.look_again(&self.place())?;
-        if writes {
-            opened.file.take_epoch(&self.place())?;
+        self.see_others(&opened)?;
+        if !writes && self.setup.flattens_read && opened.file.is_logged() {
+            self.ended.add(&opened.file, &opened.inode);
         }
         Ok(Some(opened))
+    }
+
+    /// Close-to-open: what others have closed is seen, and older than what this host writes now.
+    fn see_others(&self, opened: &Opened<B>) -> Result<()> {
+        opened.file.look_again(&self.place())?;
+        if opened.access != Access::Read {
+            opened.file.take_epoch(&self.place())?;
+        }
+        Ok(())
+    }
+
+    /// Other hosts see that this one writes to the file: nobody flattens it meanwhile.
+    fn begin_writing(&self, file: &LogFile<B>, opened: &Opened<B>) -> Result<()> {
+        let plain = || Ok(self.below.attr_of_file(&file.below)?.size);
+        opened.file.begin_writing(&self.place(), &plain)
     }
 
     /// Makes what this host wrote to logs durable.
@@ -384,7 +591,7 @@ impl<B: Backing> LogBacking<B> {
         file.mark(&self.place(), DEAD)?;
         file.is_removed.store(true, Ordering::Release);
         if file.opens.load(Ordering::Acquire) == 0 {
-            self.ended.lock().push((file, inode));
+            self.ended.add(&file, &inode);
         }
         Ok(())
     }
@@ -422,10 +629,19 @@ impl<B: Backing> Backing for LogBacking<B> {
     }
 
     fn lookup(&self, parent: &LogInode<B>, name: &OsStr) -> Result<(LogInode<B>, Attr)> {
+        let forgotten = self.forgotten.load(Ordering::Acquire);
         let (inode, attr) = self.below.lookup(&parent.below, name)?;
         let inode = self.inode(inode, &attr, Some(name))?;
         let logged = self.find(inode.id)?;
-        Ok((inode, self.shown(attr, logged.as_ref())))
+        let attr = match logged {
+            Some(_) => self.shown(logged.as_ref(), &|| self.below.attr(&inode.below))?,
+            // It was flattened between the two.
+            None if self.forgotten.load(Ordering::Acquire) != forgotten => {
+                self.below.attr(&inode.below)?
+            }
+            None => attr,
+        };
+        Ok((inode, attr))
     }
 
     fn create(
@@ -477,9 +693,8 @@ impl<B: Backing> Backing for LogBacking<B> {
     }
 
     fn link(&self, inode: &LogInode<B>, parent: &LogInode<B>, name: &OsStr) -> Result<Attr> {
-        let attr = self.below.link(&inode.below, &parent.below, name)?;
-        let logged = self.find(inode.id)?;
-        Ok(self.shown(attr, logged.as_ref()))
+        self.below.link(&inode.below, &parent.below, name)?;
+        self.attr(inode)
     }
 
     fn unlink(&self, parent: &LogInode<B>, name: &OsStr) -> Result<()> {
@@ -524,16 +739,14 @@ impl<B: Backing> Backing for LogBacking<B> {
     }
 
     fn attr(&self, inode: &LogInode<B>) -> Result<Attr> {
-        let attr = self.below.attr(&inode.below)?;
         let logged = self.find(inode.id)?;
-        Ok(self.shown(attr, logged.as_ref()))
+        self.shown(logged.as_ref(), &|| self.below.attr(&inode.below))
     }
 
     fn attr_of_file(&self, file: &LogFile<B>) -> Result<Attr> {
-        let attr = self.below.attr_of_file(&file.below)?;
         self.look_around()?;
         let logged = file.logged.as_ref().map(|opened| &opened.file);
-        Ok(self.shown(attr, logged))
+        self.shown(logged, &|| self.below.attr_of_file(&file.below))
     }
 
     fn set_mode(&self, inode: &LogInode<B>, mode: u32) -> Result<()> {
@@ -601,6 +814,9 @@ impl<B: Backing> Backing for LogBacking<B> {
         if opened.is_some_and(|opened| opened.access == Access::Write) {
             return Err(Errno::BADF);
         }
+        if opened.is_some() {
+            self.look_around()?;
+        }
         match file.logged() {
             Some(logged) => logged.read(&self.place(), &file.below, buf, offset),
             None => self.below.read_at(&file.below, buf, offset),
@@ -622,8 +838,8 @@ impl<B: Backing> Backing for LogBacking<B> {
             return self.below.write_parts(&file.below, parts);
         };
         let parts = first_of_a_frame(parts)?;
-        let plain_bytes = self.below.attr_of_file(&file.below)?.size;
-        logged.write(&self.place(), plain_bytes, parts)?;
+        let plain = || Ok(self.below.attr_of_file(&file.below)?.size);
+        logged.write(&self.place(), &plain, parts)?;
         Ok(parts.iter().map(DataPart::len).sum())
     }
 
@@ -640,8 +856,8 @@ impl<B: Backing> Backing for LogBacking<B> {
         let Some(logged) = file.writable(Errno::INVAL)? else {
             return self.below.set_len(&file.below, len);
         };
-        let plain_bytes = self.below.attr_of_file(&file.below)?.size;
-        logged.set_len(&self.place(), plain_bytes, len)
+        let plain = || Ok(self.below.attr_of_file(&file.below)?.size);
+        logged.set_len(&self.place(), &plain, len)
     }
 
     fn allocate(&self, file: &LogFile<B>, mode: i32, offset: u64, len: u64) -> Result<()> {
@@ -656,8 +872,8 @@ impl<B: Backing> Backing for LogBacking<B> {
         if end > FILE_BYTES_MAX {
             return Err(Errno::FBIG);
         }
-        let plain_bytes = self.below.attr_of_file(&file.below)?.size;
-        let file_bytes = logged.len(plain_bytes);
+        let plain = || Ok(self.below.attr_of_file(&file.below)?.size);
+        let file_bytes = self.attr_of_file(file)?.size;
         let keeps_size = mode & libc::FALLOC_FL_KEEP_SIZE != 0;
         match mode & !libc::FALLOC_FL_KEEP_SIZE {
             // Room in a log cannot be kept for later: only the length counts.
@@ -669,13 +885,13 @@ impl<B: Backing> Backing for LogBacking<B> {
                         offset,
                         len: zeroed,
                     };
-                    logged.zero(&place, plain_bytes, piece)?;
+                    logged.zero(&place, &plain, piece)?;
                 }
             }
             _ => return Err(Errno::OPNOTSUPP),
         }
         if end > file_bytes && !keeps_size {
-            logged.set_len(&place, plain_bytes, end)?;
+            logged.set_len(&place, &plain, end)?;
         }
         Ok(())
     }
@@ -714,6 +930,7 @@ impl<B: Backing> Backing for LogBacking<B> {
     fn sync(&self, file: &LogFile<B>, data_only: bool) -> Result<()> {
         if let Some(opened) = &file.logged {
             opened.file.sync(&self.place())?;
+            self.see_others(opened)?;
         }
         self.below.sync(&file.below, data_only)
     }
@@ -734,6 +951,64 @@ impl<B: Backing> Backing for LogBacking<B> {
             None => self.below.fd(&file.below),
             Some(_) => None,
         }
+    }
+
+    fn kernel_reads(&self, file: &LogFile<B>) -> KernelReads {
+        match &file.logged {
+            None => self.below.kernel_reads(&file.below),
+            Some(opened) if opened.file.is_logged() => KernelReads::Never,
+            Some(_) => KernelReads::Cached,
+        }
+    }
+
+    fn note_opened(&self, file: &LogFile<B>, writes: bool) -> Result<()> {
+        let Some(opened) = &file.logged else {
+            return self.below.note_opened(&file.below, writes);
+        };
+        self.see_others(opened)?;
+        if writes && let Err(error) = self.begin_writing(file, opened) {
+            // Whoever writes is told, and who does not needs none.
+            tracing::debug!(%error, "cannot begin a log yet");
+        }
+        Ok(())
+    }
+
+    fn finishes_files(&self) -> bool {
+        true
+    }
+
+    fn note_written(&self, file: &LogFile<B>) {
+        if let Some(opened) = &file.logged {
+            opened.file.is_written.store(false, Ordering::Release);
+            if opened.file.has_containers() {
+                self.ended.add(&opened.file, &opened.inode);
+            }
+        }
+    }
+
+    fn finish_file(&self, file: &LogFile<B>) -> Result<()> {
+        let Some(opened) = &file.logged else {
+            return Ok(());
+        };
+        opened.file.is_written.store(false, Ordering::Release);
+        let mut rest = REST_FIRST;
+        while opened.file.has_containers() {
+            match self.settle_one(&opened.file, &opened.inode)? {
+                Flattened::Flat => break,
+                Flattened::Written => {
+                    self.ended.add(&opened.file, &opened.inode);
+                    break;
+                }
+                Flattened::UnderWay => std::thread::sleep(rest),
+            }
+            rest = (2 * rest).min(REST_LAST);
+        }
+        Ok(())
+    }
+
+    fn is_logged(&self, inode: &LogInode<B>) -> bool {
+        let file = self.find(inode.id).ok().flatten();
+        file.is_some_and(|file| file.is_logged())
     }
 
     fn lane_count(&self) -> u16 {

@@ -1145,7 +1145,10 @@ pub(crate) fn has_synced_frame_after<B: Backing>(
     // An index that ends there, or is being appended to, is the usual case.
     let mut first = [0; 64];
     let count = base.read_at(index, &mut first, offset)?;
-    if count < first.len() && matches!(Frame::decode(&first[..count]), Next::Incomplete) {
+    // Unless there is another one behind it: then it is damaged where it says how long it is.
+    let is_last =
+        count < first.len() && find_magic(first[..count].get(1..).unwrap_or(&[])).is_none();
+    if is_last && matches!(Frame::decode(&first[..count]), Next::Incomplete) {
         return Ok(false);
     }
     let mut at = offset + 1;

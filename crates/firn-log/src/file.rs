@@ -6,9 +6,10 @@
 use std::ffi::OsStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
 
 use crate::container::{Container, Memory, Walk};
-use crate::head::{Head, HeadError};
+use crate::head::{self, Head, HeadError};
 use crate::orphans::{DEAD, unmark};
 use crate::resolve::{Segment, Source};
 use crate::run::Piece;
@@ -16,6 +17,7 @@ use crate::seal::{Ending, Flat};
 use firn_backing::lock::Mutex;
 use firn_backing::{Access, Attr, Backing, DataPart, Errno, Kind, RenameFlags, Result, Seek};
 use firn_rendezvous::{VoteDir, own};
+use parking_lot::Condvar;
 
 pub(crate) const HEAD: &str = "head";
 /// The attribute with a file's number, 8 bytes.
@@ -40,6 +42,8 @@ pub(crate) fn is_new_container(name: &[u8], host: &str) -> bool {
         .is_some_and(|(of, _)| of == host)
 }
 
+/// Put once: bytes of the plain file that count below the first generation.
+pub(crate) const BASE: &str = "base";
 /// A file that is flattened while it is read is looked at anew; no more often than this.
 const LOOKS_MAX: usize = 100;
 
@@ -117,14 +121,47 @@ pub(crate) struct LoggedFile<B: Backing> {
     pub(crate) id: FileId,
     /// The lowest first.
     generations: Mutex<Vec<Arc<Generation<B>>>>,
+    /// How often other generations were found.
+    pub(crate) changes: AtomicU64,
+    looks: Mutex<Looks>,
+    looked: Condvar,
     /// Descriptors of this host that may write to it.
     pub(crate) writers: AtomicU64,
     /// All descriptors of this host.
     pub(crate) opens: AtomicU64,
+    /// This host has written to it since it said that it had done so.
+    pub(crate) is_written: AtomicBool,
+    /// It has containers without bytes that count: somebody died before he had made or removed them.
+    has_remains: AtomicBool,
     /// It has no name any more.
     pub(crate) is_removed: AtomicBool,
     /// Why its containers could not be read when this host looked last.
     trouble: Mutex<Option<Errno>>,
+}
+
+/// Looks at the containers that there are.
+#[derive(Default)]
+struct Looks {
+    is_under_way: bool,
+    /// When the listing was begun that was looked at last.
+    last: Option<Instant>,
+}
+
+/// Tells how many bytes the plain file has.
+pub(crate) type PlainBytes<'a> = dyn Fn() -> Result<u64> + 'a;
+
+/// Says of a host whether it lives.
+pub(crate) type IsAlive<'a> = dyn Fn(&str) -> Result<bool> + 'a;
+
+/// How far a file is on its way into the plain file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Flattened {
+    /// It is the plain file.
+    Flat,
+    /// Other hosts have parts of it to write.
+    UnderWay,
+    /// Somebody writes to it.
+    Written,
 }
 
 struct Generation<B: Backing> {
@@ -159,8 +196,13 @@ impl<B: Backing> LoggedFile<B> {
         Self {
             id,
             generations: Mutex::default(),
+            changes: AtomicU64::new(0),
+            looks: Mutex::default(),
+            looked: Condvar::new(),
             writers: AtomicU64::new(0),
             opens: AtomicU64::new(0),
+            is_written: AtomicBool::new(false),
+            has_remains: AtomicBool::new(false),
             is_removed: AtomicBool::new(false),
             trouble: Mutex::default(),
         }
@@ -175,23 +217,53 @@ impl<B: Backing> LoggedFile<B> {
         !self.generations.lock().is_empty() || self.trouble().is_err()
     }
 
+    /// Whether something of it is left to be flattened or removed.
+    pub(crate) fn has_containers(&self) -> bool {
+        self.is_logged() || self.has_remains.load(Ordering::Acquire)
+    }
+
     /// The error, if its containers cannot be read.
     fn trouble(&self) -> Result<()> {
         self.trouble.lock().map_or(Ok(()), Err)
     }
 
-    /// Opens the generations that are there, and forgets those that are gone or flat. Where one cannot be read, the
-    /// file is not read before a later look.
-    pub(crate) fn look(&self, place: &Place<'_, B>, listed: Vec<Listed>) -> Result<()> {
-        let outcome = self.open_listed(place, listed);
-        *self.trouble.lock() = outcome.err();
-        outcome
+    /// Opens the generations that are there, and forgets those that are gone or flat. The listing was begun at
+    /// `began`; where somebody has looked at a later one, it says nothing. Where one cannot be read, the file is not
+    /// read before a later look.
+    pub(crate) fn look(
+        &self,
+        place: &Place<'_, B>,
+        began: Instant,
+        listed: Vec<Listed>,
+    ) -> Result<()> {
+        {
+            let mut looks = self.looks.lock();
+            while looks.is_under_way {
+                looks.wait(&self.looked);
+            }
+            if looks.last.is_some_and(|last| last > began) {
+                return Ok(());
+            }
+            looks.is_under_way = true;
+        }
+        let seen = self.look_alone(place, listed);
+        *self.trouble.lock() = seen.err();
+        let mut looks = self.looks.lock();
+        looks.is_under_way = false;
+        if seen.is_ok() {
+            looks.last = Some(began);
+        }
+        self.looked.notify_all();
+        seen
     }
 
-    fn open_listed(&self, place: &Place<'_, B>, mut listed: Vec<Listed>) -> Result<()> {
+    /// One look at a time: of two that find the same container both would open it, and what this host knows of its own
+    /// logs would be lost with one of them.
+    fn look_alone(&self, place: &Place<'_, B>, mut listed: Vec<Listed>) -> Result<()> {
         listed.sort_unstable();
         let known = self.all();
         let mut found = Vec::new();
+        let count = listed.len();
         for listed in listed {
             let is_it = |generation: &&Arc<Generation<B>>| {
                 (generation.number, generation.dir) == (listed.number, listed.dir)
@@ -210,9 +282,16 @@ impl<B: Backing> LoggedFile<B> {
             generation.container.refresh(place.base)?;
             found.push(generation);
         }
+        self.has_remains
+            .store(found.len() < count, Ordering::Release);
+        let is_same =
+            known.len() == found.len() && known.iter().zip(&found).all(|(a, b)| Arc::ptr_eq(a, b));
         // Files are closed after the lock is free.
         let old = std::mem::replace(&mut *self.generations.lock(), found);
         drop(old);
+        if !is_same {
+            self.changes.fetch_add(1, Ordering::AcqRel);
+        }
         Ok(())
     }
 
@@ -237,7 +316,17 @@ impl<B: Backing> LoggedFile<B> {
                 return Err(Errno::IO);
             }
         };
-        let base_bytes = head.base_bytes.unwrap_or(0);
+        let base_bytes = match head.is_lowest {
+            false => 0,
+            true => match own::load(place.base, &dir, BASE)? {
+                Some(base) => head::decode_base(&base).map_err(|error| {
+                    tracing::error!(container = name, "a container cannot be read: {error}");
+                    Errno::IO
+                })?,
+                // It is being made: nobody has written to it.
+                None => return Ok(None),
+            },
+        };
         let dir_ino = attr.ino;
         let memory = place.memory;
         let container = Container::open(place.base, dir, &name, place.host, base_bytes, memory)?;
@@ -245,7 +334,7 @@ impl<B: Backing> LoggedFile<B> {
             number,
             dir: dir_ino,
             name,
-            has_own_base: head.base_bytes.is_some(),
+            has_own_base: head.is_lowest,
             container,
             is_joined: AtomicBool::new(false),
         })))
@@ -332,9 +421,11 @@ impl<B: Backing> LoggedFile<B> {
 
     /// Looks for the generations that there are.
     pub(crate) fn look_again(&self, place: &Place<'_, B>) -> Result<()> {
-        self.look(place, self.list(place)?)
+        let began = Instant::now();
+        self.look(place, began, self.list(place)?)
     }
 
+    /// The containers of the file that have a name.
     fn list(&self, place: &Place<'_, B>) -> Result<Vec<Listed>> {
         let names = own::list(place.base, place.top)?;
         let listed = names.iter().filter_map(|(name, dir, _)| {
@@ -378,44 +469,64 @@ impl<B: Backing> LoggedFile<B> {
         }
     }
 
+    /// This host is going to write to it.
+    pub(crate) fn begin_writing(&self, place: &Place<'_, B>, plain: &PlainBytes<'_>) -> Result<()> {
+        self.is_written.store(true, Ordering::Release);
+        self.join(place, plain).map(drop)
+    }
+
     /// Writes bytes that do not overlap.
     pub(crate) fn write(
         &self,
         place: &Place<'_, B>,
-        plain_bytes: u64,
+        plain: &PlainBytes<'_>,
         parts: &[DataPart<'_>],
     ) -> Result<()> {
-        self.change(place, plain_bytes, &|container| {
+        self.change(place, plain, &|container| {
             container.write(place.base, parts)
         })
     }
 
     /// Cuts the file, or makes it longer.
-    pub(crate) fn set_len(&self, place: &Place<'_, B>, plain_bytes: u64, len: u64) -> Result<()> {
-        self.change(place, plain_bytes, &|container| {
+    pub(crate) fn set_len(
+        &self,
+        place: &Place<'_, B>,
+        plain: &PlainBytes<'_>,
+        len: u64,
+    ) -> Result<()> {
+        self.change(place, plain, &|container| {
             container.set_len(place.base, len)
         })
     }
 
     /// Makes bytes zero; the length stays.
-    pub(crate) fn zero(&self, place: &Place<'_, B>, plain_bytes: u64, piece: Piece) -> Result<()> {
-        self.change(place, plain_bytes, &|container| {
-            container.zero(place.base, piece)
-        })
+    pub(crate) fn zero(
+        &self,
+        place: &Place<'_, B>,
+        plain: &PlainBytes<'_>,
+        piece: Piece,
+    ) -> Result<()> {
+        self.change(place, plain, &|container| container.zero(place.base, piece))
     }
 
     fn change(
         &self,
         place: &Place<'_, B>,
-        plain_bytes: u64,
+        plain: &PlainBytes<'_>,
         make: &dyn Fn(&Container<B>) -> Result<()>,
     ) -> Result<()> {
+        self.is_written.store(true, Ordering::Release);
         for _ in 0..LOOKS_MAX {
             self.trouble()?;
-            let top = self.join(place, plain_bytes)?;
-            match make(&top.container) {
-                // What counts is being decided, maybe without it: it goes to the next generation too.
-                Err(Errno::STALE) => top.end_writing(place)?,
+            let top = self.join(place, plain)?;
+            let made = make(&top.container).and_then(|()| match top.is_current(place)? {
+                true => Ok(()),
+                false => Err(Errno::STALE),
+            });
+            match made {
+                // What counts is being decided, maybe without it, or is in the plain file by now: it goes to the next
+                // generation too.
+                Err(Errno::STALE | Errno::NOENT) => top.end_writing(place)?,
                 outcome => return outcome,
             }
         }
@@ -423,7 +534,7 @@ impl<B: Backing> LoggedFile<B> {
     }
 
     /// The generation that this host writes to.
-    fn join(&self, place: &Place<'_, B>, plain_bytes: u64) -> Result<Arc<Generation<B>>> {
+    fn join(&self, place: &Place<'_, B>, plain: &PlainBytes<'_>) -> Result<Arc<Generation<B>>> {
         for _ in 0..LOOKS_MAX {
             if let Some(top) = self.all().last() {
                 if top.is_joined.load(Ordering::Acquire) && top.container.seal().is_none() {
@@ -437,14 +548,14 @@ impl<B: Backing> LoggedFile<B> {
                     return Ok(Arc::clone(top));
                 }
             }
-            self.make_generation(place, plain_bytes)?;
+            self.make_generation(place, plain)?;
             self.look_again(place)?;
         }
         Err(Errno::IO)
     }
 
     /// Makes the next generation, if another host does not.
-    fn make_generation(&self, place: &Place<'_, B>, plain_bytes: u64) -> Result<()> {
+    fn make_generation(&self, place: &Place<'_, B>, plain: &PlainBytes<'_>) -> Result<()> {
         self.look_again(place)?;
         let last = self.all().last().map(|top| top.number);
         if let Some(top) = self.all().last()
@@ -461,7 +572,7 @@ impl<B: Backing> LoggedFile<B> {
         let head = Head {
             file: self.id,
             generation: number,
-            base_bytes: last.is_none().then_some(plain_bytes),
+            is_lowest: last.is_none(),
         };
         own::store(place.base, &dir, HEAD, &head.encode())?;
         if self.is_removed.load(Ordering::Acquire) {
@@ -470,11 +581,19 @@ impl<B: Backing> LoggedFile<B> {
         let flags = RenameFlags::NOREPLACE;
         let (from, to) = (OsStr::new(&new), OsStr::new(&name));
         match place.base.rename(place.top, from, place.top, to, flags) {
-            Ok(()) => place.base.sync_dir(place.top),
+            Ok(()) => {
+                place.base.sync_dir(place.top)?;
+                match last {
+                    None => self.put_base(place, plain),
+                    Some(_) => Ok(()),
+                }
+            }
             Err(error) => {
                 own::clear(place.base, &dir)?;
                 place.base.rmdir(place.top, from)?;
                 match error {
+                    // Its maker may have died before it had its base.
+                    Errno::EXIST | Errno::NOTEMPTY if last.is_none() => self.put_base(place, plain),
                     Errno::EXIST | Errno::NOTEMPTY => Ok(()),
                     error => Err(error),
                 }
@@ -482,53 +601,111 @@ impl<B: Backing> LoggedFile<B> {
         }
     }
 
+    /// Says how many bytes of the plain file count below the first generation, which has its name: nobody changes the
+    /// plain file from here until that is flattened. Where another generation came beside it meanwhile, made over one
+    /// that is flat by now, this one would lie below that: it is removed, and nobody has read or written it.
+    fn put_base(&self, place: &Place<'_, B>, plain: &PlainBytes<'_>) -> Result<()> {
+        let numbers = self.list(place)?;
+        let name = self.id.container_name(0);
+        let Some(votes) = VoteDir::find(place.base, place.top, &name, place.host)? else {
+            return Ok(());
+        };
+        if votes.read(BASE)?.is_some() {
+            return Ok(());
+        }
+        if numbers.iter().any(|listed| listed.number > 0) {
+            return match votes.retire() {
+                Err(Errno::NOENT) => Ok(()),
+                retired => retired,
+            };
+        }
+        match votes.put_once(BASE, &head::encode_base(plain()?)) {
+            Err(Errno::NOENT) => Ok(()),
+            put => put.map(drop),
+        }
+    }
+
     /// Makes what this host wrote durable and known.
     pub(crate) fn sync(&self, place: &Place<'_, B>) -> Result<()> {
         for generation in self.all() {
             if generation.is_joined.load(Ordering::Acquire) {
-                generation.container.sync(place.base)?;
+                match generation.container.sync(place.base) {
+                    // All that counted of it is in the plain file, durably, or has no name any more.
+                    Err(_) if !generation.is_current(place)? => {}
+                    outcome => outcome?,
+                }
             }
         }
         Ok(())
     }
 
-    /// This host writes to it no more.
+    /// This host writes to it no more, and has published what it wrote.
     pub(crate) fn end_writing(&self, place: &Place<'_, B>) -> Result<()> {
+        self.sync(place)?;
         for generation in self.all() {
             generation.end_writing(place)?;
         }
         Ok(())
     }
 
-    /// Seals and flattens what it can, the lowest generation first. True: the plain file is the file.
+    /// Whether a host that lives says that it writes to it.
+    pub(crate) fn has_writers(&self, place: &Place<'_, B>, is_alive: &IsAlive<'_>) -> Result<bool> {
+        self.look_again(place)?;
+        for generation in self.all() {
+            let Some(ending) = generation.ending(place)? else {
+                continue;
+            };
+            if ending.has_writer(&|host| generation.is_written_by(host, place, is_alive))? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Seals and flattens what it can, the lowest generation first.
     pub(crate) fn flatten(
         &self,
         place: &Place<'_, B>,
         inode: &B::Inode,
         unit_bytes: u64,
-        is_alive: &dyn Fn(&str) -> Result<bool>,
-    ) -> Result<bool> {
+        is_alive: &IsAlive<'_>,
+    ) -> Result<Flattened> {
         for _ in 0..LOOKS_MAX {
             self.look_again(place)?;
             let generations = self.all();
             let Some(lowest) = generations.first() else {
-                return Ok(true);
-            };
-            let Some(ending) = lowest.ending(place)? else {
+                if !self.has_remains.load(Ordering::Acquire) {
+                    return Ok(Flattened::Flat);
+                }
+                self.end_remains(place, &|| Ok(place.base.attr(inode)?.size))?;
                 continue;
             };
             let attr = place.base.attr(inode)?;
             Self::set_bases(&generations, attr.size);
-            if !ending.seal(&attr, unit_bytes, is_alive)? {
-                return Ok(false);
+            match lowest.flatten(place, inode, &attr, unit_bytes, is_alive) {
+                Ok(Flattened::Flat) => {}
+                // Another host was faster, and has removed it.
+                Err(_) if !lowest.is_current(place)? => {}
+                outcome => return outcome,
             }
-            let plain = place.base.open(inode, Access::ReadWrite)?;
-            if ending.flatten(inode, &plain)? == Flat::Waits {
-                return Ok(false);
-            }
-            ending.remove()?;
         }
         Err(Errno::IO)
+    }
+
+    /// Removes what somebody left who had flattened it and died then, and makes whole what somebody had begun to make.
+    fn end_remains(&self, place: &Place<'_, B>, plain: &PlainBytes<'_>) -> Result<()> {
+        for listed in self.list(place)? {
+            let Some(left) = self.open_generation(place, listed.number)? else {
+                self.put_base(place, plain)?;
+                continue;
+            };
+            if let Some(ending) = left.ending(place)?
+                && ending.is_flat()?
+            {
+                ending.remove()?;
+            }
+        }
+        Ok(())
     }
 
     /// Removes all of its containers: it has no name, and nobody has it open.
@@ -558,6 +735,49 @@ impl<B: Backing> Generation<B> {
         Ok(())
     }
 
+    /// Seals and flattens it, and removes its container, as far as other hosts let it.
+    fn flatten(
+        &self,
+        place: &Place<'_, B>,
+        inode: &B::Inode,
+        attr: &Attr,
+        unit_bytes: u64,
+        is_alive: &IsAlive<'_>,
+    ) -> Result<Flattened> {
+        let Some(ending) = self.ending(place)? else {
+            return Ok(Flattened::Flat);
+        };
+        let is_written_by = |host: &str| self.is_written_by(host, place, is_alive);
+        if !ending.seal(attr, unit_bytes, &is_written_by)? {
+            return Ok(Flattened::Written);
+        }
+        let plain = place.base.open(inode, Access::ReadWrite)?;
+        if ending.flatten(inode, &plain)? == Flat::Waits {
+            return Ok(Flattened::UnderWay);
+        }
+        ending.remove()?;
+        Ok(Flattened::Flat)
+    }
+
+    /// Whether its name still leads to it.
+    fn is_current(&self, place: &Place<'_, B>) -> Result<bool> {
+        let found = own::find(place.base, place.top, OsStr::new(&self.name))?;
+        Ok(found.is_some_and(|(_, attr)| attr.ino == self.dir))
+    }
+
+    /// Whether a host that says so writes to it. This host may have said so in an earlier life.
+    fn is_written_by(
+        &self,
+        host: &str,
+        place: &Place<'_, B>,
+        is_alive: &IsAlive<'_>,
+    ) -> Result<bool> {
+        match host == place.host {
+            true => Ok(self.is_joined.load(Ordering::Acquire)),
+            false => is_alive(host),
+        }
+    }
+
     /// Whether its bytes are in the plain file, or it is gone, which comes after that.
     fn is_flat(&self, place: &Place<'_, B>) -> Result<bool> {
         match self.ending(place)? {
@@ -565,6 +785,11 @@ impl<B: Backing> Generation<B> {
             None => Ok(true),
         }
     }
+}
+
+/// Whether a name in `.firn/log` is that of a container.
+pub fn is_container(name: &[u8]) -> bool {
+    FileId::of_container(name).is_some()
 }
 
 /// Reads a stack of generations from the top down.

@@ -4,7 +4,7 @@
 //! 0   "FIRNHEAD"
 //! 8   u32   version
 //! 12  u32   CRC32C of the body
-//! 16  body, as postcard writes a `Body`: inode number, birth, generation, bytes of the plain file
+//! 16  body, as postcard writes a `Body`: inode number, birth, generation, whether it is the first
 //! ```
 
 use serde::{Deserialize, Serialize};
@@ -22,8 +22,8 @@ pub const VERSION: u32 = 1;
 pub struct Head {
     pub(crate) file: FileId,
     pub(crate) generation: u32,
-    /// Bytes of the plain file when the first generation was made; later ones lie over the one before.
-    pub(crate) base_bytes: Option<u64>,
+    /// It lies over the plain file; later ones lie over the one before.
+    pub(crate) is_lowest: bool,
 }
 
 /// Why a container cannot be read.
@@ -50,7 +50,7 @@ struct Body {
     ino: u64,
     birth: u64,
     generation: u32,
-    base_bytes: Option<u64>,
+    is_lowest: bool,
 }
 
 impl Head {
@@ -60,7 +60,7 @@ impl Head {
             ino: self.file.ino,
             birth: self.file.birth,
             generation: self.generation,
-            base_bytes: self.base_bytes,
+            is_lowest: self.is_lowest,
         };
         let body = postcard::to_allocvec(&body).expect("memory is all that it takes");
         let mut bytes = MAGIC.to_vec();
@@ -88,7 +88,7 @@ impl Head {
         }
         let (body, rest) =
             postcard::take_from_bytes::<Body>(body).map_err(|_| HeadError::Damaged)?;
-        if !rest.is_empty() || body.base_bytes.is_some_and(|bytes| bytes > FILE_BYTES_MAX) {
+        if !rest.is_empty() {
             return Err(HeadError::Damaged);
         }
         Ok(Self {
@@ -97,7 +97,7 @@ impl Head {
                 birth: body.birth,
             },
             generation: body.generation,
-            base_bytes: body.base_bytes,
+            is_lowest: body.is_lowest,
         })
     }
 
@@ -115,6 +115,23 @@ impl Head {
     }
 }
 
+/// Bytes of `base`: how many bytes of the plain file count below the first generation, and their CRC32C.
+pub(crate) fn encode_base(base: u64) -> Vec<u8> {
+    let mut bytes = base.to_le_bytes().to_vec();
+    bytes.extend_from_slice(&crc32c::crc32c(&bytes).to_le_bytes());
+    bytes
+}
+
+/// What they say.
+pub(crate) fn decode_base(bytes: &[u8]) -> Result<u64, HeadError> {
+    let (base, _) = bytes.split_first_chunk().ok_or(HeadError::Damaged)?;
+    let base = u64::from_le_bytes(*base);
+    match base <= FILE_BYTES_MAX && encode_base(base) == bytes {
+        true => Ok(base),
+        false => Err(HeadError::Damaged),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -125,7 +142,7 @@ mod tests {
         let head = Head {
             file,
             generation: 3,
-            base_bytes: Some(1000),
+            is_lowest: true,
         };
         let bytes = head.encode();
         assert_eq!(Head::of(Some(&bytes), file, 3), Ok(head));

@@ -30,8 +30,9 @@ pub mod table;
 mod verify;
 mod writer;
 
-pub use backing::{LogBacking, Setup};
+pub use backing::{CONTAINERS, Left, LogBacking, Setup};
 pub use container::{Container, Memory, Walk};
+pub use file::{Flattened, is_container};
 pub use orphans::Orphans;
 pub use seal::{Ending, Flat};
 pub use verify::{Fault, Finding, verify};

@@ -10,9 +10,10 @@
 //! | no mark, and the file | in use | nothing |
 //! | `dying`, and the file | its host died before it removed the name | the mark goes |
 //! | `dying` and no file, or `dead` | its host died after it removed the name | the container goes |
+//! | no mark and no file, and no `base` | its maker died before anybody wrote to it | the container goes |
 //! | no mark and no file | removed by somebody beside Firn, or while a directory was damaged | it is kept, and named |
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStringExt;
 
@@ -21,7 +22,7 @@ use firn_rendezvous::own::{self, TOP};
 use firn_rendezvous::{OwnError, VoteDir};
 
 use crate::backing::Liveness;
-use crate::file::{FileId, is_new_container};
+use crate::file::{BASE, FileId, is_new_container};
 use crate::seal::WRITING;
 
 pub(crate) const DYING: &str = "dying";
@@ -131,13 +132,20 @@ pub(crate) fn find_orphans<B: Backing>(
             continue;
         };
         let names = container.names()?;
-        if !names.contains(DYING) && !names.contains(DEAD) {
+        let is_marked = names.contains(DYING) || names.contains(DEAD);
+        if !is_marked && !is_unused(&name, &names) {
             orphans.lost.push(name);
         } else if remove_unused(&container, "", true, is_alive)? {
             orphans.removed.push(name);
         }
     }
     Ok(orphans)
+}
+
+/// Whether nobody has written to a container: its maker died.
+fn is_unused(name: &str, names: &BTreeSet<String>) -> bool {
+    let is_first = FileId::of_container(name.as_bytes()).is_some_and(|(_, number)| number == 0);
+    is_first && !names.contains(BASE)
 }
 
 fn list_containers<B: Backing>(base: &B, top: &B::Inode) -> Result<Vec<(FileId, String)>> {

@@ -8,6 +8,7 @@
 //! done-UNIT    put once: the part is in the plain file, durably
 //! cut          put once: the plain file was cut to what counts of it
 //! all          put once: the plain file is the file
+//! whole        locked by who cuts the plain file, ends with it, or removes the container
 //! ```
 //!
 //! A host that begins to write puts `w-HOST` and then looks for `closing`; one that ends the container puts `closing` and
@@ -40,6 +41,8 @@ const SEAL_MAGIC: &str = "FIRNSEAL1 ";
 pub(crate) const CLOSING: &str = "closing";
 const CUT: &str = "cut";
 const ALL: &str = "all";
+/// Locked by who changes the plain file as a whole, or removes the container.
+const WHOLE: &str = "whole";
 /// Before a host's name: it may write.
 pub(crate) const WRITING: &str = "w-";
 /// Bytes of the plain file that one host writes at a time, unless the file system's stripes ask for others.
@@ -102,8 +105,9 @@ impl Seal {
         is_right.then_some(seal)
     }
 
-    fn units(&self) -> u64 {
-        self.len.div_ceil(self.unit_bytes)
+    fn range_of(&self, unit: u64) -> Range<u64> {
+        let start = unit.saturating_mul(self.unit_bytes);
+        start..start.saturating_add(self.unit_bytes)
     }
 }
 
@@ -193,7 +197,8 @@ impl<'a, B: Backing> Ending<'a, B> {
         Ok(true)
     }
 
-    fn has_writer(&self, is_alive: &dyn Fn(&str) -> Result<bool>) -> Result<bool> {
+    /// Whether a host that `is_alive` says to live says that it may write.
+    pub(crate) fn has_writer(&self, is_alive: &dyn Fn(&str) -> Result<bool>) -> Result<bool> {
         for host in self.votes.hosts(WRITING)? {
             if is_alive(&host)? {
                 return Ok(true);
@@ -209,22 +214,59 @@ impl<'a, B: Backing> Ending<'a, B> {
         if names.contains(ALL) {
             return Ok(Flat::Done);
         }
-        if !names.contains(CUT) {
-            self.cut(plain)?;
-        }
-        for unit in 0..seal.units() {
-            self.flatten_unit(&seal, unit, plain)?;
-        }
-        let names = self.votes.names()?;
-        if (0..seal.units()).any(|unit| !names.contains(&done_name(unit))) {
+        if !names.contains(CUT) && !self.alone(&|| self.cut(plain))? {
             return Ok(Flat::Waits);
         }
-        self.finish(&seal, inode, plain)?;
-        Ok(Flat::Done)
+        let units = self.find_work(&seal)?;
+        for unit in &units {
+            self.flatten_unit(&seal, *unit, plain)?;
+        }
+        let names = self.votes.names()?;
+        if units.iter().any(|unit| !names.contains(&done_name(*unit))) {
+            return Ok(Flat::Waits);
+        }
+        match self.alone(&|| self.finish(&seal, inode, plain))? {
+            true => Ok(Flat::Done),
+            false => Ok(Flat::Waits),
+        }
+    }
+
+    /// Does what changes the plain file as a whole, or removes the container, if no other host is at it and it is still
+    /// there. A host that was late would else cut what came since then. True: nobody else is at it.
+    fn alone(&self, work: &dyn Fn() -> Result<()>) -> Result<bool> {
+        let claim = match own::open_or_create(self.base, self.votes.dir(), WHOLE) {
+            Ok(claim) => claim,
+            Err(error) => {
+                return match error.into() {
+                    // Another host has removed the container.
+                    Errno::NOENT | Errno::STALE => Ok(true),
+                    error => Err(error),
+                };
+            }
+        };
+        if !self.is_free(&claim)? {
+            return Ok(false);
+        }
+        // A later container may have its name.
+        if self.votes.is_current()? {
+            work()?;
+        }
+        Ok(true)
+    }
+
+    /// Locks a claim. Where files cannot be locked several do the same work.
+    fn is_free(&self, claim: &B::File) -> Result<bool> {
+        match self.base.try_lock(claim, LockMode::Exclusive) {
+            Err(Errno::OPNOTSUPP) => Ok(true),
+            locked => locked,
+        }
     }
 
     /// Cuts from the plain file what counts no more, so that what is a hole in the file is one there.
     fn cut(&self, plain: &B::File) -> Result<()> {
+        if self.votes.names()?.contains(CUT) {
+            return Ok(());
+        }
         let counts = self.container.base_end();
         if self.base.attr_of_file(plain)?.size > counts {
             self.base.set_len(plain, counts)?;
@@ -233,19 +275,37 @@ impl<'a, B: Backing> Ending<'a, B> {
         self.votes.put_once(CUT, b"").map(drop)
     }
 
+    /// The units of which bytes are in a log, or are to be zeros: a sparse file may have as many units as there are
+    /// numbers.
+    fn find_work(&self, seal: &Seal) -> Result<Vec<u64>> {
+        let mut units: Vec<u64> = Vec::new();
+        let mut walk = Walk::new(0..seal.len);
+        loop {
+            let segments = self.container.find_next(self.base, &mut walk)?;
+            if segments.is_empty() {
+                return Ok(units);
+            }
+            for Segment { file, source } in segments {
+                if matches!(source, Source::Plain | Source::Hole) {
+                    continue;
+                }
+                let next = units.last().map_or(0, |last| last + 1);
+                let first = (file.start / seal.unit_bytes).max(next);
+                units.extend(first..file.end.div_ceil(seal.unit_bytes));
+            }
+        }
+    }
+
     fn flatten_unit(&self, seal: &Seal, unit: u64, plain: &B::File) -> Result<()> {
         let claim = own::open_or_create(self.base, self.votes.dir(), &format!("claim-{unit}"))?;
-        // Another host is at it. Where files cannot be locked several do the same work.
-        let is_free = match self.base.try_lock(&claim, LockMode::Exclusive) {
-            Err(Errno::OPNOTSUPP) => true,
-            locked => locked?,
-        };
-        if !is_free || self.votes.names()?.contains(&done_name(unit)) {
+        if !self.is_free(&claim)? || self.votes.names()?.contains(&done_name(unit)) {
             return Ok(());
         }
-        let start = unit * seal.unit_bytes;
-        let range = start..start.saturating_add(seal.unit_bytes);
-        let mut walk = Walk::new(range);
+        // Asked after the names: those of a container that is being removed are gone one by one.
+        if !self.votes.is_current()? {
+            return Ok(());
+        }
+        let mut walk = Walk::new(seal.range_of(unit));
         loop {
             let segments = self.container.find_next(self.base, &mut walk)?;
             if segments.is_empty() {
@@ -292,9 +352,16 @@ impl<'a, B: Backing> Ending<'a, B> {
 
     /// Everything is in the plain file: it gets its length and its time.
     fn finish(&self, seal: &Seal, inode: &B::Inode, plain: &B::File) -> Result<()> {
-        self.base.set_len(plain, seal.len)?;
-        let modified = SetTime::At(Time::from_ns(seal.modified_ns));
-        self.base.set_times(inode, SetTime::Keep, modified)?;
+        if self.is_flat()? {
+            return Ok(());
+        }
+        let attr = self.base.attr_of_file(plain)?;
+        // A file that nobody wrote to keeps all of its times.
+        if attr.size != seal.len || attr.mtime.to_ns() != seal.modified_ns {
+            self.base.set_len(plain, seal.len)?;
+            let modified = SetTime::At(Time::from_ns(seal.modified_ns));
+            self.base.set_times(inode, SetTime::Keep, modified)?;
+        }
         self.base.sync(plain, false)?;
         self.votes.put_once(ALL, b"").map(drop)
     }
@@ -311,9 +378,9 @@ impl<'a, B: Backing> Ending<'a, B> {
         Ok(found.is_some())
     }
 
-    /// Removes a container whose bytes are all in the plain file, or that nobody needs.
+    /// Removes a container whose bytes are all in the plain file, or that nobody needs, unless another host is at it.
     pub fn remove(&self) -> Result<()> {
-        self.votes.retire()
+        self.alone(&|| self.votes.retire()).map(drop)
     }
 }
 

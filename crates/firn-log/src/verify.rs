@@ -8,9 +8,9 @@ use firn_rendezvous::{OwnError, VoteDir};
 
 use crate::backing::CONTAINERS;
 use crate::container::{INDEX_READ_BYTES, has_synced_frame_after, read_exact};
-use crate::file::{FileId, HEAD};
+use crate::file::{BASE, FileId, HEAD};
 use crate::frame::{CHECKED_BYTES, Change, Frame, Next, Written};
-use crate::head::{Head, HeadError};
+use crate::head::{self, Head, HeadError};
 use crate::names::Writer;
 use crate::seal::{SEAL_NAME, Seal};
 use crate::table::Table;
@@ -172,6 +172,15 @@ impl<B: Backing> Verifier<'_, B> {
         };
         if let Some(head) = self.trust(Some(&subject), own::load(self.base, dir, HEAD))?
             && let Err(error) = Head::of(head.as_deref(), file, generation)
+        {
+            self.tell(Some(&subject), None, Fault::Head(error));
+        }
+        let subject = Subject {
+            file: BASE,
+            host: None,
+        };
+        if let Some(Some(base)) = self.trust(Some(&subject), own::load(self.base, dir, BASE))?
+            && let Err(error) = head::decode_base(&base)
         {
             self.tell(Some(&subject), None, Fault::Head(error));
         }

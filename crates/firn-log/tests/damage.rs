@@ -26,6 +26,8 @@ fn begin_host(disk: &SimBacking, host: &str) -> (SimBacking, Logged) {
         is_alive: Box::new(move |_: &str| Ok(writes)),
         patience: Duration::ZERO,
         unit_bytes: 4096,
+        flattens_closed: true,
+        flattens_read: false,
     };
     let backing = LogBacking::open(disk.clone(), setup).expect("open");
     (disk, backing.with_memory(64 << 10))
@@ -56,7 +58,7 @@ fn written(random: &mut StdRng) -> (SimBacking, Vec<u8>) {
         }
         host.sync(&file, false).expect("sync");
     }
-    b.settle().expect("settle");
+    assert_eq!(b.settle().error, None);
     if random.random_ratio(1, 2) {
         a_disk.crash_at(a_disk.steps() + random.random_range(20..150));
         let _ = a.settle();

@@ -339,7 +339,8 @@ impl World {
 
     fn settle(&mut self, host: usize) {
         self.note(format!("{} settles", HOSTS[host]));
-        let outcome = self.hosts[host].backing.settle();
+        let left = self.hosts[host].backing.settle();
+        let outcome = left.error.map_or(Ok(()), Err);
         self.done(host, "settle", outcome);
     }
 
@@ -479,6 +480,8 @@ fn begin_host(disk: &SimBacking, name: &str, alive: &Arc<Mutex<HashSet<String>>>
         is_alive: Box::new(move |host| Ok(alive.lock().contains(host))),
         patience: Duration::ZERO,
         unit_bytes: 100,
+        flattens_closed: true,
+        flattens_read: false,
     };
     let backing = LogBacking::open(disk.clone(), setup).expect("open");
     Host {

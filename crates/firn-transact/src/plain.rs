@@ -8,8 +8,8 @@ use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
 
 use firn_backing::{
-    Access, Attr, Backing, Caller, DataPart, DirEntry, Errno, Kind, LaneIndex, LockMode,
-    RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
+    Access, Attr, Backing, Caller, DataPart, DirEntry, Errno, KernelReads, Kind, LaneIndex,
+    LockMode, RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
 };
 
 use crate::staging;
@@ -341,6 +341,30 @@ impl<B: Backing> Backing for PlainBacking<B> {
 
     fn fd<'a>(&self, file: &'a B::File) -> Option<BorrowedFd<'a>> {
         self.base.fd(file)
+    }
+
+    fn kernel_reads(&self, file: &B::File) -> KernelReads {
+        self.base.kernel_reads(file)
+    }
+
+    fn note_opened(&self, file: &B::File, writes: bool) -> Result<()> {
+        self.base.note_opened(file, writes)
+    }
+
+    fn finishes_files(&self) -> bool {
+        self.base.finishes_files()
+    }
+
+    fn note_written(&self, file: &B::File) {
+        self.base.note_written(file);
+    }
+
+    fn finish_file(&self, file: &B::File) -> Result<()> {
+        self.base.finish_file(file)
+    }
+
+    fn is_logged(&self, inode: &PlainInode<B>) -> bool {
+        self.base.is_logged(&inode.inode)
     }
 
     fn lane_count(&self) -> u16 {

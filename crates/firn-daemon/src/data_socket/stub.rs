@@ -165,7 +165,12 @@ impl<B: Backing> Call<'_, B> {
         } else {
             Ok(())
         };
+        let finishes = self.engine.finishes_file(handle, &|_| true);
         let drained = wait(|done| self.engine.flush(handle, Closing::Called, done));
+        let drained = match finishes {
+            true => drained.and_then(|()| self.engine.finish_file(handle)),
+            false => drained,
+        };
         self.tree.release(handle);
         drained.and(named)
     }

@@ -116,6 +116,18 @@ pub enum AttachError {
     #[error(
         "tokens=flock: hosts cannot share tokens in {backing}: {reason}; mount its file system so that locks of files hold between hosts (OPERATIONS, \"Several hosts\"), or use tokens=etcd", backing = quoted_path(backing))]
     TokensDoNotReach { backing: PathBuf, reason: String },
+    #[error(
+        "layout=log: hosts cannot tell in {backing} which of them live: {reason}; mount its file system with locks of files (OPERATIONS, \"Several hosts\"), or leave layout out", backing = quoted_path(backing))]
+    LogsDoNotReach { backing: PathBuf, reason: String },
+    #[error(
+        "{backing} has files in logs, which transactions do not reach: run `firn flatten --all --backing {backing}` first, or mount without drain=commit", backing = quoted_path(backing))]
+    LoggedInTransactions { backing: PathBuf },
+    #[error(
+        "{backing} has files in lanes, and a logged file has no lane of its own: mount without layout=log", backing = quoted_path(backing))]
+    LoggedInLanes { backing: PathBuf },
+    #[error(
+        "{backing} has files in logs, and a logged file has no lane of its own: run `firn flatten --all --backing {backing}` first", backing = quoted_path(backing))]
+    LogsInTheWay { backing: PathBuf },
     #[error("token-endpoints: {0}")]
     TokenEndpoints(EtcdError),
     #[error("transactions of an earlier firnd: {0}")]
@@ -169,6 +181,10 @@ impl AttachError {
             | Self::NoParticipant { .. }
             | Self::LocksDoNotReach { .. }
             | Self::TokensDoNotReach { .. }
+            | Self::LogsDoNotReach { .. }
+            | Self::LoggedInTransactions { .. }
+            | Self::LoggedInLanes { .. }
+            | Self::LogsInTheWay { .. }
             | Self::TokenEndpoints(_)
             | Self::Geometry(_) => USAGE,
             Self::Held { .. }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use firn_backing::{Backing, is_below};
+use firn_backing::{Backing, KernelReads, is_below};
 use firn_format::slab::Class;
 
 use crate::Result;
@@ -120,12 +120,11 @@ impl<B: Backing> Engine<B> {
             return Ok(());
         }
         let attr = self.backing.attr(&self.object(&file.inode)?)?;
+        // Its times tell nothing of what other hosts write to logs.
+        let is_shared = self.kernel_reads(file) == KernelReads::Never;
         let mut state = file.lock();
-        if state
-            .cache
-            .stamp()
-            .is_some_and(|stamp| stamp != (attr.size, attr.mtime))
-        {
+        let is_other = |stamp| stamp != (attr.size, attr.mtime);
+        if is_shared || state.cache.stamp().is_some_and(is_other) {
             state.changes += 1;
             self.evict(&mut state);
             drop(state);

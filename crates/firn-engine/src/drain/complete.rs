@@ -111,6 +111,7 @@ impl<B: Backing> Engine<B> {
         let cached = !state.cache.is_empty();
         drop(state);
         if done {
+            self.note_written(&file);
             self.close_if_unused(&file);
             self.end_kernel_copy(&file);
         }

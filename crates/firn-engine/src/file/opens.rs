@@ -2,7 +2,7 @@
 //!
 //! Invariants
 //! * Each handle is counted in one of the modes.
-//! * `writers` is at most the number of handles.
+//! * `writers` is at most the number of handles, and `closing_writers` at most `writers`.
 
 use firn_format::record::Ending;
 use smallvec::SmallVec;
@@ -16,6 +16,8 @@ pub(crate) struct Opens {
     passthrough: u32,
     cached: u32,
     writers: u32,
+    /// Writers of which a descriptor was closed, as far as anybody asks for that.
+    closing_writers: u32,
     ending: Ending,
     /// A writer died of a signal, or an earlier firnd died while the file was open, and it was not emptied since.
     is_cut: bool,
@@ -29,6 +31,7 @@ impl Default for Opens {
             passthrough: 0,
             cached: 0,
             writers: 0,
+            closing_writers: 0,
             ending: Ending::Closed,
             is_cut: false,
         }
@@ -71,6 +74,22 @@ impl Opens {
     /// Whether this handle, served by the engine, is the only one.
     pub(crate) fn is_only(&self, handle: HandleId) -> bool {
         self.handles[..] == [handle] && self.through_engine == 1
+    }
+
+    /// A descriptor of a writer is closed, for the first time.
+    pub(crate) fn begin_closing(&mut self) {
+        self.closing_writers += 1;
+        self.check();
+    }
+
+    /// A writer that was closed goes; to be told before it is removed.
+    pub(crate) fn end_closing(&mut self) {
+        self.closing_writers -= 1;
+    }
+
+    /// Whether of each writer a descriptor was closed: most likely there was no other.
+    pub(crate) fn are_writers_closing(&self) -> bool {
+        self.closing_writers == self.writers
     }
 
     pub(crate) fn has_writers(&self) -> bool {
@@ -139,6 +158,10 @@ impl Opens {
         debug_assert!(
             self.writers as usize <= self.handles.len(),
             "more writers than handles"
+        );
+        debug_assert!(
+            self.closing_writers <= self.writers,
+            "more close than write"
         );
     }
 }

@@ -7,7 +7,7 @@ use firn_backing::{Backing, Caller, Errno, Seek};
 use firn_engine::{Closing, Engine, FsyncPolicy, HandleId, InodeId};
 use firn_workers::Class;
 
-use crate::caller::{Process, closing};
+use crate::caller::{Process, closing, is_same_process};
 use crate::coherence::Target;
 use crate::dispatcher::Dispatcher;
 use crate::gate::enter_change;
@@ -76,14 +76,27 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
-    pub(super) fn flush(&self, caller: Caller, handle: HandleId, reply: Reply<R>) {
+    pub(super) fn flush(&self, caller: Caller, inode: InodeId, handle: HandleId, reply: Reply<R>) {
         let by = if self.engine.is_writer(handle) {
             closing(caller)
         } else {
             Closing::Called
         };
-        self.engine
-            .flush(handle, by, Box::new(move |result| reply.done(result)));
+        // A child that executes another program closes what it has inherited, and its parent goes on.
+        let is_opener = |opener| is_same_process(opener, caller.pid);
+        if !self.engine.finishes_file(handle, &is_opener) {
+            let done = Box::new(move |result| reply.done(result));
+            return self.engine.flush(handle, by, done);
+        }
+        let engine = Arc::clone(&self.engine);
+        let workers = self.workers.clone();
+        let drained = Box::new(move |result: Result<(), Errno>| match result {
+            Ok(()) => workers.run_about(Class::Call, Topic::Inode(inode), move || {
+                reply.done(engine.finish_file(handle));
+            }),
+            result => reply.done(result),
+        });
+        self.engine.flush(handle, by, drained);
     }
 
     pub(super) fn fsync(&self, inode: InodeId, handle: HandleId, data_only: bool, reply: Reply<R>) {

@@ -16,11 +16,15 @@ use crate::topic::Topic;
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// The kernel asks for O_TRUNC with a change of the size of its own (see `transport/fuser/negotiate.rs`).
-    pub(super) fn open(&self, inode: InodeId, flags: i32, reply: Reply<R>) {
+    pub(super) fn open(&self, caller: Caller, inode: InodeId, flags: i32, reply: Reply<R>) {
         let opener = self.opener();
         let coherence = Arc::clone(&self.coherence);
         self.run_call(Topic::Inode(inode), move |engine| {
-            opener.answer_open(engine, &coherence, inode, engine.open(inode, flags), reply);
+            let opened = engine.open(inode, flags);
+            if let Ok(opened) = &opened {
+                engine.note_opener(opened.handle, caller.pid);
+            }
+            opener.answer_open(engine, &coherence, inode, opened, reply);
         });
     }
 
@@ -44,7 +48,11 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 let mode = masked(engine, at.parent, mode.mode, umask);
                 engine.create(&caller, at.parent, &at.name, mode, flags)
             };
-            opener.answer_create(engine, create(), reply);
+            let created = create();
+            if let Ok((_, opened)) = &created {
+                engine.note_opener(opened.handle, caller.pid);
+            }
+            opener.answer_create(engine, created, reply);
         });
     }
 

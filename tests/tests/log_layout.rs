@@ -1,0 +1,469 @@
+//! One file that several hosts write at the same time, each to a log of its own: several firnd, each on a host of its own
+//! (network namespace, host name), over one shared backing.
+//!
+//! Needs root and FUSE.
+
+use std::fs::{self, File};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use firn_tests::fsops::{Mapping, read_at};
+use firn_tests::mount::mount_args;
+use firn_tests::{FirnMount, Sandbox, wait_until};
+use rustix::fs::{FallocateFlags, SeekFrom, copy_file_range, fallocate, seek};
+use rustix::mm::MapFlags;
+
+/// What others have closed is seen at once.
+const OPTIONS: &str = "arena-size=64M,chunk-size=4M,attr-timeout=0,layout=log";
+/// Bytes of one record: neighbours are another host's.
+const RECORD: usize = 4097;
+/// Longer than a host takes for what is left to do after a close.
+const LIMIT: Duration = Duration::from_secs(60);
+/// Records of each host.
+const RECORDS: u64 = 100;
+
+/// Hosts and the directory that they share.
+struct Hosts {
+    shared: Sandbox,
+    hosts: Vec<Sandbox>,
+}
+
+impl Hosts {
+    fn new(name: &str, hosts: usize) -> Self {
+        Self {
+            shared: Sandbox::new(name),
+            hosts: (0..hosts)
+                .map(|at| Sandbox::on_host(&format!("{name}{at}"), &format!("n{at}")))
+                .collect(),
+        }
+    }
+
+    fn backing(&self) -> PathBuf {
+        self.shared.join("backing")
+    }
+
+    fn plain(&self, name: &str) -> PathBuf {
+        self.backing().join(name)
+    }
+
+    fn mount(&self, at: usize, more: &str) -> FirnMount<'_> {
+        let comma = if more.is_empty() { "" } else { "," };
+        let options = format!("{OPTIONS}{comma}{more}");
+        FirnMount::over(&self.hosts[at], &self.backing(), &options)
+    }
+
+    fn mounts(&self, more: &str) -> Vec<FirnMount<'_>> {
+        (0..self.hosts.len())
+            .map(|at| self.mount(at, more))
+            .collect()
+    }
+
+    /// Another host may still be removing what is flat.
+    fn wait_until_clean(&self) {
+        wait_until("no container is left", LIMIT, || {
+            self.containers().is_empty()
+        });
+    }
+
+    /// Names of containers.
+    fn containers(&self) -> Vec<String> {
+        let names = fs::read_dir(self.backing().join(".firn/log")).expect("list .firn/log");
+        let names = names.map(|entry| entry.expect("entry").file_name());
+        let names = names.map(|name| name.into_string().expect("a name of Firn's"));
+        names.filter(|name| !name.starts_with("host-")).collect()
+    }
+}
+
+fn record(at: u64) -> Vec<u8> {
+    (0..RECORD as u64).map(|n| (at * 7 + n) as u8).collect()
+}
+
+/// Every `hosts`-th record of a file, out of order.
+fn write_records(file: &File, host: u64, hosts: u64) {
+    for step in 0..RECORDS {
+        let number = (step * 37 % RECORDS) * hosts + host;
+        let offset = number * RECORD as u64;
+        file.write_all_at(&record(number), offset).expect("write");
+    }
+}
+
+fn all_records(hosts: u64) -> Vec<u8> {
+    (0..RECORDS * hosts).flat_map(record).collect()
+}
+
+fn create(mount: &FirnMount<'_>, name: &str) -> File {
+    let mut options = File::options();
+    options.read(true).write(true).create(true).truncate(false);
+    options.open(mount.join(name)).expect("open")
+}
+
+#[track_caller]
+fn assert_same(path: &Path, expected: &[u8]) {
+    let found = fs::read(path).expect("read");
+    assert_eq!(found.len(), expected.len(), "{}", path.display());
+    let differs = found.iter().zip(expected).position(|(a, b)| a != b);
+    assert_eq!(differs, None, "{}", path.display());
+}
+
+/// Proves S-log-1, S-log-2, S-log-5, S-log-6: several hosts write one file strided, and when the last one has closed it,
+/// it is an ordinary file.
+#[test]
+fn a_file_of_several_hosts_is_an_ordinary_file_when_all_have_closed_it() {
+    for hosts in [2, 4] {
+        let cluster = Hosts::new("strided", hosts);
+        let mounts = cluster.mounts("");
+        let files: Vec<File> = mounts.iter().map(|mount| create(mount, "shared")).collect();
+        std::thread::scope(|scope| {
+            for (host, file) in files.iter().enumerate() {
+                scope.spawn(move || write_records(file, host as u64, hosts as u64));
+            }
+        });
+        let expected = all_records(hosts as u64);
+        let ino = fs::metadata(cluster.plain("shared")).expect("stat").ino();
+        let mut files = files;
+        let last = files.pop().expect("a host");
+        drop(files);
+        last.sync_all().expect("sync");
+        // Every host sees all bytes, and nobody else does.
+        for mount in &mounts {
+            let len = fs::metadata(mount.join("shared")).expect("stat").len();
+            assert_eq!(len, expected.len() as u64);
+            assert_same(&mount.join("shared"), &expected);
+        }
+        assert_eq!(
+            fs::metadata(cluster.plain("shared")).expect("stat").len(),
+            0
+        );
+        drop(last);
+        assert_same(&cluster.plain("shared"), &expected);
+        assert_eq!(
+            fs::metadata(cluster.plain("shared")).expect("stat").ino(),
+            ino
+        );
+        for mount in &mounts {
+            assert_same(&mount.join("shared"), &expected);
+        }
+        cluster.wait_until_clean();
+        mounts.into_iter().for_each(|mount| drop(mount.umount()));
+    }
+}
+
+/// Proves S-log-2, S-log-5: the file is short for everybody else until the last host has closed it; then its close has
+/// made it plain, whichever host that is.
+#[test]
+fn the_last_close_of_all_hosts_makes_it_plain() {
+    let cluster = Hosts::new("last", 3);
+    let mounts = cluster.mounts("");
+    fs::write(cluster.plain("shared"), b"before").expect("write");
+    let plain = || fs::read(cluster.plain("shared")).expect("read");
+    for last in 0..3 {
+        let before = plain();
+        let mut files: Vec<Option<File>> = mounts
+            .iter()
+            .map(|mount| Some(create(mount, "shared")))
+            .collect();
+        for (host, file) in files.iter().flatten().enumerate() {
+            let offset = 10 + 5 * host as u64;
+            let data = [b'0' + last as u8, b'a' + host as u8, 0, 1, 2];
+            file.write_all_at(&data, offset).expect("write");
+        }
+        for host in (0..3).filter(|host| *host != last) {
+            files[host] = None;
+            assert_eq!(plain(), before, "host {host} of {last}");
+        }
+        files[last] = None;
+        let now = plain();
+        assert_eq!(now.len(), 25);
+        for host in 0..3 {
+            let at = 10 + 5 * host;
+            assert_eq!(now[at..at + 2], [b'0' + last as u8, b'a' + host as u8]);
+        }
+        assert_eq!(now[..10], *b"before\0\0\0\0");
+    }
+    cluster.wait_until_clean();
+    mounts.into_iter().for_each(|mount| drop(mount.umount()));
+}
+
+/// Proves S-log-3, S-log-4: sync, barrier, sync: hosts overwrite the same bytes in turn, and each sees what the one
+/// before it has synced.
+#[test]
+fn what_is_written_after_a_sync_is_newer() {
+    let cluster = Hosts::new("order", 3);
+    let mounts = cluster.mounts("");
+    let files: Vec<File> = mounts.iter().map(|mount| create(mount, "shared")).collect();
+    let mut expected = vec![0; 2000];
+    files[0].set_len(2000).expect("truncate");
+    files[0].sync_all().expect("sync");
+    for turn in 0..30_usize {
+        let file = &files[turn * 7 % 3];
+        file.sync_all().expect("sync");
+        assert_eq!(read_at(file, 0, 2000), expected);
+        let at = turn * 613 % 1500;
+        let data = vec![turn as u8 + 1; 300 + turn * 5];
+        file.write_all_at(&data, at as u64).expect("write");
+        expected[at..at + data.len()].copy_from_slice(&data);
+        // Its own at once.
+        assert_eq!(read_at(file, 0, 2000), expected);
+        file.sync_all().expect("sync");
+    }
+    drop(files);
+    assert_same(&cluster.plain("shared"), &expected);
+    mounts.into_iter().for_each(|mount| drop(mount.umount()));
+}
+
+/// Proves S-log-4, S-log-9: names, attributes and lengths from another host than the one that writes.
+#[test]
+fn other_hosts_rename_link_cut_and_remove_what_is_being_written() {
+    let cluster = Hosts::new("calls", 2);
+    let mounts = cluster.mounts("");
+    let (here, there) = (&mounts[0], &mounts[1]);
+    let file = create(here, "file");
+    file.write_all_at(b"0123456789", 0).expect("write");
+    file.sync_all().expect("sync");
+    fs::rename(there.join("file"), there.join("renamed")).expect("rename");
+    fs::hard_link(there.join("renamed"), there.join("link")).expect("link");
+    fs::set_permissions(there.join("link"), PermissionsExt::from_mode(0o640)).expect("chmod");
+    file.write_all_at(b"abc", 10).expect("write");
+    file.sync_all().expect("sync");
+    for mount in [here, there] {
+        assert_same(&mount.join("renamed"), b"0123456789abc");
+        let metadata = fs::metadata(mount.join("link")).expect("stat");
+        assert_eq!((metadata.len(), metadata.nlink()), (13, 2));
+        assert_eq!(metadata.mode() & 0o777, 0o640);
+    }
+    // Cut by the other host, and written again by this one.
+    let other = create(there, "renamed");
+    other.set_len(4).expect("truncate");
+    other.sync_all().expect("sync");
+    file.sync_all().expect("sync");
+    assert_eq!(fs::read(here.join("link")).expect("read"), b"0123");
+    file.write_all_at(b"xy", 6).expect("write");
+    file.sync_all().expect("sync");
+    assert_same(&there.join("link"), b"0123\0\0xy");
+    // Appended.
+    let mut appended = File::options()
+        .append(true)
+        .open(there.join("link"))
+        .expect("open");
+    std::io::Write::write_all(&mut appended, b"end").expect("append");
+    drop(appended);
+    assert_same(&here.join("link"), b"0123\0\0xyend");
+    // Emptied at its open.
+    drop(File::create(there.join("link")).expect("O_TRUNC"));
+    assert_eq!(fs::metadata(here.join("link")).expect("stat").len(), 0);
+    file.sync_all().expect("sync");
+    file.write_all_at(b"new", 0).expect("write");
+    drop((file, other));
+    assert_same(&cluster.plain("renamed"), b"new");
+    cluster.wait_until_clean();
+    // Removed elsewhere while it is open: as a file of which this host is the last to know.
+    let file = create(here, "removed");
+    file.write_all_at(b"some bytes", 0).expect("write");
+    file.sync_all().expect("sync");
+    fs::remove_file(there.join("removed")).expect("unlink");
+    assert_eq!(read_at(&file, 0, 10), b"some bytes");
+    file.write_all_at(b"more", 10).expect("write");
+    assert_eq!(read_at(&file, 0, 14), b"some bytesmore");
+    drop(file);
+    assert!(!cluster.plain("removed").exists());
+    cluster.wait_until_clean();
+    mounts.into_iter().for_each(|mount| drop(mount.umount()));
+}
+
+/// Proves S-log-9: mappings, fallocate, copy_file_range and the search for data, on a file that another host writes, too.
+#[test]
+fn ranges_and_mappings_are_those_of_all_hosts() {
+    let cluster = Hosts::new("ranges", 2);
+    let mounts = cluster.mounts("");
+    let (here, there) = (create(&mounts[0], "file"), create(&mounts[1], "file"));
+    here.write_all_at(&[1; 4096], 0).expect("write");
+    there.write_all_at(&[2; 4096], 3 << 20).expect("write");
+    there.sync_all().expect("sync");
+    here.sync_all().expect("sync");
+    let len = (3 << 20) + 4096;
+    assert_eq!(here.metadata().expect("stat").len(), len);
+    assert_eq!(seek(&here, SeekFrom::Hole(0)).expect("hole"), 4096);
+    assert_eq!(seek(&here, SeekFrom::Data(4096)).expect("data"), 3 << 20);
+    fallocate(
+        &here,
+        FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
+        (3 << 20) + 100,
+        50,
+    )
+    .expect("a hole in what the other host wrote");
+    fallocate(&here, FallocateFlags::empty(), len, 1000).expect("room");
+    here.sync_all().expect("sync");
+    there.sync_all().expect("sync");
+    assert_eq!(there.metadata().expect("stat").len(), len + 1000);
+    let mut expected = vec![2; 4096];
+    expected[100..150].fill(0);
+    expected.extend([0; 1000]);
+    assert_eq!(read_at(&there, 3 << 20, 5096), expected);
+    let copy = create(&mounts[1], "copy");
+    let (mut from, mut copied) = (3 << 20, 0);
+    while copied < 5096 {
+        let left = 5096 - copied as usize;
+        let count = copy_file_range(&there, Some(&mut from), &copy, Some(&mut copied), left);
+        assert!(count.expect("copy") > 0);
+    }
+    drop(copy);
+    assert_same(&cluster.plain("copy"), &expected);
+    let map = Mapping::new(&there, 8192, MapFlags::SHARED).expect("mmap");
+    map.write(4000, b"through a mapping, into a hole, over the end of the first page of it all................................");
+    let mapped = map.read(0, 8192);
+    map.sync().expect("msync");
+    drop(map);
+    there.sync_all().expect("sync");
+    here.sync_all().expect("sync");
+    assert_eq!(read_at(&here, 0, 8192), mapped);
+    drop((here, there));
+    assert_eq!(
+        fs::read(cluster.plain("file")).expect("read")[..8192],
+        mapped
+    );
+    mounts.into_iter().for_each(|mount| drop(mount.umount()));
+}
+
+/// Proves S-log-7: whatever the options of the next mount, and of `firn recover`.
+#[test]
+fn a_mount_without_the_layout_has_logged_files_as_they_are() {
+    let cluster = Hosts::new("serve", 1);
+    let mount = cluster.mount(0, "flatten=off");
+    fs::write(mount.join("file"), record(3)).expect("write");
+    mount.umount();
+    assert_eq!(fs::metadata(cluster.plain("file")).expect("stat").len(), 0);
+    assert_eq!(cluster.containers().len(), 1);
+    let plain = |options: &str| FirnMount::over(&cluster.hosts[0], &cluster.backing(), options);
+    let mount = plain("ro");
+    assert_same(&mount.join("file"), &record(3));
+    mount.umount();
+    let mount = plain("attr-timeout=0,close=held,drain-age=10min,flatten=off");
+    assert_same(&mount.join("file"), &record(3));
+    let file = create(&mount, "file");
+    file.write_all_at(b"changed", 100).expect("write");
+    fs::write(mount.join("other"), "not logged").expect("write");
+    mount.kill();
+    drop(file);
+    let args = [Path::new("recover"), &cluster.backing()];
+    cluster.hosts[0].run(args).ok();
+    let mut expected = record(3);
+    expected[100..107].copy_from_slice(b"changed");
+    assert_same(&cluster.plain("file"), &expected);
+    assert_same(&cluster.plain("other"), b"not logged");
+    cluster.wait_until_clean();
+}
+
+/// Proves S-log-8.
+#[test]
+fn what_cannot_go_together_is_refused_with_the_reason() {
+    let cluster = Hosts::new("refused", 2);
+    let refused = |host: usize, options: &str, why: &str| {
+        let host = &cluster.hosts[host];
+        let args = mount_args(&cluster.backing(), &host.join("mnt"), options);
+        host.run(args).code(2).says(why);
+    };
+    refused(0, "layout=log,drain=commit", "would not reach the logs");
+    let lane = cluster.shared.mkdir("lane");
+    let lanes = format!("placement=dirs,lanes={}", lane.display());
+    refused(0, &format!("layout=log,{lanes}"), "no lane of its own");
+    refused(0, "log-files=*.h5", "layout=log");
+    refused(0, "layout=log,log-files=a/b", "without directories");
+    let mount = cluster.mount(0, "flatten=off");
+    fs::write(mount.join("file"), "in a log").expect("write");
+    mount.umount();
+    refused(0, "drain=commit", "firn flatten --all");
+    refused(0, &lanes, "firn flatten --all");
+    let mount = cluster.mount(0, "");
+    // A host of the same name.
+    let args = mount_args(
+        &cluster.backing(),
+        &cluster.hosts[1].join("mnt"),
+        "layout=log,host=n0",
+    );
+    cluster.hosts[1].run(args).code(11).says("host n0");
+    mount.umount();
+}
+
+/// Proves S-log-10: a host that is killed keeps nobody from closing, and has what it wrote at its next mount.
+#[test]
+fn a_host_that_is_killed_holds_nobody_up() {
+    let cluster = Hosts::new("killed", 2);
+    let mounts = cluster.mounts("");
+    let files: Vec<File> = mounts.iter().map(|mount| create(mount, "shared")).collect();
+    files[0].write_all_at(&record(0), 0).expect("write");
+    files[0].sync_all().expect("sync");
+    files[1]
+        .write_all_at(&record(1), RECORD as u64)
+        .expect("write");
+    files[1].sync_all().expect("sync");
+    let mut mounts = mounts.into_iter();
+    let (dead, mount) = (
+        mounts.next().expect("a host"),
+        mounts.next().expect("a host"),
+    );
+    dead.kill();
+    let mut files = files;
+    drop(files.pop());
+    drop(files);
+    let mut expected = record(0);
+    expected.extend(record(1));
+    assert_same(&cluster.plain("shared"), &expected);
+    cluster.wait_until_clean();
+    let back = cluster.mount(0, "");
+    assert_same(&back.join("shared"), &expected);
+    // Held only, when it is killed: it comes with the next mount.
+    back.umount();
+    let back = cluster.mount(0, "close=held,drain-age=10min");
+    create(&back, "shared")
+        .write_all_at(b"late", 5)
+        .expect("write");
+    back.kill();
+    create(&mount, "shared")
+        .write_all_at(b"early", 50)
+        .expect("write");
+    expected[50..55].copy_from_slice(b"early");
+    assert_same(&cluster.plain("shared"), &expected);
+    cluster.mount(0, "").umount();
+    expected[5..9].copy_from_slice(b"late");
+    assert_same(&cluster.plain("shared"), &expected);
+    cluster.wait_until_clean();
+    mount.umount();
+}
+
+/// Proves S-log-6: whoever reads sees the whole file before, while and after it is flattened, again and again.
+#[test]
+fn it_is_read_while_it_is_flattened() {
+    let cluster = Hosts::new("reading", 2);
+    let mounts = cluster.mounts("");
+    let expected = all_records(2);
+    for round in 0..5 {
+        let name = format!("shared{round}");
+        let files: Vec<File> = mounts.iter().map(|mount| create(mount, &name)).collect();
+        for (host, file) in files.iter().enumerate() {
+            write_records(file, host as u64, 2);
+            file.sync_all().expect("sync");
+        }
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for mount in &mounts {
+                let (name, expected, is_over) = (&name, &expected, &is_over);
+                scope.spawn(move || {
+                    let file = File::open(mount.join(name)).expect("open");
+                    while !is_over.load(Ordering::Acquire) {
+                        let found = read_at(&file, 0, expected.len());
+                        assert!(found == *expected, "an open file");
+                        assert_same(&mount.join(name), expected);
+                    }
+                });
+            }
+            drop(files);
+            assert_same(&cluster.plain(&name), &expected);
+            is_over.store(true, Ordering::Release);
+        });
+    }
+    cluster.wait_until_clean();
+    mounts.into_iter().for_each(|mount| drop(mount.umount()));
+}
