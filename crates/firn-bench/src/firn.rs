@@ -48,6 +48,19 @@ impl Firn {
         })
     }
 
+    /// The same program with arenas and sockets of its own, as on another host.
+    pub fn on_host(&self, name: &str) -> Self {
+        let program = self.program.clone();
+        let runtime_dir = PathBuf::from(format!("{}-{name}", self.runtime_dir.display()));
+        let dir = runtime_dir.clone();
+        let _remove = cleanup::defer(move || drop(std::fs::remove_dir_all(dir)));
+        Self {
+            program,
+            runtime_dir,
+            _remove,
+        }
+    }
+
     /// The library that processes load for direct access.
     pub fn preload(&self) -> anyhow::Result<PathBuf> {
         let found = firn_client::library::beside(&self.program);

@@ -35,6 +35,7 @@ mod read;
 mod report;
 mod restart;
 mod serve;
+mod shared;
 mod sizes;
 mod spill;
 mod svg;
@@ -69,6 +70,7 @@ enum Benchmark {
     Conflict(conflict::ConflictArgs),
     App(app::AppArgs),
     Orchestrate(orchestrate::OrchestrateArgs),
+    Shared(shared::SharedArgs),
     Alternatives(alternatives::AlternativesArgs),
     Pull(pull::PullArgs),
     /// Runs ingest, checkpoint (on the file system of --dir), read, meta,
@@ -144,6 +146,7 @@ fn run(benchmark: Benchmark) -> anyhow::Result<()> {
         Benchmark::Alternatives(args) => args.common().publish(&args.run()?),
         Benchmark::Orchestrate(args) => args.common().publish(&args.run()?),
         Benchmark::Pull(args) => args.common().publish(&args.run()?),
+        Benchmark::Shared(args) => args.common().publish(&args.run()?),
         Benchmark::App(args) => args.common().publish(&args.run()?),
         Benchmark::All(args) => all(&args.common),
         Benchmark::Worker | Benchmark::Serve | Benchmark::Send(_) | Benchmark::Receive(_) => {

@@ -230,6 +230,17 @@ impl Report {
     }
 }
 
+/// Names and units of the figures of these cases, in the order in which candidates have them first.
+pub fn columns<'a>(cases: impl Iterator<Item = &'a Case>) -> Vec<(&'static str, &'static str)> {
+    let mut seen: Vec<(&str, &str)> = Vec::new();
+    for metric in cases.flat_map(|c| &c.candidates).flat_map(|c| &c.metrics) {
+        if !seen.contains(&(metric.name, metric.unit)) {
+            seen.push((metric.name, metric.unit));
+        }
+    }
+    seen
+}
+
 /// The middle one; the mean of the two middle ones for an even number; 0 of none.
 pub fn median(samples: &[f64]) -> f64 {
     let mut sorted = samples.to_vec();
@@ -260,17 +271,16 @@ fn metrics(samples: &[Sample], baseline: Option<&Candidate>) -> Vec<Metric> {
 }
 
 fn table(case: &Case) -> String {
-    let titles = |c: &Candidate| -> Vec<String> {
-        c.metrics
-            .iter()
-            .map(|m| format!("{} [{}]", m.name, m.unit))
-            .collect()
-    };
+    let columns = columns(std::iter::once(case));
     let mut rows = vec![vec!["".to_owned()]];
-    rows[0].extend(case.candidates.first().map(titles).unwrap_or_default());
+    rows[0].extend(
+        columns
+            .iter()
+            .map(|(name, unit)| format!("{name} [{unit}]")),
+    );
     for candidate in &case.candidates {
         let mut row = vec![candidate.name.clone()];
-        row.extend(candidate.metrics.iter().map(cell));
+        row.extend(columns.iter().map(|(name, _)| candidate.cell(name)));
         rows.push(row);
     }
     let width = |column: usize| {
@@ -296,11 +306,17 @@ fn table(case: &Case) -> String {
     text
 }
 
-fn cell(metric: &Metric) -> String {
-    let figure = figure(metric.median);
-    match metric.ratio {
-        Some(ratio) => format!("{figure} ({ratio:.2}×)"),
-        None => figure,
+impl Candidate {
+    /// A figure as the table shows it; a dash where this candidate has none.
+    fn cell(&self, name: &str) -> String {
+        let Some(metric) = self.metrics.iter().find(|metric| metric.name == name) else {
+            return "–".into();
+        };
+        let figure = figure(metric.median);
+        match metric.ratio {
+            Some(ratio) => format!("{figure} ({ratio:.2}×)"),
+            None => figure,
+        }
     }
 }
 

@@ -10,9 +10,10 @@ use std::process::{Child, ChildStdout, Stdio};
 
 use anyhow::{Context, bail};
 use firn_backing::DirBacking;
+use firn_testfs::extent_locks::{LockModel, LockServer};
 use firn_testfs::seeking_disk::{DiskModel, SeekingDisk};
 use firn_testfs::sink::Sink;
-use firn_testfs::{Admit, BackgroundSession, Caching};
+use firn_testfs::{Admit, BackgroundSession, Caching, mount_client};
 use fuser::{Filesystem, SessionACL};
 use serde::{Deserialize, Serialize};
 
@@ -44,8 +45,51 @@ pub enum Server {
         /// Requests that it serves at a time. More than wait for the disk: names are not to wait for data.
         threads: usize,
     },
+    /// The model of a server with several clients, each with a mount of its own below the mount point: see
+    /// [`client_point`].
+    Clients {
+        /// The directory.
+        source: PathBuf,
+        /// What takes time.
+        model: Model,
+        /// Times and sizes are divided by this.
+        divisor: u32,
+        /// How many.
+        clients: u32,
+    },
     /// Firn with a drain that drops what it carries.
     Discarding(discard::Geometry),
+}
+
+/// What a server with several clients is a model of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Model {
+    /// A disk that seeks, behind a cache.
+    CachedDisk,
+    /// The same disk, where each write is synced.
+    SyncedDisk,
+    /// Locks on extents.
+    ExtentLocks,
+}
+
+/// Threads for each client of a model: names are not to wait for data.
+const CLIENT_THREADS: usize = 12;
+
+/// Where a client of [`Server::Clients`] has its mount.
+pub fn client_point(mount_point: &Path, client: u32) -> PathBuf {
+    mount_point.join(format!("client{client}"))
+}
+
+impl Server {
+    fn points(&self, mount_point: &Path) -> Vec<PathBuf> {
+        match self {
+            Self::Clients { clients, .. } => (0..*clients)
+                .map(|client| client_point(mount_point, client))
+                .collect(),
+            _ => vec![mount_point.to_owned()],
+        }
+    }
 }
 
 /// A server process and its mount.
@@ -59,8 +103,9 @@ pub struct Mounted {
 impl Mounted {
     /// Starts `server` at `mount_point`; returns when it is usable.
     pub fn start(server: &Server, mount_point: &Path) -> anyhow::Result<Self> {
-        let point = mount_point.to_owned();
-        let _unmount = cleanup::defer(move || unmount_lazily(&point));
+        let points = server.points(mount_point);
+        let _unmount =
+            cleanup::defer(move || points.iter().for_each(|point| unmount_lazily(point)));
         let mut child = this_program("serve")?
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -81,10 +126,10 @@ impl Mounted {
         }
     }
 
-    /// Seeks of a model of a disk so far.
-    pub fn seeks(&mut self) -> anyhow::Result<u64> {
+    /// Seeks of a model of a disk, or changes of the owners of locks, so far.
+    pub fn delays(&mut self) -> anyhow::Result<u64> {
         let stdin = self.child.stdin.as_mut().expect("stdin is piped");
-        writeln!(stdin, "seeks").context("a server process died")?;
+        writeln!(stdin, "delays").context("a server process died")?;
         let answer = self.answer()?;
         answer.parse().context("a server process told no number")
     }
@@ -143,7 +188,16 @@ pub fn main() -> anyhow::Result<()> {
             let backing = DirBacking::open(&source)?;
             let server = firn_testfs::Server::new(backing, disk.clone(), Caching::Nothing)?;
             let session = mount(server, &mount_point, "firn-bench-disk", threads)?;
-            return serve_disk(input, &disk, session);
+            return serve_model(input, || disk.seeks(), session);
+        }
+        Server::Clients {
+            source,
+            model,
+            divisor,
+            clients,
+        } => {
+            rustix::process::umask(rustix::fs::Mode::empty());
+            return serve_clients(input, &source, &mount_point, (model, divisor), clients);
         }
         Server::Discarding(geometry) => {
             let mounted = discard::mount_discarding(&geometry, &mount_point)?;
@@ -172,17 +226,45 @@ fn serve_until_eof(mut input: impl Read, mounted: impl Sized) -> anyhow::Result<
     Ok(())
 }
 
-/// Answers each line with the number of seeks so far.
-fn serve_disk(
+/// Mounts the model of a server for each of its clients.
+fn serve_clients(
     input: impl BufRead,
-    disk: &SeekingDisk,
-    session: BackgroundSession,
+    source: &Path,
+    mount_point: &Path,
+    (model, divisor): (Model, u32),
+    clients: u32,
+) -> anyhow::Result<()> {
+    let points = (0..clients).map(|client| client_point(mount_point, client));
+    let disk = match model {
+        Model::CachedDisk => DiskModel::SATA_2010,
+        Model::SyncedDisk => DiskModel::SATA_2010.synced(),
+        Model::ExtentLocks => {
+            let server = LockServer::new(LockModel::EXTENTS.scaled(divisor));
+            let mount = |(client, point): (u32, PathBuf)| {
+                mount_client(source, &point, server.client(client), CLIENT_THREADS)
+            };
+            let sessions = (0..clients).zip(points).map(mount);
+            let sessions = sessions.collect::<anyhow::Result<Vec<_>>>()?;
+            return serve_model(input, || server.changes(), sessions);
+        }
+    };
+    let disk = SeekingDisk::start(disk.scaled(divisor))?;
+    let mount = |point: PathBuf| mount_client(source, &point, disk.clone(), CLIENT_THREADS);
+    let sessions = points.map(mount).collect::<anyhow::Result<Vec<_>>>()?;
+    serve_model(input, || disk.seeks(), sessions)
+}
+
+/// Answers each line with how often something took time so far.
+fn serve_model(
+    input: impl BufRead,
+    delays: impl Fn() -> u64,
+    mounted: impl Sized,
 ) -> anyhow::Result<()> {
     println!("ready");
     for line in input.lines() {
         line?;
-        println!("{}", disk.seeks());
+        println!("{}", delays());
     }
-    drop(session);
+    drop(mounted);
     Ok(())
 }

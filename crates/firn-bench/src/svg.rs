@@ -13,7 +13,7 @@ use std::path::Path;
 
 use anyhow::Context;
 
-use crate::report::{Case, Report};
+use crate::report::Report;
 
 mod axis;
 mod bars;
@@ -85,17 +85,6 @@ impl Page<'_> {
             .position(|name| *name == candidate);
         COLOURS[index.unwrap_or(0) % COLOURS.len()]
     }
-}
-
-/// Names and units of the figures of these cases.
-fn columns<'a>(cases: impl Iterator<Item = &'a Case>) -> Vec<(&'static str, &'static str)> {
-    let mut seen: Vec<(&str, &str)> = Vec::new();
-    for metric in cases.flat_map(|c| &c.candidates).flat_map(|c| &c.metrics) {
-        if !seen.contains(&(metric.name, metric.unit)) {
-            seen.push((metric.name, metric.unit));
-        }
-    }
-    seen
 }
 
 fn candidate_names(report: &Report) -> Vec<&str> {

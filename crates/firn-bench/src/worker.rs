@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 use crate::cpu;
 use firn_testfs::cleanup::{self, Guard};
 
+mod blocks;
 mod calls;
 mod copy;
 mod direct;
@@ -28,6 +29,7 @@ mod records;
 mod steps;
 mod striped;
 
+pub use blocks::{Blocks, Pattern};
 pub use calls::Call;
 pub use copy::{Copy, Region, Way, make_region};
 pub use forked::{ForkedWrite, Sharing};
@@ -98,6 +100,8 @@ pub enum Task {
     Steps(Steps),
     /// Reads or writes the records of a file.
     Records(Records),
+    /// Writes or reads one client's blocks of a file that many clients share.
+    Blocks(Blocks),
     /// Writes or reads a file that is striped over several directories.
     Striped(Striped),
     /// One operation on each of `count` names in `dir`.
@@ -301,7 +305,7 @@ struct Job {
     private: Vec<u8>,
     /// The file of [`Task::Direct`] and [`Task::FirstWrite`].
     opened: Option<File>,
-    /// The order of [`Task::Records`].
+    /// Where the blocks of [`Task::Records`] and [`Task::Blocks`] are.
     offsets: Vec<u64>,
     /// The memory of [`Task::ForkedWrite`].
     forked_write: Option<forked::Prepared>,
@@ -318,6 +322,7 @@ impl Job {
             Task::FirstWrite { bytes, .. } => *bytes,
             Task::Records(records) => records.record_bytes,
             Task::Striped(striped) => striped.request_bytes,
+            Task::Blocks(blocks) => blocks.block_bytes,
             Task::Names { .. } => 4096,
             Task::Calls { .. } | Task::ForkedWrite(_) => 1,
             Task::Steps(_) => 0,
@@ -340,6 +345,7 @@ impl Job {
         };
         let offsets = match &task {
             Task::Records(records) => records.offsets(),
+            Task::Blocks(blocks) => blocks.offsets(),
             _ => Vec::new(),
         };
         let forked_write = match &task {
@@ -379,6 +385,7 @@ impl Job {
             Task::Copy(copy) => copy.run(&mut self.buffer, &mut self.private),
             Task::Records(records) => records.run(&self.offsets, &mut self.buffer),
             Task::Striped(striped) => striped.run(&self.buffer),
+            Task::Blocks(blocks) => blocks.run(&self.offsets, &mut self.buffer),
             Task::Steps(steps) => {
                 steps.run();
                 Ok(())

@@ -114,6 +114,45 @@ fn a_checkpoint_is_orchestrated_on_models_of_disks() {
 }
 
 #[test]
+fn a_file_that_clients_share_is_written_in_each_layout_on_each_model() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let report = run(
+        dir.path(),
+        &[
+            "shared",
+            "--on",
+            "local,disk,cached-disk,locks",
+            "--block",
+            "4K,64K",
+        ],
+    );
+    let cases = report["cases"].as_array().expect("cases");
+    let (index, cases) = cases.split_last().expect("cases");
+    assert_eq!(cases.len(), 4 * 2);
+    for case in cases {
+        let found = names(&case["candidates"]);
+        assert_eq!(
+            found[..3],
+            ["native", "Firn, plain", "Firn, logs"],
+            "{case}"
+        );
+        let reads = !case["name"].as_str().expect("a name").contains("disk");
+        let columns = names(&case["candidates"][2]["metrics"]);
+        assert_eq!(columns.contains(&"read by others"), reads, "{columns:?}");
+        for candidate in &case["candidates"].as_array().expect("candidates")[..3] {
+            let written = candidate["metrics"][0]["median"].as_f64();
+            assert!(written.expect("a number") > 0.0, "{candidate}");
+        }
+    }
+    let patterns = names(&index["candidates"]);
+    assert_eq!(patterns[0], "strided");
+    let bytes = |at: usize| index["candidates"][at]["metrics"][0]["median"].as_f64();
+    // Regular patterns are found.
+    assert!(bytes(0).expect("a number") < bytes(3).expect("a number"));
+    assert_nothing_is_left(dir.path());
+}
+
+#[test]
 fn an_unknown_directory_is_an_error_that_names_the_option() {
     let output = Command::new(env!("CARGO_BIN_EXE_firn-bench"))
         .args(["checkpoint", "--dir", "/no/such/directory"])

@@ -31,10 +31,12 @@ pub struct Server<'a> {
 /// A MooseFS that is mounted. It is unmounted, and its servers end, with it.
 pub struct MooseFs {
     point: PathBuf,
+    master: String,
+    master_log: PathBuf,
     addresses: Vec<String>,
     link: Link,
     /// Undone in this order.
-    _guards: Vec<Guard>,
+    guards: Vec<Guard>,
 }
 
 impl MooseFs {
@@ -60,12 +62,15 @@ impl MooseFs {
         }
         let unmount = point.clone();
         guards.insert(0, defer(move || unmount_lazily(&unmount)));
-        mount(&address, &point, &master.join("log"), servers.len())?;
+        let master_log = master.join("log");
+        mount(&address, &point, &master_log, servers.len())?;
         Ok(Self {
             point,
+            master: address,
+            master_log,
             addresses,
             link,
-            _guards: guards,
+            guards,
         })
     }
 
@@ -89,6 +94,16 @@ impl MooseFs {
         let mut command = Command::new("mfssetsclass");
         command.arg(name).arg(dir);
         run_once(&mut command)
+    }
+
+    /// Mounts it once more, as for another client, on an empty directory.
+    pub fn mount_for(&mut self, point: &Path) -> anyhow::Result<PathBuf> {
+        let unmount = point.to_owned();
+        self.guards
+            .insert(0, defer(move || unmount_lazily(&unmount)));
+        let servers = self.addresses.len();
+        mount(&self.master, point, &self.master_log, servers)?;
+        Ok(point.to_owned())
     }
 
     /// Makes a storage class of one copy on the servers with this label, and on no others when those are busy.

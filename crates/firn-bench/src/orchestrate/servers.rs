@@ -45,7 +45,7 @@ impl Servers {
 
     /// Seeks of all so far.
     pub fn seeks(&mut self) -> anyhow::Result<u64> {
-        self.mounts.iter_mut().map(Mounted::seeks).sum()
+        self.mounts.iter_mut().map(Mounted::delays).sum()
     }
 }
 

@@ -1,8 +1,8 @@
 //! Grouped bars: one panel a figure, the baseline first in each group, ratios above the others.
 
 use super::axis::Axis;
-use super::{LETTER, MARGIN, Page, WIDTH, columns, line, rect, text};
-use crate::report::{Case, Metric, figure};
+use super::{LETTER, MARGIN, Page, WIDTH, line, rect, text};
+use crate::report::{Case, Metric, columns, figure};
 
 const LEFT: f64 = MARGIN + 44.0;
 const TITLE: f64 = 30.0;

@@ -3,8 +3,8 @@
 use std::fmt::Write as _;
 
 use super::axis::Axis;
-use super::{MARGIN, Page, WIDTH, columns, line, text};
-use crate::report::{Case, Point, Report};
+use super::{MARGIN, Page, WIDTH, line, text};
+use crate::report::{Case, Point, Report, columns};
 
 const GAP: f64 = 16.0;
 const PANEL_WIDTH: f64 = (WIDTH - 2.0 * MARGIN - GAP) / 2.0;
