@@ -374,8 +374,8 @@ fn what_cannot_go_together_is_refused_with_the_reason() {
     let mount = cluster.mount(0, "flatten=off");
     fs::write(mount.join("file"), "in a log").expect("write");
     mount.umount();
-    refused(0, "drain=commit", "firn flatten --all");
-    refused(0, &lanes, "firn flatten --all");
+    refused(0, "drain=commit", "mount it once with layout=log");
+    refused(0, &lanes, "mount it once with layout=log");
     let mount = cluster.mount(0, "");
     // A host of the same name.
     let args = mount_args(

@@ -103,11 +103,11 @@ pub enum Flatten {
     /// When the last host has closed it.
     #[default]
     Close,
-    /// When somebody asks for it to be drained.
+    /// At the unmount.
     Demand,
-    /// When it is opened for reading, or somebody asks for it to be drained.
+    /// When it is opened for reading, and at the unmount.
     Read,
-    /// When `firn flatten` is told to.
+    /// By a mount with another value.
     Off,
 }
 

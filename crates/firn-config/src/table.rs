@@ -499,11 +499,11 @@ pub static TABLE: [Row; 45] = [
         name: "flatten",
         kind: Kind::Choice(&Flatten::NAMES),
         default: "close",
-        help: "When the logs of a file become the plain file: when the last host has closed it (close), when \
-               somebody asks for it to be drained (demand), also when it is opened for reading (read), or only by \
-               `firn flatten` (off)",
-        long: "Each host that has closed the file takes its share of the work. `firn drain --wait`, `firn wait` and \
-               `firn umount` flatten what nobody writes any more, but with `off`.",
+        help: "When the logs of a file become the plain file: when the last host has closed it (close), at the \
+               unmount (demand), also when it is opened for reading (read), or not \
+               before a mount with another value (off)",
+        long: "Each host that has closed the file takes its share of the work. `firn umount` \
+               flattens what nobody writes any more, but with `off`.",
         changes_promises: true,
         get: |o| Flatten::NAMES[o.flatten as usize].to_owned(),
         set: |o, v| o.flatten = Flatten::ALL[v.choice()],

@@ -240,7 +240,7 @@ pub(crate) fn settle_last(logs: &LogBacking<DirBacking>, flatten: Flatten) {
 
 fn tell(left: &Left) {
     if let Some(error) = left.error {
-        tracing::error!(%error, "files stay in logs: `firn flatten` tries again");
+        tracing::error!(%error, "files stay in logs: the next mount tries again");
     }
     if left.written > 0 {
         tracing::info!(

@@ -120,13 +120,13 @@ pub enum AttachError {
         "layout=log: hosts cannot tell in {backing} which of them live: {reason}; mount its file system with locks of files (OPERATIONS, \"Several hosts\"), or leave layout out", backing = quoted_path(backing))]
     LogsDoNotReach { backing: PathBuf, reason: String },
     #[error(
-        "{backing} has files in logs, which transactions do not reach: run `firn flatten --all --backing {backing}` first, or mount without drain=commit", backing = quoted_path(backing))]
+        "{backing} has files in logs, which transactions do not reach: mount it once with layout=log and unmount it, or mount without drain=commit", backing = quoted_path(backing))]
     LoggedInTransactions { backing: PathBuf },
     #[error(
         "{backing} has files in lanes, and a logged file has no lane of its own: mount without layout=log", backing = quoted_path(backing))]
     LoggedInLanes { backing: PathBuf },
     #[error(
-        "{backing} has files in logs, and a logged file has no lane of its own: run `firn flatten --all --backing {backing}` first", backing = quoted_path(backing))]
+        "{backing} has files in logs, and a logged file has no lane of its own: mount it once with layout=log and unmount it", backing = quoted_path(backing))]
     LogsInTheWay { backing: PathBuf },
     #[error("token-endpoints: {0}")]
     TokenEndpoints(EtcdError),
