@@ -1,8 +1,8 @@
 //! The agent: who connects, how many, and for how long.
 //!
 //! Invariants
-//! * At most [`STRANGERS_MAX`] connections whose puller has not shown the key, each for [`HANDSHAKE_LIMIT`] at most;
-//!   at most [`SESSIONS_MAX`] others. One more is closed at once.
+//! * At most `STRANGERS_MAX` connections whose puller has not shown the key, each for [`HANDSHAKE_LIMIT`] at most;
+//!   at most `SESSIONS_MAX` others. One more is closed at once.
 //! * A connection is a thread and a buffer of at most one frame; a stranger's is one of
 //!   [`crate::message::HANDSHAKE_BYTES_MAX`] bytes.
 

@@ -210,7 +210,7 @@ impl<B: Backing> Engine<B> {
     fn open_backing(&self, file: &Arc<File<B>>, wants_write: bool) -> Result<()> {
         if wants_write {
             let writer = self.writer(file)?;
-            return self.backing.note_opened(&writer.file, true);
+            return self.see_others(file, &writer.file, true);
         }
         // Passthrough needs one descriptor that can do everything, for writers that come later.
         let writer = match self.passthrough.load(Ordering::Relaxed) {
@@ -218,7 +218,21 @@ impl<B: Backing> Engine<B> {
             false => None,
         };
         let open = writer.map_or_else(|| self.reader(file), Ok)?;
-        self.backing.note_opened(&open.file, false)
+        self.see_others(file, &open.file, false)
+    }
+
+    /// Close-to-open: what other hosts have closed is seen, the length included, which the kernel may have kept.
+    fn see_others(&self, file: &File<B>, open: &B::File, writes: bool) -> Result<()> {
+        self.backing.note_opened(open, writes)?;
+        self.drop_kernel_attributes(file);
+        Ok(())
+    }
+
+    /// Where other hosts may write the file: the kernel asks for its attributes again.
+    pub(crate) fn drop_kernel_attributes(&self, file: &File<B>) {
+        if self.backing.finishes_files() {
+            self.privileges.tell_attributes_changed(file.inode.id);
+        }
     }
 
     fn add_handle(

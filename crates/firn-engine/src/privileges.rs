@@ -84,7 +84,7 @@ impl Privileges {
         *self.attributes_changed.write() = Some(observer);
     }
 
-    fn tell_attributes_changed(&self, inode: InodeId) {
+    pub(crate) fn tell_attributes_changed(&self, inode: InodeId) {
         let call = self.attributes_changed.read().clone();
         if let Some(call) = call {
             call(inode);

@@ -152,7 +152,9 @@ impl<B: Backing> Engine<B> {
         }
         let handle = self.handle(handle)?;
         self.close_excess_files();
-        self.with_descriptor(|| self.sync_data(&handle.file, data_only))
+        self.with_descriptor(|| self.sync_data(&handle.file, data_only))?;
+        self.drop_kernel_attributes(&handle.file);
+        Ok(())
     }
 
     fn sync_data(&self, file: &Arc<File<B>>, data_only: bool) -> Result<()> {
