@@ -166,7 +166,7 @@ impl Directory {
         (trailer.get(8..)? == MAGIC && fits).then_some(body)
     }
 
-    /// Reads what [`Self::encode`] appended to a table of `file_bytes`; none if that is damaged.
+    /// Reads what `encode` appended to a table of `file_bytes`; none if that is damaged.
     pub fn decode(tail: &[u8], file_bytes: u64) -> Option<Self> {
         let (body, trailer) = tail.split_at_checked(tail.len().checked_sub(16)?)?;
         if Self::bytes_of_trailer(trailer, file_bytes)? != body.len() as u64
