@@ -12,7 +12,7 @@ mod staging;
 mod state;
 mod writers;
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -202,7 +202,7 @@ pub fn list(host: &str, route: &Route, path: &BytePath) -> Result<Vec<Listed>, P
     let mut peer = Peer::connect(host, route)?;
     let (_, entries) = peer.list(path)?;
     let plan = Plan::check(entries).map_err(|what| peer.implausible(what))?;
-    let mut found: Vec<Listed> = Vec::new();
+    let mut found: BTreeMap<BytePath, Listed> = BTreeMap::new();
     let is_dir = plan.entries()[0].kind == EntryKind::Directory;
     for entry in &plan.entries()[usize::from(is_dir)..] {
         let name = first_component(&entry.path);
@@ -210,25 +210,19 @@ pub fn list(host: &str, route: &Route, path: &BytePath) -> Result<Vec<Listed>, P
             EntryKind::File { bytes, ending } => (1, bytes, ending),
             _ => (0, 0, Ending::Closed),
         };
-        let at = found.iter().position(|listed| listed.name == name);
-        let at = at.unwrap_or_else(|| {
-            found.push(Listed {
-                name,
-                files: 0,
-                bytes: 0,
-                ending: Ending::Closed,
-                mtime_s: entry.mtime_s,
-            });
-            found.len() - 1
+        let listed = found.entry(name.clone()).or_insert_with(|| Listed {
+            name,
+            files: 0,
+            bytes: 0,
+            ending: Ending::Closed,
+            mtime_s: entry.mtime_s,
         });
-        let listed = &mut found[at];
         listed.files += files;
         listed.bytes += bytes;
         listed.mtime_s = listed.mtime_s.max(entry.mtime_s);
         listed.ending = worse(listed.ending, ending);
     }
-    found.sort_by(|a, b| a.name.cmp(&b.name));
-    Ok(found)
+    Ok(found.into_values().collect())
 }
 
 /// A checkpoint that is still written is not over yet, one that was cut never will be.

@@ -154,11 +154,9 @@ impl Agent {
 
     /// What takes its key out of the backing, from any thread.
     pub fn remover(&self) -> impl Fn() + Send + 'static {
-        let (file, backing, host) = (
-            self.key_file.clone(),
-            self.mount.backing.clone(),
-            self.host.clone(),
-        );
+        let file = self.key_file.clone();
+        let backing = self.mount.backing.clone();
+        let host = self.host.clone();
         let log = self.shared.log.clone();
         move || {
             if let Err(error) = file.remove(&backing, &host) {

@@ -80,38 +80,36 @@ struct StagingDir {
 
 impl StagingDir {
     fn make_for_tokens(backing: &Path, members: &Members) -> Result<Self, AttachError> {
-        let base = open_backing(backing)?;
-        let refused = own_error(backing);
-        let top = firn_tokens::make_dir(&base).map_err(&refused)?;
-        let name = staging_dir_name(members);
-        let path = format!("{TOP}/tokens/{name}");
-        let dir = own::dir(&base, &top, &name);
-        let dir = dir.map_err(|error| refused(error.below("tokens").below(TOP)))?;
-        Ok(Self {
-            base,
-            top,
-            dir,
-            path,
-            sharing: Sharing::Tokens,
-        })
+        let make_parent = firn_tokens::make_dir;
+        Self::make_below(backing, members, Sharing::Tokens, "tokens", make_parent)
     }
 
     fn make_for_logs(backing: &Path, members: &Members) -> Result<Self, AttachError> {
+        let make_parent = firn_log::make_dir;
+        Self::make_below(backing, members, Sharing::Logs, CONTAINERS, make_parent)
+    }
+
+    /// In the directory `parent` of `.firn/`.
+    fn make_below(
+        backing: &Path,
+        members: &Members,
+        sharing: Sharing,
+        parent: &str,
+        make_parent: fn(&DirBacking) -> Result<<DirBacking as Backing>::Inode, OwnError>,
+    ) -> Result<Self, AttachError> {
         let base = open_backing(backing)?;
         let refused = own_error(backing);
-        let firn = own::dir(&base, &base.root(), TOP).map_err(&refused)?;
-        let top = own::dir(&base, &firn, CONTAINERS);
-        let top = top.map_err(|error| refused(error.below(TOP)))?;
+        let top = make_parent(&base).map_err(&refused)?;
         let name = staging_dir_name(members);
-        let path = format!("{TOP}/{CONTAINERS}/{name}");
+        let path = format!("{TOP}/{parent}/{name}");
         let dir = own::dir(&base, &top, &name);
-        let dir = dir.map_err(|error| refused(error.below(CONTAINERS).below(TOP)))?;
+        let dir = dir.map_err(|error| refused(error.below(parent).below(TOP)))?;
         Ok(Self {
             base,
             top,
             dir,
             path,
-            sharing: Sharing::Logs,
+            sharing,
         })
     }
 

@@ -34,8 +34,8 @@ use crate::store::Store;
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Else so often; whoever closes a file wakes the thread.
 const IDLE: Duration = Duration::from_secs(60);
-/// At the end of a mount.
-const REST: Duration = Duration::from_millis(50);
+/// So often at the end of a mount, while other hosts are at it.
+const LAST_LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// A backing with logs.
 pub(crate) struct Opened {
@@ -164,11 +164,12 @@ impl Settler {
             return Ok(None);
         }
         let is_stopping = Arc::new(AtomicBool::new(false));
-        let (seen, stop) = (Arc::clone(engine), Arc::clone(&is_stopping));
+        let settled = Arc::clone(engine);
+        let stop = Arc::clone(&is_stopping);
         let adopts = options.flatten == Flatten::Close;
         let (running, ended) = mpsc::channel::<()>();
         spawn_thread("firn-settle", move || {
-            if let Some(logs) = seen.backing().logged() {
+            if let Some(logs) = settled.backing().logged() {
                 settle_until_stopped(logs, adopts, &stop);
             }
             drop(running);
@@ -226,7 +227,7 @@ fn adopt(logs: &LogBacking<DirBacking>) -> Result<(), Errno> {
 pub(crate) fn settle_last(logs: &LogBacking<DirBacking>, flatten: Flatten) {
     let mut left = logs.settle();
     while left.under_way > 0 {
-        std::thread::sleep(REST);
+        std::thread::sleep(LAST_LOOK_EVERY);
         left = logs.settle();
     }
     if matches!(flatten, Flatten::Demand | Flatten::Read) {

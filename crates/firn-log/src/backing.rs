@@ -29,6 +29,12 @@ use crate::run::{FILE_BYTES_MAX, Piece};
 
 /// In `.firn/`.
 pub const CONTAINERS: &str = "log";
+
+/// Opens the directory of all containers, made if it is not there.
+pub fn make_dir<B: Backing>(base: &B) -> std::result::Result<B::Inode, OwnError> {
+    let firn = own::dir(base, &base.root(), TOP)?;
+    own::dir(base, &firn, CONTAINERS).map_err(|error| error.below(TOP))
+}
 /// Bytes of sorted indexes in memory, of all files: half of what a reader may take, and a block of each index of a file
 /// that many hosts wrote.
 const INDEX_BYTES_MAX: u64 = 32 << 20;
@@ -211,8 +217,7 @@ impl<B: Backing> LogFile<B> {
 impl<B: Backing> LogBacking<B> {
     /// Over `below`, in which it has a directory of its own.
     pub fn open(below: B, setup: Setup) -> std::result::Result<Self, OwnError> {
-        let firn = own::dir(&below, &below.root(), TOP)?;
-        let top = own::dir(&below, &firn, CONTAINERS).map_err(|error| error.below(TOP))?;
+        let top = make_dir(&below)?;
         orphans::end_last_life(&below, &top, &setup.host, &setup.is_alive)?;
         Ok(Self {
             below,

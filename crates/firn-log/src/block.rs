@@ -31,7 +31,7 @@ struct StoredLayer {
 
 /// The layer before, and none before the first.
 #[derive(Clone, Copy, Default)]
-struct Before {
+pub struct Before {
     offset: u64,
     len: u64,
     epoch: u64,
@@ -59,12 +59,33 @@ fn advance(from: u64, distance: i64) -> u64 {
     from.wrapping_add(distance.cast_unsigned())
 }
 
-/// Makes a block of layers, which come in the order of their first bytes.
+/// Makes a block of entries, each measured from the one before: layers or spans.
 #[derive(Default)]
-pub struct LayerEncoder {
+pub struct BlockEncoder<Last> {
     bytes: Vec<u8>,
-    before: Before,
+    before: Last,
 }
+
+impl<Last: Default> BlockEncoder<Last> {
+    /// Whether the block is to be closed.
+    pub fn is_full(&self) -> bool {
+        self.bytes.len() >= BLOCK_BYTES
+    }
+
+    /// The block, if it has anything; the next one begins.
+    pub fn take(&mut self) -> Option<Vec<u8>> {
+        let made = std::mem::take(self);
+        (!made.bytes.is_empty()).then_some(made.bytes)
+    }
+
+    fn append(&mut self, stored: &impl Serialize) {
+        let taken = std::mem::take(&mut self.bytes);
+        self.bytes = postcard::to_extend(stored, taken).expect("memory is all that it takes");
+    }
+}
+
+/// Makes a block of layers, which come in the order of their first bytes.
+pub type LayerEncoder = BlockEncoder<Before>;
 
 impl LayerEncoder {
     /// Appends a layer, which begins nowhere before the last one.
@@ -81,18 +102,7 @@ impl LayerEncoder {
             log: layer.place.map_or(0, |place| u64::from(place.log) + 1),
             position: distance(before.position, self.before.position),
         };
-        append(&mut self.bytes, &stored);
-    }
-
-    /// Whether the block is to be closed.
-    pub fn is_full(&self) -> bool {
-        self.bytes.len() >= BLOCK_BYTES
-    }
-
-    /// The block, if it has anything; the next one begins.
-    pub fn take(&mut self) -> Option<Vec<u8>> {
-        let made = std::mem::take(self);
-        (!made.bytes.is_empty()).then_some(made.bytes)
+        self.append(&stored);
     }
 }
 
@@ -176,12 +186,8 @@ struct StoredSpan {
     checksums: Vec<[u8; 4]>,
 }
 
-/// Makes a block of spans, which come in the order of their frames.
-#[derive(Default)]
-pub struct SpanEncoder {
-    bytes: Vec<u8>,
-    before: u64,
-}
+/// Makes a block of spans, which come in the order of their frames: what is before is a frame.
+pub type SpanEncoder = BlockEncoder<u64>;
 
 impl SpanEncoder {
     /// Appends what the frame at `frame` of the index wrote.
@@ -194,18 +200,7 @@ impl SpanEncoder {
             checksums: span.checksums.iter().map(|sum| sum.to_le_bytes()).collect(),
         };
         self.before = frame;
-        append(&mut self.bytes, &stored);
-    }
-
-    /// Whether the block is to be closed.
-    pub fn is_full(&self) -> bool {
-        self.bytes.len() >= BLOCK_BYTES
-    }
-
-    /// The block, if it has anything; the next one begins.
-    pub fn take(&mut self) -> Option<Vec<u8>> {
-        let made = std::mem::take(self);
-        (!made.bytes.is_empty()).then_some(made.bytes)
+        self.append(&stored);
     }
 }
 
@@ -239,11 +234,6 @@ pub fn decode_spans(bytes: &[u8]) -> impl Iterator<Item = Result<(u64, Span), Da
         }
         Some(decoded)
     })
-}
-
-fn append(bytes: &mut Vec<u8>, value: &impl Serialize) {
-    let taken = std::mem::take(bytes);
-    *bytes = postcard::to_extend(value, taken).expect("memory is all that it takes");
 }
 
 #[cfg(test)]

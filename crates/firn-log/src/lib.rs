@@ -30,7 +30,7 @@ pub mod table;
 mod verify;
 mod writer;
 
-pub use backing::{CONTAINERS, Left, LogBacking, Setup};
+pub use backing::{CONTAINERS, Left, LogBacking, Setup, make_dir};
 pub use container::{Container, Memory, Walk};
 pub use file::{Flattened, is_container};
 pub use orphans::Orphans;
