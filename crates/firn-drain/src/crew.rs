@@ -11,7 +11,7 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -35,6 +35,8 @@ pub(crate) struct Crew {
     start_thread: Box<dyn Fn(usize, Role) -> io::Result<IoThread> + Send + Sync>,
     has_work: Box<dyn Fn(usize) -> bool + Send + Sync>,
     started_count: AtomicUsize,
+    /// The log says that writes hang, and not yet that they returned.
+    has_told_of_hang: AtomicBool,
 }
 
 struct IoThread {
@@ -118,6 +120,7 @@ impl Crew {
             start_thread: Box::new(start_thread),
             has_work: Box::new(move |lane| looker.has_work(lane)),
             started_count: AtomicUsize::new(0),
+            has_told_of_hang: AtomicBool::new(false),
         }
     }
 
@@ -149,6 +152,10 @@ impl Crew {
         let role = {
             let mut threads = self.threads.lock();
             threads.retain(|thread| !thread.handle.is_finished());
+            if !threads.iter().any(|thread| thread.clock.hangs()) {
+                self.tell_of_end_of_hang();
+                return;
+            }
             if self.sleepers.is_stopping() || threads.len() >= self.regular_count + STAND_INS_MAX {
                 return;
             }
@@ -163,12 +170,26 @@ impl Crew {
         let Some(role) = role else {
             return;
         };
-        tracing::warn!(
-            ?role,
-            "writes to the backing do not return: another thread goes on with what is left"
-        );
+        self.tell_of_hang(role);
         if let Err(error) = self.add_thread(role) {
             tracing::warn!(%error, "cannot start an IO thread");
+        }
+    }
+
+    /// Once for each time that writes hang: a server may be away for a night, and threads come in for others all the time.
+    fn tell_of_hang(&self, role: Role) {
+        let message =
+            "writes to the backing do not return: another thread goes on with what is left";
+        if self.has_told_of_hang.swap(true, Ordering::Relaxed) {
+            tracing::debug!(?role, message);
+        } else {
+            tracing::warn!(?role, message);
+        }
+    }
+
+    fn tell_of_end_of_hang(&self) {
+        if self.has_told_of_hang.swap(false, Ordering::Relaxed) {
+            tracing::info!("writes to the backing return again");
         }
     }
 

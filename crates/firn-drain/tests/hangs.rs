@@ -5,11 +5,41 @@ mod common {
     pub mod host;
 }
 
+use std::io;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use common::host::{Drained, Host, LIMIT};
 use firn_backing::{Backing, SimBacking};
 use firn_drain::IoThreads;
+
+/// What this thread logs. Its clones are the same.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Log {
+    /// Collects until the guard is dropped.
+    fn collect(&self) -> tracing::subscriber::DefaultGuard {
+        let log = self.clone();
+        let subscriber = tracing_subscriber::fmt().with_writer(move || log.clone());
+        tracing::subscriber::set_default(subscriber.finish())
+    }
+
+    fn count(&self, message: &str) -> usize {
+        let bytes = self.0.lock().expect("no panic");
+        String::from_utf8_lossy(&bytes).matches(message).count()
+    }
+}
+
+impl io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().expect("no panic").write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
 
 /// Waits for a file while threads are replaced as firnd does each second.
 fn await_with_stand_ins<B: Backing>(host: &Host<B>, told: &Drained) {
@@ -27,6 +57,8 @@ fn await_with_stand_ins<B: Backing>(host: &Host<B>, told: &Drained) {
 /// Proves S-error-21.
 #[test]
 fn regression_where_all_io_threads_hang_others_drain_the_rest() {
+    let log = Log::default();
+    let _collecting = log.collect();
     let backing = SimBacking::new();
     let host = Host::start(backing.clone(), IoThreads::new(2), None);
     let hung: Vec<_> = ["one", "two"]
@@ -40,11 +72,18 @@ fn regression_where_all_io_threads_hang_others_drain_the_rest() {
     let (other, told) = host.write_awaited("other");
     await_with_stand_ins(&host, &told);
     host.engine.release(other);
+    for _ in 0..10 {
+        host.pool.replace_hung();
+    }
+    let hang_told = log.count("writes to the backing do not return");
+    assert_eq!(hang_told, 1, "the log is for people: once is enough");
     for (hang, handle, told) in hung {
         assert!(told.try_recv().is_err(), "it still hangs");
         hang.release();
         assert!(told.recv_timeout(LIMIT).expect("drained"));
         host.engine.release(handle);
     }
+    host.pool.replace_hung();
+    assert_eq!(log.count("writes to the backing return again"), 1);
     host.end();
 }
