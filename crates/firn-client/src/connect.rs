@@ -213,13 +213,14 @@ impl Connection {
         }
     }
 
-    /// Asks for the end of firnd, and gives what waits for it beside the answer.
+    /// Asks for the end of firnd, and gives what waits for it beside the answer: how many files stay in logs, because
+    /// other hosts write to them.
     pub fn unmount(
         &mut self,
         force: bool,
         held: HeldPolicy,
         progress: &mut dyn FnMut(Progress),
-    ) -> Result<(Process, Result<(), ClientError>), ClientError> {
+    ) -> Result<(Process, Result<u64, ClientError>), ClientError> {
         if self.is_closed {
             self.reopen()?;
         }
@@ -233,7 +234,7 @@ impl Connection {
             answer = self.attempt(&request, None, progress);
         }
         let answer = answer.and_then(|reply| match reply {
-            Some(Reply::Done) => Ok(()),
+            Some(Reply::Unmounted { written_files }) => Ok(written_files),
             Some(other) => Err(nonsense(&other)),
             None => Err(self.busy(0, Vec::new())),
         });
@@ -688,7 +689,7 @@ mod tests {
 
     #[test]
     fn progress_is_passed_on_until_the_answer() {
-        let lines = "{\"reply\":\"progress\",\"bytes_left\":9,\"files_left\":1,\"phase\":\"draining\"}\n{\"reply\":\"done\"}\n";
+        let lines = "{\"reply\":\"progress\",\"bytes_left\":9,\"files_left\":1,\"phase\":\"draining\"}\n{\"reply\":\"unmounted\"}\n";
         let mut connection = with_replies(vec![&*HELLO, lines]).unwrap();
         let mut seen = Vec::new();
         connection

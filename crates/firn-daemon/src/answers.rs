@@ -21,10 +21,12 @@ use crate::chunks::region;
 use crate::commit_applier::CommitApplier;
 use crate::control::{Answer, ControlClient, Service};
 use crate::end::{Client, Event, throttle_progress};
+use crate::error::FlattenError;
 use crate::exposition::prometheus;
 use crate::gate::TransactionGate;
 use crate::host_lease::LeaseState;
 use crate::log;
+use crate::logs::Flattener;
 use crate::owners::{ControlPeer, Owners, Scopes};
 use crate::placement;
 use crate::process;
@@ -66,6 +68,8 @@ pub(crate) struct Answers {
     pub(crate) steered: Option<Arc<Steered>>,
     /// Applies what was committed asynchronously; none without transactions.
     pub(crate) applier: Option<CommitApplier>,
+    /// Makes files of logs plain; none where no file is in one, or nothing is written.
+    pub(crate) flattener: Option<Flattener>,
     /// To the main loop, which alone unmounts.
     pub(crate) events: Sender<Event>,
 }
@@ -234,13 +238,61 @@ impl Answers {
                 timed_out = deadline.is_some_and(|deadline| Instant::now() >= deadline);
                 !timed_out && progress(bytes, files)
             });
+        drop(progress);
         match result {
+            Ok(()) if until >= DurabilityLevel::Drained => self.flatten(path, deadline, false, say),
             Ok(()) => Reply::Done,
             Err(_) if timed_out => Reply::Error {
                 errno: libc::ETIMEDOUT,
                 message: format!("timed out with {left} bytes left: they are still being drained"),
             },
             Err(error) => failed(error, path),
+        }
+    }
+
+    /// Makes the files at or below `path` plain that have bytes in logs. `tells_lost`: logs whose file is gone are a
+    /// failure too.
+    fn flatten(
+        &self,
+        path: &BytePath,
+        deadline: Option<Instant>,
+        tells_lost: bool,
+        say: &mut dyn FnMut(Reply) -> bool,
+    ) -> Reply {
+        let Some(flattener) = &self.flattener else {
+            return Reply::Done;
+        };
+        let mut timed_out = false;
+        let mut progress = throttle_progress("flattening", say);
+        let left = flattener.flatten(path.as_bytes(), &mut || {
+            timed_out = deadline.is_some_and(|deadline| Instant::now() >= deadline);
+            !timed_out && progress(0, 0)
+        });
+        match left.map(|left| FlattenError::check(&left, tells_lost)) {
+            Ok(Ok(())) => Reply::Done,
+            Ok(Err(error)) => Reply::Error {
+                errno: error.errno(),
+                message: error.to_string(),
+            },
+            Err(_) if timed_out => Reply::Error {
+                errno: libc::ETIMEDOUT,
+                message: "timed out: what is in logs is still being flattened".into(),
+            },
+            Err(error) => failed(error, path),
+        }
+    }
+
+    /// The same because somebody asks for it: what is pending is drained first.
+    fn drain_and_flatten(&self, path: &BytePath, say: &mut dyn FnMut(Reply) -> bool) -> Reply {
+        if self.engine.backing().logged().is_some() && self.flattener.is_none() {
+            return Reply::Error {
+                errno: libc::EROFS,
+                message: "this mount is read-only: run `firn flatten` on one that is not".into(),
+            };
+        }
+        match self.wait(path, DurabilityLevel::Logged, None, say) {
+            Reply::Done => self.flatten(path, None, true, say),
+            refused => refused,
         }
     }
 
@@ -322,6 +374,7 @@ impl Service for Answers {
                 }
                 None => placement::explain(self.engine.backing(), &path),
             },
+            Request::Flatten { path } => self.drain_and_flatten(&path, say),
             Request::Evict { path } => self.evict(&path),
             Request::Pin { path, pinned } => self.pin(&path, pinned),
             request @ (Request::Begin { .. }
@@ -346,6 +399,7 @@ fn path_of_current_names(request: &Request) -> Option<&BytePath> {
     match request {
         Request::Wait { path, .. }
         | Request::Drain { path }
+        | Request::Flatten { path }
         | Request::Files { path }
         | Request::Begin { path, .. }
         | Request::Prepare { path, .. }

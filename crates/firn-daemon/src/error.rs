@@ -3,6 +3,7 @@
 
 mod attach;
 mod check;
+mod flatten;
 mod mount;
 mod recover;
 
@@ -10,6 +11,7 @@ use firn_arena::{ArenaError, SpillFault};
 
 pub use attach::AttachError;
 pub use check::CheckError;
+pub use flatten::FlattenError;
 pub use mount::MountError;
 pub use recover::RecoverError;
 
@@ -17,6 +19,8 @@ pub use recover::RecoverError;
 const FAILED: u8 = 1;
 /// Exit status: an option that cannot be here.
 const USAGE: u8 = 2;
+/// Exit status: part of it is done.
+const PARTLY: u8 = 3;
 /// Exit status: not a Firn arena or mount.
 const NOT_FIRN: u8 = 10;
 /// Exit status: held by somebody else.

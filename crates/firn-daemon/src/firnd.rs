@@ -10,6 +10,7 @@ use firn_config::{Drain, Flatten, KernelFlag, Options};
 use firn_engine::Engine;
 use firn_format::quote::quoted_path;
 use firn_fuse::{Adapter, AdapterOptions, Failures, Invalidator, Session, SessionOptions, detach};
+use firn_log::Left;
 use firn_protocol::{HeldPolicy, Reply};
 use firn_stub::Tree;
 use firn_workers::{Class, Workers, spawn_thread};
@@ -27,7 +28,7 @@ use crate::error::MountError;
 use crate::frontend::{Frontend, Stubs, TreeEnd, waiting_tree};
 use crate::lock::{Locks, Sharing};
 use crate::log;
-use crate::logs::{self, Settler};
+use crate::logs::{self, Flattener, Settler};
 use crate::mount::MountRequest;
 use crate::owners::Owners;
 use crate::participants;
@@ -152,6 +153,7 @@ impl Mount {
         )
         .map_err(MountError::io("listen on the data socket"))?;
         let window = Arc::default();
+        let (flattener, flatten_requests) = Flattener::new(engine);
         let answers = Arc::new(Answers {
             kernel: kernel.clone(),
             direct_clients,
@@ -175,6 +177,7 @@ impl Mount {
             window: Arc::clone(&window),
             steered: attached.steered.clone(),
             applier: attached.gate.clone().map(CommitApplier::new),
+            flattener: Settler::is_needed(engine, options).then_some(flattener),
             events: event.clone(),
         });
         if options.drain == Drain::Commit {
@@ -196,7 +199,7 @@ impl Mount {
         let frontend = prepared.start(options, checked, attached, &data_path, event)?;
         let rounds = Rounds::start(engine, Duration::from_millis(options.backup_every_ms))
             .map_err(MountError::io("start a thread"))?;
-        let settler = Settler::start(engine, options)
+        let settler = Settler::start(engine, options, flatten_requests)
             .map_err(MountError::io("start the thread that settles logs"))?;
         let populating = Arc::new(AtomicBool::new(options.populate));
         if options.populate {
@@ -271,9 +274,11 @@ impl Mount {
         if held == HeldPolicy::Drain && !gave_up {
             end::drain_last(&attached.engine, force);
         }
+        let mut left = Left::default();
         if let Some(settler) = self.settler
             && !gave_up
         {
+            let (settled, found) = mpsc::channel();
             let engine = Arc::clone(&attached.engine);
             let flatten = (held != HeldPolicy::Keep).then_some(self.flatten);
             end::with_patience(force, move || {
@@ -281,9 +286,10 @@ impl Mount {
                 if let Some(logs) = engine.backing().logged()
                     && let Some(flatten) = flatten
                 {
-                    logs::settle_last(logs, flatten);
+                    let _ = settled.send(logs::settle_last(logs, flatten));
                 }
             });
+            left = found.try_recv().unwrap_or_default();
         }
         // A session that lingers may still write: then the arena stays, whatever is in it now.
         let bytes = attached.finish(match held {
@@ -292,7 +298,10 @@ impl Mount {
             HeldPolicy::Drain | HeldPolicy::Keep => ArenaEnd::RemoveIfEmpty,
         });
         let result = match bytes {
-            0 => Ok(()),
+            0 => left.error.map_or(Ok(()), |source| {
+                let backing = checked.backing.clone();
+                Err(MountError::LeftInLogs { backing, source })
+            }),
             _ if held == HeldPolicy::Keep => Ok(()),
             bytes => Err(MountError::Left {
                 bytes,
@@ -302,7 +311,9 @@ impl Mount {
         };
         if let Some(client) = client {
             let last = match &result {
-                Ok(()) => Reply::Done,
+                Ok(()) => Reply::Unmounted {
+                    written_files: left.written as u64,
+                },
                 Err(error) => Reply::Error {
                     errno: libc::EIO,
                     message: error.to_string(),

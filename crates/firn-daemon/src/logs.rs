@@ -8,11 +8,12 @@
 
 use std::ffi::OsStr;
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{self, Receiver};
-use std::time::Duration;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::time::{Duration, Instant};
 
 use firn_backing::{Backing, DirBacking, Errno};
 use firn_config::{Flatten, Layout, Options, Placement};
@@ -23,19 +24,24 @@ use firn_rendezvous::own::{self, TOP};
 use firn_workers::spawn_thread;
 use globset::{Glob, GlobSet, GlobSetBuilder};
 
-use crate::error::AttachError;
+use crate::error::{AttachError, FlattenError};
 use crate::host_lease::{HostLease, LogHosts, own_error, whoever_comes};
 use crate::lock::DYING;
+use crate::orphans::open_unmounted;
 use crate::participants::host_name;
 use crate::placement::{self, Use};
+use crate::process;
 use crate::store::Store;
 
 /// What other hosts write is looked at so often, as long as something is left to flatten.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Else so often; whoever closes a file wakes the thread.
 const IDLE: Duration = Duration::from_secs(60);
-/// So often at the end of a mount, while other hosts are at it.
-const LAST_LOOK_EVERY: Duration = Duration::from_millis(50);
+/// Before somebody who waits asks again.
+const REST: Duration = Duration::from_millis(50);
+/// With close=held the kernel says that a file was closed only after close(2) has returned: so long it is asked again
+/// whether somebody writes to it.
+const CLOSING: Duration = Duration::from_secs(1);
 
 /// A backing with logs.
 pub(crate) struct Opened {
@@ -146,6 +152,67 @@ pub(crate) fn refuse_lanes(
     }
 }
 
+/// Lets the settle worker flatten files for those who wait for that.
+pub(crate) struct Flattener {
+    engine: Arc<Engine<Store>>,
+    requests: Sender<FlattenRequest>,
+}
+
+/// Files that somebody wants to be flat.
+pub(crate) struct FlattenRequest {
+    /// Below the mount point; empty: all of it.
+    path: Vec<u8>,
+    done: Sender<Result<Left, Errno>>,
+}
+
+impl Flattener {
+    /// With what a [`Settler`] takes its requests from.
+    pub(crate) fn new(engine: &Arc<Engine<Store>>) -> (Self, Receiver<FlattenRequest>) {
+        let (requests, taken) = mpsc::channel();
+        let engine = Arc::clone(engine);
+        (Self { engine, requests }, taken)
+    }
+
+    /// Flattens the files at or below `path` that nobody writes to, and waits for this host and others that are at it.
+    /// `goes_on` is asked some times a second, and ends the wait with false (ECANCELED).
+    pub(crate) fn flatten(
+        &self,
+        path: &[u8],
+        goes_on: &mut dyn FnMut() -> bool,
+    ) -> Result<Left, Errno> {
+        let began = Instant::now();
+        loop {
+            let left = self.ask(path, goes_on)?;
+            let may_be_closed = left.written > 0 && began.elapsed() < CLOSING;
+            if left.under_way == 0 && !may_be_closed {
+                return Ok(left);
+            }
+            std::thread::sleep(REST);
+            if !goes_on() {
+                return Err(Errno::CANCELED);
+            }
+        }
+    }
+
+    fn ask(&self, path: &[u8], goes_on: &mut dyn FnMut() -> bool) -> Result<Left, Errno> {
+        let (done, answer) = mpsc::channel();
+        let path = path.to_vec();
+        let asked = self.requests.send(FlattenRequest { path, done });
+        asked.map_err(|_| Errno::SHUTDOWN)?;
+        if let Some(logs) = self.engine.backing().logged() {
+            logs.wake();
+        }
+        loop {
+            match answer.recv_timeout(REST) {
+                Ok(left) => return left,
+                Err(RecvTimeoutError::Timeout) if goes_on() => {}
+                Err(RecvTimeoutError::Timeout) => return Err(Errno::CANCELED),
+                Err(RecvTimeoutError::Disconnected) => return Err(Errno::SHUTDOWN),
+            }
+        }
+    }
+}
+
 /// Does what is left to do for files that were closed.
 pub(crate) struct Settler {
     engine: Arc<Engine<Store>>,
@@ -155,12 +222,18 @@ pub(crate) struct Settler {
 }
 
 impl Settler {
-    /// None where no file may lie in a log, or nothing is written.
+    /// Whether a mount has one: files may lie in logs, and may be written.
+    pub(crate) fn is_needed(engine: &Engine<Store>, options: &Options) -> bool {
+        engine.backing().logged().is_some() && !options.read_only
+    }
+
+    /// None where it is not needed.
     pub(crate) fn start(
         engine: &Arc<Engine<Store>>,
         options: &Options,
+        requests: Receiver<FlattenRequest>,
     ) -> io::Result<Option<Self>> {
-        if engine.backing().logged().is_none() || options.read_only {
+        if !Self::is_needed(engine, options) {
             return Ok(None);
         }
         let is_stopping = Arc::new(AtomicBool::new(false));
@@ -170,7 +243,7 @@ impl Settler {
         let (running, ended) = mpsc::channel::<()>();
         spawn_thread("firn-settle", move || {
             if let Some(logs) = settled.backing().logged() {
-                settle_until_stopped(logs, adopts, &stop);
+                settle_until_stopped(logs, adopts, &requests, &stop);
             }
             drop(running);
         })?;
@@ -191,12 +264,21 @@ impl Settler {
     }
 }
 
-fn settle_until_stopped(logs: &LogBacking<DirBacking>, adopts: bool, stop: &AtomicBool) {
+fn settle_until_stopped(
+    logs: &LogBacking<DirBacking>,
+    adopts: bool,
+    requests: &Receiver<FlattenRequest>,
+    stop: &AtomicBool,
+) {
     if adopts && let Err(error) = adopt(logs) {
         tracing::warn!(%error, "cannot look for files in logs");
     }
     let mut told = None;
     while !stop.load(Ordering::Acquire) {
+        for request in requests.try_iter() {
+            // Who asked may not wait any more.
+            let _ = request.done.send(flatten_at(logs, &request.path));
+        }
         let left = logs.settle();
         if left.error != told {
             told = left.error;
@@ -222,21 +304,52 @@ fn adopt(logs: &LogBacking<DirBacking>) -> Result<(), Errno> {
     Ok(())
 }
 
+/// Flattens the files at or below `path`, as far as other hosts let it.
+fn flatten_at(logs: &LogBacking<DirBacking>, path: &[u8]) -> Result<Left, Errno> {
+    logs.flatten_below(&placement::find(logs, path)?)
+}
+
+/// The same; other hosts that are at it are waited for.
+fn flatten_whole(logs: &LogBacking<DirBacking>, path: &[u8]) -> Result<Left, Errno> {
+    loop {
+        let left = flatten_at(logs, path)?;
+        if left.under_way == 0 {
+            return Ok(left);
+        }
+        std::thread::sleep(REST);
+    }
+}
+
+/// Flattens the files at or below `path`, which is relative to the backing, without a mount.
+pub fn flatten(backing: &Path, path: &Path, options: &Options) -> Result<(), FlattenError> {
+    process::prepare();
+    let (backing, directory, _locks) = open_unmounted(backing, options)?;
+    let Ok(opened) = open(&backing, directory, options, Use::Serve)? else {
+        return Ok(());
+    };
+    match flatten_whole(&opened.logs, path.as_os_str().as_bytes()) {
+        Ok(left) => FlattenError::check(&left, true),
+        Err(Errno::NOENT) => Err(FlattenError::NoSuchFile { path: path.into() }),
+        Err(errno) => Err(FlattenError::Failed { files: 0, errno }),
+    }
+}
+
 /// At the end of a mount: flattens what nobody writes any more. Other hosts that are at it are waited for, those that
 /// write are not.
-pub(crate) fn settle_last(logs: &LogBacking<DirBacking>, flatten: Flatten) {
+pub(crate) fn settle_last(logs: &LogBacking<DirBacking>, flatten: Flatten) -> Left {
     let mut left = logs.settle();
     while left.under_way > 0 {
-        std::thread::sleep(LAST_LOOK_EVERY);
+        std::thread::sleep(REST);
         left = logs.settle();
     }
     if matches!(flatten, Flatten::Demand | Flatten::Read) {
-        match logs.flatten_below(&logs.root()) {
+        match flatten_whole(logs, b"") {
             Ok(found) => left = found,
             Err(error) => left.error = Some(error),
         }
     }
     tell(&left);
+    left
 }
 
 fn tell(left: &Left) {

@@ -66,7 +66,8 @@ pub fn find_orphans(
     Ok(shown)
 }
 
-fn open_unmounted(
+/// A backing that nobody of this host has mounted, as long as the locks are held.
+pub(crate) fn open_unmounted(
     backing: &Path,
     options: &Options,
 ) -> Result<(PathBuf, DirBacking, Locks), AttachError> {

@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use crate::path::BytePath;
 
 /// Version of this protocol; a client refuses a firnd that speaks another one.
-pub const PROTOCOL_VERSION: u32 = 4;
+pub const PROTOCOL_VERSION: u32 = 5;
 
 /// What a client asks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -28,7 +28,8 @@ pub enum Request {
     /// A [`Status`].
     Status,
     /// Drain the files at or below `path` (relative to the mount, empty: all) and wait until they
-    /// have the level `until` ([`DurabilityLevel::Drained`] or [`DurabilityLevel::Durable`]).
+    /// have the level `until` ([`DurabilityLevel::Logged`], [`DurabilityLevel::Drained`] or
+    /// [`DurabilityLevel::Durable`]). EBUSY: they are logged, and cannot be more as long as somebody writes to them.
     Wait {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
@@ -39,6 +40,12 @@ pub enum Request {
     },
     /// Begin to drain the files at or below `path`, without waiting.
     Drain {
+        /// Path below the mount point, without a leading slash.
+        path: BytePath,
+    },
+    /// Drain the files at or below `path`, make those plain that have bytes in logs, and wait for that. EBUSY: somebody
+    /// writes to some of them.
+    Flatten {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
     },
@@ -240,6 +247,12 @@ pub enum Reply {
         /// Hosts that commit together with this one and have not applied their part yet.
         #[serde(default)]
         not_applied_on: Vec<String>,
+    },
+    /// Answer to [`Request::Unmount`].
+    Unmounted {
+        /// Files that stay in logs, because other hosts write to them.
+        #[serde(default)]
+        written_files: u64,
     },
     /// Done.
     Done,

@@ -3,7 +3,7 @@
 use firn_agent::{AgentError, PullError};
 use firn_client::{ClientError, PathsError};
 use firn_config::ConfigError;
-use firn_daemon::{AttachError, CheckError, MountError, RecoverError};
+use firn_daemon::{AttachError, CheckError, FlattenError, MountError, RecoverError};
 
 /// Exit status: done.
 pub const DONE: u8 = 0;
@@ -62,6 +62,12 @@ impl From<AttachError> for Failure {
 
 impl From<RecoverError> for Failure {
     fn from(error: RecoverError) -> Self {
+        Self::new(error.exit_code(), error.to_string())
+    }
+}
+
+impl From<FlattenError> for Failure {
+    fn from(error: FlattenError) -> Self {
         Self::new(error.exit_code(), error.to_string())
     }
 }

@@ -19,6 +19,7 @@ mod completions;
 mod config;
 mod drain;
 mod evict;
+mod flatten;
 mod ls;
 mod man;
 mod mount;
@@ -62,6 +63,7 @@ pub static VERBS: &[&Verb] = &[
     &chunks::VERB,
     &wait::VERB,
     &drain::VERB,
+    &flatten::VERB,
     &evict::VERB,
     &pin::VERB,
     &place::VERB,

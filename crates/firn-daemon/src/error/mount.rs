@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use firn_backing::Errno;
 use firn_client::PathsError;
 use firn_format::quote::quoted_path;
 use firn_fuse::SessionError;
@@ -40,6 +41,8 @@ pub enum MountError {
     #[error(
         "names in the stub tree at {prefix} are not in {backing} yet: mount it there with --frontend=preload, or create them there with `firn recover {backing}`", backing = quoted_path(backing), prefix = quoted_path(prefix))]
     TreeWaits { backing: PathBuf, prefix: PathBuf },
+    #[error("files stay in logs, with all that was written to them: {source}; mend the backing, then run `firn flatten --all --backing {backing}` or mount it again", backing = quoted_path(backing))]
+    LeftInLogs { backing: PathBuf, source: Errno },
     #[error(
         "{bytes} bytes could not be drained and stay in {arena}: mend the backing, then run `firn recover {backing}` or mount it again", arena = quoted_path(arena), backing = quoted_path(backing))]
     Left {
@@ -72,6 +75,7 @@ impl MountError {
             | Self::Session(_)
             | Self::Io { .. }
             | Self::Left { .. }
+            | Self::LeftInLogs { .. }
             | Self::Silent { .. } => FAILED,
             Self::MountPointInBacking { .. } | Self::BackingInMountPoint { .. } => USAGE,
             Self::MountPointBusy { .. } | Self::TreeWaits { .. } => BUSY,

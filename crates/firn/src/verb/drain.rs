@@ -30,6 +30,10 @@ pub const VERB: Verb = Verb {
     exits: &[
         (0, "started (with --wait: finished)"),
         (1, "failed; the data is kept"),
+        (
+            3,
+            "with --wait: logged (layout=log), and somebody has it open for writing",
+        ),
         (10, "not on a firn mount"),
     ],
     args: DrainArgs::augment_args,

@@ -120,7 +120,13 @@ fn end(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> Result<
         wait_for_end(&process, args.force);
     }
     match result {
-        Ok(()) => {
+        Ok(written_files) => {
+            if written_files > 0 {
+                let files = text::count(written_files, "file");
+                output::say(&format!(
+                    "{files} in logs: other hosts write to what the last of them makes plain when it closes it"
+                ));
+            }
             if args.discard {
                 output::say(&format!("dropped {}", describe_undrained(&status)));
             }

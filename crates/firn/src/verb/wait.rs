@@ -18,9 +18,10 @@ use crate::verb::{Verb, connect};
 
 pub const VERB: Verb = Verb {
     name: "wait",
-    about: "Wait until files are drained or durable",
+    about: "Wait until files are logged, drained or durable",
     long: "Drains everything at or below PATH now and waits until that is done. With --until durable, it also has the \
-           effect of fsync(2) on every file and on the directories that name it.",
+           effect of fsync(2) on every file and on the directories that name it. Files that lie in logs (layout=log) are \
+           flattened for `drained` and `durable`; what somebody has open for writing stays logged.",
     examples: &[
         (
             "firn wait --until durable /ckpt/step_100",
@@ -32,10 +33,13 @@ pub const VERB: Verb = Verb {
         ),
     ],
     exits: &[
-        (0, "drained or durable, as asked for"),
+        (0, "logged, drained or durable, as asked for"),
         (1, "failed; the data is kept and `firn status` says why"),
         (2, "an invalid option or argument"),
-        (3, "timed out; the rest is still being drained"),
+        (
+            3,
+            "timed out, and the rest is still being drained; or logged, and somebody has it open for writing",
+        ),
         (10, "not on a firn mount"),
     ],
     args: WaitArgs::augment_args,
@@ -60,6 +64,9 @@ struct WaitArgs {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Until {
+    /// In the backing, in its place or in a log (layout=log); survives the loss of the host, and other hosts see it
+    /// through their mounts.
+    Logged,
     /// In the backing, as after write(2); visible to other hosts.
     Drained,
     /// In the backing, as after fsync(2); survives a failure of the host.
@@ -69,6 +76,7 @@ enum Until {
 impl Until {
     fn level(self) -> DurabilityLevel {
         match self {
+            Self::Logged => DurabilityLevel::Logged,
             Self::Drained => DurabilityLevel::Drained,
             Self::Durable => DurabilityLevel::Durable,
         }
@@ -137,11 +145,18 @@ pub fn wait(
     }
     match result {
         Ok(()) => Ok(DONE),
-        Err(ClientError::Refused { errno, message }) if errno == Errno::TIMEDOUT.raw_os_error() => {
+        Err(ClientError::Refused { errno, message }) if is_partly(errno) => {
             Err(Failure::new(PARTLY, message))
         }
         Err(error) => Err(error.into()),
     }
+}
+
+/// Whether nothing failed and a part is left: there was no time, or somebody still writes to files in logs.
+fn is_partly(errno: i32) -> bool {
+    [Errno::TIMEDOUT, Errno::BUSY]
+        .map(Errno::raw_os_error)
+        .contains(&errno)
 }
 
 #[cfg(test)]

@@ -1,0 +1,71 @@
+//! Files that are not flat although somebody wants them to be.
+
+use std::path::PathBuf;
+
+use firn_backing::Errno;
+use firn_format::quote::quoted_path;
+use firn_log::Left;
+
+use crate::error::{AttachError, FAILED, PARTLY};
+use crate::process;
+
+/// Why files stay in logs.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "each text says what the variant is")]
+pub enum FlattenError {
+    #[error(transparent)]
+    Attach(#[from] AttachError),
+    #[error("{path}: no such file or directory in the backing", path = quoted_path(path))]
+    NoSuchFile { path: PathBuf },
+    #[error("cannot flatten {}: {}; its bytes stay in logs: mend that and run `firn flatten` again", say_files(*files), process::explain(*errno))]
+    Failed { files: usize, errno: Errno },
+    #[error(
+        "logged and not drained, because programs on this host or others have it open for writing: {}; `firn flatten` makes it plain once they have closed it", say_files(*files))]
+    Written { files: usize },
+    #[error("kept, because their file is not found in the backing: the logs of {}; `firn check BACKING` names them", say_files(*files))]
+    Lost { files: usize },
+}
+
+fn say_files(files: usize) -> String {
+    match files {
+        0 => "what is in logs".to_owned(),
+        1 => "1 file".to_owned(),
+        files => format!("{files} files"),
+    }
+}
+
+impl FlattenError {
+    /// The first thing to say of what is left; `tells_lost`: also of logs whose file is gone.
+    pub(crate) fn check(left: &Left, tells_lost: bool) -> Result<(), Self> {
+        match *left {
+            Left {
+                failed: files,
+                error: Some(errno),
+                ..
+            } => Err(Self::Failed { files, errno }),
+            Left { written: files, .. } if files > 0 => Err(Self::Written { files }),
+            Left { lost: files, .. } if files > 0 && tells_lost => Err(Self::Lost { files }),
+            _ => Ok(()),
+        }
+    }
+
+    /// What the control socket answers.
+    pub(crate) fn errno(&self) -> i32 {
+        match self {
+            Self::Failed { errno, .. } => errno.raw_os_error(),
+            Self::Written { .. } => libc::EBUSY,
+            Self::Lost { .. } => libc::ESTALE,
+            Self::NoSuchFile { .. } => libc::ENOENT,
+            Self::Attach(_) => libc::EIO,
+        }
+    }
+
+    /// The exit status of firn for it.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Attach(error) => error.exit_code(),
+            Self::Written { .. } => PARTLY,
+            Self::NoSuchFile { .. } | Self::Failed { .. } | Self::Lost { .. } => FAILED,
+        }
+    }
+}

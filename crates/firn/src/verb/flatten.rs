@@ -1,0 +1,138 @@
+//! `firn flatten`.
+
+use std::path::{Path, PathBuf};
+
+use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
+use firn_client::ClientError;
+use firn_protocol::Request;
+use rustix::io::Errno;
+
+use super::mount::{minus_o, resolve};
+use crate::failure::{DONE, Failure, NOT_FIRN, PARTLY, USAGE};
+use crate::progress::Meter;
+use crate::text::path as path_text;
+use crate::verb::{Verb, connect};
+
+pub const VERB: Verb = Verb {
+    name: "flatten",
+    about: "Make plain files of those that lie in logs",
+    long: "With layout=log a file lies in logs of the hosts that write it, until the last of them has closed it. With \
+           flatten=demand, read or off, and after hosts died, this makes it plain: drains what is held of the files at \
+           or below PATH, and waits until they are flat. With --backing no mount is needed, and PATH is below DIR.",
+    examples: &[
+        (
+            "firn flatten /ckpt/step_100",
+            "the files of this checkpoint, through the mount at /ckpt",
+        ),
+        (
+            "firn flatten --all /ckpt",
+            "all that is in logs of what is mounted at /ckpt",
+        ),
+        (
+            "firn flatten --backing /scratch/run42 --all",
+            "without a mount, before files are used elsewhere",
+        ),
+    ],
+    exits: &[
+        (0, "everything asked for is plain"),
+        (1, "failed; every byte is kept in the logs"),
+        (2, "an invalid option or argument"),
+        (
+            3,
+            "programs on this host or others have files open for writing, which stay in logs",
+        ),
+        (10, "not on a firn mount, or no such backing"),
+        (11, "with --backing: this host has it mounted"),
+    ],
+    args,
+    run,
+};
+
+fn args(command: Command) -> Command {
+    let of_backing = ["arena-dir", "host"];
+    let options = of_backing
+        .iter()
+        .filter_map(|name| firn_config::table::row(name));
+    command
+        .arg(
+            Arg::new("path")
+                .value_name("PATH")
+                .help("A file, or a directory with all below it; with --all any path of the mount")
+                .required_unless_present("all")
+                .value_hint(ValueHint::AnyPath)
+                .value_parser(value_parser!(PathBuf)),
+        )
+        .arg(
+            Arg::new("all")
+                .long("all")
+                .action(ArgAction::SetTrue)
+                .help("Everything in the mount of PATH (by default the working directory's), or in the backing"),
+        )
+        .arg(
+            Arg::new("backing")
+                .long("backing")
+                .value_name("DIR")
+                .help("Work on this backing, without a mount")
+                .value_hint(ValueHint::DirPath)
+                .value_parser(value_parser!(PathBuf)),
+        )
+        .arg(minus_o())
+        .args(options.map(firn_config::arg))
+}
+
+fn run(matches: &ArgMatches) -> Result<u8, Failure> {
+    let path = matches.get_one::<PathBuf>("path").map(PathBuf::as_path);
+    let is_all = matches.get_flag("all");
+    match matches.get_one::<PathBuf>("backing") {
+        Some(_) if is_all && path.is_some() => Err(Failure::new(
+            USAGE,
+            "with --backing give a PATH or --all, not both",
+        )),
+        Some(backing) => {
+            let below = below_backing(backing, path.unwrap_or(Path::new("")))?;
+            firn_daemon::flatten(backing, &below, &resolve(matches)?.options)?;
+            Ok(DONE)
+        }
+        None => flatten_mounted(path.unwrap_or(Path::new(".")), is_all),
+    }
+}
+
+fn flatten_mounted(path: &Path, is_all: bool) -> Result<u8, Failure> {
+    let (place, mut connection) = connect(path)?;
+    let path = match is_all {
+        true => "".into(),
+        false => place.relative,
+    };
+    let mut meter = Meter::new();
+    let result = connection.wait(&Request::Flatten { path }, &mut |p| {
+        meter.show(p.bytes_left, p.files_left, &p.phase)
+    });
+    drop(meter);
+    match result {
+        Ok(()) => Ok(DONE),
+        Err(ClientError::Refused { errno, message }) if errno == Errno::BUSY.raw_os_error() => {
+            Err(Failure::new(PARTLY, message))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// A path below a backing, which may be given from the backing on or as a whole.
+fn below_backing(backing: &Path, path: &Path) -> Result<PathBuf, Failure> {
+    if path.is_relative() {
+        return Ok(path.to_owned());
+    }
+    let missing = |path: &Path, code, error: std::io::Error| {
+        Failure::new(code, format!("{}: {error}", path_text(path)))
+    };
+    let top = backing.canonicalize();
+    let top = top.map_err(|error| missing(backing, NOT_FIRN, error))?;
+    let below = path
+        .strip_prefix(backing)
+        .or_else(|_| path.strip_prefix(&top));
+    let outside = |_| {
+        let (path, top) = (path_text(path), path_text(backing));
+        Failure::new(USAGE, format!("{path} is not below the backing {top}"))
+    };
+    below.map(Path::to_owned).map_err(outside)
+}
