@@ -467,3 +467,150 @@ fn it_is_read_while_it_is_flattened() {
     cluster.wait_until_clean();
     mounts.into_iter().for_each(|mount| drop(mount.umount()));
 }
+
+/// Proves S-log-11: a file that another host writes is logged, and flat when the wait after its close is over.
+#[test]
+fn whoever_waits_for_drained_waits_until_it_is_flat() {
+    for flatten in ["close", "demand", "off"] {
+        let cluster = Hosts::new(&format!("drained-{flatten}"), 2);
+        let mounts = cluster.mounts(&format!("close=held,drain-age=10min,flatten={flatten}"));
+        let files: Vec<File> = mounts.iter().map(|mount| create(mount, "shared")).collect();
+        for (host, file) in files.iter().enumerate() {
+            write_records(file, host as u64, 2);
+        }
+        let mut files = files;
+        let last = files.pop().expect("a host");
+        drop(files);
+        for mount in &mounts {
+            mount.wait("logged", mount.path()).ok();
+            assert_eq!(mount.status().held_bytes, 0);
+            assert_eq!(mount.status().logged_files, 1);
+        }
+        let early = mounts[0].wait("drained", &mounts[0].join("shared"));
+        early.code(3).says("open for writing");
+        let plain = fs::metadata(cluster.plain("shared")).expect("stat");
+        assert_eq!(plain.len(), 0);
+        let listed = cluster.hosts[0].run([Path::new("ls"), mounts[0].path()]);
+        assert!(listed.stdout.starts_with("logged"), "{listed}");
+        drop(last);
+        let path = mounts[1].join("shared");
+        let args = [Path::new("drain"), Path::new("--wait"), &path];
+        cluster.hosts[1].run(args).ok();
+        assert_same(&cluster.plain("shared"), &all_records(2));
+        mounts[0].wait("durable", mounts[0].path()).ok();
+        cluster.wait_until_clean();
+        mounts.into_iter().for_each(|mount| drop(mount.umount()));
+    }
+}
+
+/// Proves S-log-12.
+#[test]
+fn files_are_flattened_on_request_with_a_mount_and_without() {
+    let cluster = Hosts::new("flatten", 1);
+    let run = |args: &[&Path]| cluster.hosts[0].run([&[Path::new("flatten")], args].concat());
+    let (all, below) = (Path::new("--all"), Path::new("--backing"));
+    let (backing, dir) = (cluster.backing(), Path::new("dir"));
+    let mount = cluster.mount(0, "flatten=off");
+    fs::create_dir(mount.join(dir)).expect("mkdir");
+    let names = ["dir/one", "dir/two", "three", "four"];
+    for (at, name) in (0..).zip(names) {
+        fs::write(mount.join(name), record(at)).expect("write");
+    }
+    assert_eq!(cluster.containers().len(), 4);
+    run(&[&mount.join("dir/one")]).ok();
+    assert_same(&cluster.plain("dir/one"), &record(0));
+    assert_eq!(cluster.containers().len(), 3);
+    run(&[&mount.join(dir)]).ok();
+    assert_same(&cluster.plain("dir/two"), &record(1));
+    assert_eq!(cluster.containers().len(), 2);
+    run(&[&mount.join("nowhere")]).code(1);
+    let open = create(&mount, "three");
+    open.write_all_at(b"more", RECORD as u64).expect("write");
+    run(&[all, &mount.join(dir)])
+        .code(3)
+        .says("open for writing");
+    assert_same(&cluster.plain("four"), &record(3));
+    assert_eq!(fs::metadata(cluster.plain("three")).expect("stat").len(), 0);
+    run(&[below, &backing, all]).code(11);
+    drop(open);
+    mount.umount();
+    assert_eq!(cluster.containers().len(), 1);
+    run(&[&backing]).code(10);
+    run(&[below, &backing, all, dir]).code(2);
+    run(&[below, &backing, Path::new("/etc/passwd")]).code(2);
+    run(&[below, &backing, Path::new("nowhere")])
+        .code(1)
+        .says("no such file");
+    run(&[below, &backing, dir]).ok();
+    assert_eq!(cluster.containers().len(), 1);
+    run(&[below, &backing, &cluster.plain("three")]).ok();
+    let mut expected = record(2);
+    expected.extend(b"more");
+    assert_same(&cluster.plain("three"), &expected);
+    assert!(cluster.containers().is_empty());
+    run(&[below, &backing, all]).ok();
+}
+
+/// Proves S-log-32, S-log-35.
+#[test]
+fn a_check_names_what_is_damaged_or_lost_in_logs() {
+    let cluster = Hosts::new("check", 1);
+    let backing = cluster.backing();
+    let check = |option: &str| {
+        let args = [Path::new("check"), Path::new(option), &backing];
+        cluster.hosts[0].run(args)
+    };
+    let mount = cluster.mount(0, "flatten=off");
+    fs::write(mount.join("file"), record(1)).expect("write");
+    mount.umount();
+    let container = cluster.containers().pop().expect("a container");
+    let sound = check("--json").ok().json();
+    assert_eq!(sound["logs"]["containers"], 1);
+    assert_eq!(sound["logs"]["findings"].as_array().map(Vec::len), Some(0));
+    let dir = backing.join(".firn/log").join(&container);
+    let names = fs::read_dir(&dir)
+        .expect("list")
+        .map(|entry| entry.expect("entry").path());
+    let is_data = |path: &PathBuf| {
+        path.file_name()
+            .is_some_and(|name| name.as_encoded_bytes().starts_with(b"d-n0-"))
+    };
+    let data = names.into_iter().find(is_data).expect("a log");
+    let log = File::options()
+        .read(true)
+        .write(true)
+        .open(&data)
+        .expect("open");
+    let before = read_at(&log, 99, 1);
+    log.write_all_at(&[!before[0]], 99).expect("damage");
+    let found = check("--json").code(1).says("1 damaged place").json();
+    let found = &found["logs"]["findings"][0];
+    assert_eq!(found["container"], container.as_str());
+    assert_eq!(found["host"], "n0");
+    assert_eq!(
+        Some(found["file"].as_str().expect("a name")),
+        data.file_name().and_then(|name| name.to_str())
+    );
+    assert_eq!(
+        (found["offset"].as_u64(), found["is_harmless"].as_bool()),
+        (Some(0), Some(false))
+    );
+    // It stays in logs, and the undamaged bytes make it plain.
+    let args = [
+        "flatten".as_ref(),
+        "--backing".as_ref(),
+        backing.as_path(),
+        "--all".as_ref(),
+    ];
+    cluster.hosts[0]
+        .run(args)
+        .code(1)
+        .says("its bytes stay in logs");
+    log.write_all_at(&before, 99).expect("mend");
+    check("--orphans").ok();
+    // Removed by somebody beside Firn.
+    fs::remove_file(cluster.plain("file")).expect("unlink");
+    let lost = check("--orphans").code(1);
+    assert!(lost.stdout.contains(&container), "{lost}");
+    assert_eq!(cluster.containers(), [container]);
+}

@@ -503,7 +503,7 @@ pub static TABLE: [Row; 45] = [
                unmount (demand), also when it is opened for reading (read), or not \
                before a mount with another value (off)",
         long: "Each host that has closed the file takes its share of the work. `firn umount` \
-               flattens what nobody writes any more, but with `off`.",
+               flattens what nobody writes any more, but with `off`. `firn flatten`, `firn drain --wait` and `firn wait` do so at any time.",
         changes_promises: true,
         get: |o| Flatten::NAMES[o.flatten as usize].to_owned(),
         set: |o, v| o.flatten = Flatten::ALL[v.choice()],

@@ -126,6 +126,11 @@ impl Answers {
                 .map_or(0, |steered| steered.refused_files()),
             failed_requests: self.failures.figures(),
             transaction_steps: crate::transactions::steps(),
+            logged_files: self
+                .engine
+                .backing()
+                .logged()
+                .map_or(0, |logs| logs.count_logged() as u64),
             log_lines_lost: log::lines_lost(),
             file_size_limit_bytes: process::file_size_limit_bytes(),
             ..engine

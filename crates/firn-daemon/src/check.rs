@@ -1,8 +1,9 @@
-//! `firn check`: what an arena holds and what is damaged in it, without changing it.
+//! `firn check`: what an arena or the logs in a backing hold and what is damaged in them, without changing it.
 
 use std::path::{Path, PathBuf};
 
 use firn_arena::SpillFault;
+use firn_backing::DirBacking;
 use firn_protocol::path::BytePath;
 use serde::Serialize;
 
@@ -54,6 +55,58 @@ pub struct Damage {
     pub place: String,
     /// What is wrong.
     pub message: String,
+}
+
+/// What a check found in the logs of files (layout=log).
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct LogsReport {
+    /// In whose `.firn/log` they are.
+    #[serde(with = "firn_protocol::path::exact")]
+    pub backing: PathBuf,
+    /// Generations of files that lie in logs.
+    pub containers: usize,
+    /// Empty: sound.
+    pub findings: Vec<LogFinding>,
+}
+
+/// One thing in logs that is not as it should be.
+#[derive(Clone, Debug, Serialize)]
+pub struct LogFinding {
+    /// The container in `.firn/log`.
+    pub container: String,
+    /// The file in it, if it is one.
+    pub file: Option<String>,
+    /// The host that wrote it.
+    pub host: Option<String>,
+    /// Where in the file.
+    pub offset: Option<u64>,
+    /// Everything that was synced can still be read.
+    pub is_harmless: bool,
+    /// All of it in one line.
+    pub message: String,
+}
+
+/// Reads the logs of a backing and changes nothing.
+pub fn check_logs(backing: &Path) -> Result<LogsReport, CheckError> {
+    let failed = |source: std::io::Error| CheckError::Logs {
+        backing: backing.into(),
+        source,
+    };
+    let directory = DirBacking::open(backing).map_err(failed)?;
+    let verified = firn_log::verify(&directory).map_err(|errno| failed(errno.into()))?;
+    let findings = verified.findings.into_iter().map(|finding| LogFinding {
+        message: finding.to_string(),
+        is_harmless: finding.fault.is_harmless(),
+        container: finding.container,
+        file: finding.file,
+        host: finding.host,
+        offset: finding.offset,
+    });
+    Ok(LogsReport {
+        backing: backing.into(),
+        containers: verified.containers,
+        findings: findings.collect(),
+    })
 }
 
 /// Reads the arena file `arena` and changes nothing.

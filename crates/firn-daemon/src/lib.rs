@@ -45,7 +45,7 @@ mod token_source;
 mod transactions;
 
 pub use backup::{BackupReport, FromBackup, recover_from_backup};
-pub use check::{CheckReport, Damage, check};
+pub use check::{CheckReport, Damage, LogFinding, LogsReport, check, check_logs};
 pub use discard::{DiscardReport, discard, find_arena, list_arenas};
 pub use error::{AttachError, CheckError, FlattenError, MountError, RecoverError};
 pub use logs::flatten;

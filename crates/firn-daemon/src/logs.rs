@@ -27,7 +27,7 @@ use globset::{Glob, GlobSet, GlobSetBuilder};
 use crate::error::{AttachError, FlattenError};
 use crate::host_lease::{HostLease, LogHosts, own_error, whoever_comes};
 use crate::lock::DYING;
-use crate::orphans::open_unmounted;
+use crate::orphans::{FoundOrphan, open_unmounted};
 use crate::participants::host_name;
 use crate::placement::{self, Use};
 use crate::process;
@@ -112,6 +112,22 @@ fn has_containers(backing: &Path, directory: &DirBacking) -> Result<bool, Attach
     };
     let names = own::list(directory, &top).map_err(|errno| refused(errno.into()))?;
     Ok(names.iter().any(|(name, ..)| firn_log::is_container(name)))
+}
+
+/// Logs of files that are not in the backing, and that nobody has removed through Firn.
+pub(crate) fn find_lost(
+    backing: &Path,
+    directory: &DirBacking,
+) -> Result<Vec<FoundOrphan>, AttachError> {
+    let lost = firn_log::find_lost(directory);
+    let lost = lost.map_err(|errno| own_error(backing)(errno.into()))?;
+    let shown = lost.into_iter().map(|container| FoundOrphan {
+        kind: "logs",
+        path: Path::new(TOP).join(CONTAINERS).join(container),
+        bytes: 0,
+        is_removed: false,
+    });
+    Ok(shown.collect())
 }
 
 /// Refuses transactions over files that lie in logs, which would be shown too short.

@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use crate::error::AttachError;
 use crate::lock::{Locks, Sharing};
+use crate::logs;
 use crate::placement::{self, Use};
 use crate::preflight;
 use crate::process;
@@ -18,7 +19,7 @@ use crate::runtime_files::find_runtime_files;
 /// Something that leads to nothing.
 #[derive(Clone, Debug, Serialize)]
 pub struct FoundOrphan {
-    /// `file`: in a lane, without a name in the backing. `link`: in `.firn/placing`. `dangling`: in the backing, to a
+    /// `logs`: of a file that is not in the backing. `file`: in a lane, without a name in the backing. `link`: in `.firn/placing`. `dangling`: in the backing, to a
     /// file that is not in its lane.
     pub kind: &'static str,
     /// Where it is.
@@ -40,9 +41,10 @@ pub fn find_orphans(
 ) -> Result<Vec<FoundOrphan>, AttachError> {
     process::prepare();
     let (backing, directory, _locks) = open_unmounted(backing, options)?;
+    let lost = logs::find_lost(&backing, &directory)?;
     let lanes = match placement::open(&backing, directory, options, Use::Serve, notice)? {
         Ok(lanes) => lanes,
-        Err(_) => return Ok(Vec::new()),
+        Err(_) => return Ok(lost),
     };
     let found = lanes
         .find_orphans()
@@ -63,6 +65,7 @@ pub fn find_orphans(
     wanted
         .try_for_each(|(orphan, _)| lanes.remove_orphan(orphan))
         .map_err(|errno| removed(errno.into()))?;
+    shown.extend(lost);
     Ok(shown)
 }
 

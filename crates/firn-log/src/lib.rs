@@ -33,6 +33,6 @@ mod writer;
 pub use backing::{CONTAINERS, Left, LogBacking, Setup, make_dir};
 pub use container::{Container, Memory, Walk};
 pub use file::{Flattened, is_container};
-pub use orphans::Orphans;
+pub use orphans::{Orphans, find_lost};
 pub use seal::{Ending, Flat};
-pub use verify::{Fault, Finding, verify};
+pub use verify::{Fault, Finding, Verified, verify};

@@ -21,7 +21,7 @@ use firn_backing::{Backing, Errno, Kind, Result};
 use firn_rendezvous::own::{self, TOP};
 use firn_rendezvous::{OwnError, VoteDir};
 
-use crate::backing::Liveness;
+use crate::backing::{CONTAINERS, Liveness};
 use crate::file::{BASE, FileId, is_new_container};
 use crate::seal::WRITING;
 
@@ -111,14 +111,7 @@ pub(crate) fn find_orphans<B: Backing>(
     host: &str,
     is_alive: &Liveness,
 ) -> Result<Orphans> {
-    let mut missing = list_containers(base, top)?;
-    let mut found = Vec::new();
-    for _ in 0..2 {
-        let ids = missing.iter().map(|(id, _)| *id).collect();
-        let named = find_files(base, &ids)?;
-        let is_named = |(id, _): &(FileId, String)| named.contains(id);
-        found.extend(missing.extract_if(.., |container| is_named(container)));
-    }
+    let Searched { found, missing } = search_files(base, top)?;
     for (_, name) in found {
         if let Some(container) = VoteDir::find(base, top, &name, host)?
             && container.names()?.contains(DYING)
@@ -132,14 +125,56 @@ pub(crate) fn find_orphans<B: Backing>(
             continue;
         };
         let names = container.names()?;
-        let is_marked = names.contains(DYING) || names.contains(DEAD);
-        if !is_marked && !is_unused(&name, &names) {
+        if !is_marked(&names) && !is_unused(&name, &names) {
             orphans.lost.push(name);
         } else if remove_unused(&container, "", true, is_alive)? {
             orphans.removed.push(name);
         }
     }
     Ok(orphans)
+}
+
+/// Those of which [`find_orphans`] says that they are lost; changes nothing.
+pub fn find_lost<B: Backing>(base: &B) -> Result<Vec<String>> {
+    let Some((firn, _)) = own::find_dir(base, &base.root(), TOP)? else {
+        return Ok(Vec::new());
+    };
+    let Some((top, _)) = own::find_dir(base, &firn, CONTAINERS)? else {
+        return Ok(Vec::new());
+    };
+    let mut lost = Vec::new();
+    for (_, name) in search_files(base, &top)?.missing {
+        if let Some(container) = VoteDir::find(base, &top, &name, "")? {
+            let names = container.names()?;
+            if !is_marked(&names) && !is_unused(&name, &names) {
+                lost.push(name);
+            }
+        }
+    }
+    Ok(lost)
+}
+
+/// Containers, by whether their files are found.
+struct Searched {
+    found: Vec<(FileId, String)>,
+    missing: Vec<(FileId, String)>,
+}
+
+fn search_files<B: Backing>(base: &B, top: &B::Inode) -> Result<Searched> {
+    let mut missing = list_containers(base, top)?;
+    let mut found = Vec::new();
+    for _ in 0..2 {
+        let ids = missing.iter().map(|(id, _)| *id).collect();
+        let named = find_files(base, &ids)?;
+        let is_named = |(id, _): &(FileId, String)| named.contains(id);
+        found.extend(missing.extract_if(.., |container| is_named(container)));
+    }
+    Ok(Searched { found, missing })
+}
+
+/// Whether somebody has removed its file, or was about to.
+fn is_marked(names: &BTreeSet<String>) -> bool {
+    names.contains(DYING) || names.contains(DEAD)
 }
 
 /// Whether nobody has written to a container: its maker died.

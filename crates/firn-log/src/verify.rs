@@ -1,6 +1,8 @@
 //! Reads a container from end to end and says what is wrong with it: for `firn check`, which changes nothing.
 
+use std::ffi::OsStr;
 use std::fmt;
+use std::os::unix::ffi::OsStrExt;
 
 use firn_backing::{Access, Backing, Errno, Result};
 use firn_rendezvous::own::{self, TOP};
@@ -95,14 +97,23 @@ impl fmt::Display for Fault {
     }
 }
 
-/// What is wrong with the containers in a backing.
-pub fn verify<B: Backing>(base: &B) -> Result<Vec<Finding>> {
-    let mut findings = Vec::new();
+/// What the containers in a backing are like.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Verified {
+    /// How many there are.
+    pub containers: usize,
+    /// What is wrong with them.
+    pub findings: Vec<Finding>,
+}
+
+/// Reads the containers in a backing. One that is flattened and removed meanwhile does not count.
+pub fn verify<B: Backing>(base: &B) -> Result<Verified> {
+    let mut verified = Verified::default();
     let Some((firn, _)) = own::find_dir(base, &base.root(), TOP)? else {
-        return Ok(findings);
+        return Ok(verified);
     };
     let Some((top, _)) = own::find_dir(base, &firn, CONTAINERS)? else {
-        return Ok(findings);
+        return Ok(verified);
     };
     for (name, ..) in own::list(base, &top)? {
         let Some((file, generation)) = FileId::of_container(&name) else {
@@ -113,18 +124,28 @@ pub fn verify<B: Backing>(base: &B) -> Result<Vec<Finding>> {
             base,
             top: &top,
             container,
-            findings: &mut findings,
+            findings: Vec::new(),
         };
-        verifier.verify(file, generation)?;
+        let outcome = verifier.verify(file, generation);
+        let is_gone = matches!(
+            base.lookup(&top, OsStr::from_bytes(&name)),
+            Err(Errno::NOENT)
+        );
+        if is_gone {
+            continue;
+        }
+        outcome?;
+        verified.containers += 1;
+        verified.findings.append(&mut verifier.findings);
     }
-    Ok(findings)
+    Ok(verified)
 }
 
 struct Verifier<'a, B: Backing> {
     base: &'a B,
     top: &'a B::Inode,
     container: String,
-    findings: &'a mut Vec<Finding>,
+    findings: Vec<Finding>,
 }
 
 /// A file of a container, and whose it is.

@@ -315,7 +315,10 @@ pub struct Status {
     pub held_bytes: u64,
     /// Files that have such bytes.
     pub held_files: u64,
-    /// Age of the oldest of them, in milliseconds.
+    /// Files with bytes in logs (layout=log), as far as this host knows.
+    #[serde(default)]
+    pub logged_files: u64,
+    /// Age of the oldest of the held bytes, in milliseconds.
     pub oldest_held_ms: Option<u64>,
     /// Bytes recovered from an earlier firnd when this one attached.
     pub recovered_bytes: u64,

@@ -1,15 +1,27 @@
 //! Failures of a check.
 
+use std::io;
+use std::path::PathBuf;
+
 use firn_arena::ArenaError;
+use firn_format::quote::quoted_path;
 
-use crate::error::arena_code;
+use crate::error::{FAILED, arena_code};
 
-/// Why [`crate::check`] could not look at an arena. Damage that it found is no failure.
+/// Why [`crate::check`] could not look at an arena, or [`crate::check_logs`] at a backing. Damage that it found is no failure.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckError {
     /// It cannot be read, or is no arena.
     #[error(transparent)]
     Arena(#[from] ArenaError),
+    /// The backing cannot be read.
+    #[error("cannot read the logs of files in {backing}: {source}", backing = quoted_path(backing))]
+    Logs {
+        /// The backing.
+        backing: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
 }
 
 impl CheckError {
@@ -17,6 +29,7 @@ impl CheckError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Arena(error) => arena_code(error),
+            Self::Logs { .. } => FAILED,
         }
     }
 }

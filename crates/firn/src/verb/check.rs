@@ -5,8 +5,9 @@ use std::path::{Path, PathBuf};
 
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
 use firn_client::{Connection, RuntimeFiles};
-use firn_daemon::{CheckReport, Damage, FoundOrphan};
+use firn_daemon::{CheckReport, Damage, FoundOrphan, LogsReport};
 use firn_protocol::path::BytePath;
+use serde::Serialize;
 
 use super::mount::{minus_o, resolve};
 use crate::failure::{DONE, FAILED, Failure, NOT_FIRN};
@@ -16,13 +17,16 @@ use crate::verb::Verb;
 
 pub const VERB: Verb = Verb {
     name: "check",
-    about: "Check an arena for damage, or lanes for files without a name",
-    long: "Only reads the arena. `firn recover` and `firn mount` never interpret damaged records, and recover \
-               everything else. With --orphans, walks a backing that no host has mounted, and its lanes \
-               (placement=dirs): a power loss may leave files without a name, and names without a file, of what \
+    about: "Check an arena and logs for damage, or lanes for files without a name",
+    long: "Only reads: the arena, and of a backing or mount point every log of files that lie in logs (layout=log). \
+               `firn recover` and `firn mount` never interpret damaged records, and recover everything else. With --orphans, walks a backing that no host has mounted, and its lanes \
+               (placement=dirs), and looks for logs whose file is gone: a power loss may leave files without a name, and names without a file, of what \
                nobody had synced.",
     examples: &[
-        ("firn check /scratch/run42", "the arena of this backing"),
+        (
+            "firn check /scratch/run42",
+            "the arena of this backing, and what is in logs there",
+        ),
         (
             "firn check /dev/shm/firn-1000/3e2925ad41a9d919.arena",
             "this file",
@@ -35,7 +39,10 @@ pub const VERB: Verb = Verb {
     exits: &[
         (0, "sound"),
         (1, "damaged, or orphans are left; each place is listed"),
-        (10, "not an arena, or none for this directory"),
+        (
+            10,
+            "not an arena, or neither an arena nor logs for this directory",
+        ),
         (11, "with --orphans: the backing is mounted"),
     ],
     args,
@@ -81,25 +88,111 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     if matches.get_flag("orphans") {
         return check_orphans(path, matches);
     }
-    let report = firn_daemon::check(&arena_of(path, matches)?)?;
-    if matches.get_flag("json") {
-        output::print_json(&report)?;
+    let arena = arena_of(path, matches);
+    let logs = match backing_of(path) {
+        Some(backing) => Some(firn_daemon::check_logs(&backing)?),
+        None => None,
+    };
+    let logs = logs.filter(|logs| logs.containers > 0 || !logs.findings.is_empty());
+    let arena = match (arena, &logs) {
+        (Err(_), Some(_)) => None,
+        (arena, _) => Some(firn_daemon::check(&arena?)?),
+    };
+    print_reports(&Reports { arena, logs }, matches.get_flag("json"))
+}
+
+/// What was checked.
+#[derive(Serialize)]
+struct Reports {
+    #[serde(flatten)]
+    arena: Option<CheckReport>,
+    /// None where no file lies in logs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    logs: Option<LogsReport>,
+}
+
+/// Prints what was found; a failure if something is damaged.
+fn print_reports(reports: &Reports, as_json: bool) -> Result<u8, Failure> {
+    if as_json {
+        output::print_json(reports)?;
     } else {
-        output::print(&text(&report, Paint::stdout()))?;
+        if let Some(report) = &reports.arena {
+            output::print(&text(report, Paint::stdout()))?;
+        }
+        if let Some(logs) = &reports.logs {
+            output::print(&logs_text(logs, Paint::stdout()))?;
+        }
     }
-    if report.damage.is_empty() {
-        return Ok(DONE);
+    if let Some(report) = reports
+        .arena
+        .as_ref()
+        .filter(|report| !report.damage.is_empty())
+    {
+        return Err(damaged_arena(report));
     }
+    match reports.logs.as_ref().map_or(0, count_damaged) {
+        0 => Ok(DONE),
+        damaged => {
+            let places = count(damaged, "damaged place");
+            Err(Failure::new(
+                FAILED,
+                format!(
+                    "in logs: {places}; what is not damaged is read as before, and files whose bytes cannot be read give EIO: copy the rest of them, or write them again"
+                ),
+            ))
+        }
+    }
+}
+
+fn damaged_arena(report: &CheckReport) -> Failure {
     let places = count(report.damage.len() as u64, "damaged place");
     let backing = report
         .backing
         .as_ref()
         .map_or("BACKING".to_owned(), BytePath::to_string);
     let advice = format!("`firn recover {}` recovers the rest", backing);
-    Err(Failure::new(
+    Failure::new(
         FAILED,
         format!("{}: {places}; {advice}", path_text(&report.arena)),
-    ))
+    )
+}
+
+/// Places at which something cannot be read.
+fn count_damaged(logs: &LogsReport) -> u64 {
+    let damaged = logs.findings.iter().filter(|found| !found.is_harmless);
+    damaged.count() as u64
+}
+
+fn logs_text(logs: &LogsReport, paint: Paint) -> String {
+    let verdict = match count_damaged(logs) {
+        0 => paint.good("sound"),
+        _ => paint.bad("damaged"),
+    };
+    let containers = count(logs.containers as u64, "container");
+    let mut text = format!(
+        "{}: {containers} of logs: {verdict}\n",
+        path_text(&logs.backing)
+    );
+    for found in &logs.findings {
+        let label = if found.is_harmless {
+            "harmless"
+        } else {
+            "damage"
+        };
+        let _ = writeln!(text, "  {label:<8} {}", name(&found.message));
+    }
+    text
+}
+
+/// The backing that a path names, if it is not an arena.
+fn backing_of(path: &Path) -> Option<PathBuf> {
+    if path.is_file() {
+        return None;
+    }
+    match firn_client::find(path) {
+        Ok(place) => Some(place.mount.backing),
+        Err(_) => path.canonicalize().ok().filter(|path| path.is_dir()),
+    }
 }
 
 fn check_orphans(backing: &Path, matches: &ArgMatches) -> Result<u8, Failure> {
@@ -118,8 +211,7 @@ fn check_orphans(backing: &Path, matches: &ArgMatches) -> Result<u8, Failure> {
         0 => Ok(DONE),
         left => {
             let left = count(left as u64, "orphan");
-            let advice =
-                "`--repair` removes files without a name; a name without a file is removed with rm";
+            let advice = "`--repair` removes files without a name; a name without a file, and logs without one, are removed with rm";
             let backing = path_text(backing);
             Err(Failure::new(FAILED, format!("{backing}: {left}; {advice}")))
         }
@@ -130,6 +222,7 @@ fn orphan_line(orphan: &FoundOrphan) -> String {
     let what = match orphan.kind {
         "file" => format!("{} without a name", bytes(orphan.bytes)),
         "link" => "a name that was being made".to_owned(),
+        "logs" => "their file is not in the backing: kept, in case that it comes back".to_owned(),
         _ => "its file is not in the lane".to_owned(),
     };
     let removed = if orphan.is_removed { ", removed" } else { "" };

@@ -17,7 +17,7 @@ use crate::{output, text};
 pub const VERB: Verb = Verb {
     name: "ls",
     about: "List files, where their data is, and whether they were closed",
-    long: "Prints one line per file: its durability level (held, spilled, drained or durable); `closed` if \
+    long: "Prints one line per file: its durability level (held, spilled, logged, drained or durable); `closed` if \
                its writers closed it, `open` if one of them still has it open, `cut` if one of them, or \
                firnd, was killed before it closed the file; its size; how many of its bytes are held, that \
                is, not in the backing; and its path. A cut file is an unfinished checkpoint. Works without \
@@ -40,7 +40,7 @@ struct LsArgs {
     #[arg(value_hint = ValueHint::AnyPath)]
     path: PathBuf,
     /// List only files in this state.
-    #[arg(long, value_name = "STATE", value_parser = ["held", "spilled", "drained", "durable", "open", "closed", "cut"])]
+    #[arg(long, value_name = "STATE", value_parser = ["held", "spilled", "logged", "drained", "durable", "open", "closed", "cut"])]
     state: Option<String>,
     /// Print the list as JSON.
     #[arg(long)]
@@ -81,6 +81,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         .into_iter()
         .map(|file| (file.path.clone(), file))
         .collect();
+    // Of what firnd has nothing to do with any more it is known only where all of it cannot be plain.
+    let may_be_logged = connection.status()?.logged_files > 0;
     let mut paths = Vec::new();
     walk(&place.mount.mount_point.join(&place.relative), &mut paths)?;
     paths.sort();
@@ -94,7 +96,10 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         let relative = BytePath::from(relative);
         let status = known.get(&relative).map_or(
             Shown {
-                level: DurabilityLevel::Drained,
+                level: match may_be_logged && is_logged(&path) {
+                    true => DurabilityLevel::Logged,
+                    false => DurabilityLevel::Drained,
+                },
                 ending: Ending::Closed,
                 held_bytes: 0,
             },
@@ -132,6 +137,13 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         ))?;
     }
     Ok(DONE)
+}
+
+/// Whether the mount says of a file that it lies in logs.
+fn is_logged(path: &Path) -> bool {
+    let mut level = [0; 16];
+    let found = rustix::fs::lgetxattr(path, "user.firn.state", &mut level);
+    found.is_ok_and(|len| &level[..len] == DurabilityLevel::Logged.as_str().as_bytes())
 }
 
 /// The regular files at or below `path`, with their sizes. What vanishes meanwhile is left out.

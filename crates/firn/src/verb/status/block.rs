@@ -48,6 +48,12 @@ fn mount(s: &Status, paint: Paint) -> String {
         let _ = writeln!(text, "  {label:<13} {what}");
     };
     line("held", held(s));
+    if s.logged_files > 0 {
+        line(
+            "logged",
+            format!("{} in logs", count(s.logged_files, "file")),
+        );
+    }
     line("arena", arena(s, paint));
     if let Some(spill) = &s.spill {
         line("spill", spilled(spill, paint));
