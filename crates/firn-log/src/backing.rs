@@ -41,6 +41,8 @@ const INDEX_BYTES_MAX: u64 = 32 << 20;
 /// How long a close waits before it looks again whether other hosts have flattened their parts.
 const REST_FIRST: Duration = Duration::from_millis(1);
 const REST_LAST: Duration = Duration::from_millis(100);
+/// The plain file shows when it was modified as if it were written to so often: each time costs its server a call.
+const MODIFIED_EVERY: Duration = Duration::from_secs(1);
 
 /// Says of a name whether a new file with it is logged.
 pub type Chooser = Box<dyn Fn(&OsStr) -> bool + Send + Sync>;
@@ -556,6 +558,26 @@ impl<B: Backing> LogBacking<B> {
         opened.file.begin_writing(&self.place(), &plain)
     }
 
+    /// This host has changed a file: the plain file shows the time, as it would have it by itself.
+    fn note_modified(&self, file: &LogFile<B>) {
+        let Some(opened) = &file.logged else {
+            return;
+        };
+        {
+            let mut modified = opened.file.modified.lock();
+            if modified.is_some_and(|noted| noted.elapsed() < MODIFIED_EVERY) {
+                return;
+            }
+            *modified = Some(Instant::now());
+        }
+        let noted = self
+            .below
+            .set_times(&opened.inode, SetTime::Keep, SetTime::Now);
+        if let Err(error) = noted {
+            tracing::debug!(ino = opened.file.id.ino, %error, "cannot set the time of a logged file");
+        }
+    }
+
     /// Makes what this host wrote to logs durable.
     fn sync_logs(&self) -> Result<()> {
         let files: Vec<_> = self.files.lock().known.values().map(Arc::clone).collect();
@@ -769,7 +791,12 @@ impl<B: Backing> Backing for LogBacking<B> {
     }
 
     fn set_times(&self, inode: &LogInode<B>, atime: SetTime, mtime: SetTime) -> Result<()> {
-        self.below.set_times(&inode.below, atime, mtime)
+        let logged = self.find(inode.id)?;
+        self.below.set_times(&inode.below, atime, mtime)?;
+        if let Some(file) = logged {
+            *file.modified.lock() = None;
+        }
+        Ok(())
     }
 
     fn get_xattr(&self, inode: &LogInode<B>, name: &OsStr) -> Result<Vec<u8>> {
@@ -851,6 +878,7 @@ impl<B: Backing> Backing for LogBacking<B> {
         let parts = first_of_a_frame(parts)?;
         let plain = || Ok(self.below.attr_of_file(&file.below)?.size);
         logged.write(&self.place(), &plain, parts)?;
+        self.note_modified(file);
         Ok(parts.iter().map(DataPart::len).sum())
     }
 
@@ -868,7 +896,9 @@ impl<B: Backing> Backing for LogBacking<B> {
             return self.below.set_len(&file.below, len);
         };
         let plain = || Ok(self.below.attr_of_file(&file.below)?.size);
-        logged.set_len(&self.place(), &plain, len)
+        logged.set_len(&self.place(), &plain, len)?;
+        self.note_modified(file);
+        Ok(())
     }
 
     fn allocate(&self, file: &LogFile<B>, mode: i32, offset: u64, len: u64) -> Result<()> {
@@ -897,12 +927,14 @@ impl<B: Backing> Backing for LogBacking<B> {
                         len: zeroed,
                     };
                     logged.zero(&place, &plain, piece)?;
+                    self.note_modified(file);
                 }
             }
             _ => return Err(Errno::OPNOTSUPP),
         }
         if end > file_bytes && !keeps_size {
             logged.set_len(&place, &plain, end)?;
+            self.note_modified(file);
         }
         Ok(())
     }

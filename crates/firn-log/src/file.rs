@@ -133,6 +133,8 @@ pub(crate) struct LoggedFile<B: Backing> {
     pub(crate) is_written: AtomicBool,
     /// It has containers without bytes that count: somebody died before he had made or removed them.
     has_remains: AtomicBool,
+    /// When the plain file was last told that this host has changed it; none after somebody has set its times here.
+    pub(crate) modified: Mutex<Option<Instant>>,
     /// It has no name any more.
     pub(crate) is_removed: AtomicBool,
     /// Why its containers could not be read when this host looked last.
@@ -197,6 +199,7 @@ impl<B: Backing> LoggedFile<B> {
             id,
             generations: Mutex::default(),
             changes: AtomicU64::new(0),
+            modified: Mutex::default(),
             looks: Mutex::default(),
             looked: Condvar::new(),
             writers: AtomicU64::new(0),
