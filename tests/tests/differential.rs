@@ -73,6 +73,28 @@ fn is_known_to_all(op: &Op) -> bool {
     }
 }
 
+/// Proves S-log-1, S-log-9, S-log-13.
+#[test]
+fn same_as_plain_with_files_in_logs() {
+    let sandbox = Sandbox::new("diff-logs");
+    let image = LoopImage::new(&sandbox, FsKind::Ext4, 400);
+    let backing = image.mkdir("backing");
+    let plain = image.mkdir("plain");
+    let options = format!("{SMALL},allow-other,dev,suid,layout=log");
+    let mount = FirnMount::over(&sandbox, &backing, &options);
+    let ops = env_count("FIRN_DIFFERENTIAL_OPS", OPS_DEFAULT);
+    let seed = seed("differential in logs");
+    let rules = Rules {
+        is_wanted: is_known_to_all,
+        canonical: |answer| answer,
+    };
+    differential::run_by(seed, ops, mount.path(), &plain, &rules);
+    mount.umount();
+    let again = FirnMount::over(&sandbox, &backing, "allow-other,dev,suid");
+    assert_same("the next mount", &snapshot(again.path()), &snapshot(&plain));
+    again.umount();
+}
+
 /// Proves S-place-1, S-place-2.
 #[test]
 fn same_as_plain_with_files_in_lanes() {

@@ -28,7 +28,11 @@ fn with_mount(
 }
 
 fn pjdfstest_on(kind: FsKind) {
-    with_mount(kind, OPTIONS, |sandbox, image, mount| {
+    pjdfstest_with(kind, OPTIONS);
+}
+
+fn pjdfstest_with(kind: FsKind, options: &str) {
+    with_mount(kind, options, |sandbox, image, mount| {
         compare_pjdfstest(sandbox, &image.mkdir("native"), mount, kind.name());
     });
 }
@@ -42,6 +46,18 @@ fn pjdfstest_fails_nothing_with_files_in_lanes() {
     let mount = FirnMount::over(&sandbox, images.backing(), &images.options(OPTIONS));
     compare_pjdfstest(&sandbox, &native, &mount, "ext4");
     mount.umount();
+}
+
+/// Proves S-log-9, S-log-13.
+#[test]
+fn pjdfstest_fails_nothing_with_files_in_logs() {
+    pjdfstest_with(FsKind::Ext4, &format!("{OPTIONS},layout=log"));
+}
+
+/// Proves S-log-4, S-log-9.
+#[test]
+fn fsx_finds_nothing_in_logs() {
+    fsx_with(FsKind::Ext4, "layout=log");
 }
 
 /// Runs pjdfstest in `native`, a directory of the file system `name`, and through the mount.
@@ -80,9 +96,13 @@ fn compare_pjdfstest(sandbox: &Sandbox, native: &Path, mount: &FirnMount<'_>, na
 const FSX_OPS_MAX: u64 = 100_000;
 
 fn fsx_on(kind: FsKind) {
+    fsx_with(kind, "layout=plain");
+}
+
+fn fsx_with(kind: FsKind, options: &str) {
     with_mount(
         kind,
-        "arena-size=16M,chunk-size=256K,allow-other",
+        &format!("arena-size=16M,chunk-size=256K,allow-other,{options}"),
         |sandbox, _, mount| {
             let seed = seed(&format!("fsx on {}", kind.name()));
             let ops = env_count("FIRN_FSX_OPS", FSX_OPS_DEFAULT);
