@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
@@ -68,18 +68,16 @@ fn firn_under(sandbox: &Sandbox, limit: &str, args: &[std::ffi::OsString]) -> Co
     command
 }
 
-/// Writes until the file is `len` long or a write fails; what was acknowledged, and the errno.
-fn write_up_to(path: &Path, len: u64) -> (Vec<u8>, Option<Errno>) {
-    let mut file = File::create(path).expect("create");
-    let mut acknowledged = Vec::new();
+/// Appends until the file is `len` long or a write fails, of which it gives the errno.
+fn write_up_to(file: &mut File, acknowledged: &mut Vec<u8>, len: u64) -> Option<Errno> {
     while (acknowledged.len() as u64) < len {
         let data = bytes(acknowledged.len() as u64, MIB as usize);
         match file.write(&data) {
             Ok(count) => acknowledged.extend_from_slice(&data[..count]),
-            Err(error) => return (acknowledged, Errno::from_io_error(&error)),
+            Err(error) => return Errno::from_io_error(&error),
         }
     }
-    (acknowledged, None)
+    None
 }
 
 /// Proves S-error-6.
@@ -148,7 +146,17 @@ fn regression_a_limit_on_file_sizes_keeps_data_and_ends_nobody() {
         .ok()
         .says("ulimit -f");
     assert!(is_mounted(&point));
-    let (acknowledged, failed) = write_up_to(&point.join("file"), 2 * LIMIT);
+    let mut file = File::create(point.join("file")).expect("create");
+    let mut acknowledged = Vec::new();
+    // Half of the arena stays for others.
+    let mut failed = write_up_to(&mut file, &mut acknowledged, LIMIT + 8 * MIB);
+    wait_until("what fits is drained", Duration::from_secs(30), || {
+        status_of(&sandbox, &point).held_bytes <= 8 * MIB
+    });
+    fs::write(point.join("small"), "text").expect("a file below the limit goes on");
+    if failed.is_none() {
+        failed = write_up_to(&mut file, &mut acknowledged, 2 * LIMIT);
+    }
     assert_eq!(
         failed,
         Some(Errno::FBIG),
@@ -180,8 +188,7 @@ fn regression_a_limit_on_file_sizes_keeps_data_and_ends_nobody() {
         &read(&point.join("file")),
         &acknowledged,
     );
-    // Files below the limit go on.
-    fs::write(point.join("small"), "text").expect("another file");
+    drop(file);
 
     let umount = |force: &[&str]| {
         let args = ["umount"].iter().chain(force).map(std::ffi::OsString::from);
@@ -228,7 +235,10 @@ fn regression_a_soft_limit_on_file_sizes_is_none_for_firnd() {
         status_of(&sandbox, &sandbox.join("mnt")).file_size_limit_bytes,
         None
     );
-    let (acknowledged, failed) = write_up_to(&sandbox.join("mnt/file"), LIMIT + 4 * MIB);
+    let mut file = File::create(sandbox.join("mnt/file")).expect("create");
+    let mut acknowledged = Vec::new();
+    let failed = write_up_to(&mut file, &mut acknowledged, LIMIT + 4 * MIB);
+    drop(file);
     assert_eq!(failed, None);
     sandbox
         .run(["umount".into(), sandbox.join("mnt").into_os_string()])
