@@ -192,8 +192,9 @@ fn admit(
     });
     if let Err(error) = started {
         seats.leave(id);
-        let message = format!("firnd has no thread for this connection: {error}");
-        refuse(&stream, libc::EAGAIN, message);
+        // Those of connections that were closed for others may not have ended yet.
+        tracing::warn!(pid, %error, "a connection to the control socket is refused: there is no thread for it");
+        say_last(&stream, &busy(Vec::new()));
     }
 }
 
