@@ -1,16 +1,19 @@
 //! Protocol of agents: whoever does not have the key gets through no handshake, on neither side, whatever is sent; what
 //! is read as a message is written as a frame that reads the same; a list makes a plan that stays in its directory, or
-//! none.
+//! none; of an encrypted connection nothing is heard but what was said, from its start on, whatever is changed on its way.
 #![no_main]
 
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::OnceLock;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use arbitrary::Arbitrary;
 use firn_agent::message::{Entry, EntryKind, FRAME_BYTES_MAX, Reply, Request};
-use firn_agent::{Key, Link, Transport, answer_handshake, begin_handshake, check_list};
+use firn_agent::{
+    Encryption, Key, Link, Terms, Transport, answer_handshake, begin_handshake, check_list,
+};
 use firn_format::record::Ending;
 use libfuzzer_sys::fuzz_target;
 use serde::Serialize;
@@ -24,6 +27,16 @@ enum Input {
     Frames(Vec<Vec<u8>>),
     /// A list.
     Entries(Vec<(Vec<u8>, Kind)>),
+    /// Messages over an encrypted connection, and what is done to them on their way.
+    Sealed(Vec<Vec<u8>>, Vec<Change>),
+}
+
+#[derive(Arbitrary, Debug)]
+enum Change {
+    Flip { at: u16, bit: u8 },
+    Insert { at: u16, bytes: Vec<u8> },
+    Repeat { from: u16, bytes: u16, at: u16 },
+    Remove { at: u16, bytes: u16 },
 }
 
 #[derive(Arbitrary, Debug)]
@@ -69,6 +82,7 @@ fuzz_target!(|input: Input| {
             hear(frames.iter().flat_map(|frame| framed(frame)).collect());
         }
         Input::Entries(entries) => list(entries),
+        Input::Sealed(paths, changes) => overhear(paths, &changes),
     }
 });
 
@@ -82,8 +96,18 @@ fn hear(bytes: Vec<u8>) {
             at: 0,
         })
     };
-    assert!(answer_handshake(&mut link(), Some(key), until).is_err());
-    assert!(begin_handshake(&mut link(), Some(key), until).is_err());
+    for encryption in [
+        Encryption::Refused,
+        Encryption::Possible,
+        Encryption::Required,
+    ] {
+        let terms = Terms {
+            key: Some(key),
+            encryption,
+        };
+        assert!(answer_handshake(&mut link(), &terms, until).is_err());
+        assert!(begin_handshake(&mut link(), &terms, until).is_err());
+    }
     let mut link = link();
     while link.receive::<Request>(FRAME_BYTES_MAX, until).is_ok() {}
 }
@@ -134,6 +158,117 @@ fn list(entries: Vec<(Vec<u8>, Kind)>) {
             let parent = entry.path.as_path().parent().expect("not the top");
             let above = entries.iter().find(|above| above.path.as_path() == parent);
             assert_eq!(above.map(|above| &above.kind), Some(&EntryKind::Directory));
+        }
+    }
+}
+
+/// One end of a connection between two threads.
+struct End {
+    to: Sender<Vec<u8>>,
+    from: Receiver<Vec<u8>>,
+    heard: Vec<u8>,
+}
+
+impl Transport for End {
+    fn receive(&mut self, into: &mut [u8], _: Instant) -> io::Result<()> {
+        while self.heard.len() < into.len() {
+            let more = self.from.recv();
+            self.heard
+                .extend(more.map_err(|_| io::ErrorKind::UnexpectedEof)?);
+        }
+        let rest = self.heard.split_off(into.len());
+        into.copy_from_slice(&self.heard);
+        self.heard = rest;
+        Ok(())
+    }
+
+    fn send(&mut self, bytes: &[u8], _: Instant) -> io::Result<()> {
+        self.to.send(bytes.to_vec()).map_err(io::Error::other)
+    }
+
+    fn send_file(&mut self, _: BorrowedFd<'_>, _: u64, _: u64, _: Instant) -> io::Result<()> {
+        panic!("bytes of a file leave in the clear");
+    }
+}
+
+fn overhear(paths: Vec<Vec<u8>>, changes: &[Change]) {
+    let key = Key::random().expect("random bytes");
+    let terms = Terms {
+        key: Some(&key),
+        encryption: Encryption::Required,
+    };
+    let until = Instant::now() + Duration::from_secs(60);
+    let (to_agent, at_agent) = channel();
+    let (to_puller, at_puller) = channel();
+    // What the puller sends passes through here.
+    let (to_wire, at_wire) = channel();
+    let mut puller = Link::over(End {
+        to: to_wire,
+        from: at_puller,
+        heard: Vec::new(),
+    });
+    let mut agent = Link::over(End {
+        to: to_puller,
+        from: at_agent,
+        heard: Vec::new(),
+    });
+    let said: Vec<Request> = paths
+        .into_iter()
+        .filter(|path| path.len() < 4096)
+        .map(|path| Request::List { path: path.into() })
+        .collect();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            begin_handshake(&mut puller, &terms, until).expect("the key");
+            for request in &said {
+                puller.send(request, until).expect("send");
+            }
+            drop(puller);
+        });
+        scope.spawn(move || {
+            // The hello and the proof.
+            for _ in 0..2 {
+                to_agent
+                    .send(at_wire.recv().expect("the handshake"))
+                    .expect("the agent");
+            }
+            let mut wire: Vec<u8> = at_wire.iter().flatten().collect();
+            for change in changes {
+                change.apply(&mut wire);
+            }
+            let _ = to_agent.send(wire);
+        });
+        answer_handshake(&mut agent, &terms, until).expect("the key");
+        let mut left = said.iter();
+        while let Ok(heard) = agent.receive::<Request>(FRAME_BYTES_MAX, until) {
+            assert_eq!(Some(&heard), left.next());
+        }
+        assert!(left.next().is_none() || !changes.is_empty());
+    });
+}
+
+impl Change {
+    fn apply(&self, wire: &mut Vec<u8>) {
+        let within = |at: u16| usize::from(at).min(wire.len());
+        match self {
+            Self::Flip { at, bit } => {
+                if let Some(byte) = wire.get_mut(usize::from(*at)) {
+                    *byte ^= 1 << (bit % 8);
+                }
+            }
+            Self::Insert { at, bytes } => {
+                let at = within(*at);
+                wire.splice(at..at, bytes.iter().copied());
+            }
+            Self::Repeat { from, bytes, at } => {
+                let (from, at) = (within(*from), within(*at));
+                let copy = wire[from..(from + usize::from(*bytes)).min(wire.len())].to_vec();
+                wire.splice(at..at, copy);
+            }
+            Self::Remove { at, bytes } => {
+                let at = within(*at);
+                wire.drain(at..(at + usize::from(*bytes)).min(wire.len()));
+            }
         }
     }
 }

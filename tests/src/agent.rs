@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use firn_testfs::namespace::Namespace;
+
 use crate::command::{Outcome, run, wait_child, wait_until};
 use crate::sandbox::{Sandbox, kill};
 
@@ -23,15 +25,28 @@ impl Agent {
     /// For the mount at `mount_point`, reached on this host only.
     #[track_caller]
     pub fn start(sandbox: &Sandbox, mount_point: &Path, extra: &[&str]) -> Self {
+        Self::start_in(None, sandbox, mount_point, extra)
+    }
+
+    /// The same in a network namespace.
+    #[track_caller]
+    pub fn start_in(
+        namespace: Option<&Namespace>,
+        sandbox: &Sandbox,
+        mount_point: &Path,
+        extra: &[&str],
+    ) -> Self {
         let mut command = sandbox.firn(["agent", "--host", HOST]);
         if !extra.contains(&"--listen") {
             command.args(["--listen", "127.0.0.1:0"]);
         }
         let log = sandbox.join("agent.log");
         let file = File::create(&log).expect("a log");
+        command.args(extra).arg(mount_point);
+        if let Some(namespace) = namespace {
+            command = enter(namespace, &command);
+        }
         let child = command
-            .args(extra)
-            .arg(mount_point)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(file)
@@ -96,6 +111,20 @@ impl Drop for Agent {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// The same command in a network namespace.
+pub fn enter(namespace: &Namespace, command: &Command) -> Command {
+    let program = command.get_program().to_str().expect("utf-8");
+    let mut entered = namespace.command(program);
+    entered.args(command.get_args());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => entered.env(name, value),
+            None => entered.env_remove(name),
+        };
+    }
+    entered
 }
 
 /// `firn pull` from the agent of a backing.

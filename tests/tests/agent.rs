@@ -13,9 +13,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use firn_agent::message::{Reply, Request};
-use firn_agent::{Key, KeyFile, Link, Stream, begin_handshake};
+use firn_agent::{Encryption, Key, KeyFile, Link, Stream, Terms, begin_handshake};
 use firn_testfs::namespace::Namespace;
-use firn_tests::agent::{Agent, HOST, pull, pull_command};
+use firn_tests::agent::{Agent, HOST, enter, pull, pull_command};
 use firn_tests::command::{run, wait_child, wait_until};
 use firn_tests::fsops::{assert_same_bytes, open_rw, read};
 use firn_tests::powerfs::PowerFs;
@@ -153,20 +153,6 @@ fn a_host_pulls_from_another_one() {
     run(&mut enter(&namespace, &unreachable))
         .code(1)
         .says("cannot be reached");
-}
-
-/// The same command in a network namespace.
-fn enter(namespace: &Namespace, command: &Command) -> Command {
-    let program = command.get_program().to_str().expect("utf-8");
-    let mut entered = namespace.command(program);
-    entered.args(command.get_args());
-    for (name, value) in command.get_envs() {
-        match value {
-            Some(value) => entered.env(name, value),
-            None => entered.env_remove(name),
-        };
-    }
-    entered
 }
 
 /// Proves S-agent-8.
@@ -440,7 +426,7 @@ fn replay_is_refused(file: &KeyFile) {
         let socket = TcpStream::connect(address).expect("connect");
         let mut link = Link::over(Stream::over_tcp(socket).expect("a stream"));
         let until = Instant::now() + LIMIT;
-        begin_handshake(&mut link, Some(&file.key), until).expect("the right key");
+        begin_handshake(&mut link, &terms(file), until).expect("the right key");
     });
     let heard = heard.into_inner().expect("lock");
     let mut socket = TcpStream::connect(&file.address).expect("connect");
@@ -461,8 +447,15 @@ fn connect(backing: &Path) -> Link<Stream> {
     let file = KeyFile::load(backing, HOST).expect("the key file");
     let socket = TcpStream::connect(&file.address).expect("connect");
     let mut link = Link::over(Stream::over_tcp(socket).expect("a stream"));
-    begin_handshake(&mut link, Some(&file.key), Instant::now() + LIMIT).expect("the key");
+    begin_handshake(&mut link, &terms(&file), Instant::now() + LIMIT).expect("the key");
     link
+}
+
+fn terms(file: &KeyFile) -> Terms<'_> {
+    Terms {
+        key: Some(&file.key),
+        encryption: Encryption::Possible,
+    }
 }
 
 fn ask(link: &mut Link<Stream>, request: &Request) -> Reply {

@@ -2,15 +2,18 @@
 //!
 //! ```text
 //!   puller                                     agent
-//!     │── Hello {nonce p} ─────────────────────►│
-//!     │◄───────────────────── Challenge {nonce a}│
-//!     │── Proof {HMAC(key, "puller", p, a)} ───►│   compared in constant time
-//!     │◄───── Welcome {HMAC(key, "agent", p, a)}│   and by the puller too
+//!     │── Hello {nonce p, wish} ───────────────►│
+//!     │◄─────────────── Challenge {nonce a, wish}│
+//!     │── Proof {HMAC(key, "puller", t)} ──────►│   t: nonces and wishes; compared in constant time
+//!     │◄─────── Welcome {HMAC(key, "agent", t)}─│   and by the puller too
 //! ```
+//!
+//! Where both agree on encryption ([`crate::encryption`]), Proof and Welcome have a message each of an exchange of keys
+//! ([`crate::sealed`]), whose shared key is HMAC(key, "noise", t).
 //!
 //! Promises
 //! * The key is never sent, and a proof is of one connection: each side has a nonce in it, so nothing that was heard
-//!   can be used again, nor sent back to where it came from.
+//!   can be used again, nor sent back to where it came from; and that nobody took encryption out of a wish.
 //! * Who has not shown the key makes the agent read [`HANDSHAKE_BYTES_MAX`] bytes at a time, until one deadline for the
 //!   whole handshake, and hears a nonce of it and nothing else.
 
@@ -20,26 +23,45 @@ use std::time::Instant;
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 
+use crate::encryption::Encryption;
 use crate::error::WireError;
 use crate::link::Link;
 use crate::message::{
     FRAME_BYTES_MAX, HANDSHAKE_BYTES_MAX, Nonce, PROTOCOL_VERSION, Proof, Reply, Request,
 };
+use crate::sealed::Exchange;
 use crate::transport::Transport;
 
 const KEY_BYTES: usize = 32;
 /// Tells these proofs from all other uses of a key.
-const CONTEXT: &[u8] = b"firn-agent 1";
+const CONTEXT: &[u8] = b"firn-agent 2";
 
 /// What agent and puller both have.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Key([u8; KEY_BYTES]);
 
-/// Whose proof it is.
+/// By what one side goes in a handshake.
+pub struct Terms<'a> {
+    /// None: the connection itself says who is there.
+    pub key: Option<&'a Key>,
+    /// Its wish.
+    pub encryption: Encryption,
+}
+
+/// What a use of the key is for.
 #[derive(Clone, Copy)]
-enum Side {
-    Puller,
-    Agent,
+enum Purpose {
+    PullerProof,
+    AgentProof,
+    Noise,
+}
+
+/// What both sides have said.
+struct Transcript {
+    puller: Nonce,
+    agent: Nonce,
+    puller_wish: Encryption,
+    agent_wish: Encryption,
 }
 
 impl Key {
@@ -67,26 +89,28 @@ impl Key {
         self.0.iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    fn mac(&self, side: Side, puller: &Nonce, agent: &Nonce) -> Hmac<Sha256> {
+    fn mac(&self, purpose: Purpose, said: &Transcript) -> Hmac<Sha256> {
         let mut mac =
             Hmac::<Sha256>::new_from_slice(&self.0).expect("HMAC takes keys of any length");
         mac.update(CONTEXT);
-        mac.update(match side {
-            Side::Puller => b" puller ",
-            Side::Agent => b" agent  ",
+        mac.update(match purpose {
+            Purpose::PullerProof => b" puller ",
+            Purpose::AgentProof => b" agent  ",
+            Purpose::Noise => b" noise  ",
         });
-        mac.update(puller);
-        mac.update(agent);
+        mac.update(&said.puller);
+        mac.update(&said.agent);
+        mac.update(&[said.puller_wish.code(), said.agent_wish.code()]);
         mac
     }
 
-    fn prove(&self, side: Side, puller: &Nonce, agent: &Nonce) -> Proof {
-        self.mac(side, puller, agent).finalize().into_bytes().into()
+    fn derive(&self, purpose: Purpose, said: &Transcript) -> Proof {
+        self.mac(purpose, said).finalize().into_bytes().into()
     }
 
     /// Takes as long for a proof that is wrong in its first byte as for one that is wrong in its last.
-    fn verify(&self, side: Side, puller: &Nonce, agent: &Nonce, proof: &Proof) -> bool {
-        self.mac(side, puller, agent).verify_slice(proof).is_ok()
+    fn verify(&self, purpose: Purpose, said: &Transcript, proof: &Proof) -> bool {
+        self.mac(purpose, said).verify_slice(proof).is_ok()
     }
 }
 
@@ -107,78 +131,124 @@ fn nonce() -> Result<Nonce, WireError> {
     random_bytes().map_err(|error| WireError::Io(std::io::Error::other(error.to_string())))
 }
 
-/// The agent's side. Without a key the connection itself says who is there.
+/// The agent's side.
 pub fn answer_handshake<T: Transport>(
     link: &mut Link<T>,
-    key: Option<&Key>,
+    terms: &Terms<'_>,
     until: Instant,
 ) -> Result<(), WireError> {
-    let (protocol, puller) = match link.receive(HANDSHAKE_BYTES_MAX, until)? {
-        Request::Hello { protocol, nonce } => (protocol, nonce),
+    let (protocol, puller, puller_wish) = match link.receive(HANDSHAKE_BYTES_MAX, until)? {
+        Request::Hello {
+            protocol,
+            nonce,
+            encryption,
+        } => (protocol, nonce, encryption),
         _ => return Err(WireError::NoHello),
     };
-    let mut welcome = Reply::Welcome {
-        protocol: PROTOCOL_VERSION,
-        proof: None,
-        version: env!("CARGO_PKG_VERSION").into(),
+    let Some(key) = terms.key else {
+        link.send(&welcome(None, None), until)?;
+        return check_version(protocol);
     };
-    let agent = nonce()?;
-    if let Some(key) = key {
-        let challenge = Reply::Challenge {
-            protocol: PROTOCOL_VERSION,
-            nonce: agent,
-        };
-        link.send(&challenge, until)?;
-        check_version(protocol)?;
-        let Request::Proof { proof } = link.receive(HANDSHAKE_BYTES_MAX, until)? else {
-            return Err(WireError::WrongKey);
-        };
-        if !key.verify(Side::Puller, &puller, &agent, &proof) {
-            return Err(WireError::WrongKey);
-        }
-        if let Reply::Welcome { proof, .. } = &mut welcome {
-            *proof = Some(key.prove(Side::Agent, &puller, &agent));
-        }
+    let said = Transcript {
+        puller,
+        agent: nonce()?,
+        puller_wish,
+        agent_wish: terms.encryption,
+    };
+    let challenge = Reply::Challenge {
+        protocol: PROTOCOL_VERSION,
+        nonce: said.agent,
+        encryption: said.agent_wish,
+    };
+    link.send(&challenge, until)?;
+    check_version(protocol)?;
+    let is_encrypted = said.agent_wish.agree(puller_wish)?;
+    let Request::Proof { proof, exchange } = link.receive(HANDSHAKE_BYTES_MAX, until)? else {
+        return Err(WireError::WrongKey);
+    };
+    if !key.verify(Purpose::PullerProof, &said, &proof) {
+        return Err(WireError::WrongKey);
     }
-    link.send(&welcome, until)?;
-    check_version(protocol)
+    let own_proof = Some(key.derive(Purpose::AgentProof, &said));
+    if !is_encrypted {
+        return link.send(&welcome(own_proof, None), until);
+    }
+    let mut own = Exchange::answer(&key.derive(Purpose::Noise, &said));
+    own.read(&exchange.ok_or(WireError::WrongKey)?)?;
+    let message = own.write()?;
+    link.send(&welcome(own_proof, Some(message)), until)?;
+    link.seal(own.finish());
+    Ok(())
+}
+
+fn welcome(proof: Option<Proof>, exchange: Option<Vec<u8>>) -> Reply {
+    Reply::Welcome {
+        protocol: PROTOCOL_VERSION,
+        proof,
+        exchange,
+        version: env!("CARGO_PKG_VERSION").into(),
+    }
 }
 
 /// The puller's side.
 pub fn begin_handshake<T: Transport>(
     link: &mut Link<T>,
-    key: Option<&Key>,
+    terms: &Terms<'_>,
     until: Instant,
 ) -> Result<(), WireError> {
     let puller = nonce()?;
     let hello = Request::Hello {
         protocol: PROTOCOL_VERSION,
         nonce: puller,
+        encryption: terms.encryption,
     };
     link.send(&hello, until)?;
-    let Some(key) = key else {
+    let Some(key) = terms.key else {
         return match link.receive(FRAME_BYTES_MAX, until)? {
             Reply::Welcome { protocol, .. } => check_version(protocol),
             _ => Err(WireError::NoHello),
         };
     };
-    let agent = match link.receive(HANDSHAKE_BYTES_MAX, until)? {
-        Reply::Challenge { protocol, nonce } => {
+    let said = match link.receive(HANDSHAKE_BYTES_MAX, until)? {
+        Reply::Challenge {
+            protocol,
+            nonce,
+            encryption,
+        } => {
             check_version(protocol)?;
-            nonce
+            Transcript {
+                puller,
+                agent: nonce,
+                puller_wish: terms.encryption,
+                agent_wish: encryption,
+            }
         }
         _ => return Err(WireError::NoHello),
     };
-    let proof = key.prove(Side::Puller, &puller, &agent);
-    link.send(&Request::Proof { proof }, until)?;
-    match link.receive(HANDSHAKE_BYTES_MAX, until) {
+    let mut own = match said.puller_wish.agree(said.agent_wish)? {
+        true => Some(Exchange::begin(&key.derive(Purpose::Noise, &said))),
+        false => None,
+    };
+    let request = Request::Proof {
+        proof: key.derive(Purpose::PullerProof, &said),
+        exchange: own.as_mut().map(Exchange::write).transpose()?,
+    };
+    link.send(&request, until)?;
+    let exchange = match link.receive(HANDSHAKE_BYTES_MAX, until) {
         Ok(Reply::Welcome {
-            proof: Some(proof), ..
-        }) if key.verify(Side::Agent, &puller, &agent, &proof) => Ok(()),
+            proof: Some(proof),
+            exchange,
+            ..
+        }) if key.verify(Purpose::AgentProof, &said, &proof) => exchange,
         // An agent says nothing to a wrong key.
-        Ok(_) | Err(WireError::Ended) => Err(WireError::WrongKey),
-        Err(error) => Err(error),
+        Ok(_) | Err(WireError::Ended) => return Err(WireError::WrongKey),
+        Err(error) => return Err(error),
+    };
+    if let Some(mut own) = own {
+        own.read(&exchange.ok_or(WireError::WrongKey)?)?;
+        link.seal(own.finish());
     }
+    Ok(())
 }
 
 fn check_version(found: u32) -> Result<(), WireError> {
@@ -196,13 +266,25 @@ mod tests {
     fn a_proof_is_of_its_side_its_key_and_its_connection() {
         let key = Key::random().unwrap();
         let other = Key::random().unwrap();
-        let (p, a) = ([1; 32], [2; 32]);
-        let proof = key.prove(Side::Puller, &p, &a);
-        assert!(key.verify(Side::Puller, &p, &a, &proof));
-        assert!(!key.verify(Side::Agent, &p, &a, &proof), "sent back");
-        assert!(!key.verify(Side::Puller, &a, &p, &proof), "nonces swapped");
-        assert!(!key.verify(Side::Puller, &p, &[3; 32], &proof), "replayed");
-        assert!(!other.verify(Side::Puller, &p, &a, &proof), "another key");
+        let said = |puller: u8, agent: u8, agent_wish| Transcript {
+            puller: [puller; 32],
+            agent: [agent; 32],
+            puller_wish: Encryption::Possible,
+            agent_wish,
+        };
+        let (puller, agent) = (Purpose::PullerProof, Purpose::AgentProof);
+        let all = said(1, 2, Encryption::Required);
+        let proof = key.derive(puller, &all);
+        assert!(key.verify(puller, &all, &proof));
+        assert!(!key.verify(agent, &all, &proof), "sent back");
+        assert!(!other.verify(puller, &all, &proof), "another key");
+        for (what, other) in [
+            ("nonces swapped", said(2, 1, Encryption::Required)),
+            ("replayed", said(1, 3, Encryption::Required)),
+            ("a wish changed", said(1, 2, Encryption::Possible)),
+        ] {
+            assert!(!key.verify(puller, &other, &proof), "{what}");
+        }
     }
 
     #[test]

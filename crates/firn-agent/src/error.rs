@@ -22,6 +22,12 @@ pub enum WireError {
     /// The other side does not have the key.
     #[error("the key is wrong")]
     WrongKey,
+    /// This side wants encryption and the other one does not.
+    #[error("the other side does not encrypt, and this one does not go on without")]
+    PeerRefusesEncryption,
+    /// The other side wants encryption and this one does not.
+    #[error("the other side wants encryption, which is switched off here")]
+    PeerRequiresEncryption,
     /// The other side speaks another version.
     #[error("it speaks version {found} of the protocol and not {PROTOCOL_VERSION}")]
     Version {
@@ -253,6 +259,10 @@ fn wire_advice(error: &WireError) -> &'static str {
             "; the agent has begun anew since the key was read, or another one has its address"
         }
         WireError::Version { .. } => "; use the same version of firn on both hosts",
+        WireError::PeerRefusesEncryption => {
+            "; the agent was started with --encrypt no: start it with auto or yes, or pull over ssh"
+        }
+        WireError::PeerRequiresEncryption => "; pull with --encrypt auto or yes",
         WireError::NoHello | WireError::Nonsense(_) | WireError::TooLong { .. } => {
             "; is there a firn agent at this address, and does its shell print nothing by itself?"
         }

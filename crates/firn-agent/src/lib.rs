@@ -21,6 +21,7 @@
 //! Protocol, crash behaviour, authentication: docs/internals/agent.md.
 
 mod auth;
+mod encryption;
 mod error;
 mod follow;
 pub mod holds;
@@ -29,17 +30,20 @@ mod link;
 pub mod message;
 mod peer;
 mod pull;
+mod sealed;
 pub mod server;
 mod session;
 mod source;
 mod transport;
 
-pub use auth::{Key, answer_handshake, begin_handshake};
+pub use auth::{Key, Terms, answer_handshake, begin_handshake};
+pub use encryption::{Encrypt, Encryption};
 pub use error::{AgentError, PullError, WireError};
 pub use follow::{FollowEvent, FollowRequest, follow};
 pub use key_file::{KeyFile, KeyFileError, check_host};
 pub use link::Link;
 pub use peer::{Peer, Route};
 pub use pull::{Listed, Outcome, Progress, PullRequest, check_list, list, pull};
+pub use sealed::Sealed;
 pub use server::{Agent, AgentOptions, Level, Log};
 pub use transport::{Stream, Transport};

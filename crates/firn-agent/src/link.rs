@@ -8,6 +8,7 @@ use serde::de::DeserializeOwned;
 
 use crate::error::WireError;
 use crate::message::FRAME_BYTES_MAX;
+use crate::sealed::{Cipher, Sealed};
 use crate::transport::Transport;
 
 /// Bytes of the length before a frame.
@@ -15,7 +16,7 @@ const LENGTH_BYTES: usize = 4;
 
 /// One end of a connection.
 pub struct Link<T> {
-    transport: T,
+    transport: Sealed<T>,
     /// Of the last frame.
     buffer: Vec<u8>,
 }
@@ -24,14 +25,24 @@ impl<T: Transport> Link<T> {
     /// Over a transport on which nothing was said yet.
     pub fn over(transport: T) -> Self {
         Self {
-            transport,
+            transport: Sealed::open(transport),
             buffer: Vec::new(),
         }
     }
 
     /// For the bytes between frames.
-    pub fn transport(&mut self) -> &mut T {
+    pub fn transport(&mut self) -> &mut Sealed<T> {
         &mut self.transport
+    }
+
+    /// Whether all that goes over it is encrypted.
+    pub fn is_encrypted(&self) -> bool {
+        self.transport.is_sealed()
+    }
+
+    /// Encrypts all that comes from now on.
+    pub(crate) fn seal(&mut self, cipher: Cipher) {
+        self.transport.seal(cipher);
     }
 
     /// Sends a message.

@@ -13,8 +13,10 @@ use firn_format::record::Ending;
 use firn_protocol::path::BytePath;
 use serde::{Deserialize, Serialize};
 
+use crate::encryption::Encryption;
+
 /// Version of this protocol; an agent and a puller of different ones do not work together.
-pub const PROTOCOL_VERSION: u32 = 1;
+pub const PROTOCOL_VERSION: u32 = 2;
 /// Bytes of the longest frame: an entry with a path and a link target of 4 KiB each, every byte of them escaped.
 pub const FRAME_BYTES_MAX: usize = 64 << 10;
 /// Bytes of the longest frame from somebody who has not shown the key yet.
@@ -39,11 +41,15 @@ pub enum Request {
         protocol: u32,
         /// Made for this connection.
         nonce: Nonce,
+        /// The puller's wish.
+        encryption: Encryption,
     },
     /// The answer to [`Reply::Challenge`]: the puller has the key.
     Proof {
-        /// Over both nonces.
+        /// Over both nonces and both wishes for encryption.
         proof: Proof,
+        /// Where the connection is to be encrypted: the puller's message of the exchange of keys.
+        exchange: Option<Vec<u8>>,
     },
     /// What is at and below a path.
     List {
@@ -97,13 +103,17 @@ pub enum Reply {
         protocol: u32,
         /// Made for this connection.
         nonce: Nonce,
+        /// The agent's wish.
+        encryption: Encryption,
     },
     /// The handshake is over.
     Welcome {
         /// [`PROTOCOL_VERSION`] of the agent.
         protocol: u32,
-        /// Over both nonces: the agent has the key. None where the connection itself says who is there (ssh).
+        /// Over the same: the agent has the key. None where the connection itself says who is there (ssh).
         proof: Option<Proof>,
+        /// The agent's message of the exchange of keys; all that follows is encrypted.
+        exchange: Option<Vec<u8>>,
         /// Package version of the agent.
         version: String,
     },

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use firn_protocol::path::BytePath;
 
-use crate::auth::{Key, begin_handshake};
+use crate::auth::{Terms, begin_handshake};
+use crate::encryption::{Encrypt, Encryption};
 use crate::error::{PullError, WireError};
 use crate::key_file::KeyFile;
 use crate::link::Link;
@@ -32,6 +33,8 @@ pub enum Route {
     Backing {
         /// The backing.
         dir: PathBuf,
+        /// Whether bytes are encrypted on their way.
+        encrypt: Encrypt,
     },
     /// By a copy of its key file.
     KeyFile {
@@ -39,6 +42,8 @@ pub enum Route {
         path: PathBuf,
         /// Where it listens, if not where the file says.
         address: Option<String>,
+        /// Whether bytes are encrypted on their way.
+        encrypt: Encrypt,
     },
     /// It is started by ssh and ends with the connection.
     Ssh {
@@ -72,28 +77,39 @@ impl Peer {
     pub fn connect(host: &str, route: &Route) -> Result<Self, PullError> {
         let bare = host.rsplit('@').next().unwrap_or(host);
         match route {
-            Route::Backing { dir } => {
+            Route::Backing { dir, encrypt } => {
                 let file = KeyFile::load(dir, bare)?;
-                Self::connect_tcp(bare, &file.address, &file.key)
+                Self::connect_tcp(bare, &file, *encrypt)
             }
-            Route::KeyFile { path, address } => {
-                let file = KeyFile::load_from(path)?;
-                let address = address.as_ref().unwrap_or(&file.address);
-                Self::connect_tcp(bare, address, &file.key)
+            Route::KeyFile {
+                path,
+                address,
+                encrypt,
+            } => {
+                let mut file = KeyFile::load_from(path)?;
+                if let Some(address) = address {
+                    file.address.clone_from(address);
+                }
+                Self::connect_tcp(bare, &file, *encrypt)
             }
             Route::Ssh { command, firn } => Self::connect_ssh(host, command, firn),
         }
     }
 
-    fn connect_tcp(host: &str, address: &str, key: &Key) -> Result<Self, PullError> {
+    fn connect_tcp(host: &str, file: &KeyFile, encrypt: Encrypt) -> Result<Self, PullError> {
         let failed = |error| PullError::Connect {
             host: host.into(),
-            address: address.into(),
+            address: file.address.clone(),
             error,
         };
-        let socket = connect_any(address).map_err(failed)?;
+        let socket = connect_any(&file.address).map_err(failed)?;
+        let agent = socket.peer_addr().map_err(failed)?;
+        let terms = Terms {
+            key: Some(&file.key),
+            encryption: encrypt.towards(agent.ip()),
+        };
         let stream = Stream::over_tcp(socket).map_err(failed)?;
-        Self::greet(host, stream, Some(key), HANDSHAKE_LIMIT, None)
+        Self::greet(host, stream, &terms, HANDSHAKE_LIMIT, None)
     }
 
     fn connect_ssh(host: &str, command: &[String], firn: &str) -> Result<Self, PullError> {
@@ -114,18 +130,23 @@ impl Peer {
         let ssh = Ssh(child);
         let stream =
             Stream::over_pipes(OwnedFd::from(input), OwnedFd::from(output)).map_err(failed)?;
-        Self::greet(host, stream, None, SSH_LIMIT, Some(ssh))
+        // ssh encrypts what it carries.
+        let terms = Terms {
+            key: None,
+            encryption: Encryption::Refused,
+        };
+        Self::greet(host, stream, &terms, SSH_LIMIT, Some(ssh))
     }
 
     fn greet(
         host: &str,
         stream: Stream,
-        key: Option<&Key>,
+        terms: &Terms<'_>,
         limit: Duration,
         ssh: Option<Ssh>,
     ) -> Result<Self, PullError> {
         let mut link = Link::over(stream);
-        let greeted = begin_handshake(&mut link, key, Instant::now() + limit);
+        let greeted = begin_handshake(&mut link, terms, Instant::now() + limit);
         greeted.map_err(|error| PullError::Wire {
             host: host.into(),
             error,

@@ -17,7 +17,8 @@ use std::time::{Duration, Instant};
 use firn_client::{Connection, Mount};
 use firn_format::quote::quoted_path;
 
-use crate::auth::{Key, answer_handshake};
+use crate::auth::{Key, Terms, answer_handshake};
+use crate::encryption::{Encrypt, Encryption};
 use crate::error::{AgentError, WireError};
 use crate::holds::Holds;
 use crate::key_file::{KeyFile, check_host};
@@ -79,6 +80,8 @@ pub struct AgentOptions {
     pub host: String,
     /// Bytes of the arena that it may hold at once; none: a quarter.
     pub hold_max: Option<u64>,
+    /// Whether bytes are encrypted on their way.
+    pub encrypt: Encrypt,
     /// Where it says what it does.
     pub log: Log,
 }
@@ -96,6 +99,7 @@ pub struct Agent {
 struct Shared {
     scope: PathBuf,
     key: Key,
+    encrypt: Encrypt,
     holds: Arc<Holds>,
     log: Log,
     strangers: AtomicUsize,
@@ -123,6 +127,7 @@ impl Agent {
         let shared = Shared {
             scope: mount.mount_point.clone(),
             key: key_file.key.clone(),
+            encrypt: options.encrypt,
             holds: Holds::new(
                 options
                     .hold_max
@@ -216,14 +221,23 @@ impl Shared {
     ) -> Result<Sent, WireError> {
         let mut link = Link::over(Stream::over_tcp(socket)?);
         let until = Instant::now() + HANDSHAKE_LIMIT;
-        answer_handshake(&mut link, Some(&self.key), until)?;
+        let terms = Terms {
+            key: Some(&self.key),
+            encryption: self.encrypt.towards(from.ip()),
+        };
+        answer_handshake(&mut link, &terms, until)?;
         drop(stranger);
         let Some(_session) = Slot::take(self, Kind::Session) else {
             self.tell_crowd(from);
             return Err(WireError::Ended);
         };
+        let how = if link.is_encrypted() {
+            ", encrypted"
+        } else {
+            ""
+        };
         self.log
-            .say(Level::Step, || format!("(1) {from} is connected"));
+            .say(Level::Step, || format!("(1) {from} is connected{how}"));
         let mut session = Session::new(link, Some(&self.scope), Some(&self.holds), &self.log);
         let served = session.serve();
         let sent = session.sent();
@@ -260,7 +274,12 @@ fn serve_transport<T: Transport>(
     hold_max: Option<u64>,
     log: &Log,
 ) -> Result<(), WireError> {
-    answer_handshake(&mut link, None, Instant::now() + HANDSHAKE_LIMIT)?;
+    // Who carries the pipes encrypts them.
+    let terms = Terms {
+        key: None,
+        encryption: Encryption::Refused,
+    };
+    answer_handshake(&mut link, &terms, Instant::now() + HANDSHAKE_LIMIT)?;
     let holds = hold_max.map(Holds::new);
     Session::new(link, None, holds.as_ref(), log).serve()
 }

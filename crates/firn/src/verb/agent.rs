@@ -4,8 +4,8 @@ use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::path::PathBuf;
 
-use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
-use firn_agent::{Agent, AgentOptions, Log, server};
+use clap::{ArgMatches, Args, FromArgMatches, ValueEnum, ValueHint};
+use firn_agent::{Agent, AgentOptions, Encrypt, Log, server};
 use firn_config::parse_size;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -20,8 +20,8 @@ pub const VERB: Verb = Verb {
     long: "Serves `firn pull` on other hosts, in the foreground, until it is interrupted. It reads memory, spill file \
                and backing of one mount, and may be killed at any time. Its address and a new key are in \
                .firn/agent-HOST in the backing, a file that only its user can read: who can read it may pull. Bytes \
-               are not encrypted on their way; `firn pull` without --backing goes over ssh, which starts an agent by \
-               itself, with --stdio.",
+               are encrypted on their way where one side says --encrypt yes, or has an address that is not private. \
+               `firn pull` without --backing goes over ssh, which starts an agent by itself, with --stdio.",
     examples: &[
         (
             "firn agent /ckpt",
@@ -61,12 +61,39 @@ struct AgentArgs {
     /// The most memory of the arena that is held for pullers at once; one file may take more (default: a quarter).
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     hold_max: Option<u64>,
+    /// Encrypt bytes on their way; `auto`: for pullers whose address is not private.
+    #[arg(
+        long,
+        value_name = "WHEN",
+        value_enum,
+        default_value = "auto",
+        conflicts_with = "stdio"
+    )]
+    encrypt: EncryptArg,
     /// Serve the one puller at the other end of standard input and output, who may pull from all mounts of this user.
     #[arg(long)]
     stdio: bool,
     /// Say each step of the protocol, by its number in figure 3 of the CRUISE paper.
     #[arg(long)]
     verbose: bool,
+}
+
+/// `--encrypt` of agents and pullers.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(super) enum EncryptArg {
+    Auto,
+    Yes,
+    No,
+}
+
+impl From<EncryptArg> for Encrypt {
+    fn from(arg: EncryptArg) -> Self {
+        match arg {
+            EncryptArg::Auto => Self::Auto,
+            EncryptArg::Yes => Self::Yes,
+            EncryptArg::No => Self::No,
+        }
+    }
 }
 
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
@@ -85,6 +112,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         address: args.address,
         host,
         hold_max: args.hold_max,
+        encrypt: args.encrypt.into(),
         log,
     })?;
     end_on_signals(agent.remover())?;

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint, value_parser};
-use firn_agent::{FollowEvent, FollowRequest, Listed, Outcome, PullRequest, Route};
+use firn_agent::{Encrypt, FollowEvent, FollowRequest, Listed, Outcome, PullRequest, Route};
 use firn_config::parse_duration_ms;
 use firn_protocol::path::BytePath;
 use serde::Serialize;
@@ -14,6 +14,7 @@ use crate::output::{self, Paint};
 use crate::progress::Meter;
 use crate::text;
 use crate::verb::Verb;
+use crate::verb::agent::EncryptArg;
 
 pub const VERB: Verb = Verb {
     name: "pull",
@@ -28,7 +29,8 @@ pub const VERB: Verb = Verb {
                runs until it is interrupted: run on another host, into a directory of its memory or disk, it makes \
                copies that survive the loss of HOST.\n\n\
                Without --backing and --key-file the agent is started by ssh. With --backing, it is one that \
-               `firn agent` runs there; that is faster, and not encrypted.",
+               `firn agent` runs there; that is faster, and encrypted where one side says --encrypt yes, or the \
+               addresses are not private.",
     examples: &[
         (
             "firn pull n17:/ckpt/step_100 /scratch/saved/",
@@ -90,6 +92,9 @@ struct PullArgs {
     /// Where the agent listens, if not where the key file says.
     #[arg(long, value_name = "ADDRESS:PORT", requires = "key_file")]
     address: Option<String>,
+    /// Encrypt bytes on their way without ssh; `auto`: where the address of HOST is not private.
+    #[arg(long, value_name = "WHEN", value_enum, conflicts_with = "ssh")]
+    encrypt: Option<EncryptArg>,
     /// How ssh is called, with its options.
     #[arg(long, value_name = "COMMAND", default_value = "ssh", conflicts_with_all = ["backing", "key_file"])]
     ssh: String,
@@ -301,14 +306,24 @@ fn list(listed: &[Listed], json: bool) -> Result<u8, Failure> {
 }
 
 fn route(args: &PullArgs) -> Result<Route, Failure> {
+    let encrypt = args.encrypt.map_or(Encrypt::Auto, Encrypt::from);
     if let Some(dir) = &args.backing {
-        return Ok(Route::Backing { dir: dir.clone() });
+        return Ok(Route::Backing {
+            dir: dir.clone(),
+            encrypt,
+        });
     }
     if let Some(path) = &args.key_file {
         return Ok(Route::KeyFile {
             path: path.clone(),
             address: args.address.clone(),
+            encrypt,
         });
+    }
+    if args.encrypt.is_some() {
+        let why =
+            "--encrypt is for pulls with --backing or --key-file: ssh encrypts what it carries";
+        return Err(Failure::new(USAGE, why));
     }
     let command: Vec<String> = args.ssh.split_whitespace().map(str::to_owned).collect();
     if command.is_empty() {

@@ -1,0 +1,441 @@
+//! Encryption of a connection: the Noise protocol NNpsk0, with a key of this connection's handshake as the shared key.
+//!
+//! ```text
+//!   record = length of the rest, 2 bytes, the most significant first │ ciphertext │ tag, 16 bytes
+//! ```
+//!
+//! Promises
+//! * Once sealed, each byte in either direction is in a record that is encrypted and authenticated (ChaCha20-Poly1305).
+//! * Records count: one that was changed, left out, repeated, moved, or comes from another connection ends this one, and
+//!   nothing of it is handed on. What is cut off is missed by whoever waits for the rest of an answer.
+//! * Who learns the key later cannot read what was heard before: the records' keys are of an exchange of ephemeral keys.
+//!
+//! Sizes and times of records are not hidden.
+
+use std::fmt;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::time::Instant;
+
+use snow::{Builder, HandshakeState, TransportState};
+
+use crate::error::WireError;
+use crate::transport::Transport;
+
+const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_SHA256";
+const TAG_BYTES: usize = 16;
+/// Bytes of the length before a record.
+const LENGTH_BYTES: usize = 2;
+/// Bytes that one record has at most, of those that are encrypted.
+const PLAIN_BYTES_MAX: usize = u16::MAX as usize - TAG_BYTES;
+/// Bytes of a message of the exchange: an ephemeral key and a tag.
+const EXCHANGE_BYTES: usize = 32 + TAG_BYTES;
+
+/// One side of the exchange of ephemeral keys.
+pub(crate) struct Exchange(HandshakeState);
+
+/// A message of it.
+pub(crate) type ExchangeMessage = Vec<u8>;
+
+impl Exchange {
+    /// That of the puller, who speaks first.
+    pub(crate) fn begin(shared_key: &[u8; 32]) -> Self {
+        let begun = builder(shared_key).build_initiator();
+        Self(begun.expect("the pattern needs nothing else"))
+    }
+
+    /// That of the agent.
+    pub(crate) fn answer(shared_key: &[u8; 32]) -> Self {
+        let begun = builder(shared_key).build_responder();
+        Self(begun.expect("the pattern needs nothing else"))
+    }
+
+    /// The next message.
+    pub(crate) fn write(&mut self) -> Result<ExchangeMessage, WireError> {
+        let mut message = vec![0; EXCHANGE_BYTES];
+        let written = self.0.write_message(&[], &mut message);
+        // Nothing but the kernel's random numbers can fail.
+        let length = written.map_err(|error| io::Error::other(error.to_string()))?;
+        message.truncate(length);
+        Ok(message)
+    }
+
+    /// The other side's message; an error where it does not have the key.
+    pub(crate) fn read(&mut self, message: &[u8]) -> Result<(), WireError> {
+        match self.0.read_message(message, &mut [0; EXCHANGE_BYTES]) {
+            Ok(0) => Ok(()),
+            _ => Err(WireError::WrongKey),
+        }
+    }
+
+    /// What encrypts from now on, after both messages.
+    pub(crate) fn finish(self) -> Cipher {
+        let noise = self.0.into_transport_mode();
+        Cipher {
+            noise: noise.expect("both messages are over"),
+            record: Vec::new(),
+            plain: Vec::new(),
+            taken: 0,
+        }
+    }
+}
+
+fn builder(shared_key: &[u8; 32]) -> Builder<'_> {
+    Builder::new(PATTERN.parse().expect("a pattern of the library"))
+        .psk(0, shared_key)
+        .expect("one key at its place")
+}
+
+/// The state of both directions.
+pub(crate) struct Cipher {
+    noise: TransportState,
+    /// As it is on the way, with its length.
+    record: Vec<u8>,
+    /// The last record that was received and did not fit into what was asked for.
+    plain: Vec<u8>,
+    /// How much of it was handed on.
+    taken: usize,
+}
+
+/// Somebody between the two sides wrote on the connection.
+#[derive(Debug)]
+struct Tampered;
+
+impl fmt::Display for Tampered {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(
+            "what arrived is not what was sent: it was changed, repeated or left out on its way",
+        )
+    }
+}
+
+impl std::error::Error for Tampered {}
+
+fn tampered() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, Tampered)
+}
+
+impl Cipher {
+    fn send<T: Transport>(
+        &mut self,
+        inner: &mut T,
+        plain: &[u8],
+        until: Instant,
+    ) -> io::Result<()> {
+        for plain in plain.chunks(PLAIN_BYTES_MAX) {
+            self.record
+                .resize(LENGTH_BYTES + plain.len() + TAG_BYTES, 0);
+            let written = self
+                .noise
+                .write_message(plain, &mut self.record[LENGTH_BYTES..]);
+            let length = written.map_err(|error| io::Error::other(error.to_string()))?;
+            let head = u16::try_from(length).expect("chunks are of that size");
+            self.record[..LENGTH_BYTES].copy_from_slice(&head.to_be_bytes());
+            inner.send(&self.record, until)?;
+        }
+        Ok(())
+    }
+
+    fn receive<T: Transport>(
+        &mut self,
+        inner: &mut T,
+        into: &mut [u8],
+        until: Instant,
+    ) -> io::Result<()> {
+        let mut done = 0;
+        while done < into.len() {
+            let left = &mut into[done..];
+            done += match self.plain.len() - self.taken {
+                0 => self.receive_record(inner, left, until)?,
+                ready => {
+                    let count = ready.min(left.len());
+                    left[..count].copy_from_slice(&self.plain[self.taken..][..count]);
+                    self.taken += count;
+                    count
+                }
+            };
+        }
+        Ok(())
+    }
+
+    /// Bytes that went straight into `into`; 0: the record is larger, and is in [`Cipher::plain`].
+    fn receive_record<T: Transport>(
+        &mut self,
+        inner: &mut T,
+        into: &mut [u8],
+        until: Instant,
+    ) -> io::Result<usize> {
+        let mut length = [0; LENGTH_BYTES];
+        inner.receive(&mut length, until)?;
+        let length = usize::from(u16::from_be_bytes(length));
+        // Nobody of ours sends an empty one.
+        let plain_bytes = length.checked_sub(TAG_BYTES).filter(|bytes| *bytes > 0);
+        let plain_bytes = plain_bytes.ok_or_else(tampered)?;
+        self.record.resize(length, 0);
+        inner.receive(&mut self.record, until)?;
+        self.plain.clear();
+        self.taken = 0;
+        let is_direct = plain_bytes <= into.len();
+        let plain = match is_direct {
+            true => &mut into[..plain_bytes],
+            false => {
+                self.plain.resize(plain_bytes, 0);
+                &mut self.plain[..]
+            }
+        };
+        let read = self.noise.read_message(&self.record, plain);
+        if read.is_err() {
+            self.plain.clear();
+            return Err(tampered());
+        }
+        Ok(if is_direct { plain_bytes } else { 0 })
+    }
+}
+
+/// A transport that is encrypted once its handshake has agreed so.
+pub struct Sealed<T> {
+    inner: T,
+    cipher: Option<Box<Cipher>>,
+}
+
+impl<T> Sealed<T> {
+    /// As it is.
+    pub(crate) fn open(inner: T) -> Self {
+        Self {
+            inner,
+            cipher: None,
+        }
+    }
+
+    /// Encrypts and authenticates all that comes from now on.
+    pub(crate) fn seal(&mut self, cipher: Cipher) {
+        self.cipher = Some(Box::new(cipher));
+    }
+
+    pub(crate) fn is_sealed(&self) -> bool {
+        self.cipher.is_some()
+    }
+}
+
+impl<T: Transport> Transport for Sealed<T> {
+    fn receive(&mut self, into: &mut [u8], until: Instant) -> io::Result<()> {
+        match &mut self.cipher {
+            Some(cipher) => cipher.receive(&mut self.inner, into, until),
+            None => self.inner.receive(into, until),
+        }
+    }
+
+    fn send(&mut self, bytes: &[u8], until: Instant) -> io::Result<()> {
+        match &mut self.cipher {
+            Some(cipher) => cipher.send(&mut self.inner, bytes, until),
+            None => self.inner.send(bytes, until),
+        }
+    }
+
+    fn send_file(
+        &mut self,
+        file: BorrowedFd<'_>,
+        at: u64,
+        bytes: u64,
+        until: Instant,
+    ) -> io::Result<()> {
+        let Some(cipher) = &mut self.cipher else {
+            return self.inner.send_file(file, at, bytes, until);
+        };
+        let mut plain = vec![0; PLAIN_BYTES_MAX.min(usize::try_from(bytes).unwrap_or(usize::MAX))];
+        let (mut at, end) = (at, at + bytes);
+        while at < end {
+            let most = plain
+                .len()
+                .min(usize::try_from(end - at).unwrap_or(usize::MAX));
+            match rustix::io::pread(file, &mut plain[..most], at) {
+                // The arena is shorter than its list says.
+                Ok(0) => return Err(io::ErrorKind::InvalidData.into()),
+                Ok(count) => {
+                    cipher.send(&mut self.inner, &plain[..count], until)?;
+                    at += count as u64;
+                }
+                Err(rustix::io::Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+    use std::os::unix::fs::FileExt;
+    use std::time::Duration;
+
+    use rand::rngs::StdRng;
+    use rand::seq::SliceRandom;
+    use rand::{RngExt, SeedableRng};
+
+    use super::*;
+
+    const KEY: [u8; 32] = [7; 32];
+
+    /// What was sent, and what is heard.
+    #[derive(Default)]
+    struct Wire {
+        sent: Vec<u8>,
+        heard: Vec<u8>,
+    }
+
+    impl Transport for Wire {
+        fn receive(&mut self, into: &mut [u8], _: Instant) -> io::Result<()> {
+            if self.heard.len() < into.len() {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            let rest = self.heard.split_off(into.len());
+            into.copy_from_slice(&self.heard);
+            self.heard = rest;
+            Ok(())
+        }
+
+        fn send(&mut self, bytes: &[u8], _: Instant) -> io::Result<()> {
+            self.sent.extend(bytes);
+            Ok(())
+        }
+
+        fn send_file(&mut self, _: BorrowedFd<'_>, _: u64, _: u64, _: Instant) -> io::Result<()> {
+            panic!("bytes of a file leave in the clear");
+        }
+    }
+
+    fn ciphers(puller_key: &[u8; 32], agent_key: &[u8; 32]) -> Result<(Cipher, Cipher), WireError> {
+        let mut puller = Exchange::begin(puller_key);
+        let mut agent = Exchange::answer(agent_key);
+        agent.read(&puller.write()?)?;
+        puller.read(&agent.write()?)?;
+        Ok((puller.finish(), agent.finish()))
+    }
+
+    fn sealed(cipher: Cipher) -> Sealed<Wire> {
+        let mut sealed = Sealed::open(Wire::default());
+        sealed.seal(cipher);
+        sealed
+    }
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(60)
+    }
+
+    #[test]
+    fn who_has_another_key_gets_through_no_exchange() {
+        assert!(ciphers(&KEY, &KEY).is_ok());
+        let other = ciphers(&KEY, &[8; 32]);
+        assert!(matches!(other, Err(WireError::WrongKey)));
+        for message in [&[][..], &[0; 48], &[0xff; 64]] {
+            assert!(Exchange::answer(&KEY).read(message).is_err());
+        }
+    }
+
+    /// Sends what is random in pieces that are; what was said and the records.
+    fn talk(generator: &mut StdRng, from: &mut Sealed<Wire>) -> (Vec<u8>, Vec<Vec<u8>>) {
+        let mut said = Vec::new();
+        for _ in 0..generator.random_range(1..6) {
+            let most = [3, 5000, 3 * PLAIN_BYTES_MAX][generator.random_range(0..3)];
+            let mut plain = vec![0; generator.random_range(1..=most)];
+            generator.fill(&mut plain[..]);
+            if generator.random() {
+                let file = tempfile::tempfile().unwrap();
+                file.write_all_at(&plain, 77).unwrap();
+                let bytes = plain.len() as u64;
+                from.send_file(file.as_fd(), 77, bytes, soon()).unwrap();
+                let beyond = from.send_file(file.as_fd(), 77 + bytes, 1, soon());
+                assert_eq!(beyond.unwrap_err().kind(), io::ErrorKind::InvalidData);
+            } else {
+                from.send(&plain, soon()).unwrap();
+            }
+            said.extend(plain);
+        }
+        let mut left = std::mem::take(&mut from.inner.sent);
+        let mut records = Vec::new();
+        while !left.is_empty() {
+            let length = usize::from(u16::from_be_bytes([left[0], left[1]]));
+            let rest = left.split_off(LENGTH_BYTES + length);
+            records.push(std::mem::replace(&mut left, rest));
+        }
+        (said, records)
+    }
+
+    /// Reads pieces that are random until the end, or an error.
+    fn hear(generator: &mut StdRng, to: &mut Sealed<Wire>, wire: Vec<u8>) -> (Vec<u8>, io::Error) {
+        to.inner.heard = wire;
+        let mut heard = Vec::new();
+        loop {
+            let most = [1, 100, 2 * PLAIN_BYTES_MAX][generator.random_range(0..3)];
+            let mut piece = vec![0; generator.random_range(1..=most)];
+            match to.receive(&mut piece, soon()) {
+                Ok(()) => heard.extend(piece),
+                Err(error) => return (heard, error),
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_sent_arrives_and_none_of_it_can_be_read_on_its_way() {
+        let mut generator = StdRng::seed_from_u64(1);
+        let (puller, agent) = ciphers(&KEY, &KEY).unwrap();
+        let (mut puller, mut agent) = (sealed(puller), sealed(agent));
+        for _ in 0..50 {
+            let (said, records) = talk(&mut generator, &mut puller);
+            let wire = records.concat();
+            let probe = &said[..said.len().min(16)];
+            assert!(probe.len() < 4 || !wire.windows(probe.len()).any(|part| part == probe));
+            agent.inner.heard = wire;
+            let mut heard = vec![0; said.len()];
+            agent.receive(&mut heard, soon()).unwrap();
+            assert!(heard == said);
+            std::mem::swap(&mut puller, &mut agent);
+        }
+    }
+
+    #[test]
+    fn of_what_was_changed_on_its_way_nothing_is_handed_on() {
+        for seed in 0..400 {
+            let mut generator = StdRng::seed_from_u64(seed);
+            let (puller, agent) = ciphers(&KEY, &KEY).unwrap();
+            let (mut puller, mut agent) = (sealed(puller), sealed(agent));
+            let (said, mut records) = talk(&mut generator, &mut puller);
+            let before = records.clone();
+            let at = generator.random_range(0..records.len());
+            match seed % 7 {
+                0 => {
+                    let record = &mut records[at];
+                    let bit = generator.random_range(0..8 * record.len());
+                    record[bit / 8] ^= 1 << (bit % 8);
+                }
+                1 => drop(records.remove(at)),
+                2 => records.insert(at, before[generator.random_range(0..before.len())].clone()),
+                3 => records.shuffle(&mut generator),
+                4 => records.truncate(at),
+                // Of another connection with the same key.
+                5 => {
+                    let (other, _) = ciphers(&KEY, &KEY).unwrap();
+                    records[at] = talk(&mut generator, &mut sealed(other)).1.remove(0);
+                }
+                // What its sender said is sent back to it.
+                _ => std::mem::swap(&mut puller, &mut agent),
+            }
+            let is_same = seed % 7 < 6 && records == before;
+            let (heard, error) = hear(&mut generator, &mut agent, records.concat());
+            assert!(said.starts_with(&heard), "seed {seed}");
+            assert!(heard.len() < said.len() || seed % 7 != 0, "seed {seed}");
+            let kind = error.kind();
+            let is_end = kind == io::ErrorKind::UnexpectedEof;
+            assert!(
+                is_end || kind == io::ErrorKind::InvalidData,
+                "seed {seed}: {error}"
+            );
+            let must_tell = matches!(seed % 7, 2 | 5 | 6);
+            assert!(
+                is_same || !must_tell || !is_end,
+                "seed {seed}: nobody noticed"
+            );
+        }
+    }
+}
