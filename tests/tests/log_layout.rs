@@ -4,16 +4,18 @@
 //! Needs root and FUSE.
 
 use std::fs::{self, File};
-use std::os::unix::fs::PermissionsExt;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use firn_tests::fsops::{Mapping, read_at};
 use firn_tests::mount::mount_args;
+use firn_tests::sandbox::is_mounted;
 use firn_tests::{FirnMount, Sandbox, wait_until};
-use rustix::fs::{FallocateFlags, SeekFrom, copy_file_range, fallocate, seek};
+use rustix::fs::{
+    FallocateFlags, FlockOperation, SeekFrom, copy_file_range, fallocate, flock, seek,
+};
 use rustix::mm::MapFlags;
 
 /// What others have closed is seen at once.
@@ -75,6 +77,35 @@ impl Hosts {
         let names = names.map(|name| name.into_string().expect("a name of Firn's"));
         names.filter(|name| !name.starts_with("host-")).collect()
     }
+
+    /// A file of the only container.
+    fn in_container(&self, file: &str) -> PathBuf {
+        let containers = self.containers();
+        assert_eq!(containers.len(), 1, "{containers:?}");
+        self.backing().join(".firn/log").join(&containers[0]).join(file)
+    }
+
+    /// The only log of a host in the only container.
+    fn log_of(&self, host: &str) -> File {
+        let names = fs::read_dir(self.in_container("")).expect("list");
+        let names = names.map(|entry| entry.expect("entry").path());
+        let is_log = |path: &PathBuf| {
+            let name = path.file_name().expect("a name").as_encoded_bytes();
+            name.starts_with(format!("d-{host}-").as_bytes())
+        };
+        let logs: Vec<PathBuf> = names.filter(is_log).collect();
+        assert_eq!(logs.len(), 1, "{logs:?}");
+        let mut options = File::options();
+        options.read(true).write(true);
+        options.open(&logs[0]).expect("open a log")
+    }
+}
+
+/// Makes a byte of a file another one, and gives what it was.
+fn damage(file: &File, offset: u64) -> u8 {
+    let before = read_at(file, offset, 1)[0];
+    file.write_all_at(&[!before], offset).expect("damage");
+    before
 }
 
 fn record(at: u64) -> Vec<u8> {
@@ -567,30 +598,13 @@ fn a_check_names_what_is_damaged_or_lost_in_logs() {
     let sound = check("--json").ok().json();
     assert_eq!(sound["logs"]["containers"], 1);
     assert_eq!(sound["logs"]["findings"].as_array().map(Vec::len), Some(0));
-    let dir = backing.join(".firn/log").join(&container);
-    let names = fs::read_dir(&dir)
-        .expect("list")
-        .map(|entry| entry.expect("entry").path());
-    let is_data = |path: &PathBuf| {
-        path.file_name()
-            .is_some_and(|name| name.as_encoded_bytes().starts_with(b"d-n0-"))
-    };
-    let data = names.into_iter().find(is_data).expect("a log");
-    let log = File::options()
-        .read(true)
-        .write(true)
-        .open(&data)
-        .expect("open");
-    let before = read_at(&log, 99, 1);
-    log.write_all_at(&[!before[0]], 99).expect("damage");
+    let log = cluster.log_of("n0");
+    let before = damage(&log, 99);
     let found = check("--json").code(1).says("1 damaged place").json();
     let found = &found["logs"]["findings"][0];
     assert_eq!(found["container"], container.as_str());
     assert_eq!(found["host"], "n0");
-    assert_eq!(
-        Some(found["file"].as_str().expect("a name")),
-        data.file_name().and_then(|name| name.to_str())
-    );
+    assert_eq!(found["file"], "d-n0-0000000000000001-00000000");
     assert_eq!(
         (found["offset"].as_u64(), found["is_harmless"].as_bool()),
         (Some(0), Some(false))
@@ -606,11 +620,102 @@ fn a_check_names_what_is_damaged_or_lost_in_logs() {
         .run(args)
         .code(1)
         .says("its bytes stay in logs");
-    log.write_all_at(&before, 99).expect("mend");
+    log.write_all_at(&[before], 99).expect("mend");
     check("--orphans").ok();
     // Removed by somebody beside Firn.
     fs::remove_file(cluster.plain("file")).expect("unlink");
     let lost = check("--orphans").code(1);
     assert!(lost.stdout.contains(&container), "{lost}");
     assert_eq!(cluster.containers(), [container]);
+}
+
+/// Proves S-log-14: the message and the exit status of `firn umount` for files that cannot be made plain.
+#[test]
+fn an_unmount_says_what_stays_in_logs() {
+    let cluster = Hosts::new("umount", 2);
+    // Somebody else still writes.
+    let mounts = cluster.mounts("flatten=demand");
+    let files: Vec<File> = mounts.iter().map(|mount| create(mount, "file")).collect();
+    for (host, file) in files.iter().enumerate() {
+        write_records(file, host as u64, 2);
+    }
+    let mut files = files;
+    drop(files.remove(0));
+    mounts[0]
+        .try_umount()
+        .ok()
+        .says("1 file in logs: other hosts write");
+    assert_eq!(fs::metadata(cluster.plain("file")).expect("stat").len(), 0);
+    drop(files);
+    // A log is damaged.
+    mounts[1].wait("logged", mounts[1].path()).ok();
+    let log = cluster.log_of("n0");
+    let before = damage(&log, 99);
+    mounts[1]
+        .try_umount()
+        .code(3)
+        .says("files stay in logs")
+        .says("firn flatten --all --backing");
+    assert!(!is_mounted(mounts[1].path()));
+    mounts.iter().for_each(FirnMount::wait_for_end);
+    assert!(cluster.hosts[1].arenas().is_empty());
+    // Every byte is there still.
+    log.write_all_at(&[before], 99).expect("mend");
+    cluster.mount(1, "flatten=demand").umount();
+    assert_same(&cluster.plain("file"), &all_records(2));
+    assert!(cluster.containers().is_empty());
+}
+
+/// Proves S-log-11: a read-only mount makes nothing plain, and says so.
+#[test]
+fn a_read_only_mount_does_not_say_that_files_in_logs_are_drained() {
+    let cluster = Hosts::new("read-only", 1);
+    let mount = cluster.mount(0, "flatten=off");
+    fs::create_dir(mount.join("dir")).expect("mkdir");
+    fs::write(mount.join("dir/file"), record(5)).expect("write");
+    fs::write(cluster.plain("plain"), record(6)).expect("write");
+    mount.umount();
+    let mount = FirnMount::over(&cluster.hosts[0], &cluster.backing(), "ro");
+    assert_same(&mount.join("dir/file"), &record(5));
+    mount.wait("logged", mount.path()).ok();
+    mount.wait("drained", &mount.join("plain")).ok();
+    for path in ["", "dir", "dir/file"] {
+        let said = mount.wait("drained", &mount.join(path)).code(3);
+        said.says("1 file").says("read-only");
+        let args = [Path::new("flatten"), &mount.join(path)];
+        cluster.hosts[0].run(args).code(3).says("read-only");
+    }
+    assert_eq!(cluster.containers().len(), 1);
+    mount.umount();
+    cluster.mount(0, "").umount();
+    assert_same(&cluster.plain("dir/file"), &record(5));
+}
+
+/// Proves S-log-11: whoever waits no longer than he wants to is told that the flattening goes on.
+#[test]
+fn a_wait_for_a_flattening_ends_in_time() {
+    let cluster = Hosts::new("timeout", 1);
+    let mount = cluster.mount(0, "flatten=off");
+    fs::write(mount.join("file"), record(7)).expect("write");
+    mount.wait("logged", mount.path()).ok();
+    // As a host that is at it, and does not come to its end.
+    let mut options = File::options();
+    options.write(true).create_new(true).mode(0o600);
+    let whole = options.open(cluster.in_container("whole")).expect("create");
+    flock(&whole, FlockOperation::LockExclusive).expect("lock");
+    let wait = |until: &str| {
+        let file = mount.join("file");
+        let args = ["wait", "--until", until, "--timeout", "300ms"].map(Path::new);
+        cluster.hosts[0].run([&args[..], &[&file]].concat())
+    };
+    wait("logged").ok();
+    for until in ["drained", "durable"] {
+        wait(until).code(3).says("still being flattened");
+    }
+    assert_eq!(fs::metadata(cluster.plain("file")).expect("stat").len(), 0);
+    drop(whole);
+    mount.wait("drained", mount.path()).ok();
+    assert_same(&cluster.plain("file"), &record(7));
+    cluster.wait_until_clean();
+    mount.umount();
 }

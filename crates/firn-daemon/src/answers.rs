@@ -26,7 +26,7 @@ use crate::exposition::prometheus;
 use crate::gate::TransactionGate;
 use crate::host_lease::LeaseState;
 use crate::log;
-use crate::logs::Flattener;
+use crate::logs::{self, Flattener};
 use crate::owners::{ControlPeer, Owners, Scopes};
 use crate::placement;
 use crate::process;
@@ -265,7 +265,7 @@ impl Answers {
         say: &mut dyn FnMut(Reply) -> bool,
     ) -> Reply {
         let Some(flattener) = &self.flattener else {
-            return Reply::Done;
+            return self.refuse_logged(path);
         };
         let mut timed_out = false;
         let mut progress = throttle_progress("flattening", say);
@@ -275,10 +275,7 @@ impl Answers {
         });
         match left.map(|left| FlattenError::check(&left, tells_lost)) {
             Ok(Ok(())) => Reply::Done,
-            Ok(Err(error)) => Reply::Error {
-                errno: error.errno(),
-                message: error.to_string(),
-            },
+            Ok(Err(error)) => refused(&error),
             Err(_) if timed_out => Reply::Error {
                 errno: libc::ETIMEDOUT,
                 message: "timed out: what is in logs is still being flattened".into(),
@@ -287,17 +284,23 @@ impl Answers {
         }
     }
 
+    /// What a mount answers that flattens nothing: refused, if files at or below `path` lie in logs.
+    fn refuse_logged(&self, path: &BytePath) -> Reply {
+        let Some(logs) = self.engine.backing().logged() else {
+            return Reply::Done;
+        };
+        match logs::count_below(logs, path.as_bytes()) {
+            Ok(0) => Reply::Done,
+            Ok(files) => refused(&FlattenError::ReadOnly { files }),
+            Err(error) => failed(error, path),
+        }
+    }
+
     /// The same because somebody asks for it: what is pending is drained first.
     fn drain_and_flatten(&self, path: &BytePath, say: &mut dyn FnMut(Reply) -> bool) -> Reply {
-        if self.engine.backing().logged().is_some() && self.flattener.is_none() {
-            return Reply::Error {
-                errno: libc::EROFS,
-                message: "this mount is read-only: run `firn flatten` on one that is not".into(),
-            };
-        }
         match self.wait(path, DurabilityLevel::Logged, None, say) {
             Reply::Done => self.flatten(path, None, true, say),
-            refused => refused,
+            reply => reply,
         }
     }
 
@@ -436,6 +439,13 @@ impl Scopes for Answers {
         self.gate().map_or(Ok(()), |gate| {
             crate::transactions::abort_orphan(gate, scope, &forget)
         })
+    }
+}
+
+fn refused(error: &FlattenError) -> Reply {
+    Reply::Error {
+        errno: error.errno(),
+        message: error.to_string(),
     }
 }
 

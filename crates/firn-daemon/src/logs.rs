@@ -336,6 +336,11 @@ fn flatten_whole(logs: &LogBacking<DirBacking>, path: &[u8]) -> Result<Left, Err
     }
 }
 
+/// How many files at or below `path` lie in logs.
+pub(crate) fn count_below(logs: &LogBacking<DirBacking>, path: &[u8]) -> Result<usize, Errno> {
+    logs.count_logged_below(&placement::find(logs, path)?)
+}
+
 /// Flattens the files at or below `path`, which is relative to the backing, without a mount.
 pub fn flatten(backing: &Path, path: &Path, options: &Options) -> Result<(), FlattenError> {
     process::prepare();

@@ -3,7 +3,7 @@
 //! Names, attributes and everything that is no chosen file go to the backing below. A file that was written through
 //! containers once is read through them by every host, whatever it chooses, until it is flat.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsStr;
 use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
@@ -283,24 +283,44 @@ impl<B: Backing> LogBacking<B> {
 
     /// Flattens the files at or below `top` that nobody writes to, whether this host has ever opened them or not.
     pub fn flatten_below(&self, top: &LogInode<B>) -> Result<Left> {
-        let mut wanted = self.list_containers()?;
         let mut left = Left::default();
-        let mut inodes = vec![top.below.clone()];
+        let lost = self.visit_logged(top, &mut |id, inode| {
+            left.count(self.flatten_found(id, inode));
+        })?;
+        left.lost = lost;
+        Ok(left)
+    }
+
+    /// How many files at or below `top` have containers.
+    pub fn count_logged_below(&self, top: &LogInode<B>) -> Result<usize> {
+        let mut count = 0;
+        self.visit_logged(top, &mut |_| count += 1)?;
+        Ok(count)
+    }
+
+    /// Goes through the files at or below `top` that have containers. Those of which no file is found are counted, where
+    /// `top` is all of the backing.
+    fn visit_logged(
+        &self,
+        top: &LogInode<B>,
+        visit: &mut dyn FnMut(FileId, &B::Inode),
+    ) -> Result<usize> {
+        let mut wanted = self.list_containers()?;
         if let Some(id) = top.id {
-            let is_logged = wanted.remove(&id.ino).is_some();
-            if is_logged {
-                left.count(self.flatten_found(id, &top.below));
+            if wanted.contains(&id) {
+                visit(id, &top.below);
             }
-            return Ok(left);
+            return Ok(0);
         }
         let root = self.below.attr(&self.below.root())?.ino;
         let is_whole = self.below.attr(&top.below)?.ino == root;
-        while let Some(dir) = inodes.pop().filter(|_| !wanted.is_empty()) {
+        let mut dirs = vec![top.below.clone()];
+        while let Some(dir) = dirs.pop().filter(|_| !wanted.is_empty()) {
             let is_root = self.below.attr(&dir)?.ino == root;
             for (name, ino, kind) in own::list(&self.below, &dir)? {
                 let name = OsStr::from_bytes(&name);
                 let may_be_dir = kind.is_none_or(|kind| kind == Kind::Dir);
-                if (is_root && name == TOP) || !(may_be_dir || wanted.contains_key(&ino)) {
+                if (is_root && name == TOP) || !(may_be_dir || has_number(&wanted, ino)) {
                     continue;
                 }
                 let (inode, attr) = match self.below.lookup(&dir, name) {
@@ -308,20 +328,14 @@ impl<B: Backing> LogBacking<B> {
                     found => found?,
                 };
                 let id = self.inode(inode.clone(), &attr, None)?.id;
-                match id.filter(|id| wanted.get(&attr.ino) == Some(&id.birth)) {
-                    Some(id) => {
-                        wanted.remove(&id.ino);
-                        left.count(self.flatten_found(id, &inode));
-                    }
-                    None if attr.kind == Kind::Dir => inodes.push(inode),
+                match id.filter(|id| wanted.remove(id)) {
+                    Some(id) => visit(id, &inode),
+                    None if attr.kind == Kind::Dir => dirs.push(inode),
                     None => {}
                 }
             }
         }
-        if is_whole {
-            left.lost = wanted.len();
-        }
-        Ok(left)
+        Ok(if is_whole { wanted.len() } else { 0 })
     }
 
     /// Files with bytes in logs, as far as this host knows; asks nobody.
@@ -341,13 +355,13 @@ impl<B: Backing> LogBacking<B> {
         )
     }
 
-    /// Inode number and birth of each file that has containers.
-    fn list_containers(&self) -> Result<HashMap<u64, u64>> {
+    /// The files that have containers. Of two with one inode number the older one was removed.
+    fn list_containers(&self) -> Result<BTreeSet<FileId>> {
         let names = own::list(&self.below, &self.top)?;
         let ids = names
             .iter()
             .filter_map(|(name, ..)| FileId::of_container(name));
-        Ok(ids.map(|(id, _)| (id.ino, id.birth)).collect())
+        Ok(ids.map(|(id, _)| id).collect())
     }
 
     fn flatten_found(&self, id: FileId, inode: &B::Inode) -> Result<Flattened> {
@@ -628,6 +642,12 @@ impl<B: Backing> LogBacking<B> {
         }
         Ok(())
     }
+}
+
+/// Whether a file with this inode number is among these.
+fn has_number(files: &BTreeSet<FileId>, ino: u64) -> bool {
+    let of = |birth| FileId { ino, birth };
+    files.range(of(0)..=of(u64::MAX)).next().is_some()
 }
 
 /// The first parts, as far as one frame speaks of so much.

@@ -22,6 +22,9 @@ pub enum FlattenError {
     #[error(
         "logged and not drained, because programs on this host or others have it open for writing: {}; `firn flatten` makes it plain once they have closed it", say_files(*files))]
     Written { files: usize },
+    #[error(
+        "logged and not drained, because this mount is read-only: {}; `firn flatten` on a mount that is not, or with --backing, makes it plain", say_files(*files))]
+    ReadOnly { files: usize },
     #[error("kept, because their file is not found in the backing: the logs of {}; `firn check BACKING` names them", say_files(*files))]
     Lost { files: usize },
 }
@@ -54,6 +57,7 @@ impl FlattenError {
         match self {
             Self::Failed { errno, .. } => errno.raw_os_error(),
             Self::Written { .. } => libc::EBUSY,
+            Self::ReadOnly { .. } => libc::EBUSY,
             Self::Lost { .. } => libc::ESTALE,
             Self::NoSuchFile { .. } => libc::ENOENT,
             Self::Attach(_) => libc::EIO,
@@ -64,7 +68,7 @@ impl FlattenError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Attach(error) => error.exit_code(),
-            Self::Written { .. } => PARTLY,
+            Self::Written { .. } | Self::ReadOnly { .. } => PARTLY,
             Self::NoSuchFile { .. } | Self::Failed { .. } | Self::Lost { .. } => FAILED,
         }
     }

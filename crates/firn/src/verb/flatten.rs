@@ -39,7 +39,7 @@ pub const VERB: Verb = Verb {
         (2, "an invalid option or argument"),
         (
             3,
-            "programs on this host or others have files open for writing, which stay in logs",
+            "programs on this host or others have files open for writing, which stay in logs; or the mount is read-only",
         ),
         (10, "not on a firn mount, or no such backing"),
         (11, "with --backing: this host has it mounted"),

@@ -45,7 +45,8 @@ pub const VERB: Verb = Verb {
         ),
         (
             3,
-            "unmounted, but data is left in the arena: mount again, or run `firn recover BACKING`",
+            "unmounted, but data is left in the arena: mount again, or run `firn recover BACKING`; or files stay in logs \
+             that could not be flattened",
         ),
         (10, "not a firn mount"),
         (11, "files below the mount point are in use"),

@@ -38,7 +38,8 @@ pub const VERB: Verb = Verb {
         (2, "an invalid option or argument"),
         (
             3,
-            "timed out, and the rest is still being drained; or logged, and somebody has it open for writing",
+            "timed out, and the rest is still being drained; or logged, and somebody has it open for writing or the mount \
+             is read-only",
         ),
         (10, "not on a firn mount"),
     ],
@@ -152,7 +153,7 @@ pub fn wait(
     }
 }
 
-/// Whether nothing failed and a part is left: there was no time, or somebody still writes to files in logs.
+/// Whether nothing failed and a part is left: there was no time, or files stay in logs.
 fn is_partly(errno: i32) -> bool {
     [Errno::TIMEDOUT, Errno::BUSY]
         .map(Errno::raw_os_error)
