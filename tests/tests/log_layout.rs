@@ -78,16 +78,18 @@ impl Hosts {
         names.filter(|name| !name.starts_with("host-")).collect()
     }
 
-    /// A file of the only container.
-    fn in_container(&self, file: &str) -> PathBuf {
-        let containers = self.containers();
+    /// The directory of a file's only container.
+    fn container_of(&self, file: &str) -> PathBuf {
+        let ino = fs::metadata(self.plain(file)).expect("stat").ino();
+        let mut containers = self.containers();
+        containers.retain(|name| name.starts_with(&format!("{ino:016x}-")));
         assert_eq!(containers.len(), 1, "{containers:?}");
-        self.backing().join(".firn/log").join(&containers[0]).join(file)
+        self.backing().join(".firn/log").join(&containers[0])
     }
 
-    /// The only log of a host in the only container.
-    fn log_of(&self, host: &str) -> File {
-        let names = fs::read_dir(self.in_container("")).expect("list");
+    /// The only log of a host in a container.
+    fn log_of(&self, container: &Path, host: &str) -> File {
+        let names = fs::read_dir(container).expect("list");
         let names = names.map(|entry| entry.expect("entry").path());
         let is_log = |path: &PathBuf| {
             let name = path.file_name().expect("a name").as_encoded_bytes();
@@ -598,7 +600,7 @@ fn a_check_names_what_is_damaged_or_lost_in_logs() {
     let sound = check("--json").ok().json();
     assert_eq!(sound["logs"]["containers"], 1);
     assert_eq!(sound["logs"]["findings"].as_array().map(Vec::len), Some(0));
-    let log = cluster.log_of("n0");
+    let log = cluster.log_of(&cluster.container_of("file"), "n0");
     let before = damage(&log, 99);
     let found = check("--json").code(1).says("1 damaged place").json();
     let found = &found["logs"]["findings"][0];
@@ -649,7 +651,7 @@ fn an_unmount_says_what_stays_in_logs() {
     drop(files);
     // A log is damaged.
     mounts[1].wait("logged", mounts[1].path()).ok();
-    let log = cluster.log_of("n0");
+    let log = cluster.log_of(&cluster.container_of("file"), "n0");
     let before = damage(&log, 99);
     mounts[1]
         .try_umount()
@@ -701,7 +703,9 @@ fn a_wait_for_a_flattening_ends_in_time() {
     // As a host that is at it, and does not come to its end.
     let mut options = File::options();
     options.write(true).create_new(true).mode(0o600);
-    let whole = options.open(cluster.in_container("whole")).expect("create");
+    let whole = options
+        .open(cluster.container_of("file").join("whole"))
+        .expect("create");
     flock(&whole, FlockOperation::LockExclusive).expect("lock");
     let wait = |until: &str| {
         let file = mount.join("file");
@@ -718,4 +722,61 @@ fn a_wait_for_a_flattening_ends_in_time() {
     assert_same(&cluster.plain("file"), &record(7));
     cluster.wait_until_clean();
     mount.umount();
+}
+
+/// Proves S-log-36: what a log has lost for good is named in a report and becomes zeros, and only on demand.
+#[test]
+fn a_loss_that_is_accepted_is_reported_and_becomes_zeros() {
+    let cluster = Hosts::new("accept", 2);
+    let mounts = cluster.mounts("flatten=off");
+    for (host, mount) in mounts.iter().enumerate() {
+        write_records(&create(mount, "shared"), host as u64, 2);
+    }
+    fs::write(mounts[0].join("whole"), record(9)).expect("write");
+    mounts.into_iter().for_each(|mount| drop(mount.umount()));
+    let dir = cluster.container_of("shared");
+    let log = cluster.log_of(&dir, "n1");
+    damage(&log, 5);
+    let (backing, report) = (cluster.backing(), cluster.shared.join("lost.json"));
+    let flatten = |more: &[&Path]| {
+        let args = ["flatten", "--backing"].map(Path::new);
+        cluster.hosts[0].run([&args[..], &[&backing], more].concat())
+    };
+    let (all, accept) = (Path::new("--all"), Path::new("--accept-loss"));
+    flatten(&[all])
+        .code(1)
+        .says("cannot flatten 1 file")
+        .says("firn check");
+    assert_same(&cluster.plain("whole"), &record(9));
+    let check = [Path::new("check"), &backing];
+    cluster.hosts[0].run(check).code(1).says("--accept-loss");
+    // A report is never written over, and a mount gives nothing up.
+    fs::write(&report, "another").expect("write");
+    flatten(&[all, accept, &report]).code(1).says("lost.json");
+    fs::remove_file(&report).expect("unlink");
+    let mounted = ["flatten", "--all", "--accept-loss", "x"].map(Path::new);
+    cluster.hosts[0].run(mounted).code(2);
+    flatten(&[all, accept, &report])
+        .code(3)
+        .says("1 file")
+        .says("lost.json");
+    assert!(cluster.containers().is_empty());
+    let mut expected = all_records(2);
+    let text = fs::read_to_string(&report).expect("read");
+    let mut zeros = 0;
+    for line in text.lines() {
+        let loss: serde_json::Value = serde_json::from_str(line).expect("JSON");
+        assert_eq!(loss["path"], "shared");
+        assert_eq!(loss["host"], "n1");
+        assert_eq!(loss["becomes"], "zeros");
+        let [offset, bytes] = ["offset", "bytes"].map(|key| loss[key].as_u64().expect("a number"));
+        expected[offset as usize..][..bytes as usize].fill(0);
+        zeros += bytes;
+    }
+    assert!(zeros > 0 && zeros <= RECORDS * RECORD as u64, "{text}");
+    assert_same(&cluster.plain("shared"), &expected);
+    // Nothing is left to be lost: no report.
+    let none = cluster.shared.join("none.json");
+    flatten(&[all, accept, &none]).ok();
+    assert!(!none.exists());
 }

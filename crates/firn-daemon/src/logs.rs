@@ -27,6 +27,7 @@ use globset::{Glob, GlobSet, GlobSetBuilder};
 use crate::error::{AttachError, FlattenError};
 use crate::host_lease::{HostLease, LogHosts, own_error, whoever_comes};
 use crate::lock::DYING;
+use crate::losses::LossReport;
 use crate::orphans::{FoundOrphan, open_unmounted};
 use crate::participants::host_name;
 use crate::placement::{self, Use};
@@ -327,8 +328,13 @@ fn flatten_at(logs: &LogBacking<DirBacking>, path: &[u8]) -> Result<Left, Errno>
 
 /// The same; other hosts that are at it are waited for.
 fn flatten_whole(logs: &LogBacking<DirBacking>, path: &[u8]) -> Result<Left, Errno> {
+    let top = placement::find(logs, path)?;
+    wait_for_others(&mut || logs.flatten_below(&top))
+}
+
+fn wait_for_others(flatten: &mut dyn FnMut() -> Result<Left, Errno>) -> Result<Left, Errno> {
     loop {
-        let left = flatten_at(logs, path)?;
+        let left = flatten()?;
         if left.under_way == 0 {
             return Ok(left);
         }
@@ -343,12 +349,43 @@ pub(crate) fn count_below(logs: &LogBacking<DirBacking>, path: &[u8]) -> Result<
 
 /// Flattens the files at or below `path`, which is relative to the backing, without a mount.
 pub fn flatten(backing: &Path, path: &Path, options: &Options) -> Result<(), FlattenError> {
+    flatten_unmounted(backing, path, options, &mut |logs| {
+        flatten_whole(logs, path.as_os_str().as_bytes())
+    })
+}
+
+/// The same; what cannot be read of logs is written to the file `report`, which is new, and given up.
+pub fn flatten_with_loss(
+    backing: &Path,
+    path: &Path,
+    options: &Options,
+    report: &Path,
+) -> Result<(), FlattenError> {
+    let mut losses = LossReport::create(report)?;
+    let flattened = flatten_unmounted(backing, path, options, &mut |logs| {
+        let top = placement::find(logs, path.as_os_str().as_bytes())?;
+        wait_for_others(&mut || logs.flatten_with_loss(&top, &mut losses.below(path)))
+    });
+    let lost = losses.finish()?;
+    flattened?;
+    match lost {
+        None => Ok(()),
+        Some(lost) => Err(lost),
+    }
+}
+
+fn flatten_unmounted(
+    backing: &Path,
+    path: &Path,
+    options: &Options,
+    work: &mut dyn FnMut(&LogBacking<DirBacking>) -> Result<Left, Errno>,
+) -> Result<(), FlattenError> {
     process::prepare();
     let (backing, directory, _locks) = open_unmounted(backing, options)?;
     let Ok(opened) = open(&backing, directory, options, Use::Serve)? else {
         return Ok(());
     };
-    match flatten_whole(&opened.logs, path.as_os_str().as_bytes()) {
+    match work(&opened.logs) {
         Ok(left) => FlattenError::check(&left, true),
         Err(Errno::NOENT) => Err(FlattenError::NoSuchFile { path: path.into() }),
         Err(errno) => Err(FlattenError::Failed { files: 0, errno }),

@@ -8,6 +8,7 @@ use std::ffi::OsStr;
 use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
 use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -22,10 +23,11 @@ use firn_rendezvous::own::{self, TOP};
 use parking_lot::Condvar;
 
 use crate::container::Memory;
-use crate::file::{FileId, Flattened, Listed, LoggedFile, Place};
+use crate::file::{FileId, Flattened, Listed, LoggedFile, Place, ToldOf};
 use crate::frame::{PIECES_MAX, SPAN_BYTES_MAX};
 use crate::orphans::{self, DEAD, DYING, Orphans};
 use crate::run::{FILE_BYTES_MAX, Piece};
+use crate::salvage::{Report, may_be_damage};
 
 /// In `.firn/`.
 pub const CONTAINERS: &str = "log";
@@ -151,6 +153,14 @@ impl Left {
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
+}
+
+/// A file that has containers.
+struct Found<'a, B: Backing> {
+    id: FileId,
+    inode: &'a B::Inode,
+    /// From where it was looked for.
+    path: PathBuf,
 }
 
 /// An object of a [`LogBacking`].
@@ -284,11 +294,40 @@ impl<B: Backing> LogBacking<B> {
     /// Flattens the files at or below `top` that nobody writes to, whether this host has ever opened them or not.
     pub fn flatten_below(&self, top: &LogInode<B>) -> Result<Left> {
         let mut left = Left::default();
-        let lost = self.visit_logged(top, &mut |id, inode| {
-            left.count(self.flatten_found(id, inode));
+        let lost = self.visit_logged(top, &mut |found| {
+            left.count(self.flatten_found(found.id, found.inode));
         })?;
         left.lost = lost;
         Ok(left)
+    }
+
+    /// The same; what cannot be read of logs is told, and given up.
+    pub fn flatten_with_loss(&self, top: &LogInode<B>, report: &mut dyn Report) -> Result<Left> {
+        let mut left = Left::default();
+        let lost = self.visit_logged(top, &mut |found| {
+            left.count(self.flatten_damaged(&found, report));
+        })?;
+        left.lost = lost;
+        Ok(left)
+    }
+
+    fn flatten_damaged(&self, found: &Found<'_, B>, report: &mut dyn Report) -> Result<Flattened> {
+        match self.flatten_found(found.id, found.inode) {
+            Err(error) if may_be_damage(error) => {}
+            flattened => return flattened,
+        }
+        let plain = self.below.attr(found.inode)?;
+        let mut told = ToldOf {
+            path: &found.path,
+            report,
+        };
+        let file = self.find_or_add(found.id)?;
+        let (place, unit_bytes) = (self.place(), self.setup.unit_bytes);
+        let is_alive = &self.setup.is_alive;
+        match file.give_up(&place, &plain, unit_bytes, is_alive, &mut told)? {
+            true => self.flatten_found(found.id, found.inode),
+            false => Ok(Flattened::Written),
+        }
     }
 
     /// How many files at or below `top` have containers.
@@ -303,19 +342,23 @@ impl<B: Backing> LogBacking<B> {
     fn visit_logged(
         &self,
         top: &LogInode<B>,
-        visit: &mut dyn FnMut(FileId, &B::Inode),
+        visit: &mut dyn FnMut(Found<'_, B>),
     ) -> Result<usize> {
         let mut wanted = self.list_containers()?;
         if let Some(id) = top.id {
             if wanted.contains(&id) {
-                visit(id, &top.below);
+                visit(Found {
+                    id,
+                    inode: &top.below,
+                    path: PathBuf::new(),
+                });
             }
             return Ok(0);
         }
         let root = self.below.attr(&self.below.root())?.ino;
         let is_whole = self.below.attr(&top.below)?.ino == root;
-        let mut dirs = vec![top.below.clone()];
-        while let Some(dir) = dirs.pop().filter(|_| !wanted.is_empty()) {
+        let mut dirs = vec![(top.below.clone(), PathBuf::new())];
+        while let Some((dir, path)) = dirs.pop().filter(|_| !wanted.is_empty()) {
             let is_root = self.below.attr(&dir)?.ino == root;
             for (name, ino, kind) in own::list(&self.below, &dir)? {
                 let name = OsStr::from_bytes(&name);
@@ -329,8 +372,12 @@ impl<B: Backing> LogBacking<B> {
                 };
                 let id = self.inode(inode.clone(), &attr, None)?.id;
                 match id.filter(|id| wanted.remove(id)) {
-                    Some(id) => visit(id, &inode),
-                    None if attr.kind == Kind::Dir => dirs.push(inode),
+                    Some(id) => visit(Found {
+                        id,
+                        inode: &inode,
+                        path: path.join(name),
+                    }),
+                    None if attr.kind == Kind::Dir => dirs.push((inode, path.join(name))),
                     None => {}
                 }
             }

@@ -7,7 +7,7 @@
 //! * Bytes that are not what was written (a log that lost its end with the power) are an error to whoever reads them,
 //!   and never shown.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ffi::OsStr;
 use std::ops::Range;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use crate::frame::{CHECKED_BYTES, Change, FRAME_BYTES_MAX, Frame, MAGIC, Next, S
 use crate::names::Writer;
 use crate::resolve::{Key, Layers, Resolver, Segment, Source, WriterId};
 use crate::run::Piece;
-use crate::seal::{CLOSING, SEAL_NAME, Seal};
+use crate::seal::{CLOSING, Lost, SEAL_NAME, Seal};
 use crate::sort::Sorter;
 use crate::table::{BlockCache, Table};
 use crate::writer::{Appended, OwnLog};
@@ -236,14 +236,25 @@ impl<B: Backing> Tail<B> {
 }
 
 /// Frames of one index that were not known.
-struct News {
+pub(crate) struct News {
     writer: WriterId,
     from: u64,
-    to: u64,
+    /// Where the last one ends.
+    pub(crate) to: u64,
     /// With where they begin.
     frames: Vec<(u64, Frame)>,
     /// Nothing followed them.
     is_all: bool,
+}
+
+/// A part of a file in a block of a log that cannot be read.
+pub(crate) struct Unreadable {
+    /// In the file.
+    pub(crate) file: Range<u64>,
+    pub(crate) host: String,
+    pub(crate) log: String,
+    /// Where the block begins in the log.
+    pub(crate) block: u64,
 }
 
 /// Goes through the segments of a range with little memory ([`Container::find_next`]).
@@ -279,9 +290,20 @@ impl<B: Backing> Container<B> {
         base_bytes: u64,
         memory: &Arc<Memory>,
     ) -> Result<Self> {
-        let container = Self::unread(dir, name, host, memory, View::new(base_bytes));
+        let container = Self::open_unread(dir, name, host, base_bytes, memory);
         container.take_epoch(base)?;
         Ok(container)
+    }
+
+    /// The same, of which nothing is read yet.
+    pub(crate) fn open_unread(
+        dir: B::Inode,
+        name: &str,
+        host: &str,
+        base_bytes: u64,
+        memory: &Arc<Memory>,
+    ) -> Self {
+        Self::unread(dir, name, host, memory, View::new(base_bytes))
     }
 
     fn unread(dir: B::Inode, name: &str, host: &str, memory: &Arc<Memory>, view: View<B>) -> Self {
@@ -491,6 +513,11 @@ impl<B: Backing> Container<B> {
         Err(Errno::IO)
     }
 
+    /// How many sorted indexes were found that are not used.
+    pub(crate) fn count_rejected(&self) -> usize {
+        self.view.lock().rejected.len()
+    }
+
     fn damaged(&self) -> Vec<String> {
         let view = self.view.lock();
         let damaged = view.tables.iter().filter(|table| table.is_damaged());
@@ -528,9 +555,18 @@ impl<B: Backing> Container<B> {
             .iter()
             .filter_map(|(name, ..)| Writer::of_table(name))
             .collect();
-        for writer in names.iter().filter_map(|(name, ..)| Writer::of_index(name)) {
-            self.take_tables(base, &writer, &tables)?;
-            self.read_tail(base, &writer)?;
+        let mut writers: BTreeMap<String, Writer> = BTreeMap::new();
+        let listed = names.iter().filter_map(|(name, ..)| Writer::of_index(name));
+        // An index that counts and has no name any more is missed.
+        let counting = self.seal().map_or_else(Vec::new, |seal| seal.writers());
+        writers.extend(
+            listed
+                .chain(counting)
+                .map(|writer| (writer.index_name(), writer)),
+        );
+        for writer in writers.values() {
+            self.take_tables(base, writer, &tables)?;
+            self.read_tail(base, writer)?;
         }
         self.settle_len(base)
     }
@@ -670,10 +706,13 @@ impl<B: Backing> Container<B> {
                 Some(found) => Some(found),
                 None => self.open_index(base, writer)?,
             };
-            let Some((index, offset)) = found else {
-                return Ok(());
-            };
             let limit = self.view.lock().limit_of(writer);
+            let Some((index, offset)) = found else {
+                return self.check_missing(writer, limit);
+            };
+            if self.skip_lost(writer, offset) {
+                continue;
+            }
             let news = read_index(base, &index, writer.id(), offset..limit)?;
             let is_end = news.to == offset;
             let is_all = news.is_all;
@@ -688,6 +727,39 @@ impl<B: Backing> Container<B> {
                 };
             }
         }
+    }
+
+    /// Goes on behind a part of an index that was given up as lost; whether there is one at `offset`.
+    fn skip_lost(&self, writer: &Writer, offset: u64) -> bool {
+        let mut view = self.view.lock();
+        let seal = view.seal.clone();
+        let end = seal.and_then(|seal| seal.lost.end_of_part(writer, offset));
+        let tail = view.tails.get_mut(&writer.id());
+        match (end, tail) {
+            (Some(end), Some(tail)) => {
+                tail.offset = tail.offset.max(end);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// EIO where an index that counts is not there, and no sorted ones have all of it.
+    fn check_missing(&self, writer: &Writer, limit: u64) -> Result<()> {
+        let is_lost = |covered| {
+            let seal = self.seal();
+            seal.and_then(|seal| seal.lost.end_of_part(writer, covered)) == Some(limit)
+        };
+        let covered = self.covered(writer);
+        if limit == u64::MAX || covered >= limit || is_lost(covered) {
+            return Ok(());
+        }
+        tracing::error!(
+            container = self.name,
+            index = writer.index_name(),
+            "an index that counts is missing: the file cannot be read"
+        );
+        Err(Errno::IO)
     }
 
     /// EIO where the index has less than counts of it, or a frame that was synced is not whole.
@@ -783,7 +855,8 @@ impl<B: Backing> Container<B> {
         Ok(lengths)
     }
 
-    fn covered(&self, writer: &Writer) -> u64 {
+    /// Bytes of an index that are in sorted ones which are used.
+    pub(crate) fn covered(&self, writer: &Writer) -> u64 {
         let view = self.view.lock();
         view.tails.get(&writer.id()).map_or(0, Tail::covered)
     }
@@ -1001,15 +1074,10 @@ impl<B: Backing> Container<B> {
         tail.is_due(self.memory.sort_bytes())
     }
 
-    /// Reads bytes of a change, which must be as they were written.
+    /// Reads bytes of a change, which must be as they were written. Those that were given up as lost are zeros.
     fn read_log(&self, base: &B, key: Key, position: u64, buf: &mut [u8]) -> Result<()> {
-        let span = loop {
-            match self.span(base, key) {
-                Err(Errno::STALE) if self.has_damaged() => self.read_again(base, None)?,
-                found => break found?,
-            }
-        };
-        let file = self.open_log(base, key.writer, span.log)?;
+        let span = self.find_span(base, key)?;
+        let lost = self.lost_blocks(key.writer, span.log);
         let start = position.checked_sub(span.position).ok_or(Errno::IO)?;
         let end = start + buf.len() as u64;
         if end > span.bytes {
@@ -1020,24 +1088,93 @@ impl<B: Backing> Container<B> {
             let at = block * CHECKED_BYTES;
             let (from, to) = (at.max(start), (at + CHECKED_BYTES).min(end));
             let part = &mut buf[(from - start) as usize..(to - start) as usize];
-            if is_own || self.view.lock().checked.contains(&(key, block)) {
+            if lost.contains(&(span.position + at)) {
+                part.fill(0);
+            } else if is_own || self.view.lock().checked.contains(&(key, block)) {
+                let file = self.open_log(base, key.writer, span.log)?;
+                let file = file.ok_or(Errno::IO)?;
                 read_exact(base, &file, part, span.position + from)?;
-                continue;
+            } else {
+                let whole = self.load_block(base, key, &span, block)?;
+                let whole = whole.ok_or(Errno::IO)?;
+                part.copy_from_slice(&whole[(from - at) as usize..(to - at) as usize]);
             }
-            let mut whole = vec![0; CHECKED_BYTES.min(span.bytes - at) as usize];
-            read_exact(base, &file, &mut whole, span.position + at)?;
-            if crc32c::crc32c(&whole) != span.checksums[block as usize] {
-                self.tell_damage(&key, span.log, span.position + at);
-                return Err(Errno::IO);
-            }
-            part.copy_from_slice(&whole[(from - at) as usize..(to - at) as usize]);
-            let mut view = self.view.lock();
-            if view.checked.len() >= CHECKED_MAX {
-                view.checked.clear();
-            }
-            view.checked.insert((key, block));
         }
         Ok(())
+    }
+
+    /// A block of a change; none if it is not as it was written.
+    fn load_block(&self, base: &B, key: Key, span: &Span, block: u64) -> Result<Option<Vec<u8>>> {
+        let at = block * CHECKED_BYTES;
+        let mut whole = vec![0; CHECKED_BYTES.min(span.bytes - at) as usize];
+        let count = match self.open_log(base, key.writer, span.log)? {
+            Some(file) => base.read_at(&file, &mut whole, span.position + at)?,
+            None => 0,
+        };
+        if count < whole.len() || crc32c::crc32c(&whole) != span.checksums[block as usize] {
+            self.tell_damage(&key, span.log, span.position + at);
+            return Ok(None);
+        }
+        let mut view = self.view.lock();
+        if view.checked.len() >= CHECKED_MAX {
+            view.checked.clear();
+        }
+        view.checked.insert((key, block));
+        Ok(Some(whole))
+    }
+
+    /// Blocks of a log that were given up as lost, by where they begin.
+    fn lost_blocks(&self, writer: WriterId, log: u32) -> BTreeSet<u64> {
+        let view = self.view.lock();
+        let Some(seal) = view.seal.as_ref().filter(|seal| !seal.lost.is_empty()) else {
+            return BTreeSet::new();
+        };
+        let tail = view.tails.get(&writer);
+        let name = tail.map(|tail| tail.writer.log_name(log));
+        name.map_or_else(BTreeSet::new, |name| seal.lost.blocks_of(&name))
+    }
+
+    /// The parts of a segment, block by block, that are not as they were written, if it is in a log. `known` are blocks
+    /// of which that is known. Where the backing fails nothing is said of them.
+    pub(crate) fn find_unreadable(
+        &self,
+        base: &B,
+        segment: &Segment,
+        known: &Lost,
+    ) -> Result<Vec<Unreadable>> {
+        let Source::Log { position, key, .. } = segment.source else {
+            return Ok(Vec::new());
+        };
+        let span = self.find_span(base, key)?;
+        let (host, log) = self.log_of(key.writer, span.log)?;
+        let start = position.checked_sub(span.position).ok_or(Errno::IO)?;
+        let end = start + (segment.file.end - segment.file.start);
+        let mut found = Vec::new();
+        for block in start / CHECKED_BYTES..end.min(span.bytes).div_ceil(CHECKED_BYTES) {
+            let at = block * CHECKED_BYTES;
+            let position = span.position + at;
+            let is_lost = known.has_block(&log, position)
+                || (!self.view.lock().checked.contains(&(key, block))
+                    && self.load_block(base, key, &span, block)?.is_none());
+            if !is_lost {
+                continue;
+            }
+            let (from, to) = (at.max(start), (at + CHECKED_BYTES).min(end));
+            found.push(Unreadable {
+                file: segment.file.start + (from - start)..segment.file.start + (to - start),
+                host: host.clone(),
+                log: log.clone(),
+                block: position,
+            });
+        }
+        Ok(found)
+    }
+
+    /// The host that wrote a log, and the log's name.
+    fn log_of(&self, writer: WriterId, log: u32) -> Result<(String, String)> {
+        let view = self.view.lock();
+        let writer = &view.tails.get(&writer).ok_or(Errno::STALE)?.writer;
+        Ok((writer.host().to_owned(), writer.log_name(log)))
     }
 
     fn tell_damage(&self, key: &Key, log: u32, offset: u64) {
@@ -1055,7 +1192,17 @@ impl<B: Backing> Container<B> {
         );
     }
 
-    /// What a change wrote. ESTALE if it is not known any more.
+    /// What a change wrote, by sound indexes.
+    fn find_span(&self, base: &B, key: Key) -> Result<Arc<Span>> {
+        loop {
+            match self.span(base, key) {
+                Err(Errno::STALE) if self.has_damaged() => self.read_again(base, None)?,
+                found => return found,
+            }
+        }
+    }
+
+    /// The same; ESTALE if it is not known any more.
     fn span(&self, base: &B, key: Key) -> Result<Arc<Span>> {
         let tables = {
             let view = self.view.lock();
@@ -1077,26 +1224,29 @@ impl<B: Backing> Container<B> {
         view.tails.get(&writer).is_some_and(|tail| tail.is_own)
     }
 
-    fn open_log(&self, base: &B, writer: WriterId, log: u32) -> Result<Arc<B::File>> {
+    /// None if it is gone.
+    fn open_log(&self, base: &B, writer: WriterId, log: u32) -> Result<Option<Arc<B::File>>> {
         let name = {
             let view = self.view.lock();
             let tail = view.tails.get(&writer).ok_or(Errno::STALE)?;
             if let Some(file) = tail.logs.get(&log) {
-                return Ok(Arc::clone(file));
+                return Ok(Some(Arc::clone(file)));
             }
             tail.writer.log_name(log)
         };
-        let inode = own::find_file(base, &self.dir, &name)?.ok_or(Errno::IO)?;
+        let Some(inode) = own::find_file(base, &self.dir, &name)? else {
+            return Ok(None);
+        };
         let file = Arc::new(base.open(&inode, Access::Read)?);
         if let Some(tail) = self.view.lock().tails.get_mut(&writer) {
             tail.logs.entry(log).or_insert_with(|| Arc::clone(&file));
         }
-        Ok(file)
+        Ok(Some(file))
     }
 }
 
 /// The next frames of an index in a range, as far as they are whole: one reading of them.
-fn read_index<B: Backing>(
+pub(crate) fn read_index<B: Backing>(
     base: &B,
     index: &B::File,
     writer: WriterId,
@@ -1151,6 +1301,17 @@ pub(crate) fn has_synced_frame_after<B: Backing>(
     if is_last && matches!(Frame::decode(&first[..count]), Next::Incomplete) {
         return Ok(false);
     }
+    let is_later = |frame: &Frame| frame.synced > offset;
+    Ok(find_frame_after(base, index, offset, &is_later)?.is_some())
+}
+
+/// Where the first whole frame begins behind `offset` that is wanted.
+pub(crate) fn find_frame_after<B: Backing>(
+    base: &B,
+    index: &B::File,
+    offset: u64,
+    is_wanted: &dyn Fn(&Frame) -> bool,
+) -> Result<Option<u64>> {
     let mut at = offset + 1;
     let mut buf = vec![0; INDEX_READ_BYTES];
     loop {
@@ -1167,12 +1328,12 @@ pub(crate) fn has_synced_frame_after<B: Backing>(
                 break;
             }
             match Frame::decode(&buf[found..count]) {
-                Next::Frame(frame, _) if frame.synced > offset => return Ok(true),
+                Next::Frame(frame, _) if is_wanted(&frame) => return Ok(Some(at + found as u64)),
                 _ => from = found + 1,
             }
         }
         if is_last {
-            return Ok(false);
+            return Ok(None);
         }
         at += starts as u64;
     }

@@ -4,6 +4,7 @@
 //! the plain file; when it is flat, the next one does.
 
 use std::ffi::OsStr;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
@@ -13,6 +14,7 @@ use crate::head::{self, Head, HeadError};
 use crate::orphans::{DEAD, unmark};
 use crate::resolve::{Segment, Source};
 use crate::run::Piece;
+use crate::salvage::{Report, Teller};
 use crate::seal::{Ending, Flat};
 use firn_backing::lock::Mutex;
 use firn_backing::{Access, Attr, Backing, DataPart, Errno, Kind, RenameFlags, Result, Seek};
@@ -166,6 +168,12 @@ pub enum Flattened {
     Written,
 }
 
+/// Where the losses of a file are told, and what it is called there.
+pub(crate) struct ToldOf<'a> {
+    pub(crate) path: &'a Path,
+    pub(crate) report: &'a mut dyn Report,
+}
+
 struct Generation<B: Backing> {
     number: u32,
     /// Inode number of its directory, which is held open: a later container may have the same name.
@@ -282,7 +290,11 @@ impl<B: Backing> LoggedFile<B> {
             if generation.is_flat(place)? {
                 continue;
             }
-            generation.container.refresh(place.base)?;
+            match generation.container.refresh(place.base) {
+                // Another host was faster, and is removing it.
+                Err(_) if generation.is_flat(place)? => continue,
+                refreshed => refreshed?,
+            }
             found.push(generation);
         }
         self.has_remains
@@ -298,11 +310,24 @@ impl<B: Backing> LoggedFile<B> {
         Ok(())
     }
 
+    /// A generation whose indexes are read; none if it is gone, or nobody has written to it.
     fn open_generation(
         &self,
         place: &Place<'_, B>,
         number: u32,
     ) -> Result<Option<Arc<Generation<B>>>> {
+        let Some(generation) = self.find_generation(place, number)? else {
+            return Ok(None);
+        };
+        match generation.container.take_epoch(place.base) {
+            // It was flattened meanwhile, and removed.
+            Err(_) if !generation.is_current(place)? => Ok(None),
+            read => read.map(|()| Some(Arc::new(generation))),
+        }
+    }
+
+    /// The same; nothing is read of its indexes.
+    fn find_generation(&self, place: &Place<'_, B>, number: u32) -> Result<Option<Generation<B>>> {
         let name = self.id.container_name(number);
         let Some((dir, attr)) = own::find_dir(place.base, place.top, &name)? else {
             return Ok(None);
@@ -330,17 +355,15 @@ impl<B: Backing> LoggedFile<B> {
                 None => return Ok(None),
             },
         };
-        let dir_ino = attr.ino;
-        let memory = place.memory;
-        let container = Container::open(place.base, dir, &name, place.host, base_bytes, memory)?;
-        Ok(Some(Arc::new(Generation {
+        let container = Container::open_unread(dir, &name, place.host, base_bytes, place.memory);
+        Ok(Some(Generation {
             number,
-            dir: dir_ino,
+            dir: attr.ino,
             name,
             has_own_base: head.is_lowest,
             container,
             is_joined: AtomicBool::new(false),
-        })))
+        }))
     }
 
     /// Bytes of the file; `plain_bytes` are those of the plain file.
@@ -687,12 +710,50 @@ impl<B: Backing> LoggedFile<B> {
             Self::set_bases(&generations, attr.size);
             match lowest.flatten(place, inode, &attr, unit_bytes, is_alive) {
                 Ok(Flattened::Flat) => {}
+                // A sorted index was found to be damaged on the way.
+                Err(Errno::STALE) => {}
                 // Another host was faster, and has removed it.
                 Err(_) if !lowest.is_current(place)? => {}
                 outcome => return outcome,
             }
         }
         Err(Errno::IO)
+    }
+
+    /// Gives up what cannot be read of it; false if somebody writes to it.
+    pub(crate) fn give_up(
+        &self,
+        place: &Place<'_, B>,
+        plain: &Attr,
+        unit_bytes: u64,
+        is_alive: &IsAlive<'_>,
+        told: &mut ToldOf<'_>,
+    ) -> Result<bool> {
+        let mut listed = self.list(place)?;
+        listed.sort_unstable();
+        let mut below = plain.size;
+        for listed in listed {
+            let Some(generation) = self.find_generation(place, listed.number)? else {
+                continue;
+            };
+            if !generation.has_own_base {
+                generation.container.set_base(below);
+            }
+            let Some(ending) = generation.ending(place)? else {
+                continue;
+            };
+            let is_written_by = |host: &str| generation.is_written_by(host, place, is_alive);
+            let mut teller = Teller {
+                path: told.path,
+                container: &generation.name,
+                report: told.report,
+            };
+            if !ending.give_up(plain, unit_bytes, &is_written_by, &mut teller)? {
+                return Ok(false);
+            }
+            below = generation.container.len();
+        }
+        Ok(true)
     }
 
     /// Removes what somebody left who had flattened it and died then, and makes whole what somebody had begun to make.

@@ -12,6 +12,7 @@
 //! | [`container`] | the logs of all hosts for one file |
 //! | [`backing`] | a backing over a backing, with files in containers |
 //! | [`seal`] | the end of a container, and its way into the plain file |
+//! | `salvage` | the way out of a container that is damaged for good |
 
 mod append;
 pub mod backing;
@@ -24,6 +25,7 @@ mod names;
 mod orphans;
 pub mod resolve;
 pub mod run;
+mod salvage;
 pub mod seal;
 mod sort;
 pub mod table;
@@ -34,5 +36,6 @@ pub use backing::{CONTAINERS, Left, LogBacking, Setup, make_dir};
 pub use container::{Container, Memory, Walk};
 pub use file::{Flattened, is_container};
 pub use orphans::{Orphans, find_lost};
+pub use salvage::{Loss, LostPart, Report};
 pub use seal::{Ending, Flat};
 pub use verify::{Fault, Finding, Verified, verify};

@@ -13,7 +13,7 @@ use firn_trust::is_component;
 use crate::resolve::WriterId;
 
 /// Who has an index: a host in one of its lives.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Writer {
     host: String,
     life: u64,

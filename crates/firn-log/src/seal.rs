@@ -21,7 +21,7 @@
 //! * Each step may be repeated, by any host, after a crash at any call: logs do not change, and a part of the plain file
 //!   is written with the same bytes each time.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::ops::Range;
 
@@ -40,7 +40,7 @@ const SEAL_MAGIC: &str = "FIRNSEAL1 ";
 /// Put once. What a host appends when it is there may count or not.
 pub(crate) const CLOSING: &str = "closing";
 const CUT: &str = "cut";
-const ALL: &str = "all";
+pub(crate) const ALL: &str = "all";
 /// Locked by who changes the plain file as a whole, or removes the container.
 const WHOLE: &str = "whole";
 /// Before a host's name: it may write.
@@ -56,16 +56,72 @@ pub struct Seal {
     /// Bytes of each index, by its name.
     indexes: BTreeMap<String, u64>,
     /// Bytes of the file.
-    len: u64,
+    pub(crate) len: u64,
     /// When the file was changed last, in nanoseconds since 1970.
     modified_ns: u64,
     /// Bytes of the plain file that one host writes at a time.
     unit_bytes: u64,
+    /// What somebody has given up ([`crate::salvage`]).
+    #[serde(default, skip_serializing_if = "Lost::is_empty")]
+    pub(crate) lost: Lost,
+}
+
+/// What of a container cannot be read, and nobody waits for any more.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Lost {
+    /// Parts of indexes that are no frames, by the index's name.
+    pub(crate) indexes: BTreeMap<String, Vec<Range<u64>>>,
+    /// Blocks of logs, by the log's name and where they begin. Their bytes are zeros.
+    pub(crate) logs: BTreeMap<String, BTreeSet<u64>>,
+}
+
+impl Lost {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.indexes.is_empty() && self.logs.is_empty()
+    }
+
+    /// Where the part of an index ends that begins at `offset`.
+    pub(crate) fn end_of_part(&self, writer: &Writer, offset: u64) -> Option<u64> {
+        if self.indexes.is_empty() {
+            return None;
+        }
+        let parts = self.indexes.get(&writer.index_name())?;
+        let part = parts.iter().find(|part| part.contains(&offset))?;
+        Some(part.end)
+    }
+
+    pub(crate) fn has_block(&self, log: &str, block: u64) -> bool {
+        let blocks = self.logs.get(log);
+        blocks.is_some_and(|blocks| blocks.contains(&block))
+    }
+
+    pub(crate) fn blocks_of(&self, log: &str) -> BTreeSet<u64> {
+        self.logs.get(log).cloned().unwrap_or_default()
+    }
 }
 
 impl Seal {
+    /// What counts of each index, of a file that is to be changed no more: its length is not known yet.
+    pub(crate) fn new(indexes: BTreeMap<String, u64>, modified_ns: u64, unit_bytes: u64) -> Self {
+        Self {
+            indexes,
+            len: 0,
+            modified_ns,
+            unit_bytes,
+            lost: Lost::default(),
+        }
+    }
+
     pub(crate) fn limit_of(&self, writer: &Writer) -> u64 {
         self.indexes.get(&writer.index_name()).copied().unwrap_or(0)
+    }
+
+    /// Whose indexes count.
+    pub(crate) fn writers(&self) -> Vec<Writer> {
+        let counting = self.indexes.iter().filter(|(_, bytes)| **bytes > 0);
+        counting
+            .filter_map(|(name, _)| Writer::of_index(name.as_bytes()))
+            .collect()
     }
 
     /// Bytes of the file.
@@ -88,7 +144,7 @@ impl Seal {
     }
 
     /// A line with a checksum, and JSON.
-    fn encode(&self) -> Vec<u8> {
+    pub(crate) fn encode(&self) -> Vec<u8> {
         let json = serde_json::to_string_pretty(self).expect("plain data");
         let checksum = crc32c::crc32c(json.as_bytes());
         format!("{SEAL_MAGIC}{checksum:08x}\n{json}").into_bytes()
@@ -122,9 +178,9 @@ pub enum Flat {
 
 /// One container, as it comes to its end.
 pub struct Ending<'a, B: Backing> {
-    base: &'a B,
-    container: &'a Container<B>,
-    votes: VoteDir<'a, B>,
+    pub(crate) base: &'a B,
+    pub(crate) container: &'a Container<B>,
+    pub(crate) votes: VoteDir<'a, B>,
 }
 
 impl<'a, B: Backing> Ending<'a, B> {
@@ -167,26 +223,16 @@ impl<'a, B: Backing> Ending<'a, B> {
         unit_bytes: u64,
         is_alive: &dyn Fn(&str) -> Result<bool>,
     ) -> Result<bool> {
-        if !self.votes.names()?.contains(CLOSING) {
-            if self.has_writer(is_alive)? {
-                return Ok(false);
-            }
-            self.votes.put_once(CLOSING, b"")?;
-        }
-        if self.has_writer(is_alive)? {
+        if !self.close(is_alive)? {
             return Ok(false);
         }
         if !self.votes.names()?.contains(SEAL_NAME) {
             let lengths = self.container.index_lengths(self.base)?;
-            let mut seal = Seal {
-                indexes: lengths
-                    .iter()
-                    .map(|(writer, bytes)| (writer.index_name(), *bytes))
-                    .collect(),
-                len: 0,
-                modified_ns: plain.mtime.to_ns(),
-                unit_bytes,
-            };
+            let indexes = lengths
+                .iter()
+                .map(|(writer, bytes)| (writer.index_name(), *bytes))
+                .collect();
+            let mut seal = Seal::new(indexes, plain.mtime.to_ns(), unit_bytes);
             // The length is that of these bytes of the indexes, whatever a host that was taken for dead adds meanwhile.
             self.container.take_seal(self.base, seal.clone())?;
             seal.len = self.container.len();
@@ -195,6 +241,17 @@ impl<'a, B: Backing> Ending<'a, B> {
         let seal = Seal::load(self.base, self.votes.dir())?;
         self.container.take_seal(self.base, seal)?;
         Ok(true)
+    }
+
+    /// Says that nobody begins to write any more; false if a host writes that `is_alive` says to live.
+    pub(crate) fn close(&self, is_alive: &dyn Fn(&str) -> Result<bool>) -> Result<bool> {
+        if !self.votes.names()?.contains(CLOSING) {
+            if self.has_writer(is_alive)? {
+                return Ok(false);
+            }
+            self.votes.put_once(CLOSING, b"")?;
+        }
+        Ok(!self.has_writer(is_alive)?)
     }
 
     /// Whether a host that `is_alive` says to live says that it may write.
@@ -214,7 +271,7 @@ impl<'a, B: Backing> Ending<'a, B> {
         if names.contains(ALL) {
             return Ok(Flat::Done);
         }
-        if !names.contains(CUT) && !self.alone(&|| self.cut(plain))? {
+        if !names.contains(CUT) && !self.alone(&mut || self.cut(plain))? {
             return Ok(Flat::Waits);
         }
         let units = self.find_work(&seal)?;
@@ -225,7 +282,7 @@ impl<'a, B: Backing> Ending<'a, B> {
         if units.iter().any(|unit| !names.contains(&done_name(*unit))) {
             return Ok(Flat::Waits);
         }
-        match self.alone(&|| self.finish(&seal, inode, plain))? {
+        match self.alone(&mut || self.finish(&seal, inode, plain))? {
             true => Ok(Flat::Done),
             false => Ok(Flat::Waits),
         }
@@ -233,7 +290,7 @@ impl<'a, B: Backing> Ending<'a, B> {
 
     /// Does what changes the plain file as a whole, or removes the container, if no other host is at it and it is still
     /// there. A host that was late would else cut what came since then. True: nobody else is at it.
-    fn alone(&self, work: &dyn Fn() -> Result<()>) -> Result<bool> {
+    pub(crate) fn alone(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<bool> {
         let claim = match own::open_or_create(self.base, self.votes.dir(), WHOLE) {
             Ok(claim) => claim,
             Err(error) => {
@@ -380,10 +437,13 @@ impl<'a, B: Backing> Ending<'a, B> {
 
     /// Removes a container whose bytes are all in the plain file, or that nobody needs, unless another host is at it.
     pub fn remove(&self) -> Result<()> {
-        self.alone(&|| self.votes.retire()).map(drop)
+        self.alone(&mut || self.votes.retire()).map(drop)
     }
 }
 
+/// Before a unit's number: it is in the plain file.
+pub(crate) const DONE: &str = "done-";
+
 fn done_name(unit: u64) -> String {
-    format!("done-{unit}")
+    format!("{DONE}{unit}")
 }

@@ -6,7 +6,7 @@ use std::io::IoSlice;
 use std::time::Duration;
 
 use firn_backing::{Access, Backing, Errno, SimBacking, suite};
-use firn_log::{Fault, Finding, LogBacking, Setup, verify};
+use firn_log::{Fault, Finding, LogBacking, Loss, LostPart, Report, Setup, verify};
 use firn_rendezvous::own;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -33,10 +33,11 @@ fn begin_host(disk: &SimBacking, host: &str) -> (SimBacking, Logged) {
     (disk, backing.with_memory(64 << 10))
 }
 
-/// A disk with a file that two hosts wrote, and maybe began to flatten, and what the file has.
-fn written(random: &mut StdRng) -> (SimBacking, Vec<u8>) {
+/// A disk with a file that two hosts wrote, and maybe began to flatten, what the file has, and what it ever had.
+fn written(random: &mut StdRng) -> (SimBacking, Vec<u8>, History) {
     let disk = SimBacking::new();
     let mut expected = Vec::new();
+    let mut history = History::new();
     let (a_disk, a) = begin_host(&disk, "a");
     let (_, b) = begin_host(&disk, "b");
     let me = suite::own_caller();
@@ -55,6 +56,7 @@ fn written(random: &mut StdRng) -> (SimBacking, Vec<u8>) {
                 .expect("write");
             expected.resize(expected.len().max(at + data.len()), 0);
             expected[at..at + data.len()].copy_from_slice(&data);
+            history.note(at, &data);
         }
         host.sync(&file, false).expect("sync");
     }
@@ -64,7 +66,7 @@ fn written(random: &mut StdRng) -> (SimBacking, Vec<u8>) {
         let _ = a.settle();
         a_disk.begin_new_process();
     }
-    (disk, expected)
+    (disk, expected, history)
 }
 
 fn top(disk: &SimBacking) -> Inode {
@@ -107,16 +109,28 @@ fn read(backing: &impl Backing) -> Result<Vec<u8>, Errno> {
 /// What is done to a file of a container.
 fn damage(disk: &SimBacking, dir: &Inode, name: &str, random: &mut StdRng) -> bool {
     let (inode, attr) = disk.lookup(dir, OsStr::new(name)).expect("lookup");
+    if attr.size > 0 && random.random_ratio(1, 6) {
+        disk.set_mode(&inode, 0o666).expect("mode");
+        return true;
+    }
+    damage_bytes(disk, dir, name, random)
+}
+
+/// What is done to its bytes.
+fn damage_bytes(disk: &SimBacking, dir: &Inode, name: &str, random: &mut StdRng) -> bool {
+    let (inode, attr) = disk.lookup(dir, OsStr::new(name)).expect("lookup");
     if attr.size == 0 {
         return false;
     }
-    let may_be_shortened = !name.starts_with("i-");
+    // An index that ends early is one with fewer changes, but where more of it counts.
+    let is_sealed = disk.lookup(dir, OsStr::new("seal")).is_ok();
+    let may_be_shortened = !name.starts_with("i-") || is_sealed;
+    let may_be_removed = name.starts_with("d-") || (name.starts_with("i-") && is_sealed);
     let at = random.random_range(0..attr.size);
     let file = disk.open(&inode, Access::ReadWrite).expect("open");
-    match random.random_range(0..6) {
+    match random.random_range(0..5) {
         0 if may_be_shortened => disk.set_len(&file, at).expect("cut"),
-        1 if name.starts_with("d-") => disk.unlink(dir, OsStr::new(name)).expect("remove"),
-        2 => disk.set_mode(&inode, 0o666).expect("mode"),
+        1 if may_be_removed => disk.unlink(dir, OsStr::new(name)).expect("remove"),
         _ => {
             let mut byte = [0];
             disk.read_at(&file, &mut byte, at).expect("read");
@@ -134,7 +148,7 @@ fn damage_is_named_and_never_shown() {
     let (mut failed, mut harmless) = (0, 0);
     for seed in 0..400 {
         let mut random = StdRng::seed_from_u64(seed);
-        let (disk, expected) = written(&mut random);
+        let (disk, expected, _) = written(&mut random);
         let Some(dir) = container(&disk) else {
             continue;
         };
@@ -178,6 +192,157 @@ fn damage_is_named_and_never_shown() {
     assert!(failed > 50 && harmless > 50, "{failed} {harmless}");
 }
 
+/// Bytes that a file may have where changes are lost: all that was ever there.
+struct History(Vec<Vec<u8>>);
+
+impl History {
+    fn new() -> Self {
+        Self(vec![Vec::new(); 2 * FILE_BYTES])
+    }
+
+    fn note(&mut self, at: usize, data: &[u8]) {
+        for (known, byte) in self.0[at..].iter_mut().zip(data) {
+            known.push(*byte);
+        }
+    }
+
+    fn knows(&self, at: usize, byte: u8) -> bool {
+        byte == 0 || self.0[at].contains(&byte)
+    }
+}
+
+/// Compares a file with what it had before something of it was given up.
+fn assert_told(found: &[u8], expected: &[u8], history: &History, losses: &[Loss], seed: u64) {
+    let zeros = losses.iter().filter_map(|loss| match &loss.lost {
+        LostPart::Bytes { range, .. } => Some(range.start as usize..range.end as usize),
+        LostPart::Changes { .. } | LostPart::Seal => None,
+    });
+    let is_vague = losses
+        .iter()
+        .any(|loss| !matches!(loss.lost, LostPart::Bytes { .. }));
+    assert!(is_vague || found.len() == expected.len(), "seed {seed}");
+    let mut is_zero = vec![false; found.len()];
+    zeros.for_each(|range| is_zero[range].fill(true));
+    for (at, byte) in found.iter().enumerate() {
+        let is_right = match is_zero[at] {
+            true => *byte == 0,
+            false if is_vague => history.knows(at, *byte),
+            false => *byte == expected[at],
+        };
+        assert!(is_right, "seed {seed}: byte {at} is {byte}: {losses:?}");
+    }
+}
+
+/// A damaged file is given up by a process that dies at any call, and by the next one: each byte is as it was, or told.
+///
+/// Proves S-log-36.
+#[test]
+fn what_is_given_up_is_told_and_all_else_is_flat() {
+    let (mut zeros, mut changes, mut seals, mut nothing) = (0, 0, 0, 0);
+    for seed in 0..400 {
+        let mut random = StdRng::seed_from_u64(seed);
+        let (disk, expected, history) = written(&mut random);
+        let Some(dir) = container(&disk) else {
+            continue;
+        };
+        let names = names(&disk, &dir);
+        let logs = names.iter().filter(|name| {
+            ["d-", "i-", "t-", "seal"]
+                .iter()
+                .any(|kind| name.starts_with(kind))
+        });
+        let mut logs: Vec<&String> = logs.collect();
+        // One place in each: an index without any frame that says that there was more is one with fewer changes.
+        for _ in 0..random.random_range(1..4).min(logs.len()) {
+            let name = logs.swap_remove(random.random_range(0..logs.len()));
+            damage_bytes(&disk, &dir, name, &mut random);
+        }
+        let mut losses: Vec<Loss> = Vec::new();
+        if random.random_ratio(1, 2) {
+            let (process, host) = begin_host(&disk, "c");
+            let mut told = Vec::new();
+            process.crash_at(process.steps() + random.random_range(0..150));
+            let _ = host.flatten_with_loss(&host.root(), &mut told);
+            process.begin_new_process();
+            losses = told;
+        }
+        let (_, host) = begin_host(&disk, "d");
+        let left = host.flatten_with_loss(&host.root(), &mut losses);
+        let left = left.expect("walk");
+        assert!(left.is_empty(), "seed {seed}: {left:?}, {losses:?}");
+        assert!(container(&disk).is_none(), "seed {seed}");
+        let found = read(&disk).expect("read");
+        assert_told(&found, &expected, &history, &losses, seed);
+        for loss in &losses {
+            match loss.lost {
+                LostPart::Bytes { .. } => zeros += 1,
+                LostPart::Changes { .. } => changes += 1,
+                LostPart::Seal => seals += 1,
+            }
+        }
+        nothing += usize::from(losses.is_empty());
+    }
+    let counts = [zeros, changes, seals, nothing];
+    assert!(counts.iter().all(|count| *count > 10), "{counts:?}");
+}
+
+/// Nothing is given up that is not told.
+#[test]
+fn what_cannot_be_told_is_not_given_up() {
+    struct Broken(bool);
+    impl Report for Broken {
+        fn add(&mut self, _: Loss) -> Result<(), Errno> {
+            if self.0 { Ok(()) } else { Err(Errno::NOSPC) }
+        }
+        fn sync(&mut self) -> Result<(), Errno> {
+            Err(Errno::NOSPC)
+        }
+    }
+    let mut tried = 0;
+    for seed in 0..20 {
+        let mut random = StdRng::seed_from_u64(seed);
+        let (disk, expected, history) = written(&mut random);
+        let Some(dir) = container(&disk) else {
+            continue;
+        };
+        for name in names(&disk, &dir) {
+            if name.starts_with("d-") {
+                disk.unlink(&dir, OsStr::new(&name)).expect("remove");
+            }
+        }
+        let (_, host) = begin_host(&disk, "c");
+        let before = (names(&disk, &dir), read(&disk));
+        for adds in [false, true] {
+            let left = host.flatten_with_loss(&host.root(), &mut Broken(adds));
+            let left = left.expect("walk");
+            assert_eq!((left.failed, left.error), (1, Some(Errno::NOSPC)));
+            assert!(read(&host).is_err(), "seed {seed}");
+        }
+        let is_new = |name: &&String| !before.0.contains(name);
+        let made: Vec<String> = names(&disk, &dir).iter().filter(is_new).cloned().collect();
+        assert!(
+            made.iter().all(
+                |name| ["closing", "whole", "seal", "cut"].contains(&&**name)
+                    || name.starts_with("claim-")
+            ),
+            "seed {seed}: {made:?}"
+        );
+        assert!(read(&disk) == before.1, "seed {seed}");
+        let mut losses: Vec<Loss> = Vec::new();
+        let left = host.flatten_with_loss(&host.root(), &mut losses);
+        assert!(left.expect("walk").is_empty(), "seed {seed}");
+        assert_told(
+            &read(&disk).expect("read"),
+            &expected,
+            &history,
+            &losses,
+            seed,
+        );
+        tried += 1;
+    }
+    assert!(tried > 10, "{tried}");
+}
+
 /// A file whose container cannot be read is an error, and the others beside it are read. It can be removed.
 ///
 /// Proves S-log-33.
@@ -196,7 +361,7 @@ fn a_container_of_somebody_else_is_not_believed() {
     ];
     for (number, change) in changes.into_iter().enumerate() {
         let mut random = StdRng::seed_from_u64(0);
-        let (disk, _) = written(&mut random);
+        let (disk, ..) = written(&mut random);
         let (_, host) = begin_host(&disk, "d");
         let me = suite::own_caller();
         let other = host.create(&me, &host.root(), OsStr::new("other"), 0o644);

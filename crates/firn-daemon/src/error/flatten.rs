@@ -1,5 +1,6 @@
 //! Files that are not flat although somebody wants them to be.
 
+use std::io;
 use std::path::PathBuf;
 
 use firn_backing::Errno;
@@ -17,7 +18,7 @@ pub enum FlattenError {
     Attach(#[from] AttachError),
     #[error("{path}: no such file or directory in the backing", path = quoted_path(path))]
     NoSuchFile { path: PathBuf },
-    #[error("cannot flatten {}: {}; its bytes stay in logs: mend that and run `firn flatten` again", say_files(*files), process::explain(*errno))]
+    #[error("cannot flatten {}: {}; its bytes stay in logs: mend that and run `firn flatten` again (`firn check BACKING` says what is damaged)", say_files(*files), process::explain(*errno))]
     Failed { files: usize, errno: Errno },
     #[error(
         "logged and not drained, because programs on this host or others have it open for writing: {}; `firn flatten` makes it plain once they have closed it", say_files(*files))]
@@ -25,6 +26,14 @@ pub enum FlattenError {
     #[error(
         "logged and not drained, because this mount is read-only: {}; `firn flatten` on a mount that is not, or with --backing, makes it plain", say_files(*files))]
     ReadOnly { files: usize },
+    #[error("cannot write the report {path}: {source}; nothing more was given up", path = quoted_path(path))]
+    Report { path: PathBuf, source: io::Error },
+    #[error("plain, but {} lost bytes for good: {zero_bytes} are zeros now, and {report} names them all", say_files(*files), report = quoted_path(report))]
+    GivenUp {
+        files: usize,
+        zero_bytes: u64,
+        report: PathBuf,
+    },
     #[error("kept, because their file is not found in the backing: the logs of {}; `firn check BACKING` names them", say_files(*files))]
     Lost { files: usize },
 }
@@ -60,7 +69,7 @@ impl FlattenError {
             Self::ReadOnly { .. } => libc::EBUSY,
             Self::Lost { .. } => libc::ESTALE,
             Self::NoSuchFile { .. } => libc::ENOENT,
-            Self::Attach(_) => libc::EIO,
+            Self::Attach(_) | Self::Report { .. } | Self::GivenUp { .. } => libc::EIO,
         }
     }
 
@@ -68,8 +77,11 @@ impl FlattenError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Attach(error) => error.exit_code(),
-            Self::Written { .. } | Self::ReadOnly { .. } => PARTLY,
-            Self::NoSuchFile { .. } | Self::Failed { .. } | Self::Lost { .. } => FAILED,
+            Self::Written { .. } | Self::ReadOnly { .. } | Self::GivenUp { .. } => PARTLY,
+            Self::NoSuchFile { .. }
+            | Self::Failed { .. }
+            | Self::Lost { .. }
+            | Self::Report { .. } => FAILED,
         }
     }
 }

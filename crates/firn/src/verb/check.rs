@@ -137,7 +137,7 @@ fn print_reports(reports: &Reports, as_json: bool) -> Result<u8, Failure> {
             Err(Failure::new(
                 FAILED,
                 format!(
-                    "in logs: {places}; what is not damaged is read as before, and files whose bytes cannot be read give EIO: copy the rest of them, or write them again"
+                    "in logs: {places}; what is not damaged is read as before, and files whose bytes cannot be read give EIO: write them again, copy the rest of them, or give up what is damaged with `firn flatten --accept-loss`"
                 ),
             ))
         }

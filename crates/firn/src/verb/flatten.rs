@@ -32,6 +32,10 @@ pub const VERB: Verb = Verb {
             "firn flatten --backing /scratch/run42 --all",
             "without a mount, before files are used elsewhere",
         ),
+        (
+            "firn flatten --backing /scratch/run42 --accept-loss lost.json step_100",
+            "after a power loss: what cannot be read of step_100 becomes zeros, and is named in lost.json",
+        ),
     ],
     exits: &[
         (0, "everything asked for is plain"),
@@ -39,7 +43,8 @@ pub const VERB: Verb = Verb {
         (2, "an invalid option or argument"),
         (
             3,
-            "programs on this host or others have files open for writing, which stay in logs; or the mount is read-only",
+            "programs on this host or others have files open for writing, which stay in logs; or the mount is read-only; or bytes \
+             were lost (--accept-loss)",
         ),
         (10, "not on a firn mount, or no such backing"),
         (11, "with --backing: this host has it mounted"),
@@ -76,6 +81,15 @@ fn args(command: Command) -> Command {
                 .value_hint(ValueHint::DirPath)
                 .value_parser(value_parser!(PathBuf)),
         )
+        .arg(
+            Arg::new("accept-loss")
+                .long("accept-loss")
+                .value_name("REPORT")
+                .requires("backing")
+                .help("Give up for ever what is damaged in logs: it is named in the new file REPORT, and becomes zeros")
+                .value_hint(ValueHint::FilePath)
+                .value_parser(value_parser!(PathBuf)),
+        )
         .arg(minus_o())
         .args(options.map(firn_config::arg))
 }
@@ -90,7 +104,11 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         )),
         Some(backing) => {
             let below = below_backing(backing, path.unwrap_or(Path::new("")))?;
-            firn_daemon::flatten(backing, &below, &resolve(matches)?.options)?;
+            let options = resolve(matches)?.options;
+            match matches.get_one::<PathBuf>("accept-loss") {
+                None => firn_daemon::flatten(backing, &below, &options)?,
+                Some(report) => firn_daemon::flatten_with_loss(backing, &below, &options, report)?,
+            }
             Ok(DONE)
         }
         None => flatten_mounted(path.unwrap_or(Path::new(".")), is_all),

@@ -1,0 +1,284 @@
+//! The way out of a container that is damaged for good: what cannot be read of it is told, and given up.
+//!
+//! Promises
+//! * Nothing is given up before it was told, and the report of it is durable.
+//! * What is given up is written into the seal, so that all hosts flatten the same bytes, whoever dies. What can be read
+//!   stays as it is: bytes of a log that are damaged become zeros, where no newer change has covered them; a part of an
+//!   index that is no frame is left out, and what it said is not known.
+//! * What a host may still write to is not touched, and a backing that fails to read is no loss.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use firn_backing::{Access, Attr, Backing, Errno, Result};
+use firn_rendezvous::own;
+
+use crate::container::{
+    Container, Unreadable, Walk, find_frame_after, has_synced_frame_after, read_index,
+};
+use crate::names::Writer;
+use crate::resolve::WriterId;
+use crate::seal::{ALL, DONE, Ending, SEAL_NAME, Seal};
+
+/// Something that is given up.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Loss {
+    /// The file, relative to where it was looked for.
+    pub path: PathBuf,
+    /// Its container in `.firn/log/`.
+    pub container: String,
+    /// What it is.
+    pub lost: LostPart,
+}
+
+/// What may be lost.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum LostPart {
+    /// Bytes of the file, which become zeros.
+    Bytes {
+        /// Where in the file.
+        range: Range<u64>,
+        /// The host that wrote them.
+        host: String,
+        /// The log that does not have them.
+        log: String,
+    },
+    /// Changes of the file of which is not known what they were: older bytes are in their place.
+    Changes {
+        /// The host that made them.
+        host: String,
+        /// The index that does not have them.
+        index: String,
+        /// Where in the index.
+        range: Range<u64>,
+    },
+    /// What counted: whatever is there counts.
+    Seal,
+}
+
+/// Where losses are told.
+pub trait Report {
+    /// Tells one.
+    fn add(&mut self, loss: Loss) -> Result<()>;
+    /// Makes what was told durable.
+    fn sync(&mut self) -> Result<()>;
+}
+
+/// Tells the losses of one container.
+pub(crate) struct Teller<'a> {
+    pub(crate) path: &'a Path,
+    pub(crate) container: &'a str,
+    pub(crate) report: &'a mut dyn Report,
+}
+
+impl Teller<'_> {
+    fn tell(&mut self, lost: LostPart) -> Result<()> {
+        self.report.add(Loss {
+            path: self.path.to_owned(),
+            container: self.container.to_owned(),
+            lost,
+        })
+    }
+}
+
+/// An index as far as it can be read.
+struct Salvaged {
+    /// Bytes of it that count.
+    end: u64,
+    /// Those of them that are no frames.
+    lost: Vec<Range<u64>>,
+}
+
+impl<B: Backing> Ending<'_, B> {
+    /// Gives up what cannot be read; false if a host writes that `is_alive` says to live.
+    pub(crate) fn give_up(
+        &self,
+        plain: &Attr,
+        unit_bytes: u64,
+        is_alive: &dyn Fn(&str) -> Result<bool>,
+        teller: &mut Teller<'_>,
+    ) -> Result<bool> {
+        if !self.close(is_alive)? {
+            return Ok(false);
+        }
+        self.alone(&mut || self.give_up_alone(plain, unit_bytes, teller))
+    }
+
+    fn give_up_alone(&self, plain: &Attr, unit_bytes: u64, teller: &mut Teller<'_>) -> Result<()> {
+        let names = self.votes.names()?;
+        if names.contains(ALL) {
+            return Ok(());
+        }
+        let stored = own::load(self.base, self.votes.dir(), SEAL_NAME)?;
+        let old = stored.as_deref().and_then(Seal::decode);
+        let is_damaged = stored.is_some() && old.is_none();
+        let salvaged = self.container.salvage_indexes(self.base, old.as_ref())?;
+        let mut seal = old.clone().unwrap_or_else(|| {
+            let ends = salvaged
+                .iter()
+                .map(|(writer, index)| (writer.index_name(), index.end));
+            Seal::new(ends.collect(), plain.mtime.to_ns(), unit_bytes)
+        });
+        for (writer, index) in &salvaged {
+            if !index.lost.is_empty() {
+                let parts = seal.lost.indexes.entry(writer.index_name()).or_default();
+                parts.clone_from(&index.lost);
+            }
+        }
+        // From here on the container is read by it, by nobody else.
+        self.container.take_seal(self.base, seal.clone())?;
+        if old.is_none() {
+            seal.len = self.container.len();
+        }
+        // Where a sorted index is found to be damaged, the bytes are those that the index itself gives.
+        loop {
+            let rejected = self.container.count_rejected();
+            let visited = self.visit_lost_bytes(&mut seal, &mut |_| Ok(()));
+            if self.container.count_rejected() == rejected {
+                visited?;
+                break;
+            }
+        }
+        if is_damaged {
+            teller.tell(LostPart::Seal)?;
+        }
+        for (writer, index) in &salvaged {
+            self.tell_changes(writer, &index.lost, teller)?;
+        }
+        self.visit_lost_bytes(&mut seal, &mut |part| {
+            teller.tell(LostPart::Bytes {
+                range: part.file,
+                host: part.host,
+                log: part.log,
+            })
+        })?;
+        if old.is_some_and(|old| old == seal) || (stored.is_none() && seal.lost.is_empty()) {
+            return Ok(());
+        }
+        teller.report.sync()?;
+        if is_damaged {
+            // By it, parts of the file may have been others.
+            let done = names.iter().filter(|name| name.starts_with(DONE));
+            self.votes.remove_files(done.map(String::as_str))?;
+        }
+        own::store(self.base, self.votes.dir(), SEAL_NAME, &seal.encode())?;
+        self.container.take_seal(self.base, seal)
+    }
+
+    /// Tells parts of an index that are lost, but what sorted indexes have of it.
+    fn tell_changes(
+        &self,
+        writer: &Writer,
+        lost: &[Range<u64>],
+        teller: &mut Teller<'_>,
+    ) -> Result<()> {
+        let covered = self.container.covered(writer);
+        for range in lost.iter().filter(|range| range.end > covered) {
+            teller.tell(LostPart::Changes {
+                host: writer.host().to_owned(),
+                index: writer.index_name(),
+                range: range.clone(),
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Goes through the bytes of the file that are in logs and cannot be read.
+    fn visit_lost_bytes(
+        &self,
+        seal: &mut Seal,
+        visit: &mut dyn FnMut(Unreadable) -> Result<()>,
+    ) -> Result<()> {
+        let mut walk = Walk::new(0..seal.len);
+        loop {
+            let segments = self.container.find_next(self.base, &mut walk)?;
+            if segments.is_empty() {
+                return Ok(());
+            }
+            for segment in segments {
+                let lost = &mut seal.lost;
+                let found = self.container.find_unreadable(self.base, &segment, lost)?;
+                for part in found {
+                    let blocks = lost.logs.entry(part.log.clone()).or_default();
+                    blocks.insert(part.block);
+                    visit(part)?;
+                }
+            }
+        }
+    }
+}
+
+impl<B: Backing> Container<B> {
+    /// What can be read of each index, durably; `seal` says what counts, if it is known.
+    fn salvage_indexes(&self, base: &B, seal: Option<&Seal>) -> Result<BTreeMap<Writer, Salvaged>> {
+        let names = own::list(base, &self.dir)?;
+        let listed = names.iter().filter_map(|(name, ..)| Writer::of_index(name));
+        let counting = seal.map_or_else(Vec::new, Seal::writers);
+        let mut salvaged = BTreeMap::new();
+        for writer in listed.chain(counting) {
+            let limit = seal.map(|seal| seal.limit_of(&writer));
+            let index = match own::find_file(base, &self.dir, &writer.index_name())? {
+                Some(inode) => {
+                    let index = base.open(&inode, Access::Read)?;
+                    base.sync(&index, true)?;
+                    salvage_index(base, &index, writer.id(), limit)?
+                }
+                None => Salvaged {
+                    end: limit.unwrap_or(0),
+                    lost: limit.map(|limit| 0..limit).into_iter().collect(),
+                },
+            };
+            salvaged.insert(writer, index);
+        }
+        Ok(salvaged)
+    }
+}
+
+/// Goes through an index up to `limit`; if that is not known, up to the last part that was synced.
+fn salvage_index<B: Backing>(
+    base: &B,
+    index: &B::File,
+    writer: WriterId,
+    limit: Option<u64>,
+) -> Result<Salvaged> {
+    let mut salvaged = Salvaged {
+        end: 0,
+        lost: Vec::new(),
+    };
+    let end_max = limit.unwrap_or(u64::MAX);
+    while salvaged.end < end_max {
+        let from = salvaged.end;
+        salvaged.end = read_index(base, index, writer, from..end_max)?.to;
+        if salvaged.end > from {
+            continue;
+        }
+        let may_go_on = limit.is_some() || has_synced_frame_after(base, index, from)?;
+        let next = match may_go_on {
+            true => find_frame_after(base, index, from, &|_| true)?,
+            false => None,
+        };
+        let Some(next) = next.or(limit) else {
+            break;
+        };
+        salvaged.end = next.min(end_max);
+        salvaged.lost.push(from..salvaged.end);
+    }
+    Ok(salvaged)
+}
+
+impl Report for Vec<Loss> {
+    fn add(&mut self, loss: Loss) -> Result<()> {
+        self.push(loss);
+        Ok(())
+    }
+
+    fn sync(&mut self) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// Whether an error may be one of damaged logs.
+pub(crate) fn may_be_damage(error: Errno) -> bool {
+    error == Errno::IO
+}
