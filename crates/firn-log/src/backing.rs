@@ -455,10 +455,16 @@ impl<B: Backing> LogBacking<B> {
         Ok(flattened)
     }
 
-    fn forget(&self, file: &LoggedFile<B>) {
+    /// Forgets a file that is flat, unless somebody has it open or it is among those with something left to do: of one
+    /// file there would be two then, of which one does not know that the other is written to.
+    fn forget(&self, file: &Arc<LoggedFile<B>>) {
+        /// The caller's, and that of `known`.
+        const UNUSED_REFERENCES: usize = 2;
         let known = {
             let mut files = self.files.lock();
-            let is_unused = file.opens.load(Ordering::Acquire) == 0 && !file.is_logged();
+            let is_unused = file.opens.load(Ordering::Acquire) == 0
+                && Arc::strong_count(file) <= UNUSED_REFERENCES
+                && !file.is_logged();
             if is_unused {
                 self.forgotten.fetch_add(1, Ordering::AcqRel);
             }

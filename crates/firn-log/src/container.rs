@@ -718,7 +718,7 @@ impl<B: Backing> Container<B> {
             let is_all = news.is_all;
             let is_due = self.add_news(news);
             if is_due {
-                self.sort(base, writer, self.memory.sort_others_bytes())?;
+                self.sort(base, writer, self.memory.sort_others_bytes());
             }
             if is_end {
                 return match is_all && limit == u64::MAX {
@@ -901,9 +901,9 @@ impl<B: Backing> Container<B> {
 
     /// Sorts what is unsorted of an index, in parts of at most `bytes` and a frame. What cannot be sorted is in memory
     /// instead, so no failure of it is one of the caller's.
-    fn sort(&self, base: &B, writer: &Writer, bytes: u64) -> Result<()> {
+    fn sort(&self, base: &B, writer: &Writer, bytes: u64) {
         if self.is_sorting.swap(true, Ordering::AcqRel) {
-            return Ok(());
+            return;
         }
         let outcome = self.sort_parts(base, writer, bytes);
         self.is_sorting.store(false, Ordering::Release);
@@ -914,7 +914,6 @@ impl<B: Backing> Container<B> {
                 tail.sort_from = tail.offset + self.memory.sort_others_bytes();
             }
         }
-        Ok(())
     }
 
     fn sort_parts(&self, base: &B, writer: &Writer, bytes: u64) -> Result<()> {
@@ -971,10 +970,11 @@ impl<B: Backing> Container<B> {
         self.take_tables(base, writer, &tables.collect::<Vec<_>>())
     }
 
-    /// Sorts what this host has written, which writes no more.
-    pub fn sort_own(&self, base: &B) -> Result<()> {
+    /// Sorts what this host has written, which writes no more. A reader does without, and the container may be gone: no
+    /// failure of it is one of the caller's.
+    pub fn sort_own(&self, base: &B) {
         let Some(own) = self.made_own() else {
-            return Ok(());
+            return;
         };
         let writer = &own.writer;
         let is_due = {
@@ -983,14 +983,11 @@ impl<B: Backing> Container<B> {
             tail.is_some_and(|tail| tail.is_own && tail.is_due(self.memory.sort_last_bytes()))
         };
         if is_due {
-            self.sort(base, writer, self.memory.sort_bytes())?;
+            self.sort(base, writer, self.memory.sort_bytes());
         }
-        match self.sorter(base, writer).merge_last(&self.cover(writer)) {
-            Ok(()) => self.take_own_tables(base, writer),
-            Err(error) => {
-                tracing::debug!(index = writer.index_name(), %error, "it stays in parts");
-                Ok(())
-            }
+        let merged = self.sorter(base, writer).merge_last(&self.cover(writer));
+        if let Err(error) = merged.and_then(|()| self.take_own_tables(base, writer)) {
+            tracing::debug!(index = writer.index_name(), %error, "it stays in parts");
         }
     }
 
@@ -1048,10 +1045,10 @@ impl<B: Backing> Container<B> {
             return Err(Errno::STALE);
         }
         let is_due = self.note_appended(own, appended);
-        match is_due {
-            true => self.sort(base, &own.writer, self.memory.sort_bytes()),
-            false => Ok(()),
+        if is_due {
+            self.sort(base, &own.writer, self.memory.sort_bytes());
         }
+        Ok(())
     }
 
     /// Takes what this host appended; whether there is so much unsorted that it is to be sorted.

@@ -566,7 +566,9 @@ impl<B: Backing> LoggedFile<B> {
                 if top.is_joined.load(Ordering::Acquire) && top.container.seal().is_none() {
                     return Ok(Arc::clone(top));
                 }
-                if let Some(ending) = top.ending(place)?
+                // A later container may have its name.
+                if top.is_current(place)?
+                    && let Some(ending) = top.ending(place)?
                     && ending.begin_writing()?
                 {
                     top.container.take_epoch(place.base)?;
@@ -793,7 +795,7 @@ impl<B: Backing> Generation<B> {
         if self.is_joined.swap(false, Ordering::AcqRel)
             && let Some(ending) = self.ending(place)?
         {
-            self.container.sort_own(place.base)?;
+            self.container.sort_own(place.base);
             ending.end_writing()?;
         }
         Ok(())

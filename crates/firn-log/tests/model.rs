@@ -516,6 +516,17 @@ fn containers(disk: &SimBacking) -> Vec<String> {
         .collect()
 }
 
+/// A file with something left to do was forgotten once another host had flattened it. Opened and written again, it was
+/// flattened under its writer, who was told ENOENT.
+#[test]
+fn regression_a_file_that_is_written_again_is_not_flattened_by_its_former_self() {
+    let mut world = World::new(5_003_170);
+    for _ in 0..STEPS {
+        world.step();
+    }
+    world.end();
+}
+
 /// Proves S-log-35.
 #[test]
 fn hosts_agree_on_what_the_order_of_changes_allows() {
