@@ -138,10 +138,11 @@ int firn_status(firn *handle, struct firn_status *status);
 
 /* What the bytes of a file survive. */
 enum firn_durability {
-    FIRN_LOGGED = 2,  /* in the backing, in its place or, with layout=log, in a log: other hosts see it through
-                       * their mounts */
-    FIRN_DRAINED = 3, /* in the backing, as after write(2): seen by other hosts */
-    FIRN_DURABLE = 4  /* in the backing, as after fsync(2): outlives the host */
+    FIRN_PARTNERED = 2, /* held, and copied into the memory of a partner host: outlives the loss of one host */
+    FIRN_LOGGED = 3,    /* in the backing, in its place or, with layout=log, in a log: other hosts see it through
+                         * their mounts */
+    FIRN_DRAINED = 4,   /* in the backing, as after write(2): seen by other hosts */
+    FIRN_DURABLE = 5    /* in the backing, as after fsync(2): outlives the host */
 };
 
 /* For firn_wait(): as long as it takes. */
@@ -151,9 +152,10 @@ enum firn_durability {
 int firn_drain(firn *handle, const char *path);
 
 /* Drains the files at or below `path` and waits until all that was written to them before the call is
- * FIRN_LOGGED, FIRN_DRAINED or FIRN_DURABLE. ETIMEDOUT: not within `timeout_ms` milliseconds; the drain goes
- * on. EBUSY: it is FIRN_LOGGED, and not more before everybody who writes to it has closed it. Other errors
- * are the backing's (EIO, ENOSPC, ...): the data is kept. */
+ * FIRN_LOGGED, FIRN_DRAINED or FIRN_DURABLE. With FIRN_PARTNERED it drains nothing and waits for the partner, which
+ * copies files that are closed; EOPNOTSUPP: the mount has no partner. ETIMEDOUT: not within `timeout_ms`
+ * milliseconds; the drain, or the copy, goes on. EBUSY: it is FIRN_LOGGED, and not more before everybody who writes
+ * to it has closed it. Other errors are the backing's (EIO, ENOSPC, ...): the data is kept. */
 int firn_wait(firn *handle, const char *path, enum firn_durability until, uint64_t timeout_ms);
 
 /* ---- the data region ------------------------------------------------------------------------------ */

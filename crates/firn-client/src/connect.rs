@@ -122,6 +122,11 @@ impl Connection {
         }
     }
 
+    /// Tells the firnd at the other end from every other.
+    pub fn incarnation(&self) -> &str {
+        &self.incarnation
+    }
+
     /// The state of the mount.
     pub fn status(&mut self) -> Result<Status, ClientError> {
         match self.ask(&Request::Status)? {

@@ -179,6 +179,27 @@ impl OpenMount {
         self.ask(|connection| connection.files(path))
     }
 
+    /// Tells its firnd from every other.
+    pub fn incarnation(&self) -> Result<String, MountError> {
+        self.ask(|connection| Ok(connection.incarnation().to_owned()))
+    }
+
+    /// Says which host has copies of what the mount holds, and what a person should know of it. It counts as long as
+    /// the connection lives, and no other one names a partner.
+    pub fn speak_of_partner(&self, host: Option<&str>, note: &str) -> Result<(), MountError> {
+        let request = Request::Partner {
+            host: host.map(str::to_owned),
+            note: note.to_owned(),
+        };
+        self.ask(|connection| connection.done(&request))
+    }
+
+    /// Says that the partner has the file at `path`, a path below the mount point, as it was at `changes`.
+    pub fn mark_partnered(&self, path: &BytePath, changes: u64) -> Result<(), MountError> {
+        let path = path.clone();
+        self.ask(|connection| connection.done(&Request::MarkPartnered { path, changes }))
+    }
+
     /// Begins to drain the files at or below `path`.
     pub fn drain(&self, path: &Path) -> Result<(), MountError> {
         let path = self.relative(path)?;

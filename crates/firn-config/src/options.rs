@@ -222,6 +222,19 @@ pub enum Participants {
     Hosts(Vec<String>),
 }
 
+/// Which other host has copies of what this one holds.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Partner {
+    /// None.
+    #[default]
+    None,
+    /// The next one after this of those that have an agent.
+    Next,
+    /// This one.
+    Host(String),
+}
+
 /// Where the lock is kept that gives a lane one writer among several hosts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -265,6 +278,12 @@ pub struct Options {
     /// The name of this one; `None`: the host's.
     #[serde(default)]
     pub host: Option<String>,
+    /// Who has copies of what this host holds.
+    #[serde(default)]
+    pub partner: Partner,
+    /// Which hosts fail together; none: each alone.
+    #[serde(default)]
+    pub partner_domains: Option<PathBuf>,
     /// Milliseconds that a commit waits for the other hosts.
     #[serde(default)]
     pub participants_wait_ms: u64,
@@ -391,6 +410,8 @@ impl Options {
             mode: Mode::Buffer,
             participants: Participants::Off,
             host: None,
+            partner: Partner::None,
+            partner_domains: None,
             participants_wait_ms: 0,
             tokens: TokenService::None,
             token_hold_ms: 0,

@@ -11,7 +11,7 @@ use firn_format::quote::quoted_path;
 
 use crate::options::{
     Close, Drain, Flatten, Frontend, Fsync, Layout, LogLevel, Mode, Options, Order, Participants,
-    Passthrough, Placement, TokenService,
+    Partner, Passthrough, Placement, TokenService,
 };
 use crate::quantity::{duration_text, size_text};
 use crate::value::{Kind, Value};
@@ -63,7 +63,7 @@ pub fn row(name: &str) -> Option<&'static Row> {
 }
 
 /// Every option.
-pub static TABLE: [Row; 45] = [
+pub static TABLE: [Row; 47] = [
     Row {
         name: "arena-size",
         kind: Kind::Size {
@@ -350,12 +350,51 @@ pub static TABLE: [Row; 45] = [
         name: "host",
         kind: Kind::Host,
         default: "",
-        help: "Name of this host among the participants, or among those that share tokens; default: its host name",
+        help: "Name of this host among the participants, or among those that share tokens or have partners; default: its host name",
         long: "Two mounts of one backing must have different names. A mount that is to finish what a dead firnd \
                left behind must be given that firnd's name.",
         changes_promises: false,
         get: |o| o.host.clone().unwrap_or_default(),
         set: |o, v| o.host = v.names().pop(),
+    },
+    Row {
+        name: "partner",
+        kind: Kind::Host,
+        default: "none",
+        help: "Which host keeps copies, in its memory, of what this one holds: none, the next one (next), or the one \
+               of this name",
+        long: "Needs `firn agent` on both hosts, and a backing that both see. The partner's agent copies files as their \
+               writers close them, and drops each copy when its file is drained or removed. Files of which it has all \
+               bytes have the durability level `partnered`: they survive the loss of one host. With `next`, hosts \
+               are in a ring, sorted by name, and the next one outside this host's failure domain \
+               (`partner-domains`) whose agent answers is the partner. After the loss of a host, `firn run \
+               --restart HOST` takes its files from its partner.",
+        changes_promises: true,
+        get: |o| match &o.partner {
+            Partner::None => "none".to_owned(),
+            Partner::Next => "next".to_owned(),
+            Partner::Host(name) => name.clone(),
+        },
+        set: |o, v| {
+            o.partner = match v.names().pop() {
+                Some(name) if name == "next" => Partner::Next,
+                Some(name) if name != "none" => Partner::Host(name),
+                _ => Partner::None,
+            }
+        },
+    },
+    Row {
+        name: "partner-domains",
+        kind: Kind::Path,
+        default: "",
+        help: "With partner=next: a file that says which hosts fail together",
+        long: "Each line has a pattern of host names, a space and the name of a failure domain, such as a rack or a \
+               chassis. The first pattern that matches decides; a pattern may have `*`, `?`, `[…]` and `{…,…}`. \
+               Lines that are empty or begin with `#` are skipped. A host that no line names fails alone. Where no \
+               other domain has an agent, a host of this one is taken, and the status says so.",
+        changes_promises: false,
+        get: |o| path_text(o.partner_domains.as_ref()),
+        set: |o, v| o.partner_domains = v.directory(),
     },
     Row {
         name: "tokens",
@@ -779,7 +818,7 @@ pub struct Rule {
 }
 
 /// All contradictions.
-pub static RULES: [Rule; 33] = [
+pub static RULES: [Rule; 34] = [
     Rule {
         names: ["chunk-size", "arena-size"],
         text: "chunk-size may not exceed arena-size",
@@ -908,12 +947,20 @@ pub static RULES: [Rule; 33] = [
     },
     Rule {
         names: ["host", "participants"],
-        text: "host requires participants, tokens or layout=log",
+        text: "host requires participants, tokens, partner or layout=log",
         broken: |o| {
-            let is_alone = o.participants == Participants::Off && o.tokens == TokenService::None;
+            let is_alone = o.participants == Participants::Off
+                && o.tokens == TokenService::None
+                && o.partner == Partner::None;
             o.host.is_some() && is_alone && o.layout == Layout::Plain
         },
         advice: "a single host needs no name: omit host, or say what it shares with others",
+    },
+    Rule {
+        names: ["partner-domains", "partner"],
+        text: "partner-domains requires partner=next",
+        broken: |o| o.partner_domains.is_some() && o.partner != Partner::Next,
+        advice: "a partner that is named is the partner wherever it is: omit partner-domains, or use partner=next",
     },
     Rule {
         names: ["tokens", "token-endpoints"],

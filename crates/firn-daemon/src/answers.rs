@@ -28,6 +28,7 @@ use crate::host_lease::LeaseState;
 use crate::log;
 use crate::logs::{self, Flattener};
 use crate::owners::{ControlPeer, Owners, Scopes};
+use crate::partner::{PartnerBoard, PartnerSpeaker, without_partner};
 use crate::placement;
 use crate::process;
 use crate::rates::Window;
@@ -70,6 +71,8 @@ pub(crate) struct Answers {
     pub(crate) applier: Option<CommitApplier>,
     /// Makes files of logs plain; none where no file is in one, or nothing is written.
     pub(crate) flattener: Option<Flattener>,
+    /// What agents say of this host's partner; none where none is wanted.
+    pub(crate) partner: Option<Arc<PartnerBoard>>,
     /// To the main loop, which alone unmounts.
     pub(crate) events: Sender<Event>,
 }
@@ -125,6 +128,7 @@ impl Answers {
                 .as_ref()
                 .map_or(0, |steered| steered.refused_files()),
             failed_requests: self.failures.figures(),
+            partner: self.partner.as_ref().map(|board| board.status()),
             transaction_steps: crate::transactions::steps(),
             logged_files: self
                 .engine
@@ -228,6 +232,12 @@ impl Answers {
         say: &mut dyn FnMut(Reply) -> bool,
     ) -> Reply {
         let deadline = timeout_ms.map(|ms| Instant::now() + Duration::from_millis(ms));
+        if until == DurabilityLevel::Partnered {
+            return match &self.partner {
+                Some(board) => board.wait(path, deadline, &mut throttle_progress("copying", say)),
+                None => without_partner(),
+            };
+        }
         let phase = if until == DurabilityLevel::Durable {
             "syncing"
         } else {
@@ -369,6 +379,12 @@ impl Service for Answers {
             Request::Chunks { path } => client.lists.make(&self.engine, &path),
             Request::CheckChunks { list } => client.lists.check(list),
             Request::ReleaseChunks { list } => client.lists.release(list),
+            Request::Partner { host, note } => {
+                PartnerSpeaker::say(&mut client.partner, self.partner.as_ref(), host, note)
+            }
+            Request::MarkPartnered { path, changes } => {
+                PartnerSpeaker::mark(client.partner.as_ref(), &path, changes)
+            }
             Request::Metrics => Reply::Metrics {
                 text: prometheus(&self.status()),
             },
@@ -398,7 +414,9 @@ impl Service for Answers {
     }
 
     fn is_held_for(&self, client: &ControlClient) -> bool {
-        !client.lists.is_empty() || self.owners.has_owned(&client.peer.stream)
+        !client.lists.is_empty()
+            || client.partner.is_some()
+            || self.owners.has_owned(&client.peer.stream)
     }
 }
 
@@ -415,10 +433,12 @@ fn path_of_current_names(request: &Request) -> Option<&BytePath> {
         | Request::Evict { path }
         | Request::Pin { path, .. }
         | Request::Place { path }
+        | Request::MarkPartnered { path, .. }
         | Request::Chunks { path, .. } => Some(path),
         Request::Hello
         | Request::Status
         | Request::Region
+        | Request::Partner { .. }
         | Request::CheckChunks { .. }
         | Request::ReleaseChunks { .. }
         | Request::Metrics

@@ -27,6 +27,7 @@ use rustix::net::SendFlags;
 
 use crate::chunks::Lists;
 use crate::owners::ControlPeer;
+use crate::partner::PartnerSpeaker;
 use seats::{Leaving, Seats, Turn};
 
 /// Longest request: a path of PATH_MAX, escaped, and some words.
@@ -52,6 +53,8 @@ pub(crate) trait Service: Send + Sync + 'static {
 pub(crate) struct ControlClient {
     pub(crate) peer: ControlPeer,
     pub(crate) lists: Lists,
+    /// An agent that speaks of the partner.
+    pub(crate) partner: Option<PartnerSpeaker>,
 }
 
 /// A final reply.
@@ -231,6 +234,7 @@ fn serve(peer: ControlPeer, id: u64, seats: &Seats, service: &dyn Service) -> io
     let mut client = ControlClient {
         peer,
         lists: Lists::default(),
+        partner: None,
     };
     loop {
         let mut line = Vec::new();

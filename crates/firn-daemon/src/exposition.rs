@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use firn_protocol::{LaneStatus, SpillStatus, Status, TokenStatus};
+use firn_protocol::{LaneStatus, PartnerStatus, SpillStatus, Status, TokenStatus};
 
 /// The Prometheus text exposition format, version 0.0.4.
 pub(crate) fn prometheus(status: &Status) -> String {
@@ -14,6 +14,9 @@ pub(crate) fn prometheus(status: &Status) -> String {
         put_spill(&mut out, spill);
     }
     put_tokens(&mut out, &status.lanes);
+    if let Some(partner) = &status.partner {
+        put_partner(&mut out, partner);
+    }
     put_users(&mut out, status);
     put_health(&mut out, status);
     put_counts(&mut out, status);
@@ -160,6 +163,30 @@ fn put_tokens(out: &mut Exposition, lanes: &[LaneStatus]) {
         "lane",
         "Questions about a token that failed.",
         &of_lanes(|token| token.errors),
+    );
+}
+
+/// What the partner has, and what it does not have yet.
+fn put_partner(out: &mut Exposition, partner: &PartnerStatus) {
+    out.gauge(
+        "partner_present",
+        "Whether a partner host has copies now.",
+        f64::from(partner.host.is_some()),
+    );
+    out.gauge(
+        "partnered_bytes",
+        "Held bytes of files that the partner has.",
+        partner.copied_bytes as f64,
+    );
+    out.gauge(
+        "partner_lag_bytes",
+        "Held bytes of files that the partner does not have.",
+        partner.left_bytes as f64,
+    );
+    out.gauge(
+        "partner_lag_seconds",
+        "Age of the oldest byte that the partner does not have.",
+        partner.lag_s,
     );
 }
 

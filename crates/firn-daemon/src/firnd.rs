@@ -32,6 +32,7 @@ use crate::logs::{self, Flattener, Settler};
 use crate::mount::MountRequest;
 use crate::owners::Owners;
 use crate::participants;
+use crate::partner::PartnerBoard;
 use crate::periodic::{NameSync, Periodic, SingleJob};
 use crate::placement;
 use crate::preflight::{self, Checked};
@@ -178,6 +179,7 @@ impl Mount {
             steered: attached.steered.clone(),
             applier: attached.gate.clone().map(CommitApplier::new),
             flattener: Settler::is_needed(engine, options).then_some(flattener),
+            partner: PartnerBoard::new(engine, options)?,
             events: event.clone(),
         });
         if options.drain == Drain::Commit {

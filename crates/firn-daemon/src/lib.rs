@@ -30,6 +30,7 @@ mod mountinfo;
 mod orphans;
 mod owners;
 mod participants;
+mod partner;
 mod periodic;
 mod placement;
 mod preflight;

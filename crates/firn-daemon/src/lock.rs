@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use firn_client::paths::RuntimeFiles;
-use firn_config::{Layout, Options, Participants, TokenService};
+use firn_config::{Layout, Options, Participants, Partner, TokenService};
 use firn_protocol::{Reply, Request};
 use firn_transact::Members;
 use firn_trust::open_private_file;
@@ -44,6 +44,7 @@ impl Sharing {
     pub(crate) fn of(options: &Options) -> Self {
         let is_alone = options.participants == Participants::Off
             && options.tokens == TokenService::None
+            && options.partner == Partner::None
             && options.layout == Layout::Plain;
         if is_alone { Self::Alone } else { Self::Shared }
     }

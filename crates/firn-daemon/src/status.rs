@@ -129,6 +129,7 @@ pub(crate) fn file_status(figures: FileFigures) -> FileStatus {
         held_end: figures.held_end,
         open: figures.open,
         ending: figures.ending,
+        changes: figures.changes,
     }
 }
 

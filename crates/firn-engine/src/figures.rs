@@ -137,6 +137,8 @@ pub struct FileFigures {
     pub open: bool,
     /// Whether its writers closed it.
     pub ending: Ending,
+    /// Another number after each change of its bytes or its length, and one that no other file of this engine has had.
+    pub changes: u64,
 }
 
 impl<B: Backing> Engine<B> {
@@ -311,7 +313,7 @@ impl<B: Backing> Engine<B> {
         let mut out = Vec::new();
         self.ingest_all_published();
         for file in files {
-            let (held_bytes, held_end, open, pending_level, ending) = {
+            let (held_bytes, held_end, open, pending_level, ending, changes) = {
                 let state = file.lock();
                 (
                     state.pending.bytes(),
@@ -319,6 +321,7 @@ impl<B: Backing> Engine<B> {
                     !state.opens.is_empty(),
                     state.level_of_pending(&self.arena),
                     state.opens.ending(),
+                    state.changes,
                 )
             };
             let paths = file.inode.paths();
@@ -342,6 +345,7 @@ impl<B: Backing> Engine<B> {
                 held_end,
                 open,
                 ending,
+                changes,
             });
         }
         out.sort_by(|a, b| a.path.cmp(&b.path));

@@ -55,6 +55,8 @@ pub(crate) struct FileState<B: Backing> {
     /// Counts changes of its bytes and of its length, from a number on that no other file began with: whoever
     /// remembers one can tell whether the contents are still those.
     pub changes: u64,
+    /// The changes of which a partner has a copy; 0: it has none.
+    pub partnered_changes: u64,
     /// The [`Engine::privileges_epoch`](crate::Engine) in which it was seen to have no privileges; 0: never.
     pub plain_in: u32,
     /// No name leads to it any more.
@@ -87,7 +89,7 @@ static FIRST_CHANGE: AtomicU64 = AtomicU64::new(1);
 const CHANGES_OF_A_FILE: u64 = 1 << 32;
 
 /// There is one for each held file, and there may be 10^5 of them. What few files have is boxed.
-const _: () = assert!(size_of::<File<firn_backing::DirBacking>>() <= 392);
+const _: () = assert!(size_of::<File<firn_backing::DirBacking>>() <= 400);
 
 impl<B: Backing> File<B> {
     /// A file of which nothing is known.
@@ -101,6 +103,7 @@ impl<B: Backing> File<B> {
             reader: None,
             writer: None,
             changes: FIRST_CHANGE.fetch_add(CHANGES_OF_A_FILE, Ordering::Relaxed),
+            partnered_changes: 0,
             plain_in: 0,
             unlinked: false,
         };
@@ -256,12 +259,20 @@ impl<B: Backing> FileState<B> {
 
     /// What a file with pending bytes survives.
     pub(crate) fn level_of_pending(&self, arena: &Arena) -> DurabilityLevel {
+        if self.is_partnered() {
+            return DurabilityLevel::Partnered;
+        }
         let mut extents = self.pending.extents().iter();
         if extents.all(|(_, extent)| arena.is_spilled(extent.piece.slab.chunk)) {
             DurabilityLevel::Spilled
         } else {
             DurabilityLevel::Held
         }
+    }
+
+    /// Whether a partner has all of its bytes as they are now, and nobody is about to change them.
+    pub(crate) fn is_partnered(&self) -> bool {
+        self.partnered_changes == self.changes && !self.opens.has_writers()
     }
 
     /// The waiters whose data is in the backing.

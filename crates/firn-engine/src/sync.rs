@@ -239,7 +239,7 @@ impl<B: Backing> Engine<B> {
 
     // ---- trees -------------------------------------------------------------------------------
 
-    fn pending_below(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
+    pub(crate) fn pending_below(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
         self.ingest_all_published();
         let files = self.files.all();
         files

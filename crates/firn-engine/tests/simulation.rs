@@ -13,6 +13,7 @@ use firn_engine::{
     Closing, DrainPolicy, HandleId, HeldChunks, ListedPart, Order, PartPlace, ROOT, SetAttr,
     Written,
 };
+use firn_format::durability::DurabilityLevel;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -41,6 +42,15 @@ struct Listed {
     contents: Vec<u8>,
 }
 
+/// What a partner would have copied: the number of changes, which it read first, and the contents.
+struct Copied {
+    object: Object,
+    changes: u64,
+    contents: Vec<u8>,
+}
+
+/// Copies that are remembered at the same time.
+const COPIES_MAX: usize = 6;
 /// Lists held at the same time.
 const LISTS_MAX: usize = 4;
 
@@ -50,6 +60,9 @@ struct Run {
     model: Model,
     open: Vec<Open>,
     lists: Vec<Listed>,
+    copies: Vec<Copied>,
+    /// Contents of what was marked last.
+    partnered: BTreeMap<Object, Vec<u8>>,
     /// Times of modification that programs saw, of the objects that no operation under way changes.
     times: BTreeMap<Object, Time>,
     /// Model before the operation under way, and what part of it may have happened.
@@ -98,6 +111,8 @@ impl Run {
             model,
             open: Vec::new(),
             lists: Vec::new(),
+            copies: Vec::new(),
+            partnered: BTreeMap::new(),
             times: BTreeMap::new(),
             partial: None,
             faults,
@@ -186,9 +201,12 @@ impl Run {
             86..92 => self.drain(),
             92..95 => self.list(),
             95..96 => self.let_go(),
+            96..97 => self.copy(),
+            97..98 => self.mark(),
             _ => self.read(),
         }?;
         self.check_lists();
+        self.check_partnered();
         Ok(())
     }
 
@@ -265,6 +283,79 @@ impl Run {
             Err(Stopped)
         } else {
             Ok(())
+        }
+    }
+
+    /// As a partner copies: the number of changes before the bytes.
+    fn copy(&mut self) -> Result<(), Stopped> {
+        let files = self.world.engine.files_below(b"");
+        if files.is_empty() {
+            return Ok(());
+        }
+        let file = &files[self.rng.random_range(0..files.len())];
+        let path = String::from_utf8(file.path.clone()).expect("a name of this test");
+        let Some(object) = self.model.names.get(&path).copied() else {
+            return Ok(());
+        };
+        if self.copies.len() == COPIES_MAX {
+            self.copies
+                .swap_remove(self.rng.random_range(0..COPIES_MAX));
+        }
+        self.copies.push(Copied {
+            object,
+            changes: file.changes,
+            contents: self.model.contents[&object].clone(),
+        });
+        Ok(())
+    }
+
+    /// Marks what was copied at some time, under any name that it has now.
+    fn mark(&mut self) -> Result<(), Stopped> {
+        if self.rng.random_range(0..8) == 0 {
+            self.world.engine.forget_partner();
+            let files = self.world.engine.files_below(b"");
+            assert!(
+                files
+                    .iter()
+                    .all(|file| file.level != DurabilityLevel::Partnered)
+            );
+            return Ok(());
+        }
+        if self.copies.is_empty() {
+            return Ok(());
+        }
+        let copied = &self.copies[self.rng.random_range(0..self.copies.len())];
+        let mut names = self.model.names.iter();
+        let Some((path, object)) = names.find(|(_, object)| **object == copied.object) else {
+            return Ok(());
+        };
+        let marked = self
+            .world
+            .engine
+            .mark_partnered(path.as_bytes(), copied.changes, || true);
+        if self.world.stopped() {
+            return Err(Stopped);
+        }
+        if marked == Ok(true) {
+            self.partnered.insert(*object, copied.contents.clone());
+        }
+        Ok(())
+    }
+
+    /// S-partner-1, S-partner-3: what is partnered has the bytes that the partner has.
+    fn check_partnered(&self) {
+        for file in self.world.engine.files_below(b"") {
+            let path = std::str::from_utf8(&file.path).expect("a name of this test");
+            if file.level == DurabilityLevel::Partnered
+                && let Some(object) = self.model.names.get(path)
+            {
+                assert_eq!(
+                    self.partnered.get(object),
+                    self.model.contents.get(object),
+                    "operation {}: {path} is partnered with other bytes",
+                    self.ops
+                );
+            }
         }
     }
 

@@ -10,6 +10,8 @@ pub enum DurabilityLevel {
     Held,
     /// In the spill file: the same, memory is free again.
     Spilled,
+    /// In the arena or the spill file, and copied into the memory of a partner host: survives the loss of one host.
+    Partnered,
     /// In a log in the backing, as after write(2): survives the loss of the host, and only Firn can read it.
     Logged,
     /// In the backing, as after write(2).
@@ -24,6 +26,7 @@ impl DurabilityLevel {
         match self {
             Self::Held => "held",
             Self::Spilled => "spilled",
+            Self::Partnered => "partnered",
             Self::Logged => "logged",
             Self::Drained => "drained",
             Self::Durable => "durable",

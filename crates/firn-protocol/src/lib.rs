@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use crate::path::BytePath;
 
 /// Version of this protocol; a client refuses a firnd that speaks another one.
-pub const PROTOCOL_VERSION: u32 = 5;
+pub const PROTOCOL_VERSION: u32 = 6;
 
 /// What a client asks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -88,6 +88,21 @@ pub enum Request {
     ReleaseChunks {
         /// [`ChunkList::list`].
         list: u64,
+    },
+    /// This connection is an agent's and speaks of the partner; what it marks counts until it ends, or until another
+    /// one names a partner.
+    Partner {
+        /// Name of the partner host; none: there is none now.
+        host: Option<String>,
+        /// What a person should know of it; empty: nothing.
+        note: String,
+    },
+    /// The partner that this connection named has a copy of a file.
+    MarkPartnered {
+        /// Path below the mount point, without a leading slash.
+        path: BytePath,
+        /// [`FileStatus::changes`] of what it has. If the file has others now, nothing is marked.
+        changes: u64,
     },
     /// Begin a transaction in a directory and all below it.
     Begin {
@@ -384,6 +399,9 @@ pub struct Status {
     /// Transactions that are not over.
     #[serde(default)]
     pub transactions: Vec<TransactionStatus>,
+    /// Copies in the memory of another host, where the option `partner` asks for them.
+    #[serde(default)]
+    pub partner: Option<PartnerStatus>,
     /// Ingest over the last seconds, bytes per second.
     pub ingest_bytes_per_s: f64,
     /// Drain over the last seconds, bytes per second.
@@ -447,6 +465,31 @@ pub struct TransactionStatus {
     /// How far its backup is; none without the option `backup`.
     #[serde(default)]
     pub backup: Option<BackupStatus>,
+}
+
+/// Copies in the memory of another host.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PartnerStatus {
+    /// The option: `next`, or the name of a host.
+    pub wanted: String,
+    /// What this host is called among the others.
+    pub this_host: String,
+    /// The file that says which hosts fail together; none: each alone.
+    pub domains: Option<BytePath>,
+    /// The host that has the copies; none: there is none now.
+    pub host: Option<String>,
+    /// What a person should know of it; empty: nothing.
+    pub note: String,
+    /// Held files of which it has all bytes.
+    pub copied_files: u64,
+    /// Their held bytes.
+    pub copied_bytes: u64,
+    /// Held files of which it does not.
+    pub left_files: u64,
+    /// Their held bytes.
+    pub left_bytes: u64,
+    /// Seconds since the oldest of those was written; 0: there are none.
+    pub lag_s: f64,
 }
 
 /// Who owns a transaction.
@@ -646,6 +689,9 @@ pub struct FileStatus {
     /// Whether its writers closed it. A file that firnd has nothing to do with any more counts as closed.
     #[serde(default)]
     pub ending: Ending,
+    /// Another number after each change of its bytes or its length: for [`Request::MarkPartnered`].
+    #[serde(default)]
+    pub changes: u64,
 }
 
 /// Where a mount keeps data, for a process that maps it. The files belong to the user who mounted, mode

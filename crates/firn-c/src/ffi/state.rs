@@ -8,12 +8,14 @@ use firn_protocol::Status;
 use super::{CPath, CallerPlace, CallerSized, Handle, guarded, mount_of};
 use crate::error::Error;
 
+/// `FIRN_PARTNERED`.
+const PARTNERED: c_int = 2;
 /// `FIRN_LOGGED`.
-const LOGGED: c_int = 2;
+const LOGGED: c_int = 3;
 /// `FIRN_DRAINED`.
-const DRAINED: c_int = 3;
+const DRAINED: c_int = 4;
 /// `FIRN_DURABLE`.
-const DURABLE: c_int = 4;
+const DURABLE: c_int = 5;
 /// `FIRN_FOREVER`.
 const FOREVER: u64 = u64::MAX;
 
@@ -93,12 +95,13 @@ pub extern "C" fn firn_wait(
 ) -> c_int {
     guarded(|| {
         let until = match until {
+            PARTNERED => DurabilityLevel::Partnered,
             LOGGED => DurabilityLevel::Logged,
             DRAINED => DurabilityLevel::Drained,
             DURABLE => DurabilityLevel::Durable,
             _ => {
                 return Err(Error::Argument(
-                    "the level to wait for is FIRN_LOGGED, FIRN_DRAINED or FIRN_DURABLE",
+                    "the level to wait for is FIRN_PARTNERED, FIRN_LOGGED, FIRN_DRAINED or FIRN_DURABLE",
                 ));
             }
         };

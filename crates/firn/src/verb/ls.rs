@@ -17,7 +17,7 @@ use crate::{output, text};
 pub const VERB: Verb = Verb {
     name: "ls",
     about: "List files, where their data is, and whether they were closed",
-    long: "Prints one line per file: its durability level (held, spilled, logged, drained or durable); `closed` if \
+    long: "Prints one line per file: its durability level (held, spilled, partnered, logged, drained or durable); `closed` if \
                its writers closed it, `open` if one of them still has it open, `cut` if one of them, or \
                firnd, was killed before it closed the file; its size; how many of its bytes are held, that \
                is, not in the backing; and its path. A cut file is an unfinished checkpoint. Works without \
@@ -40,7 +40,7 @@ struct LsArgs {
     #[arg(value_hint = ValueHint::AnyPath)]
     path: PathBuf,
     /// List only files in this state.
-    #[arg(long, value_name = "STATE", value_parser = ["held", "spilled", "logged", "drained", "durable", "open", "closed", "cut"])]
+    #[arg(long, value_name = "STATE", value_parser = ["held", "spilled", "partnered", "logged", "drained", "durable", "open", "closed", "cut"])]
     state: Option<String>,
     /// Print the list as JSON.
     #[arg(long)]

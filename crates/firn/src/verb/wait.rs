@@ -18,10 +18,11 @@ use crate::verb::{Verb, connect};
 
 pub const VERB: Verb = Verb {
     name: "wait",
-    about: "Wait until files are logged, drained or durable",
+    about: "Wait until files are partnered, logged, drained or durable",
     long: "Drains everything at or below PATH now and waits until that is done. With --until durable, it also has the \
            effect of fsync(2) on every file and on the directories that name it. Files that lie in logs (layout=log) are \
-           flattened for `drained` and `durable`; what somebody has open for writing stays logged.",
+           flattened for `drained` and `durable`; what somebody has open for writing stays logged. With --until \
+           partnered, nothing is drained: it waits until a partner host (option `partner`) has copies in its memory.",
     examples: &[
         (
             "firn wait --until durable /ckpt/step_100",
@@ -33,7 +34,7 @@ pub const VERB: Verb = Verb {
         ),
     ],
     exits: &[
-        (0, "logged, drained or durable, as asked for"),
+        (0, "partnered, logged, drained or durable, as asked for"),
         (1, "failed; the data is kept and `firn status` says why"),
         (2, "an invalid option or argument"),
         (
@@ -65,6 +66,8 @@ struct WaitArgs {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum Until {
+    /// Held, and copied into the memory of a partner host; survives the loss of one host.
+    Partnered,
     /// In the backing, in its place or in a log (layout=log); survives the loss of the host, and other hosts see it
     /// through their mounts.
     Logged,
@@ -77,6 +80,7 @@ enum Until {
 impl Until {
     fn level(self) -> DurabilityLevel {
         match self {
+            Self::Partnered => DurabilityLevel::Partnered,
             Self::Logged => DurabilityLevel::Logged,
             Self::Drained => DurabilityLevel::Drained,
             Self::Durable => DurabilityLevel::Durable,

@@ -4,8 +4,8 @@ use std::fmt::Write;
 
 use firn_format::quote::printable;
 use firn_protocol::{
-    ErrorStatus, FileStatus, LaneState, LaneStatus, PlacedStatus, SpillStatus, Status, TokenState,
-    TokenStatus, TransactionStatus,
+    ErrorStatus, FileStatus, LaneState, LaneStatus, PartnerStatus, PlacedStatus, SpillStatus,
+    Status, TokenState, TokenStatus, TransactionStatus,
 };
 
 use super::Seen;
@@ -127,6 +127,9 @@ fn mount(s: &Status, paint: Paint) -> String {
                 bytes(s.chunk_list_bytes)
             ),
         );
+    }
+    if let Some(partner) = &s.partner {
+        line("partner", partnered(partner, paint));
     }
     if s.recovered_bytes > 0 {
         line(
@@ -368,6 +371,24 @@ fn owner(one: &TransactionStatus) -> String {
         }
         Some(owner) => format!(", owner: process {}", owner.pid),
     }
+}
+
+/// Copies in the memory of another host.
+fn partnered(partner: &PartnerStatus, paint: Paint) -> String {
+    let copied = bytes(partner.copied_bytes);
+    let mut text = match &partner.host {
+        Some(host) => format!("{host} has copies of {copied}"),
+        None => paint.odd("none: what is held is lost if this host is"),
+    };
+    if partner.host.is_some() && partner.left_files > 0 {
+        let left = bytes(partner.left_bytes);
+        let lag = seconds(partner.lag_s);
+        text += &format!(", and not of {left}, the oldest written {lag} ago");
+    }
+    if !partner.note.is_empty() {
+        text += &format!("; {}", paint.odd(&printable(&partner.note)));
+    }
+    text
 }
 
 fn spilled(spill: &SpillStatus, paint: Paint) -> String {

@@ -1,0 +1,248 @@
+//! What agents say of this host's partner, and waits for its copies.
+//!
+//! Promises
+//! * Files are `partnered` only by the word of the connection that named the partner last, and only as long as it is
+//!   there: when the agent ends, or its connection to the partner does, all of them fall back.
+//! * Nothing here waits for a partner but who asked to wait.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use firn_backing::Errno;
+use firn_config::{Options, Partner};
+use firn_engine::{Engine, PartnerFigures};
+use firn_protocol::path::BytePath;
+use firn_protocol::{PartnerStatus, Reply};
+use parking_lot::Mutex;
+
+use crate::error::AttachError;
+use crate::participants::host_name;
+use crate::store::Store;
+
+/// How often a wait looks at first, and how seldom at last.
+const LOOK_FIRST: Duration = Duration::from_millis(5);
+const LOOK_LAST: Duration = Duration::from_millis(200);
+
+/// Of a mount whose option `partner` names one.
+pub(crate) struct PartnerBoard {
+    engine: Arc<Engine<Store>>,
+    wanted: String,
+    this_host: String,
+    domains: Option<PathBuf>,
+    words: Mutex<Words>,
+}
+
+/// What is said now, by the number of who says it.
+#[derive(Default)]
+struct Words {
+    last: u64,
+    by: BTreeMap<u64, Word>,
+    /// Whose partner it is that files are marked for.
+    speaker: Option<u64>,
+}
+
+struct Word {
+    host: Option<String>,
+    note: String,
+}
+
+/// The right of one connection to speak. Dropped, what it said counts no more.
+pub(crate) struct PartnerSpeaker {
+    board: Arc<PartnerBoard>,
+    number: u64,
+}
+
+impl PartnerBoard {
+    /// None where no partner is wanted.
+    pub(crate) fn new(
+        engine: &Arc<Engine<Store>>,
+        options: &Options,
+    ) -> Result<Option<Arc<Self>>, AttachError> {
+        let wanted = match &options.partner {
+            Partner::None => return Ok(None),
+            Partner::Next => "next".to_owned(),
+            Partner::Host(name) => name.clone(),
+        };
+        let this_host = host_name(options)?;
+        Ok(Some(Arc::new(Self {
+            engine: Arc::clone(engine),
+            wanted,
+            this_host,
+            domains: options.partner_domains.clone(),
+            words: Mutex::default(),
+        })))
+    }
+
+    /// What the status says.
+    pub(crate) fn status(&self) -> PartnerStatus {
+        let figures = self.engine.partner_figures(b"").unwrap_or_default();
+        let PartnerFigures {
+            copied_files,
+            copied_bytes,
+            left_files,
+            left_bytes,
+            oldest_left,
+        } = figures;
+        let (host, note) = self.said();
+        PartnerStatus {
+            wanted: self.wanted.clone(),
+            this_host: self.this_host.clone(),
+            domains: self.domains.as_deref().map(BytePath::from),
+            host,
+            note,
+            copied_files,
+            copied_bytes,
+            left_files,
+            left_bytes,
+            lag_s: oldest_left.map_or(0.0, |age| age.as_secs_f64()),
+        }
+    }
+
+    /// The partner, and what a person should know of it.
+    fn said(&self) -> (Option<String>, String) {
+        let words = self.words.lock();
+        let speaker = words.speaker.and_then(|number| words.by.get(&number));
+        let notes = words.by.values().rev().map(|word| &word.note);
+        let note = notes.into_iter().find(|note| !note.is_empty());
+        let note = match (words.by.is_empty(), note) {
+            (_, Some(note)) => note.clone(),
+            (true, None) => "no `firn agent` runs for this mount".to_owned(),
+            (false, None) => String::new(),
+        };
+        (speaker.and_then(|word| word.host.clone()), note)
+    }
+
+    fn say(&self, number: u64, host: Option<String>, note: String) {
+        let mut words = self.words.lock();
+        let names = host.is_some();
+        words.by.insert(number, Word { host, note });
+        let forgets = match (names, words.speaker) {
+            (true, Some(speaker)) if speaker == number => false,
+            (true, _) => {
+                words.speaker = Some(number);
+                true
+            }
+            (false, Some(speaker)) if speaker == number => {
+                words.speaker = None;
+                true
+            }
+            (false, _) => false,
+        };
+        // Before the files: whoever marks one asks for the words while it has the file.
+        drop(words);
+        if forgets {
+            self.engine.forget_partner();
+        }
+    }
+
+    /// Waits until the partner has all that is held at or below `path`. `progress` is told what is left, and ends the
+    /// wait with false.
+    pub(crate) fn wait(
+        &self,
+        path: &BytePath,
+        deadline: Option<Instant>,
+        progress: &mut dyn FnMut(u64, u64) -> bool,
+    ) -> Reply {
+        let mut pause = LOOK_FIRST;
+        loop {
+            let left = match self.engine.partner_figures(path.as_bytes()) {
+                Ok(figures) if figures.left_files == 0 => return Reply::Done,
+                Ok(figures) => figures,
+                Err(error) => return refused(error, &format!("{path}: {error}")),
+            };
+            if !progress(left.left_bytes, left.left_files) {
+                return refused(Errno::CANCELED, "the wait was given up");
+            }
+            let rest = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            if rest == Some(Duration::ZERO) {
+                return refused(Errno::TIMEDOUT, &self.describe_left(&left));
+            }
+            std::thread::sleep(rest.map_or(pause, |rest| rest.min(pause)));
+            pause = (2 * pause).min(LOOK_LAST);
+        }
+    }
+
+    fn describe_left(&self, left: &PartnerFigures) -> String {
+        let (host, note) = self.said();
+        let PartnerFigures {
+            left_files,
+            left_bytes,
+            ..
+        } = left;
+        let who = host.map_or_else(
+            || "there is no partner".to_owned(),
+            |host| format!("the partner {host} does not have them yet"),
+        );
+        let why = match note.is_empty() {
+            true => "files that are open for writing are copied when they are closed".to_owned(),
+            false => note,
+        };
+        format!("timed out with {left_bytes} bytes of {left_files} files left: {who}; {why}")
+    }
+}
+
+impl PartnerSpeaker {
+    /// What a connection says; it gets the right to with its first word.
+    pub(crate) fn say(
+        speaker: &mut Option<Self>,
+        board: Option<&Arc<PartnerBoard>>,
+        host: Option<String>,
+        note: String,
+    ) -> Reply {
+        let Some(board) = board else {
+            return without_partner();
+        };
+        let speaker = speaker.get_or_insert_with(|| {
+            let mut words = board.words.lock();
+            words.last += 1;
+            Self {
+                board: Arc::clone(board),
+                number: words.last,
+            }
+        });
+        board.say(speaker.number, host, note);
+        Reply::Done
+    }
+
+    /// The partner that this connection named has a file as it was at `changes`.
+    pub(crate) fn mark(speaker: Option<&Self>, path: &BytePath, changes: u64) -> Reply {
+        let Some(Self { board, number }) = speaker else {
+            return refused(Errno::INVAL, "this connection has named no partner");
+        };
+        let counts = || board.words.lock().speaker == Some(*number);
+        if !counts() {
+            return refused(Errno::STALE, "another connection has named a partner since");
+        }
+        let marked = board
+            .engine
+            .mark_partnered(path.as_bytes(), changes, counts);
+        match marked {
+            Ok(_) | Err(Errno::NOENT) => Reply::Done,
+            Err(error) => refused(error, &format!("{path}: {error}")),
+        }
+    }
+}
+
+impl Drop for PartnerSpeaker {
+    fn drop(&mut self) {
+        self.board.say(self.number, None, String::new());
+        self.board.words.lock().by.remove(&self.number);
+    }
+}
+
+/// To whoever asks for a partner's copies where there are none.
+pub(crate) fn without_partner() -> Reply {
+    refused(
+        Errno::OPNOTSUPP,
+        "this mount has no partner: mount with partner=next, and run `firn agent` on each host",
+    )
+}
+
+fn refused(errno: Errno, message: &str) -> Reply {
+    Reply::Error {
+        errno: errno.raw_os_error(),
+        message: message.to_owned(),
+    }
+}
