@@ -149,6 +149,7 @@ fn list(entries: Vec<(Vec<u8>, Kind)>) {
         mode: 0o644,
         mtime_s: 0,
         mtime_ns: 0,
+        held: None,
     };
     let entries: Vec<Entry> = entries.into_iter().map(entry).collect();
     if check_list(entries.clone()).is_ok() {

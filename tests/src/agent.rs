@@ -36,7 +36,24 @@ impl Agent {
         mount_point: &Path,
         extra: &[&str],
     ) -> Self {
-        let mut command = sandbox.firn(["agent", "--host", HOST]);
+        let named = [&["--host", HOST], extra].concat();
+        Self::launch(namespace, sandbox, mount_point, &named)
+    }
+
+    /// With the name that the mount has.
+    #[track_caller]
+    pub fn start_unnamed(sandbox: &Sandbox, mount_point: &Path, extra: &[&str]) -> Self {
+        Self::launch(None, sandbox, mount_point, extra)
+    }
+
+    #[track_caller]
+    fn launch(
+        namespace: Option<&Namespace>,
+        sandbox: &Sandbox,
+        mount_point: &Path,
+        extra: &[&str],
+    ) -> Self {
+        let mut command = sandbox.firn(["agent"]);
         if !extra.contains(&"--listen") {
             command.args(["--listen", "127.0.0.1:0"]);
         }

@@ -72,6 +72,20 @@ pub enum AgentError {
         /// Why.
         error: io::Error,
     },
+    /// The file of failure domains.
+    #[error("partner-domains={}: {why}", quoted_path(path))]
+    Domains {
+        /// Which.
+        path: PathBuf,
+        /// What is wrong.
+        why: String,
+    },
+    /// A host that is to survive itself.
+    #[error("partner={host} is this host: mount with the name of another one, or partner=next")]
+    OwnPartner {
+        /// Its name.
+        host: String,
+    },
     /// No random bytes.
     #[error("the kernel gives no random bytes for a key: {0}")]
     Random(#[from] getrandom::Error),
@@ -90,7 +104,12 @@ impl AgentError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Client(error) => error.exit_code(),
-            Self::KeyFile(_) | Self::Listen { .. } | Self::Random(_) | Self::Io { .. } => 1,
+            Self::KeyFile(_)
+            | Self::Listen { .. }
+            | Self::Domains { .. }
+            | Self::OwnPartner { .. }
+            | Self::Random(_)
+            | Self::Io { .. } => 1,
         }
     }
 }

@@ -24,7 +24,7 @@ use rustix::fs::{CWD, RenameFlags};
 
 use crate::error::PullError;
 use crate::peer::Route;
-use crate::pull::{Listed, Outcome, PullRequest, list, pull};
+use crate::pull::{Listed, Outcome, PullRequest, PullSource, list, pull};
 
 /// What is followed.
 pub struct FollowRequest {
@@ -182,7 +182,7 @@ impl Follower<'_> {
             &PullRequest {
                 host: request.host.clone(),
                 route: request.route.clone(),
-                source: request.source.as_path().join(&listed.name).into(),
+                source: PullSource::Path(request.source.as_path().join(&listed.name).into()),
                 target: next.clone(),
                 cut: false,
                 patience: Duration::ZERO,

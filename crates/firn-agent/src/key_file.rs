@@ -18,6 +18,8 @@ use crate::auth::Key;
 
 /// Bytes of the longest file: what ours have, several times.
 const FILE_BYTES_MAX: usize = 4096;
+/// What the names of the files begin with.
+const FILE_PREFIX: &str = "agent-";
 /// Bytes of the longest name of a host (POSIX).
 const HOST_BYTES_MAX: usize = 255;
 
@@ -63,6 +65,8 @@ pub struct KeyFile {
     pub address: String,
     /// Its key.
     pub key: Key,
+    /// The host that has copies of what that host holds, or had them when it was lost.
+    pub partner: Option<String>,
 }
 
 /// The same, as it is written.
@@ -70,6 +74,8 @@ pub struct KeyFile {
 struct Stored {
     address: String,
     key: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    partner: Option<String>,
 }
 
 /// Whether `host` may be a part of the name of a file.
@@ -83,7 +89,7 @@ pub fn check_host(host: &str) -> Result<(), KeyFileError> {
 
 fn file_name(host: &str) -> Result<String, KeyFileError> {
     check_host(host)?;
-    Ok(format!("agent-{host}"))
+    Ok(format!("{FILE_PREFIX}{host}"))
 }
 
 impl KeyFile {
@@ -93,6 +99,7 @@ impl KeyFile {
         let stored = Stored {
             address: self.address.clone(),
             key: self.key.digits(),
+            partner: self.partner.clone(),
         };
         let bytes = serde_json::to_vec(&stored).expect("it is plain JSON");
         let done = || -> Result<(), OwnError> {
@@ -153,15 +160,41 @@ impl KeyFile {
             return None;
         }
         let stored: Stored = serde_json::from_slice(bytes).ok()?;
+        if stored
+            .partner
+            .as_deref()
+            .is_some_and(|host| check_host(host).is_err())
+        {
+            return None;
+        }
         Some(Self {
+            partner: stored.partner,
             address: stored.address,
             key: Key::from_digits(&stored.key)?,
         })
     }
 
+    /// Hosts with a record in a backing, believed or not.
+    pub fn list_hosts(backing: &Path) -> Result<Vec<String>, KeyFileError> {
+        let list = || -> Result<Vec<String>, OwnError> {
+            let base = open(backing)?;
+            let Some((top, _)) = own::find_dir(&base, &base.root(), TOP)? else {
+                return Ok(Vec::new());
+            };
+            let names = own::list(&base, &top)?.into_iter();
+            let hosts = names.filter_map(|(name, ..)| {
+                let name = String::from_utf8(name).ok()?;
+                let host = name.strip_prefix(FILE_PREFIX)?;
+                check_host(host).is_ok().then(|| host.to_owned())
+            });
+            Ok(hosts.collect())
+        };
+        list().map_err(unusable(backing, ""))
+    }
+
     /// Removes it, where it is still this one.
     pub fn remove(&self, backing: &Path, host: &str) -> Result<(), KeyFileError> {
-        if Self::load(backing, host).ok().as_ref() != Some(self) {
+        if !Self::load(backing, host).is_ok_and(|stored| stored.key == self.key) {
             return Ok(());
         }
         let name = file_name(host)?;
@@ -206,6 +239,7 @@ mod tests {
         KeyFile {
             address: "10.0.0.1:4711".into(),
             key: Key::random().unwrap(),
+            partner: None,
         }
     }
 
@@ -221,6 +255,14 @@ mod tests {
         );
         assert_eq!(KeyFile::load(backing.path(), "n1").unwrap(), first);
         assert_eq!(KeyFile::load_from(&path).unwrap(), first);
+        // Whoever looks for copies finds the partner; the record stays this agent's.
+        let partnered = KeyFile {
+            partner: Some("n2".into()),
+            ..first.clone()
+        };
+        partnered.store(backing.path(), "n1").unwrap();
+        assert_eq!(KeyFile::load(backing.path(), "n1").unwrap(), partnered);
+        assert_eq!(KeyFile::list_hosts(backing.path()).unwrap(), ["n1"]);
         let second = key_file();
         second.store(backing.path(), "n1").unwrap();
         first.remove(backing.path(), "n1").unwrap();

@@ -24,10 +24,12 @@ mod auth;
 mod encryption;
 mod error;
 mod follow;
+mod given;
 pub mod holds;
 mod key_file;
 mod link;
 pub mod message;
+mod partner;
 mod peer;
 mod pull;
 mod sealed;
@@ -42,8 +44,11 @@ pub use error::{AgentError, PullError, WireError};
 pub use follow::{FollowEvent, FollowRequest, follow};
 pub use key_file::{KeyFile, KeyFileError, check_host};
 pub use link::Link;
+pub use partner::{Domains, DomainsError};
 pub use peer::{Peer, Route};
-pub use pull::{Listed, Outcome, Progress, PullRequest, check_list, list, pull};
+pub use pull::{
+    Listed, Outcome, Progress, PullRequest, PullSource, check_list, list, list_entries, pull,
+};
 pub use sealed::Sealed;
 pub use server::{Agent, AgentOptions, Level, Log};
 pub use transport::{Stream, Transport};

@@ -2,7 +2,7 @@
 //!
 //! A frame is its length in 4 bytes, the most significant first, and a [`Request`] or [`Reply`] as JSON. After a
 //! [`Reply::Bytes`] that many bytes follow as they are. The agent answers requests in their order, each with one final
-//! reply; only [`Request::List`] and [`Request::Read`] have others before it.
+//! reply; only [`Request::List`], [`Request::ListHeld`] and [`Request::Read`] have others before it.
 //!
 //! Invariants
 //! * A frame has at most [`FRAME_BYTES_MAX`] bytes, before the handshake is over [`HANDSHAKE_BYTES_MAX`]: looked at
@@ -56,6 +56,35 @@ pub enum Request {
         /// As the source host names it; empty: the mount of the agent.
         path: BytePath,
     },
+    /// The files at and below a path that firnd holds, and the directories that lead to them.
+    ListHeld {
+        /// Path below the mount point; empty: all of it.
+        path: BytePath,
+    },
+    /// Be the partner of a host that has left its record in the same backing.
+    Adopt {
+        /// Its name.
+        host: String,
+    },
+    /// This connection is the partner's: what it marks counts until it ends.
+    Follow {
+        /// Name of the partner.
+        host: String,
+    },
+    /// On a connection that follows: there is a copy of a file.
+    Mark {
+        /// Path below the mount point.
+        path: BytePath,
+        /// [`Held::changes`] of what was copied.
+        changes: u64,
+    },
+    /// On a connection that follows: what people should know of the partner.
+    Note {
+        /// Empty: nothing.
+        text: String,
+    },
+    /// On a connection that follows: the partner lives.
+    Beat,
     /// Hold a file, as it is now.
     Open {
         /// The number by which the puller means it from now on.
@@ -161,6 +190,13 @@ pub enum Reply {
         /// What was read is all the same the file as it was when it was opened.
         snapshot: bool,
     },
+    /// Answer to [`Request::Follow`].
+    Following {
+        /// The firnd that counts the changes.
+        incarnation: String,
+        /// Its arena.
+        arena: String,
+    },
     /// Done.
     Done,
     /// Answer to [`Request::Open`]: the agent holds as much as it may. Release something, or ask later.
@@ -199,6 +235,36 @@ pub struct Entry {
     pub mtime_s: i64,
     /// And nanoseconds.
     pub mtime_ns: u32,
+    /// What firnd says of a file in a list of held ones.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub held: Option<Held>,
+}
+
+/// What firnd says of a file that it holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Held {
+    /// Another number after each change of its bytes or its length, as long as the same firnd runs.
+    pub changes: u64,
+    /// The partner is known to have it.
+    pub partnered: bool,
+}
+
+impl Entry {
+    /// A directory that is listed itself.
+    pub(crate) fn directory() -> Self {
+        Self {
+            path: BytePath::default(),
+            kind: EntryKind::Directory,
+            mode: 0o700,
+            mtime_s: 0,
+            mtime_ns: 0,
+            held: None,
+        }
+    }
+
+    pub(crate) fn changes(&self) -> Option<u64> {
+        self.held.map(|held| held.changes)
+    }
 }
 
 /// What an [`Entry`] is.

@@ -192,7 +192,19 @@ impl Peer {
 
     /// What is at and below a path, parents first, and that path below the mount point.
     pub(crate) fn list(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), PullError> {
-        self.send(&Request::List { path: path.clone() })?;
+        self.receive_list(&Request::List { path: path.clone() })
+    }
+
+    /// What firnd holds there at and below a path below the mount point, with the directories that lead to it.
+    pub(crate) fn list_held(
+        &mut self,
+        path: &BytePath,
+    ) -> Result<(BytePath, Vec<Entry>), PullError> {
+        self.receive_list(&Request::ListHeld { path: path.clone() })
+    }
+
+    fn receive_list(&mut self, request: &Request) -> Result<(BytePath, Vec<Entry>), PullError> {
+        self.send(request)?;
         let mut all = Vec::new();
         loop {
             match self.receive()? {
@@ -203,6 +215,46 @@ impl Peer {
             if all.len() > ENTRIES_MAX {
                 return Err(self.implausible("more files than an agent lists"));
             }
+        }
+    }
+
+    // ---- partners ------------------------------------------------------------------------------
+
+    /// Asks the other host to be the partner of `host`.
+    pub(crate) fn adopt(&mut self, host: &str) -> Result<(), PullError> {
+        self.done(&Request::Adopt { host: host.into() })
+    }
+
+    /// Follows as the partner `host`; gives the firnd that counts the changes and its arena.
+    pub(crate) fn follow(&mut self, host: &str) -> Result<(String, String), PullError> {
+        self.send(&Request::Follow { host: host.into() })?;
+        match self.receive()? {
+            Reply::Following { incarnation, arena } => Ok((incarnation, arena)),
+            other => Err(self.out_of_turn(&other)),
+        }
+    }
+
+    /// There is a copy of a file as it was at `changes`.
+    pub(crate) fn mark(&mut self, path: &BytePath, changes: u64) -> Result<(), PullError> {
+        let path = path.clone();
+        self.done(&Request::Mark { path, changes })
+    }
+
+    /// What people should know of this partner.
+    pub(crate) fn note(&mut self, text: &str) -> Result<(), PullError> {
+        self.done(&Request::Note { text: text.into() })
+    }
+
+    /// This partner lives.
+    pub(crate) fn beat(&mut self) -> Result<(), PullError> {
+        self.done(&Request::Beat)
+    }
+
+    fn done(&mut self, request: &Request) -> Result<(), PullError> {
+        self.send(request)?;
+        match self.receive()? {
+            Reply::Done => Ok(()),
+            other => Err(self.out_of_turn(&other)),
         }
     }
 

@@ -25,7 +25,8 @@ use crate::message::{Entry, EntryKind, ErrorKind};
 use crate::peer::{Peer, Route};
 use fetch::{Fetch, Wanted};
 use plan::Plan;
-use staging::{Staging, local};
+use staging::Staging;
+pub(crate) use staging::local;
 use state::State;
 use writers::Writers;
 
@@ -39,14 +40,32 @@ pub struct PullRequest {
     pub host: String,
     /// How its agent is reached.
     pub route: Route,
-    /// Path there; empty: the mount of the agent.
-    pub source: BytePath,
+    /// What is pulled of it.
+    pub source: PullSource,
     /// Name of the copy.
     pub target: PathBuf,
     /// Also what its writers have not closed.
     pub cut: bool,
     /// How long a connection that broke is tried again without a byte that comes.
     pub patience: Duration,
+}
+
+/// What is to be pulled of a host.
+#[derive(Clone, Debug)]
+pub enum PullSource {
+    /// What is at and below a path there; empty: the mount of the agent; not absolute: `HOST/path`, partner copies of
+    /// what that host held.
+    Path(BytePath),
+    /// What firnd holds at and below a path below the mount point.
+    Held(BytePath),
+}
+
+impl PullSource {
+    fn path(&self) -> &BytePath {
+        match self {
+            Self::Path(path) | Self::Held(path) => path,
+        }
+    }
 }
 
 /// How far it is.
@@ -77,6 +96,9 @@ pub struct Outcome {
     pub changed: Vec<BytePath>,
     /// Pipes, sockets and devices.
     pub left_out: Vec<BytePath>,
+    /// What was pulled, as it was listed.
+    #[serde(skip)]
+    pub entries: Vec<Entry>,
 }
 
 /// Something in a directory that is listed.
@@ -129,6 +151,7 @@ pub fn pull(request: &PullRequest, tell: &mut dyn FnMut(Progress)) -> Result<Out
     staging.finish(&plan)?;
     let mut outcome = state.into_outcome(plan.entries());
     outcome.left_out = plan.left_out();
+    outcome.entries = plan.into_entries();
     Ok(outcome)
 }
 
@@ -144,7 +167,11 @@ fn attempt(
         Some(peer) => peer,
         None => Peer::connect(&request.host, &request.route)?,
     };
-    let (top, entries) = peer.list(&request.source).map_err(|error| match error {
+    let listed = match &request.source {
+        PullSource::Path(path) => peer.list(path),
+        PullSource::Held(path) => peer.list_held(path),
+    };
+    let (top, entries) = listed.map_err(|error| match error {
         // It was there: its mount is gone, and may come back.
         PullError::Remote { host, message, .. } if state.was_listed => PullError::Remote {
             host,
@@ -191,20 +218,26 @@ fn check_complete(host: &str, request: &PullRequest, plan: &Plan) -> Result<(), 
     };
     Err(PullError::Incomplete {
         host: host.into(),
-        path: request.source.clone(),
+        path: request.source.path().clone(),
         example: format!("{name} {what}"),
         more: unfinished.count(),
     })
 }
 
-/// What is in a directory of another host.
-pub fn list(host: &str, route: &Route, path: &BytePath) -> Result<Vec<Listed>, PullError> {
+/// What is at and below a path of another host, parents first.
+pub fn list_entries(host: &str, route: &Route, path: &BytePath) -> Result<Vec<Entry>, PullError> {
     let mut peer = Peer::connect(host, route)?;
     let (_, entries) = peer.list(path)?;
     let plan = Plan::check(entries).map_err(|what| peer.implausible(what))?;
+    Ok(plan.into_entries())
+}
+
+/// What is in a directory of another host.
+pub fn list(host: &str, route: &Route, path: &BytePath) -> Result<Vec<Listed>, PullError> {
+    let entries = list_entries(host, route, path)?;
     let mut found: BTreeMap<BytePath, Listed> = BTreeMap::new();
-    let is_dir = plan.entries()[0].kind == EntryKind::Directory;
-    for entry in &plan.entries()[usize::from(is_dir)..] {
+    let is_dir = entries[0].kind == EntryKind::Directory;
+    for entry in &entries[usize::from(is_dir)..] {
         let name = first_component(&entry.path);
         let (files, bytes, ending) = match entry.kind {
             EntryKind::File { bytes, ending } => (1, bytes, ending),
@@ -234,7 +267,8 @@ fn worse(a: Ending, b: Ending) -> Ending {
     }
 }
 
-fn first_component(path: &BytePath) -> BytePath {
+/// The first name of a path.
+pub(crate) fn first_component(path: &BytePath) -> BytePath {
     let mut components = Path::new(path.as_path()).components();
     components.next().map_or_else(BytePath::default, |first| {
         BytePath::from(Path::new(first.as_os_str()))

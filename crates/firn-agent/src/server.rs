@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use firn_client::{Connection, Mount};
 use firn_format::quote::quoted_path;
+use firn_protocol::PartnerStatus;
 
 use crate::auth::{Key, Terms, answer_handshake};
 use crate::encryption::{Encrypt, Encryption};
@@ -23,6 +24,7 @@ use crate::error::{AgentError, WireError};
 use crate::holds::Holds;
 use crate::key_file::{KeyFile, check_host};
 use crate::link::Link;
+use crate::partner::{Desk, Domains, Shelf, choose_partners};
 use crate::session::{Sent, Session};
 use crate::source::default_hold_max;
 use crate::transport::{Stream, Transport};
@@ -76,8 +78,10 @@ pub struct AgentOptions {
     pub listen: SocketAddr,
     /// Name or address by which pullers reach this host; none: that of `listen`, or the name of the host.
     pub address: Option<String>,
-    /// The host's name in the key file.
-    pub host: String,
+    /// What pullers and partners call this host; none: what the mount is told to call it, or the name of the host.
+    pub host: Option<String>,
+    /// Bytes of other hosts' files that it keeps copies of; none: as many as the arena has.
+    pub partner_bytes_max: Option<u64>,
     /// Bytes of the arena that it may hold at once; none: a quarter.
     pub hold_max: Option<u64>,
     /// Whether bytes are encrypted on their way.
@@ -89,7 +93,9 @@ pub struct AgentOptions {
 /// An agent that listens.
 pub struct Agent {
     mount: Mount,
-    host: String,
+    desk: Arc<Desk>,
+    /// What the mount says of partners; none: it wants none.
+    partner: Option<(PartnerStatus, Domains)>,
     listener: TcpListener,
     key_file: KeyFile,
     shared: Arc<Shared>,
@@ -101,6 +107,7 @@ struct Shared {
     key: Key,
     encrypt: Encrypt,
     holds: Arc<Holds>,
+    desk: Arc<Desk>,
     log: Log,
     strangers: AtomicUsize,
     sessions: AtomicUsize,
@@ -110,9 +117,18 @@ struct Shared {
 impl Agent {
     /// Listens, and leaves address and key in the backing.
     pub fn start(options: AgentOptions) -> Result<Self, AgentError> {
-        check_host(&options.host)?;
         let mount = firn_client::find(&options.path)?.mount;
-        let arena_bytes = Connection::open(&mount)?.region()?.bytes;
+        let mut connection = Connection::open(&mount)?;
+        let region = connection.region()?;
+        let partner = connection.status()?.partner;
+        let host = options.host.unwrap_or_else(|| match &partner {
+            Some(partner) => partner.this_host.clone(),
+            None => name_of_host(),
+        });
+        check_host(&host)?;
+        let partner = partner
+            .map(|partner| read_domains(&host, partner))
+            .transpose()?;
         let failed = |error| AgentError::Listen {
             address: options.listen.to_string(),
             error,
@@ -120,10 +136,19 @@ impl Agent {
         let listener = TcpListener::bind(options.listen).map_err(failed)?;
         let bound = listener.local_addr().map_err(failed)?;
         let key_file = KeyFile {
-            address: advertised(bound, options.address.as_deref(), &options.host),
+            address: advertised(bound, options.address.as_deref(), &host),
             key: Key::random()?,
+            // Until there is another one, the copies of an earlier agent are where they were.
+            partner: KeyFile::load(&mount.backing, &host)
+                .ok()
+                .and_then(|earlier| earlier.partner),
         };
-        key_file.store(&mount.backing, &options.host)?;
+        key_file.store(&mount.backing, &host)?;
+        let shelf = Shelf::new(
+            Shelf::beside(region.path.as_path()),
+            options.partner_bytes_max.unwrap_or(region.bytes),
+        );
+        let desk = Desk::new(host, &mount, shelf, options.encrypt, options.log.clone());
         let shared = Shared {
             scope: mount.mount_point.clone(),
             key: key_file.key.clone(),
@@ -131,8 +156,9 @@ impl Agent {
             holds: Holds::new(
                 options
                     .hold_max
-                    .unwrap_or_else(|| default_hold_max(arena_bytes)),
+                    .unwrap_or_else(|| default_hold_max(region.bytes)),
             ),
+            desk: Arc::clone(&desk),
             log: options.log,
             strangers: AtomicUsize::new(0),
             sessions: AtomicUsize::new(0),
@@ -140,7 +166,8 @@ impl Agent {
         };
         Ok(Self {
             mount,
-            host: options.host,
+            desk,
+            partner,
             listener,
             key_file,
             shared: Arc::new(shared),
@@ -157,17 +184,32 @@ impl Agent {
         &self.mount.mount_point
     }
 
-    /// What takes its key out of the backing, from any thread.
+    /// What takes its key out of the backing, and the copies that nobody needs out of memory, from any thread.
     pub fn remover(&self) -> impl Fn() + Send + 'static {
         let file = self.key_file.clone();
-        let backing = self.mount.backing.clone();
-        let host = self.host.clone();
-        let log = self.shared.log.clone();
+        let desk = Arc::clone(&self.desk);
         move || {
-            if let Err(error) = file.remove(&backing, &host) {
-                log.say(Level::Event, || error.to_string());
+            if let Err(error) = file.remove(&desk.backing, &desk.host) {
+                desk.log.say(Level::Event, || error.to_string());
             }
+            desk.leave();
         }
+    }
+
+    /// Looks for a partner, where the mount wants one, from now on.
+    pub fn seek_partner(&mut self) -> Result<(), AgentError> {
+        let Some((wanted, domains)) = self.partner.take() else {
+            return Ok(());
+        };
+        let (desk, key_file) = (Arc::clone(&self.desk), self.key_file.clone());
+        std::thread::Builder::new()
+            .name("agent-choice".into())
+            .spawn(move || choose_partners(&desk, &key_file, &wanted, &domains))
+            .map_err(|error| AgentError::Io {
+                what: "cannot start a thread",
+                error,
+            })?;
+        Ok(())
     }
 
     /// Serves until the process ends.
@@ -238,7 +280,13 @@ impl Shared {
         };
         self.log
             .say(Level::Step, || format!("(1) {from} is connected{how}"));
-        let mut session = Session::new(link, Some(&self.scope), Some(&self.holds), &self.log);
+        let mut session = Session::new(
+            link,
+            Some(&self.scope),
+            Some(&self.holds),
+            Some(&self.desk),
+            &self.log,
+        );
         let served = session.serve();
         let sent = session.sent();
         served.map(|()| sent)
@@ -281,7 +329,7 @@ fn serve_transport<T: Transport>(
     };
     answer_handshake(&mut link, &terms, Instant::now() + HANDSHAKE_LIMIT)?;
     let holds = hold_max.map(Holds::new);
-    Session::new(link, None, holds.as_ref(), log).serve()
+    Session::new(link, None, holds.as_ref(), None, log).serve()
 }
 
 /// What a connection counts as.
@@ -327,6 +375,31 @@ impl Drop for Slot {
             .0
             .fetch_sub(1, Ordering::AcqRel);
     }
+}
+
+fn name_of_host() -> String {
+    let name = rustix::system::uname();
+    name.nodename().to_string_lossy().into_owned()
+}
+
+/// The failure domains that a mount names, read before the agent begins.
+fn read_domains(
+    host: &str,
+    partner: PartnerStatus,
+) -> Result<(PartnerStatus, Domains), AgentError> {
+    if partner.wanted == host {
+        return Err(AgentError::OwnPartner { host: host.into() });
+    }
+    let Some(path) = &partner.domains else {
+        return Ok((partner, Domains::default()));
+    };
+    let refused = |why: String| AgentError::Domains {
+        path: path.as_path().into(),
+        why,
+    };
+    let text = std::fs::read_to_string(path).map_err(|error| refused(error.to_string()))?;
+    let domains = Domains::parse(&text).map_err(|error| refused(error.to_string()))?;
+    Ok((partner, domains))
 }
 
 fn is_passing(error: &io::Error) -> bool {

@@ -9,20 +9,25 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use firn_client::OpenMount;
 use firn_protocol::path::BytePath;
 
 use crate::error::WireError;
+use crate::given::{Given, GivenFile};
 use crate::holds::Holds;
 use crate::link::Link;
 use crate::message::{BLOCK_BYTES, Entry, EntryKind, ErrorKind, FRAME_BYTES_MAX, Reply, Request};
+use crate::partner::{Desk, Seat, Shelf};
 use crate::server::{Level, Log};
-use crate::source::{HeldFile, SendError, Source, SourceError};
+use crate::source::{SendError, Source, SourceError};
 use crate::transport::Transport;
 
 /// Files that one connection holds at most.
 const FILES_MAX: usize = 64;
 /// How long a puller may ask nothing: as long as its disk may stand still.
 const IDLE_LIMIT: Duration = Duration::from_secs(120);
+/// The same for a partner that follows: it is dead then, and what it has counts no more.
+const FOLLOWER_IDLE_LIMIT: Duration = Duration::from_secs(10);
 /// How long a puller may take for one answer, of [`BLOCK_BYTES`] at most: 9 KB/s.
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
 /// Bytes of entries that go into one frame, by the longest that they can become as JSON.
@@ -42,10 +47,24 @@ pub(crate) struct Session<'a, T> {
     scope: Option<&'a Path>,
     holds: Option<&'a Arc<Holds>>,
     log: &'a Log,
-    /// Before [`Session::source`]: lists end before their connection.
-    files: BTreeMap<u32, HeldFile>,
-    source: Option<Source>,
+    /// What the agent knows of partners; none where it serves one puller.
+    desk: Option<&'a Arc<Desk>>,
+    /// Before [`Session::given`]: lists end before their connection.
+    files: BTreeMap<u32, GivenFile>,
+    given: Option<Given>,
+    following: Option<Following>,
     sent: Sent,
+}
+
+/// The other side is the partner of this host, and follows it.
+struct Following {
+    /// Before its connection to firnd ends.
+    seat: Seat,
+    /// By whose connection files are marked.
+    source: Source,
+    host: String,
+    /// What a person should know of this partner, whatever it says itself.
+    note: String,
 }
 
 impl<'a, T: Transport> Session<'a, T> {
@@ -54,6 +73,7 @@ impl<'a, T: Transport> Session<'a, T> {
         link: Link<T>,
         scope: Option<&'a Path>,
         holds: Option<&'a Arc<Holds>>,
+        desk: Option<&'a Arc<Desk>>,
         log: &'a Log,
     ) -> Self {
         Self {
@@ -61,8 +81,10 @@ impl<'a, T: Transport> Session<'a, T> {
             scope,
             holds,
             log,
+            desk,
             files: BTreeMap::new(),
-            source: None,
+            given: None,
+            following: None,
             sent: Sent::default(),
         }
     }
@@ -70,11 +92,22 @@ impl<'a, T: Transport> Session<'a, T> {
     /// Answers until the connection ends.
     pub(crate) fn serve(&mut self) -> Result<(), WireError> {
         loop {
-            let idle = Instant::now() + IDLE_LIMIT;
+            let limit = match self.following {
+                Some(_) => FOLLOWER_IDLE_LIMIT,
+                None => IDLE_LIMIT,
+            };
+            let idle = Instant::now() + limit;
             let request = match self.link.receive(FRAME_BYTES_MAX, idle) {
                 Err(WireError::Ended) => return Ok(()),
                 request => request?,
             };
+            if let Some(following) = &self.following
+                && !following.seat.hear()
+            {
+                return Err(WireError::OutOfTurn(
+                    "it is not the partner any more".into(),
+                ));
+            }
             self.answer(request)?;
         }
     }
@@ -86,7 +119,19 @@ impl<'a, T: Transport> Session<'a, T> {
     fn answer(&mut self, request: Request) -> Result<(), WireError> {
         let until = Instant::now() + ANSWER_LIMIT;
         let reply = match request {
-            Request::List { path } => return self.answer_list(&path),
+            Request::List { path } => {
+                let listed = self.list(&path);
+                return self.answer_list(&path, listed);
+            }
+            Request::ListHeld { path } => {
+                let listed = self.list_held(&path).map_err(|error| self.explain(error));
+                return self.answer_list(&path, listed);
+            }
+            Request::Adopt { host } => self.adopt(&host),
+            Request::Follow { host } => self.follow(host).map_err(|error| self.explain(error)),
+            Request::Mark { path, changes } => self.mark(&path, changes),
+            Request::Note { text } => self.note(&text),
+            Request::Beat => Ok(Reply::Done),
             Request::Read {
                 file,
                 offset,
@@ -110,8 +155,11 @@ impl<'a, T: Transport> Session<'a, T> {
 
     // ---- requests ------------------------------------------------------------------------------
 
-    fn answer_list(&mut self, path: &BytePath) -> Result<(), WireError> {
-        let listed = self.list(path);
+    fn answer_list(
+        &mut self,
+        path: &BytePath,
+        listed: Result<(BytePath, Vec<Entry>), SourceError>,
+    ) -> Result<(), WireError> {
         // A large tree takes its time, for which nobody is to blame.
         let until = Instant::now() + ANSWER_LIMIT;
         match listed {
@@ -130,27 +178,70 @@ impl<'a, T: Transport> Session<'a, T> {
     }
 
     fn list(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), SourceError> {
-        self.list_mounted(path).map_err(|error| SourceError {
+        let is_copy = !path.is_empty() && !path.as_path().is_absolute();
+        let listed = match is_copy {
+            true => return self.list_copies(path),
+            false => self.list_mounted(path),
+        };
+        listed.map_err(|error| self.explain(error))
+    }
+
+    fn explain(&self, error: SourceError) -> SourceError {
+        SourceError {
             // A firnd that was killed may be mounted again soon.
             kind: match self.scope {
                 Some(scope) if firn_client::find(scope).is_err() => ErrorKind::Stale,
                 _ => error.kind,
             },
             ..error
-        })
+        }
+    }
+
+    /// `HOST/path`: what this host has of another one.
+    fn list_copies(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), SourceError> {
+        let shelf = match self.desk {
+            Some(desk) => Arc::clone(&desk.shelf),
+            None => Arc::new(self.find_shelf()?),
+        };
+        let entries = shelf.list(path)?;
+        self.files.clear();
+        self.given = Some(Given::Shelf(shelf));
+        Ok((path.clone(), entries))
+    }
+
+    /// That of the only mount.
+    fn find_shelf(&self) -> Result<Shelf, SourceError> {
+        let path = self.resolve(&BytePath::default())?;
+        let region = OpenMount::open(&path)?.region().path.clone();
+        Ok(Shelf::new(Shelf::beside(region.as_path()), 0))
+    }
+
+    fn list_held(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), SourceError> {
+        if let Some(following) = &self.following {
+            return Ok((path.clone(), following.source.list_held(path)?));
+        }
+        let source = self.open_source(&self.resolve(&BytePath::default())?)?;
+        let entries = source.list_held(path)?;
+        self.given = Some(Given::Mount(source));
+        Ok((path.clone(), entries))
+    }
+
+    /// A mount that was mounted anew since the last list is another one.
+    fn open_source(&mut self, path: &Path) -> Result<Source, SourceError> {
+        self.files.clear();
+        self.given = None;
+        let source = Source::open(self.scope.unwrap_or(path), self.holds)?;
+        self.log
+            .say(Level::Step, || "(2) mapped the data region".into());
+        Ok(source)
     }
 
     fn list_mounted(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), SourceError> {
         let path = self.resolve(path)?;
-        // A mount that was mounted anew since is another one.
-        self.files.clear();
-        self.source = None;
-        let source = Source::open(self.scope.unwrap_or(&path), self.holds)?;
-        self.log
-            .say(Level::Step, || "(2) mapped the data region".into());
+        let source = self.open_source(&path)?;
         let relative = source.relative(&path)?;
         let entries = source.list(&relative)?;
-        self.source = Some(source);
+        self.given = Some(Given::Mount(source));
         Ok((relative, entries))
     }
 
@@ -180,7 +271,7 @@ impl<'a, T: Transport> Session<'a, T> {
         if self.files.len() >= FILES_MAX || self.files.contains_key(&file) {
             return Ok(Reply::Full);
         }
-        let Some(held) = self.source()?.hold(path)? else {
+        let Some(held) = self.given()?.open(path)? else {
             return Ok(Reply::Full);
         };
         let bytes = held.bytes();
@@ -199,19 +290,16 @@ impl<'a, T: Transport> Session<'a, T> {
         until: Instant,
     ) -> Result<(), WireError> {
         let Self {
-            link,
-            source,
-            files,
-            ..
+            link, given, files, ..
         } = self;
-        let (Some(source), Some(held)) = (source, files.get_mut(&file)) else {
+        let (Some(given), Some(held)) = (given, files.get_mut(&file)) else {
             return link.send(&not_held(file).into_reply(), until);
         };
         if let Err(error) = check_range(bytes) {
             return link.send(&error.into_reply(), until);
         }
         self.sent.bytes += bytes.min(held.bytes().saturating_sub(offset));
-        match source.send(held, offset, bytes, link, until) {
+        match given.send(held, offset, bytes, link, until) {
             Ok(()) => Ok(()),
             Err(SendError::Wire(error)) => Err(error),
             // The other side waits for bytes: nothing that could be said now would be understood.
@@ -223,11 +311,11 @@ impl<'a, T: Transport> Session<'a, T> {
 
     fn sum(&mut self, file: u32, offset: u64, bytes: u64) -> Result<Reply, SourceError> {
         check_range(bytes)?;
-        let Self { source, files, .. } = self;
-        let (Some(source), Some(held)) = (source, files.get_mut(&file)) else {
+        let Self { given, files, .. } = self;
+        let (Some(given), Some(held)) = (given, files.get_mut(&file)) else {
             return Err(not_held(file));
         };
-        let (bytes, sum) = source.sum(held, offset, bytes)?;
+        let (bytes, sum) = given.sum(held, offset, bytes)?;
         Ok(Reply::Sum {
             bytes,
             xxh3: format!("{sum:032x}"),
@@ -236,7 +324,7 @@ impl<'a, T: Transport> Session<'a, T> {
 
     fn check(&mut self, file: u32) -> Result<Reply, SourceError> {
         let held = self.files.get(&file).ok_or_else(|| not_held(file))?;
-        let (changed, snapshot) = self.source()?.check(held)?;
+        let (changed, snapshot) = self.given()?.check(held)?;
         self.log.say(Level::Step, || {
             format!("(7) checked file {file}: changed {changed}, snapshot {snapshot}")
         });
@@ -250,11 +338,65 @@ impl<'a, T: Transport> Session<'a, T> {
         Reply::Done
     }
 
-    fn source(&self) -> Result<&Source, SourceError> {
-        self.source.as_ref().ok_or_else(|| SourceError {
+    // ---- partners ------------------------------------------------------------------------------
+
+    fn adopt(&self, host: &str) -> Result<Reply, SourceError> {
+        let adopted = self.desk()?.adopt(host);
+        adopted.map(|()| Reply::Done).map_err(refused)
+    }
+
+    fn follow(&mut self, host: String) -> Result<Reply, SourceError> {
+        let (seat, note) = self.desk()?.seat(&host).map_err(refused)?;
+        let source = self.open_source(&self.resolve(&BytePath::default())?)?;
+        source.speak_of_partner(&host, &note)?;
+        let (incarnation, arena) = source.identity()?;
+        self.following = Some(Following {
+            seat,
+            source,
+            host,
+            note,
+        });
+        Ok(Reply::Following { incarnation, arena })
+    }
+
+    fn mark(&self, path: &BytePath, changes: u64) -> Result<Reply, SourceError> {
+        let source = &self.following()?.source;
+        source.mark_partnered(path, changes).map(|()| Reply::Done)
+    }
+
+    fn note(&self, text: &str) -> Result<Reply, SourceError> {
+        let following = self.following()?;
+        let note = match text.is_empty() {
+            true => &following.note,
+            false => text,
+        };
+        let said = following.source.speak_of_partner(&following.host, note);
+        said.map(|()| Reply::Done)
+    }
+
+    fn desk(&self) -> Result<&'a Arc<Desk>, SourceError> {
+        self.desk
+            .ok_or_else(|| refused("an agent of ssh has no partners".into()))
+    }
+
+    fn following(&self) -> Result<&Following, SourceError> {
+        self.following
+            .as_ref()
+            .ok_or_else(|| refused("this connection does not follow".into()))
+    }
+
+    fn given(&self) -> Result<&Given, SourceError> {
+        self.given.as_ref().ok_or_else(|| SourceError {
             kind: ErrorKind::Refused,
             message: "a puller lists before it opens".into(),
         })
+    }
+}
+
+fn refused(message: String) -> SourceError {
+    SourceError {
+        kind: ErrorKind::Refused,
+        message,
     }
 }
 
@@ -299,7 +441,7 @@ fn json_bytes_max(entry: &Entry) -> usize {
         EntryKind::Link { target } => target.as_bytes().len(),
         _ => 0,
     };
-    256 + 6 * (entry.path.as_bytes().len() + target)
+    320 + 6 * (entry.path.as_bytes().len() + target)
 }
 
 #[cfg(test)]
@@ -316,6 +458,7 @@ mod tests {
             mode: 0o7777,
             mtime_s: i64::MIN,
             mtime_ns: u32::MAX,
+            held: None,
         };
         for fill in [b'a', 0x1b, 0xe9, b'\\', b'"'] {
             let entries: Vec<_> = [1, 4096, 0, 200, 4096, 4096, 4096, 3, 2000]

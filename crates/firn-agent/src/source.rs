@@ -7,7 +7,7 @@
 //!
 //! Relies on chunk lists being held (S-chunks-1): bytes in memory stay what they are until the list is released.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, Metadata};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -18,6 +18,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use firn_client::{ChunkList, ClientError, Mount, MountError, OpenMount};
+use firn_format::durability::DurabilityLevel;
 use firn_format::record::Ending;
 use firn_protocol::path::BytePath;
 use firn_protocol::{ChunkPiece, FileStatus, Place};
@@ -27,11 +28,11 @@ use xxhash_rust::xxh3::Xxh3;
 use crate::error::{WireError, describe_mount_error};
 use crate::holds::{Hold, Holds};
 use crate::link::Link;
-use crate::message::{Entry, EntryKind, ErrorKind, PATH_BYTES_MAX, Reply};
+use crate::message::{Entry, EntryKind, ErrorKind, Held, PATH_BYTES_MAX, Reply};
 use crate::transport::Transport;
 
 /// Bytes that are copied at a time where sendfile(2) is no use: they stay in the processor's cache for the checksum.
-const COPY_BYTES: usize = 128 << 10;
+pub(crate) const COPY_BYTES: usize = 128 << 10;
 /// Entries of the largest tree that is listed.
 pub(crate) const ENTRIES_MAX: usize = 1 << 20;
 
@@ -170,6 +171,60 @@ impl Source {
                 ..error
             })?;
         Ok(listing.entries)
+    }
+
+    /// What firnd holds at and below a path, and the directories that lead to it, parents first.
+    pub(crate) fn list_held(&self, top: &BytePath) -> Result<Vec<Entry>, SourceError> {
+        check_path(top)?;
+        let mut listing = Listing {
+            source: self,
+            known: self.known_files(top)?,
+            entries: Vec::new(),
+        };
+        let is_held =
+            |file: &&FileStatus| file.held_bytes > 0 && file.state < DurabilityLevel::Logged;
+        let held: Vec<_> = listing.known.values().filter(is_held).cloned().collect();
+        let mut listed = BTreeSet::new();
+        for file in held {
+            let Ok(shown) = file.path.as_path().strip_prefix(top.as_path()) else {
+                continue;
+            };
+            listing.add_held(top, shown, &file, &mut listed)?;
+        }
+        if listing.entries.is_empty() && top.is_empty() {
+            listing.entries.push(Entry::directory());
+        }
+        if listing.entries.is_empty() {
+            return Err(SourceError {
+                kind: ErrorKind::Missing,
+                message: format!("{top}: nothing of it is held"),
+            });
+        }
+        // As in a list of all.
+        self.known_files(top)?;
+        self.relative(&self.found.mount_point)
+            .map_err(|error| SourceError {
+                kind: ErrorKind::Stale,
+                ..error
+            })?;
+        Ok(listing.entries)
+    }
+
+    /// Which firnd it is, and its arena.
+    pub(crate) fn identity(&self) -> Result<(String, String), SourceError> {
+        let incarnation = self.mount.incarnation()?;
+        Ok((incarnation, self.mount.region().uuid.clone()))
+    }
+
+    /// Tells firnd of the partner.
+    pub(crate) fn speak_of_partner(&self, host: &str, note: &str) -> Result<(), SourceError> {
+        Ok(self.mount.speak_of_partner(Some(host), note)?)
+    }
+
+    /// Tells firnd that the partner has a file as it was at `changes`.
+    pub(crate) fn mark_partnered(&self, path: &BytePath, changes: u64) -> Result<(), SourceError> {
+        check_path(path)?;
+        Ok(self.mount.mark_partnered(path, changes)?)
     }
 
     fn known_files(&self, top: &BytePath) -> Result<BTreeMap<BytePath, FileStatus>, SourceError> {
@@ -420,11 +475,6 @@ impl Listing<'_> {
         shown: &Path,
         metadata: &Metadata,
     ) -> Result<(), SourceError> {
-        if self.entries.len() >= ENTRIES_MAX || path.as_bytes().len() > PATH_BYTES_MAX {
-            return Err(SourceError::refused(format!(
-                "{path}: a pull takes at most {ENTRIES_MAX} files and directories, with paths of {PATH_BYTES_MAX} bytes"
-            )));
-        }
         let full = self.source.locate(path);
         let kind = match metadata.file_type() {
             kind if kind.is_dir() => EntryKind::Directory,
@@ -438,13 +488,7 @@ impl Listing<'_> {
             _ => EntryKind::Other,
         };
         let is_dir = kind == EntryKind::Directory;
-        self.entries.push(Entry {
-            path: shown.into(),
-            kind,
-            mode: metadata.mode() & 0o7777,
-            mtime_s: metadata.mtime(),
-            mtime_ns: metadata.mtime_nsec() as u32,
-        });
+        self.push(path, shown, kind, metadata, None)?;
         if !is_dir {
             return Ok(());
         }
@@ -459,6 +503,66 @@ impl Listing<'_> {
         Ok(())
     }
 
+    fn push(
+        &mut self,
+        path: &BytePath,
+        shown: &Path,
+        kind: EntryKind,
+        metadata: &Metadata,
+        held: Option<Held>,
+    ) -> Result<(), SourceError> {
+        if self.entries.len() >= ENTRIES_MAX || path.as_bytes().len() > PATH_BYTES_MAX {
+            return Err(SourceError::refused(format!(
+                "{path}: a pull takes at most {ENTRIES_MAX} files and directories, with paths of {PATH_BYTES_MAX} bytes"
+            )));
+        }
+        self.entries.push(Entry {
+            path: shown.into(),
+            kind,
+            mode: metadata.mode() & 0o7777,
+            mtime_s: metadata.mtime(),
+            mtime_ns: metadata.mtime_nsec() as u32,
+            held,
+        });
+        Ok(())
+    }
+
+    /// A held file, with the directories above it that were not listed yet. One that is gone is left out.
+    fn add_held(
+        &mut self,
+        top: &BytePath,
+        shown: &Path,
+        file: &FileStatus,
+        listed: &mut BTreeSet<PathBuf>,
+    ) -> Result<(), SourceError> {
+        let above = shown
+            .ancestors()
+            .skip(1)
+            .collect::<Vec<_>>()
+            .into_iter()
+            .rev();
+        for dir in above {
+            if listed.contains(dir) {
+                continue;
+            }
+            let path = join(top, dir);
+            let Ok(metadata) = self.source.locate(&path).symlink_metadata() else {
+                return Ok(());
+            };
+            listed.insert(dir.to_owned());
+            self.push(&path, dir, EntryKind::Directory, &metadata, None)?;
+        }
+        let Ok(metadata) = self.source.locate(&file.path).symlink_metadata() else {
+            return Ok(());
+        };
+        let held = Held {
+            changes: file.changes,
+            partnered: file.state == DurabilityLevel::Partnered,
+        };
+        let kind = self.file(&file.path, &metadata);
+        self.push(&file.path, shown, kind, &metadata, Some(held))
+    }
+
     fn file(&self, path: &BytePath, metadata: &Metadata) -> EntryKind {
         let known = self.known.get(path);
         let in_backing = self.source.locate_in_backing(path);
@@ -470,6 +574,14 @@ impl Listing<'_> {
             bytes: metadata.len().max(in_backing).max(held_end),
             ending: known.map_or(Ending::Closed, |file| file.ending),
         }
+    }
+}
+
+/// A path below another one; an empty one adds nothing.
+pub(crate) fn join(top: &BytePath, below: &Path) -> BytePath {
+    match below.as_os_str().is_empty() {
+        true => top.clone(),
+        false => top.as_path().join(below).into(),
     }
 }
 

@@ -28,6 +28,7 @@ use crate::peer::Peer;
 use crate::pull::staging::{Staging, local};
 use crate::pull::state::State;
 use crate::pull::writers::{Block, Finish, StagedFile, Writers};
+use crate::source::join;
 
 /// Requests without an answer yet: enough that the agent always knows the next one.
 const IN_FLIGHT: usize = 16;
@@ -190,7 +191,7 @@ impl<'a, 't> Fetch<'a, 't> {
         match ask {
             Ask::Open(number) => Request::Open {
                 file: number,
-                path: join(&self.top, &self.open[&number].wanted.entry.path),
+                path: join(&self.top, self.open[&number].wanted.entry.path.as_path()),
             },
             Ask::Sum(number, block) => Request::Sum {
                 file: number,
@@ -419,14 +420,6 @@ impl<'a, 't> Fetch<'a, 't> {
 impl OpenFile {
     fn block_bytes(&self, block: u64) -> u64 {
         BLOCK_BYTES.min(self.bytes - block * BLOCK_BYTES)
-    }
-}
-
-fn join(top: &BytePath, path: &BytePath) -> BytePath {
-    match (top.is_empty(), path.is_empty()) {
-        (_, true) => top.clone(),
-        (true, false) => path.clone(),
-        (false, false) => top.as_path().join(path).into(),
     }
 }
 

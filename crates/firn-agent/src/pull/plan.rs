@@ -49,6 +49,11 @@ impl Plan {
         &self.entries
     }
 
+    /// The same, to keep.
+    pub(crate) fn into_entries(self) -> Vec<Entry> {
+        self.entries
+    }
+
     /// The entry at a path.
     pub(crate) fn find(&self, path: &BytePath) -> Option<&Entry> {
         self.by_path.get(path).map(|index| &self.entries[*index])
@@ -112,6 +117,7 @@ mod tests {
             mode: 0o644,
             mtime_s: 0,
             mtime_ns: 0,
+            held: None,
         }
     }
 

@@ -21,7 +21,10 @@ pub const VERB: Verb = Verb {
                and backing of one mount, and may be killed at any time. Its address and a new key are in \
                .firn/agent-HOST in the backing, a file that only its user can read: who can read it may pull. Bytes \
                are encrypted on their way where one side says --encrypt yes, or has an address that is not private. \
-               `firn pull` without --backing goes over ssh, which starts an agent by itself, with --stdio.",
+               `firn pull` without --backing goes over ssh, which starts an agent by itself, with --stdio.\n\n\
+               Where the mount has the option `partner`, it looks for a partner among the other agents of the backing, whose \
+               agent then keeps copies of what this host holds; and it keeps such copies of others, in a directory beside \
+               the arena, until they are drained.",
     examples: &[
         (
             "firn agent /ckpt",
@@ -55,7 +58,7 @@ struct AgentArgs {
     /// or the name of the host).
     #[arg(long, value_name = "ADDRESS")]
     address: Option<String>,
-    /// What pullers call this host (default: its name).
+    /// What pullers and partners call this host (default: the mount's option `host`, or its name).
     #[arg(long, value_name = "NAME")]
     host: Option<String>,
     /// The most memory of the arena that is held for pullers at once; one file may take more (default: a quarter).
@@ -70,6 +73,9 @@ struct AgentArgs {
         conflicts_with = "stdio"
     )]
     encrypt: EncryptArg,
+    /// The most memory that copies of other hosts' files take here (default: as much as the arena).
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, conflicts_with = "stdio")]
+    partner_size: Option<u64>,
     /// Serve the one puller at the other end of standard input and output, who may pull from all mounts of this user.
     #[arg(long)]
     stdio: bool,
@@ -102,21 +108,19 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let Some(path) = args.path else {
         return serve_pipes(args.hold_max, &log);
     };
-    let host = args.host.unwrap_or_else(|| {
-        let name = rustix::system::uname();
-        name.nodename().to_string_lossy().into_owned()
-    });
-    let agent = Agent::start(AgentOptions {
+    let mut agent = Agent::start(AgentOptions {
         path,
         listen: args.listen,
         address: args.address,
-        host,
+        host: args.host,
+        partner_bytes_max: args.partner_size,
         hold_max: args.hold_max,
         encrypt: args.encrypt.into(),
         log,
     })?;
     end_on_signals(agent.remover())?;
     output::say(&format!("agent: {}", server::greeting(&agent)));
+    agent.seek_partner()?;
     match agent.serve()? {}
 }
 

@@ -4,7 +4,9 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint, value_parser};
-use firn_agent::{Encrypt, FollowEvent, FollowRequest, Listed, Outcome, PullRequest, Route};
+use firn_agent::{
+    Encrypt, FollowEvent, FollowRequest, Listed, Outcome, PullRequest, PullSource, Route,
+};
 use firn_config::parse_duration_ms;
 use firn_protocol::path::BytePath;
 use serde::Serialize;
@@ -45,6 +47,10 @@ pub const VERB: Verb = Verb {
             "copies of the newest two checkpoints, in this host's memory",
         ),
         (
+            "firn pull --backing /scratch/run42 n18:n17/step_100 /scratch/saved/",
+            "n17 is lost: its files, from the memory of its partner n18",
+        ),
+        (
             "firn pull --list n17:/ckpt",
             "what is there, and whether it is complete",
         ),
@@ -65,7 +71,7 @@ pub const VERB: Verb = Verb {
 
 #[derive(Debug, Args)]
 struct PullArgs {
-    /// Host, and path there of a file or directory on a mount.
+    /// Host, and path there of a file or directory on a mount; or partner, and OTHER-HOST/NAME of what it has a copy of.
     #[arg(value_name = "HOST:PATH")]
     source: String,
     /// Name of the copy.
@@ -143,12 +149,12 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
             let request = PullRequest {
                 host,
                 route,
-                source,
+                source: PullSource::Path(source.clone()),
                 target,
                 cut: args.cut,
                 patience: Duration::from_millis(args.patience),
             };
-            pull(&request, args.json)
+            pull(&request, &source, args.json)
         }
         None => list(&firn_agent::list(&host, &route, &source)?, args.json),
     }
@@ -214,7 +220,7 @@ fn tell_event(event: &FollowEvent<'_>, json: bool) {
     let _ = told;
 }
 
-fn pull(request: &PullRequest, json: bool) -> Result<u8, Failure> {
+fn pull(request: &PullRequest, source: &BytePath, json: bool) -> Result<u8, Failure> {
     let begin = Instant::now();
     let mut meter = Meter::new();
     let outcome = firn_agent::pull(request, &mut |progress| {
@@ -225,7 +231,7 @@ fn pull(request: &PullRequest, json: bool) -> Result<u8, Failure> {
     if json {
         output::print_json(&Pulled {
             host: &request.host,
-            source: &request.source,
+            source,
             target: request.target.clone().into(),
             outcome: &outcome,
             elapsed_s,
@@ -335,7 +341,8 @@ fn route(args: &PullArgs) -> Result<Route, Failure> {
     })
 }
 
-/// `HOST:PATH`, or for a list `HOST` alone. A path is absolute: no directory of the other host is ours.
+/// `HOST:PATH`, or for a list `HOST` alone. A path is absolute, for no directory of the other host is ours, or begins
+/// with the name of the host of which the other one is the partner.
 fn parse_source(text: &str, is_list: bool) -> Result<(String, BytePath), Failure> {
     let refused = |why: &str| {
         Failure::new(
@@ -351,8 +358,14 @@ fn parse_source(text: &str, is_list: bool) -> Result<(String, BytePath), Failure
     if host.is_empty() || host.starts_with('-') {
         return Err(refused("there is no host"));
     }
-    if !(path.starts_with('/') || is_list && path.is_empty()) {
-        return Err(refused("the path is not absolute"));
+    let is_copy = || {
+        let of = path.split('/').next().unwrap_or_default();
+        firn_agent::check_host(of).is_ok() && (is_list || path.len() > of.len() + 1)
+    };
+    if !(path.starts_with('/') || is_list && path.is_empty() || is_copy()) {
+        return Err(refused(
+            "the path is neither absolute nor a partner copy, HOST/NAME",
+        ));
     }
     Ok((host.to_owned(), path.into()))
 }

@@ -1,0 +1,27 @@
+//! Partner copies: what a host holds is also in the memory of another one.
+//!
+//! ```text
+//!   source host                                          partner host
+//!   ring: who is next? ── Adopt ───────────────────────► agent starts a follower
+//!   Follow ◄──────────────────────────────────────────── its connection; what it marks ends with it
+//!   firnd: held files ──── ListHeld ───────────────────► complete, and the same as at the last look? pull
+//!   firnd: `partnered` ◄── Mark path, changes ────────── the copy is whole
+//! ```
+//!
+//! Promises
+//! * A file is marked only after a whole copy of its directory, made when it had the same number of changes, has its
+//!   name on the shelf of the partner.
+//! * A copy is removed only when its source, with the same arena, does not hold anything of it any more, or when every
+//!   byte of it was found in the backing.
+//! * No writer waits for any of it; whatever fails is tried again, and the status of the source says what is wrong.
+
+mod choice;
+mod desk;
+mod follower;
+mod ring;
+mod shelf;
+
+pub(crate) use choice::choose_partners;
+pub(crate) use desk::{Desk, Seat};
+pub use ring::{Domains, DomainsError};
+pub(crate) use shelf::{CopyFile, Shelf};

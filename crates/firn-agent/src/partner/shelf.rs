@@ -1,0 +1,436 @@
+//! The copies that a host keeps for others: a directory beside its arena, so in the same kind of memory.
+//!
+//! ```text
+//!   KEY.partner/           mode 0700, looked at before anything in it is used
+//!       HOST/              one for each host that this one is, or was, the partner of
+//!           NUMBER/        a copy: what was directly in the mount under one name
+//!               record     which files, and which changes of them
+//!               tree
+//!           NUMBER.next/   one in the making: exchanged for NUMBER, or renamed to it, when it is whole
+//!           NUMBER.gone/   one that is being removed
+//! ```
+//!
+//! Why not in the arena: what is written through the mount gets names in the backing, which all hosts share, would be
+//! drained as its own files are, and takes room from its writers.
+//!
+//! Invariants
+//! * NUMBER has a whole tree and the record of that tree.
+//! * The trees, with those in the making, have at most `bytes_max` bytes.
+
+use std::fs::{File, Permissions};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use firn_protocol::path::BytePath;
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags, ResolveFlags, StatxFlags};
+use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
+
+use crate::error::PullError;
+use crate::key_file::check_host;
+use crate::message::{Entry, EntryKind, ErrorKind};
+use crate::pull::local;
+use crate::source::{SourceError, check_path, join};
+
+const RECORD: &str = "record";
+const TREE: &str = "tree";
+const NEXT: &str = ".next";
+const GONE: &str = ".gone";
+/// Bytes that are compared at a time.
+const COMPARE_BYTES: usize = 256 << 10;
+
+/// See the head of this file.
+pub(crate) struct Shelf {
+    dir: PathBuf,
+    bytes_max: u64,
+    /// Of copies in the making.
+    reserved_bytes: Mutex<u64>,
+}
+
+/// What a copy is of.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Record {
+    /// Its name in the mount.
+    pub(crate) unit: BytePath,
+    /// The arena that held it.
+    pub(crate) arena: String,
+    /// The firnd that counted the changes.
+    pub(crate) incarnation: String,
+    /// What is in the tree, as it was listed; the first is the top.
+    pub(crate) entries: Vec<Entry>,
+}
+
+/// A whole copy.
+pub(crate) struct Copy {
+    pub(crate) record: Record,
+    path: PathBuf,
+}
+
+/// Room for a copy in the making.
+pub(crate) struct Room<'a> {
+    shelf: &'a Shelf,
+    bytes: u64,
+}
+
+/// A file of a copy, open for reading. A copy that is removed meanwhile stays for whoever has it open.
+pub(crate) struct CopyFile {
+    file: File,
+    bytes: u64,
+}
+
+impl Record {
+    /// Bytes of its files.
+    pub(crate) fn bytes(&self) -> u64 {
+        bytes_of(&self.entries)
+    }
+
+    fn find(&self, path: &BytePath) -> Option<&Entry> {
+        self.entries.iter().find(|entry| entry.path == *path)
+    }
+
+    /// Whether it is of all these files, as they are.
+    pub(crate) fn covers(&self, incarnation: &str, entries: &[Entry]) -> bool {
+        let is_same = |entry: &Entry| match (&entry.kind, self.find(&entry.path)) {
+            (EntryKind::File { bytes, .. }, Some(own)) => {
+                let is_as_long =
+                    matches!(own.kind, EntryKind::File { bytes: known, .. } if known == *bytes);
+                is_as_long && own.changes().is_some() && own.changes() == entry.changes()
+            }
+            (EntryKind::File { .. }, None) => false,
+            _ => true,
+        };
+        self.incarnation == incarnation && entries.iter().all(is_same)
+    }
+}
+
+/// Bytes of the files of a list.
+pub(crate) fn bytes_of(entries: &[Entry]) -> u64 {
+    let sizes = entries.iter().map(|entry| match entry.kind {
+        EntryKind::File { bytes, .. } => bytes,
+        _ => 0,
+    });
+    sizes.fold(0, u64::saturating_add)
+}
+
+impl Shelf {
+    /// In this directory, which may not be there yet.
+    pub(crate) fn new(dir: PathBuf, bytes_max: u64) -> Self {
+        Self {
+            dir,
+            bytes_max,
+            reserved_bytes: Mutex::new(0),
+        }
+    }
+
+    /// Beside the arena of a mount.
+    pub(crate) fn beside(arena: &Path) -> PathBuf {
+        arena.with_extension("partner")
+    }
+
+    pub(crate) fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    fn host_dir(&self, host: &str) -> PathBuf {
+        self.dir.join(host)
+    }
+
+    fn copy_dir(&self, host: &str, unit: &BytePath, suffix: &str) -> PathBuf {
+        let number = xxhash_rust::xxh3::xxh3_128(unit.as_bytes());
+        self.host_dir(host).join(format!("{number:032x}{suffix}"))
+    }
+
+    /// Hosts of which there are copies.
+    pub(crate) fn hosts(&self) -> Vec<String> {
+        let names = names_in(&self.dir);
+        names
+            .into_iter()
+            .filter(|name| check_host(name).is_ok())
+            .collect()
+    }
+
+    /// The whole copies of a host's files. One that cannot be read is none.
+    pub(crate) fn copies(&self, host: &str) -> Vec<Copy> {
+        let dir = self.host_dir(host);
+        let names = names_in(&dir).into_iter();
+        let whole = names.filter(|name| name.bytes().all(|byte| byte.is_ascii_hexdigit()));
+        whole.filter_map(|name| load(dir.join(name))).collect()
+    }
+
+    pub(crate) fn find(&self, host: &str, unit: &BytePath) -> Option<Copy> {
+        load(self.copy_dir(host, unit, "")).filter(|copy| copy.record.unit == *unit)
+    }
+
+    // ---- room ----------------------------------------------------------------------------------
+
+    /// Room for so many bytes; an error says how many are there and how many there may be.
+    pub(crate) fn reserve(&self, bytes: u64) -> Result<Room<'_>, (u64, u64)> {
+        let mut reserved = self
+            .reserved_bytes
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let whole: u64 = self
+            .hosts()
+            .iter()
+            .flat_map(|host| self.copies(host))
+            .map(|copy| copy.record.bytes())
+            .sum();
+        let used = whole + *reserved;
+        if used.saturating_add(bytes) > self.bytes_max {
+            return Err((used, self.bytes_max));
+        }
+        *reserved += bytes;
+        Ok(Room { shelf: self, bytes })
+    }
+
+    // ---- making and removing -------------------------------------------------------------------
+
+    /// Where a copy is to be made: the name of its tree, which does not exist. What an earlier try left beside it is
+    /// used again.
+    pub(crate) fn begin(&self, host: &str, unit: &BytePath) -> Result<PathBuf, PullError> {
+        for dir in [
+            self.dir.clone(),
+            self.host_dir(host),
+            self.copy_dir(host, unit, NEXT),
+        ] {
+            firn_trust::create_private_dir(CWD, &dir)?;
+        }
+        let next = self.copy_dir(host, unit, NEXT);
+        remove(&next.join(TREE))?;
+        Ok(next.join(TREE))
+    }
+
+    /// The tree that was begun is whole: it takes its place with its record.
+    pub(crate) fn finish(&self, host: &str, record: &Record) -> Result<(), PullError> {
+        let next = self.copy_dir(host, &record.unit, NEXT);
+        let whole = self.copy_dir(host, &record.unit, "");
+        let text = serde_json::to_vec(record).expect("it is plain JSON");
+        let path = next.join(RECORD);
+        std::fs::write(&path, text).map_err(local(&path))?;
+        match rustix::fs::renameat_with(CWD, &next, CWD, &whole, RenameFlags::EXCHANGE) {
+            Ok(()) => remove(&next),
+            Err(Errno::NOENT) => std::fs::rename(&next, &whole).map_err(local(&whole)),
+            Err(errno) => Err(local(&whole)(errno.into())),
+        }
+    }
+
+    /// Gives up what was begun.
+    pub(crate) fn abandon(&self, host: &str, unit: &BytePath) -> Result<(), PullError> {
+        remove(&self.copy_dir(host, unit, NEXT))
+    }
+
+    /// Removes a copy: under another name first, so that none is seen in part.
+    pub(crate) fn remove(&self, host: &str, unit: &BytePath) -> Result<(), PullError> {
+        let whole = self.copy_dir(host, unit, "");
+        let gone = self.copy_dir(host, unit, GONE);
+        remove(&gone)?;
+        match std::fs::rename(&whole, &gone) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(local(&whole)(error));
+            }
+            _ => {}
+        }
+        remove(&gone)?;
+        self.abandon(host, unit)?;
+        let _ = std::fs::remove_dir(self.host_dir(host));
+        let _ = std::fs::remove_dir(&self.dir);
+        Ok(())
+    }
+
+    /// Removes what interrupted removals and copies left that nobody goes on with.
+    pub(crate) fn sweep(&self, host: &str) -> Result<(), PullError> {
+        let dir = self.host_dir(host);
+        for name in names_in(&dir) {
+            if name.ends_with(GONE) || name.ends_with(NEXT) {
+                remove(&dir.join(name))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes each copy of a host of which every byte is also below `mount_point`; gives what stays.
+    pub(crate) fn remove_drained(&self, host: &str, mount_point: &Path) -> Result<u64, PullError> {
+        let mut left_bytes = 0;
+        for copy in self.copies(host) {
+            match copy.is_in(&mount_point.join(&copy.record.unit)) {
+                true => self.remove(host, &copy.record.unit)?,
+                false => left_bytes += copy.record.bytes(),
+            }
+        }
+        Ok(left_bytes)
+    }
+
+    // ---- reading -------------------------------------------------------------------------------
+
+    /// What there is of a host at and below `HOST` or `HOST/path`, parents first.
+    pub(crate) fn list(&self, path: &BytePath) -> Result<Vec<Entry>, SourceError> {
+        let (host, below) = split(path)?;
+        let top = below.as_path();
+        let mut entries = Vec::new();
+        if below.is_empty() {
+            entries.push(Entry::directory());
+        }
+        let mut copies = self.copies(host);
+        copies.sort_by(|a, b| a.record.unit.cmp(&b.record.unit));
+        for copy in copies {
+            for entry in copy.record.entries {
+                let full = join(&copy.record.unit, entry.path.as_path());
+                let Ok(shown) = full.as_path().strip_prefix(top) else {
+                    continue;
+                };
+                entries.push(Entry {
+                    path: shown.into(),
+                    ..entry
+                });
+            }
+        }
+        let has_any = entries.len() > usize::from(below.is_empty());
+        match has_any {
+            true => Ok(entries),
+            false => Err(missing(path)),
+        }
+    }
+
+    /// Opens a file of a copy.
+    pub(crate) fn open(&self, path: &BytePath) -> Result<CopyFile, SourceError> {
+        let (host, below) = split(path)?;
+        let mut components = below.as_path().components();
+        let Some(unit) = components.next() else {
+            return Err(missing(path));
+        };
+        let unit = BytePath::from(Path::new(unit.as_os_str()));
+        let copy = self.find(host, &unit).ok_or_else(|| missing(path))?;
+        let file = copy.open(components.as_path());
+        let file = file.map_err(|_| missing(path))?;
+        let bytes = file.metadata().map_err(|_| missing(path))?.len();
+        Ok(CopyFile { file, bytes })
+    }
+}
+
+impl Copy {
+    fn open(&self, below: &Path) -> io::Result<File> {
+        let dir = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let top = rustix::fs::open(&self.path, dir, Mode::empty())?;
+        let inside = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+        let path = match below.as_os_str().is_empty() {
+            true => PathBuf::from(TREE),
+            false => Path::new(TREE).join(below),
+        };
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        let file: OwnedFd = rustix::fs::openat2(&top, path, flags, Mode::empty(), inside)?;
+        Ok(file.into())
+    }
+
+    /// Whether every file of it is below `path`, with the same bytes.
+    pub(crate) fn is_in(&self, path: &Path) -> bool {
+        let is_file = |entry: &&Entry| matches!(entry.kind, EntryKind::File { .. });
+        self.record.entries.iter().filter(is_file).all(|entry| {
+            let other = join(&path.into(), entry.path.as_path());
+            let own = self.open(entry.path.as_path());
+            own.and_then(|own| has_same_bytes(&own, &File::open(other)?))
+                .unwrap_or(false)
+        })
+    }
+}
+
+impl CopyFile {
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Fills `into` with its bytes from `at` on.
+    pub(crate) fn read(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
+        self.file.read_exact_at(into, at)
+    }
+}
+
+impl Drop for Room<'_> {
+    fn drop(&mut self) {
+        let reserved = self.shelf.reserved_bytes.lock();
+        *reserved.unwrap_or_else(PoisonError::into_inner) -= self.bytes;
+    }
+}
+
+/// `HOST`, and what comes after it.
+fn split(path: &BytePath) -> Result<(&str, BytePath), SourceError> {
+    check_path(path)?;
+    let mut components = path.as_path().components();
+    let host = components.next().and_then(|host| host.as_os_str().to_str());
+    match host.filter(|host| check_host(host).is_ok()) {
+        Some(host) => Ok((host, components.as_path().into())),
+        None => Err(missing(path)),
+    }
+}
+
+fn missing(path: &BytePath) -> SourceError {
+    SourceError {
+        kind: ErrorKind::Missing,
+        message: format!("there is no partner copy {path} here"),
+    }
+}
+
+fn names_in(dir: &Path) -> Vec<String> {
+    let Ok(entries) = std::fs::read_dir(dir) else {
+        return Vec::new();
+    };
+    let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    names.collect()
+}
+
+/// The directory above was made private: what is in it is ours.
+fn load(path: PathBuf) -> Option<Copy> {
+    let text = std::fs::read(path.join(RECORD)).ok()?;
+    let record: Record = serde_json::from_slice(&text).ok()?;
+    let is_plain = firn_trust::is_component(record.unit.as_bytes()) && !record.entries.is_empty();
+    is_plain.then_some(Copy { record, path })
+}
+
+/// `b` is on a mount, whose kernel may know a length of it from before another host wrote to it.
+fn has_same_bytes(a: &File, b: &File) -> io::Result<bool> {
+    let bytes = a.metadata()?.len();
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_FORCE_SYNC;
+    if rustix::fs::statx(b, c"", flags, StatxFlags::SIZE)?.stx_size != bytes {
+        return Ok(false);
+    }
+    let mut at = 0;
+    let (mut of_a, mut of_b) = (vec![0; COMPARE_BYTES], vec![0; COMPARE_BYTES]);
+    while at < bytes {
+        let count = COMPARE_BYTES.min((bytes - at) as usize);
+        a.read_exact_at(&mut of_a[..count], at)?;
+        b.read_exact_at(&mut of_b[..count], at)?;
+        if of_a[..count] != of_b[..count] {
+            return Ok(false);
+        }
+        at += count as u64;
+    }
+    Ok(true)
+}
+
+/// A tree, whatever the modes of its directories are; nothing may be there.
+fn remove(path: &Path) -> Result<(), PullError> {
+    let removed = match path.symlink_metadata() {
+        Ok(metadata) if metadata.is_dir() => {
+            open_dirs(path).and_then(|()| std::fs::remove_dir_all(path))
+        }
+        Ok(_) => std::fs::remove_file(path),
+        Err(error) => Err(error),
+    };
+    match removed {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(local(path)(error)),
+        _ => Ok(()),
+    }
+}
+
+fn open_dirs(dir: &Path) -> io::Result<()> {
+    std::fs::set_permissions(dir, Permissions::from_mode(0o700))?;
+    for entry in std::fs::read_dir(dir)? {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            open_dirs(&entry.path())?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,500 @@
+//! Partner copies: several firnd over one backing, each with an agent, and hosts that are lost with their arenas.
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use firn_protocol::PartnerStatus;
+use firn_tests::agent::Agent;
+use firn_tests::command::{Outcome, run, wait_until};
+use firn_tests::fsops::{assert_same_bytes, read};
+use firn_tests::random::{bytes, generator};
+use firn_tests::{FirnMount, Sandbox, seed};
+use rand::RngExt;
+
+const MIB: usize = 1 << 20;
+const LIMIT: Duration = Duration::from_secs(60);
+const OPTIONS: &str = "arena-size=64M,chunk-size=1M,drain=demand,passthrough=off";
+
+/// Hosts that share a backing. Their network is one.
+struct Cluster {
+    shared: Sandbox,
+    hosts: Vec<Sandbox>,
+}
+
+/// A host with its mount and its agent.
+struct Host<'a> {
+    sandbox: &'a Sandbox,
+    mount: FirnMount<'a>,
+    agent: Agent,
+}
+
+impl Cluster {
+    fn new(name: &str, hosts: usize) -> Self {
+        let host = |at| Sandbox::new(&format!("{name}{at}"));
+        Self {
+            shared: Sandbox::new(name),
+            hosts: (0..hosts).map(host).collect(),
+        }
+    }
+
+    fn backing(&self) -> PathBuf {
+        self.shared.join("backing")
+    }
+
+    fn mount(&self, at: usize, options: &str) -> FirnMount<'_> {
+        let options = format!("{OPTIONS},host=n{at},{options}");
+        FirnMount::over(&self.hosts[at], &self.backing(), &options)
+    }
+
+    fn host(&self, at: usize, options: &str, agent: &[&str]) -> Host<'_> {
+        let sandbox = &self.hosts[at];
+        let mount = self.mount(at, options);
+        let agent = Agent::start_unnamed(sandbox, mount.path(), agent);
+        Host {
+            sandbox,
+            mount,
+            agent,
+        }
+    }
+
+    fn hosts(&self, options: &str) -> Vec<Host<'_>> {
+        let all = 0..self.hosts.len();
+        all.map(|at| self.host(at, options, &[])).collect()
+    }
+
+    /// What host `at` keeps for others.
+    fn shelf(&self, at: usize) -> Option<PathBuf> {
+        let runtime = fs::read_dir(self.hosts[at].runtime()).expect("the runtime directory");
+        let mut paths = runtime.map(|entry| entry.expect("an entry").path());
+        paths.find(|path| path.extension().is_some_and(|end| end == "partner"))
+    }
+
+    fn shelf_bytes(&self, at: usize) -> u64 {
+        self.shelf(at).map_or(0, |dir| bytes_below(&dir))
+    }
+
+    fn pull(&self, from: &str, source: &str, target: &Path) -> Outcome {
+        let mut pull = self.shared.firn(["pull", "--backing"]);
+        pull.arg(self.backing()).arg(format!("{from}:{source}"));
+        run(pull.arg(target))
+    }
+}
+
+fn bytes_below(dir: &Path) -> u64 {
+    let entries = fs::read_dir(dir).into_iter().flatten();
+    entries
+        .map(|entry| {
+            let path = entry.expect("an entry").path();
+            match path.symlink_metadata() {
+                Ok(found) if found.is_dir() => bytes_below(&path),
+                Ok(found) => found.len(),
+                // It was renamed or removed.
+                Err(_) => 0,
+            }
+        })
+        .sum()
+}
+
+impl Host<'_> {
+    fn partner(&self) -> PartnerStatus {
+        self.mount.status().partner.expect("it wants a partner")
+    }
+
+    #[track_caller]
+    fn wait_for_partner(&self, name: &str) {
+        wait_until(&format!("{name} is the partner"), LIMIT, || {
+            self.partner().host.as_deref() == Some(name)
+        });
+    }
+
+    /// A checkpoint of several files in directories, all closed.
+    fn write(&self, name: &str, key: u64) -> PathBuf {
+        let top = self.mount.join(name);
+        fs::create_dir_all(top.join("a/b")).expect("mkdir");
+        for (path, len) in [("rank0", 3 * MIB + 17), ("a/rank1", MIB), ("a/b/rank2", 5)] {
+            fs::write(top.join(path), bytes(key + len as u64, len)).expect("write");
+        }
+        fs::set_permissions(top.join("rank0"), PermissionsExt::from_mode(0o640)).expect("chmod");
+        top
+    }
+
+    fn wait(&self, path: &Path, until: &str, timeout: &str) -> Outcome {
+        let mut wait = self
+            .sandbox
+            .firn(["wait", "--until", until, "--timeout", timeout]);
+        run(wait.arg(path))
+    }
+
+    /// The host fails: its processes and its memory are gone.
+    fn lose(self) {
+        let arena = self.sandbox.arena();
+        self.agent.kill();
+        self.mount.kill();
+        fs::remove_file(arena).expect("the arena");
+    }
+}
+
+/// Ends the agent of a host and starts another one.
+fn begin_anew(host: Host<'_>) -> Host<'_> {
+    let Host {
+        sandbox,
+        mount,
+        agent,
+    } = host;
+    assert_eq!(agent.end(), Some(0));
+    let agent = Agent::start_unnamed(sandbox, mount.path(), &[]);
+    Host {
+        sandbox,
+        mount,
+        agent,
+    }
+}
+
+const FILES: [&str; 3] = ["rank0", "a/rank1", "a/b/rank2"];
+
+fn contents(top: &Path) -> Vec<(Vec<u8>, i64, u32)> {
+    let of = |name: &&str| {
+        let path = top.join(name);
+        let found = path.metadata().expect("metadata");
+        (read(&path), found.mtime(), found.mode())
+    };
+    FILES.iter().map(of).collect()
+}
+
+/// Proves S-partner-1, S-partner-2, S-partner-5: a host is lost with its arena.
+#[test]
+fn a_checkpoint_survives_its_host_in_the_memory_of_the_partner() {
+    let cluster = Cluster::new("partner-loss", 3);
+    let mut hosts = cluster.hosts("partner=next");
+    hosts[0].wait_for_partner("n1");
+    hosts[2].wait_for_partner("n0");
+    let top = hosts[0].write("step_1", 7);
+    hosts[0].wait(&top, "partnered", "60s").ok();
+    let status = hosts[0].partner();
+    assert_eq!(
+        (status.left_files, status.copied_files),
+        (0, 3),
+        "{status:?}"
+    );
+    assert_eq!(status.lag_s, 0.0);
+    let mut ls = hosts[0].sandbox.firn(["ls", "--state", "partnered"]);
+    let listed = run(ls.arg(&top)).ok();
+    assert_eq!(listed.stdout.lines().count(), FILES.len(), "{listed}");
+    let before = contents(&top);
+    hosts.remove(0).lose();
+    let target = cluster.shared.join("copy");
+    cluster.pull("n1", "n0/step_1", &target).ok();
+    assert_eq!(contents(&target), before);
+    // What another host holds is not touched by it, and nobody has what never was.
+    cluster
+        .pull("n1", "n0/step_2", &cluster.shared.join("none"))
+        .code(1)
+        .says("no partner copy");
+    cluster
+        .pull("n2", "n0/step_1", &cluster.shared.join("none"))
+        .code(1)
+        .says("no partner copy");
+}
+
+/// Proves S-partner-3: `partnered` is of the bytes as they are.
+#[test]
+fn a_file_that_changes_is_partnered_again_once_it_is_copied_again() {
+    let cluster = Cluster::new("partner-change", 2);
+    let hosts = cluster.hosts("partner=next");
+    let top = hosts[0].write("step_1", 1);
+    hosts[0].wait(&top, "partnered", "60s").ok();
+    let path = top.join("rank0");
+    let state = |path: &Path| {
+        let mut state = vec![0; 16];
+        let found = rustix::fs::getxattr(path, "user.firn.state", &mut state);
+        state.truncate(found.expect("the state"));
+        String::from_utf8(state).expect("a word")
+    };
+    assert_eq!(state(&path), "partnered");
+    // As long as somebody has it open for writing it is not: he may write at any time.
+    let open = fs::File::options().write(true).open(&path).expect("open");
+    assert_eq!(state(&path), "held");
+    hosts[0]
+        .wait(&path, "partnered", "1s")
+        .code(3)
+        .says("open for writing");
+    drop(open);
+    let rand = &mut generator(seed("partner-change"));
+    for round in 0..5 {
+        let mut data = read(&path);
+        let at = rand.random_range(0..data.len());
+        data[at] ^= 1;
+        fs::write(&path, &data).expect("write");
+        hosts[0].wait(&top, "partnered", "60s").ok();
+        let target = cluster.shared.join(format!("copy{round}"));
+        cluster.pull("n1", "n0/step_1", &target).ok();
+        assert_same_bytes("the copy", &read(&target.join("rank0")), &data);
+    }
+}
+
+/// Proves S-partner-4: drained or removed at the source, gone at the partner.
+#[test]
+fn a_copy_goes_when_its_source_does_not_hold_it_any_more() {
+    let cluster = Cluster::new("partner-drain", 2);
+    let hosts = cluster.hosts("partner=next");
+    let (one, two) = (hosts[0].write("step_1", 1), hosts[0].write("step_2", 2));
+    hosts[0]
+        .wait(hosts[0].mount.path(), "partnered", "60s")
+        .ok();
+    assert!(cluster.shelf_bytes(1) > 8 * MIB as u64);
+    hosts[0].wait(&one, "drained", "60s").ok();
+    wait_until("the drained copy is gone", LIMIT, || {
+        cluster.shelf_bytes(1) < 5 * MIB as u64
+    });
+    cluster
+        .pull("n1", "n0/step_1", &cluster.shared.join("none"))
+        .code(1);
+    cluster
+        .pull("n1", "n0/step_2", &cluster.shared.join("copy"))
+        .ok();
+    fs::remove_dir_all(&two).expect("remove");
+    wait_until("the removed copy is gone", LIMIT, || {
+        cluster.shelf_bytes(1) == 0
+    });
+    assert_eq!(cluster.shelf(1), None, "nothing of it stays");
+}
+
+/// Proves S-partner-4: an arena that is lost is not one that was drained.
+#[test]
+fn copies_of_a_lost_arena_stay_until_the_backing_has_them() {
+    let cluster = Cluster::new("partner-orphan", 2);
+    let mut hosts = cluster.hosts("partner=next");
+    let top = hosts[0].write("step_1", 3);
+    hosts[0].wait(&top, "partnered", "60s").ok();
+    let before = contents(&top);
+    hosts.remove(0).lose();
+    // The host is back, with an empty arena, and its partner follows it again.
+    let again = cluster.host(0, "partner=next", &[]);
+    again.wait_for_partner("n1");
+    let other = again.write("step_2", 4);
+    again.wait(&other, "partnered", "60s").ok();
+    let target = cluster.shared.join("copy");
+    cluster.pull("n1", "n0/step_1", &target).ok();
+    assert_eq!(contents(&target), before);
+    // The partner's agent ends, and one more begins and ends: what is not in the backing stays.
+    let n1 = hosts.remove(0);
+    let mount = n1.mount;
+    assert_eq!(n1.agent.end(), Some(0));
+    assert!(cluster.shelf_bytes(1) > 0);
+    for name in FILES {
+        fs::write(top.join(name), read(&target.join(name))).expect("restore");
+    }
+    let drain = again.sandbox.run([
+        "drain".as_ref(),
+        "--wait".as_ref(),
+        again.mount.path().as_os_str(),
+    ]);
+    drain.ok();
+    let agent = Agent::start_unnamed(n1.sandbox, mount.path(), &[]);
+    assert_eq!(agent.end(), Some(0));
+    assert_eq!(cluster.shelf_bytes(1), 0, "the backing has all of it");
+}
+
+/// Proves S-partner-6: nobody waits for a partner that is gone.
+#[test]
+fn without_its_partner_a_file_is_held_again_and_another_host_takes_over() {
+    let cluster = Cluster::new("partner-dies", 3);
+    let mut hosts = cluster.hosts("partner=next");
+    hosts[0].wait_for_partner("n1");
+    let top = hosts[0].write("step_1", 1);
+    hosts[0].wait(&top, "partnered", "60s").ok();
+    hosts.remove(1).lose();
+    hosts[0].wait_for_partner("n2");
+    hosts[0].wait(&top, "partnered", "60s").ok();
+    cluster
+        .pull("n2", "n0/step_1", &cluster.shared.join("copy"))
+        .ok();
+    // Nobody is left.
+    hosts.remove(1).lose();
+    wait_until("there is no partner", LIMIT, || {
+        hosts[0].partner().host.is_none()
+    });
+    let before = contents(&top);
+    let next = hosts[0].write("step_2", 2);
+    for path in [&top, &next] {
+        hosts[0]
+            .wait(path, "partnered", "1s")
+            .code(3)
+            .says("there is no partner");
+    }
+    assert_eq!(contents(&top), before);
+    let status = hosts[0]
+        .sandbox
+        .run(["status".as_ref(), hosts[0].mount.path().as_os_str()]);
+    let status = status.ok();
+    assert!(status.stdout.contains("lost if this host is"), "{status}");
+    // Its agent ends, too.
+    let Host { mount, agent, .. } = hosts.remove(0);
+    agent.kill();
+    wait_until("nobody speaks of the partner", LIMIT, || {
+        let partner = mount.status().partner.expect("it wants one");
+        partner.note.contains("no `firn agent` runs")
+    });
+}
+
+/// Proves S-partner-3: an agent that begins anew, on either side, and a firnd that does.
+#[test]
+fn copies_are_found_again_after_agents_and_firnd_were_killed() {
+    let cluster = Cluster::new("partner-kills", 2);
+    let mut hosts = cluster.hosts("partner=next");
+    let top = hosts[0].write("step_1", 5);
+    hosts[0].wait(&top, "partnered", "60s").ok();
+    for at in [0, 1] {
+        let Host {
+            sandbox,
+            mount,
+            agent,
+        } = hosts.remove(at);
+        agent.kill();
+        let agent = Agent::start_unnamed(sandbox, mount.path(), &[]);
+        hosts.insert(
+            at,
+            Host {
+                sandbox,
+                mount,
+                agent,
+            },
+        );
+        hosts[0].wait(&top, "partnered", "60s").ok();
+    }
+    let before = contents(&top);
+    let Host {
+        sandbox,
+        mount,
+        agent,
+    } = hosts.remove(0);
+    mount.kill();
+    let mount = cluster.mount(0, "partner=next");
+    hosts.insert(
+        0,
+        Host {
+            sandbox,
+            mount,
+            agent,
+        },
+    );
+    hosts[0].wait(&top, "partnered", "60s").ok();
+    assert_eq!(contents(&top), before);
+    let target = cluster.shared.join("copy");
+    cluster.pull("n1", "n0/step_1", &target).ok();
+    assert_eq!(contents(&target), before);
+}
+
+/// Proves S-partner-7.
+#[test]
+fn a_partner_without_room_keeps_what_it_has_and_says_so() {
+    let cluster = Cluster::new("partner-full", 2);
+    let source = cluster.host(0, "partner=next", &[]);
+    // It wants none itself.
+    let partner = cluster.host(1, "tokens=flock", &["--host", "n1", "--partner-size", "6M"]);
+    source.wait_for_partner("n1");
+    let one = source.write("step_1", 1);
+    source.wait(&one, "partnered", "60s").ok();
+    let two = source.write("step_2", 2);
+    wait_until("it is told", LIMIT, || {
+        source.partner().note.contains("has no room")
+    });
+    source
+        .wait(&two, "partnered", "1s")
+        .code(3)
+        .says("has no room");
+    assert!(cluster.shelf_bytes(1) < 6 * MIB as u64);
+    source.wait(&one, "partnered", "1s").ok();
+    cluster
+        .pull("n1", "n0/step_1", &cluster.shared.join("copy"))
+        .ok();
+    source.wait(&one, "drained", "60s").ok();
+    source.wait(&two, "partnered", "60s").ok();
+    drop(partner);
+}
+
+/// Proves S-partner-8: a planted record, in the ring and as the host that asks.
+#[test]
+fn a_strangers_record_is_not_believed() {
+    let cluster = Cluster::new("partner-strangers", 2);
+    let backing = cluster.backing();
+    let mount = cluster.mount(0, "partner=next");
+    let agent = Agent::start_unnamed(&cluster.hosts[0], mount.path(), &[]);
+    let record = |host: &str| backing.join(format!(".firn/agent-{host}"));
+    let text = fs::read(record("n0")).expect("a record");
+    // n1 to n3 would come first: readable by others, somebody else's, a link.
+    fs::write(record("n01"), &text).expect("write");
+    fs::set_permissions(record("n01"), PermissionsExt::from_mode(0o644)).expect("chmod");
+    fs::write(record("n02"), &text).expect("write");
+    fs::set_permissions(record("n02"), PermissionsExt::from_mode(0o600)).expect("chmod");
+    std::os::unix::fs::chown(record("n02"), Some(65_534), None).expect("chown");
+    std::os::unix::fs::symlink(record("n0"), record("n03")).expect("symlink");
+    fs::write(record("n04"), b"garbage").expect("write");
+    fs::set_permissions(record("n04"), PermissionsExt::from_mode(0o600)).expect("chmod");
+    let host = Host {
+        sandbox: &cluster.hosts[0],
+        mount,
+        agent,
+    };
+    let second = cluster.host(1, "partner=next", &[]);
+    host.wait_for_partner("n1");
+    second.wait_for_partner("n0");
+    for name in ["n01", "n02", "n03", "n04"] {
+        wait_until(&format!("{name} is passed over"), LIMIT, || {
+            let said = |agent: &Agent| agent.log().contains(&format!("{name} is passed over"));
+            said(&host.agent) || said(&second.agent)
+        });
+    }
+}
+
+/// Proves S-partner-9: racks, and files of them that are wrong.
+#[test]
+fn the_partner_is_in_another_failure_domain_where_there_is_one() {
+    let cluster = Cluster::new("partner-domains", 3);
+    let domains = cluster.shared.join("domains");
+    fs::write(&domains, "# two racks\nn[01] rack1\nn2 rack2\n").expect("write");
+    let options = format!("partner=next,partner-domains={}", domains.display());
+    let mut hosts = cluster.hosts(&options);
+    // Those in the first rack may have looked before the second one was there.
+    let last = hosts.pop().expect("three");
+    let hosts: Vec<_> = hosts.into_iter().map(begin_anew).collect();
+    hosts[0].wait_for_partner("n2");
+    hosts[1].wait_for_partner("n2");
+    last.wait_for_partner("n0");
+    last.lose();
+    hosts[0].wait_for_partner("n1");
+    wait_until("it is told", LIMIT, || {
+        hosts[0].partner().note.contains("same failure domain")
+    });
+    drop(hosts);
+    for (text, told) in [("n0 rack 1\n", "line 1"), ("a b\nn[ rack\n", "line 2")] {
+        fs::write(&domains, text).expect("write");
+        let mount = cluster.mount(0, &options);
+        let mut agent = cluster.hosts[0].firn(["agent", "--listen", "127.0.0.1:0"]);
+        run(agent.arg(mount.path()))
+            .code(1)
+            .says(told)
+            .says("partner-domains");
+    }
+    fs::remove_file(&domains).expect("remove");
+    let mount = cluster.mount(0, &options);
+    let mut agent = cluster.hosts[0].firn(["agent", "--listen", "127.0.0.1:0"]);
+    run(agent.arg(mount.path())).code(1).says("No such file");
+    drop(mount);
+    let mount = cluster.mount(0, "partner=n0");
+    let mut agent = cluster.hosts[0].firn(["agent", "--listen", "127.0.0.1:0"]);
+    run(agent.arg(mount.path())).code(1).says("is this host");
+}
+
+/// Without the option there is no partner, and waiting for one is refused at once.
+#[test]
+fn a_mount_without_the_option_has_no_partner() {
+    let cluster = Cluster::new("partner-none", 1);
+    let host = cluster.host(0, "tokens=flock", &[]);
+    assert_eq!(host.mount.status().partner, None);
+    host.wait(host.mount.path(), "partnered", "60s")
+        .code(1)
+        .says("partner=next");
+}
