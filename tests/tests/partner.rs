@@ -498,3 +498,56 @@ fn a_mount_without_the_option_has_no_partner() {
         .code(1)
         .says("partner=next");
 }
+
+/// Proves S-partner-10.
+#[test]
+fn a_job_restarts_on_another_host_from_the_memory_of_the_partner() {
+    let cluster = Cluster::new("partner-restart", 3);
+    let mut hosts = cluster.hosts("partner=next");
+    let first = hosts[0].write("step_1", 1);
+    hosts[0]
+        .wait(hosts[0].mount.path(), "partnered", "60s")
+        .ok();
+    let backed = hosts[0].write("step_0", 9);
+    hosts[0].wait(&backed, "durable", "60s").ok();
+    wait_until("one checkpoint is left to the partner", LIMIT, || {
+        cluster.shelf_bytes(1) < 5 * MIB as u64
+    });
+    let (before, old) = (contents(&first), contents(&backed));
+    hosts.remove(0).lose();
+    let replacement = hosts.pop().expect("three");
+    assert_eq!(replacement.agent.end(), Some(0));
+    replacement.mount.umount();
+    let out = cluster.shared.mkdir("out");
+    let job = |host: &str| {
+        let args = ["run", "--no-preload", "--memory", "64M", "--restart", host];
+        let mut job = cluster.hosts[2].firn(args);
+        job.args(["-o", "partner=next"]);
+        job.arg("--backing").arg(cluster.backing());
+        job.arg("--prefix").arg(cluster.hosts[2].join("mnt"));
+        job.args(["--", "sh", "-c", "cp -a \"$FIRN_PREFIX\"/step_* \"$0\""]);
+        run(job.arg(&out))
+    };
+    job("n0")
+        .ok()
+        .says("restored 3 files")
+        .says("from the memory of n1");
+    assert_eq!(contents(&out.join("step_1")), before);
+    assert_eq!(contents(&out.join("step_0")), old);
+    // It was drained when the job had ended: the backing is nearer now.
+    assert_eq!(contents(&cluster.backing().join("step_1")), before);
+    assert!(!cluster.backing().join(".firn-restart").exists());
+    job("n0")
+        .ok()
+        .says("restored 0 files")
+        .says("3 files were here already");
+    job("n9").ok().says("what the backing has");
+    // What somebody wrote since stays.
+    let rank = cluster.backing().join("step_1/rank0");
+    fs::write(&rank, b"newer").expect("write");
+    job("n0").ok().says("it stays as it is");
+    assert_eq!(read(&rank), b"newer");
+    // The partner is lost, too: the command does not begin.
+    hosts.remove(0).lose();
+    job("n0").code(1).says("without --restart");
+}

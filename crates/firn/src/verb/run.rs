@@ -1,5 +1,7 @@
 //! `firn run`: a job with its files in memory, set up before it and taken down after it.
 
+mod restart;
+
 use std::ffi::{OsStr, OsString};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::os::unix::process::ExitStatusExt;
@@ -42,6 +44,10 @@ pub const VERB: Verb = Verb {
         (
             "firn run --memory 8G --keep 2 -- mpirun -n 8 ./app",
             "the same; old checkpoints are removed while it runs, as by `firn prune --keep 2`",
+        ),
+        (
+            "firn run --restart n17 --memory 8G --backing /scratch/run42 -- ./rank 17",
+            "in place of n17, which is lost; its partner has its files",
         ),
         (
             "firn run --memory 8G --backing /scratch/run42 --prefix /tmp/ckpt -- ./app /tmp/ckpt",
@@ -93,6 +99,18 @@ fn args(command: Command) -> Command {
                 .help("Remove old checkpoints while the command runs, as by `firn prune --keep N`")
                 .value_parser(value_parser!(u32).range(1..)),
         )
+        .arg(
+            Arg::new("restart")
+                .long("restart")
+                .value_name("HOST")
+                .help("Before the command, bring files that HOST held and that are nowhere nearer from its partner's memory")
+                .long_help(
+                    "Before the command, bring files that HOST held from the memory of its partner (option `partner`), where \
+                     they are neither in this host's memory nor in --backing. HOST is the host that this one replaces, or its \
+                     own name after it was started again. Its partner is named in .firn/agent-HOST in the backing and \
+                     needs a `firn agent` that runs; `firn run` does not start the command while it cannot be reached.",
+                ),
+        )
         .arg(minus_o())
         .args(firn_config::args())
         .arg(
@@ -127,6 +145,11 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     }
     let prefix = matches.get_one("prefix").cloned();
     let backing = matches.get_one("backing").cloned();
+    let restart = matches.get_one::<String>("restart");
+    if restart.is_some() && (backing.is_none() || is_tree) {
+        let why = "--restart needs --backing, in which hosts find each other, and frontend=fuse";
+        return Err(Failure::new(USAGE, why));
+    }
     let place = Place::new(prefix, backing, is_tree)?;
     let request = MountRequest {
         backing: place.backing.clone(),
@@ -135,6 +158,12 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         foreground: false,
     };
     firn_daemon::mount_with_notices(request, &mut |text| output::say(&text))?;
+    if let Some(host) = restart
+        && let Err(failure) = restart::restore(host, &place.prefix, &place.backing)
+    {
+        place.take_down(false)?;
+        return Err(failure);
+    }
     let keep = matches.get_one::<u32>("keep").map(|keep| *keep as usize);
     let status = std::thread::scope(|scope| {
         let (ended, on_end) = channel::<()>();
