@@ -564,6 +564,7 @@ impl<B: Backing> LogBacking<B> {
             return read();
         };
         loop {
+            file.check_lost()?;
             let seen = file.changes.load(Ordering::Acquire);
             let attr = read()?;
             let size = file.len(attr.size);
@@ -603,6 +604,7 @@ impl<B: Backing> LogBacking<B> {
             access,
             ended: Arc::clone(&self.ended),
         };
+        opened.file.inode.get_or_init(|| inode.below.clone());
         self.see_others(&opened)?;
         if !writes && self.setup.flattens_read && opened.file.is_logged() {
             self.ended.add(&opened.file, &opened.inode);
@@ -916,6 +918,9 @@ impl<B: Backing> Backing for LogBacking<B> {
             (Some(_), Access::Write) => Access::ReadWrite,
             (_, access) => access,
         };
+        if let Some(opened) = &logged {
+            opened.file.check_lost()?;
+        }
         let below = self.below.open(&inode.below, below_access)?;
         Ok(LogFile { below, logged })
     }
@@ -930,7 +935,12 @@ impl<B: Backing> Backing for LogBacking<B> {
         }
         match file.logged() {
             Some(logged) => logged.read(&self.place(), &file.below, buf, offset),
-            None => self.below.read_at(&file.below, buf, offset),
+            None => {
+                if let Some(opened) = opened {
+                    opened.file.check_lost()?;
+                }
+                self.below.read_at(&file.below, buf, offset)
+            }
         }
     }
 
@@ -1072,7 +1082,9 @@ impl<B: Backing> Backing for LogBacking<B> {
     fn kernel_reads(&self, file: &LogFile<B>) -> KernelReads {
         match &file.logged {
             None => self.below.kernel_reads(&file.below),
-            Some(opened) if opened.file.is_logged() => KernelReads::Never,
+            Some(opened) if opened.file.is_logged() || opened.file.check_lost().is_err() => {
+                KernelReads::Never
+            }
             Some(_) => KernelReads::Cached,
         }
     }

@@ -5,8 +5,8 @@
 
 use std::ffi::OsStr;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use crate::container::{Container, Memory, Walk};
@@ -137,8 +137,12 @@ pub(crate) struct LoggedFile<B: Backing> {
     has_remains: AtomicBool,
     /// When the plain file was last told that this host has changed it; none after somebody has set its times here.
     pub(crate) modified: Mutex<Option<Instant>>,
-    /// It has no name any more.
+    /// This host has removed its last name.
     pub(crate) is_removed: AtomicBool,
+    /// Once it was opened here.
+    pub(crate) inode: OnceLock<B::Inode>,
+    /// Another host has removed it, with bytes that were in logs.
+    is_lost: AtomicBool,
     /// Why its containers could not be read when this host looked last.
     trouble: Mutex<Option<Errno>>,
 }
@@ -183,6 +187,8 @@ struct Generation<B: Backing> {
     container: Container<B>,
     /// This host has said that it writes.
     is_joined: AtomicBool,
+    /// This host knows that its bytes are in the plain file.
+    was_flat: AtomicBool,
 }
 
 /// A container that a listing has.
@@ -215,6 +221,8 @@ impl<B: Backing> LoggedFile<B> {
             is_written: AtomicBool::new(false),
             has_remains: AtomicBool::new(false),
             is_removed: AtomicBool::new(false),
+            inode: OnceLock::new(),
+            is_lost: AtomicBool::new(false),
             trouble: Mutex::default(),
         }
     }
@@ -231,6 +239,14 @@ impl<B: Backing> LoggedFile<B> {
     /// Whether something of it is left to be flattened or removed.
     pub(crate) fn has_containers(&self) -> bool {
         self.is_logged() || self.has_remains.load(Ordering::Acquire)
+    }
+
+    /// ESTALE if its bytes are gone, because another host has removed it.
+    pub(crate) fn check_lost(&self) -> Result<()> {
+        match self.is_lost.load(Ordering::Acquire) {
+            true => Err(Errno::STALE),
+            false => Ok(()),
+        }
     }
 
     /// The error, if its containers cannot be read.
@@ -275,6 +291,14 @@ impl<B: Backing> LoggedFile<B> {
         let known = self.all();
         let mut found = Vec::new();
         let count = listed.len();
+        let is_gone = |known: &Arc<Generation<B>>| {
+            let is_it = |listed: &Listed| (listed.number, listed.dir) == (known.number, known.dir);
+            !known.was_flat.load(Ordering::Acquire) && !listed.iter().any(is_it)
+        };
+        // One that is gone is flat, or was removed with its file.
+        if known.iter().any(is_gone) && self.is_nameless(place)? {
+            self.is_lost.store(true, Ordering::Release);
+        }
         for listed in listed {
             let is_it = |generation: &&Arc<Generation<B>>| {
                 (generation.number, generation.dir) == (listed.number, listed.dir)
@@ -308,6 +332,21 @@ impl<B: Backing> LoggedFile<B> {
             self.changes.fetch_add(1, Ordering::AcqRel);
         }
         Ok(())
+    }
+
+    /// Whether it is open here, and another host has removed its last name.
+    fn is_nameless(&self, place: &Place<'_, B>) -> Result<bool> {
+        let Some(inode) = self.inode.get() else {
+            return Ok(false);
+        };
+        if self.is_removed.load(Ordering::Acquire) {
+            return Ok(false);
+        }
+        match place.base.attr(inode) {
+            Ok(attr) => Ok(attr.nlink == 0),
+            Err(Errno::STALE | Errno::NOENT) => Ok(true),
+            Err(error) => Err(error),
+        }
     }
 
     /// A generation whose indexes are read; none if it is gone, or nobody has written to it.
@@ -363,6 +402,7 @@ impl<B: Backing> LoggedFile<B> {
             has_own_base: head.is_lowest,
             container,
             is_joined: AtomicBool::new(false),
+            was_flat: AtomicBool::new(false),
         }))
     }
 
@@ -395,6 +435,7 @@ impl<B: Backing> LoggedFile<B> {
     ) -> Result<usize> {
         for _ in 0..LOOKS_MAX {
             self.trouble()?;
+            self.check_lost()?;
             let generations = self.all();
             let plain_bytes = place.base.attr_of_file(plain)?.size;
             Self::set_bases(&generations, plain_bytes);
@@ -821,6 +862,7 @@ impl<B: Backing> Generation<B> {
         if ending.flatten(inode, &plain)? == Flat::Waits {
             return Ok(Flattened::UnderWay);
         }
+        self.was_flat.store(true, Ordering::Release);
         ending.remove()?;
         Ok(Flattened::Flat)
     }

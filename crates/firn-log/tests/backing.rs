@@ -288,3 +288,92 @@ fn containers(disk: &SimBacking) -> usize {
     disk.read_dir(&dir, 0, &mut sink).expect("read");
     count
 }
+
+/// A file that another host removes or replaces while it is in logs: who has it open has its bytes, or is told.
+///
+/// Proves S-log-15.
+#[test]
+fn a_file_that_another_host_removes_is_whole_or_stale() {
+    for replaces in [false, true] {
+        for wakes in [false, true] {
+            let disk = SimBacking::new();
+            let (a, b) = (
+                logged_by(&disk.another_process(), "a"),
+                logged_by(&disk.another_process(), "b"),
+            );
+            let mut expected = HashMap::from([("x", b"bytes in a log".to_vec())]);
+            let mut random = StdRng::seed_from_u64(1);
+            let writer = written_by(&a, "x", b"bytes in a log");
+            let (inode, _) = b.lookup(&b.root(), OsStr::new("x")).expect("lookup");
+            let reader = b.open(&inode, Access::Read).expect("open");
+            let read_open = |file: &_| {
+                let mut bytes = [0; 50];
+                let count = b.read_at(file, &mut bytes, 0)?;
+                Ok::<_, Errno>(bytes[..count].to_vec())
+            };
+            assert_eq!(read_open(&reader), Ok(b"bytes in a log".to_vec()));
+            if replaces {
+                write_some(&a, "y", &mut random, &mut expected);
+                rename(&a, "y", "x", &mut expected);
+            } else {
+                remove(&a, "x", &mut expected);
+            }
+            // The host that removed it has it open.
+            assert_eq!(read_open(&reader), Ok(b"bytes in a log".to_vec()));
+            drop(writer);
+            if wakes {
+                assert_eq!(a.settle().error, None);
+                assert_eq!(read_open(&reader), Err(Errno::STALE));
+            } else {
+                assert_eq!(read_open(&reader), Ok(b"bytes in a log".to_vec()));
+                assert_eq!(a.settle().error, None);
+            }
+            assert_eq!(read_open(&reader), Err(Errno::STALE));
+            assert_eq!(
+                b.attr_of_file(&reader).map(|attr| attr.size),
+                Err(Errno::STALE)
+            );
+            // By an old name.
+            assert_eq!(b.open(&inode, Access::Read).err(), Some(Errno::STALE));
+            drop(reader);
+            for host in [&a, &b] {
+                assert_eq!(host.settle().error, None);
+                let found = read(host, "x");
+                assert_eq!(found.as_ref(), expected.get("x"));
+            }
+            assert_eq!(containers(&disk), 0);
+        }
+    }
+}
+
+/// The same for a file that was flat before: its bytes are there for whoever has it open.
+#[test]
+fn a_file_that_is_flat_is_whole_for_who_has_it_open() {
+    let disk = SimBacking::new();
+    let (a, b) = (
+        logged_by(&disk.another_process(), "a"),
+        logged_by(&disk.another_process(), "b"),
+    );
+    let writer = written_by(&a, "x", b"bytes in a log");
+    let (inode, _) = b.lookup(&b.root(), OsStr::new("x")).expect("lookup");
+    let reader = b.open(&inode, Access::Read).expect("open");
+    drop(writer);
+    assert_eq!(a.settle().error, None);
+    let mut bytes = [0; 50];
+    assert_eq!(b.read_at(&reader, &mut bytes, 0), Ok(14));
+    a.unlink(&a.root(), OsStr::new("x")).expect("unlink");
+    assert_eq!(a.settle().error, None);
+    assert_eq!(b.read_at(&reader, &mut bytes, 0), Ok(14));
+    assert_eq!(bytes[..14], *b"bytes in a log");
+}
+
+/// A file with these bytes, open for writing.
+fn written_by(host: &Logged, name: &str, bytes: &[u8]) -> <Logged as Backing>::File {
+    let me = suite::own_caller();
+    let made = host.create(&me, &host.root(), OsStr::new(name), 0o644);
+    let (_, file, _) = made.expect("create");
+    host.write_at(&file, &[IoSlice::new(bytes)], 0)
+        .expect("write");
+    host.sync(&file, false).expect("sync");
+    file
+}
