@@ -101,20 +101,43 @@ impl Op {
 /// Writes at random into `dir` until the first error (firnd was killed), logging to `log`.
 pub fn write_until_error(dir: &Path, log: &Path, seed: u64) {
     let mut rng = generator(seed);
-    let mut log = OpenOptions::new()
-        .create(true)
-        .append(true)
-        .open(log)
-        .expect("open the log");
+    let mut log = Log::create(log);
     let mut writer = Writer::new(dir);
     loop {
         let op = writer.choose(&mut rng);
-        log.write_all(&op.encode(false)).expect("write the log");
-        if writer.perform(op).is_err() {
+        if log.during(op, || writer.perform(op)).is_err() {
             return;
         }
-        log.write_all(&op.encode(true)).expect("write the log");
     }
+}
+
+/// The log of a writer.
+pub(crate) struct Log(File);
+
+impl Log {
+    pub(crate) fn create(path: &Path) -> Self {
+        let mut options = OpenOptions::new();
+        options.create(true).append(true);
+        Self(options.open(path).expect("open the log"))
+    }
+
+    /// Does an operation, which is logged before it begins and after it has returned.
+    pub(crate) fn during(
+        &mut self,
+        op: Op,
+        perform: impl FnOnce() -> std::io::Result<()>,
+    ) -> std::io::Result<()> {
+        self.0.write_all(&op.encode(false)).expect("write the log");
+        perform()?;
+        self.0.write_all(&op.encode(true)).expect("write the log");
+        Ok(())
+    }
+}
+
+/// The records of a log: operations, and whether they had returned by then.
+pub(crate) fn read_log(log: &Path) -> Vec<(Op, bool)> {
+    let records = std::fs::read(log).expect("read the log");
+    records.chunks_exact(RECORD_LEN).map(Op::decode).collect()
 }
 
 /// Operations that have returned, by the log of a writer that may still run; 0 without a log.

@@ -6,15 +6,21 @@
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use firn_tests::ack::returned_operations;
+use firn_tests::faultfs::FaultFs;
 use firn_tests::fsops::{Mapping, read_at};
 use firn_tests::mount::mount_args;
+use firn_tests::preloaded::{Frontend, direct_bytes};
+use firn_tests::random::{env_count, generator};
 use firn_tests::sandbox::is_mounted;
-use firn_tests::{FirnMount, Sandbox, wait_until};
+use firn_tests::{FirnMount, Sandbox, helper_binary, run, seed, striped, wait_until};
+use rand::RngExt;
 use rustix::fs::{
-    FallocateFlags, FlockOperation, SeekFrom, copy_file_range, fallocate, flock, seek,
+    FallocateFlags, FlockOperation, SeekFrom, copy_file_range, fallocate, flock, getxattr, seek,
 };
 use rustix::mm::MapFlags;
 
@@ -779,4 +785,270 @@ fn a_loss_that_is_accepted_is_reported_and_becomes_zeros() {
     let none = cluster.shared.join("none.json");
     flatten(&[all, accept, &none]).ok();
     assert!(!none.exists());
+}
+
+/// Proves S-log-15: a reader on another host than the one that removes or replaces the file.
+#[test]
+fn a_file_that_another_host_replaces_is_whole_or_stale_for_its_readers() {
+    let cluster = Hosts::new("replaced", 2);
+    let mounts = cluster.mounts("flatten=demand");
+    let (here, there) = (&mounts[0], &mounts[1]);
+    for replaces in [false, true] {
+        fs::write(here.join("file"), record(1)).expect("write");
+        let reader = File::open(there.join("file")).expect("open");
+        assert_eq!(read_at(&reader, 0, RECORD), record(1));
+        if replaces {
+            fs::write(here.join("new"), record(2)).expect("write");
+            fs::rename(here.join("new"), here.join("file")).expect("rename");
+        } else {
+            fs::remove_file(here.join("file")).expect("unlink");
+        }
+        wait_until("its bytes are gone", LIMIT, || {
+            let mut bytes = vec![0; RECORD + 1];
+            match reader.read_at(&mut bytes, 0) {
+                Ok(count) => {
+                    assert_eq!(count, RECORD);
+                    assert!(bytes[..RECORD] == record(1));
+                    false
+                }
+                Err(error) => error.raw_os_error() == Some(libc::ESTALE),
+            }
+        });
+        let now = fs::read(there.join("file"));
+        match replaces {
+            true => assert_eq!(now.expect("read"), record(2)),
+            false => assert!(now.is_err()),
+        }
+    }
+    mounts.into_iter().for_each(|mount| drop(mount.umount()));
+}
+
+/// Options of the hosts in a round: what is acknowledged is in the logs at once, soon, or not before the end.
+const CRASH_OPTIONS: [&str; 5] = [
+    "",
+    "flatten=demand",
+    "close=held,drain-age=10min",
+    "close=held,drain-age=20ms",
+    "close=held,drain-age=20ms,flatten=off",
+];
+
+/// Writers of one file, one on each host.
+struct Writers {
+    children: Vec<Child>,
+    logs: Vec<PathBuf>,
+}
+
+impl Writers {
+    fn start(cluster: &Hosts, mounts: &[FirnMount<'_>], seed: u64) -> Self {
+        let mut writers = Self {
+            children: Vec::new(),
+            logs: Vec::new(),
+        };
+        for (which, mount) in mounts.iter().enumerate() {
+            let log = cluster.shared.join(format!("log{which}"));
+            let mut command = Command::new(helper_binary());
+            command.arg("striped-writer").arg(mount.join("shared"));
+            command.arg(&log);
+            let numbers = [seed ^ which as u64, which as u64, mounts.len() as u64];
+            command.args(numbers.map(|number| number.to_string()));
+            writers.children.push(command.spawn().expect("a writer"));
+            writers.logs.push(log);
+        }
+        writers
+    }
+
+    fn wait_for_writes(&self) {
+        wait_until("the writers are at work", LIMIT, || {
+            self.logs.iter().all(|log| returned_operations(log) >= 40)
+        });
+    }
+
+    fn end(&mut self) {
+        for child in &mut self.children {
+            child.kill().ok();
+            child.wait().expect("wait");
+        }
+    }
+}
+
+impl Drop for Writers {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// Proves S-log-10, S-log-16: kill -9 of one firnd or both while two hosts write one file. After the hosts have come back,
+/// or their arenas were recovered, the plain file has what either had acknowledged.
+#[test]
+fn hosts_that_are_killed_while_they_write_one_file_lose_nothing() {
+    let seed = seed("killed in logs");
+    let mut random = generator(seed);
+    for round in 0..env_count("FIRN_CRASH_ROUNDS", 4) {
+        let cluster = Hosts::new("kill-logs", 2);
+        let options = CRASH_OPTIONS[random.random_range(0..CRASH_OPTIONS.len())];
+        let mounts = cluster.mounts(options);
+        let mut writers = Writers::start(&cluster, &mounts, seed ^ (round << 8));
+        let mut mounts: Vec<_> = mounts.into_iter().map(Some).collect();
+        writers.wait_for_writes();
+        std::thread::sleep(Duration::from_micros(random.random_range(0..50_000)));
+        let dead: &[usize] = [&[0][..], &[1], &[0, 1]][random.random_range(0..3)];
+        for host in dead {
+            mounts[*host].take().expect("a mount").kill();
+            std::thread::sleep(Duration::from_micros(random.random_range(0..20_000)));
+        }
+        writers.end();
+        // Those that live end before or after the others come back.
+        let ends_first = random.random();
+        let end = |mounts: Vec<Option<FirnMount<'_>>>| {
+            mounts.into_iter().flatten().for_each(|mount| {
+                mount.umount();
+            });
+        };
+        let mut living = Some(mounts);
+        if ends_first {
+            end(living.take().expect("mounts"));
+        }
+        for host in dead {
+            if random.random() {
+                cluster.mount(*host, options).umount();
+            } else {
+                let args = [Path::new("recover"), &cluster.backing()];
+                cluster.hosts[*host].run(args).ok();
+            }
+        }
+        living.into_iter().for_each(end);
+        let args = ["flatten", "--all", "--backing"].map(Path::new);
+        cluster.hosts[0]
+            .run([&args[..], &[&cluster.backing()]].concat())
+            .ok();
+        assert!(cluster.containers().is_empty(), "round {round}");
+        let writes = striped::verify(&cluster.plain("shared"), &writers.logs);
+        println!("round {round}: {options:?}, killed {dead:?}: {writes} writes");
+    }
+}
+
+/// Writes every second block of `argv[1]` to its place in `argv[2]`, from block `argv[3]` on.
+const EVERY_SECOND_BLOCK: &str = "
+import os, sys
+data = open(sys.argv[1], 'rb').read()
+file = os.open(sys.argv[2], os.O_RDWR | os.O_CREAT, 0o644)
+for at in range(int(sys.argv[3]) * 50000, len(data), 100000):
+    block = data[at:at + 50000]
+    assert os.pwrite(file, block, at) == len(block)
+    assert os.pread(file, len(block), at) == block
+os.close(file)
+";
+
+fn write_every_second(data: &Path, file: &Path, first: usize) -> Command {
+    let mut command = Command::new("/usr/bin/python3");
+    command.args(["-c", EVERY_SECOND_BLOCK]).args([data, file]);
+    command.arg(first.to_string());
+    command
+}
+
+/// Proves S-log-17: programs with direct access on two hosts write one file in logs, and read it.
+#[test]
+fn programs_with_direct_access_write_one_file_in_logs() {
+    let cluster = Hosts::new("direct", 2);
+    let data = cluster.shared.join("data");
+    let expected = all_records(2);
+    fs::write(&data, &expected).expect("write");
+    let mounts = cluster.mounts("flatten=demand");
+    let preloaded = |host: usize, mut command: Command| {
+        run(Frontend::Mount.preload(&cluster.hosts[host], &mut command)).ok()
+    };
+    for (host, mount) in mounts.iter().enumerate() {
+        let write = write_every_second(&data, &mount.join("shared"), host);
+        let said = preloaded(host, write);
+        // firnd takes the lease back at times.
+        assert!(direct_bytes(&said, "pwrite") > 0, "{said}");
+    }
+    assert_eq!(cluster.containers().len(), 1);
+    for (host, mount) in mounts.iter().enumerate() {
+        let mut compare = Command::new("cmp");
+        compare.args([&data, &mount.join("shared")]);
+        preloaded(host, compare);
+    }
+    mounts.into_iter().for_each(|mount| drop(mount.umount()));
+    assert_same(&cluster.plain("shared"), &expected);
+    assert!(cluster.containers().is_empty());
+}
+
+/// Proves S-log-17: a stub tree drains to logs, too; for some names only it is refused.
+#[test]
+fn a_stub_tree_drains_to_logs() {
+    let cluster = Hosts::new("tree", 1);
+    let data = cluster.shared.join("data");
+    fs::write(&data, all_records(1)).expect("write");
+    let mount = cluster.mount(0, "frontend=preload,flatten=off");
+    for first in 0..2 {
+        let mut write = write_every_second(&data, &mount.join("file"), first);
+        run(Frontend::Tree.preload(&cluster.hosts[0], &mut write)).ok();
+    }
+    mount.wait("logged", mount.path()).ok();
+    assert_eq!(cluster.containers().len(), 1);
+    assert_eq!(fs::metadata(cluster.plain("file")).expect("stat").len(), 0);
+    mount.wait("drained", mount.path()).ok();
+    assert!(cluster.containers().is_empty());
+    assert_same(&cluster.plain("file"), &all_records(1));
+    mount.umount();
+    assert_same(&cluster.plain("file"), &all_records(1));
+    let options = "layout=log,log-files=*.h5,frontend=preload";
+    let args = mount_args(&cluster.backing(), &cluster.hosts[0].join("mnt"), options);
+    let refused = cluster.hosts[0].run(args).code(2);
+    refused.says("too late").says("log all files");
+}
+
+/// Proves S-log-1, S-log-33: over a file system that does not tell when a file was made (FUSE) files are told apart by a
+/// number of their own, and a new file with an old inode number has nothing of the old one.
+#[test]
+fn files_without_a_birth_time_are_told_apart() {
+    let cluster = Hosts::new("birth", 2);
+    let served = FaultFs::of(&cluster.shared, cluster.backing());
+    let mount = |host: usize, more: &str| {
+        let options = format!("{OPTIONS},{more}");
+        FirnMount::over(&cluster.hosts[host], served.path(), &options)
+    };
+    let mounts = [0, 1].map(|host| mount(host, "flatten=off"));
+    let files = [0, 1].map(|host| create(&mounts[host], "shared"));
+    for (host, file) in files.iter().enumerate() {
+        write_records(file, host as u64, 2);
+        file.sync_all().expect("sync");
+    }
+    let mut number = [0; 9];
+    let found = getxattr(cluster.plain("shared"), "user.firn.log", &mut number);
+    assert_eq!(found, Ok(8));
+    assert!(cluster.containers()[0].contains(&format!(
+        "{:016x}",
+        u64::from_le_bytes(number[..8].try_into().expect("8 bytes"))
+    )));
+    drop(files);
+    for mount in &mounts {
+        assert_same(&mount.join("shared"), &all_records(2));
+    }
+    mounts.into_iter().for_each(|mount| drop(mount.umount()));
+    let containers = cluster.containers();
+    assert_eq!(containers.len(), 1);
+    // Removed beside Firn; its number goes to a new file, where the file system gives it again.
+    let old = fs::metadata(cluster.plain("shared")).expect("stat").ino();
+    fs::remove_file(cluster.plain("shared")).expect("unlink");
+    for name in ["a", "b", "c", "d"] {
+        fs::write(cluster.plain(name), name).expect("write");
+        let ino = fs::metadata(cluster.plain(name)).expect("stat").ino();
+        println!("{name}: inode {ino}, before: {old}");
+    }
+    let mounts = [0, 1].map(|host| mount(host, "flatten=close"));
+    for name in ["a", "b", "c", "d"] {
+        for mount in &mounts {
+            assert_same(&mount.join(name), name.as_bytes());
+        }
+        for mount in &mounts {
+            create(mount, name).write_all_at(b"new", 1).expect("write");
+        }
+    }
+    mounts.into_iter().for_each(|mount| drop(mount.umount()));
+    for name in ["a", "b", "c", "d"] {
+        assert_same(&cluster.plain(name), format!("{name}new").as_bytes());
+    }
+    assert_eq!(cluster.containers(), containers, "the lost one is kept");
 }

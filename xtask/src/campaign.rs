@@ -18,7 +18,7 @@ use clap::Subcommand;
 pub enum Campaign {
     /// kill -9 of firnd and of writers under load: nothing acknowledged is lost
     Crash {
-        /// Kills each: through the mount, with direct access, without FUSE, in transactions of one host and of two
+        /// Kills each: through the mount, with direct access, without FUSE, in transactions of one host and of two, in logs of two
         #[arg(long, default_value_t = 200)]
         rounds: u64,
         /// Repeats a campaign
@@ -90,7 +90,13 @@ impl Campaign {
                 system("stub", "kill_9_of_writer_or_firnd", length, seed)?;
                 system("transactions", "killed_at_any_moment", length, seed)?;
                 system("async_commit", "survives_kill_9", length, seed)?;
-                system("hosts", "a_host_that_is_killed_between", length, seed)
+                system("hosts", "a_host_that_is_killed_between", length, seed)?;
+                system(
+                    "log_layout",
+                    "killed_while_they_write_one_file",
+                    length,
+                    seed,
+                )
             }
             Self::Simulation { ops, seed } => {
                 for (package, test) in SIMULATED {

@@ -10,6 +10,15 @@ fn main() -> ExitCode {
         ["writer", dir, log, seed] => {
             firn_tests::ack::write_until_error(Path::new(dir), Path::new(log), number(seed))
         }
+        ["striped-writer", file, log, seed, which, writers] => {
+            firn_tests::striped::write_until_error(
+                Path::new(file),
+                Path::new(log),
+                number(seed),
+                number(which),
+                number(writers),
+            );
+        }
         ["verify", dir, log] => {
             firn_tests::ack::verify(Path::new(dir), Path::new(log));
         }
@@ -49,7 +58,7 @@ fn main() -> ExitCode {
         }
         _ => {
             eprintln!(
-                "usage: firn-test-helper writer DIR LOG SEED | verify DIR LOG | append FILE ID COUNT \
+                "usage: firn-test-helper writer DIR LOG SEED | striped-writer FILE LOG SEED WHICH WRITERS | verify DIR LOG | append FILE ID COUNT \
                  | faultfs SOURCE DIR CONTROL | powerfs DIR | hand FILE \
                  | change UID GID GROUP 0|1 CALL FILE \
                  | direct-writer FILE LOG | direct-spoiler FILE HOW SEED | direct-version FILE"
