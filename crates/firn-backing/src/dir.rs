@@ -261,6 +261,24 @@ fn object_at(parent: BorrowedFd<'_>, name: &OsStr) -> Result<OwnedFd> {
     fs::openat(parent, name, flags, Mode::empty())
 }
 
+impl DirBacking {
+    /// Creates a regular file, in the lane of `turn`, or else of its name, where new files are steered.
+    fn create_file(
+        &self,
+        caller: &Caller,
+        parent: &Arc<DirInode>,
+        name: &OsStr,
+        mode: u32,
+        turn: Option<u64>,
+    ) -> Result<(Arc<DirInode>, DirFile, Attr)> {
+        let steering = self.steering.as_deref();
+        let made = make::file(caller, parent.as_fd(), name, mode, steering, turn)?;
+        let inode = DirInode::in_lane(made.lane, made.inode, &made.attr);
+        self.made(parent, &inode);
+        Ok((inode, made.file, made.attr))
+    }
+}
+
 impl Tracked for DirBacking {
     fn unsynced(&self) -> &Unsynced {
         &self.unsynced
@@ -317,11 +335,23 @@ impl Backing for DirBacking {
         name: &OsStr,
         mode: u32,
     ) -> Result<(Self::Inode, Self::File, Attr)> {
-        let steering = self.steering.as_deref();
-        let made = make::file(caller, parent.as_fd(), name, mode, steering)?;
-        let inode = DirInode::in_lane(made.lane, made.inode, &made.attr);
-        self.made(parent, &inode);
-        Ok((inode, made.file, made.attr))
+        self.create_file(caller, parent, name, mode, None)
+    }
+
+    fn lane_of_turn(&self, turn: u64) -> Option<LaneIndex> {
+        let steering = self.steering.as_ref()?;
+        Some(steering.lane_of_turn(turn))
+    }
+
+    fn create_in_turn(
+        &self,
+        caller: &Caller,
+        parent: &Self::Inode,
+        name: &OsStr,
+        mode: u32,
+        turn: u64,
+    ) -> Result<(Self::Inode, Self::File, Attr)> {
+        self.create_file(caller, parent, name, mode, Some(turn))
     }
 
     fn mkdir(

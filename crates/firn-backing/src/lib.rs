@@ -256,6 +256,23 @@ pub trait Backing: Send + Sync + 'static {
     fn lane_of(&self, _inode: &Self::Inode) -> LaneIndex {
         LaneIndex::FIRST
     }
+    /// The lane of a turn, from 0, where turns go round the lanes that take new files; none where this one chooses no
+    /// lane for a new file. It makes no system call either.
+    fn lane_of_turn(&self, _turn: u64) -> Option<LaneIndex> {
+        None
+    }
+    /// [`Backing::create`] of a file that goes, whatever its name is, to the lane of a turn, or to another one if that
+    /// takes none.
+    fn create_in_turn(
+        &self,
+        caller: &Caller,
+        parent: &Self::Inode,
+        name: &OsStr,
+        mode: u32,
+        _turn: u64,
+    ) -> Result<(Self::Inode, Self::File, Attr)> {
+        self.create(caller, parent, name, mode)
+    }
 
     // ---- the whole ---------------------------------------------------------------------------
 

@@ -5,10 +5,12 @@ use std::os::fd::BorrowedFd;
 use std::thread::Builder;
 
 use firn_backing::{
-    Access, DataPart, DirEntry, LaneIndex, Seek, SetTime, StatFs, SyncWay, copy_through_memory,
+    Access, DataPart, DirEntry, LaneIndex, LockMode, Seek, SetTime, StatFs, SyncWay,
+    copy_through_memory,
 };
 
 use super::*;
+use crate::create::WantedLane;
 
 impl<B: Backing> Backing for Lanes<B> {
     type Inode = LanesInode<B>;
@@ -16,12 +18,12 @@ impl<B: Backing> Backing for Lanes<B> {
     type Dir = B::Dir;
 
     fn root(&self) -> LanesInode<B> {
-        LanesInode::Primary(self.primary.root())
+        LanesInode::Primary(self.primary.root(), Region::Top)
     }
 
     fn lookup(&self, parent: &LanesInode<B>, name: &OsStr) -> Result<(LanesInode<B>, Attr)> {
         let (inode, attr) = self.primary.lookup(parent.in_primary(), name)?;
-        self.resolve(inode, attr)
+        self.resolve(parent, name, inode, attr)
     }
 
     fn create(
@@ -31,17 +33,39 @@ impl<B: Backing> Backing for Lanes<B> {
         name: &OsStr,
         mode: u32,
     ) -> Result<(LanesInode<B>, LanesFile<B>, Attr)> {
-        let parent = parent.in_primary();
+        let dir = parent.in_primary();
         // What a default ACL gives to a new file, only the kernel can give, where the name is.
         match &self.setup.rule {
-            Some(rule) if !self.primary.has_default_acl(parent) => {
-                self.create_placed(rule, caller, parent, name, mode)
+            Some(rule)
+                if !matches!(parent, LanesInode::Primary(_, Region::Logs))
+                    && !self.primary.has_default_acl(dir) =>
+            {
+                let wanted = WantedLane::by_name(rule, name);
+                self.create_placed(wanted, caller, dir, name, mode)
             }
             _ => {
-                let (inode, file, attr) = self.primary.create(caller, parent, name, mode)?;
+                let (inode, file, attr) = self.primary.create(caller, dir, name, mode)?;
                 let file = LanesFile { file, placed: None };
-                Ok((LanesInode::Primary(inode), file, attr))
+                Ok((parent.child(name, inode), file, attr))
             }
+        }
+    }
+
+    /// Of a file of Firn's own: the lane's figures do not count it.
+    fn create_in_turn(
+        &self,
+        caller: &Caller,
+        parent: &LanesInode<B>,
+        name: &OsStr,
+        mode: u32,
+        turn: u64,
+    ) -> Result<(LanesInode<B>, LanesFile<B>, Attr)> {
+        match &self.setup.rule {
+            Some(rule) => {
+                let wanted = WantedLane::by_turn(rule, turn);
+                self.create_placed(wanted, caller, parent.in_primary(), name, mode)
+            }
+            None => self.create(caller, parent, name, mode),
         }
     }
 
@@ -55,7 +79,7 @@ impl<B: Backing> Backing for Lanes<B> {
         let (inode, attr) = self
             .primary
             .mkdir(caller, parent.in_primary(), name, mode)?;
-        Ok((LanesInode::Primary(inode), attr))
+        Ok((parent.child(name, inode), attr))
     }
 
     fn mknod(
@@ -73,7 +97,7 @@ impl<B: Backing> Backing for Lanes<B> {
         let (inode, attr) = self
             .primary
             .mknod(caller, parent.in_primary(), name, mode, rdev)?;
-        Ok((LanesInode::Primary(inode), attr))
+        Ok((parent.child(name, inode), attr))
     }
 
     fn symlink(
@@ -86,7 +110,7 @@ impl<B: Backing> Backing for Lanes<B> {
         let (inode, attr) = self
             .primary
             .symlink(caller, parent.in_primary(), name, target)?;
-        Ok((LanesInode::Primary(inode), attr))
+        Ok((parent.child(name, inode), attr))
     }
 
     fn link(&self, inode: &LanesInode<B>, parent: &LanesInode<B>, name: &OsStr) -> Result<Attr> {
@@ -134,14 +158,14 @@ impl<B: Backing> Backing for Lanes<B> {
 
     fn readlink(&self, inode: &LanesInode<B>) -> Result<Vec<u8>> {
         match inode {
-            LanesInode::Primary(inode) => self.primary.readlink(inode),
+            LanesInode::Primary(inode, _) => self.primary.readlink(inode),
             LanesInode::Placed(_) => Err(Errno::INVAL),
         }
     }
 
     fn attr(&self, inode: &LanesInode<B>) -> Result<Attr> {
         match inode {
-            LanesInode::Primary(inode) => self.primary.attr(inode),
+            LanesInode::Primary(inode, _) => self.primary.attr(inode),
             LanesInode::Placed(placed) => self.attr_of_placed(placed),
         }
     }
@@ -163,7 +187,7 @@ impl<B: Backing> Backing for Lanes<B> {
         let (home, object) = self.home(inode);
         home.set_owner(object, uid, gid)?;
         match inode {
-            LanesInode::Primary(_) => Ok(()),
+            LanesInode::Primary(..) => Ok(()),
             // For who looks at the primary.
             LanesInode::Placed(placed) => self.primary.set_owner(&placed.link, uid, gid),
         }
@@ -199,7 +223,7 @@ impl<B: Backing> Backing for Lanes<B> {
     fn list_xattr(&self, inode: &LanesInode<B>) -> Result<Vec<u8>> {
         let (home, object) = self.home(inode);
         let names = home.list_xattr(object)?;
-        if matches!(inode, LanesInode::Primary(_)) {
+        if !matches!(inode, LanesInode::Placed(_)) {
             return Ok(names);
         }
         let shown = names
@@ -218,7 +242,7 @@ impl<B: Backing> Backing for Lanes<B> {
 
     fn has_default_acl(&self, inode: &LanesInode<B>) -> bool {
         match inode {
-            LanesInode::Primary(inode) => self.primary.has_default_acl(inode),
+            LanesInode::Primary(inode, _) => self.primary.has_default_acl(inode),
             LanesInode::Placed(_) => false,
         }
     }
@@ -252,7 +276,7 @@ impl<B: Backing> Backing for Lanes<B> {
     fn open(&self, inode: &LanesInode<B>, access: Access) -> Result<LanesFile<B>> {
         let (home, object) = self.home(inode);
         let placed = match inode {
-            LanesInode::Primary(_) => None,
+            LanesInode::Primary(..) => None,
             LanesInode::Placed(placed) => Some(Arc::clone(placed)),
         };
         let file = self.note(&placed, home.open(object, access))?;
@@ -333,6 +357,11 @@ impl<B: Backing> Backing for Lanes<B> {
         self.home_of_file(file).begin_sync(&file.file, offset, len);
     }
 
+    /// Each file has one home, so its lock is the same for all.
+    fn try_lock(&self, file: &LanesFile<B>, mode: LockMode) -> Result<bool> {
+        self.home_of_file(file).try_lock(&file.file, mode)
+    }
+
     fn fd<'a>(&self, file: &'a LanesFile<B>) -> Option<BorrowedFd<'a>> {
         self.home_of_file(file).fd(&file.file)
     }
@@ -344,10 +373,15 @@ impl<B: Backing> Backing for Lanes<B> {
 
     fn lane_of(&self, inode: &LanesInode<B>) -> LaneIndex {
         let lane = match inode {
-            LanesInode::Primary(_) => self.setup.lanes.len(),
+            LanesInode::Primary(..) => self.setup.lanes.len(),
             LanesInode::Placed(placed) => placed.lane,
         };
         LaneIndex::new(lane as u16)
+    }
+
+    fn lane_of_turn(&self, turn: u64) -> Option<LaneIndex> {
+        let rule = self.setup.rule.as_ref()?;
+        Some(LaneIndex::new(rule.lane_of_turn(turn) as u16))
     }
 
     /// Room is the sum of the lanes', inodes are the primary's. Lanes of one file system count once.
@@ -387,7 +421,7 @@ impl<B: Backing> Backing for Lanes<B> {
         // The files of a directory are anywhere in the lanes.
         self.sync_lanes(B::sync_all)?;
         match inode {
-            LanesInode::Primary(inode) => self.primary.sync_tree(inode),
+            LanesInode::Primary(inode, _) => self.primary.sync_tree(inode),
             LanesInode::Placed(_) => Ok(()),
         }
     }

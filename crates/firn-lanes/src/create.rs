@@ -16,6 +16,38 @@ struct MadeFile<B: Backing> {
     attr: Attr,
 }
 
+/// The lane that a new file is to go to.
+pub(crate) struct WantedLane {
+    number: usize,
+    /// How many lanes take new files.
+    count: usize,
+    /// It goes to no other one.
+    is_fixed: bool,
+    /// The lane's figures count it.
+    is_counted: bool,
+}
+
+impl WantedLane {
+    pub(crate) fn by_name(rule: &Rule, name: &OsStr) -> Self {
+        let (number, reason) = rule.choose(name);
+        Self {
+            number,
+            count: rule.lane_count(),
+            is_fixed: matches!(reason, Reason::Line(_)),
+            is_counted: true,
+        }
+    }
+
+    pub(crate) fn by_turn(rule: &Rule, turn: u64) -> Self {
+        Self {
+            number: rule.lane_of_turn(turn),
+            count: rule.lane_count(),
+            is_fixed: false,
+            is_counted: false,
+        }
+    }
+}
+
 /// Why a file was not made in a lane.
 enum CreateError {
     /// The lane failed: another one may do.
@@ -25,20 +57,23 @@ enum CreateError {
 }
 
 impl<B: Backing> Lanes<B> {
-    /// [`Backing::create`], in a lane. Where the one that `rule` chooses is full or gone, in the next one that is not,
-    /// unless a line of the map chose it.
+    /// [`Backing::create`], in a lane. Where the one that is wanted is full or gone, in the next one that is not, unless
+    /// it is fixed.
     pub(crate) fn create_placed(
         &self,
-        rule: &Rule,
+        wanted: WantedLane,
         caller: &Caller,
         parent: &B::Inode,
         name: &OsStr,
         mode: u32,
     ) -> Result<Created<B>> {
         let owner = self.owner_in(parent, caller)?;
-        let (first, reason) = rule.choose(name);
-        let count = rule.lane_count();
-        let is_fixed = matches!(reason, Reason::Line(_));
+        let WantedLane {
+            number: first,
+            count,
+            is_fixed,
+            is_counted,
+        } = wanted;
         let mut failed = None;
         for number in (0..count).map(|step| (first + step) % count) {
             if !is_fixed && self.is_still_full(&self.setup.lanes[number]) {
@@ -46,7 +81,12 @@ impl<B: Backing> Lanes<B> {
                 continue;
             }
             match self.create_in(number, &owner, parent, name, mode) {
-                Ok(created) => return Ok(created),
+                Ok(created) => {
+                    if is_counted {
+                        self.setup.lanes[number].progress.count_file();
+                    }
+                    return Ok(created);
+                }
                 Err(CreateError::Other(error)) => return Err(error),
                 Err(CreateError::Lane(error)) if is_fixed => return Err(error),
                 Err(CreateError::Lane(error)) => failed = failed.or(Some(error)),
@@ -98,7 +138,6 @@ impl<B: Backing> Lanes<B> {
             let _ = self.primary.unlink(staging, &entry);
         })?;
         let link_attr = self.primary.attr(&link).unwrap_or(link_attr);
-        lane.progress.count_file();
         let placed = Arc::new(PlacedFile {
             link,
             lane: number,

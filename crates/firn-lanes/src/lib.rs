@@ -29,6 +29,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_backing::{Attr, Backing, Caller, Errno, Kind, RenameFlags, Result};
+use firn_rendezvous::own::{LOGS, TOP};
 
 mod backing;
 mod create;
@@ -130,9 +131,35 @@ pub struct Lanes<B: Backing> {
 /// An object of [`Lanes`].
 pub enum LanesInode<B: Backing> {
     /// It lies in the primary.
-    Primary(B::Inode),
+    Primary(B::Inode, Region),
     /// A placed file.
     Placed(Arc<PlacedFile<B>>),
+}
+
+/// A part of the primary.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Region {
+    /// The top directory.
+    Top,
+    /// `.firn`.
+    Firn,
+    /// `.firn/log` and what is below it: a file there goes to a lane only if it has a turn, and a link that leads to no
+    /// file is none.
+    Logs,
+    /// All else.
+    Files,
+}
+
+impl Region {
+    /// That of what has this name in a directory.
+    fn of_child(self, name: &OsStr) -> Self {
+        match self {
+            Self::Top if name == TOP => Self::Firn,
+            Self::Firn if name == LOGS => Self::Logs,
+            Self::Logs => Self::Logs,
+            Self::Top | Self::Firn | Self::Files => Self::Files,
+        }
+    }
 }
 
 /// A file in a lane, and the link that leads to it.
@@ -154,7 +181,7 @@ pub struct LanesFile<B: Backing> {
 impl<B: Backing> Clone for LanesInode<B> {
     fn clone(&self) -> Self {
         match self {
-            Self::Primary(inode) => Self::Primary(inode.clone()),
+            Self::Primary(inode, region) => Self::Primary(inode.clone(), *region),
             Self::Placed(placed) => Self::Placed(Arc::clone(placed)),
         }
     }
@@ -164,9 +191,18 @@ impl<B: Backing> LanesInode<B> {
     /// The object in the primary: for a placed file its link, which is no directory either.
     fn in_primary(&self) -> &B::Inode {
         match self {
-            Self::Primary(inode) => inode,
+            Self::Primary(inode, _) => inode,
             Self::Placed(placed) => &placed.link,
         }
+    }
+
+    /// What has this name in the directory and is no placed file.
+    fn child(&self, name: &OsStr, inode: B::Inode) -> Self {
+        let region = match self {
+            Self::Primary(_, region) => region.of_child(name),
+            Self::Placed(_) => Region::Files,
+        };
+        Self::Primary(inode, region)
     }
 }
 
@@ -200,7 +236,7 @@ impl<B: Backing> Lanes<B> {
     /// Where a file lies: its path in its lane, and none in the primary.
     pub fn path_in_lane(&self, inode: &LanesInode<B>) -> Option<OsString> {
         match inode {
-            LanesInode::Primary(_) => None,
+            LanesInode::Primary(..) => None,
             LanesInode::Placed(placed) => Some(self.lane(placed).target_of(&placed.entry)),
         }
     }
@@ -216,7 +252,7 @@ impl<B: Backing> Lanes<B> {
     /// The backing that an object's data lies in, and the object there.
     fn home<'a>(&'a self, inode: &'a LanesInode<B>) -> (&'a B, &'a B::Inode) {
         match inode {
-            LanesInode::Primary(inode) => (&self.primary, inode),
+            LanesInode::Primary(inode, _) => (&self.primary, inode),
             LanesInode::Placed(placed) => (&self.lane(placed).backing, &placed.file),
         }
     }
@@ -237,15 +273,29 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// What was found or made in the primary, as it is above. The link of a placed file becomes that file.
-    fn resolve(&self, inode: B::Inode, attr: Attr) -> Result<(LanesInode<B>, Attr)> {
-        if attr.kind == Kind::Symlink
-            && let Some((placed, file)) = self.follow(&inode, &attr)?
-        {
-            let attr = placed_attr(&attr, &file);
-            return Ok((LanesInode::Placed(Arc::new(placed)), attr));
+    /// What has this name in the primary, as it is above. The link of a placed file becomes that file.
+    fn resolve(
+        &self,
+        parent: &LanesInode<B>,
+        name: &OsStr,
+        inode: B::Inode,
+        attr: Attr,
+    ) -> Result<(LanesInode<B>, Attr)> {
+        if attr.kind == Kind::Symlink {
+            if let Some((placed, file)) = self.follow(&inode, &attr)? {
+                let attr = placed_attr(&attr, &file);
+                return Ok((LanesInode::Placed(Arc::new(placed)), attr));
+            }
+            // Another host's sync made the link durable before anybody had synced the file, and the power failed.
+            if matches!(parent, LanesInode::Primary(_, Region::Logs))
+                && self
+                    .lane_of_target(&self.primary.readlink(&inode)?)
+                    .is_some()
+            {
+                return Err(Errno::NOENT);
+            }
         }
-        Ok((LanesInode::Primary(inode), attr))
+        Ok((parent.child(name, inode), attr))
     }
 
     /// The file of a link of Firn's own, and its attributes in the lane.

@@ -89,7 +89,7 @@ impl Rule {
     pub fn choose(&self, name: &OsStr) -> (usize, Reason) {
         self.explain(name).unwrap_or_else(|| {
             let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-            (self.reduce(turn), Reason::Turn)
+            (self.lane_of_turn(turn), Reason::Turn)
         })
     }
 
@@ -100,11 +100,12 @@ impl Rule {
             return Some((line.lane, Reason::Line(line.number)));
         }
         let number = last_number(name.as_bytes())?;
-        Some((self.reduce(number), Reason::Number(number)))
+        Some((self.lane_of_turn(number), Reason::Number(number)))
     }
 
-    fn reduce(&self, number: u64) -> usize {
-        (number % self.lanes as u64) as usize
+    /// The lane of a turn: turns go round the lanes.
+    pub fn lane_of_turn(&self, turn: u64) -> usize {
+        (turn % self.lanes as u64) as usize
     }
 }
 

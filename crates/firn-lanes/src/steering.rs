@@ -178,14 +178,24 @@ impl Steering for Steered {
         lane_index(lane)
     }
 
+    fn lane_of_turn(&self, turn: u64) -> LaneIndex {
+        lane_index(self.rule.lane_of_turn(turn))
+    }
+
     fn count_bytes(&self, lane: LaneIndex, bytes: u64) {
         self.bytes[lane.index()].fetch_add(bytes, Ordering::Relaxed);
     }
 
     fn create(&self, new: &NewFile<'_>) -> Result<(OwnedFd, LaneIndex)> {
-        let (lane, _) = self.rule.choose(new.name);
+        let lane = match new.turn {
+            Some(turn) => self.rule.lane_of_turn(turn),
+            None => self.rule.choose(new.name).0,
+        };
         let created = self.driver.create(new, lane)?;
-        self.files[lane].fetch_add(1, Ordering::Relaxed);
+        // A file that has a turn is Firn's own.
+        if new.turn.is_none() {
+            self.files[lane].fetch_add(1, Ordering::Relaxed);
+        }
         if let Err(refusal) = &created.wish {
             self.count_refusal(lane, refusal);
         }

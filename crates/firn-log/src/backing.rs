@@ -28,9 +28,10 @@ use crate::frame::{PIECES_MAX, SPAN_BYTES_MAX};
 use crate::orphans::{self, DEAD, DYING, Orphans};
 use crate::run::{FILE_BYTES_MAX, Piece};
 use crate::salvage::{Report, may_be_damage};
+use crate::turn;
 
 /// In `.firn/`.
-pub const CONTAINERS: &str = "log";
+pub const CONTAINERS: &str = own::LOGS;
 
 /// Opens the directory of all containers, made if it is not there.
 pub fn make_dir<B: Backing>(base: &B) -> std::result::Result<B::Inode, OwnError> {
@@ -74,6 +75,8 @@ pub struct LogBacking<B: Backing> {
     below: B,
     top: B::Inode,
     memory: Arc<Memory>,
+    /// That of this host's logs among the lanes below; 0 where there are none.
+    turn: u64,
     setup: Setup,
     files: Mutex<Files<B>>,
     ended: Arc<Ended<B>>,
@@ -231,9 +234,14 @@ impl<B: Backing> LogBacking<B> {
     pub fn open(below: B, setup: Setup) -> std::result::Result<Self, OwnError> {
         let top = make_dir(&below)?;
         orphans::end_last_life(&below, &top, &setup.host, &setup.is_alive)?;
+        let turn = match below.lane_of_turn(0) {
+            Some(_) => turn::take(&below, &top, &setup.host, &setup.is_alive),
+            None => 0,
+        };
         Ok(Self {
             below,
             top,
+            turn,
             memory: Memory::new(INDEX_BYTES_MAX),
             setup,
             files: Mutex::new(Files {
@@ -249,6 +257,11 @@ impl<B: Backing> LogBacking<B> {
                 came: Condvar::new(),
             }),
         })
+    }
+
+    /// The backing below.
+    pub fn below(&self) -> &B {
+        &self.below
     }
 
     /// The same, with at most so many bytes of sorted indexes in memory.
@@ -478,6 +491,7 @@ impl<B: Backing> LogBacking<B> {
             base: &self.below,
             top: &self.top,
             host: &self.setup.host,
+            turn: self.turn,
             memory: &self.memory,
         }
     }
@@ -504,6 +518,11 @@ impl<B: Backing> LogBacking<B> {
         };
         self.look_around()?;
         Ok(self.files.lock().known.get(&id).cloned())
+    }
+
+    /// Whether what this host writes to a file goes to a log. Makes no call.
+    fn is_written_to_logs(&self, inode: &LogInode<B>, id: FileId) -> bool {
+        inode.is_chosen || self.files.lock().known.contains_key(&id)
     }
 
     /// Looks which files have containers, where that was long ago.
@@ -971,7 +990,7 @@ impl<B: Backing> Backing for LogBacking<B> {
             // A directory: files in it may be logged.
             return true;
         };
-        inode.is_chosen || self.files.lock().known.contains_key(&id)
+        self.is_written_to_logs(inode, id)
     }
 
     fn set_len(&self, file: &LogFile<B>, len: u64) -> Result<()> {
@@ -1143,8 +1162,15 @@ impl<B: Backing> Backing for LogBacking<B> {
         self.below.lane_count()
     }
 
+    /// That of this host's log, for a file that is written to one.
     fn lane_of(&self, inode: &LogInode<B>) -> LaneIndex {
-        self.below.lane_of(&inode.below)
+        let logged = inode.id.filter(|id| self.is_written_to_logs(inode, *id));
+        let lane = logged.and_then(|id| self.below.lane_of_turn(self.place().turn_of(id)));
+        lane.unwrap_or_else(|| self.below.lane_of(&inode.below))
+    }
+
+    fn lane_of_turn(&self, turn: u64) -> Option<LaneIndex> {
+        self.below.lane_of_turn(turn)
     }
 
     fn statfs(&self) -> Result<StatFs> {

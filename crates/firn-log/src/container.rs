@@ -43,6 +43,8 @@ pub struct Container<B: Backing> {
     name: String,
     pub(crate) host: String,
     memory: Arc<Memory>,
+    /// Says which lane this host's files go to, where there are lanes.
+    turn: u64,
     view: Mutex<View<B>>,
     own: Mutex<OwnState<B>>,
     own_made: Condvar,
@@ -306,12 +308,18 @@ impl<B: Backing> Container<B> {
         Self::unread(dir, name, host, memory, View::new(base_bytes))
     }
 
+    /// The same; what this host writes goes to the lane of this turn.
+    pub(crate) fn in_turn(self, turn: u64) -> Self {
+        Self { turn, ..self }
+    }
+
     fn unread(dir: B::Inode, name: &str, host: &str, memory: &Arc<Memory>, view: View<B>) -> Self {
         Self {
             dir,
             name: name.to_owned(),
             host: host.to_owned(),
             memory: Arc::clone(memory),
+            turn: 0,
             view: Mutex::new(view),
             own: Mutex::new(OwnState::None),
             own_made: Condvar::new(),
@@ -955,6 +963,7 @@ impl<B: Backing> Container<B> {
             base,
             dir: &self.dir,
             writer,
+            turn: self.turn,
         }
     }
 
@@ -1029,7 +1038,7 @@ impl<B: Backing> Container<B> {
         let own_lives = lives.filter(|writer| writer.host() == self.host);
         let last = own_lives.map(|writer| writer.id().life).max().unwrap_or(0);
         let writer = Writer::new(&self.host, last + 1);
-        let made = Arc::new(OwnLog::create(base, &self.dir, writer.clone())?);
+        let made = Arc::new(OwnLog::create(base, &self.dir, writer.clone(), self.turn)?);
         let tail = Tail::new(writer.clone(), true);
         self.view.lock().tails.insert(writer.id(), tail);
         Ok(made)

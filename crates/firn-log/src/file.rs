@@ -20,6 +20,7 @@ use firn_backing::lock::Mutex;
 use firn_backing::{Access, Attr, Backing, DataPart, Errno, Kind, RenameFlags, Result, Seek};
 use firn_rendezvous::{VoteDir, own};
 use parking_lot::Condvar;
+use xxhash_rust::xxh3::xxh3_64;
 
 pub(crate) const HEAD: &str = "head";
 /// The attribute with a file's number, 8 bytes.
@@ -204,7 +205,16 @@ pub(crate) struct Place<'a, B: Backing> {
     pub(crate) base: &'a B,
     pub(crate) top: &'a B::Inode,
     pub(crate) host: &'a str,
+    /// Of this host ([`crate::turn`]).
+    pub(crate) turn: u64,
     pub(crate) memory: &'a Arc<Memory>,
+}
+
+impl<B: Backing> Place<'_, B> {
+    /// That of what this host writes to a file.
+    pub(crate) fn turn_of(&self, id: FileId) -> u64 {
+        self.turn.wrapping_add(xxh3_64(&id.ino.to_le_bytes()))
+    }
 }
 
 impl<B: Backing> LoggedFile<B> {
@@ -394,7 +404,8 @@ impl<B: Backing> LoggedFile<B> {
                 None => return Ok(None),
             },
         };
-        let container = Container::open_unread(dir, &name, place.host, base_bytes, place.memory);
+        let container = Container::open_unread(dir, &name, place.host, base_bytes, place.memory)
+            .in_turn(place.turn_of(self.id));
         Ok(Some(Generation {
             number,
             dir: attr.ino,

@@ -29,6 +29,7 @@ mod salvage;
 pub mod seal;
 mod sort;
 pub mod table;
+mod turn;
 mod verify;
 mod writer;
 

@@ -47,7 +47,7 @@ pub(crate) fn end_last_life<B: Backing>(
     host: &str,
     is_alive: &Liveness,
 ) -> std::result::Result<(), OwnError> {
-    VoteDir::remove_retired(base, top, host)?;
+    put_off(VoteDir::remove_retired(base, top, host))?;
     for (name, ..) in own::list(base, top)? {
         let is_new = is_new_container(&name, host);
         if !is_new && FileId::of_container(&name).is_none() {
@@ -66,10 +66,21 @@ pub(crate) fn end_last_life<B: Backing>(
         if let Some(by) = container.read(DEAD)? {
             let by = String::from_utf8_lossy(&by).into_owned();
             let is_closed = by == host || !is_alive(&by)?;
-            remove_unused(&container, host, is_closed, is_alive)?;
+            put_off(remove_unused(&container, host, is_closed, is_alive).map(drop))?;
         }
     }
     Ok(())
+}
+
+/// A lane that cannot be reached keeps no mount from being made: the logs in it are removed at a later one.
+fn put_off(removed: Result<()>) -> Result<()> {
+    match removed {
+        Err(Errno::IO) => {
+            tracing::warn!("logs of removed files stay for now: what they lie in cannot be read");
+            Ok(())
+        }
+        done => done,
+    }
 }
 
 /// Removes a container that is `closed` by who removed its file, unless another host that lives writes to it.

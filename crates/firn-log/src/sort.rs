@@ -26,6 +26,8 @@ pub(crate) struct Sorter<'a, B: Backing> {
     pub(crate) base: &'a B,
     pub(crate) dir: &'a B::Inode,
     pub(crate) writer: &'a Writer,
+    /// Of who sorts.
+    pub(crate) turn: u64,
 }
 
 impl<B: Backing> Sorter<'_, B> {
@@ -116,7 +118,7 @@ impl<B: Backing> Sorter<'_, B> {
         spans: impl Iterator<Item = Result<(u64, Span)>>,
         cuts: &[Cut],
     ) -> Result<()> {
-        let mut table = TableWriter::create(self.base, self.dir, level, part)?;
+        let mut table = TableWriter::create(self.base, self.dir, level, part, self.turn)?;
         match fill(&mut table, layers, spans, cuts) {
             Ok(()) => table.finish(self.writer),
             Err(error) => {

@@ -481,10 +481,12 @@ impl<'a, B: Backing> TableWriter<'a, B> {
         dir: &'a B::Inode,
         level: u8,
         part: Range<u64>,
+        turn: u64,
     ) -> Result<Self> {
         let random = getrandom::u64().map_err(|_| Errno::IO)?;
         let working = format!("new-{random:016x}");
-        let made = base.create(&own::own_caller(), dir, OsStr::new(&working), 0o600)?;
+        let (me, name) = (own::own_caller(), OsStr::new(&working));
+        let made = base.create_in_turn(&me, dir, name, 0o600, turn)?;
         Ok(Self {
             base,
             dir,

@@ -39,6 +39,8 @@ pub enum Fault {
     Distrusted(String),
     /// The container cannot be read.
     Head(HeadError),
+    /// A call fails: what it lies in is damaged, or a lane that cannot be reached.
+    Failed(Errno),
     /// What counts of the container cannot be read.
     Seal,
     /// A frame that was there is not whole: what it said cannot be read, and so nothing of the file.
@@ -79,6 +81,10 @@ impl fmt::Display for Fault {
         match self {
             Self::Distrusted(why) => write!(f, "{why}"),
             Self::Head(error) => write!(f, "{error}"),
+            Self::Failed(error) => write!(
+                f,
+                "reading it fails ({error}), and so does its file: see whether its lane is there"
+            ),
             Self::Seal => write!(
                 f,
                 "what counts of it cannot be read: its file fails with EIO"
@@ -134,7 +140,9 @@ pub fn verify<B: Backing>(base: &B) -> Result<Verified> {
         if is_gone {
             continue;
         }
-        outcome?;
+        if let Err(errno) = outcome {
+            verifier.tell(None, None, Fault::Failed(errno));
+        }
         verified.containers += 1;
         verified.findings.append(&mut verifier.findings);
     }

@@ -30,6 +30,8 @@ pub(crate) struct Appended {
 pub(crate) struct OwnLog<B: Backing> {
     pub(crate) writer: Writer,
     dir: B::Inode,
+    /// Says which lane its files go to, where there are lanes.
+    turn: u64,
     logs: Mutex<Logs<B>>,
     log_made: Condvar,
     index: Appender<B>,
@@ -53,12 +55,14 @@ struct Room<B: Backing> {
 
 impl<B: Backing> OwnLog<B> {
     /// Makes the index of `writer`, whose life is new.
-    pub(crate) fn create(base: &B, dir: &B::Inode, writer: Writer) -> Result<Self> {
+    pub(crate) fn create(base: &B, dir: &B::Inode, writer: Writer, turn: u64) -> Result<Self> {
         let name = writer.index_name();
-        let (_, file, _) = base.create(&own_caller(), dir, OsStr::new(&name), 0o600)?;
+        let name = OsStr::new(&name);
+        let (_, file, _) = base.create_in_turn(&own_caller(), dir, name, 0o600, turn)?;
         Ok(Self {
             writer,
             dir: dir.clone(),
+            turn,
             logs: Mutex::new(Logs {
                 current: None,
                 end: 0,
@@ -155,7 +159,8 @@ impl<B: Backing> OwnLog<B> {
 
     fn make_log(&self, base: &B, number: u32) -> Result<B::File> {
         let name = self.writer.log_name(number);
-        let made = base.create(&own_caller(), &self.dir, OsStr::new(&name), 0o600);
+        let name = OsStr::new(&name);
+        let made = base.create_in_turn(&own_caller(), &self.dir, name, 0o600, self.turn);
         made.map(|(_, file, _)| file)
     }
 }

@@ -13,9 +13,11 @@ use std::io::IoSlice;
 use std::sync::Arc;
 use std::time::Duration;
 
+mod common;
+
+use common::{Ground, SimLanes, containers, read};
 use firn_backing::{Access, Backing, Errno, RenameFlags, SimBacking, suite};
 use firn_log::{LogBacking, Setup};
-use firn_rendezvous::own;
 use parking_lot::Mutex;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -165,38 +167,41 @@ fn mark(number: usize) -> u8 {
     u8::try_from(number + 1).expect("few changes")
 }
 
-type Logged = LogBacking<SimBacking>;
-type File = <Logged as Backing>::File;
+type Logged<G> = LogBacking<<G as Ground>::Base>;
+type File<G> = <Logged<G> as Backing>::File;
 
-struct Host {
-    disk: SimBacking,
-    backing: Logged,
+struct Host<G: Ground> {
+    ground: G,
+    backing: Logged<G>,
     /// With the inode number of the file.
-    open: Vec<(u64, File)>,
+    open: Vec<(u64, File<G>)>,
 }
 
-struct World {
+struct World<G: Ground> {
     seed: u64,
     random: StdRng,
-    disk: SimBacking,
+    ground: G,
+    /// The ground as it is without logs.
+    plain: G::Base,
     alive: Arc<Mutex<HashSet<String>>>,
-    hosts: Vec<Host>,
+    hosts: Vec<Host<G>>,
     names: HashMap<&'static str, u64>,
     /// By inode number.
     models: HashMap<u64, Model>,
     steps: Vec<String>,
 }
 
-impl World {
+impl<G: Ground> World<G> {
     fn new(seed: u64) -> Self {
-        let disk = SimBacking::new();
+        let ground = G::new();
         let alive: HashSet<String> = HOSTS.map(String::from).into();
         let alive = Arc::new(Mutex::new(alive));
-        let hosts = HOSTS.map(|name| begin_host(&disk, name, &alive));
+        let hosts = HOSTS.map(|name| begin_host(&ground, name, &alive));
         Self {
             seed,
             random: StdRng::seed_from_u64(seed),
-            disk,
+            plain: ground.open("plain"),
+            ground,
             alive,
             hosts: hosts.into(),
             names: HashMap::new(),
@@ -222,8 +227,8 @@ impl World {
         let host = self.random.random_range(0..HOSTS.len());
         let dies = self.random.random_ratio(1, 25);
         if dies {
-            let disk = &self.hosts[host].disk;
-            disk.crash_at(disk.steps() + self.random.random_range(1..25));
+            let calls = self.random.random_range(1..25);
+            self.hosts[host].ground.crash_after(calls);
         }
         match self.random.random_range(0..20) {
             0..4 => self.open(host),
@@ -242,7 +247,7 @@ impl World {
 
     /// None if the host died in it.
     fn done<T>(&mut self, host: usize, what: &str, outcome: Result<T, Errno>) -> Option<T> {
-        let is_dead = self.hosts[host].disk.is_dead();
+        let is_dead = self.hosts[host].ground.is_dead();
         match outcome {
             Ok(value) => Some(value),
             Err(_) if is_dead => None,
@@ -384,7 +389,7 @@ impl World {
         }
         self.names.clear();
         for name in NAMES {
-            if let Ok((_, attr)) = self.disk.lookup(&self.disk.root(), OsStr::new(name)) {
+            if let Ok((_, attr)) = self.plain.lookup(&self.plain.root(), OsStr::new(name)) {
                 self.names.insert(name, attr.ino);
             }
         }
@@ -394,16 +399,14 @@ impl World {
     fn kill(&mut self, host: usize) {
         let name = HOSTS[host];
         self.note(format!("{name} dies"));
-        let disk = &self.hosts[host].disk;
-        disk.crash_at(disk.steps() + 1);
-        disk.begin_new_process();
+        self.hosts[host].ground.end_process();
         self.alive.lock().remove(name);
         if self.random.random_ratio(1, 2) {
             let other = (host + 1) % HOSTS.len();
             self.settle(other);
         }
         self.alive.lock().insert(name.into());
-        self.hosts[host] = begin_host(&self.disk, name, &self.alive);
+        self.hosts[host] = begin_host(&self.ground, name, &self.alive);
         self.end_naming(host, Ok(()));
     }
 
@@ -457,22 +460,25 @@ impl World {
             }
         }
         for (name, expected) in NAMES.into_iter().zip(expected) {
-            let found = read(&self.disk, name).expect("read");
+            let found = read(&self.plain, name).expect("read");
             if found != expected {
                 self.fail(&format!("{name}, flat: {found:?}, {expected:?}"));
             }
         }
         let orphans = self.hosts[0].backing.find_orphans().expect("find");
         assert!(orphans.lost.is_empty(), "{orphans:?}");
-        let left = containers(&self.disk);
+        let left = containers(&self.plain);
         if !left.is_empty() {
             self.fail(&format!("left: {left:?}"));
         }
+        self.hosts
+            .iter()
+            .for_each(|host| G::finish_removals(host.backing.below()));
     }
 }
 
-fn begin_host(disk: &SimBacking, name: &str, alive: &Arc<Mutex<HashSet<String>>>) -> Host {
-    let disk = disk.another_process();
+fn begin_host<G: Ground>(ground: &G, name: &str, alive: &Arc<Mutex<HashSet<String>>>) -> Host<G> {
+    let ground = ground.another_process();
     let alive = Arc::clone(alive);
     let setup = Setup {
         host: name.to_owned(),
@@ -483,58 +489,42 @@ fn begin_host(disk: &SimBacking, name: &str, alive: &Arc<Mutex<HashSet<String>>>
         flattens_closed: true,
         flattens_read: false,
     };
-    let backing = LogBacking::open(disk.clone(), setup).expect("open");
+    let backing = LogBacking::open(ground.open(name), setup).expect("open");
     Host {
         // Little, so that indexes are sorted.
         backing: backing.with_memory(64 << 10),
-        disk,
+        ground,
         open: Vec::new(),
     }
-}
-
-fn read<B: Backing>(backing: &B, name: &str) -> Result<Option<Vec<u8>>, Errno> {
-    let (inode, attr) = match backing.lookup(&backing.root(), OsStr::new(name)) {
-        Err(Errno::NOENT) => return Ok(None),
-        found => found?,
-    };
-    let file = backing.open(&inode, Access::Read)?;
-    let mut bytes = vec![0xee; attr.size as usize + 10];
-    let count = backing.read_at(&file, &mut bytes, 0)?;
-    bytes.truncate(count);
-    assert_eq!(count as u64, attr.size, "{name}: the length is told right");
-    Ok(Some(bytes))
-}
-
-fn containers(disk: &SimBacking) -> Vec<String> {
-    let (firn, _) = disk
-        .lookup(&disk.root(), OsStr::new(".firn"))
-        .expect("lookup");
-    let (top, _) = disk.lookup(&firn, OsStr::new("log")).expect("lookup");
-    let listed = own::list(disk, &top).expect("list").into_iter();
-    listed
-        .map(|(name, ..)| String::from_utf8_lossy(&name).into_owned())
-        .collect()
 }
 
 /// A file with something left to do was forgotten once another host had flattened it. Opened and written again, it was
 /// flattened under its writer, who was told ENOENT.
 #[test]
 fn regression_a_file_that_is_written_again_is_not_flattened_by_its_former_self() {
-    let mut world = World::new(5_003_170);
-    for _ in 0..STEPS {
-        world.step();
-    }
-    world.end();
+    run_world::<SimBacking>(5_003_170);
 }
 
 /// Proves S-log-35.
 #[test]
 fn hosts_agree_on_what_the_order_of_changes_allows() {
     for seed in seeds(100) {
-        let mut world = World::new(seed);
-        for _ in 0..STEPS {
-            world.step();
-        }
-        world.end();
+        run_world::<SimBacking>(seed);
     }
+}
+
+/// Proves S-log-35, where the logs lie in lanes.
+#[test]
+fn hosts_agree_where_their_logs_lie_in_lanes() {
+    for seed in seeds(60) {
+        run_world::<SimLanes>(seed);
+    }
+}
+
+fn run_world<G: Ground>(seed: u64) {
+    let mut world = World::<G>::new(seed);
+    for _ in 0..STEPS {
+        world.step();
+    }
+    world.end();
 }

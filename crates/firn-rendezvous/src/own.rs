@@ -19,6 +19,8 @@ use firn_trust::{Distrust, Expected, Facts};
 
 /// The directory at the top of a backing that is Firn's own.
 pub const TOP: &str = ".firn";
+/// In it: logs of files that many hosts write.
+pub const LOGS: &str = "log";
 
 /// Bits of a mode that say what kind of object it is (`S_IFMT`).
 const FILE_TYPE_BITS: u32 = 0o170_000;
@@ -356,7 +358,8 @@ pub fn clear_but<B: Backing>(
         let name = OsStr::from_bytes(&name);
         let kind = match kind {
             Some(kind) => kind,
-            None => base.lookup(dir, name)?.1.kind,
+            // A name that leads nowhere is no directory's.
+            None => find(base, dir, name)?.map_or(Kind::File, |(_, attr)| attr.kind),
         };
         if kind == Kind::Dir {
             clear(base, &base.lookup(dir, name)?.0)?;

@@ -20,13 +20,14 @@ pub(super) struct MadeFile {
     pub(super) lane: LaneIndex,
 }
 
-/// Creates and opens a regular file, where `steering` says if there is one.
+/// Creates and opens a regular file, where `steering` says if there is one, by `turn` or by the name.
 pub(super) fn file(
     caller: &Caller,
     parent: BorrowedFd<'_>,
     name: &OsStr,
     mode: u32,
     steering: Option<&dyn Steering>,
+    turn: Option<u64>,
 ) -> Result<MadeFile> {
     let steps = Steps {
         make: &|mode| {
@@ -40,6 +41,7 @@ pub(super) fn file(
                     parent,
                     name,
                     mode,
+                    turn,
                     caller: has_ids_of(caller).then_some(caller),
                 })?,
             };

@@ -16,6 +16,8 @@ pub trait Steering: Debug + Send + Sync {
     fn lanes(&self) -> u16;
     /// The lane that a file of this name is in, as far as the name tells: for a file that was there before.
     fn lane_of(&self, name: &OsStr) -> LaneIndex;
+    /// The lane of a turn: turns go round the lanes.
+    fn lane_of_turn(&self, turn: u64) -> LaneIndex;
     /// So many bytes were written to a file of a lane.
     fn count_bytes(&self, lane: LaneIndex, bytes: u64);
     /// Creates a file that did not exist (EEXIST otherwise) and opens it for reading and writing. That the file system
@@ -32,6 +34,8 @@ pub struct NewFile<'a> {
     pub name: &'a OsStr,
     /// Its mode; no umask is applied.
     pub mode: u32,
+    /// Its turn, if that says the lane, and not the name.
+    pub turn: Option<u64>,
     /// Who makes the file, if the thread has the caller's file system ids. If not, it has those of the process, and the
     /// file is given to its owner after it was made.
     pub caller: Option<&'a Caller>,
