@@ -3,6 +3,7 @@
 //!
 //! Needs root and FUSE.
 
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -13,6 +14,7 @@ use std::time::Duration;
 use firn_tests::ack::returned_operations;
 use firn_tests::faultfs::FaultFs;
 use firn_tests::fsops::{Mapping, read_at};
+use firn_tests::lanes::place_in;
 use firn_tests::mount::mount_args;
 use firn_tests::preloaded::{Frontend, direct_bytes};
 use firn_tests::random::{env_count, generator};
@@ -33,10 +35,11 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// Records of each host.
 const RECORDS: u64 = 100;
 
-/// Hosts and the directory that they share.
+/// Hosts and the directory that they share, and the lanes in which its files and logs lie, if there are any.
 struct Hosts {
     shared: Sandbox,
     hosts: Vec<Sandbox>,
+    lanes: Vec<PathBuf>,
 }
 
 impl Hosts {
@@ -46,6 +49,50 @@ impl Hosts {
             hosts: (0..hosts)
                 .map(|at| Sandbox::on_host(&format!("{name}{at}"), &format!("n{at}")))
                 .collect(),
+            lanes: Vec::new(),
+        }
+    }
+
+    fn over_lanes(name: &str, hosts: usize) -> Self {
+        let mut cluster = Self::new(&format!("{name}-lanes"), hosts);
+        for lane in ["lane0", "lane1"] {
+            let lane = cluster.shared.mkdir(lane);
+            fs::set_permissions(&lane, PermissionsExt::from_mode(0o755)).expect("chmod");
+            cluster.lanes.push(lane);
+        }
+        cluster
+    }
+
+    /// Over one directory, and then over two lanes.
+    fn on_each(name: &str, hosts: usize) -> impl Iterator<Item = Self> {
+        let make = [Self::new, Self::over_lanes].into_iter();
+        make.map(move |make| make(name, hosts))
+    }
+
+    /// Names of the files in a lane that hold data.
+    fn files_in(&self, lane: usize) -> Vec<String> {
+        let names = fs::read_dir(&self.lanes[lane]).expect("list a lane");
+        let names = names.map(|entry| entry.expect("entry").file_name());
+        let names = names.map(|name| name.into_string().expect("a name of Firn's"));
+        names.filter(|name| !name.starts_with(".firn-")).collect()
+    }
+
+    /// Nothing is in the lanes that `firn check --orphans` finds to lead nowhere, or that is a log.
+    fn assert_lanes_are_clean(&self) {
+        if self.lanes.is_empty() {
+            return;
+        }
+        let backing = self.backing();
+        let args = ["check".as_ref(), "--orphans".as_ref(), backing.as_path()];
+        self.hosts[0].run(args).ok();
+        let is_log = |name: &String| {
+            ["d-", "i-", "new-"]
+                .iter()
+                .any(|kind| name.starts_with(kind))
+        };
+        for lane in 0..self.lanes.len() {
+            let logs: Vec<_> = self.files_in(lane).into_iter().filter(is_log).collect();
+            assert_eq!(logs, Vec::<String>::new());
         }
     }
 
@@ -60,6 +107,10 @@ impl Hosts {
     fn mount(&self, at: usize, more: &str) -> FirnMount<'_> {
         let comma = if more.is_empty() { "" } else { "," };
         let options = format!("{OPTIONS}{comma}{more}");
+        let options = match self.lanes.is_empty() {
+            true => options,
+            false => place_in(&self.lanes, &options),
+        };
         FirnMount::over(&self.hosts[at], &self.backing(), &options)
     }
 
@@ -81,12 +132,15 @@ impl Hosts {
         let names = fs::read_dir(self.backing().join(".firn/log")).expect("list .firn/log");
         let names = names.map(|entry| entry.expect("entry").file_name());
         let names = names.map(|name| name.into_string().expect("a name of Firn's"));
-        names.filter(|name| !name.starts_with("host-")).collect()
+        let is_other = |name: &String| name.starts_with("host-") || name.starts_with("turn-");
+        names.filter(|name| !is_other(name)).collect()
     }
 
     /// The directory of a file's only container.
     fn container_of(&self, file: &str) -> PathBuf {
-        let ino = fs::metadata(self.plain(file)).expect("stat").ino();
+        // In lanes a file has the number of its link.
+        let link = fs::symlink_metadata(self.plain(file)).expect("stat");
+        let ino = link.ino();
         let mut containers = self.containers();
         containers.retain(|name| name.starts_with(&format!("{ino:016x}-")));
         assert_eq!(containers.len(), 1, "{containers:?}");
@@ -151,8 +205,9 @@ fn assert_same(path: &Path, expected: &[u8]) {
 /// it is an ordinary file.
 #[test]
 fn a_file_of_several_hosts_is_an_ordinary_file_when_all_have_closed_it() {
-    for hosts in [2, 4] {
-        let cluster = Hosts::new("strided", hosts);
+    let clusters =
+        [2, 3, 4].map(|hosts| Hosts::on_each("strided", hosts).map(move |on| (hosts, on)));
+    for (hosts, cluster) in clusters.into_iter().flatten() {
         let mounts = cluster.mounts("");
         let files: Vec<File> = mounts.iter().map(|mount| create(mount, "shared")).collect();
         std::thread::scope(|scope| {
@@ -187,6 +242,7 @@ fn a_file_of_several_hosts_is_an_ordinary_file_when_all_have_closed_it() {
         }
         cluster.wait_until_clean();
         mounts.into_iter().for_each(|mount| drop(mount.umount()));
+        cluster.assert_lanes_are_clean();
     }
 }
 
@@ -194,205 +250,215 @@ fn a_file_of_several_hosts_is_an_ordinary_file_when_all_have_closed_it() {
 /// made it plain, whichever host that is.
 #[test]
 fn the_last_close_of_all_hosts_makes_it_plain() {
-    let cluster = Hosts::new("last", 3);
-    let mounts = cluster.mounts("");
-    fs::write(cluster.plain("shared"), b"before").expect("write");
-    let plain = || fs::read(cluster.plain("shared")).expect("read");
-    for last in 0..3 {
-        let before = plain();
-        let mut files: Vec<Option<File>> = mounts
-            .iter()
-            .map(|mount| Some(create(mount, "shared")))
-            .collect();
-        for (host, file) in files.iter().flatten().enumerate() {
-            let offset = 10 + 5 * host as u64;
-            let data = [b'0' + last as u8, b'a' + host as u8, 0, 1, 2];
-            file.write_all_at(&data, offset).expect("write");
+    for cluster in Hosts::on_each("last", 3) {
+        let mounts = cluster.mounts("");
+        fs::write(cluster.plain("shared"), b"before").expect("write");
+        let plain = || fs::read(cluster.plain("shared")).expect("read");
+        for last in 0..3 {
+            let before = plain();
+            let mut files: Vec<Option<File>> = mounts
+                .iter()
+                .map(|mount| Some(create(mount, "shared")))
+                .collect();
+            for (host, file) in files.iter().flatten().enumerate() {
+                let offset = 10 + 5 * host as u64;
+                let data = [b'0' + last as u8, b'a' + host as u8, 0, 1, 2];
+                file.write_all_at(&data, offset).expect("write");
+            }
+            for host in (0..3).filter(|host| *host != last) {
+                files[host] = None;
+                assert_eq!(plain(), before, "host {host} of {last}");
+            }
+            files[last] = None;
+            let now = plain();
+            assert_eq!(now.len(), 25);
+            for host in 0..3 {
+                let at = 10 + 5 * host;
+                assert_eq!(now[at..at + 2], [b'0' + last as u8, b'a' + host as u8]);
+            }
+            assert_eq!(now[..10], *b"before\0\0\0\0");
         }
-        for host in (0..3).filter(|host| *host != last) {
-            files[host] = None;
-            assert_eq!(plain(), before, "host {host} of {last}");
-        }
-        files[last] = None;
-        let now = plain();
-        assert_eq!(now.len(), 25);
-        for host in 0..3 {
-            let at = 10 + 5 * host;
-            assert_eq!(now[at..at + 2], [b'0' + last as u8, b'a' + host as u8]);
-        }
-        assert_eq!(now[..10], *b"before\0\0\0\0");
+        cluster.wait_until_clean();
+        mounts.into_iter().for_each(|mount| drop(mount.umount()));
+        cluster.assert_lanes_are_clean();
     }
-    cluster.wait_until_clean();
-    mounts.into_iter().for_each(|mount| drop(mount.umount()));
 }
 
 /// Proves S-log-3, S-log-4: sync, barrier, sync: hosts overwrite the same bytes in turn, and each sees what the one
 /// before it has synced.
 #[test]
 fn what_is_written_after_a_sync_is_newer() {
-    let cluster = Hosts::new("order", 3);
-    let mounts = cluster.mounts("");
-    let files: Vec<File> = mounts.iter().map(|mount| create(mount, "shared")).collect();
-    let mut expected = vec![0; 2000];
-    files[0].set_len(2000).expect("truncate");
-    files[0].sync_all().expect("sync");
-    for turn in 0..30_usize {
-        let file = &files[turn * 7 % 3];
-        file.sync_all().expect("sync");
-        assert_eq!(read_at(file, 0, 2000), expected);
-        let at = turn * 613 % 1500;
-        let data = vec![turn as u8 + 1; 300 + turn * 5];
-        file.write_all_at(&data, at as u64).expect("write");
-        expected[at..at + data.len()].copy_from_slice(&data);
-        // Its own at once.
-        assert_eq!(read_at(file, 0, 2000), expected);
-        file.sync_all().expect("sync");
+    for cluster in Hosts::on_each("order", 3) {
+        let mounts = cluster.mounts("");
+        let files: Vec<File> = mounts.iter().map(|mount| create(mount, "shared")).collect();
+        let mut expected = vec![0; 2000];
+        files[0].set_len(2000).expect("truncate");
+        files[0].sync_all().expect("sync");
+        for turn in 0..30_usize {
+            let file = &files[turn * 7 % 3];
+            file.sync_all().expect("sync");
+            assert_eq!(read_at(file, 0, 2000), expected);
+            let at = turn * 613 % 1500;
+            let data = vec![turn as u8 + 1; 300 + turn * 5];
+            file.write_all_at(&data, at as u64).expect("write");
+            expected[at..at + data.len()].copy_from_slice(&data);
+            // Its own at once.
+            assert_eq!(read_at(file, 0, 2000), expected);
+            file.sync_all().expect("sync");
+        }
+        drop(files);
+        assert_same(&cluster.plain("shared"), &expected);
+        mounts.into_iter().for_each(|mount| drop(mount.umount()));
+        cluster.assert_lanes_are_clean();
     }
-    drop(files);
-    assert_same(&cluster.plain("shared"), &expected);
-    mounts.into_iter().for_each(|mount| drop(mount.umount()));
 }
 
 /// Proves S-log-4, S-log-9: names, attributes and lengths from another host than the one that writes.
 #[test]
 fn other_hosts_rename_link_cut_and_remove_what_is_being_written() {
-    let cluster = Hosts::new("calls", 2);
-    let mounts = cluster.mounts("");
-    let (here, there) = (&mounts[0], &mounts[1]);
-    let file = create(here, "file");
-    file.write_all_at(b"0123456789", 0).expect("write");
-    file.sync_all().expect("sync");
-    fs::rename(there.join("file"), there.join("renamed")).expect("rename");
-    fs::hard_link(there.join("renamed"), there.join("link")).expect("link");
-    fs::set_permissions(there.join("link"), PermissionsExt::from_mode(0o640)).expect("chmod");
-    file.write_all_at(b"abc", 10).expect("write");
-    file.sync_all().expect("sync");
-    for mount in [here, there] {
-        assert_same(&mount.join("renamed"), b"0123456789abc");
-        let metadata = fs::metadata(mount.join("link")).expect("stat");
-        assert_eq!((metadata.len(), metadata.nlink()), (13, 2));
-        assert_eq!(metadata.mode() & 0o777, 0o640);
+    for cluster in Hosts::on_each("calls", 2) {
+        let mounts = cluster.mounts("");
+        let (here, there) = (&mounts[0], &mounts[1]);
+        let file = create(here, "file");
+        file.write_all_at(b"0123456789", 0).expect("write");
+        file.sync_all().expect("sync");
+        fs::rename(there.join("file"), there.join("renamed")).expect("rename");
+        fs::hard_link(there.join("renamed"), there.join("link")).expect("link");
+        fs::set_permissions(there.join("link"), PermissionsExt::from_mode(0o640)).expect("chmod");
+        file.write_all_at(b"abc", 10).expect("write");
+        file.sync_all().expect("sync");
+        for mount in [here, there] {
+            assert_same(&mount.join("renamed"), b"0123456789abc");
+            let metadata = fs::metadata(mount.join("link")).expect("stat");
+            assert_eq!((metadata.len(), metadata.nlink()), (13, 2));
+            assert_eq!(metadata.mode() & 0o777, 0o640);
+        }
+        // Cut by the other host, and written again by this one.
+        let other = create(there, "renamed");
+        other.set_len(4).expect("truncate");
+        other.sync_all().expect("sync");
+        file.sync_all().expect("sync");
+        assert_eq!(fs::read(here.join("link")).expect("read"), b"0123");
+        file.write_all_at(b"xy", 6).expect("write");
+        file.sync_all().expect("sync");
+        assert_same(&there.join("link"), b"0123\0\0xy");
+        // Appended.
+        let mut appended = File::options()
+            .append(true)
+            .open(there.join("link"))
+            .expect("open");
+        std::io::Write::write_all(&mut appended, b"end").expect("append");
+        drop(appended);
+        assert_same(&here.join("link"), b"0123\0\0xyend");
+        // Emptied at its open.
+        drop(File::create(there.join("link")).expect("O_TRUNC"));
+        assert_eq!(fs::metadata(here.join("link")).expect("stat").len(), 0);
+        file.sync_all().expect("sync");
+        file.write_all_at(b"new", 0).expect("write");
+        drop((file, other));
+        assert_same(&cluster.plain("renamed"), b"new");
+        cluster.wait_until_clean();
+        // Removed elsewhere while it is open: as a file of which this host is the last to know.
+        let file = create(here, "removed");
+        file.write_all_at(b"some bytes", 0).expect("write");
+        file.sync_all().expect("sync");
+        fs::remove_file(there.join("removed")).expect("unlink");
+        assert_eq!(read_at(&file, 0, 10), b"some bytes");
+        file.write_all_at(b"more", 10).expect("write");
+        assert_eq!(read_at(&file, 0, 14), b"some bytesmore");
+        drop(file);
+        assert!(!cluster.plain("removed").exists());
+        cluster.wait_until_clean();
+        mounts.into_iter().for_each(|mount| drop(mount.umount()));
+        cluster.assert_lanes_are_clean();
     }
-    // Cut by the other host, and written again by this one.
-    let other = create(there, "renamed");
-    other.set_len(4).expect("truncate");
-    other.sync_all().expect("sync");
-    file.sync_all().expect("sync");
-    assert_eq!(fs::read(here.join("link")).expect("read"), b"0123");
-    file.write_all_at(b"xy", 6).expect("write");
-    file.sync_all().expect("sync");
-    assert_same(&there.join("link"), b"0123\0\0xy");
-    // Appended.
-    let mut appended = File::options()
-        .append(true)
-        .open(there.join("link"))
-        .expect("open");
-    std::io::Write::write_all(&mut appended, b"end").expect("append");
-    drop(appended);
-    assert_same(&here.join("link"), b"0123\0\0xyend");
-    // Emptied at its open.
-    drop(File::create(there.join("link")).expect("O_TRUNC"));
-    assert_eq!(fs::metadata(here.join("link")).expect("stat").len(), 0);
-    file.sync_all().expect("sync");
-    file.write_all_at(b"new", 0).expect("write");
-    drop((file, other));
-    assert_same(&cluster.plain("renamed"), b"new");
-    cluster.wait_until_clean();
-    // Removed elsewhere while it is open: as a file of which this host is the last to know.
-    let file = create(here, "removed");
-    file.write_all_at(b"some bytes", 0).expect("write");
-    file.sync_all().expect("sync");
-    fs::remove_file(there.join("removed")).expect("unlink");
-    assert_eq!(read_at(&file, 0, 10), b"some bytes");
-    file.write_all_at(b"more", 10).expect("write");
-    assert_eq!(read_at(&file, 0, 14), b"some bytesmore");
-    drop(file);
-    assert!(!cluster.plain("removed").exists());
-    cluster.wait_until_clean();
-    mounts.into_iter().for_each(|mount| drop(mount.umount()));
 }
 
 /// Proves S-log-9: mappings, fallocate, copy_file_range and the search for data, on a file that another host writes, too.
 #[test]
 fn ranges_and_mappings_are_those_of_all_hosts() {
-    let cluster = Hosts::new("ranges", 2);
-    let mounts = cluster.mounts("");
-    let (here, there) = (create(&mounts[0], "file"), create(&mounts[1], "file"));
-    here.write_all_at(&[1; 4096], 0).expect("write");
-    there.write_all_at(&[2; 4096], 3 << 20).expect("write");
-    there.sync_all().expect("sync");
-    here.sync_all().expect("sync");
-    let len = (3 << 20) + 4096;
-    assert_eq!(here.metadata().expect("stat").len(), len);
-    assert_eq!(seek(&here, SeekFrom::Hole(0)).expect("hole"), 4096);
-    assert_eq!(seek(&here, SeekFrom::Data(4096)).expect("data"), 3 << 20);
-    fallocate(
-        &here,
-        FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
-        (3 << 20) + 100,
-        50,
-    )
-    .expect("a hole in what the other host wrote");
-    fallocate(&here, FallocateFlags::empty(), len, 1000).expect("room");
-    here.sync_all().expect("sync");
-    there.sync_all().expect("sync");
-    assert_eq!(there.metadata().expect("stat").len(), len + 1000);
-    let mut expected = vec![2; 4096];
-    expected[100..150].fill(0);
-    expected.extend([0; 1000]);
-    assert_eq!(read_at(&there, 3 << 20, 5096), expected);
-    let copy = create(&mounts[1], "copy");
-    let (mut from, mut copied) = (3 << 20, 0);
-    while copied < 5096 {
-        let left = 5096 - copied as usize;
-        let count = copy_file_range(&there, Some(&mut from), &copy, Some(&mut copied), left);
-        assert!(count.expect("copy") > 0);
+    for cluster in Hosts::on_each("ranges", 2) {
+        let mounts = cluster.mounts("");
+        let (here, there) = (create(&mounts[0], "file"), create(&mounts[1], "file"));
+        here.write_all_at(&[1; 4096], 0).expect("write");
+        there.write_all_at(&[2; 4096], 3 << 20).expect("write");
+        there.sync_all().expect("sync");
+        here.sync_all().expect("sync");
+        let len = (3 << 20) + 4096;
+        assert_eq!(here.metadata().expect("stat").len(), len);
+        assert_eq!(seek(&here, SeekFrom::Hole(0)).expect("hole"), 4096);
+        assert_eq!(seek(&here, SeekFrom::Data(4096)).expect("data"), 3 << 20);
+        fallocate(
+            &here,
+            FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
+            (3 << 20) + 100,
+            50,
+        )
+        .expect("a hole in what the other host wrote");
+        fallocate(&here, FallocateFlags::empty(), len, 1000).expect("room");
+        here.sync_all().expect("sync");
+        there.sync_all().expect("sync");
+        assert_eq!(there.metadata().expect("stat").len(), len + 1000);
+        let mut expected = vec![2; 4096];
+        expected[100..150].fill(0);
+        expected.extend([0; 1000]);
+        assert_eq!(read_at(&there, 3 << 20, 5096), expected);
+        let copy = create(&mounts[1], "copy");
+        let (mut from, mut copied) = (3 << 20, 0);
+        while copied < 5096 {
+            let left = 5096 - copied as usize;
+            let count = copy_file_range(&there, Some(&mut from), &copy, Some(&mut copied), left);
+            assert!(count.expect("copy") > 0);
+        }
+        drop(copy);
+        assert_same(&cluster.plain("copy"), &expected);
+        let map = Mapping::new(&there, 8192, MapFlags::SHARED).expect("mmap");
+        map.write(4000, b"through a mapping, into a hole, over the end of the first page of it all................................");
+        let mapped = map.read(0, 8192);
+        map.sync().expect("msync");
+        drop(map);
+        there.sync_all().expect("sync");
+        here.sync_all().expect("sync");
+        assert_eq!(read_at(&here, 0, 8192), mapped);
+        drop((here, there));
+        assert_eq!(
+            fs::read(cluster.plain("file")).expect("read")[..8192],
+            mapped
+        );
+        mounts.into_iter().for_each(|mount| drop(mount.umount()));
+        cluster.assert_lanes_are_clean();
     }
-    drop(copy);
-    assert_same(&cluster.plain("copy"), &expected);
-    let map = Mapping::new(&there, 8192, MapFlags::SHARED).expect("mmap");
-    map.write(4000, b"through a mapping, into a hole, over the end of the first page of it all................................");
-    let mapped = map.read(0, 8192);
-    map.sync().expect("msync");
-    drop(map);
-    there.sync_all().expect("sync");
-    here.sync_all().expect("sync");
-    assert_eq!(read_at(&here, 0, 8192), mapped);
-    drop((here, there));
-    assert_eq!(
-        fs::read(cluster.plain("file")).expect("read")[..8192],
-        mapped
-    );
-    mounts.into_iter().for_each(|mount| drop(mount.umount()));
 }
 
 /// Proves S-log-7: whatever the options of the next mount, and of `firn recover`.
 #[test]
 fn a_mount_without_the_layout_has_logged_files_as_they_are() {
-    let cluster = Hosts::new("serve", 1);
-    let mount = cluster.mount(0, "flatten=off");
-    fs::write(mount.join("file"), record(3)).expect("write");
-    mount.umount();
-    assert_eq!(fs::metadata(cluster.plain("file")).expect("stat").len(), 0);
-    assert_eq!(cluster.containers().len(), 1);
-    let plain = |options: &str| FirnMount::over(&cluster.hosts[0], &cluster.backing(), options);
-    let mount = plain("ro");
-    assert_same(&mount.join("file"), &record(3));
-    mount.umount();
-    let mount = plain("attr-timeout=0,close=held,drain-age=10min,flatten=off");
-    assert_same(&mount.join("file"), &record(3));
-    let file = create(&mount, "file");
-    file.write_all_at(b"changed", 100).expect("write");
-    fs::write(mount.join("other"), "not logged").expect("write");
-    mount.kill();
-    drop(file);
-    let args = [Path::new("recover"), &cluster.backing()];
-    cluster.hosts[0].run(args).ok();
-    let mut expected = record(3);
-    expected[100..107].copy_from_slice(b"changed");
-    assert_same(&cluster.plain("file"), &expected);
-    assert_same(&cluster.plain("other"), b"not logged");
-    cluster.wait_until_clean();
+    for cluster in Hosts::on_each("serve", 1) {
+        let mount = cluster.mount(0, "flatten=off");
+        fs::write(mount.join("file"), record(3)).expect("write");
+        mount.umount();
+        assert_eq!(fs::metadata(cluster.plain("file")).expect("stat").len(), 0);
+        assert_eq!(cluster.containers().len(), 1);
+        let plain = |options: &str| FirnMount::over(&cluster.hosts[0], &cluster.backing(), options);
+        let mount = plain("ro");
+        assert_same(&mount.join("file"), &record(3));
+        mount.umount();
+        let mount = plain("attr-timeout=0,close=held,drain-age=10min,flatten=off");
+        assert_same(&mount.join("file"), &record(3));
+        let file = create(&mount, "file");
+        file.write_all_at(b"changed", 100).expect("write");
+        fs::write(mount.join("other"), "not logged").expect("write");
+        mount.kill();
+        drop(file);
+        let args = [Path::new("recover"), &cluster.backing()];
+        cluster.hosts[0].run(args).ok();
+        let mut expected = record(3);
+        expected[100..107].copy_from_slice(b"changed");
+        assert_same(&cluster.plain("file"), &expected);
+        assert_same(&cluster.plain("other"), b"not logged");
+        cluster.wait_until_clean();
+        cluster.assert_lanes_are_clean();
+    }
 }
 
 /// Proves S-log-8.
@@ -405,16 +471,12 @@ fn what_cannot_go_together_is_refused_with_the_reason() {
         host.run(args).code(2).says(why);
     };
     refused(0, "layout=log,drain=commit", "would not reach the logs");
-    let lane = cluster.shared.mkdir("lane");
-    let lanes = format!("placement=dirs,lanes={}", lane.display());
-    refused(0, &format!("layout=log,{lanes}"), "no lane of its own");
     refused(0, "log-files=*.h5", "layout=log");
     refused(0, "layout=log,log-files=a/b", "without directories");
     let mount = cluster.mount(0, "flatten=off");
     fs::write(mount.join("file"), "in a log").expect("write");
     mount.umount();
     refused(0, "drain=commit", "mount it once with layout=log");
-    refused(0, &lanes, "mount it once with layout=log");
     let mount = cluster.mount(0, "");
     // A host of the same name.
     let args = mount_args(
@@ -429,82 +491,86 @@ fn what_cannot_go_together_is_refused_with_the_reason() {
 /// Proves S-log-10: a host that is killed keeps nobody from closing, and has what it wrote at its next mount.
 #[test]
 fn a_host_that_is_killed_holds_nobody_up() {
-    let cluster = Hosts::new("killed", 2);
-    let mounts = cluster.mounts("");
-    let files: Vec<File> = mounts.iter().map(|mount| create(mount, "shared")).collect();
-    files[0].write_all_at(&record(0), 0).expect("write");
-    files[0].sync_all().expect("sync");
-    files[1]
-        .write_all_at(&record(1), RECORD as u64)
-        .expect("write");
-    files[1].sync_all().expect("sync");
-    let mut mounts = mounts.into_iter();
-    let (dead, mount) = (
-        mounts.next().expect("a host"),
-        mounts.next().expect("a host"),
-    );
-    dead.kill();
-    let mut files = files;
-    drop(files.pop());
-    drop(files);
-    let mut expected = record(0);
-    expected.extend(record(1));
-    assert_same(&cluster.plain("shared"), &expected);
-    cluster.wait_until_clean();
-    let back = cluster.mount(0, "");
-    assert_same(&back.join("shared"), &expected);
-    // Held only, when it is killed: it comes with the next mount.
-    back.umount();
-    let back = cluster.mount(0, "close=held,drain-age=10min");
-    create(&back, "shared")
-        .write_all_at(b"late", 5)
-        .expect("write");
-    back.kill();
-    create(&mount, "shared")
-        .write_all_at(b"early", 50)
-        .expect("write");
-    expected[50..55].copy_from_slice(b"early");
-    assert_same(&cluster.plain("shared"), &expected);
-    cluster.mount(0, "").umount();
-    expected[5..9].copy_from_slice(b"late");
-    assert_same(&cluster.plain("shared"), &expected);
-    cluster.wait_until_clean();
-    mount.umount();
+    for cluster in Hosts::on_each("killed", 2) {
+        let mounts = cluster.mounts("");
+        let files: Vec<File> = mounts.iter().map(|mount| create(mount, "shared")).collect();
+        files[0].write_all_at(&record(0), 0).expect("write");
+        files[0].sync_all().expect("sync");
+        files[1]
+            .write_all_at(&record(1), RECORD as u64)
+            .expect("write");
+        files[1].sync_all().expect("sync");
+        let mut mounts = mounts.into_iter();
+        let (dead, mount) = (
+            mounts.next().expect("a host"),
+            mounts.next().expect("a host"),
+        );
+        dead.kill();
+        let mut files = files;
+        drop(files.pop());
+        drop(files);
+        let mut expected = record(0);
+        expected.extend(record(1));
+        assert_same(&cluster.plain("shared"), &expected);
+        cluster.wait_until_clean();
+        let back = cluster.mount(0, "");
+        assert_same(&back.join("shared"), &expected);
+        // Held only, when it is killed: it comes with the next mount.
+        back.umount();
+        let back = cluster.mount(0, "close=held,drain-age=10min");
+        create(&back, "shared")
+            .write_all_at(b"late", 5)
+            .expect("write");
+        back.kill();
+        create(&mount, "shared")
+            .write_all_at(b"early", 50)
+            .expect("write");
+        expected[50..55].copy_from_slice(b"early");
+        assert_same(&cluster.plain("shared"), &expected);
+        cluster.mount(0, "").umount();
+        expected[5..9].copy_from_slice(b"late");
+        assert_same(&cluster.plain("shared"), &expected);
+        cluster.wait_until_clean();
+        mount.umount();
+        cluster.assert_lanes_are_clean();
+    }
 }
 
 /// Proves S-log-6: whoever reads sees the whole file before, while and after it is flattened, again and again.
 #[test]
 fn it_is_read_while_it_is_flattened() {
-    let cluster = Hosts::new("reading", 2);
-    let mounts = cluster.mounts("");
-    let expected = all_records(2);
-    for round in 0..5 {
-        let name = format!("shared{round}");
-        let files: Vec<File> = mounts.iter().map(|mount| create(mount, &name)).collect();
-        for (host, file) in files.iter().enumerate() {
-            write_records(file, host as u64, 2);
-            file.sync_all().expect("sync");
-        }
-        let is_over = AtomicBool::new(false);
-        std::thread::scope(|scope| {
-            for mount in &mounts {
-                let (name, expected, is_over) = (&name, &expected, &is_over);
-                scope.spawn(move || {
-                    let file = File::open(mount.join(name)).expect("open");
-                    while !is_over.load(Ordering::Acquire) {
-                        let found = read_at(&file, 0, expected.len());
-                        assert!(found == *expected, "an open file");
-                        assert_same(&mount.join(name), expected);
-                    }
-                });
+    for cluster in Hosts::on_each("reading", 2) {
+        let mounts = cluster.mounts("");
+        let expected = all_records(2);
+        for round in 0..5 {
+            let name = format!("shared{round}");
+            let files: Vec<File> = mounts.iter().map(|mount| create(mount, &name)).collect();
+            for (host, file) in files.iter().enumerate() {
+                write_records(file, host as u64, 2);
+                file.sync_all().expect("sync");
             }
-            drop(files);
-            assert_same(&cluster.plain(&name), &expected);
-            is_over.store(true, Ordering::Release);
-        });
+            let is_over = AtomicBool::new(false);
+            std::thread::scope(|scope| {
+                for mount in &mounts {
+                    let (name, expected, is_over) = (&name, &expected, &is_over);
+                    scope.spawn(move || {
+                        let file = File::open(mount.join(name)).expect("open");
+                        while !is_over.load(Ordering::Acquire) {
+                            let found = read_at(&file, 0, expected.len());
+                            assert!(found == *expected, "an open file");
+                            assert_same(&mount.join(name), expected);
+                        }
+                    });
+                }
+                drop(files);
+                assert_same(&cluster.plain(&name), &expected);
+                is_over.store(true, Ordering::Release);
+            });
+        }
+        cluster.wait_until_clean();
+        mounts.into_iter().for_each(|mount| drop(mount.umount()));
+        cluster.assert_lanes_are_clean();
     }
-    cluster.wait_until_clean();
-    mounts.into_iter().for_each(|mount| drop(mount.umount()));
 }
 
 /// Proves S-log-11: a file that another host writes is logged, and flat when the wait after its close is over.
@@ -545,96 +611,235 @@ fn whoever_waits_for_drained_waits_until_it_is_flat() {
 /// Proves S-log-12.
 #[test]
 fn files_are_flattened_on_request_with_a_mount_and_without() {
-    let cluster = Hosts::new("flatten", 1);
-    let run = |args: &[&Path]| cluster.hosts[0].run([&[Path::new("flatten")], args].concat());
-    let (all, below) = (Path::new("--all"), Path::new("--backing"));
-    let (backing, dir) = (cluster.backing(), Path::new("dir"));
-    let mount = cluster.mount(0, "flatten=off");
-    fs::create_dir(mount.join(dir)).expect("mkdir");
-    let names = ["dir/one", "dir/two", "three", "four"];
-    for (at, name) in (0..).zip(names) {
-        fs::write(mount.join(name), record(at)).expect("write");
+    for cluster in Hosts::on_each("flatten", 1) {
+        let run = |args: &[&Path]| cluster.hosts[0].run([&[Path::new("flatten")], args].concat());
+        let (all, below) = (Path::new("--all"), Path::new("--backing"));
+        let (backing, dir) = (cluster.backing(), Path::new("dir"));
+        let mount = cluster.mount(0, "flatten=off");
+        fs::create_dir(mount.join(dir)).expect("mkdir");
+        let names = ["dir/one", "dir/two", "three", "four"];
+        for (at, name) in (0..).zip(names) {
+            fs::write(mount.join(name), record(at)).expect("write");
+        }
+        assert_eq!(cluster.containers().len(), 4);
+        run(&[&mount.join("dir/one")]).ok();
+        assert_same(&cluster.plain("dir/one"), &record(0));
+        assert_eq!(cluster.containers().len(), 3);
+        run(&[&mount.join(dir)]).ok();
+        assert_same(&cluster.plain("dir/two"), &record(1));
+        assert_eq!(cluster.containers().len(), 2);
+        run(&[&mount.join("nowhere")]).code(1);
+        let open = create(&mount, "three");
+        open.write_all_at(b"more", RECORD as u64).expect("write");
+        run(&[all, &mount.join(dir)])
+            .code(3)
+            .says("open for writing");
+        assert_same(&cluster.plain("four"), &record(3));
+        assert_eq!(fs::metadata(cluster.plain("three")).expect("stat").len(), 0);
+        run(&[below, &backing, all]).code(11);
+        drop(open);
+        mount.umount();
+        assert_eq!(cluster.containers().len(), 1);
+        run(&[&backing]).code(10);
+        run(&[below, &backing, all, dir]).code(2);
+        run(&[below, &backing, Path::new("/etc/passwd")]).code(2);
+        run(&[below, &backing, Path::new("nowhere")])
+            .code(1)
+            .says("no such file");
+        run(&[below, &backing, dir]).ok();
+        assert_eq!(cluster.containers().len(), 1);
+        run(&[below, &backing, &cluster.plain("three")]).ok();
+        let mut expected = record(2);
+        expected.extend(b"more");
+        assert_same(&cluster.plain("three"), &expected);
+        assert!(cluster.containers().is_empty());
+        run(&[below, &backing, all]).ok();
+        cluster.assert_lanes_are_clean();
     }
-    assert_eq!(cluster.containers().len(), 4);
-    run(&[&mount.join("dir/one")]).ok();
-    assert_same(&cluster.plain("dir/one"), &record(0));
-    assert_eq!(cluster.containers().len(), 3);
-    run(&[&mount.join(dir)]).ok();
-    assert_same(&cluster.plain("dir/two"), &record(1));
-    assert_eq!(cluster.containers().len(), 2);
-    run(&[&mount.join("nowhere")]).code(1);
-    let open = create(&mount, "three");
-    open.write_all_at(b"more", RECORD as u64).expect("write");
-    run(&[all, &mount.join(dir)])
-        .code(3)
-        .says("open for writing");
-    assert_same(&cluster.plain("four"), &record(3));
-    assert_eq!(fs::metadata(cluster.plain("three")).expect("stat").len(), 0);
-    run(&[below, &backing, all]).code(11);
-    drop(open);
-    mount.umount();
-    assert_eq!(cluster.containers().len(), 1);
-    run(&[&backing]).code(10);
-    run(&[below, &backing, all, dir]).code(2);
-    run(&[below, &backing, Path::new("/etc/passwd")]).code(2);
-    run(&[below, &backing, Path::new("nowhere")])
-        .code(1)
-        .says("no such file");
-    run(&[below, &backing, dir]).ok();
-    assert_eq!(cluster.containers().len(), 1);
-    run(&[below, &backing, &cluster.plain("three")]).ok();
-    let mut expected = record(2);
-    expected.extend(b"more");
-    assert_same(&cluster.plain("three"), &expected);
-    assert!(cluster.containers().is_empty());
-    run(&[below, &backing, all]).ok();
 }
 
 /// Proves S-log-32, S-log-35.
 #[test]
 fn a_check_names_what_is_damaged_or_lost_in_logs() {
-    let cluster = Hosts::new("check", 1);
-    let backing = cluster.backing();
-    let check = |option: &str| {
-        let args = [Path::new("check"), Path::new(option), &backing];
-        cluster.hosts[0].run(args)
-    };
-    let mount = cluster.mount(0, "flatten=off");
-    fs::write(mount.join("file"), record(1)).expect("write");
-    mount.umount();
-    let container = cluster.containers().pop().expect("a container");
-    let sound = check("--json").ok().json();
-    assert_eq!(sound["logs"]["containers"], 1);
-    assert_eq!(sound["logs"]["findings"].as_array().map(Vec::len), Some(0));
-    let log = cluster.log_of(&cluster.container_of("file"), "n0");
-    let before = damage(&log, 99);
-    let found = check("--json").code(1).says("1 damaged place").json();
-    let found = &found["logs"]["findings"][0];
-    assert_eq!(found["container"], container.as_str());
-    assert_eq!(found["host"], "n0");
-    assert_eq!(found["file"], "d-n0-0000000000000001-00000000");
-    assert_eq!(
-        (found["offset"].as_u64(), found["is_harmless"].as_bool()),
-        (Some(0), Some(false))
+    for cluster in Hosts::on_each("check", 1) {
+        let backing = cluster.backing();
+        let check = |option: &str| {
+            let args = [Path::new("check"), Path::new(option), &backing];
+            cluster.hosts[0].run(args)
+        };
+        let mount = cluster.mount(0, "flatten=off");
+        fs::write(mount.join("file"), record(1)).expect("write");
+        mount.umount();
+        let container = cluster.containers().pop().expect("a container");
+        let sound = check("--json").ok().json();
+        assert_eq!(sound["logs"]["containers"], 1);
+        assert_eq!(sound["logs"]["findings"].as_array().map(Vec::len), Some(0));
+        let log = cluster.log_of(&cluster.container_of("file"), "n0");
+        let before = damage(&log, 99);
+        let found = check("--json").code(1).says("1 damaged place").json();
+        let found = &found["logs"]["findings"][0];
+        assert_eq!(found["container"], container.as_str());
+        assert_eq!(found["host"], "n0");
+        assert_eq!(found["file"], "d-n0-0000000000000001-00000000");
+        assert_eq!(
+            (found["offset"].as_u64(), found["is_harmless"].as_bool()),
+            (Some(0), Some(false))
+        );
+        // It stays in logs, and the undamaged bytes make it plain.
+        let args = [
+            "flatten".as_ref(),
+            "--backing".as_ref(),
+            backing.as_path(),
+            "--all".as_ref(),
+        ];
+        cluster.hosts[0]
+            .run(args)
+            .code(1)
+            .says("its bytes stay in logs");
+        log.write_all_at(&[before], 99).expect("mend");
+        check("--orphans").ok();
+        // Removed by somebody beside Firn.
+        fs::remove_file(cluster.plain("file")).expect("unlink");
+        let lost = check("--orphans").code(1);
+        assert!(lost.stdout.contains(&container), "{lost}");
+        assert_eq!(cluster.containers(), [container]);
+    }
+}
+
+/// The host whose log or index this is, by its name in a lane.
+fn host_of(entry: &str) -> Option<&str> {
+    let rest = entry
+        .strip_prefix("d-")
+        .or_else(|| entry.strip_prefix("i-"))?;
+    rest.split('-').next()
+}
+
+/// Proves S-log-37: whatever the hosts and the file are called, as many hosts write to each lane.
+#[test]
+fn logs_of_different_hosts_lie_in_different_lanes() {
+    for (hosts, more) in [
+        (2, ""),
+        (3, ""),
+        (2, "tokens=flock,order=sequential,lane-writers=1"),
+    ] {
+        let cluster = Hosts::over_lanes("lanes", hosts);
+        let more = format!(
+            "{more}{}flatten=off",
+            if more.is_empty() { "" } else { "," }
+        );
+        let mounts = cluster.mounts(&more);
+        for name in ["shared", "rank_7"] {
+            let files: Vec<File> = mounts.iter().map(|mount| create(mount, name)).collect();
+            for (host, file) in files.iter().enumerate() {
+                write_records(file, host as u64, hosts as u64);
+                file.sync_all().expect("sync");
+            }
+            let [first, second] = [0, 1].map(|lane| -> BTreeSet<String> {
+                let names = cluster.files_in(lane);
+                names
+                    .iter()
+                    .filter_map(|entry| host_of(entry).map(str::to_owned))
+                    .collect()
+            });
+            assert!(first.is_disjoint(&second), "{first:?}, {second:?}");
+            assert_eq!(first.len() + second.len(), hosts);
+            assert!(
+                first.len().abs_diff(second.len()) <= 1,
+                "{first:?}, {second:?}"
+            );
+            for mount in &mounts {
+                assert_same(&mount.join(name), &all_records(hosts as u64));
+            }
+            drop(files);
+            cluster.hosts[0]
+                .run([Path::new("flatten"), &mounts[0].join(name)])
+                .ok();
+            assert_same(&cluster.plain(name), &all_records(hosts as u64));
+            wait_until("the logs left their lanes", LIMIT, || {
+                let entries = [0, 1].map(|lane| cluster.files_in(lane)).concat();
+                !entries.iter().any(|entry| host_of(entry).is_some())
+            });
+        }
+        mounts.into_iter().for_each(|mount| drop(mount.umount()));
+        cluster.assert_lanes_are_clean();
+    }
+}
+
+/// Proves S-log-38: a lane that is not there at a mount; what lies in it comes back with it.
+#[test]
+fn logs_in_a_lane_that_is_missing_wait_for_it() {
+    let cluster = Hosts::over_lanes("gone", 2);
+    let mounts = cluster.mounts("flatten=off");
+    let files: Vec<File> = mounts.iter().map(|mount| create(mount, "shared")).collect();
+    for (host, file) in files.iter().enumerate() {
+        write_records(file, host as u64, 2);
+        file.sync_all().expect("sync");
+    }
+    drop(files);
+    mounts.into_iter().for_each(|mount| drop(mount.umount()));
+    let away = cluster.shared.join("away");
+    fs::rename(&cluster.lanes[1], &away).expect("rename");
+    // Without the options: what the backing says is enough.
+    let mount = FirnMount::over(
+        &cluster.hosts[0],
+        &cluster.backing(),
+        "attr-timeout=0,flatten=off",
     );
-    // It stays in logs, and the undamaged bytes make it plain.
-    let args = [
-        "flatten".as_ref(),
-        "--backing".as_ref(),
-        backing.as_path(),
-        "--all".as_ref(),
-    ];
-    cluster.hosts[0]
-        .run(args)
-        .code(1)
-        .says("its bytes stay in logs");
-    log.write_all_at(&[before], 99).expect("mend");
-    check("--orphans").ok();
-    // Removed by somebody beside Firn.
-    fs::remove_file(cluster.plain("file")).expect("unlink");
-    let lost = check("--orphans").code(1);
-    assert!(lost.stdout.contains(&container), "{lost}");
-    assert_eq!(cluster.containers(), [container]);
+    let read = fs::read(mount.join("shared")).map_err(|error| error.raw_os_error());
+    assert_eq!(read, Err(Some(libc::EIO)));
+    let args = [Path::new("flatten"), Path::new("--all"), mount.path()];
+    cluster.hosts[0].run(args).code(1);
+    mount.umount();
+    let backing = cluster.backing();
+    let check = || cluster.hosts[0].run([Path::new("check"), &backing]);
+    check().code(1).says("cannot be used");
+    fs::rename(&away, &cluster.lanes[1]).expect("rename");
+    check().ok();
+    cluster.mount(1, "flatten=demand").umount();
+    assert_same(&cluster.plain("shared"), &all_records(2));
+    cluster.wait_until_clean();
+    cluster.assert_lanes_are_clean();
+}
+
+/// Proves S-log-37 where the file system is told of the server: here by a program, which writes down what it was told.
+#[test]
+fn logs_are_steered_to_different_servers() {
+    let cluster = Hosts::new("steered", 2);
+    let told = cluster.shared.join("told");
+    let program = cluster.shared.join("place");
+    let text = format!(
+        "#!/bin/sh\nset -e\nset -C\n: > \"$2/$3\"\necho \"$1 $3\" >> {}\n",
+        told.display()
+    );
+    fs::write(&program, text).expect("write");
+    fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).expect("chmod");
+    let options = format!(
+        "placement=command,servers=left:right,place-command={}",
+        program.display()
+    );
+    let mounts = cluster.mounts(&options);
+    let files: Vec<File> = mounts.iter().map(|mount| create(mount, "shared")).collect();
+    for (host, file) in files.iter().enumerate() {
+        write_records(file, host as u64, 2);
+    }
+    drop(files);
+    assert_same(&cluster.plain("shared"), &all_records(2));
+    let told = fs::read_to_string(&told).expect("read");
+    let mut servers = BTreeSet::new();
+    for line in told.lines() {
+        let (server, name) = line.split_once(' ').expect("a server and a name");
+        if let Some(host) = host_of(name) {
+            servers.insert((host, server));
+        }
+    }
+    let of_host = |host: &str| -> Vec<&str> {
+        let of = servers.iter().filter(|(one, _)| *one == host);
+        of.map(|(_, server)| *server).collect()
+    };
+    let (first, second) = (of_host("n0"), of_host("n1"));
+    assert_eq!((first.len(), second.len()), (1, 1), "{told}");
+    assert_ne!(first, second, "{told}");
+    mounts.into_iter().for_each(|mount| drop(mount.umount()));
 }
 
 /// Proves S-log-14: the message and the exit status of `firn umount` for files that cannot be made plain.

@@ -818,7 +818,7 @@ pub struct Rule {
 }
 
 /// All contradictions.
-pub static RULES: [Rule; 34] = [
+pub static RULES: [Rule; 33] = [
     Rule {
         names: ["chunk-size", "arena-size"],
         text: "chunk-size may not exceed arena-size",
@@ -890,12 +890,6 @@ pub static RULES: [Rule; 34] = [
         text: "layout=log cannot be combined with drain=commit",
         broken: |o| o.layout == Layout::Log && o.drain == Drain::Commit,
         advice: "a transaction would not reach the logs: leave one of them out",
-    },
-    Rule {
-        names: ["layout", "placement"],
-        text: "layout=log cannot be combined with placement=dirs",
-        broken: |o| o.layout == Layout::Log && o.placement == Placement::Dirs,
-        advice: "a logged file has no lane of its own: leave one of them out, or place on one file system",
     },
     Rule {
         names: ["log-files", "layout"],

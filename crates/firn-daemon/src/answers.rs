@@ -26,7 +26,7 @@ use crate::exposition::prometheus;
 use crate::gate::TransactionGate;
 use crate::host_lease::LeaseState;
 use crate::log;
-use crate::logs::{self, Flattener};
+use crate::logs::Flattener;
 use crate::owners::{ControlPeer, Owners, Scopes};
 use crate::partner::{PartnerBoard, PartnerSpeaker, without_partner};
 use crate::placement;
@@ -299,7 +299,7 @@ impl Answers {
         let Some(logs) = self.engine.backing().logged() else {
             return Reply::Done;
         };
-        match logs::count_below(logs, path.as_bytes()) {
+        match logs.count_below(path.as_bytes()) {
             Ok(0) => Reply::Done,
             Ok(files) => refused(&FlattenError::ReadOnly { files }),
             Err(error) => failed(error, path),

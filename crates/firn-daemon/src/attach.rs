@@ -417,11 +417,16 @@ fn without_transactions(
         }
         Purpose::Salvage => (directory, None),
     };
-    logs::refuse_lanes(target.backing, &directory, target.options)?;
     let opened = placement::open(target.backing, directory, target.options, wanted, notice)?;
     let mut log_lease = None;
     let store = match opened {
-        Ok(lanes) => Store::Placed(Box::new(plain(target, lanes)?)),
+        Ok(lanes) => match logs::open(target.backing, lanes, target.options, wanted)? {
+            Ok(opened) => {
+                log_lease = opened.lease;
+                Store::LoggedInLanes(Box::new(plain(target, opened.logs)?))
+            }
+            Err(lanes) => Store::Placed(Box::new(plain(target, lanes)?)),
+        },
         Err(directory) => match logs::open(target.backing, directory, target.options, wanted)? {
             Ok(opened) => {
                 log_lease = opened.lease;

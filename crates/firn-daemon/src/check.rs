@@ -9,6 +9,7 @@ use serde::Serialize;
 
 use crate::error::CheckError;
 use crate::lock;
+use crate::placement;
 
 /// What a check found.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -86,14 +87,21 @@ pub struct LogFinding {
     pub message: String,
 }
 
-/// Reads the logs of a backing and changes nothing.
-pub fn check_logs(backing: &Path) -> Result<LogsReport, CheckError> {
+/// Reads the logs of a backing and changes nothing. `notice` is told of lanes that cannot be reached.
+pub fn check_logs(
+    backing: &Path,
+    notice: &mut dyn FnMut(String),
+) -> Result<LogsReport, CheckError> {
     let failed = |source: std::io::Error| CheckError::Logs {
         backing: backing.into(),
         source,
     };
     let directory = DirBacking::open(backing).map_err(failed)?;
-    let verified = firn_log::verify(&directory).map_err(|errno| failed(errno.into()))?;
+    let verified = match placement::open_to_read(backing, directory, notice)? {
+        Ok(lanes) => firn_log::verify(&lanes),
+        Err(directory) => firn_log::verify(&directory),
+    };
+    let verified = verified.map_err(|errno| failed(errno.into()))?;
     let findings = verified.findings.into_iter().map(|finding| LogFinding {
         message: finding.to_string(),
         is_harmless: finding.fault.is_harmless(),

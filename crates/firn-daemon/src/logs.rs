@@ -16,10 +16,10 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use firn_backing::{Backing, DirBacking, Errno};
-use firn_config::{Flatten, Layout, Options, Placement};
+use firn_config::{Flatten, Layout, Options};
 use firn_engine::Engine;
 use firn_log::seal::UNIT_BYTES;
-use firn_log::{CONTAINERS, Left, LogBacking, Setup};
+use firn_log::{CONTAINERS, Left, LogBacking, Orphans, Report, Setup};
 use firn_rendezvous::own::{self, TOP};
 use firn_workers::spawn_thread;
 use globset::{Glob, GlobSet, GlobSetBuilder};
@@ -44,24 +44,86 @@ const REST: Duration = Duration::from_millis(50);
 /// whether somebody writes to it.
 const CLOSING: Duration = Duration::from_secs(1);
 
+/// What firnd asks of a backing with logs, whatever is below it.
+pub(crate) trait Logs: Sync {
+    /// See [`LogBacking::settle`].
+    fn settle(&self) -> Left;
+    /// See [`LogBacking::wait_for_ended`].
+    fn wait_for_ended(&self, time: Duration);
+    /// See [`LogBacking::wake`].
+    fn wake(&self);
+    /// See [`LogBacking::count_logged`].
+    fn count_logged(&self) -> usize;
+    /// See [`LogBacking::find_orphans`].
+    fn find_orphans(&self) -> Result<Orphans, Errno>;
+    /// How many files at or below `path` lie in logs.
+    fn count_below(&self, path: &[u8]) -> Result<usize, Errno>;
+    /// Flattens the files at or below `path`, as far as other hosts let it.
+    fn flatten_at(&self, path: &[u8]) -> Result<Left, Errno>;
+    /// The same; other hosts that are at it are waited for.
+    fn flatten_whole(&self, path: &[u8]) -> Result<Left, Errno>;
+    /// The same; what cannot be read is told, and given up.
+    fn flatten_with_loss(&self, path: &[u8], report: &mut dyn Report) -> Result<Left, Errno>;
+}
+
+impl<B: Backing> Logs for LogBacking<B> {
+    fn settle(&self) -> Left {
+        self.settle()
+    }
+
+    fn wait_for_ended(&self, time: Duration) {
+        self.wait_for_ended(time);
+    }
+
+    fn wake(&self) {
+        self.wake();
+    }
+
+    fn count_logged(&self) -> usize {
+        self.count_logged()
+    }
+
+    fn find_orphans(&self) -> Result<Orphans, Errno> {
+        self.find_orphans()
+    }
+
+    fn count_below(&self, path: &[u8]) -> Result<usize, Errno> {
+        self.count_logged_below(&placement::find(self, path)?)
+    }
+
+    fn flatten_at(&self, path: &[u8]) -> Result<Left, Errno> {
+        self.flatten_below(&placement::find(self, path)?)
+    }
+
+    fn flatten_whole(&self, path: &[u8]) -> Result<Left, Errno> {
+        let top = placement::find(self, path)?;
+        wait_for_others(&mut || self.flatten_below(&top))
+    }
+
+    fn flatten_with_loss(&self, path: &[u8], report: &mut dyn Report) -> Result<Left, Errno> {
+        let top = placement::find(self, path)?;
+        wait_for_others(&mut || self.flatten_with_loss(&top, report))
+    }
+}
+
 /// A backing with logs.
-pub(crate) struct Opened {
-    pub(crate) logs: LogBacking<DirBacking>,
+pub(crate) struct Opened<B: Backing> {
+    pub(crate) logs: LogBacking<B>,
     /// None where nothing is written.
     pub(crate) lease: Option<HostLease>,
 }
 
 /// Opens a backing with logs; gives it back where there are none and none are asked for.
-pub(crate) fn open(
+pub(crate) fn open<B: Backing>(
     backing: &Path,
-    directory: DirBacking,
+    base: B,
     options: &Options,
     wanted: Use,
-) -> Result<Result<Opened, DirBacking>, AttachError> {
+) -> Result<Result<Opened<B>, B>, AttachError> {
     let writes = !options.read_only;
     let chooses = wanted == Use::Place && options.layout == Layout::Log && writes;
-    if !chooses && !has_containers(backing, &directory)? {
-        return Ok(Err(directory));
+    if !chooses && !has_containers(backing, &base)? {
+        return Ok(Err(base));
     }
     let host = host_name(options)?;
     let lease = match writes {
@@ -85,7 +147,7 @@ pub(crate) fn open(
         flattens_closed: writes && options.flatten == Flatten::Close,
         flattens_read: writes && options.flatten == Flatten::Read,
     };
-    let logs = LogBacking::open(directory, setup).map_err(own_error(backing))?;
+    let logs = LogBacking::open(base, setup).map_err(own_error(backing))?;
     Ok(Ok(Opened { logs, lease }))
 }
 
@@ -101,26 +163,25 @@ fn patterns(options: &Options) -> GlobSet {
 }
 
 /// Whether files of a backing lie in logs.
-fn has_containers(backing: &Path, directory: &DirBacking) -> Result<bool, AttachError> {
+fn has_containers<B: Backing>(backing: &Path, base: &B) -> Result<bool, AttachError> {
     let refused = own_error(backing);
-    let Some((firn, _)) = own::find_dir(directory, &directory.root(), TOP).map_err(&refused)?
-    else {
+    let Some((firn, _)) = own::find_dir(base, &base.root(), TOP).map_err(&refused)? else {
         return Ok(false);
     };
-    let found = own::find_dir(directory, &firn, CONTAINERS);
+    let found = own::find_dir(base, &firn, CONTAINERS);
     let Some((top, _)) = found.map_err(|error| refused(error.below(TOP)))? else {
         return Ok(false);
     };
-    let names = own::list(directory, &top).map_err(|errno| refused(errno.into()))?;
+    let names = own::list(base, &top).map_err(|errno| refused(errno.into()))?;
     Ok(names.iter().any(|(name, ..)| firn_log::is_container(name)))
 }
 
 /// Logs of files that are not in the backing, and that nobody has removed through Firn.
-pub(crate) fn find_lost(
+pub(crate) fn find_lost<B: Backing>(
     backing: &Path,
-    directory: &DirBacking,
+    base: &B,
 ) -> Result<Vec<FoundOrphan>, AttachError> {
-    let lost = firn_log::find_lost(directory);
+    let lost = firn_log::find_lost(base);
     let lost = lost.map_err(|errno| own_error(backing)(errno.into()))?;
     let shown = lost.into_iter().map(|container| FoundOrphan {
         kind: "logs",
@@ -139,31 +200,6 @@ pub(crate) fn refuse_transactions(
     match has_containers(backing, directory)? {
         true => Err(AttachError::LoggedInTransactions {
             backing: backing.into(),
-        }),
-        false => Ok(()),
-    }
-}
-
-/// Refuses logs over files that lie in lanes, and lanes over files that lie in logs.
-pub(crate) fn refuse_lanes(
-    backing: &Path,
-    directory: &DirBacking,
-    options: &Options,
-) -> Result<(), AttachError> {
-    let record = placement::find_record(backing, directory)?;
-    let has_lanes = record.is_some_and(|record| !record.lanes.is_empty());
-    if !has_lanes && options.placement != Placement::Dirs {
-        return Ok(());
-    }
-    let backing_path = backing.to_owned();
-    if options.layout == Layout::Log {
-        return Err(AttachError::LoggedInLanes {
-            backing: backing_path,
-        });
-    }
-    match has_containers(backing, directory)? {
-        true => Err(AttachError::LogsInTheWay {
-            backing: backing_path,
         }),
         false => Ok(()),
     }
@@ -282,7 +318,7 @@ impl Settler {
 }
 
 fn settle_until_stopped(
-    logs: &LogBacking<DirBacking>,
+    logs: &dyn Logs,
     adopts: bool,
     requests: &Receiver<FlattenRequest>,
     stop: &AtomicBool,
@@ -294,7 +330,7 @@ fn settle_until_stopped(
     while !stop.load(Ordering::Acquire) {
         for request in requests.try_iter() {
             // Who asked may not wait any more.
-            let _ = request.done.send(flatten_at(logs, &request.path));
+            let _ = request.done.send(logs.flatten_at(&request.path));
         }
         let left = logs.settle();
         if left.error != told {
@@ -308,8 +344,8 @@ fn settle_until_stopped(
 }
 
 /// Flattens, or removes, what hosts left that are gone.
-fn adopt(logs: &LogBacking<DirBacking>) -> Result<(), Errno> {
-    if logs.flatten_below(&logs.root())?.lost == 0 {
+fn adopt(logs: &dyn Logs) -> Result<(), Errno> {
+    if logs.flatten_at(b"")?.lost == 0 {
         return Ok(());
     }
     for name in logs.find_orphans()?.lost {
@@ -321,17 +357,7 @@ fn adopt(logs: &LogBacking<DirBacking>) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Flattens the files at or below `path`, as far as other hosts let it.
-fn flatten_at(logs: &LogBacking<DirBacking>, path: &[u8]) -> Result<Left, Errno> {
-    logs.flatten_below(&placement::find(logs, path)?)
-}
-
-/// The same; other hosts that are at it are waited for.
-fn flatten_whole(logs: &LogBacking<DirBacking>, path: &[u8]) -> Result<Left, Errno> {
-    let top = placement::find(logs, path)?;
-    wait_for_others(&mut || logs.flatten_below(&top))
-}
-
+/// Waits for other hosts that are at it.
 fn wait_for_others(flatten: &mut dyn FnMut() -> Result<Left, Errno>) -> Result<Left, Errno> {
     loop {
         let left = flatten()?;
@@ -342,15 +368,15 @@ fn wait_for_others(flatten: &mut dyn FnMut() -> Result<Left, Errno>) -> Result<L
     }
 }
 
-/// How many files at or below `path` lie in logs.
-pub(crate) fn count_below(logs: &LogBacking<DirBacking>, path: &[u8]) -> Result<usize, Errno> {
-    logs.count_logged_below(&placement::find(logs, path)?)
-}
-
 /// Flattens the files at or below `path`, which is relative to the backing, without a mount.
-pub fn flatten(backing: &Path, path: &Path, options: &Options) -> Result<(), FlattenError> {
-    flatten_unmounted(backing, path, options, &mut |logs| {
-        flatten_whole(logs, path.as_os_str().as_bytes())
+pub fn flatten(
+    backing: &Path,
+    path: &Path,
+    options: &Options,
+    notice: &mut dyn FnMut(String),
+) -> Result<(), FlattenError> {
+    flatten_unmounted(backing, path, options, notice, &mut |logs, _| {
+        logs.flatten_whole(path.as_os_str().as_bytes())
     })
 }
 
@@ -360,11 +386,15 @@ pub fn flatten_with_loss(
     path: &Path,
     options: &Options,
     report: &Path,
+    notice: &mut dyn FnMut(String),
 ) -> Result<(), FlattenError> {
     let mut losses = LossReport::create(report)?;
-    let flattened = flatten_unmounted(backing, path, options, &mut |logs| {
-        let top = placement::find(logs, path.as_os_str().as_bytes())?;
-        wait_for_others(&mut || logs.flatten_with_loss(&top, &mut losses.below(path)))
+    let flattened = flatten_unmounted(backing, path, options, notice, &mut |logs, is_all_there| {
+        // What lies in a lane that is missing is not lost.
+        if !is_all_there {
+            return Err(Errno::NODEV);
+        }
+        logs.flatten_with_loss(path.as_os_str().as_bytes(), &mut losses.below(path))
     });
     let lost = losses.finish()?;
     flattened?;
@@ -374,18 +404,35 @@ pub fn flatten_with_loss(
     }
 }
 
+/// Flattens by the logs, and whether all lanes are there.
+type FlattenWork<'a> = dyn FnMut(&dyn Logs, bool) -> Result<Left, Errno> + 'a;
+
 fn flatten_unmounted(
     backing: &Path,
     path: &Path,
     options: &Options,
-    work: &mut dyn FnMut(&LogBacking<DirBacking>) -> Result<Left, Errno>,
+    notice: &mut dyn FnMut(String),
+    work: &mut FlattenWork<'_>,
 ) -> Result<(), FlattenError> {
     process::prepare();
     let (backing, directory, _locks) = open_unmounted(backing, options)?;
-    let Ok(opened) = open(&backing, directory, options, Use::Serve)? else {
-        return Ok(());
+    let flattened = match placement::open(&backing, directory, options, Use::Serve, notice)? {
+        Ok(lanes) => {
+            let Ok(opened) = open(&backing, lanes, options, Use::Serve)? else {
+                return Ok(());
+            };
+            let lanes = opened.logs.below();
+            let left = work(&opened.logs, lanes.absent().is_empty());
+            left.and_then(|left| lanes.finish_removals().map(|()| left))
+        }
+        Err(directory) => {
+            let Ok(opened) = open(&backing, directory, options, Use::Serve)? else {
+                return Ok(());
+            };
+            work(&opened.logs, true)
+        }
     };
-    match work(&opened.logs) {
+    match flattened {
         Ok(left) => FlattenError::check(&left, true),
         Err(Errno::NOENT) => Err(FlattenError::NoSuchFile { path: path.into() }),
         Err(errno) => Err(FlattenError::Failed { files: 0, errno }),
@@ -394,14 +441,14 @@ fn flatten_unmounted(
 
 /// At the end of a mount: flattens what nobody writes any more. Other hosts that are at it are waited for, those that
 /// write are not.
-pub(crate) fn settle_last(logs: &LogBacking<DirBacking>, flatten: Flatten) -> Left {
+pub(crate) fn settle_last(logs: &dyn Logs, flatten: Flatten) -> Left {
     let mut left = logs.settle();
     while left.under_way > 0 {
         std::thread::sleep(REST);
         left = logs.settle();
     }
     if matches!(flatten, Flatten::Demand | Flatten::Read) {
-        match flatten_whole(logs, b"") {
+        match logs.flatten_whole(b"") {
             Ok(found) => left = found,
             Err(error) => left.error = Some(error),
         }

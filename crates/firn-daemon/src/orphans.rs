@@ -41,11 +41,11 @@ pub fn find_orphans(
 ) -> Result<Vec<FoundOrphan>, AttachError> {
     process::prepare();
     let (backing, directory, _locks) = open_unmounted(backing, options)?;
-    let lost = logs::find_lost(&backing, &directory)?;
     let lanes = match placement::open(&backing, directory, options, Use::Serve, notice)? {
         Ok(lanes) => lanes,
-        Err(_) => return Ok(lost),
+        Err(directory) => return logs::find_lost(&backing, &directory),
     };
+    let lost = logs::find_lost(&backing, &lanes)?;
     let found = lanes
         .find_orphans()
         .map_err(|error| walk_error(&backing, error))?;

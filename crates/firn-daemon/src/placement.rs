@@ -323,12 +323,41 @@ pub(crate) fn open(
         lanes,
         absent,
     };
+    open_lanes(backing, directory, setup).map(Ok)
+}
+
+/// Opens the lanes that a backing has, to look at what is there; gives it back where there are none.
+pub(crate) fn open_to_read(
+    backing: &Path,
+    directory: DirBacking,
+    notice: &mut dyn FnMut(String),
+) -> Result<Result<Lanes<DirBacking>, DirBacking>, AttachError> {
+    let record = find_record(backing, &directory)?;
+    let Some(record) = record.filter(|record| !record.lanes.is_empty()) else {
+        return Ok(Err(directory));
+    };
+    let mut lanes = Vec::new();
+    let absent = open_known(&record, &mut lanes, notice);
+    let setup = Setup {
+        id: record.id,
+        staging: None,
+        rule: None,
+        lanes,
+        absent,
+    };
+    open_lanes(backing, directory, setup).map(Ok)
+}
+
+fn open_lanes(
+    backing: &Path,
+    directory: DirBacking,
+    setup: Setup<DirBacking>,
+) -> Result<Lanes<DirBacking>, AttachError> {
     let opened = Lanes::open(directory, setup);
-    let failed = |errno: Errno| AttachError::BackingUnusable {
+    opened.map_err(|errno| AttachError::BackingUnusable {
         path: backing.into(),
         source: errno.into(),
-    };
-    Ok(Ok(opened.map_err(failed)?))
+    })
 }
 
 /// A lane that new files go to.

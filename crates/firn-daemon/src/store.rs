@@ -1,5 +1,5 @@
 //! What the engine writes to: a directory as it is, one whose files are placed in lanes, one whose files may lie in
-//! logs, or one that can have transactions; and how scopes are named to a person.
+//! logs, one with both, or one that can have transactions; and how scopes are named to a person.
 //!
 //! Invariant: a store is of one kind from its first call to its last, and so is every object, file and directory of it.
 //! Only the macros of this file know which kinds there are.
@@ -18,6 +18,8 @@ use firn_log::LogBacking;
 use firn_transact::{
     Object, PlainBacking, PlainDir, PlainInode, TrackedDir, TrackedFile, TransactionalBacking,
 };
+
+use crate::logs::Logs;
 
 /// A store that can have transactions.
 pub(crate) type TransactionalStore = TransactionalBacking<DirBacking>;
@@ -38,6 +40,8 @@ pub(crate) enum Store<B: Backing = DirBacking> {
     Placed(Box<PlainBacking<Lanes<B>>>),
     /// Files may lie in logs.
     Logged(Box<PlainBacking<LogBacking<B>>>),
+    /// Files may lie in logs, and files and logs lie in lanes.
+    LoggedInLanes(Box<PlainBacking<LogBacking<Lanes<B>>>>),
     /// The mount may have transactions.
     Transactional(Box<TransactionalBacking<B>>),
 }
@@ -47,6 +51,7 @@ pub(crate) enum StoreInode<B: Backing> {
     Plain(PlainInode<B>),
     Placed(PlainInode<Lanes<B>>),
     Logged(PlainInode<LogBacking<B>>),
+    LoggedInLanes(PlainInode<LogBacking<Lanes<B>>>),
     Transactional(Arc<Object<B>>),
 }
 
@@ -55,6 +60,7 @@ pub(crate) enum StoreFile<B: Backing> {
     Plain(B::File),
     Placed(<Lanes<B> as Backing>::File),
     Logged(<LogBacking<B> as Backing>::File),
+    LoggedInLanes(<LogBacking<Lanes<B>> as Backing>::File),
     Transactional(TrackedFile<B>),
 }
 
@@ -63,6 +69,7 @@ pub(crate) enum StoreDir<B: Backing> {
     Plain(PlainDir<B>),
     Placed(PlainDir<Lanes<B>>),
     Logged(PlainDir<LogBacking<B>>),
+    LoggedInLanes(PlainDir<LogBacking<Lanes<B>>>),
     Transactional(TrackedDir<B>),
 }
 
@@ -72,6 +79,7 @@ impl<B: Backing> Clone for StoreInode<B> {
             Self::Plain(inode) => Self::Plain(inode.clone()),
             Self::Placed(inode) => Self::Placed(inode.clone()),
             Self::Logged(inode) => Self::Logged(inode.clone()),
+            Self::LoggedInLanes(inode) => Self::LoggedInLanes(inode.clone()),
             Self::Transactional(object) => Self::Transactional(Arc::clone(object)),
         }
     }
@@ -82,7 +90,7 @@ impl<B: Backing> StoreInode<B> {
     pub(crate) fn transactional(&self) -> Option<&Arc<Object<B>>> {
         match self {
             Self::Transactional(object) => Some(object),
-            Self::Plain(_) | Self::Placed(_) | Self::Logged(_) => None,
+            _ => None,
         }
     }
 }
@@ -92,7 +100,7 @@ impl<B: Backing> Store<B> {
     pub(crate) fn transactional(&self) -> Option<&TransactionalBacking<B>> {
         match self {
             Self::Transactional(backing) => Some(backing),
-            Self::Plain(_) | Self::Placed(_) | Self::Logged(_) => None,
+            _ => None,
         }
     }
 }
@@ -102,14 +110,16 @@ impl<B: Backing> Store<B> {
     pub(crate) fn placed(&self) -> Option<&Lanes<B>> {
         match self {
             Self::Placed(backing) => Some(backing.base()),
+            Self::LoggedInLanes(backing) => Some(backing.base().below()),
             Self::Plain(_) | Self::Logged(_) | Self::Transactional(_) => None,
         }
     }
 
     /// The backing with logs, if files may lie in them.
-    pub(crate) fn logged(&self) -> Option<&LogBacking<B>> {
+    pub(crate) fn logged(&self) -> Option<&dyn Logs> {
         match self {
             Self::Logged(backing) => Some(backing.base()),
+            Self::LoggedInLanes(backing) => Some(backing.base()),
             Self::Plain(_) | Self::Placed(_) | Self::Transactional(_) => None,
         }
     }
@@ -127,6 +137,7 @@ macro_rules! delegate {
             (Self::Plain($store), $kind::Plain($of)) => $call,
             (Self::Placed($store), $kind::Placed($of)) => $call,
             (Self::Logged($store), $kind::Logged($of)) => $call,
+            (Self::LoggedInLanes($store), $kind::LoggedInLanes($of)) => $call,
             (Self::Transactional($store), $kind::Transactional($of)) => $call,
             _ => foreign(),
         }
@@ -136,6 +147,11 @@ macro_rules! delegate {
             (Self::Plain($store), $kind::Plain($one), $kind::Plain($other)) => $call,
             (Self::Placed($store), $kind::Placed($one), $kind::Placed($other)) => $call,
             (Self::Logged($store), $kind::Logged($one), $kind::Logged($other)) => $call,
+            (
+                Self::LoggedInLanes($store),
+                $kind::LoggedInLanes($one),
+                $kind::LoggedInLanes($other),
+            ) => $call,
             (
                 Self::Transactional($store),
                 $kind::Transactional($one),
@@ -153,6 +169,9 @@ macro_rules! delegate_open {
             (Self::Plain($store), StoreInode::Plain($inode)) => $call.map($new::Plain),
             (Self::Placed($store), StoreInode::Placed($inode)) => $call.map($new::Placed),
             (Self::Logged($store), StoreInode::Logged($inode)) => $call.map($new::Logged),
+            (Self::LoggedInLanes($store), StoreInode::LoggedInLanes($inode)) => {
+                $call.map($new::LoggedInLanes)
+            }
             (Self::Transactional($store), StoreInode::Transactional($inode)) => {
                 $call.map($new::Transactional)
             }
@@ -173,6 +192,9 @@ macro_rules! delegate_new {
             }
             (Self::Logged($store), StoreInode::Logged($parent)) => {
                 $call.map(|(inode, attr)| (StoreInode::Logged(inode), attr))
+            }
+            (Self::LoggedInLanes($store), StoreInode::LoggedInLanes($parent)) => {
+                $call.map(|(inode, attr)| (StoreInode::LoggedInLanes(inode), attr))
             }
             (Self::Transactional($store), StoreInode::Transactional($parent)) => {
                 $call.map(|(object, attr)| (StoreInode::Transactional(object), attr))
@@ -201,6 +223,12 @@ macro_rules! delegate_create {
                     (StoreInode::Logged(inode), StoreFile::Logged(file), attr)
                 })
             }
+            (Self::LoggedInLanes($store), StoreInode::LoggedInLanes($parent)) => {
+                $call.map(|(inode, file, attr)| {
+                    let inode = StoreInode::LoggedInLanes(inode);
+                    (inode, StoreFile::LoggedInLanes(file), attr)
+                })
+            }
             (Self::Transactional($store), StoreInode::Transactional($parent)) => {
                 $call.map(|(object, file, attr)| {
                     let inode = StoreInode::Transactional(object);
@@ -219,6 +247,7 @@ macro_rules! delegate_whole {
             Self::Plain($store) => $call,
             Self::Placed($store) => $call,
             Self::Logged($store) => $call,
+            Self::LoggedInLanes($store) => $call,
             Self::Transactional($store) => $call,
         }
     };
@@ -234,6 +263,7 @@ impl<B: Backing> Backing for Store<B> {
             Self::Plain(store) => StoreInode::Plain(store.root()),
             Self::Placed(store) => StoreInode::Placed(store.root()),
             Self::Logged(store) => StoreInode::Logged(store.root()),
+            Self::LoggedInLanes(store) => StoreInode::LoggedInLanes(store.root()),
             Self::Transactional(store) => StoreInode::Transactional(store.root()),
         }
     }
@@ -521,8 +551,23 @@ mod tests {
     fn a_store_of_each_kind_conforms() {
         suite::run(|| Store::Plain(PlainBacking::new(SimBacking::new())));
         suite::run(|| Store::Placed(Box::new(PlainBacking::new(placed()))));
+        suite::run(|| Store::Logged(Box::new(PlainBacking::new(logged(SimBacking::new())))));
+        suite::run(|| Store::LoggedInLanes(Box::new(PlainBacking::new(logged(placed())))));
         let open = |base| TransactionalBacking::open(base).expect("open").0;
         suite::run(|| Store::Transactional(Box::new(open(SimBacking::new()))));
+    }
+
+    fn logged<B: Backing>(base: B) -> LogBacking<B> {
+        let setup = firn_log::Setup {
+            host: "host".to_owned(),
+            chooses: Box::new(|_: &OsStr| true),
+            is_alive: Box::new(|_| Ok(true)),
+            patience: std::time::Duration::ZERO,
+            unit_bytes: 64 << 10,
+            flattens_closed: true,
+            flattens_read: false,
+        };
+        LogBacking::open(base, setup).expect("open")
     }
 
     fn placed() -> Lanes<SimBacking> {

@@ -122,12 +122,6 @@ pub enum AttachError {
     #[error(
         "{backing} has files in logs, which transactions do not reach: mount it once with layout=log and unmount it, or mount without drain=commit", backing = quoted_path(backing))]
     LoggedInTransactions { backing: PathBuf },
-    #[error(
-        "{backing} has files in lanes, and a logged file has no lane of its own: mount without layout=log", backing = quoted_path(backing))]
-    LoggedInLanes { backing: PathBuf },
-    #[error(
-        "{backing} has files in logs, and a logged file has no lane of its own: mount it once with layout=log and unmount it", backing = quoted_path(backing))]
-    LogsInTheWay { backing: PathBuf },
     #[error("token-endpoints: {0}")]
     TokenEndpoints(EtcdError),
     #[error("transactions of an earlier firnd: {0}")]
@@ -183,8 +177,6 @@ impl AttachError {
             | Self::TokensDoNotReach { .. }
             | Self::LogsDoNotReach { .. }
             | Self::LoggedInTransactions { .. }
-            | Self::LoggedInLanes { .. }
-            | Self::LogsInTheWay { .. }
             | Self::TokenEndpoints(_)
             | Self::Geometry(_) => USAGE,
             Self::Held { .. }

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use firn_arena::ArenaError;
 use firn_format::quote::quoted_path;
 
-use crate::error::{FAILED, arena_code};
+use crate::error::{AttachError, FAILED, arena_code};
 
 /// Why [`crate::check`] could not look at an arena, or [`crate::check_logs`] at a backing. Damage that it found is no failure.
 #[derive(Debug, thiserror::Error)]
@@ -14,6 +14,9 @@ pub enum CheckError {
     /// It cannot be read, or is no arena.
     #[error(transparent)]
     Arena(#[from] ArenaError),
+    /// The backing's lanes cannot be opened.
+    #[error(transparent)]
+    Lanes(#[from] AttachError),
     /// The backing cannot be read.
     #[error("cannot read the logs of files in {backing}: {source}", backing = quoted_path(backing))]
     Logs {
@@ -29,6 +32,7 @@ impl CheckError {
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Arena(error) => arena_code(error),
+            Self::Lanes(error) => error.exit_code(),
             Self::Logs { .. } => FAILED,
         }
     }

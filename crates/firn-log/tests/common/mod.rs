@@ -34,7 +34,7 @@ pub trait Ground: Sized {
         for disk in self.disks() {
             let count = Arc::clone(&count);
             disk.set_plan(move |_, _| {
-                let is_over = count.fetch_add(1, Ordering::Relaxed) >= calls;
+                let is_over = count.fetch_add(1, Ordering::Relaxed) + 1 >= calls;
                 is_over.then_some(Fault::Crash)
             });
         }

@@ -90,7 +90,10 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     }
     let arena = arena_of(path, matches);
     let logs = match backing_of(path) {
-        Some(backing) => Some(firn_daemon::check_logs(&backing)?),
+        Some(backing) => {
+            let mut notice = |text: String| output::say(&text);
+            Some(firn_daemon::check_logs(&backing, &mut notice)?)
+        }
         None => None,
     };
     let logs = logs.filter(|logs| logs.containers > 0 || !logs.findings.is_empty());

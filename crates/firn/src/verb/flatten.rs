@@ -9,6 +9,7 @@ use rustix::io::Errno;
 
 use super::mount::{minus_o, resolve};
 use crate::failure::{DONE, Failure, NOT_FIRN, PARTLY, USAGE};
+use crate::output;
 use crate::progress::Meter;
 use crate::text::path as path_text;
 use crate::verb::{Verb, connect};
@@ -104,10 +105,13 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         )),
         Some(backing) => {
             let below = below_backing(backing, path.unwrap_or(Path::new("")))?;
+            let mut notice = |text: String| output::say(&text);
             let options = resolve(matches)?.options;
             match matches.get_one::<PathBuf>("accept-loss") {
-                None => firn_daemon::flatten(backing, &below, &options)?,
-                Some(report) => firn_daemon::flatten_with_loss(backing, &below, &options, report)?,
+                None => firn_daemon::flatten(backing, &below, &options, &mut notice)?,
+                Some(report) => {
+                    firn_daemon::flatten_with_loss(backing, &below, &options, report, &mut notice)?;
+                }
             }
             Ok(DONE)
         }
