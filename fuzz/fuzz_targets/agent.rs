@@ -103,6 +103,7 @@ fn hear(bytes: Vec<u8>) {
     ] {
         let terms = Terms {
             key: Some(key),
+            munge: None,
             encryption,
         };
         assert!(answer_handshake(&mut link(), &terms, until).is_err());
@@ -196,6 +197,7 @@ fn overhear(paths: Vec<Vec<u8>>, changes: &[Change]) {
     let key = Key::random().expect("random bytes");
     let terms = Terms {
         key: Some(&key),
+        munge: None,
         encryption: Encryption::Required,
     };
     let until = Instant::now() + Duration::from_secs(60);

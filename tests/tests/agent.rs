@@ -454,6 +454,7 @@ fn connect(backing: &Path) -> Link<Stream> {
 fn terms(file: &KeyFile) -> Terms<'_> {
     Terms {
         key: Some(&file.key),
+        munge: None,
         encryption: Encryption::Possible,
     }
 }

@@ -3,21 +3,27 @@
 use std::fs;
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
-use firn_agent::KeyFile;
+use firn_agent::message::{PROTOCOL_VERSION, Reply, Request};
+use firn_agent::{Encryption, Key, KeyFile, Link, Stream};
 use firn_testfs::namespace::Namespace;
 use firn_tests::agent::{Agent, HOST, enter, pull, pull_command};
-use firn_tests::command::{Outcome, run};
+use firn_tests::command::{Outcome, run, wait_child, wait_until};
 use firn_tests::fsops::{assert_same_bytes, read};
 use firn_tests::random::{bytes, env_count, generator};
+use firn_tests::sandbox::{firn_binary, kill};
 use firn_tests::{FirnMount, Sandbox, seed};
 use rand::RngExt;
 
 const MIB: usize = 1 << 20;
+const LIMIT: Duration = Duration::from_secs(60);
 const DEMAND: &str = "arena-size=96M,chunk-size=1M,drain=demand,passthrough=off";
 
 /// What is done to the bytes that an agent sends, and where.
@@ -354,4 +360,354 @@ fn a_network_that_is_not_private_is_not_trusted() {
     told.ok();
     assert!(!is_encrypted);
     pulled("as both sides said");
+}
+
+/// A munged with a key and a socket of its own, which ends with the value.
+struct Munged {
+    child: Child,
+    socket: PathBuf,
+}
+
+impl Munged {
+    fn start(sandbox: &Sandbox, name: &str) -> Self {
+        // munged wants its directories closed to others, up to the root, or sticky.
+        let dir = sandbox.mkdir(name);
+        fs::set_permissions(&dir, PermissionsExt::from_mode(0o711)).expect("chmod");
+        let key = dir.join("key");
+        fs::write(&key, bytes(seed(name), 128)).expect("write");
+        fs::set_permissions(&key, PermissionsExt::from_mode(0o400)).expect("chmod");
+        let socket = dir.join("socket");
+        let log = fs::File::create(dir.join("told")).expect("a log");
+        let child = Command::new("munged")
+            .args(["--foreground", "--force"])
+            .arg(format!("--socket={}", socket.display()))
+            .arg(format!("--key-file={}", key.display()))
+            .arg(format!("--pid-file={}", dir.join("pid").display()))
+            .arg(format!("--seed-file={}", dir.join("seed").display()))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .expect("start munged: install MUNGE");
+        let mut munged = Self { child, socket };
+        wait_until("munged answers", LIMIT, || {
+            let ended = munged.child.try_wait().expect("wait for munged");
+            let told = || fs::read_to_string(dir.join("told")).expect("its log");
+            assert!(ended.is_none(), "munged ended: {}", told());
+            munged
+                .command("munge")
+                .arg("--no-input")
+                .output()
+                .expect("munge")
+                .status
+                .success()
+        });
+        munged
+    }
+
+    fn command(&self, program: &str) -> Command {
+        let mut command = Command::new(program);
+        command
+            .arg("--socket")
+            .arg(&self.socket)
+            .stdin(Stdio::null());
+        command
+    }
+
+    fn options(&self) -> [&str; 3] {
+        [
+            "--munge",
+            "--munge-socket",
+            self.socket.to_str().expect("utf-8"),
+        ]
+    }
+}
+
+impl Drop for Munged {
+    fn drop(&mut self) {
+        kill(self.child.id(), libc::SIGTERM);
+        let _ = wait_child(&mut self.child, LIMIT);
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Proves S-agent-13.
+#[test]
+fn munge_says_on_both_sides_who_is_there() {
+    let sandbox = Sandbox::new("agent-munge");
+    let mount = FirnMount::new(&sandbox, DEMAND);
+    let data = bytes(8, 2 * MIB + 5);
+    fs::write(mount.join("rank0"), &data).expect("write");
+    let site = Munged::start(&sandbox, "site");
+    let other_site = Munged::start(&sandbox, "other-site");
+    let target = sandbox.join("copy");
+    let from = |address: &str, options: &[&str]| {
+        let mut command = sandbox.firn(["pull", "--patience", "0s", "--address", address]);
+        let source = format!("{HOST}:{}", mount.join("rank0").display());
+        run(command.args(options).arg(source).arg(&target))
+    };
+    let address = || {
+        KeyFile::load(mount.backing(), HOST)
+            .expect("the key file")
+            .address
+    };
+    // An agent that was not told to ask MUNGE.
+    let agent = Agent::start(&sandbox, mount.path(), &[]);
+    from(&address(), &site.options())
+        .code(1)
+        .says("it was started without --munge");
+    agent.kill();
+
+    let options = [&site.options()[..], &["--verbose"]].concat();
+    let agent = Agent::start(&sandbox, mount.path(), &options);
+    for more in [&[][..], &["--encrypt", "yes"]] {
+        from(&address(), &[&site.options(), more].concat()).ok();
+        assert_same_bytes("by MUNGE", &read(&target), &data);
+        fs::remove_file(&target).expect("remove the copy");
+    }
+    assert!(agent.log().contains("is connected, encrypted"));
+    // The key goes on to work.
+    pull(
+        &sandbox,
+        mount.backing(),
+        &mount.join("rank0"),
+        &target,
+        &[],
+    )
+    .ok();
+    fs::remove_file(&target).expect("remove the copy");
+
+    // No munged, and one of another site.
+    let nowhere = ["--munge", "--munge-socket", "/no/munged"];
+    from(&address(), &nowhere)
+        .code(1)
+        .says("Did you start munged?");
+    let told = from(&address(), &other_site.options()).code(1);
+    told.says("the agent did not believe the credential");
+    wait_until("the reason", LIMIT, || agent.log().contains("unmunge: "));
+
+    credentials_of_others_are_refused(&site, &agent, &address());
+    replayed_credentials_are_refused(&site, &agent, &address());
+    assert!(!target.exists());
+    for args in [
+        &["pull", "--munge", "n1:/x", "x"][..],
+        &[
+            "pull",
+            "--munge-socket",
+            "/x",
+            "--address",
+            "n1:1",
+            "n1:/x",
+            "x",
+        ],
+        &[
+            "pull",
+            "--munge",
+            "--backing",
+            "/",
+            "--address",
+            "n1:1",
+            "n1:/x",
+            "x",
+        ],
+        &["agent", "--stdio", "--munge"],
+    ] {
+        run(&mut sandbox.firn(args)).code(2);
+    }
+}
+
+/// Its hello with this credential, and what the agent says until it hangs up.
+fn show(address: &str, credential: &str) -> Vec<Reply> {
+    let socket = TcpStream::connect(address).expect("connect");
+    let mut link = Link::over(Stream::over_tcp(socket).expect("a stream"));
+    let until = Instant::now() + LIMIT;
+    let hello = Request::Hello {
+        protocol: PROTOCOL_VERSION,
+        nonce: [1; 32],
+        encryption: Encryption::Possible,
+        credential: Some(credential.into()),
+    };
+    link.send(&hello, until).expect("send");
+    let mut told = Vec::new();
+    while let Ok(reply) = link.receive(1 << 16, until) {
+        told.push(reply);
+        // Who cannot open the credential guesses.
+        let proof = Request::Proof {
+            proof: [2; 32],
+            exchange: None,
+        };
+        let _ = link.send(&proof, until);
+    }
+    told
+}
+
+#[track_caller]
+fn assert_only_challenged(told: &[Reply]) {
+    assert!(
+        matches!(told, [Reply::Challenge { munge: true, .. }]),
+        "{told:?}"
+    );
+}
+
+/// A credential of another user, and one that is for another user.
+fn credentials_of_others_are_refused(site: &Munged, agent: &Agent, address: &str) {
+    let digits = Key::random().expect("random").digits();
+    let made = |options: &[&str]| {
+        let mut command = site.command("munge");
+        let output = command.args(options).args(["--string", &digits]).output();
+        let output = output.expect("munge");
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stdout).expect("utf-8")
+    };
+    // Root may make credentials of others.
+    assert_only_challenged(&show(address, made(&["--uid=65534"]).trim()));
+    wait_until("the user in the log", LIMIT, || {
+        agent.log().contains("its credential is one of user 65534")
+    });
+    assert_only_challenged(&show(address, made(&["--restrict-uid=65534"]).trim()));
+    wait_until("the restriction in the log", LIMIT, || {
+        agent.log().contains("Unauthorized credential")
+    });
+    assert_only_challenged(&show(address, "MUNGE:nonsense:"));
+    // The right user with the wrong key in it: nothing of its own is proved.
+    assert_only_challenged(&show(address, made(&[]).trim()));
+    wait_until("the proof in the log", LIMIT, || {
+        agent.log().contains("the key is wrong")
+    });
+}
+
+/// Of a pull that somebody heard.
+fn replayed_credentials_are_refused(site: &Munged, agent: &Agent, address: &str) {
+    let made = site
+        .command("munge")
+        .args(["--string", &"0".repeat(64)])
+        .output()
+        .expect("munge");
+    let credential = String::from_utf8(made.stdout).expect("utf-8");
+    let opened = || {
+        let mut command = site.command("unmunge");
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("unmunge");
+        let mut input = child.stdin.take().expect("a pipe");
+        input.write_all(credential.as_bytes()).expect("write");
+        drop(input);
+        child.wait().expect("unmunge").success()
+    };
+    assert!(opened(), "its first use");
+    // Whoever heard it shows it again, with a proof by the key that is in it.
+    let told = show(address, credential.trim());
+    assert_only_challenged(&told);
+    wait_until("the replay in the log", LIMIT, || {
+        agent.log().contains("Replayed credential")
+    });
+}
+
+/// An sshd of this test on a port of its own, which ends with the value.
+struct Sshd {
+    child: Child,
+    dir: PathBuf,
+    port: u16,
+}
+
+impl Sshd {
+    fn start(sandbox: &Sandbox) -> Self {
+        let dir = sandbox.mkdir("sshd");
+        for key in ["host-key", "known", "stranger"] {
+            let mut keygen = Command::new("ssh-keygen");
+            keygen.args(["-q", "-t", "ed25519", "-N", "", "-f"]);
+            run(keygen.arg(dir.join(key))).ok();
+        }
+        fs::copy(dir.join("known.pub"), dir.join("authorized")).expect("copy");
+        // Free now, and most likely still when sshd takes it.
+        let free = TcpListener::bind("127.0.0.1:0").expect("listen");
+        let port = free.local_addr().expect("an address").port();
+        drop(free);
+        let public = fs::read_to_string(dir.join("host-key.pub")).expect("read");
+        let hosts = format!("[127.0.0.1]:{port} {public}");
+        fs::write(dir.join("known-hosts"), hosts).expect("write");
+        let at = dir.display();
+        // Where firnd has its sockets, in the sandbox: a login has the usual place.
+        let runtime = sandbox.runtime().display();
+        let config = format!(
+            "ListenAddress 127.0.0.1:{port}\nHostKey {at}/host-key\nAuthorizedKeysFile {at}/authorized\n\
+             PidFile none\nStrictModes no\nUsePAM no\nPermitRootLogin prohibit-password\n\
+             PasswordAuthentication no\nKbdInteractiveAuthentication no\n\
+             SetEnv FIRN_RUNTIME_DIR={runtime}\n"
+        );
+        fs::write(dir.join("config"), config).expect("write");
+        // Its package makes this at each start of the host.
+        fs::create_dir_all("/run/sshd").expect("the directory of sshd");
+        let log = fs::File::create(dir.join("log")).expect("a log");
+        let child = Command::new("/usr/sbin/sshd")
+            .args(["-D", "-e", "-f"])
+            .arg(dir.join("config"))
+            .stdin(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .expect("start sshd: install openssh-server");
+        let mut sshd = Self { child, dir, port };
+        wait_until("sshd listens", LIMIT, || {
+            let ended = sshd.child.try_wait().expect("wait for sshd");
+            assert!(ended.is_none(), "sshd ended: {}", sshd.log());
+            sshd.log().contains("Server listening")
+        });
+        sshd
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.dir.join("log")).expect("its log")
+    }
+
+    /// What `--ssh` is, for somebody with this key.
+    fn command(&self, key: &str) -> String {
+        let (port, at) = (self.port, self.dir.display());
+        format!(
+            "ssh -F none -p {port} -i {at}/{key} -o IdentitiesOnly=yes -o BatchMode=yes \
+             -o StrictHostKeyChecking=yes -o UserKnownHostsFile={at}/known-hosts"
+        )
+    }
+}
+
+impl Drop for Sshd {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("--- the log of sshd\n{}\n---", self.log());
+        }
+        kill(self.child.id(), libc::SIGTERM);
+        let _ = wait_child(&mut self.child, LIMIT);
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Proves S-agent-8: a real sshd and a real ssh.
+#[test]
+fn over_ssh_whoever_sshd_lets_in_pulls() {
+    let sandbox = Sandbox::new("agent-sshd");
+    let mount = FirnMount::new(&sandbox, DEMAND);
+    let data = bytes(9, 12 * MIB + 77);
+    fs::write(mount.join("rank0"), &data).expect("write");
+    let sshd = Sshd::start(&sandbox);
+    let source = format!("root@127.0.0.1:{}", mount.join("rank0").display());
+    let target = sandbox.join("copy");
+    let by = |key: &str| {
+        let mut command = sandbox.firn(["pull", "--json", "--ssh", &sshd.command(key)]);
+        command.arg("--remote-firn").arg(firn_binary());
+        run(command.arg(&source).arg(&target))
+    };
+    let told = by("known").ok();
+    assert_same_bytes("over ssh", &read(&target), &data);
+    assert_eq!(told.json()["received_bytes"], data.len(), "{told}");
+    fs::remove_file(&target).expect("remove the copy");
+    // The agent has ended with its connection.
+    wait_until("nothing is held for the puller", LIMIT, || {
+        mount.status().chunk_lists == 0
+    });
+    by("stranger").code(1).says("the connection was closed");
+    assert!(!target.exists());
+    by("known").ok();
 }

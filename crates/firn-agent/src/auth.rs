@@ -8,6 +8,8 @@
 //!     │◄─────── Welcome {HMAC(key, "agent", t)}─│   and by the puller too
 //! ```
 //!
+//! The key is that of the agent, or one that came in the hello within a credential ([`crate::munge`]).
+//!
 //! Where both agree on encryption ([`crate::encryption`]), Proof and Welcome have a message each of an exchange of keys
 //! ([`crate::sealed`]), whose shared key is HMAC(key, "noise", t).
 //!
@@ -29,6 +31,7 @@ use crate::link::Link;
 use crate::message::{
     FRAME_BYTES_MAX, HANDSHAKE_BYTES_MAX, Nonce, PROTOCOL_VERSION, Proof, Reply, Request,
 };
+use crate::munge::Munge;
 use crate::sealed::Exchange;
 use crate::transport::Transport;
 
@@ -42,8 +45,10 @@ pub struct Key([u8; KEY_BYTES]);
 
 /// By what one side goes in a handshake.
 pub struct Terms<'a> {
-    /// None: the connection itself says who is there.
+    /// None: the connection itself says who is there, or MUNGE.
     pub key: Option<&'a Key>,
+    /// The puller's: instead of a key. The agent's: as well as one.
+    pub munge: Option<&'a Munge>,
     /// Its wish.
     pub encryption: Encryption,
 }
@@ -127,7 +132,7 @@ fn random_bytes() -> Result<[u8; 32], getrandom::Error> {
     Ok(bytes)
 }
 
-fn nonce() -> Result<Nonce, WireError> {
+fn random() -> Result<Nonce, WireError> {
     random_bytes().map_err(|error| WireError::Io(std::io::Error::other(error.to_string())))
 }
 
@@ -137,21 +142,23 @@ pub fn answer_handshake<T: Transport>(
     terms: &Terms<'_>,
     until: Instant,
 ) -> Result<(), WireError> {
-    let (protocol, puller, puller_wish) = match link.receive(HANDSHAKE_BYTES_MAX, until)? {
-        Request::Hello {
-            protocol,
-            nonce,
-            encryption,
-        } => (protocol, nonce, encryption),
-        _ => return Err(WireError::NoHello),
-    };
+    let (protocol, puller, puller_wish, credential) =
+        match link.receive(HANDSHAKE_BYTES_MAX, until)? {
+            Request::Hello {
+                protocol,
+                nonce,
+                encryption,
+                credential,
+            } => (protocol, nonce, encryption, credential),
+            _ => return Err(WireError::NoHello),
+        };
     let Some(key) = terms.key else {
         link.send(&welcome(None, None), until)?;
         return check_version(protocol);
     };
     let said = Transcript {
         puller,
-        agent: nonce()?,
+        agent: random()?,
         puller_wish,
         agent_wish: terms.encryption,
     };
@@ -159,9 +166,16 @@ pub fn answer_handshake<T: Transport>(
         protocol: PROTOCOL_VERSION,
         nonce: said.agent,
         encryption: said.agent_wish,
+        munge: terms.munge.is_some(),
     };
     link.send(&challenge, until)?;
     check_version(protocol)?;
+    let wrapped = match (credential, terms.munge) {
+        (Some(credential), Some(munge)) => Some(munge.unwrap(&credential, until)?),
+        (Some(_), None) => return Err(WireError::MungeUnwanted),
+        (None, _) => None,
+    };
+    let key = wrapped.as_ref().unwrap_or(key);
     let is_encrypted = said.agent_wish.agree(puller_wish)?;
     let Request::Proof { proof, exchange } = link.receive(HANDSHAKE_BYTES_MAX, until)? else {
         return Err(WireError::WrongKey);
@@ -196,14 +210,28 @@ pub fn begin_handshake<T: Transport>(
     terms: &Terms<'_>,
     until: Instant,
 ) -> Result<(), WireError> {
-    let puller = nonce()?;
+    let puller = random()?;
+    let wrapped = match terms.munge {
+        Some(munge) => {
+            let key = Key(random()?);
+            let credential = munge.wrap(&key, until)?;
+            Some((key, credential))
+        }
+        None => None,
+    };
+    let (own_key, credential) = wrapped.unzip();
+    let refused = match &credential {
+        Some(_) => WireError::CredentialRefused,
+        None => WireError::WrongKey,
+    };
     let hello = Request::Hello {
         protocol: PROTOCOL_VERSION,
         nonce: puller,
         encryption: terms.encryption,
+        credential,
     };
     link.send(&hello, until)?;
-    let Some(key) = terms.key else {
+    let Some(key) = own_key.as_ref().or(terms.key) else {
         return match link.receive(FRAME_BYTES_MAX, until)? {
             Reply::Welcome { protocol, .. } => check_version(protocol),
             _ => Err(WireError::NoHello),
@@ -214,8 +242,12 @@ pub fn begin_handshake<T: Transport>(
             protocol,
             nonce,
             encryption,
+            munge,
         } => {
             check_version(protocol)?;
+            if terms.munge.is_some() && !munge {
+                return Err(WireError::MungeUnwanted);
+            }
             Transcript {
                 puller,
                 agent: nonce,
@@ -241,7 +273,7 @@ pub fn begin_handshake<T: Transport>(
             ..
         }) if key.verify(Purpose::AgentProof, &said, &proof) => exchange,
         // An agent says nothing to a wrong key.
-        Ok(_) | Err(WireError::Ended) => return Err(WireError::WrongKey),
+        Ok(_) | Err(WireError::Ended) => return Err(refused),
         Err(error) => return Err(error),
     };
     if let Some(mut own) = own {

@@ -22,6 +22,34 @@ pub enum WireError {
     /// The other side does not have the key.
     #[error("the key is wrong")]
     WrongKey,
+    /// MUNGE cannot be asked.
+    #[error("cannot start `{program}`: {error}; MUNGE must be installed on both hosts")]
+    NoMunge {
+        /// What was started.
+        program: String,
+        /// Why not.
+        error: io::Error,
+    },
+    /// MUNGE says no.
+    #[error("{program}: {told}")]
+    Munge {
+        /// Which program.
+        program: String,
+        /// Its words.
+        told: String,
+    },
+    /// A credential of somebody else.
+    #[error("its credential is one of user {uid}, and this agent serves its own user only")]
+    OtherUser {
+        /// Whose it is.
+        uid: u32,
+    },
+    /// The puller has a credential that the agent does not ask for.
+    #[error("the agent takes no credentials of MUNGE: it was started without --munge")]
+    MungeUnwanted,
+    /// The agent ended the connection when it had seen the credential.
+    #[error("the agent did not believe the credential")]
+    CredentialRefused,
     /// This side wants encryption and the other one does not.
     #[error("the other side does not encrypt, and this one does not go on without")]
     PeerRefusesEncryption,
@@ -278,6 +306,9 @@ fn wire_advice(error: &WireError) -> &'static str {
             "; the agent has begun anew since the key was read, or another one has its address"
         }
         WireError::Version { .. } => "; use the same version of firn on both hosts",
+        WireError::CredentialRefused => {
+            "; it may run as another user, or its munged have another key or another time; its log says which"
+        }
         WireError::PeerRefusesEncryption => {
             "; the agent was started with --encrypt no: start it with auto or yes, or pull over ssh"
         }
@@ -285,7 +316,13 @@ fn wire_advice(error: &WireError) -> &'static str {
         WireError::NoHello | WireError::Nonsense(_) | WireError::TooLong { .. } => {
             "; is there a firn agent at this address, and does its shell print nothing by itself?"
         }
-        WireError::Ended | WireError::OutOfTurn(_) | WireError::Io(_) => "",
+        WireError::NoMunge { .. }
+        | WireError::Munge { .. }
+        | WireError::OtherUser { .. }
+        | WireError::MungeUnwanted
+        | WireError::Ended
+        | WireError::OutOfTurn(_)
+        | WireError::Io(_) => "",
     }
 }
 

@@ -29,6 +29,7 @@ pub mod holds;
 mod key_file;
 mod link;
 pub mod message;
+mod munge;
 mod partner;
 mod peer;
 mod pull;
@@ -44,6 +45,7 @@ pub use error::{AgentError, PullError, WireError};
 pub use follow::{FollowEvent, FollowRequest, follow};
 pub use key_file::{KeyFile, KeyFileError, check_host};
 pub use link::Link;
+pub use munge::Munge;
 pub use partner::{Domains, DomainsError};
 pub use peer::{Peer, Route};
 pub use pull::{

@@ -20,7 +20,7 @@ pub const PROTOCOL_VERSION: u32 = 2;
 /// Bytes of the longest frame: an entry with a path and a link target of 4 KiB each, every byte of them escaped.
 pub const FRAME_BYTES_MAX: usize = 64 << 10;
 /// Bytes of the longest frame from somebody who has not shown the key yet.
-pub const HANDSHAKE_BYTES_MAX: usize = 512;
+pub const HANDSHAKE_BYTES_MAX: usize = 1024;
 /// Bytes of a block: it is written while it is still in the processor's cache, and larger ones gained nothing.
 pub const BLOCK_BYTES: u64 = 1 << 20;
 /// Bytes of the longest path in a message.
@@ -43,6 +43,8 @@ pub enum Request {
         nonce: Nonce,
         /// The puller's wish.
         encryption: Encryption,
+        /// What MUNGE says of the puller, with the key in it ([`crate::Munge`]). None: both have one already.
+        credential: Option<String>,
     },
     /// The answer to [`Reply::Challenge`]: the puller has the key.
     Proof {
@@ -134,6 +136,8 @@ pub enum Reply {
         nonce: Nonce,
         /// The agent's wish.
         encryption: Encryption,
+        /// The agent takes a [`Request::Hello::credential`].
+        munge: bool,
     },
     /// The handshake is over.
     Welcome {

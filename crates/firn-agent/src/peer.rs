@@ -9,12 +9,13 @@ use std::time::{Duration, Instant};
 
 use firn_protocol::path::BytePath;
 
-use crate::auth::{Terms, begin_handshake};
+use crate::auth::{Key, Terms, begin_handshake};
 use crate::encryption::{Encrypt, Encryption};
 use crate::error::{PullError, WireError};
 use crate::key_file::KeyFile;
 use crate::link::Link;
 use crate::message::{Entry, ErrorKind, FRAME_BYTES_MAX, Reply, Request};
+use crate::munge::Munge;
 use crate::source::ENTRIES_MAX;
 use crate::transport::{Stream, Transport};
 
@@ -45,6 +46,15 @@ pub enum Route {
         /// Whether bytes are encrypted on their way.
         encrypt: Encrypt,
     },
+    /// MUNGE says on both sides who is there.
+    Munge {
+        /// Where the agent listens.
+        address: String,
+        /// How munged is reached.
+        munge: Munge,
+        /// Whether bytes are encrypted on their way.
+        encrypt: Encrypt,
+    },
     /// It is started by ssh and ends with the connection.
     Ssh {
         /// The program and its arguments before the host.
@@ -60,6 +70,13 @@ pub struct Peer {
     /// Before the process that carries it: it ends when its pipes are closed.
     link: Link<Stream>,
     _ssh: Option<Ssh>,
+}
+
+/// What an agent at an address is asked to believe.
+#[derive(Clone, Copy)]
+enum Trust<'a> {
+    Key(&'a Key),
+    Munge(&'a Munge),
 }
 
 /// A process of ours.
@@ -79,33 +96,48 @@ impl Peer {
         match route {
             Route::Backing { dir, encrypt } => {
                 let file = KeyFile::load(dir, bare)?;
-                Self::connect_tcp(bare, &file, *encrypt)
+                Self::connect_tcp(bare, &file.address, Trust::Key(&file.key), *encrypt)
             }
             Route::KeyFile {
                 path,
                 address,
                 encrypt,
             } => {
-                let mut file = KeyFile::load_from(path)?;
-                if let Some(address) = address {
-                    file.address.clone_from(address);
-                }
-                Self::connect_tcp(bare, &file, *encrypt)
+                let file = KeyFile::load_from(path)?;
+                let address = address.as_ref().unwrap_or(&file.address);
+                Self::connect_tcp(bare, address, Trust::Key(&file.key), *encrypt)
             }
+            Route::Munge {
+                address,
+                munge,
+                encrypt,
+            } => Self::connect_tcp(bare, address, Trust::Munge(munge), *encrypt),
             Route::Ssh { command, firn } => Self::connect_ssh(host, command, firn),
         }
     }
 
-    fn connect_tcp(host: &str, file: &KeyFile, encrypt: Encrypt) -> Result<Self, PullError> {
+    fn connect_tcp(
+        host: &str,
+        address: &str,
+        trust: Trust<'_>,
+        encrypt: Encrypt,
+    ) -> Result<Self, PullError> {
         let failed = |error| PullError::Connect {
             host: host.into(),
-            address: file.address.clone(),
+            address: address.into(),
             error,
         };
-        let socket = connect_any(&file.address).map_err(failed)?;
+        let socket = connect_any(address).map_err(failed)?;
         let agent = socket.peer_addr().map_err(failed)?;
         let terms = Terms {
-            key: Some(&file.key),
+            key: match trust {
+                Trust::Key(key) => Some(key),
+                Trust::Munge(_) => None,
+            },
+            munge: match trust {
+                Trust::Key(_) => None,
+                Trust::Munge(munge) => Some(munge),
+            },
             encryption: encrypt.towards(agent.ip()),
         };
         let stream = Stream::over_tcp(socket).map_err(failed)?;
@@ -133,6 +165,7 @@ impl Peer {
         // ssh encrypts what it carries.
         let terms = Terms {
             key: None,
+            munge: None,
             encryption: Encryption::Refused,
         };
         Self::greet(host, stream, &terms, SSH_LIMIT, Some(ssh))

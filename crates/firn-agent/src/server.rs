@@ -24,6 +24,7 @@ use crate::error::{AgentError, WireError};
 use crate::holds::Holds;
 use crate::key_file::{KeyFile, check_host};
 use crate::link::Link;
+use crate::munge::Munge;
 use crate::partner::{Desk, Domains, Shelf, choose_partners};
 use crate::session::{Sent, Session};
 use crate::source::default_hold_max;
@@ -86,6 +87,8 @@ pub struct AgentOptions {
     pub hold_max: Option<u64>,
     /// Whether bytes are encrypted on their way.
     pub encrypt: Encrypt,
+    /// Pullers may show a credential of MUNGE instead of the key.
+    pub munge: Option<Munge>,
     /// Where it says what it does.
     pub log: Log,
 }
@@ -106,6 +109,7 @@ struct Shared {
     scope: PathBuf,
     key: Key,
     encrypt: Encrypt,
+    munge: Option<Munge>,
     holds: Arc<Holds>,
     desk: Arc<Desk>,
     log: Log,
@@ -153,6 +157,7 @@ impl Agent {
             scope: mount.mount_point.clone(),
             key: key_file.key.clone(),
             encrypt: options.encrypt,
+            munge: options.munge,
             holds: Holds::new(
                 options
                     .hold_max
@@ -265,6 +270,7 @@ impl Shared {
         let until = Instant::now() + HANDSHAKE_LIMIT;
         let terms = Terms {
             key: Some(&self.key),
+            munge: self.munge.as_ref(),
             encryption: self.encrypt.towards(from.ip()),
         };
         answer_handshake(&mut link, &terms, until)?;
@@ -325,6 +331,7 @@ fn serve_transport<T: Transport>(
     // Who carries the pipes encrypts them.
     let terms = Terms {
         key: None,
+        munge: None,
         encryption: Encryption::Refused,
     };
     answer_handshake(&mut link, &terms, Instant::now() + HANDSHAKE_LIMIT)?;

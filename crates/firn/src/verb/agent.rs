@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use std::path::PathBuf;
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueEnum, ValueHint};
-use firn_agent::{Agent, AgentOptions, Encrypt, Log, server};
+use firn_agent::{Agent, AgentOptions, Encrypt, Log, Munge, server};
 use firn_config::parse_size;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -76,6 +76,12 @@ struct AgentArgs {
     /// The most memory that copies of other hosts' files take here (default: as much as the arena).
     #[arg(long, value_name = "SIZE", value_parser = parse_size, conflicts_with = "stdio")]
     partner_size: Option<u64>,
+    /// Serve also pullers that show a credential of MUNGE of this user instead of the key.
+    #[arg(long, conflicts_with = "stdio")]
+    munge: bool,
+    /// The socket of munged, if it is not where MUNGE has it by default.
+    #[arg(long, value_name = "PATH", requires = "munge", value_hint = ValueHint::FilePath)]
+    munge_socket: Option<PathBuf>,
     /// Serve the one puller at the other end of standard input and output, who may pull from all mounts of this user.
     #[arg(long)]
     stdio: bool,
@@ -116,6 +122,9 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         partner_bytes_max: args.partner_size,
         hold_max: args.hold_max,
         encrypt: args.encrypt.into(),
+        munge: args.munge.then_some(Munge {
+            socket: args.munge_socket,
+        }),
         log,
     })?;
     end_on_signals(agent.remover())?;

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint, value_parser};
 use firn_agent::{
-    Encrypt, FollowEvent, FollowRequest, Listed, Outcome, PullRequest, PullSource, Route,
+    Encrypt, FollowEvent, FollowRequest, Listed, Munge, Outcome, PullRequest, PullSource, Route,
 };
 use firn_config::parse_duration_ms;
 use firn_protocol::path::BytePath;
@@ -30,7 +30,7 @@ pub const VERB: Verb = Verb {
                With --follow, it copies each checkpoint of a directory as it becomes complete, keeps the newest ones, and \
                runs until it is interrupted: run on another host, into a directory of its memory or disk, it makes \
                copies that survive the loss of HOST.\n\n\
-               Without --backing and --key-file the agent is started by ssh. With --backing, it is one that \
+               Without --backing, --key-file and --munge the agent is started by ssh. With them, it is one that \
                `firn agent` runs there; that is faster, and encrypted where one side says --encrypt yes, or the \
                addresses are not private.",
     examples: &[
@@ -49,6 +49,10 @@ pub const VERB: Verb = Verb {
         (
             "firn pull --backing /scratch/run42 n18:n17/step_100 /scratch/saved/",
             "n17 is lost: its files, from the memory of its partner n18",
+        ),
+        (
+            "firn pull --munge --address n17:7431 n17:/ckpt/step_100 step_100",
+            "from an agent that was started with --munge, without a backing in common",
         ),
         (
             "firn pull --list n17:/ckpt",
@@ -95,9 +99,15 @@ struct PullArgs {
     /// A copy of the file that the agent left in the backing, .firn/agent-HOST.
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     key_file: Option<PathBuf>,
-    /// Where the agent listens, if not where the key file says.
-    #[arg(long, value_name = "ADDRESS:PORT", requires = "key_file")]
+    /// Where the agent listens: with --munge, or if not where the key file says.
+    #[arg(long, value_name = "ADDRESS:PORT", conflicts_with = "backing")]
     address: Option<String>,
+    /// Show an agent that was started with --munge a credential of MUNGE instead of a key.
+    #[arg(long, requires = "address", conflicts_with_all = ["key_file", "ssh"])]
+    munge: bool,
+    /// The socket of munged, if it is not where MUNGE has it by default.
+    #[arg(long, value_name = "PATH", requires = "munge", value_hint = ValueHint::FilePath)]
+    munge_socket: Option<PathBuf>,
     /// Encrypt bytes on their way without ssh; `auto`: where the address of HOST is not private.
     #[arg(long, value_name = "WHEN", value_enum, conflicts_with = "ssh")]
     encrypt: Option<EncryptArg>,
@@ -326,9 +336,21 @@ fn route(args: &PullArgs) -> Result<Route, Failure> {
             encrypt,
         });
     }
+    if let (true, Some(address)) = (args.munge, &args.address) {
+        return Ok(Route::Munge {
+            address: address.clone(),
+            munge: Munge {
+                socket: args.munge_socket.clone(),
+            },
+            encrypt,
+        });
+    }
+    if args.address.is_some() {
+        let why = "--address needs --key-file or --munge: over ssh, HOST is the address";
+        return Err(Failure::new(USAGE, why));
+    }
     if args.encrypt.is_some() {
-        let why =
-            "--encrypt is for pulls with --backing or --key-file: ssh encrypts what it carries";
+        let why = "--encrypt is for pulls from `firn agent`: ssh encrypts what it carries";
         return Err(Failure::new(USAGE, why));
     }
     let command: Vec<String> = args.ssh.split_whitespace().map(str::to_owned).collect();

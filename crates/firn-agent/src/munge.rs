@@ -1,0 +1,183 @@
+//! MUNGE: a daemon of the site that says which user made a credential, on any of its hosts.
+//!
+//! ```text
+//!   puller:  new key ─► munge --restrict-uid=SELF ─► credential, in its hello
+//!   agent:   credential ─► unmunge ─► key, if its user made it and it was not used before
+//! ```
+//!
+//! The handshake then goes on with that key as with any other, so it shows that both sides are the same user: the puller
+//! by having made the credential, the agent by having been able to open it.
+//!
+//! munge(1) and unmunge(1) are started, and libmunge is not loaded: where there is a munged there are these programs, a
+//! connection costs two of them once, and no foreign code runs in a process that maps the arena.
+//!
+//! Promises
+//! * A credential of another user, one that was used before or one that is too old opens nothing.
+//! * No call takes longer than its deadline, whatever becomes of munged.
+
+use std::io::{self, Write};
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::process::{Child, Command};
+use std::time::Instant;
+
+use rustix::process::geteuid;
+
+use crate::auth::Key;
+use crate::error::WireError;
+use crate::transport::read_to_end;
+
+/// Bytes of the longest credential: what a key needs, three times.
+pub(crate) const CREDENTIAL_BYTES_MAX: usize = 640;
+/// Bytes of the longest output of these programs.
+const OUTPUT_BYTES_MAX: usize = 1024;
+
+/// How munged is reached.
+#[derive(Clone, Debug, Default)]
+pub struct Munge {
+    /// Its socket, if not where it is by default.
+    pub socket: Option<PathBuf>,
+}
+
+impl Munge {
+    /// A credential by which nobody but this user learns the key.
+    pub(crate) fn wrap(&self, key: &Key, until: Instant) -> Result<String, WireError> {
+        let mut command = self.command("munge");
+        command.arg(format!("--restrict-uid={}", geteuid().as_raw()));
+        // The cipher is named: a munged may have been built with none as its default.
+        command.args(["--cipher=aes128", "--mac=sha256", "--zip=none"]);
+        let credential = converse(command, key.digits().as_bytes(), until)?;
+        let credential = credential.trim_end();
+        if credential.len() > CREDENTIAL_BYTES_MAX {
+            return Err(failed("munge", "its credential is too long"));
+        }
+        Ok(credential.to_owned())
+    }
+
+    /// The key of a credential that this user made.
+    pub(crate) fn unwrap(&self, credential: &str, until: Instant) -> Result<Key, WireError> {
+        let mut command = self.command("unmunge");
+        command.args(["--numeric", "--keys=UID"]);
+        let output = converse(command, credential.as_bytes(), until)?;
+        let (uid, key) = parse(&output).ok_or_else(|| failed("unmunge", "it said nonsense"))?;
+        if uid != geteuid().as_raw() {
+            return Err(WireError::OtherUser { uid });
+        }
+        Ok(key)
+    }
+
+    fn command(&self, program: &str) -> Command {
+        let mut command = Command::new(program);
+        if let Some(socket) = &self.socket {
+            command.arg("--socket").arg(socket);
+        }
+        command
+    }
+}
+
+/// `UID:  1000`, an empty line, the payload.
+fn parse(output: &str) -> Option<(u32, Key)> {
+    let (head, payload) = output.split_once("\n\n")?;
+    let uid = head.strip_prefix("UID:")?.trim().parse().ok()?;
+    Some((uid, Key::from_digits(payload)?))
+}
+
+/// Ends with the value, however that comes.
+struct Program(Child);
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Gives a program its input and takes its output.
+fn converse(mut command: Command, input: &[u8], until: Instant) -> Result<String, WireError> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let broken = |error: io::Error| failed(&name, error.to_string());
+    let (stdin, mut to) = io::pipe().map_err(broken)?;
+    let (from, stdout) = io::pipe().map_err(broken)?;
+    // A pipe takes more than the longest credential, whoever reads it.
+    to.write_all(input).map_err(broken)?;
+    drop(to);
+    command.stdin(stdin);
+    command.stderr(stdout.try_clone().map_err(broken)?);
+    command.stdout(stdout);
+    let child = command.spawn().map_err(|error| WireError::NoMunge {
+        program: name.clone(),
+        error,
+    })?;
+    // With it go our copies of the pipes.
+    drop(command);
+    let mut program = Program(child);
+    let output = read_to_end(&OwnedFd::from(from), OUTPUT_BYTES_MAX, until).map_err(broken)?;
+    // It has closed its output: it ends.
+    let status = program.0.wait().map_err(broken)?;
+    let output = String::from_utf8_lossy(&output).into_owned();
+    if status.success() {
+        return Ok(output);
+    }
+    // What munged says of a credential that it could open is in the status alone (munge.h).
+    let told = match status.code() {
+        Some(15) => "Expired credential: its time is over, or the clocks of the hosts differ",
+        Some(16) => "Rewound credential: the clocks of the hosts differ",
+        Some(17) => "Replayed credential",
+        _ => {
+            let mut lines = output.lines();
+            let line = lines.find_map(|line| line.split_once("Error: "));
+            line.map_or("it failed without a word", |(_, told)| told)
+        }
+    };
+    Err(failed(&name, told))
+}
+
+fn failed(program: &str, told: impl Into<String>) -> WireError {
+    WireError::Munge {
+        program: program.into(),
+        told: told.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn only_a_user_and_a_key_are_taken_from_unmunge() {
+        let digits = Key::random().unwrap().digits();
+        let (uid, key) = parse(&format!("UID:             1000\n\n{digits}")).unwrap();
+        assert_eq!((uid, key.digits()), (1000, digits.clone()));
+        for output in [
+            String::new(),
+            digits.clone(),
+            format!("UID: 1000\n{digits}"),
+            format!("UID: -1\n\n{digits}"),
+            format!("UID: root\n\n{digits}"),
+            format!("GID: 1000\n\n{digits}"),
+            format!("UID: 1000\n\n{digits}0"),
+            "UID: 1000\n\n".into(),
+        ] {
+            assert!(parse(&output).is_none(), "{output}");
+        }
+    }
+
+    #[test]
+    fn a_program_that_hangs_says_too_much_or_is_not_there_is_an_error_in_time() {
+        let until = Instant::now() + Duration::from_millis(300);
+        let mut hangs = Command::new("sleep");
+        hangs.arg("1000");
+        assert!(matches!(
+            converse(hangs, b"x", until),
+            Err(WireError::Munge { .. })
+        ));
+        let until = Instant::now() + Duration::from_secs(60);
+        let endless = converse(Command::new("yes"), b"x", until);
+        assert!(matches!(endless, Err(WireError::Munge { .. })));
+        let missing = converse(Command::new("/no/munge"), b"x", until);
+        assert!(matches!(missing, Err(WireError::NoMunge { .. })));
+        assert_eq!(converse(Command::new("cat"), b"x\n", until).unwrap(), "x\n");
+    }
+}
