@@ -7,6 +7,7 @@
 //! * Bytes that are not what was written (a log that lost its end with the power) are an error to whoever reads them,
 //!   and never shown.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ffi::OsStr;
 use std::ops::Range;
@@ -33,11 +34,21 @@ pub(crate) const INDEX_READ_BYTES: usize = 2 << 20;
 const WALK_BYTES_MIN: u64 = 4096;
 /// Blocks whose checksums were right that are remembered.
 const CHECKED_MAX: usize = 1 << 16;
+/// Pieces of a log that are no further from each other are read together: a call costs more than so many bytes.
+const GAP_BYTES_MAX: u64 = 4096;
+/// So much of a log is read at once.
+const TOGETHER_BYTES_MAX: u64 = 1 << 20;
+/// So much is read of a log that is read from its beginning to its end.
+const AHEAD_BYTES: u64 = 64 << 10;
+/// Logs of which so much is in memory: 4 MiB.
+const WINDOWS_MAX: usize = 64;
 /// A sorted index that is found to be damaged is read unsorted; there are only so many.
 const TRIES_MAX: usize = 1000;
 
 /// See the module.
 pub struct Container<B: Backing> {
+    /// Among those that this process has opened.
+    number: u64,
     pub(crate) dir: B::Inode,
     /// In messages.
     name: String,
@@ -56,6 +67,7 @@ pub struct Container<B: Backing> {
 /// How much is in memory of indexes, of all containers that share it.
 pub struct Memory {
     blocks: BlockCache,
+    ahead: ReadAhead,
     bytes: u64,
 }
 
@@ -64,7 +76,12 @@ impl Memory {
     /// each host that writes.
     pub fn new(bytes: u64) -> Arc<Self> {
         let blocks = BlockCache::new(bytes);
-        Arc::new(Self { blocks, bytes })
+        let ahead = ReadAhead::default();
+        Arc::new(Self {
+            blocks,
+            ahead,
+            bytes,
+        })
     }
 
     /// A host that has so much of its index unsorted sorts it.
@@ -237,6 +254,90 @@ impl<B: Backing> Tail<B> {
     }
 }
 
+/// Bytes of a change that are to be read.
+struct Wanted<'a> {
+    key: Key,
+    /// In the log.
+    position: u64,
+    buf: &'a mut [u8],
+}
+
+/// Where the bytes of a change are.
+struct KeyLog<B: Backing> {
+    /// None if it is gone.
+    file: Option<Arc<B::File>>,
+    span: Arc<Span>,
+    /// Blocks that were given up.
+    lost: BTreeSet<u64>,
+    is_own: bool,
+}
+
+/// Bytes of a log that are to be read.
+struct LogPiece<'a, B: Backing> {
+    /// Whose log, which, and where in it.
+    place: (WriterId, u32, u64),
+    /// Up to here the log has bytes that are as they were written.
+    limit: u64,
+    file: Arc<B::File>,
+    buf: &'a mut [u8],
+}
+
+impl<B: Backing> LogPiece<'_, B> {
+    /// Where it ends in the log.
+    fn end(&self) -> u64 {
+        self.place.2 + self.buf.len() as u64
+    }
+}
+
+/// A container as this process has numbered it, and a log in it.
+type LogId = (u64, WriterId, u32);
+
+/// What was read last of each log, of all containers.
+#[derive(Default)]
+struct ReadAhead(Mutex<HashMap<LogId, Arc<Window>>>);
+
+impl ReadAhead {
+    fn find(&self, id: LogId) -> Option<Arc<Window>> {
+        self.0.lock().get(&id).cloned()
+    }
+
+    fn keep(&self, id: LogId, window: &Arc<Window>) {
+        let mut windows = self.0.lock();
+        if windows.len() >= WINDOWS_MAX && !windows.contains_key(&id) {
+            windows.clear();
+        }
+        windows.insert(id, Arc::clone(window));
+    }
+}
+
+/// Bytes of a log, which do not change once a frame names them.
+struct Window {
+    start: u64,
+    bytes: Vec<u8>,
+}
+
+impl Window {
+    fn read<B: Backing>(base: &B, file: &B::File, range: Range<u64>) -> Result<Self> {
+        let mut bytes = vec![0; (range.end - range.start) as usize];
+        let count = base.read_at(file, &mut bytes, range.start)?;
+        bytes.truncate(count);
+        let start = range.start;
+        Ok(Self { start, bytes })
+    }
+
+    fn end(&self) -> u64 {
+        self.start + self.bytes.len() as u64
+    }
+
+    fn has(&self, range: Range<u64>) -> bool {
+        self.start <= range.start && range.end <= self.end()
+    }
+
+    fn is_followed_by(&self, position: u64) -> bool {
+        (self.start..=self.end() + GAP_BYTES_MAX).contains(&position)
+    }
+}
+
 /// Frames of one index that were not known.
 pub(crate) struct News {
     writer: WriterId,
@@ -314,7 +415,9 @@ impl<B: Backing> Container<B> {
     }
 
     fn unread(dir: B::Inode, name: &str, host: &str, memory: &Arc<Memory>, view: View<B>) -> Self {
+        static OPENED: AtomicU64 = AtomicU64::new(0);
         Self {
+            number: OPENED.fetch_add(1, Ordering::Relaxed),
             dir,
             name: name.to_owned(),
             host: host.to_owned(),
@@ -400,15 +503,19 @@ impl<B: Backing> Container<B> {
         offset: u64,
     ) -> Result<usize> {
         let mut walk = Walk::new(offset..offset.saturating_add(buf.len() as u64));
+        let mut rest = buf;
         let mut done = 0;
         loop {
             let segments = self.find_next(base, &mut walk)?;
             if segments.is_empty() {
                 return Ok(done);
             }
+            let mut wanted = Vec::new();
             for segment in segments {
                 let len = (segment.file.end - segment.file.start) as usize;
-                let part = &mut buf[done..done + len];
+                let (part, later) = rest.split_at_mut(len);
+                rest = later;
+                done += len;
                 match segment.source {
                     Source::Hole | Source::Zeros => part.fill(0),
                     Source::Plain => {
@@ -416,12 +523,14 @@ impl<B: Backing> Container<B> {
                         // Cut by somebody who does not know of the container.
                         part[count..].fill(0);
                     }
-                    Source::Log { position, key, .. } => {
-                        self.read_log(base, key, position, part)?
-                    }
+                    Source::Log { position, key, .. } => wanted.push(Wanted {
+                        key,
+                        position,
+                        buf: part,
+                    }),
                 }
-                done += len;
             }
+            self.read_logs(base, wanted)?;
         }
     }
 
@@ -436,7 +545,8 @@ impl<B: Backing> Container<B> {
         let Source::Log { position, key, .. } = segment.source else {
             return Err(Errno::INVAL);
         };
-        self.read_log(base, key, position + (start - segment.file.start), buf)
+        let position = position + (start - segment.file.start);
+        self.read_logs(base, vec![Wanted { key, position, buf }])
     }
 
     /// Bytes of the file below that count.
@@ -1080,31 +1190,111 @@ impl<B: Backing> Container<B> {
         tail.is_due(self.memory.sort_bytes())
     }
 
-    /// Reads bytes of a change, which must be as they were written. Those that were given up as lost are zeros.
-    fn read_log(&self, base: &B, key: Key, position: u64, buf: &mut [u8]) -> Result<()> {
+    /// Reads bytes of changes, which must be as they were written. Those that were given up as lost are zeros. What lies
+    /// near each other in a log is read at once, whatever its order in the file is.
+    fn read_logs(&self, base: &B, wanted: Vec<Wanted<'_>>) -> Result<()> {
+        let mut logs: HashMap<Key, KeyLog<B>> = HashMap::new();
+        let mut pieces = Vec::with_capacity(wanted.len());
+        for wanted in wanted {
+            let log = match logs.entry(wanted.key) {
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(new) => new.insert(self.find_log(base, wanted.key)?),
+            };
+            self.read_checked(base, log, wanted, &mut pieces)?;
+        }
+        pieces.sort_unstable_by_key(|piece| piece.place);
+        let mut together = Vec::new();
+        for piece in pieces {
+            if !goes_with(&together, &piece) {
+                self.read_together(base, std::mem::take(&mut together))?;
+            }
+            together.push(piece);
+        }
+        self.read_together(base, together)
+    }
+
+    /// Where the bytes of a change are.
+    fn find_log(&self, base: &B, key: Key) -> Result<KeyLog<B>> {
         let span = self.find_span(base, key)?;
-        let lost = self.lost_blocks(key.writer, span.log);
+        Ok(KeyLog {
+            file: self.open_log(base, key.writer, span.log)?,
+            lost: self.lost_blocks(key.writer, span.log),
+            is_own: self.is_own(key.writer),
+            span,
+        })
+    }
+
+    /// Reads what is in blocks that nobody has looked at, or that are lost, and leaves the rest to be read with others.
+    fn read_checked<'a>(
+        &self,
+        base: &B,
+        log: &KeyLog<B>,
+        wanted: Wanted<'a>,
+        pieces: &mut Vec<LogPiece<'a, B>>,
+    ) -> Result<()> {
+        let Wanted { key, position, buf } = wanted;
+        let span = &log.span;
         let start = position.checked_sub(span.position).ok_or(Errno::IO)?;
         let end = start + buf.len() as u64;
         if end > span.bytes {
             return Err(Errno::IO);
         }
-        let is_own = self.is_own(key.writer);
+        let mut rest = buf;
         for block in start / CHECKED_BYTES..end.div_ceil(CHECKED_BYTES) {
             let at = block * CHECKED_BYTES;
             let (from, to) = (at.max(start), (at + CHECKED_BYTES).min(end));
-            let part = &mut buf[(from - start) as usize..(to - start) as usize];
-            if lost.contains(&(span.position + at)) {
+            let (part, later) = rest.split_at_mut((to - from) as usize);
+            rest = later;
+            if log.lost.contains(&(span.position + at)) {
                 part.fill(0);
-            } else if is_own || self.view.lock().checked.contains(&(key, block)) {
-                let file = self.open_log(base, key.writer, span.log)?;
-                let file = file.ok_or(Errno::IO)?;
-                read_exact(base, &file, part, span.position + from)?;
+            } else if log.is_own || self.view.lock().checked.contains(&(key, block)) {
+                pieces.push(LogPiece {
+                    place: (key.writer, span.log, span.position + from),
+                    limit: span.position + (at + CHECKED_BYTES).min(span.bytes),
+                    file: log.file.clone().ok_or(Errno::IO)?,
+                    buf: part,
+                });
             } else {
-                let whole = self.load_block(base, key, &span, block)?;
+                let whole = self.load_block(base, key, span, block)?;
                 let whole = whole.ok_or(Errno::IO)?;
                 part.copy_from_slice(&whole[(from - at) as usize..(to - at) as usize]);
             }
+        }
+        Ok(())
+    }
+
+    /// Reads pieces that lie near each other in one log. Where they follow what was read last, more is read ahead: who
+    /// reads a file in its order, or his own pieces of it, goes through each log in its order.
+    fn read_together(&self, base: &B, pieces: Vec<LogPiece<'_, B>>) -> Result<()> {
+        let (Some(first), Some(last)) = (pieces.first(), pieces.last()) else {
+            return Ok(());
+        };
+        let (writer, log, start) = first.place;
+        let (end, limit) = (last.end(), last.limit);
+        let file = Arc::clone(&first.file);
+        let id = (self.number, writer, log);
+        let is_small = end - start <= AHEAD_BYTES;
+        let known = is_small.then(|| self.memory.ahead.find(id)).flatten();
+        let window = match known {
+            Some(known) if known.has(start..end) => known,
+            known => {
+                let goes_on = known.is_some_and(|known| known.is_followed_by(start));
+                let to = match goes_on {
+                    true => (start + AHEAD_BYTES).min(limit).max(end),
+                    false => end,
+                };
+                let window = Arc::new(Window::read(base, &file, start..to)?);
+                if is_small {
+                    self.memory.ahead.keep(id, &window);
+                }
+                window
+            }
+        };
+        for piece in pieces {
+            let at = (piece.place.2 - window.start) as usize;
+            let bytes = window.bytes.get(at..at + piece.buf.len());
+            // The end of the log went with the power.
+            piece.buf.copy_from_slice(bytes.ok_or(Errno::IO)?);
         }
         Ok(())
     }
@@ -1349,6 +1539,17 @@ fn find_magic(bytes: &[u8]) -> Option<usize> {
     bytes
         .windows(MAGIC.len())
         .position(|window| window == MAGIC)
+}
+
+/// Whether the bytes of a piece are read with those before it, which come earlier in the same log.
+fn goes_with<B: Backing>(together: &[LogPiece<'_, B>], piece: &LogPiece<'_, B>) -> bool {
+    let (Some(first), Some(last)) = (together.first(), together.last()) else {
+        return true;
+    };
+    let (writer, log, _) = last.place;
+    (writer, log) == (piece.place.0, piece.place.1)
+        && piece.place.2 <= last.end() + GAP_BYTES_MAX
+        && piece.end() <= first.place.2 + TOGETHER_BYTES_MAX
 }
 
 pub(crate) fn read_exact<B: Backing>(

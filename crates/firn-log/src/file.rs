@@ -448,7 +448,11 @@ impl<B: Backing> LoggedFile<B> {
             self.trouble()?;
             self.check_lost()?;
             let generations = self.all();
-            let plain_bytes = place.base.attr_of_file(plain)?.size;
+            // The length of the plain file means something where it is the base of the lowest one.
+            let plain_bytes = match generations.first() {
+                Some(lowest) if lowest.has_own_base => 0,
+                _ => place.base.attr_of_file(plain)?.size,
+            };
             Self::set_bases(&generations, plain_bytes);
             match read_stack(place.base, &generations, plain, buf, offset) {
                 // It was flattened meanwhile, and its logs are gone.
@@ -658,7 +662,9 @@ impl<B: Backing> LoggedFile<B> {
         if self.is_removed.load(Ordering::Acquire) {
             own::store(place.base, &dir, DEAD, place.host.as_bytes())?;
         }
-        let flags = RenameFlags::NOREPLACE;
+        // Not NOREPLACE, which NFS and many FUSE file systems (MooseFS) refuse: no directory that has files is replaced,
+        // and a container with a name always has its head.
+        let flags = RenameFlags::empty();
         let (from, to) = (OsStr::new(&new), OsStr::new(&name));
         match place.base.rename(place.top, from, place.top, to, flags) {
             Ok(()) => {
