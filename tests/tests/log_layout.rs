@@ -1114,7 +1114,8 @@ fn hosts_that_are_killed_while_they_write_one_file_lose_nothing() {
             end(living.take().expect("mounts"));
         }
         for host in dead {
-            if random.random() {
+            // A mount that lives is one of this machine for `firn recover`, whatever host it is of.
+            if living.is_some() || random.random() {
                 cluster.mount(*host, options).umount();
             } else {
                 let args = [Path::new("recover"), &cluster.backing()];
@@ -1126,7 +1127,10 @@ fn hosts_that_are_killed_while_they_write_one_file_lose_nothing() {
         cluster.hosts[0]
             .run([&args[..], &[&cluster.backing()]].concat())
             .ok();
-        assert!(cluster.containers().is_empty(), "round {round}");
+        // What a killed host was making or removing goes at its next mount.
+        let mut left = cluster.containers();
+        left.retain(|name| name.starts_with(|first: char| first.is_ascii_hexdigit()));
+        assert!(left.is_empty(), "round {round}: {left:?}");
         let writes = striped::verify(&cluster.plain("shared"), &writers.logs);
         println!("round {round}: {options:?}, killed {dead:?}: {writes} writes");
     }
