@@ -517,28 +517,32 @@ impl<B: Backing> LoggedFile<B> {
         Ok(listed.collect())
     }
 
-    /// Its containers, whatever is in them.
-    fn containers<'a>(&self, place: &Place<'a, B>) -> Result<Vec<VoteDir<'a, B>>> {
-        let mut found = Vec::new();
-        for listed in self.list(place)? {
-            let name = self.id.container_name(listed.number);
-            found.extend(VoteDir::find(place.base, place.top, &name, place.host)?);
-        }
-        Ok(found)
-    }
-
     /// Says that it is to lose its last name, or has lost it.
     pub(crate) fn mark(&self, place: &Place<'_, B>, mark: &str) -> Result<()> {
-        for container in self.containers(place)? {
-            container.put_once(mark, place.host.as_bytes())?;
-        }
-        Ok(())
+        self.change_containers(place, &|container| {
+            container.put_once(mark, place.host.as_bytes()).map(drop)
+        })
     }
 
     /// It has a name still.
     pub(crate) fn unmark(&self, place: &Place<'_, B>) -> Result<()> {
-        for container in self.containers(place)? {
-            unmark(place.base, &container)?;
+        self.change_containers(place, &|container| unmark(place.base, container))
+    }
+
+    /// Changes something in each container. One that is removed meanwhile, because the file is flat, needs it no more.
+    fn change_containers(
+        &self,
+        place: &Place<'_, B>,
+        change: &dyn Fn(&VoteDir<'_, B>) -> Result<()>,
+    ) -> Result<()> {
+        for listed in self.list(place)? {
+            let name = self.id.container_name(listed.number);
+            let find = || VoteDir::find(place.base, place.top, &name, place.host);
+            let Some(container) = find()? else { continue };
+            match change(&container) {
+                Err(Errno::NOENT) if find()?.is_none() => {}
+                changed => changed?,
+            }
         }
         Ok(())
     }
@@ -834,9 +838,7 @@ impl<B: Backing> LoggedFile<B> {
 
     /// Removes all of its containers: it has no name, and nobody has it open.
     pub(crate) fn remove(&self, place: &Place<'_, B>) -> Result<()> {
-        for container in self.containers(place)? {
-            container.retire()?;
-        }
+        self.change_containers(place, &|container| container.retire())?;
         let old = std::mem::take(&mut *self.generations.lock());
         drop(old);
         Ok(())

@@ -95,6 +95,47 @@ fn hosts_that_take_turns_have_one_directory() {
     }
 }
 
+/// A file is removed, and at each of the calls that this takes another host makes it flat.
+#[test]
+fn regression_a_file_that_becomes_flat_meanwhile_is_removed() {
+    let begin = || {
+        let disk = SimBacking::new();
+        let host = logged_by(&disk, "a");
+        let other = logged_by(&disk.another_process(), "b");
+        let mut random = StdRng::seed_from_u64(1);
+        for writer in [&host, &other] {
+            write_some(writer, "x", &mut random, &mut HashMap::new());
+        }
+        // This one is at its end with it, and the other one is to make it flat.
+        assert_eq!(host.settle().error, None);
+        (disk, host, other)
+    };
+    let remove = |host: &Logged| host.unlink(&host.root(), OsStr::new("x"));
+    let (disk, host, _) = begin();
+    let before = disk.steps();
+    assert_eq!(remove(&host), Ok(()));
+    let calls = disk.steps() - before;
+    let mut flat = 0;
+    for at in 1..=calls {
+        let (disk, host, other) = begin();
+        let hang = disk.hang_at(disk.steps() + at);
+        std::thread::scope(|scope| {
+            let removal = scope.spawn(|| remove(&host));
+            hang.await_call();
+            other.settle();
+            flat += usize::from(containers(&disk) == 0);
+            hang.release();
+            assert_eq!(removal.join().expect("no panic"), Ok(()), "call {at}");
+        });
+        for host in [&host, &other, &host] {
+            assert_eq!(host.settle().error, None, "call {at}");
+        }
+        assert_eq!(read(&host, "x"), None, "call {at}");
+        assert_eq!(containers(&disk), 0, "call {at}");
+    }
+    assert!(flat > 0, "it never became flat meanwhile");
+}
+
 const HOSTS: [&str; 3] = ["a", "b", "c"];
 const NAMES: [&str; 3] = ["x", "y", "z"];
 
