@@ -145,7 +145,7 @@ pub(crate) fn find_orphans<B: Backing>(
     Ok(orphans)
 }
 
-/// Those of which [`find_orphans`] says that they are lost; changes nothing.
+/// Those of which `find_orphans` says that they are lost; changes nothing.
 pub fn find_lost<B: Backing>(base: &B) -> Result<Vec<String>> {
     let Some((firn, _)) = own::find_dir(base, &base.root(), TOP)? else {
         return Ok(Vec::new());
