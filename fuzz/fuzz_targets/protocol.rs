@@ -223,6 +223,7 @@ fn file(u: &mut Unstructured) -> arbitrary::Result<FileStatus> {
     let (held_bytes, held_end, open) = Arbitrary::arbitrary(u)?;
     let path = path(u)?;
     let ending = *u.choose(&[Ending::Open, Ending::Closed, Ending::Cut])?;
+    let changes = u64::arbitrary(u)?;
     Ok(FileStatus {
         path,
         state,
@@ -230,6 +231,7 @@ fn file(u: &mut Unstructured) -> arbitrary::Result<FileStatus> {
         held_end,
         open,
         ending,
+        changes,
     })
 }
 
@@ -274,6 +276,8 @@ fn level(u: &mut Unstructured) -> arbitrary::Result<DurabilityLevel> {
     Ok(*u.choose(&[
         DurabilityLevel::Held,
         DurabilityLevel::Spilled,
+        DurabilityLevel::Partnered,
+        DurabilityLevel::Logged,
         DurabilityLevel::Drained,
         DurabilityLevel::Durable,
     ])?)
