@@ -24,7 +24,7 @@ use rustix::fs::{CWD, RenameFlags};
 
 use crate::error::PullError;
 use crate::peer::Route;
-use crate::pull::{Listed, Outcome, PullRequest, PullSource, list, pull};
+use crate::pull::{Listed, Outcome, PullRequest, PullSource, list, local, pull, remove_tree};
 
 /// What is followed.
 pub struct FollowRequest {
@@ -175,7 +175,7 @@ impl Follower<'_> {
         };
         // One that an earlier follower did not come to exchange.
         if here.is_some() {
-            remove(&next)?;
+            remove_tree(&next)?;
         }
         let begun = Instant::now();
         let outcome = pull(
@@ -192,8 +192,8 @@ impl Follower<'_> {
         if here.is_some() {
             let exchange = RenameFlags::EXCHANGE;
             rustix::fs::renameat_with(CWD, &next, CWD, &target, exchange)
-                .map_err(|errno| local(&target, errno.into()))?;
-            remove(&next)?;
+                .map_err(|errno| local(&target)(errno.into()))?;
+            remove_tree(&next)?;
         }
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         tell(FollowEvent::Copied {
@@ -208,13 +208,13 @@ impl Follower<'_> {
     fn remove_old(&self, tell: &mut dyn FnMut(FollowEvent<'_>)) -> Result<(), PullError> {
         let dir = &self.request.target;
         let mut copies = Vec::new();
-        for entry in std::fs::read_dir(dir).map_err(|error| local(dir, error))? {
-            let path = entry.map_err(|error| local(dir, error))?.path();
+        for entry in std::fs::read_dir(dir).map_err(local(dir))? {
+            let path = entry.map_err(local(dir))?.path();
             let name = path.file_name().unwrap_or_default();
             if name.as_bytes().ends_with(b".removed") && name.as_bytes().starts_with(b".") {
-                remove(&path)?;
+                remove_tree(&path)?;
             } else if is_name(name) {
-                let found = Fingerprint::of_tree(&path).map_err(|error| local(&path, error))?;
+                let found = Fingerprint::of_tree(&path).map_err(local(&path))?;
                 copies.push((found.mtime_s, path));
             }
         }
@@ -223,8 +223,8 @@ impl Follower<'_> {
             let name = BytePath::from(Path::new(path.file_name().unwrap_or_default()));
             // Under a name of its own first: nothing is seen in part.
             let removed = dir.join(hidden(&name, ".removed"));
-            std::fs::rename(&path, &removed).map_err(|error| local(&path, error))?;
-            remove(&removed)?;
+            std::fs::rename(&path, &removed).map_err(local(&path))?;
+            remove_tree(&removed)?;
             tell(FollowEvent::Removed { name: &name });
         }
         Ok(())
@@ -241,23 +241,4 @@ fn hidden(name: &BytePath, suffix: &str) -> OsString {
     hidden.push(name.as_path());
     hidden.push(suffix);
     hidden
-}
-
-fn remove(path: &Path) -> Result<(), PullError> {
-    let removed = match path.symlink_metadata() {
-        Ok(metadata) if metadata.is_dir() => std::fs::remove_dir_all(path),
-        Ok(_) => std::fs::remove_file(path),
-        Err(error) => Err(error),
-    };
-    match removed {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(local(path, error)),
-        _ => Ok(()),
-    }
-}
-
-fn local(path: &Path, error: io::Error) -> PullError {
-    PullError::Local {
-        path: path.into(),
-        error,
-    }
 }

@@ -27,6 +27,7 @@ use fetch::{Fetch, Wanted};
 use plan::Plan;
 use staging::Staging;
 pub(crate) use staging::local;
+pub use staging::remove_tree;
 use state::State;
 use writers::Writers;
 

@@ -17,10 +17,10 @@
 //! * NUMBER has a whole tree and the record of that tree.
 //! * The trees, with those in the making, have at most `bytes_max` bytes.
 
-use std::fs::{File, Permissions};
+use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
@@ -32,7 +32,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::PullError;
 use crate::key_file::check_host;
 use crate::message::{Entry, EntryKind, ErrorKind};
-use crate::pull::local;
+use crate::pull::{local, remove_tree};
 use crate::source::{SourceError, check_path, join};
 
 const RECORD: &str = "record";
@@ -134,6 +134,22 @@ impl Shelf {
         &self.dir
     }
 
+    /// Whether it is there, and nobody else can have put anything into it.
+    fn is_ours(&self) -> bool {
+        firn_trust::open_private_dir(CWD, &self.dir).is_ok()
+    }
+
+    fn names_in(&self, dir: &Path) -> Vec<String> {
+        if !self.is_ours() {
+            return Vec::new();
+        }
+        let Ok(entries) = std::fs::read_dir(dir) else {
+            return Vec::new();
+        };
+        let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+        names.collect()
+    }
+
     fn host_dir(&self, host: &str) -> PathBuf {
         self.dir.join(host)
     }
@@ -145,7 +161,7 @@ impl Shelf {
 
     /// Hosts of which there are copies.
     pub(crate) fn hosts(&self) -> Vec<String> {
-        let names = names_in(&self.dir);
+        let names = self.names_in(&self.dir);
         names
             .into_iter()
             .filter(|name| check_host(name).is_ok())
@@ -155,12 +171,15 @@ impl Shelf {
     /// The whole copies of a host's files. One that cannot be read is none.
     pub(crate) fn copies(&self, host: &str) -> Vec<Copy> {
         let dir = self.host_dir(host);
-        let names = names_in(&dir).into_iter();
+        let names = self.names_in(&dir).into_iter();
         let whole = names.filter(|name| name.bytes().all(|byte| byte.is_ascii_hexdigit()));
         whole.filter_map(|name| load(dir.join(name))).collect()
     }
 
     pub(crate) fn find(&self, host: &str, unit: &BytePath) -> Option<Copy> {
+        if !self.is_ours() {
+            return None;
+        }
         load(self.copy_dir(host, unit, "")).filter(|copy| copy.record.unit == *unit)
     }
 
@@ -199,7 +218,7 @@ impl Shelf {
             firn_trust::create_private_dir(CWD, &dir)?;
         }
         let next = self.copy_dir(host, unit, NEXT);
-        remove(&next.join(TREE))?;
+        remove_tree(&next.join(TREE))?;
         Ok(next.join(TREE))
     }
 
@@ -211,7 +230,7 @@ impl Shelf {
         let path = next.join(RECORD);
         std::fs::write(&path, text).map_err(local(&path))?;
         match rustix::fs::renameat_with(CWD, &next, CWD, &whole, RenameFlags::EXCHANGE) {
-            Ok(()) => remove(&next),
+            Ok(()) => remove_tree(&next),
             Err(Errno::NOENT) => std::fs::rename(&next, &whole).map_err(local(&whole)),
             Err(errno) => Err(local(&whole)(errno.into())),
         }
@@ -219,21 +238,24 @@ impl Shelf {
 
     /// Gives up what was begun.
     pub(crate) fn abandon(&self, host: &str, unit: &BytePath) -> Result<(), PullError> {
-        remove(&self.copy_dir(host, unit, NEXT))
+        match self.is_ours() {
+            true => remove_tree(&self.copy_dir(host, unit, NEXT)),
+            false => Ok(()),
+        }
     }
 
     /// Removes a copy: under another name first, so that none is seen in part.
     pub(crate) fn remove(&self, host: &str, unit: &BytePath) -> Result<(), PullError> {
         let whole = self.copy_dir(host, unit, "");
         let gone = self.copy_dir(host, unit, GONE);
-        remove(&gone)?;
+        remove_tree(&gone)?;
         match std::fs::rename(&whole, &gone) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 return Err(local(&whole)(error));
             }
             _ => {}
         }
-        remove(&gone)?;
+        remove_tree(&gone)?;
         self.abandon(host, unit)?;
         let _ = std::fs::remove_dir(self.host_dir(host));
         let _ = std::fs::remove_dir(&self.dir);
@@ -243,9 +265,9 @@ impl Shelf {
     /// Removes what interrupted removals and copies left that nobody goes on with.
     pub(crate) fn sweep(&self, host: &str) -> Result<(), PullError> {
         let dir = self.host_dir(host);
-        for name in names_in(&dir) {
+        for name in self.names_in(&dir) {
             if name.ends_with(GONE) || name.ends_with(NEXT) {
-                remove(&dir.join(name))?;
+                remove_tree(&dir.join(name))?;
             }
         }
         Ok(())
@@ -372,15 +394,7 @@ fn missing(path: &BytePath) -> SourceError {
     }
 }
 
-fn names_in(dir: &Path) -> Vec<String> {
-    let Ok(entries) = std::fs::read_dir(dir) else {
-        return Vec::new();
-    };
-    let names = entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
-    names.collect()
-}
-
-/// The directory above was made private: what is in it is ours.
+/// The directory above is private: what is in it is ours.
 fn load(path: PathBuf) -> Option<Copy> {
     let text = std::fs::read(path.join(RECORD)).ok()?;
     let record: Record = serde_json::from_slice(&text).ok()?;
@@ -396,7 +410,8 @@ fn has_same_bytes(a: &File, b: &File) -> io::Result<bool> {
         return Ok(false);
     }
     let mut at = 0;
-    let (mut of_a, mut of_b) = (vec![0; COMPARE_BYTES], vec![0; COMPARE_BYTES]);
+    let mut of_a = vec![0; COMPARE_BYTES];
+    let mut of_b = vec![0; COMPARE_BYTES];
     while at < bytes {
         let count = COMPARE_BYTES.min((bytes - at) as usize);
         a.read_exact_at(&mut of_a[..count], at)?;
@@ -409,28 +424,38 @@ fn has_same_bytes(a: &File, b: &File) -> io::Result<bool> {
     Ok(true)
 }
 
-/// A tree, whatever the modes of its directories are; nothing may be there.
-fn remove(path: &Path) -> Result<(), PullError> {
-    let removed = match path.symlink_metadata() {
-        Ok(metadata) if metadata.is_dir() => {
-            open_dirs(path).and_then(|()| std::fs::remove_dir_all(path))
-        }
-        Ok(_) => std::fs::remove_file(path),
-        Err(error) => Err(error),
-    };
-    match removed {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(local(path)(error)),
-        _ => Ok(()),
-    }
-}
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
 
-fn open_dirs(dir: &Path) -> io::Result<()> {
-    std::fs::set_permissions(dir, Permissions::from_mode(0o700))?;
-    for entry in std::fs::read_dir(dir)? {
-        let entry = entry?;
-        if entry.file_type()?.is_dir() {
-            open_dirs(&entry.path())?;
-        }
+    use super::*;
+
+    #[test]
+    fn copies_where_others_may_write_are_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let shelf = Shelf::new(dir.path().join("KEY.partner"), 1 << 20);
+        let unit = BytePath::from(Path::new("step"));
+        assert!(shelf.hosts().is_empty());
+        let tree = shelf.begin("n1", &unit).unwrap();
+        std::fs::create_dir(tree).unwrap();
+        let record = Record {
+            unit: unit.clone(),
+            arena: "arena".into(),
+            incarnation: "firnd".into(),
+            entries: vec![Entry::directory()],
+        };
+        shelf.finish("n1", &record).unwrap();
+        let let_in = |mode| {
+            let mode = std::fs::Permissions::from_mode(mode);
+            std::fs::set_permissions(shelf.dir(), mode).unwrap();
+        };
+        assert_eq!(shelf.hosts(), ["n1"]);
+        assert!(shelf.find("n1", &unit).is_some());
+        let_in(0o777);
+        assert!(shelf.hosts().is_empty());
+        assert!(shelf.copies("n1").is_empty());
+        assert!(shelf.find("n1", &unit).is_none());
+        let_in(0o700);
+        assert_eq!(shelf.copies("n1").len(), 1);
     }
-    Ok(())
 }

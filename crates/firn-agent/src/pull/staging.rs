@@ -297,3 +297,29 @@ fn remove(path: &Path, is_dir: bool) -> io::Result<()> {
     }
     std::fs::remove_file(path)
 }
+
+/// Removes a file, or a tree whatever the modes of its directories are; nothing may be there.
+pub fn remove_tree(path: &Path) -> Result<(), PullError> {
+    let removed = match path.symlink_metadata() {
+        Ok(found) if found.is_dir() => {
+            make_all_writable(path).and_then(|()| std::fs::remove_dir_all(path))
+        }
+        Ok(_) => std::fs::remove_file(path),
+        Err(error) => Err(error),
+    };
+    match removed {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(local(path)(error)),
+        _ => Ok(()),
+    }
+}
+
+fn make_all_writable(dir: &Path) -> io::Result<()> {
+    make_writable(dir)?;
+    for entry in std::fs::read_dir(dir)? {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            make_all_writable(&entry.path())?;
+        }
+    }
+    Ok(())
+}

@@ -10,11 +10,11 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use firn_agent::message::{Entry, EntryKind, ErrorKind};
-use firn_agent::{Encrypt, KeyFile, PullError, PullRequest, PullSource, Route};
+use firn_agent::{Encrypt, KeyFile, PullError, PullRequest, PullSource, Route, remove_tree};
 use firn_protocol::path::BytePath;
 
 use crate::failure::{FAILED, Failure};
@@ -103,12 +103,13 @@ impl Restart<'_> {
             .any(|entry| self.find(entry) == Some(Here::Missing));
         if wanted {
             let staged = self.prefix.join(STAGED);
-            remove(&staged)?;
+            // What an earlier try left.
+            remove_tree(&staged).map_err(failed)?;
             self.fetch(name, &staged)?;
             for entry in entries {
                 self.place(name, entry, &staged)?;
             }
-            return remove(&staged);
+            return remove_tree(&staged).map_err(failed);
         }
         for entry in entries {
             self.tell_near(entry);
@@ -219,19 +220,6 @@ fn make_dir(path: &Path, mode: u32) -> Result<(), Failure> {
         Err(error) => Err(error),
     }
     .map_err(|error| broken(path, &error))
-}
-
-/// What an earlier try left, or what has become empty.
-fn remove(staged: &PathBuf) -> Result<(), Failure> {
-    let removed = match staged.symlink_metadata() {
-        Ok(found) if found.is_dir() => std::fs::remove_dir_all(staged),
-        Ok(_) => std::fs::remove_file(staged),
-        Err(error) => Err(error),
-    };
-    match removed {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(broken(staged, &error)),
-        _ => Ok(()),
-    }
 }
 
 fn broken(path: &Path, error: &io::Error) -> Failure {
