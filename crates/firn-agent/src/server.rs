@@ -206,7 +206,8 @@ impl Agent {
         let Some((wanted, domains)) = self.partner.take() else {
             return Ok(());
         };
-        let (desk, key_file) = (Arc::clone(&self.desk), self.key_file.clone());
+        let desk = Arc::clone(&self.desk);
+        let key_file = self.key_file.clone();
         std::thread::Builder::new()
             .name("agent-choice".into())
             .spawn(move || choose_partners(&desk, &key_file, &wanted, &domains))

@@ -335,7 +335,8 @@ impl<B: Backing> LogBacking<B> {
             report,
         };
         let file = self.find_or_add(found.id)?;
-        let (place, unit_bytes) = (self.place(), self.setup.unit_bytes);
+        let place = self.place();
+        let unit_bytes = self.setup.unit_bytes;
         let is_alive = &self.setup.is_alive;
         match file.give_up(&place, &plain, unit_bytes, is_alive, &mut told)? {
             true => self.flatten_found(found.id, found.inode),

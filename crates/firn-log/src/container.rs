@@ -1242,7 +1242,8 @@ impl<B: Backing> Container<B> {
         let mut rest = buf;
         for block in start / CHECKED_BYTES..end.div_ceil(CHECKED_BYTES) {
             let at = block * CHECKED_BYTES;
-            let (from, to) = (at.max(start), (at + CHECKED_BYTES).min(end));
+            let from = at.max(start);
+            let to = (at + CHECKED_BYTES).min(end);
             let (part, later) = rest.split_at_mut((to - from) as usize);
             rest = later;
             if log.lost.contains(&(span.position + at)) {
@@ -1270,7 +1271,8 @@ impl<B: Backing> Container<B> {
             return Ok(());
         };
         let (writer, log, start) = first.place;
-        let (end, limit) = (last.end(), last.limit);
+        let end = last.end();
+        let limit = last.limit;
         let file = Arc::clone(&first.file);
         let id = (self.number, writer, log);
         let is_small = end - start <= AHEAD_BYTES;
@@ -1355,7 +1357,8 @@ impl<B: Backing> Container<B> {
             if !is_lost {
                 continue;
             }
-            let (from, to) = (at.max(start), (at + CHECKED_BYTES).min(end));
+            let from = at.max(start);
+            let to = (at + CHECKED_BYTES).min(end);
             found.push(Unreadable {
                 file: segment.file.start + (from - start)..segment.file.start + (to - start),
                 host: host.clone(),

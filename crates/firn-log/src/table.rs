@@ -485,7 +485,8 @@ impl<'a, B: Backing> TableWriter<'a, B> {
     ) -> Result<Self> {
         let random = getrandom::u64().map_err(|_| Errno::IO)?;
         let working = format!("new-{random:016x}");
-        let (me, name) = (own::own_caller(), OsStr::new(&working));
+        let me = own::own_caller();
+        let name = OsStr::new(&working);
         let made = base.create_in_turn(&me, dir, name, 0o600, turn)?;
         Ok(Self {
             base,

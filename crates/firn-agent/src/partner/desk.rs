@@ -122,7 +122,8 @@ impl Desk {
         if !self.lock().sources.insert(source.to_owned()) {
             return Ok(());
         }
-        let (desk, name) = (Arc::clone(self), source.to_owned());
+        let desk = Arc::clone(self);
+        let name = source.to_owned();
         let started = std::thread::Builder::new()
             .name("agent-partner".into())
             .spawn(move || {
