@@ -17,20 +17,26 @@ pub fn test_limit() -> Duration {
     Duration::from_secs(crate::random::env_count("FIRN_TEST_LIMIT_S", TEST_LIMIT_S))
 }
 
-/// Runs an action when it is not dropped in time.
+/// Runs an action when for some time it is neither dropped nor told of progress.
 pub struct Watchdog {
-    _alive: Sender<()>,
+    alive: Sender<()>,
 }
 
 impl Watchdog {
-    /// Calls `rescue` after `limit`, and aborts the process half a minute later, unless dropped before.
+    /// Calls `rescue` after `limit`, and aborts the process half a minute later, unless dropped or told of progress
+    /// before.
     pub fn arm(limit: Duration, rescue: impl FnOnce() + Send + 'static) -> Self {
         let (alive, ended) = channel();
         std::thread::Builder::new()
             .name("watchdog".into())
             .spawn(move || watch(limit, &ended, rescue))
             .expect("a thread for the watchdog");
-        Self { _alive: alive }
+        Self { alive }
+    }
+
+    /// The test goes on: the time that it may take begins anew.
+    pub fn note_progress(&self) {
+        let _ = self.alive.send(());
     }
 }
 
@@ -38,7 +44,7 @@ fn watch(limit: Duration, ended: &Receiver<()>, rescue: impl FnOnce()) {
     if !expired(ended, limit) {
         return;
     }
-    eprintln!("watchdog: the test takes longer than {limit:?}");
+    eprintln!("watchdog: the test takes longer than {limit:?}, or goes on no more");
     rescue();
     if expired(ended, GRACE) {
         eprintln!("watchdog: the test did not end after its mount was killed; aborting");
@@ -47,7 +53,12 @@ fn watch(limit: Duration, ended: &Receiver<()>, rescue: impl FnOnce()) {
 }
 
 fn expired(ended: &Receiver<()>, limit: Duration) -> bool {
-    matches!(ended.recv_timeout(limit), Err(RecvTimeoutError::Timeout))
+    loop {
+        match ended.recv_timeout(limit) {
+            Ok(()) => {}
+            Err(error) => return error == RecvTimeoutError::Timeout,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -75,5 +86,17 @@ mod tests {
         }));
         std::thread::sleep(Duration::from_millis(100));
         assert!(!called.load(Ordering::SeqCst));
+    }
+
+    #[test]
+    fn progress_puts_the_rescue_off_and_its_end_brings_it() {
+        let (alive, ended) = channel();
+        (0..1000).for_each(|_| alive.send(()).unwrap());
+        let dog = Watchdog { alive };
+        dog.note_progress();
+        assert!(expired(&ended, Duration::from_millis(20)));
+        assert!(ended.try_recv().is_err(), "all progress was seen before");
+        drop(dog);
+        assert!(!expired(&ended, Duration::from_secs(600)));
     }
 }

@@ -145,7 +145,7 @@ pub fn run(program: &str, args: &[&str]) -> anyhow::Result<String> {
 }
 
 /// Runs a program of which nobody wants to know.
-pub fn run_quietly(program: &str, args: &[&str]) {
+fn run_quietly(program: &str, args: &[&str]) {
     let _ = Command::new(program)
         .args(args)
         .stdin(Stdio::null())

@@ -8,9 +8,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 
-use crate::cleanup::{Guard, defer};
+use crate::cleanup::{Guard, Leftover, expect};
 use crate::namespace::{Link, Namespace};
-use crate::unmount_lazily;
 
 const START_LIMIT: Duration = Duration::from_secs(20);
 const PACKAGES: &str = "install moosefs-master, moosefs-chunkserver and moosefs-client";
@@ -44,7 +43,7 @@ impl MooseFs {
     pub fn start(work: &Path, servers: &[Server<'_>]) -> anyhow::Result<Self> {
         ensure!(
             rustix::process::geteuid().is_root(),
-            "only root may make the network namespace for its servers"
+            "MooseFS needs root, who may make the network namespace for its servers"
         );
         let point = subdir(work, "moosefs")?;
         let mut guards = Vec::new();
@@ -60,8 +59,7 @@ impl MooseFs {
             start_chunk_server(&namespace, &dir, &address, &own, server)?;
             addresses.push(own);
         }
-        let unmount = point.clone();
-        guards.insert(0, defer(move || unmount_lazily(&unmount)));
+        guards.insert(0, expect(Leftover::Mount(point.clone())));
         let master_log = master.join("log");
         mount(&address, &point, &master_log, servers.len())?;
         Ok(Self {
@@ -98,9 +96,8 @@ impl MooseFs {
 
     /// Mounts it once more, as for another client, on an empty directory.
     pub fn mount_for(&mut self, point: &Path) -> anyhow::Result<PathBuf> {
-        let unmount = point.to_owned();
-        self.guards
-            .insert(0, defer(move || unmount_lazily(&unmount)));
+        let unmount = expect(Leftover::Mount(point.to_owned()));
+        self.guards.insert(0, unmount);
         let servers = self.addresses.len();
         mount(&self.master, point, &self.master_log, servers)?;
         Ok(point.to_owned())

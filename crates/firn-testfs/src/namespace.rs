@@ -3,9 +3,8 @@
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::cleanup::{Guard, defer};
-
-use crate::{run, run_quietly};
+use crate::cleanup::{Guard, Leftover, expect};
+use crate::run;
 
 /// A network namespace, named after this process.
 pub struct Namespace {
@@ -21,13 +20,7 @@ impl Namespace {
         let pid = std::process::id();
         let count = COUNT.fetch_add(1, Ordering::Relaxed);
         let name = format!("firn-{pid}-{count}");
-        let removed = name.clone();
-        guards.push(defer(move || {
-            // Servers leave their process group and some survive the end of their connections. The namespace is this
-            // run's own, so whatever is in it is too.
-            end_all(&run("ip", &["netns", "pids", &removed]).unwrap_or_default());
-            run_quietly("ip", &["netns", "del", &removed]);
-        }));
+        guards.push(expect(Leftover::Namespace(name.clone())));
         let number = pid.wrapping_mul(4).wrapping_add(count);
         let namespace = Self { name, number };
         ip(&format!("netns add {}", namespace.name))?;
@@ -45,8 +38,7 @@ impl Namespace {
             there: there.clone(),
             subnet: format!("10.{}.{low}", 64 + high),
         };
-        let cut = here.clone();
-        guards.push(defer(move || run_quietly("ip", &["link", "del", &cut])));
+        guards.push(expect(Leftover::Link(here.clone())));
         let name = &self.name;
         ip(&format!(
             "link add {here} type veth peer name {there} netns {name}"
@@ -91,14 +83,7 @@ pub struct Link {
 impl Link {
     /// Lets no more out of this process's namespace than this rate of tc(8), or all again.
     pub fn limit(&self, rate: Option<&str>) -> anyhow::Result<()> {
-        let here = &self.here;
-        let line = match rate {
-            Some(rate) => {
-                format!("qdisc add dev {here} root tbf rate {rate} burst 1mb latency 20ms")
-            }
-            None => format!("qdisc del dev {here} root"),
-        };
-        tc(&line)
+        limit_device(&self.here, rate)
     }
 
     /// The address with this number.
@@ -124,6 +109,90 @@ impl Link {
     }
 }
 
+/// Hosts with networks of their own, joined by a switch in this process's namespace.
+pub struct Network {
+    hosts: Vec<NetworkHost>,
+}
+
+/// One of them.
+pub struct NetworkHost {
+    /// Its network.
+    pub namespace: Namespace,
+    /// Its address.
+    pub address: String,
+    /// The switch's end of its link.
+    port: String,
+}
+
+impl Network {
+    /// Makes it, of at most 200 hosts. `guards` gets what removes it.
+    pub fn create(hosts: u8, guards: &mut Vec<Guard>) -> anyhow::Result<Self> {
+        let mut network = Self { hosts: Vec::new() };
+        let (mut switch, mut subnet) = (String::new(), String::new());
+        for number in 1..=hosts {
+            let namespace = Namespace::create(guards)?;
+            if switch.is_empty() {
+                switch = format!("fw{}", namespace.number % 1_000_000_000);
+                // Nobody is reached through the switch but these hosts.
+                subnet = format!("10.63.{}", namespace.number % 256);
+                guards.push(expect(Leftover::Link(switch.clone())));
+                ip(&format!("link add {switch} type bridge"))?;
+                ip(&format!("link set {switch} up"))?;
+            }
+            network.add(namespace, &switch, &subnet, number, guards)?;
+        }
+        Ok(network)
+    }
+
+    fn add(
+        &mut self,
+        namespace: Namespace,
+        switch: &str,
+        subnet: &str,
+        number: u8,
+        guards: &mut Vec<Guard>,
+    ) -> anyhow::Result<()> {
+        let port = format!("fb{}", namespace.number % 1_000_000_000);
+        let there = format!("{port}p");
+        guards.push(expect(Leftover::Link(port.clone())));
+        let name = &namespace.name;
+        ip(&format!(
+            "link add {port} type veth peer name {there} netns {name}"
+        ))?;
+        ip(&format!("link set {port} master {switch}"))?;
+        ip(&format!("link set {port} up"))?;
+        let address = format!("{subnet}.{number}");
+        namespace.ip(&format!("addr add {address}/24 dev {there}"))?;
+        namespace.ip(&format!("link set {there} up"))?;
+        self.hosts.push(NetworkHost {
+            namespace,
+            address,
+            port,
+        });
+        Ok(())
+    }
+
+    /// The hosts.
+    pub fn hosts(&self) -> &[NetworkHost] {
+        &self.hosts
+    }
+
+    /// Lets no more reach each host than this rate of tc(8), or all again.
+    pub fn limit(&self, rate: Option<&str>) -> anyhow::Result<()> {
+        let mut ports = self.hosts.iter().map(|host| &host.port);
+        ports.try_for_each(|port| limit_device(port, rate))
+    }
+}
+
+/// Lets no more out of a device than this rate of tc(8), or all again.
+fn limit_device(device: &str, rate: Option<&str>) -> anyhow::Result<()> {
+    let line = match rate {
+        Some(rate) => format!("qdisc add dev {device} root tbf rate {rate} burst 1mb latency 20ms"),
+        None => format!("qdisc del dev {device} root"),
+    };
+    tc(&line)
+}
+
 /// `tc ARGS` in this process's namespace.
 fn tc(args: &str) -> anyhow::Result<()> {
     run("tc", &args.split(' ').collect::<Vec<_>>()).map(drop)
@@ -132,15 +201,4 @@ fn tc(args: &str) -> anyhow::Result<()> {
 /// `ip ARGS` in this process's namespace.
 fn ip(args: &str) -> anyhow::Result<()> {
     run("ip", &args.split(' ').collect::<Vec<_>>()).map(drop)
-}
-
-/// Ends the processes whose numbers stand in `pids`, one a line.
-fn end_all(pids: &str) {
-    use rustix::process::{Pid, Signal, kill_process};
-    for pid in pids
-        .lines()
-        .filter_map(|line| Pid::from_raw(line.trim().parse().ok()?))
-    {
-        let _ = kill_process(pid, Signal::KILL);
-    }
 }
