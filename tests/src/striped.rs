@@ -65,7 +65,8 @@ pub fn write_until_error(file: &Path, log: &Path, seed: u64, which: u64, writers
 #[track_caller]
 pub fn verify(file: &Path, logs: &[PathBuf]) -> u64 {
     let found = std::fs::read(file).expect("read");
-    let (mut before, mut after) = (Vec::new(), Vec::new());
+    let mut before = Vec::new();
+    let mut after = Vec::new();
     let mut writes = 0;
     for log in logs {
         for (op, returned) in read_log(log) {

@@ -313,12 +313,134 @@ fn what_is_written_after_a_sync_is_newer() {
     }
 }
 
+/// What somebody of each host sees who has had a file open since it was flat.
+struct Readers {
+    paths: Vec<PathBuf>,
+    files: Vec<File>,
+    uncached: Vec<File>,
+    maps: Vec<Mapping>,
+}
+
+impl Readers {
+    fn open(mounts: &[FirnMount<'_>], name: &str, len: usize) -> Self {
+        let paths: Vec<PathBuf> = mounts.iter().map(|mount| mount.join(name)).collect();
+        let open = |flags| {
+            let mut options = File::options();
+            options.read(true).custom_flags(flags);
+            let files = paths
+                .iter()
+                .map(|path| options.open(path).expect("open to read"));
+            files.collect::<Vec<_>>()
+        };
+        let files = open(0);
+        let uncached = open(libc::O_DIRECT);
+        let map = |file| Mapping::new(file, len, MapFlags::PRIVATE).expect("mmap");
+        let maps = files.iter().map(map).collect();
+        Self {
+            paths,
+            files,
+            uncached,
+            maps,
+        }
+    }
+
+    #[track_caller]
+    fn assert_see(&self, expected: &[u8]) {
+        for file in self.files.iter().chain(&self.uncached) {
+            assert!(read_at(file, 0, expected.len()) == expected);
+            let len = file.metadata().expect("fstat").len();
+            assert_eq!(len, expected.len() as u64);
+        }
+        for (path, map) in self.paths.iter().zip(&self.maps) {
+            // Who asks for attributes has mappings see what is new, too.
+            fs::metadata(path).expect("stat");
+            assert!(map.read(0, expected.len()) == expected);
+        }
+    }
+}
+
+/// Proves S-log-4: who has a file open for reading, and pages of it from before, sees what other hosts have synced and
+/// closed, and cut: flat, in logs, and flat again; by read(2), with O_DIRECT and mapped.
+#[test]
+fn an_open_reader_sees_what_other_hosts_write() {
+    let cluster = Hosts::new("readers", 2);
+    let mounts = cluster.mounts("");
+    let mut expected: Vec<u8> = (0..300_000).map(|at| (at / 1000) as u8).collect();
+    fs::write(mounts[0].join("file"), &expected).expect("write");
+    cluster.wait_until_clean();
+    let readers = Readers::open(&mounts, "file", expected.len());
+    readers.assert_see(&expected);
+    for turn in 0..6_usize {
+        let writer = create(&mounts[turn % 2], "file");
+        if turn % 3 == 1 {
+            expected.truncate(299_000 - turn * 100);
+            writer.set_len(expected.len() as u64).expect("truncate");
+            writer.sync_all().expect("sync");
+            readers.assert_see(&expected);
+        }
+        for part in 0..5 {
+            let at = (turn * 7919 + part * 50_021) % 290_000;
+            let data = vec![(turn * 16 + part) as u8; 10_000];
+            writer.write_all_at(&data, at as u64).expect("write");
+            let end = (at + data.len()).max(expected.len());
+            expected.resize(end, 0);
+            expected[at..at + data.len()].copy_from_slice(&data);
+            writer.sync_all().expect("sync");
+            readers.assert_see(&expected);
+        }
+        drop(writer);
+        readers.assert_see(&expected);
+    }
+    cluster.wait_until_clean();
+    readers.assert_see(&expected);
+    drop(readers);
+    assert_same(&cluster.plain("file"), &expected);
+    mounts.into_iter().for_each(|mount| drop(mount.umount()));
+}
+
+/// Proves S-log-3, S-log-4: of two hosts that write the same bytes and do not know of each other, each reads its own
+/// until it syncs, and then all the same, whichever that is, in pages of a file that was open before.
+#[test]
+fn open_readers_agree_on_what_hosts_wrote_at_the_same_time() {
+    let cluster = Hosts::new("agree", 2);
+    let mounts = cluster.mounts("");
+    let mut winners = BTreeSet::new();
+    for (name, first, second) in [("one", 0, 1), ("other", 1, 0)] {
+        fs::write(mounts[0].join(name), [0; 9000]).expect("write");
+        cluster.wait_until_clean();
+        let readers = Readers::open(&mounts, name, 9000);
+        readers.assert_see(&[0; 9000]);
+        let writers = [create(&mounts[0], name), create(&mounts[1], name)];
+        let write = |host: usize| {
+            let data = [host as u8 + 1; 9000];
+            writers[host].write_all_at(&data, 0).expect("write");
+            assert!(read_at(&readers.files[host], 0, 9000) == data);
+        };
+        write(first);
+        writers[first].sync_all().expect("sync");
+        readers.assert_see(&[first as u8 + 1; 9000]);
+        write(second);
+        writers[second].sync_all().expect("sync");
+        writers[first].sync_all().expect("sync");
+        let winner = read_at(&readers.uncached[0], 0, 1)[0];
+        readers.assert_see(&[winner; 9000]);
+        winners.insert(winner == first as u8 + 1);
+        drop(writers);
+        readers.assert_see(&[winner; 9000]);
+        assert_same(&cluster.plain(name), &[winner; 9000]);
+    }
+    // It is the host that decides, not who was first.
+    assert_eq!(winners.len(), 2);
+    mounts.into_iter().for_each(|mount| drop(mount.umount()));
+}
+
 /// Proves S-log-4, S-log-9: names, attributes and lengths from another host than the one that writes.
 #[test]
 fn other_hosts_rename_link_cut_and_remove_what_is_being_written() {
     for cluster in Hosts::on_each("calls", 2) {
         let mounts = cluster.mounts("");
-        let (here, there) = (&mounts[0], &mounts[1]);
+        let here = &mounts[0];
+        let there = &mounts[1];
         let file = create(here, "file");
         file.write_all_at(b"0123456789", 0).expect("write");
         file.sync_all().expect("sync");
@@ -379,7 +501,8 @@ fn other_hosts_rename_link_cut_and_remove_what_is_being_written() {
 fn ranges_and_mappings_are_those_of_all_hosts() {
     for cluster in Hosts::on_each("ranges", 2) {
         let mounts = cluster.mounts("");
-        let (here, there) = (create(&mounts[0], "file"), create(&mounts[1], "file"));
+        let here = create(&mounts[0], "file");
+        let there = create(&mounts[1], "file");
         here.write_all_at(&[1; 4096], 0).expect("write");
         there.write_all_at(&[2; 4096], 3 << 20).expect("write");
         there.sync_all().expect("sync");
@@ -404,7 +527,8 @@ fn ranges_and_mappings_are_those_of_all_hosts() {
         expected.extend([0; 1000]);
         assert_eq!(read_at(&there, 3 << 20, 5096), expected);
         let copy = create(&mounts[1], "copy");
-        let (mut from, mut copied) = (3 << 20, 0);
+        let mut from = 3 << 20;
+        let mut copied = 0;
         while copied < 5096 {
             let left = 5096 - copied as usize;
             let count = copy_file_range(&there, Some(&mut from), &copy, Some(&mut copied), left);
@@ -501,10 +625,8 @@ fn a_host_that_is_killed_holds_nobody_up() {
             .expect("write");
         files[1].sync_all().expect("sync");
         let mut mounts = mounts.into_iter();
-        let (dead, mount) = (
-            mounts.next().expect("a host"),
-            mounts.next().expect("a host"),
-        );
+        let dead = mounts.next().expect("a host");
+        let mount = mounts.next().expect("a host");
         dead.kill();
         let mut files = files;
         drop(files.pop());
@@ -552,7 +674,9 @@ fn it_is_read_while_it_is_flattened() {
             let is_over = AtomicBool::new(false);
             std::thread::scope(|scope| {
                 for mount in &mounts {
-                    let (name, expected, is_over) = (&name, &expected, &is_over);
+                    let name = &name;
+                    let expected = &expected;
+                    let is_over = &is_over;
                     scope.spawn(move || {
                         let file = File::open(mount.join(name)).expect("open");
                         while !is_over.load(Ordering::Acquire) {
@@ -613,8 +737,10 @@ fn whoever_waits_for_drained_waits_until_it_is_flat() {
 fn files_are_flattened_on_request_with_a_mount_and_without() {
     for cluster in Hosts::on_each("flatten", 1) {
         let run = |args: &[&Path]| cluster.hosts[0].run([&[Path::new("flatten")], args].concat());
-        let (all, below) = (Path::new("--all"), Path::new("--backing"));
-        let (backing, dir) = (cluster.backing(), Path::new("dir"));
+        let all = Path::new("--all");
+        let below = Path::new("--backing");
+        let backing = cluster.backing();
+        let dir = Path::new("dir");
         let mount = cluster.mount(0, "flatten=off");
         fs::create_dir(mount.join(dir)).expect("mkdir");
         let names = ["dir/one", "dir/two", "three", "four"];
@@ -836,7 +962,8 @@ fn logs_are_steered_to_different_servers() {
         let of = servers.iter().filter(|(one, _)| *one == host);
         of.map(|(_, server)| *server).collect()
     };
-    let (first, second) = (of_host("n0"), of_host("n1"));
+    let first = of_host("n0");
+    let second = of_host("n1");
     assert_eq!((first.len(), second.len()), (1, 1), "{told}");
     assert_ne!(first, second, "{told}");
     mounts.into_iter().for_each(|mount| drop(mount.umount()));
@@ -948,12 +1075,14 @@ fn a_loss_that_is_accepted_is_reported_and_becomes_zeros() {
     let dir = cluster.container_of("shared");
     let log = cluster.log_of(&dir, "n1");
     damage(&log, 5);
-    let (backing, report) = (cluster.backing(), cluster.shared.join("lost.json"));
+    let backing = cluster.backing();
+    let report = cluster.shared.join("lost.json");
     let flatten = |more: &[&Path]| {
         let args = ["flatten", "--backing"].map(Path::new);
         cluster.hosts[0].run([&args[..], &[&backing], more].concat())
     };
-    let (all, accept) = (Path::new("--all"), Path::new("--accept-loss"));
+    let all = Path::new("--all");
+    let accept = Path::new("--accept-loss");
     flatten(&[all])
         .code(1)
         .says("cannot flatten 1 file")
@@ -992,12 +1121,100 @@ fn a_loss_that_is_accepted_is_reported_and_becomes_zeros() {
     assert!(!none.exists());
 }
 
+/// Proves S-log-42: docs/read_log.py, beside what a mount reads and what becomes of the file.
+#[test]
+fn a_file_in_logs_is_read_by_a_program_that_knows_the_format() {
+    let cluster = Hosts::new("reader", 2);
+    let mut expected = vec![7; 3 * RECORD];
+    fs::write(cluster.plain("shared"), &expected).expect("write");
+    let mounts = cluster.mounts("flatten=off");
+    let mut random = generator(seed("log_layout::reader"));
+    for round in 0..25u8 {
+        let mount = &mounts[random.random_range(0..2)];
+        // Opened and closed each time, so that each host knows what the other one did.
+        let file = create(mount, "shared");
+        for _ in 0..random.random_range(1..20) {
+            let at = random.random_range(0..40 * RECORD);
+            if random.random_ratio(1, 20) {
+                file.set_len(at as u64).expect("cut");
+                expected.resize(at, 0);
+                continue;
+            }
+            let data = vec![round + 1; random.random_range(1..3 * RECORD)];
+            file.write_all_at(&data, at as u64).expect("write");
+            expected.resize(expected.len().max(at + data.len()), 0);
+            expected[at..at + data.len()].copy_from_slice(&data);
+        }
+    }
+    for (host, mount) in mounts.iter().enumerate() {
+        write_records(&create(mount, "strided"), host as u64, 2);
+    }
+    mounts.into_iter().for_each(|mount| drop(mount.umount()));
+    assert_eq!(cluster.containers().len(), 2);
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/read_log.py");
+    let assert_reads = |name: &str, expected: &[u8]| {
+        let copy = cluster.shared.join("copy");
+        let mut command = Command::new("sh");
+        command.args(["-c", r#"python3 "$0" "$1" "$2" > "$3""#]);
+        command.arg(&script).arg(cluster.backing()).arg(name);
+        run(command.arg(&copy)).ok();
+        assert_same(&copy, expected);
+    };
+    let strided = all_records(2);
+    assert_reads("shared", &expected);
+    assert_reads("strided", &strided);
+    cluster.mount(0, "flatten=demand").umount();
+    assert_same(&cluster.plain("shared"), &expected);
+    assert_reads("shared", &expected);
+    assert_reads("strided", &strided);
+}
+
+/// Proves S-log-40: every byte of a file whose container lost its head and its base is there when they are made anew.
+#[test]
+fn a_head_that_is_damaged_costs_no_byte() {
+    let cluster = Hosts::new("head", 2);
+    fs::write(cluster.plain("shared"), record(9)).expect("write");
+    let mounts = cluster.mounts("flatten=off");
+    for (host, mount) in mounts.iter().enumerate() {
+        write_records(&create(mount, "shared"), host as u64, 2);
+    }
+    mounts.into_iter().for_each(|mount| drop(mount.umount()));
+    let dir = cluster.container_of("shared");
+    fs::write(dir.join("head"), "something else").expect("write");
+    fs::remove_file(dir.join("base")).expect("unlink");
+    let backing = cluster.backing();
+    let report = cluster.shared.join("lost.json");
+    let args = ["flatten", "--backing"].map(Path::new);
+    let flatten = |more: &[&Path]| cluster.hosts[0].run([&args[..], &[&backing], more].concat());
+    let all = Path::new("--all");
+    let accept = Path::new("--accept-loss");
+    flatten(&[all]).code(1).says("firn check");
+    let checked = cluster.hosts[0].run([Path::new("check"), &backing]);
+    let text = checked.code(1).says("--accept-loss").stdout.clone();
+    for file in ["file head: it is damaged", "file base: it is missing"] {
+        assert!(text.contains(file), "{text}");
+    }
+    flatten(&[all, accept, &report]).code(3).says("lost.json");
+    let text = fs::read_to_string(&report).expect("read");
+    let named: BTreeSet<String> = text
+        .lines()
+        .map(|line| {
+            let loss: serde_json::Value = serde_json::from_str(line).expect("JSON");
+            loss["damaged"].as_str().expect("a name").to_owned()
+        })
+        .collect();
+    assert_eq!(named, ["base", "head"].map(str::to_owned).into());
+    assert_same(&cluster.plain("shared"), &all_records(2));
+    assert!(cluster.containers().is_empty());
+}
+
 /// Proves S-log-15: a reader on another host than the one that removes or replaces the file.
 #[test]
 fn a_file_that_another_host_replaces_is_whole_or_stale_for_its_readers() {
     let cluster = Hosts::new("replaced", 2);
     let mounts = cluster.mounts("flatten=demand");
-    let (here, there) = (&mounts[0], &mounts[1]);
+    let here = &mounts[0];
+    let there = &mounts[1];
     for replaces in [false, true] {
         fs::write(here.join("file"), record(1)).expect("write");
         let reader = File::open(there.join("file")).expect("open");
@@ -1208,7 +1425,7 @@ fn a_stub_tree_drains_to_logs() {
     refused.says("too late").says("log all files");
 }
 
-/// Proves S-log-1, S-log-33: over a file system that does not tell when a file was made (FUSE) files are told apart by a
+/// Proves S-log-1, S-log-33, S-log-41: over a file system that does not tell when a file was made (FUSE) files are told apart by a
 /// number of their own, and a new file with an old inode number has nothing of the old one.
 #[test]
 fn files_without_a_birth_time_are_told_apart() {

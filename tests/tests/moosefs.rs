@@ -2,14 +2,15 @@
 //!
 //! Needs root, FUSE and Debian's moosefs-master, moosefs-chunkserver and moosefs-client.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
-use std::fs;
-use std::os::unix::fs::MetadataExt;
+use std::fs::{self, File};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 
 use firn_testfs::moosefs::{MooseFs, Server};
 use firn_tests::command::run;
+use firn_tests::fsops::assert_same_bytes;
 use firn_tests::mount::mount_args;
 use firn_tests::suite::has_moosefs;
 use firn_tests::{FirnMount, Sandbox};
@@ -150,6 +151,91 @@ fn a_file_gets_owner_group_and_mode_as_in_any_directory() {
     );
     assert_eq!(fs::read_to_string(&file).unwrap(), "data\n");
     assert_eq!(addresses(&file), [moosefs.addresses()[2].as_str()]);
+}
+
+/// Proves S-log-37 on the servers of one file system: two hosts, each a client of its own, write one file, and the logs of
+/// each are whole on the server of its turn.
+#[test]
+fn hosts_write_one_file_to_logs_on_different_servers() {
+    let sandbox = Sandbox::new("moosefs-log");
+    let Some(mut moosefs) = start(&sandbox) else {
+        return;
+    };
+    let clients = [
+        moosefs.point().to_owned(),
+        moosefs
+            .mount_for(&sandbox.mkdir("second"))
+            .expect("a second client"),
+    ];
+    // In this network namespace: MooseFS's tools talk to the master.
+    let hosts = ["n0", "n1"].map(|host| Sandbox::new(&format!("moosefs-{host}")));
+    let options = format!("{OPTIONS},layout=log,flatten=demand,attr-timeout=0");
+    let mut mounts = Vec::new();
+    for (number, host) in hosts.iter().enumerate() {
+        let options = format!("{options},host=n{number}");
+        let backing = clients[number].join("run");
+        mounts.push(FirnMount::over(host, &backing, &options));
+    }
+    let files: Vec<File> = mounts
+        .iter()
+        .map(|mount| {
+            let mut options = File::options();
+            options.write(true).create(true).truncate(false);
+            options.open(mount.path().join("shared")).unwrap()
+        })
+        .collect();
+    const RECORD_BYTES: usize = 100_000;
+    let record = |number: u64| vec![number as u8 + 1; RECORD_BYTES];
+    for number in 0..80 {
+        let offset = number * RECORD_BYTES as u64;
+        let file = &files[number as usize % 2];
+        file.write_all_at(&record(number), offset).unwrap();
+    }
+    files.iter().for_each(|file| file.sync_all().unwrap());
+    drop(files);
+    let servers = ["n0", "n1"].map(|host| servers_of_logs(&clients[0].join("run"), host));
+    assert!(
+        servers.iter().all(|servers| servers.len() == 1),
+        "{servers:?}"
+    );
+    assert_ne!(servers[0], servers[1]);
+    for mount in mounts {
+        mount.umount();
+    }
+    let found = fs::read(clients[1].join("run/shared")).unwrap();
+    assert_same_bytes(
+        "shared",
+        &found,
+        &(0..80).flat_map(record).collect::<Vec<_>>(),
+    );
+    let left = fs::read_dir(clients[0].join("run/.firn/log")).unwrap();
+    let names = left.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let containers: Vec<String> = names
+        .filter(|name| !name.starts_with("host-") && !name.starts_with("turn-"))
+        .collect();
+    assert_eq!(containers, Vec::<String>::new());
+}
+
+/// Addresses of the servers that have logs and indexes of a host.
+fn servers_of_logs(backing: &Path, host: &str) -> BTreeSet<String> {
+    let mut servers = BTreeSet::new();
+    for container in fs::read_dir(backing.join(".firn/log")).unwrap() {
+        let container = container.unwrap();
+        if !container.file_type().unwrap().is_dir() {
+            continue;
+        }
+        for entry in fs::read_dir(container.path()).unwrap() {
+            let entry = entry.unwrap();
+            let name = entry.file_name().into_string().unwrap();
+            let is_own = ["d", "i"]
+                .iter()
+                .any(|kind| name.starts_with(&format!("{kind}-{host}-")));
+            if is_own {
+                servers.extend(addresses(&entry.path()));
+            }
+        }
+    }
+    servers
 }
 
 /// Proves S-place-11.

@@ -228,6 +228,10 @@ pub trait Backing: Send + Sync + 'static {
     fn note_opened(&self, _file: &Self::File, _writes: bool) -> Result<()> {
         Ok(())
     }
+    /// Grows each time this host learns that other hosts have changed the bytes of an open file. Makes no call.
+    fn changes_by_others(&self, _inode: &Self::Inode) -> u64 {
+        0
+    }
     /// Whether something is left to do for a file when no program of this host writes to it any more. Makes no call.
     fn finishes_files(&self) -> bool {
         false

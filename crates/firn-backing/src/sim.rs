@@ -8,6 +8,7 @@
 //!   process end with it.
 //! * It may have several lanes, over which its files are spread, and each of which may fail
 //!   ([`SimBacking::set_lanes`]).
+//! * Its listings of directories may lag behind what other processes change ([`SimBacking::set_listing_lag`]).
 //! * No permissions are checked: the caller is taken to be root.
 
 use std::sync::Arc;
@@ -21,6 +22,7 @@ use crate::{Errno, LaneIndex, Result};
 mod calls;
 mod data;
 mod disk;
+mod lag;
 mod locks;
 mod power;
 mod rename;
@@ -61,6 +63,7 @@ pub struct SimBacking {
     unsynced: Arc<Unsynced>,
     lanes: Arc<SimLanes>,
     gathers: Arc<AtomicBool>,
+    lag: Arc<Mutex<lag::Lag>>,
 }
 
 /// The lanes of a simulated backing.
@@ -210,7 +213,14 @@ impl SimBacking {
             unsynced: Arc::default(),
             lanes: Arc::clone(&self.lanes),
             gathers: Arc::clone(&self.gathers),
+            lag: Arc::default(),
         }
+    }
+
+    /// Has this process's listings of directories be old ones now and then, as `seed` says, or ends that: then they are
+    /// all read anew.
+    pub fn set_listing_lag(&self, seed: Option<u64>) {
+        self.lag.lock().set(seed);
     }
 
     /// Has pieces of every file be gathered ([`crate::Backing::gathers`]), or ends that.

@@ -211,8 +211,9 @@ pub enum Access {
 /// How far the kernel may read an open file by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum KernelReads {
-    /// Not at all: other hosts write to the file, and what they wrote is not in one place.
-    Never,
+    /// It may keep pages while the file is open, until this host learns that others changed it
+    /// ([`Backing::changes_by_others`](crate::Backing::changes_by_others)): attributes do not tell.
+    Shared,
     /// It may keep pages until the file is opened again.
     Cached,
     /// It may read the backing's file, if that has a descriptor.

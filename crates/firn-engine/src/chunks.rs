@@ -154,6 +154,11 @@ impl<B: Backing> HeldChunks<B> {
         self.bytes
     }
 
+    /// The file's [`crate::FileFigures::changes`] when the list was made.
+    pub fn changes(&self) -> u64 {
+        self.changes
+    }
+
     /// Whether the file was changed since; true also where the kernel may be writing the backing by itself.
     pub fn changed(&self) -> bool {
         let mut state = self.file.lock();

@@ -104,9 +104,10 @@ impl<B: Backing> Engine<B> {
         }
         let kernel_reads = self.kernel_reads(&file);
         let allowed = self.allows_passthrough() && kernel_reads == KernelReads::Passthrough;
-        let may_cache = !self.options.serves_every_read && kernel_reads >= KernelReads::Cached;
-        let is_cacheable = !wants_write && may_cache;
-        let unchanged = is_cacheable && !allowed && self.is_as_cached(&inode);
+        let is_cacheable = !wants_write && !self.options.serves_every_read;
+        let is_shared = kernel_reads == KernelReads::Shared;
+        // In any case it is noted how the file is now.
+        let unchanged = is_cacheable && !allowed && self.is_as_cached(&inode) && !is_shared;
         let held_size = if is_cacheable && self.kernel_copies.are_allowed() {
             self.size_if_held(&file)
         } else {
@@ -169,20 +170,70 @@ impl<B: Backing> Engine<B> {
     /// tells: a change within one tick of the backing's clock leaves the times as they are.
     fn is_as_cached(&self, inode: &Inode<B>) -> bool {
         const SETTLED_S: i64 = 2;
-        let Ok(attr) = self
-            .object(inode)
-            .and_then(|object| self.backing.attr(&object))
-        else {
+        let Ok(object) = self.object(inode) else {
             return false;
         };
+        // Before the attributes, for what comes between the two is news.
+        let changes_by_others = self.backing.changes_by_others(&object);
+        let Ok(attr) = self.backing.attr(&object) else {
+            return false;
+        };
+        let mut cached = inode.cached.lock();
+        let before = cached.as_deref().copied();
         let now = Stamp {
             size: attr.size,
             mtime: attr.mtime,
             ctime: attr.ctime,
+            is_settled: attr.mtime.sec.max(attr.ctime.sec) + SETTLED_S < Time::now().sec,
+            changes_by_others: changes_by_others.max(before.map_or(0, |it| it.changes_by_others)),
+            pages_after: before.map_or(changes_by_others, |it| it.pages_after),
         };
-        let settled = now.mtime.sec.max(now.ctime.sec) + SETTLED_S < Time::now().sec;
-        let before = std::mem::replace(&mut *inode.cached.lock(), settled.then(|| Box::new(now)));
-        before.is_some_and(|before| *before == now)
+        *cached = Some(Box::new(now));
+        now.is_settled && !now.has_stale_pages() && before == Some(now)
+    }
+
+    /// To be called when the backing was asked about a file that the kernel may have pages of: it may have learnt of
+    /// changes by other hosts.
+    pub(crate) fn see_changes_by_others(&self, inode: &Inode<B>, object: &B::Inode) {
+        if inode.cached.lock().is_none() {
+            return;
+        }
+        let changes = self.backing.changes_by_others(object);
+        if let Some(stamp) = inode.cached.lock().as_mut() {
+            stamp.changes_by_others = stamp.changes_by_others.max(changes);
+        }
+    }
+
+    /// The last change by another host that this one knows of, if the kernel may have pages from before it. Whoever
+    /// has it drop them tells [`Engine::note_pages_dropped`].
+    pub fn stale_pages(&self, inode: InodeId) -> Option<u64> {
+        if !self.backing.finishes_files() {
+            return None;
+        }
+        let inode = self.inode(inode).ok()?;
+        let cached = inode.cached.lock();
+        let stale = cached.as_ref().filter(|stamp| stamp.has_stale_pages());
+        stale.map(|stamp| stamp.changes_by_others)
+    }
+
+    /// Bytes were read from the arena until now, and from here on are where they stand among what other hosts wrote at
+    /// the same time, which may lie over them.
+    pub(crate) fn note_drained_among_others(&self, file: &File<B>) {
+        if self.backing.finishes_files()
+            && self.kernel_reads(file) == KernelReads::Shared
+            && let Some(stamp) = file.inode.cached.lock().as_mut()
+        {
+            stamp.pages_after = 0;
+        }
+    }
+
+    /// The kernel has no page from before this change.
+    pub fn note_pages_dropped(&self, inode: InodeId, change: u64) {
+        if let Ok(inode) = self.inode(inode)
+            && let Some(stamp) = inode.cached.lock().as_mut()
+        {
+            stamp.pages_after = stamp.pages_after.max(change);
+        }
     }
 
     /// Whether the handle may write.
@@ -231,6 +282,9 @@ impl<B: Backing> Engine<B> {
     /// Where other hosts may write the file: the kernel asks for its attributes again.
     pub(crate) fn drop_kernel_attributes(&self, file: &File<B>) {
         if self.backing.finishes_files() {
+            if let Ok(object) = self.object(&file.inode) {
+                self.see_changes_by_others(&file.inode, &object);
+            }
             self.privileges.tell_attributes_changed(file.inode.id);
         }
     }

@@ -77,6 +77,18 @@ pub(crate) struct Stamp {
     pub size: u64,
     pub mtime: Time,
     pub ctime: Time,
+    /// A later change shows in the times.
+    pub is_settled: bool,
+    /// [`Backing::changes_by_others`], the last that is known.
+    pub changes_by_others: u64,
+    /// The kernel has no page from before this one of them.
+    pub pages_after: u64,
+}
+
+impl Stamp {
+    pub(crate) fn has_stale_pages(&self) -> bool {
+        self.pages_after < self.changes_by_others
+    }
 }
 
 impl<B: Backing> FileIdentity for Inode<B> {

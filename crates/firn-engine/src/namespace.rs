@@ -83,7 +83,9 @@ impl<B: Backing> Engine<B> {
                 state.pending.mtime(),
             )
         };
-        let mut attr = self.backing.attr(&self.object(inode)?)?;
+        let object = self.object(inode)?;
+        let mut attr = self.backing.attr(&object)?;
+        self.see_changes_by_others(inode, &object);
         self.see_privileges(&file, &attr);
         if pending == 0 {
             return Ok(attr);

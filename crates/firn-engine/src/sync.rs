@@ -163,7 +163,7 @@ impl<B: Backing> Engine<B> {
             (state.writer.clone(), state.pending.is_empty())
         };
         let source = writer.map_or_else(|| self.reader(file), Ok)?;
-        if self.backing.kernel_reads(&source.file) == KernelReads::Never {
+        if self.backing.kernel_reads(&source.file) == KernelReads::Shared {
             // What other hosts have synced is newer than what the arena keeps.
             self.check_cache(file)?;
         }

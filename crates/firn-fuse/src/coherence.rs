@@ -154,6 +154,27 @@ impl<B: Backing> Coherence<B> {
             });
     }
 
+    /// Calls `answer` once no reader can see what was there before a change by another host that this one has learnt of.
+    pub(crate) fn after_changes_by_others(
+        self: &Arc<Self>,
+        inode: InodeId,
+        answer: impl FnOnce() + Send + 'static,
+    ) {
+        if self.engine.stale_pages(inode).is_none() {
+            return answer();
+        }
+        let coherence = Arc::clone(self);
+        self.workers
+            .run_about(Class::Call, Topic::Pages(inode), move || {
+                // Another one may have dropped them meanwhile.
+                if let Some(change) = coherence.engine.stale_pages(inode) {
+                    Invalidate::invalidate(&*coherence, &Cached::Inode(inode));
+                    coherence.engine.note_pages_dropped(inode, change);
+                }
+                answer();
+            });
+    }
+
     /// Calls `answer` once no reader can see what was there before the write of `len` bytes.
     pub(crate) fn after_write(
         &self,

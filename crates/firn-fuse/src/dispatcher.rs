@@ -316,13 +316,14 @@ fn trace(unique: u64, caller: Caller, operation: &Operation<'_>) {
 }
 
 /// Attributes as the kernel is told of them. Asked after they were taken: what was written directly meanwhile shows.
+/// Where the kernel has pages that are to be dropped, it asks for attributes before it reads them.
 fn attributes_of<B: Backing>(
     engine: &Engine<B>,
     options: AdapterOptions,
     inode: InodeId,
     attr: firn_backing::Attr,
 ) -> Attributes {
-    let ttl = if engine.is_written_directly(inode) {
+    let ttl = if engine.is_written_directly(inode) || engine.stale_pages(inode).is_some() {
         Duration::ZERO
     } else {
         options.attr_timeout

@@ -21,6 +21,9 @@ const PIECE_BYTES: u64 = 64;
 /// As the drain gathers them.
 const PARTS_PER_WRITE: usize = 1024;
 const READER: &str = "read";
+/// Goals: of the index of a writer of strided pieces, and of a reader's memory.
+const STRIDED_BYTES_MAX: u64 = 1024;
+const MEMORY_MAX: u64 = 64 << 20;
 
 fn main() {
     let args: Vec<String> = std::env::args().skip(1).collect();
@@ -45,7 +48,7 @@ fn run(pieces: u64) {
     println!("index of a writer of {PIECES_OF_PATTERN} pieces, {PARTS_PER_WRITE} in a write");
     println!("{:<12} {:>12} {:>14}", "pattern", "bytes", "bytes a piece");
     let side = 100;
-    measure("strided", |piece| piece * 40 * PIECE_BYTES);
+    let strided = measure("strided", |piece| piece * 40 * PIECE_BYTES);
     measure("segmented", |piece| piece * PIECE_BYTES);
     measure("3-d block", |piece| {
         let (plane, row) = (piece / side, piece % side);
@@ -54,6 +57,11 @@ fn run(pieces: u64) {
     measure("irregular", |piece| {
         irregular::offset_of(piece, PIECES_OF_PATTERN) * 4
     });
+
+    println!(
+        "strided, at most {STRIDED_BYTES_MAX} bytes: {}",
+        verdict(strided <= STRIDED_BYTES_MAX)
+    );
 
     let dir = temporary();
     let begun = Instant::now();
@@ -82,23 +90,33 @@ fn read(dir: &Path, pieces: u64) {
     let reader = irregular::begin_host(dir, "r", &[]);
     irregular::check(&reader, pieces, (pieces / 2000).max(1));
     let peak = irregular::resident("VmHWM");
-    println!(
-        "read 2000 of them: {:.1} s, {:.1} MiB of memory at most",
-        begun.elapsed().as_secs_f64(),
-        peak as f64 / f64::from(1 << 20)
-    );
+    tell_memory("read 2000 of them", begun, peak);
     let begun = Instant::now();
     irregular::flatten(&reader);
     let peak = irregular::resident("VmHWM");
+    tell_memory("flattened", begun, peak);
+}
+
+fn tell_memory(what: &str, begun: Instant, peak: u64) {
+    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     println!(
-        "flattened: {:.1} s, {:.1} MiB of memory at most",
+        "{what}: {:.1} s, peak of memory {:.1} MiB, at most {} MiB: {}",
         begun.elapsed().as_secs_f64(),
-        peak as f64 / f64::from(1 << 20)
+        mib(peak),
+        mib(MEMORY_MAX),
+        verdict(peak <= MEMORY_MAX)
     );
 }
 
+fn verdict(is_reached: bool) -> &'static str {
+    match is_reached {
+        true => "reached",
+        false => "missed",
+    }
+}
+
 /// The size of the index of a host that writes pieces at these offsets and closes the file.
-fn measure(pattern: &str, offset_of: impl Fn(u64) -> u64) {
+fn measure(pattern: &str, offset_of: impl Fn(u64) -> u64) -> u64 {
     let dir = temporary();
     let alive = &["a", "keeper"];
     let me = Caller {
@@ -124,6 +142,7 @@ fn measure(pattern: &str, offset_of: impl Fn(u64) -> u64) {
         "{pattern:<12} {bytes:>12} {:>14.3}",
         bytes as f64 / PIECES_OF_PATTERN as f64
     );
+    bytes
 }
 
 /// Bytes of indexes and of sorted ones.

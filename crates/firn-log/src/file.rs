@@ -9,122 +9,29 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use crate::container::{Container, Memory, Walk};
-use crate::head::{self, Head, HeadError};
-use crate::orphans::{DEAD, unmark};
+use crate::container::{Container, Memory, Walk, next_change};
+use crate::file_id::{FileId, NEW};
+use crate::head::{self, BASE, HEAD, Head, HeadError};
+use crate::orphans::{DEAD, Found, unmark};
 use crate::resolve::{Segment, Source};
 use crate::run::Piece;
 use crate::salvage::{Report, Teller};
-use crate::seal::{Ending, Flat};
+use crate::seal::{Ending, Flat, WRITING};
 use firn_backing::lock::Mutex;
-use firn_backing::{Access, Attr, Backing, DataPart, Errno, Kind, RenameFlags, Result, Seek};
+use firn_backing::{Access, Attr, Backing, DataPart, Errno, RenameFlags, Result, Seek};
 use firn_rendezvous::{VoteDir, own};
 use parking_lot::Condvar;
 use xxhash_rust::xxh3::xxh3_64;
 
-pub(crate) const HEAD: &str = "head";
-/// The attribute with a file's number, 8 bytes.
-const NUMBER: &str = "user.firn.log";
-
-fn load_number<B: Backing>(base: &B, inode: &B::Inode) -> Result<Option<u64>> {
-    match base.get_xattr(inode, OsStr::new(NUMBER)) {
-        Ok(bytes) => Ok(bytes.try_into().ok().map(u64::from_le_bytes)),
-        Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::NOSYS) => Ok(None),
-        Err(error) => Err(error),
-    }
-}
-
-/// Before the name of a container that is made.
-const NEW: &str = "new-";
-
-/// Whether this is the name of a container that a host was making.
-pub(crate) fn is_new_container(name: &[u8], host: &str) -> bool {
-    let name = String::from_utf8_lossy(name);
-    let rest = name.strip_prefix(NEW);
-    rest.and_then(|rest| rest.rsplit_once('-'))
-        .is_some_and(|(of, _)| of == host)
-}
-
-/// Put once: bytes of the plain file that count below the first generation.
-pub(crate) const BASE: &str = "base";
 /// A file that is flattened while it is read is looked at anew; no more often than this.
 const LOOKS_MAX: usize = 100;
-
-/// Which file a container is of: an inode number, and what tells it from a later file with the same number.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) struct FileId {
-    pub(crate) ino: u64,
-    pub(crate) birth: u64,
-}
-
-impl FileId {
-    /// Which file an inode is; none if it is no file.
-    ///
-    /// Where a file system does not tell when a file was made, a file that has or may get containers has a number of
-    /// its own in an attribute: inode numbers are used again.
-    pub(crate) fn of<B: Backing>(base: &B, inode: &B::Inode, attr: &Attr) -> Result<Option<Self>> {
-        if attr.kind != Kind::File {
-            return Ok(None);
-        }
-        let birth = match attr.btime {
-            Some(time) => time.to_ns(),
-            None => load_number(base, inode)?.unwrap_or(0),
-        };
-        let ino = attr.ino;
-        Ok(Some(Self { ino, birth }))
-    }
-
-    /// The same for a file that is to get containers.
-    pub(crate) fn assign<B: Backing>(
-        base: &B,
-        inode: &B::Inode,
-        attr: &Attr,
-    ) -> Result<Option<Self>> {
-        let id = Self::of(base, inode, attr)?;
-        if attr.btime.is_some() || id.is_none_or(|id| id.birth != 0) {
-            return Ok(id);
-        }
-        // 0 is none.
-        let number = getrandom::u64().map_err(|_| Errno::IO)?.max(1);
-        let stored = number.to_le_bytes();
-        match base.set_xattr(inode, OsStr::new(NUMBER), &stored, libc::XATTR_CREATE) {
-            // Another host was first.
-            Ok(()) | Err(Errno::EXIST) => Self::of(base, inode, attr),
-            Err(error) => {
-                tracing::error!(ino = attr.ino, %error, "the file system tells neither when a file was made nor \
-                    keeps `{NUMBER}`: layout=log cannot tell files with the same inode number apart");
-                Err(error)
-            }
-        }
-    }
-
-    fn container_name(self, generation: u32) -> String {
-        format!("{:016x}-{:016x}-{generation:08x}", self.ino, self.birth)
-    }
-
-    /// The file and the generation that a container's name is of.
-    pub(crate) fn of_container(name: &[u8]) -> Option<(Self, u32)> {
-        let name = std::str::from_utf8(name).ok()?;
-        let mut fields = name.split('-');
-        let mut number = |digits: usize| {
-            let field = fields.next().filter(|field| field.len() == digits)?;
-            u64::from_str_radix(field, 16).ok()
-        };
-        let id = Self {
-            ino: number(16)?,
-            birth: number(16)?,
-        };
-        let generation = u32::try_from(number(8)?).ok()?;
-        (id.container_name(generation) == name).then_some((id, generation))
-    }
-}
 
 /// A file that has containers, or is to get one.
 pub(crate) struct LoggedFile<B: Backing> {
     pub(crate) id: FileId,
     /// The lowest first.
     generations: Mutex<Vec<Arc<Generation<B>>>>,
-    /// How often other generations were found.
+    /// The last [`next_change`] with which other generations were found; 0 before there were any.
     pub(crate) changes: AtomicU64,
     looks: Mutex<Looks>,
     looked: Condvar,
@@ -259,6 +166,13 @@ impl<B: Backing> LoggedFile<B> {
         }
     }
 
+    /// Grows each time this host learns that others have changed the file.
+    pub(crate) fn changes_by_others(&self) -> u64 {
+        let generations = self.generations.lock();
+        let last = generations.iter().map(|one| one.container.news()).max();
+        self.changes.load(Ordering::Acquire).max(last.unwrap_or(0))
+    }
+
     /// The error, if its containers cannot be read.
     fn trouble(&self) -> Result<()> {
         self.trouble.lock().map_or(Ok(()), Err)
@@ -339,7 +253,7 @@ impl<B: Backing> LoggedFile<B> {
         let old = std::mem::replace(&mut *self.generations.lock(), found);
         drop(old);
         if !is_same {
-            self.changes.fetch_add(1, Ordering::AcqRel);
+            self.changes.fetch_max(next_change(), Ordering::AcqRel);
         }
         Ok(())
     }
@@ -381,6 +295,14 @@ impl<B: Backing> LoggedFile<B> {
         let Some((dir, attr)) = own::find_dir(place.base, place.top, &name)? else {
             return Ok(None);
         };
+        let told = |file: &str, error: HeadError| {
+            tracing::error!(
+                container = name,
+                file,
+                "a container cannot be read: {error}"
+            );
+            Errno::IO
+        };
         let head = own::load(place.base, &dir, HEAD)?;
         let head = match Head::of(head.as_deref(), self.id, number) {
             Ok(head) => head,
@@ -388,20 +310,15 @@ impl<B: Backing> LoggedFile<B> {
             Err(HeadError::Missing) if own::find_dir(place.base, place.top, &name)?.is_none() => {
                 return Ok(None);
             }
-            Err(error) => {
-                tracing::error!(container = name, "a container cannot be read: {error}");
-                return Err(Errno::IO);
-            }
+            Err(error) => return Err(told(HEAD, error)),
         };
         let base_bytes = match head.is_lowest {
             false => 0,
-            true => match own::load(place.base, &dir, BASE)? {
-                Some(base) => head::decode_base(&base).map_err(|error| {
-                    tracing::error!(container = name, "a container cannot be read: {error}");
-                    Errno::IO
-                })?,
+            true => match head::load_base(place.base, &dir)? {
+                Ok(Some(base)) => base,
                 // It is being made: nobody has written to it.
-                None => return Ok(None),
+                Ok(None) => return Ok(None),
+                Err(error) => return Err(told(BASE, error)),
             },
         };
         let container = Container::open_unread(dir, &name, place.host, base_bytes, place.memory)
@@ -519,29 +436,32 @@ impl<B: Backing> LoggedFile<B> {
 
     /// Says that it is to lose its last name, or has lost it.
     pub(crate) fn mark(&self, place: &Place<'_, B>, mark: &str) -> Result<()> {
-        self.change_containers(place, &|container| {
+        self.visit_containers(place, &mut |container| {
             container.put_once(mark, place.host.as_bytes()).map(drop)
         })
     }
 
     /// It has a name still.
     pub(crate) fn unmark(&self, place: &Place<'_, B>) -> Result<()> {
-        self.change_containers(place, &|container| unmark(place.base, container))
+        self.visit_containers(place, &mut |container| unmark(place.base, container))
     }
 
-    /// Changes something in each container. One that is removed meanwhile, because the file is flat, needs it no more.
-    fn change_containers(
+    /// Does something in each container that is to be believed. One that is removed meanwhile, because the file is flat,
+    /// needs it no more.
+    fn visit_containers(
         &self,
         place: &Place<'_, B>,
-        change: &dyn Fn(&VoteDir<'_, B>) -> Result<()>,
+        visit: &mut dyn FnMut(&VoteDir<'_, B>) -> Result<()>,
     ) -> Result<()> {
         for listed in self.list(place)? {
             let name = self.id.container_name(listed.number);
-            let find = || VoteDir::find(place.base, place.top, &name, place.host);
-            let Some(container) = find()? else { continue };
-            match change(&container) {
-                Err(Errno::NOENT) if find()?.is_none() => {}
-                changed => changed?,
+            let find = || Found::find(place.base, place.top, &name, place.host);
+            let Found::Container(container) = find()? else {
+                continue;
+            };
+            match visit(&container) {
+                Err(Errno::NOENT) if matches!(find()?, Found::Gone) => {}
+                visited => visited?,
             }
         }
         Ok(())
@@ -626,9 +546,7 @@ impl<B: Backing> LoggedFile<B> {
                 if top.is_joined.load(Ordering::Acquire) && top.container.seal().is_none() {
                     return Ok(Arc::clone(top));
                 }
-                // A later container may have its name.
-                if top.is_current(place)?
-                    && let Some(ending) = top.ending(place)?
+                if let Some(ending) = top.ending(place)?
                     && ending.begin_writing()?
                 {
                     top.container.take_epoch(place.base)?;
@@ -657,11 +575,7 @@ impl<B: Backing> LoggedFile<B> {
         let random = getrandom::u64().map_err(|_| Errno::IO)?;
         let new = format!("{NEW}{}-{random:016x}", place.host);
         let dir = own::dir(place.base, place.top, &new)?;
-        let head = Head {
-            file: self.id,
-            generation: number,
-            is_lowest: last.is_none(),
-        };
+        let head = Head::first(self.id, number);
         own::store(place.base, &dir, HEAD, &head.encode())?;
         if self.is_removed.load(Ordering::Acquire) {
             own::store(place.base, &dir, DEAD, place.host.as_bytes())?;
@@ -738,18 +652,20 @@ impl<B: Backing> LoggedFile<B> {
         Ok(())
     }
 
-    /// Whether a host that lives says that it writes to it.
-    pub(crate) fn has_writers(&self, place: &Place<'_, B>, is_alive: &IsAlive<'_>) -> Result<bool> {
-        self.look_again(place)?;
-        for generation in self.all() {
-            let Some(ending) = generation.ending(place)? else {
-                continue;
-            };
-            if ending.has_writer(&|host| generation.is_written_by(host, place, is_alive))? {
-                return Ok(true);
+    /// Whether another host that lives says that it writes to it.
+    pub(crate) fn has_other_writers(
+        &self,
+        place: &Place<'_, B>,
+        is_alive: &IsAlive<'_>,
+    ) -> Result<bool> {
+        let mut has_writers = false;
+        self.visit_containers(place, &mut |container| {
+            for host in container.hosts(WRITING)? {
+                has_writers |= host != place.host && is_alive(&host)?;
             }
-        }
-        Ok(false)
+            Ok(())
+        })?;
+        Ok(has_writers)
     }
 
     /// Seals and flattens what it can, the lowest generation first.
@@ -797,6 +713,15 @@ impl<B: Backing> LoggedFile<B> {
         listed.sort_unstable();
         let mut below = plain.size;
         for listed in listed {
+            let name = self.id.container_name(listed.number);
+            let mut teller = Teller {
+                path: told.path,
+                container: &name,
+                report: told.report,
+            };
+            if !self.renew_head(place, listed.number, plain, is_alive, &mut teller)? {
+                return Ok(false);
+            }
             let Some(generation) = self.find_generation(place, listed.number)? else {
                 continue;
             };
@@ -807,17 +732,39 @@ impl<B: Backing> LoggedFile<B> {
                 continue;
             };
             let is_written_by = |host: &str| generation.is_written_by(host, place, is_alive);
-            let mut teller = Teller {
-                path: told.path,
-                container: &generation.name,
-                report: told.report,
-            };
             if !ending.give_up(plain, unit_bytes, &is_written_by, &mut teller)? {
                 return Ok(false);
             }
             below = generation.container.len();
         }
         Ok(true)
+    }
+
+    /// Makes the first files of a container anew, where they are damaged; false if somebody writes to it.
+    fn renew_head(
+        &self,
+        place: &Place<'_, B>,
+        number: u32,
+        plain: &Attr,
+        is_alive: &IsAlive<'_>,
+        teller: &mut Teller<'_>,
+    ) -> Result<bool> {
+        let name = self.id.container_name(number);
+        let Some((dir, _)) = own::find_dir(place.base, place.top, &name)? else {
+            return Ok(true);
+        };
+        let memory = place.memory;
+        let container = Container::open_unread(dir, &name, place.host, plain.size, memory);
+        let Some(ending) = Ending::of(place.base, &container, place.top, &name)? else {
+            return Ok(true);
+        };
+        let is_other_alive = |host: &str| Ok(host != place.host && is_alive(host)?);
+        ending.renew_head(
+            &Head::first(self.id, number),
+            plain,
+            &is_other_alive,
+            teller,
+        )
     }
 
     /// Removes what somebody left who had flattened it and died then, and makes whole what somebody had begun to make.
@@ -838,7 +785,7 @@ impl<B: Backing> LoggedFile<B> {
 
     /// Removes all of its containers: it has no name, and nobody has it open.
     pub(crate) fn remove(&self, place: &Place<'_, B>) -> Result<()> {
-        self.change_containers(place, &|container| container.retire())?;
+        self.visit_containers(place, &mut |container| container.retire())?;
         let old = std::mem::take(&mut *self.generations.lock());
         drop(old);
         Ok(())
@@ -846,8 +793,10 @@ impl<B: Backing> LoggedFile<B> {
 }
 
 impl<B: Backing> Generation<B> {
+    /// None if it is gone: a later container may have its name.
     fn ending<'a>(&'a self, place: &Place<'a, B>) -> Result<Option<Ending<'a, B>>> {
-        Ending::of(place.base, &self.container, place.top, &self.name)
+        let found = Ending::of(place.base, &self.container, place.top, &self.name)?;
+        Ok(found.filter(|ending| ending.votes.ino() == self.dir))
     }
 
     /// This host writes to it no more.
@@ -912,11 +861,6 @@ impl<B: Backing> Generation<B> {
             None => Ok(true),
         }
     }
-}
-
-/// Whether a name in `.firn/log` is that of a container.
-pub fn is_container(name: &[u8]) -> bool {
-    FileId::of_container(name).is_some()
 }
 
 /// Reads a stack of generations from the top down.

@@ -1,4 +1,5 @@
-//! `head`: the first file of a container, whole before the container has its name.
+//! `head` and `base`: the first files of a container. The one is whole before the container has its name, the other before
+//! anybody writes to it.
 //!
 //! ```text
 //! 0   "FIRNHEAD"
@@ -7,9 +8,12 @@
 //! 16  body, as postcard writes a `Body`: inode number, birth, generation, whether it is the first
 //! ```
 
+use firn_backing::{Backing, Errno};
+use firn_rendezvous::own;
 use serde::{Deserialize, Serialize};
 
-use crate::file::FileId;
+use crate::file_id::FileId;
+use crate::names::Writer;
 use crate::run::FILE_BYTES_MAX;
 
 const MAGIC: [u8; 8] = *b"FIRNHEAD";
@@ -26,14 +30,19 @@ pub struct Head {
     pub(crate) is_lowest: bool,
 }
 
+/// In a container.
+pub(crate) const HEAD: &str = "head";
+/// Put once: bytes of the plain file that count below the first generation.
+pub(crate) const BASE: &str = "base";
+
 /// Why a container cannot be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HeadError {
     /// The file is not there.
-    #[error("its head is missing: the container is half made or half removed")]
+    #[error("it is missing: the container is half made or half removed")]
     Missing,
     /// It is not as it was written.
-    #[error("its head is damaged")]
+    #[error("it is damaged")]
     Damaged,
     /// Another Firn made it.
     #[error(
@@ -41,7 +50,9 @@ pub enum HeadError {
     )]
     Version(u32),
     /// It was renamed, or its file is another one.
-    #[error("it says that it is of another file")]
+    #[error(
+        "it says that it is of another file: give the container its own name back, or move it away"
+    )]
     Foreign,
 }
 
@@ -54,6 +65,15 @@ struct Body {
 }
 
 impl Head {
+    /// That of the container that has a name of this file and generation: the first generation lies over the plain file.
+    pub(crate) fn first(file: FileId, generation: u32) -> Self {
+        Self {
+            file,
+            generation,
+            is_lowest: generation == 0,
+        }
+    }
+
     /// Its bytes.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let body = Body {
@@ -129,6 +149,35 @@ pub(crate) fn decode_base(bytes: &[u8]) -> Result<u64, HeadError> {
     match base <= FILE_BYTES_MAX && encode_base(base) == bytes {
         true => Ok(base),
         false => Err(HeadError::Damaged),
+    }
+}
+
+/// The same of a container; none if nobody has written to it.
+pub(crate) fn load_base<B: Backing>(
+    base: &B,
+    dir: &B::Inode,
+) -> Result<Result<Option<u64>, HeadError>, Errno> {
+    if let Some(bytes) = own::load(base, dir, BASE)? {
+        return Ok(decode_base(&bytes).map(Some));
+    }
+    if !has_index(base, dir)? {
+        return Ok(Ok(None));
+    }
+    // Put since it was looked for.
+    Ok(match own::load(base, dir, BASE)? {
+        Some(bytes) => decode_base(&bytes).map(Some),
+        None => Err(HeadError::Missing),
+    })
+}
+
+/// Whether somebody has written to a container, which may be gone.
+fn has_index<B: Backing>(base: &B, dir: &B::Inode) -> Result<bool, Errno> {
+    match own::list(base, dir) {
+        Ok(names) => Ok(names
+            .iter()
+            .any(|(name, ..)| Writer::of_index(name).is_some())),
+        Err(Errno::NOENT | Errno::STALE) => Ok(false),
+        Err(error) => Err(error),
     }
 }
 

@@ -22,11 +22,36 @@ use firn_rendezvous::own::{self, TOP};
 use firn_rendezvous::{OwnError, VoteDir};
 
 use crate::backing::{CONTAINERS, Liveness};
-use crate::file::{BASE, FileId, is_new_container};
+use crate::file_id::{FileId, is_new_container};
+use crate::head::BASE;
+use crate::names::Writer;
 use crate::seal::WRITING;
 
 pub(crate) const DYING: &str = "dying";
 pub(crate) const DEAD: &str = "dead";
+
+/// The directory of a container.
+pub(crate) enum Found<'a, B: Backing> {
+    Container(VoteDir<'a, B>),
+    /// It is not this user's, or open to others: nothing in it is read or changed.
+    Distrusted,
+    Gone,
+}
+
+impl<'a, B: Backing> Found<'a, B> {
+    /// Looks for the container of this name.
+    pub(crate) fn find(base: &'a B, top: &B::Inode, name: &str, host: &'a str) -> Result<Self> {
+        match VoteDir::find(base, top, name, host) {
+            Ok(Some(container)) => Ok(Self::Container(container)),
+            Ok(None) => Ok(Self::Gone),
+            Err(OwnError::Backing(error)) => Err(error),
+            Err(error) => {
+                tracing::warn!("a container is left as it is: {error}");
+                Ok(Self::Distrusted)
+            }
+        }
+    }
+}
 
 /// Takes the marks from a container.
 pub(crate) fn unmark<B: Backing>(base: &B, container: &VoteDir<'_, B>) -> Result<()> {
@@ -124,7 +149,7 @@ pub(crate) fn find_orphans<B: Backing>(
 ) -> Result<Orphans> {
     let Searched { found, missing } = search_files(base, top)?;
     for (_, name) in found {
-        if let Some(container) = VoteDir::find(base, top, &name, host)?
+        if let Found::Container(container) = Found::find(base, top, &name, host)?
             && container.names()?.contains(DYING)
         {
             unmark(base, &container)?;
@@ -132,8 +157,13 @@ pub(crate) fn find_orphans<B: Backing>(
     }
     let mut orphans = Orphans::default();
     for (_, name) in missing {
-        let Some(container) = VoteDir::find(base, top, &name, host)? else {
-            continue;
+        let container = match Found::find(base, top, &name, host)? {
+            Found::Container(container) => container,
+            Found::Distrusted => {
+                orphans.lost.push(name);
+                continue;
+            }
+            Found::Gone => continue,
         };
         let names = container.names()?;
         if !is_marked(&names) && !is_unused(&name, &names) {
@@ -155,11 +185,16 @@ pub fn find_lost<B: Backing>(base: &B) -> Result<Vec<String>> {
     };
     let mut lost = Vec::new();
     for (_, name) in search_files(base, &top)?.missing {
-        if let Some(container) = VoteDir::find(base, &top, &name, "")? {
-            let names = container.names()?;
-            if !is_marked(&names) && !is_unused(&name, &names) {
-                lost.push(name);
+        let is_lost = match Found::find(base, &top, &name, "")? {
+            Found::Container(container) => {
+                let names = container.names()?;
+                !is_marked(&names) && !is_unused(&name, &names)
             }
+            Found::Distrusted => true,
+            Found::Gone => false,
+        };
+        if is_lost {
+            lost.push(name);
         }
     }
     Ok(lost)
@@ -191,7 +226,12 @@ fn is_marked(names: &BTreeSet<String>) -> bool {
 /// Whether nobody has written to a container: its maker died.
 fn is_unused(name: &str, names: &BTreeSet<String>) -> bool {
     let is_first = FileId::of_container(name.as_bytes()).is_some_and(|(_, number)| number == 0);
-    is_first && !names.contains(BASE)
+    let has_index = || {
+        names
+            .iter()
+            .any(|name| Writer::of_index(name.as_bytes()).is_some())
+    };
+    is_first && !names.contains(BASE) && !has_index()
 }
 
 fn list_containers<B: Backing>(base: &B, top: &B::Inode) -> Result<Vec<(FileId, String)>> {

@@ -62,6 +62,20 @@ pub struct Segment {
     pub source: Source,
 }
 
+impl Segment {
+    /// Takes its first bytes, so many at most, and leaves the others.
+    pub(crate) fn take_first(&mut self, bytes: u64) -> Self {
+        let mut first = self.clone();
+        let end = self.file.end.min(self.file.start + bytes);
+        if let Source::Log { position, .. } = &mut self.source {
+            *position += end - self.file.start;
+        }
+        first.file.end = end;
+        self.file.start = end;
+        first
+    }
+}
+
 /// Where the bytes of a run are, one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {

@@ -5,6 +5,8 @@
 //! * What is given up is written into the seal, so that all hosts flatten the same bytes, whoever dies. What can be read
 //!   stays as it is: bytes of a log that are damaged become zeros, where no newer change has covered them; a part of an
 //!   index that is no frame is left out, and what it said is not known.
+//! * A damaged `head` or `base` is made anew with what it had: the container's name says the one, the length of the plain
+//!   file the other.
 //! * What a host may still write to is not touched, and a backing that fails to read is no loss.
 
 use std::collections::BTreeMap;
@@ -14,9 +16,9 @@ use std::path::{Path, PathBuf};
 use firn_backing::{Access, Attr, Backing, Errno, Result};
 use firn_rendezvous::own;
 
-use crate::container::{
-    Container, Unreadable, Walk, find_frame_after, has_synced_frame_after, read_index,
-};
+use crate::container::{Container, Unreadable, Walk};
+use crate::head::{BASE, HEAD, Head, HeadError, encode_base, load_base};
+use crate::index_reader::{find_frame_after, has_synced_frame_after, read_index};
 use crate::names::Writer;
 use crate::resolve::WriterId;
 use crate::seal::{ALL, DONE, Ending, SEAL_NAME, Seal};
@@ -55,6 +57,13 @@ pub enum LostPart {
     },
     /// What counted: whatever is there counts.
     Seal,
+    /// What the container is of: it is what its name says.
+    Head,
+    /// How much of the plain file counts below the logs: all of it.
+    Base {
+        /// Bytes of the plain file.
+        bytes: u64,
+    },
 }
 
 /// Where losses are told.
@@ -91,6 +100,51 @@ struct Salvaged {
 }
 
 impl<B: Backing> Ending<'_, B> {
+    /// Makes `head` and `base` anew where they are missing or damaged; false if a host writes that `is_alive` says to live.
+    ///
+    /// From the moment at which `base` was put, nobody changes the plain file but to flatten this container, which cuts off
+    /// what counts no more, and then writes bytes that are in logs: where the file is longer by that than it was, it has what
+    /// the logs have, or holes. So its length does instead of the one that it had.
+    pub(crate) fn renew_head(
+        &self,
+        head: &Head,
+        plain: &Attr,
+        is_alive: &dyn Fn(&str) -> Result<bool>,
+        teller: &mut Teller<'_>,
+    ) -> Result<bool> {
+        let dir = self.votes.dir();
+        let found = own::load(self.base, dir, HEAD)?;
+        let is_head_lost = match Head::of(found.as_deref(), head.file, head.generation) {
+            Err(HeadError::Missing | HeadError::Damaged) => true,
+            // One of another version or file is not damaged.
+            Ok(_) | Err(HeadError::Version(_) | HeadError::Foreign) => false,
+        };
+        let is_base_lost = head.is_lowest && load_base(self.base, dir)?.is_err();
+        if !is_head_lost && !is_base_lost {
+            return Ok(true);
+        }
+        if !self.close(is_alive)? {
+            return Ok(false);
+        }
+        self.alone(&mut || {
+            let bytes = plain.size;
+            if is_head_lost {
+                teller.tell(LostPart::Head)?;
+            }
+            if is_base_lost {
+                teller.tell(LostPart::Base { bytes })?;
+            }
+            teller.report.sync()?;
+            if is_head_lost {
+                own::store(self.base, dir, HEAD, &head.encode())?;
+            }
+            match is_base_lost {
+                true => own::store(self.base, dir, BASE, &encode_base(bytes)),
+                false => Ok(()),
+            }
+        })
+    }
+
     /// Gives up what cannot be read; false if a host writes that `is_alive` says to live.
     pub(crate) fn give_up(
         &self,

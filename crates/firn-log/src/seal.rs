@@ -47,8 +47,11 @@ const WHOLE: &str = "whole";
 pub(crate) const WRITING: &str = "w-";
 /// Bytes of the plain file that one host writes at a time, unless the file system's stripes ask for others.
 pub const UNIT_BYTES: u64 = 256 << 20;
-/// Bytes that are read from logs before they are written.
-const COPY_BYTES: u64 = 16 << 20;
+/// Bytes that are read from logs before they are written: so many of each log follow each other that a disk does not seek
+/// for most of its time.
+const COPY_BYTES: u64 = 4 << 20;
+/// Pieces of them, each of which takes some memory.
+const COPY_PIECES: usize = 4096;
 
 /// What counts of a container.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -368,30 +371,47 @@ impl<'a, B: Backing> Ending<'a, B> {
             if segments.is_empty() {
                 break;
             }
+            let mut batch = Vec::new();
             for segment in segments {
                 match segment.source {
-                    Source::Log { .. } => self.copy(&segment, plain)?,
+                    Source::Log { .. } => self.gather(segment, &mut batch, plain)?,
                     Source::Zeros => self.write_zeros(segment.file, plain)?,
                     Source::Plain | Source::Hole => {}
                 }
             }
+            self.copy(&mut batch, plain)?;
         }
         self.base.sync(plain, false)?;
         self.votes.put_once(&done_name(unit), b"").map(drop)
     }
 
-    /// Copies bytes of a log to their place.
-    fn copy(&self, segment: &Segment, plain: &B::File) -> Result<()> {
-        let Range { mut start, end } = segment.file;
-        let mut buf = vec![0; COPY_BYTES.min(end - start) as usize];
-        while start < end {
-            let part = &mut buf[..COPY_BYTES.min(end - start) as usize];
-            self.container
-                .read_segment(self.base, segment, start, part)?;
-            own::write_all(self.base, plain, part, start)?;
-            start += part.len() as u64;
+    /// Adds a segment to those that are copied at once, and copies what is enough.
+    fn gather(
+        &self,
+        mut segment: Segment,
+        batch: &mut Vec<Segment>,
+        plain: &B::File,
+    ) -> Result<()> {
+        while !segment.file.is_empty() {
+            let room = room_in(batch, segment.file.start);
+            if room == 0 {
+                self.copy(batch, plain)?;
+                continue;
+            }
+            batch.push(segment.take_first(room));
         }
         Ok(())
+    }
+
+    /// Copies bytes of logs to their place in the file, where they follow each other.
+    fn copy(&self, batch: &mut Vec<Segment>, plain: &B::File) -> Result<()> {
+        let batch = std::mem::take(batch);
+        let (Some(first), Some(last)) = (batch.first(), batch.last()) else {
+            return Ok(());
+        };
+        let mut buf = vec![0; (last.file.end - first.file.start) as usize];
+        self.container.read_segments(self.base, &batch, &mut buf)?;
+        own::write_all(self.base, plain, &buf, first.file.start)
     }
 
     /// As far as the plain file has bytes there.
@@ -441,9 +461,64 @@ impl<'a, B: Backing> Ending<'a, B> {
     }
 }
 
+/// Bytes that a batch takes of a segment that begins at `start` in the file.
+fn room_in(batch: &[Segment], start: u64) -> u64 {
+    let (Some(first), Some(last)) = (batch.first(), batch.last()) else {
+        return COPY_BYTES;
+    };
+    match last.file.end == start && batch.len() < COPY_PIECES {
+        true => COPY_BYTES.saturating_sub(start - first.file.start),
+        false => 0,
+    }
+}
+
 /// Before a unit's number: it is in the plain file.
 pub(crate) const DONE: &str = "done-";
 
 fn done_name(unit: u64) -> String {
     format!("{DONE}{unit}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::resolve::{Key, WriterId};
+
+    fn segment(file: Range<u64>, position: u64) -> Segment {
+        let writer = WriterId { host: 1, life: 1 };
+        let key = Key {
+            epoch: 1,
+            writer,
+            frame: 0,
+        };
+        Segment {
+            file,
+            source: Source::Log {
+                log: 0,
+                position,
+                key,
+            },
+        }
+    }
+
+    #[test]
+    fn a_batch_ends_where_it_is_full_or_the_file_has_a_gap() {
+        assert_eq!(room_in(&[], 7), COPY_BYTES);
+        let batch = [segment(100..200, 0)];
+        assert_eq!(room_in(&batch, 200), COPY_BYTES - 100);
+        assert_eq!(room_in(&batch, 201), 0);
+        let full = [segment(100..100 + COPY_BYTES, 0)];
+        assert_eq!(room_in(&full, 100 + COPY_BYTES), 0);
+        let many = vec![segment(0..1, 0); COPY_PIECES];
+        assert_eq!(room_in(&many, 1), 0);
+    }
+
+    #[test]
+    fn what_is_left_of_a_segment_goes_on_in_its_log() {
+        let mut rest = segment(100..200, 5000);
+        assert_eq!(rest.take_first(30), segment(100..130, 5000));
+        assert_eq!(rest, segment(130..200, 5030));
+        assert_eq!(rest.take_first(1000), segment(130..200, 5030));
+        assert!(rest.file.is_empty());
+    }
 }

@@ -9,10 +9,10 @@ use firn_rendezvous::own::{self, TOP};
 use firn_rendezvous::{OwnError, VoteDir};
 
 use crate::backing::CONTAINERS;
-use crate::container::{INDEX_READ_BYTES, has_synced_frame_after, read_exact};
-use crate::file::{BASE, FileId, HEAD};
+use crate::file_id::FileId;
 use crate::frame::{CHECKED_BYTES, Change, Frame, Next, Written};
-use crate::head::{self, Head, HeadError};
+use crate::head::{self, BASE, HEAD, Head, HeadError};
+use crate::index_reader::{INDEX_READ_BYTES, has_synced_frame_after, read_exact};
 use crate::names::Writer;
 use crate::seal::{SEAL_NAME, Seal};
 use crate::table::Table;
@@ -208,8 +208,11 @@ impl<B: Backing> Verifier<'_, B> {
             file: BASE,
             host: None,
         };
-        if let Some(Some(base)) = self.trust(Some(&subject), own::load(self.base, dir, BASE))?
-            && let Err(error) = head::decode_base(&base)
+        if generation == 0
+            && self
+                .trust(Some(&subject), own::load(self.base, dir, BASE))?
+                .is_some()
+            && let Err(error) = head::load_base(self.base, dir)?
         {
             self.tell(Some(&subject), None, Fault::Head(error));
         }

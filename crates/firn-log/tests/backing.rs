@@ -11,6 +11,7 @@ use firn_backing::sim::Fault;
 use firn_backing::{Access, Backing, DataPart, Errno, RenameFlags, SimBacking, suite};
 use firn_log::frame::PIECES_MAX;
 use firn_log::{LogBacking, Setup};
+use firn_rendezvous::own;
 use firn_transact::PlainBacking;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -134,6 +135,55 @@ fn regression_a_file_that_becomes_flat_meanwhile_is_removed() {
         assert_eq!(containers(&disk), 0, "call {at}");
     }
     assert!(flat > 0, "it never became flat meanwhile");
+}
+
+/// A disk that is full at any page that flattening asks for: nobody reads other bytes, and the next try goes on.
+///
+/// Proves S-log-5.
+#[test]
+fn a_disk_that_is_full_while_a_file_is_flattened_costs_nothing() {
+    const ROOM: u64 = 1 << 30;
+    let mut failed = 0;
+    for pages in 0..70 {
+        let disk = SimBacking::new();
+        let hosts = ["a", "b"].map(|host| logged_by(&disk.another_process(), host));
+        let mut random = StdRng::seed_from_u64(pages / 10);
+        let mut expected = HashMap::new();
+        for host in [0, 1, 0] {
+            write_some(&hosts[host], "x", &mut random, &mut expected);
+        }
+        disk.set_capacity(Some(ROOM));
+        let free = disk.statfs().expect("statfs");
+        let used = ROOM - free.blocks_free * free.block_size;
+        disk.set_capacity(Some(used + pages % 10 * 8 * free.block_size));
+        for _ in 0..2 {
+            for host in &hosts {
+                let error = host.settle().error;
+                assert!(
+                    matches!(error, None | Some(Errno::NOSPC)),
+                    "{pages} pages: {error:?}"
+                );
+                failed += usize::from(error.is_some());
+                for reader in &hosts {
+                    assert!(
+                        read(reader, "x").as_ref() == expected.get("x"),
+                        "{pages} pages"
+                    );
+                }
+            }
+        }
+        disk.set_capacity(None);
+        for host in [0, 1, 0] {
+            assert_eq!(hosts[host].settle().error, None, "{pages} pages");
+        }
+        let plain = PlainBacking::new(disk.clone());
+        assert!(
+            read(&plain, "x").as_ref() == expected.get("x"),
+            "{pages} pages"
+        );
+        assert_eq!(containers(&disk), 0, "{pages} pages");
+    }
+    assert!(failed > 20, "{failed}: the disk was not full");
 }
 
 const HOSTS: [&str; 3] = ["a", "b", "c"];
@@ -284,7 +334,8 @@ fn a_frame_speaks_of_so_many_parts_and_the_next_one_of_the_rest() {
 
 fn rename<'n>(host: &Logged, from: &'n str, to: &'n str, expected: &mut HashMap<&'n str, Vec<u8>>) {
     let root = host.root();
-    let (from_name, to_name) = (OsStr::new(from), OsStr::new(to));
+    let from_name = OsStr::new(from);
+    let to_name = OsStr::new(to);
     let renamed = host.rename(&root, from_name, &root, to_name, RenameFlags::empty());
     match expected.remove(from) {
         Some(bytes) => {
@@ -338,10 +389,8 @@ fn a_file_that_another_host_removes_is_whole_or_stale() {
     for replaces in [false, true] {
         for wakes in [false, true] {
             let disk = SimBacking::new();
-            let (a, b) = (
-                logged_by(&disk.another_process(), "a"),
-                logged_by(&disk.another_process(), "b"),
-            );
+            let a = logged_by(&disk.another_process(), "a");
+            let b = logged_by(&disk.another_process(), "b");
             let mut expected = HashMap::from([("x", b"bytes in a log".to_vec())]);
             let mut random = StdRng::seed_from_u64(1);
             let writer = written_by(&a, "x", b"bytes in a log");
@@ -387,14 +436,63 @@ fn a_file_that_another_host_removes_is_whole_or_stale() {
     }
 }
 
+/// What is left of a removed file, once a new one has its inode number, is not the new file's.
+///
+/// Proves S-log-41.
+#[test]
+fn logs_of_a_removed_file_are_not_those_of_a_new_one() {
+    let disk = SimBacking::new();
+    let a = logged_by(&disk.another_process(), "a");
+    drop(written_by(&a, "x", b"bytes in a log"));
+    // Beside Firn: the old file goes, and a new one has its number.
+    let root = disk.root();
+    disk.unlink(&root, OsStr::new("x")).expect("unlink");
+    let me = suite::own_caller();
+    let made = disk.create(&me, &root, OsStr::new("y"), 0o644);
+    let (_, file, attr) = made.expect("create");
+    disk.write_at(&file, &[IoSlice::new(b"plain")], 0)
+        .expect("write");
+    let (firn, _) = disk.lookup(&root, OsStr::new(".firn")).expect("lookup");
+    let (top, _) = disk.lookup(&firn, OsStr::new("log")).expect("lookup");
+    let listed = own::list(&disk, &top).expect("list");
+    let old = String::from_utf8(listed[0].0.clone()).expect("a name");
+    let (_, rest) = old.split_once('-').expect("number and birth");
+    let new = format!("{:016x}-{rest}", attr.ino);
+    let old = OsStr::new(&old);
+    let flags = RenameFlags::empty();
+    disk.rename(&top, old, &top, OsStr::new(&new), flags)
+        .expect("rename");
+
+    let hosts = ["b", "c"].map(|host| logged_by(&disk.another_process(), host));
+    for host in &hosts {
+        assert_eq!(read(host, "y"), Some(b"plain".to_vec()));
+    }
+    let (inode, _) = hosts[0]
+        .lookup(&hosts[0].root(), OsStr::new("y"))
+        .expect("lookup");
+    let file = hosts[0].open(&inode, Access::ReadWrite).expect("open");
+    hosts[0]
+        .write_at(&file, &[IoSlice::new(b"new")], 3)
+        .expect("write");
+    drop(file);
+    for host in [&hosts[1], &hosts[0]] {
+        assert_eq!(read(host, "y"), Some(b"planew".to_vec()));
+        assert_eq!(host.settle().error, None);
+    }
+    assert_eq!(
+        read(&PlainBacking::new(disk), "y"),
+        Some(b"planew".to_vec())
+    );
+    let orphans = hosts[1].find_orphans().expect("find");
+    assert_eq!(orphans.lost, [new], "it is kept, and named");
+}
+
 /// The same for a file that was flat before: its bytes are there for whoever has it open.
 #[test]
 fn a_file_that_is_flat_is_whole_for_who_has_it_open() {
     let disk = SimBacking::new();
-    let (a, b) = (
-        logged_by(&disk.another_process(), "a"),
-        logged_by(&disk.another_process(), "b"),
-    );
+    let a = logged_by(&disk.another_process(), "a");
+    let b = logged_by(&disk.another_process(), "b");
     let writer = written_by(&a, "x", b"bytes in a log");
     let (inode, _) = b.lookup(&b.root(), OsStr::new("x")).expect("lookup");
     let reader = b.open(&inode, Access::Read).expect("open");

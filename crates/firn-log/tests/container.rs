@@ -3,6 +3,8 @@
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_backing::{Access, Backing, DataPart, Errno, SimBacking, suite};
 use firn_log::{Container, Ending, Flat, Memory};
@@ -55,6 +57,15 @@ struct Host {
 
 impl Host {
     fn open(disk: SimBacking, name: &str, base_bytes: u64) -> Result<Self, Errno> {
+        Self::with_memory(disk, name, base_bytes, MEMORY_BYTES)
+    }
+
+    fn with_memory(
+        disk: SimBacking,
+        name: &str,
+        base_bytes: u64,
+        memory_bytes: u64,
+    ) -> Result<Self, Errno> {
         let root = disk.root();
         let (inode, _) = disk.lookup(&root, OsStr::new("file"))?;
         let plain = disk.open(&inode, Access::Read)?;
@@ -65,7 +76,7 @@ impl Host {
             "logs",
             name,
             base_bytes,
-            &Memory::new(MEMORY_BYTES),
+            &Memory::new(memory_bytes),
         )?;
         Ok(Self {
             disk,
@@ -86,6 +97,27 @@ impl Host {
         let count = self.container.read(&self.disk, &below, &mut bytes, 0)?;
         bytes.truncate(count);
         Ok(bytes)
+    }
+
+    /// Reads the records at these offsets one by one; how often the backing was read.
+    fn count_reads(&self, offsets: &[u64], record: &[u8]) -> u64 {
+        let count = Arc::new(AtomicU64::new(0));
+        let counted = Arc::clone(&count);
+        self.disk.set_plan(move |call, _| {
+            counted.fetch_add(u64::from(call == "read_at"), Ordering::Relaxed);
+            None
+        });
+        let below = |buf: &mut [u8], offset| self.disk.read_at(&self.plain, buf, offset);
+        for offset in offsets {
+            let mut bytes = vec![0xee; record.len()];
+            let found = self
+                .container
+                .read(&self.disk, &below, &mut bytes, *offset)
+                .expect("read");
+            assert!(found == record.len() && bytes == record);
+        }
+        self.disk.clear_plan();
+        count.load(Ordering::Relaxed)
     }
 
     fn ending(&self) -> Result<Option<Ending<'_, SimBacking>>, Errno> {
@@ -132,7 +164,8 @@ impl Change {
         if random.random_ratio(1, 8) {
             return Self::Cut(random.random_range(0..FILE_BYTES + 500));
         }
-        let (len, gap) = (random.random_range(1..300), random.random_range(0..300));
+        let len = random.random_range(1..300);
+        let gap = random.random_range(0..300);
         let first = random.random_range(0..FILE_BYTES);
         let parts = (0..random.random_range(1..5)).map(|number| {
             let mut data = vec![0; len as usize];
@@ -154,6 +187,26 @@ impl Change {
             }
         }
     }
+}
+
+/// Of another host's log each MiB is read once, when its checksum is compared; an own log in parts that grow.
+#[test]
+fn records_are_read_in_large_parts_of_their_log() {
+    const COUNT: u64 = 128;
+    let world = World::new(0);
+    let host =
+        |name| Host::with_memory(world.disk.another_process(), name, 0, 32 << 20).expect("a host");
+    let writer = host("writer");
+    let reader = host("reader");
+    let record: Vec<u8> = (0..16 << 10).map(|at| ((at * 7) >> 3) as u8).collect();
+    let offsets: Vec<u64> = (0..COUNT).map(|n| n * 3 * record.len() as u64).collect();
+    let parts = offsets.iter().map(|offset| (*offset, record.clone()));
+    let change = Change::Write(parts.collect());
+    writer.apply(&change).expect("write");
+    reader.container.refresh(&reader.disk).expect("refresh");
+    assert_eq!(reader.count_reads(&offsets, &record), 2);
+    let own = writer.count_reads(&offsets, &record);
+    assert!((2..=COUNT / 8).contains(&own), "{own} reads of an own log");
 }
 
 /// Each change is published before the next one is made by a host that has looked: every host sees the same file as if
@@ -263,7 +316,8 @@ fn a_host_that_dies_leaves_whole_changes() {
 /// error, and never other bytes.
 #[test]
 fn without_power_no_byte_is_wrong() {
-    let (mut lost, mut unreadable) = (0, 0);
+    let mut lost = 0;
+    let mut unreadable = 0;
     for seed in 0..SEEDS {
         let mut random = StdRng::seed_from_u64(seed);
         let world = World::new(0);
@@ -513,7 +567,8 @@ fn a_file_is_flattened_whoever_dies() {
 #[test]
 fn a_container_ends_with_its_last_writer() {
     let world = World::new(0);
-    let (a, b) = (world.host("a"), world.host("b"));
+    let a = world.host("a");
+    let b = world.host("b");
     let ending = |host: &Host| host.flatten().expect("flatten");
     assert!(
         a.ending()

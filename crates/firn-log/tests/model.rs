@@ -5,6 +5,10 @@
 //! closed or synced before its host opened or synced the file. Each byte must be that of a change after which none
 //! comes that has the byte, and all hosts, and the flat file, must agree on which.
 //!
+//! The same where listings of directories lag: a host need not learn of others before it has read them anew. What it reads
+//! until then is what the file once had, and nothing of what others write is lost by what it does. And the same where hosts
+//! are taken for dead, one and all, and go on.
+//!
 //! `FIRN_OPS` asks for more operations, `FIRN_SEED` for other seeds.
 
 use std::collections::{HashMap, HashSet};
@@ -15,7 +19,7 @@ use std::time::Duration;
 
 mod common;
 
-use common::{Ground, SimLanes, containers, read};
+use common::{Ground, SimLanes, containers, read, read_unchecked};
 use firn_backing::{Access, Backing, Errno, RenameFlags, SimBacking, suite};
 use firn_log::{LogBacking, Setup};
 use parking_lot::Mutex;
@@ -26,6 +30,8 @@ const HOSTS: [&str; 3] = ["a", "b", "c"];
 const NAMES: [&str; 3] = ["x", "y", "z"];
 const FILE_BYTES: u64 = 400;
 const STEPS: u64 = 80;
+/// Where listings lag, hosts read them anew after so many steps, and agree then.
+const LAG_STEPS: u32 = 6;
 
 fn seeds(count: u64) -> std::ops::Range<u64> {
     let number = |name: &str| std::env::var(name).ok()?.parse::<u64>().ok();
@@ -108,20 +114,20 @@ impl Model {
     }
 
     /// Values that a byte may have; none is one after the end, or a hole.
-    fn candidates(&self, offset: u64) -> HashSet<Option<u8>> {
+    fn candidates(&self, offset: u64) -> Vec<Option<u8>> {
         let numbered = self.ops.iter().enumerate();
         let here: Vec<(&Op, Option<u8>)> = numbered
             .filter_map(|(number, op)| Some((op, op.at(offset, mark(number))?)))
             .collect();
         let certain = || here.iter().filter(|(op, _)| !op.is_doubtful);
         let is_last = |op: &Op| !certain().any(|(other, _)| op.is_before(other));
-        let mut values: HashSet<Option<u8>> = here
+        let mut values: Vec<Option<u8>> = here
             .iter()
             .filter(|(op, _)| is_last(op))
             .map(|(_, value)| *value)
             .collect();
         if certain().next().is_none() {
-            values.insert(None);
+            values.push(None);
         }
         values
     }
@@ -140,6 +146,14 @@ impl Model {
         };
         let stays = ends.filter(|(op, end)| !may_be_cut(op, *end));
         stays.map(|(_, end)| end).max().unwrap_or(0)
+    }
+
+    /// Whether a byte once had this value, or may have been a hole or cut off.
+    fn knows(&self, offset: u64, byte: u8) -> bool {
+        let made = |number: &usize| mark(*number) == byte;
+        let number = (0..self.ops.len()).find(made);
+        let has_byte = |number: usize| self.ops[number].at(offset, byte) == Some(Some(byte));
+        byte == 0 || number.is_some_and(has_byte)
     }
 
     fn check(&self, bytes: &[u8]) -> Result<(), String> {
@@ -177,8 +191,21 @@ struct Host<G: Ground> {
     open: Vec<(u64, File<G>)>,
 }
 
+/// What is not as it should be.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Trouble {
+    None,
+    /// Listings of directories lag.
+    Lag,
+    /// Hosts are taken for dead that are not.
+    Stall,
+}
+
 struct World<G: Ground> {
     seed: u64,
+    trouble: Trouble,
+    /// How often a host saw less for that.
+    outdated: u64,
     random: StdRng,
     ground: G,
     /// The ground as it is without logs.
@@ -192,13 +219,15 @@ struct World<G: Ground> {
 }
 
 impl<G: Ground> World<G> {
-    fn new(seed: u64) -> Self {
+    fn new(seed: u64, trouble: Trouble) -> Self {
         let ground = G::new();
         let alive: HashSet<String> = HOSTS.map(String::from).into();
         let alive = Arc::new(Mutex::new(alive));
         let hosts = HOSTS.map(|name| begin_host(&ground, name, &alive));
         Self {
             seed,
+            trouble,
+            outdated: 0,
             random: StdRng::seed_from_u64(seed),
             plain: ground.open("plain"),
             ground,
@@ -223,7 +252,24 @@ impl<G: Ground> World<G> {
         NAMES[self.random.random_range(0..NAMES.len())]
     }
 
+    fn lags(&self) -> bool {
+        self.trouble == Trouble::Lag
+    }
+
+    /// Others take a host for dead that they took to live, or see it again.
+    fn stall(&mut self) {
+        let host = HOSTS[self.random.random_range(0..HOSTS.len())];
+        let was_alive = self.alive.lock().remove(host);
+        if !was_alive {
+            self.alive.lock().insert(host.into());
+        }
+        self.note(format!("{host} is taken for dead: {was_alive}"));
+    }
+
     fn step(&mut self) {
+        if self.trouble == Trouble::Stall && self.random.random_ratio(1, 8) {
+            self.stall();
+        }
         let host = self.random.random_range(0..HOSTS.len());
         let dies = self.random.random_ratio(1, 25);
         if dies {
@@ -242,7 +288,7 @@ impl<G: Ground> World<G> {
         if dies {
             self.kill(host);
         }
-        self.check();
+        self.check_step();
     }
 
     /// None if the host died in it.
@@ -255,9 +301,27 @@ impl<G: Ground> World<G> {
         }
     }
 
+    /// Whether the host reads all listings anew from here on.
+    fn begin_look(&mut self, host: usize) -> bool {
+        let looks = !self.lags() || self.random.random();
+        if looks {
+            self.hosts[host].ground.set_listing_lag(None);
+        }
+        looks
+    }
+
+    /// Whether listings lag again for the host.
+    fn end_look(&mut self, host: usize) {
+        if self.lags() {
+            let seed = self.random.random();
+            self.hosts[host].ground.set_listing_lag(Some(seed));
+        }
+    }
+
     fn open(&mut self, host: usize) {
         let name = self.name();
-        self.note(format!("{} opens {name}", HOSTS[host]));
+        let looks = self.begin_look(host);
+        self.note(format!("{} opens {name}, looks: {looks}", HOSTS[host]));
         let backing = &self.hosts[host].backing;
         let root = backing.root();
         let opened = match backing.lookup(&root, OsStr::new(name)) {
@@ -274,9 +338,13 @@ impl<G: Ground> World<G> {
         };
         if let Some((ino, file)) = self.done(host, "open", opened) {
             self.names.insert(name, ino);
-            self.models.entry(ino).or_default().learn(host);
+            let model = self.models.entry(ino).or_default();
+            if looks {
+                model.learn(host);
+            }
             self.hosts[host].open.push((ino, file));
         }
+        self.end_look(host);
     }
 
     /// One of the files that a host has open.
@@ -319,15 +387,20 @@ impl<G: Ground> World<G> {
         let Some(opened) = self.opened(host) else {
             return;
         };
+        let looks = self.begin_look(host);
         let Host { backing, open, .. } = &self.hosts[host];
         let (ino, file) = &open[opened];
-        let (ino, outcome) = (*ino, backing.sync(file, false));
-        self.note(format!("{} syncs {ino}", HOSTS[host]));
+        let ino = *ino;
+        let outcome = backing.sync(file, false);
+        self.note(format!("{} syncs {ino}, looks: {looks}", HOSTS[host]));
         if self.done(host, "sync", outcome).is_some() {
             let model = self.models.get_mut(&ino).expect("known");
             model.publish(host);
-            model.learn(host);
+            if looks {
+                model.learn(host);
+            }
         }
+        self.end_look(host);
     }
 
     fn close(&mut self, host: usize) {
@@ -350,14 +423,16 @@ impl<G: Ground> World<G> {
     }
 
     fn rename(&mut self, host: usize) {
-        let (from, to) = (self.name(), self.name());
+        let from = self.name();
+        let to = self.name();
         self.note(format!("{} renames {from} to {to}", HOSTS[host]));
         if from != to {
             self.close_elsewhere(host, to);
         }
         let backing = &self.hosts[host].backing;
         let root = backing.root();
-        let (from_name, to_name) = (OsStr::new(from), OsStr::new(to));
+        let from_name = OsStr::new(from);
+        let to_name = OsStr::new(to);
         let outcome = backing.rename(&root, from_name, &root, to_name, RenameFlags::empty());
         self.end_naming(host, outcome);
     }
@@ -407,7 +482,40 @@ impl<G: Ground> World<G> {
         }
         self.alive.lock().insert(name.into());
         self.hosts[host] = begin_host(&self.ground, name, &self.alive);
+        self.end_look(host);
         self.end_naming(host, Ok(()));
+    }
+
+    fn check_step(&mut self) {
+        if !self.lags() {
+            return self.check();
+        }
+        self.glance();
+        if self.random.random_ratio(1, LAG_STEPS) {
+            (0..HOSTS.len()).for_each(|host| self.hosts[host].ground.set_listing_lag(None));
+            self.check();
+            (0..HOSTS.len()).for_each(|host| self.end_look(host));
+        }
+    }
+
+    /// What a host reads by old listings is not made up.
+    fn glance(&mut self) {
+        let name = self.name();
+        let host = self.random.random_range(0..HOSTS.len());
+        let bytes = match read_unchecked(&self.hosts[host].backing, name) {
+            Ok(found) => found.map_or_else(Vec::new, |(bytes, _)| bytes),
+            Err(error) => self.fail(&format!("{} glances at {name}: {error}", HOSTS[host])),
+        };
+        let model = self.names.get(name).and_then(|ino| self.models.get(ino));
+        let Some(model) = model else {
+            return;
+        };
+        for (offset, byte) in (0..).zip(&bytes) {
+            if !model.knows(offset, *byte) {
+                self.fail(&format!("{name}: byte {offset} never was {byte}"));
+            }
+        }
+        self.outdated += u64::from(model.check(&bytes).is_err());
     }
 
     /// All hosts see the same bytes of a file, and the model allows them.
@@ -442,8 +550,10 @@ impl<G: Ground> World<G> {
     /// Everything is closed, flattened, and ordinary.
     fn end(mut self) {
         for host in &mut self.hosts {
+            host.ground.set_listing_lag(None);
             host.open.clear();
         }
+        self.alive.lock().extend(HOSTS.map(String::from));
         let expected = NAMES.map(|name| self.read(0, name));
         // What a host that died left is ended by whoever opens it.
         for (name, ino) in self.names.clone() {
@@ -466,10 +576,16 @@ impl<G: Ground> World<G> {
             }
         }
         let orphans = self.hosts[0].backing.find_orphans().expect("find");
-        assert!(orphans.lost.is_empty(), "{orphans:?}");
-        let left = containers(&self.plain);
+        // Who removes a file and has not seen its logs does not say that they may go.
+        assert!(self.lags() || orphans.lost.is_empty(), "{orphans:?}");
+        let mut left = containers(&self.plain);
+        left.retain(|name| !orphans.lost.contains(name));
         if !left.is_empty() {
             self.fail(&format!("left: {left:?}"));
+        }
+        for name in orphans.lost {
+            let is_of = |ino: &u64| name.starts_with(&format!("{ino:016x}-"));
+            assert!(!self.names.values().any(is_of), "{name} has its file");
         }
         self.hosts
             .iter()
@@ -502,14 +618,14 @@ fn begin_host<G: Ground>(ground: &G, name: &str, alive: &Arc<Mutex<HashSet<Strin
 /// flattened under its writer, who was told ENOENT.
 #[test]
 fn regression_a_file_that_is_written_again_is_not_flattened_by_its_former_self() {
-    run_world::<SimBacking>(5_003_170);
+    run_world::<SimBacking>(5_003_170, Trouble::None);
 }
 
 /// Proves S-log-35.
 #[test]
 fn hosts_agree_on_what_the_order_of_changes_allows() {
     for seed in seeds(100) {
-        run_world::<SimBacking>(seed);
+        run_world::<SimBacking>(seed, Trouble::None);
     }
 }
 
@@ -517,14 +633,36 @@ fn hosts_agree_on_what_the_order_of_changes_allows() {
 #[test]
 fn hosts_agree_where_their_logs_lie_in_lanes() {
     for seed in seeds(60) {
-        run_world::<SimLanes>(seed);
+        run_world::<SimLanes>(seed, Trouble::None);
     }
 }
 
-fn run_world<G: Ground>(seed: u64) {
-    let mut world = World::<G>::new(seed);
+/// Proves S-log-39.
+#[test]
+fn hosts_agree_once_they_have_read_the_directories_anew() {
+    let worlds = seeds(100).map(|seed| run_world::<SimBacking>(seed, Trouble::Lag));
+    let outdated: u64 = worlds.sum();
+    assert!(outdated > 20, "{outdated}: the listings did not lag");
+}
+
+/// Proves S-log-34.
+#[test]
+fn hosts_that_are_taken_for_dead_lose_nothing() {
+    for seed in seeds(100) {
+        run_world::<SimBacking>(seed, Trouble::Stall);
+    }
+}
+
+/// How often a host saw less than others because listings lag.
+fn run_world<G: Ground>(seed: u64, trouble: Trouble) -> u64 {
+    let mut world = World::<G>::new(seed, trouble);
+    if world.lags() {
+        (0..HOSTS.len()).for_each(|host| world.end_look(host));
+    }
     for _ in 0..STEPS {
         world.step();
     }
+    let outdated = world.outdated;
     world.end();
+    outdated
 }

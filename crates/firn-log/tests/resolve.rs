@@ -124,7 +124,8 @@ fn expected(base: &[u8], mut changes: Vec<(Key, Change, Vec<u8>)>) -> Vec<u8> {
 fn read(resolver: &Resolver, hosts: &[Host], base: &[u8], range: std::ops::Range<u64>) -> Vec<u8> {
     let mut bytes = Vec::new();
     for segment in resolver.find(range) {
-        let (from, to) = (segment.file.start as usize, segment.file.end as usize);
+        let from = segment.file.start as usize;
+        let to = segment.file.end as usize;
         match segment.source {
             Source::Plain => bytes.extend(&base[from..to]),
             Source::Hole | Source::Zeros => bytes.resize(bytes.len() + to - from, 0),

@@ -35,6 +35,8 @@ pub struct VoteDir<'a, B: Backing> {
     top: B::Inode,
     name: String,
     dir: B::Inode,
+    /// Its inode number.
+    ino: u64,
     host: &'a str,
 }
 
@@ -47,11 +49,12 @@ impl<'a, B: Backing> VoteDir<'a, B> {
         host: &'a str,
     ) -> Result<Option<Self>, OwnError> {
         let found = own::find_dir(base, top, name)?;
-        Ok(found.map(|(dir, _)| Self {
+        Ok(found.map(|(dir, attr)| Self {
             base,
             top: top.clone(),
             name: name.into(),
             dir,
+            ino: attr.ino,
             host,
         }))
     }
@@ -64,6 +67,7 @@ impl<'a, B: Backing> VoteDir<'a, B> {
             base,
             top: top.clone(),
             name: name.into(),
+            ino: base.attr(&dir)?.ino,
             dir,
             host,
         })
@@ -72,6 +76,11 @@ impl<'a, B: Backing> VoteDir<'a, B> {
     /// The directory itself.
     pub fn dir(&self) -> &B::Inode {
         &self.dir
+    }
+
+    /// The inode number of the directory.
+    pub fn ino(&self) -> u64 {
+        self.ino
     }
 
     /// Its name.
@@ -186,8 +195,7 @@ impl<'a, B: Backing> VoteDir<'a, B> {
     /// Whether its name still leads to it.
     pub fn is_current(&self) -> Result<bool, Errno> {
         let found = own::find(self.base, &self.top, OsStr::new(&self.name))?;
-        let ino = self.base.attr(&self.dir)?.ino;
-        Ok(found.is_some_and(|(_, attr)| attr.ino == ino))
+        Ok(found.is_some_and(|(_, attr)| attr.ino == self.ino))
     }
 
     /// Removes the directory where it is, with all that is in it.

@@ -11,6 +11,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use super::data::PAGE_BYTES;
 use super::disk::{ATIME, CTIME, Disk, Inode, MTIME, ROOT};
+use super::lag::{Entry, Listing};
 use super::rename::rename;
 use super::{SimBacking, State};
 use crate::unsynced::{self, Place, Tracked, Unsynced, path_of_entry};
@@ -118,6 +119,21 @@ impl SimBacking {
         self.is_synced_one_by_one.load(Ordering::Relaxed)
     }
 
+    /// The names in a directory, as this process sees them.
+    fn listing(&self, dir: u64) -> Result<Listing> {
+        let disk = &self.enter("read_dir")?.disk;
+        let mut lag = self.lag.lock();
+        if disk.dir(dir)?.nlink == 0 {
+            return Err(Errno::NOENT);
+        }
+        if let Some(kept) = lag.find(dir) {
+            return Ok(kept);
+        }
+        let listing = Arc::new(disk.listing(dir)?);
+        lag.keep(dir, &listing);
+        Ok(listing)
+    }
+
     /// An object was changed.
     fn changed(&self, disk: &Disk, ino: u64) {
         if self.is_synced_one_by_one() {
@@ -128,11 +144,13 @@ impl SimBacking {
 
     /// An object was made in `parent`.
     fn made(&self, disk: &Disk, parent: u64, ino: u64) {
+        self.lag.lock().note_changed(parent);
         self.changed(disk, ino);
         self.changed(disk, parent);
     }
 
     fn removed(&self, disk: &Disk, parent: u64, name: &OsStr) {
+        self.lag.lock().note_changed(parent);
         self.changed(disk, parent);
         if self.is_synced_one_by_one()
             && let Some(path) = path_of_entry(disk.place(parent), name)
@@ -212,6 +230,28 @@ impl Disk {
             at = dir;
         }
         Place::At(path, links)
+    }
+
+    /// The names in a directory, in the order of their cookies.
+    fn listing(&self, dir: u64) -> Result<Vec<Entry>> {
+        let inode = self.dir(dir)?;
+        let own = |cookie, name: &str, ino| Entry {
+            cookie,
+            name: name.into(),
+            ino,
+            kind: Some(Kind::Dir),
+        };
+        let mut entries = vec![own(1, ".", dir), own(2, "..", inode.parent)];
+        for (name, &(ino, cookie)) in &inode.entries {
+            entries.push(Entry {
+                cookie,
+                name: name.clone(),
+                ino,
+                kind: self.inode(ino).ok().map(Inode::kind),
+            });
+        }
+        entries.sort_by_key(|entry| entry.cookie);
+        Ok(entries)
     }
 
     fn refer(&self, ino: u64) -> Result<(SimInode, Attr)> {
@@ -449,8 +489,10 @@ impl Backing for SimBacking {
                 _ => self.unsynced.end_unknown_rename(ticket),
             }
         }
-        self.changed(disk, parent.ino);
-        self.changed(disk, new_parent.ino);
+        for dir in [parent.ino, new_parent.ino] {
+            self.lag.lock().note_changed(dir);
+            self.changed(disk, dir);
+        }
         Ok(())
     }
 
@@ -577,27 +619,14 @@ impl Backing for SimBacking {
         cookie: i64,
         sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
     ) -> Result<()> {
-        let mut entries = Vec::new();
-        {
-            let disk = &self.enter("read_dir")?.disk;
-            let inode = disk.dir(dir.0.ino)?;
-            if inode.nlink == 0 {
-                return Err(Errno::NOENT);
-            }
-            entries.push((1, ".".into(), dir.0.ino, Some(Kind::Dir)));
-            entries.push((2, "..".into(), inode.parent, Some(Kind::Dir)));
-            for (name, &(ino, at)) in &inode.entries {
-                entries.push((at, name.clone(), ino, disk.inode(ino).ok().map(Inode::kind)));
-            }
-        }
-        entries.sort_by_key(|entry| entry.0);
+        let listing = self.listing(dir.0.ino)?;
         // Without the lock: the sink may call back.
-        for (at, name, ino, kind) in entries.into_iter().filter(|entry| entry.0 > cookie) {
+        for entry in listing.iter().filter(|entry| entry.cookie > cookie) {
             if !sink(DirEntry {
-                name: &name,
-                ino,
-                kind,
-                cookie: at,
+                name: &entry.name,
+                ino: entry.ino,
+                kind: entry.kind,
+                cookie: entry.cookie,
             }) {
                 break;
             }

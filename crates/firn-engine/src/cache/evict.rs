@@ -121,7 +121,7 @@ impl<B: Backing> Engine<B> {
         }
         let attr = self.backing.attr(&self.object(&file.inode)?)?;
         // Its times tell nothing of what other hosts write to logs.
-        let is_shared = self.kernel_reads(file) == KernelReads::Never;
+        let is_shared = self.kernel_reads(file) == KernelReads::Shared;
         let mut state = file.lock();
         let is_other = |stamp| stamp != (attr.size, attr.mtime);
         if is_shared || state.cache.stamp().is_some_and(is_other) {

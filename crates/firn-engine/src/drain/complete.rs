@@ -110,6 +110,9 @@ impl<B: Backing> Engine<B> {
         let done = state.pending.is_empty();
         let cached = !state.cache.is_empty();
         drop(state);
+        if outcome.written > 0 {
+            self.note_drained_among_others(&file);
+        }
         if done {
             self.note_written(&file);
             self.close_if_unused(&file);

@@ -1,6 +1,7 @@
 //! Attributes of files, extended ones, and figures of the file system.
 
 use std::ffi::OsStr;
+use std::sync::Arc;
 
 use firn_backing::{Backing, Caller, Errno};
 use firn_engine::{Engine, HandleId, InodeId, SetAttr};
@@ -18,11 +19,14 @@ const STATE_XATTR: &str = "user.firn.state";
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
     pub(super) fn getattr(&self, inode: InodeId, handle: Option<HandleId>, reply: Reply<R>) {
         let options = self.options;
+        let coherence = Arc::clone(&self.coherence);
         self.run_call(Topic::Inode(inode), move |engine| {
             let attr = engine.attr(inode, handle);
-            reply.answer(
-                attr.map(|attr| Answer::Attributes(attributes_of(engine, options, inode, attr))),
-            );
+            let engine = Arc::clone(coherence.engine());
+            coherence.after_changes_by_others(inode, move || {
+                let attr = attr.map(|attr| attributes_of(&engine, options, inode, attr));
+                reply.answer(attr.map(Answer::Attributes));
+            });
         });
     }
 

@@ -102,11 +102,13 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     pub(super) fn fsync(&self, inode: InodeId, handle: HandleId, data_only: bool, reply: Reply<R>) {
         let engine = Arc::clone(&self.engine);
         let workers = self.workers.clone();
+        let coherence = Arc::clone(&self.coherence);
         let is_durable = engine.options().fsync == FsyncPolicy::Durable;
         let drained = Box::new(move |result: Result<(), Errno>| match result {
             Ok(()) if is_durable => {
                 workers.run_about(Class::Call, Topic::Inode(inode), move || {
-                    reply.done(engine.sync_file(handle, data_only));
+                    let synced = engine.sync_file(handle, data_only);
+                    coherence.after_changes_by_others(inode, move || reply.done(synced));
                 })
             }
             result => reply.done(result),

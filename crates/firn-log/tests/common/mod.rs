@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_backing::sim::Fault;
-use firn_backing::{Backing, Errno, SimBacking, suite};
+use firn_backing::{Attr, Backing, Errno, SimBacking, suite};
 use firn_lanes::{Lane, Lanes, Rule, Setup};
 use firn_rendezvous::own;
 
@@ -37,6 +37,13 @@ pub trait Ground: Sized {
                 let is_over = count.fetch_add(1, Ordering::Relaxed) + 1 >= calls;
                 is_over.then_some(Fault::Crash)
             });
+        }
+    }
+
+    /// Listings that this process sees are old ones now and then, or all are read anew.
+    fn set_listing_lag(&self, seed: Option<u64>) {
+        for disk in self.disks() {
+            disk.set_listing_lag(seed);
         }
     }
 
@@ -176,6 +183,22 @@ pub fn containers<B: Backing>(base: &B) -> Vec<String> {
 
 /// All bytes of a file, opened anew; none if there is none of that name.
 pub fn read<B: Backing>(backing: &B, name: &str) -> Result<Option<Vec<u8>>, Errno> {
+    let Some((bytes, attr)) = read_unchecked(backing, name)? else {
+        return Ok(None);
+    };
+    assert_eq!(
+        bytes.len() as u64,
+        attr.size,
+        "{name}: the length is told right"
+    );
+    Ok(Some(bytes))
+}
+
+/// Bytes of a file, opened anew, and the attributes that its name had: more bytes than those say, where there are more.
+pub fn read_unchecked<B: Backing>(
+    backing: &B,
+    name: &str,
+) -> Result<Option<(Vec<u8>, Attr)>, Errno> {
     let (inode, attr) = match backing.lookup(&backing.root(), OsStr::new(name)) {
         Err(Errno::NOENT) => return Ok(None),
         found => found?,
@@ -184,8 +207,7 @@ pub fn read<B: Backing>(backing: &B, name: &str) -> Result<Option<Vec<u8>>, Errn
     let mut bytes = vec![0xee; attr.size as usize + 10];
     let count = backing.read_at(&file, &mut bytes, 0)?;
     bytes.truncate(count);
-    assert_eq!(count as u64, attr.size, "{name}: the length is told right");
-    Ok(Some(bytes))
+    Ok(Some((bytes, attr)))
 }
 
 /// Opens a file for reading and writing, made if it is not there.

@@ -1,0 +1,351 @@
+//! What the last close leaves to do: files become flat, and what is left of containers goes.
+
+use std::collections::{BTreeSet, HashMap};
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use firn_backing::lock::Mutex;
+use firn_backing::{Backing, Errno, Kind, Result};
+use firn_rendezvous::own::{self, TOP};
+use parking_lot::Condvar;
+
+use super::{LogBacking, LogInode, Opened};
+use crate::file::{Flattened, LoggedFile, ToldOf};
+use crate::file_id::FileId;
+use crate::orphans::{self, Orphans};
+use crate::salvage::{Report, may_be_damage};
+
+/// How long a close waits before it looks again whether other hosts have flattened their parts.
+const REST_FIRST: Duration = Duration::from_millis(1);
+const REST_LAST: Duration = Duration::from_millis(100);
+
+/// Files with something left to do.
+pub(super) struct Ended<B: Backing> {
+    state: Mutex<EndedState<B>>,
+    came: Condvar,
+}
+
+struct EndedState<B: Backing> {
+    files: HashMap<FileId, EndedFile<B>>,
+    /// A file came, or somebody wants to be noticed, since they were looked at.
+    has_news: bool,
+}
+
+/// A file that nobody here has open for writing any more, or that is to be flattened.
+struct EndedFile<B: Backing> {
+    file: Arc<LoggedFile<B>>,
+    inode: B::Inode,
+}
+
+impl<B: Backing> Ended<B> {
+    pub(super) fn new() -> Self {
+        Self {
+            state: Mutex::new(EndedState {
+                files: HashMap::new(),
+                has_news: false,
+            }),
+            came: Condvar::new(),
+        }
+    }
+
+    pub(super) fn add(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) {
+        let ended = EndedFile {
+            file: Arc::clone(file),
+            inode: inode.clone(),
+        };
+        let old = {
+            let mut state = self.state.lock();
+            state.has_news = true;
+            state.files.insert(file.id, ended)
+        };
+        drop(old);
+        self.came.notify_all();
+    }
+}
+
+/// Files that are not flat.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Left {
+    /// Other hosts have parts of them to write.
+    pub under_way: usize,
+    /// Somebody writes to them.
+    pub written: usize,
+    /// They are not found.
+    pub lost: usize,
+    /// Something failed.
+    pub failed: usize,
+    /// The first failure.
+    pub error: Option<Errno>,
+}
+
+impl Left {
+    fn count(&mut self, flattened: Result<Flattened>) {
+        match flattened {
+            Ok(Flattened::Flat) => {}
+            Ok(Flattened::UnderWay) => self.under_way += 1,
+            Ok(Flattened::Written) => self.written += 1,
+            Err(error) => {
+                self.failed += 1;
+                self.error = self.error.or(Some(error));
+            }
+        }
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// A file that has containers.
+struct Found<'a, B: Backing> {
+    id: FileId,
+    inode: &'a B::Inode,
+    /// From where it was looked for.
+    path: PathBuf,
+}
+
+impl<B: Backing> LogBacking<B> {
+    /// Ends and flattens files that nobody writes to any more, as far as other hosts let it.
+    pub fn settle(&self) -> Left {
+        let ended = {
+            let mut state = self.ended.state.lock();
+            state.has_news = false;
+            std::mem::take(&mut state.files)
+        };
+        let mut left = Left::default();
+        for ended in ended.into_values() {
+            let settled = self.settle_one(&ended.file, &ended.inode);
+            left.count(settled);
+            if settled != Ok(Flattened::Flat) {
+                let mut state = self.ended.state.lock();
+                state.files.entry(ended.file.id).or_insert(ended);
+            }
+        }
+        left
+    }
+
+    /// Makes a file flat that this host writes no more, unless somebody else does; waits for the parts of other hosts.
+    pub(super) fn finish(&self, opened: &Opened<B>) -> Result<()> {
+        let mut rest = REST_FIRST;
+        while opened.file.has_containers() {
+            match self.settle_one(&opened.file, &opened.inode)? {
+                Flattened::Flat => break,
+                Flattened::Written => {
+                    self.ended.add(&opened.file, &opened.inode);
+                    break;
+                }
+                Flattened::UnderWay => std::thread::sleep(rest),
+            }
+            rest = (2 * rest).min(REST_LAST);
+        }
+        Ok(())
+    }
+
+    /// Waits until files have ended, or so long.
+    pub fn wait_for_ended(&self, time: Duration) {
+        let mut state = self.ended.state.lock();
+        if !state.has_news {
+            state.wait_for(&self.ended.came, time);
+        }
+    }
+
+    /// Ends the wait of another thread, or its next one.
+    pub fn wake(&self) {
+        self.ended.state.lock().has_news = true;
+        self.ended.came.notify_all();
+    }
+
+    /// Flattens the files at or below `top` that nobody writes to, whether this host has ever opened them or not.
+    pub fn flatten_below(&self, top: &LogInode<B>) -> Result<Left> {
+        let mut left = Left::default();
+        let lost = self.visit_logged(top, &mut |found| {
+            left.count(self.flatten_found(found.id, found.inode));
+        })?;
+        left.lost = lost;
+        Ok(left)
+    }
+
+    /// The same; what cannot be read of logs is told, and given up.
+    pub fn flatten_with_loss(&self, top: &LogInode<B>, report: &mut dyn Report) -> Result<Left> {
+        let mut left = Left::default();
+        let lost = self.visit_logged(top, &mut |found| {
+            left.count(self.flatten_damaged(&found, report));
+        })?;
+        left.lost = lost;
+        Ok(left)
+    }
+
+    fn flatten_damaged(&self, found: &Found<'_, B>, report: &mut dyn Report) -> Result<Flattened> {
+        match self.flatten_found(found.id, found.inode) {
+            Err(error) if may_be_damage(error) => {}
+            flattened => return flattened,
+        }
+        let plain = self.below.attr(found.inode)?;
+        let mut told = ToldOf {
+            path: &found.path,
+            report,
+        };
+        let file = self.find_or_add(found.id)?;
+        let place = self.place();
+        let unit_bytes = self.setup.unit_bytes;
+        let is_alive = &self.setup.is_alive;
+        match file.give_up(&place, &plain, unit_bytes, is_alive, &mut told)? {
+            true => self.flatten_found(found.id, found.inode),
+            false => Ok(Flattened::Written),
+        }
+    }
+
+    /// How many files at or below `top` have containers.
+    pub fn count_logged_below(&self, top: &LogInode<B>) -> Result<usize> {
+        let mut count = 0;
+        self.visit_logged(top, &mut |_| count += 1)?;
+        Ok(count)
+    }
+
+    /// Goes through the files at or below `top` that have containers. Those of which no file is found are counted, where
+    /// `top` is all of the backing.
+    fn visit_logged(
+        &self,
+        top: &LogInode<B>,
+        visit: &mut dyn FnMut(Found<'_, B>),
+    ) -> Result<usize> {
+        let mut wanted = self.list_containers()?;
+        if let Some(id) = top.id {
+            if wanted.contains(&id) {
+                visit(Found {
+                    id,
+                    inode: &top.below,
+                    path: PathBuf::new(),
+                });
+            }
+            return Ok(0);
+        }
+        let root = self.below.attr(&self.below.root())?.ino;
+        let is_whole = self.below.attr(&top.below)?.ino == root;
+        let mut dirs = vec![(top.below.clone(), PathBuf::new())];
+        while let Some((dir, path)) = dirs.pop().filter(|_| !wanted.is_empty()) {
+            let is_root = self.below.attr(&dir)?.ino == root;
+            for (name, ino, kind) in own::list(&self.below, &dir)? {
+                let name = OsStr::from_bytes(&name);
+                let may_be_dir = kind.is_none_or(|kind| kind == Kind::Dir);
+                if (is_root && name == TOP) || !(may_be_dir || has_number(&wanted, ino)) {
+                    continue;
+                }
+                let (inode, attr) = match self.below.lookup(&dir, name) {
+                    Err(Errno::NOENT) => continue,
+                    found => found?,
+                };
+                let id = self.inode(inode.clone(), &attr, None)?.id;
+                match id.filter(|id| wanted.remove(id)) {
+                    Some(id) => visit(Found {
+                        id,
+                        inode: &inode,
+                        path: path.join(name),
+                    }),
+                    None if attr.kind == Kind::Dir => dirs.push((inode, path.join(name))),
+                    None => {}
+                }
+            }
+        }
+        Ok(if is_whole { wanted.len() } else { 0 })
+    }
+
+    /// Files with bytes in logs, as far as this host knows; asks nobody.
+    pub fn count_logged(&self) -> usize {
+        let files = self.files.lock();
+        files.known.values().filter(|file| file.is_logged()).count()
+    }
+
+    /// Goes through all files for those that containers are of: removes containers of files that were removed, and names
+    /// those of files that are gone and nobody has removed.
+    pub fn find_orphans(&self) -> Result<Orphans> {
+        orphans::find_orphans(
+            &self.below,
+            &self.top,
+            &self.setup.host,
+            &self.setup.is_alive,
+        )
+    }
+
+    /// The files that have containers. Of two with one inode number the older one was removed.
+    fn list_containers(&self) -> Result<BTreeSet<FileId>> {
+        let names = own::list(&self.below, &self.top)?;
+        let ids = names
+            .iter()
+            .filter_map(|(name, ..)| FileId::of_container(name));
+        Ok(ids.map(|(id, _)| id).collect())
+    }
+
+    fn flatten_found(&self, id: FileId, inode: &B::Inode) -> Result<Flattened> {
+        let file = self.find_or_add(id)?;
+        if !file.is_written.load(Ordering::Acquire) {
+            file.end_writing(&self.place())?;
+        }
+        self.flatten_one(&file, inode)
+    }
+
+    /// What is left to do for a file that this host has written; [`Flattened::Flat`] too if that comes later, when
+    /// somebody closes it or asks for it.
+    fn settle_one(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) -> Result<Flattened> {
+        let place = self.place();
+        if file.is_written.load(Ordering::Acquire) {
+            return Ok(Flattened::Flat);
+        }
+        file.end_writing(&place)?;
+        if file.is_removed.load(Ordering::Acquire) {
+            if file.opens.load(Ordering::Acquire) > 0 {
+                return Ok(Flattened::Flat);
+            }
+            if file.has_other_writers(&place, &self.setup.is_alive)? {
+                return Ok(Flattened::Written);
+            }
+            file.remove(&place)?;
+            let known = self.files.lock().known.remove(&file.id);
+            drop(known);
+            return Ok(Flattened::Flat);
+        }
+        match self.setup.flattens_closed {
+            true => self.flatten_one(file, inode),
+            false => Ok(Flattened::Flat),
+        }
+    }
+
+    /// The plain file takes over what is in logs, as far as nobody writes to it.
+    fn flatten_one(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) -> Result<Flattened> {
+        let unit_bytes = self.setup.unit_bytes;
+        let flattened = file.flatten(&self.place(), inode, unit_bytes, &self.setup.is_alive)?;
+        if flattened == Flattened::Flat {
+            self.forget(file);
+        }
+        Ok(flattened)
+    }
+
+    /// Forgets a file that is flat, unless somebody has it open or it is among those with something left to do: of one
+    /// file there would be two then, of which one does not know that the other is written to.
+    pub(super) fn forget(&self, file: &Arc<LoggedFile<B>>) {
+        /// The caller's, and that of `known`.
+        const UNUSED_REFERENCES: usize = 2;
+        let known = {
+            let mut files = self.files.lock();
+            let is_unused = file.opens.load(Ordering::Acquire) == 0
+                && Arc::strong_count(file) <= UNUSED_REFERENCES
+                && !file.is_logged();
+            if is_unused {
+                self.forgotten.fetch_add(1, Ordering::AcqRel);
+            }
+            is_unused.then(|| files.known.remove(&file.id))
+        };
+        drop(known);
+    }
+}
+
+/// Whether a file with this inode number is among these.
+fn has_number(files: &BTreeSet<FileId>, ino: u64) -> bool {
+    let of = |birth| FileId { ino, birth };
+    files.range(of(0)..=of(u64::MAX)).next().is_some()
+}

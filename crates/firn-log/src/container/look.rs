@@ -1,0 +1,435 @@
+//! Looks what the indexes of all hosts say, and how long the file is by them.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use firn_backing::{Access, Backing, Errno, Result};
+use firn_rendezvous::own;
+
+use super::view::{Tail, View};
+use super::{Container, TRIES_MAX};
+use crate::index_reader::{News, has_synced_frame_after, read_index};
+use crate::names::Writer;
+use crate::seal::{SEAL_NAME, Seal};
+use crate::table::Table;
+
+impl<B: Backing> Container<B> {
+    /// Whether a sorted index that is used was found to be damaged.
+    pub(super) fn has_damaged(&self) -> bool {
+        let view = self.view.lock();
+        view.tables.iter().any(|table| table.is_damaged())
+    }
+
+    /// Reads all indexes anew: damaged sorted ones unsorted, and what counts of them by `seal`. Meanwhile others read
+    /// by what was known.
+    pub(super) fn read_again(&self, base: &B, seal: Option<Arc<Seal>>) -> Result<()> {
+        let (base_bytes, mut rejected, seal) = {
+            let view = self.view.lock();
+            let seal = seal.or_else(|| view.seal.clone());
+            (view.resolver.base_bytes(), view.rejected.clone(), seal)
+        };
+        let mut damaged = self.damaged();
+        for _ in 0..TRIES_MAX {
+            rejected.extend(damaged);
+            let mut view = View::new(base_bytes);
+            view.seal = seal.clone();
+            view.rejected = rejected.clone();
+            let fresh = Self::unread(self.dir.clone(), &self.name, &self.host, &self.memory, view);
+            match fresh.look(base) {
+                Err(Errno::STALE) if fresh.has_damaged() => damaged = fresh.damaged(),
+                Err(error) => return Err(error),
+                Ok(()) => {
+                    let read = std::mem::replace(&mut *fresh.view.lock(), View::new(0));
+                    self.exchange_view(read);
+                    return Ok(());
+                }
+            }
+        }
+        Err(Errno::IO)
+    }
+
+    /// How many sorted indexes were found that are not used.
+    pub(crate) fn count_rejected(&self) -> usize {
+        self.view.lock().rejected.len()
+    }
+
+    fn damaged(&self) -> Vec<String> {
+        let view = self.view.lock();
+        let damaged = view.tables.iter().filter(|table| table.is_damaged());
+        damaged.map(|table| table.name.clone()).collect()
+    }
+
+    fn exchange_view(&self, mut new: View<B>) {
+        let mut view = self.view.lock();
+        new.resolver.set_base(view.resolver.base_bytes());
+        if new.seal.is_none() {
+            new.keep_own(&view);
+        }
+        let old = std::mem::replace(&mut *view, new);
+        self.note_news();
+        drop(view);
+        // Its files are closed after the lock is free.
+        drop(old);
+    }
+
+    /// Reads what the other hosts have appended since the last time.
+    pub fn refresh(&self, base: &B) -> Result<()> {
+        match self.look(base) {
+            Err(Errno::STALE) if self.has_damaged() => self.read_again(base, None),
+            outcome => outcome,
+        }
+    }
+
+    fn look(&self, base: &B) -> Result<()> {
+        let names = own::list(base, &self.dir)?;
+        if self.view.lock().seal.is_none()
+            && names.iter().any(|(name, ..)| name == SEAL_NAME.as_bytes())
+        {
+            return self.take_seal(base, Seal::load(base, &self.dir)?);
+        }
+        let tables: Vec<_> = names
+            .iter()
+            .filter_map(|(name, ..)| Writer::of_table(name))
+            .collect();
+        let mut writers: BTreeMap<String, Writer> = BTreeMap::new();
+        let listed = names.iter().filter_map(|(name, ..)| Writer::of_index(name));
+        // An index that counts and has no name any more is missed.
+        let counting = self.seal().map_or_else(Vec::new, |seal| seal.writers());
+        writers.extend(
+            listed
+                .chain(counting)
+                .map(|writer| (writer.index_name(), writer)),
+        );
+        for writer in writers.values() {
+            self.take_tables(base, writer, &tables)?;
+            self.read_tail(base, writer)?;
+        }
+        self.settle_len(base)
+    }
+
+    /// Uses the sorted indexes that there are of an index.
+    pub(super) fn take_tables(
+        &self,
+        base: &B,
+        writer: &Writer,
+        listed: &[(Writer, Range<u64>)],
+    ) -> Result<()> {
+        let of_writer = listed.iter().filter(|(of, _)| of == writer);
+        let parts: Vec<&Range<u64>> = of_writer.map(|(_, part)| part).collect();
+        if parts.is_empty() {
+            return Ok(());
+        }
+        let (known, limit) = {
+            let view = self.view.lock();
+            let tail = view.tails.get(&writer.id());
+            let known = tail.map_or_else(Vec::new, |tail| tail.cover.clone());
+            (known, view.limit_of(writer))
+        };
+        let found = loop {
+            let found = self.find_cover(base, writer, &parts, limit, &known)?;
+            match self.find_ends(base, &found) {
+                Ok(()) => break found,
+                // One that is not used yet.
+                Err(Errno::STALE) if self.reject_damaged(&found) => {}
+                Err(error) => return Err(error),
+            }
+        };
+        let end = |cover: &[Arc<Table<B>>]| cover.last().map_or(0, |table| table.part().end);
+        let is_better = match end(&found).cmp(&end(&known)) {
+            std::cmp::Ordering::Greater => true,
+            std::cmp::Ordering::Equal => found.len() < known.len(),
+            std::cmp::Ordering::Less => false,
+        };
+        if is_better {
+            let mut view = self.view.lock();
+            let new = || Tail::new(writer.clone(), false);
+            let tail = view.tails.entry(writer.id()).or_insert_with(new);
+            let is_more = end(&found) > tail.offset;
+            let old = view.set_cover(writer.id(), found);
+            if is_more {
+                self.note_news();
+            }
+            drop(view);
+            drop(old);
+        }
+        Ok(())
+    }
+
+    /// Finds how long the file is by tables that are to be used, after the last cut that there will be.
+    fn find_ends(&self, base: &B, tables: &[Arc<Table<B>>]) -> Result<()> {
+        let known = self.view.lock().resolver.last_cut();
+        let cuts = tables.iter().filter_map(|table| table.last_cut());
+        let last = cuts.max().max(known);
+        for table in tables {
+            if let Some(cut) = last {
+                table.find_end_after(base, cut)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Uses none of these that is damaged; whether there was one that is not in use.
+    fn reject_damaged(&self, tables: &[Arc<Table<B>>]) -> bool {
+        let mut view = self.view.lock();
+        let is_used =
+            |table: &Arc<Table<B>>| view.tables.iter().any(|used| Arc::ptr_eq(used, table));
+        let damaged = tables
+            .iter()
+            .filter(|table| table.is_damaged() && !is_used(table));
+        let damaged: Vec<String> = damaged.map(|table| table.name.clone()).collect();
+        let is_any = !damaged.is_empty();
+        view.rejected.extend(damaged);
+        is_any
+    }
+
+    /// Finds the fewest tables that follow each other from the beginning of an index.
+    fn find_cover(
+        &self,
+        base: &B,
+        writer: &Writer,
+        parts: &[&Range<u64>],
+        limit: u64,
+        known: &[Arc<Table<B>>],
+    ) -> Result<Vec<Arc<Table<B>>>> {
+        let mut cover: Vec<Arc<Table<B>>> = Vec::new();
+        loop {
+            let at = cover.last().map_or(0, |table| table.part().end);
+            let next = parts
+                .iter()
+                .filter(|part| part.start == at && part.end <= limit);
+            let mut next: Vec<_> = next.collect();
+            next.sort_unstable_by_key(|part| std::cmp::Reverse(part.end));
+            let before = cover.len();
+            for part in next {
+                let same = known
+                    .iter()
+                    .find(|table| table.part() == **part && !table.is_damaged());
+                let table = match same {
+                    Some(table) => Some(Arc::clone(table)),
+                    None => self.open_table(base, writer, part)?,
+                };
+                if let Some(table) = table {
+                    cover.push(table);
+                    break;
+                }
+            }
+            if cover.len() == before {
+                return Ok(cover);
+            }
+        }
+    }
+
+    fn open_table(
+        &self,
+        base: &B,
+        writer: &Writer,
+        part: &Range<u64>,
+    ) -> Result<Option<Arc<Table<B>>>> {
+        let name = writer.table_name(part);
+        if self.view.lock().rejected.contains(&name) {
+            return Ok(None);
+        }
+        let table = Table::open(base, &self.dir, writer, part.clone())?;
+        if table.is_none() {
+            self.view.lock().rejected.insert(name);
+        }
+        Ok(table.map(Arc::new))
+    }
+
+    /// Reads the frames of another host's index that are not known yet.
+    fn read_tail(&self, base: &B, writer: &Writer) -> Result<()> {
+        loop {
+            if self.is_own(writer.id()) {
+                return Ok(());
+            }
+            let found = match self.find_tail(writer) {
+                Some(found) => Some(found),
+                None => self.open_index(base, writer)?,
+            };
+            let limit = self.view.lock().limit_of(writer);
+            let Some((index, offset)) = found else {
+                return self.check_missing(writer, limit);
+            };
+            if self.skip_lost(writer, offset) {
+                continue;
+            }
+            let news = read_index(base, &index, writer.id(), offset..limit)?;
+            let is_end = news.to == offset;
+            let is_all = news.is_all;
+            let is_due = self.add_news(news);
+            if is_due {
+                self.sort(base, writer, self.memory.sort_others_bytes());
+            }
+            if is_end {
+                return match is_all && limit == u64::MAX {
+                    true => Ok(()),
+                    false => self.check_end(base, &index, writer, offset, limit),
+                };
+            }
+        }
+    }
+
+    /// Goes on behind a part of an index that was given up as lost; whether there is one at `offset`.
+    fn skip_lost(&self, writer: &Writer, offset: u64) -> bool {
+        let mut view = self.view.lock();
+        let seal = view.seal.clone();
+        let end = seal.and_then(|seal| seal.lost.end_of_part(writer, offset));
+        let tail = view.tails.get_mut(&writer.id());
+        match (end, tail) {
+            (Some(end), Some(tail)) => {
+                tail.offset = tail.offset.max(end);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// EIO where an index that counts is not there, and no sorted ones have all of it.
+    fn check_missing(&self, writer: &Writer, limit: u64) -> Result<()> {
+        let is_lost = |covered| {
+            let seal = self.seal();
+            seal.and_then(|seal| seal.lost.end_of_part(writer, covered)) == Some(limit)
+        };
+        let covered = self.covered(writer);
+        if limit == u64::MAX || covered >= limit || is_lost(covered) {
+            return Ok(());
+        }
+        tracing::error!(
+            container = self.name,
+            index = writer.index_name(),
+            "an index that counts is missing: the file cannot be read"
+        );
+        Err(Errno::IO)
+    }
+
+    /// EIO where the index has less than counts of it, or a frame that was synced is not whole.
+    fn check_end(
+        &self,
+        base: &B,
+        index: &B::File,
+        writer: &Writer,
+        offset: u64,
+        limit: u64,
+    ) -> Result<()> {
+        let is_damaged = match limit {
+            u64::MAX => has_synced_frame_after(base, index, offset)?,
+            limit => offset < limit,
+        };
+        if !is_damaged {
+            return Ok(());
+        }
+        tracing::error!(
+            container = self.name,
+            index = writer.index_name(),
+            offset,
+            "a frame of an index that counts is not whole: the file cannot be read"
+        );
+        Err(Errno::IO)
+    }
+
+    /// An index that is open, and how far it was read.
+    fn find_tail(&self, writer: &Writer) -> Option<(Arc<B::File>, u64)> {
+        let view = self.view.lock();
+        let tail = view.tails.get(&writer.id())?;
+        Some((tail.index.clone()?, tail.offset))
+    }
+
+    /// Finds how long the file is by sorted indexes, where that takes reading them.
+    pub(super) fn settle_len(&self, base: &B) -> Result<()> {
+        loop {
+            let (cut, tables) = {
+                let view = self.view.lock();
+                (view.resolver.last_cut(), Arc::clone(&view.tables))
+            };
+            if let Some(cut) = cut {
+                for table in tables.iter() {
+                    table.find_end_after(base, cut)?;
+                }
+            }
+            let mut view = self.view.lock();
+            if view.resolver.last_cut() == cut && Arc::ptr_eq(&view.tables, &tables) {
+                view.note_tables_end();
+                return Ok(());
+            }
+        }
+    }
+
+    /// From now on only that counts which the seal has. What was read beyond, of a host that was taken for dead, is
+    /// forgotten with all else, and read again.
+    pub(crate) fn take_seal(&self, base: &B, seal: Seal) -> Result<()> {
+        if self.seal().is_some_and(|known| *known == seal) {
+            return self.refresh(base);
+        }
+        self.read_again(base, Some(Arc::new(seal)))
+    }
+
+    /// How many bytes of each index are whole frames, durably.
+    pub(crate) fn index_lengths(&self, base: &B) -> Result<Vec<(Writer, u64)>> {
+        self.refresh(base)?;
+        let mut lengths = Vec::new();
+        for (name, ..) in own::list(base, &self.dir)? {
+            let Some(writer) = Writer::of_index(&name) else {
+                continue;
+            };
+            let Some(inode) = own::find_file(base, &self.dir, &writer.index_name())? else {
+                continue;
+            };
+            let index = base.open(&inode, Access::Read)?;
+            // What is decided to count is durable before that decision.
+            base.sync(&index, true)?;
+            let mut end = self.covered(&writer);
+            loop {
+                let news = read_index(base, &index, writer.id(), end..u64::MAX)?;
+                if news.to == end {
+                    break;
+                }
+                end = news.to;
+            }
+            lengths.push((writer, end));
+        }
+        Ok(lengths)
+    }
+
+    /// Opens the index of another host, and says how far it was read; none if it is gone by now.
+    fn open_index(&self, base: &B, writer: &Writer) -> Result<Option<(Arc<B::File>, u64)>> {
+        let Some(inode) = own::find_file(base, &self.dir, &writer.index_name())? else {
+            return Ok(None);
+        };
+        let index = Arc::new(base.open(&inode, Access::Read)?);
+        let mut view = self.view.lock();
+        let new = || Tail::new(writer.clone(), false);
+        let tail = view.tails.entry(writer.id()).or_insert_with(new);
+        let known = match &tail.index {
+            Some(known) => Arc::clone(known),
+            None => {
+                tail.index = Some(Arc::clone(&index));
+                index
+            }
+        };
+        Ok(Some((known, tail.offset)))
+    }
+
+    /// Takes what was read; whether there is so much unsorted that it is to be sorted.
+    fn add_news(&self, news: News) -> bool {
+        let mut view = self.view.lock();
+        let view = &mut *view;
+        let Some(tail) = view.tails.get_mut(&news.writer) else {
+            return false;
+        };
+        // Another thread may have read them too.
+        if tail.offset != news.from {
+            return false;
+        }
+        tail.offset = news.to;
+        let is_more = !news.frames.is_empty();
+        let is_due = tail.is_due(self.memory.sort_others_bytes());
+        for (offset, frame) in news.frames {
+            view.add(news.writer, offset, frame);
+        }
+        if is_more {
+            self.note_news();
+        }
+        is_due
+    }
+}

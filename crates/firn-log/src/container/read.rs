@@ -1,0 +1,427 @@
+//! Reads bytes of logs, which must be as they were written.
+
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
+use std::sync::Arc;
+
+use firn_backing::{Access, Backing, Errno, Result};
+use firn_rendezvous::own;
+
+use super::ahead::{AHEAD_BYTES_MIN, GAP_BYTES_MAX, Window};
+use super::{Container, Walk};
+use crate::frame::{CHECKED_BYTES, Span};
+use crate::index_reader::read_exact;
+use crate::resolve::{Key, Segment, Source, WriterId};
+use crate::seal::Lost;
+
+/// Blocks whose checksums were right that are remembered.
+const CHECKED_MAX: usize = 1 << 16;
+
+/// So much of a log is read at once.
+const TOGETHER_BYTES_MAX: u64 = 1 << 20;
+
+/// Bytes of a change that are to be read.
+struct Wanted<'a> {
+    key: Key,
+    /// In the log.
+    position: u64,
+    buf: &'a mut [u8],
+}
+
+/// Where the bytes of a change are.
+struct KeyLog<B: Backing> {
+    /// None if it is gone.
+    file: Option<Arc<B::File>>,
+    span: Arc<Span>,
+    /// Blocks that were given up.
+    lost: BTreeSet<u64>,
+    is_own: bool,
+}
+
+/// Bytes of a block that nobody has looked at.
+struct Unchecked<'a> {
+    key: Key,
+    span: Arc<Span>,
+    /// Of the span.
+    block: u64,
+    /// In the block.
+    position: usize,
+    buf: &'a mut [u8],
+}
+
+/// Bytes of a log that are to be read.
+struct LogPiece<'a, B: Backing> {
+    /// Whose log, which, and where in it.
+    place: (WriterId, u32, u64),
+    /// Up to here the log has bytes that are as they were written.
+    limit: u64,
+    file: Arc<B::File>,
+    buf: &'a mut [u8],
+}
+
+impl<B: Backing> LogPiece<'_, B> {
+    /// Where it ends in the log.
+    fn end(&self) -> u64 {
+        self.place.2 + self.buf.len() as u64
+    }
+}
+
+/// A part of a file in a block of a log that cannot be read.
+pub(crate) struct Unreadable {
+    /// In the file.
+    pub(crate) file: Range<u64>,
+    pub(crate) host: String,
+    pub(crate) log: String,
+    /// Where the block begins in the log.
+    pub(crate) block: u64,
+}
+
+/// Whether the bytes of a piece are read with those before it, which come earlier in the same log.
+fn goes_with<B: Backing>(together: &[LogPiece<'_, B>], piece: &LogPiece<'_, B>) -> bool {
+    let (Some(first), Some(last)) = (together.first(), together.last()) else {
+        return true;
+    };
+    let (writer, log, _) = last.place;
+    (writer, log) == (piece.place.0, piece.place.1)
+        && piece.place.2 <= last.end() + GAP_BYTES_MAX
+        && piece.end() <= first.place.2 + TOGETHER_BYTES_MAX
+}
+
+impl<B: Backing> Container<B> {
+    /// Reads until `buf` is full or the file ends. `below` reads the file as it was when the container was made, into
+    /// a buffer from an offset, and says how many bytes it has there.
+    pub fn read(
+        &self,
+        base: &B,
+        below: &dyn Fn(&mut [u8], u64) -> Result<usize>,
+        buf: &mut [u8],
+        offset: u64,
+    ) -> Result<usize> {
+        let mut walk = Walk::new(offset..offset.saturating_add(buf.len() as u64));
+        let mut rest = buf;
+        let mut done = 0;
+        loop {
+            let segments = self.find_next(base, &mut walk)?;
+            if segments.is_empty() {
+                return Ok(done);
+            }
+            let mut wanted = Vec::new();
+            for segment in segments {
+                let len = (segment.file.end - segment.file.start) as usize;
+                let (part, later) = rest.split_at_mut(len);
+                rest = later;
+                done += len;
+                match segment.source {
+                    Source::Hole | Source::Zeros => part.fill(0),
+                    Source::Plain => {
+                        let count = below(part, segment.file.start)?;
+                        // Cut by somebody who does not know of the container.
+                        part[count..].fill(0);
+                    }
+                    Source::Log { position, key, .. } => wanted.push(Wanted {
+                        key,
+                        position,
+                        buf: part,
+                    }),
+                }
+            }
+            self.read_logs(base, wanted)?;
+        }
+    }
+
+    /// Reads segments that are in logs, one after the other, into `buf`, which has their size.
+    pub(crate) fn read_segments(
+        &self,
+        base: &B,
+        segments: &[Segment],
+        buf: &mut [u8],
+    ) -> Result<()> {
+        let mut rest = buf;
+        let mut wanted = Vec::with_capacity(segments.len());
+        for Segment { file, source } in segments {
+            let Source::Log { position, key, .. } = *source else {
+                return Err(Errno::INVAL);
+            };
+            let (buf, later) = rest.split_at_mut((file.end - file.start) as usize);
+            rest = later;
+            wanted.push(Wanted { key, position, buf });
+        }
+        self.read_logs(base, wanted)
+    }
+
+    /// Reads bytes of changes, which must be as they were written. Those that were given up as lost are zeros. What lies
+    /// near each other in a log is read at once, whatever its order in the file is.
+    fn read_logs(&self, base: &B, wanted: Vec<Wanted<'_>>) -> Result<()> {
+        let mut logs: HashMap<Key, KeyLog<B>> = HashMap::new();
+        let mut pieces = Vec::with_capacity(wanted.len());
+        let mut unchecked = Vec::new();
+        for wanted in wanted {
+            let log = match logs.entry(wanted.key) {
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(new) => new.insert(self.find_log(base, wanted.key)?),
+            };
+            self.split_blocks(log, wanted, &mut pieces, &mut unchecked)?;
+        }
+        self.read_unchecked(base, unchecked)?;
+        pieces.sort_unstable_by_key(|piece| piece.place);
+        let mut together = Vec::new();
+        for piece in pieces {
+            if !goes_with(&together, &piece) {
+                self.read_together(base, std::mem::take(&mut together))?;
+            }
+            together.push(piece);
+        }
+        self.read_together(base, together)
+    }
+
+    /// Where the bytes of a change are.
+    fn find_log(&self, base: &B, key: Key) -> Result<KeyLog<B>> {
+        let span = self.find_span(base, key)?;
+        Ok(KeyLog {
+            file: self.open_log(base, key.writer, span.log)?,
+            lost: self.lost_blocks(key.writer, span.log),
+            is_own: self.is_own(key.writer),
+            span,
+        })
+    }
+
+    /// What is wanted, by block: zeros where the block was given up, else by whether somebody has looked at it.
+    fn split_blocks<'a>(
+        &self,
+        log: &KeyLog<B>,
+        wanted: Wanted<'a>,
+        pieces: &mut Vec<LogPiece<'a, B>>,
+        unchecked: &mut Vec<Unchecked<'a>>,
+    ) -> Result<()> {
+        let Wanted { key, position, buf } = wanted;
+        let span = &log.span;
+        let start = position.checked_sub(span.position).ok_or(Errno::IO)?;
+        let end = start + buf.len() as u64;
+        if end > span.bytes {
+            return Err(Errno::IO);
+        }
+        let mut rest = buf;
+        for block in start / CHECKED_BYTES..end.div_ceil(CHECKED_BYTES) {
+            let at = block * CHECKED_BYTES;
+            let from = at.max(start);
+            let to = (at + CHECKED_BYTES).min(end);
+            let (part, later) = rest.split_at_mut((to - from) as usize);
+            rest = later;
+            if log.lost.contains(&(span.position + at)) {
+                part.fill(0);
+            } else if log.is_own || self.view.lock().checked.contains(&(key, block)) {
+                pieces.push(LogPiece {
+                    place: (key.writer, span.log, span.position + from),
+                    limit: span.position + (at + CHECKED_BYTES).min(span.bytes),
+                    file: log.file.clone().ok_or(Errno::IO)?,
+                    buf: part,
+                });
+            } else {
+                unchecked.push(Unchecked {
+                    key,
+                    span: Arc::clone(span),
+                    block,
+                    position: (from - at) as usize,
+                    buf: part,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads each block whole, once, which its checksum is of.
+    fn read_unchecked(&self, base: &B, mut unchecked: Vec<Unchecked<'_>>) -> Result<()> {
+        unchecked.sort_unstable_by_key(|piece| (piece.key, piece.block));
+        let is_same = |a: &Unchecked<'_>, b: &Unchecked<'_>| (a.key, a.block) == (b.key, b.block);
+        for pieces in unchecked.chunk_by_mut(is_same) {
+            let Unchecked {
+                key, span, block, ..
+            } = &pieces[0];
+            let whole = self.load_block(base, *key, span, *block)?;
+            // Whoever reads a part of it reads the rest next.
+            let window = Arc::new(Window {
+                start: span.position + block * CHECKED_BYTES,
+                bytes: whole.ok_or(Errno::IO)?,
+            });
+            let id = (self.number, key.writer, span.log);
+            self.memory.ahead.keep(id, &window);
+            for Unchecked { position, buf, .. } in pieces {
+                buf.copy_from_slice(&window.bytes[*position..*position + buf.len()]);
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads pieces that lie near each other in one log. Where they follow what was read last, more is read ahead: who
+    /// reads a file in its order, or his own pieces of it, goes through each log in its order.
+    fn read_together(&self, base: &B, mut pieces: Vec<LogPiece<'_, B>>) -> Result<()> {
+        let (Some(first), Some(last)) = (pieces.first(), pieces.last()) else {
+            return Ok(());
+        };
+        let (writer, log, start) = first.place;
+        let end = last.end();
+        let limit = last.limit;
+        let file = Arc::clone(&first.file);
+        let ahead = &self.memory.ahead;
+        let id = (self.number, writer, log);
+        let window = match ahead.find(id) {
+            Some(known) if known.has(start..end) => known,
+            _ if pieces.len() == 1 && end - start >= AHEAD_BYTES_MIN => {
+                return read_exact(base, &file, pieces[0].buf, start);
+            }
+            known => {
+                let last = known.filter(|known| known.is_followed_by(start));
+                let wanted = last.map_or(0, |last| ahead.bytes_after(&last));
+                let to = start.saturating_add(wanted).min(limit).max(end);
+                let window = Arc::new(Window::read(base, &file, start..to)?);
+                ahead.keep(id, &window);
+                window
+            }
+        };
+        for piece in pieces {
+            let at = (piece.place.2 - window.start) as usize;
+            let bytes = window.bytes.get(at..at + piece.buf.len());
+            // The end of the log went with the power.
+            piece.buf.copy_from_slice(bytes.ok_or(Errno::IO)?);
+        }
+        Ok(())
+    }
+
+    /// A block of a change; none if it is not as it was written.
+    fn load_block(&self, base: &B, key: Key, span: &Span, block: u64) -> Result<Option<Vec<u8>>> {
+        let at = block * CHECKED_BYTES;
+        let mut whole = vec![0; CHECKED_BYTES.min(span.bytes - at) as usize];
+        let count = match self.open_log(base, key.writer, span.log)? {
+            Some(file) => base.read_at(&file, &mut whole, span.position + at)?,
+            None => 0,
+        };
+        if count < whole.len() || crc32c::crc32c(&whole) != span.checksums[block as usize] {
+            self.tell_damage(&key, span.log, span.position + at);
+            return Ok(None);
+        }
+        let mut view = self.view.lock();
+        if view.checked.len() >= CHECKED_MAX {
+            view.checked.clear();
+        }
+        view.checked.insert((key, block));
+        Ok(Some(whole))
+    }
+
+    /// Blocks of a log that were given up as lost, by where they begin.
+    fn lost_blocks(&self, writer: WriterId, log: u32) -> BTreeSet<u64> {
+        let view = self.view.lock();
+        let Some(seal) = view.seal.as_ref().filter(|seal| !seal.lost.is_empty()) else {
+            return BTreeSet::new();
+        };
+        let tail = view.tails.get(&writer);
+        let name = tail.map(|tail| tail.writer.log_name(log));
+        name.map_or_else(BTreeSet::new, |name| seal.lost.blocks_of(&name))
+    }
+
+    /// The parts of a segment, block by block, that are not as they were written, if it is in a log. `known` are blocks
+    /// of which that is known. Where the backing fails nothing is said of them.
+    pub(crate) fn find_unreadable(
+        &self,
+        base: &B,
+        segment: &Segment,
+        known: &Lost,
+    ) -> Result<Vec<Unreadable>> {
+        let Source::Log { position, key, .. } = segment.source else {
+            return Ok(Vec::new());
+        };
+        let span = self.find_span(base, key)?;
+        let (host, log) = self.log_of(key.writer, span.log)?;
+        let start = position.checked_sub(span.position).ok_or(Errno::IO)?;
+        let end = start + (segment.file.end - segment.file.start);
+        let mut found = Vec::new();
+        for block in start / CHECKED_BYTES..end.min(span.bytes).div_ceil(CHECKED_BYTES) {
+            let at = block * CHECKED_BYTES;
+            let position = span.position + at;
+            let is_lost = known.has_block(&log, position)
+                || (!self.view.lock().checked.contains(&(key, block))
+                    && self.load_block(base, key, &span, block)?.is_none());
+            if !is_lost {
+                continue;
+            }
+            let from = at.max(start);
+            let to = (at + CHECKED_BYTES).min(end);
+            found.push(Unreadable {
+                file: segment.file.start + (from - start)..segment.file.start + (to - start),
+                host: host.clone(),
+                log: log.clone(),
+                block: position,
+            });
+        }
+        Ok(found)
+    }
+
+    /// The host that wrote a log, and the log's name.
+    fn log_of(&self, writer: WriterId, log: u32) -> Result<(String, String)> {
+        let view = self.view.lock();
+        let writer = &view.tails.get(&writer).ok_or(Errno::STALE)?.writer;
+        Ok((writer.host().to_owned(), writer.log_name(log)))
+    }
+
+    fn tell_damage(&self, key: &Key, log: u32, offset: u64) {
+        let name = {
+            let view = self.view.lock();
+            view.tails
+                .get(&key.writer)
+                .map(|tail| tail.writer.log_name(log))
+        };
+        tracing::error!(
+            container = self.name,
+            log = name,
+            offset,
+            "a log does not have the bytes that its index says: they are not read"
+        );
+    }
+
+    /// What a change wrote, by sound indexes.
+    fn find_span(&self, base: &B, key: Key) -> Result<Arc<Span>> {
+        loop {
+            match self.span(base, key) {
+                Err(Errno::STALE) if self.has_damaged() => self.read_again(base, None)?,
+                found => return found,
+            }
+        }
+    }
+
+    /// The same; ESTALE if it is not known any more.
+    fn span(&self, base: &B, key: Key) -> Result<Arc<Span>> {
+        let tables = {
+            let view = self.view.lock();
+            if let Some(span) = view.resolver.span(key) {
+                return Ok(span);
+            }
+            Arc::clone(&view.tables)
+        };
+        let table = tables.iter().find(|table| table.has(key));
+        let span = match table {
+            Some(table) => table.span(base, &self.memory.blocks, key)?,
+            None => None,
+        };
+        span.ok_or(Errno::STALE)
+    }
+
+    /// None if it is gone.
+    fn open_log(&self, base: &B, writer: WriterId, log: u32) -> Result<Option<Arc<B::File>>> {
+        let name = {
+            let view = self.view.lock();
+            let tail = view.tails.get(&writer).ok_or(Errno::STALE)?;
+            if let Some(file) = tail.logs.get(&log) {
+                return Ok(Some(Arc::clone(file)));
+            }
+            tail.writer.log_name(log)
+        };
+        let Some(inode) = own::find_file(base, &self.dir, &name)? else {
+            return Ok(None);
+        };
+        let file = Arc::new(base.open(&inode, Access::Read)?);
+        if let Some(tail) = self.view.lock().tails.get_mut(&writer) {
+            tail.logs.entry(log).or_insert_with(|| Arc::clone(&file));
+        }
+        Ok(Some(file))
+    }
+}

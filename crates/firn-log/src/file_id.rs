@@ -1,0 +1,101 @@
+//! Which file a container is of, and the names of containers.
+
+use std::ffi::OsStr;
+
+use firn_backing::{Attr, Backing, Errno, Kind, Result};
+
+/// The attribute with a file's number, 8 bytes.
+const NUMBER: &str = "user.firn.log";
+
+/// Before the name of a container that is made.
+pub(crate) const NEW: &str = "new-";
+
+/// Which file a container is of: an inode number, and what tells it from a later file with the same number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct FileId {
+    pub(crate) ino: u64,
+    pub(crate) birth: u64,
+}
+
+impl FileId {
+    /// Which file an inode is; none if it is no file.
+    ///
+    /// Where a file system does not tell when a file was made, a file that has or may get containers has a number of
+    /// its own in an attribute: inode numbers are used again.
+    pub(crate) fn of<B: Backing>(base: &B, inode: &B::Inode, attr: &Attr) -> Result<Option<Self>> {
+        if attr.kind != Kind::File {
+            return Ok(None);
+        }
+        let birth = match attr.btime {
+            Some(time) => time.to_ns(),
+            None => load_number(base, inode)?.unwrap_or(0),
+        };
+        let ino = attr.ino;
+        Ok(Some(Self { ino, birth }))
+    }
+
+    /// The same for a file that is to get containers.
+    pub(crate) fn assign<B: Backing>(
+        base: &B,
+        inode: &B::Inode,
+        attr: &Attr,
+    ) -> Result<Option<Self>> {
+        let id = Self::of(base, inode, attr)?;
+        if attr.btime.is_some() || id.is_none_or(|id| id.birth != 0) {
+            return Ok(id);
+        }
+        // 0 is none.
+        let number = getrandom::u64().map_err(|_| Errno::IO)?.max(1);
+        let stored = number.to_le_bytes();
+        match base.set_xattr(inode, OsStr::new(NUMBER), &stored, libc::XATTR_CREATE) {
+            // Another host was first.
+            Ok(()) | Err(Errno::EXIST) => Self::of(base, inode, attr),
+            Err(error) => {
+                tracing::error!(ino = attr.ino, %error, "the file system tells neither when a file was made nor \
+                    keeps `{NUMBER}`: layout=log cannot tell files with the same inode number apart");
+                Err(error)
+            }
+        }
+    }
+
+    pub(crate) fn container_name(self, generation: u32) -> String {
+        format!("{:016x}-{:016x}-{generation:08x}", self.ino, self.birth)
+    }
+
+    /// The file and the generation that a container's name is of.
+    pub(crate) fn of_container(name: &[u8]) -> Option<(Self, u32)> {
+        let name = std::str::from_utf8(name).ok()?;
+        let mut fields = name.split('-');
+        let mut number = |digits: usize| {
+            let field = fields.next().filter(|field| field.len() == digits)?;
+            u64::from_str_radix(field, 16).ok()
+        };
+        let id = Self {
+            ino: number(16)?,
+            birth: number(16)?,
+        };
+        let generation = u32::try_from(number(8)?).ok()?;
+        (id.container_name(generation) == name).then_some((id, generation))
+    }
+}
+
+fn load_number<B: Backing>(base: &B, inode: &B::Inode) -> Result<Option<u64>> {
+    match base.get_xattr(inode, OsStr::new(NUMBER)) {
+        Ok(bytes) => Ok(bytes.try_into().ok().map(u64::from_le_bytes)),
+        Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::NOSYS) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Whether this is the name of a container that a host was making.
+pub(crate) fn is_new_container(name: &[u8], host: &str) -> bool {
+    let name = String::from_utf8_lossy(name);
+    let rest = name.strip_prefix(NEW);
+    rest.and_then(|rest| rest.rsplit_once('-'))
+        .is_some_and(|(of, _)| of == host)
+}
+
+/// Whether a name in `.firn/log` is that of a container.
+pub fn is_container(name: &[u8]) -> bool {
+    FileId::of_container(name).is_some()
+}
