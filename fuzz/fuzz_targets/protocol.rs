@@ -53,7 +53,7 @@ fn returns_reply(reply: &Reply) {
 }
 
 fn request(u: &mut Unstructured) -> arbitrary::Result<Request> {
-    Ok(match u.int_in_range(0..=14)? {
+    Ok(match u.int_in_range(0..=16)? {
         0 => Request::Hello,
         1 => Request::Status,
         2 => {
@@ -87,6 +87,10 @@ fn request(u: &mut Unstructured) -> arbitrary::Result<Request> {
             create: Arbitrary::arbitrary(u)?,
         },
         14 => Request::Place { path: path(u)? },
+        15 => Request::ReportPull {
+            files: Arbitrary::arbitrary(u)?,
+            bytes: Arbitrary::arbitrary(u)?,
+        },
         _ => Request::Unmount {
             force: Arbitrary::arbitrary(u)?,
             held: *u.choose(&[HeldPolicy::Drain, HeldPolicy::Keep, HeldPolicy::Discard])?,
@@ -136,13 +140,14 @@ fn reply(u: &mut Unstructured) -> arbitrary::Result<Reply> {
         5 => Reply::Done,
         6 => Reply::Region(region(u)?),
         7 => {
-            let (list, bytes) = Arbitrary::arbitrary(u)?;
+            let (list, bytes, changes) = Arbitrary::arbitrary(u)?;
             let pieces = (0..u.int_in_range(0..=3)?)
                 .map(|_| piece(u))
                 .collect::<Result<_, _>>()?;
             Reply::Chunks(ChunkList {
                 list,
                 bytes,
+                changes,
                 pieces,
             })
         }
@@ -220,7 +225,7 @@ fn seconds(u: &mut Unstructured) -> arbitrary::Result<f64> {
 
 fn file(u: &mut Unstructured) -> arbitrary::Result<FileStatus> {
     let state = level(u)?;
-    let (held_bytes, held_end, open) = Arbitrary::arbitrary(u)?;
+    let (held_bytes, held_end, open, in_transaction) = Arbitrary::arbitrary(u)?;
     let path = path(u)?;
     let ending = *u.choose(&[Ending::Open, Ending::Closed, Ending::Cut])?;
     let changes = u64::arbitrary(u)?;
@@ -232,6 +237,7 @@ fn file(u: &mut Unstructured) -> arbitrary::Result<FileStatus> {
         open,
         ending,
         changes,
+        in_transaction,
     })
 }
 

@@ -2,18 +2,26 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
+use std::net::TcpStream;
+use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use firn_agent::message::{Reply, Request};
+use firn_agent::{Encryption, KeyFile, Link, Stream, Terms, begin_handshake};
 use firn_testfs::namespace::Namespace;
 
+use crate::FirnMount;
 use crate::command::{Outcome, run, wait_child, wait_until};
+use crate::fsops::open_rw;
+use crate::random::bytes;
 use crate::sandbox::{Sandbox, kill};
 
 /// What pullers call the source host.
 pub const HOST: &str = "n1";
 const LIMIT: Duration = Duration::from_secs(60);
+const MIB: usize = 1 << 20;
 
 /// A `firn agent` that ends with the value.
 pub struct Agent {
@@ -169,4 +177,108 @@ pub fn pull(
     extra: &[&str],
 ) -> Outcome {
     run(&mut pull_command(sandbox, backing, source, target, extra))
+}
+
+/// Every kind of place that bytes can be in: memory, spill file, backing, holes.
+pub fn write_tree(mount: &FirnMount<'_>, sandbox: &Sandbox) -> PathBuf {
+    let top = mount.join("step_100");
+    fs::create_dir_all(top.join("a/b")).expect("mkdir");
+    fs::write(top.join("drained"), bytes(1, 5 * MIB + 3)).expect("write");
+    sandbox
+        .run(["drain".as_ref(), "--wait".as_ref(), top.as_os_str()])
+        .ok();
+    sandbox.run(["evict".as_ref(), top.as_os_str()]).ok();
+    for rank in 0..4 {
+        let path = top.join(format!("a/rank{rank}"));
+        fs::write(path, bytes(rank + 2, 6 * MIB + 1000 * rank as usize)).expect("write");
+    }
+    let sparse = open_rw(&top.join("a/b/sparse"));
+    for (at, key) in [(0, 20), (3 * MIB + 77, 21), (17 * MIB, 22)] {
+        sparse
+            .write_all_at(&bytes(key, 70_000), at as u64)
+            .expect("write");
+    }
+    sparse.set_len(33 * MIB as u64 + 5).expect("truncate");
+    // A part in the backing, newer bytes over it in memory.
+    let half = open_rw(&top.join("drained"));
+    half.write_all_at(&bytes(30, 12_345), 2 * MIB as u64 - 99)
+        .expect("write");
+    fs::write(top.join("empty"), b"").expect("write");
+    fs::write(top.join("script"), b"#!/bin/sh\n").expect("write");
+    fs::set_permissions(top.join("script"), PermissionsExt::from_mode(0o750)).expect("chmod");
+    fs::set_permissions(top.join("a/b"), PermissionsExt::from_mode(0o555)).expect("chmod");
+    symlink("a/rank0", top.join("latest")).expect("symlink");
+    symlink("/no/where", top.join("dangling")).expect("symlink");
+    top
+}
+
+/// Where a pull to a target keeps what it has.
+pub fn staging_of(target: &Path) -> PathBuf {
+    let name = target.file_name().expect("a name").to_string_lossy();
+    target.with_file_name(format!(".firn-pull-{name}"))
+}
+
+/// Nothing that was held for pullers stays.
+#[track_caller]
+pub fn assert_nothing_held(mount: &FirnMount<'_>) {
+    wait_until("nothing is held for pullers", LIMIT, || {
+        let status = mount.status();
+        (status.chunk_lists, status.chunk_list_bytes) == (0, 0)
+    });
+}
+
+/// The writer goes through the file from its start: at one moment a version is in front of the one before, and where
+/// they meet at most one block has both.
+#[track_caller]
+pub fn assert_one_moment(copy: &[u8], block: usize) {
+    let versions: Vec<u8> = copy.chunks(block).map(|block| block[0]).collect();
+    let newest = versions[0];
+    let end = versions
+        .iter()
+        .position(|version| *version != newest)
+        .unwrap_or(versions.len());
+    let before = newest.wrapping_sub(1);
+    assert!(
+        versions[end..].iter().all(|version| *version == before),
+        "several moments: {versions:?}"
+    );
+    let mixed = copy
+        .chunks(block)
+        .filter(|block| block.iter().any(|byte| *byte != block[0]));
+    assert!(mixed.count() <= 1, "blocks of several moments");
+}
+
+/// An authenticated connection by hand.
+pub fn connect(backing: &Path) -> Link<Stream> {
+    let file = KeyFile::load(backing, HOST).expect("the key file");
+    let socket = TcpStream::connect(&file.address).expect("connect");
+    let mut link = Link::over(Stream::over_tcp(socket).expect("a stream"));
+    begin_handshake(&mut link, &terms(&file), Instant::now() + LIMIT).expect("the key");
+    link
+}
+
+/// With the key of an agent, and encryption where it wants that.
+pub fn terms(file: &KeyFile) -> Terms<'_> {
+    Terms {
+        key: Some(&file.key),
+        munge: None,
+        encryption: Encryption::Possible,
+    }
+}
+
+/// The answer to a request.
+pub fn ask(link: &mut Link<Stream>, request: &Request) -> Reply {
+    let until = Instant::now() + LIMIT;
+    link.send(request, until).expect("ask");
+    link.receive(1 << 20, until).expect("an answer")
+}
+
+/// Lists the mount, which comes before all else.
+pub fn list_all(link: &mut Link<Stream>) {
+    let mut reply = ask(link, &Request::List { path: "".into() });
+    while matches!(reply, Reply::Entries { .. }) {
+        let until = Instant::now() + LIMIT;
+        reply = link.receive(1 << 20, until).expect("an answer");
+    }
+    assert!(matches!(reply, Reply::Listed { .. }), "{reply:?}");
 }

@@ -5,7 +5,7 @@
 use std::fs;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Mutex;
@@ -13,9 +13,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use firn_agent::message::{Reply, Request};
-use firn_agent::{Encryption, Key, KeyFile, Link, Stream, Terms, begin_handshake};
+use firn_agent::{Key, KeyFile, Link, Stream, begin_handshake};
 use firn_testfs::namespace::Namespace;
-use firn_tests::agent::{Agent, HOST, enter, pull, pull_command};
+use firn_tests::agent::{
+    Agent, HOST, ask, assert_nothing_held, assert_one_moment, connect, enter, list_all, pull,
+    pull_command, staging_of, terms, write_tree,
+};
 use firn_tests::command::{run, wait_child, wait_until};
 use firn_tests::fsops::{assert_same_bytes, open_rw, read};
 use firn_tests::powerfs::PowerFs;
@@ -29,52 +32,6 @@ const MIB: usize = 1 << 20;
 const LIMIT: Duration = Duration::from_secs(60);
 /// Nothing drains unasked, and nothing passes firnd by.
 const DEMAND: &str = "arena-size=96M,chunk-size=1M,drain=demand,passthrough=off";
-
-/// Every kind of place that bytes can be in: memory, spill file, backing, holes.
-fn write_tree(mount: &FirnMount<'_>, sandbox: &Sandbox) -> PathBuf {
-    let top = mount.join("step_100");
-    fs::create_dir_all(top.join("a/b")).expect("mkdir");
-    fs::write(top.join("drained"), bytes(1, 5 * MIB + 3)).expect("write");
-    sandbox
-        .run(["drain".as_ref(), "--wait".as_ref(), top.as_os_str()])
-        .ok();
-    sandbox.run(["evict".as_ref(), top.as_os_str()]).ok();
-    for rank in 0..4 {
-        let path = top.join(format!("a/rank{rank}"));
-        fs::write(path, bytes(rank + 2, 6 * MIB + 1000 * rank as usize)).expect("write");
-    }
-    let sparse = open_rw(&top.join("a/b/sparse"));
-    for (at, key) in [(0, 20), (3 * MIB + 77, 21), (17 * MIB, 22)] {
-        sparse
-            .write_all_at(&bytes(key, 70_000), at as u64)
-            .expect("write");
-    }
-    sparse.set_len(33 * MIB as u64 + 5).expect("truncate");
-    // A part in the backing, newer bytes over it in memory.
-    let half = open_rw(&top.join("drained"));
-    half.write_all_at(&bytes(30, 12_345), 2 * MIB as u64 - 99)
-        .expect("write");
-    fs::write(top.join("empty"), b"").expect("write");
-    fs::write(top.join("script"), b"#!/bin/sh\n").expect("write");
-    fs::set_permissions(top.join("script"), PermissionsExt::from_mode(0o750)).expect("chmod");
-    fs::set_permissions(top.join("a/b"), PermissionsExt::from_mode(0o555)).expect("chmod");
-    symlink("a/rank0", top.join("latest")).expect("symlink");
-    symlink("/no/where", top.join("dangling")).expect("symlink");
-    top
-}
-
-fn staging_of(target: &Path) -> PathBuf {
-    let name = target.file_name().expect("a name").to_string_lossy();
-    target.with_file_name(format!(".firn-pull-{name}"))
-}
-
-#[track_caller]
-fn assert_nothing_held(mount: &FirnMount<'_>) {
-    wait_until("nothing is held for pullers", LIMIT, || {
-        let status = mount.status();
-        (status.chunk_lists, status.chunk_list_bytes) == (0, 0)
-    });
-}
 
 /// Proves S-agent-1, S-agent-3.
 #[test]
@@ -217,7 +174,8 @@ fn a_file_that_changes_is_pulled_as_it_was_at_one_moment() {
     let _agent = Agent::start(&sandbox, mount.path(), &[]);
     let stop = AtomicBool::new(false);
     let target = sandbox.join("copy");
-    let (mut changed, mut gave_up) = (0, 0);
+    let mut changed = 0;
+    let mut gave_up = 0;
     std::thread::scope(|scope| {
         let writer = scope.spawn(|| {
             let mut version = 1_u8;
@@ -252,27 +210,6 @@ fn a_file_that_changes_is_pulled_as_it_was_at_one_moment() {
     println!("changed in {changed}, given up {gave_up} of 20");
     assert!(changed + gave_up > 0, "the writer met no pull");
     assert_nothing_held(&mount);
-}
-
-/// The writer goes through the file from its start: at one moment a version is in front of the one before, and where
-/// they meet at most one block has both.
-#[track_caller]
-fn assert_one_moment(copy: &[u8], block: usize) {
-    let versions: Vec<u8> = copy.chunks(block).map(|block| block[0]).collect();
-    let newest = versions[0];
-    let end = versions
-        .iter()
-        .position(|version| *version != newest)
-        .unwrap_or(versions.len());
-    let before = newest.wrapping_sub(1);
-    assert!(
-        versions[end..].iter().all(|version| *version == before),
-        "several moments: {versions:?}"
-    );
-    let mixed = copy
-        .chunks(block)
-        .filter(|block| block.iter().any(|byte| *byte != block[0]));
-    assert!(mixed.count() <= 1, "blocks of several moments");
 }
 
 /// Proves S-agent-4.
@@ -327,7 +264,8 @@ fn strangers_cost_a_line_of_the_log() {
     let path = mount.join("rank0");
     let target = sandbox.join("copy");
     pull(&sandbox, mount.backing(), &path, &target, &[]).ok();
-    let (memory, descriptors) = (agent.own_memory_kib(), agent.descriptors());
+    let memory = agent.own_memory_kib();
+    let descriptors = agent.descriptors();
 
     // A wrong key.
     let wrong = sandbox.join("wrong-key");
@@ -442,38 +380,6 @@ fn replay_is_refused(file: &KeyFile) {
     );
 }
 
-/// An authenticated connection by hand.
-fn connect(backing: &Path) -> Link<Stream> {
-    let file = KeyFile::load(backing, HOST).expect("the key file");
-    let socket = TcpStream::connect(&file.address).expect("connect");
-    let mut link = Link::over(Stream::over_tcp(socket).expect("a stream"));
-    begin_handshake(&mut link, &terms(&file), Instant::now() + LIMIT).expect("the key");
-    link
-}
-
-fn terms(file: &KeyFile) -> Terms<'_> {
-    Terms {
-        key: Some(&file.key),
-        munge: None,
-        encryption: Encryption::Possible,
-    }
-}
-
-fn ask(link: &mut Link<Stream>, request: &Request) -> Reply {
-    let until = Instant::now() + LIMIT;
-    link.send(request, until).expect("ask");
-    link.receive(1 << 20, until).expect("an answer")
-}
-
-fn list_all(link: &mut Link<Stream>) {
-    let mut reply = ask(link, &Request::List { path: "".into() });
-    while matches!(reply, Reply::Entries { .. }) {
-        let until = Instant::now() + LIMIT;
-        reply = link.receive(1 << 20, until).expect("an answer");
-    }
-    assert!(matches!(reply, Reply::Listed { .. }), "{reply:?}");
-}
-
 /// Proves S-agent-5: bounded, shown, and over with its connection.
 #[test]
 fn what_is_held_for_pullers_is_bounded_and_ends_with_them() {
@@ -489,16 +395,17 @@ fn what_is_held_for_pullers_is_bounded_and_ends_with_them() {
         let path = path.into();
         ask(link, &Request::Open { file, path })
     };
-    let opened = |bytes: usize| Reply::Opened {
-        bytes: bytes as u64,
+    let bytes_of = |reply| match reply {
+        Reply::Opened { bytes, .. } => bytes as usize,
+        other => panic!("{other:?}"),
     };
     let mut first = connect(mount.backing());
     let mut second = connect(mount.backing());
     for link in [&mut first, &mut second] {
         list_all(link);
     }
-    assert_eq!(open(&mut first, 1, "rank0"), opened(4 * MIB));
-    assert_eq!(open(&mut second, 1, "rank1"), opened(4 * MIB));
+    assert_eq!(bytes_of(open(&mut first, 1, "rank0")), 4 * MIB);
+    assert_eq!(bytes_of(open(&mut second, 1, "rank1")), 4 * MIB);
     assert_eq!(open(&mut second, 2, "rank2"), Reply::Full);
     assert_eq!(mount.status().chunk_lists, 2);
     assert_eq!(mount.status().chunk_list_bytes, 8 * MIB as u64);
@@ -518,12 +425,12 @@ fn what_is_held_for_pullers_is_bounded_and_ends_with_them() {
     wait_until("the list of a puller that is gone ends", LIMIT, || {
         mount.status().chunk_lists == 1
     });
-    assert_eq!(open(&mut second, 2, "rank2"), opened(4 * MIB));
+    assert_eq!(bytes_of(open(&mut second, 2, "rank2")), 4 * MIB);
     for file in [1, 2] {
         assert_eq!(ask(&mut second, &Request::Release { file }), Reply::Done);
     }
     // Larger than the bound: alone.
-    assert_eq!(open(&mut second, 3, "large"), opened(20 * MIB));
+    assert_eq!(bytes_of(open(&mut second, 3, "large")), 20 * MIB);
     assert_eq!(open(&mut second, 4, "rank0"), Reply::Full);
     let refused = open(&mut second, 5, "../etc/passwd");
     assert!(matches!(refused, Reply::Error { .. }), "{refused:?}");
@@ -544,7 +451,8 @@ fn what_is_held_for_pullers_is_bounded_and_ends_with_them() {
     let _agent = Agent::start(&sandbox, mount.path(), &["--hold-max", "5M"]);
     std::thread::scope(|scope| {
         for puller in 0..3 {
-            let (sandbox, mount) = (&sandbox, &mount);
+            let sandbox = &sandbox;
+            let mount = &mount;
             scope.spawn(move || {
                 let target = sandbox.join(format!("copy{puller}"));
                 pull(sandbox, mount.backing(), mount.path(), &target, &[]).ok();
@@ -554,6 +462,48 @@ fn what_is_held_for_pullers_is_bounded_and_ends_with_them() {
         }
     });
     assert_nothing_held(&mount);
+}
+
+/// Proves S-agent-14.
+#[test]
+fn what_is_pulled_is_in_the_status_and_the_metrics() {
+    let sandbox = Sandbox::new("agent-metrics");
+    let mount = FirnMount::new(&sandbox, DEMAND);
+    for rank in 0..3 {
+        fs::write(mount.join(format!("rank{rank}")), bytes(rank, 2 * MIB)).expect("write");
+    }
+    let agent = Agent::start(&sandbox, mount.path(), &[]);
+    assert_eq!(mount.status().pulls, 0);
+    let mut link = connect(mount.backing());
+    list_all(&mut link);
+    assert_eq!(mount.status().pulls, 1);
+    let target = sandbox.join("copy");
+    pull(&sandbox, mount.backing(), mount.path(), &target, &[]).ok();
+    wait_until("the pull is counted and over", LIMIT, || {
+        let status = mount.status();
+        (status.pulls, status.pulled_files, status.pulled_bytes) == (1, 3, 6 * MIB as u64)
+    });
+    let shown = sandbox
+        .run(["status".as_ref(), mount.path().as_os_str()])
+        .ok();
+    let line = "6.0 MiB in 3 files, 1 pull under way";
+    assert!(shown.stdout.contains(line), "{shown}");
+    let metrics = [
+        "status".as_ref(),
+        "--prometheus".as_ref(),
+        mount.path().as_os_str(),
+    ];
+    let metrics = sandbox.run(metrics).ok();
+    let of_this_mount = metrics
+        .stdout
+        .lines()
+        .find(|line| line.starts_with("firn_pulled_bytes_total{"));
+    let sample = of_this_mount.expect("a sample");
+    assert!(sample.ends_with(" 6291456"), "{sample}");
+    // With its process.
+    agent.kill();
+    wait_until("its pulls are over", LIMIT, || mount.status().pulls == 0);
+    assert_eq!(mount.status().pulled_bytes, 6 * MIB as u64);
 }
 
 /// A day's worth of requests: neither the agent nor firnd grows.
@@ -569,7 +519,10 @@ fn requests_cost_no_memory() {
     let mut round = |file: u32| {
         let path = "rank0".into();
         let opened = ask(&mut link, &Request::Open { file, path });
-        assert_eq!(opened, Reply::Opened { bytes: 1 << 20 });
+        assert!(
+            matches!(opened, Reply::Opened { bytes, .. } if bytes == 1 << 20),
+            "{opened:?}"
+        );
         let sum = Request::Sum {
             file,
             offset: 0,
@@ -579,6 +532,7 @@ fn requests_cost_no_memory() {
         let checked = ask(&mut link, &Request::Check { file });
         assert!(matches!(checked, Reply::Checked { changed: false, .. }));
         assert_eq!(ask(&mut link, &Request::Release { file }), Reply::Done);
+        mount.note_progress();
     };
     (0..100).for_each(&mut round);
     let before = [agent.own_memory_kib(), mount.own_memory_kib()];

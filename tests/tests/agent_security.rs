@@ -97,8 +97,10 @@ impl Relay {
         let heard = Arc::<Mutex<Vec<u8>>>::default();
         let over = Arc::<AtomicBool>::default();
         let thread = std::thread::spawn({
-            let (agent, tamper) = (agent.to_owned(), Arc::clone(&tamper));
-            let (heard, over) = (Arc::clone(&heard), Arc::clone(&over));
+            let agent = agent.to_owned();
+            let tamper = Arc::clone(&tamper);
+            let heard = Arc::clone(&heard);
+            let over = Arc::clone(&over);
             move || {
                 for puller in listener.incoming() {
                     if over.load(Ordering::Acquire) {
@@ -664,7 +666,8 @@ impl Sshd {
 
     /// What `--ssh` is, for somebody with this key.
     fn command(&self, key: &str) -> String {
-        let (port, at) = (self.port, self.dir.display());
+        let port = self.port;
+        let at = self.dir.display();
         format!(
             "ssh -F none -p {port} -i {at}/{key} -o IdentitiesOnly=yes -o BatchMode=yes \
              -o StrictHostKeyChecking=yes -o UserKnownHostsFile={at}/known-hosts"

@@ -1,21 +1,22 @@
 //! Partner copies: several firnd over one backing, each with an agent, and hosts that are lost with their arenas.
 
 use std::fs;
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use firn_protocol::PartnerStatus;
 use firn_tests::agent::Agent;
 use firn_tests::command::{Outcome, run, wait_until};
 use firn_tests::fsops::{assert_same_bytes, read};
-use firn_tests::random::{bytes, generator};
+use firn_tests::random::{bytes, env_count, generator};
 use firn_tests::{FirnMount, Sandbox, seed};
 use rand::RngExt;
 
 const MIB: usize = 1 << 20;
 const LIMIT: Duration = Duration::from_secs(60);
-const OPTIONS: &str = "arena-size=64M,chunk-size=1M,drain=demand,passthrough=off";
+const OPTIONS: &str = "arena-size=64M,chunk-size=1M,passthrough=off";
 
 /// Hosts that share a backing. Their network is one.
 struct Cluster {
@@ -44,7 +45,11 @@ impl Cluster {
     }
 
     fn mount(&self, at: usize, options: &str) -> FirnMount<'_> {
-        let options = format!("{OPTIONS},host=n{at},{options}");
+        let drain = match options.contains("drain=") {
+            true => "",
+            false => "drain=demand,",
+        };
+        let options = format!("{OPTIONS},{drain}host=n{at},{options}");
         FirnMount::over(&self.hosts[at], &self.backing(), &options)
     }
 
@@ -71,6 +76,18 @@ impl Cluster {
         paths.find(|path| path.extension().is_some_and(|end| end == "partner"))
     }
 
+    /// The files of all whole copies that host `at` keeps.
+    fn copied_files(&self, at: usize) -> Vec<PathBuf> {
+        let mut files = Vec::new();
+        for host in self.shelf(at).into_iter().flat_map(|dir| paths_in(&dir)) {
+            let whole = |path: &PathBuf| path.extension().is_none();
+            for copy in paths_in(&host).into_iter().filter(whole) {
+                add_files(&copy.join("tree"), &mut files);
+            }
+        }
+        files
+    }
+
     fn shelf_bytes(&self, at: usize) -> u64 {
         self.shelf(at).map_or(0, |dir| bytes_below(&dir))
     }
@@ -80,6 +97,30 @@ impl Cluster {
         pull.arg(self.backing()).arg(format!("{from}:{source}"));
         run(pull.arg(target))
     }
+}
+
+/// What vanishes meanwhile is left out.
+fn paths_in(dir: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(dir).into_iter().flatten();
+    entries
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .collect()
+}
+
+fn add_files(path: &Path, files: &mut Vec<PathBuf>) {
+    if path.is_file() {
+        return files.push(path.to_owned());
+    }
+    for path in paths_in(path) {
+        add_files(&path, files);
+    }
+}
+
+fn state_of(path: &Path) -> String {
+    let mut state = vec![0; 16];
+    let found = rustix::fs::getxattr(path, "user.firn.state", &mut state);
+    state.truncate(found.expect("the state"));
+    String::from_utf8(state).expect("a word")
 }
 
 fn bytes_below(dir: &Path) -> u64 {
@@ -212,16 +253,10 @@ fn a_file_that_changes_is_partnered_again_once_it_is_copied_again() {
     let top = hosts[0].write("step_1", 1);
     hosts[0].wait(&top, "partnered", "60s").ok();
     let path = top.join("rank0");
-    let state = |path: &Path| {
-        let mut state = vec![0; 16];
-        let found = rustix::fs::getxattr(path, "user.firn.state", &mut state);
-        state.truncate(found.expect("the state"));
-        String::from_utf8(state).expect("a word")
-    };
-    assert_eq!(state(&path), "partnered");
+    assert_eq!(state_of(&path), "partnered");
     // As long as somebody has it open for writing it is not: he may write at any time.
     let open = fs::File::options().write(true).open(&path).expect("open");
-    assert_eq!(state(&path), "held");
+    assert_eq!(state_of(&path), "held");
     hosts[0]
         .wait(&path, "partnered", "1s")
         .code(3)
@@ -245,7 +280,8 @@ fn a_file_that_changes_is_partnered_again_once_it_is_copied_again() {
 fn a_copy_goes_when_its_source_does_not_hold_it_any_more() {
     let cluster = Cluster::new("partner-drain", 2);
     let hosts = cluster.hosts("partner=next");
-    let (one, two) = (hosts[0].write("step_1", 1), hosts[0].write("step_2", 2));
+    let one = hosts[0].write("step_1", 1);
+    let two = hosts[0].write("step_2", 2);
     hosts[0]
         .wait(hosts[0].mount.path(), "partnered", "60s")
         .ok();
@@ -279,6 +315,12 @@ fn copies_of_a_lost_arena_stay_until_the_backing_has_them() {
     // The host is back, with an empty arena, and its partner follows it again.
     let again = cluster.host(0, "partner=next", &[]);
     again.wait_for_partner("n1");
+    // What it writes under the same name does not push out what is nowhere else.
+    fs::create_dir_all(&top).expect("mkdir");
+    fs::write(top.join("newer"), b"newer").expect("write");
+    wait_until("it is told", LIMIT, || {
+        again.partner().note.contains("an arena that n0 lost")
+    });
     let other = again.write("step_2", 4);
     again.wait(&other, "partnered", "60s").ok();
     let target = cluster.shared.join("copy");
@@ -371,26 +413,65 @@ fn copies_are_found_again_after_agents_and_firnd_were_killed() {
         hosts[0].wait(&top, "partnered", "60s").ok();
     }
     let before = contents(&top);
+    let inodes = |cluster: &Cluster| {
+        let mut files: Vec<_> = cluster.copied_files(1);
+        files.sort();
+        let of = |path: &PathBuf| path.metadata().expect("metadata").ino();
+        files.iter().map(of).collect::<Vec<_>>()
+    };
+    // Its copies count again and are not made again; one that is not the same is.
+    for is_damaged in [false, true] {
+        let copied = inodes(&cluster);
+        let files = cluster.copied_files(1);
+        let damaged = files.iter().find(|path| path.ends_with("a/rank1"));
+        let damaged = damaged.expect("a copy of a/rank1");
+        if is_damaged {
+            let file = fs::File::options().write(true).open(damaged);
+            file.expect("open").write_all_at(b"?", 77).expect("write");
+        }
+        let Host {
+            sandbox,
+            mount,
+            agent,
+        } = hosts.remove(0);
+        mount.kill();
+        let mount = cluster.mount(0, "partner=next");
+        hosts.insert(
+            0,
+            Host {
+                sandbox,
+                mount,
+                agent,
+            },
+        );
+        hosts[0].wait(&top, "partnered", "60s").ok();
+        assert_eq!(contents(&top), before);
+        assert_eq!(inodes(&cluster) != copied, is_damaged);
+        let target = cluster.shared.join(format!("copy{is_damaged}"));
+        cluster.pull("n1", "n0/step_1", &target).ok();
+        assert_eq!(contents(&target), before);
+    }
+    // Written to while nobody followed.
     let Host {
         sandbox,
         mount,
         agent,
     } = hosts.remove(0);
+    agent.kill();
     mount.kill();
     let mount = cluster.mount(0, "partner=next");
-    hosts.insert(
-        0,
-        Host {
-            sandbox,
-            mount,
-            agent,
-        },
-    );
-    hosts[0].wait(&top, "partnered", "60s").ok();
-    assert_eq!(contents(&top), before);
-    let target = cluster.shared.join("copy");
+    let other = bytes(99, MIB);
+    fs::write(top.join("a/rank1"), &other).expect("write");
+    let agent = Agent::start_unnamed(sandbox, mount.path(), &[]);
+    let host = Host {
+        sandbox,
+        mount,
+        agent,
+    };
+    host.wait(&top, "partnered", "60s").ok();
+    let target = cluster.shared.join("newer");
     cluster.pull("n1", "n0/step_1", &target).ok();
-    assert_eq!(contents(&target), before);
+    assert_same_bytes("the newer one", &read(&target.join("a/rank1")), &other);
 }
 
 /// Proves S-partner-7.
@@ -495,6 +576,143 @@ fn the_partner_is_in_another_failure_domain_where_there_is_one() {
     run(agent.arg(mount.path())).code(1).says("is this host");
 }
 
+/// Proves S-partner-1: a checkpoint is copied once, when it is whole.
+#[test]
+fn nothing_is_copied_of_a_checkpoint_whose_next_file_is_open() {
+    let cluster = Cluster::new("partner-open", 2);
+    let hosts = cluster.hosts("partner=next");
+    hosts[0].wait_for_partner("n1");
+    let top = hosts[0].mount.join("step_1");
+    fs::create_dir(&top).expect("mkdir");
+    let next = fs::File::create(top.join("rank1")).expect("create");
+    fs::write(top.join("rank0"), bytes(1, MIB)).expect("write");
+    // Closed after rank0: once it is copied, the partner has looked at that as often.
+    let beside = hosts[0].mount.join("beside");
+    fs::write(&beside, b"beside").expect("write");
+    hosts[0].wait(&beside, "partnered", "60s").ok();
+    assert_eq!(cluster.copied_files(1).len(), 1);
+    next.write_all_at(b"rank1", 0).expect("write");
+    drop(next);
+    hosts[0].wait(&top, "partnered", "60s").ok();
+    assert_eq!(cluster.copied_files(1).len(), 3);
+}
+
+/// Proves S-partner-11: what a transaction may take back is in no copy, at no moment.
+#[test]
+fn what_is_not_committed_is_not_copied() {
+    let cluster = Cluster::new("partner-commit", 2);
+    let partner = cluster.host(1, "tokens=flock", &["--host", "n1"]);
+    // Files of less than a chunk stay in memory.
+    let source = cluster.host(0, "drain=commit,drain-age=1h,partner=next", &[]);
+    source.wait_for_partner("n1");
+    let firn = |verb: &str, path: &Path| {
+        let done = source.sandbox.run([verb.as_ref(), path.as_os_str()]);
+        done.ok();
+    };
+    let top = source.mount.join("step");
+    fs::create_dir(&top).expect("mkdir");
+    let write = |path: &Path, byte: u8| fs::write(path, vec![byte; 200_000]).expect("write");
+    write(&top.join("rank0"), b'c');
+    source.wait(&top, "partnered", "60s").ok();
+    firn("begin", &top);
+    write(&top.join("rank0"), b'u');
+    write(&top.join("rank1"), b'u');
+    // After both were closed, the partner looks twice at least.
+    let beside = source.mount.join("beside");
+    write(&beside, b'c');
+    source.wait(&beside, "partnered", "60s").ok();
+    assert_eq!(state_of(&top.join("rank0")), "held");
+    assert_eq!(state_of(&top.join("rank1")), "held");
+    let none = cluster.pull("n1", "n0/step", &cluster.shared.join("none"));
+    none.code(1).says("no partner copy");
+    firn("abort", &top);
+
+    let over = AtomicBool::new(false);
+    let looked = std::thread::scope(|scope| {
+        let looker = scope.spawn(|| {
+            let mut looked = 0;
+            while !over.load(Ordering::Acquire) {
+                for path in cluster.copied_files(1) {
+                    let Ok(copy) = fs::read(&path) else { continue };
+                    assert!(!copy.contains(&b'u'), "{}", path.display());
+                    looked += 1;
+                }
+            }
+            looked
+        });
+        let rand = &mut generator(seed("partner-commit"));
+        let rounds = env_count("FIRN_PARTNER_ROUNDS", 30);
+        for _ in 0..rounds {
+            write(&top.join("rank0"), b'c');
+            // Anywhere between the look that finds it and the end of its copy.
+            std::thread::sleep(Duration::from_millis(rand.random_range(0..300)));
+            firn("begin", &top);
+            write(&top.join("rank0"), b'u');
+            write(&top.join("rank2"), b'u');
+            firn("abort", &top);
+            source.mount.note_progress();
+        }
+        over.store(true, Ordering::Release);
+        looker.join().expect("the looker")
+    });
+    assert!(looked > 0, "no copy was ever seen");
+    firn("begin", &top);
+    write(&top.join("rank0"), b'u');
+    write(&beside, b'd');
+    source.wait(&beside, "partnered", "60s").ok();
+    source.lose();
+    let copy = cluster.shared.join("copy");
+    cluster.pull("n1", "n0/beside", &copy).ok();
+    assert_eq!(read(&copy), vec![b'd'; 200_000]);
+    let none = cluster.pull("n1", "n0/step", &cluster.shared.join("none"));
+    none.code(1).says("no partner copy");
+    drop(partner);
+}
+
+/// Proves S-partner-12.
+#[test]
+fn copies_are_encrypted_on_their_way_where_one_of_the_hosts_says_so() {
+    for (name, wishes, is_encrypted) in [
+        ("partner-plain", ["auto", "no"], Some(false)),
+        ("partner-sealed1", ["yes", "auto"], Some(true)),
+        ("partner-sealed2", ["auto", "yes"], Some(true)),
+        ("partner-clash", ["no", "yes"], None),
+    ] {
+        let cluster = Cluster::new(name, 2);
+        let start = |at: usize| {
+            let agent = ["--verbose", "--encrypt", wishes[at]];
+            cluster.host(at, "partner=next", &agent)
+        };
+        let source = start(0);
+        let partner = start(1);
+        let top = source.write("step_1", 4);
+        let Some(is_encrypted) = is_encrypted else {
+            wait_until("it is told", LIMIT, || {
+                source.partner().note.contains("encrypt")
+            });
+            let refused = source.wait(&top, "partnered", "1s").code(3);
+            refused.says("there is no partner");
+            assert_eq!(cluster.shelf(1), None);
+            continue;
+        };
+        source.wait(&top, "partnered", "60s").ok();
+        let before = contents(&top);
+        for log in [source.agent.log(), partner.agent.log()] {
+            let connected = log.lines().filter(|line| line.contains(" is connected"));
+            let how: Vec<_> = connected.map(|line| line.contains("encrypted")).collect();
+            assert!(!how.is_empty(), "{log}");
+            assert!(
+                how.iter().all(|how| *how == is_encrypted),
+                "{wishes:?}: {log}"
+            );
+        }
+        source.lose();
+        let target = cluster.shared.join("copy");
+        cluster.pull("n1", "n0/step_1", &target).ok();
+        assert_eq!(contents(&target), before);
+    }
+}
+
 /// Without the option there is no partner, and waiting for one is refused at once.
 #[test]
 fn a_mount_without_the_option_has_no_partner() {
@@ -520,7 +738,8 @@ fn a_job_restarts_on_another_host_from_the_memory_of_the_partner() {
     wait_until("one checkpoint is left to the partner", LIMIT, || {
         cluster.shelf_bytes(1) < 5 * MIB as u64
     });
-    let (before, old) = (contents(&first), contents(&backed));
+    let before = contents(&first);
+    let old = contents(&backed);
     hosts.remove(0).lose();
     let replacement = hosts.pop().expect("three");
     assert_eq!(replacement.agent.end(), Some(0));

@@ -304,7 +304,8 @@ mod tests {
             puller_wish: Encryption::Possible,
             agent_wish,
         };
-        let (puller, agent) = (Purpose::PullerProof, Purpose::AgentProof);
+        let puller = Purpose::PullerProof;
+        let agent = Purpose::AgentProof;
         let all = said(1, 2, Encryption::Required);
         let proof = key.derive(puller, &all);
         assert!(key.verify(puller, &all, &proof));

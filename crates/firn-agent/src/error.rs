@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use firn_client::{ClientError, MountError};
 use firn_format::quote::quoted_path;
+use firn_ofi::OfiError;
 use firn_protocol::path::BytePath;
 
 use crate::key_file::KeyFileError;
@@ -114,6 +115,9 @@ pub enum AgentError {
         /// Its name.
         host: String,
     },
+    /// What was asked for by name is not there.
+    #[error(transparent)]
+    Fabric(#[from] OfiError),
     /// No random bytes.
     #[error("the kernel gives no random bytes for a key: {0}")]
     Random(#[from] getrandom::Error),
@@ -133,6 +137,7 @@ impl AgentError {
         match self {
             Self::Client(error) => error.exit_code(),
             Self::KeyFile(_)
+            | Self::Fabric(_)
             | Self::Listen { .. }
             | Self::Domains { .. }
             | Self::OwnPartner { .. }
@@ -178,6 +183,22 @@ pub enum PullError {
         host: String,
         /// How.
         error: WireError,
+    },
+    /// Reads of the source's memory failed.
+    #[error("no bytes from {host} by libfabric: {error}")]
+    Fabric {
+        /// Name of the source host.
+        host: String,
+        /// Why.
+        error: OfiError,
+    },
+    /// Bytes are to be encrypted, and libfabric does not.
+    #[error(
+        "the connection to {host} is encrypted, as one side asked for, and libfabric encrypts nothing: say --encrypt no on both sides, or --transport tcp"
+    )]
+    Unencrypted {
+        /// Name of the source host.
+        host: String,
     },
     /// The agent says so.
     #[error("{host}: {message}")]
@@ -279,6 +300,7 @@ impl PullError {
             // An agent that is started again writes it anew.
             Self::KeyFile(error) => error.is_missing(),
             Self::Wire { error, .. } => matches!(error, WireError::Ended | WireError::Io(_)),
+            Self::Fabric { error, .. } => error.may_pass(),
             Self::Remote { kind, .. } => *kind == ErrorKind::Stale,
             _ => false,
         }

@@ -25,6 +25,7 @@ use rustix::fs::{CWD, RenameFlags};
 use crate::error::PullError;
 use crate::peer::Route;
 use crate::pull::{Listed, Outcome, PullRequest, PullSource, list, local, pull, remove_tree};
+use crate::transport_choice::Carriage;
 
 /// What is followed.
 pub struct FollowRequest {
@@ -34,6 +35,8 @@ pub struct FollowRequest {
     pub route: Route,
     /// The directory there whose entries are checkpoints; empty: the mount of the agent.
     pub source: BytePath,
+    /// What carries bytes.
+    pub carriage: Carriage,
     /// Where the copies are: a directory for them alone.
     pub target: PathBuf,
     /// How many are kept.
@@ -183,6 +186,7 @@ impl Follower<'_> {
                 host: request.host.clone(),
                 route: request.route.clone(),
                 source: PullSource::Path(request.source.as_path().join(&listed.name).into()),
+                carriage: request.carriage.clone(),
                 target: next.clone(),
                 cut: false,
                 patience: Duration::ZERO,

@@ -1,13 +1,13 @@
 //! What an agent gives: files of a mount, or partner copies.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use firn_protocol::path::BytePath;
 use xxhash_rust::xxh3::Xxh3;
 
+use crate::data_path::{DataPath, send_bytes_or_zeros};
 use crate::link::Link;
-use crate::message::{ErrorKind, Reply};
+use crate::message::ErrorKind;
 use crate::partner::{CopyFile, Shelf};
 use crate::source::{COPY_BYTES, HeldFile, SendError, Source, SourceError};
 use crate::transport::Transport;
@@ -42,13 +42,13 @@ impl Given {
         offset: u64,
         bytes: u64,
         link: &mut Link<T>,
-        until: Instant,
+        data: &mut dyn DataPath<T>,
     ) -> Result<(), SendError> {
         match (self, file) {
             (Self::Mount(source), GivenFile::Held(file)) => {
-                source.send(file, offset, bytes, link, until)
+                source.send(file, offset, bytes, link, data)
             }
-            (_, GivenFile::Copy(file)) => send_copy(file, offset, bytes, link, until),
+            (_, GivenFile::Copy(file)) => send_copy(file, offset, bytes, link, data),
             (Self::Shelf(_), GivenFile::Held(_)) => Err(not_of_this().into()),
         }
     }
@@ -86,6 +86,14 @@ impl GivenFile {
             Self::Copy(file) => file.bytes(),
         }
     }
+
+    /// Which changes of the file it has.
+    pub(crate) fn changes(&self) -> Option<u64> {
+        match self {
+            Self::Held(file) => Some(file.changes()),
+            Self::Copy(_) => None,
+        }
+    }
 }
 
 fn send_copy<T: Transport>(
@@ -93,19 +101,12 @@ fn send_copy<T: Transport>(
     offset: u64,
     bytes: u64,
     link: &mut Link<T>,
-    until: Instant,
+    data: &mut dyn DataPath<T>,
 ) -> Result<(), SendError> {
-    let mut crc32c = 0;
     read_copy(file, offset, bytes, |part| {
-        let bytes = part.len() as u64;
-        if part.iter().all(|byte| *byte == 0) {
-            return Ok(link.send(&Reply::Zeros { bytes }, until)?);
-        }
-        crc32c = crc32c::crc32c_append(crc32c, part);
-        link.send(&Reply::Bytes { bytes }, until)?;
-        Ok(link.transport().send(part, until)?)
+        Ok(send_bytes_or_zeros(data, link, part)?)
     })?;
-    Ok(link.send(&Reply::End { crc32c }, until)?)
+    Ok(data.end(link)?)
 }
 
 fn sum_copy(file: &CopyFile, offset: u64, bytes: u64) -> Result<(u64, u128), SourceError> {

@@ -21,8 +21,10 @@
 //! Protocol, crash behaviour, authentication: docs/internals/agent.md.
 
 mod auth;
+mod data_path;
 mod encryption;
 mod error;
+mod exposure;
 mod follow;
 mod given;
 pub mod holds;
@@ -38,6 +40,7 @@ pub mod server;
 mod session;
 mod source;
 mod transport;
+mod transport_choice;
 
 pub use auth::{Key, Terms, answer_handshake, begin_handshake};
 pub use encryption::{Encrypt, Encryption};
@@ -55,3 +58,4 @@ pub use pull::{
 pub use sealed::Sealed;
 pub use server::{Agent, AgentOptions, Level, Log};
 pub use transport::{Stream, Transport};
+pub use transport_choice::{Carriage, TransportChoice};

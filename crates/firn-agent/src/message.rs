@@ -2,7 +2,7 @@
 //!
 //! A frame is its length in 4 bytes, the most significant first, and a [`Request`] or [`Reply`] as JSON. After a
 //! [`Reply::Bytes`] that many bytes follow as they are. The agent answers requests in their order, each with one final
-//! reply; only [`Request::List`], [`Request::ListHeld`] and [`Request::Read`] have others before it.
+//! reply; only [`Request::List`], [`Request::ListHeld`], [`Request::Read`] and [`Request::Place`] have others before it.
 //!
 //! Invariants
 //! * A frame has at most [`FRAME_BYTES_MAX`] bytes, before the handshake is over [`HANDSHAKE_BYTES_MAX`]: looked at
@@ -16,13 +16,16 @@ use serde::{Deserialize, Serialize};
 use crate::encryption::Encryption;
 
 /// Version of this protocol; an agent and a puller of different ones do not work together.
-pub const PROTOCOL_VERSION: u32 = 2;
+pub const PROTOCOL_VERSION: u32 = 4;
 /// Bytes of the longest frame: an entry with a path and a link target of 4 KiB each, every byte of them escaped.
 pub const FRAME_BYTES_MAX: usize = 64 << 10;
 /// Bytes of the longest frame from somebody who has not shown the key yet.
 pub const HANDSHAKE_BYTES_MAX: usize = 1024;
 /// Bytes of a block: it is written while it is still in the processor's cache, and larger ones gained nothing.
 pub const BLOCK_BYTES: u64 = 1 << 20;
+/// Staging buffers of a block each, for what a puller reads by itself and is not in memory. A puller names the one that
+/// is to be used, and none of which it has not read all.
+pub const STAGING_BUFFERS: u64 = 16;
 /// Bytes of the longest path in a message.
 pub const PATH_BYTES_MAX: usize = 4096;
 
@@ -103,6 +106,24 @@ pub enum Request {
         /// At most [`BLOCK_BYTES`].
         bytes: u64,
     },
+    /// Let this puller read memory by itself, until it lists again.
+    Expose {
+        /// Providers of libfabric that the puller has, the best first.
+        providers: Vec<String>,
+        /// Whether answers to [`Request::Place`] have checksums.
+        sums: bool,
+    },
+    /// Where bytes of a file are that is held, for a puller that reads them by itself.
+    Place {
+        /// Number of the file.
+        file: u32,
+        /// Bytes from its start.
+        offset: u64,
+        /// At most [`BLOCK_BYTES`].
+        bytes: u64,
+        /// Staging buffer for what is not in memory, below [`STAGING_BUFFERS`].
+        buffer: u32,
+    },
     /// A checksum that tells whether the puller has these bytes already.
     Sum {
         /// Number of the file.
@@ -164,6 +185,8 @@ pub enum Reply {
     Opened {
         /// Bytes of the file.
         bytes: u64,
+        /// [`Held::changes`] of what is held now; none: it is a copy.
+        changes: Option<u64>,
     },
     /// Not the end: so many bytes of the answer to [`Request::Read`] follow.
     Bytes {
@@ -179,6 +202,27 @@ pub enum Reply {
     End {
         /// CRC32C of the bytes that followed a [`Reply::Bytes`].
         crc32c: u32,
+    },
+    /// Answer to [`Request::Expose`].
+    Exposed(Exposed),
+    /// Not the end: so many bytes of the answer to [`Request::Place`] are in the data region.
+    InMemory {
+        /// From its start.
+        at: u64,
+        /// How many.
+        bytes: u64,
+    },
+    /// The same, in the staging buffers.
+    Staged {
+        /// From the start of the first one.
+        at: u64,
+        /// How many.
+        bytes: u64,
+    },
+    /// The end of the answer to [`Request::Place`].
+    Placed {
+        /// As in [`Reply::End`]; none where the puller wanted none.
+        crc32c: Option<u32>,
     },
     /// Answer to [`Request::Sum`].
     Sum {
@@ -212,6 +256,30 @@ pub enum Reply {
         /// What happened and what to do.
         message: String,
     },
+}
+
+/// Where a puller reads by itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Exposed {
+    /// The provider of libfabric.
+    pub provider: String,
+    /// Of the agent's endpoint, as the provider writes it.
+    pub address: Vec<u8>,
+    /// The data region.
+    pub arena: ExposedRegion,
+    /// The staging buffers, one after the other.
+    pub staging: ExposedRegion,
+}
+
+/// Memory of the agent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExposedRegion {
+    /// The right to read it.
+    pub key: u64,
+    /// What its first byte is called.
+    pub base: u64,
+    /// How many bytes it has.
+    pub bytes: u64,
 }
 
 /// What a puller may do about an error.
@@ -268,6 +336,12 @@ impl Entry {
 
     pub(crate) fn changes(&self) -> Option<u64> {
         self.held.map(|held| held.changes)
+    }
+
+    /// Whether the file has other changes than it was listed with.
+    pub(crate) fn is_older_than(&self, changes: Option<u64>) -> bool {
+        let listed = self.changes().zip(changes);
+        listed.is_some_and(|(listed, now)| listed != now)
     }
 }
 

@@ -1,7 +1,7 @@
 //! The puller's end of a connection, and the ways to an agent.
 
 use std::io;
-use std::net::{TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -69,6 +69,8 @@ pub struct Peer {
     host: String,
     /// Before the process that carries it: it ends when its pipes are closed.
     link: Link<Stream>,
+    /// This host's address on the way there; none through ssh.
+    near: Option<IpAddr>,
     _ssh: Option<Ssh>,
 }
 
@@ -128,6 +130,7 @@ impl Peer {
             error,
         };
         let socket = connect_any(address).map_err(failed)?;
+        let near = Some(socket.local_addr().map_err(failed)?.ip());
         let agent = socket.peer_addr().map_err(failed)?;
         let terms = Terms {
             key: match trust {
@@ -141,7 +144,8 @@ impl Peer {
             encryption: encrypt.towards(agent.ip()),
         };
         let stream = Stream::over_tcp(socket).map_err(failed)?;
-        Self::greet(host, stream, &terms, HANDSHAKE_LIMIT, None)
+        let peer = Self::greet(host, stream, &terms, HANDSHAKE_LIMIT, None)?;
+        Ok(Self { near, ..peer })
     }
 
     fn connect_ssh(host: &str, command: &[String], firn: &str) -> Result<Self, PullError> {
@@ -187,6 +191,7 @@ impl Peer {
         Ok(Self {
             host: host.into(),
             link,
+            near: None,
             _ssh: ssh,
         })
     }
@@ -194,6 +199,16 @@ impl Peer {
     /// The source host, for messages.
     pub(crate) fn host(&self) -> &str {
         &self.host
+    }
+
+    /// Whether all that goes over the connection is encrypted.
+    pub(crate) fn is_encrypted(&self) -> bool {
+        self.link.is_encrypted()
+    }
+
+    /// This host's address on the way to it; none through ssh.
+    pub(crate) fn near(&self) -> Option<IpAddr> {
+        self.near
     }
 
     /// Sends a request; its answer comes after those to the requests before.

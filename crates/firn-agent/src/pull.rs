@@ -6,8 +6,11 @@
 //! * A broken connection is made again; blocks that are there are compared and not sent again, also those that an
 //!   earlier puller left which was killed.
 
+mod compare;
+mod direct;
 mod fetch;
 mod plan;
+mod remote;
 mod staging;
 mod state;
 mod writers;
@@ -23,8 +26,11 @@ use serde::Serialize;
 use crate::error::PullError;
 use crate::message::{Entry, EntryKind, ErrorKind};
 use crate::peer::{Peer, Route};
+use crate::transport_choice::{Carriage, TransportChoice};
+pub(crate) use compare::is_same_file;
 use fetch::{Fetch, Wanted};
 use plan::Plan;
+use remote::Remote;
 use staging::Staging;
 pub(crate) use staging::local;
 pub use staging::remove_tree;
@@ -43,6 +49,8 @@ pub struct PullRequest {
     pub route: Route,
     /// What is pulled of it.
     pub source: PullSource,
+    /// What carries bytes.
+    pub carriage: Carriage,
     /// Name of the copy.
     pub target: PathBuf,
     /// Also what its writers have not closed.
@@ -81,6 +89,8 @@ pub struct Progress {
 /// What came of it.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Outcome {
+    /// What carried bytes last: `tcp`, `ssh`, or `ofi:` and a provider.
+    pub transport: String,
     /// Regular files.
     pub files: u64,
     /// Their bytes.
@@ -129,16 +139,31 @@ pub fn pull(request: &PullRequest, tell: &mut dyn FnMut(Progress)) -> Result<Out
     let mut state = State::new(tell);
     let mut peer = Some(Peer::connect(&request.host, &request.route)?);
     let mut pause = RETRY_FIRST;
+    let mut carriage = request.carriage.clone();
     state.moved_at = Instant::now();
     let plan = loop {
         let moved_at = state.moved_at;
-        let error = match attempt(request, &staging, &writers, &mut state, peer.take()) {
+        let error = match attempt(
+            request,
+            &carriage,
+            &staging,
+            &writers,
+            &mut state,
+            peer.take(),
+        ) {
             Ok(plan) => break plan,
             Err(error) => error,
         };
         // Nothing may land in a file that the next connection compares.
         writers.wait()?;
-        if !error.may_pass() || state.moved_at.elapsed() > request.patience {
+        let is_late = state.moved_at.elapsed() > request.patience;
+        let is_fabric = matches!(error, PullError::Fabric { .. });
+        if !error.may_pass() {
+            return Err(error);
+        } else if is_fabric && carriage.transport == TransportChoice::Auto {
+            // The connection is there all the same.
+            carriage.transport = TransportChoice::Tcp;
+        } else if is_late {
             return Err(error);
         }
         if state.moved_at > moved_at {
@@ -159,6 +184,7 @@ pub fn pull(request: &PullRequest, tell: &mut dyn FnMut(Progress)) -> Result<Out
 /// All that is not there yet, over one connection.
 fn attempt(
     request: &PullRequest,
+    carriage: &Carriage,
     staging: &Staging,
     writers: &Writers,
     state: &mut State<'_>,
@@ -198,7 +224,13 @@ fn attempt(
         .collect();
     let bytes = wanted.iter().map(|wanted| wanted.bytes).sum();
     state.begin(wanted.len() as u64, bytes);
-    Fetch::new(&mut peer, staging, writers, state, top, wanted).run()?;
+    let remote = Remote::agree(&mut peer, carriage, writers)?;
+    state.outcome.transport = match &remote {
+        Some(remote) => format!("ofi:{}", remote.provider()),
+        None if peer.near().is_some() => "tcp".into(),
+        None => "ssh".into(),
+    };
+    Fetch::new(&mut peer, staging, writers, remote, state, top, wanted).run()?;
     Ok(plan)
 }
 

@@ -380,7 +380,8 @@ mod tests {
     fn what_is_sent_arrives_and_none_of_it_can_be_read_on_its_way() {
         let mut generator = StdRng::seed_from_u64(1);
         let (puller, agent) = ciphers(&KEY, &KEY).unwrap();
-        let (mut puller, mut agent) = (sealed(puller), sealed(agent));
+        let mut puller = sealed(puller);
+        let mut agent = sealed(agent);
         for _ in 0..50 {
             let (said, records) = talk(&mut generator, &mut puller);
             let wire = records.concat();
@@ -399,7 +400,8 @@ mod tests {
         for seed in 0..400 {
             let mut generator = StdRng::seed_from_u64(seed);
             let (puller, agent) = ciphers(&KEY, &KEY).unwrap();
-            let (mut puller, mut agent) = (sealed(puller), sealed(agent));
+            let mut puller = sealed(puller);
+            let mut agent = sealed(agent);
             let (said, mut records) = talk(&mut generator, &mut puller);
             let before = records.clone();
             let at = generator.random_range(0..records.len());

@@ -21,6 +21,7 @@ use firn_protocol::PartnerStatus;
 use crate::auth::{Key, Terms, answer_handshake};
 use crate::encryption::{Encrypt, Encryption};
 use crate::error::{AgentError, WireError};
+use crate::exposure::Offer;
 use crate::holds::Holds;
 use crate::key_file::{KeyFile, check_host};
 use crate::link::Link;
@@ -29,6 +30,7 @@ use crate::partner::{Desk, Domains, Shelf, choose_partners};
 use crate::session::{Sent, Session};
 use crate::source::default_hold_max;
 use crate::transport::{Stream, Transport};
+use crate::transport_choice::TransportChoice;
 
 /// How long a stranger has to show the key.
 pub const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
@@ -89,6 +91,8 @@ pub struct AgentOptions {
     pub encrypt: Encrypt,
     /// Pullers may show a credential of MUNGE instead of the key.
     pub munge: Option<Munge>,
+    /// What pullers may have their bytes carried by.
+    pub transport: TransportChoice,
     /// Where it says what it does.
     pub log: Log,
 }
@@ -110,6 +114,7 @@ struct Shared {
     key: Key,
     encrypt: Encrypt,
     munge: Option<Munge>,
+    transport: TransportChoice,
     holds: Arc<Holds>,
     desk: Arc<Desk>,
     log: Log,
@@ -121,6 +126,7 @@ struct Shared {
 impl Agent {
     /// Listens, and leaves address and key in the backing.
     pub fn start(options: AgentOptions) -> Result<Self, AgentError> {
+        options.transport.check()?;
         let mount = firn_client::find(&options.path)?.mount;
         let mut connection = Connection::open(&mount)?;
         let region = connection.region()?;
@@ -158,6 +164,7 @@ impl Agent {
             key: key_file.key.clone(),
             encrypt: options.encrypt,
             munge: options.munge,
+            transport: options.transport,
             holds: Holds::new(
                 options
                     .hold_max
@@ -267,6 +274,7 @@ impl Shared {
         from: SocketAddr,
         stranger: Slot,
     ) -> Result<Sent, WireError> {
+        let near = Some(socket.local_addr()?.ip());
         let mut link = Link::over(Stream::over_tcp(socket)?);
         let until = Instant::now() + HANDSHAKE_LIMIT;
         let terms = Terms {
@@ -287,13 +295,15 @@ impl Shared {
         };
         self.log
             .say(Level::Step, || format!("(1) {from} is connected{how}"));
+        let transport = self.transport.clone();
         let mut session = Session::new(
             link,
             Some(&self.scope),
             Some(&self.holds),
             Some(&self.desk),
             &self.log,
-        );
+        )
+        .offering(Offer { transport, near });
         let served = session.serve();
         let sent = session.sent();
         served.map(|()| sent)

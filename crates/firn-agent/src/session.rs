@@ -12,7 +12,9 @@ use std::time::{Duration, Instant};
 use firn_client::OpenMount;
 use firn_protocol::path::BytePath;
 
+use crate::data_path::{DataPath, InLine};
 use crate::error::WireError;
+use crate::exposure::{Exposure, Offer};
 use crate::given::{Given, GivenFile};
 use crate::holds::Holds;
 use crate::link::Link;
@@ -33,7 +35,10 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(120);
 /// Bytes of entries that go into one frame, by the longest that they can become as JSON.
 const ENTRIES_BYTES: usize = FRAME_BYTES_MAX - 1024;
 
-/// What a connection did, for the log.
+/// Bytes after which the status is told again how much was sent.
+const REPORT_BYTES: u64 = 64 << 20;
+
+/// What a connection did, for the log and the status.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Sent {
     pub(crate) files: u64,
@@ -49,11 +54,16 @@ pub(crate) struct Session<'a, T> {
     log: &'a Log,
     /// What the agent knows of partners; none where it serves one puller.
     desk: Option<&'a Arc<Desk>>,
+    /// What the puller reads by itself. Before [`Session::files`]: its right ends before what is held for it.
+    exposure: Option<Exposure>,
     /// Before [`Session::given`]: lists end before their connection.
     files: BTreeMap<u32, GivenFile>,
     given: Option<Given>,
+    offer: Offer,
     following: Option<Following>,
     sent: Sent,
+    /// The part of it that firnd knows of.
+    reported: Sent,
 }
 
 /// The other side is the partner of this host, and follows it.
@@ -84,9 +94,17 @@ impl<'a, T: Transport> Session<'a, T> {
             desk,
             files: BTreeMap::new(),
             given: None,
+            offer: Offer::default(),
+            exposure: None,
             following: None,
             sent: Sent::default(),
+            reported: Sent::default(),
         }
+    }
+
+    /// The same, by what libfabric has near an address of this host, as far as it was allowed.
+    pub(crate) fn offering(self, offer: Offer) -> Self {
+        Self { offer, ..self }
     }
 
     /// Answers until the connection ends.
@@ -136,7 +154,14 @@ impl<'a, T: Transport> Session<'a, T> {
                 file,
                 offset,
                 bytes,
-            } => return self.answer_read(file, offset, bytes, until),
+            } => return self.answer_read(file, offset, bytes, None, until),
+            Request::Place {
+                file,
+                offset,
+                bytes,
+                buffer,
+            } => return self.answer_read(file, offset, bytes, Some(buffer), until),
+            Request::Expose { providers, sums } => self.expose(&providers, sums),
             Request::Open { file, path } => self.open(file, &path),
             Request::Sum {
                 file,
@@ -204,7 +229,7 @@ impl<'a, T: Transport> Session<'a, T> {
             None => Arc::new(self.find_shelf()?),
         };
         let entries = shelf.list(path)?;
-        self.files.clear();
+        self.forget_list();
         self.given = Some(Given::Shelf(shelf));
         Ok((path.clone(), entries))
     }
@@ -222,14 +247,26 @@ impl<'a, T: Transport> Session<'a, T> {
         }
         let source = self.open_source(&self.resolve(&BytePath::default())?)?;
         let entries = source.list_held(path)?;
-        self.given = Some(Given::Mount(source));
+        self.give(source);
         Ok((path.clone(), entries))
+    }
+
+    /// This connection is a puller's from now on, also for firnd.
+    fn give(&mut self, source: Source) {
+        source.report(0, 0);
+        self.given = Some(Given::Mount(source));
+    }
+
+    /// Lets go of all that the last list gave a right to.
+    fn forget_list(&mut self) {
+        self.exposure = None;
+        self.files.clear();
+        self.given = None;
     }
 
     /// A mount that was mounted anew since the last list is another one.
     fn open_source(&mut self, path: &Path) -> Result<Source, SourceError> {
-        self.files.clear();
-        self.given = None;
+        self.forget_list();
         let source = Source::open(self.scope.unwrap_or(path), self.holds)?;
         self.log
             .say(Level::Step, || "(2) mapped the data region".into());
@@ -241,7 +278,7 @@ impl<'a, T: Transport> Session<'a, T> {
         let source = self.open_source(&path)?;
         let relative = source.relative(&path)?;
         let entries = source.list(&relative)?;
-        self.given = Some(Given::Mount(source));
+        self.give(source);
         Ok((relative, entries))
     }
 
@@ -275,22 +312,28 @@ impl<'a, T: Transport> Session<'a, T> {
             return Ok(Reply::Full);
         };
         let bytes = held.bytes();
+        let changes = held.changes();
         self.log
             .say(Level::Step, || format!("(5) holds {path}, {bytes} bytes"));
         self.files.insert(file, held);
-        self.sent.files += 1;
-        Ok(Reply::Opened { bytes })
+        Ok(Reply::Opened { bytes, changes })
     }
 
+    /// Answers a read; with a staging buffer, by telling where the bytes are.
     fn answer_read(
         &mut self,
         file: u32,
         offset: u64,
         bytes: u64,
+        buffer: Option<u32>,
         until: Instant,
     ) -> Result<(), WireError> {
         let Self {
-            link, given, files, ..
+            link,
+            given,
+            files,
+            exposure,
+            ..
         } = self;
         let (Some(given), Some(held)) = (given, files.get_mut(&file)) else {
             return link.send(&not_held(file).into_reply(), until);
@@ -298,15 +341,59 @@ impl<'a, T: Transport> Session<'a, T> {
         if let Err(error) = check_range(bytes) {
             return link.send(&error.into_reply(), until);
         }
-        self.sent.bytes += bytes.min(held.bytes().saturating_sub(offset));
-        match given.send(held, offset, bytes, link, until) {
-            Ok(()) => Ok(()),
+        let (mut in_line, mut told);
+        let data: &mut dyn DataPath<T> = match buffer {
+            None => {
+                in_line = InLine::begin(until);
+                &mut in_line
+            }
+            Some(buffer) => match exposure.as_mut().and_then(|own| own.tell(buffer, until)) {
+                Some(begun) => {
+                    told = begun;
+                    &mut told
+                }
+                None => return link.send(&not_exposed(buffer).into_reply(), until),
+            },
+        };
+        let count = bytes.min(held.bytes().saturating_sub(offset));
+        match given.send(held, offset, bytes, link, data) {
+            Ok(()) => {
+                if buffer.is_some() {
+                    self.log.say(Level::Step, || {
+                        format!("(5) told where {count} bytes of file {file} from {offset} on are")
+                    });
+                }
+                self.sent.bytes += count;
+                if self.sent.bytes - self.reported.bytes >= REPORT_BYTES {
+                    self.report();
+                }
+                Ok(())
+            }
             Err(SendError::Wire(error)) => Err(error),
             // The other side waits for bytes: nothing that could be said now would be understood.
             Err(SendError::Source(error)) => {
                 Err(WireError::Io(std::io::Error::other(error.message)))
             }
         }
+    }
+
+    fn expose(&mut self, providers: &[String], sums: bool) -> Result<Reply, SourceError> {
+        self.exposure = None;
+        if self.link.is_encrypted() {
+            return Err(refused(
+                "the connection is encrypted, and libfabric encrypts nothing".into(),
+            ));
+        }
+        let Given::Mount(source) = self.given()? else {
+            return Err(refused(
+                "copies of other hosts are sent over the connection only: use --transport tcp"
+                    .into(),
+            ));
+        };
+        let (exposure, exposed) = Exposure::open(&self.offer, source.mount(), providers, sums)?;
+        self.log.say(Level::Step, || format!("(2) {exposure}"));
+        self.exposure = Some(exposure);
+        Ok(Reply::Exposed(exposed))
     }
 
     fn sum(&mut self, file: u32, offset: u64, bytes: u64) -> Result<Reply, SourceError> {
@@ -324,6 +411,10 @@ impl<'a, T: Transport> Session<'a, T> {
 
     fn check(&mut self, file: u32) -> Result<Reply, SourceError> {
         let held = self.files.get(&file).ok_or_else(|| not_held(file))?;
+        if self.exposure.is_some() {
+            self.log
+                .say(Level::Step, || format!("(6) file {file} was read"));
+        }
         let (changed, snapshot) = self.given()?.check(held)?;
         self.log.say(Level::Step, || {
             format!("(7) checked file {file}: changed {changed}, snapshot {snapshot}")
@@ -332,10 +423,23 @@ impl<'a, T: Transport> Session<'a, T> {
     }
 
     fn release(&mut self, file: u32) -> Reply {
-        self.files.remove(&file);
+        if self.files.remove(&file).is_some() {
+            self.sent.files += 1;
+            self.report();
+        }
         self.log
             .say(Level::Step, || format!("(9) let go of file {file}"));
         Reply::Done
+    }
+
+    fn report(&mut self) {
+        if let Some(Given::Mount(source)) = &self.given {
+            source.report(
+                self.sent.files - self.reported.files,
+                self.sent.bytes - self.reported.bytes,
+            );
+            self.reported = self.sent;
+        }
     }
 
     // ---- partners ------------------------------------------------------------------------------
@@ -405,6 +509,12 @@ fn not_held(file: u32) -> SourceError {
         kind: ErrorKind::Refused,
         message: format!("this connection holds no file {file}"),
     }
+}
+
+fn not_exposed(buffer: u32) -> SourceError {
+    refused(format!(
+        "this connection exposes no staging buffer {buffer}"
+    ))
 }
 
 fn check_range(bytes: u64) -> Result<(), SourceError> {

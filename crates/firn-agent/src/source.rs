@@ -1,8 +1,8 @@
 //! What an agent reads: a mount, its tree, and files of it by their chunk lists.
 //!
 //! Promises
-//! * Bytes in memory go from the arena's file to the connection by [`Transport::send_file`]; bytes of the spill file
-//!   and of the backing pass through one buffer of [`COPY_BYTES`].
+//! * Bytes in memory are handed to a [`DataPath`] where they are; bytes of the spill file and of the backing pass through
+//!   one buffer of [`COPY_BYTES`].
 //! * No path leads out of the mount: components are looked at one by one, and no link is followed.
 //!
 //! Relies on chunk lists being held (S-chunks-1): bytes in memory stay what they are until the list is released.
@@ -15,7 +15,6 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
 
 use firn_client::{ChunkList, ClientError, Mount, MountError, OpenMount};
 use firn_format::durability::DurabilityLevel;
@@ -25,6 +24,7 @@ use firn_protocol::{ChunkPiece, FileStatus, Place};
 use rustix::fs::{Mode, OFlags, ResolveFlags};
 use xxhash_rust::xxh3::Xxh3;
 
+use crate::data_path::{ArenaFile, DataPath, MemoryPart, send_bytes_or_zeros};
 use crate::error::{WireError, describe_mount_error};
 use crate::holds::{Hold, Holds};
 use crate::link::Link;
@@ -136,6 +136,11 @@ impl Source {
         })
     }
 
+    /// Lets the status show what was sent; a firnd that is gone is noticed by who asks it for something.
+    pub(crate) fn report(&self, files: u64, bytes: u64) {
+        let _ = self.mount.report_pull(files, bytes);
+    }
+
     /// The path below the mount point that one of this host is.
     pub(crate) fn relative(&self, path: &Path) -> Result<BytePath, SourceError> {
         let place = firn_client::find(path)?;
@@ -173,7 +178,8 @@ impl Source {
         Ok(listing.entries)
     }
 
-    /// What firnd holds at and below a path, and the directories that lead to it, parents first.
+    /// What firnd holds at and below a path, what is open for writing there, and the directories that lead to both,
+    /// parents first.
     pub(crate) fn list_held(&self, top: &BytePath) -> Result<Vec<Entry>, SourceError> {
         check_path(top)?;
         let mut listing = Listing {
@@ -181,9 +187,8 @@ impl Source {
             known: self.known_files(top)?,
             entries: Vec::new(),
         };
-        let is_held =
-            |file: &&FileStatus| file.held_bytes > 0 && file.state < DurabilityLevel::Logged;
-        let held: Vec<_> = listing.known.values().filter(is_held).cloned().collect();
+        let wanted = |file: &&FileStatus| may_be_copied(file) || is_begun(file);
+        let held: Vec<_> = listing.known.values().filter(wanted).cloned().collect();
         let mut listed = BTreeSet::new();
         for file in held {
             let Ok(shown) = file.path.as_path().strip_prefix(top.as_path()) else {
@@ -241,6 +246,11 @@ impl Source {
         self.found.is_tree.then(|| self.found.backing.join(path))
     }
 
+    /// The mount, whose memory is mapped.
+    pub(crate) fn mount(&self) -> &Arc<OpenMount> {
+        &self.mount
+    }
+
     // ---- files ---------------------------------------------------------------------------------
 
     /// Holds a file; `None` where too much is held already.
@@ -268,13 +278,12 @@ impl Source {
         offset: u64,
         bytes: u64,
         link: &mut Link<T>,
-        until: Instant,
+        data: &mut dyn DataPath<T>,
     ) -> Result<(), SendError> {
         let mut sender = Sender {
             source: self,
             link,
-            crc: 0,
-            until,
+            data,
         };
         let parts = file.parts(offset, bytes);
         for run in parts.chunk_by(|a, b| a.place == b.place) {
@@ -284,9 +293,7 @@ impl Source {
                 Place::Spill | Place::Backing => sender.send_copies(run, file)?,
             }
         }
-        let crc32c = sender.crc;
-        link.send(&Reply::End { crc32c }, until)?;
-        Ok(())
+        Ok(data.end(link)?)
     }
 
     /// A checksum of bytes, and how many there are.
@@ -382,44 +389,34 @@ impl Source {
 struct Sender<'a, T> {
     source: &'a Source,
     link: &'a mut Link<T>,
-    crc: u32,
-    until: Instant,
+    data: &'a mut dyn DataPath<T>,
 }
 
 impl<T: Transport> Sender<'_, T> {
     fn send_memory(&mut self, run: &[ChunkPiece], file: &HeldFile) -> Result<(), SendError> {
         let mount = &self.source.mount;
-        let bytes = run.iter().map(|part| part.bytes).sum();
-        self.link.send(&Reply::Bytes { bytes }, self.until)?;
         let (arena, start) = mount.arena_file().ok_or(MountError::NotMapped)?;
-        for part in run {
+        let arena = ArenaFile { file: arena, start };
+        let part = |part: &ChunkPiece| -> Result<_, MountError> {
             // Within the region, or it is an error before a byte of it leaves.
             let bytes = file.list.bytes_in_memory(part)?;
             let bytes = bytes.ok_or(MountError::NotMapped)?;
-            let transport = self.link.transport();
-            transport.send_file(arena, start + part.at, part.bytes, self.until)?;
-            // While the network has the bytes, which stay as they are, they are summed up here.
-            self.crc = crc32c::crc32c_append(self.crc, bytes);
-        }
-        Ok(())
+            Ok(MemoryPart { at: part.at, bytes })
+        };
+        let parts = run.iter().map(part).collect::<Result<Vec<_>, _>>()?;
+        Ok(self.data.send_memory(self.link, arena, &parts)?)
     }
 
     fn send_hole(&mut self, run: &[ChunkPiece]) -> Result<(), SendError> {
         let bytes = run.iter().map(|part| part.bytes).sum();
-        Ok(self.link.send(&Reply::Zeros { bytes }, self.until)?)
+        Ok(self.data.send_zeros(self.link, bytes)?)
     }
 
     /// What must be read anyhow is looked at: the backing has holes that no list tells.
     fn send_copies(&mut self, run: &[ChunkPiece], file: &mut HeldFile) -> Result<(), SendError> {
         for part in run {
             self.source.copy(file, part, |copy| {
-                let bytes = copy.len() as u64;
-                if copy.iter().all(|byte| *byte == 0) {
-                    return Ok(self.link.send(&Reply::Zeros { bytes }, self.until)?);
-                }
-                self.crc = crc32c::crc32c_append(self.crc, copy);
-                self.link.send(&Reply::Bytes { bytes }, self.until)?;
-                Ok(self.link.transport().send(copy, self.until)?)
+                Ok(send_bytes_or_zeros(self.data, self.link, copy)?)
             })?;
         }
         Ok(())
@@ -435,6 +432,11 @@ impl HeldFile {
     /// Bytes of the file.
     pub(crate) fn bytes(&self) -> u64 {
         self.list.bytes
+    }
+
+    /// Which changes of the file it has.
+    pub(crate) fn changes(&self) -> u64 {
+        self.list.changes
     }
 
     /// The parts of pieces that a range of the file is.
@@ -555,12 +557,12 @@ impl Listing<'_> {
         let Ok(metadata) = self.source.locate(&file.path).symlink_metadata() else {
             return Ok(());
         };
-        let held = Held {
+        let held = may_be_copied(file).then(|| Held {
             changes: file.changes,
             partnered: file.state == DurabilityLevel::Partnered,
-        };
+        });
         let kind = self.file(&file.path, &metadata);
-        self.push(&file.path, shown, kind, &metadata, Some(held))
+        self.push(&file.path, shown, kind, &metadata, held)
     }
 
     fn file(&self, path: &BytePath, metadata: &Metadata) -> EntryKind {
@@ -575,6 +577,16 @@ impl Listing<'_> {
             ending: known.map_or(Ending::Closed, |file| file.ending),
         }
     }
+}
+
+/// Whether a partner gets it: it is not in the backing, and no abort can undo it.
+fn may_be_copied(file: &FileStatus) -> bool {
+    file.held_bytes > 0 && file.state < DurabilityLevel::Logged && !file.in_transaction
+}
+
+/// Whether somebody is about to write to it: what lies beside it is a part of a checkpoint, and no more.
+fn is_begun(file: &FileStatus) -> bool {
+    file.ending == Ending::Open && !file.in_transaction
 }
 
 /// A path below another one; an empty one adds nothing.

@@ -172,6 +172,11 @@ impl Connection {
         self.done(&Request::ReleaseChunks { list })
     }
 
+    /// What an agent has sent to a puller since it said so last.
+    pub fn report_pull(&mut self, files: u64, bytes: u64) -> Result<(), ClientError> {
+        self.done(&Request::ReportPull { files, bytes })
+    }
+
     /// The metrics as Prometheus text.
     pub fn metrics(&mut self) -> Result<String, ClientError> {
         match self.ask(&Request::Metrics)? {

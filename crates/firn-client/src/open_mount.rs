@@ -174,6 +174,11 @@ impl OpenMount {
         self.ask(Connection::status)
     }
 
+    /// What an agent has sent to a puller since it said so last.
+    pub fn report_pull(&self, files: u64, bytes: u64) -> Result<(), MountError> {
+        self.ask(|connection| connection.report_pull(files, bytes))
+    }
+
     /// The files at or below `path`, a path below the mount point, that firnd has something to do with.
     pub fn files(&self, path: &BytePath) -> Result<Vec<FileStatus>, MountError> {
         self.ask(|connection| connection.files(path))
@@ -342,6 +347,8 @@ pub struct ChunkList {
     number: u64,
     /// Of the file.
     pub bytes: u64,
+    /// [`firn_protocol::FileStatus::changes`] of what is listed.
+    pub changes: u64,
     /// Sorted by offset, without gap or overlap.
     pub pieces: Vec<ChunkPiece>,
 }
@@ -355,6 +362,7 @@ impl ChunkList {
             mount: Arc::clone(mount),
             number: made.list,
             bytes: made.bytes,
+            changes: made.changes,
             pieces: made.pieces,
         })
     }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::{Duration, Instant};
 
-use firn_backing::Errno;
+use firn_backing::{Errno, is_below};
 use firn_engine::{Cached, Engine};
 use firn_format::durability::DurabilityLevel;
 use firn_fuse::{Failures, Invalidator};
@@ -31,7 +31,8 @@ use crate::owners::{ControlPeer, Owners, Scopes};
 use crate::partner::{PartnerBoard, PartnerSpeaker, without_partner};
 use crate::placement;
 use crate::process;
-use crate::rates::Window;
+use crate::pulls::Pulls;
+use crate::rates::{Totals, Window};
 use crate::status::{engine_status, file_status, token_status};
 use crate::steering;
 use crate::store::Store;
@@ -59,6 +60,8 @@ pub(crate) struct Answers {
     pub(crate) kernel: Option<Invalidator>,
     /// Processes connected to the data socket.
     pub(crate) direct_clients: Arc<AtomicU64>,
+    /// What agents have sent to other hosts.
+    pub(crate) pulls: Arc<Pulls>,
     /// The stub tree, where that is what programs see.
     pub(crate) tree: Option<Arc<Tree<Store>>>,
     /// Of each lane; none on a mount without tokens.
@@ -84,9 +87,12 @@ impl Answers {
         let mut spill = engine.spill.clone();
         let rates = self.window.lock().rates(
             Instant::now(),
-            engine.ingest_bytes,
-            engine.drain_bytes,
-            spill.as_ref().map_or(0, |spill| spill.moved_bytes),
+            Totals {
+                ingest: engine.ingest_bytes,
+                drain: engine.drain_bytes,
+                spill: spill.as_ref().map_or(0, |spill| spill.moved_bytes),
+                pulled: self.pulls.bytes(),
+            },
         );
         if let Some(spill) = &mut spill {
             spill.moved_bytes_per_s = rates.spill;
@@ -116,6 +122,10 @@ impl Answers {
             direct_clients: self.direct_clients.load(Ordering::Relaxed),
             ingest_bytes_per_s: rates.ingest,
             drain_bytes_per_s: rates.drain,
+            pulls: self.pulls.under_way(),
+            pulled_files: self.pulls.files(),
+            pulled_bytes: self.pulls.bytes(),
+            pulled_bytes_per_s: rates.pulled,
             lanes,
             placement_advice,
             spill,
@@ -201,10 +211,17 @@ impl Answers {
     }
 
     fn list_files(&self, path: &BytePath) -> Reply {
-        let files = self.engine.files_below(path.as_bytes());
-        Reply::Files {
-            files: files.into_iter().map(file_status).collect(),
+        let files = self.engine.files_below(path.as_bytes()).into_iter();
+        let mut files: Vec<_> = files.map(file_status).collect();
+        // After the files: a transaction that begins now takes what it does not change away from nobody.
+        if let Some(gate) = self.gate() {
+            let scopes = gate.store().scopes_now();
+            for file in &mut files {
+                let path = file.path.as_bytes();
+                file.in_transaction = scopes.iter().any(|scope| is_below(path, scope));
+            }
         }
+        Reply::Files { files }
     }
 
     fn evict(&self, path: &BytePath) -> Reply {
@@ -385,6 +402,11 @@ impl Service for Answers {
             Request::MarkPartnered { path, changes } => {
                 PartnerSpeaker::mark(client.partner.as_ref(), &path, changes)
             }
+            Request::ReportPull { files, bytes } => {
+                let pull = client.pull.get_or_insert_with(|| self.pulls.begin());
+                pull.add(files, bytes);
+                Reply::Done
+            }
             Request::Metrics => Reply::Metrics {
                 text: prometheus(&self.status()),
             },
@@ -441,6 +463,7 @@ fn path_of_current_names(request: &Request) -> Option<&BytePath> {
         | Request::Partner { .. }
         | Request::CheckChunks { .. }
         | Request::ReleaseChunks { .. }
+        | Request::ReportPull { .. }
         | Request::Metrics
         | Request::ClearErrors
         | Request::Abort { .. }

@@ -54,6 +54,7 @@ impl Lists {
         let reply = ChunkList {
             list: self.last,
             bytes: held.bytes(),
+            changes: held.changes(),
             pieces: parts.into_iter().map(chunk_piece).collect(),
         };
         self.held.insert(self.last, held);

@@ -28,6 +28,7 @@ use rustix::net::SendFlags;
 use crate::chunks::Lists;
 use crate::owners::ControlPeer;
 use crate::partner::PartnerSpeaker;
+use crate::pulls::Pull;
 use seats::{Leaving, Seats, Turn};
 
 /// Longest request: a path of PATH_MAX, escaped, and some words.
@@ -55,6 +56,8 @@ pub(crate) struct ControlClient {
     pub(crate) lists: Lists,
     /// An agent that speaks of the partner.
     pub(crate) partner: Option<PartnerSpeaker>,
+    /// Where it is an agent's.
+    pub(crate) pull: Option<Pull>,
 }
 
 /// A final reply.
@@ -235,6 +238,7 @@ fn serve(peer: ControlPeer, id: u64, seats: &Seats, service: &dyn Service) -> io
         peer,
         lists: Lists::default(),
         partner: None,
+        pull: None,
     };
     loop {
         let mut line = Vec::new();

@@ -227,6 +227,21 @@ fn put_users(out: &mut Exposition, status: &Status) {
         "Bytes in memory that they name.",
         status.chunk_list_bytes as f64,
     );
+    out.gauge(
+        "pulls",
+        "Connections of agents for pullers on other hosts.",
+        status.pulls as f64,
+    );
+    out.counter(
+        "pulled_files_total",
+        "Files that agents have sent to other hosts.",
+        status.pulled_files as f64,
+    );
+    out.counter(
+        "pulled_bytes_total",
+        "Bytes that agents have sent to other hosts.",
+        status.pulled_bytes as f64,
+    );
 }
 
 /// Errors, limits, and how long firnd has been up.

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
+use firn_backing::Backing as _;
 use firn_config::{Drain, Flatten, KernelFlag, Options};
 use firn_engine::Engine;
 use firn_format::quote::quoted_path;
@@ -154,10 +155,12 @@ impl Mount {
         )
         .map_err(MountError::io("listen on the data socket"))?;
         let window = Arc::default();
+        let pulls = Arc::default();
         let (flattener, flatten_requests) = Flattener::new(engine);
         let answers = Arc::new(Answers {
             kernel: kernel.clone(),
             direct_clients,
+            pulls: Arc::clone(&pulls),
             engine: Arc::clone(engine),
             backing: checked.backing.clone(),
             mount_point: checked.mount_point.clone(),
@@ -217,6 +220,7 @@ impl Mount {
                 gate: attached.gate.clone(),
                 workers,
                 window,
+                pulls,
                 kernel,
                 name_sync: tree.map(NameSync::new),
                 host_watch: SingleJob::default(),
@@ -401,8 +405,13 @@ impl Prepared {
         let engine = Arc::clone(&attached.engine);
         match options.frontend {
             firn_config::Frontend::Fuse => {
+                let attr_timeout = Duration::from_millis(options.attr_timeout_ms);
                 let adapter_options = AdapterOptions {
-                    attr_timeout: Duration::from_millis(options.attr_timeout_ms),
+                    // Where other hosts write to files, what the kernel is told may be as old as it may get there.
+                    attr_timeout: match engine.backing().finishes_files() {
+                        true => attr_timeout / 2,
+                        false => attr_timeout,
+                    },
                     passthrough: passthrough(options),
                 };
                 let uuid = engine.arena().superblock().uuid;

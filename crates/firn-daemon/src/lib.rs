@@ -35,6 +35,7 @@ mod periodic;
 mod placement;
 mod preflight;
 mod process;
+mod pulls;
 mod rates;
 mod recover;
 mod runtime_files;

@@ -142,7 +142,8 @@ pub(crate) fn open<B: Backing>(
             chooses && (patterns.is_empty() || patterns.is_match(name))
         }),
         is_alive: Box::new(move |host| hosts.is_living(host)),
-        patience: Duration::from_millis(options.attr_timeout_ms),
+        // The kernel keeps what it was told as long again.
+        patience: Duration::from_millis(options.attr_timeout_ms) / 2,
         unit_bytes: UNIT_BYTES,
         flattens_closed: writes && options.flatten == Flatten::Close,
         flattens_read: writes && options.flatten == Flatten::Read,

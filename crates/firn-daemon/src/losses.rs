@@ -56,6 +56,10 @@ enum Becomes {
     Unchanged { index_offset: u64, index_bytes: u64 },
     /// What counted is not known: all that is there counts.
     Whatever,
+    /// As it was: the container's name says what the file had.
+    Renewed,
+    /// So much of the plain file counts below the logs: all that it has.
+    Plain { bytes: u64 },
 }
 
 impl LossReport {
@@ -146,6 +150,8 @@ impl Report for LossesBelow<'_> {
                 },
             ),
             LostPart::Seal => (None, "seal", Becomes::Whatever),
+            LostPart::Head => (None, "head", Becomes::Renewed),
+            LostPart::Base { bytes } => (None, "base", Becomes::Plain { bytes: *bytes }),
         };
         let written = self.report.write(&Line {
             path,

@@ -15,7 +15,7 @@ use firn_config::{Options, Partner};
 use firn_engine::{Engine, PartnerFigures};
 use firn_protocol::path::BytePath;
 use firn_protocol::{PartnerStatus, Reply};
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 
 use crate::error::AttachError;
 use crate::participants::host_name;
@@ -32,6 +32,8 @@ pub(crate) struct PartnerBoard {
     this_host: String,
     domains: Option<PathBuf>,
     words: Mutex<Words>,
+    /// A file was marked.
+    marked: Condvar,
 }
 
 /// What is said now, by the number of who says it.
@@ -41,6 +43,8 @@ struct Words {
     by: BTreeMap<u64, Word>,
     /// Whose partner it is that files are marked for.
     speaker: Option<u64>,
+    /// How often a file was marked.
+    marks: u64,
 }
 
 struct Word {
@@ -72,6 +76,7 @@ impl PartnerBoard {
             this_host,
             domains: options.partner_domains.clone(),
             words: Mutex::default(),
+            marked: Condvar::new(),
         })))
     }
 
@@ -147,6 +152,7 @@ impl PartnerBoard {
     ) -> Reply {
         let mut pause = LOOK_FIRST;
         loop {
+            let marks = self.words.lock().marks;
             let left = match self.engine.partner_figures(path.as_bytes()) {
                 Ok(figures) if figures.left_files == 0 => return Reply::Done,
                 Ok(figures) => figures,
@@ -159,7 +165,12 @@ impl PartnerBoard {
             if rest == Some(Duration::ZERO) {
                 return refused(Errno::TIMEDOUT, &self.describe_left(&left));
             }
-            std::thread::sleep(rest.map_or(pause, |rest| rest.min(pause)));
+            let mut words = self.words.lock();
+            if words.marks == marks {
+                let pause = rest.map_or(pause, |rest| rest.min(pause));
+                self.marked.wait_for(&mut words, pause);
+            }
+            drop(words);
             pause = (2 * pause).min(LOOK_LAST);
         }
     }
@@ -218,6 +229,8 @@ impl PartnerSpeaker {
         let marked = board
             .engine
             .mark_partnered(path.as_bytes(), changes, counts);
+        board.words.lock().marks += 1;
+        board.marked.notify_all();
         match marked {
             Ok(_) | Err(Errno::NOENT) => Reply::Done,
             Err(error) => refused(error, &format!("{path}: {error}")),

@@ -17,7 +17,8 @@ use parking_lot::Mutex;
 
 use crate::gate::TransactionGate;
 use crate::placement;
-use crate::rates::Window;
+use crate::pulls::Pulls;
+use crate::rates::{Totals, Window};
 use crate::store::Store;
 
 /// The walk through a large tree takes this share of a core's time at most: it rests so many times as long as it took.
@@ -31,6 +32,7 @@ pub(crate) struct Periodic {
     pub(crate) workers: Workers,
     /// Where the samples for the rates go.
     pub(crate) window: Arc<Mutex<Window>>,
+    pub(crate) pulls: Arc<Pulls>,
     /// Makes the kernel drop what it has cached; none where it caches nothing.
     pub(crate) kernel: Option<Invalidator>,
     pub(crate) name_sync: Option<NameSync>,
@@ -69,9 +71,12 @@ impl Periodic {
         let sums = self.engine.transferred();
         self.window.lock().add(
             Instant::now(),
-            sums.ingest_bytes,
-            sums.drain_bytes,
-            sums.moved_bytes,
+            Totals {
+                ingest: sums.ingest_bytes,
+                drain: sums.drain_bytes,
+                spill: sums.moved_bytes,
+                pulled: self.pulls.bytes(),
+            },
         );
     }
 

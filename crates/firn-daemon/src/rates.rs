@@ -8,12 +8,20 @@ const WINDOW: Duration = Duration::from_secs(5);
 /// How often firnd takes a sample.
 pub(crate) const SAMPLE_EVERY: Duration = Duration::from_secs(1);
 
+/// Counters of bytes.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Totals {
+    pub(crate) ingest: u64,
+    pub(crate) drain: u64,
+    pub(crate) spill: u64,
+    /// Sent to other hosts.
+    pub(crate) pulled: u64,
+}
+
 #[derive(Clone, Copy)]
 struct Sample {
     at: Instant,
-    ingest_bytes: u64,
-    drain_bytes: u64,
-    spill_bytes: u64,
+    totals: Totals,
 }
 
 /// Samples of the last [`WINDOW`], oldest first, and the one before.
@@ -28,23 +36,13 @@ pub(crate) struct Rates {
     pub(crate) ingest: f64,
     pub(crate) drain: f64,
     pub(crate) spill: f64,
+    pub(crate) pulled: f64,
 }
 
 impl Window {
     /// Takes the counters of `now`; a sample for as long as it lasts.
-    pub(crate) fn add(
-        &mut self,
-        now: Instant,
-        ingest_bytes: u64,
-        drain_bytes: u64,
-        spill_bytes: u64,
-    ) {
-        self.samples.push_back(Sample {
-            at: now,
-            ingest_bytes,
-            drain_bytes,
-            spill_bytes,
-        });
+    pub(crate) fn add(&mut self, now: Instant, totals: Totals) {
+        self.samples.push_back(Sample { at: now, totals });
         // One sample that is older than the window stays, as its left edge.
         while self
             .samples
@@ -56,13 +54,7 @@ impl Window {
     }
 
     /// From the left edge to the counters of `now`.
-    pub(crate) fn rates(
-        &self,
-        now: Instant,
-        ingest_bytes: u64,
-        drain_bytes: u64,
-        spill_bytes: u64,
-    ) -> Rates {
+    pub(crate) fn rates(&self, now: Instant, totals: Totals) -> Rates {
         let Some(first) = self.samples.front() else {
             return Rates::default();
         };
@@ -72,9 +64,10 @@ impl Window {
         }
         let rate = |now: u64, then: u64| now.saturating_sub(then) as f64 / seconds;
         Rates {
-            ingest: rate(ingest_bytes, first.ingest_bytes),
-            drain: rate(drain_bytes, first.drain_bytes),
-            spill: rate(spill_bytes, first.spill_bytes),
+            ingest: rate(totals.ingest, first.totals.ingest),
+            drain: rate(totals.drain, first.totals.drain),
+            spill: rate(totals.spill, first.totals.spill),
+            pulled: rate(totals.pulled, first.totals.pulled),
         }
     }
 }
@@ -87,22 +80,27 @@ mod tests {
     fn a_rate_is_over_the_window_and_not_since_the_start() {
         let start = Instant::now();
         let mut window = Window::default();
+        let totals = |ingest, drain, spill, pulled| Totals {
+            ingest,
+            drain,
+            spill,
+            pulled,
+        };
         for second in 0..20 {
             // 100 bytes a second for ten seconds, then nothing.
             window.add(
                 start + Duration::from_secs(second),
-                second.min(10) * 100,
-                second,
-                2 * second,
+                totals(second.min(10) * 100, second, 2 * second, 3 * second),
             );
         }
-        let rates = window.rates(start + Duration::from_secs(20), 1000, 20, 40);
+        let rates = window.rates(start + Duration::from_secs(20), totals(1000, 20, 40, 60));
         assert_eq!(
             rates,
             Rates {
                 ingest: 0.0,
                 drain: 1.0,
-                spill: 2.0
+                spill: 2.0,
+                pulled: 3.0
             }
         );
         assert!(window.samples.len() <= 7, "{}", window.samples.len());
@@ -112,8 +110,12 @@ mod tests {
     fn without_samples_or_time_there_is_no_rate() {
         let now = Instant::now();
         let mut window = Window::default();
-        assert_eq!(window.rates(now, 5, 5, 5), Rates::default());
-        window.add(now, 0, 0, 0);
-        assert_eq!(window.rates(now, 5, 5, 5), Rates::default());
+        let totals = Totals {
+            ingest: 5,
+            ..Totals::default()
+        };
+        assert_eq!(window.rates(now, totals), Rates::default());
+        window.add(now, Totals::default());
+        assert_eq!(window.rates(now, totals), Rates::default());
     }
 }

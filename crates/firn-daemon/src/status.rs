@@ -130,6 +130,7 @@ pub(crate) fn file_status(figures: FileFigures) -> FileStatus {
         open: figures.open,
         ending: figures.ending,
         changes: figures.changes,
+        in_transaction: false,
     }
 }
 

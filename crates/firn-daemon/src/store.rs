@@ -496,6 +496,11 @@ impl<B: Backing> Backing for Store<B> {
             .note_opened(file, writes))
     }
 
+    fn changes_by_others(&self, inode: &StoreInode<B>) -> u64 {
+        delegate!(self, StoreInode(inode), |store| store
+            .changes_by_others(inode))
+    }
+
     fn finishes_files(&self) -> bool {
         delegate_whole!(self, |store| store.finishes_files())
     }

@@ -104,6 +104,13 @@ pub enum Request {
         /// [`FileStatus::changes`] of what it has. If the file has others now, nothing is marked.
         changes: u64,
     },
+    /// The connection is that of an agent for a puller on another host, to which it has sent so much more.
+    ReportPull {
+        /// Files that are through.
+        files: u64,
+        /// Bytes, those of holes as well.
+        bytes: u64,
+    },
     /// Begin a transaction in a directory and all below it.
     Begin {
         /// Path below the mount point, without a leading slash.
@@ -390,6 +397,18 @@ pub struct Status {
     /// Bytes in memory that they name, and that nobody else is given as long as they are held.
     #[serde(default)]
     pub chunk_list_bytes: u64,
+    /// Connections of agents for pullers on other hosts ([`Request::ReportPull`]).
+    #[serde(default)]
+    pub pulls: u64,
+    /// Since attach: files that agents have sent.
+    #[serde(default)]
+    pub pulled_files: u64,
+    /// Since attach: bytes that agents have sent.
+    #[serde(default)]
+    pub pulled_bytes: u64,
+    /// The same over the last seconds.
+    #[serde(default)]
+    pub pulled_bytes_per_s: f64,
     /// The spill file, where there is one.
     #[serde(default)]
     pub spill: Option<SpillStatus>,
@@ -692,6 +711,9 @@ pub struct FileStatus {
     /// Another number after each change of its bytes or its length: for [`Request::MarkPartnered`].
     #[serde(default)]
     pub changes: u64,
+    /// It is in the scope of a transaction that is not over: what is held of it may come to nothing.
+    #[serde(default)]
+    pub in_transaction: bool,
 }
 
 /// Where a mount keeps data, for a process that maps it. The files belong to the user who mounted, mode
@@ -733,6 +755,9 @@ pub struct ChunkList {
     pub list: u64,
     /// Bytes of the file.
     pub bytes: u64,
+    /// [`FileStatus::changes`] of what is listed.
+    #[serde(default)]
+    pub changes: u64,
     /// Without gap or overlap from offset 0 to the end of the file.
     pub pieces: Vec<ChunkPiece>,
 }

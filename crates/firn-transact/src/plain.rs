@@ -347,6 +347,10 @@ impl<B: Backing> Backing for PlainBacking<B> {
         self.base.kernel_reads(file)
     }
 
+    fn changes_by_others(&self, inode: &PlainInode<B>) -> u64 {
+        self.base.changes_by_others(&inode.inode)
+    }
+
     fn note_opened(&self, file: &B::File, writes: bool) -> Result<()> {
         self.base.note_opened(file, writes)
     }

@@ -38,6 +38,13 @@ pub struct Transaction {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
+    /// Paths under which programs see the scopes of the transactions that are not over.
+    pub fn scopes_now(&self) -> Vec<Vec<u8>> {
+        let all = self.scopes.in_order().into_iter();
+        let alive = all.filter(|scope| *scope.stage.lock() != Stage::Ended);
+        alive.map(|scope| scope.path_now()).collect()
+    }
+
     /// For reports: the transactions that are not over; one that is to be applied comes before the next one of its
     /// scope. Whoever acts on one asks for its handle ([`TransactionalBacking::current_transaction`]).
     pub fn transactions(&self) -> Vec<Transaction> {

@@ -12,14 +12,17 @@ use firn_protocol::path::BytePath;
 use crate::error::PullError;
 use crate::message::{Entry, EntryKind, ErrorKind};
 use crate::partner::desk::Desk;
-use crate::partner::shelf::{Record, bytes_of};
+use crate::partner::shelf::{Copy, Record, bytes_of};
 use crate::peer::{Peer, Route};
-use crate::pull::{PullRequest, PullSource, first_component, pull};
+use crate::pull::{PullRequest, PullSource, first_component, is_same_file, pull};
 use crate::server::Level;
 use crate::source::join;
+use crate::transport_choice::Carriage;
 
-/// Between two looks: what is closed is copied within twice that, because it is to be the same at two looks.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// Between two looks.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// The same while something is closed that was not so at the last look: it is copied if it is the same at the next one.
+const SETTLE: Duration = Duration::from_millis(20);
 /// A look that takes long is not made more often than this share of the time.
 const LOOK_SHARE: u32 = 20;
 const LOOK_EVERY_MAX: Duration = Duration::from_secs(5);
@@ -85,6 +88,10 @@ struct Follower<'a> {
     arena: String,
     /// At the last look.
     seen: Units,
+    /// Something is closed and not the same as at the last look.
+    is_settling: bool,
+    /// When this partner said something last while it was busy with something else.
+    beaten_at: Instant,
     /// The note that the source has.
     noted: String,
     /// Copies of an earlier arena that were compared with the backing.
@@ -105,6 +112,8 @@ impl<'a> Follower<'a> {
             incarnation,
             arena,
             seen: Units::new(),
+            is_settling: false,
+            beaten_at: Instant::now(),
             noted: String::new(),
             compared: BTreeSet::new(),
         })
@@ -115,7 +124,8 @@ impl<'a> Follower<'a> {
             let begun = Instant::now();
             let (_, entries) = self.peer.list_held(&BytePath::default())?;
             let now = group(&entries).map_err(|what| self.peer.implausible(what))?;
-            let pause = (LOOK_SHARE * begun.elapsed()).clamp(LOOK_EVERY, LOOK_EVERY_MAX);
+            let elapsed = begun.elapsed();
+            self.is_settling = false;
             let mut note = String::new();
             for (unit, entries) in newest_first(&now) {
                 note += &self.look_at(unit, entries)?;
@@ -123,27 +133,101 @@ impl<'a> Follower<'a> {
             self.remove_drained(&now)?;
             self.note(note)?;
             self.seen = now;
-            self.pause(pause)?;
+            let pause = if self.is_settling { SETTLE } else { LOOK_EVERY };
+            self.pause((LOOK_SHARE * elapsed).clamp(pause, LOOK_EVERY_MAX))?;
         }
     }
 
     /// Copies what is complete, and marks what is copied. Gives what the source should know.
     fn look_at(&mut self, unit: &BytePath, entries: &[Entry]) -> Result<String, PullError> {
-        if let Some(copy) = self.desk.shelf.find(self.source, unit)
+        let copy = self.desk.shelf.find(self.source, unit);
+        if let Some(copy) = &copy
             && copy.record.covers(&self.incarnation, entries)
         {
             self.mark(unit, entries)?;
             return Ok(String::new());
         }
         let is_closed = |entry: &Entry| !matches!(entry.kind, EntryKind::File { ending, .. } if ending != Ending::Closed);
-        let is_settled = self
-            .seen
-            .get(unit)
-            .is_some_and(|seen| files_of(seen).eq(files_of(entries)));
-        if !is_settled || !entries.iter().all(is_closed) {
+        if !entries.iter().all(is_closed) {
             return Ok(String::new());
         }
-        self.copy(unit, entries)
+        let seen = self.seen.get(unit);
+        if !seen.is_some_and(|seen| files_of(seen).eq(files_of(entries))) {
+            self.is_settling = true;
+            return Ok(String::new());
+        }
+        let Some(copy) = copy else {
+            return self.copy(unit, entries);
+        };
+        if copy.record.arena != self.arena {
+            return match self.is_needed(&copy, unit, entries)? {
+                true => Ok(self.describe_needed(unit)),
+                false => self.copy(unit, entries),
+            };
+        }
+        match self.renew(&copy, unit)? {
+            Some(entries) => self.mark(unit, &entries).map(|()| String::new()),
+            None => self.copy(unit, entries),
+        }
+    }
+
+    /// Of a copy that an earlier firnd's files were made into: whether its bytes are those that this firnd holds. Then
+    /// it is one of these. Gives what is held.
+    fn renew(&mut self, copy: &Copy, unit: &BytePath) -> Result<Option<Vec<Entry>>, PullError> {
+        if copy.record.incarnation == self.incarnation {
+            return Ok(None);
+        }
+        let mut peer = Peer::connect(self.source, &self.route)?;
+        let (top, entries) = match peer.list_held(unit) {
+            Err(PullError::Remote {
+                kind: ErrorKind::Missing,
+                ..
+            }) => return Ok(None),
+            listed => listed?,
+        };
+        if !copy.record.may_be_of(&entries) {
+            return Ok(None);
+        }
+        for entry in entries.iter().filter(|entry| entry.held.is_some()) {
+            let Ok(here) = copy.open(entry.path.as_path()) else {
+                return Ok(None);
+            };
+            if !is_same_file(&mut peer, &top, entry, &here, &mut || self.beat_if_due())? {
+                return Ok(None);
+            }
+        }
+        let record = copy.record.renewed(&self.incarnation, &entries);
+        self.desk.shelf.renew(self.source, &record)?;
+        self.desk.log.say(Level::Event, || {
+            format!(
+                "the copy of {unit} of {} is as it holds it: nothing is copied anew",
+                self.source
+            )
+        });
+        Ok(Some(entries))
+    }
+
+    /// Whether a copy has files of an arena that is lost which are nowhere else.
+    fn is_needed(
+        &mut self,
+        copy: &Copy,
+        unit: &BytePath,
+        entries: &[Entry],
+    ) -> Result<bool, PullError> {
+        let others = copy.record.files_beside(entries);
+        let path = self.desk.mount_point.join(unit);
+        let is_there = copy.has_files_in(&others, &path, &mut || self.beat_if_due())?;
+        Ok(!is_there)
+    }
+
+    fn describe_needed(&self, unit: &BytePath) -> String {
+        let here = &self.desk.host;
+        let source = self.source;
+        let name = first_component(unit);
+        format!(
+            "{here} keeps what an arena that {source} lost had of {name} and copies nothing newer of that name: take it with `firn \
+             pull {here}:{source}/{name}` or `firn run --restart {source}`"
+        )
     }
 
     fn copy(&mut self, unit: &BytePath, entries: &[Entry]) -> Result<String, PullError> {
@@ -176,21 +260,22 @@ impl<'a> Follower<'a> {
     /// What a whole copy was made of; none: it changed meanwhile.
     fn pull(&mut self, unit: &BytePath) -> Result<Option<Vec<Entry>>, PullError> {
         let begun = Instant::now();
-        let shelf = &self.desk.shelf;
+        let desk = Arc::clone(self.desk);
+        let shelf = &desk.shelf;
         let request = PullRequest {
             host: self.source.to_owned(),
             route: self.route.clone(),
             source: PullSource::Held(unit.clone()),
+            // Each copy is a pull: to register the arena would take longer than most of them.
+            carriage: Carriage::connection(),
             target: shelf.begin(self.source, unit)?,
             cut: false,
             patience: Duration::ZERO,
         };
-        let mut beaten = Instant::now();
         let mut lost = None;
         let outcome = pull(&request, &mut |_| {
-            if lost.is_none() && beaten.elapsed() > BEAT_EVERY {
-                beaten = Instant::now();
-                lost = self.peer.beat().err();
+            if lost.is_none() {
+                lost = self.beat_if_due().err();
             }
         });
         if let Some(error) = lost {
@@ -242,15 +327,17 @@ impl<'a> Follower<'a> {
     /// What the source does not hold any more was drained or removed, if it has the same arena still. If it has
     /// another one it may have lost it: then the backing is asked, once.
     fn remove_drained(&mut self, now: &Units) -> Result<(), PullError> {
-        let shelf = &self.desk.shelf;
+        let desk = Arc::clone(self.desk);
+        let shelf = &desk.shelf;
         for copy in shelf.copies(self.source) {
             let unit = &copy.record.unit;
             if now.contains_key(unit) {
                 continue;
             }
+            let path = desk.mount_point.join(unit);
             let is_drained = copy.record.arena == self.arena
                 || (self.compared.insert(unit.clone())
-                    && copy.is_in(&self.desk.mount_point.join(unit)));
+                    && copy.is_in(&path, &mut || self.beat_if_due())?);
             if is_drained {
                 shelf.remove(self.source, unit)?;
                 let shown = quoted_path(Path::new(unit.as_path()));
@@ -263,6 +350,15 @@ impl<'a> Follower<'a> {
             }
         }
         Ok(())
+    }
+
+    /// For what takes long: the source is to know that this partner lives.
+    fn beat_if_due(&mut self) -> Result<(), PullError> {
+        if self.beaten_at.elapsed() <= BEAT_EVERY {
+            return Ok(());
+        }
+        self.beaten_at = Instant::now();
+        self.peer.beat()
     }
 
     fn note(&mut self, note: String) -> Result<(), PullError> {

@@ -17,6 +17,7 @@
 //! * NUMBER has a whole tree and the record of that tree.
 //! * The trees, with those in the making, have at most `bytes_max` bytes.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -36,6 +37,7 @@ use crate::pull::{local, remove_tree};
 use crate::source::{SourceError, check_path, join};
 
 const RECORD: &str = "record";
+const NEXT_RECORD: &str = "record.next";
 const TREE: &str = "tree";
 const NEXT: &str = ".next";
 const GONE: &str = ".gone";
@@ -63,6 +65,9 @@ pub(crate) struct Record {
     pub(crate) entries: Vec<Entry>,
 }
 
+/// What is called while something takes long; an error ends it.
+pub(crate) type Tick<'a> = dyn FnMut() -> Result<(), PullError> + 'a;
+
 /// A whole copy.
 pub(crate) struct Copy {
     pub(crate) record: Record,
@@ -87,13 +92,19 @@ impl Record {
         bytes_of(&self.entries)
     }
 
-    fn find(&self, path: &BytePath) -> Option<&Entry> {
-        self.entries.iter().find(|entry| entry.path == *path)
+    fn by_path(&self) -> BTreeMap<&BytePath, &Entry> {
+        by_path(&self.entries)
     }
 
     /// Whether it is of all these files, as they are.
     pub(crate) fn covers(&self, incarnation: &str, entries: &[Entry]) -> bool {
-        let is_same = |entry: &Entry| match (&entry.kind, self.find(&entry.path)) {
+        if self.incarnation != incarnation {
+            return false;
+        }
+        let all = self.by_path();
+        let is_same = |entry: &Entry| match (&entry.kind, all.get(&entry.path)) {
+            // Nothing of it is held.
+            _ if entry.held.is_none() => true,
             (EntryKind::File { bytes, .. }, Some(own)) => {
                 let is_as_long =
                     matches!(own.kind, EntryKind::File { bytes: known, .. } if known == *bytes);
@@ -102,8 +113,55 @@ impl Record {
             (EntryKind::File { .. }, None) => false,
             _ => true,
         };
-        self.incarnation == incarnation && entries.iter().all(is_same)
+        entries.iter().all(is_same)
     }
+
+    /// Whether there are files of the same names and lengths in it.
+    pub(crate) fn may_be_of(&self, entries: &[Entry]) -> bool {
+        let all = self.by_path();
+        let is_like = |entry: &Entry| {
+            let own = all.get(&entry.path);
+            own.is_some_and(|own| match (&own.kind, &entry.kind) {
+                (EntryKind::File { bytes, .. }, EntryKind::File { bytes: now, .. }) => bytes == now,
+                (own, now) => own == now,
+            })
+        };
+        entries.iter().all(is_like)
+    }
+
+    /// The same tree, of which a firnd holds `entries`. It does not hold the others any more: of those no number of
+    /// changes says anything.
+    pub(crate) fn renewed(&self, incarnation: &str, entries: &[Entry]) -> Self {
+        let now = by_path(entries);
+        let renew = |own: &Entry| match now.get(&own.path) {
+            Some(entry) => (*entry).clone(),
+            None => Entry {
+                held: None,
+                ..own.clone()
+            },
+        };
+        Self {
+            incarnation: incarnation.to_owned(),
+            entries: self.entries.iter().map(renew).collect(),
+            ..self.clone()
+        }
+    }
+
+    /// Files of it that are not among these.
+    pub(crate) fn files_beside(&self, entries: &[Entry]) -> Vec<BytePath> {
+        let now = by_path(entries);
+        let others = self.files().filter(|own| !now.contains_key(&own.path));
+        others.map(|own| own.path.clone()).collect()
+    }
+
+    fn files(&self) -> impl Iterator<Item = &Entry> {
+        let is_file = |entry: &&Entry| matches!(entry.kind, EntryKind::File { .. });
+        self.entries.iter().filter(is_file)
+    }
+}
+
+fn by_path(entries: &[Entry]) -> BTreeMap<&BytePath, &Entry> {
+    entries.iter().map(|entry| (&entry.path, entry)).collect()
 }
 
 /// Bytes of the files of a list.
@@ -226,14 +284,21 @@ impl Shelf {
     pub(crate) fn finish(&self, host: &str, record: &Record) -> Result<(), PullError> {
         let next = self.copy_dir(host, &record.unit, NEXT);
         let whole = self.copy_dir(host, &record.unit, "");
-        let text = serde_json::to_vec(record).expect("it is plain JSON");
         let path = next.join(RECORD);
-        std::fs::write(&path, text).map_err(local(&path))?;
+        std::fs::write(&path, encode(record)).map_err(local(&path))?;
         match rustix::fs::renameat_with(CWD, &next, CWD, &whole, RenameFlags::EXCHANGE) {
             Ok(()) => remove_tree(&next),
             Err(Errno::NOENT) => std::fs::rename(&next, &whole).map_err(local(&whole)),
             Err(errno) => Err(local(&whole)(errno.into())),
         }
+    }
+
+    /// The tree of a whole copy stays, with another record.
+    pub(crate) fn renew(&self, host: &str, record: &Record) -> Result<(), PullError> {
+        let whole = self.copy_dir(host, &record.unit, "");
+        let next = whole.join(NEXT_RECORD);
+        std::fs::write(&next, encode(record)).map_err(local(&next))?;
+        std::fs::rename(&next, whole.join(RECORD)).map_err(local(&next))
     }
 
     /// Gives up what was begun.
@@ -277,7 +342,7 @@ impl Shelf {
     pub(crate) fn remove_drained(&self, host: &str, mount_point: &Path) -> Result<u64, PullError> {
         let mut left_bytes = 0;
         for copy in self.copies(host) {
-            match copy.is_in(&mount_point.join(&copy.record.unit)) {
+            match copy.is_in(&mount_point.join(&copy.record.unit), &mut || Ok(()))? {
                 true => self.remove(host, &copy.record.unit)?,
                 false => left_bytes += copy.record.bytes(),
             }
@@ -333,7 +398,8 @@ impl Shelf {
 }
 
 impl Copy {
-    fn open(&self, below: &Path) -> io::Result<File> {
+    /// Opens a file of it.
+    pub(crate) fn open(&self, below: &Path) -> io::Result<File> {
         let dir = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let top = rustix::fs::open(&self.path, dir, Mode::empty())?;
         let inside = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
@@ -346,15 +412,46 @@ impl Copy {
         Ok(file.into())
     }
 
-    /// Whether every file of it is below `path`, with the same bytes.
-    pub(crate) fn is_in(&self, path: &Path) -> bool {
-        let is_file = |entry: &&Entry| matches!(entry.kind, EntryKind::File { .. });
-        self.record.entries.iter().filter(is_file).all(|entry| {
-            let other = join(&path.into(), entry.path.as_path());
-            let own = self.open(entry.path.as_path());
-            own.and_then(|own| has_same_bytes(&own, &File::open(other)?))
+    /// Whether every file of it is below `path`, with the same bytes. `tick` is called all the time: the backing may be
+    /// slow.
+    pub(crate) fn is_in(&self, path: &Path, tick: &mut Tick<'_>) -> Result<bool, PullError> {
+        let files: Vec<_> = self
+            .record
+            .files()
+            .map(|entry| entry.path.clone())
+            .collect();
+        self.has_files_in(&files, path, tick)
+    }
+
+    /// The same for some of its files. Bytes are read only where all lengths are the same.
+    pub(crate) fn has_files_in(
+        &self,
+        files: &[BytePath],
+        path: &Path,
+        tick: &mut Tick<'_>,
+    ) -> Result<bool, PullError> {
+        let open = |file: &BytePath| -> io::Result<(File, File)> {
+            let other = join(&path.into(), file.as_path());
+            Ok((self.open(file.as_path())?, File::open(other)?))
+        };
+        for file in files {
+            tick()?;
+            if !open(file)
+                .and_then(|(own, other)| has_same_length(&own, &other))
                 .unwrap_or(false)
-        })
+            {
+                return Ok(false);
+            }
+        }
+        for file in files {
+            let Ok((own, other)) = open(file) else {
+                return Ok(false);
+            };
+            if !has_same_bytes(&own, &other, tick)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 }
 
@@ -402,21 +499,32 @@ fn load(path: PathBuf) -> Option<Copy> {
     is_plain.then_some(Copy { record, path })
 }
 
+fn encode(record: &Record) -> Vec<u8> {
+    serde_json::to_vec(record).expect("it is plain JSON")
+}
+
 /// `b` is on a mount, whose kernel may know a length of it from before another host wrote to it.
-fn has_same_bytes(a: &File, b: &File) -> io::Result<bool> {
-    let bytes = a.metadata()?.len();
+fn has_same_length(a: &File, b: &File) -> io::Result<bool> {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_FORCE_SYNC;
-    if rustix::fs::statx(b, c"", flags, StatxFlags::SIZE)?.stx_size != bytes {
+    let of_b = rustix::fs::statx(b, c"", flags, StatxFlags::SIZE)?.stx_size;
+    Ok(of_b == a.metadata()?.len())
+}
+
+/// Of files that have the same length. Length and time in the backing do not tell that all bytes are there: a drain that
+/// was killed may have written any of them.
+fn has_same_bytes(a: &File, b: &File, tick: &mut Tick<'_>) -> Result<bool, PullError> {
+    let Ok(bytes) = a.metadata().map(|found| found.len()) else {
         return Ok(false);
-    }
+    };
     let mut at = 0;
     let mut of_a = vec![0; COMPARE_BYTES];
     let mut of_b = vec![0; COMPARE_BYTES];
     while at < bytes {
+        tick()?;
         let count = COMPARE_BYTES.min((bytes - at) as usize);
-        a.read_exact_at(&mut of_a[..count], at)?;
-        b.read_exact_at(&mut of_b[..count], at)?;
-        if of_a[..count] != of_b[..count] {
+        let read = a.read_exact_at(&mut of_a[..count], at);
+        let read = read.and_then(|()| b.read_exact_at(&mut of_b[..count], at));
+        if read.is_err() || of_a[..count] != of_b[..count] {
             return Ok(false);
         }
         at += count as u64;

@@ -4,6 +4,9 @@
 //!   queue ─► Open ─► Sum for each block that is there already ─► Read for each that differs or is not ─► Check ─► Release
 //! ```
 //!
+//! Where the puller reads memory by itself, `Place` is asked instead of `Read`, and a block comes later than its answer
+//! ([`Remote`]).
+//!
 //! Requests go ahead of their answers: while one block arrives, the agent has the next ones asked for, and while a file
 //! ends, the next one is open. Answers come in the order of the requests.
 //!
@@ -19,19 +22,23 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use firn_ofi::Buffer;
 use firn_protocol::path::BytePath;
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::error::PullError;
-use crate::message::{BLOCK_BYTES, Entry, Reply, Request};
+use crate::message::{BLOCK_BYTES, Entry, Reply, Request, STAGING_BUFFERS};
 use crate::peer::Peer;
+use crate::pull::direct::DirectFile;
+use crate::pull::remote::{Answer, Incoming, Remote, failed};
 use crate::pull::staging::{Staging, local};
 use crate::pull::state::State;
 use crate::pull::writers::{Block, Finish, StagedFile, Writers};
 use crate::source::join;
 
-/// Requests without an answer yet: enough that the agent always knows the next one.
+/// Requests without an answer yet, and blocks that are read: enough that the agent, or the network, always has the next.
 const IN_FLIGHT: usize = 16;
+const _: () = assert!(IN_FLIGHT as u64 <= STAGING_BUFFERS);
 /// Files that are open ahead of the one that arrives, in number and in bytes.
 const AHEAD_FILES: usize = 16;
 const AHEAD_BYTES: u64 = 64 << 20;
@@ -47,6 +54,8 @@ pub(crate) struct Fetch<'a, 't> {
     peer: &'a mut Peer,
     staging: &'a Staging,
     writers: &'a Writers,
+    /// None: bytes come over the connection.
+    remote: Option<Remote>,
     state: &'a mut State<'t>,
     /// Path below the mount point of what is pulled.
     top: BytePath,
@@ -82,6 +91,8 @@ struct OpenFile {
     /// Blocks of which neither an equal sum nor the bytes have come.
     blocks_left: u64,
     damaged: u32,
+    /// It was written to after it was listed and before it was opened.
+    is_newer: bool,
 }
 
 /// A question about a file.
@@ -90,6 +101,8 @@ enum Ask {
     Open(u32),
     Sum(u32, u64),
     Read(u32, u64),
+    /// The same, with a staging buffer.
+    Place(u32, u64, u32),
     Check(u32),
     Release(u32),
 }
@@ -107,6 +120,7 @@ impl<'a, 't> Fetch<'a, 't> {
         peer: &'a mut Peer,
         staging: &'a Staging,
         writers: &'a Writers,
+        remote: Option<Remote>,
         state: &'a mut State<'t>,
         top: BytePath,
         queue: VecDeque<Wanted>,
@@ -115,6 +129,7 @@ impl<'a, 't> Fetch<'a, 't> {
             peer,
             staging,
             writers,
+            remote,
             state,
             top,
             queue,
@@ -128,8 +143,24 @@ impl<'a, 't> Fetch<'a, 't> {
 
     /// Until all files are there.
     pub(crate) fn run(mut self) -> Result<(), PullError> {
+        let fetched = self.fetch_all();
+        let Some(remote) = self.remote.take() else {
+            return fetched;
+        };
+        let closed = remote.close(self.writers);
+        closed.map_err(|error| failed(self.peer, error))?;
+        fetched
+    }
+
+    fn fetch_all(&mut self) -> Result<(), PullError> {
         loop {
             self.ask()?;
+            // Without an answer to wait for, there are blocks to wait for.
+            let is_over = self.asked.is_empty();
+            self.take_landed(is_over)?;
+            if is_over && (self.under_way() > 0 || !self.ready.is_empty()) {
+                continue;
+            }
             let Some(ask) = self.asked.pop_front() else {
                 if self.queue.is_empty() {
                     return Ok(());
@@ -143,6 +174,7 @@ impl<'a, 't> Fetch<'a, 't> {
                 Ask::Open(number) => self.opened(number)?,
                 Ask::Sum(number, block) => self.summed(number, block)?,
                 Ask::Read(number, block) => self.read(number, block)?,
+                Ask::Place(number, block, staging) => self.placed(number, block, staging)?,
                 Ask::Check(number) => self.checked(number)?,
                 Ask::Release(number) => self.released(number)?,
             }
@@ -152,15 +184,31 @@ impl<'a, 't> Fetch<'a, 't> {
     // ---- requests ------------------------------------------------------------------------------
 
     fn ask(&mut self) -> Result<(), PullError> {
-        while self.asked.len() < IN_FLIGHT {
+        while self.asked.len() + self.under_way() < IN_FLIGHT {
             let Some(ask) = self.next_ask() else {
                 break;
             };
+            let ask = self.choose_staging(ask);
             let request = self.request(ask);
             self.peer.send(&request)?;
             self.asked.push_back(ask);
         }
         Ok(())
+    }
+
+    fn under_way(&self) -> usize {
+        self.remote.as_ref().map_or(0, Remote::under_way)
+    }
+
+    fn choose_staging(&mut self, ask: Ask) -> Ask {
+        match (ask, &mut self.remote) {
+            (Ask::Read(number, block), Some(remote)) => {
+                let staging = remote.take_staging();
+                let staging = staging.expect("as many as may be asked at once");
+                Ask::Place(number, block, staging)
+            }
+            (ask, _) => ask,
+        }
     }
 
     fn next_ask(&mut self) -> Option<Ask> {
@@ -182,6 +230,7 @@ impl<'a, 't> Fetch<'a, 't> {
             staged_bytes: 0,
             blocks_left: 0,
             damaged: 0,
+            is_newer: false,
         };
         self.open.insert(self.last_number, file);
         Some(Ask::Open(self.last_number))
@@ -203,6 +252,12 @@ impl<'a, 't> Fetch<'a, 't> {
                 offset: block * BLOCK_BYTES,
                 bytes: self.open[&number].block_bytes(block),
             },
+            Ask::Place(number, block, staging) => Request::Place {
+                file: number,
+                offset: block * BLOCK_BYTES,
+                bytes: self.open[&number].block_bytes(block),
+                buffer: staging,
+            },
             Ask::Check(number) => Request::Check { file: number },
             Ask::Release(number) => Request::Release { file: number },
         }
@@ -211,8 +266,8 @@ impl<'a, 't> Fetch<'a, 't> {
     // ---- replies -------------------------------------------------------------------------------
 
     fn opened(&mut self, number: u32) -> Result<(), PullError> {
-        let bytes = match self.peer.receive()? {
-            Reply::Opened { bytes } => bytes,
+        let (bytes, changes) = match self.peer.receive()? {
+            Reply::Opened { bytes, changes } => (bytes, changes),
             Reply::Full => {
                 let file = self.open.remove(&number).expect("it was asked for");
                 self.queue.push_front(file.wanted);
@@ -228,8 +283,11 @@ impl<'a, 't> Fetch<'a, 't> {
         let path = self.staging.locate(&file.wanted.entry.path);
         let opened = open_staged(&path).map_err(local(&path))?;
         file.staged_bytes = opened.metadata().map_err(local(&path))?.len();
-        file.staged = Some(StagedFile::new(path, opened));
+        let is_direct = self.staging.is_synced() && bytes >= BLOCK_BYTES;
+        let direct = is_direct.then(|| DirectFile::open(&path)).flatten();
+        file.staged = Some(StagedFile::new(path, opened, direct));
         file.bytes = bytes;
+        file.is_newer = file.wanted.entry.is_older_than(changes);
         file.blocks_left = bytes.div_ceil(BLOCK_BYTES);
         self.state.know_size(file.wanted.bytes, bytes);
         file.wanted.bytes = bytes;
@@ -323,10 +381,7 @@ impl<'a, 't> Fetch<'a, 't> {
                 }
                 other => return Err(self.peer.out_of_turn(&other)),
             };
-            if bytes == 0 || bytes > expected - at {
-                return Err(self.peer.implausible("more bytes than were asked for"));
-            }
-            let part = at as usize..(at + bytes) as usize;
+            let part = self.check_part(at, bytes, expected)?;
             if is_zero {
                 buffer[part.clone()].fill(0);
             } else {
@@ -338,6 +393,106 @@ impl<'a, 't> Fetch<'a, 't> {
             }
             at += bytes;
         }
+    }
+
+    /// Where the next `bytes` of a block go, of which `at` have come and `expected` were asked for.
+    fn check_part(&self, at: u64, bytes: u64, expected: u64) -> Result<Range<usize>, PullError> {
+        if bytes == 0 || bytes > expected - at {
+            return Err(self.peer.implausible("more bytes than were asked for"));
+        }
+        Ok(at as usize..(at + bytes) as usize)
+    }
+
+    /// Begins to read a block where the agent says that it is.
+    fn placed(&mut self, number: u32, block: u64, staging: u32) -> Result<(), PullError> {
+        let mut buffer = self.writers.take_buffer()?;
+        let (answer, crc32c) = match self.receive_places(number, block, &mut buffer) {
+            Ok(received) => received,
+            Err(error) => {
+                self.writers.return_buffer(buffer);
+                return Err(error);
+            }
+        };
+        let incoming = Incoming::of(&answer, number, block, crc32c);
+        let remote = self.remote.as_mut().expect("it was asked for");
+        let begun = remote.land(staging, answer, incoming, buffer);
+        begun.map_err(|error| failed(self.peer, error))
+    }
+
+    /// Where the bytes of a block are, and their checksum. Zeros are left out where nothing was before.
+    fn receive_places(
+        &mut self,
+        number: u32,
+        block: u64,
+        buffer: &mut [u8],
+    ) -> Result<(Answer, Option<u32>), PullError> {
+        let file = &self.open[&number];
+        let expected = file.block_bytes(block);
+        let was_there = file.staged_bytes > block * BLOCK_BYTES;
+        let mut answer = Answer::default();
+        let mut at = 0;
+        loop {
+            let reply = self.peer.receive()?;
+            let (bytes, is_zero) = match reply {
+                Reply::InMemory { bytes, .. } | Reply::Staged { bytes, .. } => (bytes, false),
+                Reply::Zeros { bytes } => (bytes, true),
+                Reply::Placed { crc32c } if at == expected => return Ok((answer, crc32c)),
+                // It became shorter than its list says: the list is of another file.
+                Reply::Placed { .. } => {
+                    return Err(self.peer.stale("a file was cut while it was read"));
+                }
+                other => return Err(self.peer.out_of_turn(&other)),
+            };
+            let part = self.check_part(at, bytes, expected)?;
+            if is_zero {
+                buffer[part.clone()].fill(0);
+            } else {
+                let remote = self.remote.as_ref().expect("it was asked for");
+                let added = remote.add(&mut answer, &reply, part.clone());
+                added.map_err(|error| failed(self.peer, error))?;
+            }
+            if !is_zero || was_there {
+                answer.parts.push(part);
+            }
+            at += bytes;
+        }
+    }
+
+    /// Hands on what has come of blocks that are read; waits for one where that is asked for.
+    fn take_landed(&mut self, mut is_waited: bool) -> Result<(), PullError> {
+        while let Some(remote) = &mut self.remote
+            && remote.under_way() > 0
+        {
+            let landed = remote.next_landed(is_waited);
+            let landed = landed.map_err(|error| failed(self.peer, error))?;
+            let Some((incoming, buffer)) = landed else {
+                return Ok(());
+            };
+            is_waited = false;
+            self.landed(incoming, buffer)?;
+        }
+        Ok(())
+    }
+
+    fn landed(&mut self, incoming: Incoming, buffer: Buffer) -> Result<(), PullError> {
+        let Incoming { number, block, .. } = incoming;
+        if !incoming.is_right(&buffer) {
+            self.writers.return_buffer(buffer);
+            return self.read_again(number, block);
+        }
+        let file = &self.open[&number];
+        let staged = file.staged.as_ref().expect("it is open");
+        let expected = file.block_bytes(block);
+        let read_bytes = incoming.read_bytes();
+        let block = Block {
+            offset: block * BLOCK_BYTES,
+            buffer,
+            parts: incoming.parts,
+        };
+        self.writers.write(staged, block);
+        self.state.received(expected, read_bytes);
+        self.end_block(number);
+        Ok(())
     }
 
     /// The checksum with that of these bytes.
@@ -382,7 +537,8 @@ impl<'a, 't> Fetch<'a, 't> {
         if snapshot {
             let entry = file.wanted.entry.clone();
             let staged = file.staged.as_ref().expect("it is open");
-            self.state.done(&entry, file.bytes, changed);
+            self.state
+                .done(&entry, file.bytes, changed || file.is_newer);
             let bytes = file.bytes;
             self.writers.finish(staged, Finish { bytes, entry });
             return Ok(());

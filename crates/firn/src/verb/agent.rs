@@ -3,14 +3,15 @@
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueEnum, ValueHint};
-use firn_agent::{Agent, AgentOptions, Encrypt, Log, Munge, server};
+use firn_agent::{Agent, AgentOptions, Encrypt, Log, Munge, TransportChoice, server};
 use firn_config::parse_size;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
-use crate::failure::{DONE, FAILED, Failure, INTERRUPTED};
+use crate::failure::{DONE, FAILED, Failure, INTERRUPTED, USAGE};
 use crate::output;
 use crate::verb::Verb;
 
@@ -82,12 +83,32 @@ struct AgentArgs {
     /// The socket of munged, if it is not where MUNGE has it by default.
     #[arg(long, value_name = "PATH", requires = "munge", value_hint = ValueHint::FilePath)]
     munge_socket: Option<PathBuf>,
+    /// What pullers may have bytes carried by: `auto`, whatever they ask for; `tcp`, the connection only; `ofi` or
+    /// `ofi:PROVIDER`, a provider of libfabric that must be there.
+    #[arg(long, value_name = "TRANSPORT", default_value = "auto", value_parser = TransportChoice::from_str, conflicts_with = "stdio")]
+    transport: TransportChoice,
     /// Serve the one puller at the other end of standard input and output, who may pull from all mounts of this user.
     #[arg(long)]
     stdio: bool,
     /// Say each step of the protocol, by its number in figure 3 of the CRUISE paper.
     #[arg(long)]
     verbose: bool,
+}
+
+/// What insists on encryption and on what encrypts nothing is wrong before anybody is asked.
+pub(super) fn check_encryption(
+    transport: &TransportChoice,
+    encrypt: Option<EncryptArg>,
+) -> Result<(), Failure> {
+    if transport.is_ofi() && matches!(encrypt, Some(EncryptArg::Yes)) {
+        return Err(Failure::new(
+            USAGE,
+            format!(
+                "--transport {transport} and --encrypt yes: libfabric encrypts nothing; use --transport tcp, or do without encryption"
+            ),
+        ));
+    }
+    Ok(())
 }
 
 /// `--encrypt` of agents and pullers.
@@ -110,6 +131,7 @@ impl From<EncryptArg> for Encrypt {
 
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = AgentArgs::from_arg_matches(matches)?;
+    check_encryption(&args.transport, Some(args.encrypt))?;
     let log = Log::new(|text| output::say(&format!("agent: {text}")), args.verbose);
     let Some(path) = args.path else {
         return serve_pipes(args.hold_max, &log);
@@ -125,6 +147,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         munge: args.munge.then_some(Munge {
             socket: args.munge_socket,
         }),
+        transport: args.transport,
         log,
     })?;
     end_on_signals(agent.remover())?;

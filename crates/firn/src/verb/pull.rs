@@ -1,11 +1,13 @@
 //! `firn pull`.
 
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::time::{Duration, Instant, SystemTime};
 
-use clap::{ArgMatches, Args, FromArgMatches, ValueHint, value_parser};
+use clap::{ArgAction, ArgMatches, Args, FromArgMatches, ValueHint, value_parser};
 use firn_agent::{
-    Encrypt, FollowEvent, FollowRequest, Listed, Munge, Outcome, PullRequest, PullSource, Route,
+    Carriage, Encrypt, FollowEvent, FollowRequest, Listed, Munge, Outcome, PullRequest, PullSource,
+    Route, TransportChoice,
 };
 use firn_config::parse_duration_ms;
 use firn_protocol::path::BytePath;
@@ -16,7 +18,7 @@ use crate::output::{self, Paint};
 use crate::progress::Meter;
 use crate::text;
 use crate::verb::Verb;
-use crate::verb::agent::EncryptArg;
+use crate::verb::agent::{EncryptArg, check_encryption};
 
 pub const VERB: Verb = Verb {
     name: "pull",
@@ -117,6 +119,13 @@ struct PullArgs {
     /// How firn is called on the other host, over ssh.
     #[arg(long, value_name = "PATH", default_value = "firn")]
     remote_firn: String,
+    /// What carries bytes: `tcp`, the connection; `ofi` or `ofi:PROVIDER`, reads of the source's memory by libfabric;
+    /// `auto`, such reads where hardware of both hosts does them, or else the connection.
+    #[arg(long, value_name = "TRANSPORT", default_value = "auto", value_parser = TransportChoice::from_str)]
+    transport: TransportChoice,
+    /// Whether the agent sums up what libfabric reads, with its processor; without, the network's own checksums count.
+    #[arg(long, value_name = "yes|no", default_value = "yes", action = ArgAction::Set, value_parser = parse_yes_no)]
+    verify: bool,
     /// Copy also files that are open for writing or were cut off, as they are.
     #[arg(long)]
     cut: bool,
@@ -140,14 +149,20 @@ struct Pulled<'a> {
 
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PullArgs::from_arg_matches(matches)?;
+    check_encryption(&args.transport, args.encrypt)?;
     let (host, source) = parse_source(&args.source, args.list || args.follow)?;
     let route = route(&args)?;
+    let carriage = Carriage {
+        transport: args.transport,
+        sums: args.verify,
+    };
     match &args.target {
         Some(target) if args.follow => {
             let request = FollowRequest {
                 host,
                 route,
                 source,
+                carriage,
                 target: target.clone(),
                 keep: args.keep as usize,
                 every: Duration::from_millis(args.every),
@@ -160,6 +175,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
                 host,
                 route,
                 source: PullSource::Path(source.clone()),
+                carriage,
                 target,
                 cut: args.cut,
                 patience: Duration::from_millis(args.patience),
@@ -271,6 +287,9 @@ fn summary(outcome: &Outcome, elapsed_s: f64) -> String {
         text::seconds(elapsed_s),
         text::rate(outcome.received_bytes as f64 / elapsed_s.max(1e-3))
     );
+    if outcome.transport.starts_with("ofi:") {
+        line += &format!(" by {}", outcome.transport);
+    }
     if outcome.reused_bytes > 0 {
         line += &format!(", {} were there already", text::bytes(outcome.reused_bytes));
     }
@@ -361,6 +380,14 @@ fn route(args: &PullArgs) -> Result<Route, Failure> {
         command,
         firn: args.remote_firn.clone(),
     })
+}
+
+fn parse_yes_no(text: &str) -> Result<bool, &'static str> {
+    match text {
+        "yes" => Ok(true),
+        "no" => Ok(false),
+        _ => Err("it is yes or no"),
+    }
 }
 
 /// `HOST:PATH`, or for a list `HOST` alone. A path is absolute, for no directory of the other host is ours, or begins

@@ -14,7 +14,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use firn_agent::message::{Entry, EntryKind, ErrorKind};
-use firn_agent::{Encrypt, KeyFile, PullError, PullRequest, PullSource, Route, remove_tree};
+use firn_agent::{
+    Carriage, Encrypt, KeyFile, PullError, PullRequest, PullSource, Route, remove_tree,
+};
 use firn_protocol::path::BytePath;
 
 use crate::failure::{FAILED, Failure};
@@ -150,6 +152,7 @@ impl Restart<'_> {
             host: self.partner.clone(),
             route: self.route.clone(),
             source: PullSource::Path(Path::new(self.host).join(name).into()),
+            carriage: Carriage::connection(),
             target: staged.to_owned(),
             cut: false,
             patience: PATIENCE,

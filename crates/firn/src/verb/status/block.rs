@@ -131,6 +131,18 @@ fn mount(s: &Status, paint: Paint) -> String {
     if let Some(partner) = &s.partner {
         line("partner", partnered(partner, paint));
     }
+    if s.pulls + s.pulled_bytes > 0 {
+        line(
+            "pulled",
+            format!(
+                "{:<14} {} in {}, {} under way",
+                rate(s.pulled_bytes_per_s),
+                bytes(s.pulled_bytes),
+                count(s.pulled_files, "file"),
+                count(s.pulls, "pull"),
+            ),
+        );
+    }
     if s.recovered_bytes > 0 {
         line(
             "recovered",

@@ -1,0 +1,246 @@
+//! What a request about a transaction is refused with: an errno as `firn.h` says, and a sentence that says what to do.
+
+use firn_backing::Errno;
+use firn_protocol::Reply;
+use firn_protocol::path::BytePath;
+use firn_transact::{
+    AbortError, BackupError, BeginError, OwnError, RestoreError, ScopeError, StageError,
+    StoreError, TransactionError, VoteError,
+};
+
+use crate::participants;
+use crate::store::shown_scope;
+
+/// The answer to a request that failed: its errno is what `firn.h` says of that failure.
+pub(super) fn refused(error: &TransactionError, path: &BytePath) -> Reply {
+    let scope = shown_scope(path.as_bytes());
+    let (errno, message) = match error {
+        TransactionError::Scope(error) => refuse_scope(error, &scope),
+        TransactionError::Begin(BeginError::Scope(error)) => refuse_scope(error, &scope),
+        TransactionError::Begin(BeginError::Store(error)) => refuse_store(error, &scope),
+        TransactionError::Begin(error) => refuse_begin(error, &scope),
+        TransactionError::Stage(error) | TransactionError::Abort(AbortError::Stage(error)) => {
+            refuse_stage(error, &scope)
+        }
+        TransactionError::Abort(AbortError::Stopping { .. }) => {
+            (libc::EBUSY, format!("{scope}: {error}"))
+        }
+        TransactionError::Vote(error) | TransactionError::Abort(AbortError::Vote(error)) => {
+            refuse_vote(error, &scope)
+        }
+        TransactionError::Restore(RestoreError::NotKept { .. }) => {
+            (libc::EINVAL, error.to_string())
+        }
+        TransactionError::Restore(error) => return refused(&error.clone().into(), path),
+        TransactionError::Revive(_) => (libc::EIO, format!("{scope}: {error}")),
+        TransactionError::Backup(error) | TransactionError::Abort(AbortError::Backup(error)) => {
+            refuse_backup(error, &scope)
+        }
+        TransactionError::Store(error) | TransactionError::Abort(AbortError::Store(error)) => {
+            refuse_store(error, &scope)
+        }
+    };
+    Reply::Error { errno, message }
+}
+
+pub(super) fn refuse_to_make(errno: rustix::io::Errno, parent: &[u8]) -> Reply {
+    let parent = shown_scope(parent);
+    Reply::Error {
+        errno: errno.raw_os_error(),
+        message: format!("no directory can be made in {parent}: {errno}"),
+    }
+}
+
+/// The answer to a prepare or commit of a transaction whose owner is gone.
+pub(super) fn orphaned(scope: &[u8], owner: &str) -> Reply {
+    let scope = shown_scope(scope);
+    Reply::Error {
+        errno: libc::ECANCELED,
+        message: format!(
+            "{scope}: the owner of the transaction, {owner}, was gone before it was prepared: it is aborted"
+        ),
+    }
+}
+
+/// An errno, and a sentence that says what to do.
+type Refused = (i32, String);
+
+fn refuse_scope(error: &ScopeError, scope: &str) -> Refused {
+    match error {
+        ScopeError::NotTransactional => (libc::EOPNOTSUPP, error.to_string()),
+        ScopeError::Missing => (libc::ENOENT, format!("{scope}: {error}")),
+        ScopeError::NotDirectory => (libc::ENOTDIR, format!("{scope}: {error}")),
+    }
+}
+
+fn refuse_stage(error: &StageError, scope: &str) -> Refused {
+    match error {
+        StageError::NoTransaction => (
+            libc::ENOENT,
+            format!("no transaction is open in {scope}: firn begin opens one"),
+        ),
+        StageError::Undoing | StageError::Decided { .. } => (libc::EBUSY, error.to_string()),
+        StageError::OtherId { .. } => (libc::EINVAL, error.to_string()),
+    }
+}
+
+fn refuse_begin(error: &BeginError, scope: &str) -> Refused {
+    match error {
+        BeginError::Overlaps { scope } => {
+            let open = shown_scope(scope.as_bytes());
+            let message = format!("a transaction is open in {open}: commit or abort it first");
+            (libc::EBUSY, message)
+        }
+        BeginError::NotOver { .. } => (libc::EBUSY, format!("{scope}: {error}")),
+        BeginError::Exists => (libc::EEXIST, format!("{scope}: {error}")),
+        BeginError::NotAmongHosts => (libc::EOPNOTSUPP, format!("{scope}: {error}")),
+        BeginError::InodesDiffer => (libc::EOPNOTSUPP, error.to_string()),
+        BeginError::TooManyHosts { .. } => (libc::ECANCELED, format!("{scope}: {error}")),
+        BeginError::Scope(error) => refuse_scope(error, scope),
+        BeginError::Store(error) => refuse_store(error, scope),
+    }
+}
+
+fn refuse_vote(error: &VoteError, scope: &str) -> Refused {
+    match error {
+        VoteError::Stage(error) => refuse_stage(error, scope),
+        VoteError::NotVoted { .. } => (libc::EINVAL, error.to_string()),
+        VoteError::LastVoteNotOver { .. } => (
+            libc::EBUSY,
+            format!("{scope}: {error}: firn abort it there"),
+        ),
+        VoteError::GivenUp { .. } => (
+            libc::ECANCELED,
+            format!("{scope}: {error}; the transaction is kept: firn abort drops it"),
+        ),
+        VoteError::Conflict(report) => (
+            libc::ECANCELED,
+            participants::describe_conflict(report, scope),
+        ),
+        VoteError::Published { .. } => (libc::EIO, error.to_string()),
+        VoteError::Store(error) => refuse_store(error, scope),
+    }
+}
+
+fn refuse_backup(error: &BackupError, scope: &str) -> Refused {
+    match error {
+        BackupError::Refused { source } => (
+            errno_of_backing(*source),
+            format!(
+                "{scope}: the backup reports: {source}; the transaction is as it was: mend it and try again, or abort"
+            ),
+        ),
+        BackupError::NotRemoved { source } => (
+            errno_of_backing(*source),
+            format!(
+                "{scope}: {error}; until it can the transaction stays as it is: mend it and try again"
+            ),
+        ),
+        BackupError::NoPath { .. } | BackupError::UnknownTransaction { .. } => {
+            (libc::EIO, format!("{scope}: {error}"))
+        }
+        BackupError::Own(error) => refuse_own(error, scope),
+        BackupError::Store(error) => refuse_store(error, scope),
+    }
+}
+
+fn refuse_store(error: &StoreError, scope: &str) -> Refused {
+    match error {
+        StoreError::Own(error) => refuse_own(error, scope),
+        StoreError::Record { .. } => (libc::EIO, error.to_string()),
+    }
+}
+
+fn refuse_own(error: &OwnError, scope: &str) -> Refused {
+    match error {
+        OwnError::Backing(errno) => (
+            errno_of_backing(*errno),
+            format!(
+                "{scope}: the backing reports: {errno}; the transaction is kept: mend it and try again"
+            ),
+        ),
+        OwnError::Distrusted { .. } => (libc::EPERM, format!("{scope}: {error}")),
+        OwnError::TooLong { .. } => (libc::EFBIG, format!("{scope}: {error}")),
+    }
+}
+
+/// The errno that a failure of the backing is reported with. Numbers that have a meaning in `firn.h` ("Errors") are not
+/// passed on: a caller would take them for that.
+fn errno_of_backing(errno: Errno) -> i32 {
+    match errno {
+        Errno::OPNOTSUPP
+        | Errno::NOENT
+        | Errno::NOTDIR
+        | Errno::ISDIR
+        | Errno::XDEV
+        | Errno::BUSY
+        | Errno::INVAL
+        | Errno::CANCELED
+        | Errno::STALE
+        | Errno::NODEV
+        | Errno::NODATA
+        | Errno::NOTCONN
+        | Errno::AGAIN
+        | Errno::PROTO
+        | Errno::NOTRECOVERABLE => libc::EIO,
+        errno => errno.raw_os_error(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn told(error: &TransactionError) -> (i32, String) {
+        match refused(error, &"job".into()) {
+            Reply::Error { errno, message } => (errno, message),
+            reply => panic!("not an error: {reply:?}"),
+        }
+    }
+
+    /// Proves S-tx-14, S-tx-65.
+    #[test]
+    fn regression_what_the_backing_says_is_never_told_as_something_about_the_transaction() {
+        for errno in [
+            Errno::OPNOTSUPP,
+            Errno::NOENT,
+            Errno::NOTDIR,
+            Errno::BUSY,
+            Errno::INVAL,
+            Errno::CANCELED,
+        ] {
+            let errors = [
+                TransactionError::from(errno),
+                BackupError::Refused { source: errno }.into(),
+                BackupError::NotRemoved { source: errno }.into(),
+            ];
+            for error in errors {
+                let (number, message) = told(&error);
+                assert_eq!(number, libc::EIO, "{message}");
+                assert!(message.contains(&errno.to_string()), "{message}");
+                assert!(
+                    !message.contains("drain=commit") && !message.contains("no such directory"),
+                    "{message}"
+                );
+            }
+        }
+        assert_eq!(told(&TransactionError::from(Errno::NOSPC)).0, libc::ENOSPC);
+    }
+
+    #[test]
+    fn what_is_wrong_with_the_scope_has_its_own_number_and_advice() {
+        let (number, message) = told(&ScopeError::NotTransactional.into());
+        assert_eq!(
+            (number, message.contains("drain=commit")),
+            (libc::EOPNOTSUPP, true),
+            "{message}"
+        );
+        let (number, message) = told(&ScopeError::Missing.into());
+        assert_eq!(
+            (number, message.contains("no such directory")),
+            (libc::ENOENT, true),
+            "{message}"
+        );
+        assert_eq!(told(&ScopeError::NotDirectory.into()).0, libc::ENOTDIR);
+    }
+}

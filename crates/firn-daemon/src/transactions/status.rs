@@ -1,0 +1,78 @@
+//! Transactions in the status.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use firn_protocol::TransactionStatus;
+use firn_transact::Stage;
+
+use crate::gate::TransactionGate;
+use crate::owners::Owners;
+
+/// For the status.
+pub(crate) fn status(gate: &Arc<TransactionGate>, owners: &Owners) -> Vec<TransactionStatus> {
+    let word = |stage| match stage {
+        Stage::Open | Stage::Ended => ("open", None),
+        Stage::Prepared(id) => ("prepared", Some(id)),
+        Stage::Decided(id) => ("decided", Some(id)),
+    };
+    let pending = |scope: &[u8]| -> u64 {
+        let files = gate.engine().files_below(scope);
+        files.iter().map(|file| file.held_bytes).sum()
+    };
+    let one = |found: firn_transact::Transaction| TransactionStatus {
+        owner: owners.status(&found.scope).0,
+        age_s: owners.status(&found.scope).1,
+        bytes: found.written_bytes + pending(&found.path_now),
+        scope: found.path_now.as_slice().into(),
+        stage: word(found.stage).0.into(),
+        id: word(found.stage).1,
+        objects: found.objects,
+        states: found
+            .states
+            .iter()
+            .map(|(state, count)| (state.to_string(), *count))
+            .collect(),
+        recovered: found.is_recovered,
+        here: match found.stage {
+            Stage::Prepared(id) => here(gate, id, &found.scope),
+            _ => Vec::new(),
+        },
+        error: found.trouble,
+        backup: found.backup.map(crate::backup::status),
+    };
+    let transactions = gate.store().transactions();
+    transactions.into_iter().map(one).collect()
+}
+
+/// The hosts that have come to the meeting about a transaction, as far as the backing says so at once: the status does
+/// not wait for one that hangs.
+fn here(gate: &Arc<TransactionGate>, id: u64, scope: &[u8]) -> Vec<String> {
+    /// A look at a directory takes a millisecond where a server answers.
+    const PATIENCE: Duration = Duration::from_millis(50);
+    /// Of one that hangs no more threads ask.
+    static ASKING: AtomicUsize = AtomicUsize::new(0);
+    const ASKING_MAX: usize = 4;
+    if gate.store().members().is_none() {
+        return Vec::new();
+    }
+    if ASKING.fetch_add(1, Ordering::AcqRel) >= ASKING_MAX {
+        ASKING.fetch_sub(1, Ordering::AcqRel);
+        return Vec::new();
+    }
+    let (tell, told) = mpsc::channel();
+    let gate = Arc::clone(gate);
+    let scope = scope.to_owned();
+    let asked = std::thread::Builder::new()
+        .name("firn-hosts".into())
+        .spawn(move || {
+            let hosts = gate.store().hosts_published(id, &scope);
+            let _ = tell.send(hosts.unwrap_or_default());
+            ASKING.fetch_sub(1, Ordering::AcqRel);
+        });
+    if asked.is_err() {
+        ASKING.fetch_sub(1, Ordering::AcqRel);
+    }
+    told.recv_timeout(PATIENCE).unwrap_or_default()
+}
