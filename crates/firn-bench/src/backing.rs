@@ -1,14 +1,14 @@
 //! Where the checkpoints of `firn bench checkpoint` end up: this file system, or a slow one made for
 //! the run. Both candidates always work in the same one.
 
+use std::any::Any;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 
 use crate::options::WorkDir;
-use firn_testfs::cleanup::{Guard, defer};
 use firn_testfs::moosefs::{MooseFs, Server};
-pub(crate) use firn_testfs::{run, run_quietly};
+pub(crate) use firn_testfs::run;
 
 mod limit;
 mod relay;
@@ -51,8 +51,8 @@ pub struct Prepared {
     pub dir: PathBuf,
     /// What a reader must know about it.
     pub note: String,
-    /// Undone in this order.
-    _guards: Vec<Guard>,
+    /// Ended and removed in this order.
+    _parts: Vec<Box<dyn Any>>,
 }
 
 /// How slow a slow backing is.
@@ -70,7 +70,7 @@ pub fn prepare(kind: Kind, slowness: Slowness, work: &WorkDir) -> anyhow::Result
         Kind::Local => Ok(Prepared {
             dir: work.subdir("backing")?,
             note: format!("backing: {}", crate::machine::file_system_of(work.path())),
-            _guards: Vec::new(),
+            _parts: Vec::new(),
         }),
         Kind::Sshfs => sshfs::prepare(slowness.round_trip_us, "sshfs_sync,direct_io", work),
         Kind::SshfsAsync => sshfs::prepare(slowness.round_trip_us, "", work),
@@ -91,7 +91,7 @@ fn moosefs(work: &WorkDir) -> anyhow::Result<Prepared> {
             "backing: MooseFS, a master and {} chunk servers on this machine, one copy, default options",
             servers.len()
         ),
-        _guards: vec![defer(move || drop(moosefs))],
+        _parts: vec![Box::new(moosefs)],
     })
 }
 

@@ -9,8 +9,7 @@ use serde_json::Value;
 
 use crate::cpu;
 use crate::machine;
-use crate::serve::unmount_lazily;
-use firn_testfs::cleanup::{self, Guard};
+use firn_testfs::cleanup::{Guard, Leftover, expect};
 
 /// Far more than anything here takes.
 const WAIT_MAX: Duration = Duration::from_secs(120);
@@ -39,8 +38,7 @@ impl Firn {
             None => find_firn(&std::env::current_exe()?)?,
         };
         let runtime_dir = PathBuf::from(format!("/dev/shm/firn-bench-{}", std::process::id()));
-        let dir = runtime_dir.clone();
-        let _remove = cleanup::defer(move || drop(std::fs::remove_dir_all(dir)));
+        let _remove = expect(Leftover::Dir(runtime_dir.clone()));
         Ok(Self {
             program,
             runtime_dir,
@@ -52,8 +50,7 @@ impl Firn {
     pub fn on_host(&self, name: &str) -> Self {
         let program = self.program.clone();
         let runtime_dir = PathBuf::from(format!("{}-{name}", self.runtime_dir.display()));
-        let dir = runtime_dir.clone();
-        let _remove = cleanup::defer(move || drop(std::fs::remove_dir_all(dir)));
+        let _remove = expect(Leftover::Dir(runtime_dir.clone()));
         Self {
             program,
             runtime_dir,
@@ -95,10 +92,7 @@ impl Firn {
     ) -> anyhow::Result<Mount<'_>> {
         std::fs::create_dir_all(backing)?;
         std::fs::create_dir_all(mount_point)?;
-        let program = self.program.clone();
-        let dir = self.runtime_dir.clone();
-        let point = mount_point.to_owned();
-        let _unmount = cleanup::defer(move || unmount(&program, &dir, &point));
+        let _unmount = expect(Leftover::Mount(mount_point.to_owned()));
         let backing = backing.as_os_str();
         let args = [
             "mount".as_ref(),
@@ -152,13 +146,44 @@ pub struct Mount<'a> {
     firn: &'a Firn,
     path: PathBuf,
     pid: u32,
+    /// For a mount that cannot be drained.
     _unmount: Guard,
+}
+
+impl Drop for Mount<'_> {
+    fn drop(&mut self) {
+        let mut umount = self.firn.command();
+        let umount = umount.arg("umount").arg(&self.path);
+        // Its end says more than its result: what is still mounted goes as well.
+        let _ = umount.stdout(Stdio::null()).stderr(Stdio::null()).status();
+    }
 }
 
 impl Mount<'_> {
     /// Where it is mounted.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The host fails: firnd is killed, and its memory is gone.
+    pub fn lose(self) -> anyhow::Result<()> {
+        use rustix::process::{Pid, Signal, kill_process};
+        let arena = self.arena()?;
+        let pid = Pid::from_raw(self.pid as i32).context("firnd has no pid")?;
+        kill_process(pid, Signal::KILL)?;
+        firn_testfs::unmount_lazily(&self.path);
+        Ok(std::fs::remove_file(arena)?)
+    }
+
+    /// `firn wait --until LEVEL` of `path`.
+    pub fn wait_until_level(&self, level: &str, path: &Path) -> anyhow::Result<()> {
+        let args = [
+            "wait".as_ref(),
+            "--until".as_ref(),
+            level.as_ref(),
+            path.as_ref(),
+        ];
+        self.firn.run(&args).map(drop)
     }
 
     /// Processor time of firnd so far.
@@ -179,13 +204,7 @@ impl Mount<'_> {
 
     /// `firn wait --until durable` of `path`.
     pub fn wait_durable(&self, path: &Path) -> anyhow::Result<()> {
-        let args = [
-            "wait".as_ref(),
-            "--until".as_ref(),
-            "durable".as_ref(),
-            path.as_ref(),
-        ];
-        self.firn.run(&args).map(drop)
+        self.wait_until_level("durable", path)
     }
 
     /// `firn VERB MOUNT REST` as a line for a shell.
@@ -296,26 +315,6 @@ fn command(program: &Path, runtime_dir: &Path) -> Command {
         .stdin(Stdio::null())
         .process_group(0);
     command
-}
-
-fn unmount(program: &Path, runtime_dir: &Path, mount_point: &Path) {
-    let table = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
-    let point = mount_point.to_string_lossy();
-    if !table
-        .lines()
-        .any(|line| line.split(' ').nth(1) == Some(&point))
-    {
-        return;
-    }
-    let done = command(program, runtime_dir)
-        .arg("umount")
-        .arg(mount_point)
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .status();
-    if !done.is_ok_and(|status| status.success()) {
-        unmount_lazily(mount_point);
-    }
 }
 
 /// Waits for a condition that firnd brings about.

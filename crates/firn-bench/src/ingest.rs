@@ -9,7 +9,7 @@ use crate::report::{Report, Sample};
 use crate::serve::{Mounted, Server};
 use crate::worker::{self, ForkedWrite, Sharing, Task};
 use firn_config::size_text;
-use firn_testfs::cleanup::{self, Guard};
+use firn_testfs::cleanup::{Guard, Leftover, expect};
 
 const GIB: f64 = (1u64 << 30) as f64;
 
@@ -200,8 +200,7 @@ impl IngestArgs {
         std::fs::create_dir_all(&backing)?;
         std::fs::create_dir_all(&mount_point)?;
         let arena = PathBuf::from(format!("/dev/shm/firn-bench-{}.arena", std::process::id()));
-        let left_over = arena.clone();
-        let remove = cleanup::defer(move || drop(std::fs::remove_file(left_over)));
+        let remove = expect(Leftover::File(arena.clone()));
         let geometry = Geometry {
             backing,
             arena,

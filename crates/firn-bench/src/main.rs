@@ -4,7 +4,7 @@
 //! * Every figure of Firn stands beside a baseline of the same run; the candidates took turns, and
 //!   figures are medians.
 //! * The machine and the file system are named in every report.
-//! * Whatever was mounted, started or written is removed, on failure and on Ctrl-C too.
+//! * Whatever was mounted, started or written is removed, on failure and on Ctrl-C too (`supervisor`).
 
 use std::process::ExitCode;
 
@@ -28,8 +28,10 @@ mod ingest;
 mod machine;
 mod memory;
 mod meta;
+mod network;
 mod options;
 mod orchestrate;
+mod partner;
 mod pull;
 mod read;
 mod report;
@@ -38,6 +40,7 @@ mod serve;
 mod shared;
 mod sizes;
 mod spill;
+mod supervisor;
 mod svg;
 mod worker;
 
@@ -73,6 +76,7 @@ enum Benchmark {
     Shared(shared::SharedArgs),
     Alternatives(alternatives::AlternativesArgs),
     Pull(pull::PullArgs),
+    Partner(partner::PartnerArgs),
     /// Runs ingest, checkpoint (on the file system of --dir), read, meta,
     /// memory, restart, spill, drain, commit and conflict, one after the other.
     ///
@@ -83,9 +87,9 @@ enum Benchmark {
     #[command(hide = true)]
     Serve,
     #[command(hide = true)]
-    Send(pull::bare::SendArgs),
+    Send(network::bare::SendArgs),
     #[command(hide = true)]
-    Receive(pull::bare::ReceiveArgs),
+    Receive(network::bare::ReceiveArgs),
 }
 
 #[derive(Clone, Debug, Args)]
@@ -100,7 +104,7 @@ fn main() -> ExitCode {
         Err(error) => return report_usage(&error),
     };
     match run(command_line.benchmark) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => {
             eprintln!("firn: {error:#}");
             ExitCode::FAILURE
@@ -121,18 +125,33 @@ fn report_usage(error: &clap::Error) -> ExitCode {
     ExitCode::from(2)
 }
 
-fn run(benchmark: Benchmark) -> anyhow::Result<()> {
+fn run(benchmark: Benchmark) -> anyhow::Result<ExitCode> {
+    if !benchmark.is_part() && !supervisor::is_supervised()? {
+        return supervisor::supervise();
+    }
+    measure(benchmark)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+impl Benchmark {
+    /// Whether it is a process of a benchmark that another one has started.
+    fn is_part(&self) -> bool {
+        matches!(
+            self,
+            Self::Worker | Self::Serve | Self::Send(_) | Self::Receive(_)
+        )
+    }
+}
+
+fn measure(benchmark: Benchmark) -> anyhow::Result<()> {
     // The plain passthrough holds a descriptor for each file that the kernel knows, as firnd does. Without more of
     // them a benchmark that needs them says so.
     let _ = firn_backing::raise_descriptor_limit();
     match benchmark {
-        Benchmark::Worker => return worker::main(),
-        Benchmark::Serve => return serve::main(),
-        Benchmark::Send(args) => return args.run(),
-        Benchmark::Receive(args) => return args.run(),
-        _ => firn_testfs::cleanup::on_signals()?,
-    }
-    match benchmark {
+        Benchmark::Worker => worker::main(),
+        Benchmark::Serve => serve::main(),
+        Benchmark::Send(args) => args.run(),
+        Benchmark::Receive(args) => args.run(),
         Benchmark::Ingest(args) => args.common().publish(&args.run()?),
         Benchmark::Checkpoint(args) => args.common().publish(&args.run()?),
         Benchmark::Read(args) => args.common().publish(&args.run()?),
@@ -146,12 +165,10 @@ fn run(benchmark: Benchmark) -> anyhow::Result<()> {
         Benchmark::Alternatives(args) => args.common().publish(&args.run()?),
         Benchmark::Orchestrate(args) => args.common().publish(&args.run()?),
         Benchmark::Pull(args) => args.common().publish(&args.run()?),
+        Benchmark::Partner(args) => args.common().publish(&args.run()?),
         Benchmark::Shared(args) => args.common().publish(&args.run()?),
         Benchmark::App(args) => args.common().publish(&args.run()?),
         Benchmark::All(args) => all(&args.common),
-        Benchmark::Worker | Benchmark::Serve | Benchmark::Send(_) | Benchmark::Receive(_) => {
-            unreachable!("handled above")
-        }
     }
 }
 

@@ -1,9 +1,12 @@
 //! What all benchmarks have in common on the command line, and how sizes are written there.
 
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
+use firn_testfs::cleanup::{Guard, Leftover, expect};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::report::Report;
@@ -51,7 +54,7 @@ impl Common {
         if self.quick { quick } else { full }
     }
 
-    /// A directory for this run, removed when dropped or interrupted.
+    /// A directory for this run, removed however this run ends.
     pub fn work_dir(&self) -> anyhow::Result<WorkDir> {
         WorkDir::new(&self.dir)
     }
@@ -72,7 +75,7 @@ impl Common {
 /// A directory that goes away.
 pub struct WorkDir {
     path: PathBuf,
-    _remove: firn_testfs::cleanup::Guard,
+    _remove: Guard,
 }
 
 impl WorkDir {
@@ -81,14 +84,16 @@ impl WorkDir {
         let parent = parent
             .canonicalize()
             .with_context(|| format!("cannot work in {}; name another --dir", parent.display()))?;
-        let made = tempfile::Builder::new()
-            .prefix("firn-bench-")
-            .tempdir_in(&parent);
-        let path = made
-            .with_context(|| format!("cannot make a directory in {}", parent.display()))?
-            .keep();
-        let again = path.clone();
-        let _remove = firn_testfs::cleanup::defer(move || drop(std::fs::remove_dir_all(again)));
+        ensure!(
+            parent.to_str().is_some(),
+            "{} is not UTF-8; name another --dir",
+            parent.display()
+        );
+        // Nobody else's: whoever ends this program removes what has this name, from now on.
+        let path = parent.join(format!("firn-bench-{:016x}", rand::random::<u64>()));
+        let _remove = expect(Leftover::Dir(path.clone()));
+        let made = DirBuilder::new().mode(0o700).create(&path);
+        made.with_context(|| format!("cannot make a directory in {}", parent.display()))?;
         Ok(Self { path, _remove })
     }
 

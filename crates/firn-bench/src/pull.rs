@@ -1,11 +1,11 @@
 //! `firn bench pull`: a checkpoint on its way to another host.
 
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use firn_config::size_text;
 use firn_testfs::cleanup::Guard;
 use firn_testfs::namespace::{Link, Namespace};
@@ -13,11 +13,10 @@ use firn_testfs::namespace::{Link, Namespace};
 use crate::cpu;
 use crate::firn::{Firn, Mount};
 use crate::machine;
+use crate::network::{self, Agent, Ended, Transfer, bare, noise, time};
 use crate::options::{Common, WorkDir, parse_size, progress};
 use crate::report::{Limit, Report, Sample};
 use crate::worker::{self, Task};
-
-pub mod bare;
 
 const MB: f64 = 1e6;
 const GIB: f64 = (1_u64 << 30) as f64;
@@ -26,12 +25,14 @@ const FILES: u64 = 4;
 const WRITERS: u64 = 8;
 /// What pullers call the source.
 const HOST: &str = "source";
-const START_LIMIT: Duration = Duration::from_secs(10);
 
 const BARE: &str = "bare sendfile";
 const COPY: &str = "cp through the mount";
 const RSYNC: &str = "rsync";
 const FIRN: &str = "firn pull";
+const SEALED: &str = "firn pull --encrypt yes";
+/// A veth has private addresses, so nothing is encrypted.
+const PLAIN: &str = "auto";
 const DISK: &str = "the disk alone";
 const ALONE: &str = "alone";
 const SLOW_LINK: &str = "while pulled over 1 Gbit/s";
@@ -41,7 +42,7 @@ const FAST_LINK: &str = "while pulled without a limit";
 ///
 /// Two network namespaces of this machine stand for the hosts; a veth joins them, so both share its processors.
 /// Network: to tmpfs, beside a program that sends the same bytes of tmpfs files by sendfile(2) to one that writes them,
-/// rsync (a daemon, no ssh) out of the mount, and cp on one host. Disk: to the file system of --dir, synced, beside the
+/// rsync (a daemon, no ssh) out of the mount, cp on one host, and the same pull encrypted. Disk: to the file system of --dir, synced, beside the
 /// network alone and the disk alone. Writer: a program that writes to the mount, alone and while its neighbours are
 /// pulled over and over. Goals: at least 0.9 of bare sendfile, 1.5 times rsync and 0.9 of the slower of network and disk;
 /// at most 0.3 s of the agent's processor time a GiB; the writer at least 0.85 of alone over a link of 1 Gbit/s.
@@ -53,6 +54,23 @@ pub struct PullArgs {
     /// Bytes of the checkpoint, in 4 files (default: 1G, quick 64M).
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     size: Option<u64>,
+    /// Pull to tmpfs by this transport too, such as `ofi:tcp`, and leave the disk and the writer out.
+    #[arg(long, value_name = "TRANSPORT")]
+    transport: Option<String>,
+    /// Measure only this.
+    #[arg(long, value_name = "PART", value_enum, conflicts_with = "transport")]
+    only: Option<Part>,
+}
+
+/// A part of the benchmark.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Part {
+    /// To tmpfs of another host.
+    Network,
+    /// To the file system of --dir.
+    Disk,
+    /// A program that writes to the mount meanwhile.
+    Writer,
 }
 
 /// The two hosts and what runs on the first.
@@ -64,27 +82,9 @@ struct Site<'a> {
     /// The checkpoint on the mount, and the same bytes as files on tmpfs.
     source: PathBuf,
     plain: PathBuf,
+    backing: PathBuf,
     agent: Agent,
     bytes: u64,
-}
-
-/// A `firn agent`.
-struct Agent {
-    child: Child,
-    backing: PathBuf,
-}
-
-impl Drop for Agent {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-/// How long a transfer took, and the processor time of its source.
-struct Transfer {
-    elapsed_s: f64,
-    source_cpu_s: f64,
 }
 
 impl PullArgs {
@@ -122,6 +122,7 @@ impl PullArgs {
             source: mount.path().join("step_1"),
             plain: memory.join("plain"),
             agent: start_agent(&firn, &mount, &link, &backing)?,
+            backing,
             bytes,
         };
         site.write_checkpoint()?;
@@ -130,13 +131,34 @@ impl PullArgs {
             "{} in {FILES} files, held in memory; two network namespaces on one machine, joined by a veth",
             size_text(bytes)
         ));
-        self.measure_network(&site, &memory, &mut report)?;
-        self.measure_disk(&site, &memory, &work, &mut report)?;
-        self.measure_writer(&site, &memory, &mut report)?;
+        match &self.transport {
+            Some(transport) => self.measure_transport(&site, &memory, transport, &mut report)?,
+            None => self.measure_parts(&site, &memory, &work, &mut report)?,
+        }
         drop(site);
         drop(mount);
         drop(guards);
         Ok(report)
+    }
+
+    fn measure_parts(
+        &self,
+        site: &Site<'_>,
+        memory: &Path,
+        work: &WorkDir,
+        report: &mut Report,
+    ) -> anyhow::Result<()> {
+        let is_wanted = |part| self.only.is_none_or(|only| only == part);
+        if is_wanted(Part::Network) {
+            self.measure_network(site, memory, report)?;
+        }
+        if is_wanted(Part::Disk) {
+            self.measure_disk(site, memory, work, report)?;
+        }
+        if is_wanted(Part::Writer) {
+            self.measure_writer(site, memory, report)?;
+        }
+        Ok(())
     }
 
     fn measure_network(
@@ -146,22 +168,25 @@ impl PullArgs {
         report: &mut Report,
     ) -> anyhow::Result<()> {
         let bar = progress(u64::from(self.common.repeats()), "network");
-        let mut samples = vec![Vec::new(); 4];
-        let mut costs = vec![Vec::new(); 2];
+        let mut samples = vec![Vec::new(); 5];
+        let mut costs = vec![Vec::new(); 3];
         for _ in 0..self.common.repeats() {
             let target = memory.join("copy");
             let bare = site.send_bare(&target)?;
-            let pulled = site.pull(&target)?;
+            let pulled = site.pull(&target, PLAIN)?;
+            let sealed = site.pull(&target, "yes")?;
             samples[0].push(site.rate(bare.elapsed_s));
             samples[1].push(site.rate(site.copy(&target)?));
             samples[2].push(site.rate(site.rsync(&target, memory)?));
             samples[3].push(site.rate(pulled.elapsed_s));
+            samples[4].push(site.rate(sealed.elapsed_s));
             costs[0].push(site.cost(&bare));
             costs[1].push(site.cost(&pulled));
+            costs[2].push(site.cost(&sealed));
             bar.inc(1);
         }
         bar.finish_and_clear();
-        let names = [BARE, COPY, RSYNC, FIRN].map(str::to_owned);
+        let names = [BARE, COPY, RSYNC, FIRN, SEALED].map(str::to_owned);
         report.add(
             "to tmpfs of another host",
             names.into_iter().zip(samples).collect(),
@@ -169,7 +194,7 @@ impl PullArgs {
         let case = report.cases.last().expect("it was added");
         let of_bare = case.ratio(FIRN, BARE, "throughput");
         let of_rsync = case.ratio(FIRN, RSYNC, "throughput");
-        let names = [BARE, FIRN].map(str::to_owned);
+        let names = [BARE, FIRN, SEALED].map(str::to_owned);
         report.add(
             "processor time of the source",
             names.into_iter().zip(costs).collect(),
@@ -188,6 +213,34 @@ impl PullArgs {
         Ok(())
     }
 
+    /// Beside the connection. There is no goal: what it is for is hardware, which this machine has not.
+    fn measure_transport(
+        &self,
+        site: &Site<'_>,
+        memory: &Path,
+        transport: &str,
+        report: &mut Report,
+    ) -> anyhow::Result<()> {
+        let bar = progress(u64::from(self.common.repeats()), "transport");
+        let names = ["tcp", transport];
+        let mut samples = vec![Vec::new(); 2];
+        let mut costs = vec![Vec::new(); 2];
+        let target = memory.join("copy");
+        for _ in 0..self.common.repeats() {
+            for (at, name) in names.iter().enumerate() {
+                let pulled = site.pull_by(name, &target, PLAIN)?;
+                samples[at].push(site.rate(pulled.elapsed_s));
+                costs[at].push(site.cost(&pulled));
+            }
+            bar.inc(1);
+        }
+        bar.finish_and_clear();
+        let named = |values: Vec<_>| names.map(str::to_owned).into_iter().zip(values).collect();
+        report.add("to tmpfs of another host, by transport", named(samples));
+        report.add("processor time of the source", named(costs));
+        Ok(())
+    }
+
     fn measure_disk(
         &self,
         site: &Site<'_>,
@@ -201,7 +254,7 @@ impl PullArgs {
         for _ in 0..self.common.repeats() {
             samples[0].push(site.rate(site.write_disk(&target)?));
             samples[1].push(site.rate(site.send_bare(&memory.join("copy"))?.elapsed_s));
-            samples[2].push(site.rate(site.pull(&target)?.elapsed_s));
+            samples[2].push(site.rate(site.pull(&target, PLAIN)?.elapsed_s));
             bar.inc(1);
         }
         bar.finish_and_clear();
@@ -269,27 +322,11 @@ fn start_agent(
     backing: &Path,
 ) -> anyhow::Result<Agent> {
     let listen = format!("{}:0", link.address(1));
-    let child = firn
-        .command()
+    let mut command = firn.command();
+    command
         .args(["agent", "--host", HOST, "--listen", &listen])
-        .arg(mount.path())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .context("cannot start `firn agent`")?;
-    let mut agent = Agent {
-        child,
-        backing: backing.to_owned(),
-    };
-    let key = backing.join(format!(".firn/agent-{HOST}"));
-    let begun = Instant::now();
-    while !key.exists() {
-        if agent.child.try_wait()?.is_some() || begun.elapsed() > START_LIMIT {
-            bail!("`firn agent` did not start");
-        }
-        std::thread::sleep(Duration::from_millis(2));
-    }
-    Ok(agent)
+        .arg(mount.path());
+    Agent::start(command, &backing.join(format!(".firn/agent-{HOST}")))
 }
 
 impl Site<'_> {
@@ -315,10 +352,15 @@ impl Site<'_> {
         vec![("cost", "s/GiB", cost)]
     }
 
-    fn pull(&self, target: &Path) -> anyhow::Result<Transfer> {
-        let agent = self.agent.child.id();
+    fn pull(&self, target: &Path, encrypt: &str) -> anyhow::Result<Transfer> {
+        self.pull_by("tcp", target, encrypt)
+    }
+
+    fn pull_by(&self, transport: &str, target: &Path, encrypt: &str) -> anyhow::Result<Transfer> {
+        let agent = self.agent.pid();
         let before = cpu::seconds_of(agent);
-        let mut pull = self.pull_command(target);
+        let mut pull = self.pull_command(target, encrypt);
+        pull.args(["--transport", transport]);
         let elapsed_s = time(&mut pull)?;
         std::fs::remove_dir_all(target)?;
         Ok(Transfer {
@@ -327,12 +369,12 @@ impl Site<'_> {
         })
     }
 
-    fn pull_command(&self, target: &Path) -> Command {
+    fn pull_command(&self, target: &Path, encrypt: &str) -> Command {
         let mut pull = self
             .firn
             .command_by(|program| self.namespace.command(program));
-        pull.args(["pull", "--backing"])
-            .arg(&self.agent.backing)
+        pull.args(["pull", "--encrypt", encrypt, "--backing"])
+            .arg(&self.backing)
             .arg(format!("{HOST}:{}", self.source.display()))
             .arg(target);
         pull
@@ -340,18 +382,10 @@ impl Site<'_> {
 
     /// The same bytes, by two programs that do nothing else.
     fn send_bare(&self, target: &Path) -> anyhow::Result<Transfer> {
-        std::fs::create_dir_all(target)?;
         let program = std::env::current_exe()?;
-        let sender = bare::Sender::start(&program, &self.link.address(1), &self.plain)?;
-        let mut receiver = self.namespace.command(&program.to_string_lossy());
-        receiver.arg("receive").arg(sender.address()).arg(target);
-        let elapsed_s = time(&mut receiver)?;
-        let source_cpu_s = sender.wait()?;
-        std::fs::remove_dir_all(target)?;
-        Ok(Transfer {
-            elapsed_s,
-            source_cpu_s,
-        })
+        let receiver = self.namespace.command(&program.to_string_lossy());
+        let sender = Command::new(program);
+        network::send_bare(sender, receiver, &self.link.address(1), &self.plain, target)
     }
 
     fn copy(&self, target: &Path) -> anyhow::Result<f64> {
@@ -437,7 +471,11 @@ impl Site<'_> {
     fn pull_until(&self, stop: &AtomicBool, target: &Path) -> anyhow::Result<()> {
         let mut pulled = Ok(());
         while !stop.load(Ordering::Relaxed) && pulled.is_ok() {
-            let mut child = Ended(self.pull_command(target).stderr(Stdio::null()).spawn()?);
+            let mut child = Ended(
+                self.pull_command(target, PLAIN)
+                    .stderr(Stdio::null())
+                    .spawn()?,
+            );
             while !stop.load(Ordering::Relaxed) {
                 if let Some(status) = child.0.try_wait()? {
                     if !status.success() {
@@ -456,37 +494,4 @@ impl Site<'_> {
         }
         pulled
     }
-}
-
-/// A process that ends with the value.
-struct Ended(Child);
-
-impl Drop for Ended {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-/// Seconds that a program takes.
-fn time(command: &mut Command) -> anyhow::Result<f64> {
-    command.stdin(Stdio::null()).stdout(Stdio::null());
-    let begun = Instant::now();
-    let output = command
-        .output()
-        .with_context(|| format!("cannot run {:?}", command.get_program()))?;
-    let elapsed_s = begun.elapsed().as_secs_f64();
-    if !output.status.success() {
-        let told = String::from_utf8_lossy(&output.stderr);
-        bail!("{command:?} failed: {}", told.trim_end());
-    }
-    Ok(elapsed_s)
-}
-
-/// Bytes that no program makes smaller.
-fn noise(seed: u64, len: usize) -> Vec<u8> {
-    use rand::{RngExt, SeedableRng};
-    let mut bytes = vec![0; len];
-    rand::rngs::StdRng::seed_from_u64(seed).fill(&mut bytes[..]);
-    bytes
 }

@@ -19,8 +19,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::worker::this_program;
 use crate::{discard, machine};
-use firn_testfs::cleanup::{self, Guard};
-pub use firn_testfs::unmount_lazily;
+use firn_testfs::cleanup::{Guard, Leftover, expect};
 
 /// What to mount.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -97,15 +96,14 @@ pub struct Mounted {
     child: Child,
     answers: BufReader<ChildStdout>,
     mount_point: PathBuf,
-    _unmount: Guard,
+    _unmount: Vec<Guard>,
 }
 
 impl Mounted {
     /// Starts `server` at `mount_point`; returns when it is usable.
     pub fn start(server: &Server, mount_point: &Path) -> anyhow::Result<Self> {
-        let points = server.points(mount_point);
-        let _unmount =
-            cleanup::defer(move || points.iter().for_each(|point| unmount_lazily(point)));
+        let points = server.points(mount_point).into_iter();
+        let _unmount = points.map(Leftover::Mount).map(expect).collect();
         let mut child = this_program("serve")?
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

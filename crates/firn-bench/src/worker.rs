@@ -17,7 +17,6 @@ use anyhow::{Context, bail};
 use serde::{Deserialize, Serialize};
 
 use crate::cpu;
-use firn_testfs::cleanup::{self, Guard};
 
 mod blocks;
 mod calls;
@@ -188,7 +187,6 @@ fn run_from(delay_ns: u64, preload: Option<&Path>, tasks: &[Task]) -> anyhow::Re
 struct Worker {
     child: Child,
     answers: BufReader<std::process::ChildStdout>,
-    _kill: Guard,
 }
 
 impl Worker {
@@ -204,14 +202,8 @@ impl Worker {
             .stdout(Stdio::piped())
             .spawn()
             .context("cannot start a worker process")?;
-        let pid = child.id();
-        let _kill = cleanup::defer(move || kill(pid));
         let answers = BufReader::new(child.stdout.take().expect("stdout is piped"));
-        let mut worker = Self {
-            child,
-            answers,
-            _kill,
-        };
+        let mut worker = Self { child, answers };
         let line = serde_json::to_string(task)?;
         worker.tell(&line)?;
         Ok(worker)
@@ -250,8 +242,7 @@ impl Worker {
     }
 }
 
-/// A command that is this program with the hidden verb `role`, in a process group of its own: Ctrl-C reaches
-/// only the benchmark itself, which then ends the others in the right order.
+/// A command that is this program with the hidden verb `role`, in a process group of its own: Ctrl-C does not reach it.
 pub fn this_program(role: &str) -> anyhow::Result<Command> {
     let program = std::env::current_exe().context("cannot find this program's own file")?;
     let mut command = Command::new(program);
@@ -259,10 +250,11 @@ pub fn this_program(role: &str) -> anyhow::Result<Command> {
     Ok(command)
 }
 
-fn kill(pid: u32) {
-    // A worker that has been waited for is gone; its number cannot be in use again so soon.
-    if let Some(pid) = rustix::process::Pid::from_raw(pid as i32) {
-        let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // Nothing is left to do where it has ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 

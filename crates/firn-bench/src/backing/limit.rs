@@ -10,15 +10,15 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 
-use firn_testfs::cleanup::{Guard, defer};
+use firn_testfs::cleanup::{Guard, Leftover, expect};
 
 const V2: &str = "/sys/fs/cgroup";
 const V1: &str = "/sys/fs/cgroup/blkio";
 
 /// A limit in force.
 pub struct Limited {
-    /// Takes it away.
-    pub guard: Guard,
+    /// Take it away.
+    pub guards: Vec<Guard>,
     /// Who sees to it.
     pub controller: &'static str,
 }
@@ -44,20 +44,21 @@ pub fn writes_per_s(device: &str, writes: u64) -> anyhow::Result<Limited> {
 
 fn unified(device: &str, writes: u64) -> anyhow::Result<Limited> {
     let before = own_group("")?;
-    let home = format!("{V2}{before}/cgroup.procs");
     let group = PathBuf::from(format!("{V2}/firn-bench-{}", std::process::id()));
-    let made = group.clone();
-    let guard = defer(move || {
-        let _ = std::fs::write(home, std::process::id().to_string());
-        let _ = std::fs::remove_dir(made);
-    });
+    let back = Leftover::Setting {
+        file: format!("{V2}{before}/cgroup.procs").into(),
+        text: std::process::id().to_string(),
+    };
+    // In the list the group must come first: what comes last is removed first.
+    let removed = expect(Leftover::Cgroup(group.clone()));
+    let guards = vec![expect(back), removed];
     // Already on, on most systems.
     let _ = std::fs::write(format!("{V2}/cgroup.subtree_control"), "+io");
     std::fs::create_dir(&group).context("cannot make a cgroup; run as root")?;
     put(&group.join("io.max"), &format!("{device} wiops={writes}"))?;
     put(&group.join("cgroup.procs"), &std::process::id().to_string())?;
     Ok(Limited {
-        guard,
+        guards,
         controller: "cgroup v2 io.max",
     })
 }
@@ -72,18 +73,18 @@ fn version_1(device: &str, writes: u64) -> anyhow::Result<Limited> {
             "{V1}{own}/blkio.throttle.write_iops_device"
         )));
     }
-    let undo = files.clone();
-    let line = format!("{device} 0");
-    let guard = defer(move || {
-        for file in undo {
-            let _ = std::fs::write(file, &line);
-        }
-    });
+    let unlimited = |file: &PathBuf| {
+        expect(Leftover::Setting {
+            file: file.clone(),
+            text: format!("{device} 0"),
+        })
+    };
+    let guards = files.iter().map(unlimited).collect();
     for file in &files {
         put(file, &format!("{device} {writes}"))?;
     }
     Ok(Limited {
-        guard,
+        guards,
         controller: "cgroup v1 blkio.throttle",
     })
 }

@@ -4,9 +4,9 @@
 //! does on a server that has no memory to hide it in. Without that, a local page cache gathers native
 //! writes just as Firn does, and there is nothing to compare.
 
-use super::{Prepared, limit, run, run_quietly, text};
+use super::{Prepared, limit, run, text};
 use crate::options::WorkDir;
-use firn_testfs::cleanup::defer;
+use firn_testfs::cleanup::{Leftover, expect};
 
 /// Room for two sets of the largest images and for the journal; the image is sparse.
 const IMAGE_BYTES: u64 = 6 << 30;
@@ -26,11 +26,9 @@ pub fn prepare(writes_per_s: u64, work: &WorkDir) -> anyhow::Result<Prepared> {
         ],
     )?;
     let point = work.subdir("disk")?;
+    let detach = expect(Leftover::LoopDevices(image.clone()));
     let device = run("losetup", &["--find", "--show", text(&image)])?;
-    let name = device.clone();
-    let detach = defer(move || run_quietly("losetup", &["--detach", &name]));
-    let unmount = point.clone();
-    let unmount = defer(move || run_quietly("umount", &["--lazy", text(&unmount)]));
+    let unmount = expect(Leftover::Mount(point.clone()));
     run("mount", &["-o", "sync", &device, text(&point)])?;
     let limited = limit::writes_per_s(&device, writes_per_s)?;
     let note = format!(
@@ -40,6 +38,10 @@ pub fn prepare(writes_per_s: u64, work: &WorkDir) -> anyhow::Result<Prepared> {
     Ok(Prepared {
         dir: point,
         note,
-        _guards: vec![limited.guard, unmount, detach],
+        _parts: vec![
+            Box::new(limited.guards),
+            Box::new(unmount),
+            Box::new(detach),
+        ],
     })
 }

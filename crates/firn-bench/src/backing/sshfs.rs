@@ -12,8 +12,7 @@ use anyhow::{Context, bail};
 
 use super::{Prepared, relay, run, text};
 use crate::options::WorkDir;
-use crate::serve::unmount_lazily;
-use firn_testfs::cleanup::{Guard, defer};
+use firn_testfs::cleanup::{Guard, Leftover, expect};
 use firn_testfs::namespace::Namespace;
 
 const START_LIMIT: Duration = Duration::from_secs(10);
@@ -27,16 +26,15 @@ pub fn prepare(round_trip_us: u64, options: &str, work: &WorkDir) -> anyhow::Res
     let export = work.subdir("export")?;
     let point = work.subdir("sshfs")?;
     let mut guards = Vec::new();
-    let (server, place) = match rustix::process::geteuid().is_root() {
+    let (child, server, place) = match rustix::process::geteuid().is_root() {
         true => namespaced_server(&keys, &mut guards)?,
-        false => local_server(&keys, &mut guards)?,
+        false => local_server(&keys)?,
     };
     let address = match round_trip_us {
         0 => server,
         us => relay::start(server, Duration::from_micros(us))?,
     };
-    let unmount = point.clone();
-    guards.insert(0, defer(move || unmount_lazily(&unmount)));
+    let unmount = expect(Leftover::Mount(point.clone()));
     mount(&keys, address, &export, &point, options)?;
     let shown = if options.is_empty() {
         "default options"
@@ -49,7 +47,7 @@ pub fn prepare(round_trip_us: u64, options: &str, work: &WorkDir) -> anyhow::Res
     Ok(Prepared {
         dir: point,
         note,
-        _guards: guards,
+        _parts: vec![Box::new(unmount), Box::new(child), Box::new(guards)],
     })
 }
 
@@ -78,31 +76,27 @@ fn mount(
 fn namespaced_server(
     keys: &Path,
     guards: &mut Vec<Guard>,
-) -> anyhow::Result<(SocketAddr, &'static str)> {
+) -> anyhow::Result<(ServerChild, SocketAddr, &'static str)> {
     let namespace = Namespace::create(guards)?;
     let link = namespace.connect(guards)?;
     let address = namespace.add_address(&link, 2)?;
     let address: SocketAddr = format!("{address}:22").parse()?;
-    start_server(namespace.command("/usr/sbin/sshd"), keys, address, guards)?;
-    Ok((address, "a network namespace"))
+    let child = start_server(namespace.command("/usr/sbin/sshd"), keys, address)?;
+    Ok((child, address, "a network namespace"))
 }
 
-fn local_server(
-    keys: &Path,
-    guards: &mut Vec<Guard>,
-) -> anyhow::Result<(SocketAddr, &'static str)> {
+fn local_server(keys: &Path) -> anyhow::Result<(ServerChild, SocketAddr, &'static str)> {
     // A port that was free a moment ago; if another program takes it, sshd says so.
     let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?;
-    start_server(Command::new("/usr/sbin/sshd"), keys, address, guards)?;
-    Ok((address, "a process of its own on loopback"))
+    let child = start_server(Command::new("/usr/sbin/sshd"), keys, address)?;
+    Ok((child, address, "a process of its own on loopback"))
 }
 
 fn start_server(
     mut command: Command,
     keys: &Path,
     address: SocketAddr,
-    guards: &mut Vec<Guard>,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<ServerChild> {
     use std::os::unix::process::CommandExt;
     for name in ["host", "user"] {
         run(
@@ -148,8 +142,7 @@ fn start_server(
         }
         std::thread::sleep(Duration::from_millis(20));
     }
-    guards.insert(0, defer(move || drop(child)));
-    Ok(())
+    Ok(child)
 }
 
 /// The listening sshd; its sessions end with their connection, or with the namespace.

@@ -8,9 +8,8 @@ use super::Setting;
 use crate::firn::{Firn, Mount};
 use crate::options::{Common, WorkDir};
 use crate::report::{Report, Sample};
-use crate::serve::unmount_lazily;
 use crate::worker::{self, Copy, Outcome, Region, Task, Way, make_region};
-use firn_testfs::cleanup::{self, Guard};
+use firn_testfs::cleanup::{Guard, Leftover, expect};
 
 const GIB: f64 = (1u64 << 30) as f64;
 /// The baseline.
@@ -137,8 +136,7 @@ impl Targets {
 
 fn mount_huge(work: &WorkDir) -> anyhow::Result<Option<(PathBuf, Guard)>> {
     let dir = work.subdir("huge")?;
-    let point = dir.clone();
-    let guard = cleanup::defer(move || unmount_lazily(&point));
+    let guard = expect(Leftover::Mount(dir.clone()));
     let options = c"huge=always,mode=700";
     match mount(c"firn-bench", &dir, c"tmpfs", MountFlags::empty(), options) {
         Ok(()) => Ok(Some((dir, guard))),

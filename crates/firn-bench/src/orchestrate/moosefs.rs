@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use firn_testfs::cleanup::{Guard, defer};
+use firn_testfs::cleanup::{Guard, Leftover, expect};
 use firn_testfs::moosefs::{MooseFs, Server};
 
 use super::candidate::{ARENA_BYTES_MIN, Candidate, Site, Way, Written, name_of};
@@ -104,10 +104,10 @@ impl Cluster {
     fn start(site: &Site<'_>) -> anyhow::Result<Self> {
         let disks = LABELS.map(|label| site.memory.join(format!("chunks-{label}")));
         let work = site.work.subdir("cluster")?;
-        let mut dirs = vec![removed_in_the_end(work.clone())];
+        let mut dirs = vec![expect(Leftover::Dir(work.clone()))];
         for disk in &disks {
+            dirs.push(expect(Leftover::Dir(disk.clone())));
             std::fs::create_dir_all(disk)?;
-            dirs.push(removed_in_the_end(disk.clone()));
         }
         let servers = LABELS.iter().zip(&disks).map(|(label, disk)| Server {
             label: Some(*label),
@@ -145,10 +145,6 @@ impl Cluster {
         std::fs::create_dir(&dir)?;
         Ok(dir)
     }
-}
-
-fn removed_in_the_end(dir: PathBuf) -> Guard {
-    defer(move || drop(std::fs::remove_dir_all(dir)))
 }
 
 fn class_of(label: char) -> String {

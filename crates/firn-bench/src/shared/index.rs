@@ -25,10 +25,10 @@ const PATTERNS: [(Pattern, &str); 4] = [
 ];
 
 /// Writes a file of each pattern, with so many pieces of each client, in `dir`, which is empty again afterwards.
-pub fn measure(report: &mut Report, dir: &Path, hosts: &[Firn], pieces: u64) -> anyhow::Result<()> {
+pub fn measure(report: &mut Report, dir: &Path, firn: &Firn, pieces: u64) -> anyhow::Result<()> {
     let mut candidates = Vec::new();
     for (pattern, name) in PATTERNS {
-        let bytes = index_bytes(pattern, dir, &hosts[0], pieces)?;
+        let bytes = index_bytes(pattern, dir, firn, pieces)?;
         if pattern == Pattern::Strided {
             let name = format!("index of {pieces} strided pieces, bytes a client");
             report.judge(name, Limit::Most(STRIDED_BYTES_MAX), &[bytes]);

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::ensure;
+use firn_config::size_text;
 use firn_testfs::run;
 
 use super::host_name;
@@ -18,7 +19,7 @@ pub const READ: &str = "read";
 pub const READ_BY_OTHERS: &str = "read by others";
 /// For the logs: flattened.
 pub const COPIED: &str = "copied or flattened";
-const RATE: &str = "MB/s";
+pub const RATE: &str = "MB/s";
 
 /// The file.
 const NAME: &str = "shared";
@@ -106,7 +107,7 @@ impl Figures {
 impl Job {
     /// Writes it and reads it, once.
     pub fn run(&self, layout: Layout, site: &mut Site, hosts: &[Firn]) -> anyhow::Result<Figures> {
-        site.clear()?;
+        site.begin_run()?;
         File::create(site.dir(0).join(NAME))?;
         match layout {
             Layout::Native => self.run_natively(site),
@@ -161,9 +162,9 @@ impl Job {
             drop(mounts);
             let plain = std::fs::metadata(site.dir(0).join(NAME))?.len();
             ensure!(
-                plain == self.bytes(site),
+                plain == self.bytes_on(site),
                 "the flat file has {plain} of {} bytes",
-                self.bytes(site)
+                self.bytes_on(site)
             );
             let mounts = self.mount(layout, site, hosts)?;
             figures.flat = self.read_both(&self.points(&mounts), site)?;
@@ -255,20 +256,34 @@ impl Job {
     }
 
     fn rate(&self, seconds: f64, site: &Site) -> f64 {
-        let bytes = self.block_bytes * self.objects * u64::from(self.clients);
-        bytes as f64 / site.at_full_scale(seconds)
+        self.bytes() as f64 / site.at_full_scale(seconds)
+    }
+
+    /// Of the file, at full scale.
+    pub fn bytes(&self) -> u64 {
+        self.block_bytes * self.objects * u64::from(self.clients)
     }
 
     /// Of the file, here.
-    fn bytes(&self, site: &Site) -> u64 {
+    fn bytes_on(&self, site: &Site) -> u64 {
         site.scaled(self.block_bytes) * self.objects * u64::from(self.clients)
+    }
+
+    /// As cases call it.
+    pub fn title(&self) -> String {
+        let Self { clients, .. } = self;
+        format!(
+            "{clients} clients, blocks of {}",
+            size_text(self.block_bytes)
+        )
     }
 }
 
 /// Seconds until a copy of the file in `dir` is durable.
 fn copy(dir: &Path) -> anyhow::Result<f64> {
     let copy = dir.join("copy");
-    let (from, to) = (dir.join(NAME), copy.to_string_lossy().into_owned());
+    let from = dir.join(NAME);
+    let to = copy.to_string_lossy().into_owned();
     let begin = Instant::now();
     run("cp", &["--reflink=never", &from.to_string_lossy(), &to])?;
     File::open(&copy)?.sync_all()?;

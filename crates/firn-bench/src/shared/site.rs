@@ -9,9 +9,6 @@ use crate::options::WorkDir;
 use crate::serve::{Model, Mounted, Server, client_point};
 use firn_testfs::moosefs::{self, MooseFs};
 
-/// In which every client works.
-const RUN: &str = "run";
-
 /// What is written to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum On {
@@ -23,11 +20,32 @@ pub enum On {
     CachedDisk,
     /// The model of a server with locks on extents.
     Locks,
+    /// Two lanes, each the model of a disk: only flattening.
+    Lanes,
+    /// The file system of --dir, all clients on one host: one file, and a file for each.
+    OneHost,
+    /// No rates: the sizes of indexes by the pattern in which 8 clients write.
+    Index,
     /// MooseFS, a master and two chunk servers on this machine, a mount for each client (root only).
     Moosefs,
 }
 
 impl On {
+    /// What is quick, and needs neither root nor packages.
+    pub const DEFAULT: [Self; 6] = [
+        Self::Local,
+        Self::Disk,
+        Self::Locks,
+        Self::Lanes,
+        Self::OneHost,
+        Self::Index,
+    ];
+
+    /// Whether something is measured without Firn.
+    pub fn has_baseline(self) -> bool {
+        !matches!(self, Self::Lanes | Self::Index)
+    }
+
     pub fn is_model(self) -> bool {
         self.model().is_some()
     }
@@ -36,8 +54,8 @@ impl On {
     /// would count as often.
     pub fn divisor(self) -> u32 {
         match self {
-            Self::Disk | Self::CachedDisk => 4,
-            Self::Local | Self::Locks | Self::Moosefs => 1,
+            Self::Disk | Self::CachedDisk | Self::Lanes => 4,
+            Self::Local | Self::Locks | Self::Moosefs | Self::OneHost | Self::Index => 1,
         }
     }
 
@@ -46,7 +64,7 @@ impl On {
             Self::Disk => Some(Model::SyncedDisk),
             Self::CachedDisk => Some(Model::CachedDisk),
             Self::Locks => Some(Model::ExtentLocks),
-            Self::Local | Self::Moosefs => None,
+            Self::Local | Self::Lanes | Self::Moosefs | Self::OneHost | Self::Index => None,
         }
     }
 
@@ -57,6 +75,9 @@ impl On {
             Self::Disk => "model of a synced disk",
             Self::CachedDisk => "model of a cached disk",
             Self::Locks => "model of extent locks",
+            Self::Lanes => "two lanes",
+            Self::OneHost => "one host",
+            Self::Index => "index",
             Self::Moosefs => "MooseFS",
         }
     }
@@ -65,8 +86,12 @@ impl On {
 /// A file system with a mount for each client.
 pub struct Site {
     on: On,
-    /// Of each client.
+    /// Where each client has it.
+    tops: Vec<PathBuf>,
+    /// Where each client works: [`Site::begin_run`].
     dirs: Vec<PathBuf>,
+    /// Runs so far.
+    runs: u32,
     divisor: u32,
     note: String,
     model: Option<Mounted>,
@@ -86,14 +111,16 @@ impl Site {
     ) -> anyhow::Result<Self> {
         let mut site = Self {
             on,
+            tops: Vec::new(),
             dirs: Vec::new(),
+            runs: 0,
             divisor,
             note: String::new(),
             model: None,
             moosefs: None,
             source: None,
         };
-        let tops = match (on, on.model()) {
+        site.tops = match (on, on.model()) {
             (_, Some(model)) => site.start_model(model, clients, work, firn)?,
             (On::Moosefs, _) => site.start_moosefs(clients, work)?,
             _ => {
@@ -101,7 +128,6 @@ impl Site {
                 vec![work.subdir("local")?; clients as usize]
             }
         };
-        site.dirs = tops.into_iter().map(|top| top.join(RUN)).collect();
         Ok(site)
     }
 
@@ -198,15 +224,18 @@ impl Site {
         self.model.as_mut().map_or(Ok(0), Mounted::delays)
     }
 
-    /// Removes what was written; the next one is not to pay for it.
-    pub fn clear(&self) -> anyhow::Result<()> {
-        let dir = &self.dirs[0];
-        if dir.exists() {
+    /// Removes what was written, so that the next one does not pay for it, and makes a directory that no client knows: one
+    /// with a name of before could be the old one for those who remember that.
+    pub fn begin_run(&mut self) -> anyhow::Result<()> {
+        if let Some(dir) = self.dirs.first() {
             std::fs::remove_dir_all(dir)?;
         }
-        std::fs::create_dir_all(dir)?;
+        self.runs += 1;
+        let name = format!("run{}", self.runs);
+        self.dirs = self.tops.iter().map(|top| top.join(&name)).collect();
+        std::fs::create_dir(&self.dirs[0])?;
         match self.on {
-            On::Local => durable::sync_all(dir),
+            On::Local => durable::sync_all(&self.dirs[0]),
             _ => Ok(()),
         }
     }

@@ -65,9 +65,12 @@ impl Blocks {
     fn row(&self, block: u64) -> u64 {
         let side = integer_root(self.count, 2);
         let parts = integer_root(self.clients, 3);
-        let (y, z) = (block % side, block / side);
-        let (part_x, rest) = (self.client % parts, self.client / parts);
-        let (part_y, part_z) = (rest % parts, rest / parts);
+        let y = block % side;
+        let z = block / side;
+        let part_x = self.client % parts;
+        let rest = self.client / parts;
+        let part_y = rest % parts;
+        let part_z = rest / parts;
         let rows_in_layer = parts * side;
         let row = (part_z * side + z) * rows_in_layer + part_y * side + y;
         row * parts + part_x

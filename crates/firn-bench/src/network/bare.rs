@@ -88,8 +88,8 @@ pub struct Sender {
 
 impl Sender {
     /// Waits until it listens.
-    pub fn start(program: &Path, address: &str, dir: &Path) -> anyhow::Result<Self> {
-        let mut child = Command::new(program)
+    pub fn start(mut command: Command, address: &str, dir: &Path) -> anyhow::Result<Self> {
+        let mut child = command
             .args(["send", address])
             .arg(dir)
             .stdin(Stdio::null())
