@@ -145,7 +145,8 @@ impl Cable {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
         let address = listener.local_addr().expect("its address");
         let state = Arc::new(CableState::default());
-        let (kept, to) = (Arc::clone(&state), to.to_owned());
+        let kept = Arc::clone(&state);
+        let to = to.to_owned();
         std::thread::spawn(move || {
             for near in listener.incoming().flatten() {
                 if kept.has_ended.load(Ordering::SeqCst) {

@@ -47,7 +47,8 @@ fn clients_of_one_server_see_each_others_bytes_and_locks() {
         options.read(true).write(true).create(true).truncate(false);
         options.open(path).expect("open")
     };
-    let (one, other) = (open(0), open(1));
+    let one = open(0);
+    let other = open(1);
     fs::write(points[0].join("file"), "of one").expect("write");
     let changes = server.changes();
     let read = fs::read(points[1].join("file")).expect("read");

@@ -146,7 +146,9 @@ fn count_batches(hosts: &Hosts, names: &[Vec<String>]) -> usize {
     {
         host_of.insert(fs::metadata(hosts.source(name)).expect("stat").ino(), at);
     }
-    let (mut batches, mut writer, mut under_way) = (0, None, 0_usize);
+    let mut batches = 0;
+    let mut writer = None;
+    let mut under_way = 0_usize;
     for Event { file, begins } in hosts.trace.events() {
         // Files of Firn's own are no file of a host.
         let Some(host) = host_of.get(&file) else {
