@@ -96,11 +96,38 @@ pub fn verify(file: &Path, logs: &[PathBuf]) -> u64 {
     for (at, byte) in found.iter().enumerate() {
         assert!(
             [before[at], after[at]].contains(byte),
-            "byte {at} is {byte}, and {} was acknowledged",
-            before[at]
+            "byte {at} is {byte}, and {} was acknowledged\n{}",
+            before[at],
+            describe_writes(at as u64, *byte, logs)
         );
     }
     writes
+}
+
+/// The writes of a byte, for whoever looks for the one that was lost.
+fn describe_writes(at: u64, found: u8, logs: &[PathBuf]) -> String {
+    let mut lines = String::new();
+    for (host, log) in logs.iter().enumerate() {
+        let operations = read_log(log);
+        let count = operations.len();
+        for (number, (operation, returned)) in operations.into_iter().enumerate() {
+            let Op::Write {
+                offset, len, key, ..
+            } = operation
+            else {
+                continue;
+            };
+            if !(offset..offset + len).contains(&at) {
+                continue;
+            }
+            let byte = bytes(key, len as usize)[(at - offset) as usize];
+            let is_found = byte == found;
+            lines += &format!(
+                "host {host}, write {number} of {count}: {byte}, returned: {returned}, found: {is_found}\n"
+            );
+        }
+    }
+    lines
 }
 
 fn put(bytes: &mut Vec<u8>, offset: u64, data: &[u8]) {
