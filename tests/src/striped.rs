@@ -21,12 +21,13 @@ const RECORDS: u64 = 150;
 pub fn write_until_error(file: &Path, log: &Path, seed: u64, which: u64, writers: u64) {
     let mut rng = generator(seed);
     let mut log = Log::create(log);
-    let open = || {
+    // Made once: where firnd was killed the name may lead to the directory below the mount.
+    let open = |may_create: bool| {
         let mut options = OpenOptions::new();
-        options.read(true).write(true).create(true).truncate(false);
+        options.read(true).write(true).create(may_create);
         options.open(file)
     };
-    let Ok(mut opened) = open() else {
+    let Ok(mut opened) = open(true) else {
         return;
     };
     loop {
@@ -34,7 +35,7 @@ pub fn write_until_error(file: &Path, log: &Path, seed: u64, which: u64, writers
             0..6 => opened.sync_all(),
             6..10 => {
                 let closed = crate::fsops::close(opened).map_err(std::io::Error::from);
-                let Ok(again) = closed.and_then(|()| open()) else {
+                let Ok(again) = closed.and_then(|()| open(false)) else {
                     return;
                 };
                 opened = again;
