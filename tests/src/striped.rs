@@ -27,38 +27,34 @@ pub fn write_until_error(file: &Path, log: &Path, seed: u64, which: u64, writers
         options.read(true).write(true).create(may_create);
         options.open(file)
     };
-    let Ok(mut opened) = open(true) else {
-        return;
-    };
-    loop {
-        let done = match rng.random_range(0..100) {
-            0..6 => opened.sync_all(),
-            6..10 => {
-                let closed = crate::fsops::close(opened).map_err(std::io::Error::from);
-                let Ok(again) = closed.and_then(|()| open(false)) else {
-                    return;
-                };
-                opened = again;
-                Ok(())
-            }
-            _ => {
-                let number = rng.random_range(0..RECORDS) * writers + which;
-                let key = rng.random();
-                let offset = number * RECORD_BYTES;
-                log.during(
-                    Op::Write {
+    let mut write = || -> std::io::Result<()> {
+        let mut opened = open(true)?;
+        loop {
+            match rng.random_range(0..100) {
+                0..6 => opened.sync_all()?,
+                6..10 => {
+                    crate::fsops::close(opened)?;
+                    opened = open(false)?;
+                }
+                _ => {
+                    let number = rng.random_range(0..RECORDS) * writers + which;
+                    let key = rng.random();
+                    let offset = number * RECORD_BYTES;
+                    let write = Op::Write {
                         file: 0,
                         offset,
                         len: RECORD_BYTES,
                         key,
-                    },
-                    || opened.write_all_at(&bytes(key, RECORD_BYTES as usize), offset),
-                )
+                    };
+                    log.during(write, || {
+                        opened.write_all_at(&bytes(key, RECORD_BYTES as usize), offset)
+                    })?;
+                }
             }
-        };
-        if done.is_err() {
-            return;
         }
+    };
+    if let Err(error) = write() {
+        println!("the writer of host {which} ends: {error}");
     }
 }
 

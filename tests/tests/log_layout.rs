@@ -1279,8 +1279,11 @@ impl Writers {
         writers
     }
 
-    fn wait_for_writes(&self) {
+    fn wait_for_writes(&mut self) {
         wait_until("the writers are at work", LIMIT, || {
+            for child in &mut self.children {
+                assert_eq!(child.try_wait().expect("look after it"), None);
+            }
             self.logs.iter().all(|log| returned_operations(log) >= 40)
         });
     }

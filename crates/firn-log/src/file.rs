@@ -469,10 +469,17 @@ impl<B: Backing> LoggedFile<B> {
 
     /// What this host writes from now on is newer than what others have published.
     pub(crate) fn take_epoch(&self, place: &Place<'_, B>) -> Result<()> {
-        match self.all().last() {
-            Some(top) => top.container.take_epoch(place.base),
-            None => Ok(()),
+        for _ in 0..LOOKS_MAX {
+            let Some(top) = self.all().pop() else {
+                return Ok(());
+            };
+            match top.container.take_epoch(place.base) {
+                // Another host has flattened it since it was looked at, and removed it.
+                Err(_) if !top.is_current(place)? => self.look_again(place)?,
+                taken => return taken,
+            }
         }
+        Err(Errno::IO)
     }
 
     /// This host is going to write to it.
@@ -542,16 +549,13 @@ impl<B: Backing> LoggedFile<B> {
     /// The generation that this host writes to.
     fn join(&self, place: &Place<'_, B>, plain: &PlainBytes<'_>) -> Result<Arc<Generation<B>>> {
         for _ in 0..LOOKS_MAX {
-            if let Some(top) = self.all().last() {
-                if top.is_joined.load(Ordering::Acquire) && top.container.seal().is_none() {
-                    return Ok(Arc::clone(top));
-                }
-                if let Some(ending) = top.ending(place)?
-                    && ending.begin_writing()?
-                {
-                    top.container.take_epoch(place.base)?;
-                    top.is_joined.store(true, Ordering::Release);
-                    return Ok(Arc::clone(top));
+            if let Some(top) = self.all().pop() {
+                match top.join(place) {
+                    Ok(true) => return Ok(top),
+                    Ok(false) => {}
+                    // Another host has flattened it since it was looked at, and removed it.
+                    Err(_) if !top.is_current(place)? => {}
+                    Err(error) => return Err(error),
                 }
             }
             self.make_generation(place, plain)?;
@@ -797,6 +801,22 @@ impl<B: Backing> Generation<B> {
     fn ending<'a>(&'a self, place: &Place<'a, B>) -> Result<Option<Ending<'a, B>>> {
         let found = Ending::of(place.base, &self.container, place.top, &self.name)?;
         Ok(found.filter(|ending| ending.votes.ino() == self.dir))
+    }
+
+    /// Says that this host writes to it; false if nobody begins to any more.
+    fn join(&self, place: &Place<'_, B>) -> Result<bool> {
+        if self.is_joined.load(Ordering::Acquire) && self.container.seal().is_none() {
+            return Ok(true);
+        }
+        let may = match self.ending(place)? {
+            Some(ending) => ending.begin_writing()?,
+            None => false,
+        };
+        if may {
+            self.container.take_epoch(place.base)?;
+            self.is_joined.store(true, Ordering::Release);
+        }
+        Ok(may)
     }
 
     /// This host writes to it no more.

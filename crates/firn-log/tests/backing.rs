@@ -96,45 +96,74 @@ fn hosts_that_take_turns_have_one_directory() {
     }
 }
 
-/// A file is removed, and at each of the calls that this takes another host makes it flat.
-#[test]
-fn regression_a_file_that_becomes_flat_meanwhile_is_removed() {
+/// Does something with the file `x` that two hosts have written, and at each of the calls that this takes one of them makes
+/// it flat. `check` is told what its bytes were before.
+fn change_while_it_becomes_flat(
+    change: &(dyn Fn(&Logged) -> firn_backing::Result<()> + Sync),
+    check: &dyn Fn(&Logged, Vec<u8>),
+) {
     let begin = || {
         let disk = SimBacking::new();
         let host = logged_by(&disk, "a");
         let other = logged_by(&disk.another_process(), "b");
         let mut random = StdRng::seed_from_u64(1);
+        let mut expected = HashMap::new();
         for writer in [&host, &other] {
-            write_some(writer, "x", &mut random, &mut HashMap::new());
+            write_some(writer, "x", &mut random, &mut expected);
         }
         // This one is at its end with it, and the other one is to make it flat.
         assert_eq!(host.settle().error, None);
-        (disk, host, other)
+        let bytes = expected.remove("x").expect("it was written");
+        (disk, host, other, bytes)
     };
-    let remove = |host: &Logged| host.unlink(&host.root(), OsStr::new("x"));
-    let (disk, host, _) = begin();
+    let (disk, host, ..) = begin();
     let before = disk.steps();
-    assert_eq!(remove(&host), Ok(()));
+    assert_eq!(change(&host), Ok(()));
     let calls = disk.steps() - before;
     let mut flat = 0;
     for at in 1..=calls {
-        let (disk, host, other) = begin();
+        let (disk, host, other, bytes) = begin();
         let hang = disk.hang_at(disk.steps() + at);
         std::thread::scope(|scope| {
-            let removal = scope.spawn(|| remove(&host));
+            let changed = scope.spawn(|| change(&host));
             hang.await_call();
             other.settle();
             flat += usize::from(containers(&disk) == 0);
             hang.release();
-            assert_eq!(removal.join().expect("no panic"), Ok(()), "call {at}");
+            assert_eq!(changed.join().expect("no panic"), Ok(()), "call {at}");
         });
         for host in [&host, &other, &host] {
             assert_eq!(host.settle().error, None, "call {at}");
         }
-        assert_eq!(read(&host, "x"), None, "call {at}");
+        check(&host, bytes);
         assert_eq!(containers(&disk), 0, "call {at}");
     }
     assert!(flat > 0, "it never became flat meanwhile");
+}
+
+#[test]
+fn regression_a_file_that_becomes_flat_meanwhile_is_removed() {
+    change_while_it_becomes_flat(
+        &|host| host.unlink(&host.root(), OsStr::new("x")),
+        &|host, _| assert_eq!(read(host, "x"), None),
+    );
+}
+
+#[test]
+fn regression_a_file_that_becomes_flat_meanwhile_is_opened_and_written() {
+    const NEW: &[u8] = b"written later";
+    let write = |host: &Logged| {
+        let (inode, _) = host.lookup(&host.root(), OsStr::new("x"))?;
+        let file = host.open(&inode, Access::ReadWrite)?;
+        host.note_opened(&file, true)?;
+        host.sync(&file, false)?;
+        host.write_at(&file, &[IoSlice::new(NEW)], 7)?;
+        host.sync(&file, false)
+    };
+    change_while_it_becomes_flat(&write, &|host, mut bytes| {
+        bytes[7..7 + NEW.len()].copy_from_slice(NEW);
+        assert!(read(host, "x") == Some(bytes));
+    });
 }
 
 /// A disk that is full at any page that flattening asks for: nobody reads other bytes, and the next try goes on.
