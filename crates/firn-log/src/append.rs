@@ -6,10 +6,11 @@
 //! * No lock is held across a call of the backing. Who finds a write under way waits for it, and what has come together
 //!   meanwhile is written at once.
 
+use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use firn_backing::lock::Mutex;
-use firn_backing::{Backing, Errno, Result};
+use firn_backing::{Backing, Result};
 use firn_rendezvous::own;
 use parking_lot::Condvar;
 
@@ -26,6 +27,8 @@ struct State {
     end: u64,
     /// Bytes that are durable.
     synced: u64,
+    /// Up to here nothing waits for a sync: what is durable, and notes behind it which say that it is.
+    told: u64,
     /// What is written next, and what becomes of it.
     bytes: Vec<u8>,
     batch: Arc<OnceLock<Result<u64>>>,
@@ -70,14 +73,29 @@ impl<B: Backing> Appender<B> {
         }
     }
 
-    /// Makes what was appended durable; whether anything was since the last time.
-    pub(crate) fn sync(&self, base: &B) -> std::result::Result<bool, Errno> {
-        let end = self.state.lock().end;
+    /// Makes what was appended durable; whether there was anything that nobody has made so.
+    pub(crate) fn sync(&self, base: &B) -> Result<bool> {
+        let end = {
+            let state = self.state.lock();
+            if state.end <= state.told {
+                return Ok(false);
+            }
+            state.end
+        };
         base.sync(&self.file, true)?;
         let mut state = self.state.lock();
         let is_more = end > state.synced;
         state.synced = state.synced.max(end);
+        state.told = state.told.max(end);
         Ok(is_more)
+    }
+
+    /// Takes this range for a note that says what is durable, which nobody needs to be: it alone is synced no more.
+    pub(crate) fn note_told(&self, range: Range<u64>) {
+        let mut state = self.state.lock();
+        if state.told == range.start {
+            state.told = range.end;
+        }
     }
 
     /// Bytes that are durable.

@@ -87,7 +87,7 @@ pub(crate) fn end_last_life<B: Backing>(
             container.remove()?;
             continue;
         }
-        container.withdraw(WRITING)?;
+        container.withdraw_hint(WRITING)?;
         if let Some(by) = container.read(DEAD)? {
             let by = String::from_utf8_lossy(&by).into_owned();
             let is_closed = by == host || !is_alive(&by)?;

@@ -202,21 +202,21 @@ impl<'a, B: Backing> Ending<'a, B> {
         }))
     }
 
-    /// Says that this host may write. False if no host may begin to any more.
+    /// Says that this host may write, to hosts that live: after a power loss it means nothing, and so it is not synced.
+    /// False if no host may begin to any more.
     pub fn begin_writing(&self) -> Result<bool> {
         let name = self.votes.own_file(WRITING);
         drop(own::open_or_create(self.base, self.votes.dir(), &name)?);
-        self.base.sync_dir(self.votes.dir())?;
         let may = !self.votes.names()?.contains(CLOSING);
         if !may {
-            self.votes.withdraw(WRITING)?;
+            self.votes.withdraw_hint(WRITING)?;
         }
         Ok(may)
     }
 
     /// Says that this host writes no more.
     pub fn end_writing(&self) -> Result<()> {
-        self.votes.withdraw(WRITING)
+        self.votes.withdraw_hint(WRITING)
     }
 
     /// Ends the container, unless a host writes to it that `is_alive` says to live.

@@ -3,6 +3,7 @@
 use std::ffi::OsStr;
 use std::io::IoSlice;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_backing::lock::Mutex;
 use firn_backing::{Backing, DataPart, Errno, Result};
@@ -35,22 +36,64 @@ pub(crate) struct OwnLog<B: Backing> {
     logs: Mutex<Logs<B>>,
     log_made: Condvar,
     index: Appender<B>,
+    /// Of the names of its files.
+    names: Unsynced,
 }
 
 struct Logs<B: Backing> {
-    /// The one that is appended to, and its number.
-    current: Option<(u32, Arc<B::File>)>,
+    /// The one that is appended to.
+    current: Option<Arc<Log<B>>>,
     end: u64,
     is_making: bool,
-    /// Written to since they were synced last.
-    unsynced: Vec<Arc<B::File>>,
+    /// Those that may have bytes which are not durable.
+    written: Vec<Arc<Log<B>>>,
+}
+
+struct Log<B: Backing> {
+    number: u32,
+    file: B::File,
+    /// Writes that have room in it.
+    writes: AtomicU64,
+    /// Of those that are over.
+    bytes: Unsynced,
 }
 
 /// Room in a log.
 struct Room<B: Backing> {
-    log: u32,
-    file: Arc<B::File>,
+    log: Arc<Log<B>>,
     position: u64,
+}
+
+/// Which of the changes of something are durable. Whoever comes while another one makes them so waits, or does it too: what
+/// was changed before a sync began is durable when it ends, and nothing else.
+#[derive(Default)]
+struct Unsynced {
+    /// Changes that are over.
+    made: AtomicU64,
+    /// So many of them are durable.
+    synced: AtomicU64,
+}
+
+impl Unsynced {
+    /// A change is over: after the call that makes it, or a sync that began before would count it.
+    fn note(&self) {
+        self.made.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Changes that are durable.
+    fn synced(&self) -> u64 {
+        self.synced.load(Ordering::Acquire)
+    }
+
+    /// Calls `sync`, if there is need.
+    fn sync(&self, sync: impl FnOnce() -> Result<()>) -> Result<()> {
+        let made = self.made.load(Ordering::Acquire);
+        if made > self.synced() {
+            sync()?;
+            self.synced.fetch_max(made, Ordering::AcqRel);
+        }
+        Ok(())
+    }
 }
 
 impl<B: Backing> OwnLog<B> {
@@ -59,6 +102,8 @@ impl<B: Backing> OwnLog<B> {
         let name = writer.index_name();
         let name = OsStr::new(&name);
         let (_, file, _) = base.create_in_turn(&own_caller(), dir, name, 0o600, turn)?;
+        let names = Unsynced::default();
+        names.note();
         Ok(Self {
             writer,
             dir: dir.clone(),
@@ -67,10 +112,11 @@ impl<B: Backing> OwnLog<B> {
                 current: None,
                 end: 0,
                 is_making: false,
-                unsynced: Vec::new(),
+                written: Vec::new(),
             }),
             log_made: Condvar::new(),
             index: Appender::new(file),
+            names,
         })
     }
 
@@ -79,7 +125,9 @@ impl<B: Backing> OwnLog<B> {
         let bytes = parts.iter().map(DataPart::len).sum();
         let room = self.take_room(base, bytes)?;
         let data = slices(parts).map(IoSlice::new).collect();
-        write_vectored(base, &room.file, data, room.position)?;
+        let written = write_vectored(base, &room.log.file, data, room.position);
+        room.log.bytes.note();
+        written?;
         let pieces = parts.iter().map(|part| Piece {
             offset: part.offset,
             len: part.len(),
@@ -88,7 +136,7 @@ impl<B: Backing> OwnLog<B> {
             epoch,
             synced: self.index.synced(),
             change: Change::Written(Written {
-                log: room.log,
+                log: room.log.number,
                 position: room.position,
                 checksums: checksums(parts),
                 runs: find_runs(pieces),
@@ -121,19 +169,21 @@ impl<B: Backing> OwnLog<B> {
     /// Makes what was written durable: data first, so that a durable frame has its data. A frame then says that it is;
     /// where that one was appended is returned.
     pub(crate) fn sync(&self, base: &B, epoch: u64) -> Result<Option<Appended>> {
-        let unsynced = std::mem::take(&mut self.logs.lock().unsynced);
-        for (number, log) in unsynced.iter().enumerate() {
-            if let Err(error) = base.sync(log, true) {
-                let rest = unsynced[number..].iter().cloned();
-                self.logs.lock().unsynced.extend(rest);
-                return Err(error);
-            }
+        let written = self.logs.lock().written.clone();
+        for log in &written {
+            log.bytes.sync(|| base.sync(&log.file, true))?;
         }
         let is_more = self.index.sync(base)?;
-        base.sync_dir(&self.dir)?;
-        is_more
-            .then(|| self.note(base, epoch, Change::Synced))
-            .transpose()
+        self.names.sync(|| base.sync_dir(&self.dir))?;
+        let done = self.logs.lock().take_done();
+        // Files are closed after the lock is free.
+        drop((written, done));
+        if !is_more {
+            return Ok(None);
+        }
+        let told = self.note(base, epoch, Change::Synced)?;
+        self.index.note_told(told.offset..told.offset + told.bytes);
+        Ok(Some(told))
     }
 
     /// Room for so many bytes that nobody else writes to.
@@ -148,11 +198,19 @@ impl<B: Backing> OwnLog<B> {
                 continue;
             }
             logs.is_making = true;
-            let number = logs.current.as_ref().map_or(0, |(number, _)| number + 1);
+            let number = logs.current.as_ref().map_or(0, |log| log.number + 1);
             let made = logs.unlocked(|| self.make_log(base, number));
             logs.is_making = false;
             self.log_made.notify_all();
-            logs.current = Some((number, Arc::new(made?)));
+            let log = Arc::new(Log {
+                number,
+                file: made?,
+                writes: AtomicU64::new(0),
+                bytes: Unsynced::default(),
+            });
+            self.names.note();
+            logs.written.push(Arc::clone(&log));
+            logs.current = Some(log);
             logs.end = 0;
         }
     }
@@ -168,7 +226,7 @@ impl<B: Backing> OwnLog<B> {
 impl<B: Backing> Logs<B> {
     /// None if there is no log with so much room.
     fn take(&mut self, bytes: u64) -> Option<Room<B>> {
-        let (log, file) = self.current.clone()?;
+        let log = Arc::clone(self.current.as_ref()?);
         let position = match bytes >= PAGE_BYTES {
             true => self.end.next_multiple_of(PAGE_BYTES),
             false => self.end,
@@ -177,14 +235,19 @@ impl<B: Backing> Logs<B> {
             return None;
         }
         self.end = position + bytes;
-        if !self.unsynced.iter().any(|known| Arc::ptr_eq(known, &file)) {
-            self.unsynced.push(Arc::clone(&file));
-        }
-        Some(Room {
-            log,
-            file,
-            position,
-        })
+        log.writes.fetch_add(1, Ordering::AcqRel);
+        Some(Room { log, position })
+    }
+
+    /// Takes out the logs that are full and durable.
+    fn take_done(&mut self) -> Vec<Arc<Log<B>>> {
+        let current = self.current.as_ref();
+        let is_done = |log: &mut Arc<Log<B>>| {
+            let is_current = current.is_some_and(|current| Arc::ptr_eq(current, log));
+            // Room is given with the lock held.
+            !is_current && log.bytes.synced() == log.writes.load(Ordering::Acquire)
+        };
+        self.written.extract_if(.., is_done).collect()
     }
 }
 

@@ -312,6 +312,72 @@ fn a_host_that_dies_leaves_whole_changes() {
     }
 }
 
+/// Of two syncs at the same time each makes durable what had been written before it; and a write that a sync did not see to
+/// its end is made durable by the next one.
+#[test]
+fn regression_a_sync_beside_a_sync_or_a_write_counts_only_what_was_written() {
+    let piece = |offset, byte| Change::Write(vec![(offset, vec![byte; 600])]);
+    let survives = |host: &Host, expected: &[u8]| {
+        for seed in 0..20 {
+            let disk = host.disk.fork();
+            disk.power_loss(seed);
+            let other = Host::open(disk, "b", 0).expect("a host");
+            assert!(other.read().expect("read") == expected, "seed {seed}");
+        }
+    };
+    let sync = |host: &Host| host.container.sync(&host.disk);
+
+    let host = World::new(0).host("a");
+    host.apply(&piece(0, 1)).expect("a change");
+    let hang = host.disk.hang("sync");
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| sync(&host));
+        hang.await_call();
+        sync(&host).expect("sync");
+        survives(&host, &[1; 600]);
+        hang.release();
+        first.join().expect("no panic").expect("sync");
+    });
+
+    let host = World::new(0).host("a");
+    host.apply(&piece(0, 1)).expect("a change");
+    let hang = host.disk.hang("write_at");
+    std::thread::scope(|scope| {
+        let write = scope.spawn(|| host.apply(&piece(600, 2)));
+        hang.await_call();
+        sync(&host).expect("sync");
+        hang.release();
+        write.join().expect("no panic").expect("a change");
+    });
+    sync(&host).expect("sync");
+    survives(&host, &[[1; 600], [2; 600]].concat());
+}
+
+/// A sync costs calls only where something was written since the last one.
+#[test]
+fn a_sync_of_nothing_syncs_nothing() {
+    let host = World::new(0).host("a");
+    let write = Change::Write(vec![(0, vec![1; 600])]);
+    let count_syncs = || {
+        let count = Arc::new(AtomicU64::new(0));
+        let counted = Arc::clone(&count);
+        host.disk.set_plan(move |call, _| {
+            counted.fetch_add(u64::from(call.starts_with("sync")), Ordering::Relaxed);
+            None
+        });
+        host.container.sync(&host.disk).expect("sync");
+        host.disk.clear_plan();
+        count.load(Ordering::Relaxed)
+    };
+    assert_eq!(count_syncs(), 0);
+    for (written, syncs) in [(true, 3), (false, 0), (true, 2), (false, 0), (false, 0)] {
+        if written {
+            host.apply(&write).expect("a change");
+        }
+        assert_eq!(count_syncs(), syncs);
+    }
+}
+
 /// After a power loss everything that was synced is there; what was not is there as it was written, or not at all, or an
 /// error, and never other bytes.
 #[test]

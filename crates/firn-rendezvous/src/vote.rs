@@ -176,12 +176,17 @@ impl<'a, B: Backing> VoteDir<'a, B> {
 
     /// Takes this host's own file of a kind away again, durably.
     pub fn withdraw(&self, prefix: &str) -> Result<(), Errno> {
+        self.withdraw_hint(prefix)?;
+        self.base.sync_dir(&self.dir)
+    }
+
+    /// The same, of a file that means nothing after a power loss: it may be there again then.
+    pub fn withdraw_hint(&self, prefix: &str) -> Result<(), Errno> {
         let name = self.own_file(prefix);
         match self.base.unlink(&self.dir, OsStr::new(&name)) {
-            Ok(()) | Err(Errno::NOENT | Errno::STALE) => {}
-            Err(errno) => return Err(errno),
+            Ok(()) | Err(Errno::NOENT | Errno::STALE) => Ok(()),
+            Err(errno) => Err(errno),
         }
-        self.base.sync_dir(&self.dir)
     }
 
     /// Removes files, durably: nothing that is removed later is gone before them.
