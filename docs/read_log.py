@@ -67,11 +67,13 @@ def replay(container, data):
     names = os.listdir(container)
     if "all" in names:
         return data
-    if container.endswith("-00000000"):
-        if "base" not in names:
-            return data
-        with open(f"{container}/base", "rb") as base:
-            data = data[: struct.unpack("<Q", base.read(8))[0]]
+    if "head" not in names:
+        return data
+    version, _name, base, _checksum = os.readlink(f"{container}/head").split()
+    if version != "firn-log-2":
+        sys.exit(f"{container} has another version: {version}")
+    if base != "-":
+        data = data[: int(base)]
     counts = None
     if "seal" in names:
         with open(f"{container}/seal", encoding="utf-8") as seal:

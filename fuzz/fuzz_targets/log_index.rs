@@ -109,10 +109,10 @@ fuzz_target!(|input: Input| {
             }
         }
         Input::Head(body) => {
-            let mut bytes = b"FIRNHEAD\x01\0\0\0".to_vec();
-            bytes.extend_from_slice(&crc32c::crc32c(&body).to_le_bytes());
-            bytes.extend_from_slice(&body);
-            let _ = Head::decode(&bytes);
+            let mut text = [b"firn-log-2 ", &body[..]].concat();
+            let checksum = crc32c::crc32c(&text);
+            text.extend_from_slice(format!(" {checksum:08x}").as_bytes());
+            let _ = Head::decode(&text);
             let _ = Head::decode(&body);
         }
     }

@@ -150,8 +150,10 @@ impl Report for LossesBelow<'_> {
                 },
             ),
             LostPart::Seal => (None, "seal", Becomes::Whatever),
-            LostPart::Head => (None, "head", Becomes::Renewed),
-            LostPart::Base { bytes } => (None, "base", Becomes::Plain { bytes: *bytes }),
+            LostPart::Head { base: None } => (None, "head", Becomes::Renewed),
+            LostPart::Head { base: Some(bytes) } => {
+                (None, "head", Becomes::Plain { bytes: *bytes })
+            }
         };
         let written = self.report.write(&Line {
             path,

@@ -190,6 +190,7 @@ impl<B: Backing> LogBacking<B> {
             host: &self.setup.host,
             turn: self.turn,
             memory: &self.memory,
+            is_alive: &self.setup.is_alive,
         }
     }
 

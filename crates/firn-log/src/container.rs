@@ -319,6 +319,11 @@ impl<B: Backing> Container<B> {
         view.tails.get(&writer.id()).map_or(0, Tail::covered)
     }
 
+    /// Whether this host has written to it.
+    pub(crate) fn has_own_log(&self) -> bool {
+        self.made_own().is_some()
+    }
+
     fn made_own(&self) -> Option<Arc<OwnLog<B>>> {
         match &*self.own.lock() {
             OwnState::Made(own) => Some(Arc::clone(own)),

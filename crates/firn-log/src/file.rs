@@ -10,15 +10,15 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use crate::container::{Container, Memory, Walk, next_change};
-use crate::file_id::{FileId, NEW};
-use crate::head::{self, BASE, HEAD, Head, HeadError};
+use crate::file_id::FileId;
+use crate::head::{self, HEAD, Head};
 use crate::orphans::{DEAD, Found, unmark};
 use crate::resolve::{Segment, Source};
 use crate::run::Piece;
 use crate::salvage::{Report, Teller};
 use crate::seal::{Ending, Flat, WRITING};
 use firn_backing::lock::Mutex;
-use firn_backing::{Access, Attr, Backing, DataPart, Errno, RenameFlags, Result, Seek};
+use firn_backing::{Access, Attr, Backing, DataPart, Errno, Result, Seek};
 use firn_rendezvous::{VoteDir, own};
 use parking_lot::Condvar;
 use xxhash_rust::xxh3::xxh3_64;
@@ -97,6 +97,8 @@ struct Generation<B: Backing> {
     is_joined: AtomicBool,
     /// This host knows that its bytes are in the plain file.
     was_flat: AtomicBool,
+    /// This host has synced the directory that it is in.
+    is_name_durable: AtomicBool,
 }
 
 /// A container that a listing has.
@@ -115,6 +117,7 @@ pub(crate) struct Place<'a, B: Backing> {
     /// Of this host ([`crate::turn`]).
     pub(crate) turn: u64,
     pub(crate) memory: &'a Arc<Memory>,
+    pub(crate) is_alive: &'a IsAlive<'a>,
 }
 
 impl<B: Backing> Place<'_, B> {
@@ -295,42 +298,35 @@ impl<B: Backing> LoggedFile<B> {
         let Some((dir, attr)) = own::find_dir(place.base, place.top, &name)? else {
             return Ok(None);
         };
-        let told = |file: &str, error: HeadError| {
-            tracing::error!(
-                container = name,
-                file,
-                "a container cannot be read: {error}"
-            );
-            Errno::IO
-        };
-        let head = own::load(place.base, &dir, HEAD)?;
-        let head = match Head::of(head.as_deref(), self.id, number) {
-            Ok(head) => head,
+        let head = match head::load(place.base, &dir, self.id, number)? {
+            Ok(Some(head)) => head,
+            // It is being made: nobody has written to it.
+            Ok(None) => return Ok(None),
             // Removed since it was opened.
-            Err(HeadError::Missing) if own::find_dir(place.base, place.top, &name)?.is_none() => {
+            Err(_) if own::find_dir(place.base, place.top, &name)?.is_none() => {
                 return Ok(None);
             }
-            Err(error) => return Err(told(HEAD, error)),
+            Err(error) => {
+                tracing::error!(
+                    container = name,
+                    file = HEAD,
+                    "a container cannot be read: {error}"
+                );
+                return Err(Errno::IO);
+            }
         };
-        let base_bytes = match head.is_lowest {
-            false => 0,
-            true => match head::load_base(place.base, &dir)? {
-                Ok(Some(base)) => base,
-                // It is being made: nobody has written to it.
-                Ok(None) => return Ok(None),
-                Err(error) => return Err(told(BASE, error)),
-            },
-        };
+        let base_bytes = head.base.unwrap_or(0);
         let container = Container::open_unread(dir, &name, place.host, base_bytes, place.memory)
             .in_turn(place.turn_of(self.id));
         Ok(Some(Generation {
             number,
             dir: attr.ino,
             name,
-            has_own_base: head.is_lowest,
+            has_own_base: head.base.is_some(),
             container,
             is_joined: AtomicBool::new(false),
             was_flat: AtomicBool::new(false),
+            is_name_durable: AtomicBool::new(false),
         }))
     }
 
@@ -576,68 +572,75 @@ impl<B: Backing> LoggedFile<B> {
         }
         let number = last.map_or(0, |last| last + 1);
         let name = self.id.container_name(number);
-        let random = getrandom::u64().map_err(|_| Errno::IO)?;
-        let new = format!("{NEW}{}-{random:016x}", place.host);
-        let dir = own::dir(place.base, place.top, &new)?;
-        let head = Head::first(self.id, number);
-        own::store(place.base, &dir, HEAD, &head.encode())?;
+        let dir = own::dir(place.base, place.top, &name)?;
         if self.is_removed.load(Ordering::Acquire) {
             own::store(place.base, &dir, DEAD, place.host.as_bytes())?;
         }
-        // Not NOREPLACE, which NFS and many FUSE file systems (MooseFS) refuse: no directory that has files is replaced,
-        // and a container with a name always has its head.
-        let flags = RenameFlags::empty();
-        let (from, to) = (OsStr::new(&new), OsStr::new(&name));
-        match place.base.rename(place.top, from, place.top, to, flags) {
-            Ok(()) => {
-                place.base.sync_dir(place.top)?;
-                match last {
-                    None => self.put_base(place, plain),
-                    Some(_) => Ok(()),
-                }
-            }
-            Err(error) => {
-                own::clear(place.base, &dir)?;
-                place.base.rmdir(place.top, from)?;
-                match error {
-                    // Its maker may have died before it had its base.
-                    Errno::EXIST | Errno::NOTEMPTY if last.is_none() => self.put_base(place, plain),
-                    Errno::EXIST | Errno::NOTEMPTY => Ok(()),
-                    error => Err(error),
-                }
-            }
+        match self.put_head(place, number, plain) {
+            // It was there, and was flat and removed meanwhile.
+            Err(Errno::NOENT | Errno::STALE) => Ok(()),
+            put => put,
         }
     }
 
-    /// Says how many bytes of the plain file count below the first generation, which has its name: nobody changes the
-    /// plain file from here until that is flattened. Where another generation came beside it meanwhile, made over one
-    /// that is flat by now, this one would lie below that: it is removed, and nobody has read or written it.
-    fn put_base(&self, place: &Place<'_, B>, plain: &PlainBytes<'_>) -> Result<()> {
-        let numbers = self.list(place)?;
-        let name = self.id.container_name(0);
-        let Some(votes) = VoteDir::find(place.base, place.top, &name, place.host)? else {
+    /// Removes a container that may not get a head, unless it has one by now.
+    fn remove_headless(
+        &self,
+        place: &Place<'_, B>,
+        dir: B::Inode,
+        number: u32,
+        has_no_head: &dyn Fn() -> Result<bool>,
+    ) -> Result<()> {
+        let name = self.id.container_name(number);
+        let container = Container::open_unread(dir, &name, place.host, 0, place.memory);
+        let Some(ending) = Ending::of(place.base, &container, place.top, &name)? else {
             return Ok(());
         };
-        if votes.read(BASE)?.is_some() {
+        // They found a head, which is not seen here yet.
+        if ending.has_writer(place.is_alive)? {
             return Ok(());
         }
-        if numbers.iter().any(|listed| listed.number > 0) {
-            return match votes.retire() {
-                Err(Errno::NOENT) => Ok(()),
-                retired => retired,
-            };
+        let remove = &mut || match has_no_head()? {
+            true => ending.votes.retire(),
+            false => Ok(()),
+        };
+        ending.alone(remove).map(drop)
+    }
+
+    /// Lets others write to a container that has its name: says how many bytes of the plain file count below the first
+    /// generation, which nobody changes from here until that is flattened. Where another generation came beside it meanwhile,
+    /// made over one that is flat by now, this one would lie below that: it is removed, and nobody has read or written it. So
+    /// is one with an index, which lost its head with the power: nobody was promised what it has.
+    fn put_head(&self, place: &Place<'_, B>, number: u32, plain: &PlainBytes<'_>) -> Result<()> {
+        let numbers = self.list(place)?;
+        let name = self.id.container_name(number);
+        let Some((dir, _)) = own::find_dir(place.base, place.top, &name)? else {
+            return Ok(());
+        };
+        let has_none = || -> Result<bool> {
+            let head = head::load(place.base, &dir, self.id, number)?;
+            // Whoever opens a damaged one is told of an error.
+            Ok(matches!(head, Ok(None)))
+        };
+        if !has_none()? {
+            return Ok(());
         }
-        match votes.put_once(BASE, &head::encode_base(plain()?)) {
-            Err(Errno::NOENT) => Ok(()),
-            put => put.map(drop),
+        let is_below = number == 0 && numbers.iter().any(|listed| listed.number > 0);
+        if is_below || head::has_index(place.base, &dir)? {
+            return self.remove_headless(place, dir.clone(), number, &has_none);
         }
+        let plain_bytes = match number {
+            0 => plain()?,
+            _ => 0,
+        };
+        Head::new(self.id, number, plain_bytes).put(place.base, &dir)
     }
 
     /// Makes what this host wrote durable and known.
     pub(crate) fn sync(&self, place: &Place<'_, B>) -> Result<()> {
         for generation in self.all() {
             if generation.is_joined.load(Ordering::Acquire) {
-                match generation.container.sync(place.base) {
+                match generation.sync(place) {
                     // All that counted of it is in the plain file, durably, or has no name any more.
                     Err(_) if !generation.is_current(place)? => {}
                     outcome => outcome?,
@@ -763,19 +766,14 @@ impl<B: Backing> LoggedFile<B> {
             return Ok(true);
         };
         let is_other_alive = |host: &str| Ok(host != place.host && is_alive(host)?);
-        ending.renew_head(
-            &Head::first(self.id, number),
-            plain,
-            &is_other_alive,
-            teller,
-        )
+        ending.renew_head((self.id, number), plain, &is_other_alive, teller)
     }
 
     /// Removes what somebody left who had flattened it and died then, and makes whole what somebody had begun to make.
     fn end_remains(&self, place: &Place<'_, B>, plain: &PlainBytes<'_>) -> Result<()> {
         for listed in self.list(place)? {
             let Some(left) = self.open_generation(place, listed.number)? else {
-                self.put_base(place, plain)?;
+                self.put_head(place, listed.number, plain)?;
                 continue;
             };
             if let Some(ending) = left.ending(place)?
@@ -819,6 +817,24 @@ impl<B: Backing> Generation<B> {
         Ok(may)
     }
 
+    /// Makes what this host wrote durable and known.
+    fn sync(&self, place: &Place<'_, B>) -> Result<()> {
+        self.container.sync(place.base)?;
+        match self.container.has_own_log() {
+            true => self.sync_name(place),
+            false => Ok(()),
+        }
+    }
+
+    /// Makes its name durable, once.
+    fn sync_name(&self, place: &Place<'_, B>) -> Result<()> {
+        if !self.is_name_durable.load(Ordering::Acquire) {
+            place.base.sync_dir(place.top)?;
+            self.is_name_durable.store(true, Ordering::Release);
+        }
+        Ok(())
+    }
+
     /// This host writes to it no more.
     fn end_writing(&self, place: &Place<'_, B>) -> Result<()> {
         if self.is_joined.swap(false, Ordering::AcqRel)
@@ -843,6 +859,8 @@ impl<B: Backing> Generation<B> {
             return Ok(Flattened::Flat);
         };
         let is_written_by = |host: &str| self.is_written_by(host, place, is_alive);
+        // Before the plain file is changed: without the container it would be half flat after a power loss.
+        self.sync_name(place)?;
         if !ending.seal(attr, unit_bytes, &is_written_by)? {
             return Ok(Flattened::Written);
         }

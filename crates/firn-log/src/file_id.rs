@@ -7,9 +7,6 @@ use firn_backing::{Attr, Backing, Errno, Kind, Result};
 /// The attribute with a file's number, 8 bytes.
 const NUMBER: &str = "user.firn.log";
 
-/// Before the name of a container that is made.
-pub(crate) const NEW: &str = "new-";
-
 /// Which file a container is of: an inode number, and what tells it from a later file with the same number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct FileId {
@@ -85,14 +82,6 @@ fn load_number<B: Backing>(base: &B, inode: &B::Inode) -> Result<Option<u64>> {
         Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::NOSYS) => Ok(None),
         Err(error) => Err(error),
     }
-}
-
-/// Whether this is the name of a container that a host was making.
-pub(crate) fn is_new_container(name: &[u8], host: &str) -> bool {
-    let name = String::from_utf8_lossy(name);
-    let rest = name.strip_prefix(NEW);
-    rest.and_then(|rest| rest.rsplit_once('-'))
-        .is_some_and(|(of, _)| of == host)
 }
 
 /// Whether a name in `.firn/log` is that of a container.

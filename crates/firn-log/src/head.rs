@@ -1,45 +1,52 @@
-//! `head` and `base`: the first files of a container. The one is whole before the container has its name, the other before
-//! anybody writes to it.
+//! `head`: what a container says of itself, put once before anybody writes to it.
+//!
+//! It is a symbolic link, whose text is that: made whole by one call, which fails where another host was first, and without a
+//! byte of data that would have to be synced before anybody believes it. So making a container waits for no device.
 //!
 //! ```text
-//! 0   "FIRNHEAD"
-//! 8   u32   version
-//! 12  u32   CRC32C of the body
-//! 16  body, as postcard writes a `Body`: inode number, birth, generation, whether it is the first
+//! firn-log-2 INO-BIRTH-GENERATION BASE CRC
+//!
+//! INO-BIRTH-GENERATION   the container's name
+//! BASE                   bytes of the plain file that count below it; - where it lies over another generation
+//! CRC                    CRC32C of all before it
 //! ```
 
-use firn_backing::{Backing, Errno};
-use firn_rendezvous::own;
-use serde::{Deserialize, Serialize};
+use std::ffi::OsStr;
+
+use firn_backing::{Access, Backing, Errno};
+use firn_rendezvous::OwnError;
+use firn_rendezvous::own::{self, own_caller};
 
 use crate::file_id::FileId;
+use crate::frame::Change;
+use crate::index_reader::find_frame;
 use crate::names::Writer;
 use crate::run::FILE_BYTES_MAX;
+use crate::seal::{CLOSING, SEAL_NAME};
 
-const MAGIC: [u8; 8] = *b"FIRNHEAD";
-const HEADER_BYTES: usize = 16;
+const MAGIC: &str = "firn-log-";
 /// What containers are made and read with.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
+/// That of containers whose heads were files.
+const VERSION_OF_FILES: u32 = 1;
 
 /// What a container says of itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Head {
     pub(crate) file: FileId,
     pub(crate) generation: u32,
-    /// It lies over the plain file; later ones lie over the one before.
-    pub(crate) is_lowest: bool,
+    /// Bytes of the plain file that count below the first generation; later ones lie over the one before.
+    pub(crate) base: Option<u64>,
 }
 
 /// In a container.
 pub(crate) const HEAD: &str = "head";
-/// Put once: bytes of the plain file that count below the first generation.
-pub(crate) const BASE: &str = "base";
 
 /// Why a container cannot be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HeadError {
-    /// The file is not there.
-    #[error("it is missing: the container is half made or half removed")]
+    /// It is not there, and somebody has written to the container.
+    #[error("it is missing: the container is half removed")]
     Missing,
     /// It is not as it was written.
     #[error("it is damaged")]
@@ -56,129 +63,140 @@ pub enum HeadError {
     Foreign,
 }
 
-#[derive(Serialize, Deserialize)]
-struct Body {
-    ino: u64,
-    birth: u64,
-    generation: u32,
-    is_lowest: bool,
-}
-
 impl Head {
-    /// That of the container that has a name of this file and generation: the first generation lies over the plain file.
-    pub(crate) fn first(file: FileId, generation: u32) -> Self {
+    /// That of the container that has a name of this file and generation. The first generation lies over the plain file, of
+    /// which so many bytes count.
+    pub(crate) fn new(file: FileId, generation: u32, plain_bytes: u64) -> Self {
         Self {
             file,
             generation,
-            is_lowest: generation == 0,
+            base: (generation == 0).then_some(plain_bytes),
         }
     }
 
-    /// Its bytes.
-    pub(crate) fn encode(&self) -> Vec<u8> {
-        let body = Body {
-            ino: self.file.ino,
-            birth: self.file.birth,
-            generation: self.generation,
-            is_lowest: self.is_lowest,
+    /// The text of the link.
+    pub(crate) fn encode(&self) -> String {
+        let name = self.file.container_name(self.generation);
+        let base = self
+            .base
+            .map_or_else(|| "-".to_owned(), |base| base.to_string());
+        let text = format!("{MAGIC}{VERSION} {name} {base}");
+        let checksum = crc32c::crc32c(text.as_bytes());
+        format!("{text} {checksum:08x}")
+    }
+
+    /// Reads the text of a link.
+    pub fn decode(text: &[u8]) -> Result<Self, HeadError> {
+        let text = std::str::from_utf8(text).map_err(|_| HeadError::Damaged)?;
+        let mut fields = text
+            .strip_prefix(MAGIC)
+            .ok_or(HeadError::Damaged)?
+            .split(' ');
+        let mut field = || fields.next().ok_or(HeadError::Damaged);
+        match field()?.parse() {
+            Ok(VERSION) => {}
+            Ok(other) => return Err(HeadError::Version(other)),
+            Err(_) => return Err(HeadError::Damaged),
+        }
+        let name = field()?;
+        let base = match field()? {
+            "-" => None,
+            bytes => Some(bytes.parse().map_err(|_| HeadError::Damaged)?),
         };
-        let body = postcard::to_allocvec(&body).expect("memory is all that it takes");
-        let mut bytes = MAGIC.to_vec();
-        bytes.extend_from_slice(&VERSION.to_le_bytes());
-        bytes.extend_from_slice(&crc32c::crc32c(&body).to_le_bytes());
-        bytes.extend_from_slice(&body);
-        bytes
-    }
-
-    /// Reads the head of a container.
-    pub fn decode(bytes: &[u8]) -> Result<Self, HeadError> {
-        let (header, body) = bytes
-            .split_at_checked(HEADER_BYTES)
-            .ok_or(HeadError::Damaged)?;
-        let word =
-            |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("four bytes"));
-        if header[..8] != MAGIC {
-            return Err(HeadError::Damaged);
-        }
-        if word(8) != VERSION {
-            return Err(HeadError::Version(word(8)));
-        }
-        if crc32c::crc32c(body) != word(12) {
-            return Err(HeadError::Damaged);
-        }
-        let (body, rest) =
-            postcard::take_from_bytes::<Body>(body).map_err(|_| HeadError::Damaged)?;
-        if !rest.is_empty() {
-            return Err(HeadError::Damaged);
-        }
-        Ok(Self {
-            file: FileId {
-                ino: body.ino,
-                birth: body.birth,
-            },
-            generation: body.generation,
-            is_lowest: body.is_lowest,
-        })
+        let (file, generation) = FileId::of_container(name.as_bytes()).ok_or(HeadError::Damaged)?;
+        let head = Self {
+            file,
+            generation,
+            base,
+        };
+        let has_base = base.is_some() == (generation == 0);
+        let is_whole = has_base && base <= Some(FILE_BYTES_MAX) && head.encode() == text;
+        is_whole.then_some(head).ok_or(HeadError::Damaged)
     }
 
     /// The head of the container that has a name of this file and generation.
-    pub(crate) fn of(
-        bytes: Option<&[u8]>,
-        file: FileId,
-        generation: u32,
-    ) -> Result<Self, HeadError> {
-        let head = Self::decode(bytes.ok_or(HeadError::Missing)?)?;
+    pub(crate) fn of(text: &[u8], file: FileId, generation: u32) -> Result<Self, HeadError> {
+        let head = Self::decode(text)?;
         match (head.file, head.generation) == (file, generation) {
             true => Ok(head),
             false => Err(HeadError::Foreign),
         }
     }
-}
 
-/// Bytes of `base`: how many bytes of the plain file count below the first generation, and their CRC32C.
-pub(crate) fn encode_base(base: u64) -> Vec<u8> {
-    let mut bytes = base.to_le_bytes().to_vec();
-    bytes.extend_from_slice(&crc32c::crc32c(&bytes).to_le_bytes());
-    bytes
-}
-
-/// What they say.
-pub(crate) fn decode_base(bytes: &[u8]) -> Result<u64, HeadError> {
-    let (base, _) = bytes.split_first_chunk().ok_or(HeadError::Damaged)?;
-    let base = u64::from_le_bytes(*base);
-    match base <= FILE_BYTES_MAX && encode_base(base) == bytes {
-        true => Ok(base),
-        false => Err(HeadError::Damaged),
+    /// Puts it into a container that has none. Whoever came first is right.
+    pub(crate) fn put<B: Backing>(&self, base: &B, dir: &B::Inode) -> Result<(), Errno> {
+        let text = self.encode();
+        let put = base.symlink(&own_caller(), dir, OsStr::new(HEAD), OsStr::new(&text));
+        match put {
+            Ok(_) | Err(Errno::EXIST) => Ok(()),
+            Err(error) => Err(error),
+        }
     }
 }
 
-/// The same of a container; none if nobody has written to it.
-pub(crate) fn load_base<B: Backing>(
+/// The head of a container with a name of this file and generation; none if it is being made.
+///
+/// The first sync of bytes in it makes its name and its head durable. So after a power loss one without a head has nothing
+/// that anybody was promised: it is as one that is being made, unless something in it says that it was synced.
+pub(crate) fn load<B: Backing>(
     base: &B,
     dir: &B::Inode,
-) -> Result<Result<Option<u64>, HeadError>, Errno> {
-    if let Some(bytes) = own::load(base, dir, BASE)? {
-        return Ok(decode_base(&bytes).map(Some));
+    file: FileId,
+    generation: u32,
+) -> Result<Result<Option<Head>, HeadError>, OwnError> {
+    let read = || -> Result<Option<Result<Head, HeadError>>, OwnError> {
+        match own::load_link(base, dir, HEAD) {
+            Ok(text) => Ok(text.map(|text| Head::of(&text, file, generation))),
+            Err(OwnError::Distrusted { .. }) if own::find_file(base, dir, HEAD)?.is_some() => {
+                Ok(Some(Err(HeadError::Version(VERSION_OF_FILES))))
+            }
+            Err(error) => Err(error),
+        }
+    };
+    if let Some(head) = read()? {
+        return Ok(head.map(Some));
     }
-    if !has_index(base, dir)? {
+    if !was_synced(base, dir)? {
         return Ok(Ok(None));
     }
     // Put since it was looked for.
-    Ok(match own::load(base, dir, BASE)? {
-        Some(bytes) => decode_base(&bytes).map(Some),
+    Ok(match read()? {
+        Some(head) => head.map(Some),
         None => Err(HeadError::Missing),
     })
 }
 
 /// Whether somebody has written to a container, which may be gone.
-fn has_index<B: Backing>(base: &B, dir: &B::Inode) -> Result<bool, Errno> {
+pub(crate) fn has_index<B: Backing>(base: &B, dir: &B::Inode) -> Result<bool, Errno> {
+    let names = list(base, dir)?;
+    Ok(names.iter().any(|name| Writer::of_index(name).is_some()))
+}
+
+/// Names in a container, which may be gone.
+fn list<B: Backing>(base: &B, dir: &B::Inode) -> Result<Vec<Vec<u8>>, Errno> {
     match own::list(base, dir) {
-        Ok(names) => Ok(names
-            .iter()
-            .any(|(name, ..)| Writer::of_index(name).is_some())),
-        Err(Errno::NOENT | Errno::STALE) => Ok(false),
+        Ok(names) => Ok(names.into_iter().map(|(name, ..)| name).collect()),
+        Err(Errno::NOENT | Errno::STALE) => Ok(Vec::new()),
         Err(error) => Err(error),
     }
+}
+
+/// Whether a container was synced: it was ended, or one of its indexes says so.
+fn was_synced<B: Backing>(base: &B, dir: &B::Inode) -> Result<bool, OwnError> {
+    let names = list(base, dir)?;
+    let is_end = |name: &Vec<u8>| *name == CLOSING.as_bytes() || *name == SEAL_NAME.as_bytes();
+    if names.iter().any(is_end) {
+        return Ok(true);
+    }
+    for writer in names.iter().filter_map(|name| Writer::of_index(name)) {
+        if let Some(inode) = own::find_file(base, dir, &writer.index_name())? {
+            let index = base.open(&inode, Access::Read)?;
+            if find_frame(base, &index, 0, &|frame| frame.change == Change::Synced)?.is_some() {
+                return Ok(true);
+            }
+        }
+    }
+    Ok(false)
 }
 
 #[cfg(test)]
@@ -188,23 +206,22 @@ mod tests {
     #[test]
     fn a_head_is_read_as_it_was_written_and_no_other() {
         let file = FileId { ino: 7, birth: 9 };
-        let head = Head {
-            file,
-            generation: 3,
-            is_lowest: true,
-        };
-        let bytes = head.encode();
-        assert_eq!(Head::of(Some(&bytes), file, 3), Ok(head));
-        assert_eq!(Head::of(None, file, 3), Err(HeadError::Missing));
-        assert_eq!(Head::of(Some(&bytes), file, 4), Err(HeadError::Foreign));
-        for bit in 0..bytes.len() * 8 {
-            let mut bad = bytes.clone();
-            bad[bit / 8] ^= 1 << (bit % 8);
-            assert!(Head::decode(&bad).is_err(), "bit {bit}");
+        for (generation, base) in [(0, 0), (0, 4711), (3, 4711)] {
+            let head = Head::new(file, generation, base);
+            let text = head.encode().into_bytes();
+            assert_eq!(Head::of(&text, file, generation), Ok(head));
+            assert_eq!(Head::of(&text, file, 4), Err(HeadError::Foreign));
+            for bit in 0..text.len() * 8 {
+                let mut bad = text.clone();
+                bad[bit / 8] ^= 1 << (bit % 8);
+                assert!(Head::decode(&bad).is_err(), "bit {bit}");
+            }
+            for len in 0..text.len() {
+                assert!(Head::decode(&text[..len]).is_err(), "{len} bytes");
+            }
+            let mut later = text.clone();
+            later[MAGIC.len()] = b'3';
+            assert_eq!(Head::decode(&later), Err(HeadError::Version(3)));
         }
-        let mut later = bytes.clone();
-        later[8] = 2;
-        assert_eq!(Head::decode(&later), Err(HeadError::Version(2)));
-        assert_eq!(Head::decode(&bytes[..10]), Err(HeadError::Damaged));
     }
 }

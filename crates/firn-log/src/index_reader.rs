@@ -85,17 +85,17 @@ pub(crate) fn has_synced_frame_after<B: Backing>(
         return Ok(false);
     }
     let is_later = |frame: &Frame| frame.synced > offset;
-    Ok(find_frame_after(base, index, offset, &is_later)?.is_some())
+    Ok(find_frame(base, index, offset + 1, &is_later)?.is_some())
 }
 
-/// Where the first whole frame begins behind `offset` that is wanted.
-pub(crate) fn find_frame_after<B: Backing>(
+/// Where the first whole frame begins at `offset` or behind it that is wanted.
+pub(crate) fn find_frame<B: Backing>(
     base: &B,
     index: &B::File,
     offset: u64,
     is_wanted: &dyn Fn(&Frame) -> bool,
 ) -> Result<Option<u64>> {
-    let mut at = offset + 1;
+    let mut at = offset;
     let mut buf = vec![0; INDEX_READ_BYTES];
     loop {
         let count = base.read_at(index, &mut buf, at)?;

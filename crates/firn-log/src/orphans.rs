@@ -10,7 +10,7 @@
 //! | no mark, and the file | in use | nothing |
 //! | `dying`, and the file | its host died before it removed the name | the mark goes |
 //! | `dying` and no file, or `dead` | its host died after it removed the name | the container goes |
-//! | no mark and no file, and no `base` | its maker died before anybody wrote to it | the container goes |
+//! | no mark and no file, and no `head` | its maker died before anybody wrote to it | the container goes |
 //! | no mark and no file | removed by somebody beside Firn, or while a directory was damaged | it is kept, and named |
 
 use std::collections::{BTreeSet, HashSet};
@@ -22,8 +22,8 @@ use firn_rendezvous::own::{self, TOP};
 use firn_rendezvous::{OwnError, VoteDir};
 
 use crate::backing::{CONTAINERS, Liveness};
-use crate::file_id::{FileId, is_new_container};
-use crate::head::BASE;
+use crate::file_id::FileId;
+use crate::head::HEAD;
 use crate::names::Writer;
 use crate::seal::WRITING;
 
@@ -74,8 +74,7 @@ pub(crate) fn end_last_life<B: Backing>(
 ) -> std::result::Result<(), OwnError> {
     put_off(VoteDir::remove_retired(base, top, host))?;
     for (name, ..) in own::list(base, top)? {
-        let is_new = is_new_container(&name, host);
-        if !is_new && FileId::of_container(&name).is_none() {
+        if FileId::of_container(&name).is_none() {
             continue;
         }
         let name = String::from_utf8_lossy(&name).into_owned();
@@ -83,10 +82,6 @@ pub(crate) fn end_last_life<B: Backing>(
         let Ok(Some(container)) = VoteDir::find(base, top, &name, host) else {
             continue;
         };
-        if is_new {
-            container.remove()?;
-            continue;
-        }
         container.withdraw_hint(WRITING)?;
         if let Some(by) = container.read(DEAD)? {
             let by = String::from_utf8_lossy(&by).into_owned();
@@ -166,7 +161,7 @@ pub(crate) fn find_orphans<B: Backing>(
             Found::Gone => continue,
         };
         let names = container.names()?;
-        if !is_marked(&names) && !is_unused(&name, &names) {
+        if !is_marked(&names) && !is_unused(&names) {
             orphans.lost.push(name);
         } else if remove_unused(&container, "", true, is_alive)? {
             orphans.removed.push(name);
@@ -188,7 +183,7 @@ pub fn find_lost<B: Backing>(base: &B) -> Result<Vec<String>> {
         let is_lost = match Found::find(base, &top, &name, "")? {
             Found::Container(container) => {
                 let names = container.names()?;
-                !is_marked(&names) && !is_unused(&name, &names)
+                !is_marked(&names) && !is_unused(&names)
             }
             Found::Distrusted => true,
             Found::Gone => false,
@@ -224,14 +219,13 @@ fn is_marked(names: &BTreeSet<String>) -> bool {
 }
 
 /// Whether nobody has written to a container: its maker died.
-fn is_unused(name: &str, names: &BTreeSet<String>) -> bool {
-    let is_first = FileId::of_container(name.as_bytes()).is_some_and(|(_, number)| number == 0);
+fn is_unused(names: &BTreeSet<String>) -> bool {
     let has_index = || {
         names
             .iter()
             .any(|name| Writer::of_index(name.as_bytes()).is_some())
     };
-    is_first && !names.contains(BASE) && !has_index()
+    !names.contains(HEAD) && !has_index()
 }
 
 fn list_containers<B: Backing>(base: &B, top: &B::Inode) -> Result<Vec<(FileId, String)>> {

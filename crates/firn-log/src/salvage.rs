@@ -5,11 +5,11 @@
 //! * What is given up is written into the seal, so that all hosts flatten the same bytes, whoever dies. What can be read
 //!   stays as it is: bytes of a log that are damaged become zeros, where no newer change has covered them; a part of an
 //!   index that is no frame is left out, and what it said is not known.
-//! * A damaged `head` or `base` is made anew with what it had: the container's name says the one, the length of the plain
-//!   file the other.
+//! * A damaged `head` is made anew with what it had, by the container's name and the length of the plain file.
 //! * What a host may still write to is not touched, and a backing that fails to read is no loss.
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -17,11 +17,12 @@ use firn_backing::{Access, Attr, Backing, Errno, Result};
 use firn_rendezvous::own;
 
 use crate::container::{Container, Unreadable, Walk};
-use crate::head::{BASE, HEAD, Head, HeadError, encode_base, load_base};
-use crate::index_reader::{find_frame_after, has_synced_frame_after, read_index};
+use crate::file_id::FileId;
+use crate::head::{self, HEAD, Head, HeadError};
+use crate::index_reader::{find_frame, has_synced_frame_after, read_index};
 use crate::names::Writer;
 use crate::resolve::WriterId;
-use crate::seal::{ALL, DONE, Ending, SEAL_NAME, Seal};
+use crate::seal::{ALL, DONE, Ending, SEAL_NAME, Seal, done_name};
 
 /// Something that is given up.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -58,11 +59,9 @@ pub enum LostPart {
     /// What counted: whatever is there counts.
     Seal,
     /// What the container is of: it is what its name says.
-    Head,
-    /// How much of the plain file counts below the logs: all of it.
-    Base {
-        /// Bytes of the plain file.
-        bytes: u64,
+    Head {
+        /// How much of the plain file counts below the logs, if they lie over that: all of it.
+        base: Option<u64>,
     },
 }
 
@@ -100,48 +99,37 @@ struct Salvaged {
 }
 
 impl<B: Backing> Ending<'_, B> {
-    /// Makes `head` and `base` anew where they are missing or damaged; false if a host writes that `is_alive` says to live.
+    /// Makes `head` anew where it is missing or damaged; false if a host writes that `is_alive` says to live.
     ///
-    /// From the moment at which `base` was put, nobody changes the plain file but to flatten this container, which cuts off
+    /// From the moment at which it was put, nobody changes the plain file but to flatten this container, which cuts off
     /// what counts no more, and then writes bytes that are in logs: where the file is longer by that than it was, it has what
     /// the logs have, or holes. So its length does instead of the one that it had.
     pub(crate) fn renew_head(
         &self,
-        head: &Head,
+        (file, generation): (FileId, u32),
         plain: &Attr,
         is_alive: &dyn Fn(&str) -> Result<bool>,
         teller: &mut Teller<'_>,
     ) -> Result<bool> {
         let dir = self.votes.dir();
-        let found = own::load(self.base, dir, HEAD)?;
-        let is_head_lost = match Head::of(found.as_deref(), head.file, head.generation) {
-            Err(HeadError::Missing | HeadError::Damaged) => true,
+        match head::load(self.base, dir, file, generation)? {
+            Err(HeadError::Missing | HeadError::Damaged) => {}
             // One of another version or file is not damaged.
-            Ok(_) | Err(HeadError::Version(_) | HeadError::Foreign) => false,
-        };
-        let is_base_lost = head.is_lowest && load_base(self.base, dir)?.is_err();
-        if !is_head_lost && !is_base_lost {
-            return Ok(true);
+            Ok(_) | Err(HeadError::Version(_) | HeadError::Foreign) => return Ok(true),
         }
         if !self.close(is_alive)? {
             return Ok(false);
         }
+        let head = Head::new(file, generation, plain.size);
         self.alone(&mut || {
-            let bytes = plain.size;
-            if is_head_lost {
-                teller.tell(LostPart::Head)?;
-            }
-            if is_base_lost {
-                teller.tell(LostPart::Base { bytes })?;
-            }
+            teller.tell(LostPart::Head { base: head.base })?;
             teller.report.sync()?;
-            if is_head_lost {
-                own::store(self.base, dir, HEAD, &head.encode())?;
+            match self.base.unlink(dir, OsStr::new(HEAD)) {
+                Ok(()) | Err(Errno::NOENT) => {}
+                Err(error) => return Err(error),
             }
-            match is_base_lost {
-                true => own::store(self.base, dir, BASE, &encode_base(bytes)),
-                false => Ok(()),
-            }
+            head.put(self.base, dir)?;
+            self.base.sync_dir(dir)
         })
     }
 
@@ -185,10 +173,12 @@ impl<B: Backing> Ending<'_, B> {
         if old.is_none() {
             seal.len = self.container.len();
         }
+        // What is in the plain file already is not lost, unless it is not known what counted when it was written.
+        let is_flat = |unit: u64| !is_damaged && names.contains(&done_name(unit));
         // Where a sorted index is found to be damaged, the bytes are those that the index itself gives.
         loop {
             let rejected = self.container.count_rejected();
-            let visited = self.visit_lost_bytes(&mut seal, &mut |_| Ok(()));
+            let visited = self.visit_lost_bytes(&mut seal, &is_flat, &mut |_| Ok(()));
             if self.container.count_rejected() == rejected {
                 visited?;
                 break;
@@ -200,7 +190,7 @@ impl<B: Backing> Ending<'_, B> {
         for (writer, index) in &salvaged {
             self.tell_changes(writer, &index.lost, teller)?;
         }
-        self.visit_lost_bytes(&mut seal, &mut |part| {
+        self.visit_lost_bytes(&mut seal, &is_flat, &mut |part| {
             teller.tell(LostPart::Bytes {
                 range: part.file,
                 host: part.host,
@@ -238,10 +228,11 @@ impl<B: Backing> Ending<'_, B> {
         Ok(())
     }
 
-    /// Goes through the bytes of the file that are in logs and cannot be read.
+    /// Goes through the bytes of the file that are in logs and cannot be read, but those in units that are flat.
     fn visit_lost_bytes(
         &self,
         seal: &mut Seal,
+        is_flat: &dyn Fn(u64) -> bool,
         visit: &mut dyn FnMut(Unreadable) -> Result<()>,
     ) -> Result<()> {
         let mut walk = Walk::new(0..seal.len);
@@ -250,7 +241,9 @@ impl<B: Backing> Ending<'_, B> {
             if segments.is_empty() {
                 return Ok(());
             }
-            for segment in segments {
+            let parts = segments.into_iter().flat_map(|segment| seal.split(segment));
+            let parts: Vec<_> = parts.filter(|(unit, _)| !is_flat(*unit)).collect();
+            for (_, segment) in parts {
                 let lost = &mut seal.lost;
                 let found = self.container.find_unreadable(self.base, &segment, lost)?;
                 for part in found {
@@ -309,7 +302,7 @@ fn salvage_index<B: Backing>(
         }
         let may_go_on = limit.is_some() || has_synced_frame_after(base, index, from)?;
         let next = match may_go_on {
-            true => find_frame_after(base, index, from, &|_| true)?,
+            true => find_frame(base, index, from + 1, &|_| true)?,
             false => None,
         };
         let Some(next) = next.or(limit) else {

@@ -164,6 +164,17 @@ impl Seal {
         is_right.then_some(seal)
     }
 
+    /// What a segment has in each unit.
+    pub(crate) fn split(&self, mut segment: Segment) -> Vec<(u64, Segment)> {
+        let mut parts = Vec::new();
+        while !segment.file.is_empty() {
+            let unit = segment.file.start / self.unit_bytes;
+            let end = self.range_of(unit).end;
+            parts.push((unit, segment.take_first(end - segment.file.start)));
+        }
+        parts
+    }
+
     fn range_of(&self, unit: u64) -> Range<u64> {
         let start = unit.saturating_mul(self.unit_bytes);
         start..start.saturating_add(self.unit_bytes)
@@ -475,7 +486,8 @@ fn room_in(batch: &[Segment], start: u64) -> u64 {
 /// Before a unit's number: it is in the plain file.
 pub(crate) const DONE: &str = "done-";
 
-fn done_name(unit: u64) -> String {
+/// The mark of a unit.
+pub(crate) fn done_name(unit: u64) -> String {
     format!("{DONE}{unit}")
 }
 

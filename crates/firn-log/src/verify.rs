@@ -11,7 +11,7 @@ use firn_rendezvous::{OwnError, VoteDir};
 use crate::backing::CONTAINERS;
 use crate::file_id::FileId;
 use crate::frame::{CHECKED_BYTES, Change, Frame, Next, Written};
-use crate::head::{self, BASE, HEAD, Head, HeadError};
+use crate::head::{self, HEAD, HeadError};
 use crate::index_reader::{INDEX_READ_BYTES, has_synced_frame_after, read_exact};
 use crate::names::Writer;
 use crate::seal::{SEAL_NAME, Seal};
@@ -199,21 +199,8 @@ impl<B: Backing> Verifier<'_, B> {
             file: HEAD,
             host: None,
         };
-        if let Some(head) = self.trust(Some(&subject), own::load(self.base, dir, HEAD))?
-            && let Err(error) = Head::of(head.as_deref(), file, generation)
-        {
-            self.tell(Some(&subject), None, Fault::Head(error));
-        }
-        let subject = Subject {
-            file: BASE,
-            host: None,
-        };
-        if generation == 0
-            && self
-                .trust(Some(&subject), own::load(self.base, dir, BASE))?
-                .is_some()
-            && let Err(error) = head::load_base(self.base, dir)?
-        {
+        let head = head::load(self.base, dir, file, generation);
+        if let Some(Err(error)) = self.trust(Some(&subject), head)? {
             self.tell(Some(&subject), None, Fault::Head(error));
         }
         let names = votes.names()?;

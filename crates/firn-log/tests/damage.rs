@@ -3,9 +3,10 @@
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
+use std::os::unix::ffi::OsStrExt;
 use std::time::Duration;
 
-use firn_backing::{Access, Backing, Errno, SimBacking, suite};
+use firn_backing::{Access, Backing, Errno, Kind, SimBacking, suite};
 use firn_log::{Fault, Finding, LogBacking, Loss, LostPart, Report, Setup, verify};
 use firn_rendezvous::own;
 use rand::rngs::StdRng;
@@ -109,7 +110,7 @@ fn read(backing: &impl Backing) -> Result<Vec<u8>, Errno> {
 /// What is done to a file of a container.
 fn damage(disk: &SimBacking, dir: &Inode, name: &str, random: &mut StdRng) -> bool {
     let (inode, attr) = disk.lookup(dir, OsStr::new(name)).expect("lookup");
-    if attr.size > 0 && random.random_ratio(1, 6) {
+    if attr.size > 0 && attr.kind == Kind::File && random.random_ratio(1, 6) {
         disk.set_mode(&inode, 0o666).expect("mode");
         return true;
     }
@@ -119,21 +120,18 @@ fn damage(disk: &SimBacking, dir: &Inode, name: &str, random: &mut StdRng) -> bo
 /// What is done to its bytes.
 fn damage_bytes(disk: &SimBacking, dir: &Inode, name: &str, random: &mut StdRng) -> bool {
     let (inode, attr) = disk.lookup(dir, OsStr::new(name)).expect("lookup");
+    if attr.kind == Kind::Symlink {
+        damage_link(disk, dir, name, random);
+        return true;
+    }
     if attr.size == 0 {
         return false;
     }
     // An index that ends early is one with fewer changes, but where more of it counts.
     let is_sealed = disk.lookup(dir, OsStr::new("seal")).is_ok();
     let may_be_shortened = !name.starts_with("i-") || is_sealed;
-    let may_be_removed = ["d-", "head", "base"]
-        .iter()
-        .any(|kind| name.starts_with(kind))
-        || (name.starts_with("i-") && is_sealed);
-    let at = match name {
-        // A version that is another one is no damage.
-        "head" => random.random_range(12..attr.size),
-        _ => random.random_range(0..attr.size),
-    };
+    let may_be_removed = name.starts_with("d-") || (name.starts_with("i-") && is_sealed);
+    let at = random.random_range(0..attr.size);
     let file = disk.open(&inode, Access::ReadWrite).expect("open");
     match random.random_range(0..5) {
         0 if may_be_shortened => disk.set_len(&file, at).expect("cut"),
@@ -147,6 +145,23 @@ fn damage_bytes(disk: &SimBacking, dir: &Inode, name: &str, random: &mut StdRng)
         }
     }
     true
+}
+
+/// What is done to a link: its text is another one, or it is gone.
+fn damage_link(disk: &SimBacking, dir: &Inode, name: &str, random: &mut StdRng) {
+    let (inode, _) = disk.lookup(dir, OsStr::new(name)).expect("lookup");
+    let mut text = disk.readlink(&inode).expect("read");
+    disk.unlink(dir, OsStr::new(name)).expect("remove");
+    // A version that is another one is no damage.
+    let at = random.random_range("firn-log-2 ".len()..text.len());
+    match random.random_range(0..5) {
+        0 => text.truncate(at),
+        1 => return,
+        _ => text[at] ^= 1 << random.random_range(0..7),
+    }
+    let me = suite::own_caller();
+    disk.symlink(&me, dir, OsStr::new(name), OsStr::from_bytes(&text))
+        .expect("symlink");
 }
 
 /// Proves S-log-31, S-log-32.
@@ -223,7 +238,7 @@ impl History {
 fn assert_told(found: &[u8], expected: &[u8], history: &History, losses: &[Loss], seed: u64) {
     let zeros = losses.iter().filter_map(|loss| match &loss.lost {
         LostPart::Bytes { range, .. } => Some(range.start as usize..range.end as usize),
-        LostPart::Changes { .. } | LostPart::Seal | LostPart::Head | LostPart::Base { .. } => None,
+        LostPart::Changes { .. } | LostPart::Seal | LostPart::Head { .. } => None,
     });
     let is_vague = losses
         .iter()
@@ -259,7 +274,7 @@ fn what_is_given_up_is_told_and_all_else_is_flat() {
         };
         let names = names(&disk, &dir);
         let logs = names.iter().filter(|name| {
-            ["d-", "i-", "t-", "seal", "head", "base"]
+            ["d-", "i-", "t-", "seal", "head"]
                 .iter()
                 .any(|kind| name.starts_with(kind))
         });
@@ -290,7 +305,7 @@ fn what_is_given_up_is_told_and_all_else_is_flat() {
                 LostPart::Bytes { .. } => zeros += 1,
                 LostPart::Changes { .. } => changes += 1,
                 LostPart::Seal => seals += 1,
-                LostPart::Head | LostPart::Base { .. } => heads += 1,
+                LostPart::Head { .. } => heads += 1,
             }
         }
         nothing += usize::from(losses.is_empty());
@@ -368,10 +383,11 @@ fn a_container_of_somebody_else_is_not_believed() {
         |disk, dir| disk.set_owner(dir, Some(12345), None).expect("owner"),
         // Who has read these before does not read them again.
         |disk, dir| {
-            let (inode, _) = disk.lookup(dir, OsStr::new("head")).expect("lookup");
-            let file = disk.open(&inode, Access::ReadWrite).expect("open");
-            disk.write_at(&file, &[IoSlice::new(&[9])], 8)
-                .expect("write");
+            disk.unlink(dir, OsStr::new("head")).expect("remove");
+            let me = suite::own_caller();
+            let later = OsStr::new("firn-log-9 whatever");
+            disk.symlink(&me, dir, OsStr::new("head"), later)
+                .expect("symlink");
         },
         |disk, dir| {
             let names = names(disk, dir);
@@ -382,7 +398,13 @@ fn a_container_of_somebody_else_is_not_believed() {
         },
         // Half removed by somebody.
         |disk, dir| disk.unlink(dir, OsStr::new("head")).expect("remove"),
-        |disk, dir| disk.unlink(dir, OsStr::new("base")).expect("remove"),
+        // Of a version whose heads were files.
+        |disk, dir| {
+            disk.unlink(dir, OsStr::new("head")).expect("remove");
+            let me = suite::own_caller();
+            disk.create(&me, dir, OsStr::new("head"), 0o600)
+                .expect("create");
+        },
     ];
     for (number, change) in changes.into_iter().enumerate() {
         let mut random = StdRng::seed_from_u64(0);

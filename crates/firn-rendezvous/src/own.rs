@@ -222,6 +222,19 @@ pub fn load<B: Backing>(
     Ok(Some(bytes))
 }
 
+/// The text of a symbolic link of Firn's own; `None` where nothing has its name. What it leads to is not looked at.
+pub fn load_link<B: Backing>(
+    base: &B,
+    parent: &B::Inode,
+    name: &str,
+) -> Result<Option<Vec<u8>>, OwnError> {
+    let Some((inode, attr)) = find(base, parent, OsStr::new(name))? else {
+        return Ok(None);
+    };
+    check(name, &attr, Expected::Symlink)?;
+    Ok(Some(base.readlink(&inode)?))
+}
+
 fn check(name: &str, attr: &Attr, expected: Expected) -> Result<(), OwnError> {
     let facts = Facts {
         mode: attr.mode,

@@ -37,6 +37,8 @@ pub enum Expected {
     Directory,
     /// A regular file with one name.
     File,
+    /// A symbolic link, which nobody can change: its permission bits mean nothing.
+    Symlink,
 }
 
 /// What fstat(2) tells of an object, as far as it decides whether the object is believed.
@@ -110,14 +112,14 @@ impl Facts {
                 expected: uid,
             });
         }
-        if self.mode & OTHERS != 0 {
+        if expected != Expected::Symlink && self.mode & OTHERS != 0 {
             return Err(Distrust::Mode {
                 found: self.mode & 0o7777,
             });
         }
         match expected {
             Expected::File if self.nlink != 1 => Err(Distrust::Links { found: self.nlink }),
-            Expected::File | Expected::Directory => Ok(()),
+            Expected::File | Expected::Directory | Expected::Symlink => Ok(()),
         }
     }
 
@@ -145,6 +147,7 @@ impl Facts {
         let (wanted, words) = match expected {
             Expected::Directory => (FileType::Directory, "a directory"),
             Expected::File => (FileType::RegularFile, "a regular file"),
+            Expected::Symlink => (FileType::Symlink, "a symbolic link"),
         };
         let found = FileType::from_raw_mode(self.mode);
         if found != wanted {

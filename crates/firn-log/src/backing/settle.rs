@@ -23,6 +23,10 @@ use crate::salvage::{Report, may_be_damage};
 const REST_FIRST: Duration = Duration::from_millis(1);
 const REST_LAST: Duration = Duration::from_millis(100);
 
+/// How often damage is looked for: a sorted index that counts instead of a damaged one may be found to be damaged when it is
+/// read.
+const GIVE_UP_MAX: usize = 3;
+
 /// Files with something left to do.
 pub(super) struct Ended<B: Backing> {
     state: Mutex<EndedState<B>>,
@@ -181,23 +185,25 @@ impl<B: Backing> LogBacking<B> {
     }
 
     fn flatten_damaged(&self, found: &Found<'_, B>, report: &mut dyn Report) -> Result<Flattened> {
-        match self.flatten_found(found.id, found.inode) {
-            Err(error) if may_be_damage(error) => {}
-            flattened => return flattened,
+        for _ in 0..GIVE_UP_MAX {
+            match self.flatten_found(found.id, found.inode) {
+                Err(error) if may_be_damage(error) => {}
+                flattened => return flattened,
+            }
+            let plain = self.below.attr(found.inode)?;
+            let mut told = ToldOf {
+                path: &found.path,
+                report,
+            };
+            let file = self.find_or_add(found.id)?;
+            let place = self.place();
+            let unit_bytes = self.setup.unit_bytes;
+            let is_alive = &self.setup.is_alive;
+            if !file.give_up(&place, &plain, unit_bytes, is_alive, &mut told)? {
+                return Ok(Flattened::Written);
+            }
         }
-        let plain = self.below.attr(found.inode)?;
-        let mut told = ToldOf {
-            path: &found.path,
-            report,
-        };
-        let file = self.find_or_add(found.id)?;
-        let place = self.place();
-        let unit_bytes = self.setup.unit_bytes;
-        let is_alive = &self.setup.is_alive;
-        match file.give_up(&place, &plain, unit_bytes, is_alive, &mut told)? {
-            true => self.flatten_found(found.id, found.inode),
-            false => Ok(Flattened::Written),
-        }
+        self.flatten_found(found.id, found.inode)
     }
 
     /// How many files at or below `top` have containers.
