@@ -12,6 +12,7 @@ use std::path::Path;
 
 use rand::RngExt;
 
+use crate::fsops::open_in;
 use crate::random::{bytes, generator};
 
 /// Bytes of one log record on disk.
@@ -102,7 +103,9 @@ impl Op {
 pub fn write_until_error(dir: &Path, log: &Path, seed: u64) {
     let mut rng = generator(seed);
     let mut log = Log::create(log);
-    let mut writer = Writer::new(dir);
+    let Ok(mut writer) = Writer::new(dir) else {
+        return;
+    };
     loop {
         let op = writer.choose(&mut rng);
         if log.during(op, || writer.perform(op)).is_err() {
@@ -149,17 +152,21 @@ pub fn returned_operations(log: &Path) -> u64 {
 
 struct Writer<'a> {
     dir: &'a Path,
+    /// Where files are made. When firnd was killed and its mount taken away, the path leads to the directory below it,
+    /// which would take writes that Firn never sees.
+    opened_dir: File,
     files: BTreeMap<u64, (File, bool)>,
     sizes: BTreeMap<u64, u64>,
 }
 
 impl<'a> Writer<'a> {
-    fn new(dir: &'a Path) -> Self {
-        Self {
+    fn new(dir: &'a Path) -> std::io::Result<Self> {
+        Ok(Self {
             dir,
+            opened_dir: File::open(dir)?,
             files: BTreeMap::new(),
             sizes: BTreeMap::new(),
-        }
+        })
     }
 
     /// Mostly appends of checkpoint-like sizes, some overwrites, now and then the rest.
@@ -248,13 +255,7 @@ impl<'a> Writer<'a> {
 
     fn open(&mut self, file: u64) -> std::io::Result<&File> {
         if !self.files.contains_key(&file) {
-            let path = self.dir.join(name(file, false));
-            let open = OpenOptions::new()
-                .read(true)
-                .write(true)
-                .create(true)
-                .truncate(false)
-                .open(path)?;
+            let open = open_in(&self.opened_dir, &name(file, false))?;
             self.files.insert(file, (open, false));
         }
         Ok(&self.files[&file].0)
@@ -408,7 +409,10 @@ pub fn append_records(file: &Path, id: u64, count: u64) {
 
 #[cfg(test)]
 mod tests {
+    use rustix::mount::{MountFlags, mount};
+
     use super::*;
+    use crate::sandbox::{Sandbox, unmount_lazily};
 
     /// A directory and a log as a writer leaves them after `count` operations.
     fn written(count: usize, seed: u64) -> (tempfile::TempDir, std::path::PathBuf) {
@@ -418,7 +422,7 @@ mod tests {
         std::fs::create_dir(&files).expect("mkdir");
         let mut out = File::create(&log).expect("log");
         let mut rng = generator(seed);
-        let mut writer = Writer::new(&files);
+        let mut writer = Writer::new(&files).expect("open the directory");
         for _ in 0..count {
             let op = writer.choose(&mut rng);
             out.write_all(&op.encode(false)).expect("log");
@@ -436,6 +440,26 @@ mod tests {
             assert_eq!(verified.ops, 300);
             assert!(verified.bytes > 0);
         }
+    }
+
+    #[test]
+    fn regression_nothing_is_made_below_a_mount_that_was_taken_away() {
+        let sandbox = Sandbox::new("ack");
+        let point = sandbox.join("mnt");
+        mount("tmpfs", &point, "tmpfs", MountFlags::empty(), None).expect("mount");
+        let mut writer = Writer::new(&point).expect("open the directory");
+        let first_byte = |file| Op::Write {
+            file,
+            offset: 0,
+            len: 1,
+            key: 1,
+        };
+        writer.perform(first_byte(0)).expect("to the mount");
+        unmount_lazily(&point);
+        // firnd would refuse it. What counts is that nobody else takes it.
+        let _ = writer.perform(first_byte(1));
+        let made: Vec<_> = std::fs::read_dir(&point).expect("list").collect();
+        assert!(made.is_empty(), "{made:?}");
     }
 
     #[test]

@@ -1,6 +1,8 @@
 //! Small file operations that tests need and std has not, each returning the plain errno.
 
+use std::ffi::CString;
 use std::fs::{File, OpenOptions};
+use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::ptr;
@@ -54,6 +56,19 @@ pub fn close(file: File) -> Result<(), Errno> {
     match unsafe { libc::close(file.into_raw_fd()) } {
         0 => Ok(()),
         _ => Err(errno(&std::io::Error::last_os_error())),
+    }
+}
+
+/// Opens or makes a file of a directory, to read and write: of this directory, whatever its path leads to meanwhile. By the
+/// C library, so that the preload library sees it.
+pub fn open_in(dir: &File, name: &str) -> std::io::Result<File> {
+    let name = CString::new(name)?;
+    let flags = libc::O_RDWR | libc::O_CREAT | libc::O_CLOEXEC;
+    // SAFETY: the name ends with a zero, and both it and the directory live through the call.
+    match unsafe { libc::openat(dir.as_raw_fd(), name.as_ptr(), flags, 0o666) } {
+        -1 => Err(std::io::Error::last_os_error()),
+        // SAFETY: openat(2) has just made the descriptor, so nobody else owns it.
+        descriptor => Ok(unsafe { File::from_raw_fd(descriptor) }),
     }
 }
 
