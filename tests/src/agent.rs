@@ -6,6 +6,7 @@ use std::net::TcpStream;
 use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use firn_agent::message::{Reply, Request};
@@ -14,14 +15,17 @@ use firn_testfs::namespace::Namespace;
 
 use crate::FirnMount;
 use crate::command::{Outcome, run, wait_child, wait_until};
-use crate::fsops::open_rw;
+use crate::fsops::{open_rw, read};
 use crate::random::bytes;
 use crate::sandbox::{Sandbox, kill};
+use crate::stop::StopAtEnd;
 
 /// What pullers call the source host.
 pub const HOST: &str = "n1";
 const LIMIT: Duration = Duration::from_secs(60);
 const MIB: usize = 1 << 20;
+/// What the writer of [`pull_while_written`] writes at once.
+const CHANGED_BLOCK_BYTES: usize = 64 << 10;
 
 /// A `firn agent` that ends with the value.
 pub struct Agent {
@@ -227,10 +231,72 @@ pub fn assert_nothing_held(mount: &FirnMount<'_>) {
     });
 }
 
+/// Pulls a file again and again while a writer goes through it: each copy is the file at one moment, though before every
+/// second pull a part of it went to the backing and is nowhere else. `extra` are the options of a round. The agent runs.
+#[track_caller]
+pub fn pull_while_written<'a>(
+    sandbox: &Sandbox,
+    mount: &FirnMount<'_>,
+    blocks: usize,
+    rounds: usize,
+    extra: impl Fn(usize) -> Vec<&'a str>,
+) {
+    let path = mount.join("rank0");
+    let file = open_rw(&path);
+    let write = |version: u8| {
+        for block in 0..blocks {
+            let at = (block * CHANGED_BLOCK_BYTES) as u64;
+            file.write_all_at(&[version; CHANGED_BLOCK_BYTES], at)
+                .expect("write");
+        }
+    };
+    write(1);
+    let stop = AtomicBool::new(false);
+    let target = sandbox.join("copy");
+    let mut changed = 0;
+    let mut gave_up = 0;
+    std::thread::scope(|scope| {
+        let ended = StopAtEnd(&stop);
+        let writer = scope.spawn(|| {
+            let mut version = 1_u8;
+            while !stop.load(Ordering::Acquire) {
+                version = version.wrapping_add(1);
+                write(version);
+            }
+        });
+        for round in 0..rounds {
+            if round % 2 == 1 {
+                sandbox.run(["drain".as_ref(), path.as_os_str()]).ok();
+            }
+            let extra = [vec!["--cut"], extra(round)].concat();
+            let told = pull(sandbox, mount.backing(), &path, &target, &extra);
+            match told.code {
+                0 => {}
+                3 => changed += 1,
+                1 => {
+                    told.says("was changed each of the 5 times");
+                    gave_up += 1;
+                    assert!(!target.exists());
+                    continue;
+                }
+                _ => panic!("{told}"),
+            }
+            assert_one_moment(&read(&target));
+            fs::remove_file(&target).expect("remove the copy");
+        }
+        drop(ended);
+        writer.join().expect("the writer");
+    });
+    println!("changed in {changed}, given up {gave_up} of {rounds}");
+    assert!(changed + gave_up > 0, "the writer met no pull");
+    assert_nothing_held(mount);
+}
+
 /// The writer goes through the file from its start: at one moment a version is in front of the one before, and where
 /// they meet at most one block has both.
 #[track_caller]
-pub fn assert_one_moment(copy: &[u8], block: usize) {
+fn assert_one_moment(copy: &[u8]) {
+    let block = CHANGED_BLOCK_BYTES;
     let versions: Vec<u8> = copy.chunks(block).map(|block| block[0]).collect();
     let newest = versions[0];
     let end = versions

@@ -30,6 +30,7 @@ pub mod preloaded;
 pub mod random;
 pub mod sandbox;
 pub mod scripts;
+pub mod stop;
 pub mod striped;
 pub mod suite;
 pub mod trace;

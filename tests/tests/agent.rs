@@ -9,15 +9,14 @@ use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use firn_agent::message::{Reply, Request};
 use firn_agent::{Key, KeyFile, Link, Stream, begin_handshake};
 use firn_testfs::namespace::Namespace;
 use firn_tests::agent::{
-    Agent, HOST, ask, assert_nothing_held, assert_one_moment, connect, enter, list_all, pull,
-    pull_command, staging_of, terms, write_tree,
+    Agent, HOST, ask, assert_nothing_held, connect, enter, list_all, pull, pull_command,
+    pull_while_written, staging_of, terms, write_tree,
 };
 use firn_tests::command::{run, wait_child, wait_until};
 use firn_tests::fsops::{assert_same_bytes, open_rw, read};
@@ -158,58 +157,10 @@ fn without_a_key_the_agent_is_started_by_ssh() {
 /// Proves S-agent-2: each copy is the file at one moment, though a part of it is in the backing only.
 #[test]
 fn a_file_that_changes_is_pulled_as_it_was_at_one_moment() {
-    const BLOCK: usize = 64 << 10;
-    const BLOCKS: usize = 256;
     let sandbox = Sandbox::new("agent-change");
     let mount = FirnMount::new(&sandbox, DEMAND);
-    let path = mount.join("rank0");
-    let file = open_rw(&path);
-    let write = |block: usize, version: u8| {
-        file.write_all_at(&[version; BLOCK], (block * BLOCK) as u64)
-            .expect("write");
-    };
-    for block in 0..BLOCKS {
-        write(block, 1);
-    }
     let _agent = Agent::start(&sandbox, mount.path(), &[]);
-    let stop = AtomicBool::new(false);
-    let target = sandbox.join("copy");
-    let mut changed = 0;
-    let mut gave_up = 0;
-    std::thread::scope(|scope| {
-        let writer = scope.spawn(|| {
-            let mut version = 1_u8;
-            while !stop.load(Ordering::Relaxed) {
-                version = version.wrapping_add(1);
-                (0..BLOCKS).for_each(|block| write(block, version));
-            }
-        });
-        for round in 0..20 {
-            if round % 2 == 1 {
-                // A part is in the backing only from now on.
-                sandbox.run(["drain".as_ref(), path.as_os_str()]).ok();
-            }
-            let told = pull(&sandbox, mount.backing(), &path, &target, &["--cut"]);
-            match told.code {
-                0 => {}
-                3 => changed += 1,
-                1 => {
-                    told.says("was changed each of the 5 times");
-                    gave_up += 1;
-                    assert!(!target.exists());
-                    continue;
-                }
-                _ => panic!("{told}"),
-            }
-            assert_one_moment(&read(&target), BLOCK);
-            fs::remove_file(&target).expect("remove the copy");
-        }
-        stop.store(true, Ordering::Relaxed);
-        writer.join().expect("the writer");
-    });
-    println!("changed in {changed}, given up {gave_up} of 20");
-    assert!(changed + gave_up > 0, "the writer met no pull");
-    assert_nothing_held(&mount);
+    pull_while_written(&sandbox, &mount, 256, 20, |_| Vec::new());
 }
 
 /// Proves S-agent-4.

@@ -19,13 +19,14 @@ use firn_agent::{Encryption, Key, KeyFile, Link, Stream, Terms, answer_handshake
 use firn_format::record::Ending;
 use firn_ofi::{Buffer, Endpoint, Pool, Region, RemoteRegion};
 use firn_tests::agent::{
-    Agent, HOST, ask, assert_nothing_held, assert_one_moment, connect, list_all, pull,
-    pull_command, staging_of, write_tree,
+    Agent, HOST, ask, assert_nothing_held, connect, list_all, pull, pull_command,
+    pull_while_written, staging_of, write_tree,
 };
 use firn_tests::command::{Outcome, run, wait_child, wait_until};
 use firn_tests::fsops::{assert_same_bytes, open_rw, read};
 use firn_tests::random::{bytes, env_count, generator};
 use firn_tests::sandbox::{firn_binary, kill};
+use firn_tests::stop::StopAtEnd;
 use firn_tests::tree::{assert_same, snapshot};
 use firn_tests::{FirnMount, Sandbox, seed};
 use rand::RngExt;
@@ -119,69 +120,13 @@ fn a_pull_that_was_interrupted_goes_on() {
 /// Each copy is the file at one moment, though the writer goes on and a part of it is in the backing only.
 #[test]
 fn a_file_that_changes_is_read_as_it_was_at_one_moment() {
-    const BLOCK: usize = 64 << 10;
-    const BLOCKS: usize = 128;
     let sandbox = Sandbox::new("ofi-change");
     let mount = FirnMount::new(&sandbox, DEMAND);
-    let path = mount.join("rank0");
-    let file = open_rw(&path);
-    let write = |version: u8| {
-        for block in 0..BLOCKS {
-            let at = (block * BLOCK) as u64;
-            file.write_all_at(&[version; BLOCK], at).expect("write");
-        }
-    };
-    write(1);
     let _agent = Agent::start(&sandbox, mount.path(), &[]);
-    let stop = AtomicBool::new(false);
-    let target = sandbox.join("copy");
-    let mut changed = 0;
-    let mut gave_up = 0;
-    std::thread::scope(|scope| {
-        let ended = StopAtEnd(&stop);
-        let writer = scope.spawn(|| {
-            let mut version = 1_u8;
-            while !stop.load(Ordering::Relaxed) {
-                version = version.wrapping_add(1);
-                write(version);
-            }
-        });
-        for round in 0..10 {
-            if round % 2 == 1 {
-                sandbox.run(["drain".as_ref(), path.as_os_str()]).ok();
-            }
-            let verify = if round % 3 == 0 { "no" } else { "yes" };
-            let extra = [&["--cut", "--verify", verify][..], &BY_RXM].concat();
-            let told = pull(&sandbox, mount.backing(), &path, &target, &extra);
-            match told.code {
-                0 => {}
-                3 => changed += 1,
-                1 => {
-                    told.says("was changed each of the 5 times");
-                    gave_up += 1;
-                    assert!(!target.exists());
-                    continue;
-                }
-                _ => panic!("{told}"),
-            }
-            assert_one_moment(&read(&target), BLOCK);
-            fs::remove_file(&target).expect("remove the copy");
-        }
-        drop(ended);
-        writer.join().expect("the writer");
+    pull_while_written(&sandbox, &mount, 128, 10, |round| {
+        let verify = if round % 3 == 0 { "no" } else { "yes" };
+        [&["--verify", verify][..], &BY_RXM].concat()
     });
-    println!("changed in {changed}, given up {gave_up} of 10");
-    assert!(changed + gave_up > 0, "the writer met no pull");
-    assert_nothing_held(&mount);
-}
-
-/// Ends what runs beside a test, also where it fails.
-struct StopAtEnd<'a>(&'a AtomicBool);
-
-impl Drop for StopAtEnd<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
 }
 
 /// kill -9 of the agent or the puller at a random moment of the reads.

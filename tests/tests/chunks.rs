@@ -16,6 +16,7 @@ use firn_tests::command::run;
 use firn_tests::faultfs::FaultFs;
 use firn_tests::fsops::{assert_same_bytes, open_rw, read};
 use firn_tests::random::bytes;
+use firn_tests::stop::StopAtEnd;
 use firn_tests::{FirnMount, Sandbox, wait_until};
 
 const MIB: usize = 1 << 20;
@@ -109,6 +110,7 @@ fn lists_give_the_bytes_of_the_mount_while_other_files_are_written() {
     let places = Files::of(&region);
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
+        let ended = StopAtEnd(&stop);
         let writers = [0, 1].map(|n| {
             scope.spawn({
                 let mount = mount.path().to_owned();
@@ -135,7 +137,7 @@ fn lists_give_the_bytes_of_the_mount_while_other_files_are_written() {
             memory > 0 && spill > 0,
             "{memory} bytes in memory, {spill} spilled"
         );
-        stop.store(true, Ordering::Relaxed);
+        drop(ended);
         for writer in writers {
             assert!(
                 writer.join().expect("a writer") > 0,
@@ -553,9 +555,10 @@ fn a_c_program_copies_a_checkpoint_past_the_mount() {
         }
         let stop = AtomicBool::new(false);
         let outcome = std::thread::scope(|scope| {
+            let ended = StopAtEnd(&stop);
             let writer = scope.spawn(|| churn(mount.path(), 7, &stop));
             let outcome = run(&mut command).ok();
-            stop.store(true, Ordering::Relaxed);
+            drop(ended);
             writer.join().expect("a writer");
             outcome
         });

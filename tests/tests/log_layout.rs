@@ -19,6 +19,7 @@ use firn_tests::mount::mount_args;
 use firn_tests::preloaded::{Frontend, direct_bytes};
 use firn_tests::random::{env_count, generator};
 use firn_tests::sandbox::is_mounted;
+use firn_tests::stop::StopAtEnd;
 use firn_tests::{FirnMount, Sandbox, helper_binary, run, seed, striped, wait_until};
 use rand::RngExt;
 use rustix::fs::{
@@ -673,6 +674,7 @@ fn it_is_read_while_it_is_flattened() {
             }
             let is_over = AtomicBool::new(false);
             std::thread::scope(|scope| {
+                let _ended = StopAtEnd(&is_over);
                 for mount in &mounts {
                     let name = &name;
                     let expected = &expected;
@@ -688,7 +690,6 @@ fn it_is_read_while_it_is_flattened() {
                 }
                 drop(files);
                 assert_same(&cluster.plain(&name), &expected);
-                is_over.store(true, Ordering::Release);
             });
         }
         cluster.wait_until_clean();

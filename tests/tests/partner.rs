@@ -11,6 +11,7 @@ use firn_tests::agent::Agent;
 use firn_tests::command::{Outcome, run, wait_until};
 use firn_tests::fsops::{assert_same_bytes, read};
 use firn_tests::random::{bytes, env_count, generator};
+use firn_tests::stop::StopAtEnd;
 use firn_tests::{FirnMount, Sandbox, seed};
 use rand::RngExt;
 
@@ -629,6 +630,7 @@ fn what_is_not_committed_is_not_copied() {
 
     let over = AtomicBool::new(false);
     let looked = std::thread::scope(|scope| {
+        let ended = StopAtEnd(&over);
         let looker = scope.spawn(|| {
             let mut looked = 0;
             while !over.load(Ordering::Acquire) {
@@ -652,7 +654,7 @@ fn what_is_not_committed_is_not_copied() {
             firn("abort", &top);
             source.mount.note_progress();
         }
-        over.store(true, Ordering::Release);
+        drop(ended);
         looker.join().expect("the looker")
     });
     assert!(looked > 0, "no copy was ever seen");
