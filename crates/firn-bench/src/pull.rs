@@ -161,43 +161,54 @@ impl PullArgs {
         Ok(())
     }
 
+    /// What each round of a measurement gives, in which all candidates take their turn.
+    fn repeat<T>(
+        &self,
+        title: &str,
+        mut measure: impl FnMut() -> anyhow::Result<T>,
+    ) -> anyhow::Result<Vec<T>> {
+        let bar = progress(u64::from(self.common.repeats()), title);
+        let mut rounds = Vec::new();
+        for _ in 0..self.common.repeats() {
+            rounds.push(measure()?);
+            bar.inc(1);
+        }
+        bar.finish_and_clear();
+        Ok(rounds)
+    }
+
     fn measure_network(
         &self,
         site: &Site<'_>,
         memory: &Path,
         report: &mut Report,
     ) -> anyhow::Result<()> {
-        let bar = progress(u64::from(self.common.repeats()), "network");
-        let mut samples = vec![Vec::new(); 5];
-        let mut costs = vec![Vec::new(); 3];
-        for _ in 0..self.common.repeats() {
-            let target = memory.join("copy");
+        let target = memory.join("copy");
+        let rounds = self.repeat("network", || {
             let bare = site.send_bare(&target)?;
             let pulled = site.pull(&target, PLAIN)?;
             let sealed = site.pull(&target, "yes")?;
-            samples[0].push(site.rate(bare.elapsed_s));
-            samples[1].push(site.rate(site.copy(&target)?));
-            samples[2].push(site.rate(site.rsync(&target, memory)?));
-            samples[3].push(site.rate(pulled.elapsed_s));
-            samples[4].push(site.rate(sealed.elapsed_s));
-            costs[0].push(site.cost(&bare));
-            costs[1].push(site.cost(&pulled));
-            costs[2].push(site.cost(&sealed));
-            bar.inc(1);
-        }
-        bar.finish_and_clear();
-        let names = [BARE, COPY, RSYNC, FIRN, SEALED].map(str::to_owned);
+            let rates = [
+                site.rate(bare.elapsed_s),
+                site.rate(site.copy(&target)?),
+                site.rate(site.rsync(&target, memory)?),
+                site.rate(pulled.elapsed_s),
+                site.rate(sealed.elapsed_s),
+            ];
+            let costs = [&bare, &pulled, &sealed].map(|transfer| site.cost(transfer));
+            Ok((rates, costs))
+        })?;
+        let (rates, costs) = rounds.into_iter().unzip();
         report.add(
             "to tmpfs of another host",
-            names.into_iter().zip(samples).collect(),
+            by_candidate([BARE, COPY, RSYNC, FIRN, SEALED], rates),
         );
         let case = report.cases.last().expect("it was added");
         let of_bare = case.ratio(FIRN, BARE, "throughput");
         let of_rsync = case.ratio(FIRN, RSYNC, "throughput");
-        let names = [BARE, FIRN, SEALED].map(str::to_owned);
         report.add(
             "processor time of the source",
-            names.into_iter().zip(costs).collect(),
+            by_candidate([BARE, FIRN, SEALED], costs),
         );
         let cost = report
             .cases
@@ -221,23 +232,21 @@ impl PullArgs {
         transport: &str,
         report: &mut Report,
     ) -> anyhow::Result<()> {
-        let bar = progress(u64::from(self.common.repeats()), "transport");
-        let names = ["tcp", transport];
-        let mut samples = vec![Vec::new(); 2];
-        let mut costs = vec![Vec::new(); 2];
         let target = memory.join("copy");
-        for _ in 0..self.common.repeats() {
-            for (at, name) in names.iter().enumerate() {
-                let pulled = site.pull_by(name, &target, PLAIN)?;
-                samples[at].push(site.rate(pulled.elapsed_s));
-                costs[at].push(site.cost(&pulled));
-            }
-            bar.inc(1);
-        }
-        bar.finish_and_clear();
-        let named = |values: Vec<_>| names.map(str::to_owned).into_iter().zip(values).collect();
-        report.add("to tmpfs of another host, by transport", named(samples));
-        report.add("processor time of the source", named(costs));
+        let rounds = self.repeat("transport", || {
+            let by_tcp = site.pull_by("tcp", &target, PLAIN)?;
+            let by_other = site.pull_by(transport, &target, PLAIN)?;
+            let pulled = [&by_tcp, &by_other];
+            let rates = pulled.map(|transfer| site.rate(transfer.elapsed_s));
+            Ok((rates, pulled.map(|transfer| site.cost(transfer))))
+        })?;
+        let (rates, costs) = rounds.into_iter().unzip();
+        let names = ["tcp", transport];
+        report.add(
+            "to tmpfs of another host, by transport",
+            by_candidate(names, rates),
+        );
+        report.add("processor time of the source", by_candidate(names, costs));
         Ok(())
     }
 
@@ -248,22 +257,19 @@ impl PullArgs {
         work: &WorkDir,
         report: &mut Report,
     ) -> anyhow::Result<()> {
-        let bar = progress(u64::from(self.common.repeats()), "disk");
-        let mut samples = vec![Vec::new(); 3];
         let target = work.path().join("copy");
-        for _ in 0..self.common.repeats() {
-            samples[0].push(site.rate(site.write_disk(&target)?));
-            samples[1].push(site.rate(site.send_bare(&memory.join("copy"))?.elapsed_s));
-            samples[2].push(site.rate(site.pull(&target, PLAIN)?.elapsed_s));
-            bar.inc(1);
-        }
-        bar.finish_and_clear();
-        let names = [DISK, BARE, FIRN].map(str::to_owned);
+        let rates = self.repeat("disk", || {
+            Ok([
+                site.rate(site.write_disk(&target)?),
+                site.rate(site.send_bare(&memory.join("copy"))?.elapsed_s),
+                site.rate(site.pull(&target, PLAIN)?.elapsed_s),
+            ])
+        })?;
         let title = format!(
             "to {} of another host, synced",
             machine::file_system_of(work.path())
         );
-        report.add(title, names.into_iter().zip(samples).collect());
+        report.add(title, by_candidate([DISK, BARE, FIRN], rates));
         let case = report.cases.last().expect("it was added");
         let ratios = [DISK, BARE].map(|limit| case.ratio(FIRN, limit, "throughput"));
         // The one to which it is nearest is the slower one.
@@ -282,23 +288,19 @@ impl PullArgs {
         memory: &Path,
         report: &mut Report,
     ) -> anyhow::Result<()> {
-        let bar = progress(u64::from(self.common.repeats()), "writer");
-        let mut samples = vec![Vec::new(); 3];
         site.write_beside()?;
-        for _ in 0..self.common.repeats() {
-            samples[0].push(rate_of(site.write_beside()?));
+        let rates = self.repeat("writer", || {
+            let alone = site.write_beside()?;
             site.link.limit(Some("1gbit"))?;
             let slow = site.write_while_pulled(memory);
             site.link.limit(None)?;
-            samples[1].push(rate_of(slow?));
-            samples[2].push(rate_of(site.write_while_pulled(memory)?));
-            bar.inc(1);
-        }
-        bar.finish_and_clear();
-        let names = [ALONE, SLOW_LINK, FAST_LINK].map(str::to_owned);
+            let slow = slow?;
+            let fast = site.write_while_pulled(memory)?;
+            Ok([alone, slow, fast].map(rate_of))
+        })?;
         report.add(
             "a writer to the same mount",
-            names.into_iter().zip(samples).collect(),
+            by_candidate([ALONE, SLOW_LINK, FAST_LINK], rates),
         );
         let case = report.cases.last().expect("it was added");
         let slowed = case.ratio(SLOW_LINK, ALONE, "throughput");
@@ -309,6 +311,23 @@ impl PullArgs {
         );
         Ok(())
     }
+}
+
+/// The samples of each candidate, from rounds with one of each.
+fn by_candidate<const COUNT: usize>(
+    names: [&str; COUNT],
+    rounds: Vec<[Sample; COUNT]>,
+) -> Vec<(String, Vec<Sample>)> {
+    let mut candidates: Vec<_> = names
+        .into_iter()
+        .map(|name| (name.to_owned(), Vec::new()))
+        .collect();
+    for round in rounds {
+        for ((_, samples), sample) in candidates.iter_mut().zip(round) {
+            samples.push(sample);
+        }
+    }
+    candidates
 }
 
 fn rate_of(bytes_per_s: f64) -> Sample {
