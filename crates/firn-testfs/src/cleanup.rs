@@ -8,16 +8,22 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde::{Deserialize, Serialize};
 
 use crate::{run, run_quietly, unmount_lazily};
+
+/// Far more than a process takes to end that was killed.
+const END_MAX: Duration = Duration::from_secs(20);
 
 /// Something that outlives its maker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -129,7 +135,7 @@ impl Leftover {
             Self::Namespace(name) => {
                 // Servers leave their process group and some survive the end of their connections. The namespace is the
                 // run's own, so whatever is in it is too.
-                end_all(&run("ip", &["netns", "pids", name]).unwrap_or_default());
+                end_all_in(name);
                 run_quietly("ip", &["netns", "del", name]);
             }
             Self::Link(name) => run_quietly("ip", &["link", "del", name]),
@@ -168,18 +174,45 @@ fn detach_all(image: &Path) {
     }
 }
 
-/// Ends the processes whose numbers stand in `pids`, one a line.
+/// Ends the processes of a network namespace. When it returns they write nothing any more to directories that are removed
+/// next.
+fn end_all_in(namespace: &str) {
+    let begin = Instant::now();
+    loop {
+        // One of them may have been starting another.
+        let pids = run("ip", &["netns", "pids", namespace]).unwrap_or_default();
+        if pids.is_empty() || begin.elapsed() > END_MAX {
+            return;
+        }
+        end_all(&pids);
+    }
+}
+
+/// Ends the processes whose numbers stand in `pids`, one a line, and waits until they have ended.
 fn end_all(pids: &str) {
-    for pid in pids
+    let killed: Vec<OwnedFd> = pids
         .lines()
-        .filter_map(|line| Pid::from_raw(line.trim().parse().ok()?))
-    {
-        let _ = kill_process(pid, Signal::KILL);
+        .filter_map(|line| {
+            let pid = Pid::from_raw(line.trim().parse().ok()?)?;
+            let process = pidfd_open(pid, PidfdFlags::empty()).ok()?;
+            pidfd_send_signal(&process, Signal::KILL).ok()?;
+            Some(process)
+        })
+        .collect();
+    let limit = Timespec {
+        tv_sec: END_MAX.as_secs() as i64,
+        tv_nsec: 0,
+    };
+    for process in killed {
+        // It can be read from when the last thread has ended.
+        let _ = poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&limit));
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::process::{Child, Command};
+
     use super::*;
 
     #[test]
@@ -212,6 +245,17 @@ mod tests {
             ("firn", false),
         ] {
             assert_eq!(has_mount(table, Path::new(path)), wanted, "{path}");
+        }
+    }
+
+    #[test]
+    fn processes_have_ended_when_their_end_was_waited_for() {
+        let start = |_| Command::new("sleep").arg("60").spawn().unwrap();
+        let mut programs: Vec<Child> = (0..20).map(start).collect();
+        let pids: Vec<String> = programs.iter().map(|one| one.id().to_string()).collect();
+        end_all(&pids.join("\n"));
+        for program in &mut programs {
+            assert!(program.try_wait().unwrap().is_some(), "one lives");
         }
     }
 
