@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use firn_config::size_text;
-use firn_testfs::cleanup::Guard;
+use firn_testfs::cleanup::{Guard, Leftover, expect};
 use firn_testfs::namespace::{Network, NetworkHost};
 
 use crate::firn::{Firn, Mount};
@@ -78,6 +78,12 @@ struct Site<'a> {
 struct Node<'a> {
     agent: Agent,
     mount: Mount<'a>,
+}
+
+/// `firn run`, which mounts for itself. It ends with the value, and then its mount goes.
+struct Job {
+    program: Ended,
+    _unmount: Guard,
 }
 
 impl PartnerArgs {
@@ -308,15 +314,14 @@ impl Site<'_> {
         mount.lose()?;
         let begun = Instant::now();
         let done = self.memory.join("done");
-        let new_host = self.restart_lost(step, &done)?;
+        let mut new_host = self.restart_lost(step, &done)?;
         let mut readers = Vec::new();
         for (at, node) in (0..HOSTS.into()).filter(|at| *at != LOST).zip(&nodes) {
             readers.extend(self.compare(&node.mount.path().join(step).join(name(at)))?);
         }
         wait_all(readers)?;
-        let mut new_host = Ended(new_host);
         wait_until("the new host has read its files", || {
-            if let Some(status) = new_host.0.try_wait()?
+            if let Some(status) = new_host.program.0.try_wait()?
                 && !done.exists()
             {
                 bail!("`firn run --restart` failed: {status}");
@@ -326,7 +331,7 @@ impl Site<'_> {
         let elapsed_s = begun.elapsed().as_secs_f64();
         std::fs::remove_file(&done)?;
         // It drains what it has, for the restart from the backing.
-        let status = new_host.0.wait()?;
+        let status = new_host.program.0.wait()?;
         if !status.success() {
             bail!("`firn run --restart` failed: {status}");
         }
@@ -342,22 +347,28 @@ impl Site<'_> {
     }
 
     /// A host in place of the lost one, with its network: its job compares what it finds, and says so in `done`.
-    fn restart_lost(&self, step: &str, done: &Path) -> anyhow::Result<std::process::Child> {
+    fn restart_lost(&self, step: &str, done: &Path) -> anyhow::Result<Job> {
         let at = LOST + usize::from(HOSTS);
         let host = &self.hosts[LOST];
+        let prefix = self.work.subdir(&format!("mnt{at}"))?;
+        let _unmount = expect(Leftover::Mount(prefix.clone()));
         let script = "for f in \"$0\"/*; do cmp \"$f\" \"$FIRN_PREFIX/$1/${f##*/}\" || exit 1; done; : > \"$2\"";
         let mut run = self.firns[at].command_by(|program| host.namespace.command(program));
         run.args(["run", "--no-preload", "--restart", &name(LOST)])
             .args(["-o", &self.options(at), "--backing"])
             .arg(self.backing(at))
             .arg("--prefix")
-            .arg(self.work.subdir(&format!("mnt{at}"))?)
+            .arg(&prefix)
             .args(["--", "sh", "-c", script])
             .arg(&self.plain)
             .arg(Path::new(step).join(name(LOST)))
             .arg(done)
             .stdin(Stdio::null());
-        run.spawn().context("cannot start `firn run`")
+        let child = run.spawn().context("cannot start `firn run`")?;
+        Ok(Job {
+            program: Ended(child),
+            _unmount,
+        })
     }
 
     /// Four hosts with nothing in memory.

@@ -109,8 +109,6 @@ impl Mounted {
             .stdout(Stdio::piped())
             .spawn()
             .context("cannot start a server process")?;
-        let request = serde_json::to_string(&(server, mount_point))?;
-        writeln!(child.stdin.as_mut().expect("stdin is piped"), "{request}")?;
         let answers = BufReader::new(child.stdout.take().expect("stdout is piped"));
         let mut mounted = Self {
             child,
@@ -118,6 +116,8 @@ impl Mounted {
             mount_point: mount_point.to_owned(),
             _unmount,
         };
+        let request = serde_json::to_string(&(server, mount_point))?;
+        mounted.tell(&request)?;
         match mounted.answer()?.as_str() {
             "ready" => Ok(mounted),
             _ => bail!("a server process could not mount (its message is above)"),
@@ -126,10 +126,14 @@ impl Mounted {
 
     /// Seeks of a model of a disk, or changes of the owners of locks, so far.
     pub fn delays(&mut self) -> anyhow::Result<u64> {
-        let stdin = self.child.stdin.as_mut().expect("stdin is piped");
-        writeln!(stdin, "delays").context("a server process died")?;
+        self.tell("delays")?;
         let answer = self.answer()?;
         answer.parse().context("a server process told no number")
+    }
+
+    fn tell(&mut self, line: &str) -> anyhow::Result<()> {
+        let stdin = self.child.stdin.as_mut().expect("stdin is piped");
+        writeln!(stdin, "{line}").context("a server process died")
     }
 
     fn answer(&mut self) -> anyhow::Result<String> {

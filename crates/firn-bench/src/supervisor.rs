@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use firn_testfs::cleanup;
+use rustix::io::Errno;
 use rustix::process::{
     Pid, PidfdFlags, Signal, WaitOptions, WaitStatus, getpid, kill_process, pidfd_open,
     pidfd_send_signal, set_child_subreaper, set_parent_process_death_signal, wait,
@@ -42,9 +43,10 @@ pub fn is_supervised() -> anyhow::Result<bool> {
 
 /// Runs this program again with the same arguments, and removes what it leaves.
 pub fn supervise() -> anyhow::Result<ExitCode> {
-    let list = tempfile::NamedTempFile::new().context("cannot make a temporary file")?;
+    // Before anything that a signal could leave behind: the list too.
+    let signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
     set_child_subreaper(Some(getpid()))?;
-    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
+    let list = tempfile::NamedTempFile::new().context("cannot make a temporary file")?;
     let program = std::env::current_exe().context("cannot find this program's own file")?;
     let child = Command::new(program)
         .args(std::env::args_os().skip(1))
@@ -52,24 +54,34 @@ pub fn supervise() -> anyhow::Result<ExitCode> {
         .spawn()
         .context("cannot start the benchmark")?;
     let child = Pid::from_child(&child);
-    let handle = pidfd_open(child, PidfdFlags::empty())?;
     let received = Arc::new(AtomicI32::new(0));
-    let first = Arc::clone(&received);
+    // Also where it cannot be watched: it runs.
+    let ended = kill_at_signal(child, signals, &received).and_then(|()| wait_for(child));
+    end_children();
+    cleanup::remove_listed(list.path())?;
+    Ok(exit_code(ended?, received.load(Ordering::Relaxed)))
+}
+
+/// From now on the first signal that comes goes to `received` and kills `child`.
+fn kill_at_signal(
+    child: Pid,
+    mut signals: Signals,
+    received: &Arc<AtomicI32>,
+) -> anyhow::Result<()> {
+    let handle = pidfd_open(child, PidfdFlags::empty())?;
+    let received = Arc::clone(received);
     std::thread::Builder::new()
         .name("signals".into())
         .spawn(move || {
             for signal in signals.forever() {
                 // Later ones change nothing: what was begun is removed.
-                if first.swap(signal, Ordering::Relaxed) == 0 {
+                if received.swap(signal, Ordering::Relaxed) == 0 {
                     eprintln!("firn: interrupted, removing what the benchmark set up");
                     let _ = pidfd_send_signal(&handle, Signal::KILL);
                 }
             }
         })?;
-    let status = wait_for(child)?;
-    end_children();
-    cleanup::remove_listed(list.path())?;
-    Ok(exit_code(status, received.load(Ordering::Relaxed)))
+    Ok(())
 }
 
 /// Waits for `child`, and takes leave of the daemons that end meanwhile.
@@ -77,7 +89,7 @@ fn wait_for(child: Pid) -> anyhow::Result<WaitStatus> {
     loop {
         match wait(WaitOptions::empty()) {
             Ok(Some((pid, status))) if pid == child => return Ok(status),
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Ok(_) | Err(Errno::INTR) => {}
             Err(error) => return Err(error).context("the benchmark cannot be waited for"),
         }
     }
@@ -86,12 +98,8 @@ fn wait_for(child: Pid) -> anyhow::Result<WaitStatus> {
 /// Ends the children of this process, and theirs, which are its own then.
 fn end_children() {
     let begin = Instant::now();
-    loop {
-        while let Ok(Some(_)) = wait(WaitOptions::NOHANG) {}
+    while has_children() {
         let left = children();
-        if left.is_empty() {
-            return;
-        }
         if begin.elapsed() > END_MAX {
             let left: Vec<String> = left.iter().map(ToString::to_string).collect();
             eprintln!("firn: these processes do not end: {}", left.join(", "));
@@ -102,6 +110,19 @@ fn end_children() {
             let _ = kill_process(pid, Signal::KILL);
         }
         std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Takes leave of those that have ended; whether there are others. A list of /proc does not tell: it is not of one
+/// moment, and one that is started meanwhile by one that ends may be in no part of it.
+fn has_children() -> bool {
+    loop {
+        match wait(WaitOptions::NOHANG) {
+            Ok(Some(_)) | Err(Errno::INTR) => {}
+            Ok(None) => return true,
+            // ECHILD: there are none.
+            Err(_) => return false,
+        }
     }
 }
 

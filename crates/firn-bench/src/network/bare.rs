@@ -4,11 +4,12 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::{ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 
+use super::Ended;
 use crate::cpu;
 
 const BUFFER_BYTES: usize = 1 << 20;
@@ -81,26 +82,27 @@ impl ReceiveArgs {
 
 /// A process that sends.
 pub struct Sender {
-    child: Child,
     answers: BufReader<ChildStdout>,
     address: String,
+    _program: Ended,
 }
 
 impl Sender {
     /// Waits until it listens.
     pub fn start(mut command: Command, address: &str, dir: &Path) -> anyhow::Result<Self> {
-        let mut child = command
+        let child = command
             .args(["send", address])
             .arg(dir)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()?;
-        let mut answers = BufReader::new(child.stdout.take().context("a pipe")?);
+        let mut program = Ended(child);
+        let mut answers = BufReader::new(program.0.stdout.take().context("a pipe")?);
         let address = line(&mut answers)?;
         Ok(Self {
-            child,
             answers,
             address,
+            _program: program,
         })
     }
 
@@ -112,13 +114,6 @@ impl Sender {
     /// Its processor time, when it has ended.
     pub fn wait(mut self) -> anyhow::Result<f64> {
         Ok(line(&mut self.answers)?.parse()?)
-    }
-}
-
-impl Drop for Sender {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 
