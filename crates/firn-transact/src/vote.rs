@@ -125,14 +125,17 @@ fn is_over<B: Backing>(vote: &VoteDir<'_, B>, names: &BTreeSet<String>) -> Resul
 }
 
 fn remove_if_over<B: Backing>(vote: &VoteDir<'_, B>) -> Result<(), Errno> {
-    let names = vote.names()?;
-    if !is_over(vote, &names)? {
-        return Ok(());
-    }
-    match remove_vote(vote, &names) {
+    let remove = || {
+        let names = vote.names()?;
+        match is_over(vote, &names)? {
+            true => remove_vote(vote, &names),
+            false => Ok(()),
+        }
+    };
+    match remove() {
         // Another host is removing it, too.
-        Ok(()) | Err(Errno::NOENT | Errno::NOTEMPTY | Errno::STALE) => Ok(()),
-        Err(errno) => Err(errno),
+        Err(Errno::NOENT | Errno::NOTEMPTY | Errno::STALE) => Ok(()),
+        removed => removed,
     }
 }
 
@@ -174,8 +177,14 @@ impl<B: Backing> TransactionalBacking<B> {
         let Some(members) = &self.members else {
             return Ok(());
         };
-        let vote = self.make_vote(members, id, &scope.path)?;
-        let names = vote.names()?;
+        // Another host may be removing the rest of an earlier vote.
+        let not_over = |errno| match errno {
+            Errno::NOENT | Errno::STALE => VoteError::LastVoteNotOver { id },
+            errno => VoteError::from(errno),
+        };
+        let vote = self.make_vote(members, id, &scope.path);
+        let vote = vote.map_err(not_over)?;
+        let names = vote.names().map_err(not_over)?;
         let own_list = vote.own_file(FROM);
         if names.contains(&vote.own_file(DONE)) {
             remove_if_over(&vote)?;
@@ -199,11 +208,8 @@ impl<B: Backing> TransactionalBacking<B> {
             .load_record(&scope.dir, &tx, staging::RECORD)?
             .ok_or(VoteError::NotVoted { id })?;
         let list = self.list_accesses(members, &record, &used)?;
-        match vote.put_once(&own_list, &list.encode()) {
-            // Another host removed the rest of an earlier vote.
-            Err(Errno::NOENT | Errno::STALE) => Err(VoteError::LastVoteNotOver { id }),
-            put => Ok(put.map(drop)?),
-        }
+        let put = vote.put_once(&own_list, &list.encode());
+        put.map(drop).map_err(not_over)
     }
 
     /// Looks whether all hosts have published, and finds the verdict if they have.

@@ -535,6 +535,43 @@ fn a_number_is_used_again_only_when_all_have_left() {
     hosts[0].publish_accesses(&root, ID).expect("now it can");
 }
 
+/// At each call that publishing makes another host removes an earlier vote with the same number.
+#[test]
+fn regression_who_publishes_while_an_earlier_vote_is_removed_does_so_later() {
+    let begin_again = || {
+        let disk = disk();
+        let hosts = begin(&disk, &["a", "b"]);
+        vote(&hosts, &[Vec::new(), Vec::new()]);
+        let root = hosts[0].root();
+        hosts[0].abort(&root).expect("abort");
+        hosts[0].begin(&root, b"").expect("begin");
+        hosts[0].prepare(&root, ID).expect("prepare");
+        hosts[0].note_accesses(&root, Vec::new()).expect("note");
+        (disk, hosts)
+    };
+    let publish = |hosts: &[Host]| hosts[0].publish_accesses(&hosts[0].root(), ID);
+    let later = Err(VoteError::LastVoteNotOver { id: ID });
+    let (disk, hosts) = begin_again();
+    let before = disk.steps();
+    assert_eq!(publish(&hosts), later);
+    for at in 1..=disk.steps() - before {
+        let (disk, hosts) = begin_again();
+        let hang = disk.hang_at(disk.steps() + at);
+        let published = std::thread::scope(|scope| {
+            let published = scope.spawn(|| publish(&hosts));
+            hang.await_call();
+            hosts[1].abort(&hosts[1].root()).expect("abort");
+            hang.release();
+            published.join().expect("no panic")
+        });
+        assert!(
+            published.is_ok() || published == later,
+            "call {at}: {published:?}"
+        );
+        publish(&hosts).expect("now it can");
+    }
+}
+
 #[test]
 fn regression_two_threads_of_a_host_that_put_the_same_file_do_not_disturb_each_other() {
     let disk = disk();
