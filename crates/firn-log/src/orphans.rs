@@ -10,7 +10,7 @@
 //! | no mark, and the file | in use | nothing |
 //! | `dying`, and the file | its host died before it removed the name | the mark goes |
 //! | `dying` and no file, or `dead` | its host died after it removed the name | the container goes |
-//! | no mark and no file, and no `head` | its maker died before anybody wrote to it | the container goes |
+//! | no mark and no file, no `head` and no index | its maker died before anybody wrote to it | the container goes |
 //! | no mark and no file | removed by somebody beside Firn, or while a directory was damaged | it is kept, and named |
 
 use std::collections::{BTreeSet, HashSet};

@@ -64,8 +64,8 @@ struct Room<B: Backing> {
     position: u64,
 }
 
-/// Which of the changes of something are durable. Whoever comes while another one makes them so waits, or does it too: what
-/// was changed before a sync began is durable when it ends, and nothing else.
+/// How many changes of a file or directory are durable. A sync makes those durable that were over when it began, and no
+/// others. Who calls it while another thread is at it syncs too: what that one makes durable is not known before its end.
 #[derive(Default)]
 struct Unsynced {
     /// Changes that are over.
