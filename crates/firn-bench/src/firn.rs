@@ -175,6 +175,12 @@ impl Mount<'_> {
         Ok(std::fs::remove_file(arena)?)
     }
 
+    /// `firn flatten` of `path`.
+    pub fn flatten(&self, path: &Path) -> anyhow::Result<()> {
+        self.firn.run(&["flatten".as_ref(), path.as_ref()])?;
+        Ok(())
+    }
+
     /// `firn wait --until LEVEL` of `path`.
     pub fn wait_until_level(&self, level: &str, path: &Path) -> anyhow::Result<()> {
         let args = [

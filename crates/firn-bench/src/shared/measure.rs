@@ -11,6 +11,7 @@ use firn_testfs::run;
 use super::host_name;
 use super::site::Site;
 use crate::firn::{Firn, Mount};
+use crate::machine::touch_free_memory;
 use crate::report::Sample;
 use crate::worker::{self, Blocks, Pattern, Task};
 
@@ -120,7 +121,8 @@ impl Job {
             .map(|client| site.dir(client).to_owned())
             .collect();
         let (written, delays) = self.write(&dirs, None, site)?;
-        let reads = self.read_both(&dirs, site)?;
+        let reads = self.read_both(&dirs, None, site)?;
+        touch_free_memory(self.memory_on(site));
         let copied_s = site.has_one_mount().then(|| copy(&dirs[0])).transpose()?;
         Ok(Figures {
             written,
@@ -140,6 +142,7 @@ impl Job {
         let mut mounts = self.mount(layout, site, hosts)?;
         let library = hosts[0].preload()?;
         let (written, delays) = self.write(&self.points(&mounts), Some(&library), site)?;
+        let library = Some(&*library);
         if layout == Layout::Plain {
             // Else a host may not know what others wrote. What lies in logs would be flat.
             drop(mounts);
@@ -148,16 +151,15 @@ impl Job {
         let points = self.points(&mounts);
         let mut figures = Figures {
             written,
-            reads: self.read_both(&points, site)?,
+            reads: self.read_both(&points, library, site)?,
             delays,
             copied_s: None,
             flat: None,
         };
         if layout == Layout::Log {
-            // The first umount flattens: nobody writes any more.
-            let first = mounts.remove(0);
+            touch_free_memory(self.memory_on(site));
             let begin = Instant::now();
-            drop(first);
+            mounts[0].flatten(&points[0].join(NAME))?;
             figures.copied_s = Some(site.at_full_scale(begin.elapsed().as_secs_f64()));
             drop(mounts);
             let plain = std::fs::metadata(site.dir(0).join(NAME))?.len();
@@ -167,7 +169,7 @@ impl Job {
                 self.bytes_on(site)
             );
             let mounts = self.mount(layout, site, hosts)?;
-            figures.flat = self.read_both(&self.points(&mounts), site)?;
+            figures.flat = self.read_both(&self.points(&mounts), library, site)?;
         }
         Ok(figures)
     }
@@ -216,26 +218,38 @@ impl Job {
         site: &mut Site,
     ) -> anyhow::Result<(f64, u64)> {
         let delays = site.delays()?;
+        touch_free_memory(self.memory_on(site));
         let tasks = self.tasks(dirs, 0, true, site);
         let outcomes = worker::run_together(library, &tasks)?;
         let rate = self.rate(worker::elapsed_s(&outcomes), site);
         Ok((rate, site.delays()? - delays))
     }
 
-    fn read_both(&self, dirs: &[PathBuf], site: &Site) -> anyhow::Result<Option<Reads>> {
+    fn read_both(
+        &self,
+        dirs: &[PathBuf],
+        library: Option<&Path>,
+        site: &Site,
+    ) -> anyhow::Result<Option<Reads>> {
         if !site.has_reads() {
             return Ok(None);
         }
         Ok(Some(Reads {
-            own: self.read(dirs, 0, site)?,
-            by_others: self.read(dirs, 1, site)?,
+            own: self.read(dirs, 0, library, site)?,
+            by_others: self.read(dirs, 1, library, site)?,
         }))
     }
 
     /// Bytes a second when each client reads the blocks of the client `shift` further on.
-    fn read(&self, dirs: &[PathBuf], shift: u64, site: &Site) -> anyhow::Result<f64> {
+    fn read(
+        &self,
+        dirs: &[PathBuf],
+        shift: u64,
+        library: Option<&Path>,
+        site: &Site,
+    ) -> anyhow::Result<f64> {
         let tasks = self.tasks(dirs, shift, false, site);
-        let outcomes = worker::run_together(None, &tasks)?;
+        let outcomes = worker::run_together(library, &tasks)?;
         Ok(self.rate(worker::elapsed_s(&outcomes), site))
     }
 
@@ -267,6 +281,11 @@ impl Job {
     /// Of the file, here.
     fn bytes_on(&self, site: &Site) -> u64 {
         site.scaled(self.block_bytes) * self.objects * u64::from(self.clients)
+    }
+
+    /// Memory that may be used while it is written or copied.
+    fn memory_on(&self, site: &Site) -> u64 {
+        4 * self.bytes_on(site) + (64 << 20)
     }
 
     /// As cases call it.
