@@ -73,6 +73,15 @@ impl<B: Backing> Appender<B> {
         }
     }
 
+    /// What was appended may begin to go to the device.
+    pub(crate) fn begin_sync(&self, base: &B) {
+        let unsynced = {
+            let state = self.state.lock();
+            state.told..state.end
+        };
+        base.begin_sync(&self.file, unsynced.start, unsynced.end - unsynced.start);
+    }
+
     /// Makes what was appended durable; whether there was anything that nobody has made so.
     pub(crate) fn sync(&self, base: &B) -> Result<bool> {
         let end = {

@@ -19,6 +19,9 @@ use crate::run::{Piece, find_runs};
 const LOG_BYTES_MAX: u64 = 4 << 30;
 /// Data of a page or more begins at a page.
 const PAGE_BYTES: u64 = 4096;
+/// Most bytes of one call. Linux keeps what a call writes in folios as large as it can: on ext4 in a virtual machine, a call of a MiB
+/// and more took three to five times as long for each byte, because the machine has to get memory for large folios from its host.
+const WRITE_BYTES: usize = 512 << 10;
 
 /// A frame, and where it is in the index.
 pub(crate) struct Appended {
@@ -128,6 +131,8 @@ impl<B: Backing> OwnLog<B> {
         let written = write_vectored(base, &room.log.file, data, room.position);
         room.log.bytes.note();
         written?;
+        // No page of a log is written twice, so that nothing is saved by waiting for the sync.
+        base.begin_sync(&room.log.file, room.position, bytes);
         let pieces = parts.iter().map(|part| Piece {
             offset: part.offset,
             len: part.len(),
@@ -170,6 +175,8 @@ impl<B: Backing> OwnLog<B> {
     /// where that one was appended is returned.
     pub(crate) fn sync(&self, base: &B, epoch: u64) -> Result<Option<Appended>> {
         let written = self.logs.lock().written.clone();
+        // Both go to the device together; a file system with a journal then often commits once.
+        self.index.begin_sync(base);
         for log in &written {
             log.bytes.sync(|| base.sync(&log.file, true))?;
         }
@@ -252,7 +259,7 @@ impl<B: Backing> Logs<B> {
 }
 
 /// pwritev(2), until all is written.
-fn write_vectored<B: Backing>(
+pub(crate) fn write_vectored<B: Backing>(
     base: &B,
     file: &B::File,
     mut data: Vec<IoSlice<'_>>,
@@ -261,7 +268,7 @@ fn write_vectored<B: Backing>(
     let mut left = &mut data[..];
     IoSlice::advance_slices(&mut left, 0);
     while !left.is_empty() {
-        let count = match base.write_at(file, left, position)? {
+        let count = match write_some(base, file, left, position)? {
             0 => return Err(Errno::IO),
             count => count,
         };
@@ -269,6 +276,25 @@ fn write_vectored<B: Backing>(
         IoSlice::advance_slices(&mut left, count);
     }
     Ok(())
+}
+
+/// One pwritev(2) of the first bytes, of which there are some.
+fn write_some<B: Backing>(
+    base: &B,
+    file: &B::File,
+    data: &[IoSlice<'_>],
+    position: u64,
+) -> Result<usize> {
+    let mut bytes = 0;
+    let fits = |slice: &&IoSlice<'_>| {
+        bytes += slice.len();
+        bytes <= WRITE_BYTES
+    };
+    let count = data.iter().take_while(fits).count();
+    if count > 0 {
+        return base.write_at(file, &data[..count], position);
+    }
+    base.write_at(file, &[IoSlice::new(&data[0][..WRITE_BYTES])], position)
 }
 
 /// The bytes of all parts, one after the other.
