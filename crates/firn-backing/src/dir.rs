@@ -14,12 +14,14 @@
 
 use std::ffi::OsStr;
 use std::io::{self, IoSlice};
+use std::num::NonZero;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rustix::fs::{
-    self, AtFlags, CWD, FallocateFlags, FileType, FlockOperation, Gid, Mode, OFlags, SeekFrom, Uid,
+    self, Advice, AtFlags, CWD, FallocateFlags, FileType, FlockOperation, Gid, Mode, OFlags,
+    SeekFrom, Uid,
 };
 
 use crate::unsynced::{self, Key, Place, Tracked, Unsynced, path_of_entry};
@@ -650,6 +652,13 @@ impl Backing for DirBacking {
                 len as i64,
                 libc::SYNC_FILE_RANGE_WRITE,
             );
+        }
+    }
+
+    fn forget_pages(&self, file: &Self::File, offset: u64, len: u64) {
+        // Where it fails the pages stay, which is all the same. No length would mean all up to the end.
+        if let Some(len) = NonZero::new(len) {
+            let _ = fs::fadvise(&file.fd, offset, Some(len), Advice::DontNeed);
         }
     }
 

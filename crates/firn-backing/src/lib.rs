@@ -202,6 +202,8 @@ pub trait Backing: Send + Sync + 'static {
     fn sync(&self, file: &Self::File, data_only: bool) -> Result<()>;
     /// A range is going to be synced: it may begin to go to the device. Does not wait for that.
     fn begin_sync(&self, _file: &Self::File, _offset: u64, _len: u64) {}
+    /// A range is not going to be read again: memory that keeps it may be used otherwise. Loses nothing.
+    fn forget_pages(&self, _file: &Self::File, _offset: u64, _len: u64) {}
     /// flock(2) without waiting: false where another open file has a lock that excludes this one, in this process
     /// or elsewhere. The lock belongs to `file`, and ends when that is dropped or its process ends, however it ends.
     /// [`LockMode::Exclusive`] needs a file that is open for writing. How far the lock reaches is the file system's

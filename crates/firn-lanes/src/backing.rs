@@ -357,6 +357,11 @@ impl<B: Backing> Backing for Lanes<B> {
         self.home_of_file(file).begin_sync(&file.file, offset, len);
     }
 
+    fn forget_pages(&self, file: &LanesFile<B>, offset: u64, len: u64) {
+        self.home_of_file(file)
+            .forget_pages(&file.file, offset, len);
+    }
+
     /// Each file has one home, so its lock is the same for all.
     fn try_lock(&self, file: &LanesFile<B>, mode: LockMode) -> Result<bool> {
         self.home_of_file(file).try_lock(&file.file, mode)

@@ -23,7 +23,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
+use std::io::IoSlice;
 use std::ops::Range;
+use std::sync::mpsc::{self, Receiver, Sender};
 
 use firn_backing::{Attr, Backing, Errno, LockMode, Result, SetTime, Time};
 use firn_rendezvous::{VoteDir, own};
@@ -33,6 +35,7 @@ use crate::container::{Container, Walk};
 use crate::names::Writer;
 use crate::resolve::{Segment, Source};
 use crate::run::FILE_BYTES_MAX;
+use crate::writer::write_vectored;
 
 /// Put once, with [`Seal`].
 pub(crate) const SEAL_NAME: &str = "seal";
@@ -179,6 +182,14 @@ impl Seal {
         let start = unit.saturating_mul(self.unit_bytes);
         start..start.saturating_add(self.unit_bytes)
     }
+}
+
+/// What goes into the plain file at once.
+enum Batch {
+    /// From `start` on.
+    Bytes { start: u64, bytes: Vec<u8> },
+    /// Zeros, as far as the plain file has bytes there.
+    Zeros(Range<u64>),
 }
 
 /// How far a container is on its way into the plain file.
@@ -376,53 +387,118 @@ impl<'a, B: Backing> Ending<'a, B> {
         if !self.votes.is_current()? {
             return Ok(());
         }
-        let mut walk = Walk::new(seal.range_of(unit));
-        loop {
-            let segments = self.container.find_next(self.base, &mut walk)?;
-            if segments.is_empty() {
-                break;
-            }
-            let mut batch = Vec::new();
-            for segment in segments {
-                match segment.source {
-                    Source::Log { .. } => self.gather(segment, &mut batch, plain)?,
-                    Source::Zeros => self.write_zeros(segment.file, plain)?,
-                    Source::Plain | Source::Hole => {}
-                }
-            }
-            self.copy(&mut batch, plain)?;
-        }
+        self.copy_logs(seal.range_of(unit), plain)?;
         self.base.sync(plain, false)?;
         self.votes.put_once(&done_name(unit), b"").map(drop)
     }
 
-    /// Adds a segment to those that are copied at once, and copies what is enough.
+    /// Brings what is in logs of a range of the file into the plain file. A thread reads, one batch ahead.
+    fn copy_logs(&self, range: Range<u64>, plain: &B::File) -> Result<()> {
+        std::thread::scope(|scope| {
+            let (batches, read) = mpsc::sync_channel(0);
+            let (used, unused) = mpsc::channel();
+            let walk = Walk::new(range.clone());
+            let reader = std::thread::Builder::new().name("firn-flatten".into());
+            let reader = reader.spawn_scoped(scope, move || {
+                let send = |batch| batches.send(batch).map_err(|_| Errno::CANCELED);
+                self.read_batches(walk, &unused, &send)
+            });
+            let Ok(reader) = reader else {
+                return self.copy_logs_alone(range, plain);
+            };
+            let write = |batch| self.write_batch(batch, plain, &used);
+            let written = read.iter().try_for_each(write);
+            // Else the reader would wait for somebody to take its next batch.
+            drop(read);
+            match reader.join() {
+                Ok(outcome) => written.and(outcome),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        })
+    }
+
+    /// The same, where the system gives no thread.
+    fn copy_logs_alone(&self, range: Range<u64>, plain: &B::File) -> Result<()> {
+        let (used, unused) = mpsc::channel();
+        let write = |batch| self.write_batch(batch, plain, &used);
+        self.read_batches(Walk::new(range), &unused, &write)
+    }
+
+    /// Reads what is in logs along a walk. `unused` has memory of batches that were written.
+    fn read_batches(
+        &self,
+        mut walk: Walk,
+        unused: &Receiver<Vec<u8>>,
+        send: &dyn Fn(Batch) -> Result<()>,
+    ) -> Result<()> {
+        loop {
+            let segments = self.container.find_next(self.base, &mut walk)?;
+            if segments.is_empty() {
+                return Ok(());
+            }
+            let mut gathered = Vec::new();
+            for segment in segments {
+                match segment.source {
+                    Source::Log { .. } => self.gather(segment, &mut gathered, unused, send)?,
+                    Source::Zeros => send(Batch::Zeros(segment.file))?,
+                    Source::Plain | Source::Hole => {}
+                }
+            }
+            self.read_batch(&mut gathered, unused, send)?;
+        }
+    }
+
+    /// Adds a segment to those that are copied at once, and reads what is enough.
     fn gather(
         &self,
         mut segment: Segment,
-        batch: &mut Vec<Segment>,
-        plain: &B::File,
+        gathered: &mut Vec<Segment>,
+        unused: &Receiver<Vec<u8>>,
+        send: &dyn Fn(Batch) -> Result<()>,
     ) -> Result<()> {
         while !segment.file.is_empty() {
-            let room = room_in(batch, segment.file.start);
+            let room = room_in(gathered, segment.file.start);
             if room == 0 {
-                self.copy(batch, plain)?;
+                self.read_batch(gathered, unused, send)?;
                 continue;
             }
-            batch.push(segment.take_first(room));
+            gathered.push(segment.take_first(room));
         }
         Ok(())
     }
 
-    /// Copies bytes of logs to their place in the file, where they follow each other.
-    fn copy(&self, batch: &mut Vec<Segment>, plain: &B::File) -> Result<()> {
-        let batch = std::mem::take(batch);
-        let (Some(first), Some(last)) = (batch.first(), batch.last()) else {
+    /// Reads segments of logs that follow each other in the file.
+    fn read_batch(
+        &self,
+        gathered: &mut Vec<Segment>,
+        unused: &Receiver<Vec<u8>>,
+        send: &dyn Fn(Batch) -> Result<()>,
+    ) -> Result<()> {
+        let gathered = std::mem::take(gathered);
+        let (Some(first), Some(last)) = (gathered.first(), gathered.last()) else {
             return Ok(());
         };
-        let mut buf = vec![0; (last.file.end - first.file.start) as usize];
-        self.container.read_segments(self.base, &batch, &mut buf)?;
-        own::write_all(self.base, plain, &buf, first.file.start)
+        let start = first.file.start;
+        let mut bytes = unused.try_recv().unwrap_or_default();
+        bytes.resize((last.file.end - start) as usize, 0);
+        self.container
+            .read_segments(self.base, &gathered, &mut bytes)?;
+        send(Batch::Bytes { start, bytes })
+    }
+
+    /// Writes a batch, and gives its memory back.
+    fn write_batch(&self, batch: Batch, plain: &B::File, used: &Sender<Vec<u8>>) -> Result<()> {
+        match batch {
+            Batch::Zeros(file) => self.write_zeros(file, plain),
+            Batch::Bytes { start, bytes } => {
+                write_vectored(self.base, plain, vec![IoSlice::new(&bytes)], start)?;
+                // The sync at the end of the unit has less to wait for.
+                self.base.begin_sync(plain, start, bytes.len() as u64);
+                // The reader may have read the last one.
+                let _ = used.send(bytes);
+                Ok(())
+            }
+        }
     }
 
     /// As far as the plain file has bytes there.

@@ -121,8 +121,10 @@ impl<B: Backing> LogBacking<B> {
             state.has_news = false;
             std::mem::take(&mut state.files)
         };
+        let mut ended: Vec<_> = ended.into_values().collect();
+        ended.sort_by_key(|ended| self.is_in_other_lane(&ended.inode));
         let mut left = Left::default();
-        for ended in ended.into_values() {
+        for ended in ended {
             let settled = self.settle_one(&ended.file, &ended.inode);
             left.count(settled);
             if settled != Ok(Flattened::Flat) {
@@ -165,13 +167,28 @@ impl<B: Backing> LogBacking<B> {
     }
 
     /// Flattens the files at or below `top` that nobody writes to, whether this host has ever opened them or not.
+    ///
+    /// Where hosts have lanes of their own, each begins with the files there: those who flatten the files of one lane
+    /// together wait for each other's syncs.
     pub fn flatten_below(&self, top: &LogInode<B>) -> Result<Left> {
         let mut left = Left::default();
-        let lost = self.visit_logged(top, &mut |found| {
-            left.count(self.flatten_found(found.id, found.inode));
-        })?;
+        let mut later = Vec::new();
+        let lost =
+            self.visit_logged(top, &mut |found| match self.is_in_other_lane(found.inode) {
+                true => later.push((found.id, found.inode.clone())),
+                false => left.count(self.flatten_found(found.id, found.inode)),
+            })?;
+        for (id, inode) in later {
+            left.count(self.flatten_found(id, &inode));
+        }
         left.lost = lost;
         Ok(left)
+    }
+
+    /// Whether a plain file lies in another lane than what this host writes to logs by its turn.
+    fn is_in_other_lane(&self, inode: &B::Inode) -> bool {
+        let own = self.below.lane_of_turn(self.turn);
+        own.is_some_and(|own| self.below.lane_of(inode) != own)
     }
 
     /// The same; what cannot be read of logs is told, and given up.

@@ -21,6 +21,24 @@ const CHECKED_MAX: usize = 1 << 16;
 /// So much of a log is read at once.
 const TOGETHER_BYTES_MAX: u64 = 1 << 20;
 
+/// Whether the pages of logs are kept in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Pages {
+    Keep,
+    /// What is read now is in the plain file next, and the logs go: their pages would only take the room of those that it
+    /// needs.
+    Forget,
+}
+
+impl Pages {
+    /// A part of a log was read.
+    fn note_read<B: Backing>(self, base: &B, file: &B::File, offset: u64, len: usize) {
+        if self == Self::Forget {
+            base.forget_pages(file, offset, len as u64);
+        }
+    }
+}
+
 /// Bytes of a change that are to be read.
 struct Wanted<'a> {
     key: Key,
@@ -126,11 +144,11 @@ impl<B: Backing> Container<B> {
                     }),
                 }
             }
-            self.read_logs(base, wanted)?;
+            self.read_logs(base, wanted, Pages::Keep)?;
         }
     }
 
-    /// Reads segments that are in logs, one after the other, into `buf`, which has their size.
+    /// Reads segments that are in logs, one after the other, into `buf`, which has their size. They are not read again.
     pub(crate) fn read_segments(
         &self,
         base: &B,
@@ -147,12 +165,12 @@ impl<B: Backing> Container<B> {
             rest = later;
             wanted.push(Wanted { key, position, buf });
         }
-        self.read_logs(base, wanted)
+        self.read_logs(base, wanted, Pages::Forget)
     }
 
     /// Reads bytes of changes, which must be as they were written. Those that were given up as lost are zeros. What lies
     /// near each other in a log is read at once, whatever its order in the file is.
-    fn read_logs(&self, base: &B, wanted: Vec<Wanted<'_>>) -> Result<()> {
+    fn read_logs(&self, base: &B, wanted: Vec<Wanted<'_>>, pages: Pages) -> Result<()> {
         let mut logs: HashMap<Key, KeyLog<B>> = HashMap::new();
         let mut pieces = Vec::with_capacity(wanted.len());
         let mut unchecked = Vec::new();
@@ -163,16 +181,16 @@ impl<B: Backing> Container<B> {
             };
             self.split_blocks(log, wanted, &mut pieces, &mut unchecked)?;
         }
-        self.read_unchecked(base, unchecked)?;
+        self.read_unchecked(base, unchecked, pages)?;
         pieces.sort_unstable_by_key(|piece| piece.place);
         let mut together = Vec::new();
         for piece in pieces {
             if !goes_with(&together, &piece) {
-                self.read_together(base, std::mem::take(&mut together))?;
+                self.read_together(base, std::mem::take(&mut together), pages)?;
             }
             together.push(piece);
         }
-        self.read_together(base, together)
+        self.read_together(base, together, pages)
     }
 
     /// Where the bytes of a change are.
@@ -231,14 +249,19 @@ impl<B: Backing> Container<B> {
     }
 
     /// Reads each block whole, once, which its checksum is of.
-    fn read_unchecked(&self, base: &B, mut unchecked: Vec<Unchecked<'_>>) -> Result<()> {
+    fn read_unchecked(
+        &self,
+        base: &B,
+        mut unchecked: Vec<Unchecked<'_>>,
+        pages: Pages,
+    ) -> Result<()> {
         unchecked.sort_unstable_by_key(|piece| (piece.key, piece.block));
         let is_same = |a: &Unchecked<'_>, b: &Unchecked<'_>| (a.key, a.block) == (b.key, b.block);
         for pieces in unchecked.chunk_by_mut(is_same) {
             let Unchecked {
                 key, span, block, ..
             } = &pieces[0];
-            let whole = self.load_block(base, *key, span, *block)?;
+            let whole = self.load_block(base, *key, span, *block, pages)?;
             // Whoever reads a part of it reads the rest next.
             let window = Arc::new(Window {
                 start: span.position + block * CHECKED_BYTES,
@@ -255,7 +278,12 @@ impl<B: Backing> Container<B> {
 
     /// Reads pieces that lie near each other in one log. Where they follow what was read last, more is read ahead: who
     /// reads a file in its order, or his own pieces of it, goes through each log in its order.
-    fn read_together(&self, base: &B, mut pieces: Vec<LogPiece<'_, B>>) -> Result<()> {
+    fn read_together(
+        &self,
+        base: &B,
+        mut pieces: Vec<LogPiece<'_, B>>,
+        pages: Pages,
+    ) -> Result<()> {
         let (Some(first), Some(last)) = (pieces.first(), pieces.last()) else {
             return Ok(());
         };
@@ -268,13 +296,16 @@ impl<B: Backing> Container<B> {
         let window = match ahead.find(id) {
             Some(known) if known.has(start..end) => known,
             _ if pieces.len() == 1 && end - start >= AHEAD_BYTES_MIN => {
-                return read_exact(base, &file, pieces[0].buf, start);
+                read_exact(base, &file, pieces[0].buf, start)?;
+                pages.note_read(base, &file, start, pieces[0].buf.len());
+                return Ok(());
             }
             known => {
                 let last = known.filter(|known| known.is_followed_by(start));
                 let wanted = last.map_or(0, |last| ahead.bytes_after(&last));
                 let to = start.saturating_add(wanted).min(limit).max(end);
                 let window = Arc::new(Window::read(base, &file, start..to)?);
+                pages.note_read(base, &file, start, window.bytes.len());
                 ahead.keep(id, &window);
                 window
             }
@@ -289,11 +320,22 @@ impl<B: Backing> Container<B> {
     }
 
     /// A block of a change; none if it is not as it was written.
-    fn load_block(&self, base: &B, key: Key, span: &Span, block: u64) -> Result<Option<Vec<u8>>> {
+    fn load_block(
+        &self,
+        base: &B,
+        key: Key,
+        span: &Span,
+        block: u64,
+        pages: Pages,
+    ) -> Result<Option<Vec<u8>>> {
         let at = block * CHECKED_BYTES;
         let mut whole = vec![0; CHECKED_BYTES.min(span.bytes - at) as usize];
         let count = match self.open_log(base, key.writer, span.log)? {
-            Some(file) => base.read_at(&file, &mut whole, span.position + at)?,
+            Some(file) => {
+                let count = base.read_at(&file, &mut whole, span.position + at)?;
+                pages.note_read(base, &file, span.position + at, count);
+                count
+            }
             None => 0,
         };
         if count < whole.len() || crc32c::crc32c(&whole) != span.checksums[block as usize] {
@@ -340,7 +382,9 @@ impl<B: Backing> Container<B> {
             let position = span.position + at;
             let is_lost = known.has_block(&log, position)
                 || (!self.view.lock().checked.contains(&(key, block))
-                    && self.load_block(base, key, &span, block)?.is_none());
+                    && self
+                        .load_block(base, key, &span, block, Pages::Keep)?
+                        .is_none());
             if !is_lost {
                 continue;
             }
