@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use firn_direct::connection::{Outgoing, token_of};
-use firn_format::data_socket::{DATA_SOCKET_VERSION, Op, Request, Status};
+use firn_format::data_socket::{DATA_SOCKET_VERSION, FILES_MAX, Op, Request, Status};
 use firn_tests::command::{copy_program, run};
 use firn_tests::data_socket::{
     Client, acknowledged, byte_at, hello_and, knock, pester, receive_any, say,
@@ -223,8 +223,8 @@ fn nonsense_on_the_socket_ends_that_connection_and_nothing_else() {
     let hello = request(Op::Hello as u32, DATA_SOCKET_VERSION.into());
     let version = request(Op::Hello as u32, 99);
     let early = request(Op::Lease as u32, 1);
-    let of_a_length = Request {
-        len: 1,
+    let of_many_files = Request {
+        len: FILES_MAX as u32 + 1,
         ..request(Op::Extents as u32, 0)
     };
     let packets: [(&[u8], Status); 10] = [
@@ -234,7 +234,7 @@ fn nonsense_on_the_socket_ends_that_connection_and_nothing_else() {
         (&hello_and(&hello), Status::Malformed),
         (&hello_and(&early), Status::Malformed),
         (&hello_and(&request(77, 0)), Status::Malformed),
-        (&hello_and(&of_a_length), Status::Malformed),
+        (&hello_and(&of_many_files), Status::Malformed),
         (&[hello.as_bytes(), b"x"].concat(), Status::Malformed),
         (version.as_bytes(), Status::Version),
         (early.as_bytes(), Status::Malformed),

@@ -692,6 +692,14 @@ impl Backing for DirBacking {
         .then(|| file.fd.as_fd())
     }
 
+    /// One of its own, whose flags and offset are no affair of this process, where this one may be written.
+    fn reading_fd(&self, file: &Self::File) -> Option<OwnedFd> {
+        match file.access {
+            Access::Read => file.fd.try_clone().ok(),
+            Access::Write | Access::ReadWrite => reopen::file(&file.fd, Access::Read).ok(),
+        }
+    }
+
     fn statfs(&self) -> Result<StatFs> {
         let s = fs::fstatvfs(&self.root)?;
         Ok(StatFs {

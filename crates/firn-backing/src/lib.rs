@@ -13,7 +13,8 @@
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
-use std::os::fd::BorrowedFd;
+use std::ops::Range;
+use std::os::fd::{BorrowedFd, OwnedFd};
 
 pub use descriptors::raise_descriptor_limit;
 pub use rustix::io::Errno;
@@ -218,6 +219,22 @@ pub trait Backing: Send + Sync + 'static {
     }
     /// The descriptor, for kernel passthrough; `None` where there is none.
     fn fd<'a>(&self, file: &'a Self::File) -> Option<BorrowedFd<'a>>;
+
+    /// A descriptor by which another process may read the file, and not write it; `None` where there is none.
+    fn reading_fd(&self, _file: &Self::File) -> Option<OwnedFd> {
+        None
+    }
+    /// Where bytes of `range` lie in files of the backing, as [`Backing::read_at`] would give them; `None` where the kernel
+    /// reads the file by itself, or nobody else can. What is told stays as it is, whatever becomes of the file, until
+    /// this host changes it, learns that others have ([`Backing::changes_by_others`]), or [`Located::until`].
+    fn locate(
+        &self,
+        _file: &Self::File,
+        _range: Range<u64>,
+        _limits: LocateLimits,
+    ) -> Result<Option<Located>> {
+        Ok(None)
+    }
 
     // ---- files that several hosts write ------------------------------------------------------
 

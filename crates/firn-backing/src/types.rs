@@ -2,6 +2,8 @@
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
+use std::os::fd::OwnedFd;
+use std::time::Instant;
 
 use bitflags::bitflags;
 
@@ -218,6 +220,42 @@ pub enum KernelReads {
     Cached,
     /// It may read the backing's file, if that has a descriptor.
     Passthrough,
+}
+
+/// A part of a file that lies in one piece in a file of the backing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LocatedPart {
+    /// In the file.
+    pub offset: u64,
+    /// Bytes.
+    pub len: u64,
+    /// Which of [`Located::files`] has them.
+    pub file: usize,
+    /// Where they begin in that.
+    pub position: u64,
+}
+
+/// Where bytes of a file lie in files of the backing, for a process that reads them itself.
+#[derive(Debug)]
+pub struct Located {
+    /// Sorted, and without overlap. What is not in them is only to be had by
+    /// [`Backing::read_at`](crate::Backing::read_at).
+    pub parts: Vec<LocatedPart>,
+    /// Descriptors that can be read by, and not written.
+    pub files: Vec<OwnedFd>,
+    /// Up to here the range was gone through.
+    pub end: u64,
+    /// Other hosts may have changed the file, unseen by this one, from then on.
+    pub until: Instant,
+}
+
+/// How much [`Backing::locate`](crate::Backing::locate) tells at once.
+#[derive(Clone, Copy, Debug)]
+pub struct LocateLimits {
+    /// Parts.
+    pub parts_max: usize,
+    /// Descriptors. What lies in more files than these is left out.
+    pub files_max: usize,
 }
 
 /// Who else may hold a lock of the same file.

@@ -14,16 +14,16 @@
 mod stub;
 
 use std::io::{self, IoSlice, IoSliceMut};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use firn_backing::Backing;
-use firn_engine::{ClientId, DirectRefusal, Engine, HandleId};
+use firn_engine::{ClientId, DirectList, DirectRefusal, Engine, HandleId};
 use firn_format::data_socket::{
-    Arena, DATA_BYTES_MAX, DATA_SOCKET_VERSION, Op, Reply, Request, Slab, Status,
+    Arena, DATA_BYTES_MAX, DATA_SOCKET_VERSION, FILES_MAX, Op, Reply, Request, Slab, Status,
 };
 use firn_format::geometry::{PAGE, WORDS_BYTES, WORDS_OFFSET};
 use firn_fuse::{Gate, Invalidator};
@@ -302,7 +302,11 @@ fn serve<B: Backing>(
 
 /// Whether only a request that says so has a length.
 fn has_usual_len(op: Op, request: &Request) -> bool {
-    request.len == 0 || matches!(op, Op::Lease | Op::OpenWrite)
+    match op {
+        Op::Lease | Op::OpenWrite => true,
+        Op::Extents => request.len as usize <= FILES_MAX,
+        _ => request.len == 0,
+    }
 }
 
 /// The request in the packet of the first one, behind it: `Some(None)` where there is none, `None` where it is not one
@@ -387,8 +391,8 @@ fn hello<B: Backing>(socket: &OwnedFd, engine: &Engine<B>) -> io::Result<()> {
     Ok(())
 }
 
-/// An answer and the extents or bytes that follow it.
-struct Answer(Reply, Vec<u8>);
+/// An answer, the extents or bytes that follow it, and the descriptors that go with it.
+struct Answer(Reply, Vec<u8>, Vec<OwnedFd>);
 
 impl Answer {
     fn status(status: Status) -> Self {
@@ -398,13 +402,14 @@ impl Answer {
                 ..Reply::default()
             },
             Vec::new(),
+            Vec::new(),
         )
     }
 }
 
 impl From<Reply> for Answer {
     fn from(reply: Reply) -> Self {
-        Self(reply, Vec::new())
+        Self(reply, Vec::new(), Vec::new())
     }
 }
 
@@ -455,25 +460,9 @@ fn answer<B: Backing>(
             engine.end_direct_access(client, token);
             Answer::status(Status::Ok)
         }
-        Op::Extents => match engine.list_extents(token, arg) {
-            Ok(list) => {
-                let count = list.extents.len() as u32;
-                let size = list.size;
-                let slot = list.slot;
-                let stamp = list.stamp;
-                Answer(
-                    Reply {
-                        count,
-                        size,
-                        slot,
-                        stamp,
-                        ..Reply::default()
-                    },
-                    list.extents.as_bytes().to_vec(),
-                )
-            }
-            Err(refusal) => refusal.into(),
-        },
+        Op::Extents => engine
+            .list_extents(token, arg, len as usize)
+            .map_or_else(Answer::from, of_list),
         // A list needs no end: its word tells when it does not hold any more.
         Op::EndRead => Answer::status(Status::Ok),
         _ => Answer::status(Status::Malformed),
@@ -487,7 +476,25 @@ fn of_slabs(reply: Reply, (lease, more): (Slab, Vec<Slab>)) -> Answer {
         lease,
         ..reply
     };
-    Answer(reply, more.as_bytes().to_vec())
+    Answer(reply, more.as_bytes().to_vec(), Vec::new())
+}
+
+/// A list as an answer.
+fn of_list(list: DirectList) -> Answer {
+    let valid = |until: Instant| until.saturating_duration_since(Instant::now());
+    let reply = Reply {
+        count: list.extents.len() as u32,
+        size: list.size,
+        slot: list.slot,
+        stamp: list.stamp,
+        end: list.end,
+        // 0 would say that there is no such time.
+        valid_ns: list
+            .until
+            .map_or(0, |until| (valid(until).as_nanos() as u64).max(1)),
+        ..Reply::default()
+    };
+    Answer(reply, list.extents.as_bytes().to_vec(), list.files)
 }
 
 /// The answer where a grant got no lease. It was known by its token, so it has been revoked where it is not now.
@@ -502,13 +509,14 @@ fn refuse(socket: &OwnedFd, status: Status) -> io::Result<()> {
     send(socket, &Answer::status(status))
 }
 
-fn send(socket: &OwnedFd, Answer(reply, follows): &Answer) -> io::Result<()> {
+fn send(socket: &OwnedFd, Answer(reply, follows, files): &Answer) -> io::Result<()> {
     let parts = [IoSlice::new(reply.as_bytes()), IoSlice::new(follows)];
-    sendmsg(
-        socket,
-        &parts,
-        &mut SendAncillaryBuffer::default(),
-        SendFlags::NOSIGNAL,
-    )?;
+    let files: Vec<BorrowedFd<'_>> = files.iter().map(OwnedFd::as_fd).collect();
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_MAX))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !files.is_empty() {
+        control.push(SendAncillaryMessage::ScmRights(&files));
+    }
+    sendmsg(socket, &parts, &mut control, SendFlags::NOSIGNAL)?;
     Ok(())
 }

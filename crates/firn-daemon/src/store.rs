@@ -6,12 +6,13 @@
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
-use std::os::fd::BorrowedFd;
+use std::ops::Range;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use firn_backing::{
     Access, Attr, Backing, Caller, DataPart, DirBacking, DirEntry, KernelReads, LaneIndex,
-    LockMode, RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
+    LocateLimits, Located, LockMode, RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
 };
 use firn_lanes::Lanes;
 use firn_log::LogBacking;
@@ -485,6 +486,20 @@ impl<B: Backing> Backing for Store<B> {
 
     fn fd<'a>(&self, file: &'a StoreFile<B>) -> Option<BorrowedFd<'a>> {
         delegate!(self, StoreFile(file), |store| store.fd(file))
+    }
+
+    fn reading_fd(&self, file: &StoreFile<B>) -> Option<OwnedFd> {
+        delegate!(self, StoreFile(file), |store| store.reading_fd(file))
+    }
+
+    fn locate(
+        &self,
+        file: &StoreFile<B>,
+        range: Range<u64>,
+        limits: LocateLimits,
+    ) -> Result<Option<Located>> {
+        delegate!(self, StoreFile(file), |store| store
+            .locate(file, range, limits))
     }
 
     fn kernel_reads(&self, file: &StoreFile<B>) -> KernelReads {

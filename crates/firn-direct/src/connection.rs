@@ -20,7 +20,8 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, RawFd};
 
 use firn_format::data_socket::{
-    Arena, DATA_SOCKET_VERSION, Extent, IOCTL_TOKEN, Op, Reply, Request, Slab, Status, Token,
+    Arena, DATA_SOCKET_VERSION, Extent, FILES_MAX, IOCTL_TOKEN, Op, Reply, Request, Slab, Status,
+    Token,
 };
 use firn_trust::PeerError;
 use libc::iovec;
@@ -155,6 +156,8 @@ pub struct Payload<'a> {
     pub fd: Option<BorrowedFd<'a>>,
     /// For what follows the reply.
     pub room: Incoming<'a>,
+    /// For the descriptors that come with it; without it they are closed.
+    pub files: Option<&'a mut Files>,
 }
 
 impl Payload<'_> {
@@ -164,7 +167,56 @@ impl Payload<'_> {
             data: Outgoing::none(),
             fd: None,
             room: Incoming::none(),
+            files: None,
         }
+    }
+}
+
+/// Descriptors that came with a reply. Those that nobody takes are closed.
+#[derive(Debug)]
+pub struct Files {
+    fds: [c_int; FILES_MAX],
+    /// How many came.
+    count: usize,
+}
+
+impl Files {
+    /// None.
+    pub const fn new() -> Self {
+        Self {
+            fds: [-1; FILES_MAX],
+            count: 0,
+        }
+    }
+
+    /// How many came.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// The one with this index, once.
+    pub fn take(&mut self, index: usize) -> Option<Descriptor> {
+        let fd = self.fds.get_mut(index).filter(|fd| **fd >= 0)?;
+        let taken = std::mem::replace(fd, -1);
+        // SAFETY: the kernel opened the descriptor for this process with a message, and nobody else knows of it.
+        Some(unsafe { Descriptor::from_raw_fd(taken) })
+    }
+
+    fn clear(&mut self) {
+        (0..self.count).for_each(|index| drop(self.take(index)));
+        self.count = 0;
+    }
+}
+
+impl Default for Files {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Drop for Files {
+    fn drop(&mut self) {
+        self.clear();
     }
 }
 
@@ -197,26 +249,24 @@ pub struct Packet {
     pub fd: Option<Descriptor>,
 }
 
-/// A control message with one descriptor (`SCM_RIGHTS`, unix(7)).
+/// A control message with descriptors (`SCM_RIGHTS`, unix(7)).
 #[repr(C)]
-struct FdMessage {
+struct FdMessage<const N: usize> {
     head: libc::cmsghdr,
-    fd: c_int,
+    fds: [c_int; N],
 }
 
-/// What `CMSG_LEN` gives for one descriptor: the kernel finds room for one, and drops others.
-const FD_MESSAGE_BYTES: usize = size_of::<libc::cmsghdr>() + size_of::<c_int>();
-const _: () = assert!(std::mem::offset_of!(FdMessage, fd) == size_of::<libc::cmsghdr>());
+const _: () = assert!(std::mem::offset_of!(FdMessage<1>, fds) == size_of::<libc::cmsghdr>());
 
-impl FdMessage {
+impl FdMessage<1> {
     fn new(fd: c_int) -> Self {
         Self {
             head: libc::cmsghdr {
-                cmsg_len: FD_MESSAGE_BYTES,
+                cmsg_len: Self::BYTES,
                 cmsg_level: libc::SOL_SOCKET,
                 cmsg_type: libc::SCM_RIGHTS,
             },
-            fd,
+            fds: [fd],
         }
     }
 }
@@ -265,14 +315,25 @@ impl Connection {
 
     /// Receives the reply to the earliest request that has none yet, and what follows it.
     pub fn receive_reply(&self, room: &mut Incoming<'_>) -> Result<Reply, CallError> {
+        self.receive_reply_with(room, None)
+    }
+
+    /// The same, and the descriptors that come with it.
+    pub fn receive_reply_with(
+        &self,
+        room: &mut Incoming<'_>,
+        files: Option<&mut Files>,
+    ) -> Result<Reply, CallError> {
         let mut reply = Reply::default();
         let mut head = Incoming::from(reply.as_mut_bytes());
-        let packet = self
-            .receive_packet(&mut head, room)
-            .map_err(|errno| match errno {
-                Errno::FAULT => CallError::Fault,
-                _ => CallError::NoReply,
-            })?;
+        let received = match files {
+            Some(files) => self.receive_with_files(&mut head, room, files),
+            None => self.receive_packet(&mut head, room),
+        };
+        let packet = received.map_err(|errno| match errno {
+            Errno::FAULT => CallError::Fault,
+            _ => CallError::NoReply,
+        })?;
         let room_bytes = room.part.iov_len;
         let follow = if room_bytes > 0 {
             (reply.count as usize).checked_mul(room.unit_bytes)
@@ -288,7 +349,7 @@ impl Connection {
     /// Sends a request and receives its reply; every earlier request has its reply already.
     pub fn call(&self, request: &Request, payload: &mut Payload<'_>) -> Result<Reply, CallError> {
         self.send_request(request, payload)?;
-        self.receive_reply(&mut payload.room)
+        self.receive_reply_with(&mut payload.room, payload.files.as_deref_mut())
     }
 
     /// Sends the first request of every connection, and the second one with it, if there is one: firnd wakes up once for both.
@@ -350,10 +411,44 @@ impl Connection {
         head: &mut Incoming<'_>,
         rest: &mut Incoming<'_>,
     ) -> Result<Packet, Errno> {
+        let mut control = FdMessage::<1>::empty();
+        let len = self.receive_into(head, rest, &mut control)?;
+        let fd = control.received().next();
+        // SAFETY: the kernel opened the descriptor for this process with the message, and nobody else knows of it.
+        let fd = fd.map(|fd| unsafe { Descriptor::from_raw_fd(fd) });
+        Ok(Packet { len: len?, fd })
+    }
+
+    /// The same with as many descriptors as there is room for.
+    fn receive_with_files(
+        &self,
+        head: &mut Incoming<'_>,
+        rest: &mut Incoming<'_>,
+        files: &mut Files,
+    ) -> Result<Packet, Errno> {
+        let mut control = FdMessage::<FILES_MAX>::empty();
+        let len = self.receive_into(head, rest, &mut control)?;
+        files.clear();
+        for (slot, fd) in files.fds.iter_mut().zip(control.received()) {
+            *slot = fd;
+            files.count += 1;
+        }
+        Ok(Packet {
+            len: len?,
+            fd: None,
+        })
+    }
+
+    /// Receives one packet and its descriptors. The inner error is that of a packet that is not whole, whose descriptors
+    /// have come all the same.
+    fn receive_into<const N: usize>(
+        &self,
+        head: &mut Incoming<'_>,
+        rest: &mut Incoming<'_>,
+        control: &mut FdMessage<N>,
+    ) -> Result<Result<usize, Errno>, Errno> {
         let mut parts = [head.part, rest.part];
-        let mut control = FdMessage::new(-1);
-        control.head.cmsg_len = 0;
-        let mut message = message_of(&mut parts, Some(&mut control));
+        let mut message = message_of(&mut parts, Some(control));
         let len = repeat_interrupted(|| {
             // SAFETY: the kernel writes the message, its control data, which has the length that it says, and the
             // parts, as their owners allow (`Incoming`).
@@ -366,25 +461,42 @@ impl Connection {
                 )
             }
         })?;
-        let fd = control.received();
         if len == 0 {
-            return Err(Errno::CONNRESET);
+            return Ok(Err(Errno::CONNRESET));
         }
         if message.msg_flags & libc::MSG_TRUNC != 0 {
-            return Err(Errno::MSGSIZE);
+            return Ok(Err(Errno::MSGSIZE));
         }
-        Ok(Packet { len, fd })
+        Ok(Ok(len))
     }
 }
 
-impl FdMessage {
-    /// The descriptor that the kernel put here.
-    fn received(&self) -> Option<Descriptor> {
-        let has_fd = self.head.cmsg_level == libc::SOL_SOCKET
-            && self.head.cmsg_type == libc::SCM_RIGHTS
-            && self.head.cmsg_len == FD_MESSAGE_BYTES;
-        // SAFETY: the kernel opened the descriptor for this process with the message, and nobody else knows of it.
-        has_fd.then(|| unsafe { Descriptor::from_raw_fd(self.fd) })
+impl<const N: usize> FdMessage<N> {
+    /// What `CMSG_LEN` gives for as many descriptors: the kernel finds room for these, and drops others.
+    const BYTES: usize = size_of::<libc::cmsghdr>() + N * size_of::<c_int>();
+
+    /// Room for descriptors.
+    fn empty() -> Self {
+        Self {
+            head: libc::cmsghdr {
+                cmsg_len: 0,
+                cmsg_level: 0,
+                cmsg_type: 0,
+            },
+            fds: [-1; N],
+        }
+    }
+
+    /// The descriptors that the kernel put here.
+    fn received(&self) -> impl Iterator<Item = c_int> + '_ {
+        let is_it =
+            self.head.cmsg_level == libc::SOL_SOCKET && self.head.cmsg_type == libc::SCM_RIGHTS;
+        let bytes = self
+            .head
+            .cmsg_len
+            .saturating_sub(size_of::<libc::cmsghdr>());
+        let count = if is_it { bytes / size_of::<c_int>() } else { 0 };
+        self.fds.iter().copied().take(count)
     }
 }
 
@@ -409,8 +521,11 @@ impl IntoRawFd for Connection {
     }
 }
 
-fn message_of(parts: &mut [iovec; 2], control: Option<&mut FdMessage>) -> libc::msghdr {
-    let control_bytes = control.as_ref().map_or(0, |_| FD_MESSAGE_BYTES);
+fn message_of<const N: usize>(
+    parts: &mut [iovec; 2],
+    control: Option<&mut FdMessage<N>>,
+) -> libc::msghdr {
+    let control_bytes = control.as_ref().map_or(0, |_| FdMessage::<N>::BYTES);
     libc::msghdr {
         msg_name: std::ptr::null_mut(),
         msg_namelen: 0,

@@ -2,6 +2,8 @@
 
 use std::ffi::OsString;
 use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::time::Instant;
 
 use firn_backing::{Attr, Errno, SetTime};
 
@@ -134,7 +136,7 @@ pub struct DirectGrant {
 }
 
 /// Where the bytes of a file lie.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub struct DirectList {
     /// Bytes of the file.
     pub size: u64,
@@ -144,6 +146,12 @@ pub struct DirectList {
     pub stamp: u32,
     /// Sorted by offset; without overlap.
     pub extents: Vec<firn_format::data_socket::Extent>,
+    /// Up to here of the file they are all that is known.
+    pub end: u64,
+    /// The files of the backing that they name.
+    pub files: Vec<OwnedFd>,
+    /// From then on they may be wrong; none: only the word tells.
+    pub until: Option<Instant>,
 }
 
 /// Why a client does not get what it asks for.

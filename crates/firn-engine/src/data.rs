@@ -284,6 +284,7 @@ impl<B: Backing> Engine<B> {
         if self.backing.finishes_files() {
             if let Ok(object) = self.object(&file.inode) {
                 self.see_changes_by_others(&file.inode, &object);
+                self.end_lists_before_changes(file, &object);
             }
             self.privileges.tell_attributes_changed(file.inode.id);
         }

@@ -10,21 +10,23 @@
 //! Sequences: a lease takes as many as it has records. They keep the order of writes because nothing else
 //! writes the file while there is a grant, and a file's leases are filled one after the other.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use firn_arena::{ClientLease, Located, Taken};
-use firn_backing::{Backing, Errno};
+use firn_backing::{Backing, Errno, LocateLimits, LocatedPart};
 use firn_format::data_socket::{
-    EXTENTS_MAX, Extent as Listed, IN_MEMORY, IN_SPILL, LEASE_SLABS_MAX, Slab,
+    EXTENTS_MAX, Extent as Listed, FILES_MAX, IN_BACKING, IN_MEMORY, IN_SPILL, LEASE_SLABS_MAX,
+    Slab,
 };
 use firn_format::geometry::WORDS_COUNT;
 use firn_format::slab::Class;
 
 use crate::engine::Engine;
 use crate::extents::Extent;
-use crate::file::{File, FileId, FileState, Grant};
+use crate::file::{BackingFile, File, FileId, FileState, Grant};
 use crate::options::DrainPolicy;
 use crate::privileges::has_set_id_bits;
 use crate::size::whole_size;
@@ -36,7 +38,51 @@ use crate::{
 /// Leases of a file that stay when it gets more: the last one, which is being filled.
 const LEASES_KEPT: usize = 1;
 
+/// A list whose file changes while it is made is made anew; no more often than this.
+const LIST_TRIES_MAX: usize = 4;
+
 type Answer<T> = std::result::Result<T, DirectRefusal>;
+
+/// Whether readers may be told where the bytes of a file lie.
+fn may_be_listed<B: Backing>(state: &FileState<B>) -> bool {
+    !state.opens.has_writers()
+        && !state.opens.has_passthrough()
+        && !state.drain.is_exclusive()
+        && !state.direct.has_grant()
+}
+
+/// The parts that lie in the backing where there are no `extents` of the arena, and these. Both are sorted.
+fn fill_gaps(extents: &[Listed], parts: &[LocatedPart]) -> Vec<Listed> {
+    let mut filled = Vec::with_capacity(extents.len() + parts.len());
+    let mut later = extents.iter().peekable();
+    for part in parts {
+        let end = part.offset + part.len;
+        let mut at = part.offset;
+        while at < end {
+            let next = later.peek().filter(|extent| extent.offset < end);
+            let gap_end = next.map_or(end, |extent| extent.offset.max(at));
+            if gap_end > at {
+                filled.push(Listed {
+                    offset: at,
+                    len: gap_end - at,
+                    at: part.position + (at - part.offset),
+                    chunk: part.file as u32,
+                    place: IN_BACKING,
+                });
+            }
+            let Some(extent) = next else { break };
+            let extent_end = extent.offset + extent.len;
+            at = extent_end.max(gap_end);
+            if extent_end > end {
+                break;
+            }
+            filled.push(**extent);
+            later.next();
+        }
+    }
+    filled.extend(later);
+    filled
+}
 
 impl<B: Backing> Engine<B> {
     // ---- what the data socket asks -----------------------------------------------------------
@@ -228,46 +274,137 @@ impl<B: Backing> Engine<B> {
         self.wake_writers();
     }
 
-    /// Where the bytes of a file lie that nobody has open for writing, from `from` on.
-    pub fn list_extents(&self, token: HandleId, from: u64) -> Answer<DirectList> {
+    /// Where the bytes of a file lie that nobody has open for writing, from `from` on: in the arena, and where that has none
+    /// in files of the backing, `files_max` of them at most.
+    pub fn list_extents(&self, token: HandleId, from: u64, files_max: usize) -> Answer<DirectList> {
         let handle = self.handle(token).ok().filter(|handle| handle.readable);
         let handle = handle.ok_or(DirectRefusal::BadToken)?;
         if self.options.serves_every_read {
             return Err(DirectRefusal::Busy);
         }
-        let file = &handle.file;
+        for _ in 0..LIST_TRIES_MAX {
+            if let Some(list) = self.try_to_list(&handle.file, from, files_max)? {
+                return Ok(list);
+            }
+        }
+        Err(DirectRefusal::Busy)
+    }
+
+    /// `None`: what it lists has changed meanwhile.
+    fn try_to_list(
+        &self,
+        file: &Arc<File<B>>,
+        from: u64,
+        files_max: usize,
+    ) -> Answer<Option<DirectList>> {
         let mut state = file.lock();
-        if state.opens.has_writers()
-            || state.opens.has_passthrough()
-            || state.drain.is_exclusive()
-            || state.direct.has_grant()
-        {
+        if !may_be_listed(&state) {
             return Err(DirectRefusal::Busy);
         }
         // Before any place is looked up: who moves one then looks for this file.
         self.grants.note_list();
-        let end = state.pending.end();
+        let pending_end = state.pending.end();
         // Through the kernel, which tells the error, where a place is not known.
         let list = |(offset, extent)| self.list(offset, extent).ok_or(DirectRefusal::Busy);
-        let extents = state
+        let mut extents = state
             .extents_in_arena(from, EXTENTS_MAX)
             .into_iter()
             .map(list)
-            .collect::<Answer<_>>()?;
+            .collect::<Answer<Vec<_>>>()?;
+        let mut end = match extents.last() {
+            Some(last) if extents.len() >= EXTENTS_MAX => last.offset + last.len,
+            _ => u64::MAX,
+        };
         let word = (file.inode.id.0 % u64::from(WORDS_COUNT)) as u32;
         state.direct.set_listed(word);
-        let (slot, stamp) = self.arena.file_word(word);
+        let (slot, mut stamp) = self.arena.file_word(word);
+        let source = state.open_reader();
         drop(state);
+        let located = match files_max {
+            0 => None,
+            _ => self.locate(file, source, from..end, files_max),
+        };
         // What is drained before the backing is asked counts all the same; what is cut makes the list invalid.
         let size = self
-            .size_beside(&file.inode, end)
+            .size_beside(&file.inode, pending_end)
             .map_err(|_| DirectRefusal::Busy)?;
-        Ok(DirectList {
+        let mut files = Vec::new();
+        let mut until = None;
+        if let Some((located, changes)) = located {
+            end = end.min(located.end);
+            extents.retain(|extent| extent.offset < end);
+            extents = fill_gaps(&extents, &located.parts);
+            if let Some(cut) = extents.get(EXTENTS_MAX) {
+                end = cut.offset;
+                extents.truncate(EXTENTS_MAX);
+            }
+            files = located.files;
+            until = Some(located.until);
+            let mut state = file.lock();
+            if !may_be_listed(&state) {
+                return Err(DirectRefusal::Busy);
+            }
+            if !state.direct.is_listed() || self.arena.file_word(word).1 != stamp {
+                return Ok(None);
+            }
+            if !state.direct.set_listed_in_backing(changes) {
+                state.direct.invalidate_list(&self.arena);
+                state.direct.set_listed(word);
+                state.direct.set_listed_in_backing(changes);
+                stamp = self.arena.file_word(word).1;
+            }
+        }
+        Ok(Some(DirectList {
             size,
             slot,
             stamp,
             extents,
-        })
+            end,
+            files,
+            until,
+        }))
+    }
+
+    /// Where the backing has bytes of a range, and as of which change by other hosts. What cannot be found is read by the
+    /// kernel, which tells the error.
+    fn locate(
+        &self,
+        file: &Arc<File<B>>,
+        source: Option<Arc<BackingFile<B>>>,
+        range: Range<u64>,
+        files_max: usize,
+    ) -> Option<(firn_backing::Located, u64)> {
+        let object = self.object(&file.inode).ok()?;
+        let limits = LocateLimits {
+            parts_max: EXTENTS_MAX,
+            files_max: files_max.min(FILES_MAX),
+        };
+        let find = || {
+            let source = source.clone().map_or_else(|| self.reader(file), Ok)?;
+            for _ in 0..LIST_TRIES_MAX {
+                let changes = self.backing.changes_by_others(&object);
+                let located = self.backing.locate(&source.file, range.clone(), limits)?;
+                // Else it may be of before the change in one part, and of after it in another.
+                if self.backing.changes_by_others(&object) == changes {
+                    return Ok(located.map(|located| (located, changes)));
+                }
+            }
+            Ok(None)
+        };
+        self.with_descriptor(find).ok().flatten()
+    }
+
+    /// To be called when this host may have learnt of changes by others: what readers were told of the backing before
+    /// does not hold any more.
+    pub(crate) fn end_lists_before_changes(&self, file: &File<B>, object: &B::Inode) {
+        if !self.grants.has_lists() {
+            return;
+        }
+        let changes = self.backing.changes_by_others(object);
+        let mut state = file.lock();
+        if state.direct.is_listed_before(changes) {
+            state.direct.invalidate_list(&self.arena);
+        }
     }
 
     /// Where an extent is now; `None`: nobody knows.

@@ -86,6 +86,7 @@ impl<B: Backing> Engine<B> {
         let object = self.object(inode)?;
         let mut attr = self.backing.attr(&object)?;
         self.see_changes_by_others(inode, &object);
+        self.end_lists_before_changes(&file, &object);
         self.see_privileges(&file, &attr);
         if pending == 0 {
             return Ok(attr);

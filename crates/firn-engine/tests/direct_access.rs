@@ -570,13 +570,13 @@ fn readers_are_told_where_the_bytes_lie_until_they_change() {
         .write(token, 9_000, &pattern(9_000, 100, 0), None)
         .unwrap();
     assert_eq!(
-        world.engine.list_extents(token, 0),
-        Err(DirectRefusal::Busy),
+        world.engine.list_extents(token, 0, 0).unwrap_err(),
+        DirectRefusal::Busy,
         "it may be written"
     );
     world.engine.release(token);
     let reader = world.engine.open(inode, 0).unwrap().handle;
-    let list = world.engine.list_extents(reader, 0).unwrap();
+    let list = world.engine.list_extents(reader, 0, 0).unwrap();
     let stamp = || {
         // SAFETY: a word of the arena.
         let word = unsafe {
@@ -603,7 +603,7 @@ fn readers_are_told_where_the_bytes_lie_until_they_change() {
         let writer = world.engine.open(inode, O_RDWR).unwrap().handle;
         world.engine.write(writer, 0, &[change; 100], None).unwrap();
         world.engine.release(writer);
-        let before = world.engine.list_extents(reader, 0).unwrap().stamp;
+        let before = world.engine.list_extents(reader, 0, 0).unwrap().stamp;
         assert_eq!(stamp(), before);
         match change {
             0 => world

@@ -12,7 +12,7 @@
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Version of these messages; firnd refuses others with [`Status::Version`].
-pub const DATA_SOCKET_VERSION: u32 = 5;
+pub const DATA_SOCKET_VERSION: u32 = 6;
 
 /// ioctl(2) on an open file of a mount, `_IOR('F', 0xd0, Token)`: who serves it and under which name.
 /// ENOTTY from any other file system.
@@ -53,10 +53,12 @@ pub enum Op {
     Lease = 3,
     /// The writer is done: leases end, their pieces are ingested. `close` on the descriptor does the same.
     EndWrite = 4,
-    /// The extents of the file from offset `arg` on, sorted, at most [`EXTENTS_MAX`]; holes and what only
-    /// the backing has are left out. What is listed stays where it is until [`Op::EndRead`], the close of
+    /// The extents of the file from offset `arg` up to [`Reply::end`], sorted, at most [`EXTENTS_MAX`]; holes and what
+    /// nobody but firnd can read are left out. What is listed stays where it is until [`Op::EndRead`], the close of
     /// the file or of the connection; it is what the file holds as long as the word [`Reply::slot`] is
-    /// [`Reply::stamp`].
+    /// [`Reply::stamp`], and for [`Reply::valid_ns`] from when it was asked for. With `len` not 0 extents in files of the
+    /// backing are listed too, and descriptors of these, as many at most and never more than [`FILES_MAX`], come with the
+    /// reply (`SCM_RIGHTS`). From beyond the end of the file nothing is listed: that tells whether a list still holds.
     Extents = 5,
     /// The reader is done with the extents of this open file.
     EndRead = 6,
@@ -199,6 +201,10 @@ pub struct Reply {
     pub errno: u32,
     /// [`Op::Lease`], [`Op::OpenWrite`].
     pub lease: Slab,
+    /// [`Op::Extents`]: up to here of the file all extents are listed.
+    pub end: u64,
+    /// [`Op::Extents`]: for so many nanoseconds what is listed holds, and then nobody knows; 0: as long as the word stays.
+    pub valid_ns: u64,
 }
 
 /// A leased slab: where its data and records are.
@@ -289,7 +295,10 @@ pub const LEASE_SLABS_MAX: usize = 4;
 /// Most extents in one reply.
 pub const EXTENTS_MAX: usize = 1024;
 
-/// A part of a file that is in the arena or in the spill file.
+/// Most descriptors of files of the backing in one reply.
+pub const FILES_MAX: usize = 32;
+
+/// A part of a file that is in the arena, in the spill file or in a file of the backing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Extent {
@@ -297,11 +306,11 @@ pub struct Extent {
     pub offset: u64,
     /// Bytes.
     pub len: u64,
-    /// Bytes from the start of the arena, or of the spill file.
+    /// Bytes from the start of the arena, or of that file.
     pub at: u64,
-    /// Index of the chunk.
+    /// Index of the chunk, or of the descriptor among those that came with the reply.
     pub chunk: u32,
-    /// [`IN_MEMORY`] or [`IN_SPILL`].
+    /// [`IN_MEMORY`], [`IN_SPILL`] or [`IN_BACKING`].
     pub place: u32,
 }
 
@@ -309,6 +318,8 @@ pub struct Extent {
 pub const IN_MEMORY: u32 = 0;
 /// [`Extent::place`]: the spill file.
 pub const IN_SPILL: u32 = 1;
+/// [`Extent::place`]: a file of the backing.
+pub const IN_BACKING: u32 = 2;
 
 #[cfg(test)]
 mod tests {

@@ -1,7 +1,7 @@
 //! The trait: names go to the primary, data to where the file lies.
 
 use std::io::IoSlice;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::thread::Builder;
 
 use firn_backing::{
@@ -369,6 +369,10 @@ impl<B: Backing> Backing for Lanes<B> {
 
     fn fd<'a>(&self, file: &'a LanesFile<B>) -> Option<BorrowedFd<'a>> {
         self.home_of_file(file).fd(&file.file)
+    }
+
+    fn reading_fd(&self, file: &LanesFile<B>) -> Option<OwnedFd> {
+        self.home_of_file(file).reading_fd(&file.file)
     }
 
     /// The primary, whose own files are not placed, is one more, the last.

@@ -46,6 +46,9 @@ pub type Chooser = Box<dyn Fn(&OsStr) -> bool + Send + Sync>;
 /// Says of a host whether it lives.
 pub type Liveness = Box<dyn Fn(&str) -> Result<bool> + Send + Sync>;
 
+/// Where bytes lie is told only if that is right for so long: to be told it again costs as much as some reads.
+const LOCATED_FOR_MIN: Duration = Duration::from_millis(20);
+
 /// What a mount with the log layout is told.
 pub struct Setup {
     /// This host.
@@ -225,9 +228,14 @@ impl<B: Backing> LogBacking<B> {
 
     /// Looks which files have containers, where that was long ago.
     fn look_around(&self) -> Result<()> {
+        self.look_around_after(self.setup.patience)
+    }
+
+    /// The same, where it was so long ago.
+    fn look_around_after(&self, patience: Duration) -> Result<()> {
         {
             let mut files = self.files.lock();
-            let is_due = |listed: Instant| listed.elapsed() >= self.setup.patience;
+            let is_due = |listed: Instant| listed.elapsed() >= patience;
             if !files.listed.is_none_or(is_due) {
                 return Ok(());
             }

@@ -37,6 +37,8 @@ use crate::writer::{Appended, OwnLog};
 
 /// A range of so many bytes is found at once, whatever its pieces are.
 const WALK_BYTES_MIN: u64 = 4096;
+/// Of a range that may be left before its end, so many bytes are found at first, and then twice as many each time.
+const FIRST_STEP_BYTES: u64 = 256 << 10;
 /// A sorted index that is found to be damaged is read unsorted; there are only so many.
 const TRIES_MAX: usize = 1000;
 
@@ -125,6 +127,12 @@ impl Walk {
             range,
             step: step.max(WALK_BYTES_MIN),
         }
+    }
+
+    /// The same for who may not want all of it: the first steps are short.
+    pub(crate) fn in_steps(range: Range<u64>) -> Self {
+        let step = FIRST_STEP_BYTES;
+        Self { range, step }
     }
 
     fn part(&self) -> Range<u64> {

@@ -4,6 +4,7 @@
 //! the plain file; when it is flat, the next one does.
 
 use std::ffi::OsStr;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -12,13 +13,14 @@ use std::time::Instant;
 use crate::container::{Container, Memory, Walk, next_change};
 use crate::file_id::FileId;
 use crate::head::{self, HEAD, Head};
+use crate::locate::{Holder, Locating, Room};
 use crate::orphans::{DEAD, Found, unmark};
 use crate::resolve::{Segment, Source};
 use crate::run::Piece;
 use crate::salvage::{Report, Teller};
 use crate::seal::{Ending, Flat, WRITING};
 use firn_backing::lock::Mutex;
-use firn_backing::{Access, Attr, Backing, DataPart, Errno, Result, Seek};
+use firn_backing::{Access, Attr, Backing, DataPart, Errno, LocateLimits, Result, Seek};
 use firn_rendezvous::{VoteDir, own};
 use parking_lot::Condvar;
 use xxhash_rust::xxh3::xxh3_64;
@@ -377,6 +379,49 @@ impl<B: Backing> LoggedFile<B> {
                     self.look_again(place)?;
                 }
                 outcome => return outcome,
+            }
+        }
+        Err(Errno::IO)
+    }
+
+    /// Finds where `range` lies in logs and in the plain file, as far as there is room.
+    pub(crate) fn locate(
+        &self,
+        place: &Place<'_, B>,
+        plain: &B::File,
+        range: Range<u64>,
+        limits: LocateLimits,
+    ) -> Result<Locating> {
+        for _ in 0..LOOKS_MAX {
+            self.trouble()?;
+            self.check_lost()?;
+            let plain_bytes = place.base.attr_of_file(plain)?.size;
+            let generations = self.all();
+            Self::set_bases(&generations, plain_bytes);
+            let len = generations
+                .last()
+                .map_or(plain_bytes, |top| top.container.len());
+            let mut found = Locating::new(range.start, limits);
+            let whole = range.start..range.end.min(len);
+            let located = match whole.is_empty() {
+                true => Ok(Room::Left),
+                false => locate_in_stack(place.base, &generations, plain, whole, &mut found),
+            };
+            match located {
+                // It was flattened meanwhile, and its logs are gone.
+                Err(Errno::IO | Errno::NOENT | Errno::STALE)
+                    if generations
+                        .iter()
+                        .any(|one| one.is_flat(place).unwrap_or(false)) =>
+                {
+                    self.look_again(place)?;
+                }
+                outcome => {
+                    if outcome? == Room::Left {
+                        found.end = range.end;
+                    }
+                    return Ok(found);
+                }
             }
         }
         Err(Errno::IO)
@@ -916,4 +961,28 @@ fn read_stack<B: Backing>(
             top.container.read(base, &below, buf, offset)
         }
     }
+}
+
+/// Finds where bytes of a stack of generations are, from the top down.
+fn locate_in_stack<B: Backing>(
+    base: &B,
+    generations: &[Arc<Generation<B>>],
+    plain: &B::File,
+    range: Range<u64>,
+    found: &mut Locating,
+) -> Result<Room> {
+    let Some((top, rest)) = generations.split_last() else {
+        let start = range.start;
+        return Ok(found.add(base, range, (Holder::Plain, plain, start)));
+    };
+    let below = |range: Range<u64>, found: &mut Locating| {
+        let end = range.end;
+        let room = locate_in_stack(base, rest, plain, range, found)?;
+        // Beyond the end of what is below there are zeros.
+        Ok(match room {
+            Room::Left => found.skip(found.end..end),
+            Room::Full => room,
+        })
+    };
+    top.container.locate(base, &below, range, found)
 }

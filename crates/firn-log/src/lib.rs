@@ -23,6 +23,7 @@ mod file_id;
 pub mod frame;
 pub mod head;
 mod index_reader;
+mod locate;
 mod names;
 mod orphans;
 pub mod resolve;

@@ -12,7 +12,7 @@ use std::os::fd::{AsFd, AsRawFd, FromRawFd, IntoRawFd};
 use std::sync::atomic::{AtomicI32, Ordering};
 
 use firn_direct::arena_map::ArenaMap;
-use firn_direct::connection::{CallError, ConnectError, Connection, Payload};
+use firn_direct::connection::{CallError, ConnectError, Connection, Files, Payload};
 use firn_direct::syscall::Descriptor;
 use firn_format::data_socket::{Extent, LEASE_SLABS_MAX, Op, Reply, Request, Slab, Status, Token};
 
@@ -31,7 +31,7 @@ const ATTEMPTS: u32 = 8;
 /// Answers that came before they were wanted.
 const STASH: usize = 16;
 /// Numbers from here on are out of the way of programs that choose theirs.
-const SOCKET_FD_MIN: c_int = 900;
+pub(crate) const OWN_FD_MIN: c_int = 900;
 
 /// One connection after another to one arena.
 struct Link {
@@ -119,14 +119,31 @@ pub(crate) fn connect_to_write(token: &Token, lease_bytes: u64) -> Option<(u32, 
     Some((link, reply))
 }
 
+/// Which extents are asked for.
+pub(crate) struct Wanted<'a> {
+    /// From here of the file on.
+    pub(crate) from: u64,
+    /// Files of the backing that may be named; 0: none, and no extents in them.
+    pub(crate) files_max: u32,
+    /// For their descriptors.
+    pub(crate) files: &'a mut Files,
+}
+
+impl Wanted<'_> {
+    fn request(&self, token: u64) -> Request {
+        Request::new(Op::Extents, token, self.from).with_len(self.files_max)
+    }
+}
+
 /// The same for a reader: of a new connection the first extents come along, as from [`ask_extents`].
 pub(crate) fn connect_to_read(
     token: &Token,
+    wanted: Wanted<'_>,
     extents: &mut [MaybeUninit<Extent>],
 ) -> Option<(u32, Option<Reply>)> {
-    let mut first = First::Extents(extents, None);
+    let mut first = First::Extents(wanted, extents, None);
     let link = connect_within(token, ATTEMPTS, &mut first)?;
-    let reply = if let First::Extents(_, reply) = first {
+    let reply = if let First::Extents(_, _, reply) = first {
         reply
     } else {
         None
@@ -280,7 +297,7 @@ enum First<'a> {
     /// A grant and a lease of so many bytes, and the answer.
     Open(u64, Option<Reply>),
     /// The first extents, and the answer.
-    Extents(&'a mut [MaybeUninit<Extent>], Option<Reply>),
+    Extents(Wanted<'a>, &'a mut [MaybeUninit<Extent>], Option<Reply>),
 }
 
 /// The first requests over a connection, sent in one packet: firnd works while this process maps the arena.
@@ -294,7 +311,7 @@ fn ask_first(
     let next = match first {
         First::Nothing => None,
         First::Open(bytes, _) => Some(open_request(token.token, *bytes)),
-        First::Extents(..) => Some(Request::new(Op::Extents, token.token, 0)),
+        First::Extents(wanted, ..) => Some(wanted.request(token.token)),
     };
     connection.send_hello(next.as_ref()).ok()?;
     if let First::Open(..) = first {
@@ -309,8 +326,10 @@ fn ask_first(
             inner.keep_first_leases(&opened, leases);
             *reply = Some(opened);
         }
-        First::Extents(room, reply) => {
-            *reply = Some(connection.receive_reply(&mut (&mut **room).into()).ok()?);
+        First::Extents(wanted, room, reply) => {
+            let mut room = (&mut **room).into();
+            let files = Some(&mut *wanted.files);
+            *reply = Some(connection.receive_reply_with(&mut room, files).ok()?);
         }
     }
     Some(())
@@ -390,18 +409,20 @@ pub(crate) fn ask_firnd(link: u32, op: Op, token: u64, arg: u64) -> Option<Reply
     call_firnd(link, &Request::new(op, token, arg), &mut Payload::none()).ok()
 }
 
-/// Asks for the extents of a file from an offset on, which `extents` get.
+/// Asks for extents of a file, which `extents` get.
 pub(crate) fn ask_extents(
     link: u32,
     token: u64,
-    from: u64,
+    wanted: Wanted<'_>,
     extents: &mut [MaybeUninit<Extent>],
 ) -> Option<Reply> {
+    let request = wanted.request(token);
     let mut payload = Payload {
         room: extents.into(),
+        files: Some(wanted.files),
         ..Payload::none()
     };
-    call_firnd(link, &Request::new(Op::Extents, token, from), &mut payload).ok()
+    call_firnd(link, &request, &mut payload).ok()
 }
 
 /// Asks for a grant to write a file together with its first lease, which [`take_lease`] has then. `None`: that
@@ -489,7 +510,7 @@ fn set_internal(fd: c_int, internal: bool) {
 /// A copy of a connection with a high number; its own may be one that the program chooses.
 fn copy_to_high_number(connection: &Connection) -> Option<Connection> {
     let number = connection.as_fd().as_raw_fd();
-    let copy = rustix::io::fcntl_dupfd_cloexec(connection, SOCKET_FD_MIN)
+    let copy = rustix::io::fcntl_dupfd_cloexec(connection, OWN_FD_MIN)
         .or_else(|_| rustix::io::fcntl_dupfd_cloexec(connection, number + 1))
         .ok()?;
     // SAFETY: a new descriptor of the same socket, given away here.

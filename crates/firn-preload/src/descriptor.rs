@@ -106,7 +106,7 @@ pub(crate) fn read_descriptor<F: Fallback>(
     (at, total): (Option<u64>, usize),
     call: Call,
 ) -> Handled {
-    let is_listed = F::has_list(&mut held, total);
+    let is_listed = F::has_list(&mut held, at, total);
     if !is_listed {
         held = match F::leave(held, None, at, call) {
             Ok(held) => held,

@@ -17,7 +17,7 @@ pub(crate) trait Fallback {
     /// Whether bytes may go into leases now; asks for the grant where it is time to.
     fn may_lease(held: &mut Held, total: usize) -> bool;
     /// Whether there is a list of where the bytes are; asks for it where that is worth it.
-    fn has_list(held: &mut Held, total: usize) -> bool;
+    fn has_list(held: &mut Held, at: Option<u64>, total: usize) -> bool;
     /// Leaves a call to somebody else, where there is somebody, with the offset given back; else `Ok`.
     fn leave(
         held: Held,

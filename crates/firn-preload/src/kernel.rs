@@ -46,8 +46,8 @@ impl Fallback for Kernel {
         held.is_private() || request_grant(held, total)
     }
 
-    fn has_list(held: &mut Held, total: usize) -> bool {
-        held.is_private() || request_list(held, total)
+    fn has_list(held: &mut Held, at: Option<u64>, total: usize) -> bool {
+        held.is_private() || request_list(held, at, total)
     }
 
     fn leave(
@@ -426,9 +426,9 @@ fn open_with(held: &mut Held, token: &Token, lease_bytes: u64) -> Option<Reply> 
 
 // ---- the list to read by ---------------------------------------------------------------------------
 
-/// Asks firnd where the bytes are. Whether it said so.
+/// Asks firnd where the bytes are, for a read at `at` or the descriptor's offset. Whether it said so.
 #[cold]
-fn request_list(held: &mut Held, total: usize) -> bool {
+fn request_list(held: &mut Held, at: Option<u64>, total: usize) -> bool {
     if stays_small(held, total) || !held.patience.may_ask(total) {
         return false;
     }
@@ -436,7 +436,9 @@ fn request_list(held: &mut Held, total: usize) -> bool {
         return false;
     }
     let same = is_same(held);
-    match fetch::fetch_list(held).filter(|_| same) {
+    let offset = || sys::lseek(held.fd, 0, libc::SEEK_CUR);
+    let at = at.unwrap_or_else(|| u64::try_from(offset()).unwrap_or(0));
+    match fetch::fetch_list(held, at).filter(|_| same) {
         Some(Status::Ok) if !held.list.extents().is_empty() => offset::make_private(held),
         Some(Status::Busy) if held.patience.refusals() < REFUSALS_MAX => {
             held.list.unmap_extents();
@@ -475,9 +477,14 @@ fn stays_small(held: &mut Held, total: usize) -> bool {
 fn drop_list(held: &mut Held) {
     let link = held.link;
     let token = held.token;
+    let was_worth_it = held.list.read_bytes() >= HESITATE_BYTES_MAX;
     give_back(held);
     held.list.unmap_extents();
-    held.patience.count_refusal();
+    if was_worth_it {
+        held.patience.forget_refusals();
+    } else {
+        held.patience.count_refusal();
+    }
     let is_last = held.patience.refusals() >= REFUSALS_MAX;
     held.patience.wait_for(if is_last { u64::MAX } else { 0 });
     connect::ask_firnd(link, Op::EndRead, token, 0);

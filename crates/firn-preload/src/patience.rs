@@ -104,6 +104,11 @@ impl Patience {
         self.refusals = self.refusals.saturating_add(1);
     }
 
+    /// What was refused or taken back before does not count any more.
+    pub(crate) fn forget_refusals(&mut self) {
+        self.refusals = 0;
+    }
+
     /// A grant ended: after one that brought little firnd is asked later each time.
     pub(crate) fn wait_longer(&mut self) {
         if self.fast_bytes < HESITATE_BYTES_MAX {

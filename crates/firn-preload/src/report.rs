@@ -54,6 +54,8 @@ struct Counters {
     direct: [AtomicU64; CALLS],
     bytes: [AtomicU64; CALLS],
     kernel: [AtomicU64; CALLS],
+    /// Bytes of direct reads that came from files of the backing.
+    backing_bytes: AtomicU64,
     left: [AtomicU64; REASONS],
     distrusted: [AtomicU64; DISTRUSTS],
 }
@@ -64,6 +66,7 @@ static COUNTERS: Wiped<Counters> = unsafe {
         direct: [const { AtomicU64::new(0) }; CALLS],
         bytes: [const { AtomicU64::new(0) }; CALLS],
         kernel: [const { AtomicU64::new(0) }; CALLS],
+        backing_bytes: AtomicU64::new(0),
         left: [const { AtomicU64::new(0) }; REASONS],
         distrusted: [const { AtomicU64::new(0) }; DISTRUSTS],
     })
@@ -85,6 +88,16 @@ pub(crate) fn count_direct(call: Call, bytes: usize) {
     if WANTED.load(Ordering::Relaxed) {
         add(&COUNTERS.direct, call as usize, 1);
         add(&COUNTERS.bytes, call as usize, bytes as u64);
+    }
+}
+
+/// Counts bytes that a direct read had from a file of the backing.
+#[inline(always)]
+pub(crate) fn count_backing(bytes: usize) {
+    if WANTED.load(Ordering::Relaxed) {
+        COUNTERS
+            .backing_bytes
+            .fetch_add(bytes as u64, Ordering::Relaxed);
     }
 }
 
@@ -130,6 +143,12 @@ pub(crate) fn take_report(print_line: impl Fn(std::fmt::Arguments<'_>)) {
                 "{name}: {direct} by direct access ({bytes} bytes), {kernel} otherwise"
             ));
         }
+    }
+    let backing_bytes = COUNTERS.backing_bytes.load(Ordering::Relaxed);
+    if backing_bytes > 0 {
+        print_line(format_args!(
+            "{backing_bytes} bytes were read from files of the backing"
+        ));
     }
     for (index, name) in REASON_NAMES.iter().enumerate() {
         let count = value(&COUNTERS.left, index);

@@ -5,7 +5,9 @@ use std::sync::atomic::Ordering;
 
 use crate::hook::stream;
 use crate::table::{self, ACTIVE, tag};
-use crate::{connect, devices, lock, patience, real, report, share, sharing, stub, summary, trees};
+use crate::{
+    connect, devices, list, lock, patience, real, report, share, sharing, stub, summary, trees,
+};
 
 #[used]
 #[unsafe(link_section = ".init_array")]
@@ -69,6 +71,7 @@ extern "C" fn end() {
 fn wipe_all_on_fork() -> bool {
     table::wipe_on_fork()
         && connect::wipe_on_fork()
+        && list::files::wipe_on_fork()
         && trees::wipe_on_fork()
         && devices::wipe_on_fork()
         && sharing::wipe_on_fork()

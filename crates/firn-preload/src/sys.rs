@@ -163,6 +163,11 @@ fn statx(fd: c_int, mask: StatxFlags, sync: AtFlags) -> Option<rustix::fs::Statx
     rustix::fs::statx(borrow(fd)?, c"", AtFlags::EMPTY_PATH | sync, mask).ok()
 }
 
+/// Identity of a descriptor of the library's own, which is no file of a mount; `None` where no descriptor has that number.
+pub(crate) fn own_identity(fd: c_int) -> Option<Identity> {
+    identity(fd).map(|(identity, _)| identity)
+}
+
 /// Whether a resource has no limit.
 pub(crate) fn is_unlimited(resource: Resource) -> bool {
     limit_of(resource).is_none()
@@ -180,6 +185,22 @@ pub(crate) fn raise_signal(signal: c_int) {
     // SAFETY: three numbers; the signal goes to this thread, whose program asked for it by its limit.
     unsafe { syscall!(libc::SYS_tgkill, process, thread, signal) };
 }
+
+/// CLOCK_MONOTONIC_COARSE in nanoseconds, without a trip to the kernel: late by its tick, [`COARSE_TICK_NS`] at most.
+pub(crate) fn coarse_ns() -> u64 {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: fills one structure, ours. The C library asks the vDSO; errno is set only for a clock that is none.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC_COARSE, &raw mut time) };
+    (time.tv_sec as u64)
+        .wrapping_mul(1_000_000_000)
+        .wrapping_add(time.tv_nsec as u64)
+}
+
+/// The longest tick of the kernel (CONFIG_HZ=100).
+pub(crate) const COARSE_TICK_NS: u64 = 10_000_000;
 
 /// Sleeps, or a signal ends it earlier.
 pub(crate) fn sleep_ms(ms: u32) {

@@ -38,7 +38,7 @@ pub(crate) mod tag {
     pub(crate) const WRITER: u32 = 2;
     /// Of a mount, open for reading only.
     pub(crate) const READER: u32 = 3;
-    /// The library's own socket.
+    /// The library's own: a socket, or a file of the backing that a list names.
     pub(crate) const INTERNAL: u32 = 4;
     /// A stub: nothing of its bytes is left to the kernel.
     pub(crate) const STUB: u32 = 5;
@@ -145,6 +145,8 @@ pub(crate) struct Inner {
     pub(crate) tag: u32,
     /// Index of the connection, plus one; 0: not asked for yet.
     pub(crate) link: u32,
+    /// Of the library's own descriptors: that of the program in whose list it is, plus one; 0: none.
+    pub(crate) owner: c_int,
     /// Which file it is.
     pub(crate) identity: Identity,
     /// How firnd calls the open file.
@@ -190,6 +192,7 @@ impl Inner {
             // Zero, as all of it: what is not zeros lies in no memory that the kernel would wipe.
             tag: tag::UNKNOWN,
             link: 0,
+            owner: 0,
             identity: Identity {
                 device: 0,
                 inode: 0,

@@ -5,11 +5,12 @@
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
-use std::os::fd::BorrowedFd;
+use std::ops::Range;
+use std::os::fd::{BorrowedFd, OwnedFd};
 
 use firn_backing::{
     Access, Attr, Backing, Caller, DataPart, DirEntry, Errno, KernelReads, Kind, LaneIndex,
-    LockMode, RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
+    LocateLimits, Located, LockMode, RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
 };
 
 use crate::staging;
@@ -341,6 +342,19 @@ impl<B: Backing> Backing for PlainBacking<B> {
 
     fn fd<'a>(&self, file: &'a B::File) -> Option<BorrowedFd<'a>> {
         self.base.fd(file)
+    }
+
+    fn reading_fd(&self, file: &B::File) -> Option<OwnedFd> {
+        self.base.reading_fd(file)
+    }
+
+    fn locate(
+        &self,
+        file: &B::File,
+        range: Range<u64>,
+        limits: LocateLimits,
+    ) -> Result<Option<Located>> {
+        self.base.locate(file, range, limits)
     }
 
     fn kernel_reads(&self, file: &B::File) -> KernelReads {

@@ -115,6 +115,7 @@ impl<B: Backing> Call<'_, B> {
                         ..Reply::default()
                     },
                     bytes,
+                    Vec::new(),
                 )
             }
             Err(errno) => failed(errno),

@@ -21,12 +21,21 @@ pub(crate) struct Grant {
     pub bytes: u64,
 }
 
+/// What readers were told.
+struct Told {
+    /// The word of the arena that ends to be what it was when this does not hold any more.
+    word: u32,
+    /// The last change by other hosts that is in it ([`Backing::changes_by_others`](firn_backing::Backing)); none:
+    /// nothing was told of the backing.
+    changes_by_others: Option<u64>,
+}
+
 /// The direct access part of a file's state.
 #[derive(Default)]
 pub(crate) struct DirectState {
     grant: Option<Box<Grant>>,
-    /// The word of the arena under which processes that read the arena were told where the bytes lie.
-    listed: Option<u32>,
+    /// What processes that read the file themselves were told of where its bytes lie.
+    listed: Option<Box<Told>>,
     chunk_lists: u32,
 }
 
@@ -59,17 +68,37 @@ impl DirectState {
 
     /// Readers are told where the bytes lie, under this word.
     pub(crate) fn set_listed(&mut self, word: u32) {
-        self.listed = Some(word);
+        let new = || {
+            Box::new(Told {
+                word,
+                changes_by_others: None,
+            })
+        };
+        self.listed.get_or_insert_with(new);
     }
 
     pub(crate) fn is_listed(&self) -> bool {
         self.listed.is_some()
     }
 
+    /// Readers are told where bytes lie in the backing, as of a change by other hosts. False if they were told of an
+    /// earlier one before, which does not hold any more.
+    pub(crate) fn set_listed_in_backing(&mut self, change: u64) -> bool {
+        let told = self.listed.as_mut();
+        told.is_some_and(|told| *told.changes_by_others.get_or_insert(change) == change)
+    }
+
+    /// Whether readers were told where bytes lie in the backing before this change by other hosts.
+    pub(crate) fn is_listed_before(&self, change: u64) -> bool {
+        let told = self.listed.as_ref();
+        let known = told.and_then(|told| told.changes_by_others);
+        known.is_some_and(|known| known != change)
+    }
+
     /// What readers were told does not hold any more.
     pub(crate) fn invalidate_list(&mut self, arena: &Arena) {
-        if let Some(word) = self.listed.take() {
-            arena.raise_file_word(word);
+        if let Some(told) = self.listed.take() {
+            arena.raise_file_word(told.word);
         }
     }
 

@@ -2,15 +2,16 @@
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
-use std::os::fd::BorrowedFd;
+use std::ops::Range;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
 
 use firn_backing::{
-    Access, Attr, Backing, Caller, DataPart, DirEntry, Errno, KernelReads, LaneIndex, LockMode,
-    RenameFlags, Result, Seek, SetTime, StatFs, SyncWay, copy_through_memory,
+    Access, Attr, Backing, Caller, DataPart, DirEntry, Errno, KernelReads, LaneIndex, LocateLimits,
+    Located, LockMode, RenameFlags, Result, Seek, SetTime, StatFs, SyncWay, copy_through_memory,
 };
 
-use super::{LogBacking, LogFile, LogInode};
+use super::{LOCATED_FOR_MIN, LogBacking, LogFile, LogInode};
 use crate::frame::{PIECES_MAX, SPAN_BYTES_MAX};
 use crate::run::{FILE_BYTES_MAX, Piece};
 
@@ -368,6 +369,39 @@ impl<B: Backing> Backing for LogBacking<B> {
             None => self.below.fd(&file.below),
             Some(_) => None,
         }
+    }
+
+    fn reading_fd(&self, file: &LogFile<B>) -> Option<OwnedFd> {
+        match file.logged {
+            None => self.below.reading_fd(&file.below),
+            Some(_) => None,
+        }
+    }
+
+    /// Right for as long as the listing that it comes from is believed.
+    fn locate(
+        &self,
+        file: &LogFile<B>,
+        range: Range<u64>,
+        limits: LocateLimits,
+    ) -> Result<Option<Located>> {
+        let half = self.setup.patience / 2;
+        let Some(opened) = &file.logged else {
+            return Ok(None);
+        };
+        if opened.access == Access::Write || half < LOCATED_FOR_MIN {
+            return Ok(None);
+        }
+        self.look_around_after(half)?;
+        let listed = self.files.lock().listed.ok_or(Errno::IO)?;
+        let place = self.place();
+        let found = opened.file.locate(&place, &file.below, range, limits)?;
+        Ok(Some(Located {
+            parts: found.parts,
+            files: found.files,
+            end: found.end,
+            until: listed + self.setup.patience,
+        }))
     }
 
     fn kernel_reads(&self, file: &LogFile<B>) -> KernelReads {

@@ -12,6 +12,7 @@ use super::ahead::{AHEAD_BYTES_MIN, GAP_BYTES_MAX, Window};
 use super::{Container, Walk};
 use crate::frame::{CHECKED_BYTES, Span};
 use crate::index_reader::read_exact;
+use crate::locate::{Holder, Locating, Room};
 use crate::resolve::{Key, Segment, Source, WriterId};
 use crate::seal::Lost;
 
@@ -146,6 +147,88 @@ impl<B: Backing> Container<B> {
             }
             self.read_logs(base, wanted, Pages::Keep)?;
         }
+    }
+
+    /// Finds where `range` lies, as far as there is room. `below` does so in the file as it was when the container was
+    /// made.
+    pub(crate) fn locate(
+        &self,
+        base: &B,
+        below: &dyn Fn(Range<u64>, &mut Locating) -> Result<Room>,
+        range: Range<u64>,
+        found: &mut Locating,
+    ) -> Result<Room> {
+        let mut walk = Walk::in_steps(range);
+        let mut logs = HashMap::new();
+        loop {
+            let segments = self.find_next(base, &mut walk)?;
+            if segments.is_empty() {
+                return Ok(Room::Left);
+            }
+            for Segment { file, source } in segments {
+                let room = match source {
+                    Source::Hole | Source::Zeros => found.skip(file),
+                    Source::Plain => below(file, found)?,
+                    Source::Log { position, key, .. } => {
+                        let log = match logs.entry(key) {
+                            Entry::Occupied(known) => known.into_mut(),
+                            Entry::Vacant(new) => new.insert(self.find_log(base, key)?),
+                        };
+                        self.locate_in_log(base, (key, log), position, file, found)?
+                    }
+                };
+                if room == Room::Full {
+                    return Ok(room);
+                }
+            }
+        }
+    }
+
+    /// The same for bytes of a change, which are in its log from `position` on: block by block, of which some were given
+    /// up, and others have to be read first.
+    fn locate_in_log(
+        &self,
+        base: &B,
+        (key, log): (Key, &KeyLog<B>),
+        position: u64,
+        range: Range<u64>,
+        found: &mut Locating,
+    ) -> Result<Room> {
+        let span = &log.span;
+        let start = position.checked_sub(span.position).ok_or(Errno::IO)?;
+        let end = start + (range.end - range.start);
+        let file = log.file.as_ref().ok_or(Errno::IO)?;
+        if end > span.bytes {
+            return Err(Errno::IO);
+        }
+        for block in start / CHECKED_BYTES..end.div_ceil(CHECKED_BYTES) {
+            let at = block * CHECKED_BYTES;
+            let from = at.max(start);
+            let to = (at + CHECKED_BYTES).min(end);
+            let part = range.start + (from - start)..range.start + (to - start);
+            let is_lost = log.lost.contains(&(span.position + at));
+            let is_known = || log.is_own || self.view.lock().checked.contains(&(key, block));
+            let is_good = if is_lost {
+                false
+            } else if is_known() {
+                true
+            } else if found.take_block() == Room::Full {
+                return Ok(Room::Full);
+            } else {
+                // Who reads a damaged one through firnd is told.
+                self.load_block(base, key, span, block, Pages::Keep)?
+                    .is_some()
+            };
+            let holder = Holder::Log(self.number, key.writer, span.log);
+            let room = match is_good {
+                true => found.add(base, part, (holder, file, span.position + from)),
+                false => found.skip(part),
+            };
+            if room == Room::Full {
+                return Ok(room);
+            }
+        }
+        Ok(Room::Left)
     }
 
     /// Reads segments that are in logs, one after the other, into `buf`, which has their size. They are not read again.

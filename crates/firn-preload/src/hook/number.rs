@@ -6,6 +6,7 @@ use libc::ssize_t;
 
 use super::{export, forward, stream};
 use crate::connect;
+use crate::list::files;
 use crate::opened::forget_stale;
 use crate::real::{CLOSE, CLOSE_RANGE, CLOSEFROM, DUP, DUP2, DUP3, FCNTL, SENDMMSG, SENDMSG};
 use crate::share;
@@ -25,7 +26,7 @@ export! { sendmsg = do_sendmsg(socket: c_int, message: *const libc::msghdr, flag
 export! { sendmmsg =
 do_sendmmsg(socket: c_int, messages: *mut libc::mmsghdr, count: c_uint, flags: c_int) -> c_int }
 
-/// The library's own socket, in the process that has it.
+/// One of the library's own, in the process that has it.
 fn is_internal(fd: c_int) -> bool {
     tag_of(fd) == tag::INTERNAL && !in_vfork_child()
 }
@@ -92,6 +93,7 @@ fn before_dup(from: c_int, to: c_int) {
         }
     } else if is_internal(to) {
         connect::move_socket(to);
+        files::move_file(to);
     } else if tag_of(to) != tag::NONE {
         // With its offset, because the call may fail and leave it open.
         share::share_descriptor(to);

@@ -88,7 +88,7 @@ fn copy_file(
         return Ok(0);
     }
     adopt(held)?;
-    if Socket::has_list(held, total) {
+    if Socket::has_list(held, None, total) {
         if let Some(done) = copy::copy_out::<Socket>(held, target, offset, total) {
             return Ok(done);
         }

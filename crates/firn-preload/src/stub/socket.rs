@@ -50,7 +50,7 @@ impl Fallback for Socket {
         held.stub.granted
     }
 
-    fn has_list(held: &mut Held, total: usize) -> bool {
+    fn has_list(held: &mut Held, _at: Option<u64>, total: usize) -> bool {
         if held.stub.flags & libc::O_ACCMODE != libc::O_RDONLY {
             return false;
         }

@@ -1,0 +1,122 @@
+//! Where the bytes of a file lie, for processes that read logs themselves.
+//!
+//! Promises
+//! * What is listed are bytes that a read would give: those of other hosts' logs only after their checksums were
+//!   compared, and none that were given up.
+//! * The work for one list has a bound, however many pieces the file has: so many parts, descriptors and blocks whose
+//!   checksums have to be compared.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+
+use firn_backing::{Backing, LocateLimits, LocatedPart};
+
+use crate::resolve::WriterId;
+
+/// Blocks of 1 MiB that are read for one list, to compare their checksums: it ends before the next one.
+const BLOCKS_MAX: usize = 64;
+
+/// A file that has bytes of another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Holder {
+    /// The plain file.
+    Plain,
+    /// A log: the container as this process has numbered it, who writes it, and which of his it is.
+    Log(u64, WriterId, u32),
+}
+
+/// Whether there is room for more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Room {
+    /// There is.
+    Left,
+    /// The list ends here.
+    Full,
+}
+
+/// A list that is being made, in the order of the file.
+pub(crate) struct Locating {
+    pub(crate) parts: Vec<LocatedPart>,
+    pub(crate) files: Vec<OwnedFd>,
+    /// Up to here the file was gone through.
+    pub(crate) end: u64,
+    limits: LocateLimits,
+    /// None: it has no descriptor, or there are too many.
+    known: HashMap<Holder, Option<usize>>,
+    blocks: usize,
+}
+
+impl Locating {
+    /// From an offset on.
+    pub(crate) fn new(from: u64, limits: LocateLimits) -> Self {
+        Self {
+            parts: Vec::new(),
+            files: Vec::new(),
+            end: from,
+            limits,
+            known: HashMap::new(),
+            blocks: 0,
+        }
+    }
+
+    /// Takes `range` of the file, which lies in `file` from `position` on, and which comes next.
+    pub(crate) fn add<B: Backing>(
+        &mut self,
+        base: &B,
+        range: Range<u64>,
+        (holder, file, position): (Holder, &B::File, u64),
+    ) -> Room {
+        let Some(index) = self.index_of(base, holder, file) else {
+            return self.skip(range);
+        };
+        if let Some(last) = self.parts.last_mut()
+            && last.file == index
+            && last.offset + last.len == range.start
+            && last.position + last.len == position
+        {
+            last.len += range.end - range.start;
+        } else if self.parts.len() >= self.limits.parts_max {
+            return Room::Full;
+        } else {
+            self.parts.push(LocatedPart {
+                offset: range.start,
+                len: range.end - range.start,
+                file: index,
+                position,
+            });
+        }
+        self.skip(range)
+    }
+
+    /// `range`, which comes next, is read by nobody else.
+    pub(crate) fn skip(&mut self, range: Range<u64>) -> Room {
+        self.end = range.end;
+        Room::Left
+    }
+
+    /// A block of a log is to be read, to see whether it is as it was written.
+    pub(crate) fn take_block(&mut self) -> Room {
+        if self.blocks >= BLOCKS_MAX {
+            return Room::Full;
+        }
+        self.blocks += 1;
+        Room::Left
+    }
+
+    fn index_of<B: Backing>(&mut self, base: &B, holder: Holder, file: &B::File) -> Option<usize> {
+        match self.known.entry(holder) {
+            Entry::Occupied(known) => *known.get(),
+            Entry::Vacant(new) => {
+                let has_room = self.files.len() < self.limits.files_max;
+                let fd = has_room.then(|| base.reading_fd(file)).flatten();
+                let index = fd.map(|fd| {
+                    self.files.push(fd);
+                    self.files.len() - 1
+                });
+                *new.insert(index)
+            }
+        }
+    }
+}
