@@ -309,6 +309,46 @@ fn readers_of_the_backing_see_what_others_closed_after_a_while() {
     assert_reads_backing(&reader.end());
 }
 
+/// Proves S-direct-3, S-direct-8: bytes in the arena lie over those in the backing, until they are drained.
+#[test]
+fn readers_of_the_backing_see_what_the_arena_has() {
+    let cluster = Hosts::new("arena");
+    let mounts = [
+        cluster.mount(0, "attr-timeout=1h,close=held,drain-age=10min"),
+        cluster.mount(1, LONG),
+    ];
+    let file = create(&mounts[1], "file");
+    for number in 0..RECORDS {
+        let offset = number * RECORD as u64;
+        file.write_all_at(&record(number, 0), offset)
+            .expect("write");
+    }
+    drop(file);
+    let mut reader = Reader::start(&cluster, &mounts[0]);
+    for version in [1, 2] {
+        for number in [5, 7, 9] {
+            write_record(&mounts[0], number, version);
+        }
+        let versions =
+            |reader: &mut Reader| [4, 5, 6, 7, 8, 9, 10].map(|number| reader.version_of(number));
+        let expected = [0, version, 0, version, 0, version, 0];
+        assert_eq!(versions(&mut reader), expected);
+        assert_eq!(versions(&mut reader), expected);
+        mounts[0].wait("logged", mounts[0].path()).ok();
+        assert_eq!(versions(&mut reader), expected, "drained");
+        assert_eq!(versions(&mut reader), expected, "drained");
+    }
+    mounts[0].wait("drained", mounts[0].path()).ok();
+    assert_eq!(reader.version_of(7), 2, "flat");
+    // More than one answer of firnd has.
+    let whole = format!(
+        "len(os.pread(fd, 100_000_000, 0)) == {}",
+        RECORDS * RECORD as u64
+    );
+    assert_eq!(reader.obey(&whole), "True");
+    assert_reads_backing(&reader.end());
+}
+
 /// The library's own descriptors are out of the program's way, and never taken for another file.
 #[test]
 fn descriptors_of_the_backing_are_left_alone_by_programs() {

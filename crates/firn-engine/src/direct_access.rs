@@ -646,3 +646,74 @@ impl<B: Backing> Engine<B> {
         Ok(byte[0])
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rand::rngs::StdRng;
+    use rand::{RngExt, SeedableRng};
+
+    const BYTES: usize = 200;
+
+    /// Ranges that do not overlap, sorted.
+    fn random_ranges(random: &mut StdRng) -> Vec<Range<u64>> {
+        let mut ranges = Vec::new();
+        let mut at = 0;
+        while at < BYTES as u64 - 20 {
+            let start = at + random.random_range(0..10);
+            at = start + random.random_range(1..10);
+            if random.random() {
+                ranges.push(start..at);
+            }
+        }
+        ranges
+    }
+
+    #[test]
+    fn extents_of_the_arena_lie_over_parts_of_the_backing() {
+        for seed in 0..500 {
+            let mut random = StdRng::seed_from_u64(seed);
+            let extents: Vec<Listed> = random_ranges(&mut random)
+                .into_iter()
+                .map(|range| Listed {
+                    offset: range.start,
+                    len: range.end - range.start,
+                    at: 1000 + range.start,
+                    chunk: 0,
+                    place: IN_MEMORY,
+                })
+                .collect();
+            let parts: Vec<LocatedPart> = random_ranges(&mut random)
+                .into_iter()
+                .map(|range| LocatedPart {
+                    offset: range.start,
+                    len: range.end - range.start,
+                    file: 3,
+                    position: 5000 + range.start,
+                })
+                .collect();
+            let mut expected = [None; BYTES];
+            for part in &parts {
+                for at in part.offset..part.offset + part.len {
+                    expected[at as usize] = Some((5000 + at, IN_BACKING));
+                }
+            }
+            for extent in &extents {
+                for at in extent.offset..extent.offset + extent.len {
+                    expected[at as usize] = Some((1000 + at, IN_MEMORY));
+                }
+            }
+            let mut found = [None; BYTES];
+            let mut end = 0;
+            for extent in fill_gaps(&extents, &parts) {
+                assert!(extent.offset >= end && extent.len > 0, "seed {seed}");
+                end = extent.offset + extent.len;
+                for at in extent.offset..end {
+                    let place = extent.at + (at - extent.offset);
+                    found[at as usize] = Some((place, extent.place));
+                }
+            }
+            assert_eq!(found, expected, "seed {seed}");
+        }
+    }
+}

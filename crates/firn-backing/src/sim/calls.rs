@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -810,16 +810,6 @@ impl Backing for SimBacking {
 
     fn fd<'a>(&self, _file: &'a SimFile) -> Option<BorrowedFd<'a>> {
         None
-    }
-
-    /// Of a file in memory that has what this one has now: tests look at what does not change.
-    fn reading_fd(&self, file: &SimFile) -> Option<OwnedFd> {
-        let size = usize::try_from(self.attr_of_file(file).ok()?.size).ok()?;
-        let mut bytes = vec![0; size];
-        let count = self.read_at(file, &mut bytes, 0).ok()?;
-        let copy = rustix::fs::memfd_create(c"file", rustix::fs::MemfdFlags::CLOEXEC).ok()?;
-        let is_whole = rustix::io::pwrite(&copy, &bytes[..count], 0) == Ok(count);
-        is_whole.then_some(copy)
     }
 
     fn lane_count(&self) -> u16 {

@@ -1,0 +1,277 @@
+//! What is told of where bytes lie, on a real directory: by descriptors they are what a read gives.
+
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io::IoSlice;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use firn_backing::{Access, Backing, Caller, DirBacking, LocateLimits, Located};
+use firn_log::{LogBacking, Setup};
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+
+/// Nobody looks around by himself.
+const PATIENCE: Duration = Duration::from_secs(3600);
+const FILE_BYTES: u64 = 3000;
+/// As much as is asked for at once.
+const ALL: LocateLimits = LocateLimits {
+    parts_max: 100_000,
+    files_max: 100,
+};
+
+type Logged = LogBacking<DirBacking>;
+
+fn host(dir: &Path, name: &str, patience: Duration) -> Logged {
+    let setup = Setup {
+        host: name.to_owned(),
+        chooses: Box::new(|_: &OsStr| true),
+        is_alive: Box::new(|_| Ok(true)),
+        patience,
+        unit_bytes: 1024,
+        flattens_closed: true,
+        flattens_read: false,
+    };
+    let base = DirBacking::open(dir).expect("a directory");
+    LogBacking::open(base, setup).expect("a log backing")
+}
+
+fn caller() -> Caller {
+    Caller {
+        uid: rustix::process::getuid().as_raw(),
+        gid: rustix::process::getgid().as_raw(),
+        pid: 0,
+    }
+}
+
+fn open(host: &Logged, access: Access) -> <Logged as Backing>::File {
+    let name = OsStr::new("file");
+    match host.lookup(&host.root(), name) {
+        Ok((inode, _)) => host.open(&inode, access).expect("open"),
+        Err(_) => {
+            let (_, file, _) = host
+                .create(&caller(), &host.root(), name, 0o644)
+                .expect("create");
+            file
+        }
+    }
+}
+
+fn write(host: &Logged, offset: u64, bytes: &[u8]) {
+    let file = open(host, Access::ReadWrite);
+    let parts = [IoSlice::new(bytes)];
+    let written = host.write_at(&file, &parts, offset);
+    assert_eq!(written, Ok(bytes.len()));
+}
+
+fn read(host: &Logged, file: &<Logged as Backing>::File) -> Vec<u8> {
+    let mut bytes = vec![0; 3 << 20];
+    let count = host.read_at(file, &mut bytes, 0).expect("read");
+    bytes.truncate(count);
+    bytes
+}
+
+/// A part of a file, and which bytes its descriptor gives.
+fn bytes_of(located: &Located) -> Vec<(u64, Vec<u8>)> {
+    let files: Vec<File> = located
+        .files
+        .iter()
+        .map(|fd| File::from(fd.try_clone().expect("dup")))
+        .collect();
+    let read = |part: &firn_backing::LocatedPart| {
+        let mut bytes = vec![0; part.len as usize];
+        let count = files[part.file]
+            .read_at(&mut bytes, part.position)
+            .expect("read");
+        assert_eq!(count, bytes.len());
+        (part.offset, bytes)
+    };
+    located.parts.iter().map(read).collect()
+}
+
+/// Goes through a file by lists with such limits; how many bytes they have.
+fn compare(
+    host: &Logged,
+    file: &<Logged as Backing>::File,
+    limits: LocateLimits,
+) -> (u64, Vec<Located>) {
+    let expected = read(host, file);
+    let mut lists = Vec::new();
+    let mut bytes = 0;
+    let mut from = 0;
+    while from < expected.len() as u64 {
+        let located = host.locate(file, from..u64::MAX, limits).expect("locate");
+        let located = located.expect("a list");
+        assert!(located.parts.len() <= limits.parts_max);
+        assert!(located.files.len() <= limits.files_max);
+        assert!(located.until > Instant::now() + PATIENCE / 3);
+        assert!(located.end > from);
+        let mut at = from;
+        for (offset, found) in bytes_of(&located) {
+            assert!(offset >= at);
+            at = offset + found.len() as u64;
+            assert!(at <= located.end);
+            assert_eq!(found, &expected[offset as usize..at as usize]);
+            bytes += found.len() as u64;
+        }
+        from = located.end;
+        lists.push(located);
+    }
+    (bytes, lists)
+}
+
+fn is_read_only(located: &Located) -> bool {
+    located.files.iter().all(|fd| {
+        let flags = rustix::fs::fcntl_getfl(fd).expect("flags");
+        !flags.intersects(rustix::fs::OFlags::WRONLY | rustix::fs::OFlags::RDWR)
+    })
+}
+
+/// A list that a host was told, which has learnt of nothing since.
+struct Kept {
+    reader: usize,
+    inode: <Logged as Backing>::Inode,
+    changes: u64,
+    list: Located,
+    bytes: Vec<(u64, Vec<u8>)>,
+    /// The file is open all the time.
+    _file: <Logged as Backing>::File,
+}
+
+/// Proves S-direct-8, S-log-6: three hosts write, cut, punch and flatten; what one of them is told has the bytes that it
+/// reads, all that are not zero, and keeps them while others make the file flat.
+#[test]
+fn what_is_told_of_bytes_are_those_that_are_read() {
+    let mut kept_count = 0;
+    for seed in 0..40 {
+        let dir = tempfile::tempdir().expect("a directory");
+        let mut random = StdRng::seed_from_u64(seed);
+        let hosts = ["a", "b", "c"].map(|name| host(dir.path(), name, PATIENCE));
+        write(&hosts[0], 0, &[1; 10]);
+        let mut kept: Option<Kept> = None;
+        for step in 0..40 {
+            let at = random.random_range(0..hosts.len());
+            let host = &hosts[at];
+            let offset = random.random_range(0..FILE_BYTES);
+            let len = random.random_range(1..200);
+            match random.random_range(0..12) {
+                0..7 => write(host, offset, &vec![random.random_range(1..=u8::MAX); len]),
+                7 => {
+                    let file = open(host, Access::ReadWrite);
+                    host.set_len(&file, offset).expect("cut");
+                }
+                8 => {
+                    let file = open(host, Access::ReadWrite);
+                    let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+                    host.allocate(&file, punch, offset, len as u64)
+                        .expect("punch");
+                }
+                _ => assert_eq!(host.settle().error, None, "seed {seed}, step {step}"),
+            }
+            if let Some(kept) = &kept
+                && kept.reader != at
+                && hosts[kept.reader].changes_by_others(&kept.inode) == kept.changes
+            {
+                assert_eq!(bytes_of(&kept.list), kept.bytes, "seed {seed}, step {step}");
+                kept_count += 1;
+            }
+            let reader = random.random_range(0..hosts.len());
+            let file = open(&hosts[reader], Access::Read);
+            let limits = LocateLimits {
+                parts_max: random.random_range(1..20),
+                files_max: random.random_range(0..4),
+            };
+            compare(&hosts[reader], &file, limits);
+            let (bytes, mut lists) = compare(&hosts[reader], &file, ALL);
+            assert!(lists.iter().all(is_read_only));
+            let nonzero = |byte: &&u8| **byte != 0;
+            let least = read(&hosts[reader], &file).iter().filter(nonzero).count();
+            assert!(bytes >= least as u64, "seed {seed}, step {step}");
+            let (inode, _) = hosts[reader]
+                .lookup(&hosts[reader].root(), OsStr::new("file"))
+                .expect("lookup");
+            kept = lists.pop().map(|list| Kept {
+                reader,
+                changes: hosts[reader].changes_by_others(&inode),
+                inode,
+                bytes: bytes_of(&list),
+                list,
+                _file: file,
+            });
+        }
+    }
+    assert!(kept_count > 100, "{kept_count}");
+}
+
+/// The log of a host.
+fn log_of(dir: &Path, host: &str) -> File {
+    let containers = fs::read_dir(dir.join(".firn/log")).expect("list");
+    let containers = containers.map(|entry| entry.expect("entry").path());
+    let logs = containers.filter_map(|path| fs::read_dir(path).ok());
+    let logs = logs.flatten().map(|entry| entry.expect("entry").path());
+    let is_log = |path: &std::path::PathBuf| {
+        let name = path.file_name().expect("a name").as_encoded_bytes();
+        name.starts_with(format!("d-{host}-").as_bytes())
+    };
+    let logs: Vec<_> = logs.filter(is_log).collect();
+    assert_eq!(logs.len(), 1);
+    let mut options = File::options();
+    options.read(true).write(true);
+    options.open(&logs[0]).expect("open a log")
+}
+
+/// Proves S-log-31: bytes of a block that is not as it was written are told to nobody, and those of its neighbours are.
+#[test]
+fn damaged_blocks_are_left_out() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let [writer, reader] = ["a", "b"].map(|name| host(dir.path(), name, PATIENCE));
+    // Three blocks, whose checksums are compared one by one.
+    let block = 1 << 20;
+    let bytes: Vec<u8> = (0..5 * block / 2).map(|n| (n % 251) as u8 + 1).collect();
+    write(&writer, 0, &bytes);
+    let log = log_of(dir.path(), "a");
+    log.write_all_at(&[0], block as u64 + 77).expect("damage");
+    let file = open(&reader, Access::Read);
+    let located = reader.locate(&file, 0..u64::MAX, ALL).expect("locate");
+    let parts = bytes_of(&located.expect("a list"));
+    let ranges: Vec<_> = parts
+        .iter()
+        .map(|(at, part)| (*at as usize, part.len()))
+        .collect();
+    assert_eq!(ranges, [(0, block), (2 * block, block / 2)]);
+    for (at, part) in parts {
+        assert_eq!(part, &bytes[at as usize..][..part.len()]);
+    }
+    let mut buf = [0; 10];
+    assert!(reader.read_at(&file, &mut buf, block as u64 + 5).is_err());
+}
+
+/// A flat file is one part, a file without names in logs is the kernel's, and nobody is told what is wrong in a moment.
+#[test]
+fn what_is_told_depends_on_where_the_file_is_and_for_how_long() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let one = host(dir.path(), "a", PATIENCE);
+    write(&one, 0, &[1; 1000]);
+    write(&one, 3000, &[2; 1000]);
+    let file = open(&one, Access::Read);
+    assert_eq!(compare(&one, &file, ALL).0, 2000, "the hole is left out");
+    drop(file);
+    assert_eq!(one.settle().error, None);
+    assert_eq!(
+        fs::metadata(dir.path().join("file")).expect("stat").len(),
+        4000
+    );
+    let file = open(&one, Access::Read);
+    let (bytes, lists) = compare(&one, &file, ALL);
+    assert_eq!((bytes, lists.len(), lists[0].parts.len()), (4000, 1, 1));
+    let beyond = one.locate(&file, 4000..u64::MAX, ALL).expect("locate");
+    let beyond = beyond.expect("a list");
+    assert_eq!((beyond.parts.len(), beyond.end), (0, u64::MAX));
+    // Who writes it sees it by other ways.
+    let writer = open(&one, Access::Write);
+    assert!(one.locate(&writer, 0..10, ALL).expect("locate").is_none());
+    let hasty = host(dir.path(), "b", Duration::from_millis(10));
+    let file = open(&hasty, Access::Read);
+    assert!(hasty.locate(&file, 0..10, ALL).expect("locate").is_none());
+}
