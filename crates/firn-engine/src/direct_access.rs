@@ -15,8 +15,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use firn_arena::{ClientLease, Located, Taken};
-use firn_backing::{Backing, Errno, LocateLimits, LocatedPart};
+use firn_arena::{ClientLease, Located as LocatedBytes, Taken};
+use firn_backing::{Backing, Errno, LocateLimits, Located, LocatedPart};
 use firn_format::data_socket::{
     EXTENTS_MAX, Extent as Listed, FILES_MAX, IN_BACKING, IN_MEMORY, IN_SPILL, LEASE_SLABS_MAX,
     Slab,
@@ -330,7 +330,7 @@ impl<B: Backing> Engine<B> {
             .map_err(|_| DirectRefusal::Busy)?;
         let mut files = Vec::new();
         let mut until = None;
-        if let Some((located, changes)) = located {
+        if let Some((located, object, changes)) = located {
             end = end.min(located.end);
             extents.retain(|extent| extent.offset < end);
             extents = fill_gaps(&extents, &located.parts);
@@ -344,7 +344,9 @@ impl<B: Backing> Engine<B> {
             if !may_be_listed(&state) {
                 return Err(DirectRefusal::Busy);
             }
-            if !state.direct.is_listed() || self.arena.file_word(word).1 != stamp {
+            let is_same = state.direct.is_listed() && self.arena.file_word(word).1 == stamp;
+            // Whoever learns of a change ends lists afterwards, under this lock, and found none of the backing until now.
+            if !is_same || self.backing.changes_by_others(&object) != changes {
                 return Ok(None);
             }
             if !state.direct.set_listed_in_backing(changes) {
@@ -365,7 +367,7 @@ impl<B: Backing> Engine<B> {
         }))
     }
 
-    /// Where the backing has bytes of a range, and as of which change by other hosts. What cannot be found is read by the
+    /// Where the backing has bytes of a range, of which object, and as of which change by other hosts. What cannot be found is read by the
     /// kernel, which tells the error.
     fn locate(
         &self,
@@ -373,7 +375,7 @@ impl<B: Backing> Engine<B> {
         source: Option<Arc<BackingFile<B>>>,
         range: Range<u64>,
         files_max: usize,
-    ) -> Option<(firn_backing::Located, u64)> {
+    ) -> Option<(Located, B::Inode, u64)> {
         let object = self.object(&file.inode).ok()?;
         let limits = LocateLimits {
             parts_max: EXTENTS_MAX,
@@ -391,7 +393,8 @@ impl<B: Backing> Engine<B> {
             }
             Ok(None)
         };
-        self.with_descriptor(find).ok().flatten()
+        let (located, changes) = self.with_descriptor(find).ok().flatten()?;
+        Some((located, object, changes))
     }
 
     /// To be called when this host may have learnt of changes by others: what readers were told of the backing before
@@ -413,8 +416,8 @@ impl<B: Backing> Engine<B> {
             .arena
             .locate_bytes(extent.piece.slab, extent.position)?
         {
-            Located::Arena(at) => (at, IN_MEMORY),
-            Located::Spill(at) => (at, IN_SPILL),
+            LocatedBytes::Arena(at) => (at, IN_MEMORY),
+            LocatedBytes::Spill(at) => (at, IN_SPILL),
         };
         Some(Listed {
             offset,

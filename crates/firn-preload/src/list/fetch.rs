@@ -5,6 +5,7 @@ use firn_format::data_socket::{FILES_MAX, Reply, Status};
 
 use crate::connect::{self, Wanted};
 use crate::devices;
+use crate::list::files;
 use crate::sys;
 use crate::table::{Held, tag};
 
@@ -47,10 +48,8 @@ struct Question {
 impl Question {
     fn new(held: &Held, from: u64) -> Self {
         // Processes may share a stub in ways that the descriptors of its list would have to follow.
-        let files_max = match held.tag {
-            tag::READER => FILES_MAX as u32,
-            _ => 0,
-        };
+        let names_files = held.tag == tag::READER && (held.list.is_limited() || files::has_room());
+        let files_max = if names_files { FILES_MAX as u32 } else { 0 };
         Self {
             from,
             files_max,

@@ -32,6 +32,18 @@ pub(crate) fn wipe_on_fork() -> bool {
     FILES_OPEN.wipe_on_fork()
 }
 
+/// Files that the lists of this process may have, by its limit of descriptors.
+fn files_max() -> u32 {
+    let numbers = sys::limit_of(Resource::Nofile).unwrap_or(u64::MAX);
+    let room = numbers.saturating_sub(u64::from(OWN_FD_MIN.unsigned_abs())) / 2;
+    u64::from(FILES_OPEN_MAX).min(room) as u32
+}
+
+/// Whether there is room for another one.
+pub(crate) fn has_room() -> bool {
+    FILES_OPEN.load(Ordering::Acquire) < files_max()
+}
+
 /// One file. All zeros: none.
 #[derive(Clone, Copy)]
 pub(crate) struct ListFile {
@@ -42,10 +54,7 @@ pub(crate) struct ListFile {
 impl ListFile {
     /// Keeps a descriptor that came for the list of `owner`; `None` where there is no room for it.
     pub(crate) fn keep(received: &Descriptor, identity: Identity, owner: c_int) -> Option<Self> {
-        let numbers = sys::limit_of(Resource::Nofile).unwrap_or(u64::MAX);
-        let room = numbers.saturating_sub(u64::from(OWN_FD_MIN.unsigned_abs())) / 2;
-        let max = u64::from(FILES_OPEN_MAX).min(room) as u32;
-        if FILES_OPEN.fetch_add(1, Ordering::AcqRel) < max
+        if FILES_OPEN.fetch_add(1, Ordering::AcqRel) < files_max()
             && let Ok(fd) = rustix::io::fcntl_dupfd_cloexec(received.as_fd(), OWN_FD_MIN)
         {
             let fd = fd.into_raw_fd();
