@@ -229,8 +229,8 @@ pub struct LocatedPart {
     pub offset: u64,
     /// Bytes.
     pub len: u64,
-    /// Which of [`Located::files`] has them.
-    pub file: usize,
+    /// Which of [`Located::files`] has them; `None`: that is told to who asks from a place in this part on.
+    pub file: Option<usize>,
     /// Where they begin in that.
     pub position: u64,
 }

@@ -19,7 +19,7 @@ use firn_arena::{ClientLease, Located as LocatedBytes, Taken};
 use firn_backing::{Backing, Errno, LocateLimits, Located, LocatedPart};
 use firn_format::data_socket::{
     EXTENTS_MAX, Extent as Listed, FILES_MAX, IN_BACKING, IN_MEMORY, IN_SPILL, LEASE_SLABS_MAX,
-    Slab,
+    Slab, TO_BE_ASKED,
 };
 use firn_format::geometry::WORDS_COUNT;
 use firn_format::slab::Class;
@@ -66,8 +66,8 @@ fn fill_gaps(extents: &[Listed], parts: &[LocatedPart]) -> Vec<Listed> {
                     offset: at,
                     len: gap_end - at,
                     at: part.position + (at - part.offset),
-                    chunk: part.file as u32,
-                    place: IN_BACKING,
+                    chunk: part.file.unwrap_or(0) as u32,
+                    place: part.file.map_or(TO_BE_ASKED, |_| IN_BACKING),
                 });
             }
             let Some(extent) = next else { break };
@@ -691,7 +691,7 @@ mod tests {
                 .map(|range| LocatedPart {
                     offset: range.start,
                     len: range.end - range.start,
-                    file: 3,
+                    file: Some(3),
                     position: 5000 + range.start,
                 })
                 .collect();

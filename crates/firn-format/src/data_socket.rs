@@ -310,7 +310,7 @@ pub struct Extent {
     pub at: u64,
     /// Index of the chunk, or of the descriptor among those that came with the reply.
     pub chunk: u32,
-    /// [`IN_MEMORY`], [`IN_SPILL`] or [`IN_BACKING`].
+    /// [`IN_MEMORY`], [`IN_SPILL`], [`IN_BACKING`] or [`TO_BE_ASKED`].
     pub place: u32,
 }
 
@@ -320,6 +320,8 @@ pub const IN_MEMORY: u32 = 0;
 pub const IN_SPILL: u32 = 1;
 /// [`Extent::place`]: a file of the backing.
 pub const IN_BACKING: u32 = 2;
+/// [`Extent::place`]: told to who asks from an offset in this extent on. [`Extent::at`] says nothing.
+pub const TO_BE_ASKED: u32 = 3;
 
 #[cfg(test)]
 mod tests {

@@ -5,6 +5,9 @@
 //!   compared, and none that were given up.
 //! * The work for one list has a bound, however many pieces the file has: so many parts, descriptors and blocks whose
 //!   checksums have to be compared.
+//!
+//! Who reads the pieces of one host shall not wait for the checksums of all: only those of the host are compared whose
+//! bytes the list begins with. Of others' bytes it says that they have to be asked for.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -16,7 +19,7 @@ use firn_backing::{Backing, LocateLimits, LocatedPart};
 use crate::resolve::WriterId;
 
 /// Blocks of 1 MiB that are read for one list, to compare their checksums: it ends before the next one.
-const BLOCKS_MAX: usize = 64;
+const BLOCKS_MAX: usize = 16;
 
 /// A file that has bytes of another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -25,6 +28,17 @@ pub(crate) enum Holder {
     Plain,
     /// A log: the container as this process has numbered it, who writes it, and which of his it is.
     Log(u64, WriterId, u32),
+}
+
+/// Whether the checksum of a block is compared for a list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Check {
+    /// It is.
+    Now,
+    /// Who wants its bytes has to ask for them.
+    Later,
+    /// There were enough: the list ends here.
+    Enough,
 }
 
 /// Whether there is room for more.
@@ -42,7 +56,10 @@ pub(crate) struct Locating {
     pub(crate) files: Vec<OwnedFd>,
     /// Up to here the file was gone through.
     pub(crate) end: u64,
+    from: u64,
     limits: LocateLimits,
+    /// Whose blocks are compared with their checksums.
+    checked: Option<WriterId>,
     /// None: it has no descriptor, or there are too many.
     known: HashMap<Holder, Option<usize>>,
     blocks: usize,
@@ -55,7 +72,9 @@ impl Locating {
             parts: Vec::new(),
             files: Vec::new(),
             end: from,
+            from,
             limits,
+            checked: None,
             known: HashMap::new(),
             blocks: 0,
         }
@@ -71,8 +90,18 @@ impl Locating {
         let Some(index) = self.index_of(base, holder, file) else {
             return self.skip(range);
         };
+        self.add_part(range, Some(index), position)
+    }
+
+    /// Takes `range`, which comes next and has to be asked for.
+    pub(crate) fn add_unchecked(&mut self, range: Range<u64>) -> Room {
+        let position = range.start;
+        self.add_part(range, None, position)
+    }
+
+    fn add_part(&mut self, range: Range<u64>, file: Option<usize>, position: u64) -> Room {
         if let Some(last) = self.parts.last_mut()
-            && last.file == index
+            && last.file == file
             && last.offset + last.len == range.start
             && last.position + last.len == position
         {
@@ -83,7 +112,7 @@ impl Locating {
             self.parts.push(LocatedPart {
                 offset: range.start,
                 len: range.end - range.start,
-                file: index,
+                file,
                 position,
             });
         }
@@ -96,13 +125,19 @@ impl Locating {
         Room::Left
     }
 
-    /// A block of a log is to be read, to see whether it is as it was written.
-    pub(crate) fn take_block(&mut self) -> Room {
+    /// A block of a log, whose bytes come next, would have to be read to see whether it is as it was written.
+    pub(crate) fn take_block(&mut self, writer: WriterId) -> Check {
+        if self.end == self.from && self.parts.is_empty() {
+            self.checked = Some(writer);
+        }
+        if self.checked != Some(writer) {
+            return Check::Later;
+        }
         if self.blocks >= BLOCKS_MAX {
-            return Room::Full;
+            return Check::Enough;
         }
         self.blocks += 1;
-        Room::Left
+        Check::Now
     }
 
     fn index_of<B: Backing>(&mut self, base: &B, holder: Holder, file: &B::File) -> Option<usize> {

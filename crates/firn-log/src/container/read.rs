@@ -12,7 +12,7 @@ use super::ahead::{AHEAD_BYTES_MIN, GAP_BYTES_MAX, Window};
 use super::{Container, Walk};
 use crate::frame::{CHECKED_BYTES, Span};
 use crate::index_reader::read_exact;
-use crate::locate::{Holder, Locating, Room};
+use crate::locate::{Check, Holder, Locating, Room};
 use crate::resolve::{Key, Segment, Source, WriterId};
 use crate::seal::Lost;
 
@@ -212,12 +212,15 @@ impl<B: Backing> Container<B> {
                 false
             } else if is_known() {
                 true
-            } else if found.take_block() == Room::Full {
-                return Ok(Room::Full);
             } else {
-                // Who reads a damaged one through firnd is told.
-                self.load_block(base, key, span, block, Pages::Keep)?
-                    .is_some()
+                match found.take_block(key.writer) {
+                    // Who reads a damaged one through firnd is told.
+                    Check::Now => self
+                        .load_block(base, key, span, block, Pages::Keep)?
+                        .is_some(),
+                    Check::Later if found.add_unchecked(part.clone()) == Room::Left => continue,
+                    Check::Later | Check::Enough => return Ok(Room::Full),
+                }
             };
             let holder = Holder::Log(self.number, key.writer, span.log);
             let room = match is_good {

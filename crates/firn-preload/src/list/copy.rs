@@ -1,6 +1,6 @@
 //! Copies out of the arena, and reads files of the backing, by a list: bytes count only if the list still held after the copy.
 
-use firn_format::data_socket::{Extent, IN_BACKING, IN_MEMORY};
+use firn_format::data_socket::{Extent, IN_BACKING, IN_MEMORY, TO_BE_ASKED};
 
 use crate::fallback::Fallback;
 use crate::list::fetch;
@@ -47,7 +47,10 @@ fn copy_some<F: Fallback>(
     used: &mut u64,
 ) -> Option<usize> {
     let is_known = fetch::reach(held, at)?;
-    let next = held.list.find_extent(at);
+    let mut next = held.list.find_extent(at);
+    if next.is_some_and(|extent| extent.offset <= at && extent.place == TO_BE_ASKED) {
+        next = fetch::ask_again(held, at)?;
+    }
     let gap = next.map_or(u64::MAX, |extent| extent.offset.saturating_sub(at));
     let Some(extent) = next.filter(|_| gap == 0) else {
         // Behind the end of the list there may be more.

@@ -1,7 +1,7 @@
 //! Asks firnd where the bytes of a file are.
 
 use firn_direct::connection::Files;
-use firn_format::data_socket::{FILES_MAX, Reply, Status};
+use firn_format::data_socket::{Extent, FILES_MAX, Reply, Status};
 
 use crate::connect::{self, Wanted};
 use crate::devices;
@@ -136,6 +136,14 @@ pub(crate) fn reach(held: &mut Held, at: u64) -> Option<bool> {
         }
     }
     Some(false)
+}
+
+/// Begins the list anew at an offset of which it says that it has to be asked for; the extent there. `None`: the list does
+/// not hold any more.
+pub(crate) fn ask_again(held: &mut Held, at: u64) -> Option<Option<Extent>> {
+    held.list.begin_at(at);
+    reach(held, at)?;
+    Some(held.list.find_extent(at))
 }
 
 /// Whether a list still holds; asks firnd where nobody knows.
