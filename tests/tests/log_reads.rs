@@ -156,6 +156,59 @@ fn files_in_logs_and_flat_ones_are_read_from_the_backing() {
     }
 }
 
+/// Pieces of a file of which no list has all.
+const PIECES: u64 = 80_000;
+const PIECE_BYTES: u64 = 16;
+
+/// Writes every second piece of 16 bytes, from a number on.
+const WRITE_PIECES: &str = "
+import os, sys
+path, same, first = sys.argv[1] + '/file', open(sys.argv[2], 'rb').read(), int(sys.argv[3])
+fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+for at in range(first * 16, len(same), 32):
+    assert os.pwrite(fd, same[at:at + 16], at) == 16
+os.close(fd)
+";
+
+/// Reads forward in small and large steps, backward, and here and there.
+const READ_PIECES: &str = "
+import os, random, sys
+path, same = sys.argv[1] + '/file', open(sys.argv[2], 'rb').read()
+def check(size, at):
+    assert os.pread(fd, size, at) == same[at:at + size], (size, at)
+for step in (4096, 50_000, -30_000, 0):
+    fd = os.open(path, os.O_RDONLY)
+    if step:
+        for at in range(0, len(same), abs(step)):
+            check(abs(step), at if step > 0 else len(same) - at)
+    else:
+        random.seed(1)
+        for _ in range(300):
+            check(random.choice((10, 1000, 20_000)), random.randrange(len(same)))
+    os.close(fd)
+";
+
+/// Proves S-direct-8: of a file of very many pieces programs are told a part at a time.
+#[test]
+fn files_of_very_many_pieces_are_read_part_by_part() {
+    let cluster = Hosts::new("pieces");
+    let data = cluster.shared.join("data");
+    let byte = |n: u64| (n * 7 + n / 251) as u8;
+    let expected: Vec<u8> = (0..PIECES * PIECE_BYTES).map(byte).collect();
+    fs::write(&data, &expected).expect("write");
+    let mounts = [cluster.mount(0, LONG), cluster.mount(1, LONG)];
+    for (host, mount) in mounts.iter().enumerate() {
+        let mut write = python(WRITE_PIECES, mount.path());
+        write.arg(&data).arg(host.to_string());
+        cluster.run(host, write).ok();
+    }
+    let mut read = python(READ_PIECES, mounts[0].path());
+    read.arg(&data);
+    let said = cluster.run(0, read).ok();
+    let bytes = backing_bytes(&said);
+    assert!(bytes >= 2 * expected.len() as u64, "{said}");
+}
+
 /// A program that has the file open, and does what it is told.
 struct Reader {
     process: Child,

@@ -38,7 +38,7 @@ use crate::writer::{Appended, OwnLog};
 /// A range of so many bytes is found at once, whatever its pieces are.
 const WALK_BYTES_MIN: u64 = 4096;
 /// Of a range that may be left before its end, so many bytes are found at first, and then twice as many each time.
-const FIRST_STEP_BYTES: u64 = 256 << 10;
+const FIRST_STEP_BYTES: u64 = 16 << 10;
 /// A sorted index that is found to be damaged is read unsorted; there are only so many.
 const TRIES_MAX: usize = 1000;
 
