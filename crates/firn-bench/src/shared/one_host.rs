@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::measure::{Job, RATE, READ, WRITTEN};
 use crate::firn::{Firn, Mount};
+use crate::machine::touch_free_memory;
 use crate::options::{Common, WorkDir};
 use crate::report::{Limit, Report, Sample};
 use crate::worker::{self, Blocks, Pattern, Task};
@@ -90,6 +91,7 @@ fn measure_once(
     let library = mount.is_some().then(|| firn.preload()).transpose()?;
     let place = mount.as_ref().map_or(&*backing, Mount::path);
     let paths = make_files(job, files, place)?;
+    touch_free_memory(4 * job.bytes());
     let written = worker::run_together(library.as_deref(), &tasks(job, files, &paths, true))?;
     let read = worker::run_together(None, &tasks(job, files, &paths, false))?;
     drop(mount);
