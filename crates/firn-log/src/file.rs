@@ -973,7 +973,10 @@ fn locate_in_stack<B: Backing>(
 ) -> Result<Room> {
     let Some((top, rest)) = generations.split_last() else {
         let start = range.start;
-        return Ok(found.add(base, range, (Holder::Plain, plain, start)));
+        return Ok(match found.index_of(base, Holder::Plain, plain) {
+            Some(index) => found.add(range, index, start),
+            None => found.skip(range),
+        });
     };
     let below = |range: Range<u64>, found: &mut Locating| {
         let end = range.end;

@@ -60,7 +60,6 @@ pub(crate) struct Locating {
     limits: LocateLimits,
     /// Whose blocks are compared with their checksums.
     checked: Option<WriterId>,
-    /// None: it has no descriptor, or there are too many.
     known: HashMap<Holder, Option<usize>>,
     blocks: usize,
 }
@@ -80,16 +79,8 @@ impl Locating {
         }
     }
 
-    /// Takes `range` of the file, which lies in `file` from `position` on, and which comes next.
-    pub(crate) fn add<B: Backing>(
-        &mut self,
-        base: &B,
-        range: Range<u64>,
-        (holder, file, position): (Holder, &B::File, u64),
-    ) -> Room {
-        let Some(index) = self.index_of(base, holder, file) else {
-            return self.skip(range);
-        };
+    /// Takes `range`, which comes next, and which lies from `position` on in the file with this index.
+    pub(crate) fn add(&mut self, range: Range<u64>, index: usize, position: u64) -> Room {
         self.add_part(range, Some(index), position)
     }
 
@@ -140,7 +131,13 @@ impl Locating {
         Check::Now
     }
 
-    fn index_of<B: Backing>(&mut self, base: &B, holder: Holder, file: &B::File) -> Option<usize> {
+    /// The index of a file among those of the list; `None`: it has no descriptor, or there are too many.
+    pub(crate) fn index_of<B: Backing>(
+        &mut self,
+        base: &B,
+        holder: Holder,
+        file: &B::File,
+    ) -> Option<usize> {
         match self.known.entry(holder) {
             Entry::Occupied(known) => *known.get(),
             Entry::Vacant(new) => {

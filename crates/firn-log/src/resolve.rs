@@ -5,7 +5,7 @@
 //! others had published before: MPI-IO's sync, barrier, sync. Changes that did not know of each other have an order too,
 //! and it is the same for every reader and for the flat file.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BinaryHeap};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -77,7 +77,7 @@ impl Segment {
 }
 
 /// Where the bytes of a run are, one after the other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place {
     /// Which of the writer's logs.
     pub log: u32,
@@ -101,6 +101,18 @@ pub struct Layer {
 const SORTED_RUN_MIN: u64 = 8;
 
 impl Layer {
+    /// Where the byte is that comes so many bytes after the beginning of its run in the log.
+    fn source(&self, at: u64) -> Source {
+        match self.place {
+            None => Source::Zeros,
+            Some(Place { log, position }) => Source::Log {
+                log,
+                position: position + at,
+                key: self.key,
+            },
+        }
+    }
+
     /// Itself, or its pieces.
     pub(crate) fn split_short(self) -> impl Iterator<Item = Self> {
         let is_short = (2..SORTED_RUN_MIN).contains(&self.run.count());
@@ -215,41 +227,83 @@ impl Outline {
     /// Where the bytes of `range` are, which the file has: in order and without gaps.
     pub(crate) fn paint(&self, range: Range<u64>, layers: Layers) -> Vec<Segment> {
         let mut found = layers.found;
-        // The newest first: what is taken stays taken.
-        found.sort_unstable_by_key(|layer| std::cmp::Reverse(layer.key));
-        let mut painted = Painted::default();
-        for layer in &found {
-            self.paint_layer(layer, &range, &mut painted);
+        // Where a layer is among them is the age of its parts. Layers of one change do not overlap, and if they do,
+        // all readers must see the same.
+        found.sort_unstable_by_key(|layer| (layer.key, layer.place));
+        let mut parts = Vec::new();
+        for (age, layer) in found.iter().enumerate() {
+            let end = range.end.min(self.limit_after(Some(layer.key)));
+            let its = layer.run.parts_in(range.start..end);
+            parts.extend(its.map(|part| VisiblePart {
+                age,
+                file_start: part.file.start,
+                file_end: part.file.end,
+                at: part.at,
+            }));
         }
-        let plain = range.start..range.end.min(self.base_end());
-        if !plain.is_empty() {
-            painted.paint(Segment {
-                file: plain,
-                source: Source::Plain,
-            });
-        }
-        painted.paint(Segment {
-            file: range,
-            source: Source::Hole,
-        });
-        painted.into_segments()
+        // Those of a layer are in order already, which this sort makes use of.
+        parts.sort_by_key(|part| part.file_start);
+        self.choose_newest(range, &found, parts)
     }
 
-    /// Paints what a layer has in `range` that was not cut since.
-    fn paint_layer(&self, layer: &Layer, range: &Range<u64>, painted: &mut Painted) {
-        let end = range.end.min(self.limit_after(Some(layer.key)));
-        for part in layer.run.parts_in(range.start..end) {
-            let source = match layer.place {
-                None => Source::Zeros,
-                Some(Place { log, position }) => Source::Log {
-                    log,
-                    position: position + part.at,
-                    key: layer.key,
-                },
+    /// Goes through a range: of the parts that have a byte the newest counts.
+    fn choose_newest(
+        &self,
+        range: Range<u64>,
+        layers: &[Layer],
+        parts: Vec<VisiblePart>,
+    ) -> Vec<Segment> {
+        let mut segments = Segments::default();
+        let mut later = parts.into_iter().peekable();
+        let mut open = BinaryHeap::new();
+        let mut at = range.start;
+        while at < range.end {
+            while let Some(part) = later.next_if(|part| part.file_start <= at) {
+                open.push(part);
+            }
+            while open.peek().is_some_and(|part| part.file_end <= at) {
+                open.pop();
+            }
+            let next = later.peek().map_or(range.end, |part| part.file_start);
+            let end = match open.peek() {
+                Some(part) => {
+                    let end = part.file_end.min(next);
+                    segments.push(at..end, layers[part.age].source(part.at_in_run(at)));
+                    end
+                }
+                None => {
+                    self.add_below(at..next, &mut segments);
+                    next
+                }
             };
-            let file = part.file;
-            painted.paint(Segment { file, source });
+            at = end;
         }
+        segments.0
+    }
+
+    /// What a range has that no host wrote.
+    fn add_below(&self, range: Range<u64>, segments: &mut Segments) {
+        let plain_end = self.base_end().clamp(range.start, range.end);
+        segments.push(range.start..plain_end, Source::Plain);
+        segments.push(plain_end..range.end, Source::Hole);
+    }
+}
+
+/// A part of a layer that no cut took. The order of two is that of their ages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct VisiblePart {
+    /// The index of the layer among those that were found: newer ones have larger ones.
+    age: usize,
+    file_start: u64,
+    file_end: u64,
+    /// Bytes from the beginning of the run in the log to its first byte.
+    at: u64,
+}
+
+impl VisiblePart {
+    /// Bytes from the beginning of the run in the log to a byte of the file that it has.
+    fn at_in_run(&self, file: u64) -> u64 {
+        self.at + (file - self.file_start)
     }
 }
 
@@ -432,42 +486,18 @@ impl Resolver {
     }
 }
 
-/// Segments that do not overlap.
+/// Segments one after the other; neighbours that go on in the same place are one.
 #[derive(Default)]
-struct Painted(BTreeMap<u64, Segment>);
+struct Segments(Vec<Segment>);
 
-impl Painted {
-    /// Takes of `segment` what is not taken yet.
-    fn paint(&mut self, segment: Segment) {
-        let Range { start, end } = segment.file;
-        let before = self.0.range(..start).next_back();
-        let mut from = before.map_or(start, |(_, taken)| taken.file.end.max(start));
-        let mut free = Vec::new();
-        for (&taken_start, taken) in self.0.range(start..end) {
-            if from < taken_start {
-                free.push(from..taken_start);
-            }
-            from = from.max(taken.file.end);
+impl Segments {
+    fn push(&mut self, file: Range<u64>, source: Source) {
+        let next = Segment { file, source };
+        match self.0.last_mut() {
+            _ if next.file.is_empty() => {}
+            Some(last) if last.goes_on_with(&next) => last.file.end = next.file.end,
+            _ => self.0.push(next),
         }
-        if from < end {
-            free.push(from..end);
-        }
-        for file in free {
-            let source = segment.source.advance(file.start - start);
-            self.0.insert(file.start, Segment { file, source });
-        }
-    }
-
-    /// In order; neighbours that go on in the same place are one.
-    fn into_segments(self) -> Vec<Segment> {
-        let mut segments: Vec<Segment> = Vec::new();
-        for segment in self.0.into_values() {
-            match segments.last_mut() {
-                Some(last) if last.goes_on_with(&segment) => last.file.end = segment.file.end,
-                _ => segments.push(segment),
-            }
-        }
-        segments
     }
 }
 

@@ -10,7 +10,7 @@
 //! * A put-once file never changes: whoever reads it reads what every other host reads.
 //! * Whoever puts a file and finds none of another name afterwards is seen by whoever puts that other one: both are
 //!   in the same directory, and a name is there before its put returns.
-//! * A file is whole, and durable, before it has its name.
+//! * A file with bytes is whole, and durable, before it has its name.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -20,7 +20,7 @@ use firn_backing::{Backing, Errno, RenameFlags};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::own::{self, OwnError};
+use crate::own::{self, OwnError, own_caller};
 
 /// Before the name of what is not in its place yet.
 const PUT: &str = "put-";
@@ -148,6 +148,25 @@ impl<'a, B: Backing> VoteDir<'a, B> {
 
     /// Puts a file where there is none, durably; whether it was this one that came first.
     pub fn put_once(&self, name: &str, bytes: &[u8]) -> Result<bool, Errno> {
+        let put = match bytes {
+            // Whole from the beginning.
+            [] => self
+                .base
+                .create(&own_caller(), &self.dir, OsStr::new(name), 0o600)
+                .map(drop),
+            _ => self.link_once(name, bytes),
+        };
+        let is_first = match put {
+            Ok(()) => true,
+            Err(Errno::EXIST) => false,
+            Err(errno) => return Err(errno),
+        };
+        self.base.sync_dir(&self.dir)?;
+        Ok(is_first)
+    }
+
+    /// Gives a file the name when all its bytes are durable; EEXIST if there is one of that name.
+    fn link_once(&self, name: &str, bytes: &[u8]) -> Result<(), Errno> {
         // The working name is that of no other host and of no other thread of this one: two threads of a firnd may
         // put the same file at once.
         static PUTS: AtomicU64 = AtomicU64::new(0);
@@ -158,13 +177,7 @@ impl<'a, B: Backing> VoteDir<'a, B> {
         let inode = self.base.lookup(&self.dir, OsStr::new(&new))?.0;
         let linked = self.base.link(&inode, &self.dir, OsStr::new(name));
         self.base.unlink(&self.dir, OsStr::new(&new))?;
-        let is_first = match linked {
-            Ok(_) => true,
-            Err(Errno::EXIST) => false,
-            Err(errno) => return Err(errno),
-        };
-        self.base.sync_dir(&self.dir)?;
-        Ok(is_first)
+        linked.map(drop)
     }
 
     /// [`VoteDir::put_once`] of a value as JSON.

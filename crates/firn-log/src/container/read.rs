@@ -1,7 +1,7 @@
 //! Reads bytes of logs, which must be as they were written.
 
-use std::collections::hash_map::Entry;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -56,6 +56,24 @@ struct KeyLog<B: Backing> {
     /// Blocks that were given up.
     lost: BTreeSet<u64>,
     is_own: bool,
+}
+
+/// What a list says of the bytes of a block.
+#[derive(Clone, Copy, Debug)]
+enum BlockHolder {
+    /// They are in the file with this index among those of the list.
+    File(usize),
+    /// They have to be asked for.
+    ToBeAsked,
+    /// Nothing: firnd reads them.
+    Unlisted,
+}
+
+/// Where the bytes of a change are, for a list.
+struct LogToLocate<B: Backing> {
+    log: KeyLog<B>,
+    /// The last block of it that the list has, where its next piece mostly is.
+    last: Option<(u64, BlockHolder)>,
 }
 
 /// Bytes of a block that nobody has looked at.
@@ -159,7 +177,7 @@ impl<B: Backing> Container<B> {
         found: &mut Locating,
     ) -> Result<Room> {
         let mut walk = Walk::in_steps(range);
-        let mut logs = HashMap::new();
+        let mut logs = BTreeMap::new();
         loop {
             let segments = self.find_next(base, &mut walk)?;
             if segments.is_empty() {
@@ -172,7 +190,10 @@ impl<B: Backing> Container<B> {
                     Source::Log { position, key, .. } => {
                         let log = match logs.entry(key) {
                             Entry::Occupied(known) => known.into_mut(),
-                            Entry::Vacant(new) => new.insert(self.find_log(base, key)?),
+                            Entry::Vacant(new) => new.insert(LogToLocate {
+                                log: self.find_log(base, key)?,
+                                last: None,
+                            }),
                         };
                         self.locate_in_log(base, (key, log), position, file, found)?
                     }
@@ -189,16 +210,15 @@ impl<B: Backing> Container<B> {
     fn locate_in_log(
         &self,
         base: &B,
-        (key, log): (Key, &KeyLog<B>),
+        (key, log): (Key, &mut LogToLocate<B>),
         position: u64,
         range: Range<u64>,
         found: &mut Locating,
     ) -> Result<Room> {
-        let span = &log.span;
-        let start = position.checked_sub(span.position).ok_or(Errno::IO)?;
+        let (span_position, span_bytes) = (log.log.span.position, log.log.span.bytes);
+        let start = position.checked_sub(span_position).ok_or(Errno::IO)?;
         let end = start + (range.end - range.start);
-        let file = log.file.as_ref().ok_or(Errno::IO)?;
-        if end > span.bytes {
+        if end > span_bytes {
             return Err(Errno::IO);
         }
         for block in start / CHECKED_BYTES..end.div_ceil(CHECKED_BYTES) {
@@ -206,32 +226,61 @@ impl<B: Backing> Container<B> {
             let from = at.max(start);
             let to = (at + CHECKED_BYTES).min(end);
             let part = range.start + (from - start)..range.start + (to - start);
-            let is_lost = log.lost.contains(&(span.position + at));
-            let is_known = || log.is_own || self.view.lock().checked.contains(&(key, block));
-            let is_good = if is_lost {
-                false
-            } else if is_known() {
-                true
-            } else {
-                match found.take_block(key.writer) {
-                    // Who reads a damaged one through firnd is told.
-                    Check::Now => self
-                        .load_block(base, key, span, block, Pages::Keep)?
-                        .is_some(),
-                    Check::Later if found.add_unchecked(part.clone()) == Room::Left => continue,
-                    Check::Later | Check::Enough => return Ok(Room::Full),
+            let place = match log.last {
+                Some((known, place)) if known == block => place,
+                _ => {
+                    let Some(place) = self.locate_block(base, key, &log.log, block, found)? else {
+                        return Ok(Room::Full);
+                    };
+                    log.last = Some((block, place));
+                    place
                 }
             };
-            let holder = Holder::Log(self.number, key.writer, span.log);
-            let room = match is_good {
-                true => found.add(base, part, (holder, file, span.position + from)),
-                false => found.skip(part),
+            let room = match place {
+                BlockHolder::File(index) => found.add(part, index, span_position + from),
+                BlockHolder::ToBeAsked => found.add_unchecked(part),
+                BlockHolder::Unlisted => found.skip(part),
             };
             if room == Room::Full {
                 return Ok(room);
             }
         }
         Ok(Room::Left)
+    }
+
+    /// Where the bytes of a block of a change are, which come next; `None`: the list ends before them.
+    fn locate_block(
+        &self,
+        base: &B,
+        key: Key,
+        log: &KeyLog<B>,
+        block: u64,
+        found: &mut Locating,
+    ) -> Result<Option<BlockHolder>> {
+        let file = log.file.as_ref().ok_or(Errno::IO)?;
+        let is_lost = log
+            .lost
+            .contains(&(log.span.position + block * CHECKED_BYTES));
+        let is_known = || log.is_own || self.view.lock().checked.contains(&(key, block));
+        let is_good = if is_lost {
+            false
+        } else if is_known() {
+            true
+        } else {
+            match found.take_block(key.writer) {
+                // Who reads a damaged one through firnd is told.
+                Check::Now => self
+                    .load_block(base, key, &log.span, block, Pages::Keep)?
+                    .is_some(),
+                Check::Later => return Ok(Some(BlockHolder::ToBeAsked)),
+                Check::Enough => return Ok(None),
+            }
+        };
+        let holder = Holder::Log(self.number, key.writer, log.span.log);
+        let index = is_good
+            .then(|| found.index_of(base, holder, file))
+            .flatten();
+        Ok(Some(index.map_or(BlockHolder::Unlisted, BlockHolder::File)))
     }
 
     /// Reads segments that are in logs, one after the other, into `buf`, which has their size. They are not read again.
@@ -257,7 +306,7 @@ impl<B: Backing> Container<B> {
     /// Reads bytes of changes, which must be as they were written. Those that were given up as lost are zeros. What lies
     /// near each other in a log is read at once, whatever its order in the file is.
     fn read_logs(&self, base: &B, wanted: Vec<Wanted<'_>>, pages: Pages) -> Result<()> {
-        let mut logs: HashMap<Key, KeyLog<B>> = HashMap::new();
+        let mut logs: BTreeMap<Key, KeyLog<B>> = BTreeMap::new();
         let mut pieces = Vec::with_capacity(wanted.len());
         let mut unchecked = Vec::new();
         for wanted in wanted {
