@@ -45,6 +45,8 @@ pub enum Fault {
     Seal,
     /// A frame that was there is not whole: what it said cannot be read, and so nothing of the file.
     Index,
+    /// An index of which the seal counts bytes is gone: reading fails where what it said is not sorted.
+    Missing,
     /// Bytes at the end of an index are no frame: a host died there, or what was not synced was lost.
     Torn,
     /// A log does not have what the index says: reading the bytes fails.
@@ -90,6 +92,10 @@ impl fmt::Display for Fault {
                 "what counts of it cannot be read: its file fails with EIO"
             ),
             Self::Index => write!(f, "a frame is not whole: the file fails with EIO"),
+            Self::Missing => write!(
+                f,
+                "it is gone: reading the file fails with EIO, unless all that it said is in sorted indexes"
+            ),
             Self::Torn => write!(
                 f,
                 "the bytes from here on are no frame: a host died here, or what was not synced was lost"
@@ -203,14 +209,25 @@ impl<B: Backing> Verifier<'_, B> {
         if let Some(Err(error)) = self.trust(Some(&subject), head)? {
             self.tell(Some(&subject), None, Fault::Head(error));
         }
-        let names = votes.names()?;
+        // Before the names: it counts indexes that were there.
         let seal = self.load_seal(dir)?;
+        let names = votes.names()?;
         for name in &names {
             if let Some(writer) = Writer::of_index(name.as_bytes()) {
                 let limit = seal.as_ref().map(|seal| seal.limit_of(&writer));
                 self.verify_index(dir, &writer, limit)?;
             } else if let Some((writer, part)) = Writer::of_table(name.as_bytes()) {
                 self.verify_table(dir, name, &writer, part)?;
+            }
+        }
+        for writer in seal.iter().flat_map(Seal::writers) {
+            let name = writer.index_name();
+            if !names.contains(&name) {
+                let subject = Subject {
+                    file: &name,
+                    host: Some(writer.host()),
+                };
+                self.tell(Some(&subject), None, Fault::Missing);
             }
         }
         Ok(())
