@@ -72,7 +72,7 @@ pub(crate) fn end_last_life<B: Backing>(
     host: &str,
     is_alive: &Liveness,
 ) -> std::result::Result<(), OwnError> {
-    put_off(VoteDir::remove_retired(base, top, host))?;
+    put_off(VoteDir::remove_retired(base, top))?;
     for (name, ..) in own::list(base, top)? {
         if FileId::of_container(&name).is_none() {
             continue;

@@ -238,12 +238,12 @@ impl<'a, B: Backing> VoteDir<'a, B> {
         remove_dir(self.base, &self.top, &retired)
     }
 
-    /// Removes what a crash of this host left of [`VoteDir::retire`] in `top`.
-    pub fn remove_retired(base: &B, top: &B::Inode, host: &str) -> Result<(), Errno> {
-        let suffix = format!(".{host}");
+    /// Removes what crashes of hosts left of [`VoteDir::retire`] in `top`: a host that died may never come back. One that
+    /// is removing its own at the same time finds it gone.
+    pub fn remove_retired(base: &B, top: &B::Inode) -> Result<(), Errno> {
         for (name, ..) in own::list(base, top)? {
             let name = String::from_utf8_lossy(&name).into_owned();
-            if name.starts_with(RETIRED) && name.ends_with(&suffix) {
+            if name.starts_with(RETIRED) {
                 remove_dir(base, top, &name)?;
             }
         }
@@ -263,6 +263,6 @@ fn remove_dir<B: Backing>(base: &B, top: &B::Inode, name: &str) -> Result<(), Er
             done => return done,
         }
     }
-    // Nobody can find it under its old name any more: it means nothing, and the next mount of this host removes it.
+    // Nobody can find it under its old name any more: it means nothing, and the next mount removes it.
     Ok(())
 }

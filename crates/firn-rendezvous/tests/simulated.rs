@@ -110,13 +110,40 @@ fn a_directory_that_is_retired_is_whole_or_gone_and_nothing_of_it_stays() {
             "step {step}"
         );
         a.revive();
-        VoteDir::remove_retired(&a, &a.root(), "a").expect("remove");
+        VoteDir::remove_retired(&b, &b.root()).expect("remove");
         let names = own::list(&a, &a.root()).expect("list");
         assert!(
             names.iter().all(|(name, ..)| name == DIR.as_bytes()),
             "step {step}"
         );
         a.fsck().expect("fsck");
+    }
+}
+
+/// Another host mounts while one is removing a directory.
+#[test]
+fn two_hosts_may_remove_a_retired_directory_at_once() {
+    for step in 1..STEPS_MAX {
+        let a = disk();
+        let b = a.another_process();
+        put(&a, "a").expect("put");
+        let hang = a.hang_at(step);
+        std::thread::scope(|scope| {
+            let retiring = scope.spawn(|| {
+                let vote = VoteDir::find(&a, &a.root(), DIR, "a").expect("find");
+                vote.expect("it is there").retire()
+            });
+            while !hang.is_reached() && !retiring.is_finished() {
+                std::thread::yield_now();
+            }
+            let removed = VoteDir::remove_retired(&b, &b.root());
+            assert_eq!(removed, Ok(()), "step {step}");
+            hang.release();
+            let retired = retiring.join().expect("a host");
+            assert_eq!(retired, Ok(()), "step {step}");
+        });
+        let names = own::list(&a, &a.root()).expect("list");
+        assert!(names.is_empty(), "step {step}: {names:?}");
     }
 }
 

@@ -528,11 +528,10 @@ impl<B: Backing> TransactionalBacking<B> {
             }
             shared.remove_if_over()?;
         }
-        let Some(members) = &self.members else {
-            return Ok(());
-        };
-        if let Some(top) = self.find_top()? {
-            VoteDir::remove_retired(&self.base, &top, &members.host)?;
+        if self.members.is_some()
+            && let Some(top) = self.find_top()?
+        {
+            VoteDir::remove_retired(&self.base, &top)?;
         }
         Ok(())
     }
