@@ -227,15 +227,14 @@ impl Outline {
     /// Where the bytes of `range` are, which the file has: in order and without gaps.
     pub(crate) fn paint(&self, range: Range<u64>, layers: Layers) -> Vec<Segment> {
         let mut found = layers.found;
-        // Where a layer is among them is the age of its parts. Layers of one change do not overlap, and if they do,
-        // all readers must see the same.
+        // The oldest first. Layers of one change do not overlap, and if they do, all readers must see the same.
         found.sort_unstable_by_key(|layer| (layer.key, layer.place));
         let mut parts = Vec::new();
-        for (age, layer) in found.iter().enumerate() {
+        for (rank, layer) in found.iter().enumerate() {
             let end = range.end.min(self.limit_after(Some(layer.key)));
             let its = layer.run.parts_in(range.start..end);
             parts.extend(its.map(|part| VisiblePart {
-                age,
+                rank,
                 file_start: part.file.start,
                 file_end: part.file.end,
                 at: part.at,
@@ -268,7 +267,7 @@ impl Outline {
             let end = match open.peek() {
                 Some(part) => {
                     let end = part.file_end.min(next);
-                    segments.push(at..end, layers[part.age].source(part.at_in_run(at)));
+                    segments.push(at..end, layers[part.rank].source(part.at_in_run(at)));
                     end
                 }
                 None => {
@@ -289,11 +288,11 @@ impl Outline {
     }
 }
 
-/// A part of a layer that no cut took. The order of two is that of their ages.
+/// A part of a layer that no cut took. Of two, the one that counts is the larger one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct VisiblePart {
-    /// The index of the layer among those that were found: newer ones have larger ones.
-    age: usize,
+    /// The index of the layer among those that were found, from the oldest to the newest.
+    rank: usize,
     file_start: u64,
     file_end: u64,
     /// Bytes from the beginning of the run in the log to its first byte.
