@@ -377,8 +377,9 @@ impl Filesystem for Recorder {
 /// A mounted server.
 struct Mounted {
     state: Arc<Mutex<State>>,
-    dir: tempfile::TempDir,
+    /// Ends before its mount point is removed.
     _session: BackgroundSession,
+    dir: tempfile::TempDir,
 }
 
 impl Mounted {
