@@ -60,6 +60,7 @@ pub(crate) struct Locating {
     limits: LocateLimits,
     /// Whose blocks are compared with their checksums.
     checked: Option<WriterId>,
+    /// By who holds the bytes: what [`Locating::index_of`] answered.
     known: HashMap<Holder, Option<usize>>,
     blocks: usize,
 }

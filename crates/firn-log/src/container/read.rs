@@ -69,11 +69,45 @@ enum BlockHolder {
     Unlisted,
 }
 
-/// Where the bytes of a change are, for a list.
-struct LogToLocate<B: Backing> {
-    log: KeyLog<B>,
-    /// The last block of it that the list has, where its next piece mostly is.
-    last: Option<(u64, BlockHolder)>,
+/// A change whose bytes are listed.
+struct ListedChange<B: Backing> {
+    source: KeyLog<B>,
+    /// Its block that was listed last, in which its next piece mostly lies.
+    last_block: Option<(u64, BlockHolder)>,
+}
+
+/// The bytes of a range that lie in one block. Positions count from the first byte that the change wrote.
+struct BlockPart {
+    block: u64,
+    /// Where the block begins.
+    block_start: u64,
+    bytes: Range<u64>,
+}
+
+impl BlockPart {
+    /// The parts of a range, in order.
+    fn split(range: Range<u64>) -> impl Iterator<Item = Self> {
+        let blocks = range.start / CHECKED_BYTES..range.end.div_ceil(CHECKED_BYTES);
+        blocks.map(move |block| {
+            let block_start = block * CHECKED_BYTES;
+            let end = (block_start + CHECKED_BYTES).min(range.end);
+            Self {
+                block,
+                block_start,
+                bytes: block_start.max(range.start)..end,
+            }
+        })
+    }
+}
+
+/// Where `len` bytes from `position` of the log on are in a span; EIO if it does not have them.
+fn range_in_span(span: &Span, position: u64, len: u64) -> Result<Range<u64>> {
+    let start = position.checked_sub(span.position).ok_or(Errno::IO)?;
+    let end = start + len;
+    if end > span.bytes {
+        return Err(Errno::IO);
+    }
+    Ok(start..end)
 }
 
 /// Bytes of a block that nobody has looked at.
@@ -177,7 +211,7 @@ impl<B: Backing> Container<B> {
         found: &mut Locating,
     ) -> Result<Room> {
         let mut walk = Walk::in_steps(range);
-        let mut logs = BTreeMap::new();
+        let mut changes = BTreeMap::new();
         loop {
             let segments = self.find_next(base, &mut walk)?;
             if segments.is_empty() {
@@ -188,14 +222,14 @@ impl<B: Backing> Container<B> {
                     Source::Hole | Source::Zeros => found.skip(file),
                     Source::Plain => below(file, found)?,
                     Source::Log { position, key, .. } => {
-                        let log = match logs.entry(key) {
+                        let change = match changes.entry(key) {
                             Entry::Occupied(known) => known.into_mut(),
-                            Entry::Vacant(new) => new.insert(LogToLocate {
-                                log: self.find_log(base, key)?,
-                                last: None,
+                            Entry::Vacant(new) => new.insert(ListedChange {
+                                source: self.find_log(base, key)?,
+                                last_block: None,
                             }),
                         };
-                        self.locate_in_log(base, (key, log), position, file, found)?
+                        self.locate_in_log(base, (key, change), position, file, found)?
                     }
                 };
                 if room == Room::Full {
@@ -210,34 +244,31 @@ impl<B: Backing> Container<B> {
     fn locate_in_log(
         &self,
         base: &B,
-        (key, log): (Key, &mut LogToLocate<B>),
+        (key, change): (Key, &mut ListedChange<B>),
         position: u64,
         range: Range<u64>,
         found: &mut Locating,
     ) -> Result<Room> {
-        let (span_position, span_bytes) = (log.log.span.position, log.log.span.bytes);
-        let start = position.checked_sub(span_position).ok_or(Errno::IO)?;
-        let end = start + (range.end - range.start);
-        if end > span_bytes {
-            return Err(Errno::IO);
-        }
-        for block in start / CHECKED_BYTES..end.div_ceil(CHECKED_BYTES) {
-            let at = block * CHECKED_BYTES;
-            let from = at.max(start);
-            let to = (at + CHECKED_BYTES).min(end);
-            let part = range.start + (from - start)..range.start + (to - start);
-            let place = match log.last {
-                Some((known, place)) if known == block => place,
+        let ListedChange { source, last_block } = change;
+        let in_span = range_in_span(&source.span, position, range.end - range.start)?;
+        let file_start = range.start;
+        let start = in_span.start;
+        for BlockPart { block, bytes, .. } in BlockPart::split(in_span) {
+            let part = file_start + (bytes.start - start)..file_start + (bytes.end - start);
+            let holder = match *last_block {
+                Some((known, holder)) if known == block => holder,
                 _ => {
-                    let Some(place) = self.locate_block(base, key, &log.log, block, found)? else {
+                    let Some(holder) = self.locate_block(base, key, source, block, found)? else {
                         return Ok(Room::Full);
                     };
-                    log.last = Some((block, place));
-                    place
+                    *last_block = Some((block, holder));
+                    holder
                 }
             };
-            let room = match place {
-                BlockHolder::File(index) => found.add(part, index, span_position + from),
+            let room = match holder {
+                BlockHolder::File(index) => {
+                    found.add(part, index, source.span.position + bytes.start)
+                }
                 BlockHolder::ToBeAsked => found.add_unchecked(part),
                 BlockHolder::Unlisted => found.skip(part),
             };
@@ -248,7 +279,7 @@ impl<B: Backing> Container<B> {
         Ok(Room::Left)
     }
 
-    /// Where the bytes of a block of a change are, which come next; `None`: the list ends before them.
+    /// What a list says of a block of a change, whose bytes come next; `None`: it ends before them.
     fn locate_block(
         &self,
         base: &B,
@@ -258,29 +289,31 @@ impl<B: Backing> Container<B> {
         found: &mut Locating,
     ) -> Result<Option<BlockHolder>> {
         let file = log.file.as_ref().ok_or(Errno::IO)?;
-        let is_lost = log
-            .lost
-            .contains(&(log.span.position + block * CHECKED_BYTES));
-        let is_known = || log.is_own || self.view.lock().checked.contains(&(key, block));
-        let is_good = if is_lost {
-            false
-        } else if is_known() {
-            true
-        } else {
+        let position = log.span.position + block * CHECKED_BYTES;
+        if log.lost.contains(&position) {
+            return Ok(Some(BlockHolder::Unlisted));
+        }
+        if !log.is_own && !self.is_checked(key, block) {
             match found.take_block(key.writer) {
-                // Who reads a damaged one through firnd is told.
-                Check::Now => self
-                    .load_block(base, key, &log.span, block, Pages::Keep)?
-                    .is_some(),
+                Check::Now => {
+                    let bytes = self.load_block(base, key, &log.span, block, Pages::Keep)?;
+                    if bytes.is_none() {
+                        // Who reads a damaged one through firnd is told.
+                        return Ok(Some(BlockHolder::Unlisted));
+                    }
+                }
                 Check::Later => return Ok(Some(BlockHolder::ToBeAsked)),
                 Check::Enough => return Ok(None),
             }
-        };
+        }
         let holder = Holder::Log(self.number, key.writer, log.span.log);
-        let index = is_good
-            .then(|| found.index_of(base, holder, file))
-            .flatten();
+        let index = found.index_of(base, holder, file);
         Ok(Some(index.map_or(BlockHolder::Unlisted, BlockHolder::File)))
+    }
+
+    /// Whether a block of a change was compared with its checksum, and was right.
+    fn is_checked(&self, key: Key, block: u64) -> bool {
+        self.view.lock().checked.contains(&(key, block))
     }
 
     /// Reads segments that are in logs, one after the other, into `buf`, which has their size. They are not read again.
@@ -349,24 +382,22 @@ impl<B: Backing> Container<B> {
     ) -> Result<()> {
         let Wanted { key, position, buf } = wanted;
         let span = &log.span;
-        let start = position.checked_sub(span.position).ok_or(Errno::IO)?;
-        let end = start + buf.len() as u64;
-        if end > span.bytes {
-            return Err(Errno::IO);
-        }
+        let range = range_in_span(span, position, buf.len() as u64)?;
         let mut rest = buf;
-        for block in start / CHECKED_BYTES..end.div_ceil(CHECKED_BYTES) {
-            let at = block * CHECKED_BYTES;
-            let from = at.max(start);
-            let to = (at + CHECKED_BYTES).min(end);
-            let (part, later) = rest.split_at_mut((to - from) as usize);
+        for BlockPart {
+            block,
+            block_start,
+            bytes,
+        } in BlockPart::split(range)
+        {
+            let (part, later) = rest.split_at_mut((bytes.end - bytes.start) as usize);
             rest = later;
-            if log.lost.contains(&(span.position + at)) {
+            if log.lost.contains(&(span.position + block_start)) {
                 part.fill(0);
-            } else if log.is_own || self.view.lock().checked.contains(&(key, block)) {
+            } else if log.is_own || self.is_checked(key, block) {
                 pieces.push(LogPiece {
-                    place: (key.writer, span.log, span.position + from),
-                    limit: span.position + (at + CHECKED_BYTES).min(span.bytes),
+                    place: (key.writer, span.log, span.position + bytes.start),
+                    limit: span.position + (block_start + CHECKED_BYTES).min(span.bytes),
                     file: log.file.clone().ok_or(Errno::IO)?,
                     buf: part,
                 });
@@ -375,7 +406,7 @@ impl<B: Backing> Container<B> {
                     key,
                     span: Arc::clone(span),
                     block,
-                    position: (from - at) as usize,
+                    position: (bytes.start - block_start) as usize,
                     buf: part,
                 });
             }
@@ -512,21 +543,21 @@ impl<B: Backing> Container<B> {
         let start = position.checked_sub(span.position).ok_or(Errno::IO)?;
         let end = start + (segment.file.end - segment.file.start);
         let mut found = Vec::new();
-        for block in start / CHECKED_BYTES..end.min(span.bytes).div_ceil(CHECKED_BYTES) {
-            let at = block * CHECKED_BYTES;
-            let position = span.position + at;
+        let parts = BlockPart::split(start..end);
+        for part in parts.take_while(|part| part.block_start < span.bytes) {
+            let BlockPart { block, bytes, .. } = part;
+            let position = span.position + part.block_start;
             let is_lost = known.has_block(&log, position)
-                || (!self.view.lock().checked.contains(&(key, block))
+                || (!self.is_checked(key, block)
                     && self
                         .load_block(base, key, &span, block, Pages::Keep)?
                         .is_none());
             if !is_lost {
                 continue;
             }
-            let from = at.max(start);
-            let to = (at + CHECKED_BYTES).min(end);
+            let file_start = segment.file.start;
             found.push(Unreadable {
-                file: segment.file.start + (from - start)..segment.file.start + (to - start),
+                file: file_start + (bytes.start - start)..file_start + (bytes.end - start),
                 host: host.clone(),
                 log: log.clone(),
                 block: position,
