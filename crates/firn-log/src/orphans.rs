@@ -64,8 +64,8 @@ pub(crate) fn unmark<B: Backing>(base: &B, container: &VoteDir<'_, B>) -> Result
     base.sync_dir(container.dir())
 }
 
-/// Takes back what this host said when it ran last: that it writes to containers, and what was on its way. Removes
-/// containers of files that it, or another host that died, has removed.
+/// Takes back what this host said when it ran last: that it writes to containers. Removes what is left of containers whose
+/// removal some host began, and containers of files that this host, or another one that died, has removed.
 pub(crate) fn end_last_life<B: Backing>(
     base: &B,
     top: &B::Inode,

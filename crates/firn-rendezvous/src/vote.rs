@@ -238,13 +238,18 @@ impl<'a, B: Backing> VoteDir<'a, B> {
         remove_dir(self.base, &self.top, &retired)
     }
 
-    /// Removes what crashes of hosts left of [`VoteDir::retire`] in `top`: a host that died may never come back. One that
-    /// is removing its own at the same time finds it gone.
+    /// Removes the directories in `top` that hosts were removing by [`VoteDir::retire`] when they died, as those hosts may
+    /// never come back. A live host that is removing one at the same time finds it gone. What is not Firn's own is left.
     pub fn remove_retired(base: &B, top: &B::Inode) -> Result<(), Errno> {
         for (name, ..) in own::list(base, top)? {
             let name = String::from_utf8_lossy(&name).into_owned();
-            if name.starts_with(RETIRED) {
-                remove_dir(base, top, &name)?;
+            if !name.starts_with(RETIRED) {
+                continue;
+            }
+            match own::find_dir(base, top, &name) {
+                Ok(_) => remove_dir(base, top, &name)?,
+                Err(OwnError::Backing(errno)) => return Err(errno),
+                Err(error) => tracing::warn!("a directory that was being removed is left: {error}"),
             }
         }
         Ok(())

@@ -1,5 +1,6 @@
 //! Hosts over one simulated disk: each of them dies, or is overtaken by the other, at every call.
 
+use std::ffi::OsStr;
 use std::time::Duration;
 
 use firn_backing::sim::LockReach;
@@ -120,13 +121,14 @@ fn a_directory_that_is_retired_is_whole_or_gone_and_nothing_of_it_stays() {
     }
 }
 
-/// Another host mounts while one is removing a directory.
-#[test]
-fn two_hosts_may_remove_a_retired_directory_at_once() {
+/// Host `a` retires its directory, and hangs at any call of that while host `b`, which had opened the directory before, does
+/// something. The retirement succeeds, and nothing of the directory stays.
+fn retire_beside(action: impl Fn(&SimBacking, &VoteDir<'_, SimBacking>, u64)) {
     for step in 1..STEPS_MAX {
         let a = disk();
         let b = a.another_process();
         put(&a, "a").expect("put");
+        let opened = VoteDir::make(&b, &b.root(), DIR, "b").expect("open");
         let hang = a.hang_at(step);
         std::thread::scope(|scope| {
             let retiring = scope.spawn(|| {
@@ -136,8 +138,7 @@ fn two_hosts_may_remove_a_retired_directory_at_once() {
             while !hang.is_reached() && !retiring.is_finished() {
                 std::thread::yield_now();
             }
-            let removed = VoteDir::remove_retired(&b, &b.root());
-            assert_eq!(removed, Ok(()), "step {step}");
+            action(&b, &opened, step);
             hang.release();
             let retired = retiring.join().expect("a host");
             assert_eq!(retired, Ok(()), "step {step}");
@@ -147,34 +148,35 @@ fn two_hosts_may_remove_a_retired_directory_at_once() {
     }
 }
 
+/// Another host mounts while one is removing a directory.
+#[test]
+fn two_hosts_may_remove_a_retired_directory_at_once() {
+    retire_beside(|b, _, step| {
+        let removed = VoteDir::remove_retired(b, &b.root());
+        assert_eq!(removed, Ok(()), "step {step}");
+    });
+}
+
 /// Another host that opened the directory before puts a file into it at any moment.
 #[test]
 fn regression_a_late_put_does_not_keep_a_directory_from_being_retired() {
-    for step in 1..STEPS_MAX {
-        let a = disk();
-        let b = a.another_process();
-        put(&a, "a").expect("put");
-        let late = VoteDir::make(&b, &b.root(), DIR, "b").expect("open");
-        let hang = a.hang_at(step);
-        std::thread::scope(|scope| {
-            let retiring = scope.spawn(|| {
-                let vote = VoteDir::find(&a, &a.root(), DIR, "a").expect("find");
-                vote.expect("it is there").retire()
-            });
-            while !hang.is_reached() && !retiring.is_finished() {
-                std::thread::yield_now();
-            }
-            match late.put_once("late", b"b") {
-                Ok(_) | Err(Errno::NOENT | Errno::STALE) => {}
-                Err(errno) => panic!("step {step}: {errno}"),
-            }
-            hang.release();
-            let retired = retiring.join().expect("a host");
-            assert_eq!(retired, Ok(()), "step {step}");
-        });
-        let names = own::list(&a, &a.root()).expect("list");
-        assert!(names.is_empty(), "step {step}: {names:?}");
+    retire_beside(|_, opened, step| match opened.put_once("late", b"b") {
+        Ok(_) | Err(Errno::NOENT | Errno::STALE) => {}
+        Err(errno) => panic!("step {step}: {errno}"),
+    });
+}
+
+#[test]
+fn a_retired_directory_that_others_could_change_is_left() {
+    let disk = disk();
+    for (name, mode) in [("over-own.a", 0o700), ("over-open.a", 0o755)] {
+        disk.mkdir(&own_caller(), &disk.root(), OsStr::new(name), mode)
+            .expect("mkdir");
     }
+    VoteDir::remove_retired(&disk, &disk.root()).expect("remove");
+    let names = own::list(&disk, &disk.root()).expect("list");
+    let names: Vec<_> = names.iter().map(|(name, ..)| &**name).collect();
+    assert_eq!(names, [b"over-open.a"]);
 }
 
 fn take(on: &SimBacking, host: &str) -> Result<Lease<SimBacking>, LeaseError> {
