@@ -194,7 +194,7 @@ fn damage_is_named_and_never_shown() {
                 let known = [Errno::IO, Errno::PERM];
                 assert!(known.contains(&error), "seed {seed}: {name}: {error}");
                 assert!(!is_decided, "seed {seed}: {name}: {error}");
-                // Who died putting the seal left a second name of it.
+                // A host that died while it put the seal left it with a second name.
                 let is_seal = name.starts_with("put-seal.");
                 let named = if is_seal { "seal" } else { name };
                 let names_it = |finding: &Finding| finding.file.as_deref() == Some(named);
