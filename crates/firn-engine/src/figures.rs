@@ -332,7 +332,7 @@ impl<B: Backing> Engine<B> {
                 pending_level
             } else if self.is_logged(&file.inode) {
                 DurabilityLevel::Logged
-            } else if file.inode.durable.load(Ordering::Acquire) {
+            } else if file.inode.is_durable() {
                 DurabilityLevel::Durable
             } else {
                 DurabilityLevel::Drained

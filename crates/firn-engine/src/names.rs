@@ -60,7 +60,7 @@ pub(crate) struct Inode<B: Backing> {
     pub name_unsynced: AtomicBool,
     /// Data was drained and not synced since.
     pub data_unsynced: AtomicBool,
-    /// Data was synced, and nothing has changed since.
+    /// Data was synced, and nothing was written since; what was drained meanwhile is in [`Inode::data_unsynced`].
     pub durable: AtomicBool,
     /// How the backing's file was when the kernel last began to cache it. Few files are read that way.
     pub cached: Mutex<Option<Box<Stamp>>>,
@@ -146,6 +146,11 @@ impl<B: Backing> Inode<B> {
             .iter()
             .map(|(p, _)| Arc::clone(p))
             .collect()
+    }
+
+    /// Whether a sync covered all of its data that was ever drained.
+    pub(crate) fn is_durable(&self) -> bool {
+        self.durable.load(Ordering::Acquire) && !self.data_unsynced.load(Ordering::Acquire)
     }
 
     pub(crate) fn has_names(&self) -> bool {

@@ -199,7 +199,7 @@ impl<B: Backing> Engine<B> {
             level
         } else if self.is_logged(&inode) {
             DurabilityLevel::Logged
-        } else if inode.durable.load(Ordering::Acquire) {
+        } else if inode.is_durable() {
             DurabilityLevel::Durable
         } else {
             DurabilityLevel::Drained

@@ -177,10 +177,50 @@ impl<B: Backing> Engine<B> {
             return Err(errno);
         }
         self.sync_names(&file.inode)?;
-        if clean && !file.inode.data_unsynced.load(Ordering::Acquire) {
+        if clean {
             file.inode.durable.store(true, Ordering::Release);
         }
         Ok(())
+    }
+
+    /// Syncs all that is at or below a directory, and marks the files there that firnd knows as durable.
+    fn sync_data_below(&self, path: &[u8], directory: &Inode<B>) -> Result<()> {
+        let mut files = self.names.all();
+        files.retain(|inode| {
+            inode.kind == firn_backing::Kind::File
+                && (path.is_empty() || inode.paths().iter().any(|known| is_below(known, path)))
+        });
+        // Cleared before the sync, as for one file.
+        let unsynced: Vec<_> = files
+            .iter()
+            .filter(|inode| inode.data_unsynced.swap(false, Ordering::AcqRel))
+            .collect();
+        let synced = self
+            .object(directory)
+            .and_then(|top| self.backing.sync_tree(&top));
+        if synced.is_err() {
+            for inode in unsynced {
+                inode.data_unsynced.store(true, Ordering::Release);
+            }
+            return synced;
+        }
+        for inode in &files {
+            self.mark_durable_if_clean(inode);
+        }
+        Ok(())
+    }
+
+    /// After a sync of an inode's data: what is pending by now was not covered.
+    fn mark_durable_if_clean(&self, inode: &Inode<B>) {
+        let Some(file) = self.known_file(inode) else {
+            inode.durable.store(true, Ordering::Release);
+            return;
+        };
+        let mut state = file.lock();
+        self.ingest_published(&file, &mut state);
+        if state.pending.is_empty() {
+            inode.durable.store(true, Ordering::Release);
+        }
     }
 
     /// Syncs every directory above that has a new name on the way.
@@ -328,7 +368,7 @@ impl<B: Backing> Engine<B> {
             self.drop_if_unused(&file);
             result?;
         } else if inode.kind == firn_backing::Kind::Dir {
-            self.backing.sync_tree(&self.object(&inode)?)?;
+            self.sync_data_below(path, &inode)?;
         }
         let above = path
             .iter()

@@ -21,6 +21,23 @@ pub enum DurabilityLevel {
 }
 
 impl DurabilityLevel {
+    /// All levels, the least durable first.
+    pub const ALL: [Self; 6] = [
+        Self::Held,
+        Self::Spilled,
+        Self::Partnered,
+        Self::Logged,
+        Self::Drained,
+        Self::Durable,
+    ];
+
+    /// The level of a word that [`DurabilityLevel::as_str`] gives.
+    pub fn parse(word: &[u8]) -> Option<Self> {
+        Self::ALL
+            .into_iter()
+            .find(|level| level.as_str().as_bytes() == word)
+    }
+
     /// The word for it.
     pub fn as_str(self) -> &'static str {
         match self {

@@ -54,3 +54,43 @@ fn wait_drains_what_is_at_or_below_its_path_and_nothing_else() {
         mount.umount();
     }
 }
+
+/// Proves S-fsync-8.
+#[test]
+fn regression_what_was_waited_for_until_durable_is_said_to_be_durable() {
+    let sandbox = Sandbox::new("saiddurable");
+    let mount = FirnMount::new(&sandbox, &patient("close=held"));
+    fs::create_dir(mount.join("step")).expect("mkdir");
+    fs::write(mount.join("step/one"), bytes(1, 1000)).expect("write");
+    let changed = open_rw(&mount.join("step/two"));
+    changed.write_all_at(&bytes(2, 2000), 0).expect("write");
+    fs::write(mount.join("other"), bytes(3, 3000)).expect("write");
+    let levels = || {
+        let args = ["ls".as_ref(), "--json".as_ref(), mount.path().as_os_str()];
+        let listed = sandbox.run(args).ok().json();
+        let row = |file: &serde_json::Value| {
+            let text = |key: &str| file[key].as_str().expect("a text").to_owned();
+            (text("path"), text("level"))
+        };
+        let rows = listed.as_array().expect("a list").iter().map(row);
+        rows.collect::<Vec<_>>()
+    };
+    let expected = |other: &str, one: &str, two: &str| {
+        [("other", other), ("step/one", one), ("step/two", two)]
+            .map(|(path, level)| (path.to_owned(), level.to_owned()))
+    };
+
+    assert_eq!(levels(), expected("held", "held", "held"));
+    mount.wait("durable", &mount.join("step")).ok();
+    assert_eq!(levels(), expected("held", "durable", "durable"));
+    changed.write_all_at(b"changed", 10).expect("write");
+    assert_eq!(levels(), expected("held", "durable", "held"));
+    mount.wait("drained", mount.path()).ok();
+    assert_eq!(levels(), expected("drained", "durable", "drained"));
+    mount.wait("durable", mount.path()).ok();
+    assert_eq!(levels(), expected("durable", "durable", "durable"));
+    changed.set_len(1500).expect("truncate");
+    assert_eq!(levels(), expected("durable", "durable", "drained"));
+    drop(changed);
+    mount.umount();
+}

@@ -81,8 +81,6 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         .into_iter()
         .map(|file| (file.path.clone(), file))
         .collect();
-    // Of what firnd has nothing to do with any more it is known only where all of it cannot be plain.
-    let may_be_logged = connection.status()?.logged_files > 0;
     let mut paths = Vec::new();
     walk(&place.mount.mount_point.join(&place.relative), &mut paths)?;
     paths.sort();
@@ -96,10 +94,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         let relative = BytePath::from(relative);
         let status = known.get(&relative).map_or(
             Shown {
-                level: match may_be_logged && is_logged(&path) {
-                    true => DurabilityLevel::Logged,
-                    false => DurabilityLevel::Drained,
-                },
+                level: level_of_idle_file(&path),
                 ending: Ending::Closed,
                 held_bytes: 0,
             },
@@ -139,11 +134,14 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
-/// Whether the mount says of a file that it lies in logs.
-fn is_logged(path: &Path) -> bool {
+/// The level of a file that is not open and has nothing pending, from the mount. A stub has no such attribute: of what it
+/// stands for it is known only that it was drained.
+fn level_of_idle_file(path: &Path) -> DurabilityLevel {
     let mut level = [0; 16];
-    let found = rustix::fs::lgetxattr(path, "user.firn.state", &mut level);
-    found.is_ok_and(|len| &level[..len] == DurabilityLevel::Logged.as_str().as_bytes())
+    rustix::fs::lgetxattr(path, "user.firn.state", &mut level)
+        .ok()
+        .and_then(|len| DurabilityLevel::parse(&level[..len]))
+        .unwrap_or(DurabilityLevel::Drained)
 }
 
 /// The regular files at or below `path`, with their sizes. What vanishes meanwhile is left out.
