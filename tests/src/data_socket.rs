@@ -14,7 +14,7 @@ use firn_direct::arena_map::ArenaMap;
 use firn_direct::connection::{Connection, Incoming, Outgoing, Payload, token_of};
 use firn_direct::slab_writer::{Appended, SlabWriter};
 use firn_format::data_socket::{
-    AT_END, DATA_BYTES_MAX, DATA_SOCKET_VERSION, LEASE_SLABS_MAX, Op, Reply, Request, Slab, Status,
+    DATA_BYTES_MAX, DATA_SOCKET_VERSION, LEASE_SLABS_MAX, Op, Reply, Request, Slab, Status,
     StubTree, Token,
 };
 use firn_format::piece::{PIECE_BYTES, Piece, word};
@@ -76,7 +76,7 @@ pub fn pester(at: &Token, files: &[File], count: usize, rng: &mut impl RngExt) {
         i64::MAX as u64,
         1 << 63,
         u64::MAX - 7,
-        AT_END,
+        u64::MAX,
         DATA_SOCKET_VERSION as u64,
     ];
     let hello = Request::new(Op::Hello, 0, DATA_SOCKET_VERSION.into());

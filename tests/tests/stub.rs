@@ -371,6 +371,113 @@ fn end(writer: &mut Child) {
     writer.wait().expect("wait for the writer");
 }
 
+/// Whole and torn records of a file of numbers of 8 bytes, each of which a record of `NUMBERS` repeats.
+fn count_numbers(bytes: &[u8]) -> Vec<(u64, usize)> {
+    let mut runs: Vec<(u64, usize)> = Vec::new();
+    for word in bytes.chunks(8) {
+        let text = std::str::from_utf8(word).expect("digits");
+        let number = text.trim().parse().expect("a number");
+        match runs.last_mut() {
+            Some((last, count)) if *last == number => *count += 1,
+            _ => runs.push((number, 1)),
+        }
+    }
+    runs
+}
+
+/// Proves S-stub-13: firnd is killed while two processes append records of 1 MiB, and mounted again at once. What was
+/// acknowledged is there once and in one piece; what failed is there once at most, and not after its end.
+#[test]
+fn regression_an_append_whose_firnd_is_killed_is_never_there_twice() {
+    const NUMBERS: usize = 1 << 17;
+    let seed = seed("stub-append");
+    let mut rng = generator(seed);
+    for round in 0..env_count("FIRN_CRASH_ROUNDS", 5) {
+        let sandbox = Sandbox::new("stub-append");
+        let mut mount = tree(&sandbox, &patient(""));
+        let stop = sandbox.join("stop");
+        let script = "import errno, os, sys; os.chdir(sys.argv[1]); stop, first = sys.argv[2], int(sys.argv[3])
+f = os.open('log', os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+for number in range(first, first + 1000000, 2):
+    if os.path.exists(stop): break
+    record = (b'%07d ' % number) * (1 << 17)
+    try:
+        while record: record = record[os.write(f, record):]
+        print(number, 'written', flush=True)
+    except OSError as e:
+        assert e.errno == errno.EIO, e
+        print(number, 'failed', flush=True)";
+        let start = |first: &str| {
+            let mut command = python(script, mount.path());
+            preload(&sandbox, command.arg(&stop).arg(first))
+                .stdout(fs::File::create(sandbox.join(first)).expect("create"))
+                .stderr(Stdio::inherit())
+                .spawn()
+                .expect("start python")
+        };
+        let mut programs = ["0", "1"].map(start);
+        let said = |name: &str| fs::read_to_string(sandbox.join(name)).unwrap_or_default();
+        for _ in 0..3 {
+            let before = said("0").lines().count();
+            wait_until("records are written", Duration::from_secs(60), || {
+                said("0").lines().count() > before + 2
+            });
+            // Any moment will do: this is no wait for a condition.
+            std::thread::sleep(Duration::from_millis(rng.random_range(0..40)));
+            kill_firnd(mount);
+            mount = tree(&sandbox, &patient(""));
+        }
+        fs::write(&stop, b"").expect("stop");
+        for program in &mut programs {
+            let ended = wait_child(program, Duration::from_secs(60)).expect("python ends");
+            assert!(ended.success(), "round {round}: {ended}");
+        }
+        let backing = mount.umount();
+        let runs = count_numbers(&read(&backing.join("log")));
+        let lines = said("0") + &said("1");
+        for line in lines.lines() {
+            let (number, end) = line.split_once(' ').expect("a number and how it ended");
+            let number: u64 = number.parse().expect("a number");
+            let found: Vec<usize> = runs
+                .iter()
+                .filter(|run| run.0 == number)
+                .map(|run| run.1)
+                .collect();
+            let is_right = match end {
+                "written" => found == [NUMBERS],
+                _ => found.len() <= 1 && found.iter().all(|count| *count <= NUMBERS),
+            };
+            assert!(is_right, "seed {seed}, round {round}: {line}, {found:?}");
+        }
+    }
+}
+
+/// Proves S-stub-15: the library needs descriptors of its own, and says so where there are none.
+#[test]
+fn regression_a_process_without_descriptors_gets_emfile() {
+    let sandbox = Sandbox::new("stub-descriptors");
+    let mount = tree(&sandbox, &patient(""));
+    let script = "import errno, os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)); path = sys.argv[1] + '/x'; taken = []
+try:
+    while True: taken.append(os.open('/dev/null', os.O_RDONLY))
+except OSError as e: assert e.errno == errno.EMFILE, e
+def fails(call):
+    try: call(); sys.exit('done')
+    except OSError as e: assert e.errno == errno.EMFILE, e
+make = lambda: os.open(path, os.O_CREAT | os.O_RDWR)
+for free in 0, 1, 2:
+    fails(make)
+    os.close(taken.pop())
+f = make(); assert os.write(f, b'data') == 4 and os.pread(f, 9, 0) == b'data'
+a = os.open(path, os.O_APPEND | os.O_WRONLY); fails(lambda: os.open(path, os.O_RDONLY))
+# Without a file in memory a large append is a short one.
+done = os.write(a, b'z' * 200000); assert done > 0 and os.fstat(a).st_size == done + 4";
+    run(preload(&sandbox, &mut python(script, mount.path())).env("FIRN_PRELOAD_WAIT", "100000"))
+        .ok();
+    mount.umount();
+}
+
 /// Proves S-stub-5.
 #[test]
 fn calls_fail_with_eio_while_firnd_is_gone_and_never_write_into_the_stub() {

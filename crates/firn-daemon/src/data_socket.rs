@@ -29,7 +29,6 @@ use firn_format::geometry::{PAGE, WORDS_BYTES, WORDS_OFFSET};
 use firn_fuse::{Gate, Invalidator};
 use firn_stub::Tree;
 use firn_workers::{Class, Refused, Workers};
-use parking_lot::Mutex;
 use rustix::fs::Mode;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
@@ -70,8 +69,6 @@ struct Shared<B: Backing> {
     /// None without transactions.
     gate: Option<Arc<dyn Gate>>,
     served: Served<B>,
-    /// Held while an end of file is looked up and written at.
-    appending: Mutex<()>,
     /// Connections now.
     count: Arc<AtomicU64>,
     /// Connections so far.
@@ -108,7 +105,6 @@ impl DataSocket {
             engine,
             gate,
             served,
-            appending: Mutex::new(()),
             count,
             clients: AtomicU64::new(0),
             listener: Arc::clone(&listener),
@@ -283,7 +279,6 @@ fn serve<B: Backing>(
                 let call = stub::Call {
                     tree,
                     engine: &shared.engine,
-                    appending: &shared.appending,
                     client,
                 };
                 match call.answer(op, &request, data.get(..len).unwrap_or_default(), given) {

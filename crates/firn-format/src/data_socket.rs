@@ -12,7 +12,7 @@
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Version of these messages; firnd refuses others with [`Status::Version`].
-pub const DATA_SOCKET_VERSION: u32 = 6;
+pub const DATA_SOCKET_VERSION: u32 = 7;
 
 /// ioctl(2) on an open file of a mount, `_IOR('F', 0xd0, Token)`: who serves it and under which name.
 /// ENOTTY from any other file system.
@@ -72,8 +72,7 @@ pub enum Op {
     Release = 8,
     /// `len` bytes from offset `arg` on; as many as [`Reply::count`] follow the reply.
     Read = 9,
-    /// The `len` bytes that follow the request go to offset `arg`, or to the end of the file if that is
-    /// [`AT_END`]. [`Reply::count`] of them were taken, at [`Reply::slot`].
+    /// The `len` bytes that follow the request go to offset `arg`. [`Reply::count`] of them were taken.
     Write = 10,
     /// Length ([`Reply::size`]) and 512-byte blocks ([`Reply::slot`]) of an open stub. Where
     /// [`Reply::count`] is not 0, its time of change was just set.
@@ -87,12 +86,15 @@ pub enum Op {
     Sync = 14,
     /// fallocate(2) with the mode `arg`; offset and length, 8 bytes each, follow the request.
     Allocate = 15,
+    /// `len` bytes go to the end of the file, and no other write of a client to it comes between them. They follow the
+    /// request, or are the first ones of a file whose descriptor the packet carries (`SCM_RIGHTS`): there `len` may be more
+    /// than [`DATA_BYTES_MAX`]. [`Reply::count`] of them were taken, at [`Reply::slot`]. The file does not become longer
+    /// than `arg` (RLIMIT_FSIZE): EFBIG where it has that length.
+    Append = 16,
 }
 
 /// [`Request::len`] of [`Op::Adopt`]: the client had a token for the stub before.
 pub const ADOPT_AGAIN: u32 = 1;
-/// [`Request::arg`] of [`Op::Write`]: at the end of the file, as with O_APPEND.
-pub const AT_END: u64 = u64::MAX;
 /// Most bytes that follow a [`Op::Write`] or its kin, or the reply to [`Op::Read`].
 pub const DATA_BYTES_MAX: usize = 128 << 10;
 
@@ -101,7 +103,7 @@ impl Op {
     pub fn from_word(word: u32) -> Option<Self> {
         use Op::*;
         let stubs = [
-            Adopt, Release, Read, Write, Attr, AttrOf, Truncate, Sync, Allocate,
+            Adopt, Release, Read, Write, Attr, AttrOf, Truncate, Sync, Allocate, Append,
         ];
         let both = [Hello, OpenWrite, Lease, EndWrite, Extents, EndRead];
         both.into_iter().chain(stubs).find(|op| *op as u32 == word)

@@ -39,7 +39,8 @@ pub(crate) fn write_descriptor<F: Fallback>(
     if claim.is_beyond_files() {
         claim.cut_back(&held, 0);
         return match F::leave(held, None, at, call) {
-            Ok(_) => Handled::of(Err(libc::EFBIG)),
+            // As the kernel says where offset and length together are too large.
+            Ok(_) => Handled::of(Err(libc::EINVAL)),
             Err(handled) => handled,
         };
     }
@@ -86,17 +87,14 @@ pub(crate) fn go_on<F: Fallback>(
                     break;
                 }
             }
-            Err(errno) => {
-                failed = Some(errno);
+            Err(error) => {
+                failed = Some(error);
                 break;
             }
         }
     }
     claim.settle_offset(&held, done);
-    Handled::of(match failed {
-        Some(errno) if done == 0 => Err(errno),
-        _ => Ok(done),
-    })
+    Handled::of(failed.map_or(Ok(done), |error| error.after(done)))
 }
 
 /// Reads up to `total` bytes at the descriptor's offset, or at `at`.

@@ -12,6 +12,31 @@ use crate::offset::Claim;
 use crate::report::{self, Call, Reason};
 use crate::table::Held;
 
+/// Why bytes were not written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum WriteError {
+    /// None of them is in the file.
+    Failed(c_int),
+    /// firnd ended before it answered: some of them may be. A count that leaves them out would make the program write
+    /// them again, so the call fails, whatever it wrote before.
+    Unknown(c_int),
+}
+
+impl WriteError {
+    pub(crate) fn errno(self) -> c_int {
+        let (Self::Failed(errno) | Self::Unknown(errno)) = self;
+        errno
+    }
+
+    /// How a call ends that wrote `done` bytes before.
+    pub(crate) fn after(self, done: usize) -> Result<usize, c_int> {
+        match self {
+            Self::Failed(_) if done > 0 => Ok(done),
+            error => Err(error.errno()),
+        }
+    }
+}
+
 /// Who serves what goes past neither lease nor list.
 pub(crate) trait Fallback {
     /// Whether bytes may go into leases now; asks for the grant where it is time to.
@@ -41,7 +66,7 @@ pub(crate) trait Fallback {
         call: Call,
     ) -> Result<Held, Handled>;
     /// Writes at an offset; fewer bytes than given where that is all that goes.
-    fn write_at(held: &mut Held, run: Run<'_, Readable>, at: u64) -> Result<usize, c_int>;
+    fn write_at(held: &mut Held, run: Run<'_, Readable>, at: u64) -> Result<usize, WriteError>;
     /// Reads at an offset; 0 at the end of the file.
     fn read_at(held: &mut Held, run: Run<'_, Writable>, at: u64) -> Result<usize, c_int>;
     /// lseek(2) from the end of the file, or to data or a hole: the new offset.

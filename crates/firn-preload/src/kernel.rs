@@ -17,7 +17,7 @@ use rustix::process::Resource;
 use crate::connect;
 use crate::descriptor;
 use crate::devices::{self, token_of};
-use crate::fallback::{Fallback, is_full, wait_after_lost_lease, wait_longer_after};
+use crate::fallback::{Fallback, WriteError, is_full, wait_after_lost_lease, wait_longer_after};
 use crate::handled::{Handled, Ticket};
 use crate::lease::{LeaseLost, fill};
 use crate::list::fetch;
@@ -111,8 +111,8 @@ impl Fallback for Kernel {
         Ok(held)
     }
 
-    fn write_at(held: &mut Held, run: Run<'_, Readable>, at: u64) -> Result<usize, c_int> {
-        count_or_errno(run.write_to(held.fd, at))
+    fn write_at(held: &mut Held, run: Run<'_, Readable>, at: u64) -> Result<usize, WriteError> {
+        count_or_errno(run.write_to(held.fd, at)).map_err(WriteError::Failed)
     }
 
     fn read_at(held: &mut Held, run: Run<'_, Writable>, at: u64) -> Result<usize, c_int> {
@@ -121,7 +121,8 @@ impl Fallback for Kernel {
 
     fn seek_in_file(held: &mut Held, offset: i64, whence: c_int) -> Result<u64, c_int> {
         // From the end, or to data: that does not depend on the offset.
-        count_or_errno(sys::lseek(held.fd, offset, whence)).map(|offset| offset as u64)
+        let target = offset::seek_in_kernel(held.fd, offset, whence);
+        count_or_errno(target).map(|offset| offset as u64)
     }
 
     fn has_offset(held: &Held) -> bool {
@@ -242,25 +243,12 @@ pub(crate) fn seek_file(fd: c_int, offset: i64, whence: c_int) -> Handled {
         Entered::Held(held) if held.tag != tag::INTERNAL => {
             descriptor::seek_descriptor::<Kernel>(held, offset, whence)
         }
-        Entered::Again(entry) if entry.is_private() => seek_again(fd, entry, offset, whence),
+        Entered::Again(entry) if entry.is_private() => {
+            let in_file = || count_or_errno(offset::seek_in_kernel(fd, offset, whence));
+            offset::seek_again(entry, offset, whence, in_file)
+        }
         _ => Handled::Forward(Ticket::NONE),
     }
-}
-
-/// A signal handler seeks on the descriptor that the interrupted code is busy with.
-#[cold]
-fn seek_again(fd: c_int, entry: &'static Entry, offset: i64, whence: c_int) -> Handled {
-    let now = entry.offset.load(Ordering::Relaxed) as i64;
-    let target = match whence {
-        libc::SEEK_SET => Ok(offset),
-        libc::SEEK_CUR => now.checked_add(offset).ok_or(libc::EOVERFLOW),
-        _ => count_or_errno(sys::lseek(fd, offset, whence)).map(|target| target as i64),
-    };
-    let target = target.and_then(|target| u64::try_from(target).map_err(|_| libc::EINVAL));
-    if let Ok(target) = target {
-        entry.offset.store(target, Ordering::Relaxed);
-    }
-    Handled::of(target.map(|target| target as usize))
 }
 
 /// A signal handler writes to the descriptor that the interrupted code is busy with: through the kernel,
@@ -273,22 +261,29 @@ fn write_again(fd: c_int, entry: &'static Entry, source: Source<'_>, at: Option<
     let Some(total) = source.total() else {
         return Handled::Forward(Ticket::NONE);
     };
-    let offset = sys::add_to_word(&entry.offset, total as u64);
+    let claim = Claim::of_entry(entry, fd, None, total);
     report::count_kernel(Call::Write);
     let mut done = 0;
+    let mut failed = None;
     for run in source.runs(0, total) {
-        match count_or_errno(run.write_to(fd, offset.wrapping_add(done as u64))) {
+        let at = claim.offset.wrapping_add(done as u64);
+        match count_or_errno(run.write_to(fd, at)) {
             Ok(more) => {
                 done += more;
                 if more < run.len() {
                     break;
                 }
             }
-            Err(errno) if done == 0 => return Handled::of(Err(errno)),
-            Err(_) => break,
+            Err(errno) => {
+                failed = Some(WriteError::Failed(errno));
+                break;
+            }
         }
     }
-    Handled::of(Ok(done))
+    if done < total {
+        claim.cut_back_entry(entry, fd, done);
+    }
+    Handled::of(failed.map_or(Ok(done), |error| error.after(done)))
 }
 
 /// What to do before a call that uses the kernel's offset of `fd`.
@@ -414,10 +409,10 @@ fn open_write(held: &mut Held, lease_bytes: u64) -> Option<Reply> {
     if known.is_some_and(|reply| Status::from_word(reply.status) != Status::BadToken) {
         return known;
     }
-    let token = token_of(held.fd)?;
-    open_with(held, &token, lease_bytes)
+    open_with(held, &token_of(held.fd)?, lease_bytes)
 }
 
+#[inline(never)]
 fn open_with(held: &mut Held, token: &Token, lease_bytes: u64) -> Option<Reply> {
     let (link, first) = connect::connect_to_write(token, lease_bytes)?;
     (held.link, held.token) = (link, token.token);

@@ -3,11 +3,18 @@
 //! A call claims its range of the offset before it moves bytes: a signal handler that interrupts it and uses the
 //! same descriptor takes the next range. What was claimed and not used is given up, unless somebody claimed more
 //! behind it.
+//!
+//! While the offset is private the kernel's is parked where nothing can be read or written. Whoever uses the descriptor
+//! unseen, by a system call of its own or in another process that took it (pidfd_getfd(2)), gets EINVAL and not bytes at an
+//! old offset. To keep the kernel's offset right instead would take an lseek(2) after each call: a write of 64 bytes
+//! would cost six times as much.
 
+use std::ffi::c_int;
 use std::sync::atomic::Ordering;
 
+use crate::handled::Handled;
 use crate::sys;
-use crate::table::Held;
+use crate::table::{self, Entry, Held};
 
 /// A range that a call works on.
 pub(crate) struct Claim {
@@ -34,14 +41,20 @@ impl Claim {
     /// At `at`, or the next `total` bytes of the offset.
     #[inline(always)]
     pub(crate) fn of_range(held: &mut Held, at: Option<u64>, total: usize) -> Self {
+        Self::of_entry(held.entry, held.fd, at, total)
+    }
+
+    /// The same for a signal handler whose thread holds the entry.
+    #[inline(always)]
+    pub(crate) fn of_entry(entry: &Entry, fd: c_int, at: Option<u64>, total: usize) -> Self {
         let (offset, of) = match at {
             Some(at) => (at, Range::Given),
-            None if held.is_private() => (
-                sys::add_to_word(&held.entry.offset, total as u64),
+            None if entry.is_private() => (
+                sys::add_to_word(&entry.offset, total as u64),
                 Range::Private,
             ),
             None => {
-                let end = sys::lseek(held.fd, total as i64, libc::SEEK_CUR);
+                let end = sys::lseek(fd, total as i64, libc::SEEK_CUR);
                 let start =
                     u64::try_from(end).map_or(u64::MAX, |end| end.wrapping_sub(total as u64));
                 (start, Range::Shared)
@@ -68,20 +81,25 @@ impl Claim {
 
     /// Whether nobody depends on where it ends: the offset can stand after its first `done` bytes again.
     pub(crate) fn cut_back(&self, held: &Held, done: usize) -> bool {
+        self.cut_back_entry(held.entry, held.fd, done)
+    }
+
+    /// The same for a signal handler whose thread holds the entry.
+    pub(crate) fn cut_back_entry(&self, entry: &Entry, fd: c_int, done: usize) -> bool {
         let used = self.offset.wrapping_add(done as u64);
         match self.of {
             Range::Given => true,
             Range::Private => {
                 let end = self.offset.wrapping_add(self.total as u64);
                 // Not where a signal handler claimed more behind it.
-                held.entry
+                entry
                     .offset
                     .compare_exchange(end, used, Ordering::Relaxed, Ordering::Relaxed)
                     .is_ok()
             }
             Range::Shared if self.offset != u64::MAX => {
                 let back = (self.total - done) as i64;
-                sys::lseek(held.fd, -back, libc::SEEK_CUR) >= 0
+                sys::lseek(fd, -back, libc::SEEK_CUR) >= 0
             }
             Range::Shared | Range::GivenBack(_) | Range::Passed => false,
         }
@@ -116,15 +134,29 @@ impl Claim {
     }
 }
 
+/// Where the kernel's offset is parked: the largest, at which read(2) and write(2) fail with EINVAL.
+const PARKED: i64 = i64::MAX;
+
 /// The offset becomes private, from where the kernel has it.
 pub(crate) fn make_private(held: &mut Held) -> bool {
     // A handler that wrote between the two steps would move an offset that nobody reads.
     sys::without_signals(|| {
         let offset = sys::lseek(held.fd, 0, libc::SEEK_CUR);
         held.entry.offset.store(offset as u64, Ordering::Relaxed);
-        held.set_private(offset >= 0);
+        // Somebody else has parked it, who took the descriptor in a way that was not seen.
+        let is_usable = offset >= 0 && offset as i64 != PARKED;
+        held.set_private(is_usable && sys::lseek(held.fd, PARKED, libc::SEEK_SET) >= 0);
     });
     held.is_private()
+}
+
+/// lseek(2) in the kernel, of a descriptor whose offset is private: for what the kernel alone knows, the end of the file.
+pub(crate) fn seek_in_kernel(fd: c_int, offset: i64, whence: c_int) -> isize {
+    let target = sys::lseek(fd, offset, whence);
+    if target >= 0 {
+        sys::lseek(fd, PARKED, libc::SEEK_SET);
+    }
+    target
 }
 
 /// The private offset is the kernel's again, if `is_same` says that the descriptor still is the one it was.
@@ -146,11 +178,46 @@ pub(crate) fn current_offset(held: &Held) -> u64 {
     }
 }
 
+/// The private offset of a descriptor; `None` where the kernel has the offset.
+pub(crate) fn private_offset(fd: c_int) -> Option<u64> {
+    let entry = table::entry_of(fd)?;
+    entry
+        .is_private()
+        .then(|| entry.offset.load(Ordering::Relaxed))
+}
+
 /// Sets the offset.
 pub(crate) fn set_offset(held: &Held, offset: u64) {
-    if held.is_private() {
-        held.entry.offset.store(offset, Ordering::Relaxed);
+    set_offset_of_entry(held.entry, held.fd, offset);
+}
+
+/// The same for a signal handler whose thread holds the entry.
+pub(crate) fn set_offset_of_entry(entry: &Entry, fd: c_int, offset: u64) {
+    if entry.is_private() {
+        entry.offset.store(offset, Ordering::Relaxed);
     } else {
-        sys::lseek(held.fd, offset as i64, libc::SEEK_SET);
+        sys::lseek(fd, offset as i64, libc::SEEK_SET);
     }
+}
+
+/// A signal handler seeks on a private offset while its thread holds the entry. `in_file`: from the end of the file, or to
+/// data or a hole.
+#[cold]
+pub(crate) fn seek_again(
+    entry: &Entry,
+    offset: i64,
+    whence: c_int,
+    in_file: impl FnOnce() -> Result<usize, c_int>,
+) -> Handled {
+    let now = entry.offset.load(Ordering::Relaxed) as i64;
+    let target = match whence {
+        libc::SEEK_SET => Ok(offset),
+        libc::SEEK_CUR => now.checked_add(offset).ok_or(libc::EOVERFLOW),
+        _ => in_file().map(|target| target as i64),
+    };
+    let target = target.and_then(|target| usize::try_from(target).map_err(|_| libc::EINVAL));
+    if let Ok(target) = target {
+        entry.offset.store(target as u64, Ordering::Relaxed);
+    }
+    Handled::of(target)
 }

@@ -15,13 +15,15 @@ mod open;
 mod request;
 mod socket;
 pub(crate) mod state;
+mod write;
 
 pub(crate) use attributes::{
     Attr, allocate_range, attr_of_fd, attr_of_path, sync_stub, truncate_stub,
 };
-pub(crate) use data::{read_stub, seek_stub, write_stub};
+pub(crate) use data::{Append, count_unread, read_stub, seek_stub, write_stub};
 pub(crate) use map::map_copy;
 pub(crate) use open::{
     close_stub, find_inherited, flags_changed, register_copy, register_open, share_offset,
 };
 pub(crate) use request::set_patience;
+pub(crate) use write::{new_memory_file, write_memory_file};

@@ -4,7 +4,7 @@ use std::io::Write;
 
 use crate::memory::Run;
 use crate::report::{self, Call};
-use crate::stub;
+use crate::stub::{self, Append};
 use crate::sys;
 use crate::table::{self, tag};
 
@@ -28,7 +28,13 @@ pub(crate) fn print_report() {
 fn print_text(text: &[u8]) {
     if table::tag_of(libc::STDERR_FILENO) == tag::STUB {
         Run::of_bytes(text).as_memory(|source| {
-            stub::write_stub(libc::STDERR_FILENO, source, None, false, Call::Write)
+            stub::write_stub(
+                libc::STDERR_FILENO,
+                source,
+                None,
+                Append::AsOpened,
+                Call::Write,
+            )
         });
     } else {
         sys::write_stderr(text);

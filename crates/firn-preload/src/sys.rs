@@ -3,13 +3,16 @@
 //! A negative result is `-errno`. Pointers of the program are handed to the kernel, which checks them.
 
 use std::arch::asm;
-use std::ffi::{c_int, c_void};
+use std::ffi::{CStr, c_int, c_void};
+use std::mem::MaybeUninit;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::AtomicU64;
 #[cfg(not(target_arch = "x86_64"))]
 use std::sync::atomic::Ordering;
 
-use rustix::fs::{AtFlags, StatxFlags};
+use firn_direct::syscall::Descriptor;
+use rustix::fs::{CWD, Mode, OFlags};
+use rustix::io::Errno;
 use rustix::process::Resource;
 
 pub(crate) use firn_direct::syscall;
@@ -133,34 +136,42 @@ pub(crate) fn device_number(major: u32, minor: u32) -> u64 {
 
 /// Identity and mode of a descriptor, without asking the server of the file system.
 pub(crate) fn identity(fd: c_int) -> Option<(Identity, u32)> {
-    let stat = statx(
-        fd,
-        StatxFlags::TYPE | StatxFlags::INO,
-        AtFlags::STATX_DONT_SYNC,
-    )?;
-    let device = device_number(stat.stx_dev_major, stat.stx_dev_minor);
-    Some((
-        Identity {
-            device,
-            inode: stat.stx_ino,
-        },
-        u32::from(stat.stx_mode),
-    ))
+    let (mask, sync) = (libc::STATX_TYPE | libc::STATX_INO, libc::AT_STATX_DONT_SYNC);
+    with_statx(fd, c"", mask, libc::AT_EMPTY_PATH | sync, |stat| {
+        let device = device_number(stat.stx_dev_major, stat.stx_dev_minor);
+        let inode = stat.stx_ino;
+        (Identity { device, inode }, u32::from(stat.stx_mode))
+    })
 }
 
 /// Size of a file, as stat(2) gives it: the kernel asks where what it knows is too old.
 pub(crate) fn file_size(fd: c_int) -> Option<u64> {
-    Some(statx(fd, StatxFlags::SIZE, AtFlags::STATX_SYNC_AS_STAT)?.stx_size)
+    let flags = libc::AT_EMPTY_PATH | libc::AT_STATX_SYNC_AS_STAT;
+    with_statx(fd, c"", libc::STATX_SIZE, flags, |stat| stat.stx_size)
 }
 
 /// Makes the kernel ask how long the file is: O_APPEND, sendfile(2), splice(2) and mappings go by what it
 /// knows, and it has not seen writes by direct access.
 pub(crate) fn refresh_size(fd: c_int) {
-    statx(fd, StatxFlags::SIZE, AtFlags::STATX_FORCE_SYNC);
+    let flags = libc::AT_EMPTY_PATH | libc::AT_STATX_FORCE_SYNC;
+    with_statx(fd, c"", libc::STATX_SIZE, flags, |_| ());
 }
 
-fn statx(fd: c_int, mask: StatxFlags, sync: AtFlags) -> Option<rustix::fs::Statx> {
-    rustix::fs::statx(borrow(fd)?, c"", AtFlags::EMPTY_PATH | sync, mask).ok()
+/// statx(2); what `then` takes of the answer is all that is copied of it.
+#[inline(never)]
+pub(crate) fn with_statx<T>(
+    dir: c_int,
+    path: &CStr,
+    mask: u32,
+    flags: c_int,
+    then: impl FnOnce(&libc::statx) -> T,
+) -> Option<T> {
+    let mut stat = MaybeUninit::<libc::statx>::uninit();
+    let path = path.as_ptr();
+    // SAFETY: the kernel reads the path and fills one structure, ours.
+    let result = unsafe { syscall!(libc::SYS_statx, dir, path, flags, mask, stat.as_mut_ptr()) };
+    // SAFETY: statx(2) succeeded, so the kernel filled the structure.
+    (result == 0).then(|| then(unsafe { stat.assume_init_ref() }))
 }
 
 /// Identity of a descriptor of the library's own, which is no file of a mount; `None` where no descriptor has that number.
@@ -176,6 +187,19 @@ pub(crate) fn is_unlimited(resource: Resource) -> bool {
 /// The limit of a resource; `None`: it has none.
 pub(crate) fn limit_of(resource: Resource) -> Option<u64> {
     rustix::process::getrlimit(resource).current
+}
+
+/// Whether this process can have `count` more descriptors now; EMFILE or ENFILE where it cannot.
+pub(crate) fn check_descriptors_left(count: usize) -> Result<(), c_int> {
+    if count == 0 {
+        return Ok(());
+    }
+    let flags = OFlags::PATH | OFlags::CLOEXEC;
+    let opened = rustix::fs::openat(CWD, c"/", flags, Mode::empty()).map(Descriptor::from);
+    match opened {
+        Err(errno @ (Errno::MFILE | Errno::NFILE)) => Err(errno.raw_os_error()),
+        _ => check_descriptors_left(count - 1),
+    }
 }
 
 /// Sends this thread a signal.

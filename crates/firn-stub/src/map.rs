@@ -20,9 +20,11 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use firn_backing::{Kind, Time};
 use firn_engine::InodeId;
+use parking_lot::RwLock;
 
 use crate::StubId;
 use crate::id::{id_of, id_text};
@@ -38,6 +40,8 @@ pub(crate) struct Item {
     pub inode: Option<InodeId>,
     /// Descriptors that clients told of.
     pub opens: u32,
+    /// Held alone by an append, and together by all else that changes bytes or length.
+    pub changes: Arc<RwLock<()>>,
     /// What the engine said of the time of the last write when the stub was last told.
     pub told_mtime: Option<Time>,
     /// Size and time of bytes that came through the kernel and were ingested.
@@ -53,6 +57,7 @@ impl Item {
             paths: Vec::new(),
             inode: None,
             opens: 0,
+            changes: Arc::default(),
             told_mtime: None,
             absorbed: None,
             carried: None,

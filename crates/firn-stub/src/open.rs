@@ -1,10 +1,12 @@
 //! Open stubs: what processes told of over the data socket.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
 
 use firn_backing::SetTime;
 use firn_backing::{Backing, Errno, Kind};
 use firn_engine::{ClientId, HandleId, InodeId, OpenMode, Result, SetAttr};
+use parking_lot::RwLock;
 use rustix::fs::{CWD, Mode, OFlags, fstat, open, readlinkat};
 
 use crate::StubId;
@@ -20,6 +22,8 @@ pub(crate) struct Open {
     pub inode: InodeId,
     /// Names the stub without keeping its locks or its open file.
     pub fd: OwnedFd,
+    /// The lock of [`Item::changes`](crate::map::Item::changes).
+    pub changes: Arc<RwLock<()>>,
 }
 
 /// How a client's descriptor is called from now on.
@@ -69,6 +73,11 @@ impl<B: Backing> Tree<B> {
         if self.is_closed() {
             return Err(Errno::SHUTDOWN);
         }
+        // O_TRUNC waits for an append that is under way. What it cuts is looked up anew below.
+        let changes = self
+            .changes_of_item(id)
+            .filter(|_| flags & libc::O_TRUNC != 0);
+        let _shared = changes.as_ref().map(|changes| changes.read());
         let mut map = self.map.lock();
         if map.item(id).is_none() {
             if again && stub.nlink == 0 {
@@ -92,9 +101,10 @@ impl<B: Backing> Tree<B> {
             .engine
             .attr(inode, Some(opened.handle))
             .map_or(0, |attr| attr.size);
-        if let Some(item) = map.item_mut(id) {
+        let changes = map.item_mut(id).map(|item| {
             item.opens += 1;
-        }
+            Arc::clone(&item.changes)
+        });
         self.opens.lock().insert(
             opened.handle,
             Open {
@@ -102,6 +112,7 @@ impl<B: Backing> Tree<B> {
                 client,
                 inode,
                 fd,
+                changes: changes.unwrap_or_default(),
             },
         );
         if map.item(id).is_some_and(|item| item.told_mtime.is_none())
@@ -113,6 +124,19 @@ impl<B: Backing> Tree<B> {
             handle: opened.handle,
             size,
         })
+    }
+
+    fn changes_of_item(&self, id: StubId) -> Option<Arc<RwLock<()>>> {
+        let map = self.map.lock();
+        map.item(id).map(|item| Arc::clone(&item.changes))
+    }
+
+    /// The lock that orders the changes of an open stub: an append holds it alone, so that the end of the file stays where
+    /// it was found; all else that changes bytes or length holds it together.
+    pub fn changes(&self, handle: HandleId) -> Result<Arc<RwLock<()>>> {
+        let opens = self.opens.lock();
+        let open = opens.get(&handle).ok_or(Errno::BADF)?;
+        Ok(Arc::clone(&open.changes))
     }
 
     /// Where the tree shares its file system with others, only what stands below the root is a stub.

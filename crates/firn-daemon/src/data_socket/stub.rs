@@ -8,9 +8,8 @@ use firn_backing::{Backing, Errno};
 use firn_engine::{
     ClientId, ClosePolicy, Closing, Done, DrainPolicy, Engine, FsyncPolicy, HandleId, Written,
 };
-use firn_format::data_socket::{ADOPT_AGAIN, AT_END, DATA_BYTES_MAX, Op, Reply, Request, Status};
+use firn_format::data_socket::{ADOPT_AGAIN, DATA_BYTES_MAX, Op, Reply, Request, Status};
 use firn_stub::{StubAttr, StubId, Tree};
-use parking_lot::Mutex;
 
 use super::Answer;
 
@@ -19,7 +18,7 @@ pub(super) fn is_op(op: Op) -> bool {
     use Op::*;
     matches!(
         op,
-        Adopt | Release | Read | Write | Attr | AttrOf | Truncate | Sync | Allocate
+        Adopt | Release | Read | Write | Attr | AttrOf | Truncate | Sync | Allocate | Append
     )
 }
 
@@ -27,8 +26,41 @@ pub(super) fn is_op(op: Op) -> bool {
 pub(super) struct Call<'a, B: Backing> {
     pub tree: &'a Arc<Tree<B>>,
     pub engine: &'a Arc<Engine<B>>,
-    pub appending: &'a Mutex<()>,
     pub client: ClientId,
+}
+
+/// Bytes that an append reads at once where they come as a file.
+const APPEND_STEP_BYTES: usize = 1 << 20;
+
+/// What an append is given.
+enum AppendSource<'a> {
+    Packet(&'a [u8]),
+    /// The first bytes of a file that the client has just made.
+    File(OwnedFd, u64),
+}
+
+impl AppendSource<'_> {
+    fn len(&self) -> u64 {
+        match self {
+            Self::Packet(bytes) => bytes.len() as u64,
+            Self::File(_, len) => *len,
+        }
+    }
+
+    /// Bytes from offset `skip` on, `most` at most; `room` is for those of a file.
+    fn part<'p>(&'p self, skip: u64, most: u64, room: &'p mut Vec<u8>) -> Result<&'p [u8], Errno> {
+        match self {
+            Self::Packet(bytes) => {
+                let rest = bytes.get(skip as usize..).unwrap_or_default();
+                Ok(rest.get(..most as usize).unwrap_or(rest))
+            }
+            Self::File(file, _) => {
+                room.resize(most.min(APPEND_STEP_BYTES as u64) as usize, 0);
+                let got = rustix::io::retry_on_intr(|| rustix::io::pread(file, &mut *room, skip))?;
+                Ok(room.get(..got).unwrap_or_default())
+            }
+        }
+    }
 }
 
 impl<B: Backing> Call<'_, B> {
@@ -43,13 +75,14 @@ impl<B: Backing> Call<'_, B> {
         let &Request {
             len, token, arg, ..
         } = request;
-        let takes_data = matches!(op, Op::Write | Op::Allocate);
-        let takes_len = matches!(op, Op::Write | Op::Allocate | Op::Read | Op::Adopt);
-        if given.is_some() != (op == Op::Adopt)
+        let is_file = op == Op::Append && given.is_some();
+        let takes_data = matches!(op, Op::Write | Op::Allocate | Op::Append) && !is_file;
+        let takes_len = takes_data || is_file || matches!(op, Op::Read | Op::Adopt);
+        if given.is_some() != (op == Op::Adopt || is_file)
             || (takes_data && data.len() != len as usize)
             || (!takes_data && !data.is_empty())
             || (!takes_len && len != 0)
-            || len as usize > DATA_BYTES_MAX
+            || (!is_file && len as usize > DATA_BYTES_MAX)
         {
             return None;
         }
@@ -75,16 +108,24 @@ impl<B: Backing> Call<'_, B> {
             Op::Release => self.release(handle).map(|()| ok()),
             Op::Read => return Some(self.read(handle, arg, len as usize)),
             Op::Write => self.write(handle, arg, data),
+            Op::Append => {
+                let source = match given {
+                    Some(file) => AppendSource::File(file, u64::from(len)),
+                    None => AppendSource::Packet(data),
+                };
+                self.append(handle, &source, arg)
+            }
             Op::Attr => self.tree.attr_of(handle).map(attr_answer),
-            Op::Truncate => self.tree.truncate(handle, arg).map(|()| ok()),
+            Op::Truncate => self
+                .with_others(handle, || self.tree.truncate(handle, arg))
+                .map(|()| ok()),
             Op::Sync => self.sync(handle, arg == 1).map(|()| ok()),
             Op::Allocate => {
                 let (offset, rest) = data.split_first_chunk::<8>()?;
                 let offset = u64::from_ne_bytes(*offset);
                 let len = u64::from_ne_bytes(rest.try_into().ok()?);
-                self.engine
-                    .allocate(handle, arg as i32, offset, len)
-                    .map(|()| ok())
+                let allocate = || self.engine.allocate(handle, arg as i32, offset, len);
+                self.with_others(handle, allocate).map(|()| ok())
             }
             _ => return None,
         };
@@ -122,24 +163,59 @@ impl<B: Backing> Call<'_, B> {
         }
     }
 
+    /// Changes a file together with others that do, but not while an append is under way.
+    fn with_others<T>(
+        &self,
+        handle: HandleId,
+        change: impl FnOnce() -> Result<T, Errno>,
+    ) -> Result<T, Errno> {
+        let changes = self.tree.changes(handle)?;
+        let _together = changes.read();
+        change()
+    }
+
     fn write(&self, handle: HandleId, at: u64, data: &[u8]) -> Result<Answer, Errno> {
-        let alone = (at == AT_END).then(|| self.appending.lock());
-        let at = if alone.is_some() {
-            self.tree.attr_of(handle)?.size
-        } else {
-            at
-        };
+        let count = self.with_others(handle, || self.write_at(handle, at, data))?;
+        Ok(taken(count as u64, at))
+    }
+
+    /// Writes at the end of the file, where nothing else comes in between. What firnd has no room for at last is not
+    /// taken: the reply counts the bytes that are stored, and an error means that none is.
+    fn append(
+        &self,
+        handle: HandleId,
+        source: &AppendSource<'_>,
+        size_max: u64,
+    ) -> Result<Answer, Errno> {
+        let changes = self.tree.changes(handle)?;
+        let _alone = changes.write();
+        let end = self.tree.attr_of(handle)?.size;
+        let total = source.len().min(size_max.saturating_sub(end));
+        if total == 0 && source.len() > 0 {
+            return Err(Errno::FBIG);
+        }
+        let mut room = Vec::new();
+        let mut done = 0;
+        while done < total {
+            let part = source.part(done, total - done, &mut room);
+            let written = part.and_then(|part| self.write_at(handle, end + done, part));
+            match written {
+                // The client has made its file shorter.
+                Ok(0) => break,
+                Ok(count) => done += count as u64,
+                Err(errno) if done == 0 => return Err(errno),
+                Err(_) => break,
+            }
+        }
+        Ok(taken(done, end))
+    }
+
+    /// Writes some of the bytes, one at least where there are any; waits for room where there is none.
+    fn write_at(&self, handle: HandleId, at: u64, data: &[u8]) -> Result<usize, Errno> {
         let mut swept = false;
         loop {
             match self.engine.write(handle, at, data, None)? {
-                Written::Bytes(n) => {
-                    return Ok(Reply {
-                        count: n as u32,
-                        slot: at,
-                        ..Reply::default()
-                    }
-                    .into());
-                }
+                Written::Bytes(n) => return Ok(n),
                 Written::Full if !swept => {
                     // What was removed in the tree frees its room only now.
                     swept = true;
@@ -179,6 +255,16 @@ impl<B: Backing> Call<'_, B> {
 
 fn ok() -> Answer {
     Answer::status(Status::Ok)
+}
+
+/// Bytes that were written, and where.
+fn taken(count: u64, at: u64) -> Answer {
+    Reply {
+        count: count as u32,
+        slot: at,
+        ..Reply::default()
+    }
+    .into()
 }
 
 fn failed(errno: Errno) -> Answer {

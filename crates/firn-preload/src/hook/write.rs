@@ -10,9 +10,12 @@ use crate::kernel;
 use crate::memory::{Readable, Run, Source};
 use crate::real::{PWRITE, PWRITEV, PWRITEV2, WRITE, WRITEV};
 use crate::report::Call;
-use crate::stub;
+use crate::stub::{self, Append};
 use crate::sys::with_errno;
 use crate::table::{tag, tag_of};
+
+/// pwritev2(2): not to the end of the file, although it was opened with O_APPEND (linux/fs.h, Linux 6.9).
+const RWF_NOAPPEND: c_int = 0x20;
 
 export! { write __write = do_write(fd: c_int, data: *const c_void, len: size_t) -> ssize_t }
 export! { writev = do_writev(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t }
@@ -36,7 +39,7 @@ unsafe fn do_write(fd: c_int, data: *const c_void, len: size_t) -> ssize_t {
 /// A write to a descriptor of ours.
 fn write_to(fd: c_int, source: Source<'_>, at: Option<u64>, call: Call) -> Handled {
     if tag_of(fd) == tag::STUB {
-        return stub::write_stub(fd, source, at, false, call);
+        return stub::write_stub(fd, source, at, Append::AsOpened, call);
     }
     kernel::write_file(fd, source, at, call)
 }
@@ -134,14 +137,7 @@ unsafe fn do_pwritev2(
     offset: off64_t,
     flags: c_int,
 ) -> ssize_t {
-    if tag_of(fd) == tag::STUB && flags != 0 {
-        // SAFETY: the program gave the vectors to pwritev2(2).
-        return unsafe { write_flagged(fd, parts, count, offset, flags) };
-    }
-    if !matches!(tag_of(fd), tag::WRITER | tag::STUB) || (offset != -1 && flags != 0) {
-        return forward!(PWRITEV2(fd, parts, count, offset, flags));
-    }
-    if flags == 0 {
+    if flags == 0 && matches!(tag_of(fd), tag::WRITER | tag::STUB) {
         // SAFETY: the program gave the vectors to pwritev2(2), which without flags is writev(2) or pwritev(2).
         return unsafe {
             if offset == -1 {
@@ -151,7 +147,17 @@ unsafe fn do_pwritev2(
             }
         };
     }
-    let ticket = kernel::before_kernel(fd, Call::Writev);
+    if tag_of(fd) == tag::STUB {
+        // SAFETY: the program gave the vectors to pwritev2(2).
+        return unsafe { write_flagged(fd, parts, count, offset, flags) };
+    }
+    // An append goes by the size of the file, which the kernel has to know then, wherever the offset stands.
+    let needs_kernel = offset == -1 || flags & libc::RWF_APPEND != 0;
+    let ticket = if needs_kernel && tag_of(fd) != tag::NONE {
+        kernel::before_kernel(fd, Call::Writev)
+    } else {
+        Ticket::NONE
+    };
     let result = forward!(PWRITEV2(fd, parts, count, offset, flags));
     ticket.finish();
     result
@@ -169,9 +175,19 @@ unsafe fn write_flagged(
     flags: c_int,
 ) -> ssize_t {
     let synced = flags & (libc::RWF_SYNC | libc::RWF_DSYNC) != 0;
-    let known = libc::RWF_SYNC | libc::RWF_DSYNC | libc::RWF_HIPRI | libc::RWF_APPEND;
+    let known =
+        libc::RWF_SYNC | libc::RWF_DSYNC | libc::RWF_HIPRI | libc::RWF_APPEND | RWF_NOAPPEND;
     if flags & !known != 0 {
         return with_errno(-(libc::EOPNOTSUPP as isize));
+    }
+    let append = match flags & (libc::RWF_APPEND | RWF_NOAPPEND) {
+        0 => Append::AsOpened,
+        libc::RWF_APPEND => Append::Always,
+        RWF_NOAPPEND => Append::Never,
+        _ => return with_errno(-(libc::EINVAL as isize)),
+    };
+    if offset < -1 {
+        return with_errno(-(libc::EINVAL as isize));
     }
     // SAFETY: the program gave the vectors to pwritev2(2), to be read.
     let Some(source) = (unsafe { memory_of(parts, count) }) else {
@@ -182,7 +198,6 @@ unsafe fn write_flagged(
         });
     };
     let at = u64::try_from(offset).ok();
-    let append = flags & libc::RWF_APPEND != 0;
     match stub::write_stub(fd, source, at, append, Call::Pwritev) {
         Handled::Done(result) if result >= 0 && synced => match stub::sync_stub(fd, true) {
             Some(Err(errno)) => with_errno(-(errno as isize)),

@@ -4,12 +4,14 @@ use std::ffi::c_int;
 
 use firn_direct::connection::{CallError, Payload};
 use firn_format::data_socket::{Op, Reply, Request, Token};
+use rustix::process::Resource;
 use zerocopy::IntoBytes;
 
 use crate::connect;
 use crate::stub::enter::{Entered, lock_stub};
-use crate::stub::request::{Wait, check_status, send_request};
+use crate::stub::request::{Wait, ask_size, check_status, send_request};
 use crate::sys::{self, syscall};
+use crate::table::Held;
 use crate::trees;
 use crate::vfork::in_vfork_child;
 
@@ -74,8 +76,8 @@ pub(crate) fn attr_of_path(
                 Err(errno) => Some(Err(errno)),
             };
         }
-        if !wait.pause() {
-            return Some(Err(libc::EIO));
+        if let Err(errno) = wait.pause() {
+            return Some(Err(errno));
         }
     }
 }
@@ -130,8 +132,15 @@ fn handle_of(dir: c_int, path: *const libc::c_char, flags: c_int) -> Option<(u64
     Some((u64::from(high) << 32 | u64::from(low), generation))
 }
 
-/// A request that answers with nothing but success; `None`: the descriptor is no stub.
-fn request_plainly(fd: c_int, op: Op, arg: u64, data: &[u64]) -> Option<Result<(), c_int>> {
+/// A request that answers with nothing but success; `None`: the descriptor is no stub. `grown`: the length that the file
+/// has afterwards, if it is shorter now.
+fn request_plainly(
+    fd: c_int,
+    op: Op,
+    arg: u64,
+    data: &[u64],
+    grown: u64,
+) -> Option<Result<(), c_int>> {
     let mut held = match lock_stub(fd) {
         Entered::Held(held) => held,
         Entered::Again(_) | Entered::Vforked => return Some(Err(libc::EIO)),
@@ -145,6 +154,9 @@ fn request_plainly(fd: c_int, op: Op, arg: u64, data: &[u64]) -> Option<Result<(
             libc::EBADF
         }));
     }
+    if let Err(errno) = check_size_limit(&mut held, grown) {
+        return Some(Err(errno));
+    }
     let data = data.as_bytes();
     let payload = Payload {
         data: data.into(),
@@ -154,17 +166,28 @@ fn request_plainly(fd: c_int, op: Op, arg: u64, data: &[u64]) -> Option<Result<(
     Some(send_request(&mut held, op, arg, data.len() as u32, payload).map(drop))
 }
 
+/// Whether the limit of file sizes (getrlimit(2)) lets a file grow to a length, if it is shorter; if not: SIGXFSZ and
+/// EFBIG.
+fn check_size_limit(held: &mut Held, grown: u64) -> Result<(), c_int> {
+    let is_beyond = sys::limit_of(Resource::Fsize).is_some_and(|limit| grown > limit);
+    if is_beyond && grown > ask_size(held)? {
+        sys::raise_signal(libc::SIGXFSZ);
+        return Err(libc::EFBIG);
+    }
+    Ok(())
+}
+
 /// ftruncate(2).
 pub(crate) fn truncate_stub(fd: c_int, size: i64) -> Option<Result<(), c_int>> {
     if size < 0 {
         return Some(Err(libc::EINVAL));
     }
-    request_plainly(fd, Op::Truncate, size as u64, &[])
+    request_plainly(fd, Op::Truncate, size as u64, &[], size as u64)
 }
 
 /// fsync(2), fdatasync(2).
 pub(crate) fn sync_stub(fd: c_int, data_only: bool) -> Option<Result<(), c_int>> {
-    request_plainly(fd, Op::Sync, u64::from(data_only), &[])
+    request_plainly(fd, Op::Sync, u64::from(data_only), &[], 0)
 }
 
 /// fallocate(2).
@@ -177,10 +200,15 @@ pub(crate) fn allocate_range(
     if offset < 0 || len <= 0 {
         return Some(Err(libc::EINVAL));
     }
-    request_plainly(
-        fd,
-        Op::Allocate,
-        mode as u32 as u64,
-        &[offset as u64, len as u64],
-    )
+    let stays = libc::FALLOC_FL_KEEP_SIZE
+        | libc::FALLOC_FL_PUNCH_HOLE
+        | libc::FALLOC_FL_COLLAPSE_RANGE
+        | libc::FALLOC_FL_INSERT_RANGE;
+    let grown = if mode & stays == 0 {
+        offset as u64 + len as u64
+    } else {
+        0
+    };
+    let range = [offset as u64, len as u64];
+    request_plainly(fd, Op::Allocate, mode as u32 as u64, &range, grown)
 }

@@ -1,25 +1,21 @@
 //! write(2), read(2) and lseek(2) on stubs.
 
 use std::ffi::c_int;
-use std::sync::atomic::Ordering;
 
-use firn_direct::connection::{Connection, Payload};
-use firn_format::data_socket::{ADOPT_AGAIN, AT_END, DATA_BYTES_MAX, Op, Request};
 use rustix::process::Resource;
 
-use crate::connect;
 use crate::descriptor;
 use crate::handled::{Handled, Ticket};
-use crate::memory::{CALL_BYTES_MAX, Readable, Run, Source, Target};
-use crate::offset;
+use crate::memory::{CALL_BYTES_MAX, Source, Target};
+use crate::offset::{self, Claim};
 use crate::report::{self, Call};
 use crate::stub::attributes::sync_stub;
 use crate::stub::enter::{Entered, lock_stub};
-use crate::stub::request::{adopt, write_by_requests};
+use crate::stub::request::{adopt, ask_size};
 use crate::stub::socket::Socket;
+use crate::stub::write::{OwnConnection, append_source, write_source};
 use crate::sys;
 use crate::table::{Entry, Held, stub_mark, stub_mark_of};
-use crate::trees;
 
 /// Makes the offset private where nobody shares it.
 fn own_offset(held: &mut Held) {
@@ -28,12 +24,31 @@ fn own_offset(held: &mut Held) {
     }
 }
 
+/// Whether a write goes to the end of the file.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Append {
+    /// If the descriptor has O_APPEND.
+    AsOpened,
+    Always,
+    Never,
+}
+
+impl Append {
+    fn is_wanted(self, flags: c_int) -> bool {
+        match self {
+            Self::AsOpened => flags & libc::O_APPEND != 0,
+            Self::Always => true,
+            Self::Never => false,
+        }
+    }
+}
+
 /// write(2) and its kin, at the descriptor's offset or at `at`.
 pub(crate) fn write_stub(
     fd: c_int,
     source: Source<'_>,
     at: Option<u64>,
-    append: bool,
+    append: Append,
     call: Call,
 ) -> Handled {
     if source.is_outside() {
@@ -41,7 +56,9 @@ pub(crate) fn write_stub(
     }
     let mut held = match lock_stub(fd) {
         Entered::Held(held) => held,
-        Entered::Again(entry) => return Handled::of(write_again(fd, entry, source, at)),
+        Entered::Again(entry) => {
+            return Handled::of(write_again(fd, entry, source, (at, append)));
+        }
         Entered::Not => return Handled::Forward(Ticket::NONE),
         Entered::Vforked => return Handled::of(Err(libc::EIO)),
     };
@@ -50,7 +67,7 @@ pub(crate) fn write_stub(
         return handled;
     }
     let flags = held.stub.flags;
-    let handled = if append || flags & libc::O_APPEND != 0 {
+    let handled = if append.is_wanted(flags) {
         append_all(held, source, at, total)
     } else {
         total = match bytes_within_limit(&held, at, total) {
@@ -97,27 +114,17 @@ fn prepare_call(held: &mut Held, forbidden: c_int, total: usize) -> Result<(), H
     Ok(())
 }
 
+/// Appends, and moves the offset behind it unless the call named one.
 fn append_all(mut held: Held, source: Source<'_>, at: Option<u64>, total: usize) -> Handled {
-    let mut done = 0;
-    let mut end = 0;
-    for run in source.runs(0, total) {
-        match write_by_requests(&mut held, run, AT_END) {
-            Ok((more, place)) => {
-                done += more;
-                end = place.wrapping_add(more as u64);
-                if more < run.len() {
-                    break;
-                }
-            }
-            Err(errno) if done == 0 => return Handled::of(Err(errno)),
-            Err(_) => break,
-        }
-    }
-    if at.is_none() {
-        offset::set_offset(&held, end);
-    }
+    held.stub.wrote = true;
     report::count_kernel(Call::Write);
-    Handled::of(Ok(done))
+    let appended = append_source(&mut held, source, total);
+    if let Ok((done, place)) = appended
+        && at.is_none()
+    {
+        offset::set_offset(&held, place.wrapping_add(done as u64));
+    }
+    Handled::of(appended.map(|(done, _)| done))
 }
 
 /// A signal handler writes to the descriptor that the interrupted code is busy with, and over whose connection
@@ -127,74 +134,29 @@ fn write_again(
     fd: c_int,
     entry: &'static Entry,
     source: Source<'_>,
-    at: Option<u64>,
+    (at, append): (Option<u64>, Append),
 ) -> Result<usize, c_int> {
     let total = source.total().ok_or(libc::EINVAL)?;
-    let (identity, _) = sys::identity(fd).ok_or(libc::EIO)?;
-    let socket = trees::data_socket_on(identity.device).ok_or(libc::EIO)?;
-    let connection = connect::connect_once(&socket).ok_or(libc::EIO)?;
     let flags = sys::fcntl(fd, libc::F_GETFL, 0) as c_int;
-    let token = adopt_once(&connection, fd, flags & libc::O_ACCMODE)?;
-    let appends = flags & libc::O_APPEND != 0;
-    let offset = match at {
-        Some(at) => at,
-        None if entry.is_private() => entry.offset.fetch_add(total as u64, Ordering::Relaxed),
-        None => (sys::lseek(fd, total as i64, libc::SEEK_CUR) as u64).wrapping_sub(total as u64),
-    };
-    let mut done = 0;
-    for run in source.runs(0, total) {
-        let at = if appends {
-            AT_END
-        } else {
-            offset.wrapping_add(done as u64)
-        };
-        match write_over(&connection, token, run, at) {
-            Ok(more) => done += more,
-            Err(errno) if done == 0 => return Err(errno),
-            Err(_) => break,
+    let mut firnd = OwnConnection::for_stub(fd, flags & libc::O_ACCMODE).ok_or(libc::EIO)?;
+    if append.is_wanted(flags) {
+        let (done, place) = append_source(&mut firnd, source, total)?;
+        if at.is_none() {
+            offset::set_offset_of_entry(entry, fd, place.wrapping_add(done as u64));
         }
+        return Ok(done);
     }
-    Ok(done)
-}
-
-/// Tells firnd of a descriptor over a connection that nothing else uses; its token there.
-fn adopt_once(connection: &Connection, fd: c_int, access: c_int) -> Result<u64, c_int> {
-    let request = Request::new(Op::Adopt, 0, access as u64).with_len(ADOPT_AGAIN);
-    let mut payload = Payload {
-        fd: sys::borrow(fd),
-        ..Payload::none()
-    };
-    let reply = connection.call(&request, &mut payload);
-    reply.map(|reply| reply.file_id).map_err(|_| libc::EIO)
-}
-
-/// Writes a run at `at`, which may be [`AT_END`]; how many bytes, or EIO where it is none.
-fn write_over(
-    connection: &Connection,
-    token: u64,
-    run: Run<'_, Readable>,
-    at: u64,
-) -> Result<usize, c_int> {
-    let mut done = 0;
-    while done < run.len() {
-        let data = run.rest(done).first(DATA_BYTES_MAX);
-        let to = if at == AT_END {
-            AT_END
-        } else {
-            at.wrapping_add(done as u64)
-        };
-        let request = Request::new(Op::Write, token, to).with_len(data.len() as u32);
-        let mut payload = Payload {
-            data: data.as_outgoing(),
-            ..Payload::none()
-        };
-        match connection.call(&request, &mut payload) {
-            Ok(reply) if connect::is_ok(&reply) => done += reply.count as usize,
-            _ if done > 0 => break,
-            _ => return Err(libc::EIO),
-        }
+    let claim = Claim::of_entry(entry, fd, at, total);
+    if claim.is_beyond_files() {
+        claim.cut_back_entry(entry, fd, 0);
+        return Err(libc::EINVAL);
     }
-    Ok(done)
+    let written = write_source(&mut firnd, source, claim.offset, total);
+    let done = written.unwrap_or(0);
+    if done < total {
+        claim.cut_back_entry(entry, fd, done);
+    }
+    written
 }
 
 /// lseek(2).
@@ -204,11 +166,26 @@ pub(crate) fn seek_stub(fd: c_int, offset: i64, whence: c_int) -> Handled {
             own_offset(&mut held);
             descriptor::seek_descriptor::<Socket>(held, offset, whence)
         }
-        Entered::Again(entry) if entry.is_private() && whence == libc::SEEK_CUR && offset == 0 => {
-            Handled::Done(entry.offset.load(Ordering::Relaxed) as isize)
+        Entered::Again(entry) if entry.is_private() => {
+            offset::seek_again(entry, offset, whence, || Err(libc::EIO))
+        }
+        // From the end of the stub the kernel would count from 0.
+        Entered::Again(_) if !matches!(whence, libc::SEEK_SET | libc::SEEK_CUR) => {
+            Handled::of(Err(libc::EIO))
         }
         _ => Handled::Forward(Ticket::NONE),
     }
+}
+
+/// FIONREAD: bytes from the offset to the end of the file, which may lie before it.
+pub(crate) fn count_unread(fd: c_int) -> Result<i64, c_int> {
+    let mut held = match lock_stub(fd) {
+        Entered::Held(held) => held,
+        Entered::Again(_) | Entered::Vforked => return Err(libc::EIO),
+        Entered::Not => return Err(libc::ENOTTY),
+    };
+    let size = ask_size(&mut held)? as i64;
+    Ok(size.wrapping_sub(offset::current_offset(&held) as i64))
 }
 
 /// read(2) and its kin.

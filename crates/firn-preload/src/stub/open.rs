@@ -28,7 +28,16 @@ pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool
         // The library has no room to keep it, and the kernel no bytes of it.
         return Err(libc::EMFILE);
     }
-    mark_stub(fd, stub_mark::OWN);
+    // The C library writes what it says before it ends a program to standard error by itself.
+    let is_standard = fd <= libc::STDERR_FILENO;
+    mark_stub(
+        fd,
+        if is_standard {
+            stub_mark::SHARED
+        } else {
+            stub_mark::OWN
+        },
+    );
     let Entered::Held(mut held) = lock_stub(fd) else {
         return Ok(true);
     };

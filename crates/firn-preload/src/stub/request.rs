@@ -5,10 +5,10 @@ use std::ffi::c_int;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use firn_direct::connection::{CallError, Payload};
-use firn_format::data_socket::{ADOPT_AGAIN, AT_END, DATA_BYTES_MAX, Op, Reply, Request, Status};
+use firn_format::data_socket::{ADOPT_AGAIN, Op, Reply, Request, Status};
 
 use crate::connect;
-use crate::memory::{Readable, Run};
+use crate::fallback::WriteError;
 use crate::report::{self, Reason};
 use crate::sys;
 use crate::table::Held;
@@ -18,6 +18,8 @@ use crate::trees;
 /// otherwise (seconds).
 const WAIT_MS_DEFAULT: u32 = 10_000;
 const PAUSE_MS: u32 = 20;
+/// A connection has a socket, and at first the arena's descriptor or a copy of its own.
+const CONNECT_DESCRIPTORS: usize = 2;
 static WAIT_MS: AtomicU32 = AtomicU32::new(WAIT_MS_DEFAULT);
 
 /// Sets the patience, once, at the start.
@@ -38,15 +40,17 @@ impl Wait {
         Self { waited_ms: 0 }
     }
 
-    /// Pauses and reads the trees anew; `false`: the call has waited long enough.
-    pub(crate) fn pause(&mut self) -> bool {
+    /// Pauses and reads the trees anew. EIO: the call has waited long enough; EMFILE, ENFILE: there is no descriptor left
+    /// to connect with.
+    pub(crate) fn pause(&mut self) -> Result<(), c_int> {
+        sys::check_descriptors_left(CONNECT_DESCRIPTORS)?;
         if self.waited_ms >= WAIT_MS.load(Ordering::Relaxed) {
-            return false;
+            return Err(libc::EIO);
         }
         sys::sleep_ms(PAUSE_MS);
         self.waited_ms += PAUSE_MS;
         trees::read_trees();
-        true
+        Ok(())
     }
 }
 
@@ -63,10 +67,8 @@ pub(crate) fn adopt(held: &mut Held) -> Result<(), c_int> {
         {
             return Ok(());
         }
-        if !wait.pause() {
-            report::count_left(Reason::NoConnection);
-            return Err(libc::EIO);
-        }
+        wait.pause()
+            .inspect_err(|_| report::count_left(Reason::NoConnection))?;
     }
 }
 
@@ -106,8 +108,8 @@ pub(crate) fn check_status(reply: &Reply) -> Result<(), c_int> {
     }
 }
 
-/// A request about the descriptor. One that firnd may have executed before the connection ended is sent again,
-/// unless executing it twice would write twice.
+/// A request about the descriptor. One that firnd may have executed before the connection ended is sent again, unless
+/// executing it twice would write twice.
 pub(crate) fn send_request(
     held: &mut Held,
     op: Op,
@@ -115,59 +117,36 @@ pub(crate) fn send_request(
     len: u32,
     mut payload: Payload<'_>,
 ) -> Result<Reply, c_int> {
+    repeat_request(held, op, arg, len, &mut payload).map_err(WriteError::errno)
+}
+
+/// The same, telling whether a request that failed may have been executed in part.
+pub(crate) fn repeat_request(
+    held: &mut Held,
+    op: Op,
+    arg: u64,
+    len: u32,
+    payload: &mut Payload<'_>,
+) -> Result<Reply, WriteError> {
+    let mut failed = WriteError::Failed as fn(c_int) -> WriteError;
     // A firnd that goes again and again is none.
     for _ in 0..64 {
-        adopt(held)?;
+        adopt(held).map_err(failed)?;
         let request = Request::new(op, held.token, arg).with_len(len);
-        match connect::call_firnd(held.link, &request, &mut payload) {
+        match connect::call_firnd(held.link, &request, payload) {
             Ok(reply) if Status::from_word(reply.status) == Status::BadToken => {}
-            Ok(reply) => return check_status(&reply).map(|()| reply),
-            Err(CallError::Fault) => return Err(libc::EFAULT),
-            Err(CallError::NoReply) if op == Op::Write && arg == AT_END => {
-                return Err(libc::EIO);
+            Ok(reply) => return check_status(&reply).map(|()| reply).map_err(failed),
+            Err(CallError::Fault) => return Err(failed(libc::EFAULT)),
+            Err(CallError::NoReply) if op == Op::Append => {
+                held.stub.adopted = false;
+                return Err(WriteError::Unknown(libc::EIO));
             }
-            Err(CallError::NotSent | CallError::NoReply) => {}
+            Err(CallError::NoReply) => failed = WriteError::Unknown,
+            Err(CallError::NotSent) => {}
         }
         held.stub.adopted = false;
     }
-    Err(libc::EIO)
-}
-
-/// Writes by requests; bytes written and where, or the errno where there are none. `at`: [`AT_END`] appends.
-pub(crate) fn write_by_requests(
-    held: &mut Held,
-    run: Run<'_, Readable>,
-    at: u64,
-) -> Result<(usize, u64), c_int> {
-    let mut done = 0;
-    let mut place = at;
-    while done < run.len() {
-        let data = run.rest(done).first(DATA_BYTES_MAX);
-        let payload = Payload {
-            data: data.as_outgoing(),
-            ..Payload::none()
-        };
-        let to = if at == AT_END {
-            AT_END
-        } else {
-            at.wrapping_add(done as u64)
-        };
-        match send_request(held, Op::Write, to, data.len() as u32, payload) {
-            Ok(reply) => {
-                done += reply.count as usize;
-                if at == AT_END {
-                    place = reply
-                        .slot
-                        .wrapping_add(u64::from(reply.count))
-                        .wrapping_sub(done as u64);
-                }
-            }
-            Err(errno) if done == 0 => return Err(errno),
-            Err(_) => break,
-        }
-    }
-    held.stub.wrote = true;
-    Ok((done, place))
+    Err(failed(libc::EIO))
 }
 
 pub(crate) fn ask_size(held: &mut Held) -> Result<u64, c_int> {

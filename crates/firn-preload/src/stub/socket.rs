@@ -6,14 +6,15 @@ use firn_direct::connection::Payload;
 use firn_format::data_socket::{DATA_BYTES_MAX, Op, Status};
 
 use crate::connect;
-use crate::fallback::{Fallback, is_full, wait_after_lost_lease, wait_longer_after};
+use crate::fallback::{Fallback, WriteError, is_full, wait_after_lost_lease, wait_longer_after};
 use crate::handled::Handled;
 use crate::lease::LeaseLost;
 use crate::list::fetch;
 use crate::memory::{Readable, Run, Writable};
 use crate::offset::Claim;
 use crate::report::{Call, Reason};
-use crate::stub::request::{ask_size, send_request, write_by_requests};
+use crate::stub::request::{ask_size, send_request};
+use crate::stub::write::write_run;
 use crate::table::Held;
 
 /// Bytes by requests where there is no connection for leases.
@@ -103,8 +104,8 @@ impl Fallback for Socket {
         Ok(held)
     }
 
-    fn write_at(held: &mut Held, run: Run<'_, Readable>, at: u64) -> Result<usize, c_int> {
-        write_by_requests(held, run, at).map(|(done, _)| done)
+    fn write_at(held: &mut Held, run: Run<'_, Readable>, at: u64) -> Result<usize, WriteError> {
+        write_run(held, run, at)
     }
 
     fn read_at(held: &mut Held, run: Run<'_, Writable>, at: u64) -> Result<usize, c_int> {
