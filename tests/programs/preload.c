@@ -6,16 +6,19 @@
 #define _GNU_SOURCE
 #include <aio.h>
 #include <errno.h>
+#include <execinfo.h>
 #include <fcntl.h>
 #include <limits.h>
 #include <linux/falloc.h>
 #include <pthread.h>
 #include <signal.h>
 #include <spawn.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/sendfile.h>
@@ -404,6 +407,80 @@ static void appends(void) {
     put(other, "appender\n");
     SAY(lseek(fd, 0, SEEK_CUR));
     SAY(lseek(other, 0, SEEK_CUR));
+}
+
+/* Records of three processes, each written by one call of its own kind: none is cut by another. */
+enum { RECORD = 300000, RECORDS = 12 };
+
+static void append_records(int id) {
+    int fd = open(at("whole"), O_CREAT | O_WRONLY | (id == 2 ? 0 : O_APPEND), 0644);
+    MUST(fd >= 0);
+    for (int i = 0; i < RECORDS; i++) {
+        memset(big, 'a' + id, RECORD);
+        big[RECORD - 1] = '\n';
+        struct iovec parts[3] = {{big, 10}, {big + 10, 20}, {big + 30, RECORD - 30}};
+        if (id == 0)
+            MUST(write(fd, big, RECORD) == RECORD);
+        else if (id == 1)
+            MUST(writev(fd, parts, 3) == RECORD);
+        else
+            MUST(pwritev2(fd, parts, 3, i % 2 ? 7 : -1, RWF_APPEND) == RECORD);
+        /* Short ones of several parts are one append, too. */
+        char text[] = "-------------------\n";
+        memset(text, 'A' + id, 19);
+        struct iovec line[3] = {{text, 1}, {text + 1, 5}, {text + 6, 14}};
+        MUST((id == 2 ? pwritev2(fd, line, 3, -1, RWF_APPEND) : writev(fd, line, 3)) == 20);
+    }
+    close(fd);
+}
+
+static void whole_appends(void) {
+    pid_t pids[3];
+    for (int id = 0; id < 3; id++) {
+        pids[id] = fork();
+        if (pids[id] == 0) {
+            append_records(id);
+            fflush(stdout);
+            _exit(0);
+        }
+    }
+    for (int id = 0; id < 3; id++) wait_for(pids[id]);
+    FILE *file = fopen(at("whole"), "r");
+    int records[3] = {0}, lines[3] = {0}, torn = 0;
+    while (fgets((char *)back, sizeof back, file)) {
+        size_t len = strlen((char *)back);
+        int is_line = back[0] < 'a', id = back[0] - (is_line ? 'A' : 'a');
+        if (id < 0 || id > 2 || len != (is_line ? 20 : RECORD)) {
+            torn++;
+            continue;
+        }
+        for (size_t i = 0; i < len - 1; i++)
+            if (back[i] != back[0]) {
+                torn++;
+                break;
+            }
+        (is_line ? lines : records)[id]++;
+    }
+    fclose(file);
+    printf("torn %d, records %d %d %d, lines %d %d %d\n", torn, records[0], records[1], records[2], lines[0], lines[1],
+           lines[2]);
+    MUST(unlink(at("whole")) == 0);
+    /* The offset stands behind what was appended at it, and stays where an offset was named. */
+    int fd = make_rw("appended.offset");
+    fill(big, sizeof big, 11);
+    struct iovec part = {big, 200000}, few[2] = {{big, 3}, {big + 3, 4}};
+    MUST(write(fd, big, 1000) == 1000);
+    MUST(lseek(fd, 10, SEEK_SET) == 10);
+    SAY(pwritev2(fd, &part, 1, 5, RWF_APPEND));
+    SAY(lseek(fd, 0, SEEK_CUR));
+    SAY(pwritev2(fd, &part, 1, -1, RWF_APPEND));
+    SAY(lseek(fd, 0, SEEK_CUR));
+    SAY(pwritev2(fd, few, 2, 0, RWF_APPEND | RWF_DSYNC));
+    SAY(pwritev2(fd, few, 2, -7, RWF_APPEND));
+    SAY(pwritev2(fd, few, 2, -1, 0));
+    SAY(lseek(fd, 0, SEEK_CUR));
+    SAY(lseek(fd, 0, SEEK_END));
+    SAY(close(fd));
 }
 
 /* After exec: descriptor `number` continues. */
@@ -973,6 +1050,11 @@ static void fortified(void) {
     wait_for(pid);
 }
 
+static void count_signal(int number) {
+    (void)number;
+    signals++;
+}
+
 static void limits(void) {
     struct rlimit limit = {100000, RLIM_INFINITY};
     int fd = make("limits");
@@ -984,6 +1066,26 @@ static void limits(void) {
     SAY(write(other, big, 200000));
     SAY(write(other, big, 10));
     SAY(pwrite(other, "x", 1, 200000));
+    signal(SIGXFSZ, count_signal);
+    SAY(ftruncate(other, 100001));
+    SAY(ftruncate(other, 50000));
+    SAY(truncate(at("limits.other"), 100001));
+    SAY(truncate(at("limits.other"), 60000));
+    SAY(fallocate(other, 0, 0, 100001));
+    SAY(fallocate(other, 0, 0, 90000));
+    SAY(posix_fallocate(other, 50000, 50001));
+    SAY(lseek(other, 0, SEEK_END));
+    int appender = open(at("limits.other"), O_WRONLY | O_APPEND);
+    SAY(write(appender, big, 20000));
+    SAY(write(appender, big, 20000));
+    struct iovec parts[2] = {{big, 1}, {big, 1}};
+    SAY(writev(appender, parts, 2));
+    SAY(pwritev2(other, parts, 2, 0, RWF_APPEND));
+    MUST(setrlimit(RLIMIT_FSIZE, &(struct rlimit){50000, RLIM_INFINITY}) == 0);
+    SAY(ftruncate(other, 80000));
+    SAY(ftruncate(other, 80001));
+    SAY(fallocate(other, FALLOC_FL_KEEP_SIZE, 0, 70000));
+    SAY(signals);
 }
 
 /* Reads what another process wrote, while and after it writes. */
@@ -1111,12 +1213,258 @@ static void huge_offsets(void) {
     MUST(ftruncate(fd, 1000) == 0);
 }
 
+/* Where each lock of others on a file begins and how long it is, asked by a process that has none. */
+static void print_locks(const char *name) {
+    fflush(stdout);
+    pid_t pid = fork();
+    if (pid == 0) {
+        int fd = open(at(name), O_RDWR);
+        MUST(fd >= 0);
+        for (off_t from = 0;;) {
+            struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = from};
+            MUST(fcntl(fd, F_GETLK, &lock) == 0);
+            if (lock.l_type == F_UNLCK) break;
+            printf("locked: %lld, %lld bytes\n", (long long)lock.l_start, (long long)lock.l_len);
+            from = lock.l_start + lock.l_len;
+        }
+        MUST(lseek(fd, 99900, SEEK_SET) == 99900);
+        SAY(lockf(fd, F_TEST, 1));
+        SAY(lockf(fd, F_TLOCK, 1));
+        SAY(lockf(fd, F_TLOCK, -10));
+        fflush(stdout);
+        _exit(0);
+    }
+    wait_for(pid);
+}
+
+static void lock_from(int fd, int command, int whence, off_t start, off_t len) {
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = whence, .l_start = start, .l_len = len};
+    say("lock", fcntl(fd, command, &lock));
+    printf("%d %d %lld %lld\n", lock.l_type, lock.l_whence, (long long)lock.l_start, (long long)lock.l_len);
+}
+
+/* Ranges relative to the offset and to the end, after writes that the kernel has not seen. */
+static void relative_locks(void) {
+    int fd = make_rw("locked");
+    fill(big, 200000, 12);
+    for (int i = 0; i < 4; i++) MUST(write(fd, big + i * 50000, 50000) == 50000);
+    MUST(lseek(fd, 100000, SEEK_SET) == 100000);
+    put(fd, "0123456789");
+    lock_from(fd, F_SETLK, SEEK_CUR, -110, 50);
+    lock_from(fd, F_SETLKW, SEEK_END, -1000, 100);
+    lock_from(fd, F_GETLK, SEEK_CUR, 0, 5);
+    lock_from(fd, F_SETLK, SEEK_CUR, -200000, 5);
+    lock_from(fd, F_SETLK, SEEK_CUR, LLONG_MAX, 5);
+    SAY(lockf(fd, F_LOCK, 30));
+    SAY(lockf(fd, F_TEST, 30));
+    SAY(lockf(fd, 77, 30));
+    MUST(lseek(fd, 0, SEEK_CUR) == 100010);
+    print_locks("locked");
+    for (int i = 0; i < 4; i++) MUST(write(fd, big + i * 50000, 50000) == 50000);
+    SAY(lockf(fd, F_LOCK, -20));
+    MUST(lseek(fd, 100020, SEEK_SET) == 100020);
+    SAY(lockf(fd, F_ULOCK, 10));
+    print_locks("locked");
+}
+
+static int print_list(int fd, const char *format, ...) {
+    va_list list;
+    va_start(list, format);
+    int result = vdprintf(fd, format, list);
+    va_end(list);
+    return result;
+}
+
+static int count_unread(int fd) {
+    int count = -77;
+    MUST(ioctl(fd, FIONREAD, &count) == 0);
+    return count;
+}
+
+/* All else that goes by the offset, or moves it, after writes that the kernel has not seen. */
+static void positions(void) {
+    int fd = make_rw("positions");
+    fill(big, sizeof big, 13);
+    for (int i = 0; i < 4; i++) MUST(write(fd, big, 50000) == 50000);
+    SAY(dprintf(fd, "%d %s %f %c %ld %Lf|%d %d %d %d", 1, "text", 2.5, 'c', -7L, 3.25L, 5, 6, 7, 8));
+    put(fd, "[put]");
+    SAY(dprintf(fd, "%.1f %.1f %.1f %.1f %.1f %.1f %.1f %.1f %.1f %.1f", .1, .2, .3, .4, .5, .6, .7, .8, .9, 1.));
+    SAY(print_list(fd, "%s %d %f", "list", 4, 4.5));
+    MUST(write(fd, big, 100000) == 100000);
+    SAY(dprintf(fd, "%*d%s", 200000, 1, "wide"));
+    SAY(lseek(fd, 0, SEEK_CUR));
+    void *frames[4] = {(void *)1, (void *)2, (void *)3, (void *)4};
+    for (int i = 0; i < 4; i++) MUST(write(fd, big, 50000) == 50000);
+    backtrace_symbols_fd(frames, 4, fd);
+    put(fd, "after frames");
+    SAY(count_unread(fd));
+    SAY(lseek(fd, -70000, SEEK_CUR));
+    SAY(count_unread(fd));
+    struct iovec part = {big, 60000}, in = {back, 1000};
+    SAY(pwritev2(fd, &part, 1, -1, RWF_DSYNC));
+    SAY(pwritev2(fd, &part, 1, 70, RWF_DSYNC));
+    SAY(pwritev2(fd, &part, 1, -1, 0));
+    SAY(preadv2(fd, &in, 1, 70, 0));
+    SAY(preadv2(fd, &in, 1, -1, 0));
+    SAY(preadv2(fd, &in, 1, -2, 0));
+    SAY(lseek(fd, 0, SEEK_CUR));
+    SAY(memcmp(big, back, 1000));
+    /* Another open file of the same file has an offset of its own. */
+    char name[64];
+    snprintf(name, sizeof name, "/proc/self/fd/%d", fd);
+    MUST(write(fd, big, 100000) == 100000);
+    int other = open(name, O_RDWR);
+    SAY(lseek(other, 0, SEEK_CUR));
+    put(other, "other");
+    MUST(write(fd, big, 100000) == 100000);
+    SAY(lseek(other, 0, SEEK_END) == lseek(fd, 0, SEEK_CUR));
+    SAY(close(other));
+    SAY(lseek(fd, 10, SEEK_DATA) >= 0);
+    MUST(write(fd, big, 70000) == 70000);
+    SAY(lseek(fd, -20, SEEK_END));
+    MUST(write(fd, big, 70000) == 70000);
+    SAY(lseek(fd, 0, SEEK_CUR));
+    SAY(posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED));
+    SAY(ftruncate(fd, 3000000));
+    MUST(write(fd, big, 70000) == 70000);
+    SAY(lseek(fd, 0, SEEK_CUR));
+    SAY(close(fd));
+    /* A reader. */
+    int reader = open(at("positions"), O_RDONLY);
+    MUST(read(reader, back, 100000) == 100000);
+    SAY(count_unread(reader));
+    in.iov_len = 70000;
+    SAY(readv(reader, &in, 1));
+    SAY(preadv2(reader, &in, 1, -1, 0));
+    SAY(lseek(reader, 0, SEEK_CUR));
+    MUST(read(reader, back, 100000) == 100000);
+    SAY(lseek(reader, 5, SEEK_CUR));
+    FILE *file = fdopen(dup(reader), "r");
+    SAY(fgetc(file));
+    fclose(file);
+    SAY(lseek(reader, 0, SEEK_CUR) >= 340005);
+    SAY(close(reader));
+    /* A standard descriptor that was opened, and its stream. */
+    fflush(stdout);
+    int saved = dup(1);
+    close(1);
+    MUST(open(at("positions.out"), O_CREAT | O_WRONLY, 0644) == 1);
+    for (int i = 0; i < 4; i++) MUST(write(1, big, 50000) == 50000);
+    printf("printed");
+    fflush(stdout);
+    for (int i = 0; i < 4; i++) MUST(write(1, big, 50000) == 50000);
+    printf("again");
+    fflush(stdout);
+    MUST(dup2(saved, 1) == 1);
+}
+
+/* System calls by number, as libuv and others make them. */
+static void numbers(void) {
+    int fd = make_rw("numbers");
+    fill(big, sizeof big, 14);
+    for (int i = 0; i < 4; i++) MUST(write(fd, big + i * 50000, 50000) == 50000);
+    struct statx first;
+    SAY(syscall(SYS_statx, fd, "", AT_EMPTY_PATH, STATX_BASIC_STATS, &first));
+    SAY((long)first.stx_size);
+    SAY(syscall(SYS_write, fd, "number", 6));
+    SAY(syscall(SYS_close, fd));
+    fd = syscall(SYS_openat, AT_FDCWD, at("numbers"), O_CREAT | O_RDWR, 0644);
+    MUST(fd >= 0);
+    SAY(lseek(fd, 0, SEEK_END));
+    for (int i = 0; i < 4; i++) MUST(syscall(SYS_write, fd, big + i * 50000, 50000) == 50000);
+    struct iovec parts[2] = {{big, 10}, {big + 10, 70000}}, in = {back, 80000};
+    SAY(syscall(SYS_writev, fd, parts, 2));
+    SAY(syscall(SYS_pwrite64, fd, "pwrite", 6, 100));
+    SAY(syscall(SYS_pwritev2, fd, parts, 2, 5L, 0L, RWF_APPEND));
+    SAY(syscall(SYS_lseek, fd, 0L, SEEK_CUR));
+    struct statx stx;
+    SAY(syscall(SYS_statx, fd, "", AT_EMPTY_PATH, STATX_BASIC_STATS, &stx));
+    SAY((long)stx.stx_size);
+    SAY(syscall(SYS_statx, AT_FDCWD, at("numbers"), 0, STATX_BASIC_STATS, &stx));
+    SAY((long)stx.stx_size);
+    struct stat st;
+    SAY(syscall(SYS_fstat, fd, &st));
+    SAY((long)st.st_size);
+    SAY(syscall(SYS_newfstatat, AT_FDCWD, at("numbers"), &st, 0));
+    SAY((long)st.st_size);
+    SAY(syscall(SYS_pread64, fd, back, 1000, 50L));
+    SAY(memcmp(back + 56, big + 106, 900));
+    SAY(syscall(SYS_lseek, fd, 10L, SEEK_SET));
+    SAY(syscall(SYS_preadv2, fd, &in, 1, -1L, -1L, 0));
+    SAY(syscall(SYS_read, fd, back, 10));
+    int copy = syscall(SYS_fcntl, fd, F_DUPFD_CLOEXEC, 100);
+    MUST(copy >= 100);
+    SAY(syscall(SYS_lseek, copy, 0L, SEEK_CUR));
+    SAY(syscall(SYS_write, copy, "copy", 4));
+    SAY(syscall(SYS_lseek, fd, 0L, SEEK_CUR));
+    SAY(syscall(SYS_ftruncate, fd, 123456L));
+    SAY(syscall(SYS_fallocate, fd, 0, 0L, 200000L));
+    SAY(syscall(SYS_fsync, fd));
+    SAY(syscall(SYS_close, copy));
+    SAY(syscall(SYS_close, fd));
+    SAY(syscall(SYS_write, fd, "x", 1));
+    unsigned long how[3] = {O_RDWR | O_TRUNC, 0, 0};
+    fd = syscall(SYS_openat2, AT_FDCWD, at("numbers"), how, sizeof how);
+    MUST(fd >= 0);
+    SAY(lseek(fd, 0, SEEK_END));
+    for (int i = 0; i < 4; i++) MUST(write(fd, big, 50000) == 50000);
+    /* A process that is made by number shares the offset. */
+    fflush(stdout);
+    pid_t pid = syscall(SYS_clone, SIGCHLD, 0L, 0L, 0L, 0L);
+    if (pid == 0) {
+        put(fd, "child");
+        syscall(SYS_exit_group, 0);
+    }
+    wait_for(pid);
+    put(fd, "parent");
+    SAY(lseek(fd, 0, SEEK_CUR));
+    SAY(syscall(SYS_getpid) == getpid());
+    SAY(syscall(SYS_close, 77777));
+    SAY(syscall(100000, 1, 2, 3));
+}
+
+/* Another process takes a descriptor and uses it at its offset. Not as without the library: it is told that it cannot. */
+static void taken(void) {
+    int fd = make_rw("taken"), ends[2], back_ends[2];
+    char closed;
+    fill(big, 200000, 15);
+    MUST(pipe(ends) == 0 && pipe(back_ends) == 0);
+    int me = syscall(SYS_pidfd_open, getpid(), 0);
+    MUST(me >= 0);
+    pid_t pid = fork();
+    if (pid == 0) {
+        char go;
+        MUST(close(fd) == 0);
+        MUST(write(back_ends[1], "c", 1) == 1);
+        MUST(read(ends[0], &go, 1) == 1);
+        int theirs = syscall(SYS_pidfd_getfd, me, fd, 0);
+        MUST(theirs >= 0);
+        say("write", write(theirs, "GGGG", 4));
+        say("read", read(theirs, back, 4));
+        fflush(stdout);
+        _exit(0);
+    }
+    /* Nobody else has this one, until the child takes it. */
+    MUST(read(back_ends[0], &closed, 1) == 1);
+    MUST(close(fd) == 0);
+    MUST((fd = open(at("taken"), O_RDWR)) >= 0);
+    for (int i = 0; i < 8; i++) MUST(write(fd, big + i % 4 * 50000, 50000) == 50000);
+    MUST(write(ends[1], "g", 1) == 1);
+    wait_for(pid);
+    put(fd, "end");
+    say("offset", lseek(fd, 0, SEEK_CUR));
+    say("size", lseek(fd, 0, SEEK_END));
+    MUST(pread(fd, back, 400000, 0) == 400000);
+    say("same", memcmp(big, back, 200000) == 0 && memcmp(big, back + 200000, 200000) == 0);
+}
+
 static const struct {
     const char *name;
     void (*run)(void);
 } cases[] = {
     {"sizes", sizes}, {"seeks", seeks}, {"vectors", vectors}, {"forks", forks},
     {"forks-at-once", forks_at_once}, {"appends", appends},
+    {"whole-appends", whole_appends},
     {"reuse", reuse}, {"empty-paths", empty_paths}, {"locks", locks}, {"longs", longs},
     {"old-stats", old_stats}, {"mapped-again", mapped_again}, {"execs", execs}, {"exec", exec_of_one_that_wrote},
     {"vforks", vforks}, {"spawns", spawns}, {"dups", dups},
@@ -1124,6 +1472,7 @@ static const struct {
     {"handlers", handlers}, {"threads", threads}, {"bad-pointers", bad_pointers}, {"both-ways", both_ways},
     {"bad-buffers", bad_buffers}, {"statx-of-nothing", statx_of_nothing},
     {"stdio", stdio}, {"transfers", transfers}, {"asynchronous", asynchronous}, {"fortified", fortified},
+    {"relative-locks", relative_locks}, {"positions", positions}, {"numbers", numbers}, {"taken", taken},
     {"limits", limits}, {"readers", readers}, {"lists", lists}, {"huge-offsets", huge_offsets},
 };
 

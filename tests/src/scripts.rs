@@ -58,3 +58,24 @@ pub const SQLITE: &str = r#"
             sqlite3 $mode.db "BEGIN; DELETE FROM t WHERE a % 3 = 0; ROLLBACK; SELECT count(*) FROM t; PRAGMA integrity_check"
             sqlite3 $mode.db "SELECT b FROM t ORDER BY b" > $mode.rows; rm -f $mode.db*
         done"#;
+
+/// Node: its library makes some system calls by number. The directory is the first argument.
+pub const NODE: &str = r#"
+const fs = require('fs'), path = require('path'), assert = require('assert'); process.chdir(process.argv[1]);
+const data = Buffer.alloc(300000); for (let i = 0; i < data.length; i++) data[i] = i * 7919 >> 5;
+const same = (name, expected) => assert(fs.readFileSync(name).equals(expected), name);
+fs.writeFileSync('sync', data); console.log(fs.statSync('sync').size, fs.lstatSync('sync').size); same('sync', data);
+fs.appendFileSync('sync', data); same('sync', Buffer.concat([data, data]));
+fs.copyFileSync('sync', 'copy'); same('copy', Buffer.concat([data, data])); fs.truncateSync('copy', 1234);
+const fd = fs.openSync('descriptor', 'w+'); fs.writevSync(fd, [data, data.subarray(0, 10)]); fs.writeSync(fd, 'at', 5);
+console.log(fs.fstatSync(fd).size, fs.readSync(fd, Buffer.alloc(100), 0, 100, 0)); fs.ftruncateSync(fd, 100); fs.closeSync(fd);
+(async () => {
+  const big = Buffer.concat(Array(10).fill(data)); await fs.promises.writeFile('promised', big); same('promised', big);
+  await fs.promises.copyFile('promised', 'promised2'); console.log((await fs.promises.stat('promised2')).size);
+  const to = fs.createWriteStream('streamed');
+  fs.createReadStream('promised').pipe(to); await new Promise(done => to.on('finish', done)); same('streamed', big);
+  const file = await fs.promises.open('handle', 'a+'); for (let i = 0; i < 5; i++) await file.write(`line ${i}\n`);
+  console.log((await file.stat()).size, String(await file.readFile())); await file.close();
+  fs.renameSync('handle', 'renamed'); fs.unlinkSync('promised2'); console.log(fs.readdirSync('.').sort());
+})();
+"#;

@@ -14,7 +14,7 @@ use firn_tests::preloaded::{
     source,
 };
 use firn_tests::sandbox::preload_library;
-use firn_tests::scripts::{PYTHON, SHELL, SQLITE, TAR};
+use firn_tests::scripts::{NODE, PYTHON, SHELL, SQLITE, TAR};
 use firn_tests::suite::{has_memory_gib, has_torch, python_packages};
 use firn_tests::tree::{assert_same, snapshot};
 use firn_tests::{Sandbox, run};
@@ -48,9 +48,17 @@ over_each_frontend! {
     /// Proves S-direct-7, S-stub-1.
     parent_and_child_that_write_at_once_lose_nothing_and_repeat_nothing: call_case("forks-at-once");
     appends_of_two_processes_do_not_overwrite: call_case("appends");
+    /// Proves S-direct-9, S-stub-13.
+    regression_an_append_of_any_size_and_kind_is_one_append: call_case("whole-appends");
     files_made_again_show_no_bytes_of_others: call_case("reuse");
     a_descriptor_without_a_path_is_asked_and_linked: call_case("empty-paths");
     locks_hold_and_move_no_offset: call_case("locks");
+    /// Proves S-direct-9.
+    regression_ranges_of_locks_begin_at_the_offset_or_the_end_that_programs_know: call_case("relative-locks");
+    /// Proves S-direct-9.
+    every_call_that_goes_by_the_offset_or_moves_it_does_as_in_the_kernel: call_case("positions");
+    /// Proves S-direct-9, S-stub-14.
+    system_calls_by_number_do_what_their_functions_do: call_case("numbers");
     programs_built_for_an_old_c_library_see_lengths: call_case("old-stats");
     /// Proves S-direct-7.
     a_program_replaced_in_the_middle_of_a_file_goes_on_where_it_was: call_case("exec");
@@ -69,6 +77,7 @@ over_each_frontend! {
     stdio_mixes_with_descriptors: call_case("stdio");
     asynchronous_writes_and_plain_ones_agree: call_case("asynchronous");
     fortified_calls_read_and_check: call_case("fortified");
+    /// Proves S-stub-15.
     a_limit_of_the_file_size_holds: call_case("limits");
     readers_see_what_was_written_and_every_change: call_case("readers");
     a_reader_sees_every_change_of_a_file_that_was_at_rest: call_case("lists");
@@ -87,6 +96,10 @@ over_each_frontend! {
     shells_redirect_and_keep_descriptors: run_shell();
     /// Proves S-stub-1.
     python_writes_and_starts_programs: run_python();
+    /// Proves S-stub-14.
+    regression_node_finds_sizes_and_bytes_of_files: run_node();
+    /// Proves S-direct-10.
+    regression_a_descriptor_that_another_process_takes_has_no_offset: take_descriptor();
     /// Proves S-stub-1.
     tar_packs_and_unpacks: run_tar();
     /// Proves S-stub-1.
@@ -253,6 +266,39 @@ fn run_python(frontend: Frontend) {
         }
         command
     });
+}
+
+fn run_node(frontend: Frontend) {
+    for options in ["", "close=held,drain=demand"] {
+        frontend.same_as_plain("node", &patient(options), |dir| {
+            let mut command = Command::new("node");
+            command.args(["-e", NODE]).arg(dir);
+            command
+        });
+    }
+}
+
+/// The kernel has no offset of a file that a process writes by direct access: whoever uses it there is told so.
+fn take_descriptor(frontend: Frontend) {
+    let sandbox = Sandbox::new("taken");
+    let mount = frontend.mount(&sandbox, &patient("close=held,drain=demand"));
+    let mut command = Command::new(call_cases(program_dir()));
+    let outcome = run(frontend.preload(&sandbox, command.arg(mount.path()).arg("taken"))).ok();
+    assert!(direct_bytes(&outcome, "write") >= 400_000, "{outcome}");
+    let expected = [
+        "write: Invalid argument",
+        "read: Invalid argument",
+        "child: 0",
+        "offset: 400003",
+        "size: 400003",
+        "same: 1",
+    ];
+    assert_eq!(
+        outcome.stdout.lines().collect::<Vec<_>>(),
+        expected,
+        "{outcome}"
+    );
+    mount.umount();
 }
 
 fn run_tar(frontend: Frontend) {

@@ -6,11 +6,14 @@
 mod asynchronous;
 mod change;
 mod file;
+mod locks;
 mod number;
+mod print;
 mod process;
 mod read;
 mod stat;
 pub(crate) mod stream;
+mod syscall;
 mod write;
 
 use crate::memory::{PARTS_MAX, ProgramMemory};

@@ -78,7 +78,8 @@ fn note_on_mount(
     if flags & UNUSUAL != 0 {
         return report::count_left(Reason::Flags);
     }
-    if by == By::Stdio {
+    // A standard descriptor has a stream of stdio from the start.
+    if by == By::Stdio || fd <= libc::STDERR_FILENO {
         return report::count_left(Reason::Stdio);
     }
     let writes = flags & libc::O_ACCMODE != libc::O_RDONLY;

@@ -4,7 +4,7 @@
 //! [`crate::start`] ran (malloc replacements open and read files from their own constructors). Functions
 //! that are more than a system call are looked up when they are called so early.
 
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_long, c_uint, c_ulong, c_void};
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
@@ -42,12 +42,35 @@ impl<F: Copy> Real<F> {
     /// Looks it up; what is not there keeps its fallback.
     fn resolve(&self) -> bool {
         // SAFETY: the name is a C string.
-        let found = unsafe { libc::dlsym(libc::RTLD_NEXT, self.name.as_ptr()) };
+        let mut found = unsafe { libc::dlsym(libc::RTLD_NEXT, self.name.as_ptr()) };
+        if found.is_null()
+            && let Some(plain) = without_64(self.name, &mut [0; NAME_BYTES])
+        {
+            // SAFETY: as above.
+            found = unsafe { libc::dlsym(libc::RTLD_NEXT, plain.as_ptr()) };
+        }
         if !found.is_null() {
             self.at.store(found, Ordering::Relaxed);
         }
         !found.is_null()
     }
+}
+
+/// Longer than any name here.
+const NAME_BYTES: usize = 32;
+
+/// A name as musl has it, where offsets have 64 bits anyway.
+fn without_64<'a>(name: &CStr, room: &'a mut [u8; NAME_BYTES]) -> Option<&'a CStr> {
+    let name = name.to_bytes();
+    let at = name.windows(2).position(|two| two == b"64")?;
+    let kept = name
+        .iter()
+        .enumerate()
+        .filter(|(index, _)| !(at..at + 2).contains(index));
+    for (to, (_, from)) in room.iter_mut().zip(kept) {
+        *to = *from;
+    }
+    CStr::from_bytes_until_nul(room).ok()
 }
 
 macro_rules! reals {
@@ -153,6 +176,9 @@ reals! {
         with_errno(syscall!(libc::SYS_dup3, from, to, flags)) as c_int;
     FCNTL = c"fcntl64" (fd: c_int, command: c_int, arg: usize) -> c_int,
         with_errno(syscall!(libc::SYS_fcntl, fd, command, arg)) as c_int;
+    LOCKF = c"lockf64" (fd: c_int, command: c_int, len: off64_t) -> c_int, late!(LOCKF(fd, command, len), -1);
+    IOCTL = c"ioctl" (fd: c_int, request: c_ulong, arg: usize) -> c_int,
+        with_errno(syscall!(libc::SYS_ioctl, fd, request, arg)) as c_int;
     CLOSE_RANGE = c"close_range" (first: c_uint, last: c_uint, flags: c_int) -> c_int,
         with_errno(syscall!(libc::SYS_close_range, first, last, flags)) as c_int;
     CLOSEFROM = c"closefrom" (first: c_int) -> (),
@@ -161,6 +187,10 @@ reals! {
         with_errno(syscall!(libc::SYS_sendmsg, socket, message, flags));
     SENDMMSG = c"sendmmsg" (socket: c_int, messages: *mut libc::mmsghdr, count: c_uint, flags: c_int) -> c_int,
         with_errno(syscall!(libc::SYS_sendmmsg, socket, messages, count, flags)) as c_int;
+
+    SYSCALL = c"syscall"
+        (number: c_long, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long,
+        with_errno(firn_direct::syscall::call(number, [a, b, c, d, e, f])) as c_long;
 
     STAT = c"stat64" (path: *const c_char, to: *mut libc::stat64) -> c_int,
         with_errno(syscall!(SYS_FSTATAT, libc::AT_FDCWD, path, to, 0usize)) as c_int;
@@ -224,6 +254,13 @@ reals! {
         late!(FREOPEN(path, mode, file), std::ptr::null_mut());
     FDOPEN = c"fdopen" (fd: c_int, mode: *const c_char) -> *mut FILE,
         late!(FDOPEN(fd, mode), std::ptr::null_mut());
+    VDPRINTF = c"vdprintf" (fd: c_int, format: *const c_char, arguments: *mut c_void) -> c_int,
+        late!(VDPRINTF(fd, format, arguments), -1);
+    VDPRINTF_CHK = c"__vdprintf_chk"
+        (fd: c_int, flag: c_int, format: *const c_char, arguments: *mut c_void) -> c_int,
+        late!(VDPRINTF_CHK(fd, flag, format, arguments), -1);
+    BACKTRACE_SYMBOLS_FD = c"backtrace_symbols_fd" (addresses: *const *mut c_void, count: c_int, fd: c_int) -> (),
+        late!(BACKTRACE_SYMBOLS_FD(addresses, count, fd), ());
     FCLOSE = c"fclose" (file: *mut FILE) -> c_int, late!(FCLOSE(file), libc::EOF);
 
     FORK_ONLY = c"_Fork" () -> pid_t, late!(FORK_ONLY(), -1);
@@ -244,6 +281,15 @@ reals! {
     POSIX_SPAWNP = c"posix_spawnp"
         (pid: *mut pid_t, path: *const c_char, actions: Spawn, attr: Spawn, argv: Strings, envp: Strings) -> c_int,
         late!(POSIX_SPAWNP(pid, path, actions, attr, argv, envp), libc::ENOSYS);
+    // Of the C library from 2.39 on.
+    PIDFD_SPAWN = c"pidfd_spawn"
+        (pidfd: *mut c_int, path: *const c_char, actions: Spawn, attr: Spawn, argv: Strings, envp: Strings) -> c_int,
+        late!(PIDFD_SPAWN(pidfd, path, actions, attr, argv, envp), libc::ENOSYS);
+    PIDFD_SPAWNP = c"pidfd_spawnp"
+        (pidfd: *mut c_int, path: *const c_char, actions: Spawn, attr: Spawn, argv: Strings, envp: Strings) -> c_int,
+        late!(PIDFD_SPAWNP(pidfd, path, actions, attr, argv, envp), libc::ENOSYS);
+    WORDEXP = c"wordexp" (words: *const c_char, to: *mut c_void, flags: c_int) -> c_int,
+        late!(WORDEXP(words, to, flags), libc::ENOSYS);
     SYSTEM = c"system" (command: *const c_char) -> c_int, late!(SYSTEM(command), -1);
     POPEN = c"popen" (command: *const c_char, mode: *const c_char) -> *mut FILE,
         late!(POPEN(command, mode), std::ptr::null_mut());

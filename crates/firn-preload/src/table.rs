@@ -282,6 +282,12 @@ pub(crate) fn tag_of(fd: c_int) -> u32 {
     }
 }
 
+/// Whether something is kept of a descriptor: unlike [`tag_of`], asks nobody about one that was not looked at yet.
+pub(crate) fn is_kept(fd: c_int) -> bool {
+    let tag = TABLE.tags.get(fd as usize);
+    tag.is_some_and(|tag| !matches!(tag.load(Ordering::Acquire), tag::UNKNOWN | tag::NONE))
+}
+
 /// The first look of this process at a descriptor.
 #[cold]
 fn look_up(fd: c_int) -> u32 {

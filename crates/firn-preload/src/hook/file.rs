@@ -40,7 +40,7 @@ at: *mut c_void, len: size_t, to_len: size_t, flags: c_int, to: *mut c_void) -> 
 
 /// A call of the program gave the descriptor `fd`, opened with `flags`: what it returns, which is -1 and
 /// errno where `fd` is a stub that cannot be used. Else keeps errno.
-fn finish_open(fd: c_int, flags: c_int, before: &Moment) -> c_int {
+pub(super) fn finish_open(fd: c_int, flags: c_int, before: &Moment) -> c_int {
     match note_open(fd, flags, before, By::Program) {
         Noted::Unusable(errno) => {
             sys::close(fd);

@@ -4,7 +4,7 @@ use std::ffi::{c_int, c_uint};
 
 use libc::ssize_t;
 
-use super::{export, forward, stream};
+use super::{export, forward, locks, stream};
 use crate::connect;
 use crate::list::files;
 use crate::opened::forget_stale;
@@ -73,9 +73,15 @@ fn note_copy(fd: c_int, new: c_int) {
 
 /// A number that the kernel just gave: what is kept of it is of a descriptor that was closed unseen.
 fn forget_number(fd: c_int) {
-    if tag_of(fd) != tag::NONE {
+    if table::is_kept(fd) {
         forget_stale(fd);
     }
+}
+
+/// The kernel just gave a descriptor that somebody else had before.
+pub(super) fn note_taken(fd: c_int) {
+    forget_number(fd);
+    table::forget_tag(fd);
 }
 
 /// Before `from` gets the number `to` as well.
@@ -120,6 +126,10 @@ unsafe fn do_fcntl(fd: c_int, command: c_int, arg: usize) -> c_int {
     let copies = matches!(command, libc::F_DUPFD | libc::F_DUPFD_CLOEXEC);
     if tag_of(fd) != tag::NONE && (copies || command == libc::F_SETFL) {
         share::share_descriptor(fd);
+    }
+    if tag_of(fd) != tag::NONE && locks::is_lock(command) {
+        // SAFETY: the program gave the lock to fcntl(2).
+        return unsafe { locks::lock_range(fd, command, arg) };
     }
     let result = forward!(FCNTL(fd, command, arg));
     if copies {

@@ -9,7 +9,7 @@ use libc::{FILE, pid_t};
 use super::{export, forward};
 use crate::real::{
     CLONE, EXECL, EXECLE, EXECLP, EXECV, EXECVE, EXECVEAT, EXECVP, EXECVPE, FEXECVE, FORK_ONLY,
-    POPEN, POSIX_SPAWN, POSIX_SPAWNP, SYSTEM,
+    PIDFD_SPAWN, PIDFD_SPAWNP, POPEN, POSIX_SPAWN, POSIX_SPAWNP, SYSTEM, WORDEXP,
 };
 use crate::{lock, share};
 
@@ -41,6 +41,11 @@ sharing! {
         attr: *const c_void, argv: Strings, envp: Strings) -> c_int;
     posix_spawnp = POSIX_SPAWNP(pid: *mut pid_t, path: *const c_char, actions: *const c_void,
         attr: *const c_void, argv: Strings, envp: Strings) -> c_int;
+    pidfd_spawn = PIDFD_SPAWN(pidfd: *mut c_int, path: *const c_char, actions: *const c_void,
+        attr: *const c_void, argv: Strings, envp: Strings) -> c_int;
+    pidfd_spawnp = PIDFD_SPAWNP(pidfd: *mut c_int, path: *const c_char, actions: *const c_void,
+        attr: *const c_void, argv: Strings, envp: Strings) -> c_int;
+    wordexp = WORDEXP(words: *const c_char, to: *mut c_void, flags: c_int) -> c_int;
     system = SYSTEM(command: *const c_char) -> c_int;
     popen = POPEN(command: *const c_char, mode: *const c_char) -> *mut FILE;
 }
@@ -107,7 +112,7 @@ macro_rules! vforks {
     ($($name:ident)+) => {$(
         #[unsafe(no_mangle)]
         #[unsafe(naked)]
-        unsafe extern "C" fn $name() -> pid_t {
+        pub(super) unsafe extern "C" fn $name() -> pid_t {
             #[cfg(target_arch = "x86_64")]
             std::arch::naked_asm!(
                 "sub rsp, 8",

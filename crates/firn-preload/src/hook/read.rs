@@ -1,6 +1,6 @@
 //! read(2) and its kin, and what moves or uses the offset without bytes in the program's memory.
 
-use std::ffi::{c_int, c_uint, c_void};
+use std::ffi::{c_int, c_uint, c_ulong, c_void};
 
 use libc::{iovec, off64_t, size_t, ssize_t};
 
@@ -8,9 +8,10 @@ use super::{export, forward, memory_of};
 use crate::handled::{Handled, Ticket};
 use crate::kernel;
 use crate::memory::{Run, Target, Writable};
+use crate::probe;
 use crate::real::{
-    COPY_FILE_RANGE, LSEEK, PREAD, PREAD_CHK, PREADV, PREADV2, READ, READ_CHK, READV, SENDFILE,
-    SPLICE,
+    COPY_FILE_RANGE, IOCTL, LSEEK, PREAD, PREAD_CHK, PREADV, PREADV2, READ, READ_CHK, READV,
+    SENDFILE, SPLICE,
 };
 use crate::report::Call;
 use crate::stub;
@@ -35,6 +36,18 @@ export! { copy_file_range = do_copy_file_range(
 from: c_int, from_at: *mut off64_t, to: c_int, to_at: *mut off64_t, len: size_t, flags: c_uint) -> ssize_t }
 export! { splice = do_splice(
 from: c_int, from_at: *mut off64_t, to: c_int, to_at: *mut off64_t, len: size_t, flags: c_uint) -> ssize_t }
+
+export! { ioctl __ioctl = do_ioctl(fd: c_int, request: c_ulong, arg: usize) -> c_int }
+
+/// Requests of ioctl(2) about a range of a file, whose begin may be relative to the offset: `struct space_resv`
+/// (linux/falloc.h).
+const RANGE_REQUESTS: [c_ulong; 5] = [
+    0x4030_5828,
+    0x4030_5829,
+    0x4030_582a,
+    0x4030_582b,
+    0x4030_5839,
+];
 
 #[inline(always)]
 unsafe fn do_read(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t {
@@ -250,5 +263,32 @@ unsafe fn do_splice(
     let result = forward!(SPLICE(from, from_at, to, to_at, len, flags));
     tickets.0.finish();
     tickets.1.finish();
+    result
+}
+
+/// Variadic in C, like `open`: the argument is handed on whatever it is.
+unsafe fn do_ioctl(fd: c_int, request: c_ulong, arg: usize) -> c_int {
+    let is_count = request == libc::FIONREAD as c_ulong;
+    if tag_of(fd) == tag::NONE || !(is_count || RANGE_REQUESTS.contains(&request)) {
+        return forward!(IOCTL(fd, request, arg));
+    }
+    if tag_of(fd) == tag::STUB {
+        if !is_count {
+            return with_errno(-(libc::EOPNOTSUPP as isize)) as c_int;
+        }
+        let count = match stub::count_unread(fd) {
+            Ok(count) => count,
+            Err(errno) => return with_errno(-(errno as isize)) as c_int,
+        };
+        if !probe::is_writable(arg as *mut c_void, size_of::<c_int>()) {
+            return with_errno(-(libc::EFAULT as isize)) as c_int;
+        }
+        // SAFETY: the program gave a place for the number to ioctl(2), which was just found writable.
+        unsafe { (arg as *mut c_int).write_unaligned(count as c_int) };
+        return 0;
+    }
+    let ticket = kernel::before_kernel(fd, Call::Transfer);
+    let result = forward!(IOCTL(fd, request, arg));
+    ticket.finish();
     result
 }

@@ -1,0 +1,106 @@
+//! Locks of ranges that begin at the offset or at the end of the file, fcntl(2) and lockf(3): the kernel knows neither
+//! while the offset is private, and of a stub it never knows the end.
+
+use std::ffi::{c_int, c_short};
+
+use libc::{flock, off64_t};
+
+use super::{export, forward};
+use crate::offset;
+use crate::probe;
+use crate::real::{FCNTL, LOCKF};
+use crate::stub;
+use crate::sys::{self, with_errno};
+use crate::table::{tag, tag_of};
+
+export! { lockf lockf64 = do_lockf(fd: c_int, command: c_int, len: off64_t) -> c_int }
+
+/// Whether a command of fcntl(2) takes a lock of a range.
+pub(super) fn is_lock(command: c_int) -> bool {
+    matches!(
+        command,
+        libc::F_GETLK
+            | libc::F_SETLK
+            | libc::F_SETLKW
+            | libc::F_OFD_GETLK
+            | libc::F_OFD_SETLK
+            | libc::F_OFD_SETLKW
+    )
+}
+
+/// fcntl(2) with such a command, on a descriptor of ours.
+///
+/// # Safety
+/// As for fcntl(2).
+pub(super) unsafe fn lock_range(fd: c_int, command: c_int, arg: usize) -> c_int {
+    let given = arg as *mut flock;
+    if !probe::is_readable(given.cast(), size_of::<flock>()) {
+        return forward!(FCNTL(fd, command, arg));
+    }
+    // SAFETY: the program gave a lock to fcntl(2), and its place was just found readable.
+    let mut lock = unsafe { given.read_unaligned() };
+    let base = match find_base(fd, c_int::from(lock.l_whence)) {
+        Ok(Some(base)) => base,
+        Ok(None) => return forward!(FCNTL(fd, command, arg)),
+        Err(errno) => return with_errno(-(errno as isize)) as c_int,
+    };
+    let Some(start) = lock.l_start.checked_add(base as i64) else {
+        return with_errno(-(libc::EOVERFLOW as isize)) as c_int;
+    };
+    lock.l_start = start;
+    lock.l_whence = libc::SEEK_SET as c_short;
+    let result = forward!(FCNTL(fd, command, &raw mut lock as usize));
+    if result == 0 && matches!(command, libc::F_GETLK | libc::F_OFD_GETLK) {
+        // SAFETY: the program gave the lock to be written. Where nobody has one, only its type changes.
+        unsafe {
+            if c_int::from(lock.l_type) == libc::F_UNLCK {
+                (&raw mut (*given).l_type).write_unaligned(lock.l_type);
+            } else {
+                given.write_unaligned(lock);
+            }
+        }
+    }
+    result
+}
+
+/// What a range is relative to, where the kernel does not know it.
+fn find_base(fd: c_int, whence: c_int) -> Result<Option<u64>, c_int> {
+    match whence {
+        libc::SEEK_CUR => Ok(offset::private_offset(fd)),
+        libc::SEEK_END if tag_of(fd) == tag::STUB => stub::attr_of_fd(fd)
+            .map(|attr| attr.map(|attr| attr.size))
+            .transpose(),
+        libc::SEEK_END => {
+            sys::refresh_size(fd);
+            Ok(None)
+        }
+        _ => Ok(None),
+    }
+}
+
+/// lockf(3): from the offset on.
+unsafe fn do_lockf(fd: c_int, command: c_int, len: off64_t) -> c_int {
+    let Some(start) = offset::private_offset(fd).filter(|_| tag_of(fd) != tag::NONE) else {
+        return forward!(LOCKF(fd, command, len));
+    };
+    let (kind, set) = match command {
+        libc::F_ULOCK => (libc::F_UNLCK, libc::F_SETLK),
+        libc::F_LOCK => (libc::F_WRLCK, libc::F_SETLKW),
+        libc::F_TLOCK => (libc::F_WRLCK, libc::F_SETLK),
+        libc::F_TEST => (libc::F_RDLCK, libc::F_GETLK),
+        _ => return with_errno(-(libc::EINVAL as isize)) as c_int,
+    };
+    let mut lock = flock {
+        l_type: kind as c_short,
+        l_whence: libc::SEEK_SET as c_short,
+        l_start: start as i64,
+        l_len: len,
+        l_pid: 0,
+    };
+    let result = forward!(FCNTL(fd, set, &raw mut lock as usize));
+    let is_others = c_int::from(lock.l_type) != libc::F_UNLCK && lock.l_pid as u32 != sys::pid();
+    if result == 0 && command == libc::F_TEST && is_others {
+        return with_errno(-(libc::EACCES as isize)) as c_int;
+    }
+    result
+}
