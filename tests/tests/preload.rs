@@ -277,6 +277,48 @@ fn calls_before_the_library_has_started_work() {
     mount.umount();
 }
 
+/// Proves S-direct-11: a job's environment reaches programs of containers, too.
+#[test]
+fn regression_a_program_of_musl_runs_as_without_the_library() {
+    let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join("musl");
+    let mut compiler = Command::new("musl-gcc");
+    compiler.args(["-O2", "-w", "-pthread", "-o"]).arg(&program);
+    run(compiler.arg(source("musl.c"))).ok();
+    Frontend::Mount.same_as_plain("musl", &patient(""), |dir| {
+        let mut command = Command::new(&program);
+        command.arg(dir);
+        command
+    });
+}
+
+/// Proves S-direct-12: the first calls of a process, which connect, and the later ones, over both frontends.
+#[test]
+fn regression_a_call_needs_no_more_than_4_kib_of_its_callers_stack() {
+    let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join("stacks");
+    let mut compiler = Command::new("cc");
+    // The loader finds functions at the start: a first call would take its stack, with or without the library.
+    compiler
+        .args(["-O2", "-w", "-Wl,-z,now", "-o"])
+        .arg(&program);
+    run(compiler.arg(source("stacks.c"))).ok();
+    for frontend in [Frontend::Mount, Frontend::Tree] {
+        let sandbox = Sandbox::new("stacks");
+        let mount = frontend.mount(&sandbox, &patient("close=held,drain=demand"));
+        let mut command = Command::new(&program);
+        let measured = run(frontend.preload(&sandbox, command.arg(mount.path()))).ok();
+        let calls: Vec<(&str, u64)> = measured
+            .stdout
+            .lines()
+            .filter_map(|line| line.split_once(": "))
+            .map(|(call, bytes)| (call, bytes.parse().expect("a number")))
+            .collect();
+        assert!(calls.len() > 30, "{measured}");
+        let large: Vec<_> = calls.iter().filter(|(_, bytes)| *bytes > 4096).collect();
+        assert!(large.is_empty(), "{frontend:?}: {large:?}");
+        mount.umount();
+    }
+}
+
 /// The library is loaded into every program: neither JSON nor the control protocol is linked into it.
 #[test]
 fn the_library_is_without_the_control_protocol() {

@@ -26,7 +26,7 @@ use firn_format::data_socket::{
 use firn_trust::PeerError;
 use libc::iovec;
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use zerocopy::{FromZeros, IntoBytes};
 
 use crate::syscall;
@@ -291,7 +291,6 @@ impl Connection {
         let end = token.socket.iter().position(|byte| *byte == 0);
         let path = end.and_then(|end| token.socket.get(..end));
         let path = path.filter(|path| !path.is_empty()).ok_or(Errno::INVAL)?;
-        let address = SocketAddrUnix::new(path)?;
         let socket = rustix::net::socket_with(
             AddressFamily::UNIX,
             SocketType::SEQPACKET,
@@ -299,7 +298,7 @@ impl Connection {
             None,
         )?;
         let socket = Descriptor::from(socket);
-        rustix::net::connect(&socket, &address)?;
+        connect_to_path(&socket, path)?;
         Ok(Self { socket })
     }
 
@@ -537,6 +536,30 @@ fn message_of<const N: usize>(
         msg_controllen: control_bytes,
         msg_flags: 0,
     }
+}
+
+/// connect(2) to a path, without the copies of an address that callers with little stack have no room for.
+fn connect_to_path(socket: &Descriptor, path: &[u8]) -> Result<(), Errno> {
+    let mut address = libc::sockaddr_un {
+        sun_family: libc::AF_UNIX as libc::sa_family_t,
+        sun_path: [0; 108],
+    };
+    // One byte less: the path ends with a zero.
+    let room = address.sun_path.len() - 1;
+    if path.len() > room {
+        return Err(Errno::NAMETOOLONG);
+    }
+    for (to, from) in address.sun_path.iter_mut().zip(path) {
+        *to = *from as libc::c_char;
+    }
+    let number = socket.as_fd().as_raw_fd();
+    let bytes = size_of::<libc::sockaddr_un>();
+    // SAFETY: the kernel reads the address.
+    let result = unsafe { syscall!(libc::SYS_connect, number, &raw const address, bytes) };
+    if result < 0 {
+        return Err(Errno::from_raw_os_error(result.wrapping_neg() as c_int));
+    }
+    Ok(())
 }
 
 /// The result of a system call, made again each time that a signal interrupted it.

@@ -30,6 +30,18 @@ const LINKS_COUNT: usize = 4;
 const ATTEMPTS: u32 = 8;
 /// Answers that came before they were wanted.
 const STASH: usize = 16;
+const NO_SLAB: Slab = Slab {
+    chunk: 0,
+    records: 0,
+    writer: 0,
+    generation: 0,
+    sequence: 0,
+    start: 0,
+    end: 0,
+    record_count: 0,
+    reserved: 0,
+    modified: 0,
+};
 /// Numbers from here on are out of the way of programs that choose theirs.
 pub(crate) const OWN_FD_MIN: c_int = 900;
 
@@ -58,17 +70,16 @@ struct Inner {
     map: ArenaMap,
     /// Token of the request for leases that was not answered yet, if any.
     ahead: Option<u64>,
-    stash: [Option<Leases>; STASH],
+    stash: [Leases; STASH],
     stash_next: usize,
 }
 
-/// The answer to a request for leases, as far as it was not taken.
-#[derive(Clone, Copy)]
+/// The answer to a request for leases, as far as it was not taken. It is received where it is kept: callers may have
+/// little stack. All zeros: none.
 struct Leases {
     /// The open file.
     token: u64,
-    /// The word of a [`Status`]: a child of fork(2) finds zeros here, which are `None` only if no field has bits that it
-    /// cannot have.
+    /// The word of a [`Status`]: a child of fork(2) finds zeros here.
     status: u32,
     slabs: [Slab; LEASE_SLABS_MAX],
     /// Of `slabs`, those from here …
@@ -87,6 +98,25 @@ pub(crate) struct NextLease {
 }
 
 impl Leases {
+    const fn none() -> Self {
+        Self {
+            token: 0,
+            status: 0,
+            slabs: [NO_SLAB; LEASE_SLABS_MAX],
+            next: 0,
+            end: 0,
+        }
+    }
+
+    /// Forgets what was not taken.
+    fn clear(&mut self) {
+        (self.next, self.end) = (0, 0);
+    }
+
+    fn is_of(&self, token: u64) -> bool {
+        self.next < self.end && self.token == token
+    }
+
     fn take_next(&mut self) -> Option<NextLease> {
         let slab = *self.slabs.get(self.next)?;
         self.next += 1;
@@ -230,7 +260,7 @@ impl Link {
                 },
                 map: ArenaMap::NONE,
                 ahead: None,
-                stash: [const { None }; STASH],
+                stash: [const { Leases::none() }; STASH],
                 stash_next: 0,
             }),
         }
@@ -261,6 +291,7 @@ impl Link {
 }
 
 /// Connects to an arena, asks the first questions and maps the arena; the socket.
+#[inline(never)]
 fn open_socket(
     inner: &mut Inner,
     token: &Token,
@@ -301,6 +332,7 @@ enum First<'a> {
 }
 
 /// The first requests over a connection, sent in one packet: firnd works while this process maps the arena.
+#[inline(never)]
 fn ask_first(
     connection: &Connection,
     inner: &mut Inner,
@@ -318,13 +350,23 @@ fn ask_first(
         firn_direct::slab_writer::prepare();
     }
     inner.map = receive_arena(connection, &token.arena, arena)?;
-    (inner.ahead, inner.stash) = (None, [None; STASH]);
+    inner.ahead = None;
+    inner.stash.iter_mut().for_each(Leases::clear);
+    receive_first(connection, inner, token, first)
+}
+
+/// The answer to what was asked together with a new connection.
+#[inline(never)]
+fn receive_first(
+    connection: &Connection,
+    inner: &mut Inner,
+    token: &Token,
+    first: &mut First<'_>,
+) -> Option<()> {
     match first {
         First::Nothing => {}
         First::Open(_, reply) => {
-            let (opened, leases) = receive_leases(connection, token.token).ok()?;
-            inner.keep_first_leases(&opened, leases);
-            *reply = Some(opened);
+            *reply = Some(inner.receive_first_leases(connection, token.token).ok()?);
         }
         First::Extents(wanted, room, reply) => {
             let mut room = (&mut **room).into();
@@ -336,19 +378,41 @@ fn ask_first(
 }
 
 impl Inner {
-    /// Keeps an answer for [`take_lease`].
-    fn keep_leases(&mut self, leases: Leases) {
-        if let Some(slot) = self.stash.get_mut(self.stash_next % STASH) {
-            *slot = Some(leases);
-        }
+    /// Receives the answer to a request for leases, and keeps these for [`take_lease`].
+    fn receive_leases(&mut self, connection: &Connection, token: u64) -> Result<Reply, CallError> {
+        let index = self.stash_next % STASH;
         self.stash_next = self.stash_next.wrapping_add(1);
+        let Some(leases) = self.stash.get_mut(index) else {
+            return Err(CallError::NoReply);
+        };
+        leases.clear();
+        let (first, more) = leases.slabs.split_at_mut(1);
+        let reply = connection.receive_reply(&mut more.into())?;
+        first.fill(reply.lease);
+        (leases.token, leases.status) = (token, reply.status);
+        leases.end = 1 + reply.count as usize;
+        Ok(reply)
     }
 
-    /// The same for those that came with a grant, unless there is none.
-    fn keep_first_leases(&mut self, opened: &Reply, leases: Leases) {
-        if is_ok(opened) {
-            self.keep_leases(leases);
+    /// The same for those that come with a grant, unless there is none.
+    fn receive_first_leases(
+        &mut self,
+        connection: &Connection,
+        token: u64,
+    ) -> Result<Reply, CallError> {
+        let opened = self.receive_leases(connection, token)?;
+        if !is_ok(&opened) {
+            self.forget_leases(token);
         }
+        Ok(opened)
+    }
+
+    fn forget_leases(&mut self, token: u64) {
+        let of_token = |leases: &&mut Leases| leases.is_of(token);
+        self.stash
+            .iter_mut()
+            .filter(of_token)
+            .for_each(Leases::clear);
     }
 }
 
@@ -358,36 +422,23 @@ impl Open {
         let Some(token) = self.inner.ahead.take() else {
             return Some(());
         };
-        let received = receive_leases(&self.connection, token);
-        let (_, leases) = self.or_give_up(received).ok()?;
-        self.inner.keep_leases(leases);
-        Some(())
+        let received = self.inner.receive_leases(&self.connection, token);
+        self.or_give_up(received.map(drop)).ok()
     }
 
     /// Asks for leases and does not wait for them. Those of an earlier answer that were not taken are dropped.
     fn send_lease_request(&mut self, token: u64, lease_bytes: u64) -> Option<()> {
-        self.forget_leases(token);
+        self.inner.forget_leases(token);
         self.inner.ahead = Some(token);
         let request = Request::new(Op::Lease, token, lease_bytes).with_len(sys::current_cpu());
         let sent = self.connection.send_request(&request, &Payload::none());
         self.or_give_up(sent).ok()
     }
 
-    fn forget_leases(&mut self, token: u64) {
-        for slot in &mut self.inner.stash {
-            *slot = slot.filter(|leases| leases.token != token);
-        }
-    }
-
     /// The next lease of an open file that was answered before.
     fn take_lease(&mut self, token: u64) -> Option<NextLease> {
-        let of_token = |slot: &&mut Option<Leases>| slot.is_some_and(|of| of.token == token);
-        let slot = self.inner.stash.iter_mut().find(of_token)?;
-        let next = slot.as_mut()?.take_next();
-        if next.as_ref().is_none_or(|next| !next.has_more) {
-            *slot = None;
-        }
-        next
+        let of_token = |leases: &&mut Leases| leases.is_of(token);
+        self.inner.stash.iter_mut().find(of_token)?.take_next()
     }
 
     /// Forgets a connection that has ended.
@@ -431,14 +482,12 @@ pub(crate) fn ask_open(link: u32, token: u64, lease_bytes: u64) -> Option<Reply>
     let mut open = open_link(link)?;
     open.collect_reply()?;
     // Leases of an earlier grant for this open file are over.
-    open.forget_leases(token);
+    open.inner.forget_leases(token);
     let sent = open
         .connection
         .send_request(&open_request(token, lease_bytes), &Payload::none());
-    let received = sent.and_then(|()| receive_leases(&open.connection, token));
-    let (reply, leases) = open.or_give_up(received).ok()?;
-    open.inner.keep_first_leases(&reply, leases);
-    Some(reply)
+    let received = sent.and_then(|()| open.inner.receive_first_leases(&open.connection, token));
+    open.or_give_up(received).ok()
 }
 
 fn open_request(token: u64, lease_bytes: u64) -> Request {
@@ -472,22 +521,6 @@ pub(crate) fn ask_lease(link: u32, token: u64, lease_bytes: u64) -> Option<NextL
     open.take_lease(token)
 }
 
-/// Receives the answer to a request for leases, and these apart.
-fn receive_leases(connection: &Connection, token: u64) -> Result<(Reply, Leases), CallError> {
-    let mut slabs = [Slab::default(); LEASE_SLABS_MAX];
-    let (first, more) = slabs.split_at_mut(1);
-    let reply = connection.receive_reply(&mut more.into())?;
-    first.fill(reply.lease);
-    let leases = Leases {
-        token,
-        status: reply.status,
-        slabs,
-        next: 0,
-        end: 1 + reply.count as usize,
-    };
-    Ok((reply, leases))
-}
-
 /// Where the arena of a connection is mapped. It stays so as long as the process lives; the socket is not asked for.
 pub(crate) fn arena_map(number: u32) -> Option<ArenaMap> {
     let index = number as usize % LINKS_COUNT;
@@ -508,6 +541,7 @@ fn set_internal(fd: c_int, internal: bool) {
 }
 
 /// A copy of a connection with a high number; its own may be one that the program chooses.
+#[inline(never)]
 fn copy_to_high_number(connection: &Connection) -> Option<Connection> {
     let number = connection.as_fd().as_raw_fd();
     let copy = rustix::io::fcntl_dupfd_cloexec(connection, OWN_FD_MIN)
@@ -518,6 +552,7 @@ fn copy_to_high_number(connection: &Connection) -> Option<Connection> {
 }
 
 /// Connects to this user's own firnd, and to nobody else.
+#[inline(never)]
 fn connect_to(token: &Token) -> Option<Connection> {
     match Connection::to(token, sys::euid()) {
         Ok(connection) => Some(connection),
@@ -541,6 +576,7 @@ enum MapArena {
 }
 
 /// Receives the answer to the first request, which gives the arena.
+#[inline(never)]
 fn receive_arena(connection: &Connection, uuid: &[u8; 16], map: MapArena) -> Option<ArenaMap> {
     let (arena, fd): (_, Descriptor) = connection.receive_hello(uuid)?;
     if map == MapArena::Never {

@@ -11,6 +11,8 @@
 //! * A child of fork(2) uses nothing of its parent's: what the library keeps is zeros there (`table`).
 //!
 //! What it relies on
+//! * The GNU C library. In a process of another one (musl) it is loaded, forwards every call and does nothing
+//!   (`c_library`).
 //! * A descriptor with direct access is this process's alone. Whatever could share it (dup,
 //!   fork, exec, SCM_RIGHTS, mmap, …) gives its offset back to the kernel first (`share`).
 //! * Raw system calls are not seen. A descriptor that a program uses by the C library *and* by raw calls
@@ -20,6 +22,7 @@
 //!
 //! `FIRN_PRELOAD=off` turns it off; `FIRN_PRELOAD_REPORT=1` prints at exit what went which way.
 
+mod c_library;
 mod connect;
 mod cookie;
 mod descriptor;

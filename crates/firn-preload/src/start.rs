@@ -6,7 +6,8 @@ use std::sync::atomic::Ordering;
 use crate::hook::stream;
 use crate::table::{self, ACTIVE, tag};
 use crate::{
-    connect, devices, list, lock, patience, real, report, share, sharing, stub, summary, trees,
+    c_library, connect, devices, list, lock, patience, real, report, share, sharing, stub, summary,
+    trees,
 };
 
 #[used]
@@ -17,8 +18,12 @@ static START: extern "C" fn(c_int, *const *const c_char, *const *const c_char) =
 #[unsafe(link_section = ".fini_array")]
 static END: extern "C" fn() = end;
 
+/// Arguments and environment are there only in processes of the GNU C library.
 extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *const c_char) {
     real::resolve();
+    if !c_library::is_gnu() {
+        return;
+    }
     lock::find_thread_word();
     // SAFETY: what the loader hands to constructors: arrays of C strings, ended by null.
     let (off, report, is_firnd) = unsafe {
@@ -34,14 +39,8 @@ extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *cons
     if report.is_some_and(|value| !value.is_empty() && value != b"0") {
         report::count_calls();
     }
-    // SAFETY: the functions stay loaded as long as the process lives.
-    let failed = unsafe {
-        libc::pthread_atfork(
-            Some(share::before_fork),
-            Some(share::after_fork),
-            Some(share::in_child),
-        )
-    };
+    let sees_forks =
+        c_library::register_at_fork(share::before_fork, share::after_fork, share::in_child);
     // SAFETY: what the loader hands to constructors: arrays of C strings, ended by null.
     let (dir, wait, direct_after) = unsafe {
         (
@@ -54,8 +53,8 @@ extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *cons
     firn_direct::processor::take_from_c_library();
     stub::set_patience(wait);
     patience::set_direct_after(direct_after);
-    ACTIVE.store(u32::from(failed == 0), Ordering::Release);
-    if failed == 0 {
+    ACTIVE.store(u32::from(sees_forks), Ordering::Release);
+    if sees_forks {
         stub::find_inherited();
         (0..3)
             .filter(|fd| table::tag_of(*fd) == tag::STUB)

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use firn_direct::syscall::Descriptor;
 use firn_format::data_socket::{DATA_SOCKET_VERSION, PATH_BYTES, STUB_MAGIC, StubTree, Token};
 use firn_trust::{RawError, open_dir_raw, open_file_raw};
-use rustix::fs::{AtFlags, CWD, RawDir, StatxFlags};
+use rustix::fs::{CWD, RawDir};
 use rustix::io::Errno;
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -158,6 +158,7 @@ fn has_block_device(device: u64) -> bool {
 }
 
 /// Whether an open file stands below the root of a tree that shares its file system with others.
+#[inline(never)]
 fn is_below(fd: c_int, index: usize) -> bool {
     let mut room = [0u8; 1024];
     let mut link = [0u8; 32];
@@ -239,8 +240,10 @@ fn forget_from(found: usize) {
 }
 
 /// Reads the files of the runtime directory; how many trees they describe.
+#[inline(never)]
 fn read_files(dir: &Descriptor, slots: &mut [StubTree; TREES_COUNT]) -> usize {
-    let mut room = [MaybeUninit::uninit(); 1024];
+    // An entry and the longest name.
+    let mut room = [MaybeUninit::uninit(); 512];
     let mut entries = RawDir::new(dir, &mut room);
     let mut found = 0;
     while let Some(Ok(entry)) = entries.next() {
@@ -304,15 +307,14 @@ fn runtime_dir(room: &mut [u8; DIR_BYTES]) -> Option<&CStr> {
 fn changed_at() -> Option<u64> {
     let mut room = [0; DIR_BYTES];
     let path = runtime_dir(&mut room)?;
-    let flags = AtFlags::SYMLINK_NOFOLLOW;
-    let stat = rustix::fs::statx(CWD, path, flags, StatxFlags::CTIME).ok()?;
-    let seconds = stat.stx_ctime.tv_sec as u64;
-    let nanoseconds = u64::from(stat.stx_ctime.tv_nsec);
-    Some(
+    let (mask, flags) = (libc::STATX_CTIME, libc::AT_SYMLINK_NOFOLLOW);
+    sys::with_statx(libc::AT_FDCWD, path, mask, flags, |stat| {
+        let seconds = stat.stx_ctime.tv_sec as u64;
+        let nanoseconds = u64::from(stat.stx_ctime.tv_nsec);
         seconds
             .wrapping_mul(1_000_000_000)
-            .wrapping_add(nanoseconds),
-    )
+            .wrapping_add(nanoseconds)
+    })
 }
 
 // ---- text without allocation -----------------------------------------------------------------------

@@ -124,7 +124,7 @@ fn only_the_expected_user_is_connected_to_and_another_hears_nothing() {
     let name = path.as_os_str().as_encoded_bytes();
     token.socket[..name.len()].copy_from_slice(name);
     let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
-    rustix::net::bind(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+    rustix::net::bind(&socket, &rustix::net::SocketAddrUnix::new(&path).unwrap()).unwrap();
     rustix::net::listen(&socket, 10).unwrap();
     let listener = UnixListener::from(socket);
     let own = rustix::process::geteuid().as_raw();
