@@ -9,22 +9,27 @@
 //!   made on the descriptor, never on a path.
 //! * Only what belongs to the effective user and is closed to group and others is opened. Nothing is mended: a
 //!   directory of another mode may already hold what others put there.
+//! * What is kept at a path outside of the backing lies where nobody else can put something else ([`check_place`]), and
+//!   what is below a directory that was looked at is reached by its descriptor ([`open_beneath`]).
 //! * [`Facts::check`] and [`open_dir_raw`] allocate nothing and touch no `errno`, for the preload library.
 //!
 //! What is defended against whom: docs/SECURITY.md.
 
+mod beneath;
 mod component;
 mod open;
 mod peer;
+mod place;
 
+pub use beneath::{ObjectId, names_in, remove_beneath, remove_object, visit_own};
+pub use beneath::{open_beneath, open_dir_beneath, open_parent_beneath};
 pub use component::{BadComponent, check_component, is_component};
-pub use open::{
-    RawError, TrustError, check_shared_parent, create_private_dir, create_private_file,
-};
+pub use open::{RawError, TrustError, create_private_dir, create_private_file};
 pub use open::{
     open_dir_raw, open_file_raw, open_private_dir, open_private_dir_of, open_private_file,
 };
 pub use peer::{Peer, PeerError, check_peer, peer};
+pub use place::{check_place, check_place_of, check_shared_parent};
 use rustix::fs::{FileType, Stat};
 
 /// Permission bits that nobody but the owner may have in what is private.

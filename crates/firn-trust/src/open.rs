@@ -34,6 +34,21 @@ pub enum TrustError {
         /// What is wrong with it.
         why: Distrust,
     },
+    /// Others may put something else in the place of what Firn keeps there.
+    #[error(
+        "{} is no place for files of Firn: {}{why}; {}",
+        shown(place),
+        culprit(place, path),
+        place_advice(why)
+    )]
+    Exposed {
+        /// Where Firn is to keep files.
+        place: PathBuf,
+        /// The directory that others may change: that one, or one on the way to it.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: Distrust,
+    },
 }
 
 impl TrustError {
@@ -41,7 +56,7 @@ impl TrustError {
     pub fn errno(&self) -> Errno {
         match self {
             Self::Io { error, .. } => Errno::from_io_error(error).unwrap_or(Errno::IO),
-            Self::Distrusted { .. } => Errno::PERM,
+            Self::Distrusted { .. } | Self::Exposed { .. } => Errno::PERM,
         }
     }
 
@@ -56,6 +71,7 @@ impl TrustError {
                 path: path.to_owned(),
                 why,
             },
+            exposed @ Self::Exposed { .. } => exposed,
         }
     }
 
@@ -136,21 +152,6 @@ pub fn create_private_file(
     })
 }
 
-/// Whether Firn may keep files of its own in this directory, which others may share (`arena-dir`, `spill=`,
-/// `backup=`).
-pub fn check_shared_parent(dir: impl AsFd, path: &Path) -> Result<(), TrustError> {
-    let stat = fstat(dir).map_err(|errno| TrustError::Io {
-        path: path.to_owned(),
-        error: errno.into(),
-    })?;
-    Facts::of(&stat)
-        .check_parent(effective_user())
-        .map_err(|why| TrustError::Distrusted {
-            path: path.to_owned(),
-            why,
-        })
-}
-
 /// Why [`open_dir_raw`] or [`open_file_raw`] gave nothing.
 #[derive(Debug)]
 pub enum RawError {
@@ -228,6 +229,24 @@ fn open_error(
     TrustError::Io {
         path: path.to_owned(),
         error: errno.into(),
+    }
+}
+
+fn culprit(place: &Path, path: &Path) -> String {
+    match place == path {
+        true => "it ".to_owned(),
+        false => format!("{} ", shown(path)),
+    }
+}
+
+fn place_advice(why: &Distrust) -> &'static str {
+    match why {
+        Distrust::Replaceable { .. } => {
+            "let only its owner write to it (chmod go-w) or set its sticky bit (chmod +t), or choose a place where only you and root may rename, as in a directory that you make in /tmp or /dev/shm"
+        }
+        _ => {
+            "choose a place below directories of yours and of root, as one that you make in /tmp or /dev/shm"
+        }
     }
 }
 

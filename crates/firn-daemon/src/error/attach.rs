@@ -187,7 +187,7 @@ impl AttachError {
             Self::ArenaForeign { .. }
             | Self::Planted { .. }
             | Self::LaneRecord { .. }
-            | Self::Trust(TrustError::Distrusted { .. }) => NOT_FIRN,
+            | Self::Trust(TrustError::Distrusted { .. } | TrustError::Exposed { .. }) => NOT_FIRN,
             Self::Trust(TrustError::Io { .. }) => FAILED,
             Self::Arena(error) | Self::ArenaOverLimit { source: error, .. } => arena_code(error),
         }

@@ -1,0 +1,294 @@
+//! Whether nobody else can put another object in the place of one of Firn's own.
+//!
+//! Who may rename in a directory decides what each path through it leads to, also where what is below is closed to him:
+//! he may put back a directory that the user had there earlier, with an old arena in it. So what Firn keeps outside of the
+//! backing lies below directories that belong to the user or to root, and that others may not write to, or only add names
+//! to (the sticky bit): `/dev/shm`, `/tmp` and `/run/user/UID` are such places. sshd asks the same of the way to its files
+//! (`StrictModes`).
+//!
+//! Promises
+//! * Each directory is looked at by its descriptor, from the root on, and the next name is looked up in it.
+//! * A symbolic link on the way counts only if it belongs to the user or to root; the way that it leads is looked at, too.
+
+use std::collections::VecDeque;
+use std::ffi::{OsStr, OsString};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Component, Path, PathBuf};
+use std::sync::OnceLock;
+
+use rustix::fs::{CWD, FileType, Mode, OFlags, fstat, openat, readlinkat};
+use rustix::io::Errno;
+
+use crate::{Distrust, Facts, TrustError};
+
+/// As many symbolic links as the kernel follows (path_resolution(7)).
+const LINKS_MAX: usize = 40;
+
+/// Whether Firn may keep files of its own in a directory that is open, which others may share. What is above it is not
+/// looked at: enough for who goes by the descriptor.
+pub fn check_shared_parent(dir: impl AsFd, path: &Path) -> Result<(), TrustError> {
+    check_dir(dir, path, path, effective_user())
+}
+
+/// Whether Firn may keep files of its own in this directory, which others may share, and find them there by their path
+/// later.
+pub fn check_place(dir: &Path) -> Result<(), TrustError> {
+    check_place_of(dir, effective_user())
+}
+
+/// The same for files of user `uid`.
+pub fn check_place_of(dir: &Path, uid: u32) -> Result<(), TrustError> {
+    let io = |at: &Path, error| TrustError::Io {
+        path: at.to_owned(),
+        error,
+    };
+    let absolute = std::path::absolute(dir).map_err(|error| io(dir, error))?;
+    let root = openat(CWD, c"/", PATH_DIR, Mode::empty());
+    let root = root.map_err(|errno| io(Path::new("/"), errno.into()))?;
+    let mut way = Way {
+        place: dir,
+        uid,
+        above: vec![(root, PathBuf::from("/"))],
+        names: names_of(&absolute),
+        links: 0,
+    };
+    way.check_last()?;
+    while let Some(name) = way.names.pop_front() {
+        way.step(&name)?;
+    }
+    Ok(())
+}
+
+const PATH_DIR: OFlags = OFlags::PATH
+    .union(OFlags::DIRECTORY)
+    .union(OFlags::NOFOLLOW)
+    .union(OFlags::CLOEXEC);
+const PATH_LINK: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+
+/// A walk from the root to a directory.
+struct Way<'a> {
+    place: &'a Path,
+    uid: u32,
+    /// The directories from the root to where the walk is: each open, and its path.
+    above: Vec<(OwnedFd, PathBuf)>,
+    /// What is still to be walked.
+    names: VecDeque<OsString>,
+    /// Symbolic links that were followed.
+    links: usize,
+}
+
+impl Way<'_> {
+    fn step(&mut self, name: &OsStr) -> Result<(), TrustError> {
+        if name == ".." {
+            if self.above.len() > 1 {
+                self.above.pop();
+            }
+            return Ok(());
+        }
+        let (dir, path) = self.above.last().expect("the root stays");
+        let path = path.join(name);
+        let failed = |errno: Errno| TrustError::Io {
+            path: path.clone(),
+            error: errno.into(),
+        };
+        // O_DIRECTORY mounts what autofs mounts when it is used.
+        match openat(dir, name, PATH_DIR, Mode::empty()) {
+            Ok(next) => {
+                self.above.push((next, path));
+                self.check_last()
+            }
+            Err(Errno::NOTDIR) => {
+                let link = openat(dir, name, PATH_LINK, Mode::empty()).map_err(failed)?;
+                self.follow(&link, &path)
+            }
+            Err(errno) => Err(failed(errno)),
+        }
+    }
+
+    fn check_last(&self) -> Result<(), TrustError> {
+        let (dir, path) = self.above.last().expect("the root stays");
+        check_dir(dir, path, self.place, self.uid)
+    }
+
+    fn follow(&mut self, link: &OwnedFd, path: &Path) -> Result<(), TrustError> {
+        let failed = |errno: Errno| TrustError::Io {
+            path: path.to_owned(),
+            error: errno.into(),
+        };
+        let facts = Facts::of(&fstat(link).map_err(failed)?);
+        if FileType::from_raw_mode(facts.mode) != FileType::Symlink {
+            return Err(failed(Errno::NOTDIR));
+        }
+        let owner = owner_of(&facts);
+        if owner != self.uid && owner != 0 {
+            return Err(TrustError::Exposed {
+                place: self.place.to_owned(),
+                path: path.to_owned(),
+                why: Distrust::Owner {
+                    found: facts.uid,
+                    expected: self.uid,
+                },
+            });
+        }
+        self.links += 1;
+        if self.links > LINKS_MAX {
+            return Err(failed(Errno::LOOP));
+        }
+        let target = readlinkat(link, c"", Vec::new()).map_err(failed)?;
+        let target = PathBuf::from(OsString::from_vec(target.into_bytes()));
+        if target.is_absolute() {
+            self.above.truncate(1);
+        }
+        let mut names = names_of(&target);
+        names.append(&mut self.names);
+        self.names = names;
+        Ok(())
+    }
+}
+
+fn names_of(path: &Path) -> VecDeque<OsString> {
+    let names = path.components().filter_map(|component| match component {
+        Component::Normal(name) => Some(name.to_owned()),
+        Component::ParentDir => Some("..".into()),
+        Component::RootDir | Component::CurDir | Component::Prefix(_) => None,
+    });
+    names.collect()
+}
+
+fn check_dir(dir: impl AsFd, path: &Path, place: &Path, uid: u32) -> Result<(), TrustError> {
+    let stat = fstat(dir).map_err(|errno| TrustError::Io {
+        path: path.to_owned(),
+        error: errno.into(),
+    })?;
+    let facts = Facts::of(&stat);
+    let seen = Facts {
+        uid: owner_of(&facts),
+        ..facts
+    };
+    seen.check_parent(uid).map_err(|why| TrustError::Exposed {
+        place: place.to_owned(),
+        path: path.to_owned(),
+        why,
+    })
+}
+
+fn effective_user() -> u32 {
+    rustix::process::geteuid().as_raw()
+}
+
+/// The owner of an object; 0 where it may be root: in a user namespace that does not know root, as containers without
+/// privileges have it, `/` and `/dev/shm` belong to the user that stands for all unknown ones.
+fn owner_of(facts: &Facts) -> u32 {
+    match unknown_user() {
+        Some(unknown) if facts.uid == unknown => 0,
+        _ => facts.uid,
+    }
+}
+
+/// The user that stands for root among others (user_namespaces(7)); none where root is known.
+fn unknown_user() -> Option<u32> {
+    static UNKNOWN: OnceLock<Option<u32>> = OnceLock::new();
+    *UNKNOWN.get_or_init(|| {
+        let map = std::fs::read_to_string("/proc/self/uid_map").ok()?;
+        if knows_root(&map) {
+            return None;
+        }
+        let unknown = std::fs::read_to_string("/proc/sys/kernel/overflowuid").ok()?;
+        unknown.trim().parse().ok()
+    })
+}
+
+/// Whether a map of users has the root of the namespace outside: its lines are the first user here, the first one
+/// outside, and a count.
+fn knows_root(map: &str) -> bool {
+    let outside = |line: &str| line.split_whitespace().nth(1).map(str::to_owned);
+    map.lines().filter_map(outside).any(|first| first == "0")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use super::*;
+
+    fn set_mode(path: &Path, mode: u32) {
+        fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
+    }
+
+    /// `/tmp` is a place that must do: it has the sticky bit.
+    #[test]
+    fn every_directory_on_the_way_counts_and_the_one_at_fault_is_named() {
+        let top = tempfile::tempdir().unwrap();
+        let place = top.path().join("project/job/place");
+        fs::create_dir_all(&place).unwrap();
+        let [project, job] = ["project", "project/job"].map(|name| top.path().join(name));
+        assert!(check_place(&place).is_ok());
+        for mode in [0o2770, 0o777, 0o775] {
+            set_mode(&project, mode);
+            let error = check_place(&place).unwrap_err();
+            assert!(
+                matches!(&error, TrustError::Exposed { path, place: asked, .. } if *path == project && *asked == place),
+                "{error}"
+            );
+            let text = error.to_string();
+            assert!(text.contains(&format!("mode {mode:04o}")), "{text}");
+            // By its descriptor, only the directory itself counts.
+            let dir = openat(CWD, &place, PATH_DIR, Mode::empty()).unwrap();
+            assert!(check_shared_parent(&dir, &place).is_ok());
+        }
+        set_mode(&project, 0o1777);
+        assert!(check_place(&place).is_ok());
+        for dir in [&job, &place] {
+            set_mode(dir, 0o777);
+            assert!(check_place(&place).is_err());
+            set_mode(dir, 0o755);
+        }
+        assert!(check_place(&place).is_ok());
+        assert!(
+            check_place(&top.path().join("none"))
+                .unwrap_err()
+                .is_missing()
+        );
+    }
+
+    #[test]
+    fn the_way_that_a_link_leads_is_looked_at_too() {
+        let top = tempfile::tempdir().unwrap();
+        let place = top.path().join("open/place");
+        fs::create_dir_all(&place).unwrap();
+        fs::create_dir(top.path().join("closed")).unwrap();
+        symlink("../open/place", top.path().join("closed/link")).unwrap();
+        symlink(top.path().join("closed/link"), top.path().join("far")).unwrap();
+        symlink("loop", top.path().join("loop")).unwrap();
+        let [near, far] = ["closed/link", "far"].map(|name| top.path().join(name));
+        for link in [&near, &far] {
+            assert!(check_place(link).is_ok());
+        }
+        set_mode(&top.path().join("open"), 0o777);
+        for link in [&near, &far] {
+            assert!(check_place(link).is_err());
+        }
+        assert!(check_place(&top.path().join("loop")).is_err());
+    }
+
+    #[test]
+    fn a_place_of_another_user_is_none() {
+        let top = tempfile::tempdir().unwrap();
+        let error = check_place_of(top.path(), 4_000_000_000);
+        match effective_user() {
+            // What is root's is everybody's place.
+            0 => assert!(error.is_ok()),
+            _ => assert!(error.is_err()),
+        }
+    }
+
+    #[test]
+    fn the_map_of_a_namespace_says_whether_root_is_known() {
+        assert!(knows_root("         0          0 4294967295\n"));
+        assert!(knows_root("0 1000 1\n1 0 1\n"));
+        assert!(!knows_root("1000 1000 1\n"));
+        assert!(!knows_root(""));
+    }
+}
