@@ -265,6 +265,15 @@ pub enum PullError {
         /// Which.
         path: PathBuf,
     },
+    /// Two names of the source are one on the target.
+    #[error(
+        "{}: the file system there takes two names of the source for one (it may not tell upper from lower case): pull into another file system",
+        quoted_path(path)
+    )]
+    Collision {
+        /// One of them, or their directory.
+        path: PathBuf,
+    },
     /// Another pull to the same place is under way.
     #[error("another `firn pull` to {} is under way", quoted_path(path))]
     Busy {
@@ -291,6 +300,18 @@ impl PullError {
             Self::Exists { .. } | Self::Busy { .. } => 11,
             _ => 1,
         }
+    }
+
+    /// Whether the directory of the copy is at fault, and not the source or the way to it.
+    pub fn is_of_target(&self) -> bool {
+        matches!(
+            self,
+            Self::Exists { .. }
+                | Self::Busy { .. }
+                | Self::Collision { .. }
+                | Self::Trust(_)
+                | Self::Local { .. }
+        )
     }
 
     /// Whether it may be over with another connection.

@@ -44,7 +44,9 @@ pub enum KeyFileError {
         why: String,
     },
     /// No name for a file.
-    #[error("`{host}` is no name of a host: it has letters, digits, `.`, `-` and `_`")]
+    #[error(
+        "`{host}` is no name of a host: that has letters, digits, `.`, `-` and `_`, and is not `.` or `..`"
+    )]
     Host {
         /// As given.
         host: String,
@@ -78,10 +80,11 @@ struct Stored {
     partner: Option<String>,
 }
 
-/// Whether `host` may be a part of the name of a file.
+/// Whether `host` may be the name of a file, or a part of it.
 pub fn check_host(host: &str) -> Result<(), KeyFileError> {
     let is_good = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
-    if host.is_empty() || host.len() > HOST_BYTES_MAX || !host.chars().all(is_good) {
+    let is_name = firn_trust::is_component(host.as_bytes()) && host.len() <= HOST_BYTES_MAX;
+    if !is_name || !host.chars().all(is_good) {
         return Err(KeyFileError::Host { host: host.into() });
     }
     Ok(())

@@ -10,7 +10,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, Metadata};
 use std::io;
-use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -21,7 +20,8 @@ use firn_format::durability::DurabilityLevel;
 use firn_format::record::Ending;
 use firn_protocol::path::BytePath;
 use firn_protocol::{ChunkPiece, FileStatus, Place};
-use rustix::fs::{Mode, OFlags, ResolveFlags};
+use firn_trust::open_beneath;
+use rustix::fs::{Mode, OFlags};
 use xxhash_rust::xxh3::Xxh3;
 
 use crate::data_path::{ArenaFile, DataPath, MemoryPart, send_bytes_or_zeros};
@@ -364,16 +364,19 @@ impl Source {
 
     /// Through the mount, which knows where the backing has it; a stub tree has no other way than the backing.
     fn open_for_reading(&self, path: &BytePath) -> io::Result<File> {
-        if let Some(path) = self.locate_in_backing(path) {
-            return File::open(path);
+        // What somebody put in the place of the file meanwhile, as a pipe, must not keep this session.
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let top = match self.found.is_tree {
+            true => &self.found.backing,
+            false => &self.found.mount_point,
+        };
+        let dir = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let top = rustix::fs::open(top, dir, Mode::empty())?;
+        let file = File::from(open_beneath(&top, path.as_path(), flags, Mode::empty())?);
+        match file.metadata()?.is_file() {
+            true => Ok(file),
+            false => Err(io::Error::other("it is no regular file any more")),
         }
-        let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-        let dir = flags | OFlags::DIRECTORY;
-        let top = rustix::fs::open(&self.found.mount_point, dir, Mode::empty())?;
-        let inside = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
-        let file: OwnedFd =
-            rustix::fs::openat2(&top, path.as_path(), flags, Mode::empty(), inside)?;
-        Ok(file.into())
     }
 
     /// Whether a file changed since it was held, and whether what was read of it is a snapshot all the same.

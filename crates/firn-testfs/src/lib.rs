@@ -23,6 +23,7 @@ mod server;
 pub mod sink;
 pub mod trace;
 
+use std::borrow::Cow;
 use std::ffi::OsStr;
 use std::ops::Range;
 use std::path::Path;
@@ -58,6 +59,11 @@ pub trait Policy<B: Backing>: Send + Sync + 'static {
         name: Option<&OsStr>,
     ) -> Result<(), Errno>;
 
+    /// The name under which `name` is stored: file systems that do not tell upper from lower case store one for several.
+    fn stored_name<'n>(&self, name: &'n OsStr) -> Cow<'n, OsStr> {
+        Cow::Borrowed(name)
+    }
+
     /// Returns when `transfer` of the file with this inode number has taken its time.
     fn transfer(&self, _file: u64, _transfer: Transfer) {}
 }
@@ -81,6 +87,19 @@ pub struct Admit;
 impl<B: Backing> Policy<B> for Admit {
     fn admit(&self, _: &'static str, _: &B::Inode, _: Option<&OsStr>) -> Result<(), Errno> {
         Ok(())
+    }
+}
+
+/// Every request is served at once, and upper and lower case of ASCII letters are the same in names.
+pub struct FoldCase;
+
+impl<B: Backing> Policy<B> for FoldCase {
+    fn admit(&self, _: &'static str, _: &B::Inode, _: Option<&OsStr>) -> Result<(), Errno> {
+        Ok(())
+    }
+
+    fn stored_name<'n>(&self, name: &'n OsStr) -> Cow<'n, OsStr> {
+        Cow::Owned(name.to_ascii_lowercase())
     }
 }
 

@@ -251,6 +251,7 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
     }
 
     fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let name = &*self.policy.stored_name(name);
         let found = self
             .admitted_name("lookup", parent, name)
             .and_then(|dir| self.backing.lookup(&dir, name).map_err(errno));
@@ -331,6 +332,7 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         rdev: u32,
         reply: ReplyEntry,
     ) {
+        let name = &*self.policy.stored_name(name);
         let made = self.admitted_name("mknod", parent, name).and_then(|dir| {
             let caller = caller(request);
             self.backing
@@ -349,6 +351,7 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         _: u32,
         reply: ReplyEntry,
     ) {
+        let name = &*self.policy.stored_name(name);
         let made = self.admitted_name("mkdir", parent, name).and_then(|dir| {
             let caller = caller(request);
             self.backing
@@ -367,6 +370,7 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         reply: ReplyEntry,
     ) {
         let target = OsStr::from_bytes(target.as_os_str().as_bytes());
+        let name = &*self.policy.stored_name(name);
         let made = self.admitted_name("symlink", parent, name).and_then(|dir| {
             self.backing
                 .symlink(&caller(request), &dir, name, target)
@@ -376,6 +380,7 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
     }
 
     fn link(&self, _: &Request, number: INodeNo, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let name = &*self.policy.stored_name(name);
         let linked = self.admitted_name("link", parent, name).and_then(|dir| {
             let inode = self.inode(number)?;
             let attr = self.backing.link(&inode, &dir, name).map_err(errno)?;
@@ -385,6 +390,7 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
     }
 
     fn unlink(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let name = &*self.policy.stored_name(name);
         let done = self
             .admitted_name("unlink", parent, name)
             .and_then(|dir| self.backing.unlink(&dir, name).map_err(errno));
@@ -392,6 +398,7 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
     }
 
     fn rmdir(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        let name = &*self.policy.stored_name(name);
         let done = self
             .admitted_name("rmdir", parent, name)
             .and_then(|dir| self.backing.rmdir(&dir, name).map_err(errno));
@@ -408,6 +415,8 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         flags: RenameFlags,
         reply: ReplyEmpty,
     ) {
+        let name = &*self.policy.stored_name(name);
+        let new_name = &*self.policy.stored_name(new_name);
         let done = self.admitted_name("rename", parent, name).and_then(|from| {
             let to = self.inode(new_parent)?;
             let flags = Flags::from_bits_retain(flags.bits());
@@ -428,6 +437,7 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
         _: i32,
         reply: ReplyCreate,
     ) {
+        let name = &*self.policy.stored_name(name);
         let made = self.admitted_name("create", parent, name).and_then(|dir| {
             let caller = caller(request);
             self.backing

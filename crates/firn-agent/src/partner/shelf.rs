@@ -20,13 +20,13 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use firn_protocol::path::BytePath;
-use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags, ResolveFlags, StatxFlags};
+use firn_trust::open_beneath;
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, RenameFlags, StatxFlags};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
@@ -402,14 +402,12 @@ impl Copy {
     pub(crate) fn open(&self, below: &Path) -> io::Result<File> {
         let dir = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let top = rustix::fs::open(&self.path, dir, Mode::empty())?;
-        let inside = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
         let path = match below.as_os_str().is_empty() {
             true => PathBuf::from(TREE),
             false => Path::new(TREE).join(below),
         };
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
-        let file: OwnedFd = rustix::fs::openat2(&top, path, flags, Mode::empty(), inside)?;
-        Ok(file.into())
+        Ok(open_beneath(&top, &path, flags, Mode::empty())?.into())
     }
 
     /// Whether every file of it is below `path`, with the same bytes. `tick` is called all the time: the backing may be

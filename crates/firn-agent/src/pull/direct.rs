@@ -7,8 +7,8 @@
 
 use std::fs::File;
 use std::io;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
 
 use firn_ofi::Buffer;
 use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags};
@@ -24,9 +24,11 @@ pub(crate) struct DirectFile {
 }
 
 impl DirectFile {
-    /// A file in a directory of ours that is closed to others. None: it is written to through the page cache.
-    pub(crate) fn open(path: &Path) -> Option<Self> {
-        let flags = OFlags::WRONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::DIRECT;
+    /// Opens a file that is open once more. None: it is written to through the page cache.
+    pub(crate) fn open(file: &File) -> Option<Self> {
+        // The kernel goes from this link to the file itself, whatever its path leads to meanwhile.
+        let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+        let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::DIRECT;
         let file: File = rustix::fs::open(path, flags, Mode::empty()).ok()?.into();
         let found =
             rustix::fs::statx(&file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok()?;

@@ -15,8 +15,6 @@
 //! * A file is finished after the agent has said, after its last byte had been read, that what was read is a snapshot.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::fs::File;
-use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
@@ -281,10 +279,10 @@ impl<'a, 't> Fetch<'a, 't> {
         }
         let file = self.open.get_mut(&number).expect("it was asked for");
         let path = self.staging.locate(&file.wanted.entry.path);
-        let opened = open_staged(&path).map_err(local(&path))?;
+        let opened = self.staging.open_file(&file.wanted.entry.path)?;
         file.staged_bytes = opened.metadata().map_err(local(&path))?.len();
         let is_direct = self.staging.is_synced() && bytes >= BLOCK_BYTES;
-        let direct = is_direct.then(|| DirectFile::open(&path)).flatten();
+        let direct = is_direct.then(|| DirectFile::open(&opened)).flatten();
         file.staged = Some(StagedFile::new(path, opened, direct));
         file.bytes = bytes;
         file.is_newer = file.wanted.entry.is_older_than(changes);
@@ -576,26 +574,5 @@ impl<'a, 't> Fetch<'a, 't> {
 impl OpenFile {
     fn block_bytes(&self, block: u64) -> u64 {
         BLOCK_BYTES.min(self.bytes - block * BLOCK_BYTES)
-    }
-}
-
-/// In a directory of ours that is closed to others.
-fn open_staged(path: &std::path::Path) -> io::Result<File> {
-    use std::os::unix::fs::OpenOptionsExt;
-    let mut options = File::options();
-    options
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o600)
-        .custom_flags(libc::O_NOFOLLOW);
-    match options.open(path) {
-        // A file that its owner may not write to, finished by an earlier pull.
-        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-            std::fs::remove_file(path)?;
-            options.open(path)
-        }
-        opened => opened,
     }
 }

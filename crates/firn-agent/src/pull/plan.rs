@@ -6,7 +6,6 @@
 //! * No path comes twice.
 
 use std::collections::BTreeMap;
-use std::os::unix::ffi::OsStrExt;
 
 use firn_format::record::Ending;
 use firn_protocol::path::BytePath;
@@ -21,12 +20,15 @@ const FILE_BYTES_MAX: u64 = i64::MAX as u64;
 pub(crate) struct Plan {
     entries: Vec<Entry>,
     by_path: BTreeMap<BytePath, usize>,
+    /// Entries directly in each directory, without what cannot be pulled.
+    counts: BTreeMap<BytePath, usize>,
 }
 
 impl Plan {
     /// Of what an agent sent; an error says what cannot be.
     pub(crate) fn check(entries: Vec<Entry>) -> Result<Self, String> {
         let mut by_path = BTreeMap::new();
+        let mut counts = BTreeMap::new();
         for (index, entry) in entries.iter().enumerate() {
             check_place(&entries, &by_path, index, entry)?;
             if let EntryKind::File { bytes, .. } = entry.kind
@@ -37,11 +39,18 @@ impl Plan {
             if by_path.insert(entry.path.clone(), index).is_some() {
                 return Err(format!("{} twice", entry.path));
             }
+            if index > 0 && entry.kind != EntryKind::Other {
+                *counts.entry(parent_of(&entry.path)).or_default() += 1;
+            }
         }
         if entries.is_empty() {
             return Err("nothing".into());
         }
-        Ok(Self { entries, by_path })
+        Ok(Self {
+            entries,
+            by_path,
+            counts,
+        })
     }
 
     /// All of it, parents first.
@@ -57,6 +66,11 @@ impl Plan {
     /// The entry at a path.
     pub(crate) fn find(&self, path: &BytePath) -> Option<&Entry> {
         self.by_path.get(path).map(|index| &self.entries[*index])
+    }
+
+    /// How many files, directories and links are directly in a directory of it.
+    pub(crate) fn count_in(&self, dir: &BytePath) -> usize {
+        self.counts.get(dir).copied().unwrap_or(0)
     }
 
     /// Its regular files and the bytes that each is said to have.
@@ -83,7 +97,6 @@ fn check_place(
     index: usize,
     entry: &Entry,
 ) -> Result<(), String> {
-    let path = entry.path.as_path();
     if index == 0 {
         return match entry.path.is_empty() {
             true => Ok(()),
@@ -97,13 +110,15 @@ fn check_place(
     {
         return Err(format!("the path {}", entry.path));
     }
-    let parent = path
-        .parent()
-        .map_or(&b""[..], |path| path.as_os_str().as_bytes());
-    match by_path.get(&BytePath::from(parent)) {
+    match by_path.get(&parent_of(&entry.path)) {
         Some(parent) if entries[*parent].kind == EntryKind::Directory => Ok(()),
         _ => Err(format!("{}, which is in no directory", entry.path)),
     }
+}
+
+fn parent_of(path: &BytePath) -> BytePath {
+    let parent = path.as_path().parent();
+    parent.map_or_else(BytePath::default, BytePath::from)
 }
 
 #[cfg(test)]

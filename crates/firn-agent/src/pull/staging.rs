@@ -9,15 +9,24 @@
 //! Promises
 //! * NAME appears whole, and never in the place of something else.
 //! * What an earlier pull left there is used again or removed; none of it is believed (its blocks are compared).
+//! * All that is made, changed and removed is below the directory that was looked at: it is reached by its descriptor,
+//!   through no link ([`firn_trust::open_beneath`]). The directory beside which it lies is one in which nobody else may
+//!   replace names.
+//! * What has a name of the copy already, and is not what the copy has there, ends the pull: a file system that takes
+//!   two names for one would let one file of the source overwrite another, or a link lead out.
 
-use std::fs::{File, Permissions};
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use firn_protocol::path::BytePath;
-use rustix::fs::{AtFlags, CWD, FlockOperation, Mode, OFlags, RenameFlags, Timespec, Timestamps};
+use firn_trust::{names_in, open_beneath, open_dir_beneath, open_parent_beneath, remove_beneath};
+use rustix::fs::{
+    AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, RenameFlags, Timespec, Timestamps,
+};
+use rustix::fs::{fchmod, futimens, mkdirat, readlinkat, statat, symlinkat, utimensat};
 use rustix::io::Errno;
 
 use crate::error::PullError;
@@ -33,38 +42,86 @@ const OWNER_ALL: u32 = 0o700;
 /// See the head of this file.
 pub(crate) struct Staging {
     target: PathBuf,
-    parent: OwnedFd,
+    parent: Parent,
+    /// Of the staging directory, for messages.
     path: PathBuf,
+    /// The staging directory.
+    own: OwnedFd,
     /// Whether what is written is made durable: on a firn mount it is held, and that is what was asked for.
     is_synced: bool,
     _lock: File,
+}
+
+/// The directory in which the copy gets its name, and the names there.
+struct Parent {
+    dir: OwnedFd,
+    name: OsString,
+    staged: OsString,
+}
+
+impl Parent {
+    fn open(target: &Path) -> Result<Self, PullError> {
+        let (Some(dir), Some(name)) = (target.parent(), target.file_name()) else {
+            return Err(PullError::Exists {
+                path: target.into(),
+            });
+        };
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let opened = rustix::fs::open(dir, flags, Mode::empty());
+        let opened = opened.map_err(|errno| local(dir)(errno.into()))?;
+        firn_trust::check_shared_parent(&opened, dir)?;
+        let mut staged = OsString::from(".firn-pull-");
+        staged.push(name);
+        Ok(Self {
+            dir: opened,
+            name: name.to_owned(),
+            staged,
+        })
+    }
+
+    fn has(&self, name: &OsStr) -> bool {
+        statat(&self.dir, name, AtFlags::SYMLINK_NOFOLLOW).is_ok()
+    }
+
+    /// Removes a staging directory in which nothing is: what a pull left that was killed after its rename.
+    fn remove_empty(&self, own: &OwnedFd) {
+        let is_empty = names_in(own).is_ok_and(|names| names.iter().all(|name| name == LOCK));
+        if is_empty {
+            let _ = rustix::fs::unlinkat(own, LOCK, AtFlags::empty());
+            let _ = rustix::fs::unlinkat(&self.dir, &self.staged, AtFlags::REMOVEDIR);
+        }
+    }
+
+    /// The same where no pull has it.
+    fn remove_forgotten(&self, path: &Path) {
+        let Ok(own) = firn_trust::open_private_dir(&self.dir, Path::new(&self.staged)) else {
+            return;
+        };
+        if let Ok(_lock) = lock(&own, path, path) {
+            self.remove_empty(&own);
+        }
+    }
 }
 
 impl Staging {
     /// For a copy at `target`, which must not exist yet.
     pub(crate) fn open(target: &Path) -> Result<Self, PullError> {
         let target = std::path::absolute(target).map_err(local(target))?;
-        let (Some(dir), Some(name)) = (target.parent(), target.file_name()) else {
-            return Err(PullError::Exists { path: target });
-        };
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let parent = rustix::fs::open(dir, flags, Mode::empty())
-            .map_err(|errno| local(dir)(errno.into()))?;
-        let mut staged = std::ffi::OsString::from(".firn-pull-");
-        staged.push(name);
-        let path = dir.join(&staged);
-        if target.symlink_metadata().is_ok() {
-            remove_empty(&path);
+        let parent = Parent::open(&target)?;
+        let path = target.with_file_name(&parent.staged);
+        if parent.has(&parent.name) {
+            parent.remove_forgotten(&path);
             return Err(PullError::Exists { path: target });
         }
-        let own = firn_trust::create_private_dir(&parent, Path::new(&staged))
+        let own = firn_trust::create_private_dir(&parent.dir, Path::new(&parent.staged))
             .map_err(|error| error.at(&path))?;
         let lock = lock(&own, &path, &target)?;
-        let is_synced = !is_on_firn(dir);
+        let is_synced = target.parent().is_none_or(|dir| !is_on_firn(dir));
         Ok(Self {
             target,
             parent,
             path,
+            own,
             is_synced,
             _lock: lock,
         })
@@ -74,85 +131,149 @@ impl Staging {
         self.is_synced
     }
 
-    /// Where an entry is until the copy is whole.
+    /// Where an entry is until the copy is whole, for messages.
     pub(crate) fn locate(&self, path: &BytePath) -> PathBuf {
-        let tree = self.path.join(TREE);
-        match path.is_empty() {
-            true => tree,
-            false => tree.join(path),
+        self.path.join(below_own(path))
+    }
+
+    /// Opens a file of the copy for reading and writing; it is made where there is none.
+    pub(crate) fn open_file(&self, path: &BytePath) -> Result<File, PullError> {
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NONBLOCK;
+        let below = below_own(path);
+        let open = || open_beneath(&self.own, &below, flags, Mode::RUSR | Mode::WUSR);
+        let opened = match open() {
+            // A file that its owner may not write to, finished by an earlier pull.
+            Err(Errno::ACCESS) => {
+                let dir = open_parent_beneath(&self.own, &below);
+                dir.and_then(|dir| remove_beneath(dir, last_name(&below)))
+                    .and_then(|()| open())
+            }
+            opened => opened,
+        };
+        let file = match opened {
+            // What differed from the plan was removed before: the plan itself put it there under another name.
+            Err(Errno::LOOP | Errno::ISDIR | Errno::NXIO) => return Err(self.collision(path)),
+            opened => File::from(opened.map_err(|errno| self.failed(path)(errno))?),
+        };
+        let found = file.metadata().map_err(local(&self.locate(path)))?;
+        match found.is_file() {
+            true => Ok(file),
+            false => Err(self.collision(path)),
         }
     }
 
     /// Makes directories and links, and removes what the plan does not have.
     pub(crate) fn prepare(&self, plan: &Plan) -> Result<(), PullError> {
-        self.remove_strays(plan, &BytePath::default())?;
+        self.remove_strays(plan, &self.own, TREE.as_ref(), &BytePath::default())?;
         for entry in plan.entries() {
-            let path = self.locate(&entry.path);
-            let made = match &entry.kind {
-                EntryKind::Directory => make_dir(&path),
-                EntryKind::Link { target } => std::os::unix::fs::symlink(target, &path),
-                EntryKind::File { .. } | EntryKind::Other => Ok(()),
-            };
-            match made {
-                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-                    return Err(local(&path)(error));
-                }
-                _ => {}
+            match &entry.kind {
+                EntryKind::Directory => self.make_dir(&entry.path)?,
+                EntryKind::Link { target } => self.make_link(&entry.path, target)?,
+                EntryKind::File { .. } | EntryKind::Other => {}
             }
         }
         Ok(())
     }
 
-    fn remove_strays(&self, plan: &Plan, below: &BytePath) -> Result<(), PullError> {
-        let path = self.locate(below);
-        let metadata = match path.symlink_metadata() {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-            metadata => metadata.map_err(local(&path))?,
-        };
-        let kind = metadata.file_type();
-        let stays = plan.find(below).is_some_and(|entry| match &entry.kind {
-            EntryKind::Directory => kind.is_dir(),
-            EntryKind::File { .. } => kind.is_file(),
-            EntryKind::Link { target } => {
-                std::fs::read_link(&path).is_ok_and(|found| found == target.as_path())
+    fn make_dir(&self, path: &BytePath) -> Result<(), PullError> {
+        let (dir, name) = self.parent_of(path)?;
+        match mkdirat(&dir, &name, Mode::RWXU) {
+            Ok(()) => {
+                // Whatever the umask is.
+                let made = open_dir_beneath(&dir, Path::new(&name));
+                let made = made.and_then(|made| fchmod(made, Mode::RWXU));
+                made.map_err(|errno| self.failed(path)(errno))
             }
+            Err(Errno::EXIST) if kind_of(&dir, &name) == Some(FileType::Directory) => Ok(()),
+            Err(Errno::EXIST) => Err(self.collision(path)),
+            Err(errno) => Err(self.failed(path)(errno)),
+        }
+    }
+
+    fn make_link(&self, path: &BytePath, target: &BytePath) -> Result<(), PullError> {
+        let (dir, name) = self.parent_of(path)?;
+        match symlinkat(target.as_path(), &dir, &name) {
+            Ok(()) => Ok(()),
+            Err(Errno::EXIST) if leads_to(&dir, &name, target) => Ok(()),
+            Err(Errno::EXIST) => Err(self.collision(path)),
+            Err(errno) => Err(self.failed(path)(errno)),
+        }
+    }
+
+    /// The directory that an entry is in, and its name there.
+    fn parent_of(&self, path: &BytePath) -> Result<(OwnedFd, OsString), PullError> {
+        let below = below_own(path);
+        let name = last_name(&below).to_owned();
+        match open_parent_beneath(&self.own, &below) {
+            Ok(dir) => Ok((dir, name)),
+            Err(Errno::LOOP | Errno::NOTDIR) => Err(self.collision(path)),
+            Err(errno) => Err(self.failed(path)(errno)),
+        }
+    }
+
+    /// Of what is called `name` in `dir`, which is `below` in the plan.
+    fn remove_strays(
+        &self,
+        plan: &Plan,
+        dir: &OwnedFd,
+        name: &OsStr,
+        below: &BytePath,
+    ) -> Result<(), PullError> {
+        let Some(kind) = kind_of(dir, name) else {
+            return Ok(());
+        };
+        let stays = plan.find(below).is_some_and(|entry| match &entry.kind {
+            EntryKind::Directory => kind == FileType::Directory,
+            EntryKind::File { .. } => kind == FileType::RegularFile,
+            EntryKind::Link { target } => leads_to(dir, name, target),
             EntryKind::Other => false,
         });
         if !stays {
-            return remove(&path, kind.is_dir()).map_err(local(&path));
+            return remove_beneath(dir, name).map_err(|errno| self.failed(below)(errno));
         }
-        if !kind.is_dir() {
+        if kind != FileType::Directory {
             return Ok(());
         }
-        // It was made closed to its owner where its original is.
-        make_writable(&path).map_err(local(&path))?;
-        for entry in std::fs::read_dir(&path).map_err(local(&path))? {
-            let name = entry.map_err(local(&path))?.file_name();
-            self.remove_strays(plan, &below.as_path().join(name).into())?;
+        let open = || -> Result<_, Errno> {
+            let opened = open_dir_beneath(dir, Path::new(name))?;
+            // It was made closed to its owner where its original is.
+            fchmod(&opened, Mode::RWXU)?;
+            let names = names_in(&opened)?;
+            Ok((opened, names))
+        };
+        let (opened, names) = open().map_err(|errno| self.failed(below)(errno))?;
+        for name in names {
+            let below = below.as_path().join(&name).into();
+            self.remove_strays(plan, &opened, &name, &below)?;
         }
         Ok(())
     }
 
     /// Gives directories and links their times, makes all durable, and gives the copy its name.
     pub(crate) fn finish(&self, plan: &Plan) -> Result<(), PullError> {
+        let mut top = None;
         // What is in a directory before the directory itself.
         for entry in plan.entries().iter().rev() {
-            self.finish_entry(entry)?;
+            match entry.kind {
+                EntryKind::Directory => top = Some(self.finish_dir(plan, entry)?),
+                EntryKind::Link { .. } => self.finish_link(entry)?,
+                EntryKind::File { .. } | EntryKind::Other => {}
+            }
         }
-        let tree = self.path.join(TREE);
-        rename_new(&tree, &self.target).map_err(|errno| match errno {
+        self.rename_new().map_err(|errno| match errno {
             Errno::EXIST | Errno::NOTEMPTY => PullError::Exists {
                 path: self.target.clone(),
             },
             errno => local(&self.target)(errno.into()),
         })?;
-        let top = &plan.entries()[0];
-        if top.kind == EntryKind::Directory && top.mode & OWNER_ALL != OWNER_ALL {
-            let dir = File::open(&self.target).map_err(local(&self.target))?;
-            set_mode(&self.target, top.mode).map_err(local(&self.target))?;
-            self.sync(&dir).map_err(local(&self.target))?;
+        let wanted = &plan.entries()[0];
+        if let Some(top) = top.filter(|_| wanted.mode & OWNER_ALL != OWNER_ALL) {
+            let closed = fchmod(&top, mode_of(wanted)).map_err(io::Error::from);
+            closed
+                .and_then(|()| self.sync(&top))
+                .map_err(local(&self.target))?;
         }
-        self.sync(&self.parent).map_err(local(&self.target))
+        self.sync(&self.parent.dir).map_err(local(&self.target))
     }
 
     fn sync(&self, dir: &impl AsFd) -> io::Result<()> {
@@ -162,32 +283,81 @@ impl Staging {
         }
     }
 
-    fn finish_entry(&self, entry: &Entry) -> Result<(), PullError> {
-        let path = self.locate(&entry.path);
+    fn finish_dir(&self, plan: &Plan, entry: &Entry) -> Result<OwnedFd, PullError> {
+        let opened = open_dir_beneath(&self.own, &below_own(&entry.path));
+        let dir = opened.map_err(|errno| self.failed(&entry.path)(errno))?;
+        let names = names_in(&dir).map_err(|errno| self.failed(&entry.path)(errno))?;
+        if names.len() < plan.count_in(&entry.path) {
+            return Err(self.collision(&entry.path));
+        }
         let done = || -> io::Result<()> {
-            match entry.kind {
-                EntryKind::Directory => {
-                    // The top is renamed yet: for that its owner must be able to write to it.
-                    let needed = if entry.path.is_empty() { OWNER_ALL } else { 0 };
-                    // Opened before its mode may forbid that, and synced after all that is said of it.
-                    let dir = File::open(&path)?;
-                    set_times(&path, entry)?;
-                    set_mode(&path, entry.mode | needed)?;
-                    self.sync(&dir)
-                }
-                EntryKind::Link { .. } => set_times(&path, entry),
-                EntryKind::File { .. } | EntryKind::Other => Ok(()),
-            }
+            // The top is renamed yet: for that its owner must be able to write to it.
+            let needed = if entry.path.is_empty() { OWNER_ALL } else { 0 };
+            futimens(&dir, &times(entry))?;
+            fchmod(&dir, mode_of(entry) | Mode::from_raw_mode(needed))?;
+            self.sync(&dir)
         };
-        done().map_err(local(&path))
+        done().map_err(local(&self.locate(&entry.path)))?;
+        Ok(dir)
+    }
+
+    fn finish_link(&self, entry: &Entry) -> Result<(), PullError> {
+        let (dir, name) = self.parent_of(&entry.path)?;
+        utimensat(&dir, &name, &times(entry), AtFlags::SYMLINK_NOFOLLOW)
+            .map_err(|errno| self.failed(&entry.path)(errno))
+    }
+
+    /// Where there is nothing of that name. Of file systems that cannot promise it (NFS): a directory that is not empty
+    /// is not replaced either.
+    fn rename_new(&self) -> Result<(), Errno> {
+        let Parent { dir, name, .. } = &self.parent;
+        let flags = RenameFlags::NOREPLACE;
+        match rustix::fs::renameat_with(&self.own, TREE, dir, name, flags) {
+            Err(Errno::INVAL | Errno::NOSYS) if self.parent.has(name) => Err(Errno::EXIST),
+            Err(Errno::INVAL | Errno::NOSYS) => rustix::fs::renameat(&self.own, TREE, dir, name),
+            renamed => renamed,
+        }
+    }
+
+    fn failed(&self, path: &BytePath) -> impl Fn(Errno) -> PullError {
+        let located = self.locate(path);
+        move |errno| local(&located)(errno.into())
+    }
+
+    fn collision(&self, path: &BytePath) -> PullError {
+        PullError::Collision {
+            path: self.locate(path),
+        }
     }
 }
 
 impl Drop for Staging {
     /// Where nothing has come there is nothing to go on with.
     fn drop(&mut self) {
-        remove_empty(&self.path);
+        self.parent.remove_empty(&self.own);
     }
+}
+
+/// Where an entry is below the staging directory.
+fn below_own(path: &BytePath) -> PathBuf {
+    match path.is_empty() {
+        true => PathBuf::from(TREE),
+        false => Path::new(TREE).join(path),
+    }
+}
+
+fn last_name(path: &Path) -> &OsStr {
+    path.file_name().unwrap_or_default()
+}
+
+fn kind_of(dir: &OwnedFd, name: &OsStr) -> Option<FileType> {
+    let found = statat(dir, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+    Some(FileType::from_raw_mode(found.st_mode))
+}
+
+/// Whether there is a link with this text.
+fn leads_to(dir: &OwnedFd, name: &OsStr, target: &BytePath) -> bool {
+    readlinkat(dir, name, Vec::new()).is_ok_and(|found| found.as_bytes() == target.as_bytes())
 }
 
 /// An error of the target's file system.
@@ -201,8 +371,8 @@ pub(crate) fn local(path: &Path) -> impl Fn(io::Error) -> PullError {
 
 /// Gives an open file the mode and the time of its original.
 pub(crate) fn finish_file(file: &File, entry: &Entry) -> io::Result<()> {
-    file.set_permissions(Permissions::from_mode(entry.mode & MODE_BITS))?;
-    Ok(rustix::fs::futimens(file, &times(entry))?)
+    fchmod(file, mode_of(entry))?;
+    Ok(futimens(file, &times(entry))?)
 }
 
 fn lock(dir: &OwnedFd, path: &Path, target: &Path) -> Result<File, PullError> {
@@ -225,26 +395,6 @@ fn lock(dir: &OwnedFd, path: &Path, target: &Path) -> Result<File, PullError> {
     }
 }
 
-/// Where there is nothing of that name. Of file systems that cannot promise it (NFS): a directory that is not empty
-/// is not replaced either.
-fn rename_new(from: &Path, to: &Path) -> Result<(), Errno> {
-    match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
-        Err(Errno::INVAL | Errno::NOSYS) if to.symlink_metadata().is_ok() => Err(Errno::EXIST),
-        Err(Errno::INVAL | Errno::NOSYS) => rustix::fs::rename(from, to),
-        renamed => renamed,
-    }
-}
-
-/// What a pull left that was killed after its rename.
-fn remove_empty(staging: &Path) {
-    if staging.join(TREE).symlink_metadata().is_err()
-        && std::fs::read_dir(staging).is_ok_and(|entries| entries.count() <= 1)
-    {
-        let _ = std::fs::remove_file(staging.join(LOCK));
-        let _ = std::fs::remove_dir(staging);
-    }
-}
-
 /// Whether what is written there is held by a firnd.
 fn is_on_firn(dir: &Path) -> bool {
     let Ok(dir) = dir.canonicalize() else {
@@ -253,22 +403,8 @@ fn is_on_firn(dir: &Path) -> bool {
     firn_client::find(&dir).is_ok_and(|place| dir.starts_with(&place.mount.mount_point))
 }
 
-fn make_dir(path: &Path) -> io::Result<()> {
-    std::fs::create_dir(path)?;
-    make_writable(path)
-}
-
-fn make_writable(path: &Path) -> io::Result<()> {
-    std::fs::set_permissions(path, Permissions::from_mode(OWNER_ALL))
-}
-
-fn set_mode(path: &Path, mode: u32) -> io::Result<()> {
-    std::fs::set_permissions(path, Permissions::from_mode(mode & MODE_BITS))
-}
-
-fn set_times(path: &Path, entry: &Entry) -> io::Result<()> {
-    let flags = AtFlags::SYMLINK_NOFOLLOW;
-    Ok(rustix::fs::utimensat(CWD, path, &times(entry), flags)?)
+fn mode_of(entry: &Entry) -> Mode {
+    Mode::from_raw_mode(entry.mode & MODE_BITS)
 }
 
 fn times(entry: &Entry) -> Timestamps {
@@ -290,36 +426,228 @@ fn sync_dir(dir: &impl AsFd) -> io::Result<()> {
     }
 }
 
-fn remove(path: &Path, is_dir: bool) -> io::Result<()> {
-    if is_dir {
-        make_writable(path)?;
-        return std::fs::remove_dir_all(path);
-    }
-    std::fs::remove_file(path)
-}
-
 /// Removes a file, or a tree whatever the modes of its directories are; nothing may be there.
 pub fn remove_tree(path: &Path) -> Result<(), PullError> {
-    let removed = match path.symlink_metadata() {
-        Ok(found) if found.is_dir() => {
-            make_all_writable(path).and_then(|()| std::fs::remove_dir_all(path))
-        }
-        Ok(_) => std::fs::remove_file(path),
-        Err(error) => Err(error),
+    let (Some(dir), Some(name)) = (path.parent(), path.file_name()) else {
+        return Err(local(path)(Errno::INVAL.into()));
     };
-    match removed {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(local(path)(error)),
-        _ => Ok(()),
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let dir = if dir.as_os_str().is_empty() {
+        Path::new(".")
+    } else {
+        dir
+    };
+    match rustix::fs::openat(CWD, dir, flags, Mode::empty())
+        .and_then(|dir| remove_beneath(dir, name))
+    {
+        Ok(()) | Err(Errno::NOENT) => Ok(()),
+        Err(errno) => Err(local(path)(errno.into())),
     }
 }
 
-fn make_all_writable(dir: &Path) -> io::Result<()> {
-    make_writable(dir)?;
-    for entry in std::fs::read_dir(dir)? {
-        let entry = entry?;
-        if entry.file_type()?.is_dir() {
-            make_all_writable(&entry.path())?;
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use firn_format::record::Ending;
+
+    use super::*;
+
+    fn entry(path: &str, kind: EntryKind) -> Entry {
+        Entry {
+            path: path.into(),
+            kind,
+            ..Entry::directory()
         }
     }
-    Ok(())
+
+    fn file(path: &str) -> Entry {
+        let kind = EntryKind::File {
+            bytes: 3,
+            ending: Ending::Closed,
+        };
+        entry(path, kind)
+    }
+
+    fn plan() -> Plan {
+        let target = "rank_0".into();
+        let entries = vec![
+            Entry::directory(),
+            file("rank_0"),
+            entry("sub", EntryKind::Directory),
+            file("sub/rank_1"),
+            entry("link", EntryKind::Link { target }),
+        ];
+        Plan::check(entries).unwrap()
+    }
+
+    fn write_all(staging: &Staging, plan: &Plan) -> Result<(), PullError> {
+        use std::io::Write;
+        for (entry, ..) in plan.files() {
+            let mut file = staging.open_file(&entry.path)?;
+            file.write_all(b"new").unwrap();
+            finish_file(&file, entry).unwrap();
+        }
+        Ok(())
+    }
+
+    /// Everything below a directory: its path, and what a file has or a link leads to.
+    fn tree(dir: &Path) -> Vec<(PathBuf, String)> {
+        let mut found = Vec::new();
+        for entry in fs::read_dir(dir).unwrap() {
+            let path = entry.unwrap().path();
+            let kind = path.symlink_metadata().unwrap().file_type();
+            let what = match (kind.is_dir(), kind.is_symlink()) {
+                (true, _) => String::new(),
+                (_, true) => fs::read_link(&path).unwrap().to_string_lossy().into(),
+                _ => fs::read_to_string(&path).unwrap(),
+            };
+            if kind.is_dir() {
+                found.extend(tree(&path));
+            }
+            found.push((path, what));
+        }
+        found.sort();
+        found
+    }
+
+    /// The steps of a pull, after any of which somebody exchanges the staging directory for a link to a directory of the
+    /// user's with the same names in it.
+    const STEPS: usize = 4;
+
+    /// Proves S-agent-31.
+    #[test]
+    fn regression_a_staging_directory_that_is_exchanged_at_any_step_leads_nowhere() {
+        for swapped_after in 0..=STEPS {
+            let top = tempfile::tempdir().unwrap();
+            let private = top.path().join("private");
+            fs::create_dir_all(private.join("tree/sub/deep")).unwrap();
+            for name in [
+                "lock",
+                "tree/rank_0",
+                "tree/sub/rank_1",
+                "tree/sub/deep/file",
+            ] {
+                fs::write(private.join(name), "precious").unwrap();
+            }
+            let before = tree(&private);
+            let target = top.path().join("copy");
+            let staged = top.path().join(".firn-pull-copy");
+            let plan = plan();
+            let step = |done: usize| {
+                if done == swapped_after {
+                    fs::rename(&staged, top.path().join("stolen")).unwrap();
+                    symlink(&private, &staged).unwrap();
+                }
+            };
+            let staging = Staging::open(&target).unwrap();
+            step(0);
+            staging.prepare(&plan).unwrap();
+            step(1);
+            write_all(&staging, &plan).unwrap();
+            step(2);
+            staging.finish(&plan).unwrap();
+            step(3);
+            drop(staging);
+            assert_eq!(
+                tree(&private),
+                before,
+                "exchanged after step {swapped_after}"
+            );
+            assert_eq!(fs::read(target.join("sub/rank_1")).unwrap(), b"new");
+            assert_eq!(fs::read(target.join("link")).unwrap(), b"new");
+            // Whoever exchanged it has a link there still; nobody follows it the next time.
+            if swapped_after < STEPS {
+                fs::rename(&target, top.path().join("old")).unwrap();
+                assert!(matches!(Staging::open(&target), Err(PullError::Trust(_))));
+                assert_eq!(tree(&private), before);
+            }
+        }
+    }
+
+    /// Proves S-agent-31.
+    #[test]
+    fn regression_a_planted_link_beside_a_target_that_exists_costs_nothing() {
+        let top = tempfile::tempdir().unwrap();
+        let private = top.path().join("private");
+        fs::create_dir(&private).unwrap();
+        fs::write(private.join("lock"), "precious").unwrap();
+        let target = top.path().join("copy");
+        fs::create_dir(&target).unwrap();
+        symlink(&private, top.path().join(".firn-pull-copy")).unwrap();
+        assert!(matches!(
+            Staging::open(&target),
+            Err(PullError::Exists { .. })
+        ));
+        assert_eq!(fs::read(private.join("lock")).unwrap(), b"precious");
+        // What a pull left that was killed after its rename goes.
+        fs::remove_file(top.path().join(".firn-pull-copy")).unwrap();
+        fs::rename(&target, top.path().join("other")).unwrap();
+        let staging = Staging::open(&target).unwrap();
+        fs::rename(top.path().join("other"), &target).unwrap();
+        assert!(matches!(
+            Staging::open(&target),
+            Err(PullError::Exists { .. })
+        ));
+        assert!(
+            top.path().join(".firn-pull-copy/lock").exists(),
+            "it is in use"
+        );
+        std::mem::forget(staging);
+    }
+
+    /// Proves S-agent-32.
+    #[test]
+    fn a_directory_in_which_others_may_replace_names_takes_no_copy() {
+        let top = tempfile::tempdir().unwrap();
+        let target = top.path().join("copy");
+        for (mode, is_taken) in [
+            (0o2770, false),
+            (0o777, false),
+            (0o1777, true),
+            (0o755, true),
+        ] {
+            fs::set_permissions(top.path(), PermissionsExt::from_mode(mode)).unwrap();
+            match Staging::open(&target) {
+                Err(PullError::Trust(error)) if !is_taken => {
+                    assert!(error.to_string().contains("no sticky bit"), "{error}");
+                }
+                opened => assert!(is_taken && opened.is_ok(), "{mode:o}"),
+            }
+            assert_eq!(fs::read_dir(top.path()).unwrap().count(), 0, "{mode:o}");
+        }
+    }
+
+    /// Proves S-agent-33.
+    #[test]
+    fn what_has_a_name_of_the_plan_and_is_something_else_ends_the_pull() {
+        let top = tempfile::tempdir().unwrap();
+        let target = top.path().join("copy");
+        let staging = Staging::open(&target).unwrap();
+        let plan = plan();
+        staging.prepare(&plan).unwrap();
+        let tree = top.path().join(".firn-pull-copy/tree");
+        // As where a directory of the plan has the same name but for its case.
+        fs::create_dir(tree.join("rank_0")).unwrap();
+        let refused = write_all(&staging, &plan).unwrap_err();
+        assert!(matches!(&refused, PullError::Collision { path } if *path == tree.join("rank_0")));
+        fs::remove_dir(tree.join("rank_0")).unwrap();
+        fs::remove_dir(tree.join("sub")).unwrap();
+        symlink(top.path(), tree.join("sub")).unwrap();
+        let refused = write_all(&staging, &plan).unwrap_err();
+        assert!(matches!(refused, PullError::Collision { .. }), "{refused}");
+        assert!(!top.path().join("rank_1").exists(), "outside");
+        staging.prepare(&plan).unwrap();
+        write_all(&staging, &plan).unwrap();
+        // One name for two files.
+        fs::remove_file(tree.join("rank_0")).unwrap();
+        let refused = staging.finish(&plan).unwrap_err();
+        assert!(matches!(refused, PullError::Collision { .. }), "{refused}");
+        assert!(!target.exists());
+        staging.prepare(&plan).unwrap();
+        write_all(&staging, &plan).unwrap();
+        staging.finish(&plan).unwrap();
+        assert!(target.join("sub/rank_1").exists());
+    }
 }

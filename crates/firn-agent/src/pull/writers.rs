@@ -382,7 +382,7 @@ mod tests {
                 .write(true)
                 .open(&path)
                 .unwrap();
-            let direct = DirectFile::open(&path);
+            let direct = DirectFile::open(&file);
             Self {
                 staged: StagedFile::new(path, file, direct),
                 data,
