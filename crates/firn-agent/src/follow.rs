@@ -8,23 +8,27 @@
 //! * A copy is made as by [`pull`]: whole or not there. One that its source has changed since is exchanged for a whole
 //!   new one by one rename.
 //! * A copy is removed only when as many newer ones as are kept are whole.
-//! * Whatever becomes of the source, copies stay; whatever fails is told and tried again.
+//! * Whatever becomes of the source, copies stay; whatever fails is told and tried again, and what fails here keeps no
+//!   other copy from being made or removed.
+//! * The directory of the copies is one in which nobody else may replace names. What other users put into it, or into a
+//!   copy, is no copy, whatever its dates are, and is not removed.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
-use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
 use firn_format::record::Ending;
 use firn_protocol::path::BytePath;
-use rustix::fs::{CWD, RenameFlags};
+use firn_trust::{ObjectId, names_in, remove_object, visit_own};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, Stat, renameat_with, statat};
+use rustix::io::Errno;
 
 use crate::error::PullError;
 use crate::peer::Route;
-use crate::pull::{Listed, Outcome, PullRequest, PullSource, list, local, pull, remove_tree};
+use crate::pull::{Listed, Outcome, PullRequest, PullSource, list, local, pull};
 use crate::transport_choice::Carriage;
 
 /// What is followed.
@@ -87,47 +91,38 @@ impl Fingerprint {
         }
     }
 
-    /// Of what is here.
-    fn of_tree(path: &Path) -> io::Result<Self> {
-        let metadata = path.symlink_metadata()?;
-        let mut found = Self {
-            files: u64::from(metadata.is_file()),
-            bytes: if metadata.is_file() {
-                metadata.len()
-            } else {
-                0
-            },
-            mtime_s: metadata.mtime(),
-        };
-        if metadata.is_dir() {
-            for entry in std::fs::read_dir(path)? {
-                let below = Self::of_tree(&entry?.path())?;
-                found.files += below.files;
-                found.bytes += below.bytes;
-                found.mtime_s = found.mtime_s.max(below.mtime_s);
+    /// Of what is here, as far as it belongs to the user.
+    fn of_tree(dir: &OwnedFd, name: &OsStr, uid: u32) -> Result<Self, Errno> {
+        let mut found = Self::default();
+        visit_own(dir, name, uid, &mut |stat| {
+            if FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile {
+                found.files += 1;
+                found.bytes += stat.st_size as u64;
             }
-        }
+            // The width of this field differs between architectures.
+            #[allow(clippy::unnecessary_cast)]
+            let seconds = stat.st_mtime as i64;
+            found.mtime_s = found.mtime_s.max(seconds);
+        })?;
         Ok(found)
     }
 }
 
-/// Follows until `tell` ends the process.
-pub fn follow(request: &FollowRequest, tell: &mut dyn FnMut(FollowEvent<'_>)) -> ! {
+/// Follows until `tell` ends the process. An error: the directory of the copies cannot be used.
+pub fn follow(
+    request: &FollowRequest,
+    tell: &mut dyn FnMut(FollowEvent<'_>),
+) -> Result<std::convert::Infallible, PullError> {
     let mut follower = Follower {
         request,
+        copies: Copies::open(&request.target)?,
         seen: BTreeMap::new(),
+        told: BTreeSet::new(),
     };
-    let mut told = String::new();
     loop {
-        match follower.look(tell) {
-            Ok(()) => told.clear(),
-            Err(error) => {
-                let text = error.to_string();
-                if text != told {
-                    tell(FollowEvent::Failed { error: &error });
-                    told = text;
-                }
-            }
+        let told_before = std::mem::take(&mut follower.told);
+        if let Err(error) = follower.look(&told_before, tell) {
+            follower.tell_failure(&error, &told_before, tell);
         }
         std::thread::sleep(request.every);
     }
@@ -135,12 +130,67 @@ pub fn follow(request: &FollowRequest, tell: &mut dyn FnMut(FollowEvent<'_>)) ->
 
 struct Follower<'a> {
     request: &'a FollowRequest,
+    copies: Copies,
     /// What each checkpoint was at the last look.
     seen: BTreeMap<BytePath, Fingerprint>,
+    /// What failed at this look.
+    told: BTreeSet<String>,
+}
+
+/// The directory of the copies.
+struct Copies {
+    path: PathBuf,
+    dir: OwnedFd,
+    uid: u32,
+}
+
+impl Copies {
+    fn open(path: &Path) -> Result<Self, PullError> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let dir = rustix::fs::open(path, flags, Mode::empty());
+        let dir = dir.map_err(|errno| local(path)(errno.into()))?;
+        firn_trust::check_shared_parent(&dir, path)?;
+        Ok(Self {
+            path: path.to_owned(),
+            dir,
+            uid: rustix::process::geteuid().as_raw(),
+        })
+    }
+
+    /// What has this name, where it is the user's.
+    fn look_at(&self, name: &OsStr) -> Option<Stat> {
+        let found = statat(&self.dir, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+        (found.st_uid == self.uid).then_some(found)
+    }
+
+    fn fingerprint(&self, name: &OsStr) -> Result<Fingerprint, PullError> {
+        Fingerprint::of_tree(&self.dir, name, self.uid).map_err(self.failed(name))
+    }
+
+    fn rename(&self, from: &OsStr, to: &OsStr, flags: RenameFlags) -> Result<(), PullError> {
+        renameat_with(&self.dir, from, &self.dir, to, flags).map_err(self.failed(to))
+    }
+
+    /// Removes what is the user's under this name; nothing may be there.
+    fn remove(&self, name: &OsStr) -> Result<(), PullError> {
+        let Some(found) = self.look_at(name) else {
+            return Ok(());
+        };
+        remove_object(&self.dir, name, ObjectId::of(&found)).map_err(self.failed(name))
+    }
+
+    fn failed(&self, name: &OsStr) -> impl Fn(Errno) -> PullError {
+        let path = self.path.join(name);
+        move |errno| local(&path)(errno.into())
+    }
 }
 
 impl Follower<'_> {
-    fn look(&mut self, tell: &mut dyn FnMut(FollowEvent<'_>)) -> Result<(), PullError> {
+    fn look(
+        &mut self,
+        told_before: &BTreeSet<String>,
+        tell: &mut dyn FnMut(FollowEvent<'_>),
+    ) -> Result<(), PullError> {
         let request = self.request;
         let mut listed = list(&request.host, &request.route, &request.source)?;
         listed.retain(|listed| is_name(listed.name.as_path().as_os_str()) && listed.files > 0);
@@ -156,9 +206,28 @@ impl Follower<'_> {
                 && before.get(&listed.name) == Some(&Fingerprint::of(listed))
         };
         for listed in listed.iter().filter(is_settled).take(request.keep) {
-            self.copy(listed, tell)?;
+            match self.copy(listed, tell) {
+                Err(error) if error.is_of_target() => {
+                    self.tell_failure(&error, told_before, tell);
+                }
+                copied => copied?,
+            }
         }
-        self.remove_old(tell)
+        self.remove_old(told_before, tell)
+    }
+
+    /// Tells what did not fail at the last look already.
+    fn tell_failure(
+        &mut self,
+        error: &PullError,
+        told_before: &BTreeSet<String>,
+        tell: &mut dyn FnMut(FollowEvent<'_>),
+    ) {
+        let text = error.to_string();
+        if !told_before.contains(&text) && !self.told.contains(&text) {
+            tell(FollowEvent::Failed { error });
+        }
+        self.told.insert(text);
     }
 
     fn copy(
@@ -167,18 +236,19 @@ impl Follower<'_> {
         tell: &mut dyn FnMut(FollowEvent<'_>),
     ) -> Result<(), PullError> {
         let request = self.request;
-        let target = request.target.join(&listed.name);
-        let here = Fingerprint::of_tree(&target).ok();
-        if here == Some(Fingerprint::of(listed)) {
+        let copies = &self.copies;
+        let name = listed.name.as_path().as_os_str();
+        let is_here = copies.look_at(name).is_some();
+        if is_here && copies.fingerprint(name)? == Fingerprint::of(listed) {
             return Ok(());
         }
-        let next = match here {
-            Some(_) => request.target.join(hidden(&listed.name, ".next")),
-            None => target.clone(),
+        let next = match is_here {
+            true => hidden(name, ".next"),
+            false => name.to_owned(),
         };
         // One that an earlier follower did not come to exchange.
-        if here.is_some() {
-            remove_tree(&next)?;
+        if is_here {
+            copies.remove(&next)?;
         }
         let begun = Instant::now();
         let outcome = pull(
@@ -187,17 +257,15 @@ impl Follower<'_> {
                 route: request.route.clone(),
                 source: PullSource::Path(request.source.as_path().join(&listed.name).into()),
                 carriage: request.carriage.clone(),
-                target: next.clone(),
+                target: request.target.join(&next),
                 cut: false,
                 patience: Duration::ZERO,
             },
             &mut |_| {},
         )?;
-        if here.is_some() {
-            let exchange = RenameFlags::EXCHANGE;
-            rustix::fs::renameat_with(CWD, &next, CWD, &target, exchange)
-                .map_err(|errno| local(&target)(errno.into()))?;
-            remove_tree(&next)?;
+        if is_here {
+            copies.rename(&next, name, RenameFlags::EXCHANGE)?;
+            copies.remove(&next)?;
         }
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         tell(FollowEvent::Copied {
@@ -209,40 +277,63 @@ impl Follower<'_> {
         Ok(())
     }
 
-    fn remove_old(&self, tell: &mut dyn FnMut(FollowEvent<'_>)) -> Result<(), PullError> {
-        let dir = &self.request.target;
-        let mut copies = Vec::new();
-        for entry in std::fs::read_dir(dir).map_err(local(dir))? {
-            let path = entry.map_err(local(dir))?.path();
-            let name = path.file_name().unwrap_or_default();
-            if name.as_bytes().ends_with(b".removed") && name.as_bytes().starts_with(b".") {
-                remove_tree(&path)?;
-            } else if is_name(name) {
-                let found = Fingerprint::of_tree(&path).map_err(local(&path))?;
-                copies.push((found.mtime_s, path));
+    fn remove_old(
+        &mut self,
+        told_before: &BTreeSet<String>,
+        tell: &mut dyn FnMut(FollowEvent<'_>),
+    ) -> Result<(), PullError> {
+        let dir = &self.copies.path;
+        let names = names_in(&self.copies.dir).map_err(|errno| local(dir)(errno.into()))?;
+        let (mut found, mut failures) = (Vec::new(), Vec::new());
+        for name in names {
+            if is_removed_name(&name) {
+                failures.extend(self.copies.remove(&name).err());
+            } else if is_name(&name) && self.copies.look_at(&name).is_some() {
+                match self.copies.fingerprint(&name) {
+                    Ok(copy) => found.push((copy.mtime_s, name)),
+                    Err(error) => failures.push(error),
+                }
             }
         }
-        copies.sort_by(|a, b| b.cmp(a));
-        for (_, path) in copies.into_iter().skip(self.request.keep) {
-            let name = BytePath::from(Path::new(path.file_name().unwrap_or_default()));
-            // Under a name of its own first: nothing is seen in part.
-            let removed = dir.join(hidden(&name, ".removed"));
-            std::fs::rename(&path, &removed).map_err(local(&path))?;
-            remove_tree(&removed)?;
-            tell(FollowEvent::Removed { name: &name });
+        found.sort_by(|a, b| b.cmp(a));
+        for (_, name) in found.into_iter().skip(self.request.keep) {
+            match self.remove_copy(&name) {
+                Ok(()) => tell(FollowEvent::Removed {
+                    name: &BytePath::from(Path::new(&name)),
+                }),
+                Err(error) => failures.push(error),
+            }
+        }
+        for error in failures {
+            self.tell_failure(&error, told_before, tell);
         }
         Ok(())
     }
+
+    /// Under a name of its own first: nothing is seen in part.
+    fn remove_copy(&self, name: &OsStr) -> Result<(), PullError> {
+        let removed = hidden(name, REMOVED);
+        self.copies.rename(name, &removed, RenameFlags::empty())?;
+        self.copies.remove(&removed)
+    }
 }
+
+/// What is behind the name of a copy that is being removed.
+const REMOVED: &str = ".removed";
 
 /// Whether something of this name is a checkpoint.
 fn is_name(name: &OsStr) -> bool {
     !name.is_empty() && !name.as_bytes().starts_with(b".")
 }
 
-fn hidden(name: &BytePath, suffix: &str) -> OsString {
+fn is_removed_name(name: &OsStr) -> bool {
+    let name = name.as_bytes();
+    name.starts_with(b".") && name.ends_with(REMOVED.as_bytes())
+}
+
+fn hidden(name: &OsStr, suffix: &str) -> OsString {
     let mut hidden = OsString::from(".");
-    hidden.push(name.as_path());
+    hidden.push(name);
     hidden.push(suffix);
     hidden
 }

@@ -40,6 +40,14 @@ impl Failure {
             code,
         }
     }
+
+    /// What is to be told, for a verb that goes on.
+    pub fn text(&self) -> Option<String> {
+        match self {
+            Self::Told { text, .. } => Some(text.clone()),
+            Self::Unread => None,
+        }
+    }
 }
 
 impl From<ClientError> for Failure {

@@ -1,8 +1,8 @@
 //! Which checkpoints of a directory may go, and how they go.
 //!
-//! A checkpoint is a directory directly below the one that is asked about; files, symbolic links and names that
-//! begin with a dot are none. firnd says of each file whether a program has it open, and whether its writers closed
-//! it.
+//! A checkpoint is a directory of the user directly below the one that is asked about; files, symbolic links and names
+//! that begin with a dot are none. What other users made there, or in a checkpoint, does not count, whatever its dates
+//! are. firnd says of each file whether a program has it open, and whether its writers closed it.
 //!
 //! Invariants
 //! * The newest checkpoint stays, whatever its files look like: nobody can tell from outside whether its job has
@@ -11,17 +11,21 @@
 //! * As many complete ones as are asked for stay beside the newest one. One that was cut off is not complete.
 //! * Nobody sees half a checkpoint under its name: it is renamed before anything in it is removed. What an
 //!   interrupted removal left under the other name goes the next time.
+//! * What is removed is the directory that was judged, by its descriptor, and not what has its name by then.
+//! * One that cannot be judged or removed stays, and keeps no other one from going.
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Component, Path, PathBuf};
-use std::time::SystemTime;
 
 use firn_client::{Connection, Mount, Place};
 use firn_format::record::Ending;
-use rustix::fs::{CWD, RenameFlags, renameat_with};
+use firn_trust::{ObjectId, names_in, remove_object, visit_own};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, Stat, renameat_with, statat};
+use rustix::io::Errno;
 
 use crate::failure::{FAILED, Failure};
 use crate::text;
@@ -42,6 +46,10 @@ pub enum Verdict {
     Open,
     /// It stays: a symbolic link beside it leads to it.
     Linked,
+    /// It stays: another user made it.
+    Foreign,
+    /// It stays: something in it cannot be looked at, as was told.
+    Unknown,
 }
 
 /// A checkpoint, and what becomes of it.
@@ -51,14 +59,34 @@ pub struct Checkpoint {
     pub name: OsString,
     /// What becomes of it.
     pub verdict: Verdict,
+    /// Which directory was judged.
+    object: ObjectId,
+}
+
+/// What became of a directory that was to be removed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Removal {
+    /// It is gone.
+    Removed,
+    /// A program opened a file of it meanwhile, and it stays.
+    Opened,
+}
+
+/// A directory of checkpoints, looked at.
+pub struct Judged {
+    /// The user's checkpoints, the newest first, and then what does not count.
+    pub checkpoints: Vec<Checkpoint>,
+    /// Why some could not be looked at.
+    pub failures: Vec<Failure>,
 }
 
 /// A checkpoint as it was found.
 #[derive(Clone, Debug)]
 struct Found {
     name: OsString,
-    /// Newest time of modification of anything in it.
-    modified: SystemTime,
+    object: ObjectId,
+    /// Newest time of modification of anything of the user's in it: seconds and nanoseconds.
+    modified: (i64, i64),
     is_linked: bool,
     state: State,
 }
@@ -79,77 +107,151 @@ enum State {
 pub struct Directory {
     mount: Mount,
     path: PathBuf,
+    dir: OwnedFd,
+    /// Whose checkpoints count.
+    uid: u32,
 }
 
 impl Directory {
-    /// The directory at a place of a mount.
-    pub fn new(place: Place) -> Self {
+    /// Opens the directory at a place of a mount.
+    pub fn open(place: Place) -> Result<Self, Failure> {
         let path = place.mount.mount_point.join(&place.relative);
-        Self {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let dir = rustix::fs::open(&path, flags, Mode::empty()).map_err(failed(&path))?;
+        Ok(Self {
             mount: place.mount,
             path,
-        }
+            dir,
+            uid: rustix::process::geteuid().as_raw(),
+        })
     }
 
-    /// Its checkpoints, the newest first, and what becomes of each where `keep` complete ones are to stay.
-    pub fn judge(&self, keep: usize) -> Result<Vec<Checkpoint>, Failure> {
+    /// Judges its checkpoints where `keep` complete ones are to stay.
+    pub fn judge(&self, keep: usize) -> Result<Judged, Failure> {
         let states = self.read_states(&self.path)?;
         let mut found = Vec::new();
+        let mut others = Vec::new();
+        let mut failures = Vec::new();
         let mut linked = HashSet::new();
-        for entry in std::fs::read_dir(&self.path).map_err(failed(&self.path))? {
-            let entry = entry.map_err(failed(&self.path))?;
-            let kind = entry.file_type().map_err(failed(&entry.path()))?;
-            if kind.is_symlink() {
-                linked.extend(self.linked_checkpoint(&entry.path()));
-            } else if kind.is_dir() && !entry.file_name().as_bytes().starts_with(b".") {
-                let modified = newest_change(&entry.path())?;
-                let name = entry.file_name();
-                let state = states.get(&name).copied().unwrap_or_default();
-                found.push(Found {
+        for name in names_in(&self.dir).map_err(failed(&self.path))? {
+            let path = self.path.join(&name);
+            let Some(stat) = self.look_at(&name)? else {
+                continue;
+            };
+            let kind = FileType::from_raw_mode(stat.st_mode);
+            if kind == FileType::Symlink {
+                linked.extend(self.linked_checkpoint(&path));
+            }
+            if kind != FileType::Directory || name.as_bytes().starts_with(b".") {
+                continue;
+            }
+            let object = ObjectId::of(&stat);
+            let stays = |verdict| Checkpoint {
+                name: name.clone(),
+                verdict,
+                object,
+            };
+            if stat.st_uid != self.uid {
+                others.push(stays(Verdict::Foreign));
+                continue;
+            }
+            match self.newest_change(&name) {
+                Ok(modified) => found.push(Found {
+                    state: states.get(&name).copied().unwrap_or_default(),
                     name,
+                    object,
                     modified,
                     is_linked: false,
-                    state,
-                });
+                }),
+                Err(errno) => {
+                    failures.push(failed(&path)(errno));
+                    others.push(stays(Verdict::Unknown));
+                }
             }
         }
         for checkpoint in &mut found {
             checkpoint.is_linked = linked.contains(&checkpoint.name);
         }
-        Ok(judge(found, keep))
+        let mut checkpoints = judge(found, keep);
+        others.sort_by(|a, b| a.name.cmp(&b.name));
+        checkpoints.extend(others);
+        Ok(Judged {
+            checkpoints,
+            failures,
+        })
     }
 
-    /// Removes a checkpoint. `false`: a program opened a file of it meanwhile, and it stays.
-    pub fn remove(&self, name: &OsStr) -> Result<bool, Failure> {
-        let path = self.path.join(name);
-        let removed = self.path.join(removed_name(name));
-        renameat_with(CWD, &path, CWD, &removed, RenameFlags::NOREPLACE)
-            .map_err(|errno| failed(&path)(errno.into()))?;
-        if self.is_open(&removed)? {
-            renameat_with(CWD, &removed, CWD, &path, RenameFlags::NOREPLACE)
-                .map_err(|errno| failed(&removed)(errno.into()))?;
-            return Ok(false);
+    /// Removes a checkpoint that was judged.
+    pub fn remove(&self, checkpoint: &Checkpoint) -> Result<Removal, Failure> {
+        let name = &checkpoint.name;
+        let removed = removed_name(name);
+        self.rename(name, &removed)?;
+        let is_same = self
+            .look_at(&removed)?
+            .is_some_and(|stat| ObjectId::of(&stat) == checkpoint.object);
+        if !is_same {
+            self.rename(&removed, name)?;
+            return Err(failed(&self.path.join(name))(Errno::STALE));
         }
-        std::fs::remove_dir_all(&removed).map_err(failed(&removed))?;
-        Ok(true)
+        if self.is_open(&removed)? {
+            self.rename(&removed, name)?;
+            return Ok(Removal::Opened);
+        }
+        self.remove_renamed(&removed, checkpoint.object)?;
+        Ok(Removal::Removed)
     }
 
-    /// Removes what interrupted removals left; gives the number of checkpoints.
-    pub fn finish_removals(&self) -> Result<usize, Failure> {
-        let mut finished = 0;
-        for entry in std::fs::read_dir(&self.path).map_err(failed(&self.path))? {
-            let entry = entry.map_err(failed(&self.path))?;
-            let is_dir = entry.file_type().map_err(failed(&entry.path()))?.is_dir();
-            if is_dir && is_removed_name(&entry.file_name()) && !self.is_open(&entry.path())? {
-                std::fs::remove_dir_all(entry.path()).map_err(failed(&entry.path()))?;
-                finished += 1;
+    /// Removes what interrupted removals left; gives why something could not be removed.
+    pub fn finish_removals(&self) -> Result<Vec<Failure>, Failure> {
+        let mut failures = Vec::new();
+        for name in names_in(&self.dir).map_err(failed(&self.path))? {
+            if !is_removed_name(&name) {
+                continue;
+            }
+            let Some(stat) = self.look_at(&name)? else {
+                continue;
+            };
+            let is_dir = FileType::from_raw_mode(stat.st_mode) == FileType::Directory;
+            if is_dir && stat.st_uid == self.uid && !self.is_open(&name)? {
+                let removed = self.remove_renamed(&name, ObjectId::of(&stat));
+                failures.extend(removed.err());
             }
         }
-        Ok(finished)
+        Ok(failures)
     }
 
-    fn is_open(&self, dir: &Path) -> Result<bool, Failure> {
-        let states = self.read_states(dir)?;
+    fn look_at(&self, name: &OsStr) -> Result<Option<Stat>, Failure> {
+        match statat(&self.dir, name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) => Ok(Some(stat)),
+            Err(Errno::NOENT) => Ok(None),
+            Err(errno) => Err(failed(&self.path.join(name))(errno)),
+        }
+    }
+
+    fn rename(&self, from: &OsStr, to: &OsStr) -> Result<(), Failure> {
+        let renamed = renameat_with(&self.dir, from, &self.dir, to, RenameFlags::NOREPLACE);
+        renamed.map_err(failed(&self.path.join(from)))
+    }
+
+    fn remove_renamed(&self, name: &OsStr, object: ObjectId) -> Result<(), Failure> {
+        let removed = remove_object(&self.dir, name, object);
+        removed.map_err(failed(&self.path.join(name)))
+    }
+
+    /// Newest time of modification of a checkpoint and all of the user's below it.
+    fn newest_change(&self, name: &OsStr) -> Result<(i64, i64), Errno> {
+        let mut newest = (i64::MIN, 0);
+        visit_own(&self.dir, name, self.uid, &mut |stat| {
+            // The width of these fields differs between architectures.
+            #[allow(clippy::unnecessary_cast)]
+            let time = (stat.st_mtime as i64, stat.st_mtime_nsec as i64);
+            newest = newest.max(time);
+        })?;
+        Ok(newest)
+    }
+
+    fn is_open(&self, name: &OsStr) -> Result<bool, Failure> {
+        let states = self.read_states(&self.path.join(name))?;
         Ok(states.values().any(|state| *state == State::Open))
     }
 
@@ -202,6 +304,7 @@ fn judge(mut found: Vec<Found>, keep: usize) -> Vec<Checkpoint> {
         judged.push(Checkpoint {
             name: checkpoint.name,
             verdict,
+            object: checkpoint.object,
         });
     }
     judged
@@ -218,25 +321,15 @@ fn is_removed_name(name: &OsStr) -> bool {
         && name.len() > 1 + REMOVED_SUFFIX.len()
 }
 
-/// Newest time of modification of `path` and, where it is a directory, of anything below it. What vanishes meanwhile
-/// does not count.
-fn newest_change(path: &Path) -> Result<SystemTime, Failure> {
-    let metadata = match std::fs::symlink_metadata(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(SystemTime::UNIX_EPOCH),
-        metadata => metadata.map_err(failed(path))?,
-    };
-    let mut newest = metadata.modified().map_err(failed(path))?;
-    if metadata.is_dir() {
-        for entry in std::fs::read_dir(path).map_err(failed(path))? {
-            newest = newest.max(newest_change(&entry.map_err(failed(path))?.path())?);
-        }
-    }
-    Ok(newest)
-}
-
-fn failed(path: &Path) -> impl Fn(io::Error) -> Failure {
+fn failed(path: &Path) -> impl Fn(Errno) -> Failure {
     let path = text::path(path);
-    move |error| Failure::new(FAILED, format!("{path}: {error}"))
+    move |errno| {
+        let why = match errno {
+            Errno::STALE => "somebody put something else in its place meanwhile".to_owned(),
+            errno => io::Error::from(errno).to_string(),
+        };
+        Failure::new(FAILED, format!("{path}: {why}"))
+    }
 }
 
 impl Verdict {
@@ -248,21 +341,22 @@ impl Verdict {
             Self::Kept => "kept",
             Self::Open => "open",
             Self::Linked => "linked",
+            Self::Foreign => "foreign",
+            Self::Unknown => "unknown",
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
-    fn found(name: &str, age: u64, state: State) -> Found {
-        let modified = SystemTime::UNIX_EPOCH + Duration::from_secs(1000 - age);
+    fn found(name: &str, age: i64, state: State) -> Found {
+        let stat = statat(rustix::fs::CWD, "/", AtFlags::empty()).expect("stat");
         Found {
             name: name.into(),
-            modified,
+            object: ObjectId::of(&stat),
+            modified: (1000 - age, 0),
             is_linked: name.ends_with('@'),
             state,
         }

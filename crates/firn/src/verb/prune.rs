@@ -6,21 +6,23 @@ use clap::{ArgMatches, Args, FromArgMatches, ValueHint, value_parser};
 use firn_protocol::path::BytePath;
 use serde::Serialize;
 
-use crate::failure::{DONE, Failure};
-use crate::prune::{Checkpoint, Directory, Verdict};
+use crate::failure::{DONE, Failure, PARTLY};
+use crate::prune::{Directory, Removal, Verdict};
 use crate::verb::{Verb, find};
 use crate::{output, text};
 
 pub const VERB: Verb = Verb {
     name: "prune",
     about: "Remove old checkpoints",
-    long: "Each directory directly below DIR counts as a checkpoint. The newest one is kept, because its job \
+    long: "Each directory of yours directly below DIR counts as a checkpoint; those of other users, and what they put into \
+               yours, do not, whatever their dates are. The newest one is kept, because its job \
                may still be writing to it. Of the others, the newest N complete ones are kept, and older ones \
                are removed. A checkpoint is complete if none of its files is open, and none is cut (its \
                writer was killed before it closed the file). A checkpoint with an open file is never removed, \
                nor is one that a symbolic link in DIR points to. The age of a checkpoint is the newest \
                modification time in it. Names that begin with a dot are ignored. DIR must be on a firn mount: \
-               only its firnd knows which files are open or cut.",
+               only its firnd knows which files are open or cut. If one cannot be removed, the others are removed all the \
+               same.",
     examples: &[
         (
             "firn prune --keep 2 --dry-run /ckpt",
@@ -34,6 +36,10 @@ pub const VERB: Verb = Verb {
     exits: &[
         (0, "done, or there was nothing to remove"),
         (1, "failed"),
+        (
+            3,
+            "something could not be looked at or removed, as was said",
+        ),
         (10, "not on a firn mount"),
     ],
     args: PruneArgs::augment_args,
@@ -62,6 +68,8 @@ struct Pruned {
     removed: Vec<BytePath>,
     /// Names of those that stay, the newest first, and why.
     kept: Vec<Kept>,
+    /// What could not be looked at or removed, and why.
+    failures: Vec<String>,
 }
 
 #[derive(Serialize)]
@@ -72,16 +80,26 @@ struct Kept {
 
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PruneArgs::from_arg_matches(matches)?;
-    let directory = Directory::new(find(&args.dir)?);
-    if !args.dry_run {
-        directory.finish_removals()?;
-    }
+    let directory = Directory::open(find(&args.dir)?)?;
+    let mut failures = match args.dry_run {
+        true => Vec::new(),
+        false => directory.finish_removals()?,
+    };
     let mut removed = Vec::new();
     let mut kept = Vec::new();
-    for Checkpoint { name, verdict } in directory.judge(args.keep as usize)? {
-        let shown = BytePath::from(Path::new(&name));
-        let verdict = match verdict {
-            Verdict::Remove if !args.dry_run && !directory.remove(&name)? => Verdict::Open,
+    let judged = directory.judge(args.keep as usize)?;
+    failures.extend(judged.failures);
+    for checkpoint in judged.checkpoints {
+        let shown = BytePath::from(Path::new(&checkpoint.name));
+        let verdict = match checkpoint.verdict {
+            Verdict::Remove if !args.dry_run => match directory.remove(&checkpoint) {
+                Ok(Removal::Removed) => Verdict::Remove,
+                Ok(Removal::Opened) => Verdict::Open,
+                Err(failure) => {
+                    failures.push(failure);
+                    continue;
+                }
+            },
             verdict => verdict,
         };
         match verdict {
@@ -92,9 +110,18 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
             }),
         }
     }
+    let failures: Vec<String> = failures.iter().filter_map(Failure::text).collect();
+    for failure in &failures {
+        output::say(failure);
+    }
+    let status = if failures.is_empty() { DONE } else { PARTLY };
     if args.json {
-        output::print_json(&Pruned { removed, kept })?;
-        return Ok(DONE);
+        output::print_json(&Pruned {
+            removed,
+            kept,
+            failures,
+        })?;
+        return Ok(status);
     }
     let done = if args.dry_run {
         "would be removed"
@@ -107,5 +134,5 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let gone = text::count(removed.len() as u64, "checkpoint");
     let kept = kept.len();
     output::say(&format!("{gone} {done}, {kept} kept"));
-    Ok(DONE)
+    Ok(status)
 }

@@ -207,7 +207,10 @@ fn follow(request: &FollowRequest, json: bool) -> Result<u8, Failure> {
         let told = format!("{target} is no directory: make it first, for the copies alone");
         return Err(Failure::new(FAILED, told));
     }
-    firn_agent::follow(request, &mut |event| tell_event(&event, json))
+    match firn_agent::follow(request, &mut |event| tell_event(&event, json)) {
+        Ok(never) => match never {},
+        Err(error) => Err(error.into()),
+    }
 }
 
 fn tell_event(event: &FollowEvent<'_>, json: bool) {

@@ -2,6 +2,7 @@
 
 mod restart;
 
+use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::os::unix::process::ExitStatusExt;
@@ -185,34 +186,37 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 /// that one more of them finds room.
 const PRUNE_EVERY: Duration = Duration::from_secs(1);
 
-/// Removes old checkpoints again and again until nobody can send to `on_end` any more. Failures are told once: the job
-/// goes on without.
+/// Removes old checkpoints again and again until nobody can send to `on_end` any more. Each failure is told once: the
+/// job, and the removal of others, go on without.
 fn prune_until(on_end: Receiver<()>, prefix: &Path, keep: usize) {
-    let mut is_told = false;
+    let mut told = HashSet::new();
     while on_end.recv_timeout(PRUNE_EVERY) == Err(RecvTimeoutError::Timeout) {
-        if let Err(Failure::Told { text, .. }) = prune(prefix, keep)
-            && !is_told
-        {
-            output::say(&format!("cannot remove old checkpoints: {text}"));
-            is_told = true;
+        let failures = prune(prefix, keep).unwrap_or_else(|failure| vec![failure]);
+        for text in failures.iter().filter_map(Failure::text) {
+            if told.insert(text.clone()) {
+                output::say(&format!("cannot remove old checkpoints: {text}"));
+            }
         }
     }
 }
 
-fn prune(prefix: &Path, keep: usize) -> Result<(), Failure> {
-    let directory = Directory::new(firn_client::find(prefix)?);
+/// Gives what could not be removed.
+fn prune(prefix: &Path, keep: usize) -> Result<Vec<Failure>, Failure> {
+    let directory = Directory::open(firn_client::find(prefix)?)?;
     // Fewer directories than that: nothing can be too old, and nobody needs to be asked.
     let entries = std::fs::read_dir(prefix).map_or(0, Iterator::count);
     if entries <= keep + 1 {
-        return Ok(());
+        return Ok(Vec::new());
     }
-    directory.finish_removals()?;
-    for checkpoint in directory.judge(keep)? {
+    let mut failures = directory.finish_removals()?;
+    let judged = directory.judge(keep)?;
+    failures.extend(judged.failures);
+    for checkpoint in &judged.checkpoints {
         if checkpoint.verdict == Verdict::Remove {
-            directory.remove(&checkpoint.name)?;
+            failures.extend(directory.remove(checkpoint).err());
         }
     }
-    Ok(())
+    Ok(failures)
 }
 
 /// Memory first: what the user did not choose is chosen for a job whose files live in memory.
