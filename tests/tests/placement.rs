@@ -117,17 +117,27 @@ fn directories_that_cannot_be_lanes_are_refused_before_anything_is_made() {
 #[test]
 fn a_lane_that_others_could_put_files_into_is_refused() {
     let sandbox = Sandbox::new("badowner");
-    let elsewhere = "; firn places files only where nobody else can put any: make a directory of your own in it";
     let lane = sandbox.mkdir("theirs");
     std::os::unix::fs::chown(&lane, Some(65534), None).expect("chown");
-    let why = format!("belongs to user 65534 instead of user 0{elsewhere}");
-    refuses_lane(&sandbox, &lane, 2, &why);
-    let lane = sandbox.mkdir("open");
-    fs::set_permissions(&lane, fs::Permissions::from_mode(0o777)).expect("chmod");
-    let why = format!(
-        "has mode 0777: others may replace what is in it, because it has no sticky bit{elsewhere}"
+    let exposed = |lane: &Path, why: &str| {
+        let lane = lane.display();
+        format!("is not used: {lane} is no place for files of Firn: {why}")
+    };
+    let why = exposed(
+        &lane,
+        "it belongs to user 65534 instead of user 0; choose a place below directories of yours and of root, as one that you make in /tmp or /dev/shm",
     );
     refuses_lane(&sandbox, &lane, 2, &why);
+    let others = "others may replace what is in it, because it has no sticky bit; let only its owner write to it (chmod go-w) or set its sticky bit (chmod +t), or choose a place where only you and root may rename, as in a directory that you make in /tmp or /dev/shm";
+    let lane = sandbox.mkdir("open");
+    fs::set_permissions(&lane, fs::Permissions::from_mode(0o777)).expect("chmod");
+    let why = exposed(&lane, &format!("it has mode 0777: {others}"));
+    refuses_lane(&sandbox, &lane, 2, &why);
+    let above = sandbox.mkdir("project");
+    let lane = sandbox.mkdir("project/lane");
+    fs::set_permissions(&above, fs::Permissions::from_mode(0o2770)).expect("chmod");
+    let why = format!("{} has mode 2770: {others}", above.display());
+    refuses_lane(&sandbox, &lane, 2, &exposed(&lane, &why));
 }
 
 /// Proves S-place-7.

@@ -12,7 +12,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use firn_format::quote::quoted_path;
-use firn_trust::{TrustError, create_private_dir, open_private_dir_of};
+use firn_trust::{TrustError, check_place_of, create_private_dir, open_private_dir_of};
 use rustix::fs::CWD;
 use rustix::io::Errno;
 
@@ -100,6 +100,7 @@ pub fn runtime_dir() -> Result<PathBuf, PathsError> {
 /// Makes the runtime directory if need be, and makes sure that it is private to this user.
 pub fn create_runtime_dir() -> Result<PathBuf, PathsError> {
     let dir = runtime_dir()?;
+    check_above(&dir, rustix::process::geteuid().as_raw())?;
     create_private_dir(CWD, &dir).map_err(PathsError::Refused)?;
     Ok(dir)
 }
@@ -108,10 +109,23 @@ pub fn create_runtime_dir() -> Result<PathBuf, PathsError> {
 /// then nothing in it may be believed.
 pub fn open_runtime_dir(dir: &Path, uid: u32) -> Result<Option<OwnedFd>, PathsError> {
     match open_private_dir_of(CWD, dir, uid) {
-        Ok(opened) => Ok(Some(opened)),
+        Ok(opened) => check_above(dir, uid).map(|()| Some(opened)),
         Err(error) if error.is_missing() => Ok(None),
         Err(error) => Err(PathsError::Refused(error)),
     }
+}
+
+/// Refuses a runtime directory that others could exchange for another one of the user.
+fn check_above(dir: &Path, uid: u32) -> Result<(), PathsError> {
+    let above = dir.parent().unwrap_or(Path::new("/"));
+    check_place_of(above, uid).map_err(|error| match error {
+        TrustError::Exposed { path, why, .. } => PathsError::Refused(TrustError::Exposed {
+            place: dir.to_owned(),
+            path,
+            why,
+        }),
+        error => PathsError::Refused(error),
+    })
 }
 
 /// Names a backing: XXH3, 64 bits, of its canonical path.

@@ -481,9 +481,9 @@ pub static TABLE: [Row; 47] = [
                directory, too. If the host is lost together with its backing, `firn recover --from-backup` \
                finishes the commit on a copy of the backing as it was before the transaction. The backup is \
                removed when the transaction ends. It needs as much space as the transaction writes; if it cannot \
-               be written, prepare and commit fail. The directory must belong to you or to root; if others may \
-               write to it, it needs the sticky bit. A directory that an earlier mount made in it is refused \
-               unless it is yours alone.",
+               be written, prepare and commit fail. The directory, and those above it, must belong to you or to \
+               root; one that others may write to needs the sticky bit. A directory that an earlier mount made \
+               in it is refused unless it is yours alone.",
         changes_promises: true,
         get: |o| path_text(o.backup.as_ref()),
         set: |o, v| o.backup = v.directory(),
@@ -680,8 +680,9 @@ pub static TABLE: [Row; 47] = [
         default: "",
         help: "Directory for the arena, on tmpfs, hugetlbfs or a DAX file system",
         long: "By default the arena is in the runtime directory, /dev/shm/firn-UID. A mount that recovers an \
-               arena must be given the same directory. The directory must belong to you or to root; if others \
-               may write to it, it needs the sticky bit. An arena in it is refused unless it is yours alone.",
+               arena must be given the same directory. The directory, and those above it, must belong to you or to \
+               root; one that others may write to needs the sticky bit. An arena in it is refused unless it is \
+               yours alone.",
         changes_promises: false,
         get: |o| path_text(o.arena_dir.as_ref()),
         set: |o, v| o.arena_dir = v.directory(),
@@ -708,9 +709,9 @@ pub static TABLE: [Row; 47] = [
         long: "When more than `spill-upper` percent of the arena is in use, the oldest full chunks move to the \
                spill file until no more than `spill-lower` percent is in use; they are read and drained from \
                there. In a directory, Firn creates and names the file. The file is removed together with the \
-               arena; it must not be in the mount, in the backing or in memory. The directory must belong to you \
-               or to root; if others may write to it, it needs the sticky bit. A file in it is refused unless it \
-               is yours alone.",
+               arena; it must not be in the mount, in the backing or in memory. The directory, and those above it, \
+               must belong to you or to root; one that others may write to needs the sticky bit. A file in it is \
+               refused unless it is yours alone.",
         changes_promises: false,
         get: |o| path_text(o.spill.as_ref()),
         set: |o, v| o.spill = v.directory(),

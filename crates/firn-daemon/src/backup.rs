@@ -19,7 +19,7 @@ use firn_protocol::path::BytePath;
 use firn_transact::backup::{MANIFEST, Progress};
 use firn_transact::change_log::ChangeLog;
 use firn_transact::{BackupError, CommitError, ReviveError, StageError, TransactionalBacking};
-use firn_trust::{TrustError, check_shared_parent, create_private_dir, open_private_dir};
+use firn_trust::{TrustError, check_place, create_private_dir, open_private_dir};
 use parking_lot::{Condvar, Mutex};
 use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags, accessat, open};
 use serde::Serialize;
@@ -66,7 +66,7 @@ fn open_home(
 ) -> Result<OwnedFd, AttachError> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let parent = open(dir, flags, Mode::empty()).map_err(|errno| unusable(errno.into()))?;
-    check_shared_parent(&parent, dir)?;
+    check_place(dir)?;
     let name = Path::new(home.file_name().expect("a directory below another"));
     create_private_dir(&parent, name).map_err(|error| match error {
         TrustError::Io { error, .. } => unusable(error),

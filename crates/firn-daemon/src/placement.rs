@@ -23,7 +23,7 @@ use firn_lanes::{Lane, Lanes, Record, RecordError, Rule, Setup, record};
 use firn_protocol::path::BytePath;
 use firn_protocol::{Explanation, LaneState, LaneStatus, PlacedStatus, Reply};
 use firn_transact::OwnError;
-use firn_trust::{Distrust, Facts};
+use firn_trust::{Distrust, TrustError, check_place};
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 
 use crate::error::AttachError;
@@ -61,10 +61,10 @@ pub enum LaneFault {
     Contains { dir: PathBuf },
     #[error("is the same directory as {other}: name each lane once", other = quoted_path(.other))]
     Same { other: PathBuf },
-    #[error(
-        "{0}; firn places files only where nobody else can put any: make a directory of your own in it"
-    )]
-    Distrusted(Distrust),
+    #[error("is not used: {0}")]
+    Exposed(TrustError),
+    #[error("is not used: {name} in it {why}; look at it, then remove it")]
+    Marker { name: String, why: Distrust },
     #[error(
         "is not the directory that files were placed in: mount its file system; if those files are gone for good, run `firn place --forget {lane} {backing}`",
         lane = quoted_path(.lane), backing = quoted_path(.backing))]
@@ -93,7 +93,7 @@ impl LaneFault {
     fn of_own(error: OwnError) -> Self {
         match error {
             OwnError::Backing(errno) => Self::of(errno),
-            OwnError::Distrusted { why, .. } => Self::Distrusted(why),
+            OwnError::Distrusted { name, why } => Self::Marker { name, why },
             OwnError::TooLong { .. } => Self::of(Errno::FBIG),
         }
     }
@@ -150,13 +150,10 @@ fn check_lane(lane: &Path) -> Result<Place, LaneFault> {
     if !metadata.is_dir() {
         return Err(LaneFault::NotDirectory);
     }
-    let facts = Facts {
-        mode: metadata.mode(),
-        uid: metadata.uid(),
-        nlink: metadata.nlink(),
-    };
-    let user = rustix::process::geteuid().as_raw();
-    facts.check_parent(user).map_err(LaneFault::Distrusted)?;
+    check_place(lane).map_err(|error| match error {
+        TrustError::Io { error, .. } => LaneFault::of_io(&error),
+        exposed => LaneFault::Exposed(exposed),
+    })?;
     let needed = Access::READ_OK | Access::WRITE_OK | Access::EXEC_OK;
     accessat(CWD, lane, needed, AtFlags::EACCESS).map_err(LaneFault::of)?;
     Place::of(lane).map_err(LaneFault::Io)

@@ -8,7 +8,7 @@ use std::path::Path;
 use firn_backing::Errno;
 use firn_client::paths::{RuntimeFiles, create_runtime_dir};
 use firn_config::Options;
-use firn_trust::check_shared_parent;
+use firn_trust::check_place;
 use rustix::fs::OFlags;
 
 use crate::error::AttachError;
@@ -37,7 +37,7 @@ pub(crate) fn open_arena_dir(dir: &Path) -> Result<OwnedFd, AttachError> {
     };
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let opened = rustix::fs::open(dir, flags, rustix::fs::Mode::empty()).map_err(unusable)?;
-    check_shared_parent(&opened, dir)?;
+    check_place(dir)?;
     Ok(opened)
 }
 

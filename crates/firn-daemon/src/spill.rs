@@ -7,7 +7,7 @@ use firn_client::paths::RuntimeFiles;
 use firn_config::Options;
 use firn_format::geometry::Geometry;
 use firn_format::quote::quoted_path;
-use firn_trust::check_shared_parent;
+use firn_trust::check_place;
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
@@ -77,7 +77,7 @@ pub(crate) fn check(
     };
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let opened = rustix::fs::open(&dir, flags, Mode::empty()).map_err(unusable)?;
-    check_shared_parent(&opened, &dir)?;
+    check_place(&dir)?;
     let stat = rustix::fs::fstatfs(&opened).map_err(unusable)?;
     if stat.f_type as u64 == TMPFS_MAGIC {
         notice(format!(

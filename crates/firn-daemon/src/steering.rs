@@ -16,7 +16,8 @@ use firn_lanes::steering::{
 };
 use firn_protocol::path::BytePath;
 use firn_protocol::{Explanation, LaneState, LaneStatus, PlacedStatus, Reply};
-use rustix::fs::{Mode, OFlags, ResolveFlags, fstat, open, openat2};
+use firn_trust::open_beneath;
+use rustix::fs::{Mode, OFlags, fstat, open};
 
 use crate::error::AttachError;
 use crate::participants::host_name;
@@ -161,8 +162,7 @@ pub(crate) fn explain(steered: &Steered, store: &Store, backing: &Path, path: &B
 fn open_file_below(backing: &Path, relative: &Path) -> Result<OwnedFd, Errno> {
     let top = open(backing, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
-    let found = openat2(&top, relative, flags, Mode::empty(), resolve)?;
+    let found = open_beneath(&top, relative, flags, Mode::empty())?;
     if fstat(&found)?.st_mode & libc::S_IFMT != libc::S_IFREG {
         return Err(Errno::NXIO);
     }
