@@ -157,6 +157,22 @@ fn io(path: &Path, what: &'static str) -> impl Fn(Errno) -> SpillFault {
     }
 }
 
+/// Why a file was not opened: what is no regular file is not believed, whichever error the kernel has for it.
+fn unopened(path: &Path) -> impl Fn(Errno) -> SpillFault {
+    let path = path.to_owned();
+    move |errno| {
+        let found = rustix::fs::lstat(&path).map(|stat| Facts::of(&stat));
+        let uid = rustix::process::geteuid().as_raw();
+        match found.map(|facts| facts.check(Expected::File, uid)) {
+            Ok(Err(why)) => SpillFault::Distrusted {
+                path: path.clone(),
+                why,
+            },
+            _ => io(&path, "open it")(errno),
+        }
+    }
+}
+
 /// Whether only this user could have made it.
 fn check_trust(path: &Path, file: BorrowedFd<'_>) -> Result<(), SpillFault> {
     let stat = rustix::fs::fstat(file).map_err(io(path, "stat it"))?;
@@ -271,7 +287,7 @@ impl SpillFile {
             ),
             other => (other, None),
         };
-        let file = file.map_err(io(&path, "open it"))?;
+        let file = file.map_err(unopened(&path))?;
         check_trust(&path, file.as_fd())?;
         let header = read_header(file.as_fd()).map_err(|source| SpillFault::Foreign {
             path: path.clone(),
@@ -400,12 +416,12 @@ fn lock(path: &Path, file: &OwnedFd) -> Result<(), SpillFault> {
 
 /// Removes what a NUMA node that lost its memory left: a spill file whose arena is gone.
 fn remove_stale(path: &Path) -> Result<(), SpillFault> {
-    let file = open(path, OFlags::RDONLY).map_err(io(path, "open it"))?;
+    let file = open(path, OFlags::RDONLY).map_err(unopened(path))?;
+    check_trust(path, file.as_fd())?;
     let header = read_header(file.as_fd()).map_err(|source| SpillFault::NotSpill {
         path: path.into(),
         source,
     })?;
-    check_trust(path, file.as_fd())?;
     let arena = PathBuf::from(std::ffi::OsString::from_vec(header.arena_path.clone()));
     let mut page = [0u8; SUPERBLOCK_BYTES];
     let found =

@@ -5,11 +5,13 @@
 //! * A firnd that closes a connection because nobody used it for long, and others came, is connected to again, once
 //!   for a request: it says that nothing was carried out. Another firnd than the first is never asked.
 //! * Hello and short questions fail after `ANSWER_S` seconds of silence; waits may take for ever.
+//! * Root, who asks the firnd of another user, takes a short answer from it within `ANSWER_S` seconds and
+//!   `OTHERS_REPLY_BYTES_MAX` bytes, or none: that firnd may be any program.
 //! * A firnd that is gone is an error and no SIGPIPE: the program may be anybody's.
 //! * Nothing is sent before the runtime directory and the process at the other end were found to be of the user
 //!   who mounted.
 
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -35,7 +37,9 @@ use crate::paths::open_runtime_dir;
 const ANSWER_S: u64 = 10;
 const ANSWER: Option<Duration> = Some(Duration::from_secs(ANSWER_S));
 /// Bytes of the longest answer that is taken: 10^6 pending files with long paths.
-const REPLY_BYTES_MAX: u64 = 1 << 30;
+const REPLY_BYTES_MAX: usize = 1 << 30;
+/// The same of another user's firnd: 10^5 pending files.
+const OTHERS_REPLY_BYTES_MAX: usize = 16 << 20;
 
 /// How far a long request is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -336,8 +340,10 @@ impl Connection {
             Err(error) if !closed(&error) => return Err(self.broken(error)),
             sent => sent.err(),
         };
+        let is_bounded = timeout.is_some() && self.mount.is_of_another_user();
+        let deadline = is_bounded.then(|| Instant::now() + Duration::from_secs(ANSWER_S));
         loop {
-            let reply = match (self.read_reply(), &unsent) {
+            let reply = match (self.read_reply(deadline), &unsent) {
                 (Err(ReadError::Io(error)), None) => return Err(self.broken(error)),
                 (Err(ReadError::Nonsense(what)), None) => {
                     return Err(ClientError::Nonsense { what });
@@ -375,14 +381,39 @@ impl Connection {
         }
     }
 
-    fn read_reply(&mut self) -> Result<Reply, ReadError> {
+    fn read_reply(&mut self, deadline: Option<Instant>) -> Result<Reply, ReadError> {
+        let bytes_max = match self.mount.is_of_another_user() {
+            true => OTHERS_REPLY_BYTES_MAX,
+            false => REPLY_BYTES_MAX,
+        };
         let mut line = Vec::new();
-        (&mut self.stream)
-            .take(REPLY_BYTES_MAX)
-            .read_until(b'\n', &mut line)
-            .map_err(ReadError::Io)?;
-        if line.last() != Some(&b'\n') {
-            return Err(ReadError::Io(io::ErrorKind::UnexpectedEof.into()));
+        loop {
+            if let Some(deadline) = deadline {
+                let left = deadline.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    return Err(ReadError::Io(io::ErrorKind::TimedOut.into()));
+                }
+                let stream = self.stream.get_ref();
+                stream.set_read_timeout(Some(left)).map_err(ReadError::Io)?;
+            }
+            let buffer = match self.stream.fill_buf() {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                buffer => buffer.map_err(ReadError::Io)?,
+            };
+            let end = buffer.iter().position(|byte| *byte == b'\n');
+            let count = end.map_or(buffer.len(), |end| end + 1);
+            line.extend_from_slice(&buffer[..count]);
+            self.stream.consume(count);
+            if end.is_some() {
+                break;
+            }
+            if count == 0 {
+                return Err(ReadError::Io(io::ErrorKind::UnexpectedEof.into()));
+            }
+            if line.len() > bytes_max {
+                let what = format!("an answer of more than {bytes_max} bytes");
+                return Err(ReadError::Nonsense(what));
+            }
         }
         serde_json::from_slice(&line).map_err(|error| ReadError::Nonsense(error.to_string()))
     }
@@ -739,6 +770,32 @@ mod tests {
             with_replies(vec!["what?\n"]),
             Err(ClientError::Nonsense { .. })
         ));
+    }
+
+    /// Proves S-priv-15: what says a byte now and then, goes on about its progress, or never ends its line.
+    #[test]
+    fn regression_what_another_user_s_firnd_answers_is_bounded() {
+        let mount = Mount {
+            user_id: rustix::process::geteuid().as_raw() + 1,
+            ..mount()
+        };
+        let ask = |line: &'static [u8], pause: Duration| {
+            let (ours, mut theirs) = UnixStream::pair().unwrap();
+            std::thread::spawn(move || {
+                while theirs.write_all(line).is_ok() {
+                    std::thread::sleep(pause);
+                }
+            });
+            Connection::over(&mount, ours).err().unwrap()
+        };
+        let dripped = ask(b" ", Duration::from_millis(100));
+        assert!(matches!(dripped, ClientError::Silent { .. }), "{dripped}");
+        let progress =
+            b"{\"reply\":\"progress\",\"bytes_left\":9,\"files_left\":1,\"phase\":\"\"}\n";
+        let busy = ask(progress, Duration::from_millis(100));
+        assert!(matches!(busy, ClientError::Silent { .. }), "{busy}");
+        let endless = ask(&[b' '; 1 << 16], Duration::ZERO);
+        assert!(matches!(endless, ClientError::Nonsense { .. }), "{endless}");
     }
 
     #[test]

@@ -8,10 +8,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use firn_arena::{Arena, Damage, Identity, Stored, Topology};
+use firn_arena::{Arena, ArenaError, Damage, Identity, SpillFault, Stored, Topology};
 use firn_backing::{Backing, DirBacking};
 use firn_client::paths::RuntimeFiles;
-use firn_config::{Close, Drain, Frontend, Fsync, Mode, Options, Participants, Passthrough};
+use firn_config::{
+    Close, Drain, Frontend, Fsync, Layout, Mode, Options, Participants, Passthrough,
+};
 use firn_drain::{IoThreads, Pool};
 use firn_engine::{
     ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Order, Recovered, StoredArena,
@@ -22,6 +24,8 @@ use firn_tokens::LaneToken;
 use firn_transact::{
     AbortError, ArenaId, Members, Opening, PlainBacking, TransactionError, TransactionalBacking,
 };
+use firn_trust::{Distrust, TrustError};
+use rustix::fs::{Mode as FileMode, OFlags};
 
 use crate::error::AttachError;
 use crate::frontend::waiting_tree;
@@ -157,6 +161,9 @@ impl Attached {
             log_lease,
         } = open_store(&target, directory, &mut found, notice)
             .map_err(AttachError::in_backing(backing))?;
+        if purpose == Purpose::Mount {
+            tell_of_exposed_names(backing, options, notice);
+        }
         let (engine, recovered) = match found {
             Found::Fresh(arena) => {
                 let policies = policies(&arena, options);
@@ -288,6 +295,30 @@ impl Attached {
             tracing::warn!(%error, file = %quoted_path(spill), "cannot remove the spill file");
         }
         Ok(())
+    }
+}
+
+/// Tells where others may rename `.firn`, with transactions or logs in it: without them files are shown as they were
+/// before, and nothing else tells. The backing is not refused for it: it is where the user wants the files.
+fn tell_of_exposed_names(backing: &Path, options: &Options, notice: &mut dyn FnMut(String)) {
+    let keeps_some = options.drain == Drain::Commit || options.layout == Layout::Log;
+    if !keeps_some && !exists(&backing.join(firn_rendezvous::own::TOP)) {
+        return;
+    }
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let Ok(opened) = rustix::fs::open(backing, flags, FileMode::empty()) else {
+        return;
+    };
+    if let Err(TrustError::Exposed { why, .. }) = firn_trust::check_shared_parent(&opened, backing)
+    {
+        let backing = quoted_path(backing);
+        let advice = match why {
+            Distrust::Replaceable { .. } => format!("; `chmod +t {backing}` keeps it there"),
+            _ => String::new(),
+        };
+        notice(format!(
+            "{backing} {why}: others can take .firn away, with transactions and files in logs{advice}"
+        ));
     }
 }
 
@@ -618,6 +649,9 @@ fn find(
             path: path.clone(),
             found: quoted_path(&made_for),
         });
+    }
+    if let Some(fault @ SpillFault::Distrusted { .. }) = arena.spill_fault() {
+        return Err(ArenaError::Spill(fault.clone()).into());
     }
     for damage in &damage {
         notice(format!("arena {}: {damage}", quoted_path(path)));

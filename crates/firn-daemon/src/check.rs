@@ -58,6 +58,15 @@ pub struct Damage {
     pub message: String,
 }
 
+impl CheckReport {
+    /// Why nothing of the spill file was read, where somebody else could have made it.
+    pub fn spill_distrust(&self) -> Option<String> {
+        let fault = self.spill_fault.as_ref();
+        let distrusted = fault.filter(|fault| matches!(fault, SpillFault::Distrusted { .. }));
+        distrusted.map(ToString::to_string)
+    }
+}
+
 /// What a check found in the logs of files (layout=log).
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct LogsReport {

@@ -54,6 +54,8 @@ pub struct RecoverReport {
     pub lost_file_bytes: u64,
     /// Files that were not found in the backing, and what became of their data.
     pub lost: Vec<LostReport>,
+    /// Commits that are decided and not applied, where there was no arena: the next mount applies them.
+    pub decided: Vec<u64>,
     /// What went wrong on the way.
     pub errors: Vec<ErrorStatus>,
 }
@@ -114,7 +116,7 @@ pub fn recover(
     let files = find_runtime_files(&backing, &request.options)?;
     let prefix = waiting_tree(&files)?;
     if !files.arena.exists() && prefix.is_none() {
-        return Ok(RecoverReport::default());
+        return report_decided(&backing);
     }
     let locks = Locks::take(&backing, &files, None, Sharing::Alone)?;
     process::prepare();
@@ -155,6 +157,20 @@ pub fn recover(
     }
     attached.finish(arena_end);
     Ok(report)
+}
+
+/// What the backing alone tells. A commit is not applied here: another host may be at it, and every host of a job may
+/// call this when the job has ended.
+fn report_decided(backing: &Path) -> Result<RecoverReport, RecoverError> {
+    let directory = DirBacking::open(backing).map_err(|source| AttachError::BackingUnusable {
+        path: backing.to_owned(),
+        source,
+    })?;
+    let decided = TransactionalBacking::decided_commits(directory);
+    Ok(RecoverReport {
+        decided: decided.map_err(AttachError::transactions(backing))?,
+        ..RecoverReport::default()
+    })
 }
 
 /// The stub tree whose names wait at `prefix`, with as many of them in the backing as can be.
@@ -217,6 +233,7 @@ fn report(
         left_bytes: figures.held_bytes,
         lost_file_bytes: figures.lost_file_bytes,
         lost,
+        decided: Vec::new(),
         errors,
     }
 }

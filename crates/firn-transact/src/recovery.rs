@@ -58,6 +58,24 @@ impl<B: Backing> TransactionalBacking<B> {
             .any(|(name, ..)| name.starts_with(b"tx-")))
     }
 
+    /// Numbers of commits that are decided and not applied to the end: [`TransactionalBacking::open`] applies them. Nothing
+    /// is changed.
+    pub fn decided_commits(base: B) -> Result<Vec<u64>, StoreError> {
+        let backing = Self::open_unrecovered(base)?;
+        let mut decided = Vec::new();
+        let Some(home) = backing.find_staging_dir()? else {
+            return Ok(decided);
+        };
+        for StoredTransaction { name, dir, .. } in backing.stored_transactions(&home)? {
+            let undo = backing.load_record(&dir, &name, staging::UNDO)?;
+            let undo = undo.map(|log| log.id_after(Direction::Undo));
+            let redo = backing.load_record(&dir, &name, staging::COMMIT)?;
+            let redo = redo.map(|log| log.id_after(Direction::Redo));
+            decided.extend(undo.or(redo));
+        }
+        Ok(decided)
+    }
+
     /// A backing that can have transactions, after earlier ones were finished or undone. For callers that have no arena with
     /// pending data.
     pub fn open(base: B) -> Result<(Self, Outcome), OpenError> {

@@ -153,9 +153,15 @@ fn damaged_arena(report: &CheckReport) -> Failure {
         .backing
         .as_ref()
         .map_or("BACKING".to_owned(), BytePath::to_string);
-    let advice = format!("`firn recover {}` recovers the rest", backing);
+    let (code, advice) = match report.spill_distrust() {
+        Some(why) => (NOT_FIRN, why),
+        None => (
+            FAILED,
+            format!("`firn recover {backing}` recovers the rest"),
+        ),
+    };
     Failure::new(
-        FAILED,
+        code,
         format!("{}: {places}; {advice}", path_text(&report.arena)),
     )
 }

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
 use firn_client::ClientError;
+use firn_config::Kind;
 use firn_protocol::Request;
 use rustix::io::Errno;
 
@@ -55,10 +56,6 @@ pub const VERB: Verb = Verb {
 };
 
 fn args(command: Command) -> Command {
-    let of_backing = ["arena-dir", "host"];
-    let options = of_backing
-        .iter()
-        .filter_map(|name| firn_config::table::row(name));
     command
         .arg(
             Arg::new("path")
@@ -91,8 +88,16 @@ fn args(command: Command) -> Command {
                 .value_hint(ValueHint::FilePath)
                 .value_parser(value_parser!(PathBuf)),
         )
+        .arg(
+            Arg::new("host-name")
+                .long("host")
+                .value_name("NAME")
+                .requires("backing")
+                .help("With --backing: the name of this host, if its mounts had host=NAME [default: its host name]")
+                .value_parser(|text: &str| Kind::Host.parse(text).map(|_| text.to_owned())),
+        )
         .arg(minus_o())
-        .args(options.map(firn_config::arg))
+        .args(firn_config::table::row("arena-dir").map(firn_config::arg))
 }
 
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
@@ -106,7 +111,10 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         Some(backing) => {
             let below = below_backing(backing, path.unwrap_or(Path::new("")))?;
             let mut notice = |text: String| output::say(&text);
-            let options = resolve(matches)?.options;
+            let mut options = resolve(matches)?.options;
+            if let Some(host) = matches.get_one::<String>("host-name") {
+                options.host = Some(host.clone());
+            }
             match matches.get_one::<PathBuf>("accept-loss") {
                 None => firn_daemon::flatten(backing, &below, &options, &mut notice)?,
                 Some(report) => {

@@ -63,7 +63,8 @@ pub const VERB: Verb = Verb {
         ),
         (
             3,
-            "partly recovered, the rest is still in the arena; with --discard: something could not be removed",
+            "partly recovered, the rest is still in the arena; there is no arena, and a commit waits for the next mount; with \
+             --discard: something could not be removed",
         ),
         (
             10,
@@ -339,8 +340,11 @@ fn tell_damage(backing: &Path, options: &Options) {
 }
 
 fn summary(backing: &Path, report: &RecoverReport) -> String {
-    if report.arena.is_none() {
+    if report.arena.is_none() && report.decided.is_empty() {
         return format!("nothing to recover for {}\n", text::path(backing));
+    }
+    if report.arena.is_none() {
+        return String::new();
     }
     let recovered = bytes(report.recovered_bytes);
     let files = count(report.recovered_files, "file");
@@ -372,6 +376,13 @@ fn outcome(backing: &Path, report: &RecoverReport, stopped: bool) -> Result<u8, 
             error.path.to_string()
         };
         output::say(&format!("{path}: {}", printable(&error.message)));
+    }
+    if let Some(id) = report.decided.first() {
+        let backing = text::path(backing);
+        let text = format!(
+            "commit {id} is decided and not applied to {backing}: the host that has it mounted applies it, or the next `firn mount`"
+        );
+        return Err(Failure::new(PARTLY, text));
     }
     let left = report.left_bytes;
     let lost = report.lost_file_bytes;

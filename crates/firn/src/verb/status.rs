@@ -145,7 +145,7 @@ fn show(args: &StatusArgs) -> Result<u8, Failure> {
         }
         None => {
             let mounts = firn_client::mounts()?;
-            let mut all: Vec<Seen> = mounts.iter().map(look).collect();
+            let mut all = ask_each(&mounts, look);
             all.extend(left_arenas(&mounts)?);
             if args.json {
                 json(args, &all)?
@@ -215,12 +215,37 @@ fn look(mount: &Mount) -> Seen {
     }
 }
 
+/// Mounts that are asked at once: each may have a firnd that is stopped, or is another program of its user.
+const ASKED_AT_ONCE: usize = 16;
+
+/// What each mount answers, in their order.
+fn ask_each<T: Send>(mounts: &[Mount], ask: impl Fn(&Mount) -> T + Sync) -> Vec<T> {
+    let ask = &ask;
+    let mut answers = Vec::with_capacity(mounts.len());
+    for mounts in mounts.chunks(ASKED_AT_ONCE) {
+        answers.extend(std::thread::scope(|scope| {
+            let asked: Vec<_> = mounts
+                .iter()
+                .map(|mount| scope.spawn(move || ask(mount)))
+                .collect();
+            let joined = asked.into_iter().map(|asked| match asked.join() {
+                Ok(answer) => answer,
+                Err(panic) => std::panic::resume_unwind(panic),
+            });
+            joined.collect::<Vec<_>>()
+        }));
+    }
+    answers
+}
+
 /// The texts of several mounts that were asked, and how many did not answer.
-fn ask_all<T>(ask: impl Fn(&Mount) -> Result<T, ClientError>) -> Result<(Vec<T>, u8), Failure> {
+fn ask_all<T: Send>(
+    ask: impl Fn(&Mount) -> Result<T, ClientError> + Sync,
+) -> Result<(Vec<T>, u8), Failure> {
     let mut code = DONE;
     let mut answers = Vec::new();
-    for mount in firn_client::mounts()? {
-        match ask(&mount) {
+    for answer in ask_each(&firn_client::mounts()?, ask) {
+        match answer {
             Ok(answer) => answers.push(answer),
             Err(error) => {
                 output::say(&error.to_string());

@@ -1,5 +1,6 @@
 //! Prometheus text of one mount or of all.
 
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 
 use firn_client::Connection;
@@ -22,14 +23,16 @@ pub fn print(path: Option<&Path>) -> Result<u8, Failure> {
 /// One family of metrics: `# HELP`, `# TYPE` and samples.
 #[derive(Default)]
 struct Family<'a> {
-    name: &'a str,
     comments: Vec<&'a str>,
     samples: Vec<&'a str>,
 }
 
-/// The samples of a family must stand together, under one `# HELP` and `# TYPE`.
+/// The samples of a family must stand together, under one `# HELP` and `# TYPE`. The texts may be long: root asks other
+/// users' firnd, too.
 fn merge(texts: &[String]) -> String {
     let mut families: Vec<Family> = Vec::new();
+    let mut by_name = HashMap::new();
+    let mut comments = HashSet::new();
     for line in texts
         .iter()
         .flat_map(|text| text.lines())
@@ -39,19 +42,13 @@ fn merge(texts: &[String]) -> String {
             Some(comment) => comment.split(' ').nth(1).unwrap_or_default(),
             None => line.split(['{', ' ']).next().unwrap_or_default(),
         };
-        let at = families
-            .iter()
-            .position(|family| family.name == name)
-            .unwrap_or_else(|| {
-                families.push(Family {
-                    name,
-                    ..Family::default()
-                });
-                families.len() - 1
-            });
+        let at = *by_name.entry(name).or_insert_with(|| {
+            families.push(Family::default());
+            families.len() - 1
+        });
         let family = &mut families[at];
         match line.starts_with('#') {
-            true if family.comments.contains(&line) => {}
+            true if !comments.insert(line) => {}
             true => family.comments.push(line),
             false => family.samples.push(line),
         }
