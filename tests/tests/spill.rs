@@ -3,6 +3,7 @@
 use std::ffi::OsStr;
 use std::fs;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -437,6 +438,9 @@ fn a_place_that_cannot_hold_it_is_refused_with_the_reason() {
         .says("spill-size");
     let taken = sandbox.join("file");
     fs::write(&taken, "somebody's").expect("write");
+    // Others could have written to it: that comes before what is in it.
+    refused(&taken, "64M", 10).says("lets others in");
+    fs::set_permissions(&taken, PermissionsExt::from_mode(0o600)).expect("chmod");
     refused(&taken, "64M", 2).says("no spill file");
     assert_eq!(fs::read(&taken).expect("read"), b"somebody's");
     assert_eq!(sandbox.arenas(), Vec::<PathBuf>::new());
