@@ -3,8 +3,8 @@
 
     python3 read_log.py BACKING PATH > COPY        PATH is relative to BACKING
 
-The file is as crates/firn-log says it is: the changes of all hosts, applied in their order to what the plain file had. The
-program has all of it in memory, and looks at no checksum. It reads only logs that belong to the user who runs it and are
+The file is as crates/firn-log says it is: the changes of all hosts that no cut took, applied in their order to what the plain
+file had. The program has all of it in memory, and looks at no checksum. It reads only logs that belong to the user who runs it and are
 closed to everybody else: anybody may have made others where the top of a backing is open to others. Nobody may have the file
 open. Without the package xxhash it does not know whose bytes are newer where two hosts wrote the same ones without knowing of
 each other.
@@ -23,11 +23,11 @@ except ImportError:
     order_of = str
 
 
-def numbers(body):
-    """Those of a frame's body, as postcard writes them: 7 bits in each byte, the lowest first."""
+def fields(body):
+    """Those of a frame's body, as postcard writes them: numbers with 7 bits in each byte, the lowest first, and texts."""
     at = 0
 
-    def take(skipped=0):
+    def number(skipped=0):
         nonlocal at
         at += skipped
         value = shift = 0
@@ -38,19 +38,25 @@ def numbers(body):
             if byte < 128:
                 return value
 
-    return take
+    def text():
+        nonlocal at
+        length = number()
+        at += length
+        return body[at - length : at].decode()
+
+    return number, text
 
 
 def frames(index, limit):
-    """Each whole frame: where it begins, its epoch and a function that takes the numbers behind it."""
+    """Each whole frame: where it begins, its epoch, its kind and functions that take what is behind them."""
     at = 0
     while index[at : at + 8] == b"FIRNFRME":
         end = at + 16 + struct.unpack_from("<I", index, at + 8)[0]
         if end > limit:
             return
-        take = numbers(index[at + 16 : end])
-        epoch, _synced = take(), take()
-        yield at, epoch, take
+        take, text = fields(index[at + 16 : end])
+        epoch, _synced, kind = take(), take(), take()
+        yield at, epoch, kind, take, text
         at = end
 
 
@@ -106,44 +112,63 @@ def written(take, container, logs):
                 yield offset + number * (length + gap), file.read(length)
 
 
-def replay(container, data):
-    """Applies all changes in a container to the bytes of the file below it."""
-    names = container.names()
-    if "all" in names:
-        return data
-    if "head" not in names:
-        return data
-    version, _name, base, _checksum = container.link("head").split()
-    if version != "firn-log-2":
-        sys.exit(f"{container.path!r} has another version: {version}")
-    if base != "-":
-        data = data[: int(base)]
+def read_frames(container, names):
+    """The frames of all indexes that count: whose, where, epoch, kind and what is behind."""
     counts = None
     if "seal" in names:
         with container.open("seal") as seal:
             counts = json.loads(seal.read().decode().split("\n", 1)[1])["indexes"]
-    changes = []
-    for writer in (name[2:] for name in names if name.startswith("i-")):
-        host, life = writer.rsplit("-", 1)
-        with container.open(f"i-{writer}") as index:
+    for name in (name[2:] for name in names if name.startswith("i-")):
+        host, life = name.rsplit("-", 1)
+        with container.open(f"i-{name}") as index:
             index = index.read()
-        limit = len(index) if counts is None else counts.get(f"i-{writer}", 0)
-        changes += [(epoch, host, int(life, 16), at, take, f"d-{writer}") for at, epoch, take in frames(index, limit)]
-    changes = [(epoch, order_of(host), *rest) for epoch, host, *rest in changes]
-    for _epoch, _host, _life, _at, take, logs in sorted(changes, key=lambda change: change[:4]):
-        kind = take()
-        if kind == 0:
-            for offset, part in written(take, container, logs):
-                data.extend(bytes(max(0, offset - len(data))))
-                data[offset : offset + len(part)] = part
-        elif kind == 1:
+        limit = len(index) if counts is None else counts.get(f"i-{name}", 0)
+        for at, *frame in frames(index, limit):
+            yield (host, int(life, 16)), at, *frame
+
+
+def replay(container, data):
+    """Applies all changes in a container to the bytes of the file below it."""
+    names = container.names()
+    if "all" in names or "head" not in names:
+        return data
+    version, _name, base, _checksum = container.link("head").split()
+    if version != "firn-log-3":
+        sys.exit(f"{container.path!r} has another version: {version}")
+    if base != "-":
+        data = data[: int(base)]
+    # A cut ends what its host had seen: its own frames before it, and those of other indexes before so many bytes.
+    cuts, grown, changes = [], [], []
+    for writer, at, epoch, kind, take, text in read_frames(container, names):
+        if kind == 1:
             length = take()
-            data = data[:length] + bytes(max(0, length - len(data)))
-        elif kind == 2:
+            seen = {(text(), take()): take() for _ in range(take())}
+            cuts.append((length, {**seen, writer: at}))
+            data = data[:length]
+        elif kind == 4:
+            grown.append((writer, at, take()))
+        elif kind in (0, 2):
+            changes.append((epoch, order_of(writer[0]), writer, at, kind, take))
+    longest = len(data)
+
+    def end_of(writer, at):
+        return min((length for length, seen in cuts if at < seen.get(writer, 0)), default=1 << 63)
+
+    for writer, at, length in grown:
+        longest = max(longest, min(length, end_of(writer, at)))
+    for _epoch, _host, writer, at, kind, take in sorted(changes, key=lambda change: (change[:2], change[2][1], change[3])):
+        limit = end_of(writer, at)
+        if kind == 0:
+            for offset, part in written(take, container, f"d-{writer[0]}-{writer[1]:016x}"):
+                longest = max(longest, min(offset + len(part), limit))
+                part = part[: max(0, limit - offset)]
+                data.extend(bytes(max(0, offset + len(part) - len(data)) if part else 0))
+                data[offset : offset + len(part)] = part
+        else:
             offset, length = take(), take()
-            end = min(offset + length, len(data))
+            end = min(offset + length, limit, len(data))
             data[offset:end] = bytes(max(0, end - offset))
-    return data
+    return data + bytes(longest - len(data))
 
 
 def main(backing, path):

@@ -109,7 +109,7 @@ fuzz_target!(|input: Input| {
             }
         }
         Input::Head(body) => {
-            let mut text = [b"firn-log-2 ", &body[..]].concat();
+            let mut text = [b"firn-log-3 ", &body[..]].concat();
             let checksum = crc32c::crc32c(&text);
             text.extend_from_slice(format!(" {checksum:08x}").as_bytes());
             let _ = Head::decode(&text);

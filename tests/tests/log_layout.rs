@@ -5,9 +5,11 @@
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
+use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -118,6 +120,14 @@ impl Hosts {
     fn mounts(&self, more: &str) -> Vec<FirnMount<'_>> {
         (0..self.hosts.len())
             .map(|at| self.mount(at, more))
+            .collect()
+    }
+
+    /// With the options that users have.
+    fn usual_mounts(&self) -> Vec<FirnMount<'_>> {
+        let hosts = self.hosts.iter();
+        hosts
+            .map(|host| FirnMount::over(host, &self.backing(), "arena-size=64M,layout=log"))
             .collect()
     }
 
@@ -1122,6 +1132,146 @@ fn a_loss_that_is_accepted_is_reported_and_becomes_zeros() {
     assert!(!none.exists());
 }
 
+/// How all hosts set the length of a file.
+#[derive(Clone, Copy, Debug)]
+enum Cut {
+    /// ftruncate(2) to nothing, as MPI_File_set_size(file, 0).
+    SetLen,
+    /// open(2) with O_TRUNC.
+    Truncating,
+    /// fopen("w"), which makes the file if it is not there.
+    Created,
+    /// ftruncate(2) to the length that it is to have: before it is written.
+    Grown,
+    /// fallocate(2) of that.
+    Allocated,
+    /// ftruncate(2) to that length after it was written, by who has synced or not.
+    AtTheEnd { syncs: bool },
+}
+
+const CUTS: [Cut; 7] = [
+    Cut::SetLen,
+    Cut::Truncating,
+    Cut::Created,
+    Cut::Grown,
+    Cut::Allocated,
+    Cut::AtTheEnd { syncs: true },
+    Cut::AtTheEnd { syncs: false },
+];
+
+impl Cut {
+    /// What a host does before all wait for each other and write, to a file that is to have `len` bytes.
+    fn open(self, path: &Path, len: u64) -> io::Result<File> {
+        let mut options = File::options();
+        options.read(true).write(true);
+        match self {
+            Self::Truncating => options.truncate(true).open(path),
+            Self::Created => options.truncate(true).create(true).open(path),
+            Self::SetLen | Self::Grown | Self::Allocated | Self::AtTheEnd { .. } => {
+                let file = options.open(path)?;
+                match self {
+                    Self::SetLen => file.set_len(0)?,
+                    Self::Grown => file.set_len(len)?,
+                    Self::Allocated => fallocate(&file, FallocateFlags::empty(), 0, len)?,
+                    _ => {}
+                }
+                Ok(file)
+            }
+        }
+    }
+
+    /// What it does after all have written.
+    fn end(self, file: &File, len: u64) -> io::Result<()> {
+        match self {
+            Self::AtTheEnd { .. } => file.set_len(len),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether old bytes beyond the new ones stay.
+    fn keeps_rest(self) -> bool {
+        matches!(self, Self::Allocated)
+    }
+}
+
+/// What a host does with a file that all write: opens and cuts it, waits, writes its records, waits, and ends. It waits also
+/// after an error, so that no other host waits for ever.
+fn write_as_one_of_all(
+    path: &Path,
+    cut: Cut,
+    host: u64,
+    hosts: u64,
+    all: &Barrier,
+) -> io::Result<()> {
+    let len = RECORDS_OF_ALL * RECORD as u64;
+    let file = cut.open(path, len);
+    all.wait();
+    let written = file.and_then(|file| {
+        for number in (host..RECORDS_OF_ALL).step_by(hosts as usize) {
+            file.write_all_at(&record(number), number * RECORD as u64)?;
+        }
+        if let Cut::AtTheEnd { syncs: true } = cut {
+            file.sync_all()?;
+        }
+        Ok(file)
+    });
+    all.wait();
+    written.and_then(|file| cut.end(&file, len))
+}
+
+/// Records of all hosts together.
+const RECORDS_OF_ALL: u64 = 31;
+
+/// All hosts cut a file, or set its length, wait for each other, and write their records; as MPI_File_set_size, O_TRUNC and
+/// fopen("w") of all ranks do it.
+///
+/// Proves S-log-64.
+#[test]
+fn a_file_that_all_hosts_cut_has_the_bytes_of_all() {
+    let cluster = Hosts::new("cut-by-all", 3);
+    let mounts = cluster.usual_mounts();
+    let new: Vec<u8> = (0..RECORDS_OF_ALL).flat_map(record).collect();
+    let mut names = Vec::new();
+    for (round, old) in [0, new.len() / 2, 2 * new.len()].into_iter().enumerate() {
+        for cut in CUTS {
+            let name = format!("{cut:?}-{round}").replace(|c: char| !c.is_alphanumeric(), "-");
+            let old = vec![0xcd; old];
+            fs::write(mounts[round].join(&name), &old).expect("write");
+            let all = Barrier::new(mounts.len());
+            let outcomes = std::thread::scope(|scope| {
+                let hosts = mounts.iter().enumerate();
+                let hosts: Vec<_> = hosts
+                    .map(|(host, mount)| {
+                        let (path, all) = (mount.join(&name), &all);
+                        let count = mounts.len() as u64;
+                        let write =
+                            move || write_as_one_of_all(&path, cut, host as u64, count, all);
+                        scope.spawn(write)
+                    })
+                    .collect();
+                hosts
+                    .into_iter()
+                    .map(|host| host.join().expect("a host"))
+                    .collect::<io::Result<()>>()
+            });
+            outcomes.unwrap_or_else(|error| panic!("{name}: {error}"));
+            let mut expected = new.clone();
+            if cut.keeps_rest() {
+                expected.extend(old.get(new.len()..).unwrap_or_default());
+            }
+            for mount in &mounts {
+                assert_same(&mount.join(&name), &expected);
+            }
+            names.push((name, expected));
+        }
+    }
+    cluster.wait_until_clean();
+    for (name, expected) in &names {
+        assert_same(&cluster.plain(name), expected);
+    }
+    mounts.into_iter().for_each(|mount| drop(mount.umount()));
+}
+
 /// Proves S-log-42: docs/read_log.py, beside what a mount reads and what becomes of the file.
 #[test]
 fn a_file_in_logs_is_read_by_a_program_that_knows_the_format() {
@@ -1150,8 +1300,26 @@ fn a_file_in_logs_is_read_by_a_program_that_knows_the_format() {
     for (host, mount) in mounts.iter().enumerate() {
         write_records(&create(mount, "strided"), host as u64, 2);
     }
+    // Cuts by hosts that know nothing of what the other one writes.
+    let files: Vec<File> = mounts.iter().map(|mount| create(mount, "cut")).collect();
+    for _ in 0..60 {
+        let host = random.random_range(0..2);
+        let at = random.random_range(0..20);
+        match random.random_range(0..5) {
+            0 => files[host].set_len(at * RECORD as u64 + 7).expect("cut"),
+            1 => files[host].sync_all().expect("sync"),
+            _ => {
+                let number = 2 * at + host as u64;
+                let written = files[host].write_all_at(&record(number), number * RECORD as u64);
+                written.expect("write");
+            }
+        }
+    }
+    drop(files);
+    let cut = fs::read(mounts[0].join("cut")).expect("read");
+    assert!(cut.len() > RECORD, "{} bytes are left", cut.len());
     mounts.into_iter().for_each(|mount| drop(mount.umount()));
-    assert_eq!(cluster.containers().len(), 2);
+    assert_eq!(cluster.containers().len(), 3);
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/read_log.py");
     let assert_reads = |name: &str, expected: &[u8]| {
         let copy = cluster.shared.join("copy");
@@ -1164,7 +1332,9 @@ fn a_file_in_logs_is_read_by_a_program_that_knows_the_format() {
     let strided = all_records(2);
     assert_reads("shared", &expected);
     assert_reads("strided", &strided);
+    assert_reads("cut", &cut);
     cluster.mount(0, "flatten=demand").umount();
+    assert_same(&cluster.plain("cut"), &cut);
     assert_same(&cluster.plain("shared"), &expected);
     assert_reads("shared", &expected);
     assert_reads("strided", &strided);
@@ -1196,7 +1366,7 @@ fn a_head_that_is_damaged_costs_no_byte() {
     };
     fs::remove_file(&head).expect("unlink");
     assert_refused("file head: it is missing");
-    symlink("firn-log-2 something else", &head).expect("symlink");
+    symlink("firn-log-3 something else", &head).expect("symlink");
     assert_refused("file head: it is damaged");
     flatten(&[all, accept, &report]).code(3).says("lost.json");
     let text = fs::read_to_string(&report).expect("read");

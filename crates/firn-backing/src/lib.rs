@@ -186,6 +186,24 @@ pub trait Backing: Send + Sync + 'static {
     }
     /// ftruncate(2).
     fn set_len(&self, file: &Self::File, len: u64) -> Result<()>;
+    /// Makes a file at least so long: another host may have made it longer since this one asked.
+    fn grow(&self, file: &Self::File, len: u64) -> Result<()> {
+        match self.attr_of_file(file)?.size < len {
+            true => self.set_len(file, len),
+            false => Ok(()),
+        }
+    }
+    /// Ends a [`Backing::set_len`] of this host in which it died. Whether the file is as after it: where not, it is as
+    /// before it.
+    fn finish_set_len(&self, file: &Self::File, len: u64) -> Result<bool> {
+        self.set_len(file, len).map(|()| true)
+    }
+    /// Changes contents to what they are, so that the kernel takes away what a change does (set-user-ID bits, file
+    /// capabilities) where this process may not.
+    fn rewrite_nothing(&self, file: &Self::File) -> Result<()> {
+        let len = self.attr_of_file(file)?.size;
+        self.set_len(file, len)
+    }
     /// fallocate(2) with its `mode` bits.
     fn allocate(&self, file: &Self::File, mode: i32, offset: u64, len: u64) -> Result<()>;
     /// lseek(2) with `SEEK_DATA` or `SEEK_HOLE`.

@@ -444,6 +444,19 @@ impl<B: Backing> Backing for Store<B> {
         delegate!(self, StoreFile(file), |store| store.set_len(file, len))
     }
 
+    fn grow(&self, file: &StoreFile<B>, len: u64) -> Result<()> {
+        delegate!(self, StoreFile(file), |store| store.grow(file, len))
+    }
+
+    fn finish_set_len(&self, file: &StoreFile<B>, len: u64) -> Result<bool> {
+        delegate!(self, StoreFile(file), |store| store
+            .finish_set_len(file, len))
+    }
+
+    fn rewrite_nothing(&self, file: &StoreFile<B>) -> Result<()> {
+        delegate!(self, StoreFile(file), |store| store.rewrite_nothing(file))
+    }
+
     fn allocate(&self, file: &StoreFile<B>, mode: i32, offset: u64, len: u64) -> Result<()> {
         delegate!(self, StoreFile(file), |store| store
             .allocate(file, mode, offset, len))

@@ -1,8 +1,8 @@
 //! Attach: what an earlier firnd left in the arena becomes pending again.
 //!
 //! 1. The arena gives every whole piece, the journal every file id.
-//! 2. A truncation that had begun is done to the end in the backing.
-//! 3. Each known file is looked for under its names and recognised by inode and birth time.
+//! 2. Each known file is looked for under its names and recognised by inode and birth time.
+//! 3. A truncation that had begun is done to the end in the backing, or never was.
 //! 4. Its pieces are laid over each other in the order of their sequences; drained ranges
 //!    are taken out.
 //! 5. What is left is pending and drained without being asked.
@@ -299,8 +299,14 @@ impl<B: Backing> Engine<B> {
         restored: &mut Vec<(Arc<crate::file::File<B>>, u64)>,
         recovered: &mut Recovered,
     ) {
+        let found = self.search(known);
+        let (truncations, failed) = match &found {
+            Search::Found(inode) => self.finish_truncations(id, known, inode),
+            // As programs saw the file last.
+            Search::Removed | Search::Lost { .. } => (known.truncating.to_vec(), None),
+        };
         let mut drained_ranges = known.drained_ranges.clone();
-        for &(sequence, size) in &known.truncating {
+        for (sequence, size) in truncations {
             drained_ranges.push(firn_journal::DrainedRange {
                 offset: size,
                 len: u64::MAX - size,
@@ -315,7 +321,6 @@ impl<B: Backing> Engine<B> {
                 self.arena.mark_dead(*at);
             }
         }
-        let found = self.search(known);
         let inode = match found {
             Search::Found(inode) => inode,
             Search::Removed => {
@@ -337,7 +342,7 @@ impl<B: Backing> Engine<B> {
                 return;
             }
         };
-        if let Err(errno) = self.finish_truncations(id, known, &inode) {
+        if let Some(errno) = failed {
             let reason = format!("its truncation could not be finished: {errno}");
             let lost = lost(id, known, false, reason);
             recovered.lost.push(self.keep_lost(lost, layers));
@@ -420,23 +425,35 @@ impl<B: Backing> Engine<B> {
         }
     }
 
+    /// Ends the truncations that had begun: those that the file is to be as after, and the error of one that failed.
     fn finish_truncations(
         &self,
         id: FileId,
         known: &KnownFile,
         inode: &Arc<Inode<B>>,
-    ) -> crate::Result<()> {
-        for &(sequence, size) in &known.truncating {
-            let file = self.backing.open(&self.object(inode)?, Access::Write)?;
-            self.backing.set_len(&file, size)?;
-            self.journal.append_note(&Record::TruncateEnd {
-                file: id.get(),
-                sequence,
-                size,
-                done: true,
-            });
-        }
-        Ok(())
+    ) -> (Vec<(u64, u64)>, Option<Errno>) {
+        let mut truncations = known.truncating.to_vec();
+        let mut failed = None;
+        truncations.retain(|&(sequence, size)| {
+            let open = || self.backing.open(&self.object(inode)?, Access::Write);
+            let ended = open().and_then(|file| self.backing.finish_set_len(&file, size));
+            match ended {
+                Ok(done) => {
+                    self.journal.append_note(&Record::TruncateEnd {
+                        file: id.get(),
+                        sequence,
+                        size,
+                        done,
+                    });
+                    done
+                }
+                Err(error) => {
+                    failed = Some(error);
+                    true
+                }
+            }
+        });
+        (truncations, failed)
     }
 
     /// Looks for a known file under its names.

@@ -388,7 +388,7 @@ impl<B: Backing> Engine<B> {
     fn ask_size(&self, file: &Arc<File<B>>, end: u64) -> Result<()> {
         let known = self.size_of(file)?;
         if end > known {
-            self.truncate_file(file, end)
+            self.with_exclusive_file(file, |target| self.backing.grow(target, end))
         } else {
             Ok(())
         }

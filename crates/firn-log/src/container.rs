@@ -13,6 +13,7 @@ mod read;
 mod sorting;
 mod view;
 
+use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::ops::Range;
 use std::sync::Arc;
@@ -27,7 +28,7 @@ pub(crate) use self::read::Unreadable;
 
 use self::ahead::ReadAhead;
 use self::view::{Tail, View};
-use crate::frame::Change;
+use crate::frame::{Change, Cut};
 use crate::names::Writer;
 use crate::resolve::{Layers, Segment, WriterId};
 use crate::run::Piece;
@@ -225,10 +226,14 @@ impl<B: Backing> Container<B> {
     /// is opened for writing, and after it was synced.
     pub fn take_epoch(&self, base: &B) -> Result<()> {
         self.refresh(base)?;
+        self.raise_epoch();
+        Ok(())
+    }
+
+    fn raise_epoch(&self) {
         let last = self.view.lock().last_epoch();
         let next = last.map_or(0, |last| last + 1);
         self.epoch.fetch_max(next, Ordering::AcqRel);
-        Ok(())
     }
 
     /// Writes bytes that do not overlap and are not empty, with one frame. After an error none of them counts.
@@ -238,15 +243,45 @@ impl<B: Backing> Container<B> {
         self.add_own(base, &own, appended)
     }
 
-    /// Cuts the file, or makes it longer.
+    /// Cuts the file, or makes it longer, beside what others write: what this host has not seen stays. Where the file has
+    /// that length nothing becomes of it.
     pub fn set_len(&self, base: &B, len: u64) -> Result<()> {
+        let seen = self.look_anew(base)?;
+        if len >= self.len() {
+            return self.grow_seen(base, len);
+        }
         let own = self.own_log(base)?;
-        self.take_epoch(base)?;
-        let appended = own.note(base, self.epoch.load(Ordering::Acquire), Change::Cut(len))?;
-        self.add_own(base, &own, appended)?;
-        // What this host writes next is newer than the cut, whatever others do at the same time.
-        self.epoch.fetch_add(1, Ordering::AcqRel);
+        for part in (Cut { len, seen }).split() {
+            let appended = own.note(base, self.epoch.load(Ordering::Acquire), Change::Cut(part))?;
+            self.add_own(base, &own, appended)?;
+        }
         self.settle_len(base)
+    }
+
+    /// Makes the file at least so long.
+    pub fn grow(&self, base: &B, len: u64) -> Result<()> {
+        self.look_anew(base)?;
+        self.grow_seen(base, len)
+    }
+
+    /// The same, after a look.
+    fn grow_seen(&self, base: &B, len: u64) -> Result<()> {
+        if len <= self.len() {
+            return Ok(());
+        }
+        let own = self.own_log(base)?;
+        let epoch = self.epoch.load(Ordering::Acquire);
+        let appended = own.note(base, epoch, Change::Grown(len))?;
+        self.add_own(base, &own, appended)
+    }
+
+    /// Sees all that was there when it is called, where listings lag too: after a change of its own a host lists anew. How
+    /// much was read of the indexes of others.
+    fn look_anew(&self, base: &B) -> Result<BTreeMap<Writer, u64>> {
+        own::touch(base, &self.dir, &format!("look-{}", self.host))?;
+        let seen = self.see_settled(base)?;
+        self.raise_epoch();
+        Ok(seen)
     }
 
     /// Makes bytes zero, as far as the file has them.

@@ -12,6 +12,7 @@ use std::time::Instant;
 
 use crate::container::{Container, Memory, Walk, next_change};
 use crate::file_id::FileId;
+use crate::frame::Change;
 use crate::head::{self, HEAD, Head};
 use crate::locate::{Holder, Locating, Room};
 use crate::orphans::{DEAD, Found, unmark};
@@ -541,16 +542,53 @@ impl<B: Backing> LoggedFile<B> {
         })
     }
 
-    /// Cuts the file, or makes it longer.
+    /// Cuts the file, or makes it longer. What this host has not seen stays.
     pub(crate) fn set_len(
         &self,
         place: &Place<'_, B>,
         plain: &PlainBytes<'_>,
         len: u64,
     ) -> Result<()> {
+        self.look_again(place)?;
+        if !self.is_logged() && plain()? == len {
+            return Ok(());
+        }
         self.change(place, plain, &|container| {
+            self.len(plain()?);
             container.set_len(place.base, len)
         })
+    }
+
+    /// Makes the file at least so long.
+    pub(crate) fn grow(
+        &self,
+        place: &Place<'_, B>,
+        plain: &PlainBytes<'_>,
+        len: u64,
+    ) -> Result<()> {
+        self.look_again(place)?;
+        if !self.is_logged() && plain()? >= len {
+            return Ok(());
+        }
+        self.change(place, plain, &|container| {
+            self.len(plain()?);
+            container.grow(place.base, len)
+        })
+    }
+
+    /// Whether the last thing that this host did to the file before it died was to set its length to `len`.
+    pub(crate) fn was_set_to(&self, place: &Place<'_, B>, len: u64) -> Result<bool> {
+        self.look_again(place)?;
+        for generation in self.all().iter().rev() {
+            let last = generation.container.last_change_of_own_index(place.base)?;
+            match last {
+                None => {}
+                Some(Change::Cut(cut)) => return Ok(cut.len == len),
+                Some(Change::Grown(grown)) => return Ok(grown == len),
+                Some(_) => return Ok(false),
+            }
+        }
+        Ok(false)
     }
 
     /// Makes bytes zero; the length stays.

@@ -10,8 +10,11 @@
 //! A frame is appended after the bytes that it speaks of. The first one that is not whole ends an index: the host died
 //! there. A writer never appends to the index of another, nor to its own of an earlier life.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
+use crate::names::Writer;
 use crate::run::{FILE_BYTES_MAX, Piece, Run, StoredRuns};
 
 /// Bytes of a log that have one checksum, counted from the position of the frame.
@@ -46,12 +49,53 @@ pub struct Frame {
 pub enum Change {
     /// Bytes were written.
     Written(Written),
-    /// The file was cut, or made longer, to so many bytes.
-    Cut(u64),
+    /// The file was cut.
+    Cut(Cut),
+    /// The file was made longer, to so many bytes; nothing is hidden by it.
+    Grown(u64),
     /// Bytes from an offset on became zero; there are some.
     Zeroed(Piece),
     /// Nothing: what came before was synced.
     Synced,
+}
+
+/// A cut of the file, which hides what its host had seen of it: its own changes before it, and the frames of other indexes
+/// that it names.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Cut {
+    /// Bytes that are left.
+    pub len: u64,
+    /// Whose frames it hides beyond that: those that begin before so many bytes of the index.
+    pub seen: BTreeMap<Writer, u64>,
+}
+
+/// Bytes that the writers of one cut take in a frame, at most.
+const SEEN_BYTES_MAX: usize = BODY_BYTES_MAX / 2;
+
+impl Cut {
+    /// The same in as many frames as it takes.
+    pub(crate) fn split(self) -> Vec<Self> {
+        let len = self.len;
+        let mut parts = vec![Self {
+            len,
+            ..Self::default()
+        }];
+        let mut bytes = 0;
+        for (writer, until) in self.seen {
+            // A name, and numbers of at most ten bytes each.
+            bytes += writer.host().len() + 30;
+            if bytes > SEEN_BYTES_MAX {
+                bytes = writer.host().len() + 30;
+                parts.push(Self {
+                    len,
+                    ..Self::default()
+                });
+            }
+            let part = parts.last_mut().expect("there is one");
+            part.seen.insert(writer, until);
+        }
+        parts
+    }
 }
 
 /// Bytes in a log.
@@ -109,12 +153,16 @@ enum StoredChange {
         checksums: Vec<[u8; 4]>,
         runs: StoredRuns,
     },
-    Cut(u64),
+    Cut {
+        len: u64,
+        seen: Vec<(Writer, u64)>,
+    },
     Zeroed {
         offset: u64,
         len: u64,
     },
     Synced,
+    Grown(u64),
 }
 
 /// What the next bytes of an index are.
@@ -189,7 +237,7 @@ impl Change {
     /// Where its bytes are, if it wrote any, and what they are. Of zeros, only what they are.
     pub(crate) fn split(self) -> (Option<Span>, Vec<Run>) {
         match self {
-            Self::Cut(_) | Self::Synced => (None, Vec::new()),
+            Self::Cut(_) | Self::Grown(_) | Self::Synced => (None, Vec::new()),
             Self::Zeroed(piece) => (None, vec![Run::of_piece(piece)]),
             Self::Written(written) => {
                 let span = Span {
@@ -205,7 +253,11 @@ impl Change {
 
     fn pack(&self) -> StoredChange {
         match self {
-            Self::Cut(len) => StoredChange::Cut(*len),
+            Self::Cut(cut) => StoredChange::Cut {
+                len: cut.len,
+                seen: cut.seen.clone().into_iter().collect(),
+            },
+            Self::Grown(len) => StoredChange::Grown(*len),
             Self::Synced => StoredChange::Synced,
             Self::Zeroed(Piece { offset, len }) => StoredChange::Zeroed {
                 offset: *offset,
@@ -230,7 +282,12 @@ impl StoredChange {
     fn unpack(self) -> Option<Change> {
         let (log, position, checksums, runs) = match self {
             Self::Synced => return Some(Change::Synced),
-            Self::Cut(len) => return (len <= FILE_BYTES_MAX).then_some(Change::Cut(len)),
+            Self::Cut { len, seen } => {
+                let is_right = len <= FILE_BYTES_MAX && seen.iter().all(|(of, _)| of.is_right());
+                let seen = seen.into_iter().collect();
+                return is_right.then_some(Change::Cut(Cut { len, seen }));
+            }
+            Self::Grown(len) => return (len <= FILE_BYTES_MAX).then_some(Change::Grown(len)),
             Self::Zeroed { offset, len } => {
                 let end = offset.checked_add(len)?;
                 let is_right = len > 0 && end <= FILE_BYTES_MAX;
@@ -300,7 +357,15 @@ mod tests {
             Frame {
                 epoch: 0,
                 synced: 0,
-                change: Change::Cut(0),
+                change: Change::Cut(Cut {
+                    len: 0,
+                    seen: BTreeMap::from([(Writer::new("node-17", 3), 4711)]),
+                }),
+            },
+            Frame {
+                epoch: 7,
+                synced: 0,
+                change: Change::Grown(1 << 40),
             },
             Frame {
                 epoch: 1,
@@ -316,6 +381,29 @@ mod tests {
     #[test]
     fn an_index_of_many_strided_pieces_is_small() {
         assert!(encoded(&strided(10_000, 4096)).len() < 256);
+    }
+
+    #[test]
+    fn a_cut_that_has_seen_many_hosts_has_several_frames() {
+        let hosts = (0..3000).map(|number| (Writer::new(&format!("{number:0250}"), 1), number + 1));
+        let cut = Cut {
+            len: 7,
+            seen: hosts.collect(),
+        };
+        let parts = cut.clone().split();
+        assert!(parts.len() > 1);
+        let frames = parts.iter().map(|part| Frame {
+            epoch: 1,
+            synced: 0,
+            change: Change::Cut(part.clone()),
+        });
+        for frame in frames {
+            let bytes = encoded(&frame);
+            assert_eq!(Frame::decode(&bytes), Next::Frame(frame, bytes.len()));
+        }
+        let seen: BTreeMap<Writer, u64> = parts.into_iter().flat_map(|part| part.seen).collect();
+        assert_eq!(seen, cut.seen);
+        assert_eq!(Cut::default().split(), [Cut::default()]);
     }
 
     #[test]

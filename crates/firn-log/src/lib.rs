@@ -8,6 +8,7 @@
 //! |---|---|
 //! | [`run`] | the pattern in a writer's pieces |
 //! | [`frame`] | the bytes of an index |
+//! | [`cut`] | where what a host wrote ends |
 //! | [`resolve`] | where each byte of a file is, by what all hosts say |
 //! | [`container`] | the logs of all hosts for one file |
 //! | [`backing`] | a backing over a backing, with files in containers |
@@ -18,13 +19,14 @@ mod append;
 pub mod backing;
 pub mod block;
 pub mod container;
+pub mod cut;
 mod file;
 mod file_id;
 pub mod frame;
 pub mod head;
 mod index_reader;
 mod locate;
-mod names;
+pub mod names;
 mod orphans;
 pub mod resolve;
 pub mod run;

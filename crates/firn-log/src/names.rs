@@ -9,19 +9,20 @@
 use std::ops::Range;
 
 use firn_trust::is_component;
+use serde::{Deserialize, Serialize};
 
 use crate::resolve::WriterId;
 
 /// Who has an index: a host in one of its lives.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Writer {
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Writer {
     host: String,
     life: u64,
 }
 
 impl Writer {
     /// `host` is a name that a file name may have.
-    pub(crate) fn new(host: &str, life: u64) -> Self {
+    pub fn new(host: &str, life: u64) -> Self {
         debug_assert!(is_component(host.as_bytes()));
         Self {
             host: host.to_owned(),
@@ -33,7 +34,13 @@ impl Writer {
         &self.host
     }
 
-    pub(crate) fn id(&self) -> WriterId {
+    /// Whether a stored one is one.
+    pub(crate) fn is_right(&self) -> bool {
+        is_component(self.host.as_bytes())
+    }
+
+    /// What all hosts know it by.
+    pub fn id(&self) -> WriterId {
         WriterId {
             host: xxhash_rust::xxh3::xxh3_64(self.host.as_bytes()),
             life: self.life,
@@ -75,7 +82,7 @@ impl Writer {
             host: host.to_owned(),
             life: number(life)?,
         };
-        is_component(host.as_bytes()).then_some(found)
+        found.is_right().then_some(found)
     }
 }
 

@@ -4,12 +4,16 @@
 //! syncs it takes an epoch that is larger than all that it can see, so what it writes from then on is newer than what
 //! others had published before: MPI-IO's sync, barrier, sync. Changes that did not know of each other have an order too,
 //! and it is the same for every reader and for the flat file.
+//!
+//! Cuts have no part in that order. One hides what its host had seen ([`crate::cut`]), as if that had never been there; a
+//! write that it had not seen counts, wherever it is in the order. The file ends where the last change that is left does.
 
-use std::collections::{BTreeMap, BinaryHeap};
+use std::collections::{BTreeMap, BinaryHeap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::frame::{Change, Frame, Span};
+use crate::cut::{Growth, Growths, Limit, Limits};
+use crate::frame::{Change, Cut, Frame, Span};
 use crate::run::Run;
 
 /// When a change was made, among those of all hosts.
@@ -185,43 +189,92 @@ impl Layers {
 }
 
 /// What counts of each change, and of the plain file.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(crate) struct Outline {
     /// Bytes of the plain file that count where no host wrote.
     base_bytes: u64,
-    /// Sorted by key, and so by length: a cut before one that left less means nothing any more.
-    cuts: Vec<(Key, u64)>,
+    /// The shortest length of all cuts: each host had seen the plain file.
+    base_limit: u64,
+    limits: HashMap<WriterId, Limits>,
+    growths: HashMap<WriterId, Growths>,
+    /// The largest epoch of a cut or growth.
+    last_epoch: Option<u64>,
+}
+
+impl Default for Outline {
+    fn default() -> Self {
+        Self {
+            base_bytes: 0,
+            base_limit: u64::MAX,
+            limits: HashMap::new(),
+            growths: HashMap::new(),
+            last_epoch: None,
+        }
+    }
 }
 
 impl Outline {
-    fn add_cut(&mut self, key: Key, len: u64) {
-        let at = self.cuts.partition_point(|(other, _)| *other < key);
-        if self.cuts[at..]
-            .first()
-            .is_some_and(|(_, later)| *later <= len)
-        {
-            return;
+    /// Takes a cut, which hides the frames of its own index before it.
+    fn add_cut(&mut self, key: Key, cut: &Cut) {
+        self.note_epoch(key.epoch);
+        self.limit_base(cut.len);
+        let len = cut.len;
+        let until = key.frame;
+        self.limit(key.writer, Limit { until, len });
+        for (writer, &until) in &cut.seen {
+            self.limit(writer.id(), Limit { until, len });
         }
-        let first = self.cuts[..at].partition_point(|(_, earlier)| *earlier < len);
-        self.cuts.splice(first..at, [(key, len)]);
     }
 
-    fn last_cut(&self) -> Option<(Key, u64)> {
-        self.cuts.last().copied()
+    pub(crate) fn limit_base(&mut self, len: u64) {
+        self.base_limit = self.base_limit.min(len);
     }
 
-    /// Where what was there when `key` was made ends by now: later cuts took the rest.
-    fn limit_after(&self, key: Option<Key>) -> u64 {
-        let first = key.map_or(0, |key| {
-            self.cuts.partition_point(|(other, _)| *other < key)
-        });
-        let later = self.cuts.get(first);
-        later.map_or(u64::MAX, |(_, len)| *len)
+    pub(crate) fn limit(&mut self, writer: WriterId, limit: Limit) {
+        self.limits.entry(writer).or_default().add(limit);
+    }
+
+    pub(crate) fn grow(&mut self, writer: WriterId, growth: Growth) {
+        self.growths.entry(writer).or_default().add(growth);
+    }
+
+    fn note_epoch(&mut self, epoch: u64) {
+        self.last_epoch = self.last_epoch.max(Some(epoch));
+    }
+
+    /// Takes what another one has.
+    fn merge(&mut self, other: &Self) {
+        self.limit_base(other.base_limit);
+        self.last_epoch = self.last_epoch.max(other.last_epoch);
+        for (writer, limits) in &other.limits {
+            limits.iter().for_each(|limit| self.limit(*writer, limit));
+        }
+        for (writer, growths) in &other.growths {
+            growths.iter().for_each(|growth| self.grow(*writer, growth));
+        }
+    }
+
+    /// What cuts left of the frames of an index.
+    pub(crate) fn limits_of(&self, writer: WriterId) -> Option<&Limits> {
+        self.limits.get(&writer)
+    }
+
+    /// Where what a change wrote ends.
+    fn limit_of(&self, key: Key) -> u64 {
+        let limits = self.limits_of(key.writer);
+        limits.map_or(u64::MAX, |limits| limits.of(key.frame))
     }
 
     /// Bytes of the plain file that count: those that no host has cut.
     fn base_end(&self) -> u64 {
-        self.base_bytes.min(self.limit_after(None))
+        self.base_bytes.min(self.base_limit)
+    }
+
+    /// Bytes that the file has whatever was written.
+    fn least_len(&self) -> u64 {
+        let growths = self.growths.iter();
+        let grown = growths.map(|(writer, growths)| growths.end(self.limits_of(*writer)));
+        self.base_end().max(grown.max().unwrap_or(0))
     }
 
     /// Where the bytes of `range` are, which the file has: in order and without gaps.
@@ -231,7 +284,7 @@ impl Outline {
         found.sort_unstable_by_key(|layer| (layer.key, layer.place));
         let mut parts = Vec::new();
         for (rank, layer) in found.iter().enumerate() {
-            let end = range.end.min(self.limit_after(Some(layer.key)));
+            let end = range.end.min(self.limit_of(layer.key));
             let its = layer.run.parts_in(range.start..end);
             parts.extend(its.map(|part| VisiblePart {
                 rank,
@@ -309,7 +362,8 @@ impl VisiblePart {
 /// What hosts said of one file, as far as it is in memory.
 #[derive(Clone, Debug, Default)]
 pub struct Resolver {
-    outline: Outline,
+    /// Shared with who reads by it.
+    outline: Arc<Outline>,
     changes: BTreeMap<Key, Painting>,
     /// Length of the file.
     len: u64,
@@ -332,10 +386,10 @@ impl Resolver {
     pub fn new(base_bytes: u64) -> Self {
         let outline = Outline {
             base_bytes,
-            cuts: Vec::new(),
+            ..Outline::default()
         };
         Self {
-            outline,
+            outline: Arc::new(outline),
             len: base_bytes,
             ..Self::default()
         }
@@ -344,8 +398,7 @@ impl Resolver {
     /// The plain file has so many bytes now that count.
     pub fn set_base(&mut self, bytes: u64) {
         if self.outline.base_bytes != bytes {
-            self.outline.base_bytes = bytes;
-            self.len = self.find_len();
+            self.change_outline(|outline| outline.base_bytes = bytes);
         }
     }
 
@@ -362,7 +415,13 @@ impl Resolver {
             frame: offset,
         };
         match frame.change {
-            Change::Cut(len) => return self.add_cut(key, len),
+            Change::Cut(cut) => return self.change_outline(|outline| outline.add_cut(key, &cut)),
+            Change::Grown(len) => {
+                return self.change_outline(|outline| {
+                    outline.note_epoch(key.epoch);
+                    outline.grow(writer, Growth { frame: offset, len });
+                });
+            }
             Change::Synced => return,
             Change::Written(_) | Change::Zeroed(_) => {}
         }
@@ -375,21 +434,14 @@ impl Resolver {
             runs,
             span: span.map(Arc::new),
         };
-        if self.makes_longer(key, &painting) {
-            self.len = self.len.max(painting.covers.end);
-        }
+        self.len = self.len.max(self.end_of(key, &painting));
         self.changes.insert(key, painting);
     }
 
-    /// The file was cut, or made longer.
-    pub(crate) fn add_cut(&mut self, key: Key, len: u64) {
-        self.outline.add_cut(key, len);
+    /// Takes what is known of cuts and growths.
+    pub(crate) fn change_outline(&mut self, change: impl FnOnce(&mut Outline)) {
+        change(Arc::make_mut(&mut self.outline));
         self.len = self.find_len();
-    }
-
-    /// The last cut.
-    pub(crate) fn last_cut(&self) -> Option<Key> {
-        self.outline.last_cut().map(|(key, _)| key)
     }
 
     /// Forgets changes of bytes of a writer that are found elsewhere: those whose frames begin before `to`.
@@ -398,17 +450,14 @@ impl Resolver {
             .retain(|key, _| key.writer != writer || key.frame >= to);
     }
 
-    /// Takes what another one has of a writer: cuts, and changes of bytes whose frames begin at `from` or later.
+    /// Takes what another one has: all cuts and growths, and changes of bytes of a writer whose frames begin at `from` or
+    /// later.
     pub(crate) fn take_changes(&mut self, other: &Self, writer: WriterId, from: u64) {
-        let is_its = |key: &Key| key.writer == writer;
         let changes = other.changes.iter();
-        let later = changes.filter(|(key, _)| is_its(key) && key.frame >= from);
+        let later = changes.filter(|(key, _)| key.writer == writer && key.frame >= from);
         self.changes
             .extend(later.map(|(key, painting)| (*key, painting.clone())));
-        for (key, len) in other.outline.cuts.iter().filter(|(key, _)| is_its(key)) {
-            self.outline.add_cut(*key, *len);
-        }
-        self.len = self.find_len();
+        self.change_outline(|outline| outline.merge(&other.outline));
     }
 
     /// By what is not in memory, the file is at least so long.
@@ -434,23 +483,23 @@ impl Resolver {
 
     /// The largest epoch of a change.
     pub fn last_epoch(&self) -> Option<u64> {
-        let cut = self.outline.last_cut().map(|(key, _)| key.epoch);
         let change = self.changes.keys().next_back().map(|key| key.epoch);
-        cut.max(change)
+        self.outline.last_epoch.max(change)
     }
 
     fn find_len(&self) -> u64 {
         let changes = self.changes.iter();
-        let longer = changes.filter(|(key, painting)| self.makes_longer(**key, painting));
-        let end = longer.map(|(_, painting)| painting.covers.end).max();
-        let cut = self.outline.last_cut();
-        let len = cut.map_or(self.outline.base_bytes, |(_, len)| len);
-        len.max(end.unwrap_or(0)).max(self.outside_end)
+        let end = changes.map(|(key, painting)| self.end_of(*key, painting));
+        let least = self.outline.least_len().max(self.outside_end);
+        least.max(end.max().unwrap_or(0))
     }
 
-    /// Whether the file is at least as long as the change reaches: zeros make no file longer, and later cuts count.
-    fn makes_longer(&self, key: Key, painting: &Painting) -> bool {
-        painting.span.is_some() && self.last_cut().is_none_or(|cut| key > cut)
+    /// The file has at least so many bytes for a change: zeros make no file longer.
+    fn end_of(&self, key: Key, painting: &Painting) -> u64 {
+        match painting.span {
+            Some(_) => painting.covers.end.min(self.outline.limit_of(key)),
+            None => 0,
+        }
     }
 
     /// Bytes of the plain file that count: those that no host has cut.
@@ -458,8 +507,8 @@ impl Resolver {
         self.outline.base_end()
     }
 
-    pub(crate) fn outline(&self) -> Outline {
-        self.outline.clone()
+    pub(crate) fn outline(&self) -> Arc<Outline> {
+        Arc::clone(&self.outline)
     }
 
     /// Finds the layers that may have bytes in `range`. False if those are too many.

@@ -11,10 +11,11 @@ use std::sync::Arc;
 
 use firn_backing::{Backing, Errno, Result};
 
+use crate::cut::Growth;
 use crate::frame::{Change, Frame, Span};
 use crate::names::Writer;
 use crate::resolve::{Key, Layer, layers_of};
-use crate::table::{Cut, Table, TableWriter};
+use crate::table::{Cuts, Table, TableWriter};
 
 /// So many tables of one level become one of the next.
 const MERGED_TABLES: usize = 16;
@@ -33,7 +34,8 @@ pub(crate) struct Sorter<'a, B: Backing> {
 impl<B: Backing> Sorter<'_, B> {
     /// Makes a table of frames, which are with where they begin: those of `part` of the index.
     pub(crate) fn sort(&self, frames: Vec<(u64, Frame)>, part: Range<u64>) -> Result<()> {
-        let (mut layers, mut spans, mut cuts) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut layers, mut spans, mut cuts) = (Vec::new(), Vec::new(), Cuts::default());
+        let last_epoch = frames.iter().map(|(_, frame)| frame.epoch).max();
         for (offset, frame) in frames {
             let key = Key {
                 epoch: frame.epoch,
@@ -41,11 +43,8 @@ impl<B: Backing> Sorter<'_, B> {
                 frame: offset,
             };
             match frame.change {
-                Change::Cut(len) => cuts.push(Cut {
-                    epoch: key.epoch,
-                    frame: offset,
-                    len,
-                }),
+                Change::Cut(cut) => cuts.add_cut(self.writer, offset, cut),
+                Change::Grown(len) => cuts.growths.add(Growth { frame: offset, len }),
                 Change::Synced => {}
                 change @ (Change::Written(_) | Change::Zeroed(_)) => {
                     let (span, runs) = change.split();
@@ -56,9 +55,9 @@ impl<B: Backing> Sorter<'_, B> {
             }
         }
         layers.sort_unstable_by_key(order);
-        cuts.sort_unstable_by_key(|cut| (cut.epoch, cut.frame));
         let layers = layers.into_iter().map(Ok);
-        self.make(0, part, layers, spans.into_iter().map(Ok), &cuts)
+        let rest = (cuts, last_epoch.unwrap_or(0));
+        self.make(0, part, layers, spans.into_iter().map(Ok), rest)
     }
 
     /// Merges the last tables of a cover where there are enough of a level; false if there are not.
@@ -104,10 +103,13 @@ impl<B: Backing> Sorter<'_, B> {
         let sources = tables.iter().map(|table| table.layers(self.base));
         let layers = Merged::new(sources)?;
         let spans = tables.iter().flat_map(|table| table.spans(self.base));
-        let cuts = tables.iter().flat_map(|table| table.directory.cuts.iter());
-        let mut cuts: Vec<Cut> = cuts.copied().collect();
-        cuts.sort_unstable_by_key(|cut| (cut.epoch, cut.frame));
-        self.make(level, part, layers, spans, &cuts)
+        let mut cuts = Cuts::default();
+        for table in tables {
+            cuts.merge(&table.directory.cuts);
+        }
+        let epochs = tables.iter().map(|table| table.directory.last_epoch);
+        let rest = (cuts, epochs.max().unwrap_or(0));
+        self.make(level, part, layers, spans, rest)
     }
 
     fn make(
@@ -116,10 +118,12 @@ impl<B: Backing> Sorter<'_, B> {
         part: Range<u64>,
         layers: impl Iterator<Item = Result<Layer>>,
         spans: impl Iterator<Item = Result<(u64, Span)>>,
-        cuts: &[Cut],
+        (cuts, last_epoch): (Cuts, u64),
     ) -> Result<()> {
         let mut table = TableWriter::create(self.base, self.dir, level, part, self.turn)?;
-        match fill(&mut table, layers, spans, cuts) {
+        table.set_cuts(cuts);
+        table.note_epoch(last_epoch);
+        match fill(&mut table, layers, spans) {
             Ok(()) => table.finish(self.writer),
             Err(error) => {
                 table.abandon();
@@ -133,7 +137,6 @@ fn fill<B: Backing>(
     table: &mut TableWriter<'_, B>,
     layers: impl Iterator<Item = Result<Layer>>,
     spans: impl Iterator<Item = Result<(u64, Span)>>,
-    cuts: &[Cut],
 ) -> Result<()> {
     for layer in layers {
         table.push_layer(&layer?)?;
@@ -141,9 +144,6 @@ fn fill<B: Backing>(
     for span in spans {
         let (frame, span) = span?;
         table.push_span(frame, &span)?;
-    }
-    for cut in cuts {
-        table.push_cut(*cut);
     }
     Ok(())
 }

@@ -3,7 +3,7 @@
 //! ```text
 //! blocks of layers   each about 64 KiB, sorted by the first byte in the file
 //! blocks of spans    as the frames stood in the index: place and checksums of their bytes
-//! directory          lowest and highest byte, epoch, place and checksum of each block; all cuts
+//! directory          lowest and highest byte, last frame, place and checksum of each block; what its cuts left
 //! u32 bytes of the directory, u32 CRC32C of it, "FIRNSORT"
 //! ```
 //!
@@ -14,6 +14,7 @@
 //! * It never changes, and two of the same name have the same bytes.
 //! * Layers are sorted by first byte, then by key; spans by frame.
 
+use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::ops::Range;
 use std::sync::Arc;
@@ -26,9 +27,10 @@ use quick_cache::sync::Cache;
 use serde::{Deserialize, Serialize};
 
 use crate::block::{BLOCK_BYTES, LayerDecoder, LayerEncoder, SpanEncoder, decode_spans};
-use crate::frame::Span;
+use crate::cut::{Growths, Limit, Limits};
+use crate::frame::{Cut, Span};
 use crate::names::Writer;
-use crate::resolve::{Key, Layer, Layers, WriterId};
+use crate::resolve::{Key, Layer, Layers, Outline, WriterId};
 use crate::run::FILE_BYTES_MAX;
 
 const MAGIC: [u8; 8] = *b"FIRNSORT";
@@ -88,29 +90,88 @@ pub struct Directory {
     pub to: u64,
     /// The largest epoch of a change.
     pub last_epoch: u64,
-    /// Epoch and frame of the first change that wrote bytes.
-    pub first: (u64, u64),
-    /// Epoch and frame of the last one.
-    pub last: (u64, u64),
+    /// The first frame that wrote bytes.
+    pub first: u64,
+    /// The last one.
+    pub last: u64,
     /// One after the last byte of the file that was written; 0 if none was.
     pub end: u64,
-    /// Cuts that no later one in the same table made void.
-    pub cuts: Vec<Cut>,
+    /// What its cuts left.
+    pub cuts: Cuts,
     /// Blocks of layers.
     pub layers: Vec<LayerBlock>,
     /// Blocks of spans.
     pub spans: Vec<SpanBlock>,
 }
 
-/// A cut of the file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Cut {
-    /// Of its frame.
-    pub epoch: u64,
-    /// Where the frame begins in the index.
-    pub frame: u64,
-    /// Bytes that the file had afterwards.
-    pub len: u64,
+/// What the cuts and growths in a part of an index make of the file.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cuts {
+    /// Where the plain file ends, if there is a cut.
+    pub base: Option<u64>,
+    /// Where what hosts wrote ends.
+    pub limits: BTreeMap<Writer, Limits>,
+    /// What made the file longer.
+    pub growths: Growths,
+}
+
+impl Cuts {
+    /// Takes a cut of `writer`, whose frame begins at `frame` in its index.
+    pub(crate) fn add_cut(&mut self, writer: &Writer, frame: u64, cut: Cut) {
+        let len = cut.len;
+        self.limit_base(len);
+        let own = (writer.clone(), frame);
+        for (writer, until) in cut.seen.into_iter().chain([own]) {
+            self.limit(writer, Limit { until, len });
+        }
+    }
+
+    fn limit_base(&mut self, len: u64) {
+        self.base = Some(self.base.map_or(len, |base| base.min(len)));
+    }
+
+    fn limit(&mut self, writer: Writer, limit: Limit) {
+        if limit.until > 0 {
+            self.limits.entry(writer).or_default().add(limit);
+        }
+    }
+
+    /// Takes what those of another part make of it.
+    pub(crate) fn merge(&mut self, other: &Self) {
+        if let Some(base) = other.base {
+            self.limit_base(base);
+        }
+        for (writer, limits) in &other.limits {
+            for limit in limits.iter() {
+                self.limit(writer.clone(), limit);
+            }
+        }
+        for growth in other.growths.iter() {
+            self.growths.add(growth);
+        }
+    }
+
+    /// Tells them of a file; they are of an index of `writer`.
+    pub(crate) fn tell(&self, writer: WriterId, outline: &mut Outline) {
+        if let Some(base) = self.base {
+            outline.limit_base(base);
+        }
+        for (of, limits) in &self.limits {
+            let of = of.id();
+            limits.iter().for_each(|limit| outline.limit(of, limit));
+        }
+        for growth in self.growths.iter() {
+            outline.grow(writer, growth);
+        }
+    }
+
+    fn is_right(&self) -> bool {
+        let is_limited =
+            |(writer, limits): (&Writer, &Limits)| writer.is_right() && limits.is_right();
+        self.base <= Some(FILE_BYTES_MAX)
+            && self.limits.iter().all(is_limited)
+            && self.growths.is_right()
+    }
 }
 
 /// Where a block is.
@@ -133,8 +194,8 @@ pub struct LayerBlock {
     pub lowest: u64,
     /// One after the last byte of any of them.
     pub highest: u64,
-    /// Largest epoch of any of them.
-    pub epoch: u64,
+    /// The last frame of any of them.
+    pub last: u64,
     /// One after the last byte of any layer in this block or one before it.
     pub reach: u64,
 }
@@ -193,15 +254,19 @@ impl Directory {
             && has_order
             && self.layers.is_sorted_by_key(|block| block.lowest)
             && self.spans.is_sorted_by_key(|block| block.first)
-            && self.cuts.iter().all(|cut| cut.len <= FILE_BYTES_MAX)
+            && self.cuts.is_right()
             && places.all(|place| place.is_right(data_bytes))
     }
 
     fn note_written(&mut self, layer: &Layer) {
-        let key = (layer.key.epoch, layer.key.frame);
+        let frame = layer.key.frame;
         let is_first = self.end == 0;
-        self.first = if is_first { key } else { self.first.min(key) };
-        self.last = self.last.max(key);
+        self.first = if is_first {
+            frame
+        } else {
+            self.first.min(frame)
+        };
+        self.last = self.last.max(frame);
         self.end = self.end.max(layer.run.span().end);
     }
 }
@@ -221,13 +286,13 @@ impl BlockPlace {
 pub(crate) struct Table<B: Backing> {
     id: u64,
     pub(crate) name: String,
-    writer: WriterId,
+    pub(crate) writer: WriterId,
     file: B::File,
     pub(crate) directory: Directory,
     /// A block of it was not as it was written.
     is_damaged: AtomicBool,
-    /// One after the last byte that was written after a cut, for the last cut that was asked for.
-    end_after: Mutex<Option<(Key, u64)>>,
+    /// One after the last byte that cuts left, for those that were asked for last.
+    end: Mutex<Option<(Vec<Limit>, u64)>>,
 }
 
 impl<B: Backing> Table<B> {
@@ -258,22 +323,12 @@ impl<B: Backing> Table<B> {
             file,
             directory,
             is_damaged: AtomicBool::new(false),
-            end_after: Mutex::default(),
+            end: Mutex::default(),
         }))
     }
 
     pub(crate) fn part(&self) -> Range<u64> {
         self.directory.from..self.directory.to
-    }
-
-    /// The last cut in it.
-    pub(crate) fn last_cut(&self) -> Option<Key> {
-        let cut = self.directory.cuts.last()?;
-        Some(Key {
-            epoch: cut.epoch,
-            writer: self.writer,
-            frame: cut.frame,
-        })
     }
 
     pub(crate) fn is_damaged(&self) -> bool {
@@ -336,45 +391,42 @@ impl<B: Backing> Table<B> {
         Ok(None)
     }
 
-    /// One after the last byte that was written after a cut, if that is known without reading.
-    pub(crate) fn end_after(&self, cut: Option<Key>) -> Option<u64> {
-        let key = |(epoch, frame)| Key {
-            epoch,
-            writer: self.writer,
-            frame,
-        };
+    /// One after the last byte that cuts left of what was written, if that is known without reading.
+    pub(crate) fn end(&self, limits: Option<&Limits>) -> Option<u64> {
         let Directory {
             first, last, end, ..
         } = self.directory;
-        match cut {
-            None => Some(end),
-            Some(cut) if end == 0 || key(last) < cut => Some(0),
-            Some(cut) if key(first) > cut => Some(end),
-            Some(cut) => {
-                let known = *self.end_after.lock();
-                known.filter(|(of, _)| *of == cut).map(|(_, end)| end)
-            }
+        let Some(limits) = limits else {
+            return Some(end);
+        };
+        // Later frames end nowhere before earlier ones.
+        if limits.of(first) == limits.of(last) {
+            return Some(end.min(limits.of(last)));
         }
+        let known = self.end.lock();
+        let known = known.as_ref()?;
+        (known.0 == limits.between(first, last)).then_some(known.1)
     }
 
     /// Finds it, and knows it from then on.
-    pub(crate) fn find_end_after(&self, base: &B, cut: Key) -> Result<()> {
-        if self.end_after(Some(cut)).is_some() {
+    pub(crate) fn find_end(&self, base: &B, limits: Option<&Limits>) -> Result<()> {
+        let Some(limits) = limits.filter(|limits| self.end(Some(limits)).is_none()) else {
             return Ok(());
-        }
+        };
         let mut end = 0;
         for block in &self.directory.layers {
-            if block.highest <= end || block.epoch < cut.epoch {
+            if block.highest.min(limits.of(block.last)) <= end {
                 continue;
             }
             for layer in LayerDecoder::new(self.read(base, block.place)?, self.writer) {
                 let layer = layer.map_err(|_| self.reject())?;
-                if layer.place.is_some() && layer.key > cut {
-                    end = end.max(layer.run.span().end);
+                if layer.place.is_some() {
+                    end = end.max(layer.run.span().end.min(limits.of(layer.key.frame)));
                 }
             }
         }
-        *self.end_after.lock() = Some((cut, end));
+        let Directory { first, last, .. } = self.directory;
+        *self.end.lock() = Some((limits.between(first, last).to_vec(), end));
         Ok(())
     }
 
@@ -468,7 +520,7 @@ pub(crate) struct TableWriter<'a, B: Backing> {
     position: u64,
     directory: Directory,
     layers: LayerEncoder,
-    /// Of the block that is made.
+    /// First and last byte in the file, and last frame, of the block that is made.
     current: Option<(u64, u64, u64)>,
     spans: SpanEncoder,
     first_span: Option<u64>,
@@ -509,10 +561,10 @@ impl<'a, B: Backing> TableWriter<'a, B> {
 
     pub(crate) fn push_layer(&mut self, layer: &Layer) -> Result<()> {
         let span = layer.run.span();
-        let epoch = layer.key.epoch;
-        let (lowest, highest, last_epoch) = self.current.unwrap_or((span.start, span.end, epoch));
-        self.current = Some((lowest, highest.max(span.end), last_epoch.max(epoch)));
-        self.directory.last_epoch = self.directory.last_epoch.max(epoch);
+        let Key { epoch, frame, .. } = layer.key;
+        let (lowest, highest, last) = self.current.unwrap_or((span.start, span.end, frame));
+        self.current = Some((lowest, highest.max(span.end), last.max(frame)));
+        self.note_epoch(epoch);
         if layer.place.is_some() {
             self.directory.note_written(layer);
         }
@@ -527,7 +579,7 @@ impl<'a, B: Backing> TableWriter<'a, B> {
         let (Some(bytes), Some(block)) = (self.layers.take(), self.current.take()) else {
             return Ok(());
         };
-        let (lowest, highest, epoch) = block;
+        let (lowest, highest, last) = block;
         let before = self.directory.layers.last();
         let reach = before.map_or(highest, |before| before.reach.max(highest));
         let place = self.write(&bytes)?;
@@ -535,7 +587,7 @@ impl<'a, B: Backing> TableWriter<'a, B> {
             place,
             lowest,
             highest,
-            epoch,
+            last,
             reach,
         });
         Ok(())
@@ -561,16 +613,14 @@ impl<'a, B: Backing> TableWriter<'a, B> {
         Ok(())
     }
 
-    /// Cuts come in the order of their keys.
-    pub(crate) fn push_cut(&mut self, cut: Cut) {
-        self.directory.last_epoch = self.directory.last_epoch.max(cut.epoch);
-        while self
-            .directory
-            .cuts
-            .pop_if(|before| before.len >= cut.len)
-            .is_some()
-        {}
-        self.directory.cuts.push(cut);
+    /// What the cuts in the part make of the file.
+    pub(crate) fn set_cuts(&mut self, cuts: Cuts) {
+        self.directory.cuts = cuts;
+    }
+
+    /// A change had this epoch.
+    pub(crate) fn note_epoch(&mut self, epoch: u64) {
+        self.directory.last_epoch = self.directory.last_epoch.max(epoch);
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<BlockPlace> {

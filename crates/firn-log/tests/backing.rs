@@ -169,6 +169,120 @@ fn regression_a_file_that_becomes_flat_meanwhile_is_opened_and_written() {
 /// A disk that is full at any page that flattening asks for: nobody reads other bytes, and the next try goes on.
 ///
 /// Proves S-log-5.
+/// A file with something left to do was forgotten once another host had flattened it. Opened and written again, it was
+/// flattened under its writer, who was told ENOENT.
+#[test]
+fn regression_a_file_that_is_written_again_is_not_flattened_by_its_former_self() {
+    let disk = SimBacking::new();
+    let a = logged_by(&disk.another_process(), "a");
+    let b = logged_by(&disk.another_process(), "b");
+    drop(written_by(&a, "file", b"so"));
+    let of_b = opened_by(&b, "file");
+    let written = b.write_at(&of_b, &[IoSlice::new(b"me")], 2);
+    assert_eq!(written, Ok(2));
+    // It is left: another host writes.
+    assert_eq!(a.settle().error, None);
+    drop(of_b);
+    assert_eq!(b.settle().error, None);
+    let (inode, attr) = a.lookup(&a.root(), OsStr::new("file")).expect("lookup");
+    assert_eq!((attr.size, containers(&disk)), (4, 0));
+    let file = a.open(&inode, Access::ReadWrite).expect("open");
+    for byte in b"more" {
+        a.write_at(&file, &[IoSlice::new(&[*byte])], 0)
+            .expect("write");
+        assert_eq!(a.settle().error, None);
+    }
+    assert_eq!(read(&b, "file"), Some(b"eome".to_vec()));
+}
+
+fn opened_by(host: &Logged, name: &str) -> <Logged as Backing>::File {
+    let (inode, _) = host.lookup(&host.root(), OsStr::new(name)).expect("lookup");
+    host.open(&inode, Access::ReadWrite).expect("open")
+}
+
+/// What a host had written after its own cut was older than the cut that another one had made since.
+///
+/// Proves S-log-64.
+#[test]
+fn regression_a_cut_does_not_hide_what_another_host_writes_after_it() {
+    let disk = SimBacking::new();
+    let hosts = ["a", "b", "c"].map(|host| logged_by(&disk.another_process(), host));
+    drop(written_by(&hosts[0], "file", &[1; 50]));
+    let files = hosts.each_ref().map(|host| opened_by(host, "file"));
+    for (number, (host, file)) in hosts.iter().zip(&files).enumerate() {
+        host.set_len(file, 9 - number as u64).expect("set_len");
+    }
+    let mut expected = vec![0; 40];
+    expected[..7].fill(1);
+    for (number, (host, file)) in hosts.iter().zip(&files).enumerate() {
+        let at = 10 * (number + 1);
+        let data = [10 + number as u8; 10];
+        let written = host.write_at(file, &[IoSlice::new(&data)], at as u64);
+        assert_eq!(written, Ok(10));
+        expected[at..at + 10].copy_from_slice(&data);
+    }
+    drop(files);
+    for host in &hosts {
+        assert_eq!(read(host, "file").as_ref(), Some(&expected));
+        assert_eq!(host.settle().error, None);
+    }
+    assert_eq!(
+        (read(&disk, "file"), containers(&disk)),
+        (Some(expected), 0)
+    );
+}
+
+/// Proves S-log-64.
+#[test]
+fn a_cut_to_the_length_that_the_file_has_is_none() {
+    let disk = SimBacking::new();
+    let a = logged_by(&disk.another_process(), "a");
+    let b = logged_by(&disk.another_process(), "b");
+    let file = written_by(&a, "empty", b"");
+    a.set_len(&file, 0).expect("set_len");
+    assert_eq!(containers(&disk), 0);
+
+    let file = written_by(&a, "file", b"some");
+    let of_b = opened_by(&b, "file");
+    let writes = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&writes);
+    b.below().set_plan(move |call, _| {
+        count.fetch_add(usize::from(call == "write_at"), Ordering::Relaxed);
+        None
+    });
+    b.set_len(&of_b, 4).expect("set_len");
+    assert_eq!(writes.load(Ordering::Relaxed), 0);
+    b.set_len(&of_b, 3).expect("set_len");
+    assert_eq!(writes.load(Ordering::Relaxed), 1);
+    assert_eq!(read(&a, "file"), Some(b"som".to_vec()));
+    drop(file);
+}
+
+/// Proves S-log-64.
+#[test]
+fn who_makes_a_file_longer_does_not_cut_what_it_has_not_seen() {
+    let disk = SimBacking::new();
+    let patient = Setup {
+        patience: Duration::from_hours(1),
+        ..setup("a")
+    };
+    let a = LogBacking::open(disk.another_process(), patient).expect("open");
+    let b = logged_by(&disk.another_process(), "b");
+    let file = written_by(&a, "file", b"some");
+    let of_b = opened_by(&b, "file");
+    let written = b.write_at(&of_b, &[IoSlice::new(&[7; 100])], 0);
+    assert_eq!(written, Ok(100));
+    b.sync(&of_b, false).expect("sync");
+    assert_eq!(a.attr_of_file(&file).expect("attr").size, 4);
+    a.allocate(&file, 0, 0, 50).expect("allocate");
+    a.grow(&file, 60).expect("grow");
+    a.rewrite_nothing(&file).expect("nothing");
+    assert_eq!(read(&b, "file"), Some(vec![7; 100]));
+    a.allocate(&file, 0, 0, 110).expect("allocate");
+    let longer = [vec![7; 100], vec![0; 10]].concat();
+    assert_eq!(read(&b, "file"), Some(longer));
+}
+
 #[test]
 fn a_disk_that_is_full_while_a_file_is_flattened_costs_nothing() {
     const ROOM: u64 = 1 << 30;

@@ -238,6 +238,51 @@ fn hosts_that_take_turns_see_one_file() {
     }
 }
 
+/// At any call of a cut another host writes, and a third one writes over that after it has seen it. Where the cut takes what
+/// the third one wrote, it takes what that was written over.
+#[test]
+fn a_cut_takes_what_came_before_what_it_takes() {
+    let mut cut_with_both = 0;
+    for calls in 1.. {
+        let world = World::new(0);
+        let hosts = ["a", "b", "c"].map(|name| world.host(name));
+        let [cutting, first, second] = &hosts;
+        for host in [first, second] {
+            let change = Change::Write(vec![(0, vec![1; 100])]);
+            host.apply(&change).expect("write");
+        }
+        cutting.container.take_epoch(&cutting.disk).expect("look");
+        let hang = cutting.disk.hang_at(cutting.disk.steps() + calls);
+        let is_reached = std::thread::scope(|scope| {
+            let cut = scope.spawn(|| cutting.apply(&Change::Cut(0)));
+            while !hang.is_reached() && !cut.is_finished() {
+                std::thread::yield_now();
+            }
+            let is_reached = hang.is_reached();
+            if is_reached {
+                for (host, mark) in [(first, 2), (second, 3)] {
+                    host.container.take_epoch(&host.disk).expect("look");
+                    let change = Change::Write(vec![(0, vec![mark; 100])]);
+                    host.apply(&change).expect("write");
+                }
+            }
+            drop(hang);
+            cut.join().expect("a thread").expect("a cut");
+            is_reached
+        });
+        if !is_reached {
+            break;
+        }
+        let bytes = world.host("d").read().expect("read");
+        assert!(
+            bytes.is_empty() || bytes == [3; 100],
+            "at call {calls}: {bytes:?}"
+        );
+        cut_with_both += usize::from(bytes.is_empty());
+    }
+    assert!(cut_with_both > 0);
+}
+
 /// Changes that do not know of each other have some order, and it is the same for every host.
 #[test]
 fn hosts_that_write_at_once_agree_in_the_end() {

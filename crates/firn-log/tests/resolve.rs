@@ -1,17 +1,30 @@
-//! The bytes that an index gives, beside a file in memory to which the same changes are made in their order.
+//! The bytes that an index gives, beside a file in memory to which the same changes are made in their order: each as far as
+//! no cut that had seen it is shorter.
 
-use firn_log::frame::{CHECKED_BYTES, Change, Frame, Next, Written};
+use std::collections::BTreeMap;
+
+use firn_log::frame::{CHECKED_BYTES, Change, Cut, Frame, Next, Written};
+use firn_log::names::Writer;
 use firn_log::resolve::{Key, Resolver, Source, WriterId};
 use firn_log::run::{Piece, Run, find_runs};
 use proptest::prelude::*;
 
 const FILE_BYTES: u64 = 400;
 
+const HOSTS: usize = 3;
+
+fn writer(host: usize) -> Writer {
+    Writer::new(["a", "b", "c"][host], 1)
+}
+
 fn id(host: usize) -> WriterId {
-    WriterId {
-        host: host as u64,
-        life: 1,
-    }
+    writer(host).id()
+}
+
+fn host_of(id: WriterId) -> usize {
+    (0..HOSTS)
+        .find(|host| self::id(*host) == id)
+        .expect("one of them")
 }
 
 /// What one host does, in its order.
@@ -19,9 +32,12 @@ fn id(host: usize) -> WriterId {
 enum Step {
     Write(Vec<Piece>),
     Cut(u64),
+    Grow(u64),
     Zero(Piece),
     /// It opens or syncs the file: what it does from now on is newer than all that was done until now.
     Sync,
+    /// It reads what another host has appended, and no more.
+    Read(usize),
 }
 
 fn any_step() -> impl Strategy<Value = (usize, Step)> {
@@ -37,11 +53,13 @@ fn any_step() -> impl Strategy<Value = (usize, Step)> {
     let step = prop_oneof![
         4 => proptest::collection::vec(piece.clone(), 1..4).prop_map(disjoint).prop_map(Step::Write),
         4 => strided.prop_map(Step::Write),
-        1 => (0..FILE_BYTES + 100).prop_map(Step::Cut),
+        2 => (0..FILE_BYTES + 100).prop_map(Step::Cut),
+        1 => (0..FILE_BYTES + 100).prop_map(Step::Grow),
         1 => piece.clone().prop_map(Step::Zero),
-        2 => Just(Step::Sync),
+        1 => Just(Step::Sync),
+        2 => (0..HOSTS).prop_map(Step::Read),
     ];
-    (0..3usize, step)
+    (0..HOSTS, step)
 }
 
 /// The pieces of one write of the drain do not overlap.
@@ -65,9 +83,19 @@ struct Host {
     index: Vec<u8>,
     frames: u64,
     epoch: u64,
+    /// Frames of each host that it has read.
+    seen: [u64; HOSTS],
 }
 
 impl Host {
+    fn cut(&self, host: usize, len: u64) -> Change {
+        let others = (0..HOSTS).filter(|other| *other != host && self.seen[*other] > 0);
+        let seen: BTreeMap<Writer, u64> = others
+            .map(|other| (writer(other), self.seen[other]))
+            .collect();
+        Change::Cut(Cut { len, seen })
+    }
+
     fn append(&mut self, change: Change) {
         let frame = Frame {
             epoch: self.epoch,
@@ -94,28 +122,58 @@ impl Host {
     }
 }
 
-/// The reference: every change with its key, made to a vector in the order of keys.
+/// How many bytes a cut leaves of what a change made, if it had seen it.
+fn limit_of(cut: &(Key, Change, Vec<u8>), key: Key) -> u64 {
+    let (cut_key, Change::Cut(cut), _) = cut else {
+        return u64::MAX;
+    };
+    let seen = match cut_key.writer == key.writer {
+        true => cut_key.frame,
+        false => *cut.seen.get(&writer(host_of(key.writer))).unwrap_or(&0),
+    };
+    if key.frame < seen { cut.len } else { u64::MAX }
+}
+
+/// The reference: every change with its key, made to a vector in the order of keys, as far as cuts left it.
 fn expected(base: &[u8], mut changes: Vec<(Key, Change, Vec<u8>)>) -> Vec<u8> {
     changes.sort_by_key(|(key, ..)| *key);
     let mut file = base.to_vec();
-    for (_, change, bytes) in changes {
+    for (_, change, _) in &changes {
+        if let Change::Cut(cut) = change {
+            file.truncate(cut.len as usize);
+        }
+    }
+    let put = |file: &mut Vec<u8>, offset: u64, byte: u8| {
+        if file.len() as u64 <= offset {
+            file.resize(offset as usize + 1, 0);
+        }
+        file[offset as usize] = byte;
+    };
+    for (key, change, bytes) in &changes {
+        let limits = changes.iter().map(|cut| limit_of(cut, *key));
+        let limit = limits.min().unwrap_or(u64::MAX);
+        let mut end = 0;
         match change {
-            Change::Synced => {}
-            Change::Cut(len) => file.resize(len as usize, 0),
+            Change::Synced | Change::Cut(_) => {}
+            Change::Grown(len) => end = *len,
             Change::Zeroed(Piece { offset, len }) => {
-                let bytes = file.iter_mut().skip(offset as usize).take(len as usize);
+                let bytes = file.iter_mut().take(limit as usize);
+                let bytes = bytes.skip(*offset as usize).take(*len as usize);
                 bytes.for_each(|byte| *byte = 0);
             }
             Change::Written(written) => {
                 let pieces = written.runs.iter().flat_map(Run::pieces);
                 let offsets = pieces.flat_map(|piece| piece.offset..piece.offset + piece.len);
                 for (offset, byte) in offsets.zip(bytes) {
-                    if file.len() as u64 <= offset {
-                        file.resize(offset as usize + 1, 0);
+                    end = end.max(offset + 1);
+                    if offset < limit {
+                        put(&mut file, offset, *byte);
                     }
-                    file[offset as usize] = byte;
                 }
             }
+        }
+        if file.len() < end.min(limit) as usize {
+            file.resize(end.min(limit) as usize, 0);
         }
     }
     file
@@ -130,7 +188,7 @@ fn read(resolver: &Resolver, hosts: &[Host], base: &[u8], range: std::ops::Range
             Source::Plain => bytes.extend(&base[from..to]),
             Source::Hole | Source::Zeros => bytes.resize(bytes.len() + to - from, 0),
             Source::Log { key, position, .. } => {
-                let log = &hosts[key.writer.host as usize].log;
+                let log = &hosts[host_of(key.writer)].log;
                 bytes.extend(&log[position as usize..][..to - from]);
             }
         }
@@ -148,21 +206,33 @@ proptest! {
         len in 0..FILE_BYTES,
     ) {
         let base: Vec<u8> = (0..base_len).map(|at| at as u8 | 0x80).collect();
-        let mut hosts: Vec<Host> = (0..3).map(|_| Host::default()).collect();
+        let mut hosts: Vec<Host> = (0..HOSTS).map(|_| Host::default()).collect();
         let mut changes = Vec::new();
         for (number, (host, step)) in steps.into_iter().enumerate() {
             let newest = hosts.iter().filter(|host| host.frames > 0).map(|host| host.epoch).max();
+            let frames: Vec<u64> = hosts.iter().map(|host| host.frames).collect();
             let writer = id(host);
+            let number_of_host = host;
             let host = &mut hosts[host];
             let key = Key { epoch: host.epoch, writer, frame: host.frames };
             match step {
                 Step::Sync => {
                     host.epoch = host.epoch.max(newest.map_or(0, |newest| newest + 1));
+                    host.seen.copy_from_slice(&frames);
+                    continue;
+                }
+                Step::Read(other) => {
+                    host.seen[other] = frames[other];
                     continue;
                 }
                 Step::Cut(len) => {
-                    host.append(Change::Cut(len));
-                    changes.push((key, Change::Cut(len), Vec::new()));
+                    let cut = host.cut(number_of_host, len);
+                    host.append(cut.clone());
+                    changes.push((key, cut, Vec::new()));
+                }
+                Step::Grow(len) => {
+                    host.append(Change::Grown(len));
+                    changes.push((key, Change::Grown(len), Vec::new()));
                 }
                 Step::Zero(piece) => {
                     host.append(Change::Zeroed(piece));
@@ -170,7 +240,7 @@ proptest! {
                 }
                 Step::Write(pieces) => {
                     let start = host.log.len();
-                    host.write(&pieces, (number * 37) as u8);
+                    host.write(&pieces, (number * 37 + 1) as u8);
                     let runs = find_runs(pieces);
                     let change = Change::Written(Written { log: 0, position: 0, checksums: vec![], runs });
                     changes.push((key, change, host.log[start..].to_vec()));
@@ -192,7 +262,7 @@ proptest! {
         }
         // Indexes may be seen in any order.
         let count = frames.len().max(1);
-        frames.sort_by_key(|(writer, number, _)| (seed.wrapping_mul(2 * (writer.host + 3 * number) + 1)) % count as u64);
+        frames.sort_by_key(|(writer, number, _)| (seed.wrapping_mul(2 * (writer.host % 3 + 3 * number) + 1)) % count as u64);
         for (writer, number, frame) in frames {
             resolver.add(writer, number, frame);
         }

@@ -338,6 +338,21 @@ pub fn put<B: Backing>(base: &B, parent: &B::Inode, name: &str, bytes: &[u8]) ->
     )
 }
 
+/// Changes a directory, by a file of this name that is made and removed: where listings lag, the next one that this process
+/// reads has all that came before.
+pub fn touch<B: Backing>(base: &B, dir: &B::Inode, name: &str) -> Result<(), Errno> {
+    let name = OsStr::new(name);
+    match base.create(&own_caller(), dir, name, 0o600) {
+        // Another thread is at it, or one that died left it.
+        Ok(_) | Err(Errno::EXIST) => {}
+        Err(error) => return Err(error),
+    }
+    match base.unlink(dir, name) {
+        Ok(()) | Err(Errno::NOENT) => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
 /// A name, the inode number and the kind of what it leads to.
 pub type Entry = (Vec<u8>, u64, Option<Kind>);
 

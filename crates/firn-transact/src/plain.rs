@@ -309,6 +309,18 @@ impl<B: Backing> Backing for PlainBacking<B> {
         self.base.set_len(file, len)
     }
 
+    fn grow(&self, file: &B::File, len: u64) -> Result<()> {
+        self.base.grow(file, len)
+    }
+
+    fn finish_set_len(&self, file: &B::File, len: u64) -> Result<bool> {
+        self.base.finish_set_len(file, len)
+    }
+
+    fn rewrite_nothing(&self, file: &B::File) -> Result<()> {
+        self.base.rewrite_nothing(file)
+    }
+
     fn allocate(&self, file: &B::File, mode: i32, offset: u64, len: u64) -> Result<()> {
         self.base.allocate(file, mode, offset, len)
     }

@@ -103,10 +103,9 @@ impl<B: Backing> Engine<B> {
         {
             // A firnd without rights may not. For it the kernel takes away all of them when it changes the contents,
             // also where nothing becomes different.
-            Err(Errno::PERM) => self.with_exclusive_file(file, |target| {
-                let len = self.backing.attr_of_file(target)?.size;
-                self.backing.set_len(target, len)
-            }),
+            Err(Errno::PERM) => {
+                self.with_exclusive_file(file, |target| self.backing.rewrite_nothing(target))
+            }
             done => done,
         };
         self.privileges.tell_attributes_changed(inode.id);

@@ -276,6 +276,32 @@ impl<B: Backing> Backing for LogBacking<B> {
         Ok(())
     }
 
+    fn grow(&self, file: &LogFile<B>, len: u64) -> Result<()> {
+        let Some(logged) = file.writable(Errno::INVAL)? else {
+            return self.below.grow(&file.below, len);
+        };
+        let plain = || Ok(self.below.attr_of_file(&file.below)?.size);
+        logged.grow(&self.place(), &plain, len)?;
+        self.note_modified(file);
+        Ok(())
+    }
+
+    /// What other hosts have written since this one died stays, whatever it was about to cut.
+    fn finish_set_len(&self, file: &LogFile<B>, len: u64) -> Result<bool> {
+        match file.writable(Errno::INVAL)? {
+            Some(logged) => logged.was_set_to(&self.place(), len),
+            None => self.below.finish_set_len(&file.below, len),
+        }
+    }
+
+    /// The plain file is changed when it is flattened.
+    fn rewrite_nothing(&self, file: &LogFile<B>) -> Result<()> {
+        match file.writable(Errno::INVAL)? {
+            Some(_) => Ok(()),
+            None => self.below.rewrite_nothing(&file.below),
+        }
+    }
+
     fn allocate(&self, file: &LogFile<B>, mode: i32, offset: u64, len: u64) -> Result<()> {
         let Some(logged) = file.writable(Errno::BADF)? else {
             return self.below.allocate(&file.below, mode, offset, len);
@@ -308,7 +334,7 @@ impl<B: Backing> Backing for LogBacking<B> {
             _ => return Err(Errno::OPNOTSUPP),
         }
         if end > file_bytes && !keeps_size {
-            logged.set_len(&place, &plain, end)?;
+            logged.grow(&place, &plain, end)?;
             self.note_modified(file);
         }
         Ok(())

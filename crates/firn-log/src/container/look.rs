@@ -9,10 +9,16 @@ use firn_rendezvous::own;
 
 use super::view::{Tail, View};
 use super::{Container, TRIES_MAX};
+use crate::frame::Change;
 use crate::index_reader::{News, has_synced_frame_after, read_index};
 use crate::names::Writer;
+use crate::resolve::{Outline, WriterId};
 use crate::seal::{SEAL_NAME, Seal};
 use crate::table::Table;
+
+/// Who looks while others go on writing finds something new each time. So many times what came before something else may
+/// have been missed; more often nobody is as unlucky.
+const SETTLING_LOOKS_MAX: usize = 16;
 
 impl<B: Backing> Container<B> {
     /// Whether a sorted index that is used was found to be damaged.
@@ -81,6 +87,20 @@ impl<B: Backing> Container<B> {
         }
     }
 
+    /// Looks until all is seen that comes before what is seen: what another host wrote after it had read a third one's
+    /// bytes may be read before those. How much was read of the indexes of others.
+    pub(super) fn see_settled(&self, base: &B) -> Result<BTreeMap<Writer, u64>> {
+        let mut seen = self.view.lock().seen();
+        for _ in 0..SETTLING_LOOKS_MAX {
+            self.refresh(base)?;
+            let before = std::mem::replace(&mut seen, self.view.lock().seen());
+            if before == seen {
+                break;
+            }
+        }
+        Ok(seen)
+    }
+
     fn look(&self, base: &B) -> Result<()> {
         let names = own::list(base, &self.dir)?;
         if self.view.lock().seal.is_none()
@@ -128,7 +148,7 @@ impl<B: Backing> Container<B> {
         };
         let found = loop {
             let found = self.find_cover(base, writer, &parts, limit, &known)?;
-            match self.find_ends(base, &found) {
+            match self.find_ends(base, writer.id(), &found) {
                 Ok(()) => break found,
                 // One that is not used yet.
                 Err(Errno::STALE) if self.reject_damaged(&found) => {}
@@ -156,17 +176,14 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    /// Finds how long the file is by tables that are to be used, after the last cut that there will be.
-    fn find_ends(&self, base: &B, tables: &[Arc<Table<B>>]) -> Result<()> {
-        let known = self.view.lock().resolver.last_cut();
-        let cuts = tables.iter().filter_map(|table| table.last_cut());
-        let last = cuts.max().max(known);
+    /// Finds how long the file is by tables of `writer` that are to be used, after all cuts that there will be.
+    fn find_ends(&self, base: &B, writer: WriterId, tables: &[Arc<Table<B>>]) -> Result<()> {
+        let known = self.view.lock().resolver.outline();
+        let mut outline = Outline::clone(&known);
         for table in tables {
-            if let Some(cut) = last {
-                table.find_end_after(base, cut)?;
-            }
+            table.directory.cuts.tell(writer, &mut outline);
         }
-        Ok(())
+        find_ends(base, tables, &outline)
     }
 
     /// Uses none of these that is damaged; whether there was one that is not in use.
@@ -338,17 +355,14 @@ impl<B: Backing> Container<B> {
     /// Finds how long the file is by sorted indexes, where that takes reading them.
     pub(super) fn settle_len(&self, base: &B) -> Result<()> {
         loop {
-            let (cut, tables) = {
+            let (outline, tables) = {
                 let view = self.view.lock();
-                (view.resolver.last_cut(), Arc::clone(&view.tables))
+                (view.resolver.outline(), Arc::clone(&view.tables))
             };
-            if let Some(cut) = cut {
-                for table in tables.iter() {
-                    table.find_end_after(base, cut)?;
-                }
-            }
+            find_ends(base, &tables, &outline)?;
             let mut view = self.view.lock();
-            if view.resolver.last_cut() == cut && Arc::ptr_eq(&view.tables, &tables) {
+            let is_same = Arc::ptr_eq(&view.resolver.outline(), &outline);
+            if is_same && Arc::ptr_eq(&view.tables, &tables) {
                 view.note_tables_end();
                 return Ok(());
             }
@@ -389,6 +403,34 @@ impl<B: Backing> Container<B> {
             lengths.push((writer, end));
         }
         Ok(lengths)
+    }
+
+    /// The last change in the last index that this host has made.
+    pub(crate) fn last_change_of_own_index(&self, base: &B) -> Result<Option<Change>> {
+        let names = own::list(base, &self.dir)?;
+        let indexes = names.iter().filter_map(|(name, ..)| Writer::of_index(name));
+        let own = indexes.filter(|writer| writer.host() == self.host);
+        let Some(writer) = own.max_by_key(|writer| writer.id().life) else {
+            return Ok(None);
+        };
+        let Some(inode) = own::find_file(base, &self.dir, &writer.index_name())? else {
+            return Ok(None);
+        };
+        let index = base.open(&inode, Access::Read)?;
+        let mut last = None;
+        let mut end = 0;
+        loop {
+            let news = read_index(base, &index, writer.id(), end..u64::MAX)?;
+            if news.to == end {
+                return Ok(last);
+            }
+            end = news.to;
+            let changes = news.frames.into_iter().map(|(_, frame)| frame.change);
+            last = changes
+                .filter(|change| *change != Change::Synced)
+                .last()
+                .or(last);
+        }
     }
 
     /// Opens the index of another host, and says how far it was read; none if it is gone by now.
@@ -432,4 +474,10 @@ impl<B: Backing> Container<B> {
         }
         is_due
     }
+}
+
+/// Finds how long the file is by each of these tables, by what cuts left.
+fn find_ends<B: Backing>(base: &B, tables: &[Arc<Table<B>>], outline: &Outline) -> Result<()> {
+    let find = |table: &Arc<Table<B>>| table.find_end(base, outline.limits_of(table.writer));
+    tables.iter().try_for_each(find)
 }

@@ -16,7 +16,7 @@ pub(super) type Tables<B> = Arc<Vec<Arc<Table<B>>>>;
 
 /// What was read of the indexes.
 pub(super) struct View<B: Backing> {
-    /// What is unsorted, and all cuts.
+    /// What is unsorted, and all cuts and growths.
     pub(super) resolver: Resolver,
     pub(super) tables: Tables<B>,
     pub(super) tails: BTreeMap<WriterId, Tail<B>>,
@@ -49,7 +49,7 @@ impl<B: Backing> View<B> {
 
     /// Takes a change that is not in a sorted index.
     pub(super) fn add(&mut self, writer: WriterId, offset: u64, frame: Frame) {
-        let is_cut = matches!(frame.change, Change::Cut(_));
+        let is_cut = matches!(frame.change, Change::Cut(_) | Change::Grown(_));
         let tail = self.tails.get(&writer);
         if !is_cut && tail.is_some_and(|tail| offset < tail.covered()) {
             return;
@@ -67,16 +67,11 @@ impl<B: Backing> View<B> {
         let Some(tail) = self.tails.get_mut(&id) else {
             return Tables::default();
         };
-        for table in &cover {
-            for cut in &table.directory.cuts {
-                let key = Key {
-                    epoch: cut.epoch,
-                    writer: id,
-                    frame: cut.frame,
-                };
-                self.resolver.add_cut(key, cut.len);
+        self.resolver.change_outline(|outline| {
+            for table in &cover {
+                table.directory.cuts.tell(id, outline);
             }
-        }
+        });
         tail.cover = cover;
         tail.offset = tail.offset.max(tail.covered());
         self.resolver.forget(id, tail.covered());
@@ -89,8 +84,9 @@ impl<B: Backing> View<B> {
 
     /// The file is as long as sorted indexes say, as far as that is known without reading them.
     pub(super) fn note_tables_end(&mut self) {
-        let cut = self.resolver.last_cut();
-        let known = self.tables.iter().filter_map(|table| table.end_after(cut));
+        let outline = self.resolver.outline();
+        let end = |table: &Arc<Table<B>>| table.end(outline.limits_of(table.writer));
+        let known = self.tables.iter().filter_map(end);
         self.resolver.set_outside_end(known.max().unwrap_or(0));
     }
 
@@ -105,6 +101,14 @@ impl<B: Backing> View<B> {
             self.resolver.take_changes(&old.resolver, *id, covered);
         }
         self.note_tables_end();
+    }
+
+    /// What other hosts' indexes were read of, as far as it was.
+    pub(super) fn seen(&self) -> BTreeMap<Writer, u64> {
+        let others = self.tails.values().filter(|tail| !tail.is_own);
+        let read = others.filter(|tail| tail.offset > 0);
+        read.map(|tail| (tail.writer.clone(), tail.offset))
+            .collect()
     }
 
     pub(super) fn last_epoch(&self) -> Option<u64> {
