@@ -425,11 +425,9 @@ impl<B: Backing> Container<B> {
                 return Ok(last);
             }
             end = news.to;
-            let changes = news.frames.into_iter().map(|(_, frame)| frame.change);
-            last = changes
-                .filter(|change| *change != Change::Synced)
-                .last()
-                .or(last);
+            let mut changes = news.frames.into_iter().map(|(_, frame)| frame.change);
+            let last_of_these = changes.rfind(|change| *change != Change::Synced);
+            last = last_of_these.or(last);
         }
     }
 
