@@ -88,7 +88,8 @@ pub enum Op {
     Allocate = 15,
     /// `len` bytes go to the end of the file, and no other write of a client to it comes between them. They follow the
     /// request, or are the first ones of a file whose descriptor the packet carries (`SCM_RIGHTS`): there `len` may be more
-    /// than [`DATA_BYTES_MAX`]. [`Reply::count`] of them were taken, at [`Reply::slot`]. The file does not become longer
+    /// than [`DATA_BYTES_MAX`], an [`AppendProgress`] follows them, and the request may be made again of the firnd that is
+    /// mounted after this one was killed. [`Reply::count`] of them were taken, at [`Reply::slot`]. The file does not become longer
     /// than `arg` (RLIMIT_FSIZE): EFBIG where it has that length.
     Append = 16,
 }
@@ -236,6 +237,19 @@ pub struct Slab {
     pub reserved: u32,
     /// Time of the file's last write, nanoseconds since 1970: what the writer notes is later.
     pub modified: u64,
+}
+
+/// Behind the bytes of an [`Op::Append`] that come as a file: what firnd notes there, so that the next one does not store them
+/// twice. All zeros, or the end of the file: nothing was stored.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
+)]
+#[repr(C)]
+pub struct AppendProgress {
+    /// Where the first byte goes, plus one. Noted before it is stored, with the file locked against other changes.
+    pub place: u64,
+    /// Bytes that were stored, plus one. Noted after the last one, before the file is unlocked.
+    pub count: u64,
 }
 
 /// What the preload library reads to know a stub tree: the file `KEY.stub` of the runtime directory.

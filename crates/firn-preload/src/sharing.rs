@@ -40,6 +40,11 @@ pub(crate) fn count_end() {
         .fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
 }
 
+/// Whether such a call is under way.
+pub(crate) fn is_under_way() -> bool {
+    SHARING.under_way.load(Ordering::SeqCst) != 0
+}
+
 /// What a caller takes before it opens a file.
 pub(crate) struct Moment {
     total: u64,

@@ -28,6 +28,7 @@ mod place;
 mod tree;
 
 pub use id::StubId;
+pub use map::Changes;
 pub use open::{Adopted, StubAttr};
 pub use place::{PlaceError, check_place};
 pub use tree::{Tree, TreeError, TreeOptions, remove_left_tree};

@@ -20,15 +20,43 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use firn_backing::{Kind, Time};
 use firn_engine::InodeId;
-use parking_lot::RwLock;
+use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::StubId;
 use crate::id::{id_of, id_text};
 use crate::path::{Rel, is_private};
+
+/// What orders the changes of a file's bytes.
+#[derive(Debug, Default)]
+pub struct Changes {
+    lock: RwLock<()>,
+    first_size: OnceLock<Option<u64>>,
+}
+
+impl Changes {
+    /// For an append: nothing else changes bytes or length meanwhile, so the end stays where it is found.
+    pub fn alone(&self) -> RwLockWriteGuard<'_, ()> {
+        self.lock.write()
+    }
+
+    /// For all else that changes bytes or length.
+    pub fn together(&self) -> RwLockReadGuard<'_, ()> {
+        self.lock.read()
+    }
+
+    /// Bytes that the file had when a client first told this firnd of it; `None` where that is not known.
+    pub fn first_size(&self) -> Option<u64> {
+        self.first_size.get().copied().flatten()
+    }
+
+    pub(crate) fn note_size(&self, size: Option<u64>) {
+        self.first_size.get_or_init(|| size);
+    }
+}
 
 /// One object of the tree.
 #[derive(Debug)]
@@ -40,8 +68,7 @@ pub(crate) struct Item {
     pub inode: Option<InodeId>,
     /// Descriptors that clients told of.
     pub opens: u32,
-    /// Held alone by an append, and together by all else that changes bytes or length.
-    pub changes: Arc<RwLock<()>>,
+    pub changes: Arc<Changes>,
     /// What the engine said of the time of the last write when the stub was last told.
     pub told_mtime: Option<Time>,
     /// Size and time of bytes that came through the kernel and were ingested.

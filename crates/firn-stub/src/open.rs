@@ -6,11 +6,10 @@ use std::sync::Arc;
 use firn_backing::SetTime;
 use firn_backing::{Backing, Errno, Kind};
 use firn_engine::{ClientId, HandleId, InodeId, OpenMode, Result, SetAttr};
-use parking_lot::RwLock;
 use rustix::fs::{CWD, Mode, OFlags, fstat, open, readlinkat};
 
 use crate::StubId;
-use crate::map::Map;
+use crate::map::{Changes, Map};
 use crate::path::{Rel, private_path};
 use crate::tree::{Tree, errno, stub_of};
 
@@ -22,8 +21,7 @@ pub(crate) struct Open {
     pub inode: InodeId,
     /// Names the stub without keeping its locks or its open file.
     pub fd: OwnedFd,
-    /// The lock of [`Item::changes`](crate::map::Item::changes).
-    pub changes: Arc<RwLock<()>>,
+    pub changes: Arc<Changes>,
 }
 
 /// How a client's descriptor is called from now on.
@@ -77,7 +75,7 @@ impl<B: Backing> Tree<B> {
         let changes = self
             .changes_of_item(id)
             .filter(|_| flags & libc::O_TRUNC != 0);
-        let _shared = changes.as_ref().map(|changes| changes.read());
+        let _together = changes.as_ref().map(|changes| changes.together());
         let mut map = self.map.lock();
         if map.item(id).is_none() {
             if again && stub.nlink == 0 {
@@ -100,11 +98,13 @@ impl<B: Backing> Tree<B> {
         let size = self
             .engine
             .attr(inode, Some(opened.handle))
-            .map_or(0, |attr| attr.size);
+            .map(|attr| attr.size);
         let changes = map.item_mut(id).map(|item| {
             item.opens += 1;
             Arc::clone(&item.changes)
         });
+        let changes = changes.unwrap_or_default();
+        changes.note_size(size.ok());
         self.opens.lock().insert(
             opened.handle,
             Open {
@@ -112,7 +112,7 @@ impl<B: Backing> Tree<B> {
                 client,
                 inode,
                 fd,
-                changes: changes.unwrap_or_default(),
+                changes,
             },
         );
         if map.item(id).is_some_and(|item| item.told_mtime.is_none())
@@ -122,18 +122,17 @@ impl<B: Backing> Tree<B> {
         }
         Ok(Adopted {
             handle: opened.handle,
-            size,
+            size: size.unwrap_or(0),
         })
     }
 
-    fn changes_of_item(&self, id: StubId) -> Option<Arc<RwLock<()>>> {
+    fn changes_of_item(&self, id: StubId) -> Option<Arc<Changes>> {
         let map = self.map.lock();
         map.item(id).map(|item| Arc::clone(&item.changes))
     }
 
-    /// The lock that orders the changes of an open stub: an append holds it alone, so that the end of the file stays where
-    /// it was found; all else that changes bytes or length holds it together.
-    pub fn changes(&self, handle: HandleId) -> Result<Arc<RwLock<()>>> {
+    /// What orders the changes of an open stub.
+    pub fn changes(&self, handle: HandleId) -> Result<Arc<Changes>> {
         let opens = self.opens.lock();
         let open = opens.get(&handle).ok_or(Errno::BADF)?;
         Ok(Arc::clone(&open.changes))

@@ -8,8 +8,12 @@ use firn_backing::{Backing, Errno};
 use firn_engine::{
     ClientId, ClosePolicy, Closing, Done, DrainPolicy, Engine, FsyncPolicy, HandleId, Written,
 };
-use firn_format::data_socket::{ADOPT_AGAIN, DATA_BYTES_MAX, Op, Reply, Request, Status};
-use firn_stub::{StubAttr, StubId, Tree};
+use firn_format::data_socket::{
+    ADOPT_AGAIN, AppendProgress, DATA_BYTES_MAX, Op, Reply, Request, Status,
+};
+use firn_stub::{Changes, StubAttr, StubId, Tree};
+use rustix::io::{pread, pwrite, retry_on_intr};
+use zerocopy::IntoBytes;
 
 use super::Answer;
 
@@ -35,7 +39,7 @@ const APPEND_STEP_BYTES: usize = 1 << 20;
 /// What an append is given.
 enum AppendSource<'a> {
     Packet(&'a [u8]),
-    /// The first bytes of a file that the client has just made.
+    /// The first bytes of a file in memory that the client has just made, and an [`AppendProgress`] behind them.
     File(OwnedFd, u64),
 }
 
@@ -56,11 +60,43 @@ impl AppendSource<'_> {
             }
             Self::File(file, _) => {
                 room.resize(most.min(APPEND_STEP_BYTES as u64) as usize, 0);
-                let got = rustix::io::retry_on_intr(|| rustix::io::pread(file, &mut *room, skip))?;
+                let got = retry_on_intr(|| pread(file, &mut *room, skip))?;
                 Ok(room.get(..got).unwrap_or_default())
             }
         }
     }
+
+    /// What an earlier firnd noted that was killed before it answered.
+    fn progress(&self) -> Result<AppendProgress, Errno> {
+        let mut noted = AppendProgress::default();
+        if let Self::File(file, len) = self {
+            let got = retry_on_intr(|| pread(file, noted.as_mut_bytes(), *len))?;
+            if got < size_of::<AppendProgress>() {
+                noted = AppendProgress::default();
+            }
+        }
+        Ok(noted)
+    }
+
+    /// Notes how far the append came, for the firnd that is mounted next.
+    fn note_progress(&self, place: u64, count: Option<u64>) -> Result<(), Errno> {
+        if let Self::File(file, len) = self {
+            let noted = AppendProgress {
+                place: place + 1,
+                count: count.map_or(0, |count| count + 1),
+            };
+            retry_on_intr(|| pwrite(file, noted.as_bytes(), *len))?;
+        }
+        Ok(())
+    }
+}
+
+/// Where an append begins that may have been made before.
+enum AppendStart {
+    /// `done` bytes of it are at `place`.
+    Unfinished { place: u64, done: u64 },
+    /// All that was taken is there.
+    Finished { place: u64, count: u64 },
 }
 
 impl<B: Backing> Call<'_, B> {
@@ -170,7 +206,7 @@ impl<B: Backing> Call<'_, B> {
         change: impl FnOnce() -> Result<T, Errno>,
     ) -> Result<T, Errno> {
         let changes = self.tree.changes(handle)?;
-        let _together = changes.read();
+        let _together = changes.together();
         change()
     }
 
@@ -188,26 +224,37 @@ impl<B: Backing> Call<'_, B> {
         size_max: u64,
     ) -> Result<Answer, Errno> {
         let changes = self.tree.changes(handle)?;
-        let _alone = changes.write();
+        let _alone = changes.alone();
         let end = self.tree.attr_of(handle)?.size;
-        let total = source.len().min(size_max.saturating_sub(end));
+        let total = |place: u64| source.len().min(size_max.saturating_sub(place));
+        let (place, mut done) = match find_start(source, &changes, end, total)? {
+            AppendStart::Finished { place, count } => return Ok(taken(count, place)),
+            AppendStart::Unfinished { place, done } => (place, done),
+        };
+        let total = total(place);
         if total == 0 && source.len() > 0 {
             return Err(Errno::FBIG);
         }
+        source.note_progress(place, None)?;
         let mut room = Vec::new();
-        let mut done = 0;
+        let mut failed = Ok(());
         while done < total {
             let part = source.part(done, total - done, &mut room);
-            let written = part.and_then(|part| self.write_at(handle, end + done, part));
-            match written {
+            match part.and_then(|part| self.write_at(handle, place + done, part)) {
                 // The client has made its file shorter.
                 Ok(0) => break,
                 Ok(count) => done += count as u64,
-                Err(errno) if done == 0 => return Err(errno),
-                Err(_) => break,
+                Err(errno) => {
+                    failed = Err(errno);
+                    break;
+                }
             }
         }
-        Ok(taken(done, end))
+        source.note_progress(place, Some(done))?;
+        match failed {
+            Err(errno) if done == 0 => Err(errno),
+            _ => Ok(taken(done, place)),
+        }
     }
 
     /// Writes some of the bytes, one at least where there are any; waits for room where there is none.
@@ -250,6 +297,43 @@ impl<B: Backing> Call<'_, B> {
         };
         self.tree.release(handle);
         drained.and(named)
+    }
+}
+
+/// Finds where an append begins: at the end of the file, unless a firnd that was killed has stored some of it. With the file
+/// locked, so that one found nothing else behind what it stored; what others did since, the size tells. `total`: bytes
+/// that an append to a place has.
+fn find_start(
+    source: &AppendSource<'_>,
+    changes: &Changes,
+    end: u64,
+    total: impl Fn(u64) -> u64,
+) -> Result<AppendStart, Errno> {
+    let noted = source.progress()?;
+    let anew = AppendStart::Unfinished {
+        place: end,
+        done: 0,
+    };
+    let Some(place) = noted.place.checked_sub(1) else {
+        return Ok(anew);
+    };
+    if let Some(count) = noted.count.checked_sub(1) {
+        return Ok(AppendStart::Finished { place, count });
+    }
+    let first_size = changes.first_size().ok_or(Errno::IO)?;
+    let done = first_size.saturating_sub(place);
+    let total = total(place);
+    if done >= total {
+        return Ok(AppendStart::Finished {
+            place,
+            count: total,
+        });
+    }
+    match done {
+        0 => Ok(anew),
+        _ if end == first_size => Ok(AppendStart::Unfinished { place, done }),
+        // Others were faster: its first part stands before what they wrote.
+        _ => Err(Errno::IO),
     }
 }
 

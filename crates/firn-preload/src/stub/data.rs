@@ -9,6 +9,7 @@ use crate::handled::{Handled, Ticket};
 use crate::memory::{CALL_BYTES_MAX, Source, Target};
 use crate::offset::{self, Claim};
 use crate::report::{self, Call};
+use crate::sharing;
 use crate::stub::attributes::sync_stub;
 use crate::stub::enter::{Entered, lock_stub};
 use crate::stub::request::{adopt, ask_size};
@@ -19,7 +20,9 @@ use crate::table::{Entry, Held, stub_mark, stub_mark_of};
 
 /// Makes the offset private where nobody shares it.
 fn own_offset(held: &mut Held) {
-    if !held.is_private() && stub_mark_of(held.fd) == stub_mark::OWN {
+    // A child that is being made would find the kernel's offset parked.
+    let is_own = stub_mark_of(held.fd) == stub_mark::OWN && !sharing::is_under_way();
+    if !held.is_private() && is_own {
         offset::make_private(held);
     }
 }

@@ -137,7 +137,8 @@ pub(crate) fn repeat_request(
             Ok(reply) if Status::from_word(reply.status) == Status::BadToken => {}
             Ok(reply) => return check_status(&reply).map(|()| reply).map_err(failed),
             Err(CallError::Fault) => return Err(failed(libc::EFAULT)),
-            Err(CallError::NoReply) if op == Op::Append => {
+            // One that comes as a file has noted there how far it came.
+            Err(CallError::NoReply) if op == Op::Append && payload.fd.is_none() => {
                 held.stub.adopted = false;
                 return Err(WriteError::Unknown(libc::EIO));
             }

@@ -3,7 +3,7 @@
 //! Promises
 //! * A count is that of the bytes that are stored. Where nobody knows it, the call fails ([`WriteError::Unknown`]).
 //! * An append is one request, so that firnd stores it between two others and never twice. What does not fit into a packet
-//!   goes as a file in memory (memfd_create(2)).
+//!   goes as a file in memory (memfd_create(2)), in which firnd notes how far it came: the next firnd finishes it.
 
 use std::ffi::{c_int, c_void};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd};
