@@ -726,7 +726,7 @@ fn a_mount_without_the_option_has_no_partner() {
         .says("partner=next");
 }
 
-/// Proves S-partner-10.
+/// Proves S-partner-10, S-partner-31.
 #[test]
 fn a_job_restarts_on_another_host_from_the_memory_of_the_partner() {
     let cluster = Cluster::new("partner-restart", 3);
@@ -775,6 +775,17 @@ fn a_job_restarts_on_another_host_from_the_memory_of_the_partner() {
     fs::write(&rank, b"newer").expect("write");
     job("n0").ok().says("it stays as it is");
     assert_eq!(read(&rank), b"newer");
+    // A link that somebody put in the place of a directory is not followed.
+    let step = cluster.backing().join("step_1");
+    let aside = cluster.backing().join("aside");
+    fs::rename(&step, &aside).expect("rename");
+    fs::create_dir(cluster.backing().join("mine")).expect("mkdir");
+    std::os::unix::fs::symlink("mine", &step).expect("symlink");
+    job("n0").code(1).says("cannot restore");
+    assert!(paths_in(&cluster.backing().join("mine")).is_empty());
+    fs::remove_file(&step).expect("remove");
+    fs::rename(&aside, &step).expect("rename");
+    job("n0").ok();
     // The partner is lost, too: the command does not begin.
     hosts.remove(0).lose();
     job("n0").code(1).says("without --restart");

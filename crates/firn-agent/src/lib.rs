@@ -53,7 +53,6 @@ pub use partner::{Domains, DomainsError};
 pub use peer::{Peer, Route};
 pub use pull::{
     Listed, Outcome, Progress, PullRequest, PullSource, check_list, list, list_entries, pull,
-    remove_tree,
 };
 pub use sealed::Sealed;
 pub use server::{Agent, AgentOptions, Level, Log};

@@ -33,7 +33,7 @@ use plan::Plan;
 use remote::Remote;
 use staging::Staging;
 pub(crate) use staging::local;
-pub use staging::remove_tree;
+pub(crate) use staging::remove_tree;
 use state::State;
 use writers::Writers;
 

@@ -192,9 +192,12 @@ impl Shelf {
         &self.dir
     }
 
-    /// Whether it is there, and nobody else can have put anything into it.
+    /// Whether it is there, and nobody else can have put anything into it, or can put another one in its place: then what
+    /// is below is what its paths say.
     fn is_ours(&self) -> bool {
+        let above = self.dir.parent().unwrap_or(Path::new("/"));
         firn_trust::open_private_dir(CWD, &self.dir).is_ok()
+            && firn_trust::check_place(above).is_ok()
     }
 
     fn names_in(&self, dir: &Path) -> Vec<String> {
@@ -268,6 +271,7 @@ impl Shelf {
     /// Where a copy is to be made: the name of its tree, which does not exist. What an earlier try left beside it is
     /// used again.
     pub(crate) fn begin(&self, host: &str, unit: &BytePath) -> Result<PathBuf, PullError> {
+        firn_trust::check_place(self.dir.parent().unwrap_or(Path::new("/")))?;
         for dir in [
             self.dir.clone(),
             self.host_dir(host),

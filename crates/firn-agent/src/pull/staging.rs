@@ -427,7 +427,7 @@ fn sync_dir(dir: &impl AsFd) -> io::Result<()> {
 }
 
 /// Removes a file, or a tree whatever the modes of its directories are; nothing may be there.
-pub fn remove_tree(path: &Path) -> Result<(), PullError> {
+pub(crate) fn remove_tree(path: &Path) -> Result<(), PullError> {
     let (Some(dir), Some(name)) = (path.parent(), path.file_name()) else {
         return Err(local(path)(Errno::INVAL.into()));
     };

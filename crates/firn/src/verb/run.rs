@@ -303,7 +303,10 @@ impl Place {
             None => {
                 let runtime = firn_client::paths::create_runtime_dir()?;
                 let key = firn_client::Key::of(&absolute(&prefix)?);
-                runtime.join(format!("{:016x}.names", key.0))
+                let names = runtime.join(format!("{:016x}.names", key.0));
+                let made = firn_trust::create_private_dir(rustix::fs::CWD, &names);
+                made.map_err(|error| Failure::new(FAILED, error.to_string()))?;
+                names
             }
         };
         make_private(&backing)?;

@@ -5,26 +5,32 @@
 //!   fetched; one that somebody has written since is not replaced.
 //! * What lies under one name of the mount is fetched as a whole before any file of it takes its place. Interrupted in
 //!   between, the same command goes on.
+//! * Files are fetched into a directory of the user's alone, and placed below the top of the mount by its descriptor,
+//!   through no link: others may make names in the backing.
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use firn_agent::message::{Entry, EntryKind, ErrorKind};
-use firn_agent::{
-    Carriage, Encrypt, KeyFile, PullError, PullRequest, PullSource, Route, remove_tree,
-};
+use firn_agent::{Carriage, Encrypt, KeyFile, PullError, PullRequest, PullSource, Route};
 use firn_protocol::path::BytePath;
+use firn_trust::{open_dir_beneath, open_parent_beneath, remove_beneath};
+use rustix::fs::{AtFlags, Mode, OFlags, Stat, fchmod, mkdirat, renameat, statat};
+use rustix::io::Errno;
 
 use crate::failure::{FAILED, Failure};
 use crate::progress::Meter;
 use crate::{output, text};
 
-/// Where files are until all of a name are there.
+/// A directory of the user's alone, in which files are until all of a name are there.
 const STAGED: &str = ".firn-restart";
+/// Their tree in it.
+const TREE: &str = "tree";
 /// How long an agent that does not answer is tried.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -34,6 +40,8 @@ struct Restart<'a> {
     partner: String,
     route: Route,
     prefix: &'a Path,
+    /// The same, open.
+    top: OwnedFd,
     restored_files: u64,
     restored_bytes: u64,
     near_files: u64,
@@ -82,11 +90,14 @@ pub(super) fn restore(host: &str, prefix: &Path, backing: &Path) -> Result<(), F
         }
         entries => entries.map_err(failed)?,
     };
+    let dir = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let top = rustix::fs::open(prefix, dir, Mode::empty());
     let mut restart = Restart {
         host,
         partner,
         route,
         prefix,
+        top: top.map_err(|errno| broken(prefix, errno))?,
         restored_files: 0,
         restored_bytes: 0,
         near_files: 0,
@@ -104,14 +115,16 @@ impl Restart<'_> {
             .iter()
             .any(|entry| self.find(entry) == Some(Here::Missing));
         if wanted {
-            let staged = self.prefix.join(STAGED);
+            let staged = firn_trust::create_private_dir(&self.top, Path::new(STAGED));
+            let staged = staged.map_err(failed)?;
+            let path = self.prefix.join(STAGED).join(TREE);
             // What an earlier try left.
-            remove_tree(&staged).map_err(failed)?;
-            self.fetch(name, &staged)?;
+            remove(&staged, TREE, &path)?;
+            self.fetch(name, &path)?;
             for entry in entries {
                 self.place(name, entry, &staged)?;
             }
-            return remove_tree(&staged).map_err(failed);
+            return remove(&self.top, STAGED, &path);
         }
         for entry in entries {
             self.tell_near(entry);
@@ -124,16 +137,23 @@ impl Restart<'_> {
         let EntryKind::File { bytes, .. } = entry.kind else {
             return None;
         };
-        let Ok(found) = self.prefix.join(&entry.path).symlink_metadata() else {
+        let Ok(found) = self.look_at(&entry.path) else {
             return Some(Here::Missing);
         };
-        let time = (found.mtime(), found.mtime_nsec() as u32);
-        Some(match found.len() {
+        // The width of these fields differs between architectures.
+        #[allow(clippy::unnecessary_cast)]
+        let time = (found.st_mtime as i64, found.st_mtime_nsec as u32);
+        Some(match found.st_size as u64 {
             len if len == bytes && time == (entry.mtime_s, entry.mtime_ns) => Here::Same,
             0 => Here::Missing,
             _ if time > (entry.mtime_s, entry.mtime_ns) => Here::Newer,
             _ => Here::Missing,
         })
+    }
+
+    fn look_at(&self, path: &BytePath) -> Result<Stat, Errno> {
+        let dir = open_parent_beneath(&self.top, path.as_path())?;
+        statat(dir, last_name(path.as_path()), AtFlags::SYMLINK_NOFOLLOW)
     }
 
     fn tell_near(&mut self, entry: &Entry) {
@@ -166,18 +186,23 @@ impl Restart<'_> {
     }
 
     /// Gives something that was fetched its place.
-    fn place(&mut self, name: &BytePath, entry: &Entry, staged: &Path) -> Result<(), Failure> {
-        let below = entry.path.as_path().strip_prefix(name);
-        let below = below.expect("it is of that name");
-        let from = match below.as_os_str().is_empty() {
-            true => staged.to_owned(),
-            false => staged.join(below),
-        };
-        let to = self.prefix.join(&entry.path);
+    fn place(&mut self, name: &BytePath, entry: &Entry, staged: &OwnedFd) -> Result<(), Failure> {
+        let to = entry.path.as_path();
+        let shown = self.prefix.join(to);
+        let dir = open_parent_beneath(&self.top, to).map_err(|errno| broken(&shown, errno))?;
         match entry.kind {
-            EntryKind::Directory => make_dir(&to, entry.mode),
+            EntryKind::Directory => {
+                make_dir(&dir, last_name(to), entry.mode).map_err(|errno| broken(&shown, errno))
+            }
             EntryKind::File { bytes, .. } if self.find(entry) == Some(Here::Missing) => {
-                std::fs::rename(&from, &to).map_err(|error| broken(&to, &error))?;
+                let below = to.strip_prefix(name).expect("it is of that name");
+                let from = match below.as_os_str().is_empty() {
+                    true => PathBuf::from(TREE),
+                    false => Path::new(TREE).join(below),
+                };
+                open_parent_beneath(staged, &from)
+                    .and_then(|from_dir| renameat(from_dir, last_name(&from), &dir, last_name(to)))
+                    .map_err(|errno| broken(&shown, errno))?;
                 self.restored_files += 1;
                 self.restored_bytes += bytes;
                 Ok(())
@@ -216,16 +241,32 @@ fn group(entries: &[Entry]) -> BTreeMap<BytePath, Vec<&Entry>> {
     names
 }
 
-fn make_dir(path: &Path, mode: u32) -> Result<(), Failure> {
-    match std::fs::create_dir(path) {
-        Ok(()) => std::fs::set_permissions(path, PermissionsExt::from_mode(mode | 0o700)),
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-        Err(error) => Err(error),
-    }
-    .map_err(|error| broken(path, &error))
+fn last_name(path: &Path) -> &OsStr {
+    path.file_name().unwrap_or_default()
 }
 
-fn broken(path: &Path, error: &io::Error) -> Failure {
+/// What is there already is a directory, or what comes below it fails.
+fn make_dir(dir: &OwnedFd, name: &OsStr, mode: u32) -> Result<(), Errno> {
+    match mkdirat(dir, name, Mode::RWXU) {
+        Ok(()) => {
+            let made = open_dir_beneath(dir, Path::new(name))?;
+            fchmod(made, Mode::from_raw_mode(mode & 0o7777) | Mode::RWXU)
+        }
+        Err(Errno::EXIST) => Ok(()),
+        Err(errno) => Err(errno),
+    }
+}
+
+/// Removes a file or a tree; nothing may be there.
+fn remove(dir: impl AsFd, name: &str, path: &Path) -> Result<(), Failure> {
+    match remove_beneath(dir, OsStr::new(name)) {
+        Ok(()) | Err(Errno::NOENT) => Ok(()),
+        Err(errno) => Err(broken(path, errno)),
+    }
+}
+
+fn broken(path: &Path, errno: Errno) -> Failure {
+    let error = io::Error::from(errno);
     Failure::new(
         FAILED,
         format!("cannot restore {}: {error}", text::path(path)),
