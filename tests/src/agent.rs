@@ -2,15 +2,19 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
-use std::net::TcpStream;
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use firn_agent::message::{Reply, Request};
-use firn_agent::{Encryption, KeyFile, Link, Stream, Terms, begin_handshake};
+use firn_agent::{
+    Encrypt, Key, KeyFile, Link, Stream, Terms, WireError, answer_handshake, begin_handshake,
+};
 use firn_testfs::namespace::Namespace;
 
 use crate::FirnMount;
@@ -318,18 +322,15 @@ fn assert_one_moment(copy: &[u8]) {
 pub fn connect(backing: &Path) -> Link<Stream> {
     let file = KeyFile::load(backing, HOST).expect("the key file");
     let socket = TcpStream::connect(&file.address).expect("connect");
-    let mut link = Link::over(Stream::over_tcp(socket).expect("a stream"));
-    begin_handshake(&mut link, &terms(&file), Instant::now() + LIMIT).expect("the key");
-    link
+    greet(socket, &file)
 }
 
-/// With the key of an agent, and encryption where it wants that.
-pub fn terms(file: &KeyFile) -> Terms<'_> {
-    Terms {
-        key: Some(&file.key),
-        munge: None,
-        encryption: Encryption::Possible,
-    }
+/// Shows the key of an agent on a connection to it.
+pub fn greet(socket: TcpStream, file: &KeyFile) -> Link<Stream> {
+    let terms = Terms::of_tcp(&socket, &file.key, Encrypt::Auto).expect("its addresses");
+    let mut link = Link::over(Stream::over_tcp(socket).expect("a stream"));
+    begin_handshake(&mut link, &terms, Instant::now() + LIMIT).expect("the key");
+    link
 }
 
 /// The answer to a request.
@@ -347,4 +348,86 @@ pub fn list_all(link: &mut Link<Stream>) {
         reply = link.receive(1 << 20, until).expect("an answer");
     }
     assert!(matches!(reply, Reply::Listed { .. }), "{reply:?}");
+}
+
+/// Somebody with the key of an agent who answers as he likes, until the value ends.
+pub struct FakeAgent {
+    address: SocketAddr,
+    over: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Answers a request on a connection; an error ends it.
+pub type Answer = dyn Fn(&mut Link<Stream>, Request) -> Result<(), WireError> + Send + Sync;
+
+impl FakeAgent {
+    /// Leaves its address and a key in the backing, as the agent of `host`.
+    #[track_caller]
+    pub fn start(
+        backing: &Path,
+        host: &str,
+        answer: impl Fn(&mut Link<Stream>, Request) -> Result<(), WireError> + Send + Sync + 'static,
+    ) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("listen");
+        let address = listener.local_addr().expect("an address");
+        let file = KeyFile {
+            address: address.to_string(),
+            key: Key::random().expect("random"),
+            partner: None,
+            formers: Vec::new(),
+        };
+        file.store(backing, host).expect("a key file");
+        let over = Arc::<AtomicBool>::default();
+        let answer: Arc<Answer> = Arc::new(answer);
+        let thread = std::thread::spawn({
+            let over = Arc::clone(&over);
+            move || {
+                for socket in listener.incoming() {
+                    if over.load(Ordering::Acquire) {
+                        return;
+                    }
+                    let socket = socket.expect("a puller");
+                    let key = file.key.clone();
+                    let answer = Arc::clone(&answer);
+                    std::thread::spawn(move || serve_fake(socket, &key, &*answer));
+                }
+            }
+        });
+        Self {
+            address,
+            over,
+            thread: Some(thread),
+        }
+    }
+}
+
+/// Until the puller hangs up.
+fn serve_fake(socket: TcpStream, key: &Key, answer: &Answer) {
+    let until = Instant::now() + LIMIT;
+    let terms = Terms::of_tcp(&socket, key, Encrypt::Auto).expect("its addresses");
+    let mut link = Link::over(Stream::over_tcp(socket).expect("a stream"));
+    if answer_handshake(&mut link, &terms, until).is_err() {
+        return;
+    }
+    while let Ok(request) = link.receive(1 << 16, Instant::now() + LIMIT) {
+        if answer(&mut link, request).is_err() {
+            return;
+        }
+    }
+}
+
+impl Drop for FakeAgent {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::Release);
+        let _ = TcpStream::connect(self.address);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Sends replies.
+pub fn say(link: &mut Link<Stream>, replies: &[Reply]) -> Result<(), WireError> {
+    let until = Instant::now() + LIMIT;
+    replies.iter().try_for_each(|reply| link.send(reply, until))
 }

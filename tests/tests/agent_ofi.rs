@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use firn_agent::message::{
     BLOCK_BYTES, Entry, EntryKind, Exposed, ExposedRegion, Reply, Request, STAGING_BUFFERS,
 };
-use firn_agent::{Encryption, Key, KeyFile, Link, Stream, Terms, answer_handshake};
+use firn_agent::{BlockMac, Encrypt, Key, KeyFile, Link, Stream, Terms, answer_handshake};
 use firn_format::record::Ending;
 use firn_ofi::{Buffer, Endpoint, Pool, Region, RemoteRegion};
 use firn_tests::agent::{
@@ -317,10 +317,12 @@ enum Lie {
     PastAllAddresses,
     MoreThanAsked,
     EndsTooEarly,
-    WrongChecksum,
+    WrongMac,
+    NoMac,
+    Crumbs,
 }
 
-const LIES: [(Lie, &str); 12] = [
+const LIES: [(Lie, &str); 14] = [
     (Lie::RegionWithoutEnd, "described what cannot be"),
     (Lie::LongAddress, "described what cannot be"),
     (Lie::NoAddress, "described what cannot be"),
@@ -332,7 +334,9 @@ const LIES: [(Lie, &str); 12] = [
     (Lie::PastAllAddresses, "described what cannot be"),
     (Lie::MoreThanAsked, "described what cannot be"),
     (Lie::EndsTooEarly, "was cut while it was read"),
-    (Lie::WrongChecksum, "wrong checksum 5 times"),
+    (Lie::WrongMac, "was not what was sent 5 times"),
+    (Lie::NoMac, "described what cannot be"),
+    (Lie::Crumbs, "described what cannot be"),
 ];
 
 impl FakeAgent {
@@ -342,17 +346,14 @@ impl FakeAgent {
         while !stop.load(Ordering::Relaxed) {
             match self.listener.accept() {
                 Ok((socket, _)) => {
-                    let mut link = Link::over(Stream::over_tcp(socket).expect("a stream"));
                     let until = Instant::now() + LIMIT;
-                    let terms = Terms {
-                        key: Some(&self.key),
-                        munge: None,
-                        encryption: Encryption::Refused,
-                    };
+                    let terms = Terms::of_tcp(&socket, &self.key, Encrypt::No);
+                    let mut link = Link::over(Stream::over_tcp(socket).expect("a stream"));
+                    let terms = terms.expect("its addresses");
                     answer_handshake(&mut link, &terms, until).expect("a puller");
                     // Until the puller hangs up.
                     while let Ok(request) = link.receive(1 << 16, until) {
-                        let replies = self.answer(request);
+                        let replies = self.answer(&link, request);
                         if replies.iter().any(|reply| link.send(reply, until).is_err()) {
                             break;
                         }
@@ -363,7 +364,7 @@ impl FakeAgent {
         }
     }
 
-    fn answer(&self, request: Request) -> Vec<Reply> {
+    fn answer(&self, link: &Link<Stream>, request: Request) -> Vec<Reply> {
         let bytes = self.data.len() as u64;
         match request {
             Request::List { .. } => {
@@ -388,7 +389,7 @@ impl FakeAgent {
                 bytes,
                 changes: None,
             }],
-            Request::Place { offset, bytes, .. } => self.place(offset, bytes),
+            Request::Place { offset, bytes, .. } => self.place(link, offset, bytes),
             Request::Check { .. } => vec![Reply::Checked {
                 changed: false,
                 snapshot: true,
@@ -413,9 +414,9 @@ impl FakeAgent {
         exposed
     }
 
-    fn place(&self, offset: u64, bytes: u64) -> Vec<Reply> {
+    fn place(&self, link: &Link<Stream>, offset: u64, bytes: u64) -> Vec<Reply> {
         let range = offset as usize..(offset + bytes) as usize;
-        let mut crc = checksum(&self.data[range]);
+        let mut mac = Some(mac_of(link, &self.data[range]));
         let mut at = offset;
         let mut told = bytes;
         match self.lie {
@@ -424,23 +425,24 @@ impl FakeAgent {
             Lie::PastAllAddresses => at = u64::MAX - 1,
             Lie::MoreThanAsked => told += 1,
             Lie::EndsTooEarly => told -= 1,
-            Lie::WrongChecksum => crc ^= 1,
+            Lie::WrongMac => mac = Some(mac_of(link, b"other bytes")),
+            Lie::NoMac => mac = None,
             _ => {}
         }
+        if self.lie == Lie::Crumbs {
+            let crumb = |at| Reply::InMemory { at, bytes: 1 };
+            return (offset..offset + bytes).map(crumb).collect();
+        }
         let bytes = told;
-        let crc32c = Some(crc);
-        vec![Reply::InMemory { at, bytes }, Reply::Placed { crc32c }]
+        vec![Reply::InMemory { at, bytes }, Reply::Placed { mac }]
     }
 }
 
-/// CRC32C, by its definition.
-fn checksum(bytes: &[u8]) -> u32 {
-    let step = |crc: u32, byte: &u8| {
-        (0..8).fold(crc ^ u32::from(*byte), |crc, _| {
-            (crc >> 1) ^ (0x82f6_3b78 & (crc & 1).wrapping_neg())
-        })
-    };
-    !bytes.iter().fold(!0, step)
+/// What authenticates bytes of an agent on this connection.
+fn mac_of(link: &Link<Stream>, bytes: &[u8]) -> BlockMac {
+    let mut hasher = link.block_hasher().expect("they are not encrypted");
+    hasher.update(bytes);
+    hasher.finish()
 }
 
 fn exposed_region(region: Region) -> ExposedRegion {
@@ -484,6 +486,7 @@ fn an_agent_that_lies_about_its_memory_is_not_believed() {
             address: listener.local_addr().expect("an address").to_string(),
             key: Key::random().expect("random"),
             partner: None,
+            formers: Vec::new(),
         };
         file.store(&backing, HOST).expect("a key file");
         let agent = FakeAgent {
@@ -562,8 +565,8 @@ fn a_puller_reads_what_is_exposed_to_it_and_no_longer_than_its_connection() {
     let end: Reply = link
         .receive(1 << 16, Instant::now() + LIMIT)
         .expect("an end");
-    let crc32c = Some(checksum(&data[..MIB]));
-    assert_eq!(end, Reply::Placed { crc32c });
+    let mac = Some(mac_of(&link, &data[..MIB]));
+    assert_eq!(end, Reply::Placed { mac });
     // Wrong keys, and bytes past the end.
     let wrong = |change: &dyn Fn(&mut ExposedRegion)| {
         let mut arena = exposed.arena;

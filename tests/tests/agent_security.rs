@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use firn_agent::message::{PROTOCOL_VERSION, Reply, Request};
+use firn_agent::message::{Hello, PROTOCOL_VERSION, Rejection, Reply, Request};
 use firn_agent::{Encryption, Key, KeyFile, Link, Stream};
 use firn_testfs::namespace::Namespace;
 use firn_tests::agent::{Agent, HOST, enter, pull, pull_command};
@@ -200,38 +200,128 @@ fn pull_by(sandbox: &Sandbox, mount: &FirnMount<'_>, relay: &Relay, extra: &[&st
     run(command.args(extra).arg(source).arg(sandbox.join("copy")))
 }
 
-/// Proves S-agent-12: with a witness for what could be read and changed without.
+/// A mount with a file, its agent, and somebody between it and its pullers.
+struct Watched<'a> {
+    mount: FirnMount<'a>,
+    data: Vec<u8>,
+    agent: Agent,
+    relay: Relay,
+}
+
+impl<'a> Watched<'a> {
+    fn start(sandbox: &'a Sandbox, encrypt: &str) -> Self {
+        let mount = FirnMount::new(sandbox, DEMAND);
+        let data = bytes(5, 6 * MIB + 123);
+        fs::write(mount.join("rank0"), &data).expect("write");
+        let options = ["--verbose", "--encrypt", encrypt];
+        let agent = Agent::start(sandbox, mount.path(), &options);
+        let address = KeyFile::load(mount.backing(), HOST)
+            .expect("the key file")
+            .address;
+        let relay = Relay::start(&address);
+        Self {
+            mount,
+            data,
+            agent,
+            relay,
+        }
+    }
+
+    /// Bytes that are in the file and nowhere else.
+    fn probe(&self) -> &[u8] {
+        &self.data[3 * MIB..3 * MIB + 64]
+    }
+}
+
+/// What is done to a connection in a round, somewhere after the list: what is changed before is waited for.
+fn choose_tamper(generator: &mut impl RngExt, round: u64, heard: usize) -> Tamper {
+    let at = generator.random_range(heard / 4..heard / 2);
+    let bytes = generator.random_range(1..200_000);
+    match round % 5 {
+        0 => Tamper::Flip { at },
+        1 => Tamper::Drop { at, bytes },
+        2 => Tamper::Repeat { at, bytes },
+        3 => Tamper::Swap { at, bytes },
+        _ => Tamper::Cut { at },
+    }
+}
+
+/// Proves S-agent-18: who is between reads the bytes, and no message; what he changes is noticed.
+#[test]
+fn nobody_between_forges_a_byte_that_is_not_encrypted() {
+    let rounds = env_count("FIRN_AGENT_TAMPER_ROUNDS", 15);
+    let sandbox = Sandbox::new("agent-plain");
+    let watched = Watched::start(&sandbox, "no");
+    let Watched { mount, relay, .. } = &watched;
+    let target = sandbox.join("copy");
+    let plain = ["--encrypt", "no", "--json"];
+    pull_by(&sandbox, mount, relay, &plain).ok();
+    fs::remove_file(&target).expect("remove the copy");
+    let heard = relay.heard();
+    assert!(is_within(watched.probe(), &heard), "the witness is blind");
+    assert!(!is_within(b"rank0", &heard), "names were heard");
+    let mut generator = generator(seed("agent-plain"));
+    let mut mended = 0;
+    for round in 0..rounds {
+        let tamper = choose_tamper(&mut generator, round, heard.len());
+        relay.set(tamper);
+        let told = pull_by(&sandbox, mount, relay, &plain);
+        println!("{tamper:?}: {}", told.code);
+        if told.code == 0 {
+            assert_same_bytes("what came", &read(&target), &watched.data);
+            let damaged = &told.json()["damaged_blocks"];
+            assert_eq!(*damaged, 1, "{told}");
+            mended += 1;
+            fs::remove_file(&target).expect("remove the copy");
+        } else {
+            told.code(1);
+            assert!(!target.exists(), "{tamper:?}");
+            fs::remove_dir_all(sandbox.join(".firn-pull-copy")).expect("what came until then");
+        }
+    }
+    assert!(mended > 0, "no block was asked for again");
+    relay.set(Tamper::Nothing);
+    pull_by(&sandbox, mount, relay, &plain).ok();
+    assert_same_bytes("after all that", &read(&target), &watched.data);
+}
+
+/// Proves S-agent-12, S-agent-18: also where nobody asked for it, since somebody is between.
 #[test]
 fn an_encrypted_pull_cannot_be_read_or_changed_on_its_way() {
     let rounds = env_count("FIRN_AGENT_TAMPER_ROUNDS", 15);
     let sandbox = Sandbox::new("agent-sealed");
-    let mount = FirnMount::new(&sandbox, DEMAND);
-    let data = bytes(5, 6 * MIB + 123);
-    fs::write(mount.join("rank0"), &data).expect("write");
-    let agent = Agent::start(&sandbox, mount.path(), &["--verbose"]);
-    let address = KeyFile::load(mount.backing(), HOST)
-        .expect("the key file")
-        .address;
-    let relay = Relay::start(&address);
+    let watched = Watched::start(&sandbox, "auto");
+    let Watched {
+        mount,
+        data,
+        agent,
+        relay,
+    } = &watched;
+    let probe = watched.probe();
     let target = sandbox.join("copy");
-    let probe = &data[3 * MIB..3 * MIB + 64];
-
-    pull_by(&sandbox, &mount, &relay, &[]).ok();
+    // Nobody is between: a private network is plain.
+    pull(
+        &sandbox,
+        mount.backing(),
+        &mount.join("rank0"),
+        &target,
+        &[],
+    )
+    .ok();
     fs::remove_file(&target).expect("remove the copy");
-    assert!(
-        is_within(probe, &relay.heard()),
-        "a private network is plain"
-    );
     assert!(!agent.log().contains("encrypted"), "{}", agent.log());
 
-    relay.set(Tamper::Nothing);
-    pull_by(&sandbox, &mount, &relay, &["--encrypt", "yes"]).ok();
-    assert_same_bytes("encrypted", &read(&target), &data);
-    fs::remove_file(&target).expect("remove the copy");
+    for extra in [&[][..], &["--encrypt", "yes"]] {
+        relay.set(Tamper::Nothing);
+        pull_by(&sandbox, mount, relay, extra).ok();
+        assert_same_bytes("encrypted", &read(&target), data);
+        fs::remove_file(&target).expect("remove the copy");
+        let heard = relay.heard();
+        assert!(heard.len() > data.len());
+        assert!(!is_within(probe, &heard), "bytes of the file were heard");
+        assert!(!is_within(b"rank0", &heard), "names were heard");
+    }
     let heard = relay.heard();
-    assert!(heard.len() > data.len());
-    assert!(!is_within(probe, &heard), "bytes of the file were heard");
-    assert!(!is_within(b"rank0", &heard), "names were heard");
     assert!(
         agent.log().contains("is connected, encrypted"),
         "{}",
@@ -240,18 +330,9 @@ fn an_encrypted_pull_cannot_be_read_or_changed_on_its_way() {
 
     let mut generator = generator(seed("agent-sealed"));
     for round in 0..rounds {
-        // After the list: what is changed before is waited for.
-        let at = generator.random_range(heard.len() / 4..heard.len() / 2);
-        let bytes = generator.random_range(1..200_000);
-        let tamper = match round % 5 {
-            0 => Tamper::Flip { at },
-            1 => Tamper::Drop { at, bytes },
-            2 => Tamper::Repeat { at, bytes },
-            3 => Tamper::Swap { at, bytes },
-            _ => Tamper::Cut { at },
-        };
+        let tamper = choose_tamper(&mut generator, round, heard.len());
         relay.set(tamper);
-        let told = pull_by(&sandbox, &mount, &relay, &["--encrypt", "yes"]).code(1);
+        let told = pull_by(&sandbox, mount, relay, &["--encrypt", "yes"]).code(1);
         told.says(match tamper {
             Tamper::Cut { .. } => "the connection to the agent on n1 failed",
             _ => "is not what was sent",
@@ -260,8 +341,8 @@ fn an_encrypted_pull_cannot_be_read_or_changed_on_its_way() {
         fs::remove_dir_all(sandbox.join(".firn-pull-copy")).expect("what came until then");
     }
     relay.set(Tamper::Nothing);
-    pull_by(&sandbox, &mount, &relay, &["--encrypt", "yes"]).ok();
-    assert_same_bytes("after all that", &read(&target), &data);
+    pull_by(&sandbox, mount, relay, &["--encrypt", "yes"]).ok();
+    assert_same_bytes("after all that", &read(&target), data);
 }
 
 /// Proves S-agent-12: the choice of each side.
@@ -524,30 +605,34 @@ fn show(address: &str, credential: &str) -> Vec<Reply> {
     let socket = TcpStream::connect(address).expect("connect");
     let mut link = Link::over(Stream::over_tcp(socket).expect("a stream"));
     let until = Instant::now() + LIMIT;
-    let hello = Request::Hello {
+    // Who cannot open the credential guesses what is in it.
+    let hello = Request::Hello(Hello {
         protocol: PROTOCOL_VERSION,
         nonce: [1; 32],
+        tag: [2; 16],
         encryption: Encryption::Possible,
+        here: None,
+        there: None,
         credential: Some(credential.into()),
-    };
+    });
     link.send(&hello, until).expect("send");
     let mut told = Vec::new();
     while let Ok(reply) = link.receive(1 << 16, until) {
         told.push(reply);
-        // Who cannot open the credential guesses.
-        let proof = Request::Proof {
-            proof: [2; 32],
-            exchange: None,
-        };
-        let _ = link.send(&proof, until);
     }
     told
 }
 
 #[track_caller]
-fn assert_only_challenged(told: &[Reply]) {
+fn assert_only_rejected(told: &[Reply]) {
     assert!(
-        matches!(told, [Reply::Challenge { munge: true, .. }]),
+        matches!(
+            told,
+            [Reply::Rejected {
+                reason: Rejection::Key,
+                ..
+            }]
+        ),
         "{told:?}"
     );
 }
@@ -563,18 +648,18 @@ fn credentials_of_others_are_refused(site: &Munged, agent: &Agent, address: &str
         String::from_utf8(output.stdout).expect("utf-8")
     };
     // Root may make credentials of others.
-    assert_only_challenged(&show(address, made(&["--uid=65534"]).trim()));
+    assert_only_rejected(&show(address, made(&["--uid=65534"]).trim()));
     wait_until("the user in the log", LIMIT, || {
         agent.log().contains("its credential is one of user 65534")
     });
-    assert_only_challenged(&show(address, made(&["--restrict-uid=65534"]).trim()));
+    assert_only_rejected(&show(address, made(&["--restrict-uid=65534"]).trim()));
     wait_until("the restriction in the log", LIMIT, || {
         agent.log().contains("Unauthorized credential")
     });
-    assert_only_challenged(&show(address, "MUNGE:nonsense:"));
-    // The right user with the wrong key in it: nothing of its own is proved.
-    assert_only_challenged(&show(address, made(&[]).trim()));
-    wait_until("the proof in the log", LIMIT, || {
+    assert_only_rejected(&show(address, "MUNGE:nonsense:"));
+    // The right user with the wrong key in it.
+    assert_only_rejected(&show(address, made(&[]).trim()));
+    wait_until("the wrong key in the log", LIMIT, || {
         agent.log().contains("the key is wrong")
     });
 }
@@ -602,7 +687,7 @@ fn replayed_credentials_are_refused(site: &Munged, agent: &Agent, address: &str)
     assert!(opened(), "its first use");
     // Whoever heard it shows it again, with a proof by the key that is in it.
     let told = show(address, credential.trim());
-    assert_only_challenged(&told);
+    assert_only_rejected(&told);
     wait_until("the replay in the log", LIMIT, || {
         agent.log().contains("Replayed credential")
     });

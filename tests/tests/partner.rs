@@ -3,7 +3,7 @@
 use std::fs;
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use firn_protocol::PartnerStatus;
@@ -87,6 +87,24 @@ impl Cluster {
             }
         }
         files
+    }
+
+    /// The hosts of which host `at` keeps whole copies.
+    fn sources(&self, at: usize) -> Vec<String> {
+        let dirs = self.shelf(at).into_iter().flat_map(|dir| paths_in(&dir));
+        let is_whole = |copy: &PathBuf| copy.extension().is_none() && copy.join("tree").exists();
+        let with_copies = dirs.filter(|dir| paths_in(dir).iter().any(is_whole));
+        let name = |dir: PathBuf| {
+            let name = dir.file_name().expect("a name");
+            name.to_string_lossy().into_owned()
+        };
+        let mut sources: Vec<String> = with_copies.map(name).collect();
+        sources.sort();
+        sources
+    }
+
+    fn has_copies_of(&self, host: &str) -> bool {
+        (0..self.hosts.len()).any(|at| self.sources(at).iter().any(|source| source == host))
     }
 
     fn shelf_bytes(&self, at: usize) -> u64 {
@@ -385,6 +403,92 @@ fn without_its_partner_a_file_is_held_again_and_another_host_takes_over() {
     wait_until("nobody speaks of the partner", LIMIT, || {
         let partner = mount.status().partner.expect("it wants one");
         partner.note.contains("no `firn agent` runs")
+    });
+}
+
+/// Calls a host by its number.
+fn name_of(at: usize) -> String {
+    format!("n{}", at % 5)
+}
+
+/// Waits until each of five hosts is the partner of the one before it, and has its copies and no others.
+#[track_caller]
+fn wait_for_ring(cluster: &Cluster, hosts: &[Host<'_>]) {
+    for (at, host) in hosts.iter().enumerate() {
+        host.wait_for_partner(&name_of(at + 1));
+        let before = name_of(at + 4);
+        wait_until(
+            &format!("n{at} keeps the copies of {before} only"),
+            LIMIT,
+            || cluster.sources(at) == [before.as_str()],
+        );
+    }
+}
+
+/// Proves S-partner-13: hosts that come one after the other, one that goes, and one that comes back. Once there are copies
+/// of what a host holds, there are some at every moment.
+#[test]
+fn regression_each_host_keeps_the_copies_of_one_other() {
+    let cluster = Cluster::new("partner-ring", 5);
+    let copied = AtomicUsize::new(0);
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let ended = StopAtEnd(&stop);
+        let watcher = scope.spawn(|| {
+            let mut looks = 0;
+            while !stop.load(Ordering::Acquire) {
+                for at in 0..copied.load(Ordering::Acquire) {
+                    // One look may miss a copy that is exchanged for another one on another host meanwhile.
+                    let has_copies = || cluster.has_copies_of(&name_of(at));
+                    assert!(has_copies() || has_copies() || has_copies(), "n{at}");
+                }
+                looks += 1;
+            }
+            looks
+        });
+        let mut hosts: Vec<Host<'_>> = Vec::new();
+        for at in 0..5 {
+            hosts.push(cluster.host(at, "partner=next", &[]));
+            let top = hosts[at].write("step_1", at as u64);
+            if at > 0 {
+                hosts[0]
+                    .wait(&hosts[0].mount.join("step_1"), "partnered", "60s")
+                    .ok();
+                hosts[at].wait(&top, "partnered", "60s").ok();
+                copied.store(at + 1, Ordering::Release);
+            }
+        }
+        wait_for_ring(&cluster, &hosts);
+
+        let Host {
+            sandbox,
+            mount,
+            agent,
+        } = hosts.remove(2);
+        assert_eq!(agent.end(), Some(0));
+        hosts[1].wait_for_partner("n3");
+        wait_until("n3 keeps what n1 holds, and what n2 held", LIMIT, || {
+            cluster.sources(3) == ["n1", "n2"]
+        });
+        hosts[1]
+            .wait(&hosts[1].mount.join("step_1"), "partnered", "60s")
+            .ok();
+
+        let agent = Agent::start_unnamed(sandbox, mount.path(), &[]);
+        let back = Host {
+            sandbox,
+            mount,
+            agent,
+        };
+        hosts.insert(2, back);
+        wait_for_ring(&cluster, &hosts);
+        for host in &hosts {
+            let top = host.mount.join("step_1");
+            host.wait(&top, "partnered", "60s").ok();
+        }
+        drop(ended);
+        let looks: u64 = watcher.join().expect("copies at every moment");
+        assert!(looks > 10, "{looks} looks");
     });
 }
 

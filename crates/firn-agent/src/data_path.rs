@@ -6,9 +6,10 @@
 use std::os::fd::BorrowedFd;
 use std::time::Instant;
 
+use crate::block_mac::BlockHasher;
 use crate::error::WireError;
 use crate::link::Link;
-use crate::message::Reply;
+use crate::message::{BLOCK_BYTES, Reply};
 use crate::transport::Transport;
 
 /// A part of the arena that a list holds.
@@ -60,14 +61,21 @@ pub(crate) fn send_bytes_or_zeros<T>(
 
 /// Bytes follow their messages.
 pub(crate) struct InLine {
-    crc: u32,
+    /// None: they are encrypted.
+    hasher: Option<BlockHasher>,
     until: Instant,
 }
 
 impl InLine {
     /// For one answer.
-    pub(crate) fn begin(until: Instant) -> Self {
-        Self { crc: 0, until }
+    pub(crate) fn begin(hasher: Option<BlockHasher>, until: Instant) -> Self {
+        Self { hasher, until }
+    }
+
+    fn hash(&mut self, bytes: &[u8]) {
+        if let Some(hasher) = &mut self.hasher {
+            hasher.update(bytes);
+        }
     }
 }
 
@@ -83,19 +91,18 @@ impl<T: Transport> DataPath<T> for InLine {
         for part in parts {
             let at = arena.start + part.at;
             let bytes = part.bytes.len() as u64;
-            let transport = link.transport();
-            transport.send_file(arena.file, at, bytes, self.until)?;
-            // While the network has the bytes, which stay as they are, they are summed up here.
-            self.crc = crc32c::crc32c_append(self.crc, part.bytes);
+            link.send_file(arena.file, at, bytes, self.until)?;
+            // While the network has the bytes, which stay as they are.
+            self.hash(part.bytes);
         }
         Ok(())
     }
 
     fn send_copy(&mut self, link: &mut Link<T>, copy: &[u8]) -> Result<(), WireError> {
-        self.crc = crc32c::crc32c_append(self.crc, copy);
+        self.hash(copy);
         let bytes = copy.len() as u64;
         link.send(&Reply::Bytes { bytes }, self.until)?;
-        Ok(link.transport().send(copy, self.until)?)
+        link.send_data(copy, self.until)
     }
 
     fn send_zeros(&mut self, link: &mut Link<T>, bytes: u64) -> Result<(), WireError> {
@@ -103,8 +110,8 @@ impl<T: Transport> DataPath<T> for InLine {
     }
 
     fn end(&mut self, link: &mut Link<T>) -> Result<(), WireError> {
-        let crc32c = self.crc;
-        link.send(&Reply::End { crc32c }, self.until)
+        let mac = self.hasher.take().map(BlockHasher::finish);
+        link.send(&Reply::End { mac }, self.until)
     }
 }
 
@@ -116,20 +123,25 @@ pub(crate) struct Told<'a> {
     staging_at: u64,
     staged: usize,
     told: usize,
-    /// None: not summed up.
-    crc: Option<u32>,
+    /// None: the puller wants no MAC.
+    hasher: Option<BlockHasher>,
     until: Instant,
 }
 
 /// A part that is smaller is gathered: a message and a read of its own would take longer than the copy.
 const PART_BYTES_MIN: usize = 64 << 10;
+/// Fewer zeros are gathered like other bytes: they make no hole in a file, and a block has few parts.
+const ZEROS_BYTES_MIN: u64 = 4096;
+/// Parts of an answer: what is in memory, what is gathered between them, and zeros.
+pub(crate) const PARTS_MAX: usize =
+    2 * (BLOCK_BYTES / PART_BYTES_MIN as u64 + BLOCK_BYTES / ZEROS_BYTES_MIN + 1) as usize;
 
 impl<'a> Told<'a> {
     /// For one answer, with a staging buffer that is as large as the largest one.
     pub(crate) fn begin(
         staging: &'a mut [u8],
         staging_at: u64,
-        is_summed: bool,
+        hasher: Option<BlockHasher>,
         until: Instant,
     ) -> Self {
         Self {
@@ -137,13 +149,15 @@ impl<'a> Told<'a> {
             staging_at,
             staged: 0,
             told: 0,
-            crc: is_summed.then_some(0),
+            hasher,
             until,
         }
     }
 
-    fn sum(&mut self, bytes: &[u8]) {
-        self.crc = self.crc.map(|crc| crc32c::crc32c_append(crc, bytes));
+    fn hash(&mut self, bytes: &[u8]) {
+        if let Some(hasher) = &mut self.hasher {
+            hasher.update(bytes);
+        }
     }
 
     fn stage(&mut self, bytes: &[u8]) {
@@ -180,7 +194,7 @@ impl<T: Transport> DataPath<T> for Told<'_> {
             let bytes: usize = run.iter().map(|part| part.bytes.len()).sum();
             let is_gathered = bytes < PART_BYTES_MIN;
             for part in run {
-                self.sum(part.bytes);
+                self.hash(part.bytes);
                 if is_gathered {
                     self.stage(part.bytes);
                 }
@@ -196,19 +210,23 @@ impl<T: Transport> DataPath<T> for Told<'_> {
     }
 
     fn send_copy(&mut self, _link: &mut Link<T>, copy: &[u8]) -> Result<(), WireError> {
-        self.sum(copy);
+        self.hash(copy);
         self.stage(copy);
         Ok(())
     }
 
     fn send_zeros(&mut self, link: &mut Link<T>, bytes: u64) -> Result<(), WireError> {
+        if bytes < ZEROS_BYTES_MIN {
+            let zeros = &[0; ZEROS_BYTES_MIN as usize][..bytes as usize];
+            return self.send_copy(link, zeros);
+        }
         self.tell_staged(link)?;
         link.send(&Reply::Zeros { bytes }, self.until)
     }
 
     fn end(&mut self, link: &mut Link<T>) -> Result<(), WireError> {
         self.tell_staged(link)?;
-        let crc32c = self.crc;
-        link.send(&Reply::Placed { crc32c }, self.until)
+        let mac = self.hasher.take().map(BlockHasher::finish);
+        link.send(&Reply::Placed { mac }, self.until)
     }
 }

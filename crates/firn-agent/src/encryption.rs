@@ -1,10 +1,14 @@
-//! Whether bytes are encrypted on their way, and who says so.
+//! Whether bytes of files are encrypted on their way, and who says so.
 //!
-//! Each side has a wish for the connection, the handshake carries both, and both proofs are over them: who changes one on its
-//! way ends the connection. `auto` wants encryption where the other side has an address that is not private, since what
-//! is between the two is then nobody's cluster.
+//! Each side says in the handshake what it wishes and between which addresses it sees the connection. From both together
+//! both decide the same ([`Side::agree`]); who changes a word of it on its way ends the connection.
+//!
+//! `auto` wants encryption where the other side has an address that is not private, since what is between the two is
+//! then nobody's cluster; and where the two see other addresses than each other: then somebody is between them who ends
+//! one connection and begins another, be it a router that translates addresses, a forwarded port or a stranger.
 
-use std::net::{IpAddr, Ipv6Addr};
+use std::io;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpStream};
 
 use serde::{Deserialize, Serialize};
 
@@ -28,7 +32,7 @@ pub enum Encrypt {
 pub enum Encryption {
     /// It cannot, or its user does not want it.
     Refused,
-    /// As the other side wants.
+    /// As the other side wants, if nobody is between.
     Possible,
     /// Not without.
     Required,
@@ -36,7 +40,7 @@ pub enum Encryption {
 
 impl Encrypt {
     /// The wish towards a peer with this address.
-    pub fn towards(self, peer: IpAddr) -> Encryption {
+    fn towards(self, peer: IpAddr) -> Encryption {
         match self {
             Self::No => Encryption::Refused,
             Self::Auto if is_private(peer) => Encryption::Possible,
@@ -45,24 +49,56 @@ impl Encrypt {
     }
 }
 
-impl Encryption {
-    /// Whether a connection is encrypted where the one side wishes this and the other `peer`.
-    pub(crate) fn agree(self, peer: Self) -> Result<bool, WireError> {
-        match (self, peer) {
-            (Self::Required, Self::Refused) => Err(WireError::PeerRefusesEncryption),
-            (Self::Refused, Self::Required) => Err(WireError::PeerRequiresEncryption),
-            (own, peer) => Ok(own == Self::Required || peer == Self::Required),
+/// What one side says of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Side {
+    /// Its wish.
+    pub encryption: Encryption,
+    /// Its own end as it sees it; none over pipes.
+    pub here: Option<SocketAddr>,
+    /// And the other one.
+    pub there: Option<SocketAddr>,
+}
+
+impl Side {
+    /// Of a TCP connection.
+    pub fn of_tcp(socket: &TcpStream, encrypt: Encrypt) -> io::Result<Self> {
+        let there = socket.peer_addr()?;
+        Ok(Self {
+            encryption: encrypt.towards(there.ip()),
+            here: Some(canonical(socket.local_addr()?)),
+            there: Some(canonical(there)),
+        })
+    }
+
+    /// Of pipes, whose carrier encrypts.
+    pub fn of_pipes() -> Self {
+        Self {
+            encryption: Encryption::Refused,
+            here: None,
+            there: None,
         }
     }
 
-    /// Told apart in a proof.
-    pub(crate) fn code(self) -> u8 {
-        match self {
-            Self::Refused => 0,
-            Self::Possible => 1,
-            Self::Required => 2,
+    /// Whether the connection is encrypted where the one side says this and the other `peer`.
+    pub(crate) fn agree(&self, peer: &Self) -> Result<bool, WireError> {
+        use Encryption::{Possible, Refused, Required};
+        let is_direct = self.here == peer.there && self.there == peer.here;
+        let wish = |side: &Self| match side.encryption {
+            Possible if !is_direct => Required,
+            wish => wish,
+        };
+        match (wish(self), wish(peer)) {
+            (Required, Refused) => Err(WireError::PeerRefusesEncryption),
+            (Refused, Required) => Err(WireError::PeerRequiresEncryption),
+            (own, peer) => Ok(own == Required || peer == Required),
         }
     }
+}
+
+/// The same address however a socket names it.
+fn canonical(address: SocketAddr) -> SocketAddr {
+    SocketAddr::new(address.ip().to_canonical(), address.port())
 }
 
 /// Whether an address is of this host, its link, or a network that the Internet does not route (RFC 1918, RFC 4193).
@@ -122,19 +158,51 @@ mod tests {
         }
     }
 
+    fn side(encryption: Encryption, here: &str, there: &str) -> Side {
+        Side {
+            encryption,
+            here: here.parse().ok(),
+            there: there.parse().ok(),
+        }
+    }
+
     #[test]
     fn two_sides_agree_on_encryption_or_one_of_them_says_why_not() {
         use Encryption::{Possible, Refused, Required};
         let wishes = [Refused, Possible, Required];
+        let (a, b) = ("10.0.0.1:5", "10.0.0.2:6");
+        let agree = |own, peer| side(own, a, b).agree(&side(peer, b, a));
         for own in wishes {
             for peer in wishes {
                 let clash = [own, peer].contains(&Refused) && [own, peer].contains(&Required);
-                let found = own.agree(peer);
+                let found = agree(own, peer);
                 assert_eq!(found.is_err(), clash, "{own:?} {peer:?}");
-                assert_eq!(found.ok(), peer.agree(own).ok());
+                assert_eq!(found.ok(), agree(peer, own).ok());
             }
         }
-        assert!(Possible.agree(Required).unwrap());
-        assert!(!Possible.agree(Possible).unwrap());
+        assert!(agree(Possible, Required).unwrap());
+        assert!(!agree(Possible, Possible).unwrap());
+    }
+
+    #[test]
+    fn who_is_between_two_private_addresses_does_not_take_encryption_away() {
+        use Encryption::{Possible, Refused};
+        let (puller, agent) = ("10.0.0.1:5", "10.0.0.2:6");
+        for (here, there) in [
+            // Another host, another port of the same host, both.
+            ("10.0.0.2:6", "10.0.0.9:5"),
+            ("10.0.0.2:6", "10.0.0.1:7"),
+            ("127.0.0.1:6", "127.0.0.1:7"),
+            ("", ""),
+        ] {
+            let agree = |own, peer| side(own, puller, agent).agree(&side(peer, here, there));
+            assert!(agree(Possible, Possible).unwrap(), "{here} {there}");
+            assert!(agree(Possible, Refused).is_err());
+            assert!(agree(Refused, Possible).is_err());
+            assert!(!agree(Refused, Refused).unwrap());
+        }
+        let mapped = "[::ffff:10.0.0.1]:5".parse().unwrap();
+        assert_eq!(canonical(mapped), puller.parse().unwrap());
+        assert!(!Side::of_pipes().agree(&Side::of_pipes()).unwrap());
     }
 }

@@ -210,6 +210,22 @@ pub enum PullError {
         /// Its words.
         message: String,
     },
+    /// It holds as much as it may for others, for as long as this pull waits.
+    #[error(
+        "{host} holds as much memory for other pulls as it may (`firn agent --hold-max`): try again when they are over"
+    )]
+    Full {
+        /// Name of the source host.
+        host: String,
+    },
+    /// There is more than there is room for.
+    #[error("{bytes} bytes came of what was listed with {bytes_max}")]
+    Outgrown {
+        /// Bytes that there are.
+        bytes: u64,
+        /// Bytes that there may be.
+        bytes_max: u64,
+    },
     /// An agent sent names or numbers that cannot be.
     #[error("the agent on {host} described what cannot be ({what}); nothing of it was believed")]
     Implausible {
@@ -246,9 +262,9 @@ pub enum PullError {
         /// How often it was read.
         tries: u32,
     },
-    /// Bytes arrive other than they left.
+    /// Bytes arrive other than they left, by their MAC.
     #[error(
-        "a block of {path} arrived with a wrong checksum {tries} times: a network card, a switch or memory is faulty"
+        "a block of {path} was not what was sent {tries} times: a network card, a switch or memory is faulty, or somebody on the network changes it"
     )]
     Corrupt {
         /// Which file.
@@ -314,10 +330,19 @@ impl PullError {
         )
     }
 
+    /// Whether nobody is there who could be asked.
+    pub(crate) fn is_absence(&self) -> bool {
+        match self {
+            Self::Connect { error, .. } => error.kind() == io::ErrorKind::ConnectionRefused,
+            Self::KeyFile(_) => true,
+            _ => false,
+        }
+    }
+
     /// Whether it may be over with another connection.
     pub fn may_pass(&self) -> bool {
         match self {
-            Self::Connect { .. } => true,
+            Self::Connect { .. } | Self::Full { .. } => true,
             // An agent that is started again writes it anew.
             Self::KeyFile(error) => error.is_missing(),
             Self::Wire { error, .. } => matches!(error, WireError::Ended | WireError::Io(_)),

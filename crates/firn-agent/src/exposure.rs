@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use firn_client::OpenMount;
 use firn_ofi::{Buffer, Endpoint, Memory, OfiError, Pool, Region};
 
+use crate::block_mac::BlockHasher;
 use crate::data_path::Told;
 use crate::message::{BLOCK_BYTES, ErrorKind, Exposed, STAGING_BUFFERS};
 use crate::source::SourceError;
@@ -196,11 +197,16 @@ impl Exposure {
 
     /// How an answer is told that uses one of the staging buffers. The puller chose it and reads nothing of it now; one
     /// that does so all the same sees bytes change.
-    pub(crate) fn tell(&mut self, buffer: u32, until: Instant) -> Option<Told<'_>> {
-        let is_summed = self.is_summed;
+    pub(crate) fn tell(
+        &mut self,
+        buffer: u32,
+        hasher: Option<BlockHasher>,
+        until: Instant,
+    ) -> Option<Told<'_>> {
+        let hasher = hasher.filter(|_| self.is_summed);
         let at = u64::from(buffer) * BLOCK_BYTES;
         let staging = self.staging.get_mut(usize::try_from(buffer).ok()?)?;
-        Some(Told::begin(staging, at, is_summed, until))
+        Some(Told::begin(staging, at, hasher, until))
     }
 }
 

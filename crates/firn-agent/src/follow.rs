@@ -260,6 +260,7 @@ impl Follower<'_> {
                 target: request.target.join(&next),
                 cut: false,
                 patience: Duration::ZERO,
+                bytes_max: None,
             },
             &mut |_| {},
         )?;

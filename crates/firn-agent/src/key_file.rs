@@ -69,6 +69,8 @@ pub struct KeyFile {
     pub key: Key,
     /// The host that has copies of what that host holds, or had them when it was lost.
     pub partner: Option<String>,
+    /// Hosts that were the partner before, as long as the partner may not have all that they have.
+    pub formers: Vec<String>,
 }
 
 /// The same, as it is written.
@@ -78,6 +80,8 @@ struct Stored {
     key: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     partner: Option<String>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    formers: Vec<String>,
 }
 
 /// Whether `host` may be the name of a file, or a part of it.
@@ -103,6 +107,7 @@ impl KeyFile {
             address: self.address.clone(),
             key: self.key.digits(),
             partner: self.partner.clone(),
+            formers: self.formers.clone(),
         };
         let bytes = serde_json::to_vec(&stored).expect("it is plain JSON");
         let done = || -> Result<(), OwnError> {
@@ -163,18 +168,21 @@ impl KeyFile {
             return None;
         }
         let stored: Stored = serde_json::from_slice(bytes).ok()?;
-        if stored
-            .partner
-            .as_deref()
-            .is_some_and(|host| check_host(host).is_err())
-        {
+        let mut named = stored.partner.iter().chain(&stored.formers);
+        if named.any(|host| check_host(host).is_err()) {
             return None;
         }
         Some(Self {
             partner: stored.partner,
+            formers: stored.formers,
             address: stored.address,
             key: Key::from_digits(&stored.key)?,
         })
+    }
+
+    /// Hosts that have copies of what that host holds, or may have: first the one that has the newest.
+    pub fn holders(&self) -> impl Iterator<Item = &String> {
+        self.partner.iter().chain(&self.formers)
     }
 
     /// Hosts with a record in a backing, believed or not.
@@ -243,6 +251,7 @@ mod tests {
             address: "10.0.0.1:4711".into(),
             key: Key::random().unwrap(),
             partner: None,
+            formers: Vec::new(),
         }
     }
 
@@ -261,6 +270,7 @@ mod tests {
         // Whoever looks for copies finds the partner; the record stays this agent's.
         let partnered = KeyFile {
             partner: Some("n2".into()),
+            formers: vec!["n3".into()],
             ..first.clone()
         };
         partnered.store(backing.path(), "n1").unwrap();

@@ -10,10 +10,11 @@
 //! is asked for and may be killed at any time. The *puller* ([`pull`]) asks, checks and writes.
 //!
 //! Promises
-//! * What a pull leaves under its name is whole: every byte was compared by CRC32C, every file was checked against its
+//! * What a pull leaves under its name is whole: every byte was authenticated, every file was checked against its
 //!   list after its last byte was read, and the name appears by one rename.
-//! * An agent believes nobody who does not have its key, and takes at most [`message::HANDSHAKE_BYTES_MAX`] bytes and
-//!   [`server::HANDSHAKE_LIMIT`] from anybody until then.
+//! * Nobody believes anything of who does not have the key, on either side; an agent takes at most
+//!   [`message::HANDSHAKE_BYTES_MAX`] bytes and [`server::HANDSHAKE_LIMIT`] from anybody until then.
+//! * Whatever an agent says, a puller takes bounded memory for it, and gives up what does not go on.
 //! * What an agent holds of the arena ends with the connection for which it holds it, and is bounded
 //!   ([`holds::Holds`]). Nothing is queued: a request is answered before the next one is read.
 //! * No writer waits for an agent.
@@ -21,6 +22,7 @@
 //! Protocol, crash behaviour, authentication: docs/internals/agent.md.
 
 mod auth;
+mod block_mac;
 mod data_path;
 mod encryption;
 mod error;
@@ -39,11 +41,13 @@ mod sealed;
 pub mod server;
 mod session;
 mod source;
+mod strangers;
 mod transport;
 mod transport_choice;
 
 pub use auth::{Key, Terms, answer_handshake, begin_handshake};
-pub use encryption::{Encrypt, Encryption};
+pub use block_mac::{BlockHasher, BlockMac};
+pub use encryption::{Encrypt, Encryption, Side};
 pub use error::{AgentError, PullError, WireError};
 pub use follow::{FollowEvent, FollowRequest, follow};
 pub use key_file::{KeyFile, KeyFileError, check_host};
@@ -54,7 +58,6 @@ pub use peer::{Peer, Route};
 pub use pull::{
     Listed, Outcome, Progress, PullRequest, PullSource, check_list, list, list_entries, pull,
 };
-pub use sealed::Sealed;
 pub use server::{Agent, AgentOptions, Level, Log};
 pub use transport::{Stream, Transport};
 pub use transport_choice::{Carriage, TransportChoice};

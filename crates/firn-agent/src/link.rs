@@ -1,11 +1,13 @@
-//! Frames over a [`Transport`].
+//! Frames over a [`Transport`], and the bytes of files between them.
 
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::time::Instant;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::block_mac::{BlockHasher, BlockKey};
 use crate::error::WireError;
 use crate::message::FRAME_BYTES_MAX;
 use crate::sealed::{Cipher, Sealed};
@@ -17,6 +19,8 @@ const LENGTH_BYTES: usize = 4;
 /// One end of a connection.
 pub struct Link<T> {
     transport: Sealed<T>,
+    /// None where bytes of files are encrypted, or before the handshake is over.
+    block_key: Option<BlockKey>,
     /// Of the last frame.
     buffer: Vec<u8>,
 }
@@ -26,23 +30,25 @@ impl<T: Transport> Link<T> {
     pub fn over(transport: T) -> Self {
         Self {
             transport: Sealed::open(transport),
+            block_key: None,
             buffer: Vec::new(),
         }
     }
 
-    /// For the bytes between frames.
-    pub fn transport(&mut self) -> &mut Sealed<T> {
-        &mut self.transport
-    }
-
-    /// Whether all that goes over it is encrypted.
+    /// Whether bytes of files are encrypted; messages always are.
     pub fn is_encrypted(&self) -> bool {
-        self.transport.is_sealed()
+        self.transport.is_all_sealed()
     }
 
-    /// Encrypts all that comes from now on.
-    pub(crate) fn seal(&mut self, cipher: Cipher) {
-        self.transport.seal(cipher);
+    /// Encrypts messages from now on, and bytes of files where there is no key to authenticate them with as they are.
+    pub(crate) fn seal(&mut self, cipher: Cipher, block_key: Option<BlockKey>) {
+        self.transport.seal(cipher, block_key.is_none());
+        self.block_key = block_key;
+    }
+
+    /// What authenticates the bytes of an answer; none where they are encrypted.
+    pub fn block_hasher(&self) -> Option<BlockHasher> {
+        self.block_key.as_ref().map(BlockHasher::new)
     }
 
     /// Sends a message.
@@ -65,6 +71,16 @@ impl<T: Transport> Link<T> {
         bytes_max: usize,
         until: Instant,
     ) -> Result<M, WireError> {
+        let frame = self.receive_frame(bytes_max, until)?;
+        serde_json::from_slice(frame).map_err(|error| WireError::Nonsense(error.to_string()))
+    }
+
+    /// The same as it came.
+    pub(crate) fn receive_frame(
+        &mut self,
+        bytes_max: usize,
+        until: Instant,
+    ) -> Result<&[u8], WireError> {
         let mut length = [0; LENGTH_BYTES];
         self.transport.receive(&mut length, until).map_err(ended)?;
         let length = u32::from_be_bytes(length) as usize;
@@ -73,7 +89,28 @@ impl<T: Transport> Link<T> {
         }
         self.buffer.resize(length, 0);
         self.transport.receive(&mut self.buffer, until)?;
-        serde_json::from_slice(&self.buffer).map_err(|error| WireError::Nonsense(error.to_string()))
+        Ok(&self.buffer)
+    }
+
+    /// Sends bytes that a message has announced.
+    pub fn send_data(&mut self, bytes: &[u8], until: Instant) -> Result<(), WireError> {
+        Ok(self.transport.send_data(bytes, until)?)
+    }
+
+    /// The same, of a file from `at` on, without a copy where they are not encrypted.
+    pub fn send_file(
+        &mut self,
+        file: BorrowedFd<'_>,
+        at: u64,
+        bytes: u64,
+        until: Instant,
+    ) -> Result<(), WireError> {
+        Ok(self.transport.send_file(file, at, bytes, until)?)
+    }
+
+    /// Fills `into` with bytes that a message has announced.
+    pub fn receive_data(&mut self, into: &mut [u8], until: Instant) -> Result<(), WireError> {
+        Ok(self.transport.receive_data(into, until)?)
     }
 }
 

@@ -1,22 +1,30 @@
 //! Messages between puller and agent: frames of a length and JSON.
 //!
 //! A frame is its length in 4 bytes, the most significant first, and a [`Request`] or [`Reply`] as JSON. After a
-//! [`Reply::Bytes`] that many bytes follow as they are. The agent answers requests in their order, each with one final
+//! [`Reply::Bytes`] that many bytes follow. The agent answers requests in their order, each with one final
 //! reply; only [`Request::List`], [`Request::ListHeld`], [`Request::Read`] and [`Request::Place`] have others before it.
+//!
+//! [`Request::Hello`], [`Reply::Welcome`] and [`Reply::Rejected`] go in the clear, all other frames encrypted and
+//! authenticated ([`crate::auth`]). Bytes of files are either encrypted as well, or go as they are and have a
+//! [`BlockMac`] in the frame that ends their answer.
 //!
 //! Invariants
 //! * A frame has at most [`FRAME_BYTES_MAX`] bytes, before the handshake is over [`HANDSHAKE_BYTES_MAX`]: looked at
 //!   before memory is taken for it.
+//! * A list has at most [`ENTRIES_MAX`] entries, whose names have at most [`LIST_NAME_BYTES_MAX`] bytes.
 //! * A block has at most [`BLOCK_BYTES`] bytes, and is the unit of requests, checksums and comparisons.
+
+use std::net::SocketAddr;
 
 use firn_format::record::Ending;
 use firn_protocol::path::BytePath;
 use serde::{Deserialize, Serialize};
 
+use crate::block_mac::BlockMac;
 use crate::encryption::Encryption;
 
 /// Version of this protocol; an agent and a puller of different ones do not work together.
-pub const PROTOCOL_VERSION: u32 = 4;
+pub const PROTOCOL_VERSION: u32 = 5;
 /// Bytes of the longest frame: an entry with a path and a link target of 4 KiB each, every byte of them escaped.
 pub const FRAME_BYTES_MAX: usize = 64 << 10;
 /// Bytes of the longest frame from somebody who has not shown the key yet.
@@ -26,36 +34,29 @@ pub const BLOCK_BYTES: u64 = 1 << 20;
 /// Staging buffers of a block each, for what a puller reads by itself and is not in memory. A puller names the one that
 /// is to be used, and none of which it has not read all.
 pub const STAGING_BUFFERS: u64 = 16;
-/// Bytes of the longest path in a message.
+/// Bytes of the longest path in a message, and of the longest target of a link.
 pub const PATH_BYTES_MAX: usize = 4096;
+/// Entries of the largest tree that is listed.
+pub const ENTRIES_MAX: usize = 1 << 20;
+/// Bytes of all paths and link targets of a list: 256 for each entry of the largest one, which both sides have in memory.
+pub const LIST_NAME_BYTES_MAX: usize = 256 << 20;
 
-/// Bytes that are used once.
-pub type Nonce = [u8; 32];
-/// An HMAC-SHA256.
-pub type Proof = [u8; 32];
+const PAGE_BYTES: u64 = 4096;
+
+/// An ephemeral public key (Curve25519).
+pub type PublicKey = [u8; 32];
+/// The tag of a message of the handshake.
+pub type Tag = [u8; 16];
 
 /// What a puller asks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "request")]
 pub enum Request {
     /// The first message of a connection.
-    Hello {
-        /// [`PROTOCOL_VERSION`] of the puller.
-        protocol: u32,
-        /// Made for this connection.
-        nonce: Nonce,
-        /// The puller's wish.
-        encryption: Encryption,
-        /// What MUNGE says of the puller, with the key in it ([`crate::Munge`]). None: both have one already.
-        credential: Option<String>,
-    },
-    /// The answer to [`Reply::Challenge`]: the puller has the key.
-    Proof {
-        /// Over both nonces and both wishes for encryption.
-        proof: Proof,
-        /// Where the connection is to be encrypted: the puller's message of the exchange of keys.
-        exchange: Option<Vec<u8>>,
-    },
+    Hello(Hello),
+    /// The end of the handshake, the first message that is encrypted: it shows that the hello is not one that somebody
+    /// heard and says again. Has no answer.
+    Ready,
     /// What is at and below a path.
     List {
         /// As the source host names it; empty: the mount of the agent.
@@ -110,7 +111,7 @@ pub enum Request {
     Expose {
         /// Providers of libfabric that the puller has, the best first.
         providers: Vec<String>,
-        /// Whether answers to [`Request::Place`] have checksums.
+        /// Whether answers to [`Request::Place`] have a [`BlockMac`].
         sums: bool,
     },
     /// Where bytes of a file are that is held, for a puller that reads them by itself.
@@ -149,27 +150,20 @@ pub enum Request {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "reply")]
 pub enum Reply {
-    /// Answer to [`Request::Hello`] where a key is needed.
-    Challenge {
-        /// [`PROTOCOL_VERSION`] of the agent.
-        protocol: u32,
-        /// Made for this connection.
-        nonce: Nonce,
-        /// The agent's wish.
-        encryption: Encryption,
-        /// The agent takes a [`Request::Hello::credential`].
-        munge: bool,
-    },
-    /// The handshake is over.
+    /// Answer to [`Request::Hello`]: the agent has the key, too.
     Welcome {
         /// [`PROTOCOL_VERSION`] of the agent.
         protocol: u32,
-        /// Over the same: the agent has the key. None where the connection itself says who is there (ssh).
-        proof: Option<Proof>,
-        /// The agent's message of the exchange of keys; all that follows is encrypted.
-        exchange: Option<Vec<u8>>,
-        /// Package version of the agent.
-        version: String,
+        /// The agent's message of the handshake, in hexadecimal digits; in it, encrypted, an
+        /// [`Agreement`](crate::auth::Agreement).
+        handshake: String,
+    },
+    /// The other answer to [`Request::Hello`]; the connection ends.
+    Rejected {
+        /// [`PROTOCOL_VERSION`] of the agent.
+        protocol: u32,
+        /// Why.
+        reason: Rejection,
     },
     /// Not the end: a part of the answer to [`Request::List`].
     Entries {
@@ -200,8 +194,8 @@ pub enum Reply {
     },
     /// The end of the answer to [`Request::Read`]; there are fewer bytes than were asked for where the file ends.
     End {
-        /// CRC32C of the bytes that followed a [`Reply::Bytes`].
-        crc32c: u32,
+        /// Of the bytes that followed a [`Reply::Bytes`]; none where they are encrypted.
+        mac: Option<BlockMac>,
     },
     /// Answer to [`Request::Expose`].
     Exposed(Exposed),
@@ -221,8 +215,8 @@ pub enum Reply {
     },
     /// The end of the answer to [`Request::Place`].
     Placed {
-        /// As in [`Reply::End`]; none where the puller wanted none.
-        crc32c: Option<u32>,
+        /// Of the bytes in memory and in the staging buffers; none where the puller wanted none.
+        mac: Option<BlockMac>,
     },
     /// Answer to [`Request::Sum`].
     Sum {
@@ -256,6 +250,38 @@ pub enum Reply {
         /// What happened and what to do.
         message: String,
     },
+}
+
+/// What a puller begins with.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// [`PROTOCOL_VERSION`] of the puller.
+    pub protocol: u32,
+    /// The puller's ephemeral key. Up to version 4 a random number had this place, so that agents of those versions
+    /// answer with theirs.
+    pub nonce: PublicKey,
+    /// Of the first message of the handshake: the puller has the key.
+    pub tag: Tag,
+    /// The puller's wish.
+    pub encryption: Encryption,
+    /// The puller's end of the connection as it sees it; none over pipes.
+    pub here: Option<SocketAddr>,
+    /// And the agent's.
+    pub there: Option<SocketAddr>,
+    /// What MUNGE says of the puller, with the key in it ([`crate::Munge`]). None: both have one already.
+    pub credential: Option<String>,
+}
+
+/// Why an agent does not let a puller in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Rejection {
+    /// It speaks another version.
+    Version,
+    /// The agent takes no [`Hello::credential`].
+    Munge,
+    /// The key, or the credential, is wrong.
+    Key,
 }
 
 /// Where a puller reads by itself.
@@ -331,6 +357,36 @@ impl Entry {
             mtime_s: 0,
             mtime_ns: 0,
             held: None,
+        }
+    }
+
+    /// Bytes of its path and of the target of a link.
+    pub(crate) fn name_bytes(&self) -> usize {
+        self.path.as_bytes().len() + self.target_bytes()
+    }
+
+    /// Bytes of the target of a link.
+    pub(crate) fn target_bytes(&self) -> usize {
+        match &self.kind {
+            EntryKind::Link { target } => target.as_bytes().len(),
+            _ => 0,
+        }
+    }
+
+    /// Bytes of memory that a copy of it takes: whole pages, and what the kernel has of each name.
+    pub(crate) fn stored_bytes(&self) -> u64 {
+        let bytes = match self.kind {
+            EntryKind::File { bytes, .. } => bytes,
+            _ => 0,
+        };
+        let pages = bytes.checked_next_multiple_of(PAGE_BYTES);
+        pages.unwrap_or(bytes).saturating_add(PAGE_BYTES)
+    }
+
+    /// Makes a file one that is open for writing.
+    pub(crate) fn reopen(&mut self) {
+        if let EntryKind::File { ending, .. } = &mut self.kind {
+            *ending = Ending::Open;
         }
     }
 

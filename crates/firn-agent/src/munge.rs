@@ -5,8 +5,9 @@
 //!   agent:   credential ─► unmunge ─► key, if its user made it and it was not used before
 //! ```
 //!
-//! The handshake then goes on with that key as with any other, so it shows that both sides are the same user: the puller
-//! by having made the credential, the agent by having been able to open it.
+//! The handshake goes on with that key as with any other, so it shows that both sides are the same user: the puller
+//! by having made the credential, the agent by having been able to open it. The credential is in the handshake, too, so
+//! it is of this connection: who carries it elsewhere has no part in the keys that come of it.
 //!
 //! munge(1) and unmunge(1) are started, and libmunge is not loaded: where there is a munged there are these programs, a
 //! connection costs two of them once, and no foreign code runs in a process that maps the arena.
@@ -27,8 +28,8 @@ use crate::auth::Key;
 use crate::error::WireError;
 use crate::transport::read_to_end;
 
-/// Bytes of the longest credential: what a key needs, three times.
-pub(crate) const CREDENTIAL_BYTES_MAX: usize = 640;
+/// Bytes of the longest credential: what a key needs, twice.
+pub(crate) const CREDENTIAL_BYTES_MAX: usize = 512;
 /// Bytes of the longest output of these programs.
 const OUTPUT_BYTES_MAX: usize = 1024;
 

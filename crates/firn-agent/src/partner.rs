@@ -11,8 +11,8 @@
 //! Promises
 //! * A file is marked only after a whole copy of its directory, made when it had the same number of changes, has its
 //!   name on the shelf of the partner.
-//! * A copy is removed only when its source, with the same arena, does not hold anything of it any more, or when every
-//!   byte of it was found in the backing.
+//! * A copy is removed only when its source, with the same arena, does not hold anything of it any more, when the source
+//!   has another partner that has copies of all that it holds, or when every byte of it was found in the backing.
 //! * No writer waits for any of it; whatever fails is tried again, and the status of the source says what is wrong.
 
 mod choice;
@@ -22,6 +22,6 @@ mod ring;
 mod shelf;
 
 pub(crate) use choice::choose_partners;
-pub(crate) use desk::{Desk, Seat};
+pub(crate) use desk::{Desk, Role, Seat};
 pub use ring::{Domains, DomainsError};
 pub(crate) use shelf::{CopyFile, Shelf};

@@ -10,22 +10,27 @@ use std::time::{Duration, Instant};
 use firn_protocol::path::BytePath;
 
 use crate::auth::{Key, Terms, begin_handshake};
-use crate::encryption::{Encrypt, Encryption};
+use crate::block_mac::BlockHasher;
+use crate::encryption::{Encrypt, Side};
 use crate::error::{PullError, WireError};
 use crate::key_file::KeyFile;
 use crate::link::Link;
-use crate::message::{Entry, ErrorKind, FRAME_BYTES_MAX, Reply, Request};
+use crate::message::{
+    ENTRIES_MAX, Entry, ErrorKind, FRAME_BYTES_MAX, LIST_NAME_BYTES_MAX, PATH_BYTES_MAX, Reply,
+    Request,
+};
 use crate::munge::Munge;
-use crate::source::ENTRIES_MAX;
-use crate::transport::{Stream, Transport};
+use crate::transport::Stream;
 
 /// How long an address may take to answer.
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 /// How long the handshake may take; an ssh may have to ask for a password.
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
 const SSH_LIMIT: Duration = Duration::from_secs(120);
-/// How long one answer may take: a block that comes from a slow backing.
+/// How long one answer may take, all of it: a block that comes from a slow backing.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
+/// A list may take longer, as long as at least so many bytes of names come a second.
+const LIST_BYTES_PER_S_MIN: usize = 8 << 10;
 
 /// How an agent is reached.
 #[derive(Clone, Debug)]
@@ -71,6 +76,8 @@ pub struct Peer {
     link: Link<Stream>,
     /// This host's address on the way there; none through ssh.
     near: Option<IpAddr>,
+    /// When the answer that comes now is late.
+    answer_until: Instant,
     _ssh: Option<Ssh>,
 }
 
@@ -131,18 +138,12 @@ impl Peer {
         };
         let socket = connect_any(address).map_err(failed)?;
         let near = Some(socket.local_addr().map_err(failed)?.ip());
-        let agent = socket.peer_addr().map_err(failed)?;
-        let terms = Terms {
-            key: match trust {
-                Trust::Key(key) => Some(key),
-                Trust::Munge(_) => None,
-            },
-            munge: match trust {
-                Trust::Key(_) => None,
-                Trust::Munge(munge) => Some(munge),
-            },
-            encryption: encrypt.towards(agent.ip()),
+        let side = Side::of_tcp(&socket, encrypt).map_err(failed)?;
+        let (key, munge) = match trust {
+            Trust::Key(key) => (Some(key), None),
+            Trust::Munge(munge) => (None, Some(munge)),
         };
+        let terms = Terms { key, munge, side };
         let stream = Stream::over_tcp(socket).map_err(failed)?;
         let peer = Self::greet(host, stream, &terms, HANDSHAKE_LIMIT, None)?;
         Ok(Self { near, ..peer })
@@ -166,13 +167,7 @@ impl Peer {
         let ssh = Ssh(child);
         let stream =
             Stream::over_pipes(OwnedFd::from(input), OwnedFd::from(output)).map_err(failed)?;
-        // ssh encrypts what it carries.
-        let terms = Terms {
-            key: None,
-            munge: None,
-            encryption: Encryption::Refused,
-        };
-        Self::greet(host, stream, &terms, SSH_LIMIT, Some(ssh))
+        Self::greet(host, stream, &Terms::of_pipes(), SSH_LIMIT, Some(ssh))
     }
 
     fn greet(
@@ -192,6 +187,7 @@ impl Peer {
             host: host.into(),
             link,
             near: None,
+            answer_until: Instant::now(),
             _ssh: ssh,
         })
     }
@@ -217,10 +213,15 @@ impl Peer {
         sent.map_err(|error| self.broken(error))
     }
 
-    /// The next reply; an error that the agent tells is one here.
+    /// The first reply of an answer; an error that the agent tells is one here.
     pub(crate) fn receive(&mut self) -> Result<Reply, PullError> {
-        let until = Instant::now() + ANSWER_LIMIT;
-        match self.link.receive(FRAME_BYTES_MAX, until) {
+        self.answer_until = Instant::now() + ANSWER_LIMIT;
+        self.receive_more()
+    }
+
+    /// The next reply of the same answer.
+    pub(crate) fn receive_more(&mut self) -> Result<Reply, PullError> {
+        match self.link.receive(FRAME_BYTES_MAX, self.answer_until) {
             Ok(Reply::Error { kind, message }) => Err(PullError::Remote {
                 host: self.host.clone(),
                 kind,
@@ -233,9 +234,13 @@ impl Peer {
 
     /// Bytes that follow a [`Reply::Bytes`].
     pub(crate) fn receive_bytes(&mut self, into: &mut [u8]) -> Result<(), PullError> {
-        let until = Instant::now() + ANSWER_LIMIT;
-        let received = self.link.transport().receive(into, until);
-        received.map_err(|error| self.broken(error.into()))
+        let received = self.link.receive_data(into, self.answer_until);
+        received.map_err(|error| self.broken(error))
+    }
+
+    /// What authenticates the bytes of an answer; none where they are encrypted.
+    pub(crate) fn block_hasher(&self) -> Option<BlockHasher> {
+        self.link.block_hasher()
     }
 
     /// What is at and below a path, parents first, and that path below the mount point.
@@ -251,19 +256,42 @@ impl Peer {
         self.receive_list(&Request::ListHeld { path: path.clone() })
     }
 
+    /// Bounded in number, names and time, whatever the agent sends.
     fn receive_list(&mut self, request: &Request) -> Result<(BytePath, Vec<Entry>), PullError> {
         self.send(request)?;
         let mut all = Vec::new();
+        let mut name_bytes = 0;
+        let mut reply = self.receive()?;
+        let begun = Instant::now() + ANSWER_LIMIT;
         loop {
-            match self.receive()? {
-                Reply::Entries { entries } => all.extend(entries),
+            match reply {
+                Reply::Entries { entries } => {
+                    name_bytes += self.check_entries(&entries)?;
+                    all.extend(entries);
+                }
                 Reply::Listed { path } => return Ok((path, all)),
                 other => return Err(self.out_of_turn(&other)),
             }
-            if all.len() > ENTRIES_MAX {
+            if all.len() > ENTRIES_MAX || name_bytes > LIST_NAME_BYTES_MAX {
                 return Err(self.implausible("more files than an agent lists"));
             }
+            self.answer_until =
+                begun + Duration::from_secs((name_bytes / LIST_BYTES_PER_S_MIN) as u64);
+            reply = self.receive_more()?;
         }
+    }
+
+    /// Bytes of the names of a part of a list, in which there is something, and no name that no host has.
+    fn check_entries(&self, entries: &[Entry]) -> Result<usize, PullError> {
+        if entries.is_empty() {
+            return Err(self.implausible("a part of a list with nothing in it"));
+        }
+        let is_long =
+            |entry: &Entry| entry.path.as_bytes().len().max(entry.target_bytes()) > PATH_BYTES_MAX;
+        if entries.iter().any(is_long) {
+            return Err(self.implausible(format!("a name of more than {PATH_BYTES_MAX} bytes")));
+        }
+        Ok(entries.iter().map(Entry::name_bytes).sum())
     }
 
     // ---- partners ------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ mod writers;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use firn_format::record::Ending;
 use firn_protocol::path::BytePath;
@@ -55,8 +55,10 @@ pub struct PullRequest {
     pub target: PathBuf,
     /// Also what its writers have not closed.
     pub cut: bool,
-    /// How long a connection that broke is tried again without a byte that comes.
+    /// How long it is tried without a byte that comes.
     pub patience: Duration,
+    /// Bytes of memory that the copy may take, with no file larger than it is listed; none: as many as it does.
+    pub bytes_max: Option<u64>,
 }
 
 /// What is to be pulled of a host.
@@ -136,29 +138,22 @@ pub fn check_list(entries: Vec<Entry>) -> Result<(), String> {
 pub fn pull(request: &PullRequest, tell: &mut dyn FnMut(Progress)) -> Result<Outcome, PullError> {
     let staging = Staging::open(&request.target)?;
     let writers = Writers::start(staging.is_synced()).map_err(local(&request.target))?;
-    let mut state = State::new(tell);
-    let mut peer = Some(Peer::connect(&request.host, &request.route)?);
+    let mut state = State::new(request, tell);
     let mut pause = RETRY_FIRST;
     let mut carriage = request.carriage.clone();
-    state.moved_at = Instant::now();
     let plan = loop {
         let moved_at = state.moved_at;
-        let error = match attempt(
-            request,
-            &carriage,
-            &staging,
-            &writers,
-            &mut state,
-            peer.take(),
-        ) {
+        let error = match attempt(request, &carriage, &staging, &writers, &mut state) {
             Ok(plan) => break plan,
             Err(error) => error,
         };
         // Nothing may land in a file that the next connection compares.
         writers.wait()?;
-        let is_late = state.moved_at.elapsed() > request.patience;
+        let is_late = state.is_late();
         let is_fabric = matches!(error, PullError::Fabric { .. });
-        if !error.may_pass() {
+        // Before anything was heard, a host without an agent is more likely a mistake than a break. ssh has said why.
+        let is_hopeless = error.is_absence() || matches!(request.route, Route::Ssh { .. });
+        if !error.may_pass() || (!state.was_listed && is_hopeless) {
             return Err(error);
         } else if is_fabric && carriage.transport == TransportChoice::Auto {
             // The connection is there all the same.
@@ -188,12 +183,8 @@ fn attempt(
     staging: &Staging,
     writers: &Writers,
     state: &mut State<'_>,
-    peer: Option<Peer>,
 ) -> Result<Plan, PullError> {
-    let mut peer = match peer {
-        Some(peer) => peer,
-        None => Peer::connect(&request.host, &request.route)?,
-    };
+    let mut peer = Peer::connect(&request.host, &request.route)?;
     let listed = match &request.source {
         PullSource::Path(path) => peer.list(path),
         PullSource::Held(path) => peer.list_held(path),
@@ -212,6 +203,7 @@ fn attempt(
     if !request.cut {
         check_complete(peer.host(), request, &plan)?;
     }
+    state.check_total(plan.entries())?;
     staging.prepare(&plan)?;
     let wanted: VecDeque<Wanted> = plan
         .files()
@@ -222,7 +214,9 @@ fn attempt(
             tries: 0,
         })
         .collect();
-    let bytes = wanted.iter().map(|wanted| wanted.bytes).sum();
+    let bytes = wanted
+        .iter()
+        .fold(0_u64, |sum, wanted| sum.saturating_add(wanted.bytes));
     state.begin(wanted.len() as u64, bytes);
     let remote = Remote::agree(&mut peer, carriage, writers)?;
     state.outcome.transport = match &remote {

@@ -1,11 +1,14 @@
-//! Encryption of a connection: the Noise protocol NNpsk0, with a key of this connection's handshake as the shared key.
+//! Encryption of a connection: the Noise protocol NNpsk0, from its handshake on.
 //!
 //! ```text
 //!   record = length of the rest, 2 bytes, the most significant first │ ciphertext │ tag, 16 bytes
 //! ```
 //!
+//! Messages are sealed on every connection; bytes of files as well, or they go as they are between two records, and a
+//! message says their [`BlockMac`](crate::block_mac::BlockMac).
+//!
 //! Promises
-//! * Once sealed, each byte in either direction is in a record that is encrypted and authenticated (ChaCha20-Poly1305).
+//! * Each sealed byte in either direction is in a record that is encrypted and authenticated (ChaCha20-Poly1305).
 //! * Records count: one that was changed, left out, repeated, moved, or comes from another connection ends this one, and
 //!   nothing of it is handed on. What is cut off is missed by whoever waits for the rest of an answer.
 //! * Who learns the key later cannot read what was heard before: the records' keys are of an exchange of ephemeral keys.
@@ -28,44 +31,41 @@ const TAG_BYTES: usize = 16;
 const LENGTH_BYTES: usize = 2;
 /// Bytes that one record has at most, of those that are encrypted.
 const PLAIN_BYTES_MAX: usize = u16::MAX as usize - TAG_BYTES;
-/// Bytes of a message of the exchange: an ephemeral key and a tag.
+/// Bytes of a message of the exchange without its payload: an ephemeral key and a tag.
 const EXCHANGE_BYTES: usize = 32 + TAG_BYTES;
 
 /// One side of the exchange of ephemeral keys.
 pub(crate) struct Exchange(HandshakeState);
 
-/// A message of it.
-pub(crate) type ExchangeMessage = Vec<u8>;
-
 impl Exchange {
-    /// That of the puller, who speaks first.
-    pub(crate) fn begin(shared_key: &[u8; 32]) -> Self {
-        let begun = builder(shared_key).build_initiator();
+    /// That of the puller, who speaks first. Both sides must have said the same before, the prologue.
+    pub(crate) fn begin(shared_key: &[u8; 32], prologue: &[u8]) -> Self {
+        let begun = builder(shared_key, prologue).and_then(Builder::build_initiator);
         Self(begun.expect("the pattern needs nothing else"))
     }
 
     /// That of the agent.
-    pub(crate) fn answer(shared_key: &[u8; 32]) -> Self {
-        let begun = builder(shared_key).build_responder();
+    pub(crate) fn answer(shared_key: &[u8; 32], prologue: &[u8]) -> Self {
+        let begun = builder(shared_key, prologue).and_then(Builder::build_responder);
         Self(begun.expect("the pattern needs nothing else"))
     }
 
     /// The next message.
-    pub(crate) fn write(&mut self) -> Result<ExchangeMessage, WireError> {
-        let mut message = vec![0; EXCHANGE_BYTES];
-        let written = self.0.write_message(&[], &mut message);
+    pub(crate) fn write(&mut self, payload: &[u8]) -> Result<Vec<u8>, WireError> {
+        let mut message = vec![0; EXCHANGE_BYTES + payload.len()];
+        let written = self.0.write_message(payload, &mut message);
         // Nothing but the kernel's random numbers can fail.
         let length = written.map_err(|error| io::Error::other(error.to_string()))?;
         message.truncate(length);
         Ok(message)
     }
 
-    /// The other side's message; an error where it does not have the key.
-    pub(crate) fn read(&mut self, message: &[u8]) -> Result<(), WireError> {
-        match self.0.read_message(message, &mut [0; EXCHANGE_BYTES]) {
-            Ok(0) => Ok(()),
-            _ => Err(WireError::WrongKey),
-        }
+    /// What the other side's message says; an error where it does not have the key, or the prologue is another one.
+    pub(crate) fn read(&mut self, message: &[u8]) -> Result<Vec<u8>, WireError> {
+        let mut payload = vec![0; message.len()];
+        let read = self.0.read_message(message, &mut payload);
+        payload.truncate(read.map_err(|_| WireError::WrongKey)?);
+        Ok(payload)
     }
 
     /// What encrypts from now on, after both messages.
@@ -80,10 +80,10 @@ impl Exchange {
     }
 }
 
-fn builder(shared_key: &[u8; 32]) -> Builder<'_> {
-    Builder::new(PATTERN.parse().expect("a pattern of the library"))
+fn builder<'a>(shared_key: &'a [u8; 32], prologue: &'a [u8]) -> Result<Builder<'a>, snow::Error> {
+    Builder::new(PATTERN.parse()?)
+        .prologue(prologue)?
         .psk(0, shared_key)
-        .expect("one key at its place")
 }
 
 /// The state of both directions.
@@ -116,6 +116,11 @@ fn tampered() -> io::Error {
 }
 
 impl Cipher {
+    /// Whether a part of the last record was not taken yet.
+    fn has_rest(&self) -> bool {
+        self.taken < self.plain.len()
+    }
+
     fn send<T: Transport>(
         &mut self,
         inner: &mut T,
@@ -192,10 +197,12 @@ impl Cipher {
     }
 }
 
-/// A transport that is encrypted once its handshake has agreed so.
-pub struct Sealed<T> {
+/// A transport that is encrypted once its handshake is over.
+pub(crate) struct Sealed<T> {
     inner: T,
     cipher: Option<Box<Cipher>>,
+    /// Bytes of files are sealed, too.
+    is_all_sealed: bool,
 }
 
 impl<T> Sealed<T> {
@@ -204,43 +211,67 @@ impl<T> Sealed<T> {
         Self {
             inner,
             cipher: None,
+            is_all_sealed: false,
         }
     }
 
-    /// Encrypts and authenticates all that comes from now on.
-    pub(crate) fn seal(&mut self, cipher: Cipher) {
+    /// Encrypts and authenticates messages from now on, and bytes of files where `is_all_sealed`.
+    pub(crate) fn seal(&mut self, cipher: Cipher, is_all_sealed: bool) {
         self.cipher = Some(Box::new(cipher));
+        self.is_all_sealed = is_all_sealed;
     }
 
-    pub(crate) fn is_sealed(&self) -> bool {
-        self.cipher.is_some()
+    pub(crate) fn is_all_sealed(&self) -> bool {
+        self.is_all_sealed
     }
 }
 
-impl<T: Transport> Transport for Sealed<T> {
-    fn receive(&mut self, into: &mut [u8], until: Instant) -> io::Result<()> {
+impl<T: Transport> Sealed<T> {
+    /// Bytes of a message.
+    pub(crate) fn receive(&mut self, into: &mut [u8], until: Instant) -> io::Result<()> {
         match &mut self.cipher {
             Some(cipher) => cipher.receive(&mut self.inner, into, until),
             None => self.inner.receive(into, until),
         }
     }
 
-    fn send(&mut self, bytes: &[u8], until: Instant) -> io::Result<()> {
+    /// A message.
+    pub(crate) fn send(&mut self, bytes: &[u8], until: Instant) -> io::Result<()> {
         match &mut self.cipher {
             Some(cipher) => cipher.send(&mut self.inner, bytes, until),
             None => self.inner.send(bytes, until),
         }
     }
 
-    fn send_file(
+    /// Bytes of a file.
+    pub(crate) fn receive_data(&mut self, into: &mut [u8], until: Instant) -> io::Result<()> {
+        match &mut self.cipher {
+            Some(cipher) if self.is_all_sealed => cipher.receive(&mut self.inner, into, until),
+            // Messages are records of their own.
+            Some(cipher) if cipher.has_rest() => Err(tampered()),
+            _ => self.inner.receive(into, until),
+        }
+    }
+
+    /// Bytes of a file.
+    pub(crate) fn send_data(&mut self, bytes: &[u8], until: Instant) -> io::Result<()> {
+        match self.is_all_sealed {
+            true => self.send(bytes, until),
+            false => self.inner.send(bytes, until),
+        }
+    }
+
+    /// Bytes of a file that is here, from `at` on.
+    pub(crate) fn send_file(
         &mut self,
         file: BorrowedFd<'_>,
         at: u64,
         bytes: u64,
         until: Instant,
     ) -> io::Result<()> {
-        let Some(cipher) = &mut self.cipher else {
-            return self.inner.send_file(file, at, bytes, until);
+        let cipher = match &mut self.cipher {
+            Some(cipher) if self.is_all_sealed => cipher,
+            _ => return self.inner.send_file(file, at, bytes, until),
         };
         let mut plain = vec![0; PLAIN_BYTES_MAX.min(usize::try_from(bytes).unwrap_or(usize::MAX))];
         let (mut at, end) = (at, at + bytes);
@@ -306,16 +337,16 @@ mod tests {
     }
 
     fn ciphers(puller_key: &[u8; 32], agent_key: &[u8; 32]) -> Result<(Cipher, Cipher), WireError> {
-        let mut puller = Exchange::begin(puller_key);
-        let mut agent = Exchange::answer(agent_key);
-        agent.read(&puller.write()?)?;
-        puller.read(&agent.write()?)?;
+        let mut puller = Exchange::begin(puller_key, b"said before");
+        let mut agent = Exchange::answer(agent_key, b"said before");
+        assert_eq!(agent.read(&puller.write(b"")?)?, b"");
+        assert_eq!(puller.read(&agent.write(b"and now")?)?, b"and now");
         Ok((puller.finish(), agent.finish()))
     }
 
     fn sealed(cipher: Cipher) -> Sealed<Wire> {
         let mut sealed = Sealed::open(Wire::default());
-        sealed.seal(cipher);
+        sealed.seal(cipher, true);
         sealed
     }
 
@@ -329,8 +360,11 @@ mod tests {
         let other = ciphers(&KEY, &[8; 32]);
         assert!(matches!(other, Err(WireError::WrongKey)));
         for message in [&[][..], &[0; 48], &[0xff; 64]] {
-            assert!(Exchange::answer(&KEY).read(message).is_err());
+            assert!(Exchange::answer(&KEY, b"").read(message).is_err());
         }
+        let hello = Exchange::begin(&KEY, b"said").write(b"").unwrap();
+        assert!(Exchange::answer(&KEY, b"heard").read(&hello).is_err());
+        assert!(Exchange::answer(&KEY, b"said").read(&hello).is_ok());
     }
 
     /// Sends what is random in pieces that are; what was said and the records.

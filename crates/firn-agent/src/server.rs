@@ -1,8 +1,10 @@
 //! The agent: who connects, how many, and for how long.
 //!
 //! Invariants
-//! * At most `STRANGERS_MAX` connections whose puller has not shown the key, each for [`HANDSHAKE_LIMIT`] at most;
-//!   at most `SESSIONS_MAX` others. One more is closed at once.
+//! * At most `STRANGERS_MAX` connections whose puller has not shown the key, each for [`HANDSHAKE_LIMIT`] at most. For one
+//!   more, the longest idle of them is closed ([`crate::strangers`]).
+//! * At most `SESSIONS_MAX` others. One more is closed at once.
+//! * Whoever does not have the key costs the log a line in `TELL_EVERY`.
 //! * A connection is a thread and a buffer of at most one frame; a stranger's is one of
 //!   [`crate::message::HANDSHAKE_BYTES_MAX`] bytes.
 
@@ -17,9 +19,11 @@ use std::time::{Duration, Instant};
 use firn_client::{Connection, Mount};
 use firn_format::quote::quoted_path;
 use firn_protocol::PartnerStatus;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 
-use crate::auth::{Key, Terms, answer_handshake};
-use crate::encryption::{Encrypt, Encryption};
+use crate::auth::{Key, Terms, answer_handshake, answer_telling};
+use crate::encryption::Encrypt;
 use crate::error::{AgentError, WireError};
 use crate::exposure::Offer;
 use crate::holds::Holds;
@@ -29,17 +33,16 @@ use crate::munge::Munge;
 use crate::partner::{Desk, Domains, Shelf, choose_partners};
 use crate::session::{Sent, Session};
 use crate::source::default_hold_max;
+use crate::strangers::{Stranger, Strangers};
 use crate::transport::{Stream, Transport};
 use crate::transport_choice::TransportChoice;
 
 /// How long a stranger has to show the key.
 pub const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
-/// Strangers at once.
-const STRANGERS_MAX: usize = 16;
 /// Pullers at once: a firnd serves 64 connections, and each puller takes one.
 const SESSIONS_MAX: usize = 16;
-/// How often at most the log says that there are too many connections.
-const CROWD_EVERY: Duration = Duration::from_secs(10);
+/// How often the log at most says something of connections that were not let in.
+const TELL_EVERY: Duration = Duration::from_secs(10);
 
 /// What a line of the log is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -118,9 +121,18 @@ struct Shared {
     holds: Arc<Holds>,
     desk: Arc<Desk>,
     log: Log,
-    strangers: AtomicUsize,
+    strangers: Strangers,
     sessions: AtomicUsize,
-    crowd_told: Mutex<Option<Instant>>,
+    refusals: Mutex<Refusals>,
+}
+
+/// Connections that were not let in since the log has said so.
+#[derive(Default)]
+struct Refusals {
+    told_at: Option<Instant>,
+    /// Why the last one was not.
+    last: String,
+    count: u64,
 }
 
 impl Agent {
@@ -145,13 +157,13 @@ impl Agent {
         };
         let listener = TcpListener::bind(options.listen).map_err(failed)?;
         let bound = listener.local_addr().map_err(failed)?;
+        // Until there is another partner, the copies of an earlier agent are where they were.
+        let earlier = KeyFile::load(&mount.backing, &host).ok();
         let key_file = KeyFile {
             address: advertised(bound, options.address.as_deref(), &host),
             key: Key::random()?,
-            // Until there is another one, the copies of an earlier agent are where they were.
-            partner: KeyFile::load(&mount.backing, &host)
-                .ok()
-                .and_then(|earlier| earlier.partner),
+            partner: earlier.as_ref().and_then(|earlier| earlier.partner.clone()),
+            formers: earlier.map_or_else(Vec::new, |earlier| earlier.formers),
         };
         key_file.store(&mount.backing, &host)?;
         let shelf = Shelf::new(
@@ -172,9 +184,9 @@ impl Agent {
             ),
             desk: Arc::clone(&desk),
             log: options.log,
-            strangers: AtomicUsize::new(0),
+            strangers: Strangers::default(),
             sessions: AtomicUsize::new(0),
-            crowd_told: Mutex::new(None),
+            refusals: Mutex::default(),
         };
         Ok(Self {
             mount,
@@ -214,6 +226,13 @@ impl Agent {
             return Ok(());
         };
         let desk = Arc::clone(&self.desk);
+        // What an earlier agent of this host has copied is followed further, or dropped where its source has another
+        // partner now.
+        for source in desk.shelf.hosts() {
+            if let Err(error) = desk.adopt(&source) {
+                desk.log.say(Level::Event, || format!("{source}: {error}"));
+            }
+        }
         let key_file = self.key_file.clone();
         std::thread::Builder::new()
             .name("agent-choice".into())
@@ -227,75 +246,98 @@ impl Agent {
 
     /// Serves until the process ends.
     pub fn serve(&self) -> Result<std::convert::Infallible, AgentError> {
+        let failed = |error| AgentError::Io {
+            what: "cannot take connections",
+            error,
+        };
+        self.listener.set_nonblocking(true).map_err(failed)?;
         loop {
             match self.listener.accept() {
                 Ok((socket, from)) => self.admit(socket, from),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    self.wait_for_puller().map_err(failed)?;
+                    self.shared.tell_refusals(None);
+                }
                 // The puller was gone before it was let in, or there are no descriptors now.
                 Err(error) if is_passing(&error) => std::thread::sleep(Duration::from_millis(50)),
-                Err(error) => {
-                    return Err(AgentError::Io {
-                        what: "cannot take connections",
-                        error,
-                    });
-                }
+                Err(error) => return Err(failed(error)),
             }
         }
     }
 
+    /// Not longer than what is to be said may wait.
+    fn wait_for_puller(&self) -> io::Result<()> {
+        let timeout = Timespec::try_from(TELL_EVERY).ok();
+        let mut listener = [PollFd::new(&self.listener, PollFlags::IN)];
+        match poll(&mut listener, timeout.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
     fn admit(&self, socket: TcpStream, from: SocketAddr) {
-        let Some(slot) = Slot::take(&self.shared, Kind::Stranger) else {
-            self.shared.tell_crowd(from);
-            return;
+        let stranger = match self.shared.strangers.admit(&socket) {
+            Ok(stranger) => stranger,
+            Err(error) => return self.shared.tell_refusals(Some((from, &error.to_string()))),
         };
         let shared = Arc::clone(&self.shared);
         let thread = std::thread::Builder::new().name("agent-puller".into());
-        let started = thread.spawn(move || shared.serve(socket, from, slot));
+        let started = thread.spawn(move || shared.serve(socket, from, stranger));
         if let Err(error) = started {
-            self.shared.log.say(Level::Event, || {
-                format!("{from}: no thread for it: {error}")
-            });
+            let text = format!("no thread for it: {error}");
+            self.shared.tell_refusals(Some((from, &text)));
         }
     }
 }
 
 impl Shared {
-    fn serve(self: &Arc<Self>, socket: TcpStream, from: SocketAddr, stranger: Slot) {
+    fn serve(self: &Arc<Self>, socket: TcpStream, from: SocketAddr, stranger: Stranger) {
         let begun = Instant::now();
-        let served = self.serve_link(socket, from, stranger);
-        match served {
+        let link = match self.greet(socket, from, stranger) {
+            Ok(link) => link,
+            Err(error) => return self.tell_refusals(Some((from, &error.to_string()))),
+        };
+        match self.serve_link(link, from) {
             Ok(sent) => self.log.say(Level::Event, || summary(from, sent, begun)),
             Err(error) => self.log.say(Level::Event, || format!("{from}: {error}")),
         }
     }
 
-    fn serve_link(
-        self: &Arc<Self>,
+    /// A connection whose other side has shown the key.
+    fn greet(
+        &self,
         socket: TcpStream,
         from: SocketAddr,
-        stranger: Slot,
-    ) -> Result<Sent, WireError> {
+        stranger: Stranger,
+    ) -> Result<(Link<Stream>, Offer), WireError> {
         let near = Some(socket.local_addr()?.ip());
+        let terms = Terms {
+            munge: self.munge.as_ref(),
+            ..Terms::of_tcp(&socket, &self.key, self.encrypt)?
+        };
         let mut link = Link::over(Stream::over_tcp(socket)?);
         let until = Instant::now() + HANDSHAKE_LIMIT;
-        let terms = Terms {
-            key: Some(&self.key),
-            munge: self.munge.as_ref(),
-            encryption: self.encrypt.towards(from.ip()),
-        };
-        answer_handshake(&mut link, &terms, until)?;
-        drop(stranger);
-        let Some(_session) = Slot::take(self, Kind::Session) else {
-            self.tell_crowd(from);
-            return Err(WireError::Ended);
-        };
-        let how = if link.is_encrypted() {
-            ", encrypted"
-        } else {
-            ""
+        answer_telling(&mut link, &terms, until, &mut || stranger.hear())?;
+        let how = match link.is_encrypted() {
+            true => ", encrypted",
+            false => "",
         };
         self.log
             .say(Level::Step, || format!("(1) {from} is connected{how}"));
         let transport = self.transport.clone();
+        Ok((link, Offer { transport, near }))
+    }
+
+    fn serve_link(
+        self: &Arc<Self>,
+        (link, offer): (Link<Stream>, Offer),
+        from: SocketAddr,
+    ) -> Result<Sent, WireError> {
+        let Some(_session) = SessionSlot::take(self) else {
+            let text = format!("{SESSIONS_MAX} pullers are connected, and no more at once");
+            self.tell_refusals(Some((from, &text)));
+            return Err(WireError::Ended);
+        };
         let mut session = Session::new(
             link,
             Some(&self.scope),
@@ -303,23 +345,42 @@ impl Shared {
             Some(&self.desk),
             &self.log,
         )
-        .offering(Offer { transport, near });
+        .offering(offer);
         let served = session.serve();
         let sent = session.sent();
         served.map(|()| sent)
     }
 
-    fn tell_crowd(&self, from: SocketAddr) {
-        let mut told = self
-            .crowd_told
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        if told.is_none_or(|told| told.elapsed() > CROWD_EVERY) {
-            *told = Some(Instant::now());
-            self.log.say(Level::Event, || {
-                format!("{from}: too many connections: this one and perhaps others were closed")
-            });
+    /// Says that a connection was not let in, or with none what was not said yet: at once, but seldom.
+    fn tell_refusals(&self, refused: Option<(SocketAddr, &str)>) {
+        let line = {
+            let refusals = self.refusals.lock();
+            let mut refusals = refusals.unwrap_or_else(PoisonError::into_inner);
+            if let Some((from, why)) = refused {
+                refusals.last = format!("{from}: {why}");
+                refusals.count += 1;
+            }
+            refusals.next_line(Instant::now())
+        };
+        if let Some(line) = line {
+            self.log.say(Level::Event, || line);
         }
+    }
+}
+
+impl Refusals {
+    /// What is to be said now.
+    fn next_line(&mut self, now: Instant) -> Option<String> {
+        let is_early = |told_at: Instant| now.duration_since(told_at) < TELL_EVERY;
+        if self.count == 0 || self.told_at.is_some_and(is_early) {
+            return None;
+        }
+        self.told_at = Some(now);
+        let others = match std::mem::take(&mut self.count) - 1 {
+            0 => String::new(),
+            count => format!(" (and {count} more since the last line like this)"),
+        };
+        Some(std::mem::take(&mut self.last) + &others)
     }
 }
 
@@ -339,59 +400,29 @@ fn serve_transport<T: Transport>(
     hold_max: Option<u64>,
     log: &Log,
 ) -> Result<(), WireError> {
-    // Who carries the pipes encrypts them.
-    let terms = Terms {
-        key: None,
-        munge: None,
-        encryption: Encryption::Refused,
-    };
-    answer_handshake(&mut link, &terms, Instant::now() + HANDSHAKE_LIMIT)?;
+    let until = Instant::now() + HANDSHAKE_LIMIT;
+    answer_handshake(&mut link, &Terms::of_pipes(), until)?;
     let holds = hold_max.map(Holds::new);
     Session::new(link, None, holds.as_ref(), None, log).serve()
 }
 
-/// What a connection counts as.
-#[derive(Clone, Copy)]
-enum Kind {
-    Stranger,
-    Session,
-}
+/// A puller among those that there may be.
+struct SessionSlot(Arc<Shared>);
 
-/// A connection among those that there may be.
-struct Slot {
-    shared: Arc<Shared>,
-    kind: Kind,
-}
-
-impl Slot {
-    fn take(shared: &Arc<Shared>, kind: Kind) -> Option<Self> {
-        let (count, most) = shared.counter(kind);
-        let free = |taken| (taken < most).then_some(taken + 1);
-        count
+impl SessionSlot {
+    fn take(shared: &Arc<Shared>) -> Option<Self> {
+        let free = |taken| (taken < SESSIONS_MAX).then_some(taken + 1);
+        let taken = &shared.sessions;
+        taken
             .try_update(Ordering::AcqRel, Ordering::Acquire, free)
             .ok()?;
-        Some(Self {
-            shared: Arc::clone(shared),
-            kind,
-        })
+        Some(Self(Arc::clone(shared)))
     }
 }
 
-impl Shared {
-    fn counter(&self, kind: Kind) -> (&AtomicUsize, usize) {
-        match kind {
-            Kind::Stranger => (&self.strangers, STRANGERS_MAX),
-            Kind::Session => (&self.sessions, SESSIONS_MAX),
-        }
-    }
-}
-
-impl Drop for Slot {
+impl Drop for SessionSlot {
     fn drop(&mut self) {
-        self.shared
-            .counter(self.kind)
-            .0
-            .fetch_sub(1, Ordering::AcqRel);
+        self.0.sessions.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
@@ -461,4 +492,33 @@ pub fn greeting(agent: &Agent) -> String {
         quoted_path(agent.mount_point()),
         agent.address()
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_crowd_of_strangers_costs_a_line_in_ten_seconds() {
+        let mut refusals = Refusals::default();
+        let begun = Instant::now();
+        let mut lines = Vec::new();
+        // 1,000 a second for 25 seconds.
+        for at in 0..25_000_u64 {
+            refusals.last = format!("stranger {at}");
+            refusals.count += 1;
+            lines.extend(refusals.next_line(begun + Duration::from_millis(at)));
+        }
+        lines.extend(refusals.next_line(begun + Duration::from_secs(60)));
+        assert_eq!(
+            lines,
+            [
+                "stranger 0",
+                "stranger 10000 (and 9999 more since the last line like this)",
+                "stranger 20000 (and 9999 more since the last line like this)",
+                "stranger 24999 (and 4998 more since the last line like this)",
+            ]
+        );
+        assert_eq!(refusals.next_line(begun + Duration::from_secs(90)), None);
+    }
 }

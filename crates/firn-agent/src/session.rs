@@ -18,10 +18,10 @@ use crate::exposure::{Exposure, Offer};
 use crate::given::{Given, GivenFile};
 use crate::holds::Holds;
 use crate::link::Link;
-use crate::message::{BLOCK_BYTES, Entry, EntryKind, ErrorKind, FRAME_BYTES_MAX, Reply, Request};
-use crate::partner::{Desk, Seat, Shelf};
+use crate::message::{BLOCK_BYTES, Entry, ErrorKind, FRAME_BYTES_MAX, Reply, Request};
+use crate::partner::{Desk, Role, Seat, Shelf};
 use crate::server::{Level, Log};
-use crate::source::{SendError, Source, SourceError};
+use crate::source::{SendError, Source, SourceError, join};
 use crate::transport::Transport;
 
 /// Files that one connection holds at most.
@@ -66,15 +66,18 @@ pub(crate) struct Session<'a, T> {
     reported: Sent,
 }
 
-/// The other side is the partner of this host, and follows it.
+/// The other side is the partner of this host, or was, and follows it.
 struct Following {
     /// Before its connection to firnd ends.
     seat: Seat,
     /// By whose connection files are marked.
     source: Source,
     host: String,
-    /// What a person should know of this partner, whatever it says itself.
-    note: String,
+    /// What a person should know of this partner, whatever it says itself; none: it is a former one, of which firnd
+    /// does not hear.
+    note: Option<String>,
+    /// What was held at its last list, with the changes of which it has said since that it has copies.
+    marks: BTreeMap<BytePath, Option<u64>>,
 }
 
 impl<'a, T: Transport> Session<'a, T> {
@@ -123,7 +126,7 @@ impl<'a, T: Transport> Session<'a, T> {
                 && !following.seat.hear()
             {
                 return Err(WireError::OutOfTurn(
-                    "it is not the partner any more".into(),
+                    "it follows by another connection".into(),
                 ));
             }
             self.answer(request)?;
@@ -170,7 +173,7 @@ impl<'a, T: Transport> Session<'a, T> {
             } => self.sum(file, offset, bytes),
             Request::Check { file } => self.check(file),
             Request::Release { file } => Ok(self.release(file)),
-            Request::Hello { .. } | Request::Proof { .. } => {
+            Request::Hello(_) | Request::Ready => {
                 return Err(WireError::OutOfTurn("the handshake is over".into()));
             }
         };
@@ -242,8 +245,8 @@ impl<'a, T: Transport> Session<'a, T> {
     }
 
     fn list_held(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), SourceError> {
-        if let Some(following) = &self.following {
-            return Ok((path.clone(), following.source.list_held(path)?));
+        if let Some(following) = &mut self.following {
+            return Ok((path.clone(), following.list(path)?));
         }
         let source = self.open_source(&self.resolve(&BytePath::default())?)?;
         let entries = source.list_held(path)?;
@@ -341,13 +344,17 @@ impl<'a, T: Transport> Session<'a, T> {
         if let Err(error) = check_range(bytes) {
             return link.send(&error.into_reply(), until);
         }
+        let hasher = link.block_hasher();
         let (mut in_line, mut told);
         let data: &mut dyn DataPath<T> = match buffer {
             None => {
-                in_line = InLine::begin(until);
+                in_line = InLine::begin(hasher, until);
                 &mut in_line
             }
-            Some(buffer) => match exposure.as_mut().and_then(|own| own.tell(buffer, until)) {
+            Some(buffer) => match exposure
+                .as_mut()
+                .and_then(|own| own.tell(buffer, hasher, until))
+            {
                 Some(begun) => {
                     told = begun;
                     &mut told
@@ -450,30 +457,39 @@ impl<'a, T: Transport> Session<'a, T> {
     }
 
     fn follow(&mut self, host: String) -> Result<Reply, SourceError> {
-        let (seat, note) = self.desk()?.seat(&host).map_err(refused)?;
+        let (seat, note) = self.desk()?.seat(&host)?;
         let source = self.open_source(&self.resolve(&BytePath::default())?)?;
-        source.speak_of_partner(&host, &note)?;
+        if let Some(note) = &note {
+            source.speak_of_partner(&host, note)?;
+        }
         let (incarnation, arena) = source.identity()?;
         self.following = Some(Following {
             seat,
             source,
             host,
             note,
+            marks: BTreeMap::new(),
         });
         Ok(Reply::Following { incarnation, arena })
     }
 
-    fn mark(&self, path: &BytePath, changes: u64) -> Result<Reply, SourceError> {
-        let source = &self.following()?.source;
-        source.mark_partnered(path, changes).map(|()| Reply::Done)
+    fn mark(&mut self, path: &BytePath, changes: u64) -> Result<Reply, SourceError> {
+        let following = self.following.as_mut().ok_or_else(not_following)?;
+        if following.note.is_some() {
+            following.source.mark_partnered(path, changes)?;
+        }
+        if let Some(mark) = following.marks.get_mut(path) {
+            *mark = Some(changes);
+        }
+        Ok(Reply::Done)
     }
 
     fn note(&self, text: &str) -> Result<Reply, SourceError> {
-        let following = self.following()?;
-        let note = match text.is_empty() {
-            true => &following.note,
-            false => text,
+        let following = self.following.as_ref().ok_or_else(not_following)?;
+        let Some(own) = &following.note else {
+            return Ok(Reply::Done);
         };
+        let note = if text.is_empty() { own } else { text };
         let said = following.source.speak_of_partner(&following.host, note);
         said.map(|()| Reply::Done)
     }
@@ -483,18 +499,52 @@ impl<'a, T: Transport> Session<'a, T> {
             .ok_or_else(|| refused("an agent of ssh has no partners".into()))
     }
 
-    fn following(&self) -> Result<&Following, SourceError> {
-        self.following
-            .as_ref()
-            .ok_or_else(|| refused("this connection does not follow".into()))
-    }
-
     fn given(&self) -> Result<&Given, SourceError> {
         self.given.as_ref().ok_or_else(|| SourceError {
             kind: ErrorKind::Refused,
             message: "a puller lists before it opens".into(),
         })
     }
+}
+
+impl Following {
+    /// What is held, as far as it is for this host.
+    fn list(&mut self, path: &BytePath) -> Result<Vec<Entry>, SourceError> {
+        let role = self.seat.role();
+        let mut entries = match role {
+            Role::Partner | Role::Former => self.source.list_held(path)?,
+            Role::Dismissed => return Ok(vec![Entry::directory()]),
+            Role::Over => {
+                let host = &self.host;
+                return Err(refused(format!("{host} is not the partner any more")));
+            }
+        };
+        let mut marks = BTreeMap::new();
+        for entry in &mut entries {
+            let Some(held) = &mut entry.held else {
+                continue;
+            };
+            let full = join(path, entry.path.as_path());
+            let mark = self.marks.get(&full).copied().flatten();
+            let is_marked = mark == Some(held.changes);
+            marks.insert(full, mark.filter(|_| is_marked));
+            // What another host has marked, this one marks as well.
+            held.partnered &= is_marked;
+            if role == Role::Former && !is_marked {
+                // It copies what is closed, and this is for the partner to copy.
+                entry.reopen();
+            }
+        }
+        self.marks = marks;
+        if role == Role::Partner && self.marks.values().all(Option::is_some) {
+            self.seat.settle();
+        }
+        Ok(entries)
+    }
+}
+
+fn not_following() -> SourceError {
+    refused("this connection does not follow".into())
 }
 
 fn refused(message: String) -> SourceError {
@@ -547,16 +597,13 @@ fn batches(mut entries: &[Entry]) -> Vec<&[Entry]> {
 
 /// A byte of a path takes six at most: a control character is `\u001b`, a byte that is no UTF-8 `\\xe9`.
 fn json_bytes_max(entry: &Entry) -> usize {
-    let target = match &entry.kind {
-        EntryKind::Link { target } => target.as_bytes().len(),
-        _ => 0,
-    };
-    320 + 6 * (entry.path.as_bytes().len() + target)
+    320 + 6 * entry.name_bytes()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::message::EntryKind;
 
     #[test]
     fn every_batch_of_entries_fits_into_a_frame() {

@@ -28,13 +28,13 @@ use crate::data_path::{ArenaFile, DataPath, MemoryPart, send_bytes_or_zeros};
 use crate::error::{WireError, describe_mount_error};
 use crate::holds::{Hold, Holds};
 use crate::link::Link;
-use crate::message::{Entry, EntryKind, ErrorKind, Held, PATH_BYTES_MAX, Reply};
+use crate::message::{
+    ENTRIES_MAX, Entry, EntryKind, ErrorKind, Held, LIST_NAME_BYTES_MAX, PATH_BYTES_MAX, Reply,
+};
 use crate::transport::Transport;
 
 /// Bytes that are copied at a time where sendfile(2) is no use: they stay in the processor's cache for the checksum.
 pub(crate) const COPY_BYTES: usize = 128 << 10;
-/// Entries of the largest tree that is listed.
-pub(crate) const ENTRIES_MAX: usize = 1 << 20;
 
 /// Why the mount does not give what was asked for.
 pub(crate) struct SourceError {
@@ -164,6 +164,7 @@ impl Source {
             source: self,
             known: self.known_files(top)?,
             entries: Vec::new(),
+            name_bytes: 0,
         };
         let metadata = self.locate(top).symlink_metadata();
         let metadata = metadata.map_err(|error| missing(top, &error))?;
@@ -186,6 +187,7 @@ impl Source {
             source: self,
             known: self.known_files(top)?,
             entries: Vec::new(),
+            name_bytes: 0,
         };
         let wanted = |file: &&FileStatus| may_be_copied(file) || is_begun(file);
         let held: Vec<_> = listing.known.values().filter(wanted).cloned().collect();
@@ -470,6 +472,8 @@ struct Listing<'a> {
     source: &'a Source,
     known: BTreeMap<BytePath, FileStatus>,
     entries: Vec<Entry>,
+    /// Of all paths and link targets.
+    name_bytes: usize,
 }
 
 impl Listing<'_> {
@@ -516,19 +520,24 @@ impl Listing<'_> {
         metadata: &Metadata,
         held: Option<Held>,
     ) -> Result<(), SourceError> {
-        if self.entries.len() >= ENTRIES_MAX || path.as_bytes().len() > PATH_BYTES_MAX {
-            return Err(SourceError::refused(format!(
-                "{path}: a pull takes at most {ENTRIES_MAX} files and directories, with paths of {PATH_BYTES_MAX} bytes"
-            )));
-        }
-        self.entries.push(Entry {
+        let entry = Entry {
             path: shown.into(),
             kind,
             mode: metadata.mode() & 0o7777,
             mtime_s: metadata.mtime(),
             mtime_ns: metadata.mtime_nsec() as u32,
             held,
-        });
+        };
+        self.name_bytes += entry.name_bytes();
+        if self.entries.len() >= ENTRIES_MAX
+            || path.as_bytes().len() > PATH_BYTES_MAX
+            || self.name_bytes > LIST_NAME_BYTES_MAX
+        {
+            return Err(SourceError::refused(format!(
+                "{path}: a pull takes at most {ENTRIES_MAX} files and directories, with paths of {PATH_BYTES_MAX} bytes, and {LIST_NAME_BYTES_MAX} bytes in all"
+            )));
+        }
+        self.entries.push(entry);
         Ok(())
     }
 

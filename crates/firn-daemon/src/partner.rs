@@ -1,11 +1,12 @@
 //! What agents say of this host's partner, and waits for its copies.
 //!
 //! Promises
-//! * Files are `partnered` only by the word of the connection that named the partner last, and only as long as it is
-//!   there: when the agent ends, or its connection to the partner does, all of them fall back.
+//! * Files are `partnered` only by the word of a connection that has named a partner, and only as long as it is there: when
+//!   the agent ends, or its connection to the partner does, all of them fall back. There may be two while one partner
+//!   takes over from another: what the one that stays has, it says again.
 //! * Nothing here waits for a partner but who asked to wait.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -41,8 +42,8 @@ pub(crate) struct PartnerBoard {
 struct Words {
     last: u64,
     by: BTreeMap<u64, Word>,
-    /// Whose partner it is that files are marked for.
-    speaker: Option<u64>,
+    /// Those that have named a partner, for whom files are marked. The last one has named it last.
+    speakers: BTreeSet<u64>,
     /// How often a file was marked.
     marks: u64,
 }
@@ -108,7 +109,8 @@ impl PartnerBoard {
     /// The partner, and what a person should know of it.
     fn said(&self) -> (Option<String>, String) {
         let words = self.words.lock();
-        let speaker = words.speaker.and_then(|number| words.by.get(&number));
+        let speaker = words.speakers.last();
+        let speaker = speaker.and_then(|number| words.by.get(number));
         let notes = words.by.values().rev().map(|word| &word.note);
         let note = notes.into_iter().find(|note| !note.is_empty());
         let note = match (words.by.is_empty(), note) {
@@ -123,17 +125,9 @@ impl PartnerBoard {
         let mut words = self.words.lock();
         let names = host.is_some();
         words.by.insert(number, Word { host, note });
-        let forgets = match (names, words.speaker) {
-            (true, Some(speaker)) if speaker == number => false,
-            (true, _) => {
-                words.speaker = Some(number);
-                true
-            }
-            (false, Some(speaker)) if speaker == number => {
-                words.speaker = None;
-                true
-            }
-            (false, _) => false,
+        let forgets = match names {
+            true => words.speakers.insert(number) && words.speakers.len() == 1,
+            false => words.speakers.remove(&number),
         };
         // Before the files: whoever marks one asks for the words while it has the file.
         drop(words);
@@ -222,9 +216,9 @@ impl PartnerSpeaker {
         let Some(Self { board, number }) = speaker else {
             return refused(Errno::INVAL, "this connection has named no partner");
         };
-        let counts = || board.words.lock().speaker == Some(*number);
+        let counts = || board.words.lock().speakers.contains(number);
         if !counts() {
-            return refused(Errno::STALE, "another connection has named a partner since");
+            return refused(Errno::INVAL, "this connection has named no partner");
         }
         let marked = board
             .engine

@@ -1,6 +1,10 @@
-//! A host looks for its partner, and for another one when that is not there any more.
+//! A host looks for its partner: for another one when that is not there any more, and for the one that comes before it in
+//! the order of hosts when that has come.
+//!
+//! Promise: the record of this host names each host that may have the only copy of something, so the earlier partner until
+//! the new one has all.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,6 +26,14 @@ const COMING_LIMIT: Duration = Duration::from_secs(10);
 /// Between two searches that found nobody: the first, and the longest.
 const SEARCH_FIRST: Duration = Duration::from_millis(500);
 const SEARCH_MAX: Duration = Duration::from_secs(15);
+/// Between two looks for a better partner: the first after something has changed, and the longest. A look lists one
+/// directory of the backing.
+const BETTER_FIRST: Duration = Duration::from_secs(1);
+const BETTER_MAX: Duration = Duration::from_secs(30);
+/// Until a better host that did not come is asked again; one with a new record is asked at once.
+const BETTER_AGAIN: Duration = Duration::from_secs(120);
+/// Earlier partners that the record names.
+const FORMERS_MAX: usize = 8;
 
 /// Looks for partners until the process ends.
 pub(crate) fn choose_partners(
@@ -32,23 +44,31 @@ pub(crate) fn choose_partners(
 ) -> ! {
     let mut chooser = Chooser {
         desk,
-        key_file,
+        record: key_file.clone(),
         wanted,
         domains,
         told: String::new(),
         distrusted: BTreeSet::new(),
+        unreached: BTreeMap::new(),
+        seen: Vec::new(),
         mount: None,
     };
     let mut pause = SEARCH_FIRST;
+    let mut better = Pause::new();
     loop {
         if desk.last_heard().is_some() {
             chooser.note("");
+            chooser.forget_formers();
+            if better.is_over() {
+                better.next(chooser.seek_better());
+            }
             pause = SEARCH_FIRST;
             std::thread::sleep(LOOK_EVERY);
             continue;
         }
         if chooser.search() {
             pause = SEARCH_FIRST;
+            better = Pause::new();
         } else {
             std::thread::sleep(pause);
             pause = (2 * pause).min(SEARCH_MAX);
@@ -56,15 +76,48 @@ pub(crate) fn choose_partners(
     }
 }
 
+/// When it is looked for a better partner.
+struct Pause {
+    pause: Duration,
+    begun: Instant,
+}
+
+impl Pause {
+    fn new() -> Self {
+        Self {
+            pause: BETTER_FIRST,
+            begun: Instant::now(),
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.begun.elapsed() >= self.pause
+    }
+
+    /// After a look that found something new, or not.
+    fn next(&mut self, has_changed: bool) {
+        self.pause = match has_changed {
+            true => BETTER_FIRST,
+            false => (2 * self.pause).min(BETTER_MAX),
+        };
+        self.begun = Instant::now();
+    }
+}
+
 struct Chooser<'a> {
     desk: &'a Arc<Desk>,
-    key_file: &'a KeyFile,
+    /// As it is in the backing.
+    record: KeyFile,
     wanted: &'a PartnerStatus,
     domains: &'a Domains,
     /// The note that firnd has.
     told: String,
     /// Hosts whose record is not believed, told once.
     distrusted: BTreeSet<String>,
+    /// Better hosts that did not come: the record that they had, and when they were asked.
+    unreached: BTreeMap<String, (Option<KeyFile>, Instant)>,
+    /// Hosts that had a record at the last look.
+    seen: Vec<String>,
     /// For notes.
     mount: Option<OpenMount>,
 }
@@ -87,6 +140,46 @@ impl Chooser<'_> {
         self.desk.choose(None);
         self.note(&failure);
         false
+    }
+
+    /// Asks the hosts that come before the partner, where all that is held has a copy: a partner that is still at it is not
+    /// exchanged. True: hosts have come or gone, or the partner is another one.
+    fn seek_better(&mut self) -> bool {
+        let Some((partner, _)) = self.desk.chosen() else {
+            return false;
+        };
+        if self.wanted.wanted != "next" || !self.desk.is_settled() {
+            return !self.desk.is_settled();
+        }
+        let candidates = self.candidates();
+        let mut hosts: Vec<String> = candidates.iter().map(|found| found.host.clone()).collect();
+        hosts.sort();
+        let mut has_changed = hosts != self.seen;
+        self.seen = hosts;
+        let better = candidates
+            .into_iter()
+            .take_while(|candidate| candidate.host != partner);
+        for candidate in better.collect::<Vec<_>>() {
+            let record = KeyFile::load(&self.desk.backing, &candidate.host).ok();
+            let is_known = |(known, asked_at): &(Option<KeyFile>, Instant)| {
+                let key = |record: &Option<KeyFile>| record.as_ref().map(|own| own.key.clone());
+                key(known) == key(&record) && asked_at.elapsed() < BETTER_AGAIN
+            };
+            if self.unreached.get(&candidate.host).is_some_and(is_known) {
+                continue;
+            }
+            let before = self.desk.chosen();
+            if self.ask(&candidate) == Ok(true) {
+                self.unreached.remove(&candidate.host);
+                return true;
+            }
+            // The one that was there stays the partner.
+            self.desk.choose(before);
+            has_changed = true;
+            self.unreached
+                .insert(candidate.host, (record, Instant::now()));
+        }
+        has_changed
     }
 
     fn candidates(&mut self) -> Vec<Candidate> {
@@ -125,18 +218,43 @@ impl Chooser<'_> {
             }
             std::thread::sleep(Duration::from_millis(5));
         }
-        // Where a restart looks for the copies.
-        let record = KeyFile {
-            partner: Some(host.clone()),
-            ..self.key_file.clone()
-        };
-        if let Err(error) = record.store(&self.desk.backing, &self.desk.host) {
-            self.desk.log.say(Level::Event, || error.to_string());
-        }
+        self.name_partner(host);
         self.desk.log.say(Level::Event, || {
             format!("the partner of this host is {host}")
         });
         Ok(true)
+    }
+
+    /// Names a new partner where a restart looks for the copies, and those that have them meanwhile.
+    fn name_partner(&mut self, host: &str) {
+        let mut formers: Vec<String> = self.record.holders().cloned().collect();
+        formers.retain(|former| former != host);
+        formers.truncate(FORMERS_MAX);
+        self.store_record(KeyFile {
+            partner: Some(host.to_owned()),
+            formers,
+            ..self.record.clone()
+        });
+    }
+
+    /// Names the earlier partners no more, once the partner has all that they have.
+    fn forget_formers(&mut self) {
+        if !self.record.formers.is_empty() && self.desk.is_settled() {
+            self.store_record(KeyFile {
+                formers: Vec::new(),
+                ..self.record.clone()
+            });
+        }
+    }
+
+    fn store_record(&mut self, record: KeyFile) {
+        if record == self.record {
+            return;
+        }
+        match record.store(&self.desk.backing, &self.desk.host) {
+            Ok(()) => self.record = record,
+            Err(error) => self.desk.log.say(Level::Event, || error.to_string()),
+        }
     }
 
     fn describe(&mut self, host: &str, error: &PullError) -> String {

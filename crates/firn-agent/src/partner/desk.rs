@@ -1,8 +1,15 @@
 //! What the connections of an agent know of partners.
 //!
-//! Invariant: at most one connection follows this host, the last that the chosen partner made.
+//! ```text
+//!   chosen: the partner      copies, marks; when it has all that is held, the others may go
+//!   all others that follow   formers: keep what they have until then, copy nothing more; then drop it, and go
+//! ```
+//!
+//! Invariants
+//! * Each host follows by one connection, the last that it made.
+//! * No former is told to drop anything before the partner has marked all that is held and closed.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -11,10 +18,12 @@ use firn_client::Mount;
 use firn_format::quote::quoted_path;
 
 use crate::encryption::Encrypt;
+use crate::message::ErrorKind;
 use crate::partner::follower::follow_source;
 use crate::partner::shelf::Shelf;
 use crate::peer::Route;
 use crate::server::{Level, Log};
+use crate::source::SourceError;
 
 /// Of one agent.
 pub(crate) struct Desk {
@@ -33,17 +42,41 @@ pub(crate) struct Desk {
 struct State {
     /// The partner of this host, and what a person should know of it.
     chosen: Option<(String, String)>,
-    /// The number of the connection by which it follows, and when it was heard last.
-    seat: Option<(u64, Instant)>,
+    /// It has had all that was held at one moment since it was chosen.
+    is_settled: bool,
+    /// Who follows.
+    seats: BTreeMap<String, Place>,
+    /// Formers that were told to drop what they have.
+    dismissed: BTreeSet<String>,
     last_seat: u64,
     /// Hosts that this one is the partner of.
     sources: BTreeSet<String>,
 }
 
-/// The right of a connection to follow this host. Dropped, nobody follows it.
+/// The connection of a host that follows.
+struct Place {
+    number: u64,
+    heard_at: Instant,
+}
+
+/// The right of a connection to follow this host. Dropped, its host does not follow.
 pub(crate) struct Seat {
     desk: Arc<Desk>,
+    host: String,
     number: u64,
+}
+
+/// What a host that follows is now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Role {
+    /// It copies what is held.
+    Partner,
+    /// It keeps what it has.
+    Former,
+    /// Nothing is left for it: it drops what it has.
+    Dismissed,
+    /// It has been told so.
+    Over,
 }
 
 impl Desk {
@@ -80,35 +113,63 @@ impl Desk {
 
     // ---- of this host --------------------------------------------------------------------------
 
-    /// Chooses the partner, with what a person should know of it; an earlier one may not follow any more.
+    /// Chooses the partner, with what a person should know of it. An earlier one is a former from now on.
     pub(crate) fn choose(&self, host: Option<(String, String)>) {
         let mut state = self.lock();
         if state.chosen != host {
-            state.seat = None;
+            state.is_settled = false;
+            state.dismissed.clear();
             state.chosen = host;
         }
     }
 
-    /// When the partner was heard last.
-    pub(crate) fn last_heard(&self) -> Option<Instant> {
-        self.lock().seat.map(|(_, heard)| heard)
+    /// The partner that is chosen, and what a person should know of it.
+    pub(crate) fn chosen(&self) -> Option<(String, String)> {
+        self.lock().chosen.clone()
     }
 
-    /// Lets the partner follow; the other one is told who the partner is instead.
-    pub(crate) fn seat(self: &Arc<Self>, host: &str) -> Result<(Seat, String), String> {
+    /// When the partner was heard last.
+    pub(crate) fn last_heard(&self) -> Option<Instant> {
+        let state = self.lock();
+        let (chosen, _) = state.chosen.as_ref()?;
+        state.seats.get(chosen).map(|place| place.heard_at)
+    }
+
+    /// Whether no former is needed any more.
+    pub(crate) fn is_settled(&self) -> bool {
+        self.lock().is_settled
+    }
+
+    /// Lets a host follow; with what a person should know of it, where it is the partner.
+    pub(crate) fn seat(
+        self: &Arc<Self>,
+        host: &str,
+    ) -> Result<(Seat, Option<String>), SourceError> {
+        let refused = |kind, message| Err(SourceError { kind, message });
         let mut state = self.lock();
-        match &state.chosen {
-            Some((chosen, note)) if chosen == host => {
-                let note = note.clone();
-                state.last_seat += 1;
-                let number = state.last_seat;
-                state.seat = Some((number, Instant::now()));
-                let desk = Arc::clone(self);
-                Ok((Seat { desk, number }, note))
+        let note = match &state.chosen {
+            Some((chosen, note)) if chosen == host => Some(note.clone()),
+            Some((chosen, _)) if state.dismissed.contains(host) => {
+                let message = format!("the partner of {} is {chosen}", self.host);
+                return refused(ErrorKind::Refused, message);
             }
-            Some((chosen, _)) => Err(format!("the partner of {} is {chosen}", self.host)),
-            None => Err(format!("{} has no partner", self.host)),
-        }
+            Some(_) => None,
+            // It looks for one.
+            None => return refused(ErrorKind::Stale, format!("{} has no partner", self.host)),
+        };
+        state.last_seat += 1;
+        let number = state.last_seat;
+        let place = Place {
+            number,
+            heard_at: Instant::now(),
+        };
+        state.seats.insert(host.to_owned(), place);
+        let seat = Seat {
+            desk: Arc::clone(self),
+            host: host.to_owned(),
+            number,
+        };
+        Ok((seat, note))
     }
 
     // ---- of other hosts ------------------------------------------------------------------------
@@ -157,16 +218,48 @@ impl Desk {
     }
 }
 
+impl State {
+    fn role(&self, host: &str) -> Role {
+        match &self.chosen {
+            Some((chosen, _)) if chosen == host => Role::Partner,
+            Some(_) if self.is_settled => Role::Dismissed,
+            _ => Role::Former,
+        }
+    }
+}
+
 impl Seat {
-    /// The partner is there. False: another one is the partner now, or has another connection.
+    /// The host is there. False: it has another connection, or is not needed any more.
     pub(crate) fn hear(&self) -> bool {
         let mut state = self.desk.lock();
-        match &mut state.seat {
-            Some((number, heard)) if *number == self.number => {
-                *heard = Instant::now();
+        match state.seats.get_mut(&self.host) {
+            Some(place) if place.number == self.number => {
+                place.heard_at = Instant::now();
                 true
             }
             _ => false,
+        }
+    }
+
+    /// What it is when it asks for a list. One that is dismissed hears so in one list, and by its next question it has
+    /// dropped what it had.
+    pub(crate) fn role(&self) -> Role {
+        let mut state = self.desk.lock();
+        let role = state.role(&self.host);
+        if role != Role::Dismissed {
+            return role;
+        }
+        match state.dismissed.insert(self.host.clone()) {
+            true => Role::Dismissed,
+            false => Role::Over,
+        }
+    }
+
+    /// It has all that is held.
+    pub(crate) fn settle(&self) {
+        let mut state = self.desk.lock();
+        if state.role(&self.host) == Role::Partner {
+            state.is_settled = true;
         }
     }
 }
@@ -174,8 +267,9 @@ impl Seat {
 impl Drop for Seat {
     fn drop(&mut self) {
         let mut state = self.desk.lock();
-        if state.seat.is_some_and(|(number, _)| number == self.number) {
-            state.seat = None;
+        let is_own = |place: &Place| place.number == self.number;
+        if state.seats.get(&self.host).is_some_and(is_own) {
+            state.seats.remove(&self.host);
         }
     }
 }

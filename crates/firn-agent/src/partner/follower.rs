@@ -12,7 +12,7 @@ use firn_protocol::path::BytePath;
 use crate::error::PullError;
 use crate::message::{Entry, EntryKind, ErrorKind};
 use crate::partner::desk::Desk;
-use crate::partner::shelf::{Copy, Record, bytes_of};
+use crate::partner::shelf::{Copy, Record, stored_bytes};
 use crate::peer::{Peer, Route};
 use crate::pull::{PullRequest, PullSource, first_component, is_same_file, pull};
 use crate::server::Level;
@@ -165,9 +165,11 @@ impl<'a> Follower<'a> {
                 false => self.copy(unit, entries),
             };
         }
-        match self.renew(&copy, unit)? {
-            Some(entries) => self.mark(unit, &entries).map(|()| String::new()),
-            None => self.copy(unit, entries),
+        match self.renew(&copy, unit) {
+            Ok(Some(entries)) => self.mark(unit, &entries).map(|()| String::new()),
+            Ok(None) => self.copy(unit, entries),
+            Err(error @ PullError::Full { .. }) => Ok(error.to_string()),
+            Err(error) => Err(error),
         }
     }
 
@@ -232,21 +234,26 @@ impl<'a> Follower<'a> {
 
     fn copy(&mut self, unit: &BytePath, entries: &[Entry]) -> Result<String, PullError> {
         let desk = Arc::clone(self.desk);
-        let _room = match desk.shelf.reserve(bytes_of(entries)) {
+        let room = match desk.shelf.reserve(stored_bytes(entries)) {
             Ok(room) => room,
             Err((used, most)) => {
                 return Ok(format!(
                     "{} has no room for {} bytes of {unit}: {used} of {most} bytes are in use (`firn agent --partner-size`)",
                     desk.host,
-                    bytes_of(entries)
+                    stored_bytes(entries)
                 ));
             }
         };
-        match self.pull(unit) {
+        match self.pull(unit, room.bytes()) {
             Ok(Some(entries)) => self.mark(unit, &entries).map(|()| String::new()),
             Ok(None) => {
                 desk.shelf.abandon(self.source, unit)?;
                 Ok(String::new())
+            }
+            // Others pull from it: that is no reason to lose the connection, and with it what is marked.
+            Err(error @ PullError::Full { .. }) => {
+                desk.shelf.abandon(self.source, unit)?;
+                Ok(error.to_string())
             }
             // The source's own failures end the connection; this host's are told.
             Err(error @ (PullError::Local { .. } | PullError::Trust(_))) => {
@@ -257,8 +264,8 @@ impl<'a> Follower<'a> {
         }
     }
 
-    /// What a whole copy was made of; none: it changed meanwhile.
-    fn pull(&mut self, unit: &BytePath) -> Result<Option<Vec<Entry>>, PullError> {
+    /// What a whole copy of at most so many bytes was made of; none: it changed meanwhile.
+    fn pull(&mut self, unit: &BytePath, bytes_max: u64) -> Result<Option<Vec<Entry>>, PullError> {
         let begun = Instant::now();
         let desk = Arc::clone(self.desk);
         let shelf = &desk.shelf;
@@ -271,6 +278,7 @@ impl<'a> Follower<'a> {
             target: shelf.begin(self.source, unit)?,
             cut: false,
             patience: Duration::ZERO,
+            bytes_max: Some(bytes_max),
         };
         let mut lost = None;
         let outcome = pull(&request, &mut |_| {
@@ -283,7 +291,11 @@ impl<'a> Follower<'a> {
         }
         let outcome = match outcome {
             // It was written to, drained or removed since it was listed.
-            Err(PullError::Incomplete { .. } | PullError::KeepsChanging { .. }) => return Ok(None),
+            Err(
+                PullError::Incomplete { .. }
+                | PullError::KeepsChanging { .. }
+                | PullError::Outgrown { .. },
+            ) => return Ok(None),
             Err(PullError::Remote {
                 kind: ErrorKind::Missing,
                 ..

@@ -1,9 +1,21 @@
 //! Who may be a host's partner, in which order.
 //!
-//! Hosts are in a ring, sorted by name with numbers by value (`n2` before `n10`). The ring begins after the host
-//! itself. Those that fail together with it come last.
+//! Hosts are in a ring: failure domain by failure domain, and in each sorted by name with numbers by value (`n2` before
+//! `n10`). The partner of a host is as many places further on as the largest domain has hosts, so that each host is the
+//! partner of one, and of another domain. Without domains that is the next one by name.
+//!
+//! ```text
+//!   domain a    domain b    domain c         largest: 2 hosts
+//!   n1  n2   │  n3  n4   │  n5               n1 → n3 → n5 → n2 → n4 → n1
+//! ```
+//!
+//! Where one domain has more than half of the hosts, its hosts share the others.
+//!
+//! A host that is gone hands its partner on: the next choice is the partner of the partner. So those that are left stay
+//! each the partner of one, though nobody knows all that are gone.
 
 use std::cmp::Ordering;
+use std::ops::Range;
 
 use globset::{Glob, GlobMatcher};
 
@@ -60,23 +72,82 @@ impl Domains {
     }
 
     /// The other hosts, the one to ask first before the others.
-    pub(crate) fn order(&self, this_host: &str, hosts: Vec<String>) -> Vec<Candidate> {
-        let mut others: Vec<Candidate> = hosts
+    pub(crate) fn order(&self, this_host: &str, mut hosts: Vec<String>) -> Vec<Candidate> {
+        hosts.push(this_host.to_owned());
+        let ring = Ring::of(self, hosts);
+        let own = ring.hosts.iter().position(|host| host == this_host);
+        let own = own.expect("it was added");
+        let mut order: Vec<usize> = Vec::new();
+        let mut at = ring.partner_of(own);
+        while at != own && !order.contains(&at) {
+            order.push(at);
+            at = ring.partner_of(at);
+        }
+        let count = ring.hosts.len();
+        let others = (own + 1..own + count).map(|at| at % count);
+        let others: Vec<usize> = others.filter(|at| !order.contains(at)).collect();
+        order.extend(others);
+        let mut candidates: Vec<Candidate> = order
             .into_iter()
-            .filter(|host| host != this_host)
-            .map(|host| Candidate {
-                is_near: self.fail_together(this_host, &host),
-                host,
+            .map(|at| Candidate {
+                is_near: self.fail_together(this_host, &ring.hosts[at]),
+                host: ring.hosts[at].clone(),
             })
             .collect();
-        let is_before = |host: &str| compare_names(host, this_host) == Ordering::Less;
-        others.sort_by(|a, b| {
-            (a.is_near, is_before(&a.host))
-                .cmp(&(b.is_near, is_before(&b.host)))
-                .then_with(|| compare_names(&a.host, &b.host))
-        });
-        others.dedup();
-        others
+        candidates.sort_by_key(|candidate| candidate.is_near);
+        candidates
+    }
+}
+
+/// All hosts in their order.
+struct Ring {
+    hosts: Vec<String>,
+    /// The largest failure domain.
+    largest: Range<usize>,
+}
+
+impl Ring {
+    fn of(domains: &Domains, mut hosts: Vec<String>) -> Self {
+        hosts.sort_by(|a, b| compare_names(a, b));
+        hosts.dedup();
+        // A domain is where its first host is.
+        let firsts: Vec<usize> = hosts
+            .iter()
+            .enumerate()
+            .map(|(at, host)| {
+                let is_with = |other: &String| domains.fail_together(host, other);
+                hosts.iter().position(is_with).unwrap_or(at)
+            })
+            .collect();
+        let mut order: Vec<usize> = (0..hosts.len()).collect();
+        order.sort_by_key(|at| (firsts[*at], *at));
+        let mut largest = 0..0;
+        let mut start = 0;
+        for domain in order.chunk_by(|a, b| firsts[*a] == firsts[*b]) {
+            if domain.len() > largest.len() {
+                largest = start..start + domain.len();
+            }
+            start += domain.len();
+        }
+        let hosts = order.into_iter().map(|at| hosts[at].clone()).collect();
+        Self { hosts, largest }
+    }
+
+    fn partner_of(&self, at: usize) -> usize {
+        let count = self.hosts.len();
+        let others = count - self.largest.len();
+        if others == 0 {
+            return (at + 1) % count;
+        }
+        if 2 * self.largest.len() <= count {
+            return (at + self.largest.len()) % count;
+        }
+        // The hosts of the largest domain and the others are each other's, the others over and over.
+        let after = |place: usize| (self.largest.end + place) % count;
+        match self.largest.contains(&at) {
+            true => after((at - self.largest.start) % others),
+            false => self.largest.start + (at + count - self.largest.end) % count,
+        }
     }
 }
 
@@ -138,14 +209,42 @@ mod tests {
         );
     }
 
+    /// Who is whose partner, of those that live.
+    fn partners(domains: &Domains, all: &[String], living: &[String]) -> Vec<(String, Candidate)> {
+        let partner = |host: &String| {
+            let candidates = domains.order(host, all.to_vec()).into_iter();
+            let mut living = candidates.filter(|candidate| living.contains(&candidate.host));
+            (host.clone(), living.next().unwrap())
+        };
+        living.iter().map(partner).collect()
+    }
+
+    fn shares(partners: &[(String, Candidate)]) -> Vec<usize> {
+        let mut shares = std::collections::BTreeMap::new();
+        for (_, partner) in partners {
+            *shares.entry(partner.host.clone()).or_insert(0) += 1;
+        }
+        shares.into_values().collect()
+    }
+
     #[test]
     fn every_host_of_a_ring_is_the_partner_of_one() {
-        let all: Vec<String> = (0..20).map(|n| format!("r{}-n{n}", n % 4)).collect();
-        let domains = Domains::parse("r0-* a\nr1-* b\nr[23]-* c\n").unwrap();
-        for host in &all {
-            let candidates = domains.order(host, all.clone());
-            assert_eq!(candidates.len(), all.len() - 1);
-            assert!(!domains.fail_together(host, &candidates[0].host));
+        let names = |count: usize| -> Vec<String> {
+            (0..count).map(|n| format!("r{}-n{n}", n % 4)).collect()
+        };
+        let racks = Domains::parse("r0-* a\nr1-* b\nr[23]-* c\n").unwrap();
+        for domains in [&Domains::default(), &racks] {
+            // Half of the hosts are in the largest rack.
+            for count in [4, 8, 20, 40] {
+                let all = names(count);
+                let partners = partners(domains, &all, &all);
+                assert!(shares(&partners).iter().all(|share| *share == 1), "{count}");
+                assert!(partners.iter().all(|(_, partner)| !partner.is_near));
+            }
+        }
+        for host in &names(20) {
+            let candidates = racks.order(host, names(20));
+            assert_eq!(candidates.len(), 19);
             let near = candidates.iter().position(|candidate| candidate.is_near);
             assert!(
                 candidates[near.unwrap()..]
@@ -153,11 +252,34 @@ mod tests {
                     .all(|candidate| candidate.is_near)
             );
         }
-        let firsts: std::collections::BTreeSet<_> = all
-            .iter()
-            .map(|host| Domains::default().order(host, all.clone())[0].host.clone())
-            .collect();
-        assert_eq!(firsts.len(), all.len());
+    }
+
+    #[test]
+    fn a_rack_with_most_of_the_hosts_shares_the_others() {
+        let all = hosts(&["a1", "a2", "a3", "a4", "a5", "a6", "b1", "c1", "c2"]);
+        let domains = Domains::parse("a* a\nb* b\nc* c\n").unwrap();
+        let partners = partners(&domains, &all, &all);
+        assert!(partners.iter().all(|(_, partner)| !partner.is_near));
+        let shares = shares(&partners);
+        assert!(shares.iter().all(|share| *share <= 2), "{shares:?}");
+    }
+
+    #[test]
+    fn whoever_goes_those_that_are_left_are_each_the_partner_of_one() {
+        let all: Vec<String> = (0..12).map(|n| format!("n{n}")).collect();
+        for gone in 0..1 << 12_u32 {
+            let living: Vec<String> = (0..12)
+                .filter(|at| gone & (1 << at) == 0)
+                .map(|at| all[at].clone())
+                .collect();
+            if living.len() > 1 {
+                let partners = partners(&Domains::default(), &all, &living);
+                assert!(
+                    shares(&partners).iter().all(|share| *share == 1),
+                    "{gone:b}"
+                );
+            }
+        }
     }
 
     #[test]

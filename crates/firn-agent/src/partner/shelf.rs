@@ -15,7 +15,8 @@
 //!
 //! Invariants
 //! * NUMBER has a whole tree and the record of that tree.
-//! * The trees, with those in the making, have at most `bytes_max` bytes.
+//! * The trees, with those in the making, have at most `bytes_max` bytes: of the files as they are opened, whatever they
+//!   were listed with.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -89,7 +90,11 @@ pub(crate) struct CopyFile {
 impl Record {
     /// Bytes of its files.
     pub(crate) fn bytes(&self) -> u64 {
-        bytes_of(&self.entries)
+        let sizes = self.entries.iter().map(|entry| match entry.kind {
+            EntryKind::File { bytes, .. } => bytes,
+            _ => 0,
+        });
+        sizes.fold(0, u64::saturating_add)
     }
 
     fn by_path(&self) -> BTreeMap<&BytePath, &Entry> {
@@ -164,12 +169,9 @@ fn by_path(entries: &[Entry]) -> BTreeMap<&BytePath, &Entry> {
     entries.iter().map(|entry| (&entry.path, entry)).collect()
 }
 
-/// Bytes of the files of a list.
-pub(crate) fn bytes_of(entries: &[Entry]) -> u64 {
-    let sizes = entries.iter().map(|entry| match entry.kind {
-        EntryKind::File { bytes, .. } => bytes,
-        _ => 0,
-    });
+/// Bytes of memory that a copy of a list takes.
+pub(crate) fn stored_bytes(entries: &[Entry]) -> u64 {
+    let sizes = entries.iter().map(Entry::stored_bytes);
     sizes.fold(0, u64::saturating_add)
 }
 
@@ -256,9 +258,9 @@ impl Shelf {
             .hosts()
             .iter()
             .flat_map(|host| self.copies(host))
-            .map(|copy| copy.record.bytes())
-            .sum();
-        let used = whole + *reserved;
+            .map(|copy| stored_bytes(&copy.record.entries))
+            .fold(0_u64, u64::saturating_add);
+        let used = whole.saturating_add(*reserved);
         if used.saturating_add(bytes) > self.bytes_max {
             return Err((used, self.bytes_max));
         }
@@ -465,6 +467,13 @@ impl CopyFile {
     /// Fills `into` with its bytes from `at` on.
     pub(crate) fn read(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
         self.file.read_exact_at(into, at)
+    }
+}
+
+impl Room<'_> {
+    /// Bytes that there is room for.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
     }
 }
 

@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use xxhash_rust::xxh3::xxh3_128;
 
@@ -19,6 +19,8 @@ use crate::source::join;
 const IN_FLIGHT: usize = 4;
 /// Until a host that holds as much as it may for others is asked again.
 const FULL_PAUSE: Duration = Duration::from_millis(200);
+/// How long it is asked.
+const FULL_LIMIT: Duration = Duration::from_secs(10);
 /// By which the host means the file: there is one at a time.
 const NUMBER: u32 = 0;
 
@@ -37,11 +39,16 @@ pub(crate) fn is_same_file(
     if here.metadata().is_ok_and(|found| found.len() != bytes) {
         return Ok(false);
     }
+    let begun = Instant::now();
     let opened = loop {
         let path = join(top, entry.path.as_path());
         peer.send(&Request::Open { file: NUMBER, path })?;
         match peer.receive()? {
             Reply::Opened { bytes, changes } => break (bytes, changes),
+            Reply::Full if begun.elapsed() > FULL_LIMIT => {
+                let host = peer.host().into();
+                return Err(PullError::Full { host });
+            }
             Reply::Full => std::thread::sleep(FULL_PAUSE),
             other => return Err(peer.out_of_turn(&other)),
         }

@@ -11,7 +11,8 @@
 //! ends, the next one is open. Answers come in the order of the requests.
 //!
 //! Invariants
-//! * A block is handed to the writers after its checksum was found right.
+//! * A block is handed to the writers after it was found to be what the agent sent: by its MAC, or as it was decrypted.
+//! * What an agent says is bounded before it takes memory: a block has few parts, and a file that is open a counter.
 //! * A file is finished after the agent has said, after its last byte had been read, that what was read is a snapshot.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -24,11 +25,12 @@ use firn_ofi::Buffer;
 use firn_protocol::path::BytePath;
 use xxhash_rust::xxh3::xxh3_128;
 
+use crate::block_mac::{BlockHasher, BlockMac};
 use crate::error::PullError;
 use crate::message::{BLOCK_BYTES, Entry, Reply, Request, STAGING_BUFFERS};
 use crate::peer::Peer;
 use crate::pull::direct::DirectFile;
-use crate::pull::remote::{Answer, Incoming, Remote, failed};
+use crate::pull::remote::{Answer, ExpectedMac, Incoming, Remote, failed};
 use crate::pull::staging::{Staging, local};
 use crate::pull::state::State;
 use crate::pull::writers::{Block, Finish, StagedFile, Writers};
@@ -44,6 +46,8 @@ const AHEAD_BYTES: u64 = 64 << 20;
 const TRIES: u32 = 5;
 /// Until an agent that holds as much as it may for others is asked again.
 const FULL_PAUSE: Duration = Duration::from_millis(200);
+/// Zeros that may become a hole: fewer are no block of a file system.
+const HOLE_BYTES_MIN: usize = 4096;
 /// Bytes that are summed up while they are in the processor's cache.
 const SUM_BYTES: usize = 256 << 10;
 
@@ -59,7 +63,9 @@ pub(crate) struct Fetch<'a, 't> {
     top: BytePath,
     /// Not opened yet.
     queue: VecDeque<Wanted>,
-    /// To be asked next.
+    /// Open files of which there are blocks to ask for.
+    reading: VecDeque<u32>,
+    /// To be asked before those.
     ready: VecDeque<Ask>,
     /// Asked, in this order.
     asked: VecDeque<Ask>,
@@ -86,6 +92,8 @@ struct OpenFile {
     bytes: u64,
     /// What was there before.
     staged_bytes: u64,
+    /// The first block that was not asked for yet.
+    next_block: u64,
     /// Blocks of which neither an equal sum nor the bytes have come.
     blocks_left: u64,
     damaged: u32,
@@ -109,7 +117,6 @@ enum Ask {
 struct Received {
     parts: Vec<Range<usize>>,
     bytes: u64,
-    crc: u32,
 }
 
 impl<'a, 't> Fetch<'a, 't> {
@@ -131,6 +138,7 @@ impl<'a, 't> Fetch<'a, 't> {
             state,
             top,
             queue,
+            reading: VecDeque::new(),
             ready: VecDeque::new(),
             asked: VecDeque::new(),
             open: BTreeMap::new(),
@@ -156,7 +164,7 @@ impl<'a, 't> Fetch<'a, 't> {
             // Without an answer to wait for, there are blocks to wait for.
             let is_over = self.asked.is_empty();
             self.take_landed(is_over)?;
-            if is_over && (self.under_way() > 0 || !self.ready.is_empty()) {
+            if is_over && (self.under_way() > 0 || self.has_ready()) {
                 continue;
             }
             let Some(ask) = self.asked.pop_front() else {
@@ -164,6 +172,10 @@ impl<'a, 't> Fetch<'a, 't> {
                     return Ok(());
                 }
                 // Only others keep the agent full now.
+                if self.state.is_late() {
+                    let host = self.peer.host().into();
+                    return Err(PullError::Full { host });
+                }
                 std::thread::sleep(FULL_PAUSE);
                 self.is_full = false;
                 continue;
@@ -194,6 +206,11 @@ impl<'a, 't> Fetch<'a, 't> {
         Ok(())
     }
 
+    /// Whether there is something to ask for of files that are open.
+    fn has_ready(&self) -> bool {
+        !self.ready.is_empty() || !self.reading.is_empty()
+    }
+
     fn under_way(&self) -> usize {
         self.remote.as_ref().map_or(0, Remote::under_way)
     }
@@ -213,6 +230,9 @@ impl<'a, 't> Fetch<'a, 't> {
         if let Some(ask) = self.ready.pop_front() {
             return Some(ask);
         }
+        if let Some(number) = self.reading.front().copied() {
+            return Some(self.next_block(number));
+        }
         let ahead: u64 = self.open.values().map(|file| file.wanted.bytes).sum();
         let may_open =
             self.open.len() < 2 || (self.open.len() < AHEAD_FILES && ahead < AHEAD_BYTES);
@@ -226,12 +246,29 @@ impl<'a, 't> Fetch<'a, 't> {
             staged: None,
             bytes: 0,
             staged_bytes: 0,
+            next_block: 0,
             blocks_left: 0,
             damaged: 0,
             is_newer: false,
         };
         self.open.insert(self.last_number, file);
         Some(Ask::Open(self.last_number))
+    }
+
+    /// The question about the next block of the file that is read first. A file has as many blocks as its agent says, so
+    /// none of them takes memory before it is asked for.
+    fn next_block(&mut self, number: u32) -> Ask {
+        let file = self.open.get_mut(&number).expect("it is open");
+        let block = file.next_block;
+        file.next_block += 1;
+        let is_there = block * BLOCK_BYTES + file.block_bytes(block) <= file.staged_bytes;
+        if file.next_block == file.bytes.div_ceil(BLOCK_BYTES) {
+            self.reading.pop_front();
+        }
+        match is_there {
+            true => Ask::Sum(number, block),
+            false => Ask::Read(number, block),
+        }
     }
 
     fn request(&self, ask: Ask) -> Request {
@@ -277,6 +314,8 @@ impl<'a, 't> Fetch<'a, 't> {
         if bytes > i64::MAX as u64 {
             return Err(self.peer.implausible(format!("a file of {bytes} bytes")));
         }
+        let expected = self.open[&number].wanted.bytes;
+        self.state.check_size(expected, bytes)?;
         let file = self.open.get_mut(&number).expect("it was asked for");
         let path = self.staging.locate(&file.wanted.entry.path);
         let opened = self.staging.open_file(&file.wanted.entry.path)?;
@@ -289,15 +328,9 @@ impl<'a, 't> Fetch<'a, 't> {
         file.blocks_left = bytes.div_ceil(BLOCK_BYTES);
         self.state.know_size(file.wanted.bytes, bytes);
         file.wanted.bytes = bytes;
-        for block in 0..file.blocks_left {
-            let is_there = block * BLOCK_BYTES + file.block_bytes(block) <= file.staged_bytes;
-            self.ready.push_back(match is_there {
-                true => Ask::Sum(number, block),
-                false => Ask::Read(number, block),
-            });
-        }
-        if file.blocks_left == 0 {
-            self.ready.push_back(Ask::Check(number));
+        match file.blocks_left {
+            0 => self.ready.push_back(Ask::Check(number)),
+            _ => self.reading.push_back(number),
         }
         Ok(())
     }
@@ -353,7 +386,7 @@ impl<'a, 't> Fetch<'a, 't> {
         Ok(())
     }
 
-    /// The bytes of a block; `None` where their checksum is wrong. Zeros are left out where nothing was before.
+    /// The bytes of a block; `None` where their MAC is wrong. Zeros are left out where nothing was before.
     fn receive_block(
         &mut self,
         buffer: &mut [u8],
@@ -363,15 +396,22 @@ impl<'a, 't> Fetch<'a, 't> {
         let mut received = Received {
             parts: Vec::new(),
             bytes: 0,
-            crc: 0,
         };
+        let mut hasher = self.peer.block_hasher();
         let mut at = 0;
+        let mut reply = self.peer.receive()?;
         loop {
-            let (bytes, is_zero) = match self.peer.receive()? {
+            let (bytes, is_zero) = match reply {
                 Reply::Bytes { bytes } => (bytes, false),
                 Reply::Zeros { bytes } => (bytes, true),
-                Reply::End { crc32c } if at == expected => {
-                    return Ok((crc32c == received.crc).then_some(received));
+                Reply::End { mac } if at == expected => {
+                    let is_right = match (hasher, mac) {
+                        (Some(hasher), Some(mac)) => hasher.is(&mac),
+                        // Encrypted bytes are authenticated as they come.
+                        (None, _) => true,
+                        (Some(_), None) => false,
+                    };
+                    return Ok(is_right.then_some(received));
                 }
                 // It became shorter than its list says: the list is of another file.
                 Reply::End { .. } => {
@@ -383,13 +423,14 @@ impl<'a, 't> Fetch<'a, 't> {
             if is_zero {
                 buffer[part.clone()].fill(0);
             } else {
-                received.crc = self.receive_part(&mut buffer[part.clone()], received.crc)?;
+                self.receive_part(&mut buffer[part.clone()], hasher.as_mut())?;
                 received.bytes += bytes;
             }
             if !is_zero || was_there {
-                received.parts.push(part);
+                add_part(&mut received.parts, part);
             }
             at += bytes;
+            reply = self.peer.receive_more()?;
         }
     }
 
@@ -404,37 +445,39 @@ impl<'a, 't> Fetch<'a, 't> {
     /// Begins to read a block where the agent says that it is.
     fn placed(&mut self, number: u32, block: u64, staging: u32) -> Result<(), PullError> {
         let mut buffer = self.writers.take_buffer()?;
-        let (answer, crc32c) = match self.receive_places(number, block, &mut buffer) {
+        let (answer, mac) = match self.receive_places(number, block, &mut buffer) {
             Ok(received) => received,
             Err(error) => {
                 self.writers.return_buffer(buffer);
                 return Err(error);
             }
         };
-        let incoming = Incoming::of(&answer, number, block, crc32c);
+        let incoming = Incoming::of(&answer, number, block, mac);
         let remote = self.remote.as_mut().expect("it was asked for");
         let begun = remote.land(staging, answer, incoming, buffer);
         begun.map_err(|error| failed(self.peer, error))
     }
 
-    /// Where the bytes of a block are, and their checksum. Zeros are left out where nothing was before.
+    /// Where the bytes of a block are, and their MAC. Zeros are left out where nothing was before.
     fn receive_places(
         &mut self,
         number: u32,
         block: u64,
         buffer: &mut [u8],
-    ) -> Result<(Answer, Option<u32>), PullError> {
+    ) -> Result<(Answer, Option<ExpectedMac>), PullError> {
         let file = &self.open[&number];
         let expected = file.block_bytes(block);
         let was_there = file.staged_bytes > block * BLOCK_BYTES;
         let mut answer = Answer::default();
         let mut at = 0;
+        let mut reply = self.peer.receive()?;
         loop {
-            let reply = self.peer.receive()?;
             let (bytes, is_zero) = match reply {
                 Reply::InMemory { bytes, .. } | Reply::Staged { bytes, .. } => (bytes, false),
                 Reply::Zeros { bytes } => (bytes, true),
-                Reply::Placed { crc32c } if at == expected => return Ok((answer, crc32c)),
+                Reply::Placed { mac } if at == expected => {
+                    return Ok((answer, self.expect_mac(mac)?));
+                }
                 // It became shorter than its list says: the list is of another file.
                 Reply::Placed { .. } => {
                     return Err(self.peer.stale("a file was cut while it was read"));
@@ -450,9 +493,20 @@ impl<'a, 't> Fetch<'a, 't> {
                 added.map_err(|error| failed(self.peer, error))?;
             }
             if !is_zero || was_there {
-                answer.parts.push(part);
+                add_part(&mut answer.parts, part);
             }
             at += bytes;
+            reply = self.peer.receive_more()?;
+        }
+    }
+
+    /// An agent leaves the MAC out only where it was not asked for.
+    fn expect_mac(&self, mac: Option<BlockMac>) -> Result<Option<ExpectedMac>, PullError> {
+        let is_wanted = self.remote.as_ref().is_some_and(Remote::is_summed);
+        match (is_wanted, self.peer.block_hasher(), mac) {
+            (false, ..) => Ok(None),
+            (true, Some(hasher), Some(mac)) => Ok(Some(ExpectedMac { hasher, mac })),
+            _ => Err(self.peer.implausible("a block without a MAC")),
         }
     }
 
@@ -493,13 +547,18 @@ impl<'a, 't> Fetch<'a, 't> {
         Ok(())
     }
 
-    /// The checksum with that of these bytes.
-    fn receive_part(&mut self, part: &mut [u8], mut crc: u32) -> Result<u32, PullError> {
+    fn receive_part(
+        &mut self,
+        part: &mut [u8],
+        mut hasher: Option<&mut BlockHasher>,
+    ) -> Result<(), PullError> {
         for piece in part.chunks_mut(SUM_BYTES) {
             self.peer.receive_bytes(piece)?;
-            crc = crc32c::crc32c_append(crc, piece);
+            if let Some(hasher) = &mut hasher {
+                hasher.update(piece);
+            }
         }
-        Ok(crc)
+        Ok(())
     }
 
     fn read_again(&mut self, number: u32, block: u64) -> Result<(), PullError> {
@@ -574,5 +633,14 @@ impl<'a, 't> Fetch<'a, 't> {
 impl OpenFile {
     fn block_bytes(&self, block: u64) -> u64 {
         BLOCK_BYTES.min(self.bytes - block * BLOCK_BYTES)
+    }
+}
+
+/// Adds a part of a block that is to be written. Where zeros before it are too few to make a hole, they are written too:
+/// so a block has few parts, however it was sent.
+fn add_part(parts: &mut Vec<Range<usize>>, part: Range<usize>) {
+    match parts.last_mut() {
+        Some(last) if part.start - last.end < HOLE_BYTES_MIN => last.end = part.end,
+        _ => parts.push(part),
     }
 }

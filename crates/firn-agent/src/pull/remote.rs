@@ -1,7 +1,7 @@
 //! Blocks that the puller reads out of the agent's memory by itself.
 //!
 //! ```text
-//!   Place ─► InMemory, Staged, Zeros … Placed ─► reads under way ─► all have landed ─► checksum ─► writers
+//!   Place ─► InMemory, Staged, Zeros … Placed ─► reads under way ─► all have landed ─► MAC ─► writers
 //! ```
 //!
 //! Invariants
@@ -14,6 +14,8 @@ use std::time::Duration;
 
 use firn_ofi::{Buffer, Endpoint, Landed, OfiError, Read, Region, RemoteRegion};
 
+use crate::block_mac::{BlockHasher, BlockMac};
+use crate::data_path::PARTS_MAX;
 use crate::error::PullError;
 use crate::message::{ErrorKind, Exposed, ExposedRegion, Reply, Request, STAGING_BUFFERS};
 use crate::peer::Peer;
@@ -33,19 +35,25 @@ pub(crate) struct Incoming {
     pub(crate) parts: Vec<Range<usize>>,
     /// What of it is read.
     pub(crate) read: Vec<Range<usize>>,
-    /// Of what is read.
-    pub(crate) crc32c: Option<u32>,
+    /// Of what is read; none: nobody asked for one.
+    pub(crate) mac: Option<ExpectedMac>,
+}
+
+/// What the bytes of a block must have.
+pub(crate) struct ExpectedMac {
+    pub(crate) hasher: BlockHasher,
+    pub(crate) mac: BlockMac,
 }
 
 impl Incoming {
     /// By an answer.
-    pub(crate) fn of(answer: &Answer, number: u32, block: u64, crc32c: Option<u32>) -> Self {
+    pub(crate) fn of(answer: &Answer, number: u32, block: u64, mac: Option<ExpectedMac>) -> Self {
         Self {
             number,
             block,
             parts: answer.parts.clone(),
             read: answer.read.clone(),
-            crc32c,
+            mac,
         }
     }
 
@@ -54,13 +62,16 @@ impl Incoming {
         self.read.iter().map(|range| range.len() as u64).sum()
     }
 
-    /// Whether the bytes are those that the agent has; without a checksum the fabric's own vouch for them.
+    /// Whether the bytes are those that the agent has; without a MAC the fabric's own checksums vouch for them.
     pub(crate) fn is_right(&self, buffer: &[u8]) -> bool {
-        let Some(expected) = self.crc32c else {
+        let Some(ExpectedMac { hasher, mac }) = &self.mac else {
             return true;
         };
-        let append = |crc, part: &Range<usize>| crc32c::crc32c_append(crc, &buffer[part.clone()]);
-        self.read.iter().fold(0, append) == expected
+        let mut hasher = hasher.clone();
+        for part in &self.read {
+            hasher.update(&buffer[part.clone()]);
+        }
+        hasher.is(mac)
     }
 }
 
@@ -77,6 +88,8 @@ pub(crate) struct Remote {
     endpoint: Endpoint,
     arena: RemoteRegion,
     staging: RemoteRegion,
+    /// Answers have a MAC.
+    is_summed: bool,
     free: Vec<u32>,
     /// By staging buffer.
     incoming: BTreeMap<u32, Incoming>,
@@ -116,14 +129,19 @@ impl Remote {
             }) if is_auto => return Ok(None),
             Err(error) => return Err(error),
         };
-        match Self::open(peer, &exposed, writers) {
+        match Self::open(peer, &exposed, sums, writers) {
             Ok(remote) => Ok(Some(remote)),
             Err(_) if is_auto => Ok(None),
             Err(error) => Err(failed(peer, error)),
         }
     }
 
-    fn open(peer: &Peer, exposed: &Exposed, writers: &Writers) -> Result<Self, OfiError> {
+    fn open(
+        peer: &Peer,
+        exposed: &Exposed,
+        is_summed: bool,
+        writers: &Writers,
+    ) -> Result<Self, OfiError> {
         let arena = RemoteRegion::check(&exposed.arena.into())?;
         let staging = RemoteRegion::check(&exposed.staging.into())?;
         let mut endpoint = Endpoint::open(&exposed.provider, peer.near())?;
@@ -133,6 +151,7 @@ impl Remote {
             endpoint,
             arena,
             staging,
+            is_summed,
             free: (0..STAGING_BUFFERS as u32).collect(),
             incoming: BTreeMap::new(),
         })
@@ -141,6 +160,11 @@ impl Remote {
     /// Its name, for who wants to know.
     pub(crate) fn provider(&self) -> &str {
         self.endpoint.provider()
+    }
+
+    /// Whether the agent says of each block what it must have.
+    pub(crate) fn is_summed(&self) -> bool {
+        self.is_summed
     }
 
     /// Blocks whose reads are under way.
@@ -165,6 +189,9 @@ impl Remote {
             Reply::Staged { at, .. } => self.staging.read(at, into.clone())?,
             _ => return Ok(()),
         };
+        if answer.reads.len() >= PARTS_MAX {
+            return Err(OfiError::Implausible("a block in crumbs"));
+        }
         answer.reads.push(read);
         answer.read.push(into);
         Ok(())

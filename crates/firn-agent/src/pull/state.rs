@@ -3,12 +3,13 @@
 //! Invariant: `left_bytes` is what is not there yet of all files, by the sizes that are known.
 
 use std::collections::BTreeMap;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use firn_protocol::path::BytePath;
 
+use crate::error::PullError;
 use crate::message::{Entry, EntryKind};
-use crate::pull::{Outcome, Progress};
+use crate::pull::{Outcome, Progress, PullRequest};
 
 /// See the head of this file.
 pub(crate) struct State<'a> {
@@ -21,6 +22,10 @@ pub(crate) struct State<'a> {
     pub(crate) was_listed: bool,
     /// When the last byte came.
     pub(crate) moved_at: Instant,
+    /// How long none may come.
+    patience: Duration,
+    /// Bytes that all files may have; none: as many as they do.
+    bytes_max: Option<u64>,
     tell: &'a mut dyn FnMut(Progress),
 }
 
@@ -31,7 +36,7 @@ struct DoneFile {
 }
 
 impl<'a> State<'a> {
-    pub(crate) fn new(tell: &'a mut dyn FnMut(Progress)) -> Self {
+    pub(crate) fn new(request: &PullRequest, tell: &'a mut dyn FnMut(Progress)) -> Self {
         Self {
             outcome: Outcome::default(),
             done: BTreeMap::new(),
@@ -39,7 +44,37 @@ impl<'a> State<'a> {
             left_files: 0,
             was_listed: false,
             moved_at: Instant::now(),
+            patience: request.patience,
+            bytes_max: request.bytes_max,
             tell,
+        }
+    }
+
+    /// Whether nothing has come for so long that the pull is given up.
+    pub(crate) fn is_late(&self) -> bool {
+        self.moved_at.elapsed() >= self.patience
+    }
+
+    /// Whether there is room for all that is listed.
+    pub(crate) fn check_total(&self, entries: &[Entry]) -> Result<(), PullError> {
+        let bytes = entries
+            .iter()
+            .map(Entry::stored_bytes)
+            .fold(0, u64::saturating_add);
+        match self.bytes_max {
+            Some(bytes_max) if bytes > bytes_max => Err(PullError::Outgrown { bytes, bytes_max }),
+            _ => Ok(()),
+        }
+    }
+
+    /// The same for one file that has another size than it was listed with.
+    pub(crate) fn check_size(&self, expected: u64, found: u64) -> Result<(), PullError> {
+        match self.bytes_max {
+            Some(_) if found > expected => Err(PullError::Outgrown {
+                bytes: found,
+                bytes_max: expected,
+            }),
+            _ => Ok(()),
         }
     }
 
@@ -58,7 +93,10 @@ impl<'a> State<'a> {
 
     /// A file has another size than was expected.
     pub(crate) fn know_size(&mut self, expected: u64, found: u64) {
-        self.left_bytes = (self.left_bytes + found).saturating_sub(expected);
+        self.left_bytes = self
+            .left_bytes
+            .saturating_add(found)
+            .saturating_sub(expected);
         self.show();
     }
 
@@ -82,7 +120,7 @@ impl<'a> State<'a> {
 
     /// A file must be read again.
     pub(crate) fn undo(&mut self, bytes: u64) {
-        self.left_bytes += bytes;
+        self.left_bytes = self.left_bytes.saturating_add(bytes);
         self.show();
     }
 

@@ -129,7 +129,8 @@ struct PullArgs {
     /// Copy also files that are open for writing or were cut off, as they are.
     #[arg(long)]
     cut: bool,
-    /// How long to try again after the connection broke.
+    /// How long to try without a byte that comes: after a connection broke, or while the agent serves as many others as
+    /// it may. A host where nobody listens is told at once.
     #[arg(long, value_name = "DURATION", default_value = "1min", value_parser = parse_duration_ms)]
     patience: u64,
     /// Print the outcome, or the list, as JSON.
@@ -179,6 +180,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
                 target,
                 cut: args.cut,
                 patience: Duration::from_millis(args.patience),
+                bytes_max: None,
             };
             pull(&request, &source, args.json)
         }

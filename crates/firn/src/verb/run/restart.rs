@@ -72,29 +72,44 @@ pub(super) fn restore(host: &str, prefix: &Path, backing: &Path) -> Result<(), F
         }
         record => record.map_err(failed)?,
     };
-    let Some(partner) = record.partner else {
+    if record.partner.is_none() {
         without(&format!("{host} had no partner"));
         return Ok(());
-    };
+    }
+    let formers = record.formers.len();
+    for (at, partner) in record.holders().enumerate() {
+        match restore_from(partner, host, prefix, backing) {
+            Ok(true) => {}
+            Ok(false) if formers == 0 => without(&format!("{partner} has no copies of {host}")),
+            Ok(false) => {}
+            // The partner was taking over from this one, and has what it came to.
+            Err(Failure::Told { text, .. }) if at > 0 => output::say(&format!(
+                "{partner}, an earlier partner of {host}, may have more: {text}"
+            )),
+            Err(failure) => return Err(failure),
+        }
+    }
+    Ok(())
+}
+
+/// The same from one host that has copies; false: it has none.
+fn restore_from(partner: &str, host: &str, prefix: &Path, backing: &Path) -> Result<bool, Failure> {
     let route = Route::Backing {
         dir: backing.to_owned(),
         encrypt: Encrypt::Auto,
     };
-    let entries = match firn_agent::list_entries(&partner, &route, &BytePath::from(host)) {
+    let entries = match firn_agent::list_entries(partner, &route, &BytePath::from(host)) {
         Err(PullError::Remote {
             kind: ErrorKind::Missing,
             ..
-        }) => {
-            without(&format!("{partner} has no copies of {host}"));
-            return Ok(());
-        }
+        }) => return Ok(false),
         entries => entries.map_err(failed)?,
     };
     let dir = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let top = rustix::fs::open(prefix, dir, Mode::empty());
     let mut restart = Restart {
         host,
-        partner,
+        partner: partner.to_owned(),
         route,
         prefix,
         top: top.map_err(|errno| broken(prefix, errno))?,
@@ -106,7 +121,7 @@ pub(super) fn restore(host: &str, prefix: &Path, backing: &Path) -> Result<(), F
         restart.restore_name(&name, &entries)?;
     }
     restart.tell();
-    Ok(())
+    Ok(true)
 }
 
 impl Restart<'_> {
@@ -176,6 +191,7 @@ impl Restart<'_> {
             target: staged.to_owned(),
             cut: false,
             patience: PATIENCE,
+            bytes_max: None,
         };
         let mut meter = Meter::new();
         let pulled = firn_agent::pull(&request, &mut |progress| {
