@@ -523,3 +523,61 @@ fn a_backing_whose_names_others_may_take_away_is_told() {
         assert_eq!(told(mode, ",layout=log"), expected, "{mode:o}");
     }
 }
+
+/// Proves S-place-7: what another user put into a lane that he may make names in is named, and not the lane blamed.
+#[test]
+fn regression_a_marker_of_another_user_in_a_lane_is_named() {
+    let sandbox = Sandbox::new("neighbours-marker");
+    let lane = sandbox.mkdir("lane");
+    set_mode(&lane, 0o1777);
+    let options = format!("{DEMAND},placement=dirs,lanes={}", lane.display());
+    let mount = FirnMount::new(&sandbox, &options);
+    let backing = mount.umount();
+    let marker = names(&lane)
+        .into_iter()
+        .find(|name| name.starts_with(".firn-"));
+    let marker = marker.expect("the lane is marked");
+    chown(lane.join(&marker), Some(OTHER), None).expect("chown");
+    let point = sandbox.join("mnt");
+    let refused = sandbox.run(mount_args(&backing, &point, &options)).code(2);
+    refused
+        .says(&format!("{marker} in it belongs to user 65534"))
+        .says("remove it");
+}
+
+/// Proves S-priv-18: scripts/criu-action, given what CRIU gives it.
+#[test]
+fn regression_images_that_others_may_have_changed_are_not_restored_from() {
+    let sandbox = Sandbox::new("neighbours-images");
+    let images = sandbox.mkdir("17");
+    set_mode(&images, 0o755);
+    let mark = images.join("firn.checkpoint");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/criu-action");
+    let restore = || {
+        let mut bash = Command::new("bash");
+        bash.arg(&script)
+            .env("CRTOOLS_SCRIPT_ACTION", "pre-restore")
+            .env("CRTOOLS_IMAGE_DIR", &images);
+        // Says what it is asked for.
+        run(bash.env("FIRN", "/bin/echo"))
+    };
+    fs::write(&mark, "17\n/work\n").expect("write");
+    restore().ok().says("restore --id 17 -- /work");
+    for path in [&images, &mark] {
+        chown(path, Some(OTHER), None).expect("chown");
+        restore().code(1).says("belongs to user 65534");
+        chown(path, Some(0), None).expect("chown");
+        let mode = fs::metadata(path).expect("stat").permissions().mode();
+        set_mode(path, mode | 0o020);
+        restore().code(1).says("others may have changed it");
+        set_mode(path, mode);
+    }
+    for damaged in ["17\n--help\n", "x\n/work\n", "17\n"] {
+        fs::write(&mark, damaged).expect("write");
+        restore().code(1).says("is damaged");
+    }
+    let aside = sandbox.join("aside");
+    fs::rename(&mark, &aside).expect("rename");
+    symlink(&aside, &mark).expect("symlink");
+    restore().code(1).says("is a symbolic link");
+}

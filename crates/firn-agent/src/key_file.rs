@@ -324,10 +324,10 @@ mod tests {
             assert!(KeyFile::load(backing.path(), "n1").is_err());
             assert!(KeyFile::load_from(&path).is_err());
         }
-        for host in ["", "..", "a/b", "a b", "a\0"] {
+        for host in ["", ".", "..", "a/b", "a b", "a\0"] {
             let refused = KeyFile::load(backing.path(), host).unwrap_err();
             assert!(
-                matches!(refused, KeyFileError::Host { .. }) || host == "..",
+                matches!(refused, KeyFileError::Host { .. }),
                 "{host:?}: {refused}"
             );
         }
