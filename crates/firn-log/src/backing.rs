@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use firn_backing::lock::Mutex;
-use firn_backing::{Access, Attr, Backing, Errno, Kind, Result, SetTime};
+use firn_backing::{Access, Attr, Backing, Errno, Kind, Result, SetTime, Time};
 use firn_rendezvous::OwnError;
 use firn_rendezvous::own::{self, TOP};
 
@@ -221,6 +221,27 @@ impl<B: Backing> LogBacking<B> {
         Ok(self.files.lock().known.get(&id).cloned())
     }
 
+    /// The same, with what another host may have made of it since this one looked, and be flattening already.
+    fn find_ending(&self, id: Option<FileId>) -> Result<Option<Arc<LoggedFile<B>>>> {
+        let Some(id) = id else {
+            return Ok(None);
+        };
+        let file = match self.find(Some(id))? {
+            Some(file) => file,
+            None if own::find(&self.below, &self.top, OsStr::new(&id.container_name(0)))?
+                .is_none() =>
+            {
+                return Ok(None);
+            }
+            None => self.find_or_add(id)?,
+        };
+        // One that cannot be read has a time all the same.
+        if let Err(error) = file.look_again(&self.place()) {
+            tracing::debug!(ino = id.ino, %error, "containers cannot be read");
+        }
+        Ok(Some(file))
+    }
+
     /// Whether what this host writes to a file goes to a log. Makes no call.
     fn is_written_to_logs(&self, inode: &LogInode<B>, id: FileId) -> bool {
         inode.is_chosen || self.files.lock().known.contains_key(&id)
@@ -278,7 +299,7 @@ impl<B: Backing> LogBacking<B> {
         Ok(Arc::clone(files.known.entry(id).or_insert_with(new)))
     }
 
-    /// Attributes as programs see them: the length is that of all bytes. What is below is asked for after it was looked
+    /// Attributes as programs see them: the length is that of all bytes, the time that of the last change. What is below is asked for after it was looked
     /// where the bytes are, and again where that has changed meanwhile.
     fn shown(
         &self,
@@ -293,8 +314,13 @@ impl<B: Backing> LogBacking<B> {
             let seen = file.changes.load(Ordering::Acquire);
             let attr = read()?;
             let size = file.len(attr.size);
+            let mtime = file.modified_time().unwrap_or(attr.mtime);
             if file.changes.load(Ordering::Acquire) == seen {
-                return Ok(Attr { size, ..attr });
+                return Ok(Attr {
+                    size,
+                    mtime,
+                    ..attr
+                });
             }
         }
     }
@@ -364,9 +390,11 @@ impl<B: Backing> LogBacking<B> {
             }
             *modified = Some(Instant::now());
         }
-        let noted = self
-            .below
-            .set_times(&opened.inode, SetTime::Keep, SetTime::Now);
+        let now = || {
+            self.below
+                .set_times(&opened.inode, SetTime::Keep, SetTime::Now)
+        };
+        let noted = opened.file.set_modified(&self.place(), Time::now(), &now);
         if let Err(error) = noted {
             tracing::debug!(ino = opened.file.id.ino, %error, "cannot set the time of a logged file");
         }

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use firn_backing::lock::Mutex;
-use firn_backing::{Backing, DataPart, Errno, Result};
+use firn_backing::{Backing, DataPart, Errno, Result, Time};
 use firn_rendezvous::own;
 use parking_lot::Condvar;
 
@@ -34,6 +34,7 @@ use crate::resolve::{Layers, Segment, WriterId};
 use crate::run::Piece;
 use crate::seal::{CLOSING, Seal};
 use crate::table::BlockCache;
+use crate::times::{self, Record};
 use crate::writer::{Appended, OwnLog};
 
 /// A range of so many bytes is found at once, whatever its pieces are.
@@ -58,6 +59,8 @@ pub struct Container<B: Backing> {
     own: Mutex<OwnState<B>>,
     own_made: Condvar,
     is_sorting: AtomicBool,
+    /// The last record of the file's time that this host knows of, and its number.
+    time: Mutex<Option<(u64, Record)>>,
     /// The last [`next_change`] with which bytes were found that this host did not have before.
     news: AtomicU64,
     /// That of what this host writes.
@@ -193,6 +196,7 @@ impl<B: Backing> Container<B> {
             own: Mutex::new(OwnState::None),
             own_made: Condvar::new(),
             is_sorting: AtomicBool::new(false),
+            time: Mutex::default(),
             news: AtomicU64::new(next_change()),
             epoch: AtomicU64::new(0),
         }
@@ -220,6 +224,30 @@ impl<B: Backing> Container<B> {
     /// Whether it has none.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// The file's modification time, where the plain file has another one because it is being flattened.
+    pub(crate) fn modified(&self) -> Option<Time> {
+        match *self.time.lock() {
+            Some((_, Record::Time(time))) => Some(time),
+            Some((_, Record::End)) | None => None,
+        }
+    }
+
+    /// Says that somebody has given the file a time, which has a record where the plain file gets it from there
+    /// ([`crate::times`]).
+    pub(crate) fn add_time(&self, base: &B, time: Time) -> Result<()> {
+        let from = (*self.time.lock()).map(|(number, _)| number);
+        let added = times::add(base, &self.dir, from, time)?;
+        self.note_time(added.number, added.record);
+        Ok(())
+    }
+
+    fn note_time(&self, number: u64, record: Record) {
+        let mut known = self.time.lock();
+        if known.is_none_or(|(last, _)| last < number) {
+            *known = Some((number, record));
+        }
     }
 
     /// What this host writes from now on is newer than all that others published until now. To be called when the file

@@ -21,7 +21,7 @@ use crate::run::Piece;
 use crate::salvage::{Report, Teller};
 use crate::seal::{Ending, Flat, WRITING};
 use firn_backing::lock::Mutex;
-use firn_backing::{Access, Attr, Backing, DataPart, Errno, LocateLimits, Result, Seek};
+use firn_backing::{Access, Attr, Backing, DataPart, Errno, LocateLimits, Result, Seek, Time};
 use firn_rendezvous::{VoteDir, own};
 use parking_lot::Condvar;
 use xxhash_rust::xxh3::xxh3_64;
@@ -339,6 +339,35 @@ impl<B: Backing> LoggedFile<B> {
         Self::set_bases(&generations, plain_bytes);
         let top = generations.last();
         top.map_or(plain_bytes, |top| top.container.len())
+    }
+
+    /// Its modification time, where the plain file has another one because it is being flattened.
+    pub(crate) fn modified_time(&self) -> Option<Time> {
+        self.generations.lock().first()?.container.modified()
+    }
+
+    /// Gives the plain file a modification time by `set`, and says so where the plain file is being flattened, which would
+    /// give it another one. `given` is the time.
+    pub(crate) fn set_modified(
+        &self,
+        place: &Place<'_, B>,
+        given: Time,
+        set: &dyn Fn() -> Result<()>,
+    ) -> Result<()> {
+        let known = self.all();
+        set()?;
+        let mut is_flattened = false;
+        for generation in &known {
+            // Nobody ends what this host writes to.
+            if !generation.is_joined.load(Ordering::Acquire) {
+                is_flattened |= generation.add_time(place, given)?;
+            }
+        }
+        if is_flattened {
+            set()?;
+            self.look_again(place)?;
+        }
+        Ok(())
     }
 
     /// Tells each generation how long the file below it is.
@@ -778,7 +807,7 @@ impl<B: Backing> LoggedFile<B> {
             };
             let attr = place.base.attr(inode)?;
             Self::set_bases(&generations, attr.size);
-            match lowest.flatten(place, inode, &attr, unit_bytes, is_alive) {
+            match lowest.flatten(place, inode, unit_bytes, is_alive) {
                 Ok(Flattened::Flat) => {}
                 // A sorted index was found to be damaged on the way.
                 Err(Errno::STALE) => {}
@@ -822,7 +851,7 @@ impl<B: Backing> LoggedFile<B> {
                 continue;
             };
             let is_written_by = |host: &str| generation.is_written_by(host, place, is_alive);
-            if !ending.give_up(plain, unit_bytes, &is_written_by, &mut teller)? {
+            if !ending.give_up(unit_bytes, &is_written_by, &mut teller)? {
                 return Ok(false);
             }
             below = generation.container.len();
@@ -918,6 +947,21 @@ impl<B: Backing> Generation<B> {
         Ok(())
     }
 
+    /// Says that somebody has set the file's time, if it is ending, or gone by now; whether that is so.
+    fn add_time(&self, place: &Place<'_, B>, given: Time) -> Result<bool> {
+        let Some(ending) = self.ending(place)? else {
+            return Ok(true);
+        };
+        if !ending.is_closing()? {
+            return Ok(false);
+        }
+        match self.container.add_time(place.base, given) {
+            // It is flat, and has been removed since.
+            Err(Errno::NOENT | Errno::STALE) => Ok(true),
+            added => added.map(|()| true),
+        }
+    }
+
     /// This host writes to it no more.
     fn end_writing(&self, place: &Place<'_, B>) -> Result<()> {
         if self.is_joined.swap(false, Ordering::AcqRel)
@@ -934,7 +978,6 @@ impl<B: Backing> Generation<B> {
         &self,
         place: &Place<'_, B>,
         inode: &B::Inode,
-        attr: &Attr,
         unit_bytes: u64,
         is_alive: &IsAlive<'_>,
     ) -> Result<Flattened> {
@@ -944,7 +987,7 @@ impl<B: Backing> Generation<B> {
         let is_written_by = |host: &str| self.is_written_by(host, place, is_alive);
         // Before the plain file is changed: without the container it would be half flat after a power loss.
         self.sync_name(place)?;
-        if !ending.seal(attr, unit_bytes, &is_written_by)? {
+        if !ending.seal(inode, unit_bytes, &is_written_by)? {
             return Ok(Flattened::Written);
         }
         let plain = place.base.open(inode, Access::ReadWrite)?;

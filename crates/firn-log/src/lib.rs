@@ -34,6 +34,7 @@ mod salvage;
 pub mod seal;
 mod sort;
 pub mod table;
+mod times;
 mod turn;
 mod verify;
 mod writer;

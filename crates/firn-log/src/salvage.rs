@@ -136,7 +136,6 @@ impl<B: Backing> Ending<'_, B> {
     /// Gives up what cannot be read; false if a host writes that `is_alive` says to live.
     pub(crate) fn give_up(
         &self,
-        plain: &Attr,
         unit_bytes: u64,
         is_alive: &dyn Fn(&str) -> Result<bool>,
         teller: &mut Teller<'_>,
@@ -144,10 +143,10 @@ impl<B: Backing> Ending<'_, B> {
         if !self.close(is_alive)? {
             return Ok(false);
         }
-        self.alone(&mut || self.give_up_alone(plain, unit_bytes, teller))
+        self.alone(&mut || self.give_up_alone(unit_bytes, teller))
     }
 
-    fn give_up_alone(&self, plain: &Attr, unit_bytes: u64, teller: &mut Teller<'_>) -> Result<()> {
+    fn give_up_alone(&self, unit_bytes: u64, teller: &mut Teller<'_>) -> Result<()> {
         let names = self.votes.names()?;
         if names.contains(ALL) {
             return Ok(());
@@ -160,7 +159,7 @@ impl<B: Backing> Ending<'_, B> {
             let ends = salvaged
                 .iter()
                 .map(|(writer, index)| (writer.index_name(), index.end));
-            Seal::new(ends.collect(), plain.mtime.to_ns(), unit_bytes)
+            Seal::new(ends.collect(), unit_bytes)
         });
         for (writer, index) in &salvaged {
             if !index.lost.is_empty() {

@@ -8,6 +8,7 @@
 //! done-UNIT    put once: the part is in the plain file, durably
 //! cut          put once: the plain file was cut to what counts of it
 //! all          put once: the plain file is the file
+//! time-N       what time the file has ([`crate::times`])
 //! whole        locked by who cuts the plain file, ends with it, or removes the container
 //! ```
 //!
@@ -27,7 +28,7 @@ use std::io::IoSlice;
 use std::ops::Range;
 use std::sync::mpsc::{self, Receiver, Sender};
 
-use firn_backing::{Attr, Backing, Errno, LockMode, Result, SetTime, Time};
+use firn_backing::{Backing, Errno, LockMode, Result, SetTime, Time};
 use firn_rendezvous::{VoteDir, own};
 use serde::{Deserialize, Serialize};
 
@@ -35,6 +36,7 @@ use crate::container::{Container, Walk};
 use crate::names::Writer;
 use crate::resolve::{Segment, Source};
 use crate::run::FILE_BYTES_MAX;
+use crate::times;
 use crate::writer::write_vectored;
 
 /// Put once, with [`Seal`].
@@ -63,8 +65,6 @@ pub struct Seal {
     indexes: BTreeMap<String, u64>,
     /// Bytes of the file.
     pub(crate) len: u64,
-    /// When the file was changed last, in nanoseconds since 1970.
-    modified_ns: u64,
     /// Bytes of the plain file that one host writes at a time.
     unit_bytes: u64,
     /// What somebody has given up ([`crate::salvage`]).
@@ -108,11 +108,10 @@ impl Lost {
 
 impl Seal {
     /// What counts of each index, of a file that is to be changed no more: its length is not known yet.
-    pub(crate) fn new(indexes: BTreeMap<String, u64>, modified_ns: u64, unit_bytes: u64) -> Self {
+    pub(crate) fn new(indexes: BTreeMap<String, u64>, unit_bytes: u64) -> Self {
         Self {
             indexes,
             len: 0,
-            modified_ns,
             unit_bytes,
             lost: Lost::default(),
         }
@@ -241,10 +240,10 @@ impl<'a, B: Backing> Ending<'a, B> {
         self.votes.withdraw_hint(WRITING)
     }
 
-    /// Ends the container, unless a host writes to it that `is_alive` says to live.
+    /// Ends the container of the plain file `inode`, unless a host writes to it that `is_alive` says to live.
     pub fn seal(
         &self,
-        plain: &Attr,
+        inode: &B::Inode,
         unit_bytes: u64,
         is_alive: &dyn Fn(&str) -> Result<bool>,
     ) -> Result<bool> {
@@ -257,10 +256,13 @@ impl<'a, B: Backing> Ending<'a, B> {
                 .iter()
                 .map(|(writer, bytes)| (writer.index_name(), *bytes))
                 .collect();
-            let mut seal = Seal::new(indexes, plain.mtime.to_ns(), unit_bytes);
+            let mut seal = Seal::new(indexes, unit_bytes);
             // The length is that of these bytes of the indexes, whatever a host that was taken for dead adds meanwhile.
             self.container.take_seal(self.base, seal.clone())?;
             seal.len = self.container.len();
+            // Asked for after `closing` is there: who sets a time later says so in the container.
+            let modified = self.base.attr(inode)?.mtime;
+            times::begin(self.base, self.votes.dir(), modified)?;
             self.votes.put_once(SEAL_NAME, &seal.encode())?;
         }
         let seal = Seal::load(self.base, self.votes.dir())?;
@@ -295,6 +297,11 @@ impl<'a, B: Backing> Ending<'a, B> {
         let names = self.votes.names()?;
         if names.contains(ALL) {
             return Ok(Flat::Done);
+        }
+        if self.last_time(&names).is_none() {
+            let modified = self.base.attr_of_file(plain)?.mtime;
+            times::begin(self.base, self.votes.dir(), modified)?;
+            self.base.sync_dir(self.votes.dir())?;
         }
         if !names.contains(CUT) && !self.alone(&mut || self.cut(plain))? {
             return Ok(Flat::Waits);
@@ -514,20 +521,37 @@ impl<'a, B: Backing> Ending<'a, B> {
         Ok(())
     }
 
-    /// Everything is in the plain file: it gets its length and its time.
+    /// Everything is in the plain file: it gets its length and its time ([`crate::times`]).
     fn finish(&self, seal: &Seal, inode: &B::Inode, plain: &B::File) -> Result<()> {
         if self.is_flat()? {
             return Ok(());
         }
-        let attr = self.base.attr_of_file(plain)?;
         // A file that nobody wrote to keeps all of its times.
-        if attr.size != seal.len || attr.mtime.to_ns() != seal.modified_ns {
+        if self.base.attr_of_file(plain)?.size != seal.len {
             self.base.set_len(plain, seal.len)?;
-            let modified = SetTime::At(Time::from_ns(seal.modified_ns));
-            self.base.set_times(inode, SetTime::Keep, modified)?;
         }
-        self.base.sync(plain, false)?;
+        let last = self.last_time(&self.votes.names()?).unwrap_or(0);
+        times::settle(self.base, self.votes.dir(), last, &|modified| {
+            self.set_modified(inode, plain, modified)?;
+            self.base.sync(plain, false)
+        })?;
         self.votes.put_once(ALL, b"").map(drop)
+    }
+
+    /// Gives the plain file its time. A refusal (firnd is not the owner) leaves it the time that it has.
+    fn set_modified(&self, inode: &B::Inode, plain: &B::File, modified: Time) -> Result<()> {
+        if self.base.attr_of_file(plain)?.mtime == modified {
+            return Ok(());
+        }
+        let modified = SetTime::At(modified);
+        match self.base.set_times(inode, SetTime::Keep, modified) {
+            Err(Errno::PERM | Errno::ACCESS) => Ok(()),
+            set => set,
+        }
+    }
+
+    fn last_time(&self, names: &BTreeSet<String>) -> Option<u64> {
+        times::last(names.iter().map(|name| name.as_bytes()))
     }
 
     /// Whether no host may begin to write any more.

@@ -129,8 +129,8 @@ impl Host {
         let Some(ending) = self.ending()? else {
             return Ok(true);
         };
-        let (inode, attr) = self.disk.lookup(&self.disk.root(), OsStr::new("file"))?;
-        if !ending.seal(&attr, UNIT_BYTES, &|host| Ok(host != "dead"))? {
+        let (inode, _) = self.disk.lookup(&self.disk.root(), OsStr::new("file"))?;
+        if !ending.seal(&inode, UNIT_BYTES, &|host| Ok(host != "dead"))? {
             return Ok(false);
         }
         let plain = self.disk.open(&inode, Access::ReadWrite)?;

@@ -8,7 +8,8 @@ use std::sync::atomic::Ordering;
 
 use firn_backing::{
     Access, Attr, Backing, Caller, DataPart, DirEntry, Errno, KernelReads, LaneIndex, LocateLimits,
-    Located, LockMode, RenameFlags, Result, Seek, SetTime, StatFs, SyncWay, copy_through_memory,
+    Located, LockMode, RenameFlags, Result, Seek, SetTime, StatFs, SyncWay, Time,
+    copy_through_memory,
 };
 
 use super::{LOCATED_FOR_MIN, LogBacking, LogFile, LogInode};
@@ -158,12 +159,20 @@ impl<B: Backing> Backing for LogBacking<B> {
     }
 
     fn set_times(&self, inode: &LogInode<B>, atime: SetTime, mtime: SetTime) -> Result<()> {
-        let logged = self.find(inode.id)?;
-        self.below.set_times(&inode.below, atime, mtime)?;
-        if let Some(file) = logged {
-            *file.modified.lock() = None;
+        let set = || self.below.set_times(&inode.below, atime, mtime);
+        let given = match mtime {
+            SetTime::Keep => return set(),
+            SetTime::Now => Time::now(),
+            SetTime::At(given) => given,
+        };
+        match self.find_ending(inode.id)? {
+            Some(file) => {
+                file.set_modified(&self.place(), given, &set)?;
+                *file.modified.lock() = None;
+                Ok(())
+            }
+            None => set(),
         }
-        Ok(())
     }
 
     fn get_xattr(&self, inode: &LogInode<B>, name: &OsStr) -> Result<Vec<u8>> {

@@ -15,6 +15,7 @@ use crate::names::Writer;
 use crate::resolve::{Outline, WriterId};
 use crate::seal::{SEAL_NAME, Seal};
 use crate::table::Table;
+use crate::times;
 
 /// Who looks while others go on writing finds something new each time. So many times what came before something else may
 /// have been missed; more often nobody is as unlucky.
@@ -103,6 +104,10 @@ impl<B: Backing> Container<B> {
 
     fn look(&self, base: &B) -> Result<()> {
         let names = own::list(base, &self.dir)?;
+        self.look_at_time(
+            base,
+            times::last(names.iter().map(|(name, ..)| name.as_slice())),
+        )?;
         if self.view.lock().seal.is_none()
             && names.iter().any(|(name, ..)| name == SEAL_NAME.as_bytes())
         {
@@ -126,6 +131,17 @@ impl<B: Backing> Container<B> {
             self.read_tail(base, writer)?;
         }
         self.settle_len(base)
+    }
+
+    /// Reads the last record of the file's time.
+    fn look_at_time(&self, base: &B, last: Option<u64>) -> Result<()> {
+        let known = (*self.time.lock()).map(|(number, _)| number);
+        if let Some(last) = last.filter(|_| last > known)
+            && let Some(record) = times::load(base, &self.dir, last)?
+        {
+            self.note_time(last, record);
+        }
+        Ok(())
     }
 
     /// Uses the sorted indexes that there are of an index.
