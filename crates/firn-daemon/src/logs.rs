@@ -56,6 +56,8 @@ pub(crate) trait Logs: Sync {
     fn count_logged(&self) -> usize;
     /// See [`LogBacking::find_orphans`].
     fn find_orphans(&self) -> Result<Orphans, Errno>;
+    /// See [`LogBacking::end_removals`].
+    fn end_removals(&self) -> Result<(), Errno>;
     /// How many files at or below `path` lie in logs.
     fn count_below(&self, path: &[u8]) -> Result<usize, Errno>;
     /// Flattens the files at or below `path`, as far as other hosts let it.
@@ -85,6 +87,10 @@ impl<B: Backing> Logs for LogBacking<B> {
 
     fn find_orphans(&self) -> Result<Orphans, Errno> {
         self.find_orphans()
+    }
+
+    fn end_removals(&self) -> Result<(), Errno> {
+        self.end_removals()
     }
 
     fn count_below(&self, path: &[u8]) -> Result<usize, Errno> {
@@ -123,6 +129,9 @@ pub(crate) fn open<B: Backing>(
     let writes = !options.read_only;
     let chooses = wanted == Use::Place && options.layout == Layout::Log && writes;
     if !chooses && !has_containers(backing, &base)? {
+        if writes {
+            firn_log::remove_retired(&base).map_err(own_error(backing))?;
+        }
         return Ok(Err(base));
     }
     let host = host_name(options)?;
@@ -177,20 +186,41 @@ fn has_containers<B: Backing>(backing: &Path, base: &B) -> Result<bool, AttachEr
     Ok(names.iter().any(|(name, ..)| firn_log::is_container(name)))
 }
 
-/// Logs of files that are not in the backing, and that nobody has removed through Firn.
-pub(crate) fn find_lost<B: Backing>(
+/// Logs of files that are not in the backing: those that nobody has removed through Firn, and those that a host was
+/// removing.
+pub(crate) fn find_unowned<B: Backing>(
     backing: &Path,
     base: &B,
 ) -> Result<Vec<FoundOrphan>, AttachError> {
-    let lost = firn_log::find_lost(base);
-    let lost = lost.map_err(|errno| own_error(backing)(errno.into()))?;
-    let shown = lost.into_iter().map(|container| FoundOrphan {
-        kind: "logs",
-        path: Path::new(TOP).join(CONTAINERS).join(container),
-        bytes: 0,
-        is_removed: false,
-    });
-    Ok(shown.collect())
+    let unowned = firn_log::find_unowned(base);
+    let unowned = unowned.map_err(|errno| own_error(backing)(errno.into()))?;
+    let show = |kind: &'static str, containers: Vec<String>| {
+        let shown = containers.into_iter().map(move |container| FoundOrphan {
+            kind,
+            path: Path::new(TOP).join(CONTAINERS).join(container),
+            bytes: 0,
+            is_removed: false,
+        });
+        shown.collect::<Vec<_>>()
+    };
+    let mut shown = show("removed-logs", unowned.unfinished);
+    shown.extend(show("logs", unowned.lost));
+    Ok(shown)
+}
+
+/// Ends what hosts have left that died while they removed files in logs, without a mount.
+pub(crate) fn end_removals(backing: &Path, options: &Options) -> Result<(), AttachError> {
+    let (backing, directory, _locks) = open_unmounted(backing, options)?;
+    let ended = with_logs(
+        &backing,
+        directory,
+        options,
+        &mut |text| tracing::warn!("{text}"),
+        &mut |logs, _| logs.end_removals(),
+    )?;
+    ended
+        .unwrap_or(Ok(()))
+        .map_err(|errno| own_error(&backing)(errno.into()))
 }
 
 /// Refuses transactions over files that lie in logs, which would be shown too short.
@@ -328,7 +358,14 @@ fn settle_until_stopped(
         tracing::warn!(%error, "cannot look for files in logs");
     }
     let mut told = None;
+    let mut next_look = Instant::now();
     while !stop.load(Ordering::Acquire) {
+        if Instant::now() >= next_look {
+            next_look = Instant::now() + IDLE;
+            if let Err(error) = logs.end_removals() {
+                tracing::warn!(%error, "cannot look for logs of removed files");
+            }
+        }
         for request in requests.try_iter() {
             // Who asked may not wait any more.
             let _ = request.done.send(logs.flatten_at(&request.path));
@@ -405,39 +442,48 @@ pub fn flatten_with_loss(
     }
 }
 
-/// Flattens by the logs, and whether all lanes are there.
-type FlattenWork<'a> = dyn FnMut(&dyn Logs, bool) -> Result<Left, Errno> + 'a;
+/// Does something with logs; true: all lanes are there.
+type LogWork<'a, T> = dyn FnMut(&dyn Logs, bool) -> Result<T, Errno> + 'a;
 
 fn flatten_unmounted(
     backing: &Path,
     path: &Path,
     options: &Options,
     notice: &mut dyn FnMut(String),
-    work: &mut FlattenWork<'_>,
+    work: &mut LogWork<'_, Left>,
 ) -> Result<(), FlattenError> {
     process::prepare();
     let (backing, directory, _locks) = open_unmounted(backing, options)?;
-    let flattened = match placement::open(&backing, directory, options, Use::Serve, notice)? {
-        Ok(lanes) => {
-            let Ok(opened) = open(&backing, lanes, options, Use::Serve)? else {
-                return Ok(());
-            };
-            let lanes = opened.logs.below();
-            let left = work(&opened.logs, lanes.absent().is_empty());
-            left.and_then(|left| lanes.finish_removals().map(|()| left))
-        }
-        Err(directory) => {
-            let Ok(opened) = open(&backing, directory, options, Use::Serve)? else {
-                return Ok(());
-            };
-            work(&opened.logs, true)
-        }
-    };
-    match flattened {
-        Ok(left) => FlattenError::check(&left, true),
-        Err(Errno::NOENT) => Err(FlattenError::NoSuchFile { path: path.into() }),
-        Err(errno) => Err(FlattenError::Failed { files: 0, errno }),
+    match with_logs(&backing, directory, options, notice, work)? {
+        None => Ok(()),
+        Some(Ok(left)) => FlattenError::check(&left, true),
+        Some(Err(Errno::NOENT)) => Err(FlattenError::NoSuchFile { path: path.into() }),
+        Some(Err(errno)) => Err(FlattenError::Failed { files: 0, errno }),
     }
+}
+
+/// Does something with the logs of a backing that nobody has mounted; none where there are none.
+fn with_logs<T>(
+    backing: &Path,
+    directory: DirBacking,
+    options: &Options,
+    notice: &mut dyn FnMut(String),
+    work: &mut LogWork<'_, T>,
+) -> Result<Option<Result<T, Errno>>, AttachError> {
+    Ok(
+        match placement::open(backing, directory, options, Use::Serve, notice)? {
+            Ok(lanes) => open(backing, lanes, options, Use::Serve)?
+                .ok()
+                .map(|opened| {
+                    let lanes = opened.logs.below();
+                    let done = work(&opened.logs, lanes.absent().is_empty());
+                    done.and_then(|done| lanes.finish_removals().map(|()| done))
+                }),
+            Err(directory) => open(backing, directory, options, Use::Serve)?
+                .ok()
+                .map(|opened| work(&opened.logs, true)),
+        },
+    )
 }
 
 /// At the end of a mount: flattens what nobody writes any more. Other hosts that are at it are waited for, those that
@@ -453,6 +499,9 @@ pub(crate) fn settle_last(logs: &dyn Logs, flatten: Flatten) -> Left {
             Ok(found) => left = found,
             Err(error) => left.error = Some(error),
         }
+    }
+    if let Err(error) = logs.end_removals() {
+        left.error = left.error.or(Some(error));
     }
     tell(&left);
     left

@@ -19,7 +19,7 @@ use crate::runtime_files::find_runtime_files;
 /// Something that leads to nothing.
 #[derive(Clone, Debug, Serialize)]
 pub struct FoundOrphan {
-    /// `logs`: of a file that is not in the backing. `file`: in a lane, without a name in the backing. `link`: in `.firn/placing`. `dangling`: in the backing, to a
+    /// `logs`: of a file that is not in the backing. `removed-logs`: the same, and a host was removing them. `file`: in a lane, without a name in the backing. `link`: in `.firn/placing`. `dangling`: in the backing, to a
     /// file that is not in its lane.
     pub kind: &'static str,
     /// Where it is.
@@ -31,7 +31,8 @@ pub struct FoundOrphan {
     pub is_removed: bool,
 }
 
-/// Walks a backing and its lanes, and removes with `repair` files without a name and links that were being made. A
+/// Walks a backing and its lanes, and removes with `repair` files without a name, links that were being made, and logs that a
+/// host was removing when it died. A
 /// dangling link stays: its lane may only be another directory than it was.
 pub fn find_orphans(
     backing: &Path,
@@ -40,12 +41,15 @@ pub fn find_orphans(
     notice: &mut dyn FnMut(String),
 ) -> Result<Vec<FoundOrphan>, AttachError> {
     process::prepare();
+    if repair {
+        logs::end_removals(backing, options)?;
+    }
     let (backing, directory, _locks) = open_unmounted(backing, options)?;
     let lanes = match placement::open(&backing, directory, options, Use::Serve, notice)? {
         Ok(lanes) => lanes,
-        Err(directory) => return logs::find_lost(&backing, &directory),
+        Err(directory) => return logs::find_unowned(&backing, &directory),
     };
-    let lost = logs::find_lost(&backing, &lanes)?;
+    let lost = logs::find_unowned(&backing, &lanes)?;
     let found = lanes
         .find_orphans()
         .map_err(|error| walk_error(&backing, error))?;

@@ -116,7 +116,11 @@ pub fn recover(
     let files = find_runtime_files(&backing, &request.options)?;
     let prefix = waiting_tree(&files)?;
     if !files.arena.exists() && prefix.is_none() {
-        return report_decided(&backing);
+        return match logs::end_removals(&backing, &request.options) {
+            // Who has it mounted ends them.
+            Ok(()) | Err(AttachError::Held { .. }) => report_decided(&backing),
+            Err(error) => Err(error.into()),
+        };
     }
     let locks = Locks::take(&backing, &files, None, Sharing::Alone)?;
     process::prepare();

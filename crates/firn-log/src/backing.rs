@@ -6,7 +6,7 @@
 mod calls;
 mod settle;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,7 +19,7 @@ use firn_rendezvous::own::{self, TOP};
 
 pub use self::settle::Left;
 
-use self::settle::Ended;
+use self::settle::{Ended, HostsGone};
 use crate::container::Memory;
 use crate::file::{Listed, LoggedFile, Place};
 use crate::file_id::FileId;
@@ -79,6 +79,10 @@ pub struct LogBacking<B: Backing> {
     ended: Arc<Ended<B>>,
     /// How many files were flat or gone.
     forgotten: AtomicU64,
+    /// Containers of files that this host was removing when it ran last.
+    marked: Mutex<HashSet<String>>,
+    /// Hosts that were found to be gone, and whose removals were ended; none before somebody has looked.
+    hosts_gone: Mutex<Option<HostsGone>>,
 }
 
 struct Files<B: Backing> {
@@ -154,7 +158,7 @@ impl<B: Backing> LogBacking<B> {
     /// Over `below`, in which it has a directory of its own.
     pub fn open(below: B, setup: Setup) -> std::result::Result<Self, OwnError> {
         let top = make_dir(&below)?;
-        orphans::end_last_life(&below, &top, &setup.host, &setup.is_alive)?;
+        let marked = orphans::end_last_life(&below, &top, &setup.host, &setup.is_alive)?;
         let turn = match below.lane_of_turn(0) {
             Some(_) => turn::take(&below, &top, &setup.host, &setup.is_alive),
             None => 0,
@@ -170,6 +174,8 @@ impl<B: Backing> LogBacking<B> {
                 listed: None,
             }),
             forgotten: AtomicU64::new(0),
+            marked: Mutex::new(marked),
+            hosts_gone: Mutex::default(),
             ended: Arc::new(Ended::new()),
         })
     }
@@ -299,8 +305,8 @@ impl<B: Backing> LogBacking<B> {
         Ok(Arc::clone(files.known.entry(id).or_insert_with(new)))
     }
 
-    /// Attributes as programs see them: the length is that of all bytes, the time that of the last change. What is below is asked for after it was looked
-    /// where the bytes are, and again where that has changed meanwhile.
+    /// Attributes as programs see them: the length is that of all bytes, and the time that of the last change. What is below
+    /// is asked for after it was looked where the bytes are, and again where that has changed meanwhile.
     fn shown(
         &self,
         logged: Option<&Arc<LoggedFile<B>>>,

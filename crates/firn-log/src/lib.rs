@@ -43,7 +43,7 @@ pub use backing::{CONTAINERS, Left, LogBacking, Setup, make_dir};
 pub use container::{Container, Memory, Walk};
 pub use file::Flattened;
 pub use file_id::is_container;
-pub use orphans::{Orphans, find_lost};
+pub use orphans::{Orphans, Unowned, find_unowned, remove_retired};
 pub use salvage::{Loss, LostPart, Report};
 pub use seal::{Ending, Flat};
 pub use verify::{Fault, Finding, Verified, verify};

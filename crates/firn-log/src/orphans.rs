@@ -12,12 +12,14 @@
 //! | `dying` and no file, or `dead` | its host died after it removed the name | the container goes |
 //! | no mark and no file, no `head` and no index | its maker died before anybody wrote to it | the container goes |
 //! | no mark and no file | removed by somebody beside Firn, or while a directory was damaged | it is kept, and named |
+//!
+//! A mark of a host that lives says that the host is at it, and everybody else leaves the container alone.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStringExt;
 
-use firn_backing::{Backing, Errno, Kind, Result};
+use firn_backing::{Backing, Errno, Kind, Result, Time};
 use firn_rendezvous::own::{self, TOP};
 use firn_rendezvous::{OwnError, VoteDir};
 
@@ -56,67 +58,89 @@ impl<'a, B: Backing> Found<'a, B> {
 /// Takes the marks from a container.
 pub(crate) fn unmark<B: Backing>(base: &B, container: &VoteDir<'_, B>) -> Result<()> {
     for mark in [DYING, DEAD] {
-        match base.unlink(container.dir(), OsStr::new(mark)) {
-            Ok(()) | Err(Errno::NOENT) => {}
-            Err(error) => return Err(error),
-        }
+        remove_mark(base, container, mark)?;
     }
     base.sync_dir(container.dir())
 }
 
+fn remove_mark<B: Backing>(base: &B, container: &VoteDir<'_, B>, mark: &str) -> Result<()> {
+    match base.unlink(container.dir(), OsStr::new(mark)) {
+        Ok(()) | Err(Errno::NOENT) => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
 /// Takes back what this host said when it ran last: that it writes to containers. Removes what is left of containers whose
-/// removal some host began, and containers of files that this host, or another one that died, has removed.
+/// removal some host began, and containers of files that this host, or another one that died, has removed. Returns the
+/// containers that are left of files that this host was removing.
 pub(crate) fn end_last_life<B: Backing>(
     base: &B,
     top: &B::Inode,
     host: &str,
     is_alive: &Liveness,
-) -> std::result::Result<(), OwnError> {
+) -> std::result::Result<HashSet<String>, OwnError> {
+    let is_over = |by: &str| -> Result<bool> { Ok(by == host || !is_alive(by)?) };
     put_off(VoteDir::remove_retired(base, top))?;
-    for (name, ..) in own::list(base, top)? {
-        if FileId::of_container(&name).is_none() {
-            continue;
-        }
-        let name = String::from_utf8_lossy(&name).into_owned();
+    let mut marked = HashSet::new();
+    for (_, name) in list_containers(base, top)? {
         // One that is not as it must be is not read either, and is named where its file is opened.
         let Ok(Some(container)) = VoteDir::find(base, top, &name, host) else {
             continue;
         };
         container.withdraw_hint(WRITING)?;
-        if let Some(by) = container.read(DEAD)? {
-            let by = String::from_utf8_lossy(&by).into_owned();
-            let is_closed = by == host || !is_alive(&by)?;
-            put_off(remove_unused(&container, host, is_closed, is_alive).map(drop))?;
+        let Some(mark) = Mark::of(&container)? else {
+            continue;
+        };
+        let is_removed = mark.is_dead
+            && is_over(&mark.by)?
+            && put_off(remove_unused(&container, host, is_alive))?.unwrap_or(false);
+        if !is_removed && mark.by == host {
+            marked.insert(name);
         }
     }
-    Ok(())
+    Ok(marked)
+}
+
+/// What a host says of a file that loses its last name.
+struct Mark {
+    by: String,
+    /// The name is gone.
+    is_dead: bool,
+}
+
+impl Mark {
+    fn of<B: Backing>(container: &VoteDir<'_, B>) -> Result<Option<Self>> {
+        for (mark, is_dead) in [(DEAD, true), (DYING, false)] {
+            if let Some(by) = container.read(mark)? {
+                let by = String::from_utf8_lossy(&by).into_owned();
+                return Ok(Some(Self { by, is_dead }));
+            }
+        }
+        Ok(None)
+    }
 }
 
 /// A lane that cannot be reached keeps no mount from being made: the logs in it are removed at a later one.
-fn put_off(removed: Result<()>) -> Result<()> {
+fn put_off<T>(removed: Result<T>) -> Result<Option<T>> {
     match removed {
         Err(Errno::IO) => {
             tracing::warn!("logs of removed files stay for now: what they lie in cannot be read");
-            Ok(())
+            Ok(None)
         }
-        done => done,
+        done => done.map(Some),
     }
 }
 
-/// Removes a container that is `closed` by who removed its file, unless another host that lives writes to it.
+/// Removes a container whose file nobody has, unless another host that lives writes to it.
 fn remove_unused<B: Backing>(
     container: &VoteDir<'_, B>,
     host: &str,
-    is_closed: bool,
     is_alive: &Liveness,
 ) -> Result<bool> {
     for writer in container.hosts(WRITING)? {
         if writer != host && is_alive(&writer)? {
             return Ok(false);
         }
-    }
-    if !is_closed {
-        return Ok(false);
     }
     match container.retire() {
         // Another host came first.
@@ -132,100 +156,196 @@ pub struct Orphans {
     pub removed: Vec<String>,
     /// Kept: nobody said that their files were to be removed.
     pub lost: Vec<String>,
+    /// Kept for now: a host that lives writes to them, or directories changed all the time.
+    pub waiting: Vec<String>,
 }
 
-/// Goes through all files for those that containers are of. Nobody may rename meanwhile; what is missed once is looked
-/// for again.
-pub(crate) fn find_orphans<B: Backing>(
-    base: &B,
-    top: &B::Inode,
-    host: &str,
-    is_alive: &Liveness,
-) -> Result<Orphans> {
-    let Searched { found, missing } = search_files(base, top)?;
-    for (_, name) in found {
-        if let Found::Container(container) = Found::find(base, top, &name, host)?
-            && container.names()?.contains(DYING)
-        {
-            unmark(base, &container)?;
-        }
-    }
-    let mut orphans = Orphans::default();
-    for (_, name) in missing {
-        let container = match Found::find(base, top, &name, host)? {
-            Found::Container(container) => container,
-            Found::Distrusted => {
-                orphans.lost.push(name);
-                continue;
+/// Which containers are looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Scope {
+    /// Those of files that a host was removing when it died.
+    Removals,
+    /// All.
+    All,
+}
+
+/// The search for containers without files.
+pub(crate) struct Search<'a, B: Backing> {
+    pub(crate) base: &'a B,
+    pub(crate) top: &'a B::Inode,
+    pub(crate) host: &'a str,
+    pub(crate) is_alive: &'a Liveness,
+    /// Containers of files that this host was removing when it ran last.
+    pub(crate) marked: &'a HashSet<String>,
+}
+
+impl<B: Backing> Search<'_, B> {
+    /// Removes containers of files that were removed, and what is left of containers whose removal a host began; names
+    /// those of files that are gone and nobody has removed. What a host that lives is at is left to it.
+    ///
+    /// Files are searched for in all of the backing, and only where a container gives reason to.
+    pub(crate) fn run(&self, scope: Scope) -> Result<Orphans> {
+        put_off(VoteDir::remove_retired(self.base, self.top))?;
+        let mut orphans = Orphans::default();
+        let mut wanted = Vec::new();
+        for (id, name) in list_containers(self.base, self.top)? {
+            match Found::find(self.base, self.top, &name, self.host)? {
+                Found::Container(container) => match Mark::of(&container)? {
+                    Some(mark) if !self.is_over(&mark, &name)? => {}
+                    Some(mark) if mark.is_dead => self.remove(&container, name, &mut orphans)?,
+                    Some(_) => wanted.push((id, name)),
+                    None if scope == Scope::All => wanted.push((id, name)),
+                    None => {}
+                },
+                Found::Distrusted if scope == Scope::All => wanted.push((id, name)),
+                Found::Distrusted | Found::Gone => {}
             }
-            Found::Gone => continue,
-        };
-        let names = container.names()?;
-        if !is_marked(&names) && !is_unused(&names) {
-            orphans.lost.push(name);
-        } else if remove_unused(&container, "", true, is_alive)? {
-            orphans.removed.push(name);
+        }
+        let Searched {
+            found,
+            missing,
+            unknown,
+        } = search_files(self.base, wanted)?;
+        orphans.waiting.extend(unknown);
+        for name in found {
+            if let Found::Container(container) = self.find(&name)?
+                && let Some(mark) = Mark::of(&container)?
+                && self.is_over(&mark, &name)?
+            {
+                remove_mark(self.base, &container, DYING)?;
+                self.base.sync_dir(container.dir())?;
+            }
+        }
+        for name in missing {
+            match self.find(&name)? {
+                Found::Container(container) if is_lost(&container)? => orphans.lost.push(name),
+                Found::Container(container) => self.remove(&container, name, &mut orphans)?,
+                Found::Distrusted => orphans.lost.push(name),
+                Found::Gone => {}
+            }
+        }
+        Ok(orphans)
+    }
+
+    fn find(&self, name: &str) -> Result<Found<'_, B>> {
+        Found::find(self.base, self.top, name, self.host)
+    }
+
+    /// Whether the host that put a mark died in the removal.
+    fn is_over(&self, mark: &Mark, name: &str) -> Result<bool> {
+        match mark.by == self.host {
+            true => Ok(self.marked.contains(name)),
+            false => Ok(!(self.is_alive)(&mark.by)?),
         }
     }
-    Ok(orphans)
+
+    fn remove(
+        &self,
+        container: &VoteDir<'_, B>,
+        name: String,
+        orphans: &mut Orphans,
+    ) -> Result<()> {
+        match remove_unused(container, self.host, self.is_alive)? {
+            true => orphans.removed.push(name),
+            false => orphans.waiting.push(name),
+        }
+        Ok(())
+    }
 }
 
-/// Those of which `find_orphans` says that they are lost; changes nothing.
-pub fn find_lost<B: Backing>(base: &B) -> Result<Vec<String>> {
+/// Removes what is left of containers whose removal some host began.
+pub fn remove_retired<B: Backing>(base: &B) -> std::result::Result<(), OwnError> {
+    if let Some(top) = find_top(base)? {
+        put_off(VoteDir::remove_retired(base, &top))?;
+    }
+    Ok(())
+}
+
+fn find_top<B: Backing>(base: &B) -> std::result::Result<Option<B::Inode>, OwnError> {
     let Some((firn, _)) = own::find_dir(base, &base.root(), TOP)? else {
-        return Ok(Vec::new());
+        return Ok(None);
     };
-    let Some((top, _)) = own::find_dir(base, &firn, CONTAINERS)? else {
-        return Ok(Vec::new());
+    let top = own::find_dir(base, &firn, CONTAINERS);
+    Ok(top.map_err(|error| error.below(TOP))?.map(|(top, _)| top))
+}
+
+/// Containers that have no file, by whether somebody was removing them; changes nothing.
+pub fn find_unowned<B: Backing>(base: &B) -> Result<Unowned> {
+    let mut unowned = Unowned::default();
+    let Some(top) = find_top(base)? else {
+        return Ok(unowned);
     };
-    let mut lost = Vec::new();
-    for (_, name) in search_files(base, &top)?.missing {
-        let is_lost = match Found::find(base, &top, &name, "")? {
-            Found::Container(container) => {
-                let names = container.names()?;
-                !is_marked(&names) && !is_unused(&names)
-            }
-            Found::Distrusted => true,
-            Found::Gone => false,
-        };
-        if is_lost {
-            lost.push(name);
+    unowned.unfinished = VoteDir::find_retired(base, &top)?;
+    let containers = list_containers(base, &top)?;
+    for name in search_files(base, containers)?.missing {
+        match Found::find(base, &top, &name, "")? {
+            Found::Container(container) if !is_lost(&container)? => unowned.unfinished.push(name),
+            Found::Container(_) | Found::Distrusted => unowned.lost.push(name),
+            Found::Gone => {}
         }
     }
-    Ok(lost)
+    Ok(unowned)
+}
+
+/// Containers that have no file.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Unowned {
+    /// A host was removing them, and may have died in that.
+    pub unfinished: Vec<String>,
+    /// Nobody said that their files were to be removed.
+    pub lost: Vec<String>,
 }
 
 /// Containers, by whether their files are found.
-struct Searched {
-    found: Vec<(FileId, String)>,
-    missing: Vec<(FileId, String)>,
+pub(crate) struct Searched {
+    pub(crate) found: Vec<String>,
+    pub(crate) missing: Vec<String>,
+    /// Directories changed all the time.
+    pub(crate) unknown: Vec<String>,
 }
 
-fn search_files<B: Backing>(base: &B, top: &B::Inode) -> Result<Searched> {
-    let mut missing = list_containers(base, top)?;
+/// Walks are repeated until nobody has changed a directory in one, but no more often than this.
+const WALKS_MAX: usize = 5;
+
+/// Looks for the files of containers. One counts as missing if it was in no directory at one moment: in two walks, between
+/// which no directory has changed.
+pub(crate) fn search_files<B: Backing>(
+    base: &B,
+    mut wanted: Vec<(FileId, String)>,
+) -> Result<Searched> {
     let mut found = Vec::new();
-    for _ in 0..2 {
-        let ids = missing.iter().map(|(id, _)| *id).collect();
-        let named = find_files(base, &ids)?;
-        let is_named = |(id, _): &(FileId, String)| named.contains(id);
-        found.extend(missing.extract_if(.., |container| is_named(container)));
+    let mut last = None;
+    for _ in 0..WALKS_MAX {
+        if wanted.is_empty() {
+            break;
+        }
+        let ids = wanted.iter().map(|(id, _)| *id).collect();
+        let walk = Walk::through(base, &ids)?;
+        let is_found = |(id, _): &mut (FileId, String)| walk.found.contains(id);
+        found.extend(wanted.extract_if(.., is_found).map(|(_, name)| name));
+        if last.is_some_and(|last| last == walk.dirs) {
+            return Ok(Searched {
+                found,
+                missing: wanted.into_iter().map(|(_, name)| name).collect(),
+                unknown: Vec::new(),
+            });
+        }
+        last = Some(walk.dirs);
     }
-    Ok(Searched { found, missing })
+    Ok(Searched {
+        found,
+        missing: Vec::new(),
+        unknown: wanted.into_iter().map(|(_, name)| name).collect(),
+    })
 }
 
-/// Whether somebody has removed its file, or was about to.
-fn is_marked(names: &BTreeSet<String>) -> bool {
-    names.contains(DYING) || names.contains(DEAD)
-}
-
-/// Whether nobody has written to a container: its maker died.
-fn is_unused(names: &BTreeSet<String>) -> bool {
-    let has_index = || {
-        names
-            .iter()
-            .any(|name| Writer::of_index(name.as_bytes()).is_some())
-    };
-    !names.contains(HEAD) && !has_index()
+/// Whether the file of a container without one has been removed by nobody: it has no mark, and somebody has written to it.
+fn is_lost<B: Backing>(container: &VoteDir<'_, B>) -> Result<bool> {
+    let names = container.names()?;
+    let is_index = |name: &String| Writer::of_index(name.as_bytes()).is_some();
+    let is_marked = names.contains(DYING) || names.contains(DEAD);
+    let is_written = names.contains(HEAD) || names.iter().any(is_index);
+    Ok(is_written && !is_marked)
 }
 
 fn list_containers<B: Backing>(base: &B, top: &B::Inode) -> Result<Vec<(FileId, String)>> {
@@ -237,27 +357,45 @@ fn list_containers<B: Backing>(base: &B, top: &B::Inode) -> Result<Vec<(FileId, 
     Ok(containers.collect())
 }
 
-/// Those of the files that have a name.
-fn find_files<B: Backing>(base: &B, ids: &HashSet<FileId>) -> Result<HashSet<FileId>> {
-    let mut found = HashSet::new();
-    let mut dirs = vec![base.root()];
-    while let Some(dir) = dirs.pop() {
-        for (name, ino, kind) in own::list(base, &dir)? {
-            let is_near = ids.iter().any(|id| id.ino == ino);
-            let may_be = matches!(kind, None | Some(Kind::Dir)) || is_near;
-            if !may_be || name == TOP.as_bytes() {
-                continue;
-            }
-            let name = OsString::from_vec(name);
-            match base.lookup(&dir, &name) {
-                Ok((inode, attr)) if attr.kind == Kind::Dir => dirs.push(inode),
-                Ok((inode, attr)) => {
-                    found.extend(FileId::of(base, &inode, &attr)?.filter(|id| ids.contains(id)));
+/// One walk through all directories but Firn's own.
+struct Walk {
+    /// Those of the files that have a name.
+    found: HashSet<FileId>,
+    /// When each directory was changed last, before it was read.
+    dirs: HashMap<u64, (Time, Time)>,
+}
+
+impl Walk {
+    fn through<B: Backing>(base: &B, ids: &HashSet<FileId>) -> Result<Self> {
+        let mut walk = Self {
+            found: HashSet::new(),
+            dirs: HashMap::new(),
+        };
+        let root = base.root();
+        let attr = base.attr(&root)?;
+        walk.dirs.insert(attr.ino, (attr.mtime, attr.ctime));
+        let mut dirs = vec![root];
+        while let Some(dir) = dirs.pop() {
+            for (name, ino, kind) in own::list(base, &dir)? {
+                let is_near = ids.iter().any(|id| id.ino == ino);
+                let may_be = matches!(kind, None | Some(Kind::Dir)) || is_near;
+                if !may_be || name == TOP.as_bytes() {
+                    continue;
                 }
-                Err(Errno::NOENT) => {}
-                Err(error) => return Err(error),
+                match base.lookup(&dir, &OsString::from_vec(name)) {
+                    Ok((inode, attr)) if attr.kind == Kind::Dir => {
+                        walk.dirs.insert(attr.ino, (attr.mtime, attr.ctime));
+                        dirs.push(inode);
+                    }
+                    Ok((inode, attr)) => {
+                        let id = FileId::of(base, &inode, &attr)?;
+                        walk.found.extend(id.filter(|id| ids.contains(id)));
+                    }
+                    Err(Errno::NOENT) => {}
+                    Err(error) => return Err(error),
+                }
             }
         }
+        Ok(walk)
     }
-    Ok(found)
 }

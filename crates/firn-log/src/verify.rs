@@ -14,6 +14,7 @@ use crate::frame::{CHECKED_BYTES, Change, Frame, Next, Written};
 use crate::head::{self, HEAD, HeadError};
 use crate::index_reader::{INDEX_READ_BYTES, has_synced_frame_after, read_exact};
 use crate::names::Writer;
+use crate::orphans::{self, DEAD, DYING};
 use crate::seal::{SEAL_NAME, Seal};
 use crate::table::Table;
 
@@ -53,12 +54,26 @@ pub enum Fault {
     Data,
     /// A sorted index is not as it was written. The index itself is read instead.
     Sorted,
+    /// A host was removing it, and may have died in that.
+    Unfinished,
 }
 
 impl Fault {
     /// Whether every byte that was written and synced can still be read.
     pub fn is_harmless(&self) -> bool {
-        matches!(self, Self::Torn | Self::Sorted)
+        matches!(self, Self::Torn | Self::Sorted | Self::Unfinished)
+    }
+}
+
+impl Finding {
+    fn unfinished(container: String) -> Self {
+        Self {
+            container,
+            file: None,
+            host: None,
+            offset: None,
+            fault: Fault::Unfinished,
+        }
     }
 }
 
@@ -105,6 +120,10 @@ impl fmt::Display for Fault {
                 "the bytes are not those that were written: reading them fails with EIO"
             ),
             Self::Sorted => write!(f, "a sorted index is damaged: the index is read unsorted"),
+            Self::Unfinished => write!(
+                f,
+                "its file has been removed: the next mount, `firn recover` or `firn flatten --backing` removes it, unless a host is at it"
+            ),
         }
     }
 }
@@ -127,16 +146,21 @@ pub fn verify<B: Backing>(base: &B) -> Result<Verified> {
     let Some((top, _)) = own::find_dir(base, &firn, CONTAINERS)? else {
         return Ok(verified);
     };
+    let mut dying = Vec::new();
     for (name, ..) in own::list(base, &top)? {
+        let container = String::from_utf8_lossy(&name).into_owned();
         let Some((file, generation)) = FileId::of_container(&name) else {
+            if VoteDir::<B>::is_retired(&container) {
+                verified.findings.push(Finding::unfinished(container));
+            }
             continue;
         };
-        let container = String::from_utf8_lossy(&name).into_owned();
         let mut verifier = Verifier {
             base,
             top: &top,
             container,
             findings: Vec::new(),
+            is_dying: false,
         };
         let outcome = verifier.verify(file, generation);
         let is_gone = matches!(
@@ -151,7 +175,14 @@ pub fn verify<B: Backing>(base: &B) -> Result<Verified> {
         }
         verified.containers += 1;
         verified.findings.append(&mut verifier.findings);
+        if verifier.is_dying {
+            dying.push((file, verifier.container));
+        }
     }
+    // A host is about to remove the name of these, or has removed it.
+    let removed = orphans::search_files(base, dying)?.missing;
+    let unfinished = removed.into_iter().map(Finding::unfinished);
+    verified.findings.extend(unfinished);
     Ok(verified)
 }
 
@@ -160,6 +191,8 @@ struct Verifier<'a, B: Backing> {
     top: &'a B::Inode,
     container: String,
     findings: Vec<Finding>,
+    /// A host has said that it removes the file.
+    is_dying: bool,
 }
 
 /// A file of a container, and whose it is.
@@ -212,6 +245,7 @@ impl<B: Backing> Verifier<'_, B> {
         // Before the names: it counts indexes that were there.
         let seal = self.load_seal(dir)?;
         let names = votes.names()?;
+        self.is_dying = names.contains(DYING) || names.contains(DEAD);
         for name in &names {
             if let Some(writer) = Writer::of_index(name.as_bytes()) {
                 let limit = seal.as_ref().map(|seal| seal.limit_of(&writer));

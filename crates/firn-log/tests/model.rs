@@ -746,6 +746,10 @@ impl<G: Ground> World<G> {
                 self.fail(&format!("{name}, flat: {found:?}, {expected:?}"));
             }
         }
+        // Each host ends what it was at when it died.
+        for host in &self.hosts {
+            host.backing.end_removals().expect("end");
+        }
         let orphans = self.hosts[0].backing.find_orphans().expect("find");
         // Who removes a file and has not seen its logs does not say that they may go.
         assert!(self.lags() || orphans.lost.is_empty(), "{orphans:?}");

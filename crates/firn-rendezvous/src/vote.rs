@@ -241,11 +241,7 @@ impl<'a, B: Backing> VoteDir<'a, B> {
     /// Removes the directories in `top` that hosts were removing by [`VoteDir::retire`] when they died, as those hosts may
     /// never come back. A live host that is removing one at the same time finds it gone. What is not Firn's own is left.
     pub fn remove_retired(base: &B, top: &B::Inode) -> Result<(), Errno> {
-        for (name, ..) in own::list(base, top)? {
-            let name = String::from_utf8_lossy(&name).into_owned();
-            if !name.starts_with(RETIRED) {
-                continue;
-            }
+        for name in Self::find_retired(base, top)? {
             match own::find_dir(base, top, &name) {
                 Ok(_) => remove_dir(base, top, &name)?,
                 Err(OwnError::Backing(errno)) => return Err(errno),
@@ -253,6 +249,18 @@ impl<'a, B: Backing> VoteDir<'a, B> {
             }
         }
         Ok(())
+    }
+
+    /// The names of these directories.
+    pub fn find_retired(base: &B, top: &B::Inode) -> Result<Vec<String>, Errno> {
+        let names = own::list(base, top)?.into_iter();
+        let names = names.map(|(name, ..)| String::from_utf8_lossy(&name).into_owned());
+        Ok(names.filter(|name| Self::is_retired(name)).collect())
+    }
+
+    /// Whether this is the name of such a directory.
+    pub fn is_retired(name: &str) -> bool {
+        name.starts_with(RETIRED)
     }
 }
 

@@ -1,6 +1,6 @@
 //! What the last close leaves to do: files become flat, and what is left of containers goes.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
@@ -9,19 +9,25 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use firn_backing::lock::Mutex;
-use firn_backing::{Backing, Errno, Kind, Result};
+use firn_backing::{Backing, Errno, Kind, Result, Time};
 use firn_rendezvous::own::{self, TOP};
 use parking_lot::Condvar;
 
 use super::{LogBacking, LogInode, Opened};
 use crate::file::{Flattened, LoggedFile, ToldOf};
 use crate::file_id::FileId;
-use crate::orphans::{self, Orphans};
+use crate::orphans::{Orphans, Scope, Search};
 use crate::salvage::{Report, may_be_damage};
 
 /// How long a close waits before it looks again whether other hosts have flattened their parts.
 const REST_FIRST: Duration = Duration::from_millis(1);
 const REST_LAST: Duration = Duration::from_millis(100);
+
+/// Hosts that do not live, and when they renewed their leases last.
+pub(super) type HostsGone = BTreeMap<String, Time>;
+
+/// Before the name of a host, whose lease is in that directory.
+const HOST: &str = "host-";
 
 /// How often damage is looked for: a sorted index that counts instead of a damaged one may be found to be damaged when it is
 /// read.
@@ -181,8 +187,17 @@ impl<B: Backing> LogBacking<B> {
         for (id, inode) in later {
             left.count(self.flatten_found(id, &inode));
         }
-        left.lost = lost;
+        left.lost = self.end_lost(lost)?;
         Ok(left)
+    }
+
+    /// Of so many files in logs that were not found, some were being removed by hosts that died: their containers go. How
+    /// many are left.
+    fn end_lost(&self, lost: usize) -> Result<usize> {
+        match lost {
+            0 => Ok(0),
+            _ => Ok(self.find_orphans()?.lost.len()),
+        }
     }
 
     /// Whether a plain file lies in another lane than what this host writes to logs by its turn.
@@ -197,7 +212,7 @@ impl<B: Backing> LogBacking<B> {
         let lost = self.visit_logged(top, &mut |found| {
             left.count(self.flatten_damaged(&found, report));
         })?;
-        left.lost = lost;
+        left.lost = self.end_lost(lost)?;
         Ok(left)
     }
 
@@ -287,12 +302,61 @@ impl<B: Backing> LogBacking<B> {
     /// Goes through all files for those that containers are of: removes containers of files that were removed, and names
     /// those of files that are gone and nobody has removed.
     pub fn find_orphans(&self) -> Result<Orphans> {
-        orphans::find_orphans(
-            &self.below,
-            &self.top,
-            &self.setup.host,
-            &self.setup.is_alive,
-        )
+        self.search_orphans(Scope::All)
+    }
+
+    /// Ends what hosts have left that died in a removal: containers of removed files, and half-removed containers. Looks only
+    /// where a host has died since the last time.
+    pub fn end_removals(&self) -> Result<()> {
+        let gone = self.find_hosts_gone()?;
+        let is_known = self.hosts_gone.lock().as_ref() == Some(&gone);
+        if !is_known {
+            let orphans = self.search_orphans(Scope::Removals)?;
+            if !orphans.removed.is_empty() {
+                tracing::info!(
+                    containers = orphans.removed.len(),
+                    "removed logs of removed files that a host has left which died"
+                );
+            }
+            // Else it is looked again the next time.
+            if orphans.waiting.is_empty() {
+                *self.hosts_gone.lock() = Some(gone);
+            }
+        }
+        Ok(())
+    }
+
+    fn search_orphans(&self, scope: Scope) -> Result<Orphans> {
+        let marked = self.marked.lock().clone();
+        let search = Search {
+            base: &self.below,
+            top: &self.top,
+            host: &self.setup.host,
+            is_alive: &self.setup.is_alive,
+            marked: &marked,
+        };
+        let orphans = search.run(scope)?;
+        let is_waiting = |name: &String| orphans.waiting.contains(name);
+        self.marked.lock().retain(is_waiting);
+        Ok(orphans)
+    }
+
+    /// The hosts that have written to logs and do not live.
+    fn find_hosts_gone(&self) -> Result<HostsGone> {
+        let mut gone = HostsGone::new();
+        for (name, ..) in own::list(&self.below, &self.top)? {
+            let name = String::from_utf8_lossy(&name).into_owned();
+            let Some(host) = name.strip_prefix(HOST) else {
+                continue;
+            };
+            if host == self.setup.host || (self.setup.is_alive)(host)? {
+                continue;
+            }
+            if let Some((_, attr)) = own::find(&self.below, &self.top, OsStr::new(&name))? {
+                gone.insert(host.to_owned(), attr.mtime);
+            }
+        }
+        Ok(gone)
     }
 
     /// The files that have containers. Of two with one inode number the older one was removed.

@@ -220,7 +220,7 @@ fn check_orphans(backing: &Path, matches: &ArgMatches) -> Result<u8, Failure> {
         0 => Ok(DONE),
         left => {
             let left = count(left as u64, "orphan");
-            let advice = "`--repair` removes files without a name; a name without a file, and logs without one, are removed with rm";
+            let advice = "`--repair` removes files without a name, and logs of removed files; a name without a file, and other logs without one, are removed with rm";
             let backing = path_text(backing);
             Err(Failure::new(FAILED, format!("{backing}: {left}; {advice}")))
         }
@@ -232,6 +232,7 @@ fn orphan_line(orphan: &FoundOrphan) -> String {
         "file" => format!("{} without a name", bytes(orphan.bytes)),
         "link" => "a name that was being made".to_owned(),
         "logs" => "their file is not in the backing: kept, in case that it comes back".to_owned(),
+        "removed-logs" => "their file has been removed, and a host was removing them".to_owned(),
         _ => "its file is not in the lane".to_owned(),
     };
     let removed = if orphan.is_removed { ", removed" } else { "" };
