@@ -24,6 +24,26 @@ const O_RDWR: i32 = 0o2;
 const O_EXCL: i32 = 0o200;
 const O_TRUNC: i32 = 0o1000;
 
+/// A file that is cut or written while it is read is read anew so often, and then without being changed meanwhile.
+const LOOKS_MAX: usize = 10;
+
+/// What a read has found.
+#[derive(Default)]
+struct Look {
+    bytes: u64,
+    /// How the file was before bytes of the backing were read, if any were.
+    before: Option<FileChanges>,
+    /// The backing had less than it should by what is pending after it.
+    has_filled_gap: bool,
+}
+
+/// How often a file was changed.
+#[derive(Clone, Copy)]
+struct FileChanges {
+    changes: u64,
+    backing_changes: u32,
+}
+
 impl<B: Backing> Engine<B> {
     /// Creates and opens a regular file; opens it if it is there and `flags` lack `O_EXCL`.
     pub fn create(
@@ -371,13 +391,56 @@ impl<B: Backing> Engine<B> {
 
     fn read_with(&self, handle: HandleId, offset: u64, buf: &mut [u8]) -> Result<usize> {
         let handle = self.handle(handle)?;
-        let file = &handle.file;
+        let bytes = self.read_at_one_moment(&handle.file, offset, buf)?;
+        self.counters.read_bytes.fetch_add(bytes, Ordering::Relaxed);
+        Ok(bytes as usize)
+    }
+
+    fn read_at_one_moment(&self, file: &Arc<File<B>>, offset: u64, buf: &mut [u8]) -> Result<u64> {
+        for _ in 0..LOOKS_MAX {
+            let look = self.read_once(file, offset, buf)?;
+            if self.is_one_look(file, &look) {
+                return Ok(look.bytes);
+            }
+        }
+        // Somebody cuts and writes it faster than it is read.
+        let mut state = file.begin_exclusive();
+        let look = state.unlocked(|| self.read_once(file, offset, buf));
+        file.end_exclusive(&mut state);
+        self.drain.enqueue(file, &mut state);
+        Ok(look?.bytes)
+    }
+
+    /// Whether what was read is the file at some moment. Bytes of the backing are read after it was looked what is pending:
+    /// where the file was cut and written again meanwhile, and a part of that was drained, the backing has holes that were
+    /// never in the file. Waits for a truncation under way.
+    fn is_one_look(&self, file: &Arc<File<B>>, look: &Look) -> bool {
+        let Some(before) = look.before else {
+            return true;
+        };
+        let mut state = file.lock();
+        self.ingest_published(file, &mut state);
+        if state.drain.is_exclusive() && look.has_filled_gap {
+            drop(state);
+            drop(file.lock_settled());
+            return false;
+        }
+        let is_changed = state.changes != before.changes;
+        !is_changed || state.drain.backing_changes() == before.backing_changes
+    }
+
+    fn read_once(&self, file: &Arc<File<B>>, offset: u64, buf: &mut [u8]) -> Result<Look> {
         let end = offset.saturating_add(buf.len() as u64).min(i64::MAX as u64);
+        let mut look = Look::default();
         if offset >= end {
-            return Ok(0);
+            return Ok(look);
         }
         let mut state = file.lock();
         self.revoke_grant(file, &mut state);
+        let before = FileChanges {
+            changes: state.changes,
+            backing_changes: state.drain.backing_changes(),
+        };
         // Up to here the file exists, whatever the backing's size says.
         let mut known_end = state.pending.end().min(end);
         #[allow(
@@ -398,17 +461,19 @@ impl<B: Backing> Engine<B> {
         let source = state.open_reader();
         drop(state);
         if !gaps.is_empty() {
+            look.before = Some(before);
             let source = source.map_or_else(|| self.reader(file), Ok)?;
             for gap in gaps {
                 let out = &mut buf[(gap.start - offset) as usize..(gap.end - offset) as usize];
                 let n = self.backing.read_at(&source.file, out, gap.start)?;
                 out[n..].fill(0);
-                known_end = known_end.max(gap.start + n as u64);
+                let read_end = gap.start + n as u64;
+                look.has_filled_gap |= read_end < gap.end.min(known_end);
+                known_end = known_end.max(read_end);
             }
         }
-        let n = known_end.max(offset).min(end) - offset;
-        self.counters.read_bytes.fetch_add(n, Ordering::Relaxed);
-        Ok(n as usize)
+        look.bytes = known_end.max(offset).min(end) - offset;
+        Ok(look)
     }
 
     /// Fills the parts of `gaps` that `extents` have; `buf` begins at `offset` of the file. Returns what is

@@ -55,6 +55,8 @@ pub(crate) struct DrainState {
     exclusive: bool,
     /// The time of the last write is being set in the backing.
     sets_time: bool,
+    /// Counts what begins or ends that changes the backing file, but for its time.
+    backing_changes: u32,
 }
 
 impl DrainState {
@@ -135,6 +137,7 @@ impl DrainState {
         debug_assert!(!self.is_in_flight(&range), "two writes to the same bytes");
         self.cursor = range.end;
         self.in_flight.push(range);
+        self.backing_changes = self.backing_changes.wrapping_add(1);
     }
 
     pub(crate) fn end_write(&mut self, range: &Range<u64>) {
@@ -163,6 +166,13 @@ impl DrainState {
         );
         debug_assert!(self.in_flight.is_empty(), "exclusive use beside a drain");
         self.exclusive = exclusive;
+        self.backing_changes = self.backing_changes.wrapping_add(1);
+    }
+
+    /// Another number than before once something has begun, or a truncation or the like has ended, that changes the backing
+    /// file.
+    pub(crate) fn backing_changes(&self) -> u32 {
+        self.backing_changes
     }
 
     pub(crate) fn sets_time(&self) -> bool {
