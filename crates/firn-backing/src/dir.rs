@@ -497,6 +497,14 @@ impl Backing for DirBacking {
         attr::attr(&file.fd)
     }
 
+    fn attr_now(&self, inode: &Self::Inode) -> Result<Attr> {
+        attr::attr_now(inode)
+    }
+
+    fn attr_of_file_now(&self, file: &Self::File) -> Result<Attr> {
+        attr::attr_now(&file.fd)
+    }
+
     fn set_mode(&self, inode: &Self::Inode, mode: u32) -> Result<()> {
         // Older kernels change the mode of a symlink on some file systems, and still report an error.
         if attr::attr(inode)?.kind == Kind::Symlink {

@@ -112,6 +112,15 @@ pub trait Backing: Send + Sync + 'static {
     fn attr(&self, inode: &Self::Inode) -> Result<Attr>;
     /// fstat(2) of an open file.
     fn attr_of_file(&self, file: &Self::File) -> Result<Attr>;
+    /// The same of a host, asked of the server: the client of a network file system may keep attributes for a while, and be
+    /// behind what other hosts did. What is read afterwards goes as far as the length that this tells.
+    fn attr_now(&self, inode: &Self::Inode) -> Result<Attr> {
+        self.attr(inode)
+    }
+    /// The same of an open file.
+    fn attr_of_file_now(&self, file: &Self::File) -> Result<Attr> {
+        self.attr_of_file(file)
+    }
     /// fchmod(2); ENOTSUP/EOPNOTSUPP for a symlink.
     fn set_mode(&self, inode: &Self::Inode, mode: u32) -> Result<()>;
     /// fchownat(2) of the object itself; `None` leaves an id as it is. A native chown by a caller

@@ -8,7 +8,8 @@
 //!   process end with it.
 //! * It may have several lanes, over which its files are spread, and each of which may fail
 //!   ([`SimBacking::set_lanes`]).
-//! * Its listings of directories may lag behind what other processes change ([`SimBacking::set_listing_lag`]).
+//! * Its listings of directories may lag behind what other processes change ([`SimBacking::set_listing_lag`]), or its
+//!   attributes and names of directories ([`SimBacking::set_attribute_lag`]).
 //! * No permissions are checked: the caller is taken to be root.
 
 use std::sync::Arc;
@@ -220,7 +221,13 @@ impl SimBacking {
     /// Has this process's listings of directories be old ones now and then, as `seed` says, or ends that: then they are
     /// all read anew.
     pub fn set_listing_lag(&self, seed: Option<u64>) {
-        self.lag.lock().set(seed);
+        self.lag.lock().set(seed, false);
+    }
+
+    /// The same of attributes, lengths among them, and of names of directories, instead of listings
+    /// ([`crate::Backing::attr_now`]).
+    pub fn set_attribute_lag(&self, seed: Option<u64>) {
+        self.lag.lock().set(seed, true);
     }
 
     /// Has pieces of every file be gathered ([`crate::Backing::gathers`]), or ends that.

@@ -38,6 +38,9 @@ use crate::store::Store;
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Else so often; whoever closes a file wakes the thread.
 const IDLE: Duration = Duration::from_secs(60);
+/// What another host made or removed may come so late over a network file system: its clients keep attributes and names for
+/// a second or a few.
+const LAG_MAX: Duration = Duration::from_secs(5);
 /// Before somebody who waits asks again.
 const REST: Duration = Duration::from_millis(50);
 /// With close=held the kernel says that a file was closed only after close(2) has returned: so long it is asked again
@@ -153,6 +156,7 @@ pub(crate) fn open<B: Backing>(
         is_alive: Box::new(move |host| hosts.is_living(host)),
         // The kernel keeps what it was told as long again.
         patience: Duration::from_millis(options.attr_timeout_ms) / 2,
+        lag_max: LAG_MAX,
         unit_bytes: UNIT_BYTES,
         flattens_closed: writes && options.flatten == Flatten::Close,
         flattens_read: writes && options.flatten == Flatten::Read,

@@ -116,6 +116,7 @@ pub fn recover(
     let files = find_runtime_files(&backing, &request.options)?;
     let prefix = waiting_tree(&files)?;
     if !files.arena.exists() && prefix.is_none() {
+        process::prepare();
         return match logs::end_removals(&backing, &request.options) {
             // Who has it mounted ends them.
             Ok(()) | Err(AttachError::Held { .. }) => report_decided(&backing),

@@ -596,6 +596,7 @@ mod tests {
             chooses: Box::new(|_: &OsStr| true),
             is_alive: Box::new(|_| Ok(true)),
             patience: std::time::Duration::ZERO,
+            lag_max: std::time::Duration::ZERO,
             unit_bytes: 64 << 10,
             flattens_closed: true,
             flattens_read: false,

@@ -34,6 +34,7 @@ fn logged(disk: &SimBacking, host: &str) -> Logged {
         chooses: Box::new(|_: &OsStr| true),
         is_alive: Box::new(|host| Ok(host != "a")),
         patience: Duration::ZERO,
+        lag_max: Duration::ZERO,
         unit_bytes: 1 << 20,
         flattens_closed: true,
         flattens_read: false,

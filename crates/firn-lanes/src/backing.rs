@@ -178,6 +178,17 @@ impl<B: Backing> Backing for Lanes<B> {
         }
     }
 
+    fn attr_now(&self, inode: &LanesInode<B>) -> Result<Attr> {
+        let (home, object) = self.home(inode);
+        home.attr_now(object)?;
+        self.attr(inode)
+    }
+
+    fn attr_of_file_now(&self, file: &LanesFile<B>) -> Result<Attr> {
+        self.home_of_file(file).attr_of_file_now(&file.file)?;
+        self.attr_of_file(file)
+    }
+
     fn set_mode(&self, inode: &LanesInode<B>, mode: u32) -> Result<()> {
         let (home, inode) = self.home(inode);
         home.set_mode(inode, mode)

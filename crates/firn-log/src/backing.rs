@@ -59,6 +59,8 @@ pub struct Setup {
     pub is_alive: Liveness,
     /// How old this host's knowledge of containers may be.
     pub patience: Duration,
+    /// How long the backing may be behind what other hosts did: what is not as it must be is waited for so long.
+    pub lag_max: Duration,
     /// Bytes of a file that one host flattens at a time.
     pub unit_bytes: u64,
     /// Files are flattened when nobody writes to them any more.
@@ -199,6 +201,7 @@ impl<B: Backing> LogBacking<B> {
             host: &self.setup.host,
             turn: self.turn,
             memory: &self.memory,
+            lag_max: self.setup.lag_max,
             is_alive: &self.setup.is_alive,
         }
     }
@@ -371,17 +374,28 @@ impl<B: Backing> LogBacking<B> {
 
     /// Close-to-open: what others have closed is seen, and older than what this host writes now.
     fn see_others(&self, opened: &Opened<B>) -> Result<()> {
-        opened.file.look_again(&self.place())?;
-        if opened.access != Access::Read {
-            opened.file.take_epoch(&self.place())?;
+        let place = self.place();
+        let file = &opened.file;
+        file.wait_for(&place, &mut || {
+            file.look_again(&place)?;
+            match opened.access {
+                Access::Read => Ok(()),
+                Access::Write | Access::ReadWrite => file.take_epoch(&place),
+            }
+        })?;
+        if !file.is_logged() {
+            // The plain file may have got its bytes on another host.
+            self.below.attr_now(&opened.inode)?;
         }
         Ok(())
     }
 
     /// Other hosts see that this one writes to the file: nobody flattens it meanwhile.
     fn begin_writing(&self, file: &LogFile<B>, opened: &Opened<B>) -> Result<()> {
-        let plain = || Ok(self.below.attr_of_file(&file.below)?.size);
-        opened.file.begin_writing(&self.place(), &plain)
+        let plain = || Ok(self.below.attr_of_file_now(&file.below)?.size);
+        let place = self.place();
+        let logged = &opened.file;
+        logged.wait_for(&place, &mut || logged.begin_writing(&place, &plain))
     }
 
     /// This host has changed a file: the plain file shows the time, as it would have it by itself.
@@ -410,7 +424,8 @@ impl<B: Backing> LogBacking<B> {
     fn sync_logs(&self) -> Result<()> {
         let files: Vec<_> = self.files.lock().known.values().map(Arc::clone).collect();
         for file in files {
-            file.sync(&self.place())?;
+            let place = self.place();
+            file.wait_for(&place, &mut || file.sync(&place))?;
         }
         Ok(())
     }
@@ -426,11 +441,16 @@ impl<B: Backing> LogBacking<B> {
         Ok(id.filter(|_| attr.nlink == 1).map(|id| (inode, id)))
     }
 
+    fn mark(&self, file: &LoggedFile<B>, mark: &str) -> Result<()> {
+        let place = self.place();
+        file.wait_for(&place, &mut || file.mark(&place, mark))
+    }
+
     /// Its last name is to go.
     fn begin_to_end_names(&self, doomed: Option<&(B::Inode, FileId)>) -> Result<()> {
         match doomed {
             Some((_, id)) => match self.find(Some(*id))? {
-                Some(file) => file.mark(&self.place(), DYING),
+                Some(file) => self.mark(&file, DYING),
                 None => Ok(()),
             },
             None => Ok(()),
@@ -446,10 +466,10 @@ impl<B: Backing> LogBacking<B> {
             return outcome;
         };
         if outcome.is_err() {
-            file.unmark(&self.place())?;
+            file.wait_for(&self.place(), &mut || file.unmark(&self.place()))?;
             return outcome;
         }
-        file.mark(&self.place(), DEAD)?;
+        self.mark(&file, DEAD)?;
         file.is_removed.store(true, Ordering::Release);
         if file.opens.load(Ordering::Acquire) == 0 {
             self.ended.add(&file, &inode);

@@ -59,6 +59,8 @@ pub struct Container<B: Backing> {
     own: Mutex<OwnState<B>>,
     own_made: Condvar,
     is_sorting: AtomicBool,
+    /// What is not as it must be; a backing that is behind may be the reason.
+    fault: Mutex<Option<String>>,
     /// The last record of the file's time that this host knows of, and its number.
     time: Mutex<Option<(u64, Record)>>,
     /// The last [`next_change`] with which bytes were found that this host did not have before.
@@ -196,6 +198,7 @@ impl<B: Backing> Container<B> {
             own: Mutex::new(OwnState::None),
             own_made: Condvar::new(),
             is_sorting: AtomicBool::new(false),
+            fault: Mutex::default(),
             time: Mutex::default(),
             news: AtomicU64::new(next_change()),
             epoch: AtomicU64::new(0),
@@ -224,6 +227,16 @@ impl<B: Backing> Container<B> {
     /// Whether it has none.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    fn note_fault(&self, fault: String) {
+        tracing::debug!("{fault}");
+        *self.fault.lock() = Some(fault);
+    }
+
+    /// What was not as it must be since somebody asked.
+    pub(crate) fn take_fault(&self) -> Option<String> {
+        self.fault.lock().take()
     }
 
     /// The file's modification time, where the plain file has another one because it is being flattened.

@@ -8,8 +8,9 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use crate::behind::{Behind, read_whole};
 use crate::container::{Container, Memory, Walk, next_change};
 use crate::file_id::FileId;
 use crate::frame::Change;
@@ -56,6 +57,7 @@ pub(crate) struct LoggedFile<B: Backing> {
     is_lost: AtomicBool,
     /// Why its containers could not be read when this host looked last.
     trouble: Mutex<Option<Errno>>,
+    behind: Behind,
 }
 
 /// Looks at the containers that there are.
@@ -120,6 +122,8 @@ pub(crate) struct Place<'a, B: Backing> {
     /// Of this host ([`crate::turn`]).
     pub(crate) turn: u64,
     pub(crate) memory: &'a Arc<Memory>,
+    /// How long what this host sees may be behind what others did.
+    pub(crate) lag_max: Duration,
     pub(crate) is_alive: &'a IsAlive<'a>,
 }
 
@@ -147,7 +151,38 @@ impl<B: Backing> LoggedFile<B> {
             inode: OnceLock::new(),
             is_lost: AtomicBool::new(false),
             trouble: Mutex::default(),
+            behind: Behind::default(),
         }
+    }
+
+    /// Does something with the file until it is done, or fails for another reason than that the backing is a moment behind
+    /// what other hosts did ([`crate::behind`]).
+    pub(crate) fn wait_for<T>(
+        &self,
+        place: &Place<'_, B>,
+        work: &mut dyn FnMut() -> Result<T>,
+    ) -> Result<T> {
+        let mut look = || {
+            // What is wrong is found by the next try, too.
+            if let Err(error) = self.look_again(place) {
+                tracing::debug!(ino = self.id.ino, %error, "containers cannot be read yet");
+            }
+        };
+        let mut try_once = || {
+            let done = work();
+            if done.is_err() {
+                let all = self.all();
+                let faults = all.iter().filter_map(|one| one.container.take_fault());
+                faults.for_each(|fault| self.behind.note_fault(fault));
+            }
+            match self.check_lost() {
+                // It is gone, and nothing of it comes any more.
+                Err(_) if done.is_err() => Ok(done),
+                _ => done.map(Ok),
+            }
+        };
+        self.behind
+            .wait_for(place.lag_max, &mut look, &mut try_once)?
     }
 
     fn all(&self) -> Vec<Arc<Generation<B>>> {
@@ -272,7 +307,7 @@ impl<B: Backing> LoggedFile<B> {
         if self.is_removed.load(Ordering::Acquire) {
             return Ok(false);
         }
-        match place.base.attr(inode) {
+        match place.base.attr_now(inode) {
             Ok(attr) => Ok(attr.nlink == 0),
             Err(Errno::STALE | Errno::NOENT) => Ok(true),
             Err(error) => Err(error),
@@ -291,7 +326,14 @@ impl<B: Backing> LoggedFile<B> {
         match generation.container.take_epoch(place.base) {
             // It was flattened meanwhile, and removed.
             Err(_) if !generation.is_current(place)? => Ok(None),
-            read => read.map(|()| Some(Arc::new(generation))),
+            Err(error) => {
+                let fault = generation.container.take_fault();
+                fault
+                    .into_iter()
+                    .for_each(|fault| self.behind.note_fault(fault));
+                Err(error)
+            }
+            Ok(()) => Ok(Some(Arc::new(generation))),
         }
     }
 
@@ -396,7 +438,7 @@ impl<B: Backing> LoggedFile<B> {
             // The length of the plain file means something where it is the base of the lowest one.
             let plain_bytes = match generations.first() {
                 Some(lowest) if lowest.has_own_base => 0,
-                _ => place.base.attr_of_file(plain)?.size,
+                _ => place.base.attr_of_file_now(plain)?.size,
             };
             Self::set_bases(&generations, plain_bytes);
             match read_stack(place.base, &generations, plain, buf, offset) {
@@ -425,7 +467,7 @@ impl<B: Backing> LoggedFile<B> {
         for _ in 0..LOOKS_MAX {
             self.trouble()?;
             self.check_lost()?;
-            let plain_bytes = place.base.attr_of_file(plain)?.size;
+            let plain_bytes = place.base.attr_of_file_now(plain)?.size;
             let generations = self.all();
             Self::set_bases(&generations, plain_bytes);
             let len = generations
@@ -802,10 +844,10 @@ impl<B: Backing> LoggedFile<B> {
                 if !self.has_remains.load(Ordering::Acquire) {
                     return Ok(Flattened::Flat);
                 }
-                self.end_remains(place, &|| Ok(place.base.attr(inode)?.size))?;
+                self.end_remains(place, &|| Ok(place.base.attr_now(inode)?.size))?;
                 continue;
             };
-            let attr = place.base.attr(inode)?;
+            let attr = place.base.attr_now(inode)?;
             Self::set_bases(&generations, attr.size);
             match lowest.flatten(place, inode, unit_bytes, is_alive) {
                 Ok(Flattened::Flat) => {}
@@ -1036,7 +1078,7 @@ fn read_stack<B: Backing>(
     offset: u64,
 ) -> Result<usize> {
     match generations.split_last() {
-        None => base.read_at(plain, buf, offset),
+        None => read_whole(base, plain, buf, offset),
         Some((top, rest)) => {
             let below = |buf: &mut [u8], offset| read_stack(base, rest, plain, buf, offset);
             top.container.read(base, &below, buf, offset)

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use firn_backing::{Backing, Errno, Result};
 
+use crate::behind::read_whole;
 use crate::frame::{FRAME_BYTES_MAX, Frame, MAGIC, Next};
 use crate::resolve::WriterId;
 
@@ -134,7 +135,7 @@ pub(crate) fn read_exact<B: Backing>(
     buf: &mut [u8],
     offset: u64,
 ) -> Result<()> {
-    match base.read_at(file, buf, offset)? {
+    match read_whole(base, file, buf, offset)? {
         count if count == buf.len() => Ok(()),
         // The end of the log went with the power.
         _ => Err(Errno::IO),

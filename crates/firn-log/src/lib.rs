@@ -17,6 +17,7 @@
 
 mod append;
 pub mod backing;
+mod behind;
 pub mod block;
 pub mod container;
 pub mod cut;

@@ -261,7 +261,7 @@ impl<'a, B: Backing> Ending<'a, B> {
             self.container.take_seal(self.base, seal.clone())?;
             seal.len = self.container.len();
             // Asked for after `closing` is there: who sets a time later says so in the container.
-            let modified = self.base.attr(inode)?.mtime;
+            let modified = self.base.attr_now(inode)?.mtime;
             times::begin(self.base, self.votes.dir(), modified)?;
             self.votes.put_once(SEAL_NAME, &seal.encode())?;
         }
@@ -299,7 +299,7 @@ impl<'a, B: Backing> Ending<'a, B> {
             return Ok(Flat::Done);
         }
         if self.last_time(&names).is_none() {
-            let modified = self.base.attr_of_file(plain)?.mtime;
+            let modified = self.base.attr_of_file_now(plain)?.mtime;
             times::begin(self.base, self.votes.dir(), modified)?;
             self.base.sync_dir(self.votes.dir())?;
         }
@@ -357,7 +357,7 @@ impl<'a, B: Backing> Ending<'a, B> {
             return Ok(());
         }
         let counts = self.container.base_end();
-        if self.base.attr_of_file(plain)?.size > counts {
+        if self.base.attr_of_file_now(plain)?.size > counts {
             self.base.set_len(plain, counts)?;
             self.base.sync(plain, false)?;
         }
@@ -510,7 +510,7 @@ impl<'a, B: Backing> Ending<'a, B> {
 
     /// As far as the plain file has bytes there.
     fn write_zeros(&self, file: Range<u64>, plain: &B::File) -> Result<()> {
-        let end = file.end.min(self.base.attr_of_file(plain)?.size);
+        let end = file.end.min(self.base.attr_of_file_now(plain)?.size);
         let zeros = vec![0; COPY_BYTES.min(end.saturating_sub(file.start)) as usize];
         let mut start = file.start;
         while start < end {
@@ -527,7 +527,7 @@ impl<'a, B: Backing> Ending<'a, B> {
             return Ok(());
         }
         // A file that nobody wrote to keeps all of its times.
-        if self.base.attr_of_file(plain)?.size != seal.len {
+        if self.base.attr_of_file_now(plain)?.size != seal.len {
             self.base.set_len(plain, seal.len)?;
         }
         let last = self.last_time(&self.votes.names()?).unwrap_or(0);
@@ -540,7 +540,7 @@ impl<'a, B: Backing> Ending<'a, B> {
 
     /// Gives the plain file its time. A refusal (firnd is not the owner) leaves it the time that it has.
     fn set_modified(&self, inode: &B::Inode, plain: &B::File, modified: Time) -> Result<()> {
-        if self.base.attr_of_file(plain)?.mtime == modified {
+        if self.base.attr_of_file_now(plain)?.mtime == modified {
             return Ok(());
         }
         let modified = SetTime::At(modified);

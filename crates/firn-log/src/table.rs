@@ -494,7 +494,7 @@ impl<B: Backing> Table<B> {
 }
 
 fn load_directory<B: Backing>(base: &B, file: &B::File) -> Result<Option<Directory>> {
-    let file_bytes = base.attr_of_file(file)?.size;
+    let file_bytes = base.attr_of_file_now(file)?.size;
     let Some(trailer_at) = file_bytes.checked_sub(TRAILER_BYTES) else {
         return Ok(None);
     };

@@ -22,6 +22,7 @@ fn setup(host: &str) -> Setup {
         chooses: Box::new(|_: &OsStr| true),
         is_alive: Box::new(|host| Ok(host != "dead")),
         patience: Duration::ZERO,
+        lag_max: Duration::ZERO,
         unit_bytes: 64 << 10,
         flattens_closed: true,
         flattens_read: false,
@@ -97,14 +98,29 @@ fn hosts_that_take_turns_have_one_directory() {
 }
 
 /// Does something with the file `x` that two hosts have written, and at each of the calls that this takes one of them makes
-/// it flat. `check` is told what its bytes were before.
+/// it flat. `check` is told what its bytes were before. The same where the host that does it is a moment behind.
 fn change_while_it_becomes_flat(
+    change: &(dyn Fn(&Logged) -> firn_backing::Result<()> + Sync),
+    check: &dyn Fn(&Logged, Vec<u8>),
+) {
+    for lag in [None, Some(1), Some(2), Some(3)] {
+        change_while_it_becomes_flat_behind(lag, change, check);
+    }
+}
+
+fn change_while_it_becomes_flat_behind(
+    lag: Option<u64>,
     change: &(dyn Fn(&Logged) -> firn_backing::Result<()> + Sync),
     check: &dyn Fn(&Logged, Vec<u8>),
 ) {
     let begin = || {
         let disk = SimBacking::new();
-        let host = logged_by(&disk, "a");
+        let setup = Setup {
+            lag_max: Duration::from_secs(lag.map_or(0, |_| 5)),
+            ..setup("a")
+        };
+        let host = LogBacking::open(disk.clone(), setup).expect("open");
+        disk.set_attribute_lag(lag);
         let other = logged_by(&disk.another_process(), "b");
         let mut random = StdRng::seed_from_u64(1);
         let mut expected = HashMap::new();
@@ -149,6 +165,7 @@ fn regression_a_file_that_becomes_flat_meanwhile_is_removed() {
     );
 }
 
+/// Proves S-log-72.
 #[test]
 fn regression_a_file_that_becomes_flat_meanwhile_is_opened_and_written() {
     const NEW: &[u8] = b"written later";

@@ -26,6 +26,7 @@ fn begin_host(disk: &SimBacking, host: &str) -> (SimBacking, Logged) {
         // Those that wrote died before the others came.
         is_alive: Box::new(move |_: &str| Ok(writes)),
         patience: Duration::ZERO,
+        lag_max: Duration::ZERO,
         unit_bytes: 4096,
         flattens_closed: true,
         flattens_read: false,

@@ -21,6 +21,7 @@ fn logged(ground: &SimLanes, host: &str) -> Logged {
         chooses: Box::new(|name: &OsStr| name != "plain"),
         is_alive: Box::new(|host| Ok(host != "dead")),
         patience: Duration::ZERO,
+        lag_max: Duration::ZERO,
         unit_bytes: 4096,
         flattens_closed: true,
         flattens_read: false,

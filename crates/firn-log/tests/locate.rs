@@ -29,6 +29,7 @@ fn host(dir: &Path, name: &str, patience: Duration) -> Logged {
         chooses: Box::new(|_: &OsStr| true),
         is_alive: Box::new(|_| Ok(true)),
         patience,
+        lag_max: Duration::ZERO,
         unit_bytes: 1024,
         flattens_closed: true,
         flattens_read: false,

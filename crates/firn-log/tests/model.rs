@@ -261,6 +261,8 @@ enum Trouble {
     None,
     /// Listings of directories lag.
     Lag,
+    /// Attributes lag, and names of directories.
+    Behind,
     /// Hosts are taken for dead that are not.
     Stall,
 }
@@ -293,7 +295,7 @@ impl<G: Ground> World<G> {
         let ground = G::new();
         let alive: HashSet<String> = HOSTS.map(String::from).into();
         let alive = Arc::new(Mutex::new(alive));
-        let hosts = HOSTS.map(|name| begin_host(&ground, name, &alive));
+        let hosts = HOSTS.map(|name| begin_host(&ground, name, &alive, trouble));
         Self {
             seed,
             time: 0,
@@ -652,7 +654,7 @@ impl<G: Ground> World<G> {
             self.settle(other);
         }
         self.alive.lock().insert(name.into());
-        self.hosts[host] = begin_host(&self.ground, name, &self.alive);
+        self.hosts[host] = begin_host(&self.ground, name, &self.alive, self.trouble);
         self.end_look(host);
         self.end_naming(host, Ok(()));
     }
@@ -768,14 +770,27 @@ impl<G: Ground> World<G> {
     }
 }
 
-fn begin_host<G: Ground>(ground: &G, name: &str, alive: &Arc<Mutex<HashSet<String>>>) -> Host<G> {
+fn begin_host<G: Ground>(
+    ground: &G,
+    name: &str,
+    alive: &Arc<Mutex<HashSet<String>>>,
+    trouble: Trouble,
+) -> Host<G> {
     let ground = ground.another_process();
+    if trouble == Trouble::Behind {
+        ground.set_attribute_lag(xxhash_rust::xxh3::xxh3_64(name.as_bytes()));
+    }
     let alive = Arc::clone(alive);
     let setup = Setup {
         host: name.to_owned(),
         chooses: Box::new(|_: &OsStr| true),
         is_alive: Box::new(move |host| Ok(alive.lock().contains(host))),
         patience: Duration::ZERO,
+        // A host that is dead waits for the backing, too.
+        lag_max: match trouble {
+            Trouble::Behind => Duration::from_millis(100),
+            Trouble::None | Trouble::Lag | Trouble::Stall => Duration::ZERO,
+        },
         unit_bytes: 100,
         flattens_closed: true,
         flattens_read: false,
@@ -814,6 +829,14 @@ fn hosts_agree_once_they_have_read_the_directories_anew() {
     let worlds = seeds(100).map(|seed| run_world::<SimBacking>(seed, Trouble::Lag));
     let outdated: u64 = worlds.map(|ran| ran.outdated).sum();
     assert!(outdated > 20, "{outdated}: the listings did not lag");
+}
+
+/// Proves S-log-72.
+#[test]
+fn hosts_agree_where_the_backing_is_a_moment_behind() {
+    for seed in seeds(60) {
+        run_world::<SimBacking>(seed, Trouble::Behind);
+    }
 }
 
 /// Proves S-log-34.

@@ -99,6 +99,7 @@ fn logged(disk: &SimBacking, host: &str, living: &Arc<Mutex<HashSet<&'static str
         chooses: Box::new(|_: &OsStr| true),
         is_alive: Box::new(move |host| Ok(living.lock().contains(host))),
         patience: Duration::ZERO,
+        lag_max: Duration::ZERO,
         unit_bytes: 4 << 10,
         flattens_closed: false,
         flattens_read: false,
@@ -177,7 +178,9 @@ fn a_host_that_lives_ends_the_replacement_in_which_another_one_died() {
 /// Proves S-log-71: a host dies at each call of a flattening, the removal of the container included.
 #[test]
 fn what_is_left_of_a_container_goes_with_the_host_that_died() {
-    let flatten = |host: &Logged| drop(host.flatten_below(&host.root()));
+    let flatten = |host: &Logged| {
+        let _ = host.flatten_below(&host.root());
+    };
     let close = |world: &mut World| world.file = None;
     let calls = {
         let mut world = World::new();

@@ -25,6 +25,7 @@ fn logged(disk: &SimBacking, host: &str, b_lives: &Arc<AtomicBool>) -> Logged {
         chooses: Box::new(|_: &OsStr| true),
         is_alive: Box::new(move |host| Ok(host != "b" || b_lives.load(Ordering::Relaxed))),
         patience: Duration::ZERO,
+        lag_max: Duration::ZERO,
         unit_bytes: 4 << 10,
         flattens_closed: true,
         flattens_read: false,

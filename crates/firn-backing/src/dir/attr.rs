@@ -8,8 +8,17 @@ use crate::{Attr, Errno, Kind, Result, Time};
 
 /// The object's attributes, with its birth time where the file system records one.
 pub(super) fn attr(fd: impl AsFd) -> Result<Attr> {
+    ask(fd, AtFlags::empty())
+}
+
+/// The same, asked of the server: NFS, CephFS and FUSE do not answer from what they keep.
+pub(super) fn attr_now(fd: impl AsFd) -> Result<Attr> {
+    ask(fd, AtFlags::STATX_FORCE_SYNC)
+}
+
+fn ask(fd: impl AsFd, how: AtFlags) -> Result<Attr> {
     let wanted = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
-    let s = statx(fd, c"", AtFlags::EMPTY_PATH, wanted)?;
+    let s = statx(fd, c"", AtFlags::EMPTY_PATH | how, wanted)?;
     let mode = u32::from(s.stx_mode);
     Ok(Attr {
         dev: makedev(s.stx_dev_major, s.stx_dev_minor),

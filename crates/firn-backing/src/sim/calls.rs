@@ -136,6 +136,7 @@ impl SimBacking {
 
     /// An object was changed.
     fn changed(&self, disk: &Disk, ino: u64) {
+        self.lag.lock().note_object_changed(ino);
         if self.is_synced_one_by_one() {
             self.unsynced
                 .changed((disk.device, ino), || disk.place(ino));
@@ -323,7 +324,15 @@ impl Backing for SimBacking {
 
     fn lookup(&self, parent: &SimInode, name: &OsStr) -> Result<(SimInode, Attr)> {
         let disk = &self.enter("lookup")?.disk;
-        disk.refer(disk.find(parent.ino, name)?.ok_or(Errno::NOENT)?)
+        let mut lag = self.lag.lock();
+        if let Some(kept) = lag.find_dir(parent.ino, name)
+            && let Ok(found) = disk.refer(kept)
+        {
+            return Ok(found);
+        }
+        let found = disk.refer(disk.find(parent.ino, name)?.ok_or(Errno::NOENT)?)?;
+        lag.note_found(parent.ino, name, &found.1);
+        Ok(found)
     }
 
     fn create(
@@ -508,14 +517,22 @@ impl Backing for SimBacking {
 
     fn attr(&self, object: &SimInode) -> Result<Attr> {
         let disk = &self.enter("attr")?.disk;
-        Ok(disk.inode(object.ino)?.attr(object.ino, disk.device))
+        let attr = disk.inode(object.ino)?.attr(object.ino, disk.device);
+        Ok(self.lag.lock().attr(attr))
     }
 
     fn attr_of_file(&self, file: &SimFile) -> Result<Attr> {
-        let disk = &self.enter("attr_of_file")?.disk;
-        Ok(disk
-            .inode(file.object.ino)?
-            .attr(file.object.ino, disk.device))
+        self.attr(&file.object)
+    }
+
+    fn attr_now(&self, object: &SimInode) -> Result<Attr> {
+        let disk = &self.enter("attr_now")?.disk;
+        let attr = disk.inode(object.ino)?.attr(object.ino, disk.device);
+        Ok(self.lag.lock().attr_now(attr))
+    }
+
+    fn attr_of_file_now(&self, file: &SimFile) -> Result<Attr> {
+        self.attr_now(&file.object)
     }
 
     fn set_mode(&self, object: &SimInode, mode: u32) -> Result<()> {
@@ -664,7 +681,13 @@ impl Backing for SimBacking {
         if offset > SIZE_MAX {
             return Err(Errno::INVAL);
         }
-        Ok(disk.inode(file.object.ino)?.data.read(buf, offset))
+        let inode = disk.inode(file.object.ino)?;
+        let known = self
+            .lag
+            .lock()
+            .attr(inode.attr(file.object.ino, disk.device));
+        let left = known.size.saturating_sub(offset).min(buf.len() as u64);
+        Ok(inode.data.read(&mut buf[..left as usize], offset))
     }
 
     fn write_at(&self, file: &SimFile, data: &[IoSlice<'_>], offset: u64) -> Result<usize> {

@@ -235,7 +235,12 @@ impl<B: Backing> Backing for LogBacking<B> {
             self.look_around()?;
         }
         match file.logged() {
-            Some(logged) => logged.read(&self.place(), &file.below, buf, offset),
+            Some(logged) => {
+                let place = self.place();
+                logged.wait_for(&place, &mut || {
+                    logged.read(&place, &file.below, buf, offset)
+                })
+            }
             None => {
                 if let Some(opened) = opened {
                     opened.file.check_lost()?;
@@ -260,8 +265,9 @@ impl<B: Backing> Backing for LogBacking<B> {
             return self.below.write_parts(&file.below, parts);
         };
         let parts = first_of_a_frame(parts)?;
-        let plain = || Ok(self.below.attr_of_file(&file.below)?.size);
-        logged.write(&self.place(), &plain, parts)?;
+        let plain = || Ok(self.below.attr_of_file_now(&file.below)?.size);
+        let place = self.place();
+        logged.wait_for(&place, &mut || logged.write(&place, &plain, parts))?;
         self.note_modified(file);
         Ok(parts.iter().map(DataPart::len).sum())
     }
@@ -279,8 +285,9 @@ impl<B: Backing> Backing for LogBacking<B> {
         let Some(logged) = file.writable(Errno::INVAL)? else {
             return self.below.set_len(&file.below, len);
         };
-        let plain = || Ok(self.below.attr_of_file(&file.below)?.size);
-        logged.set_len(&self.place(), &plain, len)?;
+        let plain = || Ok(self.below.attr_of_file_now(&file.below)?.size);
+        let place = self.place();
+        logged.wait_for(&place, &mut || logged.set_len(&place, &plain, len))?;
         self.note_modified(file);
         Ok(())
     }
@@ -323,7 +330,7 @@ impl<B: Backing> Backing for LogBacking<B> {
         if end > FILE_BYTES_MAX {
             return Err(Errno::FBIG);
         }
-        let plain = || Ok(self.below.attr_of_file(&file.below)?.size);
+        let plain = || Ok(self.below.attr_of_file_now(&file.below)?.size);
         let file_bytes = self.attr_of_file(file)?.size;
         let keeps_size = mode & libc::FALLOC_FL_KEEP_SIZE != 0;
         match mode & !libc::FALLOC_FL_KEEP_SIZE {
@@ -336,14 +343,14 @@ impl<B: Backing> Backing for LogBacking<B> {
                         offset,
                         len: zeroed,
                     };
-                    logged.zero(&place, &plain, piece)?;
+                    logged.wait_for(&place, &mut || logged.zero(&place, &plain, piece))?;
                     self.note_modified(file);
                 }
             }
             _ => return Err(Errno::OPNOTSUPP),
         }
         if end > file_bytes && !keeps_size {
-            logged.grow(&place, &plain, end)?;
+            logged.wait_for(&place, &mut || logged.grow(&place, &plain, end))?;
             self.note_modified(file);
         }
         Ok(())
@@ -353,8 +360,11 @@ impl<B: Backing> Backing for LogBacking<B> {
         match file.logged() {
             None => self.below.seek(&file.below, offset, what),
             Some(logged) => {
-                let plain_bytes = self.below.attr_of_file(&file.below)?.size;
-                logged.seek(&self.place(), plain_bytes, offset, what)
+                let place = self.place();
+                logged.wait_for(&place, &mut || {
+                    let plain_bytes = self.below.attr_of_file_now(&file.below)?.size;
+                    logged.seek(&place, plain_bytes, offset, what)
+                })
             }
         }
     }
@@ -382,7 +392,10 @@ impl<B: Backing> Backing for LogBacking<B> {
 
     fn sync(&self, file: &LogFile<B>, data_only: bool) -> Result<()> {
         if let Some(opened) = &file.logged {
-            opened.file.sync(&self.place())?;
+            let place = self.place();
+            opened
+                .file
+                .wait_for(&place, &mut || opened.file.sync(&place))?;
             self.see_others(opened)?;
         }
         self.below.sync(&file.below, data_only)

@@ -222,7 +222,7 @@ impl<B: Backing> LogBacking<B> {
                 Err(error) if may_be_damage(error) => {}
                 flattened => return flattened,
             }
-            let plain = self.below.attr(found.inode)?;
+            let plain = self.below.attr_now(found.inode)?;
             let mut told = ToldOf {
                 path: &found.path,
                 report,
@@ -371,7 +371,7 @@ impl<B: Backing> LogBacking<B> {
     fn flatten_found(&self, id: FileId, inode: &B::Inode) -> Result<Flattened> {
         let file = self.find_or_add(id)?;
         if !file.is_written.load(Ordering::Acquire) {
-            file.end_writing(&self.place())?;
+            file.wait_for(&self.place(), &mut || file.end_writing(&self.place()))?;
         }
         self.flatten_one(&file, inode)
     }
@@ -383,7 +383,7 @@ impl<B: Backing> LogBacking<B> {
         if file.is_written.load(Ordering::Acquire) {
             return Ok(Flattened::Flat);
         }
-        file.end_writing(&place)?;
+        file.wait_for(&place, &mut || file.end_writing(&place))?;
         if file.is_removed.load(Ordering::Acquire) {
             if file.opens.load(Ordering::Acquire) > 0 {
                 return Ok(Flattened::Flat);
@@ -391,7 +391,7 @@ impl<B: Backing> LogBacking<B> {
             if file.has_other_writers(&place, &self.setup.is_alive)? {
                 return Ok(Flattened::Written);
             }
-            file.remove(&place)?;
+            file.wait_for(&place, &mut || file.remove(&place))?;
             let known = self.files.lock().known.remove(&file.id);
             drop(known);
             return Ok(Flattened::Flat);
@@ -405,7 +405,10 @@ impl<B: Backing> LogBacking<B> {
     /// The plain file takes over what is in logs, as far as nobody writes to it.
     fn flatten_one(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) -> Result<Flattened> {
         let unit_bytes = self.setup.unit_bytes;
-        let flattened = file.flatten(&self.place(), inode, unit_bytes, &self.setup.is_alive)?;
+        let place = self.place();
+        let flattened = file.wait_for(&place, &mut || {
+            file.flatten(&place, inode, unit_bytes, &self.setup.is_alive)
+        })?;
         if flattened == Flattened::Flat {
             self.forget(file);
         }

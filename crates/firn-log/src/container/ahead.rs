@@ -7,6 +7,7 @@ use std::sync::Arc;
 use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Result};
 
+use crate::behind::read_whole;
 use crate::resolve::WriterId;
 
 /// Pieces of a log that are no further from each other are read together: a call costs more than so many bytes.
@@ -69,7 +70,7 @@ pub(super) struct Window {
 impl Window {
     pub(super) fn read<B: Backing>(base: &B, file: &B::File, range: Range<u64>) -> Result<Self> {
         let mut bytes = vec![0; (range.end - range.start) as usize];
-        let count = base.read_at(file, &mut bytes, range.start)?;
+        let count = read_whole(base, file, &mut bytes, range.start)?;
         bytes.truncate(count);
         let start = range.start;
         Ok(Self { start, bytes })

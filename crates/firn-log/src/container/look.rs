@@ -272,6 +272,7 @@ impl<B: Backing> Container<B> {
 
     /// Reads the frames of another host's index that are not known yet.
     fn read_tail(&self, base: &B, writer: &Writer) -> Result<()> {
+        let mut is_asked = false;
         loop {
             if self.is_own(writer.id()) {
                 return Ok(());
@@ -280,6 +281,12 @@ impl<B: Backing> Container<B> {
                 Some(found) => Some(found),
                 None => self.open_index(base, writer)?,
             };
+            if let Some((index, _)) = &found
+                && !std::mem::replace(&mut is_asked, true)
+            {
+                // Else it is read as far as the client knew it.
+                base.attr_of_file_now(index)?;
+            }
             let limit = self.view.lock().limit_of(writer);
             let Some((index, offset)) = found else {
                 return self.check_missing(writer, limit);
@@ -328,11 +335,11 @@ impl<B: Backing> Container<B> {
         if limit == u64::MAX || covered >= limit || is_lost(covered) {
             return Ok(());
         }
-        tracing::error!(
-            container = self.name,
-            index = writer.index_name(),
-            "an index that counts is missing: the file cannot be read"
-        );
+        self.note_fault(format!(
+            "an index that counts is missing: the file cannot be read: container {}, index {}",
+            self.name,
+            writer.index_name()
+        ));
         Err(Errno::IO)
     }
 
@@ -352,12 +359,11 @@ impl<B: Backing> Container<B> {
         if !is_damaged {
             return Ok(());
         }
-        tracing::error!(
-            container = self.name,
-            index = writer.index_name(),
-            offset,
-            "a frame of an index that counts is not whole: the file cannot be read"
-        );
+        self.note_fault(format!(
+            "a frame of an index that counts is not whole: the file cannot be read: container {}, index {}, offset {offset}",
+            self.name,
+            writer.index_name()
+        ));
         Err(Errno::IO)
     }
 
@@ -408,6 +414,7 @@ impl<B: Backing> Container<B> {
             let index = base.open(&inode, Access::Read)?;
             // What is decided to count is durable before that decision.
             base.sync(&index, true)?;
+            base.attr_of_file_now(&index)?;
             let mut end = self.covered(&writer);
             loop {
                 let news = read_index(base, &index, writer.id(), end..u64::MAX)?;

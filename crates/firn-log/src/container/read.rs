@@ -10,6 +10,7 @@ use firn_rendezvous::own;
 
 use super::ahead::{AHEAD_BYTES_MIN, GAP_BYTES_MAX, Window};
 use super::{Container, Walk};
+use crate::behind::read_whole;
 use crate::frame::{CHECKED_BYTES, Span};
 use crate::index_reader::read_exact;
 use crate::locate::{Check, Holder, Locating, Room};
@@ -498,7 +499,7 @@ impl<B: Backing> Container<B> {
         let mut whole = vec![0; CHECKED_BYTES.min(span.bytes - at) as usize];
         let count = match self.open_log(base, key.writer, span.log)? {
             Some(file) => {
-                let count = base.read_at(&file, &mut whole, span.position + at)?;
+                let count = read_whole(base, &file, &mut whole, span.position + at)?;
                 pages.note_read(base, &file, span.position + at, count);
                 count
             }
@@ -580,12 +581,11 @@ impl<B: Backing> Container<B> {
                 .get(&key.writer)
                 .map(|tail| tail.writer.log_name(log))
         };
-        tracing::error!(
-            container = self.name,
-            log = name,
-            offset,
-            "a log does not have the bytes that its index says: they are not read"
-        );
+        self.note_fault(format!(
+            "a log does not have the bytes that its index says: they are not read: container {}, log {}, offset {offset}",
+            self.name,
+            name.unwrap_or_default()
+        ));
     }
 
     /// What a change wrote, by sound indexes.

@@ -47,6 +47,13 @@ pub trait Ground: Sized {
         }
     }
 
+    /// The same of attributes, and of names of directories.
+    fn set_attribute_lag(&self, seed: u64) {
+        for disk in self.disks() {
+            disk.set_attribute_lag(Some(seed));
+        }
+    }
+
     fn is_dead(&self) -> bool {
         self.disks().iter().any(|disk| disk.is_dead())
     }

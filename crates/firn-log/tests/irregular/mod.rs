@@ -24,6 +24,7 @@ pub fn begin_host(dir: &Path, host: &str, alive: &'static [&'static str]) -> Log
         chooses: Box::new(|_: &OsStr| true),
         is_alive: Box::new(move |host| Ok(alive.contains(&host))),
         patience: Duration::ZERO,
+        lag_max: Duration::ZERO,
         unit_bytes: 64 << 20,
         flattens_closed: true,
         flattens_read: false,
