@@ -325,3 +325,44 @@ fn a_time_in_the_future_becomes_the_present() {
     );
     mount.umount();
 }
+
+/// Touches a file and looks at it, writes a second one, and makes a third one, all within a tick of the clock; as make(1) does
+/// again and again.
+const IN_ORDER: &str = r#"
+import os, sys
+top = sys.argv[1]
+for number in range(200):
+    a, b, c = (f"{top}/{name}{number}" for name in "abc")
+    open(a, "a").close(); os.utime(a); os.stat(a)
+    with open(b, "wb", buffering=0) as file:
+        file.write(b"x" * 70_000); file.write(b"y")
+    os.mkdir(c)
+"#;
+
+fn assert_in_order(top: &Path, what: &str) {
+    let times = times(top);
+    for number in 0..200 {
+        let [a, b, c] = ["a", "b", "c"].map(|name| times[&format!("{name}{number}")]);
+        assert!(a <= b && b <= c, "{what}, {number}: {a:?}, {b:?}, {c:?}");
+    }
+}
+
+/// Proves S-attr-11.
+#[test]
+fn what_is_changed_later_is_not_older() {
+    for direct in [false, true] {
+        let sandbox = Sandbox::new("in-order");
+        let mount = FirnMount::new(&sandbox, "memory=64M,chunk-size=1M");
+        let mut script = Command::new("python3");
+        script.args(["-c", IN_ORDER]).arg(mount.path());
+        if direct {
+            script.env("LD_PRELOAD", preload_library());
+            script.env(DIRECT_AFTER, "0");
+        }
+        run(&mut script).ok();
+        assert_in_order(mount.path(), "mounted");
+        let backing = mount.backing().to_owned();
+        mount.umount();
+        assert_in_order(&backing, "in the backing");
+    }
+}

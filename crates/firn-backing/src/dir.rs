@@ -36,6 +36,7 @@ mod make;
 mod owner;
 mod proc;
 mod reopen;
+mod stamps;
 pub mod steering;
 mod stream;
 mod times;
@@ -337,6 +338,7 @@ impl Backing for DirBacking {
         name: &OsStr,
         mode: u32,
     ) -> Result<(Self::Inode, Self::File, Attr)> {
+        stamps::catch_up();
         self.create_file(caller, parent, name, mode, None)
     }
 
@@ -363,6 +365,7 @@ impl Backing for DirBacking {
         name: &OsStr,
         mode: u32,
     ) -> Result<(Self::Inode, Attr)> {
+        stamps::catch_up();
         let make = |mode| fs::mkdirat(parent, name, Mode::from_raw_mode(mode));
         let (inode, attr) = make::object(caller, parent.as_fd(), name, Kind::Dir, mode, &make)?;
         let inode = DirInode::new(inode, &attr);
@@ -378,6 +381,7 @@ impl Backing for DirBacking {
         mode: u32,
         rdev: u64,
     ) -> Result<(Self::Inode, Attr)> {
+        stamps::catch_up();
         // No type bits mean a regular file (mknod(2)).
         let typed = if mode & libc::S_IFMT == 0 {
             mode | libc::S_IFREG
@@ -408,6 +412,7 @@ impl Backing for DirBacking {
         name: &OsStr,
         target: &OsStr,
     ) -> Result<(Self::Inode, Attr)> {
+        stamps::catch_up();
         let make = |_| fs::symlinkat(target, parent, name);
         let (inode, attr) = make::object(caller, parent.as_fd(), name, Kind::Symlink, 0, &make)?;
         let inode = DirInode::new(inode, &attr);
@@ -416,6 +421,7 @@ impl Backing for DirBacking {
     }
 
     fn link(&self, inode: &Self::Inode, parent: &Self::Inode, name: &OsStr) -> Result<Attr> {
+        stamps::catch_up();
         match fs::linkat(inode, c"", parent, name, AtFlags::EMPTY_PATH) {
             // Before Linux 6.10 that needs CAP_DAC_READ_SEARCH; following the link in /proc does not, but takes
             // several times as long.
@@ -438,11 +444,13 @@ impl Backing for DirBacking {
     }
 
     fn unlink(&self, parent: &Self::Inode, name: &OsStr) -> Result<()> {
+        stamps::catch_up();
         let done = fs::unlinkat(parent, name, AtFlags::empty());
         self.removed_if(done, parent, name)
     }
 
     fn rmdir(&self, parent: &Self::Inode, name: &OsStr) -> Result<()> {
+        stamps::catch_up();
         let done = fs::unlinkat(parent, name, AtFlags::REMOVEDIR);
         self.removed_if(done, parent, name)
     }
@@ -455,6 +463,7 @@ impl Backing for DirBacking {
         new_name: &OsStr,
         flags: RenameFlags,
     ) -> Result<()> {
+        stamps::catch_up();
         let is_exchange = flags.contains(RenameFlags::EXCHANGE);
         let flags = fs::RenameFlags::from_bits_retain(flags.bits());
         let call = || fs::renameat_with(parent, name, new_parent, new_name, flags);
@@ -527,6 +536,9 @@ impl Backing for DirBacking {
     }
 
     fn set_times(&self, inode: &Self::Inode, atime: SetTime, mtime: SetTime) -> Result<()> {
+        if [atime, mtime].contains(&SetTime::Now) {
+            stamps::catch_up();
+        }
         let done = times::set(inode, atime, mtime);
         self.changed_inode(inode);
         done
@@ -614,12 +626,14 @@ impl Backing for DirBacking {
     }
 
     fn set_len(&self, file: &Self::File, len: u64) -> Result<()> {
+        stamps::catch_up();
         let done = fs::ftruncate(&file.fd, len);
         self.changed(file.key, file.fd.as_fd());
         done
     }
 
     fn allocate(&self, file: &Self::File, mode: i32, offset: u64, len: u64) -> Result<()> {
+        stamps::catch_up();
         let mode = FallocateFlags::from_bits_retain(mode as u32);
         let done = fs::fallocate(&file.fd, mode, offset, len);
         self.changed(file.key, file.fd.as_fd());

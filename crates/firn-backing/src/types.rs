@@ -3,9 +3,12 @@
 use std::ffi::OsStr;
 use std::io::IoSlice;
 use std::os::fd::OwnedFd;
+use std::sync::OnceLock;
 use std::time::Instant;
 
 use bitflags::bitflags;
+use firn_format::clock;
+use rustix::time::ClockId;
 
 /// A lane: one I/O server, by its number. Each has a drain queue of its own, and limits of its own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -92,14 +95,23 @@ pub struct Time {
 }
 
 impl Time {
-    /// The clock that the kernel stamps files with (`CLOCK_REALTIME_COARSE`), so that times given by
-    /// Firn and by the backing do not run backwards against each other.
+    /// The clock that the kernel stamps files with ([`firn_format::clock`]), so that times given by Firn and by the backing do
+    /// not run backwards against each other.
     pub fn now() -> Self {
-        let t = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
+        let t = rustix::time::clock_gettime(match Self::is_exact() {
+            true => ClockId::Realtime,
+            false => ClockId::RealtimeCoarse,
+        });
         Self {
             sec: t.tv_sec,
             nsec: t.tv_nsec as u32,
         }
+    }
+
+    /// Whether the kernel may stamp files with exact times.
+    pub(crate) fn is_exact() -> bool {
+        static IS_EXACT: OnceLock<bool> = OnceLock::new();
+        *IS_EXACT.get_or_init(|| clock::is_exact(rustix::system::uname().release().to_bytes()))
     }
 
     /// The present, but later than `last` where that was given within the same tick of the clock: who compares

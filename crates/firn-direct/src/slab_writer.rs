@@ -16,12 +16,14 @@
 //!
 //! Where the bytes go and how a record is published: `firn_format::append`, which firnd uses too.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use firn_format::append::{AppendError, RecordTable, Room, SlabCursor};
+use firn_format::clock;
 use firn_format::data_socket::{OFFSET_MAX, Slab};
 use firn_format::piece::{PIECE_BYTES, Piece};
 use firn_format::slab::{WRITER_BUSY, writer_idle};
+use rustix::time::ClockId;
 
 use crate::copy::copy;
 
@@ -232,13 +234,32 @@ impl SlabWriter {
     }
 }
 
-/// `CLOCK_REALTIME_COARSE` in nanoseconds.
+/// The clock that the kernel stamps files with ([`firn_format::clock`]), in nanoseconds.
 #[inline(always)]
 fn now_ns() -> u64 {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
+    let now = rustix::time::clock_gettime(match is_exact() {
+        true => ClockId::Realtime,
+        false => ClockId::RealtimeCoarse,
+    });
     (now.tv_sec as u64)
         .wrapping_mul(1_000_000_000)
         .wrapping_add(now.tv_nsec as u64)
+}
+
+/// Whether the kernel may stamp files with exact times. Asked at the first call, by whoever comes first.
+#[inline(always)]
+fn is_exact() -> bool {
+    const EXACT: u8 = 1;
+    const OF_TICKS: u8 = 2;
+    static KNOWN: AtomicU8 = AtomicU8::new(0);
+    match KNOWN.load(Ordering::Relaxed) {
+        0 => {
+            let is_exact = clock::is_exact(rustix::system::uname().release().to_bytes());
+            KNOWN.store(if is_exact { EXACT } else { OF_TICKS }, Ordering::Relaxed);
+            is_exact
+        }
+        known => known == EXACT,
+    }
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@
 //! bytes; a change here that an older firnd could misread raises [`superblock::VERSION`].
 
 pub mod append;
+pub mod clock;
 pub mod data_socket;
 pub mod durability;
 pub mod geometry;
