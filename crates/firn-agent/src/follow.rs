@@ -10,8 +10,8 @@
 //! * A copy is removed only when as many newer ones as are kept are whole.
 //! * Whatever becomes of the source, copies stay; whatever fails is told and tried again, and what fails here keeps no
 //!   other copy from being made or removed.
-//! * The directory of the copies is one in which nobody else may replace names. What other users put into it, or into a
-//!   copy, is no copy, whatever its dates are, and is not removed.
+//! * The directory of the copies is one in which nobody else may replace names. What other users put into it is no
+//!   copy and is not removed, and what they put into a copy makes that no newer, whatever its dates are.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
