@@ -2,6 +2,7 @@
 
 differential.py SEED COUNT ONE TWO
 """
+import fcntl
 import os
 import random
 import sys
@@ -46,6 +47,16 @@ def on(slot, act):
     return both(lambda top: act(files[0 if top == one else 1]))
 
 
+def lock_relative(fd, lock):
+    """Locks a range relative to the offset or to the end, and says which ranges of the file this process has then."""
+    whence, start, length = lock
+    fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start, whence)
+    inode = os.fstat(fd).st_ino
+    with open("/proc/locks") as locks:
+        mine = [line.split() for line in locks if f" {os.getpid()} " in line and f":{inode} " in line]
+    return sorted(tuple(line[6:]) for line in mine)
+
+
 def attributes(stat):
     return (stat.st_mode, stat.st_size if (stat.st_mode & 0o170000) != 0o040000 else 0, stat.st_nlink
             if (stat.st_mode & 0o170000) != 0o040000 else 0)
@@ -69,8 +80,9 @@ def walk(top):
 
 for step in range(count):
     path, other, slot = rng.choice(names), rng.choice(names), rng.randrange(5)
-    offset, length = rng.randrange(200000), rng.choice([1, 100, 4096, 5000, 70000])
+    offset, length = rng.randrange(200000), rng.choice([1, 100, 4096, 5000, 70000, 200000])
     data = bytes([rng.randrange(256)]) * length
+    lock = (rng.choice([os.SEEK_SET, os.SEEK_CUR, os.SEEK_END]), rng.choice([0, 5, -5]), rng.randrange(1, 50))
     kind = rng.randrange(100)
     if kind < 16:
         flags = rng.choice([os.O_RDWR, os.O_RDWR | os.O_CREAT, os.O_WRONLY | os.O_CREAT, os.O_RDONLY,
@@ -98,14 +110,27 @@ for step in range(count):
         both(lambda top: os.utime(os.path.join(top, path), (1000000000, 1000000000 + step), follow_symlinks=False))
     elif slot not in open_files:
         continue
-    elif kind < 66:
+    elif kind < 63:
         on(slot, lambda fd: os.write(fd, data))
-    elif kind < 74:
+    elif kind < 66:
+        on(slot, lambda fd: os.writev(fd, [data, b"between", data]))
+    elif kind < 70:
         on(slot, lambda fd: os.pwrite(fd, data, offset))
-    elif kind < 80:
+    elif kind < 74:
+        at = rng.choice([offset, -1])
+        flags = rng.choice([0, os.RWF_APPEND, os.RWF_DSYNC, os.RWF_APPEND | os.RWF_DSYNC])
+        on(slot, lambda fd: os.pwritev(fd, [data, b"between"], at, flags))
+    elif kind < 78:
         on(slot, lambda fd: os.read(fd, length))
-    elif kind < 86:
+    elif kind < 80:
+        on(slot, lambda fd: os.readv(fd, [bytearray(10), bytearray(length)]))
+    elif kind < 83:
         on(slot, lambda fd: os.pread(fd, length, offset))
+    elif kind < 86:
+        at = rng.choice([offset, -1])
+        on(slot, lambda fd: os.preadv(fd, [bytearray(10), bytearray(length)], at))
+    elif kind < 87:
+        on(slot, lambda fd: lock_relative(fd, lock))
     elif kind < 90:
         whence = rng.choice([os.SEEK_SET, os.SEEK_CUR, os.SEEK_END])
         amount = rng.choice([0, offset, -offset])

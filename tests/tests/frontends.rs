@@ -17,7 +17,7 @@ use firn_tests::sandbox::preload_library;
 use firn_tests::scripts::{NODE, PYTHON, SHELL, SQLITE, TAR};
 use firn_tests::suite::{has_memory_gib, has_torch, python_packages};
 use firn_tests::tree::{assert_same, snapshot};
-use firn_tests::{Sandbox, run};
+use firn_tests::{Sandbox, run, seed};
 
 /// Where programs of these tests are compiled to.
 fn program_dir() -> &'static Path {
@@ -87,6 +87,8 @@ over_each_frontend! {
     /// Proves S-direct-6.
     regression_a_size_that_was_not_asked_for_is_right_or_not_told: call_case("statx-of-nothing");
 
+    /// Proves S-direct-9, S-stub-1.
+    random_operations_answer_as_in_a_plain_directory_and_end_in_the_backing: run_random_operations();
     calls_of_more_than_two_gigabytes_are_cut_as_by_the_kernel: make_long_calls();
     replacements_of_malloc_stand_before_and_behind_the_library: replace_malloc();
     large_and_small_writes_and_reads_go_by_direct_access: write_and_read_all_directly();
@@ -130,6 +132,25 @@ fn call_case(frontend: Frontend, case: &str) {
             command
         });
     }
+}
+
+fn run_random_operations(frontend: Frontend) {
+    let seed = seed("differential");
+    let sandbox = Sandbox::new("differential");
+    let plain = sandbox.mkdir("plain");
+    let mount = frontend.mount(&sandbox, &patient("drain=demand"));
+    for round in 0..4u64 {
+        let mut command = Command::new("/usr/bin/python3");
+        command
+            .arg(source("differential.py"))
+            .arg((seed % 1_000_000 + round).to_string())
+            .arg("1500");
+        let done = run(frontend.preload(&sandbox, command.arg(mount.path()).arg(&plain))).ok();
+        assert!(done.stdout.starts_with("same"), "{done}");
+    }
+    frontend.assert_shows(&mount, &plain);
+    let backing = mount.umount();
+    assert_same("the backing", &snapshot(&backing), &snapshot(&plain));
 }
 
 /// The kernel takes 2 GiB less a page in one call.

@@ -13,10 +13,9 @@ use firn_tests::command::{copy_program, wait_child};
 use firn_tests::data_socket::{pester, token_of_tree};
 use firn_tests::fsops::read;
 use firn_tests::mount::{SMALL, mount_args, patient};
-use firn_tests::preloaded::{Frontend, compile, python, shell, source, stubs_with_bytes};
+use firn_tests::preloaded::{Frontend, compile, python, shell, stubs_with_bytes};
 use firn_tests::random::{bytes, env_count, generator};
 use firn_tests::sandbox::{firn_binary, is_mounted, kill, preload_library, unmount_lazily};
-use firn_tests::tree::{assert_same, snapshot};
 use firn_tests::{FirnMount, Sandbox, helper_binary, run, seed, wait_until};
 use rand::RngExt;
 
@@ -66,27 +65,6 @@ for name in 'copied', 'cp', 'cat', 'dd': assert open(name, 'rb').read() == open(
     assert_eq!(stubs_with_bytes(mount.path()), [] as [PathBuf; 0]);
     let backing = mount.umount();
     assert_eq!(read(&backing.join("copied")), read(&backing.join("from")));
-}
-
-/// Proves S-stub-1: the same random operations in a tree and in a plain directory.
-#[test]
-fn random_operations_answer_as_in_a_plain_directory_and_end_in_the_backing() {
-    let seed = seed("stub-differential");
-    let sandbox = Sandbox::new("stub-differential");
-    let plain = sandbox.mkdir("plain");
-    let mount = tree(&sandbox, &patient("drain=demand"));
-    for round in 0..4u64 {
-        let mut command = Command::new("/usr/bin/python3");
-        command
-            .arg(source("differential.py"))
-            .arg((seed % 1_000_000 + round).to_string())
-            .arg("1500");
-        let done = run(preload(&sandbox, command.arg(mount.path()).arg(&plain))).ok();
-        assert!(done.stdout.starts_with("same"), "{done}");
-    }
-    assert_eq!(stubs_with_bytes(mount.path()), [] as [PathBuf; 0]);
-    let backing = mount.umount();
-    assert_same("the backing", &snapshot(&backing), &snapshot(&plain));
 }
 
 // ---- names ---------------------------------------------------------------------------------------

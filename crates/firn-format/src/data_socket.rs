@@ -87,7 +87,7 @@ pub enum Op {
     /// fallocate(2) with the mode `arg`; offset and length, 8 bytes each, follow the request.
     Allocate = 15,
     /// `len` bytes go to the end of the file, and no other write of a client to it comes between them. They follow the
-    /// request, or are the first ones of a file whose descriptor the packet carries (`SCM_RIGHTS`): there `len` may be more
+    /// request, or are the first ones of a file in memory whose descriptor the packet carries (`SCM_RIGHTS`): there `len` may be more
     /// than [`DATA_BYTES_MAX`], an [`AppendProgress`] follows them, and the request may be made again of the firnd that is
     /// mounted after this one was killed. [`Reply::count`] of them were taken, at [`Reply::slot`]. The file does not become longer
     /// than `arg` (RLIMIT_FSIZE): EFBIG where it has that length.

@@ -12,6 +12,7 @@ use firn_format::data_socket::{
     ADOPT_AGAIN, AppendProgress, DATA_BYTES_MAX, Op, Reply, Request, Status,
 };
 use firn_stub::{Changes, StubAttr, StubId, Tree};
+use rustix::fs::fcntl_get_seals;
 use rustix::io::{pread, pwrite, retry_on_intr};
 use zerocopy::IntoBytes;
 
@@ -146,6 +147,8 @@ impl<B: Backing> Call<'_, B> {
             Op::Write => self.write(handle, arg, data),
             Op::Append => {
                 let source = match given {
+                    // Not one of a server, which could have this thread wait with the lock of the stub's file.
+                    Some(file) if fcntl_get_seals(&file).is_err() => return None,
                     Some(file) => AppendSource::File(file, u64::from(len)),
                     None => AppendSource::Packet(data),
                 };
@@ -250,7 +253,8 @@ impl<B: Backing> Call<'_, B> {
                 }
             }
         }
-        source.note_progress(place, Some(done))?;
+        // The room for it was taken above. Where it cannot be noted all the same, the answer says it.
+        let _ = source.note_progress(place, Some(done));
         match failed {
             Err(errno) if done == 0 => Err(errno),
             _ => Ok(taken(done, place)),
