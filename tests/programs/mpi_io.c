@@ -1,18 +1,26 @@
 /* One file that all ranks write through MPI-IO, and that any number of ranks reads.
  *
- * usage: mpi_io write|read FILE PATTERN ACCESS [HINT=VALUE]...
+ * usage: mpi_io write|read FILE PATTERN ACCESS [size=WAY] [HINT=VALUE]...
  *   PATTERN  strided    every rank's first row, then every rank's second one
  *            segmented  all rows of the first rank, then all of the next one
  *            nested     a part of the array, cut in up to three directions, out of a larger one in memory
  *   ACCESS   collective or independent
+ *   WAY      how all ranks set the size of the file:
+ *            zero         MPI_File_set_size(file, 0) after the open, of a file that has old bytes
+ *            truncated    open(2) with O_TRUNC before that, of such a file
+ *            grown        MPI_File_set_size to what it is to have
+ *            preallocated MPI_File_preallocate of that, and a sync of all
+ *            cut          MPI_File_set_size to that after more was written and synced
  *
  * The file is an array of integers; each is a function of its place, so the file is the same whoever writes it.
  * A writer syncs, waits for the others, syncs again, and reads what its neighbour wrote.
  * Ends with 0 when every rank wrote, or read what there is to be read. */
+#include <fcntl.h>
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { NZ = 48, NY = 48, NX = 300, ROWS = NZ * NY };
 
@@ -127,6 +135,53 @@ static void read_part(MPI_File file, const char *pattern, int who, int is_collec
     }
 }
 
+static const MPI_Offset BYTES = (MPI_Offset)ROWS * NX * sizeof(int);
+
+/* The first rank leaves old bytes, more than the file is to have, before any other one opens it. */
+static void write_old(const char *path) {
+    if (rank == 0) {
+        char *old = malloc(2 * BYTES);
+        memset(old, 0xcd, 2 * BYTES);
+        int fd = open(path, O_CREAT | O_RDWR, 0644);
+        if (fd < 0 || write(fd, old, 2 * BYTES) != 2 * BYTES || close(fd) != 0) fail("write old bytes");
+        free(old);
+    }
+    MPI_Barrier(MPI_COMM_WORLD);
+}
+
+/* What each rank wrote before is older than what any of them does next. */
+static void sync_all(MPI_File file) {
+    check(MPI_File_sync(file), "sync");
+    MPI_Barrier(MPI_COMM_WORLD);
+    check(MPI_File_sync(file), "sync");
+}
+
+static int is_way(const char *way, const char *wanted) { return way != NULL && strcmp(way, wanted) == 0; }
+
+static void before_open(const char *path, const char *way) {
+    if (is_way(way, "zero") || is_way(way, "truncated")) write_old(path);
+    if (is_way(way, "truncated")) {
+        int fd = open(path, O_RDWR | O_TRUNC);
+        if (fd < 0 || close(fd) != 0) fail("open with O_TRUNC");
+        MPI_Barrier(MPI_COMM_WORLD);
+    }
+}
+
+static void after_open(MPI_File file, const char *way) {
+    if (is_way(way, "zero")) check(MPI_File_set_size(file, 0), "set the size to nothing");
+    if (is_way(way, "grown")) check(MPI_File_set_size(file, BYTES), "set the size");
+    if (is_way(way, "preallocated")) {
+        /* A write, says MPI, and both libraries write zeros by one rank: what others write over them comes after a sync. */
+        check(MPI_File_preallocate(file, BYTES), "preallocate");
+        sync_all(file);
+    }
+    if (is_way(way, "cut")) {
+        MPI_Status status;
+        int beyond = rank;
+        check(MPI_File_write_at(file, BYTES + rank * (MPI_Offset)sizeof beyond, &beyond, 1, MPI_INT, &status), "write beyond the end");
+    }
+}
+
 int main(int argc, char **argv) {
     MPI_Init(&argc, &argv);
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
@@ -137,16 +192,20 @@ int main(int argc, char **argv) {
     if (ROWS % ranks != 0) fail("the rows cannot be dealt out to so many ranks");
     MPI_Info hints;
     MPI_Info_create(&hints);
+    const char *way = NULL;
     for (int at = 5; at < argc; at++) {
         char *value = strchr(argv[at], '=');
         if (value == NULL) fail("a hint is written HINT=VALUE");
         *value = 0;
-        MPI_Info_set(hints, argv[at], value + 1);
+        if (strcmp(argv[at], "size") == 0) way = value + 1;
+        else MPI_Info_set(hints, argv[at], value + 1);
     }
+    if (writes) before_open(argv[2], way);
     MPI_File file;
     int mode = writes ? MPI_MODE_CREATE | MPI_MODE_RDWR : MPI_MODE_RDONLY;
     check(MPI_File_open(MPI_COMM_WORLD, argv[2], mode, hints, &file), "open");
     if (writes) {
+        after_open(file, way);
         struct part part = part_of(pattern, rank);
         for (size_t at = 0; at < part.memory_len; at++)
             part.memory[at] = part.places[at] < 0 ? -1 : content(part.places[at]);
@@ -155,14 +214,13 @@ int main(int argc, char **argv) {
         check(is_collective ? MPI_File_write_all(file, part.memory, part.count, part.in_memory, &status)
                             : MPI_File_write(file, part.memory, part.count, part.in_memory, &status),
               "write");
-        check(MPI_File_sync(file), "sync");
-        MPI_Barrier(MPI_COMM_WORLD);
-        check(MPI_File_sync(file), "sync");
+        sync_all(file);
+        if (is_way(way, "cut")) check(MPI_File_set_size(file, BYTES), "cut");
         read_part(file, pattern, (rank + 1) % ranks, is_collective);
     } else {
         MPI_Offset bytes;
         check(MPI_File_get_size(file, &bytes), "get the size");
-        if (bytes != (MPI_Offset)ROWS * NX * (MPI_Offset)sizeof(int)) fail("the file has another size");
+        if (bytes != BYTES) fail("the file has another size");
         read_part(file, pattern, rank, is_collective);
     }
     check(MPI_File_close(&file), "close");

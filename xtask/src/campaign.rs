@@ -25,6 +25,15 @@ pub enum Campaign {
         #[arg(long)]
         seed: Option<u64>,
     },
+    /// MPI programs on four hosts with kill -9 of firnd: every write of a rank that returned is there
+    Mpi {
+        /// Jobs
+        #[arg(long, default_value_t = 100)]
+        rounds: u64,
+        /// Repeats a campaign
+        #[arg(long)]
+        seed: Option<u64>,
+    },
     /// Engine, transactions and the log layout over the simulated backing, stopped at every kind of step, with faults
     Simulation {
         /// Operations in all
@@ -98,6 +107,12 @@ impl Campaign {
                     seed,
                 )
             }
+            Self::Mpi { rounds, seed } => system(
+                "mpi_io",
+                "survives_kill_9_of_firnd",
+                ("FIRN_CRASH_ROUNDS", rounds),
+                seed,
+            ),
             Self::Simulation { ops, seed } => {
                 for (package, test) in SIMULATED {
                     simulation(package, test, ops, seed)?;
