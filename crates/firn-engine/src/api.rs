@@ -179,8 +179,10 @@ pub struct Transferred {
 /// How a process came to close a descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Closing {
-    /// It called close(2), or exited by itself.
+    /// It called close(2).
     Called,
+    /// It exited by itself with the descriptor open.
+    Exited,
     /// It died of a signal with the descriptor open.
     Killed,
 }

@@ -261,12 +261,13 @@ impl<B: Backing> Engine<B> {
         self.handle(handle).is_ok_and(|handle| handle.writable)
     }
 
-    /// Whether the kernel caches pages of this handle's file.
+    /// Whether the kernel caches pages of this handle's file that a write through the handle does not change.
     pub fn has_cached_readers(&self, handle: HandleId) -> bool {
         self.cached_opens.load(Ordering::Acquire) > 0
-            && self
-                .handle(handle)
-                .is_ok_and(|handle| handle.file.lock().opens.has_cached())
+            && self.handle(handle).is_ok_and(|handle| {
+                handle.file.lock().opens.has_cached()
+                    && !matches!(*handle.mode.lock(), OpenMode::Cached { .. })
+            })
     }
 
     /// How far the kernel may read a file that is open below.
@@ -374,6 +375,24 @@ impl<B: Backing> Engine<B> {
                 .opens
                 .change_mode(OpenMode::Passthrough, OpenMode::Engine);
         }
+    }
+
+    /// The kernel is to serve a handle that comes to the engine from its page cache, and to write through it. False where
+    /// it cannot: it passes the inode through.
+    pub fn serve_through_cache(&self, handle: HandleId) -> bool {
+        let Ok(handle) = self.handle(handle) else {
+            return false;
+        };
+        let mut state = handle.file.lock();
+        let mut mode = handle.mode.lock();
+        if *mode != OpenMode::Engine || state.opens.has_passthrough() {
+            return false;
+        }
+        let cached = OpenMode::Cached { keep: false };
+        state.opens.change_mode(*mode, cached);
+        *mode = cached;
+        self.cached_opens.fetch_add(1, Ordering::AcqRel);
+        true
     }
 
     /// A duplicate of the backing's descriptor, for kernel passthrough.

@@ -200,6 +200,11 @@ impl<B: Backing> Engine<B> {
         self.drain.held_bytes()
     }
 
+    /// Bytes that were drained since the attach.
+    pub fn drained_bytes(&self) -> u64 {
+        self.counters.drain_bytes.load(Ordering::Relaxed)
+    }
+
     /// All figures. None asks for a lock of each file: they are counters.
     pub fn figures(&self) -> Figures {
         self.ingest_all_published();

@@ -40,6 +40,10 @@ pub trait Principal {
     fn has_cap_fsetid(&self) -> bool;
     /// The group is its own, or one of its supplementary groups.
     fn is_in_group(&self, gid: u32) -> bool;
+    /// It was killed, or does not wait for the outcome any more for another reason: what was not begun is not done.
+    fn has_left(&self) -> bool {
+        false
+    }
 }
 
 /// Somebody of whom nothing is known, for whom nothing stays.

@@ -109,7 +109,13 @@ impl<B: Backing> Engine<B> {
         if end > SIZE_ASKED_ABOVE {
             self.ask_size(file, end)?;
         }
-        if self.is_nameless(file)? {
+        let is_nameless = self.is_nameless(file)?;
+        // The backing was asked, which may have hung: bytes of a process that was killed meanwhile must not come after
+        // those that another one wrote since.
+        if by.is_some_and(Principal::has_left) {
+            return Err(Errno::INTR);
+        }
+        if is_nameless {
             return self.write_through(file, offset, data).map(Begun::Done);
         }
         Ok(self.overwrite_or_append(file, &mut file.lock(), offset, data))

@@ -12,7 +12,7 @@ use crate::coherence::Invalidator;
 use crate::dispatcher::{AdapterOptions, Dispatcher};
 use crate::failures::Failures;
 use crate::gate::Gate;
-use crate::transport::fuser::Responder;
+use crate::transport::dev_fuse::Responder;
 
 /// Translates kernel requests for one engine.
 pub struct Adapter<B: Backing> {

@@ -1,11 +1,20 @@
 //! Who asks, how it ends, and with which mode a new object is made.
 
+mod fate;
+mod io_uring;
+
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::Read;
 
 use firn_backing::{Backing, Caller, Errno};
 use firn_engine::{Closing, Engine, InodeId, Principal};
+
+pub(crate) use fate::{Fate, fate};
+pub(crate) use io_uring::IoUringUsers;
+
+use crate::unanswered::StillWaits;
+
 const DEFAULT_ACL: &str = "system.posix_acl_default";
 
 /// The process that waits for an answer, and with it may tell more of itself in /proc: until the answer its thread
@@ -13,10 +22,11 @@ const DEFAULT_ACL: &str = "system.posix_acl_default";
 ///
 /// What cannot be read (of a process in a PID namespace that firnd does not see) counts as no right: what a process
 /// without it may not keep goes.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub(crate) struct Process {
     caller: Caller,
     has_cap_fsetid: Option<bool>,
+    still_waits: Option<StillWaits>,
 }
 
 impl Process {
@@ -24,6 +34,15 @@ impl Process {
         Self {
             caller,
             has_cap_fsetid: None,
+            still_waits: None,
+        }
+    }
+
+    /// It can be asked whether the process still waits for the answer.
+    pub(crate) fn waiting(self, still_waits: StillWaits) -> Self {
+        Self {
+            still_waits: Some(still_waits),
+            ..self
         }
     }
 
@@ -49,11 +68,28 @@ impl Process {
         status.lines().find_map(value)
     }
 
+    /// The user as whom it uses files; `None` where that cannot be told. Where mounts can be id-mapped, the kernel tells
+    /// only for what makes something.
+    pub(crate) fn file_system_uid(&self) -> Option<u32> {
+        if self.caller.uid != UNKNOWN_ID {
+            return Some(self.caller.uid);
+        }
+        file_system_id(&self.status("Uid")?)
+    }
+
     /// Capabilities count in the user namespace that they are of.
     fn is_in_own_user_namespace(&self) -> bool {
         let of = |pid: &str| std::fs::read_link(format!("/proc/{pid}/ns/user")).ok();
         of("self").is_some_and(|ours| of(&self.caller.pid.to_string()) == Some(ours))
     }
+}
+
+/// What the kernel says of a user or group that it cannot tell (FUSE_INVALID_UIDGID).
+const UNKNOWN_ID: u32 = u32::MAX;
+
+/// Of the real, effective, saved and file system id, as proc(5) shows them.
+fn file_system_id(ids: &str) -> Option<u32> {
+    ids.split_ascii_whitespace().nth(3)?.parse().ok()
 }
 
 /// Its bit in a set of capabilities (capabilities(7)).
@@ -75,7 +111,17 @@ impl Principal for Process {
                 .split_ascii_whitespace()
                 .any(|group| group.parse() == Ok(gid))
         };
-        self.caller.gid == gid || self.status("Groups").is_some_and(is_one_of)
+        let own = if self.caller.gid != UNKNOWN_ID {
+            Some(self.caller.gid)
+        } else {
+            self.status("Gid").and_then(|ids| file_system_id(&ids))
+        };
+        own == Some(gid) || self.status("Groups").is_some_and(is_one_of)
+    }
+
+    fn has_left(&self) -> bool {
+        let still_waits = self.still_waits.as_ref();
+        still_waits.is_some_and(|still_waits| !still_waits.get())
     }
 }
 
@@ -87,8 +133,8 @@ impl Principal for Process {
 /// a thread without memory more is asked: most of /proc/PID waits for an exec to end, and the exec waits for
 /// this very answer.
 ///
-/// What cannot be asked (a process of another user, or of a namespace that firnd does not see) counts as a
-/// close.
+/// What cannot be asked counts as a close (a process of a namespace that firnd does not see) or as an exit by itself
+/// (how a process of another user ends).
 pub(crate) fn closing(caller: Caller) -> Closing {
     let pid = caller.pid;
     if pid == 0 || has_memory(pid) {
@@ -97,7 +143,7 @@ pub(crate) fn closing(caller: Caller) -> Closing {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok();
     match stat.as_deref().and_then(exit_code) {
         Some(code) if code & SIGNAL_BITS != 0 => Closing::Killed,
-        _ => Closing::Called,
+        _ => Closing::Exited,
     }
 }
 

@@ -1,13 +1,12 @@
 //! Mounting and unmounting: mount(2) where this process may, fusermount3 where not.
 //!
-//! fuser's own mounting is not used because its end is not safe: after the kernel let go of a mount,
-//! dropping the session would unmount whatever is mounted at that path by then.
+//! After the kernel let go of a mount nothing here unmounts: something else may be mounted at that path by then.
 
 use std::ffi::CString;
 use std::fs::OpenOptions;
 use std::io::{self, IoSliceMut, Read};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::os::unix::net::UnixStream;
@@ -15,13 +14,14 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use firn_format::mountinfo;
+use rustix::fs::{Mode, OFlags};
 use rustix::io::{Errno, FdFlags};
-use rustix::mount::{MountFlags, UnmountFlags};
+use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MountFlags, UnmountFlags};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
 use crate::session::{SessionError, SessionOptions};
 
-const DEVICE: &str = "/dev/fuse";
+pub(crate) const DEVICE: &str = "/dev/fuse";
 const HELPER: &str = "fusermount3";
 /// What the kernel reads ahead of a program, and around the first touch of a mapping: four requests of the largest size,
 /// so that one is copied while another one is answered (docs/PERFORMANCE.md, "Restart through the kernel's cache").
@@ -228,17 +228,42 @@ pub(crate) fn set_readahead((major, minor): (u32, u32)) {
     }
 }
 
-/// Aborts a connection: through fusectl, which its owner may do, or by force, which root may.
-pub(crate) fn abort(mount_point: &Path, connection: Option<u32>) -> io::Result<()> {
-    let control = connection.map(|id| format!("/sys/fs/fuse/connections/{id}/abort"));
-    if control.is_some_and(|control| std::fs::write(control, "1").is_ok()) {
+/// Aborts a connection: through fusectl, which its owner may do, or by force, which root may as long as it is in the tree.
+pub(crate) fn abort(mount_point: &Path, device: Option<(u32, u32)>) -> io::Result<()> {
+    if device.is_some_and(|(_, minor)| abort_by_control(minor).is_ok()) {
         return Ok(());
+    }
+    if device_number(mount_point) != device {
+        // By force would be done to whatever is mounted there now.
+        return Err(Errno::NOENT.into());
     }
     match rustix::mount::unmount(mount_point, UnmountFlags::NOFOLLOW | UnmountFlags::FORCE) {
         // The connection was aborted all the same; the mount stays until it is detached.
         Ok(()) | Err(Errno::BUSY) => Ok(()),
         Err(error) => Err(error.into()),
     }
+}
+
+/// Where fusectl is usually mounted.
+const CONTROL: &str = "/sys/fs/fuse/connections";
+
+fn abort_by_control(connection: u32) -> io::Result<()> {
+    let name = format!("{connection}/abort");
+    if let Ok(()) = std::fs::write(Path::new(CONTROL).join(&name), "1") {
+        return Ok(());
+    }
+    // Root needs no place for it in the tree.
+    let context = rustix::mount::fsopen("fusectl", FsOpenFlags::FSOPEN_CLOEXEC)?;
+    rustix::mount::fsconfig_create(context.as_fd())?;
+    let control = rustix::mount::fsmount(
+        context.as_fd(),
+        FsMountFlags::FSMOUNT_CLOEXEC,
+        MountAttrFlags::empty(),
+    )?;
+    let flags = OFlags::WRONLY | OFlags::CLOEXEC;
+    let abort = rustix::fs::openat(control, name, flags, Mode::empty())?;
+    rustix::io::write(abort, b"1")?;
+    Ok(())
 }
 
 #[cfg(test)]

@@ -18,6 +18,7 @@ use firn_format::data_socket::{DATA_SOCKET_VERSION, Token};
 use firn_workers::Class;
 use zerocopy::FromZeros;
 
+use crate::caller::Process;
 use crate::coherence::Coherence;
 use crate::topic::Topic;
 
@@ -45,7 +46,8 @@ impl DataSocket {
 
 /// The answer to `IOCTL_TOKEN`: direct access is for processes of firnd's own user. All zero: there is none.
 pub(crate) fn token(socket: Option<&DataSocket>, caller: Caller, handle: HandleId) -> Token {
-    let is_own_user = caller.uid == rustix::process::geteuid().as_raw();
+    let own_user = rustix::process::geteuid().as_raw();
+    let is_own_user = Process::of(caller).file_system_uid() == Some(own_user);
     match socket.filter(|_| is_own_user) {
         Some(data_socket) => Token {
             token: handle.0,

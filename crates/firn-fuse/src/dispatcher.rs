@@ -14,7 +14,7 @@
 
 mod attributes;
 mod data;
-mod listing;
+pub(crate) mod listing;
 mod names;
 mod open;
 
@@ -30,15 +30,17 @@ use firn_workers::{Class, Workers};
 use zerocopy::IntoBytes;
 
 use crate::call_slots::CallSlots;
+use crate::caller::IoUringUsers;
 use crate::coherence::Coherence;
 use crate::direct_access::{self, DataSocket};
 use crate::failures::Failures;
 use crate::gate::{Gate, note_accesses};
 use crate::passthrough::Passthrough;
-use crate::reply::{Answer, Attributes, Reply, Responder};
+use crate::reply::{Answer, Attributes, GiveBack, Replies, Reply, Responder};
 use crate::request::{Operation, Request};
 use crate::stall::StalledWrites;
 use crate::topic::Topic;
+use crate::unanswered::Unanswered;
 
 /// What the mount decides about the answers to the kernel.
 #[derive(Clone, Copy, Debug)]
@@ -71,7 +73,29 @@ pub(crate) struct Dispatcher<B: Backing, R: Responder> {
     coherence: Arc<Coherence<B>>,
     passthrough: Arc<Passthrough<R::BackingId>>,
     data_socket: Option<DataSocket>,
-    failures: Arc<Failures>,
+    io_uring_users: Arc<IoUringUsers>,
+    replies: Arc<Replies>,
+}
+
+/// Gives back to the engine what the kernel does not get.
+struct ToEngine<B: Backing, I> {
+    engine: Arc<Engine<B>>,
+    passthrough: Arc<Passthrough<I>>,
+}
+
+impl<B: Backing, I: Send + Sync> GiveBack for ToEngine<B, I> {
+    fn forget(&self, inode: InodeId) {
+        self.engine.forget(inode, 1);
+    }
+
+    fn release(&self, handle: HandleId) {
+        self.passthrough.release(handle);
+        self.engine.release(handle);
+    }
+
+    fn release_dir(&self, handle: HandleId) {
+        self.engine.release_dir(handle);
+    }
 }
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
@@ -97,6 +121,17 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }));
         let named = Arc::clone(&engine);
         let failures = Failures::new(move |inode, name| named.shown_path(inode, name));
+        let passthrough = Arc::<Passthrough<R::BackingId>>::default();
+        let weak = Arc::downgrade(&engine);
+        let drained_bytes = move || weak.upgrade().map_or(0, |engine| engine.drained_bytes());
+        let replies = Replies {
+            failures: Arc::new(failures),
+            unanswered: Unanswered::new(drained_bytes),
+            give_back: Box::new(ToEngine {
+                engine: Arc::clone(&engine),
+                passthrough: Arc::clone(&passthrough),
+            }),
+        };
         Self {
             options,
             negotiated: Negotiated::default(),
@@ -109,9 +144,10 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             ),
             gate,
             coherence,
-            passthrough: Arc::default(),
+            passthrough,
             data_socket: None,
-            failures: Arc::new(failures),
+            io_uring_users: Arc::default(),
+            replies: Arc::new(replies),
             workers,
             engine,
         }
@@ -151,7 +187,13 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     pub(crate) fn failures(&self) -> Arc<Failures> {
-        Arc::clone(&self.failures)
+        Arc::clone(&self.replies.failures)
+    }
+
+    /// The caller of a request got a signal.
+    pub(crate) fn interrupt(&self, unique: u64) {
+        tracing::trace!(unique, "interrupt");
+        self.replies.unanswered.interrupt(unique);
     }
 
     /// The kernel forgets `count` look-ups of `inode`.
@@ -162,6 +204,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
 
     /// Carries out a request, now or later; its answer goes to `responder`.
     pub(crate) fn dispatch(&self, request: Request<'_>, responder: R) {
+        let reply = Reply::new(&request, responder, &self.replies);
         let Request {
             unique,
             caller,
@@ -171,7 +214,6 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         if let Some(gate) = &self.gate {
             note_accesses(&**gate, caller, &operation);
         }
-        let reply = Reply::new(&operation, responder, &self.failures);
         match operation {
             Operation::Lookup(at) => self.lookup(at, reply),
             Operation::Getattr { inode, handle } => self.getattr(inode, handle, reply),

@@ -3,14 +3,15 @@
 //! A request takes this way, each step knowing only the next:
 //!
 //! ```text
-//! transport::fuser   reads it, makes a request::Request and a reply::Responder of it
-//! dispatcher         decides where it runs, and calls the engine
-//! reply::Reply       traces and counts it if it failed, and answers
+//! transport::dev_fuse   reads it, makes a request::Request and a reply::Responder of it
+//! dispatcher            decides where it runs, and calls the engine
+//! reply::Reply          traces and counts it if it failed, and answers
 //! ```
 //!
 //! [`Session`] mounts, runs the transport and unmounts. Requests that have to wait (a full arena, a close that drains,
 //! an fsync) are answered from callbacks and workers. Others ask the backing on the thread that read them, as long as
-//! another one is left that reads (`call_slots`): whatever hangs there, requests are read and carried out.
+//! another one is left that reads (`call_slots`): whatever hangs there, requests are read and carried out. And whatever
+//! a request waits for or hangs in, its caller can be killed (`unanswered`).
 
 mod adapter;
 mod call_slots;
@@ -28,6 +29,7 @@ mod session;
 mod stall;
 mod topic;
 mod transport;
+mod unanswered;
 
 pub use adapter::Adapter;
 pub use coherence::Invalidator;

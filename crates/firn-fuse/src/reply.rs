@@ -3,6 +3,8 @@
 //! Promises
 //! * A [`Reply`] is answered exactly once: answering consumes it, and one that is dropped (by a task that panicked,
 //!   or by a queue that ends) answers EIO and leaves a line in the log.
+//! * Where the caller was answered early ([`Unanswered`]), the answer is discarded, and what it would have given the
+//!   kernel to hold is given back ([`GiveBack`]).
 //! * Each answer that is an error is traced and counted here, and nowhere else ([`Failures`]).
 
 use std::ffi::{OsStr, OsString};
@@ -15,7 +17,8 @@ use firn_backing::{Attr, Errno, Kind, StatFs};
 use firn_engine::{HandleId, InodeId};
 
 use crate::failures::Failures;
-use crate::request::{Operation, OperationKind};
+use crate::request::{OperationKind, Request};
+use crate::unanswered::{EarlyAnswer, StillWaits, Unanswered, Withdraw};
 
 /// How a transport takes the one answer to a request.
 pub(crate) trait Responder: Sized + Send + 'static {
@@ -34,8 +37,30 @@ pub(crate) trait Responder: Sized + Send + 'static {
     /// Adds an entry to the answer to readdirplus; false: there is no room, and it is not in it.
     fn add_entry_plus(&mut self, entry: &ListedEntry<'_>, attributes: &Attributes) -> bool;
 
+    /// What answers the request while this is in use elsewhere.
+    fn early_answer(&self) -> Arc<dyn EarlyAnswer>;
+
     /// Gives the kernel a file that it may read itself.
     fn register_backing(&self, file: OwnedFd) -> io::Result<Self::BackingId>;
+}
+
+/// Takes back what an answer that is discarded would have given the kernel.
+pub(crate) trait GiveBack: Send + Sync {
+    /// A look-up of an inode.
+    fn forget(&self, inode: InodeId);
+
+    /// An open file.
+    fn release(&self, handle: HandleId);
+
+    /// An open directory.
+    fn release_dir(&self, handle: HandleId);
+}
+
+/// What all replies of a mount need.
+pub(crate) struct Replies {
+    pub(crate) failures: Arc<Failures>,
+    pub(crate) unanswered: Arc<Unanswered>,
+    pub(crate) give_back: Box<dyn GiveBack>,
 }
 
 /// Attributes of an inode as the kernel is told of them.
@@ -109,8 +134,11 @@ pub(crate) enum Answer<'a, I> {
 pub(crate) struct Reply<R: Responder> {
     /// None once it was answered.
     responder: Option<R>,
+    unique: u64,
     subject: Subject,
-    failures: Arc<Failures>,
+    /// Look-ups that a listing would give the kernel.
+    listed: Vec<InodeId>,
+    replies: Arc<Replies>,
 }
 
 /// What a request is about, for those who read the log.
@@ -122,24 +150,85 @@ pub(crate) struct Subject {
 }
 
 impl<R: Responder> Reply<R> {
-    pub(crate) fn new(operation: &Operation<'_>, responder: R, failures: &Arc<Failures>) -> Self {
+    /// The obligation to answer a request that was just read. From now on its caller may get an answer without it.
+    pub(crate) fn new(request: &Request<'_>, responder: R, replies: &Arc<Replies>) -> Self {
+        let operation = &request.operation;
         let (inode, name) = operation.subject();
+        let early = responder.early_answer();
+        replies
+            .unanswered
+            .add(request.unique, request.caller.pid, operation.kind(), early);
         Self {
             responder: Some(responder),
+            unique: request.unique,
             subject: Subject {
                 operation: operation.kind(),
                 inode,
                 name: name.map(OsStr::to_owned),
             },
-            failures: Arc::clone(failures),
+            listed: Vec::new(),
+            replies: Arc::clone(replies),
         }
     }
 
     /// Answers with success.
     pub(crate) fn send(mut self, answer: Answer<'_, R::BackingId>) {
-        if let Some(responder) = self.responder.take() {
+        let Some(responder) = self.responder.take() else {
+            return;
+        };
+        if self.replies.unanswered.remove(self.unique) {
             responder.send(answer);
+        } else {
+            self.give_back(answer);
         }
+    }
+
+    /// Nobody gets the answer.
+    fn give_back(&mut self, answer: Answer<'_, R::BackingId>) {
+        let give_back = &self.replies.give_back;
+        match answer {
+            Answer::Entry(entry) => give_back.forget(entry.inode),
+            Answer::Opened { handle, .. } if self.subject.operation == OperationKind::Opendir => {
+                give_back.release_dir(handle);
+            }
+            Answer::Opened { handle, .. } => give_back.release(handle),
+            Answer::Created { entry, handle, .. } => {
+                give_back.release(handle);
+                give_back.forget(entry.inode);
+            }
+            Answer::Listed => {
+                let listed = std::mem::take(&mut self.listed);
+                listed.into_iter().for_each(|inode| give_back.forget(inode));
+            }
+            Answer::Done
+            | Answer::Attributes(_)
+            | Answer::Data(_)
+            | Answer::Size(_)
+            | Answer::Written(_)
+            | Answer::Position(_)
+            | Answer::FileSystem(_)
+            | Answer::Ioctl(_) => {}
+        }
+    }
+
+    /// Says whether the caller still waits.
+    pub(crate) fn still_waits(&self) -> StillWaits {
+        StillWaits::new(&self.replies.unanswered, self.unique)
+    }
+
+    /// The kernel's number of the request.
+    pub(crate) fn unique(&self) -> u64 {
+        self.unique
+    }
+
+    /// How the request is taken out of what it waits in, once its caller is to go on without an answer.
+    pub(crate) fn set_withdraw(&self, withdraw: Withdraw) {
+        self.replies.unanswered.set_withdraw(self.unique, withdraw);
+    }
+
+    /// The caller is a process that exits: it waits only as long as the drain goes on.
+    pub(crate) fn note_exit(&self) {
+        self.replies.unanswered.note_exit(self.unique);
     }
 
     /// Answers with an error.
@@ -173,7 +262,14 @@ impl<R: Responder> Reply<R> {
         attributes: &Attributes,
     ) -> bool {
         let responder = self.responder.as_mut();
-        responder.is_some_and(|responder| responder.add_entry_plus(entry, attributes))
+        let is_added =
+            responder.is_some_and(|responder| responder.add_entry_plus(entry, attributes));
+        // The kernel counts no look-up of these two, nor of what could not be looked up.
+        let is_looked_up = attributes.inode.0 != 0 && entry.name != "." && entry.name != "..";
+        if is_added && is_looked_up {
+            self.listed.push(attributes.inode);
+        }
+        is_added
     }
 
     /// [`Responder::register_backing`].
@@ -186,8 +282,10 @@ impl<R: Responder> Reply<R> {
 
     /// The one place where a request fails.
     fn refuse(&mut self, errno: Errno) {
-        if let Some(responder) = self.responder.take() {
-            self.failures.record(&self.subject, errno);
+        if let Some(responder) = self.responder.take()
+            && self.replies.unanswered.remove(self.unique)
+        {
+            self.replies.failures.record(&self.subject, errno);
             responder.refuse(errno);
         }
     }
@@ -198,7 +296,7 @@ impl<R: Responder> Drop for Reply<R> {
         if self.responder.is_some() {
             tracing::error!(
                 operation = self.subject.operation.name(),
-                path = %self.failures.path_of(&self.subject),
+                path = %self.replies.failures.path_of(&self.subject),
                 "a request was dropped without an answer; its caller gets EIO"
             );
             self.refuse(Errno::IO);
@@ -211,6 +309,7 @@ pub(crate) mod tests {
     use std::sync::mpsc;
 
     use super::*;
+    use crate::request::Operation;
 
     /// Answers in words, to whoever listens.
     pub(crate) struct Recorded(pub(crate) mpsc::Sender<Result<String, Errno>>);
@@ -246,49 +345,183 @@ pub(crate) mod tests {
             true
         }
 
+        fn early_answer(&self) -> Arc<dyn EarlyAnswer> {
+            Arc::new(Recorded(self.0.clone()))
+        }
+
         fn register_backing(&self, _: OwnedFd) -> io::Result<()> {
             Err(io::ErrorKind::Unsupported.into())
         }
     }
 
-    fn reply(failures: &Arc<Failures>) -> (Reply<Recorded>, mpsc::Receiver<Result<String, Errno>>) {
+    impl EarlyAnswer for Recorded {
+        fn refuse(&self, _: u64, errno: Errno) {
+            let _ = self.0.send(Err(errno));
+        }
+
+        fn accept(&self, _: u64) {
+            let _ = self.0.send(Ok("done".to_owned()));
+        }
+    }
+
+    /// Notes what is given back.
+    #[derive(Clone, Default)]
+    struct GivenBack(Arc<parking_lot::Mutex<Vec<String>>>);
+
+    impl GiveBack for GivenBack {
+        fn forget(&self, inode: InodeId) {
+            self.0.lock().push(format!("inode {}", inode.0));
+        }
+
+        fn release(&self, handle: HandleId) {
+            self.0.lock().push(format!("file {}", handle.0));
+        }
+
+        fn release_dir(&self, handle: HandleId) {
+            self.0.lock().push(format!("directory {}", handle.0));
+        }
+    }
+
+    fn replies() -> (Arc<Replies>, GivenBack) {
+        let given_back = GivenBack::default();
+        let replies = Replies {
+            failures: Arc::default(),
+            unanswered: Unanswered::new(|| 0),
+            give_back: Box::new(given_back.clone()),
+        };
+        (Arc::new(replies), given_back)
+    }
+
+    /// The kernel's number of the requests of these tests.
+    const UNIQUE: u64 = 2;
+
+    fn reply_to(
+        operation: Operation<'_>,
+        replies: &Arc<Replies>,
+    ) -> (Reply<Recorded>, mpsc::Receiver<Result<String, Errno>>) {
         let (answered, answers) = mpsc::channel();
-        let operation = Operation::Readlink { inode: InodeId(1) };
-        (
-            Reply::new(&operation, Recorded(answered), failures),
-            answers,
-        )
+        let request = Request {
+            unique: UNIQUE,
+            caller: firn_backing::Caller {
+                uid: 0,
+                gid: 0,
+                pid: 0,
+            },
+            operation,
+        };
+        (Reply::new(&request, Recorded(answered), replies), answers)
+    }
+
+    fn reply(replies: &Arc<Replies>) -> (Reply<Recorded>, mpsc::Receiver<Result<String, Errno>>) {
+        reply_to(Operation::Readlink { inode: InodeId(1) }, replies)
+    }
+
+    #[test]
+    fn what_comes_after_an_early_answer_is_given_back() {
+        let attr = crate::dispatcher::listing::bare_attributes(7, None, Duration::ZERO);
+        let handle = HandleId(9);
+        let mode = || HandleMode::Direct;
+        let inode = InodeId(1);
+        let opened = |entry| match entry {
+            None => Answer::Opened {
+                handle,
+                mode: mode(),
+            },
+            Some(entry) => Answer::Created {
+                entry,
+                handle,
+                mode: mode(),
+            },
+        };
+        let name = crate::request::Name {
+            parent: inode,
+            name: OsStr::new("x"),
+        };
+        let cases: [(Operation<'_>, Answer<'_, ()>, &[&str]); 5] = [
+            (Operation::Lookup(name), Answer::Entry(attr), &["inode 7"]),
+            (
+                Operation::Open { inode, flags: 0 },
+                opened(None),
+                &["file 9"],
+            ),
+            (Operation::Opendir { inode }, opened(None), &["directory 9"]),
+            (
+                Operation::Create {
+                    at: name,
+                    mode: crate::request::NewMode { mode: 0, umask: 0 },
+                    flags: 0,
+                },
+                opened(Some(attr)),
+                &["file 9", "inode 7"],
+            ),
+            (Operation::Readlink { inode }, Answer::Data(b"x"), &[]),
+        ];
+        for (operation, answer, expected) in cases {
+            let (replies, given_back) = replies();
+            let (reply, answers) = reply_to(operation, &replies);
+            replies.unanswered.interrupt(UNIQUE);
+            assert!(!reply.still_waits().get());
+            reply.send(answer);
+            assert_eq!(*given_back.0.lock(), expected);
+            drop(replies);
+            assert_eq!(answers.iter().collect::<Vec<_>>(), [Err(Errno::INTR)]);
+        }
+    }
+
+    #[test]
+    fn look_ups_of_a_listing_that_nobody_gets_are_given_back() {
+        let (replies, given_back) = replies();
+        let operation = Operation::Readdirplus {
+            inode: InodeId(1),
+            handle: HandleId(3),
+            cookie: 0,
+        };
+        let (mut reply, _answers) = reply_to(operation, &replies);
+        for (number, name) in [(1, "."), (2, ".."), (7, "found"), (0, "not found")] {
+            let entry = ListedEntry {
+                ino: 5,
+                cookie: 1,
+                kind: None,
+                name: OsStr::new(name),
+            };
+            let attributes =
+                crate::dispatcher::listing::bare_attributes(number, None, Duration::ZERO);
+            reply.add_entry_plus(&entry, &attributes);
+        }
+        replies.unanswered.interrupt(UNIQUE);
+        reply.send(Answer::Listed);
+        assert_eq!(*given_back.0.lock(), ["inode 7"]);
     }
 
     #[test]
     fn a_reply_that_is_dropped_answers_eio_once_and_is_counted() {
-        let failures = Arc::<Failures>::default();
-        let (unanswered, answers) = reply(&failures);
+        let (replies, _) = replies();
+        let (unanswered, answers) = reply(&replies);
         drop(unanswered);
         assert_eq!(answers.iter().collect::<Vec<_>>(), [Err(Errno::IO)]);
-        assert_eq!(failures.figures().get("readlink"), Some(&1));
+        assert_eq!(replies.failures.figures().get("readlink"), Some(&1));
     }
 
     #[test]
     fn an_answer_is_sent_once_and_only_errors_are_counted() {
-        let failures = Arc::<Failures>::default();
-        let (answered, answers) = reply(&failures);
+        let (replies, _) = replies();
+        let (answered, answers) = reply(&replies);
         answered.send(Answer::Data(b"target"));
         assert_eq!(
             answers.iter().collect::<Vec<_>>(),
             [Ok("target".to_owned())]
         );
-        assert!(failures.figures().is_empty());
-        let (refused, answers) = reply(&failures);
+        assert!(replies.failures.figures().is_empty());
+        let (refused, answers) = reply(&replies);
         refused.error(Errno::NOENT);
         assert_eq!(answers.iter().collect::<Vec<_>>(), [Err(Errno::NOENT)]);
-        assert_eq!(failures.figures().get("readlink"), Some(&1));
+        assert_eq!(replies.failures.figures().get("readlink"), Some(&1));
     }
 
     #[test]
     fn a_task_that_panics_answers_eio() {
-        let failures = Arc::<Failures>::default();
-        let (held, answers) = reply(&failures);
+        let (replies, _) = replies();
+        let (held, answers) = reply(&replies);
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
             let _held = held;
             panic!("on purpose");

@@ -156,6 +156,44 @@ operations! {
 }
 
 impl OperationKind {
+    /// Whether it changes a file or a name, so that what its caller is told of the outcome must be true.
+    pub(crate) fn changes(self) -> bool {
+        match self {
+            Self::Setattr
+            | Self::Mknod
+            | Self::Mkdir
+            | Self::Unlink
+            | Self::Rmdir
+            | Self::Symlink
+            | Self::Rename
+            | Self::Link
+            | Self::Write
+            | Self::Setxattr
+            | Self::Removexattr
+            | Self::Create
+            | Self::Fallocate
+            | Self::CopyRange => true,
+            Self::Lookup
+            | Self::Getattr
+            | Self::Readlink
+            | Self::Open
+            | Self::Read
+            | Self::Flush
+            | Self::Release
+            | Self::Fsync
+            | Self::Opendir
+            | Self::Readdir
+            | Self::Readdirplus
+            | Self::Releasedir
+            | Self::Fsyncdir
+            | Self::Statfs
+            | Self::Getxattr
+            | Self::Listxattr
+            | Self::Ioctl
+            | Self::Lseek => false,
+        }
+    }
+
     /// What it is called in the log and in the status.
     pub(crate) fn name(self) -> &'static str {
         OPERATION_NAMES[self as usize]

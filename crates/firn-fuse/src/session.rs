@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 
 use crate::adapter::Adapter;
 use crate::device;
-use crate::transport::fuser;
+use crate::transport::dev_fuse::{self, Served};
 
 /// How to mount.
 #[derive(Clone, Debug)]
@@ -67,10 +67,10 @@ pub enum SessionError {
 /// A mount that is served.
 pub struct Session {
     mount_point: PathBuf,
-    /// The kernel's number of this connection, under which it can be aborted.
-    connection: Option<u32>,
+    /// The device of the file system; the minor number is that of the connection, under which it can be aborted.
+    device: Option<(u32, u32)>,
     workers: Workers,
-    served: Mutex<Option<fuser::Served>>,
+    served: Mutex<Option<Served>>,
 }
 
 impl Session {
@@ -85,14 +85,13 @@ impl Session {
         let dispatcher = adapter.into_dispatcher();
         let workers = dispatcher.workers();
         let threads = thread_count(options.threads);
-        match fuser::serve(dispatcher, device, options.allow_other, threads) {
+        match dev_fuse::serve(dispatcher, device, threads) {
             Ok(served) => {
-                let number = device::device_number(&mount_point);
-                number.inspect(|number| device::set_readahead(*number));
-                let connection = number.map(|(_, minor)| minor);
+                let device = device::device_number(&mount_point);
+                device.inspect(|number| device::set_readahead(*number));
                 Ok(Self {
                     mount_point,
-                    connection,
+                    device,
                     workers,
                     served: Mutex::new(Some(served)),
                 })
@@ -104,15 +103,25 @@ impl Session {
         }
     }
 
+    /// Where it is mounted.
+    pub fn mount_point(&self) -> &Path {
+        &self.mount_point
+    }
+
+    /// Major and minor number of the mounted file system, where the table of mounts told it.
+    pub fn device(&self) -> Option<(u32, u32)> {
+        self.device
+    }
+
     /// Takes the mount out of the tree. Without `lazy`, `EBUSY` while files are open.
     pub fn unmount(&self, lazy: bool) -> io::Result<()> {
         device::detach(&self.mount_point, lazy)
     }
 
-    /// Ends all requests and the session at once; programs with open files get ENOTCONN. To be called
-    /// before the mount is taken out of the tree.
+    /// Ends all requests and the session at once; programs with open files get ENOTCONN. Where
+    /// fusectl is not mounted, that can be done only before the mount is taken out of the tree.
     pub fn abort(&self) -> io::Result<()> {
-        device::abort(&self.mount_point, self.connection)
+        device::abort(&self.mount_point, self.device)
     }
 
     /// Waits until the session ended, by whatever cause. One caller gets the outcome; for others it

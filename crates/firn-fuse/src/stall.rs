@@ -5,6 +5,7 @@
 //! * No thread of the transport waits here: the payload is copied aside (one request per waiting writer, at most
 //!   1 MiB) and a worker goes on when the engine says that there is room.
 //! * What was taken of a write is never lost: a write that fails half way answers with its first part.
+//! * A write whose caller is to end or to stop leaves the queue, and answers with what was taken of it, else EINTR.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -170,6 +171,10 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
             data: data[taken..].to_vec(),
             taken,
         };
+        let this = Arc::downgrade(self);
+        let unique = stalled.write.reply.unique();
+        let withdraw = move || this.upgrade().is_some_and(|this| this.withdraw(unique));
+        stalled.write.reply.set_withdraw(Arc::new(withdraw));
         let mut queue = self.queue.lock();
         queue.waiting.push_back(stalled);
         self.count
@@ -178,6 +183,23 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
             drop(queue);
             self.watch();
         }
+    }
+
+    /// Answers a write that waits in the queue with what was taken of it; false where it is not there.
+    fn withdraw(&self, unique: u64) -> bool {
+        let withdrawn = {
+            let mut queue = self.queue.lock();
+            let mut waiting = queue.waiting.iter();
+            let index = waiting.position(|stalled| stalled.write.reply.unique() == unique);
+            let Some(withdrawn) = index.and_then(|index| queue.waiting.remove(index)) else {
+                return false;
+            };
+            // One that was popped stays counted.
+            self.count.fetch_sub(1, Ordering::AcqRel);
+            withdrawn
+        };
+        self.finish(withdrawn.write, withdrawn.taken, Some(Errno::INTR));
+        true
     }
 
     /// Goes on when there is room. The callback comes from a drain thread, or at once from this one.
@@ -220,6 +242,10 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
 
     /// Gives back what finds no room.
     fn try_again(&self, mut head: StalledWrite<R>) -> Option<StalledWrite<R>> {
+        if !head.write.reply.still_waits().get() {
+            self.finish(head.write, head.taken, Some(Errno::INTR));
+            return None;
+        }
         match self.write_through_gate(&head.write, head.taken, &head.data) {
             Ok(Written::Bytes(bytes)) if bytes >= head.data.len() => {
                 let taken = head.taken + head.data.len();

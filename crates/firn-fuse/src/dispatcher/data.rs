@@ -57,8 +57,11 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             from_cache: write.from_cache,
         };
         let keeps_set_id = !write.kills_set_id;
-        let by =
-            (!write.from_cache).then(|| Process::of(caller).known_to_have_cap_fsetid(keeps_set_id));
+        let by = (!write.from_cache).then(|| {
+            Process::of(caller)
+                .known_to_have_cap_fsetid(keeps_set_id)
+                .waiting(reply.still_waits())
+        });
         let pending = PendingWrite { target, by, reply };
         match self.call_slots.acquire() {
             Some(_slot) => self.stalled.write(pending, data),
@@ -82,19 +85,35 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         } else {
             Closing::Called
         };
+        let reply = match by {
+            Closing::Called => Some(reply),
+            Closing::Exited => {
+                reply.note_exit();
+                Some(reply)
+            }
+            // It is to be gone: it waits for nothing.
+            Closing::Killed => {
+                reply.send(Answer::Done);
+                None
+            }
+        };
+        let answer = move |result| {
+            if let Some(reply) = reply {
+                reply.done(result);
+            }
+        };
         // A child that executes another program closes what it has inherited, and its parent goes on.
         let is_opener = |opener| is_same_process(opener, caller.pid);
         if !self.engine.finishes_file(handle, &is_opener) {
-            let done = Box::new(move |result| reply.done(result));
-            return self.engine.flush(handle, by, done);
+            return self.engine.flush(handle, by, Box::new(answer));
         }
         let engine = Arc::clone(&self.engine);
         let workers = self.workers.clone();
         let drained = Box::new(move |result: Result<(), Errno>| match result {
             Ok(()) => workers.run_about(Class::Call, Topic::Inode(inode), move || {
-                reply.done(engine.finish_file(handle));
+                answer(engine.finish_file(handle));
             }),
-            result => reply.done(result),
+            result => answer(result),
         });
         self.engine.flush(handle, by, drained);
     }

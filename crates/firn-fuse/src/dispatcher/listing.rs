@@ -151,7 +151,7 @@ impl<B: Backing> Listing<'_, B> {
 }
 
 /// Attributes of which the kernel uses only number and kind.
-fn bare_attributes(number: u64, kind: Option<Kind>, ttl: Duration) -> Attributes {
+pub(crate) fn bare_attributes(number: u64, kind: Option<Kind>, ttl: Duration) -> Attributes {
     let epoch = Time { sec: 0, nsec: 0 };
     let attr = Attr {
         dev: 0,

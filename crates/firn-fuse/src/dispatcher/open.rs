@@ -5,7 +5,7 @@ use std::sync::Arc;
 use firn_backing::{Backing, Caller, Errno};
 use firn_engine::{Engine, Entry, HandleId, InodeId, OpenMode, Opened};
 
-use crate::caller::masked;
+use crate::caller::{IoUringUsers, masked};
 use crate::coherence::Coherence;
 use crate::dispatcher::{AdapterOptions, Dispatcher, attributes_of};
 use crate::gate::enter_change;
@@ -17,7 +17,7 @@ use crate::topic::Topic;
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// The kernel asks for O_TRUNC with a change of the size of its own (see `transport/fuser/negotiate.rs`).
     pub(super) fn open(&self, caller: Caller, inode: InodeId, flags: i32, reply: Reply<R>) {
-        let opener = self.opener();
+        let opener = self.opener(caller);
         let coherence = Arc::clone(&self.coherence);
         self.run_call(Topic::Inode(inode), move |engine| {
             let opened = engine.open(inode, flags);
@@ -38,7 +38,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     ) {
         let at = at.to_owned();
         let umask = self.umask_to_apply(mode);
-        let opener = self.opener();
+        let opener = self.opener(caller);
         let gate = self.gate.clone();
         self.run_change(at.parent, move |engine| {
             let create = || {
@@ -90,13 +90,15 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         reply.send(Answer::Done);
     }
 
-    fn opener(&self) -> Opener<R> {
+    fn opener(&self, caller: Caller) -> Opener<R> {
         let passthrough = self
             .negotiated
             .passthrough
             .then(|| Arc::clone(&self.passthrough));
         Opener {
             passthrough,
+            io_uring_users: Arc::clone(&self.io_uring_users),
+            caller,
             options: self.options,
         }
     }
@@ -106,6 +108,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
 struct Opener<R: Responder> {
     /// None unless the kernel may read backing files itself.
     passthrough: Option<Arc<Passthrough<R::BackingId>>>,
+    io_uring_users: Arc<IoUringUsers>,
+    caller: Caller,
     options: AdapterOptions,
 }
 
@@ -159,6 +163,12 @@ impl<R: Responder> Opener<R> {
         reply: &Reply<R>,
     ) -> HandleMode<R::BackingId> {
         match opened.mode {
+            OpenMode::Engine
+                if self.io_uring_users.contains(self.caller.pid)
+                    && engine.serve_through_cache(opened.handle) =>
+            {
+                HandleMode::Cached
+            }
             OpenMode::Engine => HandleMode::Direct,
             OpenMode::Cached { keep: true } => HandleMode::CachedKeep,
             OpenMode::Cached { keep: false } => HandleMode::Cached,

@@ -1,0 +1,215 @@
+//! Requests and answers over `/dev/fuse`.
+//!
+//! ```text
+//! connection   descriptors of the device: read, write, register backing files
+//! message      bytes of the kernel  ─► a Request, or what has no answer
+//! responder    an Answer            ─► bytes for the kernel
+//! negotiate    INIT: what both agree on
+//! ```
+//!
+//! Promises
+//! * Every request that has an answer is dispatched, or refused here.
+//! * A message that makes no sense ends no thread.
+
+mod abi;
+mod connection;
+mod message;
+mod negotiate;
+mod responder;
+
+use std::ffi::OsStr;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use firn_backing::{Backing, Errno};
+use firn_engine::InodeId;
+use zerocopy::IntoBytes;
+
+use crate::coherence::Notifier;
+use crate::dispatcher::Dispatcher;
+use crate::transport::dev_fuse::abi::{InvalEntryOut, InvalInodeOut, StoreOut, notification};
+use crate::transport::dev_fuse::connection::{Connection, Received};
+use crate::transport::dev_fuse::message::{Message, parse};
+use crate::transport::dev_fuse::negotiate::{WRITE_BYTES_MAX, negotiate};
+use crate::unanswered::EarlyAnswer;
+
+pub(crate) use responder::Responder;
+
+/// Room for the largest request: a write, its header and arguments.
+const BUFFER_BYTES: usize = WRITE_BYTES_MAX as usize + 4096;
+
+/// A session that is served by threads of its own.
+pub(crate) struct Served(Vec<JoinHandle<io::Result<()>>>);
+
+impl Served {
+    /// Returns when the kernel has let go of the mount.
+    pub(crate) fn join(self) -> io::Result<()> {
+        let mut outcome = Ok(());
+        for thread in self.0 {
+            let ended = thread
+                .join()
+                .unwrap_or_else(|_| Err(io::Error::other("a thread that reads requests panicked")));
+            outcome = outcome.and(ended);
+        }
+        outcome
+    }
+}
+
+/// Agrees with the kernel behind `device` and serves it from `threads` threads and one more.
+pub(crate) fn serve<B: Backing>(
+    mut dispatcher: Dispatcher<B, Responder>,
+    device: OwnedFd,
+    threads: usize,
+) -> io::Result<Served> {
+    let connection = Connection::new(device);
+    let mut buffer = vec![0; BUFFER_BYTES];
+    shake_hands(&mut dispatcher, &connection, &mut buffer)?;
+    dispatcher.set_threads(threads);
+    dispatcher
+        .coherence()
+        .start(Arc::new(KernelCaches(Arc::clone(&connection))));
+    let dispatcher = Arc::new(dispatcher);
+    let mut connections = vec![connection];
+    for _ in 0..threads {
+        let duplicate = connections[0].duplicate()?;
+        connections.push(duplicate);
+    }
+    let start = |(index, connection)| {
+        let dispatcher = Arc::clone(&dispatcher);
+        std::thread::Builder::new()
+            .name(format!("firn-fuse-{index}"))
+            .spawn(move || serve_requests(&dispatcher, &connection))
+    };
+    let threads: io::Result<Vec<_>> = connections.into_iter().enumerate().map(start).collect();
+    Ok(Served(threads?))
+}
+
+/// Answers the first request.
+fn shake_hands<B: Backing>(
+    dispatcher: &mut Dispatcher<B, Responder>,
+    connection: &Connection,
+    buffer: &mut [u8],
+) -> io::Result<()> {
+    let Received::Request(len) = connection.receive(buffer)? else {
+        return Err(io::Error::new(
+            io::ErrorKind::NotConnected,
+            "the kernel ended the connection before it began",
+        ));
+    };
+    let Some(Message::Init { unique, init }) = parse(&buffer[..len]) else {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            "the kernel does not begin with INIT",
+        ));
+    };
+    let page_bytes = rustix::param::page_size() as u32;
+    match negotiate(&init, dispatcher.asks_passthrough(), page_bytes) {
+        Ok((answer, negotiated)) => {
+            dispatcher.set_negotiated(negotiated);
+            connection.answer(unique, 0, &[answer.as_bytes()]);
+            Ok(())
+        }
+        Err(error) => {
+            connection.answer(unique, libc::EPROTO, &[]);
+            Err(error)
+        }
+    }
+}
+
+/// Reads and dispatches requests until the kernel lets go of the mount.
+fn serve_requests<B: Backing>(
+    dispatcher: &Dispatcher<B, Responder>,
+    connection: &Arc<Connection>,
+) -> io::Result<()> {
+    let mut buffer = vec![0; BUFFER_BYTES];
+    loop {
+        let len = match connection.receive(&mut buffer)? {
+            Received::Request(len) => len,
+            Received::Ended => return Ok(()),
+        };
+        match parse(&buffer[..len]) {
+            Some(Message::Request {
+                request,
+                listing_bytes_max,
+            }) => {
+                let responder = Responder::new(connection, request.unique, listing_bytes_max);
+                dispatcher.dispatch(request, responder);
+            }
+            Some(Message::Forget(forgotten)) => {
+                forgotten.for_each(|(inode, count)| dispatcher.forget(inode, count));
+            }
+            // It needs no answer. Two have a meaning: the kernel asks again (EAGAIN), or never again (ENOSYS).
+            Some(Message::Interrupt { unique }) => dispatcher.interrupt(unique),
+            Some(Message::Unsupported { unique }) => connection.answer(unique, libc::ENOSYS, &[]),
+            Some(Message::Invalid { unique } | Message::Init { unique, .. }) => {
+                connection.answer(unique, libc::EINVAL, &[]);
+            }
+            Some(Message::Destroy { unique }) => {
+                connection.answer(unique, 0, &[]);
+                return Ok(());
+            }
+            Some(Message::Ignored) => {}
+            None => tracing::error!(len, "a message of the kernel is shorter than its header"),
+        }
+    }
+}
+
+impl EarlyAnswer for Connection {
+    fn refuse(&self, unique: u64, errno: Errno) {
+        self.answer(unique, errno.raw_os_error(), &[]);
+    }
+
+    fn accept(&self, unique: u64) {
+        self.answer(unique, 0, &[]);
+    }
+}
+
+/// What the kernel keeps, and is told to drop.
+struct KernelCaches(Arc<Connection>);
+
+impl KernelCaches {
+    fn invalidate(&self, inode: InodeId, offset: i64, len: i64) -> io::Result<()> {
+        let inval = InvalInodeOut {
+            nodeid: inode.0,
+            offset,
+            len,
+        };
+        self.0
+            .notify(notification::INVAL_INODE, &[inval.as_bytes()])
+    }
+}
+
+impl Notifier for KernelCaches {
+    fn invalidate_name(&self, parent: InodeId, name: &OsStr) -> io::Result<()> {
+        let inval = InvalEntryOut {
+            parent: parent.0,
+            name_len: name.len() as u32,
+            flags: 0,
+        };
+        let name = name.as_bytes();
+        self.0
+            .notify(notification::INVAL_ENTRY, &[inval.as_bytes(), name, b"\0"])
+    }
+
+    fn invalidate_attributes(&self, inode: InodeId) -> io::Result<()> {
+        self.invalidate(inode, -1, 0)
+    }
+
+    fn invalidate_pages(&self, inode: InodeId, offset: u64, len: u64) -> io::Result<()> {
+        self.invalidate(inode, offset as i64, len as i64)
+    }
+
+    fn store(&self, inode: InodeId, offset: u64, data: &[u8]) -> io::Result<()> {
+        let store = StoreOut {
+            nodeid: inode.0,
+            offset,
+            size: data.len() as u32,
+            padding: 0,
+        };
+        self.0
+            .notify(notification::STORE, &[store.as_bytes(), data])
+    }
+}

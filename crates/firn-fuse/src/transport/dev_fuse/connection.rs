@@ -1,0 +1,185 @@
+//! The connection to the kernel: `/dev/fuse`, read by several threads.
+//!
+//! Each thread reads from a descriptor of its own (FUSE_DEV_IOC_CLONE). The kernel keeps a request with the descriptor
+//! from which it was read, so its answer goes there too; what it interrupts it tells to whoever reads next.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, IoSlice, Read};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Weak};
+
+use rustix::io::Errno;
+use rustix::ioctl::{Opcode, Setter, ioctl, opcode};
+use zerocopy::IntoBytes;
+
+use crate::device::DEVICE;
+use crate::transport::dev_fuse::abi::{BackingMap, OutHeader};
+
+/// Type of the ioctls of the device.
+const IOCTLS: u8 = 229;
+const IOC_CLONE: Opcode = opcode::read::<u32>(IOCTLS, 0);
+const IOC_BACKING_OPEN: Opcode = opcode::write::<BackingMap>(IOCTLS, 1);
+const IOC_BACKING_CLOSE: Opcode = opcode::write::<u32>(IOCTLS, 2);
+
+/// Parts of a message after its header.
+const PAYLOAD_PARTS_MAX: usize = 3;
+
+/// One descriptor of the connection.
+#[derive(Debug)]
+pub(super) struct Connection(File);
+
+/// What a read of the device gives.
+pub(super) enum Received {
+    /// Bytes of one request.
+    Request(usize),
+    /// The kernel let go of the mount.
+    Ended,
+}
+
+impl Connection {
+    pub(super) fn new(device: OwnedFd) -> Arc<Self> {
+        Arc::new(Self(device.into()))
+    }
+
+    /// Another descriptor of the same connection.
+    pub(super) fn duplicate(&self) -> io::Result<Arc<Self>> {
+        let device = OpenOptions::new().read(true).write(true).open(DEVICE)?;
+        let source = self.0.as_raw_fd() as u32;
+        // SAFETY: the kernel reads four bytes, the number of a descriptor that is open, and writes nothing.
+        unsafe {
+            let clone = Setter::<IOC_CLONE, u32>::new(source);
+            ioctl(&device, clone)
+        }?;
+        Ok(Arc::new(Self(device)))
+    }
+
+    /// Waits for the next request, which is read into `buffer` whole.
+    pub(super) fn receive(&self, buffer: &mut [u8]) -> io::Result<Received> {
+        loop {
+            match (&self.0).read(buffer) {
+                Ok(len) => return Ok(Received::Request(len)),
+                Err(error) => match Errno::from_io_error(&error) {
+                    // NOENT: the request was given up while it was read.
+                    Some(Errno::NOENT | Errno::INTR | Errno::AGAIN) => {}
+                    Some(Errno::NODEV) => return Ok(Received::Ended),
+                    _ => return Err(error),
+                },
+            }
+        }
+    }
+
+    /// Sends the answer to a request; a positive `errno` for an error.
+    pub(super) fn answer(&self, unique: u64, errno: i32, payload: &[&[u8]]) {
+        match self.send(unique, -errno, payload) {
+            Ok(()) => {}
+            // The mount is gone, or nobody waits any more.
+            Err(error)
+                if matches!(
+                    Errno::from_io_error(&error),
+                    Some(Errno::NODEV | Errno::NOENT)
+                ) =>
+            {
+                tracing::debug!(unique, %error, "nobody waits for an answer");
+            }
+            Err(error) => tracing::error!(unique, %error, "the kernel does not take an answer"),
+        }
+    }
+
+    /// Tells the kernel something that it did not ask for.
+    pub(super) fn notify(&self, code: i32, payload: &[&[u8]]) -> io::Result<()> {
+        self.send(0, code, payload)
+    }
+
+    fn send(&self, unique: u64, error: i32, payload: &[&[u8]]) -> io::Result<()> {
+        let len = size_of::<OutHeader>() + payload.iter().map(|part| part.len()).sum::<usize>();
+        let header = OutHeader {
+            len: u32::try_from(len).map_err(|_| Errno::MSGSIZE)?,
+            error,
+            unique,
+        };
+        let mut parts = [IoSlice::new(&[]); 1 + PAYLOAD_PARTS_MAX];
+        parts[0] = IoSlice::new(header.as_bytes());
+        for (slot, part) in parts[1..].iter_mut().zip(payload) {
+            *slot = IoSlice::new(part);
+        }
+        let parts = &parts[..1 + payload.len()];
+        // A message is taken whole or not at all.
+        rustix::io::retry_on_intr(|| rustix::io::writev(&self.0, parts))?;
+        Ok(())
+    }
+
+    /// Gives the kernel a file that it may read itself.
+    pub(super) fn register_backing(self: &Arc<Self>, file: &OwnedFd) -> io::Result<BackingId> {
+        let map = BackingMap {
+            fd: file.as_raw_fd(),
+            ..BackingMap::default()
+        };
+        // SAFETY: the kernel reads a `BackingMap`, and answers with a number.
+        let id = unsafe { ioctl(&self.0, Registration(map)) }?;
+        Ok(BackingId {
+            id,
+            connection: Arc::downgrade(self),
+        })
+    }
+}
+
+impl AsFd for Connection {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// A file that the kernel reads itself, until this is dropped.
+#[derive(Debug)]
+pub(crate) struct BackingId {
+    id: i32,
+    connection: Weak<Connection>,
+}
+
+impl BackingId {
+    pub(super) fn number(&self) -> i32 {
+        self.id
+    }
+}
+
+impl Drop for BackingId {
+    fn drop(&mut self) {
+        let Some(connection) = self.connection.upgrade() else {
+            return;
+        };
+        let id = self.id as u32;
+        // SAFETY: the kernel reads four bytes, and knows the number or says that it does not.
+        let closed = unsafe {
+            let close = Setter::<IOC_BACKING_CLOSE, u32>::new(id);
+            ioctl(&connection.0, close)
+        };
+        if let Err(error) = closed {
+            tracing::debug!(%error, "the kernel does not let go of a file that it read itself");
+        }
+    }
+}
+
+/// FUSE_DEV_IOC_BACKING_OPEN, whose result is the id.
+struct Registration(BackingMap);
+
+// SAFETY: opcode and argument are those of the kernel's header; it only reads the argument.
+unsafe impl rustix::ioctl::Ioctl for Registration {
+    type Output = i32;
+
+    const IS_MUTATING: bool = false;
+
+    fn opcode(&self) -> Opcode {
+        IOC_BACKING_OPEN
+    }
+
+    fn as_ptr(&mut self) -> *mut rustix::ffi::c_void {
+        (&raw mut self.0).cast()
+    }
+
+    unsafe fn output_from_ptr(
+        out: rustix::ioctl::IoctlOutput,
+        _: *mut rustix::ffi::c_void,
+    ) -> rustix::io::Result<i32> {
+        Ok(out)
+    }
+}

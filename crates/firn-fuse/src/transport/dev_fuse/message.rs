@@ -1,0 +1,581 @@
+//! Messages of the kernel as what they mean.
+//!
+//! Nothing in a message is trusted to be complete: one that is too short for its kind is [`Message::Unknown`], and its
+//! sender gets an error.
+
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+
+use firn_backing::{Caller, SetTime, Time};
+use firn_engine::{HandleId, InodeId, SetAttr};
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes};
+
+use crate::request::{CopyRange, Fallocate, Name, NewMode, Operation, Read, Request, Write};
+use crate::transport::dev_fuse::abi::{
+    BatchForgetIn, CopyFileRangeIn, CreateIn, FSYNC_DATA, FallocateIn, FlushIn, ForgetIn,
+    ForgetOne, FsyncIn, GETATTR_FH, GetattrIn, GetxattrIn, IOCTL_UNRESTRICTED, InHeader, InitIn,
+    InterruptIn, IoctlIn, LinkIn, LseekIn, MkdirIn, MknodIn, OpenIn, ReadIn, ReleaseIn, Rename2In,
+    RenameIn, SetattrIn, SetxattrIn, WRITE_CACHE, WRITE_KILL_SUIDGID, WriteIn, opcode,
+    setattr_valid as valid,
+};
+
+/// One message.
+pub(super) enum Message<'a> {
+    /// Asks for something that has an answer.
+    Request {
+        request: Request<'a>,
+        /// Room for the entries of a listing; 0 for other requests.
+        listing_bytes_max: usize,
+    },
+    /// The kernel forgets look-ups of inodes. No answer.
+    Forget(Forgotten<'a>),
+    /// The caller of a request got a signal. No answer.
+    Interrupt { unique: u64 },
+    /// Begins the connection.
+    Init { unique: u64, init: InitIn },
+    /// Ends it.
+    Destroy { unique: u64 },
+    /// Has no answer, and means nothing here.
+    Ignored,
+    /// Firn leaves it to the kernel, or does not know it.
+    Unsupported { unique: u64 },
+    /// It breaks the rules: an offset that no file has.
+    Invalid { unique: u64 },
+}
+
+/// Inodes of which the kernel forgets look-ups.
+pub(super) struct Forgotten<'a> {
+    one: Option<ForgetOne>,
+    many: &'a [u8],
+}
+
+impl Iterator for Forgotten<'_> {
+    type Item = (InodeId, u64);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let forgotten = self.one.take().or_else(|| {
+            let (forgotten, rest) = ForgetOne::read_from_prefix(self.many).ok()?;
+            self.many = rest;
+            Some(forgotten)
+        })?;
+        Some((InodeId(forgotten.nodeid), forgotten.lookups))
+    }
+}
+
+/// What follows the header of a message.
+struct Arguments<'a>(&'a [u8]);
+
+impl<'a> Arguments<'a> {
+    fn take<T: FromBytes + Immutable>(&mut self) -> Option<T> {
+        let (value, rest) = T::read_from_prefix(self.0).ok()?;
+        self.0 = rest;
+        Some(value)
+    }
+
+    /// A name, which ends with a zero byte.
+    fn name(&mut self) -> Option<&'a OsStr> {
+        let end = self.0.iter().position(|byte| *byte == 0)?;
+        let name = OsStr::from_bytes(&self.0[..end]);
+        self.0 = &self.0[end + 1..];
+        Some(name)
+    }
+
+    fn bytes(&mut self, len: u32) -> Option<&'a [u8]> {
+        let (bytes, rest) = self.0.split_at_checked(len as usize)?;
+        self.0 = rest;
+        Some(bytes)
+    }
+
+    /// A structure to which later kernels have added fields; those that are missing are zero.
+    fn take_as_far_as_it_goes<T: FromZeros + IntoBytes + FromBytes>(&mut self) -> T {
+        let mut value = T::new_zeroed();
+        let bytes = value.as_mut_bytes();
+        let len = bytes.len().min(self.0.len());
+        bytes[..len].copy_from_slice(&self.0[..len]);
+        value
+    }
+}
+
+/// Makes sense of a message; `None` where not even its header is whole.
+pub(super) fn parse(bytes: &[u8]) -> Option<Message<'_>> {
+    let mut arguments = Arguments(bytes);
+    let header: InHeader = arguments.take()?;
+    let unique = header.unique;
+    let message = match header.opcode {
+        opcode::INIT => Message::Init {
+            unique,
+            init: arguments.take_as_far_as_it_goes(),
+        },
+        opcode::DESTROY => Message::Destroy { unique },
+        opcode::INTERRUPT => match arguments.take::<InterruptIn>() {
+            Some(interrupt) => Message::Interrupt {
+                unique: interrupt.unique,
+            },
+            None => Message::Ignored,
+        },
+        opcode::FORGET => match arguments.take::<ForgetIn>() {
+            Some(forget) => Message::Forget(Forgotten {
+                one: Some(ForgetOne {
+                    nodeid: header.nodeid,
+                    lookups: forget.lookups,
+                }),
+                many: &[],
+            }),
+            None => Message::Ignored,
+        },
+        opcode::BATCH_FORGET => match arguments.take::<BatchForgetIn>() {
+            Some(batch) => {
+                let len = (batch.count as usize).saturating_mul(size_of::<ForgetOne>());
+                Message::Forget(Forgotten {
+                    one: None,
+                    many: &arguments.0[..len.min(arguments.0.len())],
+                })
+            }
+            None => Message::Ignored,
+        },
+        opcode::NOTIFY_REPLY => Message::Ignored,
+        _ => match parse_operation(&header, &mut arguments) {
+            Some((operation, _)) if !is_in_bounds(&operation) => Message::Invalid { unique },
+            Some((operation, listing_bytes_max)) => Message::Request {
+                request: Request {
+                    unique,
+                    caller: Caller {
+                        uid: header.uid,
+                        gid: header.gid,
+                        pid: header.pid,
+                    },
+                    operation,
+                },
+                listing_bytes_max,
+            },
+            None => Message::Unsupported { unique },
+        },
+    };
+    Some(message)
+}
+
+/// An operation, and the room for a listing that it has.
+fn parse_operation<'a>(
+    header: &InHeader,
+    arguments: &mut Arguments<'a>,
+) -> Option<(Operation<'a>, usize)> {
+    let inode = InodeId(header.nodeid);
+    let mut listing_bytes_max = 0;
+    let operation = match header.opcode {
+        opcode::LOOKUP => Operation::Lookup(name_in(inode, arguments)?),
+        opcode::GETATTR => {
+            let getattr: GetattrIn = arguments.take()?;
+            let handle = (getattr.flags & GETATTR_FH != 0).then_some(HandleId(getattr.fh));
+            Operation::Getattr { inode, handle }
+        }
+        opcode::SETATTR => Operation::Setattr {
+            inode,
+            set: attributes_to_set(&arguments.take()?),
+        },
+        opcode::READLINK => Operation::Readlink { inode },
+        opcode::SYMLINK => Operation::Symlink {
+            at: name_in(inode, arguments)?,
+            target: arguments.name()?,
+        },
+        opcode::MKNOD => {
+            let mknod: MknodIn = arguments.take()?;
+            Operation::Mknod {
+                at: name_in(inode, arguments)?,
+                mode: NewMode {
+                    mode: mknod.mode,
+                    umask: mknod.umask,
+                },
+                device: mknod.rdev.into(),
+            }
+        }
+        opcode::MKDIR => {
+            let mkdir: MkdirIn = arguments.take()?;
+            Operation::Mkdir {
+                at: name_in(inode, arguments)?,
+                mode: NewMode {
+                    mode: mkdir.mode,
+                    umask: mkdir.umask,
+                },
+            }
+        }
+        opcode::UNLINK => Operation::Unlink(name_in(inode, arguments)?),
+        opcode::RMDIR => Operation::Rmdir(name_in(inode, arguments)?),
+        opcode::RENAME => {
+            let rename: RenameIn = arguments.take()?;
+            Operation::Rename {
+                from: name_in(inode, arguments)?,
+                to: name_in(InodeId(rename.new_dir), arguments)?,
+                flags: 0,
+            }
+        }
+        opcode::RENAME2 => {
+            let rename: Rename2In = arguments.take()?;
+            Operation::Rename {
+                from: name_in(inode, arguments)?,
+                to: name_in(InodeId(rename.new_dir), arguments)?,
+                flags: rename.flags,
+            }
+        }
+        opcode::LINK => {
+            let link: LinkIn = arguments.take()?;
+            Operation::Link {
+                inode: InodeId(link.old_nodeid),
+                at: name_in(inode, arguments)?,
+            }
+        }
+        opcode::OPEN => {
+            let open: OpenIn = arguments.take()?;
+            Operation::Open {
+                inode,
+                flags: open.flags as i32,
+            }
+        }
+        opcode::CREATE => {
+            let create: CreateIn = arguments.take()?;
+            Operation::Create {
+                at: name_in(inode, arguments)?,
+                mode: NewMode {
+                    mode: create.mode,
+                    umask: create.umask,
+                },
+                flags: create.flags as i32,
+            }
+        }
+        opcode::READ => {
+            let read: ReadIn = arguments.take()?;
+            Operation::Read(Read {
+                inode,
+                handle: HandleId(read.fh),
+                offset: read.offset,
+                size: read.size,
+            })
+        }
+        opcode::WRITE => {
+            let write: WriteIn = arguments.take()?;
+            Operation::Write(Write {
+                inode,
+                handle: HandleId(write.fh),
+                offset: write.offset,
+                data: arguments.bytes(write.size)?,
+                from_cache: write.write_flags & WRITE_CACHE != 0,
+                kills_set_id: write.write_flags & WRITE_KILL_SUIDGID != 0,
+            })
+        }
+        opcode::FLUSH => {
+            let flush: FlushIn = arguments.take()?;
+            let handle = HandleId(flush.fh);
+            Operation::Flush { inode, handle }
+        }
+        opcode::RELEASE => {
+            let release: ReleaseIn = arguments.take()?;
+            let handle = HandleId(release.fh);
+            Operation::Release { inode, handle }
+        }
+        opcode::FSYNC => {
+            let fsync: FsyncIn = arguments.take()?;
+            Operation::Fsync {
+                inode,
+                handle: HandleId(fsync.fh),
+                data_only: fsync.flags & FSYNC_DATA != 0,
+            }
+        }
+        opcode::OPENDIR => Operation::Opendir { inode },
+        opcode::READDIR | opcode::READDIRPLUS => {
+            let read: ReadIn = arguments.take()?;
+            listing_bytes_max = read.size as usize;
+            let handle = HandleId(read.fh);
+            let cookie = read.offset as i64;
+            if header.opcode == opcode::READDIR {
+                Operation::Readdir {
+                    inode,
+                    handle,
+                    cookie,
+                }
+            } else {
+                Operation::Readdirplus {
+                    inode,
+                    handle,
+                    cookie,
+                }
+            }
+        }
+        opcode::RELEASEDIR => {
+            let release: ReleaseIn = arguments.take()?;
+            let handle = HandleId(release.fh);
+            Operation::Releasedir { inode, handle }
+        }
+        opcode::FSYNCDIR => Operation::Fsyncdir { inode },
+        opcode::STATFS => Operation::Statfs { inode },
+        opcode::SETXATTR => {
+            let setxattr: SetxattrIn = arguments.take()?;
+            Operation::Setxattr {
+                inode,
+                name: arguments.name()?,
+                value: arguments.bytes(setxattr.size)?,
+                flags: setxattr.flags as i32,
+            }
+        }
+        opcode::GETXATTR => {
+            let getxattr: GetxattrIn = arguments.take()?;
+            let name = arguments.name()?;
+            let size = getxattr.size;
+            Operation::Getxattr { inode, name, size }
+        }
+        opcode::LISTXATTR => {
+            let listxattr: GetxattrIn = arguments.take()?;
+            let size = listxattr.size;
+            Operation::Listxattr { inode, size }
+        }
+        opcode::REMOVEXATTR => Operation::Removexattr {
+            inode,
+            name: arguments.name()?,
+        },
+        opcode::IOCTL => {
+            let ioctl: IoctlIn = arguments.take()?;
+            if ioctl.flags & IOCTL_UNRESTRICTED != 0 {
+                return None;
+            }
+            Operation::Ioctl {
+                inode,
+                handle: HandleId(ioctl.fh),
+                command: ioctl.command,
+                out_size: ioctl.out_size,
+            }
+        }
+        opcode::FALLOCATE => {
+            let fallocate: FallocateIn = arguments.take()?;
+            Operation::Fallocate(Fallocate {
+                inode,
+                handle: HandleId(fallocate.fh),
+                offset: fallocate.offset,
+                len: fallocate.len,
+                mode: fallocate.mode as i32,
+            })
+        }
+        opcode::LSEEK => {
+            let lseek: LseekIn = arguments.take()?;
+            Operation::Lseek {
+                inode,
+                handle: HandleId(lseek.fh),
+                offset: lseek.offset as i64,
+                whence: lseek.whence as i32,
+            }
+        }
+        opcode::COPY_FILE_RANGE => {
+            let copy: CopyFileRangeIn = arguments.take()?;
+            Operation::CopyRange(CopyRange {
+                from: HandleId(copy.fh_in),
+                from_offset: copy.offset_in,
+                to_inode: InodeId(copy.nodeid_out),
+                to: HandleId(copy.fh_out),
+                to_offset: copy.offset_out,
+                len: copy.len,
+            })
+        }
+        // Access (never asked under `default_permissions`), bmap and poll: the kernel then does them itself.
+        _ => return None,
+    };
+    Some((operation, listing_bytes_max))
+}
+
+fn name_in<'a>(parent: InodeId, arguments: &mut Arguments<'a>) -> Option<Name<'a>> {
+    let name = arguments.name()?;
+    Some(Name { parent, name })
+}
+
+/// Whether the offsets are those of files, whose length is at most 2^63 - 1.
+fn is_in_bounds(operation: &Operation<'_>) -> bool {
+    const MAX: u64 = i64::MAX as u64;
+    match operation {
+        Operation::Read(Read { offset, .. }) | Operation::Write(Write { offset, .. }) => {
+            *offset <= MAX
+        }
+        Operation::Fallocate(Fallocate { offset, len, .. }) => *offset <= MAX && *len <= MAX,
+        Operation::CopyRange(CopyRange {
+            from_offset,
+            to_offset,
+            ..
+        }) => *from_offset <= MAX && *to_offset <= MAX,
+        _ => true,
+    }
+}
+
+fn attributes_to_set(setattr: &SetattrIn) -> SetAttr {
+    let is_set = |flag: u32| setattr.valid & flag != 0;
+    let time = |flag: u32, now: u32, sec: i64, nsec: u32| {
+        if !is_set(flag) {
+            SetTime::Keep
+        } else if is_set(now) {
+            SetTime::Now
+        } else {
+            SetTime::At(Time { sec, nsec })
+        }
+    };
+    SetAttr {
+        mode: is_set(valid::MODE).then_some(setattr.mode & 0o7777),
+        uid: is_set(valid::UID).then_some(setattr.uid),
+        gid: is_set(valid::GID).then_some(setattr.gid),
+        size: is_set(valid::SIZE).then_some(setattr.size),
+        atime: time(
+            valid::ATIME,
+            valid::ATIME_NOW,
+            setattr.atime,
+            setattr.atime_ns,
+        ),
+        mtime: time(
+            valid::MTIME,
+            valid::MTIME_NOW,
+            setattr.mtime,
+            setattr.mtime_ns,
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A message of the kernel.
+    fn message(opcode: u32, arguments: &[&[u8]]) -> Vec<u8> {
+        let arguments = arguments.concat();
+        let header = InHeader {
+            len: (size_of::<InHeader>() + arguments.len()) as u32,
+            opcode,
+            unique: 12,
+            nodeid: 7,
+            uid: 1,
+            gid: 2,
+            pid: 3,
+            ..InHeader::default()
+        };
+        [header.as_bytes(), &arguments].concat()
+    }
+
+    fn operation_of(bytes: &[u8]) -> Operation<'_> {
+        match parse(bytes) {
+            Some(Message::Request { request, .. }) => request.operation,
+            _ => panic!("no request"),
+        }
+    }
+
+    #[test]
+    fn names_and_bytes_lie_where_the_kernel_puts_them() {
+        let rename = Rename2In {
+            new_dir: 9,
+            flags: 1,
+            padding: 0,
+        };
+        let bytes = message(opcode::RENAME2, &[rename.as_bytes(), b"old\0new\0"]);
+        let Operation::Rename { from, to, flags } = operation_of(&bytes) else {
+            panic!("another operation");
+        };
+        assert_eq!((from.parent, from.name), (InodeId(7), OsStr::new("old")));
+        assert_eq!((to.parent, to.name), (InodeId(9), OsStr::new("new")));
+        assert_eq!(flags, 1);
+
+        let write = WriteIn {
+            fh: 5,
+            offset: 100,
+            size: 4,
+            write_flags: WRITE_KILL_SUIDGID,
+            ..WriteIn::default()
+        };
+        let bytes = message(opcode::WRITE, &[write.as_bytes(), b"data"]);
+        let Operation::Write(write) = operation_of(&bytes) else {
+            panic!("another operation");
+        };
+        assert_eq!(
+            (write.handle, write.offset, write.data),
+            (HandleId(5), 100, &b"data"[..])
+        );
+        assert!(write.kills_set_id && !write.from_cache);
+
+        let set = SetxattrIn { size: 3, flags: 2 };
+        let bytes = message(opcode::SETXATTR, &[set.as_bytes(), b"user.x\0abc"]);
+        let Operation::Setxattr {
+            name, value, flags, ..
+        } = operation_of(&bytes)
+        else {
+            panic!("another operation");
+        };
+        assert_eq!((name, value, flags), (OsStr::new("user.x"), &b"abc"[..], 2));
+    }
+
+    #[test]
+    fn times_before_1970_are_exact() {
+        let setattr = SetattrIn {
+            valid: valid::MTIME | valid::ATIME | valid::ATIME_NOW | valid::MODE,
+            mtime: -2,
+            mtime_ns: 500_000_000,
+            mode: 0o100_644,
+            ..SetattrIn::default()
+        };
+        let set = attributes_to_set(&setattr);
+        let time = Time {
+            sec: -2,
+            nsec: 500_000_000,
+        };
+        assert_eq!((set.mtime, set.atime), (SetTime::At(time), SetTime::Now));
+        assert_eq!((set.mode, set.size, set.uid), (Some(0o644), None, None));
+    }
+
+    #[test]
+    fn no_message_that_is_cut_or_made_up_panics() {
+        let write = WriteIn {
+            size: 4,
+            ..WriteIn::default()
+        };
+        let whole = message(opcode::WRITE, &[write.as_bytes(), b"data"]);
+        for len in 0..whole.len() {
+            let parsed = parse(&whole[..len]);
+            assert_eq!(parsed.is_none(), len < size_of::<InHeader>());
+            assert!(!matches!(parsed, Some(Message::Request { .. })));
+        }
+        for code in 0..60 {
+            for len in 0..70 {
+                let _ = parse(&message(code, &[&vec![0xff; len]]));
+            }
+        }
+        // More than there are.
+        let batch = BatchForgetIn {
+            count: u32::MAX,
+            padding: 0,
+        };
+        let one = ForgetOne {
+            nodeid: 4,
+            lookups: 2,
+        };
+        let bytes = message(opcode::BATCH_FORGET, &[batch.as_bytes(), one.as_bytes()]);
+        let Some(Message::Forget(forgotten)) = parse(&bytes) else {
+            panic!("another message");
+        };
+        assert_eq!(forgotten.collect::<Vec<_>>(), [(InodeId(4), 2)]);
+    }
+
+    #[test]
+    fn an_offset_that_no_file_has_is_refused() {
+        let read = ReadIn {
+            offset: 1 << 63,
+            ..ReadIn::default()
+        };
+        let bytes = message(opcode::READ, &[read.as_bytes()]);
+        assert!(matches!(
+            parse(&bytes),
+            Some(Message::Invalid { unique: 12 })
+        ));
+    }
+
+    #[test]
+    fn an_init_of_an_older_kernel_is_read_as_far_as_it_goes() {
+        let init = [7u32, 31, 4096, 3];
+        let Some(Message::Init { init, .. }) = parse(&message(opcode::INIT, &[init.as_bytes()]))
+            .map(|message| match message {
+                Message::Init { unique, init } => Message::Init { unique, init },
+                _ => panic!("another message"),
+            })
+        else {
+            panic!("no message");
+        };
+        assert_eq!((init.minor, init.flags, init.flags2), (31, 3, 0));
+    }
+}

@@ -1,0 +1,144 @@
+//! What the mount asks of the kernel at INIT.
+//!
+//! Not asked: the writeback cache (halves throughput, design measurement); remote POSIX and BSD locks (programs of
+//! one host lock in the kernel; locks between hosts are not promised); and O_TRUNC as a part of open. With it the
+//! kernel has a file truncated before it looks whether a program runs from it: ETXTBSY came too late for the program.
+
+use std::io;
+
+use crate::dispatcher::Negotiated;
+use crate::transport::dev_fuse::abi::{self, InitIn, InitOut, init_flags as flag};
+
+/// Larger requests gained nothing on two cores and are clamped unless `fs.fuse.max_pages_limit` is
+/// raised.
+pub(super) const WRITE_BYTES_MAX: u32 = 1 << 20;
+/// Requests of asynchronous callers (pages that are read ahead for mappings, closes, io_uring) that the kernel hands to
+/// firnd at a time. While so many hang, it keeps back all others, also those for other files; so there is no limit of
+/// Firn's own. The kernel's for a mount of another user than root is `max_user_bgreq` of the module fuse.
+const BACKGROUND_MAX: u16 = u16::MAX;
+/// A backing that is itself stacked cannot be passed through, and that is the depth that says so.
+const STACK_DEPTH: u32 = 1;
+
+/// Capabilities that serve every mount, each taken only where the kernel has it.
+const WANTED: [(u64, &str); 10] = [
+    (flag::ASYNC_READ, "async_read"),
+    (flag::DONT_MASK, "dont_mask"),
+    (flag::POSIX_ACL, "posix_acl"),
+    (flag::DO_READDIRPLUS, "readdirplus"),
+    (flag::READDIRPLUS_AUTO, "readdirplus_auto"),
+    (flag::ASYNC_DIO, "async_dio"),
+    (flag::PARALLEL_DIROPS, "parallel_dirops"),
+    (flag::DIRECT_IO_ALLOW_MMAP, "direct_io_allow_mmap"),
+    // Pages of a mapped file are dropped when its times say that another host changed it.
+    (flag::AUTO_INVAL_DATA, "auto_inval_data"),
+    // Id-mapped mounts, Linux 6.12. It needs `default_permissions`, with which Firn always mounts; from then on only
+    // requests that make something say whose it is.
+    (flag::ALLOW_IDMAP, "allow_idmap"),
+];
+
+/// The answer to an INIT, and what both agree on.
+pub(super) fn negotiate(
+    asked: &InitIn,
+    passthrough: bool,
+    page_bytes: u32,
+) -> io::Result<(InitOut, Negotiated)> {
+    if asked.major != abi::MAJOR || asked.minor < abi::MINOR_MIN {
+        let message = format!(
+            "the kernel speaks version {}.{} of the FUSE protocol; Firn needs {}.{} or a later 7.x",
+            asked.major,
+            asked.minor,
+            abi::MAJOR,
+            abi::MINOR_MIN
+        );
+        return Err(io::Error::new(io::ErrorKind::Unsupported, message));
+    }
+    let mut offered = u64::from(asked.flags);
+    if offered & flag::INIT_EXT != 0 {
+        offered |= u64::from(asked.flags2) << 32;
+    }
+    for (_, name) in WANTED.iter().filter(|(flag, _)| offered & flag == 0) {
+        tracing::info!(capability = name, "the kernel does not offer it");
+    }
+    let mut taken = flag::BIG_WRITES | flag::MAX_PAGES | flag::INIT_EXT;
+    taken |= WANTED.iter().map(|(flag, _)| flag).sum::<u64>();
+    if passthrough {
+        taken |= flag::PASSTHROUGH;
+    }
+    taken &= offered;
+    let has = |flag: u64| taken & flag != 0;
+    let answer = InitOut {
+        major: abi::MAJOR,
+        minor: abi::MINOR.min(asked.minor),
+        readahead_bytes_max: asked.readahead_bytes_max.min(WRITE_BYTES_MAX),
+        flags: taken as u32,
+        flags2: (taken >> 32) as u32,
+        background_max: BACKGROUND_MAX,
+        congestion_threshold: BACKGROUND_MAX / 4 * 3,
+        write_bytes_max: WRITE_BYTES_MAX,
+        time_granularity_ns: 1,
+        pages_max: WRITE_BYTES_MAX.div_ceil(page_bytes) as u16,
+        stack_depth_max: if has(flag::PASSTHROUGH) {
+            STACK_DEPTH
+        } else {
+            0
+        },
+        ..InitOut::default()
+    };
+    let negotiated = Negotiated {
+        passthrough: has(flag::PASSTHROUGH),
+        applies_umask: has(flag::DONT_MASK),
+    };
+    Ok((answer, negotiated))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn init(minor: u32, flags: u64) -> InitIn {
+        InitIn {
+            major: 7,
+            minor,
+            readahead_bytes_max: 128 << 10,
+            flags: flags as u32,
+            flags2: (flags >> 32) as u32,
+        }
+    }
+
+    #[test]
+    fn nothing_is_taken_that_the_kernel_does_not_offer() {
+        let (answer, negotiated) = negotiate(&init(31, flag::ASYNC_READ), true, 4096).unwrap();
+        assert_eq!(
+            u64::from(answer.flags) | u64::from(answer.flags2) << 32,
+            flag::ASYNC_READ
+        );
+        assert!(!negotiated.passthrough && !negotiated.applies_umask);
+        assert_eq!(answer.stack_depth_max, 0);
+        assert_eq!((answer.minor, answer.readahead_bytes_max), (31, 128 << 10));
+    }
+
+    #[test]
+    fn the_second_word_of_flags_counts_only_where_the_kernel_says_so() {
+        let flags = flag::ALLOW_IDMAP | flag::PASSTHROUGH | flag::DONT_MASK;
+        let (answer, _) = negotiate(&init(45, flags), true, 4096).unwrap();
+        assert_eq!(answer.flags2, 0);
+        let (answer, negotiated) =
+            negotiate(&init(45, flags | flag::INIT_EXT), true, 4096).unwrap();
+        assert_eq!(
+            u64::from(answer.flags2) << 32,
+            flag::ALLOW_IDMAP | flag::PASSTHROUGH
+        );
+        assert!(negotiated.passthrough && negotiated.applies_umask);
+        assert_eq!((answer.stack_depth_max, answer.minor), (1, 41));
+        let (_, negotiated) = negotiate(&init(45, flags | flag::INIT_EXT), false, 4096).unwrap();
+        assert!(!negotiated.passthrough);
+    }
+
+    #[test]
+    fn a_kernel_that_is_too_old_is_named() {
+        let error = negotiate(&init(22, 0), false, 4096).unwrap_err();
+        assert!(error.to_string().contains("7.22"), "{error}");
+        let (answer, _) = negotiate(&init(45, 0), false, 64 << 10).unwrap();
+        assert_eq!(answer.pages_max, 16);
+    }
+}

@@ -1,0 +1,315 @@
+//! Answers as the kernel reads them.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use firn_backing::{Attr, Errno, Kind, StatFs, Time};
+use zerocopy::IntoBytes;
+
+use crate::reply::{self, Answer, Attributes, HandleMode, ListedEntry};
+use crate::transport::dev_fuse::abi::{
+    self, AttrOut, DIRENT_ALIGN, Dirent, EntryOut, GetxattrOut, IoctlOut, LseekOut, OpenOut,
+    StatfsOut, WriteOut, open_flags,
+};
+use crate::transport::dev_fuse::connection::{BackingId, Connection};
+use crate::unanswered::EarlyAnswer;
+
+/// Largest errno that the kernel takes from a FUSE server; above it are the kernel's own
+/// (fs/fuse/dev.c refuses them, and the caller would wait for ever).
+const ERRNO_MAX: i32 = 511;
+/// Inodes have numbers that are not used again while the kernel knows them, so generations are not needed.
+const GENERATION: u64 = 0;
+
+/// The errno of an answer. Total: whatever comes in, the kernel accepts what goes out.
+///
+/// `ENOSYS` would make the kernel drop the whole operation for the life of the mount, although only
+/// this object's file system lacks it: programs get `EOPNOTSUPP`, from which they fall back too.
+///
+/// `EMFILE` is about firnd's table of descriptors, and a program would take it for its own.
+fn errno_to_send(error: Errno) -> i32 {
+    match error.raw_os_error() {
+        libc::ENOSYS => libc::EOPNOTSUPP,
+        libc::EMFILE => libc::ENFILE,
+        raw @ 1..=ERRNO_MAX => raw,
+        _ => libc::EIO,
+    }
+}
+
+/// Where the one answer to a request goes.
+pub(crate) struct Responder {
+    connection: Arc<Connection>,
+    unique: u64,
+    /// Entries so far, and the room for them.
+    listing: Vec<u8>,
+    listing_bytes_max: usize,
+}
+
+impl Responder {
+    pub(super) fn new(connection: &Arc<Connection>, unique: u64, listing_bytes_max: usize) -> Self {
+        Self {
+            connection: Arc::clone(connection),
+            unique,
+            listing: Vec::new(),
+            listing_bytes_max,
+        }
+    }
+
+    fn answer(&self, payload: &[&[u8]]) {
+        self.connection.answer(self.unique, 0, payload);
+    }
+
+    /// Adds an entry, after what readdirplus has before it; false: there is no room.
+    fn push_entry(&mut self, before: &[u8], entry: &ListedEntry<'_>) -> bool {
+        let name = entry.name.as_bytes();
+        let len = before.len() + size_of::<Dirent>() + name.len();
+        let padded = len.next_multiple_of(DIRENT_ALIGN);
+        if self.listing.len() + padded > self.listing_bytes_max {
+            return false;
+        }
+        if self.listing.capacity() == 0 {
+            self.listing.reserve_exact(self.listing_bytes_max);
+        }
+        let dirent = Dirent {
+            ino: entry.ino,
+            offset: entry.cookie as u64,
+            name_len: name.len() as u32,
+            kind: file_type(entry.kind.unwrap_or(Kind::File)) >> 12,
+        };
+        self.listing.extend_from_slice(before);
+        self.listing.extend_from_slice(dirent.as_bytes());
+        self.listing.extend_from_slice(name);
+        self.listing.resize(self.listing.len() + (padded - len), 0);
+        true
+    }
+}
+
+impl reply::Responder for Responder {
+    type BackingId = BackingId;
+
+    fn send(self, answer: Answer<'_, BackingId>) {
+        match answer {
+            Answer::Done => self.answer(&[]),
+            Answer::Attributes(of) => self.answer(&[attr_out(&of).as_bytes()]),
+            Answer::Entry(of) => self.answer(&[entry_out(&of).as_bytes()]),
+            Answer::Opened { handle, mode } => {
+                self.answer(&[open_out(handle.0, &mode).as_bytes()]);
+            }
+            Answer::Created {
+                entry,
+                handle,
+                mode,
+            } => self.answer(&[
+                entry_out(&entry).as_bytes(),
+                open_out(handle.0, &mode).as_bytes(),
+            ]),
+            Answer::Data(data) => self.answer(&[data]),
+            Answer::Size(size) => self.answer(&[GetxattrOut { size, padding: 0 }.as_bytes()]),
+            Answer::Written(size) => self.answer(&[WriteOut { size, padding: 0 }.as_bytes()]),
+            Answer::Position(offset) => self.answer(&[LseekOut { offset }.as_bytes()]),
+            Answer::FileSystem(figures) => self.answer(&[statfs_out(figures).as_bytes()]),
+            Answer::Ioctl(data) => self.answer(&[IoctlOut::default().as_bytes(), data]),
+            Answer::Listed => self.answer(&[&self.listing]),
+        }
+    }
+
+    fn refuse(self, error: Errno) {
+        self.connection
+            .answer(self.unique, errno_to_send(error), &[]);
+    }
+
+    fn add_entry(&mut self, entry: &ListedEntry<'_>) -> bool {
+        self.push_entry(&[], entry)
+    }
+
+    fn add_entry_plus(&mut self, entry: &ListedEntry<'_>, attributes: &Attributes) -> bool {
+        // The directory may not know what the entry is, as where files lie in lanes; who looked it up does.
+        let entry = ListedEntry {
+            ino: attributes.inode.0,
+            kind: Some(attributes.attr.kind),
+            ..*entry
+        };
+        self.push_entry(entry_out(attributes).as_bytes(), &entry)
+    }
+
+    fn early_answer(&self) -> Arc<dyn EarlyAnswer> {
+        Arc::<Connection>::clone(&self.connection)
+    }
+
+    fn register_backing(&self, file: OwnedFd) -> io::Result<BackingId> {
+        self.connection.register_backing(&file)
+    }
+}
+
+fn file_type(kind: Kind) -> u32 {
+    match kind {
+        Kind::File => libc::S_IFREG,
+        Kind::Dir => libc::S_IFDIR,
+        Kind::Symlink => libc::S_IFLNK,
+        Kind::Fifo => libc::S_IFIFO,
+        Kind::Socket => libc::S_IFSOCK,
+        Kind::CharDevice => libc::S_IFCHR,
+        Kind::BlockDevice => libc::S_IFBLK,
+    }
+}
+
+/// Attributes of the object that the kernel knows by `number`.
+fn attr(number: u64, attr: &Attr) -> abi::Attr {
+    // Nanoseconds count forwards from the second, before 1970 too.
+    let Time {
+        sec: atime,
+        nsec: atime_ns,
+    } = attr.atime;
+    let Time {
+        sec: mtime,
+        nsec: mtime_ns,
+    } = attr.mtime;
+    let Time {
+        sec: ctime,
+        nsec: ctime_ns,
+    } = attr.ctime;
+    abi::Attr {
+        ino: number,
+        size: attr.size,
+        blocks: attr.blocks,
+        atime,
+        mtime,
+        ctime,
+        atime_ns,
+        mtime_ns,
+        ctime_ns,
+        mode: file_type(attr.kind) | attr.mode & 0o7777,
+        nlink: attr.nlink,
+        uid: attr.uid,
+        gid: attr.gid,
+        // The kernel's 32-bit encoding is the low half of the C library's, for all majors below 2^12.
+        rdev: attr.rdev as u32,
+        block_bytes: attr.blksize,
+        flags: 0,
+    }
+}
+
+fn attr_out(of: &Attributes) -> AttrOut {
+    AttrOut {
+        valid_s: of.ttl.as_secs(),
+        valid_ns: of.ttl.subsec_nanos(),
+        padding: 0,
+        attr: attr(of.inode.0, &of.attr),
+    }
+}
+
+fn entry_out(of: &Attributes) -> EntryOut {
+    let ttl: Duration = of.ttl;
+    EntryOut {
+        nodeid: of.inode.0,
+        generation: GENERATION,
+        entry_valid_s: ttl.as_secs(),
+        attr_valid_s: ttl.as_secs(),
+        entry_valid_ns: ttl.subsec_nanos(),
+        attr_valid_ns: ttl.subsec_nanos(),
+        attr: attr(of.inode.0, &of.attr),
+    }
+}
+
+fn open_out(fh: u64, mode: &HandleMode<BackingId>) -> OpenOut {
+    let (open_flags, backing_id) = match mode {
+        HandleMode::Direct => (
+            open_flags::DIRECT_IO | open_flags::PARALLEL_DIRECT_WRITES,
+            0,
+        ),
+        HandleMode::CachedKeep => (open_flags::KEEP_CACHE, 0),
+        HandleMode::Cached => (0, 0),
+        HandleMode::Passthrough(id) => (open_flags::PASSTHROUGH, id.number()),
+    };
+    OpenOut {
+        fh,
+        open_flags,
+        backing_id,
+    }
+}
+
+fn statfs_out(figures: &StatFs) -> StatfsOut {
+    let block_bytes = figures.block_size as u32;
+    StatfsOut {
+        blocks: figures.blocks,
+        blocks_free: figures.blocks_free,
+        blocks_available: figures.blocks_available,
+        files: figures.files,
+        files_free: figures.files_free,
+        block_bytes,
+        name_max: figures.name_max,
+        fragment_bytes: block_bytes,
+        ..StatfsOut::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_errno_becomes_one_that_the_kernel_accepts() {
+        for raw in 1..4096 {
+            let code = errno_to_send(Errno::from_raw_os_error(raw));
+            assert!((1..=ERRNO_MAX).contains(&code), "{raw} became {code}");
+            assert_ne!(code, libc::ENOSYS);
+        }
+        assert_eq!(errno_to_send(Errno::STALE), libc::ESTALE);
+        assert_eq!(errno_to_send(Errno::DQUOT), libc::EDQUOT);
+        assert_eq!(errno_to_send(Errno::from_raw_os_error(512)), libc::EIO);
+    }
+
+    #[test]
+    fn regression_an_entry_that_was_looked_up_is_of_the_kind_that_was_found() {
+        let device = std::fs::File::open("/dev/null").unwrap();
+        let connection = Connection::new(device.into());
+        let mut responder = Responder::new(&connection, 2, 4096);
+        let entry = ListedEntry {
+            ino: 5,
+            cookie: 1,
+            kind: Some(Kind::File),
+            name: std::ffi::OsStr::new("a"),
+        };
+        let found = Some(Kind::Symlink);
+        let attributes = crate::dispatcher::listing::bare_attributes(7, found, Duration::ZERO);
+        assert!(reply::Responder::add_entry_plus(
+            &mut responder,
+            &entry,
+            &attributes
+        ));
+        let kind = size_of::<EntryOut>() + size_of::<Dirent>() - size_of::<u32>();
+        assert_eq!(u32::from(responder.listing[kind]), libc::S_IFLNK >> 12);
+    }
+
+    #[test]
+    fn entries_are_aligned_and_end_where_there_is_no_room() {
+        let device = std::fs::File::open("/dev/null").unwrap();
+        let connection = Connection::new(device.into());
+        let mut responder = Responder::new(&connection, 2, 64);
+        let entry = |name| ListedEntry {
+            ino: 5,
+            cookie: 1,
+            kind: Some(Kind::Dir),
+            name: std::ffi::OsStr::new(name),
+        };
+        assert!(reply::Responder::add_entry(&mut responder, &entry("a")));
+        assert_eq!(responder.listing.len(), 32);
+        assert_eq!(
+            &responder.listing[16..32],
+            b"\x01\0\0\0\x04\0\0\0a\0\0\0\0\0\0\0"
+        );
+        // Its name alone would fit.
+        assert!(!reply::Responder::add_entry(
+            &mut responder,
+            &entry("ninebytes")
+        ));
+        assert!(reply::Responder::add_entry(
+            &mut responder,
+            &entry("eightbyt")
+        ));
+        assert_eq!(responder.listing.len(), 64);
+        assert!(!reply::Responder::add_entry(&mut responder, &entry("b")));
+    }
+}
