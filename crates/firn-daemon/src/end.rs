@@ -4,7 +4,9 @@
 //! * Nothing acknowledged is dropped unless the client asks for that (`HeldPolicy::Discard`): what cannot be drained stays in
 //!   the arena, and that is said.
 //! * The arena is removed only when the kernel has let go of the mount, and nothing is left in it or it is to be dropped.
-//! * An unmount that is refused (open files, a backing that fails) leaves the mount as it was.
+//! * An unmount that is refused (open files, a backing that fails) leaves the mount as it was. Open files count in
+//!   whatever mount namespace they are.
+//! * Where other mount namespaces have the mount and use nothing of it, it ends for them too, at once.
 
 use std::io;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
@@ -17,12 +19,15 @@ use firn_protocol::{HeldPolicy, Reply};
 
 use crate::attach::Attached;
 use crate::frontend::Frontend;
+use crate::mount_users::name_users;
 use crate::process;
 use crate::store::Store;
 use crate::transactions;
 
 /// How long the kernel may take to let go of a mount that is taken away.
 const LET_GO: Duration = Duration::from_secs(10);
+/// How long files that programs closed may still be known: the kernel tells of the last close afterwards.
+const RELEASE_PATIENCE: Duration = Duration::from_secs(2);
 
 /// How long a forced end waits for a backing that takes nothing: one that is slow goes on, one that never answers
 /// must not keep the mount.
@@ -212,7 +217,7 @@ pub(crate) fn by_signal(
     drop(interruptions);
     take_away(frontend);
     Ending {
-        outcome: let_go(events),
+        outcome: let_go(frontend, events),
         gave_up,
     }
 }
@@ -310,13 +315,16 @@ pub(crate) fn by_request(
         files_left: 0,
         phase: "unmounting".into(),
     });
+    if !force {
+        refuse_users_elsewhere(attached, frontend)?;
+    }
     match frontend.unmount(false) {
-        Ok(()) => {}
+        Ok(()) => end_copies(frontend),
         Err(_) if force => take_away(frontend),
-        Err(error) => return Err(refused(&error)),
+        Err(error) => return Err(refused(&error, frontend)),
     }
     Ok(Ending {
-        outcome: let_go(events),
+        outcome: let_go(frontend, events),
         gave_up,
     })
 }
@@ -330,10 +338,67 @@ fn overtaken() -> Reply {
     }
 }
 
-fn refused(error: &io::Error) -> Reply {
+/// Programs that use a copy of the mount are not in the way of unmount(2), which takes away one mount only.
+fn refuse_users_elsewhere(attached: &Attached, frontend: &Frontend) -> Result<(), Reply> {
+    let deadline = Instant::now() + RELEASE_PATIENCE;
+    loop {
+        let Some(mounts) = frontend.mounts().filter(|mounts| mounts.has_copies()) else {
+            return Ok(());
+        };
+        let users = mounts.users();
+        let open_files = attached.engine.figures().open_files;
+        if users.is_empty() && open_files == 0 {
+            return Ok(());
+        }
+        if Instant::now() >= deadline {
+            let users = if users.is_empty() {
+                format!("programs that cannot be seen from here ({open_files} open files)")
+            } else {
+                name_users(&users)
+            };
+            let copies = mounts.describe_copies();
+            let message = format!(
+                "files of the mount are in use by {users}; it is also mounted at {copies}: end them, or use --force"
+            );
+            return Err(Reply::Error {
+                errno: libc::EBUSY,
+                message,
+            });
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// The mount is out of the tree. Copies of it that did not go with it end for whoever sees them: the kernel would keep
+/// the connection for them, which nobody serves.
+fn end_copies(frontend: &Frontend) {
+    let Some(mounts) = frontend.mounts().filter(|mounts| mounts.has_copies()) else {
+        return;
+    };
+    tracing::info!("the mount ends also at {}", mounts.describe_copies());
+    if let Err(error) = frontend.abort() {
+        tracing::warn!(%error, "cannot end the connection for them");
+        return;
+    }
+    for place in mounts.bound_places() {
+        if let Err(error) = firn_fuse::detach(place, true) {
+            let place = firn_format::quote::quoted_path(place);
+            tracing::warn!(%error, "cannot take away the dead mount at {place}");
+        }
+    }
+}
+
+fn refused(error: &io::Error, frontend: &Frontend) -> Reply {
     let errno = error.raw_os_error().unwrap_or(libc::EIO);
     let message = if errno == libc::EBUSY {
-        "files below the mount point are in use (`fuser -vm MOUNT_POINT` lists the programs): end them, or use --force".into()
+        let users = frontend.mounts().map(|mounts| mounts.users());
+        let users = users.filter(|users| !users.is_empty()).map_or_else(
+            || "in use".to_owned(),
+            |users| format!("in use by {}", name_users(&users)),
+        );
+        format!(
+            "files below the mount point are {users} (`fuser -vm MOUNT_POINT` lists the programs): end them, or use --force"
+        )
     } else {
         format!("cannot unmount: {error}")
     };
@@ -342,7 +407,7 @@ fn refused(error: &io::Error) -> Reply {
 
 fn take_away(frontend: &Frontend) {
     match frontend.unmount(false) {
-        Ok(()) => return,
+        Ok(()) => return end_copies(frontend),
         Err(error) => {
             tracing::warn!(%error, "the mount is in use: programs that use it lose it")
         }
@@ -355,8 +420,23 @@ fn take_away(frontend: &Frontend) {
     }
 }
 
+/// Waits until the kernel lets go of the mount. What still has it after a while, and was not found before, loses it.
+fn let_go(frontend: &Frontend, events: &Receiver<Event>) -> Outcome {
+    if wait_for_end(events) == Outcome::Ended {
+        return Outcome::Ended;
+    }
+    tracing::warn!("somebody who cannot be seen from here still has the mount, and loses it");
+    match frontend.abort() {
+        Ok(()) => wait_for_end(events),
+        Err(error) => {
+            tracing::warn!(%error, "cannot abort the connection: the arena stays");
+            Outcome::Lingering
+        }
+    }
+}
+
 /// Waits for [`Event::Ended`].
-fn let_go(events: &Receiver<Event>) -> Outcome {
+fn wait_for_end(events: &Receiver<Event>) -> Outcome {
     let deadline = Instant::now() + LET_GO;
     while let Some(left) = deadline.checked_duration_since(Instant::now()) {
         match events.recv_timeout(left) {

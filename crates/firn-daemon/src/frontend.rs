@@ -19,6 +19,7 @@ use rustix::mount::{UnmountFlags, unmount};
 
 use crate::end::Event;
 use crate::error::AttachError;
+use crate::mount_users::Mounts;
 use crate::store::Store;
 
 /// How long descriptors of processes that ended may still be known.
@@ -171,6 +172,14 @@ impl Frontend {
             Self::Tree(stubs) => Some(Arc::clone(&stubs.tree)),
         };
         move || tree.map_or(Ok(()), |tree| tree.reconcile())
+    }
+
+    /// Where the file system is mounted, in all namespaces; none of a stub tree, nor where that cannot be told.
+    pub(crate) fn mounts(&self) -> Option<Mounts> {
+        match self {
+            Self::Mount(session) => Some(Mounts::of(session.device()?, session.mount_point())),
+            Self::Tree(_) => None,
+        }
     }
 
     /// Takes it away; EBUSY where programs use it.

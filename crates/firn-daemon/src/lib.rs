@@ -26,6 +26,7 @@ mod logs;
 mod losses;
 mod lost;
 mod mount;
+mod mount_users;
 mod mountinfo;
 mod orphans;
 mod owners;

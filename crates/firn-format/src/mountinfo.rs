@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 /// One mount of any file system.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
+    /// Number of the mount; no other one has it at the same time, in whatever namespace.
+    pub id: u64,
     /// Major and minor number of the file system: what stat(2) gives as the device of its files.
     pub device: (u32, u32),
     /// The directory of that file system which is mounted; `/` unless it is a bind mount.
@@ -45,6 +47,7 @@ fn parse_line(line: &[u8]) -> Option<Entry> {
         .find_map(|option| option.strip_prefix("user_id=")?.parse().ok());
     let (major, minor) = std::str::from_utf8(fields.get(2)?).ok()?.split_once(':')?;
     Some(Entry {
+        id: std::str::from_utf8(fields.first()?).ok()?.parse().ok()?,
         device: (major.parse().ok()?, minor.parse().ok()?),
         root: unescape(fields.get(3)?),
         mount_point: unescape(fields.get(4)?),

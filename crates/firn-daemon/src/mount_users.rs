@@ -1,0 +1,242 @@
+//! Who uses a mount, in whatever mount namespace.
+//!
+//! A mount namespace that is made while a Firn is mounted (a container, `unshare -m`) has a copy of the mount of its own.
+//! Taking the mount away here takes away neither that copy nor the files that programs have open there; the kernel
+//! lets go of the connection only when the last copy is gone. Bind mounts are such copies too.
+//!
+//! What is looked at is /proc, and nothing of it asks the mount itself: descriptors and directories are told by the
+//! number of their mount, mappings by their device. Of processes of other users only root's firnd sees more than that
+//! they are there. A namespace in which no process is has no users.
+
+use std::collections::{HashMap, HashSet};
+use std::fs;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use firn_format::mountinfo;
+use rustix::fs::{Mode, OFlags};
+
+/// More users than these are counted, not named.
+const NAMED_MAX: usize = 5;
+
+/// Mounts of one file system in all namespaces in which processes are.
+pub(crate) struct Mounts {
+    device: (u32, u32),
+    /// Their numbers, which no two mounts have at a time, whatever their namespaces.
+    ids: HashSet<u64>,
+    /// Those that do not go with the mount of this firnd.
+    copies: Vec<Copy>,
+}
+
+/// A mount beside that of this firnd.
+struct Copy {
+    place: PathBuf,
+    /// A process that sees it there.
+    seen_by: u32,
+    /// It is in firnd's own mount namespace.
+    is_bound: bool,
+}
+
+/// A process that uses a mount.
+pub(crate) struct User {
+    pid: u32,
+    command: String,
+}
+
+impl Mounts {
+    /// Looks for the mounts of `device`, which this firnd has mounted at `mount_point`.
+    pub(crate) fn of(device: (u32, u32), mount_point: &Path) -> Self {
+        let mut mounts = Self {
+            device,
+            ids: HashSet::new(),
+            copies: Vec::new(),
+        };
+        let own = namespace("self");
+        // One process of each namespace tells of all mounts in it.
+        let seen_by = processes().filter_map(|pid| Some((namespace(&pid.to_string())?, pid)));
+        let namespaces: HashMap<PathBuf, u32> = seen_by.collect();
+        for (namespace, pid) in namespaces {
+            let table = fs::read(format!("/proc/{pid}/mountinfo")).unwrap_or_default();
+            let entries = mountinfo::parse(&table);
+            let found = entries.iter().filter(|entry| entry.device == device);
+            let top = mountinfo::on_top(&entries, mount_point).map(|entry| entry.id);
+            for entry in found {
+                mounts.ids.insert(entry.id);
+                let is_bound = Some(&namespace) == own.as_ref();
+                if !(is_bound && Some(entry.id) == top) {
+                    mounts.copies.push(Copy {
+                        place: entry.mount_point.clone(),
+                        seen_by: pid,
+                        is_bound,
+                    });
+                }
+            }
+        }
+        mounts
+    }
+
+    /// Whether there are any but that of this firnd.
+    pub(crate) fn has_copies(&self) -> bool {
+        !self.copies.is_empty()
+    }
+
+    /// Where one of the copies is, in words.
+    pub(crate) fn describe_copies(&self) -> String {
+        let first = &self.copies[0];
+        let place = firn_format::quote::quoted_path(&first.place);
+        let others = match self.copies.len() - 1 {
+            0 => String::new(),
+            others => format!(", and {others} more"),
+        };
+        match first.is_bound {
+            true => format!("{place}{others}"),
+            false => format!(
+                "{place} in the mount namespace of process {}{others}",
+                first.seen_by
+            ),
+        }
+    }
+
+    /// Where it is bound in this namespace and lies on top.
+    pub(crate) fn bound_places(&self) -> Vec<&Path> {
+        let entries = mountinfo::parse(&fs::read("/proc/self/mountinfo").unwrap_or_default());
+        let is_on_top = |place: &Path| {
+            mountinfo::on_top(&entries, place).is_some_and(|top| top.device == self.device)
+        };
+        let bound = self.copies.iter().filter(|copy| copy.is_bound);
+        bound
+            .map(|copy| copy.place.as_path())
+            .filter(|place| is_on_top(place))
+            .collect()
+    }
+
+    /// The processes that use one of them.
+    pub(crate) fn users(&self) -> Vec<User> {
+        let own = std::process::id();
+        let others = processes().filter(|pid| *pid != own);
+        others
+            .filter(|pid| self.is_user(*pid))
+            .map(|pid| User {
+                pid,
+                command: fs::read_to_string(format!("/proc/{pid}/comm"))
+                    .unwrap_or_default()
+                    .trim_end()
+                    .to_owned(),
+            })
+            .collect()
+    }
+
+    fn is_user(&self, pid: u32) -> bool {
+        let process = PathBuf::from(format!("/proc/{pid}"));
+        self.has_open_files(&process) || self.is_in(&process) || self.maps(&process)
+    }
+
+    fn has_open_files(&self, process: &Path) -> bool {
+        let Ok(descriptors) = fs::read_dir(process.join("fdinfo")) else {
+            return false;
+        };
+        descriptors
+            .flatten()
+            .any(|descriptor| self.is_mount_of(&descriptor.path()))
+    }
+
+    /// Whether it is the process's current directory or its root.
+    fn is_in(&self, process: &Path) -> bool {
+        ["cwd", "root"].iter().any(|link| {
+            let path = process.join(link);
+            let flags = OFlags::PATH | OFlags::CLOEXEC;
+            let place: Result<OwnedFd, _> = rustix::fs::open(path, flags, Mode::empty());
+            place.is_ok_and(|place| {
+                self.is_mount_of(Path::new(&format!(
+                    "/proc/self/fdinfo/{}",
+                    place.as_raw_fd()
+                )))
+            })
+        })
+    }
+
+    /// What fdinfo tells of a descriptor (proc(5)).
+    fn is_mount_of(&self, fdinfo: &Path) -> bool {
+        let text = fs::read_to_string(fdinfo).unwrap_or_default();
+        let id = text.lines().find_map(|line| line.strip_prefix("mnt_id:"));
+        id.and_then(|id| id.trim().parse().ok())
+            .is_some_and(|id| self.ids.contains(&id))
+    }
+
+    fn maps(&self, process: &Path) -> bool {
+        let maps = fs::read(process.join("maps")).unwrap_or_default();
+        let mut lines = maps.split(|byte| *byte == b'\n');
+        lines.any(|line| mapped_device(line) == Some(self.device))
+    }
+}
+
+/// The device of a line of /proc/PID/maps: the fourth field, in hexadecimal.
+fn mapped_device(line: &[u8]) -> Option<(u32, u32)> {
+    let mut fields = line.split(|byte| *byte == b' ');
+    let (major, minor) = std::str::from_utf8(fields.nth(3)?).ok()?.split_once(':')?;
+    Some((
+        u32::from_str_radix(major, 16).ok()?,
+        u32::from_str_radix(minor, 16).ok()?,
+    ))
+}
+
+/// Names users for a person: `process 12 (python3), process 13 (bash)`.
+pub(crate) fn name_users(users: &[User]) -> String {
+    let named = users.iter().take(NAMED_MAX);
+    let mut words: Vec<_> = named
+        .map(|user| {
+            let command = firn_format::quote::quoted_path(Path::new(&user.command));
+            format!("process {} ({command})", user.pid)
+        })
+        .collect();
+    if users.len() > NAMED_MAX {
+        words.push(format!("{} more", users.len() - NAMED_MAX));
+    }
+    words.join(", ")
+}
+
+/// All processes that can be seen.
+fn processes() -> impl Iterator<Item = u32> {
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+}
+
+/// The mount namespace of a process.
+fn namespace(process: &str) -> Option<PathBuf> {
+    fs::read_link(format!("/proc/{process}/ns/mnt")).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mapping_tells_its_device_in_hexadecimal() {
+        let line = b"7f0000000000-7f0000001000 r--p 00000000 00:4f 12                 /mnt/a file";
+        assert_eq!(mapped_device(line), Some((0, 0x4f)));
+        assert_eq!(mapped_device(b""), None);
+    }
+
+    #[test]
+    fn a_process_that_is_in_a_mount_uses_it_and_many_are_counted() {
+        let entries = mountinfo::parse(&fs::read("/proc/self/mountinfo").unwrap());
+        let here = std::env::current_dir().unwrap();
+        let mount = mountinfo::holding(&entries, &here).unwrap();
+        let mounts = Mounts::of(mount.device, &mount.mount_point);
+        assert!(mounts.ids.contains(&mount.id));
+        assert!(mounts.is_user(std::process::id()));
+        let nowhere = Mounts {
+            device: (0, 0),
+            ids: HashSet::new(),
+            copies: Vec::new(),
+        };
+        // Anonymous memory has the device 0:0.
+        assert!(!nowhere.has_copies() && !nowhere.is_in(Path::new("/proc/self")));
+        let user = |pid| User {
+            pid,
+            command: "x".into(),
+        };
+        let many: Vec<_> = (1..9).map(user).collect();
+        assert!(name_users(&many).ends_with("process 5 (x), 3 more"));
+    }
+}
