@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use firn_tests::fsops::{assert_same_bytes, read};
 use firn_tests::mount::SMALL;
+use firn_tests::preloaded::compile;
 use firn_tests::random::bytes;
 use firn_tests::tree::{assert_same, snapshot};
 use firn_tests::{FirnMount, Sandbox, run, wait_until};
@@ -205,6 +206,27 @@ fn dd_of_odd_sizes_arrives_byte_for_byte() {
     for size in ["777", "4097", "65535", "1000003"] {
         assert_same_bytes(size, &read(&backing.join(format!("by{size}"))), &data);
     }
+}
+
+/// Proves S-write-13.
+#[test]
+fn regression_io_uring_reads_and_writes_every_byte_and_moves_the_offset() {
+    const NO_IO_URING: i32 = 77;
+    let sandbox = Sandbox::new("uring");
+    let program = compile("cc", "uring.c", sandbox.path());
+    let plain = sandbox.join("plain");
+    let expected = run(Command::new(&program).arg(&plain));
+    if expected.code == NO_IO_URING {
+        println!("this machine has no io_uring");
+        return;
+    }
+    let mount = FirnMount::new(&sandbox, SMALL);
+    let found = run(Command::new(&program).arg(mount.join("file")));
+    assert_eq!((found.code, found.stdout), (0, expected.ok().stdout));
+    let data = read(&plain);
+    assert_same_bytes("io_uring", &read(&mount.join("file")), &data);
+    let backing = mount.umount();
+    assert_same_bytes("io_uring, drained", &read(&backing.join("file")), &data);
 }
 
 #[test]

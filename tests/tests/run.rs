@@ -50,6 +50,21 @@ fn without_a_backing_nothing_outlives_success() {
     assert_eq!(left(&sandbox), Vec::<PathBuf>::new());
 }
 
+/// Proves S-write-14.
+#[test]
+fn libuv_does_not_use_io_uring_unless_the_user_says_so() {
+    let sandbox = Sandbox::new("runuv");
+    let script = "echo $UV_USE_IO_URING";
+    for (set, expected) in [(None, "0\n"), (Some("1"), "1\n")] {
+        let mut command = firn_run(&sandbox, &[], script);
+        command.env_remove("UV_USE_IO_URING");
+        if let Some(set) = set {
+            command.env("UV_USE_IO_URING", set);
+        }
+        assert_eq!(run(&mut command).ok().stdout, expected);
+    }
+}
+
 /// Proves S-prune-1.
 #[test]
 fn old_checkpoints_of_a_job_go_while_it_runs() {

@@ -417,6 +417,9 @@ fn library() -> Option<PathBuf> {
     found
 }
 
+/// Whether libuv, and with it Node, uses io_uring; some versions do unless it is `0`.
+const LIBUV_USES_IO_URING: &str = "UV_USE_IO_URING";
+
 /// Runs the command to its end and passes signals on.
 fn carry_out(
     command: &[OsString],
@@ -426,6 +429,10 @@ fn carry_out(
     let (program, args) = command.split_first().expect("clap demands one");
     let mut process = Process::new(program);
     process.args(args).env("FIRN_PREFIX", &place.prefix);
+    // The preload library sees no io_uring: Node would write into stubs, and on a mount through the kernel's cache.
+    if std::env::var_os(LIBUV_USES_IO_URING).is_none() {
+        process.env(LIBUV_USES_IO_URING, "0");
+    }
     if let Some(library) = preload {
         process.env(
             "LD_PRELOAD",
