@@ -397,7 +397,7 @@ fn regression_a_process_that_exits_waits_for_no_drain_that_stands_still() {
     hung.assert_kept(&[program]);
 }
 
-/// Proves S-kill-1.
+/// Proves S-kill-1, S-kill-7.
 #[test]
 fn regression_a_program_in_a_call_of_the_backing_that_hangs_can_be_killed() {
     let sandbox = Sandbox::new("killedcalls");

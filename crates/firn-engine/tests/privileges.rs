@@ -43,6 +43,34 @@ impl Principal for User {
 
 const USER: User = User { group: 7 };
 
+/// A process that was killed while the backing was asked.
+struct Gone;
+
+impl Principal for Gone {
+    fn has_cap_fsetid(&self) -> bool {
+        false
+    }
+    fn is_in_group(&self, _: u32) -> bool {
+        false
+    }
+    fn has_left(&self) -> bool {
+        true
+    }
+}
+
+/// Proves S-kill-7.
+#[test]
+fn bytes_of_a_process_that_left_while_the_backing_was_asked_are_not_written() {
+    let world = World::new();
+    let (inode, made) = create(&world, "file");
+    world.drain_all();
+    world.engine.release(made);
+    let again = world.engine.open(inode, O_RDWR).expect("open").handle;
+    let written = world.engine.write(again, 0, b"late", Some(&Gone));
+    assert_eq!(written.unwrap_err(), Errno::INTR);
+    assert_eq!(world.engine.held_bytes(), 0);
+}
+
 fn create(world: &World, name: &str) -> (InodeId, HandleId) {
     let (entry, opened) = world
         .engine
