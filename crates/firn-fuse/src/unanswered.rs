@@ -336,11 +336,10 @@ mod tests {
         }
     }
 
-    fn table() -> (
-        Arc<Unanswered>,
-        Arc<dyn EarlyAnswer>,
-        mpsc::Receiver<(u64, Option<Errno>)>,
-    ) {
+    /// Early answers, by request.
+    type Answers = mpsc::Receiver<(u64, Option<Errno>)>;
+
+    fn table() -> (Arc<Unanswered>, Arc<dyn EarlyAnswer>, Answers) {
         let (tell, told) = mpsc::channel();
         (Unanswered::new(|| 0), Arc::new(Told(tell)), told)
     }
