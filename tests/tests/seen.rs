@@ -24,6 +24,15 @@ fn lines(sandbox: &Sandbox, words: &[&str]) -> usize {
         .count()
 }
 
+/// Proves S-seen-6.
+#[test]
+fn the_process_that_serves_a_mount_is_called_firnd() {
+    let sandbox = Sandbox::new("seen-name");
+    let mount = FirnMount::new(&sandbox, SMALL);
+    let name = fs::read_to_string(format!("/proc/{}/comm", mount.pid())).expect("its name");
+    assert_eq!(name, "firnd\n");
+}
+
 /// Takes a directory away that is not empty, which the kernel leaves to the file system.
 fn fail_to_remove(mount: &FirnMount<'_>, times: usize) {
     fs::create_dir(mount.join("full")).expect("mkdir");

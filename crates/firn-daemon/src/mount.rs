@@ -50,6 +50,8 @@ pub fn mount_with_notices(
 
 /// The main function of firnd: the request comes on stdin, stdout is the pipe to `firn mount`.
 pub fn firnd_main() -> ExitCode {
+    // For ps, top and pgrep: the kernel named the process after the link that it was started by.
+    let _ = rustix::thread::set_name(c"firnd");
     // A Ctrl-C for the terminal's programs is none for the mount. Fails for a group leader, who has
     // no terminal to lose.
     let _ = rustix::process::setsid();
