@@ -29,8 +29,10 @@ use rustix::fs::{
 };
 use rustix::mm::MapFlags;
 
-/// What others have closed is seen at once.
-const OPTIONS: &str = "arena-size=64M,chunk-size=4M,attr-timeout=0,layout=log";
+/// As users have them.
+const OPTIONS: &str = "arena-size=64M,chunk-size=4M,layout=log";
+/// For tests of those who look again and again without opening or syncing: what they see may be so old.
+const SHORT: &str = "attr-timeout=200ms";
 /// Bytes of one record: neighbours are another host's.
 const RECORD: usize = 4097;
 /// Longer than a host takes for what is left to do after a close.
@@ -234,9 +236,9 @@ fn a_file_of_several_hosts_is_an_ordinary_file_when_all_have_closed_it() {
         last.sync_all().expect("sync");
         // Every host sees all bytes, and nobody else does.
         for mount in &mounts {
+            assert_same(&mount.join("shared"), &expected);
             let len = fs::metadata(mount.join("shared")).expect("stat").len();
             assert_eq!(len, expected.len() as u64);
-            assert_same(&mount.join("shared"), &expected);
         }
         assert_eq!(
             fs::metadata(cluster.plain("shared")).expect("stat").len(),
@@ -355,18 +357,27 @@ impl Readers {
         }
     }
 
+    /// Each comes to see it, `attr-timeout` after it was made known.
     #[track_caller]
     fn assert_see(&self, expected: &[u8]) {
-        for file in self.files.iter().chain(&self.uncached) {
-            assert!(read_at(file, 0, expected.len()) == expected);
+        wait_until("open readers see what is new", LIMIT, || self.see(expected));
+    }
+
+    fn see(&self, expected: &[u8]) -> bool {
+        let is_read = |file: &File| {
             let len = file.metadata().expect("fstat").len();
-            assert_eq!(len, expected.len() as u64);
-        }
-        for (path, map) in self.paths.iter().zip(&self.maps) {
+            // One more byte than there is to be.
+            let mut found = vec![0; expected.len() + 1];
+            let count = file.read_at(&mut found, 0).expect("read");
+            len == expected.len() as u64 && found[..count] == *expected
+        };
+        let is_mapped = |(path, map): (&PathBuf, &Mapping)| {
             // Who asks for attributes has mappings see what is new, too.
-            fs::metadata(path).expect("stat");
-            assert!(map.read(0, expected.len()) == expected);
-        }
+            let len = fs::metadata(path).expect("stat").len();
+            len == expected.len() as u64 && map.read(0, expected.len()) == expected
+        };
+        let mut files = self.files.iter().chain(&self.uncached);
+        files.all(is_read) && self.paths.iter().zip(&self.maps).all(is_mapped)
     }
 }
 
@@ -375,7 +386,7 @@ impl Readers {
 #[test]
 fn an_open_reader_sees_what_other_hosts_write() {
     let cluster = Hosts::new("readers", 2);
-    let mounts = cluster.mounts("");
+    let mounts = cluster.mounts(SHORT);
     let mut expected: Vec<u8> = (0..300_000).map(|at| (at / 1000) as u8).collect();
     fs::write(mounts[0].join("file"), &expected).expect("write");
     cluster.wait_until_clean();
@@ -414,7 +425,7 @@ fn an_open_reader_sees_what_other_hosts_write() {
 #[test]
 fn open_readers_agree_on_what_hosts_wrote_at_the_same_time() {
     let cluster = Hosts::new("agree", 2);
-    let mounts = cluster.mounts("");
+    let mounts = cluster.mounts(SHORT);
     let mut winners = BTreeSet::new();
     for (name, first, second) in [("one", 0, 1), ("other", 1, 0)] {
         fs::write(mounts[0].join(name), [0; 9000]).expect("write");
@@ -485,7 +496,7 @@ fn other_hosts_rename_link_cut_and_remove_what_is_being_written() {
         assert_same(&here.join("link"), b"0123\0\0xyend");
         // Emptied at its open.
         drop(File::create(there.join("link")).expect("O_TRUNC"));
-        assert_eq!(fs::metadata(here.join("link")).expect("stat").len(), 0);
+        assert_same(&here.join("link"), b"");
         file.sync_all().expect("sync");
         file.write_all_at(b"new", 0).expect("write");
         drop((file, other));
@@ -578,7 +589,7 @@ fn a_mount_without_the_layout_has_logged_files_as_they_are() {
         let mount = plain("ro");
         assert_same(&mount.join("file"), &record(3));
         mount.umount();
-        let mount = plain("attr-timeout=0,close=held,drain-age=10min,flatten=off");
+        let mount = plain("close=held,drain-age=10min,flatten=off");
         assert_same(&mount.join("file"), &record(3));
         let file = create(&mount, "file");
         file.write_all_at(b"changed", 100).expect("write");
@@ -917,11 +928,7 @@ fn logs_in_a_lane_that_is_missing_wait_for_it() {
     let away = cluster.shared.join("away");
     fs::rename(&cluster.lanes[1], &away).expect("rename");
     // Without the options: what the backing says is enough.
-    let mount = FirnMount::over(
-        &cluster.hosts[0],
-        &cluster.backing(),
-        "attr-timeout=0,flatten=off",
-    );
+    let mount = FirnMount::over(&cluster.hosts[0], &cluster.backing(), "flatten=off");
     let read = fs::read(mount.join("shared")).map_err(|error| error.raw_os_error());
     assert_eq!(read, Err(Some(libc::EIO)));
     let args = [Path::new("flatten"), Path::new("--all"), mount.path()];

@@ -169,7 +169,7 @@ fn hosts_write_one_file_to_logs_on_different_servers() {
     ];
     // In this network namespace: MooseFS's tools talk to the master.
     let hosts = ["n0", "n1"].map(|host| Sandbox::new(&format!("moosefs-{host}")));
-    let options = format!("{OPTIONS},layout=log,flatten=demand,attr-timeout=0");
+    let options = format!("{OPTIONS},layout=log,flatten=demand");
     let mut mounts = Vec::new();
     for (number, host) in hosts.iter().enumerate() {
         let options = format!("{options},host=n{number}");

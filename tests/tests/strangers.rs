@@ -110,6 +110,8 @@ fn forge_tree(file: &Path, socket: &Path, backing: &Path) {
         device_minor: rustix::fs::minor(device),
         whole_device: 1,
         pid: 1,
+        refuses_locks: 0,
+        unused: 0,
         arena: [7; 16],
         socket: place,
         prefix: path_bytes(Path::new("/dev/shm")).expect("short"),

@@ -26,12 +26,13 @@ use rustix::fs::{
 
 use crate::unsynced::{self, Key, Place, Tracked, Unsynced, path_of_entry};
 use crate::{
-    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, LaneIndex, LockMode, RenameFlags, Result,
-    Seek, SetTime, StatFs, SyncWay,
+    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, LaneIndex, LockMode, LockRange,
+    RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
 };
 
 mod attr;
 mod devices;
+mod lock;
 mod make;
 mod owner;
 mod proc;
@@ -704,6 +705,25 @@ impl Backing for DirBacking {
             Err(Errno::WOULDBLOCK) => Ok(false),
             Err(errno) => Err(errno),
         }
+    }
+
+    fn lock_range(
+        &self,
+        file: &Self::File,
+        range: LockRange,
+        mode: Option<LockMode>,
+    ) -> Result<bool> {
+        match lock::call(file.fd.as_fd(), libc::F_SETLK, range, mode) {
+            Ok(_) => Ok(true),
+            // POSIX allows either.
+            Err(Errno::AGAIN | Errno::ACCESS) => Ok(false),
+            Err(errno) => Err(errno),
+        }
+    }
+
+    fn is_range_locked(&self, file: &Self::File, range: LockRange, mode: LockMode) -> Result<bool> {
+        let found = lock::call(file.fd.as_fd(), libc::F_GETLK, range, Some(mode))?;
+        Ok(found.l_type != libc::F_UNLCK as i16)
     }
 
     fn fd<'a>(&self, file: &'a Self::File) -> Option<BorrowedFd<'a>> {

@@ -244,6 +244,29 @@ pub trait Backing: Send + Sync + 'static {
     fn try_lock(&self, _file: &Self::File, _mode: LockMode) -> Result<bool> {
         Err(Errno::OPNOTSUPP)
     }
+    /// fcntl(2) with `F_SETLK`: this process has the range locked from now on as `mode` says, or, without a mode, not at
+    /// all. False where another process is in the way; what this one has locked stays as it was. All locks that a process
+    /// has of a file end when it closes any open file of it, and when it ends: so who locks ranges of a file has it open
+    /// once. To lock exclusively needs a file that is open for writing, to share it one that is open for reading.
+    ///
+    /// Locks of [`Backing::try_lock`] and these do not know of each other.
+    fn lock_range(
+        &self,
+        _file: &Self::File,
+        _range: LockRange,
+        _mode: Option<LockMode>,
+    ) -> Result<bool> {
+        Err(Errno::OPNOTSUPP)
+    }
+    /// fcntl(2) with `F_GETLK`: whether another process has locked bytes of the range so that this one cannot lock them.
+    fn is_range_locked(
+        &self,
+        _file: &Self::File,
+        _range: LockRange,
+        _mode: LockMode,
+    ) -> Result<bool> {
+        Err(Errno::OPNOTSUPP)
+    }
     /// The descriptor, for kernel passthrough; `None` where there is none.
     fn fd<'a>(&self, file: &'a Self::File) -> Option<BorrowedFd<'a>>;
 

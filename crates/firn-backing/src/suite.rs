@@ -8,8 +8,8 @@ use std::io::IoSlice;
 
 use crate::sim::tree;
 use crate::{
-    Access, Attr, Backing, Caller, DataPart, Errno, Kind, LockMode, RenameFlags, Seek, SetTime,
-    Time,
+    Access, Attr, Backing, Caller, DataPart, Errno, Kind, LockMode, LockRange, RenameFlags, Seek,
+    SetTime, Time,
 };
 
 pub mod differential;
@@ -385,6 +385,47 @@ pub fn run_locks<B: Backing>(b: &B) {
     drop(second);
     assert_eq!(exclusive(&open()), Ok(true));
     assert_eq!(exclusive(&open()), Ok(true));
+}
+
+/// Runs the cases of [`Backing::lock_range`] over an empty backing that has locks, seen by two processes.
+pub fn run_range_locks<B: Backing>(one: &B, two: &B) {
+    use LockMode::{Exclusive, Shared};
+    let (_, first) = file(one, "a", b"");
+    let (inode, _) = two.lookup(&two.root(), os("a")).expect("lookup");
+    let second = two.open(&inode, Access::ReadWrite).expect("open");
+    let range = |first, last| LockRange { first, last };
+    let end = LockRange::LAST;
+    let one_takes = |range, mode| one.lock_range(&first, range, mode).expect("lock");
+    let two_takes = |range, mode| two.lock_range(&second, range, mode).expect("lock");
+    assert!(one_takes(range(10, 19), Some(Exclusive)));
+    assert!(!two_takes(range(19, end), Some(Shared)));
+    assert_eq!(two.is_range_locked(&second, range(0, 10), Shared), Ok(true));
+    assert_eq!(
+        one.is_range_locked(&first, LockRange::WHOLE, Exclusive),
+        Ok(false)
+    );
+    assert!(two_takes(range(0, 9), Some(Exclusive)));
+    assert!(two_takes(range(20, end), Some(Exclusive)));
+    // One that cannot be changed stays as it was.
+    assert!(one_takes(range(12, 13), Some(Shared)));
+    assert!(two_takes(range(12, 13), Some(Shared)));
+    assert!(!one_takes(range(10, 19), Some(Exclusive)));
+    assert!(!two_takes(range(11, 11), Some(Shared)));
+    assert!(!two_takes(range(13, 13), Some(Exclusive)));
+    // A part is given back.
+    assert!(one_takes(range(14, 16), None));
+    assert!(two_takes(range(14, 16), Some(Exclusive)));
+    assert!(!two_takes(range(16, 17), Some(Exclusive)));
+    assert!(one_takes(LockRange::WHOLE, None));
+    assert!(two_takes(LockRange::WHOLE, Some(Exclusive)));
+    assert!(!one_takes(range(end, end), Some(Shared)));
+    // Another open file of the process takes them away when it is closed.
+    drop(two.open(&inode, Access::Read).expect("open"));
+    assert!(one_takes(LockRange::WHOLE, Some(Exclusive)));
+    let locked = one
+        .try_lock(&first, Exclusive)
+        .and(two.try_lock(&second, Exclusive));
+    assert_eq!(locked, Ok(false), "the other kind of lock");
 }
 
 fn lanes<B: Backing>(b: &B) {

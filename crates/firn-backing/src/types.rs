@@ -279,6 +279,45 @@ pub enum LockMode {
     Shared,
 }
 
+/// Bytes of a file that a lock of a range covers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct LockRange {
+    /// The first one.
+    pub first: u64,
+    /// The last one, at most [`LockRange::LAST`].
+    pub last: u64,
+}
+
+impl LockRange {
+    /// The last byte that a file can have: a range up to it reaches to the end of the file, wherever that comes to be.
+    pub const LAST: u64 = i64::MAX as u64;
+    /// All bytes.
+    pub const WHOLE: Self = Self {
+        first: 0,
+        last: Self::LAST,
+    };
+
+    /// Whether both have a byte.
+    pub fn overlaps(&self, other: &Self) -> bool {
+        self.first <= other.last && other.first <= self.last
+    }
+
+    /// What is left of it without `other`: before and after that.
+    pub fn without(&self, other: &Self) -> impl Iterator<Item = Self> + use<> {
+        let Self { first, last } = *self;
+        let is_apart = !self.overlaps(other);
+        let before = (is_apart || first < other.first).then(|| Self {
+            first,
+            last: if is_apart { last } else { other.first - 1 },
+        });
+        let after = (!is_apart && other.last < last).then(|| Self {
+            first: other.last + 1,
+            last,
+        });
+        before.into_iter().chain(after)
+    }
+}
+
 /// What `seek` looks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Seek {

@@ -54,6 +54,13 @@ fn locks_exclude_each_other_until_their_file_is_dropped() {
     }
 }
 
+/// A directory's locks of ranges take two processes: the system tests have them.
+#[test]
+fn ranges_that_a_process_has_locked_exclude_others() {
+    let one = SimBacking::new();
+    suite::run_range_locks(&one, &one.another_process());
+}
+
 #[test]
 fn the_simulated_backing_does_what_a_real_one_does() {
     if !rustix::process::geteuid().is_root() {

@@ -71,6 +71,7 @@ pub fn mount_discarding(geometry: &Geometry, mount_point: &Path) -> anyhow::Resu
         None,
         AdapterOptions {
             attr_timeout: ATTR_TIMEOUT,
+            name_timeout: ATTR_TIMEOUT,
             passthrough: false,
         },
         Workers::default(),

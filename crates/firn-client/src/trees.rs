@@ -117,6 +117,8 @@ mod tests {
             device_minor: 7,
             whole_device: 1,
             pid: 1,
+            refuses_locks: 0,
+            unused: 0,
             arena: [3; 16],
             socket: [0; 112],
             prefix: path_bytes(Path::new("/dev/shm/p")).unwrap(),

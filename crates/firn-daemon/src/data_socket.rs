@@ -27,6 +27,7 @@ use firn_format::data_socket::{
 };
 use firn_format::geometry::{PAGE, WORDS_BYTES, WORDS_OFFSET};
 use firn_fuse::{Gate, Invalidator};
+use firn_rendezvous::FileLocks;
 use firn_stub::Tree;
 use firn_workers::{Class, Refused, Workers};
 use rustix::fs::Mode;
@@ -69,6 +70,8 @@ struct Shared<B: Backing> {
     /// None without transactions.
     gate: Option<Arc<dyn Gate>>,
     served: Served<B>,
+    /// By which the end of a file is that of all hosts; none where there are no others.
+    file_locks: Option<Arc<FileLocks>>,
     /// Connections now.
     count: Arc<AtomicU64>,
     /// Connections so far.
@@ -88,6 +91,7 @@ impl DataSocket {
         engine: Arc<Engine<B>>,
         gate: Option<Arc<dyn Gate>>,
         served: Served<B>,
+        file_locks: Option<Arc<FileLocks>>,
         count: Arc<AtomicU64>,
         workers: Workers,
     ) -> io::Result<Self> {
@@ -105,6 +109,7 @@ impl DataSocket {
             engine,
             gate,
             served,
+            file_locks,
             count,
             clients: AtomicU64::new(0),
             listener: Arc::clone(&listener),
@@ -279,6 +284,7 @@ fn serve<B: Backing>(
                 let call = stub::Call {
                     tree,
                     engine: &shared.engine,
+                    file_locks: shared.file_locks.as_deref(),
                     client,
                 };
                 match call.answer(op, &request, data.get(..len).unwrap_or_default(), given) {

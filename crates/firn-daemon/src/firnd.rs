@@ -7,12 +7,13 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
 use firn_backing::Backing as _;
-use firn_config::{Drain, Flatten, KernelFlag, Options};
+use firn_config::{Drain, Flatten, KernelFlag, Options, TokenService};
 use firn_engine::Engine;
 use firn_format::quote::quoted_path;
 use firn_fuse::{Adapter, AdapterOptions, Failures, Invalidator, Session, SessionOptions, detach};
 use firn_log::Left;
 use firn_protocol::{HeldPolicy, Reply};
+use firn_rendezvous::FileLocks;
 use firn_stub::Tree;
 use firn_workers::{Class, Workers, spawn_thread};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -26,6 +27,7 @@ use crate::control::Control;
 use crate::data_socket::{DataSocket, Served};
 use crate::end::{self, Client, Ending, Event, Outcome};
 use crate::error::MountError;
+use crate::file_locks;
 use crate::frontend::{Frontend, Stubs, TreeEnd, waiting_tree};
 use crate::lock::{Locks, Sharing};
 use crate::log;
@@ -49,6 +51,8 @@ use crate::transactions;
 const INTERRUPTED: i32 = 130;
 /// How long the last answer to a client may take to leave.
 const LAST_WORD: Duration = Duration::from_secs(2);
+/// How long the end of a mount waits until lock files are removed. What stays harms nobody.
+const LOCKS_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Serves a mount from its first check to its end. `Err` before the mount is usable, or when data
 /// stays behind in the arena.
@@ -117,6 +121,8 @@ struct Mount {
     /// None where no file may lie in a log.
     settler: Option<Settler>,
     flatten: Flatten,
+    /// None where the kernel keeps the locks of programs.
+    file_locks: Option<Arc<FileLocks>>,
     events: Receiver<Event>,
     populating: Arc<AtomicBool>,
 }
@@ -134,12 +140,14 @@ impl Mount {
         let (event, events) = mpsc::channel();
         watch_signals(event.clone(), &checked.mount_point)?;
         let data_path = attached.files.socket.with_extension("data");
+        let file_locks = file_locks::start(&checked.backing, engine, options)?;
         let prepared = Prepared::new(
             options,
             checked,
             attached,
             &data_path,
             &workers,
+            file_locks.clone(),
             event.clone(),
         )?;
         let tree = prepared.tree();
@@ -150,6 +158,7 @@ impl Mount {
             Arc::clone(engine),
             attached.gate.clone().map(|gate| gate as _),
             prepared.served(),
+            file_locks.clone(),
             Arc::clone(&direct_clients),
             workers.clone(),
         )
@@ -229,6 +238,7 @@ impl Mount {
             rounds,
             settler,
             flatten: options.flatten,
+            file_locks,
             events,
             populating,
         })
@@ -296,6 +306,9 @@ impl Mount {
                 }
             });
             left = found.try_recv().unwrap_or_default();
+        }
+        if let Some(locks) = self.file_locks {
+            locks.stop(LOCKS_PATIENCE);
         }
         // A session that lingers may still write: then the arena stays, whatever is in it now.
         let bytes = attached.finish(match held {
@@ -400,6 +413,7 @@ impl Prepared {
         attached: &Attached,
         data_path: &Path,
         workers: &Workers,
+        file_locks: Option<Arc<FileLocks>>,
         events: Sender<Event>,
     ) -> Result<Self, MountError> {
         let engine = Arc::clone(&attached.engine);
@@ -412,12 +426,19 @@ impl Prepared {
                         true => attr_timeout / 2,
                         false => attr_timeout,
                     },
+                    name_timeout: match shares_names(&engine, options) {
+                        true => Duration::ZERO,
+                        false => attr_timeout,
+                    },
                     passthrough: passthrough(options),
                 };
                 let uuid = engine.arena().superblock().uuid;
                 let gate = attached.gate.clone().map(|gate| gate as _);
                 let mut adapter = Adapter::new(engine, gate, adapter_options, workers.clone());
                 let kernel = adapter.offer_direct_access(uuid, data_path);
+                if let Some(locks) = file_locks {
+                    adapter.share_locks(locks);
+                }
                 let adapter = Box::new(adapter);
                 Ok(Self::Mount { adapter, kernel })
             }
@@ -485,11 +506,18 @@ impl Prepared {
             }
             Self::Tree(stubs) => {
                 let uuid = attached.engine.arena().superblock().uuid;
-                stubs.publish(uuid, data_path, &checked.backing)?;
+                let shares_files = attached.engine.backing().logged().is_some();
+                stubs.publish(shares_files, uuid, data_path, &checked.backing)?;
                 Ok(Frontend::Tree(stubs))
             }
         }
     }
+}
+
+/// Whether other hosts are known to make, rename and remove files. Hosts that commit together see each other's names at a
+/// commit, when the kernel is told what to drop.
+fn shares_names(engine: &Engine<Store>, options: &Options) -> bool {
+    engine.backing().finishes_files() || options.tokens != TokenService::None
 }
 
 fn session_options(options: &Options, checked: &Checked) -> SessionOptions {

@@ -81,9 +81,10 @@ impl Stubs {
         }
     }
 
-    /// Tells the preload library and `firn` of the tree.
+    /// Tells the preload library and `firn` of the tree. `shares_files`: other hosts use them, too.
     pub(crate) fn publish(
         &self,
+        shares_files: bool,
         arena: [u8; 16],
         socket: &Path,
         backing: &Path,
@@ -107,6 +108,8 @@ impl Stubs {
             device_minor: minor(device),
             whole_device: u32::from(self.tree.is_whole_device()),
             pid: std::process::id(),
+            refuses_locks: u32::from(shares_files),
+            unused: 0,
             arena,
             socket: place,
             prefix: trees::path_bytes(self.tree.root()).ok_or_else(long)?,

@@ -378,6 +378,8 @@ pub(crate) fn whoever_comes(host: &str) -> Members {
 /// Looks whether hosts that write to logs live: by their locks, and where those do not reach, by their beats.
 pub(crate) struct LogHosts {
     base: DirBacking,
+    /// This one.
+    host: String,
     boot: String,
     /// The last beat of each host whose lock says nothing, and since when it stands still.
     seen: Mutex<HashMap<String, (Beat, Instant)>>,
@@ -387,9 +389,32 @@ impl LogHosts {
     pub(crate) fn over(backing: &Path, host: &str) -> Result<Self, AttachError> {
         Ok(Self {
             base: open_backing(backing)?,
+            host: host.to_owned(),
             boot: this_process(&whoever_comes(host))?.boot,
             seen: Mutex::default(),
         })
+    }
+
+    /// The other hosts that live.
+    pub(crate) fn others_living(&self) -> Result<Vec<String>, Errno> {
+        let base = &self.base;
+        let mut dir = base.root();
+        for name in [TOP, CONTAINERS] {
+            match own::find_dir(base, &dir, name)? {
+                Some((found, _)) => dir = found,
+                None => return Ok(Vec::new()),
+            }
+        }
+        let me = whoever_comes(&self.host);
+        let prefix = staging_dir_name(&whoever_comes(""));
+        let mut living = Vec::new();
+        for name in other_staging_dirs(base, &dir, &me)? {
+            let host = name.strip_prefix(&prefix).unwrap_or(&name);
+            if self.is_living(host)? {
+                living.push(host.to_owned());
+            }
+        }
+        Ok(living)
     }
 
     /// Whether a firnd serves this host, as far as can be seen from here.

@@ -16,6 +16,7 @@ mod discard;
 mod end;
 mod error;
 mod exposition;
+mod file_locks;
 mod firnd;
 mod frontend;
 mod gate;

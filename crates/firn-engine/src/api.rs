@@ -80,6 +80,15 @@ pub enum Written {
     Full,
 }
 
+/// Where bytes are that were appended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Appended {
+    /// Of the first one in the file.
+    pub offset: u64,
+    /// How many.
+    pub len: u64,
+}
+
 /// Attributes to set; `None` or [`SetTime::Keep`] leaves one as it is.
 #[derive(Clone, Copy, Debug)]
 pub struct SetAttr {

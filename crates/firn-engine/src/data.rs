@@ -279,7 +279,7 @@ impl<B: Backing> Engine<B> {
     }
 
     /// Opens what a handle needs of the backing, so that open(2) tells what is wrong.
-    fn open_backing(&self, file: &Arc<File<B>>, wants_write: bool) -> Result<()> {
+    pub(crate) fn open_backing(&self, file: &Arc<File<B>>, wants_write: bool) -> Result<()> {
         if wants_write {
             let writer = self.writer(file)?;
             return self.see_others(file, &writer.file, true);

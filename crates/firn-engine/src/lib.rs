@@ -51,6 +51,7 @@ mod partner;
 mod privileges;
 mod recovery;
 mod retry;
+mod shared;
 mod size;
 mod small_map;
 mod space;

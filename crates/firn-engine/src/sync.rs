@@ -157,7 +157,7 @@ impl<B: Backing> Engine<B> {
         Ok(())
     }
 
-    fn sync_data(&self, file: &Arc<File<B>>, data_only: bool) -> Result<()> {
+    pub(crate) fn sync_data(&self, file: &Arc<File<B>>, data_only: bool) -> Result<()> {
         let (writer, clean) = {
             let state = file.lock();
             (state.writer.clone(), state.pending.is_empty())

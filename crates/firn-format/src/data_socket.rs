@@ -266,6 +266,10 @@ pub struct StubTree {
     pub whole_device: u32,
     /// Process id of firnd, for messages.
     pub pid: u32,
+    /// Not 0: other hosts use the files too, so a lock of a stub, which is this host's alone, is refused.
+    pub refuses_locks: u32,
+    /// 0.
+    pub unused: u32,
     /// UUID of the arena.
     pub arena: [u8; 16],
     /// Path of the data socket, ended by a zero byte.
@@ -279,7 +283,7 @@ pub struct StubTree {
 /// Room for a path (`PATH_MAX`).
 pub const PATH_BYTES: usize = 4096;
 /// "FIRNSTB" and the version of [`StubTree`].
-pub const STUB_MAGIC: u64 = u64::from_le_bytes(*b"FIRNSTB\x01");
+pub const STUB_MAGIC: u64 = u64::from_le_bytes(*b"FIRNSTB\x02");
 
 /// Follows the [`Reply`] to [`Op::Hello`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]

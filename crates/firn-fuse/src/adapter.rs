@@ -6,6 +6,7 @@ use std::sync::atomic::AtomicU64;
 
 use firn_backing::Backing;
 use firn_engine::Engine;
+use firn_rendezvous::FileLocks;
 use firn_workers::Workers;
 
 use crate::coherence::Invalidator;
@@ -37,6 +38,11 @@ impl<B: Backing> Adapter<B> {
     pub fn offer_direct_access(&mut self, arena: [u8; 16], socket: &Path) -> Invalidator {
         self.dispatcher.set_data_socket(arena, socket);
         Invalidator::new(self.dispatcher.coherence())
+    }
+
+    /// Programs lock files for all hosts, and append to them as if there were one.
+    pub fn share_locks(&mut self, locks: Arc<FileLocks>) {
+        self.dispatcher.set_locks(locks);
     }
 
     /// Number of writes that wait for room in the arena, kept current.

@@ -15,6 +15,7 @@
 mod attributes;
 mod data;
 pub(crate) mod listing;
+mod locks;
 mod names;
 mod open;
 
@@ -26,6 +27,7 @@ use std::time::Duration;
 use firn_backing::{Backing, Caller};
 use firn_engine::{Engine, HandleId, InodeId};
 use firn_format::data_socket::{IOCTL_TOKEN, Token};
+use firn_rendezvous::FileLocks;
 use firn_workers::{Class, Workers};
 use zerocopy::IntoBytes;
 
@@ -45,8 +47,11 @@ use crate::unanswered::Unanswered;
 /// What the mount decides about the answers to the kernel.
 #[derive(Clone, Copy, Debug)]
 pub struct AdapterOptions {
-    /// How long the kernel may keep names and attributes without asking.
+    /// How long the kernel may keep attributes without asking.
     pub attr_timeout: Duration,
+    /// How long it may keep names. None where other hosts rename and remove files: whoever opens one by its name gets what
+    /// has that name now.
+    pub name_timeout: Duration,
     /// Ask the kernel to read drained files itself (it needs CAP_SYS_ADMIN).
     pub passthrough: bool,
 }
@@ -74,6 +79,8 @@ pub(crate) struct Dispatcher<B: Backing, R: Responder> {
     passthrough: Arc<Passthrough<R::BackingId>>,
     data_socket: Option<DataSocket>,
     io_uring_users: Arc<IoUringUsers>,
+    /// Locks that reach other hosts; none where the kernel keeps them on this host.
+    locks: Option<Arc<FileLocks>>,
     replies: Arc<Replies>,
 }
 
@@ -147,6 +154,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             passthrough,
             data_socket: None,
             io_uring_users: Arc::default(),
+            locks: None,
             replies: Arc::new(replies),
             workers,
             engine,
@@ -166,6 +174,16 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// Processes are told that `arena` can be accessed directly, by way of `socket`.
     pub(crate) fn set_data_socket(&mut self, arena: [u8; 16], socket: &Path) {
         self.data_socket = DataSocket::new(arena, socket);
+    }
+
+    /// Locks of programs, and the ends of files that they append to, are those of all hosts.
+    pub(crate) fn set_locks(&mut self, locks: Arc<FileLocks>) {
+        self.locks = Some(locks);
+    }
+
+    /// Whether the kernel shall hand on locks instead of keeping them itself.
+    pub(crate) fn asks_locks(&self) -> bool {
+        self.locks.is_some()
     }
 
     /// Whether to ask the kernel for passthrough.
@@ -233,7 +251,11 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             Operation::Releasedir { handle, .. } => self.releasedir(handle, reply),
             Operation::Read(read) => self.read(read, reply),
             Operation::Write(write) => self.write(caller, write, reply),
-            Operation::Flush { inode, handle } => self.flush(caller, inode, handle, reply),
+            Operation::Flush {
+                inode,
+                handle,
+                owner,
+            } => self.flush(caller, inode, handle, owner, reply),
             Operation::Fsync {
                 inode,
                 handle,
@@ -248,6 +270,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 whence,
             } => self.lseek(inode, handle, offset, whence, reply),
             Operation::CopyRange(copy) => self.copy_range(caller, copy, reply),
+            Operation::Getlk(lock) => self.getlk(lock, reply),
+            Operation::Setlk { lock, waits } => self.setlk(lock, waits, reply),
             Operation::Readdir {
                 inode,
                 handle,
@@ -370,5 +394,10 @@ fn attributes_of<B: Backing>(
     } else {
         options.attr_timeout
     };
-    Attributes { inode, attr, ttl }
+    Attributes {
+        inode,
+        attr,
+        ttl,
+        name_ttl: ttl.min(options.name_timeout),
+    }
 }

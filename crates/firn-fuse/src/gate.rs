@@ -127,6 +127,8 @@ pub(crate) fn note_accesses(gate: &dyn Gate, caller: Caller, operation: &Operati
         | Operation::Fsyncdir { .. }
         | Operation::Statfs { .. }
         | Operation::Ioctl { .. }
+        | Operation::Getlk(_)
+        | Operation::Setlk { .. }
         | Operation::Lseek { .. } => {}
     }
 }

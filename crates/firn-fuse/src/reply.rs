@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use firn_backing::{Attr, Errno, Kind, StatFs};
 use firn_engine::{HandleId, InodeId};
+use firn_rendezvous::InTheWay;
 
 use crate::failures::Failures;
 use crate::request::{OperationKind, Request};
@@ -68,8 +69,10 @@ pub(crate) struct Replies {
 pub(crate) struct Attributes {
     pub(crate) inode: InodeId,
     pub(crate) attr: Attr,
-    /// How long the kernel may keep them, and the name that led to them, without asking.
+    /// How long the kernel may keep them without asking.
     pub(crate) ttl: Duration,
+    /// How long it may keep the name that led to them.
+    pub(crate) name_ttl: Duration,
 }
 
 /// An entry of a directory.
@@ -126,6 +129,8 @@ pub(crate) enum Answer<'a, I> {
     FileSystem(&'a StatFs),
     /// Of ioctl.
     Ioctl(&'a [u8]),
+    /// Of getlk: what is in the way.
+    Lock(Option<InTheWay>),
     /// The entries that were added.
     Listed,
 }
@@ -206,6 +211,7 @@ impl<R: Responder> Reply<R> {
             | Answer::Size(_)
             | Answer::Written(_)
             | Answer::Position(_)
+            | Answer::Lock(_)
             | Answer::FileSystem(_)
             | Answer::Ioctl(_) => {}
         }

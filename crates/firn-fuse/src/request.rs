@@ -8,8 +8,9 @@
 
 use std::ffi::{OsStr, OsString};
 
-use firn_backing::Caller;
+use firn_backing::{Caller, LockMode, LockRange};
 use firn_engine::{HandleId, InodeId, SetAttr};
+use firn_rendezvous::Space;
 
 /// One request that has an answer.
 pub(crate) struct Request<'a> {
@@ -67,6 +68,22 @@ pub(crate) struct Write<'a> {
     pub(crate) from_cache: bool,
     /// The writer has no right to keep set-id bits: the kernel found no CAP_FSETID.
     pub(crate) kills_set_id: bool,
+    /// The file is open with O_APPEND: `offset` is where the kernel believes its end to be.
+    pub(crate) appends: bool,
+}
+
+/// A lock of an open file, as fcntl(2) and flock(2) have it.
+#[derive(Clone, Copy)]
+pub(crate) struct Lock {
+    pub(crate) inode: InodeId,
+    pub(crate) handle: HandleId,
+    /// Whose lock it is: a number of the kernel's.
+    pub(crate) owner: u64,
+    pub(crate) pid: u32,
+    pub(crate) space: Space,
+    pub(crate) range: LockRange,
+    /// None: to be unlocked.
+    pub(crate) mode: Option<LockMode>,
 }
 
 /// A range of an open file whose room is to be changed; `mode` as fallocate(2) has it.
@@ -129,7 +146,8 @@ operations! {
     Open { inode: InodeId, flags: i32 } = "open",
     Read(Read) = "read",
     Write(Write<'a>) = "write",
-    Flush { inode: InodeId, handle: HandleId } = "flush",
+    /// `owner`: of locks, which end with this.
+    Flush { inode: InodeId, handle: HandleId, owner: u64 } = "flush",
     Release { inode: InodeId, handle: HandleId } = "release",
     Fsync { inode: InodeId, handle: HandleId, data_only: bool } = "fsync",
     Opendir { inode: InodeId } = "opendir",
@@ -153,6 +171,10 @@ operations! {
     /// `whence`: SEEK_DATA or SEEK_HOLE, the kernel does the others.
     Lseek { inode: InodeId, handle: HandleId, offset: i64, whence: i32 } = "lseek",
     CopyRange(CopyRange) = "copy_file_range",
+    /// F_GETLK.
+    Getlk(Lock) = "getlk",
+    /// F_SETLK and flock(2), or with `waits` F_SETLKW.
+    Setlk { lock: Lock, waits: bool } = "setlk",
 }
 
 impl OperationKind {
@@ -172,7 +194,8 @@ impl OperationKind {
             | Self::Removexattr
             | Self::Create
             | Self::Fallocate
-            | Self::CopyRange => true,
+            | Self::CopyRange
+            | Self::Setlk => true,
             Self::Lookup
             | Self::Getattr
             | Self::Readlink
@@ -190,8 +213,14 @@ impl OperationKind {
             | Self::Getxattr
             | Self::Listxattr
             | Self::Ioctl
-            | Self::Lseek => false,
+            | Self::Lseek
+            | Self::Getlk => false,
         }
+    }
+
+    /// Whether a signal that only runs a handler ends the wait, as fcntl(2) and flock(2) have it: programs set an alarm.
+    pub(crate) fn ends_with_any_signal(self) -> bool {
+        self == Self::Setlk
     }
 
     /// What it is called in the log and in the status.
@@ -235,6 +264,11 @@ impl<'a> Operation<'a> {
             | Self::Ioctl { inode, .. }
             | Self::Fallocate(Fallocate { inode, .. })
             | Self::Lseek { inode, .. }
+            | Self::Getlk(Lock { inode, .. })
+            | Self::Setlk {
+                lock: Lock { inode, .. },
+                ..
+            }
             | Self::CopyRange(CopyRange {
                 to_inode: inode, ..
             }) => (*inode, None),

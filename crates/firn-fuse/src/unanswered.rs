@@ -9,7 +9,7 @@
 //! |---|---|---|---|
 //! | die | withdrawn at once | EINTR at once | EINTR at once: nobody sees it, and the change may or may not happen |
 //! | stop, be frozen, or run a handler for a signal that asks it to end | withdrawn | EINTR | goes on: the answer must be true |
-//! | run another handler | goes on | goes on | goes on |
+//! | run another handler | goes on; a wait for a program's lock is withdrawn at once | goes on | goes on |
 //!
 //! The second row takes effect [`STOP_GRACE`] later: most answers come by then, and a program sees no EINTR for them.
 //! Local file systems do not return early for any signal but a deadly one, and programs with a timer or children do
@@ -244,7 +244,7 @@ impl Unanswered {
                 return true;
             };
             let (caller, interrupted_at) = (waiting.caller, waiting.interrupted_at);
-            let (changes, withdraw) = (waiting.operation.changes(), waiting.withdraw.clone());
+            let (operation, withdraw) = (waiting.operation, waiting.withdraw.clone());
             let is_stuck_exit = waiting
                 .exits_at
                 .zip(progress)
@@ -254,7 +254,7 @@ impl Unanswered {
                 Verdict::Accepts
             } else {
                 interrupted_at.map_or(Verdict::Waits, |at| {
-                    judge(fate(caller), at.elapsed(), changes)
+                    judge(fate(caller), at.elapsed(), operation)
                 })
             };
             (verdict, withdraw)
@@ -288,9 +288,11 @@ impl Unanswered {
 }
 
 /// The table of this file's head. `waited`: since the signal.
-fn judge(fate: Fate, waited: Duration, changes: bool) -> Verdict {
+fn judge(fate: Fate, waited: Duration, operation: OperationKind) -> Verdict {
+    let changes = operation.changes();
     match fate {
         Fate::Dies => Verdict::Refuses,
+        _ if operation.ends_with_any_signal() => Verdict::Withdraws,
         Fate::Stops if waited < STOP_GRACE => Verdict::Waits,
         Fate::Stops if changes => Verdict::Withdraws,
         Fate::Stops => Verdict::Refuses,
@@ -392,12 +394,29 @@ mod tests {
     fn only_a_deadly_signal_ends_a_change_and_only_a_stop_or_an_end_anything() {
         let late = STOP_GRACE;
         let soon = Duration::ZERO;
-        for changes in [false, true] {
-            assert!(matches!(judge(Fate::Dies, soon, changes), Verdict::Refuses));
-            assert!(matches!(judge(Fate::Stops, soon, changes), Verdict::Waits));
-            assert!(matches!(judge(Fate::GoesOn, late, changes), Verdict::Waits));
+        let (asks, changes) = (OperationKind::Fsync, OperationKind::Write);
+        for operation in [asks, changes] {
+            assert!(matches!(
+                judge(Fate::Dies, soon, operation),
+                Verdict::Refuses
+            ));
+            assert!(matches!(
+                judge(Fate::Stops, soon, operation),
+                Verdict::Waits
+            ));
+            assert!(matches!(
+                judge(Fate::GoesOn, late, operation),
+                Verdict::Waits
+            ));
         }
-        assert!(matches!(judge(Fate::Stops, late, false), Verdict::Refuses));
-        assert!(matches!(judge(Fate::Stops, late, true), Verdict::Withdraws));
+        assert!(matches!(judge(Fate::Stops, late, asks), Verdict::Refuses));
+        assert!(matches!(
+            judge(Fate::Stops, late, changes),
+            Verdict::Withdraws
+        ));
+        for fate in [Fate::Stops, Fate::GoesOn] {
+            let lock = judge(fate, soon, OperationKind::Setlk);
+            assert!(matches!(lock, Verdict::Withdraws));
+        }
     }
 }

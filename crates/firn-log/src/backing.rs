@@ -340,6 +340,10 @@ impl<B: Backing> LogBacking<B> {
         };
         let writes = access != Access::Read;
         self.look_around()?;
+        // Another host may have put it into a log just now. A file that is chosen is looked at below.
+        if !inode.is_chosen && !self.files.lock().known.contains_key(&id) {
+            self.look_around_after(Duration::ZERO)?;
+        }
         let file = {
             let mut files = self.files.lock();
             let file = match files.known.get(&id) {

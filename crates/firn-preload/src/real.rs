@@ -176,6 +176,8 @@ reals! {
         with_errno(syscall!(libc::SYS_dup3, from, to, flags)) as c_int;
     FCNTL = c"fcntl64" (fd: c_int, command: c_int, arg: usize) -> c_int,
         with_errno(syscall!(libc::SYS_fcntl, fd, command, arg)) as c_int;
+    FLOCK = c"flock" (fd: c_int, operation: c_int) -> c_int,
+        with_errno(syscall!(libc::SYS_flock, fd, operation)) as c_int;
     LOCKF = c"lockf64" (fd: c_int, command: c_int, len: off64_t) -> c_int, late!(LOCKF(fd, command, len), -1);
     IOCTL = c"ioctl" (fd: c_int, request: c_ulong, arg: usize) -> c_int,
         with_errno(syscall!(libc::SYS_ioctl, fd, request, arg)) as c_int;

@@ -34,6 +34,8 @@ const EMPTY: StubTree = StubTree {
     device_minor: 0,
     whole_device: 0,
     pid: 0,
+    refuses_locks: 0,
+    unused: 0,
     arena: [0; 16],
     socket: [0; 112],
     prefix: [0; PATH_BYTES],
@@ -51,6 +53,7 @@ struct Trees {
     /// Devices of the trees, plus one; 0: none.
     devices: [AtomicU64; TREES_COUNT],
     whole: [AtomicU32; TREES_COUNT],
+    refuses_locks: [AtomicU32; TREES_COUNT],
     /// When the directory had last changed as it was read.
     read_at: AtomicU64,
     slots: Locked<[StubTree; TREES_COUNT]>,
@@ -61,6 +64,7 @@ static TREES: Wiped<Trees> = unsafe {
     Wiped::new(Trees {
         devices: [const { AtomicU64::new(0) }; TREES_COUNT],
         whole: [const { AtomicU32::new(0) }; TREES_COUNT],
+        refuses_locks: [const { AtomicU32::new(0) }; TREES_COUNT],
         read_at: AtomicU64::new(0),
         slots: Locked::new([EMPTY; TREES_COUNT]),
     })
@@ -118,6 +122,12 @@ pub(crate) fn may_have_trees() -> bool {
 #[inline(always)]
 pub(crate) fn has_stubs(device: u64) -> bool {
     has_trees() && tree_on(device).is_some()
+}
+
+/// Whether a lock of a stub on a device is refused: the kernel would keep it on this host, and others use the file, too.
+pub(crate) fn refuses_locks(device: u64) -> bool {
+    let tree = tree_on(device).and_then(|index| TREES.refuses_locks.get(index));
+    tree.is_some_and(|refuses| refuses.load(Ordering::Acquire) != 0)
 }
 
 /// Index of the tree on a device.
@@ -285,10 +295,15 @@ fn read_file(dir: &Descriptor, name: &CStr, slot: &mut StubTree) -> bool {
 
 /// Tells the hooks of a tree, which lies in the slot of that index.
 fn publish_tree(index: usize, tree: &StubTree) {
-    let (Some(whole), Some(device)) = (TREES.whole.get(index), TREES.devices.get(index)) else {
+    let (Some(whole), Some(refuses_locks), Some(device)) = (
+        TREES.whole.get(index),
+        TREES.refuses_locks.get(index),
+        TREES.devices.get(index),
+    ) else {
         return;
     };
     whole.store(tree.whole_device, Ordering::Release);
+    refuses_locks.store(tree.refuses_locks, Ordering::Release);
     let number = sys::device_number(tree.device_major, tree.device_minor);
     device.store(number.wrapping_add(1), Ordering::Release);
 }

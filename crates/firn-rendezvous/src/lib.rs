@@ -5,6 +5,7 @@
 //!   host's name say how far that host has come.
 //! * [`Members`]: which hosts take part, and which of them this one is.
 //! * [`Lease`]: one host at a time has it, and loses it when it dies: a lock on a file and a counted heartbeat in it.
+//! * [`FileLocks`]: locks that programs of several hosts have of files.
 //! * [`check_reach`]: whether locks in this backing exclude other hosts, as far as that can be seen from here.
 //!
 //! Promises
@@ -16,12 +17,16 @@
 //! * link(2) failing where the name exists, for all hosts: also where create(O_EXCL) does not.
 //! * Names and synced data being seen by other hosts when they look them up anew (close-to-open).
 
+mod file_locks;
 mod lease;
 mod members;
 pub mod own;
 mod reach;
 mod vote;
 
+pub use file_locks::{
+    Done, FILE_LOCKS, FileLocks, InTheWay, OtherHosts, Owner, Released, Space, Ticket, Wanted,
+};
 pub use lease::{BEAT_EVERY, Beat, Holder, Lease, LeaseError, STALE_AFTER};
 pub use members::{Attendance, Expected, Members};
 pub use own::OwnError;

@@ -16,8 +16,8 @@ use super::rename::rename;
 use super::{SimBacking, State};
 use crate::unsynced::{self, Place, Tracked, Unsynced, path_of_entry};
 use crate::{
-    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, LaneIndex, LockMode, RenameFlags, Result,
-    Seek, SetTime, StatFs, SyncWay,
+    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, LaneIndex, LockMode, LockRange,
+    RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
 };
 
 /// A reference to a simulated object.
@@ -32,6 +32,8 @@ pub struct SimInode {
 pub struct SimFile {
     object: SimInode,
     access: Access,
+    /// That opened it.
+    process: usize,
     /// Tells it from every other one.
     number: u64,
     /// It was locked once.
@@ -55,8 +57,10 @@ impl Drop for SimFile {
         // close(2) of a file on a server may wait for the server.
         crate::lock::assert_none_held("close");
         self.open.fetch_sub(1, Ordering::Relaxed);
+        let locks = &mut self.state.lock().locks;
+        locks.end_ranges(self.object.ino, self.process);
         if self.is_locked.load(Ordering::Relaxed) {
-            self.state.lock().locks.end_of(self.number);
+            locks.end_of(self.number);
         }
     }
 }
@@ -93,6 +97,7 @@ impl SimBacking {
         SimFile {
             object,
             access,
+            process: self.process,
             number: FILES.fetch_add(1, Ordering::Relaxed),
             is_locked: AtomicBool::new(false),
             state: Arc::clone(&self.state),
@@ -829,6 +834,23 @@ impl Backing for SimBacking {
             file.is_locked.store(true, Ordering::Relaxed);
         }
         Ok(is_taken)
+    }
+
+    fn lock_range(&self, file: &SimFile, range: LockRange, mode: Option<LockMode>) -> Result<bool> {
+        let mut state = self.enter("lock_range")?;
+        match mode {
+            Some(LockMode::Exclusive) => file.writes()?,
+            Some(LockMode::Shared) => file.reads()?,
+            None => {}
+        }
+        let ino = file.object.ino;
+        state.locks.take_range(ino, self.process, range, mode)
+    }
+
+    fn is_range_locked(&self, file: &SimFile, range: LockRange, mode: LockMode) -> Result<bool> {
+        let state = self.enter("is_range_locked")?;
+        let ino = file.object.ino;
+        state.locks.is_range_locked(ino, self.process, range, mode)
     }
 
     fn fd<'a>(&self, _file: &'a SimFile) -> Option<BorrowedFd<'a>> {

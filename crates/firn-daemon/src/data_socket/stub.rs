@@ -4,13 +4,15 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc;
 
-use firn_backing::{Backing, Errno};
+use firn_backing::{Backing, Errno, LockMode, LockRange};
 use firn_engine::{
-    ClientId, ClosePolicy, Closing, Done, DrainPolicy, Engine, FsyncPolicy, HandleId, Written,
+    Appended, ClientId, ClosePolicy, Closing, Done, DrainPolicy, Engine, FsyncPolicy, HandleId,
+    Written,
 };
 use firn_format::data_socket::{
     ADOPT_AGAIN, AppendProgress, DATA_BYTES_MAX, Op, Reply, Request, Status,
 };
+use firn_rendezvous::{FileLocks, Owner, Released, Space, Wanted};
 use firn_stub::{Changes, StubAttr, StubId, Tree};
 use rustix::fs::fcntl_get_seals;
 use rustix::io::{pread, pwrite, retry_on_intr};
@@ -31,6 +33,8 @@ pub(super) fn is_op(op: Op) -> bool {
 pub(super) struct Call<'a, B: Backing> {
     pub tree: &'a Arc<Tree<B>>,
     pub engine: &'a Arc<Engine<B>>,
+    /// None where this host alone appends.
+    pub file_locks: Option<&'a FileLocks>,
     pub client: ClientId,
 }
 
@@ -226,6 +230,9 @@ impl<B: Backing> Call<'_, B> {
         source: &AppendSource<'_>,
         size_max: u64,
     ) -> Result<Answer, Errno> {
+        if let Some(locks) = self.file_locks {
+            return self.append_for_all_hosts(locks, handle, source, size_max);
+        }
         let changes = self.tree.changes(handle)?;
         let _alone = changes.alone();
         let end = self.tree.attr_of(handle)?.size;
@@ -259,6 +266,65 @@ impl<B: Backing> Call<'_, B> {
             Err(errno) if done == 0 => Err(errno),
             _ => Ok(taken(done, place)),
         }
+    }
+
+    /// The same at the end that the file has on all hosts: all of the bytes are stored, or an error is returned.
+    fn append_for_all_hosts(
+        &self,
+        locks: &FileLocks,
+        handle: HandleId,
+        source: &AppendSource<'_>,
+        size_max: u64,
+    ) -> Result<Answer, Errno> {
+        let noted = source.progress()?;
+        match (noted.place.checked_sub(1), noted.count.checked_sub(1)) {
+            (Some(place), Some(count)) => return Ok(taken(count, place)),
+            // A firnd that was killed may have stored it, and others may have appended since.
+            (Some(_), None) => return Err(Errno::IO),
+            (None, _) => {}
+        }
+        let mut data = Vec::new();
+        let mut room = Vec::new();
+        while (data.len() as u64) < source.len() {
+            let done = data.len() as u64;
+            match source.part(done, source.len() - done, &mut room)? {
+                // The client has made its file shorter.
+                [] => break,
+                part => data.extend_from_slice(part),
+            }
+        }
+        // Of a stub that has no file in the backing yet nobody else knows.
+        self.tree.bring_open(handle)?;
+        let file = self.engine.number_of(handle)?;
+        let ticket = locks.next_ticket();
+        let owner = Owner {
+            number: ticket.number(),
+            handle: handle.0,
+            pid: 0,
+        };
+        let wanted = Wanted {
+            file,
+            space: Space::End,
+            owner,
+            range: LockRange::WHOLE,
+            mode: LockMode::Exclusive,
+        };
+        wait(|done| {
+            locks.register(ticket, done);
+            locks.acquire(ticket, wanted, true);
+        })?;
+        // Where it goes is known when it is there.
+        let appended = source
+            .note_progress(0, None)
+            .and_then(|()| self.engine.append_known(handle, &data, size_max, None));
+        let what = Released::Owner(owner.number);
+        let released = wait(|done| locks.release(file, Space::End, what, done));
+        if let Err(error) = released {
+            tracing::warn!(%error, ino = file, "cannot let go of the end of a file");
+        }
+        let Appended { offset, len } = appended?;
+        source.note_progress(offset, Some(len))?;
+        Ok(taken(len, offset))
     }
 
     /// Writes some of the bytes, one at least where there are any; waits for room where there is none.

@@ -4,12 +4,14 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use firn_backing::{Backing, Caller, Errno, Seek};
-use firn_engine::{Closing, Engine, FsyncPolicy, HandleId, InodeId};
+use firn_engine::{Closing, Done, Engine, FsyncPolicy, HandleId, InodeId};
+use firn_rendezvous::{Released, Space};
 use firn_workers::Class;
 
 use crate::caller::{Process, closing, is_same_process};
 use crate::coherence::Target;
 use crate::dispatcher::Dispatcher;
+use crate::dispatcher::locks::Append;
 use crate::gate::enter_change;
 use crate::reply::{Answer, Reply, Responder};
 use crate::request::{COPY_BYTES_MAX, CopyRange, Fallocate, Read, Write};
@@ -62,6 +64,14 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 .known_to_have_cap_fsetid(keeps_set_id)
                 .waiting(reply.still_waits())
         });
+        if let (true, Some(by), Some(locks)) = (write.appends, &by, &self.locks) {
+            let append = Append {
+                target,
+                pid: caller.pid,
+                by: by.clone(),
+            };
+            return self.append(locks, append, data.to_vec(), reply);
+        }
         let pending = PendingWrite { target, by, reply };
         match self.call_slots.acquire() {
             Some(_slot) => self.stalled.write(pending, data),
@@ -79,7 +89,14 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
-    pub(super) fn flush(&self, caller: Caller, inode: InodeId, handle: HandleId, reply: Reply<R>) {
+    pub(super) fn flush(
+        &self,
+        caller: Caller,
+        inode: InodeId,
+        handle: HandleId,
+        owner: u64,
+        reply: Reply<R>,
+    ) {
         let by = if self.engine.is_writer(handle) {
             closing(caller)
         } else {
@@ -104,18 +121,33 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         };
         // A child that executes another program closes what it has inherited, and its parent goes on.
         let is_opener = |opener| is_same_process(opener, caller.pid);
-        if !self.engine.finishes_file(handle, &is_opener) {
-            return self.engine.flush(handle, by, Box::new(answer));
-        }
+        let finishes = self.engine.finishes_file(handle, &is_opener);
         let engine = Arc::clone(&self.engine);
         let workers = self.workers.clone();
-        let drained = Box::new(move |result: Result<(), Errno>| match result {
-            Ok(()) => workers.run_about(Class::Call, Topic::Inode(inode), move || {
-                answer(engine.finish_file(handle));
-            }),
-            result => answer(result),
-        });
-        self.engine.flush(handle, by, drained);
+        let flush = move |released: Result<(), Errno>| {
+            let done: Done = Box::new(move |flushed: Result<(), Errno>| {
+                answer(flushed.and(released));
+            });
+            if !finishes {
+                return engine.flush(handle, by, done);
+            }
+            let finished = Arc::clone(&engine);
+            let drained = Box::new(move |result: Result<(), Errno>| match result {
+                Ok(()) => workers.run_about(Class::Call, Topic::Inode(inode), move || {
+                    done(finished.finish_file(handle));
+                }),
+                result => done(result),
+            });
+            engine.flush(handle, by, drained);
+        };
+        // Locks of a process end with its first close of the file, and others see before what it wrote.
+        self.release_locks(
+            inode,
+            handle,
+            &[Space::Bytes],
+            Released::Owner(owner),
+            flush,
+        );
     }
 
     pub(super) fn fsync(&self, inode: InodeId, handle: HandleId, data_only: bool, reply: Reply<R>) {

@@ -174,5 +174,6 @@ pub(crate) fn bare_attributes(number: u64, kind: Option<Kind>, ttl: Duration) ->
         inode: InodeId(number),
         attr,
         ttl,
+        name_ttl: ttl,
     }
 }

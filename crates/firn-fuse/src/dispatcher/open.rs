@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use firn_backing::{Backing, Caller, Errno};
 use firn_engine::{Engine, Entry, HandleId, InodeId, OpenMode, Opened};
+use firn_rendezvous::{Released, Space};
 
 use crate::caller::{IoUringUsers, masked};
 use crate::coherence::Coherence;
@@ -69,6 +70,16 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     pub(super) fn release(&self, inode: InodeId, handle: HandleId, reply: Reply<R>) {
         // The id first: once the engine counts no passthrough handle it may choose the other mode.
         self.passthrough.release(handle);
+        let spaces = [Space::Bytes, Space::Flock];
+        let what = Released::Handle(handle.0);
+        if self.holds_locks(handle, &spaces, what) {
+            let engine = Arc::clone(&self.engine);
+            let release = move |_: Result<(), Errno>| {
+                engine.release(handle);
+                reply.send(Answer::Done);
+            };
+            return self.release_locks(inode, handle, &spaces, what, release);
+        }
         match self.call_slots.acquire() {
             Some(_slot) => {
                 self.engine.release(handle);

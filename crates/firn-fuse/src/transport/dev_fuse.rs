@@ -33,7 +33,7 @@ use crate::dispatcher::Dispatcher;
 use crate::transport::dev_fuse::abi::{InvalEntryOut, InvalInodeOut, StoreOut, notification};
 use crate::transport::dev_fuse::connection::{Connection, Received};
 use crate::transport::dev_fuse::message::{Message, parse};
-use crate::transport::dev_fuse::negotiate::{WRITE_BYTES_MAX, negotiate};
+use crate::transport::dev_fuse::negotiate::{WRITE_BYTES_MAX, Wishes, negotiate};
 use crate::unanswered::EarlyAnswer;
 
 pub(crate) use responder::Responder;
@@ -106,7 +106,11 @@ fn shake_hands<B: Backing>(
         ));
     };
     let page_bytes = rustix::param::page_size() as u32;
-    match negotiate(&init, dispatcher.asks_passthrough(), page_bytes) {
+    let wishes = Wishes {
+        passthrough: dispatcher.asks_passthrough(),
+        locks: dispatcher.asks_locks(),
+    };
+    match negotiate(&init, wishes, page_bytes) {
         Ok((answer, negotiated)) => {
             dispatcher.set_negotiated(negotiated);
             connection.answer(unique, 0, &[answer.as_bytes()]);

@@ -1,19 +1,41 @@
 //! Locks of ranges that begin at the offset or at the end of the file, fcntl(2) and lockf(3): the kernel knows neither
 //! while the offset is private, and of a stub it never knows the end.
+//!
+//! The kernel keeps locks of stubs on this host. Where other hosts use the files too, they would keep nobody out there, so they
+//! are refused with ENOLCK, and flock(2) with them.
 
 use std::ffi::{c_int, c_short};
 
-use libc::{flock, off64_t};
+use libc::off64_t;
 
 use super::{export, forward};
 use crate::offset;
 use crate::probe;
-use crate::real::{FCNTL, LOCKF};
+use crate::real::{FCNTL, FLOCK, LOCKF};
 use crate::stub;
 use crate::sys::{self, with_errno};
 use crate::table::{tag, tag_of};
+use crate::trees;
 
+export! { flock = do_flock(fd: c_int, operation: c_int) -> c_int }
 export! { lockf lockf64 = do_lockf(fd: c_int, command: c_int, len: off64_t) -> c_int }
+
+/// Whether a lock would keep out this host's programs only, of a file that others use, too.
+fn is_refused(fd: c_int) -> bool {
+    tag_of(fd) == tag::STUB
+        && sys::identity(fd).is_some_and(|(found, _)| trees::refuses_locks(found.device))
+}
+
+fn refuse() -> c_int {
+    with_errno(-(libc::ENOLCK as isize)) as c_int
+}
+
+unsafe fn do_flock(fd: c_int, operation: c_int) -> c_int {
+    if operation & libc::LOCK_UN == 0 && is_refused(fd) {
+        return refuse();
+    }
+    forward!(FLOCK(fd, operation))
+}
 
 /// Whether a command of fcntl(2) takes a lock of a range.
 pub(super) fn is_lock(command: c_int) -> bool {
@@ -33,12 +55,15 @@ pub(super) fn is_lock(command: c_int) -> bool {
 /// # Safety
 /// As for fcntl(2).
 pub(super) unsafe fn lock_range(fd: c_int, command: c_int, arg: usize) -> c_int {
-    let given = arg as *mut flock;
-    if !probe::is_readable(given.cast(), size_of::<flock>()) {
+    let given = arg as *mut libc::flock;
+    if !probe::is_readable(given.cast(), size_of::<libc::flock>()) {
         return forward!(FCNTL(fd, command, arg));
     }
     // SAFETY: the program gave a lock to fcntl(2), and its place was just found readable.
     let mut lock = unsafe { given.read_unaligned() };
+    if c_int::from(lock.l_type) != libc::F_UNLCK && is_refused(fd) {
+        return refuse();
+    }
     let base = match find_base(fd, c_int::from(lock.l_whence)) {
         Ok(Some(base)) => base,
         Ok(None) => return forward!(FCNTL(fd, command, arg)),
@@ -80,6 +105,9 @@ fn find_base(fd: c_int, whence: c_int) -> Result<Option<u64>, c_int> {
 
 /// lockf(3): from the offset on.
 unsafe fn do_lockf(fd: c_int, command: c_int, len: off64_t) -> c_int {
+    if command != libc::F_ULOCK && is_refused(fd) {
+        return refuse();
+    }
     let Some(start) = offset::private_offset(fd).filter(|_| tag_of(fd) != tag::NONE) else {
         return forward!(LOCKF(fd, command, len));
     };
@@ -90,7 +118,7 @@ unsafe fn do_lockf(fd: c_int, command: c_int, len: off64_t) -> c_int {
         libc::F_TEST => (libc::F_RDLCK, libc::F_GETLK),
         _ => return with_errno(-(libc::EINVAL as isize)) as c_int,
     };
-    let mut lock = flock {
+    let mut lock = libc::flock {
         l_type: kind as c_short,
         l_whence: libc::SEEK_SET as c_short,
         l_start: start as i64,

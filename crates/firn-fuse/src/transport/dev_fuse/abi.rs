@@ -40,6 +40,9 @@ pub(super) mod opcode {
     pub(crate) const READDIR: u32 = 28;
     pub(crate) const RELEASEDIR: u32 = 29;
     pub(crate) const FSYNCDIR: u32 = 30;
+    pub(crate) const GETLK: u32 = 31;
+    pub(crate) const SETLK: u32 = 32;
+    pub(crate) const SETLKW: u32 = 33;
     pub(crate) const CREATE: u32 = 35;
     pub(crate) const INTERRUPT: u32 = 36;
     pub(crate) const DESTROY: u32 = 38;
@@ -63,8 +66,10 @@ pub(super) mod notification {
 /// Capabilities, of both words of INIT.
 pub(super) mod init_flags {
     pub(crate) const ASYNC_READ: u64 = 1 << 0;
+    pub(crate) const POSIX_LOCKS: u64 = 1 << 1;
     pub(crate) const BIG_WRITES: u64 = 1 << 5;
     pub(crate) const DONT_MASK: u64 = 1 << 6;
+    pub(crate) const FLOCK_LOCKS: u64 = 1 << 10;
     pub(crate) const AUTO_INVAL_DATA: u64 = 1 << 12;
     pub(crate) const DO_READDIRPLUS: u64 = 1 << 13;
     pub(crate) const READDIRPLUS_AUTO: u64 = 1 << 14;
@@ -106,6 +111,8 @@ pub(super) const WRITE_CACHE: u32 = 1 << 0;
 pub(super) const WRITE_KILL_SUIDGID: u32 = 1 << 2;
 /// Only data and what is needed to read it.
 pub(super) const FSYNC_DATA: u32 = 1 << 0;
+/// A lock of flock(2).
+pub(super) const LOCK_FLOCK: u32 = 1 << 0;
 /// An ioctl whose arguments firnd would have to fetch from the caller itself.
 pub(super) const IOCTL_UNRESTRICTED: u32 = 1 << 1;
 
@@ -160,6 +167,10 @@ messages! {
     ReleaseIn { fh: u64, flags: u32, release_flags: u32, lock_owner: u64 } = 24
     FlushIn { fh: u64, unused: u32, padding: u32, lock_owner: u64 } = 24
     FsyncIn { fh: u64, flags: u32, padding: u32 } = 16
+    /// A range up to its last byte; `kind` as `l_type` in fcntl(2).
+    FileLock { first: u64, last: u64, kind: u32, pid: u32 } = 24
+    /// Of GETLK, SETLK and SETLKW.
+    LockIn { fh: u64, owner: u64, lock: FileLock, flags: u32, padding: u32 } = 48
     SetxattrIn { size: u32, flags: u32 } = 8
     /// Of GETXATTR and LISTXATTR.
     GetxattrIn { size: u32, padding: u32 } = 8

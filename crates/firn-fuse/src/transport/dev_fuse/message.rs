@@ -6,17 +6,18 @@
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 
-use firn_backing::{Caller, SetTime, Time};
+use firn_backing::{Caller, LockMode, LockRange, SetTime, Time};
 use firn_engine::{HandleId, InodeId, SetAttr};
+use firn_rendezvous::Space;
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes};
 
-use crate::request::{CopyRange, Fallocate, Name, NewMode, Operation, Read, Request, Write};
+use crate::request::{CopyRange, Fallocate, Lock, Name, NewMode, Operation, Read, Request, Write};
 use crate::transport::dev_fuse::abi::{
-    BatchForgetIn, CopyFileRangeIn, CreateIn, FSYNC_DATA, FallocateIn, FlushIn, ForgetIn,
+    BatchForgetIn, CopyFileRangeIn, CreateIn, FSYNC_DATA, FallocateIn, FileLock, FlushIn, ForgetIn,
     ForgetOne, FsyncIn, GETATTR_FH, GetattrIn, GetxattrIn, IOCTL_UNRESTRICTED, InHeader, InitIn,
-    InterruptIn, IoctlIn, LinkIn, LseekIn, MkdirIn, MknodIn, OpenIn, ReadIn, ReleaseIn, Rename2In,
-    RenameIn, SetattrIn, SetxattrIn, WRITE_CACHE, WRITE_KILL_SUIDGID, WriteIn, opcode,
-    setattr_valid as valid,
+    InterruptIn, IoctlIn, LOCK_FLOCK, LinkIn, LockIn, LseekIn, MkdirIn, MknodIn, OpenIn, ReadIn,
+    ReleaseIn, Rename2In, RenameIn, SetattrIn, SetxattrIn, WRITE_CACHE, WRITE_KILL_SUIDGID,
+    WriteIn, opcode, setattr_valid as valid,
 };
 
 /// One message.
@@ -259,12 +260,16 @@ fn parse_operation<'a>(
                 data: arguments.bytes(write.size)?,
                 from_cache: write.write_flags & WRITE_CACHE != 0,
                 kills_set_id: write.write_flags & WRITE_KILL_SUIDGID != 0,
+                appends: write.flags & libc::O_APPEND as u32 != 0,
             })
         }
         opcode::FLUSH => {
             let flush: FlushIn = arguments.take()?;
-            let handle = HandleId(flush.fh);
-            Operation::Flush { inode, handle }
+            Operation::Flush {
+                inode,
+                handle: HandleId(flush.fh),
+                owner: flush.lock_owner,
+            }
         }
         opcode::RELEASE => {
             let release: ReleaseIn = arguments.take()?;
@@ -372,6 +377,11 @@ fn parse_operation<'a>(
                 len: copy.len,
             })
         }
+        opcode::GETLK => Operation::Getlk(lock_of(inode, &arguments.take()?)),
+        opcode::SETLK | opcode::SETLKW => Operation::Setlk {
+            lock: lock_of(inode, &arguments.take()?),
+            waits: header.opcode == opcode::SETLKW,
+        },
         // Access (never asked under `default_permissions`), bmap and poll: the kernel then does them itself.
         _ => return None,
     };
@@ -381,6 +391,31 @@ fn parse_operation<'a>(
 fn name_in<'a>(parent: InodeId, arguments: &mut Arguments<'a>) -> Option<Name<'a>> {
     let name = arguments.name()?;
     Some(Name { parent, name })
+}
+
+fn lock_of(inode: InodeId, lock_in: &LockIn) -> Lock {
+    let FileLock {
+        first,
+        last,
+        kind,
+        pid,
+    } = lock_in.lock;
+    Lock {
+        inode,
+        handle: HandleId(lock_in.fh),
+        owner: lock_in.owner,
+        pid,
+        space: match lock_in.flags & LOCK_FLOCK {
+            0 => Space::Bytes,
+            _ => Space::Flock,
+        },
+        range: LockRange { first, last },
+        mode: match kind as i32 {
+            libc::F_RDLCK => Some(LockMode::Shared),
+            libc::F_WRLCK => Some(LockMode::Exclusive),
+            _ => None,
+        },
+    }
 }
 
 /// Whether the offsets are those of files, whose length is at most 2^63 - 1.
@@ -396,6 +431,11 @@ fn is_in_bounds(operation: &Operation<'_>) -> bool {
             to_offset,
             ..
         }) => *from_offset <= MAX && *to_offset <= MAX,
+        Operation::Getlk(Lock { range, .. })
+        | Operation::Setlk {
+            lock: Lock { range, .. },
+            ..
+        } => range.first <= range.last && range.last <= LockRange::LAST,
         _ => true,
     }
 }
@@ -499,6 +539,59 @@ mod tests {
             panic!("another operation");
         };
         assert_eq!((name, value, flags), (OsStr::new("user.x"), &b"abc"[..], 2));
+    }
+
+    #[test]
+    fn locks_are_told_apart_and_appends_known() {
+        let mut lock = LockIn {
+            fh: 5,
+            owner: 6,
+            lock: FileLock {
+                first: 10,
+                last: 19,
+                kind: libc::F_WRLCK as u32,
+                pid: 3,
+            },
+            flags: 0,
+            padding: 0,
+        };
+        let bytes = message(opcode::SETLKW, &[lock.as_bytes()]);
+        let Operation::Setlk {
+            lock: parsed,
+            waits,
+        } = operation_of(&bytes)
+        else {
+            panic!("another operation");
+        };
+        let (first, last) = (10, 19);
+        assert_eq!(parsed.range, LockRange { first, last });
+        assert_eq!(parsed.mode, Some(LockMode::Exclusive));
+        assert_eq!((parsed.owner, parsed.space), (6, Space::Bytes));
+        assert!(waits);
+
+        lock.flags = LOCK_FLOCK;
+        lock.lock.kind = libc::F_UNLCK as u32;
+        let bytes = message(opcode::SETLK, &[lock.as_bytes()]);
+        let Operation::Setlk {
+            lock: parsed,
+            waits,
+        } = operation_of(&bytes)
+        else {
+            panic!("another operation");
+        };
+        assert_eq!((parsed.mode, parsed.space), (None, Space::Flock));
+        assert!(!waits);
+
+        lock.lock.last = 9;
+        let bytes = message(opcode::GETLK, &[lock.as_bytes()]);
+        assert!(matches!(parse(&bytes), Some(Message::Invalid { .. })));
+
+        let write = WriteIn {
+            flags: libc::O_APPEND as u32,
+            ..WriteIn::default()
+        };
+        let bytes = message(opcode::WRITE, &[write.as_bytes()]);
+        assert!(matches!(operation_of(&bytes), Operation::Write(write) if write.appends));
     }
 
     #[test]

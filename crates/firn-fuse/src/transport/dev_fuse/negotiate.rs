@@ -1,8 +1,7 @@
 //! What the mount asks of the kernel at INIT.
 //!
-//! Not asked: the writeback cache (halves throughput, design measurement); remote POSIX and BSD locks (programs of
-//! one host lock in the kernel; locks between hosts are not promised); and O_TRUNC as a part of open. With it the
-//! kernel has a file truncated before it looks whether a program runs from it: ETXTBSY came too late for the program.
+//! Not asked: the writeback cache (halves throughput, design measurement); locks, but on mounts that share them with other
+//! hosts (else the kernel has them, and nobody is asked); and O_TRUNC as a part of open. With it the kernel has a file truncated before it looks whether a program runs from it: ETXTBSY came too late for the program.
 
 use std::io;
 
@@ -36,10 +35,19 @@ const WANTED: [(u64, &str); 10] = [
     (flag::ALLOW_IDMAP, "allow_idmap"),
 ];
 
+/// What not every mount asks for.
+#[derive(Clone, Copy)]
+pub(super) struct Wishes {
+    /// The kernel reads drained files itself.
+    pub(super) passthrough: bool,
+    /// The kernel hands on locks of files.
+    pub(super) locks: bool,
+}
+
 /// The answer to an INIT, and what both agree on.
 pub(super) fn negotiate(
     asked: &InitIn,
-    passthrough: bool,
+    Wishes { passthrough, locks }: Wishes,
     page_bytes: u32,
 ) -> io::Result<(InitOut, Negotiated)> {
     if asked.major != abi::MAJOR || asked.minor < abi::MINOR_MIN {
@@ -63,6 +71,16 @@ pub(super) fn negotiate(
     taken |= WANTED.iter().map(|(flag, _)| flag).sum::<u64>();
     if passthrough {
         taken |= flag::PASSTHROUGH;
+    }
+    if locks {
+        let needed = flag::POSIX_LOCKS | flag::FLOCK_LOCKS;
+        if offered & needed != needed {
+            return Err(io::Error::new(
+                io::ErrorKind::Unsupported,
+                "the kernel does not hand on locks of files",
+            ));
+        }
+        taken |= needed;
     }
     taken &= offered;
     let has = |flag: u64| taken & flag != 0;
@@ -95,6 +113,15 @@ pub(super) fn negotiate(
 mod tests {
     use super::*;
 
+    const NOTHING: Wishes = Wishes {
+        passthrough: false,
+        locks: false,
+    };
+    const PASSTHROUGH: Wishes = Wishes {
+        passthrough: true,
+        ..NOTHING
+    };
+
     fn init(minor: u32, flags: u64) -> InitIn {
         InitIn {
             major: 7,
@@ -107,7 +134,8 @@ mod tests {
 
     #[test]
     fn nothing_is_taken_that_the_kernel_does_not_offer() {
-        let (answer, negotiated) = negotiate(&init(31, flag::ASYNC_READ), true, 4096).unwrap();
+        let (answer, negotiated) =
+            negotiate(&init(31, flag::ASYNC_READ), PASSTHROUGH, 4096).unwrap();
         assert_eq!(
             u64::from(answer.flags) | u64::from(answer.flags2) << 32,
             flag::ASYNC_READ
@@ -120,25 +148,39 @@ mod tests {
     #[test]
     fn the_second_word_of_flags_counts_only_where_the_kernel_says_so() {
         let flags = flag::ALLOW_IDMAP | flag::PASSTHROUGH | flag::DONT_MASK;
-        let (answer, _) = negotiate(&init(45, flags), true, 4096).unwrap();
+        let (answer, _) = negotiate(&init(45, flags), PASSTHROUGH, 4096).unwrap();
         assert_eq!(answer.flags2, 0);
         let (answer, negotiated) =
-            negotiate(&init(45, flags | flag::INIT_EXT), true, 4096).unwrap();
+            negotiate(&init(45, flags | flag::INIT_EXT), PASSTHROUGH, 4096).unwrap();
         assert_eq!(
             u64::from(answer.flags2) << 32,
             flag::ALLOW_IDMAP | flag::PASSTHROUGH
         );
         assert!(negotiated.passthrough && negotiated.applies_umask);
         assert_eq!((answer.stack_depth_max, answer.minor), (1, 41));
-        let (_, negotiated) = negotiate(&init(45, flags | flag::INIT_EXT), false, 4096).unwrap();
+        let (_, negotiated) = negotiate(&init(45, flags | flag::INIT_EXT), NOTHING, 4096).unwrap();
         assert!(!negotiated.passthrough);
     }
 
     #[test]
+    fn locks_come_only_to_mounts_that_want_them() {
+        let wishes = Wishes {
+            locks: true,
+            ..NOTHING
+        };
+        let both = flag::POSIX_LOCKS | flag::FLOCK_LOCKS;
+        let (answer, _) = negotiate(&init(41, both), wishes, 4096).unwrap();
+        assert_eq!(u64::from(answer.flags), both);
+        let (answer, _) = negotiate(&init(41, both), NOTHING, 4096).unwrap();
+        assert_eq!(answer.flags, 0);
+        assert!(negotiate(&init(41, flag::POSIX_LOCKS), wishes, 4096).is_err());
+    }
+
+    #[test]
     fn a_kernel_that_is_too_old_is_named() {
-        let error = negotiate(&init(22, 0), false, 4096).unwrap_err();
+        let error = negotiate(&init(22, 0), NOTHING, 4096).unwrap_err();
         assert!(error.to_string().contains("7.22"), "{error}");
-        let (answer, _) = negotiate(&init(45, 0), false, 64 << 10).unwrap();
+        let (answer, _) = negotiate(&init(45, 0), NOTHING, 64 << 10).unwrap();
         assert_eq!(answer.pages_max, 16);
     }
 }

@@ -6,13 +6,14 @@ use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use firn_backing::{Attr, Errno, Kind, StatFs, Time};
+use firn_backing::{Attr, Errno, Kind, LockMode, StatFs, Time};
+use firn_rendezvous::InTheWay;
 use zerocopy::IntoBytes;
 
 use crate::reply::{self, Answer, Attributes, HandleMode, ListedEntry};
 use crate::transport::dev_fuse::abi::{
-    self, AttrOut, DIRENT_ALIGN, Dirent, EntryOut, GetxattrOut, IoctlOut, LseekOut, OpenOut,
-    StatfsOut, WriteOut, open_flags,
+    self, AttrOut, DIRENT_ALIGN, Dirent, EntryOut, FileLock, GetxattrOut, IoctlOut, LseekOut,
+    OpenOut, StatfsOut, WriteOut, open_flags,
 };
 use crate::transport::dev_fuse::connection::{BackingId, Connection};
 use crate::unanswered::EarlyAnswer;
@@ -111,6 +112,7 @@ impl reply::Responder for Responder {
             Answer::Position(offset) => self.answer(&[LseekOut { offset }.as_bytes()]),
             Answer::FileSystem(figures) => self.answer(&[statfs_out(figures).as_bytes()]),
             Answer::Ioctl(data) => self.answer(&[IoctlOut::default().as_bytes(), data]),
+            Answer::Lock(found) => self.answer(&[lock_out(found).as_bytes()]),
             Answer::Listed => self.answer(&[&self.listing]),
         }
     }
@@ -200,14 +202,34 @@ fn attr_out(of: &Attributes) -> AttrOut {
     }
 }
 
+/// What is in the way of a lock; its process, where that is one of this host.
+fn lock_out(found: Option<InTheWay>) -> FileLock {
+    let Some(found) = found else {
+        return FileLock {
+            kind: libc::F_UNLCK as u32,
+            ..FileLock::default()
+        };
+    };
+    let kind = match found.mode {
+        LockMode::Shared => libc::F_RDLCK,
+        LockMode::Exclusive => libc::F_WRLCK,
+    };
+    FileLock {
+        first: found.range.first,
+        last: found.range.last,
+        kind: kind as u32,
+        pid: found.pid.unwrap_or(0),
+    }
+}
+
 fn entry_out(of: &Attributes) -> EntryOut {
-    let ttl: Duration = of.ttl;
+    let (ttl, name_ttl): (Duration, Duration) = (of.ttl, of.name_ttl);
     EntryOut {
         nodeid: of.inode.0,
         generation: GENERATION,
-        entry_valid_s: ttl.as_secs(),
+        entry_valid_s: name_ttl.as_secs(),
         attr_valid_s: ttl.as_secs(),
-        entry_valid_ns: ttl.subsec_nanos(),
+        entry_valid_ns: name_ttl.subsec_nanos(),
         attr_valid_ns: ttl.subsec_nanos(),
         attr: attr(of.inode.0, &of.attr),
     }

@@ -1,0 +1,43 @@
+//! Locks of programs that reach other hosts ([`firn_rendezvous::FileLocks`]): which mounts have them.
+//!
+//! A mount of a backing whose files several hosts may write has them, which is one with logs. On others the kernel keeps
+//! the locks of its host, and a mount without transactions or logs takes no step for them.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use firn_backing::Backing;
+use firn_config::Options;
+use firn_engine::Engine;
+use firn_rendezvous::own::{self, TOP};
+use firn_rendezvous::{FILE_LOCKS, FileLocks};
+
+use crate::error::AttachError;
+use crate::host_lease::{LogHosts, open_backing, own_error};
+use crate::participants::host_name;
+use crate::store::Store;
+
+/// Those of a mount; none where the kernel keeps them.
+pub(crate) fn start(
+    backing: &Path,
+    engine: &Engine<Store>,
+    options: &Options,
+) -> Result<Option<Arc<FileLocks>>, AttachError> {
+    if engine.backing().logged().is_none() {
+        return Ok(None);
+    }
+    if options.read_only {
+        return Ok(Some(FileLocks::refused()));
+    }
+    let host = host_name(options)?;
+    let base = open_backing(backing)?;
+    let refused = own_error(backing);
+    let firn = own::dir(&base, &base.root(), TOP).map_err(&refused)?;
+    let dir = own::dir(&base, &firn, FILE_LOCKS);
+    let dir = dir.map_err(|error| refused(error.below(TOP)))?;
+    let hosts = LogHosts::over(backing, &host)?;
+    let others = Box::new(move || hosts.others_living());
+    FileLocks::start(base, dir, &host, others)
+        .map(Some)
+        .map_err(AttachError::io("start the thread of locks"))
+}

@@ -1,0 +1,193 @@
+//! Which programs of this host have which bytes of a file locked.
+//!
+//! Invariants
+//! * Ranges of one owner do not overlap.
+//! * Ranges of two owners that overlap are both shared.
+
+use firn_backing::{LockMode, LockRange};
+
+/// Who has a lock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Owner {
+    /// Tells it from every other one.
+    pub number: u64,
+    /// The open file through which the lock was taken: with its end the lock ends, too.
+    pub handle: u64,
+    /// The process, to be told to others.
+    pub pid: u32,
+}
+
+/// A lock of a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Held {
+    pub(super) owner: Owner,
+    pub(super) range: LockRange,
+    pub(super) mode: LockMode,
+}
+
+/// See the module.
+#[derive(Default)]
+pub(super) struct Table {
+    held: Vec<Held>,
+}
+
+impl Table {
+    pub(super) fn is_empty(&self) -> bool {
+        self.held.is_empty()
+    }
+
+    pub(super) fn owners(&self) -> impl Iterator<Item = Owner> {
+        self.held.iter().map(|held| held.owner)
+    }
+
+    /// A lock of another owner that excludes this one.
+    pub(super) fn conflict(&self, owner: u64, range: LockRange, mode: LockMode) -> Option<Held> {
+        let excludes = |held: &&Held| {
+            let is_alone = held.mode == LockMode::Exclusive || mode == LockMode::Exclusive;
+            held.owner.number != owner && is_alone && held.range.overlaps(&range)
+        };
+        self.held.iter().find(excludes).copied()
+    }
+
+    /// Enters a lock, in the place of what its owner had of these bytes.
+    pub(super) fn add(&mut self, lock: Held) {
+        self.cut(|held| (held.owner.number == lock.owner.number).then_some(lock.range));
+        self.held.push(lock);
+        debug_assert!(self.is_consistent());
+    }
+
+    /// Removes from each lock the range that `what` says of it; returns the bytes that nobody has any more.
+    pub(super) fn remove(&mut self, what: impl Fn(&Held) -> Option<LockRange>) -> Vec<LockRange> {
+        let removed = self.cut(what);
+        removed
+            .into_iter()
+            .flat_map(|range| self.uncovered(range))
+            .collect()
+    }
+
+    /// The same; returns what was removed.
+    fn cut(&mut self, what: impl Fn(&Held) -> Option<LockRange>) -> Vec<LockRange> {
+        let mut removed = Vec::new();
+        let mut left = Vec::with_capacity(self.held.len());
+        for held in self.held.drain(..) {
+            match what(&held).filter(|range| range.overlaps(&held.range)) {
+                None => left.push(held),
+                Some(range) => {
+                    removed.push(LockRange {
+                        first: range.first.max(held.range.first),
+                        last: range.last.min(held.range.last),
+                    });
+                    let parts = held.range.without(&range);
+                    left.extend(parts.map(|range| Held { range, ..held }));
+                }
+            }
+        }
+        self.held = left;
+        removed
+    }
+
+    /// What nobody has of a range.
+    fn uncovered(&self, range: LockRange) -> Vec<LockRange> {
+        let mut free = vec![range];
+        for held in &self.held {
+            free = free
+                .iter()
+                .flat_map(|free| free.without(&held.range))
+                .collect();
+        }
+        free
+    }
+
+    fn is_consistent(&self) -> bool {
+        self.held.iter().enumerate().all(|(index, one)| {
+            self.held[index + 1..].iter().all(|other| {
+                let both_share = one.mode == LockMode::Shared && other.mode == LockMode::Shared;
+                let is_one_owner = one.owner.number == other.owner.number;
+                !one.range.overlaps(&other.range) || (both_share && !is_one_owner)
+            })
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use LockMode::{Exclusive, Shared};
+
+    fn owner(number: u64) -> Owner {
+        Owner {
+            number,
+            handle: number,
+            pid: 1,
+        }
+    }
+
+    fn range(first: u64, last: u64) -> LockRange {
+        LockRange { first, last }
+    }
+
+    fn held(number: u64, first: u64, last: u64, mode: LockMode) -> Held {
+        Held {
+            owner: owner(number),
+            range: range(first, last),
+            mode,
+        }
+    }
+
+    /// Random locks beside a model that has an entry for each byte and owner.
+    #[test]
+    fn a_table_is_what_a_model_of_bytes_says() {
+        const BYTES: u64 = 12;
+        const OWNERS: u64 = 3;
+        let mut random = 0x9e37_79b9_7f4a_7c15_u64;
+        let mut draw = |below: u64| {
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            random % below
+        };
+        let mut table = Table::default();
+        let mut model = [[None; OWNERS as usize]; BYTES as usize];
+        for step in 0..5000 {
+            let (one, other) = (draw(BYTES), draw(BYTES));
+            let of = range(one.min(other), one.max(other));
+            let bytes = of.first as usize..=of.last as usize;
+            let number = draw(OWNERS);
+            let mode = [Some(Exclusive), Some(Shared), None][draw(3) as usize];
+            let Some(mode) = mode else {
+                let freed = table.remove(|held| (held.owner.number == number).then_some(of));
+                let had: Vec<_> = bytes
+                    .clone()
+                    .filter(|&byte| model[byte][number as usize].take().is_some())
+                    .collect();
+                let is_freed = |byte: &usize| model[*byte].iter().all(Option::is_none);
+                let mut expected: Vec<_> = had.into_iter().filter(is_freed).collect();
+                let mut found: Vec<_> = freed
+                    .iter()
+                    .flat_map(|range| range.first as usize..=range.last as usize)
+                    .collect();
+                found.sort_unstable();
+                expected.sort_unstable();
+                assert_eq!(found, expected, "step {step}");
+                continue;
+            };
+            let excludes = |byte: usize| {
+                (0..OWNERS as usize).any(|owner| {
+                    owner != number as usize
+                        && model[byte][owner]
+                            .is_some_and(|held| held == Exclusive || mode == Exclusive)
+                })
+            };
+            let is_free = !bytes.clone().any(excludes);
+            assert_eq!(
+                table.conflict(number, of, mode).is_none(),
+                is_free,
+                "step {step}"
+            );
+            if is_free {
+                table.add(held(number, of.first, of.last, mode));
+                bytes.for_each(|byte| model[byte][number as usize] = Some(mode));
+            }
+        }
+    }
+}

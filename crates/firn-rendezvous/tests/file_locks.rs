@@ -1,0 +1,268 @@
+//! Locks of files that several hosts have, over one simulated disk.
+
+use std::sync::mpsc::{self, Receiver};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use firn_backing::sim::LockReach;
+use firn_backing::suite::own_caller;
+use firn_backing::{Backing, Errno, LockMode, LockRange, SimBacking};
+use firn_rendezvous::{FileLocks, Owner, Released, Space, Ticket, Wanted, own};
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+
+/// Longer than anything here takes.
+const LIMIT: Duration = Duration::from_secs(60);
+const DIR: &str = "locks";
+const FILE: u64 = 7;
+
+fn disk() -> SimBacking {
+    let disk = SimBacking::new();
+    let root = disk.root();
+    disk.set_owner(&root, Some(own_caller().uid), None)
+        .expect("set_owner");
+    own::dir(&disk, &root, DIR).expect("mkdir");
+    disk
+}
+
+/// A host that knows of these others.
+fn host(disk: &SimBacking, name: &str, others: &[&str]) -> Arc<FileLocks> {
+    let base = disk.another_process();
+    host_on(base, name, others)
+}
+
+fn host_on(base: SimBacking, name: &str, others: &[&str]) -> Arc<FileLocks> {
+    let dir = own::must_find_dir(&base, &base.root(), DIR).expect("the directory");
+    let others: Vec<String> = others.iter().map(|&other| other.to_owned()).collect();
+    FileLocks::start(base, dir, name, Box::new(move || Ok(others.clone()))).expect("start")
+}
+
+fn owner(number: u64) -> Owner {
+    Owner {
+        number,
+        handle: number,
+        pid: number as u32,
+    }
+}
+
+fn wanted(number: u64, range: LockRange, mode: LockMode) -> Wanted {
+    Wanted {
+        file: FILE,
+        space: Space::Bytes,
+        owner: owner(number),
+        range,
+        mode,
+    }
+}
+
+type Answer = Receiver<Result<(), Errno>>;
+
+fn begin(locks: &FileLocks, wanted: Wanted, waits: bool) -> (Ticket, Answer) {
+    let (answered, answer) = mpsc::channel();
+    let ticket = locks.next_ticket();
+    let done = Box::new(move |outcome| {
+        let _ = answered.send(outcome);
+    });
+    locks.register(ticket, done);
+    locks.acquire(ticket, wanted, waits);
+    (ticket, answer)
+}
+
+fn acquire(locks: &FileLocks, wanted: Wanted, waits: bool) -> Result<(), Errno> {
+    let (_, answer) = begin(locks, wanted, waits);
+    answer.recv_timeout(LIMIT).expect("an answer")
+}
+
+fn release(locks: &FileLocks, what: Released) {
+    let (answered, answer) = mpsc::channel();
+    let done = Box::new(move |outcome| {
+        let _ = answered.send(outcome);
+    });
+    locks.release(FILE, Space::Bytes, what, done);
+    answer
+        .recv_timeout(LIMIT)
+        .expect("an answer")
+        .expect("release");
+}
+
+fn is_in_the_way(locks: &FileLocks, wanted: Wanted) -> bool {
+    let (answered, answer) = mpsc::channel();
+    let done = Box::new(move |found: Result<_, Errno>| {
+        let _ = answered.send(found);
+    });
+    locks.test(wanted, done);
+    let found = answer.recv_timeout(LIMIT).expect("an answer");
+    found.expect("test").is_some()
+}
+
+fn names(disk: &SimBacking) -> Vec<String> {
+    let dir = own::must_find_dir(disk, &disk.root(), DIR).expect("the directory");
+    let listed = own::list(disk, &dir).expect("list");
+    let names = listed.into_iter().map(|(name, ..)| name);
+    names
+        .map(|name| String::from_utf8(name).expect("a name"))
+        .collect()
+}
+
+/// Random locks of owners on three hosts beside a model that has an entry for each byte and owner.
+#[test]
+fn locks_of_three_hosts_are_those_of_one() {
+    const BYTES: u64 = 10;
+    const OWNERS: usize = 6;
+    let seed: u64 = rand::random();
+    println!("seed {seed}");
+    let mut random = StdRng::seed_from_u64(seed);
+    let disk = disk();
+    let hosts = [("a", ["b", "c"]), ("b", ["a", "c"]), ("c", ["a", "b"])]
+        .map(|(name, others)| host(&disk, name, &others));
+    let mut model = [[None; OWNERS]; BYTES as usize];
+    for step in 0..1500 {
+        let number = random.random_range(0..OWNERS);
+        let locks = &hosts[number % hosts.len()];
+        let ends = [random.random_range(0..BYTES), random.random_range(0..BYTES)];
+        let range = LockRange {
+            first: ends[0].min(ends[1]),
+            last: ends[0].max(ends[1]),
+        };
+        let bytes = range.first as usize..=range.last as usize;
+        let excludes = |model: &[[Option<LockMode>; OWNERS]], mode| {
+            bytes.clone().any(|byte| {
+                (0..OWNERS).any(|other| {
+                    let held = model[byte][other];
+                    let is_alone = mode == LockMode::Exclusive || held == Some(LockMode::Exclusive);
+                    other != number && held.is_some() && is_alone
+                })
+            })
+        };
+        let mode = match random.random_range(0..4) {
+            0 => LockMode::Exclusive,
+            1 => LockMode::Shared,
+            2 => {
+                release(locks, Released::Range(number as u64, range));
+                bytes.clone().for_each(|byte| model[byte][number] = None);
+                continue;
+            }
+            _ => {
+                let mode = LockMode::Exclusive;
+                let found = is_in_the_way(locks, wanted(number as u64, range, mode));
+                assert_eq!(found, excludes(&model, mode), "seed {seed}, step {step}");
+                continue;
+            }
+        };
+        let is_free = !excludes(&model, mode);
+        let locked = acquire(locks, wanted(number as u64, range, mode), false);
+        let expected = if is_free { Ok(()) } else { Err(Errno::AGAIN) };
+        assert_eq!(locked, expected, "seed {seed}, step {step}");
+        if is_free {
+            bytes.for_each(|byte| model[byte][number] = Some(mode));
+        }
+    }
+    for number in 0..OWNERS {
+        release(&hosts[number % hosts.len()], Released::Owner(number as u64));
+    }
+    for locks in &hosts {
+        locks.stop(LIMIT);
+    }
+    assert_eq!(names(&disk), Vec::<String>::new(), "lock files stay");
+}
+
+/// A counter that is read and then written, by threads of three hosts, one of which dies on the way.
+#[test]
+fn who_waits_comes_in_whoever_dies() {
+    const ROUNDS: u64 = 25;
+    let disk = disk();
+    let dying = disk.another_process();
+    let hosts = [
+        host(&disk, "a", &["b"]),
+        host(&disk, "b", &["a"]),
+        host_on(dying.clone(), "c", &["a", "b"]),
+    ];
+    let counter = Mutex::new(0);
+    let add = || {
+        let read = *counter.lock().unwrap_or_else(PoisonError::into_inner);
+        std::thread::yield_now();
+        *counter.lock().unwrap_or_else(PoisonError::into_inner) = read + 1;
+    };
+    // It has the lock, and dies with it.
+    acquire(
+        &hosts[2],
+        wanted(99, LockRange::WHOLE, LockMode::Exclusive),
+        true,
+    )
+    .expect("lock");
+    std::thread::scope(|scope| {
+        for (index, locks) in hosts[..2].iter().enumerate() {
+            for thread in 0..2 {
+                let number = (index * 2 + thread) as u64;
+                scope.spawn(move || {
+                    for _ in 0..ROUNDS {
+                        let wanted = wanted(number, LockRange::WHOLE, LockMode::Exclusive);
+                        acquire(locks, wanted, true).expect("lock");
+                        add();
+                        release(locks, Released::Owner(number));
+                    }
+                });
+            }
+        }
+        dying.crash_at(0);
+        assert_eq!(dying.attr(&dying.root()).err(), Some(Errno::IO));
+    });
+    assert_eq!(counter.into_inner().expect("a counter"), 4 * ROUNDS);
+}
+
+#[test]
+fn who_is_interrupted_has_nothing_and_keeps_nobody_out() {
+    let disk = disk();
+    let (a, b) = (host(&disk, "a", &["b"]), host(&disk, "b", &["a"]));
+    let whole = |number| wanted(number, LockRange::WHOLE, LockMode::Exclusive);
+    acquire(&a, whole(1), true).expect("lock");
+    let (here, answer_here) = begin(&a, whole(2), true);
+    let (there, answer_there) = begin(&b, whole(3), true);
+    assert!(a.interrupt(here) && b.interrupt(there));
+    for answer in [answer_here, answer_there] {
+        assert_eq!(answer.recv_timeout(LIMIT), Ok(Err(Errno::INTR)));
+    }
+    release(&a, Released::Handle(1));
+    assert_eq!(acquire(&b, whole(4), true), Ok(()));
+    // One that is granted is not interrupted any more.
+    assert!(!b.interrupt(there));
+    assert_eq!(acquire(&a, whole(5), false), Err(Errno::AGAIN));
+}
+
+#[test]
+fn locks_that_do_not_reach_a_host_are_refused() {
+    for (reach, others) in [
+        (LockReach::Host, ["b"].as_slice()),
+        (LockReach::Refused(Errno::OPNOTSUPP), &[]),
+    ] {
+        let disk = disk();
+        disk.set_lock_reach(reach);
+        let (a, _b) = (host(&disk, "a", others), host(&disk, "b", &[]));
+        let whole = wanted(1, LockRange::WHOLE, LockMode::Exclusive);
+        for waits in [false, true] {
+            assert_eq!(acquire(&a, whole, waits), Err(Errno::NOLCK), "{reach:?}");
+        }
+    }
+    let whole = wanted(1, LockRange::WHOLE, LockMode::Exclusive);
+    assert_eq!(
+        acquire(&FileLocks::refused(), whole, true),
+        Err(Errno::NOLCK)
+    );
+}
+
+/// What a host left that died is removed by the next one, and not what another one has.
+#[test]
+fn lock_files_of_a_dead_host_are_removed() {
+    let disk = disk();
+    let dir = own::must_find_dir(&disk, &disk.root(), DIR).expect("the directory");
+    for name in ["1", "1.end", "host-dead"] {
+        drop(own::open_or_create(&disk, &dir, name).expect("create"));
+    }
+    let a = host(&disk, "a", &[]);
+    acquire(&a, wanted(1, LockRange::WHOLE, LockMode::Shared), true).expect("lock");
+    let b = host(&disk, "b", &["a"]);
+    acquire(&b, wanted(2, LockRange::WHOLE, LockMode::Shared), true).expect("lock");
+    let mut left = names(&disk);
+    left.sort();
+    assert_eq!(left, ["7", "host-a", "host-b"]);
+}
