@@ -257,7 +257,7 @@ pub static TABLE: [Row; 47] = [
         help: "With placement=dirs: directories for files, each on a server of its own, with colons between them",
         long: "The directories must exist, and belong to you or to root. They may be shared with other backings \
                and other hosts. They must not lie in the backing, in the mount point or in one another. Their \
-               order counts: the last number in a file's name, modulo the number of lanes, is the lane that it \
+               order counts: the sum of the numbers in a file's path, modulo the number of lanes, is the lane that it \
                goes to, counted from 0, so that all hosts must be given the same list. Another list at the next \
                mount is fine: files stay where they are.",
         changes_promises: false,
@@ -274,8 +274,8 @@ pub static TABLE: [Row; 47] = [
         help: "With placement: a file that says which names go to which lane",
         long: "Each line has a pattern, a space and the number of a lane, from 0. The first pattern that matches \
                a new file's name, without its directories, decides; a pattern may have `*`, `?`, `[…]` and \
-               `{…,…}`. Lines that are empty or begin with `#` are skipped. Without a line that matches, the last \
-               number in the name decides, and without a number the lanes take turns.",
+               `{…,…}`. Lines that are empty or begin with `#` are skipped. Without a line that matches, the \
+               numbers in the path decide, and without a number a file goes to the lane with the fewest of its directory.",
         changes_promises: false,
         get: |o| path_text(o.lane_map.as_ref()),
         set: |o, v| o.lane_map = v.directory(),
@@ -444,7 +444,8 @@ pub static TABLE: [Row; 47] = [
         default: "5s",
         help: "How long a drain waits for a token that does not come, before it goes on without",
         long: "It counts from when nobody answers, or from when the token changed hands last: a host that stands \
-               in a queue which moves waits for its turn, however long the queue is. At least twice `token-hold`.",
+               in a queue which moves waits up to eight times as long, then writes and keeps its place. Where the \
+               queue of hosts for a lane is longer than that, raise it. At least twice `token-hold`.",
         changes_promises: false,
         get: |o| duration_text(o.token_wait_ms),
         set: |o, v| o.token_wait_ms = v.number(),

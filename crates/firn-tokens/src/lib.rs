@@ -30,4 +30,4 @@ pub use flock::FlockService;
 pub use keeper::{LaneToken, Tokens};
 pub use place::{find_group, make_dir};
 pub use service::{Asked, Behind, LockService, ServiceError};
-pub use turn::{Limits, Permit, TokenFigures, TokenState, Use};
+pub use turn::{Limits, Permit, TokenFigures, TokenState, Use, WAITS_MAX};

@@ -3,8 +3,8 @@
 //! ```text
 //!           enter                   granted
 //!   Idle ──────────► Waiting ───────────────────► Held
-//!    ▲                  │  nothing moved             │ idle, or the batch is over and others wait,
-//!    │                  ▼  for `wait`                │ or lost
+//!    ▲                  │  nothing moved for `wait`, │ idle, or the batch is over and others wait,
+//!    │                  ▼  or `WAITS_MAX` of them    │ or lost
 //!    │               Without ──── granted ──────────►│
 //!    └───────────────────────────────────────────────┘
 //! ```
@@ -13,6 +13,8 @@
 //! * `uses` counts the permits of the present holding only.
 //! * While something is to be given back (`is_returning`), nothing is asked.
 //! * In `Without` every permit is given at once, whatever the service does.
+//! * No wait is longer than `WAITS_MAX * wait`, whatever the service says: that a token goes from hand to hand is only
+//!   what it says.
 
 use std::time::{Duration, Instant};
 
@@ -23,6 +25,9 @@ const LINGER: Duration = Duration::from_millis(10);
 /// Pause after a question that failed; doubles up to the last.
 const RETRY_FIRST: Duration = Duration::from_millis(50);
 const RETRY_LAST: Duration = Duration::from_secs(1);
+/// A lane waits for its turn in a queue that moves for so many times `wait`. Queues of as many hosts as `wait / hold`
+/// times this are served in order.
+pub const WAITS_MAX: u32 = 8;
 /// Without its token a lane asks again at least so often, if `wait` is not longer.
 const ASK_AGAIN_LAST: Duration = Duration::from_secs(60);
 
@@ -31,7 +36,8 @@ const ASK_AGAIN_LAST: Duration = Duration::from_secs(60);
 pub struct Limits {
     /// Length of a batch: then the token goes to who waits for it.
     pub hold: Duration,
-    /// How long to wait while the service does not answer and the token does not change hands. At least twice `hold`.
+    /// How long to wait while the service does not answer and the token does not change hands, and [`WAITS_MAX`] times
+    /// as long while it does. At least twice `hold`.
     pub wait: Duration,
 }
 
@@ -128,6 +134,13 @@ struct Waiting {
     failures: u32,
 }
 
+impl Waiting {
+    /// The end of a wait that began at `began`.
+    fn ends_at(&self, began: Instant, limits: Limits) -> Instant {
+        (self.moved + limits.wait).min(began + limits.wait * WAITS_MAX)
+    }
+}
+
 #[derive(Debug)]
 struct Held {
     batch_ends: Instant,
@@ -148,6 +161,12 @@ struct Without {
     is_wanted: bool,
     /// The holding that did not end.
     stuck_holding: Option<String>,
+    /// The queue moved until the end of the wait. The lane does not wait for it again: it stands in it while it writes.
+    is_queue_long: bool,
+    /// It stands in it now.
+    is_in_line: bool,
+    /// When a thread of the lane had something to write last.
+    wanted_at: Instant,
 }
 
 /// The state of one lane's token.
@@ -202,7 +221,7 @@ impl Turn {
                 Permit::Wait(self.limits.wait)
             }
             Phase::Waiting(waiting) => {
-                let until = waiting.moved + self.limits.wait;
+                let until = waiting.ends_at(self.phase_since, self.limits);
                 if now < until {
                     return Permit::Wait(until - now);
                 }
@@ -233,6 +252,7 @@ impl Turn {
                 Permit::Go(Use::without_token())
             }
             Phase::Without(without) => {
+                without.wanted_at = now;
                 self.has_task |= !std::mem::replace(&mut without.is_wanted, true);
                 Permit::Go(Use::without_token())
             }
@@ -262,7 +282,7 @@ impl Turn {
         match &mut self.phase {
             Phase::Idle => Step::Sleep(None),
             Phase::Waiting(waiting) => {
-                let until = waiting.moved + self.limits.wait;
+                let until = waiting.ends_at(self.phase_since, self.limits);
                 if now >= until {
                     self.go_without(now);
                     return self.next_step(now);
@@ -275,6 +295,15 @@ impl Turn {
             }
             Phase::Held(_) => self.next_of_held(now),
             Phase::Without(without) => {
+                if without.is_in_line {
+                    if now < without.ask_at {
+                        return Step::Sleep(Some(without.ask_at - now));
+                    }
+                    if now < without.wanted_at + self.limits.wait {
+                        return Step::Ask;
+                    }
+                    without.is_in_line = false;
+                }
                 if self.is_asked && !without.is_asking {
                     self.is_returning = true;
                     return Step::GiveBack;
@@ -359,6 +388,8 @@ impl Turn {
     /// The service said who comes first.
     pub(crate) fn note_behind(&mut self, behind: Behind, now: Instant) {
         self.figures.holder = behind.holder;
+        // Nobody waits for the answer, and the service that gives it may be none.
+        let rest_in_line = behind.rest.max(RETRY_FIRST);
         match &mut self.phase {
             Phase::Waiting(waiting) => {
                 if waiting.holding.as_ref() != Some(&behind.holding) {
@@ -368,8 +399,13 @@ impl Turn {
                 waiting.failures = 0;
                 waiting.ask_at = now + behind.rest;
             }
+            Phase::Without(without) if without.is_in_line => without.ask_at = now + rest_in_line,
             Phase::Without(without) if without.is_asking => {
-                if without.stuck_holding.as_ref() == Some(&behind.holding) {
+                if without.is_queue_long {
+                    without.is_asking = false;
+                    without.is_in_line = true;
+                    without.ask_at = now + rest_in_line;
+                } else if without.stuck_holding.as_ref() == Some(&behind.holding) {
                     self.put_off(now);
                 } else {
                     tracing::info!("the token changes hands again: this lane waits for its turn");
@@ -390,7 +426,7 @@ impl Turn {
                 waiting.ask_at = now + pause(waiting.failures);
                 waiting.failures += 1;
             }
-            Phase::Without(without) if without.is_asking => self.put_off(now),
+            Phase::Without(without) if without.is_asking || without.is_in_line => self.put_off(now),
             // What the holder is to do is tried again in a while; the lease may end meanwhile.
             Phase::Held(held) => {
                 held.look_at = held.look_at.max(now + RETRY_LAST);
@@ -482,30 +518,43 @@ impl Turn {
     }
 
     fn go_without(&mut self, now: Instant) {
-        let (stuck_holding, has_failed) = match &mut self.phase {
+        let (stuck_holding, has_failed, is_queue_long) = match &mut self.phase {
             Phase::Waiting(waiting) => {
                 self.figures.waited += now - self.phase_since;
-                (waiting.holding.take(), waiting.failures > 0)
+                let is_moving = now < waiting.moved + self.limits.wait;
+                (waiting.holding.take(), waiting.failures > 0, is_moving)
             }
-            _ => (None, false),
+            _ => (None, false, false),
         };
         let error = self.figures.last_error.as_deref();
         let reason = match error.filter(|_| has_failed) {
             Some(error) => error,
+            None if is_queue_long => {
+                "the queue of hosts is long: raise token-wait, or look at who answers for the lock service"
+            }
             None if stuck_holding.is_some() => "its holder does not go on",
             None => "nobody answers",
         };
         tracing::warn!(
             reason,
-            "no token came within token-wait: the drain of this lane goes on without it"
+            "no token came: the drain of this lane goes on without it"
         );
         self.figures.went_without += 1;
+        // What was asked for before may not be given back yet.
+        let is_in_line = is_queue_long && self.is_asked && !self.is_returning;
         let without = Without {
-            ask_at: now + self.limits.wait,
+            ask_at: if is_in_line {
+                now
+            } else {
+                now + self.limits.wait
+            },
             tries: 0,
             is_asking: false,
             is_wanted: false,
             stuck_holding,
+            is_queue_long,
+            is_in_line,
+            wanted_at: now,
         };
         self.change_phase(Phase::Without(without), now);
         self.has_news = true;
@@ -517,6 +566,7 @@ impl Turn {
         let last = self.limits.wait.max(ASK_AGAIN_LAST);
         if let Phase::Without(without) = &mut self.phase {
             without.is_asking = false;
+            without.is_in_line = false;
             without.tries += 1;
             without.ask_at = now + (self.limits.wait * 2_u32.pow(without.tries.min(16))).min(last);
         }

@@ -7,17 +7,26 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use base64::Engine as _;
+use base64::prelude::BASE64_STANDARD as BASE64;
 use common::{HANGS_AFTER, Host, limits};
 use firn_tokens::etcd::{Client, EtcdError};
 use firn_tokens::{EtcdService, LockService, ServiceError, TokenState};
+use parking_lot::Mutex;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
+use serde_json::{Value, json};
 
 /// How long a host waits for a token here.
 const WAIT: Duration = Duration::from_millis(600);
 
 /// Answers each connection so, after a request has come. Its threads end with the connections and the test.
 fn serve(answer: impl Fn(TcpStream) + Send + Sync + 'static) -> SocketAddr {
+    serve_requests(move |_, stream| answer(stream))
+}
+
+/// The same, with the request.
+fn serve_requests(answer: impl Fn(Vec<u8>, TcpStream) + Send + Sync + 'static) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = listener.local_addr().expect("its address");
     let answer = Arc::new(answer);
@@ -25,8 +34,8 @@ fn serve(answer: impl Fn(TcpStream) + Send + Sync + 'static) -> SocketAddr {
         for stream in listener.incoming().flatten() {
             let answer = Arc::clone(&answer);
             std::thread::spawn(move || {
-                if await_request(&stream) {
-                    answer(stream);
+                if let Some(request) = await_request(&stream) {
+                    answer(request, stream);
                 }
             });
         }
@@ -34,7 +43,7 @@ fn serve(answer: impl Fn(TcpStream) + Send + Sync + 'static) -> SocketAddr {
     address
 }
 
-fn await_request(mut stream: &TcpStream) -> bool {
+fn await_request(mut stream: &TcpStream) -> Option<Vec<u8>> {
     stream
         .set_read_timeout(Some(HANGS_AFTER))
         .expect("a timeout");
@@ -43,11 +52,11 @@ fn await_request(mut stream: &TcpStream) -> bool {
     // All requests are objects, whose end is the only brace at an end of a read.
     loop {
         match stream.read(&mut buffer) {
-            Ok(0) | Err(_) => return false,
+            Ok(0) | Err(_) => return None,
             Ok(count) => request.extend(&buffer[..count]),
         }
         if request.ends_with(b"}") {
-            return true;
+            return Some(request);
         }
     }
 }
@@ -223,6 +232,59 @@ fn a_lane_goes_on_without_a_server_that_is_no_etcd() {
             .last_error
             .is_some_and(|error| error.contains("does not answer as etcd does"))
     );
+}
+
+/// An etcd, or who answers in its place, in whose queue another host is first each time. This host is behind it.
+fn serve_a_queue_without_end() -> SocketAddr {
+    let place = Mutex::new((0, None));
+    serve_requests(move |request, mut stream| {
+        let text = String::from_utf8_lossy(&request).into_owned();
+        let (head, body) = text.split_once("\r\n\r\n").expect("a request");
+        let body: Value = serde_json::from_str(body).expect("a JSON object");
+        let queue = || {
+            let mut place = place.lock();
+            let (holder, own) = &mut *place;
+            let put = body.pointer("/success/0/request_put/key");
+            *own = put.or(own.as_ref()).cloned();
+            *holder += 1;
+            let first = BASE64.encode(format!("firn/test/lane-0/{holder}"));
+            let name = BASE64.encode("other");
+            json!({
+                "header": { "revision": "5" },
+                "kvs": [{ "key": first, "value": name }, { "key": own, "value": name }],
+                "count": "2",
+            })
+        };
+        let path = head.split(' ').nth(1).expect("a path");
+        // A stream of answers: the watch is there, and something has happened.
+        let watched = "{\"result\":{\"created\":true}}\n{\"result\":{\"events\":[]}}\n";
+        let answer = match path {
+            "/v3/watch" => watched.into(),
+            "/v3/lease/grant" => json!({ "ID": "7", "TTL": "3" }).to_string(),
+            "/v3/lease/keepalive" => json!({ "result": { "ID": "7", "TTL": "3" } }).to_string(),
+            "/v3/kv/txn" => json!({ "responses": [{ "response_range": queue() }] }).to_string(),
+            "/v3/kv/range" => queue().to_string(),
+            _ => json!({ "header": { "revision": "5" } }).to_string(),
+        };
+        let _ = stream.write_all(&http("200 OK", &answer));
+    })
+}
+
+/// Proves S-token-5.
+#[test]
+fn regression_a_lane_waited_for_ever_in_a_queue_that_has_no_end() {
+    let host = Host::start(
+        Box::new(service(serve_a_queue_without_end())),
+        limits(20, 300),
+    );
+    assert!(!host.enter().has_token());
+    let figures = host.figures();
+    assert_eq!(figures.holder.as_deref(), Some("other"), "{figures:?}");
+    assert_eq!(figures.state, TokenState::Without);
+    for _ in 0..20 {
+        assert!(!host.enter().has_token());
+    }
+    assert_eq!(host.figures().went_without, 1, "it does not wait again");
 }
 
 #[test]

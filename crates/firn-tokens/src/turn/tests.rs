@@ -154,9 +154,10 @@ fn a_queue_that_moves_is_waited_for_and_a_holder_that_is_stuck_is_not() {
     for round in 0..20 {
         assert_eq!(turn.next_step(now), Step::Ask);
         turn.note_behind(behind(&format!("{round}")), now);
-        now += ms(4000);
-        must_wait(turn.enter(now), ms(1000));
+        now += ms(1500);
+        must_wait(turn.enter(now), ms(3500));
     }
+    now += ms(2500);
     assert_eq!(turn.next_step(now), Step::Ask);
     turn.note_behind(behind("19"), now);
     assert!(!go(turn.enter(now + ms(1000))).has_token());
@@ -215,6 +216,91 @@ fn a_token_that_is_lost_is_asked_for_again() {
     turn.note_given_back();
     assert!(!turn.leave(&used, start + ms(2000)));
     must_wait(turn.enter(start + ms(2000)), LIMITS.wait);
+}
+
+/// Nobody is believed for saying that the queue moves, and a lane whose queue is long keeps its place in it. Proves S-token-5.
+#[test]
+fn a_queue_that_moves_for_ever_is_waited_for_once_and_for_a_bounded_time() {
+    let start = Instant::now();
+    let mut turn = Turn::new(LIMITS, None, start);
+    must_wait(turn.enter(start), LIMITS.wait);
+    let mut now = start;
+    let mut holder = 0;
+    let mut name_another_holder = |turn: &mut Turn, now| {
+        holder += 1;
+        turn.note_behind(behind(&format!("{holder}")), now);
+    };
+    while let Permit::Wait(_) = turn.enter(now) {
+        assert!(now < start + LIMITS.wait * WAITS_MAX, "a wait has an end");
+        assert_eq!(turn.next_step(now), Step::Ask);
+        name_another_holder(&mut turn, now);
+        now += ms(1000);
+    }
+    assert_eq!(now, start + LIMITS.wait * WAITS_MAX);
+    // It writes, and asks on from its place.
+    for _ in 0..100 {
+        assert!(!go(turn.enter(now)).has_token());
+        assert_eq!(turn.next_step(now), Step::Ask);
+        name_another_holder(&mut turn, now);
+        assert_eq!(turn.next_step(now), Step::Sleep(Some(RETRY_FIRST)));
+        now += ms(1000);
+    }
+    // Without work it leaves the queue; with work it comes again, and does not wait.
+    now += LIMITS.wait;
+    assert_eq!(turn.next_step(now), Step::GiveBack);
+    turn.note_given_back();
+    assert!(!go(turn.enter(now)).has_token());
+    assert_eq!(turn.next_step(now), Step::Ask);
+    name_another_holder(&mut turn, now);
+    assert!(!go(turn.enter(now)).has_token());
+    // Its turn comes in the end.
+    now += RETRY_FIRST;
+    assert_eq!(turn.next_step(now), Step::Ask);
+    turn.note_granted(now);
+    assert!(go(turn.enter(now)).has_token());
+    assert_eq!(turn.figures(now).went_without, 1);
+}
+
+/// A service that says anything at all at any time.
+#[test]
+fn no_answer_of_a_service_stops_a_lane_for_ever() {
+    let seed = rand::random();
+    println!("seed {seed}");
+    let mut rng = StdRng::seed_from_u64(seed);
+    for _ in 0..200 {
+        let mut now = Instant::now();
+        let mut turn = Turn::new(LIMITS, Some(RENEW), now);
+        let mut waits_since = None;
+        let says = rng.random_range(0..4);
+        for holder in 0..2000 {
+            match turn.enter(now) {
+                Permit::Wait(_) => {
+                    let since = *waits_since.get_or_insert(now);
+                    assert!(now < since + LIMITS.wait * WAITS_MAX, "it waits on");
+                }
+                Permit::Go(used) => {
+                    waits_since = None;
+                    turn.leave(&used, now);
+                }
+            }
+            let answer = match rng.random_range(0..10) {
+                0 => rng.random_range(0..4),
+                _ => says,
+            };
+            match turn.next_step(now) {
+                Step::Ask if answer == 0 => turn.note_failure("it fails".into(), now),
+                Step::Ask if answer == 1 => turn.note_behind(behind("stuck"), now),
+                Step::Ask if answer == 2 => turn.note_behind(behind(&holder.to_string()), now),
+                Step::Ask => turn.note_granted(now),
+                Step::GiveBack => turn.note_given_back(),
+                Step::LookForOthers => turn.note_others(answer != 0, now),
+                Step::Renew if answer == 0 => turn.note_lost("lost".into(), now),
+                Step::Renew => turn.note_renewed(now),
+                Step::Sleep(_) => {}
+            }
+            now += ms(rng.random_range(0..800));
+        }
+    }
 }
 
 /// Hosts under random calls, with a service that has a queue and may be silent.
