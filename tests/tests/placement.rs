@@ -263,7 +263,7 @@ fn a_map_a_number_and_turns_decide_and_explain_says_which() {
     assert_eq!(
         explain("rank_4"),
         format!(
-            "{} is {}\na new file of this name goes to {}: the last number in the name is 4, modulo 3 lanes\n",
+            "{} is {}\na new file of this name goes to {}: the numbers in its path add up to 4, modulo 3 lanes; where that lane has far more than its share of the directory's files, the one with the fewest\n",
             path("rank_4"),
             file.display(),
             lane(1)
@@ -385,7 +385,7 @@ fn what_is_held_of_placed_files_is_drained_by_recover_and_by_a_mount_without_lan
 #[test]
 fn a_full_lane_gets_no_new_file_and_its_files_wait_while_others_go_on() {
     let sandbox = Sandbox::new("fulllane");
-    let small = LoopImage::new(&sandbox, FsKind::Tmpfs, 2);
+    let small = LoopImage::new(&sandbox, FsKind::Tmpfs, 8);
     let lanes = [small.mkdir("lane"), sandbox.mkdir("lane1")];
     let mount = FirnMount::new(&sandbox, &place_in(&lanes, &patient("close=held")));
     let filler = small.path().join("filler");
@@ -643,7 +643,10 @@ fn check_finds_files_without_a_name_and_removes_nothing_that_has_one() {
 fn status_says_where_placement_does_not_pay() {
     let sandbox = Sandbox::new("advice");
     let lanes = three_lanes(&sandbox);
-    let mount = FirnMount::new(&sandbox, &place_in(&lanes, SMALL));
+    let map = sandbox.join("map");
+    fs::write(&map, "step* 0\n").expect("write");
+    let options = place_in(&lanes, &format!("lane-map={},{SMALL}", map.display()));
+    let mount = FirnMount::new(&sandbox, &options);
     assert!(mount.status().placement_advice.is_empty());
     fs::write(mount.join("rank_0"), "x").expect("write");
     let advice = mount.status().placement_advice;
@@ -654,11 +657,11 @@ fn status_says_where_placement_does_not_pay() {
         ]
     );
     for step in 1..20 {
-        fs::write(mount.join(format!("step_{}", 3 * step)), "x").expect("write");
+        fs::write(mount.join(format!("step_{step}")), "x").expect("write");
     }
     let advice = mount.status().placement_advice;
     let expected = format!(
-        "{} got 20 of 20 files: number the files of a checkpoint one after the other, or give a lane-map",
+        "{} got 20 of 20 files: give the files of a checkpoint numbers one after the other, or a lane-map",
         lanes[0].display()
     );
     assert_eq!(advice, [expected]);

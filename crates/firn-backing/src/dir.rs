@@ -266,6 +266,18 @@ fn object_at(parent: BorrowedFd<'_>, name: &OsStr) -> Result<OwnedFd> {
 }
 
 impl DirBacking {
+    /// The object of this name in a directory.
+    fn child(&self, parent: &DirInode, name: &OsStr, inode: OwnedFd, attr: &Attr) -> Arc<DirInode> {
+        let Some(steering) = &self.steering else {
+            return DirInode::new(inode, attr);
+        };
+        let lane = match attr.kind {
+            Kind::Dir => steering.lane_of_dir(parent.lane, name),
+            _ => steering.lane_of(parent.lane, name),
+        };
+        DirInode::in_lane(lane, inode, attr)
+    }
+
     /// Creates a regular file, in the lane of `turn`, or else of its name, where new files are steered.
     fn create_file(
         &self,
@@ -276,7 +288,8 @@ impl DirBacking {
         turn: Option<u64>,
     ) -> Result<(Arc<DirInode>, DirFile, Attr)> {
         let steering = self.steering.as_deref();
-        let made = make::file(caller, parent.as_fd(), name, mode, steering, turn)?;
+        let steered = steering.map(|steering| (steering, parent.lane));
+        let made = make::file(caller, parent.as_fd(), name, mode, steered, turn)?;
         let inode = DirInode::in_lane(made.lane, made.inode, &made.attr);
         self.made(parent, &inode);
         Ok((inode, made.file, made.attr))
@@ -325,11 +338,7 @@ impl Backing for DirBacking {
     fn lookup(&self, parent: &Self::Inode, name: &OsStr) -> Result<(Self::Inode, Attr)> {
         let inode = object_at(parent.as_fd(), name)?;
         let attr = attr::attr(&inode)?;
-        let inode = match &self.steering {
-            None => DirInode::new(inode, &attr),
-            Some(steering) => DirInode::in_lane(steering.lane_of(name), inode, &attr),
-        };
-        Ok((inode, attr))
+        Ok((self.child(parent, name, inode, &attr), attr))
     }
 
     fn create(
@@ -369,7 +378,7 @@ impl Backing for DirBacking {
         stamps::catch_up();
         let make = |mode| fs::mkdirat(parent, name, Mode::from_raw_mode(mode));
         let (inode, attr) = make::object(caller, parent.as_fd(), name, Kind::Dir, mode, &make)?;
-        let inode = DirInode::new(inode, &attr);
+        let inode = self.child(parent, name, inode, &attr);
         self.made(parent, &inode);
         Ok((inode, attr))
     }

@@ -13,12 +13,13 @@ use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use firn_backing::{Backing, DirBacking, Errno};
 use firn_config::{Options, Placement};
 use firn_format::mountinfo;
 use firn_format::quote::quoted_path;
-use firn_lanes::rule::Reason;
+use firn_lanes::rule::{Reason, add_numbers};
 use firn_lanes::{Lane, Lanes, Record, RecordError, Rule, Setup, record};
 use firn_protocol::path::BytePath;
 use firn_protocol::{Explanation, LaneState, LaneStatus, PlacedStatus, Reply};
@@ -364,7 +365,7 @@ fn open_wanted(
     primary: &DirBacking,
     record: &mut Record,
     host: &str,
-) -> Result<Lane<DirBacking>, AttachError> {
+) -> Result<Arc<Lane<DirBacking>>, AttachError> {
     check_lane(lane).map_err(|why| why.at(lane))?;
     let opened = DirBacking::open(lane).map_err(|error| LaneFault::of_io(&error).at(lane))?;
     let failed = |error| LaneFault::of_own(error).at(lane);
@@ -388,7 +389,7 @@ fn open_wanted(
 /// Opens the other lanes that the record has, and returns those that cannot be reached.
 fn open_known(
     record: &Record,
-    lanes: &mut Vec<Lane<DirBacking>>,
+    lanes: &mut Vec<Arc<Lane<DirBacking>>>,
     notice: &mut dyn FnMut(String),
 ) -> Vec<OsString> {
     let mut absent = Vec::new();
@@ -442,6 +443,7 @@ pub(crate) fn show_lanes(placed: &Lanes<DirBacking>, shown: &mut Vec<LaneStatus>
                 firn_lanes::LaneState::Ok => LaneState::Ok,
                 firn_lanes::LaneState::Full => LaneState::Full,
                 firn_lanes::LaneState::Gone => LaneState::Gone,
+                firn_lanes::LaneState::Hung => LaneState::Hung,
             },
         });
     }
@@ -481,7 +483,7 @@ pub(crate) fn advise(lanes: &[LaneStatus]) -> Vec<String> {
         return Vec::new();
     }
     vec![format!(
-        "{} got {} of {files} files: number the files of a checkpoint one after the other, or give a lane-map",
+        "{} got {} of {files} files: give the files of a checkpoint numbers one after the other, or a lane-map",
         lane.path, placed.files
     )]
 }
@@ -494,11 +496,10 @@ pub(crate) fn explain(store: &Store, path: &BytePath) -> Reply {
             message: "without placement the file system alone knows where a file is: ask it, or mount with placement".into(),
         };
     };
-    let name = Path::new(OsStr::from_bytes(path.as_bytes())).file_name();
-    let (lane, reason) = match (lanes.rule(), name) {
-        (None, _) => (None, "no lane of this mount takes new files".into()),
-        (_, None) => (None, "it is the top directory".into()),
-        (Some(rule), Some(name)) => explain_rule(rule, name),
+    let relative = Path::new(OsStr::from_bytes(path.as_bytes()));
+    let (lane, reason) = match lanes.rule() {
+        None => (None, "no lane of this mount takes new files".into()),
+        Some(rule) => explain_rule(rule, relative),
     };
     let found = find(lanes, path.as_bytes());
     match found {
@@ -519,21 +520,32 @@ pub(crate) fn explain(store: &Store, path: &BytePath) -> Reply {
     }
 }
 
-pub(crate) fn explain_rule(rule: &Rule, name: &OsStr) -> (Option<usize>, String) {
-    match rule.explain(name) {
+/// Where the rule puts a new file with this path below the mount point, and why.
+pub(crate) fn explain_rule(rule: &Rule, path: &Path) -> (Option<usize>, String) {
+    let Some(name) = path.file_name() else {
+        return (None, "it is the top directory".into());
+    };
+    let above = path.parent().unwrap_or(Path::new(""));
+    let sum = above.iter().fold(0, add_numbers);
+    match rule.explain(sum, name) {
         None => (
             None,
-            "the name has no number, so the lanes take turns".into(),
+            "the name has no number: a file goes to the lane with the fewest files of its directory"
+                .into(),
         ),
         Some((lane, Reason::Line(line))) => {
             (Some(lane), format!("line {line} of the lane map matches"))
         }
         Some((lane, Reason::Number(number))) => {
             let count = rule.lane_count();
-            let reason = format!("the last number in the name is {number}, modulo {count} lanes");
+            let reason = format!(
+                "the numbers in its path add up to {number}, modulo {count} lanes; where that lane has far more than its share of the directory's files, the one with the fewest"
+            );
             (Some(lane), reason)
         }
-        Some((lane, Reason::Turn)) => (Some(lane), "it is its turn".into()),
+        Some((lane, Reason::Balance)) => {
+            (Some(lane), "it has the fewest files of the directory".into())
+        }
     }
 }
 

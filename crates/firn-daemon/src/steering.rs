@@ -135,10 +135,7 @@ pub(crate) fn show_lanes(steered: &Steered, shown: &mut [LaneStatus]) {
 /// Says where a file lies, or would lie.
 pub(crate) fn explain(steered: &Steered, store: &Store, backing: &Path, path: &BytePath) -> Reply {
     let relative = Path::new(OsStr::from_bytes(path.as_bytes()));
-    let (lane, reason) = match relative.file_name() {
-        None => (None, "it is the top directory".into()),
-        Some(name) => explain_rule(steered.rule(), name),
-    };
+    let (lane, reason) = explain_rule(steered.rule(), relative);
     let found = find(store, path.as_bytes());
     let exists = !matches!(found, Err(Errno::NOENT));
     let file = open_file_below(backing, relative).ok();

@@ -10,7 +10,7 @@ use firn_backing::{
 };
 
 use super::*;
-use crate::create::WantedLane;
+use crate::create::NewFile;
 
 impl<B: Backing> Backing for Lanes<B> {
     type Inode = LanesInode<B>;
@@ -18,7 +18,7 @@ impl<B: Backing> Backing for Lanes<B> {
     type Dir = B::Dir;
 
     fn root(&self) -> LanesInode<B> {
-        LanesInode::Primary(self.primary.root(), Region::Top)
+        LanesInode::Primary(self.primary.root(), Position::TOP)
     }
 
     fn lookup(&self, parent: &LanesInode<B>, name: &OsStr) -> Result<(LanesInode<B>, Attr)> {
@@ -37,11 +37,16 @@ impl<B: Backing> Backing for Lanes<B> {
         // What a default ACL gives to a new file, only the kernel can give, where the name is.
         match &self.setup.rule {
             Some(rule)
-                if !matches!(parent, LanesInode::Primary(_, Region::Logs))
+                if parent.position().region != Region::Logs
                     && !self.primary.has_default_acl(dir) =>
             {
-                let wanted = WantedLane::by_name(rule, name);
-                self.create_placed(wanted, caller, dir, name, mode)
+                let new = NewFile {
+                    caller,
+                    parent: dir,
+                    name,
+                    mode,
+                };
+                self.create_by_name(rule, parent.position().numbers, &new)
             }
             _ => {
                 let (inode, file, attr) = self.primary.create(caller, dir, name, mode)?;
@@ -62,8 +67,13 @@ impl<B: Backing> Backing for Lanes<B> {
     ) -> Result<(LanesInode<B>, LanesFile<B>, Attr)> {
         match &self.setup.rule {
             Some(rule) => {
-                let wanted = WantedLane::by_turn(rule, turn);
-                self.create_placed(wanted, caller, parent.in_primary(), name, mode)
+                let new = NewFile {
+                    caller,
+                    parent: parent.in_primary(),
+                    name,
+                    mode,
+                };
+                self.create_by_turn(rule, turn, &new)
             }
             None => self.create(caller, parent, name, mode),
         }
@@ -79,6 +89,9 @@ impl<B: Backing> Backing for Lanes<B> {
         let (inode, attr) = self
             .primary
             .mkdir(caller, parent.in_primary(), name, mode)?;
+        if let Some(rule) = &self.setup.rule {
+            rule.note_new_dir(attr.ino);
+        }
         Ok((parent.child(name, inode), attr))
     }
 
@@ -171,7 +184,7 @@ impl<B: Backing> Backing for Lanes<B> {
     }
 
     fn attr_of_file(&self, file: &LanesFile<B>) -> Result<Attr> {
-        let attr = self.home_of_file(file).attr_of_file(&file.file)?;
+        let attr = self.call_home(file, Call::Name, |home| home.attr_of_file(&file.file))?;
         match &file.placed {
             None => Ok(attr),
             Some(placed) => Ok(placed_attr(&self.attr_of_link(placed)?, &attr)),
@@ -290,13 +303,19 @@ impl<B: Backing> Backing for Lanes<B> {
             LanesInode::Primary(..) => None,
             LanesInode::Placed(placed) => Some(Arc::clone(placed)),
         };
-        let file = self.note(&placed, home.open(object, access))?;
+        let file = match &placed {
+            None => home.open(object, access)?,
+            Some(placed) => self
+                .lane(placed)
+                .call(Call::Name, |lane| lane.open(object, access))?,
+        };
         Ok(LanesFile { file, placed })
     }
 
     fn read_at(&self, file: &LanesFile<B>, buf: &mut [u8], offset: u64) -> Result<usize> {
-        let read = self.home_of_file(file).read_at(&file.file, buf, offset);
-        self.note(&file.placed, read)
+        self.call_home(file, Call::Data, |home| {
+            home.read_at(&file.file, buf, offset)
+        })
     }
 
     fn write_at(&self, file: &LanesFile<B>, data: &[IoSlice<'_>], offset: u64) -> Result<usize> {
@@ -305,18 +324,25 @@ impl<B: Backing> Backing for Lanes<B> {
     }
 
     fn write_parts(&self, file: &LanesFile<B>, parts: &[DataPart<'_>]) -> Result<u64> {
-        let write = || self.home_of_file(file).write_parts(&file.file, parts);
+        if file.placed.is_some() {
+            // Counted before it is refused: that is when it has to be known.
+            let end = parts.iter().map(|part| part.offset + part.len()).max();
+            self.longest.fetch_max(end.unwrap_or(0), Ordering::Relaxed);
+        }
+        let write = || self.call_home(file, Call::Data, |home| home.write_parts(&file.file, parts));
         let written = match write() {
             // Files that are gone above may still take room.
-            Err(Errno::NOSPC) if !self.removals.is_empty() => {
+            Err(Errno::NOSPC) if self.has_removals() => {
                 self.finish_removals()?;
                 write()
             }
             done => done,
         };
-        let count = self.note(&file.placed, written)?;
+        let count = written?;
         if let Some(placed) = &file.placed {
-            self.lane(placed).progress.count_bytes(count);
+            let lane = self.lane(placed);
+            lane.progress.count_bytes(count);
+            lane.note_written(self.usual_room());
         }
         Ok(count)
     }
@@ -327,12 +353,13 @@ impl<B: Backing> Backing for Lanes<B> {
     }
 
     fn set_len(&self, file: &LanesFile<B>, len: u64) -> Result<()> {
-        self.home_of_file(file).set_len(&file.file, len)
+        self.call_home(file, Call::Data, |home| home.set_len(&file.file, len))
     }
 
     fn allocate(&self, file: &LanesFile<B>, mode: i32, offset: u64, len: u64) -> Result<()> {
-        self.home_of_file(file)
-            .allocate(&file.file, mode, offset, len)
+        self.call_home(file, Call::Data, |home| {
+            home.allocate(&file.file, mode, offset, len)
+        })
     }
 
     fn seek(&self, file: &LanesFile<B>, offset: u64, what: Seek) -> Result<u64> {
@@ -349,19 +376,15 @@ impl<B: Backing> Backing for Lanes<B> {
     ) -> Result<u64> {
         let lane = |file: &LanesFile<B>| file.placed.as_ref().map(|placed| placed.lane);
         if lane(from) == lane(to) {
-            return self.home_of_file(from).copy_range(
-                &from.file,
-                from_offset,
-                &to.file,
-                to_offset,
-                len,
-            );
+            return self.call_home(from, Call::Data, |home| {
+                home.copy_range(&from.file, from_offset, &to.file, to_offset, len)
+            });
         }
         copy_through_memory(self, from, from_offset, to, to_offset, len)
     }
 
     fn sync(&self, file: &LanesFile<B>, data_only: bool) -> Result<()> {
-        self.home_of_file(file).sync(&file.file, data_only)
+        self.call_home(file, Call::Sync, |home| home.sync(&file.file, data_only))
     }
 
     fn begin_sync(&self, file: &LanesFile<B>, offset: u64, len: u64) {
@@ -462,7 +485,8 @@ impl<B: Backing> Lanes<B> {
         std::thread::scope(|scope| {
             let mut threads = Vec::new();
             for lane in &self.setup.lanes {
-                let thread = Builder::new().spawn_scoped(scope, move || sync(&lane.backing));
+                let thread =
+                    Builder::new().spawn_scoped(scope, move || lane.call(Call::Sync, sync));
                 threads.push(thread.map_err(|_| Errno::AGAIN)?);
             }
             let mut done = threads.into_iter().map(|thread| thread.join());

@@ -30,6 +30,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_backing::{Attr, Backing, Caller, Errno, Kind, RenameFlags, Result};
 use firn_rendezvous::own::{LOGS, TOP};
+use firn_workers::Workers;
 
 mod backing;
 mod create;
@@ -48,7 +49,7 @@ pub use rule::Rule;
 pub use state::{LaneFigures, LaneState};
 
 use removal::Removals;
-use state::Progress;
+use state::{Call, Progress};
 
 /// A directory for placed files, on one server.
 pub struct Lane<B: Backing> {
@@ -64,15 +65,15 @@ pub struct Lane<B: Backing> {
 
 impl<B: Backing> Lane<B> {
     /// The top directory of `backing` is the directory at `path`, an absolute path without a slash at its end.
-    pub fn new(backing: B, path: OsString) -> Self {
+    pub fn new(backing: B, path: OsString) -> Arc<Self> {
         debug_assert!(path.as_bytes().starts_with(b"/") && !path.as_bytes().ends_with(b"/"));
-        Self {
+        Arc::new(Self {
             backing,
             path,
             changes: AtomicU64::new(0),
             synced: AtomicU64::new(0),
             progress: Progress::default(),
-        }
+        })
     }
 
     /// The directory's path.
@@ -100,7 +101,7 @@ impl<B: Backing> Lane<B> {
     fn sync_names(&self) -> Result<()> {
         let changes = self.changes.load(Ordering::Acquire);
         if changes > self.synced.load(Ordering::Acquire) {
-            self.backing.sync_dir(&self.backing.root())?;
+            self.call(Call::Sync, |backing| backing.sync_dir(&backing.root()))?;
             self.synced.fetch_max(changes, Ordering::AcqRel);
         }
         Ok(())
@@ -114,7 +115,7 @@ pub struct Setup<B: Backing> {
     /// Directory of the primary for links that have no name yet, which nobody else uses. None: nothing is changed.
     pub staging: Option<B::Inode>,
     /// The lanes. New files go to the first of them, to as many as `rule` has.
-    pub lanes: Vec<Lane<B>>,
+    pub lanes: Vec<Arc<Lane<B>>>,
     /// Paths of lanes that have files and cannot be reached.
     pub absent: Vec<OsString>,
     /// Which of the lanes a new file goes to. None: it stays in the primary.
@@ -126,14 +127,47 @@ pub struct Lanes<B: Backing> {
     primary: B,
     setup: Setup<B>,
     removals: Removals<B>,
+    /// Threads for calls of lanes that may hang.
+    workers: Workers,
+    /// Bytes of the longest file that was written.
+    longest: AtomicU64,
 }
+
+/// A new file is given room for itself, and for one as long that waits for the same lane.
+const FILES_OF_USUAL_ROOM: u64 = 2;
+/// The room that a file is taken to need before any was written.
+const USUAL_ROOM_MIN: u64 = 1 << 20;
 
 /// An object of [`Lanes`].
 pub enum LanesInode<B: Backing> {
     /// It lies in the primary.
-    Primary(B::Inode, Region),
+    Primary(B::Inode, Position),
     /// A placed file.
     Placed(Arc<PlacedFile<B>>),
+}
+
+/// Where something lies in the primary.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Position {
+    region: Region,
+    /// Sum of the numbers in its name and in those of the directories above ([`rule::Parent::sum`]), as they were when it
+    /// was looked up.
+    numbers: u64,
+}
+
+impl Position {
+    const TOP: Self = Self {
+        region: Region::Top,
+        numbers: 0,
+    };
+
+    /// That of what has this name in a directory.
+    fn of_child(self, name: &OsStr) -> Self {
+        Self {
+            region: self.region.of_child(name),
+            numbers: rule::add_numbers(self.numbers, name),
+        }
+    }
 }
 
 /// A part of the primary.
@@ -181,7 +215,7 @@ pub struct LanesFile<B: Backing> {
 impl<B: Backing> Clone for LanesInode<B> {
     fn clone(&self) -> Self {
         match self {
-            Self::Primary(inode, region) => Self::Primary(inode.clone(), *region),
+            Self::Primary(inode, position) => Self::Primary(inode.clone(), *position),
             Self::Placed(placed) => Self::Placed(Arc::clone(placed)),
         }
     }
@@ -198,11 +232,18 @@ impl<B: Backing> LanesInode<B> {
 
     /// What has this name in the directory and is no placed file.
     fn child(&self, name: &OsStr, inode: B::Inode) -> Self {
-        let region = match self {
-            Self::Primary(_, region) => region.of_child(name),
-            Self::Placed(_) => Region::Files,
-        };
-        Self::Primary(inode, region)
+        Self::Primary(inode, self.position().of_child(name))
+    }
+
+    /// That of a directory.
+    fn position(&self) -> Position {
+        match self {
+            Self::Primary(_, position) => *position,
+            Self::Placed(_) => Position {
+                region: Region::Files,
+                numbers: 0,
+            },
+        }
     }
 }
 
@@ -213,13 +254,15 @@ impl<B: Backing> Lanes<B> {
             primary,
             setup,
             removals: Removals::default(),
+            workers: Workers::default(),
+            longest: AtomicU64::new(0),
         };
         opened.clear_staging()?;
         Ok(opened)
     }
 
     /// The lanes, in their order.
-    pub fn lanes(&self) -> &[Lane<B>] {
+    pub fn lanes(&self) -> &[Arc<Lane<B>>] {
         &self.setup.lanes
     }
 
@@ -265,12 +308,25 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// Notes what a call of the lane of a file, if it is placed, tells of the lane.
-    fn note<T>(&self, placed: &Option<Arc<PlacedFile<B>>>, done: Result<T>) -> Result<T> {
-        match placed {
-            None => done,
-            Some(placed) => self.lane(placed).note(done),
+    /// Makes a call of the backing that an open file lies in.
+    fn call_home<T>(
+        &self,
+        file: &LanesFile<B>,
+        kind: Call,
+        make: impl FnOnce(&B) -> Result<T>,
+    ) -> Result<T> {
+        match &file.placed {
+            None => make(&self.primary),
+            Some(placed) => self.lane(placed).call(kind, make),
         }
+    }
+
+    /// The room that a lane which had none must have before it gets new files.
+    fn usual_room(&self) -> u64 {
+        let longest = self.longest.load(Ordering::Relaxed);
+        longest
+            .saturating_mul(FILES_OF_USUAL_ROOM)
+            .max(USUAL_ROOM_MIN)
     }
 
     /// What has this name in the primary, as it is above. The link of a placed file becomes that file.
@@ -287,7 +343,7 @@ impl<B: Backing> Lanes<B> {
                 return Ok((LanesInode::Placed(Arc::new(placed)), attr));
             }
             // Another host's sync made the link durable before anybody had synced the file, and the power failed.
-            if matches!(parent, LanesInode::Primary(_, Region::Logs))
+            if parent.position().region == Region::Logs
                 && self
                     .lane_of_target(&self.primary.readlink(&inode)?)
                     .is_some()
@@ -304,13 +360,19 @@ impl<B: Backing> Lanes<B> {
         let Some((number, lane, entry)) = self.lane_of_target(&target) else {
             return self.refuse_absent(&target).map(|()| None);
         };
-        let (file, file_attr) = match lane.backing.lookup(&lane.backing.root(), entry) {
+        let found = lane.call(Call::Name, |backing| {
+            let (file, attr) = backing.lookup(&backing.root(), entry)?;
+            let mark = match attr.kind {
+                Kind::File => mark::read(backing, &file)?,
+                _ => None,
+            };
+            Ok((file, attr, mark))
+        });
+        let (file, file_attr, mark) = match found {
             Err(Errno::NOENT) => return Ok(None),
-            found => lane.note(found)?,
+            found => found?,
         };
-        if file_attr.kind != Kind::File
-            || mark::read(&lane.backing, &file)? != Some(self.mark_of(attr))
-        {
+        if mark != Some(self.mark_of(attr)) {
             return Ok(None);
         }
         let placed = PlacedFile {
@@ -325,7 +387,7 @@ impl<B: Backing> Lanes<B> {
     /// The lane and the entry in it that a link with this text names.
     fn lane_of_target<'a>(&self, target: &'a [u8]) -> Option<(usize, &Lane<B>, &'a OsStr)> {
         let mut lanes = self.setup.lanes.iter().enumerate();
-        lanes.find_map(|(number, lane)| Some((number, lane, lane.entry_of(target)?)))
+        lanes.find_map(|(number, lane)| Some((number, &**lane, lane.entry_of(target)?)))
     }
 
     /// A link into a lane that cannot be reached may be that of a file: to show it as a link would let programs write to
@@ -352,7 +414,7 @@ impl<B: Backing> Lanes<B> {
     fn attr_of_placed(&self, placed: &PlacedFile<B>) -> Result<Attr> {
         let link = self.attr_of_link(placed)?;
         let lane = self.lane(placed);
-        let file = lane.note(lane.backing.attr(&placed.file))?;
+        let file = lane.call(Call::Name, |backing| backing.attr(&placed.file))?;
         Ok(placed_attr(&link, &file))
     }
 

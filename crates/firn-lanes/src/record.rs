@@ -33,7 +33,8 @@ const LANE: &str = "lane-";
 const MARKER: &str = ".firn-";
 
 const MAGIC: [u8; 8] = *b"FIRNLANE";
-const VERSION: u32 = 1;
+/// Version of the record.
+pub const VERSION: u32 = 1;
 /// Magic, version and checksum.
 const HEAD_BYTES: usize = 16;
 

@@ -5,6 +5,7 @@
 //! in the staging directory meanwhile, from which the next mount goes on after a crash.
 
 use std::collections::HashMap;
+use std::sync::atomic::AtomicBool;
 
 use firn_backing::lock::Mutex;
 
@@ -15,7 +16,27 @@ const WAITING_MAX: usize = 64;
 
 /// Files without a name that are still in their lanes, by the inode number of their link.
 pub(crate) struct Removals<B: Backing> {
-    waiting: Mutex<HashMap<u64, Arc<PlacedFile<B>>>>,
+    waiting: Mutex<HashMap<u64, Removal<B>>>,
+}
+
+/// A file that is to be removed from its lane, with the link in the staging directory that leads to it.
+pub(crate) struct Removal<B: Backing> {
+    pub(crate) link: B::Inode,
+    pub(crate) lane: usize,
+    pub(crate) entry: OsString,
+    /// Nobody makes it any more.
+    pub(crate) has_ended: Arc<AtomicBool>,
+}
+
+impl<B: Backing> Clone for Removal<B> {
+    fn clone(&self) -> Self {
+        Self {
+            link: self.link.clone(),
+            lane: self.lane,
+            entry: self.entry.clone(),
+            has_ended: Arc::clone(&self.has_ended),
+        }
+    }
 }
 
 impl<B: Backing> Default for Removals<B> {
@@ -40,24 +61,19 @@ impl<B: Backing> Removals<B> {
         self.waiting.lock().contains_key(&link)
     }
 
-    pub(crate) fn is_empty(&self) -> bool {
-        self.waiting.lock().is_empty()
+    pub(crate) fn insert(&self, link: u64, removal: Removal<B>) {
+        self.waiting.lock().insert(link, removal);
     }
 
-    fn len(&self) -> usize {
-        self.waiting.lock().len()
-    }
-
-    fn insert(&self, link: u64, placed: Arc<PlacedFile<B>>) {
-        self.waiting.lock().insert(link, placed);
-    }
-
-    fn all(&self) -> Vec<(u64, Arc<PlacedFile<B>>)> {
+    fn count(&self, is_counted: impl Fn(&Removal<B>) -> bool) -> usize {
         let waiting = self.waiting.lock();
-        waiting
-            .iter()
-            .map(|(ino, placed)| (*ino, Arc::clone(placed)))
-            .collect()
+        waiting.values().filter(|one| is_counted(one)).count()
+    }
+
+    fn find(&self, is_found: impl Fn(&Removal<B>) -> bool) -> Vec<(u64, Removal<B>)> {
+        let waiting = self.waiting.lock();
+        let found = waiting.iter().filter(|(_, one)| is_found(one));
+        found.map(|(ino, one)| (*ino, one.clone())).collect()
     }
 
     fn forget(&self, link: u64) {
@@ -127,8 +143,14 @@ impl<B: Backing> Lanes<B> {
                 self.spare(doomed);
                 return Ok(());
             }
-            self.removals.insert(doomed.ino, doomed.placed);
-            if self.removals.len() >= WAITING_MAX {
+            let removal = Removal {
+                link: doomed.placed.link.clone(),
+                lane: doomed.placed.lane,
+                entry: doomed.placed.entry.clone(),
+                has_ended: Arc::new(AtomicBool::new(true)),
+            };
+            self.removals.insert(doomed.ino, removal);
+            if self.removals.count(|one| self.is_ready(one)) >= WAITING_MAX {
                 self.finish_removals()?;
             }
             return Ok(());
@@ -141,21 +163,26 @@ impl<B: Backing> Lanes<B> {
         Ok(())
     }
 
-    /// Whether files wait to be removed from their lanes.
+    /// Whether files wait to be removed from lanes that answer.
     pub fn has_removals(&self) -> bool {
-        !self.removals.is_empty()
+        self.removals.count(|one| self.is_ready(one)) > 0
     }
 
-    /// Removes the files that wait, after one sync of the primary for all.
+    /// Whether a file can be removed now. Those of a lane that hangs wait: a thread that removed them would hang, too.
+    fn is_ready(&self, removal: &Removal<B>) -> bool {
+        removal.has_ended.load(Ordering::Acquire) && !self.setup.lanes[removal.lane].names_hang()
+    }
+
+    /// Removes the files that wait for it, after one sync of the primary for all.
     pub fn finish_removals(&self) -> Result<()> {
-        let waiting = self.removals.all();
+        let waiting = self.removals.find(|one| self.is_ready(one));
         if waiting.is_empty() {
             return Ok(());
         }
         self.primary.sync_changes()?;
-        for (link, placed) in waiting {
-            self.end_staged(&placed.link, &placed.entry, || {
-                self.remove_from_lane(&placed)
+        for (link, removal) in waiting {
+            self.end_staged(&removal.link, &removal.entry, || {
+                self.remove_entry(removal.lane, &removal.entry)
             })?;
             self.removals.forget(link);
         }
@@ -210,7 +237,7 @@ impl<B: Backing> Lanes<B> {
 
     pub(crate) fn remove_entry(&self, lane: usize, entry: &OsStr) -> Result<()> {
         let lane = &self.setup.lanes[lane];
-        let removed = lane.backing.unlink(&lane.backing.root(), entry);
+        let removed = lane.call(Call::Name, |backing| backing.unlink(&backing.root(), entry));
         lane.note_change();
         match removed {
             Ok(()) | Err(Errno::NOENT) => Ok(()),

@@ -1,14 +1,26 @@
 //! Which lane a new file goes to.
 //!
-//! In this order: the first line of the configuration file whose pattern matches the file's name (the paper's way);
-//! the last number in the name modulo the lanes, so that the hosts of a job balance exactly without a message; the
-//! next lane in turn, from a start that differs between hosts.
+//! In this order:
+//!
+//! 1. the first line of the configuration file whose pattern matches the file's name (the paper's way);
+//! 2. where the name has a number: the sum of the numbers in it, and in the names of the directories above it, modulo the
+//!    lanes. Files of a checkpoint differ in the number of a rank, wherever it stands, and have the others in common: so
+//!    the hosts of a job balance exactly without a message;
+//! 3. the lane with the fewest files of the directory (module `balance`), where the name has no number, or the sum's lane
+//!    has far more than its share. Of several such lanes it is the next one in turn, from a start that differs between
+//!    hosts.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use firn_backing::lock::Mutex;
 use globset::{Glob, GlobMatcher};
+use xxhash_rust::xxh3::xxh3_64;
+
+use balance::Dirs;
+
+mod balance;
 
 /// Decides for one mount.
 #[derive(Debug)]
@@ -16,6 +28,16 @@ pub struct Rule {
     lanes: usize,
     lines: Vec<Line>,
     turn: AtomicU64,
+    dirs: Mutex<Dirs>,
+}
+
+/// A directory that gets a new file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Parent {
+    /// Its inode number.
+    pub ino: u64,
+    /// Sum of the numbers in its name and in those above it, as far as they are known ([`add_numbers`]).
+    pub sum: u64,
 }
 
 /// Why a name goes to a lane.
@@ -23,10 +45,10 @@ pub struct Rule {
 pub enum Reason {
     /// This line of the configuration file, from 1.
     Line(usize),
-    /// This number, the last in the name.
+    /// The sum of the numbers in the name and in those of the directories.
     Number(u64),
-    /// It was the lane's turn.
-    Turn,
+    /// The lane has the fewest files of the directory.
+    Balance,
 }
 
 #[derive(Debug)]
@@ -50,10 +72,13 @@ impl Rule {
     /// Without a configuration file, for `lanes` lanes (at least 1), on the host of this name.
     pub fn new(lanes: usize, host: &str) -> Self {
         assert!(lanes > 0, "there is a lane to go to");
+        // Hosts of a job have consecutive numbers, so that their turns are spread, too.
+        let number = sum_numbers(host.as_bytes());
         Self {
             lanes,
             lines: Vec::new(),
-            turn: AtomicU64::new(xxhash_rust::xxh3::xxh3_64(host.as_bytes())),
+            turn: AtomicU64::new(number.unwrap_or_else(|| xxh3_64(host.as_bytes()))),
+            dirs: Mutex::default(),
         }
     }
 
@@ -85,22 +110,57 @@ impl Rule {
         self.lanes
     }
 
-    /// The lane of a new file with this name, and why. A lane whose turn it was gets its next turn after all others.
-    pub fn choose(&self, name: &OsStr) -> (usize, Reason) {
-        self.explain(name).unwrap_or_else(|| {
-            let turn = self.turn.fetch_add(1, Ordering::Relaxed);
-            (self.lane_of_turn(turn), Reason::Turn)
-        })
+    /// The lane of a new file with this name, and why. `count_files` says how many files a directory that is new here
+    /// has on each lane.
+    pub fn choose(
+        &self,
+        parent: Parent,
+        name: &OsStr,
+        count_files: impl FnOnce() -> Vec<u64>,
+    ) -> (usize, Reason) {
+        if let Some(found) = self.find_line(name) {
+            return found;
+        }
+        let dir = parent.ino;
+        let is_known = self.dirs.lock().contains(dir);
+        let files = if is_known { Vec::new() } else { count_files() };
+        let mut dirs = self.dirs.lock();
+        if !is_known {
+            debug_assert_eq!(files.len(), self.lanes);
+            dirs.add(dir, files);
+        }
+        if let Some((lane, reason)) = self.find_number(parent.sum, name)
+            && !dirs.is_crowded(dir, lane)
+        {
+            return (lane, reason);
+        }
+        let turn = self.turn.fetch_add(1, Ordering::Relaxed);
+        (dirs.emptiest(dir, self.lane_of_turn(turn)), Reason::Balance)
     }
 
-    /// The same, where the name alone decides.
-    pub fn explain(&self, name: &OsStr) -> Option<(usize, Reason)> {
-        let line = self.lines.iter().find(|line| line.pattern.is_match(name));
-        if let Some(line) = line {
-            return Some((line.lane, Reason::Line(line.number)));
-        }
-        let number = last_number(name.as_bytes())?;
-        Some((self.lane_of_turn(number), Reason::Number(number)))
+    /// A file that was to be placed by [`Rule::choose`] was made in a lane of the directory with this inode number.
+    pub fn note_file(&self, dir: u64, lane: usize) {
+        self.dirs.lock().count_file(dir, lane);
+    }
+
+    /// A directory with this inode number was made.
+    pub fn note_new_dir(&self, dir: u64) {
+        self.dirs.lock().forget(dir);
+    }
+
+    /// The lane that the name alone asks for, below directories with this sum of numbers.
+    pub fn explain(&self, sum: u64, name: &OsStr) -> Option<(usize, Reason)> {
+        self.find_line(name).or_else(|| self.find_number(sum, name))
+    }
+
+    fn find_number(&self, sum: u64, name: &OsStr) -> Option<(usize, Reason)> {
+        let sum = sum.wrapping_add(sum_numbers(name.as_bytes())?);
+        Some((self.lane_of_turn(sum), Reason::Number(sum)))
+    }
+
+    fn find_line(&self, name: &OsStr) -> Option<(usize, Reason)> {
+        let line = self.lines.iter().find(|line| line.pattern.is_match(name))?;
+        Some((line.lane, Reason::Line(line.number)))
     }
 
     /// The lane of a turn: turns go round the lanes.
@@ -132,33 +192,74 @@ fn parse_line(line: &str, lanes: usize) -> Result<(GlobMatcher, usize), String> 
     Ok((pattern.compile_matcher(), lane))
 }
 
-/// The last number in a name, modulo 2^64.
-fn last_number(name: &[u8]) -> Option<u64> {
-    let end = name.iter().rposition(u8::is_ascii_digit)? + 1;
-    let digits = name[..end]
-        .iter()
-        .rposition(|byte| !byte.is_ascii_digit())
-        .map_or(&name[..end], |before| &name[before + 1..end]);
-    Some(digits.iter().fold(0, |number: u64, digit| {
+/// The sum of numbers of a directory that has this name in one with the sum `above`.
+pub fn add_numbers(above: u64, name: &OsStr) -> u64 {
+    above.wrapping_add(sum_numbers(name.as_bytes()).unwrap_or(0))
+}
+
+/// The sum of the numbers in a name, modulo 2^64, if it has any.
+fn sum_numbers(name: &[u8]) -> Option<u64> {
+    let parts = name.split(|byte| !byte.is_ascii_digit());
+    let numbers = parts.filter(|part| !part.is_empty()).map(parse_digits);
+    numbers.reduce(u64::wrapping_add)
+}
+
+fn parse_digits(digits: &[u8]) -> u64 {
+    digits.iter().fold(0, |number: u64, digit| {
         number
             .wrapping_mul(10)
             .wrapping_add(u64::from(digit - b'0'))
-    }))
+    })
 }
 
 #[cfg(test)]
 mod tests {
+    use rand::SeedableRng;
+    use rand::rngs::StdRng;
+    use rand::seq::SliceRandom;
+
     use super::*;
 
+    /// The lane of a file that is made in a directory.
+    fn lane_in(rule: &Rule, parent: Parent, name: &str) -> (usize, Reason) {
+        let count_files = || vec![0; rule.lane_count()];
+        let (lane, reason) = rule.choose(parent, OsStr::new(name), count_files);
+        rule.note_file(parent.ino, lane);
+        (lane, reason)
+    }
+
     fn lane(rule: &Rule, name: &str) -> (usize, Reason) {
-        rule.choose(OsStr::new(name))
+        lane_in(rule, dir(1), name)
+    }
+
+    fn dir(ino: u64) -> Parent {
+        Parent { ino, sum: 0 }
+    }
+
+    fn hosts(count: usize, lanes: usize) -> Vec<Rule> {
+        let host = |number| Rule::new(lanes, &format!("node{number:02}"));
+        (0..count).map(host).collect()
+    }
+
+    /// Who has which rank.
+    #[derive(Clone, Copy, Debug)]
+    enum Ranks {
+        Block,
+        Cyclic,
+    }
+
+    impl Ranks {
+        fn host_of(self, rank: usize, ranks: usize, hosts: usize) -> usize {
+            match self {
+                Self::Block => rank * hosts / ranks,
+                Self::Cyclic => rank % hosts,
+            }
+        }
     }
 
     #[test]
     fn ranks_balance_exactly_over_all_hosts() {
-        let hosts: Vec<Rule> = (0..4)
-            .map(|host| Rule::new(4, &format!("node{host}")))
-            .collect();
+        let hosts = hosts(4, 4);
         let mut counts = [0; 4];
         for rank in 0..64 {
             counts[lane(&hosts[rank / 16], &format!("step_10.rank_{rank}")).0] += 1;
@@ -167,16 +268,16 @@ mod tests {
     }
 
     #[test]
-    fn the_last_number_decides() {
-        let number = |name: &str| last_number(name.as_bytes());
-        assert_eq!(number("rank_17"), Some(17));
-        assert_eq!(number("rank_17.pt"), Some(17));
-        assert_eq!(number("step100-rank007.ckpt"), Some(7));
-        assert_eq!(number("12"), Some(12));
-        assert_eq!(number("latest"), None);
+    fn the_sum_of_the_numbers_decides() {
+        let sum = |name: &str| sum_numbers(name.as_bytes());
+        assert_eq!(sum("rank_17"), Some(17));
+        assert_eq!(sum("rank_17.h5"), Some(22));
+        assert_eq!(sum("step100-rank007.ckpt"), Some(107));
+        assert_eq!(sum("12"), Some(12));
+        assert_eq!(sum("latest"), None);
         assert_eq!(
-            number("99999999999999999999999"),
-            number("99999999999999999999999")
+            sum("99999999999999999999999"),
+            sum("99999999999999999999999")
         );
     }
 
@@ -186,7 +287,197 @@ mod tests {
         let mut seen: Vec<usize> = (0..3).map(|_| lane(&rule, "latest").0).collect();
         seen.sort_unstable();
         assert_eq!(seen, [0, 1, 2]);
-        assert_eq!(rule.explain(OsStr::new("latest")), None);
+        assert_eq!(rule.explain(3, OsStr::new("latest")), None);
+    }
+
+    const PROGRAM_LANES: usize = 7;
+    const PROGRAM_RANKS: usize = 28;
+
+    /// How programs call the files of a checkpoint: the one of a rank, of [`PROGRAM_RANKS`], at a step.
+    type NameOf = fn(rank: usize, step: usize) -> String;
+
+    const PROGRAMS: [(&str, NameOf); 14] = [
+        ("plain", |rank, _| format!("rank_{rank}")),
+        ("HDF5", |rank, _| format!("rank_{rank}.h5")),
+        ("ICON, NetCDF", |rank, _| format!("restart.{rank:04}.nc4")),
+        ("DeepSpeed", |rank, _| {
+            format!("zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        }),
+        ("DeepSpeed, model parallel", |rank, _| {
+            let (data, model) = (rank / 4, rank % 4);
+            format!("zero_pp_rank_{data}_mp_rank_{model:02}_optim_states.pt")
+        }),
+        ("torch DCP", |rank, _| format!("__{rank}_0.distcp")),
+        ("safetensors", |rank, _| {
+            format!("model-{:05}-of-{PROGRAM_RANKS:05}.safetensors", rank + 1)
+        }),
+        ("TensorFlow", |rank, _| {
+            format!("variables.data-{rank:05}-of-{PROGRAM_RANKS:05}")
+        }),
+        ("LAMMPS", |rank, step| {
+            format!("restart.{rank}.{}", 100_000 * (step + 1))
+        }),
+        ("FTI", |rank, step| format!("Ckpt{step}-Rank{rank}.fti")),
+        ("WRF", |rank, step| {
+            format!("wrfrst_d01_2026-11-25_{step:02}:00:00_{rank:04}")
+        }),
+        ("NEMO", |rank, step| {
+            format!("ORCA2_{:08}_restart_{rank:04}.nc", 720 * (step + 1))
+        }),
+        ("HDF5 subfiling", |rank, _| {
+            format!("run.h5.subfile_131077_{}_of_{PROGRAM_RANKS}", rank + 1)
+        }),
+        ("DMTCP", |rank, step| {
+            format!("ckpt_a.out_7e0aabcd-{}-65a1f{step}.dmtcp", 40_000 + rank)
+        }),
+    ];
+
+    /// Where the files of a checkpoint are.
+    #[derive(Clone, Copy, Debug)]
+    enum Dirs {
+        /// All checkpoints in one directory.
+        One,
+        /// A new one for each.
+        Steps,
+        /// Each rank has its own.
+        Ranks,
+    }
+
+    impl Dirs {
+        fn parent_of(self, rank: usize, step: usize) -> Parent {
+            let (ino, name) = match self {
+                Self::One => (1, "ckpt".into()),
+                Self::Steps => (step, format!("step_{}", 1000 * step)),
+                Self::Ranks => (rank, format!("rank{rank:03}")),
+            };
+            Parent {
+                ino: ino as u64,
+                sum: add_numbers(0, OsStr::new(&name)),
+            }
+        }
+    }
+
+    /// Makes the files of checkpoints, in any order; the fullest lane of each checkpoint.
+    fn fullest_lanes(
+        name_of: NameOf,
+        hosts: &[Rule],
+        ranks: Ranks,
+        rng: &mut StdRng,
+        dirs: Dirs,
+    ) -> Vec<usize> {
+        let checkpoints = (0..4).map(|step| {
+            let mut order: Vec<usize> = (0..PROGRAM_RANKS).collect();
+            order.shuffle(rng);
+            let mut counts = [0; PROGRAM_LANES];
+            for rank in order {
+                let host = ranks.host_of(rank, PROGRAM_RANKS, hosts.len());
+                let name = name_of(rank, step);
+                counts[lane_in(&hosts[host], dirs.parent_of(rank, step), &name).0] += 1;
+            }
+            counts.into_iter().max().expect("there are lanes")
+        });
+        checkpoints.collect()
+    }
+
+    /// Proves S-place-4.
+    #[test]
+    fn no_lane_gets_more_than_twice_its_share_of_the_names_that_programs_give() {
+        let seed = rand::random();
+        println!("seed {seed}");
+        let mut rng = StdRng::seed_from_u64(seed);
+        let share = PROGRAM_RANKS / PROGRAM_LANES;
+        for (program, name_of) in PROGRAMS {
+            for count in [1, 2, 4, 7, 14, PROGRAM_RANKS] {
+                for ranks in [Ranks::Block, Ranks::Cyclic] {
+                    for dirs in [Dirs::One, Dirs::Steps] {
+                        let rules = hosts(count, PROGRAM_LANES);
+                        let fullest = fullest_lanes(name_of, &rules, ranks, &mut rng, dirs);
+                        let most = fullest.iter().max().expect("there are checkpoints");
+                        assert!(
+                            *most <= 2 * share,
+                            "{program}, {count} hosts, {ranks:?}, {dirs:?}: {fullest:?}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    /// Proves S-place-4.
+    #[test]
+    fn ranks_with_a_directory_each_balance_exactly() {
+        let mut rng = StdRng::seed_from_u64(1);
+        for name_of in [|_, _| "state.h5".into(), |_, step| format!("step_{step}")] as [NameOf; 2] {
+            for count in [1, 4, 7] {
+                let rules = hosts(count, PROGRAM_LANES);
+                let fullest = fullest_lanes(name_of, &rules, Ranks::Cyclic, &mut rng, Dirs::Ranks);
+                assert_eq!(fullest, [PROGRAM_RANKS / PROGRAM_LANES; 4]);
+            }
+        }
+    }
+
+    /// Proves S-place-4.
+    #[test]
+    fn numbers_that_tell_no_files_apart_balance_by_what_the_directory_has() {
+        let forms: [fn(usize) -> String; 5] = [
+            |at| format!("part_{at}_of_{}", 99 - at),
+            |at| format!("step_{}.h5", 7000 * at),
+            |at| format!("block-{:c<at$}-00.bin", "", at = at + 1),
+            |at| format!("{:x}.bin", xxh3_64(&at.to_le_bytes())),
+            |at| format!("{:c<at$}", "", at = at + 1),
+        ];
+        for name_of in forms {
+            let rule = Rule::new(7, "node");
+            let mut counts = [0_usize; 7];
+            for at in 0..70 {
+                counts[lane(&rule, &name_of(at)).0] += 1;
+                let share = (at + 1).div_ceil(7);
+                let most = counts.iter().copied().max().expect("there are lanes");
+                let name = name_of(at);
+                assert!(most <= (2 * share).max(4), "{name}: {counts:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_directory_that_was_there_is_looked_at_once_and_a_new_lane_does_not_get_all() {
+        let rule = Rule::new(2, "node0");
+        // One file a mount: all of them had gone to lane 0.
+        let single = rule.choose(dir(1), OsStr::new("step_4000"), || vec![20, 0]);
+        assert_eq!(single, (1, Reason::Balance));
+        rule.note_file(1, 1);
+        let again = rule.choose(dir(1), OsStr::new("a"), || panic!("it is known"));
+        assert_eq!(again, (1, Reason::Balance));
+        // Lane 1 is new, and a checkpoint goes to both all the same.
+        let rule = Rule::new(2, "node0");
+        let mut counts = [0; 2];
+        for rank in 0..32 {
+            let name = format!("rank_{rank}");
+            let (lane, _) = rule.choose(dir(7), OsStr::new(&name), || vec![1000, 0]);
+            rule.note_file(7, lane);
+            counts[lane] += 1;
+        }
+        assert!(counts[0] >= 8, "{counts:?}");
+    }
+
+    #[test]
+    fn a_file_that_is_made_anew_under_its_name_stays_on_its_lane() {
+        let rule = Rule::new(4, "node");
+        for _ in 0..10 {
+            for rank in 0..8_usize {
+                let name = format!("rank_{rank}.h5");
+                assert_eq!(lane(&rule, &name).0, (rank + 5) % 4);
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_remembered_of_directories_is_bounded() {
+        let rule = Rule::new(2, "node");
+        for ino in 0..10_000 {
+            lane_in(&rule, dir(ino), "rank_1");
+        }
+        assert!(rule.dirs.lock().is_bounded());
     }
 
     #[test]

@@ -25,6 +25,7 @@ use firn_backing::{Errno, LaneIndex, Result};
 use rustix::fs::{Mode, OFlags, Stat, fstat, openat};
 
 use crate::Rule;
+use crate::rule::{Parent, add_numbers};
 
 mod beegfs;
 mod ceph;
@@ -173,9 +174,14 @@ impl Steering for Steered {
         u16::try_from(self.servers.len()).expect("as many as an option lists")
     }
 
-    fn lane_of(&self, name: &OsStr) -> LaneIndex {
-        let lane = self.rule.explain(name).map_or(0, |(lane, _)| lane);
-        lane_index(lane)
+    fn lane_of(&self, parent: LaneIndex, name: &OsStr) -> LaneIndex {
+        let found = self.rule.explain(sum_of_dir(parent), name);
+        lane_index(found.map_or(0, |(lane, _)| lane))
+    }
+
+    fn lane_of_dir(&self, parent: LaneIndex, name: &OsStr) -> LaneIndex {
+        let sum = add_numbers(sum_of_dir(parent), name);
+        lane_index(self.rule.lane_of_turn(sum))
     }
 
     fn lane_of_turn(&self, turn: u64) -> LaneIndex {
@@ -187,20 +193,33 @@ impl Steering for Steered {
     }
 
     fn create(&self, new: &NewFile<'_>) -> Result<(OwnedFd, LaneIndex)> {
-        let lane = match new.turn {
-            Some(turn) => self.rule.lane_of_turn(turn),
-            None => self.rule.choose(new.name).0,
+        let (lane, dir) = match new.turn {
+            Some(turn) => (self.rule.lane_of_turn(turn), None),
+            None => {
+                let ino = fstat(new.parent)?.st_ino;
+                let sum = sum_of_dir(new.parent_lane);
+                let parent = Parent { ino, sum };
+                let count_files = || vec![0; self.servers.len()];
+                let (lane, _) = self.rule.choose(parent, new.name, count_files);
+                (lane, Some(ino))
+            }
         };
         let created = self.driver.create(new, lane)?;
         // A file that has a turn is Firn's own.
-        if new.turn.is_none() {
+        if let Some(dir) = dir {
             self.files[lane].fetch_add(1, Ordering::Relaxed);
+            self.rule.note_file(dir, lane);
         }
         if let Err(refusal) = &created.wish {
             self.count_refusal(lane, refusal);
         }
         Ok((created.file, lane_index(lane)))
     }
+}
+
+/// Sum of the numbers in a directory's path, modulo the lanes.
+fn sum_of_dir(lane: LaneIndex) -> u64 {
+    lane.index() as u64
 }
 
 fn lane_index(lane: usize) -> LaneIndex {

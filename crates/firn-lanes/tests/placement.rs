@@ -4,12 +4,15 @@ use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::io::IoSlice;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
-use firn_backing::sim::{Fault, tree};
+use firn_backing::sim::{Fault, Hang, tree};
 use firn_backing::{
     Access, Backing, DirBacking, Errno, Kind, LaneIndex, RenameFlags, SimBacking, suite,
 };
-use firn_lanes::{Lane, Lanes, Orphan, Rule, Setup, XATTR};
+use firn_lanes::{Lane, LaneState, Lanes, LanesFile, Orphan, Rule, Setup, XATTR};
 use firn_transact::PlainBacking;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -77,7 +80,7 @@ impl World {
     }
 }
 
-fn setup<B: Backing>(staging: B::Inode, lanes: Vec<Lane<B>>) -> Setup<B> {
+fn setup<B: Backing>(staging: B::Inode, lanes: Vec<Arc<Lane<B>>>) -> Setup<B> {
     Setup {
         id: ID,
         staging: Some(staging),
@@ -274,6 +277,233 @@ fn the_mark_is_not_shown_and_cannot_be_changed() {
         Ok(())
     );
     assert_eq!(lanes.list_xattr(&inode), Ok(b"user.x\0".to_vec()));
+}
+
+/// How long a test waits for what must come.
+const LIMIT: Duration = Duration::from_secs(60);
+
+fn wait_until(what: &str, is_so: impl Fn() -> bool) {
+    let began = Instant::now();
+    while !is_so() {
+        assert!(began.elapsed() < LIMIT, "{what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+fn lane_of_name(lanes: &Lanes<SimBacking>, name: &str) -> usize {
+    let (inode, _) = lanes
+        .lookup(&lanes.root(), OsStr::new(name))
+        .expect("lookup");
+    lanes.lane_of(&inode).index()
+}
+
+fn create(lanes: &Lanes<SimBacking>, name: &str) -> Result<LanesFile<SimBacking>, Errno> {
+    let me = suite::own_caller();
+    let made = lanes.create(&me, &lanes.root(), OsStr::new(name), 0o644);
+    made.map(|(_, file, _)| file)
+}
+
+fn write(
+    lanes: &Lanes<SimBacking>,
+    file: &LanesFile<SimBacking>,
+    bytes: usize,
+) -> Result<usize, Errno> {
+    lanes.write_at(file, &[IoSlice::new(&vec![1; bytes])], 0)
+}
+
+/// Writes until there is no room.
+fn fill(lanes: &Lanes<SimBacking>, file: &LanesFile<SimBacking>) {
+    let data = vec![1; 4 << 20];
+    let mut end = 0;
+    loop {
+        match lanes.write_at(file, &[IoSlice::new(&data)], end) {
+            Ok(count) => end += count as u64,
+            Err(error) => break assert_eq!(error, Errno::NOSPC),
+        }
+    }
+}
+
+/// Proves S-place-6.
+#[test]
+fn regression_a_lane_that_had_no_room_for_a_file_got_the_next_ones() {
+    const FILE_BYTES: usize = 4 << 20;
+    let world = World::new();
+    let lanes = world.open();
+    // One file, and some more, but not another file.
+    let capacity = (FILE_BYTES + FILE_BYTES / 2) as u64;
+    world.lanes[0].set_capacity(Some(capacity));
+    let first = create(&lanes, "f_0").expect("create");
+    assert_eq!(write(&lanes, &first, FILE_BYTES), Ok(FILE_BYTES));
+    let second = create(&lanes, "f_3").expect("create");
+    fill(&lanes, &second);
+    assert_eq!(lanes.lanes()[0].figures().state, LaneState::Full);
+    // What was written of the second is taken back: there is room again, but not for a file.
+    lanes.set_len(&second, 0).expect("set_len");
+    for rank in [6, 9, 12, 15] {
+        let file = create(&lanes, &format!("f_{rank}")).expect("create");
+        assert_eq!(write(&lanes, &file, FILE_BYTES), Ok(FILE_BYTES), "f_{rank}");
+        assert_ne!(lane_of_name(&lanes, &format!("f_{rank}")), 0, "f_{rank}");
+    }
+    // With room for what is usual it gets files again.
+    world.lanes[0].set_capacity(Some(16 * capacity));
+    create(&lanes, "f_18").expect("create");
+    assert_eq!(lane_of_name(&lanes, "f_18"), 0);
+    assert_eq!(lanes.lanes()[0].figures().state, LaneState::Ok);
+}
+
+/// Proves S-place-6.
+#[test]
+fn a_lane_is_not_full_any_more_once_what_waited_for_it_is_written_and_there_is_room() {
+    let world = World::new();
+    let lanes = world.open();
+    world.lanes[0].set_capacity(Some(1 << 20));
+    let file = create(&lanes, "f_0").expect("create");
+    fill(&lanes, &file);
+    assert_eq!(lanes.lanes()[0].figures().state, LaneState::Full);
+    world.lanes[0].set_capacity(None);
+    wait_until("it has room", || {
+        write(&lanes, &file, 4096).expect("write");
+        lanes.lanes()[0].figures().state == LaneState::Ok
+    });
+}
+
+/// A quota is no property of the file system, which shows room for everybody. Proves S-place-6.
+#[test]
+fn a_lane_whose_quota_is_used_up_is_tried_before_it_gets_a_file() {
+    let world = World::new();
+    let lanes = world.open();
+    let file = create(&lanes, "f_0").expect("create");
+    let is_over = Arc::new(AtomicBool::new(true));
+    let over = Arc::clone(&is_over);
+    world.lanes[0].set_plan(move |call, _| {
+        let takes_room = call == "write_at" || call == "allocate";
+        (takes_room && over.load(Ordering::SeqCst)).then_some(Fault::Error(Errno::DQUOT))
+    });
+    assert_eq!(write(&lanes, &file, 4096), Err(Errno::DQUOT));
+    for rank in [3, 6] {
+        create(&lanes, &format!("f_{rank}")).expect("create");
+        assert_ne!(lane_of_name(&lanes, &format!("f_{rank}")), 0, "f_{rank}");
+    }
+    is_over.store(false, Ordering::SeqCst);
+    create(&lanes, "f_9").expect("create");
+    assert_eq!(lane_of_name(&lanes, "f_9"), 0);
+    let (inode, attr) = lanes
+        .lookup(&lanes.root(), OsStr::new("f_9"))
+        .expect("lookup");
+    assert_eq!(attr.size, 0);
+    assert_eq!(lanes.lane_of(&inode), LaneIndex::new(0));
+}
+
+/// Where no lane has room for what is usual, a file goes where there is most. Proves S-place-6.
+#[test]
+fn files_are_made_as_long_as_any_lane_has_room() {
+    let world = World::new();
+    let lanes = world.open();
+    for (number, lane) in world.lanes.iter().enumerate() {
+        let file = create(&lanes, &format!("f_{number}")).expect("create");
+        lane.set_capacity(Some(1 << 20));
+        fill(&lanes, &file);
+        lanes.set_len(&file, 0).expect("set_len");
+    }
+    world.lanes[1].set_capacity(Some(2 << 20));
+    create(&lanes, "f_3").expect("create");
+    assert_eq!(lane_of_name(&lanes, "f_3"), 1);
+    for lane in &world.lanes {
+        lane.set_capacity(Some(0));
+    }
+    assert_eq!(create(&lanes, "f_4").err(), Some(Errno::NOSPC));
+}
+
+/// Proves S-place-12.
+#[test]
+fn regression_a_lane_that_hangs_kept_files_of_other_lanes_from_being_made() {
+    let world = World::new();
+    let lanes = world.open();
+    write_file(&lanes, "f_0", b"there");
+    let hang = world.lanes[0].hang("create");
+    // The name waits a moment for its lane, and then takes the next one.
+    create(&lanes, "f_3").expect("create");
+    assert_eq!(lane_of_name(&lanes, "f_3"), 1);
+    assert_eq!(lanes.lanes()[0].figures().state, LaneState::Hung);
+    // Others do not wait for it, and what is there can be removed.
+    for rank in 4..10 {
+        create(&lanes, &format!("f_{rank}")).expect("create");
+        assert_ne!(lane_of_name(&lanes, &format!("f_{rank}")), 0, "f_{rank}");
+    }
+    let names = shown_names(&lanes);
+    assert_eq!(names.len(), 8, "{names:?}");
+    for name in ["f_0", "f_3"] {
+        lanes
+            .unlink(&lanes.root(), OsStr::new(name))
+            .expect("unlink");
+    }
+    lanes.finish_removals().expect("those of other lanes");
+    // It answers, and what it made too late goes.
+    drop(hang);
+    wait_until("the lane answers", || {
+        lanes.lanes()[0].figures().state == LaneState::Ok
+    });
+    wait_until("what was made too late is gone", || {
+        lanes.finish_removals().expect("remove");
+        world.files_in_lanes() == 6
+    });
+    create(&lanes, "f_12").expect("create");
+    assert_eq!(lane_of_name(&lanes, "f_12"), 0);
+    drop(lanes);
+    let again = world.open();
+    assert_eq!(again.find_orphans().expect("walk"), []);
+}
+
+fn shown_names(lanes: &Lanes<SimBacking>) -> Vec<OsString> {
+    let mut names = Vec::new();
+    let stream = lanes.open_dir(&lanes.root()).expect("open_dir");
+    let listed = lanes.read_dir(&stream, 0, &mut |entry| {
+        names.push(entry.name.to_owned());
+        true
+    });
+    listed.expect("read_dir");
+    names.retain(|name| name != ".firn" && name != "." && name != "..");
+    names
+}
+
+/// Proves S-place-12.
+#[test]
+fn where_all_lanes_hang_a_new_file_waits_for_the_first_that_answers() {
+    let world = World::new();
+    let lanes = world.open();
+    let mut hangs: Vec<_> = world.lanes.iter().map(|lane| lane.hang("create")).collect();
+    std::thread::scope(|scope| {
+        let made = scope.spawn(|| create(&lanes, "f_0").map(drop));
+        hangs.iter().for_each(Hang::await_call);
+        drop(hangs.remove(2));
+        assert_eq!(made.join().expect("no panic"), Ok(()));
+    });
+    assert_eq!(lane_of_name(&lanes, "f_0"), 2);
+    drop(hangs);
+    wait_until("what was made too late is gone", || {
+        lanes.finish_removals().expect("remove");
+        world.files_in_lanes() == 1
+    });
+}
+
+/// A write that hangs makes no lane unfit for names, but the status says so.
+#[test]
+fn a_status_says_of_a_lane_that_a_call_of_it_hangs() {
+    let world = World::new();
+    let lanes = world.open();
+    let file = create(&lanes, "f_0").expect("create");
+    let hang = world.lanes[0].hang("write_at");
+    std::thread::scope(|scope| {
+        scope.spawn(|| write(&lanes, &file, 100).expect("write"));
+        hang.await_call();
+        wait_until("it is seen to hang", || {
+            lanes.lanes()[0].figures().state == LaneState::Hung
+        });
+        create(&lanes, "f_3").expect("create");
+        assert_eq!(lane_of_name(&lanes, "f_3"), 0);
+        drop(hang);
+    });
+    assert_eq!(lanes.lanes()[0].figures().state, LaneState::Ok);
 }
 
 /// The calls of [`a_crash_at_any_call_leaves_each_file_whole_and_no_unexplained_orphan`], on files that are there.

@@ -20,13 +20,14 @@ pub(super) struct MadeFile {
     pub(super) lane: LaneIndex,
 }
 
-/// Creates and opens a regular file, where `steering` says if there is one, by `turn` or by the name.
+/// Creates and opens a regular file, where `steering` says if there is one, by `turn` or by the name and the directory's
+/// lane.
 pub(super) fn file(
     caller: &Caller,
     parent: BorrowedFd<'_>,
     name: &OsStr,
     mode: u32,
-    steering: Option<&dyn Steering>,
+    steering: Option<(&dyn Steering, LaneIndex)>,
     turn: Option<u64>,
 ) -> Result<MadeFile> {
     let steps = Steps {
@@ -37,8 +38,9 @@ pub(super) fn file(
                     let file = open_new(parent, name, mode, OFlags::empty())?;
                     (file, LaneIndex::FIRST)
                 }
-                Some(steering) => steering.create(&NewFile {
+                Some((steering, parent_lane)) => steering.create(&NewFile {
                     parent,
+                    parent_lane,
                     name,
                     mode,
                     turn,

@@ -14,8 +14,11 @@ use crate::{Caller, LaneIndex, Result};
 pub trait Steering: Debug + Send + Sync {
     /// How many lanes there are: servers, or groups of them.
     fn lanes(&self) -> u16;
-    /// The lane that a file of this name is in, as far as the name tells: for a file that was there before.
-    fn lane_of(&self, name: &OsStr) -> LaneIndex;
+    /// The lane that a file of this name in a directory with the lane `parent` is in, as far as names tell: for a file that
+    /// was there before.
+    fn lane_of(&self, parent: LaneIndex, name: &OsStr) -> LaneIndex;
+    /// The lane of a directory in one with the lane `parent`: from it those of its files are counted.
+    fn lane_of_dir(&self, parent: LaneIndex, name: &OsStr) -> LaneIndex;
     /// The lane of a turn: turns go round the lanes.
     fn lane_of_turn(&self, turn: u64) -> LaneIndex;
     /// So many bytes were written to a file of a lane.
@@ -30,6 +33,8 @@ pub trait Steering: Debug + Send + Sync {
 pub struct NewFile<'a> {
     /// Its directory: an `O_PATH` descriptor.
     pub parent: BorrowedFd<'a>,
+    /// The directory's lane.
+    pub parent_lane: LaneIndex,
     /// Its name there.
     pub name: &'a OsStr,
     /// Its mode; no umask is applied.
