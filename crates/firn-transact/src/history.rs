@@ -21,6 +21,7 @@ use crate::staging;
 use crate::transaction::handle::Found;
 use crate::transactional::TransactionalBacking;
 use crate::tree::path_of;
+use crate::uses::Area;
 
 /// The directory below `new/` that has what undoes a commit.
 const UNDO_DIR: &str = "u";
@@ -455,8 +456,10 @@ impl<B: Backing> TransactionalBacking<B> {
             found.abort()?;
         }
         self.withdraw_what_is_over()?;
-        let _names = self.tree.names.write();
-        let _data = self.tree.data.write();
+        let mut parts = vec![Area::Tree(Arc::clone(root))];
+        // What is undone may have given the directory its name.
+        parts.extend(root.parent().map(Area::Dir));
+        let _quiet = self.tree.quiesce(parts);
         for serial in steps {
             self.undo_commit(root, serial)?;
         }

@@ -16,7 +16,7 @@
 //! | layer | modules |
 //! |---|---|
 //! | what is stored, and errors | `paths` `own` `change_log` `error` `staging` `apply` |
-//! | objects, and what is noted of them | `object` `inline_changes` `hidden_links` `tree` |
+//! | objects, and what is noted of them | `object` `inline_changes` `hidden_links` `claim` `uses` `tree` |
 //! | one transaction | `shadow` (what it saved) `scope` (what it changes) |
 //! | all of a mount | `scopes` `backup::mirror` `transactional` |
 //! | what programs see and do | `waiting` `names` `listing` `attributes` `data` `inline` `hidden` `top_names` `shadow::{save, names}` |
@@ -37,6 +37,7 @@ mod attributes;
 mod backing;
 pub mod backup;
 pub mod change_log;
+mod claim;
 mod data;
 mod difference;
 mod error;
@@ -65,6 +66,7 @@ mod top_names;
 mod transaction;
 mod transactional;
 mod tree;
+mod uses;
 mod vote;
 mod waiting;
 

@@ -61,7 +61,7 @@ impl<B: Backing> TransactionalBacking<B> {
         object: &Arc<Object<B>>,
         wanted: bool,
     ) -> Result<Vec<Listed>> {
-        let _names = wanted.then(|| self.tree.names.read());
+        let _names = wanted.then(|| self.share_names(object));
         if object.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
         }

@@ -23,7 +23,7 @@ impl<B: Backing> TransactionalBacking<B> {
         parent: &Arc<Object<B>>,
         name: &OsStr,
     ) -> Result<(Arc<Object<B>>, Attr)> {
-        let _names = self.tree.names.read();
+        let _names = self.share_names(parent);
         let found = self.find_entry(parent, name)?.ok_or(Errno::NOENT)?;
         let object = found.object;
         let as_below = found.attr.filter(|_| self.shows_attr_below(&object));
@@ -85,7 +85,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if self.is_hidden(parent, name) {
             return Err(Errno::PERM);
         }
-        let (_names, scope) = self.enter_name_change(parent)?;
+        let (_names, scope) = self.enter_name_change(&[parent])?;
         if parent.is_gone() {
             return Err(Errno::NOENT);
         }
@@ -258,10 +258,11 @@ impl<B: Backing> TransactionalBacking<B> {
         name: &OsStr,
         is_dir: bool,
     ) -> Result<()> {
-        let (_names, scope) = self.enter_name_change(parent)?;
+        let (names, scope) = self.enter_name_change(&[parent])?;
         let Some(scope) = scope else {
-            if is_dir && !self.scopes.is_empty() {
-                self.must_not_hold_a_scope(self.find_name(parent, name)?.as_ref())?;
+            if is_dir && let Some(object) = self.find_name(parent, name)? {
+                names.moving(&object)?;
+                self.must_not_hold_a_scope(Some(&object))?;
             }
             if self.is_hidden(parent, name) {
                 return Err(Errno::NOENT);
@@ -308,7 +309,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if self.is_hidden(parent, name) {
             return Err(Errno::PERM);
         }
-        let (_names, scope) = self.enter_name_change(parent)?;
+        let (_names, scope) = self.enter_name_change(&[parent])?;
         if !same(&self.scopes.scope_of(object), &scope) {
             return Err(Errno::XDEV);
         }
@@ -359,7 +360,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         // Before any wait for an outcome: the kernel holds the locks of both directories, and who ends the other
         // transaction has to make it forget names in its own.
-        let names = self.tree.names.read();
+        let names = self.tree.names.enter(&[from, to]);
         if !same(&self.scopes.scope_of(to), &self.scopes.scope_of(from)) {
             return Err(Errno::XDEV);
         }
@@ -367,12 +368,12 @@ impl<B: Backing> TransactionalBacking<B> {
         if let Some(result) = self.rename_top((from, name), (to, new_name), flags) {
             return result;
         }
-        let (_names, scope) = self.enter_name_change(from)?;
+        let (names, scope) = self.enter_name_change(&[from, to])?;
         if !same(&self.scopes.scope_of(to), &scope) {
             return Err(Errno::XDEV);
         }
         let Some(scope) = scope else {
-            return self.move_below(&_names, (from, name), (to, new_name), flags);
+            return self.move_below(&names, (from, name), (to, new_name), flags);
         };
         let Some((source, target)) = self.may_move((from, name), (to, new_name), flags)? else {
             return Ok(());
@@ -380,7 +381,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if let Some(shadow) = &scope.shadow {
             let both = (&source, target.as_ref());
             return self.move_shadowed(
-                &_names,
+                &names,
                 (&scope, shadow),
                 both,
                 (from, name),
@@ -470,7 +471,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// In the backing.
     pub(crate) fn move_below(
         &self,
-        _names: &Names<'_>,
+        names: &Names<'_, B>,
         (from, name): (&Arc<Object<B>>, &OsStr),
         (to, new_name): (&Arc<Object<B>>, &OsStr),
         flags: RenameFlags,
@@ -479,6 +480,9 @@ impl<B: Backing> TransactionalBacking<B> {
         let known = |dir, name| self.find_name(dir, name).ok().flatten();
         let source = known(from, name);
         let target = known(to, new_name);
+        for object in [&source, &target].into_iter().flatten() {
+            names.moving(object)?;
+        }
         if !self.scopes.is_empty() {
             self.may_move_beside_tops((from, name), (to, new_name))?;
             self.must_not_hold_a_scope(source.as_ref())?;

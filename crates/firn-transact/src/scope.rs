@@ -14,6 +14,7 @@ use firn_conflict::Used;
 use parking_lot::{Condvar, Mutex};
 
 use crate::change_log::{ChangeLog, Direction};
+use crate::claim::Claim;
 use crate::object::{Change, Inner, Object};
 use crate::shadow::Shadow;
 use crate::staging;
@@ -59,6 +60,8 @@ pub(crate) struct Scope<B: Backing> {
     pub(crate) inline_bytes: AtomicU64,
     /// Bytes written since it began, overwritten ones too.
     pub(crate) written_bytes: AtomicU64,
+    /// Shared by who looks names up in it, owned by who changes one.
+    pub(crate) names: Arc<Claim>,
     pub(crate) changed: Mutex<BTreeMap<u64, Arc<Object<B>>>>,
     pub(crate) stage: Mutex<Stage>,
     stage_changed: Condvar,
@@ -109,6 +112,7 @@ impl<B: Backing> Scope<B> {
             last_number: AtomicU64::new(0),
             inline_bytes: AtomicU64::new(0),
             written_bytes: AtomicU64::new(0),
+            names: Arc::default(),
             changed: Mutex::default(),
             stage: Mutex::new(stage),
             stage_changed: Condvar::new(),

@@ -1,25 +1,67 @@
-//! The objects in use, by their inodes, and the locks of names and data.
+//! The objects in use, by their inodes, and who uses their names and data.
 //!
 //! Invariants
 //! * One object for each inode, whatever its number of names, while anybody refers to it.
-//! * Who changes names or data of an object in a transaction does so while that is open, and holds the lock that
-//!   a begin, prepare, commit or abort takes for writing. Names are locked before data.
+//! * Who looks up or changes names, or changes data, is in [`Tree::names`] or [`Tree::data`] meanwhile; a begin, prepare,
+//!   commit or abort keeps its scope in both, in this order ([`Uses`]).
+//! * In a transaction, names are changed by one at a time, while nobody looks them up ([`Scope::names`]).
+//!
+//! [`Scope::names`]: crate::scope::Scope::names
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::{Arc, Weak};
 
-use firn_backing::{Attr, Backing};
-use parking_lot::{Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use firn_backing::lock::Mutex;
+use firn_backing::{Attr, Backing, Errno, Kind};
 
+use crate::claim::{Owned, Shared};
 use crate::hidden_links::HiddenLinks;
 use crate::object::{Inner, Key, Object};
+use crate::uses::{Area, Kept, Use, Uses};
 
-/// The lock of the names: proof that they stay, or may be changed.
-pub(crate) enum Names<'a> {
-    Shared(#[allow(dead_code)] RwLockReadGuard<'a, ()>),
-    Changing(#[allow(dead_code)] RwLockWriteGuard<'a, ()>),
+/// Proof that names may be changed.
+pub(crate) struct Names<'a, B: Backing> {
+    used: Use<'a, B>,
+    /// Those of a transaction.
+    owned: Option<Owned>,
+}
+
+impl<'a, B: Backing> Names<'a, B> {
+    pub(crate) fn new(used: Use<'a, B>, owned: Option<Owned>) -> Self {
+        Self { used, owned }
+    }
+
+    /// Says that a directory outside of transactions is moved or removed: EBUSY where one begins or ends in it.
+    pub(crate) fn moving(&self, object: &Arc<Object<B>>) -> Result<(), Errno> {
+        if self.owned.is_some() || object.kind != Kind::Dir {
+            return Ok(());
+        }
+        self.used.moving(object)
+    }
+}
+
+/// Proof that names stay as they are.
+pub(crate) struct StableNames<'a, B: Backing> {
+    _used: Use<'a, B>,
+    /// Those of a transaction.
+    _shared: Option<Shared>,
+}
+
+impl<'a, B: Backing> StableNames<'a, B> {
+    pub(crate) fn new(used: Use<'a, B>, shared: Option<Shared>) -> Self {
+        Self {
+            _used: used,
+            _shared: shared,
+        }
+    }
+}
+
+/// Names and data of a scope that one caller has alone. Dropped in this order.
+pub(crate) struct Quiet<'a, B: Backing> {
+    _data: Kept<'a, B>,
+    _names: Kept<'a, B>,
 }
 
 /// The objects of a backing, and the locks of their names and data.
@@ -28,10 +70,10 @@ pub(crate) struct Tree<B: Backing> {
     objects: Mutex<HashMap<Key, Weak<Object<B>>>>,
     /// Names of objects that are not shown.
     pub(crate) hidden: HiddenLinks<B>,
-    /// Held for reading while names are looked up, for writing while a transaction changes them.
-    pub(crate) names: RwLock<()>,
-    /// Held for reading while data is changed, for writing while a transaction begins, is prepared or ends.
-    pub(crate) data: RwLock<()>,
+    /// Who looks names up or changes them.
+    pub(crate) names: Uses<B>,
+    /// Who changes data or attributes.
+    pub(crate) data: Uses<B>,
 }
 
 impl<B: Backing> Tree<B> {
@@ -40,9 +82,24 @@ impl<B: Backing> Tree<B> {
             top: Arc::clone(top),
             objects: Mutex::new(HashMap::from([(top.key, Arc::downgrade(top))])),
             hidden: HiddenLinks::default(),
-            names: RwLock::new(()),
-            data: RwLock::new(()),
+            names: Uses::default(),
+            data: Uses::default(),
         }
+    }
+
+    /// Waits until nobody looks up or changes anything in these parts, and keeps others from it.
+    pub(crate) fn quiesce(&self, parts: Vec<Area<B>>) -> Quiet<'_, B> {
+        let names = self.names.keep(parts.clone());
+        let data = self.data.keep(parts);
+        Quiet {
+            _data: data,
+            _names: names,
+        }
+    }
+
+    /// The same for a directory and all below it.
+    pub(crate) fn quiesce_tree(&self, root: &Arc<Object<B>>) -> Quiet<'_, B> {
+        self.quiesce(vec![Area::Tree(Arc::clone(root))])
     }
 
     pub(crate) fn top(&self) -> &Arc<Object<B>> {
@@ -59,6 +116,7 @@ impl<B: Backing> Tree<B> {
         name: &OsStr,
     ) -> Arc<Object<B>> {
         let key = (attr.dev, attr.ino);
+        let lane = base.lane_of(&inode);
         let mut objects = self.objects.lock();
         if let Some(object) = objects.get(&key).and_then(Weak::upgrade) {
             if object.parent().is_some() {
@@ -66,7 +124,6 @@ impl<B: Backing> Tree<B> {
             }
             return object;
         }
-        let lane = base.lane_of(&inode);
         let inner = Inner {
             base: Some(inode),
             change: None,

@@ -421,8 +421,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// [`Prepared::reopen`](crate::Prepared::reopen).
     pub(crate) fn reopen(&self, scope: &Scope<B>, id: u64) -> Result<Vec<Used>, VoteError> {
-        let _names = self.tree.names.write();
-        let _data = self.tree.data.write();
+        let _quiet = self.tree.quiesce_tree(&scope.root);
         match scope.stage() {
             Stage::Prepared(found) if found == id => {}
             Stage::Prepared(found) | Stage::Decided(found) => {

@@ -1,52 +1,58 @@
 //! Changes wait while the transaction that they would be made in is prepared, decided or being applied.
 //!
-//! Promise: who may change something holds the lock that lets it, so that no begin, prepare, commit or abort starts
-//! before the change is made.
+//! Promise: who may change something is in the table of uses, so that no begin, prepare, commit or abort of its scope starts
+//! before the change is made. Who waits is not.
 
 use std::sync::Arc;
 
 use firn_backing::{Backing, Errno};
-use parking_lot::RwLockReadGuard;
 
+use crate::claim::Claim;
 use crate::object::Object;
 use crate::scope::Scope;
 use crate::transactional::TransactionalBacking;
-use crate::tree::Names;
+use crate::tree::{Names, StableNames};
+use crate::uses::Use;
 
-/// That something may be changed, as long as the guard is held, and the transaction that it belongs to.
+/// That something may be changed, as long as the guard lives, and the transaction that it belongs to.
 pub(crate) type Allowed<G, B> = (G, Option<Arc<Scope<B>>>);
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// For a change of names in the directory `object`: waits until it is allowed.
+    /// For a change of names in directories, of which all are in one transaction or none: waits until it is allowed.
     pub(crate) fn enter_name_change(
         &self,
-        object: &Arc<Object<B>>,
-    ) -> Result<Allowed<Names<'_>, B>, Errno> {
+        dirs: &[&Arc<Object<B>>],
+    ) -> Result<Allowed<Names<'_, B>, B>, Errno> {
         loop {
-            let names = self.tree.names.read();
-            if self.scopes.scope_of(object).is_none() {
-                return Ok((Names::Shared(names), None));
-            }
-            drop(names);
-            let names = self.tree.names.write();
-            match self.scopes.scope_of(object) {
-                Some(scope) if scope.is_open() => return Ok((Names::Changing(names), Some(scope))),
+            let used = self.tree.names.enter(dirs);
+            match self.scopes.scope_of(dirs[0]) {
+                None => return Ok((Names::new(used, None), None)),
+                Some(scope) if scope.is_open() => {
+                    let owned = Claim::own(&scope.names);
+                    return Ok((Names::new(used, Some(owned)), Some(scope)));
+                }
                 Some(scope) => {
-                    drop(names);
+                    drop(used);
                     scope.wait_until_open()?;
                 }
-                None => {}
             }
         }
+    }
+
+    /// For a look-up of names in a directory.
+    pub(crate) fn share_names(&self, dir: &Arc<Object<B>>) -> StableNames<'_, B> {
+        let used = self.tree.names.enter(&[dir]);
+        let scope = self.scopes.scope_of(dir);
+        StableNames::new(used, scope.map(|scope| Claim::share(&scope.names)))
     }
 
     /// The same for a change of data or attributes.
     pub(crate) fn enter_data_change(
         &self,
         object: &Arc<Object<B>>,
-    ) -> Result<Allowed<RwLockReadGuard<'_, ()>, B>, Errno> {
+    ) -> Result<Allowed<Use<'_, B>, B>, Errno> {
         loop {
-            let data = self.tree.data.read();
+            let data = self.tree.data.enter(&[object]);
             // No commit makes anything of it, so it waits for none.
             if object.is_nameless() {
                 return Ok((data, None));

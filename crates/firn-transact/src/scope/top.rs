@@ -19,6 +19,7 @@ use super::Scope;
 use crate::change_log::ChangeLog;
 use crate::object::Object;
 use crate::paths::{join, last_name, parent_of};
+use crate::uses::Area;
 
 /// The top of a scope, seen from its parent.
 pub(crate) struct Top<B: Backing> {
@@ -114,6 +115,15 @@ impl<B: Backing> Top<B> {
 }
 
 impl<B: Backing> Scope<B> {
+    /// What its begin and its end keep others from: all of it, and, where its name differs from that in the backing, the
+    /// directory that it is in.
+    pub(crate) fn parts(&self) -> Vec<Area<B>> {
+        let mut parts = vec![Area::Tree(Arc::clone(&self.root))];
+        let parent = self.top.parent().filter(|_| self.top.changes_parent());
+        parts.extend(parent.map(|parent| Area::Dir(Arc::clone(parent))));
+        parts
+    }
+
     /// Path under which programs see it, relative to the backing.
     pub(crate) fn path_now(&self) -> Vec<u8> {
         match self.top.names().now {

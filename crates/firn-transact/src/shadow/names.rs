@@ -77,7 +77,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     pub(crate) fn move_shadowed(
         &self,
-        names: &Names<'_>,
+        names: &Names<'_, B>,
         (scope, shadow): (&Scope<B>, &Shadow<B>),
         (source, target): (&Arc<Object<B>>, Option<&Arc<Object<B>>>),
         (from, name): (&Arc<Object<B>>, &OsStr),

@@ -23,8 +23,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// [`Found::abort`](crate::Found::abort).
     pub(super) fn abort_scope(&self, scope: &Arc<Scope<B>>) -> Result<(), AbortError> {
-        let _names = self.tree.names.write();
-        let _data = self.tree.data.write();
+        let _quiet = self.quiesce_scope(scope);
         if let Some(before) = self.scopes.commit_before(scope) {
             self.drop_next(&before)?;
             return Ok(());

@@ -27,13 +27,13 @@ use crate::object::Object;
 use crate::scope::{Scope, Stage};
 use crate::staging;
 use crate::transactional::TransactionalBacking;
+use crate::tree::Quiet;
 
 impl<B: Backing> TransactionalBacking<B> {
     /// [`Found::decide`](crate::Found::decide).
     pub(super) fn decide_scope(&self, scope: &Arc<Scope<B>>, id: u64) -> Result<(), CommitError> {
         self.apply_commit_before(scope)?;
-        let _names = self.tree.names.write();
-        let _data = self.tree.data.write();
+        let _quiet = self.tree.quiesce_tree(&scope.root);
         self.check_all(scope);
         if !scope.is_whole() {
             return Err(StageError::Undoing.into());
@@ -97,10 +97,22 @@ impl<B: Backing> TransactionalBacking<B> {
             .try_for_each(|scope| self.apply_commit(scope))
     }
 
+    /// Keeps others from a scope and, where its end changes the name of its top, from the directory above.
+    pub(super) fn quiesce_scope(&self, scope: &Scope<B>) -> Quiet<'_, B> {
+        loop {
+            let parts = scope.parts();
+            let count = parts.len();
+            let quiet = self.tree.quiesce(parts);
+            // The top may have been renamed while this waited.
+            if scope.parts().len() == count {
+                return quiet;
+            }
+        }
+    }
+
     /// [`Decided::give_up_next`](crate::Decided::give_up_next).
     pub(super) fn give_up_next(&self, scope: &Scope<B>) {
-        let _names = self.tree.names.write();
-        let _data = self.tree.data.write();
+        let _quiet = self.tree.quiesce_tree(&scope.root);
         if let Err(error) = self.drop_next(scope) {
             tracing::warn!(%error, "the transaction that follows a commit stays open");
         }
@@ -151,8 +163,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Applies a commit while programs wait.
     fn apply_alone(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
-        let _names = self.tree.names.write();
-        let _data = self.tree.data.write();
+        let _quiet = self.quiesce_scope(scope);
         if scope.is_undo {
             self.sync_staging_dir()?;
         }
@@ -173,11 +184,10 @@ impl<B: Backing> TransactionalBacking<B> {
     fn apply_while_read(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         self.freeze(scope)?;
         self.apply(scope)?;
-        let names = self.tree.names.write();
-        let data = self.tree.data.write();
+        let quiet = self.quiesce_scope(scope);
         self.hold_new(scope)?;
         self.drop_changes_of(scope);
-        drop((names, data));
+        drop(quiet);
         self.clean_up(scope);
         Ok(())
     }

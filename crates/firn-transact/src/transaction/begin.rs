@@ -20,8 +20,7 @@ impl<B: Backing> TransactionalBacking<B> {
             return Err(ScopeError::NotDirectory.into());
         }
         self.apply_commits_around(root)?;
-        let _names = self.tree.names.write();
-        let _data = self.tree.data.write();
+        let _quiet = self.tree.quiesce_tree(root);
         let mut before = None;
         for scope in &self.scopes.all() {
             if scope.can_be_followed(root) {

@@ -14,8 +14,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// [`Open::prepare`](crate::Open::prepare), of one that may be prepared already.
     pub(super) fn prepare_scope(&self, scope: &Arc<Scope<B>>, id: u64) -> Result<(), PrepareError> {
         self.apply_commit_before(scope)?;
-        let _names = self.tree.names.write();
-        let _data = self.tree.data.write();
+        let _quiet = self.tree.quiesce_tree(&scope.root);
         self.check_all(scope);
         if !scope.is_whole() {
             return Err(StageError::Undoing.into());

@@ -26,6 +26,7 @@ use crate::scope::{Scope, Stage, Top};
 use crate::staging;
 use crate::top_names::TopName;
 use crate::transactional::TransactionalBacking;
+use crate::uses::Area;
 
 /// Number of a new top in its transaction, and so its staged name.
 const NEW_TOP: u64 = 1;
@@ -71,8 +72,7 @@ impl<B: Backing> TransactionalBacking<B> {
         maker: TopMaker<'_>,
     ) -> Result<Open<'_, B>, BeginError> {
         self.apply_commits_above(parent)?;
-        let _names = self.tree.names.write();
-        let _data = self.tree.data.write();
+        let _quiet = self.tree.quiesce(vec![Area::Dir(Arc::clone(parent))]);
         let name = self.name_of_new_top(parent, path)?;
         // What a directory of this name left that is no more.
         self.forget_commits(path)?;
@@ -88,7 +88,7 @@ impl<B: Backing> TransactionalBacking<B> {
         path: &[u8],
     ) -> Result<(), BeginError> {
         self.apply_commits_above(parent)?;
-        let _names = self.tree.names.read();
+        let _names = self.share_names(parent);
         self.name_of_new_top(parent, path).map(drop)
     }
 
@@ -234,13 +234,18 @@ impl<B: Backing> TransactionalBacking<B> {
         if self.scopes.is_empty() || !Arc::ptr_eq(from, to) {
             return None;
         }
-        {
-            let _names = self.tree.names.read();
-            self.scope_with_top(from, name)?;
-        }
-        let _names = self.tree.names.write();
-        let _data = self.tree.data.write();
+        let names = self.share_names(from);
         let scope = self.scope_with_top(from, name)?;
+        drop(names);
+        let parts = vec![
+            Area::Tree(Arc::clone(&scope.root)),
+            Area::Dir(Arc::clone(from)),
+        ];
+        let _quiet = self.tree.quiesce(parts);
+        let found = self.scope_with_top(from, name)?;
+        if !Arc::ptr_eq(&found, &scope) {
+            return Some(Err(Errno::BUSY));
+        }
         Some(self.rename_top_of(&scope, from, new_name, flags))
     }
 
