@@ -29,6 +29,7 @@ use crate::log;
 use crate::logs::Flattener;
 use crate::owners::{ControlPeer, Owners, Scopes};
 use crate::partner::{PartnerBoard, PartnerSpeaker, without_partner};
+use crate::peers::PeerBoard;
 use crate::placement;
 use crate::process;
 use crate::pulls::Pulls;
@@ -70,6 +71,7 @@ pub(crate) struct Answers {
     pub(crate) window: Arc<Mutex<Window>>,
     /// What tells the backing's file system where new files go; none unless the placement asks for it.
     pub(crate) steered: Option<Arc<Steered>>,
+    pub(crate) peers: Arc<PeerBoard>,
     /// Applies what was committed asynchronously; none without transactions.
     pub(crate) applier: Option<CommitApplier>,
     /// Makes files of logs plain; none where no file is in one, or nothing is written.
@@ -128,6 +130,7 @@ impl Answers {
             pulled_bytes_per_s: rates.pulled,
             lanes,
             placement_advice,
+            host_differences: self.peers.differences(),
             spill,
             transactions: self
                 .gate()

@@ -12,7 +12,8 @@ use firn_arena::{Arena, ArenaError, Damage, Identity, SpillFault, Stored, Topolo
 use firn_backing::{Backing, DirBacking};
 use firn_client::paths::RuntimeFiles;
 use firn_config::{
-    Close, Drain, Frontend, Fsync, Layout, Mode, Options, Participants, Passthrough,
+    Close, Drain, Frontend, Fsync, Layout, Mode, Options, Participants, Passthrough, Placement,
+    TokenService,
 };
 use firn_drain::{IoThreads, Pool};
 use firn_engine::{
@@ -30,10 +31,11 @@ use rustix::fs::{Mode as FileMode, OFlags};
 use crate::error::AttachError;
 use crate::frontend::waiting_tree;
 use crate::gate::TransactionGate;
-use crate::host_lease::{HostLease, LeaseState};
-use crate::lock::Locks;
+use crate::host_lease::{HostLease, LeaseState, whoever_comes};
+use crate::lock::{DYING, Locks};
 use crate::logs;
-use crate::participants::{self, Pause};
+use crate::participants::{self, Pause, host_name};
+use crate::peers::{PeerBoard, terms_of};
 use crate::placement;
 use crate::process;
 use crate::runtime_files::exists;
@@ -57,6 +59,10 @@ pub(crate) struct Attached {
     pool: Pool,
     /// Shows other hosts that this one lives, where files may lie in logs.
     _log_lease: Option<HostLease>,
+    /// Shows it where only lanes are shared.
+    _lane_lease: Option<HostLease>,
+    /// The hosts that have the backing mounted, too.
+    pub(crate) peers: Arc<PeerBoard>,
     /// Where the pool's tokens are kept.
     _token_source: Option<TokenSource>,
     /// Parts of the arena could not be read: it is put aside at the end, not removed.
@@ -164,6 +170,12 @@ impl Attached {
         if purpose == Purpose::Mount {
             tell_of_exposed_names(backing, options, notice);
         }
+        let lane_lease = take_lane_lease(&target, notice)?;
+        let serves_logs = store.logged().is_some();
+        let peers = match purpose {
+            Purpose::Mount => PeerBoard::meet(backing, options, serves_logs, notice)?,
+            Purpose::Salvage => PeerBoard::alone(backing, options)?,
+        };
         let (engine, recovered) = match found {
             Found::Fresh(arena) => {
                 let policies = policies(&arena, options);
@@ -207,6 +219,8 @@ impl Attached {
             files,
             pool,
             _log_lease: log_lease,
+            _lane_lease: lane_lease,
+            peers,
             _token_source: token_source,
             damaged,
             locks,
@@ -319,6 +333,33 @@ fn tell_of_exposed_names(backing: &Path, options: &Options, notice: &mut dyn FnM
         notice(format!(
             "{backing} {why}: others can take .firn away, with transactions and files in logs{advice}"
         ));
+    }
+}
+
+/// The lease of a host that shares lanes, or tokens of a service elsewhere, where it has no other one: others see by it
+/// how this host mounts.
+fn take_lane_lease(
+    target: &Target<'_>,
+    notice: &mut dyn FnMut(String),
+) -> Result<Option<HostLease>, AttachError> {
+    let options = target.options;
+    let shares_lanes = options.placement != Placement::None || options.tokens == TokenService::Etcd;
+    let has_another = options.tokens == TokenService::Flock
+        || options.layout == Layout::Log
+        || options.participants != Participants::Off;
+    if target.purpose != Purpose::Mount || options.read_only || !shares_lanes || has_another {
+        return Ok(None);
+    }
+    let members = whoever_comes(&host_name(options)?);
+    let terms = terms_of(options, false);
+    match HostLease::take_for_lanes(target.backing, &members, &terms, DYING)? {
+        Ok(lease) => Ok(Some(lease)),
+        Err(reason) => {
+            notice(format!(
+                "other hosts do not see how this one mounts the backing: {reason}"
+            ));
+            Ok(None)
+        }
     }
 }
 

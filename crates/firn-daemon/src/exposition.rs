@@ -304,6 +304,7 @@ fn put_placed(out: &mut Exposition, lanes: &[LaneStatus]) {
         (LaneState::Ok, "ok"),
         (LaneState::Full, "full"),
         (LaneState::Gone, "gone"),
+        (LaneState::Hung, "hung"),
     ];
     let state = |lane: &LaneStatus| Some(lane.placed.as_ref()?.state);
     let samples = states_of_lanes(lanes, &all, state);

@@ -36,7 +36,8 @@ use crate::mount::MountRequest;
 use crate::owners::Owners;
 use crate::participants;
 use crate::partner::PartnerBoard;
-use crate::periodic::{NameSync, Periodic, SingleJob};
+use crate::peers::terms_of;
+use crate::periodic::{NameSync, PeerLook, Periodic, SingleJob};
 use crate::placement;
 use crate::preflight::{self, Checked};
 use crate::process;
@@ -68,10 +69,11 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
     placement::check(options, &checked)?;
     let files = find_runtime_files(&checked.backing, options)?;
     let members = participants::members(options)?;
+    let terms = terms_of(options, false);
     let locks = Locks::take(
         &checked.backing,
         &files,
-        members.as_ref(),
+        members.as_ref().map(|members| (members, &terms)),
         Sharing::of(options),
     )?;
     if options.frontend == firn_config::Frontend::Fuse
@@ -189,6 +191,7 @@ impl Mount {
             tokens: attached.lane_tokens(),
             window: Arc::clone(&window),
             steered: attached.steered.clone(),
+            peers: Arc::clone(&attached.peers),
             applier: attached.gate.clone().map(CommitApplier::new),
             flattener: Settler::is_needed(engine, options).then_some(flattener),
             partner: PartnerBoard::new(engine, options)?,
@@ -233,6 +236,7 @@ impl Mount {
                 kernel,
                 name_sync: tree.map(NameSync::new),
                 host_watch: SingleJob::default(),
+                peers: PeerLook::new(Arc::clone(&attached.peers)),
                 lane_removals: SingleJob::default(),
             },
             rounds,

@@ -1,5 +1,6 @@
 //! The lease of a host among several that share a backing: `.firn/host-NAME/lease` of those that commit together,
-//! `.firn/tokens/host-NAME/lease` of those that share tokens, `.firn/log/host-NAME/lease` of those that log.
+//! `.firn/tokens/host-NAME/lease` of those that share tokens or lanes, `.firn/log/host-NAME/lease` of those that log. The
+//! file `terms` beside it says how the host mounts ([`crate::peers`]).
 //!
 //! Promises
 //! * While a [`HostLease`] lives, no other firnd and no `firn recover --host` works in the name of this host, on any
@@ -16,7 +17,7 @@ use firn_backing::{Backing, DirBacking, Errno};
 use firn_log::CONTAINERS;
 use firn_rendezvous::{
     BEAT_EVERY, Beat, Expected, Holder, Lease, LeaseError, OwnError, ReachError, STALE_AFTER,
-    check_reach, own,
+    Terms, check_reach, own, publish_terms,
 };
 use firn_transact::{Members, StoreError, TOP, other_staging_dirs, staging_dir_name};
 use parking_lot::Mutex;
@@ -24,7 +25,7 @@ use parking_lot::Mutex;
 use crate::error::AttachError;
 
 /// Name of the lease in a host's staging directory.
-const LEASE: &str = "lease";
+pub(crate) const LEASE: &str = "lease";
 const PAUSE: Duration = Duration::from_millis(50);
 /// How long the end of a mount waits until the lease is given back. Else the next holder waits.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(2);
@@ -41,6 +42,8 @@ const _: () = assert!(TOKEN_BEAT_EVERY.as_millis() * 2 < STALE_AFTER.as_millis()
 enum Sharing {
     Transactions,
     Tokens,
+    /// Lanes, or tokens of a service elsewhere: nothing depends on the lease, and it only says that the host lives.
+    Lanes,
     Logs,
 }
 
@@ -48,13 +51,13 @@ impl Sharing {
     fn beat_every(self) -> Duration {
         match self {
             Self::Transactions => BEAT_EVERY,
-            Self::Tokens | Self::Logs => TOKEN_BEAT_EVERY,
+            Self::Tokens | Self::Lanes | Self::Logs => TOKEN_BEAT_EVERY,
         }
     }
 
     /// Whether hosts believe each other's beats where locks do not reach.
     fn believes_beats(self) -> bool {
-        matches!(self, Self::Logs)
+        matches!(self, Self::Logs | Self::Lanes)
     }
 
     fn no_reach(self, backing: &Path, reason: &ReachError) -> AttachError {
@@ -62,7 +65,7 @@ impl Sharing {
         let reason = reason.to_string();
         match self {
             Self::Transactions => AttachError::LocksDoNotReach { backing, reason },
-            Self::Tokens => AttachError::TokensDoNotReach { backing, reason },
+            Self::Tokens | Self::Lanes => AttachError::TokensDoNotReach { backing, reason },
             Self::Logs => AttachError::LogsDoNotReach { backing, reason },
         }
     }
@@ -79,9 +82,13 @@ struct StagingDir {
 }
 
 impl StagingDir {
-    fn make_for_tokens(backing: &Path, members: &Members) -> Result<Self, AttachError> {
+    fn make_for_tokens(
+        backing: &Path,
+        members: &Members,
+        sharing: Sharing,
+    ) -> Result<Self, AttachError> {
         let make_parent = firn_tokens::make_dir;
-        Self::make_below(backing, members, Sharing::Tokens, "tokens", make_parent)
+        Self::make_below(backing, members, sharing, "tokens", make_parent)
     }
 
     fn make_for_logs(backing: &Path, members: &Members) -> Result<Self, AttachError> {
@@ -189,40 +196,63 @@ impl HostLease {
     pub(crate) fn take(
         backing: &Path,
         members: &Members,
+        terms: &Terms,
         patience: Duration,
     ) -> Result<Self, AttachError> {
         let staging = StagingDir::make(backing, members)?;
-        Self::take_in(staging, backing, members, patience)
+        Self::take_in(staging, backing, members, terms, patience)
     }
 
     /// The same for a host that shares tokens.
     pub(crate) fn take_for_tokens(
         backing: &Path,
         members: &Members,
+        terms: &Terms,
         patience: Duration,
     ) -> Result<Self, AttachError> {
-        let staging = StagingDir::make_for_tokens(backing, members)?;
-        Self::take_in(staging, backing, members, patience)
+        let staging = StagingDir::make_for_tokens(backing, members, Sharing::Tokens)?;
+        Self::take_in(staging, backing, members, terms, patience)
+    }
+
+    /// The same for a host that shares lanes. `Err`: none is had, for this reason, and nothing depends on it.
+    pub(crate) fn take_for_lanes(
+        backing: &Path,
+        members: &Members,
+        terms: &Terms,
+        patience: Duration,
+    ) -> Result<Result<Self, AttachError>, AttachError> {
+        let staging = StagingDir::make_for_tokens(backing, members, Sharing::Lanes)?;
+        match Self::take_in(staging, backing, members, terms, patience) {
+            Err(reason @ (AttachError::TokensDoNotReach { .. } | AttachError::HostHeld { .. })) => {
+                Ok(Err(reason))
+            }
+            taken => taken.map(Ok),
+        }
     }
 
     /// The same for a host that writes to logs.
     pub(crate) fn take_for_logs(
         backing: &Path,
         members: &Members,
+        terms: &Terms,
         patience: Duration,
     ) -> Result<Self, AttachError> {
         let staging = StagingDir::make_for_logs(backing, members)?;
-        Self::take_in(staging, backing, members, patience)
+        Self::take_in(staging, backing, members, terms, patience)
     }
 
     fn take_in(
         staging: StagingDir,
         backing: &Path,
         members: &Members,
+        terms: &Terms,
         patience: Duration,
     ) -> Result<Self, AttachError> {
         let me = this_process(members)?;
         let lease = take_patiently(&staging, &me, backing, patience)?;
+        // Before this host looks at what the others say: of two that come at once one sees the other.
+        publish_terms(&staging.base, &staging.dir, &lease, terms)
+            .map_err(|errno| own_error(backing)(OwnError::from(errno).below(&staging.path)))?;
         let others = other_staging_dirs(&staging.base, &staging.top, members)
             .map_err(|errno| own_error(backing)(errno.into()))?;
         let reach = check_reach(
@@ -303,7 +333,7 @@ fn beat_until_stopped(
                     Sharing::Transactions => {
                         tracing::error!(%error, "this host has lost its lease: its transactions are refused");
                     }
-                    Sharing::Tokens => {
+                    Sharing::Tokens | Sharing::Lanes => {
                         tracing::error!(%error, "this host has lost its lease: locks of its backing do not keep hosts apart");
                     }
                     Sharing::Logs => {

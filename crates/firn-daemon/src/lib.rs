@@ -33,6 +33,7 @@ mod orphans;
 mod owners;
 mod participants;
 mod partner;
+mod peers;
 mod periodic;
 mod placement;
 mod preflight;

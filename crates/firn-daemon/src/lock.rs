@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use firn_client::paths::RuntimeFiles;
 use firn_config::{Layout, Options, Participants, Partner, TokenService};
 use firn_protocol::{Reply, Request};
+use firn_rendezvous::Terms;
 use firn_transact::Members;
 use firn_trust::open_private_file;
 use rustix::fs::{CWD, FlockOperation, Mode, OFlags, flock, open};
@@ -64,12 +65,12 @@ impl Locks {
     pub(crate) fn take(
         backing: &Path,
         files: &RuntimeFiles,
-        members: Option<&Members>,
+        members: Option<(&Members, &Terms)>,
         sharing: Sharing,
     ) -> Result<Self, AttachError> {
         let directory = lock_backing_dir(backing, files, sharing)?;
         let host = match members {
-            Some(members) => Some(HostLease::take(backing, members, DYING)?),
+            Some((members, terms)) => Some(HostLease::take(backing, members, terms, DYING)?),
             None => None,
         };
         Ok(Self {

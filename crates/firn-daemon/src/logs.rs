@@ -30,6 +30,7 @@ use crate::lock::DYING;
 use crate::losses::LossReport;
 use crate::orphans::{FoundOrphan, open_unmounted};
 use crate::participants::host_name;
+use crate::peers::terms_of;
 use crate::placement::{self, Use};
 use crate::process;
 use crate::store::Store;
@@ -131,7 +132,7 @@ pub(crate) fn open<B: Backing>(
 ) -> Result<Result<Opened<B>, B>, AttachError> {
     let writes = !options.read_only;
     let chooses = wanted == Use::Place && options.layout == Layout::Log && writes;
-    if !chooses && !has_containers(backing, &base)? {
+    if !chooses && !has_containers(backing, &base)? && !others_log(backing, options)? {
         if writes {
             firn_log::remove_retired(&base).map_err(own_error(backing))?;
         }
@@ -142,6 +143,7 @@ pub(crate) fn open<B: Backing>(
         true => Some(HostLease::take_for_logs(
             backing,
             &whoever_comes(&host),
+            &terms_of(options, true),
             DYING,
         )?),
         false => None,
@@ -174,6 +176,14 @@ fn patterns(options: &Options) -> GlobSet {
         }
     }
     patterns.build().unwrap_or_default()
+}
+
+/// Whether another host that may live writes to logs: then files may come to lie in them at any time.
+fn others_log(backing: &Path, options: &Options) -> Result<bool, AttachError> {
+    let host = host_name(options).unwrap_or_default();
+    let others = LogHosts::over(backing, &host)?.others_living();
+    let others = others.map_err(|errno| own_error(backing)(errno.into()))?;
+    Ok(!others.is_empty())
 }
 
 /// Whether files of a backing lie in logs.

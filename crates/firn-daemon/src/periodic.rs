@@ -16,6 +16,7 @@ use firn_workers::{Class, Workers};
 use parking_lot::Mutex;
 
 use crate::gate::TransactionGate;
+use crate::peers::PeerBoard;
 use crate::placement;
 use crate::pulls::Pulls;
 use crate::rates::{Totals, Window};
@@ -23,6 +24,9 @@ use crate::store::Store;
 
 /// The walk through a large tree takes this share of a core's time at most: it rests so many times as long as it took.
 const NAME_SYNC_REST: u32 = 20;
+
+/// A host that lives shows it twice in this time.
+const LOOK_AT_PEERS_EVERY: Duration = Duration::from_secs(5);
 
 /// The periodic jobs of a mount.
 pub(crate) struct Periodic {
@@ -37,7 +41,26 @@ pub(crate) struct Periodic {
     pub(crate) kernel: Option<Invalidator>,
     pub(crate) name_sync: Option<NameSync>,
     pub(crate) host_watch: SingleJob,
+    pub(crate) peers: PeerLook,
     pub(crate) lane_removals: SingleJob,
+}
+
+/// Looks how other hosts mount the backing.
+pub(crate) struct PeerLook {
+    board: Arc<PeerBoard>,
+    job: SingleJob,
+    /// Time of the next one.
+    next: Mutex<Instant>,
+}
+
+impl PeerLook {
+    pub(crate) fn new(board: Arc<PeerBoard>) -> Self {
+        Self {
+            board,
+            job: SingleJob::default(),
+            next: Mutex::new(Instant::now() + LOOK_AT_PEERS_EVERY),
+        }
+    }
 }
 
 /// Syncs the names of a stub tree.
@@ -64,6 +87,7 @@ impl Periodic {
         self.sample_rates();
         self.sync_names();
         self.watch_hosts();
+        self.look_at_peers();
         self.remove_from_lanes();
     }
 
@@ -113,6 +137,18 @@ impl Periodic {
             let engine = Arc::clone(&self.engine);
             let remove = move || placement::finish_removals(engine.backing());
             self.lane_removals.start(&self.workers, remove);
+        }
+    }
+
+    fn look_at_peers(&self) {
+        let now = Instant::now();
+        let mut next = self.peers.next.lock();
+        if now >= *next {
+            *next = now + LOOK_AT_PEERS_EVERY;
+            let board = Arc::clone(&self.peers.board);
+            self.peers
+                .job
+                .start(&self.workers, move || board.look_again());
         }
     }
 

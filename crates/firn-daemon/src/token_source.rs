@@ -18,6 +18,7 @@ use crate::error::AttachError;
 use crate::host_lease::{HostLease, open_backing, own_error, whoever_comes};
 use crate::lock::DYING;
 use crate::participants::host_name;
+use crate::peers::terms_of;
 
 /// Asked for the services of lanes.
 pub(crate) struct TokenSource {
@@ -90,7 +91,9 @@ fn open_flock(backing: &Path, options: &Options, host: &str) -> Result<Kind, Att
     let lease = match options.participants {
         Participants::Off => {
             let members = whoever_comes(host);
-            Some(HostLease::take_for_tokens(backing, &members, DYING)?)
+            let terms = terms_of(options, false);
+            let lease = HostLease::take_for_tokens(backing, &members, &terms, DYING)?;
+            Some(lease)
         }
         Participants::Count(_) | Participants::Hosts(_) => None,
     };

@@ -430,6 +430,9 @@ pub struct Status {
     /// What makes placement slower than it could be, and what to do.
     #[serde(default)]
     pub placement_advice: Vec<String>,
+    /// What other hosts that have the backing mounted do otherwise than this one, a sentence for each.
+    #[serde(default)]
+    pub host_differences: Vec<String>,
     /// Lines that firnd could not write to its log since it began: full, or over a limit.
     #[serde(default)]
     pub log_lines_lost: u64,
@@ -656,6 +659,8 @@ pub enum LaneState {
     Full,
     /// It did not answer as a directory should.
     Gone,
+    /// A call of it does not return.
+    Hung,
 }
 
 /// Where a name is placed.

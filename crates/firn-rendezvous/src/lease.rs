@@ -144,6 +144,11 @@ impl Beat {
         self.record().map(|record| record.holder)
     }
 
+    /// The number of the holding that it is of.
+    pub(crate) fn holding(&self) -> Option<u64> {
+        self.record().map(|record| record.holding)
+    }
+
     fn is_released(&self) -> bool {
         self.record().is_some_and(|record| record.released)
     }
@@ -212,6 +217,11 @@ impl<B: Backing> Lease<B> {
         lease.write(base)?;
         base.sync_dir(dir)?;
         Ok(lease)
+    }
+
+    /// A number that tells this holding from any other.
+    pub(crate) fn holding(&self) -> u64 {
+        self.record.holding
     }
 
     /// Shows that the holder lives. Fails with [`LeaseError::Lost`] where another host has taken the lease.

@@ -6,6 +6,7 @@
 //! * [`Members`]: which hosts take part, and which of them this one is.
 //! * [`Lease`]: one host at a time has it, and loses it when it dies: a lock on a file and a counted heartbeat in it.
 //! * [`FileLocks`]: locks that programs of several hosts have of files.
+//! * [`PeerWatch`]: how the hosts that live use the backing.
 //! * [`check_reach`]: whether locks in this backing exclude other hosts, as far as that can be seen from here.
 //!
 //! Promises
@@ -22,6 +23,7 @@ mod lease;
 mod members;
 pub mod own;
 mod reach;
+mod terms;
 mod vote;
 
 pub use file_locks::{
@@ -31,4 +33,5 @@ pub use lease::{BEAT_EVERY, Beat, Holder, Lease, LeaseError, STALE_AFTER};
 pub use members::{Attendance, Expected, Members};
 pub use own::OwnError;
 pub use reach::{ReachError, check_reach};
+pub use terms::{Peer, PeerWatch, Peers, Terms, publish_terms};
 pub use vote::VoteDir;

@@ -6,7 +6,10 @@ use std::time::Duration;
 use firn_backing::sim::LockReach;
 use firn_backing::suite::own_caller;
 use firn_backing::{Backing, Errno, SimBacking};
-use firn_rendezvous::{Holder, Lease, LeaseError, OwnError, ReachError, VoteDir, check_reach, own};
+use firn_rendezvous::{
+    Holder, Lease, LeaseError, OwnError, PeerWatch, Peers, ReachError, Terms, VoteDir, check_reach,
+    own, publish_terms,
+};
 
 const DIR: &str = "decision";
 const FILE: &str = "outcome";
@@ -334,4 +337,88 @@ fn a_lease_in_a_place_that_others_may_change_is_not_believed() {
         take(&a, "a"),
         Err(LeaseError::Own(OwnError::Distrusted { .. }))
     ));
+}
+
+/// The directory of a host with a lease in it, and what it says.
+fn join(on: &SimBacking, host: &str, says: &str) -> (Inode, Lease<SimBacking>) {
+    let dir = own::dir(on, &on.root(), &format!("host-{host}")).expect("dir");
+    let me = holder(host);
+    let lease = Lease::take(on, &dir, LEASE, &me, &mut |_| ()).expect("take");
+    let terms = Terms::from([("layout".to_owned(), says.to_owned())]);
+    publish_terms(on, &dir, &lease, &terms).expect("publish");
+    (dir, lease)
+}
+
+fn watch(host: &str) -> PeerWatch {
+    PeerWatch::new(&[&[]], LEASE, holder(host))
+}
+
+/// What each other host that lives says.
+fn said(found: &Peers) -> Vec<(&str, &str)> {
+    let peers = found.living.iter();
+    peers
+        .map(|peer| (peer.host.as_str(), peer.terms["layout"].as_str()))
+        .collect()
+}
+
+/// Proves S-share-6.
+#[test]
+fn hosts_that_live_are_seen_with_what_they_say_and_others_are_not() {
+    for reach in [LockReach::Everywhere, LockReach::Host] {
+        let disk_of_a = disk();
+        disk_of_a.set_lock_reach(reach);
+        let disk_of_b = disk_of_a.another_process();
+        let (_, mut lease) = join(&disk_of_a, "a", "log");
+        join(&disk_of_b, "b", "plain");
+        let mut seen_by_b = watch("b");
+        let first = seen_by_b.look(&disk_of_b).expect("look");
+        if first.is_unsure {
+            // Its lock says nothing here: the beat tells.
+            assert_eq!(said(&first), []);
+        }
+        lease.beat(&disk_of_a).expect("beat");
+        let second = seen_by_b.look(&disk_of_b).expect("look");
+        assert_eq!(said(&second), [("a", "log")], "{reach:?}");
+        assert!(!second.is_unsure);
+        // It is killed: it keeps nobody out.
+        drop(lease);
+        let third = seen_by_b.look(&disk_of_b).expect("look");
+        let fourth = seen_by_b.look(&disk_of_b).expect("look");
+        assert_eq!(said(&fourth), [], "{reach:?}: {third:?}");
+        // It comes back, and what it said in its earlier life does not count.
+        let dir = own::dir(&disk_of_a, &disk_of_a.root(), "host-a").expect("dir");
+        let again = Lease::take(&disk_of_a, &dir, LEASE, &holder("a"), &mut |_| ());
+        let again = again.expect("take");
+        let unsaid = seen_by_b.look(&disk_of_b).expect("look");
+        assert_eq!(said(&unsaid), [], "{reach:?}");
+        again.release(&disk_of_a).expect("release");
+        let released = seen_by_b.look(&disk_of_b).expect("look");
+        assert!(said(&released).is_empty() && !released.is_unsure);
+    }
+}
+
+/// Proves S-share-6.
+#[test]
+fn of_two_hosts_that_come_at_once_at_least_one_sees_the_other() {
+    for step in 1..STEPS_MAX {
+        let a = disk();
+        let b = a.another_process();
+        // The one is overtaken at this call.
+        let hang = a.hang_at(a.steps() + step);
+        let seen_by_a = std::thread::scope(|scope| {
+            let first = scope.spawn(|| {
+                let (_, lease) = join(&a, "a", "log");
+                let peers = watch("a").look(&a).expect("look");
+                (said(&peers).len(), lease)
+            });
+            let (_, lease_of_b) = join(&b, "b", "plain");
+            let by_b = said(&watch("b").look(&b).expect("look")).len();
+            drop(hang);
+            let (by_a, _lease_of_a) = first.join().expect("no panic");
+            drop(lease_of_b);
+            (by_a, by_b)
+        });
+        let (by_a, by_b) = seen_by_a;
+        assert!(by_a + by_b >= 1, "call {step}: {by_a}, {by_b}");
+    }
 }

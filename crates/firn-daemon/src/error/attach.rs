@@ -120,6 +120,15 @@ pub enum AttachError {
         "layout=log: hosts cannot tell in {backing} which of them live: {reason}; mount its file system with locks of files (OPERATIONS, \"Several hosts\"), or leave layout out", backing = quoted_path(backing))]
     LogsDoNotReach { backing: PathBuf, reason: String },
     #[error(
+        "host {host} has {backing} mounted with {theirs}, and this mount has {ours}: {why}", backing = quoted_path(backing))]
+    PeerDiffers {
+        backing: PathBuf,
+        host: String,
+        theirs: String,
+        ours: String,
+        why: &'static str,
+    },
+    #[error(
         "{backing} has files in logs, which transactions do not reach: mount it once with layout=log and unmount it, or mount without drain=commit", backing = quoted_path(backing))]
     LoggedInTransactions { backing: PathBuf },
     #[error("token-endpoints: {0}")]
@@ -181,6 +190,7 @@ impl AttachError {
             | Self::Geometry(_) => USAGE,
             Self::Held { .. }
             | Self::HostHeld { .. }
+            | Self::PeerDiffers { .. }
             | Self::TransactionWaits { .. }
             | Self::LaneInUse { .. }
             | Self::BackupWaits { .. } => BUSY,

@@ -212,6 +212,9 @@ fn mount(s: &Status, paint: Paint) -> String {
     for advice in &s.placement_advice {
         line("placement", paint.odd(advice));
     }
+    for difference in &s.host_differences {
+        line("hosts", paint.odd(difference));
+    }
     for (index, lane) in s.lanes.iter().enumerate() {
         if let Some(token) = &lane.token {
             line(&format!("token {index}"), token_line(token, paint));
@@ -265,6 +268,7 @@ fn placed_text(placed: &PlacedStatus, paint: Paint) -> String {
         LaneState::Ok => paint.good("ok"),
         LaneState::Full => paint.bad("full"),
         LaneState::Gone => paint.bad("gone"),
+        LaneState::Hung => paint.bad("hung"),
     };
     let role = if placed.takes_files {
         ""

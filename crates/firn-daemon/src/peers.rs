@@ -1,0 +1,294 @@
+//! How the hosts that have a backing mounted now use it, compared with this one.
+//!
+//! Each host that has a lease in the backing says beside it how it mounts ([`firn_rendezvous::Terms`]). What would be wrong
+//! refuses the mount that comes later; what only makes the hosts slower is told, at the mount and in the status.
+//!
+//! | differs | the mount that comes later |
+//! |---|---|
+//! | version of what hosts store for each other | is refused |
+//! | `layout=log` comes, and the other one reads no logs | is refused |
+//! | `layout=plain` comes, and the other one has `layout=log` | reads logs, too, and says so |
+//! | `tokens`, `placement`, `lanes` or `servers`, version of Firn | says so |
+//!
+//! Hosts without any of these options leave no lease, and are not seen.
+
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use firn_backing::DirBacking;
+use firn_config::{Layout, Options, Placement, TokenService};
+use firn_format::quote::quoted;
+use firn_log::CONTAINERS;
+use firn_rendezvous::{Holder, Peer, PeerWatch, STALE_AFTER, Terms};
+use firn_transact::TOP;
+use parking_lot::Mutex;
+
+use crate::error::AttachError;
+use crate::host_lease::{LEASE, open_backing, own_error};
+use crate::participants::host_name;
+
+/// Where hosts have leases, the ones that say most last.
+const PLACES: [&[&str]; 3] = [&[TOP, "tokens"], &[TOP], &[TOP, CONTAINERS]];
+
+const FORMATS: &str = "formats";
+const VERSION: &str = "version";
+const LAYOUT: &str = "layout";
+const TOKENS: &str = "tokens";
+const LANES: &str = "lanes";
+/// What is compared, and in this order told.
+const COMPARED: [&str; 5] = [FORMATS, LAYOUT, LANES, TOKENS, VERSION];
+
+const LOG: &str = "log";
+const PLAIN: &str = "plain";
+/// A plain layout in which files that other hosts log are read and written as such.
+const PLAIN_WITH_LOGS: &str = "plain, with logs";
+
+/// How this host mounts a backing. `serves_logs`: files in logs are read and written as such, whatever `layout` is.
+pub(crate) fn terms_of(options: &Options, serves_logs: bool) -> Terms {
+    let layout = match options.layout {
+        Layout::Log => LOG,
+        Layout::Plain if serves_logs => PLAIN_WITH_LOGS,
+        Layout::Plain => PLAIN,
+    };
+    let tokens = match options.tokens {
+        TokenService::None => "none",
+        TokenService::Flock => "flock",
+        TokenService::Etcd => "etcd",
+    };
+    let formats = format!(
+        "logs {}, lanes {}, change log {}",
+        firn_log::head::VERSION,
+        firn_lanes::record::VERSION,
+        firn_transact::change_log::SEAL.version
+    );
+    let terms = [
+        (FORMATS, formats),
+        (VERSION, env!("CARGO_PKG_VERSION").to_owned()),
+        (LAYOUT, layout.to_owned()),
+        (TOKENS, tokens.to_owned()),
+        (LANES, lanes_text(options)),
+    ];
+    terms.map(|(name, value)| (name.to_owned(), value)).into()
+}
+
+/// The lanes in their order, which is what gives them their numbers.
+fn lanes_text(options: &Options) -> String {
+    if options.placement == Placement::None {
+        return "none".into();
+    }
+    let dirs = options.lanes.iter();
+    let dirs = dirs.map(|lane| quoted(lane.as_os_str().as_bytes()));
+    let servers = options
+        .servers
+        .iter()
+        .map(|server| quoted(server.as_bytes()));
+    let lanes: Vec<String> = dirs.chain(servers).collect();
+    format!(
+        "{} of placement={}",
+        lanes.join(":"),
+        options.placement.name()
+    )
+}
+
+/// What differs between this host and another one that lives.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Difference {
+    host: String,
+    what: &'static str,
+    theirs: String,
+    ours: String,
+}
+
+impl Difference {
+    /// Why a mount that comes now would be wrong.
+    fn refusal(&self) -> Option<&'static str> {
+        match (self.what, self.ours.as_str(), self.theirs.as_str()) {
+            (FORMATS, ..) => Some(
+                "they would misread what the other one stores: run the same version of firn on all hosts",
+            ),
+            (LAYOUT, LOG, PLAIN) => Some(
+                "it would show files short that this one writes to logs: give all hosts layout=log, or unmount it first",
+            ),
+            _ => None,
+        }
+    }
+
+    /// A sentence for people.
+    fn text(&self) -> String {
+        let Self {
+            host,
+            what,
+            theirs,
+            ours,
+        } = self;
+        let meaning = match *what {
+            LAYOUT => "it writes to the files themselves what others write to logs",
+            LANES => "files are spread unevenly, and lanes with the same number are not the same",
+            TOKENS => "it writes to a lane while another host has the token",
+            _ => "update one of them",
+        };
+        format!("host {host} has {what} {theirs}, this one {ours}: {meaning}")
+    }
+}
+
+fn compare(ours: &Terms, peers: &[Peer]) -> Vec<Difference> {
+    let mut found = Vec::new();
+    for peer in peers {
+        for what in COMPARED {
+            // An older or newer version of Firn may say less or more.
+            let (Some(theirs), Some(ours)) = (peer.terms.get(what), ours.get(what)) else {
+                continue;
+            };
+            if theirs != ours {
+                found.push(Difference {
+                    host: peer.host.clone(),
+                    what,
+                    theirs: quoted(theirs.as_bytes()),
+                    ours: ours.clone(),
+                });
+            }
+        }
+    }
+    found
+}
+
+/// The other hosts of a mount.
+pub(crate) struct PeerBoard {
+    base: DirBacking,
+    ours: Terms,
+    /// Taken out while somebody looks, so that nobody waits for the backing.
+    watch: Mutex<Option<PeerWatch>>,
+    /// What was found last.
+    differences: Mutex<Vec<Difference>>,
+}
+
+impl PeerBoard {
+    /// Where nothing is mounted: nobody is looked at.
+    pub(crate) fn alone(backing: &Path, options: &Options) -> Result<Arc<Self>, AttachError> {
+        Self::new(backing, terms_of(options, false)).map(Arc::new)
+    }
+
+    fn new(backing: &Path, ours: Terms) -> Result<Self, AttachError> {
+        Ok(Self {
+            base: open_backing(backing)?,
+            ours,
+            watch: Mutex::new(None),
+            differences: Mutex::default(),
+        })
+    }
+
+    /// Looks at the other hosts before this one mounts: refuses what would be wrong, and tells what differs.
+    pub(crate) fn meet(
+        backing: &Path,
+        options: &Options,
+        serves_logs: bool,
+        notice: &mut dyn FnMut(String),
+    ) -> Result<Arc<Self>, AttachError> {
+        let me = Holder::this_process(&host_name(options).unwrap_or_default())
+            .map_err(AttachError::io("read the boot id of this host"))?;
+        let board = Self::new(backing, terms_of(options, serves_logs))?;
+        let mut watch = PeerWatch::new(&PLACES, LEASE, me);
+        let refused = own_error(backing);
+        let mut peers = watch.look(&board.base).map_err(&refused)?;
+        if peers.is_unsure {
+            std::thread::sleep(STALE_AFTER);
+            peers = watch.look(&board.base).map_err(&refused)?;
+        }
+        let differences = compare(&board.ours, &peers.living);
+        for difference in &differences {
+            if let Some(why) = difference.refusal() {
+                return Err(AttachError::PeerDiffers {
+                    backing: backing.into(),
+                    host: difference.host.clone(),
+                    theirs: format!("{} {}", difference.what, difference.theirs),
+                    ours: format!("{} {}", difference.what, difference.ours),
+                    why,
+                });
+            }
+            notice(difference.text());
+        }
+        *board.differences.lock() = differences;
+        *board.watch.lock() = Some(watch);
+        Ok(Arc::new(board))
+    }
+
+    /// Looks again: hosts come and go.
+    pub(crate) fn look_again(&self) {
+        let Some(mut watch) = self.watch.lock().take() else {
+            return;
+        };
+        let looked = watch.look(&self.base);
+        *self.watch.lock() = Some(watch);
+        let peers = match looked {
+            Ok(peers) => peers.living,
+            Err(error) => {
+                tracing::debug!(%error, "cannot look at the other hosts of the backing");
+                return;
+            }
+        };
+        let found = compare(&self.ours, &peers);
+        let known = std::mem::replace(&mut *self.differences.lock(), found.clone());
+        for new in found.iter().filter(|found| !known.contains(found)) {
+            tracing::warn!("{}", new.text());
+        }
+    }
+
+    /// What differs between this host and others that live, a sentence for each.
+    pub(crate) fn differences(&self) -> Vec<String> {
+        let differences = self.differences.lock();
+        differences.iter().map(Difference::text).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn terms(changed: &[(&str, &str)]) -> Terms {
+        let mut terms: Terms = COMPARED
+            .into_iter()
+            .map(|name| (name.to_owned(), "same".to_owned()))
+            .collect();
+        for (name, value) in changed {
+            terms.insert((*name).to_owned(), (*value).to_owned());
+        }
+        terms
+    }
+
+    fn differences(ours: &[(&str, &str)], theirs: &[(&str, &str)]) -> Vec<Difference> {
+        let peer = Peer {
+            host: "b".into(),
+            terms: terms(theirs),
+        };
+        compare(&terms(ours), &[peer])
+    }
+
+    #[test]
+    fn hosts_with_the_same_terms_do_not_differ() {
+        assert_eq!(differences(&[], &[]), []);
+        // What another version does not say is not compared.
+        let silent = Peer {
+            host: "b".into(),
+            terms: Terms::new(),
+        };
+        assert_eq!(compare(&terms(&[]), &[silent]), []);
+    }
+
+    #[test]
+    fn what_would_be_misread_is_refused_and_what_is_slow_is_told() {
+        let refused = |ours: &[(&str, &str)], theirs: &[(&str, &str)]| {
+            differences(ours, theirs)[0].refusal().is_some()
+        };
+        assert!(refused(&[(FORMATS, "1")], &[(FORMATS, "2")]));
+        assert!(refused(&[(LAYOUT, LOG)], &[(LAYOUT, PLAIN)]));
+        assert!(!refused(&[(LAYOUT, LOG)], &[(LAYOUT, PLAIN_WITH_LOGS)]));
+        assert!(!refused(&[(LAYOUT, PLAIN_WITH_LOGS)], &[(LAYOUT, LOG)]));
+        for name in [LANES, TOKENS, VERSION] {
+            assert!(!refused(&[(name, "ours")], &[(name, "theirs")]));
+            let text = differences(&[(name, "ours")], &[(name, "theirs")])[0].text();
+            let begin = format!("host b has {name} theirs, this one ours: ");
+            assert!(text.starts_with(&begin), "{text}");
+        }
+    }
+}
