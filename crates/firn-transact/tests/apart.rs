@@ -4,6 +4,7 @@ mod common;
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::Duration;
@@ -191,7 +192,7 @@ fn whatever_hangs_in_one_directory_others_are_used() {
                     let busy = Arc::clone(&backing);
                     scope.spawn(move || (verb.run)(&busy));
                     hang.await_call();
-                    let done = std::panic::catch_unwind(|| others_go_on(&backing, &told));
+                    let done = catch_unwind(AssertUnwindSafe(|| others_go_on(&backing, &told)));
                     drop(hang);
                     done.expect("others go on");
                 });
@@ -219,7 +220,7 @@ fn a_begin_waits_for_who_is_busy_below_and_for_nobody_else() {
         let beginning = Arc::clone(&backing);
         let dir = Arc::clone(&c);
         let begun = scope.spawn(move || beginning.begin(&dir, b"c").map(drop).expect("begin"));
-        let done = std::panic::catch_unwind(|| others_go_on(&backing, "begin"));
+        let done = catch_unwind(AssertUnwindSafe(|| others_go_on(&backing, "begin")));
         drop(hang);
         done.expect("others go on");
         begun.join().expect("it begins");
