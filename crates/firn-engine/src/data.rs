@@ -261,6 +261,12 @@ impl<B: Backing> Engine<B> {
         self.handle(handle).is_ok_and(|handle| handle.writable)
     }
 
+    /// Whether the kernel reads this handle through its cache.
+    pub fn reads_through_cache(&self, handle: HandleId) -> bool {
+        self.handle(handle)
+            .is_ok_and(|handle| matches!(*handle.mode.lock(), OpenMode::Cached { .. }))
+    }
+
     /// Whether the kernel caches pages of this handle's file that a write through the handle does not change.
     pub fn has_cached_readers(&self, handle: HandleId) -> bool {
         self.cached_opens.load(Ordering::Acquire) > 0

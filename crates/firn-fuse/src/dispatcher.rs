@@ -42,6 +42,7 @@ use crate::reply::{Answer, Attributes, GiveBack, Replies, Reply, Responder};
 use crate::request::{Operation, Request};
 use crate::stall::StalledWrites;
 use crate::topic::Topic;
+use crate::truncations::Truncations;
 use crate::unanswered::Unanswered;
 
 /// What the mount decides about the answers to the kernel.
@@ -76,6 +77,7 @@ pub(crate) struct Dispatcher<B: Backing, R: Responder> {
     call_slots: CallSlots,
     stalled: Arc<StalledWrites<B, R>>,
     coherence: Arc<Coherence<B>>,
+    truncations: Arc<Truncations>,
     passthrough: Arc<Passthrough<R::BackingId>>,
     data_socket: Option<DataSocket>,
     io_uring_users: Arc<IoUringUsers>,
@@ -150,6 +152,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 Arc::clone(&coherence),
             ),
             gate,
+            truncations: Arc::default(),
             coherence,
             passthrough,
             data_socket: None,

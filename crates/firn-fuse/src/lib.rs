@@ -29,6 +29,7 @@ mod session;
 mod stall;
 mod topic;
 mod transport;
+mod truncations;
 mod unanswered;
 
 pub use adapter::Adapter;

@@ -36,6 +36,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let gate = self.gate.clone();
         // Without anything to set, the kernel is about to change contents by itself.
         let changes_contents = set.size.is_some() || set.is_empty();
+        let truncation = set.size.map(|_| self.truncations.begin(inode));
         let set_attr = move |engine: &Engine<B>| {
             let gate = gate.as_deref().filter(|_| changes_contents);
             let _pass = enter_change(gate, inode)?;
@@ -46,6 +47,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 set_attr(engine)
                     .map(|attr| Answer::Attributes(attributes_of(engine, options, inode, attr))),
             );
+            drop(truncation);
         });
     }
 

@@ -28,9 +28,16 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let handle = read.handle;
         let offset = read.offset;
         let size = read.size as usize;
+        let inode = read.inode;
+        let truncations = Arc::clone(&self.truncations);
         let call = move |engine: &Engine<B>, buffer: &mut [u8]| match engine
             .read(handle, offset, buffer)
         {
+            Ok(len) if len < size && engine.reads_through_cache(handle) => {
+                let data = buffer[..len].to_vec();
+                let answer = move || reply.send(Answer::Data(&data));
+                truncations.answer_after(inode, Box::new(answer));
+            }
             Ok(len) => reply.send(Answer::Data(&buffer[..len])),
             Err(error) => reply.error(error),
         };
