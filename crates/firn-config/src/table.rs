@@ -770,7 +770,8 @@ pub static TABLE: [Row; 47] = [
         default: "1s",
         help: "How long the kernel may cache names and attributes",
         long: "A change that is made in the backing without Firn, for example by another host, becomes visible \
-               after this time at the latest. With `0` the kernel asks every time.",
+               after this time at the latest. With `0` the kernel asks every time. With `layout=log` and `tokens` it asks \
+               for names every time in any case.",
         changes_promises: false,
         get: |o| duration_text(o.attr_timeout_ms),
         set: |o, v| o.attr_timeout_ms = v.number(),
