@@ -255,28 +255,28 @@ fn a_file_whose_size_all_ranks_set_has_the_bytes_of_all() {
     });
 }
 
-/// ROMIO's own tests and the number of ranks that each is for. The others of them are left out: `large_array` and
+/// ROMIO's own tests, the number of ranks that each is for, and the option with which it is told the file, if any. The others of them are left out: `large_array` and
 /// `large_file` write gigabytes, `big_extents`, `external32`, `error` and `syshints` test the library and no file system, and
 /// `types_with_zeros` fails in Open MPI wherever the file lies. `shared_fp`, `ordered_fp` and `atomicity` need locks that reach
 /// other hosts.
-const ROMIO_TESTS: [(&str, usize); 17] = [
-    ("aggregation1", 4),
-    ("aggregation2", 4),
-    ("async", 4),
-    ("coll_perf", 4),
-    ("coll_test", 4),
-    ("creat_excl", 4),
-    ("darray_read", 4),
-    ("excl", 4),
-    ("hindexed", 4),
-    ("i_noncontig", 2),
-    ("noncontig", 2),
-    ("noncontig_coll", 2),
-    ("noncontig_coll2", 4),
-    ("perf", 4),
-    ("psimple", 4),
-    ("split_coll", 4),
-    ("status", 4),
+const ROMIO_TESTS: [(&str, usize, &[&str]); 17] = [
+    ("aggregation1", 4, &["-f"]),
+    ("aggregation2", 4, &[]),
+    ("async", 4, &["-fname"]),
+    ("coll_perf", 4, &["-fname"]),
+    ("coll_test", 4, &["-fname"]),
+    ("creat_excl", 4, &["-fname"]),
+    ("darray_read", 4, &[]),
+    ("excl", 4, &["-fname"]),
+    ("hindexed", 4, &[]),
+    ("i_noncontig", 2, &["-fname"]),
+    ("noncontig", 2, &["-fname"]),
+    ("noncontig_coll", 2, &["-fname"]),
+    ("noncontig_coll2", 4, &["-fname"]),
+    ("perf", 4, &["-fname"]),
+    ("psimple", 4, &["-fname"]),
+    ("split_coll", 4, &["-fname"]),
+    ("status", 4, &["-fname"]),
 ];
 
 /// Proves S-log-60.
@@ -289,12 +289,16 @@ fn romios_own_tests_find_nothing_on_four_hosts() {
         programs.display()
     );
     with_mounts("mpi-romio", |hosts, _| {
+        let elsewhere = hosts.shared.mkdir("elsewhere");
         for library in LIBRARIES {
-            for (program, ranks) in ROMIO_TESTS {
+            for (program, ranks, option) in ROMIO_TESTS {
                 let file = hosts.file(&format!("{}-{program}", library.component));
                 let program = programs.join(program).to_string_lossy().into_owned();
-                let words = [program.as_str(), "-fname", &file];
-                let outcome = hosts.run(library.component, ranks, &words).ok();
+                let words = [&[program.as_str()], option, &[file.as_str()]].concat();
+                let mut command = hosts.command(library.component, ranks, &words);
+                let alone = ONE_JOB.lock().unwrap_or_else(PoisonError::into_inner);
+                let outcome = run(command.current_dir(&elsewhere)).ok();
+                drop(alone);
                 let says =
                     |what: &str| outcome.stdout.contains(what) || outcome.stderr.contains(what);
                 // Those that measure say how fast it was.
@@ -304,6 +308,9 @@ fn romios_own_tests_find_nothing_on_four_hosts() {
                 );
             }
         }
+        // One that understands its arguments otherwise tests a file beside the mounts.
+        let beside = fs::read_dir(&elsewhere).expect("list").count();
+        assert_eq!(beside, 0);
     });
 }
 
