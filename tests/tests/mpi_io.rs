@@ -255,10 +255,11 @@ fn a_file_whose_size_all_ranks_set_has_the_bytes_of_all() {
     });
 }
 
-/// ROMIO's own tests, the number of ranks that each is for, and the option with which it is told the file, if any. The others of them are left out: `large_array` and
-/// `large_file` write gigabytes, `big_extents`, `external32`, `error` and `syshints` test the library and no file system, and
-/// `types_with_zeros` fails in Open MPI wherever the file lies. `shared_fp`, `ordered_fp` and `atomicity` need locks that reach
-/// other hosts.
+/// ROMIO's own tests, the number of ranks that each is for, and the option with which it is told the file, if any.
+///
+/// The others of them are left out: `large_array` and `large_file` write gigabytes, `big_extents`, `external32`, `error` and
+/// `syshints` test the library and no file system, and `types_with_zeros` fails in Open MPI wherever the file lies.
+/// `shared_fp`, `ordered_fp` and `atomicity` need locks that reach other hosts.
 const ROMIO_TESTS: [(&str, usize, &[&str]); 17] = [
     ("aggregation1", 4, &["-f"]),
     ("aggregation2", 4, &[]),
