@@ -1,8 +1,9 @@
 //! The order of times that the kernel gives and those that Firn gives.
 //!
 //! Where times may be exact ([`firn_format::clock`]), Firn's are, and the kernel gives a new file one of the last tick, unless
-//! somebody has got a later one from the kernel since. So before the kernel stamps something, it is asked for an exact time:
-//! that of a file in memory, which changes after somebody has looked at it.
+//! somebody has got a later one from the kernel since. So before the kernel stamps something, it is asked for an exact time.
+//! It gives one to a file that has the time of the last tick and at which somebody has looked since: so a file in memory is
+//! touched, looked at, and touched again.
 
 use std::os::fd::OwnedFd;
 use std::sync::OnceLock;
@@ -34,14 +35,12 @@ pub(super) fn catch_up() {
             tv_nsec: UTIME_NOW,
         },
     };
+    let look = || {
+        let times = StatxFlags::MTIME | StatxFlags::CTIME;
+        statx(file, c"", AtFlags::EMPTY_PATH, times)
+    };
     // What fails leaves the order as it is on older kernels.
-    let looked = statx(
-        file,
-        c"",
-        AtFlags::EMPTY_PATH,
-        StatxFlags::MTIME | StatxFlags::CTIME,
-    );
-    if looked.is_ok() {
-        let _ = futimens(file, &now);
-    }
+    let _ = futimens(file, &now)
+        .and_then(|()| look())
+        .and_then(|_| futimens(file, &now));
 }
