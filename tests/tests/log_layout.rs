@@ -1659,3 +1659,54 @@ fn files_without_a_birth_time_are_told_apart() {
     }
     assert_eq!(cluster.containers(), containers, "the lost one is kept");
 }
+
+/// What a host leaves that died in the removal of a file, and in that of a container.
+fn leave_removals(cluster: &Hosts) {
+    let mount = cluster.mount(0, "flatten=off");
+    fs::write(mount.join("file"), record(1)).expect("write");
+    mount.umount();
+    let container = cluster.container_of("file");
+    let retired = container.with_file_name("over-0-0-0.n0");
+    run(Command::new("cp").arg("-a").args([&container, &retired])).ok();
+    let mut mark = File::options();
+    mark.write(true).create_new(true).mode(0o600);
+    let mark = mark.open(container.join("dying")).expect("create");
+    mark.write_all_at(b"n0", 0).expect("write");
+    fs::remove_file(cluster.plain("file")).expect("unlink");
+}
+
+/// Proves S-log-71.
+#[test]
+fn what_a_host_left_that_died_in_a_removal_goes_whatever_comes() {
+    let cluster = Hosts::new("removals", 2);
+    let backing = cluster.backing();
+    let verb = |args: &[&str]| {
+        let args = args.iter().map(Path::new).chain([backing.as_path()]);
+        cluster.hosts[0].run(args.collect::<Vec<_>>())
+    };
+    let mount_and_wait = |options: &str| {
+        let mount = FirnMount::over(&cluster.hosts[1], &backing, options);
+        cluster.wait_until_clean();
+        mount.umount();
+    };
+    let ends: [&dyn Fn(); 6] = [
+        &|| drop(verb(&["recover"]).ok()),
+        &|| drop(verb(&["flatten", "--all", "--backing"]).ok()),
+        &|| drop(verb(&["check", "--orphans", "--repair"]).ok()),
+        &|| mount_and_wait("arena-size=64M,layout=log,flatten=demand"),
+        &|| mount_and_wait("arena-size=64M,layout=log"),
+        &|| mount_and_wait("arena-size=64M"),
+    ];
+    for end in ends {
+        leave_removals(&cluster);
+        let check = verb(&["check"]).ok();
+        assert_eq!(
+            check.stdout.matches("has been removed").count(),
+            2,
+            "{check}"
+        );
+        verb(&["check", "--orphans"]).code(1);
+        end();
+        assert_eq!(cluster.containers(), Vec::<String>::new());
+    }
+}
