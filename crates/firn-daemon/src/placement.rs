@@ -530,7 +530,7 @@ pub(crate) fn explain_rule(rule: &Rule, path: &Path) -> (Option<usize>, String) 
     match rule.explain(sum, name) {
         None => (
             None,
-            "the name has no number: a file goes to the lane with the fewest files of its directory"
+            "the name has no number, so that is the lane with the fewest files of its directory"
                 .into(),
         ),
         Some((lane, Reason::Line(line))) => {
@@ -543,9 +543,10 @@ pub(crate) fn explain_rule(rule: &Rule, path: &Path) -> (Option<usize>, String) 
             );
             (Some(lane), reason)
         }
-        Some((lane, Reason::Balance)) => {
-            (Some(lane), "it has the fewest files of the directory".into())
-        }
+        Some((lane, Reason::Balance)) => (
+            Some(lane),
+            "it has the fewest files of the directory".into(),
+        ),
     }
 }
 
