@@ -101,12 +101,15 @@ fn regression_a_file_of_any_size_takes_no_memory_before_its_bytes_come() {
     assert!(reads.load(Ordering::Relaxed) > 100);
 }
 
+/// Sends what is to be a list.
+type Send = fn(&mut Link<Stream>) -> Result<(), WireError>;
+
 /// Proves S-agent-17.
 #[test]
 fn regression_a_list_without_an_end_is_given_up() {
     let sandbox = Sandbox::new("bounds-list");
     let backing = backing(&sandbox);
-    let cases: [(&str, fn(&mut Link<Stream>) -> Result<(), WireError>); 3] = [
+    let cases: [(&str, Send); 3] = [
         ("nothing in it", |link| {
             loop {
                 say(link, &[Reply::Entries { entries: vec![] }])?;
