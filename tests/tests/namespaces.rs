@@ -243,3 +243,28 @@ fn regression_a_mount_can_be_id_mapped() {
     );
     assert_eq!(fs::read(backing.join("moved")).expect("read"), b"new\n");
 }
+
+/// Proves S-error-24: the kernel gives the device number of a file system that is gone to the next one, which may be
+/// another firnd's.
+#[test]
+fn regression_an_unmount_ends_no_mount_that_begins_meanwhile() {
+    const MOUNTS: usize = 25;
+    let mount_again_and_again = |name: &str| {
+        let sandbox = Sandbox::new(name);
+        for round in 0..MOUNTS {
+            let mount = FirnMount::new(&sandbox, OPTIONS);
+            let content = format!("{name} {round}");
+            fs::write(mount.join("file"), &content).expect("write");
+            let backing = mount.umount();
+            assert_eq!(
+                fs::read_to_string(backing.join("file")).expect("read"),
+                content
+            );
+        }
+    };
+    std::thread::scope(|scope| {
+        for name in ["meanwhile-a", "meanwhile-b", "meanwhile-c"] {
+            scope.spawn(move || mount_again_and_again(name));
+        }
+    });
+}

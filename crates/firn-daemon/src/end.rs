@@ -19,7 +19,7 @@ use firn_protocol::{HeldPolicy, Reply};
 
 use crate::attach::Attached;
 use crate::frontend::Frontend;
-use crate::mount_users::name_users;
+use crate::mount_users::{Mounts, name_users};
 use crate::process;
 use crate::store::Store;
 use crate::transactions;
@@ -318,8 +318,9 @@ pub(crate) fn by_request(
     if !force {
         refuse_users_elsewhere(attached, frontend)?;
     }
+    let copies = find_copies(frontend);
     match frontend.unmount(false) {
-        Ok(()) => end_copies(frontend),
+        Ok(()) => end_copies(frontend, copies),
         Err(_) if force => take_away(frontend),
         Err(error) => return Err(refused(&error, frontend)),
     }
@@ -342,7 +343,7 @@ fn overtaken() -> Reply {
 fn refuse_users_elsewhere(attached: &Attached, frontend: &Frontend) -> Result<(), Reply> {
     let deadline = Instant::now() + RELEASE_PATIENCE;
     loop {
-        let Some(mounts) = frontend.mounts().filter(|mounts| mounts.has_copies()) else {
+        let Some(mounts) = find_copies(frontend) else {
             return Ok(());
         };
         let users = mounts.users();
@@ -369,10 +370,16 @@ fn refuse_users_elsewhere(attached: &Attached, frontend: &Frontend) -> Result<()
     }
 }
 
+/// The mounts of this firnd, if there are any beside its own. To be called while it is mounted: the kernel gives the device
+/// number of a file system that is gone to the next one.
+fn find_copies(frontend: &Frontend) -> Option<Mounts> {
+    frontend.mounts().filter(Mounts::has_copies)
+}
+
 /// The mount is out of the tree. Copies of it that did not go with it end for whoever sees them: the kernel would keep
 /// the connection for them, which nobody serves.
-fn end_copies(frontend: &Frontend) {
-    let Some(mounts) = frontend.mounts().filter(|mounts| mounts.has_copies()) else {
+fn end_copies(frontend: &Frontend, copies: Option<Mounts>) {
+    let Some(mounts) = copies else {
         return;
     };
     tracing::info!("the mount ends also at {}", mounts.describe_copies());
@@ -406,8 +413,9 @@ fn refused(error: &io::Error, frontend: &Frontend) -> Reply {
 }
 
 fn take_away(frontend: &Frontend) {
+    let copies = find_copies(frontend);
     match frontend.unmount(false) {
-        Ok(()) => return end_copies(frontend),
+        Ok(()) => return end_copies(frontend, copies),
         Err(error) => {
             tracing::warn!(%error, "the mount is in use: programs that use it lose it")
         }

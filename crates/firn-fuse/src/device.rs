@@ -228,9 +228,14 @@ pub(crate) fn set_readahead((major, minor): (u32, u32)) {
     }
 }
 
-/// Aborts a connection: through fusectl, which its owner may do, or by force, which root may as long as it is in the tree.
-pub(crate) fn abort(mount_point: &Path, device: Option<(u32, u32)>) -> io::Result<()> {
-    if device.is_some_and(|(_, minor)| abort_by_control(minor).is_ok()) {
+/// Aborts a connection: by its control, or by force, which root may as long as it is in the tree.
+pub(crate) fn abort(
+    mount_point: &Path,
+    device: Option<(u32, u32)>,
+    control: Option<&OwnedFd>,
+) -> io::Result<()> {
+    if let Some(control) = control {
+        rustix::io::write(control, b"1")?;
         return Ok(());
     }
     if device_number(mount_point) != device {
@@ -247,23 +252,24 @@ pub(crate) fn abort(mount_point: &Path, device: Option<(u32, u32)>) -> io::Resul
 /// Where fusectl is usually mounted.
 const CONTROL: &str = "/sys/fs/fuse/connections";
 
-fn abort_by_control(connection: u32) -> io::Result<()> {
+/// Opens what aborts a connection that lives, which its owner may do. The kernel gives the number of a connection that has
+/// ended to the next mount; a descriptor never reaches another connection, and one that has ended takes the abort as done.
+pub(crate) fn open_control(connection: u32) -> io::Result<OwnedFd> {
     let name = format!("{connection}/abort");
-    if let Ok(()) = std::fs::write(Path::new(CONTROL).join(&name), "1") {
-        return Ok(());
+    let flags = OFlags::WRONLY | OFlags::CLOEXEC;
+    let usual = rustix::fs::open(Path::new(CONTROL).join(&name), flags, Mode::empty());
+    if let Ok(control) = usual {
+        return Ok(control);
     }
     // Root needs no place for it in the tree.
     let context = rustix::mount::fsopen("fusectl", FsOpenFlags::FSOPEN_CLOEXEC)?;
     rustix::mount::fsconfig_create(context.as_fd())?;
-    let control = rustix::mount::fsmount(
+    let connections = rustix::mount::fsmount(
         context.as_fd(),
         FsMountFlags::FSMOUNT_CLOEXEC,
         MountAttrFlags::empty(),
     )?;
-    let flags = OFlags::WRONLY | OFlags::CLOEXEC;
-    let abort = rustix::fs::openat(control, name, flags, Mode::empty())?;
-    rustix::io::write(abort, b"1")?;
-    Ok(())
+    Ok(rustix::fs::openat(connections, name, flags, Mode::empty())?)
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@
 //!   flight and none will come.
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 use firn_backing::Backing;
@@ -67,8 +68,10 @@ pub enum SessionError {
 /// A mount that is served.
 pub struct Session {
     mount_point: PathBuf,
-    /// The device of the file system; the minor number is that of the connection, under which it can be aborted.
+    /// The device of the file system; the minor number is that of the connection.
     device: Option<(u32, u32)>,
+    /// Aborts the connection, also when the mount is out of the tree.
+    control: Option<OwnedFd>,
     workers: Workers,
     served: Mutex<Option<Served>>,
 }
@@ -89,9 +92,11 @@ impl Session {
             Ok(served) => {
                 let device = device::device_number(&mount_point);
                 device.inspect(|number| device::set_readahead(*number));
+                let control = device.and_then(|(_, minor)| device::open_control(minor).ok());
                 Ok(Self {
                     mount_point,
                     device,
+                    control,
                     workers,
                     served: Mutex::new(Some(served)),
                 })
@@ -121,7 +126,7 @@ impl Session {
     /// Ends all requests and the session at once; programs with open files get ENOTCONN. Where
     /// fusectl is not mounted, that can be done only before the mount is taken out of the tree.
     pub fn abort(&self) -> io::Result<()> {
-        device::abort(&self.mount_point, self.device)
+        device::abort(&self.mount_point, self.device, self.control.as_ref())
     }
 
     /// Waits until the session ended, by whatever cause. One caller gets the outcome; for others it
