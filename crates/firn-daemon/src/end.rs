@@ -319,7 +319,7 @@ pub(crate) fn by_request(
         refuse_users_elsewhere(attached, frontend)?;
     }
     let copies = find_copies(frontend);
-    match frontend.unmount(false) {
+    match unmount_unless_used(frontend, force) {
         Ok(()) => end_copies(frontend, copies),
         Err(_) if force => take_away(frontend),
         Err(error) => return Err(refused(&error, frontend)),
@@ -328,6 +328,24 @@ pub(crate) fn by_request(
         outcome: let_go(frontend, events),
         gave_up,
     })
+}
+
+/// Takes the mount away; EBUSY where programs use it. A file may still be open for a moment in a process that nobody finds
+/// any more, or that is about to run another program: without `force` that is waited for.
+fn unmount_unless_used(frontend: &Frontend, force: bool) -> io::Result<()> {
+    let deadline = Instant::now() + RELEASE_PATIENCE;
+    loop {
+        let result = frontend.unmount(false);
+        let is_busy = matches!(&result, Err(error) if error.raw_os_error() == Some(libc::EBUSY));
+        let is_used = || {
+            let mounts = frontend.mounts();
+            mounts.is_none_or(|mounts| !mounts.users().is_empty())
+        };
+        if !is_busy || force || Instant::now() >= deadline || is_used() {
+            return result;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }
 
 /// Somebody else does not want to wait.
