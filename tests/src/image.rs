@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::command::run;
-use crate::sandbox::{Sandbox, unmount_lazily};
+use crate::sandbox::{Sandbox, make_dirs, unmount_lazily};
 
 /// Which file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,7 +81,7 @@ impl LoopImage {
     /// A new directory in it.
     pub fn mkdir(&self, name: &str) -> PathBuf {
         let path = self.mount_point.join(name);
-        std::fs::create_dir_all(&path).expect("mkdir in the image");
+        make_dirs(&path);
         path
     }
 

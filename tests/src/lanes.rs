@@ -1,7 +1,5 @@
 //! Three lanes on file systems of their own: ext4, which has the backing as well, xfs and tmpfs.
 
-use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use crate::image::{FsKind, LoopImage};
@@ -20,7 +18,7 @@ impl LaneImages {
         let kinds = [FsKind::Ext4, FsKind::Xfs, FsKind::Tmpfs];
         let images = kinds.map(|kind| LoopImage::new(sandbox, kind, 400));
         Self {
-            lanes: images.iter().map(make_lane).collect(),
+            lanes: images.iter().map(|image| image.mkdir("lane")).collect(),
             backing: images[0].mkdir("backing"),
             images: images.into(),
         }
@@ -45,13 +43,6 @@ impl LaneImages {
     pub fn options(&self, extra: &str) -> String {
         place_in(&self.lanes, extra)
     }
-}
-
-/// A directory that only its owner writes to, whatever the umask is: another test of the process may have set it to 0.
-fn make_lane(image: &LoopImage) -> PathBuf {
-    let lane = image.mkdir("lane");
-    fs::set_permissions(&lane, fs::Permissions::from_mode(0o755)).expect("chmod");
-    lane
 }
 
 /// Mount options that place files in these directories, and `extra`.

@@ -2,6 +2,7 @@
 
 use std::ffi::OsStr;
 use std::fs;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -22,6 +23,7 @@ impl Sandbox {
         let prefix = format!("firn-test-{name}-");
         let dir = tempfile::Builder::new()
             .prefix(&prefix)
+            .permissions(std::os::unix::fs::PermissionsExt::from_mode(0o755))
             .tempdir()
             .expect("a temporary directory");
         let runtime = tempfile::Builder::new()
@@ -30,7 +32,7 @@ impl Sandbox {
             .tempdir_in("/dev/shm")
             .expect("a runtime directory in /dev/shm");
         for sub in ["backing", "mnt"] {
-            fs::create_dir(dir.path().join(sub)).expect("mkdir in the sandbox");
+            make_dirs(&dir.path().join(sub));
         }
         Self {
             dir,
@@ -59,7 +61,7 @@ impl Sandbox {
     /// An empty directory in it.
     pub fn mkdir(&self, name: &str) -> PathBuf {
         let path = self.join(name);
-        fs::create_dir_all(&path).expect("mkdir in the sandbox");
+        make_dirs(&path);
         path
     }
 
@@ -154,6 +156,16 @@ impl Drop for Sandbox {
             unmount_lazily(&mount_point);
         }
     }
+}
+
+/// A directory, and those above it that are missing, that only the owner writes to, whatever the umask is: another test of
+/// the process may have set it to 0.
+pub(crate) fn make_dirs(path: &Path) {
+    fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o755)
+        .create(path)
+        .unwrap_or_else(|error| panic!("mkdir {}: {error}", path.display()));
 }
 
 /// Kills the processes whose environment names this runtime directory, and waits until they have ended.
