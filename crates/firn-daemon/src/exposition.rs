@@ -547,6 +547,11 @@ fn put_health(out: &mut Exposition, status: &Status) {
         "Errors not yet dealt with.",
         status.errors.len() as f64,
     );
+    out.gauge(
+        "host_differences",
+        "Differences between the options of this host and of others that mount the backing.",
+        status.host_differences.len() as f64,
+    );
     out.counter(
         "log_lines_lost_total",
         "Log lines that could not be written.",
@@ -765,6 +770,7 @@ mod tests {
             }),
             lanes: vec![lane],
             placement_advice: vec!["none".into()],
+            host_differences: vec!["none".into()],
             file_size_limit_bytes: Some(1),
             failed_requests: counts.clone(),
             drain_decisions: counts.clone(),
