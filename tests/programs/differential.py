@@ -48,13 +48,13 @@ def on(slot, act):
 
 
 def lock_relative(fd, lock):
-    """Locks a range relative to the offset or to the end, and says which ranges of the file this process has then."""
+    """Locks a range relative to the offset or to the end, and says which ranges are locked by this descriptor then."""
     whence, start, length = lock
     fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start, whence)
-    inode = os.fstat(fd).st_ino
-    with open("/proc/locks") as locks:
-        mine = [line.split() for line in locks if f" {os.getpid()} " in line and f":{inode} " in line]
-    return sorted(tuple(line[6:]) for line in mine)
+    # /proc/locks leaves some out where other processes lock and unlock meanwhile.
+    with open(f"/proc/self/fdinfo/{fd}") as info:
+        mine = [line.split() for line in info if line.startswith("lock:")]
+    return sorted(tuple(line[7:]) for line in mine)
 
 
 def attributes(stat):
