@@ -254,12 +254,19 @@ fn is_exact() -> bool {
     static KNOWN: AtomicU8 = AtomicU8::new(0);
     match KNOWN.load(Ordering::Relaxed) {
         0 => {
-            let is_exact = clock::is_exact(rustix::system::uname().release().to_bytes());
+            let is_exact = ask_whether_exact();
             KNOWN.store(if is_exact { EXACT } else { OF_TICKS }, Ordering::Relaxed);
             is_exact
         }
         known => known == EXACT,
     }
+}
+
+/// Not a part of its caller, which would have the 390 bytes of uname(2) on its stack at each write.
+#[cold]
+#[inline(never)]
+fn ask_whether_exact() -> bool {
+    clock::is_exact(rustix::system::uname().release().to_bytes())
 }
 
 #[cfg(test)]
