@@ -602,7 +602,7 @@ fn an_ordinary_user_has_a_tree_in_dev_shm() {
         .tempdir_in("/dev/shm")
         .expect("a directory");
     for dir in [sandbox.path(), shm.path(), &sandbox.join("backing")] {
-        fs::set_permissions(dir, fs::Permissions::from_mode(0o777)).expect("chmod");
+        fs::set_permissions(dir, fs::Permissions::from_mode(0o1777)).expect("chmod");
     }
     let bin = sandbox.mkdir("bin");
     for file in [firn_binary(), preload_library()] {
@@ -644,7 +644,7 @@ fn an_ordinary_user_has_a_tree_in_dev_shm() {
 fn another_user_does_not_get_into_the_tree() {
     let sandbox = Sandbox::new("stub-other");
     for dir in [sandbox.path(), &sandbox.join("backing")] {
-        fs::set_permissions(dir, fs::Permissions::from_mode(0o777)).expect("chmod");
+        fs::set_permissions(dir, fs::Permissions::from_mode(0o1777)).expect("chmod");
     }
     let mount = tree(&sandbox, &patient(""));
     run(preload(
