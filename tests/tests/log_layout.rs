@@ -1258,8 +1258,7 @@ fn a_file_that_all_hosts_cut_has_the_bytes_of_all() {
                     .collect();
                 hosts
                     .into_iter()
-                    .map(|host| host.join().expect("a host"))
-                    .collect::<io::Result<()>>()
+                    .try_for_each(|host| host.join().expect("a host"))
             });
             outcomes.unwrap_or_else(|error| panic!("{name}: {error}"));
             let mut expected = new.clone();
