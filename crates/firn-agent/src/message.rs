@@ -5,7 +5,7 @@
 //! reply; only [`Request::List`], [`Request::ListHeld`], [`Request::Read`] and [`Request::Place`] have others before it.
 //!
 //! [`Request::Hello`], [`Reply::Welcome`] and [`Reply::Rejected`] go in the clear, all other frames encrypted and
-//! authenticated ([`crate::auth`]). Bytes of files are either encrypted as well, or go as they are and have a
+//! authenticated (`crate::auth`). Bytes of files are either encrypted as well, or go as they are and have a
 //! [`BlockMac`] in the frame that ends their answer.
 //!
 //! Invariants
@@ -155,7 +155,7 @@ pub enum Reply {
         /// [`PROTOCOL_VERSION`] of the agent.
         protocol: u32,
         /// The agent's message of the handshake, in hexadecimal digits; in it, encrypted, an
-        /// [`Agreement`](crate::auth::Agreement).
+        /// `crate::auth::Agreement`.
         handshake: String,
     },
     /// The other answer to [`Request::Hello`]; the connection ends.

@@ -2,7 +2,7 @@
 //!
 //! Invariants
 //! * At most `STRANGERS_MAX` connections whose puller has not shown the key, each for [`HANDSHAKE_LIMIT`] at most. For one
-//!   more, the longest idle of them is closed ([`crate::strangers`]).
+//!   more, the longest idle of them is closed (`crate::strangers`).
 //! * At most `SESSIONS_MAX` others. One more is closed at once.
 //! * Whoever does not have the key costs the log a line in `TELL_EVERY`.
 //! * A connection is a thread and a buffer of at most one frame; a stranger's is one of
