@@ -8,14 +8,14 @@
 //! ```
 //!
 //! The shared key (psk) is that of the agent, or one that came in the hello within a credential ([`crate::munge`]). Pipes
-//! need none: whoever carries them says who is there; the handshake then only makes keys.
+//! need none: what carries them (ssh) authenticates both ends, and the handshake only makes keys.
 //!
 //! Promises
 //! * The key is never sent. Who does not have it says nothing that is believed, and hears nothing but that it is wrong.
 //! * All of the hello is in the handshake: who changes a word of it, the wish for encryption, an address or the
 //!   credential, ends the connection.
-//! * Nothing that was heard can be used again: both sides have an ephemeral key of their own in it, and an agent lets
-//!   nobody in before the first message with the keys that came of it.
+//! * A recorded handshake cannot be replayed: each side adds an ephemeral key, and an agent serves a puller only after the
+//!   first message that is encrypted with the resulting keys.
 //! * Who has not shown the key makes the agent read [`HANDSHAKE_BYTES_MAX`] bytes at a time, until one deadline for the
 //!   whole handshake.
 
@@ -75,7 +75,7 @@ impl<'a> Terms<'a> {
         })
     }
 
-    /// Over pipes of somebody who knows who is at their ends.
+    /// Over pipes whose carrier (ssh) has authenticated both ends.
     pub fn of_pipes() -> Self {
         Self {
             key: None,
@@ -161,7 +161,7 @@ pub(crate) fn answer_telling<T: Transport>(
         Err(error) => reject(link, error, until),
         admitted => admitted,
     }?;
-    // Whoever says again what was heard of another puller cannot say this.
+    // A recorded handshake that is replayed ends here: this message needs the new keys.
     match link.receive(HANDSHAKE_BYTES_MAX, until)? {
         Request::Ready => Ok(()),
         _ => Err(WireError::NoHello),
@@ -399,7 +399,7 @@ mod tests {
         serde_json::to_vec(&message).unwrap()
     }
 
-    /// A handshake with somebody between, who changes hello and answer.
+    /// A handshake through a relay that changes hello and answer.
     fn meet(
         puller: &Terms<'_>,
         agent: &Terms<'_>,
@@ -521,7 +521,7 @@ mod tests {
                 .agent
                 .is_ok()
         );
-        // Said again by somebody who does not have the key: welcomed, as it is right, and not let in.
+        // Replayed by a peer without the key: the hello is valid, so it is answered, but the peer is not served.
         let other = Key::random().unwrap();
         let again = |_| heard.unwrap();
         let met = meet(&terms(&other, puller_side()), &agent, again, same);

@@ -5,8 +5,8 @@
 //! messages: so bytes that are forged, left out, or of another answer or connection are not what the MAC is of, and who
 //! forges them does not learn it.
 //!
-//! AEGIS, as it is as fast as the CRC32C that finds faults only, so that nobody is asked to choose: 21 GB/s in one thread
-//! of this project's machine (AES-NI), CRC32C 14, POLYVAL 6.4, Poly1305 5.3, GHASH 4.8, BLAKE3 4.7.
+//! AEGIS is at least as fast as CRC32C, which finds faults only, so no option chooses between the two. Measured in one thread
+//! with AES-NI: AEGIS-128L 21 GB/s, CRC32C 14, POLYVAL 6.4, Poly1305 5.3, GHASH 4.8, BLAKE3 4.7.
 
 use std::fmt;
 

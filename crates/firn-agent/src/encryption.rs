@@ -3,9 +3,9 @@
 //! Each side says in the handshake what it wishes and between which addresses it sees the connection. From both together
 //! both decide the same ([`Side::agree`]); who changes a word of it on its way ends the connection.
 //!
-//! `auto` wants encryption where the other side has an address that is not private, since what is between the two is
-//! then nobody's cluster; and where the two see other addresses than each other: then somebody is between them who ends
-//! one connection and begins another, be it a router that translates addresses, a forwarded port or a stranger.
+//! `auto` wants encryption in two cases. The other side has an address that is not private: the network between the two is
+//! then not that of one cluster. Or the two sides see different addresses: then a router that translates addresses, a
+//! forwarded port or a stranger ends one connection and begins another.
 
 use std::io;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpStream};
@@ -32,7 +32,7 @@ pub enum Encrypt {
 pub enum Encryption {
     /// It cannot, or its user does not want it.
     Refused,
-    /// As the other side wants, if nobody is between.
+    /// As the other side wants, if both sides see the same addresses.
     Possible,
     /// Not without.
     Required,

@@ -451,7 +451,7 @@ fn let_go(frontend: &Frontend, events: &Receiver<Event>) -> Outcome {
     if wait_for_end(events) == Outcome::Ended {
         return Outcome::Ended;
     }
-    tracing::warn!("somebody who cannot be seen from here still has the mount, and loses it");
+    tracing::warn!("a program that firnd cannot see still has the mount, and loses it");
     match frontend.abort() {
         Ok(()) => wait_for_end(events),
         Err(error) => {
