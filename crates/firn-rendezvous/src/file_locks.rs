@@ -50,6 +50,9 @@ pub const FILE_LOCKS: &str = "locks";
 /// Called once with the outcome.
 pub type Done = Box<dyn FnOnce(Result<(), Errno>) + Send>;
 
+/// Called once with what is in the way of a lock.
+pub type TestDone = Box<dyn FnOnce(Result<Option<InTheWay>, Errno>) + Send>;
+
 /// Which locks of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Space {
@@ -226,11 +229,7 @@ impl FileLocks {
     }
 
     /// Looks what is in the way of a lock.
-    pub fn test(
-        &self,
-        wanted: Wanted,
-        done: Box<dyn FnOnce(Result<Option<InTheWay>, Errno>) + Send>,
-    ) {
+    pub fn test(&self, wanted: Wanted, done: TestDone) {
         self.shared.send(Job::Test { wanted, done });
     }
 

@@ -27,7 +27,8 @@ mod terms;
 mod vote;
 
 pub use file_locks::{
-    Done, FILE_LOCKS, FileLocks, InTheWay, OtherHosts, Owner, Released, Space, Ticket, Wanted,
+    Done, FILE_LOCKS, FileLocks, InTheWay, OtherHosts, Owner, Released, Space, TestDone, Ticket,
+    Wanted,
 };
 pub use lease::{BEAT_EVERY, Beat, Holder, Lease, LeaseError, STALE_AFTER};
 pub use members::{Attendance, Expected, Members};

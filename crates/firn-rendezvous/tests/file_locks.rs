@@ -7,7 +7,7 @@ use std::time::Duration;
 use firn_backing::sim::LockReach;
 use firn_backing::suite::own_caller;
 use firn_backing::{Backing, Errno, LockMode, LockRange, SimBacking};
-use firn_rendezvous::{FileLocks, Owner, Released, Space, Ticket, Wanted, own};
+use firn_rendezvous::{FileLocks, InTheWay, Owner, Released, Space, Ticket, Wanted, own};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
@@ -85,12 +85,17 @@ fn release(locks: &FileLocks, what: Released) {
         .expect("release");
 }
 
-fn is_in_the_way(locks: &FileLocks, wanted: Wanted) -> bool {
+fn begin_test(locks: &FileLocks, wanted: Wanted) -> Receiver<Result<Option<InTheWay>, Errno>> {
     let (answered, answer) = mpsc::channel();
-    let done = Box::new(move |found: Result<_, Errno>| {
+    let done = Box::new(move |found| {
         let _ = answered.send(found);
     });
     locks.test(wanted, done);
+    answer
+}
+
+fn is_in_the_way(locks: &FileLocks, wanted: Wanted) -> bool {
+    let answer = begin_test(locks, wanted);
     let found = answer.recv_timeout(LIMIT).expect("an answer");
     found.expect("test").is_some()
 }
@@ -248,6 +253,28 @@ fn locks_that_do_not_reach_a_host_are_refused() {
         acquire(&FileLocks::refused(), whole, true),
         Err(Errno::NOLCK)
     );
+}
+
+/// A host that has its lease, and not its name yet, is waited for by those who lock and by those who only look.
+#[test]
+fn a_host_that_is_starting_is_waited_for() {
+    let disk = disk();
+    let a = host(&disk, "a", &["b"]);
+    let whole = wanted(1, LockRange::WHOLE, LockMode::Exclusive);
+    let (_, locked) = begin(&a, wanted(2, LockRange::WHOLE, LockMode::Shared), false);
+    let tested = begin_test(&a, whole);
+    // Release is answered after what came before.
+    release(&a, Released::Owner(1));
+    assert!(tested.try_recv().is_err() && locked.try_recv().is_err());
+    let _b = host(&disk, "b", &["a"]);
+    locked
+        .recv_timeout(LIMIT)
+        .expect("an answer")
+        .expect("lock");
+    tested
+        .recv_timeout(LIMIT)
+        .expect("an answer")
+        .expect("test");
 }
 
 /// What a host left that died is removed by the next one, and not what another one has.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use firn_backing::{Backing, Errno, LockMode, LockRange};
 
 use super::table::{Held, Table};
-use super::{Done, InTheWay, OtherHosts, Owner, Released, Shared, Space, Wanted};
+use super::{Done, InTheWay, OtherHosts, Owner, Released, Shared, Space, TestDone, Wanted};
 use crate::own;
 
 /// A program's lock of byte *n* that is waited for has byte *n* + this locked.
@@ -44,7 +44,7 @@ pub(super) enum Job {
     },
     Test {
         wanted: Wanted,
-        done: Box<dyn FnOnce(Result<Option<InTheWay>, Errno>) + Send>,
+        done: TestDone,
     },
 }
 
@@ -56,6 +56,13 @@ struct Waiting {
     since: Instant,
     next_try: Instant,
     rest: Duration,
+}
+
+/// A question that is asked again until it is known whether locks reach all hosts.
+struct Doubtful {
+    wanted: Wanted,
+    done: TestDone,
+    next_try: Instant,
 }
 
 enum Tried {
@@ -101,6 +108,7 @@ pub(super) struct Keeper<B: Backing> {
     shared: Arc<Shared>,
     files: HashMap<(u64, Space), LockFile<B>>,
     waiting: Vec<Waiting>,
+    doubtful: Vec<Doubtful>,
     /// Locked as long as this host lives.
     name: Option<B::File>,
     reach: Reach,
@@ -121,6 +129,7 @@ impl<B: Backing> Keeper<B> {
             shared,
             files: HashMap::new(),
             waiting: Vec::new(),
+            doubtful: Vec::new(),
             name: None,
             reach: Reach {
                 own: None,
@@ -140,6 +149,7 @@ impl<B: Backing> Keeper<B> {
                 self.carry_out(job);
             }
             self.try_waiting();
+            self.try_doubtful();
             self.remove_idle(IDLE);
         }
         self.end();
@@ -149,10 +159,11 @@ impl<B: Backing> Keeper<B> {
     fn next_jobs(&self) -> Option<Vec<Job>> {
         let mut state = self.shared.state.lock();
         if state.jobs.is_empty() && !state.is_stopping {
-            let wake = self.waiting.iter().map(|waiting| waiting.next_try).min();
+            let waiting = self.waiting.iter().map(|waiting| waiting.next_try);
+            let doubtful = self.doubtful.iter().map(|test| test.next_try);
             let unused = self.files.values().filter(|lock| lock.is_unused());
-            let idle = unused.map(|lock| lock.used + IDLE).min();
-            match wake.into_iter().chain(idle).min() {
+            let idle = unused.map(|lock| lock.used + IDLE);
+            match waiting.chain(doubtful).chain(idle).min() {
                 None => state.wait(&self.shared.changed),
                 Some(wake) => {
                     let rest = wake.saturating_duration_since(Instant::now());
@@ -198,7 +209,29 @@ impl<B: Backing> Keeper<B> {
                 next.for_each(|waiting| waiting.next_try = now);
                 done(released);
             }
-            Job::Test { wanted, done } => done(self.test(wanted)),
+            Job::Test { wanted, done } => self.answer_test(wanted, done),
+        }
+    }
+
+    /// Answers a test, or keeps it until it is known whether locks reach all hosts.
+    fn answer_test(&mut self, wanted: Wanted, done: TestDone) {
+        match self.test(wanted) {
+            Ok(Some(found)) => done(Ok(found)),
+            Ok(None) => self.doubtful.push(Doubtful {
+                wanted,
+                done,
+                next_try: Instant::now() + REST_MAX,
+            }),
+            Err(errno) => done(Err(errno)),
+        }
+    }
+
+    fn try_doubtful(&mut self) {
+        let now = Instant::now();
+        let is_due = |test: &mut Doubtful| test.next_try <= now;
+        let due: Vec<_> = self.doubtful.extract_if(.., is_due).collect();
+        for test in due {
+            self.answer_test(test.wanted, test.done);
         }
     }
 
@@ -386,7 +419,8 @@ impl<B: Backing> Keeper<B> {
         released
     }
 
-    fn test(&mut self, wanted: Wanted) -> Result<Option<InTheWay>, Errno> {
+    /// What is in the way of a lock, if anything is; none as long as nobody knows whether locks reach all hosts.
+    fn test(&mut self, wanted: Wanted) -> Result<Option<Option<InTheWay>>, Errno> {
         let Wanted {
             file,
             space,
@@ -398,14 +432,14 @@ impl<B: Backing> Keeper<B> {
         self.open(key)?;
         let lock = self.files.get(&key).ok_or(Errno::NOLCK)?;
         if let Some(held) = lock.held.conflict(owner.number, range, mode) {
-            return Ok(Some(InTheWay {
+            return Ok(Some(Some(InTheWay {
                 range: held.range,
                 mode: held.mode,
                 pid: Some(held.owner.pid),
-            }));
+            })));
         }
         if !self.reaches_others()? {
-            return Err(Errno::NOLCK);
+            return Ok(None);
         }
         // One that has lost its name is locked by nobody.
         if !self.is_current(key)? {
@@ -416,14 +450,14 @@ impl<B: Backing> Keeper<B> {
         let is_locked =
             |mode| no_lock(self.base.is_range_locked(&lock.file, of_bytes(range), mode));
         if !is_locked(mode)? {
-            return Ok(None);
+            return Ok(Some(None));
         }
         let mode = match is_locked(LockMode::Shared)? {
             true => LockMode::Exclusive,
             false => LockMode::Shared,
         };
         let pid = None;
-        Ok(Some(InTheWay { range, mode, pid }))
+        Ok(Some(Some(InTheWay { range, mode, pid })))
     }
 
     /// Tells those who ask without waiting who has locks of a file.
@@ -526,6 +560,9 @@ impl<B: Backing> Keeper<B> {
         };
         for number in numbers {
             self.shared.answer(number, Err(Errno::NOLCK));
+        }
+        for test in self.doubtful.drain(..) {
+            (test.done)(Err(Errno::NOLCK));
         }
         for lock in self.files.values_mut() {
             (lock.held, lock.line) = (Table::default(), Table::default());
