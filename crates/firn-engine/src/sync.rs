@@ -78,6 +78,13 @@ impl<B: Backing> Engine<B> {
         }
     }
 
+    /// Notes that the process whose close(2) comes next was killed: for a close that is answered before it is carried out.
+    pub fn note_killed(&self, handle: HandleId) {
+        if let Ok(handle) = self.handle(handle) {
+            handle.killed.store(true, Ordering::Release);
+        }
+    }
+
     /// This thread has opened a file.
     pub fn note_opener(&self, handle: HandleId, thread: u32) {
         if self.backing.finishes_files()

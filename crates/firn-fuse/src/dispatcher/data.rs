@@ -115,8 +115,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 reply.note_exit();
                 Some(reply)
             }
-            // It is to be gone: it waits for nothing.
+            // It is to be gone: it waits for nothing. With the answer the kernel may release the handle, on another thread.
             Closing::Killed => {
+                self.engine.note_killed(handle);
                 reply.send(Answer::Done);
                 None
             }
