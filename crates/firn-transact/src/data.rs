@@ -6,7 +6,6 @@ use std::sync::atomic::Ordering;
 
 use firn_backing::{Access, Backing, Errno, Result, Seek};
 
-use crate::claim::View;
 use crate::object::{Inner, LowerFile, Object};
 use crate::scope::Scope;
 use crate::shadow::NO_BYTES;
@@ -58,36 +57,27 @@ impl<B: Backing> Drop for TrackedFile<B> {
 }
 
 /// A range of a file and where its bytes are.
-struct Stretch {
+struct Stretch<'a> {
     end: u64,
-    from: Source,
+    from: Source<'a>,
 }
 
-enum Source {
+enum Source<'a> {
     Hole,
     LowerFile(LowerFile),
-    /// An inline change has them.
-    Memory,
+    /// Of an inline change.
+    Memory(&'a [u8]),
 }
 
 impl<B: Backing> Inner<B> {
     /// Where the bytes at `at` are, below `size`.
-    fn stretch(&self, at: u64, size: u64) -> Stretch {
-        self.copy_from_memory(at, size, &mut [])
-    }
-
-    /// The same; where memory has the bytes, as many as there is room for are copied to `buf`.
-    fn copy_from_memory(&self, at: u64, size: u64, buf: &mut [u8]) -> Stretch {
+    fn stretch(&self, at: u64, size: u64) -> Stretch<'_> {
         if let Some(inline) = self.inline() {
             return match inline.stretch(at) {
-                Ok(bytes) => {
-                    let len = bytes.len().min(buf.len());
-                    buf[..len].copy_from_slice(&bytes[..len]);
-                    Stretch {
-                        end: at + bytes.len() as u64,
-                        from: Source::Memory,
-                    }
-                }
+                Ok(bytes) => Stretch {
+                    end: at + bytes.len() as u64,
+                    from: Source::Memory(bytes),
+                },
                 Err(end) => Stretch {
                     end: end.min(size),
                     from: Source::LowerFile(LowerFile::Reader),
@@ -140,21 +130,19 @@ impl<B: Backing> TransactionalBacking<B> {
         object: &Arc<Object<B>>,
         access: Access,
     ) -> Result<TrackedFile<B>> {
-        let inner = object.inner.share();
-        let whole = inner.look().whole();
+        let inner = object.inner.read();
         // Opened for the errors that this gives.
-        let inode = match whole {
+        let inode = match inner.whole() {
             Some(LowerFile::StagedCopy) => inner.inode(&self.base)?,
-            _ => inner.base().ok_or(Errno::STALE)?,
+            _ => inner.base.clone().ok_or(Errno::STALE)?,
         };
         drop(self.base.open(&inode, access)?);
         drop(inner);
         Ok(TrackedFile::new(object, access))
     }
 
-    fn size(&self, object: &Object<B>, inner: &View<'_, Inner<B>>) -> Result<u64> {
-        let is_staged = inner.look().staged_copy().is_some();
-        let below = if is_staged {
+    fn size(&self, object: &Object<B>, inner: &Inner<B>) -> Result<u64> {
+        let below = if inner.staged_copy().is_some() {
             LowerFile::StagedCopy
         } else {
             LowerFile::Reader
@@ -172,9 +160,8 @@ impl<B: Backing> TransactionalBacking<B> {
         offset: u64,
     ) -> Result<usize> {
         file.must_read()?;
-        let inner = file.object.inner.share();
-        let whole = inner.look().whole();
-        if let Some(below) = whole {
+        let inner = file.object.inner.read();
+        if let Some(below) = inner.whole() {
             return self.base.read_at(
                 &*file.object.lower_file(&self.base, &inner, below)?,
                 buf,
@@ -187,7 +174,7 @@ impl<B: Backing> TransactionalBacking<B> {
     fn read_merged(
         &self,
         object: &Object<B>,
-        inner: &View<'_, Inner<B>>,
+        inner: &Inner<B>,
         buf: &mut [u8],
         offset: u64,
     ) -> Result<usize> {
@@ -195,20 +182,22 @@ impl<B: Backing> TransactionalBacking<B> {
         let end = size.min(offset.saturating_add(buf.len() as u64));
         let mut at = offset;
         while at < end {
-            let wanted = &mut buf[(at - offset) as usize..(end - offset) as usize];
-            let stretch = inner.look().copy_from_memory(at, size, wanted);
+            let stretch = inner.stretch(at, size);
             let until = stretch.end.min(end);
-            let part = &mut wanted[..(until - at) as usize];
-            match stretch.from {
-                Source::Memory => {}
-                Source::Hole => part.fill(0),
+            let part = &mut buf[(at - offset) as usize..(until - offset) as usize];
+            let count = match stretch.from {
+                Source::Hole => 0,
                 Source::LowerFile(below) => {
-                    let below = object.lower_file(&self.base, inner, below)?;
-                    let count = self.base.read_at(&below, part, at)?;
-                    // Past the end of the file below there is a hole.
-                    part[count..].fill(0);
+                    self.base
+                        .read_at(&*object.lower_file(&self.base, inner, below)?, part, at)?
                 }
-            }
+                Source::Memory(bytes) => {
+                    part.copy_from_slice(&bytes[..part.len()]);
+                    part.len()
+                }
+            };
+            // Past the end of the file below there is a hole.
+            part[count..].fill(0);
             at = until;
         }
         Ok(end.saturating_sub(offset) as usize)
@@ -240,7 +229,7 @@ impl<B: Backing> TransactionalBacking<B> {
         offset: u64,
     ) -> Result<usize> {
         let Some(scope) = self.holding(scope, object, offset)? else {
-            let inner = object.inner.share();
+            let inner = object.inner.read();
             return self.base.write_at(
                 &*object.lower_file(&self.base, &inner, LowerFile::Writer)?,
                 data,
@@ -251,9 +240,8 @@ impl<B: Backing> TransactionalBacking<B> {
             return Ok(count);
         }
         self.ready(&scope, object)?;
-        let inner = object.inner.share();
-        let target = inner.look().target();
-        let below = object.lower_file(&self.base, &inner, target)?;
+        let inner = object.inner.read();
+        let below = object.lower_file(&self.base, &inner, inner.target())?;
         let count = self.base.write_at(&below, data, offset)?;
         drop(inner);
         let window = offset / EARLY_BYTES..(offset + count as u64) / EARLY_BYTES;
@@ -269,16 +257,17 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Makes sure that [`Inner::target`] takes data.
     fn ready(&self, scope: &Scope<B>, object: &Arc<Object<B>>) -> Result<()> {
-        let is_staged = object.inner.share().look().staged_copy().is_some();
-        if is_staged || object.is_nameless() {
+        let inner = object.inner.read();
+        if inner.staged_copy().is_some() || object.is_nameless() {
             return Ok(());
         }
-        self.stage_copy(scope, object, &object.inner.own())
+        drop(inner);
+        self.stage_copy(scope, object, &mut object.inner.write())
+            .map(drop)
     }
 
     fn wrote(&self, object: &Object<B>, offset: u64, len: u64) {
-        let owned = object.inner.own();
-        let mut inner = owned.edit();
+        let mut inner = object.inner.write();
         if inner.base.is_some()
             && let Some(change) = &mut inner.change
         {
@@ -291,18 +280,19 @@ impl<B: Backing> TransactionalBacking<B> {
         let object = &file.object;
         let (_data, scope) = self.enter_data_change(object)?;
         let Some(scope) = self.holding(scope, object, len)? else {
-            let inner = object.inner.share();
+            let inner = object.inner.read();
             return self.base.set_len(
                 &*object.lower_file(&self.base, &inner, LowerFile::Writer)?,
                 len,
             );
         };
         self.ready(&scope, object)?;
-        let inner = object.inner.own();
-        let target = inner.look().target();
-        let below = object.lower_file(&self.base, &inner, target)?;
-        self.base.set_len(&below, len)?;
-        if let Some(change) = &mut inner.edit().change {
+        let mut inner = object.inner.write();
+        self.base.set_len(
+            &*object.lower_file(&self.base, &inner, inner.target())?,
+            len,
+        )?;
+        if let Some(change) = &mut inner.change {
             change.cut = change.cut.min(len);
             change.written.cut(len);
         }
@@ -324,7 +314,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let keeps_bytes = mode & !libc::FALLOC_FL_KEEP_SIZE == 0;
         let from = if keeps_bytes { NO_BYTES } else { offset };
         let Some(scope) = self.holding(scope, object, from)? else {
-            let inner = object.inner.share();
+            let inner = object.inner.read();
             let below = object.lower_file(&self.base, &inner, LowerFile::Writer)?;
             return self.base.allocate(&below, mode, offset, len);
         };
@@ -333,13 +323,11 @@ impl<B: Backing> TransactionalBacking<B> {
             return Err(Errno::OPNOTSUPP);
         }
         self.ready(&scope, object)?;
-        let owned = object.inner.own();
-        let target = owned.look().target();
-        let below = object.lower_file(&self.base, &owned, target)?;
+        let mut inner = object.inner.write();
+        let below = object.lower_file(&self.base, &inner, inner.target())?;
         self.base.allocate(&below, mode, offset, len)?;
         let cleared = mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0;
         let size = self.base.attr_of_file(&below)?.size;
-        let mut inner = owned.edit();
         if cleared
             && inner.base.is_some()
             && let Some(change) = &mut inner.change
@@ -349,7 +337,6 @@ impl<B: Backing> TransactionalBacking<B> {
                 .insert(offset..offset.saturating_add(len).min(size));
         }
         drop(inner);
-        drop(owned);
         self.check_changed(&scope, object);
         Ok(())
     }
@@ -361,9 +348,8 @@ impl<B: Backing> TransactionalBacking<B> {
         what: Seek,
     ) -> Result<u64> {
         let object = &file.object;
-        let inner = object.inner.share();
-        let whole = inner.look().whole();
-        if let Some(below) = whole {
+        let inner = object.inner.read();
+        if let Some(below) = inner.whole() {
             return self.base.seek(
                 &*object.lower_file(&self.base, &inner, below)?,
                 offset,
@@ -373,10 +359,10 @@ impl<B: Backing> TransactionalBacking<B> {
         let size = self.size(object, &inner)?;
         let mut at = offset;
         while at < size {
-            let stretch = inner.look().stretch(at, size);
+            let stretch = inner.stretch(at, size);
             let found = match (stretch.from, what) {
-                (Source::Hole, Seek::Hole) | (Source::Memory, Seek::Data) => return Ok(at),
-                (Source::Hole, Seek::Data) | (Source::Memory, Seek::Hole) => None,
+                (Source::Hole, Seek::Hole) | (Source::Memory(_), Seek::Data) => return Ok(at),
+                (Source::Hole, Seek::Data) | (Source::Memory(_), Seek::Hole) => None,
                 (Source::LowerFile(below), _) => {
                     match self
                         .base
@@ -416,15 +402,18 @@ impl<B: Backing> TransactionalBacking<B> {
             None => false,
         };
         let target = {
-            let inner = object.inner.share();
-            let below = if is_held {
-                inner.look().target()
-            } else {
-                LowerFile::Writer
-            };
-            object.lower_file(&self.base, &inner, below)?
+            let inner = object.inner.read();
+            object.lower_file(
+                &self.base,
+                &inner,
+                if is_held {
+                    inner.target()
+                } else {
+                    LowerFile::Writer
+                },
+            )?
         };
-        let inner = from.object.inner.share();
+        let inner = from.object.inner.read();
         // As in the kernel, bytes past the end are ignored, also in the test for overlap.
         let len = len.min(self.size(&from.object, &inner)?.saturating_sub(from_offset));
         let is_same = Arc::ptr_eq(&from.object, object);
@@ -435,8 +424,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if is_same && from_offset < ends.1 && to_offset < ends.0 && len > 0 {
             return Err(Errno::INVAL);
         }
-        let whole = inner.look().whole();
-        let count = match whole {
+        let count = match inner.whole() {
             Some(below) => {
                 let source = from.object.lower_file(&self.base, &inner, below)?;
                 self.base
@@ -458,14 +446,15 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// fsync(2). In a transaction it makes the staged data durable, which takes effect with the commit.
     pub(crate) fn sync_tracked(&self, file: &TrackedFile<B>, data_only: bool) -> Result<()> {
-        let inner = file.object.inner.share();
-        let below = {
-            let inner = inner.look();
-            // Inline changes become durable with the record that takes them.
-            if inner.inline().is_some() {
-                return Ok(());
-            }
-            inner.target()
+        let inner = file.object.inner.read();
+        // Inline changes become durable with the record that takes them.
+        if inner.inline().is_some() {
+            return Ok(());
+        }
+        let below = if inner.staged_copy().is_some() {
+            LowerFile::StagedCopy
+        } else {
+            LowerFile::Writer
         };
         self.base.sync(
             &*file.object.lower_file(&self.base, &inner, below)?,

@@ -3,15 +3,14 @@
 use std::sync::Arc;
 
 use firn_backing::Backing;
-use firn_backing::lock::Mutex;
+use parking_lot::Mutex;
 
 use super::Scope;
-use crate::claim::Claim;
 
 /// How far a decided transaction is.
 pub(crate) struct Application<B: Backing> {
-    /// Owned by who applies it.
-    pub(crate) applying: Claim,
+    /// Held by who applies it.
+    pub(crate) applying: Mutex<()>,
     /// The transaction that begins when this one is applied.
     next: Mutex<Option<Arc<Scope<B>>>>,
     trouble: Mutex<Option<String>>,
@@ -20,7 +19,7 @@ pub(crate) struct Application<B: Backing> {
 impl<B: Backing> Default for Application<B> {
     fn default() -> Self {
         Self {
-            applying: Claim::default(),
+            applying: Mutex::default(),
             next: Mutex::default(),
             trouble: Mutex::default(),
         }
