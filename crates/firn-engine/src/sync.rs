@@ -78,7 +78,7 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Notes that the process whose close(2) comes next was killed: for a close that is answered before it is carried out.
+    /// Notes that the process that closes a handle was killed. For a close that is answered before [`Engine::flush`].
     pub fn note_killed(&self, handle: HandleId) {
         if let Ok(handle) = self.handle(handle) {
             handle.killed.store(true, Ordering::Release);

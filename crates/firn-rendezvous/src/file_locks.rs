@@ -50,7 +50,7 @@ pub const FILE_LOCKS: &str = "locks";
 /// Called once with the outcome.
 pub type Done = Box<dyn FnOnce(Result<(), Errno>) + Send>;
 
-/// Called once with what is in the way of a lock.
+/// Called once with a lock that conflicts, if there is one.
 pub type TestDone = Box<dyn FnOnce(Result<Option<InTheWay>, Errno>) + Send>;
 
 /// Which locks of a file.

@@ -255,7 +255,7 @@ fn locks_that_do_not_reach_a_host_are_refused() {
     );
 }
 
-/// A host that has its lease, and not its name yet, is waited for by those who lock and by those who only look.
+/// Locks and tests wait for a host that has its lease and has not locked its name yet.
 #[test]
 fn a_host_that_is_starting_is_waited_for() {
     let disk = disk();
@@ -263,7 +263,7 @@ fn a_host_that_is_starting_is_waited_for() {
     let whole = wanted(1, LockRange::WHOLE, LockMode::Exclusive);
     let (_, locked) = begin(&a, wanted(2, LockRange::WHOLE, LockMode::Shared), false);
     let tested = begin_test(&a, whole);
-    // Release is answered after what came before.
+    // A host answers a release after the requests before it.
     release(&a, Released::Owner(1));
     assert!(tested.try_recv().is_err() && locked.try_recv().is_err());
     let _b = host(&disk, "b", &["a"]);

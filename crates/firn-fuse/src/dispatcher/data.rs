@@ -115,7 +115,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 reply.note_exit();
                 Some(reply)
             }
-            // It is to be gone: it waits for nothing. With the answer the kernel may release the handle, on another thread.
+            // A killed process waits for nothing. Once it is answered, another thread may release the handle.
             Closing::Killed => {
                 self.engine.note_killed(handle);
                 reply.send(Answer::Done);

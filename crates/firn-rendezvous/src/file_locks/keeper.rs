@@ -58,8 +58,8 @@ struct Waiting {
     rest: Duration,
 }
 
-/// A question that is asked again until it is known whether locks reach all hosts.
-struct Doubtful {
+/// A test that is repeated until it is known whether locks reach all hosts.
+struct PendingTest {
     wanted: Wanted,
     done: TestDone,
     next_try: Instant,
@@ -69,6 +69,14 @@ enum Tried {
     Granted,
     /// Another one is in the way.
     Busy,
+    /// It is not known yet whether locks reach all hosts.
+    InDoubt,
+}
+
+/// Result of a test for a conflicting lock.
+enum Tested {
+    Free,
+    Conflict(InTheWay),
     /// It is not known yet whether locks reach all hosts.
     InDoubt,
 }
@@ -108,7 +116,7 @@ pub(super) struct Keeper<B: Backing> {
     shared: Arc<Shared>,
     files: HashMap<(u64, Space), LockFile<B>>,
     waiting: Vec<Waiting>,
-    doubtful: Vec<Doubtful>,
+    pending_tests: Vec<PendingTest>,
     /// Locked as long as this host lives.
     name: Option<B::File>,
     reach: Reach,
@@ -129,7 +137,7 @@ impl<B: Backing> Keeper<B> {
             shared,
             files: HashMap::new(),
             waiting: Vec::new(),
-            doubtful: Vec::new(),
+            pending_tests: Vec::new(),
             name: None,
             reach: Reach {
                 own: None,
@@ -149,7 +157,7 @@ impl<B: Backing> Keeper<B> {
                 self.carry_out(job);
             }
             self.try_waiting();
-            self.try_doubtful();
+            self.repeat_tests();
             self.remove_idle(IDLE);
         }
         self.end();
@@ -160,10 +168,10 @@ impl<B: Backing> Keeper<B> {
         let mut state = self.shared.state.lock();
         if state.jobs.is_empty() && !state.is_stopping {
             let waiting = self.waiting.iter().map(|waiting| waiting.next_try);
-            let doubtful = self.doubtful.iter().map(|test| test.next_try);
+            let tests = self.pending_tests.iter().map(|test| test.next_try);
             let unused = self.files.values().filter(|lock| lock.is_unused());
             let idle = unused.map(|lock| lock.used + IDLE);
-            match waiting.chain(doubtful).chain(idle).min() {
+            match waiting.chain(tests).chain(idle).min() {
                 None => state.wait(&self.shared.changed),
                 Some(wake) => {
                     let rest = wake.saturating_duration_since(Instant::now());
@@ -216,8 +224,9 @@ impl<B: Backing> Keeper<B> {
     /// Answers a test, or keeps it until it is known whether locks reach all hosts.
     fn answer_test(&mut self, wanted: Wanted, done: TestDone) {
         match self.test(wanted) {
-            Ok(Some(found)) => done(Ok(found)),
-            Ok(None) => self.doubtful.push(Doubtful {
+            Ok(Tested::Free) => done(Ok(None)),
+            Ok(Tested::Conflict(found)) => done(Ok(Some(found))),
+            Ok(Tested::InDoubt) => self.pending_tests.push(PendingTest {
                 wanted,
                 done,
                 next_try: Instant::now() + REST_MAX,
@@ -226,10 +235,11 @@ impl<B: Backing> Keeper<B> {
         }
     }
 
-    fn try_doubtful(&mut self) {
+    /// Repeats the pending tests that are due.
+    fn repeat_tests(&mut self) {
         let now = Instant::now();
-        let is_due = |test: &mut Doubtful| test.next_try <= now;
-        let due: Vec<_> = self.doubtful.extract_if(.., is_due).collect();
+        let is_due = |test: &mut PendingTest| test.next_try <= now;
+        let due: Vec<_> = self.pending_tests.extract_if(.., is_due).collect();
         for test in due {
             self.answer_test(test.wanted, test.done);
         }
@@ -419,8 +429,8 @@ impl<B: Backing> Keeper<B> {
         released
     }
 
-    /// What is in the way of a lock, if anything is; none as long as nobody knows whether locks reach all hosts.
-    fn test(&mut self, wanted: Wanted) -> Result<Option<Option<InTheWay>>, Errno> {
+    /// Looks for a lock that conflicts with the wanted one: of this host's programs, then of other hosts.
+    fn test(&mut self, wanted: Wanted) -> Result<Tested, Errno> {
         let Wanted {
             file,
             space,
@@ -432,14 +442,14 @@ impl<B: Backing> Keeper<B> {
         self.open(key)?;
         let lock = self.files.get(&key).ok_or(Errno::NOLCK)?;
         if let Some(held) = lock.held.conflict(owner.number, range, mode) {
-            return Ok(Some(Some(InTheWay {
+            return Ok(Tested::Conflict(InTheWay {
                 range: held.range,
                 mode: held.mode,
                 pid: Some(held.owner.pid),
-            })));
+            }));
         }
         if !self.reaches_others()? {
-            return Ok(None);
+            return Ok(Tested::InDoubt);
         }
         // One that has lost its name is locked by nobody.
         if !self.is_current(key)? {
@@ -450,14 +460,14 @@ impl<B: Backing> Keeper<B> {
         let is_locked =
             |mode| no_lock(self.base.is_range_locked(&lock.file, of_bytes(range), mode));
         if !is_locked(mode)? {
-            return Ok(Some(None));
+            return Ok(Tested::Free);
         }
         let mode = match is_locked(LockMode::Shared)? {
             true => LockMode::Exclusive,
             false => LockMode::Shared,
         };
         let pid = None;
-        Ok(Some(Some(InTheWay { range, mode, pid })))
+        Ok(Tested::Conflict(InTheWay { range, mode, pid }))
     }
 
     /// Tells those who ask without waiting who has locks of a file.
@@ -561,7 +571,7 @@ impl<B: Backing> Keeper<B> {
         for number in numbers {
             self.shared.answer(number, Err(Errno::NOLCK));
         }
-        for test in self.doubtful.drain(..) {
+        for test in self.pending_tests.drain(..) {
             (test.done)(Err(Errno::NOLCK));
         }
         for lock in self.files.values_mut() {
