@@ -205,6 +205,7 @@ impl Desk {
 impl Desk {
     /// This agent ends: copies of what is in the backing by now are removed, others stay for who starts it again.
     pub(crate) fn leave(&self) {
+        self.shelf.close();
         for host in self.shelf.hosts() {
             match self.shelf.remove_drained(&host, &self.mount_point) {
                 Ok(0) => {}

@@ -23,7 +23,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use firn_protocol::path::BytePath;
 use firn_trust::open_beneath;
@@ -51,6 +51,8 @@ pub(crate) struct Shelf {
     bytes_max: u64,
     /// Of copies in the making.
     reserved_bytes: Mutex<u64>,
+    /// Locked while copies get or lose their names. True: the shelf is closed, and followers change nothing more.
+    is_closed: Mutex<bool>,
 }
 
 /// What a copy is of.
@@ -182,6 +184,7 @@ impl Shelf {
             dir,
             bytes_max,
             reserved_bytes: Mutex::new(0),
+            is_closed: Mutex::new(false),
         }
     }
 
@@ -273,6 +276,7 @@ impl Shelf {
     /// Where a copy is to be made: the name of its tree, which does not exist. What an earlier try left beside it is
     /// used again.
     pub(crate) fn begin(&self, host: &str, unit: &BytePath) -> Result<PathBuf, PullError> {
+        let _open = self.lock_open()?;
         firn_trust::check_place(self.dir.parent().unwrap_or(Path::new("/")))?;
         for dir in [
             self.dir.clone(),
@@ -288,6 +292,7 @@ impl Shelf {
 
     /// The tree that was begun is whole: it takes its place with its record.
     pub(crate) fn finish(&self, host: &str, record: &Record) -> Result<(), PullError> {
+        let _open = self.lock_open()?;
         let next = self.copy_dir(host, &record.unit, NEXT);
         let whole = self.copy_dir(host, &record.unit, "");
         let path = next.join(RECORD);
@@ -301,6 +306,7 @@ impl Shelf {
 
     /// The tree of a whole copy stays, with another record.
     pub(crate) fn renew(&self, host: &str, record: &Record) -> Result<(), PullError> {
+        let _open = self.lock_open()?;
         let whole = self.copy_dir(host, &record.unit, "");
         let next = whole.join(NEXT_RECORD);
         std::fs::write(&next, encode(record)).map_err(local(&next))?;
@@ -309,14 +315,19 @@ impl Shelf {
 
     /// Gives up what was begun.
     pub(crate) fn abandon(&self, host: &str, unit: &BytePath) -> Result<(), PullError> {
-        match self.is_ours() {
-            true => remove_tree(&self.copy_dir(host, unit, NEXT)),
-            false => Ok(()),
+        if self.is_ours() {
+            remove_tree(&self.copy_dir(host, unit, NEXT))?;
         }
+        Ok(())
     }
 
     /// Removes a copy: under another name first, so that none is seen in part.
     pub(crate) fn remove(&self, host: &str, unit: &BytePath) -> Result<(), PullError> {
+        let _open = self.lock_open()?;
+        self.remove_copy(host, unit)
+    }
+
+    fn remove_copy(&self, host: &str, unit: &BytePath) -> Result<(), PullError> {
         let whole = self.copy_dir(host, unit, "");
         let gone = self.copy_dir(host, unit, GONE);
         remove_tree(&gone)?;
@@ -327,7 +338,7 @@ impl Shelf {
             _ => {}
         }
         remove_tree(&gone)?;
-        self.abandon(host, unit)?;
+        remove_tree(&self.copy_dir(host, unit, NEXT))?;
         let _ = std::fs::remove_dir(self.host_dir(host));
         let _ = std::fs::remove_dir(&self.dir);
         Ok(())
@@ -335,6 +346,11 @@ impl Shelf {
 
     /// Removes what interrupted removals and copies left that nobody goes on with.
     pub(crate) fn sweep(&self, host: &str) -> Result<(), PullError> {
+        let _open = self.lock_open()?;
+        self.remove_leftovers(host)
+    }
+
+    fn remove_leftovers(&self, host: &str) -> Result<(), PullError> {
         let dir = self.host_dir(host);
         for name in self.names_in(&dir) {
             if name.ends_with(GONE) || name.ends_with(NEXT) {
@@ -344,16 +360,44 @@ impl Shelf {
         Ok(())
     }
 
-    /// Removes each copy of a host of which every byte is also below `mount_point`; gives what stays.
+    // ---- the end -------------------------------------------------------------------------------
+
+    /// Closes the shelf before the agent ends: waits for a follower that is removing a copy, and lets none begin or
+    /// finish another one.
+    pub(crate) fn close(&self) {
+        *self.lock_names() = true;
+    }
+
+    /// Removes each copy of a host of which every byte is also below `mount_point`, and what followers left half done.
+    /// Returns the bytes of the copies that stay. The shelf is closed.
     pub(crate) fn remove_drained(&self, host: &str, mount_point: &Path) -> Result<u64, PullError> {
         let mut left_bytes = 0;
         for copy in self.copies(host) {
             match copy.is_in(&mount_point.join(&copy.record.unit), &mut || Ok(()))? {
-                true => self.remove(host, &copy.record.unit)?,
+                true => self.remove_copy(host, &copy.record.unit)?,
                 false => left_bytes += copy.record.bytes(),
             }
         }
+        self.remove_leftovers(host)?;
+        let _ = std::fs::remove_dir(self.host_dir(host));
+        let _ = std::fs::remove_dir(&self.dir);
         Ok(left_bytes)
+    }
+
+    fn lock_names(&self) -> MutexGuard<'_, bool> {
+        self.is_closed
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Locks the names of copies, unless the shelf is closed.
+    fn lock_open(&self) -> Result<MutexGuard<'_, bool>, PullError> {
+        let is_closed = self.lock_names();
+        if *is_closed {
+            let error = io::Error::other("the agent of this host is ending");
+            return Err(local(&self.dir)(error));
+        }
+        Ok(is_closed)
     }
 
     // ---- reading -------------------------------------------------------------------------------
@@ -576,5 +620,23 @@ mod tests {
         assert!(shelf.find("n1", &unit).is_none());
         let_in(0o700);
         assert_eq!(shelf.copies("n1").len(), 1);
+    }
+    #[test]
+    fn a_closed_shelf_changes_no_more_and_what_was_half_done_goes() {
+        let dir = tempfile::tempdir().unwrap();
+        let shelf = Shelf::new(dir.path().join("KEY.partner"), 1 << 20);
+        let unit = BytePath::from(Path::new("step"));
+        let tree = shelf.begin("n1", &unit).unwrap();
+        std::fs::create_dir(&tree).unwrap();
+        std::fs::write(tree.join("part"), b"half").unwrap();
+        // A follower was killed while it removed this one.
+        let gone = shelf.copy_dir("n1", &BytePath::from(Path::new("other")), GONE);
+        std::fs::create_dir(&gone).unwrap();
+        std::fs::write(gone.join("rest"), b"rest").unwrap();
+        shelf.close();
+        assert!(shelf.begin("n1", &unit).is_err());
+        assert!(shelf.remove("n1", &unit).is_err());
+        assert_eq!(shelf.remove_drained("n1", dir.path()).unwrap(), 0);
+        assert!(!shelf.dir().exists(), "nothing of it stays");
     }
 }
