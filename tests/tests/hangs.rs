@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 
 use firn_tests::faultfs::FaultFs;
 use firn_tests::fsops::Mapping;
-use firn_tests::sandbox::is_mounted;
+use firn_tests::sandbox::{is_mounted, wait_for_request};
+use firn_tests::transaction::{firn, firn_with};
 use firn_tests::watchdog::test_limit;
 use firn_tests::{FirnMount, Sandbox, wait_until};
 use rustix::fs::{FallocateFlags, SeekFrom};
@@ -603,4 +604,113 @@ fn regression_a_stub_tree_whose_names_hang_is_ended_by_force() {
         fault.source().join("dir").is_dir(),
         "its names are in the backing"
     );
+}
+
+/// A step of a transaction that hangs.
+struct TransactionStep {
+    verb: &'static str,
+    more: &'static [&'static str],
+    /// It is done in a transaction.
+    is_begun: bool,
+    /// The operation of the server, and for which paths.
+    hangs: (&'static str, &'static str),
+}
+
+const TRANSACTION_STEPS: [TransactionStep; 5] = [
+    TransactionStep {
+        verb: "begin",
+        more: &[],
+        is_begun: false,
+        hangs: ("write", "scope/file"),
+    },
+    TransactionStep {
+        verb: "prepare",
+        more: &["--id", "7"],
+        is_begun: true,
+        hangs: ("write", ".firn/tx-1/new"),
+    },
+    TransactionStep {
+        verb: "prepare",
+        more: &["--id", "7"],
+        is_begun: true,
+        hangs: ("write", ".firn/tx-1/record"),
+    },
+    TransactionStep {
+        verb: "commit",
+        more: &[],
+        is_begun: true,
+        hangs: ("write", ".firn/tx-1/record"),
+    },
+    TransactionStep {
+        verb: "abort",
+        more: &[],
+        is_begun: true,
+        hangs: ("unlink", ".firn/tx-1"),
+    },
+];
+
+/// Writes a byte in a thread, and returns when that waits for an answer.
+fn write_that_waits(file: File) -> JoinHandle<io::Result<()>> {
+    let (tell, told) = std::sync::mpsc::channel();
+    let thread = std::thread::spawn(move || {
+        tell.send(rustix::thread::gettid()).expect("send");
+        file.write_all_at(b"!", 0)
+    });
+    let number = told.recv().expect("the number of the thread");
+    let number = number.as_raw_nonzero();
+    wait_for_request(Path::new(&format!("/proc/self/task/{number}")));
+    thread
+}
+
+/// Proves S-tx-120, S-tx-122.
+#[test]
+fn a_transaction_that_hangs_stops_no_change_in_another_directory() {
+    for (number, step) in TRANSACTION_STEPS.iter().enumerate() {
+        let told = format!("{} at {:?}", step.verb, step.hangs);
+        let sandbox = Sandbox::new(&format!("txhangs{number}"));
+        let fault = FaultFs::new(&sandbox);
+        let _watchdog = fault.watchdog(test_limit() * 3 / 4);
+        let mount = FirnMount::over(&sandbox, fault.path(), &format!("{OPTIONS},drain=commit"));
+        for dir in ["scope", "other"] {
+            fs::create_dir(fault.source().join(dir)).expect("mkdir in the source");
+            let file = fault.source().join(dir).join(FILE);
+            fs::write(file, [b'x'; 5000]).expect("a file in the source");
+        }
+        let scope = mount.join("scope");
+        let open = |path: PathBuf| OpenOptions::new().write(true).open(path).expect("open");
+        if step.is_begun {
+            firn(&sandbox, "begin", &scope).ok();
+            // More than an inline change has.
+            open(scope.join(FILE))
+                .write_all_at(&[1; 100_000], 0)
+                .expect("write");
+        }
+        let inside = open(scope.join(FILE));
+        fs::write(mount.join("other/nameless"), b"text").expect("write");
+        let nameless = open(mount.join("other/nameless"));
+        fs::remove_file(mount.join("other/nameless")).expect("unlink");
+        let (operation, path) = step.hangs;
+        fault.hang(operation, path);
+        if !step.is_begun {
+            inside.write_all_at(&[1; 100_000], 0).expect("write");
+        }
+        std::thread::scope(|threads| {
+            let run = threads.spawn(|| firn_with(&sandbox, step.verb, &scope, step.more));
+            wait_until(&told, REACH_LIMIT, || fault.hung_count() > 0);
+            let waiting = [write_that_waits(inside), write_that_waits(nameless)];
+            everything_else(&mount.join("other"));
+            for thread in &waiting {
+                assert!(!thread.is_finished(), "{told}: it waits for the step");
+            }
+            fault.let_go();
+            run.join().expect("join").ok();
+            for thread in waiting {
+                thread.join().expect("join").expect("it goes on");
+            }
+        });
+        if step.verb == "prepare" || step.verb == "begin" {
+            firn(&sandbox, "commit", &scope).ok();
+        }
+        mount.umount();
+    }
 }

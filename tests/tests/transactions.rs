@@ -286,7 +286,7 @@ fn regression_a_change_that_waits_holds_up_no_other_transaction() {
         let thread = thread.as_raw_nonzero();
         wait_for_request(Path::new(&format!("/proc/self/task/{thread}")));
     }
-    // Each of these stops all changes of the mount for a moment.
+    // Each of these stops all changes of that directory for a moment.
     let other = mount.join("two");
     firn(&sandbox, "begin", &other).ok();
     fs::write(other.join("f"), b"new").expect("write");

@@ -146,9 +146,12 @@ fn new_socket() -> io::Result<OwnedFd> {
 }
 
 impl<B: Backing> Shared<B> {
-    /// Lets a process write directly, which waits while the mount is quiesced.
-    fn with_pass<T>(&self, let_in: impl FnOnce() -> T) -> T {
-        let _pass = self.gate.as_deref().map(Gate::enter);
+    /// Lets a process write directly, which waits while a directory above the file is quiesced.
+    fn with_pass<T>(&self, token: HandleId, let_in: impl FnOnce() -> T) -> T {
+        // A handle that is not open is refused by the engine.
+        let inode = self.engine.inode_of_handle(token);
+        let gate = self.gate.as_deref().zip(inode);
+        let _pass = gate.map(|(gate, inode)| gate.enter(inode));
         let_in()
     }
 
@@ -435,27 +438,32 @@ fn answer<B: Backing>(
 ) -> Answer {
     let engine = &shared.engine;
     let token = HandleId(token);
-    let lease =
-        || shared.with_pass(|| engine.lease_slabs(client, token, (pid, len.checked_sub(1)), arg));
+    let lease = || {
+        shared.with_pass(token, || {
+            engine.lease_slabs(client, token, (pid, len.checked_sub(1)), arg)
+        })
+    };
     match op {
-        Op::OpenWrite => match shared.with_pass(|| engine.grant_direct_access(client, token)) {
-            Ok(grant) => {
-                // Before the client may write: what the kernel knew of the file ends to hold then.
-                if let Served::Mount(kernel) = &shared.served {
-                    kernel.invalidate_attributes(grant.inode);
+        Op::OpenWrite => {
+            match shared.with_pass(token, || engine.grant_direct_access(client, token)) {
+                Ok(grant) => {
+                    // Before the client may write: what the kernel knew of the file ends to hold then.
+                    if let Served::Mount(kernel) = &shared.served {
+                        kernel.invalidate_attributes(grant.inode);
+                    }
+                    let opened = Reply {
+                        file_id: grant.file_id.get(),
+                        size: grant.size,
+                        ..Reply::default()
+                    };
+                    match arg {
+                        0 => opened.into(),
+                        _ => lease().map_or_else(from_first_lease, |slabs| of_slabs(opened, slabs)),
+                    }
                 }
-                let opened = Reply {
-                    file_id: grant.file_id.get(),
-                    size: grant.size,
-                    ..Reply::default()
-                };
-                match arg {
-                    0 => opened.into(),
-                    _ => lease().map_or_else(from_first_lease, |slabs| of_slabs(opened, slabs)),
-                }
+                Err(refusal) => refusal.into(),
             }
-            Err(refusal) => refusal.into(),
-        },
+        }
         Op::Lease => lease().map_or_else(Answer::from, |slabs| of_slabs(Reply::default(), slabs)),
         Op::EndWrite => {
             engine.end_direct_access(client, token);

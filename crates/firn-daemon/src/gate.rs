@@ -3,33 +3,41 @@
 //! ```text
 //!   firn-fuse · data socket ── pass ──► engine ──► transactions (a backing) ──► backing
 //!                               ▲
-//!            begin, prepare, commit, abort, restore: quiesce
+//!            begin, prepare, commit, abort, restore: quiesce a directory
 //! ```
 //!
 //! There is one for each mount with `drain=commit`, made by [`Attached`](crate::attach::Attached), and none otherwise.
 //!
 //! Promises
 //! * While a directory is quiesced nobody changes contents below it: changes under way have ended, direct access was
-//!   revoked, and new ones wait.
+//!   revoked, and new ones wait. Changes elsewhere neither wait nor are waited for.
 //! * A change that waits for the outcome of a transaction has no pass, so it holds up no other directory's transactions,
 //!   nor what is to decide that outcome.
 //! * Accesses are noted only while a transaction is open whose hosts test each other for conflicts.
 //!
-//! Why a pass is enough: a transaction is prepared, and decided while it is open, only with the mount quiesced. So a change
+//! Why a pass is enough: a transaction is prepared, and decided while it is open, only with its scope quiesced. So a change
 //! that was allowed when it got its pass is allowed until it gives it back.
 //!
-//! The lock is held while the backing works: that is what it is for. It comes before every lock of the engine.
+//! What is below a directory is what the engine's names say, which also say whose data is drained and whose direct access
+//! is revoked. The path of a directory that is quiesced stays. An object without a name may have been anywhere: it counts as
+//! below each directory. A path is compared with each pass anew, so that a file which is moved there counts, too.
+//!
+//! A pass is no lock: the backing may work while it is held. The lock of the table is held for an instant, and comes before
+//! every lock of the engine.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use firn_backing::{DirBacking, Errno};
+use firn_backing::lock::{Mutex, assert_none_held};
+use firn_backing::{DirBacking, Errno, is_below};
 use firn_conflict::{Access, Log};
 use firn_engine::{Engine, HandleId, InodeId};
 use firn_format::durability::DurabilityLevel;
 use firn_fuse::{Gate, Pass};
 use firn_transact::{Object, ScopeError, TransactionError};
-use parking_lot::RwLock;
+use parking_lot::Condvar;
 
 use crate::process;
 use crate::store::{Store, TransactionalStore};
@@ -51,9 +59,47 @@ pub(crate) type ScopeRoot = Arc<Object<DirBacking>>;
 /// The gate of one mount.
 pub(crate) struct TransactionGate {
     engine: Arc<Engine<Store>>,
-    /// Held for reading by each change, for writing by who quiesces.
-    changes: RwLock<()>,
+    table: Mutex<Table>,
+    /// A pass was given back, or a directory is not quiesced any more.
+    changed: Condvar,
+    /// Directories that are quiesced; read without the lock.
+    quiet_count: AtomicUsize,
     accesses: Arc<Log>,
+    /// Held while the log is emptied and switched, so that the end of one transaction does not switch it off for another.
+    switching: Mutex<()>,
+}
+
+/// Who changes something, and where nobody may.
+#[derive(Default)]
+struct Table {
+    last_number: u64,
+    /// What is changed, by the numbers of the passes.
+    passes: BTreeMap<u64, InodeId>,
+    /// Paths of directories that are quiesced.
+    quiet: BTreeMap<u64, Vec<u8>>,
+}
+
+impl Table {
+    fn next_number(&mut self) -> u64 {
+        self.last_number += 1;
+        self.last_number
+    }
+}
+
+/// A directory that is quiesced, until this is dropped.
+struct Quiet<'a> {
+    gate: &'a TransactionGate,
+    number: u64,
+}
+
+impl Drop for Quiet<'_> {
+    fn drop(&mut self) {
+        let mut table = self.gate.table.lock();
+        table.quiet.remove(&self.number);
+        self.gate.store_quiet_count(&table);
+        drop(table);
+        self.gate.changed.notify_all();
+    }
 }
 
 impl TransactionGate {
@@ -73,8 +119,11 @@ impl TransactionGate {
         }
         Self {
             engine,
-            changes: RwLock::new(()),
+            table: Mutex::default(),
+            changed: Condvar::new(),
+            quiet_count: AtomicUsize::new(0),
             accesses,
+            switching: Mutex::default(),
         }
     }
 
@@ -92,6 +141,43 @@ impl TransactionGate {
     /// What processes used; switched on while it matters.
     pub(crate) fn accesses(&self) -> &Log {
         &self.accesses
+    }
+
+    /// Empties and switches the log, while nobody else does.
+    pub(crate) fn switch_accesses(&self, switch: impl FnOnce(&Log)) {
+        let _switching = self.switching.lock();
+        switch(&self.accesses);
+    }
+
+    fn store_quiet_count(&self, table: &Table) {
+        self.quiet_count.store(table.quiet.len(), Ordering::Release);
+    }
+
+    /// Whether a change of an object has to wait.
+    fn is_quiet(&self, table: &Table, inode: InodeId) -> bool {
+        let mut paths = table.quiet.values();
+        paths.any(|path| self.engine.may_be_at(inode, path))
+    }
+
+    /// Waits until no directory above or below `path` is quiesced, keeps new changes from it, and waits for those under way.
+    fn keep_quiet(&self, path: &[u8]) -> Quiet<'_> {
+        assert_none_held("a quiesce, which waits for calls");
+        let overlaps = |other: &Vec<u8>| is_below(other, path) || is_below(path, other);
+        let mut table = self.table.lock();
+        while table.quiet.values().any(overlaps) {
+            table.wait(&self.changed);
+        }
+        let number = table.next_number();
+        table.quiet.insert(number, path.to_vec());
+        self.store_quiet_count(&table);
+        while table
+            .passes
+            .values()
+            .any(|inode| self.engine.may_be_at(*inode, path))
+        {
+            table.wait(&self.changed);
+        }
+        Quiet { gate: self, number }
     }
 
     /// The directory that a transaction covers.
@@ -127,7 +213,7 @@ impl TransactionGate {
             }
         };
         let root = self.scope_at(path)?;
-        let _quiet = self.changes.write();
+        let _quiet = self.keep_quiet(&place);
         // Whatever programs have open: the work gets the descriptors that are kept only to be faster, if it may need them.
         if !process::has_spare_descriptors() {
             self.engine.close_idle_files();
@@ -157,16 +243,34 @@ fn not_a_scope(errno: Errno) -> TransactionError {
 }
 
 impl Gate for TransactionGate {
-    fn is_quiescing(&self) -> bool {
-        self.changes.is_locked_exclusive()
+    fn is_quiescing(&self, inode: InodeId) -> bool {
+        self.quiet_count.load(Ordering::Acquire) > 0 && self.is_quiet(&self.table.lock(), inode)
     }
 
     fn holds_up_changes(&self) -> bool {
-        self.is_quiescing() || self.store().changes_wait()
+        self.quiet_count.load(Ordering::Acquire) > 0 || self.store().changes_wait()
     }
 
-    fn enter(&self) -> Pass<'_> {
-        self.changes.read()
+    fn enter(&self, inode: InodeId) -> Pass<'_> {
+        assert_none_held("a pass, which waits for calls");
+        let mut table = self.table.lock();
+        while self.is_quiet(&table, inode) {
+            table.wait(&self.changed);
+        }
+        let number = table.next_number();
+        table.passes.insert(number, inode);
+        drop(table);
+        Pass::new(self, number)
+    }
+
+    fn leave(&self, number: u64) {
+        let mut table = self.table.lock();
+        table.passes.remove(&number);
+        let is_waited_for = !table.quiet.is_empty();
+        drop(table);
+        if is_waited_for {
+            self.changed.notify_all();
+        }
     }
 
     fn enter_change(&self, inode: InodeId) -> Result<Pass<'_>, Errno> {
@@ -174,7 +278,7 @@ impl Gate for TransactionGate {
             if self.store().changes_wait() {
                 self.store().await_change(&self.object_of(inode)?)?;
             }
-            let pass = self.changes.read();
+            let pass = self.enter(inode);
             if !self.store().changes_wait() || self.store().may_change(&self.object_of(inode)?) {
                 return Ok(pass);
             }

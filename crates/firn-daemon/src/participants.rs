@@ -61,8 +61,10 @@ pub(crate) fn host_name(options: &Options) -> Result<String, AttachError> {
 /// A transaction was begun: from now on counts what processes use.
 pub(crate) fn begun(gate: &TransactionGate, path: &[u8]) {
     if is_tested(gate) {
-        gate.accesses().take(|found| is_below(found, path));
-        gate.accesses().switch(true);
+        gate.switch_accesses(|accesses| {
+            accesses.take(|found| is_below(found, path));
+            accesses.switch(true);
+        });
     }
 }
 
@@ -112,11 +114,12 @@ fn process_of(thread: u32) -> Option<u32> {
 /// It is over.
 pub(crate) fn ended(gate: &TransactionGate, path: &[u8]) {
     if is_tested(gate) {
-        gate.accesses().take(|found| is_below(found, path));
-        let transactions = gate.store().open_transactions();
-        let is_undecided = |found: &Found<'_, DirBacking>| !matches!(found, Found::Decided(_));
-        let are_counted = transactions.iter().any(is_undecided);
-        gate.accesses().switch(are_counted);
+        gate.switch_accesses(|accesses| {
+            accesses.take(|found| is_below(found, path));
+            let transactions = gate.store().open_transactions();
+            let is_undecided = |found: &Found<'_, DirBacking>| !matches!(found, Found::Decided(_));
+            accesses.switch(transactions.iter().any(is_undecided));
+        });
     }
 }
 

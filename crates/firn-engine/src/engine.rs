@@ -95,6 +95,11 @@ impl<B: Backing> Engine<B> {
         Ok(Arc::clone(&self.handle(handle)?.file.inode) as _)
     }
 
+    /// The inode of a handle that is open.
+    pub fn inode_of_handle(&self, handle: HandleId) -> Option<InodeId> {
+        Some(self.handle(handle).ok()?.file.inode.id)
+    }
+
     /// The path of an inode, or of a name in it, as a person may read it; of one that nobody knows its number.
     pub fn shown_path(&self, inode: InodeId, name: Option<&std::ffi::OsStr>) -> String {
         let mut path = match self.names.get(inode) {

@@ -31,6 +31,19 @@ impl<B: Backing> Engine<B> {
         self.paths.stay(move || vec![path.clone()])
     }
 
+    /// Whether an inode is at or below `path`, as far as its names tell. One without a name may have been anywhere, and so
+    /// may one that is not known any more. Asks the backing for nothing.
+    pub fn may_be_at(&self, inode: InodeId, path: &[u8]) -> bool {
+        if path.is_empty() {
+            return true;
+        }
+        let Ok(inode) = self.inode(inode) else {
+            return true;
+        };
+        let paths = inode.paths();
+        paths.is_empty() || paths.iter().any(|known| is_below(known, path))
+    }
+
     /// Revokes what direct access processes have to files at or below `path`: all that they wrote is ingested.
     pub fn revoke_grants_in_tree(&self, path: &[u8]) {
         for file in self.files_at(path) {

@@ -11,7 +11,8 @@
 //! | reads | nothing |
 //!
 //! Promises of an implementation
-//! * Nobody waits for the outcome of a transaction with a [`Pass`]: who quiesces the mount waits for all of them.
+//! * Nobody waits for the outcome of a transaction with a [`Pass`]: who quiesces a directory waits for all that are below it.
+//! * A change waits only for what is done with a directory above the object that it changes.
 //! * While a pass is held, no change comes to wait that was let in before.
 
 use std::ops::Range;
@@ -23,18 +24,37 @@ use firn_engine::{HandleId, InodeId};
 use crate::request::{COPY_BYTES_MAX, CopyRange, Fallocate, Operation, Read, Write};
 
 /// Leave to make one change. Held while the engine makes it; a thread has one at a time.
-pub type Pass<'a> = parking_lot::RwLockReadGuard<'a, ()>;
+pub struct Pass<'a> {
+    gate: &'a dyn Gate,
+    number: u64,
+}
+
+impl<'a> Pass<'a> {
+    /// A pass that `gate` knows by this number.
+    pub fn new(gate: &'a dyn Gate, number: u64) -> Self {
+        Self { gate, number }
+    }
+}
+
+impl Drop for Pass<'_> {
+    fn drop(&mut self) {
+        self.gate.leave(self.number);
+    }
+}
 
 /// What stands before the changes of programs.
 pub trait Gate: Send + Sync {
-    /// Whether no change at all is let in now: [`Gate::enter`] would wait.
-    fn is_quiescing(&self) -> bool;
+    /// Whether no change of an object is let in now: [`Gate::enter`] would wait.
+    fn is_quiescing(&self, inode: InodeId) -> bool;
 
     /// Whether changes of names or attributes may have to wait now for the outcome of a transaction.
     fn holds_up_changes(&self) -> bool;
 
-    /// Waits while the mount is quiesced.
-    fn enter(&self) -> Pass<'_>;
+    /// Waits while a directory above an object is quiesced.
+    fn enter(&self, inode: InodeId) -> Pass<'_>;
+
+    /// Gives a pass back. Only [`Pass`] calls it.
+    fn leave(&self, number: u64);
 
     /// Waits until the contents of an object may be changed in the backing; an error where that does not come.
     fn enter_change(&self, inode: InodeId) -> Result<Pass<'_>, Errno>;

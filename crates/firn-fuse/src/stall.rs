@@ -136,10 +136,10 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         taken: usize,
         left: usize,
     ) -> Result<Pass<'a>, Errno> {
-        let pass = gate.enter();
         let target = &write.target;
+        let pass = gate.enter(target.inode);
         let end = end_of(write, taken, left);
-        // Asked with the pass: from here on nothing is prepared.
+        // Asked with the pass: from here on no transaction of the file is prepared.
         let waits = gate.holds_up_changes()
             && self
                 .engine
@@ -156,7 +156,11 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
 
     /// Whether what is left of a write has to ask the backing, or to wait for somebody, before its bytes are taken.
     pub(crate) fn may_wait(&self, write: &PendingWrite<R>, taken: usize, left: usize) -> bool {
-        let is_quiescing = self.gate.as_ref().is_some_and(|gate| gate.is_quiescing());
+        let inode = write.target.inode;
+        let is_quiescing = self
+            .gate
+            .as_ref()
+            .is_some_and(|gate| gate.is_quiescing(inode));
         let end = end_of(write, taken, left);
         is_quiescing
             || self

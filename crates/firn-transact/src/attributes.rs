@@ -3,26 +3,56 @@
 use std::ffi::OsStr;
 use std::sync::Arc;
 
-use firn_backing::{Attr, Backing, Errno, Kind, Result, SetTime};
+use firn_backing::{Attr, Backing, Errno, Kind, Result, SetTime, Time};
 
+use crate::claim::Owning;
+use crate::inline_changes::InlineChanges;
 use crate::object::{Change, Inner, Object, StagedCopy};
 use crate::scope::Scope;
 use crate::shadow::NO_BYTES;
 use crate::staging;
 use crate::transactional::TransactionalBacking;
 
+/// What a change has to do with attributes.
+struct ChangedAttributes<B: Backing> {
+    frozen: Option<Attr>,
+    copy: Option<StagedCopy<B>>,
+    /// Of inline changes: when the file was modified and when it was changed.
+    inline_times: Option<(Time, Time)>,
+    links: i64,
+    removed: bool,
+    touched: Option<Time>,
+    named: Option<Time>,
+}
+
+impl<B: Backing> ChangedAttributes<B> {
+    fn of(change: &Change<B>) -> Self {
+        let times = |inline: &InlineChanges| (inline.mtime, inline.ctime);
+        Self {
+            frozen: change.frozen,
+            copy: change.copy.clone(),
+            inline_times: change.inline.as_ref().map(times),
+            links: change.links,
+            removed: change.removed,
+            touched: change.touched,
+            named: change.named,
+        }
+    }
+}
+
 impl<B: Backing> TransactionalBacking<B> {
     /// The attributes of an object that programs see.
     pub(crate) fn read_attr(&self, object: &Object<B>) -> Result<Attr> {
-        let inner = object.inner.read();
-        if let Some(attr) = inner.change.as_ref().and_then(|change| change.frozen) {
+        let inner = object.inner.share();
+        let change = inner.look().change.as_deref().map(ChangedAttributes::of);
+        if let Some(attr) = change.as_ref().and_then(|change| change.frozen) {
             return Ok(attr);
         }
-        let mut attr = match &inner.base {
-            Some(inode) if inner.change.is_none() && self.has_tops_in(object) => {
-                self.attr_with_tops(object, inode)?
+        let mut attr = match inner.base() {
+            Some(inode) if change.is_none() && self.has_tops_in(object) => {
+                self.attr_with_tops(object, &inode)?
             }
-            _ => self.read_attr_of(object, &inner)?,
+            inode => self.read_attr_of(object, inode.as_ref(), change.as_ref())?,
         };
         if object.is_gone() {
             attr.nlink = 0;
@@ -30,27 +60,32 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(attr)
     }
 
-    fn read_attr_of(&self, object: &Object<B>, inner: &Inner<B>) -> Result<Attr> {
+    fn read_attr_of(
+        &self,
+        object: &Object<B>,
+        inode: Option<&B::Inode>,
+        change: Option<&ChangedAttributes<B>>,
+    ) -> Result<Attr> {
         let base = &self.base;
-        let Some(change) = &inner.change else {
-            return self.attr_below(object, inner.base.as_ref().ok_or(Errno::STALE)?);
+        let Some(change) = change else {
+            return self.attr_below(object, inode.ok_or(Errno::STALE)?);
         };
         let copy = change
             .copy
             .as_ref()
             .map(|copy| base.attr(&copy.inode(base)?))
             .transpose()?;
-        let mut attr = match (&inner.base, copy) {
+        let mut attr = match (inode, copy) {
             (None, None) => return Err(Errno::STALE),
             (None, Some(copy)) if object.kind == Kind::Dir => copy,
             // Its staged name is not one of its names.
             (None, Some(copy)) => Attr { nlink: 0, ..copy },
             (Some(inode), None) => {
                 let below = self.attr_below(object, inode)?;
-                match &change.inline {
-                    Some(inline) => Attr {
-                        mtime: inline.mtime,
-                        ctime: inline.ctime,
+                match change.inline_times {
+                    Some((mtime, ctime)) => Attr {
+                        mtime,
+                        ctime,
                         ..below
                     },
                     None => below,
@@ -108,14 +143,15 @@ impl<B: Backing> TransactionalBacking<B> {
     ) -> Result<()> {
         let (_data, scope) = self.enter_data_change(object)?;
         let Some(scope) = self.holding(scope, object, NO_BYTES)? else {
-            return change(&object.inner.read().inode(&self.base)?);
+            let inner = object.inner.share();
+            return change(&inner.inode(&self.base)?);
         };
-        let mut inner = object.inner.write();
+        let inner = object.inner.own();
         if !object.is_nameless() {
-            self.stage_copy(&scope, object, &mut inner)?;
+            self.stage_copy(&scope, object, &inner)?;
         }
         change(&inner.inode(&self.base)?)?;
-        inner.change.as_deref_mut().map(note);
+        inner.edit().change.as_deref_mut().map(note);
         drop(inner);
         self.check_changed(&scope, object);
         Ok(())
@@ -127,7 +163,7 @@ impl<B: Backing> TransactionalBacking<B> {
         atime: SetTime,
         mtime: SetTime,
     ) -> Result<()> {
-        let is_inline = atime == SetTime::Keep && object.inner.read().inline().is_some();
+        let is_inline = atime == SetTime::Keep && object.inner.share().look().inline().is_some();
         if is_inline && self.set_inline_time(object, mtime)? {
             return Ok(());
         }
@@ -141,35 +177,42 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     /// Makes sure that an object has a staged copy.
-    pub(crate) fn stage_copy<'a>(
+    pub(crate) fn stage_copy(
         &self,
         scope: &Scope<B>,
         object: &Arc<Object<B>>,
-        inner: &'a mut Inner<B>,
-    ) -> Result<&'a mut Change<B>> {
+        inner: &Owning<'_, Inner<B>>,
+    ) -> Result<()> {
         assert!(scope.shadow.is_none(), "nothing is held in shadow mode");
-        let base = inner.base.clone();
-        if base.is_none() && inner.change.is_none() {
-            return Err(Errno::STALE);
-        }
-        if inner.staged_copy().is_none()
-            && let Some(inode) = base
-        {
-            let number = scope.change(object, inner).number;
-            let (copy, attr) = self.make_staged_copy(scope, object.kind, &inode, number)?;
-            let change = scope.change(object, inner);
-            if let Some(inline) = &change.inline {
-                self.write_out_inline(inline, &copy)?;
-                Self::forget_inline(scope, inline);
-                for (at, piece) in inline.pieces() {
-                    change.written.insert(at..at + piece.len() as u64);
-                }
-                change.inline = None;
+        let (number, inline) = {
+            let mut inner = inner.edit();
+            if inner.base.is_none() && inner.change.is_none() {
+                return Err(Errno::STALE);
             }
-            (change.copy, change.cut, change.before) =
-                (Some(copy), attr.size, Some((attr.size, attr.mtime)));
+            let change = scope.change(object, &mut inner);
+            if change.copy.is_some() {
+                return Ok(());
+            }
+            (change.number, change.inline.clone())
+        };
+        let Some(inode) = inner.base() else {
+            return Ok(());
+        };
+        let (copy, attr) = self.make_staged_copy(scope, object.kind, &inode, number)?;
+        if let Some(inline) = &inline {
+            self.write_out_inline(inline, &copy)?;
         }
-        Ok(scope.change(object, inner))
+        let mut inner = inner.edit();
+        let change = scope.change(object, &mut inner);
+        if let Some(inline) = change.inline.take() {
+            Self::forget_inline(scope, &inline);
+            for (at, piece) in inline.pieces() {
+                change.written.insert(at..at + piece.len() as u64);
+            }
+        }
+        (change.copy, change.cut, change.before) =
+            (Some(copy), attr.size, Some((attr.size, attr.mtime)));
+        Ok(())
     }
 
     fn make_staged_copy(

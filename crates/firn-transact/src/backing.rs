@@ -104,7 +104,7 @@ impl<B: Backing> Backing for TransactionalBacking<B> {
     }
 
     fn readlink(&self, object: &Arc<Object<B>>) -> Result<Vec<u8>> {
-        self.base.readlink(&object.inner.read().inode(&self.base)?)
+        self.base.readlink(&object.inode(&self.base)?)
     }
 
     fn attr(&self, object: &Arc<Object<B>>) -> Result<Attr> {
@@ -131,8 +131,7 @@ impl<B: Backing> Backing for TransactionalBacking<B> {
     }
 
     fn get_xattr(&self, object: &Arc<Object<B>>, name: &OsStr) -> Result<Vec<u8>> {
-        self.base
-            .get_xattr(&object.inner.read().inode(&self.base)?, name)
+        self.base.get_xattr(&object.inode(&self.base)?, name)
     }
 
     fn set_xattr(
@@ -148,8 +147,7 @@ impl<B: Backing> Backing for TransactionalBacking<B> {
     }
 
     fn list_xattr(&self, object: &Arc<Object<B>>) -> Result<Vec<u8>> {
-        self.base
-            .list_xattr(&object.inner.read().inode(&self.base)?)
+        self.base.list_xattr(&object.inode(&self.base)?)
     }
 
     fn remove_xattr(&self, object: &Arc<Object<B>>, name: &OsStr) -> Result<()> {
@@ -240,7 +238,7 @@ impl<B: Backing> Backing for TransactionalBacking<B> {
     fn sync_tree(&self, object: &Arc<Object<B>>) -> Result<()> {
         // Staged objects are elsewhere and were made by this process.
         self.base.sync_changes()?;
-        let base = object.inner.read().base.clone();
+        let base = object.base();
         base.map_or(Ok(()), |inode| self.base.sync_tree(&inode))
     }
 

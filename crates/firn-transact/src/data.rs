@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 
 use firn_backing::{Access, Backing, Errno, Result, Seek};
 
+use crate::claim::View;
 use crate::object::{Inner, LowerFile, Object};
 use crate::scope::Scope;
 use crate::shadow::NO_BYTES;
@@ -57,27 +58,36 @@ impl<B: Backing> Drop for TrackedFile<B> {
 }
 
 /// A range of a file and where its bytes are.
-struct Stretch<'a> {
+struct Stretch {
     end: u64,
-    from: Source<'a>,
+    from: Source,
 }
 
-enum Source<'a> {
+enum Source {
     Hole,
     LowerFile(LowerFile),
-    /// Of an inline change.
-    Memory(&'a [u8]),
+    /// An inline change has them.
+    Memory,
 }
 
 impl<B: Backing> Inner<B> {
     /// Where the bytes at `at` are, below `size`.
-    fn stretch(&self, at: u64, size: u64) -> Stretch<'_> {
+    fn stretch(&self, at: u64, size: u64) -> Stretch {
+        self.copy_from_memory(at, size, &mut [])
+    }
+
+    /// The same; where memory has the bytes, as many as there is room for are copied to `buf`.
+    fn copy_from_memory(&self, at: u64, size: u64, buf: &mut [u8]) -> Stretch {
         if let Some(inline) = self.inline() {
             return match inline.stretch(at) {
-                Ok(bytes) => Stretch {
-                    end: at + bytes.len() as u64,
-                    from: Source::Memory(bytes),
-                },
+                Ok(bytes) => {
+                    let len = bytes.len().min(buf.len());
+                    buf[..len].copy_from_slice(&bytes[..len]);
+                    Stretch {
+                        end: at + bytes.len() as u64,
+                        from: Source::Memory,
+                    }
+                }
                 Err(end) => Stretch {
                     end: end.min(size),
                     from: Source::LowerFile(LowerFile::Reader),
@@ -130,19 +140,21 @@ impl<B: Backing> TransactionalBacking<B> {
         object: &Arc<Object<B>>,
         access: Access,
     ) -> Result<TrackedFile<B>> {
-        let inner = object.inner.read();
+        let inner = object.inner.share();
+        let whole = inner.look().whole();
         // Opened for the errors that this gives.
-        let inode = match inner.whole() {
+        let inode = match whole {
             Some(LowerFile::StagedCopy) => inner.inode(&self.base)?,
-            _ => inner.base.clone().ok_or(Errno::STALE)?,
+            _ => inner.base().ok_or(Errno::STALE)?,
         };
         drop(self.base.open(&inode, access)?);
         drop(inner);
         Ok(TrackedFile::new(object, access))
     }
 
-    fn size(&self, object: &Object<B>, inner: &Inner<B>) -> Result<u64> {
-        let below = if inner.staged_copy().is_some() {
+    fn size(&self, object: &Object<B>, inner: &View<'_, Inner<B>>) -> Result<u64> {
+        let is_staged = inner.look().staged_copy().is_some();
+        let below = if is_staged {
             LowerFile::StagedCopy
         } else {
             LowerFile::Reader
@@ -160,8 +172,9 @@ impl<B: Backing> TransactionalBacking<B> {
         offset: u64,
     ) -> Result<usize> {
         file.must_read()?;
-        let inner = file.object.inner.read();
-        if let Some(below) = inner.whole() {
+        let inner = file.object.inner.share();
+        let whole = inner.look().whole();
+        if let Some(below) = whole {
             return self.base.read_at(
                 &*file.object.lower_file(&self.base, &inner, below)?,
                 buf,
@@ -174,7 +187,7 @@ impl<B: Backing> TransactionalBacking<B> {
     fn read_merged(
         &self,
         object: &Object<B>,
-        inner: &Inner<B>,
+        inner: &View<'_, Inner<B>>,
         buf: &mut [u8],
         offset: u64,
     ) -> Result<usize> {
@@ -182,22 +195,20 @@ impl<B: Backing> TransactionalBacking<B> {
         let end = size.min(offset.saturating_add(buf.len() as u64));
         let mut at = offset;
         while at < end {
-            let stretch = inner.stretch(at, size);
+            let wanted = &mut buf[(at - offset) as usize..(end - offset) as usize];
+            let stretch = inner.look().copy_from_memory(at, size, wanted);
             let until = stretch.end.min(end);
-            let part = &mut buf[(at - offset) as usize..(until - offset) as usize];
-            let count = match stretch.from {
-                Source::Hole => 0,
+            let part = &mut wanted[..(until - at) as usize];
+            match stretch.from {
+                Source::Memory => {}
+                Source::Hole => part.fill(0),
                 Source::LowerFile(below) => {
-                    self.base
-                        .read_at(&*object.lower_file(&self.base, inner, below)?, part, at)?
+                    let below = object.lower_file(&self.base, inner, below)?;
+                    let count = self.base.read_at(&below, part, at)?;
+                    // Past the end of the file below there is a hole.
+                    part[count..].fill(0);
                 }
-                Source::Memory(bytes) => {
-                    part.copy_from_slice(&bytes[..part.len()]);
-                    part.len()
-                }
-            };
-            // Past the end of the file below there is a hole.
-            part[count..].fill(0);
+            }
             at = until;
         }
         Ok(end.saturating_sub(offset) as usize)
@@ -229,7 +240,7 @@ impl<B: Backing> TransactionalBacking<B> {
         offset: u64,
     ) -> Result<usize> {
         let Some(scope) = self.holding(scope, object, offset)? else {
-            let inner = object.inner.read();
+            let inner = object.inner.share();
             return self.base.write_at(
                 &*object.lower_file(&self.base, &inner, LowerFile::Writer)?,
                 data,
@@ -240,8 +251,9 @@ impl<B: Backing> TransactionalBacking<B> {
             return Ok(count);
         }
         self.ready(&scope, object)?;
-        let inner = object.inner.read();
-        let below = object.lower_file(&self.base, &inner, inner.target())?;
+        let inner = object.inner.share();
+        let target = inner.look().target();
+        let below = object.lower_file(&self.base, &inner, target)?;
         let count = self.base.write_at(&below, data, offset)?;
         drop(inner);
         let window = offset / EARLY_BYTES..(offset + count as u64) / EARLY_BYTES;
@@ -257,17 +269,16 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Makes sure that [`Inner::target`] takes data.
     fn ready(&self, scope: &Scope<B>, object: &Arc<Object<B>>) -> Result<()> {
-        let inner = object.inner.read();
-        if inner.staged_copy().is_some() || object.is_nameless() {
+        let is_staged = object.inner.share().look().staged_copy().is_some();
+        if is_staged || object.is_nameless() {
             return Ok(());
         }
-        drop(inner);
-        self.stage_copy(scope, object, &mut object.inner.write())
-            .map(drop)
+        self.stage_copy(scope, object, &object.inner.own())
     }
 
     fn wrote(&self, object: &Object<B>, offset: u64, len: u64) {
-        let mut inner = object.inner.write();
+        let owned = object.inner.own();
+        let mut inner = owned.edit();
         if inner.base.is_some()
             && let Some(change) = &mut inner.change
         {
@@ -280,19 +291,18 @@ impl<B: Backing> TransactionalBacking<B> {
         let object = &file.object;
         let (_data, scope) = self.enter_data_change(object)?;
         let Some(scope) = self.holding(scope, object, len)? else {
-            let inner = object.inner.read();
+            let inner = object.inner.share();
             return self.base.set_len(
                 &*object.lower_file(&self.base, &inner, LowerFile::Writer)?,
                 len,
             );
         };
         self.ready(&scope, object)?;
-        let mut inner = object.inner.write();
-        self.base.set_len(
-            &*object.lower_file(&self.base, &inner, inner.target())?,
-            len,
-        )?;
-        if let Some(change) = &mut inner.change {
+        let inner = object.inner.own();
+        let target = inner.look().target();
+        let below = object.lower_file(&self.base, &inner, target)?;
+        self.base.set_len(&below, len)?;
+        if let Some(change) = &mut inner.edit().change {
             change.cut = change.cut.min(len);
             change.written.cut(len);
         }
@@ -314,7 +324,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let keeps_bytes = mode & !libc::FALLOC_FL_KEEP_SIZE == 0;
         let from = if keeps_bytes { NO_BYTES } else { offset };
         let Some(scope) = self.holding(scope, object, from)? else {
-            let inner = object.inner.read();
+            let inner = object.inner.share();
             let below = object.lower_file(&self.base, &inner, LowerFile::Writer)?;
             return self.base.allocate(&below, mode, offset, len);
         };
@@ -323,11 +333,13 @@ impl<B: Backing> TransactionalBacking<B> {
             return Err(Errno::OPNOTSUPP);
         }
         self.ready(&scope, object)?;
-        let mut inner = object.inner.write();
-        let below = object.lower_file(&self.base, &inner, inner.target())?;
+        let owned = object.inner.own();
+        let target = owned.look().target();
+        let below = object.lower_file(&self.base, &owned, target)?;
         self.base.allocate(&below, mode, offset, len)?;
         let cleared = mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0;
         let size = self.base.attr_of_file(&below)?.size;
+        let mut inner = owned.edit();
         if cleared
             && inner.base.is_some()
             && let Some(change) = &mut inner.change
@@ -337,6 +349,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 .insert(offset..offset.saturating_add(len).min(size));
         }
         drop(inner);
+        drop(owned);
         self.check_changed(&scope, object);
         Ok(())
     }
@@ -348,8 +361,9 @@ impl<B: Backing> TransactionalBacking<B> {
         what: Seek,
     ) -> Result<u64> {
         let object = &file.object;
-        let inner = object.inner.read();
-        if let Some(below) = inner.whole() {
+        let inner = object.inner.share();
+        let whole = inner.look().whole();
+        if let Some(below) = whole {
             return self.base.seek(
                 &*object.lower_file(&self.base, &inner, below)?,
                 offset,
@@ -359,10 +373,10 @@ impl<B: Backing> TransactionalBacking<B> {
         let size = self.size(object, &inner)?;
         let mut at = offset;
         while at < size {
-            let stretch = inner.stretch(at, size);
+            let stretch = inner.look().stretch(at, size);
             let found = match (stretch.from, what) {
-                (Source::Hole, Seek::Hole) | (Source::Memory(_), Seek::Data) => return Ok(at),
-                (Source::Hole, Seek::Data) | (Source::Memory(_), Seek::Hole) => None,
+                (Source::Hole, Seek::Hole) | (Source::Memory, Seek::Data) => return Ok(at),
+                (Source::Hole, Seek::Data) | (Source::Memory, Seek::Hole) => None,
                 (Source::LowerFile(below), _) => {
                     match self
                         .base
@@ -402,18 +416,15 @@ impl<B: Backing> TransactionalBacking<B> {
             None => false,
         };
         let target = {
-            let inner = object.inner.read();
-            object.lower_file(
-                &self.base,
-                &inner,
-                if is_held {
-                    inner.target()
-                } else {
-                    LowerFile::Writer
-                },
-            )?
+            let inner = object.inner.share();
+            let below = if is_held {
+                inner.look().target()
+            } else {
+                LowerFile::Writer
+            };
+            object.lower_file(&self.base, &inner, below)?
         };
-        let inner = from.object.inner.read();
+        let inner = from.object.inner.share();
         // As in the kernel, bytes past the end are ignored, also in the test for overlap.
         let len = len.min(self.size(&from.object, &inner)?.saturating_sub(from_offset));
         let is_same = Arc::ptr_eq(&from.object, object);
@@ -424,7 +435,8 @@ impl<B: Backing> TransactionalBacking<B> {
         if is_same && from_offset < ends.1 && to_offset < ends.0 && len > 0 {
             return Err(Errno::INVAL);
         }
-        let count = match inner.whole() {
+        let whole = inner.look().whole();
+        let count = match whole {
             Some(below) => {
                 let source = from.object.lower_file(&self.base, &inner, below)?;
                 self.base
@@ -446,15 +458,14 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// fsync(2). In a transaction it makes the staged data durable, which takes effect with the commit.
     pub(crate) fn sync_tracked(&self, file: &TrackedFile<B>, data_only: bool) -> Result<()> {
-        let inner = file.object.inner.read();
-        // Inline changes become durable with the record that takes them.
-        if inner.inline().is_some() {
-            return Ok(());
-        }
-        let below = if inner.staged_copy().is_some() {
-            LowerFile::StagedCopy
-        } else {
-            LowerFile::Writer
+        let inner = file.object.inner.share();
+        let below = {
+            let inner = inner.look();
+            // Inline changes become durable with the record that takes them.
+            if inner.inline().is_some() {
+                return Ok(());
+            }
+            inner.target()
         };
         self.base.sync(
             &*file.object.lower_file(&self.base, &inner, below)?,

@@ -9,10 +9,32 @@ use firn_backing::{Backing, Errno, Kind, SetTime};
 
 use crate::change_log::{ChangeLog, Data, Entry, Identity, Range, Source, TopChange};
 use crate::history::ANCHOR;
-use crate::object::{Inner, Key, Object};
+use crate::object::{Change, Key, Object};
 use crate::scope::Scope;
 use crate::staging;
 use crate::transactional::TransactionalBacking;
+
+/// An object in the backing, and what is changed of it but names.
+type Described<B> = (Option<<B as Backing>::Inode>, Option<Change<B>>);
+
+fn described<B: Backing>(object: &Object<B>) -> Described<B> {
+    let shared = object.inner.share();
+    let inner = shared.look();
+    let change = inner.change.as_deref().map(Change::clone_without_names);
+    (inner.base.clone(), change)
+}
+
+/// What names lead to; `None`: to nothing any more.
+type ChangedNames<B> = Vec<(OsString, Option<Arc<Object<B>>>)>;
+
+/// A directory in the backing, and the names in it that are changed; `None` where nothing of it is.
+fn changed_names<B: Backing>(dir: &Object<B>) -> Option<(Option<B::Inode>, ChangedNames<B>)> {
+    let shared = dir.inner.share();
+    let inner = shared.look();
+    let names = inner.change.as_deref()?.names.iter();
+    let names = names.map(|(name, named)| (name.clone(), named.object.clone()));
+    Some((inner.base.clone(), names.collect()))
+}
 
 impl<B: Backing> TransactionalBacking<B> {
     /// Makes the change log of a transaction from its tables.
@@ -22,8 +44,7 @@ impl<B: Backing> TransactionalBacking<B> {
         // Directories from the scope up to the root of the backing, which do not change.
         let mut numbers: HashMap<Key, u64> = HashMap::from([(self.top().key, 0)]);
         for object in &changed {
-            let inner = object.inner.read();
-            let Some(change) = &inner.change else {
+            let (base, Some(change)) = described(object) else {
                 continue;
             };
             let number = *numbers.entry(object.key).or_insert(change.number);
@@ -36,7 +57,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 self.base
                     .set_times(&inode, SetTime::Keep, SetTime::At(mtime))?;
             }
-            if inner.base.is_none() {
+            if base.is_none() {
                 item.new_at = at;
                 if let Some(copy) = change
                     .copy
@@ -47,7 +68,7 @@ impl<B: Backing> TransactionalBacking<B> {
                     item.redo.atime = Some(attr.atime.into());
                     item.redo.mtime = Some(attr.mtime.into());
                 }
-            } else if self.links_of(object, &inner)? > 0
+            } else if self.links_of(object, base.as_ref(), &change)? > 0
                 || is_root
                 // A program that has a file without a name open keeps what was written to it.
                 || object.is_open()
@@ -57,7 +78,7 @@ impl<B: Backing> TransactionalBacking<B> {
                     change.touched.filter(|_| item.is_dir),
                     &at,
                     &self.members,
-                    &inner.base,
+                    &base,
                 ) {
                     let attr = self.base.attr(inode)?;
                     item.redo.atime = Some(attr.atime.into());
@@ -98,17 +119,15 @@ impl<B: Backing> TransactionalBacking<B> {
             items.insert(number, item);
         }
         for object in &changed {
-            let inner = object.inner.read();
-            let Some(change) = &inner.change else {
-                continue;
-            };
             if object.kind != Kind::Dir {
                 continue;
             }
+            let Some((base, names)) = changed_names(object) else {
+                continue;
+            };
             let dir = self.number(scope, object, &mut numbers, &mut items);
-            for (name, named) in &change.names {
-                let now = &named.object;
-                let old = match &inner.base {
+            for (name, now) in &names {
+                let old = match &base {
                     Some(inode) => staging::find(&self.base, inode, name)?,
                     None => None,
                 };
@@ -197,14 +216,16 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     /// Number of names that an object has; 2 for a directory that exists.
-    fn links_of(&self, object: &Object<B>, inner: &Inner<B>) -> Result<i64, Errno> {
-        let Some(change) = &inner.change else {
-            return Ok(2);
-        };
+    fn links_of(
+        &self,
+        object: &Object<B>,
+        base: Option<&B::Inode>,
+        change: &Change<B>,
+    ) -> Result<i64, Errno> {
         if change.removed {
             return Ok(0);
         }
-        let Some(inode) = &inner.base else {
+        let Some(inode) = base else {
             return Ok(change.links);
         };
         let attr = self.attr_below(object, inode)?;
@@ -268,13 +289,13 @@ impl<B: Backing> TransactionalBacking<B> {
         if number == 0 || item.new_at.is_some() || !is_sought || (leaves && comes) {
             return Ok(());
         }
-        let inner = object.inner.read();
-        let Some(origin) = inner.change.as_ref().map(|change| change.origin.clone()) else {
+        let (base, Some(change)) = described(object) else {
             return Ok(());
         };
+        let origin = change.origin;
         if let Some((parent, name)) = origin.filter(|_| !leaves) {
-            let below = parent.inner.read().base.clone();
-            let found = below
+            let found = parent
+                .base()
                 .map(|dir| staging::find(&self.base, &dir, &name))
                 .transpose()?
                 .flatten();
@@ -286,7 +307,7 @@ impl<B: Backing> TransactionalBacking<B> {
             }
         }
         // The name that it was found by is gone, and others are not known. It gets one more.
-        let Some(inode) = inner.base.as_ref().filter(|_| object.kind != Kind::Dir) else {
+        let Some(inode) = base.as_ref().filter(|_| object.kind != Kind::Dir) else {
             return Ok(());
         };
         let (staging_name, staging_dir) = scope.plain_staging_dir(&self.base)?;

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::sync::atomic::Ordering;
 
 use firn_backing::Backing;
-use parking_lot::Mutex;
+use firn_backing::lock::Mutex;
 
 use crate::object::{HAS_LINKS, Key, Object};
 

@@ -14,6 +14,7 @@ use firn_backing::{Access, Attr, Backing, Errno, RenameFlags, SetTime};
 
 use crate::apply::Apply;
 use crate::change_log::{ChangeLog, Data, Direction, Entry, LogError, NO_ID, Part, Range, Source};
+use crate::claim::Claim;
 use crate::error::{RestoreError, StoreError};
 use crate::object::Object;
 use crate::scope::Scope;
@@ -97,7 +98,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if entry.after.is_empty() && !entry.before.is_empty() {
             entry.kept_at = staged(format!("k{}", entry.number));
         }
-        let below = object.and_then(|object| object.inner.read().base.clone());
+        let below = object.and_then(|object| object.base());
         let (Some(object), Some(inode)) = (object, below) else {
             return Ok(());
         };
@@ -315,7 +316,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let Some(firn) = self.find_staging_dir()? else {
             return Ok(());
         };
-        let _one = self.history.numbers.lock();
+        let _one = Claim::own(&self.history.numbers);
         let mut numbers = staging::load_numbers(&self.base, &firn)?;
         if numbers.remove(scope).is_some() {
             staging::store_numbers(&self.base, &firn, &numbers)?;

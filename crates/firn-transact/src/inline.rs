@@ -36,29 +36,33 @@ impl<B: Backing> TransactionalBacking<B> {
         if self.members.is_some() || len == 0 || len as u64 > FILE_BYTES {
             return Ok(None);
         }
-        let mut inner = object.inner.write();
+        let owned = object.inner.own();
         let may_be_inline =
-            object.kind == Kind::File && inner.staged_copy().is_none() && !object.is_nameless();
-        let Some(base) = inner.base.clone().filter(|_| may_be_inline) else {
+            object.kind == Kind::File && owned.staged_copy().is_none() && !object.is_nameless();
+        let Some(base) = owned.base().filter(|_| may_be_inline) else {
             return Ok(None);
         };
-        let (size, before) = match inner.inline() {
-            Some(inline) => (inline.size(), inline.len()),
+        let size_and_bytes = |inline: &InlineChanges| (inline.size(), inline.len());
+        let known = owned.look().inline().map(size_and_bytes);
+        let (size, before) = match known {
+            Some(known) => known,
             None => (self.base.attr(&base)?.size, 0),
         };
         let of_all = scope.inline_bytes.load(Ordering::Acquire);
         if end > size || before + len as u64 > FILE_BYTES || of_all + len as u64 > SCOPE_BYTES {
             return Ok(None);
         }
-        let inline = scope
-            .change(object, &mut inner)
-            .inline
-            .get_or_insert_with(|| InlineChanges::new(size));
-        inline.write(offset, data);
-        scope
-            .inline_bytes
-            .fetch_add(inline.len() - before, Ordering::AcqRel);
-        drop(inner);
+        {
+            let mut inner = owned.edit();
+            let change = scope.change(object, &mut inner);
+            let inline = change
+                .inline
+                .get_or_insert_with(|| InlineChanges::new(size));
+            inline.write(offset, data);
+            let more = inline.len() - before;
+            scope.inline_bytes.fetch_add(more, Ordering::AcqRel);
+        }
+        drop(owned);
         self.check_changed(scope, object);
         Ok(Some(len))
     }
@@ -66,7 +70,8 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Sets the time of the last change, of a file that has inline changes and no others.
     pub(crate) fn set_inline_time(&self, object: &Arc<Object<B>>, mtime: SetTime) -> Result<bool> {
         let (_data, scope) = self.enter_data_change(object)?;
-        let mut inner = object.inner.write();
+        let owned = object.inner.own();
+        let mut inner = owned.edit();
         let Some(inline) = inner
             .change
             .as_mut()

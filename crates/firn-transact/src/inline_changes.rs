@@ -8,6 +8,7 @@ use std::io::IoSlice;
 use firn_backing::Time;
 
 /// What was overwritten of a file, and when.
+#[derive(Clone)]
 pub(crate) struct InlineChanges {
     /// By offset; they neither overlap nor touch.
     pieces: BTreeMap<u64, Vec<u8>>,

@@ -31,14 +31,14 @@ impl<B: Backing> TransactionalBacking<B> {
         } else {
             touched
                 .iter()
-                .for_each(|object| check_object(scope, object, &object.inner.read()));
+                .for_each(|object| check_object(scope, object, &object.inner.peek()));
         }
     }
 
     /// After a change of one object's data or attributes.
     pub(crate) fn check_changed(&self, scope: &Scope<B>, object: &Arc<Object<B>>) {
         if cfg!(debug_assertions) {
-            check_object(scope, object, &object.inner.read());
+            check_object(scope, object, &object.inner.peek());
         }
     }
 
@@ -51,7 +51,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let changed = scope.changed.lock().clone();
         let inline: u64 = changed
             .values()
-            .map(|object| inline_bytes(&object.inner.read()))
+            .map(|object| inline_bytes(&object.inner.peek()))
             .sum();
         let counted = scope
             .inline_bytes
@@ -78,7 +78,7 @@ fn check_tables<B: Backing>(scope: &Scope<B>) {
     let mut keys = HashMap::new();
     let mut names: HashMap<*const Object<B>, i64> = HashMap::new();
     for (number, object) in &changed {
-        let inner = object.inner.read();
+        let inner = object.inner.peek();
         check_object(scope, object, &inner);
         assert!(
             keys.insert(object.key, number).is_none(),
@@ -97,7 +97,7 @@ fn check_tables<B: Backing>(scope: &Scope<B>) {
         }
     }
     for object in changed.values() {
-        let inner = object.inner.read();
+        let inner = object.inner.peek();
         let Some(change) = inner.change.as_ref().filter(|_| inner.base.is_none()) else {
             continue;
         };

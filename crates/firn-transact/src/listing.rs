@@ -4,8 +4,8 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStringExt;
 use std::sync::Arc;
 
+use firn_backing::lock::Mutex;
 use firn_backing::{Backing, DirEntry, Errno, Kind, Result};
-use parking_lot::Mutex;
 
 use crate::object::Object;
 use crate::staging;
@@ -18,17 +18,16 @@ pub(crate) type Listed = (OsString, u64, Option<Kind>);
 /// start.
 pub struct TrackedDir<B: Backing> {
     object: Arc<Object<B>>,
-    entries: Mutex<Vec<Listed>>,
+    entries: Mutex<Arc<Vec<Listed>>>,
 }
 
 impl<B: Backing> TransactionalBacking<B> {
     pub(crate) fn open_tracked_dir(&self, object: &Arc<Object<B>>) -> Result<TrackedDir<B>> {
-        let dir = TrackedDir {
+        let entries = self.list_entries(object, true)?;
+        Ok(TrackedDir {
             object: Arc::clone(object),
-            entries: Mutex::default(),
-        };
-        *dir.entries.lock() = self.list_entries(object, true)?;
-        Ok(dir)
+            entries: Mutex::new(Arc::new(entries)),
+        })
     }
 
     pub(crate) fn read_tracked_dir(
@@ -37,10 +36,11 @@ impl<B: Backing> TransactionalBacking<B> {
         cookie: i64,
         sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
     ) -> Result<()> {
-        let mut entries = dir.entries.lock();
         if cookie == 0 {
-            *entries = self.list_entries(&dir.object, true)?;
+            let now = Arc::new(self.list_entries(&dir.object, true)?);
+            *dir.entries.lock() = now;
         }
+        let entries = Arc::clone(&dir.entries.lock());
         let from = usize::try_from(cookie).map_err(|_| Errno::INVAL)?;
         for (at, (name, ino, kind)) in entries.iter().enumerate().skip(from) {
             if !sink(DirEntry {
@@ -65,21 +65,29 @@ impl<B: Backing> TransactionalBacking<B> {
         if object.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
         }
-        let inner = object.inner.read();
-        let change = inner.change.as_ref();
+        let inner = object.inner.share();
+        let (base, is_changed, is_removed) = {
+            let inner = inner.look();
+            let change = inner.change.as_ref();
+            let is_removed = change.is_some_and(|change| change.removed);
+            (inner.base.clone(), change.is_some(), is_removed)
+        };
         let mut entries = Vec::new();
         if wanted {
             let parent = object.parent().map_or(object.key.1, |parent| parent.key.1);
             entries.push((OsString::from("."), object.key.1, Some(Kind::Dir)));
             entries.push((OsString::from(".."), parent, Some(Kind::Dir)));
         }
-        if change.is_some_and(|change| change.removed) {
+        if is_removed {
             return Ok(entries);
         }
-        if let Some(inode) = &inner.base {
+        if let Some(inode) = &base {
             let is_top = object.parent().is_none();
             let tops = self.top_names_in(object);
-            for (name, ino, kind) in staging::list(&self.base, inode)? {
+            let below = staging::list(&self.base, inode)?;
+            let inner = inner.look();
+            let change = inner.change.as_ref();
+            for (name, ino, kind) in below {
                 let name = OsString::from_vec(name);
                 let is_hidden = is_top && name == OsStr::new(staging::TOP);
                 let is_hidden = is_hidden || tops.iter().any(|top| top.name == name);
@@ -91,10 +99,10 @@ impl<B: Backing> TransactionalBacking<B> {
                 .into_iter()
                 .filter_map(|top| Some((top.name, top.shown?)));
             entries.extend(shown.map(|(name, root)| (name, root.key.1, Some(Kind::Dir))));
-        } else if change.is_none() {
+        } else if !is_changed {
             return Err(Errno::STALE);
         }
-        if let Some(change) = change {
+        if let Some(change) = &inner.look().change {
             let made = change
                 .names
                 .iter()
@@ -111,7 +119,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if scope.is_some_and(|scope| scope.shadow.is_none()) {
             return Ok(());
         }
-        let inode = object.inner.read().base.clone().ok_or(Errno::STALE)?;
+        let inode = object.base().ok_or(Errno::STALE)?;
         self.base.sync_dir(&inode)
     }
 }

@@ -48,8 +48,8 @@ impl<B: Backing> TransactionalBacking<B> {
             TopName::Shown(root) => return Ok(Some(FoundName::without_attr(root))),
             TopName::Reserved => return Ok(None),
         }
-        let inner = parent.inner.read();
-        if let Some(change) = &inner.change
+        let inner = parent.inner.share();
+        if let Some(change) = &inner.look().change
             && let Some(found) = change.names.get(name)
         {
             return Ok(found.object.clone().map(FoundName::without_attr));
@@ -58,10 +58,7 @@ impl<B: Backing> TransactionalBacking<B> {
             return Ok(None);
         }
         // A new directory's staged copy is empty, and says what is wrong with a name.
-        let inode = inner
-            .base
-            .clone()
-            .map_or_else(|| inner.inode(&self.base), Ok)?;
+        let inode = inner.base().map_or_else(|| inner.inode(&self.base), Ok)?;
         let found = staging::find(&self.base, &inode, name)?;
         Ok(found.map(|(inode, attr)| FoundName {
             object: self.tree.intern(&self.base, inode, &attr, parent, name),
@@ -71,7 +68,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Whether programs see the attributes that the backing gave for an object a moment before.
     fn shows_attr_below(&self, object: &Object<B>) -> bool {
-        let is_changed = object.inner.read().change.is_some();
+        let is_changed = object.inner.share().look().change.is_some();
         !is_changed && !object.may_hide_links() && !object.is_gone() && !self.has_tops_in(object)
     }
 
@@ -92,7 +89,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.must_not_be_a_top(parent, name)?;
         let within = scope.clone();
         let Some(scope) = self.holding(scope, parent, NO_BYTES)? else {
-            let dir = parent.inner.read().inode(&self.base)?;
+            let dir = parent.inode(&self.base)?;
             let (inode, attr) = make(&dir, name)?;
             if let Some(shadow) = shadow(&within) {
                 shadow.note_new(attr.ino);
@@ -106,7 +103,7 @@ impl<B: Backing> TransactionalBacking<B> {
             return Err(Errno::NOTDIR);
         }
         let exists = self.find_name(parent, name)?;
-        let dir = parent.inner.read().inode(&self.base)?;
+        let dir = parent.inode(&self.base)?;
         if exists.is_some() {
             return Err(Errno::EXIST);
         }
@@ -150,7 +147,8 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     fn must_be_there(&self, dir: &Arc<Object<B>>) -> Result<()> {
-        let inner = dir.inner.read();
+        let shared = dir.inner.share();
+        let inner = shared.look();
         match &inner.change {
             Some(change) if change.removed => Err(Errno::NOENT),
             None if inner.base.is_none() => Err(Errno::STALE),
@@ -168,7 +166,8 @@ impl<B: Backing> TransactionalBacking<B> {
         object: Option<&Arc<Object<B>>>,
         subdirectories: i64,
     ) {
-        let mut inner = dir.inner.write();
+        let owned = dir.inner.own();
+        let mut inner = owned.edit();
         let is_old = inner.base.is_some();
         let change = scope.change(dir, &mut inner);
         // A name that is not noted leads where it does in the backing.
@@ -198,7 +197,8 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// An object got `more` names, or another name.
     fn renamed(&self, scope: &Scope<B>, object: &Arc<Object<B>>, more: i64) {
-        let mut inner = object.inner.write();
+        let owned = object.inner.own();
+        let mut inner = owned.edit();
         let change = scope.change(object, &mut inner);
         change.links += more;
         change.named = Some(Time::now());
@@ -207,24 +207,27 @@ impl<B: Backing> TransactionalBacking<B> {
     /// An object lost a name in `scope`. A new one without any goes at once: it takes room, and the transaction has
     /// nothing to do with it.
     fn lost_name(&self, scope: &Scope<B>, object: &Arc<Object<B>>) {
-        let mut inner = object.inner.write();
-        let is_new = inner.base.is_none();
-        let change = scope.change(object, &mut inner);
-        change.named = Some(Time::now());
-        if object.kind == Kind::Dir {
-            change.removed = true;
-        } else {
-            change.links -= 1;
-        }
-        if !is_new || !(change.removed || change.links == 0) {
-            return;
-        }
-        let number = change.number;
-        let Some(copy) = &change.copy else { return };
-        match self.unstage(object.kind, copy) {
+        let owned = object.inner.own();
+        let (number, copy) = {
+            let mut inner = owned.edit();
+            let is_new = inner.base.is_none();
+            let change = scope.change(object, &mut inner);
+            change.named = Some(Time::now());
+            if object.kind == Kind::Dir {
+                change.removed = true;
+            } else {
+                change.links -= 1;
+            }
+            if !is_new || !(change.removed || change.links == 0) {
+                return;
+            }
+            let Some(copy) = &change.copy else { return };
+            (change.number, copy.clone())
+        };
+        match self.unstage(object.kind, &copy) {
             Ok(inode) => {
                 scope.changed.lock().remove(&number);
-                object.become_nameless(&mut inner, inode);
+                object.become_nameless(&mut owned.edit(), inode);
             }
             Err(errno) => {
                 tracing::warn!(%errno, "a staged object that lost its last name stays until the transaction ends");
@@ -272,7 +275,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 TopName::Shown(_) => return Err(Errno::ISDIR),
                 TopName::Reserved => return Err(Errno::NOENT),
             }
-            let dir = parent.inner.read().inode(&self.base)?;
+            let dir = parent.inode(&self.base)?;
             return if is_dir {
                 self.base.rmdir(&dir, name)
             } else {
@@ -318,8 +321,8 @@ impl<B: Backing> TransactionalBacking<B> {
             return Err(Errno::NOENT);
         }
         let Some(scope) = self.holding(scope, parent, NO_BYTES)? else {
-            let inode = object.inner.read().inode(&self.base)?;
-            let dir = parent.inner.read().inode(&self.base)?;
+            let inode = object.inode(&self.base)?;
+            let dir = parent.inode(&self.base)?;
             let attr = self.base.link(&inode, &dir, name)?;
             return if object.may_hide_links() {
                 self.read_attr(object)
@@ -488,8 +491,8 @@ impl<B: Backing> TransactionalBacking<B> {
             self.must_not_hold_a_scope(source.as_ref())?;
             self.must_not_hold_a_scope(target.as_ref())?;
         }
-        let from_inode = from.inner.read().inode(&self.base)?;
-        let to_inode = to.inner.read().inode(&self.base)?;
+        let from_inode = from.inode(&self.base)?;
+        let to_inode = to.inode(&self.base)?;
         self.base
             .rename(&from_inode, name, &to_inode, new_name, flags)?;
         if let Some(source) = source {

@@ -15,10 +15,11 @@ use std::ffi::{OsStr, OsString};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
+use firn_backing::lock::Mutex;
 use firn_backing::{Access, Attr, Backing, Errno, Kind, LaneIndex, Result, Time};
-use parking_lot::{Mutex, RwLock};
 
 use crate::change_log::Staged;
+use crate::claim::{Claimed, View};
 use crate::inline_changes::InlineChanges;
 use firn_conflict::Ranges;
 
@@ -38,10 +39,10 @@ pub struct Object<B: Backing> {
     /// The lane that its data lay in when it was found or made.
     pub(crate) lane: LaneIndex,
     pub(crate) location: Mutex<Option<Location<B>>>,
-    pub(crate) inner: RwLock<Inner<B>>,
+    pub(crate) inner: Claimed<Inner<B>>,
     /// Whether it has links of Firn's that are not shown, and how often that changed: see [`crate::hidden_links`].
     pub(crate) hides: AtomicU64,
-    /// It was made in a transaction and lost its last name. Set under the lock of `inner`, and never unset.
+    /// It was made in a transaction and lost its last name. Set by the owner of `inner`, and never unset.
     nameless: AtomicBool,
     /// Handles on it.
     opens: AtomicUsize,
@@ -111,6 +112,28 @@ impl<B: Backing> Change<B> {
     }
 }
 
+impl<B: Backing> Change<B> {
+    /// The same, without the names.
+    pub(crate) fn clone_without_names(&self) -> Self {
+        Self {
+            number: self.number,
+            origin: self.origin.clone(),
+            copy: self.copy.clone(),
+            inline: self.inline.clone(),
+            names: BTreeMap::new(),
+            links: self.links,
+            removed: self.removed,
+            touched: self.touched,
+            named: self.named,
+            cut: self.cut,
+            written: self.written.clone(),
+            before: self.before,
+            attributes: self.attributes,
+            frozen: self.frozen,
+        }
+    }
+}
+
 /// A staged object. There may be more of them than a process may hold descriptors: it is looked up when it is
 /// used.
 pub(crate) struct StagedCopy<B: Backing> {
@@ -121,6 +144,17 @@ pub(crate) struct StagedCopy<B: Backing> {
     pub(crate) held: Option<B::Inode>,
     /// Where a commit that is being applied moves it to.
     pub(crate) goes_to: Option<(B::Inode, OsString)>,
+}
+
+impl<B: Backing> Clone for StagedCopy<B> {
+    fn clone(&self) -> Self {
+        Self {
+            staging_dir: self.staging_dir.clone(),
+            at: self.at.clone(),
+            held: self.held.clone(),
+            goes_to: self.goes_to.clone(),
+        }
+    }
 }
 
 impl<B: Backing> StagedCopy<B> {
@@ -146,6 +180,22 @@ struct Files<B: Backing> {
     copy: Option<Arc<B::File>>,
 }
 
+impl<B: Backing> Files<B> {
+    const NONE: Self = Self {
+        reader: None,
+        writer: None,
+        copy: None,
+    };
+
+    fn slot(&mut self, which: LowerFile) -> &mut Option<Arc<B::File>> {
+        match which {
+            LowerFile::Reader => &mut self.reader,
+            LowerFile::Writer => &mut self.writer,
+            LowerFile::StagedCopy => &mut self.copy,
+        }
+    }
+}
+
 /// Which file below is meant.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LowerFile {
@@ -169,15 +219,11 @@ impl<B: Backing> Object<B> {
             kind,
             lane: LaneIndex::FIRST,
             location: Mutex::new(location),
-            inner: RwLock::new(inner),
+            inner: Claimed::new(inner),
             hides: AtomicU64::new(0),
             nameless: AtomicBool::new(false),
             opens: AtomicUsize::new(0),
-            files: Mutex::new(Files {
-                reader: None,
-                writer: None,
-                copy: None,
-            }),
+            files: Mutex::new(Files::NONE),
         }
     }
 
@@ -252,41 +298,44 @@ impl<B: Backing> Object<B> {
 
     /// Closes what is open below; it is opened again when it is used.
     pub(crate) fn close_lower_files(&self) {
-        *self.files.lock() = Files {
-            reader: None,
-            writer: None,
-            copy: None,
-        };
+        let closed = std::mem::replace(&mut *self.files.lock(), Files::NONE);
+        drop(closed);
     }
 
-    /// The file below, opened if need be.
+    /// The file below, opened if need be. The caller shares or owns `inner`, so that it stays the right one.
     pub(crate) fn lower_file(
         &self,
         base: &B,
-        inner: &Inner<B>,
+        inner: &View<'_, Inner<B>>,
         which: LowerFile,
     ) -> Result<Arc<B::File>> {
-        let mut files = self.files.lock();
-        let Files {
-            reader,
-            writer,
-            copy,
-        } = &mut *files;
-        let (slot, access) = match which {
-            LowerFile::Reader => (reader, Access::Read),
-            LowerFile::Writer => (writer, Access::ReadWrite),
-            LowerFile::StagedCopy => (copy, Access::ReadWrite),
-        };
-        if let Some(file) = slot {
-            return Ok(Arc::clone(file));
+        let known = self.files.lock().slot(which).clone();
+        if let Some(file) = known {
+            return Ok(file);
         }
-        let inode = match which {
-            LowerFile::Reader | LowerFile::Writer => inner.base.clone().ok_or(Errno::STALE)?,
-            LowerFile::StagedCopy => inner.staged_copy().ok_or(Errno::STALE)?.inode(base)?,
+        let (inode, access) = match which {
+            LowerFile::Reader => (inner.base().ok_or(Errno::STALE)?, Access::Read),
+            LowerFile::Writer => (inner.base().ok_or(Errno::STALE)?, Access::ReadWrite),
+            LowerFile::StagedCopy => {
+                let copy = inner.staged_copy().ok_or(Errno::STALE)?;
+                (copy.inode(base)?, Access::ReadWrite)
+            }
         };
-        let file = Arc::new(base.open(&inode, access)?);
-        *slot = Some(Arc::clone(&file));
-        Ok(file)
+        let opened = Arc::new(base.open(&inode, access)?);
+        // Another caller may have opened it, too: the first one stays, and the other is closed.
+        let mut files = self.files.lock();
+        let slot = files.slot(which);
+        Ok(Arc::clone(slot.get_or_insert_with(|| Arc::clone(&opened))))
+    }
+
+    /// What the object is in the backing.
+    pub(crate) fn base(&self) -> Option<B::Inode> {
+        self.inner.share().base()
+    }
+
+    /// What to ask for attributes and their like: see [`View::inode`].
+    pub(crate) fn inode(&self, base: &B) -> Result<B::Inode> {
+        self.inner.share().inode(base)
     }
 }
 
@@ -308,12 +357,22 @@ impl<B: Backing> Inner<B> {
             LowerFile::Writer
         }
     }
+}
+
+impl<B: Backing> View<'_, Inner<B>> {
+    pub(crate) fn base(&self) -> Option<B::Inode> {
+        self.look().base.clone()
+    }
+
+    pub(crate) fn staged_copy(&self) -> Option<StagedCopy<B>> {
+        self.look().staged_copy().cloned()
+    }
 
     /// What to ask for attributes and their like: the staged copy where there is one.
     pub(crate) fn inode(&self, base: &B) -> Result<B::Inode> {
         match self.staged_copy() {
             Some(copy) => copy.inode(base),
-            None => self.base.clone().ok_or(Errno::STALE),
+            None => self.base().ok_or(Errno::STALE),
         }
     }
 }

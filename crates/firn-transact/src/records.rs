@@ -11,6 +11,7 @@ use std::sync::Arc;
 use firn_backing::{Backing, Errno};
 
 use crate::change_log::{ChangeLog, Direction, NO_ID};
+use crate::claim::Claim;
 use crate::error::StoreError;
 use crate::scope::{Scope, Stage};
 use crate::shadow::Shadow;
@@ -52,7 +53,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.base.sync_changes()?;
         // Before the record is removed: a manifest without a record would seem to be all that is left.
         self.drop_backup(serial);
-        let _one = self.history.numbers.lock();
+        let _one = Claim::own(&self.history.numbers);
         let firn = self.staging_dir()?;
         let mut numbers = staging::load_numbers(&self.base, &firn)?;
         numbers.remove(log.scope_before(direction));

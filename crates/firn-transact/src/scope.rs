@@ -9,9 +9,10 @@ use std::ffi::OsStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno};
 use firn_conflict::Used;
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Condvar;
 
 use crate::change_log::{ChangeLog, Direction};
 use crate::claim::Claim;
@@ -55,6 +56,8 @@ pub(crate) struct Scope<B: Backing> {
     staging_dirs: Mutex<HashMap<Inherited, (String, B::Inode)>>,
     /// The one for objects that inherit nothing.
     plain_staging_dir: Mutex<Option<(String, B::Inode)>>,
+    /// Owned by who makes one of them.
+    making_staging_dir: Claim,
     last_number: AtomicU64,
     /// Bytes of inline changes.
     pub(crate) inline_bytes: AtomicU64,
@@ -109,6 +112,7 @@ impl<B: Backing> Scope<B> {
             dir,
             staging_dirs: Mutex::default(),
             plain_staging_dir: Mutex::default(),
+            making_staging_dir: Claim::default(),
             last_number: AtomicU64::new(0),
             inline_bytes: AtomicU64::new(0),
             written_bytes: AtomicU64::new(0),
@@ -147,7 +151,7 @@ impl<B: Backing> Scope<B> {
             if self.recovered.is_some() {
                 return Err(Errno::BUSY);
             }
-            self.stage_changed.wait(&mut stage);
+            stage.wait(&self.stage_changed);
         }
         if self.refusing.load(Ordering::Acquire) {
             Err(Errno::CANCELED)
@@ -241,11 +245,15 @@ impl<B: Backing> Scope<B> {
             true => Some(base.get_xattr(parent, acl_name)?),
             false => None,
         };
-        let mut staging_dirs = self.staging_dirs.lock();
-        if let Some((name, inode)) = staging_dirs.get(&(group, acl.clone())) {
-            return Ok((name.clone(), inode.clone()));
+        let inherited = (group, acl.clone());
+        if let Some(known) = self.known_staging_dir(&inherited) {
+            return Ok(known);
         }
-        let name = format!("d{}", staging_dirs.len());
+        let _making = Claim::own(&self.making_staging_dir);
+        if let Some(known) = self.known_staging_dir(&inherited) {
+            return Ok(known);
+        }
+        let name = format!("d{}", self.staging_dirs.lock().len());
         let inode = staging::dir(base, &self.new, &name)?;
         if let Some(acl) = &acl {
             base.set_xattr(&inode, acl_name, acl, 0)?;
@@ -254,16 +262,23 @@ impl<B: Backing> Scope<B> {
             base.set_owner(&inode, None, Some(gid))?;
             base.set_mode(&inode, 0o2700)?;
         }
-        staging_dirs.insert((group, acl), (name.clone(), inode.clone()));
-        Ok((name, inode))
+        let made = (name, inode);
+        self.staging_dirs.lock().insert(inherited, made.clone());
+        Ok(made)
+    }
+
+    fn known_staging_dir(&self, inherited: &Inherited) -> Option<(String, B::Inode)> {
+        self.staging_dirs.lock().get(inherited).cloned()
     }
 
     /// Where staged copies are staged, which inherit nothing.
     pub(crate) fn plain_staging_dir(&self, base: &B) -> Result<(String, B::Inode), Errno> {
-        let mut plain = self.plain_staging_dir.lock();
-        if plain.is_none() {
-            *plain = Some(self.staging_dir_for(base, &self.dir)?);
+        let known = self.plain_staging_dir.lock().clone();
+        if let Some(known) = known {
+            return Ok(known);
         }
-        Ok(plain.clone().expect("just made"))
+        let found = self.staging_dir_for(base, &self.dir)?;
+        *self.plain_staging_dir.lock() = Some(found.clone());
+        Ok(found)
     }
 }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use firn_backing::Backing;
-use parking_lot::{Mutex, RwLock};
+use firn_backing::lock::{Mutex, RwLock};
 
 use crate::object::Object;
 use crate::scope::Scope;
@@ -100,7 +100,7 @@ impl<B: Backing> Scopes<B> {
     /// Empties the list at the end of the mount.
     pub(crate) fn take_all(&mut self) -> Vec<Arc<Scope<B>>> {
         *self.count.get_mut() = 0;
-        std::mem::take(self.list.get_mut())
+        std::mem::take(&mut *self.list.write())
     }
 
     /// All but those that follow a commit.

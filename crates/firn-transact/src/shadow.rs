@@ -28,8 +28,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno, Kind, RenameFlags, Result};
-use parking_lot::Mutex;
 
 use crate::object::{Key, Object};
 use crate::staging;

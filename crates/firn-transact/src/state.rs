@@ -96,7 +96,7 @@ impl<B: Backing> TransactionalBacking<B> {
 }
 
 impl<B: Backing> Scope<B> {
-    /// How many names of files are in each state. Objects that are being changed right now may be left out.
+    /// How many names of files are in each state. Changes that are under way may be seen in part.
     pub(crate) fn count_states(&self) -> BTreeMap<State, u64> {
         let mut counts = BTreeMap::new();
         for state in self.derive_states().into_values() {
@@ -174,11 +174,9 @@ enum OldFile {
 }
 
 impl Tables {
-    /// Adds what is noted of an object, unless a change of it is under way: that may be waiting for the backing.
+    /// Adds what is noted of an object. A change of it may be under way, which is not waited for.
     fn add<B: Backing>(&mut self, object: &Object<B>) {
-        let Some(inner) = object.inner.try_read() else {
-            return;
-        };
+        let inner = object.inner.peek();
         let Some(change) = &inner.change else {
             return;
         };

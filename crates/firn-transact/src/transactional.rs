@@ -4,10 +4,11 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use firn_backing::Backing;
+use firn_backing::lock::Mutex;
 use firn_rendezvous::Members;
-use parking_lot::Mutex;
 
 use crate::backup::Mirror;
+use crate::claim::Claim;
 use crate::object::Object;
 use crate::scope::ArenaId;
 use crate::scopes::Scopes;
@@ -19,8 +20,8 @@ use crate::tree::Tree;
 pub(crate) struct History {
     /// Commits of each scope that can be undone.
     pub(crate) commits_max: u32,
-    /// Held by whoever changes the list of the last commit of each scope.
-    pub(crate) numbers: Mutex<()>,
+    /// Owned by whoever changes the list of the last commit of each scope.
+    pub(crate) numbers: Claim,
 }
 
 /// A backing whose directories can be in a transaction.
@@ -37,9 +38,9 @@ pub struct TransactionalBacking<B: Backing> {
     pub(crate) mode: Mode,
     /// The host that aborted the last transaction of a scope, where that was another one.
     pub(crate) stopped_by: Mutex<BTreeMap<Vec<u8>, String>>,
-    /// Held while a vote is left, and while something is written to one without the lock of the names: a vote that is made
+    /// Owned while a vote is left, and while something is written to one without the lock of the names: a vote that is made
     /// anew after the last host has left would never be removed. Nothing else is locked meanwhile.
-    pub(crate) leaving: Mutex<()>,
+    pub(crate) leaving: Claim,
     /// The backup of prepared transactions.
     pub(crate) mirror: Option<Mirror<B>>,
 }
@@ -48,8 +49,9 @@ impl<B: Backing> Drop for TransactionalBacking<B> {
     fn drop(&mut self) {
         // Names of a transaction that is still open lead to objects that lead to their directory.
         for scope in self.scopes.take_all() {
-            for object in std::mem::take(&mut *scope.changed.lock()).into_values() {
-                object.inner.write().change = None;
+            let changed = std::mem::take(&mut *scope.changed.lock());
+            for object in changed.into_values() {
+                drop(object.inner.own().edit().change.take());
             }
         }
     }
@@ -66,7 +68,7 @@ impl<B: Backing> TransactionalBacking<B> {
             arena: None,
             mode: Mode::Buffer,
             stopped_by: Mutex::default(),
-            leaving: Mutex::default(),
+            leaving: Claim::default(),
             mirror: None,
         }
     }

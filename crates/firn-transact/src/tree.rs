@@ -16,7 +16,7 @@ use std::sync::{Arc, Weak};
 use firn_backing::lock::Mutex;
 use firn_backing::{Attr, Backing, Errno, Kind};
 
-use crate::claim::{Owned, Shared};
+use crate::claim::{Claim, Owned, Shared};
 use crate::hidden_links::HiddenLinks;
 use crate::object::{Inner, Key, Object};
 use crate::uses::{Area, Kept, Use, Uses};
@@ -25,11 +25,11 @@ use crate::uses::{Area, Kept, Use, Uses};
 pub(crate) struct Names<'a, B: Backing> {
     used: Use<'a, B>,
     /// Those of a transaction.
-    owned: Option<Owned>,
+    owned: Option<Owned<Arc<Claim>>>,
 }
 
 impl<'a, B: Backing> Names<'a, B> {
-    pub(crate) fn new(used: Use<'a, B>, owned: Option<Owned>) -> Self {
+    pub(crate) fn new(used: Use<'a, B>, owned: Option<Owned<Arc<Claim>>>) -> Self {
         Self { used, owned }
     }
 
@@ -46,11 +46,11 @@ impl<'a, B: Backing> Names<'a, B> {
 pub(crate) struct StableNames<'a, B: Backing> {
     _used: Use<'a, B>,
     /// Those of a transaction.
-    _shared: Option<Shared>,
+    _shared: Option<Shared<Arc<Claim>>>,
 }
 
 impl<'a, B: Backing> StableNames<'a, B> {
-    pub(crate) fn new(used: Use<'a, B>, shared: Option<Shared>) -> Self {
+    pub(crate) fn new(used: Use<'a, B>, shared: Option<Shared<Arc<Claim>>>) -> Self {
         Self {
             _used: used,
             _shared: shared,

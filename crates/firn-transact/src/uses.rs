@@ -12,7 +12,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use firn_backing::lock::{Mutex, MutexGuard};
+use firn_backing::lock::{Mutex, MutexGuard, assert_none_held};
 use firn_backing::{Backing, Errno};
 use parking_lot::Condvar;
 
@@ -116,7 +116,9 @@ impl<B: Backing> State<B> {
 
 impl<B: Backing> Uses<B> {
     /// Waits until none of the objects is kept for somebody, and is busy with them until the guard is dropped.
+    #[track_caller]
     pub(crate) fn enter(&self, objects: &[&Arc<Object<B>>]) -> Use<'_, B> {
+        assert_none_held("a use, which waits for a call");
         let busy = Busy {
             objects: objects.iter().copied().cloned().collect(),
             moving: Vec::new(),
@@ -131,7 +133,9 @@ impl<B: Backing> Uses<B> {
     }
 
     /// Waits until nobody else keeps anything there or is busy with it, and keeps it until the guard is dropped.
+    #[track_caller]
     pub(crate) fn keep(&self, parts: Vec<Area<B>>) -> Kept<'_, B> {
+        assert_none_held("a use, which waits for a call");
         let mut state = self.state.lock();
         while state.overlaps_kept(&parts) {
             state.wait(&self.changed);

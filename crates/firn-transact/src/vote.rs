@@ -26,6 +26,7 @@ use firn_conflict::{Published, Report, Used};
 use firn_rendezvous::{Attendance, Members, VoteDir};
 use serde::{Deserialize, Serialize};
 
+use crate::claim::Claim;
 use crate::error::{StageError, VoteError};
 use crate::scope::{Scope, Stage};
 use crate::staging;
@@ -280,7 +281,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Decides for all hosts that there is no commit; fails with [`StageError::Decided`] where there is one. Does
     /// nothing if this host's part is not prepared any more: somebody else has ended it.
     pub fn call_commit_off(&self, id: u64, scope: &[u8]) -> Result<(), VoteError> {
-        let _stays = self.leaving.lock();
+        let _stays = Claim::own(&self.leaving);
         let is_prepared = |one: &Scope<B>| one.path == scope && one.stage() == Stage::Prepared(id);
         match self.scopes.paths_where(is_prepared).is_empty() {
             true => Ok(()),
@@ -335,7 +336,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Records that this host has applied the decision.
     pub(crate) fn leave_vote(&self, id: u64, scope: &[u8]) -> Result<(), Errno> {
-        let _leaving = self.leaving.lock();
+        let _leaving = Claim::own(&self.leaving);
         match self.find_vote(id, scope)? {
             Some(vote) => leave_vote(&vote),
             None => Ok(()),

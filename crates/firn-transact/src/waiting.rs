@@ -28,7 +28,7 @@ impl<B: Backing> TransactionalBacking<B> {
             match self.scopes.scope_of(dirs[0]) {
                 None => return Ok((Names::new(used, None), None)),
                 Some(scope) if scope.is_open() => {
-                    let owned = Claim::own(&scope.names);
+                    let owned = Claim::own(Arc::clone(&scope.names));
                     return Ok((Names::new(used, Some(owned)), Some(scope)));
                 }
                 Some(scope) => {
@@ -43,7 +43,10 @@ impl<B: Backing> TransactionalBacking<B> {
     pub(crate) fn share_names(&self, dir: &Arc<Object<B>>) -> StableNames<'_, B> {
         let used = self.tree.names.enter(&[dir]);
         let scope = self.scopes.scope_of(dir);
-        StableNames::new(used, scope.map(|scope| Claim::share(&scope.names)))
+        StableNames::new(
+            used,
+            scope.map(|scope| Claim::share(Arc::clone(&scope.names))),
+        )
     }
 
     /// The same for a change of data or attributes.

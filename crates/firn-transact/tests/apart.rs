@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::io::IoSlice;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -226,4 +227,70 @@ fn a_begin_waits_for_who_is_busy_below_and_for_nobody_else() {
         begun.join().expect("it begins");
     });
     assert!(backing.transaction_at(&c).is_some());
+}
+
+/// The same world with a backup.
+fn world_with_backup() -> (Store, SimBacking) {
+    let store = SimBacking::new();
+    let backing = world(Mode::Buffer).backed_up(store.clone(), &BTreeSet::new());
+    (backing.expect("a backup"), store)
+}
+
+/// Prepares the other directory, in a thread of its own that is not waited for if it hangs.
+fn other_is_prepared(backing: &Arc<Store>, told: &str) {
+    let (sender, receiver) = mpsc::channel();
+    let other = Arc::clone(backing);
+    let thread = std::thread::spawn(move || {
+        let dir = find(&other, "b");
+        other.prepare(&dir, 9).expect("prepare");
+        sender.send(()).expect("somebody waits");
+    });
+    match receiver.recv_timeout(HANGS_AFTER) {
+        Err(mpsc::RecvTimeoutError::Timeout) => panic!("{told}: the other transaction waits"),
+        Ok(()) | Err(mpsc::RecvTimeoutError::Disconnected) => {
+            thread.join().expect("it says what went wrong");
+        }
+    }
+}
+
+/// Proves S-tx-121.
+#[test]
+fn a_backup_that_hangs_holds_up_no_prepare_of_another_directory() {
+    let (backing, store) = world_with_backup();
+    let before = store.steps();
+    backing.prepare(&root_of_a(&backing), 7).expect("prepare");
+    let calls = store.steps() - before;
+    assert!(calls > 0, "it calls the backup");
+    for call in 1..=calls {
+        let told = format!("call {call} of {calls}");
+        let (backing, store) = world_with_backup();
+        let backing = Arc::new(backing);
+        let hang = store.hang_at(store.steps() + call);
+        std::thread::scope(|scope| {
+            let busy = Arc::clone(&backing);
+            scope.spawn(move || busy.prepare(&root_of_a(&busy), 7).expect("prepare"));
+            hang.await_call();
+            let done = catch_unwind(AssertUnwindSafe(|| other_is_prepared(&backing, &told)));
+            drop(hang);
+            done.expect("the other transaction goes on");
+        });
+    }
+}
+
+/// Proves S-tx-121.
+#[test]
+fn a_round_that_hangs_holds_up_no_prepare_of_another_directory() {
+    let (backing, store) = world_with_backup();
+    let backing = Arc::new(backing);
+    // Only files that were quiet for a round are copied.
+    backing.back_up_ahead();
+    let hang = store.hang("create");
+    std::thread::scope(|scope| {
+        let busy = Arc::clone(&backing);
+        scope.spawn(move || busy.back_up_ahead());
+        hang.await_call();
+        let done = catch_unwind(AssertUnwindSafe(|| other_is_prepared(&backing, "a round")));
+        drop(hang);
+        done.expect("the other transaction goes on");
+    });
 }

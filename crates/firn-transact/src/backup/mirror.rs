@@ -4,14 +4,16 @@ use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsStr;
 use std::io::Read;
 use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use firn_backing::lock::Mutex;
 use firn_backing::{Attr, Backing, Errno, Time};
-use parking_lot::Mutex;
 
 use super::MANIFEST;
 use crate::change_log::{ChangeLog, Content, LogError, Staged};
+use crate::claim::Exclusive;
 use crate::error::BackupError;
 use crate::own::OwnError;
 use crate::scope::Scope;
@@ -45,17 +47,32 @@ pub(super) fn stamp(attr: &Attr) -> Stamp {
 /// The backup's directory for this mount.
 pub(crate) struct Mirror<B: Backing> {
     pub(super) store: B,
-    pub(super) state: Mutex<State<B>>,
+    /// By the serial numbers of their transactions.
+    copies: Mutex<HashMap<u64, Arc<Slot<B>>>>,
+    /// Directories of transactions that are over, which are not removed yet.
+    pub(super) over: Mutex<BTreeSet<String>>,
     /// For the status, which does not wait for a round.
     pub(super) told: Mutex<HashMap<u64, (Progress, Option<Instant>)>>,
-    /// Somebody waits for the round to end.
-    pub(super) hurry: AtomicU32,
 }
 
-pub(super) struct State<B: Backing> {
-    pub(super) copies: HashMap<u64, Copy<B>>,
-    /// Directories of transactions that are over, which could not be removed.
-    pub(super) over: BTreeSet<String>,
+/// Where the copy of one transaction is. Transactions do not wait for each other's copies.
+struct Slot<B: Backing> {
+    place: Exclusive<Place<B>>,
+    /// Callers that wait for a round of this transaction to end.
+    hurry: AtomicU32,
+}
+
+/// What a caller has of a [`Slot`] alone.
+pub(super) struct Place<B: Backing> {
+    pub(super) copy: Option<Copy<B>>,
+    /// The slot is not in the table any more.
+    is_removed: bool,
+}
+
+impl<B: Backing> Place<B> {
+    pub(super) fn is_whole(&self) -> bool {
+        self.copy.as_ref().is_some_and(|copy| copy.is_whole)
+    }
 }
 
 /// What the backup has of one transaction.
@@ -81,29 +98,92 @@ pub(super) fn file_name(at: &Staged) -> String {
 }
 
 impl<B: Backing> Mirror<B> {
-    /// Locks the state; a round that is under way ends soon.
-    pub(super) fn lock(&self) -> parking_lot::MutexGuard<'_, State<B>> {
-        self.hurry.fetch_add(1, Ordering::Relaxed);
-        let state = self.state.lock();
-        self.hurry.fetch_sub(1, Ordering::Relaxed);
-        state
+    pub(super) fn new(store: B) -> Self {
+        Self {
+            store,
+            copies: Mutex::default(),
+            over: Mutex::default(),
+            told: Mutex::default(),
+        }
+    }
+
+    /// Takes up the copy of a transaction that an earlier process has made.
+    pub(super) fn adopt(&self, serial: u64, copy: Copy<B>) {
+        self.with_place(serial, |place| place.copy = Some(copy));
+    }
+
+    /// Works with the copy of a transaction, alone. A round of it that is under way ends soon.
+    pub(super) fn with_place<T>(&self, serial: u64, work: impl FnOnce(&mut Place<B>) -> T) -> T {
+        self.work_in_slot(serial, true, |place, _| work(place))
+    }
+
+    /// The same for a round. The work is told how many callers wait for it to end.
+    pub(super) fn with_place_in_round<T>(
+        &self,
+        serial: u64,
+        work: impl FnOnce(&mut Place<B>, &AtomicU32) -> T,
+    ) -> T {
+        self.work_in_slot(serial, false, work)
+    }
+
+    fn work_in_slot<T>(
+        &self,
+        serial: u64,
+        hurries: bool,
+        work: impl FnOnce(&mut Place<B>, &AtomicU32) -> T,
+    ) -> T {
+        loop {
+            let slot = self.slot(serial);
+            slot.hurry.fetch_add(u32::from(hurries), Ordering::Relaxed);
+            let mut place = slot.place.take();
+            slot.hurry.fetch_sub(u32::from(hurries), Ordering::Relaxed);
+            // Its transaction ended while this waited.
+            if place.is_removed {
+                continue;
+            }
+            let result = work(&mut place, &slot.hurry);
+            if place.copy.is_none() {
+                place.is_removed = true;
+                self.copies.lock().remove(&serial);
+            }
+            return result;
+        }
+    }
+
+    fn slot(&self, serial: u64) -> Arc<Slot<B>> {
+        let new_slot = || {
+            let place = Place {
+                copy: None,
+                is_removed: false,
+            };
+            Arc::new(Slot {
+                place: Exclusive::new(place),
+                hurry: AtomicU32::new(0),
+            })
+        };
+        let mut copies = self.copies.lock();
+        Arc::clone(copies.entry(serial).or_insert_with(new_slot))
+    }
+
+    /// Names of the directories of transactions that are over.
+    pub(super) fn names_of_over(&self) -> Vec<String> {
+        self.over.lock().iter().cloned().collect()
     }
 
     pub(super) fn tell<T>(
         &self,
         scope: &Scope<B>,
-        state: &State<B>,
+        place: &Place<B>,
         result: &Result<T, BackupError>,
         left_bytes: u64,
     ) {
-        let copy = state.copies.get(&scope.serial);
-        let copied = copy.map_or(0, |copy| {
+        let copied = place.copy.as_ref().map_or(0, |copy| {
             copy.copied.values().map(|(stamp, _)| stamp.0).sum()
         });
         let mut told = self.told.lock();
         let (progress, at) = told.entry(scope.serial).or_default();
         progress.error = result.as_ref().err().map(ToString::to_string);
-        progress.is_whole = copy.is_some_and(|copy| copy.is_whole);
+        progress.is_whole = place.is_whole();
         (progress.copied_bytes, progress.left_bytes) = (copied, left_bytes);
         if result.is_ok() {
             *at = Some(Instant::now());
@@ -122,17 +202,51 @@ impl<B: Backing> Mirror<B> {
     }
 
     pub(super) fn remove(&self, name: &str) -> Result<(), OwnError> {
-        remove(&self.store, &self.store.root(), name)
+        let removed = remove(&self.store, &self.store.root(), name);
+        if_still_there(&self.store, name, removed)
+    }
+
+    /// Removes the directory of a transaction that is over; it is tried again where that fails.
+    pub(super) fn remove_over(&self, name: &str) -> Result<(), OwnError> {
+        // First: until it is removed, its manifest may be there.
+        self.over.lock().insert(name.to_owned());
+        self.remove(name)?;
+        self.over.lock().remove(name);
+        Ok(())
+    }
+}
+
+/// A round and a prepare of another transaction may both remove what is over: an error counts only where the directory
+/// is still there.
+fn if_still_there<B: Backing>(
+    store: &B,
+    name: &str,
+    removed: Result<(), OwnError>,
+) -> Result<(), OwnError> {
+    match removed {
+        Err(OwnError::Backing(Errno::NOENT | Errno::STALE))
+            if staging::find_dir(store, &store.root(), name)?.is_none() =>
+        {
+            Ok(())
+        }
+        removed => removed,
     }
 }
 
 /// Invalidates the directory of a backup, durably.
 fn remove_manifest<B: Backing>(store: &B, dir: &B::Inode) -> Result<(), Errno> {
     if staging::find(store, dir, OsStr::new(MANIFEST))?.is_some() {
-        store.unlink(dir, OsStr::new(MANIFEST))?;
+        unlink_if_there(store, dir, OsStr::new(MANIFEST))?;
     }
     // Also where an attempt before this one has removed it.
     store.sync_dir(dir)
+}
+
+fn unlink_if_there<B: Backing>(store: &B, dir: &B::Inode, name: &OsStr) -> Result<(), Errno> {
+    match store.unlink(dir, name) {
+        Err(Errno::NOENT) => Ok(()),
+        unlinked => unlinked,
+    }
 }
 
 pub(super) fn remove_manifest_of<B: Backing>(store: &B, name: &str) -> Result<(), BackupError> {
@@ -141,7 +255,10 @@ pub(super) fn remove_manifest_of<B: Backing>(store: &B, name: &str) -> Result<()
         error => BackupError::of_backup(error),
     };
     match staging::find_dir(store, &store.root(), name).map_err(stays)? {
-        Some((dir, _)) => remove_manifest(store, &dir).map_err(|errno| stays(errno.into())),
+        Some((dir, _)) => {
+            let removed = remove_manifest(store, &dir).map_err(OwnError::from);
+            if_still_there(store, name, removed).map_err(stays)
+        }
         None => Ok(()),
     }
 }
@@ -157,7 +274,7 @@ pub(super) fn remove<B: Backing>(store: &B, home: &B::Inode, name: &str) -> Resu
         let is_ours =
             std::str::from_utf8(&file).is_ok_and(|file| is_file(file) || is_unfinished(file));
         if is_ours {
-            store.unlink(&dir, OsStr::from_bytes(&file))?;
+            unlink_if_there(store, &dir, OsStr::from_bytes(&file))?;
         }
     }
     Ok(store.rmdir(home, OsStr::new(name))?)

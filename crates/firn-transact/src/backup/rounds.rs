@@ -1,6 +1,5 @@
 //! Copying what is staged to the backup, and removing it when its transaction is over.
 
-use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -8,11 +7,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use firn_backing::{Access, Backing, Errno, Kind, Seek};
-use parking_lot::Mutex;
 
 use super::MANIFEST;
 use super::mirror::{
-    BLOCK, Copy, Mirror, Progress, State, backup_failed, file_name, is_name, load, load_name,
+    BLOCK, Copy, Mirror, Place, Progress, backup_failed, file_name, is_name, load, load_name,
     remove_manifest_of, stamp, token,
 };
 use super::portable::Paths;
@@ -57,29 +55,27 @@ impl<B: Backing> TransactionalBacking<B> {
     /// The same backing with a backup in `store`, a directory of this mount alone. Directories of transactions that are over
     /// are removed; one of a transaction that the backing does not know is refused, for it may be all that is left of it.
     pub fn backed_up(mut self, store: B, known: &BTreeSet<String>) -> Result<Self, BackupError> {
-        let mut state = State {
-            copies: HashMap::new(),
-            over: BTreeSet::new(),
-        };
+        let mirror = Mirror::new(store);
+        let store = &mirror.store;
         let scopes = self.scopes.all();
         let root = store.root();
-        for (name, ..) in staging::list(&store, &root).map_err(backup_failed)? {
+        for (name, ..) in staging::list(store, &root).map_err(backup_failed)? {
             let Some(name) = String::from_utf8(name).ok().filter(|name| is_name(name)) else {
                 continue;
             };
-            let dir = staging::must_find_dir(&store, &root, &name).map_err(backup_failed)?;
+            let dir = staging::must_find_dir(store, &root, &name).map_err(backup_failed)?;
             let mut owner = None;
             for scope in &scopes {
                 if load_name(&self.base, &scope.dir)?.as_ref() == Some(&name) {
                     owner = Some(scope.serial);
                 }
             }
-            let manifest = load(&store, &dir)?;
+            let manifest = load(store, &dir)?;
             if let Some(serial) = owner {
                 let has_manifest = manifest.is_some();
                 let seen = HashMap::new();
                 let copied = HashMap::new();
-                state.copies.insert(
+                mirror.adopt(
                     serial,
                     Copy {
                         name,
@@ -98,17 +94,9 @@ impl<B: Backing> TransactionalBacking<B> {
             {
                 return Err(BackupError::UnknownTransaction { id: log.id, name });
             }
-            state.over.insert(name);
+            mirror.over.lock().insert(name);
         }
-        let state = Mutex::new(state);
-        let told = Mutex::default();
-        let hurry = AtomicU32::new(0);
-        self.mirror = Some(Mirror {
-            store,
-            state,
-            told,
-            hurry,
-        });
+        self.mirror = Some(mirror);
         for scope in &scopes {
             // It was prepared without a backup. The status and a commit say what is wrong.
             if let Some(record) = &scope.recovered
@@ -139,26 +127,21 @@ impl<B: Backing> TransactionalBacking<B> {
         let Some(mirror) = &self.mirror else { return };
         let scopes = self.scopes.all();
         for scope in scopes {
-            let mut state = mirror.state.lock();
-            if !scope.is_open() {
-                continue;
-            }
-            let result = self.copy_ahead(mirror, &mut state, &scope);
-            // It may have ended meanwhile, and its staged files are gone.
-            if scope.is_open() {
-                mirror.tell(
-                    &scope,
-                    &state,
-                    &result,
-                    result.as_ref().copied().unwrap_or(0),
-                );
-            }
+            mirror.with_place_in_round(scope.serial, |place, hurry| {
+                if !scope.is_open() {
+                    return;
+                }
+                let result = self.copy_ahead(mirror, (place, hurry), &scope);
+                // It may have ended meanwhile, and its staged files are gone.
+                if scope.is_open() {
+                    let left = result.as_ref().copied().unwrap_or(0);
+                    mirror.tell(&scope, place, &result, left);
+                }
+            });
         }
-        let mut state = mirror.state.lock();
-        for name in std::mem::take(&mut state.over) {
-            if let Err(errno) = mirror.remove(&name) {
+        for name in mirror.names_of_over() {
+            if let Err(errno) = mirror.remove_over(&name) {
                 tracing::debug!(%errno, name, "cannot remove a backup that is over");
-                state.over.insert(name);
             }
         }
     }
@@ -167,10 +150,10 @@ impl<B: Backing> TransactionalBacking<B> {
     fn copy_ahead(
         &self,
         mirror: &Mirror<B>,
-        state: &mut State<B>,
+        (place, hurry): (&mut Place<B>, &AtomicU32),
         scope: &Arc<Scope<B>>,
     ) -> Result<u64, BackupError> {
-        let copy = self.copy_of(mirror, state, scope)?;
+        let copy = self.copy_of(mirror, place, scope)?;
         let mut seen = HashMap::new();
         let mut left = 0;
         for (staging_name, ..) in staging::list(&self.base, &scope.new)? {
@@ -203,12 +186,12 @@ impl<B: Backing> TransactionalBacking<B> {
                 if is_copied {
                     continue;
                 }
-                if !is_quiet || mirror.hurry.load(Ordering::Relaxed) > 0 {
+                if !is_quiet || hurry.load(Ordering::Relaxed) > 0 {
                     left += attr.size;
                     continue;
                 }
                 copy.copied.remove(&file);
-                let go_on = || mirror.hurry.load(Ordering::Relaxed) == 0;
+                let go_on = || hurry.load(Ordering::Relaxed) == 0;
                 match copy_out(&self.base, &inode, &mirror.store, &copy.dir, &file, go_on) {
                     Ok(content) if stamp(&self.base.attr(&inode)?) == now => {
                         copy.copied.insert(file, (now, content));
@@ -236,10 +219,10 @@ impl<B: Backing> TransactionalBacking<B> {
     fn copy_of<'a>(
         &self,
         mirror: &Mirror<B>,
-        state: &'a mut State<B>,
+        place: &'a mut Place<B>,
         scope: &Scope<B>,
     ) -> Result<&'a mut Copy<B>, BackupError> {
-        if let Entry::Vacant(place) = state.copies.entry(scope.serial) {
+        if place.copy.is_none() {
             let name = format!("tx-{}-{}", scope.serial, token().map_err(backup_failed)?);
             // In this order, so that every directory in the backup is known to the backing.
             staging::store(&self.base, &scope.dir, staging::BACKUP, name.as_bytes())?;
@@ -247,7 +230,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 staging::dir(&mirror.store, &mirror.store.root(), &name).map_err(backup_failed)?;
             let seen = HashMap::new();
             let copied = HashMap::new();
-            place.insert(Copy {
+            place.copy = Some(Copy {
                 name,
                 dir,
                 seen,
@@ -256,7 +239,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 is_whole: false,
             });
         }
-        let copy = state.copies.get_mut(&scope.serial).expect("just made");
+        let copy = place.copy.as_mut().expect("just made");
         mirror.withdraw(copy).map_err(backup_failed)?;
         Ok(copy)
     }
@@ -266,12 +249,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let Some(mirror) = &self.mirror else {
             return true;
         };
-        mirror
-            .state
-            .lock()
-            .copies
-            .get(&scope.serial)
-            .is_some_and(|copy| copy.is_whole)
+        mirror.with_place(scope.serial, |place| place.is_whole())
     }
 
     /// Makes the backup whole, durably. Nobody changes what is staged meanwhile.
@@ -279,35 +257,34 @@ impl<B: Backing> TransactionalBacking<B> {
         let Some(mirror) = &self.mirror else {
             return Ok(());
         };
-        let mut state = mirror.lock();
-        let result = self.back_up_now(mirror, &mut state, scope, record);
-        mirror.tell(scope, &state, &result, 0);
-        let bytes = match result {
-            Ok(bytes) => bytes,
-            Err(error) => {
-                drop(state);
-                self.withdraw_backup(scope);
-                return Err(error);
+        let result = mirror.with_place(scope.serial, |place| {
+            let result = self.back_up_now(mirror, place, scope, record);
+            mirror.tell(scope, place, &result, 0);
+            if let Ok(bytes) = &result
+                && let Some((progress, _)) = mirror.told.lock().get_mut(&scope.serial)
+            {
+                progress.copied_bytes = *bytes;
             }
-        };
-        if let Some((progress, _)) = mirror.told.lock().get_mut(&scope.serial) {
-            progress.copied_bytes = bytes;
+            result
+        });
+        if result.is_err() {
+            self.withdraw_backup(scope);
         }
-        Ok(())
+        result.map(drop)
     }
 
     fn back_up_now(
         &self,
         mirror: &Mirror<B>,
-        state: &mut State<B>,
+        place: &mut Place<B>,
         scope: &Scope<B>,
         record: &ChangeLog,
     ) -> Result<u64, BackupError> {
         let before = self.committed(&scope.path)?;
-        for name in &state.over {
-            remove_manifest_of(&mirror.store, name)?;
+        for name in mirror.names_of_over() {
+            remove_manifest_of(&mirror.store, &name)?;
         }
-        let copy = self.copy_of(mirror, state, scope)?;
+        let copy = self.copy_of(mirror, place, scope)?;
         let mut log = Paths::new(&self.base, self.device(), record).portable_log()?;
         log.id_before = before;
         let mut staged = Vec::new();
@@ -380,12 +357,13 @@ impl<B: Backing> TransactionalBacking<B> {
     /// The transaction was not prepared after all.
     pub(crate) fn withdraw_backup(&self, scope: &Scope<B>) {
         let Some(mirror) = &self.mirror else { return };
-        let mut state = mirror.lock();
-        if let Some(copy) = state.copies.get_mut(&scope.serial)
-            && let Err(errno) = mirror.withdraw(copy)
-        {
-            tracing::warn!(%errno, "a backup tells of a prepare that failed");
-        }
+        mirror.with_place(scope.serial, |place| {
+            if let Some(copy) = &mut place.copy
+                && let Err(errno) = mirror.withdraw(copy)
+            {
+                tracing::warn!(%errno, "a backup tells of a prepare that failed");
+            }
+        });
     }
 
     /// The transaction is going to be aborted. Its backup is invalidated before its record is removed from the backing: else
@@ -394,31 +372,21 @@ impl<B: Backing> TransactionalBacking<B> {
         let Some(mirror) = &self.mirror else {
             return Ok(());
         };
-        let mut state = mirror.lock();
-        if let Some(copy) = state.copies.get_mut(&serial) {
-            mirror
-                .withdraw(copy)
-                .map_err(|source| BackupError::NotRemoved { source })?;
-        }
-        self.drop_copy(mirror, &mut state, serial);
-        Ok(())
+        mirror.with_place(serial, |place| {
+            if let Some(copy) = &mut place.copy {
+                mirror
+                    .withdraw(copy)
+                    .map_err(|source| BackupError::NotRemoved { source })?;
+            }
+            drop_copy(mirror, place, serial);
+            Ok(())
+        })
     }
 
     /// The transaction is applied, which the number of the last commit tells until the next one.
     pub(crate) fn drop_backup(&self, serial: u64) {
         let Some(mirror) = &self.mirror else { return };
-        self.drop_copy(mirror, &mut mirror.lock(), serial);
-    }
-
-    fn drop_copy(&self, mirror: &Mirror<B>, state: &mut State<B>, serial: u64) {
-        mirror.told.lock().remove(&serial);
-        let Some(copy) = state.copies.remove(&serial) else {
-            return;
-        };
-        if let Err(errno) = mirror.remove(&copy.name) {
-            tracing::warn!(%errno, name = copy.name, "cannot remove a backup that is over; it is tried again");
-            state.over.insert(copy.name);
-        }
+        mirror.with_place(serial, |place| drop_copy(mirror, place, serial));
     }
 
     /// Before the number of the last commit changes: invalidates what was applied and is still in the backup.
@@ -426,9 +394,20 @@ impl<B: Backing> TransactionalBacking<B> {
         let Some(mirror) = &self.mirror else {
             return Ok(());
         };
-        let over = mirror.lock().over.clone();
-        over.iter()
+        mirror
+            .names_of_over()
+            .iter()
             .try_for_each(|name| remove_manifest_of(&mirror.store, name))
+    }
+}
+
+fn drop_copy<B: Backing>(mirror: &Mirror<B>, place: &mut Place<B>, serial: u64) {
+    mirror.told.lock().remove(&serial);
+    let Some(copy) = place.copy.take() else {
+        return;
+    };
+    if let Err(errno) = mirror.remove_over(&copy.name) {
+        tracing::warn!(%errno, name = copy.name, "cannot remove a backup that is over; it is tried again");
     }
 }
 

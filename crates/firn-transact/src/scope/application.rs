@@ -3,14 +3,15 @@
 use std::sync::Arc;
 
 use firn_backing::Backing;
-use parking_lot::Mutex;
+use firn_backing::lock::Mutex;
 
 use super::Scope;
+use crate::claim::Claim;
 
 /// How far a decided transaction is.
 pub(crate) struct Application<B: Backing> {
-    /// Held by who applies it.
-    pub(crate) applying: Mutex<()>,
+    /// Owned by who applies it.
+    pub(crate) applying: Claim,
     /// The transaction that begins when this one is applied.
     next: Mutex<Option<Arc<Scope<B>>>>,
     trouble: Mutex<Option<String>>,
@@ -19,7 +20,7 @@ pub(crate) struct Application<B: Backing> {
 impl<B: Backing> Default for Application<B> {
     fn default() -> Self {
         Self {
-            applying: Mutex::default(),
+            applying: Claim::default(),
             next: Mutex::default(),
             trouble: Mutex::default(),
         }

@@ -12,8 +12,8 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 
+use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Time};
-use parking_lot::Mutex;
 
 use super::Scope;
 use crate::change_log::ChangeLog;

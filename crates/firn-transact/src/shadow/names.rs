@@ -19,7 +19,7 @@ impl<B: Backing> TransactionalBacking<B> {
         object: &Arc<Object<B>>,
     ) -> Result<()> {
         self.save_object(scope, shadow, parent, NO_BYTES)?;
-        let dir = parent.inner.read().inode(&self.base)?;
+        let dir = parent.inode(&self.base)?;
         if shadow.is_new(object.key.1) {
             match object.kind {
                 Kind::Dir => self.base.rmdir(&dir, name)?,
@@ -36,14 +36,14 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// What was made in the transaction and has no name any more is nothing to an abort.
     fn new_one_lost_name(&self, shadow: &Shadow<B>, object: &Object<B>) {
-        let mut inner = object.inner.write();
-        let Ok(inode) = inner.inode(&self.base) else {
+        let owned = object.inner.own();
+        let Ok(inode) = owned.inode(&self.base) else {
             return;
         };
         let is_gone =
             object.kind == Kind::Dir || self.base.attr(&inode).is_ok_and(|attr| attr.nlink == 0);
         if is_gone {
-            object.become_nameless(&mut inner, inode);
+            object.become_nameless(&mut owned.edit(), inode);
             shadow.known.lock().remove(&object.key.1);
         }
     }
@@ -65,7 +65,7 @@ impl<B: Backing> TransactionalBacking<B> {
             // Whoever moves a directory must be allowed to write in it; who removes it need not.
             Err(Errno::ACCESS) if object.kind == Kind::Dir => {
                 self.save_object(scope, shadow, object, NO_BYTES)?;
-                let inode = object.inner.read().inode(&self.base)?;
+                let inode = object.inode(&self.base)?;
                 self.base.set_mode(&inode, 0o700)?;
                 shadow.move_to_kept(&self.base, dir, name, object.key.1)
             }
@@ -105,10 +105,10 @@ impl<B: Backing> TransactionalBacking<B> {
             }
             return Ok(());
         };
-        let dir = to.inner.read().inode(&self.base)?;
+        let dir = to.inode(&self.base)?;
         let text = target.key.1.to_string();
         let kept = OsStr::new(&text);
-        let inode = target.inner.read().inode(&self.base)?;
+        let inode = target.inode(&self.base)?;
         // With one name more it is replaced as it would be without. A directory has one name.
         let linked = if target.kind == Kind::Dir {
             Err(Errno::PERM)

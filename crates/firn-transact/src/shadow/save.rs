@@ -10,7 +10,7 @@ use firn_backing::{Access, Backing, Errno, Kind, RenameFlags, Result};
 use super::{Known, SAVED, Shadow};
 use crate::apply::Apply;
 use crate::change_log::{ChangeLog, Data, Entry, Identity, Link, Part, Range, Source};
-use crate::object::{Inner, Object};
+use crate::object::Object;
 use crate::scope::Scope;
 use crate::staging;
 use crate::transactional::TransactionalBacking;
@@ -60,7 +60,7 @@ impl<B: Backing> TransactionalBacking<B> {
             return Err(Errno::XDEV);
         }
         // One at a time, and nobody has the object's data in flight below the offset that is saved.
-        let inner = object.inner.write();
+        let inner = object.inner.own();
         if object.is_nameless() {
             return Ok(());
         }
@@ -71,7 +71,9 @@ impl<B: Backing> TransactionalBacking<B> {
             if found.is_some() {
                 self.base.sync_dir(&shadow.saved)?;
                 known = found;
-            } else if let Some(mine) = self.save_more(scope, shadow, object, &inner, known, from)? {
+            } else if let Some(mine) =
+                self.save_more(scope, shadow, (object, inner.base()), known, from)?
+            {
                 known = Some(mine);
             }
         }
@@ -119,12 +121,11 @@ impl<B: Backing> TransactionalBacking<B> {
         &self,
         scope: &Scope<B>,
         shadow: &Shadow<B>,
-        object: &Arc<Object<B>>,
-        inner: &Inner<B>,
+        (object, inode): (&Arc<Object<B>>, Option<B::Inode>),
         known: Option<Known>,
         from: u64,
     ) -> Result<Option<Known>> {
-        let inode = inner.base.clone().ok_or(Errno::STALE)?;
+        let inode = inode.ok_or(Errno::STALE)?;
         let (mut part, size, to, count) = match known {
             Some(Known::Saved { size, low, count }) => (Part::default(), size, low, count),
             _ => {

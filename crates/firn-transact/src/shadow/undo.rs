@@ -19,6 +19,7 @@ use super::{KEPT, SAVED, Shadow};
 use crate::apply::Apply;
 use crate::change_log::{ChangeLog, Direction, Entry, Identity, Link, Part, Place};
 use crate::error::StoreError;
+use crate::object::Object;
 use crate::scope::Scope;
 use crate::staging;
 use crate::transaction::top::TopUndo;
@@ -554,7 +555,7 @@ impl<B: Backing> TransactionalBacking<B> {
         shadow: &Shadow<B>,
     ) -> std::result::Result<(), StoreError> {
         shadow.begin_undo();
-        let root = scope.root.inner.read().inode(&self.base)?;
+        let root = scope.root.inode(&self.base)?;
         let place = format!("tx-{}", scope.serial);
         let top = self.find_top_undo(&scope.dir, &place, &shadow.kept)?;
         let undone = Undo::new(&self.base, shadow, (root, top), &place)?.run()?;
@@ -570,9 +571,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         for ino in undone.removed {
             if let Some(object) = object(ino) {
-                self.tree.forget(object.key);
-                object.inner.write().base = None;
-                object.close_lower_files();
+                self.forget_object(&object);
             }
         }
         for (ino, dir, name) in undone.placed {
@@ -611,14 +610,21 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Forgets new objects without a name, which the undo found nowhere.
     fn forget_new(&self, shadow: &Shadow<B>) {
-        for (ino, known) in shadow.known.lock().drain() {
+        let known = std::mem::take(&mut *shadow.known.lock());
+        for (ino, known) in known {
             let object = self.tree.known((shadow.dev, ino));
             if let (super::Known::New, Some(object)) = (known, object) {
-                self.tree.forget(object.key);
-                object.inner.write().base = None;
-                object.close_lower_files();
+                self.forget_object(&object);
             }
         }
+    }
+
+    /// The object is gone from the backing.
+    fn forget_object(&self, object: &Object<B>) {
+        self.tree.forget(object.key);
+        let owned = object.inner.own();
+        owned.edit().base = None;
+        object.close_lower_files();
     }
 
     /// After a crash: the same for a transaction of which only the stored part is left.

@@ -66,12 +66,13 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         let changed = std::mem::take(&mut *scope.changed.lock());
         for (_, object) in changed {
-            let mut inner = object.inner.write();
-            inner.change = None;
-            if inner.base.is_none() {
+            let owned = object.inner.own();
+            let change = owned.edit().change.take();
+            if owned.base().is_none() {
                 self.tree.forget(object.key);
             }
             object.close_lower_files();
+            drop(change);
         }
         self.put_top_back(scope);
         self.dirs_are_back(scope);

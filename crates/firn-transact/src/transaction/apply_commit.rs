@@ -22,8 +22,9 @@ use firn_backing::{Backing, Errno, Kind, RenameFlags};
 
 use crate::apply::Apply;
 use crate::change_log::Direction;
+use crate::claim::{Claim, Owning};
 use crate::error::{CommitError, StageError, StoreError};
-use crate::object::Object;
+use crate::object::{Change, Inner, Object};
 use crate::scope::{Scope, Stage};
 use crate::staging;
 use crate::transactional::TransactionalBacking;
@@ -134,7 +135,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// [`Decided::apply`](crate::Decided::apply).
     pub(super) fn apply_commit(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
-        let _applying = scope.application.applying.lock();
+        let _applying = Claim::own(&scope.application.applying);
         let Some(id) = scope.decided() else {
             return Ok(());
         };
@@ -207,8 +208,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let mut apply = Apply::new(below, (&log, direction), &scope.new, &scope.away);
         let changed = scope.changed.lock().clone();
         for (number, object) in &changed {
-            let inner = object.inner.read();
-            if let Some(inode) = inner.base.clone() {
+            if let Some(inode) = object.base() {
                 apply.set_object(*number, inode);
             }
         }
@@ -221,12 +221,15 @@ impl<B: Backing> TransactionalBacking<B> {
     fn drop_changes_of(&self, scope: &Arc<Scope<B>>) {
         let changed = std::mem::take(&mut *scope.changed.lock());
         for (_, object) in changed {
-            let mut inner = object.inner.write();
-            let Some(change) = inner.change.take() else {
-                continue;
-            };
-            if inner.base.is_none() {
-                inner.base = change.copy.and_then(|copy| copy.held);
+            let owned = object.inner.own();
+            {
+                let mut inner = owned.edit();
+                let Some(change) = inner.change.take() else {
+                    continue;
+                };
+                if inner.base.is_none() {
+                    inner.base = change.copy.and_then(|copy| copy.held);
+                }
             }
             object.close_lower_files();
         }
@@ -240,7 +243,8 @@ impl<B: Backing> TransactionalBacking<B> {
         for object in &changed {
             let is_done = object
                 .inner
-                .read()
+                .share()
+                .look()
                 .change
                 .as_ref()
                 .is_none_or(|change| change.frozen.is_some());
@@ -253,20 +257,14 @@ impl<B: Backing> TransactionalBacking<B> {
                 Err(errno) => return Err(errno),
             };
             let is_dir = object.kind == Kind::Dir;
-            let mut inner = object.inner.write();
-            let is_new = inner.base.is_none();
-            let Some(change) = inner.change.as_mut() else {
-                continue;
-            };
-            let is_there = !change.removed && (is_dir || change.links > 0);
-            if let Some(copy) = change
-                .copy
-                .as_mut()
-                .filter(|_| is_new && is_there && is_dir)
-            {
-                copy.held = Some(copy.inode(&self.base)?);
+            let owned = object.inner.own();
+            let is_there = |change: &Change<B>| !change.removed && (is_dir || change.links > 0);
+            self.hold_copy_if(&owned, |inner, change| {
+                inner.base.is_none() && is_there(change) && is_dir
+            })?;
+            if let Some(change) = &mut owned.edit().change {
+                change.frozen = attr;
             }
-            change.frozen = attr;
         }
         changed
             .iter()
@@ -279,24 +277,52 @@ impl<B: Backing> TransactionalBacking<B> {
     fn note_destination(&self, object: &Arc<Object<B>>) -> Result<(), Errno> {
         let place = self.only_place(object);
         let location = object.location.lock().clone();
-        let mut inner = object.inner.write();
-        let is_new = inner.base.is_none();
-        let Some(change) = inner
+        let owned = object.inner.own();
+        {
+            let mut inner = owned.edit();
+            let is_new = inner.base.is_none();
+            let Some(change) = inner
+                .change
+                .as_mut()
+                .filter(|change| is_new && change.links > 0)
+            else {
+                return Ok(());
+            };
+            let Some(copy) = change.copy.as_mut() else {
+                return Ok(());
+            };
+            if copy.held.is_some() || copy.goes_to.is_some() {
+                return Ok(());
+            }
+            if let (Some(dir), Some((_, name)), 1) = (place, location, change.links) {
+                copy.goes_to = Some((dir, name));
+                return Ok(());
+            }
+        }
+        self.hold_copy_if(&owned, |_, _| true)
+    }
+
+    /// Takes hold of a staged copy that is not held yet, where `is_wanted` is true.
+    fn hold_copy_if(
+        &self,
+        owned: &Owning<'_, Inner<B>>,
+        is_wanted: impl FnOnce(&Inner<B>, &Change<B>) -> bool,
+    ) -> Result<(), Errno> {
+        let copy = {
+            let inner = owned.look();
+            let change = inner.change.as_ref();
+            let change = change.filter(|change| is_wanted(&inner, change));
+            change.and_then(|change| change.copy.clone())
+        };
+        let Some(copy) = copy else { return Ok(()) };
+        let held = copy.inode(&self.base)?;
+        let mut inner = owned.edit();
+        let copy = inner
             .change
             .as_mut()
-            .filter(|change| is_new && change.links > 0)
-        else {
-            return Ok(());
-        };
-        let Some(copy) = change.copy.as_mut() else {
-            return Ok(());
-        };
-        if copy.held.is_some() || copy.goes_to.is_some() {
-            return Ok(());
-        }
-        match (place, location) {
-            (Some(dir), Some((_, name))) if change.links == 1 => copy.goes_to = Some((dir, name)),
-            _ => copy.held = Some(copy.inode(&self.base)?),
+            .and_then(|change| change.copy.as_mut());
+        if let Some(copy) = copy {
+            copy.held = Some(held);
         }
         Ok(())
     }
@@ -304,7 +330,8 @@ impl<B: Backing> TransactionalBacking<B> {
     /// The directory that the object was last seen in, if its name there leads to it.
     fn only_place(&self, object: &Arc<Object<B>>) -> Option<B::Inode> {
         let (dir, name) = object.location.lock().clone()?;
-        let dir = dir.inner.read();
+        let shared = dir.inner.share();
+        let dir = shared.look();
         let named = dir.change.as_ref()?.names.get(&name)?.object.as_ref()?;
         if !Arc::ptr_eq(named, object) {
             return None;
@@ -318,21 +345,12 @@ impl<B: Backing> TransactionalBacking<B> {
         // The status asks for the list, and a look-up may hang.
         let changed: Vec<_> = scope.changed.lock().values().cloned().collect();
         for object in &changed {
-            let mut inner = object.inner.write();
-            let is_new = inner.base.is_none();
-            let Some(change) = inner.change.as_mut().filter(|_| is_new) else {
-                continue;
-            };
-            // The scope's, that of this list, and one for each name.
-            let ours = 2 + usize::try_from(change.links).unwrap_or(0);
-            let is_used = object.kind == Kind::Dir || Arc::strong_count(object) > ours;
-            if let Some(copy) = change
-                .copy
-                .as_mut()
-                .filter(|copy| is_used && copy.held.is_none())
-            {
-                copy.held = Some(copy.inode(&self.base)?);
-            }
+            self.hold_copy_if(&object.inner.own(), |inner, change| {
+                // The scope's, that of this list, and one for each name.
+                let ours = 2 + usize::try_from(change.links).unwrap_or(0);
+                let is_used = object.kind == Kind::Dir || Arc::strong_count(object) > ours;
+                inner.base.is_none() && is_used
+            })?;
         }
         Ok(())
     }

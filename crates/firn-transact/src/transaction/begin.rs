@@ -111,7 +111,7 @@ impl<B: Backing> TransactionalBacking<B> {
             // What an abort brings back must be durable.
             match path {
                 b"" => self.base.sync_all()?,
-                _ => self.base.sync_tree(&root.inner.read().inode(&self.base)?)?,
+                _ => self.base.sync_tree(&root.inode(&self.base)?)?,
             }
         }
         let scope = self.new_scope(serial, Arc::clone(root), path.to_vec(), dir.clone(), None)?;

@@ -145,7 +145,7 @@ impl<B: Backing> TransactionalBacking<B> {
         // Until it is made, its parent stands for it.
         let mut scope =
             self.new_scope(serial, Arc::clone(parent), path.to_vec(), dir.clone(), None)?;
-        let below = parent.inner.read().inode(&self.base)?;
+        let below = parent.inode(&self.base)?;
         let (staging_name, staging_dir) = scope.staging_dir_for(&self.base, &below)?;
         let number = scope.next_number();
         assert_eq!(number, NEW_TOP, "the top is made first");
@@ -207,7 +207,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if scope.shadow.is_none() || names.before.is_some() {
             return Ok(());
         }
-        let below = parent.inner.read().inode(&self.base)?;
+        let below = parent.inode(&self.base)?;
         let (_, staging_dir) = scope.staging_dir_for(&self.base, &below)?;
         // A name is taken only by who changes the backing past Firn.
         let staged = NEW_TOP.to_string();
@@ -287,7 +287,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         self.note_name(scope, new_name)?;
         if scope.shadow.is_some() {
-            let below = parent.inner.read().inode(&self.base)?;
+            let below = parent.inode(&self.base)?;
             let old = names.now.as_deref().ok_or(Errno::STALE)?;
             self.rename_without_replacing((&below, old), (&below, new_name))?;
         }
@@ -363,7 +363,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.write_names(scope, scope.root.key, &names)?;
         // In shadow mode a crash must find the old name or the new one.
         let parent = scope.top.parent().filter(|_| scope.shadow.is_some());
-        let below = parent.map(|parent| parent.inner.read().inode(&self.base));
+        let below = parent.map(|parent| parent.inode(&self.base));
         below
             .transpose()?
             .map_or(Ok(()), |dir| self.base.sync_dir(&dir))?;
@@ -481,7 +481,7 @@ impl<B: Backing> TransactionalBacking<B> {
         };
         let mut root = Arc::clone(self.top());
         for name in names_in(above) {
-            let parent = root.inner.read().inode(&self.base)?;
+            let parent = root.inode(&self.base)?;
             let (inode, attr) = self.base.lookup(&parent, name)?;
             root = self.tree.intern(&self.base, inode, &attr, &root, name);
         }
