@@ -24,6 +24,7 @@ use crate::container::Memory;
 use crate::file::{Listed, LoggedFile, Place};
 use crate::file_id::FileId;
 use crate::orphans::{self, DEAD, DYING};
+use crate::tag::{self, Home};
 use crate::turn;
 
 /// In `.firn/`.
@@ -73,6 +74,7 @@ pub struct Setup {
 pub struct LogBacking<B: Backing> {
     below: B,
     top: B::Inode,
+    home: Home,
     memory: Arc<Memory>,
     /// That of this host's logs among the lanes below; 0 where there are none.
     turn: u64,
@@ -160,6 +162,7 @@ impl<B: Backing> LogBacking<B> {
     /// Over `below`, in which it has a directory of its own.
     pub fn open(below: B, setup: Setup) -> std::result::Result<Self, OwnError> {
         let top = make_dir(&below)?;
+        let home = Home::of(&below.attr(&top)?);
         let marked = orphans::end_last_life(&below, &top, &setup.host, &setup.is_alive)?;
         let turn = match below.lane_of_turn(0) {
             Some(_) => turn::take(&below, &top, &setup.host, &setup.is_alive),
@@ -168,6 +171,7 @@ impl<B: Backing> LogBacking<B> {
         Ok(Self {
             below,
             top,
+            home,
             turn,
             memory: Memory::new(INDEX_BYTES_MAX),
             setup,
@@ -198,6 +202,7 @@ impl<B: Backing> LogBacking<B> {
         Place {
             base: &self.below,
             top: &self.top,
+            home: self.home,
             host: &self.setup.host,
             turn: self.turn,
             memory: &self.memory,
@@ -353,7 +358,11 @@ impl<B: Backing> LogBacking<B> {
                     files.known.insert(id, Arc::clone(&new));
                     new
                 }
-                None => return Ok(None),
+                None => {
+                    drop(files);
+                    tag::check(&self.below, &inode.below, id, self.home)?;
+                    return Ok(None);
+                }
             };
             // Counted before the lock is free: one that is open is not forgotten.
             file.opens.fetch_add(1, Ordering::AcqRel);
@@ -390,6 +399,7 @@ impl<B: Backing> LogBacking<B> {
         if !file.is_logged() {
             // The plain file may have got its bytes on another host.
             self.below.attr_now(&opened.inode)?;
+            tag::check(&self.below, &opened.inode, file.id, self.home)?;
         }
         Ok(())
     }

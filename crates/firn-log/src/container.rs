@@ -49,8 +49,7 @@ pub struct Container<B: Backing> {
     /// Among those that this process has opened.
     number: u64,
     pub(crate) dir: B::Inode,
-    /// In messages.
-    name: String,
+    pub(crate) name: String,
     pub(crate) host: String,
     memory: Arc<Memory>,
     /// Says which lane this host's files go to, where there are lanes.

@@ -21,6 +21,7 @@ use crate::resolve::{Segment, Source};
 use crate::run::Piece;
 use crate::salvage::{Report, Teller};
 use crate::seal::{Ending, Flat, WRITING};
+use crate::tag::{self, Home};
 use firn_backing::lock::Mutex;
 use firn_backing::{Access, Attr, Backing, DataPart, Errno, LocateLimits, Result, Seek, Time};
 use firn_rendezvous::{VoteDir, own};
@@ -104,6 +105,8 @@ struct Generation<B: Backing> {
     was_flat: AtomicBool,
     /// This host has synced the directory that it is in.
     is_name_durable: AtomicBool,
+    /// This host has tagged the plain file.
+    is_tagged: AtomicBool,
 }
 
 /// A container that a listing has.
@@ -118,6 +121,8 @@ pub(crate) struct Listed {
 pub(crate) struct Place<'a, B: Backing> {
     pub(crate) base: &'a B,
     pub(crate) top: &'a B::Inode,
+    /// What tags of plain files call `top`.
+    pub(crate) home: Home,
     pub(crate) host: &'a str,
     /// Of this host ([`crate::turn`]).
     pub(crate) turn: u64,
@@ -372,6 +377,7 @@ impl<B: Backing> LoggedFile<B> {
             is_joined: AtomicBool::new(false),
             was_flat: AtomicBool::new(false),
             is_name_durable: AtomicBool::new(false),
+            is_tagged: AtomicBool::new(false),
         }))
     }
 
@@ -797,11 +803,23 @@ impl<B: Backing> LoggedFile<B> {
                 match generation.sync(place) {
                     // All that counted of it is in the plain file, durably, or has no name any more.
                     Err(_) if !generation.is_current(place)? => {}
-                    outcome => outcome?,
+                    Ok(()) => self.tag(place, &generation),
+                    Err(error) => return Err(error),
                 }
             }
         }
         Ok(())
+    }
+
+    /// Tags the plain file with a container that has bytes of this host, once.
+    fn tag(&self, place: &Place<'_, B>, generation: &Generation<B>) {
+        if let Some(inode) = self.inode.get()
+            && generation.container.has_own_log()
+            && !self.is_removed.load(Ordering::Acquire)
+            && !generation.is_tagged.swap(true, Ordering::AcqRel)
+        {
+            tag::set(place.base, inode, place.home, &generation.name);
+        }
     }
 
     /// This host writes to it no more, and has published what it wrote.

@@ -13,6 +13,7 @@
 //! | [`container`] | the logs of all hosts for one file |
 //! | [`backing`] | a backing over a backing, with files in containers |
 //! | [`seal`] | the end of a container, and its way into the plain file |
+//! | `tag` | what a plain file says of its container |
 //! | `salvage` | the way out of a container that is damaged for good |
 
 mod append;
@@ -35,6 +36,7 @@ mod salvage;
 pub mod seal;
 mod sort;
 pub mod table;
+mod tag;
 mod times;
 mod turn;
 mod verify;

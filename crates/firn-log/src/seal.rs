@@ -36,8 +36,8 @@ use crate::container::{Container, Walk};
 use crate::names::Writer;
 use crate::resolve::{Segment, Source};
 use crate::run::FILE_BYTES_MAX;
-use crate::times;
 use crate::writer::write_vectored;
+use crate::{tag, times};
 
 /// Put once, with [`Seal`].
 pub(crate) const SEAL_NAME: &str = "seal";
@@ -530,7 +530,9 @@ impl<'a, B: Backing> Ending<'a, B> {
         if self.base.attr_of_file_now(plain)?.size != seal.len {
             self.base.set_len(plain, seal.len)?;
         }
+        tag::clear(self.base, inode, &self.container.name)?;
         let last = self.last_time(&self.votes.names()?).unwrap_or(0);
+        // Makes durable that the tag is gone, too.
         times::settle(self.base, self.votes.dir(), last, &|modified| {
             self.set_modified(inode, plain, modified)?;
             self.base.sync(plain, false)

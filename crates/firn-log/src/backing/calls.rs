@@ -15,6 +15,7 @@ use firn_backing::{
 use super::{LOCATED_FOR_MIN, LogBacking, LogFile, LogInode};
 use crate::frame::{PIECES_MAX, SPAN_BYTES_MAX};
 use crate::run::{FILE_BYTES_MAX, Piece};
+use crate::tag;
 
 impl<B: Backing> Backing for LogBacking<B> {
     type Inode = LogInode<B>;
@@ -176,18 +177,31 @@ impl<B: Backing> Backing for LogBacking<B> {
     }
 
     fn get_xattr(&self, inode: &LogInode<B>, name: &OsStr) -> Result<Vec<u8>> {
+        if tag::is_tag(name) {
+            return Err(Errno::NODATA);
+        }
         self.below.get_xattr(&inode.below, name)
     }
 
     fn set_xattr(&self, inode: &LogInode<B>, name: &OsStr, value: &[u8], flags: i32) -> Result<()> {
+        if tag::is_tag(name) {
+            return Err(Errno::PERM);
+        }
         self.below.set_xattr(&inode.below, name, value, flags)
     }
 
     fn list_xattr(&self, inode: &LogInode<B>) -> Result<Vec<u8>> {
-        self.below.list_xattr(&inode.below)
+        let mut names = self.below.list_xattr(&inode.below)?;
+        if inode.id.is_some() {
+            names = tag::without_tag(&names);
+        }
+        Ok(names)
     }
 
     fn remove_xattr(&self, inode: &LogInode<B>, name: &OsStr) -> Result<()> {
+        if tag::is_tag(name) {
+            return Err(Errno::NODATA);
+        }
         self.below.remove_xattr(&inode.below, name)
     }
 
