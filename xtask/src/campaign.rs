@@ -72,6 +72,9 @@ pub enum Campaign {
         /// Seconds for each target: five find what a change broke outright, finding more takes hours
         #[arg(long, default_value_t = 5)]
         seconds: u64,
+        /// Only this target; may be given more than once
+        #[arg(long = "target", value_name = "NAME")]
+        targets: Vec<String>,
         /// Repeats a campaign
         #[arg(long)]
         seed: Option<u64>,
@@ -133,7 +136,11 @@ impl Campaign {
                 ("FIRN_STRESS_SECONDS", seconds),
                 None,
             ),
-            Self::Fuzz { seconds, seed } => fuzz::run(seconds, seed),
+            Self::Fuzz {
+                seconds,
+                ref targets,
+                seed,
+            } => fuzz::run(seconds, targets, seed),
             Self::Tsan { rounds } => tsan::run(rounds),
         }
     }

@@ -3,15 +3,25 @@
 //! Without a sanitizer: that works with the stable compiler, and the parsers are safe Rust, so what a
 //! fuzzer can find are panics, overflows and broken invariants, all of which are assertions here.
 
-use anyhow::{Context, ensure};
+use anyhow::{Context, bail, ensure};
 
 use super::{cargo, cargo_command, root, target_dir};
 
-/// Builds all targets and runs each for `seconds`. What they found to be worth keeping is in
+/// Builds all targets and runs each of `wanted`, or all where that is empty, for `seconds`. What they found to be worth keeping is in
 /// fuzz/corpus, and serves the next run; what failed is in fuzz/artifacts.
-pub fn run(seconds: u64, seed: Option<u64>) -> anyhow::Result<()> {
+pub fn run(seconds: u64, wanted: &[String], seed: Option<u64>) -> anyhow::Result<()> {
     // libFuzzer takes 0 for no limit, and would never come to the second target.
     ensure!(seconds > 0, "--seconds must be at least 1");
+    let mut targets = targets()?;
+    if !wanted.is_empty() {
+        if let Some(unknown) = wanted.iter().find(|name| !targets.contains(name)) {
+            bail!(
+                "there is no target `{unknown}`; there are: {}",
+                targets.join(", ")
+            );
+        }
+        targets.retain(|target| wanted.contains(target));
+    }
     let target_dir = target_dir().join("fuzz");
     let target_dir = target_dir
         .to_str()
@@ -34,7 +44,7 @@ pub fn run(seconds: u64, seed: Option<u64>) -> anyhow::Result<()> {
         command
     };
     cargo(&mut fuzz("build")).context("if cargo-fuzz is missing, run scripts/setup")?;
-    for target in targets()? {
+    for target in targets {
         eprintln!("xtask: fuzz {target} for {seconds} s");
         let mut run = fuzz("run");
         // An input that takes half a minute is a hang; libFuzzer itself waits twenty.
