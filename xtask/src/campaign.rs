@@ -98,40 +98,48 @@ impl Campaign {
         match *self {
             Self::Crash { rounds, seed } => {
                 let length = ("FIRN_CRASH_ROUNDS", rounds);
-                system("crash", "every_acknowledged_byte", length, seed)?;
-                system("stub", "kill_9_of_writer_or_firnd", length, seed)?;
+                system("life", "every_acknowledged_byte", length, seed)?;
+                system("frontends", "kill_9_of_writer_or_firnd", length, seed)?;
                 system("transactions", "killed_at_any_moment", length, seed)?;
-                system("async_commit", "survives_kill_9", length, seed)?;
-                system("hosts", "a_host_that_is_killed_between", length, seed)?;
+                system("transactions", "survives_kill_9", length, seed)?;
                 system(
-                    "log_layout",
+                    "several_hosts",
+                    "a_host_that_is_killed_between",
+                    length,
+                    seed,
+                )?;
+                system(
+                    "several_hosts",
                     "killed_while_they_write_one_file",
                     length,
                     seed,
                 )
             }
             Self::Mpi { rounds, seed } => system(
-                "mpi_io",
+                "several_hosts",
                 "survives_kill_9_of_firnd",
                 ("FIRN_CRASH_ROUNDS", rounds),
                 seed,
             ),
             Self::Simulation { ops, seed } => {
-                for (package, test) in SIMULATED {
-                    simulation(package, test, ops, seed)?;
+                for (package, module) in SIMULATED {
+                    simulation(package, module, ops, seed)?;
                 }
                 Ok(())
             }
-            Self::Fsx { ops, seed } => {
-                system("suites", "fsx_finds_nothing", ("FIRN_FSX_OPS", ops), seed)
-            }
+            Self::Fsx { ops, seed } => system(
+                "frontends",
+                "fsx_finds_nothing",
+                ("FIRN_FSX_OPS", ops),
+                seed,
+            ),
             Self::Differential { ops, seed } => {
                 let length = ("FIRN_DIFFERENTIAL_OPS", ops);
-                system("differential", "same_as_plain", length, seed)?;
+                system("frontends", "same_as_plain", length, seed)?;
                 system("transactions", "same_as_plain", length, seed)
             }
             Self::Stress { seconds } => system(
-                "suites",
+                "frontends",
                 "stress_ng",
                 ("FIRN_STRESS_SECONDS", seconds),
                 None,
@@ -146,7 +154,13 @@ impl Campaign {
     }
 }
 
-fn system(test: &str, filter: &str, length: (&str, u64), seed: Option<u64>) -> anyhow::Result<()> {
+/// Runs the system tests of one program whose names have `filter`.
+fn system(
+    program: &str,
+    filter: &str,
+    length: (&str, u64),
+    seed: Option<u64>,
+) -> anyhow::Result<()> {
     cargo(&mut cargo_command(&[
         "build",
         "--release",
@@ -155,7 +169,7 @@ fn system(test: &str, filter: &str, length: (&str, u64), seed: Option<u64>) -> a
         "-p",
         "firn-preload",
     ]))?;
-    let target = ["test", "--release", "-p", "firn-tests", "--test", test];
+    let target = ["test", "--release", "-p", "firn-tests", "--test", program];
     require_test(&target, filter)?;
     let mut command = cargo_command(&target);
     command.args(["--", "--nocapture", "--test-threads=1", filter]);
@@ -186,20 +200,29 @@ fn require_test(target: &[&str], filter: &str) -> anyhow::Result<()> {
 
 /// Tests that run over the simulated backing and take their length from `FIRN_OPS`.
 const SIMULATED: [(&str, &str); 9] = [
-    ("firn-engine", "simulation"),
-    ("firn-transact", "crash"),
-    ("firn-transact", "tree"),
-    ("firn-transact", "history"),
-    ("firn-transact", "shadow"),
-    ("firn-transact", "backup"),
-    ("firn-transact", "apply_later"),
-    ("firn-transact", "faults"),
-    ("firn-log", "model"),
+    ("firn-engine", "simulation::"),
+    ("firn-transact", "crash::"),
+    ("firn-transact", "tree::"),
+    ("firn-transact", "history::"),
+    ("firn-transact", "shadow::"),
+    ("firn-transact", "backup::"),
+    ("firn-transact", "apply_later::"),
+    ("firn-transact", "faults::"),
+    ("firn-log", "model::"),
 ];
 
 /// In the test build, where invariants are asserted.
-fn simulation(package: &str, test: &str, ops: u64, seed: Option<u64>) -> anyhow::Result<()> {
-    let mut command = cargo_command(&["test", "-p", package, "--test", test, "--", "--nocapture"]);
+fn simulation(package: &str, module: &str, ops: u64, seed: Option<u64>) -> anyhow::Result<()> {
+    let mut command = cargo_command(&[
+        "test",
+        "-p",
+        package,
+        "--test",
+        "all",
+        "--",
+        "--nocapture",
+        module,
+    ]);
     command.env("FIRN_OPS", ops.to_string());
     if let Some(seed) = seed {
         command.env("FIRN_SEED", seed.to_string());

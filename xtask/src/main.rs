@@ -6,6 +6,7 @@ mod product;
 mod security;
 mod semantics;
 mod tables;
+mod test_programs;
 
 use std::process::ExitCode;
 

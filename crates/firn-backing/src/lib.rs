@@ -1,8 +1,8 @@
 //! The backing: the directory, on any file system, where files end up.
 //!
 //! [`Backing`] is the one seam between Firn and the world below it. [`dir`] is the real one (a
-//! directory and its descriptors). With the feature `sim`, which tests turn on, `sim` is its simulated
-//! twin (faults, crashes, lost writes), and the conformance suite in `suite` runs over both.
+//! directory and its descriptors). The crate `firn-sim` has its simulated twin (faults, crashes, lost
+//! writes), and the conformance suite that runs over both.
 //!
 //! Promises of every implementation
 //! * A [`Backing::Inode`] refers to the object, not to a name: it stays valid across renames and, while
@@ -22,15 +22,9 @@ pub use rustix::io::Errno;
 mod descriptors;
 pub mod dir;
 pub mod lock;
-#[cfg(feature = "sim")]
-pub mod sim;
-#[cfg(feature = "sim")]
-pub mod suite;
 mod types;
-mod unsynced;
+pub mod unsynced;
 pub use dir::DirBacking;
-#[cfg(feature = "sim")]
-pub use sim::SimBacking;
 pub use types::*;
 
 /// Result of a backing call: the kernel's errno, untouched.

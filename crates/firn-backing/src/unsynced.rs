@@ -25,7 +25,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::{Access, Attr, Backing, Errno, Kind, Result};
 
 /// Device and inode number.
-pub(crate) type Key = (u64, u64);
+pub type Key = (u64, u64);
 
 /// More changed objects than this are not told apart: the next sync walks the tree. Some 200 bytes each.
 const ENTRIES_MAX: usize = 1 << 18;
@@ -34,7 +34,7 @@ const ENTRIES_MAX: usize = 1 << 18;
 const WALK_NAMES: usize = 64;
 
 /// Where an object is.
-pub(crate) enum Place {
+pub enum Place {
     /// A path from the top of the backing, and the number of names that the object has.
     At(Vec<u8>, u64),
     /// It has no name any more, so nothing of it outlives its last close.
@@ -44,7 +44,7 @@ pub(crate) enum Place {
 }
 
 /// A backing that keeps such an account.
-pub(crate) trait Tracked: Backing {
+pub trait Tracked: Backing {
     /// The account.
     fn unsynced(&self) -> &Unsynced;
     /// Files that are synced at once: each waits for a server.
@@ -56,7 +56,7 @@ pub(crate) trait Tracked: Backing {
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct Unsynced {
+pub struct Unsynced {
     state: Mutex<State>,
     rename_over: Condvar,
 }
@@ -103,7 +103,7 @@ impl Default for State {
 }
 
 /// A path from the path of a directory and a name in it.
-pub(crate) fn join(dir: &[u8], name: &OsStr) -> Vec<u8> {
+pub fn join(dir: &[u8], name: &OsStr) -> Vec<u8> {
     let mut path = dir.to_vec();
     if !path.is_empty() {
         path.push(b'/');
@@ -204,7 +204,7 @@ impl State {
 
 impl Unsynced {
     /// An object was changed. To be called after the change and before anybody is told of it.
-    pub(crate) fn changed(&self, key: Key, place: impl FnOnce() -> Place) {
+    pub fn changed(&self, key: Key, place: impl FnOnce() -> Place) {
         {
             let mut state = self.state.lock();
             state.version += 1;
@@ -224,7 +224,7 @@ impl Unsynced {
     }
 
     /// A changed object has got one more name.
-    pub(crate) fn linked(&self, key: Key, path: Vec<u8>, links: u64) {
+    pub fn linked(&self, key: Key, path: Vec<u8>, links: u64) {
         let mut state = self.state.lock();
         state.add_name(key, path);
         if let Some(entry) = state.objects.get_mut(&key) {
@@ -233,12 +233,12 @@ impl Unsynced {
     }
 
     /// A name was removed.
-    pub(crate) fn removed(&self, path: &[u8]) {
+    pub fn removed(&self, path: &[u8]) {
         self.state.lock().drop_name(path);
     }
 
     /// A rename is going to be made; [`Unsynced::end_rename`] must follow.
-    pub(crate) fn begin_rename(&self) -> u64 {
+    pub fn begin_rename(&self) -> u64 {
         let mut state = self.state.lock();
         let ticket = state.ticket();
         state.renames.insert(ticket);
@@ -246,7 +246,7 @@ impl Unsynced {
     }
 
     /// It was made from the one path to the other, or not at all.
-    pub(crate) fn end_rename(&self, ticket: u64, moved: Option<(&[u8], &[u8])>, is_exchange: bool) {
+    pub fn end_rename(&self, ticket: u64, moved: Option<(&[u8], &[u8])>, is_exchange: bool) {
         let mut state = self.state.lock();
         // Two names of one object stay as they are.
         let is_same = |(from, to): &(&[u8], &[u8])| {
@@ -278,7 +278,7 @@ impl Unsynced {
     }
 
     /// A rename was made of which nobody knows the paths.
-    pub(crate) fn end_unknown_rename(&self, ticket: u64) {
+    pub fn end_unknown_rename(&self, ticket: u64) {
         let mut state = self.state.lock();
         state.version += 1;
         state.lose_track();
@@ -287,12 +287,12 @@ impl Unsynced {
     }
 
     /// To be called before an object is synced; the answer is for [`Unsynced::synced`].
-    pub(crate) fn begin_sync(&self) -> u64 {
+    pub fn begin_sync(&self) -> u64 {
         self.state.lock().version
     }
 
     /// The object was synced. Changes that were made meanwhile may not be covered.
-    pub(crate) fn synced(&self, key: Key, version: u64) {
+    pub fn synced(&self, key: Key, version: u64) {
         let mut state = self.state.lock();
         if state
             .objects
@@ -304,17 +304,17 @@ impl Unsynced {
     }
 
     /// Whether what was there before this process must be taken for not synced.
-    pub(crate) fn inherits(&self) -> bool {
+    pub fn inherits(&self) -> bool {
         self.state.lock().inherited
     }
 
     /// Whether there were changes that no entry tells of.
-    pub(crate) fn has_lost_track(&self) -> bool {
+    pub fn has_lost_track(&self) -> bool {
         self.state.lock().lost_track.is_some()
     }
 
     /// Everything that was there at `version` was synced.
-    pub(crate) fn all_synced(&self, version: u64) {
+    pub fn all_synced(&self, version: u64) {
         let mut state = self.state.lock();
         state.inherited = false;
         if state.lost_track.is_some_and(|lost| lost <= version) {
@@ -323,8 +323,7 @@ impl Unsynced {
     }
 
     /// As after the end of a process: nothing is known.
-    #[cfg(feature = "sim")]
-    pub(crate) fn reset(&self) {
+    pub fn reset(&self) {
         *self.state.lock() = State::default();
     }
 
@@ -347,7 +346,7 @@ impl Unsynced {
 }
 
 /// Syncs every object that has an entry. What is not found is left to a walk: `lost_track` is set.
-pub(crate) fn sync_entries<B: Tracked>(base: &B) -> Result<()> {
+pub fn sync_entries<B: Tracked>(base: &B) -> Result<()> {
     let keys: Vec<Key> = base
         .unsynced()
         .state
@@ -452,7 +451,7 @@ struct Tasks<B: Backing> {
 }
 
 /// Syncs every file and directory at or below `top`, on the file system that it is on.
-pub(crate) fn sync_below<B: Tracked>(base: &B, top: &B::Inode) -> Result<()> {
+pub fn sync_below<B: Tracked>(base: &B, top: &B::Inode) -> Result<()> {
     let unsynced = base.unsynced();
     let ticket = {
         let mut state = unsynced.state.lock();
@@ -591,7 +590,7 @@ fn in_threads(count: usize, work: impl Fn() + Sync) {
 }
 
 /// The path of what is at `name` below a directory that is at `dir`.
-pub(crate) fn path_of_entry(dir: Place, name: &OsStr) -> Option<Vec<u8>> {
+pub fn path_of_entry(dir: Place, name: &OsStr) -> Option<Vec<u8>> {
     match dir {
         Place::At(path, _) => Some(join(&path, name)),
         Place::Gone | Place::Unknown => None,
@@ -599,15 +598,14 @@ pub(crate) fn path_of_entry(dir: Place, name: &OsStr) -> Option<Vec<u8>> {
 }
 
 /// The names on a path.
-#[cfg(feature = "sim")]
-pub(crate) fn components(path: &[u8]) -> impl Iterator<Item = &OsStr> {
+pub fn components(path: &[u8]) -> impl Iterator<Item = &OsStr> {
     path.split(|byte| *byte == b'/')
         .filter(|name| !name.is_empty())
         .map(OsStr::from_bytes)
 }
 
 /// A path as the kernel takes it; the top is `.`.
-pub(crate) fn relative(path: &[u8]) -> OsString {
+pub fn relative(path: &[u8]) -> OsString {
     if path.is_empty() {
         OsString::from(".")
     } else {

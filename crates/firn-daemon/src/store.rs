@@ -577,8 +577,8 @@ impl<B: Backing> Backing for Store<B> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use firn_backing::{SimBacking, suite};
     use firn_lanes::{Lane, Rule, Setup};
+    use firn_sim::{SimBacking, suite};
 
     #[test]
     fn a_store_of_each_kind_conforms() {

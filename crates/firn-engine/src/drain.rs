@@ -271,7 +271,7 @@ fn wait_for(outcome: &Receiver<Result<()>>) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use firn_backing::SimBacking;
+    use firn_sim::SimBacking;
 
     use super::*;
     use crate::file::Route;

@@ -581,7 +581,7 @@ fn new_inode<B: Backing>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use firn_backing::SimBacking;
+    use firn_sim::SimBacking;
 
     #[test]
     fn inodes_that_nobody_has_are_not_kept() {

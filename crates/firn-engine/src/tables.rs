@@ -175,7 +175,8 @@ impl<B: Backing> HandleTable<B> {
 mod tests {
     use std::ffi::OsStr;
 
-    use firn_backing::{Caller, SimBacking};
+    use firn_backing::Caller;
+    use firn_sim::SimBacking;
 
     use super::*;
     use crate::names::Names;

@@ -8,11 +8,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use firn_backing::sim::{Fault, Hang, tree};
-use firn_backing::{
-    Access, Backing, DirBacking, Errno, Kind, LaneIndex, RenameFlags, SimBacking, suite,
-};
+use firn_backing::{Access, Backing, DirBacking, Errno, Kind, LaneIndex, RenameFlags};
 use firn_lanes::{Lane, LaneState, Lanes, LanesFile, Orphan, Rule, Setup, XATTR};
+use firn_sim::{Fault, Hang, tree};
+use firn_sim::{SimBacking, suite};
 use firn_transact::PlainBacking;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};

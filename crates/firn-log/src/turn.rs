@@ -91,7 +91,7 @@ fn read_holders<B: Backing>(base: &B, top: &B::Inode) -> Result<BTreeMap<u64, St
 #[cfg(test)]
 mod tests {
     use super::*;
-    use firn_backing::SimBacking;
+    use firn_sim::SimBacking;
 
     #[test]
     fn hosts_that_live_have_turns_of_their_own_and_keep_them() {

@@ -4,10 +4,11 @@ use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use firn_backing::sim::LockReach;
-use firn_backing::suite::own_caller;
-use firn_backing::{Backing, Errno, LockMode, LockRange, SimBacking};
+use firn_backing::{Backing, Errno, LockMode, LockRange};
 use firn_rendezvous::{FileLocks, InTheWay, Owner, Released, Space, Ticket, Wanted, own};
+use firn_sim::LockReach;
+use firn_sim::SimBacking;
+use firn_sim::suite::own_caller;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 

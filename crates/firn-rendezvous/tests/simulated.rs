@@ -3,13 +3,14 @@
 use std::ffi::OsStr;
 use std::time::Duration;
 
-use firn_backing::sim::LockReach;
-use firn_backing::suite::own_caller;
-use firn_backing::{Backing, Errno, SimBacking};
+use firn_backing::{Backing, Errno};
 use firn_rendezvous::{
     Holder, Lease, LeaseError, OwnError, PeerWatch, Peers, ReachError, Terms, VoteDir, check_reach,
     own, publish_terms,
 };
+use firn_sim::LockReach;
+use firn_sim::SimBacking;
+use firn_sim::suite::own_caller;
 
 const DIR: &str = "decision";
 const FILE: &str = "outcome";

@@ -13,7 +13,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use firn_backing::{Backing, SimBacking};
+use firn_backing::Backing;
+use firn_sim::SimBacking;
 use fuser::{BackgroundSession, Errno, SessionACL};
 use rustix::mount::{UnmountFlags, unmount};
 

@@ -6,10 +6,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{HANGS_AFTER, Host, limits, wait_for_state, wait_until, write_together};
-use firn_backing::sim::LockReach;
-use firn_backing::suite::own_caller;
-use firn_backing::{Backing, DirBacking, Errno, SimBacking};
+use firn_backing::{Backing, DirBacking, Errno};
 use firn_rendezvous::own;
+use firn_sim::LockReach;
+use firn_sim::SimBacking;
+use firn_sim::suite::own_caller;
 use firn_tokens::{Asked, FlockService, LockService, TokenState};
 
 fn service<B: Backing>(base: Arc<B>, host: &str) -> FlockService<B> {

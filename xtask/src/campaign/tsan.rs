@@ -14,13 +14,7 @@ use super::{cargo, cargo_command, root, target_dir};
 /// rest of its tests have one thread.
 const RUNS: [&[&str]; 2] = [
     &["--tests", "-p", "firn-arena", "-p", "firn-drain"],
-    &[
-        "--test",
-        "direct_access",
-        "-p",
-        "firn-engine",
-        "under_threads",
-    ],
+    &["--test", "all", "-p", "firn-engine", "under_threads"],
 ];
 
 /// System calls go through libc, where the sanitizer sees which memory they touch, and that an address

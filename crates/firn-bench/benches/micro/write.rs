@@ -4,8 +4,9 @@ use std::ffi::OsStr;
 use std::sync::Arc;
 
 use criterion::{Criterion, Throughput};
-use firn_backing::{Caller, SetTime, SimBacking};
+use firn_backing::{Caller, SetTime};
 use firn_engine::{Engine, EngineOptions, HandleId, InodeId, ROOT, SetAttr, Written};
+use firn_sim::SimBacking;
 
 use super::room::{Copies, FILL_BYTES, arena, in_rounds};
 

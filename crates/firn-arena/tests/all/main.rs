@@ -1,0 +1,7 @@
+//! All tests of `firn-arena` but those beside its source, in one program.
+
+mod arena;
+mod client;
+mod create;
+mod numa;
+mod spill;

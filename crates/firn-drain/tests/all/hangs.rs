@@ -1,0 +1,92 @@
+//! Writes to the backing that do not return.
+
+use crate::common;
+
+use std::io;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use common::host::{Drained, Host, LIMIT};
+use firn_backing::Backing;
+use firn_drain::IoThreads;
+use firn_sim::SimBacking;
+
+/// What this thread logs. Its clones are the same.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Log {
+    /// Collects until the guard is dropped.
+    fn collect(&self) -> tracing::subscriber::DefaultGuard {
+        let log = self.clone();
+        let subscriber = tracing_subscriber::fmt().with_writer(move || log.clone());
+        tracing::subscriber::set_default(subscriber.finish())
+    }
+
+    fn count(&self, message: &str) -> usize {
+        let bytes = self.0.lock().expect("no panic");
+        String::from_utf8_lossy(&bytes).matches(message).count()
+    }
+}
+
+impl io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().expect("no panic").write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Waits for a file while threads are replaced as firnd does each second.
+fn await_with_stand_ins<B: Backing>(host: &Host<B>, told: &Drained) {
+    let began = Instant::now();
+    loop {
+        host.pool.replace_hung();
+        match told.recv_timeout(Duration::from_millis(100)) {
+            Ok(drained) => break assert!(drained),
+            Err(_) => assert!(began.elapsed() < LIMIT, "nobody stands in"),
+        }
+    }
+    println!("drained after {:?}", began.elapsed());
+}
+
+/// Proves S-error-21.
+#[test]
+fn regression_where_all_io_threads_hang_others_drain_the_rest() {
+    let log = Log::default();
+    let _collecting = log.collect();
+    let backing = SimBacking::new();
+    let host = Host::start(backing.clone(), IoThreads::new(2), None);
+    let hung: Vec<_> = ["one", "two"]
+        .map(|name| {
+            let hang = backing.hang("write_at");
+            let (handle, told) = host.write_awaited(name);
+            hang.await_call();
+            (hang, handle, told)
+        })
+        .into();
+    let (other, told) = host.write_awaited("other");
+    await_with_stand_ins(&host, &told);
+    host.engine.release(other);
+    for _ in 0..10 {
+        host.pool.replace_hung();
+    }
+    let hang_told = log.count("writes to the backing do not return");
+    assert_eq!(hang_told, 1, "the log is for people: once is enough");
+    for (hang, handle, told) in hung {
+        assert!(told.try_recv().is_err(), "it still hangs");
+        hang.release();
+        assert!(told.recv_timeout(LIMIT).expect("drained"));
+        host.engine.release(handle);
+    }
+    // A thread is at its job a little longer than those who wait for the job.
+    let began = Instant::now();
+    while log.count("writes to the backing return again") == 0 {
+        assert!(began.elapsed() < LIMIT, "the end of the hang is not told");
+        host.pool.replace_hung();
+        std::thread::yield_now();
+    }
+    host.end();
+}

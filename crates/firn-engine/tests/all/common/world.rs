@@ -1,0 +1,446 @@
+//! One simulated machine: it can be crashed at any store to the arena and any call of the backing.
+
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::Receiver;
+use std::sync::{Arc, Mutex, Weak};
+use std::time::{Duration, Instant};
+
+use firn_arena::{Arena, Identity};
+use firn_backing::{Backing, Errno};
+use firn_engine::{
+    DrainPolicy, Engine, EngineOptions, Entry, Executor, InodeId, LaneIndex, LaneLimits, Pick,
+    ROOT, Recovered, SpillStep,
+};
+use firn_format::geometry::Geometry;
+use firn_journal::Medium;
+use firn_sim::{Fault, SimBacking};
+
+/// Counts stores and calls; at one of them the world stops.
+#[derive(Clone)]
+pub struct Fuse {
+    steps: Arc<AtomicU64>,
+    stop_at: Arc<AtomicU64>,
+    stopped: Arc<AtomicBool>,
+    arena: Arc<Mutex<PathBuf>>,
+}
+
+impl Fuse {
+    fn step(&self) -> bool {
+        if self.stopped.load(Ordering::Relaxed) {
+            return true;
+        }
+        let step = self.steps.fetch_add(1, Ordering::Relaxed);
+        if step < self.stop_at.load(Ordering::Relaxed) {
+            return false;
+        }
+        // What lies in the arena at this instant is what the next life finds.
+        let path = self.arena.lock().unwrap().clone();
+        std::fs::copy(&path, path.with_extension("crashed")).expect("the arena is copied");
+        let spill = path.with_file_name(SPILL);
+        if spill.exists() {
+            std::fs::copy(&spill, spill.with_extension("crashed"))
+                .expect("the spill file is copied");
+        }
+        self.stopped.store(true, Ordering::Relaxed);
+        true
+    }
+}
+
+/// Drains step by step, when a test says so; whoever waits for a drain takes the steps that are missing.
+struct Stepper(Weak<Engine<SimBacking>>);
+
+impl Stepper {
+    fn attach(engine: &Arc<Engine<SimBacking>>) {
+        engine.set_executor(Arc::new(Self(Arc::downgrade(engine))));
+    }
+}
+
+impl Executor for Stepper {
+    fn wake(&self, _: LaneIndex) {}
+
+    fn wait_for(&self, outcome: &Receiver<Result<(), Errno>>) -> Result<(), Errno> {
+        const PATIENCE: Duration = Duration::from_secs(60);
+        const LOOK_AGAIN: Duration = Duration::from_millis(1);
+        let engine = self.0.upgrade().expect("its engine waits");
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Ok(result) = outcome.try_recv() {
+                return result;
+            }
+            // Another thread may have the job that is waited for.
+            if !drain_step(&engine)
+                && let Ok(result) = outcome.recv_timeout(LOOK_AGAIN)
+            {
+                return result;
+            }
+            assert!(Instant::now() < deadline, "a drain does not end");
+        }
+    }
+}
+
+thread_local! {
+    /// Steps of the drain that this thread took: lanes have them in turn.
+    static STEPS: Cell<usize> = const { Cell::new(0) };
+}
+
+/// One step of the drain; whether there was something to do.
+fn drain_step(engine: &Engine<SimBacking>) -> bool {
+    let lanes: Vec<LaneIndex> = engine.lanes().collect();
+    let first = STEPS.replace(STEPS.get() + 1);
+    // Twice: to look at a lane may put a file of another one into line.
+    let mut in_turn = (0..2 * lanes.len()).map(|step| lanes[(first + step) % lanes.len()]);
+    in_turn.any(|lane| drain_lane(engine, lane))
+}
+
+fn drain_lane(engine: &Engine<SimBacking>, lane: LaneIndex) -> bool {
+    match engine.pick(lane, LaneLimits::NONE) {
+        Pick::Job(job) => {
+            let outcome = job.execute(engine);
+            engine.complete(job, outcome);
+            true
+        }
+        Pick::Idle { .. } => false,
+    }
+}
+
+pub struct World {
+    dir: tempfile::TempDir,
+    pub backing: SimBacking,
+    pub engine: Arc<Engine<SimBacking>>,
+    pub fuse: Fuse,
+    options: EngineOptions,
+    disk: DiskKind,
+    lives: u32,
+}
+
+/// What the backing says of where data goes.
+#[derive(Clone, Copy)]
+pub struct DiskKind {
+    pub lanes: u16,
+    /// Pieces that are apart may be written together.
+    pub gathers: bool,
+}
+
+impl DiskKind {
+    pub const PLAIN: Self = Self {
+        lanes: 1,
+        gathers: false,
+    };
+
+    fn apply(self, backing: &SimBacking) {
+        backing.set_lanes(self.lanes);
+        backing.set_gathers(self.gathers);
+    }
+}
+
+pub fn options() -> EngineOptions {
+    let mut options = EngineOptions::new(CHUNK);
+    // Small runs too, so that several writes to the backing happen in a short test.
+    options.drain_write_bytes_min = 16 << 10;
+    options.drain_write_bytes_max = 64 << 10;
+    // Fewer than there are files: objects are let go and looked up again.
+    options.objects_max = 4;
+    options
+}
+
+pub const CHUNK: u64 = 128 << 10;
+const CHUNKS: u64 = 6;
+/// Chunks in memory and in the spill file of a world with one.
+const SPILLING: (u64, u64) = (3, 5);
+const SPILL: &str = "spill";
+
+fn path_in(dir: &Path, life: u32) -> PathBuf {
+    dir.join(format!("arena{life}"))
+}
+
+impl World {
+    /// A world that drains as it goes.
+    pub fn new() -> Self {
+        Self::with(options(), false)
+    }
+
+    /// A world that drains when it is told to.
+    #[allow(dead_code, reason = "not every test needs it")]
+    pub fn on_demand() -> Self {
+        Self::with(
+            EngineOptions {
+                drain: DrainPolicy::Demand,
+                ..options()
+            },
+            false,
+        )
+    }
+
+    /// One of those with less memory and a spill file.
+    #[allow(dead_code, reason = "not every test needs it")]
+    pub fn spilling(drain: DrainPolicy) -> Self {
+        Self::with(EngineOptions { drain, ..options() }, true)
+    }
+
+    /// A world that drains what is so old.
+    #[allow(dead_code, reason = "not every test needs it")]
+    pub fn draining_after(drain_age: std::time::Duration) -> Self {
+        Self::with(
+            EngineOptions {
+                drain_age,
+                ..options()
+            },
+            false,
+        )
+    }
+
+    /// A world that keeps few files of the backing open.
+    pub fn with_few_open_files() -> Self {
+        Self::with(
+            EngineOptions {
+                open_files_max: 4,
+                ..options()
+            },
+            false,
+        )
+    }
+
+    fn with(options: EngineOptions, spilling: bool) -> Self {
+        Self::over(DiskKind::PLAIN, options, spilling)
+    }
+
+    /// A world over a backing of some kind.
+    pub fn over(disk: DiskKind, options: EngineOptions, spilling: bool) -> Self {
+        STEPS.set(0);
+        let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
+        let backing = SimBacking::new();
+        disk.apply(&backing);
+        let path = path_in(dir.path(), 0);
+        let identity = Identity {
+            backing: PathBuf::from("/sim"),
+            dev: 1,
+            ino: 1,
+        };
+        let (memory, spill) = if spilling { SPILLING } else { (CHUNKS, 0) };
+        let geometry =
+            Geometry::with_spill(memory * CHUNK, CHUNK, spill * CHUNK).expect("a valid geometry");
+        let arena = Arena::create_with_spill(&path, geometry, &identity, &dir.path().join(SPILL));
+        let arena = arena.expect("an arena");
+        let engine = Engine::begin(backing.clone(), arena, options.clone()).expect("an engine");
+        Stepper::attach(&engine);
+        let fuse = Fuse {
+            steps: Arc::default(),
+            stop_at: Arc::new(AtomicU64::new(u64::MAX)),
+            stopped: Arc::default(),
+            arena: Arc::new(Mutex::new(path)),
+        };
+        let world = Self {
+            dir,
+            backing,
+            engine,
+            fuse,
+            options,
+            disk,
+            lives: 0,
+        };
+        world.arm();
+        world
+    }
+
+    /// The world stops after so many more steps.
+    pub fn stop_in(&self, steps: u64) {
+        let now = self.fuse.steps.load(Ordering::Relaxed);
+        self.fuse
+            .stop_at
+            .store(now.saturating_add(steps), Ordering::Relaxed);
+    }
+    /// Recoveries so far.
+    pub fn lives(&self) -> u32 {
+        self.lives
+    }
+    pub fn steps(&self) -> u64 {
+        self.fuse.steps.load(Ordering::Relaxed)
+    }
+    pub fn stopped(&self) -> bool {
+        self.fuse.stopped.load(Ordering::Relaxed)
+    }
+
+    fn arm(&self) {
+        let fuse = self.fuse.clone();
+        firn_arena::set_probe(Some(Box::new(move || {
+            fuse.step();
+        })));
+        let fuse = self.fuse.clone();
+        self.backing
+            .set_plan(move |_, _| fuse.step().then_some(Fault::Crash));
+    }
+
+    /// The backing fails now and then; `seed` decides.
+    pub fn arm_with_faults(&self, seed: u64) {
+        use rand::{RngExt, SeedableRng};
+        let fuse = self.fuse.clone();
+        let mut rng = rand::rngs::StdRng::seed_from_u64(seed);
+        self.backing.set_plan(move |call, _| {
+            if fuse.step() {
+                return Some(Fault::Crash);
+            }
+            match (call, rng.random_range(0..10)) {
+                ("write_at", 0) => Some(Fault::Error(Errno::IO)),
+                ("write_at", 1) => Some(Fault::Error(Errno::NOSPC)),
+                ("write_at", 2..4) => Some(Fault::ShortWrite(rng.random_range(1..5000))),
+                ("set_len" | "sync" | "rename" | "unlink", 0) => Some(Fault::Error(Errno::IO)),
+                _ => None,
+            }
+        });
+    }
+
+    /// The next life on what the last one left. The stop stays armed during recovery, `steps` ahead.
+    /// A stop during recovery leads to the next recovery, with twice the steps: it must get through
+    /// in the end.
+    pub fn recover(&mut self, mut steps: u64) -> Recovered {
+        loop {
+            firn_arena::set_probe(None);
+            let crashed = self.fuse.arena.lock().unwrap().with_extension("crashed");
+            self.lives += 1;
+            let path = path_in(self.dir.path(), self.lives);
+            std::fs::rename(&crashed, &path).expect("the crashed arena");
+            let _ = std::fs::remove_file(path_in(self.dir.path(), self.lives - 1));
+            let spill = self.dir.path().join(SPILL);
+            if spill.exists() {
+                std::fs::rename(spill.with_extension("crashed"), spill)
+                    .expect("the crashed spill file");
+            }
+            *self.fuse.arena.lock().unwrap() = path.clone();
+            self.backing = SimBacking::from_disk(self.backing.snapshot());
+            self.disk.apply(&self.backing);
+            self.fuse.stopped.store(false, Ordering::Relaxed);
+            self.stop_in(steps);
+            self.arm();
+            let (arena, stored, damage) = Arena::attach(&path).expect("the arena attaches");
+            assert_eq!(damage, [], "a crash is no damage");
+            if std::env::var_os("FIRN_TRACE").is_some() {
+                eprintln!(
+                    "life {}: {:#?}",
+                    self.lives,
+                    stored.iter().map(|s| s.piece).collect::<Vec<_>>()
+                );
+                let mut bytes = vec![0; arena.journal_region().len()];
+                arena.journal_region().read(0, &mut bytes);
+                eprintln!(
+                    "{:?}",
+                    firn_journal::replay(&firn_journal::Memory(bytes)).ledger
+                );
+            }
+            let attached =
+                Engine::attach(self.backing.clone(), arena, &stored, self.options.clone());
+            if self.stopped() {
+                steps = steps.max(8).saturating_mul(2);
+                continue;
+            }
+            let (engine, recovered) = attached.expect("the engine attaches");
+            Stepper::attach(&engine);
+            self.engine = engine;
+            return recovered;
+        }
+    }
+
+    /// As a crash now, with nothing under way.
+    pub fn stop_now(&self) {
+        self.fuse.stop_at.store(0, Ordering::Relaxed);
+        self.fuse.step();
+    }
+
+    /// One step of the drain; whether there was something to do.
+    pub fn drain_step(&self) -> bool {
+        drain_step(&self.engine)
+    }
+
+    /// Moves chunks to the spill file as long as memory is short.
+    pub fn spill(&self) {
+        while self.engine.spill_step() == SpillStep::More && !self.stopped() {}
+    }
+
+    /// Drains until nothing is held.
+    pub fn drain_all(&self) {
+        for _ in 0..10_000 {
+            if self.engine.figures().held_bytes == 0 || self.stopped() {
+                return;
+            }
+            self.engine.drain_tree(b"");
+            while self.drain_step() && !self.stopped() {}
+        }
+        panic!("the drain does not end: {:?}", self.engine.figures());
+    }
+
+    /// Resolves a path.
+    pub fn find(&self, path: &str) -> Result<InodeId, Errno> {
+        let mut inode = ROOT;
+        for name in path.split('/').filter(|n| !n.is_empty()) {
+            let Entry { inode: next, .. } = self.engine.lookup(inode, OsStr::new(name))?;
+            inode = next;
+        }
+        Ok(inode)
+    }
+
+    /// The directory inode and the last name of a path.
+    pub fn parent<'a>(&self, path: &'a str) -> Result<(InodeId, &'a OsStr), Errno> {
+        let (dir, name) = path.rsplit_once('/').unwrap_or(("", path));
+        Ok((self.find(dir)?, OsStr::new(name)))
+    }
+
+    /// Contents of all regular files in the backing.
+    pub fn backing_tree(&self) -> BTreeMap<String, Vec<u8>> {
+        let quiet = self.backing.fork();
+        let mut out = BTreeMap::new();
+        let todo = Rc::new(Cell::new(vec![(String::new(), quiet.root())]));
+        loop {
+            let mut list = todo.take();
+            let Some((path, inode)) = list.pop() else {
+                break;
+            };
+            let dir = quiet.open_dir(&inode).expect("a directory opens");
+            let mut names = Vec::new();
+            quiet
+                .read_dir(&dir, 0, &mut |entry| {
+                    names.push(entry.name.to_owned());
+                    true
+                })
+                .expect("a directory is read");
+            for name in names.iter().filter(|n| *n != "." && *n != "..") {
+                let (child, attr) = quiet.lookup(&inode, name).expect("an entry is there");
+                let text = name.to_str().expect("names are text");
+                let full = if path.is_empty() {
+                    text.to_owned()
+                } else {
+                    format!("{path}/{text}")
+                };
+                match attr.kind {
+                    firn_backing::Kind::Dir => list.push((full, child)),
+                    firn_backing::Kind::File => {
+                        let file = quiet
+                            .open(&child, firn_backing::Access::Read)
+                            .expect("a file opens");
+                        let mut contents = vec![0; attr.size as usize];
+                        let n = quiet
+                            .read_at(&file, &mut contents, 0)
+                            .expect("a file is read");
+                        assert_eq!(n, contents.len());
+                        out.insert(full, contents);
+                    }
+                    _ => {}
+                }
+            }
+            todo.set(list);
+        }
+        out
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        if !std::thread::panicking() && !self.stopped() {
+            self.engine.assert_counters();
+        }
+        firn_arena::set_probe(None);
+    }
+}

@@ -1,0 +1,138 @@
+//! Reads that race changes of the file: what is read is the file at some moment.
+
+use crate::common;
+
+use std::ffi::OsStr;
+
+use common::world::{self, DiskKind, World};
+use firn_backing::{Caller, SetTime};
+use firn_engine::{HandleId, InodeId, Job, LaneIndex, LaneLimits, Pick, ROOT, SetAttr, Written};
+use firn_sim::SimBacking;
+
+const CALLER: Caller = Caller {
+    uid: 0,
+    gid: 0,
+    pid: 1,
+};
+const O_RDWR: i32 = 2;
+const OLD: u8 = 1;
+const NEW: u8 = 2;
+/// Pieces that are apart are drained apart.
+const PIECES: u64 = 4;
+const PIECE_BYTES: usize = 1000;
+const STRIDE: u64 = 5000;
+const FILE_BYTES: u64 = PIECES * STRIDE;
+
+struct Raced {
+    world: World,
+    inode: InodeId,
+    handle: HandleId,
+}
+
+impl Raced {
+    /// A file of so many bytes, all of them in the backing.
+    fn new(bytes: u64) -> Self {
+        let world = World::over(DiskKind::PLAIN, world::options(), false);
+        let made = world
+            .engine
+            .create(&CALLER, ROOT, OsStr::new("raced"), 0o644, O_RDWR);
+        let (entry, opened) = made.expect("create");
+        let raced = Self {
+            world,
+            inode: entry.inode,
+            handle: opened.handle,
+        };
+        raced.write(0, &vec![OLD; bytes as usize]);
+        raced.world.drain_all();
+        raced
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) {
+        let written = self.world.engine.write(self.handle, offset, data, None);
+        assert_eq!(written, Ok(Written::Bytes(data.len())), "there is room");
+    }
+
+    fn cut(&self) {
+        let cut = SetAttr {
+            mode: None,
+            uid: None,
+            gid: None,
+            size: Some(0),
+            atime: SetTime::Keep,
+            mtime: SetTime::Keep,
+        };
+        let done = self.world.engine.set_attr(self.inode, cut, None);
+        done.expect("cut");
+    }
+
+    fn pick(&self) -> Job<SimBacking> {
+        match self.world.engine.pick(LaneIndex::FIRST, LaneLimits::NONE) {
+            Pick::Job(job) => job,
+            Pick::Idle { .. } => panic!("all pieces are to be drained"),
+        }
+    }
+
+    fn read(&self) -> Vec<u8> {
+        let mut bytes = vec![0xee; FILE_BYTES as usize];
+        let count = self.world.engine.read(self.handle, 0, &mut bytes);
+        bytes.truncate(count.expect("read"));
+        bytes
+    }
+}
+
+/// What is in no piece may be a hole; a piece has old bytes or new ones, or the file ends before it.
+fn assert_of_one_moment(bytes: &[u8], what: &str) {
+    for number in 0..PIECES {
+        let start = (number * STRIDE) as usize;
+        let piece = bytes.iter().skip(start).take(PIECE_BYTES);
+        let zeros = piece.filter(|byte| **byte == 0).count();
+        assert_eq!(zeros, 0, "{what}: piece {number} has zeros");
+    }
+}
+
+/// Proves S-read-5: the file is cut and written again at each call of a read, and a part of it drained.
+#[test]
+fn a_read_that_races_a_cut_has_no_zeros_that_nobody_wrote() {
+    for (cuts, bytes) in [(true, FILE_BYTES), (false, 100)] {
+        let calls = {
+            let raced = Raced::new(bytes);
+            let before = raced.world.backing.steps();
+            raced.read();
+            raced.world.backing.steps() - before
+        };
+        assert!(calls > 0, "the backing is read");
+        for at in 1..=calls {
+            for drained in 0..PIECES {
+                let what = format!("cuts: {cuts}, call {at}, {drained} drained");
+                let raced = Raced::new(bytes);
+                let backing = &raced.world.backing;
+                let hang = backing.hang_at(backing.steps() + at);
+                std::thread::scope(|scope| {
+                    let reading = scope.spawn(|| raced.read());
+                    hang.await_call();
+                    if cuts {
+                        raced.cut();
+                    }
+                    for number in 0..PIECES {
+                        raced.write(number * STRIDE, &[NEW; PIECE_BYTES]);
+                    }
+                    raced.world.engine.drain_tree(b"");
+                    // The last ones are in the backing before the others.
+                    let mut jobs: Vec<_> = (0..PIECES).map(|_| raced.pick()).collect();
+                    for job in jobs.drain((PIECES - drained) as usize..) {
+                        let outcome = job.execute(&raced.world.engine);
+                        raced.world.engine.complete(job, outcome);
+                    }
+                    hang.release();
+                    assert_of_one_moment(&reading.join().expect("no panic"), &what);
+                    for job in jobs {
+                        let outcome = job.execute(&raced.world.engine);
+                        raced.world.engine.complete(job, outcome);
+                    }
+                });
+                assert_of_one_moment(&raced.read(), &what);
+                raced.world.engine.release(raced.handle);
+            }
+        }
+    }
+}

@@ -1,0 +1,317 @@
+//! Hosts that die while they remove a file in logs, or its container: another one ends it, and nothing that is in use goes.
+
+use std::collections::HashSet;
+use std::ffi::OsStr;
+use std::io::IoSlice;
+use std::sync::Arc;
+use std::time::Duration;
+
+use firn_backing::{Access, Backing, Errno, RenameFlags};
+use firn_log::{LogBacking, Setup};
+use firn_rendezvous::own;
+use firn_sim::{SimBacking, suite};
+use parking_lot::Mutex;
+
+type Logged = LogBacking<SimBacking>;
+type File = <Logged as Backing>::File;
+
+const DATA: &[u8] = b"what is in the logs of x";
+
+/// Two hosts over one disk, with the file `x` in logs of `b`.
+struct World {
+    disk: SimBacking,
+    disk_of_b: SimBacking,
+    living: Arc<Mutex<HashSet<&'static str>>>,
+    a: Logged,
+    b: Logged,
+    /// Which `b` has open.
+    file: Option<File>,
+}
+
+impl World {
+    fn new() -> Self {
+        let disk = SimBacking::new();
+        let disk_of_b = disk.another_process();
+        let living = Arc::new(Mutex::new(HashSet::from(["a", "b"])));
+        let root = disk.root();
+        for name in ["dir", "other"] {
+            disk.mkdir(&suite::own_caller(), &root, OsStr::new(name), 0o755)
+                .expect("mkdir");
+        }
+        // What shows that a host was there.
+        let top = firn_log::make_dir(&disk).expect("make");
+        for host in ["host-a", "host-b"] {
+            own::dir(&disk, &top, host).expect("make");
+        }
+        let a = logged(&disk, "a", &living);
+        let b = logged(&disk_of_b, "b", &living);
+        let name = OsStr::new("x");
+        let (_, file, _) = b
+            .create(&suite::own_caller(), &b.root(), name, 0o644)
+            .expect("create");
+        b.note_opened(&file, true).expect("note_opened");
+        b.write_at(&file, &[IoSlice::new(DATA)], 0).expect("write");
+        b.sync(&file, false).expect("sync");
+        Self {
+            disk,
+            disk_of_b,
+            living,
+            a,
+            b,
+            file: Some(file),
+        }
+    }
+
+    fn b_dies(&self) {
+        self.living.lock().remove("b");
+        self.disk_of_b.crash_at(0);
+        self.disk_of_b.begin_new_process();
+    }
+
+    /// The same at one of its next calls, in which `work` makes it die.
+    fn b_dies_in(&mut self, call: u64, work: &dyn Fn(&Logged)) {
+        self.disk_of_b.crash_at(self.disk_of_b.steps() + call);
+        work(&self.b);
+        self.file = None;
+        self.b_dies();
+    }
+
+    /// The file is whole, and its logs are there as long as they are needed; or nothing is left of it.
+    fn assert_whole_or_gone(&self, name: &str, at: u64) {
+        let found = self.a.lookup(&self.a.root(), OsStr::new(name));
+        match found {
+            Ok((inode, _)) => {
+                assert!(read(&self.a, &inode) == DATA, "call {at}");
+                let left = self.a.flatten_below(&self.a.root()).expect("flatten");
+                assert!(left.is_empty(), "call {at}: {left:?}");
+                assert!(read(&self.a, &inode) == DATA, "call {at}");
+            }
+            Err(error) => assert_eq!(error, Errno::NOENT, "call {at}"),
+        }
+        let left = leftovers(&self.disk);
+        assert!(left.is_empty(), "call {at}: {left:?}");
+    }
+}
+
+fn logged(disk: &SimBacking, host: &str, living: &Arc<Mutex<HashSet<&'static str>>>) -> Logged {
+    let living = Arc::clone(living);
+    let setup = Setup {
+        host: host.to_owned(),
+        chooses: Box::new(|_: &OsStr| true),
+        is_alive: Box::new(move |host| Ok(living.lock().contains(host))),
+        patience: Duration::ZERO,
+        lag_max: Duration::ZERO,
+        unit_bytes: 4 << 10,
+        flattens_closed: false,
+        flattens_read: false,
+    };
+    LogBacking::open(disk.clone(), setup).expect("open")
+}
+
+fn read(host: &Logged, inode: &<Logged as Backing>::Inode) -> Vec<u8> {
+    let file = host.open(inode, Access::Read).expect("open");
+    let mut bytes = vec![0; 100];
+    let count = host.read_at(&file, &mut bytes, 0).expect("read");
+    bytes.truncate(count);
+    bytes
+}
+
+/// Names in `.firn/log` but those of hosts.
+fn leftovers(disk: &SimBacking) -> Vec<String> {
+    let top = firn_log::make_dir(disk).expect("found");
+    let names = own::list(disk, &top).expect("list").into_iter();
+    let names = names.map(|(name, ..)| String::from_utf8_lossy(&name).into_owned());
+    names.filter(|name| !name.starts_with("host-")).collect()
+}
+
+/// Calls that a host makes in some work.
+fn count_calls(work: &dyn Fn(&Logged)) -> u64 {
+    let world = World::new();
+    let before = world.disk_of_b.steps();
+    work(&world.b);
+    world.disk_of_b.steps() - before
+}
+
+fn unlink(host: &Logged) {
+    // It dies in it, or nobody asks.
+    let _ = host.unlink(&host.root(), OsStr::new("x"));
+    let _ = host.settle();
+}
+
+/// Another file takes its name.
+fn replace(host: &Logged) {
+    let root = host.root();
+    let made = host.create(&suite::own_caller(), &root, OsStr::new("new"), 0o644);
+    drop(made);
+    let flags = RenameFlags::empty();
+    let _ = host.rename(&root, OsStr::new("new"), &root, OsStr::new("x"), flags);
+    let _ = host.settle();
+}
+
+/// Proves S-log-71: a host dies at each call of a removal, and one that lives ends it.
+#[test]
+fn a_host_that_lives_ends_the_removal_in_which_another_one_died() {
+    for at in 1..=count_calls(&unlink) {
+        let mut world = World::new();
+        world.b_dies_in(at, &unlink);
+        world.a.end_removals().expect("end");
+        world.assert_whole_or_gone("x", at);
+    }
+}
+
+/// Proves S-log-71, where another file takes the name.
+#[test]
+fn a_host_that_lives_ends_the_replacement_in_which_another_one_died() {
+    for at in 1..=count_calls(&replace) {
+        let mut world = World::new();
+        world.b_dies_in(at, &replace);
+        world.a.end_removals().expect("end");
+        let (inode, _) = world.a.lookup(&world.a.root(), OsStr::new("x")).expect("x");
+        let bytes = read(&world.a, &inode);
+        assert!(bytes == DATA || bytes.is_empty(), "call {at}");
+        let left = world.a.flatten_below(&world.a.root()).expect("flatten");
+        assert!(left.is_empty(), "call {at}: {left:?}");
+        let left = leftovers(&world.disk);
+        assert!(left.is_empty(), "call {at}: {left:?}");
+    }
+}
+
+/// Proves S-log-71: a host dies at each call of a flattening, the removal of the container included.
+#[test]
+fn what_is_left_of_a_container_goes_with_the_host_that_died() {
+    let flatten = |host: &Logged| {
+        let _ = host.flatten_below(&host.root());
+    };
+    let close = |world: &mut World| world.file = None;
+    let calls = {
+        let mut world = World::new();
+        close(&mut world);
+        let before = world.disk_of_b.steps();
+        flatten(&world.b);
+        world.disk_of_b.steps() - before
+    };
+    let mut retired = 0;
+    for at in 1..=calls {
+        let mut world = World::new();
+        close(&mut world);
+        world.b_dies_in(at, &flatten);
+        let is_retired = |name: &String| name.starts_with("over-");
+        retired += usize::from(leftovers(&world.disk).iter().any(is_retired));
+        world.a.end_removals().expect("end");
+        assert!(!leftovers(&world.disk).iter().any(is_retired), "call {at}");
+        world.assert_whole_or_gone("x", at);
+    }
+    assert!(retired > 0, "it never died in the removal of a container");
+}
+
+/// Proves S-log-71: the same host comes back.
+#[test]
+fn a_host_that_comes_back_ends_the_removal_in_which_it_died() {
+    for at in 1..=count_calls(&unlink) {
+        let mut world = World::new();
+        world.b_dies_in(at, &unlink);
+        world.living.lock().insert("b");
+        world.b = logged(&world.disk.another_process(), "b", &world.living);
+        world.b.end_removals().expect("end");
+        world.assert_whole_or_gone("x", at);
+    }
+}
+
+/// Proves S-log-71: who flattens all files is not held up by them, nor told of them.
+#[test]
+fn a_flattening_of_all_files_ends_removals_too() {
+    for at in 1..=count_calls(&unlink) {
+        let mut world = World::new();
+        world.b_dies_in(at, &unlink);
+        let left = world.a.flatten_below(&world.a.root()).expect("flatten");
+        assert!(left.is_empty(), "call {at}: {left:?}");
+        world.assert_whole_or_gone("x", at);
+    }
+}
+
+#[test]
+fn a_removal_of_a_host_that_lives_is_left_to_it() {
+    for at in 1..=count_calls(&unlink) {
+        let mut world = World::new();
+        let hang = world.disk_of_b.hang_at(world.disk_of_b.steps() + at);
+        std::thread::scope(|scope| {
+            let removing = scope.spawn(|| unlink(&world.b));
+            hang.await_call();
+            world.a.end_removals().expect("end");
+            let orphans = world.a.find_orphans().expect("find");
+            assert!(orphans.lost.is_empty(), "call {at}: {orphans:?}");
+            hang.release();
+            removing.join().expect("no panic");
+        });
+        // It has the file open still.
+        let mut bytes = vec![0; DATA.len()];
+        let file = world.file.as_ref().expect("open");
+        let count = world.b.read_at(file, &mut bytes, 0);
+        assert_eq!(count, Ok(DATA.len()), "call {at}");
+        assert!(bytes == DATA, "call {at}");
+        world.file = None;
+        assert_eq!(world.b.settle().error, None, "call {at}");
+        world.assert_whole_or_gone("x", at);
+    }
+}
+
+/// A host died before it removed the name, and while another one looks for the file it is renamed: its logs stay.
+#[test]
+fn a_file_that_moves_while_it_is_searched_keeps_its_logs() {
+    /// A world in which `b` died before it removed the name of `dir/x`.
+    fn begin() -> World {
+        let mut world = World::new();
+        rename(&world.disk, ("", "x"), ("dir", "x"));
+        let (firn, top) = (own::TOP, firn_log::CONTAINERS);
+        let firn = world.disk.lookup(&world.disk.root(), OsStr::new(firn));
+        let top = world.disk.lookup(&firn.expect("found").0, OsStr::new(top));
+        let top = top.expect("found").0;
+        let container = leftovers(&world.disk).pop().expect("one");
+        let (dir, _) = world
+            .disk
+            .lookup(&top, OsStr::new(&container))
+            .expect("found");
+        own::store(&world.disk, &dir, "dying", b"b").expect("mark");
+        world.file = None;
+        world.b_dies();
+        world
+    }
+    fn rename(disk: &SimBacking, from: (&str, &str), to: (&str, &str)) {
+        let dir = |name: &str| match name {
+            "" => disk.root(),
+            name => {
+                disk.lookup(&disk.root(), OsStr::new(name))
+                    .expect("found")
+                    .0
+            }
+        };
+        let (old, new) = (OsStr::new(from.1), OsStr::new(to.1));
+        disk.rename(&dir(from.0), old, &dir(to.0), new, RenameFlags::empty())
+            .expect("rename");
+    }
+    let calls = {
+        let world = begin();
+        let before = world.disk.steps();
+        world.a.end_removals().expect("end");
+        world.disk.steps() - before
+    };
+    for (from, to) in [("dir", "other"), ("dir", "")] {
+        for at in 1..=calls {
+            let world = begin();
+            let mover = world.disk.another_process();
+            let hang = world.disk.hang_at(world.disk.steps() + at);
+            std::thread::scope(|scope| {
+                let ending = scope.spawn(|| world.a.end_removals());
+                hang.await_call();
+                rename(&mover, (from, "x"), (to, "x"));
+                hang.release();
+                ending.join().expect("no panic").expect("end");
+            });
+            rename(&mover, (to, "x"), ("", "y"));
+            let (inode, _) = world.a.lookup(&world.a.root(), OsStr::new("y")).expect("y");
+            assert!(read(&world.a, &inode) == DATA, "call {at}");
+            world.a.end_removals().expect("end");
+            world.assert_whole_or_gone("y", at);
+        }
+    }
+}

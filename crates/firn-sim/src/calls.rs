@@ -1,0 +1,934 @@
+//! The trait's calls on the simulated disk.
+
+use std::ffi::OsStr;
+use std::io::IoSlice;
+use std::os::fd::BorrowedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+
+use parking_lot::{Mutex, MutexGuard};
+
+use super::data::PAGE_BYTES;
+use super::disk::{ATIME, CTIME, Disk, Inode, MTIME, ROOT};
+use super::lag::{Entry, Listing};
+use super::rename::rename;
+use super::{SimBacking, State};
+use firn_backing::unsynced::{self, Place, Tracked, Unsynced, path_of_entry};
+use firn_backing::{
+    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, LaneIndex, LockMode, LockRange,
+    RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
+};
+
+/// A reference to a simulated object.
+#[derive(Clone, Debug)]
+pub struct SimInode {
+    ino: u64,
+    /// Keeps the object after its last name is gone.
+    _held: Arc<()>,
+}
+
+/// An open simulated file.
+pub struct SimFile {
+    object: SimInode,
+    access: Access,
+    /// That opened it.
+    process: usize,
+    /// Tells it from every other one.
+    number: u64,
+    /// It was locked once.
+    is_locked: AtomicBool,
+    state: Arc<Mutex<State>>,
+    /// How many are open.
+    open: Arc<AtomicUsize>,
+}
+
+impl std::fmt::Debug for SimFile {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SimFile")
+            .field("object", &self.object)
+            .field("access", &self.access)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for SimFile {
+    fn drop(&mut self) {
+        // close(2) of a file on a server may wait for the server.
+        firn_backing::lock::assert_none_held("close");
+        self.open.fetch_sub(1, Ordering::Relaxed);
+        let locks = &mut self.state.lock().locks;
+        locks.end_ranges(self.object.ino, self.process);
+        if self.is_locked.load(Ordering::Relaxed) {
+            locks.end_of(self.number);
+        }
+    }
+}
+
+/// An open simulated directory.
+#[derive(Debug)]
+pub struct SimDir(SimInode);
+
+impl SimFile {
+    fn reads(&self) -> Result<()> {
+        if self.access == Access::Write {
+            Err(Errno::BADF)
+        } else {
+            Ok(())
+        }
+    }
+
+    fn writes(&self) -> Result<()> {
+        if self.access == Access::Read {
+            Err(Errno::BADF)
+        } else {
+            Ok(())
+        }
+    }
+}
+
+/// The longest file: what `off_t` can say.
+const SIZE_MAX: u64 = i64::MAX as u64;
+
+impl SimBacking {
+    fn file(&self, object: SimInode, access: Access) -> SimFile {
+        static FILES: AtomicU64 = AtomicU64::new(0);
+        self.open.fetch_add(1, Ordering::Relaxed);
+        SimFile {
+            object,
+            access,
+            process: self.process,
+            number: FILES.fetch_add(1, Ordering::Relaxed),
+            is_locked: AtomicBool::new(false),
+            state: Arc::clone(&self.state),
+            open: Arc::clone(&self.open),
+        }
+    }
+
+    fn enter(&self, op: &'static str) -> Result<MutexGuard<'_, State>> {
+        self.enter_to_write(op).map(|(state, _)| state)
+    }
+
+    /// The same with the most bytes that a write may take.
+    fn enter_to_write(&self, op: &'static str) -> Result<(MutexGuard<'_, State>, usize)> {
+        firn_backing::lock::assert_none_held(op);
+        let mut state = self.state.lock();
+        if let Some(hung) = self.own(&mut state).take_hang(op) {
+            parking_lot::MutexGuard::unlocked(&mut state, || hung.wait());
+        }
+        let most = state.step(self.process, op)?;
+        Ok((state, most))
+    }
+
+    fn is_synced_one_by_one(&self) -> bool {
+        self.is_synced_one_by_one.load(Ordering::Relaxed)
+    }
+
+    /// The names in a directory, as this process sees them.
+    fn listing(&self, dir: u64) -> Result<Listing> {
+        let disk = &self.enter("read_dir")?.disk;
+        let mut lag = self.lag.lock();
+        if disk.dir(dir)?.nlink == 0 {
+            return Err(Errno::NOENT);
+        }
+        if let Some(kept) = lag.find(dir) {
+            return Ok(kept);
+        }
+        let listing = Arc::new(disk.listing(dir)?);
+        lag.keep(dir, &listing);
+        Ok(listing)
+    }
+
+    /// An object was changed.
+    fn changed(&self, disk: &Disk, ino: u64) {
+        self.lag.lock().note_object_changed(ino);
+        if self.is_synced_one_by_one() {
+            self.unsynced
+                .changed((disk.device, ino), || disk.place(ino));
+        }
+    }
+
+    /// An object was made in `parent`.
+    fn made(&self, disk: &Disk, parent: u64, ino: u64) {
+        self.lag.lock().note_changed(parent);
+        self.changed(disk, ino);
+        self.changed(disk, parent);
+    }
+
+    fn removed(&self, disk: &Disk, parent: u64, name: &OsStr) {
+        self.lag.lock().note_changed(parent);
+        self.changed(disk, parent);
+        if self.is_synced_one_by_one()
+            && let Some(path) = path_of_entry(disk.place(parent), name)
+        {
+            self.unsynced.removed(&path);
+        }
+    }
+
+    fn sync_each(&self, walks: bool) -> Result<()> {
+        let version = self.unsynced.begin_sync();
+        if walks {
+            unsynced::sync_below(self, &self.root())?;
+            self.unsynced.all_synced(version);
+        }
+        unsynced::sync_entries(self)?;
+        match self.unsynced.has_lost_track() && !walks {
+            true => self.sync_each(true),
+            false => Ok(()),
+        }
+    }
+}
+
+impl Tracked for SimBacking {
+    fn unsynced(&self) -> &Unsynced {
+        &self.unsynced
+    }
+
+    fn threads(&self) -> usize {
+        // The steps come in one order.
+        1
+    }
+
+    fn find(&self, path: &[u8]) -> Result<(SimInode, Attr)> {
+        let disk = &self.enter("find")?.disk;
+        let mut ino = ROOT;
+        for name in unsynced::components(path) {
+            ino = disk.find(ino, name)?.ok_or(Errno::NOENT)?;
+        }
+        disk.refer(ino)
+    }
+
+    fn open_dir_to_sync(&self, object: &SimInode) -> Result<SimDir> {
+        self.open_dir(object)
+    }
+}
+
+impl Disk {
+    /// Where an object is: one of its names.
+    fn place(&self, ino: u64) -> Place {
+        let Ok(inode) = self.inode(ino) else {
+            return Place::Gone;
+        };
+        if inode.nlink == 0 {
+            return Place::Gone;
+        }
+        let links = if inode.is_dir() {
+            1
+        } else {
+            u64::from(inode.nlink)
+        };
+        let mut path = Vec::new();
+        let mut at = ino;
+        while at != ROOT {
+            let mut dirs = self.inodes.iter();
+            let found = dirs.find_map(|(dir, inode)| {
+                let name = inode.entries.iter().find(|(_, (child, _))| *child == at)?.0;
+                Some((*dir, name))
+            });
+            let Some((dir, name)) = found else {
+                return Place::Gone;
+            };
+            let below = std::mem::replace(&mut path, name.as_bytes().to_vec());
+            if !below.is_empty() {
+                path.push(b'/');
+                path.extend(below);
+            }
+            at = dir;
+        }
+        Place::At(path, links)
+    }
+
+    /// The names in a directory, in the order of their cookies.
+    fn listing(&self, dir: u64) -> Result<Vec<Entry>> {
+        let inode = self.dir(dir)?;
+        let own = |cookie, name: &str, ino| Entry {
+            cookie,
+            name: name.into(),
+            ino,
+            kind: Some(Kind::Dir),
+        };
+        let mut entries = vec![own(1, ".", dir), own(2, "..", inode.parent)];
+        for (name, &(ino, cookie)) in &inode.entries {
+            entries.push(Entry {
+                cookie,
+                name: name.clone(),
+                ino,
+                kind: self.inode(ino).ok().map(Inode::kind),
+            });
+        }
+        entries.sort_by_key(|entry| entry.cookie);
+        Ok(entries)
+    }
+
+    fn refer(&self, ino: u64) -> Result<(SimInode, Attr)> {
+        let inode = self.inode(ino)?;
+        Ok((
+            SimInode {
+                ino,
+                _held: inode.hold(),
+            },
+            inode.attr(ino, self.device),
+        ))
+    }
+
+    /// Applies a change of attributes.
+    fn touch(&mut self, ino: u64, change: impl FnOnce(&mut Inode)) -> Result<()> {
+        self.writable()?;
+        let now = self.now();
+        let inode = self.inode_mut(ino)?;
+        change(inode);
+        inode.times[CTIME] = now;
+        Ok(())
+    }
+
+    /// Applies a change of contents.
+    fn modify(&mut self, ino: u64, change: impl FnOnce(&mut Inode)) -> Result<()> {
+        let now = self.now();
+        self.touch(ino, |inode| {
+            change(inode);
+            inode.times[MTIME] = now;
+        })
+    }
+
+    /// How many of `len` bytes at `offset` have room.
+    fn room(&mut self, ino: u64, offset: u64, len: u64) -> Result<u64> {
+        let Some(free) = self.free_bytes() else {
+            return Ok(len);
+        };
+        let data = &self.inode(ino)?.data;
+        if data.pages_missing(offset, len) * PAGE_BYTES <= free {
+            return Ok(len);
+        }
+        let mut fits = 0;
+        let mut end = PAGE_BYTES - offset % PAGE_BYTES;
+        while end < len && data.pages_missing(offset, end) * PAGE_BYTES <= free {
+            fits = end;
+            end += PAGE_BYTES;
+        }
+        if fits == 0 {
+            Err(Errno::NOSPC)
+        } else {
+            Ok(fits)
+        }
+    }
+}
+
+impl Backing for SimBacking {
+    type Inode = SimInode;
+    type File = SimFile;
+    type Dir = SimDir;
+
+    fn root(&self) -> SimInode {
+        self.state
+            .lock()
+            .disk
+            .refer(ROOT)
+            .expect("the root is always there")
+            .0
+    }
+
+    fn lookup(&self, parent: &SimInode, name: &OsStr) -> Result<(SimInode, Attr)> {
+        let disk = &self.enter("lookup")?.disk;
+        let mut lag = self.lag.lock();
+        if let Some(kept) = lag.find_dir(parent.ino, name)
+            && let Ok(found) = disk.refer(kept)
+        {
+            return Ok(found);
+        }
+        let found = disk.refer(disk.find(parent.ino, name)?.ok_or(Errno::NOENT)?)?;
+        lag.note_found(parent.ino, name, &found.1);
+        Ok(found)
+    }
+
+    fn create(
+        &self,
+        caller: &Caller,
+        parent: &SimInode,
+        name: &OsStr,
+        mode: u32,
+    ) -> Result<(SimInode, SimFile, Attr)> {
+        let disk = &mut self.enter("create")?.disk;
+        let ino = disk.add(
+            caller,
+            parent.ino,
+            name,
+            libc::S_IFREG | mode & 0o7777,
+            |_| (),
+        )?;
+        self.made(disk, parent.ino, ino);
+        let (object, attr) = disk.refer(ino)?;
+        Ok((object.clone(), self.file(object, Access::ReadWrite), attr))
+    }
+
+    fn mkdir(
+        &self,
+        caller: &Caller,
+        parent: &SimInode,
+        name: &OsStr,
+        mode: u32,
+    ) -> Result<(SimInode, Attr)> {
+        let disk = &mut self.enter("mkdir")?.disk;
+        let ino = disk.add(
+            caller,
+            parent.ino,
+            name,
+            libc::S_IFDIR | mode & 0o1777,
+            |_| (),
+        )?;
+        self.made(disk, parent.ino, ino);
+        disk.refer(ino)
+    }
+
+    fn mknod(
+        &self,
+        caller: &Caller,
+        parent: &SimInode,
+        name: &OsStr,
+        mode: u32,
+        rdev: u64,
+    ) -> Result<(SimInode, Attr)> {
+        let disk = &mut self.enter("mknod")?.disk;
+        let typed = if mode & libc::S_IFMT == 0 {
+            mode | libc::S_IFREG
+        } else {
+            mode
+        };
+        let rdev = match Kind::from_mode(typed) {
+            None | Some(Kind::Symlink) => return Err(Errno::INVAL),
+            Some(Kind::Dir) => return Err(Errno::PERM),
+            Some(Kind::CharDevice | Kind::BlockDevice) => rdev,
+            Some(_) => 0,
+        };
+        let mode = typed & (libc::S_IFMT | 0o7777);
+        let ino = disk.add(caller, parent.ino, name, mode, |inode| inode.rdev = rdev)?;
+        self.made(disk, parent.ino, ino);
+        disk.refer(ino)
+    }
+
+    fn symlink(
+        &self,
+        caller: &Caller,
+        parent: &SimInode,
+        name: &OsStr,
+        target: &OsStr,
+    ) -> Result<(SimInode, Attr)> {
+        let disk = &mut self.enter("symlink")?.disk;
+        match target.len() {
+            0 => return Err(Errno::NOENT),
+            // PATH_MAX counts the ending zero; file systems keep it in one block.
+            len if len >= PAGE_BYTES as usize => return Err(Errno::NAMETOOLONG),
+            _ => {}
+        }
+        let fill = |inode: &mut Inode| inode.target = target.as_bytes().to_vec();
+        let ino = disk.add(caller, parent.ino, name, libc::S_IFLNK | 0o777, fill)?;
+        self.made(disk, parent.ino, ino);
+        disk.refer(ino)
+    }
+
+    fn link(&self, object: &SimInode, parent: &SimInode, name: &OsStr) -> Result<Attr> {
+        let disk = &mut self.enter("link")?.disk;
+        disk.check_new(parent.ino, name)?;
+        let inode = disk.inode(object.ino)?;
+        if inode.is_dir() {
+            return Err(Errno::PERM);
+        }
+        if inode.nlink == 0 {
+            return Err(Errno::NOENT);
+        }
+        disk.change(&[(parent.ino, name, Some(object.ino))]);
+        self.made(disk, parent.ino, object.ino);
+        if self.is_synced_one_by_one()
+            && let Some(path) = path_of_entry(disk.place(parent.ino), name)
+        {
+            self.unsynced.linked(
+                (disk.device, object.ino),
+                path,
+                u64::from(disk.inode(object.ino)?.nlink),
+            );
+        }
+        Ok(disk.inode(object.ino)?.attr(object.ino, disk.device))
+    }
+
+    fn unlink(&self, parent: &SimInode, name: &OsStr) -> Result<()> {
+        let disk = &mut self.enter("unlink")?.disk;
+        let ino = disk.find(parent.ino, name)?.ok_or(Errno::NOENT)?;
+        disk.writable()?;
+        if disk.inode(ino)?.is_dir() {
+            return Err(Errno::ISDIR);
+        }
+        disk.change(&[(parent.ino, name, None)]);
+        self.removed(disk, parent.ino, name);
+        Ok(())
+    }
+
+    fn rmdir(&self, parent: &SimInode, name: &OsStr) -> Result<()> {
+        let disk = &mut self.enter("rmdir")?.disk;
+        let ino = disk.find(parent.ino, name)?;
+        match name.as_bytes() {
+            b"." => return Err(Errno::INVAL),
+            b".." => return Err(Errno::NOTEMPTY),
+            _ => disk.writable()?,
+        }
+        let inode = disk.inode(ino.ok_or(Errno::NOENT)?)?;
+        if !inode.is_dir() {
+            return Err(Errno::NOTDIR);
+        }
+        if !inode.entries.is_empty() {
+            return Err(Errno::NOTEMPTY);
+        }
+        disk.change(&[(parent.ino, name, None)]);
+        self.removed(disk, parent.ino, name);
+        Ok(())
+    }
+
+    fn rename(
+        &self,
+        parent: &SimInode,
+        name: &OsStr,
+        new_parent: &SimInode,
+        new_name: &OsStr,
+        flags: RenameFlags,
+    ) -> Result<()> {
+        let disk = &mut self.enter("rename")?.disk;
+        rename(disk, (parent.ino, name), (new_parent.ino, new_name), flags)?;
+        if self.is_synced_one_by_one() {
+            let ticket = self.unsynced.begin_rename();
+            let path = |dir: &SimInode, name| path_of_entry(disk.place(dir.ino), name);
+            let is_exchange = flags.contains(RenameFlags::EXCHANGE);
+            match (path(parent, name), path(new_parent, new_name)) {
+                (Some(from), Some(to)) => {
+                    self.unsynced
+                        .end_rename(ticket, Some((&from, &to)), is_exchange)
+                }
+                _ => self.unsynced.end_unknown_rename(ticket),
+            }
+        }
+        for dir in [parent.ino, new_parent.ino] {
+            self.lag.lock().note_changed(dir);
+            self.changed(disk, dir);
+        }
+        Ok(())
+    }
+
+    fn readlink(&self, object: &SimInode) -> Result<Vec<u8>> {
+        let disk = &self.enter("readlink")?.disk;
+        let inode = disk.inode(object.ino)?;
+        if inode.kind() == Kind::Symlink {
+            Ok(inode.target.clone())
+        } else {
+            Err(Errno::INVAL)
+        }
+    }
+
+    fn attr(&self, object: &SimInode) -> Result<Attr> {
+        let disk = &self.enter("attr")?.disk;
+        let attr = disk.inode(object.ino)?.attr(object.ino, disk.device);
+        Ok(self.lag.lock().attr(attr))
+    }
+
+    fn attr_of_file(&self, file: &SimFile) -> Result<Attr> {
+        self.attr(&file.object)
+    }
+
+    fn attr_now(&self, object: &SimInode) -> Result<Attr> {
+        let disk = &self.enter("attr_now")?.disk;
+        let attr = disk.inode(object.ino)?.attr(object.ino, disk.device);
+        Ok(self.lag.lock().attr_now(attr))
+    }
+
+    fn attr_of_file_now(&self, file: &SimFile) -> Result<Attr> {
+        self.attr_now(&file.object)
+    }
+
+    fn set_mode(&self, object: &SimInode, mode: u32) -> Result<()> {
+        let disk = &mut self.enter("set_mode")?.disk;
+        if disk.inode(object.ino)?.kind() == Kind::Symlink {
+            return Err(Errno::OPNOTSUPP);
+        }
+        disk.touch(object.ino, |i| {
+            i.mode = i.mode & libc::S_IFMT | mode & 0o7777
+        })?;
+        self.changed(disk, object.ino);
+        Ok(())
+    }
+
+    fn set_owner(&self, object: &SimInode, uid: Option<u32>, gid: Option<u32>) -> Result<()> {
+        let disk = &mut self.enter("set_owner")?.disk;
+        disk.touch(object.ino, |i| {
+            i.uid = uid.unwrap_or(i.uid);
+            i.gid = gid.unwrap_or(i.gid);
+            if !i.is_dir() {
+                i.mode &= !libc::S_ISUID;
+                if i.mode & libc::S_IXGRP != 0 {
+                    i.mode &= !libc::S_ISGID;
+                }
+            }
+        })?;
+        self.changed(disk, object.ino);
+        Ok(())
+    }
+
+    fn set_times(&self, object: &SimInode, atime: SetTime, mtime: SetTime) -> Result<()> {
+        let disk = &mut self.enter("set_times")?.disk;
+        let now = disk.now();
+        disk.touch(object.ino, |i| {
+            for (which, set) in [(ATIME, atime), (MTIME, mtime)] {
+                match set {
+                    SetTime::Keep => {}
+                    SetTime::Now => i.times[which] = now,
+                    SetTime::At(time) => i.times[which] = time,
+                }
+            }
+        })?;
+        self.changed(disk, object.ino);
+        Ok(())
+    }
+
+    fn get_xattr(&self, object: &SimInode, name: &OsStr) -> Result<Vec<u8>> {
+        let disk = &self.enter("get_xattr")?.disk;
+        let inode = disk.inode(object.ino)?;
+        check_xattr(inode, name, Errno::NODATA)?;
+        inode.xattrs.get(name).cloned().ok_or(Errno::NODATA)
+    }
+
+    fn set_xattr(&self, object: &SimInode, name: &OsStr, value: &[u8], flags: i32) -> Result<()> {
+        let disk = &mut self.enter("set_xattr")?.disk;
+        let inode = disk.inode(object.ino)?;
+        check_xattr(inode, name, Errno::PERM)?;
+        let exists = inode.xattrs.contains_key(name);
+        match (flags, exists) {
+            (libc::XATTR_CREATE, true) => Err(Errno::EXIST),
+            (libc::XATTR_REPLACE, false) => Err(Errno::NODATA),
+            (0 | libc::XATTR_CREATE | libc::XATTR_REPLACE, _) => {
+                disk.touch(object.ino, |i| {
+                    drop(i.xattrs.insert(name.to_owned(), value.to_vec()))
+                })?;
+                self.changed(disk, object.ino);
+                Ok(())
+            }
+            _ => Err(Errno::INVAL),
+        }
+    }
+
+    fn list_xattr(&self, object: &SimInode) -> Result<Vec<u8>> {
+        let disk = &self.enter("list_xattr")?.disk;
+        let names = disk.inode(object.ino)?.xattrs.keys();
+        Ok(names
+            .flat_map(|name| [name.as_bytes(), b"\0"].concat())
+            .collect())
+    }
+
+    fn remove_xattr(&self, object: &SimInode, name: &OsStr) -> Result<()> {
+        let disk = &mut self.enter("remove_xattr")?.disk;
+        let inode = disk.inode(object.ino)?;
+        check_xattr(inode, name, Errno::PERM)?;
+        if !inode.xattrs.contains_key(name) {
+            return Err(Errno::NODATA);
+        }
+        disk.touch(object.ino, |i| drop(i.xattrs.remove(name)))?;
+        self.changed(disk, object.ino);
+        Ok(())
+    }
+
+    fn open_dir(&self, object: &SimInode) -> Result<SimDir> {
+        self.enter("open_dir")?.disk.dir(object.ino)?;
+        Ok(SimDir(object.clone()))
+    }
+
+    fn read_dir(
+        &self,
+        dir: &SimDir,
+        cookie: i64,
+        sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
+    ) -> Result<()> {
+        let listing = self.listing(dir.0.ino)?;
+        // Without the lock: the sink may call back.
+        for entry in listing.iter().filter(|entry| entry.cookie > cookie) {
+            if !sink(DirEntry {
+                name: &entry.name,
+                ino: entry.ino,
+                kind: entry.kind,
+                cookie: entry.cookie,
+            }) {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn sync_dir(&self, object: &SimInode) -> Result<()> {
+        let disk = &mut self.enter("sync_dir")?.disk;
+        disk.dir(object.ino)?;
+        disk.sync_names(object.ino);
+        disk.sync_attributes(object.ino);
+        self.unsynced
+            .synced((disk.device, object.ino), self.unsynced.begin_sync());
+        Ok(())
+    }
+
+    fn open(&self, object: &SimInode, access: Access) -> Result<SimFile> {
+        let disk = &self.enter("open")?.disk;
+        match disk.inode(object.ino)?.kind() {
+            Kind::File => {}
+            Kind::Dir => return Err(Errno::ISDIR),
+            Kind::Symlink => return Err(Errno::LOOP),
+            _ => return Err(Errno::NXIO),
+        }
+        if access != Access::Read {
+            disk.writable()?;
+        }
+        Ok(self.file(object.clone(), access))
+    }
+
+    fn read_at(&self, file: &SimFile, buf: &mut [u8], offset: u64) -> Result<usize> {
+        let disk = &self.enter("read_at")?.disk;
+        file.reads()?;
+        if offset > SIZE_MAX {
+            return Err(Errno::INVAL);
+        }
+        let inode = disk.inode(file.object.ino)?;
+        let known = self
+            .lag
+            .lock()
+            .attr(inode.attr(file.object.ino, disk.device));
+        let left = known.size.saturating_sub(offset).min(buf.len() as u64);
+        Ok(inode.data.read(&mut buf[..left as usize], offset))
+    }
+
+    fn write_at(&self, file: &SimFile, data: &[IoSlice<'_>], offset: u64) -> Result<usize> {
+        let (mut state, most) = self.enter_to_write("write_at")?;
+        file.writes()?;
+        // As an NFS client does whose server has given up its locks.
+        if file.is_locked.load(Ordering::Relaxed) && !state.locks.has(file.number) {
+            return Err(Errno::IO);
+        }
+        let mut bytes: Vec<u8> = data
+            .iter()
+            .flat_map(|slice| slice.iter().copied())
+            .collect();
+        bytes.truncate(most);
+        if offset > SIZE_MAX {
+            return Err(Errno::INVAL);
+        }
+        if offset + bytes.len() as u64 > SIZE_MAX {
+            return Err(Errno::FBIG);
+        }
+        let ino = file.object.ino;
+        if self.lane_fails(ino) {
+            return Err(Errno::IO);
+        }
+        let room = state.disk.room(ino, offset, bytes.len() as u64)?;
+        bytes.truncate(room as usize);
+        if !bytes.is_empty() {
+            state.disk.modify(ino, |i| i.data.write(&bytes, offset))?;
+            self.changed(&state.disk, ino);
+        }
+        Ok(bytes.len())
+    }
+
+    fn set_len(&self, file: &SimFile, len: u64) -> Result<()> {
+        let disk = &mut self.enter("set_len")?.disk;
+        // ftruncate(2) of a descriptor that cannot write.
+        if file.writes().is_err() || len > SIZE_MAX {
+            return Err(Errno::INVAL);
+        }
+        disk.modify(file.object.ino, |i| i.data.set_len(len))?;
+        self.changed(disk, file.object.ino);
+        Ok(())
+    }
+
+    fn allocate(&self, file: &SimFile, mode: i32, offset: u64, len: u64) -> Result<()> {
+        let disk = &mut self.enter("allocate")?.disk;
+        file.writes()?;
+        if len == 0 || len > SIZE_MAX || offset > SIZE_MAX {
+            return Err(Errno::INVAL);
+        }
+        let end = offset + len;
+        if end > SIZE_MAX {
+            return Err(Errno::FBIG);
+        }
+        let keep = libc::FALLOC_FL_KEEP_SIZE;
+        let punch = libc::FALLOC_FL_PUNCH_HOLE;
+        let zero = libc::FALLOC_FL_ZERO_RANGE;
+        // A hole punched without KEEP_SIZE is refused; collapse, insert and unshare are not simulated.
+        if mode & !(keep | punch | zero) != 0
+            || mode & (keep | punch) == punch
+            || mode == keep | punch | zero
+        {
+            return Err(Errno::OPNOTSUPP);
+        }
+        let ino = file.object.ino;
+        if mode & punch == 0 && disk.room(ino, offset, len)? < len {
+            return Err(Errno::NOSPC);
+        }
+        disk.modify(ino, |i| {
+            if mode & (punch | zero) != 0 {
+                i.data.punch(offset, len);
+            }
+            if mode & punch == 0 {
+                i.data.allocate(offset, len);
+            }
+            if mode & keep == 0 {
+                i.data.size = i.data.size.max(end);
+            }
+        })?;
+        self.changed(disk, ino);
+        Ok(())
+    }
+
+    fn seek(&self, file: &SimFile, offset: u64, what: Seek) -> Result<u64> {
+        let disk = &self.enter("seek")?.disk;
+        let data = &disk.inode(file.object.ino)?.data;
+        data.seek(offset, what == Seek::Data).ok_or(Errno::NXIO)
+    }
+
+    fn copy_range(
+        &self,
+        from: &SimFile,
+        from_offset: u64,
+        to: &SimFile,
+        to_offset: u64,
+        len: u64,
+    ) -> Result<u64> {
+        let disk = &mut self.enter("copy_range")?.disk;
+        from.reads()?;
+        to.writes()?;
+        let source = &disk.inode(from.object.ino)?.data;
+        let len = len.min(source.size.saturating_sub(from_offset));
+        if from.object.ino == to.object.ino
+            && from_offset < to_offset.saturating_add(len)
+            && to_offset < from_offset.saturating_add(len)
+        {
+            return Err(Errno::INVAL);
+        }
+        let mut bytes = vec![0; len as usize];
+        source.read(&mut bytes, from_offset);
+        let room = disk.room(to.object.ino, to_offset, len)?;
+        bytes.truncate(room as usize);
+        if !bytes.is_empty() {
+            disk.modify(to.object.ino, |i| i.data.write(&bytes, to_offset))?;
+            self.changed(disk, to.object.ino);
+        }
+        Ok(bytes.len() as u64)
+    }
+
+    fn sync(&self, file: &SimFile, data_only: bool) -> Result<()> {
+        let disk = &mut self.enter("sync")?.disk;
+        disk.sync_file(file.object.ino);
+        if !data_only {
+            self.unsynced
+                .synced((disk.device, file.object.ino), self.unsynced.begin_sync());
+        }
+        Ok(())
+    }
+
+    fn try_lock(&self, file: &SimFile, mode: LockMode) -> Result<bool> {
+        let mut state = self.enter("try_lock")?;
+        // As over NFS, where it is a lock of bytes.
+        if mode == LockMode::Exclusive {
+            file.writes()?;
+        }
+        let ino = file.object.ino;
+        let is_taken = state.locks.take(ino, self.process, file.number, mode)?;
+        if is_taken {
+            file.is_locked.store(true, Ordering::Relaxed);
+        }
+        Ok(is_taken)
+    }
+
+    fn lock_range(&self, file: &SimFile, range: LockRange, mode: Option<LockMode>) -> Result<bool> {
+        let mut state = self.enter("lock_range")?;
+        match mode {
+            Some(LockMode::Exclusive) => file.writes()?,
+            Some(LockMode::Shared) => file.reads()?,
+            None => {}
+        }
+        let ino = file.object.ino;
+        state.locks.take_range(ino, self.process, range, mode)
+    }
+
+    fn is_range_locked(&self, file: &SimFile, range: LockRange, mode: LockMode) -> Result<bool> {
+        let state = self.enter("is_range_locked")?;
+        let ino = file.object.ino;
+        state.locks.is_range_locked(ino, self.process, range, mode)
+    }
+
+    fn fd<'a>(&self, _file: &'a SimFile) -> Option<BorrowedFd<'a>> {
+        None
+    }
+
+    fn lane_count(&self) -> u16 {
+        self.lanes.further.load(Ordering::Relaxed) + 1
+    }
+
+    fn lane_of(&self, inode: &SimInode) -> LaneIndex {
+        self.lane_of_number(inode.ino)
+    }
+
+    fn gathers(&self, _inode: &SimInode) -> bool {
+        self.gathers.load(Ordering::Relaxed)
+    }
+
+    fn statfs(&self) -> Result<StatFs> {
+        let disk = &mut self.enter("statfs")?.disk;
+        let blocks = disk.capacity_bytes.unwrap_or(1 << 40) / PAGE_BYTES;
+        let free = disk.free_bytes().map_or(blocks, |bytes| bytes / PAGE_BYTES);
+        Ok(StatFs {
+            block_size: PAGE_BYTES,
+            blocks,
+            blocks_free: free,
+            blocks_available: free,
+            files: 1 << 20,
+            files_free: (1 << 20) - disk.inodes.len() as u64,
+            name_max: 255,
+        })
+    }
+
+    fn sync_all(&self) -> Result<()> {
+        if self.is_synced_one_by_one() {
+            return self.sync_each(self.unsynced.inherits());
+        }
+        self.enter("sync_all")?.disk.sync_all();
+        Ok(())
+    }
+
+    fn sync_changes(&self) -> Result<()> {
+        match self.is_synced_one_by_one() {
+            true => self.sync_each(false),
+            false => self.sync_all(),
+        }
+    }
+
+    fn sync_tree(&self, object: &SimInode) -> Result<()> {
+        if !self.is_synced_one_by_one() {
+            return self.sync_all();
+        }
+        if object.ino == ROOT {
+            return self.sync_all();
+        }
+        if self.unsynced.inherits() {
+            unsynced::sync_below(self, object)?;
+        }
+        self.sync_each(false)
+    }
+
+    fn sync_way(&self) -> SyncWay {
+        match self.is_synced_one_by_one() {
+            true => SyncWay::EachFile,
+            false => SyncWay::FileSystem,
+        }
+    }
+}
+
+/// What the kernel says of names: `user.*` only on files and directories, and only known prefixes.
+fn check_xattr(inode: &Inode, name: &OsStr, not_here: Errno) -> Result<()> {
+    let name = name.as_bytes();
+    let known = [b"user.".as_slice(), b"trusted.", b"security."];
+    if !known.iter().any(|prefix| name.starts_with(prefix)) {
+        return Err(Errno::OPNOTSUPP);
+    }
+    if name.starts_with(b"user.") && !matches!(inode.kind(), Kind::File | Kind::Dir) {
+        return Err(not_here);
+    }
+    Ok(())
+}

@@ -1,0 +1,348 @@
+//! The simulated disk: inodes and names as programs see them, and what of them is durable.
+//!
+//! Invariants (checked by [`Disk::fsck`])
+//! * Every entry leads to an inode; every directory but the root has one entry.
+//! * `nlink` is the number of entries, and for directories 2 plus the number of subdirectories.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{OsStr, OsString};
+use std::sync::Arc;
+
+use super::data::Data;
+use super::power::NameChange;
+use firn_backing::{Attr, Errno, Kind, Result, Time};
+
+/// Inode number of the top directory.
+pub(super) const ROOT: u64 = 1;
+
+/// Counts who holds an inode open. A copy of an inode is another world's, so nobody holds it.
+#[derive(Default)]
+pub(super) struct Held(Arc<()>);
+
+impl Clone for Held {
+    fn clone(&self) -> Self {
+        Self::default()
+    }
+}
+
+/// One object.
+#[derive(Clone)]
+pub(super) struct Inode {
+    pub(super) mode: u32,
+    pub(super) uid: u32,
+    pub(super) gid: u32,
+    pub(super) rdev: u64,
+    pub(super) nlink: u32,
+    pub(super) times: [Time; 4],
+    pub(super) xattrs: BTreeMap<OsString, Vec<u8>>,
+    pub(super) data: Data,
+    pub(super) target: Vec<u8>,
+    /// Name to inode and cookie; cookies grow, so a stream never skips an old entry.
+    pub(super) entries: BTreeMap<OsString, (u64, i64)>,
+    pub(super) parent: u64,
+    held: Held,
+}
+
+pub(super) const ATIME: usize = 0;
+pub(super) const MTIME: usize = 1;
+pub(super) const CTIME: usize = 2;
+const BTIME: usize = 3;
+
+impl Inode {
+    pub(super) fn new(mode: u32, now: Time) -> Self {
+        Self {
+            mode,
+            uid: 0,
+            gid: 0,
+            rdev: 0,
+            nlink: 0,
+            times: [now; 4],
+            xattrs: BTreeMap::new(),
+            data: Data::default(),
+            target: Vec::new(),
+            entries: BTreeMap::new(),
+            parent: 0,
+            held: Held::default(),
+        }
+    }
+
+    pub(super) fn kind(&self) -> Kind {
+        Kind::from_mode(self.mode).expect("inodes are made with a type")
+    }
+
+    pub(super) fn is_dir(&self) -> bool {
+        self.kind() == Kind::Dir
+    }
+
+    pub(super) fn hold(&self) -> Arc<()> {
+        self.held.0.clone()
+    }
+
+    pub(super) fn attr(&self, ino: u64, device: u64) -> Attr {
+        Attr {
+            dev: device,
+            ino,
+            kind: self.kind(),
+            mode: self.mode,
+            nlink: self.nlink,
+            uid: self.uid,
+            gid: self.gid,
+            rdev: self.rdev,
+            size: if self.kind() == Kind::Symlink {
+                self.target.len() as u64
+            } else {
+                self.data.size
+            },
+            blocks: self.data.page_count() * (super::data::PAGE_BYTES / 512),
+            blksize: super::data::PAGE_BYTES as u32,
+            atime: self.times[ATIME],
+            mtime: self.times[MTIME],
+            ctime: self.times[CTIME],
+            btime: Some(self.times[BTIME]),
+        }
+    }
+}
+
+/// All objects.
+pub(super) type Inodes = BTreeMap<u64, Inode>;
+
+/// A disk with its cache. A clone is another world.
+#[derive(Clone)]
+pub struct Disk {
+    pub(super) inodes: Inodes,
+    /// What survives a loss of power.
+    pub(super) stable: Inodes,
+    /// Name changes since they were last made durable, in order.
+    pub(super) log: Vec<NameChange>,
+    next_ino: u64,
+    next_cookie: i64,
+    clock: i64,
+    pub(super) capacity_bytes: Option<u64>,
+    pub(super) device: u64,
+    pub(super) read_only: bool,
+}
+
+impl Default for Disk {
+    fn default() -> Self {
+        let mut root = Inode::new(libc::S_IFDIR | 0o755, Time::default());
+        (root.nlink, root.parent) = (2, ROOT);
+        let inodes = Inodes::from([(ROOT, root)]);
+        Self {
+            stable: inodes.clone(),
+            inodes,
+            log: Vec::new(),
+            next_ino: ROOT + 1,
+            // 1 and 2 are those of `.` and `..`.
+            next_cookie: 3,
+            clock: 0,
+            capacity_bytes: None,
+            device: 1,
+            read_only: false,
+        }
+    }
+}
+
+impl Disk {
+    /// A later time with every call.
+    pub(super) fn now(&mut self) -> Time {
+        self.clock += 1;
+        Time {
+            sec: self.clock,
+            nsec: 0,
+        }
+    }
+
+    pub(super) fn inode(&self, ino: u64) -> Result<&Inode> {
+        self.inodes.get(&ino).ok_or(Errno::STALE)
+    }
+
+    pub(super) fn inode_mut(&mut self, ino: u64) -> Result<&mut Inode> {
+        self.inodes.get_mut(&ino).ok_or(Errno::STALE)
+    }
+
+    pub(super) fn dir(&self, ino: u64) -> Result<&Inode> {
+        let inode = self.inode(ino)?;
+        if inode.is_dir() {
+            Ok(inode)
+        } else {
+            Err(Errno::NOTDIR)
+        }
+    }
+
+    pub(super) fn writable(&self) -> Result<()> {
+        if self.read_only {
+            Err(Errno::ROFS)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// The inode of `name`, if it is there.
+    pub(super) fn find(&self, parent: u64, name: &OsStr) -> Result<Option<u64>> {
+        let dir = self.dir(parent)?;
+        match name.as_encoded_bytes() {
+            b"" => return Err(Errno::NOENT),
+            b"." => return Ok(Some(parent)),
+            b".." => return Ok(Some(dir.parent)),
+            long if long.len() > 255 => return Err(Errno::NAMETOOLONG),
+            _ => {}
+        }
+        Ok(dir.entries.get(name).map(|entry| entry.0))
+    }
+
+    /// That a new name may come here.
+    pub(super) fn check_new(&self, parent: u64, name: &OsStr) -> Result<()> {
+        if self.find(parent, name)?.is_some() {
+            return Err(Errno::EXIST);
+        }
+        self.writable()?;
+        // A directory that has been removed takes no more names.
+        if self.dir(parent)?.nlink == 0 {
+            Err(Errno::NOENT)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Puts a new inode in place.
+    pub(super) fn add(
+        &mut self,
+        caller: &firn_backing::Caller,
+        parent: u64,
+        name: &OsStr,
+        mode: u32,
+        fill: impl FnOnce(&mut Inode),
+    ) -> Result<u64> {
+        self.check_new(parent, name)?;
+        let now = self.now();
+        let mut inode = Inode::new(mode, now);
+        let dir = self.dir(parent)?;
+        (inode.uid, inode.gid) = (caller.uid, caller.gid);
+        if dir.mode & libc::S_ISGID != 0 {
+            inode.gid = dir.gid;
+            if inode.is_dir() {
+                inode.mode |= libc::S_ISGID;
+            }
+        }
+        fill(&mut inode);
+        let ino = self.next_ino;
+        self.next_ino += 1;
+        self.inodes.insert(ino, inode);
+        self.change(&[(parent, name, Some(ino))]);
+        Ok(ino)
+    }
+
+    /// Changes names, all or none: each to an inode or to nothing. Keeps link counts, parents, times.
+    pub(super) fn change(&mut self, names: &[(u64, &OsStr, Option<u64>)]) {
+        let now = self.now();
+        let mut old = Vec::new();
+        for &(dir, name, _) in names {
+            if let Some((ino, _)) = self
+                .inodes
+                .get_mut(&dir)
+                .and_then(|d| d.entries.remove(name))
+            {
+                old.push((dir, ino));
+            }
+        }
+        let record = NameChange::new(&self.inodes, names, old.iter().map(|o| o.1));
+        self.log.push(record);
+        for (dir, ino) in old {
+            self.unname(dir, ino, now);
+        }
+        for &(dir, name, ino) in names {
+            if let Some(ino) = ino {
+                self.name(dir, name, ino, now);
+            }
+            if let Some(d) = self.inodes.get_mut(&dir) {
+                (d.times[MTIME], d.times[CTIME]) = (now, now);
+            }
+        }
+        self.collect();
+    }
+
+    fn name(&mut self, dir: u64, name: &OsStr, ino: u64, now: Time) {
+        let cookie = self.next_cookie;
+        self.next_cookie += 1;
+        let Some(child) = self.inodes.get_mut(&ino) else {
+            return;
+        };
+        child.times[CTIME] = now;
+        child.nlink += 1;
+        let is_dir = child.is_dir();
+        if is_dir {
+            (child.nlink, child.parent) = (child.nlink.max(2), dir);
+        }
+        if let Some(d) = self.inodes.get_mut(&dir) {
+            d.nlink += u32::from(is_dir);
+            d.entries.insert(name.to_owned(), (ino, cookie));
+        }
+    }
+
+    fn unname(&mut self, dir: u64, ino: u64, now: Time) {
+        let Some(child) = self.inodes.get_mut(&ino) else {
+            return;
+        };
+        child.times[CTIME] = now;
+        // A directory keeps what its subdirectories add; with its name its own two links go.
+        let is_dir = child.is_dir();
+        child.nlink -= if is_dir && child.nlink == 2 { 2 } else { 1 };
+        if is_dir && let Some(d) = self.inodes.get_mut(&dir) {
+            d.nlink -= 1;
+        }
+    }
+
+    /// A device 0,0 without a name, the kernel's sign of a removed lower file.
+    pub(super) fn whiteout(&mut self) -> u64 {
+        let now = self.now();
+        let ino = self.next_ino;
+        self.next_ino += 1;
+        self.inodes.insert(ino, Inode::new(libc::S_IFCHR, now));
+        ino
+    }
+
+    /// Frees what has neither a name nor a holder.
+    pub(super) fn collect(&mut self) {
+        self.inodes
+            .retain(|_, i| i.nlink > 0 || Arc::strong_count(&i.held.0) > 1);
+    }
+
+    /// Bytes still free; `None` without a bound.
+    pub(super) fn free_bytes(&mut self) -> Option<u64> {
+        let capacity = self.capacity_bytes?;
+        self.collect();
+        let used: u64 = self.inodes.values().map(|i| i.data.page_count()).sum();
+        Some(capacity.saturating_sub(used * super::data::PAGE_BYTES))
+    }
+
+    /// Whether `ancestor` is `ino` or above it.
+    pub(super) fn is_above(&self, ancestor: u64, mut ino: u64) -> bool {
+        while ino != ancestor && ino != ROOT {
+            ino = self.inodes.get(&ino).map_or(ROOT, |i| i.parent);
+        }
+        ino == ancestor
+    }
+
+    /// Names every broken invariant.
+    pub fn fsck(&self) -> std::result::Result<(), String> {
+        let mut seen = BTreeSet::new();
+        for (ino, links) in super::power::count_links(&self.inodes)? {
+            seen.insert(ino);
+            let found = self.inodes[&ino].nlink;
+            if found != links {
+                return Err(format!(
+                    "inode {ino}: nlink is {found}, {links} names lead to it"
+                ));
+            }
+        }
+        for (ino, inode) in &self.inodes {
+            if inode.nlink > 0 && !seen.contains(ino) {
+                return Err(format!(
+                    "inode {ino}: nlink is {}, no name leads to it",
+                    inode.nlink
+                ));
+            }
+        }
+        Ok(())
+    }
+}

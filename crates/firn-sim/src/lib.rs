@@ -1,0 +1,419 @@
+//! A simulated backing: in memory, deterministic, with faults, crashes and lost writes.
+//!
+//! * Every call of the trait is one *step*; a [`Plan`] sees its name and number and may make it fail.
+//! * [`SimBacking::fork`] makes another world that goes on from the same disk.
+//! * [`SimBacking::power_loss`] leaves one of the states that a real disk may be left in.
+//! * A call may hang ([`SimBacking::hang`]); one that is made with a lock held that must not be, panics.
+//! * [`SimBacking::another_process`] is another host or process over the same disk, with faults of its own. Locks of a
+//!   process end with it.
+//! * It may have several lanes, over which its files are spread, and each of which may fail
+//!   ([`SimBacking::set_lanes`]).
+//! * Its listings of directories may lag behind what other processes change ([`SimBacking::set_listing_lag`]), or its
+//!   attributes and names of directories ([`SimBacking::set_attribute_lag`]).
+//! * No permissions are checked: the caller is taken to be root.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, AtomicUsize, Ordering};
+
+use parking_lot::{Condvar, Mutex};
+
+use firn_backing::unsynced::Unsynced;
+use firn_backing::{Errno, LaneIndex, Result};
+
+mod calls;
+mod data;
+mod disk;
+mod lag;
+mod locks;
+mod power;
+mod rename;
+mod tree;
+
+pub use calls::{SimDir, SimFile, SimInode};
+pub use data::PAGE_BYTES;
+pub use disk::Disk;
+pub use locks::LockReach;
+pub use tree::{Tree, TreeEntry, tree};
+
+/// What goes wrong with a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// It fails and changes nothing.
+    Error(Errno),
+    /// `write_at` writes at most this many bytes; other calls go on as if nothing was.
+    ShortWrite(usize),
+    /// It does nothing, and neither does any later call, all failing with EIO, until
+    /// [`SimBacking::revive`].
+    Crash,
+}
+
+/// Decides, from the name of the trait's method and the step (the first is 1), what goes wrong.
+pub type Plan = Box<dyn FnMut(&'static str, u64) -> Option<Fault> + Send>;
+
+/// The simulated backing. Clones are the same process; see [`SimBacking::another_process`] for one that shares the
+/// disk only, and [`SimBacking::fork`] for one that does not even do that.
+#[derive(Clone, Default)]
+pub struct SimBacking {
+    state: Arc<Mutex<State>>,
+    /// Which of [`State::processes`] this is.
+    process: usize,
+    /// Files that are open.
+    open: Arc<AtomicUsize>,
+    /// syncfs(2) reaches nobody.
+    is_synced_one_by_one: Arc<AtomicBool>,
+    unsynced: Arc<Unsynced>,
+    lanes: Arc<SimLanes>,
+    gathers: Arc<AtomicBool>,
+    lag: Arc<Mutex<lag::Lag>>,
+}
+
+/// The lanes of a simulated backing.
+#[derive(Default)]
+struct SimLanes {
+    /// How many beside the first.
+    further: AtomicU16,
+    /// A bit for each lane whose files cannot be written.
+    failing: AtomicU64,
+}
+
+struct State {
+    disk: Disk,
+    /// At least one.
+    processes: Vec<Process>,
+    locks: locks::Locks,
+}
+
+impl Default for State {
+    fn default() -> Self {
+        Self {
+            disk: Disk::default(),
+            processes: vec![Process::default()],
+            locks: locks::Locks::default(),
+        }
+    }
+}
+
+/// Calls of one process, and what becomes of them.
+#[derive(Default)]
+struct Process {
+    steps: u64,
+    plan: Option<Plan>,
+    dead: bool,
+    /// The next call like each of these does not begin before its [`Hang`] is released.
+    hangs: Vec<(Hangs, Arc<HangState>)>,
+}
+
+/// Which call hangs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Hangs {
+    Op(&'static str),
+    Step(u64),
+}
+
+/// A call that hangs: see [`SimBacking::hang`]. Dropped, it lets the call go on.
+pub struct Hang(Arc<HangState>);
+
+#[derive(Default)]
+struct HangState {
+    progress: Mutex<HangProgress>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct HangProgress {
+    reached: bool,
+    released: bool,
+}
+
+impl Hang {
+    /// Waits until a call hangs.
+    pub fn await_call(&self) {
+        let mut progress = self.0.progress.lock();
+        while !progress.reached {
+            self.0.changed.wait(&mut progress);
+        }
+    }
+
+    /// Whether a call hangs now.
+    pub fn is_reached(&self) -> bool {
+        self.0.progress.lock().reached
+    }
+
+    /// Lets it go on.
+    pub fn release(self) {}
+}
+
+impl Drop for Hang {
+    fn drop(&mut self) {
+        self.0.progress.lock().released = true;
+        self.0.changed.notify_all();
+    }
+}
+
+impl HangState {
+    fn wait(&self) {
+        let mut progress = self.progress.lock();
+        progress.reached = true;
+        self.changed.notify_all();
+        while !progress.released {
+            self.changed.wait(&mut progress);
+        }
+    }
+}
+
+impl SimBacking {
+    /// An empty disk without bounds or faults.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The same; for every other `seed` on a file system that syncfs(2) does not reach.
+    pub fn of_seed(seed: u64) -> Self {
+        let sim = Self::new();
+        sim.sync_one_by_one(seed % 2 == 1);
+        sim
+    }
+
+    /// A backing over a copy of a disk.
+    pub fn from_disk(disk: Disk) -> Self {
+        let state = State {
+            disk,
+            ..State::default()
+        };
+        Self {
+            state: Arc::new(Mutex::new(state)),
+            ..Self::default()
+        }
+    }
+
+    /// A copy of the disk and its cache, as they are now.
+    pub fn snapshot(&self) -> Disk {
+        self.state.lock().disk.clone()
+    }
+
+    /// Another world from here on: same disk, no plan, no steps, alive.
+    pub fn fork(&self) -> Self {
+        let fork = Self::from_disk(self.snapshot());
+        fork.sync_one_by_one(self.is_synced_one_by_one.load(Ordering::Relaxed));
+        fork
+    }
+
+    /// Another process, on this host or another one, over the same disk: with its own steps, plan and hangs, and with
+    /// locks that exclude those of this one. It may crash while this one goes on.
+    pub fn another_process(&self) -> Self {
+        let process = {
+            let mut state = self.state.lock();
+            state.processes.push(Process::default());
+            state.processes.len() - 1
+        };
+        Self {
+            state: Arc::clone(&self.state),
+            process,
+            open: Arc::default(),
+            is_synced_one_by_one: Arc::clone(&self.is_synced_one_by_one),
+            unsynced: Arc::default(),
+            lanes: Arc::clone(&self.lanes),
+            gathers: Arc::clone(&self.gathers),
+            lag: Arc::default(),
+        }
+    }
+
+    /// Has this process's listings of directories be old ones now and then, as `seed` says, or ends that: then they are
+    /// all read anew.
+    pub fn set_listing_lag(&self, seed: Option<u64>) {
+        self.lag.lock().set(seed, false);
+    }
+
+    /// The same of attributes, lengths among them, and of names of directories, instead of listings
+    /// ([`firn_backing::Backing::attr_now`]).
+    pub fn set_attribute_lag(&self, seed: Option<u64>) {
+        self.lag.lock().set(seed, true);
+    }
+
+    /// Has pieces of every file be gathered ([`firn_backing::Backing::gathers`]), or ends that.
+    pub fn set_gathers(&self, gathers: bool) {
+        self.gathers.store(gathers, Ordering::Relaxed);
+    }
+
+    /// Spreads the files over so many lanes, at most 64, by their inode numbers.
+    pub fn set_lanes(&self, count: u16) {
+        assert!((1..=64).contains(&count));
+        self.lanes.further.store(count - 1, Ordering::Relaxed);
+    }
+
+    /// Has writes to the files of a lane fail with EIO, or ends that.
+    pub fn fail_lane(&self, lane: LaneIndex, fails: bool) {
+        let bit = 1 << lane.index();
+        if fails {
+            self.lanes.failing.fetch_or(bit, Ordering::Relaxed);
+        } else {
+            self.lanes.failing.fetch_and(!bit, Ordering::Relaxed);
+        }
+    }
+
+    fn lane_of_number(&self, ino: u64) -> LaneIndex {
+        LaneIndex::new((ino % u64::from(self.lanes.further.load(Ordering::Relaxed) + 1)) as u16)
+    }
+
+    fn lane_fails(&self, ino: u64) -> bool {
+        let failing = self.lanes.failing.load(Ordering::Relaxed);
+        failing >> self.lane_of_number(ino).index() & 1 == 1
+    }
+
+    /// Has locks reach only this far, for all processes over this disk.
+    pub fn set_lock_reach(&self, reach: LockReach) {
+        self.state.lock().locks.reach = reach;
+    }
+
+    /// The server forgets the locks of this process, as one does that has not heard of a client for long. The process
+    /// is not told; what it writes to files that it had locked fails with EIO.
+    pub fn lose_locks(&self) {
+        self.state.lock().locks.end_all_of(self.process);
+    }
+
+    /// Has syncfs(2) reach nobody, as over FUSE, or ends that.
+    pub fn sync_one_by_one(&self, is_so: bool) {
+        self.is_synced_one_by_one.store(is_so, Ordering::Relaxed);
+    }
+
+    /// The process ended, and another one goes on with the same disk: what was changed and not synced is not known,
+    /// and its locks are free.
+    pub fn begin_new_process(&self) {
+        self.unsynced.reset();
+        self.lose_locks();
+    }
+
+    /// Calls so far.
+    pub fn steps(&self) -> u64 {
+        self.own(&mut self.state.lock()).steps
+    }
+
+    /// Files open now.
+    pub fn open_files(&self) -> usize {
+        self.open.load(Ordering::Relaxed)
+    }
+
+    /// Has every later call ask `plan`.
+    pub fn set_plan(&self, plan: impl FnMut(&'static str, u64) -> Option<Fault> + Send + 'static) {
+        self.own(&mut self.state.lock()).plan = Some(Box::new(plan));
+    }
+
+    /// No more faults.
+    pub fn clear_plan(&self) {
+        self.own(&mut self.state.lock()).plan = None;
+    }
+
+    /// Crashes at this step (`n` calls from the start), as [`Fault::Crash`].
+    pub fn crash_at(&self, n: u64) {
+        self.set_plan(move |_, step| (step >= n).then_some(Fault::Crash));
+    }
+
+    /// The next call with this name, and only that one, does not return before what this gives is dropped.
+    /// All others go on meanwhile.
+    pub fn hang(&self, op: &'static str) -> Hang {
+        self.hang_one(Hangs::Op(op))
+    }
+
+    /// The same for the call that would be this step (`n` calls from the start), whatever it is. It does nothing
+    /// before it goes on, and is not yet counted.
+    pub fn hang_at(&self, n: u64) -> Hang {
+        self.hang_one(Hangs::Step(n))
+    }
+
+    fn own<'a>(&self, state: &'a mut State) -> &'a mut Process {
+        &mut state.processes[self.process]
+    }
+
+    fn hang_one(&self, which: Hangs) -> Hang {
+        let hang = Arc::new(HangState::default());
+        let mut state = self.state.lock();
+        self.own(&mut state).hangs.push((which, Arc::clone(&hang)));
+        Hang(hang)
+    }
+
+    /// Whether a crash has happened.
+    pub fn is_dead(&self) -> bool {
+        self.own(&mut self.state.lock()).dead
+    }
+
+    /// Ends a crash, and the plan with it. What was written is still there; see also
+    /// [`SimBacking::power_loss`].
+    pub fn revive(&self) {
+        self.begin_new_process();
+        let mut state = self.state.lock();
+        let process = self.own(&mut state);
+        process.dead = false;
+        process.plan = None;
+    }
+
+    /// The power fails: some of what was not synced is lost, chosen by `seed`. Inodes and files from
+    /// before are worth nothing (ESTALE where the object is gone).
+    pub fn power_loss(&self, seed: u64) {
+        self.begin_new_process();
+        self.state.lock().disk.power_loss(seed);
+    }
+
+    /// Bounds the bytes in files, counted in pages: ENOSPC above. `None` lifts the bound.
+    pub fn set_capacity(&self, bytes: Option<u64>) {
+        self.state.lock().disk.capacity_bytes = bytes;
+    }
+
+    /// The disk has another device number, as after it was mounted again: nobody has it open meanwhile.
+    pub fn set_device(&self, device: u64) {
+        self.begin_new_process();
+        self.state.lock().disk.device = device;
+    }
+
+    /// Makes every change fail with EROFS, or ends that.
+    pub fn set_read_only(&self, read_only: bool) {
+        self.state.lock().disk.read_only = read_only;
+    }
+
+    /// Checks the disk's invariants; the first broken one in words.
+    pub fn fsck(&self) -> std::result::Result<(), String> {
+        self.state.lock().disk.fsck()
+    }
+
+    /// Everything below the root, for comparison. Takes no steps.
+    pub fn tree(&self) -> Tree {
+        tree(&self.fork()).expect("a fork has no faults")
+    }
+}
+
+impl Process {
+    /// The hang that this call runs into.
+    fn take_hang(&mut self, op: &'static str) -> Option<Arc<HangState>> {
+        let now = [Hangs::Op(op), Hangs::Step(self.steps + 1)];
+        let at = self.hangs.iter().position(|(hung, _)| now.contains(hung))?;
+        Some(self.hangs.swap_remove(at).1)
+    }
+
+    /// Counts a step and asks the plan; the most bytes that a write may take.
+    fn step(&mut self, op: &'static str) -> Result<usize> {
+        self.steps += 1;
+        if self.dead {
+            return Err(Errno::IO);
+        }
+        let steps = self.steps;
+        match self.plan.as_mut().and_then(|plan| plan(op, steps)) {
+            None => Ok(usize::MAX),
+            Some(Fault::Error(e)) => Err(e),
+            Some(Fault::ShortWrite(bytes)) => Ok(bytes),
+            Some(Fault::Crash) => {
+                self.dead = true;
+                Err(Errno::IO)
+            }
+        }
+    }
+}
+
+impl State {
+    /// [`Process::step`] of one of the processes; one that dies of it loses its locks.
+    fn step(&mut self, process: usize, op: &'static str) -> Result<usize> {
+        let most = self.processes[process].step(op);
+        if self.processes[process].dead {
+            self.locks.end_all_of(process);
+        }
+        most
+    }
+}

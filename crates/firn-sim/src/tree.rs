@@ -1,0 +1,97 @@
+//! A whole tree as plain data, of any backing: what tests compare.
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+
+use firn_backing::{Access, Backing, Kind, Result};
+
+/// Path from the top, without a leading slash, to what is there. The top itself is the empty path.
+pub type Tree = BTreeMap<Vec<u8>, TreeEntry>;
+
+/// What is compared of an object. Sizes and link counts of directories differ between file systems.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TreeEntry {
+    /// Its kind.
+    pub kind: Kind,
+    /// Permission bits.
+    pub mode: u32,
+    /// Owner and group.
+    pub owner: (u32, u32),
+    /// Names; 0 for a directory.
+    pub nlink: u32,
+    /// Bytes of a file, target of a symlink.
+    pub content: Vec<u8>,
+    /// `user.*` attributes.
+    pub xattrs: BTreeMap<Vec<u8>, Vec<u8>>,
+}
+
+/// Reads everything below the root.
+pub fn tree<B: Backing>(backing: &B) -> Result<Tree> {
+    let mut tree = Tree::new();
+    let mut todo = vec![(Vec::new(), backing.root())];
+    while let Some((path, inode)) = todo.pop() {
+        let entry = entry(backing, &inode)?;
+        if entry.kind == Kind::Dir {
+            for name in names(backing, &inode)? {
+                let (child, _) = backing.lookup(&inode, OsStr::from_bytes(&name))?;
+                let slash: &[u8] = if path.is_empty() { b"" } else { b"/" };
+                todo.push(([&path, slash, &name].concat(), child));
+            }
+        }
+        tree.insert(path, entry);
+    }
+    Ok(tree)
+}
+
+/// Names in a directory but `.` and `..`, in the directory's order.
+pub(crate) fn names<B: Backing>(backing: &B, inode: &B::Inode) -> Result<Vec<Vec<u8>>> {
+    let mut names = Vec::new();
+    let dir = backing.open_dir(inode)?;
+    backing.read_dir(&dir, 0, &mut |entry| {
+        if entry.name != "." && entry.name != ".." {
+            names.push(entry.name.as_bytes().to_vec());
+        }
+        true
+    })?;
+    Ok(names)
+}
+
+fn entry<B: Backing>(backing: &B, inode: &B::Inode) -> Result<TreeEntry> {
+    let attr = backing.attr(inode)?;
+    let content = match attr.kind {
+        Kind::File => {
+            let mut bytes = vec![0; attr.size as usize];
+            let read = backing.read_at(&backing.open(inode, Access::Read)?, &mut bytes, 0)?;
+            bytes.truncate(read);
+            bytes
+        }
+        Kind::Symlink => backing.readlink(inode)?,
+        _ => Vec::new(),
+    };
+    let mut xattrs = BTreeMap::new();
+    if matches!(attr.kind, Kind::File | Kind::Dir) {
+        for name in backing
+            .list_xattr(inode)?
+            .split(|&b| b == 0)
+            .filter(|n| n.starts_with(b"user."))
+        {
+            xattrs.insert(
+                name.to_vec(),
+                backing.get_xattr(inode, OsStr::from_bytes(name))?,
+            );
+        }
+    }
+    Ok(TreeEntry {
+        kind: attr.kind,
+        mode: attr.mode & 0o7777,
+        owner: (attr.uid, attr.gid),
+        nlink: if attr.kind == Kind::Dir {
+            0
+        } else {
+            attr.nlink
+        },
+        content,
+        xattrs,
+    })
+}

@@ -1,0 +1,13 @@
+//! What several hosts do with one backing at the same time.
+
+mod file_locks;
+mod hosts;
+mod log_layout;
+mod log_reads;
+mod moosefs;
+mod mpi_io;
+mod mpi_shared;
+mod peers;
+mod placement;
+mod shared_names;
+mod tokens;

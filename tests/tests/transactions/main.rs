@@ -1,0 +1,12 @@
+//! Transactions, and checkpoints that leave their host.
+
+mod agent;
+mod agent_bounds;
+mod agent_ofi;
+mod agent_security;
+mod async_commit;
+mod backup;
+mod partner;
+mod rollback;
+mod shadow;
+mod transactions;
