@@ -27,6 +27,7 @@ mod lag;
 mod locks;
 mod power;
 mod rename;
+pub mod suite;
 mod tree;
 
 pub use calls::{SimDir, SimFile, SimInode};

@@ -16,7 +16,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use self::mount::{Disturbance, Mount};
-use self::{lister, reader, shared, writer};
 use firn_backing::{Backing, DirBacking, Errno, LaneIndex, RenameFlags};
 use firn_engine::{InodeId, Order, ROOT};
 use firn_sim::Fault;

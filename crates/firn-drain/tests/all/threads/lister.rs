@@ -6,8 +6,8 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
 use super::mount::Mount;
+use super::{WRITERS, dir_name};
 use super::{shared, writer};
-use crate::{WRITERS, dir_name};
 
 /// Returns the bytes that were read.
 pub fn run<B: Backing>(mount: &Mount<B>, seed: u64, go_on: impl Fn() -> bool) -> u64 {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use rand::RngExt;
 
-use crate::WRITERS;
+use super::WRITERS;
 
 pub const NAME: &str = "shared";
 /// Neither a page nor a part of one, so that writers meet in pages, pieces and runs.
