@@ -10,7 +10,7 @@ AS_ROOT := $(if $(filter 0,$(shell id -u)),,sudo -E env "PATH=$$PATH")
 PREFIX ?= /usr/local
 DESTDIR ?=
 
-.PHONY: build help demo test check bench install dist clean
+.PHONY: build help demo test check bench lab install dist clean
 
 build:
 	$(CARGO) build --release -p firn -p firn-preload -p firn-c
@@ -20,7 +20,8 @@ help:
 	@echo 'make demo    set up, build, mount; a solver and firnd are killed, and it ends with the same result'
 	@echo 'make test    set up and run every test (as root: the tests mount file systems)'
 	@echo 'make check   formatting, lints, documentation, and what the dependencies are'
-	@echo 'make bench   measure both frontends, checkpoints, memory, spilling and commits beside their baselines'
+	@echo 'make bench   measure both frontends, checkpoints, restarts, spilling and commits beside their baselines'
+	@echo 'make lab     make the figures of the papers anew, beside models of their machines: hours (lab/README.md)'
 	@echo 'make install install what was built to PREFIX (/usr/local), below DESTDIR; builds nothing'
 	@echo 'make dist    build a Debian package and a tarball in target/dist'
 	@echo 'make clean   remove what was built'
@@ -38,6 +39,7 @@ test:
 
 check:
 	$(CARGO) fmt --all --check
+	$(CARGO) fmt --manifest-path lab/Cargo.toml --check
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --no-deps
 	@$(CARGO) deny --version >/dev/null 2>&1 || { echo 'cargo-deny is missing: cargo install --locked cargo-deny'; exit 1; }
@@ -50,10 +52,13 @@ bench:
 	target/release/firn bench checkpoint
 	target/release/firn bench read
 	target/release/firn bench meta
-	target/release/firn bench memory
 	target/release/firn bench restart
 	target/release/firn bench spill
+	target/release/firn bench drain
 	target/release/firn bench commit
+
+lab:
+	$(CARGO) run --release --manifest-path lab/Cargo.toml -- all
 
 # Copies only, so that no compiler runs as root.
 install:

@@ -1,8 +1,8 @@
 //! Long versions of the tests: the same tests, more rounds, seeds printed.
 //!
 //! A campaign of system tests sets the environment that the tests of `firn-tests` read and runs one of them. The
-//! release binary is built first and used, so that a round is short. Needs root, as the tests do. Fuzzing and
-//! ThreadSanitizer build their own.
+//! release binary is built first and used, so that a round is short. Needs root, as the tests do. Fuzzing,
+//! ThreadSanitizer and the laboratory build their own.
 
 mod fuzz;
 mod tsan;
@@ -87,6 +87,8 @@ pub enum Campaign {
         #[arg(long, default_value_t = 20)]
         rounds: u64,
     },
+    /// The laboratory, which no other test builds: it has no warnings, its models and experiments run
+    Lab,
 }
 
 /// Longest a test of a campaign may take, in seconds; the ordinary limit is for CI.
@@ -150,6 +152,7 @@ impl Campaign {
                 seed,
             } => fuzz::run(seconds, targets, seed),
             Self::Tsan { rounds } => tsan::run(rounds),
+            Self::Lab => lab(),
         }
     }
 }
@@ -228,6 +231,16 @@ fn simulation(package: &str, module: &str, ops: u64, seed: Option<u64>) -> anyho
         command.env("FIRN_SEED", seed.to_string());
     }
     cargo(&mut command)
+}
+
+/// Lints and tests the laboratory, a workspace of its own.
+fn lab() -> anyhow::Result<()> {
+    let manifest = root().join("lab/Cargo.toml");
+    let mut clippy = cargo_command(&["clippy", "--all-targets", "--manifest-path"]);
+    clippy.arg(&manifest).args(["--", "-D", "warnings"]);
+    cargo(&mut clippy)?;
+    let mut test = cargo_command(&["test", "--locked", "--manifest-path"]);
+    cargo(test.arg(&manifest))
 }
 
 fn cargo_command(args: &[&str]) -> Command {

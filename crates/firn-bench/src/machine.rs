@@ -104,12 +104,6 @@ pub fn private_bytes(pid: u32) -> anyhow::Result<u64> {
     Ok(kib << 10)
 }
 
-/// Uses memory that is free now, and gives it back. A virtual machine gives free memory back to its host, and gets it again
-/// when it is used: whoever writes next would be measured with what that takes, and whoever comes after them without.
-pub fn touch_free_memory(bytes: u64) {
-    std::hint::black_box(vec![1u8; bytes as usize]);
-}
-
 /// Pages that wait for the kernel to write them, in bytes.
 pub fn unwritten_bytes() -> anyhow::Result<u64> {
     let kib = |name| {

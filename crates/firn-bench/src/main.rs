@@ -6,43 +6,15 @@
 //! * The machine and the file system are named in every report.
 //! * Whatever was mounted, started or written is removed, on failure and on Ctrl-C too (`supervisor`).
 
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
-
-use crate::options::Common;
-use crate::report::Report;
-
-mod alternatives;
-mod app;
-mod backing;
-mod checkpoint;
-mod commit;
-mod conflict;
-mod cpu;
-mod discard;
-mod drain;
-mod durable;
-mod firn;
-mod ingest;
-mod machine;
-mod memory;
-mod meta;
-mod network;
-mod options;
-mod orchestrate;
-mod partner;
-mod pull;
-mod read;
-mod report;
-mod restart;
-mod serve;
-mod shared;
-mod sizes;
-mod spill;
-mod supervisor;
-mod svg;
-mod worker;
+use firn_bench::options::Common;
+use firn_bench::program::{self, Program};
+use firn_bench::report::Report;
+use firn_bench::{checkpoint, commit, drain, ingest, meta, network, pull, read, restart, spill};
+use firn_bench::{serve, worker};
 
 /// Measure Firn beside its baselines.
 #[derive(Debug, Parser)]
@@ -65,22 +37,15 @@ enum Benchmark {
     Checkpoint(checkpoint::CheckpointArgs),
     Read(read::ReadArgs),
     Meta(meta::MetaArgs),
-    Memory(memory::MemoryArgs),
     Restart(restart::RestartArgs),
     Spill(spill::SpillArgs),
     Drain(drain::DrainArgs),
     Commit(commit::CommitArgs),
-    Conflict(conflict::ConflictArgs),
-    App(app::AppArgs),
-    Orchestrate(orchestrate::OrchestrateArgs),
-    Shared(shared::SharedArgs),
-    Alternatives(alternatives::AlternativesArgs),
     Pull(pull::PullArgs),
-    Partner(partner::PartnerArgs),
     /// Runs ingest, checkpoint (on the file system of --dir), read, meta,
-    /// memory, restart, spill, drain, commit and conflict, one after the other.
+    /// restart, spill, drain and commit, one after the other.
     ///
-    /// --json and --svg write one file for each, with the benchmark's name before the extension.
+    /// --json writes one file for each, with the benchmark's name before the extension.
     All(AllArgs),
     #[command(hide = true)]
     Worker,
@@ -99,93 +64,47 @@ struct AllArgs {
 }
 
 fn main() -> ExitCode {
-    let command_line = match CommandLine::try_parse() {
-        Ok(command_line) => command_line,
-        Err(error) => return report_usage(&error),
-    };
-    match run(command_line.benchmark) {
-        Ok(code) => code,
-        Err(error) => {
-            eprintln!("firn: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    program::main::<CommandLine>(std::env::args_os())
 }
 
-/// Prints help and version as answers, anything else as an error of usage (exit status 2).
-fn report_usage(error: &clap::Error) -> ExitCode {
-    if !error.use_stderr() {
-        // Whoever closed standard output does not want to read it.
-        let _ = error.print();
-        return ExitCode::SUCCESS;
-    }
-    let text = error.to_string();
-    let text = text.strip_prefix("error: ").unwrap_or(&text);
-    eprintln!("firn: {}", text.trim_end());
-    ExitCode::from(2)
-}
-
-fn run(benchmark: Benchmark) -> anyhow::Result<ExitCode> {
-    if !benchmark.is_part() && !supervisor::is_supervised()? {
-        return supervisor::supervise();
-    }
-    measure(benchmark)?;
-    Ok(ExitCode::SUCCESS)
-}
-
-impl Benchmark {
-    /// Whether it is a process of a benchmark that another one has started.
+impl Program for CommandLine {
     fn is_part(&self) -> bool {
         matches!(
-            self,
-            Self::Worker | Self::Serve | Self::Send(_) | Self::Receive(_)
+            self.benchmark,
+            Benchmark::Worker | Benchmark::Serve | Benchmark::Send(_) | Benchmark::Receive(_)
         )
+    }
+
+    fn measure(self) -> anyhow::Result<ExitCode> {
+        measure(self.benchmark)?;
+        Ok(ExitCode::SUCCESS)
     }
 }
 
 fn measure(benchmark: Benchmark) -> anyhow::Result<()> {
-    // The plain passthrough holds a descriptor for each file that the kernel knows, as firnd does. Without more of
-    // them a benchmark that needs them says so.
-    let _ = firn_backing::raise_descriptor_limit();
     match benchmark {
-        Benchmark::Worker => worker::main(),
-        Benchmark::Serve => serve::main(),
+        Benchmark::Worker => worker::main::<worker::Task>(),
+        Benchmark::Serve => serve::main::<serve::Server>(),
         Benchmark::Send(args) => args.run(),
         Benchmark::Receive(args) => args.run(),
         Benchmark::Ingest(args) => args.common().publish(&args.run()?),
         Benchmark::Checkpoint(args) => args.common().publish(&args.run()?),
         Benchmark::Read(args) => args.common().publish(&args.run()?),
         Benchmark::Meta(args) => args.common().publish(&args.run()?),
-        Benchmark::Memory(args) => args.common().publish(&args.run()?),
         Benchmark::Restart(args) => args.common().publish(&args.run()?),
         Benchmark::Spill(args) => args.common().publish(&args.run()?),
         Benchmark::Drain(args) => args.common().publish(&args.run()?),
         Benchmark::Commit(args) => args.common().publish(&args.run()?),
-        Benchmark::Conflict(args) => args.common().publish(&args.run()?),
-        Benchmark::Alternatives(args) => args.common().publish(&args.run()?),
-        Benchmark::Orchestrate(args) => args.common().publish(&args.run()?),
         Benchmark::Pull(args) => args.common().publish(&args.run()?),
-        Benchmark::Partner(args) => args.common().publish(&args.run()?),
-        Benchmark::Shared(args) => args.common().publish(&args.run()?),
-        Benchmark::App(args) => args.common().publish(&args.run()?),
         Benchmark::All(args) => all(&args.common),
     }
 }
 
 fn all(common: &Common) -> anyhow::Result<()> {
     let publish = |report: Report| {
-        let name = report.benchmark.clone();
-        let insert = |path: &std::path::PathBuf| {
-            let extension = path
-                .extension()
-                .unwrap_or_default()
-                .to_string_lossy()
-                .into_owned();
-            path.with_extension(format!("{name}.{extension}"))
-        };
         let mut common = common.clone();
+        let insert = |path: &PathBuf| insert_name(path, &report.benchmark);
         common.json = common.json.as_ref().map(insert);
-        common.svg = common.svg.as_ref().map(insert);
         common.publish(&report)?;
         println!();
         anyhow::Ok(())
@@ -194,10 +113,17 @@ fn all(common: &Common) -> anyhow::Result<()> {
     publish(checkpoint::CheckpointArgs::with(common.clone()).run()?)?;
     publish(read::ReadArgs::with(common.clone()).run()?)?;
     publish(meta::MetaArgs::with(common.clone()).run()?)?;
-    publish(memory::MemoryArgs::with(common.clone()).run()?)?;
     publish(restart::RestartArgs::with(common.clone()).run()?)?;
     publish(spill::SpillArgs::with(common.clone()).run()?)?;
     publish(drain::DrainArgs::with(common.clone()).run()?)?;
-    publish(commit::CommitArgs::with(common.clone()).run()?)?;
-    publish(conflict::ConflictArgs::with(common.clone()).run()?)
+    publish(commit::CommitArgs::with(common.clone()).run()?)
+}
+
+/// `report.json` becomes `report.read.json`; standard output stays what it is.
+fn insert_name(path: &Path, benchmark: &str) -> PathBuf {
+    if path.as_os_str() == "-" {
+        return path.to_owned();
+    }
+    let extension = path.extension().unwrap_or_default().to_string_lossy();
+    path.with_extension(format!("{benchmark}.{extension}"))
 }

@@ -10,9 +10,11 @@ pub mod bare;
 
 const START_LIMIT: Duration = Duration::from_secs(10);
 
-/// How long a transfer took, and the processor time of its source.
+/// What a transfer cost.
 pub struct Transfer {
+    /// How long it took.
     pub elapsed_s: f64,
+    /// Processor time of its source.
     pub source_cpu_s: f64,
 }
 

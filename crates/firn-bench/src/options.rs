@@ -10,7 +10,7 @@ use firn_testfs::cleanup::{Guard, Leftover, expect};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::report::Report;
-use crate::svg;
+use crate::supervisor::FIRN_VARIABLE;
 
 /// Options of every benchmark.
 #[derive(Clone, Debug, clap::Args)]
@@ -24,18 +24,15 @@ pub struct Common {
     /// Measure the baselines alone, without Firn: what can this machine do?
     #[arg(long)]
     pub baseline_only: bool,
-    /// Also write every sample to FILE as JSON.
+    /// Also write every sample to FILE as JSON; `-`: print JSON instead of the table.
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
-    /// Also draw the medians to FILE as SVG.
-    #[arg(long, value_name = "FILE")]
-    pub svg: Option<PathBuf>,
     /// Directory to work in: a directory of its own is made there and removed at the end. Its file
     /// system is what the benchmark measures.
     #[arg(long, value_name = "DIR", default_value = ".")]
     pub dir: PathBuf,
     /// The firn program to mount with (default: the one that started this, or lies beside it).
-    #[arg(long, value_name = "PROGRAM", env = "FIRN_BENCH_PROGRAM")]
+    #[arg(long, value_name = "PROGRAM", env = FIRN_VARIABLE)]
     pub firn: Option<PathBuf>,
 }
 
@@ -61,14 +58,16 @@ impl Common {
 
     /// Prints and writes `report` as asked.
     pub fn publish(&self, report: &Report) -> anyhow::Result<()> {
+        let Some(path) = &self.json else {
+            report.print();
+            return Ok(());
+        };
+        if path.as_os_str() == "-" {
+            print!("{}", report.json()?);
+            return Ok(());
+        }
         report.print();
-        if let Some(path) = &self.json {
-            report.write_json(path)?;
-        }
-        if let Some(path) = &self.svg {
-            svg::write(report, path)?;
-        }
-        Ok(())
+        report.write_json(path)
     }
 }
 

@@ -88,6 +88,7 @@ struct Site<'a> {
 }
 
 impl PullArgs {
+    /// Options that every benchmark has.
     pub fn common(&self) -> &Common {
         &self.common
     }

@@ -1,4 +1,4 @@
-//! Figures of one run: cases, candidates, samples; as a table, as JSON, as SVG.
+//! Figures of one run: cases, candidates, samples; as a table and as JSON.
 //!
 //! Invariants
 //! * The first candidate of a case is its baseline; every other one is shown with a ratio to it.
@@ -223,10 +223,15 @@ impl Report {
         }
     }
 
+    /// The report as JSON.
+    pub fn json(&self) -> anyhow::Result<String> {
+        Ok(serde_json::to_string_pretty(self)? + "\n")
+    }
+
     /// Writes the report as JSON.
     pub fn write_json(&self, path: &Path) -> anyhow::Result<()> {
-        let text = serde_json::to_string_pretty(self)? + "\n";
-        std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+        std::fs::write(path, self.json()?)
+            .with_context(|| format!("cannot write {}", path.display()))
     }
 }
 

@@ -28,6 +28,8 @@ use signal_hook::iterator::Signals;
 
 /// Names the list to the child.
 const LIST_VARIABLE: &str = "FIRN_BENCH_LEFTOVERS";
+/// Names the firn program to measure.
+pub const FIRN_VARIABLE: &str = "FIRN_BENCH_PROGRAM";
 /// Far more than a process takes to end that was killed.
 const END_MAX: Duration = Duration::from_secs(20);
 
@@ -41,18 +43,22 @@ pub fn is_supervised() -> anyhow::Result<bool> {
     Ok(true)
 }
 
-/// Runs this program again with the same arguments, and removes what it leaves.
-pub fn supervise() -> anyhow::Result<ExitCode> {
+/// Runs this program again with the same arguments, and removes what it leaves. `firn` is the program that it measures,
+/// unless an argument names one.
+pub fn supervise(firn: Option<&Path>) -> anyhow::Result<ExitCode> {
     // Before anything that a signal could leave behind: the list too.
     let signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
     set_child_subreaper(Some(getpid()))?;
     let list = tempfile::NamedTempFile::new().context("cannot make a temporary file")?;
     let program = std::env::current_exe().context("cannot find this program's own file")?;
-    let child = Command::new(program)
+    let mut command = Command::new(program);
+    command
         .args(std::env::args_os().skip(1))
-        .env(LIST_VARIABLE, list.path())
-        .spawn()
-        .context("cannot start the benchmark")?;
+        .env(LIST_VARIABLE, list.path());
+    if let Some(firn) = firn {
+        command.env(FIRN_VARIABLE, firn);
+    }
+    let child = command.spawn().context("cannot start the benchmark")?;
     let child = Pid::from_child(&child);
     let received = Arc::new(AtomicI32::new(0));
     // Also where it cannot be watched: it runs.

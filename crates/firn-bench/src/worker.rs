@@ -14,33 +14,38 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::cpu;
 
-mod blocks;
-mod calls;
 mod copy;
 mod direct;
 mod forked;
-mod paced;
 mod records;
 mod steps;
-mod striped;
 
-pub use blocks::{Blocks, Pattern};
-pub use calls::Call;
 pub use copy::{Copy, Region, Way, make_region};
 pub use forked::{ForkedWrite, Sharing};
-pub use paced::Paced;
 pub use records::Records;
 pub use steps::Steps;
-pub use striped::Striped;
 
 /// Long enough to tell one process when to begin.
 const TIME_TO_START_NS: u64 = 200_000;
 
-/// What a worker does.
+/// What a program tells its workers to do.
+pub trait Work: Serialize + DeserializeOwned {
+    /// Makes buffers and opens files: none of that is in a figure.
+    fn prepare(self) -> anyhow::Result<Box<dyn Job>>;
+}
+
+/// What is timed.
+pub trait Job {
+    /// Does it once.
+    fn run(&mut self) -> anyhow::Result<()>;
+}
+
+/// What the workers of `firn bench` do.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "task")]
 pub enum Task {
@@ -55,15 +60,6 @@ pub enum Task {
         /// Leave what is in the file and write over it, instead of beginning with an empty one.
         over: bool,
     },
-    /// Writes at a rate of its own.
-    Paced(Paced),
-    /// One write(2) to `path`, which is opened before: what the first one of a process costs.
-    FirstWrite {
-        /// The file.
-        path: PathBuf,
-        /// Bytes of the write.
-        bytes: u64,
-    },
     /// Creates `path` with all its room and writes past the page cache.
     Direct {
         /// The file.
@@ -77,13 +73,6 @@ pub enum Task {
     ForkedWrite(ForkedWrite),
     /// Copies between this process's memory and a region.
     Copy(Copy),
-    /// System calls on descriptors that are no file of Firn's.
-    Calls {
-        /// Which.
-        call: Call,
-        /// How many.
-        count: u64,
-    },
     /// Reads `path` from start to end, `passes` times.
     Read {
         /// The file.
@@ -99,10 +88,6 @@ pub enum Task {
     Steps(Steps),
     /// Reads or writes the records of a file.
     Records(Records),
-    /// Writes or reads one client's blocks of a file that many clients share.
-    Blocks(Blocks),
-    /// Writes or reads a file that is striped over several directories.
-    Striped(Striped),
     /// One operation on each of `count` names in `dir`.
     Names {
         /// The directory.
@@ -153,23 +138,27 @@ pub fn elapsed_s(outcomes: &[Outcome]) -> f64 {
 }
 
 /// Runs `tasks`, one process each, all at once.
-pub fn run_all(tasks: &[Task]) -> anyhow::Result<Vec<Outcome>> {
+pub fn run_all<W: Work>(tasks: &[W]) -> anyhow::Result<Vec<Outcome>> {
     run_with(None, tasks)
 }
 
 /// [`run_all`], in processes that load the library `preload`.
-pub fn run_with(preload: Option<&Path>, tasks: &[Task]) -> anyhow::Result<Vec<Outcome>> {
+pub fn run_with<W: Work>(preload: Option<&Path>, tasks: &[W]) -> anyhow::Result<Vec<Outcome>> {
     run_from(0, preload, tasks)
 }
 
 /// [`run_with`], with all processes beginning at the same moment, as after a barrier of MPI: the first is not done
 /// before the last begins.
-pub fn run_together(preload: Option<&Path>, tasks: &[Task]) -> anyhow::Result<Vec<Outcome>> {
+pub fn run_together<W: Work>(preload: Option<&Path>, tasks: &[W]) -> anyhow::Result<Vec<Outcome>> {
     run_from(TIME_TO_START_NS * tasks.len() as u64, preload, tasks)
 }
 
 /// The processes begin so long after the last is ready.
-fn run_from(delay_ns: u64, preload: Option<&Path>, tasks: &[Task]) -> anyhow::Result<Vec<Outcome>> {
+fn run_from<W: Work>(
+    delay_ns: u64,
+    preload: Option<&Path>,
+    tasks: &[W],
+) -> anyhow::Result<Vec<Outcome>> {
     let mut workers = Vec::new();
     for task in tasks {
         workers.push(Worker::start(task, preload)?);
@@ -190,7 +179,7 @@ struct Worker {
 }
 
 impl Worker {
-    fn start(task: &Task, preload: Option<&Path>) -> anyhow::Result<Self> {
+    fn start(task: &impl Work, preload: Option<&Path>) -> anyhow::Result<Self> {
         let mut command = this_program("worker")?;
         // The library leaves programs alone that are called as Firn's own.
         command.arg0("firn-bench-worker");
@@ -258,8 +247,8 @@ impl Drop for Worker {
     }
 }
 
-/// The worker's side: `firn-bench worker`.
-pub fn main() -> anyhow::Result<()> {
+/// The worker's side: the hidden verb `worker` of a program whose tasks are `W`.
+pub fn main<W: Work>() -> anyhow::Result<()> {
     // A worker must not outlive a benchmark that is killed.
     let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
     let mut lines = std::io::stdin().lines();
@@ -269,8 +258,8 @@ pub fn main() -> anyhow::Result<()> {
             .context("the benchmark went away")?
             .map_err(anyhow::Error::from)
     };
-    let task: Task = serde_json::from_str(&next()?)?;
-    let mut job = Job::prepare(task)?;
+    let task: W = serde_json::from_str(&next()?)?;
+    let mut job = task.prepare()?;
     println!("ready");
     let begin_ns: u64 = next()?.parse().context("a time to begin at")?;
     std::thread::sleep(Duration::from_nanos(begin_ns.saturating_sub(cpu::now_ns())));
@@ -290,54 +279,56 @@ pub fn main() -> anyhow::Result<()> {
     Ok(())
 }
 
-struct Job {
+impl Work for Task {
+    fn prepare(self) -> anyhow::Result<Box<dyn Job>> {
+        Ok(Box::new(Prepared::new(self)?))
+    }
+}
+
+/// Bytes to write. They are not zeros: nothing on the way may find the data cheap. It also touches every page.
+pub fn make_buffer(bytes: u64) -> Vec<u8> {
+    (0..bytes)
+        .map(|i| (i.wrapping_mul(0x9e37_79b9) >> 7) as u8 | 1)
+        .collect()
+}
+
+/// A [`Task`] with its memory and its open files.
+struct Prepared {
     task: Task,
     buffer: Vec<u8>,
     /// Where [`Task::Copy`] has no shared region.
     private: Vec<u8>,
-    /// The file of [`Task::Direct`] and [`Task::FirstWrite`].
+    /// The file of [`Task::Direct`].
     opened: Option<File>,
-    /// Where the blocks of [`Task::Records`] and [`Task::Blocks`] are.
+    /// Where the blocks of [`Task::Records`] are.
     offsets: Vec<u64>,
     /// The memory of [`Task::ForkedWrite`].
     forked_write: Option<forked::Prepared>,
 }
 
-impl Job {
-    fn prepare(task: Task) -> anyhow::Result<Self> {
+impl Prepared {
+    fn new(task: Task) -> anyhow::Result<Self> {
         let bytes = match &task {
             Task::Write { runs, .. } => runs.iter().map(|run| run.1).max().unwrap_or(0),
-            Task::Paced(paced) => paced.request_bytes,
             Task::Read { bytes, .. } => *bytes,
             Task::Copy(copy) => copy.block_bytes,
             Task::Direct { bytes, .. } => direct::room(*bytes),
-            Task::FirstWrite { bytes, .. } => *bytes,
             Task::Records(records) => records.record_bytes,
-            Task::Striped(striped) => striped.request_bytes,
-            Task::Blocks(blocks) => blocks.block_bytes,
             Task::Names { .. } => 4096,
-            Task::Calls { .. } | Task::ForkedWrite(_) => 1,
+            Task::ForkedWrite(_) => 1,
             Task::Steps(_) => 0,
         };
-        // Not zeros: nothing on the way may find the data cheap. It also touches every page.
-        let buffer = (0..bytes)
-            .map(|i| (i.wrapping_mul(0x9e37_79b9) >> 7) as u8 | 1)
-            .collect();
+        let buffer = make_buffer(bytes);
         let private = match &task {
             Task::Copy(copy) => copy.private(),
             _ => Vec::new(),
         };
         let opened = match &task {
             Task::Direct { path, count, bytes } => Some(direct::make(path, count * bytes)?),
-            Task::FirstWrite { path, .. } => {
-                let file = File::create(path);
-                Some(file.with_context(|| format!("cannot create {}", path.display()))?)
-            }
             _ => None,
         };
         let offsets = match &task {
             Task::Records(records) => records.offsets(),
-            Task::Blocks(blocks) => blocks.offsets(),
             _ => Vec::new(),
         };
         let forked_write = match &task {
@@ -353,7 +344,9 @@ impl Job {
             forked_write,
         })
     }
+}
 
+impl Job for Prepared {
     fn run(&mut self) -> anyhow::Result<()> {
         match &self.task {
             Task::Write {
@@ -362,27 +355,19 @@ impl Job {
                 sync,
                 over,
             } => write(path, runs, *sync, *over, &self.buffer),
-            Task::Paced(paced) => paced.run(&self.buffer),
             Task::Direct { count, bytes, .. } => direct::write(
                 self.opened.as_ref().expect("opened before"),
                 *count,
                 *bytes,
                 &self.buffer,
             ),
-            Task::FirstWrite { .. } => {
-                let file = self.opened.as_mut().expect("opened before");
-                Ok(file.write_all(&self.buffer)?)
-            }
             Task::ForkedWrite(write) => write.run(self.forked_write.as_mut().expect("made before")),
             Task::Copy(copy) => copy.run(&mut self.buffer, &mut self.private),
             Task::Records(records) => records.run(&self.offsets, &mut self.buffer),
-            Task::Striped(striped) => striped.run(&self.buffer),
-            Task::Blocks(blocks) => blocks.run(&self.offsets, &mut self.buffer),
             Task::Steps(steps) => {
                 steps.run();
                 Ok(())
             }
-            Task::Calls { call, count } => call.run(*count, &mut self.buffer),
             Task::Read {
                 path,
                 mmap: false,
@@ -435,7 +420,7 @@ fn write(
 }
 
 /// close(2) with its result, which dropping a [`File`] hides.
-fn close(file: File) -> std::io::Result<()> {
+pub fn close(file: File) -> std::io::Result<()> {
     use std::os::fd::IntoRawFd;
     // SAFETY: the descriptor was owned by `file` and is given up here, exactly once.
     match unsafe { libc::close(file.into_raw_fd()) } {

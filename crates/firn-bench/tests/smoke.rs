@@ -47,111 +47,40 @@ fn assert_nothing_is_left(dir: &Path) {
 }
 
 #[test]
-fn alternatives_stand_beside_firn_with_the_same_figures() {
+fn a_checkpoint_stands_beside_native_writes_with_the_same_figures() {
     let dir = tempfile::tempdir().expect("a directory");
-    let report = run(
-        dir.path(),
-        &["alternatives", "--backing", "local", "--processes", "2"],
-    );
-    let case = &report["cases"][0];
-    let candidates = case["candidates"].as_array().expect("candidates");
-    assert_eq!(
-        names(&case["candidates"]),
-        [
-            "directly",
-            "tmpfs, then cp",
-            "plain FUSE passthrough",
-            "firn",
-            "firn + preload",
-            "firn + preload, drain=demand"
-        ]
+    let report = run(dir.path(), &["checkpoint", "--processes", "2"]);
+    let candidates = report["cases"][0]["candidates"].as_array();
+    let candidates = candidates.expect("candidates");
+    let found = names(&report["cases"][0]["candidates"]);
+    assert_eq!(found[0], "native");
+    assert!(
+        found.iter().any(|name| name.starts_with("firn")),
+        "{found:?}"
     );
     for candidate in candidates {
-        assert_eq!(
-            names(&candidate["metrics"]),
-            names(&candidates[0]["metrics"])
+        let metric = &candidate["metrics"][0];
+        assert_eq!(metric["name"], candidates[0]["metrics"][0]["name"]);
+        assert!(
+            metric["median"].as_f64().expect("a number") > 0.0,
+            "{candidate}"
         );
-        let figure = |name: &str| {
-            let metrics = candidate["metrics"].as_array().expect("figures");
-            let found = metrics.iter().find(|metric| metric["name"] == name);
-            found.expect(name)["median"].as_f64().expect("a number")
-        };
-        assert!(figure("closed") > 0.0, "{candidate}");
-        assert!(figure("durable") >= figure("closed"), "{candidate}");
-        assert!(figure("restart") > 0.0, "{candidate}");
     }
     assert_nothing_is_left(dir.path());
 }
 
 #[test]
-fn a_checkpoint_is_orchestrated_on_models_of_disks() {
+fn a_report_on_standard_output_is_json_alone() {
     let dir = tempfile::tempdir().expect("a directory");
-    let report = run(dir.path(), &["orchestrate", "--figure", "2b,3a,restart"]);
-    let cases = report["cases"].as_array().expect("cases");
-    let candidates = |case: &Value| -> Vec<String> {
-        let names = names(&case["candidates"]);
-        names.into_iter().map(str::to_owned).collect()
-    };
-    let [few, many, one_disk, restart] = &cases[..] else {
-        panic!("{:?}", names(&report["cases"]));
-    };
-    assert_eq!(candidates(few), candidates(many));
-    assert_eq!(
-        candidates(few)[..3],
-        ["striped", "vertical, natively", "Firn, vertical"]
-    );
-    assert_eq!(candidates(one_disk)[..1], ["interleaved, natively"]);
-    assert_eq!(candidates(restart)[..1], ["striped"]);
-    for candidate in cases.iter().flat_map(|case| case["candidates"].as_array()) {
-        for candidate in candidate {
-            let metrics = candidate["metrics"].as_array().expect("figures");
-            // No disk is faster than its rate.
-            let of_bytes = metrics
-                .iter()
-                .find(|metric| metric["name"] == "of the bytes' time");
-            let found = of_bytes.expect("a figure")["median"].as_f64();
-            assert!(found.expect("a number") >= 0.99, "{candidate}");
-        }
-    }
-    assert_nothing_is_left(dir.path());
-}
-
-#[test]
-fn a_file_that_clients_share_is_written_in_each_layout_on_each_model() {
-    let dir = tempfile::tempdir().expect("a directory");
-    let report = run(
-        dir.path(),
-        &[
-            "shared",
-            "--on",
-            "local,disk,cached-disk,locks,index",
-            "--block",
-            "4K,64K",
-        ],
-    );
-    let cases = report["cases"].as_array().expect("cases");
-    let (index, cases) = cases.split_last().expect("cases");
-    assert_eq!(cases.len(), 4 * 2);
-    for case in cases {
-        let found = names(&case["candidates"]);
-        assert_eq!(
-            found[..3],
-            ["native", "Firn, plain", "Firn, logs"],
-            "{case}"
-        );
-        let reads = !case["name"].as_str().expect("a name").contains("disk");
-        let columns = names(&case["candidates"][2]["metrics"]);
-        assert_eq!(columns.contains(&"read by others"), reads, "{columns:?}");
-        for candidate in &case["candidates"].as_array().expect("candidates")[..3] {
-            let written = candidate["metrics"][0]["median"].as_f64();
-            assert!(written.expect("a number") > 0.0, "{candidate}");
-        }
-    }
-    let patterns = names(&index["candidates"]);
-    assert_eq!(patterns[0], "strided");
-    let bytes = |at: usize| index["candidates"][at]["metrics"][0]["median"].as_f64();
-    // Regular patterns are found.
-    assert!(bytes(0).expect("a number") < bytes(3).expect("a number"));
+    let output = Command::new(env!("CARGO_BIN_EXE_firn-bench"))
+        .args(["read", "--quick", "--repeats", "1", "--json", "-", "--dir"])
+        .arg(dir.path())
+        .output()
+        .expect("start firn-bench");
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    let report: Value = serde_json::from_slice(&output.stdout).expect("JSON and nothing else");
+    assert_eq!(report["benchmark"], "read");
     assert_nothing_is_left(dir.path());
 }
 
@@ -162,14 +91,12 @@ struct Running {
 }
 
 impl Running {
-    /// Begins to write to the model of locks, of which each of three clients has a mount; through Firn each has one more.
-    fn start(layout: &str) -> Self {
+    /// Begins to write checkpoints natively, to a sink and through several mounts of Firn: long enough to be ended.
+    fn start(more: &[&str]) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
-        let args = ["shared", "--on", "locks", "--clients", "3", "--block", "4K"];
         let mut command = Command::new(env!("CARGO_BIN_EXE_firn-bench"));
-        command.args(args).args(["--objects", "20000"]);
-        command.args(["--layout", layout]);
-        command.arg("--dir").arg(dir.path());
+        command.args(["checkpoint", "--image-size", "64M", "--repeats", "1000"]);
+        command.args(more).arg("--dir").arg(dir.path());
         let child = command
             .stdout(Stdio::null())
             .stderr(Stdio::null())
@@ -274,18 +201,18 @@ fn children_of(parent: Pid) -> Vec<Pid> {
 
 #[test]
 fn a_benchmark_that_is_ended_leaves_nothing_wherever_it_was() {
-    let mut running = Running::start("log");
+    let mut running = Running::start(&[]);
     running.wait_until("a directory", Running::has_directory);
     running.end(Signal::TERM);
     let signals = [Signal::INT, Signal::TERM, Signal::HUP];
-    for (count, signal) in (1..=6).zip(signals.into_iter().cycle()) {
-        let mut running = Running::start("log");
+    for (count, signal) in (1..=5).zip(signals.into_iter().cycle()) {
+        let mut running = Running::start(&[]);
         let what = format!("{count} mounts");
         running.wait_until(&what, |running| running.mounts() >= count);
         running.end(signal);
     }
-    for layout in ["native", "log"] {
-        let mut running = Running::start(layout);
+    for more in [&["--baseline-only"][..], &[]] {
+        let mut running = Running::start(more);
         running.wait_until("a worker", Running::has_worker);
         running.end(Signal::TERM);
     }
@@ -293,7 +220,7 @@ fn a_benchmark_that_is_ended_leaves_nothing_wherever_it_was() {
 
 #[test]
 fn a_benchmark_that_is_killed_leaves_nothing_either() {
-    let mut running = Running::start("log");
+    let mut running = Running::start(&[]);
     running.wait_until("a worker", Running::has_worker);
     let processes = running.descendants();
     let benchmark = children_of(running.pid())[0];

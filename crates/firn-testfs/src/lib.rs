@@ -3,8 +3,6 @@
 //! * [`Server`] serves any [`firn_backing::Backing`]: a directory ([`firn_backing::DirBacking`]) is a passthrough, the
 //!   simulated disk a server whose power can be cut (`power`). A [`Policy`] is asked before each request and may
 //!   delay it or answer with an error (`faults`).
-//! * [`seeking_disk::SeekingDisk`] is a policy that takes as long as a disk that seeks: a model.
-//! * [`extent_locks::LockServer`] gives policies that take as long as a server with extent locks: a model.
 //! * [`moosefs::MooseFs`] is a MooseFS with servers of its own, in a network namespace.
 //! * [`trace::Trace`] is a policy that notes who writes when.
 //! * [`sink::Sink`] takes writes and forgets them: the least that a server written with the same crate can do.
@@ -12,13 +10,11 @@
 //! None of them is a file system to keep data in.
 
 pub mod cleanup;
-pub mod extent_locks;
 pub mod faults;
 pub mod moosefs;
 pub mod namespace;
 #[cfg(feature = "power")]
 pub mod power;
-pub mod seeking_disk;
 mod server;
 pub mod sink;
 pub mod trace;

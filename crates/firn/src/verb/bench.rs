@@ -29,12 +29,12 @@ pub const VERB: Verb = Verb {
             "checkpoints through Firn and natively, on that file system",
         ),
         (
-            "firn bench memory --quick",
-            "files in memory, through both frontends, beside memcpy and tmpfs",
+            "firn bench restart --quick",
+            "reading files in memory back, through both frontends, beside memcpy and tmpfs",
         ),
         (
-            "firn bench ingest --svg ingest.svg",
-            "how fast writes are taken in, with a picture",
+            "firn bench ingest --json -",
+            "how fast writes are taken in, as JSON",
         ),
     ],
     exits: &[

@@ -1,0 +1,28 @@
+//! Benchmarks of Firn beside their baselines, and what they measure with.
+//!
+//! The program `firn-bench` has a subcommand for each benchmark. The modules are a library so that a program with
+//! other benchmarks measures, starts, reports and cleans up in the same way.
+
+pub mod backing;
+pub mod checkpoint;
+pub mod commit;
+pub mod cpu;
+mod discard;
+pub mod drain;
+pub mod durable;
+pub mod firn;
+pub mod ingest;
+pub mod machine;
+pub mod meta;
+pub mod network;
+pub mod options;
+pub mod program;
+pub mod pull;
+pub mod read;
+pub mod report;
+pub mod restart;
+pub mod serve;
+pub mod sizes;
+pub mod spill;
+pub mod supervisor;
+pub mod worker;
