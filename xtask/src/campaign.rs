@@ -280,7 +280,7 @@ mod tests {
     fn the_simulation_runs_every_test_that_takes_its_length_from_the_environment() {
         let mut found = BTreeSet::new();
         for package in ["firn-engine", "firn-transact", "firn-log"] {
-            let dir = root().join("crates").join(package).join("tests");
+            let dir = root().join("crates").join(package).join("tests/all");
             for entry in fs::read_dir(dir).expect("the tests of a crate") {
                 let path = entry.expect("an entry").path();
                 if path.extension().is_none_or(|extension| extension != "rs") {
@@ -289,7 +289,7 @@ mod tests {
                 let text = fs::read_to_string(&path).expect("a test");
                 if text.contains("FIRN_OPS") || text.contains("common::seeds(") {
                     let name = path.file_stem().expect("a name").to_string_lossy();
-                    found.insert((package.to_owned(), name.into_owned()));
+                    found.insert((package.to_owned(), format!("{name}::")));
                 }
             }
         }

@@ -219,10 +219,20 @@ mod tests {
         assert_none(&compare(&documented, &real));
     }
 
+    /// Files of tests: those that are programs themselves, and those of programs that have a `main.rs`.
     fn file_names(dir: &Path) -> BTreeSet<String> {
+        let mut dirs = vec![dir.to_owned()];
         let entries = fs::read_dir(dir).into_iter().flatten().flatten();
-        let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
-        names.filter(|name| name.ends_with(".rs")).collect()
+        let programs = entries.map(|entry| entry.path());
+        dirs.extend(programs.filter(|path| path.join("main.rs").is_file()));
+        let files = dirs.into_iter().filter_map(|dir| fs::read_dir(dir).ok());
+        let names = files
+            .flatten()
+            .flatten()
+            .map(|entry| entry.file_name().to_string_lossy().into_owned());
+        names
+            .filter(|name| name.ends_with(".rs") && name != "main.rs")
+            .collect()
     }
 
     #[test]
