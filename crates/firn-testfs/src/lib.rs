@@ -15,6 +15,7 @@ pub mod moosefs;
 pub mod namespace;
 #[cfg(feature = "power")]
 pub mod power;
+mod requests;
 mod server;
 pub mod sink;
 pub mod trace;

@@ -15,7 +15,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use firn_backing::{Access, Attr, Backing, LockMode, RenameFlags as Flags, Seek};
-use firn_fuser::{caller, errno, file_attr, file_type, set_time};
 use fuser::{
     BsdFileFlags, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, Filesystem,
     FopenFlags, Generation, INodeNo, InitFlags, KernelConfig, LockOwner, OpenFlags, RenameFlags,
@@ -24,6 +23,7 @@ use fuser::{
 };
 use parking_lot::Mutex;
 
+use crate::requests::{caller, errno, file_attr, file_type, set_time};
 use crate::{Caching, MAX_WRITE_BYTES, Policy, Transfer};
 
 type Result<T> = std::result::Result<T, Errno>;

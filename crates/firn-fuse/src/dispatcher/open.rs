@@ -16,7 +16,7 @@ use crate::request::{Name, NewMode};
 use crate::topic::Topic;
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
-    /// The kernel asks for O_TRUNC with a change of the size of its own (see `transport/fuser/negotiate.rs`).
+    /// The kernel asks for O_TRUNC with a change of the size of its own (see `transport/dev_fuse/negotiate.rs`).
     pub(super) fn open(&self, caller: Caller, inode: InodeId, flags: i32, reply: Reply<R>) {
         let opener = self.opener(caller);
         let coherence = Arc::clone(&self.coherence);

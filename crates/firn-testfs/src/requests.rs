@@ -1,5 +1,5 @@
 //! The types of a backing as the crate `fuser` has them (errnos, attributes, kinds), and those of its requests the other
-//! way round (callers, times). For whatever serves FUSE over that crate: firnd's transport, and the servers of tests.
+//! way round (callers, times).
 //!
 //! Promises
 //! * The kernel accepts every errno that [`errno`] gives.
