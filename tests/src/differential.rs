@@ -32,6 +32,16 @@ pub fn run(seed: u64, count: u64, found: &Path, expected: &Path) {
     );
 }
 
+/// Whether ext4, xfs, tmpfs and files in logs all do this: some make holes, and do nothing else to ranges.
+pub fn is_known_to_all(op: &Op) -> bool {
+    const KEEP_SIZE: u32 = libc::FALLOC_FL_KEEP_SIZE as u32;
+    const PUNCH_HOLE: u32 = libc::FALLOC_FL_PUNCH_HOLE as u32;
+    match op {
+        Op::Allocate { mode, .. } => mode & !(KEEP_SIZE | PUNCH_HOLE) == 0,
+        _ => true,
+    }
+}
+
 /// What is left out of a comparison.
 pub struct Rules {
     /// The operations that are done.

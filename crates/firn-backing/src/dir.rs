@@ -26,7 +26,7 @@ use rustix::fs::{
 
 use crate::unsynced::{self, Key, Place, Tracked, Unsynced, path_of_entry};
 use crate::{
-    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, LaneIndex, LockMode, LockRange,
+    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, LaneIndex, LockMode, LockRange, Placing,
     RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
 };
 
@@ -357,15 +357,19 @@ impl Backing for DirBacking {
         Some(steering.lane_of_turn(turn))
     }
 
-    fn create_in_turn(
+    fn create_placed(
         &self,
         caller: &Caller,
         parent: &Self::Inode,
         name: &OsStr,
         mode: u32,
-        turn: u64,
+        placing: Placing<'_, Self::Inode>,
     ) -> Result<(Self::Inode, Self::File, Attr)> {
-        self.create_file(caller, parent, name, mode, Some(turn))
+        match placing {
+            Placing::Turn(turn) => self.create_file(caller, parent, name, mode, Some(turn)),
+            // A name in a staging directory has a number of its own, by which files are spread.
+            Placing::Named { .. } | Placing::Beside(_) => self.create(caller, parent, name, mode),
+        }
     }
 
     fn mkdir(

@@ -21,10 +21,12 @@ pub use rustix::io::Errno;
 
 mod descriptors;
 pub mod dir;
+mod either;
 pub mod lock;
 mod types;
 pub mod unsynced;
 pub use dir::DirBacking;
+pub use either::Either;
 pub use types::*;
 
 /// Result of a backing call: the kernel's errno, untouched.
@@ -97,6 +99,10 @@ pub trait Backing: Send + Sync + 'static {
         new_name: &OsStr,
         flags: RenameFlags,
     ) -> Result<()>;
+    /// The inode that a look-up of `name` would return of an object that was renamed to it. It makes no system call.
+    fn moved_to(&self, inode: &Self::Inode, _parent: &Self::Inode, _name: &OsStr) -> Self::Inode {
+        inode.clone()
+    }
     /// readlinkat(2).
     fn readlink(&self, inode: &Self::Inode) -> Result<Vec<u8>>;
 
@@ -328,15 +334,14 @@ pub trait Backing: Send + Sync + 'static {
     fn lane_of_turn(&self, _turn: u64) -> Option<LaneIndex> {
         None
     }
-    /// [`Backing::create`] of a file that goes, whatever its name is, to the lane of a turn, or to another one if that
-    /// takes none.
-    fn create_in_turn(
+    /// [`Backing::create`] of a file whose place is not that of its name here.
+    fn create_placed(
         &self,
         caller: &Caller,
         parent: &Self::Inode,
         name: &OsStr,
         mode: u32,
-        _turn: u64,
+        _placing: Placing<'_, Self::Inode>,
     ) -> Result<(Self::Inode, Self::File, Attr)> {
         self.create(caller, parent, name, mode)
     }

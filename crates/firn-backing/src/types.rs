@@ -222,6 +222,44 @@ pub enum Access {
     ReadWrite,
 }
 
+/// What decides where the data of a new file lies: a lane, a log, or neither.
+#[derive(Debug)]
+pub enum Placing<'a, I> {
+    /// The turn, from 0, where turns go round the lanes that take new files. The file lies in no log.
+    Turn(u64),
+    /// The name that the file is going to have in this directory.
+    Named {
+        /// The directory.
+        parent: &'a I,
+        /// The name.
+        name: &'a OsStr,
+    },
+    /// The lane of this file. The new file lies in no log.
+    Beside(&'a I),
+}
+
+impl<I> Clone for Placing<'_, I> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<I> Copy for Placing<'_, I> {}
+
+impl<'a, I> Placing<'a, I> {
+    /// The same by what another backing calls the directory or file.
+    pub fn map<J>(self, to: impl FnOnce(&'a I) -> &'a J) -> Placing<'a, J> {
+        match self {
+            Self::Turn(turn) => Placing::Turn(turn),
+            Self::Named { parent, name } => Placing::Named {
+                parent: to(parent),
+                name,
+            },
+            Self::Beside(inode) => Placing::Beside(to(inode)),
+        }
+    }
+}
+
 /// How far the kernel may read an open file by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum KernelReads {

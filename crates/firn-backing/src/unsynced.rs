@@ -55,7 +55,7 @@ pub trait Tracked: Backing {
     fn open_dir_to_sync(&self, inode: &Self::Inode) -> Result<Self::Dir>;
 }
 
-/// The account of one backing: which objects have changes that no sync covers.
+/// What was changed and is not synced yet, where each file and directory is synced by itself.
 #[derive(Debug, Default)]
 pub struct Unsynced {
     state: Mutex<State>,

@@ -821,7 +821,7 @@ pub struct Rule {
 }
 
 /// All contradictions.
-pub static RULES: [Rule; 33] = [
+pub static RULES: [Rule; 31] = [
     Rule {
         names: ["chunk-size", "arena-size"],
         text: "chunk-size may not exceed arena-size",
@@ -877,22 +877,10 @@ pub static RULES: [Rule; 33] = [
         advice: "name the program that makes files, or omit both",
     },
     Rule {
-        names: ["placement", "drain"],
-        text: "placement cannot be combined with drain=commit",
-        broken: |o| o.placement != Placement::None && o.drain == Drain::Commit,
-        advice: "a transaction would not reach the files in the lanes: leave one of them out",
-    },
-    Rule {
         names: ["placement", "frontend"],
         text: "placement cannot be combined with frontend=preload",
         broken: |o| o.placement != Placement::None && o.frontend == Frontend::Preload,
         advice: "a stub tree gives files their names too late for that: leave placement out, or use frontend=fuse",
-    },
-    Rule {
-        names: ["layout", "drain"],
-        text: "layout=log cannot be combined with drain=commit",
-        broken: |o| o.layout == Layout::Log && o.drain == Drain::Commit,
-        advice: "a transaction would not reach the logs: leave one of them out",
     },
     Rule {
         names: ["log-files", "layout"],

@@ -36,7 +36,7 @@ use crate::pulls::Pulls;
 use crate::rates::{Totals, Window};
 use crate::status::{engine_status, file_status, token_status};
 use crate::steering;
-use crate::store::Store;
+use crate::store::{Layers as _, Store};
 use crate::transactions::RequestContext;
 
 /// What the requests of the control socket are answered from.

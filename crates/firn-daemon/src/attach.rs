@@ -41,7 +41,7 @@ use crate::process;
 use crate::runtime_files::exists;
 use crate::spill;
 use crate::steering;
-use crate::store::{Store, TransactionalStore, shown_scope};
+use crate::store::{Layers as _, LoggableStore, Store, TransactionalStore, shown_scope};
 use crate::token_source::TokenSource;
 
 /// How long an IO thread may take for the write that it is at when the mount ends.
@@ -372,6 +372,13 @@ struct OpenedStore {
     log_lease: Option<HostLease>,
 }
 
+/// What is below transactions: the directory, with lanes and logs where there are any.
+struct OpenedGround {
+    store: LoggableStore,
+    steered: Option<Arc<Steered>>,
+    log_lease: Option<HostLease>,
+}
+
 /// The backing, after transactions of an earlier firnd were finished or undone. What the arena has of them is dropped
 /// before anything else, so that a crash on the way finds again what tells of them.
 fn open_store(
@@ -380,22 +387,36 @@ fn open_store(
     arena: &mut Found,
     notice: &mut dyn FnMut(String),
 ) -> Result<OpenedStore, AttachError> {
+    let members = participants::members(target.options)?;
+    drop_of_other_homes(target.backing, &directory, members.as_ref(), arena)?;
+    let has_transactions = target.options.drain == Drain::Commit
+        || TransactionalBacking::has_transactions(&directory)?;
+    let ground = open_ground(target, directory, notice)?;
+    let store = match has_transactions {
+        true => open_transactional(target, ground.store, members, arena, notice)?,
+        false => Store::Lower(plain(target, ground.store)?),
+    };
+    Ok(OpenedStore {
+        store,
+        steered: ground.steered,
+        log_lease: ground.log_lease,
+    })
+}
+
+/// The store after its transactions were finished or undone: one that can have others, where the options say so.
+fn open_transactional(
+    target: &Target<'_>,
+    ground: LoggableStore,
+    members: Option<Members>,
+    arena: &mut Found,
+    notice: &mut dyn FnMut(String),
+) -> Result<Store, AttachError> {
     let &Target {
         backing, options, ..
     } = target;
-    let wanted = options.drain == Drain::Commit;
-    if wanted {
-        placement::refuse_transactions(backing, &directory)?;
-        logs::refuse_transactions(backing, &directory)?;
-    }
-    let members = participants::members(options)?;
-    drop_of_other_homes(backing, &directory, members.as_ref(), arena)?;
-    if !wanted && !TransactionalBacking::has_transactions(&directory)? {
-        return without_transactions(target, directory, notice);
-    }
     let backups = crate::backup::open_backups(backing, options)?;
     let known =
-        TransactionalBacking::known_backups(&directory, backups.as_ref().map(|(home, _)| home))?;
+        TransactionalBacking::known_backups(&ground, backups.as_ref().map(|(home, _)| home))?;
     let (store, outcome) = match members {
         None => {
             let opening = Opening {
@@ -403,9 +424,9 @@ fn open_store(
                 arena: Some(arena.id()),
                 ..Opening::default()
             };
-            TransactionalBacking::open_with(directory, opening, |scopes| arena.drop_below(scopes))?
+            TransactionalBacking::open_with(ground, opening, |scopes| arena.drop_below(scopes))?
         }
-        Some(members) => open_of_members(backing, directory, members, options, arena, notice)?,
+        Some(members) => open_of_members(ground, members, options, arena, notice)?,
     };
     let store = store.in_mode(match options.mode {
         Mode::Buffer => firn_transact::Mode::Buffer,
@@ -423,15 +444,10 @@ fn open_store(
             shown_scope(scope)
         ));
     }
-    if !wanted {
+    if options.drain != Drain::Commit {
         // Without the tables of a backing that has transactions, the kernel may read files by itself.
         let Some((id, scope)) = outcome.waiting.first() else {
-            let directory =
-                DirBacking::open(backing).map_err(|e| AttachError::BackingUnusable {
-                    path: backing.into(),
-                    source: e,
-                })?;
-            return without_transactions(target, directory, notice);
+            return Ok(Store::Lower(plain(target, store.into_base())?));
         };
         let scope = shown_scope(scope);
         return Err(AttachError::TransactionWaits { id: *id, scope });
@@ -442,11 +458,7 @@ fn open_store(
             shown_scope(scope)
         ));
     }
-    Ok(OpenedStore {
-        store: Store::Transactional(Box::new(store)),
-        steered: None,
-        log_lease: None,
-    })
+    Ok(Store::Upper(store))
 }
 
 /// A mount without `participants` ends no transaction that its host began with others, nor one with them any that was
@@ -472,45 +484,32 @@ fn drop_of_other_homes(
     Ok(())
 }
 
-/// The backing as it is, or with its files in lanes or logs.
-fn without_transactions(
+/// The directory, with its files in lanes or logs where they are, or are to be.
+fn open_ground(
     target: &Target<'_>,
     directory: DirBacking,
     notice: &mut dyn FnMut(String),
-) -> Result<OpenedStore, AttachError> {
+) -> Result<OpenedGround, AttachError> {
+    let &Target {
+        backing, options, ..
+    } = target;
     let wanted = match target.purpose {
         Purpose::Mount => placement::Use::Place,
         Purpose::Salvage => placement::Use::Serve,
     };
     let (directory, steered) = match target.purpose {
         Purpose::Mount => {
-            let opened = steering::open_steered(directory, target.options)?;
+            let opened = steering::open_steered(directory, options)?;
             (opened.directory, opened.steered)
         }
         Purpose::Salvage => (directory, None),
     };
-    let opened = placement::open(target.backing, directory, target.options, wanted, notice)?;
-    let mut log_lease = None;
-    let store = match opened {
-        Ok(lanes) => match logs::open(target.backing, lanes, target.options, wanted)? {
-            Ok(opened) => {
-                log_lease = opened.lease;
-                Store::LoggedInLanes(Box::new(plain(target, opened.logs)?))
-            }
-            Err(lanes) => Store::Placed(Box::new(plain(target, lanes)?)),
-        },
-        Err(directory) => match logs::open(target.backing, directory, target.options, wanted)? {
-            Ok(opened) => {
-                log_lease = opened.lease;
-                Store::Logged(Box::new(plain(target, opened.logs)?))
-            }
-            Err(directory) => Store::Plain(plain(target, directory)?),
-        },
-    };
-    Ok(OpenedStore {
-        store,
+    let placeable = placement::open(backing, directory, options, wanted, notice)?;
+    let opened = logs::open(backing, placeable, options, wanted)?;
+    Ok(OpenedGround {
+        store: opened.store,
         steered,
-        log_lease,
+        log_lease: opened.lease,
     })
 }
 
@@ -525,8 +524,7 @@ fn plain<B: Backing>(target: &Target<'_>, base: B) -> Result<PlainBacking<B>, At
 
 /// What this host left open is undone when the other hosts have stopped, which they hear of by this.
 fn open_of_members(
-    backing: &Path,
-    mut directory: DirBacking,
+    mut ground: LoggableStore,
     members: Members,
     options: &Options,
     arena: &mut Found,
@@ -541,22 +539,21 @@ fn open_of_members(
             arena: Some(arena.id()),
             ..Opening::default()
         };
-        match TransactionalBacking::open_with(directory, opening, |scopes| arena.drop_below(scopes))
-        {
-            Err(AttachError::Transactions(
-                error @ TransactionError::Abort(AbortError::Stopping { .. }),
+        match TransactionalBacking::try_open(ground, opening, |scopes| arena.drop_below(scopes)) {
+            Err((
+                base,
+                AttachError::Transactions(
+                    error @ TransactionError::Abort(AbortError::Stopping { .. }),
+                ),
             )) if Instant::now() < deadline => {
                 if !std::mem::replace(&mut is_reported, true) {
                     notice(format!("waiting: {error}"));
                 }
+                ground = base;
             }
-            opened => return opened,
+            opened => return opened.map_err(|(_, error)| error),
         }
         pause.rest();
-        directory = DirBacking::open(backing).map_err(|e| AttachError::BackingUnusable {
-            path: backing.into(),
-            source: e,
-        })?;
     }
 }
 

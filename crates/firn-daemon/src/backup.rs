@@ -29,7 +29,9 @@ use crate::lock::{Locks, Sharing};
 use crate::preflight::{self, Checked};
 use crate::process;
 use crate::runtime_files::{exists, find_runtime_files};
-use crate::store::{Store, TransactionalStore, shown_scope};
+use crate::store::{
+    Layers as _, LoggableStore, PlaceableStore, Store, TransactionalStore, shown_scope,
+};
 
 /// Refuses directories that cannot be a backup of this mount.
 pub(crate) fn check(options: &Options, checked: &Checked) -> Result<(), AttachError> {
@@ -84,7 +86,7 @@ fn home(dir: &Path, backing: &Path) -> PathBuf {
 }
 
 /// The directory of a mount's backups, and where it is.
-pub(crate) type Home = (DirBacking, PathBuf);
+pub(crate) type Home = (LoggableStore, PathBuf);
 
 /// Opens that directory, if the options have one.
 pub(crate) fn open_backups(backing: &Path, options: &Options) -> Result<Option<Home>, AttachError> {
@@ -98,10 +100,9 @@ pub(crate) fn open_backups(backing: &Path, options: &Options) -> Result<Option<H
     let canonical = dir.canonicalize().map_err(unusable)?;
     let home = home(&canonical, backing);
     let opened = open_home(&canonical, &home, unusable)?;
-    Ok(Some((
-        DirBacking::of_dir(opened, &home).map_err(unusable)?,
-        home,
-    )))
+    let directory = DirBacking::of_dir(opened, &home).map_err(unusable)?;
+    let store = LoggableStore::Lower(PlaceableStore::Lower(directory));
+    Ok(Some((store, home)))
 }
 
 /// Gives a store its backup, if there is one. `known` was asked for before the store was opened.

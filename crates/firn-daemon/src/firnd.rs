@@ -45,7 +45,7 @@ use crate::rates::SAMPLE_EVERY;
 use crate::runtime_files::find_runtime_files;
 use crate::spawn::Reporter;
 use crate::spill;
-use crate::store::Store;
+use crate::store::{Layers as _, Store};
 use crate::transactions;
 
 /// Exit status after a second signal.

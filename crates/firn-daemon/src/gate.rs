@@ -31,16 +31,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use firn_backing::lock::{Mutex, assert_none_held};
-use firn_backing::{DirBacking, Errno, is_below};
+use firn_backing::{Errno, is_below};
 use firn_conflict::{Access, Log};
 use firn_engine::{Engine, HandleId, InodeId};
 use firn_format::durability::DurabilityLevel;
 use firn_fuse::{Gate, Pass};
-use firn_transact::{Object, ScopeError, TransactionError};
+use firn_transact::{ScopeError, TransactionError};
 use parking_lot::Condvar;
 
 use crate::process;
-use crate::store::{Store, TransactionalStore};
+use crate::store::{Layers as _, Store, TransactionalObject, TransactionalStore};
 
 /// What becomes of the data that is pending in a directory that is quiesced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,7 +54,7 @@ pub(crate) enum Pending {
 }
 
 /// The directory at the top of a scope.
-pub(crate) type ScopeRoot = Arc<Object<DirBacking>>;
+pub(crate) type ScopeRoot = TransactionalObject;
 
 /// The gate of one mount.
 pub(crate) struct TransactionGate {
@@ -186,14 +186,14 @@ impl TransactionGate {
             return Ok(top);
         }
         let inode = self.engine.object_at(path).map_err(not_a_scope)?;
-        let root = inode.transactional();
+        let root = inode.upper();
         Ok(Arc::clone(root.ok_or(ScopeError::NotTransactional)?))
     }
 
     /// The object of an inode.
-    fn object_of(&self, inode: InodeId) -> Result<Arc<Object<DirBacking>>, Errno> {
+    fn object_of(&self, inode: InodeId) -> Result<TransactionalObject, Errno> {
         let inode = self.engine.object_of(inode)?;
-        inode.transactional().cloned().ok_or(Errno::OPNOTSUPP)
+        inode.upper().cloned().ok_or(Errno::OPNOTSUPP)
     }
 
     /// Runs `work` while nobody changes contents at or below `path`, all of whose pending data is treated as `pending`

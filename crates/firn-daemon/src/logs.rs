@@ -33,7 +33,7 @@ use crate::participants::host_name;
 use crate::peers::terms_of;
 use crate::placement::{self, Use};
 use crate::process;
-use crate::store::Store;
+use crate::store::{Layers as _, LoggableStore, PlaceableStore, Store};
 
 /// What other hosts write is looked at so often, as long as something is left to flatten.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -116,27 +116,30 @@ impl<B: Backing> Logs for LogBacking<B> {
     }
 }
 
-/// A backing with logs.
-pub(crate) struct Opened<B: Backing> {
-    pub(crate) logs: LogBacking<B>,
-    /// None where nothing is written.
+/// A backing whose files may lie in logs.
+pub(crate) struct Opened {
+    pub(crate) store: LoggableStore,
+    /// None where nothing is written to logs.
     pub(crate) lease: Option<HostLease>,
 }
 
-/// Opens a backing with logs; gives it back where there are none and none are asked for.
-pub(crate) fn open<B: Backing>(
+/// Opens the logs of a backing, where there are some or some are asked for.
+pub(crate) fn open(
     backing: &Path,
-    base: B,
+    base: PlaceableStore,
     options: &Options,
     wanted: Use,
-) -> Result<Result<Opened<B>, B>, AttachError> {
+) -> Result<Opened, AttachError> {
     let writes = !options.read_only;
     let chooses = wanted == Use::Place && options.layout == Layout::Log && writes;
     if !chooses && !has_containers(backing, &base)? && !others_log(backing, options)? {
         if writes {
             firn_log::remove_retired(&base).map_err(own_error(backing))?;
         }
-        return Ok(Err(base));
+        return Ok(Opened {
+            store: LoggableStore::Lower(base),
+            lease: None,
+        });
     }
     let host = host_name(options)?;
     let lease = match writes {
@@ -164,7 +167,10 @@ pub(crate) fn open<B: Backing>(
         flattens_read: writes && options.flatten == Flatten::Read,
     };
     let logs = LogBacking::open(base, setup).map_err(own_error(backing))?;
-    Ok(Ok(Opened { logs, lease }))
+    Ok(Opened {
+        store: LoggableStore::Upper(logs),
+        lease,
+    })
 }
 
 /// The names of files that lie in logs; none for all. They were looked at when the options were read.
@@ -235,19 +241,6 @@ pub(crate) fn end_removals(backing: &Path, options: &Options) -> Result<(), Atta
     ended
         .unwrap_or(Ok(()))
         .map_err(|errno| own_error(&backing)(errno.into()))
-}
-
-/// Refuses transactions over files that lie in logs, which would be shown too short.
-pub(crate) fn refuse_transactions(
-    backing: &Path,
-    directory: &DirBacking,
-) -> Result<(), AttachError> {
-    match has_containers(backing, directory)? {
-        true => Err(AttachError::LoggedInTransactions {
-            backing: backing.into(),
-        }),
-        false => Ok(()),
-    }
 }
 
 /// Lets the settle worker flatten files for those who wait for that.
@@ -484,20 +477,18 @@ fn with_logs<T>(
     notice: &mut dyn FnMut(String),
     work: &mut LogWork<'_, T>,
 ) -> Result<Option<Result<T, Errno>>, AttachError> {
-    Ok(
-        match placement::open(backing, directory, options, Use::Serve, notice)? {
-            Ok(lanes) => open(backing, lanes, options, Use::Serve)?
-                .ok()
-                .map(|opened| {
-                    let lanes = opened.logs.below();
-                    let done = work(&opened.logs, lanes.absent().is_empty());
-                    done.and_then(|done| lanes.finish_removals().map(|()| done))
-                }),
-            Err(directory) => open(backing, directory, options, Use::Serve)?
-                .ok()
-                .map(|opened| work(&opened.logs, true)),
-        },
-    )
+    let placeable = placement::open(backing, directory, options, Use::Serve, notice)?;
+    let opened = open(backing, placeable, options, Use::Serve)?;
+    let LoggableStore::Upper(logs) = &opened.store else {
+        return Ok(None);
+    };
+    let Some(lanes) = logs.below().upper() else {
+        return Ok(Some(work(logs, true)));
+    };
+    let done = work(logs, lanes.absent().is_empty());
+    Ok(Some(
+        done.and_then(|done| lanes.finish_removals().map(|()| done)),
+    ))
 }
 
 /// At the end of a mount: flattens what nobody writes any more. Other hosts that are at it are waited for, those that

@@ -15,6 +15,7 @@ use crate::placement::{self, Use};
 use crate::preflight;
 use crate::process;
 use crate::runtime_files::find_runtime_files;
+use crate::store::PlaceableStore;
 
 /// Something that leads to nothing.
 #[derive(Clone, Debug, Serialize)]
@@ -46,8 +47,8 @@ pub fn find_orphans(
     }
     let (backing, directory, _locks) = open_unmounted(backing, options)?;
     let lanes = match placement::open(&backing, directory, options, Use::Serve, notice)? {
-        Ok(lanes) => lanes,
-        Err(directory) => return logs::find_unowned(&backing, &directory),
+        PlaceableStore::Upper(lanes) => lanes,
+        PlaceableStore::Lower(directory) => return logs::find_unowned(&backing, &directory),
     };
     let lost = logs::find_unowned(&backing, &lanes)?;
     let found = lanes

@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use firn_backing::{DirBacking, is_below};
+use firn_backing::is_below;
 use firn_config::{Kind, Options, Participants};
 use firn_conflict::{Report, Used};
 use firn_transact::{
@@ -16,6 +16,7 @@ use firn_transact::{
 use crate::error::AttachError;
 use crate::gate::TransactionGate;
 use crate::host_lease::Liveness;
+use crate::store::LoggableStore;
 use crate::transactions::RequestContext;
 
 /// The others are looked for as often at first, and ever less often down to the last.
@@ -76,7 +77,7 @@ fn is_tested(gate: &TransactionGate) -> bool {
 /// What processes used until a transaction was prepared is part of it.
 pub(crate) fn note_accesses(
     gate: &TransactionGate,
-    prepared: &Prepared<'_, DirBacking>,
+    prepared: &Prepared<'_, LoggableStore>,
     path: &[u8],
 ) {
     if gate.store().members().is_some() {
@@ -117,7 +118,8 @@ pub(crate) fn ended(gate: &TransactionGate, path: &[u8]) {
         gate.switch_accesses(|accesses| {
             accesses.take(|found| is_below(found, path));
             let transactions = gate.store().open_transactions();
-            let is_undecided = |found: &Found<'_, DirBacking>| !matches!(found, Found::Decided(_));
+            let is_undecided =
+                |found: &Found<'_, LoggableStore>| !matches!(found, Found::Decided(_));
             accesses.switch(transactions.iter().any(is_undecided));
         });
     }
@@ -127,7 +129,7 @@ pub(crate) fn ended(gate: &TransactionGate, path: &[u8]) {
 /// open again.
 pub(crate) fn vote(
     gate: &TransactionGate,
-    prepared: &Prepared<'_, DirBacking>,
+    prepared: &Prepared<'_, LoggableStore>,
     path: &[u8],
     patience: Duration,
 ) -> Result<(), TransactionError> {
@@ -149,7 +151,7 @@ pub(crate) fn vote(
 
 fn wait_for_verdict(
     gate: &TransactionGate,
-    prepared: &Prepared<'_, DirBacking>,
+    prepared: &Prepared<'_, LoggableStore>,
     path: &[u8],
     deadline: Instant,
 ) -> Result<(), TransactionError> {

@@ -20,7 +20,7 @@ use crate::peers::PeerBoard;
 use crate::placement;
 use crate::pulls::Pulls;
 use crate::rates::{Totals, Window};
-use crate::store::Store;
+use crate::store::{Layers as _, Store};
 
 /// The walk through a large tree takes this share of a core's time at most: it rests so many times as long as it took.
 const NAME_SYNC_REST: u32 = 20;

@@ -31,7 +31,7 @@ use crate::error::AttachError;
 use crate::participants::host_name;
 use crate::preflight::Checked;
 use crate::steering;
-use crate::store::Store;
+use crate::store::{Layers as _, PlaceableStore, Store};
 
 /// Bytes of the longest lane map that is read.
 const MAP_BYTES_MAX: u64 = 1 << 20;
@@ -261,20 +261,6 @@ pub(crate) fn in_backing(backing: &Path) -> impl Fn(RecordError) -> AttachError 
     }
 }
 
-/// Refuses transactions over files that lie in lanes, which would be shown as links.
-pub(crate) fn refuse_transactions(
-    backing: &Path,
-    directory: &DirBacking,
-) -> Result<(), AttachError> {
-    let record = find_record(backing, directory)?;
-    match record.is_some_and(|record| !record.lanes.is_empty()) {
-        true => Err(AttachError::PlacedInTransactions {
-            backing: backing.into(),
-        }),
-        false => Ok(()),
-    }
-}
-
 /// What a mount does with lanes.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Use {
@@ -284,18 +270,18 @@ pub(crate) enum Use {
     Serve,
 }
 
-/// Opens the lanes of a backing; gives it back where there are none and none are asked for.
+/// Opens the lanes of a backing, where there are some or some are asked for.
 pub(crate) fn open(
     backing: &Path,
     directory: DirBacking,
     options: &Options,
     wanted: Use,
     notice: &mut dyn FnMut(String),
-) -> Result<Result<Lanes<DirBacking>, DirBacking>, AttachError> {
+) -> Result<PlaceableStore, AttachError> {
     let places = wanted == Use::Place && options.placement == Placement::Dirs && !options.read_only;
     let record = find_record(backing, &directory)?;
     if !places && record.as_ref().is_none_or(|record| record.lanes.is_empty()) {
-        return Ok(Err(directory));
+        return Ok(PlaceableStore::Lower(directory));
     }
     let host = host_name(options)?;
     let mut record = match record {
@@ -321,7 +307,7 @@ pub(crate) fn open(
         lanes,
         absent,
     };
-    open_lanes(backing, directory, setup).map(Ok)
+    open_lanes(backing, directory, setup).map(PlaceableStore::Upper)
 }
 
 /// Opens the lanes that a backing has, to look at what is there; gives it back where there are none.

@@ -24,6 +24,7 @@ use crate::preflight;
 use crate::process;
 use crate::runtime_files::find_runtime_files;
 use crate::status;
+use crate::store::Layers as _;
 
 const PROGRESS_EVERY: Duration = Duration::from_millis(100);
 

@@ -13,7 +13,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use firn_backing::{Caller, DirBacking};
+use firn_backing::Caller;
 use firn_engine::Cached;
 use firn_format::durability::DurabilityLevel;
 use firn_format::tally::Tally;
@@ -28,7 +28,7 @@ use self::refusal::{refuse_to_make, refused};
 use crate::gate::{Pending, ScopeRoot, TransactionGate};
 use crate::owners::ControlPeer;
 use crate::participants::{self, patiently};
-use crate::store::shown_scope;
+use crate::store::{LoggableStore, shown_scope};
 
 pub(crate) use self::answer::{RequestContext, answer_owned, answer_without};
 pub(crate) use self::last::{give_up, give_up_all, in_the_way, leave};
@@ -121,17 +121,17 @@ fn forget_names(gate: &TransactionGate, paths: &[&[u8]], forget: &dyn Fn(Cached)
 }
 
 /// The transaction of a scope that programs change things in, or else the commit that is being applied.
-fn current<'a>(gate: &'a TransactionGate, path: &[u8]) -> Option<Found<'a, DirBacking>> {
+fn current<'a>(gate: &'a TransactionGate, path: &[u8]) -> Option<Found<'a, LoggableStore>> {
     gate.store().current_transaction(path)
 }
 
 /// The transaction of a scope that was begun first.
-fn first<'a>(gate: &'a TransactionGate, path: &[u8]) -> Option<Found<'a, DirBacking>> {
+fn first<'a>(gate: &'a TransactionGate, path: &[u8]) -> Option<Found<'a, LoggableStore>> {
     gate.store().first_transaction(path)
 }
 
 /// The commit of a scope that is decided and not applied to its end.
-fn decided<'a>(gate: &'a TransactionGate, path: &[u8]) -> Option<Decided<'a, DirBacking>> {
+fn decided<'a>(gate: &'a TransactionGate, path: &[u8]) -> Option<Decided<'a, LoggableStore>> {
     first(gate, path)?.decided()
 }
 
@@ -532,7 +532,7 @@ fn restore(
 /// Makes the files those of a transaction that is prepared or committed with `id`: without what was written since.
 fn restore_prepared(
     gate: &TransactionGate,
-    found: &Found<'_, DirBacking>,
+    found: &Found<'_, LoggableStore>,
     id: u64,
     forget: &dyn Fn(Cached),
 ) -> Result<(), TransactionError> {

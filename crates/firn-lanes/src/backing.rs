@@ -1,17 +1,19 @@
 //! The trait: names go to the primary, data to where the file lies.
 
 use std::io::IoSlice;
+use std::ops::Range;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::thread::Builder;
 
 use firn_backing::{
-    Access, DataPart, DirEntry, LaneIndex, LockMode, Seek, SetTime, StatFs, SyncWay,
-    copy_through_memory,
+    Access, DataPart, DirEntry, KernelReads, LaneIndex, LocateLimits, Located, LockMode, LockRange,
+    Placing, Seek, SetTime, StatFs, SyncWay, copy_through_memory,
 };
 
 use super::*;
-use crate::create::NewFile;
+use crate::create::{NewFile, PlaceByName};
 
+#[deny(clippy::missing_trait_methods)]
 impl<B: Backing> Backing for Lanes<B> {
     type Inode = LanesInode<B>;
     type File = LanesFile<B>;
@@ -34,48 +36,64 @@ impl<B: Backing> Backing for Lanes<B> {
         mode: u32,
     ) -> Result<(LanesInode<B>, LanesFile<B>, Attr)> {
         let dir = parent.in_primary();
-        // What a default ACL gives to a new file, only the kernel can give, where the name is.
+        let position = parent.position();
+        let new = NewFile {
+            caller,
+            parent: dir,
+            name,
+            mode,
+        };
         match &self.setup.rule {
+            // What a default ACL gives to a new file, only the kernel can give, where the name is.
             Some(rule)
-                if parent.position().region != Region::Logs
-                    && !self.primary.has_default_acl(dir) =>
+                if position.region.takes_placed_files() && !self.primary.has_default_acl(dir) =>
             {
-                let new = NewFile {
-                    caller,
+                let place = PlaceByName {
                     parent: dir,
+                    numbers: position.numbers,
                     name,
-                    mode,
                 };
-                self.create_by_name(rule, parent.position().numbers, &new)
+                self.create_by_name(rule, &place, &new)
             }
-            _ => {
-                let (inode, file, attr) = self.primary.create(caller, dir, name, mode)?;
-                let file = LanesFile { file, placed: None };
-                Ok((parent.child(name, inode), file, attr))
-            }
+            _ => self.create_in_primary(parent, &new),
         }
     }
 
-    /// Of a file of Firn's own: the lane's figures do not count it.
-    fn create_in_turn(
+    fn create_placed(
         &self,
         caller: &Caller,
         parent: &LanesInode<B>,
         name: &OsStr,
         mode: u32,
-        turn: u64,
+        placing: Placing<'_, LanesInode<B>>,
     ) -> Result<(LanesInode<B>, LanesFile<B>, Attr)> {
-        match &self.setup.rule {
-            Some(rule) => {
-                let new = NewFile {
-                    caller,
-                    parent: parent.in_primary(),
-                    name,
-                    mode,
-                };
-                self.create_by_turn(rule, turn, &new)
+        let dir = parent.in_primary();
+        let new = NewFile {
+            caller,
+            parent: dir,
+            name,
+            mode,
+        };
+        let Some(rule) = &self.setup.rule else {
+            return self.create_in_primary(parent, &new);
+        };
+        match placing {
+            Placing::Turn(turn) => self.create_by_turn(rule, turn, &new),
+            Placing::Named { .. } if self.primary.has_default_acl(dir) => {
+                self.create_in_primary(parent, &new)
             }
-            None => self.create(caller, parent, name, mode),
+            Placing::Named { parent, name } => {
+                let place = PlaceByName {
+                    parent: parent.in_primary(),
+                    numbers: parent.position().numbers,
+                    name,
+                };
+                self.create_by_name(rule, &place, &new)
+            }
+            Placing::Beside(LanesInode::Placed(placed)) if placed.lane < rule.lane_count() => {
+                self.create_in_lane(placed.lane, &new)
+            }
+            Placing::Beside(_) => self.create_in_primary(parent, &new),
         }
     }
 
@@ -167,6 +185,18 @@ impl<B: Backing> Backing for Lanes<B> {
             self.primary
                 .rename(parent, name, new_parent, new_name, flags)
         })
+    }
+
+    fn moved_to(
+        &self,
+        inode: &LanesInode<B>,
+        parent: &LanesInode<B>,
+        name: &OsStr,
+    ) -> LanesInode<B> {
+        match inode {
+            LanesInode::Primary(inode, _) => parent.child(name, inode.clone()),
+            LanesInode::Placed(placed) => LanesInode::Placed(Arc::clone(placed)),
+        }
     }
 
     fn readlink(&self, inode: &LanesInode<B>) -> Result<Vec<u8>> {
@@ -356,6 +386,20 @@ impl<B: Backing> Backing for Lanes<B> {
         self.call_home(file, Call::Data, |home| home.set_len(&file.file, len))
     }
 
+    fn grow(&self, file: &LanesFile<B>, len: u64) -> Result<()> {
+        self.call_home(file, Call::Data, |home| home.grow(&file.file, len))
+    }
+
+    fn finish_set_len(&self, file: &LanesFile<B>, len: u64) -> Result<bool> {
+        self.call_home(file, Call::Data, |home| {
+            home.finish_set_len(&file.file, len)
+        })
+    }
+
+    fn rewrite_nothing(&self, file: &LanesFile<B>) -> Result<()> {
+        self.call_home(file, Call::Data, |home| home.rewrite_nothing(&file.file))
+    }
+
     fn allocate(&self, file: &LanesFile<B>, mode: i32, offset: u64, len: u64) -> Result<()> {
         self.call_home(file, Call::Data, |home| {
             home.allocate(&file.file, mode, offset, len)
@@ -401,12 +445,70 @@ impl<B: Backing> Backing for Lanes<B> {
         self.home_of_file(file).try_lock(&file.file, mode)
     }
 
+    fn lock_range(
+        &self,
+        file: &LanesFile<B>,
+        range: LockRange,
+        mode: Option<LockMode>,
+    ) -> Result<bool> {
+        self.home_of_file(file).lock_range(&file.file, range, mode)
+    }
+
+    fn is_range_locked(
+        &self,
+        file: &LanesFile<B>,
+        range: LockRange,
+        mode: LockMode,
+    ) -> Result<bool> {
+        let home = self.home_of_file(file);
+        home.is_range_locked(&file.file, range, mode)
+    }
+
     fn fd<'a>(&self, file: &'a LanesFile<B>) -> Option<BorrowedFd<'a>> {
         self.home_of_file(file).fd(&file.file)
     }
 
     fn reading_fd(&self, file: &LanesFile<B>) -> Option<OwnedFd> {
         self.home_of_file(file).reading_fd(&file.file)
+    }
+
+    fn locate(
+        &self,
+        file: &LanesFile<B>,
+        range: Range<u64>,
+        limits: LocateLimits,
+    ) -> Result<Option<Located>> {
+        self.home_of_file(file).locate(&file.file, range, limits)
+    }
+
+    fn kernel_reads(&self, file: &LanesFile<B>) -> KernelReads {
+        self.home_of_file(file).kernel_reads(&file.file)
+    }
+
+    fn note_opened(&self, file: &LanesFile<B>, writes: bool) -> Result<()> {
+        self.home_of_file(file).note_opened(&file.file, writes)
+    }
+
+    fn changes_by_others(&self, inode: &LanesInode<B>) -> u64 {
+        let (home, inode) = self.home(inode);
+        home.changes_by_others(inode)
+    }
+
+    fn finishes_files(&self) -> bool {
+        self.primary.finishes_files()
+    }
+
+    fn note_written(&self, file: &LanesFile<B>) {
+        self.home_of_file(file).note_written(&file.file);
+    }
+
+    fn finish_file(&self, file: &LanesFile<B>) -> Result<()> {
+        self.home_of_file(file).finish_file(&file.file)
+    }
+
+    fn is_logged(&self, inode: &LanesInode<B>) -> bool {
+        let (home, inode) = self.home(inode);
+        home.is_logged(inode)
     }
 
     /// The primary, whose own files are not placed, is one more, the last.

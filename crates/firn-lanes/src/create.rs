@@ -34,6 +34,14 @@ pub(crate) struct NewFile<'a, B: Backing> {
     pub(crate) mode: u32,
 }
 
+/// What the rule chooses a lane by: where a file is going to have its name.
+pub(crate) struct PlaceByName<'a, B: Backing> {
+    pub(crate) parent: &'a B::Inode,
+    /// Sum of the numbers in the directory's path.
+    pub(crate) numbers: u64,
+    pub(crate) name: &'a OsStr,
+}
+
 /// Which lanes a file may go to.
 #[derive(Clone, Copy)]
 enum Wanted {
@@ -105,20 +113,21 @@ impl Drop for EndOfTask {
 }
 
 impl<B: Backing> Lanes<B> {
-    /// [`Backing::create`], in the lane that the rule chooses. `numbers` is the sum of the directory's.
+    /// [`Backing::create`], in the lane that the rule chooses.
     pub(crate) fn create_by_name(
         &self,
         rule: &Rule,
-        numbers: u64,
+        place: &PlaceByName<'_, B>,
         new: &NewFile<'_, B>,
     ) -> Result<Created<B>> {
-        let (dir, owner) = self.owner_in(new.parent, new.caller)?;
+        let (_, owner) = self.owner_in(new.parent, new.caller)?;
+        let dir = self.primary.attr(place.parent)?.ino;
         let parent = rule::Parent {
             ino: dir,
-            sum: numbers,
+            sum: place.numbers,
         };
-        let count_files = || self.count_files_in(new.parent, rule.lane_count());
-        let (lane, reason) = rule.choose(parent, new.name, count_files);
+        let count_files = || self.count_files_in(place.parent, rule.lane_count());
+        let (lane, reason) = rule.choose(parent, place.name, count_files);
         let wanted = match reason {
             Reason::Line(_) => Wanted::Fixed(lane),
             Reason::Number(_) | Reason::Balance => Wanted::First(lane, rule.lane_count()),
@@ -140,6 +149,27 @@ impl<B: Backing> Lanes<B> {
         let wanted = Wanted::First(rule.lane_of_turn(turn), rule.lane_count());
         let (_, created) = self.create_wanted(wanted, &owner, new)?;
         Ok(created)
+    }
+
+    /// The same in the lane of another file.
+    pub(crate) fn create_in_lane(&self, lane: usize, new: &NewFile<'_, B>) -> Result<Created<B>> {
+        let (_, owner) = self.owner_in(new.parent, new.caller)?;
+        let (_, created) = self.create_wanted(Wanted::Fixed(lane), &owner, new)?;
+        Ok(created)
+    }
+
+    /// The same in the primary.
+    pub(crate) fn create_in_primary(
+        &self,
+        parent: &LanesInode<B>,
+        new: &NewFile<'_, B>,
+    ) -> Result<Created<B>> {
+        let made = self
+            .primary
+            .create(new.caller, new.parent, new.name, new.mode)?;
+        let (inode, file, attr) = made;
+        let file = LanesFile { file, placed: None };
+        Ok((parent.child(new.name, inode), file, attr))
     }
 
     /// How many files of a directory each of the first `count` lanes has. It is a hint: a part of a large directory says

@@ -177,6 +177,9 @@ pub enum Region {
     Top,
     /// `.firn`.
     Firn,
+    /// What is below that: files of Firn's own lie in the primary, and those that a transaction is going to give another
+    /// name lie where they are placed.
+    Own,
     /// `.firn/log` and what is below it: a file there goes to a lane only if it has a turn, and a link that leads to no
     /// file is none.
     Logs,
@@ -191,8 +194,14 @@ impl Region {
             Self::Top if name == TOP => Self::Firn,
             Self::Firn if name == LOGS => Self::Logs,
             Self::Logs => Self::Logs,
-            Self::Top | Self::Firn | Self::Files => Self::Files,
+            Self::Firn | Self::Own => Self::Own,
+            Self::Top | Self::Files => Self::Files,
         }
+    }
+
+    /// Whether a new file goes to a lane because of its name.
+    fn takes_placed_files(self) -> bool {
+        matches!(self, Self::Top | Self::Files)
     }
 }
 

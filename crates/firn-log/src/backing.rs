@@ -101,6 +101,30 @@ pub struct LogInode<B: Backing> {
     /// Of a file.
     id: Option<FileId>,
     is_chosen: bool,
+    /// Of a directory.
+    region: Region,
+}
+
+/// Where something lies in the backing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Region {
+    /// The top directory.
+    Top,
+    /// `.firn` and what is below it: no file there is chosen for its name.
+    Own,
+    /// All else.
+    Files,
+}
+
+impl Region {
+    /// That of what has this name in a directory.
+    fn of_child(self, name: &OsStr) -> Self {
+        match self {
+            Self::Top if name == TOP => Self::Own,
+            Self::Own => Self::Own,
+            Self::Top | Self::Files => Self::Files,
+        }
+    }
 }
 
 impl<B: Backing> Clone for LogInode<B> {
@@ -211,9 +235,27 @@ impl<B: Backing> LogBacking<B> {
         }
     }
 
-    fn inode(&self, below: B::Inode, attr: &Attr, name: Option<&OsStr>) -> Result<LogInode<B>> {
+    /// What has this name in a directory.
+    fn child(
+        &self,
+        parent: &LogInode<B>,
+        name: &OsStr,
+        below: B::Inode,
+        attr: &Attr,
+    ) -> Result<LogInode<B>> {
+        let region = parent.region.of_child(name);
         let is_chosen =
-            attr.kind == Kind::File && name.is_some_and(|name| (self.setup.chooses)(name));
+            attr.kind == Kind::File && region != Region::Own && (self.setup.chooses)(name);
+        self.inode(below, attr, region, is_chosen)
+    }
+
+    fn inode(
+        &self,
+        below: B::Inode,
+        attr: &Attr,
+        region: Region,
+        is_chosen: bool,
+    ) -> Result<LogInode<B>> {
         let id = match is_chosen {
             // One that cannot be told apart stays plain.
             true => FileId::assign(&self.below, &below, attr).unwrap_or(None),
@@ -223,6 +265,7 @@ impl<B: Backing> LogBacking<B> {
             below,
             id,
             is_chosen,
+            region,
         })
     }
 

@@ -441,7 +441,7 @@ impl<B: Backing> Container<B> {
     /// Begins a life of this host in the container.
     fn make_own(&self, base: &B) -> Result<Arc<OwnLog<B>>> {
         let names = own::list(base, &self.dir)?;
-        let lives = names.iter().filter_map(|(name, ..)| Writer::of_index(name));
+        let lives = names.iter().filter_map(|(name, ..)| Writer::of_any(name));
         let own_lives = lives.filter(|writer| writer.host() == self.host);
         let last = own_lives.map(|writer| writer.id().life).max().unwrap_or(0);
         let writer = Writer::new(&self.host, last + 1);

@@ -295,12 +295,13 @@ impl<B: Backing> LoggedFile<B> {
             .store(found.len() < count, Ordering::Release);
         let is_same =
             known.len() == found.len() && known.iter().zip(&found).all(|(a, b)| Arc::ptr_eq(a, b));
-        // Files are closed after the lock is free.
-        let old = std::mem::replace(&mut *self.generations.lock(), found);
-        drop(old);
+        // First: a reader that took the plain file's length before it was flat sees that it has to read it again.
         if !is_same {
             self.changes.fetch_max(next_change(), Ordering::AcqRel);
         }
+        // Files are closed after the lock is free.
+        let old = std::mem::replace(&mut *self.generations.lock(), found);
+        drop(old);
         Ok(())
     }
 

@@ -75,6 +75,20 @@ impl Writer {
         (part.start < part.end).then_some((found, part))
     }
 
+    /// Whose log this is; none if the name is none of a log.
+    fn of_log(name: &[u8]) -> Option<Self> {
+        let name = std::str::from_utf8(name).ok()?.strip_prefix("d-")?;
+        Self::parse(name.rsplit_once('-')?.0)
+    }
+
+    /// Whose file this is: an index, a part of one, or a log. A power loss may have taken any of them and left the others.
+    pub(crate) fn of_any(name: &[u8]) -> Option<Self> {
+        let of_table = || Self::of_table(name).map(|(writer, _)| writer);
+        Self::of_index(name)
+            .or_else(|| Self::of_log(name))
+            .or_else(of_table)
+    }
+
     /// HOST-LIFE.
     fn parse(name: &str) -> Option<Self> {
         let (host, life) = name.rsplit_once('-')?;
@@ -116,6 +130,14 @@ mod tests {
         );
         let found = Some((writer.clone(), 0..0x1_2345));
         assert_eq!(Writer::of_table(name.as_bytes()), found);
+        for name in [
+            writer.index_name(),
+            writer.log_name(2),
+            writer.table_name(&(0..0x1_2345)),
+        ] {
+            assert_eq!(Writer::of_any(name.as_bytes()), Some(writer.clone()));
+        }
+        assert_eq!(Writer::of_any(b"w-node-17.cluster"), None);
         for name in [
             "i-a",
             "i--0000000000000abc",

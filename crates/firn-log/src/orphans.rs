@@ -20,7 +20,7 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStringExt;
 
 use firn_backing::{Backing, Errno, Kind, Result, Time};
-use firn_rendezvous::own::{self, TOP};
+use firn_rendezvous::own::{self, LOGS, TOP};
 use firn_rendezvous::{OwnError, VoteDir};
 
 use crate::backing::{CONTAINERS, Liveness};
@@ -357,12 +357,22 @@ fn list_containers<B: Backing>(base: &B, top: &B::Inode) -> Result<Vec<(FileId, 
     Ok(containers.collect())
 }
 
-/// One walk through all directories but Firn's own.
+/// One walk through all directories but that of the containers. A transaction keeps new files in `.firn`.
 struct Walk {
     /// Those of the files that have a name.
     found: HashSet<FileId>,
-    /// When each directory was changed last, before it was read.
+    /// When each directory outside of `.firn`, which changes all the time, was changed last, before it was read.
     dirs: HashMap<u64, (Time, Time)>,
+}
+
+/// A directory on a walk.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Within {
+    Top,
+    Firn,
+    /// Below `.firn`.
+    Own,
+    Files,
 }
 
 impl Walk {
@@ -374,18 +384,25 @@ impl Walk {
         let root = base.root();
         let attr = base.attr(&root)?;
         walk.dirs.insert(attr.ino, (attr.mtime, attr.ctime));
-        let mut dirs = vec![root];
-        while let Some(dir) = dirs.pop() {
+        let mut dirs = vec![(root, Within::Top)];
+        while let Some((dir, within)) = dirs.pop() {
             for (name, ino, kind) in own::list(base, &dir)? {
                 let is_near = ids.iter().any(|id| id.ino == ino);
                 let may_be = matches!(kind, None | Some(Kind::Dir)) || is_near;
-                if !may_be || name == TOP.as_bytes() {
+                if !may_be || (within == Within::Firn && name == LOGS.as_bytes()) {
                     continue;
                 }
+                let below = match within {
+                    Within::Top if name == TOP.as_bytes() => Within::Firn,
+                    Within::Top | Within::Files => Within::Files,
+                    Within::Firn | Within::Own => Within::Own,
+                };
                 match base.lookup(&dir, &OsString::from_vec(name)) {
                     Ok((inode, attr)) if attr.kind == Kind::Dir => {
-                        walk.dirs.insert(attr.ino, (attr.mtime, attr.ctime));
-                        dirs.push(inode);
+                        if below == Within::Files {
+                            walk.dirs.insert(attr.ino, (attr.mtime, attr.ctime));
+                        }
+                        dirs.push((inode, below));
                     }
                     Ok((inode, attr)) => {
                         let id = FileId::of(base, &inode, &attr)?;

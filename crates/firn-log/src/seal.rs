@@ -298,11 +298,15 @@ impl<'a, B: Backing> Ending<'a, B> {
         if names.contains(ALL) {
             return Ok(Flat::Done);
         }
-        if self.last_time(&names).is_none() {
+        let last_time = self.last_time(&names);
+        if last_time.is_none() {
             let modified = self.base.attr_of_file_now(plain)?.mtime;
             times::begin(self.base, self.votes.dir(), modified)?;
             self.base.sync_dir(self.votes.dir())?;
         }
+        // From here on the plain file has another time than the file.
+        let last_time = last_time.or(Some(0));
+        self.container.look_at_time(self.base, last_time)?;
         if !names.contains(CUT) && !self.alone(&mut || self.cut(plain))? {
             return Ok(Flat::Waits);
         }

@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use firn_backing::lock::Mutex;
-use firn_backing::{Access, Backing, Errno, RenameFlags, Result};
+use firn_backing::{Access, Backing, Errno, Placing, RenameFlags, Result};
 use firn_rendezvous::own;
 use quick_cache::sync::Cache;
 use serde::{Deserialize, Serialize};
@@ -539,7 +539,7 @@ impl<'a, B: Backing> TableWriter<'a, B> {
         let working = format!("new-{random:016x}");
         let me = own::own_caller();
         let name = OsStr::new(&working);
-        let made = base.create_in_turn(&me, dir, name, 0o600, turn)?;
+        let made = base.create_placed(&me, dir, name, 0o600, Placing::Turn(turn))?;
         Ok(Self {
             base,
             dir,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_backing::lock::Mutex;
-use firn_backing::{Backing, DataPart, Errno, Result};
+use firn_backing::{Backing, DataPart, Errno, Placing, Result};
 use firn_rendezvous::own::own_caller;
 use parking_lot::Condvar;
 
@@ -104,7 +104,8 @@ impl<B: Backing> OwnLog<B> {
     pub(crate) fn create(base: &B, dir: &B::Inode, writer: Writer, turn: u64) -> Result<Self> {
         let name = writer.index_name();
         let name = OsStr::new(&name);
-        let (_, file, _) = base.create_in_turn(&own_caller(), dir, name, 0o600, turn)?;
+        let (_, file, _) =
+            base.create_placed(&own_caller(), dir, name, 0o600, Placing::Turn(turn))?;
         let names = Unsynced::default();
         names.note();
         Ok(Self {
@@ -225,7 +226,13 @@ impl<B: Backing> OwnLog<B> {
     fn make_log(&self, base: &B, number: u32) -> Result<B::File> {
         let name = self.writer.log_name(number);
         let name = OsStr::new(&name);
-        let made = base.create_in_turn(&own_caller(), &self.dir, name, 0o600, self.turn);
+        let made = base.create_placed(
+            &own_caller(),
+            &self.dir,
+            name,
+            0o600,
+            Placing::Turn(self.turn),
+        );
         made.map(|(_, file, _)| file)
     }
 }

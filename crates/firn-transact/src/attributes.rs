@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::sync::Arc;
 
-use firn_backing::{Attr, Backing, Errno, Kind, Result, SetTime, Time};
+use firn_backing::{Attr, Backing, Errno, Kind, Placing, Result, SetTime, Time};
 
 use crate::claim::Owning;
 use crate::inline_changes::InlineChanges;
@@ -255,7 +255,12 @@ impl<B: Backing> TransactionalBacking<B> {
                     self.base.symlink(&me, staging_dir, name, target)?.0
                 }
                 Kind::File => {
-                    let (copy, file, _) = self.base.create(&me, staging_dir, name, 0o600)?;
+                    // A sparse copy, which is written into the file by the commit: on the same server.
+                    let beside = Placing::Beside(inode);
+                    let made = self
+                        .base
+                        .create_placed(&me, staging_dir, name, 0o600, beside);
+                    let (copy, file, _) = made?;
                     self.base.set_len(&file, attr.size)?;
                     copy
                 }

@@ -2,12 +2,13 @@
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
-use std::os::fd::BorrowedFd;
+use std::ops::Range;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use firn_backing::{
-    Access, Attr, Backing, Caller, DirEntry, LaneIndex, RenameFlags, Result, Seek, SetTime, StatFs,
-    SyncWay,
+    Access, Attr, Backing, Caller, DataPart, DirEntry, Errno, KernelReads, LaneIndex, LocateLimits,
+    Located, LockMode, LockRange, Placing, RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
 };
 
 use crate::data::TrackedFile;
@@ -15,6 +16,7 @@ use crate::listing::TrackedDir;
 use crate::object::Object;
 use crate::transactional::TransactionalBacking;
 
+#[deny(clippy::missing_trait_methods)]
 impl<B: Backing> Backing for TransactionalBacking<B> {
     type Inode = Arc<Object<B>>;
     type File = TrackedFile<B>;
@@ -35,8 +37,11 @@ impl<B: Backing> Backing for TransactionalBacking<B> {
         name: &OsStr,
         mode: u32,
     ) -> Result<(Arc<Object<B>>, TrackedFile<B>, Attr)> {
-        let (object, attr) = self.make_object(parent, name, |dir, name| {
-            let (inode, _, attr) = self.base.create(caller, dir, name, mode)?;
+        let (object, attr) = self.make_object(parent, name, |new| {
+            let made = self
+                .base
+                .create_placed(caller, new.dir, new.name, mode, new.placing);
+            let (inode, _, attr) = made?;
             Ok((inode, attr))
         })?;
         let file = TrackedFile::new(&object, Access::ReadWrite);
@@ -50,8 +55,8 @@ impl<B: Backing> Backing for TransactionalBacking<B> {
         name: &OsStr,
         mode: u32,
     ) -> Result<(Arc<Object<B>>, Attr)> {
-        self.make_object(parent, name, |dir, name| {
-            self.base.mkdir(caller, dir, name, mode)
+        self.make_object(parent, name, |new| {
+            self.base.mkdir(caller, new.dir, new.name, mode)
         })
     }
 
@@ -63,8 +68,8 @@ impl<B: Backing> Backing for TransactionalBacking<B> {
         mode: u32,
         rdev: u64,
     ) -> Result<(Arc<Object<B>>, Attr)> {
-        self.make_object(parent, name, |dir, name| {
-            self.base.mknod(caller, dir, name, mode, rdev)
+        self.make_object(parent, name, |new| {
+            self.base.mknod(caller, new.dir, new.name, mode, rdev)
         })
     }
 
@@ -75,8 +80,8 @@ impl<B: Backing> Backing for TransactionalBacking<B> {
         name: &OsStr,
         target: &OsStr,
     ) -> Result<(Arc<Object<B>>, Attr)> {
-        self.make_object(parent, name, |dir, name| {
-            self.base.symlink(caller, dir, name, target)
+        self.make_object(parent, name, |new| {
+            self.base.symlink(caller, new.dir, new.name, target)
         })
     }
 
@@ -103,6 +108,15 @@ impl<B: Backing> Backing for TransactionalBacking<B> {
         self.move_name((parent, name), (new_parent, new_name), flags)
     }
 
+    fn moved_to(
+        &self,
+        object: &Arc<Object<B>>,
+        _parent: &Arc<Object<B>>,
+        _name: &OsStr,
+    ) -> Arc<Object<B>> {
+        Arc::clone(object)
+    }
+
     fn readlink(&self, object: &Arc<Object<B>>) -> Result<Vec<u8>> {
         self.base.readlink(&object.inode(&self.base)?)
     }
@@ -113,6 +127,17 @@ impl<B: Backing> Backing for TransactionalBacking<B> {
 
     fn attr_of_file(&self, file: &TrackedFile<B>) -> Result<Attr> {
         self.read_attr(&file.object)
+    }
+
+    fn attr_now(&self, object: &Arc<Object<B>>) -> Result<Attr> {
+        if let Some(inode) = self.unchanged(object) {
+            self.base.attr_now(&inode)?;
+        }
+        self.read_attr(object)
+    }
+
+    fn attr_of_file_now(&self, file: &TrackedFile<B>) -> Result<Attr> {
+        self.attr_now(&file.object)
     }
 
     fn set_mode(&self, object: &Arc<Object<B>>, mode: u32) -> Result<()> {
@@ -154,6 +179,11 @@ impl<B: Backing> Backing for TransactionalBacking<B> {
         self.change_attributes(object, |inode| self.base.remove_xattr(inode, name))
     }
 
+    fn has_default_acl(&self, object: &Arc<Object<B>>) -> bool {
+        let inode = object.inode(&self.base);
+        inode.is_ok_and(|inode| self.base.has_default_acl(&inode))
+    }
+
     fn open_dir(&self, object: &Arc<Object<B>>) -> Result<TrackedDir<B>> {
         self.open_tracked_dir(object)
     }
@@ -183,8 +213,42 @@ impl<B: Backing> Backing for TransactionalBacking<B> {
         self.write_tracked(file, data, offset)
     }
 
+    fn write_parts(&self, file: &TrackedFile<B>, parts: &[DataPart<'_>]) -> Result<u64> {
+        self.write_parts_tracked(file, parts)
+    }
+
+    fn gathers(&self, object: &Arc<Object<B>>) -> bool {
+        let inode = self.unchanged(object);
+        inode.is_some_and(|inode| self.base.gathers(&inode))
+    }
+
     fn set_len(&self, file: &TrackedFile<B>, len: u64) -> Result<()> {
         self.set_len_tracked(file, len)
+    }
+
+    fn grow(&self, file: &TrackedFile<B>, len: u64) -> Result<()> {
+        match self.outside_transactions(file, len, |below| self.base.grow(below, len))? {
+            Some(()) => Ok(()),
+            None if self.read_attr(&file.object)?.size < len => self.set_len_tracked(file, len),
+            None => Ok(()),
+        }
+    }
+
+    fn finish_set_len(&self, file: &TrackedFile<B>, len: u64) -> Result<bool> {
+        let finish = |below: &B::File| self.base.finish_set_len(below, len);
+        match self.outside_transactions(file, len, finish)? {
+            Some(is_done) => Ok(is_done),
+            None => self.set_len_tracked(file, len).map(|()| true),
+        }
+    }
+
+    fn rewrite_nothing(&self, file: &TrackedFile<B>) -> Result<()> {
+        let rewrite = |below: &B::File| self.base.rewrite_nothing(below);
+        let len = self.read_attr(&file.object)?.size;
+        match self.outside_transactions(file, len, rewrite)? {
+            Some(()) => Ok(()),
+            None => self.set_len_tracked(file, len),
+        }
     }
 
     fn allocate(&self, file: &TrackedFile<B>, mode: i32, offset: u64, len: u64) -> Result<()> {
@@ -210,9 +274,87 @@ impl<B: Backing> Backing for TransactionalBacking<B> {
         self.sync_tracked(file, data_only)
     }
 
+    fn begin_sync(&self, file: &TrackedFile<B>, offset: u64, len: u64) {
+        let _ = self.ask_below(file, |below| self.base.begin_sync(below, offset, len));
+    }
+
+    fn forget_pages(&self, file: &TrackedFile<B>, offset: u64, len: u64) {
+        let _ = self.ask_below(file, |below| self.base.forget_pages(below, offset, len));
+    }
+
+    /// Hosts meet in the backing below.
+    fn try_lock(&self, _file: &TrackedFile<B>, _mode: LockMode) -> Result<bool> {
+        Err(Errno::OPNOTSUPP)
+    }
+
+    fn lock_range(
+        &self,
+        _file: &TrackedFile<B>,
+        _range: LockRange,
+        _mode: Option<LockMode>,
+    ) -> Result<bool> {
+        Err(Errno::OPNOTSUPP)
+    }
+
+    fn is_range_locked(
+        &self,
+        _file: &TrackedFile<B>,
+        _range: LockRange,
+        _mode: LockMode,
+    ) -> Result<bool> {
+        Err(Errno::OPNOTSUPP)
+    }
+
     /// None: the kernel would go on reading the descriptor after a change in a transaction.
     fn fd<'a>(&self, _file: &'a TrackedFile<B>) -> Option<BorrowedFd<'a>> {
         None
+    }
+
+    /// None: what a process reads by itself would stay as it was before a transaction.
+    fn reading_fd(&self, _file: &TrackedFile<B>) -> Option<OwnedFd> {
+        None
+    }
+
+    fn locate(
+        &self,
+        _file: &TrackedFile<B>,
+        _range: Range<u64>,
+        _limits: LocateLimits,
+    ) -> Result<Option<Located>> {
+        Ok(None)
+    }
+
+    fn kernel_reads(&self, file: &TrackedFile<B>) -> KernelReads {
+        let asked = self.ask_shared(file, |below| self.base.kernel_reads(below));
+        asked.unwrap_or(KernelReads::Cached)
+    }
+
+    fn note_opened(&self, file: &TrackedFile<B>, writes: bool) -> Result<()> {
+        let opened = self.ask_shared(file, |below| self.base.note_opened(below, writes));
+        opened.unwrap_or(Ok(()))
+    }
+
+    fn changes_by_others(&self, object: &Arc<Object<B>>) -> u64 {
+        let inode = self.unchanged(object);
+        inode.map_or(0, |inode| self.base.changes_by_others(&inode))
+    }
+
+    fn finishes_files(&self) -> bool {
+        self.base.finishes_files()
+    }
+
+    fn note_written(&self, file: &TrackedFile<B>) {
+        let _ = self.ask_shared(file, |below| self.base.note_written(below));
+    }
+
+    fn finish_file(&self, file: &TrackedFile<B>) -> Result<()> {
+        let finished = self.ask_shared(file, |below| self.base.finish_file(below));
+        finished.unwrap_or(Ok(()))
+    }
+
+    fn is_logged(&self, object: &Arc<Object<B>>) -> bool {
+        let inode = self.unchanged(object);
+        inode.is_some_and(|inode| self.base.is_logged(&inode))
     }
 
     fn lane_count(&self) -> u16 {
@@ -221,6 +363,22 @@ impl<B: Backing> Backing for TransactionalBacking<B> {
 
     fn lane_of(&self, inode: &Arc<Object<B>>) -> LaneIndex {
         inode.lane
+    }
+
+    fn lane_of_turn(&self, turn: u64) -> Option<LaneIndex> {
+        self.base.lane_of_turn(turn)
+    }
+
+    /// What lies over transactions gives no file another place than that of its name.
+    fn create_placed(
+        &self,
+        caller: &Caller,
+        parent: &Arc<Object<B>>,
+        name: &OsStr,
+        mode: u32,
+        _placing: Placing<'_, Arc<Object<B>>>,
+    ) -> Result<(Arc<Object<B>>, TrackedFile<B>, Attr)> {
+        self.create(caller, parent, name, mode)
     }
 
     fn statfs(&self) -> Result<StatFs> {

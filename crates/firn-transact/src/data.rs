@@ -4,7 +4,7 @@ use std::io::IoSlice;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use firn_backing::{Access, Backing, Errno, Result, Seek};
+use firn_backing::{Access, Backing, DataPart, Errno, Result, Seek};
 
 use crate::claim::View;
 use crate::object::{Inner, LowerFile, Object};
@@ -265,6 +265,94 @@ impl<B: Backing> TransactionalBacking<B> {
         self.wrote(object, offset, count as u64);
         self.check_changed(&scope, object);
         Ok(count)
+    }
+
+    pub(crate) fn write_parts_tracked(
+        &self,
+        file: &TrackedFile<B>,
+        parts: &[DataPart<'_>],
+    ) -> Result<u64> {
+        file.must_write(Errno::BADF)?;
+        let from = parts
+            .iter()
+            .map(|part| part.offset)
+            .min()
+            .unwrap_or(NO_BYTES);
+        let write = |below: &B::File| self.base.write_parts(below, parts);
+        if let Some(written) = self.outside_transactions(file, from, write)? {
+            return Ok(written);
+        }
+        let mut written = 0;
+        for part in parts {
+            let count = match self.write_tracked(file, part.data, part.offset) {
+                Ok(count) => count as u64,
+                // As write(2): what was written before the fault is good; the next call tells the fault.
+                Err(_) if written > 0 => break,
+                Err(error) => return Err(error),
+            };
+            written += count;
+            if count < part.len() {
+                break;
+            }
+        }
+        Ok(written)
+    }
+
+    /// Changes a file, from the byte `from` on, that no transaction holds, while none begins or ends. `None`: a transaction
+    /// holds it, and nothing was done.
+    pub(crate) fn outside_transactions<T>(
+        &self,
+        file: &TrackedFile<B>,
+        from: u64,
+        change: impl FnOnce(&B::File) -> Result<T>,
+    ) -> Result<Option<T>> {
+        let (_data, scope) = self.enter_data_change(&file.object)?;
+        if self.holding(scope, &file.object, from)?.is_some() {
+            return Ok(None);
+        }
+        let inner = file.object.inner.share();
+        let below = file
+            .object
+            .lower_file(&self.base, &inner, LowerFile::Writer)?;
+        change(&below).map(Some)
+    }
+
+    /// Asks something of the one file below that has all bytes, if there is one.
+    pub(crate) fn ask_below<T>(
+        &self,
+        file: &TrackedFile<B>,
+        ask: impl FnOnce(&B::File) -> T,
+    ) -> Option<T> {
+        let inner = file.object.inner.share();
+        let which = match inner.look().whole()? {
+            LowerFile::Reader if file.access != Access::Read => LowerFile::Writer,
+            which => which,
+        };
+        let below = file.object.lower_file(&self.base, &inner, which).ok()?;
+        Some(ask(&below))
+    }
+
+    /// The same where several hosts may write a file. Elsewhere a file below is not opened before it is read or written:
+    /// a process may have fewer descriptors than programs have files open.
+    pub(crate) fn ask_shared<T>(
+        &self,
+        file: &TrackedFile<B>,
+        ask: impl FnOnce(&B::File) -> T,
+    ) -> Option<T> {
+        if !self.base.finishes_files() {
+            return None;
+        }
+        self.ask_below(file, ask)
+    }
+
+    /// The object below, where no transaction has changed its data. Makes no call, and waits for none.
+    pub(crate) fn unchanged(&self, object: &Object<B>) -> Option<B::Inode> {
+        let inner = object.inner.peek();
+        let is_changed = inner
+            .change
+            .as_ref()
+            .is_some_and(|change| change.copy.is_some() || change.inline.is_some());
+        inner.base.clone().filter(|_| !is_changed)
     }
 
     /// Makes sure that [`Inner::target`] takes data.

@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::sync::Arc;
 
-use firn_backing::{Attr, Backing, Errno, Kind, RenameFlags, Result, Time};
+use firn_backing::{Attr, Backing, Errno, Kind, Placing, RenameFlags, Result, Time};
 
 use crate::object::{Change, Inner, Named, Object, StagedCopy};
 use crate::scope::Scope;
@@ -11,6 +11,16 @@ use crate::shadow::{NO_BYTES, Shadow};
 use crate::staging;
 use crate::top_names::TopName;
 use crate::transactional::TransactionalBacking;
+
+/// Where an object is made in the backing.
+pub(crate) struct NewObject<'a, B: Backing> {
+    /// Its directory, or the staging directory of a transaction.
+    pub(crate) dir: &'a B::Inode,
+    /// Its name there.
+    pub(crate) name: &'a OsStr,
+    /// Where the data of a file goes.
+    pub(crate) placing: Placing<'a, B::Inode>,
+}
 use crate::tree::Names;
 
 impl<B: Backing> TransactionalBacking<B> {
@@ -77,7 +87,7 @@ impl<B: Backing> TransactionalBacking<B> {
         &self,
         parent: &Arc<Object<B>>,
         name: &OsStr,
-        make: impl FnOnce(&B::Inode, &OsStr) -> Result<(B::Inode, Attr)>,
+        make: impl FnOnce(&NewObject<'_, B>) -> Result<(B::Inode, Attr)>,
     ) -> Result<(Arc<Object<B>>, Attr)> {
         if self.is_hidden(parent, name) {
             return Err(Errno::PERM);
@@ -90,7 +100,12 @@ impl<B: Backing> TransactionalBacking<B> {
         let within = scope.clone();
         let Some(scope) = self.holding(scope, parent, NO_BYTES)? else {
             let dir = parent.inode(&self.base)?;
-            let (inode, attr) = make(&dir, name)?;
+            let new = NewObject {
+                dir: &dir,
+                name,
+                placing: Placing::Named { parent: &dir, name },
+            };
+            let (inode, attr) = make(&new)?;
             if let Some(shadow) = shadow(&within) {
                 shadow.note_new(attr.ino);
             }
@@ -111,7 +126,12 @@ impl<B: Backing> TransactionalBacking<B> {
         let (staging_name, staging_dir) = scope.staging_dir_for(&self.base, &dir)?;
         let number = scope.next_number();
         let text = number.to_string();
-        let (inode, attr) = make(&staging_dir, OsStr::new(&text))?;
+        let new = NewObject {
+            dir: &staging_dir,
+            name: OsStr::new(&text),
+            placing: Placing::Named { parent: &dir, name },
+        };
+        let (inode, attr) = make(&new)?;
         let is_dir = attr.kind == Kind::Dir;
         let change = Change {
             copy: Some(StagedCopy {

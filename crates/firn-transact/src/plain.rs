@@ -10,7 +10,8 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 
 use firn_backing::{
     Access, Attr, Backing, Caller, DataPart, DirEntry, Errno, KernelReads, Kind, LaneIndex,
-    LocateLimits, Located, LockMode, RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
+    LocateLimits, Located, LockMode, LockRange, Placing, RenameFlags, Result, Seek, SetTime,
+    StatFs, SyncWay,
 };
 
 use crate::staging;
@@ -105,6 +106,18 @@ impl<B: Backing> PlainBacking<B> {
     pub fn base(&self) -> &B {
         &self.base
     }
+
+    fn without_hidden_links(&self, inode: &PlainInode<B>, attr: Attr) -> Attr {
+        // Some file systems do not count subdirectories and say 1.
+        let hidden = match inode.hides_own && attr.nlink > 1 {
+            true => self.hidden_links,
+            false => 0,
+        };
+        Attr {
+            nlink: attr.nlink - hidden,
+            ..attr
+        }
+    }
 }
 
 /// The object that was just found or made below the top.
@@ -112,6 +125,7 @@ fn below_top<B: Backing>((inode, attr): (B::Inode, Attr)) -> (PlainInode<B>, Att
     (PlainInode::below_top(inode), attr)
 }
 
+#[deny(clippy::missing_trait_methods)]
 impl<B: Backing> Backing for PlainBacking<B> {
     type Inode = PlainInode<B>;
     type File = B::File;
@@ -207,21 +221,38 @@ impl<B: Backing> Backing for PlainBacking<B> {
             .rename(&parent.inode, name, &new_parent.inode, new_name, flags)
     }
 
+    fn moved_to(
+        &self,
+        inode: &PlainInode<B>,
+        parent: &PlainInode<B>,
+        name: &OsStr,
+    ) -> PlainInode<B> {
+        PlainInode {
+            inode: self.base.moved_to(&inode.inode, &parent.inode, name),
+            hides_own: inode.hides_own,
+        }
+    }
+
     fn readlink(&self, inode: &PlainInode<B>) -> Result<Vec<u8>> {
         self.base.readlink(&inode.inode)
     }
 
     fn attr(&self, inode: &PlainInode<B>) -> Result<Attr> {
-        let mut attr = self.base.attr(&inode.inode)?;
-        // Some file systems do not count subdirectories and say 1.
-        if inode.hides_own && attr.nlink > 1 {
-            attr.nlink -= self.hidden_links;
-        }
-        Ok(attr)
+        let attr = self.base.attr(&inode.inode)?;
+        Ok(self.without_hidden_links(inode, attr))
     }
 
     fn attr_of_file(&self, file: &B::File) -> Result<Attr> {
         self.base.attr_of_file(file)
+    }
+
+    fn attr_now(&self, inode: &PlainInode<B>) -> Result<Attr> {
+        let attr = self.base.attr_now(&inode.inode)?;
+        Ok(self.without_hidden_links(inode, attr))
+    }
+
+    fn attr_of_file_now(&self, file: &B::File) -> Result<Attr> {
+        self.base.attr_of_file_now(file)
     }
 
     fn set_mode(&self, inode: &PlainInode<B>, mode: u32) -> Result<()> {
@@ -348,6 +379,18 @@ impl<B: Backing> Backing for PlainBacking<B> {
         self.base.begin_sync(file, offset, len);
     }
 
+    fn forget_pages(&self, file: &B::File, offset: u64, len: u64) {
+        self.base.forget_pages(file, offset, len);
+    }
+
+    fn lock_range(&self, file: &B::File, range: LockRange, mode: Option<LockMode>) -> Result<bool> {
+        self.base.lock_range(file, range, mode)
+    }
+
+    fn is_range_locked(&self, file: &B::File, range: LockRange, mode: LockMode) -> Result<bool> {
+        self.base.is_range_locked(file, range, mode)
+    }
+
     fn try_lock(&self, file: &B::File, mode: LockMode) -> Result<bool> {
         self.base.try_lock(file, mode)
     }
@@ -399,6 +442,27 @@ impl<B: Backing> Backing for PlainBacking<B> {
 
     fn lane_count(&self) -> u16 {
         self.base.lane_count()
+    }
+
+    fn lane_of_turn(&self, turn: u64) -> Option<LaneIndex> {
+        self.base.lane_of_turn(turn)
+    }
+
+    fn create_placed(
+        &self,
+        caller: &Caller,
+        parent: &PlainInode<B>,
+        name: &OsStr,
+        mode: u32,
+        placing: Placing<'_, PlainInode<B>>,
+    ) -> Result<(PlainInode<B>, B::File, Attr)> {
+        parent.check_new_name(name)?;
+        let placing = placing.map(|inode| &inode.inode);
+        let made = self
+            .base
+            .create_placed(caller, &parent.inode, name, mode, placing);
+        let (inode, file, attr) = made?;
+        Ok((PlainInode::below_top(inode), file, attr))
     }
 
     fn lane_of(&self, inode: &PlainInode<B>) -> LaneIndex {

@@ -116,34 +116,67 @@ impl<B: Backing> TransactionalBacking<B> {
         opening: Opening,
         drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
     ) -> Result<(Self, Outcome), E> {
-        let mut backing = Self::open_unrecovered(base)?;
-        backing.history.commits_max = opening.history;
-        backing.members = opening.members;
-        backing.arena = opening.arena;
-        let scopes = backing.scopes_to_drop()?;
+        Self::try_open(base, opening, drop_pending).map_err(|(_, error)| error)
+    }
+
+    /// The same; with an error the backing is given back.
+    pub fn try_open<E: From<OpenError> + From<StoreError>>(
+        base: B,
+        opening: Opening,
+        drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
+    ) -> Result<(Self, Outcome), (B, E)> {
+        let (top, has_own) = match Self::find_root(&base) {
+            Ok(found) => found,
+            Err(error) => return Err((base, error.into())),
+        };
+        let mut backing = Self::assemble_over(base, &top, has_own);
+        match backing.recover_all(opening, drop_pending) {
+            Ok(outcome) => Ok((backing, outcome)),
+            Err(error) => Err((backing.into_base(), error)),
+        }
+    }
+
+    fn recover_all<E: From<OpenError> + From<StoreError>>(
+        &mut self,
+        opening: Opening,
+        drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
+    ) -> Result<Outcome, E> {
+        self.history.commits_max = opening.history;
+        self.members = opening.members;
+        self.arena = opening.arena;
+        let scopes = self.scopes_to_drop()?;
         if !scopes.is_empty() {
             drop_pending(&scopes)?;
         }
-        backing.tell_arenas()?;
-        let outcome = backing.finish_or_undo()?;
-        Ok((backing, outcome))
+        self.tell_arenas()?;
+        Ok(self.finish_or_undo()?)
     }
 
     /// A backing that can have transactions, of which nothing is known yet.
     pub(super) fn open_unrecovered(base: B) -> Result<Self, StoreError> {
+        let (top, has_own) = Self::find_root(&base)?;
+        Ok(Self::assemble_over(base, &top, has_own))
+    }
+
+    /// The top directory, and whether `.firn` is in it.
+    fn find_root(base: &B) -> Result<(Arc<Object<B>>, bool), StoreError> {
         let root = base.root();
         let attr = base.attr(&root)?;
+        let has_own = staging::find_dir(base, &root, staging::TOP)?.is_some();
         let inner = Inner {
-            base: Some(root.clone()),
+            base: Some(root),
             change: None,
         };
-        let top = Arc::new(Object::new((attr.dev, attr.ino), Kind::Dir, inner, None));
-        let has_own = staging::find_dir(&base, &root, staging::TOP)?.is_some();
-        let backing = Self::assemble(base, &top);
+        let top = Object::new((attr.dev, attr.ino), Kind::Dir, inner, None);
+        Ok((Arc::new(top), has_own))
+    }
+
+    fn assemble_over(base: B, top: &Arc<Object<B>>, has_own: bool) -> Self {
+        let backing = Self::assemble(base, top);
         if has_own {
             backing.hide_own_top();
         }
-        Ok(backing)
+        backing
     }
 
     /// The directories of transactions that are there, by their numbers.

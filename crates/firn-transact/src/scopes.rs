@@ -27,6 +27,18 @@ pub(crate) struct Scopes<B: Backing> {
     leftovers: Mutex<Vec<(u64, B::Inode)>>,
 }
 
+impl<B: Backing> Drop for Scopes<B> {
+    fn drop(&mut self) {
+        // Names of a transaction that is still open lead to objects that lead to their directory.
+        for scope in std::mem::take(&mut *self.list.write()) {
+            let changed = std::mem::take(&mut *scope.changed.lock());
+            for object in changed.into_values() {
+                drop(object.inner.own().edit().change.take());
+            }
+        }
+    }
+}
+
 impl<B: Backing> Default for Scopes<B> {
     fn default() -> Self {
         Self {
@@ -98,11 +110,6 @@ impl<B: Backing> Scopes<B> {
     }
 
     /// Empties the list at the end of the mount.
-    pub(crate) fn take_all(&mut self) -> Vec<Arc<Scope<B>>> {
-        *self.count.get_mut() = 0;
-        std::mem::take(&mut *self.list.write())
-    }
-
     /// All but those that follow a commit.
     pub(crate) fn all(&self) -> Vec<Arc<Scope<B>>> {
         self.list.read().clone()

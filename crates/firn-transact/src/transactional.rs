@@ -45,18 +45,6 @@ pub struct TransactionalBacking<B: Backing> {
     pub(crate) mirror: Option<Mirror<B>>,
 }
 
-impl<B: Backing> Drop for TransactionalBacking<B> {
-    fn drop(&mut self) {
-        // Names of a transaction that is still open lead to objects that lead to their directory.
-        for scope in self.scopes.take_all() {
-            let changed = std::mem::take(&mut *scope.changed.lock());
-            for object in changed.into_values() {
-                drop(object.inner.own().edit().change.take());
-            }
-        }
-    }
-}
-
 impl<B: Backing> TransactionalBacking<B> {
     pub(crate) fn assemble(base: B, top: &Arc<Object<B>>) -> Self {
         Self {
@@ -88,6 +76,11 @@ impl<B: Backing> TransactionalBacking<B> {
     /// The backing below.
     pub fn base(&self) -> &B {
         &self.base
+    }
+
+    /// The backing below, without what was known of transactions.
+    pub fn into_base(self) -> B {
+        self.base
     }
 
     pub(crate) fn top(&self) -> &Arc<Object<B>> {

@@ -1,7 +1,7 @@
 //! The same random operations on the mount and on a plain directory of the same file system end in
 //! the same answers, tree, contents, modes, link counts and attributes.
 
-use firn_tests::differential::{Op, Rules};
+use firn_tests::differential::{Rules, is_known_to_all};
 use firn_tests::mount::SMALL;
 use firn_tests::random::env_count;
 use firn_tests::tree::{assert_same, snapshot};
@@ -61,16 +61,6 @@ fn same_as_plain_on_btrfs() {
 #[test]
 fn same_as_plain_on_tmpfs() {
     same_as_plain(FsKind::Tmpfs, "close=held,passthrough=off");
-}
-
-/// Whether ext4, xfs and tmpfs all do this: tmpfs makes holes, and does nothing else to ranges.
-fn is_known_to_all(op: &Op) -> bool {
-    const KEEP_SIZE: u32 = libc::FALLOC_FL_KEEP_SIZE as u32;
-    const PUNCH_HOLE: u32 = libc::FALLOC_FL_PUNCH_HOLE as u32;
-    match op {
-        Op::Allocate { mode, .. } => mode & !(KEEP_SIZE | PUNCH_HOLE) == 0,
-        _ => true,
-    }
 }
 
 /// Proves S-log-1, S-log-9, S-log-13.

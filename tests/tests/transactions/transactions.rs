@@ -10,8 +10,9 @@ use std::time::Duration;
 
 use firn_tests::c::{Installed, Link};
 use firn_tests::command::wait_child;
-use firn_tests::differential::{self, Answer, Op, Rules, Side, draw};
+use firn_tests::differential::{self, Answer, Op, Rules, Side, draw, is_known_to_all};
 use firn_tests::fsops::{Mapping, assert_same_bytes, open_rw, read};
+use firn_tests::lanes::place_in;
 use firn_tests::random::{bytes, env_count, generator};
 use firn_tests::sandbox::{kill, preload_library, wait_for_request};
 use firn_tests::suite::{pjdfstest, pjdfstest_beside};
@@ -788,6 +789,81 @@ fn same_as_plain_in_shadow_mode_on_tmpfs() {
     same_as_plain(FsKind::Tmpfs, SHADOW);
 }
 
+/// Transactions over files in logs, in lanes, and in both.
+fn same_as_plain_in_layers(name: &str, options: &str, lanes: Lanes) {
+    let sandbox = Sandbox::new(name);
+    let image = LoopImage::new(&sandbox, FsKind::Ext4, 400);
+    let backing = image.mkdir("backing");
+    let plain = image.mkdir("plain");
+    let options = format!("{options},allow-other,dev,suid");
+    let options = match lanes {
+        Lanes::None => options,
+        Lanes::Two => place_in(&[image.mkdir("lane0"), image.mkdir("lane1")], &options),
+    };
+    let rules = Rules {
+        is_wanted: is_known_to_all,
+        canonical: |answer| answer,
+    };
+    let mount = FirnMount::over(&sandbox, &backing, &options);
+    let ops = env_count("FIRN_DIFFERENTIAL_OPS", 1000);
+    let seed = seed(&format!("differential in transactions with {options}"));
+    let both = |seed| differential::run_by(seed, ops, mount.path(), &plain, &rules);
+    both(seed);
+    for round in 1..=3 {
+        firn(&sandbox, "begin", mount.path()).ok();
+        both(seed + round);
+        firn(&sandbox, "commit", mount.path()).ok();
+        let seen = snapshot(mount.path());
+        assert_same("after a commit", &seen, &snapshot(&plain));
+    }
+    firn(&sandbox, "begin", mount.path()).ok();
+    let mut rng = generator(seed + 9);
+    let mut side = Side::new(mount.path());
+    for op in (0..ops).map(|_| draw(&mut rng)) {
+        if is_known_to_all(&op) {
+            side.perform(&op);
+        }
+    }
+    drop(side);
+    firn(&sandbox, "abort", mount.path()).ok();
+    assert_same("after an abort", &snapshot(mount.path()), &snapshot(&plain));
+    mount.umount();
+    let again = FirnMount::over(&sandbox, &backing, "allow-other,dev,suid");
+    assert_same("the next mount", &snapshot(again.path()), &snapshot(&plain));
+    again.umount();
+    sandbox
+        .run([
+            OsStr::new("check"),
+            OsStr::new("--orphans"),
+            backing.as_os_str(),
+        ])
+        .ok();
+}
+
+/// Proves S-tx-1, S-tx-2, S-tx-3, S-tx-123.
+#[test]
+fn same_as_plain_with_files_in_logs() {
+    same_as_plain_in_layers("txdifflog", &format!("{COMMIT},layout=log"), Lanes::None);
+}
+
+/// Proves S-tx-1, S-tx-2, S-tx-3, S-tx-123.
+#[test]
+fn same_as_plain_with_files_in_lanes() {
+    same_as_plain_in_layers("txdifflanes", COMMIT, Lanes::Two);
+}
+
+/// Proves S-tx-1, S-tx-2, S-tx-3, S-tx-123.
+#[test]
+fn same_as_plain_with_files_in_logs_in_lanes() {
+    same_as_plain_in_layers("txdiffall", &format!("{COMMIT},layout=log"), Lanes::Two);
+}
+
+/// Proves S-tx-20, S-tx-21, S-tx-22, S-tx-123.
+#[test]
+fn same_as_plain_in_shadow_mode_with_files_in_logs_in_lanes() {
+    same_as_plain_in_layers("txshadowall", &format!("{SHADOW},layout=log"), Lanes::Two);
+}
+
 /// Proves S-tx-1.
 #[test]
 fn pjdfstest_passes_in_a_transaction_as_it_does_natively() {
@@ -843,16 +919,49 @@ enum End {
 /// Proves S-tx-2, S-tx-3, S-tx-4, S-tx-41, S-tx-46.
 #[test]
 fn killed_at_any_moment_the_tree_is_the_old_one_or_the_new_one() {
-    killed_at_any_moment("txcrash", COMMIT);
+    killed_at_any_moment("txcrash", COMMIT, Lanes::None);
 }
 
 /// Proves S-tx-21, S-tx-22, S-tx-23, S-tx-74, S-tx-76.
 #[test]
 fn killed_at_any_moment_in_shadow_mode_the_tree_is_the_old_one_or_the_new_one() {
-    killed_at_any_moment("txcrashshadow", SHADOW);
+    killed_at_any_moment("txcrashshadow", SHADOW, Lanes::None);
 }
 
-fn killed_at_any_moment(name: &str, options: &str) {
+/// Proves S-tx-123.
+#[test]
+fn killed_at_any_moment_with_files_in_logs_the_tree_is_the_old_one_or_the_new_one() {
+    killed_at_any_moment("txcrashlog", &format!("{COMMIT},layout=log"), Lanes::None);
+}
+
+/// Proves S-tx-123.
+#[test]
+fn killed_at_any_moment_with_files_in_lanes_the_tree_is_the_old_one_or_the_new_one() {
+    killed_at_any_moment("txcrashlanes", COMMIT, Lanes::Two);
+}
+
+/// Proves S-tx-123.
+#[test]
+fn killed_at_any_moment_with_files_in_logs_in_lanes_the_tree_is_the_old_one_or_the_new_one() {
+    killed_at_any_moment("txcrashall", &format!("{COMMIT},layout=log"), Lanes::Two);
+}
+
+/// Where the data of files goes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Lanes {
+    None,
+    Two,
+}
+
+/// Mount options that place files in lanes of this sandbox.
+fn in_lanes(sandbox: &Sandbox, lanes: Lanes, options: &str) -> String {
+    match lanes {
+        Lanes::None => options.to_owned(),
+        Lanes::Two => place_in(&[sandbox.mkdir("lane0"), sandbox.mkdir("lane1")], options),
+    }
+}
+
+fn killed_at_any_moment(name: &str, options: &str, lanes: Lanes) {
     let is_shadow = options == SHADOW;
     let rounds = env_count("FIRN_CRASH_ROUNDS", 10);
     let seed = seed("kill -9 in transactions");
@@ -861,7 +970,14 @@ fn killed_at_any_moment(name: &str, options: &str) {
     let plain = sandbox.mkdir("plain");
     let mut counts = [0; 3];
     // As the plain directory is mounted.
-    let options = format!("{options},allow-other,dev,suid");
+    let options = in_lanes(&sandbox, lanes, &format!("{options},allow-other,dev,suid"));
+    let rules = Rules {
+        is_wanted: match options.contains("layout=log") || lanes != Lanes::None {
+            true => is_known_to_all,
+            false => |_| true,
+        },
+        canonical: |answer| answer,
+    };
     for round in 0..rounds {
         let told = format!("seed {seed}, round {round}");
         let direct = round % 2 == 1;
@@ -873,7 +989,7 @@ fn killed_at_any_moment(name: &str, options: &str) {
             &old,
         );
         firn(&sandbox, "begin", mount.path()).ok();
-        differential::run(seed + round, 300, mount.path(), &plain);
+        differential::run_by(seed + round, 300, mount.path(), &plain, &rules);
         if direct {
             // Past the kernel, as a job would.
             let data = sandbox.join("data");
@@ -954,6 +1070,12 @@ fn killed_at_any_moment(name: &str, options: &str) {
             "{what}: it was never committed"
         );
         let backing = mount.umount();
+        // In lanes the backing has links.
+        let again = (lanes != Lanes::None)
+            .then(|| FirnMount::new(&sandbox, "allow-other,dev,suid,attr-timeout=0"));
+        let backing = again
+            .as_ref()
+            .map_or(backing, |mount| mount.path().to_owned());
         assert_same(&format!("{what}: in the backing"), &behind(&backing), &now);
         if !is_new {
             // The plain directory goes back, too.
@@ -965,7 +1087,12 @@ fn killed_at_any_moment(name: &str, options: &str) {
                 .arg(from)
                 .arg(&plain))
             .ok();
-            fs::remove_dir_all(plain.join(".firn")).expect("remove");
+            if again.is_none() {
+                fs::remove_dir_all(plain.join(".firn")).expect("remove");
+            }
+        }
+        if let Some(again) = again {
+            again.umount();
         }
     }
     println!(

@@ -85,9 +85,6 @@ pub enum AttachError {
         backing: PathBuf,
         source: RecordError,
     },
-    #[error(
-        "{backing} has files in lanes, which transactions do not reach: mount without drain=commit", backing = quoted_path(backing))]
-    PlacedInTransactions { backing: PathBuf },
     #[error(transparent)]
     Arena(ArenaError),
     #[error("{source}: {limit}")]
@@ -128,9 +125,6 @@ pub enum AttachError {
         ours: String,
         why: &'static str,
     },
-    #[error(
-        "{backing} has files in logs, which transactions do not reach: mount it once with layout=log and unmount it, or mount without drain=commit", backing = quoted_path(backing))]
-    LoggedInTransactions { backing: PathBuf },
     #[error("token-endpoints: {0}")]
     TokenEndpoints(EtcdError),
     #[error("transactions of an earlier firnd: {0}")]
@@ -178,14 +172,12 @@ impl AttachError {
             | Self::NoSuchLane { .. }
             | Self::LaneMap { .. }
             | Self::Steering { .. }
-            | Self::PlacedInTransactions { .. }
             | Self::Place(_)
             | Self::HostName { .. }
             | Self::NoParticipant { .. }
             | Self::LocksDoNotReach { .. }
             | Self::TokensDoNotReach { .. }
             | Self::LogsDoNotReach { .. }
-            | Self::LoggedInTransactions { .. }
             | Self::TokenEndpoints(_)
             | Self::Geometry(_) => USAGE,
             Self::Held { .. }

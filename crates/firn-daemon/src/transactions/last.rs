@@ -2,12 +2,11 @@
 
 use std::time::Duration;
 
-use firn_backing::DirBacking;
 use firn_transact::{Found, TransactionError};
 
 use super::{abort, apply_commit, quiesce};
 use crate::gate::{Pending, TransactionGate};
-use crate::store::shown_scope;
+use crate::store::{LoggableStore, shown_scope};
 
 /// How long other hosts are waited for at the end of a mount. The next one goes on.
 const LAST_PATIENCE: Duration = Duration::from_secs(5);
@@ -31,7 +30,7 @@ pub(crate) fn leave(gate: &TransactionGate) {
 /// Drops what was written in the scope of a transaction since it was prepared.
 fn discard_pending(
     gate: &TransactionGate,
-    prepared: &Found<'_, DirBacking>,
+    prepared: &Found<'_, LoggableStore>,
 ) -> Result<(), TransactionError> {
     prepared.refuse_changes()?;
     quiesce(gate, prepared.scope(), Pending::Discard, |_| Ok(()))

@@ -8,15 +8,16 @@ use std::sync::atomic::Ordering;
 
 use firn_backing::{
     Access, Attr, Backing, Caller, DataPart, DirEntry, Errno, KernelReads, LaneIndex, LocateLimits,
-    Located, LockMode, RenameFlags, Result, Seek, SetTime, StatFs, SyncWay, Time,
-    copy_through_memory,
+    Located, LockMode, LockRange, Placing, RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
+    Time, copy_through_memory,
 };
 
-use super::{LOCATED_FOR_MIN, LogBacking, LogFile, LogInode};
+use super::{LOCATED_FOR_MIN, LogBacking, LogFile, LogInode, Region};
 use crate::frame::{PIECES_MAX, SPAN_BYTES_MAX};
 use crate::run::{FILE_BYTES_MAX, Piece};
 use crate::tag;
 
+#[deny(clippy::missing_trait_methods)]
 impl<B: Backing> Backing for LogBacking<B> {
     type Inode = LogInode<B>;
     type File = LogFile<B>;
@@ -27,13 +28,14 @@ impl<B: Backing> Backing for LogBacking<B> {
             below: self.below.root(),
             id: None,
             is_chosen: false,
+            region: Region::Top,
         }
     }
 
     fn lookup(&self, parent: &LogInode<B>, name: &OsStr) -> Result<(LogInode<B>, Attr)> {
         let forgotten = self.forgotten.load(Ordering::Acquire);
         let (inode, attr) = self.below.lookup(&parent.below, name)?;
-        let inode = self.inode(inode, &attr, Some(name))?;
+        let inode = self.child(parent, name, inode, &attr)?;
         let logged = self.find(inode.id)?;
         let attr = match logged {
             Some(_) => self.shown(logged.as_ref(), &|| self.below.attr(&inode.below))?,
@@ -54,10 +56,33 @@ impl<B: Backing> Backing for LogBacking<B> {
         mode: u32,
     ) -> Result<(LogInode<B>, LogFile<B>, Attr)> {
         let (inode, below, attr) = self.below.create(caller, &parent.below, name, mode)?;
-        let inode = self.inode(inode, &attr, Some(name))?;
+        let inode = self.child(parent, name, inode, &attr)?;
         let logged = self.open_logged(&inode, Access::ReadWrite)?;
         let file = LogFile { below, logged };
         Ok((inode, file, attr))
+    }
+
+    fn create_placed(
+        &self,
+        caller: &Caller,
+        parent: &LogInode<B>,
+        name: &OsStr,
+        mode: u32,
+        placing: Placing<'_, LogInode<B>>,
+    ) -> Result<(LogInode<B>, LogFile<B>, Attr)> {
+        let is_chosen = match placing {
+            Placing::Named { name, .. } => (self.setup.chooses)(name),
+            Placing::Turn(_) | Placing::Beside(_) => false,
+        };
+        let below = placing.map(|inode| &inode.below);
+        let made = self
+            .below
+            .create_placed(caller, &parent.below, name, mode, below);
+        let (inode, below, attr) = made?;
+        let region = parent.region.of_child(name);
+        let inode = self.inode(inode, &attr, region, is_chosen)?;
+        let logged = self.open_logged(&inode, Access::ReadWrite)?;
+        Ok((inode, LogFile { below, logged }, attr))
     }
 
     fn mkdir(
@@ -68,7 +93,7 @@ impl<B: Backing> Backing for LogBacking<B> {
         mode: u32,
     ) -> Result<(LogInode<B>, Attr)> {
         let (inode, attr) = self.below.mkdir(caller, &parent.below, name, mode)?;
-        Ok((self.inode(inode, &attr, None)?, attr))
+        Ok((self.child(parent, name, inode, &attr)?, attr))
     }
 
     fn mknod(
@@ -80,7 +105,7 @@ impl<B: Backing> Backing for LogBacking<B> {
         rdev: u64,
     ) -> Result<(LogInode<B>, Attr)> {
         let made = self.below.mknod(caller, &parent.below, name, mode, rdev)?;
-        Ok((self.inode(made.0, &made.1, Some(name))?, made.1))
+        Ok((self.child(parent, name, made.0, &made.1)?, made.1))
     }
 
     fn symlink(
@@ -91,7 +116,7 @@ impl<B: Backing> Backing for LogBacking<B> {
         target: &OsStr,
     ) -> Result<(LogInode<B>, Attr)> {
         let (inode, attr) = self.below.symlink(caller, &parent.below, name, target)?;
-        Ok((self.inode(inode, &attr, None)?, attr))
+        Ok((self.child(parent, name, inode, &attr)?, attr))
     }
 
     fn link(&self, inode: &LogInode<B>, parent: &LogInode<B>, name: &OsStr) -> Result<Attr> {
@@ -136,6 +161,14 @@ impl<B: Backing> Backing for LogBacking<B> {
         self.end_names(doomed, outcome)
     }
 
+    fn moved_to(&self, inode: &LogInode<B>, parent: &LogInode<B>, name: &OsStr) -> LogInode<B> {
+        LogInode {
+            below: self.below.moved_to(&inode.below, &parent.below, name),
+            region: parent.region.of_child(name),
+            ..inode.clone()
+        }
+    }
+
     fn readlink(&self, inode: &LogInode<B>) -> Result<Vec<u8>> {
         self.below.readlink(&inode.below)
     }
@@ -149,6 +182,17 @@ impl<B: Backing> Backing for LogBacking<B> {
         self.look_around()?;
         let logged = file.logged.as_ref().map(|opened| &opened.file);
         self.shown(logged, &|| self.below.attr_of_file(&file.below))
+    }
+
+    fn attr_now(&self, inode: &LogInode<B>) -> Result<Attr> {
+        let logged = self.find(inode.id)?;
+        self.shown(logged.as_ref(), &|| self.below.attr_now(&inode.below))
+    }
+
+    fn attr_of_file_now(&self, file: &LogFile<B>) -> Result<Attr> {
+        self.look_around()?;
+        let logged = file.logged.as_ref().map(|opened| &opened.file);
+        self.shown(logged, &|| self.below.attr_of_file_now(&file.below))
     }
 
     fn set_mode(&self, inode: &LogInode<B>, mode: u32) -> Result<()> {
@@ -419,6 +463,23 @@ impl<B: Backing> Backing for LogBacking<B> {
         if file.logged.is_none() {
             self.below.begin_sync(&file.below, offset, len);
         }
+    }
+
+    fn forget_pages(&self, file: &LogFile<B>, offset: u64, len: u64) {
+        self.below.forget_pages(&file.below, offset, len);
+    }
+
+    fn lock_range(
+        &self,
+        file: &LogFile<B>,
+        range: LockRange,
+        mode: Option<LockMode>,
+    ) -> Result<bool> {
+        self.below.lock_range(&file.below, range, mode)
+    }
+
+    fn is_range_locked(&self, file: &LogFile<B>, range: LockRange, mode: LockMode) -> Result<bool> {
+        self.below.is_range_locked(&file.below, range, mode)
     }
 
     fn try_lock(&self, file: &LogFile<B>, mode: LockMode) -> Result<bool> {

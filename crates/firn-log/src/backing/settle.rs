@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno, Kind, Result, Time};
-use firn_rendezvous::own::{self, TOP};
+use firn_rendezvous::own::{self, LOGS, TOP};
 use parking_lot::Condvar;
 
 use super::{LogBacking, LogInode, Opened};
@@ -267,18 +267,19 @@ impl<B: Backing> LogBacking<B> {
         let is_whole = self.below.attr(&top.below)?.ino == root;
         let mut dirs = vec![(top.below.clone(), PathBuf::new())];
         while let Some((dir, path)) = dirs.pop().filter(|_| !wanted.is_empty()) {
-            let is_root = self.below.attr(&dir)?.ino == root;
+            // A transaction keeps new files in `.firn`.
+            let is_own_top = is_whole && path.as_os_str() == TOP;
             for (name, ino, kind) in own::list(&self.below, &dir)? {
                 let name = OsStr::from_bytes(&name);
                 let may_be_dir = kind.is_none_or(|kind| kind == Kind::Dir);
-                if (is_root && name == TOP) || !(may_be_dir || has_number(&wanted, ino)) {
+                if (is_own_top && name == LOGS) || !(may_be_dir || has_number(&wanted, ino)) {
                     continue;
                 }
                 let (inode, attr) = match self.below.lookup(&dir, name) {
                     Err(Errno::NOENT) => continue,
                     found => found?,
                 };
-                let id = self.inode(inode.clone(), &attr, None)?.id;
+                let id = FileId::of(&self.below, &inode, &attr)?;
                 match id.filter(|id| wanted.remove(id)) {
                     Some(id) => visit(Found {
                         id,

@@ -134,7 +134,7 @@ impl<B: Backing> Container<B> {
     }
 
     /// Reads the last record of the file's time.
-    fn look_at_time(&self, base: &B, last: Option<u64>) -> Result<()> {
+    pub(crate) fn look_at_time(&self, base: &B, last: Option<u64>) -> Result<()> {
         let known = (*self.time.lock()).map(|(number, _)| number);
         if let Some(last) = last.filter(|_| last > known)
             && let Some(record) = times::load(base, &self.dir, last)?

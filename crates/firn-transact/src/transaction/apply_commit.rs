@@ -220,7 +220,10 @@ impl<B: Backing> TransactionalBacking<B> {
     /// From here on programs see the backing again; the caller holds names and data.
     fn drop_changes_of(&self, scope: &Arc<Scope<B>>) {
         let changed = std::mem::take(&mut *scope.changed.lock());
+        // Parents before what was made in them.
         for (_, object) in changed {
+            let place = object.location.lock().clone();
+            let place = place.and_then(|(parent, name)| Some((parent.base()?, name)));
             let owned = object.inner.own();
             {
                 let mut inner = owned.edit();
@@ -228,7 +231,11 @@ impl<B: Backing> TransactionalBacking<B> {
                     continue;
                 };
                 if inner.base.is_none() {
-                    inner.base = change.copy.and_then(|copy| copy.held);
+                    let held = change.copy.and_then(|copy| copy.held);
+                    inner.base = held.map(|inode| match &place {
+                        Some((parent, name)) => self.base.moved_to(&inode, parent, name),
+                        None => inode,
+                    });
                 }
             }
             object.close_lower_files();

@@ -1,0 +1,339 @@
+//! Tests of every stack of layers: the suite, and transactions that are cut off at each call.
+
+use std::ffi::OsStr;
+use std::io::IoSlice;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use firn_backing::{Access, Errno, RenameFlags, Result};
+use firn_lanes::{Lane, Rule, Setup};
+use firn_rendezvous::own;
+use firn_sim::{Fault, SimBacking, Tree, suite, tree};
+use firn_transact::{Found, Mode};
+
+use super::*;
+
+/// Which layers a store has.
+#[derive(Clone, Copy, Debug)]
+struct Stack {
+    transactions: bool,
+    logs: bool,
+    lanes: bool,
+}
+
+fn stacks() -> impl Iterator<Item = Stack> {
+    (0..8).map(|layers| Stack {
+        transactions: layers & 1 != 0,
+        logs: layers & 2 != 0,
+        lanes: layers & 4 != 0,
+    })
+}
+
+/// A directory and two lanes, as one process has them.
+struct Disks {
+    primary: SimBacking,
+    lanes: [SimBacking; 2],
+}
+
+impl Disks {
+    fn new() -> Self {
+        Self {
+            primary: SimBacking::new(),
+            lanes: [SimBacking::new(), SimBacking::new()],
+        }
+    }
+
+    fn all(&self) -> [&SimBacking; 3] {
+        [&self.primary, &self.lanes[0], &self.lanes[1]]
+    }
+
+    /// Each call of `disk` is given to `each`, which returns false for the last one that is made.
+    fn watch(&self, each: impl Fn() -> bool + Send + Sync + 'static) {
+        let each = Arc::new(each);
+        for disk in self.all() {
+            let each = Arc::clone(&each);
+            disk.set_plan(move |_, _| (!each()).then_some(Fault::Crash));
+        }
+    }
+
+    /// The process is dead from this call on.
+    fn crash_at(&self, call: u64) {
+        let calls = AtomicU64::new(0);
+        self.watch(move || calls.fetch_add(1, Ordering::Relaxed) + 1 < call);
+    }
+
+    /// What a new process finds, after the power failed where there is a seed.
+    fn after_crash(&self, power_loss: Option<u64>) -> Self {
+        let fork = Self {
+            primary: self.primary.fork(),
+            lanes: self.lanes.each_ref().map(SimBacking::fork),
+        };
+        for (disk, number) in fork.all().into_iter().zip(0..) {
+            disk.begin_new_process();
+            if let Some(seed) = power_loss {
+                disk.power_loss(seed.wrapping_mul(31) + number);
+            }
+        }
+        fork
+    }
+
+    fn open_lanes(&self) -> Lanes<SimBacking> {
+        let staging = firn_lanes::record::open_staging(&self.primary, "host").expect("staging");
+        let lanes = self.lanes.iter().zip(["/lanes/0", "/lanes/1"]);
+        let lanes = lanes.map(|(disk, path)| Lane::new(disk.clone(), path.into()));
+        let setup = Setup {
+            id: 1,
+            staging: Some(staging),
+            lanes: lanes.collect(),
+            absent: Vec::new(),
+            rule: Some(Rule::new(2, "host")),
+        };
+        Lanes::open(self.primary.clone(), setup).expect("open the lanes")
+    }
+
+    fn open_ground(&self, stack: Stack) -> LoggableStore<SimBacking> {
+        let placeable = match stack.lanes {
+            true => Either::Upper(self.open_lanes()),
+            false => Either::Lower(self.primary.clone()),
+        };
+        if !stack.logs {
+            return Either::Lower(placeable);
+        }
+        let setup = firn_log::Setup {
+            host: "host".to_owned(),
+            chooses: Box::new(|_: &OsStr| true),
+            is_alive: Box::new(|_| Ok(false)),
+            // There is no other host.
+            patience: Duration::from_secs(3600),
+            lag_max: Duration::ZERO,
+            unit_bytes: 64 << 10,
+            flattens_closed: true,
+            flattens_read: false,
+        };
+        Either::Upper(LogBacking::open(placeable, setup).expect("open the logs"))
+    }
+
+    fn open(&self, stack: Stack) -> Store<SimBacking> {
+        let ground = self.open_ground(stack);
+        match stack.transactions {
+            true => {
+                let opened = TransactionalBacking::open(ground);
+                Either::Upper(opened.expect("open the transactions").0)
+            }
+            false => Either::Lower(PlainBacking::new(ground)),
+        }
+    }
+}
+
+#[test]
+fn every_stack_of_layers_conforms() {
+    for stack in stacks() {
+        println!("{stack:?}");
+        suite::run(|| Disks::new().open(stack));
+    }
+}
+
+#[test]
+fn a_store_has_the_layers_that_it_was_opened_with() {
+    for stack in stacks() {
+        let disks = Disks::new();
+        let store = disks.open(stack);
+        assert_eq!(store.transactional().is_some(), stack.transactions);
+        assert_eq!(store.logged().is_some(), stack.logs);
+        assert_eq!(store.placed().is_some(), stack.lanes);
+    }
+}
+
+fn name(text: &str) -> &OsStr {
+    OsStr::new(text)
+}
+
+fn dir_of<B: Backing>(store: &B) -> Result<B::Inode> {
+    Ok(store.lookup(&store.root(), name("job"))?.0)
+}
+
+fn write<B: Backing>(store: &B, dir: &B::Inode, file: &str, at: u64, bytes: &[u8]) -> Result<()> {
+    let me = suite::own_caller();
+    let opened = match store.lookup(dir, name(file)) {
+        Ok((inode, _)) => store.open(&inode, Access::ReadWrite)?,
+        Err(Errno::NOENT) => store.create(&me, dir, name(file), 0o644)?.1,
+        Err(error) => return Err(error),
+    };
+    store.note_opened(&opened, true)?;
+    let count = store.write_at(&opened, &[IoSlice::new(bytes)], at)?;
+    assert_eq!(count, bytes.len());
+    store.note_written(&opened);
+    Ok(())
+}
+
+/// What a job had before its transaction.
+fn prepare_job<B: Backing>(store: &B) {
+    let me = suite::own_caller();
+    let made = store.mkdir(&me, &store.root(), name("job"), 0o755);
+    let dir = made.expect("mkdir").0;
+    for (file, len) in [("rank_0", 70_000), ("rank_1", 9_000), ("gone", 100)] {
+        write(store, &dir, file, 0, &vec![1; len]).expect("write");
+    }
+    store.sync_all().expect("sync");
+}
+
+/// All that a transaction may change.
+fn change_job<B: Backing>(store: &B) -> Result<()> {
+    let me = suite::own_caller();
+    let dir = dir_of(store)?;
+    write(store, &dir, "rank_0", 30_000, &[2; 5_000])?;
+    let (inode, _) = store.lookup(&dir, name("rank_1"))?;
+    let file = store.open(&inode, Access::ReadWrite)?;
+    store.set_len(&file, 0)?;
+    drop(file);
+    write(store, &dir, "rank_1", 0, &[3; 20_000])?;
+    write(store, &dir, "rank_2", 0, &[4; 40_000])?;
+    write(store, &dir, "new.tmp", 0, &[5; 300])?;
+    store.unlink(&dir, name("gone"))?;
+    let flags = RenameFlags::empty();
+    store.rename(&dir, name("new.tmp"), &dir, name("rank_0.meta"), flags)?;
+    let (sub, _) = store.mkdir(&me, &dir, name("step_1"), 0o755)?;
+    write(store, &sub, "rank_0", 0, &[6; 10_000])?;
+    store.rename(&dir, name("rank_2"), &sub, name("rank_2"), flags)?;
+    Ok(())
+}
+
+/// The tree as programs see it; times are not in it.
+fn see<B: Backing>(store: &B) -> Tree {
+    let mut tree = tree(store).expect("read the tree");
+    for entry in tree.values_mut() {
+        entry.xattrs.clear();
+    }
+    tree
+}
+
+/// Nothing of the transaction is left, and without it the backing is what programs saw.
+fn check_ground(disks: &Disks, stack: Stack, lost_power: bool, seen: &Tree, told: &str) {
+    let ground = disks.open_ground(stack);
+    if let Some(logs) = ground.upper() {
+        logs.end_removals().expect("end removals");
+        for _ in 0..3 {
+            logs.settle();
+        }
+        let mut left = logs.flatten_below(&logs.root()).expect("flatten");
+        if lost_power {
+            // A file that nobody had synced left its logs.
+            left.lost = 0;
+        }
+        assert!(left.is_empty(), "{told}: {left:?}");
+    }
+    let placeable = match &ground {
+        Either::Lower(placeable) => placeable,
+        Either::Upper(logs) => logs.below(),
+    };
+    if let Some(lanes) = placeable.upper() {
+        lanes.finish_removals().expect("finish removals");
+        let orphans = lanes.find_orphans().expect("find orphans");
+        // A power loss may leave files of which nothing was synced (firn-lanes).
+        assert!(lost_power || orphans.is_empty(), "{told}: {orphans:?}");
+    }
+    let plain = PlainBacking::new(disks.open_ground(Stack {
+        logs: false,
+        ..stack
+    }));
+    assert_eq!(&see(&plain), seen, "{told}: the backing without logs");
+    let firn = own::find_dir(&disks.primary, &disks.primary.root(), own::TOP);
+    let left = match firn.expect("look for .firn") {
+        Some((firn, _)) => own::list(&disks.primary, &firn).expect("list"),
+        None => Vec::new(),
+    };
+    let is_transaction = |name: &[u8]| name.starts_with(b"tx-");
+    let is_left = left.iter().any(|(name, ..)| is_transaction(name));
+    assert!(!is_left, "{told}: a transaction is left");
+}
+
+/// Begins, changes and commits.
+fn run<B: Backing>(store: &TransactionalBacking<B>) -> std::result::Result<(), String> {
+    let told = |error: &dyn std::fmt::Display| error.to_string();
+    let dir = dir_of(store).map_err(|error| told(&error))?;
+    store.begin(&dir, b"job").map_err(|error| told(&error))?;
+    change_job(store).map_err(|error| told(&error))?;
+    let open = store.transaction_at(&dir).ok_or("no transaction is open")?;
+    open.decide(7).map_err(|error| told(&error))?;
+    let decided = store.first_transaction(b"job").and_then(Found::decided);
+    match decided {
+        Some(commit) => commit.apply().map_err(|error| told(&error)),
+        None => Ok(()),
+    }
+}
+
+fn transactional(
+    disks: &Disks,
+    stack: Stack,
+    mode: Mode,
+    told: &str,
+) -> TransactionalStore<SimBacking> {
+    match TransactionalBacking::open(disks.open_ground(stack)) {
+        Ok((opened, _)) => opened.in_mode(mode),
+        Err(error) => panic!("{told}: {error}"),
+    }
+}
+
+/// A world whose job is there and not changed yet.
+fn world(stack: Stack, mode: Mode) -> (Disks, TransactionalStore<SimBacking>) {
+    let disks = Disks::new();
+    prepare_job(&disks.open(Stack {
+        transactions: false,
+        ..stack
+    }));
+    let store = transactional(&disks, stack, mode, "a new world");
+    (disks, store)
+}
+
+/// One of so many calls is cut off in one run: there are thousands.
+const EACH: u64 = 5;
+
+/// The first call that is cut off: `FIRN_SEED`, or another one in each run.
+fn first_call() -> u64 {
+    let given = std::env::var("FIRN_SEED").ok();
+    let given = given.map(|seed| seed.parse().expect("FIRN_SEED is a number"));
+    let seed: u64 = given.unwrap_or_else(|| std::process::id().into());
+    1 + seed % EACH
+}
+
+/// Proves S-tx-123.
+#[test]
+fn a_transaction_that_is_cut_off_at_any_call_is_there_whole_or_not_at_all() {
+    for mode in [Mode::Buffer, Mode::Shadow] {
+        for stack in stacks().filter(|stack| stack.transactions) {
+            let (disks, store) = world(stack, mode);
+            let before = see(&store);
+            let count = Arc::new(AtomicU64::new(0));
+            let counted = Arc::clone(&count);
+            disks.watch(move || {
+                counted.fetch_add(1, Ordering::Relaxed);
+                true
+            });
+            run(&store).expect("commit");
+            let calls = count.load(Ordering::Relaxed);
+            let after = see(&store);
+            assert_ne!(before, after);
+            drop(store);
+            check_ground(&disks, stack, false, &after, "without a crash");
+            let first = first_call();
+            println!("{mode:?} {stack:?}: {calls} calls, each {EACH}th from {first} on");
+            for call in (first..=calls).step_by(EACH as usize) {
+                for power_loss in [None, Some(call)] {
+                    let told = format!("{mode:?} {stack:?}, call {call}, power {power_loss:?}");
+                    let (disks, store) = world(stack, mode);
+                    disks.crash_at(call);
+                    let committed = run(&store).is_ok();
+                    let found = disks.after_crash(power_loss);
+                    std::mem::forget(store);
+                    let store = transactional(&found, stack, mode, &told);
+                    let seen = see(&store);
+                    assert!(seen == before || seen == after, "{told}: neither\n{seen:?}");
+                    assert!(!committed || seen == after, "{told}: it was committed");
+                    drop(store);
+                    check_ground(&found, stack, power_loss.is_some(), &seen, &told);
+                }
+            }
+        }
+    }
+}
