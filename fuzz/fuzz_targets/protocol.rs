@@ -66,7 +66,7 @@ fn request(u: &mut Unstructured) -> arbitrary::Result<Request> {
         }
         3 => Request::Drain { path: path(u)? },
         4 => Request::Files { path: path(u)? },
-        5 => Request::Metrics,
+        5 => Request::Flatten { path: path(u)? },
         6 => Request::ClearErrors,
         7 => Request::Region,
         8 => Request::Chunks { path: path(u)? },
@@ -110,7 +110,7 @@ fn owner(u: &mut Unstructured) -> arbitrary::Result<Owner> {
 }
 
 fn reply(u: &mut Unstructured) -> arbitrary::Result<Reply> {
-    Ok(match u.int_in_range(0..=13)? {
+    Ok(match u.int_in_range(0..=12)? {
         0 => {
             let (protocol, version, pid, incarnation) = Arbitrary::arbitrary(u)?;
             Reply::Hello {
@@ -126,9 +126,7 @@ fn reply(u: &mut Unstructured) -> arbitrary::Result<Reply> {
                 .map(|_| file(u))
                 .collect::<Result<_, _>>()?,
         },
-        3 => Reply::Metrics {
-            text: Arbitrary::arbitrary(u)?,
-        },
+        3 => Reply::Done,
         4 => {
             let (bytes_left, files_left, phase) = Arbitrary::arbitrary(u)?;
             Reply::Progress {
@@ -137,7 +135,7 @@ fn reply(u: &mut Unstructured) -> arbitrary::Result<Reply> {
                 phase,
             }
         }
-        5 => Reply::Done,
+        5 => Reply::Closed,
         6 => Reply::Region(region(u)?),
         7 => {
             let (list, bytes, changes) = Arbitrary::arbitrary(u)?;
@@ -165,8 +163,7 @@ fn reply(u: &mut Unstructured) -> arbitrary::Result<Reply> {
             let (files, bytes) = Arbitrary::arbitrary(u)?;
             Reply::Pinned { files, bytes }
         }
-        11 => Reply::Closed,
-        12 => {
+        11 => {
             let (connections, holders): (_, Vec<(u32, u32)>) = Arbitrary::arbitrary(u)?;
             let holder = |(pid, connections)| Holder { pid, connections };
             Reply::Busy {
@@ -183,11 +180,10 @@ fn reply(u: &mut Unstructured) -> arbitrary::Result<Reply> {
 
 /// One field of each type; the others are the same to serde.
 fn status(u: &mut Unstructured) -> arbitrary::Result<Status> {
-    let (writers, retry_in_ms) = Arbitrary::arbitrary(u)?;
     let lane = LaneStatus {
         path: path(u)?,
-        writers,
-        retry_in_ms,
+        writers: Arbitrary::arbitrary(u)?,
+        retry_seconds: Some(seconds(u)?),
         ..LaneStatus::default()
     };
     let (errno, message, pending) = Arbitrary::arbitrary(u)?;
@@ -195,21 +191,21 @@ fn status(u: &mut Unstructured) -> arbitrary::Result<Status> {
         errno,
         message,
         pending,
-        age_s: seconds(u)?,
+        age_seconds: seconds(u)?,
         ..ErrorStatus::default()
     };
-    let (pid, epoch, oldest_held_ms, options) = Arbitrary::arbitrary(u)?;
+    let (pid, epoch, file_size_limit_bytes, options) = Arbitrary::arbitrary(u)?;
     let backing = path(u)?;
     let lanes = vec![lane];
     let errors = vec![error];
-    let uptime_s = seconds(u)?;
+    let uptime_seconds = seconds(u)?;
     Ok(Status {
         backing,
         pid,
         epoch,
-        oldest_held_ms,
+        file_size_limit_bytes,
         options,
-        uptime_s,
+        uptime_seconds,
         lanes,
         errors,
         ..Status::default()

@@ -181,14 +181,6 @@ impl Connection {
         self.done(&Request::ReportPull { files, bytes })
     }
 
-    /// The metrics as Prometheus text.
-    pub fn metrics(&mut self) -> Result<String, ClientError> {
-        match self.ask(&Request::Metrics)? {
-            Reply::Metrics { text } => Ok(text),
-            other => Err(nonsense(&other)),
-        }
-    }
-
     /// A short request whose only answer is that it is done.
     pub fn done(&mut self, request: &Request) -> Result<(), ClientError> {
         match self.ask(request)? {

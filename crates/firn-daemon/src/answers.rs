@@ -12,7 +12,7 @@ use firn_format::durability::DurabilityLevel;
 use firn_fuse::{Failures, Invalidator};
 use firn_lanes::steering::Steered;
 use firn_protocol::path::BytePath;
-use firn_protocol::{HeldPolicy, PROTOCOL_VERSION, Reply, Request, Status};
+use firn_protocol::{HeldPolicy, LaneStatus, PROTOCOL_VERSION, Reply, Request, Status};
 use firn_stub::Tree;
 use firn_tokens::LaneToken;
 use parking_lot::Mutex;
@@ -22,7 +22,6 @@ use crate::commit_applier::CommitApplier;
 use crate::control::{Answer, ControlClient, Service};
 use crate::end::{Client, Event, throttle_progress};
 use crate::error::FlattenError;
-use crate::exposition::prometheus;
 use crate::gate::TransactionGate;
 use crate::host_lease::LeaseState;
 use crate::log;
@@ -34,7 +33,7 @@ use crate::placement;
 use crate::process;
 use crate::pulls::Pulls;
 use crate::rates::{Totals, Window};
-use crate::status::{engine_status, file_status, token_status};
+use crate::status::{explain_errors, file_status, token_status};
 use crate::steering;
 use crate::store::{Layers as _, Store};
 use crate::transactions::RequestContext;
@@ -83,10 +82,10 @@ pub(crate) struct Answers {
 }
 
 impl Answers {
-    /// The engine's status with what only the daemon knows.
+    /// The engine's part of the status with what only firnd knows.
     pub(crate) fn status(&self) -> Status {
-        let engine = engine_status(self.engine.figures());
-        let mut spill = engine.spill.clone();
+        let mut engine = self.engine.figures();
+        let spill = engine.spill.as_mut();
         let rates = self.window.lock().rates(
             Instant::now(),
             Totals {
@@ -96,23 +95,11 @@ impl Answers {
                 pulled: self.pulls.bytes(),
             },
         );
-        if let Some(spill) = &mut spill {
-            spill.moved_bytes_per_s = rates.spill;
+        if let Some(spill) = spill {
+            spill.moved_bytes_per_second = rates.spill;
         }
-        let mut lanes = engine.lanes.clone();
-        for (lane, token) in lanes.iter_mut().zip(&self.tokens) {
-            lane.token = Some(token_status(token.figures()));
-        }
-        for lane in &mut lanes {
-            lane.path = self.backing.as_path().into();
-            lane.writers_max = self.lane_writers_max;
-        }
-        if let Some(placed) = self.engine.backing().placed() {
-            placement::show_lanes(placed, &mut lanes);
-        } else if let Some(steered) = &self.steered {
-            steering::show_lanes(steered, &mut lanes);
-        }
-        let placement_advice = placement::advise(&lanes);
+        self.complete_lanes(&mut engine.lanes);
+        explain_errors(&mut engine.errors);
         Status {
             version: env!("CARGO_PKG_VERSION").into(),
             pid: std::process::id(),
@@ -122,16 +109,14 @@ impl Answers {
             options: self.options.clone(),
             waiting_writers: self.waiting_writers.load(Ordering::Relaxed),
             direct_clients: self.direct_clients.load(Ordering::Relaxed),
-            ingest_bytes_per_s: rates.ingest,
-            drain_bytes_per_s: rates.drain,
+            ingest_bytes_per_second: rates.ingest,
+            drain_bytes_per_second: rates.drain,
             pulls: self.pulls.under_way(),
             pulled_files: self.pulls.files(),
             pulled_bytes: self.pulls.bytes(),
-            pulled_bytes_per_s: rates.pulled,
-            lanes,
-            placement_advice,
+            pulled_bytes_per_second: rates.pulled,
+            placement_advice: placement::advise(&engine.lanes),
             host_differences: self.peers.differences(),
-            spill,
             transactions: self
                 .gate()
                 .map(|gate| crate::transactions::status(gate, &self.owners))
@@ -151,6 +136,22 @@ impl Answers {
             log_lines_lost: log::lines_lost(),
             file_size_limit_bytes: process::file_size_limit_bytes(),
             ..engine
+        }
+    }
+
+    /// What the engine does not know of its lanes: where they are, what was placed in them, and their tokens.
+    fn complete_lanes(&self, lanes: &mut Vec<LaneStatus>) {
+        for lane in lanes.iter_mut() {
+            lane.path = self.backing.as_path().into();
+            lane.max_writers = self.lane_writers_max;
+        }
+        for (lane, token) in lanes.iter_mut().zip(&self.tokens) {
+            lane.token = Some(token_status(token.figures()));
+        }
+        if let Some(placed) = self.engine.backing().placed() {
+            placement::show_lanes(placed, lanes);
+        } else if let Some(steered) = &self.steered {
+            steering::show_lanes(steered, lanes);
         }
     }
 
@@ -410,9 +411,6 @@ impl Service for Answers {
                 pull.add(files, bytes);
                 Reply::Done
             }
-            Request::Metrics => Reply::Metrics {
-                text: prometheus(&self.status()),
-            },
             Request::ClearErrors => {
                 self.engine.clear_errors();
                 Reply::Done
@@ -467,7 +465,6 @@ fn path_of_current_names(request: &Request) -> Option<&BytePath> {
         | Request::CheckChunks { .. }
         | Request::ReleaseChunks { .. }
         | Request::ReportPull { .. }
-        | Request::Metrics
         | Request::ClearErrors
         | Request::Abort { .. }
         | Request::Restore { .. }

@@ -131,7 +131,7 @@ pub(crate) fn attach(
 pub(crate) fn status(progress: Progress) -> BackupStatus {
     BackupStatus {
         whole: progress.is_whole,
-        age_s: progress.age.map(|age| age.as_secs_f64()),
+        age_seconds: progress.age.map(|age| age.as_secs_f64()),
         copied_bytes: progress.copied_bytes,
         left_bytes: progress.left_bytes,
         error: progress.error,

@@ -305,7 +305,7 @@ mod tests {
             _: &mut ControlClient,
             say: &mut dyn FnMut(Reply) -> bool,
         ) -> Answer {
-            if matches!(request, Request::Metrics) {
+            if matches!(request, Request::Status) {
                 assert!(say(Reply::Progress {
                     bytes_left: 1,
                     files_left: 1,

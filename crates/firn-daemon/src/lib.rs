@@ -15,7 +15,6 @@ mod data_socket;
 mod discard;
 mod end;
 mod error;
-mod exposition;
 mod file_locks;
 mod firnd;
 mod frontend;

@@ -96,13 +96,14 @@ impl PartnerBoard {
             wanted: self.wanted.clone(),
             this_host: self.this_host.clone(),
             domains: self.domains.as_deref().map(BytePath::from),
+            present: host.is_some(),
             host,
             note,
             copied_files,
             copied_bytes,
             left_files,
             left_bytes,
-            lag_s: oldest_left.map_or(0.0, |age| age.as_secs_f64()),
+            lag_seconds: oldest_left.map_or(0.0, |age| age.as_secs_f64()),
         }
     }
 

@@ -219,7 +219,8 @@ fn report(
 ) -> RecoverReport {
     let figures = attached.engine.figures();
     let recovered = &attached.recovered;
-    let mut errors = status::errors_status(figures.errors);
+    let mut errors = figures.errors;
+    status::explain_errors(&mut errors);
     if let Err(error) = drained
         && error != Errno::CANCELED
         && errors.is_empty()
@@ -228,7 +229,7 @@ fn report(
         errors.push(ErrorStatus {
             errno: error.raw_os_error(),
             message: format!("the backing did not take all of it: {explained}"),
-            count: 1,
+            repeats: 1,
             ..ErrorStatus::default()
         });
     }

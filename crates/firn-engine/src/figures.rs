@@ -1,126 +1,15 @@
-//! What the engine tells of itself: figures, without the protocol that carries them.
+//! What the engine tells of itself: its part of the status, whose table is in `firn_protocol::status`.
 
-use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use firn_arena::NumaNodeFigures;
 use firn_backing::{Backing, is_below};
 use firn_format::durability::DurabilityLevel;
 use firn_format::record::Ending;
+use firn_protocol::{ErrorStatus, LaneStatus, NumaNodeStatus, SpillStatus, Status};
 
 use crate::Transferred;
 use crate::engine::Engine;
-use crate::errors::RecordedError;
-use crate::grants::DirectAccessFigures;
-
-/// State of a mount's engine; counters since the attach.
-#[derive(Clone, Debug)]
-pub struct Figures {
-    /// Time since the attach.
-    pub uptime: Duration,
-    /// Lifetimes of firnd that this arena has seen, this one included.
-    pub epoch: u64,
-    /// Bytes of chunks.
-    pub arena_bytes: u64,
-    /// Bytes of slabs that are in use.
-    pub arena_used_bytes: u64,
-    /// Bytes of one chunk.
-    pub chunk_bytes: u64,
-    /// Bytes written by programs and not yet in the backing.
-    pub held_bytes: u64,
-    /// Files that have such bytes.
-    pub held_files: u64,
-    /// Age of the oldest of them.
-    pub oldest_held: Option<Duration>,
-    /// Bytes that were recovered at the attach.
-    pub recovered_bytes: u64,
-    /// Bytes whose file was not found at the attach.
-    pub lost_file_bytes: u64,
-    /// Files that programs have open.
-    pub open_files: u64,
-    /// Writers that wait for room.
-    pub waiting_writers: u64,
-    /// Bytes taken from programs.
-    pub ingest_bytes: u64,
-    /// Writes taken from programs.
-    pub ingest_writes: u64,
-    /// Bytes written to the backing.
-    pub drain_bytes: u64,
-    /// Write calls to the backing that succeeded.
-    pub drain_writes: u64,
-    /// Write calls to the backing that failed.
-    pub drain_errors: u64,
-    /// How often the drain decided what.
-    pub drain_decisions: BTreeMap<String, u64>,
-    /// Bytes that were overwritten or removed before they were drained.
-    pub cancelled_bytes: u64,
-    /// Drained bytes that are still in the arena.
-    pub cached_bytes: u64,
-    /// Drained bytes that left the arena to make room, or because somebody asked.
-    pub evicted_bytes: u64,
-    /// Bytes that programs read through the engine.
-    pub read_bytes: u64,
-    /// Bytes of held files of which the kernel may have a copy in its cache.
-    pub kernel_copies_bytes: u64,
-    /// The most that they may be.
-    pub kernel_copies_bytes_max: u64,
-    /// Direct access of processes to the arena.
-    pub direct_access: DirectAccessFigures,
-    /// Lists of chunks in use.
-    pub chunk_lists: u64,
-    /// Bytes in memory that they name; those that two of them name count twice.
-    pub chunk_list_bytes: u64,
-    /// The spill file, where there is one.
-    pub spill: Option<SpillFigures>,
-    /// NUMA nodes and their parts of the arena.
-    pub numa_nodes: Vec<NumaNodeFigures>,
-    /// Each lane, in the order of their indices.
-    pub lanes: Vec<LaneFigures>,
-    /// Errors not yet dealt with, the newest last.
-    pub errors: Vec<ErrorFigures>,
-}
-
-/// Of the spill file.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SpillFigures {
-    /// Its path.
-    pub path: Vec<u8>,
-    /// Bytes that it may hold.
-    pub bytes: u64,
-    /// Bytes of its slots in use.
-    pub used_bytes: u64,
-    /// Bytes that were moved to it.
-    pub moved_bytes: u64,
-    /// The last try to write to it failed, or it was found damaged.
-    pub is_failing: bool,
-}
-
-/// Of one lane.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct LaneFigures {
-    /// Writes under way.
-    pub writers: usize,
-    /// Time until a file that failed is tried again.
-    pub retry_in: Option<Duration>,
-    /// Files in line for a write.
-    pub queued_files: usize,
-    /// Files with pending bytes.
-    pub held_files: u64,
-    /// Those bytes.
-    pub held_bytes: u64,
-    /// In sequential order: the file that is being written.
-    pub file: Option<Vec<u8>>,
-}
-
-/// A recorded error, and whether it is still about something.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ErrorFigures {
-    /// The error.
-    pub error: RecordedError,
-    /// Its file has held bytes still.
-    pub is_pending: bool,
-}
 
 /// One file that the engine has something to do with.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -205,8 +94,9 @@ impl<B: Backing> Engine<B> {
         self.counters.drain_bytes.load(Ordering::Relaxed)
     }
 
-    /// All figures. None asks for a lock of each file: they are counters.
-    pub fn figures(&self) -> Figures {
+    /// The engine's part of a status; what only firnd knows is left out. None asks for a lock of each file: they are
+    /// counters.
+    pub fn figures(&self) -> Status {
         self.ingest_all_published();
         let now = Instant::now();
         let geometry = self.arena.geometry();
@@ -214,34 +104,30 @@ impl<B: Backing> Engine<B> {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let queues = self.drain.figures();
         let oldest = queues.iter().filter_map(|queue| queue.oldest).min();
-        let lanes = queues
-            .iter()
-            .zip(self.drain.lanes())
-            .map(|(queue, lane)| {
-                let held = &self.drain.queue(lane).held;
-                LaneFigures {
-                    writers: queue.active,
-                    retry_in: queue.retry_in,
-                    queued_files: queue.files,
-                    held_files: held.files(),
-                    held_bytes: held.bytes(),
-                    file: queue
-                        .turn
-                        .as_ref()
-                        .map(|file| crate::FileIdentity::path(&*file.inode)),
-                }
-            })
-            .collect();
-        let (kernel_copies_bytes, kernel_copies_bytes_max) = self.kernel_copies.bytes();
-        Figures {
-            uptime: now.duration_since(self.attached),
+        let lanes = queues.iter().zip(self.drain.lanes()).map(|(queue, lane)| {
+            let held = &self.drain.queue(lane).held;
+            let turn = queue.turn.as_ref();
+            LaneStatus {
+                writers: queue.active as u32,
+                retry_seconds: queue.retry_in.map(|wait| wait.as_secs_f64()),
+                queued_files: queue.files as u64,
+                held_files: held.files(),
+                held_bytes: held.bytes(),
+                file: turn.map(|file| crate::FileIdentity::path(&*file.inode).into()),
+                ..LaneStatus::default()
+            }
+        });
+        let (kernel_copies_bytes, kernel_copies_max_bytes) = self.kernel_copies.bytes();
+        let direct_access = self.grants.figures();
+        Status {
+            uptime_seconds: now.duration_since(self.attached).as_secs_f64(),
             epoch: self.epoch,
             arena_bytes: geometry.data_bytes(),
             arena_used_bytes: self.arena.used_bytes(),
             chunk_bytes: geometry.chunk_bytes,
             held_bytes: self.drain.held_bytes(),
             held_files: self.drain.held_files(),
-            oldest_held: oldest.map(|at| now.duration_since(at)),
+            oldest_held_seconds: oldest.map(|at| now.duration_since(at).as_secs_f64()),
             recovered_bytes: self.recovered_bytes,
             lost_file_bytes: self.lost.bytes(),
             open_files: self.handles.len() as u64,
@@ -257,29 +143,44 @@ impl<B: Backing> Engine<B> {
             evicted_bytes: get(&counters.evicted_bytes),
             read_bytes: get(&counters.read_bytes),
             kernel_copies_bytes,
-            kernel_copies_bytes_max,
-            direct_access: self.grants.figures(),
+            kernel_copies_max_bytes,
+            direct_files: direct_access.files,
+            direct_leases: direct_access.leases,
+            direct_errors: direct_access.errors,
             chunk_lists: get(&counters.chunk_lists),
             chunk_list_bytes: get(&counters.chunk_list_bytes),
-            spill: self.spill_figures(),
-            numa_nodes: self.arena.numa_node_figures(),
-            lanes,
-            errors: self.error_figures(),
+            spill: self.spill_status(),
+            numa_nodes: self.numa_node_status(),
+            lanes: lanes.collect(),
+            errors: self.error_status(),
+            ..Status::default()
         }
     }
 
-    fn spill_figures(&self) -> Option<SpillFigures> {
+    fn spill_status(&self) -> Option<SpillStatus> {
         let figures = self.arena.spill_figures()?;
-        Some(SpillFigures {
-            path: self.arena.superblock().spill_path.clone(),
+        Some(SpillStatus {
+            path: self.arena.superblock().spill_path.clone().into(),
             bytes: figures.bytes,
             used_bytes: figures.used_bytes,
             moved_bytes: figures.moved_bytes,
-            is_failing: self.spill.fails() || self.arena.spill_fault().is_some(),
+            failing: self.spill.fails() || self.arena.spill_fault().is_some(),
+            ..SpillStatus::default()
         })
     }
 
-    fn error_figures(&self) -> Vec<ErrorFigures> {
+    fn numa_node_status(&self) -> Vec<NumaNodeStatus> {
+        let figures = self.arena.numa_node_figures();
+        let status = figures.iter().map(|node| NumaNodeStatus {
+            numa_node: node.id,
+            bytes: node.bytes,
+            used_bytes: node.used_bytes,
+            foreign_slabs: node.foreign_slabs,
+        });
+        status.collect()
+    }
+
+    fn error_status(&self) -> Vec<ErrorStatus> {
         let errors = self.errors.list();
         if errors.is_empty() {
             return Vec::new();
@@ -299,10 +200,17 @@ impl<B: Backing> Engine<B> {
             .into_iter()
             .map(|error| {
                 // A lost file is pending for ever; any other while it has held bytes.
-                let is_pending = error.is_about_lost_data
+                let pending = error.is_about_lost_data
                     || held.contains(&error.path)
                     || failing_spill.as_ref() == Some(&error.path);
-                ErrorFigures { error, is_pending }
+                ErrorStatus {
+                    path: error.path.into(),
+                    errno: error.errno.raw_os_error(),
+                    message: error.message,
+                    repeats: error.count,
+                    age_seconds: error.last.elapsed().as_secs_f64(),
+                    pending,
+                }
             })
             .collect()
     }

@@ -18,7 +18,7 @@ use crate::file::File;
 
 /// Of files that processes write into slabs of their own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DirectAccessFigures {
+pub(crate) struct DirectAccessFigures {
     /// Files with a grant.
     pub files: u64,
     /// Slabs leased to clients.

@@ -6,18 +6,23 @@
 //! line then, and whatever was sent on it since the last answer was not carried out. Every field is plain
 //! JSON, and every path a [`BytePath`], so `firn … --json` prints what it got and other tools can speak to the socket.
 
+pub mod figures;
 pub mod path;
-
-use std::collections::BTreeMap;
+pub mod status;
 
 use firn_format::durability::DurabilityLevel;
 use firn_format::record::Ending;
 use serde::{Deserialize, Serialize};
 
 use crate::path::BytePath;
+pub use crate::status::{
+    BackupStatus, ErrorStatus, LaneState, LaneStatus, NumaNodeStatus, OwnerStatus, PartnerStatus,
+    PlacedStatus, SpillStatus, Status, TokenState, TokenStatus, TransactionStage,
+    TransactionStatus,
+};
 
 /// Version of this protocol; a client refuses a firnd that speaks another one.
-pub const PROTOCOL_VERSION: u32 = 6;
+pub const PROTOCOL_VERSION: u32 = 7;
 
 /// What a client asks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -155,8 +160,6 @@ pub enum Request {
         /// Number of a commit, or of a transaction that is prepared.
         id: u64,
     },
-    /// The metrics as Prometheus text.
-    Metrics,
     /// Drop the errors that are recorded (the data stays and is still tried).
     ClearErrors,
     /// Unmount and end. With `force`: unmount even if a file is open (lazily) and end even if data
@@ -248,11 +251,6 @@ pub enum Reply {
         /// The file was changed through the mount since, or may have been.
         changed: bool,
     },
-    /// Answer to [`Request::Metrics`].
-    Metrics {
-        /// Prometheus text exposition format.
-        text: String,
-    },
     /// Not the end: how far a long request is.
     Progress {
         /// Bytes that are still to be drained for this request.
@@ -307,362 +305,6 @@ pub struct Holder {
     pub connections: u32,
 }
 
-/// The state of one mount.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Status {
-    /// Package version of firnd.
-    pub version: String,
-    /// firnd's process id.
-    pub pid: u32,
-    /// Absolute path of the backing directory.
-    pub backing: BytePath,
-    /// Absolute path of the mount point.
-    pub mount_point: BytePath,
-    /// Path of the arena file.
-    pub arena: BytePath,
-    /// Seconds since firnd attached.
-    pub uptime_s: f64,
-    /// Lifetimes of firnd that this arena has seen, this one included.
-    pub epoch: u64,
-    /// Options in force that change what promises mean, as `key=value`; paths as people are shown them
-    /// (`firn_format::quote`).
-    pub options: Vec<String>,
-    /// Bytes of chunks.
-    pub arena_bytes: u64,
-    /// Bytes of slabs that are in use.
-    pub arena_used_bytes: u64,
-    /// Bytes of one chunk.
-    pub chunk_bytes: u64,
-    /// Bytes written by programs and not yet in the backing.
-    pub held_bytes: u64,
-    /// Files that have such bytes.
-    pub held_files: u64,
-    /// Files with bytes in logs (layout=log), as far as this host knows.
-    #[serde(default)]
-    pub logged_files: u64,
-    /// Age of the oldest of the held bytes, in milliseconds.
-    pub oldest_held_ms: Option<u64>,
-    /// Bytes recovered from an earlier firnd when this one attached.
-    pub recovered_bytes: u64,
-    /// Bytes of held data whose file could not be found in the backing at recovery.
-    pub lost_file_bytes: u64,
-    /// Files open through the mount.
-    pub open_files: u64,
-    /// Writers that wait for room in the arena.
-    pub waiting_writers: u64,
-    /// Since attach: files that the backing's file system did not put on the server that `placement` asked for.
-    #[serde(default)]
-    pub misplaced_files: u64,
-    /// Since attach: bytes taken from programs.
-    pub ingest_bytes: u64,
-    /// Since attach: write requests taken from programs.
-    pub ingest_writes: u64,
-    /// Since attach: bytes written to the backing.
-    pub drain_bytes: u64,
-    /// Since attach: write calls to the backing that succeeded.
-    pub drain_writes: u64,
-    /// Since attach: write calls to the backing that failed.
-    pub drain_errors: u64,
-    /// Since attach: bytes that were overwritten or removed before they were drained.
-    pub cancelled_bytes: u64,
-    /// Since attach: bytes read by programs through firnd.
-    pub read_bytes: u64,
-    /// Drained bytes that are still in the arena to be read again.
-    #[serde(default)]
-    pub cached_bytes: u64,
-    /// Bytes of held files of which the kernel may have a copy in its page cache.
-    #[serde(default)]
-    pub kernel_copies_bytes: u64,
-    /// The most that they may be.
-    #[serde(default)]
-    pub kernel_copies_bytes_max: u64,
-    /// Drained bytes that left the arena since the mount, to make room or because somebody asked.
-    #[serde(default)]
-    pub evicted_bytes: u64,
-    /// Processes that are connected to the data socket.
-    #[serde(default)]
-    pub direct_clients: u64,
-    /// Files that they write by direct access now.
-    #[serde(default)]
-    pub direct_files: u64,
-    /// Slabs leased to them.
-    #[serde(default)]
-    pub direct_leases: u64,
-    /// Since attach: leases that ended because their client broke the rules.
-    #[serde(default)]
-    pub direct_errors: u64,
-    /// Lists of chunks that programs hold ([`Request::Chunks`]).
-    #[serde(default)]
-    pub chunk_lists: u64,
-    /// Bytes in memory that they name, and that nobody else is given as long as they are held.
-    #[serde(default)]
-    pub chunk_list_bytes: u64,
-    /// Connections of agents for pullers on other hosts ([`Request::ReportPull`]).
-    #[serde(default)]
-    pub pulls: u64,
-    /// Since attach: files that agents have sent.
-    #[serde(default)]
-    pub pulled_files: u64,
-    /// Since attach: bytes that agents have sent.
-    #[serde(default)]
-    pub pulled_bytes: u64,
-    /// The same over the last seconds.
-    #[serde(default)]
-    pub pulled_bytes_per_s: f64,
-    /// The spill file, where there is one.
-    #[serde(default)]
-    pub spill: Option<SpillStatus>,
-    /// NUMA nodes, each with an equal part of the arena.
-    #[serde(default)]
-    pub numa_nodes: Vec<NumaNodeStatus>,
-    /// Transactions that are not over.
-    #[serde(default)]
-    pub transactions: Vec<TransactionStatus>,
-    /// Copies in the memory of another host, where the option `partner` asks for them.
-    #[serde(default)]
-    pub partner: Option<PartnerStatus>,
-    /// Ingest over the last seconds, bytes per second.
-    pub ingest_bytes_per_s: f64,
-    /// Drain over the last seconds, bytes per second.
-    pub drain_bytes_per_s: f64,
-    /// Lanes and what they do.
-    pub lanes: Vec<LaneStatus>,
-    /// What makes placement slower than it could be, and what to do.
-    #[serde(default)]
-    pub placement_advice: Vec<String>,
-    /// What other hosts that have the backing mounted do otherwise than this one, a sentence for each.
-    #[serde(default)]
-    pub host_differences: Vec<String>,
-    /// Lines that firnd could not write to its log since it began: full, or over a limit.
-    #[serde(default)]
-    pub log_lines_lost: u64,
-    /// Bytes of the largest file that firnd may write to the backing, the limit of whoever started it; none: no limit.
-    #[serde(default)]
-    pub file_size_limit_bytes: Option<u64>,
-    /// Since attach: requests of the kernel that failed, by operation. A lookup of a name that is not there is one.
-    #[serde(default)]
-    pub failed_requests: BTreeMap<String, u64>,
-    /// Since attach: decisions of the drain: `picked`, `written`, `waits` (after an error), `retried`, `given up`
-    /// (whoever waited was told the error), `spilled` and `put off` (programs wanted the CPUs).
-    #[serde(default)]
-    pub drain_decisions: BTreeMap<String, u64>,
-    /// Since attach: steps of transactions on this host: `begin`, `quiesce`, `drained`, `prepared`, `decided`,
-    /// `applied`, `ended`, `undone`.
-    #[serde(default)]
-    pub transaction_steps: BTreeMap<String, u64>,
-    /// Errors not yet dealt with, newest last, at most 64.
-    pub errors: Vec<ErrorStatus>,
-}
-
-/// A transaction.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct TransactionStatus {
-    /// Path of its scope below the mount point; empty: all of it.
-    pub scope: BytePath,
-    /// `open`, `prepared`, or `decided`: committed and not yet applied.
-    pub stage: String,
-    /// Its number, once it has one.
-    pub id: Option<u64>,
-    /// Whose it is; none: nobody's.
-    #[serde(default)]
-    pub owner: Option<OwnerStatus>,
-    /// Seconds since it was begun; none: an earlier firnd began it.
-    #[serde(default)]
-    pub age_s: Option<f64>,
-    /// Bytes that programs wrote in it, with what is not in the backing yet.
-    #[serde(default)]
-    pub bytes: u64,
-    /// Files, directories and others that it changes.
-    pub objects: u64,
-    /// How many names of files are in each state of CprFS.
-    pub states: BTreeMap<String, u64>,
-    /// An earlier firnd prepared it.
-    pub recovered: bool,
-    /// Where several hosts commit together: those that have come.
-    #[serde(default)]
-    pub here: Vec<String>,
-    /// Why it could not be applied when that was tried last; it is tried again.
-    #[serde(default)]
-    pub error: Option<String>,
-    /// How far its backup is; none without the option `backup`.
-    #[serde(default)]
-    pub backup: Option<BackupStatus>,
-}
-
-/// Copies in the memory of another host.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct PartnerStatus {
-    /// The option: `next`, or the name of a host.
-    pub wanted: String,
-    /// What this host is called among the others.
-    pub this_host: String,
-    /// The file that says which hosts fail together; none: each alone.
-    pub domains: Option<BytePath>,
-    /// The host that has the copies; none: there is none now.
-    pub host: Option<String>,
-    /// What a person should know of it; empty: nothing.
-    pub note: String,
-    /// Held files of which it has all bytes.
-    pub copied_files: u64,
-    /// Their held bytes.
-    pub copied_bytes: u64,
-    /// Held files of which it does not.
-    pub left_files: u64,
-    /// Their held bytes.
-    pub left_bytes: u64,
-    /// Seconds since the oldest of those was written; 0: there are none.
-    pub lag_s: f64,
-}
-
-/// Who owns a transaction.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct OwnerStatus {
-    /// Process id of the owner, or of who opened the connection; 0: firnd does not see it.
-    pub pid: u32,
-    /// It is a connection of that process.
-    pub connection: bool,
-}
-
-/// The backup of a transaction.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct BackupStatus {
-    /// The transaction is prepared, and can be finished from there.
-    pub whole: bool,
-    /// Seconds since what did not change any more was copied last; none: not yet.
-    pub age_s: Option<f64>,
-    /// Bytes that are there.
-    pub copied_bytes: u64,
-    /// Bytes that a prepare has to copy.
-    pub left_bytes: u64,
-    /// Why it could not be written last.
-    pub error: Option<String>,
-}
-
-/// The spill file of a mount.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct SpillStatus {
-    /// Path of the file.
-    pub path: BytePath,
-    /// Bytes that it may hold.
-    pub bytes: u64,
-    /// Bytes of its slots in use: whole chunks.
-    pub used_bytes: u64,
-    /// Since attach: bytes moved to it.
-    pub moved_bytes: u64,
-    /// Over the last seconds, bytes per second.
-    pub moved_bytes_per_s: f64,
-    /// The last try to write to it failed, or it was found damaged: nothing moves to it.
-    pub failing: bool,
-}
-
-/// One NUMA node and its part of the arena.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct NumaNodeStatus {
-    /// The kernel's number.
-    pub numa_node: u32,
-    /// Bytes of its chunks.
-    pub bytes: u64,
-    /// Bytes of those in use; the others are free.
-    pub used_bytes: u64,
-    /// Since attach: slabs of it given to writers that run nearer to another NUMA node.
-    pub foreign_slabs: u64,
-}
-
-/// One I/O server.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct LaneStatus {
-    /// Its backing directory.
-    pub path: BytePath,
-    /// IO threads that may write to it at once.
-    pub writers_max: u32,
-    /// IO threads that do.
-    pub writers: u32,
-    /// Milliseconds until it is tried again after an error.
-    pub retry_in_ms: Option<u64>,
-    /// Files in line for a write.
-    #[serde(default)]
-    pub queued_files: u64,
-    /// Files with bytes that are not in the backing yet.
-    #[serde(default)]
-    pub held_files: u64,
-    /// Those bytes.
-    #[serde(default)]
-    pub held_bytes: u64,
-    /// With `order=sequential`: the file that is being written.
-    #[serde(default)]
-    pub file: Option<BytePath>,
-    /// What was placed in it, where files are placed and it is not the backing itself.
-    #[serde(default)]
-    pub placed: Option<PlacedStatus>,
-    /// What gives it one writer among several hosts, where something does.
-    #[serde(default)]
-    pub token: Option<TokenStatus>,
-}
-
-/// The token of a lane.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct TokenStatus {
-    /// What it does now.
-    pub state: TokenState,
-    /// Milliseconds for which it has done so.
-    pub for_ms: u64,
-    /// Who has it instead, as far as this host was told.
-    pub holder: Option<String>,
-    /// Since attach: how often this host got it.
-    pub granted: u64,
-    /// Since attach: milliseconds that drains waited for it.
-    pub waited_ms: u64,
-    /// Since attach: how often drains went on without it.
-    pub went_without: u64,
-    /// Since attach: questions that failed.
-    pub errors: u64,
-    /// Why the last of them did.
-    pub last_error: Option<String>,
-}
-
-/// What the token of a lane does.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum TokenState {
-    /// The lane has nothing to write.
-    #[default]
-    Idle,
-    /// The lane waits for it.
-    Waiting,
-    /// This host has it.
-    Held,
-    /// The lane is written to without it.
-    Without,
-}
-
-/// What was placed in a lane.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct PlacedStatus {
-    /// Files that were made there since the mount.
-    pub files: u64,
-    /// Bytes that were written there since the mount.
-    pub bytes: u64,
-    /// Whether new files may go to it.
-    pub takes_files: bool,
-    /// Whether it takes files and bytes.
-    pub state: LaneState,
-}
-
-/// Whether a lane takes files and bytes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum LaneState {
-    /// As far as is known.
-    #[default]
-    Ok,
-    /// There was no room.
-    Full,
-    /// It did not answer as a directory should.
-    Gone,
-    /// A call of it does not return.
-    Hung,
-}
-
 /// Where a name is placed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Explanation {
@@ -677,23 +319,6 @@ pub struct Explanation {
     pub lane: Option<BytePath>,
     /// Why.
     pub reason: String,
-}
-
-/// An error of the backing that firnd remembers.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct ErrorStatus {
-    /// Path below the mount point, as far as it is known.
-    pub path: BytePath,
-    /// The errno.
-    pub errno: i32,
-    /// What was tried and what it means.
-    pub message: String,
-    /// How often it happened in a row.
-    pub count: u64,
-    /// Seconds since the last time.
-    pub age_s: f64,
-    /// Whether the file still has bytes that are not drained.
-    pub pending: bool,
 }
 
 /// One pending file.

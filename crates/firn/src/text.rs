@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use firn_format::quote::quoted;
+use firn_protocol::figures::Unit;
 
 const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
 
@@ -38,6 +39,16 @@ pub fn seconds(seconds: f64) -> String {
         60..3600 => format!("{} min {} s", whole / 60, whole % 60),
         3600..86400 => format!("{} h {} min", whole / 3600, whole % 3600 / 60),
         _ => format!("{} d {} h", whole / 86400, whole % 86400 / 3600),
+    }
+}
+
+/// The value of a figure in the unit that its name says.
+pub fn figure(name: &str, value: f64) -> String {
+    match Unit::of(name) {
+        Unit::BytesPerSecond => rate(value),
+        Unit::Bytes => bytes(value as u64),
+        Unit::Seconds => seconds(value),
+        Unit::Count => value.to_string(),
     }
 }
 

@@ -147,7 +147,7 @@ fn a_read_sees_what_was_written_by_direct_access_after_the_kernel_cached_the_fil
 fn kernel_copies_are_bounded() {
     let sandbox = Sandbox::new("copybound");
     let mount = FirnMount::new(&sandbox, &format!("{HELD},kernel-copies=25"));
-    let bound = mount.status().kernel_copies_bytes_max;
+    let bound = mount.status().kernel_copies_max_bytes;
     assert_eq!(bound / MIB as u64, 15, "a quarter of the arena, about");
     let names: Vec<_> = (0..4).map(|at| mount.join(format!("held{at}"))).collect();
     for (at, name) in names.iter().enumerate() {

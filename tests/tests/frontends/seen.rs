@@ -91,7 +91,7 @@ fn regression_each_failed_request_and_each_decision_of_the_drain_is_logged_once_
         ])
         .ok()
         .stdout;
-    for sample in ["operation=\"rmdir\"} 3", "decision=\"picked\"} 1"] {
+    for sample in ["kind=\"rmdir\"} 3", "kind=\"picked\"} 1"] {
         assert!(metrics.contains(sample), "{sample} is not in\n{metrics}");
     }
     let shown = sandbox

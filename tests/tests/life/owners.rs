@@ -5,7 +5,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use firn_client::owner_process;
-use firn_protocol::{Owner, Reply, Request, TransactionStatus};
+use firn_protocol::{Owner, Reply, Request, TransactionStage, TransactionStatus};
 use firn_tests::chunks::Control;
 use firn_tests::command::wait_child;
 use firn_tests::sandbox::kill;
@@ -165,8 +165,8 @@ fn a_transaction_that_is_prepared_outlives_its_owner() {
         owner.kill();
         // A transaction elsewhere comes and goes: whatever is aborted for its owner is so by then.
         fs::create_dir(mount.backing().join("unused")).expect("mkdir");
-        let stage = || transactions(&mount).first().map(|one| one.stage.clone());
-        assert_eq!(stage().as_deref(), Some("prepared"));
+        let stage = || transactions(&mount).first().map(|one| one.stage);
+        assert_eq!(stage(), Some(TransactionStage::Prepared));
         firn_id(&sandbox, "commit", mount.path(), 5).ok();
         assert_eq!(
             fs::read(mount.backing().join("new")).expect("read"),
@@ -293,7 +293,7 @@ fn the_status_shows_owner_age_and_bytes_of_each_open_transaction() {
     assert!(
         found
             .iter()
-            .all(|one| one.age_s.is_some_and(|age| age < LIMIT.as_secs_f64()))
+            .all(|one| one.age_seconds.is_some_and(|age| age < LIMIT.as_secs_f64()))
     );
     let text = firn(&sandbox, "status", mount.path()).ok().stdout;
     for part in [

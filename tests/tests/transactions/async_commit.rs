@@ -21,12 +21,12 @@ use rand::RngExt;
 const COMMIT: &str = "arena-size=64M,chunk-size=1M,drain=commit";
 const MIB: usize = 1 << 20;
 
-fn stages(mount: &FirnMount<'_>) -> Vec<String> {
+fn stages(mount: &FirnMount<'_>) -> Vec<&'static str> {
     mount
         .status()
         .transactions
         .into_iter()
-        .map(|one| one.stage)
+        .map(|one| one.stage.as_str())
         .collect()
 }
 

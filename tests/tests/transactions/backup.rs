@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use firn_protocol::TransactionStage;
 use firn_tests::command::{Outcome, wait_until};
 use firn_tests::fsops::open_rw;
 use firn_tests::random::bytes;
@@ -247,7 +248,7 @@ fn a_backup_that_is_full_or_gone_fails_the_prepare_and_keeps_the_transaction() {
             .code(1)
             .says("the backup reports");
         let one = mount.status().transactions.remove(0);
-        assert_eq!(one.stage, "open");
+        assert_eq!(one.stage, TransactionStage::Open);
         let backup = one.backup.expect("a backup");
         assert!(!backup.whole && backup.error.is_some_and(|error| error.contains("No space")));
         assert!(

@@ -244,7 +244,7 @@ fn a_checkpoint_survives_its_host_in_the_memory_of_the_partner() {
         (0, 3),
         "{status:?}"
     );
-    assert_eq!(status.lag_s, 0.0);
+    assert_eq!(status.lag_seconds, 0.0);
     let mut ls = hosts[0].sandbox.firn(["ls", "--state", "partnered"]);
     let listed = run(ls.arg(&top)).ok();
     assert_eq!(listed.stdout.lines().count(), FILES.len(), "{listed}");

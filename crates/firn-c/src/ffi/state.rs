@@ -50,7 +50,9 @@ impl MountStatus {
             size: size_of::<Self>(),
             held_bytes: status.held_bytes,
             held_files: status.held_files,
-            oldest_held_ms: status.oldest_held_ms.unwrap_or(0),
+            oldest_held_ms: status
+                .oldest_held_seconds
+                .map_or(0, |age| (age * 1e3) as u64),
             arena_bytes: status.arena_bytes,
             arena_used_bytes: status.arena_used_bytes,
             spill_bytes: spill.map_or(0, |spill| spill.bytes),

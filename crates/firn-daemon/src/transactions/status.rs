@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use firn_protocol::TransactionStatus;
+use firn_protocol::{TransactionStage, TransactionStatus};
 use firn_transact::Stage;
 
 use crate::gate::TransactionGate;
@@ -12,10 +12,10 @@ use crate::owners::Owners;
 
 /// For the status.
 pub(crate) fn status(gate: &Arc<TransactionGate>, owners: &Owners) -> Vec<TransactionStatus> {
-    let word = |stage| match stage {
-        Stage::Open | Stage::Ended => ("open", None),
-        Stage::Prepared(id) => ("prepared", Some(id)),
-        Stage::Decided(id) => ("decided", Some(id)),
+    let stage = |stage| match stage {
+        Stage::Open | Stage::Ended => (TransactionStage::Open, None),
+        Stage::Prepared(id) => (TransactionStage::Prepared, Some(id)),
+        Stage::Decided(id) => (TransactionStage::Decided, Some(id)),
     };
     let pending = |scope: &[u8]| -> u64 {
         let files = gate.engine().files_below(scope);
@@ -23,11 +23,11 @@ pub(crate) fn status(gate: &Arc<TransactionGate>, owners: &Owners) -> Vec<Transa
     };
     let one = |found: firn_transact::Transaction| TransactionStatus {
         owner: owners.status(&found.scope).0,
-        age_s: owners.status(&found.scope).1,
+        age_seconds: owners.status(&found.scope).1,
         bytes: found.written_bytes + pending(&found.path_now),
         scope: found.path_now.as_slice().into(),
-        stage: word(found.stage).0.into(),
-        id: word(found.stage).1,
+        stage: stage(found.stage).0,
+        id: stage(found.stage).1,
         objects: found.objects,
         states: found
             .states

@@ -17,7 +17,7 @@ fn start(threads: IoThreads) -> (SimBacking, Host<SimBacking>) {
 }
 
 fn writers(host: &Host<SimBacking>, lane: LaneIndex) -> usize {
-    host.engine.figures().lanes[lane.index()].writers
+    host.engine.figures().lanes[lane.index()].writers as usize
 }
 
 /// Proves S-order-4.

@@ -188,11 +188,7 @@ fn appended_bytes_are_seen_at_once() {
     assert_eq!(size(&world.engine, inode), 11);
     let status = world.engine.figures();
     assert_eq!(
-        (
-            status.held_bytes,
-            status.direct_access.files,
-            status.direct_access.leases
-        ),
+        (status.held_bytes, status.direct_files, status.direct_leases),
         (11, 1, 1)
     );
     assert!(world.engine.is_written_directly(inode));
@@ -444,9 +440,9 @@ fn a_file_has_two_leases_and_a_third_ends_the_first() {
         unsafe { writer.append(offset, data.as_ptr(), data.len()) }
     };
     assert_eq!(append(&mut first, 3, b"two"), Appended::Bytes(3));
-    assert_eq!(world.engine.figures().direct_access.leases, 2);
+    assert_eq!(world.engine.figures().direct_leases, 2);
     assert_eq!(writer.append(&world.engine, 6, b"three"), 5);
-    assert_eq!(world.engine.figures().direct_access.leases, 1);
+    assert_eq!(world.engine.figures().direct_leases, 1);
     assert_eq!(append(&mut first, 11, b"late"), Appended::Revoked);
     assert_eq!(read(&world.engine, token), b"onetwothree");
 }
@@ -486,7 +482,7 @@ fn who_has_written_much_gets_several_leases_at_once_and_may_skip_some() {
     let mut bytes = vec![0; data.len() + 10];
     let count = engine.read(token, 0, &mut bytes).expect("read");
     assert_eq!(&bytes[..count], [&data[..], b"end"].concat());
-    assert_eq!(engine.figures().direct_access.leases, 0);
+    assert_eq!(engine.figures().direct_leases, 0);
 }
 
 #[test]
@@ -728,7 +724,7 @@ fn interleave(seed: u64) {
     world.drain_all();
     assert!(world.backing_tree()["file"] == *model.lock(), "seed {seed}");
     assert!(engine.arena().used_bytes() <= PARKED, "seed {seed}");
-    assert_eq!(engine.figures().direct_access.errors, 0);
+    assert_eq!(engine.figures().direct_errors, 0);
 }
 
 /// A drain that fails is told by the next write, which only the kernel's way can do.

@@ -211,7 +211,7 @@ fn a_file_that_fails_does_not_keep_its_lane() {
     assert_eq!(left[0].held_bytes, 0, "the other lane goes on");
     assert_eq!(left[1].held_files as usize, run.lanes[&1].turns.len());
     assert!(left[1].held_files > 1, "each of its files was tried");
-    assert!(left[1].retry_in.is_some());
+    assert!(left[1].retry_seconds.is_some());
     run.world.backing.fail_lane(failing, false);
     run.world.drain_all();
     for (_, handle) in &run.files {

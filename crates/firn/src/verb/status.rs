@@ -17,8 +17,8 @@ use crate::output::{self, Paint};
 use crate::verb::{Verb, connect};
 
 mod block;
-mod exposition;
 mod list;
+mod prometheus;
 
 /// How often `--watch` looks: as often as firnd samples its rates.
 const WATCH_EVERY: Duration = Duration::from_secs(1);
@@ -121,7 +121,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         return Ok(DONE);
     }
     if args.prometheus {
-        return exposition::print(args.path.as_deref());
+        return prometheus::print(args.path.as_deref());
     }
     if !args.watch {
         return show(&args);

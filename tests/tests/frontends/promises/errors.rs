@@ -81,7 +81,7 @@ fn errors_stay_until_they_are_cleared_or_pushed_out_and_the_data_stays_anyway() 
         status
             .errors
             .iter()
-            .all(|e| e.errno == libc::EIO && e.count > 0 && e.pending)
+            .all(|e| e.errno == libc::EIO && e.repeats > 0 && e.pending)
     );
     let clear = [
         "status".as_ref(),

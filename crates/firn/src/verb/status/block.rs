@@ -3,15 +3,16 @@
 use std::fmt::Write;
 
 use firn_format::quote::printable;
+use firn_protocol::figures::Figures;
 use firn_protocol::{
     ErrorStatus, FileStatus, LaneState, LaneStatus, PartnerStatus, PlacedStatus, SpillStatus,
-    Status, TokenState, TokenStatus, TransactionStatus,
+    Status, TokenState, TokenStatus, TransactionStage, TransactionStatus,
 };
 
 use super::Seen;
 use super::list::fill;
 use crate::output::Paint;
-use crate::text::{bytes, count, rate, seconds};
+use crate::text::{bytes, count, figure, rate, seconds};
 
 /// Characters of the bar that shows the arena.
 const BAR_WIDTH: usize = 30;
@@ -83,50 +84,14 @@ fn mount(s: &Status, paint: Paint) -> String {
     let writes = count(s.ingest_writes, "write");
     line(
         "ingest",
-        format!("{:<14} {taken} in {writes}", rate(s.ingest_bytes_per_s)),
+        format!(
+            "{:<14} {taken} in {writes}",
+            rate(s.ingest_bytes_per_second)
+        ),
     );
     line("drain", drained(s));
-    if s.read_bytes + s.cancelled_bytes > 0 {
-        line(
-            "other",
-            format!(
-                "{} read, {} overwritten before they drained",
-                bytes(s.read_bytes),
-                bytes(s.cancelled_bytes)
-            ),
-        );
-    }
-    if s.kernel_copies_bytes > 0 {
-        line(
-            "kernel copies",
-            format!(
-                "{} of held files, at most {}",
-                bytes(s.kernel_copies_bytes),
-                bytes(s.kernel_copies_bytes_max)
-            ),
-        );
-    }
     for one in &s.transactions {
         line("open", transaction(one, paint));
-    }
-    if s.direct_clients > 0 {
-        let what = format!(
-            "{}, {} being written, {} leased",
-            count(s.direct_clients, "client"),
-            count(s.direct_files, "file"),
-            count(s.direct_leases, "slab")
-        );
-        line("direct access", what);
-    }
-    if s.chunk_lists > 0 {
-        line(
-            "lists",
-            format!(
-                "{} held by programs, with {} of memory",
-                count(s.chunk_lists, "chunk list"),
-                bytes(s.chunk_list_bytes)
-            ),
-        );
     }
     if let Some(partner) = &s.partner {
         line("partner", partnered(partner, paint));
@@ -136,7 +101,7 @@ fn mount(s: &Status, paint: Paint) -> String {
             "pulled",
             format!(
                 "{:<14} {} in {}, {} under way",
-                rate(s.pulled_bytes_per_s),
+                rate(s.pulled_bytes_per_second),
                 bytes(s.pulled_bytes),
                 count(s.pulled_files, "file"),
                 count(s.pulls, "pull"),
@@ -194,7 +159,11 @@ fn mount(s: &Status, paint: Paint) -> String {
             );
         }
     }
-    let up = seconds(s.uptime_s);
+    let others = other_figures(s);
+    if !others.is_empty() {
+        line("figures", others.join(", "));
+    }
+    let up = seconds(s.uptime_seconds);
     let open = count(s.open_files, "open file");
     line(
         "firnd",
@@ -205,9 +174,7 @@ fn mount(s: &Status, paint: Paint) -> String {
     );
     line("options", s.options.join(" "));
     for lane in &s.lanes {
-        if s.lanes.len() > 1 || lane.placed.is_some() || lane.file.is_some() {
-            line("lane", lane_line(lane, paint));
-        }
+        line("lane", lane_line(lane, paint));
     }
     for advice in &s.placement_advice {
         line("placement", paint.odd(advice));
@@ -219,15 +186,9 @@ fn mount(s: &Status, paint: Paint) -> String {
         if let Some(token) = &lane.token {
             line(&format!("token {index}"), token_line(token, paint));
         }
-        if let Some(ms) = lane.retry_in_ms {
-            line(
-                "retry",
-                paint.odd(&format!(
-                    "{} is retried in {}",
-                    lane.path,
-                    seconds(ms as f64 / 1e3)
-                )),
-            );
+        if let Some(wait) = lane.retry_seconds {
+            let what = format!("{} is retried in {}", lane.path, seconds(wait));
+            line("retry", paint.odd(&what));
         }
     }
     line(
@@ -244,6 +205,105 @@ fn mount(s: &Status, paint: Paint) -> String {
     text
 }
 
+/// Figures that the lines of a mount show in words of their own.
+const IN_LINES: &[&str] = &[
+    "arena_bytes",
+    "arena_used_bytes",
+    "chunk_bytes",
+    "drain_bytes",
+    "drain_bytes_per_second",
+    "drain_decisions",
+    "drain_errors",
+    "drain_writes",
+    "epoch",
+    "error_age_seconds",
+    "error_pending",
+    "error_repeats",
+    "errors",
+    "failed_requests",
+    "file_size_limit_bytes",
+    "held_bytes",
+    "held_files",
+    "host_differences",
+    "ingest_bytes",
+    "ingest_bytes_per_second",
+    "ingest_writes",
+    "lane_held_bytes",
+    "lane_held_files",
+    "lane_max_writers",
+    "lane_placed_bytes",
+    "lane_placed_files",
+    "lane_placed_state",
+    "lane_placed_takes_files",
+    "lane_queued_files",
+    "lane_retry_seconds",
+    "lane_token_errors",
+    "lane_token_granted",
+    "lane_token_state",
+    "lane_token_state_seconds",
+    "lane_token_waited_seconds",
+    "lane_token_went_without",
+    "lane_writers",
+    "lanes",
+    "log_lines_lost",
+    "logged_files",
+    "lost_file_bytes",
+    "misplaced_files",
+    "numa_node_bytes",
+    "numa_node_foreign_slabs",
+    "numa_node_used_bytes",
+    "numa_nodes",
+    "oldest_held_seconds",
+    "open_files",
+    "partner_copied_bytes",
+    "partner_lag_seconds",
+    "partner_left_bytes",
+    "partner_present",
+    "placement_advice",
+    "pulled_bytes",
+    "pulled_bytes_per_second",
+    "pulled_files",
+    "pulls",
+    "recovered_bytes",
+    "spill_bytes",
+    "spill_failing",
+    "spill_moved_bytes",
+    "spill_moved_bytes_per_second",
+    "spill_used_bytes",
+    "transaction_age_seconds",
+    "transaction_backup_age_seconds",
+    "transaction_backup_copied_bytes",
+    "transaction_backup_left_bytes",
+    "transaction_backup_whole",
+    "transaction_bytes",
+    "transaction_objects",
+    "transaction_stage",
+    "transaction_steps",
+    "transactions",
+    "uptime_seconds",
+    "waiting_writers",
+];
+
+/// All other figures that are not 0, by name: one that is new in the table is shown here.
+fn other_figures(s: &Status) -> Vec<String> {
+    let mut shown = Vec::new();
+    let figures = Figures::of([s]);
+    let others = figures.iter().filter(|one| !IN_LINES.contains(&&*one.name));
+    for other in others {
+        for sample in other.samples.iter().filter(|sample| sample.value != 0.0) {
+            let labels: Vec<String> = sample
+                .labels
+                .iter()
+                .filter(|(key, _)| !["mount_point", "backing"].contains(key))
+                .map(|(key, value)| format!(" {key}={value}"))
+                .collect();
+            let value = figure(&other.name, sample.value);
+            shown.push(format!("{}{} {value}", other.name, labels.concat()));
+        }
+    }
+    shown
+}
+
 fn lane_line(lane: &LaneStatus, paint: Paint) -> String {
     let placed = lane
         .placed
@@ -257,7 +317,7 @@ fn lane_line(lane: &LaneStatus, paint: Paint) -> String {
         .map_or_else(String::new, |file| format!(", at {file}"));
     format!(
         "{}: {placed}{held} held in {files}, {} in line, {} of {} writers busy{file}",
-        lane.path, lane.queued_files, lane.writers, lane.writers_max
+        lane.path, lane.queued_files, lane.writers, lane.max_writers
     )
 }
 
@@ -280,7 +340,7 @@ fn placed_text(placed: &PlacedStatus, paint: Paint) -> String {
 
 /// What gives a lane one writer among several hosts.
 fn token_line(token: &TokenStatus, paint: Paint) -> String {
-    let time = seconds(token.for_ms as f64 / 1e3);
+    let time = seconds(token.state_seconds);
     let state = match (token.state, &token.holder) {
         (TokenState::Idle, _) => "not asked for".to_owned(),
         (TokenState::Held, _) => format!("held for {time}"),
@@ -291,7 +351,7 @@ fn token_line(token: &TokenStatus, paint: Paint) -> String {
     let mut text = format!(
         "{state}; granted {} times, waited {} in all, {} times without",
         token.granted,
-        seconds(token.waited_ms as f64 / 1e3),
+        seconds(token.waited_seconds),
         token.went_without
     );
     if token.errors > 0 {
@@ -302,8 +362,8 @@ fn token_line(token: &TokenStatus, paint: Paint) -> String {
 }
 
 fn held(s: &Status) -> String {
-    let oldest = s.oldest_held_ms.map_or_else(String::new, |ms| {
-        format!(", the oldest for {}", seconds(ms as f64 / 1e3))
+    let oldest = s.oldest_held_seconds.map_or_else(String::new, |age| {
+        format!(", the oldest for {}", seconds(age))
     });
     format!(
         "{} in {}{oldest}",
@@ -334,8 +394,8 @@ fn transaction(one: &TransactionStatus, paint: Paint) -> String {
     let Some(backup) = &one.backup else {
         return text;
     };
-    let is_open = one.stage == "open";
-    let state = match (&backup.error, backup.whole, backup.age_s) {
+    let is_open = one.stage == TransactionStage::Open;
+    let state = match (&backup.error, backup.whole, backup.age_seconds) {
         (Some(error), ..) => paint.bad(&format!("not in the backup: {error}")),
         (None, true, _) => format!("backup of {} is complete", bytes(backup.copied_bytes)),
         (None, false, Some(age)) if is_open => format!(
@@ -358,22 +418,22 @@ fn stage(one: &TransactionStatus, paint: Paint) -> String {
     };
     let number = one.id.map_or_else(String::new, |id| format!(" as {id}"));
     let objects = count(one.objects, "object");
-    match one.stage.as_str() {
-        "open" => format!(
+    match one.stage {
+        TransactionStage::Open => format!(
             "transaction in {scope}, {objects} changed, {}{}{}",
             bytes(one.bytes),
-            one.age_s.map_or_else(String::new, |age| format!(", {} old", seconds(age))),
+            one.age_seconds.map_or_else(String::new, |age| format!(", {} old", seconds(age))),
             owner(one)
         ),
-        "prepared" => {
+        TransactionStage::Prepared => {
             let here =
                 if one.here.is_empty() { String::new() } else { format!(" on {}", one.here.join(", ")) };
             paint.odd(&format!("transaction in {scope}, prepared{number}{here}: firn commit or firn abort"))
         }
-        stage => match &one.error {
-            None => paint.odd(&format!("transaction in {scope}, {stage}{number}, {objects} are being applied")),
+        TransactionStage::Decided => match &one.error {
+            None => paint.odd(&format!("transaction in {scope}, decided{number}, {objects} are being applied")),
             Some(error) => paint.bad(&format!(
-                "transaction in {scope}, {stage}{number}: {error}; it is retried automatically, and at once by firn commit"
+                "transaction in {scope}, decided{number}: {error}; it is retried automatically, and at once by firn commit"
             )),
         },
     }
@@ -392,13 +452,15 @@ fn owner(one: &TransactionStatus) -> String {
 /// Copies in the memory of another host.
 fn partnered(partner: &PartnerStatus, paint: Paint) -> String {
     let copied = bytes(partner.copied_bytes);
-    let mut text = match &partner.host {
-        Some(host) => format!("{host} has copies of {copied}"),
-        None => paint.odd("none: what is held is lost if this host is"),
+    let mut text = if partner.present {
+        let host = partner.host.as_deref().unwrap_or_default();
+        format!("{host} has copies of {copied}")
+    } else {
+        paint.odd("none: what is held is lost if this host is")
     };
-    if partner.host.is_some() && partner.left_files > 0 {
+    if partner.present && partner.left_files > 0 {
         let left = bytes(partner.left_bytes);
-        let lag = seconds(partner.lag_s);
+        let lag = seconds(partner.lag_seconds);
         text += &format!(", and not of {left}, the oldest written {lag} ago");
     }
     if !partner.note.is_empty() {
@@ -416,7 +478,7 @@ fn spilled(spill: &SpillStatus, paint: Paint) -> String {
     } else {
         String::new()
     };
-    let rate = rate(spill.moved_bytes_per_s);
+    let rate = rate(spill.moved_bytes_per_second);
     format!(
         "{rate:<14} {used} of {all} in {}, {moved} moved{state}",
         spill.path
@@ -437,7 +499,7 @@ fn drained(s: &Status) -> String {
     let writes = count(s.drain_writes, "write");
     format!(
         "{:<14} {taken} in {writes}{mean}{failed}",
-        rate(s.drain_bytes_per_s)
+        rate(s.drain_bytes_per_second)
     )
 }
 
@@ -452,11 +514,11 @@ fn error_line(error: &ErrorStatus) -> String {
     } else {
         error.path.to_string()
     };
-    let times = count(error.count, "time");
+    let times = count(error.repeats, "time");
     format!(
         "{path}: {} ({times}, {} ago){pending}",
         printable(&error.message),
-        seconds(error.age_s)
+        seconds(error.age_seconds)
     )
 }
 
@@ -481,6 +543,8 @@ fn pending(files: &[FileStatus]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::Value;
+
     use super::*;
 
     #[test]
@@ -488,8 +552,8 @@ mod tests {
         let error = ErrorStatus {
             path: "step/rank0".into(),
             message: "write: No space left on device".into(),
-            count: 3,
-            age_s: 2.0,
+            repeats: 3,
+            age_seconds: 2.0,
             pending: true,
             ..ErrorStatus::default()
         };
@@ -497,6 +561,54 @@ mod tests {
             error_line(&error),
             "step/rank0: write: No space left on device (3 times, 2.0 s ago); its data is kept, and the drain is retried"
         );
+    }
+
+    /// A figure that is new in the table cannot be forgotten here: [`other_figures`] shows it.
+    #[test]
+    fn each_figure_changes_what_a_person_is_shown() {
+        let mut status = Status::example();
+        // What went wrong stands in for figures, and the line of pulls is there if there were some.
+        status.pulled_bytes = 1;
+        let transaction = &mut status.transactions[0];
+        transaction.error = None;
+        transaction.backup.as_mut().expect("an example").error = None;
+        let before = mount(&status, Paint::stdout());
+        let figures = Figures::of([&status]);
+        for name in IN_LINES {
+            assert!(figures.iter().any(|one| one.name == *name), "{name}");
+        }
+        for one in figures.iter() {
+            let mut json = serde_json::to_value(&status).unwrap();
+            change(&mut json, one.json.trim_start_matches('.'));
+            let changed: Status = serde_json::from_value(json).unwrap();
+            assert_ne!(mount(&changed, Paint::stdout()), before, "{}", one.name);
+        }
+    }
+
+    /// Another value at a path of JSON.
+    fn change(value: &mut Value, path: &str) {
+        if let Some((field, rest)) = path.split_once('.') {
+            match value[field.trim_end_matches("[]")] {
+                Value::Array(ref mut items) => items.iter_mut().for_each(|one| change(one, rest)),
+                ref mut part => change(part, rest),
+            }
+            return;
+        }
+        match &mut value[path] {
+            Value::Number(number) => *number = 77_777.into(),
+            Value::Bool(flag) => *flag = !*flag,
+            Value::Array(items) => items.push(items[0].clone()),
+            Value::Object(counts) => drop(counts.insert("another".to_owned(), 77_777.into())),
+            Value::String(state) => {
+                let other = match state.as_str() {
+                    "ok" => "gone",
+                    "idle" | "waiting" => "without",
+                    _ => "prepared",
+                };
+                *state = other.to_owned();
+            }
+            Value::Null => panic!("the example has no {path}"),
+        }
     }
 
     #[test]

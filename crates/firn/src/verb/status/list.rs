@@ -85,8 +85,8 @@ fn row(seen: &Seen) -> [String; 8] {
 
 fn alive(status: &Status) -> [String; 8] {
     let oldest = status
-        .oldest_held_ms
-        .map_or_else(|| "-".to_owned(), |ms| seconds(ms as f64 / 1e3));
+        .oldest_held_seconds
+        .map_or_else(|| "-".to_owned(), seconds);
     [
         status.mount_point.to_string(),
         status.backing.to_string(),
@@ -97,8 +97,8 @@ fn alive(status: &Status) -> [String; 8] {
             fill(status) * 100.0,
             bytes(status.arena_bytes)
         ),
-        rate(status.ingest_bytes_per_s),
-        rate(status.drain_bytes_per_s),
+        rate(status.ingest_bytes_per_second),
+        rate(status.drain_bytes_per_second),
         status.errors.len().to_string(),
     ]
 }

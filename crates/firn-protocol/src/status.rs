@@ -1,0 +1,436 @@
+//! The status of a mount: the one table of its figures.
+//!
+//! A figure is a line here, and a line where it is counted: `crates/firn-engine/src/figures.rs` for the engine's,
+//! `crates/firn-daemon/src/answers.rs` for firnd's. [`crate::figures`] says what comes from the line.
+//!
+//! Counters count from the attach. A figure's help is shown to people and collectors: a sentence of its own.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::figures::{part, states};
+use crate::path::BytePath;
+
+part! {
+    /// The state of one mount.
+    Status, prefix "" {
+        /// Package version of firnd.
+        text version: String,
+        /// firnd's process id.
+        text pid: u32,
+        /// Absolute path of the backing directory.
+        label backing: BytePath,
+        /// Absolute path of the mount point.
+        label mount_point: BytePath,
+        /// Path of the arena file.
+        text arena: BytePath,
+        /// Time since firnd attached.
+        gauge uptime_seconds: f64,
+        /// Lifetimes of firnd that this arena has seen, this one included.
+        gauge epoch: u64,
+        /// Options in force that change what promises mean, as `key=value`; paths as people are shown them
+        /// (`firn_format::quote`).
+        text options: Vec<String>,
+        /// Bytes of chunks in the arena.
+        gauge arena_bytes: u64,
+        /// Bytes of slabs that are in use.
+        gauge arena_used_bytes: u64,
+        /// Bytes of one chunk.
+        gauge chunk_bytes: u64,
+        /// Bytes written by programs and not yet in the backing.
+        gauge held_bytes: u64,
+        /// Files with bytes that are not in the backing yet.
+        gauge held_files: u64,
+        /// Files with bytes in logs (layout=log), as far as this host knows.
+        gauge logged_files: u64,
+        /// Age of the oldest byte that is not in the backing yet.
+        gauge oldest_held_seconds: Option<f64>,
+        /// Bytes recovered from an earlier firnd when this one attached.
+        gauge recovered_bytes: u64,
+        /// Held bytes whose file could not be found in the backing at recovery.
+        gauge lost_file_bytes: u64,
+        /// Files open through the mount.
+        gauge open_files: u64,
+        /// Writers that wait for room in the arena.
+        gauge waiting_writers: u64,
+        /// Files that the backing's file system did not put on the server that `placement` asked for.
+        counter misplaced_files: u64,
+        /// Bytes taken from programs.
+        counter ingest_bytes: u64,
+        /// Write requests taken from programs.
+        counter ingest_writes: u64,
+        /// Bytes taken from programs in a second, over the last seconds.
+        gauge ingest_bytes_per_second: f64,
+        /// Bytes written to the backing.
+        counter drain_bytes: u64,
+        /// Write calls to the backing that succeeded.
+        counter drain_writes: u64,
+        /// Write calls to the backing that failed.
+        counter drain_errors: u64,
+        /// Bytes written to the backing in a second, over the last seconds.
+        gauge drain_bytes_per_second: f64,
+        /// Bytes that were overwritten or removed before they were drained.
+        counter cancelled_bytes: u64,
+        /// Bytes read by programs through firnd.
+        counter read_bytes: u64,
+        /// Drained bytes that are still in the arena to be read again.
+        gauge cached_bytes: u64,
+        /// Drained bytes that left the arena, to make room or because a request asked.
+        counter evicted_bytes: u64,
+        /// Bytes of held files of which the kernel may have a copy in its page cache.
+        gauge kernel_copies_bytes: u64,
+        /// The most bytes of held files that the kernel may have copies of.
+        gauge kernel_copies_max_bytes: u64,
+        /// Processes that are connected to the data socket for direct access.
+        gauge direct_clients: u64,
+        /// Files that processes write by direct access now.
+        gauge direct_files: u64,
+        /// Slabs leased for direct access.
+        gauge direct_leases: u64,
+        /// Leases that ended because their client broke the rules.
+        counter direct_errors: u64,
+        /// Lists of chunks that programs hold.
+        gauge chunk_lists: u64,
+        /// Bytes in memory that lists of chunks name, and that stay as they are while the lists are held.
+        gauge chunk_list_bytes: u64,
+        /// Connections of agents for pullers on other hosts.
+        gauge pulls: u64,
+        /// Files that agents have sent to other hosts.
+        counter pulled_files: u64,
+        /// Bytes that agents have sent to other hosts.
+        counter pulled_bytes: u64,
+        /// Bytes that agents have sent to other hosts in a second, over the last seconds.
+        gauge pulled_bytes_per_second: f64,
+        /// The spill file, where there is one.
+        part spill: Option<SpillStatus>,
+        /// NUMA nodes, each with an equal part of the arena.
+        part numa_nodes: Vec<NumaNodeStatus>,
+        /// Transactions that are not over.
+        part transactions: Vec<TransactionStatus>,
+        /// Copies in the memory of another host, where the option `partner` asks for them.
+        part partner: Option<PartnerStatus>,
+        /// Lanes of the drain.
+        part lanes: Vec<LaneStatus>,
+        /// Sentences about what makes placement slower than it could be, and what to do.
+        gauge placement_advice: Vec<String>,
+        /// Sentences about what other hosts that mount the backing do otherwise than this one.
+        gauge host_differences: Vec<String>,
+        /// Lines that firnd could not write to its log since it began: full, or over a limit.
+        counter log_lines_lost: u64,
+        /// Bytes of the largest file that firnd may write to the backing, the limit of the process that started it.
+        gauge file_size_limit_bytes: Option<u64>,
+        /// Requests of the kernel that failed, by operation. A lookup of a name that is not there is one.
+        counter failed_requests: BTreeMap<String, u64>,
+        /// Decisions of the drain: `picked`, `written`, `waits` (after an error), `retried`, `given up` (the error was
+        /// reported to those that waited), `spilled` and `put off` (programs wanted the CPUs).
+        counter drain_decisions: BTreeMap<String, u64>,
+        /// Steps of transactions on this host: `begin`, `quiesce`, `drained`, `prepared`, `decided`, `applied`, `ended`,
+        /// `undone`.
+        counter transaction_steps: BTreeMap<String, u64>,
+        /// Errors not yet dealt with, the newest last, at most 64.
+        part errors: Vec<ErrorStatus>,
+    }
+}
+
+impl Status {
+    /// For tests: a status in which everything is there that may be.
+    pub fn example() -> Self {
+        let counts = BTreeMap::from([("lookup".to_owned(), 3)]);
+        let backup = BackupStatus {
+            age_seconds: Some(1.0),
+            error: Some("no".into()),
+            ..BackupStatus::default()
+        };
+        let transaction = TransactionStatus {
+            id: Some(1),
+            owner: Some(OwnerStatus::default()),
+            age_seconds: Some(1.0),
+            states: counts.clone(),
+            here: vec!["n1".into()],
+            error: Some("no".into()),
+            backup: Some(backup),
+            ..TransactionStatus::default()
+        };
+        let token = TokenStatus {
+            state: TokenState::Waiting,
+            holder: Some("n2".into()),
+            last_error: Some("no".into()),
+            ..TokenStatus::default()
+        };
+        let lane = LaneStatus {
+            retry_seconds: Some(1.0),
+            file: Some("file".into()),
+            placed: Some(PlacedStatus::default()),
+            token: Some(token),
+            ..LaneStatus::default()
+        };
+        let partner = PartnerStatus {
+            domains: Some("file".into()),
+            present: true,
+            host: Some("n2".into()),
+            left_files: 1,
+            ..PartnerStatus::default()
+        };
+        let second_node = NumaNodeStatus {
+            numa_node: 1,
+            ..NumaNodeStatus::default()
+        };
+        Self {
+            mount_point: "/a\"b\\c\nd".into(),
+            options: vec!["a=b".into()],
+            oldest_held_seconds: Some(1.0),
+            spill: Some(SpillStatus::default()),
+            numa_nodes: vec![NumaNodeStatus::default(), second_node],
+            transactions: vec![transaction],
+            partner: Some(partner),
+            lanes: vec![lane],
+            placement_advice: vec!["none".into()],
+            host_differences: vec!["none".into()],
+            file_size_limit_bytes: Some(1),
+            failed_requests: counts.clone(),
+            drain_decisions: counts.clone(),
+            transaction_steps: counts,
+            errors: vec![ErrorStatus::default()],
+            ..Self::default()
+        }
+    }
+}
+
+part! {
+    /// The spill file of a mount.
+    SpillStatus, prefix "spill_" {
+        /// Path of the file.
+        text path: BytePath,
+        /// Bytes that the spill file may hold.
+        gauge bytes: u64,
+        /// Bytes of the spill file's slots in use: whole chunks.
+        gauge used_bytes: u64,
+        /// Bytes moved to the spill file.
+        counter moved_bytes: u64,
+        /// Bytes moved to the spill file in a second, over the last seconds.
+        gauge moved_bytes_per_second: f64,
+        /// Whether the last write to the spill file failed, or it was found damaged: nothing moves to it.
+        gauge failing: bool,
+    }
+}
+
+part! {
+    /// One NUMA node and its part of the arena.
+    NumaNodeStatus, prefix "numa_node_" {
+        /// The kernel's number.
+        label numa_node: u32,
+        /// Bytes of the NUMA node's chunks.
+        gauge bytes: u64,
+        /// Bytes of the NUMA node's chunks in use; the others are free.
+        gauge used_bytes: u64,
+        /// Slabs of the NUMA node given to writers that run nearer to another one.
+        counter foreign_slabs: u64,
+    }
+}
+
+part! {
+    /// A lane: one I/O server, or the backing itself.
+    LaneStatus, prefix "lane_", numbered "lane" {
+        /// Its backing directory.
+        label path: BytePath,
+        /// IO threads that may write to the lane at once.
+        gauge max_writers: u32,
+        /// IO threads that write to the lane now.
+        gauge writers: u32,
+        /// Time until the lane is tried again after an error.
+        gauge retry_seconds: Option<f64>,
+        /// Files in line for a write to the lane.
+        gauge queued_files: u64,
+        /// Files with bytes that are not in the lane yet.
+        gauge held_files: u64,
+        /// Bytes that are not in the lane yet.
+        gauge held_bytes: u64,
+        /// With `order=sequential`: the file that is being written.
+        text file: Option<BytePath>,
+        /// What was placed in it, where files are placed and it is not the backing itself.
+        part placed: Option<PlacedStatus>,
+        /// What gives it one writer among several hosts, where something does.
+        part token: Option<TokenStatus>,
+    }
+}
+
+part! {
+    /// What was placed in a lane.
+    PlacedStatus, prefix "placed_" {
+        /// Files that were made in the lane.
+        counter files: u64,
+        /// Bytes that were written to the lane.
+        counter bytes: u64,
+        /// Whether new files may go to the lane.
+        gauge takes_files: bool,
+        /// Whether the lane takes files and bytes.
+        gauge state: LaneState,
+    }
+}
+
+states! {
+    /// Whether a lane takes files and bytes.
+    LaneState {
+        /// As far as is known.
+        #[default]
+        Ok = "ok",
+        /// There was no room.
+        Full = "full",
+        /// It did not answer as a directory should.
+        Gone = "gone",
+        /// A call of it does not return.
+        Hung = "hung",
+    }
+}
+
+part! {
+    /// The token of a lane.
+    TokenStatus, prefix "token_" {
+        /// What the lane's token does now.
+        gauge state: TokenState,
+        /// Time for which the lane's token has done what it does now.
+        gauge state_seconds: f64,
+        /// The host that has it instead, as far as this host was told.
+        text holder: Option<String>,
+        /// Times that this host got the lane's token.
+        counter granted: u64,
+        /// Time that drains waited for the lane's token.
+        counter waited_seconds: f64,
+        /// Times that drains went on without the lane's token.
+        counter went_without: u64,
+        /// Questions about the lane's token that failed.
+        counter errors: u64,
+        /// Why the last of them did.
+        text last_error: Option<String>,
+    }
+}
+
+states! {
+    /// What the token of a lane does.
+    TokenState {
+        /// The lane has nothing to write.
+        #[default]
+        Idle = "idle",
+        /// The lane waits for it.
+        Waiting = "waiting",
+        /// This host has it.
+        Held = "held",
+        /// The lane is written to without it.
+        Without = "without",
+    }
+}
+
+part! {
+    /// A transaction.
+    TransactionStatus, prefix "transaction_" {
+        /// Path of its scope below the mount point; empty: all of it.
+        label scope: BytePath,
+        /// How far the transaction is.
+        gauge stage: TransactionStage,
+        /// Its number, once it has one.
+        text id: Option<u64>,
+        /// Whose it is; none: it has no owner.
+        text owner: Option<OwnerStatus>,
+        /// Time since the transaction was begun; absent if an earlier firnd began it.
+        gauge age_seconds: Option<f64>,
+        /// Bytes that programs wrote in the transaction, with what is not in the backing yet.
+        gauge bytes: u64,
+        /// Files, directories and others that the transaction changes.
+        gauge objects: u64,
+        /// Names of files in each state of CprFS.
+        gauge states: BTreeMap<String, u64>,
+        /// Whether an earlier firnd prepared the transaction.
+        gauge recovered: bool,
+        /// Where several hosts commit together: those that have come.
+        text here: Vec<String>,
+        /// Why it could not be applied when that was tried last; it is tried again.
+        text error: Option<String>,
+        /// How far its backup is; none without the option `backup`.
+        part backup: Option<BackupStatus>,
+    }
+}
+
+states! {
+    /// How far a transaction is.
+    TransactionStage {
+        /// It takes changes.
+        #[default]
+        Open = "open",
+        /// It waits for its outcome.
+        Prepared = "prepared",
+        /// It is committed and not applied yet.
+        Decided = "decided",
+    }
+}
+
+/// Who owns a transaction.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OwnerStatus {
+    /// Process id of the owner, or of who opened the connection; 0: firnd does not see it.
+    pub pid: u32,
+    /// It is a connection of that process.
+    pub connection: bool,
+}
+
+part! {
+    /// The backup of a transaction.
+    BackupStatus, prefix "backup_" {
+        /// Whether the transaction is prepared, and can be finished from its backup.
+        gauge whole: bool,
+        /// Time since the backup was written to last.
+        gauge age_seconds: Option<f64>,
+        /// Bytes that are in the backup.
+        gauge copied_bytes: u64,
+        /// Bytes that a prepare has to copy to the backup.
+        gauge left_bytes: u64,
+        /// Why it could not be written last.
+        text error: Option<String>,
+    }
+}
+
+part! {
+    /// Copies in the memory of another host.
+    PartnerStatus, prefix "partner_" {
+        /// The option: `next`, or the name of a host.
+        text wanted: String,
+        /// What this host is called among the others.
+        text this_host: String,
+        /// The file that says which hosts fail together; none: each alone.
+        text domains: Option<BytePath>,
+        /// Whether a partner host has copies now.
+        gauge present: bool,
+        /// The host that has the copies.
+        text host: Option<String>,
+        /// What a person should know of it; empty: nothing.
+        text note: String,
+        /// Held files of which the partner has all bytes.
+        gauge copied_files: u64,
+        /// Held bytes of files of which the partner has all bytes.
+        gauge copied_bytes: u64,
+        /// Held files of which the partner lacks bytes.
+        gauge left_files: u64,
+        /// Held bytes of files of which the partner lacks bytes.
+        gauge left_bytes: u64,
+        /// Age of the oldest byte that the partner lacks; 0 if it lacks none.
+        gauge lag_seconds: f64,
+    }
+}
+
+part! {
+    /// An error of the backing that firnd remembers.
+    ErrorStatus, prefix "error_", numbered "error" {
+        /// Path below the mount point, as far as it is known.
+        label path: BytePath,
+        /// The errno.
+        label errno: i32,
+        /// What was tried and what it means.
+        text message: String,
+        /// Times that the error happened in a row.
+        gauge repeats: u64,
+        /// Time since the error happened last.
+        gauge age_seconds: f64,
+        /// Whether the error's file still has bytes that are not drained.
+        gauge pending: bool,
+    }
+}

@@ -1,0 +1,263 @@
+//! The figures of one mount or of all as Prometheus text (exposition format 0.0.4).
+
+use std::fmt;
+use std::path::Path;
+
+use firn_client::Connection;
+use firn_protocol::Status;
+use firn_protocol::figures::{Figure, Figures, Kind, Sample};
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet, prometheus_text};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::exemplar::Exemplar;
+use prometheus_client::registry::Registry;
+
+use super::ask_all;
+use crate::failure::{DONE, Failure};
+use crate::output;
+use crate::verb::connect;
+
+/// Prints the metrics of the mount of `path`, or of all mounts.
+pub fn print(path: Option<&Path>) -> Result<u8, Failure> {
+    let (all, code) = match path {
+        None => ask_all(|mount| Connection::open(mount)?.status())?,
+        Some(path) => (vec![connect(path)?.1.status()?], DONE),
+    };
+    output::print(&text(&all)).map(|()| code)
+}
+
+/// A snapshot of figures, as the registry takes it.
+#[derive(Debug)]
+struct Snapshot(Figures);
+
+fn text(all: &[Status]) -> String {
+    let mut registry = Registry::with_prefix("firn");
+    registry.register_collector(Box::new(Snapshot(Figures::of(all))));
+    let mut text = String::new();
+    prometheus_text::encode(&mut text, &registry).expect("a string takes all text");
+    text
+}
+
+impl Collector for Snapshot {
+    fn encode(&self, mut encoder: DescriptorEncoder) -> fmt::Result {
+        self.0
+            .iter()
+            .filter(|figure| !figure.samples.is_empty())
+            .try_for_each(|figure| put(figure, &mut encoder))
+    }
+}
+
+fn put(figure: &Figure, encoder: &mut DescriptorEncoder) -> fmt::Result {
+    let kind = match figure.kind {
+        Kind::Counter => MetricType::Counter,
+        Kind::Gauge => MetricType::Gauge,
+    };
+    let mut family = encoder.encode_descriptor(&figure.name, &figure.help, None, kind)?;
+    for Sample { labels, value } in &figure.samples {
+        let mut sample = family.encode_family(labels)?;
+        match (figure.kind, whole(*value)) {
+            (Kind::Counter, Some(value)) => sample.encode_counter(&value, NO_EXEMPLAR)?,
+            (Kind::Counter, None) => sample.encode_counter(value, NO_EXEMPLAR)?,
+            (Kind::Gauge, Some(value)) => sample.encode_gauge(&value)?,
+            (Kind::Gauge, None) => sample.encode_gauge(value)?,
+        }
+    }
+    Ok(())
+}
+
+/// A value without a fraction is written without one.
+fn whole(value: f64) -> Option<u64> {
+    let is_whole = value.fract() == 0.0 && value >= 0.0;
+    is_whole.then_some(value as u64)
+}
+
+const NO_EXEMPLAR: Option<&Exemplar<NoLabelSet, f64>> = None;
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use firn_protocol::{LaneState, TokenState};
+    use serde_json::Value;
+
+    use super::*;
+
+    fn another() -> Status {
+        Status {
+            mount_point: "/b".into(),
+            ..Status::example()
+        }
+    }
+
+    /// Gives each number of a status a value that no other has, and calls `found` with its path. Nothing may be left out
+    /// of the example.
+    fn mark_numbers(value: &mut Value, path: &str, next: &mut u64, found: &mut Vec<(String, u64)>) {
+        match value {
+            Value::Object(fields) => {
+                assert!(!fields.is_empty(), "the example has nothing in {path}");
+                for (name, field) in fields {
+                    mark_numbers(field, &format!("{path}.{name}"), next, found);
+                }
+            }
+            Value::Array(items) => {
+                assert!(!items.is_empty(), "the example has nothing in {path}");
+                for item in items {
+                    mark_numbers(item, path, next, found);
+                }
+            }
+            Value::Number(_) => {
+                *next += 1;
+                *value = (*next).into();
+                found.push((path.to_owned(), *next));
+            }
+            Value::Null => panic!("the example leaves {path} out"),
+            Value::Bool(_) | Value::String(_) => {}
+        }
+    }
+
+    /// Numbers that name something, and tell nothing that could be drawn.
+    const NAMES: [&str; 3] = [".pid", ".transactions.id", ".transactions.owner.pid"];
+
+    /// Proves S-seen-5: a figure that is new in the status cannot be forgotten here.
+    #[test]
+    fn every_number_of_the_status_is_a_metric() {
+        let mut json = serde_json::to_value(Status::example()).unwrap();
+        let mut numbers = Vec::new();
+        mark_numbers(&mut json, "", &mut 1_000_000, &mut numbers);
+        let status: Status = serde_json::from_value(json).unwrap();
+        let text = text(&[status]);
+        assert!(numbers.len() > 80, "{numbers:?}");
+        for (path, number) in numbers {
+            let is_value = |line: &str| line.ends_with(&format!(" {number}"));
+            let is_label = text.contains(&format!("=\"{number}\""));
+            assert!(
+                text.lines().any(is_value) || is_label || NAMES.contains(&path.as_str()),
+                "{path} of `firn status --json` is not in `--prometheus`: {text}"
+            );
+        }
+    }
+
+    /// Proves S-seen-5.
+    #[test]
+    fn every_yes_or_no_and_every_state_is_a_metric() {
+        let mut status = Status::example();
+        let before = text(&[status.clone()]);
+        let mut json = serde_json::to_value(&status).unwrap();
+        let mut flags = Vec::new();
+        each_flag(&mut json, "", &mut |path, flag| {
+            flags.push(path.to_owned());
+            *flag = !*flag;
+        });
+        assert!(flags.len() > 5, "{flags:?}");
+        for flag in flags
+            .iter()
+            .filter(|flag| *flag != ".transactions.owner.connection")
+        {
+            let mut json = serde_json::to_value(&status).unwrap();
+            each_flag(&mut json, "", &mut |path, value| {
+                *value ^= path == flag;
+            });
+            let changed = text(&[serde_json::from_value(json).unwrap()]);
+            assert_ne!(changed, before, "{flag}");
+        }
+        status.lanes[0].placed.as_mut().unwrap().state = LaneState::Gone;
+        status.lanes[0].token.as_mut().unwrap().state = TokenState::Without;
+        let text = text(&[status]);
+        for (state, labels, value) in [
+            ("placed_state", r#"lane="0",path="",state="gone""#, 1),
+            ("placed_state", r#"lane="0",path="",state="ok""#, 0),
+            ("token_state", r#"lane="0",path="",state="without""#, 1),
+        ] {
+            let common = r#"backing="",mount_point="/a\"b\\\\c\\nd""#;
+            let line = format!("firn_lane_{state}{{{common},{labels}}} {value}");
+            assert!(text.lines().any(|found| found == line), "{line}: {text}");
+        }
+    }
+
+    fn each_flag(value: &mut Value, path: &str, visit: &mut dyn FnMut(&str, &mut bool)) {
+        match value {
+            Value::Object(fields) => {
+                for (name, field) in fields {
+                    each_flag(field, &format!("{path}.{name}"), visit);
+                }
+            }
+            Value::Array(items) => items
+                .iter_mut()
+                .for_each(|item| each_flag(item, path, visit)),
+            Value::Bool(flag) => visit(path, flag),
+            _ => {}
+        }
+    }
+
+    #[test]
+    fn samples_of_two_mounts_stand_under_one_head() {
+        let text = text(&[Status::example(), another()]);
+        let head = "# HELP firn_failed_requests_total Requests of the kernel that failed, by operation. A lookup of a \
+                    name that is not there is one.\n# TYPE firn_failed_requests_total counter\n";
+        let sample = |mount_point: &str| {
+            format!(
+                "firn_failed_requests_total{{backing=\"\",mount_point=\"{mount_point}\",kind=\"lookup\"}} 3\n"
+            )
+        };
+        let family = format!("{head}{}{}", sample(r#"/a\"b\\\\c\\nd"#), sample("/b"));
+        assert!(text.contains(&family), "{family}: {text}");
+    }
+
+    /// What `promtool check metrics` looks at: each family has one head, before all of its samples, names and labels are
+    /// of the right characters, no sample comes twice, and what only grows is called so.
+    #[test]
+    fn the_text_is_as_collectors_read_it() {
+        let text = text(&[Status::example(), another()]);
+        let is_name = |name: &str| {
+            name.bytes()
+                .all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_')
+        };
+        let mut families = BTreeSet::new();
+        let mut samples = BTreeSet::new();
+        let mut lines = text.lines().peekable();
+        while let Some(line) = lines.next() {
+            let (name, help) = line
+                .strip_prefix("# HELP ")
+                .and_then(|rest| rest.split_once(' '))
+                .unwrap_or_else(|| panic!("no head: {line}"));
+            assert!(name.starts_with("firn_") && is_name(name), "{line}");
+            assert!(help.ends_with('.') && !help.contains('\\'), "{line}");
+            assert!(families.insert(name), "{name} twice");
+            let kind = lines.next().and_then(|line| line.strip_prefix("# TYPE "));
+            let (typed, kind) = kind.and_then(|rest| rest.split_once(' ')).expect("a type");
+            assert_eq!(typed, name);
+            assert_eq!(kind == "counter", name.ends_with("_total"), "{name}");
+            assert!(["counter", "gauge"].contains(&kind), "{kind}");
+            let mut count = 0;
+            while let Some(line) = lines.next_if(|line| !line.starts_with('#')) {
+                let rest = line.strip_prefix(name).expect("a sample of its family");
+                let (labels, value) = rest.rsplit_once(' ').expect("a value");
+                assert!(value.parse::<f64>().is_ok(), "{line}");
+                assert!(samples.insert((name, labels)), "{line} twice");
+                let labels = labels
+                    .strip_prefix('{')
+                    .and_then(|rest| rest.strip_suffix('}'));
+                let mut left = labels.expect("labels in braces");
+                while !left.is_empty() {
+                    let (key, rest) = left.split_once("=\"").expect("a value in quotes");
+                    assert!(is_name(key), "{line}");
+                    let end = end_of_label(rest).expect("its end");
+                    left = rest[end + 1..].trim_start_matches(',');
+                }
+                count += 1;
+            }
+            assert!(count > 0, "{name} has no samples");
+        }
+        assert!(families.len() > 80, "{}", families.len());
+    }
+
+    /// Where the quote is that ends the value of a label.
+    fn end_of_label(text: &str) -> Option<usize> {
+        let mut is_escaped = false;
+        text.bytes().position(|byte| {
+            let is_end = byte == b'"' && !is_escaped;
+            is_escaped = byte == b'\\' && !is_escaped;
+            is_end
+        })
+    }
+}
