@@ -14,7 +14,7 @@ use firn_rendezvous::{FILE_LOCKS, FileLocks};
 
 use crate::error::AttachError;
 use crate::host_lease::{LogHosts, open_backing, own_error};
-use crate::participants::host_name;
+use crate::host_name::host_name;
 use crate::store::{Layers as _, Store};
 
 /// Those of a mount; none where the kernel keeps them.

@@ -20,6 +20,7 @@ mod firnd;
 mod frontend;
 mod gate;
 mod host_lease;
+mod host_name;
 mod lock;
 mod log;
 mod logs;

@@ -26,10 +26,10 @@ use globset::{Glob, GlobSet, GlobSetBuilder};
 
 use crate::error::{AttachError, FlattenError};
 use crate::host_lease::{HostLease, LogHosts, own_error, whoever_comes};
+use crate::host_name::host_name;
 use crate::lock::DYING;
 use crate::losses::LossReport;
 use crate::orphans::{FoundOrphan, open_unmounted};
-use crate::participants::host_name;
 use crate::peers::terms_of;
 use crate::placement::{self, Use};
 use crate::process;

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use firn_backing::is_below;
-use firn_config::{Kind, Options, Participants};
+use firn_config::{Options, Participants};
 use firn_conflict::{Report, Used};
 use firn_transact::{
     AbortError, BeginError, Expected, Found, Members, Prepared, TransactionError, Vote, VoteError,
@@ -16,6 +16,7 @@ use firn_transact::{
 use crate::error::AttachError;
 use crate::gate::TransactionGate;
 use crate::host_lease::Liveness;
+use crate::host_name::host_name;
 use crate::store::LoggableStore;
 use crate::transactions::RequestContext;
 
@@ -42,21 +43,6 @@ pub(crate) fn members(options: &Options) -> Result<Option<Members>, AttachError>
         });
     }
     Ok(Some(Members { host, expected }))
-}
-
-/// What this host is called among others: as the option says, or like the host.
-pub(crate) fn host_name(options: &Options) -> Result<String, AttachError> {
-    if let Some(host) = &options.host {
-        return Ok(host.clone());
-    }
-    let host = rustix::system::uname()
-        .nodename()
-        .to_string_lossy()
-        .into_owned();
-    Kind::Host
-        .parse(&host)
-        .map_err(|why| AttachError::HostName { why })?;
-    Ok(host)
 }
 
 /// A transaction was begun: from now on counts what processes use.

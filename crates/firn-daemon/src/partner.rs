@@ -19,7 +19,7 @@ use firn_protocol::{PartnerStatus, Reply};
 use parking_lot::{Condvar, Mutex};
 
 use crate::error::AttachError;
-use crate::participants::host_name;
+use crate::host_name::host_name;
 use crate::store::Store;
 
 /// How often a wait looks at first, and how seldom at last.

@@ -26,7 +26,7 @@ use parking_lot::Mutex;
 
 use crate::error::AttachError;
 use crate::host_lease::{LEASE, open_backing, own_error};
-use crate::participants::host_name;
+use crate::host_name::host_name;
 
 /// Where hosts have leases, the ones that say most last.
 const PLACES: [&[&str]; 3] = [&[TOP, "tokens"], &[TOP], &[TOP, CONTAINERS]];

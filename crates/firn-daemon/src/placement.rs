@@ -28,7 +28,7 @@ use firn_trust::{Distrust, TrustError, check_place};
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 
 use crate::error::AttachError;
-use crate::participants::host_name;
+use crate::host_name::host_name;
 use crate::preflight::Checked;
 use crate::steering;
 use crate::store::{Layers as _, PlaceableStore, Store};

@@ -20,7 +20,7 @@ use firn_trust::open_beneath;
 use rustix::fs::{Mode, OFlags, fstat, open};
 
 use crate::error::AttachError;
-use crate::participants::host_name;
+use crate::host_name::host_name;
 use crate::placement::{explain_rule, find, rule};
 use crate::store::Store;
 

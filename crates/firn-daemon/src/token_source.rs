@@ -16,8 +16,8 @@ use firn_tokens::{EtcdService, FlockService, Limits, LockService, Tokens};
 
 use crate::error::AttachError;
 use crate::host_lease::{HostLease, open_backing, own_error, whoever_comes};
+use crate::host_name::host_name;
 use crate::lock::DYING;
-use crate::participants::host_name;
 use crate::peers::terms_of;
 
 /// Asked for the services of lanes.
