@@ -19,7 +19,7 @@ use firn_backing::{Backing, DirBacking, Errno};
 use firn_config::{Flatten, Layout, Options};
 use firn_engine::Engine;
 use firn_log::seal::UNIT_BYTES;
-use firn_log::{CONTAINERS, Left, LogBacking, Orphans, Report, Setup};
+use firn_log::{CONTAINERS, Left, LogBacking, Logs, Setup};
 use firn_rendezvous::own::{self, TOP};
 use firn_workers::spawn_thread;
 use globset::{Glob, GlobSet, GlobSetBuilder};
@@ -47,74 +47,6 @@ const REST: Duration = Duration::from_millis(50);
 /// With close=held the kernel says that a file was closed only after close(2) has returned: so long it is asked again
 /// whether somebody writes to it.
 const CLOSING: Duration = Duration::from_secs(1);
-
-/// What firnd asks of a backing with logs, whatever is below it.
-pub(crate) trait Logs: Sync {
-    /// See [`LogBacking::settle`].
-    fn settle(&self) -> Left;
-    /// See [`LogBacking::wait_for_ended`].
-    fn wait_for_ended(&self, time: Duration);
-    /// See [`LogBacking::wake`].
-    fn wake(&self);
-    /// See [`LogBacking::count_logged`].
-    fn count_logged(&self) -> usize;
-    /// See [`LogBacking::find_orphans`].
-    fn find_orphans(&self) -> Result<Orphans, Errno>;
-    /// See [`LogBacking::end_removals`].
-    fn end_removals(&self) -> Result<(), Errno>;
-    /// How many files at or below `path` lie in logs.
-    fn count_below(&self, path: &[u8]) -> Result<usize, Errno>;
-    /// Flattens the files at or below `path`, as far as other hosts let it.
-    fn flatten_at(&self, path: &[u8]) -> Result<Left, Errno>;
-    /// The same; other hosts that are at it are waited for.
-    fn flatten_whole(&self, path: &[u8]) -> Result<Left, Errno>;
-    /// The same; what cannot be read is told, and given up.
-    fn flatten_with_loss(&self, path: &[u8], report: &mut dyn Report) -> Result<Left, Errno>;
-}
-
-impl<B: Backing> Logs for LogBacking<B> {
-    fn settle(&self) -> Left {
-        self.settle()
-    }
-
-    fn wait_for_ended(&self, time: Duration) {
-        self.wait_for_ended(time);
-    }
-
-    fn wake(&self) {
-        self.wake();
-    }
-
-    fn count_logged(&self) -> usize {
-        self.count_logged()
-    }
-
-    fn find_orphans(&self) -> Result<Orphans, Errno> {
-        self.find_orphans()
-    }
-
-    fn end_removals(&self) -> Result<(), Errno> {
-        self.end_removals()
-    }
-
-    fn count_below(&self, path: &[u8]) -> Result<usize, Errno> {
-        self.count_logged_below(&placement::find(self, path)?)
-    }
-
-    fn flatten_at(&self, path: &[u8]) -> Result<Left, Errno> {
-        self.flatten_below(&placement::find(self, path)?)
-    }
-
-    fn flatten_whole(&self, path: &[u8]) -> Result<Left, Errno> {
-        let top = placement::find(self, path)?;
-        wait_for_others(&mut || self.flatten_below(&top))
-    }
-
-    fn flatten_with_loss(&self, path: &[u8], report: &mut dyn Report) -> Result<Left, Errno> {
-        let top = placement::find(self, path)?;
-        wait_for_others(&mut || self.flatten_with_loss(&top, report))
-    }
-}
 
 /// A backing whose files may lie in logs.
 pub(crate) struct Opened {
@@ -400,17 +332,6 @@ fn adopt(logs: &dyn Logs) -> Result<(), Errno> {
         );
     }
     Ok(())
-}
-
-/// Waits for other hosts that are at it.
-fn wait_for_others(flatten: &mut dyn FnMut() -> Result<Left, Errno>) -> Result<Left, Errno> {
-    loop {
-        let left = flatten()?;
-        if left.under_way == 0 {
-            return Ok(left);
-        }
-        std::thread::sleep(REST);
-    }
 }
 
 /// Flattens the files at or below `path`, which is relative to the backing, without a mount.

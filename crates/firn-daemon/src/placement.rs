@@ -15,12 +15,13 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use firn_backing::{Backing, DirBacking, Errno};
+use firn_backing::{DirBacking, Errno};
 use firn_config::{Options, Placement};
 use firn_format::mountinfo;
 use firn_format::quote::quoted_path;
 use firn_lanes::rule::{Reason, add_numbers};
 use firn_lanes::{Lane, Lanes, Record, RecordError, Rule, Setup, record};
+use firn_log::find_object;
 use firn_protocol::path::BytePath;
 use firn_protocol::{Explanation, LaneState, LaneStatus, PlacedStatus, Reply};
 use firn_transact::OwnError;
@@ -487,7 +488,7 @@ pub(crate) fn explain(store: &Store, path: &BytePath) -> Reply {
         None => (None, "no lane of this mount takes new files".into()),
         Some(rule) => explain_rule(rule, relative),
     };
-    let found = find(lanes, path.as_bytes());
+    let found = find_object(lanes, path.as_bytes());
     match found {
         Err(error) if error != Errno::NOENT => Reply::Error {
             errno: error.raw_os_error(),
@@ -534,17 +535,4 @@ pub(crate) fn explain_rule(rule: &Rule, path: &Path) -> (Option<usize>, String) 
             "it has the fewest files of the directory".into(),
         ),
     }
-}
-
-/// The object at a path below the top, without following links.
-pub(crate) fn find<B: Backing>(backing: &B, path: &[u8]) -> Result<B::Inode, Errno> {
-    let mut inode = backing.root();
-    for name in path
-        .split(|byte| *byte == b'/')
-        .filter(|name| !name.is_empty())
-    {
-        let name = firn_trust::check_component(name).map_err(|_| Errno::NOENT)?;
-        inode = backing.lookup(&inode, name)?.0;
-    }
-    Ok(inode)
 }

@@ -14,6 +14,7 @@ use firn_lanes::steering::{
     Beegfs, Ceph, Driver, Finder, Location, Lustre, ProgramOfSite, Staged, Steered, check_orangefs,
     find_in_moosefs, find_nowhere, open_dirs, tell_moosefs, tell_orangefs,
 };
+use firn_log::find_object;
 use firn_protocol::path::BytePath;
 use firn_protocol::{Explanation, LaneState, LaneStatus, PlacedStatus, Reply};
 use firn_trust::open_beneath;
@@ -21,7 +22,7 @@ use rustix::fs::{Mode, OFlags, fstat, open};
 
 use crate::error::AttachError;
 use crate::host_name::host_name;
-use crate::placement::{explain_rule, find, rule};
+use crate::placement::{explain_rule, rule};
 use crate::store::Store;
 
 /// Looks whether the backing's file system can be told, as far as that is seen without making anything.
@@ -136,7 +137,7 @@ pub(crate) fn show_lanes(steered: &Steered, shown: &mut [LaneStatus]) {
 pub(crate) fn explain(steered: &Steered, store: &Store, backing: &Path, path: &BytePath) -> Reply {
     let relative = Path::new(OsStr::from_bytes(path.as_bytes()));
     let (lane, reason) = explain_rule(steered.rule(), relative);
-    let found = find(store, path.as_bytes());
+    let found = find_object(store, path.as_bytes());
     let exists = !matches!(found, Err(Errno::NOENT));
     let file = open_file_below(backing, relative).ok();
     let location = file.map(|file| steered.find_server(file.as_fd()));

@@ -13,10 +13,8 @@ use std::sync::Arc;
 
 use firn_backing::{Backing, DirBacking, Either};
 use firn_lanes::Lanes;
-use firn_log::LogBacking;
+use firn_log::{LogBacking, Logs};
 use firn_transact::{Object, PlainBacking, TransactionalBacking};
-
-use crate::logs::Logs;
 
 /// A directory, whose files may be placed in lanes.
 pub(crate) type PlaceableStore<B = DirBacking> = Either<B, Lanes<B>>;

@@ -1,0 +1,104 @@
+//! A backing with logs by the paths of its files, whatever is below it.
+
+use std::time::Duration;
+
+use firn_backing::{Backing, Errno, Result};
+
+use crate::backing::{Left, LogBacking};
+use crate::orphans::Orphans;
+use crate::salvage::Report;
+
+/// Before other hosts that flatten a file are asked again.
+const REST: Duration = Duration::from_millis(50);
+
+/// What is asked of a backing with logs, whatever is below it.
+pub trait Logs: Sync {
+    /// See [`LogBacking::settle`].
+    fn settle(&self) -> Left;
+    /// See [`LogBacking::wait_for_ended`].
+    fn wait_for_ended(&self, time: Duration);
+    /// See [`LogBacking::wake`].
+    fn wake(&self);
+    /// See [`LogBacking::count_logged`].
+    fn count_logged(&self) -> usize;
+    /// See [`LogBacking::find_orphans`].
+    fn find_orphans(&self) -> Result<Orphans>;
+    /// See [`LogBacking::end_removals`].
+    fn end_removals(&self) -> Result<()>;
+    /// How many files at or below `path` lie in logs.
+    fn count_below(&self, path: &[u8]) -> Result<usize>;
+    /// Flattens the files at or below `path`, as far as other hosts let it.
+    fn flatten_at(&self, path: &[u8]) -> Result<Left>;
+    /// The same; other hosts that are at it are waited for.
+    fn flatten_whole(&self, path: &[u8]) -> Result<Left>;
+    /// The same; what cannot be read is told, and given up.
+    fn flatten_with_loss(&self, path: &[u8], report: &mut dyn Report) -> Result<Left>;
+}
+
+impl<B: Backing> Logs for LogBacking<B> {
+    fn settle(&self) -> Left {
+        self.settle()
+    }
+
+    fn wait_for_ended(&self, time: Duration) {
+        self.wait_for_ended(time);
+    }
+
+    fn wake(&self) {
+        self.wake();
+    }
+
+    fn count_logged(&self) -> usize {
+        self.count_logged()
+    }
+
+    fn find_orphans(&self) -> Result<Orphans> {
+        self.find_orphans()
+    }
+
+    fn end_removals(&self) -> Result<()> {
+        self.end_removals()
+    }
+
+    fn count_below(&self, path: &[u8]) -> Result<usize> {
+        self.count_logged_below(&find_object(self, path)?)
+    }
+
+    fn flatten_at(&self, path: &[u8]) -> Result<Left> {
+        self.flatten_below(&find_object(self, path)?)
+    }
+
+    fn flatten_whole(&self, path: &[u8]) -> Result<Left> {
+        let top = find_object(self, path)?;
+        wait_for_others(&mut || self.flatten_below(&top))
+    }
+
+    fn flatten_with_loss(&self, path: &[u8], report: &mut dyn Report) -> Result<Left> {
+        let top = find_object(self, path)?;
+        wait_for_others(&mut || self.flatten_with_loss(&top, report))
+    }
+}
+
+/// Waits for other hosts that are at it.
+fn wait_for_others(flatten: &mut dyn FnMut() -> Result<Left>) -> Result<Left> {
+    loop {
+        let left = flatten()?;
+        if left.under_way == 0 {
+            return Ok(left);
+        }
+        std::thread::sleep(REST);
+    }
+}
+
+/// The object at a path below the top, without following links.
+pub fn find_object<B: Backing>(backing: &B, path: &[u8]) -> Result<B::Inode> {
+    let mut inode = backing.root();
+    for name in path
+        .split(|byte| *byte == b'/')
+        .filter(|name| !name.is_empty())
+    {
+        let name = firn_trust::check_component(name).map_err(|_| Errno::NOENT)?;
+        inode = backing.lookup(&inode, name)?.0;
+    }
+    Ok(inode)
+}
