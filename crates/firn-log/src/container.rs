@@ -255,6 +255,11 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
+    /// The container is gone: the plain file has the time of the file.
+    pub(crate) fn end_time(&self) {
+        self.note_time(u64::MAX, Record::End);
+    }
+
     fn note_time(&self, number: u64, record: Record) {
         let mut known = self.time.lock();
         if known.is_none_or(|(last, _)| last < number) {

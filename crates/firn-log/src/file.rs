@@ -392,7 +392,9 @@ impl<B: Backing> LoggedFile<B> {
 
     /// Its modification time, where the plain file has another one because it is being flattened.
     pub(crate) fn modified_time(&self) -> Option<Time> {
-        self.generations.lock().first()?.container.modified()
+        let generations = self.generations.lock();
+        let is_left = |one: &&Arc<Generation<B>>| !one.was_flat.load(Ordering::Acquire);
+        generations.iter().find(is_left)?.container.modified()
     }
 
     /// Gives the plain file a modification time by `set`, and says so where the plain file is being flattened, which would
@@ -1011,6 +1013,7 @@ impl<B: Backing> Generation<B> {
     /// Says that somebody has set the file's time, if it is ending, or gone by now; whether that is so.
     fn add_time(&self, place: &Place<'_, B>, given: Time) -> Result<bool> {
         let Some(ending) = self.ending(place)? else {
+            self.container.end_time();
             return Ok(true);
         };
         if !ending.is_closing()? {
@@ -1018,7 +1021,10 @@ impl<B: Backing> Generation<B> {
         }
         match self.container.add_time(place.base, given) {
             // It is flat, and has been removed since.
-            Err(Errno::NOENT | Errno::STALE) => Ok(true),
+            Err(Errno::NOENT | Errno::STALE) => {
+                self.container.end_time();
+                Ok(true)
+            }
             added => added.map(|()| true),
         }
     }
