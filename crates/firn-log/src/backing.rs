@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use firn_backing::lock::Mutex;
 use firn_backing::{Access, Attr, Backing, Errno, Kind, Result, SetTime, Time};
 use firn_rendezvous::OwnError;
-use firn_rendezvous::own::{self, TOP};
+use firn_rendezvous::own::{self, STUBS, TOP};
 
 pub use self::settle::Left;
 
@@ -110,7 +110,9 @@ pub struct LogInode<B: Backing> {
 enum Region {
     /// The top directory.
     Top,
-    /// `.firn` and what is below it: no file there is chosen for its name.
+    /// `.firn`.
+    Firn,
+    /// What is below that: no file there is chosen for its name.
     Own,
     /// All else.
     Files,
@@ -120,8 +122,10 @@ impl Region {
     /// That of what has this name in a directory.
     fn of_child(self, name: &OsStr) -> Self {
         match self {
-            Self::Top if name == TOP => Self::Own,
-            Self::Own => Self::Own,
+            Self::Top if name == TOP => Self::Firn,
+            // Files of a program that get their names later.
+            Self::Firn if name == STUBS => Self::Files,
+            Self::Firn | Self::Own => Self::Own,
             Self::Top | Self::Files => Self::Files,
         }
     }

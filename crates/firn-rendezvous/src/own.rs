@@ -21,6 +21,8 @@ use firn_trust::{Distrust, Expected, Facts};
 pub const TOP: &str = ".firn";
 /// In it: logs of files that many hosts write.
 pub const LOGS: &str = "log";
+/// In it: files of a stub tree that have no name yet.
+pub const STUBS: &str = "stub";
 
 /// Bits of a mode that say what kind of object it is (`S_IFMT`).
 const FILE_TYPE_BITS: u32 = 0o170_000;

@@ -45,7 +45,10 @@ type Result = std::result::Result<Answer, Errno>;
 impl Side {
     /// An empty table of handles over `root`.
     pub fn new(root: &Path) -> Self {
-        // What open, mkdir and mknod make must not depend on who runs the tests.
+        // What open, mkdir and mknod make must not depend on the user's umask. Tests of other threads keep theirs.
+        // SAFETY: the thread gets a umask and a working directory of its own, and no code here relies on sharing them.
+        let own = unsafe { libc::unshare(libc::CLONE_FS) };
+        assert_eq!(own, 0, "a umask for this thread alone");
         rustix::process::umask(Mode::empty());
         Self {
             root: root.to_owned(),

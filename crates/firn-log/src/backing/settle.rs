@@ -33,6 +33,9 @@ const HOST: &str = "host-";
 /// read.
 const GIVE_UP_MAX: usize = 3;
 
+/// A walk for files in logs is repeated where it misses one, but no more often than this.
+const WALKS_MAX: usize = 5;
+
 /// Files with something left to do.
 pub(super) struct Ended<B: Backing> {
     state: Mutex<EndedState<B>>,
@@ -177,9 +180,21 @@ impl<B: Backing> LogBacking<B> {
     /// Where hosts have lanes of their own, each begins with the files there: those who flatten the files of one lane
     /// together wait for each other's syncs.
     pub fn flatten_below(&self, top: &LogInode<B>) -> Result<Left> {
+        for _ in 1..WALKS_MAX {
+            let (left, missed) = self.flatten_seen_below(top)?;
+            if left.lost >= missed {
+                return Ok(left);
+            }
+            // A walk misses a file that is renamed meanwhile, or that a commit gives its name.
+        }
+        Ok(self.flatten_seen_below(top)?.0)
+    }
+
+    /// The same in one walk; and how many files in logs it did not see.
+    fn flatten_seen_below(&self, top: &LogInode<B>) -> Result<(Left, usize)> {
         let mut left = Left::default();
         let mut later = Vec::new();
-        let lost =
+        let missed =
             self.visit_logged(top, &mut |found| match self.is_in_other_lane(found.inode) {
                 true => later.push((found.id, found.inode.clone())),
                 false => left.count(self.flatten_found(found.id, found.inode)),
@@ -187,8 +202,8 @@ impl<B: Backing> LogBacking<B> {
         for (id, inode) in later {
             left.count(self.flatten_found(id, &inode));
         }
-        left.lost = self.end_lost(lost)?;
-        Ok(left)
+        left.lost = self.end_lost(missed)?;
+        Ok((left, missed))
     }
 
     /// Of so many files in logs that were not found, some were being removed by hosts that died: their containers go. How
