@@ -340,7 +340,7 @@ mod tests {
             exchange(&mut stream, "{\"request\":\"hello\"}\n", 1),
             [Reply::Done]
         );
-        let replies = exchange(&mut stream, "{\"request\":\"metrics\"}\n", 2);
+        let replies = exchange(&mut stream, "{\"request\":\"status\"}\n", 2);
         assert!(matches!(replies[..], [Reply::Progress { .. }, Reply::Done]));
         let replies = exchange(&mut stream, "nonsense\n", 9);
         assert!(

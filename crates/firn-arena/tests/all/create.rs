@@ -60,7 +60,7 @@ fn regression_a_kill_at_any_step_of_creation_leaves_no_damaged_arena_and_no_leak
     for step in 0.. {
         let dir = tempfile::tempdir_in("/dev/shm").unwrap();
         let mut child = Command::new(std::env::current_exe().unwrap());
-        child.args(["--exact", "a_child_makes_an_arena_and_dies"]);
+        child.args(["--exact", "create::a_child_makes_an_arena_and_dies"]);
         let output = child
             .env(CREATE, dir.path())
             .env(STEP, step.to_string())
