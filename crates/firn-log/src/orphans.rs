@@ -20,7 +20,7 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStringExt;
 
 use firn_backing::{Backing, Errno, Kind, Result, Time};
-use firn_rendezvous::own::{self, LOGS, TOP};
+use firn_rendezvous::own::{self, STUBS, TOP};
 use firn_rendezvous::{OwnError, VoteDir};
 
 use crate::backing::{CONTAINERS, Liveness};
@@ -357,7 +357,17 @@ fn list_containers<B: Backing>(base: &B, top: &B::Inode) -> Result<Vec<(FileId, 
     Ok(containers.collect())
 }
 
-/// One walk through all directories but that of the containers. A transaction keeps new files in `.firn`.
+/// Whether a directory in `.firn` has files that are to get names: those of transactions and stub trees. A file whose
+/// last name was removed may wait in another one for its end.
+pub(crate) fn has_files_of_programs(name: &[u8]) -> bool {
+    let of_transactions = [&b"tx-"[..], b"undo-", b"host-"];
+    name == STUBS.as_bytes()
+        || of_transactions
+            .iter()
+            .any(|prefix| name.starts_with(prefix))
+}
+
+/// One walk through all directories but those in `.firn` without files of programs.
 struct Walk {
     /// Those of the files that have a name.
     found: HashSet<FileId>,
@@ -389,7 +399,7 @@ impl Walk {
             for (name, ino, kind) in own::list(base, &dir)? {
                 let is_near = ids.iter().any(|id| id.ino == ino);
                 let may_be = matches!(kind, None | Some(Kind::Dir)) || is_near;
-                if !may_be || (within == Within::Firn && name == LOGS.as_bytes()) {
+                if !may_be || (within == Within::Firn && !has_files_of_programs(&name)) {
                     continue;
                 }
                 let below = match within {

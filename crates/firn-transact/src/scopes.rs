@@ -30,7 +30,8 @@ pub(crate) struct Scopes<B: Backing> {
 impl<B: Backing> Drop for Scopes<B> {
     fn drop(&mut self) {
         // Names of a transaction that is still open lead to objects that lead to their directory.
-        for scope in std::mem::take(&mut *self.list.write()) {
+        let scopes = std::mem::take(&mut *self.list.write());
+        for scope in scopes {
             let changed = std::mem::take(&mut *scope.changed.lock());
             for object in changed.into_values() {
                 drop(object.inner.own().edit().change.take());

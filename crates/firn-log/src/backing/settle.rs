@@ -10,13 +10,13 @@ use std::time::Duration;
 
 use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno, Kind, Result, Time};
-use firn_rendezvous::own::{self, LOGS, TOP};
+use firn_rendezvous::own::{self, TOP};
 use parking_lot::Condvar;
 
 use super::{LogBacking, LogInode, Opened};
 use crate::file::{Flattened, LoggedFile, ToldOf};
 use crate::file_id::FileId;
-use crate::orphans::{Orphans, Scope, Search};
+use crate::orphans::{Orphans, Scope, Search, has_files_of_programs};
 use crate::salvage::{Report, may_be_damage};
 
 /// How long a close waits before it looks again whether other hosts have flattened their parts.
@@ -287,7 +287,9 @@ impl<B: Backing> LogBacking<B> {
             for (name, ino, kind) in own::list(&self.below, &dir)? {
                 let name = OsStr::from_bytes(&name);
                 let may_be_dir = kind.is_none_or(|kind| kind == Kind::Dir);
-                if (is_own_top && name == LOGS) || !(may_be_dir || has_number(&wanted, ino)) {
+                if (is_own_top && !has_files_of_programs(name.as_bytes()))
+                    || !(may_be_dir || has_number(&wanted, ino))
+                {
                     continue;
                 }
                 let (inode, attr) = match self.below.lookup(&dir, name) {
