@@ -118,7 +118,7 @@ impl Campaign {
                 )
             }
             Self::Mpi { rounds, seed } => system(
-                "several_hosts",
+                "mpi",
                 "survives_kill_9_of_firnd",
                 ("FIRN_CRASH_ROUNDS", rounds),
                 seed,

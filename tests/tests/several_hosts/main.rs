@@ -5,8 +5,6 @@ mod hosts;
 mod log_layout;
 mod log_reads;
 mod moosefs;
-mod mpi_io;
-mod mpi_shared;
 mod peers;
 mod placement;
 mod shared_names;

@@ -3,7 +3,6 @@
 mod common {
     pub mod host;
 }
-mod hangs;
 mod lanes;
 mod paced;
 mod threads;

@@ -1,15 +1,18 @@
-//! Writes to the backing that do not return.
+//! Writes to the backing that do not return. A program of its own: it counts what its thread logs, and another thread
+//! without a log may keep that from being logged.
 
-use crate::common;
+#[allow(dead_code, reason = "each program has its own part")]
+#[path = "all/common/host.rs"]
+mod host;
 
 use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use common::host::{Drained, Host, LIMIT};
 use firn_backing::Backing;
 use firn_drain::IoThreads;
 use firn_sim::SimBacking;
+use host::{Drained, Host, LIMIT};
 
 /// What this thread logs. Its clones are the same.
 #[derive(Clone, Default)]
