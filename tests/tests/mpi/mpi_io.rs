@@ -10,18 +10,16 @@ use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::{Mutex, PoisonError};
+use std::sync::PoisonError;
 use std::time::Duration;
 
+use crate::ONE_JOB;
 use firn_tests::command::{Outcome, run};
 use firn_tests::fsops::{assert_same_bytes, read};
 use firn_tests::random::{env_count, generator};
 use firn_tests::suite::tool;
 use firn_tests::{FirnMount, Sandbox, seed, wait_until};
 use rand::RngExt;
-
-/// Held while ranks run: they poll, and two jobs at once on two CPUs take minutes in place of seconds.
-static ONE_JOB: Mutex<()> = Mutex::new(());
 
 const HOSTS: usize = 4;
 const OPTIONS: &str = "arena-size=64M,chunk-size=1M,layout=log";

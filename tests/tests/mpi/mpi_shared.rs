@@ -8,6 +8,9 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::PoisonError;
+
+use crate::ONE_JOB;
 
 use firn_tests::preloaded::{compile, source};
 use firn_tests::{FirnMount, Sandbox, run};
@@ -58,7 +61,9 @@ fn run_all(shared: &Sandbox, dirs: &[PathBuf]) {
                 .arg(verb)
                 .arg(common.join(format!("{}-{verb}", library.component)))
                 .arg("romio_ds_write=enable");
+            let alone = ONE_JOB.lock().unwrap_or_else(PoisonError::into_inner);
             let outcome = run(&mut command).ok();
+            drop(alone);
             let agreed = format!("{RANKS} ranks agree");
             assert!(outcome.stdout.contains(&agreed), "{outcome}");
         }
