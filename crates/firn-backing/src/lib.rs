@@ -172,20 +172,7 @@ pub trait Backing: Send + Sync + 'static {
     /// Writes parts that do not overlap and are not empty, in whatever order they are in. May write less than asked: so
     /// many bytes as it says, from the first part on, and nothing of the others. After an error none of them counts.
     fn write_parts(&self, file: &Self::File, parts: &[DataPart<'_>]) -> Result<u64> {
-        let mut written = 0;
-        for part in parts {
-            let count = match self.write_at(file, part.data, part.offset) {
-                Ok(count) => count as u64,
-                // As write(2): what was written before the fault is good; the next call tells the fault.
-                Err(_) if written > 0 => break,
-                Err(error) => return Err(error),
-            };
-            written += count;
-            if count < part.len() {
-                break;
-            }
-        }
-        Ok(written)
+        write_parts_singly(self, file, parts)
     }
     /// Whether one [`Backing::write_parts`] of pieces that are far from each other costs about as much as if they were next to
     /// each other. Of a directory: whether that may be so of a file below it. Like [`Backing::lane_of`] it makes no
@@ -360,6 +347,28 @@ pub trait Backing: Send + Sync + 'static {
     fn sync_tree(&self, inode: &Self::Inode) -> Result<()>;
     /// Which way that goes for the top directory.
     fn sync_way(&self) -> SyncWay;
+}
+
+/// [`Backing::write_parts`] where each part is a [`Backing::write_at`] of its own.
+pub fn write_parts_singly<B: Backing + ?Sized>(
+    backing: &B,
+    file: &B::File,
+    parts: &[DataPart<'_>],
+) -> Result<u64> {
+    let mut written = 0;
+    for part in parts {
+        let count = match backing.write_at(file, part.data, part.offset) {
+            Ok(count) => count as u64,
+            // As write(2): what was written before the fault is good; the next call tells the fault.
+            Err(_) if written > 0 => break,
+            Err(error) => return Err(error),
+        };
+        written += count;
+        if count < part.len() {
+            break;
+        }
+    }
+    Ok(written)
 }
 
 /// Most bytes that [`copy_through_memory`] copies.

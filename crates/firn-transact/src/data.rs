@@ -4,7 +4,7 @@ use std::io::IoSlice;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use firn_backing::{Access, Backing, DataPart, Errno, Result, Seek};
+use firn_backing::{Access, Backing, DataPart, Errno, Result, Seek, write_parts_singly};
 
 use crate::claim::View;
 use crate::object::{Inner, LowerFile, Object};
@@ -282,20 +282,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if let Some(written) = self.outside_transactions(file, from, write)? {
             return Ok(written);
         }
-        let mut written = 0;
-        for part in parts {
-            let count = match self.write_tracked(file, part.data, part.offset) {
-                Ok(count) => count as u64,
-                // As write(2): what was written before the fault is good; the next call tells the fault.
-                Err(_) if written > 0 => break,
-                Err(error) => return Err(error),
-            };
-            written += count;
-            if count < part.len() {
-                break;
-            }
-        }
-        Ok(written)
+        write_parts_singly(self, file, parts)
     }
 
     /// Changes a file, from the byte `from` on, that no transaction holds, while none begins or ends. `None`: a transaction

@@ -7,8 +7,8 @@ use anyhow::{Context, bail, ensure};
 
 use super::{cargo, cargo_command, root, target_dir};
 
-/// Builds all targets and runs each of `wanted`, or all where that is empty, for `seconds`. What they found to be worth keeping is in
-/// fuzz/corpus, and serves the next run; what failed is in fuzz/artifacts.
+/// Builds all targets and runs each of `wanted` for `seconds`; all where `wanted` is empty. Inputs worth keeping go to
+/// fuzz/corpus and serve the next run; inputs that failed go to fuzz/artifacts.
 pub fn run(seconds: u64, wanted: &[String], seed: Option<u64>) -> anyhow::Result<()> {
     // libFuzzer takes 0 for no limit, and would never come to the second target.
     ensure!(seconds > 0, "--seconds must be at least 1");

@@ -339,8 +339,7 @@ impl Shelf {
         }
         remove_tree(&gone)?;
         remove_tree(&self.copy_dir(host, unit, NEXT))?;
-        let _ = std::fs::remove_dir(self.host_dir(host));
-        let _ = std::fs::remove_dir(&self.dir);
+        self.remove_empty_dirs(host);
         Ok(())
     }
 
@@ -379,9 +378,14 @@ impl Shelf {
             }
         }
         self.remove_leftovers(host)?;
+        self.remove_empty_dirs(host);
+        Ok(left_bytes)
+    }
+
+    /// Removes the directory of a host, and that of the shelf, where nothing is left in them.
+    fn remove_empty_dirs(&self, host: &str) {
         let _ = std::fs::remove_dir(self.host_dir(host));
         let _ = std::fs::remove_dir(&self.dir);
-        Ok(left_bytes)
     }
 
     fn lock_names(&self) -> MutexGuard<'_, bool> {
@@ -621,6 +625,7 @@ mod tests {
         let_in(0o700);
         assert_eq!(shelf.copies("n1").len(), 1);
     }
+
     #[test]
     fn a_closed_shelf_changes_no_more_and_what_was_half_done_goes() {
         let dir = tempfile::tempdir().unwrap();

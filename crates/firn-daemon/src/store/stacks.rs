@@ -218,7 +218,7 @@ fn check_ground(disks: &Disks, stack: Stack, lost_power: bool, seen: &Tree, told
         }
         let mut left = logs.flatten_below(&logs.root()).expect("flatten");
         if lost_power {
-            // A file that nobody had synced left its logs.
+            // A power loss takes the name of a file that was not synced, and leaves its logs.
             left.lost = 0;
         }
         assert!(left.is_empty(), "{told}: {left:?}");
@@ -286,7 +286,7 @@ fn world(stack: Stack, mode: Mode) -> (Disks, TransactionalStore<SimBacking>) {
     (disks, store)
 }
 
-/// One of so many calls is cut off in one run: there are thousands.
+/// Distance between the calls that are cut off in one run: a commit makes thousands.
 const EACH: u64 = 5;
 
 /// The first call that is cut off: `FIRN_SEED`, or another one in each run.
