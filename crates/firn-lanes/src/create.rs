@@ -120,8 +120,13 @@ impl<B: Backing> Lanes<B> {
         place: &PlaceByName<'_, B>,
         new: &NewFile<'_, B>,
     ) -> Result<Created<B>> {
-        let (_, owner) = self.owner_in(new.parent, new.caller)?;
-        let dir = self.primary.attr(place.parent)?.ino;
+        let (made_in, owner) = self.owner_in(new.parent, new.caller)?;
+        // Outside of transactions the file is made where it has its name.
+        let dir = if std::ptr::eq(place.parent, new.parent) {
+            made_in
+        } else {
+            self.primary.attr(place.parent)?.ino
+        };
         let parent = rule::Parent {
             ino: dir,
             sum: place.numbers,
