@@ -41,17 +41,16 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Paths under which programs see the scopes of the transactions that are not over.
     pub fn scopes_now(&self) -> Vec<Vec<u8>> {
         let all = self.scopes.in_order().into_iter();
-        let alive = all.filter(|scope| *scope.stage.lock() != Stage::Ended);
-        alive.map(|scope| scope.path_now()).collect()
+        all.map(|(scope, _)| scope.path_now()).collect()
     }
 
     /// For reports: the transactions that are not over; one that is to be applied comes before the next one of its
     /// scope. Whoever acts on one asks for its handle ([`TransactionalBacking::current_transaction`]).
     pub fn transactions(&self) -> Vec<Transaction> {
-        let one = |scope: Arc<Scope<B>>| Transaction {
+        let one = |(scope, stage): (Arc<Scope<B>>, Stage)| Transaction {
             scope: scope.path.clone(),
             path_now: scope.path_now(),
-            stage: *scope.stage.lock(),
+            stage,
             objects: match &scope.recovered {
                 Some(record) => record.entries.len() as u64,
                 None => scope
@@ -65,8 +64,6 @@ impl<B: Backing> TransactionalBacking<B> {
             trouble: scope.application.trouble(),
             backup: self.backup_progress(&scope),
         };
-        let all = self.scopes.in_order().into_iter().map(one);
-        // One may have ended meanwhile.
-        all.filter(|one| one.stage != Stage::Ended).collect()
+        self.scopes.in_order().into_iter().map(one).collect()
     }
 }

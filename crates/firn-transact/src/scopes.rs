@@ -14,7 +14,7 @@ use firn_backing::Backing;
 use firn_backing::lock::{Mutex, RwLock};
 
 use crate::object::Object;
-use crate::scope::Scope;
+use crate::scope::{Scope, Stage};
 
 pub(crate) struct Scopes<B: Backing> {
     list: RwLock<Vec<Arc<Scope<B>>>>,
@@ -110,18 +110,23 @@ impl<B: Backing> Scopes<B> {
         of_dir.cloned().collect()
     }
 
-    /// Empties the list at the end of the mount.
     /// All but those that follow a commit.
     pub(crate) fn all(&self) -> Vec<Arc<Scope<B>>> {
         self.list.read().clone()
     }
 
-    /// All; a commit comes before the transaction that follows it.
-    pub(crate) fn in_order(&self) -> Vec<Arc<Scope<B>>> {
+    /// All that are not over, with their stages; a commit comes before the transaction that follows it.
+    pub(crate) fn in_order(&self) -> Vec<(Arc<Scope<B>>, Stage)> {
         let with_next = |scope: &Arc<Scope<B>>| [Some(Arc::clone(scope)), scope.application.next()];
-        // Under the lock: at the end of a commit the one that follows goes from it to the list.
+        // Under the lock: at the end of a commit the one that follows goes from it to the list, and a stage that is
+        // read later may be the end of a scope whose follower is not in the copy.
         let list = self.list.read();
-        list.iter().flat_map(with_next).flatten().collect()
+        let all = list.iter().flat_map(with_next).flatten();
+        let staged = all.map(|scope| {
+            let stage = scope.stage();
+            (scope, stage)
+        });
+        staged.filter(|(_, stage)| *stage != Stage::Ended).collect()
     }
 
     /// The first of those for which `select` is true, but for those that follow a commit.

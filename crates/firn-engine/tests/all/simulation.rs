@@ -336,7 +336,10 @@ impl Run {
         if self.world.stopped() {
             return Err(Stopped);
         }
-        if marked == Ok(true) {
+        // While a program has it open for writing the answer is no; where nothing changes until that closes it, it is
+        // partnered from then on.
+        let is_as_copied = self.model.contents[object] == copied.contents;
+        if marked == Ok(true) || (marked == Ok(false) && is_as_copied) {
             self.partnered.insert(*object, copied.contents.clone());
         }
         Ok(())

@@ -150,8 +150,7 @@ impl<B: Backing> Decided<'_, B> {
 
 impl<'a, B: Backing> Found<'a, B> {
     /// `None` where the transaction is over.
-    pub(crate) fn new(store: &'a TransactionalBacking<B>, scope: Arc<Scope<B>>) -> Option<Self> {
-        let stage = scope.stage();
+    fn new(store: &'a TransactionalBacking<B>, scope: Arc<Scope<B>>, stage: Stage) -> Option<Self> {
         let handle = Handle { store, scope };
         match stage {
             Stage::Open => Some(Self::Open(Open(handle))),
@@ -182,7 +181,9 @@ impl<'a, B: Backing> Found<'a, B> {
     /// The state that it is in by now; `None` where it is over.
     pub fn look_again(&self) -> Option<Self> {
         let handle = self.handle();
-        Self::new(handle.store, Arc::clone(&handle.scope))
+        let scope = Arc::clone(&handle.scope);
+        let stage = scope.stage();
+        Self::new(handle.store, scope, stage)
     }
 
     /// An earlier firnd prepared it.
@@ -263,7 +264,10 @@ impl<B: Backing> TransactionalBacking<B> {
     /// A transaction that is not over, of those that `look` finds one after the other.
     fn find_found(&self, look: impl Fn() -> Option<Arc<Scope<B>>>) -> Option<Found<'_, B>> {
         // One that was over by then is not in the list any more.
-        std::iter::from_fn(look).find_map(|scope| Found::new(self, scope))
+        std::iter::from_fn(look).find_map(|scope| {
+            let stage = scope.stage();
+            Found::new(self, scope, stage)
+        })
     }
 
     /// The transaction of a scope that was begun first: where a commit is decided and followed by another transaction,
@@ -288,6 +292,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// All that are not over; a commit comes before the transaction that follows it.
     pub fn open_transactions(&self) -> Vec<Found<'_, B>> {
         let scopes = self.scopes.in_order().into_iter();
-        scopes.filter_map(|scope| Found::new(self, scope)).collect()
+        let found = scopes.filter_map(|(scope, stage)| Found::new(self, scope, stage));
+        found.collect()
     }
 }
