@@ -19,6 +19,8 @@ pub enum Origin {
     Environment(String),
     /// The user's or the system's file.
     File(PathBuf),
+    /// The option of this name brings it along.
+    Implied(&'static str),
     /// The table.
     Default,
 }
@@ -30,6 +32,7 @@ impl fmt::Display for Origin {
             Self::MinusO => f.write_str("-o"),
             Self::Environment(name) => f.write_str(name),
             Self::File(path) => f.write_str(&quoted_path(path)),
+            Self::Implied(name) => write!(f, "for {name}"),
             Self::Default => f.write_str("default"),
         }
     }

@@ -459,6 +459,11 @@ impl Options {
         }
     }
 
+    /// Whether the name of a new file decides where its data lies.
+    pub fn places_by_name(&self) -> bool {
+        self.placement != Placement::None || !self.log_files.is_empty()
+    }
+
     /// The options that change what promises mean, as `key=value`, for the status of the mount.
     pub fn in_force(&self) -> Vec<String> {
         TABLE

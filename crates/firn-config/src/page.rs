@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use crate::table::{RULES, TABLE};
+use crate::table::{IMPLIED, Implied, RULES, TABLE};
 
 /// What stands before the table.
 const HEAD: &str = "# Configuration
@@ -88,6 +88,17 @@ pub fn configuration_page() -> String {
             row.env()
         )
         .expect("a String");
+    }
+    page.push_str("\n## Implied values\n\nAn option that needs another one sets it, where no source gives that one. `firn config` shows it.\n\n| Option | Implies | Where the other one has a value that does not fit |\n|---|---|---|\n");
+    for implied in &IMPLIED {
+        let Implied {
+            name,
+            other,
+            value,
+            advice,
+            ..
+        } = implied;
+        writeln!(page, "| `{name}` | `{other}={value}` | {advice} |").expect("a String");
     }
     page.push_str("\n## Contradictions\n\n");
     for rule in &RULES {

@@ -13,7 +13,7 @@ use crate::given::{Given, Origin};
 use crate::kernel::KernelFlag;
 use crate::minus_o::MinusO;
 use crate::options::Options;
-use crate::table::{RULES, Row, TABLE};
+use crate::table::{IMPLIED, Implied, RULES, Row, TABLE, row};
 
 /// What is around the process and holds options.
 #[derive(Clone, Debug, Default)]
@@ -96,6 +96,7 @@ impl Sources {
         resolved.take(&self.minus_o.given, &Origin::MinusO)?;
         resolved.take(&self.flags, &Origin::Flag)?;
         resolved.options.kernel_flags = settle(&self.minus_o.kernel_flags);
+        resolved.add_implied()?;
         resolved.check()?;
         resolved.options.settle();
         Ok(resolved)
@@ -140,18 +141,52 @@ impl Resolved {
         Ok(())
     }
 
-    fn check(&self) -> Result<(), ConfigError> {
-        for rule in &RULES {
-            if (rule.broken)(&self.options) {
-                let [first, second] = rule.names.map(|name| self.describe(name));
-                return Err(ConfigError::Contradiction {
-                    first,
-                    second,
-                    advice: rule.advice,
-                });
+    /// Gives options the values that others bring along.
+    fn add_implied(&mut self) -> Result<(), ConfigError> {
+        for implied in &IMPLIED {
+            let Implied { name, other, .. } = *implied;
+            if !self.is_set(name) {
+                continue;
+            }
+            if *self.origin(other) == Origin::Default
+                && let Some(row) = row(other)
+            {
+                let text = OsString::from(implied.value);
+                self.take(&[Given { row, text }], &Origin::Implied(name))?;
+            }
+            if !(implied.fits)(&self.options) {
+                return Err(self.contradiction([name, other], implied.advice));
             }
         }
         Ok(())
+    }
+
+    fn check(&self) -> Result<(), ConfigError> {
+        match RULES.iter().find(|rule| (rule.broken)(&self.options)) {
+            Some(rule) => Err(self.contradiction(rule.names, rule.advice)),
+            None => Ok(()),
+        }
+    }
+
+    fn contradiction(&self, names: [&str; 2], advice: &'static str) -> ConfigError {
+        let [first, second] = names.map(|name| self.describe(name));
+        ConfigError::Contradiction {
+            first,
+            second,
+            advice,
+        }
+    }
+
+    /// Whether a source gives an option another value than its default.
+    fn is_set(&self, name: &str) -> bool {
+        let default = Options::default();
+        *self.origin(name) != Origin::Default
+            && row(name).is_some_and(|row| (row.get)(&self.options) != (row.get)(&default))
+    }
+
+    fn origin(&self, name: &str) -> &Origin {
+        let found = self.origins.iter().find(|(row, _)| row.name == name);
+        found.map_or(&Origin::Default, |(_, origin)| origin)
     }
 
     /// `name=value (origin)`.

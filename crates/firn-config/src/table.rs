@@ -820,19 +820,108 @@ pub struct Rule {
     pub advice: &'static str,
 }
 
+/// An option that means something with another one only, and so brings that along.
+pub struct Implied {
+    /// The option that is given.
+    pub name: &'static str,
+    /// The option that it brings along where no source gives that.
+    pub other: &'static str,
+    /// The value of the other one.
+    pub value: &'static str,
+    /// Whether the other one, where a source gives it, has a value that goes with the first.
+    pub fits: fn(&Options) -> bool,
+    /// What to do where it has not.
+    pub advice: &'static str,
+}
+
+/// Options that bring others along.
+pub static IMPLIED: [Implied; 11] = [
+    Implied {
+        name: "history",
+        other: "drain",
+        value: "commit",
+        fits: |o| o.drain == Drain::Commit,
+        advice: "there are no commits without transactions: omit history, or use drain=commit",
+    },
+    Implied {
+        name: "mode",
+        other: "drain",
+        value: "commit",
+        fits: |o| o.drain == Drain::Commit,
+        advice: "it is a mode of transactions: omit mode, or use drain=commit",
+    },
+    Implied {
+        name: "participants",
+        other: "drain",
+        value: "commit",
+        fits: |o| o.drain == Drain::Commit,
+        advice: "hosts only agree on transactions: omit participants, or use drain=commit",
+    },
+    Implied {
+        name: "backup",
+        other: "drain",
+        value: "commit",
+        fits: |o| o.drain == Drain::Commit,
+        advice: "only transactions are backed up: omit backup, or use drain=commit",
+    },
+    Implied {
+        name: "lanes",
+        other: "placement",
+        value: "dirs",
+        fits: |o| o.placement == Placement::Dirs,
+        advice: "only Firn itself places files in directories: use placement=dirs, or omit lanes",
+    },
+    Implied {
+        name: "lane-map",
+        other: "placement",
+        value: "dirs",
+        fits: |o| o.placement != Placement::None,
+        advice: "without placement nothing goes to lanes: omit placement=none or lane-map",
+    },
+    Implied {
+        name: "place-command",
+        other: "placement",
+        value: "command",
+        fits: |o| o.placement == Placement::Command,
+        advice: "the program runs with placement=command only: use that, or omit place-command",
+    },
+    Implied {
+        name: "log-files",
+        other: "layout",
+        value: "log",
+        fits: |o| o.layout == Layout::Log,
+        advice: "with layout=plain no file lies in logs: use layout=log, or omit log-files",
+    },
+    Implied {
+        name: "partner-domains",
+        other: "partner",
+        value: "next",
+        fits: |o| o.partner == Partner::Next,
+        advice: "a partner that is named is the partner wherever it is: omit partner-domains, or use partner=next",
+    },
+    Implied {
+        name: "token-endpoints",
+        other: "tokens",
+        value: "etcd",
+        fits: |o| o.tokens == TokenService::Etcd,
+        advice: "nothing else is asked there: omit token-endpoints, or use tokens=etcd",
+    },
+    Implied {
+        name: "token-group",
+        other: "tokens",
+        value: "etcd",
+        fits: |o| o.tokens == TokenService::Etcd,
+        advice: "files in a backing are of that backing: omit token-group, or use tokens=etcd",
+    },
+];
+
 /// All contradictions.
-pub static RULES: [Rule; 31] = [
+pub static RULES: [Rule; 16] = [
     Rule {
         names: ["chunk-size", "arena-size"],
         text: "chunk-size may not exceed arena-size",
         broken: |o| o.chunk_bytes > o.arena_bytes,
         advice: "the arena must hold at least one chunk: raise arena-size or lower chunk-size",
-    },
-    Rule {
-        names: ["close", "drain"],
-        text: "close=drain cannot be combined with drain=demand",
-        broken: |o| o.close == Close::Drain && o.drain == Drain::Demand,
-        advice: "with drain=demand, close writes nothing to the backing: omit close, or use drain=eager",
     },
     Rule {
         names: ["drain", "frontend"],
@@ -847,76 +936,22 @@ pub static RULES: [Rule; 31] = [
         advice: "name the directories that files go to, as in lanes=/srv0/x:/srv1/x",
     },
     Rule {
-        names: ["lanes", "placement"],
-        text: "lanes requires placement=dirs",
-        broken: |o| !o.lanes.is_empty() && o.placement != Placement::Dirs,
-        advice: "nothing goes to lanes without it: add placement=dirs, or omit lanes",
-    },
-    Rule {
-        names: ["lane-map", "placement"],
-        text: "lane-map requires placement",
-        broken: |o| o.lane_map.is_some() && o.placement == Placement::None,
-        advice: "nothing goes to lanes without it: add placement, or omit lane-map",
-    },
-    Rule {
         names: ["placement", "servers"],
-        text: "placement on one file system requires servers",
-        broken: |o| o.placement.is_steered() && o.servers.is_empty(),
-        advice: "name the servers that files go to, as in servers=0:1:2:3",
-    },
-    Rule {
-        names: ["servers", "placement"],
-        text: "servers requires placement on one file system",
-        broken: |o| !o.servers.is_empty() && !o.placement.is_steered(),
-        advice: "add placement=lustre, ceph, beegfs, orangefs, moosefs or command, or omit servers",
+        text: "servers and placement on one file system require each other",
+        broken: |o| o.placement.is_steered() == o.servers.is_empty(),
+        advice: "name both, as in placement=lustre,servers=0:1:2:3, or omit both",
     },
     Rule {
         names: ["placement", "place-command"],
-        text: "placement=command and place-command require each other",
-        broken: |o| (o.placement == Placement::Command) != o.place_command.is_some(),
-        advice: "name the program that makes files, or omit both",
-    },
-    Rule {
-        names: ["placement", "frontend"],
-        text: "placement cannot be combined with frontend=preload",
-        broken: |o| o.placement != Placement::None && o.frontend == Frontend::Preload,
-        advice: "a stub tree gives files their names too late for that: leave placement out, or use frontend=fuse",
-    },
-    Rule {
-        names: ["log-files", "layout"],
-        text: "log-files requires layout=log",
-        broken: |o| !o.log_files.is_empty() && o.layout != Layout::Log,
-        advice: "no file lies in logs without it: add layout=log, or omit log-files",
-    },
-    Rule {
-        names: ["log-files", "frontend"],
-        text: "log-files cannot be combined with frontend=preload",
-        broken: |o| !o.log_files.is_empty() && o.frontend == Frontend::Preload,
-        advice: "a stub tree gives files their names too late for that: log all files, or use frontend=fuse",
-    },
-    Rule {
-        names: ["history", "drain"],
-        text: "history requires drain=commit",
-        broken: |o| o.history > 0 && o.drain != Drain::Commit,
-        advice: "there are no commits without transactions: omit history, or use drain=commit",
-    },
-    Rule {
-        names: ["mode", "drain"],
-        text: "mode=shadow requires drain=commit",
-        broken: |o| o.mode == Mode::Shadow && o.drain != Drain::Commit,
-        advice: "it is a mode of transactions: omit mode, or use drain=commit",
+        text: "placement=command requires place-command",
+        broken: |o| o.placement == Placement::Command && o.place_command.is_none(),
+        advice: "name the program that makes files, as in place-command=/usr/local/bin/place",
     },
     Rule {
         names: ["mode", "history"],
         text: "mode=shadow cannot be combined with history",
         broken: |o| o.mode == Mode::Shadow && o.history > 0,
         advice: "what undoes a commit is kept with mode=buffer only: leave history out, or take mode=buffer",
-    },
-    Rule {
-        names: ["participants", "drain"],
-        text: "participants requires drain=commit",
-        broken: |o| o.participants != Participants::Off && o.drain != Drain::Commit,
-        advice: "hosts only agree on transactions: omit participants, or use drain=commit",
     },
     Rule {
         names: ["participants", "history"],
@@ -931,51 +966,16 @@ pub static RULES: [Rule; 31] = [
         advice: "add this host to the participants, or give it one of their names",
     },
     Rule {
-        names: ["host", "participants"],
-        text: "host requires participants, tokens, partner or layout=log",
-        broken: |o| {
-            let is_alone = o.participants == Participants::Off
-                && o.tokens == TokenService::None
-                && o.partner == Partner::None;
-            o.host.is_some() && is_alone && o.layout == Layout::Plain
-        },
-        advice: "a single host needs no name: omit host, or say what it shares with others",
-    },
-    Rule {
-        names: ["partner-domains", "partner"],
-        text: "partner-domains requires partner=next",
-        broken: |o| o.partner_domains.is_some() && o.partner != Partner::Next,
-        advice: "a partner that is named is the partner wherever it is: omit partner-domains, or use partner=next",
-    },
-    Rule {
         names: ["tokens", "token-endpoints"],
         text: "tokens=etcd requires token-endpoints",
         broken: |o| o.tokens == TokenService::Etcd && o.token_endpoints.is_empty(),
         advice: "say where etcd is: token-endpoints=HOST:PORT",
     },
     Rule {
-        names: ["token-endpoints", "tokens"],
-        text: "token-endpoints requires tokens=etcd",
-        broken: |o| o.tokens != TokenService::Etcd && !o.token_endpoints.is_empty(),
-        advice: "nothing else is asked there: omit token-endpoints, or use tokens=etcd",
-    },
-    Rule {
-        names: ["token-group", "tokens"],
-        text: "token-group requires tokens=etcd",
-        broken: |o| o.tokens != TokenService::Etcd && o.token_group.is_some(),
-        advice: "files in a backing are of that backing: omit token-group, or use tokens=etcd",
-    },
-    Rule {
         names: ["token-wait", "token-hold"],
         text: "token-wait may not be less than twice token-hold",
         broken: |o| o.token_wait_ms < 2 * o.token_hold_ms,
         advice: "a host that keeps a token for its time is not stuck: raise token-wait or lower token-hold",
-    },
-    Rule {
-        names: ["backup", "drain"],
-        text: "backup requires drain=commit",
-        broken: |o| o.backup.is_some() && o.drain != Drain::Commit,
-        advice: "only transactions are backed up: omit backup, or use drain=commit",
     },
     Rule {
         names: ["backup", "mode"],
@@ -1092,6 +1092,19 @@ mod tests {
                 (row.set)(&mut options, row.kind.parse(word).unwrap());
                 assert_eq!((row.get)(&options), *word);
             }
+        }
+    }
+
+    #[test]
+    fn what_is_brought_along_fits() {
+        for implied in &IMPLIED {
+            assert!(row(implied.name).is_some(), "{}", implied.name);
+            let other = row(implied.other).expect("an option");
+            let mut options = Options::default();
+            assert!(!(implied.fits)(&options), "{}", implied.name);
+            let value = other.kind.parse(implied.value).expect("a value");
+            (other.set)(&mut options, value);
+            assert!((implied.fits)(&options), "{}", implied.name);
         }
     }
 

@@ -374,8 +374,8 @@ struct OpenedStore {
 }
 
 /// What is below transactions: the directory, with lanes and logs where there are any.
-struct OpenedGround {
-    store: LoggableStore,
+pub(crate) struct OpenedGround {
+    pub(crate) store: LoggableStore,
     steered: Option<Arc<Steered>>,
     log_lease: Option<HostLease>,
 }
@@ -505,11 +505,38 @@ fn open_ground(
         }
         Purpose::Salvage => (directory, None),
     };
+    let opened = open_layers(backing, directory, options, wanted, notice)?;
+    Ok(OpenedGround { steered, ..opened })
+}
+
+/// The same without a mount: files that lie in lanes or logs are served there.
+pub(crate) fn serve_ground(backing: &Path, options: &Options) -> Result<OpenedGround, AttachError> {
+    let directory = DirBacking::open(backing).map_err(|source| AttachError::BackingUnusable {
+        path: backing.to_owned(),
+        source,
+    })?;
+    let mut notice = |text| tracing::warn!("{text}");
+    open_layers(
+        backing,
+        directory,
+        options,
+        placement::Use::Serve,
+        &mut notice,
+    )
+}
+
+fn open_layers(
+    backing: &Path,
+    directory: DirBacking,
+    options: &Options,
+    wanted: placement::Use,
+    notice: &mut dyn FnMut(String),
+) -> Result<OpenedGround, AttachError> {
     let placeable = placement::open(backing, directory, options, wanted, notice)?;
     let opened = logs::open(backing, placeable, options, wanted)?;
     Ok(OpenedGround {
         store: opened.store,
-        steered,
+        steered: None,
         log_lease: opened.lease,
     })
 }

@@ -24,6 +24,7 @@ use parking_lot::{Condvar, Mutex};
 use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags, accessat, open};
 use serde::Serialize;
 
+use crate::attach::serve_ground;
 use crate::error::{AttachError, RecoverError};
 use crate::lock::{Locks, Sharing};
 use crate::preflight::{self, Checked};
@@ -101,8 +102,12 @@ pub(crate) fn open_backups(backing: &Path, options: &Options) -> Result<Option<H
     let home = home(&canonical, backing);
     let opened = open_home(&canonical, &home, unusable)?;
     let directory = DirBacking::of_dir(opened, &home).map_err(unusable)?;
-    let store = LoggableStore::Lower(PlaceableStore::Lower(directory));
-    Ok(Some((store, home)))
+    Ok(Some((without_layers(directory), home)))
+}
+
+/// A directory of a backup, with the type of what it backs up: its files lie in no lane and no log.
+fn without_layers(directory: DirBacking) -> LoggableStore {
+    LoggableStore::Lower(PlaceableStore::Lower(directory))
 }
 
 /// Gives a store its backup, if there is one. `known` was asked for before the store was opened.
@@ -241,13 +246,10 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
         });
     }
     let _lock = Locks::take(&backing, &files, None, Sharing::Alone)?;
-    let directory = DirBacking::open(&backing).map_err(|source| AttachError::BackingUnusable {
-        path: backing.clone(),
-        source,
-    })?;
-    let store = open_place(&place)?;
+    let ground = serve_ground(&backing, &request.options)?;
+    let store = without_layers(open_place(&place)?);
     let (held, _) =
-        TransactionalBacking::open(directory).map_err(AttachError::transactions(&backing))?;
+        TransactionalBacking::open(ground.store).map_err(AttachError::transactions(&backing))?;
     let mut report = BackupReport {
         id: log.id,
         scope: log.scope.as_slice().into(),

@@ -449,7 +449,9 @@ impl Prepared {
             firn_config::Frontend::Preload => {
                 let prefix = &checked.mount_point;
                 let backing = &checked.backing;
-                let stubs = Stubs::begin(engine, backing, prefix, &attached.files, events)?;
+                let by_name = options.places_by_name();
+                let files = &attached.files;
+                let stubs = Stubs::begin(engine, backing, prefix, by_name, files, events)?;
                 Ok(Self::Tree(stubs))
             }
         }

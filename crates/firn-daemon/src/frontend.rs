@@ -57,6 +57,7 @@ impl Stubs {
         engine: Arc<Engine<Store>>,
         backing: &Path,
         prefix: &Path,
+        places_by_name: bool,
         files: &RuntimeFiles,
         events: Sender<Event>,
     ) -> Result<Self, AttachError> {
@@ -65,6 +66,7 @@ impl Stubs {
             root: prefix.to_owned(),
             log: files.names.clone(),
             backing: backing.to_owned(),
+            places_by_name,
         };
         match Tree::begin(engine, options) {
             Ok(tree) => Ok(Self {

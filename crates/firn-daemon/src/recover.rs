@@ -12,7 +12,7 @@ use firn_protocol::ErrorStatus;
 use firn_transact::{Expected, Members, Opening, TransactionalBacking};
 use serde::Serialize;
 
-use crate::attach::{ArenaEnd, Attached};
+use crate::attach::{ArenaEnd, Attached, serve_ground};
 use crate::end::{Event, drain_rest};
 use crate::error::{AttachError, RecoverError};
 use crate::frontend::{Frontend, Stubs, TreeEnd, waiting_tree};
@@ -88,16 +88,18 @@ pub fn recover_host(backing: &Path, host: String) -> Result<HostReport, RecoverE
             backing,
         });
     };
-    let directory = DirBacking::open(&backing).map_err(|source| AttachError::BackingUnusable {
-        path: backing.clone(),
-        source,
-    })?;
+    // Its files may lie in logs, to which its transaction is applied in its name.
+    let options = Options {
+        host: Some(members.host.clone()),
+        ..Options::default()
+    };
+    let ground = serve_ground(&backing, &options)?;
     let opening = Opening {
         members: Some(members),
         ..Opening::default()
     };
     let (_, outcome) =
-        TransactionalBacking::open_with(directory, opening, |_| Ok::<_, AttachError>(()))
+        TransactionalBacking::open_with(ground.store, opening, |_| Ok::<_, AttachError>(()))
             .map_err(AttachError::in_backing(&backing))?;
     Ok(HostReport {
         finished: outcome.finished,
@@ -187,7 +189,7 @@ fn attach_tree(
     events: Sender<Event>,
 ) -> Result<Stubs, AttachError> {
     let engine = Arc::clone(&attached.engine);
-    let stubs = Stubs::begin(engine, backing, prefix, &attached.files, events)?;
+    let stubs = Stubs::begin(engine, backing, prefix, false, &attached.files, events)?;
     if let Err(error) = stubs.tree.reconcile() {
         tracing::warn!(%error, "cannot create every name of the stub tree in the backing");
     }

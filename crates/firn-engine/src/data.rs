@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use firn_backing::lock::Mutex;
-use firn_backing::{Access, Backing, Caller, Errno, KernelReads, Time};
+use firn_backing::{Access, Attr, Backing, Caller, Errno, KernelReads, Placing, Time};
 
 use crate::engine::Engine;
 use crate::extents::Extents;
@@ -16,7 +16,7 @@ use crate::kernel_copies::Admission;
 use crate::names::{Inode, Stamp};
 use crate::privileges::{Anybody, has_set_id_bits};
 use crate::tables::Handle;
-use crate::{Entry, HandleId, InodeId, OpenMode, Opened, Result};
+use crate::{ClosePolicy, Entry, HandleId, InodeId, OpenMode, Opened, Result};
 
 const O_ACCMODE: i32 = 0o3;
 const O_WRONLY: i32 = 0o1;
@@ -55,15 +55,48 @@ impl<B: Backing> Engine<B> {
         flags: i32,
     ) -> Result<(Entry, Opened)> {
         let dir = self.inode(parent)?;
+        self.create_file(&dir, name, flags, || {
+            self.backing.create(caller, &self.object(&dir)?, name, mode)
+        })
+    }
+
+    /// [`Engine::create`] of a file that is renamed to `later` afterwards: the backing places its data by that name.
+    pub fn create_placed(
+        &self,
+        caller: &Caller,
+        (parent, name): (InodeId, &OsStr),
+        mode: u32,
+        flags: i32,
+        later: (InodeId, &OsStr),
+    ) -> Result<(Entry, Opened)> {
+        let dir = self.inode(parent)?;
+        let later_dir = self.inode(later.0)?;
+        self.create_file(&dir, name, flags, || {
+            let later_dir = self.object(&later_dir)?;
+            let placing = Placing::Named {
+                parent: &later_dir,
+                name: later.1,
+            };
+            self.backing
+                .create_placed(caller, &self.object(&dir)?, name, mode, placing)
+        })
+    }
+
+    fn create_file(
+        &self,
+        dir: &Arc<Inode<B>>,
+        name: &OsStr,
+        flags: i32,
+        create: impl FnMut() -> Result<(B::Inode, B::File, Attr)>,
+    ) -> Result<(Entry, Opened)> {
         self.close_excess_files();
         let before = self.names.changes();
         let privileges = self.privileges.epoch();
-        match self.with_descriptor(|| self.backing.create(caller, &self.object(&dir)?, name, mode))
-        {
+        match self.with_descriptor(create) {
             Ok((object, backing_file, attr)) => {
                 self.counters.count_opened();
                 self.backing.note_opened(&backing_file, true)?;
-                let inode = self.register_created(before, &dir, name, object, &attr)?;
+                let inode = self.register_created(before, dir, name, object, &attr)?;
                 let opened = Arc::new(BackingFile {
                     file: backing_file,
                     access: Access::ReadWrite,
@@ -84,7 +117,7 @@ impl<B: Backing> Engine<B> {
                 ))
             }
             Err(Errno::EXIST) if flags & O_EXCL == 0 => {
-                let entry = self.lookup(parent, name)?;
+                let entry = self.lookup(dir.id, name)?;
                 let truncates = flags & O_TRUNC != 0;
                 let ready = if truncates {
                     self.drop_privileges(entry.inode, &Anybody)
@@ -554,6 +587,11 @@ impl<B: Backing> Engine<B> {
             }
         }
         let orphan = state.unlinked && state.opens.is_empty();
+        // The kernel drops the FLUSH of a process that was killed before firnd had read it.
+        let is_written = handle.writable && !state.opens.has_writers();
+        if is_written && self.options.close == ClosePolicy::Drain && !state.unlinked {
+            self.drain.force(file, &mut state);
+        }
         drop(state);
         if handle.has_kernel_copy {
             self.kernel_copies.close(file.inode.id);

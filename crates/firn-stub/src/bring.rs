@@ -118,6 +118,13 @@ impl<B: Backing> Tree<B> {
 
     /// Carries one stub and the directories above it over, where it stands at `path`.
     pub(crate) fn bring_path(&self, map: &mut Map, path: &[u8]) -> Result<()> {
+        self.bring_directories(map, path)?;
+        let stub = self.stub(path).map_err(|error| errno(&error))?;
+        self.bring(map, &stub)
+    }
+
+    /// Carries the directories above a path over.
+    pub(crate) fn bring_directories(&self, map: &mut Map, path: &[u8]) -> Result<()> {
         for (at, byte) in path.iter().enumerate() {
             if *byte == b'/' {
                 let above = path.get(..at).unwrap_or_default();
@@ -125,8 +132,7 @@ impl<B: Backing> Tree<B> {
                 self.bring(map, &stub)?;
             }
         }
-        let stub = self.stub(path).map_err(|error| errno(&error))?;
-        self.bring(map, &stub)
+        Ok(())
     }
 
     // ---- looking -----------------------------------------------------------------------------

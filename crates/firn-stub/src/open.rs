@@ -1,5 +1,6 @@
 //! Open stubs: what processes told of over the data socket.
 
+use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
 
@@ -11,7 +12,7 @@ use rustix::fs::{CWD, Mode, OFlags, fstat, open, readlinkat};
 use crate::StubId;
 use crate::map::{Changes, Map};
 use crate::path::{Rel, private_path};
-use crate::tree::{Tree, errno, stub_of};
+use crate::tree::{Ref, Tree, errno, stub_of};
 
 /// A descriptor that a client told of.
 #[derive(Debug)]
@@ -84,7 +85,7 @@ impl<B: Backing> Tree<B> {
             if !self.is_ours(&fd, stub.nlink) {
                 return Err(Errno::XDEV);
             }
-            self.make_file(&mut map, id)?;
+            self.make_file(&mut map, id, self.path_of(&fd).as_deref())?;
         }
         if stub.size > 0
             && flags & libc::O_TRUNC == 0
@@ -158,16 +159,28 @@ impl<B: Backing> Tree<B> {
         self.stands(&below, id).then_some(below)
     }
 
-    /// The file of a stub that nobody told of so far.
-    fn make_file(&self, map: &mut Map, id: StubId) -> Result<()> {
+    /// Makes the file of a stub that no client told of so far. It has a private name until the tree is reconciled. The
+    /// backing places its data by the name that its stub has now.
+    fn make_file(&self, map: &mut Map, id: StubId, stands_at: Option<&[u8]>) -> Result<()> {
         self.make_private_dir()?;
+        let later = stands_at
+            .filter(|_| self.options.places_by_name)
+            .and_then(|path| self.directory_above(map, path));
         let path = private_path(id);
         let (dir, name) = self.parent(&path)?;
         map.add(id, Kind::File, &path)
             .map_err(|error| errno(&error))?;
-        let made = self
-            .engine
-            .create(&self.caller(), dir.inode, name, 0o600, libc::O_RDWR);
+        let (caller, flags) = (self.caller(), libc::O_RDWR);
+        let made = match &later {
+            Some((later_dir, later_name)) => self.engine.create_placed(
+                &caller,
+                (dir.inode, name),
+                0o600,
+                flags,
+                (later_dir.inode, later_name),
+            ),
+            None => self.engine.create(&caller, dir.inode, name, 0o600, flags),
+        };
         match made {
             Ok((entry, opened)) => {
                 self.engine.release(opened.handle);
@@ -182,6 +195,17 @@ impl<B: Backing> Tree<B> {
                 Err(error)
             }
         }
+    }
+
+    /// The directory of a path in the backing, where the directories above are carried over first, and the name there.
+    /// `None` where one of them has just got another name: the file is then placed as one without a name.
+    fn directory_above<'p>(
+        &self,
+        map: &mut Map,
+        path: &'p [u8],
+    ) -> Option<(Ref<'_, B>, &'p OsStr)> {
+        self.bring_directories(map, path).ok()?;
+        self.parent(path).ok()
     }
 
     /// Whether a client told of this descriptor.

@@ -67,6 +67,9 @@ pub struct TreeOptions {
     pub log: PathBuf,
     /// The backing, for the log's head.
     pub backing: PathBuf,
+    /// The backing places new files by their names, in lanes or in logs. The directories of such a file are then carried
+    /// over when a program first writes to it.
+    pub places_by_name: bool,
 }
 
 /// A directory of a walk.

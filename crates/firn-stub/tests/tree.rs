@@ -88,6 +88,7 @@ impl World {
             root: self.prefix(),
             log: self.shm.path().join("log"),
             backing: self.disk.path().into(),
+            places_by_name: false,
         };
         let tree = Tree::begin(Arc::clone(&engine), options).unwrap();
         self.life = Some(Life { tree, engine, pool });

@@ -342,6 +342,48 @@ fn a_host_that_is_killed_between_prepare_and_commit_leaves_no_half() {
     }
 }
 
+/// Proves S-tx-70, S-tx-123: `firn recover --host` ends a dead host's part where its files lie in lanes and in logs.
+#[test]
+fn a_dead_host_is_ended_over_lanes_and_logs() {
+    let places = Sandbox::new("deadlanes");
+    let lanes = ["lane0", "lane1"].map(|name| places.mkdir(name));
+    let placed = firn_tests::lanes::place_in(&lanes, HASTY);
+    for layers in ["layout=log", "placement", "both"] {
+        let options = match layers {
+            "placement" => placed.clone(),
+            "both" => format!("{placed},layout=log"),
+            _ => format!("{HASTY},layout=log"),
+        };
+        let cluster = Cluster::new("dead", 2, &options);
+        let mut mounts = cluster.mounts();
+        fs::write(mounts[0].join("shared"), "....................").expect("write");
+        begin_all(&cluster, &mounts);
+        both_write(&mounts);
+        cluster.all_ok(&mounts, &["prepare", "--id", "5"]);
+        mounts.remove(1).kill();
+        run(&mut on(
+            &cluster.hosts[0],
+            &mounts[0],
+            &["commit", "--id", "5"],
+        ))
+        .ok();
+        let backing = cluster.backing();
+        let args = ["recover", "--host", "n1"].map(Path::new);
+        cluster
+            .shared
+            .run(args.into_iter().chain([backing.as_path()]))
+            .ok();
+        wait_until("the survivor sees it", Duration::from_secs(10), || {
+            whole(mounts[0].path()) == Ok(true)
+        });
+        mounts.remove(0).umount();
+        assert_eq!(cluster.votes(), [""; 0], "{layers}");
+        let again = cluster.mount(0);
+        assert_eq!(whole(again.path()), Ok(true), "{layers}");
+        again.umount();
+    }
+}
+
 /// Proves S-tx-31, S-tx-69.
 #[test]
 fn an_abort_after_another_host_has_committed_is_refused_and_harms_nothing() {
@@ -479,7 +521,7 @@ fn names_of_hosts_are_checked() {
         refused.code == 2 && refused.stderr.contains("not the name of a host"),
         "{refused:?}"
     );
-    let refused = second("participants=2");
+    let refused = second("participants=2,drain=eager");
     assert!(
         refused.code == 2 && refused.stderr.contains("contradict each other"),
         "{refused:?}"

@@ -1578,7 +1578,7 @@ fn programs_with_direct_access_write_one_file_in_logs() {
     assert!(cluster.containers().is_empty());
 }
 
-/// Proves S-log-17: a stub tree drains to logs, too; for some names only it is refused.
+/// Proves S-log-17: a stub tree drains to logs, too, also for some names only.
 #[test]
 fn a_stub_tree_drains_to_logs() {
     let cluster = Hosts::new("tree", 1);
@@ -1597,10 +1597,29 @@ fn a_stub_tree_drains_to_logs() {
     assert_same(&cluster.plain("file"), &all_records(1));
     mount.umount();
     assert_same(&cluster.plain("file"), &all_records(1));
-    let options = "layout=log,log-files=*.h5,frontend=preload";
-    let args = mount_args(&cluster.backing(), &cluster.hosts[0].join("mnt"), options);
-    let refused = cluster.hosts[0].run(args).code(2);
-    refused.says("too late").says("log all files");
+    let mount = cluster.mount(0, "frontend=preload,flatten=off,log-files=*.h5");
+    for name in ["new/some.h5", "new/other"] {
+        let path = mount.join(name);
+        fs::create_dir_all(path.parent().expect("a directory")).expect("mkdir");
+        for first in 0..2 {
+            let mut write = write_every_second(&data, &path, first);
+            run(Frontend::Tree.preload(&cluster.hosts[0], &mut write)).ok();
+        }
+    }
+    mount.wait("logged", mount.path()).ok();
+    assert_eq!(cluster.containers().len(), 1);
+    mount.umount();
+    assert_eq!(
+        fs::metadata(cluster.plain("new/some.h5"))
+            .expect("stat")
+            .len(),
+        0
+    );
+    assert_same(&cluster.plain("new/other"), &all_records(1));
+    let mount = cluster.mount(0, "log-files=*.h5");
+    mount.wait("drained", mount.path()).ok();
+    mount.umount();
+    assert_same(&cluster.plain("new/some.h5"), &all_records(1));
 }
 
 /// Proves S-log-1, S-log-33, S-log-41: over a file system that does not tell when a file was made (FUSE) files are told apart by a

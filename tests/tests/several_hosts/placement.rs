@@ -9,6 +9,7 @@ use std::time::Duration;
 use firn_protocol::{LaneState, LaneStatus, PlacedStatus};
 use firn_tests::lanes::place_in;
 use firn_tests::mount::{SMALL, mount_args, patient};
+use firn_tests::preloaded::Frontend;
 use firn_tests::sandbox::is_mounted;
 use firn_tests::{FirnMount, FsKind, LaneImages, LoopImage, Outcome, Sandbox, run, wait_until};
 
@@ -182,12 +183,6 @@ fn mistakes_in_lists_and_maps_are_named() {
         "placement=dirs",
         2,
         "placement=dirs (-o) and lanes= (default) contradict each other: name the directories that files go to, as in lanes=/srv0/x:/srv1/x",
-    );
-    refused(
-        &sandbox,
-        &place_in(&lanes, "frontend=preload"),
-        2,
-        "placement=dirs (-o) and frontend=preload (-o) contradict each other: a stub tree gives files their names too late for that: leave placement out, or use frontend=fuse",
     );
     let map = sandbox.join("map");
     let with_map = place_in(&lanes, &format!("lane-map={}", map.display()));
@@ -659,4 +654,49 @@ fn status_says_where_placement_does_not_pay() {
     );
     assert_eq!(advice, [expected]);
     mount.umount();
+}
+
+/// Proves S-place-1: the files of a stub tree are placed by the names that they have when a program first writes to them,
+/// also in directories that only the tree has by then.
+#[test]
+fn a_stub_tree_places_files_by_their_names() {
+    let sandbox = Sandbox::new("treelanes");
+    let lanes = three_lanes(&sandbox);
+    let options = place_in(&lanes, &format!("frontend=preload,{SMALL}"));
+    let mount = FirnMount::new(&sandbox, &options);
+    let script = "mkdir -p step1/in; for rank in 0 1 2 3 4 5; do
+        head -c 300000 /dev/zero | tr '\\0' \"$rank\" > step1/in/rank$rank; done
+        echo early > step1/in/tmp; mv step1/in/tmp step1/in/late2; echo gone > step1/gone; rm step1/gone";
+    let mut shell = Command::new("bash");
+    shell.args(["-ec", script]).current_dir(mount.path());
+    run(Frontend::Tree.preload(&sandbox, &mut shell)).ok();
+    mount.umount();
+    let dir = sandbox.join("backing/step1/in");
+    for rank in 0..6_usize {
+        let path = dir.join(format!("rank{rank}"));
+        let link = fs::read_link(&path).expect("a link to a lane");
+        // The sum of the numbers in the path, modulo the number of lanes.
+        assert!(link.starts_with(&lanes[(1 + rank) % 3]), "{rank}: {link:?}");
+        let expected = vec![b'0' + rank as u8; 300_000];
+        firn_tests::fsops::assert_same_bytes(
+            "in its lane",
+            &fs::read(&path).expect("read"),
+            &expected,
+        );
+    }
+    assert_eq!(fs::read(dir.join("late2")).expect("read"), b"early\n");
+    let in_lanes = lanes
+        .iter()
+        .flat_map(|lane| fs::read_dir(lane).expect("list"));
+    let names: Vec<_> = in_lanes
+        .map(|entry| entry.expect("an entry").file_name())
+        .filter(|name| !name.as_encoded_bytes().starts_with(b"."))
+        .collect();
+    assert_eq!(names.len(), 7, "a removed file is in no lane: {names:?}");
+    let again = FirnMount::new(&sandbox, &place_in(&lanes, SMALL));
+    assert_eq!(
+        fs::read(again.join("step1/in/late2")).expect("read"),
+        b"early\n"
+    );
+    again.umount();
 }

@@ -173,3 +173,45 @@ fn of_kernel_flags_that_undo_each_other_the_last_counts() {
         [KernelFlag::NoDev, KernelFlag::Exec]
     );
 }
+
+#[test]
+fn an_option_brings_along_what_it_needs() {
+    for (given, other, value) in [
+        ("history=3", "drain", "commit"),
+        ("mode=shadow", "drain", "commit"),
+        ("lanes=/srv0:/srv1", "placement", "dirs"),
+        ("log-files=*.h5", "layout", "log"),
+        ("token-endpoints=h:1", "tokens", "etcd"),
+    ] {
+        let resolved = resolve_o(given).unwrap();
+        let mut rows = resolved.origins.iter();
+        let (row, origin) = rows.find(|(row, _)| row.name == other).unwrap();
+        assert_eq!((row.get)(&resolved.options), value, "{given}");
+        let name = given.split('=').next().unwrap();
+        assert_eq!(*origin, Origin::Implied(name));
+    }
+}
+
+#[test]
+fn a_default_brings_nothing_along_and_what_is_given_stays() {
+    for given in ["history=off", "mode=buffer", "history=3,drain=commit"] {
+        let resolved = resolve_o(given).unwrap();
+        let implied = |origin: &Origin| matches!(origin, Origin::Implied(_));
+        assert!(
+            !resolved.origins.iter().any(|(_, origin)| implied(origin)),
+            "{given}"
+        );
+    }
+    assert_eq!(
+        resolve_o("history=3,drain=eager").unwrap_err().to_string(),
+        "history=3 (-o) and drain=eager (-o) contradict each other: \
+         there are no commits without transactions: omit history, or use drain=commit"
+    );
+    assert_eq!(
+        resolve_o("history=3,frontend=preload")
+            .unwrap_err()
+            .to_string(),
+        "drain=commit (for history) and frontend=preload (-o) contradict each other: \
+         a stub tree has no transactions: omit frontend, or use drain=demand"
+    );
+}

@@ -75,6 +75,7 @@ fn lines(resolved: &Resolved) -> Vec<Line> {
             Origin::MinusO => ("-o", None),
             Origin::Environment(variable) => ("environment", Some(variable.clone())),
             Origin::File(path) => ("file", Some(crate::text::path(path))),
+            Origin::Implied(name) => ("implied", Some((*name).to_owned())),
             Origin::Default => ("default", None),
         };
         Line {

@@ -66,6 +66,26 @@ fn close_held_tells_of_an_earlier_try_that_failed() {
     mount.umount();
 }
 
+/// Proves S-close-1: with `drain=demand` a close is what demands the drain; the bytes stay in memory for readers.
+#[test]
+fn a_close_demands_the_drain_of_its_file() {
+    let sandbox = Sandbox::new("demandclose");
+    let mount = FirnMount::new(&sandbox, &patient("close=drain,drain=demand"));
+    let mut closed = Hand::open(&mount.join("closed"));
+    let mut kept = Hand::open(&mount.join("kept"));
+    for file in [&mut closed, &mut kept] {
+        file.write(3, 0, 100_000).expect("write");
+    }
+    assert_eq!(closed.close(), Ok(()));
+    let in_backing = |name: &str| read(&mount.backing().join(name));
+    assert_same_bytes("after close", &in_backing("closed"), &bytes(3, 100_000));
+    assert_eq!(in_backing("kept"), b"");
+    let status = mount.status();
+    assert_eq!(status.held_bytes, 100_000, "of the file that is open");
+    assert_eq!(kept.close(), Ok(()));
+    mount.umount();
+}
+
 /// Proves S-close-4.
 #[test]
 fn closing_a_file_without_a_name_drains_nothing() {
