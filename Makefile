@@ -18,7 +18,7 @@ build:
 help:
 	@echo 'make         build what is installed; needs no root'
 	@echo 'make demo    set up, build, mount; a solver and firnd are killed, and it ends with the same result'
-	@echo 'make test    set up and run every test (as root: the tests mount file systems)'
+	@echo 'make test    set up, run every test (as root: the tests mount file systems), and make check'
 	@echo 'make check   formatting, lints, documentation, and what the dependencies are'
 	@echo 'make bench   measure both frontends, checkpoints, restarts, spilling and commits beside their baselines'
 	@echo 'make lab     make the figures of the papers anew, beside models of their machines: hours (lab/README.md)'
@@ -36,14 +36,14 @@ test:
 	$(CARGO) build -p firn -p firn-preload -p firn-c
 	$(AS_ROOT) $(CARGO) test --workspace --no-fail-fast -- --test-threads=$(TEST_THREADS)
 	$(CARGO) xtask campaign fuzz
+	$(MAKE) check
 
 check:
 	$(CARGO) fmt --all --check
 	$(CARGO) fmt --manifest-path lab/Cargo.toml --check
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
-	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --no-deps
-	@$(CARGO) deny --version >/dev/null 2>&1 || { echo 'cargo-deny is missing: cargo install --locked cargo-deny'; exit 1; }
-	$(CARGO) deny check bans licenses sources
+	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --no-deps --document-private-items
+	PATH="$(CURDIR)/target/tools/bin:$$PATH" $(CARGO) deny check bans licenses sources
 
 bench:
 	$(CARGO) build --release -p firn -p firn-preload

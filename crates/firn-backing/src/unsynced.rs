@@ -5,7 +5,7 @@
 //!
 //! Invariants
 //! * Every object that was changed through this backing since it was opened, and not synced since, has
-//!   an [`Entry`], or `lost_track` is set.
+//!   an `Entry`, or `lost_track` is set.
 //! * What was there when the backing was opened is in doubt (`inherited`) until all of it was synced once: the
 //!   process that changed it may have been killed.
 //! * An entry is found under one of its paths, or a rename is under way, or it is not found: then everything is

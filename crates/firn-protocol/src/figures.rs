@@ -1,6 +1,6 @@
 //! Figures: the numbers, yes-or-noes and states of a status, each with its name, kind, unit and help.
 //!
-//! [`part`](macro@crate::figures::part) declares a part of a status, a line for each field. The struct, its JSON, the
+//! `part!` declares a part of a status, a line for each field. The struct, its JSON, the
 //! metrics, the figures of `firn status` and docs/METRICS.md come from that line, so none of them can lack a figure.
 //!
 //! A figure has the name of its field in JSON, after the prefix of its part; a metric has `firn_` before that, and
@@ -169,7 +169,7 @@ pub trait Field: Sized {
     fn put(value: Option<&Self>, place: &Place, figures: &mut Figures);
 }
 
-/// A part of a status, made by [`part`](macro@crate::figures::part).
+/// A part of a status, made by `part!`.
 pub trait Part: Field {
     /// The label with the number of one of several; none: other labels tell them apart.
     const NUMBERED: Option<&'static str>;

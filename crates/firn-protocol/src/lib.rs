@@ -280,7 +280,7 @@ pub enum Reply {
     /// since the last answer was not carried out: connect again, and repeat it.
     Closed,
     /// Too many connections are in use, each with a request or with something that it holds; nothing was done. A few
-    /// more are answered [`Request::Hello`], [`Request::Status`], [`Request::Metrics`] and [`Request::Unmount`].
+    /// more are answered [`Request::Hello`], [`Request::Status`] and [`Request::Unmount`].
     Busy {
         /// How many there may be.
         connections: u32,

@@ -32,7 +32,7 @@ pub struct TransactionalBacking<B: Backing> {
     pub(crate) history: History,
     /// Where several hosts commit together.
     pub(crate) members: Option<Members>,
-    /// [`Opening::arena`].
+    /// [`crate::Opening::arena`].
     pub(crate) arena: Option<ArenaId>,
     /// Mode of transactions that begin.
     pub(crate) mode: Mode,

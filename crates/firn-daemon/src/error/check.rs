@@ -8,7 +8,7 @@ use firn_format::quote::quoted_path;
 
 use crate::error::{AttachError, FAILED, arena_code};
 
-/// Why [`crate::check`] could not look at an arena, or [`crate::check_logs`] at a backing. Damage that it found is no failure.
+/// Why [`crate::check()`] could not look at an arena, or [`crate::check_logs`] at a backing. Damage that it found is no failure.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckError {
     /// It cannot be read, or is no arena.

@@ -10,7 +10,7 @@ use firn_fuse::SessionError;
 
 use crate::error::{AttachError, BUSY, FAILED, USAGE, attach_failures};
 
-/// Why [`crate::mount`] failed.
+/// Why [`crate::mount()`] failed.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "each text says what the variant is")]
 pub enum MountError {

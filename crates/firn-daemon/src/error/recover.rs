@@ -10,7 +10,7 @@ use firn_trust::TrustError;
 
 use crate::error::{AttachError, BUSY, CheckError, FAILED, NOT_FIRN, USAGE, attach_failures};
 
-/// Why [`crate::recover`], [`crate::recover_host`], [`crate::recover_from_backup`] or [`crate::discard`] failed.
+/// Why [`crate::recover()`], [`crate::recover_host`], [`crate::recover_from_backup`] or [`crate::discard()`] failed.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "each text says what the variant is")]
 pub enum RecoverError {

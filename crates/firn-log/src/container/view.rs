@@ -20,7 +20,7 @@ pub(super) struct View<B: Backing> {
     pub(super) resolver: Resolver,
     pub(super) tables: Tables<B>,
     pub(super) tails: BTreeMap<WriterId, Tail<B>>,
-    /// Blocks of [`CHECKED_BYTES`] of a change whose checksum was right.
+    /// Blocks of [`CHECKED_BYTES`](crate::frame::CHECKED_BYTES) of a change whose checksum was right.
     pub(super) checked: HashSet<(Key, u64)>,
     /// What counts of each index, once that is decided.
     pub(super) seal: Option<Arc<Seal>>,

@@ -1,6 +1,6 @@
 //! Messages of the kernel as what they mean.
 //!
-//! Nothing in a message is trusted to be complete: one that is too short for its kind is [`Message::Unknown`], and its
+//! Nothing in a message is trusted to be complete: one that is too short for its kind is [`Message::Unsupported`], and its
 //! sender gets an error.
 
 use std::ffi::OsStr;
