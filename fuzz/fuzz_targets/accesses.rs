@@ -3,7 +3,7 @@
 #![no_main]
 
 use arbitrary::Arbitrary;
-use firn_conflict::{Published, SEAL, test};
+use firn_transact::conflict::{Published, SEAL, test};
 use firn_trust::is_component;
 use libfuzzer_sys::fuzz_target;
 

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use firn_conflict::{File, Process, Published, Ranges, test};
+use firn_transact::conflict::{File, Process, Published, Ranges, test};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 

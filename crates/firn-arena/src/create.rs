@@ -6,10 +6,10 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::journal::Journal;
 use firn_format::geometry::Geometry;
 use firn_format::quote::quoted_path;
 use firn_format::superblock::Superblock;
-use firn_journal::Journal;
 use rustix::fs::{FallocateFlags, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 

@@ -17,6 +17,7 @@ mod client;
 mod create;
 mod damage;
 mod homes;
+pub mod journal;
 mod lease;
 mod lingering;
 mod listeners;

@@ -4,7 +4,7 @@
 //! * Every access is within the mapping: checked here, once, by an assertion.
 //! * Words that change while others read them are touched only as atomics.
 
-use firn_journal::Medium;
+use crate::journal::Medium;
 use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::Arc;

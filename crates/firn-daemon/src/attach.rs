@@ -768,7 +768,7 @@ fn text(path: &[u8]) -> std::ffi::OsString {
 
 /// A truncation that was journaled and perhaps not done, with no piece left that tells of it.
 fn journal_has_work(arena: &Arena) -> bool {
-    let replay = firn_journal::replay(&arena.journal_region());
+    let replay = firn_arena::journal::replay(&arena.journal_region());
     !replay.damage.is_empty()
         || replay
             .ledger

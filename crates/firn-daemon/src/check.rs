@@ -130,7 +130,7 @@ pub fn check_logs(
 pub fn check(arena: &Path) -> Result<CheckReport, CheckError> {
     let in_use = lock::is_held(arena);
     let found = firn_arena::check(arena)?;
-    let replay = firn_journal::replay(&found.journal);
+    let replay = firn_arena::journal::replay(&found.journal);
     let mut damage: Vec<Damage> = found.damage.iter().map(table_damage).collect();
     if !in_use {
         damage.extend(replay.damage.iter().map(|damage| Damage {

@@ -32,10 +32,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use firn_backing::lock::{Mutex, assert_none_held};
 use firn_backing::{Errno, is_below};
-use firn_conflict::{Access, Log};
 use firn_engine::{Engine, HandleId, InodeId};
 use firn_format::durability::DurabilityLevel;
-use firn_fuse::{Gate, Pass};
+use firn_fuse::{Gate, Pass, RangeAccess};
+use firn_transact::conflict::{Access, Log};
 use firn_transact::{ScopeError, TransactionError};
 use parking_lot::Condvar;
 
@@ -285,7 +285,11 @@ impl Gate for TransactionGate {
         }
     }
 
-    fn note_access(&self, handle: HandleId, pid: u32, access: Access, range: Range<u64>) {
+    fn note_access(&self, handle: HandleId, pid: u32, access: RangeAccess, range: Range<u64>) {
+        let access = match access {
+            RangeAccess::Read => Access::Read,
+            RangeAccess::Write => Access::Write,
+        };
         if self.accesses.is_on()
             && let Ok(file) = self.engine.identify_file(handle)
         {

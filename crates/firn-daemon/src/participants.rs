@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use firn_backing::is_below;
 use firn_config::{Options, Participants};
-use firn_conflict::{Report, Used};
+use firn_transact::conflict::{Report, Used};
 use firn_transact::{
     AbortError, BeginError, Expected, Found, Members, Prepared, TransactionError, Vote, VoteError,
 };

@@ -5,11 +5,11 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_arena::JournalRegion;
+use firn_arena::journal::Journal;
 use firn_backing::lock::Mutex;
 use firn_backing::{Errno, Result};
 use firn_format::piece::FILE_MAX;
 use firn_format::record::Record;
-use firn_journal::Journal;
 
 use crate::file::FileId;
 

@@ -19,10 +19,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::Instant;
 
+use firn_arena::journal::{Journal, KnownFile, PathState, Replay};
 use firn_arena::{Arena, JournalRegion, PieceRef, Stored};
 use firn_backing::{Access, Backing, Errno, SetTime, Time, is_below};
 use firn_format::record::Record;
-use firn_journal::{Journal, KnownFile, PathState, Replay};
 
 use crate::counters::Counters;
 use crate::drain::Drain;
@@ -307,7 +307,7 @@ impl<B: Backing> Engine<B> {
         };
         let mut drained_ranges = known.drained_ranges.clone();
         for (sequence, size) in truncations {
-            drained_ranges.push(firn_journal::DrainedRange {
+            drained_ranges.push(firn_arena::journal::DrainedRange {
                 offset: size,
                 len: u64::MAX - size,
                 sequence,
@@ -519,7 +519,7 @@ fn lost(id: FileId, known: &KnownFile, gone: bool, reason: String) -> LostFile {
 }
 
 /// Lays pieces over each other, oldest first, and takes out what is drained.
-fn layers(stored: &[Stored], drained_ranges: &[firn_journal::DrainedRange]) -> Layers {
+fn layers(stored: &[Stored], drained_ranges: &[firn_arena::journal::DrainedRange]) -> Layers {
     let mut ordered: Vec<&Stored> = stored.iter().collect();
     ordered.sort_by_key(|s| s.piece.sequence);
     let mut extents = Extents::default();

@@ -18,10 +18,18 @@
 use std::ops::Range;
 
 use firn_backing::{Caller, Errno};
-use firn_conflict::Access;
 use firn_engine::{HandleId, InodeId};
 
 use crate::request::{COPY_BYTES_MAX, CopyRange, Fallocate, Operation, Read, Write};
+
+/// What a request does with a range of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RangeAccess {
+    /// It reads the range.
+    Read,
+    /// It writes the range.
+    Write,
+}
 
 /// Leave to make one change. Held while the engine makes it; a thread has one at a time.
 pub struct Pass<'a> {
@@ -60,7 +68,7 @@ pub trait Gate: Send + Sync {
     fn enter_change(&self, inode: InodeId) -> Result<Pass<'_>, Errno>;
 
     /// Notes that process `pid` uses a range of an open file; 0: nobody knows which process.
-    fn note_access(&self, handle: HandleId, pid: u32, access: Access, range: Range<u64>);
+    fn note_access(&self, handle: HandleId, pid: u32, access: RangeAccess, range: Range<u64>);
 }
 
 /// [`Gate::enter_change`], where there is a gate.
@@ -83,7 +91,13 @@ pub(crate) fn note_accesses(gate: &dyn Gate, caller: Caller, operation: &Operati
             offset,
             size,
             ..
-        }) => note(*handle, caller.pid, Access::Read, *offset, u64::from(*size)),
+        }) => note(
+            *handle,
+            caller.pid,
+            RangeAccess::Read,
+            *offset,
+            u64::from(*size),
+        ),
         Operation::Write(Write {
             handle,
             offset,
@@ -93,7 +107,7 @@ pub(crate) fn note_accesses(gate: &dyn Gate, caller: Caller, operation: &Operati
         }) => {
             // The kernel writes pages of mappings for nobody in particular.
             let pid = if *from_cache { 0 } else { caller.pid };
-            note(*handle, pid, Access::Write, *offset, data.len() as u64);
+            note(*handle, pid, RangeAccess::Write, *offset, data.len() as u64);
         }
         Operation::Fallocate(Fallocate {
             handle,
@@ -102,7 +116,7 @@ pub(crate) fn note_accesses(gate: &dyn Gate, caller: Caller, operation: &Operati
             mode,
             ..
         }) if mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0 => {
-            note(*handle, caller.pid, Access::Write, *offset, *len);
+            note(*handle, caller.pid, RangeAccess::Write, *offset, *len);
         }
         Operation::CopyRange(CopyRange {
             from,
@@ -113,8 +127,8 @@ pub(crate) fn note_accesses(gate: &dyn Gate, caller: Caller, operation: &Operati
             ..
         }) => {
             let len = (*len).min(COPY_BYTES_MAX);
-            note(*from, caller.pid, Access::Read, *from_offset, len);
-            note(*to, caller.pid, Access::Write, *to_offset, len);
+            note(*from, caller.pid, RangeAccess::Read, *from_offset, len);
+            note(*to, caller.pid, RangeAccess::Write, *to_offset, len);
         }
         // Other modes give room and change no byte.
         Operation::Fallocate(_) => {}

@@ -37,5 +37,5 @@ pub use coherence::Invalidator;
 pub use device::detach;
 pub use dispatcher::AdapterOptions;
 pub use failures::Failures;
-pub use gate::{Gate, Pass};
+pub use gate::{Gate, Pass, RangeAccess};
 pub use session::{Session, SessionError, SessionOptions};

@@ -172,14 +172,14 @@ pub enum VoteError {
     },
     /// What the hosts did does not go together.
     #[error("{} with other hosts", match .0.total { 1 => "1 conflict".to_owned(), n => format!("{n} conflicts") })]
-    Conflict(Box<firn_conflict::Report>),
+    Conflict(Box<crate::conflict::Report>),
     /// What a host published cannot be read.
     #[error("{host}: {source}")]
     Published {
         /// The host.
         host: String,
         /// What is wrong.
-        source: firn_conflict::ListError,
+        source: crate::conflict::ListError,
     },
     /// See [`StoreError`].
     #[error(transparent)]

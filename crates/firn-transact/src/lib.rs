@@ -38,6 +38,7 @@ mod backing;
 pub mod backup;
 pub mod change_log;
 mod claim;
+pub mod conflict;
 mod data;
 mod difference;
 mod error;

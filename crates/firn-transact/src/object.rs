@@ -20,8 +20,8 @@ use firn_backing::{Access, Attr, Backing, Errno, Kind, LaneIndex, Result, Time};
 
 use crate::change_log::Staged;
 use crate::claim::{Claimed, View};
+use crate::conflict::Ranges;
 use crate::inline_changes::InlineChanges;
-use firn_conflict::Ranges;
 
 /// In [`Object::hides`]: there may be links. The rest of the number changes with each change of them.
 pub(crate) const HAS_LINKS: u64 = 1;

@@ -9,9 +9,9 @@ use std::ffi::OsStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use crate::conflict::Used;
 use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno};
-use firn_conflict::Used;
 use parking_lot::Condvar;
 
 use crate::change_log::{ChangeLog, Direction};

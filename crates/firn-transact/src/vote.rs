@@ -7,7 +7,7 @@
 //!
 //! ```text
 //! .firn/vote-ID[-SCOPE]/     one vote ([`VoteDir`]); SCOPE stands for the path of the scope
-//!   from-HOST                what a host read and wrote: `firn_conflict::Published`
+//!   from-HOST                what a host read and wrote: `crate::conflict::Published`
 //!   verdict                  JSON: whether that goes together; put once
 //!   outcome                  JSON: commit or abort, and who said so; put once
 //!   done-HOST                the host has applied the outcome
@@ -21,8 +21,8 @@
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
 
+use crate::conflict::{Published, Report, Used};
 use firn_backing::{Backing, Errno};
-use firn_conflict::{Published, Report, Used};
 use firn_rendezvous::{Attendance, Members, VoteDir};
 use serde::{Deserialize, Serialize};
 
@@ -505,7 +505,7 @@ fn test_lists<B: Backing>(vote: &VoteDir<'_, B>, hosts: &[String]) -> Result<Ver
         })?;
         lists.push(list);
     }
-    let report = firn_conflict::test(&lists);
+    let report = crate::conflict::test(&lists);
     Ok(match report.total {
         0 => Verdict::Clear,
         _ => Verdict::Conflict(report),

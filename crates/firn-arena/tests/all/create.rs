@@ -75,7 +75,7 @@ fn regression_a_kill_at_any_step_of_creation_leaves_no_damaged_arena_and_no_leak
         kills += 1;
         if path.exists() {
             let (arena, stored, damage) = Arena::attach(&path).unwrap();
-            let replay = firn_journal::replay(&arena.journal_region());
+            let replay = firn_arena::journal::replay(&arena.journal_region());
             assert!(stored.is_empty() && damage.is_empty() && arena.spill_fault().is_none());
             assert!(replay.damage.is_empty(), "step {step}: {:?}", replay.damage);
         } else {

@@ -3,5 +3,7 @@
 mod arena;
 mod client;
 mod create;
+mod journal;
+mod journal_growth;
 mod numa;
 mod spill;

@@ -1,9 +1,9 @@
 //! Records into the journal of an arena, snapshots included.
 
 use criterion::{Criterion, Throughput};
+use firn_arena::journal::{Journal, Medium};
 use firn_format::journal::frame_bytes;
 use firn_format::record::{Ending, Identity, Record};
-use firn_journal::{Journal, Medium};
 
 use super::room::{Copies, arena};
 

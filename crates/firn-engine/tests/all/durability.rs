@@ -5,9 +5,9 @@ use crate::common;
 use std::ffi::OsStr;
 
 use common::world::World;
+use firn_arena::journal::replay;
 use firn_backing::{Backing, Caller, RenameFlags};
 use firn_engine::{ROOT, Written};
-use firn_journal::replay;
 use firn_sim::SimBacking;
 
 const CALLER: Caller = Caller {

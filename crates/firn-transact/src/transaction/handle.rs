@@ -14,8 +14,8 @@
 
 use std::sync::Arc;
 
+use crate::conflict::Used;
 use firn_backing::Backing;
-use firn_conflict::Used;
 
 use crate::error::{AbortError, CommitError, PrepareError, StoreError, VoteError};
 use crate::object::Object;

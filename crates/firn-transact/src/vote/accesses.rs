@@ -6,8 +6,8 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
 
+use crate::conflict::{Accesses, File, Name, Process, Published, Ranges, Used};
 use firn_backing::{Backing, Errno};
-use firn_conflict::{Accesses, File, Name, Process, Published, Ranges, Used};
 use firn_rendezvous::Members;
 
 use crate::change_log::{ChangeLog, Entry, Place};

@@ -8,9 +8,9 @@ use std::io::IoSlice;
 
 use common::{Verbs, in_firn, seen};
 use firn_backing::{Access, Backing, Caller, RenameFlags};
-use firn_conflict::{Accesses, Party, Used, What};
 use firn_sim::SimBacking;
 use firn_sim::Tree;
+use firn_transact::conflict::{Accesses, Party, Used, What};
 use firn_transact::{
     CommitError, Expected, Members, Stage, TransactionError, TransactionalBacking, Verdict, Vote,
     VoteError,

@@ -10,6 +10,7 @@ use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
+use firn_arena::journal::Medium;
 use firn_arena::{Arena, Identity};
 use firn_backing::{Backing, Errno};
 use firn_engine::{
@@ -17,7 +18,6 @@ use firn_engine::{
     ROOT, Recovered, SpillStep,
 };
 use firn_format::geometry::Geometry;
-use firn_journal::Medium;
 use firn_sim::{Fault, SimBacking};
 
 /// Counts stores and calls; at one of them the world stops.
@@ -328,7 +328,7 @@ impl World {
                 arena.journal_region().read(0, &mut bytes);
                 eprintln!(
                     "{:?}",
-                    firn_journal::replay(&firn_journal::Memory(bytes)).ledger
+                    firn_arena::journal::replay(&firn_arena::journal::Memory(bytes)).ledger
                 );
             }
             let attached =

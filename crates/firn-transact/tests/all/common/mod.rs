@@ -7,9 +7,9 @@ use std::ffi::OsStr;
 use std::sync::Arc;
 
 use firn_backing::Backing;
-use firn_conflict::Used;
 use firn_sim::SimBacking;
 use firn_sim::{Tree, tree};
+use firn_transact::conflict::Used;
 use firn_transact::{
     AbortError, CommitError, Found, Object, PrepareError, StageError, StoreError,
     TransactionalBacking, VoteError,

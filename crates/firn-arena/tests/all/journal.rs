@@ -1,8 +1,8 @@
 //! The journal against its own promises: any cut of the bytes replays to a prefix of what was
 //! appended, and a snapshot changes nothing.
 
+use firn_arena::journal::{Damage, Full, Journal, Ledger, Medium, Memory, PathState, replay};
 use firn_format::record::{Ending, Identity, Record};
-use firn_journal::{Damage, Full, Journal, Ledger, Medium, Memory, PathState, replay};
 use proptest::prelude::*;
 
 fn bind(file: u64, path: &str) -> Record {

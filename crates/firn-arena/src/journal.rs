@@ -12,10 +12,10 @@
 //! * An append that does not fit, even after a snapshot, changes nothing and says so. Nor does one that begins
 //!   something where a snapshot would gain less than 1/64 of a half: so each takes a bounded share of the time.
 
-mod journal;
 mod ledger;
 mod medium;
+mod records;
 
-pub use journal::{Damage, Full, Journal, Replay, replay};
 pub use ledger::{DrainedRange, KnownFile, Ledger, ModifiedAt, Path, PathState};
 pub use medium::{Medium, Memory};
+pub use records::{Damage, Full, Journal, Replay, replay};

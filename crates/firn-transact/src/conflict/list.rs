@@ -8,7 +8,7 @@ use firn_format::sealed::{Seal, SealError};
 use firn_trust::is_component;
 use serde::{Deserialize, Serialize};
 
-use crate::ranges::Ranges;
+use super::ranges::Ranges;
 
 /// The header of its file.
 pub const SEAL: Seal = Seal {
@@ -229,7 +229,7 @@ mod tests {
             }],
             ..Published::default()
         };
-        assert_eq!(crate::test(&[host("a"), host("b")]).conflicts, []);
+        assert_eq!(super::super::test(&[host("a"), host("b")]).conflicts, []);
     }
 
     #[test]

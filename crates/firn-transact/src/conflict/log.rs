@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 
-use crate::ranges::Ranges;
+use super::ranges::Ranges;
 
 /// Files are spread over so many tables, so that threads seldom meet.
 const SHARDS: usize = 16;

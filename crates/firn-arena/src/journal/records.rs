@@ -10,7 +10,7 @@ use firn_format::journal::{
 };
 use firn_format::record::Record;
 
-use crate::{Ledger, Medium};
+use super::{Ledger, Medium};
 
 /// The record does not fit, even after a snapshot: something must be drained first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]

@@ -12,8 +12,8 @@ use firn_protocol::path::BytePath;
 
 use serde::{Deserialize, Serialize};
 
-use crate::list::{File, Name, Published};
-use crate::log::Access;
+use super::list::{File, Name, Published};
+use super::log::Access;
 
 /// A process of a host.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -318,9 +318,9 @@ fn test_attributes(lists: &[Published], report: &mut Report) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::list::Process;
+    use super::super::ranges::Ranges;
     use super::*;
-    use crate::list::Process;
-    use crate::ranges::Ranges;
     use proptest::prelude::*;
 
     type Op = (u64, u64, bool);

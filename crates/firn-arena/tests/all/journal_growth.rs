@@ -3,9 +3,9 @@
 
 use std::sync::{Arc, Mutex};
 
+use firn_arena::journal::{Full, Journal, Medium, Memory, replay};
 use firn_format::geometry::JOURNAL_STEP;
 use firn_format::record::{Ending, Identity, Record};
-use firn_journal::{Full, Journal, Medium, Memory, replay};
 
 const STEP: usize = JOURNAL_STEP as usize;
 const PAGE: usize = 4096;
@@ -164,7 +164,7 @@ fn a_crash_at_any_header_or_release_replays_to_what_was_there() {
     medium.state().seen.clear();
     let mut file = 0;
     let mut checked = 0;
-    let mut check = |journal: &Journal<Scarce>, before: &firn_journal::Ledger| {
+    let mut check = |journal: &Journal<Scarce>, before: &firn_arena::journal::Ledger| {
         for bytes in std::mem::take(&mut medium.state().seen) {
             let found = replay(&Memory(bytes));
             assert_eq!(found.damage, []);
