@@ -226,6 +226,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// Carries out a request, now or later; its answer goes to `responder`.
     pub(crate) fn dispatch(&self, request: Request<'_>, responder: R) {
         let reply = Reply::new(&request, responder, &self.replies);
+        let _span = reply.span().entered();
         let Request {
             unique,
             caller,

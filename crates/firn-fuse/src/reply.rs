@@ -11,7 +11,7 @@ use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use firn_backing::{Attr, Errno, Kind, StatFs};
 use firn_engine::{HandleId, InodeId};
@@ -20,6 +20,9 @@ use firn_rendezvous::InTheWay;
 use crate::failures::Failures;
 use crate::request::{OperationKind, Request};
 use crate::unanswered::{EarlyAnswer, StillWaits, Unanswered, Withdraw};
+
+/// An answer that took longer is logged with level debug.
+const SLOW: Duration = Duration::from_millis(500);
 
 /// How a transport takes the one answer to a request.
 pub(crate) trait Responder: Sized + Send + 'static {
@@ -144,6 +147,29 @@ pub(crate) struct Reply<R: Responder> {
     /// Look-ups that a listing would give the kernel.
     listed: Vec<InodeId>,
     replies: Arc<Replies>,
+    /// Where the log has level debug: all that is logged for the request is in its span.
+    traced: Option<Traced>,
+}
+
+/// A request that the log follows.
+struct Traced {
+    span: tracing::Span,
+    began: Instant,
+}
+
+impl Traced {
+    /// None where the log has another level: then the request costs no look at the clock.
+    fn begin(request: &Request<'_>) -> Option<Self> {
+        let operation = request.operation.kind().name();
+        let span = tracing::debug_span!(
+            "request",
+            unique = request.unique,
+            operation,
+            pid = request.caller.pid
+        );
+        let began = (!span.is_disabled()).then(Instant::now)?;
+        Some(Self { span, began })
+    }
 }
 
 /// What a request is about, for those who read the log.
@@ -173,6 +199,26 @@ impl<R: Responder> Reply<R> {
             },
             listed: Vec::new(),
             replies: Arc::clone(replies),
+            traced: Traced::begin(request),
+        }
+    }
+
+    /// The span of the request, to be entered by a thread that works on it.
+    pub(crate) fn span(&self) -> tracing::Span {
+        self.traced
+            .as_ref()
+            .map_or_else(tracing::Span::none, |traced| traced.span.clone())
+    }
+
+    /// Logs a request that was slow.
+    fn note_answered(&self) {
+        let Some(Traced { span, began }) = &self.traced else {
+            return;
+        };
+        let elapsed = began.elapsed();
+        if elapsed >= SLOW {
+            let path = self.replies.failures.path_of(&self.subject);
+            tracing::debug!(parent: span, ?elapsed, %path, "a request was slow");
         }
     }
 
@@ -181,6 +227,7 @@ impl<R: Responder> Reply<R> {
         let Some(responder) = self.responder.take() else {
             return;
         };
+        self.note_answered();
         if self.replies.unanswered.remove(self.unique) {
             responder.send(answer);
         } else {
@@ -291,6 +338,7 @@ impl<R: Responder> Reply<R> {
         if let Some(responder) = self.responder.take()
             && self.replies.unanswered.remove(self.unique)
         {
+            self.note_answered();
             self.replies.failures.record(&self.subject, errno);
             responder.refuse(errno);
         }

@@ -7,10 +7,12 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
+use firn_tests::faultfs::FaultFs;
 use firn_tests::mount::{SMALL, patient};
 use firn_tests::{FirnMount, FsKind, LoopImage, Sandbox, wait_until};
 use rustix::io::Errno;
 
+const LIMIT: Duration = Duration::from_secs(60);
 /// A name that would clear the screen, forge a line and turn what follows it.
 const HOSTILE: &str = "a\x1b[2J\nfirn: forged \u{202e}txt\\";
 /// How it is shown.
@@ -41,6 +43,31 @@ fn fail_to_remove(mount: &FirnMount<'_>, times: usize) {
         let error = fs::remove_dir(mount.join("full")).expect_err("it is not empty");
         assert_eq!(Errno::from_io_error(&error), Some(Errno::NOTEMPTY));
     }
+}
+
+/// Proves S-seen-1: a request that is slow can be followed.
+#[test]
+fn a_slow_request_is_logged_with_its_path_and_time() {
+    let sandbox = Sandbox::new("slow");
+    let fault = FaultFs::new(&sandbox);
+    let options = patient("close=drain,log-level=debug");
+    let mount = FirnMount::over(&sandbox, fault.path(), &options);
+    fault.hang("write", "file");
+    let file = mount.join("file");
+    let closes = std::thread::spawn(move || fs::write(file, "text"));
+    wait_until("the drain hangs", LIMIT, || fault.hung_count() > 0);
+    // Longer than what counts as slow.
+    std::thread::sleep(Duration::from_millis(700));
+    fault.let_go();
+    closes.join().expect("a writer").expect("write");
+    let slow = [
+        "DEBUG request{",
+        "operation=\"flush\"",
+        "a request was slow",
+        "path=file",
+    ];
+    assert_eq!(lines(&sandbox, &slow), 1, "{}", sandbox.logs());
+    mount.umount();
 }
 
 /// Proves S-seen-1, S-seen-3.
