@@ -173,7 +173,6 @@ impl Answers {
         let context = RequestContext {
             applier,
             patience: self.patience,
-            backing: &self.backing,
             forget: &forget,
         };
         crate::transactions::answer_owned(applier.gate(), &self.owners, request, peer, &context)

@@ -210,7 +210,11 @@ impl Attached {
         new.keep();
         let gate = (options.drain == Drain::Commit).then(|| {
             let tests_conflicts = options.participants != Participants::Off;
-            Arc::new(TransactionGate::new(Arc::clone(&engine), tests_conflicts))
+            Arc::new(TransactionGate::new(
+                Arc::clone(&engine),
+                backing,
+                tests_conflicts,
+            ))
         });
         Ok(Self {
             engine,

@@ -115,16 +115,9 @@ impl Shared {
 /// Whether nothing is left.
 fn apply_commits(gate: &TransactionGate) -> bool {
     let mut all = true;
-    for found in gate.store().open_transactions() {
-        let Some(commit) = found.decided() else {
-            continue;
-        };
-        // What the kernel knows of the tree has to go with it: whoever asks for the restore again does both.
-        if commit.is_undo() {
-            continue;
-        }
+    for commit in gate.store().commits_to_apply() {
         let trouble = commit.trouble();
-        if let Err(error) = crate::transactions::apply_commit(gate, commit.scope()) {
+        if let Err(error) = crate::transactions::apply_commit(gate, &commit) {
             all = false;
             // Each cause once.
             if trouble.as_deref() != Some(&error.to_string()) {

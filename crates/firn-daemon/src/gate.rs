@@ -27,6 +27,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -36,22 +37,12 @@ use firn_engine::{Engine, HandleId, InodeId};
 use firn_format::durability::DurabilityLevel;
 use firn_fuse::{Gate, Pass, RangeAccess};
 use firn_transact::conflict::{Access, Log};
-use firn_transact::{ScopeError, TransactionError};
+use firn_transact::machine::Pending;
+use firn_transact::{Place, ScopeError, TransactionError};
 use parking_lot::Condvar;
 
 use crate::process;
-use crate::store::{Layers as _, Store, TransactionalObject, TransactionalStore};
-
-/// What becomes of the data that is pending in a directory that is quiesced.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Pending {
-    /// It goes to the backing.
-    Drain,
-    /// It is dropped.
-    Discard,
-    /// It stays, and counts as written afterwards.
-    Keep,
-}
+use crate::store::{Layers as _, LoggableStore, Store, TransactionalObject, TransactionalStore};
 
 /// The directory at the top of a scope.
 pub(crate) type ScopeRoot = TransactionalObject;
@@ -59,6 +50,8 @@ pub(crate) type ScopeRoot = TransactionalObject;
 /// The gate of one mount.
 pub(crate) struct TransactionGate {
     engine: Arc<Engine<Store>>,
+    /// The backing directory.
+    backing: PathBuf,
     table: Mutex<Table>,
     /// A pass was given back, or a directory is not quiesced any more.
     changed: Condvar,
@@ -105,7 +98,7 @@ impl Drop for Quiet<'_> {
 impl TransactionGate {
     /// The gate of a mount that can have transactions and that no program has used yet. `tests_conflicts`: other hosts
     /// take part, so which bytes each process uses is logged, also those written by direct access.
-    pub(crate) fn new(engine: Arc<Engine<Store>>, tests_conflicts: bool) -> Self {
+    pub(crate) fn new(engine: Arc<Engine<Store>>, backing: &Path, tests_conflicts: bool) -> Self {
         assert!(
             engine.backing().transactional().is_some(),
             "a gate stands before transactions"
@@ -119,6 +112,7 @@ impl TransactionGate {
         }
         Self {
             engine,
+            backing: backing.to_owned(),
             table: Mutex::default(),
             changed: Condvar::new(),
             quiet_count: AtomicUsize::new(0),
@@ -136,6 +130,11 @@ impl TransactionGate {
     pub(crate) fn store(&self) -> &TransactionalStore {
         let store = self.engine.backing().transactional();
         store.expect("looked at when the gate was made")
+    }
+
+    /// The directory that the transactions end up in.
+    pub(crate) fn backing(&self) -> &Path {
+        &self.backing
     }
 
     /// What processes used; switched on while it matters.
@@ -180,11 +179,8 @@ impl TransactionGate {
         Quiet { gate: self, number }
     }
 
-    /// The directory that a transaction covers.
-    pub(crate) fn scope_at(&self, path: &[u8]) -> Result<ScopeRoot, TransactionError> {
-        if let Some(top) = self.store().top_known_as(path) {
-            return Ok(top);
-        }
+    /// The directory that programs see at `path`.
+    pub(crate) fn directory_at(&self, path: &[u8]) -> Result<ScopeRoot, TransactionError> {
         let inode = self.engine.object_at(path).map_err(not_a_scope)?;
         let root = inode.upper();
         Ok(Arc::clone(root.ok_or(ScopeError::NotTransactional)?))
@@ -196,36 +192,38 @@ impl TransactionGate {
         inode.upper().cloned().ok_or(Errno::OPNOTSUPP)
     }
 
-    /// Runs `work` while nobody changes contents at or below `path`, all of whose pending data is treated as `pending`
+    /// Runs `work` while nobody changes contents at or below `place`, all of whose pending data is treated as `pending`
     /// says before. Where it cannot be drained, `work` does not run.
     pub(crate) fn quiesce<T>(
         &self,
-        path: &[u8],
+        place: &Place<'_, LoggableStore>,
         pending: Pending,
         work: impl FnOnce(&ScopeRoot) -> Result<T, TransactionError>,
     ) -> Result<T, TransactionError> {
-        // A transaction is known by its path at the begin, and its top may have been renamed since.
-        let (place, _path_stays) = loop {
-            let place = self.store().path_now(path);
-            let path_stays = self.engine.hold_path(&place);
-            if self.store().path_now(path) == place {
-                break (place, path_stays);
+        // The top of a transaction may be renamed until its path is held.
+        let (path, _path_stays) = loop {
+            let path = place.path_now();
+            let path_stays = self.engine.hold_path(&path);
+            if place.path_now() == path {
+                break (path, path_stays);
             }
         };
-        let root = self.scope_at(path)?;
-        let _quiet = self.keep_quiet(&place);
+        let root = match place.root() {
+            Some(root) => Arc::clone(root),
+            None => self.directory_at(&path)?,
+        };
+        let _quiet = self.keep_quiet(&path);
         // Whatever programs have open: the work gets the descriptors that are kept only to be faster, if it may need them.
         if !process::has_spare_descriptors() {
             self.engine.close_idle_files();
         }
-        self.engine.revoke_grants_in_tree(&place);
+        self.engine.revoke_grants_in_tree(&path);
         match pending {
             Pending::Drain => {
                 self.engine
-                    .wait_tree(&place, DurabilityLevel::Drained, &mut |_, _| true)?
+                    .wait_tree(&path, DurabilityLevel::Drained, &mut |_, _| true)?
             }
-            Pending::Discard => self.engine.discard_tree(&place),
-            Pending::Keep => {}
+            Pending::Discard => self.engine.discard_tree(&path),
         }
         let done = work(&root);
         // It may have brought privileges back.

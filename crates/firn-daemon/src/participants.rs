@@ -1,26 +1,16 @@
-//! Several hosts that commit together: what firnd does about the others.
-//!
-//! The hosts vote in the backing (`firn_transact`); here they are waited for, and here what processes read and
-//! wrote goes from the gate's log to the transaction.
+//! Several hosts that commit together: who they are, and what firnd tells of them.
 
 use std::collections::HashMap;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use firn_backing::is_below;
 use firn_config::{Options, Participants};
 use firn_transact::conflict::{Report, Used};
-use firn_transact::{
-    AbortError, BeginError, Expected, Found, Members, Prepared, TransactionError, Vote, VoteError,
-};
+use firn_transact::{Expected, Members};
 
 use crate::error::AttachError;
-use crate::gate::TransactionGate;
-use crate::host_lease::Liveness;
 use crate::host_name::host_name;
-use crate::store::LoggableStore;
-use crate::transactions::RequestContext;
 
-/// The others are looked for as often at first, and ever less often down to the last.
+/// Time before the second look at other hosts, and the longest one between two looks.
 const LOOK_FIRST: Duration = Duration::from_millis(2);
 const LOOK_LAST: Duration = Duration::from_millis(200);
 /// Conflicts in an error message; all that were found are in the verdict.
@@ -45,35 +35,8 @@ pub(crate) fn members(options: &Options) -> Result<Option<Members>, AttachError>
     Ok(Some(Members { host, expected }))
 }
 
-/// A transaction was begun: from now on counts what processes use.
-pub(crate) fn begun(gate: &TransactionGate, path: &[u8]) {
-    if is_tested(gate) {
-        gate.switch_accesses(|accesses| {
-            accesses.take(|found| is_below(found, path));
-            accesses.switch(true);
-        });
-    }
-}
-
-/// Whether accesses of processes may conflict with those of other hosts.
-fn is_tested(gate: &TransactionGate) -> bool {
-    gate.store().members().is_some() && gate.store().mode() == firn_transact::Mode::Buffer
-}
-
-/// What processes used until a transaction was prepared is part of it.
-pub(crate) fn note_accesses(
-    gate: &TransactionGate,
-    prepared: &Prepared<'_, LoggableStore>,
-    path: &[u8],
-) {
-    if gate.store().members().is_some() {
-        let used = gate.accesses().take(|found| is_below(found, path));
-        prepared.note_accesses(by_process(used));
-    }
-}
-
-/// The kernel tells which thread asks. Of threads that have ended their own numbers are left.
-fn by_process(mut used: Vec<Used>) -> Vec<Used> {
+/// Uses by process: the kernel tells which thread asks. Of threads that have ended their own numbers are left.
+pub(crate) fn by_process(mut used: Vec<Used>) -> Vec<Used> {
     let mut processes = HashMap::new();
     for file in &mut used {
         for (thread, accesses) in std::mem::take(&mut file.processes) {
@@ -98,123 +61,7 @@ fn process_of(thread: u32) -> Option<u32> {
         .ok()
 }
 
-/// It is over.
-pub(crate) fn ended(gate: &TransactionGate, path: &[u8]) {
-    if is_tested(gate) {
-        gate.switch_accesses(|accesses| {
-            accesses.take(|found| is_below(found, path));
-            let transactions = gate.store().open_transactions();
-            let is_undecided =
-                |found: &Found<'_, LoggableStore>| !matches!(found, Found::Decided(_));
-            accesses.switch(transactions.iter().any(is_undecided));
-        });
-    }
-}
-
-/// Tells the others, waits for them and for the verdict. Where they do not agree or do not come the transaction is
-/// open again.
-pub(crate) fn vote(
-    gate: &TransactionGate,
-    prepared: &Prepared<'_, LoggableStore>,
-    path: &[u8],
-    patience: Duration,
-) -> Result<(), TransactionError> {
-    if gate.store().members().is_none() {
-        return Ok(());
-    }
-    let result = wait_for_verdict(gate, prepared, path, Instant::now() + patience);
-    if result.is_err() {
-        // The scope is not quiesced: that would wait for programs whose changes wait for this.
-        match prepared.reopen() {
-            Ok(used) => gate.accesses().put_back(used),
-            Err(error) => {
-                tracing::debug!(%error, id = prepared.id(), "the transaction stays prepared");
-            }
-        }
-    }
-    result
-}
-
-fn wait_for_verdict(
-    gate: &TransactionGate,
-    prepared: &Prepared<'_, LoggableStore>,
-    path: &[u8],
-    deadline: Instant,
-) -> Result<(), TransactionError> {
-    let store = gate.store();
-    let id = prepared.id();
-    patiently(deadline, || Ok(prepared.publish_accesses()?))?;
-    let mut pause = Pause::default();
-    loop {
-        match store.poll_vote(id, path)? {
-            Vote::Over(verdict) => return Ok(verdict.agreed()?),
-            Vote::Waiting {
-                published,
-                expected,
-                missing,
-            } if Instant::now() >= deadline => {
-                let who = if missing.is_empty() {
-                    String::new()
-                } else {
-                    format!(", {} missing", missing.join(", "))
-                };
-                store.give_vote_up(
-                    id,
-                    path,
-                    format!("only {} of {expected} hosts came{who}", published.len()),
-                )?;
-            }
-            Vote::Waiting { .. } => pause.rest(),
-        }
-    }
-}
-
-/// Waits until the other hosts have applied a commit as well. Returns those that have not after a while, or have no
-/// firnd that could.
-pub(crate) fn await_other_hosts(
-    gate: &TransactionGate,
-    path: &[u8],
-    id: u64,
-    context: &RequestContext<'_>,
-) -> Result<Vec<String>, TransactionError> {
-    let store = gate.store();
-    let deadline = Instant::now() + context.patience;
-    let Some(members) = store.members() else {
-        return Ok(Vec::new());
-    };
-    let liveness = Liveness::over(context.backing, members)?;
-    let mut pause = Pause::default();
-    loop {
-        let not_applied_on = store.hosts_not_applied(id, path)?;
-        if Instant::now() >= deadline || !not_applied_on.iter().any(|host| liveness.is_living(host))
-        {
-            return Ok(not_applied_on);
-        }
-        pause.rest();
-    }
-}
-
-/// Tries again as long as other hosts have something to end.
-pub(crate) fn patiently<T>(
-    deadline: Instant,
-    mut attempt: impl FnMut() -> Result<T, TransactionError>,
-) -> Result<T, TransactionError> {
-    let mut pause = Pause::default();
-    loop {
-        match attempt() {
-            Err(
-                TransactionError::Vote(VoteError::LastVoteNotOver { .. })
-                | TransactionError::Begin(BeginError::NotOver { .. })
-                | TransactionError::Abort(AbortError::Stopping { .. }),
-            ) if Instant::now() < deadline => {
-                pause.rest();
-            }
-            done => return done,
-        }
-    }
-}
-
-/// Ever longer.
+/// Time between two looks at other hosts; each is longer than the one before.
 pub(crate) struct Pause(Duration);
 
 impl Default for Pause {

@@ -385,6 +385,19 @@ pub enum TransactionError {
     Backup(BackupError),
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// Another host aborted it, for all hosts.
+    #[error("{host} aborted the transaction; it is undone on all hosts")]
+    AbortedBy { host: String },
+    /// The directory that a scope is to be made in cannot be used.
+    #[error("{path}: {error}")]
+    Parent {
+        path: BytePath,
+        #[source]
+        error: Box<Self>,
+    },
+    /// The client may make nothing in that directory.
+    #[error("no directory can be made in {path}: {errno}")]
+    NotWritable { path: BytePath, errno: Errno },
 }
 
 impl TransactionError {

@@ -21,7 +21,7 @@
 //! | all of a mount | `scopes` `backup::mirror` `transactional` |
 //! | what programs see and do | `waiting` `names` `listing` `attributes` `data` `inline` `hidden` `top_names` `shadow::{save, names}` |
 //! | what becomes of a transaction | `transaction` `difference` `records` `vote` `history` `backup` `recovery` `shadow::{shared, undo}` |
-//! | for callers | `backing` (the trait) `plain` `store` `state` `report` |
+//! | for callers | `machine` (requests, step by step) `backing` (the trait) `plain` `state` `report` |
 //!
 //! Promises
 //! * A crash at any instant ends, after `open`, in the tree before the transaction or in the one after it.
@@ -49,6 +49,7 @@ mod inline;
 mod inline_changes;
 mod invariants;
 mod listing;
+pub mod machine;
 mod names;
 mod object;
 mod own;
@@ -80,6 +81,7 @@ pub use error::{
 };
 pub use firn_rendezvous::OwnError;
 pub use listing::TrackedDir;
+pub use machine::Machine;
 pub use object::Object;
 pub use paths::parent_of;
 pub use plain::{PlainBacking, PlainDir, PlainInode};
@@ -89,7 +91,7 @@ pub use scope::{ArenaId, Stage};
 pub use shadow::Mode;
 pub use staging::TOP;
 pub use staging_dir::{other_staging_dirs, staging_dir_name};
-pub use transaction::handle::{Decided, Found, Open, Prepared};
+pub use transaction::handle::{Decided, Found, Open, Place, Prepared};
 pub use transaction::top::TopMaker;
 pub use transactional::TransactionalBacking;
 pub use vote::{Verdict, Vote};

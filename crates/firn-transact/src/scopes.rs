@@ -117,12 +117,21 @@ impl<B: Backing> Scopes<B> {
 
     /// All that are not over, with their stages; a commit comes before the transaction that follows it.
     pub(crate) fn in_order(&self) -> Vec<(Arc<Scope<B>>, Stage)> {
+        self.staged_where(|_| true)
+    }
+
+    /// The same of the scope that is, was or comes to be at `path`.
+    pub(crate) fn in_order_at(&self, path: &[u8]) -> Vec<(Arc<Scope<B>>, Stage)> {
+        self.staged_where(|first| first.is_at(path))
+    }
+
+    fn staged_where(&self, select: impl Fn(&Scope<B>) -> bool) -> Vec<(Arc<Scope<B>>, Stage)> {
         let with_next = |scope: &Arc<Scope<B>>| [Some(Arc::clone(scope)), scope.application.next()];
         // Under the lock: at the end of a commit the one that follows goes from it to the list, and a stage that is
         // read later may be the end of a scope whose follower is not in the copy.
         let list = self.list.read();
-        let all = list.iter().flat_map(with_next).flatten();
-        let staged = all.map(|scope| {
+        let selected = list.iter().filter(|scope| select(scope));
+        let staged = selected.flat_map(with_next).flatten().map(|scope| {
             let stage = scope.stage();
             (scope, stage)
         });

@@ -167,18 +167,6 @@ impl<B: Backing> TransactionalBacking<B> {
         current.map_or_else(|| path.to_vec(), |one| one.scope().to_vec())
     }
 
-    /// The path under which programs see the scope of the transaction that is known by `path`; without one, `path`.
-    pub fn path_now(&self, path: &[u8]) -> Vec<u8> {
-        let found = self.scopes.at_path(path);
-        found.map_or_else(|| path.to_vec(), |scope| scope.path_now())
-    }
-
-    /// The path that the scope of the transaction which is known by `path` has after its commit; without one, `path`.
-    pub fn path_after(&self, path: &[u8]) -> Vec<u8> {
-        let found = self.scopes.at_path(path);
-        found.map_or_else(|| path.to_vec(), |scope| scope.path_after())
-    }
-
     /// The top of the transaction that is known by `path`, also where programs do not see it yet.
     pub fn top_known_as(&self, path: &[u8]) -> Option<Arc<Object<B>>> {
         let found = self.scopes.at_path(path)?;

@@ -66,6 +66,11 @@ impl<B: Backing> TransactionalBacking<B> {
         self.mode
     }
 
+    /// Whether hosts compare what their programs used before they commit together.
+    pub(crate) fn tests_conflicts(&self) -> bool {
+        self.members.is_some() && self.mode == Mode::Buffer
+    }
+
     /// The same, with transactions that begin in this mode.
     #[must_use]
     pub fn in_mode(mut self, mode: Mode) -> Self {

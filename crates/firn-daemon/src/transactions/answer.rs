@@ -1,18 +1,16 @@
 //! The answers to requests about transactions, which may have an owner.
 
-use std::path::Path;
 use std::time::Duration;
 
+use firn_backing::Caller;
 use firn_engine::Cached;
 use firn_protocol::path::BytePath;
 use firn_protocol::{Reply, Request};
-use firn_transact::ScopeError;
+use firn_transact::machine::{Answer, CommitOptions, Verb};
+use firn_transact::{ScopeError, TopMaker};
 
 use super::refusal::{orphaned, refused};
-use super::{
-    CommitOptions, abort, begin, begin_created, commit, current, finish_restore, is_open, prepare,
-    restore, write_back,
-};
+use super::{is_open, run};
 use crate::commit_applier::CommitApplier;
 use crate::gate::TransactionGate;
 use crate::owners::{ControlPeer, Owners, Refusal, Request as UnderWay};
@@ -23,55 +21,43 @@ pub(crate) struct RequestContext<'a> {
     pub(crate) applier: &'a CommitApplier,
     /// How long other hosts are waited for.
     pub(crate) patience: Duration,
-    /// The backing directory.
-    pub(crate) backing: &'a Path,
     /// Makes the kernel drop what it has cached.
     pub(crate) forget: &'a dyn Fn(Cached),
 }
 
-/// An answer, and the scope of the transaction that was begun after a commit.
-struct Answered {
-    reply: Reply,
-    next: Option<Vec<u8>>,
-}
-
-/// The answer to a request about a transaction, whose path is that of the scope at its begin.
+/// The answer to a request about a transaction, whose path is that of the scope at its begin; and the path after a commit.
 fn answer(
     gate: &TransactionGate,
     request: &Request,
     peer: &ControlPeer,
     context: &RequestContext<'_>,
-) -> Answered {
-    let &RequestContext {
-        patience, forget, ..
-    } = context;
-    if let Request::Prepare { path, .. }
-    | Request::Commit { path, .. }
-    | Request::Abort { path }
-    | Request::Restore { path, .. } = request
-    {
-        write_back(gate, path.as_bytes(), forget);
+) -> (Reply, Option<Vec<u8>>) {
+    let caller = Caller {
+        uid: peer.uid,
+        gid: peer.gid,
+        pid: peer.pid,
+    };
+    let (verb, path) = verb_of(request, &caller);
+    match run(gate, verb, path.as_bytes(), context) {
+        Ok(Answer::Done) => (Reply::Done, None),
+        Ok(Answer::Committed(committed)) => {
+            let reply = Reply::Committed {
+                id: committed.id,
+                not_applied_on: committed.not_applied_on,
+            };
+            (reply, Some(committed.path_after))
+        }
+        Err(error) => (refused(&error, path), None),
     }
-    let mut next = None;
-    let (path, result) = match request {
-        Request::Begin {
-            path,
-            create: Some(mode),
-            ..
-        } => {
-            let reply = begin_created(gate, path.as_bytes(), *mode, peer, context)
-                .map_or_else(|refusal| refusal, |()| Reply::Done);
-            return Answered { reply, next };
+}
+
+fn verb_of<'a>(request: &'a Request, caller: &'a Caller) -> (Verb<'a>, &'a BytePath) {
+    match request {
+        Request::Begin { path, create, .. } => {
+            let create = create.map(|mode| Verb::Create(TopMaker { caller, mode }));
+            (create.unwrap_or(Verb::Begin), path)
         }
-        Request::Begin { path, .. } => {
-            let begun = finish_restore(gate, path.as_bytes(), forget)
-                .and_then(|()| begin(gate, path.as_bytes(), patience));
-            (path, begun.map(|()| Reply::Done))
-        }
-        Request::Prepare { path, id } => (
-            path,
-            prepare(gate, path.as_bytes(), *id, patience).map(|()| Reply::Done),
-        ),
+        Request::Prepare { path, id } => (Verb::Prepare(*id), path),
         Request::Commit {
             path,
             id,
@@ -83,32 +69,12 @@ fn answer(
                 begins_next: *begin,
                 applies_later: *apply_later,
             };
-            let committed = commit(gate, path.as_bytes(), &options, context);
-            let reply = committed.map(|committed| {
-                next = committed.next;
-                Reply::Committed {
-                    id: committed.id,
-                    not_applied_on: committed.not_applied_on,
-                }
-            });
-            (path, reply)
+            (Verb::Commit(options), path)
         }
-        Request::Abort { path } => (
-            path,
-            abort(gate, path.as_bytes(), patience, forget).map(|()| Reply::Done),
-        ),
-        Request::Restore { path, id } => (
-            path,
-            restore(gate, path.as_bytes(), *id, patience, forget).map(|()| Reply::Done),
-        ),
+        Request::Abort { path } => (Verb::Abort, path),
+        Request::Restore { path, id } => (Verb::Restore(*id), path),
         _ => unreachable!("only requests about transactions come here"),
-    };
-    let result = match result {
-        Err(error) => undone_by_another(gate, request, path, patience, forget).ok_or(error),
-        done => done,
-    };
-    let reply = result.unwrap_or_else(|error| refused(&error, path));
-    Answered { reply, next }
+    }
 }
 
 /// [`answer`] for a transaction that may have an owner: once the owner is gone it is neither prepared nor committed.
@@ -166,13 +132,13 @@ pub(crate) fn answer_owned(
         },
         _ => None,
     };
-    let Answered { mut reply, next } = answer(gate, request, peer, context);
+    let (mut reply, path_after) = answer(gate, request, peer, context);
     match (request, &reply, owner) {
         (Request::Begin { .. }, Reply::Done, Some(owner)) => under_way.begun(owner),
         (Request::Commit { begin: true, .. }, Reply::Committed { .. }, _) => {
-            under_way.begun_next(next.as_deref().unwrap_or(scope));
+            under_way.begun_next(path_after.as_deref().unwrap_or(scope));
         }
-        (_, Reply::Error { .. }, _) if needs_owner && current(gate, scope).is_none() => {
+        (_, Reply::Error { .. }, _) if needs_owner && is_open(gate, scope).is_none() => {
             if let Some(owner) = owners.aborted_for(scope) {
                 reply = orphaned(scope, &owner);
             }
@@ -207,40 +173,4 @@ fn with_path(request: &Request, scope: &[u8]) -> Request {
         *path = scope.into();
     }
     request
-}
-
-/// Why nothing comes of a transaction in shadow mode that another host has aborted, for all hosts. It may not be over
-/// here yet.
-fn undone_by_another(
-    gate: &TransactionGate,
-    request: &Request,
-    path: &BytePath,
-    patience: Duration,
-    forget: &dyn Fn(Cached),
-) -> Option<Reply> {
-    let store = gate.store();
-    if store
-        .to_be_stopped()
-        .iter()
-        .any(|scope| scope == path.as_bytes())
-        && !matches!(request, Request::Abort { .. })
-        && let Err(error) = abort(gate, path.as_bytes(), patience, forget)
-    {
-        return Some(refused(&error, path));
-    }
-    let by = store.stopped_by(path.as_bytes())?;
-    match request {
-        _ if current(gate, path.as_bytes()).is_some() => None,
-        Request::Abort { .. } => Some(Reply::Done),
-        Request::Prepare { .. } | Request::Commit { .. } => {
-            let scope = shown_scope(path.as_bytes());
-            let message =
-                format!("{scope}: {by} aborted the transaction; it is undone on all hosts");
-            Some(Reply::Error {
-                errno: libc::ECANCELED,
-                message,
-            })
-        }
-        _ => None,
-    }
 }

@@ -2,38 +2,28 @@
 
 use std::time::Duration;
 
-use firn_transact::{Found, TransactionError};
+use firn_transact::{Found, Machine};
 
-use super::{abort, apply_commit, quiesce};
-use crate::gate::{Pending, TransactionGate};
-use crate::store::{LoggableStore, shown_scope};
+use super::apply_commit;
+use super::mount::StepsOfMount;
+use crate::gate::TransactionGate;
+use crate::store::shown_scope;
 
 /// How long other hosts are waited for at the end of a mount. The next one goes on.
 const LAST_PATIENCE: Duration = Duration::from_secs(5);
 
-/// For the end of a mount: transactions that are open are undone, those that are prepared wait for the next
-/// mount, without what was written after.
+/// For the end of a mount: transactions come to the end that this mount can give them.
 pub(crate) fn leave(gate: &TransactionGate) {
+    let mount = StepsOfMount {
+        patience: LAST_PATIENCE,
+        ..StepsOfMount::of(gate)
+    };
+    let machine = Machine::new(gate.store(), &mount);
     for found in gate.store().open_transactions() {
-        let left = match found.look_again() {
-            Some(Found::Open(_)) => abort(gate, found.scope(), LAST_PATIENCE, &|_| {}),
-            Some(prepared @ Found::Prepared(_)) => discard_pending(gate, &prepared),
-            Some(Found::Decided(_)) => apply_commit(gate, found.scope()),
-            None => Ok(()),
-        };
-        if let Err(error) = left {
+        if let Err(error) = machine.leave(&found) {
             tracing::warn!(%error, scope = %shown_scope(found.scope()), "a transaction is left to the next mount");
         }
     }
-}
-
-/// Drops what was written in the scope of a transaction since it was prepared.
-fn discard_pending(
-    gate: &TransactionGate,
-    prepared: &Found<'_, LoggableStore>,
-) -> Result<(), TransactionError> {
-    prepared.refuse_changes()?;
-    quiesce(gate, prepared.scope(), Pending::Discard, |_| Ok(()))
 }
 
 /// Once nothing waits for what [`leave`] could not apply: what was written after it stays in the arena for the next
@@ -75,9 +65,9 @@ pub(crate) fn in_the_way(gate: &TransactionGate) -> Option<String> {
         }
     });
     undecided.or_else(|| {
-        begun_here.iter().find_map(|found| {
-            let error = apply_commit(gate, found.scope()).err()?;
+        begun_here.into_iter().find_map(|found| {
             let scope = shown_scope(&found.path_now());
+            let error = apply_commit(gate, &found.decided()?).err()?;
             Some(format!(
                 "the commit of a transaction in {scope} cannot be applied: {error}; mend the backing and try again, or --force leaves it to the next mount"
             ))

@@ -39,16 +39,15 @@ pub(super) fn refused(error: &TransactionError, path: &BytePath) -> Reply {
         TransactionError::Store(error) | TransactionError::Abort(AbortError::Store(error)) => {
             refuse_store(error, &scope)
         }
+        TransactionError::AbortedBy { .. } => (libc::ECANCELED, format!("{scope}: {error}")),
+        TransactionError::Parent { path, error } => return refused(error, path),
+        TransactionError::NotWritable { path, errno } => {
+            let parent = shown_scope(path.as_bytes());
+            let message = format!("no directory can be made in {parent}: {errno}");
+            (errno.raw_os_error(), message)
+        }
     };
     Reply::Error { errno, message }
-}
-
-pub(super) fn refuse_to_make(errno: rustix::io::Errno, parent: &[u8]) -> Reply {
-    let parent = shown_scope(parent);
-    Reply::Error {
-        errno: errno.raw_os_error(),
-        message: format!("no directory can be made in {parent}: {errno}"),
-    }
 }
 
 /// The answer to a prepare or commit of a transaction whose owner is gone.
@@ -242,5 +241,35 @@ mod tests {
             "{message}"
         );
         assert_eq!(told(&ScopeError::NotDirectory.into()).0, libc::ENOTDIR);
+    }
+
+    #[test]
+    fn what_is_wrong_with_the_directory_above_is_said_of_that() {
+        let parent = TransactionError::Parent {
+            path: "above".into(),
+            error: Box::new(ScopeError::Missing.into()),
+        };
+        let not_writable = TransactionError::NotWritable {
+            path: "above".into(),
+            errno: Errno::ACCESS,
+        };
+        for (error, errno) in [(parent, libc::ENOENT), (not_writable, libc::EACCES)] {
+            let (number, message) = told(&error);
+            assert_eq!(number, errno, "{message}");
+            assert!(message.contains("above"), "{message}");
+            assert!(!message.contains("job"), "{message}");
+        }
+    }
+
+    /// Proves S-tx-34.
+    #[test]
+    fn a_transaction_that_another_host_aborted_names_that_host() {
+        let host = "node7".to_owned();
+        let (number, message) = told(&TransactionError::AbortedBy { host });
+        assert_eq!(number, libc::ECANCELED, "{message}");
+        assert!(
+            message.contains("node7") && message.contains("job"),
+            "{message}"
+        );
     }
 }

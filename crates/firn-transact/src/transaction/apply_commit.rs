@@ -78,7 +78,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Applies the commit that a transaction follows.
     pub(super) fn apply_commit_before(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         match self.scopes.commit_before(scope) {
-            Some(before) => self.apply_commit(&before),
+            Some(before) => self.apply_commit(&before).map(drop),
             None => Ok(()),
         }
     }
@@ -95,7 +95,7 @@ impl<B: Backing> TransactionalBacking<B> {
         });
         in_the_way
             .into_iter()
-            .try_for_each(|scope| self.apply_commit(scope))
+            .try_for_each(|scope| self.apply_commit(scope).map(drop))
     }
 
     /// Keeps others from a scope and, where its end changes the name of its top, from the directory above.
@@ -133,11 +133,11 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(true)
     }
 
-    /// [`Decided::apply`](crate::Decided::apply).
-    pub(super) fn apply_commit(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
+    /// [`Decided::apply`](crate::Decided::apply). Whether this call came to the end of it, and no other one before.
+    pub(super) fn apply_commit(&self, scope: &Arc<Scope<B>>) -> Result<bool, StoreError> {
         let _applying = Claim::own(&scope.application.applying);
         let Some(id) = scope.decided() else {
-            return Ok(());
+            return Ok(false);
         };
         let applied = match &scope.recovered {
             None => self.apply_while_read(scope),
@@ -147,7 +147,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let left = applied.and_then(|()| Ok(self.leave_commit(&scope.path)?));
         let result = left.and_then(|()| Ok(self.leave_vote(id, &scope.path)?));
         scope.application.note_result(&result);
-        result
+        result.map(|()| true)
     }
 
     /// Applies the undo of a commit; the caller holds names and data.

@@ -14,16 +14,18 @@
 
 use std::sync::Arc;
 
+use firn_backing::{Backing, Errno};
+
 use crate::conflict::Used;
-use firn_backing::Backing;
 
 use crate::error::{AbortError, CommitError, PrepareError, StoreError, VoteError};
 use crate::object::Object;
 use crate::scope::{Scope, Stage};
 use crate::transactional::TransactionalBacking;
+use crate::vote::Vote;
 
 /// A transaction, and the backing that it is in.
-struct Handle<'a, B: Backing> {
+pub(crate) struct Handle<'a, B: Backing> {
     store: &'a TransactionalBacking<B>,
     scope: Arc<Scope<B>>,
 }
@@ -76,6 +78,15 @@ impl<'a, B: Backing> Open<'a, B> {
     pub fn abort(&self) -> Result<(), AbortError> {
         self.0.store.abort_scope(&self.0.scope)
     }
+
+    pub(crate) fn handle(&self) -> &Handle<'a, B> {
+        &self.0
+    }
+
+    /// Programs change things in it: it was not prepared since.
+    pub(crate) fn is_still_open(&self) -> bool {
+        self.0.scope.stage() == Stage::Open
+    }
 }
 
 impl<'a, B: Backing> Prepared<'a, B> {
@@ -113,6 +124,25 @@ impl<'a, B: Backing> Prepared<'a, B> {
             .store
             .publish_accesses(&self.handle.scope, self.id)
     }
+
+    /// Looks whether all hosts have published, and finds the verdict if they have.
+    pub(crate) fn poll_vote(&self) -> Result<Vote, VoteError> {
+        self.handle
+            .store
+            .poll_vote(self.id, &self.handle.scope.path)
+    }
+
+    /// Puts an end to its vote, if there is no verdict yet.
+    pub(crate) fn give_vote_up(&self, why: String) -> Result<(), VoteError> {
+        let path = &self.handle.scope.path;
+        self.handle.store.give_vote_up(self.id, path, why)
+    }
+
+    /// Decides for all hosts that it is not committed; fails with [`StageError::Decided`] where it is.
+    pub(crate) fn call_commit_off(&self) -> Result<(), VoteError> {
+        let path = &self.handle.scope.path;
+        self.handle.store.call_commit_off(self.id, path)
+    }
 }
 
 impl<B: Backing> Decided<'_, B> {
@@ -124,7 +154,39 @@ impl<B: Backing> Decided<'_, B> {
     /// Makes the backing what programs see already, while they read on. Changes of the scope wait. Where this fails it
     /// can be called again; once it is applied it does nothing.
     pub fn apply(&self) -> Result<(), StoreError> {
+        self.handle.store.apply_commit(&self.handle.scope).map(drop)
+    }
+
+    /// Applies it; whether this call came to its end, and no other one before.
+    pub(crate) fn apply_once(&self) -> Result<bool, StoreError> {
         self.handle.store.apply_commit(&self.handle.scope)
+    }
+
+    /// The directory that it covers.
+    pub(crate) fn root(&self) -> &Arc<Object<B>> {
+        &self.handle.scope.root
+    }
+
+    /// An earlier firnd prepared it, or it undoes a commit: programs see the tree before it until it is applied.
+    pub(crate) fn is_recovered(&self) -> bool {
+        self.handle.scope.recovered.is_some()
+    }
+
+    /// Programs change things in a transaction that follows it, or did by the time that it was applied.
+    pub(crate) fn is_followed(&self) -> bool {
+        let current = self.handle.store.transaction_at(self.root());
+        matches!(current, Some(Found::Open(_) | Found::Prepared(_)))
+    }
+
+    /// Hosts that have not applied it.
+    pub(crate) fn hosts_not_applied(&self) -> Result<Vec<String>, Errno> {
+        let path = &self.handle.scope.path;
+        self.handle.store.hosts_not_applied(self.id, path)
+    }
+
+    /// Path that its scope has once it is applied.
+    pub(crate) fn path_after(&self) -> Vec<u8> {
+        self.handle.scope.path_after()
     }
 
     /// Gives up the transaction that was to begin when this commit is applied.
@@ -160,7 +222,7 @@ impl<'a, B: Backing> Found<'a, B> {
         }
     }
 
-    fn handle(&self) -> &Handle<'a, B> {
+    pub(crate) fn handle(&self) -> &Handle<'a, B> {
         match self {
             Self::Open(Open(handle))
             | Self::Prepared(Prepared { handle, .. })
@@ -189,6 +251,11 @@ impl<'a, B: Backing> Found<'a, B> {
     /// An earlier firnd prepared it.
     pub fn is_recovered(&self) -> bool {
         self.handle().scope.recovered.is_some()
+    }
+
+    /// Path that its scope has after its commit.
+    pub(crate) fn path_after(&self) -> Vec<u8> {
+        self.handle().scope.path_after()
     }
 
     /// Applies the commit that it follows.
@@ -242,7 +309,78 @@ impl<'a, B: Backing> Found<'a, B> {
     }
 }
 
+impl<'a, B: Backing> From<Open<'a, B>> for Found<'a, B> {
+    fn from(open: Open<'a, B>) -> Self {
+        Self::Open(open)
+    }
+}
+
+/// A directory that is quiesced: the scope of a transaction, or one that may become one.
+pub struct Place<'a, B: Backing>(PlaceKind<'a, B>);
+
+enum PlaceKind<'a, B: Backing> {
+    Directory(Vec<u8>),
+    Scope(Handle<'a, B>),
+}
+
+impl<'a, B: Backing> Place<'a, B> {
+    /// A directory that no transaction covers.
+    pub(crate) fn directory(path: &[u8]) -> Self {
+        Self(PlaceKind::Directory(path.to_vec()))
+    }
+
+    /// The scope of a transaction.
+    pub(crate) fn scope(handle: &Handle<'a, B>) -> Self {
+        Self(PlaceKind::Scope(handle.clone()))
+    }
+
+    /// Path under which programs see it. It may change while nothing keeps the names above it.
+    pub fn path_now(&self) -> Vec<u8> {
+        match &self.0 {
+            PlaceKind::Directory(path) => path.clone(),
+            PlaceKind::Scope(handle) => handle.scope.path_now(),
+        }
+    }
+
+    /// The directory, also where programs do not see it yet; `None`: what has that path.
+    pub fn root(&self) -> Option<&Arc<Object<B>>> {
+        match &self.0 {
+            PlaceKind::Directory(_) => None,
+            PlaceKind::Scope(handle) => Some(&handle.scope.root),
+        }
+    }
+}
+
+/// The transactions of one scope at an instant.
+pub(crate) struct Known<'a, B: Backing> {
+    /// The commit that is decided and not applied.
+    pub(crate) commit: Option<Decided<'a, B>>,
+    /// The transaction that programs change things in, or that is prepared.
+    pub(crate) undecided: Option<Found<'a, B>>,
+}
+
+impl<'a, B: Backing> Known<'a, B> {
+    /// What programs change things in, or else the commit that is being applied.
+    pub(crate) fn into_current(self) -> Option<Found<'a, B>> {
+        self.undecided.or(self.commit.map(Found::Decided))
+    }
+
+    /// The scope of what is there; `path` where nothing is.
+    pub(crate) fn place(&self, path: &[u8]) -> Place<'a, B> {
+        match (&self.undecided, &self.commit) {
+            (Some(found), _) => Place::scope(found.handle()),
+            (None, Some(commit)) => Place::scope(&commit.handle),
+            (None, None) => Place::directory(path),
+        }
+    }
+}
+
 impl<'a, B: Backing> Handle<'a, B> {
+    /// Path of its scope at the begin.
+    pub(crate) fn scope_path(&self) -> &[u8] {
+        &self.scope.path
+    }
+
     fn prepare(&self, id: u64) -> Result<Prepared<'a, B>, PrepareError> {
         self.store.prepare_scope(&self.scope, id)?;
         let handle = self.clone();
@@ -270,6 +408,21 @@ impl<B: Backing> TransactionalBacking<B> {
         })
     }
 
+    /// The transactions of the scope that is known by `path`.
+    pub(crate) fn known_at(&self, path: &[u8]) -> Known<'_, B> {
+        let mut known = Known {
+            commit: None,
+            undecided: None,
+        };
+        for (scope, stage) in self.scopes.in_order_at(path) {
+            match Found::new(self, scope, stage) {
+                Some(Found::Decided(commit)) => known.commit = Some(commit),
+                found => known.undecided = found,
+            }
+        }
+        known
+    }
+
     /// The transaction of a scope that was begun first: where a commit is decided and followed by another transaction,
     /// the commit.
     pub fn first_transaction(&self, scope: &[u8]) -> Option<Found<'_, B>> {
@@ -287,6 +440,20 @@ impl<B: Backing> TransactionalBacking<B> {
             let first = self.scopes.with_root(root)?;
             Some(first.application.next().unwrap_or(first))
         })
+    }
+
+    /// Commits that are applied while programs go on. None that undoes another one: what the kernel knows of its tree goes
+    /// with it, and the next request does both.
+    pub fn commits_to_apply(&self) -> Vec<Decided<'_, B>> {
+        let found = self.open_transactions().into_iter();
+        let decided = found.filter_map(Found::decided);
+        decided.filter(|commit| !commit.is_undo()).collect()
+    }
+
+    /// Whether programs change things in a transaction, or one waits for its outcome.
+    pub fn has_undecided(&self) -> bool {
+        let mut stages = self.scopes.in_order().into_iter();
+        stages.any(|(_, stage)| !matches!(stage, Stage::Decided(_)))
     }
 
     /// All that are not over; a commit comes before the transaction that follows it.

@@ -131,7 +131,7 @@ impl<B: Backing> TransactionalBacking<B> {
             .filter(|scope| dir.is_below(&scope.root) && scope.decided().is_some());
         above
             .into_iter()
-            .try_for_each(|scope| self.apply_commit(&scope))
+            .try_for_each(|scope| self.apply_commit(&scope).map(drop))
     }
 
     fn start_created(

@@ -1,0 +1,158 @@
+//! What the steps of a transaction get done by the mount: programs are stopped, their data is drained, the kernel is told.
+
+use std::cell::OnceCell;
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::time::{Duration, Instant};
+
+use firn_backing::{Errno, is_below};
+use firn_engine::Cached;
+use firn_format::durability::DurabilityLevel;
+use firn_transact::conflict::Used;
+use firn_transact::machine::{Event, Mount, Pending};
+use firn_transact::{Place, TransactionError, parent_of};
+use rustix::fs::{Access, AtFlags, CWD, accessat};
+
+use crate::gate::{ScopeRoot, TransactionGate};
+use crate::host_lease::Liveness;
+use crate::participants::{self, Pause};
+use crate::store::LoggableStore;
+
+/// A mount, as far as one request or one background job may use it.
+pub(super) struct StepsOfMount<'a> {
+    pub(super) gate: &'a TransactionGate,
+    /// How long other hosts are waited for.
+    pub(super) patience: Duration,
+    /// Makes the kernel drop what it has cached.
+    pub(super) forget: &'a dyn Fn(Cached),
+    /// Has a commit applied after the answer.
+    pub(super) apply_later: &'a dyn Fn(),
+    /// Says which hosts live; made when that is asked first.
+    pub(super) liveness: OnceCell<Liveness>,
+}
+
+impl<'a> StepsOfMount<'a> {
+    /// For a job that waits for no other host and after which the kernel need not be told.
+    pub(super) fn of(gate: &'a TransactionGate) -> Self {
+        Self {
+            gate,
+            patience: Duration::ZERO,
+            forget: &|_| {},
+            apply_later: &|| {},
+            liveness: OnceCell::new(),
+        }
+    }
+
+    fn liveness(&self) -> Result<Option<&Liveness>, Errno> {
+        let Some(members) = self.gate.store().members() else {
+            return Ok(None);
+        };
+        if self.liveness.get().is_none() {
+            let liveness = Liveness::over(self.gate.backing(), members)?;
+            return Ok(Some(self.liveness.get_or_init(|| liveness)));
+        }
+        Ok(self.liveness.get())
+    }
+}
+
+impl Mount<LoggableStore> for StepsOfMount<'_> {
+    fn directory_at(&self, path: &[u8]) -> Result<ScopeRoot, TransactionError> {
+        self.gate.directory_at(path)
+    }
+
+    /// The control socket is spoken to by the user of this process, and by root, who may do no less.
+    fn must_be_writable(&self, path: &[u8]) -> Result<(), Errno> {
+        let dir = self.gate.backing().join(OsStr::from_bytes(path));
+        let wanted = Access::WRITE_OK | Access::EXEC_OK;
+        accessat(CWD, &dir, wanted, AtFlags::EACCESS)
+    }
+
+    fn quiesce<T>(
+        &self,
+        place: &Place<'_, LoggableStore>,
+        pending: Pending,
+        work: impl FnOnce(&ScopeRoot) -> Result<T, TransactionError>,
+    ) -> Result<T, TransactionError> {
+        let path = place.path_now();
+        self.note(Event::Quiesce, &path, None);
+        self.gate.quiesce(place, pending, |root| {
+            self.note(Event::Drained, &path, None);
+            work(root)
+        })
+    }
+
+    fn is_drained(&self, path: &[u8]) -> bool {
+        let mut wait_no_longer = |_, _| false;
+        let engine = self.gate.engine();
+        let drained = engine.wait_tree(path, DurabilityLevel::Drained, &mut wait_no_longer);
+        drained.is_ok()
+    }
+
+    fn write_back(&self, path: &[u8]) {
+        let written = self.gate.engine().written_at(path);
+        written.into_iter().map(Cached::Inode).for_each(self.forget);
+    }
+
+    fn forget_names(&self, paths: &[&[u8]]) {
+        for (index, path) in paths.iter().enumerate() {
+            if !paths[..index].contains(path) {
+                let names = self.gate.engine().revalidate_names(path);
+                names.into_iter().for_each(self.forget);
+                self.forget_directory(parent_of(path));
+            }
+        }
+    }
+
+    fn forget_directory(&self, path: &[u8]) {
+        let cached = self.gate.engine().cached_at(path);
+        cached.into_iter().for_each(self.forget);
+    }
+
+    fn begin_accesses(&self, path: &[u8]) {
+        self.gate.switch_accesses(|accesses| {
+            accesses.take(|found| is_below(found, path));
+            accesses.switch(true);
+        });
+    }
+
+    fn take_accesses(&self, path: &[u8]) -> Vec<Used> {
+        let used = self.gate.accesses().take(|found| is_below(found, path));
+        participants::by_process(used)
+    }
+
+    fn put_accesses_back(&self, used: Vec<Used>) {
+        self.gate.accesses().put_back(used);
+    }
+
+    fn end_accesses(&self, path: &[u8]) {
+        self.gate.switch_accesses(|accesses| {
+            accesses.take(|found| is_below(found, path));
+            accesses.switch(self.gate.store().has_undecided());
+        });
+    }
+
+    fn begin_wait(&self) -> impl FnMut() -> bool {
+        let deadline = Instant::now() + self.patience;
+        let mut pause = Pause::default();
+        move || {
+            let is_in_time = Instant::now() < deadline;
+            if is_in_time {
+                pause.rest();
+            }
+            is_in_time
+        }
+    }
+
+    fn is_any_living(&self, hosts: &[String]) -> Result<bool, Errno> {
+        let liveness = self.liveness()?;
+        Ok(liveness.is_some_and(|liveness| hosts.iter().any(|host| liveness.is_living(host))))
+    }
+
+    fn apply_later(&self) {
+        (self.apply_later)();
+    }
+
+    fn note(&self, event: Event, scope: &[u8], id: Option<u64>) {
+        super::note(self.gate, event, scope, id);
+    }
+}

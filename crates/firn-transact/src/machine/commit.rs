@@ -1,0 +1,216 @@
+//! Commit: `Decide`, `Apply`, `AwaitHosts`.
+//!
+//! What a commit does after its decision is a [`Plan`], made once from the options and the transaction:
+//!
+//! | transaction | with `begin`, the next one begins | applied |
+//! |---|---|---|
+//! | of one host, or in buffer mode | with the decision | now, or later if asked for |
+//! | prepared by an earlier firnd | once it is applied: programs see the old tree until then | now |
+//! | of several hosts in shadow mode | once all have applied it: what they saved in one place goes first | now; with `begin` always |
+//!
+//! A transaction that is open is decided with its scope quiesced and drained. In one that is prepared, changes wait already:
+//! what was written since comes after it, and the scope would not become quiet before the decision.
+
+use firn_backing::Backing;
+
+use super::prepare::AfterVote;
+use super::{Answer, CommitOptions, Committed, Event, Goal, Machine, Mount, Pending, Step};
+use crate::error::TransactionError;
+use crate::shadow::Mode;
+use crate::transaction::handle::{Decided, Found, Known, Place};
+
+/// When the transaction begins that follows a commit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum NextBegin {
+    Never,
+    AtDecision,
+    AfterApply,
+    AfterOtherHosts,
+}
+
+/// When the backing gets a commit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Application {
+    BeforeAnswer,
+    AfterAnswer,
+}
+
+/// What a commit does once it is decided.
+pub(super) struct Plan {
+    id: u64,
+    next: NextBegin,
+    application: Application,
+    /// Path of the scope after it; known with the decision, from which on its top is not renamed.
+    path_after: Vec<u8>,
+}
+
+impl Plan {
+    fn committed(self, not_applied_on: Vec<String>) -> Answer {
+        Answer::Committed(Committed {
+            id: self.id,
+            not_applied_on,
+            path_after: self.path_after,
+        })
+    }
+}
+
+impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
+    pub(super) fn find_commit(
+        &self,
+        path: &[u8],
+        known: Known<'a, B>,
+        options: CommitOptions,
+    ) -> Result<Step<'a, B>, TransactionError> {
+        let Known { commit, undecided } = known;
+        match (commit, undecided) {
+            // Asked for again, the commit is meant, also where another transaction follows it.
+            (Some(commit), _) if options.id == Some(commit.id()) => {
+                self.plan_commit(Found::Decided(commit), options)
+            }
+            (commit, Some(Found::Open(open))) => Ok(Step::ApplyBefore {
+                commit,
+                open,
+                goal: Goal::Commit(options),
+            }),
+            (_, Some(found)) => self.plan_commit(found, options),
+            (Some(commit), None) => self.plan_commit(Found::Decided(commit), options),
+            (None, None) => Err(self.no_transaction(path)),
+        }
+    }
+
+    pub(super) fn plan_commit(
+        &self,
+        found: Found<'a, B>,
+        options: CommitOptions,
+    ) -> Result<Step<'a, B>, TransactionError> {
+        let id = match options.id.or(found.id()) {
+            Some(id) => id,
+            None => {
+                let last = self.store.committed(found.scope())?;
+                last.map_or(1, |last| last.saturating_add(1))
+            }
+        };
+        let hosts_save_together =
+            self.store.members().is_some() && self.store.mode() == Mode::Shadow;
+        let next = match options.begins_next {
+            false => NextBegin::Never,
+            true if found.is_recovered() => NextBegin::AfterApply,
+            true if hosts_save_together => NextBegin::AfterOtherHosts,
+            true => NextBegin::AtDecision,
+        };
+        let is_later =
+            options.applies_later && !found.is_recovered() && next != NextBegin::AfterOtherHosts;
+        let plan = Plan {
+            id,
+            next,
+            application: match is_later {
+                true => Application::AfterAnswer,
+                false => Application::BeforeAnswer,
+            },
+            path_after: Vec::new(),
+        };
+        Ok(match found {
+            Found::Open(open) if self.store.members().is_some() => Step::Prepare {
+                open,
+                id,
+                then: AfterVote::Decide(plan),
+            },
+            found => Step::Decide { found, plan },
+        })
+    }
+
+    pub(super) fn decide(
+        &self,
+        found: &Found<'a, B>,
+        plan: Plan,
+    ) -> Result<Step<'a, B>, TransactionError> {
+        match found {
+            Found::Open(_) => {
+                let place = Place::scope(found.handle());
+                let decide = |_: &_| self.decide_quiet(found, plan);
+                self.mount.quiesce(&place, Pending::Drain, decide)
+            }
+            Found::Prepared(_) | Found::Decided(_) => self.decide_quiet(found, plan),
+        }
+    }
+
+    fn decide_quiet(
+        &self,
+        found: &Found<'a, B>,
+        mut plan: Plan,
+    ) -> Result<Step<'a, B>, TransactionError> {
+        plan.path_after = found.path_after();
+        let commit = found.decide(plan.id)?;
+        let id = Some(plan.id);
+        self.mount.note(Event::Decided, commit.scope(), id);
+        match plan.next {
+            NextBegin::Never => self.end_accesses(commit.scope()),
+            NextBegin::AtDecision if !commit.is_followed() => {
+                self.begin_quiet(commit.root(), &plan.path_after)?;
+            }
+            NextBegin::AtDecision | NextBegin::AfterApply | NextBegin::AfterOtherHosts => {}
+        }
+        Ok(Step::Apply { commit, plan })
+    }
+
+    pub(super) fn apply_decided(
+        &self,
+        commit: Decided<'a, B>,
+        plan: Plan,
+    ) -> Result<Step<'a, B>, TransactionError> {
+        if plan.application == Application::AfterAnswer {
+            self.mount.apply_later();
+            return Ok(Step::Over(plan.committed(Vec::new())));
+        }
+        if commit.is_recovered() {
+            self.apply_recovered(&commit, commit.scope())?;
+        } else if let Err(error) = self.apply(&commit) {
+            // Asked again, it is the commit that is meant and not the one after it.
+            if plan.next == NextBegin::AtDecision {
+                commit.give_up_next();
+            }
+            return Err(error);
+        }
+        let path = plan.path_after.clone();
+        let begins = plan.next == NextBegin::AfterApply;
+        let awaits = Step::AwaitHosts { commit, plan };
+        Ok(match begins {
+            true => Step::Begin {
+                place: Place::directory(&path),
+                path,
+                then: Box::new(awaits),
+            },
+            false => awaits,
+        })
+    }
+
+    pub(super) fn await_hosts(
+        &self,
+        commit: &Decided<'a, B>,
+        plan: Plan,
+    ) -> Result<Step<'a, B>, TransactionError> {
+        if self.store.members().is_none() {
+            return Ok(Step::Over(plan.committed(Vec::new())));
+        }
+        let mut rest = self.mount.begin_wait();
+        let not_applied_on = loop {
+            let hosts = commit.hosts_not_applied()?;
+            if hosts.is_empty() || !self.mount.is_any_living(&hosts)? || !rest() {
+                break hosts;
+            }
+        };
+        // Programs did not see the parts of other hosts until now.
+        self.mount.forget_names(&[commit.scope()]);
+        let path = plan.path_after.clone();
+        let begins = plan.next == NextBegin::AfterOtherHosts;
+        let over = Step::Over(plan.committed(not_applied_on));
+        Ok(match begins {
+            true => Step::Begin {
+                place: Place::directory(&path),
+                path,
+                then: Box::new(over),
+            },
+            false => over,
+        })
+    }
+}
