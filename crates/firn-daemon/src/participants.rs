@@ -6,6 +6,7 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
+use firn_backing::backoff::Backoff;
 use firn_backing::is_below;
 use firn_config::{Options, Participants};
 use firn_conflict::{Report, Used};
@@ -20,9 +21,9 @@ use crate::host_name::host_name;
 use crate::store::LoggableStore;
 use crate::transactions::RequestContext;
 
-/// The others are looked for as often at first, and ever less often down to the last.
-const LOOK_FIRST: Duration = Duration::from_millis(2);
-const LOOK_LAST: Duration = Duration::from_millis(200);
+/// Between looks for the other hosts.
+pub(crate) const LOOK_AGAIN: Backoff =
+    Backoff::new(Duration::from_millis(2), Duration::from_millis(200));
 /// Conflicts in an error message; all that were found are in the verdict.
 const TOLD_MAX: usize = 20;
 
@@ -144,7 +145,7 @@ fn wait_for_verdict(
     let store = gate.store();
     let id = prepared.id();
     patiently(deadline, || Ok(prepared.publish_accesses()?))?;
-    let mut pause = Pause::default();
+    let mut waits = LOOK_AGAIN.start();
     loop {
         match store.poll_vote(id, path)? {
             Vote::Over(verdict) => return Ok(verdict.agreed()?),
@@ -164,7 +165,7 @@ fn wait_for_verdict(
                     format!("only {} of {expected} hosts came{who}", published.len()),
                 )?;
             }
-            Vote::Waiting { .. } => pause.rest(),
+            Vote::Waiting { .. } => waits.sleep(),
         }
     }
 }
@@ -183,14 +184,14 @@ pub(crate) fn await_other_hosts(
         return Ok(Vec::new());
     };
     let liveness = Liveness::over(context.backing, members)?;
-    let mut pause = Pause::default();
+    let mut waits = LOOK_AGAIN.start();
     loop {
         let not_applied_on = store.hosts_not_applied(id, path)?;
         if Instant::now() >= deadline || !not_applied_on.iter().any(|host| liveness.is_living(host))
         {
             return Ok(not_applied_on);
         }
-        pause.rest();
+        waits.sleep();
     }
 }
 
@@ -199,7 +200,7 @@ pub(crate) fn patiently<T>(
     deadline: Instant,
     mut attempt: impl FnMut() -> Result<T, TransactionError>,
 ) -> Result<T, TransactionError> {
-    let mut pause = Pause::default();
+    let mut waits = LOOK_AGAIN.start();
     loop {
         match attempt() {
             Err(
@@ -207,26 +208,10 @@ pub(crate) fn patiently<T>(
                 | TransactionError::Begin(BeginError::NotOver { .. })
                 | TransactionError::Abort(AbortError::Stopping { .. }),
             ) if Instant::now() < deadline => {
-                pause.rest();
+                waits.sleep();
             }
             done => return done,
         }
-    }
-}
-
-/// Ever longer.
-pub(crate) struct Pause(Duration);
-
-impl Default for Pause {
-    fn default() -> Self {
-        Self(LOOK_FIRST)
-    }
-}
-
-impl Pause {
-    pub(crate) fn rest(&mut self) {
-        std::thread::sleep(self.0);
-        self.0 = (self.0 * 3 / 2).min(LOOK_LAST);
     }
 }
 
