@@ -24,6 +24,7 @@ use std::io;
 use std::net::TcpStream;
 use std::time::Instant;
 
+use base16ct::{lower, mixed};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -93,12 +94,13 @@ impl Key {
 
     /// As [`Key::digits`] writes it.
     pub fn from_digits(digits: &str) -> Option<Self> {
-        from_digits(digits)?.try_into().ok().map(Self)
+        let bytes = mixed::decode_vec(digits).ok()?;
+        bytes.try_into().ok().map(Self)
     }
 
     /// In hexadecimal.
     pub fn digits(&self) -> String {
-        to_digits(&self.0)
+        lower::encode_string(&self.0)
     }
 }
 
@@ -107,19 +109,6 @@ impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Key(…)")
     }
-}
-
-fn to_digits(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-fn from_digits(digits: &str) -> Option<Vec<u8>> {
-    let digit = |byte: u8| char::from(byte).to_digit(16);
-    let (pairs, rest) = digits.as_bytes().as_chunks::<2>();
-    let bytes = pairs
-        .iter()
-        .map(|[high, low]| Some((digit(*high)? << 4 | digit(*low)?) as u8));
-    rest.is_empty().then(|| bytes.collect()).flatten()
 }
 
 pub(crate) fn random_bytes() -> Result<[u8; KEY_BYTES], getrandom::Error> {
@@ -190,7 +179,7 @@ fn admit<T: Transport>(
     let agreement = serde_json::to_vec(&agreement).expect("it is plain JSON");
     let welcome = Reply::Welcome {
         protocol: PROTOCOL_VERSION,
-        handshake: to_digits(&exchange.write(&agreement)?),
+        handshake: lower::encode_string(&exchange.write(&agreement)?),
     };
     link.send(&welcome, until)?;
     // After the answer: the puller, too, says which side has to give way.
@@ -278,7 +267,7 @@ pub fn begin_handshake<T: Transport>(
         }
         _ => return Err(WireError::NoHello),
     };
-    let message = from_digits(&handshake).ok_or(WireError::NoHello)?;
+    let message = lower::decode_vec(handshake).map_err(|_| WireError::NoHello)?;
     let agreement = exchange.read(&message).map_err(|_| wrong_key())?;
     let agreement: Agreement = serde_json::from_slice(&agreement)
         .map_err(|error| WireError::Nonsense(error.to_string()))?;

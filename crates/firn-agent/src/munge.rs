@@ -16,17 +16,15 @@
 //! * A credential of another user, one that was used before or one that is too old opens nothing.
 //! * No call takes longer than its deadline, whatever becomes of munged.
 
-use std::io::{self, Write};
-use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::process::{Child, Command};
+use std::process::Command;
 use std::time::Instant;
 
+use firn_process::{Ended, Excess, Limits, RunError};
 use rustix::process::geteuid;
 
 use crate::auth::Key;
 use crate::error::WireError;
-use crate::transport::read_to_end;
 
 /// Bytes of the longest credential: what a key needs, twice.
 pub(crate) const CREDENTIAL_BYTES_MAX: usize = 512;
@@ -83,38 +81,23 @@ fn parse(output: &str) -> Option<(u32, Key)> {
     Some((uid, Key::from_digits(payload)?))
 }
 
-/// Ends with the value, however that comes.
-struct Program(Child);
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 /// Gives a program its input and takes its output.
-fn converse(mut command: Command, input: &[u8], until: Instant) -> Result<String, WireError> {
+fn converse(command: Command, input: &[u8], until: Instant) -> Result<String, WireError> {
     let name = command.get_program().to_string_lossy().into_owned();
-    let broken = |error: io::Error| failed(&name, error.to_string());
-    let (stdin, mut to) = io::pipe().map_err(broken)?;
-    let (from, stdout) = io::pipe().map_err(broken)?;
-    // A pipe takes more than the longest credential, whoever reads it.
-    to.write_all(input).map_err(broken)?;
-    drop(to);
-    command.stdin(stdin);
-    command.stderr(stdout.try_clone().map_err(broken)?);
-    command.stdout(stdout);
-    let child = command.spawn().map_err(|error| WireError::NoMunge {
-        program: name.clone(),
-        error,
-    })?;
-    // With it go our copies of the pipes.
-    drop(command);
-    let mut program = Program(child);
-    let output = read_to_end(&OwnedFd::from(from), OUTPUT_BYTES_MAX, until).map_err(broken)?;
-    // It has closed its output: it ends.
-    let status = program.0.wait().map_err(broken)?;
+    let limits = Limits {
+        input,
+        output_bytes_max: OUTPUT_BYTES_MAX,
+        excess: Excess::Refuse,
+        deadline: until,
+    };
+    let Ended { status, output } =
+        firn_process::run(command, limits).map_err(|error| match error {
+            RunError::Start(error) => WireError::NoMunge {
+                program: name.clone(),
+                error,
+            },
+            error => failed(&name, error.to_string()),
+        })?;
     let output = String::from_utf8_lossy(&output).into_owned();
     if status.success() {
         return Ok(output);

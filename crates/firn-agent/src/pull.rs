@@ -19,6 +19,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use firn_backing::backoff::Backoff;
 use firn_format::record::Ending;
 use firn_protocol::path::BytePath;
 use serde::Serialize;
@@ -38,8 +39,7 @@ use state::State;
 use writers::Writers;
 
 /// Between two tries to connect again.
-const RETRY_FIRST: Duration = Duration::from_millis(100);
-const RETRY_MAX: Duration = Duration::from_secs(2);
+const RETRY: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(2));
 
 /// What is to be pulled.
 pub struct PullRequest {
@@ -139,7 +139,7 @@ pub fn pull(request: &PullRequest, tell: &mut dyn FnMut(Progress)) -> Result<Out
     let staging = Staging::open(&request.target)?;
     let writers = Writers::start(staging.is_synced()).map_err(local(&request.target))?;
     let mut state = State::new(request, tell);
-    let mut pause = RETRY_FIRST;
+    let mut waits = RETRY.start();
     let mut carriage = request.carriage.clone();
     let plan = loop {
         let moved_at = state.moved_at;
@@ -162,10 +162,9 @@ pub fn pull(request: &PullRequest, tell: &mut dyn FnMut(Progress)) -> Result<Out
             return Err(error);
         }
         if state.moved_at > moved_at {
-            pause = RETRY_FIRST;
+            waits.reset();
         }
-        std::thread::sleep(pause);
-        pause = (2 * pause).min(RETRY_MAX);
+        waits.sleep();
         state.outcome.reconnects += 1;
     };
     writers.wait()?;

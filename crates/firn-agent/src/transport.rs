@@ -120,26 +120,6 @@ impl Transport for Stream {
     }
 }
 
-/// All that comes until the end; more than `bytes_max` bytes are an error.
-pub(crate) fn read_to_end(from: &OwnedFd, bytes_max: usize, until: Instant) -> io::Result<Vec<u8>> {
-    rustix::io::ioctl_fionbio(from, true)?;
-    let mut bytes = vec![0; bytes_max + 1];
-    let mut done = 0;
-    while done <= bytes_max {
-        match rustix::io::read(from, &mut bytes[done..]) {
-            Ok(0) => {
-                bytes.truncate(done);
-                return Ok(bytes);
-            }
-            Ok(count) => done += count,
-            Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) => wait_for(from, PollFlags::IN, until)?,
-            Err(errno) => return Err(errno.into()),
-        }
-    }
-    Err(io::ErrorKind::FileTooLarge.into())
-}
-
 /// A peer that takes a byte now and then is late all the same.
 fn check_time(until: Instant) -> io::Result<()> {
     if Instant::now() >= until {

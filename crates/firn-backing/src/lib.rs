@@ -19,6 +19,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 pub use descriptors::raise_descriptor_limit;
 pub use rustix::io::Errno;
 
+pub mod backoff;
 mod descriptors;
 pub mod dir;
 mod either;

@@ -4,7 +4,6 @@
 //! * What is mapped is the arena that firnd named: its superblock and the spill file's header carry its uuid.
 //! * Every copy is within what was mapped: checked here.
 
-use std::fmt::Write;
 use std::mem::MaybeUninit;
 use std::ptr::NonNull;
 
@@ -125,11 +124,7 @@ fn open(path: &BytePath, head_bytes: usize) -> Result<(OwnedFd, Vec<u8>), MountE
 }
 
 fn check_uuid(uuid: &[u8; 16], region: &DataRegion) -> Result<(), String> {
-    let digits = uuid.iter().fold(String::new(), |mut text, byte| {
-        let _ = write!(text, "{byte:02x}");
-        text
-    });
-    if digits == region.uuid {
+    if base16ct::lower::encode_string(uuid) == region.uuid {
         Ok(())
     } else {
         Err("it belongs to another arena".into())

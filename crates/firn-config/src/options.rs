@@ -45,12 +45,6 @@ pub enum Placement {
     Dirs,
     /// Firn tells Lustre.
     Lustre,
-    /// Firn tells CephFS.
-    Ceph,
-    /// Firn tells BeeGFS.
-    Beegfs,
-    /// Firn tells OrangeFS.
-    Orangefs,
     /// Firn tells MooseFS.
     Moosefs,
     /// A program of the site makes the file.
@@ -59,20 +53,15 @@ pub enum Placement {
 
 impl Placement {
     /// All of them, in the order of [`Placement::NAMES`].
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 5] = [
         Self::None,
         Self::Dirs,
         Self::Lustre,
-        Self::Ceph,
-        Self::Beegfs,
-        Self::Orangefs,
         Self::Moosefs,
         Self::Command,
     ];
     /// As the option has them.
-    pub const NAMES: [&str; 8] = [
-        "none", "dirs", "lustre", "ceph", "beegfs", "orangefs", "moosefs", "command",
-    ];
+    pub const NAMES: [&str; 5] = ["none", "dirs", "lustre", "moosefs", "command"];
 
     /// As the option has it.
     pub fn name(self) -> &'static str {

@@ -286,8 +286,7 @@ pub static TABLE: [Row; 47] = [
         default: "",
         help: "With placement on one file system: its servers, one for each lane, with colons between them",
         long: "What a server is called depends on the file system: `lustre` takes the indices of OSTs (`lfs osts`), \
-               `beegfs` the numbers of storage targets, `orangefs` the numbers of servers, from 0 and in the order of \
-               its configuration file, `ceph` the names of data pools, `moosefs` the names of storage classes, each \
+               `moosefs` the names of storage classes, each \
                with the label of one chunk server (strict ones, `mfsscadmin create -m s`, unless a busy server may be \
                left out), and `command` whatever the program takes. All hosts must be given \
                the same list, as with `lanes`.",
@@ -302,7 +301,8 @@ pub static TABLE: [Row; 47] = [
         help: "With placement=command: the program that makes a new file on a server",
         long: "It is run as `PROGRAM SERVER . NAME` in the new file's directory, as the user who makes the file. It \
                must make an empty regular file with that name, and fail if the name exists. If it fails, or does not \
-               end within 10 s, the file is made as without it.",
+               end within 10 s, the file is made as without it. Examples for BeeGFS, CephFS and OrangeFS are in \
+               `examples/placement` of the source.",
         changes_promises: false,
         get: |o| path_text(o.place_command.as_ref()),
         set: |o, v| o.place_command = v.directory(),

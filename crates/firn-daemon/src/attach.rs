@@ -35,7 +35,7 @@ use crate::host_lease::{HostLease, LeaseState, whoever_comes};
 use crate::host_name::host_name;
 use crate::lock::{DYING, Locks};
 use crate::logs;
-use crate::participants::{self, Pause};
+use crate::participants;
 use crate::peers::{PeerBoard, terms_of};
 use crate::placement;
 use crate::process;
@@ -563,7 +563,7 @@ fn open_of_members(
     notice: &mut dyn FnMut(String),
 ) -> Result<(TransactionalStore, firn_transact::Outcome), AttachError> {
     let deadline = Instant::now() + Duration::from_millis(options.participants_wait_ms);
-    let mut pause = Pause::default();
+    let mut waits = participants::LOOK_AGAIN.start();
     let mut is_reported = false;
     loop {
         let opening = Opening {
@@ -585,7 +585,7 @@ fn open_of_members(
             }
             opened => return opened.map_err(|(_, error)| error),
         }
-        pause.rest();
+        waits.sleep();
     }
 }
 

@@ -3,7 +3,6 @@
 //! Promise: a connection holds at most [`LISTS_MAX`] lists.
 
 use std::collections::BTreeMap;
-use std::fmt::Write;
 use std::sync::Arc;
 
 use firn_arena::Arena;
@@ -110,17 +109,9 @@ pub(crate) fn region(arena: &Arena) -> DataRegion {
         offset: SPILL_DATA_OFFSET,
         bytes: geometry.spill_bytes(),
     });
-    let hexadecimal = |mut text: String, byte: &u8| {
-        let _ = write!(text, "{byte:02x}");
-        text
-    };
     DataRegion {
         path: arena.path().into(),
-        uuid: arena
-            .superblock()
-            .uuid
-            .iter()
-            .fold(String::new(), hexadecimal),
+        uuid: base16ct::lower::encode_string(&arena.superblock().uuid),
         offset: geometry.data_offset(),
         bytes: geometry.data_bytes(),
         page_bytes: PAGE,

@@ -7,13 +7,13 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use firn_backing::backoff::Backoff;
 use parking_lot::{Condvar, Mutex};
 
 use crate::gate::TransactionGate;
 use crate::store::shown_scope;
 
-const RETRY_FIRST: Duration = Duration::from_millis(100);
-const RETRY_LAST: Duration = Duration::from_secs(30);
+const RETRY: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(30));
 
 pub(crate) struct CommitApplier {
     gate: Arc<TransactionGate>,
@@ -83,7 +83,7 @@ impl CommitApplier {
 
 impl Shared {
     fn serve(&self, gate: &TransactionGate) {
-        let mut pause = RETRY_FIRST;
+        let mut waits = RETRY.start();
         loop {
             let mut state = self.state.lock();
             while !state.asked && !state.stopping {
@@ -95,18 +95,16 @@ impl Shared {
             state.asked = false;
             drop(state);
             if apply_commits(gate) {
-                pause = RETRY_FIRST;
+                waits.reset();
                 continue;
             }
             let mut state = self.state.lock();
             if !state.asked && !state.stopping {
-                self.changed.wait_for(&mut state, pause);
+                self.changed.wait_for(&mut state, waits.next_wait());
             }
-            pause = if state.asked {
-                RETRY_FIRST
-            } else {
-                RETRY_LAST.min(pause * 2)
-            };
+            if state.asked {
+                waits.reset();
+            }
             state.asked = true;
         }
     }

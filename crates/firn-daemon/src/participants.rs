@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
+use firn_backing::backoff::Backoff;
 use firn_config::{Options, Participants};
 use firn_transact::conflict::{Report, Used};
 use firn_transact::{Expected, Members};
@@ -10,9 +11,9 @@ use firn_transact::{Expected, Members};
 use crate::error::AttachError;
 use crate::host_name::host_name;
 
-/// Time before the second look at other hosts, and the longest one between two looks.
-const LOOK_FIRST: Duration = Duration::from_millis(2);
-const LOOK_LAST: Duration = Duration::from_millis(200);
+/// Between looks for the other hosts.
+pub(crate) const LOOK_AGAIN: Backoff =
+    Backoff::new(Duration::from_millis(2), Duration::from_millis(200));
 /// Conflicts in an error message; all that were found are in the verdict.
 const TOLD_MAX: usize = 20;
 
@@ -59,22 +60,6 @@ fn process_of(thread: u32) -> Option<u32> {
         .trim()
         .parse()
         .ok()
-}
-
-/// Time between two looks at other hosts; each is longer than the one before.
-pub(crate) struct Pause(Duration);
-
-impl Default for Pause {
-    fn default() -> Self {
-        Self(LOOK_FIRST)
-    }
-}
-
-impl Pause {
-    pub(crate) fn rest(&mut self) {
-        std::thread::sleep(self.0);
-        self.0 = (self.0 * 3 / 2).min(LOOK_LAST);
-    }
 }
 
 /// Conflicts in words.

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use firn_backing::Errno;
+use firn_backing::backoff::Backoff;
 use firn_config::{Options, Partner};
 use firn_engine::{Engine, PartnerFigures};
 use firn_protocol::path::BytePath;
@@ -22,9 +23,8 @@ use crate::error::AttachError;
 use crate::host_name::host_name;
 use crate::store::Store;
 
-/// How often a wait looks at first, and how seldom at last.
-const LOOK_FIRST: Duration = Duration::from_millis(5);
-const LOOK_LAST: Duration = Duration::from_millis(200);
+/// Between two looks of a wait.
+const LOOK_AGAIN: Backoff = Backoff::new(Duration::from_millis(5), Duration::from_millis(200));
 
 /// Of a mount whose option `partner` names one.
 pub(crate) struct PartnerBoard {
@@ -145,7 +145,7 @@ impl PartnerBoard {
         deadline: Option<Instant>,
         progress: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Reply {
-        let mut pause = LOOK_FIRST;
+        let mut waits = LOOK_AGAIN.start();
         loop {
             let marks = self.words.lock().marks;
             let left = match self.engine.partner_figures(path.as_bytes()) {
@@ -160,13 +160,12 @@ impl PartnerBoard {
             if rest == Some(Duration::ZERO) {
                 return refused(Errno::TIMEDOUT, &self.describe_left(&left));
             }
+            let pause = waits.next_wait();
             let mut words = self.words.lock();
             if words.marks == marks {
                 let pause = rest.map_or(pause, |rest| rest.min(pause));
                 self.marked.wait_for(&mut words, pause);
             }
-            drop(words);
-            pause = (2 * pause).min(LOOK_LAST);
         }
     }
 

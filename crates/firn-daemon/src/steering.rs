@@ -11,8 +11,8 @@ use std::sync::Arc;
 use firn_backing::{DirBacking, Errno};
 use firn_config::{Options, Placement};
 use firn_lanes::steering::{
-    Beegfs, Ceph, Driver, Finder, Location, Lustre, ProgramOfSite, Staged, Steered, check_orangefs,
-    find_in_moosefs, find_nowhere, open_dirs, tell_moosefs, tell_orangefs,
+    Driver, Location, Lustre, ProgramOfSite, Staged, Steered, find_in_moosefs, open_dirs,
+    tell_moosefs,
 };
 use firn_log::find_object;
 use firn_protocol::path::BytePath;
@@ -31,9 +31,6 @@ pub(crate) fn check(backing: &Path, options: &Options) -> Result<(), AttachError
     let refused = |why| refused(options, why);
     match of_servers(options).map_err(refused)? {
         Some(driver) => driver.check(directory.as_fd()).map_err(refused),
-        None if options.placement == Placement::Orangefs => {
-            check_orangefs(directory.as_fd()).map_err(refused)
-        }
         // MooseFS's tool looks when it is told of the staging directories.
         None => Ok(()),
     }
@@ -78,37 +75,24 @@ fn of_servers(options: &Options) -> Result<Option<Box<dyn Driver>>, String> {
     let servers = servers(options);
     Ok(match options.placement {
         Placement::Lustre => Some(Box::new(Lustre::new(&servers)?)),
-        Placement::Ceph => Some(Box::new(Ceph::new(&servers))),
-        Placement::Beegfs => Some(Box::new(Beegfs::new(&servers)?)),
         Placement::Command => {
             let program = options.place_command.as_ref();
             let program = program.ok_or("place-command is not given")?;
             Some(Box::new(ProgramOfSite::new(program.into(), &servers)))
         }
-        Placement::Orangefs | Placement::Moosefs | Placement::None | Placement::Dirs => None,
+        Placement::Moosefs | Placement::None | Placement::Dirs => None,
     })
 }
 
-/// Staging directories, whose file system was told what each of them is.
+/// Staging directories, of which MooseFS was told what each of them is.
 fn stage(directory: &DirBacking, options: &Options, host: &str) -> Result<Staged, AttachError> {
     let servers = servers(options);
     let dirs = open_dirs(directory, host, servers.len())
         .map_err(|error| refused(options, error.to_string()))?;
     for (dir, server) in dirs.iter().zip(&servers) {
-        tell(options.placement, dir, server).map_err(|why| refused(options, why))?;
+        tell_moosefs(dir.as_fd(), server).map_err(|error| refused(options, error.to_string()))?;
     }
-    let finder: Finder = match options.placement {
-        Placement::Moosefs => find_in_moosefs,
-        _ => find_nowhere,
-    };
-    Staged::new(dirs, finder).map_err(|error| refused(options, error.to_string()))
-}
-
-fn tell(placement: Placement, dir: &OwnedFd, server: &OsString) -> Result<(), String> {
-    match placement {
-        Placement::Orangefs => tell_orangefs(dir.as_fd(), server),
-        _ => tell_moosefs(dir.as_fd(), server).map_err(|error| error.to_string()),
-    }
+    Staged::new(dirs, find_in_moosefs).map_err(|error| refused(options, error.to_string()))
 }
 
 fn refused(options: &Options, why: String) -> AttachError {

@@ -77,12 +77,7 @@ impl<B: Backing> Engine<B> {
     }
     /// Tells this engine from every other, also over the same arena.
     pub fn incarnation(&self) -> String {
-        let uuid = self
-            .arena
-            .superblock()
-            .uuid
-            .map(|byte| format!("{byte:02x}"))
-            .concat();
+        let uuid = base16ct::lower::encode_string(&self.arena.superblock().uuid);
         format!("{uuid}-{}", self.epoch)
     }
     /// The policies in force.

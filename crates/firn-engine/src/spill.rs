@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use firn_backing::lock::{Mutex, RwLock};
 
-use crate::retry::retry_wait;
+use crate::retry::RETRY;
 
 /// What a call of [`Engine::spill_step`](crate::Engine::spill_step) did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,7 +93,7 @@ impl Spill {
     fn note_failure(&self) -> (u32, Duration) {
         let mut state = self.state.lock();
         let count = state.failure.as_ref().map_or(0, |failure| failure.count) + 1;
-        let wait = retry_wait(count);
+        let wait = RETRY.after(count);
         state.failure = Some(SpillFailure {
             count,
             retry_at: Instant::now() + wait,

@@ -6,9 +6,6 @@
 //! | file system | a lane is | told by |
 //! |---|---|---|
 //! | Lustre | an OST, by its index | an extended attribute of the new file, before its objects are made |
-//! | CephFS | a data pool, by its name | extended attributes of the new file |
-//! | BeeGFS | a storage target, by its number | an ioctl of the directory, which makes the file |
-//! | OrangeFS | a server, by its number | extended attributes of a staging directory for each lane |
 //! | MooseFS | a storage class, by its name | the tool `mfssetsclass`, for a staging directory for each lane |
 //! | others | what the program takes | a program, which makes the file |
 //!
@@ -27,20 +24,13 @@ use rustix::fs::{Mode, OFlags, Stat, fstat, openat};
 use crate::Rule;
 use crate::rule::{Parent, add_numbers};
 
-mod beegfs;
-mod ceph;
 mod command;
 mod lustre;
 mod staged;
 
-pub use beegfs::Beegfs;
-pub use ceph::Ceph;
 pub use command::ProgramOfSite;
 pub use lustre::Lustre;
-pub use staged::{
-    Finder, Staged, check_orangefs, find_in_moosefs, find_nowhere, open_dirs, tell_moosefs,
-    tell_orangefs,
-};
+pub use staged::{Finder, Staged, find_in_moosefs, open_dirs, tell_moosefs};
 
 /// How one kind of file system is told.
 pub trait Driver: Debug + Send + Sync {

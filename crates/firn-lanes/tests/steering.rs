@@ -1,14 +1,15 @@
 //! Placement on one file system: the calls that each kind of file system gets, seen by a FUSE server in its place.
 //!
-//! No Lustre, CephFS, BeeGFS or OrangeFS was at hand: the server records what reaches it through the kernel, and takes
-//! it or not. Needs FUSE (`/dev/fuse` and the right to mount).
+//! No Lustre was at hand: the server records what reaches it through the kernel, and takes it or not. The examples of
+//! programs for a site run with fakes of their tools. Needs FUSE (`/dev/fuse` and the right to mount).
 
 use std::collections::{BTreeMap, HashMap};
-use std::ffi::{CStr, OsStr, OsString, c_char, c_int};
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
@@ -16,14 +17,11 @@ use std::time::{Duration, SystemTime};
 use firn_backing::dir::steering::Steering;
 use firn_backing::{Backing, Caller, DirBacking, Errno, LaneIndex};
 use firn_lanes::Rule;
-use firn_lanes::steering::{
-    Beegfs, Ceph, Driver, Location, Lustre, ProgramOfSite, Staged, Steered, find_nowhere,
-    tell_orangefs,
-};
+use firn_lanes::steering::{Driver, Location, Lustre, ProgramOfSite, Staged, Steered};
 use fuser::{
     BackgroundSession, Config, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation,
-    INodeNo, IoctlFlags, MountOption, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate,
-    ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyIoctl, ReplyOpen, ReplyXattr, Request,
+    INodeNo, MountOption, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyDirectory,
+    ReplyEmpty, ReplyEntry, ReplyOpen, ReplyXattr, Request,
 };
 
 const TTL: Duration = Duration::ZERO;
@@ -34,7 +32,6 @@ struct Refuses {
     xattrs: bool,
     rename_flags: bool,
     links: bool,
-    ioctls: bool,
 }
 
 #[derive(Clone)]
@@ -57,8 +54,6 @@ struct Recorder {
     state: Arc<Mutex<State>>,
     refuses: Refuses,
     next: AtomicU64,
-    /// Targets of each new file of BeeGFS.
-    stripes: u16,
 }
 
 impl State {
@@ -127,38 +122,6 @@ impl Recorder {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         state.add(number, parent.0, name, mode, false);
         Ok(number)
-    }
-
-    /// BeeGFS's ioctl that makes a file. Its argument has pointers into the memory of the process that called, which
-    /// is this one.
-    fn make_by_ioctl(&self, dir: INodeNo, argument: &[u8]) -> Result<(), fuser::Errno> {
-        let pointer = |at: usize| {
-            let bytes = argument[at..at + 8].try_into().unwrap();
-            usize::from_ne_bytes(bytes)
-        };
-        let number = |at: usize| c_int::from_ne_bytes(argument[at..at + 4].try_into().unwrap());
-        let string = |at: usize, len_at: usize| {
-            let pointer = std::ptr::with_exposed_provenance::<c_char>(pointer(at));
-            // SAFETY: the caller waits in its ioctl, with the string that it points to.
-            let string = unsafe { CStr::from_ptr(pointer) };
-            assert_eq!(string.count_bytes() + 1, number(len_at) as usize);
-            string.to_str().unwrap().to_owned()
-        };
-        let targets = std::ptr::with_exposed_provenance::<u16>(pointer(104));
-        // SAFETY: the caller waits in its ioctl, with an array of this length.
-        let targets = unsafe { std::slice::from_raw_parts(targets, number(112) as usize / 2) };
-        let (name, mode) = (string(56, 64), number(84) as u32);
-        let line = format!(
-            "make {name} owner {} in {} of {} type {} mode {mode:o} count {} targets {targets:?}",
-            number(0),
-            string(24, 32),
-            string(8, 16),
-            number(68),
-            number(96),
-        );
-        self.make(dir, OsStr::new(&name), mode)?;
-        self.state.lock().unwrap().calls.push(line);
-        Ok(())
     }
 }
 
@@ -339,39 +302,6 @@ impl Filesystem for Recorder {
         }
         reply.ok();
     }
-
-    fn ioctl(
-        &self,
-        _: &Request,
-        ino: INodeNo,
-        _: FileHandle,
-        _: IoctlFlags,
-        cmd: u32,
-        argument: &[u8],
-        out_bytes: u32,
-        reply: ReplyIoctl,
-    ) {
-        if self.refuses.ioctls {
-            return reply.error(fuser::Errno::ENOTTY);
-        }
-        let mut answer = vec![0; out_bytes as usize];
-        match cmd & 0xff {
-            25 => answer[8..10].copy_from_slice(&self.stripes.to_ne_bytes()),
-            26 => answer[4..8].copy_from_slice(&203u32.to_ne_bytes()),
-            29 => {
-                if let Err(error) = self.make_by_ioctl(ino, argument) {
-                    return reply.error(error);
-                }
-            }
-            31 => {
-                answer[0..4].copy_from_slice(&5u32.to_ne_bytes());
-                answer[4..10].copy_from_slice(b"0-0-1\0");
-                answer[31..37].copy_from_slice(b"7-8-9\0");
-            }
-            _ => return reply.error(fuser::Errno::ENOTTY),
-        }
-        reply.ioctl(0, &answer);
-    }
 }
 
 /// A mounted server.
@@ -383,7 +313,7 @@ struct Mounted {
 }
 
 impl Mounted {
-    fn new(refuses: Refuses, stripes: u16) -> Self {
+    fn new(refuses: Refuses) -> Self {
         let mut state = State::default();
         state.add(1, 0, OsStr::new(""), 0o755, true);
         for lane in 0..2u64 {
@@ -395,7 +325,6 @@ impl Mounted {
             state: Arc::clone(&state),
             refuses,
             next: AtomicU64::new(100),
-            stripes,
         };
         let dir = tempfile::tempdir().unwrap();
         let mut config = Config::default();
@@ -452,7 +381,7 @@ fn servers(names: &[&str]) -> Vec<OsString> {
 
 #[test]
 fn lustre_gets_a_layout_before_the_file_has_objects() {
-    let mounted = Mounted::new(Refuses::default(), 1);
+    let mounted = Mounted::new(Refuses::default());
     let (backing, steered) = mounted.backing(Lustre::new(&servers(&["4", "9"])).unwrap());
     assert_eq!(create(&backing, "rank_1").unwrap(), LaneIndex::new(1));
     let zeros = "\\x00".repeat(20);
@@ -471,102 +400,22 @@ fn lustre_gets_a_layout_before_the_file_has_objects() {
 }
 
 #[test]
-fn cephfs_gets_pool_and_stripe_count() {
-    let mounted = Mounted::new(Refuses::default(), 1);
-    let (backing, steered) = mounted.backing(Ceph::new(&servers(&["pool_a", "pool_b"])));
-    assert_eq!(create(&backing, "rank_2").unwrap(), LaneIndex::new(0));
-    assert_eq!(
-        mounted.take_calls(),
-        [
-            "create rank_2",
-            "setxattr rank_2 ceph.file.layout.stripe_count 1",
-            "setxattr rank_2 ceph.file.layout.pool pool_a",
-        ]
-    );
-    let file = File::open(mounted.path().join("rank_2")).unwrap();
-    let location = steered.find_server(file.as_fd());
-    assert_eq!(location, Location::Server("pool_a".into()));
-}
-
-#[test]
 fn a_refused_wish_is_counted_and_the_file_is_there() {
     let refuses = Refuses {
         xattrs: true,
-        ioctls: true,
         ..Refuses::default()
     };
-    let mounted = Mounted::new(refuses, 1);
-    let drivers: [(&str, Box<dyn Driver>); 3] = [
-        ("a1", Box::new(Lustre::new(&servers(&["4", "9"])).unwrap())),
-        ("b1", Box::new(Ceph::new(&servers(&["p", "q"])))),
-        ("c1", Box::new(Beegfs::new(&servers(&["1", "2"])).unwrap())),
-    ];
-    for (name, driver) in drivers {
-        let steered = Arc::new(Steered::new(
-            driver,
-            servers(&["x", "y"]),
-            Rule::new(2, "host"),
-        ));
-        let steering: Arc<dyn Steering> = steered.clone();
-        let backing = DirBacking::open(mounted.path())
-            .unwrap()
-            .with_steering(steering);
-        assert_eq!(create(&backing, name).unwrap(), LaneIndex::new(1));
-        assert_eq!(steered.refused_files(), 1, "{name}");
-        assert!(fs::metadata(mounted.path().join(name)).unwrap().is_file());
-    }
-}
-
-#[test]
-fn beegfs_is_asked_to_make_the_file_on_a_target() {
-    let mounted = Mounted::new(Refuses::default(), 1);
-    let (backing, steered) = mounted.backing(Beegfs::new(&servers(&["201", "203"])).unwrap());
-    assert_eq!(create(&backing, "rank_3").unwrap(), LaneIndex::new(1));
-    assert_eq!(
-        mounted.take_calls(),
-        ["make rank_3 owner 5 in 7-8-9 of 0-0-1 type 8 mode 100640 count 1 targets [203, 0]"]
-    );
-    assert_eq!(steered.refused_files(), 0);
-    assert_eq!(create(&backing, "rank_3").unwrap_err(), Errno::EXIST);
-    let file = File::open(mounted.path().join("rank_3")).unwrap();
-    let location = steered.find_server(file.as_fd());
-    assert_eq!(location, Location::Server("203".into()));
-}
-
-#[test]
-fn a_directory_of_beegfs_that_stripes_is_told() {
-    let mounted = Mounted::new(Refuses::default(), 4);
-    let (backing, steered) = mounted.backing(Beegfs::new(&servers(&["201", "203"])).unwrap());
-    create(&backing, "rank_3").unwrap();
+    let mounted = Mounted::new(refuses);
+    let driver = Lustre::new(&servers(&["4", "9"])).unwrap();
+    let (backing, steered) = mounted.backing(driver);
+    assert_eq!(create(&backing, "a1").unwrap(), LaneIndex::new(1));
     assert_eq!(steered.refused_files(), 1);
-    let file = File::open(mounted.path().join("rank_3")).unwrap();
-    assert_eq!(steered.find_server(file.as_fd()), Location::Striped(4));
+    assert!(fs::metadata(mounted.path().join("a1")).unwrap().is_file());
 }
 
 fn staged(mounted: &Mounted) -> Staged {
     let dirs = vec![mounted.open_dir("lane0"), mounted.open_dir("lane1")];
-    Staged::new(dirs, find_nowhere).unwrap()
-}
-
-#[test]
-fn orangefs_gets_hints_for_a_directory_of_each_lane() {
-    let mounted = Mounted::new(Refuses::default(), 1);
-    for (lane, server) in ["0", "3"].iter().enumerate() {
-        let dir = mounted.open_dir(&format!("lane{lane}"));
-        tell_orangefs(dir.as_fd(), OsStr::new(server)).unwrap();
-    }
-    let hints = |lane: usize, list: &str| {
-        [
-            format!("setxattr lane{lane} user.pvfs2.num_dfiles 1"),
-            format!("setxattr lane{lane} user.pvfs2.layout 4"),
-            format!("setxattr lane{lane} user.pvfs2.server_list {list}"),
-        ]
-    };
-    let expected = [hints(0, "1:0"), hints(1, "1:3")].concat();
-    assert_eq!(mounted.take_calls(), expected);
-    let dir = mounted.open_dir("lane0");
-    let error = tell_orangefs(dir.as_fd(), OsStr::new("srv1")).unwrap_err();
-    assert!(error.starts_with("`srv1` is not the number of a server"));
+    Staged::new(dirs, |_| Location::Unknown).unwrap()
 }
 
 #[test]
@@ -598,7 +447,7 @@ fn a_staged_file_gets_its_name_whatever_the_file_system_can_do() {
         ),
     ];
     for (refuses, expected) in cases {
-        let mounted = Mounted::new(refuses, 1);
+        let mounted = Mounted::new(refuses);
         let (backing, steered) = mounted.backing(staged(&mounted));
         assert_eq!(create(&backing, "rank_5").unwrap(), LaneIndex::new(1));
         assert_eq!(mounted.take_calls(), expected);
@@ -613,7 +462,7 @@ fn a_staged_file_gets_its_name_whatever_the_file_system_can_do() {
 
 #[test]
 fn what_a_crash_left_in_a_staging_directory_is_removed() {
-    let mounted = Mounted::new(Refuses::default(), 1);
+    let mounted = Mounted::new(Refuses::default());
     drop(File::create(mounted.path().join("lane1/0123456789abcdef")).unwrap());
     drop(staged(&mounted));
     assert_eq!(
@@ -632,7 +481,11 @@ fn script(dir: &Path, text: &str) -> OsString {
 }
 
 fn program(dir: &Path, text: &str) -> (DirBacking, Arc<Steered>) {
-    let names = servers(&["fast", "slow"]);
+    program_for(dir, text, &["fast", "slow"])
+}
+
+fn program_for(dir: &Path, text: &str, lanes: &[&str]) -> (DirBacking, Arc<Steered>) {
+    let names = servers(lanes);
     let driver = ProgramOfSite::new(script(dir, text), &names);
     let steered = Arc::new(Steered::new(Box::new(driver), names, Rule::new(2, "host")));
     let steering: Arc<dyn Steering> = steered.clone();
@@ -679,4 +532,124 @@ fn a_program_that_fails_or_does_something_else_costs_no_file() {
         program(&dir, r#"echo bytes > "$2/$3""#)
     };
     assert_eq!(create(&backing, "a").unwrap_err(), Errno::IO);
+}
+
+/// One of the examples, with fakes of the tools that it calls. Each fake writes its name and arguments to `DIR/log`, then
+/// does what `fake` says.
+fn example(
+    dir: &Path,
+    name: &str,
+    tool: &str,
+    fake: &str,
+    lanes: &[&str],
+) -> (DirBacking, Arc<Steered>) {
+    let tools = dir.join("tools");
+    fs::create_dir(&tools).unwrap();
+    let log = dir.join("log");
+    let recorded = format!("echo {tool} \"$@\" >> {}\n{fake}", log.display());
+    fs::rename(script(dir, &recorded), tools.join(tool)).unwrap();
+    let examples = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/placement");
+    let run = format!(
+        "PATH={}:$PATH FIRN_PLACE_STAGING={} exec {} \"$@\"",
+        tools.display(),
+        dir.join("staging").display(),
+        examples.join(name).display(),
+    );
+    program_for(dir, &run, lanes)
+}
+
+fn log_of(dir: &Path) -> String {
+    let log = dir.join("log");
+    let text = fs::read_to_string(&log).unwrap_or_default();
+    let _ = fs::remove_file(log);
+    text
+}
+
+/// A file that a program made on a server: it counts as steered, has its mode, and its name is taken.
+fn assert_made(dir: &Path, backing: &DirBacking, steered: &Steered, name: &str) {
+    assert_eq!(create(backing, name).unwrap(), LaneIndex::new(1));
+    assert_eq!(steered.refused_files(), 0);
+    let metadata = fs::metadata(dir.join("top").join(name)).unwrap();
+    assert_eq!(metadata.mode() & 0o7777, 0o640);
+    assert_eq!(create(backing, name).unwrap_err(), Errno::EXIST);
+}
+
+#[test]
+fn the_example_for_cephfs_sets_stripe_count_and_pool() {
+    let dir = tempfile::tempdir().unwrap();
+    let pools = ["pool_a", "0x62"];
+    let (backing, steered) = example(dir.path(), "ceph", "setfattr", "", &pools);
+    assert_made(dir.path(), &backing, &steered, "rank_1");
+    assert_eq!(
+        log_of(dir.path()),
+        "setfattr -n ceph.file.layout.stripe_count -v \"1\" ./rank_1\n\
+         setfattr -n ceph.file.layout.pool -v \"0x62\" ./rank_1\n"
+    );
+}
+
+#[test]
+fn the_example_for_cephfs_leaves_no_file_where_a_layout_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let fake = "echo Operation not supported >&2; exit 1";
+    let (backing, steered) = example(dir.path(), "ceph", "setfattr", fake, &["a", "b"]);
+    create(&backing, "rank_1").unwrap();
+    assert_eq!(steered.refused_files(), 1);
+    assert!(dir.path().join("top/rank_1").is_file());
+}
+
+#[test]
+fn the_example_for_beegfs_makes_the_file_by_its_tool() {
+    let dir = tempfile::tempdir().unwrap();
+    let fake = r#"for path; do :; done; umask 077; : > "$path""#;
+    let targets = ["201", "203"];
+    let (backing, steered) = example(dir.path(), "beegfs", "beegfs-ctl", fake, &targets);
+    assert_made(dir.path(), &backing, &steered, "rank_1");
+    assert_eq!(
+        log_of(dir.path()),
+        "beegfs-ctl --createfile --numtargets=1 --targets=203 --access=0600 ./rank_1\n"
+    );
+}
+
+#[test]
+fn the_example_for_beegfs_takes_numbers_of_targets_only() {
+    let dir = tempfile::tempdir().unwrap();
+    let (backing, steered) = example(dir.path(), "beegfs", "beegfs-ctl", "", &["1", "0"]);
+    create(&backing, "rank_1").unwrap();
+    assert_eq!(
+        (steered.refused_files(), log_of(dir.path())),
+        (1, String::new())
+    );
+}
+
+#[test]
+fn the_example_for_orangefs_makes_the_file_in_a_directory_with_hints() {
+    for ln in ["", "exit 1"] {
+        let dir = tempfile::tempdir().unwrap();
+        let (backing, steered) = example(dir.path(), "orangefs", "setfattr", "", &["0", "3"]);
+        let prepared = Command::new(dir.path().join("place"))
+            .args(["--prepare", "0", "3"])
+            .status()
+            .unwrap();
+        assert!(prepared.success());
+        let staging = dir.path().join("staging/3");
+        let log = log_of(dir.path());
+        for hint in [
+            "num_dfiles -v \"1\"",
+            "layout -v \"4\"",
+            "server_list -v \"1:3\"",
+        ] {
+            let line = format!("setfattr -n user.pvfs2.{hint} {}\n", staging.display());
+            assert!(log.contains(&line), "{log}");
+        }
+        if !ln.is_empty() {
+            // A file system without links.
+            fs::rename(
+                script(&dir.path().join("tools"), ln),
+                dir.path().join("tools/ln"),
+            )
+            .unwrap();
+        }
+        assert_made(dir.path(), &backing, &steered, "rank_1");
+        assert_eq!(fs::read_dir(&staging).unwrap().count(), 0);
+    }
 }

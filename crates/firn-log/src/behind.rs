@@ -9,12 +9,12 @@
 
 use std::time::{Duration, Instant};
 
+use firn_backing::backoff::Backoff;
 use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno, Result};
 
 /// Before the backing is asked again.
-const REST_FIRST: Duration = Duration::from_millis(1);
-const REST_LAST: Duration = Duration::from_millis(100);
+const LOOK_AGAIN: Backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(100));
 /// So long nobody waits again for what was waited for in vain.
 const VAIN_FOR: Duration = Duration::from_secs(60);
 
@@ -37,7 +37,7 @@ impl Behind {
         work: &mut dyn FnMut() -> Result<T>,
     ) -> Result<T> {
         let mut began = None;
-        let mut rest = REST_FIRST;
+        let mut waits = LOOK_AGAIN.start();
         loop {
             let error = match work() {
                 Err(error) if may_be_behind(error) => error,
@@ -48,8 +48,7 @@ impl Behind {
                 self.give_up(error, waited);
                 return Err(error);
             }
-            std::thread::sleep(rest.min(lag_max));
-            rest = (2 * rest).min(REST_LAST);
+            std::thread::sleep(waits.next_wait().min(lag_max));
             look();
         }
     }

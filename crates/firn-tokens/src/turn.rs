@@ -18,13 +18,14 @@
 
 use std::time::{Duration, Instant};
 
+use firn_backing::backoff::Backoff;
+
 use crate::service::Behind;
 
 /// A token that is not used is kept for so long: giving it back and asking anew costs a round trip or two.
 const LINGER: Duration = Duration::from_millis(10);
-/// Pause after a question that failed; doubles up to the last.
-const RETRY_FIRST: Duration = Duration::from_millis(50);
-const RETRY_LAST: Duration = Duration::from_secs(1);
+/// Between questions that fail.
+const RETRY: Backoff = Backoff::new(Duration::from_millis(50), Duration::from_secs(1));
 /// A lane waits for its turn in a queue that moves for so many times `wait`. Queues of as many hosts as `wait / hold`
 /// times this are served in order.
 pub const WAITS_MAX: u32 = 8;
@@ -389,7 +390,7 @@ impl Turn {
     pub(crate) fn note_behind(&mut self, behind: Behind, now: Instant) {
         self.figures.holder = behind.holder;
         // Nobody waits for the answer, and the service that gives it may be none.
-        let rest_in_line = behind.rest.max(RETRY_FIRST);
+        let rest_in_line = behind.rest.max(RETRY.first());
         match &mut self.phase {
             Phase::Waiting(waiting) => {
                 if waiting.holding.as_ref() != Some(&behind.holding) {
@@ -420,17 +421,16 @@ impl Turn {
     pub(crate) fn note_failure(&mut self, why: String, now: Instant) {
         self.figures.errors += 1;
         self.figures.last_error = Some(why);
-        let pause = |failures: u32| (RETRY_FIRST * 2_u32.pow(failures.min(5))).min(RETRY_LAST);
         match &mut self.phase {
             Phase::Waiting(waiting) => {
-                waiting.ask_at = now + pause(waiting.failures);
                 waiting.failures += 1;
+                waiting.ask_at = now + RETRY.after(waiting.failures);
             }
             Phase::Without(without) if without.is_asking || without.is_in_line => self.put_off(now),
             // What the holder is to do is tried again in a while; the lease may end meanwhile.
             Phase::Held(held) => {
-                held.look_at = held.look_at.max(now + RETRY_LAST);
-                held.renew_at = held.renew_at.map(|at| at.max(now + pause(0)));
+                held.look_at = held.look_at.max(now + RETRY.last());
+                held.renew_at = held.renew_at.map(|at| at.max(now + RETRY.first()));
             }
             Phase::Idle | Phase::Without(_) => {}
         }
@@ -568,7 +568,8 @@ impl Turn {
             without.is_asking = false;
             without.is_in_line = false;
             without.tries += 1;
-            without.ask_at = now + (self.limits.wait * 2_u32.pow(without.tries.min(16))).min(last);
+            let backoff = Backoff::new(self.limits.wait, last);
+            without.ask_at = now + backoff.after(without.tries.saturating_add(1));
         }
     }
 

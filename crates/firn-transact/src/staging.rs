@@ -23,6 +23,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 
+use base16ct::lower;
 use firn_backing::{Attr, Backing, Errno, Kind, Result};
 
 use crate::change_log::{Attributes, Instant, LogError};
@@ -48,15 +49,6 @@ pub(crate) const COMMITTED: &str = "committed";
 pub(crate) const NEW: &str = "new";
 pub(crate) const AWAY: &str = "away";
 
-pub(crate) fn to_hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-pub(crate) fn from_hex(hex: &str) -> Option<Vec<u8>> {
-    let byte = |at: usize| u8::from_str_radix(hex.get(at..at + 2)?, 16).ok();
-    (0..hex.len()).step_by(2).map(byte).collect()
-}
-
 /// The number of the last commit of each scope.
 pub(crate) fn load_numbers<B: Backing>(
     base: &B,
@@ -65,7 +57,7 @@ pub(crate) fn load_numbers<B: Backing>(
     let text = load(base, firn, COMMITTED)?.unwrap_or_default();
     let line = |line: &[u8]| {
         let (id, hex) = std::str::from_utf8(line).ok()?.split_once(' ')?;
-        Some((from_hex(hex)?, id.parse().ok()?))
+        Some((lower::decode_vec(hex).ok()?, id.parse().ok()?))
     };
     Ok(text.split(|&byte| byte == b'\n').filter_map(line).collect())
 }
@@ -77,7 +69,7 @@ pub(crate) fn store_numbers<B: Backing>(
 ) -> Result<()> {
     let mut text = String::new();
     for (path, id) in numbers {
-        text += &format!("{id} {}\n", to_hex(path));
+        text += &format!("{id} {}\n", lower::encode_string(path));
     }
     store(base, firn, COMMITTED, text.as_bytes())
 }

@@ -414,7 +414,8 @@ fn replay_is_refused(file: &KeyFile) {
     let heard = heard.into_inner().expect("lock");
     let mut socket = TcpStream::connect(&file.address).expect("connect");
     socket.write_all(&heard).expect("replay");
-    socket.shutdown(Shutdown::Write).expect("shutdown");
+    // The agent may have ended the connection before; what it answered can be read all the same.
+    let _ = socket.shutdown(Shutdown::Write);
     let mut answer = Vec::new();
     let _ = socket.read_to_end(&mut answer);
     // The hello is right, so it is answered, for whoever has the ephemeral key of it. Nothing else is.

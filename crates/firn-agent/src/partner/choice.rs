@@ -9,6 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use firn_backing::backoff::{Backoff, Waits};
 use firn_client::OpenMount;
 use firn_protocol::PartnerStatus;
 
@@ -23,13 +24,10 @@ use crate::server::Level;
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 /// How long a partner that was chosen has to come.
 const COMING_LIMIT: Duration = Duration::from_secs(10);
-/// Between two searches that found nobody: the first, and the longest.
-const SEARCH_FIRST: Duration = Duration::from_millis(500);
-const SEARCH_MAX: Duration = Duration::from_secs(15);
-/// Between two looks for a better partner: the first after something has changed, and the longest. A look lists one
-/// directory of the backing.
-const BETTER_FIRST: Duration = Duration::from_secs(1);
-const BETTER_MAX: Duration = Duration::from_secs(30);
+/// Between two searches that found no partner.
+const SEARCH: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(15));
+/// Between two looks for a better partner. A look lists one directory of the backing.
+const BETTER: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
 /// Until a better host that did not come is asked again; one with a new record is asked at once.
 const BETTER_AGAIN: Duration = Duration::from_secs(120);
 /// Earlier partners that the record names.
@@ -53,54 +51,51 @@ pub(crate) fn choose_partners(
         seen: Vec::new(),
         mount: None,
     };
-    let mut pause = SEARCH_FIRST;
-    let mut better = Pause::new();
+    let mut waits = SEARCH.start();
+    let mut better = NextLook::new();
     loop {
         if desk.last_heard().is_some() {
             chooser.note("");
             chooser.forget_formers();
-            if better.is_over() {
-                better.next(chooser.seek_better());
+            if better.is_due() {
+                better.put_off(chooser.seek_better());
             }
-            pause = SEARCH_FIRST;
+            waits.reset();
             std::thread::sleep(LOOK_EVERY);
             continue;
         }
         if chooser.search() {
-            pause = SEARCH_FIRST;
-            better = Pause::new();
+            waits.reset();
+            better = NextLook::new();
         } else {
-            std::thread::sleep(pause);
-            pause = (2 * pause).min(SEARCH_MAX);
+            waits.sleep();
         }
     }
 }
 
-/// When it is looked for a better partner.
-struct Pause {
-    pause: Duration,
-    begun: Instant,
+/// When a better partner is looked for.
+struct NextLook {
+    waits: Waits,
+    at: Instant,
 }
 
-impl Pause {
+impl NextLook {
     fn new() -> Self {
-        Self {
-            pause: BETTER_FIRST,
-            begun: Instant::now(),
-        }
+        let mut waits = BETTER.start();
+        let at = Instant::now() + waits.next_wait();
+        Self { waits, at }
     }
 
-    fn is_over(&self) -> bool {
-        self.begun.elapsed() >= self.pause
+    fn is_due(&self) -> bool {
+        Instant::now() >= self.at
     }
 
     /// After a look that found something new, or not.
-    fn next(&mut self, has_changed: bool) {
-        self.pause = match has_changed {
-            true => BETTER_FIRST,
-            false => (2 * self.pause).min(BETTER_MAX),
-        };
-        self.begun = Instant::now();
+    fn put_off(&mut self, has_changed: bool) {
+        if has_changed {
+            self.waits.reset();
+        }
+        self.at = Instant::now() + self.waits.next_wait();
     }
 }
 

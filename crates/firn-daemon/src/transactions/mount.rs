@@ -15,7 +15,7 @@ use rustix::fs::{Access, AtFlags, CWD, accessat};
 
 use crate::gate::{ScopeRoot, TransactionGate};
 use crate::host_lease::Liveness;
-use crate::participants::{self, Pause};
+use crate::participants::{self, LOOK_AGAIN};
 use crate::store::LoggableStore;
 
 /// A mount, as far as one request or one background job may use it.
@@ -133,11 +133,11 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
 
     fn begin_wait(&self) -> impl FnMut() -> bool {
         let deadline = Instant::now() + self.patience;
-        let mut pause = Pause::default();
+        let mut waits = LOOK_AGAIN.start();
         move || {
             let is_in_time = Instant::now() < deadline;
             if is_in_time {
-                pause.rest();
+                waits.sleep();
             }
             is_in_time
         }

@@ -14,7 +14,7 @@ use firn_backing::Errno;
 use thin_vec::ThinVec;
 
 use crate::Done;
-use crate::retry::retry_wait;
+use crate::retry::RETRY;
 
 /// A drain of this file failed.
 #[derive(Clone, Copy, Debug)]
@@ -215,7 +215,7 @@ impl DrainState {
                     errno,
                     is_reported: false,
                     count,
-                    retry_at: now + retry_wait(count),
+                    retry_at: now + RETRY.after(count),
                 }
             }
         };

@@ -3,18 +3,15 @@
 //! It runs as the file's owner in the file's directory, so that it can do nothing that the owner could not.
 
 use std::ffi::{OsStr, OsString};
-use std::io::{self, PipeReader, Read};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use firn_backing::dir::steering::NewFile;
 use firn_backing::{Caller, Errno, Result};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use firn_process::{Ended, Excess, Limits, RunError};
 use rustix::fs::{Access, AtFlags, CWD, Mode, accessat, fchmod, statat};
-use rustix::io::retry_on_intr;
-use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 
 use super::{Created, Driver, Location, Refusal, create_plain, open_made};
 
@@ -26,13 +23,13 @@ const MESSAGE_BYTES: usize = 400;
 /// Why a program did not do what it was asked to.
 #[derive(Debug, thiserror::Error)]
 pub enum ProgramError {
-    /// It could not be started.
+    /// It could not be started, or had to be killed.
     #[error("cannot run `{program}`: {source}")]
-    Start {
+    NotRun {
         /// As it was given.
         program: String,
         /// Why.
-        source: std::io::Error,
+        source: RunError,
     },
     /// It ended with an error.
     #[error("`{program}`: {message}")]
@@ -141,78 +138,27 @@ pub(super) fn run_program(
     prepare: impl FnOnce(&mut Command),
 ) -> std::result::Result<String, ProgramError> {
     let name = program.to_string_lossy().into_owned();
-    let start_error = |source| ProgramError::Start {
-        program: name.clone(),
-        source,
-    };
     let mut command = Command::new(program);
     command.args(arguments);
-    let (said, say) = io::pipe().map_err(start_error)?;
-    let say_as_well = say.try_clone().map_err(start_error)?;
-    command.stdin(Stdio::null());
-    command.stdout(say).stderr(say_as_well);
-    // What it starts is killed with it.
-    command.process_group(0);
     prepare(&mut command);
-    let child = command.spawn().map_err(start_error)?;
-    // With this process's ends of the pipe.
-    drop(command);
-    let end = watch(child, said).map_err(start_error)?;
-    match end.status {
-        Some(status) if status.success() => Ok(first_line(&end.said)),
-        Some(_) => Err(ProgramError::Failed {
+    let limits = Limits {
+        input: b"",
+        output_bytes_max: MESSAGE_BYTES,
+        excess: Excess::Discard,
+        deadline: Instant::now() + TIME_LIMIT,
+    };
+    match firn_process::run(command, limits) {
+        Ok(Ended { status, output }) if status.success() => Ok(first_line(&output)),
+        Ok(Ended { output, .. }) => Err(ProgramError::Failed {
             program: name,
-            message: first_line(&end.said),
+            message: first_line(&output),
         }),
-        None => Err(ProgramError::TimeLimit { program: name }),
+        Err(RunError::Late) => Err(ProgramError::TimeLimit { program: name }),
+        Err(error) => Err(ProgramError::NotRun {
+            program: name,
+            source: error,
+        }),
     }
-}
-
-/// How a program ended.
-struct End {
-    /// None if it had to be killed.
-    status: Option<ExitStatus>,
-    /// The beginning of what it printed.
-    said: Vec<u8>,
-}
-
-/// Waits for a program, which may say as much as it likes, and kills it at the time limit.
-fn watch(mut child: Child, pipe: PipeReader) -> io::Result<End> {
-    let pid = Pid::from_child(&child);
-    let deadline = Instant::now() + TIME_LIMIT;
-    let ended = pidfd_open(pid, PidfdFlags::empty())?;
-    let mut pipe = Some(pipe);
-    let mut said = Vec::new();
-    loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let left = Timespec::try_from(left).expect("some seconds");
-        let mut ready = vec![PollFd::new(&ended, PollFlags::IN)];
-        ready.extend(pipe.iter().map(|pipe| PollFd::new(pipe, PollFlags::IN)));
-        if retry_on_intr(|| poll(&mut ready, Some(&left)))? == 0 {
-            let _ = kill_process_group(pid, Signal::KILL);
-            child.wait()?;
-            return Ok(End { status: None, said });
-        }
-        let has_ended = !ready[0].revents().is_empty();
-        let has_said = ready.get(1).is_some_and(|pipe| !pipe.revents().is_empty());
-        drop(ready);
-        if has_said && !read_some(&mut pipe, &mut said)? {
-            pipe = None;
-        }
-        if has_ended && !has_said {
-            let status = child.wait().map(Some)?;
-            return Ok(End { status, said });
-        }
-    }
-}
-
-/// Keeps the beginning of what is read; false at the end.
-fn read_some(pipe: &mut Option<PipeReader>, said: &mut Vec<u8>) -> io::Result<bool> {
-    let mut buf = [0; MESSAGE_BYTES];
-    let len = pipe.as_mut().map_or(Ok(0), |pipe| pipe.read(&mut buf))?;
-    let room = MESSAGE_BYTES - said.len();
-    said.extend(&buf[..len.min(room)]);
-    Ok(len > 0)
 }
 
 fn first_line(said: &[u8]) -> String {

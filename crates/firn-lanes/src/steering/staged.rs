@@ -3,23 +3,21 @@
 //! A file is made there and gets its name by a rename. What a crash leaves in a staging directory nobody has been told
 //! of: it is removed before the next mount makes files.
 
-use std::ffi::{CStr, OsStr, OsString};
+use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use firn_backing::dir::steering::NewFile;
 use firn_backing::{DirBacking, Errno, Result};
 use firn_rendezvous::own::{self, OwnError, TOP};
-use rustix::fs::{self, AtFlags, Gid, Mode, RenameFlags, XattrFlags, fsetxattr, unlinkat};
+use rustix::fs::{self, AtFlags, Gid, Mode, RenameFlags, unlinkat};
 
 use crate::record::open_dir_of_host;
 
 use super::command::{ProgramError, run_program};
-use super::{Created, Driver, Location, check_magic, create_plain, open_to_ask};
+use super::{Created, Driver, Location, create_plain, open_to_ask};
 
 /// In `.firn/`, with a directory for each host.
 const STAGING: &str = "steering";
-/// What `statfs` says of OrangeFS (PVFS2_SUPER_MAGIC).
-const ORANGEFS_MAGIC: u64 = 0x2003_0528;
 
 /// Makes each file in the directory of its lane first.
 #[derive(Debug)]
@@ -144,33 +142,6 @@ pub fn open_dirs(
     dirs.collect()
 }
 
-/// Whether a directory is on OrangeFS; any file system takes attributes of these names.
-pub fn check_orangefs(dir: BorrowedFd<'_>) -> std::result::Result<(), String> {
-    check_magic(dir, ORANGEFS_MAGIC, "OrangeFS")
-}
-
-/// OrangeFS: the hints of a directory that its tool `ofs_setdirhint` sets, for one server by its number.
-pub fn tell_orangefs(dir: BorrowedFd<'_>, server: &OsStr) -> std::result::Result<(), String> {
-    /// `PVFS_SYS_LAYOUT_LIST`.
-    const LAYOUT_LIST: &[u8] = b"4";
-    let number = server.to_str().and_then(|text| text.parse::<u32>().ok());
-    let number = number.ok_or_else(|| {
-        let server = server.to_string_lossy();
-        format!("`{server}` is not the number of a server, from 0, as the file system's configuration lists them")
-    })?;
-    let list = format!("1:{number}");
-    let hints: [(&CStr, &[u8]); 3] = [
-        (c"user.pvfs2.num_dfiles", b"1"),
-        (c"user.pvfs2.layout", LAYOUT_LIST),
-        (c"user.pvfs2.server_list", list.as_bytes()),
-    ];
-    for (name, value) in hints {
-        fsetxattr(dir, name, value, XattrFlags::empty())
-            .map_err(|error| format!("{}: {error}", name.to_string_lossy()))?;
-    }
-    Ok(())
-}
-
 /// MooseFS: the storage class of a directory, by the tool for it.
 pub fn tell_moosefs(dir: BorrowedFd<'_>, class: &OsStr) -> std::result::Result<(), ProgramError> {
     let arguments = [class.to_owned(), path_for_tool(dir)];
@@ -186,11 +157,6 @@ pub fn find_in_moosefs(file: BorrowedFd<'_>) -> Location {
         Some(class.trim().trim_matches('\'').to_owned())
     });
     class.map_or(Location::Unknown, Location::Server)
-}
-
-/// OrangeFS does not tell.
-pub fn find_nowhere(_: BorrowedFd<'_>) -> Location {
-    Location::Unknown
 }
 
 /// The tool follows this process's link to the object.

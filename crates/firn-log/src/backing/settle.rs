@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use firn_backing::backoff::Backoff;
 use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno, Kind, Result, Time};
 use firn_rendezvous::own::{self, TOP};
@@ -20,8 +21,7 @@ use crate::orphans::{Orphans, Scope, Search, has_files_of_programs};
 use crate::salvage::{Report, may_be_damage};
 
 /// How long a close waits before it looks again whether other hosts have flattened their parts.
-const REST_FIRST: Duration = Duration::from_millis(1);
-const REST_LAST: Duration = Duration::from_millis(100);
+const LOOK_AGAIN: Backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(100));
 
 /// Hosts that do not live, and when they renewed their leases last.
 pub(super) type HostsGone = BTreeMap<String, Time>;
@@ -146,7 +146,7 @@ impl<B: Backing> LogBacking<B> {
 
     /// Makes a file flat that this host writes no more, unless somebody else does; waits for the parts of other hosts.
     pub(super) fn finish(&self, opened: &Opened<B>) -> Result<()> {
-        let mut rest = REST_FIRST;
+        let mut waits = LOOK_AGAIN.start();
         while opened.file.has_containers() {
             match self.settle_one(&opened.file, &opened.inode)? {
                 Flattened::Flat => break,
@@ -154,9 +154,8 @@ impl<B: Backing> LogBacking<B> {
                     self.ended.add(&opened.file, &opened.inode);
                     break;
                 }
-                Flattened::UnderWay => std::thread::sleep(rest),
+                Flattened::UnderWay => waits.sleep(),
             }
-            rest = (2 * rest).min(REST_LAST);
         }
         Ok(())
     }

@@ -242,7 +242,7 @@ fn a_queue_that_moves_for_ever_is_waited_for_once_and_for_a_bounded_time() {
         assert!(!go(turn.enter(now)).has_token());
         assert_eq!(turn.next_step(now), Step::Ask);
         name_another_holder(&mut turn, now);
-        assert_eq!(turn.next_step(now), Step::Sleep(Some(RETRY_FIRST)));
+        assert_eq!(turn.next_step(now), Step::Sleep(Some(RETRY.first())));
         now += ms(1000);
     }
     // Without work it leaves the queue; with work it comes again, and does not wait.
@@ -254,7 +254,7 @@ fn a_queue_that_moves_for_ever_is_waited_for_once_and_for_a_bounded_time() {
     name_another_holder(&mut turn, now);
     assert!(!go(turn.enter(now)).has_token());
     // Its turn comes in the end.
-    now += RETRY_FIRST;
+    now += RETRY.first();
     assert_eq!(turn.next_step(now), Step::Ask);
     turn.note_granted(now);
     assert!(go(turn.enter(now)).has_token());

@@ -16,6 +16,7 @@
 
 use std::collections::BTreeSet;
 
+use base16ct::lower;
 use firn_backing::{Backing, Errno};
 
 use crate::change_log::LogError;
@@ -86,7 +87,7 @@ impl<B: Backing> TransactionalBacking<B> {
             &self.base,
             dir,
             staging::ARENA,
-            staging::to_hex(&arena).as_bytes(),
+            lower::encode_string(&arena).as_bytes(),
         )
     }
 
@@ -94,7 +95,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let Some(bytes) = staging::load(&self.base, dir, staging::ARENA)? else {
             return Ok(None);
         };
-        let found = std::str::from_utf8(&bytes).ok().and_then(staging::from_hex);
+        let found = lower::decode_vec(&bytes).ok();
         let damaged = || StoreError::Record {
             path: staging::ARENA.into(),
             source: LogError::Damaged,
@@ -125,8 +126,8 @@ impl<B: Backing> TransactionalBacking<B> {
         let line = |line: &[u8]| {
             let (arena, scope) = std::str::from_utf8(line).ok()?.split_once(' ')?;
             let line = (
-                staging::from_hex(arena)?.try_into().ok()?,
-                staging::from_hex(scope)?,
+                lower::decode_vec(arena).ok()?.try_into().ok()?,
+                lower::decode_vec(scope).ok()?,
             );
             is_path(&line.1).then_some(line)
         };
@@ -145,7 +146,11 @@ impl<B: Backing> TransactionalBacking<B> {
 
     fn store_dropped(&self, home: &B::Inode, lines: &BTreeSet<Line>) -> Result<(), Errno> {
         let line = |(arena, scope): &Line| {
-            format!("{} {}\n", staging::to_hex(arena), staging::to_hex(scope))
+            format!(
+                "{} {}\n",
+                lower::encode_string(arena),
+                lower::encode_string(scope)
+            )
         };
         let text: String = lines.iter().map(line).collect();
         staging::store(&self.base, home, staging::DROPPED, text.as_bytes())

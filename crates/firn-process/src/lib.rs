@@ -1,0 +1,262 @@
+//! Runs a program to its end: gives it its input, takes its output, and kills it at a deadline.
+//!
+//! Promises
+//! * [`run`] returns at most [`KILL_WAIT`] after the deadline, whatever the program and its descendants do.
+//! * A program that did not end by itself is killed with its process group, and it is reaped.
+//! * The output takes no more memory than was allowed.
+//! * Input and output are moved side by side, so neither can block the other.
+//!
+//! A descendant that keeps the output open does not delay the return: once the program has ended, only the bytes
+//! that are in the pipe by then are read.
+
+use std::io::{self, PipeReader, PipeWriter};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fd::OwnedFd;
+use rustix::io::{Errno, ioctl_fionbio, ioctl_fionread, retry_on_intr};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
+
+/// How long a killed program is waited for. One that hangs in the kernel is left to a thread, which reaps it.
+pub const KILL_WAIT: Duration = Duration::from_secs(1);
+/// Bytes that are read at once: what a pipe holds by default.
+const READ_BYTES: usize = 64 << 10;
+
+/// What happens to output beyond the bound.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Excess {
+    /// It is read and forgotten.
+    Discard,
+    /// It ends the program, with [`RunError::TooMuch`].
+    Refuse,
+}
+
+/// What a program is given, and how far it may go.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits<'a> {
+    /// What it reads from its standard input, which then ends.
+    pub input: &'a [u8],
+    /// Bytes of its standard output and error that are kept, in the order in which they came.
+    pub output_bytes_max: usize,
+    /// Output beyond that.
+    pub excess: Excess,
+    /// When it is killed.
+    pub deadline: Instant,
+}
+
+/// A program that ended by itself.
+#[derive(Debug)]
+pub struct Ended {
+    /// How.
+    pub status: ExitStatus,
+    /// The beginning of its standard output and error.
+    pub output: Vec<u8>,
+}
+
+/// Why a program did not end by itself.
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    /// It is not there, or may not be executed.
+    #[error("{0}")]
+    Start(#[source] io::Error),
+    /// It was killed at the deadline.
+    #[error("it did not end in time")]
+    Late,
+    /// It was killed because of its output.
+    #[error("its output has more than {bytes_max} bytes")]
+    TooMuch {
+        /// The bound.
+        bytes_max: usize,
+    },
+    /// It was killed because the kernel refused a call.
+    #[error("it cannot be watched: {0}")]
+    Watch(#[source] io::Error),
+}
+
+/// Runs `command` within `limits`. Standard input, output and error and the process group are set here.
+pub fn run(mut command: Command, limits: Limits<'_>) -> Result<Ended, RunError> {
+    let (output, stdout) = io::pipe().map_err(RunError::Start)?;
+    command.stderr(stdout.try_clone().map_err(RunError::Start)?);
+    command.stdout(stdout);
+    let input = give_input(&mut command, limits.input).map_err(RunError::Start)?;
+    command.process_group(0);
+    let child = command.spawn().map_err(RunError::Start)?;
+    // This process's copies of the program's ends of the pipes go with it.
+    drop(command);
+    let mut program = Program(Some(child));
+    let mut streams = Streams {
+        output: Some(output),
+        kept: Vec::new(),
+        input,
+        to_write: limits.input,
+        limits,
+    };
+    let status = program.watch(&mut streams)?;
+    Ok(Ended {
+        status,
+        output: streams.kept,
+    })
+}
+
+fn give_input(command: &mut Command, bytes: &[u8]) -> io::Result<Option<PipeWriter>> {
+    if bytes.is_empty() {
+        command.stdin(Stdio::null());
+        return Ok(None);
+    }
+    let (stdin, input) = io::pipe()?;
+    ioctl_fionbio(&input, true)?;
+    command.stdin(stdin);
+    Ok(Some(input))
+}
+
+/// A child that is killed and reaped with this value, unless it ended before.
+struct Program(Option<Child>);
+
+impl Program {
+    fn watch(&mut self, streams: &mut Streams<'_>) -> Result<ExitStatus, RunError> {
+        let Some(child) = &mut self.0 else {
+            return Err(RunError::Watch(Errno::CHILD.into()));
+        };
+        let end = open_end(child).map_err(RunError::Watch)?;
+        while !streams.wait(&end)? {}
+        streams.read_rest()?;
+        let status = child.wait().map_err(RunError::Watch)?;
+        self.0 = None;
+        Ok(status)
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let Some(mut child) = self.0.take() else {
+            return;
+        };
+        // The child is not reaped yet, so its number is no other process's.
+        let _ = kill_process_group(Pid::from_child(&child), Signal::KILL);
+        let _ = child.kill();
+        if !has_ended_within(&child, KILL_WAIT) {
+            // Without a thread it stays a zombie until this process ends.
+            let _ = std::thread::Builder::new()
+                .name("firn-reaper".into())
+                .spawn(move || child.wait());
+            return;
+        }
+        let _ = child.wait();
+    }
+}
+
+fn open_end(child: &Child) -> io::Result<OwnedFd> {
+    Ok(pidfd_open(Pid::from_child(child), PidfdFlags::empty())?)
+}
+
+fn has_ended_within(child: &Child, wait: Duration) -> bool {
+    let Ok(end) = open_end(child) else {
+        return false;
+    };
+    let timeout = Timespec::try_from(wait).ok();
+    let mut ready = [PollFd::new(&end, PollFlags::IN)];
+    retry_on_intr(|| poll(&mut ready, timeout.as_ref())).is_ok_and(|count| count > 0)
+}
+
+/// This process's ends of a program's pipes.
+struct Streams<'a> {
+    /// None once the program and its descendants have closed it.
+    output: Option<PipeReader>,
+    kept: Vec<u8>,
+    /// None once everything is written, or the program reads no more.
+    input: Option<PipeWriter>,
+    to_write: &'a [u8],
+    limits: Limits<'a>,
+}
+
+impl Streams<'_> {
+    /// Waits until something can be done and does it. Returns whether the program has ended.
+    fn wait(&mut self, end: &OwnedFd) -> Result<bool, RunError> {
+        let left = self
+            .limits
+            .deadline
+            .saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(RunError::Late);
+        }
+        let timeout = Timespec::try_from(left).ok();
+        let mut ready = vec![PollFd::new(end, PollFlags::IN)];
+        ready.extend(self.output.iter().map(|fd| PollFd::new(fd, PollFlags::IN)));
+        let input_index = ready.len();
+        ready.extend(self.input.iter().map(|fd| PollFd::new(fd, PollFlags::OUT)));
+        retry_on_intr(|| poll(&mut ready, timeout.as_ref()))
+            .map_err(|errno| RunError::Watch(errno.into()))?;
+        let is_ready = |index: usize| {
+            let fd: Option<&PollFd<'_>> = ready.get(index);
+            fd.is_some_and(|fd| !fd.revents().is_empty())
+        };
+        let has_ended = is_ready(0);
+        let can_read = self.output.is_some() && is_ready(1);
+        let can_write = is_ready(input_index);
+        drop(ready);
+        if can_read && !has_ended {
+            self.read(READ_BYTES)?;
+        }
+        if can_write {
+            self.write()?;
+        }
+        Ok(has_ended)
+    }
+
+    /// What is in the pipe now; a descendant may write more for ever.
+    fn read_rest(&mut self) -> Result<(), RunError> {
+        let mut rest = match &self.output {
+            Some(output) => {
+                ioctl_fionread(output).map_err(|errno| RunError::Watch(errno.into()))?
+            }
+            None => 0,
+        };
+        while rest > 0 && self.output.is_some() {
+            let bytes_max = READ_BYTES.min(usize::try_from(rest).unwrap_or(READ_BYTES));
+            rest = rest.saturating_sub(self.read(bytes_max)? as u64);
+        }
+        Ok(())
+    }
+
+    /// One read of the output, in which there is something, or its end.
+    fn read(&mut self, bytes_max: usize) -> Result<usize, RunError> {
+        let Some(output) = &self.output else {
+            return Ok(0);
+        };
+        let mut buf = vec![0; bytes_max];
+        let count = retry_on_intr(|| rustix::io::read(output, &mut buf[..]))
+            .map_err(|errno| RunError::Watch(errno.into()))?;
+        if count == 0 {
+            self.output = None;
+        }
+        let bytes_max = self.limits.output_bytes_max;
+        let room = bytes_max - self.kept.len();
+        if count > room && self.limits.excess == Excess::Refuse {
+            return Err(RunError::TooMuch { bytes_max });
+        }
+        self.kept.extend_from_slice(&buf[..count.min(room)]);
+        Ok(count)
+    }
+
+    fn write(&mut self) -> Result<(), RunError> {
+        let Some(input) = &self.input else {
+            return Ok(());
+        };
+        match rustix::io::write(input, self.to_write) {
+            Ok(count) => self.to_write = &self.to_write[count..],
+            Err(Errno::AGAIN | Errno::INTR) => {}
+            // The program reads no more.
+            Err(Errno::PIPE) => self.to_write = &[],
+            Err(errno) => return Err(RunError::Watch(errno.into())),
+        }
+        if self.to_write.is_empty() {
+            self.input = None;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;
