@@ -23,7 +23,7 @@ use std::ffi::OsStr;
 
 use firn_backing::{Backing, Errno};
 use firn_conflict::{Published, Report, Used};
-use firn_rendezvous::{Attendance, Members, VoteDir};
+use firn_hosts::{Attendance, Members, VoteDir};
 use serde::{Deserialize, Serialize};
 
 use crate::claim::Claim;

@@ -23,7 +23,7 @@ use std::ffi::OsStr;
 use std::sync::Arc;
 
 use firn_backing::{Backing, Errno, RenameFlags, is_below};
-use firn_rendezvous::{Members, VoteDir};
+use firn_hosts::{Members, VoteDir};
 
 use super::{KEPT, SAVED, SHARED, Shadow};
 use crate::change_log::ChangeLog;

@@ -5,6 +5,7 @@
 //!   host's name say how far that host has come.
 //! * [`Members`]: which hosts take part, and which of them this one is.
 //! * [`Lease`]: one host at a time has it, and loses it when it dies: a lock on a file and a counted heartbeat in it.
+//! * [`tokens`]: one host at a time writes to an I/O server.
 //! * [`FileLocks`]: locks that programs of several hosts have of files.
 //! * [`PeerWatch`]: how the hosts that live use the backing.
 //! * [`check_reach`]: whether locks in this backing exclude other hosts, as far as that can be seen from here.
@@ -24,6 +25,7 @@ mod members;
 pub mod own;
 mod reach;
 mod terms;
+pub mod tokens;
 mod vote;
 
 pub use file_locks::{
