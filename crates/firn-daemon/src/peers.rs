@@ -57,10 +57,11 @@ pub(crate) fn terms_of(options: &Options, serves_logs: bool) -> Terms {
         TokenService::Etcd => "etcd",
     };
     let formats = format!(
-        "logs {}, lanes {}, change log {}",
+        "logs {}, lanes {}, change log {}, ballots {}",
         firn_log::head::VERSION,
         firn_lanes::record::VERSION,
-        firn_transact::change_log::SEAL.version
+        firn_transact::change_log::SEAL.version,
+        firn_hosts::BALLOT_VERSION
     );
     let terms = [
         (FORMATS, formats),

@@ -1,7 +1,7 @@
 //! One decision of several hosts, from the first that takes part to the removal of its directory.
 //!
 //! ```text
-//! in-HOST        the host takes part
+//! in-HOST        the host takes part; what it brings
 //! decision       JSON: what was decided; put once
 //! out-HOST       the host changes nothing any more
 //! claim-UNIT     JSON: the host that does this unit of work; put once
@@ -34,10 +34,14 @@ use firn_backing::{Backing, Errno};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::own::OwnError;
 use crate::vote::VoteDir;
 
 #[cfg(test)]
 mod model;
+
+/// Version of the names and contents of its files: hosts with different ones do not understand each other.
+pub const BALLOT_VERSION: u32 = 1;
 
 const IN: &str = "in-";
 const DECISION: &str = "decision";
@@ -299,13 +303,18 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         })
     }
 
-    /// Takes part, unless the ballot is over or is removed meanwhile.
-    pub fn join(&self) -> Result<Joined, Errno> {
+    /// What a host brought that takes part.
+    pub fn brought_by(&self, host: &str) -> Result<Option<Vec<u8>>, OwnError> {
+        self.dir.read(&format!("{IN}{host}"))
+    }
+
+    /// Takes part and brings `bytes`, unless the ballot is over or is removed meanwhile.
+    pub fn join(&self, bytes: &[u8]) -> Result<Joined, Errno> {
         let mut has_put = false;
         loop {
             match next_join(&self.view()?, has_put, self.dir.is_current()?) {
                 JoinStep::Put => {
-                    self.dir.put_once(&self.dir.own_file(IN), b"")?;
+                    self.dir.put_once(&self.dir.own_file(IN), bytes)?;
                     has_put = true;
                 }
                 JoinStep::Withdraw => {
@@ -323,10 +332,10 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         self.dir.withdraw(IN)
     }
 
-    /// Decides, if nothing was decided yet. Returns the decision that counts.
-    pub fn decide(&self, decision: &P::Decision) -> Result<P::Decision, Errno> {
+    /// Decides, if nothing was decided yet. Returns the decision that counts; None if the directory is gone.
+    pub fn decide(&self, decision: &P::Decision) -> Result<Option<P::Decision>, Errno> {
         self.dir.put_json(DECISION, decision)?;
-        self.decision()?.ok_or(Errno::IO)
+        self.decision()
     }
 
     /// Carries a decision out as far as other hosts let this one. `work` does a unit, and may be asked for one that an
@@ -363,7 +372,7 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         self.leave()
     }
 
-    /// Removes the directory if all hosts have left. Another host may be doing so.
+    /// Removes the directory if all hosts have left, or if nothing is in it. Another host may be doing so.
     pub fn remove_if_over(&self) -> Result<(), Errno> {
         match self.remove() {
             Err(Errno::NOENT | Errno::STALE) => Ok(()),
@@ -377,6 +386,7 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
                 Action::ClaimRemoval => self.claim(REMOVER)?,
                 // The next ballot may have the name already.
                 Action::Retire if self.dir.is_current()? => return self.dir.retire(),
+                Action::Wait(Waiting::Decision) => return self.dir.remove_empty(),
                 _ => return Ok(()),
             }
         }

@@ -31,7 +31,8 @@ pub mod tokens;
 mod vote;
 
 pub use ballot::{
-    Action, Ballot, JoinStep, Joined, Plan, Progress, Protocol, View, Waiting, next, next_join,
+    Action, BALLOT_VERSION, Ballot, JoinStep, Joined, Plan, Progress, Protocol, View, Waiting,
+    next, next_join,
 };
 pub use file_locks::{
     Done, FILE_LOCKS, FileLocks, InTheWay, OtherHosts, Owner, Released, Space, TestDone, Ticket,

@@ -90,6 +90,7 @@ enum Pending {
     Leave,
     ClaimRemoval,
     Retire,
+    RemoveEmpty,
 }
 
 /// What a host does.
@@ -437,9 +438,12 @@ impl State {
             Action::Leave => Pending::Leave,
             Action::ClaimRemoval => Pending::ClaimRemoval,
             Action::Retire => Pending::Retire,
-            // It looks again, unless it has left.
-            Action::Wait(_) => {
+            Action::Wait(waiting) => {
                 let takes_part = dir.joined & !dir.left & (1 << index) != 0;
+                if !takes_part && waiting == Waiting::Decision {
+                    return Some(Phase::Ending(Some(Pending::RemoveEmpty)));
+                }
+                // It looks again, unless it has left.
                 return takes_part.then_some(Phase::Ending(None));
             }
         };
@@ -465,6 +469,21 @@ impl State {
                     assert_eq!(dir.took_part & !dir.left, 0, "removed before all had left");
                     let is_finished = dir.decision == Some(true) || dir.is_done;
                     assert!(is_finished, "removed before all was done");
+                    next.change(index, None);
+                }
+                next.forget_ballot(index);
+                return add(next);
+            }
+            Pending::RemoveEmpty => {
+                let is_empty = |dir: Dir| {
+                    let number = dir.number;
+                    dir == Dir {
+                        number,
+                        ..Dir::default()
+                    }
+                };
+                // By name: it may be a later directory.
+                if next.seen[0].is_some_and(is_empty) {
                     next.change(index, None);
                 }
                 next.forget_ballot(index);

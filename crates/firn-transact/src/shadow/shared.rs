@@ -80,7 +80,9 @@ impl<B: Backing> SharedDir<'_, B> {
     /// The outcome, which is this one if there is none.
     pub(crate) fn settle(&self, commit: bool) -> Result<Outcome, Errno> {
         let by = self.ballot.dir().host().to_owned();
-        self.ballot.decide(&Outcome { commit, by })
+        self.ballot
+            .decide(&Outcome { commit, by })?
+            .ok_or(Errno::IO)
     }
 
     /// Marks this host as stopped. Returns when the changes are undone, by `undo` if this host must.
@@ -202,7 +204,7 @@ impl<B: Backing> TransactionalBacking<B> {
         for name in [SAVED, KEPT] {
             staging::dir(&self.base, shared.dir(), name)?;
         }
-        if shared.ballot.join()? == Joined::Over {
+        if shared.ballot.join(b"")? == Joined::Over {
             return self.not_over(&shared);
         }
         self.must_fit(members, &shared, scope)
