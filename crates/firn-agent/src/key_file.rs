@@ -2,7 +2,7 @@
 //!
 //! Promises
 //! * The file has mode 0600, in a directory with mode 0700: who can read it is the user, or root. Nothing of one that
-//!   has another owner, kind or mode is believed ([`firn_rendezvous::own`]).
+//!   has another owner, kind or mode is believed ([`firn_hosts::own`]).
 //! * It is put in its place whole; an agent removes only its own.
 
 use std::ffi::OsStr;
@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 
 use firn_backing::{Backing, DirBacking};
 use firn_format::quote::quoted_path;
-use firn_rendezvous::OwnError;
-use firn_rendezvous::own::{self, TOP};
+use firn_hosts::OwnError;
+use firn_hosts::own::{self, TOP};
 use serde::{Deserialize, Serialize};
 
 use crate::auth::Key;

@@ -10,11 +10,11 @@ use firn_backing::{Errno, is_below};
 use firn_engine::{Cached, Engine};
 use firn_format::durability::DurabilityLevel;
 use firn_fuse::{Failures, Invalidator};
+use firn_hosts::tokens::LaneToken;
 use firn_lanes::steering::Steered;
 use firn_protocol::path::BytePath;
 use firn_protocol::{HeldPolicy, LaneStatus, PROTOCOL_VERSION, Reply, Request, Status};
 use firn_stub::Tree;
-use firn_tokens::LaneToken;
 use parking_lot::Mutex;
 
 use crate::chunks::region;

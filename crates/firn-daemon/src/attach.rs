@@ -20,8 +20,8 @@ use firn_engine::{
     ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Order, Recovered, StoredArena,
 };
 use firn_format::quote::quoted_path;
+use firn_hosts::tokens::LaneToken;
 use firn_lanes::steering::Steered;
-use firn_tokens::LaneToken;
 use firn_transact::{
     AbortError, ArenaId, Members, Opening, PlainBacking, TransactionError, TransactionalBacking,
 };
@@ -321,7 +321,7 @@ impl Attached {
 /// before, and nothing else tells. The backing is not refused for it: it is where the user wants the files.
 fn tell_of_exposed_names(backing: &Path, options: &Options, notice: &mut dyn FnMut(String)) {
     let keeps_some = options.drain == Drain::Commit || options.layout == Layout::Log;
-    if !keeps_some && !exists(&backing.join(firn_rendezvous::own::TOP)) {
+    if !keeps_some && !exists(&backing.join(firn_hosts::own::TOP)) {
         return;
     }
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;

@@ -27,7 +27,7 @@ use firn_format::data_socket::{
 };
 use firn_format::geometry::{PAGE, WORDS_BYTES, WORDS_OFFSET};
 use firn_fuse::{Gate, Invalidator};
-use firn_rendezvous::FileLocks;
+use firn_hosts::FileLocks;
 use firn_stub::Tree;
 use firn_workers::{Class, Refused, Workers};
 use rustix::fs::Mode;

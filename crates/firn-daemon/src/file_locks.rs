@@ -1,4 +1,4 @@
-//! Locks of programs that reach other hosts ([`firn_rendezvous::FileLocks`]): which mounts have them.
+//! Locks of programs that reach other hosts ([`firn_hosts::FileLocks`]): which mounts have them.
 //!
 //! A mount of a backing whose files several hosts may write has them, which is one with logs. On others the kernel keeps
 //! the locks of its host, and a mount without transactions or logs takes no step for them.
@@ -9,8 +9,8 @@ use std::sync::Arc;
 use firn_backing::Backing;
 use firn_config::Options;
 use firn_engine::Engine;
-use firn_rendezvous::own::{self, TOP};
-use firn_rendezvous::{FILE_LOCKS, FileLocks};
+use firn_hosts::own::{self, TOP};
+use firn_hosts::{FILE_LOCKS, FileLocks};
 
 use crate::error::AttachError;
 use crate::host_lease::{LogHosts, open_backing, own_error};

@@ -14,11 +14,11 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use firn_backing::{Backing, DirBacking, Errno};
-use firn_log::CONTAINERS;
-use firn_rendezvous::{
+use firn_hosts::{
     BEAT_EVERY, Beat, Expected, Holder, Lease, LeaseError, OwnError, ReachError, STALE_AFTER,
     Terms, check_reach, own, publish_terms,
 };
+use firn_log::CONTAINERS;
 use firn_transact::{Members, StoreError, TOP, other_staging_dirs, staging_dir_name};
 use parking_lot::Mutex;
 
@@ -87,7 +87,7 @@ impl StagingDir {
         members: &Members,
         sharing: Sharing,
     ) -> Result<Self, AttachError> {
-        let make_parent = firn_tokens::make_dir;
+        let make_parent = firn_hosts::tokens::make_dir;
         Self::make_below(backing, members, sharing, "tokens", make_parent)
     }
 

@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 
 use firn_client::paths::RuntimeFiles;
 use firn_config::{Layout, Options, Participants, Partner, TokenService};
+use firn_hosts::Terms;
 use firn_protocol::{Reply, Request};
-use firn_rendezvous::Terms;
 use firn_transact::Members;
 use firn_trust::open_private_file;
 use rustix::fs::{CWD, FlockOperation, Mode, OFlags, flock, open};

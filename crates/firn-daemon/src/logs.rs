@@ -18,9 +18,9 @@ use std::time::{Duration, Instant};
 use firn_backing::{Backing, DirBacking, Errno};
 use firn_config::{Flatten, Layout, Options};
 use firn_engine::Engine;
+use firn_hosts::own::{self, TOP};
 use firn_log::seal::UNIT_BYTES;
 use firn_log::{CONTAINERS, Left, LogBacking, Logs, Setup};
-use firn_rendezvous::own::{self, TOP};
 use firn_workers::spawn_thread;
 use globset::{Glob, GlobSet, GlobSetBuilder};
 

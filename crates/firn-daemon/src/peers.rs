@@ -1,6 +1,6 @@
 //! How the hosts that have a backing mounted now use it, compared with this one.
 //!
-//! Each host that has a lease in the backing says beside it how it mounts ([`firn_rendezvous::Terms`]). What would be wrong
+//! Each host that has a lease in the backing says beside it how it mounts ([`firn_hosts::Terms`]). What would be wrong
 //! refuses the mount that comes later; what only makes the hosts slower is told, at the mount and in the status.
 //!
 //! | differs | the mount that comes later |
@@ -19,8 +19,8 @@ use std::sync::Arc;
 use firn_backing::DirBacking;
 use firn_config::{Layout, Options, Placement, TokenService};
 use firn_format::quote::quoted;
+use firn_hosts::{Holder, Peer, PeerWatch, STALE_AFTER, Terms};
 use firn_log::CONTAINERS;
-use firn_rendezvous::{Holder, Peer, PeerWatch, STALE_AFTER, Terms};
 use firn_transact::TOP;
 use parking_lot::Mutex;
 
@@ -57,10 +57,11 @@ pub(crate) fn terms_of(options: &Options, serves_logs: bool) -> Terms {
         TokenService::Etcd => "etcd",
     };
     let formats = format!(
-        "logs {}, lanes {}, change log {}",
+        "logs {}, lanes {}, change log {}, ballots {}",
         firn_log::head::VERSION,
         firn_lanes::record::VERSION,
-        firn_transact::change_log::SEAL.version
+        firn_transact::change_log::SEAL.version,
+        firn_hosts::BALLOT_VERSION
     );
     let terms = [
         (FORMATS, formats),

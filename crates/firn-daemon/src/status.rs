@@ -2,8 +2,8 @@
 
 use firn_backing::Errno;
 use firn_engine::{FileFigures, ListedPart, PartPlace};
+use firn_hosts::tokens::TokenFigures;
 use firn_protocol::{ChunkPiece, ErrorStatus, FileStatus, Place, TokenState, TokenStatus};
-use firn_tokens::TokenFigures;
 
 use crate::process;
 
@@ -11,10 +11,10 @@ use crate::process;
 pub(crate) fn token_status(figures: TokenFigures) -> TokenStatus {
     TokenStatus {
         state: match figures.state {
-            firn_tokens::TokenState::Idle => TokenState::Idle,
-            firn_tokens::TokenState::Waiting => TokenState::Waiting,
-            firn_tokens::TokenState::Held => TokenState::Held,
-            firn_tokens::TokenState::Without => TokenState::Without,
+            firn_hosts::tokens::TokenState::Idle => TokenState::Idle,
+            firn_hosts::tokens::TokenState::Waiting => TokenState::Waiting,
+            firn_hosts::tokens::TokenState::Held => TokenState::Held,
+            firn_hosts::tokens::TokenState::Without => TokenState::Without,
         },
         state_seconds: figures.age.as_secs_f64(),
         holder: figures.holder,

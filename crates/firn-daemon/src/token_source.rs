@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use firn_backing::{Backing, DirBacking};
 use firn_config::{Options, Participants, TokenService};
-use firn_tokens::etcd::Client;
-use firn_tokens::{EtcdService, FlockService, Limits, LockService, Tokens};
+use firn_etcd::{Client, EtcdService};
+use firn_hosts::tokens::{FlockService, Limits, LockService, Tokens};
 
 use crate::error::AttachError;
 use crate::host_lease::{HostLease, open_backing, own_error, whoever_comes};
@@ -98,7 +98,7 @@ fn open_flock(backing: &Path, options: &Options, host: &str) -> Result<Kind, Att
         Participants::Count(_) | Participants::Hosts(_) => None,
     };
     let base = open_backing(backing)?;
-    let dir = firn_tokens::make_dir(&base).map_err(own_error(backing))?;
+    let dir = firn_hosts::tokens::make_dir(&base).map_err(own_error(backing))?;
     Ok(Kind::Flock {
         base: Arc::new(base),
         dir,
@@ -123,7 +123,7 @@ fn open_etcd(
         Some(group) => group.clone(),
         None => {
             let base = open_backing(backing)?;
-            firn_tokens::find_group(&base, host).map_err(own_error(backing))?
+            firn_hosts::tokens::find_group(&base, host).map_err(own_error(backing))?
         }
     };
     if let Err(error) = client.check() {

@@ -8,7 +8,7 @@
 //!
 //! What nobody waits for leaves the CPUs to programs (`pacer::Pacer`), where the option `drain-cpu` asks for it.
 //!
-//! Several hosts can give each lane one writer among them (`firn_tokens`): a thread enters a lane's token before it
+//! Several hosts can give each lane one writer among them (`firn_hosts::tokens`): a thread enters a lane's token before it
 //! picks, and leaves it after it has completed. A picked range blocks a truncation of its file, so nothing may be waited
 //! for between `pick` and `execute`; no thread waits for a service of tokens.
 

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use firn_backing::{Backing, Errno};
 use firn_engine::{Engine, Executor, LaneIndex, LaneLimits, SpillStep};
-use firn_tokens::{LaneToken, Tokens};
+use firn_hosts::tokens::{LaneToken, Tokens};
 
 use crate::board::Board;
 use crate::crew::Crew;

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use firn_backing::{Backing, Errno};
 use firn_engine::{Engine, Job, JobOutcome, LaneIndex, LaneLimits, NextWork, Pick};
-use firn_tokens::{LaneToken, Permit, Use};
+use firn_hosts::tokens::{LaneToken, Permit, Use};
 
 use crate::board::{Board, Round};
 use crate::cpu::thread_time;

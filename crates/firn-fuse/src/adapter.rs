@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicU64;
 
 use firn_backing::Backing;
 use firn_engine::Engine;
-use firn_rendezvous::FileLocks;
+use firn_hosts::FileLocks;
 use firn_workers::Workers;
 
 use crate::coherence::Invalidator;

@@ -27,7 +27,7 @@ use std::time::Duration;
 use firn_backing::{Backing, Caller};
 use firn_engine::{Engine, HandleId, InodeId};
 use firn_format::data_socket::{IOCTL_TOKEN, Token};
-use firn_rendezvous::FileLocks;
+use firn_hosts::FileLocks;
 use firn_workers::{Class, Workers};
 use zerocopy::IntoBytes;
 

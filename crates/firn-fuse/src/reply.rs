@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use firn_backing::{Attr, Errno, Kind, StatFs};
 use firn_engine::{HandleId, InodeId};
-use firn_rendezvous::InTheWay;
+use firn_hosts::InTheWay;
 
 use crate::failures::Failures;
 use crate::request::{OperationKind, Request};

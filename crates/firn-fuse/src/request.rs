@@ -10,7 +10,7 @@ use std::ffi::{OsStr, OsString};
 
 use firn_backing::{Caller, LockMode, LockRange};
 use firn_engine::{HandleId, InodeId, SetAttr};
-use firn_rendezvous::Space;
+use firn_hosts::Space;
 
 /// One request that has an answer.
 pub(crate) struct Request<'a> {

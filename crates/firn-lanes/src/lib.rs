@@ -29,7 +29,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_backing::{Attr, Backing, Caller, Errno, Kind, RenameFlags, Result};
-use firn_rendezvous::own::{LOGS, TOP};
+use firn_hosts::own::{LOGS, TOP};
 use firn_workers::Workers;
 
 mod backing;

@@ -11,15 +11,15 @@
 //! * A lane is recorded before the first file goes to it, and has its own file before it is recorded.
 //! * A lane is forgotten only when nobody has a file in it.
 //!
-//! Relies on `.firn/` being closed to everybody else (`firn_rendezvous::own`): nothing of it is believed otherwise.
+//! Relies on `.firn/` being closed to everybody else (`firn_hosts::own`): nothing of it is believed otherwise.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 
 use firn_backing::{Backing, Errno};
 use firn_format::quote::quoted;
-use firn_rendezvous::own::{self, TOP};
-use firn_rendezvous::{OwnError, VoteDir};
+use firn_hosts::own::{self, TOP};
+use firn_hosts::{OwnError, VoteDir};
 
 use crate::mark::{self, Mark};
 

@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 
 use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Result};
-use firn_rendezvous::own;
+use firn_hosts::own;
 use parking_lot::Condvar;
 
 /// A file to which only this process appends.

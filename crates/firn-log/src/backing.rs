@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 
 use firn_backing::lock::Mutex;
 use firn_backing::{Access, Attr, Backing, Errno, Kind, Result, SetTime, Time};
-use firn_rendezvous::OwnError;
-use firn_rendezvous::own::{self, STUBS, TOP};
+use firn_hosts::OwnError;
+use firn_hosts::own::{self, STUBS, TOP};
 
 pub use self::settle::Left;
 

@@ -21,7 +21,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use firn_backing::lock::Mutex;
 use firn_backing::{Backing, DataPart, Errno, Result, Time};
-use firn_rendezvous::own;
+use firn_hosts::own;
 use parking_lot::Condvar;
 
 pub(crate) use self::read::Unreadable;

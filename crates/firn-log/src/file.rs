@@ -24,7 +24,7 @@ use crate::seal::{Ending, Flat, WRITING};
 use crate::tag::{self, Home};
 use firn_backing::lock::Mutex;
 use firn_backing::{Access, Attr, Backing, DataPart, Errno, LocateLimits, Result, Seek, Time};
-use firn_rendezvous::{VoteDir, own};
+use firn_hosts::{VoteDir, own};
 use parking_lot::Condvar;
 use xxhash_rust::xxh3::xxh3_64;
 

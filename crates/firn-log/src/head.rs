@@ -14,8 +14,8 @@
 use std::ffi::OsStr;
 
 use firn_backing::{Access, Backing, Errno};
-use firn_rendezvous::OwnError;
-use firn_rendezvous::own::{self, own_caller};
+use firn_hosts::OwnError;
+use firn_hosts::own::{self, own_caller};
 
 use crate::file_id::FileId;
 use crate::frame::Change;

@@ -20,8 +20,8 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStringExt;
 
 use firn_backing::{Backing, Errno, Kind, Result, Time};
-use firn_rendezvous::own::{self, STUBS, TOP};
-use firn_rendezvous::{OwnError, VoteDir};
+use firn_hosts::own::{self, STUBS, TOP};
+use firn_hosts::{OwnError, VoteDir};
 
 use crate::backing::{CONTAINERS, Liveness};
 use crate::file_id::FileId;

@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use firn_backing::{Access, Attr, Backing, Errno, Result};
-use firn_rendezvous::own;
+use firn_hosts::own;
 
 use crate::container::{Container, Unreadable, Walk};
 use crate::file_id::FileId;

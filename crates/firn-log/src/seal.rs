@@ -29,7 +29,7 @@ use std::ops::Range;
 use std::sync::mpsc::{self, Receiver, Sender};
 
 use firn_backing::{Backing, Errno, LockMode, Result, SetTime, Time};
-use firn_rendezvous::{VoteDir, own};
+use firn_hosts::{VoteDir, own};
 use serde::{Deserialize, Serialize};
 
 use crate::container::{Container, Walk};

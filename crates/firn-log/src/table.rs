@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use firn_backing::lock::Mutex;
 use firn_backing::{Access, Backing, Errno, Placing, RenameFlags, Result};
-use firn_rendezvous::own;
+use firn_hosts::own;
 use quick_cache::sync::Cache;
 use serde::{Deserialize, Serialize};
 

@@ -17,7 +17,7 @@
 use std::ffi::OsStr;
 
 use firn_backing::{Backing, Errno, Result, Time};
-use firn_rendezvous::own::{self, own_caller};
+use firn_hosts::own::{self, own_caller};
 
 /// Before the number of a record.
 const PREFIX: &str = "time-";

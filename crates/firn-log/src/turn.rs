@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 
 use firn_backing::{Backing, Errno, Kind, Result};
-use firn_rendezvous::own;
+use firn_hosts::own;
 
 use crate::backing::Liveness;
 

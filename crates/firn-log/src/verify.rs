@@ -5,8 +5,8 @@ use std::fmt;
 use std::os::unix::ffi::OsStrExt;
 
 use firn_backing::{Access, Backing, Errno, Result};
-use firn_rendezvous::own::{self, TOP};
-use firn_rendezvous::{OwnError, VoteDir};
+use firn_hosts::own::{self, TOP};
+use firn_hosts::{OwnError, VoteDir};
 
 use crate::backing::CONTAINERS;
 use crate::file_id::FileId;

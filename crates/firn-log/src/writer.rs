@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_backing::lock::Mutex;
 use firn_backing::{Backing, DataPart, Errno, Placing, Result};
-use firn_rendezvous::own::own_caller;
+use firn_hosts::own::own_caller;
 use parking_lot::Condvar;
 
 use crate::append::Appender;

@@ -72,14 +72,14 @@ mod uses;
 mod vote;
 mod waiting;
 
-pub use firn_rendezvous::{Expected, Members};
+pub use firn_hosts::{Expected, Members};
 
 pub use data::TrackedFile;
 pub use error::{
     AbortError, BackupError, BeginError, CommitError, OpenError, PrepareError, RestoreError,
     ReviveError, ScopeError, StageError, StoreError, TransactionError, VoteError,
 };
-pub use firn_rendezvous::OwnError;
+pub use firn_hosts::OwnError;
 pub use listing::TrackedDir;
 pub use machine::Machine;
 pub use object::Object;

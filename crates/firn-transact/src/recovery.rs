@@ -7,7 +7,7 @@ use std::ffi::OsStr;
 use std::sync::Arc;
 
 use firn_backing::{Backing, Errno, Kind, RenameFlags};
-use firn_rendezvous::Members;
+use firn_hosts::Members;
 
 use crate::apply::Apply;
 use crate::change_log::{ChangeLog, Direction};

@@ -34,7 +34,7 @@ pub(crate) use crate::own::{
     put, store, write, write_all,
 };
 
-pub use firn_rendezvous::own::TOP;
+pub use firn_hosts::own::TOP;
 /// Before the name of a host, of several.
 pub(crate) const HOST: &str = "host-";
 pub(crate) const OPEN: &str = "open";

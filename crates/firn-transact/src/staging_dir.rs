@@ -1,7 +1,7 @@
 //! Where the transactions of a mount are kept: `.firn/`, or of one of several hosts a directory of its own in it.
 
 use firn_backing::{Backing, Errno};
-use firn_rendezvous::Members;
+use firn_hosts::Members;
 
 use crate::own::OwnError;
 use crate::staging;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use firn_backing::Backing;
 use firn_backing::lock::Mutex;
-use firn_rendezvous::Members;
+use firn_hosts::Members;
 
 use crate::backup::Mirror;
 use crate::claim::Claim;

@@ -6,24 +6,23 @@
 //! too, and records that it did.
 //!
 //! ```text
-//! .firn/vote-ID[-SCOPE]/     one vote ([`VoteDir`]); SCOPE stands for the path of the scope
-//!   from-HOST                what a host read and wrote: `crate::conflict::Published`
+//! .firn/vote-ID[-SCOPE]/     one vote, a [`Ballot`]; SCOPE stands for the path of the scope
+//!   in-HOST                  what a host read and wrote: `crate::conflict::Published`
 //!   verdict                  JSON: whether that goes together; put once
-//!   outcome                  JSON: commit or abort, and who said so; put once
-//!   done-HOST                the host has applied the outcome
+//!   decision                 JSON: commit or abort, and which host said so
+//!   left-HOST                the host has applied the decision
 //! ```
 //!
-//! Invariants
-//! * No outcome is a commit without a verdict of no conflict, and no host applies a commit before its outcome.
-//! * The directory goes when all hosts that published have applied the outcome: first the lists, then the verdict.
-//!   A verdict alone would be one for the next vote, a list alone one of a vote that is not over.
+//! Invariants, beside those of a ballot
+//! * No decision is a commit without a verdict of no conflict, and no host applies a commit before it is decided.
+//! * A verdict other than that comes to the decision of an abort when the first host leaves. Until then a host may open its
+//!   part again.
 
-use std::collections::BTreeSet;
 use std::ffi::OsStr;
 
 use crate::conflict::{Published, Report, Used};
 use firn_backing::{Backing, Errno};
-use firn_rendezvous::{Attendance, Members, VoteDir};
+use firn_hosts::{Attendance, Ballot, Joined, Members, Plan, Protocol, VoteDir};
 use serde::{Deserialize, Serialize};
 
 use crate::claim::Claim;
@@ -36,10 +35,7 @@ mod accesses;
 
 /// Before the name of the directory of a vote.
 const VOTE: &str = "vote-";
-const FROM: &str = "from-";
-const DONE: &str = "done-";
 const VERDICT: &str = "verdict";
-const OUTCOME: &str = "outcome";
 
 /// What the hosts found when all had published.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -93,65 +89,83 @@ pub(crate) fn scoped_name(name: &str, scope: &[u8]) -> String {
     }
 }
 
-/// Whether there is nothing left to be found out or decided.
-fn is_decided<B: Backing>(vote: &VoteDir<'_, B>) -> Result<bool, Errno> {
-    let is_refused = !matches!(vote.read_json(VERDICT)?, None | Some(Verdict::Clear));
-    Ok(is_refused || vote.read_json::<Outcome>(OUTCOME)?.is_some())
-}
+/// How a vote ends: each host carries the decision out by itself.
+struct VoteEnd;
 
-/// Records that this host has done its part. The last host removes the directory.
-fn leave_vote<B: Backing>(vote: &VoteDir<'_, B>) -> Result<(), Errno> {
-    vote.put_once(&vote.own_file(DONE), b"")?;
-    remove_if_over(vote)
-}
+impl Protocol for VoteEnd {
+    type Decision = Outcome;
 
-/// Whether the vote, of which these are the names, is over for all hosts.
-fn is_over<B: Backing>(vote: &VoteDir<'_, B>, names: &BTreeSet<String>) -> Result<bool, Errno> {
-    let has_left = |name: &String| {
-        name.strip_prefix(FROM)
-            .is_none_or(|host| names.contains(&format!("{DONE}{host}")))
-    };
-    if !names.iter().all(has_left) {
-        return Ok(false);
-    }
-    let has = |prefix: &str| names.iter().any(|name| name.starts_with(prefix));
-    // With lists: no host is done before there is a decision, which an interrupted removal may have removed. Without
-    // lists: the rest of such a removal, or a vote that is just beginning.
-    let looks_over = if has(FROM) {
-        has(DONE)
-    } else {
-        !VoteDir::<B>::is_put_under_way(names)
-    };
-    Ok(looks_over || is_decided(vote)?)
-}
-
-fn remove_if_over<B: Backing>(vote: &VoteDir<'_, B>) -> Result<(), Errno> {
-    let remove = || {
-        let names = vote.names()?;
-        match is_over(vote, &names)? {
-            true => remove_vote(vote, &names),
-            false => Ok(()),
+    fn plan(&self, _outcome: &Outcome) -> Plan {
+        Plan {
+            stops_first: false,
+            units: &[],
         }
-    };
-    match remove() {
-        // Another host is removing it, too.
-        Err(Errno::NOENT | Errno::NOTEMPTY | Errno::STALE) => Ok(()),
-        removed => removed,
     }
 }
 
-/// Removes the lists first, then the verdict: see the invariants.
-fn remove_vote<B: Backing>(vote: &VoteDir<'_, B>, names: &BTreeSet<String>) -> Result<(), Errno> {
-    let lists = names.iter().filter(|name| name.starts_with(FROM));
-    vote.remove_files(lists.map(String::as_str))?;
-    if names.contains(VERDICT) {
-        vote.remove_files([VERDICT])?;
+/// The directory of one vote.
+struct VoteBallot<'a, B: Backing> {
+    ballot: Ballot<'a, B, VoteEnd>,
+}
+
+impl<'a, B: Backing> VoteBallot<'a, B> {
+    fn in_dir(dir: VoteDir<'a, B>) -> Self {
+        Self {
+            ballot: Ballot::in_dir(dir, VoteEnd),
+        }
     }
-    vote.remove()
+
+    fn verdict(&self) -> Result<Option<Verdict>, Errno> {
+        self.ballot.dir().read_json(VERDICT)
+    }
+
+    /// The verdict, which is this one if there is none.
+    fn judge(&self, verdict: &Verdict) -> Result<Option<Verdict>, Errno> {
+        self.ballot.dir().put_json(VERDICT, verdict)?;
+        self.verdict()
+    }
+
+    fn is_refused(&self) -> Result<bool, Errno> {
+        Ok(!matches!(self.verdict()?, None | Some(Verdict::Clear)))
+    }
+
+    /// Whether there is nothing left to be found out or decided.
+    fn is_decided(&self) -> Result<bool, Errno> {
+        Ok(self.is_refused()? || self.ballot.decision()?.is_some())
+    }
+
+    /// The decision, which is this one if there is none. None if another host has removed the vote.
+    fn settle(&self, commit: bool) -> Result<Option<Outcome>, Errno> {
+        let by = self.ballot.dir().host().to_owned();
+        self.ballot.decide(&Outcome { commit, by })
+    }
+
+    /// Records that this host has done its part. The last host removes the directory.
+    fn leave(&self) -> Result<(), Errno> {
+        self.settle_refused()?;
+        self.ballot.leave()
+    }
+
+    fn remove_if_over(&self) -> Result<(), Errno> {
+        match self.settle_refused() {
+            // Another host has removed it.
+            Err(Errno::NOENT | Errno::STALE) => return Ok(()),
+            settled => settled?,
+        }
+        self.ballot.remove_if_over()
+    }
+
+    /// After a verdict that is not clear there is no commit.
+    fn settle_refused(&self) -> Result<(), Errno> {
+        if self.is_refused()? {
+            self.settle(false)?;
+        }
+        Ok(())
+    }
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    fn find_vote(&self, id: u64, scope: &[u8]) -> Result<Option<VoteDir<'_, B>>, Errno> {
+    fn find_vote(&self, id: u64, scope: &[u8]) -> Result<Option<VoteBallot<'_, B>>, Errno> {
         let Some(members) = &self.members else {
             return Ok(None);
         };
@@ -159,7 +173,8 @@ impl<B: Backing> TransactionalBacking<B> {
             return Ok(None);
         };
         let name = vote_name(id, scope);
-        Ok(VoteDir::find(&self.base, &top, &name, &members.host)?)
+        let found = VoteDir::find(&self.base, &top, &name, &members.host)?;
+        Ok(found.map(VoteBallot::in_dir))
     }
 
     fn make_vote<'a>(
@@ -167,10 +182,11 @@ impl<B: Backing> TransactionalBacking<B> {
         members: &'a Members,
         id: u64,
         scope: &[u8],
-    ) -> Result<VoteDir<'a, B>, Errno> {
+    ) -> Result<VoteBallot<'a, B>, Errno> {
         let top = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
         let name = vote_name(id, scope);
-        Ok(VoteDir::make(&self.base, &top, &name, &members.host)?)
+        let made = VoteDir::make(&self.base, &top, &name, &members.host)?;
+        Ok(VoteBallot::in_dir(made))
     }
 
     /// [`Prepared::publish_accesses`](crate::Prepared::publish_accesses).
@@ -185,13 +201,12 @@ impl<B: Backing> TransactionalBacking<B> {
         };
         let vote = self.make_vote(members, id, &scope.path);
         let vote = vote.map_err(not_over)?;
-        let names = vote.names().map_err(not_over)?;
-        let own_list = vote.own_file(FROM);
-        if names.contains(&vote.own_file(DONE)) {
-            remove_if_over(&vote)?;
+        let view = vote.ballot.view().map_err(not_over)?;
+        if view.left.contains(&members.host) {
+            vote.remove_if_over()?;
             return Err(VoteError::LastVoteNotOver { id });
         }
-        if names.contains(&own_list) {
+        if view.joined.contains(&members.host) {
             return Ok(());
         }
         let known = scope.used.lock().clone();
@@ -209,8 +224,12 @@ impl<B: Backing> TransactionalBacking<B> {
             .load_record(&scope.dir, &tx, staging::RECORD)?
             .ok_or(VoteError::NotVoted { id })?;
         let list = self.list_accesses(members, &record, &used)?;
-        let put = vote.put_once(&own_list, &list.encode());
-        put.map(drop).map_err(not_over)
+        match vote.ballot.join(&list.encode()).map_err(not_over)? {
+            Joined::Yes => Ok(()),
+            // Another host has given it up: the verdict or the decision says so.
+            Joined::Over if vote.ballot.dir().is_current()? => Ok(()),
+            Joined::Over => Err(VoteError::LastVoteNotOver { id }),
+        }
     }
 
     /// Looks whether all hosts have published, and finds the verdict if they have.
@@ -221,7 +240,10 @@ impl<B: Backing> TransactionalBacking<B> {
         let Some(vote) = self.find_vote(id, scope)? else {
             return Err(VoteError::NotVoted { id });
         };
-        if let Some(Outcome { commit: false, by }) = vote.read_json(OUTCOME)? {
+        if let Some(verdict @ (Verdict::Conflict(_) | Verdict::GivenUp { .. })) = vote.verdict()? {
+            return Ok(Vote::Over(verdict));
+        }
+        if let Some(Outcome { commit: false, by }) = vote.ballot.decision()? {
             let why = "it aborted its part".to_owned();
             return Ok(Vote::Over(Verdict::GivenUp { by, why }));
         }
@@ -234,10 +256,10 @@ impl<B: Backing> TransactionalBacking<B> {
             let why = "it aborted the transaction".to_owned();
             return Ok(Vote::Over(Verdict::GivenUp { by, why }));
         }
-        if let Some(verdict) = vote.read_json(VERDICT)? {
+        if let Some(verdict) = vote.verdict()? {
             return Ok(Vote::Over(verdict));
         }
-        let published = vote.hosts(FROM)?;
+        let published = vote.ballot.joined()?;
         // In shadow mode all hosts that changed something must be prepared.
         let joined = match &shared {
             Some(shared) => shared.joined()?,
@@ -261,9 +283,8 @@ impl<B: Backing> TransactionalBacking<B> {
             },
             Attendance::Complete => test_lists(&vote, &published)?,
         };
-        vote.put_json(VERDICT, &verdict)?;
-        // The verdict of whoever was first counts.
-        vote.read_json(VERDICT)?
+        // The verdict of the first host counts.
+        vote.judge(&verdict)?
             .map(Vote::Over)
             .ok_or(VoteError::NotVoted { id })
     }
@@ -273,8 +294,12 @@ impl<B: Backing> TransactionalBacking<B> {
         let Some(vote) = self.find_vote(id, scope)? else {
             return Ok(());
         };
-        let by = vote.host().to_owned();
-        vote.put_json(VERDICT, &Verdict::GivenUp { by, why })?;
+        // An abort says the same already.
+        if vote.ballot.decision()?.is_some() {
+            return Ok(());
+        }
+        let by = vote.ballot.dir().host().to_owned();
+        vote.judge(&Verdict::GivenUp { by, why })?;
         Ok(())
     }
 
@@ -302,7 +327,7 @@ impl<B: Backing> TransactionalBacking<B> {
             // A host that comes to the vote later must find that it is over.
             false => self.make_vote(members, id, scope)?,
         };
-        match (vote.read_json(VERDICT)?, commit) {
+        match (vote.verdict()?, commit) {
             (None, true) => return Err(VoteError::NotVoted { id }),
             (Some(verdict @ (Verdict::Conflict(_) | Verdict::GivenUp { .. })), true) => {
                 return Err(refused(verdict));
@@ -319,9 +344,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 "it aborted the transaction",
             )?;
         }
-        let by = members.host.clone();
-        vote.put_json(OUTCOME, &Outcome { commit, by })?;
-        let outcome = vote.read_json(OUTCOME)?.ok_or(VoteError::NotVoted { id })?;
+        let outcome = vote.settle(commit)?.ok_or(VoteError::NotVoted { id })?;
         must_be(outcome, commit, id, "it aborted its part")
     }
 
@@ -330,15 +353,18 @@ impl<B: Backing> TransactionalBacking<B> {
         let Some(vote) = self.find_vote(id, scope)? else {
             return Ok(None);
         };
-        let outcome: Option<Outcome> = vote.read_json(OUTCOME)?;
-        Ok(outcome.map(|outcome| outcome.commit))
+        // After a conflict a host may open its part again: it is not aborted.
+        if vote.is_refused()? {
+            return Ok(None);
+        }
+        Ok(vote.ballot.decision()?.map(|outcome| outcome.commit))
     }
 
     /// Records that this host has applied the decision.
     pub(crate) fn leave_vote(&self, id: u64, scope: &[u8]) -> Result<(), Errno> {
         let _leaving = Claim::own(&self.leaving);
         match self.find_vote(id, scope)? {
-            Some(vote) => leave_vote(&vote),
+            Some(vote) => vote.leave(),
             None => Ok(()),
         }
     }
@@ -349,7 +375,8 @@ impl<B: Backing> TransactionalBacking<B> {
             let Some(vote) = self.find_vote(id, scope)? else {
                 continue;
             };
-            if !vote.names()?.contains(&vote.own_file(FROM)) && !is_decided(&vote)? {
+            let has_published = vote.ballot.joined()?.contains(&self.host_name());
+            if !has_published && !vote.is_decided()? {
                 self.decide_vote(id, scope, false)?;
             }
         }
@@ -377,13 +404,11 @@ impl<B: Backing> TransactionalBacking<B> {
             let Some(vote) = VoteDir::find(&self.base, &top, &name, &members.host)? else {
                 continue;
             };
-            let names = vote.names()?;
-            let has_published = names.contains(&vote.own_file(FROM));
-            let has_left = names.contains(&vote.own_file(DONE));
-            if has_published && !has_left && is_decided(&vote)? {
-                leave_vote(&vote)?;
+            let vote = VoteBallot::in_dir(vote);
+            if vote.ballot.is_taking_part()? && vote.is_decided()? {
+                vote.leave()?;
             } else {
-                remove_if_over(&vote)?;
+                vote.remove_if_over()?;
             }
         }
         Ok(())
@@ -394,10 +419,10 @@ impl<B: Backing> TransactionalBacking<B> {
         let Some(vote) = self.find_vote(id, scope)? else {
             return Ok(Vec::new());
         };
-        match vote.hosts_without(FROM, DONE) {
+        match vote.ballot.view() {
             // It was removed meanwhile.
             Err(Errno::NOENT | Errno::STALE) => Ok(Vec::new()),
-            hosts => hosts,
+            view => Ok(view?.remaining()),
         }
     }
 
@@ -456,10 +481,10 @@ impl<B: Backing> TransactionalBacking<B> {
         };
         let by = self.host_name();
         let why = "it failed there".to_owned();
-        vote.put_json(VERDICT, &Verdict::GivenUp { by, why })?;
-        let outcome: Option<Outcome> = vote.read_json(OUTCOME)?;
+        let verdict = vote.judge(&Verdict::GivenUp { by, why })?;
+        let outcome = vote.ballot.decision()?;
         let is_aborted = outcome.is_some_and(|outcome| !outcome.commit);
-        match vote.read_json(VERDICT)? {
+        match verdict {
             Some(Verdict::Clear) if !is_aborted => Err(StageError::Decided { id }.into()),
             _ => Ok(()),
         }
@@ -468,7 +493,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// The hosts that have published what they used.
     pub fn hosts_published(&self, id: u64, scope: &[u8]) -> Result<Vec<String>, Errno> {
         match self.find_vote(id, scope)? {
-            Some(vote) => vote.hosts(FROM),
+            Some(vote) => vote.ballot.joined(),
             None => Ok(Vec::new()),
         }
     }
@@ -495,10 +520,13 @@ impl<B: Backing> TransactionalBacking<B> {
 }
 
 /// Tests the lists of all hosts.
-fn test_lists<B: Backing>(vote: &VoteDir<'_, B>, hosts: &[String]) -> Result<Verdict, VoteError> {
+fn test_lists<B: Backing>(
+    vote: &VoteBallot<'_, B>,
+    hosts: &[String],
+) -> Result<Verdict, VoteError> {
     let mut lists = Vec::new();
     for host in hosts {
-        let bytes = vote.read(&format!("{FROM}{host}"))?.unwrap_or_default();
+        let bytes = vote.ballot.brought_by(host)?.unwrap_or_default();
         let list = Published::decode(&bytes).map_err(|source| VoteError::Published {
             host: host.clone(),
             source,

@@ -12,7 +12,7 @@ use firn_engine::{
 use firn_format::data_socket::{
     ADOPT_AGAIN, AppendProgress, DATA_BYTES_MAX, Op, Reply, Request, Status,
 };
-use firn_rendezvous::{FileLocks, Owner, Released, Space, Wanted};
+use firn_hosts::{FileLocks, Owner, Released, Space, Wanted};
 use firn_stub::{Changes, StubAttr, StubId, Tree};
 use rustix::fs::fcntl_get_seals;
 use rustix::io::{pread, pwrite, retry_on_intr};

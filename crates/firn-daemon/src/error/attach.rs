@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use firn_arena::ArenaError;
 use firn_client::PathsError;
 use firn_engine::EngineError;
+use firn_etcd::EtcdError;
 use firn_format::FormatError;
 use firn_format::quote::quoted_path;
 use firn_lanes::RecordError;
 use firn_stub::{PlaceError, TreeError};
-use firn_tokens::etcd::EtcdError;
 use firn_transact::{
     BackupError, CommitError, OpenError, OwnError, ReviveError, StoreError, TransactionError,
 };

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use firn_backing::{Access, Errno, RenameFlags, Result};
+use firn_hosts::own;
 use firn_lanes::{Lane, Rule, Setup};
-use firn_rendezvous::own;
 use firn_sim::{Fault, SimBacking, Tree, suite, tree};
 use firn_transact::{Found, Mode};
 

@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use common::host::{CHUNK_BYTES, Host, LIMIT, until};
 use firn_drain::IoThreads;
-use firn_sim::SimBacking;
-use firn_tokens::{
+use firn_hosts::tokens::{
     Asked, Behind, Limits, LockService, ServiceError, TokenFigures, TokenState, Tokens,
 };
+use firn_sim::SimBacking;
 use parking_lot::{Condvar, Mutex};
 
 /// Long enough that nothing here waits for it to pass.

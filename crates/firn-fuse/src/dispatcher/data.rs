@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use firn_backing::{Backing, Caller, Errno, Seek};
 use firn_engine::{Closing, Done, Engine, FsyncPolicy, HandleId, InodeId};
-use firn_rendezvous::{Released, Space};
+use firn_hosts::{Released, Space};
 use firn_workers::Class;
 
 use crate::caller::{Process, closing, is_same_process};

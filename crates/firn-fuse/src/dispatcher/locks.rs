@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use firn_backing::{Backing, Errno, LockMode, LockRange};
 use firn_engine::{Appended, HandleId, InodeId};
-use firn_rendezvous::{FileLocks, Owner, Released, Space, Wanted};
+use firn_hosts::{FileLocks, Owner, Released, Space, Wanted};
 use firn_workers::Class;
 
 use crate::caller::Process;
@@ -82,7 +82,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         wanted: Wanted,
         lock: Lock,
         reply: Reply<R>,
-    ) -> firn_rendezvous::Done {
+    ) -> firn_hosts::Done {
         let engine = Arc::clone(&self.engine);
         let coherence = Arc::clone(&self.coherence);
         let workers = self.workers.clone();

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use firn_backing::{Backing, Caller, Errno};
 use firn_engine::{Engine, Entry, HandleId, InodeId, OpenMode, Opened};
-use firn_rendezvous::{Released, Space};
+use firn_hosts::{Released, Space};
 
 use crate::caller::{IoUringUsers, masked};
 use crate::coherence::Coherence;

@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use firn_backing::dir::steering::NewFile;
 use firn_backing::{DirBacking, Errno, Result};
-use firn_rendezvous::own::{self, OwnError, TOP};
+use firn_hosts::own::{self, OwnError, TOP};
 use rustix::fs::{self, AtFlags, Gid, Mode, RenameFlags, unlinkat};
 
 use crate::record::open_dir_of_host;

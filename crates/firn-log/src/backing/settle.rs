@@ -11,7 +11,7 @@ use std::time::Duration;
 use firn_backing::backoff::Backoff;
 use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno, Kind, Result, Time};
-use firn_rendezvous::own::{self, TOP};
+use firn_hosts::own::{self, TOP};
 use parking_lot::Condvar;
 
 use super::{LogBacking, LogInode, Opened};

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use firn_backing::{Access, Backing, Errno, Result};
-use firn_rendezvous::own;
+use firn_hosts::own;
 
 use super::view::{Tail, View};
 use super::{Container, TRIES_MAX};

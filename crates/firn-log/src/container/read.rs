@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use firn_backing::{Access, Backing, Errno, Result};
-use firn_rendezvous::own;
+use firn_hosts::own;
 
 use super::ahead::{AHEAD_BYTES_MIN, GAP_BYTES_MAX, Window};
 use super::{Container, Walk};

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use firn_backing::{Access, Backing, Errno, Result};
-use firn_rendezvous::own;
+use firn_hosts::own;
 
 use super::Container;
 use crate::index_reader::read_part;

@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use firn_backing::{Access, Backing, DataPart, Errno, RenameFlags};
+use firn_hosts::own;
 use firn_log::frame::PIECES_MAX;
 use firn_log::{LogBacking, Setup};
-use firn_rendezvous::own;
 use firn_sim::Fault;
 use firn_sim::{SimBacking, suite};
 use firn_transact::PlainBacking;

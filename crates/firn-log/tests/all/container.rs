@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_backing::{Access, Backing, DataPart, Errno};
+use firn_hosts::own;
 use firn_log::{Container, Ending, Flat, Memory};
-use firn_rendezvous::own;
 use firn_sim::{SimBacking, suite};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};

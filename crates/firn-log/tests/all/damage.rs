@@ -7,8 +7,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::time::Duration;
 
 use firn_backing::{Access, Backing, Errno, Kind};
+use firn_hosts::own;
 use firn_log::{Fault, Finding, LogBacking, Loss, LostPart, Report, Setup, verify};
-use firn_rendezvous::own;
 use firn_sim::{SimBacking, suite};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use firn_backing::{Access, Backing, Errno, RenameFlags};
+use firn_hosts::own;
 use firn_log::{LogBacking, Setup};
-use firn_rendezvous::own;
 use firn_sim::{SimBacking, suite};
 use parking_lot::Mutex;
 

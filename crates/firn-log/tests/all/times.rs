@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use firn_backing::{Access, Backing, SetTime, Time};
+use firn_hosts::own;
 use firn_log::{LogBacking, Setup};
-use firn_rendezvous::own;
 use firn_sim::{SimBacking, suite};
 
 type Logged = LogBacking<SimBacking>;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crate::conflict::Used;
 use firn_backing::{Access, Backing, Caller, Errno};
-use firn_rendezvous::{Expected, Members};
+use firn_hosts::{Expected, Members};
 use firn_sim::{Fault, SimBacking, Tree, tree};
 
 use super::*;

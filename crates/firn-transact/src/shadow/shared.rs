@@ -1,29 +1,23 @@
 //! What several hosts in one shadow transaction share: what is saved, and how it ends.
 //!
 //! ```text
-//! .firn/shadow[-SCOPE]/    one transaction; SCOPE stands for the path of the scope, as in the name of a vote
+//! .firn/shadow[-SCOPE]/    one transaction, a [`Ballot`]; SCOPE stands for the path of the scope, as in the name of a vote
 //!   scope                  the path itself
 //!   saved/, kept/          as in the directory of a transaction of one host
-//!   in-HOST                the host has begun; it may change things from now on
-//!   outcome                JSON: commit or abort, and who said so; put once
-//!   out-HOST               aborted: the host changes nothing any more
-//!   undoer                 JSON: the host that undoes, after all are out; put once
-//!   undone                 all is as it was
-//!   left-HOST              the host has ended its part
-//!   remover                JSON: the host that takes the directory away, after all have left; put once
+//!   decision               JSON: commit or abort, and which host said so
 //! ```
 //!
-//! Invariants
-//! * Only the undoer, or a host that replaces it and has locked its directory, undoes anything: after every `in-HOST` has an
-//!   `out-HOST`, not after `undone`, and never if the outcome is a commit.
-//! * A host leaves after a commit or after `undone`, and none begins before all have left.
-//! * A host that writes `in-HOST` and then finds no outcome is found by any host that puts one.
+//! A host that takes part may change things. After an abort all hosts stop, one of them undoes (the unit of work `undo`),
+//! and then each leaves. After a commit each host leaves when it has applied its part.
+//!
+//! Invariants, beside those of a ballot
+//! * Only the host that claimed `undo`, or one that replaces it and has locked its directory, undoes anything.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
 
 use firn_backing::{Backing, Errno, RenameFlags, is_below};
-use firn_rendezvous::{Members, VoteDir};
+use firn_hosts::{Ballot, Joined, Members, Plan, Progress, Protocol, VoteDir};
 
 use super::{KEPT, SAVED, SHARED, Shadow};
 use crate::change_log::ChangeLog;
@@ -35,113 +29,83 @@ use crate::vote::{Outcome, scoped_name};
 
 const DIR: &str = "shadow";
 const SCOPE: &str = "scope";
-const IN: &str = "in-";
-const OUT: &str = "out-";
-const LEFT: &str = "left-";
-const OUTCOME: &str = "outcome";
-const UNDOER: &str = "undoer";
-const UNDONE: &str = "undone";
-const REMOVER: &str = "remover";
+/// The unit of work after an abort.
+const UNDO: &str = "undo";
+
+/// How a shadow transaction ends.
+pub(crate) struct ShadowEnd;
+
+impl Protocol for ShadowEnd {
+    type Decision = Outcome;
+
+    fn plan(&self, outcome: &Outcome) -> Plan {
+        if outcome.commit {
+            Plan {
+                stops_first: false,
+                units: &[],
+            }
+        } else {
+            Plan {
+                stops_first: true,
+                units: &[UNDO],
+            }
+        }
+    }
+}
 
 /// The directory that the hosts of a shadow transaction share.
 pub(crate) struct SharedDir<'a, B: Backing> {
     base: &'a B,
-    vote: VoteDir<'a, B>,
+    ballot: Ballot<'a, B, ShadowEnd>,
 }
 
 impl<B: Backing> SharedDir<'_, B> {
+    fn dir(&self) -> &B::Inode {
+        self.ballot.dir().dir()
+    }
+
+    fn name(&self) -> &str {
+        self.ballot.dir().name()
+    }
+
     pub(crate) fn outcome(&self) -> Result<Option<Outcome>, Errno> {
-        self.vote.read_json(OUTCOME)
+        self.ballot.decision()
     }
 
     /// Hosts that have begun.
     pub(crate) fn joined(&self) -> Result<Vec<String>, Errno> {
-        self.vote.hosts(IN)
-    }
-
-    /// Hosts that have begun and have no file of the kind `prefix`.
-    fn joined_without(&self, prefix: &str) -> Result<Vec<String>, Errno> {
-        self.vote.hosts_without(IN, prefix)
-    }
-
-    /// Whether this host has begun and not ended its part.
-    fn has_joined(&self) -> Result<bool, Errno> {
-        let names = self.vote.names()?;
-        let has = |prefix| names.contains(&self.vote.own_file(prefix));
-        Ok(has(IN) && !has(LEFT))
+        self.ballot.joined()
     }
 
     /// The outcome, which is this one if there is none.
     pub(crate) fn settle(&self, commit: bool) -> Result<Outcome, Errno> {
-        let by = self.vote.host().to_owned();
-        self.vote.put_json(OUTCOME, &Outcome { commit, by })?;
-        self.outcome()?.ok_or(Errno::IO)
+        let by = self.ballot.dir().host().to_owned();
+        self.ballot
+            .decide(&Outcome { commit, by })?
+            .ok_or(Errno::IO)
     }
 
-    /// Declares that this host changes nothing any more. When it returns everything is undone, if need be by `undo`.
-    fn stop(&self, undo: impl FnOnce() -> Result<(), StoreError>) -> Result<(), AbortError> {
-        self.vote.put_once(&self.vote.own_file(OUT), b"")?;
-        if self.vote.names()?.contains(UNDONE) {
-            return Ok(());
+    /// Marks this host as stopped. Returns when the changes are undone, by `undo` if this host must.
+    fn stop(&self, mut undo: impl FnMut() -> Result<(), StoreError>) -> Result<(), AbortError> {
+        let progress = self.ballot.carry_out(|_| {
+            undo()?;
+            self.clear_kept().map_err(AbortError::from)
+        })?;
+        match progress {
+            Progress::Done => Ok(()),
+            Progress::Waits(waiting) => Err(AbortError::Stopping {
+                hosts: waiting.hosts(),
+            }),
         }
-        let hosts = self.joined_without(OUT)?;
-        if !hosts.is_empty() {
-            return Err(AbortError::Stopping { hosts });
-        }
-        let undoer = self.claim(UNDOER)?.ok_or(Errno::IO)?;
-        if undoer != self.vote.host() {
-            return Err(AbortError::Stopping {
-                hosts: vec![undoer],
-            });
-        }
-        undo()?;
-        // Objects that are back in place have one link too many there. A repeated undo does not need it.
-        if let Some((kept, _)) = staging::find_dir(self.base, self.vote.dir(), KEPT)? {
+    }
+
+    /// Objects that are back in place have one link too many in `kept`. A repeated undo does not need it.
+    fn clear_kept(&self) -> Result<(), StoreError> {
+        if let Some((kept, _)) = staging::find_dir(self.base, self.dir(), KEPT)? {
             staging::clear(self.base, &kept)?;
             self.base.sync_dir(&kept)?;
         }
-        self.vote.put_once(UNDONE, b"")?;
         Ok(())
-    }
-
-    /// Claims a task that one host does; returns the host that has it.
-    fn claim(&self, task: &str) -> Result<Option<String>, Errno> {
-        self.vote.put_json(task, &self.vote.host())?;
-        self.vote.read_json(task)
-    }
-
-    /// Records that this host has ended its part. The last host removes the directory.
-    fn leave(&self) -> Result<(), Errno> {
-        self.vote.put_once(&self.vote.own_file(LEFT), b"")?;
-        self.remove_if_over()
-    }
-
-    fn is_over(&self) -> Result<bool, Errno> {
-        let is_decided = match self.outcome()? {
-            None => return Ok(false),
-            Some(outcome) => outcome.commit || self.vote.names()?.contains(UNDONE),
-        };
-        // A host that joined and then found an outcome withdraws by itself.
-        Ok(is_decided && self.joined_without(LEFT)?.is_empty())
-    }
-
-    fn remove_if_over(&self) -> Result<(), Errno> {
-        let remove = || {
-            if !self.is_over()? {
-                return Ok(());
-            }
-            let remover = self.claim(REMOVER)?;
-            // Removed by name: the next transaction may have made its directory already.
-            if remover.as_deref() != Some(self.vote.host()) || !self.vote.is_current()? {
-                return Ok(());
-            }
-            self.vote.retire()
-        };
-        match remove() {
-            // Another host is removing it, too.
-            Err(Errno::NOENT | Errno::STALE) => Ok(()),
-            other => other,
-        }
     }
 }
 
@@ -178,7 +142,7 @@ impl<B: Backing> TransactionalBacking<B> {
     fn shared_dir<'a>(&'a self, vote: VoteDir<'a, B>) -> SharedDir<'a, B> {
         SharedDir {
             base: &self.base,
-            vote,
+            ballot: Ballot::in_dir(vote, ShadowEnd),
         }
     }
 
@@ -187,7 +151,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let Some(shared) = self.find_shared_dir(&scoped_name(DIR, scope))? else {
             return Ok(None);
         };
-        match shared.has_joined() {
+        match shared.ballot.is_taking_part() {
             Ok(has_joined) => Ok(has_joined.then_some(shared)),
             Err(Errno::NOENT | Errno::STALE) => Ok(None),
             Err(errno) => Err(errno),
@@ -236,13 +200,11 @@ impl<B: Backing> TransactionalBacking<B> {
         if shared.outcome()?.is_some() {
             return self.not_over(&shared);
         }
-        shared.vote.put_once(SCOPE, scope)?;
+        shared.ballot.dir().put_once(SCOPE, scope)?;
         for name in [SAVED, KEPT] {
-            staging::dir(&self.base, shared.vote.dir(), name)?;
+            staging::dir(&self.base, shared.dir(), name)?;
         }
-        shared.vote.put_once(&shared.vote.own_file(IN), b"")?;
-        if shared.outcome()?.is_some() || !shared.vote.is_current()? {
-            shared.vote.withdraw(IN)?;
+        if shared.ballot.join(b"")? == Joined::Over {
             return self.not_over(&shared);
         }
         self.must_fit(members, &shared, scope)
@@ -250,10 +212,11 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     fn not_over(&self, shared: &SharedDir<'_, B>) -> Result<(), BeginError> {
-        shared.remove_if_over()?;
-        let mut hosts = shared.joined_without(LEFT)?;
+        shared.ballot.remove_if_over()?;
+        let view = shared.ballot.view()?;
+        let mut hosts = view.remaining();
         if hosts.is_empty() {
-            hosts.extend(shared.vote.read_json::<String>(REMOVER)?);
+            hosts.extend(view.remover);
         }
         Err(BeginError::NotOver { hosts })
     }
@@ -272,9 +235,9 @@ impl<B: Backing> TransactionalBacking<B> {
         for other in self
             .all_shared()?
             .iter()
-            .filter(|other| other.vote.name() != shared.vote.name())
+            .filter(|other| other.name() != shared.name())
         {
-            let path = match staging::load_scope(&self.base, other.vote.dir(), SCOPE) {
+            let path = match staging::load_scope(&self.base, other.dir(), SCOPE) {
                 Ok(Some(path)) => path,
                 Ok(None) => continue,
                 Err(error) if is_gone(&error) => continue,
@@ -297,7 +260,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Withdraws from the transaction of a scope after a begin that failed: this host has changed nothing.
     pub(crate) fn withdraw_from_hosts(&self, scope: &[u8]) {
         let withdrawn = self.find_shared(scope).and_then(|shared| match shared {
-            Some(shared) => shared.vote.withdraw(IN),
+            Some(shared) => shared.ballot.withdraw(),
             None => Ok(()),
         });
         match withdrawn {
@@ -318,9 +281,7 @@ impl<B: Backing> TransactionalBacking<B> {
             return Shadow::find(&self.base, dir);
         }
         match self.find_shared(scope)? {
-            Some(shared) => {
-                Ok(Shadow::find(&self.base, shared.vote.dir())?.map(Shadow::of_several))
-            }
+            Some(shared) => Ok(Shadow::find(&self.base, shared.dir())?.map(Shadow::of_several)),
             None => Ok(None),
         }
     }
@@ -347,7 +308,7 @@ impl<B: Backing> TransactionalBacking<B> {
             }
             scope.stop_for_good();
             shadow.begin_undo();
-            if outcome.by != shared.vote.host() {
+            if outcome.by != shared.ballot.dir().host() {
                 self.stopped_by
                     .lock()
                     .insert(scope.path.clone(), outcome.by);
@@ -368,7 +329,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         self.forget_records(&scope.dir)?;
         if let Some(shared) = self.find_shared(&scope.path)? {
-            shared.leave()?;
+            shared.ballot.leave()?;
         }
         Ok(())
     }
@@ -377,7 +338,7 @@ impl<B: Backing> TransactionalBacking<B> {
     pub(crate) fn leave_commit(&self, scope: &[u8]) -> Result<(), Errno> {
         match self.find_shared(scope)? {
             Some(shared) if shared.outcome()?.is_some_and(|outcome| outcome.commit) => {
-                shared.leave()
+                shared.ballot.leave()
             }
             _ => Ok(()),
         }
@@ -495,7 +456,7 @@ impl<B: Backing> TransactionalBacking<B> {
                     None => self.withdraw_from_votes(scope)?,
                     Some(record) => self.decide_vote(record.id, scope, false)?,
                 }
-                shared.stop(|| self.undo_stored(shared.vote.dir(), shared.vote.name(), scope))?;
+                shared.stop(|| self.undo_stored(shared.dir(), shared.name(), scope))?;
             }
         }
         // From here on it counts as one that was open and is undone: there is nothing left to put back.
@@ -511,22 +472,16 @@ impl<B: Backing> TransactionalBacking<B> {
         for shared in self.all_shared()? {
             if waiting
                 .iter()
-                .any(|(_, scope)| scoped_name(DIR, scope) == shared.vote.name())
+                .any(|(_, scope)| scoped_name(DIR, scope) == shared.name())
             {
                 continue;
             }
-            match (shared.has_joined()?, shared.outcome()?) {
-                (true, None) => shared.vote.withdraw(IN)?,
-                (false, _) => {}
+            match (shared.ballot.is_taking_part()?, shared.outcome()?) {
+                (true, None) => shared.ballot.withdraw()?,
                 // It joined, and its firnd was killed before the transaction began.
-                (true, Some(outcome)) => {
-                    if !outcome.commit {
-                        shared.vote.put_once(&shared.vote.own_file(OUT), b"")?;
-                    }
-                    shared.vote.put_once(&shared.vote.own_file(LEFT), b"")?;
-                }
+                (true, Some(_)) => shared.ballot.leave_unchanged()?,
+                (false, _) => shared.ballot.remove_if_over()?,
             }
-            shared.remove_if_over()?;
         }
         if self.members.is_some()
             && let Some(top) = self.find_top()?

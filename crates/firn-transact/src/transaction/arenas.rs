@@ -25,7 +25,7 @@ use crate::own::is_path;
 use crate::scope::ArenaId;
 use crate::staging;
 use crate::transactional::TransactionalBacking;
-use firn_rendezvous::{Expected, Members};
+use firn_hosts::{Expected, Members};
 
 /// An arena, and the path of a scope of which it has nothing that counts.
 type Line = (ArenaId, Vec<u8>);

@@ -8,7 +8,7 @@ use std::ffi::OsStr;
 
 use crate::conflict::{Accesses, File, Name, Process, Published, Ranges, Used};
 use firn_backing::{Backing, Errno};
-use firn_rendezvous::Members;
+use firn_hosts::Members;
 
 use crate::change_log::{ChangeLog, Entry, Place};
 use crate::staging;

@@ -91,7 +91,7 @@ fn left_over(disk: &SimBacking) -> Vec<String> {
         let dir = disk.lookup(&firn, OsStr::new(name)).expect("lookup").0;
         let mut is_used = !name.starts_with("shadow");
         disk.read_dir(&disk.open_dir(&dir).expect("open"), 0, &mut |entry| {
-            is_used |= entry.name.to_string_lossy().starts_with("in-") || entry.name == "outcome";
+            is_used |= entry.name.to_string_lossy().starts_with("in-") || entry.name == "decision";
             true
         })
         .expect("list");

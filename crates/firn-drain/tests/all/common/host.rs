@@ -10,7 +10,7 @@ use firn_backing::{Backing, Caller, LaneIndex};
 use firn_drain::{IoThreads, Pool};
 use firn_engine::{Engine, EngineOptions, HandleId, ROOT};
 use firn_format::geometry::Geometry;
-use firn_tokens::Tokens;
+use firn_hosts::tokens::Tokens;
 
 pub const CALLER: Caller = Caller {
     uid: 0,

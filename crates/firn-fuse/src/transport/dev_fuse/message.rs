@@ -8,7 +8,7 @@ use std::os::unix::ffi::OsStrExt;
 
 use firn_backing::{Caller, LockMode, LockRange, SetTime, Time};
 use firn_engine::{HandleId, InodeId, SetAttr};
-use firn_rendezvous::Space;
+use firn_hosts::Space;
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes};
 
 use crate::request::{CopyRange, Fallocate, Lock, Name, NewMode, Operation, Read, Request, Write};

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use firn_backing::{Attr, Errno, Kind, LockMode, StatFs, Time};
-use firn_rendezvous::InTheWay;
+use firn_hosts::InTheWay;
 use zerocopy::IntoBytes;
 
 use crate::reply::{self, Answer, Attributes, HandleMode, ListedEntry};

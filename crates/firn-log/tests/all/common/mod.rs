@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_backing::{Attr, Backing, Errno};
+use firn_hosts::own;
 use firn_lanes::{Lane, Lanes, Rule, Setup};
-use firn_rendezvous::own;
 use firn_sim::Fault;
 use firn_sim::{SimBacking, suite};
 

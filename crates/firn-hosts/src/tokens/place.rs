@@ -1,8 +1,8 @@
 //! What tokens have in the backing: `.firn/tokens/`, whichever service keeps them.
 
+use crate::own::{self, TOP};
+use crate::{OwnError, VoteDir};
 use firn_backing::{Backing, Errno};
-use firn_rendezvous::own::{self, TOP};
-use firn_rendezvous::{OwnError, VoteDir};
 
 const DIR: &str = "tokens";
 /// Put once: the name of the backing's tokens outside of it.

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use firn_backing::{Backing, Errno, LockMode, LockRange};
-use firn_rendezvous::{FileLocks, InTheWay, Owner, Released, Space, Ticket, Wanted, own};
+use firn_hosts::{FileLocks, InTheWay, Owner, Released, Space, Ticket, Wanted, own};
 use firn_sim::LockReach;
 use firn_sim::SimBacking;
 use firn_sim::suite::own_caller;

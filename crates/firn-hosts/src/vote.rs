@@ -101,11 +101,6 @@ impl<'a, B: Backing> VoteDir<'a, B> {
             .collect())
     }
 
-    /// Whether one of these names is of a put that was not over when they were listed.
-    pub fn is_put_under_way(names: &BTreeSet<String>) -> bool {
-        names.iter().any(|name| name.starts_with(PUT))
-    }
-
     /// The name of this host's own file of a kind.
     pub fn own_file(&self, prefix: &str) -> String {
         format!("{prefix}{}", self.host)
@@ -117,16 +112,6 @@ impl<'a, B: Backing> VoteDir<'a, B> {
             .names()?
             .iter()
             .filter_map(|name| name.strip_prefix(prefix))
-            .map(Into::into)
-            .collect())
-    }
-
-    /// Those of them that have no file of the `next` kind.
-    pub fn hosts_without(&self, prefix: &str, next: &str) -> Result<Vec<String>, Errno> {
-        let names = self.names()?;
-        let hosts = names.iter().filter_map(|name| name.strip_prefix(prefix));
-        Ok(hosts
-            .filter(|host| !names.contains(&format!("{next}{host}")))
             .map(Into::into)
             .collect())
     }
@@ -216,10 +201,12 @@ impl<'a, B: Backing> VoteDir<'a, B> {
         Ok(found.is_some_and(|(_, attr)| attr.ino == self.ino))
     }
 
-    /// Removes the directory where it is, with all that is in it.
-    pub fn remove(&self) -> Result<(), Errno> {
-        own::clear(self.base, &self.dir)?;
-        self.base.rmdir(&self.top, OsStr::new(&self.name))
+    /// Removes the directory if nothing is in it. A host that is about to put something into it finds it gone.
+    pub fn remove_empty(&self) -> Result<(), Errno> {
+        match self.base.rmdir(&self.top, OsStr::new(&self.name)) {
+            Err(Errno::NOTEMPTY | Errno::EXIST) => Ok(()),
+            removed => removed,
+        }
     }
 
     /// Removes the directory so that hosts find all of it or nothing under its name: it gets another name first.

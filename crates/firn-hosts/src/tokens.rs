@@ -4,7 +4,7 @@
 //! a batch, and gives it back so that the next host has its turn. Where the locks are kept is a [`LockService`]:
 //!
 //! * [`FlockService`]: files of Firn's own in the backing, for file systems whose locks reach all hosts.
-//! * [`EtcdService`]: etcd, over its JSON gateway.
+//! * `firn-etcd`: etcd, over its JSON gateway, for the others.
 //!
 //! Promises
 //! * A token is advice about time and never about truth: no byte depends on it. Two writers on a server are slow, not
@@ -18,14 +18,12 @@
 //!
 //! docs/internals/tokens.md has the picture.
 
-pub mod etcd;
 mod flock;
 mod keeper;
 mod place;
 mod service;
 mod turn;
 
-pub use etcd::EtcdService;
 pub use flock::FlockService;
 pub use keeper::{LaneToken, Tokens};
 pub use place::{find_group, make_dir};

@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::time::Duration;
 
 use firn_backing::{Backing, Errno};
-use firn_rendezvous::{
+use firn_hosts::{
     Holder, Lease, LeaseError, OwnError, PeerWatch, Peers, ReachError, Terms, VoteDir, check_reach,
     own, publish_terms,
 };
@@ -255,7 +255,7 @@ fn who_released_a_lease_or_held_it_under_this_kernel_is_not_waited_for() {
         waited += time
     });
     assert!(
-        taken.is_ok() && waited == firn_rendezvous::STALE_AFTER,
+        taken.is_ok() && waited == firn_hosts::STALE_AFTER,
         "{waited:?}"
     );
 }

@@ -9,12 +9,13 @@ use std::io::{BufRead, BufReader, ErrorKind, Read};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use firn_hosts::tokens::ServiceError;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use ureq::Agent;
 use ureq::http::Uri;
 
-use super::messages::{Ranged, Text};
+use crate::messages::{Ranged, Text};
 
 /// A queue of 1000 hosts has some 200 KiB.
 const ANSWER_BYTES_MAX: u64 = 1 << 20;
@@ -60,6 +61,12 @@ pub enum EtcdError {
         /// What is wrong with the answer.
         why: String,
     },
+}
+
+impl From<EtcdError> for ServiceError {
+    fn from(error: EtcdError) -> Self {
+        Self::Outside(Box::new(error))
+    }
 }
 
 impl EtcdError {

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use firn_backing::lock::{Mutex, MutexGuard};
 use parking_lot::Condvar;
 
-use crate::service::{Asked, LockService, ServiceError};
-use crate::turn::{Limits, Permit, Step, TokenFigures, Turn, Use};
+use super::service::{Asked, LockService, ServiceError};
+use super::turn::{Limits, Permit, Step, TokenFigures, Turn, Use};
 
 /// Wakes the threads of a lane.
 pub type Waker = Box<dyn Fn() + Send + Sync>;
@@ -191,7 +191,9 @@ fn note_failure(turn: &mut Turn, error: &ServiceError) {
     let now = Instant::now();
     match error {
         ServiceError::Lost { .. } => turn.note_lost(error.to_string(), now),
-        ServiceError::File(_) | ServiceError::Etcd(_) => turn.note_failure(error.to_string(), now),
+        ServiceError::File(_) | ServiceError::Outside(_) => {
+            turn.note_failure(error.to_string(), now)
+        }
     }
 }
 

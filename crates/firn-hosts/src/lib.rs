@@ -3,8 +3,10 @@
 //! * [`own`]: files and directories of Firn's own in a backing, looked at before anything in them is believed.
 //! * [`VoteDir`]: a directory for one decision. A *put-once* file has the content of exactly one host; files with a
 //!   host's name say how far that host has come.
+//! * [`Ballot`]: one decision, from the first host that takes part to the removal of its directory.
 //! * [`Members`]: which hosts take part, and which of them this one is.
 //! * [`Lease`]: one host at a time has it, and loses it when it dies: a lock on a file and a counted heartbeat in it.
+//! * [`tokens`]: one host at a time writes to an I/O server.
 //! * [`FileLocks`]: locks that programs of several hosts have of files.
 //! * [`PeerWatch`]: how the hosts that live use the backing.
 //! * [`check_reach`]: whether locks in this backing exclude other hosts, as far as that can be seen from here.
@@ -18,14 +20,20 @@
 //! * link(2) failing where the name exists, for all hosts: also where create(O_EXCL) does not.
 //! * Names and synced data being seen by other hosts when they look them up anew (close-to-open).
 
+mod ballot;
 mod file_locks;
 mod lease;
 mod members;
 pub mod own;
 mod reach;
 mod terms;
+pub mod tokens;
 mod vote;
 
+pub use ballot::{
+    Action, BALLOT_VERSION, Ballot, JoinStep, Joined, Plan, Progress, Protocol, View, Waiting,
+    next, next_join,
+};
 pub use file_locks::{
     Done, FILE_LOCKS, FileLocks, InTheWay, OtherHosts, Owner, Released, Space, TestDone, Ticket,
     Wanted,

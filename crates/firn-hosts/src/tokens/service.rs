@@ -1,10 +1,9 @@
 //! What a lock service does for the token of one lane.
 
+use std::error::Error;
 use std::time::Duration;
 
-use firn_rendezvous::OwnError;
-
-use crate::etcd::EtcdError;
+use crate::OwnError;
 
 /// What came of a question.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,9 +37,9 @@ pub enum ServiceError {
     /// A file of Firn's own is not as it must be, or the backing failed.
     #[error(transparent)]
     File(#[from] OwnError),
-    /// etcd did not answer, or refused.
+    /// A service that is not in the backing did not answer, or refused.
     #[error(transparent)]
-    Etcd(#[from] EtcdError),
+    Outside(Box<dyn Error + Send + Sync>),
 }
 
 /// The locks of one lane, as this host uses them. One thread makes all calls, one after the other; a call may take

@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use common::{HANGS_AFTER, Host, limits, wait_for_state, wait_until, write_together};
 use firn_backing::{Backing, DirBacking, Errno};
-use firn_rendezvous::own;
+use firn_hosts::own;
+use firn_hosts::tokens::{Asked, FlockService, LockService, TokenState};
 use firn_sim::LockReach;
 use firn_sim::SimBacking;
 use firn_sim::suite::own_caller;
-use firn_tokens::{Asked, FlockService, LockService, TokenState};
 
 fn service<B: Backing>(base: Arc<B>, host: &str) -> FlockService<B> {
     let dir = own::dir(&*base, &base.root(), "tokens").expect("a directory of our own");

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use firn_tokens::{LaneToken, Limits, LockService, Permit, TokenFigures, TokenState, Tokens, Use};
+use firn_hosts::tokens::{
+    LaneToken, Limits, LockService, Permit, TokenFigures, TokenState, Tokens, Use,
+};
 use parking_lot::{Condvar, Mutex};
 
 /// Nothing here takes so long; only a hang does.

@@ -1,5 +1,6 @@
 //! The client of etcd against servers that are none, or ill.
 
+#[path = "../../firn-hosts/tests/common/mod.rs"]
 mod common;
 
 use std::io::{Read, Write};
@@ -10,8 +11,8 @@ use std::time::{Duration, Instant};
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD as BASE64;
 use common::{HANGS_AFTER, Host, limits};
-use firn_tokens::etcd::{Client, EtcdError};
-use firn_tokens::{EtcdService, LockService, ServiceError, TokenState};
+use firn_etcd::{Client, EtcdError, EtcdService};
+use firn_hosts::tokens::{LockService, ServiceError, TokenState};
 use parking_lot::Mutex;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -92,7 +93,7 @@ fn refusal(address: SocketAddr) -> EtcdError {
     );
     println!("{text}");
     match error {
-        ServiceError::Etcd(error) => error,
+        ServiceError::Outside(error) => *error.downcast().expect("an error of etcd"),
         other => panic!("{other}"),
     }
 }

@@ -21,10 +21,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use client::{Client, EtcdError};
+use firn_hosts::tokens::{Asked, Behind, LockService, ServiceError};
 use messages::{Deleted, Granted, KeptAlive, Queue, Ranged, Text, Txn};
 use serde_json::json;
-
-use crate::service::{Asked, Behind, LockService, ServiceError};
 
 /// Seconds after which etcd forgets a host that does not renew its lease: what a holder that was killed costs. etcd
 /// takes no less than one and a half of its election timeouts, 2 s by default.

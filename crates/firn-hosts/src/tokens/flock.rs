@@ -16,15 +16,15 @@
 //! Locks are tried and not waited for: nothing waits in a call that cannot be cut short, and a client of NFS that waits
 //! for a lock only looks itself, every second at first and every 30 seconds in the end.
 //!
-//! Relies on [`firn_rendezvous::check_reach`] having found that locks reach other hosts.
+//! Relies on [`crate::check_reach`] having found that locks reach other hosts.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::{OwnError, own};
 use firn_backing::{Access, Backing, LockMode};
-use firn_rendezvous::{OwnError, own};
 
-use crate::service::{Asked, Behind, LockService, ServiceError};
+use super::service::{Asked, Behind, LockService, ServiceError};
 
 /// Bytes of a holder's record: its host's name, which has 64 at most, its process and the number of the holding.
 const RECORD_BYTES: usize = 128;

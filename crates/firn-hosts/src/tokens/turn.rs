@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use firn_backing::backoff::Backoff;
 
-use crate::service::Behind;
+use super::service::Behind;
 
 /// A token that is not used is kept for so long: giving it back and asking anew costs a round trip or two.
 const LINGER: Duration = Duration::from_millis(10);

@@ -1,0 +1,138 @@
+//! Hosts at a ballot over one simulated disk: one dies, or is overtaken by the others, at every call.
+
+use std::cell::Cell;
+
+use firn_backing::{Backing, Errno};
+use firn_hosts::{Ballot, Joined, OwnError, Plan, Progress, Protocol, VoteDir, own};
+use firn_sim::SimBacking;
+use firn_sim::suite::own_caller;
+
+const DIR: &str = "ballot";
+/// More calls than anything here makes.
+const STEPS_MAX: u64 = 200;
+
+/// After `false` one host undoes, when all have stopped.
+struct Undo;
+
+impl Protocol for Undo {
+    type Decision = bool;
+
+    fn plan(&self, commit: &bool) -> Plan {
+        Plan {
+            stops_first: !commit,
+            units: if *commit { &[] } else { &["undo"] },
+        }
+    }
+}
+
+fn disk() -> SimBacking {
+    let disk = SimBacking::new();
+    disk.set_owner(&disk.root(), Some(own_caller().uid), None)
+        .expect("set_owner");
+    disk.sync_all().expect("sync");
+    disk
+}
+
+fn join(on: &SimBacking, host: &str) -> Result<Joined, OwnError> {
+    let dir = VoteDir::make(on, &on.root(), DIR, host)?;
+    Ok(Ballot::in_dir(dir, Undo).join(b"")?)
+}
+
+/// What a host does with a ballot that it takes part in or finds: decides `wanted`, carries out what counts, and leaves.
+/// Whether its part is over.
+fn end(
+    on: &SimBacking,
+    host: &str,
+    wanted: bool,
+    work: &dyn Fn() -> Result<(), Errno>,
+) -> Result<bool, OwnError> {
+    let Some(dir) = VoteDir::find(on, &on.root(), DIR, host)? else {
+        return Ok(true);
+    };
+    let ballot = Ballot::in_dir(dir, Undo);
+    if !ballot.is_taking_part()? {
+        ballot.remove_if_over()?;
+        return Ok(true);
+    }
+    ballot.decide(&wanted)?;
+    match ballot.carry_out(|_| work())? {
+        Progress::Done => ballot.leave()?,
+        Progress::Waits(_) => return Ok(false),
+    }
+    Ok(true)
+}
+
+fn names(on: &SimBacking) -> Vec<String> {
+    let names = own::list(on, &on.root()).expect("list").into_iter();
+    names
+        .map(|(name, ..)| String::from_utf8_lossy(&name).into_owned())
+        .collect()
+}
+
+#[test]
+fn a_decision_is_carried_out_and_nothing_stays_whoever_dies_at_which_call() {
+    for (commit, step) in (1..STEPS_MAX).flat_map(|step| [(false, step), (true, step)]) {
+        let told = format!("commit {commit}, step {step}");
+        let a = disk();
+        let b = a.another_process();
+        for (on, host) in [(&a, "a"), (&b, "b")] {
+            assert_eq!(join(on, host), Ok(Joined::Yes), "{told}");
+        }
+        let undone = Cell::new(0);
+        let undo = || {
+            undone.set(undone.get() + 1);
+            Ok(())
+        };
+        a.crash_at(a.steps() + step);
+        let mut is_over = false;
+        for _ in 0..4 {
+            // A host that dies is asked again when it comes back.
+            is_over = end(&a, "a", commit, &undo).unwrap_or(false);
+            is_over &=
+                end(&b, "b", !commit, &undo).expect("another host's death is not in the way");
+            if a.is_dead() {
+                a.revive();
+                a.clear_plan();
+                is_over = false;
+            }
+            if is_over {
+                break;
+            }
+        }
+        assert!(is_over, "{told}");
+        VoteDir::remove_retired(&b, &b.root()).expect("remove");
+        assert_eq!(names(&b), [""; 0], "{told}");
+        a.fsck().expect("fsck");
+    }
+}
+
+/// Another host comes while the last ones end.
+#[test]
+fn a_host_that_comes_late_takes_part_in_the_next_ballot_or_in_none() {
+    for step in 1..STEPS_MAX {
+        let a = disk();
+        let late = a.another_process();
+        assert_eq!(join(&a, "a"), Ok(Joined::Yes), "step {step}");
+        let hang = late.hang_at(step);
+        let joined = std::thread::scope(|scope| {
+            let coming = scope.spawn(|| join(&late, "late"));
+            while !hang.is_reached() && !coming.is_finished() {
+                std::thread::yield_now();
+            }
+            // It waits for the late host where that was seen to take part.
+            end(&a, "a", false, &|| Ok(())).expect("end");
+            hang.release();
+            coming.join().expect("a host")
+        });
+        let found = VoteDir::find(&a, &a.root(), DIR, "a").expect("find");
+        let members = found.map_or(Vec::new(), |dir| dir.hosts("in-").expect("hosts"));
+        let takes_part = members.contains(&"late".to_owned());
+        match joined {
+            Ok(Joined::Yes) => assert!(takes_part, "step {step}"),
+            Ok(Joined::Over) | Err(OwnError::Backing(Errno::NOENT | Errno::STALE)) => {
+                assert!(!takes_part, "step {step}");
+            }
+            Err(error) => panic!("step {step}: {error}"),
+        }
+    }
+}
