@@ -44,6 +44,20 @@ const FIRST_STEP_BYTES: u64 = 16 << 10;
 /// A sorted index that is found to be damaged is read unsorted; there are only so many.
 const TRIES_MAX: usize = 1000;
 
+/// Why a change does not count, or may not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ChangeError {
+    /// What counts in the container is decided, or about to be, maybe without the change.
+    #[error("the container is sealed")]
+    Sealed,
+    /// A call of the backing failed.
+    #[error("{0}")]
+    Failed(#[from] Errno),
+}
+
+/// Result of a change of a container.
+pub type Changed = std::result::Result<(), ChangeError>;
+
 /// See the module.
 pub struct Container<B: Backing> {
     /// Among those that this process has opened.
@@ -282,7 +296,7 @@ impl<B: Backing> Container<B> {
     }
 
     /// Writes bytes that do not overlap and are not empty, with one frame. After an error none of them counts.
-    pub fn write(&self, base: &B, parts: &[DataPart<'_>]) -> Result<()> {
+    pub fn write(&self, base: &B, parts: &[DataPart<'_>]) -> Changed {
         let own = self.own_log(base)?;
         let appended = own.write(base, self.epoch.load(Ordering::Acquire), parts)?;
         self.add_own(base, &own, appended)
@@ -290,7 +304,7 @@ impl<B: Backing> Container<B> {
 
     /// Cuts the file, or makes it longer, beside what others write: what this host has not seen stays. Where the file has
     /// that length nothing becomes of it.
-    pub fn set_len(&self, base: &B, len: u64) -> Result<()> {
+    pub fn set_len(&self, base: &B, len: u64) -> Changed {
         let seen = self.look_anew(base)?;
         if len >= self.len() {
             return self.grow_seen(base, len);
@@ -300,17 +314,17 @@ impl<B: Backing> Container<B> {
             let appended = own.note(base, self.epoch.load(Ordering::Acquire), Change::Cut(part))?;
             self.add_own(base, &own, appended)?;
         }
-        self.settle_len(base)
+        Ok(self.settle_len(base)?)
     }
 
     /// Makes the file at least so long.
-    pub fn grow(&self, base: &B, len: u64) -> Result<()> {
+    pub fn grow(&self, base: &B, len: u64) -> Changed {
         self.look_anew(base)?;
         self.grow_seen(base, len)
     }
 
     /// The same, after a look.
-    fn grow_seen(&self, base: &B, len: u64) -> Result<()> {
+    fn grow_seen(&self, base: &B, len: u64) -> Changed {
         if len <= self.len() {
             return Ok(());
         }
@@ -330,7 +344,7 @@ impl<B: Backing> Container<B> {
     }
 
     /// Makes bytes zero, as far as the file has them.
-    pub fn zero(&self, base: &B, piece: Piece) -> Result<()> {
+    pub fn zero(&self, base: &B, piece: Piece) -> Changed {
         let own = self.own_log(base)?;
         let change = Change::Zeroed(piece);
         let appended = own.note(base, self.epoch.load(Ordering::Acquire), change)?;
@@ -420,9 +434,9 @@ impl<B: Backing> Container<B> {
     }
 
     /// This host's own logs, made if it has none.
-    fn own_log(&self, base: &B) -> Result<Arc<OwnLog<B>>> {
+    fn own_log(&self, base: &B) -> std::result::Result<Arc<OwnLog<B>>, ChangeError> {
         if self.view.lock().seal.is_some() {
-            return Err(Errno::STALE);
+            return Err(ChangeError::Sealed);
         }
         let mut own = self.own.lock();
         loop {
@@ -437,7 +451,7 @@ impl<B: Backing> Container<B> {
                         Err(_) => OwnState::None,
                     };
                     self.own_made.notify_all();
-                    return made;
+                    return Ok(made?);
                 }
             }
         }
@@ -456,14 +470,15 @@ impl<B: Backing> Container<B> {
         Ok(made)
     }
 
-    /// ESTALE if what counts may have been decided without this frame: who decides it puts `closing` before he looks
-    /// how long indexes are, so a frame that is there before `closing` counts, whatever he believes of this host.
-    fn add_own(&self, base: &B, own: &OwnLog<B>, appended: Appended) -> Result<()> {
-        if own::find(base, &self.dir, OsStr::new(CLOSING))?.is_some() {
-            return Err(Errno::STALE);
-        }
-        if self.view.lock().seal.is_some() {
-            return Err(Errno::STALE);
+    /// Takes what this host appended, unless what counts may have been decided without this frame. A sealing host puts
+    /// `closing` before it looks how long indexes are: a frame that is there before `closing` counts, also that of a host
+    /// that is taken for dead.
+    fn add_own(&self, base: &B, own: &OwnLog<B>, appended: Appended) -> Changed {
+        let is_closing = own::find(base, &self.dir, OsStr::new(CLOSING))
+            .map_err(Errno::from)?
+            .is_some();
+        if is_closing || self.view.lock().seal.is_some() {
+            return Err(ChangeError::Sealed);
         }
         let is_due = self.note_appended(own, appended);
         if is_due {

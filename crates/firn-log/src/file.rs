@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::behind::{Behind, read_whole};
-use crate::container::{Container, Memory, Walk, next_change};
+use crate::container::{ChangeError, Changed, Container, Memory, Walk, next_change};
 use crate::file_id::FileId;
 use crate::frame::Change;
 use crate::head::{self, HEAD, Head};
@@ -685,21 +685,19 @@ impl<B: Backing> LoggedFile<B> {
         &self,
         place: &Place<'_, B>,
         plain: &PlainBytes<'_>,
-        make: &dyn Fn(&Container<B>) -> Result<()>,
+        make: &dyn Fn(&Container<B>) -> Changed,
     ) -> Result<()> {
         self.is_written.store(true, Ordering::Release);
         for _ in 0..LOOKS_MAX {
             self.trouble()?;
             let top = self.join(place, plain)?;
-            let made = make(&top.container).and_then(|()| match top.is_current(place)? {
-                true => Ok(()),
-                false => Err(Errno::STALE),
-            });
-            match made {
+            match make(&top.container) {
+                Ok(()) if top.is_current(place)? => return Ok(()),
                 // What counts is being decided, maybe without it, or is in the plain file by now: it goes to the next
                 // generation too.
-                Err(Errno::STALE | Errno::NOENT) => top.end_writing(place)?,
-                outcome => return outcome,
+                Ok(()) | Err(ChangeError::Sealed) => top.end_writing(place)?,
+                Err(ChangeError::Failed(_)) if !top.is_current(place)? => top.end_writing(place)?,
+                Err(ChangeError::Failed(errno)) => return Err(errno),
             }
         }
         Err(Errno::IO)

@@ -44,7 +44,7 @@ mod verify;
 mod writer;
 
 pub use backing::{CONTAINERS, Left, LogBacking, Setup, make_dir};
-pub use container::{Container, Memory, Walk};
+pub use container::{ChangeError, Changed, Container, Memory, Walk};
 pub use file::Flattened;
 pub use file_id::is_container;
 pub use logs::{Logs, find_object};

@@ -469,6 +469,31 @@ fn parts_are_one_append_and_one_frame_or_nothing() {
     }
 }
 
+/// A network file system gives these errors too: they do not mean that a container is sealed or gone.
+#[test]
+fn an_error_of_the_server_ends_a_write_and_no_container() {
+    let disk = SimBacking::new();
+    let host = logged_by(&disk, "a");
+    let me = suite::own_caller();
+    let (_, file, _) = host
+        .create(&me, &host.root(), OsStr::new("x"), 0o644)
+        .expect("create");
+    write_parts(&host, &file, &[(0, &b"before"[..])]);
+    for errno in [Errno::STALE, Errno::NOENT] {
+        disk.set_plan(move |call, _| (call == "write_at").then_some(Fault::Error(errno)));
+        let data = [IoSlice::new(b"never")];
+        let part = DataPart {
+            offset: 0,
+            data: &data,
+        };
+        assert_eq!(host.write_parts(&file, &[part]), Err(errno));
+        disk.clear_plan();
+        assert_eq!(containers(&disk), 1, "{errno}: no next generation");
+    }
+    write_parts(&host, &file, &[(0, &b"after "[..])]);
+    assert_eq!(read(&host, "x").as_deref(), Some(&b"after "[..]));
+}
+
 #[test]
 fn a_frame_speaks_of_so_many_parts_and_the_next_one_of_the_rest() {
     let disk = SimBacking::new();

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_backing::{Access, Backing, DataPart, Errno};
 use firn_hosts::own;
-use firn_log::{Container, Ending, Flat, Memory};
+use firn_log::{ChangeError, Changed, Container, Ending, Flat, Memory};
 use firn_sim::{SimBacking, suite};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -138,7 +138,7 @@ impl Host {
         Ok(ending.flatten(&inode, &plain)? == Flat::Done)
     }
 
-    fn apply(&self, change: &Change) -> Result<(), Errno> {
+    fn apply(&self, change: &Change) -> Changed {
         match change {
             Change::Write(parts) => {
                 let data: Vec<_> = parts.iter().map(|(_, data)| [IoSlice::new(data)]).collect();
@@ -716,5 +716,5 @@ fn a_container_ends_with_its_last_writer() {
     assert_eq!(plain_bytes(&world.disk), b"from a");
     // One that was taken for dead and was not learns of it with its next write.
     let late = dead.apply(&Change::Write(vec![(0, b"late".to_vec())]));
-    assert_eq!(late, Err(Errno::STALE));
+    assert_eq!(late, Err(ChangeError::Sealed));
 }
