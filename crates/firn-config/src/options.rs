@@ -6,13 +6,27 @@
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+use strum::{IntoStaticStr, VariantArray, VariantNames};
 
 use crate::kernel::KernelFlag;
 use crate::table::TABLE;
 
 /// When data goes to the backing.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    IntoStaticStr,
+    VariantArray,
+    VariantNames,
+)]
 #[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
 pub enum Drain {
     /// As it comes.
     #[default]
@@ -24,8 +38,21 @@ pub enum Drain {
 }
 
 /// How programs reach the files.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    IntoStaticStr,
+    VariantArray,
+    VariantNames,
+)]
 #[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
 pub enum Frontend {
     /// Through the kernel, and by direct access where the preload library is loaded.
     #[default]
@@ -35,8 +62,21 @@ pub enum Frontend {
 }
 
 /// Who says which I/O server a new file goes to.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    IntoStaticStr,
+    VariantArray,
+    VariantNames,
+)]
 #[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
 pub enum Placement {
     /// The backing's file system.
     #[default]
@@ -52,20 +92,9 @@ pub enum Placement {
 }
 
 impl Placement {
-    /// All of them, in the order of [`Placement::NAMES`].
-    pub const ALL: [Self; 5] = [
-        Self::None,
-        Self::Dirs,
-        Self::Lustre,
-        Self::Moosefs,
-        Self::Command,
-    ];
-    /// As the option has them.
-    pub const NAMES: [&str; 5] = ["none", "dirs", "lustre", "moosefs", "command"];
-
     /// As the option has it.
     pub fn name(self) -> &'static str {
-        Self::NAMES[self as usize]
+        self.into()
     }
 
     /// Whether the backing is one file system whose files are steered to its servers.
@@ -75,8 +104,21 @@ impl Placement {
 }
 
 /// How the bytes of a new file lie in the backing until it is closed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    IntoStaticStr,
+    VariantArray,
+    VariantNames,
+)]
 #[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
 pub enum Layout {
     /// In their places in the file.
     #[default]
@@ -86,8 +128,21 @@ pub enum Layout {
 }
 
 /// When the logs of a file become the plain file.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    IntoStaticStr,
+    VariantArray,
+    VariantNames,
+)]
 #[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
 pub enum Flatten {
     /// When the last host has closed it.
     #[default]
@@ -100,16 +155,21 @@ pub enum Flatten {
     Off,
 }
 
-impl Flatten {
-    /// All of them, in the order of [`Flatten::NAMES`].
-    pub const ALL: [Self; 4] = [Self::Close, Self::Demand, Self::Read, Self::Off];
-    /// As the option has them.
-    pub const NAMES: [&str; 4] = ["close", "demand", "read", "off"];
-}
-
 /// When close(2) returns.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    IntoStaticStr,
+    VariantArray,
+    VariantNames,
+)]
 #[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
 pub enum Close {
     /// As `drain` says; not found in resolved options.
     Auto,
@@ -120,8 +180,20 @@ pub enum Close {
 }
 
 /// What fsync(2) waits for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    IntoStaticStr,
+    VariantArray,
+    VariantNames,
+)]
 #[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
 pub enum Fsync {
     /// Bytes and name durable in the backing.
     Durable,
@@ -130,8 +202,20 @@ pub enum Fsync {
 }
 
 /// Whether the kernel reads drained files from the backing itself.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    IntoStaticStr,
+    VariantArray,
+    VariantNames,
+)]
 #[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
 pub enum Passthrough {
     /// Where firnd may (root, kernel 6.9 or later).
     Auto,
@@ -140,8 +224,20 @@ pub enum Passthrough {
 }
 
 /// In which order the files of one I/O server are written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    IntoStaticStr,
+    VariantArray,
+    VariantNames,
+)]
 #[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
 pub enum Order {
     /// In turns of one write each.
     Interleaved,
@@ -150,8 +246,22 @@ pub enum Order {
 }
 
 /// How much firnd writes to its log.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Serialize,
+    Deserialize,
+    IntoStaticStr,
+    VariantArray,
+    VariantNames,
+)]
 #[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
 pub enum LogLevel {
     /// Only what needs somebody to act.
     Error,
@@ -166,30 +276,28 @@ pub enum LogLevel {
 }
 
 impl LogLevel {
-    /// All levels, in the order of the words in the table.
-    pub const ALL: [Self; 5] = [
-        Self::Error,
-        Self::Warn,
-        Self::Info,
-        Self::Debug,
-        Self::Trace,
-    ];
-
     /// The word.
     pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Error => "error",
-            Self::Warn => "warn",
-            Self::Info => "info",
-            Self::Debug => "debug",
-            Self::Trace => "trace",
-        }
+        self.into()
     }
 }
 
 /// What becomes of changes in a transaction.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    IntoStaticStr,
+    VariantArray,
+    VariantNames,
+)]
 #[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
 pub enum Mode {
     /// They are held until it is committed.
     #[default]
@@ -225,8 +333,21 @@ pub enum Partner {
 }
 
 /// Where the lock is kept that gives a lane one writer among several hosts.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    IntoStaticStr,
+    VariantArray,
+    VariantNames,
+)]
 #[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
 pub enum TokenService {
     /// There is none: hosts write when they like.
     #[default]

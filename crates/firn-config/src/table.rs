@@ -8,6 +8,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 use firn_format::quote::quoted_path;
+use strum::{VariantArray, VariantNames};
 
 use crate::options::{
     Close, Drain, Flatten, Frontend, Fsync, Layout, LogLevel, Mode, Options, Order, Participants,
@@ -113,7 +114,7 @@ pub static TABLE: [Row; 47] = [
     },
     Row {
         name: "order",
-        kind: Kind::Choice(&["interleaved", "sequential"]),
+        kind: Kind::Choice(words::<Order>()),
         default: "interleaved",
         help: "Order in which the files of one I/O server are written",
         long: "With `interleaved`, each file that has data gets one write in turn. With `sequential`, a server \
@@ -122,11 +123,8 @@ pub static TABLE: [Row; 47] = [
                `firn wait`) come first, in the order of waiting. Nothing is gained on flash. With several hosts, \
                add `tokens`.",
         changes_promises: true,
-        get: |o| match o.order {
-            Order::Interleaved => "interleaved".into(),
-            Order::Sequential => "sequential".into(),
-        },
-        set: |o, v| o.order = [Order::Interleaved, Order::Sequential][v.choice()],
+        get: |o| word(o.order),
+        set: |o, v| o.order = v.choice(),
     },
     Row {
         name: "lane-writers",
@@ -149,7 +147,7 @@ pub static TABLE: [Row; 47] = [
     },
     Row {
         name: "frontend",
-        kind: Kind::Choice(&["fuse", "preload"]),
+        kind: Kind::Choice(words::<Frontend>()),
         default: "fuse",
         help: "How programs reach the files: a FUSE mount, or the preload library alone",
         long: "With `fuse` the kernel serves every program, and programs that load the preload library are \
@@ -158,21 +156,12 @@ pub static TABLE: [Row; 47] = [
                read and write their data. Statically linked programs see empty files. For root, a tmpfs is \
                mounted at the mount point; other users must give a directory on a tmpfs.",
         changes_promises: true,
-        get: |o| match o.frontend {
-            Frontend::Fuse => "fuse".into(),
-            Frontend::Preload => "preload".into(),
-        },
-        set: |o, v| {
-            o.frontend = if v.choice() == 0 {
-                Frontend::Fuse
-            } else {
-                Frontend::Preload
-            }
-        },
+        get: |o| word(o.frontend),
+        set: |o, v| o.frontend = v.choice(),
     },
     Row {
         name: "drain",
-        kind: Kind::Choice(&["eager", "demand", "commit"]),
+        kind: Kind::Choice(words::<Drain>()),
         default: "eager",
         help: "When data goes to the backing: as it arrives (eager), on request (demand), or with a commit \
                (commit)",
@@ -183,12 +172,8 @@ pub static TABLE: [Row; 47] = [
                commit`, changes to names and data are invisible in the backing, and `firn abort` or a crash \
                undoes them. Outside of transactions, `commit` drains like `eager`.",
         changes_promises: true,
-        get: |o| match o.drain {
-            Drain::Eager => "eager".to_owned(),
-            Drain::Demand => "demand".to_owned(),
-            Drain::Commit => "commit".to_owned(),
-        },
-        set: |o, v| o.drain = [Drain::Eager, Drain::Demand, Drain::Commit][v.choice()],
+        get: |o| word(o.drain),
+        set: |o, v| o.drain = v.choice(),
     },
     Row {
         name: "history",
@@ -214,7 +199,7 @@ pub static TABLE: [Row; 47] = [
     },
     Row {
         name: "mode",
-        kind: Kind::Choice(&["buffer", "shadow"]),
+        kind: Kind::Choice(words::<Mode>()),
         default: "buffer",
         help: "With drain=commit: hold changes back until the commit (buffer), or write them at once and undo \
                them on abort (shadow)",
@@ -226,15 +211,12 @@ pub static TABLE: [Row; 47] = [
                the copies take no space. With `participants`, all hosts must use the same mode; with `shadow` \
                there are no conflicts, and an abort by one host undoes the changes of all.",
         changes_promises: true,
-        get: |o| match o.mode {
-            Mode::Buffer => "buffer".to_owned(),
-            Mode::Shadow => "shadow".to_owned(),
-        },
-        set: |o, v| o.mode = [Mode::Buffer, Mode::Shadow][v.choice()],
+        get: |o| word(o.mode),
+        set: |o, v| o.mode = v.choice(),
     },
     Row {
         name: "placement",
-        kind: Kind::Choice(&Placement::NAMES),
+        kind: Kind::Choice(words::<Placement>()),
         default: "none",
         help: "Who says which I/O server a new file goes to: the backing's file system (none), or firn, over \
                several directories (dirs) or by telling the backing's file system",
@@ -247,8 +229,8 @@ pub static TABLE: [Row; 47] = [
                `servers`. With `command`, the program `place-command` makes the file and tells it. A file system \
                that does not do as it is told gets the file all the same: `firn status` counts such files.",
         changes_promises: true,
-        get: |o| o.placement.name().to_owned(),
-        set: |o, v| o.placement = Placement::ALL[v.choice()],
+        get: |o| word(o.placement),
+        set: |o, v| o.placement = v.choice(),
     },
     Row {
         name: "lanes",
@@ -398,7 +380,7 @@ pub static TABLE: [Row; 47] = [
     },
     Row {
         name: "tokens",
-        kind: Kind::Choice(&["none", "flock", "etcd"]),
+        kind: Kind::Choice(words::<TokenService>()),
         default: "none",
         help: "With several hosts: which locks give each lane one writing host at a time",
         long: "A host asks for the token of a lane (of an I/O server, or of the whole backing) before it drains to \
@@ -408,18 +390,8 @@ pub static TABLE: [Row; 47] = [
                etcd, 3.4 or later. Every host must be given the same tokens. No data depends on a token: where \
                none comes, drains go on without, and `firn status` says so.",
         changes_promises: false,
-        get: |o| {
-            match o.tokens {
-                TokenService::None => "none",
-                TokenService::Flock => "flock",
-                TokenService::Etcd => "etcd",
-            }
-            .to_owned()
-        },
-        set: |o, v| {
-            let services = [TokenService::None, TokenService::Flock, TokenService::Etcd];
-            o.tokens = services[v.choice()];
-        },
+        get: |o| word(o.tokens),
+        set: |o, v| o.tokens = v.choice(),
     },
     Row {
         name: "token-hold",
@@ -506,7 +478,7 @@ pub static TABLE: [Row; 47] = [
     },
     Row {
         name: "layout",
-        kind: Kind::Choice(&["plain", "log"]),
+        kind: Kind::Choice(words::<Layout>()),
         default: "plain",
         help: "How the bytes of a new file lie in the backing until it is closed: in their places (plain), or in a log \
                of each host (log)",
@@ -517,11 +489,8 @@ pub static TABLE: [Row; 47] = [
                without firn. Give all hosts the same `layout`, and each a name of its own (`host`). For files that \
                one host writes it only costs time.",
         changes_promises: true,
-        get: |o| match o.layout {
-            Layout::Plain => "plain".to_owned(),
-            Layout::Log => "log".to_owned(),
-        },
-        set: |o, v| o.layout = [Layout::Plain, Layout::Log][v.choice()],
+        get: |o| word(o.layout),
+        set: |o, v| o.layout = v.choice(),
     },
     Row {
         name: "log-files",
@@ -537,7 +506,7 @@ pub static TABLE: [Row; 47] = [
     },
     Row {
         name: "flatten",
-        kind: Kind::Choice(&Flatten::NAMES),
+        kind: Kind::Choice(words::<Flatten>()),
         default: "close",
         help: "When the logs of a file become the plain file: when the last host has closed it (close), at the \
                unmount (demand), also when it is opened for reading (read), or not \
@@ -545,12 +514,12 @@ pub static TABLE: [Row; 47] = [
         long: "Each host that has closed the file takes its share of the work. `firn umount` \
                flattens what nobody writes any more, but with `off`. `firn flatten`, `firn drain --wait` and `firn wait` do so at any time.",
         changes_promises: true,
-        get: |o| Flatten::NAMES[o.flatten as usize].to_owned(),
-        set: |o, v| o.flatten = Flatten::ALL[v.choice()],
+        get: |o| word(o.flatten),
+        set: |o, v| o.flatten = v.choice(),
     },
     Row {
         name: "close",
-        kind: Kind::Choice(&["auto", "drain", "held"]),
+        kind: Kind::Choice(words::<Close>()),
         default: "auto",
         help: "When close returns: when the file is in the backing (drain), or at once (held)",
         long: "`auto` means `drain`; with drain=demand, and with drain=commit in buffer mode, it means `held`. With \
@@ -558,26 +527,19 @@ pub static TABLE: [Row; 47] = [
                returns at memory speed; the data survives the death of every process and drains in the \
                background, but is lost if the host fails before it has drained.",
         changes_promises: true,
-        get: |o| match o.close {
-            Close::Auto => "auto".to_owned(),
-            Close::Drain => "drain".to_owned(),
-            Close::Held => "held".to_owned(),
-        },
-        set: |o, v| o.close = [Close::Auto, Close::Drain, Close::Held][v.choice()],
+        get: |o| word(o.close),
+        set: |o, v| o.close = v.choice(),
     },
     Row {
         name: "fsync",
-        kind: Kind::Choice(&["durable", "held"]),
+        kind: Kind::Choice(words::<Fsync>()),
         default: "durable",
         help: "What fsync waits for: data durable in the backing (durable), or nothing (held)",
         long: "With `held`, fsync promises no more than write: the data survives the death of every process, but \
                not of the host. For programs that call fsync far more often than they need to.",
         changes_promises: true,
-        get: |o| match o.fsync {
-            Fsync::Durable => "durable".to_owned(),
-            Fsync::Held => "held".to_owned(),
-        },
-        set: |o, v| o.fsync = [Fsync::Durable, Fsync::Held][v.choice()],
+        get: |o| word(o.fsync),
+        set: |o, v| o.fsync = v.choice(),
     },
     Row {
         name: "drain-age",
@@ -644,17 +606,14 @@ pub static TABLE: [Row; 47] = [
     },
     Row {
         name: "passthrough",
-        kind: Kind::Choice(&["auto", "off"]),
+        kind: Kind::Choice(words::<Passthrough>()),
         default: "auto",
         help: "Let the kernel read drained files straight from the backing",
         long: "`auto` enables it where firnd is allowed to: as root, on Linux 6.9 or later, over a backing that \
                is not stacked.",
         changes_promises: false,
-        get: |o| match o.passthrough {
-            Passthrough::Auto => "auto".to_owned(),
-            Passthrough::Off => "off".to_owned(),
-        },
-        set: |o, v| o.passthrough = [Passthrough::Auto, Passthrough::Off][v.choice()],
+        get: |o| word(o.passthrough),
+        set: |o, v| o.passthrough = v.choice(),
     },
     Row {
         name: "kernel-copies",
@@ -778,13 +737,13 @@ pub static TABLE: [Row; 47] = [
     },
     Row {
         name: "log-level",
-        kind: Kind::Choice(&["error", "warn", "info", "debug", "trace"]),
+        kind: Kind::Choice(words::<LogLevel>()),
         default: "info",
         help: "How much firnd logs",
         long: "The log is the mount's `.log` file in the runtime directory, or stderr with --foreground.",
         changes_promises: false,
-        get: |o| o.log_level.as_str().to_owned(),
-        set: |o, v| o.log_level = LogLevel::ALL[v.choice()],
+        get: |o| word(o.log_level),
+        set: |o, v| o.log_level = v.choice(),
     },
     Row {
         name: "read-only",
@@ -1015,6 +974,16 @@ pub static RULES: [Rule; 16] = [
     },
 ];
 
+/// The words of a choice, in the order of its values.
+const fn words<T: VariantNames>() -> &'static [&'static str] {
+    T::VARIANTS
+}
+
+/// The word of a value.
+fn word(value: impl Into<&'static str>) -> String {
+    value.into().to_owned()
+}
+
 fn switch_text(on: bool) -> String {
     if on { "yes" } else { "no" }.to_owned()
 }
@@ -1031,9 +1000,9 @@ impl Value {
             other => panic!("the table expects a number, got {other:?}"),
         }
     }
-    fn choice(self) -> usize {
+    fn choice<T: VariantArray + Copy>(self) -> T {
         match self {
-            Value::Choice(index) => index,
+            Value::Choice(index) => T::VARIANTS[index],
             other => panic!("the table expects a word, got {other:?}"),
         }
     }
