@@ -3,6 +3,17 @@
 //! Invariants
 //! * `first <= wait <= last` for every wait, and no wait is shorter than the one before it.
 //! * After a reset, the next wait is `first`.
+//!
+//! ```
+//! use firn_backing::backoff::Backoff;
+//! use std::time::Duration;
+//!
+//! const RETRY: Backoff = Backoff::new(Duration::from_millis(2), Duration::from_millis(5));
+//! let mut waits = RETRY.start();
+//! assert_eq!(waits.next_wait(), Duration::from_millis(2));
+//! assert_eq!(waits.next_wait(), Duration::from_millis(4));
+//! assert_eq!(waits.next_wait(), Duration::from_millis(5));
+//! ```
 
 use std::time::Duration;
 

@@ -4,6 +4,19 @@
 //! ([`paths`]), and over the control socket to firnd ([`connect`]). [`OpenMount`] puts them together with the
 //! mapping of the arena ([`region`]); the C library is a thin layer over it. Direct access is in `firn-direct`,
 //! which the preload library uses without this crate.
+//!
+//! ```no_run
+//! use firn_client::{ChunkList, OpenMount};
+//! use std::path::Path;
+//! use std::sync::Arc;
+//!
+//! let mount = Arc::new(OpenMount::open(Path::new("/ckpt"))?);
+//! println!("{} bytes are held in memory", mount.status()?.held_bytes);
+//! // Where each byte of a checkpoint is. What is listed stays as it is until the list is dropped.
+//! let chunks = ChunkList::make(&mount, Path::new("/ckpt/step12/rank0"))?;
+//! assert!(!chunks.was_changed()?);
+//! # Ok::<(), firn_client::MountError>(())
+//! ```
 
 pub mod connect;
 mod error;

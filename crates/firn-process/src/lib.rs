@@ -8,6 +8,23 @@
 //!
 //! A descendant that keeps the output open does not delay the return: once the program has ended, only the bytes
 //! that are in the pipe by then are read.
+//!
+//! ```
+//! use firn_process::{Excess, Limits, run};
+//! use std::process::Command;
+//! use std::time::{Duration, Instant};
+//!
+//! let limits = Limits {
+//!     input: b"three\none\n",
+//!     output_bytes_max: 4096,
+//!     excess: Excess::Refuse,
+//!     deadline: Instant::now() + Duration::from_secs(10),
+//! };
+//! let ended = run(Command::new("sort"), limits)?;
+//! assert!(ended.status.success());
+//! assert_eq!(ended.output, b"one\nthree\n");
+//! # Ok::<(), firn_process::RunError>(())
+//! ```
 
 use std::io::{self, PipeReader, PipeWriter};
 use std::os::unix::process::CommandExt;
