@@ -616,7 +616,7 @@ fn what_cannot_go_together_is_refused_with_the_reason() {
         let args = mount_args(&cluster.backing(), &host.join("mnt"), options);
         host.run(args).code(2).says(why);
     };
-    refused(0, "log-files=*.h5", "layout=log");
+    refused(0, "log-files=*.h5,layout=plain", "layout=log");
     refused(0, "layout=log,log-files=a/b", "without directories");
     let mount = cluster.mount(0, "flatten=off");
     fs::write(mount.join("file"), "in a log").expect("write");
