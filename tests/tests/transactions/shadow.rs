@@ -260,5 +260,7 @@ fn history_is_refused_with_what_to_do() {
     mount("drain=commit,mode=shadow,history=2")
         .code(2)
         .says("mode=buffer");
-    mount("mode=shadow").code(2).says("drain=commit");
+    mount("mode=shadow,drain=eager")
+        .code(2)
+        .says("drain=commit");
 }
