@@ -54,6 +54,52 @@ fn pjdfstest_fails_nothing_with_files_in_logs() {
     pjdfstest_with(FsKind::Ext4, &format!("{OPTIONS},layout=log"));
 }
 
+/// Runs pjdfstest over several layers, outside of transactions.
+fn pjdfstest_in_layers(options: &str, has_lanes: bool) {
+    let sandbox = Sandbox::new("suite-layers");
+    let images = LaneImages::new(&sandbox);
+    let native = images.image(0).mkdir("native");
+    let options = format!("{OPTIONS},{options}");
+    let options = if has_lanes {
+        images.options(&options)
+    } else {
+        options
+    };
+    let mount = FirnMount::over(&sandbox, images.backing(), &options);
+    compare_pjdfstest(&sandbox, &native, &mount, "ext4");
+    mount.umount();
+}
+
+/// Proves S-tx-123.
+#[test]
+fn pjdfstest_fails_nothing_with_transactions() {
+    pjdfstest_in_layers("drain=commit", false);
+}
+
+/// Proves S-tx-123.
+#[test]
+fn pjdfstest_fails_nothing_with_transactions_over_logs() {
+    pjdfstest_in_layers("drain=commit,layout=log", false);
+}
+
+/// Proves S-tx-123.
+#[test]
+fn pjdfstest_fails_nothing_with_transactions_over_lanes() {
+    pjdfstest_in_layers("drain=commit", true);
+}
+
+/// Proves S-log-9, S-place-1.
+#[test]
+fn pjdfstest_fails_nothing_with_logs_over_lanes() {
+    pjdfstest_in_layers("layout=log", true);
+}
+
+/// Proves S-tx-123.
+#[test]
+fn pjdfstest_fails_nothing_with_all_layers() {
+    pjdfstest_in_layers("drain=commit,layout=log", true);
+}
+
 /// Proves S-log-4, S-log-9.
 #[test]
 fn fsx_finds_nothing_in_logs() {
