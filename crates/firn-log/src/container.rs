@@ -474,9 +474,7 @@ impl<B: Backing> Container<B> {
     /// `closing` before it looks how long indexes are: a frame that is there before `closing` counts, also that of a host
     /// that is taken for dead.
     fn add_own(&self, base: &B, own: &OwnLog<B>, appended: Appended) -> Changed {
-        let is_closing = own::find(base, &self.dir, OsStr::new(CLOSING))
-            .map_err(Errno::from)?
-            .is_some();
+        let is_closing = own::find(base, &self.dir, OsStr::new(CLOSING))?.is_some();
         if is_closing || self.view.lock().seal.is_some() {
             return Err(ChangeError::Sealed);
         }

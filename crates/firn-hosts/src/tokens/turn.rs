@@ -45,7 +45,7 @@ pub struct Limits {
 /// What a thread of a lane may do.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Permit {
-    /// Pick and write. The use must be handed back ([`crate::LaneToken::leave`]).
+    /// Pick and write. The use must be handed back ([`crate::tokens::LaneToken::leave`]).
     Go(Use),
     /// Wait until the lane is woken, but no longer than this.
     Wait(Duration),

@@ -138,7 +138,7 @@ impl<'a, B: Backing> Prepared<'a, B> {
         self.handle.store.give_vote_up(self.id, path, why)
     }
 
-    /// Decides for all hosts that it is not committed; fails with [`StageError::Decided`] where it is.
+    /// Decides for all hosts that it is not committed; fails with [`StageError::Decided`](crate::StageError::Decided) where it is.
     pub(crate) fn call_commit_off(&self) -> Result<(), VoteError> {
         let path = &self.handle.scope.path;
         self.handle.store.call_commit_off(self.id, path)
