@@ -179,9 +179,8 @@ impl Resolved {
 
     /// Whether a source gives an option another value than its default.
     fn is_set(&self, name: &str) -> bool {
-        let default = Options::default();
         *self.origin(name) != Origin::Default
-            && row(name).is_some_and(|row| (row.get)(&self.options) != (row.get)(&default))
+            && row(name).is_some_and(|row| (row.get)(&self.options) != row.default)
     }
 
     fn origin(&self, name: &str) -> &Origin {

@@ -31,7 +31,7 @@ use rustix::fs::{Mode as FileMode, OFlags};
 use crate::error::AttachError;
 use crate::frontend::waiting_tree;
 use crate::gate::TransactionGate;
-use crate::host_lease::{HostLease, LeaseState, whoever_comes};
+use crate::host_lease::{HostLease, LeaseState, open_backing, whoever_comes};
 use crate::host_name::host_name;
 use crate::lock::{DYING, Locks};
 use crate::logs;
@@ -150,10 +150,7 @@ impl Attached {
         }
         let new = NewArena::of(&found);
         let damaged = matches!(found, Found::Used { damaged: true, .. });
-        let directory = DirBacking::open(backing).map_err(|e| AttachError::BackingUnusable {
-            path: backing.into(),
-            source: e,
-        })?;
+        let directory = open_backing(backing)?;
         let target = Target {
             backing,
             files: &files,
@@ -515,10 +512,7 @@ fn open_ground(
 
 /// The same without a mount: files that lie in lanes or logs are served there.
 pub(crate) fn serve_ground(backing: &Path, options: &Options) -> Result<OpenedGround, AttachError> {
-    let directory = DirBacking::open(backing).map_err(|source| AttachError::BackingUnusable {
-        path: backing.to_owned(),
-        source,
-    })?;
+    let directory = open_backing(backing)?;
     let mut notice = |text| tracing::warn!("{text}");
     open_layers(
         backing,

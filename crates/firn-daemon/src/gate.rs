@@ -192,7 +192,7 @@ impl TransactionGate {
         inode.upper().cloned().ok_or(Errno::OPNOTSUPP)
     }
 
-    /// Runs `work` while nobody changes contents at or below `place`, all of whose pending data is treated as `pending`
+    /// Runs `work` while no program changes contents at or below `place`, all of whose pending data is treated as `pending`
     /// says before. Where it cannot be drained, `work` does not run.
     pub(crate) fn quiesce<T>(
         &self,

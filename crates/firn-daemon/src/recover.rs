@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-use firn_backing::{DirBacking, Errno};
+use firn_backing::Errno;
 use firn_config::Options;
 use firn_format::durability::DurabilityLevel;
 use firn_protocol::ErrorStatus;
@@ -16,7 +16,7 @@ use crate::attach::{ArenaEnd, Attached, serve_ground};
 use crate::end::{Event, drain_rest};
 use crate::error::{AttachError, RecoverError};
 use crate::frontend::{Frontend, Stubs, TreeEnd, waiting_tree};
-use crate::host_lease::HostLease;
+use crate::host_lease::{HostLease, open_backing};
 use crate::lock::{Locks, Sharing};
 use crate::logs;
 use crate::lost::{self, LostPolicy, LostReport};
@@ -170,10 +170,7 @@ pub fn recover(
 /// What the backing alone tells. A commit is not applied here: another host may be at it, and every host of a job may
 /// call this when the job has ended.
 fn report_decided(backing: &Path) -> Result<RecoverReport, RecoverError> {
-    let directory = DirBacking::open(backing).map_err(|source| AttachError::BackingUnusable {
-        path: backing.to_owned(),
-        source,
-    })?;
+    let directory = open_backing(backing)?;
     let decided = TransactionalBacking::decided_commits(directory);
     Ok(RecoverReport {
         decided: decided.map_err(AttachError::transactions(backing))?,

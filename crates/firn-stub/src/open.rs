@@ -170,7 +170,8 @@ impl<B: Backing> Tree<B> {
         let (dir, name) = self.parent(&path)?;
         map.add(id, Kind::File, &path)
             .map_err(|error| errno(&error))?;
-        let (caller, flags) = (self.caller(), libc::O_RDWR);
+        let caller = self.caller();
+        let flags = libc::O_RDWR;
         let made = match &later {
             Some((later_dir, later_name)) => self.engine.create_placed(
                 &caller,

@@ -45,6 +45,11 @@ pub(super) struct Plan {
 }
 
 impl Plan {
+    /// The path at which the next transaction begins, where it begins at this point.
+    fn begin_at(&self, point: NextBegin) -> Option<Vec<u8>> {
+        (self.next == point).then(|| self.path_after.clone())
+    }
+
     fn committed(self, not_applied_on: Vec<String>) -> Answer {
         Answer::Committed(Committed {
             id: self.id,
@@ -171,17 +176,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             }
             return Err(error);
         }
-        let path = plan.path_after.clone();
-        let begins = plan.next == NextBegin::AfterApply;
-        let awaits = Step::AwaitHosts { commit, plan };
-        Ok(match begins {
-            true => Step::Begin {
-                place: Place::directory(&path),
-                path,
-                then: Box::new(awaits),
-            },
-            false => awaits,
-        })
+        let begin_at = plan.begin_at(NextBegin::AfterApply);
+        Ok(begin_before(begin_at, Step::AwaitHosts { commit, plan }))
     }
 
     pub(super) fn await_hosts(
@@ -201,16 +197,20 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         };
         // Programs did not see the parts of other hosts until now.
         self.mount.forget_names(&[commit.scope()]);
-        let path = plan.path_after.clone();
-        let begins = plan.next == NextBegin::AfterOtherHosts;
+        let begin_at = plan.begin_at(NextBegin::AfterOtherHosts);
         let over = Step::Over(plan.committed(not_applied_on));
-        Ok(match begins {
-            true => Step::Begin {
-                place: Place::directory(&path),
-                path,
-                then: Box::new(over),
-            },
-            false => over,
-        })
+        Ok(begin_before(begin_at, over))
+    }
+}
+
+/// The step `then`, after the begin of a transaction at `path` where there is one.
+fn begin_before<B: Backing>(path: Option<Vec<u8>>, then: Step<'_, B>) -> Step<'_, B> {
+    match path {
+        Some(path) => Step::Begin {
+            place: Place::directory(&path),
+            path,
+            then: Box::new(then),
+        },
+        None => then,
     }
 }
