@@ -1267,6 +1267,39 @@ static void relative_locks(void) {
     print_locks("locked");
 }
 
+/* A lock lives as long as no descriptor of the program that leads to its file is closed. */
+static void kept_locks(void) {
+    int fd = make_rw("kept");
+    put(fd, "0123456789");
+    lock_from(fd, F_SETLK, SEEK_SET, 5, 19);
+    SAY(truncate(at("kept"), 7));
+    print_locks("kept");
+    char first[sizeof path];
+    strcpy(first, at("kept"));
+    MUST(link(first, at("kept-too")) == 0);
+    FILE *stream = fopen(at("kept-too"), "r+");
+    MUST(stream != NULL);
+    print_locks("kept");
+    SAY(fputs("abc", stream));
+    SAY(fflush(stream));
+    print_locks("kept");
+    MUST(fclose(stream) == 0);
+    print_locks("kept");
+    MUST(chmod(at("kept"), 0400) == 0);
+    MUST(seteuid(65534) == 0);
+    SAY(truncate(at("kept"), 3));
+    SAY(fopen(at("kept"), "w") == NULL);
+    MUST(seteuid(0) == 0);
+    SAY(truncate(at("kept"), -1));
+    SAY(fopen(at("kept"), "wx") == NULL);
+    SAY(fopen(at("kept"), "q") == NULL);
+    stream = fopen(at("kept"), "we");
+    MUST(stream != NULL);
+    SAY(fcntl(fileno(stream), F_GETFD));
+    SAY(fputs("de", stream));
+    MUST(fclose(stream) == 0);
+}
+
 static int print_list(int fd, const char *format, ...) {
     va_list list;
     va_start(list, format);
@@ -1472,7 +1505,7 @@ static const struct {
     {"handlers", handlers}, {"threads", threads}, {"bad-pointers", bad_pointers}, {"both-ways", both_ways},
     {"bad-buffers", bad_buffers}, {"statx-of-nothing", statx_of_nothing},
     {"stdio", stdio}, {"transfers", transfers}, {"asynchronous", asynchronous}, {"fortified", fortified},
-    {"relative-locks", relative_locks}, {"positions", positions}, {"numbers", numbers}, {"taken", taken},
+    {"relative-locks", relative_locks}, {"kept-locks", kept_locks}, {"positions", positions}, {"numbers", numbers}, {"taken", taken},
     {"limits", limits}, {"readers", readers}, {"lists", lists}, {"huge-offsets", huge_offsets},
 };
 

@@ -55,6 +55,7 @@ over_each_frontend! {
     locks_hold_and_move_no_offset: call_case("locks");
     /// Proves S-direct-9.
     regression_ranges_of_locks_begin_at_the_offset_or_the_end_that_programs_know: call_case("relative-locks");
+    regression_a_lock_ends_with_no_file_that_the_library_opened: call_case("kept-locks");
     /// Proves S-direct-9.
     every_call_that_goes_by_the_offset_or_moves_it_does_as_in_the_kernel: call_case("positions");
     /// Proves S-direct-9, S-stub-14.

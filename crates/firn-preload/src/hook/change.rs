@@ -3,7 +3,9 @@
 
 use std::ffi::{c_char, c_int, c_uint};
 use std::mem::MaybeUninit;
+use std::os::fd::FromRawFd;
 
+use firn_direct::syscall::Descriptor;
 use libc::off64_t;
 
 use super::{export, forward};
@@ -53,30 +55,61 @@ unsafe fn do_ftruncate(fd: c_int, size: off64_t) -> c_int {
 
 unsafe fn do_truncate(path: *const c_char, size: off64_t) -> c_int {
     if file_on_tree(libc::AT_FDCWD, path, 0).is_some() {
-        let flags = libc::O_WRONLY | libc::O_CLOEXEC | libc::O_NONBLOCK;
-        // SAFETY: the path that the program gave to truncate(2), opened as that would.
-        let fd = unsafe { syscall!(libc::SYS_openat, libc::AT_FDCWD, path, flags, 0usize) };
-        if fd < 0 {
-            return with_errno(fd) as c_int;
-        }
-        let fd = fd as c_int;
-        let opened = sys::identity(fd).map_or(Ok(false), |(found, _)| {
-            stub::register_open(fd, found.device, flags)
-        });
-        let done = match opened {
-            Ok(true) => stub::truncate_stub(fd, size),
-            Ok(false) => None,
-            Err(errno) => Some(Err(errno)),
-        };
-        if opened == Ok(true) {
-            stub::close_stub(fd);
-        }
-        sys::close(fd);
-        if let Some(done) = done {
-            return as_result(done);
+        // SAFETY: the path that the program gave to truncate(2).
+        match unsafe { truncate_on_tree(path, size) } {
+            Ok(()) => return 0,
+            Err(libc::ENODEV) => {}
+            Err(errno) => return with_errno(-(errno as isize)) as c_int,
         }
     }
     forward!(TRUNCATE(path, size))
+}
+
+/// ENODEV: the path leads to no stub.
+///
+/// The descriptor is one of O_PATH: the close of any other would end the locks (fcntl(2)) that the program holds on the
+/// file by a descriptor of its own.
+///
+/// # Safety
+/// A C string.
+unsafe fn truncate_on_tree(path: *const c_char, size: off64_t) -> Result<(), c_int> {
+    let flags = libc::O_PATH | libc::O_CLOEXEC;
+    // SAFETY: the caller's string.
+    let result = unsafe { syscall!(libc::SYS_openat, libc::AT_FDCWD, path, flags, 0usize) };
+    if result < 0 {
+        return Err(-result as c_int);
+    }
+    let fd = result as c_int;
+    // SAFETY: the descriptor was just opened, and nobody else closes it.
+    let _closed_at_the_end = unsafe { Descriptor::from_raw_fd(fd) };
+    // SAFETY: the caller's string.
+    unsafe { check_may_write(fd, path)? };
+    let (found, _) = sys::identity(fd).ok_or(libc::ENODEV)?;
+    if !stub::register_open(fd, found.device, libc::O_WRONLY)? {
+        return Err(libc::ENODEV);
+    }
+    let done = stub::truncate_stub(fd, size);
+    stub::close_stub(fd);
+    done.unwrap_or(Err(libc::ENODEV))
+}
+
+/// Checks that the process may write an open file, as the kernel does before truncate(2).
+///
+/// # Safety
+/// `path`, which the file was opened by, is a C string.
+unsafe fn check_may_write(fd: c_int, path: *const c_char) -> Result<(), c_int> {
+    let flags = libc::AT_EACCESS | libc::AT_EMPTY_PATH;
+    // SAFETY: a descriptor, an empty string and numbers.
+    let mut result = unsafe { syscall!(libc::SYS_faccessat2, fd, c"".as_ptr(), libc::W_OK, flags) };
+    if result == -(libc::ENOSYS as isize) {
+        // Linux before 5.8.
+        // SAFETY: the caller's string.
+        result = unsafe { syscall!(libc::SYS_faccessat, libc::AT_FDCWD, path, libc::W_OK) };
+    }
+    match result {
+        0.. => Ok(()),
+        errno => Err(-errno as c_int),
+    }
 }
 
 unsafe fn do_fallocate(fd: c_int, mode: c_int, offset: off64_t, len: off64_t) -> c_int {
@@ -126,7 +159,7 @@ unsafe fn do_sync_file_range(fd: c_int, offset: off64_t, len: off64_t, flags: c_
 // ---- times ---------------------------------------------------------------------------------------
 
 /// Device and inode number of what a path leads to, if it is a regular file on the device of a tree.
-fn file_on_tree(dir: c_int, path: *const c_char, flags: c_int) -> Option<(u64, u64)> {
+pub(super) fn file_on_tree(dir: c_int, path: *const c_char, flags: c_int) -> Option<(u64, u64)> {
     if !trees::has_trees() || path.is_null() {
         return None;
     }

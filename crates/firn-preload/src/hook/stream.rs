@@ -14,7 +14,7 @@ use crate::real::{FCLOSE, FDOPEN, FOPEN, FREOPEN};
 use crate::share;
 use crate::sharing::Moment;
 use crate::summary;
-use crate::sys::{self, with_errno};
+use crate::sys::{self, syscall, with_errno};
 use crate::table::{ACTIVE, tag, tag_of};
 use crate::trees;
 use crate::vfork::in_vfork_child;
@@ -46,15 +46,24 @@ unsafe extern "C" fn do_fopen(
     caller: *const c_void,
 ) -> *mut FILE {
     let before = Moment::now();
-    let file = forward!(FOPEN(path, mode));
-    if file.is_null() || ACTIVE.load(Ordering::Relaxed) == 0 {
-        return file;
+    if ACTIVE.load(Ordering::Relaxed) == 0 {
+        return forward!(FOPEN(path, mode));
     }
     let by = if share::is_stream_buffer(caller) {
         By::StreamBuffer
     } else {
         By::Stdio
     };
+    // SAFETY: path and mode are what the program gave to fopen(3).
+    if by == By::Stdio
+        && let Some(file) = unsafe { open_on_tree(path, mode, &before) }
+    {
+        return file;
+    }
+    let file = forward!(FOPEN(path, mode));
+    if file.is_null() {
+        return file;
+    }
     // SAFETY: an open stream, and the mode that opened it.
     unsafe {
         if by == By::Stdio && is_stub(libc::fileno(file)) {
@@ -67,6 +76,59 @@ unsafe extern "C" fn do_fopen(
         }
     }
     file
+}
+
+/// A stream of ours over a stub that is there already; `None`: the path leads to none.
+///
+/// The C library opens no stream of its own here, which would have to be closed: a close ends the locks (fcntl(2)) that the
+/// program holds on the file by a descriptor of its own. On a file that is only made now there are none.
+///
+/// # Safety
+/// Two C strings.
+unsafe fn open_on_tree(
+    path: *const c_char,
+    mode: *const c_char,
+    before: &Moment,
+) -> Option<*mut FILE> {
+    if in_vfork_child() {
+        return None;
+    }
+    super::change::file_on_tree(libc::AT_FDCWD, path, 0)?;
+    // SAFETY: the caller's strings.
+    let fd = unsafe {
+        let (flags, mode) = (open_flags_of(mode)?, 0o666usize);
+        syscall!(libc::SYS_openat, libc::AT_FDCWD, path, flags, mode)
+    };
+    if fd < 0 {
+        with_errno(fd);
+        return Some(std::ptr::null_mut());
+    }
+    let fd = fd as c_int;
+    // SAFETY: an open descriptor that nobody has used, and the mode of its stream.
+    Some(unsafe { open_stream(fd, mode, before) })
+}
+
+/// A stream over a descriptor that was just opened.
+///
+/// # Safety
+/// Nobody else knows the descriptor yet; the mode is a C string.
+unsafe fn open_stream(fd: c_int, mode: *const c_char, before: &Moment) -> *mut FILE {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let file = match note_open(fd, flags_of(mode), before, By::Program) {
+            Noted::Unusable(errno) => {
+                sys::close(fd);
+                with_errno(-(errno as isize));
+                return std::ptr::null_mut();
+            }
+            Noted::Stub => cookie::open_over(fd, mode),
+            Noted::Else => do_fdopen(fd, mode),
+        };
+        if file.is_null() {
+            libc::close(fd);
+        }
+        file
+    }
 }
 
 /// Whether a descriptor that was just opened is a stub.
@@ -104,16 +166,7 @@ unsafe fn over_stub(file: *mut FILE, mode: *const c_char, before: &Moment) -> *m
             sys::close(again);
             kept
         };
-        if let Noted::Unusable(errno) = note_open(fd, flags_of(mode), before, By::Program) {
-            sys::close(fd);
-            with_errno(-(errno as isize));
-            return std::ptr::null_mut();
-        }
-        let new = cookie::open_over(fd, mode);
-        if new.is_null() {
-            libc::close(fd);
-        }
-        new
+        open_stream(fd, mode, before)
     }
 }
 
@@ -143,6 +196,31 @@ unsafe fn flags_of(mode: *const c_char) -> c_int {
         0
     };
     append | truncates | if writes { libc::O_RDWR } else { libc::O_RDONLY }
+}
+
+/// Flags with which fopen(3) opens; `None`: it refuses the mode.
+///
+/// # Safety
+/// A C string.
+unsafe fn open_flags_of(mode: *const c_char) -> Option<c_int> {
+    // SAFETY: the mode that the program gave to open a stream, a string that ends.
+    let mode = unsafe { std::ffi::CStr::from_ptr(mode) }.to_bytes();
+    let (first, rest) = mode.split_first()?;
+    let makes = match first {
+        b'r' => 0,
+        b'w' => libc::O_CREAT | libc::O_TRUNC,
+        b'a' => libc::O_CREAT | libc::O_APPEND,
+        _ => return None,
+    };
+    // What follows a comma names a character set.
+    let rest = rest.split(|&letter| letter == b',').next()?;
+    let access = match (rest.contains(&b'+'), first) {
+        (true, _) => libc::O_RDWR,
+        (false, b'r') => libc::O_RDONLY,
+        (false, _) => libc::O_WRONLY,
+    };
+    let flag_if = |letter, flag| if rest.contains(&letter) { flag } else { 0 };
+    Some(makes | access | flag_if(b'x', libc::O_EXCL) | flag_if(b'e', libc::O_CLOEXEC))
 }
 
 unsafe fn do_fdopen(fd: c_int, mode: *const c_char) -> *mut FILE {
