@@ -402,15 +402,15 @@ impl<B: Backing> Backing for LogBacking<B> {
                         len: zeroed,
                     };
                     logged.wait_for(&place, &mut || logged.zero(&place, &plain, piece))?;
-                    self.note_modified(file);
                 }
             }
             _ => return Err(Errno::OPNOTSUPP),
         }
         if end > file_bytes && !keeps_size {
             logged.wait_for(&place, &mut || logged.grow(&place, &plain, end))?;
-            self.note_modified(file);
         }
+        // As on ext4, xfs and btrfs: also where every byte stays.
+        self.note_modified(file);
         Ok(())
     }
 

@@ -244,3 +244,18 @@ fn the_time_of_a_write_while_the_file_is_flattened_is_not_put_back() {
     }
     assert!(written > calls / 2, "{written} of {calls}");
 }
+
+#[test]
+fn an_allocation_sets_the_time_also_where_every_byte_stays() {
+    let world = World::new();
+    let file = world.a.open(&inode(&world.a), Access::ReadWrite);
+    let file = file.expect("open");
+    world.a.note_opened(&file, true).expect("note_opened");
+    let beyond = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    for (mode, offset) in [(0, 10), (libc::FALLOC_FL_KEEP_SIZE, 0), (beyond, 1 << 20)] {
+        world.set_time();
+        let allocated = world.a.allocate(&file, mode, offset, 20);
+        allocated.expect("allocate");
+        assert_ne!(modified(&world.a), GIVEN, "{mode}");
+    }
+}
