@@ -58,8 +58,9 @@ refuse grep 'not installed' /tmp/messages
 status=0
 firn bench ingest 2>/tmp/messages || status=$?
 [[ $status == 1 ]] && grep 'firn-bench is not installed' /tmp/messages
+# One that has ended and is not waited for yet has a name, and no command line.
 for process in /proc/[0-9]*; do
-    refuse grep -s firnd "$process/comm"
+    refuse grep -szx firnd "$process/cmdline"
 done
 "#;
 

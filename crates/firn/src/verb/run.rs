@@ -21,6 +21,7 @@ use signal_hook::consts::{SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SI
 use signal_hook::iterator::Signals;
 
 use super::mount::{minus_o, resolve};
+use super::umount::wait_for_end;
 use crate::failure::{FAILED, Failure, USAGE};
 use crate::progress::Meter;
 use crate::prune::{Directory, Verdict};
@@ -333,9 +334,10 @@ impl Place {
         let mut meter = Meter::new();
         // What the job left behind and still uses files does not keep the mount.
         let show = &mut |p: Progress| meter.show(p.bytes_left, p.files_left, &p.phase);
-        let ended = connection.unmount(true, held_policy, show)?.1;
+        let (firnd, ended) = connection.unmount(true, held_policy, show)?;
         drop(meter);
         ended?;
+        wait_for_end(&firnd, false);
         match (success, self.memory_only) {
             (true, false) => {}
             (true, true) => {

@@ -179,7 +179,7 @@ fn discard_of_dead(mount: &Mount) -> Failure {
 }
 
 /// Waits until firnd has let go of the backing, which somebody may want to unmount next.
-fn wait_for_end(process: &Process, force: bool) {
+pub(super) fn wait_for_end(process: &Process, force: bool) {
     // What is forced must not hang with the server that is the reason for it.
     let limit = force.then_some(FORCED_END);
     if !process.wait(limit) {
