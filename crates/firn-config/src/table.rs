@@ -685,7 +685,7 @@ pub static TABLE: [Row; 47] = [
         },
         default: "0",
         help: "Size of the spill file; 0: as large as arena-size",
-        long: "All of it is allocated at mount time. When both memory and spill file are full, writers wait for \
+        long: "It holds at least one chunk, whatever is given. All of it is allocated at mount time. When both memory and spill file are full, writers wait for \
                the drain, or get ENOSPC if nothing drains. Each chunk in the spill file still takes 0.9 % of its \
                size in memory.",
         changes_promises: false,
@@ -875,7 +875,7 @@ pub static IMPLIED: [Implied; 11] = [
 ];
 
 /// All contradictions.
-pub static RULES: [Rule; 16] = [
+pub static RULES: [Rule; 15] = [
     Rule {
         names: ["chunk-size", "arena-size"],
         text: "chunk-size may not exceed arena-size",
@@ -965,12 +965,6 @@ pub static RULES: [Rule; 16] = [
         text: "spill-lower may not exceed spill-upper",
         broken: |o| o.spill_lower_percent > o.spill_upper_percent,
         advice: "chunks move from the upper threshold down to the lower one: lower spill-lower or raise spill-upper",
-    },
-    Rule {
-        names: ["spill-size", "chunk-size"],
-        text: "spill-size may not be less than chunk-size",
-        broken: |o| o.spill.is_some() && o.spill_bytes != 0 && o.spill_bytes < o.chunk_bytes,
-        advice: "the spill file must hold at least one chunk: raise spill-size or lower chunk-size",
     },
 ];
 

@@ -25,7 +25,10 @@ pub(crate) fn wanted(
     let (path, bytes) = match &options.spill {
         None => (PathBuf::new(), 0),
         Some(_) if options.spill_bytes == 0 => (path(files, options), options.arena_bytes),
-        Some(_) => (path(files, options), options.spill_bytes),
+        Some(_) => (
+            path(files, options),
+            options.spill_bytes.max(options.chunk_bytes),
+        ),
     };
     let geometry = Geometry::with_spill(options.arena_bytes, options.chunk_bytes, bytes);
     Ok((geometry.map_err(AttachError::Geometry)?, path))
