@@ -90,11 +90,13 @@ impl StoredArena {
                 .iter()
                 .any(|top| top.is_empty() || is_below(path, top))
         };
-        let files: Vec<u64> = self
-            .journal
-            .ledger()
+        let ledger = self.journal.ledger();
+        let files: Vec<u64> = ledger
             .files()
-            .filter(|(_, known)| known.paths.iter().any(|(path, _)| is_below_one(path)))
+            .filter(|(_, known)| {
+                let paths = ledger.possible_paths(known);
+                paths.iter().any(|(path, _)| is_below_one(path))
+            })
             .map(|(file, _)| file)
             .collect();
         for file in files {
@@ -161,10 +163,12 @@ impl<B: Backing> Engine<B> {
             arena,
             stored,
             journal,
-            replay,
+            mut replay,
             dropped,
             dropped_bytes,
         } = from;
+        // A rename that nobody ended may have been done: its files are looked for under both names.
+        replay.ledger.settle_all_renames();
         let mut engine = Self::assemble(backing, arena, journal, options)?;
         let mut recovered = Recovered {
             dropped_bytes,

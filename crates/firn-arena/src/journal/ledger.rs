@@ -3,6 +3,10 @@
 //! Invariants
 //! * A file id has at least the names it began with, until they are removed or renamed away.
 //! * A doubtful name may or may not lead to the file; recovery looks and compares the identity.
+//! * A rename changes names when it ends, and only if it was done. Until then the names to which it may have led follow
+//!   from it ([`Ledger::possible_paths`]): noted one by one, they would double with each rename.
+//! * Renames that are under way at the same time are about different names: the engine makes the others wait. One that
+//!   overlaps another was left by a firnd that was killed.
 
 use std::collections::BTreeMap;
 
@@ -68,6 +72,48 @@ struct Rename {
     from: Vec<u8>,
     to: Vec<u8>,
     exchange: bool,
+}
+
+impl Rename {
+    /// Where a name leads to once the rename is done; `None` where it stays.
+    fn destination(&self, path: &[u8]) -> Option<Vec<u8>> {
+        let there = moved(path, &self.from, &self.to);
+        there.or_else(|| moved(path, &self.to, &self.from).filter(|_| self.exchange))
+    }
+
+    /// Whether a name is another one once the rename is done.
+    fn moves(&self, path: &[u8]) -> bool {
+        below(path, &self.from) || self.exchange && below(path, &self.to)
+    }
+
+    fn overlaps(&self, other: &Self) -> bool {
+        [&self.from, &self.to].iter().any(|mine| {
+            let theirs = [&other.from, &other.to];
+            theirs
+                .iter()
+                .any(|path| below(path, mine) || below(mine, path))
+        })
+    }
+
+    /// Adds the names to which those of a file may have come.
+    fn add_destinations(&self, paths: &mut SmallVec<[Path; 1]>) {
+        let there: Vec<_> = paths
+            .iter()
+            .filter_map(|(path, _)| self.destination(path))
+            .collect();
+        for path in there {
+            add_path(paths, path.into(), PathState::Doubtful);
+        }
+    }
+}
+
+/// Adds a name, or makes it as sure as the new one is.
+fn add_path(paths: &mut SmallVec<[Path; 1]>, path: Box<[u8]>, state: PathState) {
+    match paths.iter_mut().find(|(known, _)| *known == path) {
+        Some((_, known)) if state == PathState::Sure => *known = state,
+        Some(_) => {}
+        None => paths.push((path, state)),
+    }
 }
 
 /// The state of the journal.
@@ -148,12 +194,17 @@ impl Ledger {
                     to: to.clone(),
                     exchange: *exchange,
                 };
-                self.begin_rename(&rename);
+                self.settle_renames(|other_id, other| other_id == *id || other.overlaps(&rename));
+                if !exchange {
+                    for known in self.files.values_mut() {
+                        known.doubt(to);
+                    }
+                }
                 self.renames.insert(*id, rename);
             }
             Record::RenameEnd { id, done } => {
-                if let Some(rename) = self.renames.remove(id) {
-                    self.end_rename(&rename, *done);
+                if let Some(rename) = self.renames.remove(id).filter(|_| *done) {
+                    self.carry_out(&rename);
                 }
             }
             Record::TruncateBegin {
@@ -227,56 +278,40 @@ impl Ledger {
         }
     }
 
-    fn begin_rename(&mut self, rename: &Rename) {
-        for known in self.files.values_mut() {
-            let mut more: Vec<Path> = Vec::new();
-            for (path, state) in &mut known.paths {
-                if let Some(moved) = moved(path, &rename.from, &rename.to) {
-                    more.push((moved.into(), PathState::Doubtful));
-                } else if rename.exchange
-                    && let Some(moved) = moved(path, &rename.to, &rename.from)
-                {
-                    more.push((moved.into(), PathState::Doubtful));
-                } else if **path == *rename.to {
-                    *state = PathState::Doubtful;
-                }
+    /// Every name that may lead to a file, those of renames that are under way included.
+    pub fn possible_paths(&self, known: &KnownFile) -> SmallVec<[Path; 1]> {
+        let mut paths = known.paths.clone();
+        for rename in self.renames.values() {
+            rename.add_destinations(&mut paths);
+        }
+        paths
+    }
+
+    /// Forgets the renames that are under way, and notes the names to which they may have led.
+    pub fn settle_all_renames(&mut self) {
+        self.settle_renames(|_, _| true);
+    }
+
+    fn settle_renames(&mut self, which: impl Fn(u64, &Rename) -> bool) {
+        let settled = self.renames.extract_if(.., |id, rename| which(*id, rename));
+        for (_, rename) in settled {
+            for known in self.files.values_mut() {
+                rename.add_destinations(&mut known.paths);
             }
-            more.retain(|(new, _)| known.paths.iter().all(|(p, _)| p != new));
-            known.paths.extend(more);
         }
     }
 
-    fn end_rename(&mut self, rename: &Rename, done: bool) {
+    /// Names follow a rename that was done.
+    fn carry_out(&mut self, rename: &Rename) {
         for known in self.files.values_mut() {
-            let below_either = |path: &[u8]| {
-                below(path, &rename.from) || (rename.exchange && below(path, &rename.to))
-            };
-            // A name that was sure and moved leaves its old path; its new one, added at the begin,
-            // becomes sure. Where the rename failed it is the other way round.
-            let moves: Vec<(Vec<u8>, Vec<u8>)> = known
-                .paths
-                .iter()
-                .filter(|(path, state)| *state == PathState::Sure && below_either(path))
-                .filter_map(|(old, _)| {
-                    let new = moved(old, &rename.from, &rename.to).or_else(|| {
-                        moved(old, &rename.to, &rename.from).filter(|_| rename.exchange)
-                    })?;
-                    Some(if done {
-                        (new, old.to_vec())
-                    } else {
-                        (old.to_vec(), new)
-                    })
-                })
-                .collect();
-            // All at once: in an exchange, the name that one move drops may be what another keeps.
-            known.paths.retain(|(p, _)| {
-                moves.iter().all(|(_, drop)| **drop != **p)
-                    || moves.iter().any(|(keep, _)| **keep == **p)
-            });
-            for (path, state) in &mut known.paths {
-                if moves.iter().any(|(keep, _)| **keep == **path) {
-                    *state = PathState::Sure;
-                }
+            if !known.paths.iter().any(|(path, _)| rename.moves(path)) {
+                continue;
+            }
+            for (path, state) in std::mem::take(&mut known.paths) {
+                let path = rename
+                    .destination(&path)
+                    .map_or(path, Vec::into_boxed_slice);
+                add_path(&mut known.paths, path, state);
             }
         }
     }
@@ -309,9 +344,9 @@ impl Ledger {
             }
             Record::RenameEnd { id, .. } => self.renames.get(id).map_or(0, |rename| {
                 let paths = self.files.values().flat_map(|known| &known.paths);
-                let moved = paths.filter(|(p, _)| below(p, &rename.from) || below(p, &rename.to));
-                // Every other one goes, as a name and as one that was removed.
-                moved.map(|(p, _)| frame_bytes(p.len())).sum()
+                let moved = paths.filter(|(p, _)| rename.moves(p));
+                // They become shorter at most, each as a name and as one that was removed.
+                moved.map(|(p, _)| 2 * frame_bytes(p.len())).sum()
             }),
             _ => 0,
         }
@@ -326,7 +361,6 @@ impl Ledger {
 
     /// Tells the records that add up to this ledger one by one: together they take more memory than the ledger.
     pub fn for_each_record(&self, mut tell: impl FnMut(Record)) {
-        // First: the names that they added stand in the file ids, and must not be added again.
         for (&id, rename) in &self.renames {
             let from = rename.from.clone();
             let to = rename.to.clone();

@@ -349,38 +349,63 @@ fn regression_ranges_that_passed_make_room() {
     journal.append(&bind(2, "other/path")).unwrap();
 }
 
+/// Names that were noted for each rename that might be done doubled with each, until no rename ended any more.
 #[test]
-fn regression_names_that_renames_doubled_make_room() {
-    let mut journal = Journal::create(Memory(vec![0; 2 * (64 << 10)]));
-    let mut file = 0;
-    while journal.append(&bind(file + 1, "dir/path")).is_ok() && file < 250 {
-        file += 1;
+fn regression_renames_add_no_names() {
+    let mut ledger = Ledger::default();
+    ledger.apply(&bind(1, "a/x"));
+    // From now on nobody is sure of this one.
+    ledger.apply(&Record::NameAdded {
+        file: 1,
+        path: path("b/x"),
+    });
+    ledger.apply(&Record::NameRemoved {
+        file: 1,
+        path: path("b/x"),
+    });
+    for round in 0..100 {
+        for (id, (from, to)) in [("a", "c/x"), ("b", "a"), ("c/x", "b")].iter().enumerate() {
+            let exchange = round % 3 == 0;
+            let (id, from, to) = (id as u64, path(from), path(to));
+            ledger.apply(&Record::RenameBegin {
+                id,
+                from,
+                to,
+                exchange,
+            });
+            let done = round % 2 == 0;
+            ledger.apply(&Record::RenameEnd { id, done });
+        }
+        let paths = &ledger.file(1).expect("it is known").paths;
+        assert!(paths.len() <= 2, "{paths:?}");
     }
-    let from = path("dir");
-    let to = path("a-longer-name-of-the-directory-than-before");
-    journal
-        .append(&Record::RenameBegin {
-            id: 1,
+}
+
+#[test]
+fn a_rename_that_was_left_and_one_after_it_leave_every_name_that_is_possible() {
+    let mut ledger = Ledger::default();
+    ledger.apply(&bind(1, "a/x"));
+    for (id, from, to) in [(1, "a", "b"), (2, "b", "c")] {
+        let (from, to) = (path(from), path(to));
+        ledger.apply(&Record::RenameBegin {
+            id,
             from,
             to,
             exchange: false,
-        })
-        .unwrap();
-    let mut more = 1000;
-    // So that snapshots are taken while every file has two names.
-    for _ in 0..1000 {
-        journal.append(&bind(more, "else")).unwrap();
-        journal
-            .append_end(&Record::FileIdEnd { file: more })
-            .unwrap();
+        });
     }
-    while journal.append(&bind(more, "else")).is_ok() {
-        more += 1;
-    }
-    journal
-        .append_end(&Record::RenameEnd { id: 1, done: false })
-        .unwrap();
-    journal.append(&bind(9999, "some/path")).unwrap();
+    let possible = |ledger: &Ledger| {
+        let paths = ledger.possible_paths(ledger.file(1).expect("it is known"));
+        let names = paths
+            .iter()
+            .map(|(path, _)| String::from_utf8_lossy(path).into_owned());
+        names.collect::<Vec<_>>()
+    };
+    assert_eq!(possible(&ledger), ["a/x", "b/x", "c/x"]);
+    ledger.apply(&Record::RenameEnd { id: 2, done: true });
+    assert_eq!(possible(&ledger), ["a/x", "c/x"]);
+    ledger.settle_all_renames();
+    assert_eq!(possible(&ledger), ["a/x", "c/x"]);
 }
 
 #[test]
@@ -397,7 +422,8 @@ fn names_follow_the_rename_of_a_directory_above() {
     ledger.apply(&rename);
     let sure = |name: &str| (path(name).into(), PathState::Sure);
     let doubtful = (path("b/x").into(), PathState::Doubtful);
-    assert_eq!(ledger.file(1).unwrap().paths[..], [sure("a/x"), doubtful]);
+    let possible = ledger.possible_paths(ledger.file(1).unwrap());
+    assert_eq!(possible[..], [sure("a/x"), doubtful]);
     ledger.apply(&Record::RenameEnd { id: 1, done: true });
     assert_eq!(ledger.file(1).unwrap().paths[..], [sure("b/x")]);
     assert_eq!(ledger.path(2), Some(&b"ab"[..]));
