@@ -23,12 +23,14 @@ pub mod dir;
 mod either;
 mod layer;
 pub mod lock;
+mod requests;
 mod types;
 pub mod unsynced;
 
 pub use calls::*;
 pub use dir::DirBacking;
 pub use either::Either;
+pub use requests::*;
 pub use types::*;
 
 /// Result of a backing call: the kernel's errno, untouched.

@@ -627,7 +627,7 @@ impl<B: Backing> Engine<B> {
             state.writer.clone().filter(|_| is_written)
         };
         if let Some(writer) = writer {
-            // It waits for nothing, and what it begins is told of where it ends.
+            // The call waits for nothing: what it begins fails elsewhere.
             let _ = self.backing.note_use(&writer.file, FileUse::Written);
         }
     }

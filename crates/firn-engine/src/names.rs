@@ -79,7 +79,7 @@ pub(crate) struct Stamp {
     pub ctime: Time,
     /// A later change shows in the times.
     pub is_settled: bool,
-    /// [`Backing::changes_by_others`], the last that is known.
+    /// [`Facts::changes_by_others`](firn_backing::Facts::changes_by_others), the last that is known.
     pub changes_by_others: u64,
     /// The kernel has no page from before this one of them.
     pub pages_after: u64,
