@@ -29,10 +29,10 @@ use crate::{
     Target,
 };
 
-/// The attributes of an open file or of what an inode refers to, as [`Attributes::stat`] takes them.
+/// What [`Attributes::stat`] of a backing is asked about.
 pub type TargetOf<'a, B> = Target<'a, <B as Volume>::Inode, <B as Volume>::File>;
 
-/// What [`Names::create_placed`] makes.
+/// What [`Names::create_placed`] of a backing makes: a file, which is open.
 pub type Created<B> = (<B as Volume>::Inode, <B as Volume>::File, Attr);
 
 /// A directory tree on some file system, as a whole.
@@ -46,7 +46,7 @@ pub trait Volume: Send + Sync + 'static {
 
     /// The top directory.
     fn root(&self) -> Self::Inode;
-    /// What is so of all files, and always. It makes no system call and waits for nothing: it may be asked with locks held.
+    /// What holds for all files, from the first call to the last. It makes no system call and waits for nothing: it may be asked with locks held.
     fn features(&self) -> Features;
     /// fstatvfs(3).
     fn statfs(&self) -> Result<StatFs>;
@@ -129,8 +129,8 @@ pub trait Files: Volume {
     /// Writes parts that do not overlap, in whatever order they are in. May write less than asked: so
     /// many bytes as it says, from the first part on, and nothing of the others. After an error none of them counts.
     fn write_parts(&self, file: &Self::File, parts: &[DataPart<'_>]) -> Result<u64>;
-    /// Changes the length, or ends a change of it. Whether the file is as it is then: only [`Resize::Finish`] may leave it
-    /// as it was before.
+    /// Changes the length, or ends a change of it. Returns false where a [`Resize::Finish`] finds that the change was never
+    /// made: the file is as it was before that. All others return true.
     fn resize(&self, file: &Self::File, resize: Resize) -> Result<bool>;
     /// fallocate(2) with its `mode` bits.
     fn allocate(&self, file: &Self::File, mode: i32, offset: u64, len: u64) -> Result<()>;

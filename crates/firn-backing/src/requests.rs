@@ -17,7 +17,7 @@ pub enum SetTime {
     At(Time),
 }
 
-/// Of what [`Attributes::stat`](crate::Attributes::stat) tells attributes.
+/// What [`Attributes::stat`](crate::Attributes::stat) is asked about.
 #[derive(Debug)]
 pub enum Target<'a, I, F> {
     /// An object.

@@ -28,7 +28,7 @@ impl LaneIndex {
     }
 }
 
-/// What is so of all files of a backing, and always.
+/// What holds for all files of a backing, from its first call to its last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Features {
     /// How many lanes, I/O servers, the data of its files lies in: at least one.

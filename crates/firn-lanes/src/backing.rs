@@ -37,14 +37,6 @@ macro_rules! noted {
     };
 }
 
-/// The primary, for directories.
-macro_rules! primary {
-    ($self:ident, inode $inode:ident, |$primary:ident| $call:expr) => {{
-        let ($primary, $inode) = (&$self.primary, $inode.in_primary());
-        $call
-    }};
-}
-
 impl<B: Backing> Volume for Lanes<B> {
     type Inode = LanesInode<B>;
     type File = LanesFile<B>;
@@ -246,7 +238,9 @@ impl<B: Backing> Names for Lanes<B> {
         }
     }
 
-    forward!(primary: open_dir);
+    fn open_dir(&self, inode: &LanesInode<B>) -> Result<B::Dir> {
+        self.primary.open_dir(inode.in_primary())
+    }
 
     fn read_dir(
         &self,
