@@ -34,7 +34,7 @@ pub struct Features {
     /// How many lanes, I/O servers, the data of its files lies in: at least one.
     pub lane_count: u16,
     /// Whether something is left to do for a file when no program of this host writes to it any more
-    /// ([`FileUse::Written`]).
+    /// ([`FileUse::Written`](crate::FileUse::Written)).
     pub finishes_files: bool,
 }
 
