@@ -8,7 +8,7 @@
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
-use firn_backing::{Backing, DirBacking};
+use firn_backing::{Backing, DirBacking, Volume};
 use firn_format::quote::quoted_path;
 use firn_hosts::OwnError;
 use firn_hosts::own::{self, TOP};

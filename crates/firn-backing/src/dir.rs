@@ -13,21 +13,24 @@
 //!   and only with umask 0 do the default ACLs of a parent directory decide alone.
 
 use std::ffi::OsStr;
-use std::io::{self, IoSlice};
+use std::io;
 use std::num::NonZero;
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rustix::fs::{
-    self, Advice, AtFlags, CWD, FallocateFlags, FileType, FlockOperation, Gid, Mode, OFlags,
-    SeekFrom, Uid,
+    self, Advice, AtFlags, CWD, FallocateFlags, FileType, Gid, Mode, OFlags, SeekFrom, Uid,
 };
 
 use crate::unsynced::{self, Key, Place, Tracked, Unsynced, path_of_entry};
 use crate::{
-    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, LaneIndex, LockMode, LockRange, Placing,
-    RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
+    Access, Attr, AttrChange, Attributes, Backing, Caller, Created, DataPart, DescriptorUse,
+    DirEntry, Errno, Facts, Features, FileUse, Files, Freshness, KernelReads, Kind, LaneIndex,
+    LocateLimits, Located, LockRequest, Names, NewKind, PageAdvice, Placement, Placing, Remove,
+    RenameFlags, Resize, Result, Seek, SetTime, Sharing, StatFs, SyncScope, Target, TargetOf,
+    Volume, resize_by_set_len, write_parts_singly,
 };
 
 mod attr;
@@ -278,21 +281,55 @@ impl DirBacking {
         DirInode::in_lane(lane, inode, attr)
     }
 
-    /// Creates a regular file, in the lane of `turn`, or else of its name, where new files are steered.
-    fn create_file(
-        &self,
-        caller: &Caller,
-        parent: &Arc<DirInode>,
-        name: &OsStr,
-        mode: u32,
-        turn: Option<u64>,
-    ) -> Result<(Arc<DirInode>, DirFile, Attr)> {
-        let steering = self.steering.as_deref();
-        let steered = steering.map(|steering| (steering, parent.lane));
-        let made = make::file(caller, parent.as_fd(), name, mode, steered, turn)?;
-        let inode = DirInode::in_lane(made.lane, made.inode, &made.attr);
-        self.made(parent, &inode);
-        Ok((inode, made.file, made.attr))
+    /// Syncs all file systems, and where that reaches not all, each object.
+    fn sync_everything(&self) -> Result<()> {
+        let version = self.unsynced.begin_sync();
+        let is_in_doubt = self.unsynced.inherits() || self.unsynced.has_lost_track();
+        self.sync_file_systems(&self.root, &mut |top| match is_in_doubt {
+            true => unsynced::sync_below(self, top),
+            false => Ok(()),
+        })?;
+        if is_in_doubt {
+            self.unsynced.all_synced(version);
+        }
+        self.sync_tracked()
+    }
+
+    /// fsync(2) of a directory.
+    fn sync_one_dir(&self, inode: &DirInode) -> Result<()> {
+        let version = self.unsynced.begin_sync();
+        match reopen::dir(inode) {
+            Ok(dir) => fs::fsync(dir)?,
+            // A directory that we may write to but not read: the larger promise holds the smaller.
+            Err(Errno::ACCESS) => match self.devices.syncfs(inode.key.0, inode.as_fd()) {
+                Some(synced) => synced?,
+                None => fs::fsync(reopen::dir_to_sync(inode)?)?,
+            },
+            Err(e) => return Err(e),
+        }
+        self.unsynced.synced(inode.key, version);
+        Ok(())
+    }
+}
+
+/// The mode that mknod(2) takes: no type bits mean a regular file.
+fn typed(mode: u32) -> u32 {
+    if mode & libc::S_IFMT == 0 {
+        mode | libc::S_IFREG
+    } else {
+        mode
+    }
+}
+
+/// What is made, and with which mode.
+fn kind_and_mode(new: NewKind<'_>) -> Result<(Kind, u32)> {
+    match new {
+        NewKind::Dir { mode } => Ok((Kind::Dir, mode)),
+        NewKind::Node { mode, .. } => {
+            let kind = Kind::from_mode(typed(mode)).ok_or(Errno::INVAL)?;
+            Ok((kind, mode))
+        }
+        NewKind::Symlink { .. } => Ok((Kind::Symlink, 0)),
     }
 }
 
@@ -316,7 +353,7 @@ impl Tracked for DirBacking {
     }
 }
 
-impl Backing for DirBacking {
+impl Volume for DirBacking {
     type Inode = Arc<DirInode>;
     type File = DirFile;
     type Dir = DirStream;
@@ -325,36 +362,53 @@ impl Backing for DirBacking {
         self.root.clone()
     }
 
-    fn lane_count(&self) -> u16 {
-        self.steering
-            .as_ref()
-            .map_or(1, |steering| steering.lanes())
+    fn features(&self) -> Features {
+        let steering = self.steering.as_ref();
+        Features {
+            lane_count: steering.map_or(1, |steering| steering.lanes()),
+            finishes_files: false,
+        }
     }
 
-    fn lane_of(&self, inode: &Self::Inode) -> LaneIndex {
-        inode.lane
+    fn statfs(&self) -> Result<StatFs> {
+        let s = fs::fstatvfs(&self.root)?;
+        Ok(StatFs {
+            block_size: s.f_frsize,
+            blocks: s.f_blocks,
+            blocks_free: s.f_bfree,
+            blocks_available: s.f_bavail,
+            files: s.f_files,
+            files_free: s.f_ffree,
+            name_max: s.f_namemax.try_into().unwrap_or(u32::MAX),
+        })
     }
 
+    fn sync_scope(&self, scope: SyncScope<'_, Self::Inode>) -> Result<()> {
+        match scope {
+            SyncScope::All => self.sync_everything(),
+            SyncScope::Changes => {
+                self.sync_file_systems(&self.root, &mut |_| Ok(()))?;
+                self.sync_tracked()
+            }
+            SyncScope::Tree(inode) if inode.key == self.root.key => self.sync_everything(),
+            SyncScope::Tree(inode) => {
+                let is_in_doubt = self.unsynced.inherits();
+                self.sync_file_systems(inode, &mut |top| match is_in_doubt {
+                    true => unsynced::sync_below(self, top),
+                    false => Ok(()),
+                })?;
+                self.sync_tracked()
+            }
+            SyncScope::Dir(inode) => self.sync_one_dir(inode),
+        }
+    }
+}
+
+impl Names for DirBacking {
     fn lookup(&self, parent: &Self::Inode, name: &OsStr) -> Result<(Self::Inode, Attr)> {
         let inode = object_at(parent.as_fd(), name)?;
         let attr = attr::attr(&inode)?;
         Ok((self.child(parent, name, inode, &attr), attr))
-    }
-
-    fn create(
-        &self,
-        caller: &Caller,
-        parent: &Self::Inode,
-        name: &OsStr,
-        mode: u32,
-    ) -> Result<(Self::Inode, Self::File, Attr)> {
-        stamps::catch_up();
-        self.create_file(caller, parent, name, mode, None)
-    }
-
-    fn lane_of_turn(&self, turn: u64) -> Option<LaneIndex> {
-        let steering = self.steering.as_ref()?;
-        Some(steering.lane_of_turn(turn))
     }
 
     fn create_placed(
@@ -364,72 +418,48 @@ impl Backing for DirBacking {
         name: &OsStr,
         mode: u32,
         placing: Placing<'_, Self::Inode>,
-    ) -> Result<(Self::Inode, Self::File, Attr)> {
-        match placing {
-            Placing::Turn(turn) => self.create_file(caller, parent, name, mode, Some(turn)),
+    ) -> Result<Created<Self>> {
+        let turn = match placing {
+            Placing::Turn(turn) => Some(turn),
             // A name in a staging directory has a number of its own, by which files are spread.
-            Placing::Named { .. } | Placing::Beside(_) => self.create(caller, parent, name, mode),
-        }
-    }
-
-    fn mkdir(
-        &self,
-        caller: &Caller,
-        parent: &Self::Inode,
-        name: &OsStr,
-        mode: u32,
-    ) -> Result<(Self::Inode, Attr)> {
-        stamps::catch_up();
-        let make = |mode| fs::mkdirat(parent, name, Mode::from_raw_mode(mode));
-        let (inode, attr) = make::object(caller, parent.as_fd(), name, Kind::Dir, mode, &make)?;
-        let inode = self.child(parent, name, inode, &attr);
-        self.made(parent, &inode);
-        Ok((inode, attr))
-    }
-
-    fn mknod(
-        &self,
-        caller: &Caller,
-        parent: &Self::Inode,
-        name: &OsStr,
-        mode: u32,
-        rdev: u64,
-    ) -> Result<(Self::Inode, Attr)> {
-        stamps::catch_up();
-        // No type bits mean a regular file (mknod(2)).
-        let typed = if mode & libc::S_IFMT == 0 {
-            mode | libc::S_IFREG
-        } else {
-            mode
+            Placing::ByName | Placing::Named { .. } | Placing::Beside(_) => {
+                stamps::catch_up();
+                None
+            }
         };
-        let kind = Kind::from_mode(typed).ok_or(Errno::INVAL)?;
-        let file_type = FileType::from_raw_mode(typed);
-        let make = |mode| {
-            fs::mknodat(
-                parent,
-                name,
-                file_type,
-                Mode::from_raw_mode(mode & 0o7777),
-                rdev,
-            )
-        };
-        let (inode, attr) = make::object(caller, parent.as_fd(), name, kind, mode, &make)?;
-        let inode = DirInode::new(inode, &attr);
+        let steering = self.steering.as_deref();
+        let steered = steering.map(|steering| (steering, parent.lane));
+        let made = make::file(caller, parent.as_fd(), name, mode, steered, turn)?;
+        let inode = DirInode::in_lane(made.lane, made.inode, &made.attr);
         self.made(parent, &inode);
-        Ok((inode, attr))
+        Ok((inode, made.file, made.attr))
     }
 
-    fn symlink(
+    fn make(
         &self,
         caller: &Caller,
         parent: &Self::Inode,
         name: &OsStr,
-        target: &OsStr,
+        new: NewKind<'_>,
     ) -> Result<(Self::Inode, Attr)> {
         stamps::catch_up();
-        let make = |_| fs::symlinkat(target, parent, name);
-        let (inode, attr) = make::object(caller, parent.as_fd(), name, Kind::Symlink, 0, &make)?;
-        let inode = DirInode::new(inode, &attr);
+        let (kind, mode) = kind_and_mode(new)?;
+        let call = |mode| {
+            let permissions = Mode::from_raw_mode(mode & 0o7777);
+            match new {
+                NewKind::Dir { .. } => fs::mkdirat(parent, name, permissions),
+                NewKind::Node { mode, rdev } => {
+                    let file_type = FileType::from_raw_mode(typed(mode));
+                    fs::mknodat(parent, name, file_type, permissions, rdev)
+                }
+                NewKind::Symlink { target } => fs::symlinkat(target, parent, name),
+            }
+        };
+        let (inode, attr) = make::object(caller, parent.as_fd(), name, kind, mode, &call)?;
+        let inode = match kind {
+            Kind::Dir => self.child(parent, name, inode, &attr),
+            _ => DirInode::new(inode, &attr),
+        };
         self.made(parent, &inode);
         Ok((inode, attr))
     }
@@ -457,15 +487,13 @@ impl Backing for DirBacking {
         Ok(attr)
     }
 
-    fn unlink(&self, parent: &Self::Inode, name: &OsStr) -> Result<()> {
+    fn remove(&self, parent: &Self::Inode, name: &OsStr, what: Remove) -> Result<()> {
+        let flags = match what {
+            Remove::NonDir => AtFlags::empty(),
+            Remove::Dir => AtFlags::REMOVEDIR,
+        };
         stamps::catch_up();
-        let done = fs::unlinkat(parent, name, AtFlags::empty());
-        self.removed_if(done, parent, name)
-    }
-
-    fn rmdir(&self, parent: &Self::Inode, name: &OsStr) -> Result<()> {
-        stamps::catch_up();
-        let done = fs::unlinkat(parent, name, AtFlags::REMOVEDIR);
+        let done = fs::unlinkat(parent, name, flags);
         self.removed_if(done, parent, name)
     }
 
@@ -503,6 +531,10 @@ impl Backing for DirBacking {
         result
     }
 
+    fn moved_to(&self, inode: &Self::Inode, _parent: &Self::Inode, _name: &OsStr) -> Self::Inode {
+        Arc::clone(inode)
+    }
+
     fn readlink(&self, inode: &Self::Inode) -> Result<Vec<u8>> {
         match fs::readlinkat(inode, c"", Vec::new()) {
             Ok(target) => Ok(target.into_bytes()),
@@ -510,72 +542,6 @@ impl Backing for DirBacking {
             Err(Errno::NOENT) => Err(Errno::INVAL),
             Err(e) => Err(e),
         }
-    }
-
-    fn attr(&self, inode: &Self::Inode) -> Result<Attr> {
-        attr::attr(inode)
-    }
-
-    fn attr_of_file(&self, file: &Self::File) -> Result<Attr> {
-        attr::attr(&file.fd)
-    }
-
-    fn attr_now(&self, inode: &Self::Inode) -> Result<Attr> {
-        attr::attr_now(inode)
-    }
-
-    fn attr_of_file_now(&self, file: &Self::File) -> Result<Attr> {
-        attr::attr_now(&file.fd)
-    }
-
-    fn set_mode(&self, inode: &Self::Inode, mode: u32) -> Result<()> {
-        // Older kernels change the mode of a symlink on some file systems, and still report an error.
-        if attr::attr(inode)?.kind == Kind::Symlink {
-            return Err(Errno::OPNOTSUPP);
-        }
-        let done = fs::chmod(
-            FdPath::of(inode).as_c_str(),
-            Mode::from_raw_mode(mode & 0o7777),
-        );
-        self.changed_inode(inode);
-        done
-    }
-
-    fn set_owner(&self, inode: &Self::Inode, uid: Option<u32>, gid: Option<u32>) -> Result<()> {
-        let uid = uid.map(Uid::from_raw);
-        let gid = gid.map(Gid::from_raw);
-        let done = fs::chownat(inode, c"", uid, gid, AtFlags::EMPTY_PATH);
-        self.changed_inode(inode);
-        done
-    }
-
-    fn set_times(&self, inode: &Self::Inode, atime: SetTime, mtime: SetTime) -> Result<()> {
-        if [atime, mtime].contains(&SetTime::Now) {
-            stamps::catch_up();
-        }
-        let done = times::set(inode, atime, mtime);
-        self.changed_inode(inode);
-        done
-    }
-
-    fn get_xattr(&self, inode: &Self::Inode, name: &OsStr) -> Result<Vec<u8>> {
-        xattr::get(inode, name)
-    }
-
-    fn set_xattr(&self, inode: &Self::Inode, name: &OsStr, value: &[u8], flags: i32) -> Result<()> {
-        let done = xattr::set(inode, name, value, flags);
-        self.changed_inode(inode);
-        done
-    }
-
-    fn list_xattr(&self, inode: &Self::Inode) -> Result<Vec<u8>> {
-        xattr::list(inode)
-    }
-
-    fn remove_xattr(&self, inode: &Self::Inode, name: &OsStr) -> Result<()> {
-        let done = xattr::remove(inode, name);
-        self.changed_inode(inode);
-        done
     }
 
     fn open_dir(&self, inode: &Self::Inode) -> Result<Self::Dir> {
@@ -590,22 +556,58 @@ impl Backing for DirBacking {
     ) -> Result<()> {
         dir.read(cookie, sink)
     }
+}
 
-    fn sync_dir(&self, inode: &Self::Inode) -> Result<()> {
-        let version = self.unsynced.begin_sync();
-        match reopen::dir(inode) {
-            Ok(dir) => fs::fsync(dir)?,
-            // A directory that we may write to but not read: the larger promise holds the smaller.
-            Err(Errno::ACCESS) => match self.devices.syncfs(inode.key.0, inode.as_fd()) {
-                Some(synced) => synced?,
-                None => fs::fsync(reopen::dir_to_sync(inode)?)?,
-            },
-            Err(e) => return Err(e),
+impl Attributes for DirBacking {
+    fn stat(&self, target: TargetOf<'_, Self>, freshness: Freshness) -> Result<Attr> {
+        let fd = match target {
+            Target::Inode(inode) => inode.as_fd(),
+            Target::File(file) => file.fd.as_fd(),
+        };
+        match freshness {
+            Freshness::Known => attr::attr(fd),
+            Freshness::Current => attr::attr_now(fd),
         }
-        self.unsynced.synced(inode.key, version);
-        Ok(())
     }
 
+    fn set_attr(&self, inode: &Self::Inode, change: AttrChange<'_>) -> Result<()> {
+        let done = match change {
+            // Older kernels change the mode of a symlink on some file systems, and still report an error.
+            AttrChange::Mode(_) if attr::attr(inode)?.kind == Kind::Symlink => {
+                return Err(Errno::OPNOTSUPP);
+            }
+            AttrChange::Mode(mode) => fs::chmod(
+                FdPath::of(inode).as_c_str(),
+                Mode::from_raw_mode(mode & 0o7777),
+            ),
+            AttrChange::Owner { uid, gid } => {
+                let uid = uid.map(Uid::from_raw);
+                let gid = gid.map(Gid::from_raw);
+                fs::chownat(inode, c"", uid, gid, AtFlags::EMPTY_PATH)
+            }
+            AttrChange::Times { atime, mtime } => {
+                if [atime, mtime].contains(&SetTime::Now) {
+                    stamps::catch_up();
+                }
+                times::set(inode, atime, mtime)
+            }
+            AttrChange::SetXattr { name, value, flags } => xattr::set(inode, name, value, flags),
+            AttrChange::RemoveXattr { name } => xattr::remove(inode, name),
+        };
+        self.changed_inode(inode);
+        done
+    }
+
+    fn get_xattr(&self, inode: &Self::Inode, name: &OsStr) -> Result<Vec<u8>> {
+        xattr::get(inode, name)
+    }
+
+    fn list_xattr(&self, inode: &Self::Inode) -> Result<Vec<u8>> {
+        xattr::list(inode)
+    }
+}
+
+impl Files for DirBacking {
     fn open(&self, inode: &Self::Inode, access: Access) -> Result<Self::File> {
         Ok(DirFile {
             fd: reopen::file(inode, access)?,
@@ -629,21 +631,26 @@ impl Backing for DirBacking {
         Ok(done)
     }
 
-    fn write_at(&self, file: &Self::File, data: &[IoSlice<'_>], offset: u64) -> Result<usize> {
-        let data = &data[..data.len().min(SLICES_MAX)];
-        let done = rustix::io::pwritev(&file.fd, data, offset);
-        self.changed(file.key, file.fd.as_fd());
-        if let (Some(steering), Ok(bytes)) = (&self.steering, &done) {
-            steering.count_bytes(file.lane, *bytes as u64);
-        }
-        done
+    fn write_parts(&self, file: &Self::File, parts: &[DataPart<'_>]) -> Result<u64> {
+        write_parts_singly(parts, |part| {
+            let data = &part.data[..part.data.len().min(SLICES_MAX)];
+            let done = rustix::io::pwritev(&file.fd, data, part.offset);
+            self.changed(file.key, file.fd.as_fd());
+            if let (Some(steering), Ok(bytes)) = (&self.steering, &done) {
+                steering.count_bytes(file.lane, *bytes as u64);
+            }
+            done
+        })
     }
 
-    fn set_len(&self, file: &Self::File, len: u64) -> Result<()> {
-        stamps::catch_up();
-        let done = fs::ftruncate(&file.fd, len);
-        self.changed(file.key, file.fd.as_fd());
-        done
+    fn resize(&self, file: &Self::File, resize: Resize) -> Result<bool> {
+        let len = || Ok(self.attr_of_file(file)?.size);
+        resize_by_set_len(resize, len, |len| {
+            stamps::catch_up();
+            let done = fs::ftruncate(&file.fd, len);
+            self.changed(file.key, file.fd.as_fd());
+            done
+        })
     }
 
     fn allocate(&self, file: &Self::File, mode: i32, offset: u64, len: u64) -> Result<()> {
@@ -679,25 +686,6 @@ impl Backing for DirBacking {
         Ok(done? as u64)
     }
 
-    fn begin_sync(&self, file: &Self::File, offset: u64, len: u64) {
-        // SAFETY: the call reads and writes no memory of ours. Where it fails nothing has begun, which is all the same.
-        unsafe {
-            libc::sync_file_range(
-                file.fd.as_raw_fd(),
-                offset as i64,
-                len as i64,
-                libc::SYNC_FILE_RANGE_WRITE,
-            );
-        }
-    }
-
-    fn forget_pages(&self, file: &Self::File, offset: u64, len: u64) {
-        // Where it fails the pages stay, which is all the same. No length would mean all up to the end.
-        if let Some(len) = NonZero::new(len) {
-            let _ = fs::fadvise(&file.fd, offset, Some(len), Advice::DontNeed);
-        }
-    }
-
     fn sync(&self, file: &Self::File, data_only: bool) -> Result<()> {
         if data_only {
             return fs::fdatasync(&file.fd);
@@ -708,100 +696,92 @@ impl Backing for DirBacking {
         Ok(())
     }
 
-    fn try_lock(&self, file: &Self::File, mode: LockMode) -> Result<bool> {
-        let operation = match mode {
-            LockMode::Exclusive => FlockOperation::NonBlockingLockExclusive,
-            LockMode::Shared => FlockOperation::NonBlockingLockShared,
-        };
-        match fs::flock(&file.fd, operation) {
-            Ok(()) => Ok(true),
-            Err(Errno::WOULDBLOCK) => Ok(false),
-            Err(errno) => Err(errno),
+    fn advise(&self, file: &Self::File, range: Range<u64>, advice: PageAdvice) {
+        let len = range.end - range.start;
+        match advice {
+            // SAFETY: the call reads and writes no memory of ours. Where it fails nothing has begun, which is all the same.
+            PageAdvice::WriteOut => unsafe {
+                libc::sync_file_range(
+                    file.fd.as_raw_fd(),
+                    range.start as i64,
+                    len as i64,
+                    libc::SYNC_FILE_RANGE_WRITE,
+                );
+            },
+            // Where it fails the pages stay, which is all the same. No length would mean all up to the end.
+            PageAdvice::Forget => {
+                if let Some(len) = NonZero::new(len) {
+                    let _ = fs::fadvise(&file.fd, range.start, Some(len), Advice::DontNeed);
+                }
+            }
         }
     }
 
-    fn lock_range(
+    fn lock(&self, file: &Self::File, request: LockRequest) -> Result<bool> {
+        let fd = file.fd.as_fd();
+        match request {
+            LockRequest::File(mode) => lock::take_file(fd, mode),
+            LockRequest::Range(range, mode) => lock::set_range(fd, range, Some(mode)),
+            LockRequest::Unlock(range) => lock::set_range(fd, range, None),
+            LockRequest::Test(range, mode) => lock::is_range_free(fd, range, mode),
+        }
+    }
+
+    fn descriptor(&self, file: &Self::File, purpose: DescriptorUse) -> Option<OwnedFd> {
+        let fd = file.fd.as_fd();
+        match (purpose, file.access) {
+            // What the kernel writes without us we could not tell of when it is to be durable.
+            (DescriptorUse::Passthrough, _)
+                if self.devices.is_synced_one_by_one(file.key.0, fd) =>
+            {
+                None
+            }
+            (DescriptorUse::Passthrough, _) | (DescriptorUse::Reading, Access::Read) => {
+                fd.try_clone_to_owned().ok()
+            }
+            // One of its own, whose flags and offset are no affair of this process, which may write this one.
+            (DescriptorUse::Reading, Access::Write | Access::ReadWrite) => {
+                reopen::file(fd, Access::Read).ok()
+            }
+        }
+    }
+}
+
+impl Sharing for DirBacking {
+    fn kernel_reads(&self, _file: &Self::File) -> KernelReads {
+        KernelReads::Passthrough
+    }
+
+    /// The kernel reads it by itself.
+    fn locate(
         &self,
-        file: &Self::File,
-        range: LockRange,
-        mode: Option<LockMode>,
-    ) -> Result<bool> {
-        match lock::call(file.fd.as_fd(), libc::F_SETLK, range, mode) {
-            Ok(_) => Ok(true),
-            // POSIX allows either.
-            Err(Errno::AGAIN | Errno::ACCESS) => Ok(false),
-            Err(errno) => Err(errno),
+        _file: &Self::File,
+        _range: Range<u64>,
+        _limits: LocateLimits,
+    ) -> Result<Option<Located>> {
+        Ok(None)
+    }
+
+    fn note_use(&self, _file: &Self::File, _what: FileUse) -> Result<()> {
+        Ok(())
+    }
+
+    fn is_logged(&self, _inode: &Self::Inode) -> bool {
+        false
+    }
+}
+
+impl Placement for DirBacking {
+    fn facts(&self, inode: &Self::Inode) -> Facts {
+        Facts {
+            lane: inode.lane,
+            gathers: false,
+            changes_by_others: 0,
         }
     }
 
-    fn is_range_locked(&self, file: &Self::File, range: LockRange, mode: LockMode) -> Result<bool> {
-        let found = lock::call(file.fd.as_fd(), libc::F_GETLK, range, Some(mode))?;
-        Ok(found.l_type != libc::F_UNLCK as i16)
-    }
-
-    fn fd<'a>(&self, file: &'a Self::File) -> Option<BorrowedFd<'a>> {
-        // What the kernel writes without us we could not tell of when it is to be durable.
-        (!self
-            .devices
-            .is_synced_one_by_one(file.key.0, file.fd.as_fd()))
-        .then(|| file.fd.as_fd())
-    }
-
-    /// One of its own, whose flags and offset are no affair of this process, where this one may be written.
-    fn reading_fd(&self, file: &Self::File) -> Option<OwnedFd> {
-        match file.access {
-            Access::Read => file.fd.try_clone().ok(),
-            Access::Write | Access::ReadWrite => reopen::file(&file.fd, Access::Read).ok(),
-        }
-    }
-
-    fn statfs(&self) -> Result<StatFs> {
-        let s = fs::fstatvfs(&self.root)?;
-        Ok(StatFs {
-            block_size: s.f_frsize,
-            blocks: s.f_blocks,
-            blocks_free: s.f_bfree,
-            blocks_available: s.f_bavail,
-            files: s.f_files,
-            files_free: s.f_ffree,
-            name_max: s.f_namemax.try_into().unwrap_or(u32::MAX),
-        })
-    }
-
-    fn sync_all(&self) -> Result<()> {
-        let version = self.unsynced.begin_sync();
-        let is_in_doubt = self.unsynced.inherits() || self.unsynced.has_lost_track();
-        self.sync_file_systems(&self.root, &mut |top| match is_in_doubt {
-            true => unsynced::sync_below(self, top),
-            false => Ok(()),
-        })?;
-        if is_in_doubt {
-            self.unsynced.all_synced(version);
-        }
-        self.sync_tracked()
-    }
-
-    fn sync_changes(&self) -> Result<()> {
-        self.sync_file_systems(&self.root, &mut |_| Ok(()))?;
-        self.sync_tracked()
-    }
-
-    fn sync_tree(&self, inode: &Self::Inode) -> Result<()> {
-        if inode.key == self.root.key {
-            return self.sync_all();
-        }
-        let is_in_doubt = self.unsynced.inherits();
-        self.sync_file_systems(inode, &mut |top| match is_in_doubt {
-            true => unsynced::sync_below(self, top),
-            false => Ok(()),
-        })?;
-        self.sync_tracked()
-    }
-
-    fn sync_way(&self) -> SyncWay {
-        match self.devices.is_root_synced_one_by_one() {
-            true => SyncWay::EachFile,
-            false => SyncWay::FileSystem,
-        }
+    fn lane_of_turn(&self, turn: u64) -> Option<LaneIndex> {
+        let steering = self.steering.as_ref()?;
+        Some(steering.lane_of_turn(turn))
     }
 }

@@ -10,13 +10,10 @@
 //! Invariant: a value is of one side from its first call to its last, and so is all that it gives out.
 
 use std::ffi::OsStr;
-use std::io::IoSlice;
-use std::ops::Range;
-use std::os::fd::{BorrowedFd, OwnedFd};
 
 use crate::{
-    Access, Attr, Backing, Caller, DataPart, DirEntry, KernelReads, LaneIndex, LocateLimits,
-    Located, LockMode, LockRange, Placing, RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
+    Access, Attr, Attributes, Backing, Caller, Created, Files, Names, NewKind, Placement, Placing,
+    Result, Sharing, Volume, forward,
 };
 
 /// A backing without a layer, or with it.
@@ -59,71 +56,63 @@ fn foreign() -> ! {
     unreachable!("a backing is called with what it gave out")
 }
 
-/// Calls the side that `$of`, an inode, a file or a directory, is of.
-macro_rules! call {
-    ($self:ident($of:ident), |$side:ident| $call:expr) => {
-        match ($self, $of) {
-            (Self::Lower($side), Either::Lower($of)) => $call,
-            (Self::Upper($side), Either::Upper($of)) => $call,
-            _ => foreign(),
-        }
-    };
-    ($self:ident($one:ident, $other:ident), |$side:ident| $call:expr) => {
-        match ($self, $one, $other) {
-            (Self::Lower($side), Either::Lower($one), Either::Lower($other)) => $call,
-            (Self::Upper($side), Either::Upper($one), Either::Upper($other)) => $call,
-            _ => foreign(),
-        }
-    };
+/// Calls the side that what the call is about is of.
+macro_rules! side {
     ($self:ident, |$side:ident| $call:expr) => {
         match $self {
-            Self::Lower($side) => $call,
-            Self::Upper($side) => $call,
+            Either::Lower($side) => $call,
+            Either::Upper($side) => $call,
+        }
+    };
+    ($self:ident, inodes $one:ident $other:ident, |$side:ident| $call:expr) => {
+        match ($self, $one, $other) {
+            (Either::Lower($side), Either::Lower($one), Either::Lower($other)) => $call,
+            (Either::Upper($side), Either::Upper($one), Either::Upper($other)) => $call,
+            _ => foreign(),
+        }
+    };
+    ($self:ident, files $one:ident $other:ident, |$side:ident| $call:expr) => {
+        side!($self, inodes $one $other, |$side| $call)
+    };
+    ($self:ident, $kind:ident $of:ident, |$side:ident| $call:expr) => {
+        match ($self, $of) {
+            (Either::Lower($side), Either::Lower($of)) => $call,
+            (Either::Upper($side), Either::Upper($of)) => $call,
+            _ => foreign(),
         }
     };
 }
 
-/// The same for a call that gives out something: a file, a directory, or an object with its attributes.
+/// The same of a call that gives out something of that side; `$wrap` makes it one of both.
 macro_rules! give {
-    ($self:ident($of:ident), |$side:ident| $call:expr) => {
+    ($self:ident, $of:ident, |$side:ident| $call:expr, $wrap:ident) => {
         match ($self, $of) {
-            (Self::Lower($side), Either::Lower($of)) => $call.map(Either::Lower),
-            (Self::Upper($side), Either::Upper($of)) => $call.map(Either::Upper),
+            (Self::Lower($side), Either::Lower($of)) => $call.map($wrap!(Lower)),
+            (Self::Upper($side), Either::Upper($of)) => $call.map($wrap!(Upper)),
             _ => foreign(),
         }
     };
 }
 
-macro_rules! give_object {
-    ($self:ident($of:ident), |$side:ident| $call:expr) => {
-        match ($self, $of) {
-            (Self::Lower($side), Either::Lower($of)) => {
-                $call.map(|(inode, attr)| (Either::Lower(inode), attr))
-            }
-            (Self::Upper($side), Either::Upper($of)) => {
-                $call.map(|(inode, attr)| (Either::Upper(inode), attr))
-            }
-            _ => foreign(),
-        }
+macro_rules! handle {
+    ($side:ident) => {
+        Either::$side
     };
 }
 
-macro_rules! give_file {
-    ($self:ident($of:ident), |$side:ident| $call:expr) => {
-        match ($self, $of) {
-            (Self::Lower($side), Either::Lower($of)) => {
-                $call.map(|(inode, file, attr)| (Either::Lower(inode), Either::Lower(file), attr))
-            }
-            (Self::Upper($side), Either::Upper($of)) => {
-                $call.map(|(inode, file, attr)| (Either::Upper(inode), Either::Upper(file), attr))
-            }
-            _ => foreign(),
-        }
+macro_rules! object {
+    ($side:ident) => {
+        |(inode, attr)| (Either::$side(inode), attr)
     };
 }
 
-#[deny(clippy::missing_trait_methods)]
-impl<L: Backing, U: Backing> Backing for Either<L, U> {
+macro_rules! created {
+    ($side:ident) => {
+        |(inode, file, attr)| (Either::$side(inode), Either::$side(file), attr)
+    };
+}
+
+impl<L: Backing, U: Backing> Volume for Either<L, U> {
     type Inode = Either<L::Inode, U::Inode>;
     type File = Either<L::File, U::File>;
     type Dir = Either<L::Dir, U::Dir>;
@@ -135,75 +124,52 @@ impl<L: Backing, U: Backing> Backing for Either<L, U> {
         }
     }
 
+    forward!(side: features statfs sync_scope);
+}
+
+impl<L: Backing, U: Backing> Names for Either<L, U> {
+    forward!(side: link remove rename readlink read_dir);
+
     fn lookup(&self, parent: &Self::Inode, name: &OsStr) -> Result<(Self::Inode, Attr)> {
-        give_object!(self(parent), |side| side.lookup(parent, name))
+        give!(self, parent, |side| side.lookup(parent, name), object)
     }
 
-    fn create(
+    fn create_placed(
         &self,
         caller: &Caller,
         parent: &Self::Inode,
         name: &OsStr,
         mode: u32,
-    ) -> Result<(Self::Inode, Self::File, Attr)> {
-        give_file!(self(parent), |side| side.create(caller, parent, name, mode))
+        placing: Placing<'_, Self::Inode>,
+    ) -> Result<Created<Self>> {
+        match (self, parent) {
+            (Self::Lower(side), Either::Lower(parent)) => {
+                let placing = placing.map(|inode| inode.lower().unwrap_or_else(|| foreign()));
+                let made = side.create_placed(caller, parent, name, mode, placing);
+                made.map(created!(Lower))
+            }
+            (Self::Upper(side), Either::Upper(parent)) => {
+                let placing = placing.map(|inode| inode.upper().unwrap_or_else(|| foreign()));
+                let made = side.create_placed(caller, parent, name, mode, placing);
+                made.map(created!(Upper))
+            }
+            _ => foreign(),
+        }
     }
 
-    fn mkdir(
+    fn make(
         &self,
         caller: &Caller,
         parent: &Self::Inode,
         name: &OsStr,
-        mode: u32,
+        kind: NewKind<'_>,
     ) -> Result<(Self::Inode, Attr)> {
-        give_object!(self(parent), |side| side.mkdir(caller, parent, name, mode))
-    }
-
-    fn mknod(
-        &self,
-        caller: &Caller,
-        parent: &Self::Inode,
-        name: &OsStr,
-        mode: u32,
-        rdev: u64,
-    ) -> Result<(Self::Inode, Attr)> {
-        give_object!(self(parent), |side| side
-            .mknod(caller, parent, name, mode, rdev))
-    }
-
-    fn symlink(
-        &self,
-        caller: &Caller,
-        parent: &Self::Inode,
-        name: &OsStr,
-        target: &OsStr,
-    ) -> Result<(Self::Inode, Attr)> {
-        give_object!(self(parent), |side| side
-            .symlink(caller, parent, name, target))
-    }
-
-    fn link(&self, inode: &Self::Inode, parent: &Self::Inode, name: &OsStr) -> Result<Attr> {
-        call!(self(inode, parent), |side| side.link(inode, parent, name))
-    }
-
-    fn unlink(&self, parent: &Self::Inode, name: &OsStr) -> Result<()> {
-        call!(self(parent), |side| side.unlink(parent, name))
-    }
-
-    fn rmdir(&self, parent: &Self::Inode, name: &OsStr) -> Result<()> {
-        call!(self(parent), |side| side.rmdir(parent, name))
-    }
-
-    fn rename(
-        &self,
-        parent: &Self::Inode,
-        name: &OsStr,
-        new_parent: &Self::Inode,
-        new_name: &OsStr,
-        flags: RenameFlags,
-    ) -> Result<()> {
-        call!(self(parent, new_parent), |side| side
-            .rename(parent, name, new_parent, new_name, flags))
+        give!(
+            self,
+            parent,
+            |side| side.make(caller, parent, name, kind),
+            object
+        )
     }
 
     fn moved_to(&self, inode: &Self::Inode, parent: &Self::Inode, name: &OsStr) -> Self::Inode {
@@ -218,263 +184,27 @@ impl<L: Backing, U: Backing> Backing for Either<L, U> {
         }
     }
 
-    fn readlink(&self, inode: &Self::Inode) -> Result<Vec<u8>> {
-        call!(self(inode), |side| side.readlink(inode))
-    }
-
-    fn attr(&self, inode: &Self::Inode) -> Result<Attr> {
-        call!(self(inode), |side| side.attr(inode))
-    }
-
-    fn attr_of_file(&self, file: &Self::File) -> Result<Attr> {
-        call!(self(file), |side| side.attr_of_file(file))
-    }
-
-    fn attr_now(&self, inode: &Self::Inode) -> Result<Attr> {
-        call!(self(inode), |side| side.attr_now(inode))
-    }
-
-    fn attr_of_file_now(&self, file: &Self::File) -> Result<Attr> {
-        call!(self(file), |side| side.attr_of_file_now(file))
-    }
-
-    fn set_mode(&self, inode: &Self::Inode, mode: u32) -> Result<()> {
-        call!(self(inode), |side| side.set_mode(inode, mode))
-    }
-
-    fn set_owner(&self, inode: &Self::Inode, uid: Option<u32>, gid: Option<u32>) -> Result<()> {
-        call!(self(inode), |side| side.set_owner(inode, uid, gid))
-    }
-
-    fn set_times(&self, inode: &Self::Inode, atime: SetTime, mtime: SetTime) -> Result<()> {
-        call!(self(inode), |side| side.set_times(inode, atime, mtime))
-    }
-
-    fn get_xattr(&self, inode: &Self::Inode, name: &OsStr) -> Result<Vec<u8>> {
-        call!(self(inode), |side| side.get_xattr(inode, name))
-    }
-
-    fn set_xattr(&self, inode: &Self::Inode, name: &OsStr, value: &[u8], flags: i32) -> Result<()> {
-        call!(self(inode), |side| side
-            .set_xattr(inode, name, value, flags))
-    }
-
-    fn list_xattr(&self, inode: &Self::Inode) -> Result<Vec<u8>> {
-        call!(self(inode), |side| side.list_xattr(inode))
-    }
-
-    fn remove_xattr(&self, inode: &Self::Inode, name: &OsStr) -> Result<()> {
-        call!(self(inode), |side| side.remove_xattr(inode, name))
-    }
-
-    fn has_default_acl(&self, inode: &Self::Inode) -> bool {
-        call!(self(inode), |side| side.has_default_acl(inode))
-    }
-
     fn open_dir(&self, inode: &Self::Inode) -> Result<Self::Dir> {
-        give!(self(inode), |side| side.open_dir(inode))
+        give!(self, inode, |side| side.open_dir(inode), handle)
     }
+}
 
-    fn read_dir(
-        &self,
-        dir: &Self::Dir,
-        cookie: i64,
-        sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
-    ) -> Result<()> {
-        call!(self(dir), |side| side.read_dir(dir, cookie, sink))
-    }
+impl<L: Backing, U: Backing> Attributes for Either<L, U> {
+    forward!(side: stat set_attr get_xattr list_xattr);
+}
 
-    fn sync_dir(&self, inode: &Self::Inode) -> Result<()> {
-        call!(self(inode), |side| side.sync_dir(inode))
-    }
+impl<L: Backing, U: Backing> Files for Either<L, U> {
+    forward!(side: read_at write_parts resize allocate seek copy_range sync advise lock descriptor);
 
     fn open(&self, inode: &Self::Inode, access: Access) -> Result<Self::File> {
-        give!(self(inode), |side| side.open(inode, access))
+        give!(self, inode, |side| side.open(inode, access), handle)
     }
+}
 
-    fn read_at(&self, file: &Self::File, buf: &mut [u8], offset: u64) -> Result<usize> {
-        call!(self(file), |side| side.read_at(file, buf, offset))
-    }
+impl<L: Backing, U: Backing> Sharing for Either<L, U> {
+    forward!(side: kernel_reads locate note_use is_logged);
+}
 
-    fn write_at(&self, file: &Self::File, data: &[IoSlice<'_>], offset: u64) -> Result<usize> {
-        call!(self(file), |side| side.write_at(file, data, offset))
-    }
-
-    fn write_parts(&self, file: &Self::File, parts: &[DataPart<'_>]) -> Result<u64> {
-        call!(self(file), |side| side.write_parts(file, parts))
-    }
-
-    fn gathers(&self, inode: &Self::Inode) -> bool {
-        call!(self(inode), |side| side.gathers(inode))
-    }
-
-    fn set_len(&self, file: &Self::File, len: u64) -> Result<()> {
-        call!(self(file), |side| side.set_len(file, len))
-    }
-
-    fn grow(&self, file: &Self::File, len: u64) -> Result<()> {
-        call!(self(file), |side| side.grow(file, len))
-    }
-
-    fn finish_set_len(&self, file: &Self::File, len: u64) -> Result<bool> {
-        call!(self(file), |side| side.finish_set_len(file, len))
-    }
-
-    fn rewrite_nothing(&self, file: &Self::File) -> Result<()> {
-        call!(self(file), |side| side.rewrite_nothing(file))
-    }
-
-    fn allocate(&self, file: &Self::File, mode: i32, offset: u64, len: u64) -> Result<()> {
-        call!(self(file), |side| side.allocate(file, mode, offset, len))
-    }
-
-    fn seek(&self, file: &Self::File, offset: u64, what: Seek) -> Result<u64> {
-        call!(self(file), |side| side.seek(file, offset, what))
-    }
-
-    fn copy_range(
-        &self,
-        from: &Self::File,
-        from_offset: u64,
-        to: &Self::File,
-        to_offset: u64,
-        len: u64,
-    ) -> Result<u64> {
-        call!(self(from, to), |side| side.copy_range(
-            from,
-            from_offset,
-            to,
-            to_offset,
-            len
-        ))
-    }
-
-    fn sync(&self, file: &Self::File, data_only: bool) -> Result<()> {
-        call!(self(file), |side| side.sync(file, data_only))
-    }
-
-    fn begin_sync(&self, file: &Self::File, offset: u64, len: u64) {
-        call!(self(file), |side| side.begin_sync(file, offset, len))
-    }
-
-    fn forget_pages(&self, file: &Self::File, offset: u64, len: u64) {
-        call!(self(file), |side| side.forget_pages(file, offset, len))
-    }
-
-    fn try_lock(&self, file: &Self::File, mode: LockMode) -> Result<bool> {
-        call!(self(file), |side| side.try_lock(file, mode))
-    }
-
-    fn lock_range(
-        &self,
-        file: &Self::File,
-        range: LockRange,
-        mode: Option<LockMode>,
-    ) -> Result<bool> {
-        call!(self(file), |side| side.lock_range(file, range, mode))
-    }
-
-    fn is_range_locked(&self, file: &Self::File, range: LockRange, mode: LockMode) -> Result<bool> {
-        call!(self(file), |side| side.is_range_locked(file, range, mode))
-    }
-
-    fn reading_fd(&self, file: &Self::File) -> Option<OwnedFd> {
-        call!(self(file), |side| side.reading_fd(file))
-    }
-
-    fn locate(
-        &self,
-        file: &Self::File,
-        range: Range<u64>,
-        limits: LocateLimits,
-    ) -> Result<Option<Located>> {
-        call!(self(file), |side| side.locate(file, range, limits))
-    }
-
-    fn kernel_reads(&self, file: &Self::File) -> KernelReads {
-        call!(self(file), |side| side.kernel_reads(file))
-    }
-
-    fn note_opened(&self, file: &Self::File, writes: bool) -> Result<()> {
-        call!(self(file), |side| side.note_opened(file, writes))
-    }
-
-    fn changes_by_others(&self, inode: &Self::Inode) -> u64 {
-        call!(self(inode), |side| side.changes_by_others(inode))
-    }
-
-    fn finishes_files(&self) -> bool {
-        call!(self, |side| side.finishes_files())
-    }
-
-    fn note_written(&self, file: &Self::File) {
-        call!(self(file), |side| side.note_written(file))
-    }
-
-    fn finish_file(&self, file: &Self::File) -> Result<()> {
-        call!(self(file), |side| side.finish_file(file))
-    }
-
-    fn is_logged(&self, inode: &Self::Inode) -> bool {
-        call!(self(inode), |side| side.is_logged(inode))
-    }
-
-    fn lane_count(&self) -> u16 {
-        call!(self, |side| side.lane_count())
-    }
-
-    fn lane_of(&self, inode: &Self::Inode) -> LaneIndex {
-        call!(self(inode), |side| side.lane_of(inode))
-    }
-
-    fn lane_of_turn(&self, turn: u64) -> Option<LaneIndex> {
-        call!(self, |side| side.lane_of_turn(turn))
-    }
-
-    fn statfs(&self) -> Result<StatFs> {
-        call!(self, |side| side.statfs())
-    }
-
-    fn sync_all(&self) -> Result<()> {
-        call!(self, |side| side.sync_all())
-    }
-
-    fn sync_changes(&self) -> Result<()> {
-        call!(self, |side| side.sync_changes())
-    }
-
-    fn sync_tree(&self, inode: &Self::Inode) -> Result<()> {
-        call!(self(inode), |side| side.sync_tree(inode))
-    }
-
-    fn sync_way(&self) -> SyncWay {
-        call!(self, |side| side.sync_way())
-    }
-
-    fn fd<'a>(&self, file: &'a Self::File) -> Option<BorrowedFd<'a>> {
-        call!(self(file), |side| side.fd(file))
-    }
-
-    fn create_placed(
-        &self,
-        caller: &Caller,
-        parent: &Self::Inode,
-        name: &OsStr,
-        mode: u32,
-        placing: Placing<'_, Self::Inode>,
-    ) -> Result<(Self::Inode, Self::File, Attr)> {
-        match (self, parent) {
-            (Self::Lower(side), Either::Lower(parent)) => {
-                let placing = placing.map(|inode| inode.lower().unwrap_or_else(|| foreign()));
-                let made = side.create_placed(caller, parent, name, mode, placing);
-                made.map(|(inode, file, attr)| (Either::Lower(inode), Either::Lower(file), attr))
-            }
-            (Self::Upper(side), Either::Upper(parent)) => {
-                let placing = placing.map(|inode| inode.upper().unwrap_or_else(|| foreign()));
-                let made = side.create_placed(caller, parent, name, mode, placing);
-                made.map(|(inode, file, attr)| (Either::Upper(inode), Either::Upper(file), attr))
-            }
-            _ => foreign(),
-        }
-    }
+impl<L: Backing, U: Backing> Placement for Either<L, U> {
+    forward!(side: facts lane_of_turn);
 }

@@ -1,4 +1,4 @@
-//! Plain data that crosses the [`Backing`](crate::Backing) seam.
+//! Plain data that a [`Backing`](crate::Backing) gives out.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
@@ -6,7 +6,6 @@ use std::os::fd::OwnedFd;
 use std::sync::OnceLock;
 use std::time::Instant;
 
-use bitflags::bitflags;
 use firn_format::clock;
 use rustix::time::ClockId;
 
@@ -27,6 +26,29 @@ impl LaneIndex {
     pub fn index(self) -> usize {
         usize::from(self.0)
     }
+}
+
+/// What holds for all files of a backing, from its first call to its last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Features {
+    /// How many lanes, I/O servers, the data of its files lies in: at least one.
+    pub lane_count: u16,
+    /// Whether something is left to do for a file when no program of this host writes to it any more
+    /// ([`FileUse::Written`](crate::FileUse::Written)).
+    pub finishes_files: bool,
+}
+
+/// What a process knows of an object without asking for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Facts {
+    /// The lane that its data lies in, one of [`Features::lane_count`]. It is advice about who writes and when:
+    /// a wrong answer costs time and nothing else.
+    pub lane: LaneIndex,
+    /// Whether one [`Files::write_parts`](crate::Files::write_parts) of pieces that are far from each other costs about as
+    /// much as if they were next to each other. Of a directory: whether that may be so of a file below it. It is advice too.
+    pub gathers: bool,
+    /// Grows each time this host learns that other hosts have changed the bytes of the file while it was open here.
+    pub changes_by_others: u64,
 }
 
 /// Bytes of a file that follow each other.
@@ -154,17 +176,6 @@ impl Time {
 /// A tick of the kernel with the lowest rate that it can be built for, 100 Hz.
 pub const TICK_NS_MAX: u32 = 10_000_000;
 
-/// What to do with one of a file's times.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SetTime {
-    /// Leave it.
-    Keep,
-    /// The present.
-    Now,
-    /// This time.
-    At(Time),
-}
-
 /// Attributes as statx(2) gives them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Attr {
@@ -200,71 +211,11 @@ pub struct Attr {
     pub btime: Option<Time>,
 }
 
-/// On whose behalf a name is created.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Caller {
-    /// File system user id of the calling process.
-    pub uid: u32,
-    /// File system group id of the calling process.
-    pub gid: u32,
-    /// Process id, 0 if unknown.
-    pub pid: u32,
-}
-
-/// How to open a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
-    /// `O_RDONLY`.
-    Read,
-    /// `O_WRONLY`.
-    Write,
-    /// `O_RDWR`.
-    ReadWrite,
-}
-
-/// What decides where the data of a new file lies: a lane, a log, or neither.
-#[derive(Debug)]
-pub enum Placing<'a, I> {
-    /// The turn, from 0, where turns go round the lanes that take new files. The file lies in no log.
-    Turn(u64),
-    /// The name that the file is going to have in this directory.
-    Named {
-        /// The directory.
-        parent: &'a I,
-        /// The name.
-        name: &'a OsStr,
-    },
-    /// The lane of this file. The new file lies in no log.
-    Beside(&'a I),
-}
-
-impl<I> Clone for Placing<'_, I> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<I> Copy for Placing<'_, I> {}
-
-impl<'a, I> Placing<'a, I> {
-    /// The same by what another backing calls the directory or file.
-    pub fn map<J>(self, to: impl FnOnce(&'a I) -> &'a J) -> Placing<'a, J> {
-        match self {
-            Self::Turn(turn) => Placing::Turn(turn),
-            Self::Named { parent, name } => Placing::Named {
-                parent: to(parent),
-                name,
-            },
-            Self::Beside(inode) => Placing::Beside(to(inode)),
-        }
-    }
-}
-
 /// How far the kernel may read an open file by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum KernelReads {
     /// It may keep pages while the file is open, until this host learns that others changed it
-    /// ([`Backing::changes_by_others`](crate::Backing::changes_by_others)): attributes do not tell.
+    /// ([`Facts::changes_by_others`]): attributes do not tell.
     Shared,
     /// It may keep pages until the file is opened again.
     Cached,
@@ -289,7 +240,7 @@ pub struct LocatedPart {
 #[derive(Debug)]
 pub struct Located {
     /// Sorted, and without overlap. What is not in them is only to be had by
-    /// [`Backing::read_at`](crate::Backing::read_at).
+    /// [`Files::read_at`](crate::Files::read_at).
     pub parts: Vec<LocatedPart>,
     /// Descriptors that can be read by, and not written.
     pub files: Vec<OwnedFd>,
@@ -297,15 +248,6 @@ pub struct Located {
     pub end: u64,
     /// Other hosts may have changed the file, unseen by this one, from then on.
     pub until: Instant,
-}
-
-/// How much [`Backing::locate`](crate::Backing::locate) tells at once.
-#[derive(Clone, Copy, Debug)]
-pub struct LocateLimits {
-    /// Parts.
-    pub parts_max: usize,
-    /// Descriptors. What lies in more files than these is left out.
-    pub files_max: usize,
 }
 
 /// Who else may hold a lock of the same file.
@@ -353,37 +295,6 @@ impl LockRange {
             last,
         });
         before.into_iter().chain(after)
-    }
-}
-
-/// What `seek` looks for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Seek {
-    /// `SEEK_DATA`.
-    Data,
-    /// `SEEK_HOLE`.
-    Hole,
-}
-
-/// How many files are made durable at once.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SyncWay {
-    /// syncfs(2): one call for a whole file system.
-    FileSystem,
-    /// fsync(2) of each file and directory, because syncfs(2) does not reach the file system.
-    EachFile,
-}
-
-bitflags! {
-    /// Flags of renameat2(2), with the kernel's bits.
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub struct RenameFlags: u32 {
-        /// `RENAME_NOREPLACE`.
-        const NOREPLACE = 1;
-        /// `RENAME_EXCHANGE`.
-        const EXCHANGE = 2;
-        /// `RENAME_WHITEOUT`.
-        const WHITEOUT = 4;
     }
 }
 

@@ -51,7 +51,7 @@ pub trait Tracked: Backing {
     fn threads(&self) -> usize;
     /// The object at a path from the top.
     fn find(&self, path: &[u8]) -> Result<(Self::Inode, Attr)>;
-    /// As [`Backing::open_dir`], also where the mode denies it to its owner.
+    /// As [`Names::open_dir`](crate::Names::open_dir), also where the mode denies it to its owner.
     fn open_dir_to_sync(&self, inode: &Self::Inode) -> Result<Self::Dir>;
 }
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use firn_backing::{Backing, DirBacking};
+use firn_backing::{DirBacking, Volume};
 use firn_client::paths::Key;
 use firn_config::Options;
 use firn_engine::Engine;

@@ -6,7 +6,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use firn_backing::Backing;
+use firn_backing::Volume;
 use firn_config::Options;
 use firn_engine::Engine;
 use firn_hosts::own::{self, TOP};

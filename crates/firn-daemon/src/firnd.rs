@@ -1,12 +1,12 @@
 //! The life of one mount: attach, mount, serve, end.
 
+use firn_backing::Volume;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
-use firn_backing::Backing as _;
 use firn_config::{Drain, Flatten, KernelFlag, Options, TokenService};
 use firn_engine::Engine;
 use firn_format::quote::quoted_path;
@@ -426,7 +426,7 @@ impl Prepared {
                 let attr_timeout = Duration::from_millis(options.attr_timeout_ms);
                 let adapter_options = AdapterOptions {
                     // Where other hosts write to files, what the kernel is told may be as old as it may get there.
-                    attr_timeout: match engine.backing().finishes_files() {
+                    attr_timeout: match engine.backing().features().finishes_files {
                         true => attr_timeout / 2,
                         false => attr_timeout,
                     },
@@ -523,7 +523,7 @@ impl Prepared {
 /// Whether other hosts are known to make, rename and remove files. Hosts that commit together see each other's names at a
 /// commit, when the kernel is told what to drop.
 fn shares_names(engine: &Engine<Store>, options: &Options) -> bool {
-    engine.backing().finishes_files() || options.tokens != TokenService::None
+    engine.backing().features().finishes_files || options.tokens != TokenService::None
 }
 
 fn session_options(options: &Options, checked: &Checked) -> SessionOptions {

@@ -13,7 +13,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use firn_backing::{Backing, DirBacking, Errno};
+use firn_backing::{Backing, DirBacking, Errno, Volume};
 use firn_hosts::{
     BEAT_EVERY, Beat, Expected, Holder, Lease, LeaseError, OwnError, ReachError, STALE_AFTER,
     Terms, check_reach, own, publish_terms,
@@ -74,8 +74,8 @@ impl Sharing {
 /// The directory of one host, and that of all hosts above it.
 struct StagingDir {
     base: DirBacking,
-    top: <DirBacking as Backing>::Inode,
-    dir: <DirBacking as Backing>::Inode,
+    top: <DirBacking as Volume>::Inode,
+    dir: <DirBacking as Volume>::Inode,
     /// Relative to the backing.
     path: String,
     sharing: Sharing,
@@ -102,7 +102,7 @@ impl StagingDir {
         members: &Members,
         sharing: Sharing,
         parent: &str,
-        make_parent: fn(&DirBacking) -> Result<<DirBacking as Backing>::Inode, OwnError>,
+        make_parent: fn(&DirBacking) -> Result<<DirBacking as Volume>::Inode, OwnError>,
     ) -> Result<Self, AttachError> {
         let base = open_backing(backing)?;
         let refused = own_error(backing);
@@ -142,8 +142,8 @@ impl StagingDir {
 
     fn of_transactions(
         base: DirBacking,
-        top: <DirBacking as Backing>::Inode,
-        dir: <DirBacking as Backing>::Inode,
+        top: <DirBacking as Volume>::Inode,
+        dir: <DirBacking as Volume>::Inode,
         members: &Members,
     ) -> Self {
         Self {

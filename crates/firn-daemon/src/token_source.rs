@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use firn_backing::{Backing, DirBacking};
+use firn_backing::{DirBacking, Volume};
 use firn_config::{Options, Participants, TokenService};
 use firn_etcd::{Client, EtcdService};
 use firn_hosts::tokens::{FlockService, Limits, LockService, Tokens};
@@ -30,7 +30,7 @@ pub(crate) struct TokenSource {
 enum Kind {
     Flock {
         base: Arc<DirBacking>,
-        dir: <DirBacking as Backing>::Inode,
+        dir: <DirBacking as Volume>::Inode,
         /// Shows other hosts that this one lives, so that they see whether locks keep them out.
         _lease: Option<HostLease>,
     },

@@ -7,7 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use firn_backing::lock::Mutex;
-use firn_backing::{Access, Attr, Backing, Caller, Errno, KernelReads, Placing, Time};
+use firn_backing::{
+    Access, Attr, Backing, Caller, DescriptorUse, Errno, FileUse, KernelReads, Placing, Time,
+};
 
 use crate::engine::Engine;
 use crate::extents::Extents;
@@ -95,7 +97,8 @@ impl<B: Backing> Engine<B> {
         match self.with_descriptor(create) {
             Ok((object, backing_file, attr)) => {
                 self.counters.count_opened();
-                self.backing.note_opened(&backing_file, true)?;
+                self.backing
+                    .note_use(&backing_file, FileUse::OpenedToWrite)?;
                 let inode = self.register_created(before, dir, name, object, &attr)?;
                 let opened = Arc::new(BackingFile {
                     file: backing_file,
@@ -227,7 +230,7 @@ impl<B: Backing> Engine<B> {
             return false;
         };
         // Before the attributes, for what comes between the two is news.
-        let changes_by_others = self.backing.changes_by_others(&object);
+        let changes_by_others = self.backing.facts(&object).changes_by_others;
         let Ok(attr) = self.backing.attr(&object) else {
             return false;
         };
@@ -251,7 +254,7 @@ impl<B: Backing> Engine<B> {
         if inode.cached.lock().is_none() {
             return;
         }
-        let changes = self.backing.changes_by_others(object);
+        let changes = self.backing.facts(object).changes_by_others;
         if let Some(stamp) = inode.cached.lock().as_mut() {
             stamp.changes_by_others = stamp.changes_by_others.max(changes);
         }
@@ -260,7 +263,7 @@ impl<B: Backing> Engine<B> {
     /// The last change by another host that this one knows of, if the kernel may have pages from before it. Whoever
     /// has it drop them tells [`Engine::note_pages_dropped`].
     pub fn stale_pages(&self, inode: InodeId) -> Option<u64> {
-        if !self.backing.finishes_files() {
+        if !self.backing.features().finishes_files {
             return None;
         }
         let inode = self.inode(inode).ok()?;
@@ -272,7 +275,7 @@ impl<B: Backing> Engine<B> {
     /// Bytes were read from the arena until now, and from here on are where they stand among what other hosts wrote at
     /// the same time, which may lie over them.
     pub(crate) fn note_drained_among_others(&self, file: &File<B>) {
-        if self.backing.finishes_files()
+        if self.backing.features().finishes_files
             && self.kernel_reads(file) == KernelReads::Shared
             && let Some(stamp) = file.inode.cached.lock().as_mut()
         {
@@ -334,14 +337,18 @@ impl<B: Backing> Engine<B> {
 
     /// Close-to-open: what other hosts have closed is seen, the length included, which the kernel may have kept.
     fn see_others(&self, file: &File<B>, open: &B::File, writes: bool) -> Result<()> {
-        self.backing.note_opened(open, writes)?;
+        let opened = match writes {
+            true => FileUse::OpenedToWrite,
+            false => FileUse::OpenedToRead,
+        };
+        self.backing.note_use(open, opened)?;
         self.drop_kernel_attributes(file);
         Ok(())
     }
 
     /// Where other hosts may write the file: the kernel asks for its attributes again.
     pub(crate) fn drop_kernel_attributes(&self, file: &File<B>) {
-        if self.backing.finishes_files() {
+        if self.backing.features().finishes_files {
             if let Ok(object) = self.object(&file.inode) {
                 self.see_changes_by_others(&file.inode, &object);
                 self.end_lists_before_changes(file, &object);
@@ -438,7 +445,8 @@ impl<B: Backing> Engine<B> {
     pub fn backing_fd(&self, handle: HandleId) -> Option<OwnedFd> {
         let handle = self.handle(handle).ok()?;
         let writer = self.writer(&handle.file).ok()?;
-        self.backing.fd(&writer.file)?.try_clone_to_owned().ok()
+        self.backing
+            .descriptor(&writer.file, DescriptorUse::Passthrough)
     }
 
     /// Reads pending bytes over backing bytes; less than asked only at the end of the file.
@@ -610,7 +618,7 @@ impl<B: Backing> Engine<B> {
 
     /// Tells the backing of a file that nobody writes to any more, if it wants to know.
     pub(crate) fn note_written(&self, file: &File<B>) {
-        if !self.backing.finishes_files() {
+        if !self.backing.features().finishes_files {
             return;
         }
         let writer = {
@@ -619,7 +627,8 @@ impl<B: Backing> Engine<B> {
             state.writer.clone().filter(|_| is_written)
         };
         if let Some(writer) = writer {
-            self.backing.note_written(&writer.file);
+            // The call waits for nothing: what it begins fails elsewhere.
+            let _ = self.backing.note_use(&writer.file, FileUse::Written);
         }
     }
 

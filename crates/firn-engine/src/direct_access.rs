@@ -346,7 +346,7 @@ impl<B: Backing> Engine<B> {
             }
             let is_same = state.direct.is_listed() && self.arena.file_word(word).1 == stamp;
             // Whoever learns of a change ends lists afterwards, under this lock, and found none of the backing until now.
-            if !is_same || self.backing.changes_by_others(&object) != changes {
+            if !is_same || self.backing.facts(&object).changes_by_others != changes {
                 return Ok(None);
             }
             if !state.direct.set_listed_in_backing(changes) {
@@ -384,10 +384,10 @@ impl<B: Backing> Engine<B> {
         let find = || {
             let source = source.clone().map_or_else(|| self.reader(file), Ok)?;
             for _ in 0..LIST_TRIES_MAX {
-                let changes = self.backing.changes_by_others(&object);
+                let changes = self.backing.facts(&object).changes_by_others;
                 let located = self.backing.locate(&source.file, range.clone(), limits)?;
                 // Else it may be of before the change in one part, and of after it in another.
-                if self.backing.changes_by_others(&object) == changes {
+                if self.backing.facts(&object).changes_by_others == changes {
                     return Ok(located.map(|located| (located, changes)));
                 }
             }
@@ -403,7 +403,7 @@ impl<B: Backing> Engine<B> {
         if !self.grants.has_lists() {
             return;
         }
-        let changes = self.backing.changes_by_others(object);
+        let changes = self.backing.facts(object).changes_by_others;
         let mut state = file.lock();
         if state.direct.is_listed_before(changes) {
             state.direct.invalidate_list(&self.arena);

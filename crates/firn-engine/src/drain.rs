@@ -57,11 +57,11 @@ pub(crate) struct Drain<B: Backing> {
 impl<B: Backing> Drain<B> {
     /// For the files of `backing`.
     pub(crate) fn new(backing: &B, order: Order) -> Self {
-        let lane_count = backing.lane_count();
+        let lane_count = backing.features().lane_count;
         assert!(lane_count > 0, "a mount has a lane");
         Self {
             lanes: (0..lane_count).map(|_| DrainQueue::new(order)).collect(),
-            gathers: backing.gathers(&backing.root()),
+            gathers: backing.facts(&backing.root()).gathers,
             executor: RwLock::new(None),
             waiter_count: AtomicU64::new(0),
         }
@@ -271,6 +271,7 @@ fn wait_for(outcome: &Receiver<Result<()>>) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use firn_backing::Volume;
     use firn_sim::SimBacking;
 
     use super::*;

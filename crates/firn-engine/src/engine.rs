@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
 use firn_arena::Arena;
-use firn_backing::{Backing, Errno, LaneIndex};
+use firn_backing::{Backing, Errno, Facts, LaneIndex};
 use firn_format::quote::quoted;
 
 use crate::counters::Counters;
@@ -153,11 +153,11 @@ impl<B: Backing> Engine<B> {
         let Ok(object) = self.object(inode) else {
             return Route::default();
         };
-        let lane = self.backing.lane_of(&object);
+        let Facts { lane, gathers, .. } = self.backing.facts(&object);
         let is_known = lane.index() < self.drain.lane_count();
         Route {
             lane: if is_known { lane } else { LaneIndex::FIRST },
-            gathers: self.backing.gathers(&object),
+            gathers,
         }
     }
 

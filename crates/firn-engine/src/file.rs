@@ -79,7 +79,7 @@ pub(crate) struct File<B: Backing> {
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Route {
     pub lane: LaneIndex,
-    /// See [`Backing::gathers`].
+    /// See [`Facts::gathers`](firn_backing::Facts::gathers).
     pub gathers: bool,
 }
 

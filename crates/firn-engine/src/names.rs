@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use firn_backing::lock::Mutex;
-use firn_backing::{Attr, Backing, Errno, Kind, Time};
+use firn_backing::{Attr, Backing, Errno, Kind, Time, Volume};
 use quick_cache::sync::Cache;
 use smallvec::SmallVec;
 
@@ -41,7 +41,7 @@ const SYNTHETIC: u64 = 1 << 62;
 const SWEEP_AT_LEAST: usize = 1024;
 
 /// The objects of the inodes used last, by [`Inode::serial`].
-type Objects<B> = Cache<u64, <B as Backing>::Inode>;
+type Objects<B> = Cache<u64, <B as Volume>::Inode>;
 
 /// One object.
 pub(crate) struct Inode<B: Backing> {
@@ -79,7 +79,7 @@ pub(crate) struct Stamp {
     pub ctime: Time,
     /// A later change shows in the times.
     pub is_settled: bool,
-    /// [`Backing::changes_by_others`], the last that is known.
+    /// [`Facts::changes_by_others`](firn_backing::Facts::changes_by_others), the last that is known.
     pub changes_by_others: u64,
     /// The kernel has no page from before this one of them.
     pub pages_after: u64,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use firn_backing::{
-    Attr, Backing, Caller, DirEntry, Errno, Kind, RenameFlags, SetTime, StatFs, Time,
+    Attr, Backing, Caller, DirEntry, Errno, Kind, NewKind, RenameFlags, SetTime, StatFs, Time,
 };
 use firn_format::durability::DurabilityLevel;
 use firn_format::record::Record;
@@ -212,7 +212,7 @@ impl<B: Backing> Engine<B> {
             self.object(inode)
                 .map(|object| self.backing.is_logged(&object))
         };
-        self.backing.finishes_files() && asks().unwrap_or(false)
+        self.backing.features().finishes_files && asks().unwrap_or(false)
     }
 
     // ---- names -------------------------------------------------------------------------------
@@ -266,10 +266,9 @@ impl<B: Backing> Engine<B> {
     ) -> Result<Entry> {
         let dir = self.inode(parent)?;
         let before = self.names.changes();
-        let (object, attr) = self.with_descriptor(|| {
-            self.backing
-                .mknod(caller, &self.object(&dir)?, name, mode, rdev)
-        })?;
+        let node = NewKind::Node { mode, rdev };
+        let (object, attr) =
+            self.with_descriptor(|| self.backing.make(caller, &self.object(&dir)?, name, node))?;
         let inode = self.register_created(before, &dir, name, object, &attr)?;
         Ok(Entry {
             inode: inode.id,

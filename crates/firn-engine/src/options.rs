@@ -56,7 +56,7 @@ pub struct EngineOptions {
     pub drain_write_bytes_min: u64,
     /// A write to the backing has at most so many bytes.
     pub drain_write_bytes_max: u64,
-    /// The same where the backing gathers pieces of a file ([`firn_backing::Backing::gathers`]), and never more than a
+    /// The same where the backing gathers pieces of a file ([`firn_backing::Facts::gathers`]), and never more than a
     /// quarter of the arena.
     pub drain_gathered_bytes_max: u64,
     /// Percent of memory in use above which sealed chunks move to the spill file, where there is one.

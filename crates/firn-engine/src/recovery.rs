@@ -21,7 +21,7 @@ use std::time::Instant;
 
 use firn_arena::journal::{Journal, KnownFile, PathState, Replay};
 use firn_arena::{Arena, JournalRegion, PieceRef, Stored};
-use firn_backing::{Access, Backing, Errno, SetTime, Time, is_below};
+use firn_backing::{Access, Backing, Errno, Resize, SetTime, Time, is_below};
 use firn_format::record::Record;
 
 use crate::counters::Counters;
@@ -440,7 +440,7 @@ impl<B: Backing> Engine<B> {
         let mut failed = None;
         truncations.retain(|&(sequence, size)| {
             let open = || self.backing.open(&self.object(inode)?, Access::Write);
-            let ended = open().and_then(|file| self.backing.finish_set_len(&file, size));
+            let ended = open().and_then(|file| self.backing.resize(&file, Resize::Finish(size)));
             match ended {
                 Ok(done) => {
                     self.journal.append_note(&Record::TruncateEnd {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use firn_backing::{Backing, Errno, KernelReads, is_below};
+use firn_backing::{Backing, Errno, FileUse, KernelReads, SyncScope, is_below};
 use firn_format::durability::DurabilityLevel;
 
 use crate::engine::Engine;
@@ -87,7 +87,7 @@ impl<B: Backing> Engine<B> {
 
     /// This thread has opened a file.
     pub fn note_opener(&self, handle: HandleId, thread: u32) {
-        if self.backing.finishes_files()
+        if self.backing.features().finishes_files
             && let Ok(handle) = self.handle(handle)
         {
             handle.opener.store(thread, Ordering::Release);
@@ -98,7 +98,7 @@ impl<B: Backing> Engine<B> {
     /// [`Engine::finish_file`] once [`Engine::flush`] is done. Nothing is as long as other writers have it open, or where
     /// it is not closed by the process of the thread that opened it.
     pub fn finishes_file(&self, handle: HandleId, is_opener: &dyn Fn(u32) -> bool) -> bool {
-        if !self.backing.finishes_files() || self.options.close == ClosePolicy::Held {
+        if !self.backing.features().finishes_files || self.options.close == ClosePolicy::Held {
             return false;
         }
         let Ok(handle) = self.handle(handle) else {
@@ -119,7 +119,7 @@ impl<B: Backing> Engine<B> {
     pub fn finish_file(&self, handle: HandleId) -> Result<()> {
         let handle = self.handle(handle)?;
         let writer = self.writer(&handle.file)?;
-        self.backing.finish_file(&writer.file)
+        self.backing.note_use(&writer.file, FileUse::Finished)
     }
 
     /// `done` is called when what the file has pending now is in the backing, or a try failed.
@@ -204,7 +204,7 @@ impl<B: Backing> Engine<B> {
             .collect();
         let synced = self
             .object(directory)
-            .and_then(|top| self.backing.sync_tree(&top));
+            .and_then(|top| self.backing.sync_scope(SyncScope::Tree(&top)));
         if synced.is_err() {
             for inode in unsynced {
                 inode.data_unsynced.store(true, Ordering::Release);

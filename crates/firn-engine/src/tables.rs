@@ -175,7 +175,7 @@ impl<B: Backing> HandleTable<B> {
 mod tests {
     use std::ffi::OsStr;
 
-    use firn_backing::Caller;
+    use firn_backing::{Caller, Volume};
     use firn_sim::SimBacking;
 
     use super::*;

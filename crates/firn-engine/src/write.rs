@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use firn_arena::Lease;
 use firn_backing::lock::MutexGuard;
-use firn_backing::{Backing, Errno};
+use firn_backing::{Backing, Errno, Resize};
 use firn_format::geometry::{SLAB_MEDIUM, SLAB_SMALL};
 use firn_format::slab::Class;
 
@@ -394,7 +394,11 @@ impl<B: Backing> Engine<B> {
     fn ask_size(&self, file: &Arc<File<B>>, end: u64) -> Result<()> {
         let known = self.size_of(file)?;
         if end > known {
-            self.with_exclusive_file(file, |target| self.backing.grow(target, end))
+            self.with_exclusive_file(file, |target| {
+                self.backing
+                    .resize(target, Resize::AtLeast(end))
+                    .map(|_| ())
+            })
         } else {
             Ok(())
         }

@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 
-use firn_backing::{Backing, Errno};
+use firn_backing::{Backing, Errno, Volume};
 use firn_hosts::{Ballot, Joined, OwnError, Plan, Progress, Protocol, VoteDir, own};
 use firn_sim::SimBacking;
 use firn_sim::suite::own_caller;

@@ -4,7 +4,7 @@ use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use firn_backing::{Backing, Errno, LockMode, LockRange};
+use firn_backing::{Backing, Errno, LockMode, LockRange, Volume};
 use firn_hosts::{FileLocks, InTheWay, Owner, Released, Space, Ticket, Wanted, own};
 use firn_sim::LockReach;
 use firn_sim::SimBacking;

@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::time::Duration;
 
-use firn_backing::{Backing, Errno};
+use firn_backing::{Backing, Errno, Names, Volume};
 use firn_hosts::{
     Holder, Lease, LeaseError, OwnError, PeerWatch, Peers, ReachError, Terms, VoteDir, check_reach,
     own, publish_terms,
@@ -18,7 +18,7 @@ const LEASE: &str = "lease";
 /// More calls than anything here makes.
 const STEPS_MAX: u64 = 60;
 
-type Inode = <SimBacking as Backing>::Inode;
+type Inode = <SimBacking as Volume>::Inode;
 
 fn disk() -> SimBacking {
     let disk = SimBacking::new();

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::{HANGS_AFTER, Host, limits, wait_for_state, wait_until, write_together};
-use firn_backing::{Backing, DirBacking, Errno};
+use firn_backing::{Backing, DirBacking, Errno, Volume};
 use firn_hosts::own;
 use firn_hosts::tokens::{Asked, FlockService, LockService, TokenState};
 use firn_sim::LockReach;

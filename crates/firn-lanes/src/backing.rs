@@ -1,20 +1,43 @@
-//! The trait: names go to the primary, data to where the file lies.
+//! The traits: names go to the primary, data to where the file lies.
 
-use std::io::IoSlice;
-use std::ops::Range;
-use std::os::fd::{BorrowedFd, OwnedFd};
 use std::thread::Builder;
 
 use firn_backing::{
-    Access, DataPart, DirEntry, KernelReads, LaneIndex, LocateLimits, Located, LockMode, LockRange,
-    Placing, Seek, SetTime, StatFs, SyncWay, copy_through_memory,
+    Access, AttrChange, Attributes, Created, DataPart, DirEntry, Facts, Features, Files, Freshness,
+    LaneIndex, Names, NewKind, Placement, Placing, Remove, Sharing, StatFs, SyncScope, Target,
+    TargetOf, Volume, copy_through_memory, forward,
 };
 
 use super::*;
 use crate::create::{NewFile, PlaceByName};
 
-#[deny(clippy::missing_trait_methods)]
-impl<B: Backing> Backing for Lanes<B> {
+/// The backing that something lies in: the primary, or a lane for the data of a placed file.
+macro_rules! home {
+    ($self:ident, |$home:ident| $call:expr) => {{
+        let $home = &$self.primary;
+        $call
+    }};
+    ($self:ident, inode $inode:ident, |$home:ident| $call:expr) => {{
+        let ($home, $inode) = $self.home($inode);
+        $call
+    }};
+    ($self:ident, file $file:ident, |$home:ident| $call:expr) => {{
+        let ($home, $file) = ($self.home_of_file($file), &$file.file);
+        $call
+    }};
+}
+
+/// The same for data that a lane has to take: what the call costs there is noted.
+macro_rules! noted {
+    ($self:ident, file $file:ident, |$home:ident| $call:expr) => {
+        $self.call_home($file, Call::Data, |$home| {
+            let $file = &$file.file;
+            $call
+        })
+    };
+}
+
+impl<B: Backing> Volume for Lanes<B> {
     type Inode = LanesInode<B>;
     type File = LanesFile<B>;
     type Dir = B::Dir;
@@ -23,40 +46,72 @@ impl<B: Backing> Backing for Lanes<B> {
         LanesInode::Primary(self.primary.root(), Position::TOP)
     }
 
+    /// The primary, whose own files are not placed, is one more lane, the last.
+    fn features(&self) -> Features {
+        Features {
+            lane_count: self.setup.lanes.len() as u16 + 1,
+            ..self.primary.features()
+        }
+    }
+
+    /// Room is the sum of the lanes', inodes are the primary's. Lanes of one file system count once.
+    fn statfs(&self) -> Result<StatFs> {
+        let mut sum = self.primary.statfs()?;
+        let mut devices = Vec::new();
+        let unit = sum.block_size.max(1);
+        (sum.blocks, sum.blocks_free, sum.blocks_available) = (0, 0, 0);
+        for lane in &self.setup.lanes {
+            let device = lane.backing.attr(&lane.backing.root())?.dev;
+            if devices.contains(&device) {
+                continue;
+            }
+            devices.push(device);
+            let one = lane.backing.statfs()?;
+            let blocks = |count: u64| count.saturating_mul(one.block_size) / unit;
+            sum.blocks += blocks(one.blocks);
+            sum.blocks_free += blocks(one.blocks_free);
+            sum.blocks_available += blocks(one.blocks_available);
+        }
+        Ok(sum)
+    }
+
+    fn sync_scope(&self, scope: SyncScope<'_, LanesInode<B>>) -> Result<()> {
+        match scope {
+            SyncScope::All => {
+                self.finish_removals()?;
+                self.sync_lanes(|lane| lane.sync_scope(SyncScope::All))?;
+                self.primary.sync_scope(SyncScope::All)
+            }
+            SyncScope::Changes => {
+                self.finish_removals()?;
+                self.sync_lanes(|lane| lane.sync_scope(SyncScope::Changes))?;
+                self.primary.sync_scope(SyncScope::Changes)
+            }
+            SyncScope::Tree(inode) => {
+                // The files of a directory are anywhere in the lanes.
+                self.sync_lanes(|lane| lane.sync_scope(SyncScope::All))?;
+                match inode {
+                    LanesInode::Primary(inode, _) => {
+                        self.primary.sync_scope(SyncScope::Tree(inode))
+                    }
+                    LanesInode::Placed(_) => Ok(()),
+                }
+            }
+            SyncScope::Dir(inode) => {
+                // A durable link must not lead to a file whose name is lost.
+                for lane in &self.setup.lanes {
+                    lane.sync_names()?;
+                }
+                self.primary.sync_scope(SyncScope::Dir(inode.in_primary()))
+            }
+        }
+    }
+}
+
+impl<B: Backing> Names for Lanes<B> {
     fn lookup(&self, parent: &LanesInode<B>, name: &OsStr) -> Result<(LanesInode<B>, Attr)> {
         let (inode, attr) = self.primary.lookup(parent.in_primary(), name)?;
         self.resolve(parent, name, inode, attr)
-    }
-
-    fn create(
-        &self,
-        caller: &Caller,
-        parent: &LanesInode<B>,
-        name: &OsStr,
-        mode: u32,
-    ) -> Result<(LanesInode<B>, LanesFile<B>, Attr)> {
-        let dir = parent.in_primary();
-        let position = parent.position();
-        let new = NewFile {
-            caller,
-            parent: dir,
-            name,
-            mode,
-        };
-        match &self.setup.rule {
-            // What a default ACL gives to a new file, only the kernel can give, where the name is.
-            Some(rule)
-                if position.region.takes_placed_files() && !self.primary.has_default_acl(dir) =>
-            {
-                let place = PlaceByName {
-                    parent: dir,
-                    numbers: position.numbers,
-                    name,
-                };
-                self.create_by_name(rule, &place, &new)
-            }
-            _ => self.create_in_primary(parent, &new),
-        }
     }
 
     fn create_placed(
@@ -66,7 +121,7 @@ impl<B: Backing> Backing for Lanes<B> {
         name: &OsStr,
         mode: u32,
         placing: Placing<'_, LanesInode<B>>,
-    ) -> Result<(LanesInode<B>, LanesFile<B>, Attr)> {
+    ) -> Result<Created<Self>> {
         let dir = parent.in_primary();
         let new = NewFile {
             caller,
@@ -77,70 +132,48 @@ impl<B: Backing> Backing for Lanes<B> {
         let Some(rule) = &self.setup.rule else {
             return self.create_in_primary(parent, &new);
         };
-        match placing {
-            Placing::Turn(turn) => self.create_by_turn(rule, turn, &new),
-            Placing::Named { .. } if self.primary.has_default_acl(dir) => {
-                self.create_in_primary(parent, &new)
-            }
-            Placing::Named { parent, name } => {
-                let place = PlaceByName {
-                    parent: parent.in_primary(),
-                    numbers: parent.position().numbers,
-                    name,
-                };
-                self.create_by_name(rule, &place, &new)
-            }
+        let named = match placing {
+            Placing::ByName if parent.position().region.takes_placed_files() => (parent, name),
+            Placing::Named { parent, name } => (parent, name),
+            Placing::Turn(turn) => return self.create_by_turn(rule, turn, &new),
             Placing::Beside(LanesInode::Placed(placed)) if placed.lane < rule.lane_count() => {
-                self.create_in_lane(placed.lane, &new)
+                return self.create_in_lane(placed.lane, &new);
             }
-            Placing::Beside(_) => self.create_in_primary(parent, &new),
+            Placing::ByName | Placing::Beside(_) => return self.create_in_primary(parent, &new),
+        };
+        // What a default ACL gives to a new file, only the kernel can give, where the name is.
+        if self.primary.has_default_acl(dir) {
+            return self.create_in_primary(parent, &new);
         }
+        let (parent, name) = named;
+        let place = PlaceByName {
+            parent: parent.in_primary(),
+            numbers: parent.position().numbers,
+            name,
+        };
+        self.create_by_name(rule, &place, &new)
     }
 
-    fn mkdir(
+    fn make(
         &self,
         caller: &Caller,
         parent: &LanesInode<B>,
         name: &OsStr,
-        mode: u32,
+        kind: NewKind<'_>,
     ) -> Result<(LanesInode<B>, Attr)> {
-        let (inode, attr) = self
-            .primary
-            .mkdir(caller, parent.in_primary(), name, mode)?;
-        if let Some(rule) = &self.setup.rule {
-            rule.note_new_dir(attr.ino);
-        }
-        Ok((parent.child(name, inode), attr))
-    }
-
-    fn mknod(
-        &self,
-        caller: &Caller,
-        parent: &LanesInode<B>,
-        name: &OsStr,
-        mode: u32,
-        rdev: u64,
-    ) -> Result<(LanesInode<B>, Attr)> {
-        if Kind::from_mode(mode) == Some(Kind::File) {
+        if let NewKind::Node { mode, .. } = kind
+            && Kind::from_mode(mode) == Some(Kind::File)
+        {
             let (inode, _, attr) = self.create(caller, parent, name, mode & !libc::S_IFMT)?;
             return Ok((inode, attr));
         }
-        let (inode, attr) = self
-            .primary
-            .mknod(caller, parent.in_primary(), name, mode, rdev)?;
-        Ok((parent.child(name, inode), attr))
-    }
-
-    fn symlink(
-        &self,
-        caller: &Caller,
-        parent: &LanesInode<B>,
-        name: &OsStr,
-        target: &OsStr,
-    ) -> Result<(LanesInode<B>, Attr)> {
-        let (inode, attr) = self
-            .primary
-            .symlink(caller, parent.in_primary(), name, target)?;
+        let made = self.primary.make(caller, parent.in_primary(), name, kind);
+        let (inode, attr) = made?;
+        if let NewKind::Dir { .. } = kind
+            && let Some(rule) = &self.setup.rule
+        {
+            rule.note_new_dir(attr.ino);
+        }
         Ok((parent.child(name, inode), attr))
     }
 
@@ -156,14 +189,13 @@ impl<B: Backing> Backing for Lanes<B> {
             .link(inode.in_primary(), parent.in_primary(), name)
     }
 
-    fn unlink(&self, parent: &LanesInode<B>, name: &OsStr) -> Result<()> {
+    fn remove(&self, parent: &LanesInode<B>, name: &OsStr, what: Remove) -> Result<()> {
         let parent = parent.in_primary();
-        let doomed = self.doom(parent, name)?;
-        self.end_names(doomed, parent, || self.primary.unlink(parent, name))
-    }
-
-    fn rmdir(&self, parent: &LanesInode<B>, name: &OsStr) -> Result<()> {
-        self.primary.rmdir(parent.in_primary(), name)
+        let doomed = match what {
+            Remove::Dir => return self.primary.remove(parent, name, what),
+            Remove::NonDir => self.doom(parent, name)?,
+        };
+        self.end_names(doomed, parent, || self.primary.remove(parent, name, what))
     }
 
     fn rename(
@@ -206,101 +238,6 @@ impl<B: Backing> Backing for Lanes<B> {
         }
     }
 
-    fn attr(&self, inode: &LanesInode<B>) -> Result<Attr> {
-        match inode {
-            LanesInode::Primary(inode, _) => self.primary.attr(inode),
-            LanesInode::Placed(placed) => self.attr_of_placed(placed),
-        }
-    }
-
-    fn attr_of_file(&self, file: &LanesFile<B>) -> Result<Attr> {
-        let attr = self.call_home(file, Call::Name, |home| home.attr_of_file(&file.file))?;
-        match &file.placed {
-            None => Ok(attr),
-            Some(placed) => Ok(placed_attr(&self.attr_of_link(placed)?, &attr)),
-        }
-    }
-
-    fn attr_now(&self, inode: &LanesInode<B>) -> Result<Attr> {
-        let (home, object) = self.home(inode);
-        home.attr_now(object)?;
-        self.attr(inode)
-    }
-
-    fn attr_of_file_now(&self, file: &LanesFile<B>) -> Result<Attr> {
-        self.home_of_file(file).attr_of_file_now(&file.file)?;
-        self.attr_of_file(file)
-    }
-
-    fn set_mode(&self, inode: &LanesInode<B>, mode: u32) -> Result<()> {
-        let (home, inode) = self.home(inode);
-        home.set_mode(inode, mode)
-    }
-
-    fn set_owner(&self, inode: &LanesInode<B>, uid: Option<u32>, gid: Option<u32>) -> Result<()> {
-        let (home, object) = self.home(inode);
-        home.set_owner(object, uid, gid)?;
-        match inode {
-            LanesInode::Primary(..) => Ok(()),
-            // For who looks at the primary.
-            LanesInode::Placed(placed) => self.primary.set_owner(&placed.link, uid, gid),
-        }
-    }
-
-    fn set_times(&self, inode: &LanesInode<B>, atime: SetTime, mtime: SetTime) -> Result<()> {
-        let (home, inode) = self.home(inode);
-        home.set_times(inode, atime, mtime)
-    }
-
-    fn get_xattr(&self, inode: &LanesInode<B>, name: &OsStr) -> Result<Vec<u8>> {
-        if is_hidden(inode, name) {
-            return Err(Errno::NODATA);
-        }
-        let (home, inode) = self.home(inode);
-        home.get_xattr(inode, name)
-    }
-
-    fn set_xattr(
-        &self,
-        inode: &LanesInode<B>,
-        name: &OsStr,
-        value: &[u8],
-        flags: i32,
-    ) -> Result<()> {
-        if is_hidden(inode, name) {
-            return Err(Errno::PERM);
-        }
-        let (home, inode) = self.home(inode);
-        home.set_xattr(inode, name, value, flags)
-    }
-
-    fn list_xattr(&self, inode: &LanesInode<B>) -> Result<Vec<u8>> {
-        let (home, object) = self.home(inode);
-        let names = home.list_xattr(object)?;
-        if !matches!(inode, LanesInode::Placed(_)) {
-            return Ok(names);
-        }
-        let shown = names
-            .split_inclusive(|&byte| byte == 0)
-            .filter(|name| name.strip_suffix(b"\0") != Some(XATTR.as_bytes()));
-        Ok(shown.collect::<Vec<_>>().concat())
-    }
-
-    fn remove_xattr(&self, inode: &LanesInode<B>, name: &OsStr) -> Result<()> {
-        if is_hidden(inode, name) {
-            return Err(Errno::NODATA);
-        }
-        let (home, inode) = self.home(inode);
-        home.remove_xattr(inode, name)
-    }
-
-    fn has_default_acl(&self, inode: &LanesInode<B>) -> bool {
-        match inode {
-            LanesInode::Primary(inode, _) => self.primary.has_default_acl(inode),
-            LanesInode::Placed(_) => false,
-        }
-    }
-
     fn open_dir(&self, inode: &LanesInode<B>) -> Result<B::Dir> {
         self.primary.open_dir(inode.in_primary())
     }
@@ -318,14 +255,80 @@ impl<B: Backing> Backing for Lanes<B> {
         };
         self.primary.read_dir(dir, cookie, &mut shown)
     }
+}
 
-    fn sync_dir(&self, inode: &LanesInode<B>) -> Result<()> {
-        // A durable link must not lead to a file whose name is lost.
-        for lane in &self.setup.lanes {
-            lane.sync_names()?;
+impl<B: Backing> Attributes for Lanes<B> {
+    fn stat(&self, target: TargetOf<'_, Self>, freshness: Freshness) -> Result<Attr> {
+        match target {
+            Target::Inode(inode) => {
+                if freshness == Freshness::Current {
+                    let (home, object) = self.home(inode);
+                    home.stat(Target::Inode(object), freshness)?;
+                }
+                match inode {
+                    LanesInode::Primary(inode, _) => self.primary.attr(inode),
+                    LanesInode::Placed(placed) => self.attr_of_placed(placed),
+                }
+            }
+            Target::File(file) => {
+                if freshness == Freshness::Current {
+                    let home = self.home_of_file(file);
+                    home.stat(Target::File(&file.file), freshness)?;
+                }
+                let attr =
+                    self.call_home(file, Call::Name, |home| home.attr_of_file(&file.file))?;
+                match &file.placed {
+                    None => Ok(attr),
+                    Some(placed) => Ok(placed_attr(&self.attr_of_link(placed)?, &attr)),
+                }
+            }
         }
-        self.primary.sync_dir(inode.in_primary())
     }
+
+    fn set_attr(&self, inode: &LanesInode<B>, change: AttrChange<'_>) -> Result<()> {
+        match change {
+            AttrChange::SetXattr { name, .. } if is_hidden(inode, name) => return Err(Errno::PERM),
+            AttrChange::RemoveXattr { name } if is_hidden(inode, name) => {
+                return Err(Errno::NODATA);
+            }
+            _ => {}
+        }
+        let (home, object) = self.home(inode);
+        home.set_attr(object, change)?;
+        match (inode, change) {
+            // For who looks at the primary.
+            (LanesInode::Placed(placed), AttrChange::Owner { .. }) => {
+                self.primary.set_attr(&placed.link, change)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn get_xattr(&self, inode: &LanesInode<B>, name: &OsStr) -> Result<Vec<u8>> {
+        if is_hidden(inode, name) {
+            return Err(Errno::NODATA);
+        }
+        let (home, inode) = self.home(inode);
+        home.get_xattr(inode, name)
+    }
+
+    fn list_xattr(&self, inode: &LanesInode<B>) -> Result<Vec<u8>> {
+        let (home, object) = self.home(inode);
+        let names = home.list_xattr(object)?;
+        if !matches!(inode, LanesInode::Placed(_)) {
+            return Ok(names);
+        }
+        let shown = names
+            .split_inclusive(|&byte| byte == 0)
+            .filter(|name| name.strip_suffix(b"\0") != Some(XATTR.as_bytes()));
+        Ok(shown.collect::<Vec<_>>().concat())
+    }
+}
+
+impl<B: Backing> Files for Lanes<B> {
+    forward!(noted: resize allocate);
+    // Each file has one home, so its lock is the same for all.
+    forward!(home: seek advise lock descriptor);
 
     fn open(&self, inode: &LanesInode<B>, access: Access) -> Result<LanesFile<B>> {
         let (home, object) = self.home(inode);
@@ -346,11 +349,6 @@ impl<B: Backing> Backing for Lanes<B> {
         self.call_home(file, Call::Data, |home| {
             home.read_at(&file.file, buf, offset)
         })
-    }
-
-    fn write_at(&self, file: &LanesFile<B>, data: &[IoSlice<'_>], offset: u64) -> Result<usize> {
-        let part = DataPart { offset, data };
-        Ok(self.write_parts(file, &[part])? as usize)
     }
 
     fn write_parts(&self, file: &LanesFile<B>, parts: &[DataPart<'_>]) -> Result<u64> {
@@ -377,39 +375,6 @@ impl<B: Backing> Backing for Lanes<B> {
         Ok(count)
     }
 
-    fn gathers(&self, inode: &LanesInode<B>) -> bool {
-        let (home, object) = self.home(inode);
-        home.gathers(object)
-    }
-
-    fn set_len(&self, file: &LanesFile<B>, len: u64) -> Result<()> {
-        self.call_home(file, Call::Data, |home| home.set_len(&file.file, len))
-    }
-
-    fn grow(&self, file: &LanesFile<B>, len: u64) -> Result<()> {
-        self.call_home(file, Call::Data, |home| home.grow(&file.file, len))
-    }
-
-    fn finish_set_len(&self, file: &LanesFile<B>, len: u64) -> Result<bool> {
-        self.call_home(file, Call::Data, |home| {
-            home.finish_set_len(&file.file, len)
-        })
-    }
-
-    fn rewrite_nothing(&self, file: &LanesFile<B>) -> Result<()> {
-        self.call_home(file, Call::Data, |home| home.rewrite_nothing(&file.file))
-    }
-
-    fn allocate(&self, file: &LanesFile<B>, mode: i32, offset: u64, len: u64) -> Result<()> {
-        self.call_home(file, Call::Data, |home| {
-            home.allocate(&file.file, mode, offset, len)
-        })
-    }
-
-    fn seek(&self, file: &LanesFile<B>, offset: u64, what: Seek) -> Result<u64> {
-        self.home_of_file(file).seek(&file.file, offset, what)
-    }
-
     fn copy_range(
         &self,
         from: &LanesFile<B>,
@@ -430,153 +395,28 @@ impl<B: Backing> Backing for Lanes<B> {
     fn sync(&self, file: &LanesFile<B>, data_only: bool) -> Result<()> {
         self.call_home(file, Call::Sync, |home| home.sync(&file.file, data_only))
     }
+}
 
-    fn begin_sync(&self, file: &LanesFile<B>, offset: u64, len: u64) {
-        self.home_of_file(file).begin_sync(&file.file, offset, len);
-    }
+impl<B: Backing> Sharing for Lanes<B> {
+    forward!(home: kernel_reads locate note_use is_logged);
+}
 
-    fn forget_pages(&self, file: &LanesFile<B>, offset: u64, len: u64) {
-        self.home_of_file(file)
-            .forget_pages(&file.file, offset, len);
-    }
-
-    /// Each file has one home, so its lock is the same for all.
-    fn try_lock(&self, file: &LanesFile<B>, mode: LockMode) -> Result<bool> {
-        self.home_of_file(file).try_lock(&file.file, mode)
-    }
-
-    fn lock_range(
-        &self,
-        file: &LanesFile<B>,
-        range: LockRange,
-        mode: Option<LockMode>,
-    ) -> Result<bool> {
-        self.home_of_file(file).lock_range(&file.file, range, mode)
-    }
-
-    fn is_range_locked(
-        &self,
-        file: &LanesFile<B>,
-        range: LockRange,
-        mode: LockMode,
-    ) -> Result<bool> {
-        let home = self.home_of_file(file);
-        home.is_range_locked(&file.file, range, mode)
-    }
-
-    fn fd<'a>(&self, file: &'a LanesFile<B>) -> Option<BorrowedFd<'a>> {
-        self.home_of_file(file).fd(&file.file)
-    }
-
-    fn reading_fd(&self, file: &LanesFile<B>) -> Option<OwnedFd> {
-        self.home_of_file(file).reading_fd(&file.file)
-    }
-
-    fn locate(
-        &self,
-        file: &LanesFile<B>,
-        range: Range<u64>,
-        limits: LocateLimits,
-    ) -> Result<Option<Located>> {
-        self.home_of_file(file).locate(&file.file, range, limits)
-    }
-
-    fn kernel_reads(&self, file: &LanesFile<B>) -> KernelReads {
-        self.home_of_file(file).kernel_reads(&file.file)
-    }
-
-    fn note_opened(&self, file: &LanesFile<B>, writes: bool) -> Result<()> {
-        self.home_of_file(file).note_opened(&file.file, writes)
-    }
-
-    fn changes_by_others(&self, inode: &LanesInode<B>) -> u64 {
-        let (home, inode) = self.home(inode);
-        home.changes_by_others(inode)
-    }
-
-    fn finishes_files(&self) -> bool {
-        self.primary.finishes_files()
-    }
-
-    fn note_written(&self, file: &LanesFile<B>) {
-        self.home_of_file(file).note_written(&file.file);
-    }
-
-    fn finish_file(&self, file: &LanesFile<B>) -> Result<()> {
-        self.home_of_file(file).finish_file(&file.file)
-    }
-
-    fn is_logged(&self, inode: &LanesInode<B>) -> bool {
-        let (home, inode) = self.home(inode);
-        home.is_logged(inode)
-    }
-
-    /// The primary, whose own files are not placed, is one more, the last.
-    fn lane_count(&self) -> u16 {
-        self.setup.lanes.len() as u16 + 1
-    }
-
-    fn lane_of(&self, inode: &LanesInode<B>) -> LaneIndex {
+impl<B: Backing> Placement for Lanes<B> {
+    fn facts(&self, inode: &LanesInode<B>) -> Facts {
         let lane = match inode {
             LanesInode::Primary(..) => self.setup.lanes.len(),
             LanesInode::Placed(placed) => placed.lane,
         };
-        LaneIndex::new(lane as u16)
+        let (home, object) = self.home(inode);
+        Facts {
+            lane: LaneIndex::new(lane as u16),
+            ..home.facts(object)
+        }
     }
 
     fn lane_of_turn(&self, turn: u64) -> Option<LaneIndex> {
         let rule = self.setup.rule.as_ref()?;
         Some(LaneIndex::new(rule.lane_of_turn(turn) as u16))
-    }
-
-    /// Room is the sum of the lanes', inodes are the primary's. Lanes of one file system count once.
-    fn statfs(&self) -> Result<StatFs> {
-        let mut sum = self.primary.statfs()?;
-        let mut devices = Vec::new();
-        let unit = sum.block_size.max(1);
-        (sum.blocks, sum.blocks_free, sum.blocks_available) = (0, 0, 0);
-        for lane in &self.setup.lanes {
-            let device = lane.backing.attr(&lane.backing.root())?.dev;
-            if devices.contains(&device) {
-                continue;
-            }
-            devices.push(device);
-            let one = lane.backing.statfs()?;
-            let blocks = |count: u64| count.saturating_mul(one.block_size) / unit;
-            sum.blocks += blocks(one.blocks);
-            sum.blocks_free += blocks(one.blocks_free);
-            sum.blocks_available += blocks(one.blocks_available);
-        }
-        Ok(sum)
-    }
-
-    fn sync_all(&self) -> Result<()> {
-        self.finish_removals()?;
-        self.sync_lanes(B::sync_all)?;
-        self.primary.sync_all()
-    }
-
-    fn sync_changes(&self) -> Result<()> {
-        self.finish_removals()?;
-        self.sync_lanes(B::sync_changes)?;
-        self.primary.sync_changes()
-    }
-
-    fn sync_tree(&self, inode: &LanesInode<B>) -> Result<()> {
-        // The files of a directory are anywhere in the lanes.
-        self.sync_lanes(B::sync_all)?;
-        match inode {
-            LanesInode::Primary(inode, _) => self.primary.sync_tree(inode),
-            LanesInode::Placed(_) => Ok(()),
-        }
-    }
-
-    fn sync_way(&self) -> SyncWay {
-        let mut all = self.setup.lanes.iter().map(|lane| lane.backing.sync_way());
-        match all.find(|way| *way == SyncWay::EachFile) {
-            Some(way) => way,
-            None => self.primary.sync_way(),
-        }
     }
 }
 

@@ -251,7 +251,7 @@ fn decode(bytes: &[u8]) -> Result<&[u8], &'static str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use firn_backing::Access;
+    use firn_backing::{Access, Files, Names, Volume};
     use firn_sim::{SimBacking, suite};
     use std::io::IoSlice;
 

@@ -4,6 +4,7 @@
 //! back and not the file. One sync for each removal would be slow, so files wait for it together, and each has a link
 //! in the staging directory meanwhile, from which the next mount goes on after a crash.
 
+use firn_backing::SyncScope;
 use std::collections::HashMap;
 use std::sync::atomic::AtomicBool;
 
@@ -179,7 +180,7 @@ impl<B: Backing> Lanes<B> {
         if waiting.is_empty() {
             return Ok(());
         }
-        self.primary.sync_changes()?;
+        self.primary.sync_scope(SyncScope::Changes)?;
         for (link, removal) in waiting {
             self.end_staged(&removal.link, &removal.entry, || {
                 self.remove_entry(removal.lane, &removal.entry)
@@ -198,7 +199,7 @@ impl<B: Backing> Lanes<B> {
         if staged.is_empty() {
             return Ok(());
         }
-        self.primary.sync_changes()?;
+        self.primary.sync_scope(SyncScope::Changes)?;
         for entry in staged {
             let (link, _) = self.primary.lookup(staging, &entry)?;
             let target = self.primary.readlink(&link)?;

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use firn_backing::lock::Mutex;
-use firn_backing::{Backing, Errno, Result};
+use firn_backing::{Backing, Errno, Result, Volume};
 use firn_format::quote::quoted;
 
 use crate::Lane;
@@ -258,7 +258,7 @@ impl<B: Backing> Lane<B> {
 
     /// Bytes that the lane's file system has for files.
     pub(crate) fn find_room(&self) -> Result<u64> {
-        let room = self.call(Call::Name, B::statfs)?;
+        let room = self.call(Call::Name, Volume::statfs)?;
         Ok(room.blocks_available.saturating_mul(room.block_size))
     }
 

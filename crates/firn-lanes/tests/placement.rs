@@ -8,7 +8,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use firn_backing::{Access, Backing, DirBacking, Errno, Kind, LaneIndex, RenameFlags};
+use firn_backing::{
+    Access, Attributes, Backing, DirBacking, Errno, Files, Kind, LaneIndex, Names, Placement,
+    RenameFlags, Volume,
+};
 use firn_lanes::{Lane, LaneState, Lanes, LanesFile, Orphan, Rule, Setup, XATTR};
 use firn_sim::{Fault, Hang, tree};
 use firn_sim::{SimBacking, suite};
@@ -178,7 +181,10 @@ fn files_go_whole_to_the_lane_of_their_number_and_are_readable_by_their_link() {
     for rank in 0..2 * LANES {
         let content = format!("content of {rank}");
         let inode = write_file(&lanes, &format!("rank{rank}"), content.as_bytes());
-        assert_eq!(lanes.lane_of(&inode), LaneIndex::new((rank % LANES) as u16));
+        assert_eq!(
+            lanes.facts(&inode).lane,
+            LaneIndex::new((rank % LANES) as u16)
+        );
         // Without Firn.
         let (link, attr) = world
             .primary
@@ -293,7 +299,7 @@ fn lane_of_name(lanes: &Lanes<SimBacking>, name: &str) -> usize {
     let (inode, _) = lanes
         .lookup(&lanes.root(), OsStr::new(name))
         .expect("lookup");
-    lanes.lane_of(&inode).index()
+    lanes.facts(&inode).lane.index()
 }
 
 fn create(lanes: &Lanes<SimBacking>, name: &str) -> Result<LanesFile<SimBacking>, Errno> {
@@ -390,7 +396,7 @@ fn a_lane_whose_quota_is_used_up_is_tried_before_it_gets_a_file() {
         .lookup(&lanes.root(), OsStr::new("f_9"))
         .expect("lookup");
     assert_eq!(attr.size, 0);
-    assert_eq!(lanes.lane_of(&inode), LaneIndex::new(0));
+    assert_eq!(lanes.facts(&inode).lane, LaneIndex::new(0));
 }
 
 /// Where no lane has room for what is usual, a file goes where there is most. Proves S-place-6.

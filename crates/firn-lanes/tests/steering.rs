@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
 use firn_backing::dir::steering::Steering;
-use firn_backing::{Backing, Caller, DirBacking, Errno, LaneIndex};
+use firn_backing::{Backing, Caller, DirBacking, Errno, LaneIndex, Placement, Volume};
 use firn_lanes::Rule;
 use firn_lanes::steering::{Driver, Location, Lustre, ProgramOfSite, Staged, Steered};
 use fuser::{
@@ -372,7 +372,7 @@ fn create(backing: &DirBacking, name: &str) -> Result<LaneIndex, Errno> {
         pid: std::process::id(),
     };
     let made = backing.create(&caller, &backing.root(), OsStr::new(name), 0o640)?;
-    Ok(backing.lane_of(&made.0))
+    Ok(backing.facts(&made.0).lane)
 }
 
 fn servers(names: &[&str]) -> Vec<OsString> {

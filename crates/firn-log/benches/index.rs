@@ -14,7 +14,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Instant;
 
-use firn_backing::{Backing, Caller, DataPart};
+use firn_backing::{Backing, Caller, DataPart, Files, Volume};
 
 const PIECES_OF_PATTERN: u64 = 10_000;
 const PIECE_BYTES: u64 = 64;

@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use firn_backing::lock::Mutex;
-use firn_backing::{Backing, Result};
+use firn_backing::{Backing, PageAdvice, Result};
 use firn_hosts::own;
 use parking_lot::Condvar;
 
@@ -79,7 +79,7 @@ impl<B: Backing> Appender<B> {
             let state = self.state.lock();
             state.told..state.end
         };
-        base.begin_sync(&self.file, unsynced.start, unsynced.end - unsynced.start);
+        base.advise(&self.file, unsynced, PageAdvice::WriteOut);
     }
 
     /// Makes what was appended durable; whether there was anything that nobody has made so.

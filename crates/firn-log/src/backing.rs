@@ -303,11 +303,6 @@ impl<B: Backing> LogBacking<B> {
         Ok(Some(file))
     }
 
-    /// Whether what this host writes to a file goes to a log. Makes no call.
-    fn is_written_to_logs(&self, inode: &LogInode<B>, id: FileId) -> bool {
-        inode.is_chosen || self.files.lock().known.contains_key(&id)
-    }
-
     /// Looks which files have containers, where that was long ago.
     fn look_around(&self) -> Result<()> {
         self.look_around_after(self.setup.patience)
@@ -453,7 +448,7 @@ impl<B: Backing> LogBacking<B> {
 
     /// Other hosts see that this one writes to the file: nobody flattens it meanwhile.
     fn begin_writing(&self, file: &LogFile<B>, opened: &Opened<B>) -> Result<()> {
-        let plain = || Ok(self.below.attr_of_file_now(&file.below)?.size);
+        let plain = || self.plain_len(file);
         let place = self.place();
         let logged = &opened.file;
         logged.wait_for(&place, &mut || logged.begin_writing(&place, &plain))

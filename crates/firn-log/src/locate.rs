@@ -14,7 +14,7 @@ use std::collections::hash_map::Entry;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 
-use firn_backing::{Backing, LocateLimits, LocatedPart};
+use firn_backing::{Backing, DescriptorUse, LocateLimits, LocatedPart};
 
 use crate::resolve::WriterId;
 
@@ -143,7 +143,9 @@ impl Locating {
             Entry::Occupied(known) => *known.get(),
             Entry::Vacant(new) => {
                 let has_room = self.files.len() < self.limits.files_max;
-                let fd = has_room.then(|| base.reading_fd(file)).flatten();
+                let fd = has_room
+                    .then(|| base.descriptor(file, DescriptorUse::Reading))
+                    .flatten();
                 let index = fd.map(|fd| {
                     self.files.push(fd);
                     self.files.len() - 1

@@ -28,7 +28,7 @@ use std::io::IoSlice;
 use std::ops::Range;
 use std::sync::mpsc::{self, Receiver, Sender};
 
-use firn_backing::{Backing, Errno, LockMode, Result, SetTime, Time};
+use firn_backing::{Backing, Errno, LockMode, PageAdvice, Result, SetTime, Time};
 use firn_hosts::{VoteDir, own};
 use serde::{Deserialize, Serialize};
 
@@ -504,7 +504,8 @@ impl<'a, B: Backing> Ending<'a, B> {
             Batch::Bytes { start, bytes } => {
                 write_vectored(self.base, plain, vec![IoSlice::new(&bytes)], start)?;
                 // The sync at the end of the unit has less to wait for.
-                self.base.begin_sync(plain, start, bytes.len() as u64);
+                let moved = start..start + bytes.len() as u64;
+                self.base.advise(plain, moved, PageAdvice::WriteOut);
                 // The reader may have read the last one.
                 let _ = used.send(bytes);
                 Ok(())

@@ -91,6 +91,7 @@ fn read_holders<B: Backing>(base: &B, top: &B::Inode) -> Result<BTreeMap<u64, St
 #[cfg(test)]
 mod tests {
     use super::*;
+    use firn_backing::Volume;
     use firn_sim::SimBacking;
 
     #[test]

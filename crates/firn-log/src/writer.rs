@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_backing::lock::Mutex;
-use firn_backing::{Backing, DataPart, Errno, Placing, Result};
+use firn_backing::{Backing, DataPart, Errno, PageAdvice, Placing, Result};
 use firn_hosts::own::own_caller;
 use parking_lot::Condvar;
 
@@ -133,7 +133,8 @@ impl<B: Backing> OwnLog<B> {
         room.log.bytes.note();
         written?;
         // No page of a log is written twice, so that nothing is saved by waiting for the sync.
-        base.begin_sync(&room.log.file, room.position, bytes);
+        let written = room.position..room.position + bytes;
+        base.advise(&room.log.file, written, PageAdvice::WriteOut);
         let pieces = parts.iter().map(|part| Piece {
             offset: part.offset,
             len: part.len(),

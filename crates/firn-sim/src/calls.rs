@@ -1,8 +1,10 @@
-//! The trait's calls on the simulated disk.
+//! The calls of a backing on the simulated disk.
+
+mod operations;
 
 use std::ffi::OsStr;
-use std::io::IoSlice;
-use std::os::fd::BorrowedFd;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -10,14 +12,17 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use parking_lot::{Mutex, MutexGuard};
 
 use super::data::PAGE_BYTES;
-use super::disk::{ATIME, CTIME, Disk, Inode, MTIME, ROOT};
+use super::disk::{CTIME, Disk, Inode, MTIME, ROOT};
 use super::lag::{Entry, Listing};
 use super::rename::rename;
 use super::{SimBacking, State};
 use firn_backing::unsynced::{self, Place, Tracked, Unsynced, path_of_entry};
 use firn_backing::{
-    Access, Attr, Backing, Caller, DirEntry, Errno, Kind, LaneIndex, LockMode, LockRange,
-    RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
+    Access, Attr, AttrChange, Attributes, Backing, Caller, Created, DataPart, DescriptorUse,
+    DirEntry, Errno, Facts, Features, FileUse, Files, Freshness, KernelReads, Kind, LaneIndex,
+    LocateLimits, Located, LockRequest, Names, NewKind, PageAdvice, Placement, Placing, Remove,
+    RenameFlags, Resize, Result, Seek, Sharing, StatFs, SyncScope, Target, TargetOf, Volume,
+    resize_by_set_len, write_parts_singly,
 };
 
 /// A reference to a simulated object.
@@ -313,7 +318,7 @@ impl Disk {
     }
 }
 
-impl Backing for SimBacking {
+impl Volume for SimBacking {
     type Inode = SimInode;
     type File = SimFile;
     type Dir = SimDir;
@@ -327,6 +332,45 @@ impl Backing for SimBacking {
             .0
     }
 
+    fn features(&self) -> Features {
+        Features {
+            lane_count: self.lanes.further.load(Ordering::Relaxed) + 1,
+            finishes_files: false,
+        }
+    }
+
+    fn statfs(&self) -> Result<StatFs> {
+        let disk = &mut self.enter("statfs")?.disk;
+        let blocks = disk.capacity_bytes.unwrap_or(1 << 40) / PAGE_BYTES;
+        let free = disk.free_bytes().map_or(blocks, |bytes| bytes / PAGE_BYTES);
+        Ok(StatFs {
+            block_size: PAGE_BYTES,
+            blocks,
+            blocks_free: free,
+            blocks_available: free,
+            files: 1 << 20,
+            files_free: (1 << 20) - disk.inodes.len() as u64,
+            name_max: 255,
+        })
+    }
+
+    fn sync_scope(&self, scope: SyncScope<'_, SimInode>) -> Result<()> {
+        let each = self.is_synced_one_by_one();
+        match scope {
+            SyncScope::Dir(object) => self.sync_one_dir(object),
+            SyncScope::Changes if each => self.sync_each(false),
+            SyncScope::Tree(object) if each && object.ino != ROOT => {
+                if self.unsynced.inherits() {
+                    unsynced::sync_below(self, object)?;
+                }
+                self.sync_each(false)
+            }
+            SyncScope::All | SyncScope::Changes | SyncScope::Tree(_) => self.sync_everything(),
+        }
+    }
+}
+
+impl Names for SimBacking {
     fn lookup(&self, parent: &SimInode, name: &OsStr) -> Result<(SimInode, Attr)> {
         let disk = &self.enter("lookup")?.disk;
         let mut lag = self.lag.lock();
@@ -340,13 +384,14 @@ impl Backing for SimBacking {
         Ok(found)
     }
 
-    fn create(
+    fn create_placed(
         &self,
         caller: &Caller,
         parent: &SimInode,
         name: &OsStr,
         mode: u32,
-    ) -> Result<(SimInode, SimFile, Attr)> {
+        _placing: Placing<'_, SimInode>,
+    ) -> Result<Created<Self>> {
         let disk = &mut self.enter("create")?.disk;
         let ino = disk.add(
             caller,
@@ -360,69 +405,18 @@ impl Backing for SimBacking {
         Ok((object.clone(), self.file(object, Access::ReadWrite), attr))
     }
 
-    fn mkdir(
+    fn make(
         &self,
         caller: &Caller,
         parent: &SimInode,
         name: &OsStr,
-        mode: u32,
+        kind: NewKind<'_>,
     ) -> Result<(SimInode, Attr)> {
-        let disk = &mut self.enter("mkdir")?.disk;
-        let ino = disk.add(
-            caller,
-            parent.ino,
-            name,
-            libc::S_IFDIR | mode & 0o1777,
-            |_| (),
-        )?;
-        self.made(disk, parent.ino, ino);
-        disk.refer(ino)
-    }
-
-    fn mknod(
-        &self,
-        caller: &Caller,
-        parent: &SimInode,
-        name: &OsStr,
-        mode: u32,
-        rdev: u64,
-    ) -> Result<(SimInode, Attr)> {
-        let disk = &mut self.enter("mknod")?.disk;
-        let typed = if mode & libc::S_IFMT == 0 {
-            mode | libc::S_IFREG
-        } else {
-            mode
-        };
-        let rdev = match Kind::from_mode(typed) {
-            None | Some(Kind::Symlink) => return Err(Errno::INVAL),
-            Some(Kind::Dir) => return Err(Errno::PERM),
-            Some(Kind::CharDevice | Kind::BlockDevice) => rdev,
-            Some(_) => 0,
-        };
-        let mode = typed & (libc::S_IFMT | 0o7777);
-        let ino = disk.add(caller, parent.ino, name, mode, |inode| inode.rdev = rdev)?;
-        self.made(disk, parent.ino, ino);
-        disk.refer(ino)
-    }
-
-    fn symlink(
-        &self,
-        caller: &Caller,
-        parent: &SimInode,
-        name: &OsStr,
-        target: &OsStr,
-    ) -> Result<(SimInode, Attr)> {
-        let disk = &mut self.enter("symlink")?.disk;
-        match target.len() {
-            0 => return Err(Errno::NOENT),
-            // PATH_MAX counts the ending zero; file systems keep it in one block.
-            len if len >= PAGE_BYTES as usize => return Err(Errno::NAMETOOLONG),
-            _ => {}
+        match kind {
+            NewKind::Dir { mode } => self.make_dir(caller, parent, name, mode),
+            NewKind::Node { mode, rdev } => self.make_node(caller, parent, name, mode, rdev),
+            NewKind::Symlink { target } => self.make_symlink(caller, parent, name, target),
         }
-        let fill = |inode: &mut Inode| inode.target = target.as_bytes().to_vec();
-        let ino = disk.add(caller, parent.ino, name, libc::S_IFLNK | 0o777, fill)?;
-        self.made(disk, parent.ino, ino);
-        disk.refer(ino)
     }
 
     fn link(&self, object: &SimInode, parent: &SimInode, name: &OsStr) -> Result<Attr> {
@@ -449,36 +443,11 @@ impl Backing for SimBacking {
         Ok(disk.inode(object.ino)?.attr(object.ino, disk.device))
     }
 
-    fn unlink(&self, parent: &SimInode, name: &OsStr) -> Result<()> {
-        let disk = &mut self.enter("unlink")?.disk;
-        let ino = disk.find(parent.ino, name)?.ok_or(Errno::NOENT)?;
-        disk.writable()?;
-        if disk.inode(ino)?.is_dir() {
-            return Err(Errno::ISDIR);
+    fn remove(&self, parent: &SimInode, name: &OsStr, what: Remove) -> Result<()> {
+        match what {
+            Remove::NonDir => self.remove_non_dir(parent, name),
+            Remove::Dir => self.remove_dir(parent, name),
         }
-        disk.change(&[(parent.ino, name, None)]);
-        self.removed(disk, parent.ino, name);
-        Ok(())
-    }
-
-    fn rmdir(&self, parent: &SimInode, name: &OsStr) -> Result<()> {
-        let disk = &mut self.enter("rmdir")?.disk;
-        let ino = disk.find(parent.ino, name)?;
-        match name.as_bytes() {
-            b"." => return Err(Errno::INVAL),
-            b".." => return Err(Errno::NOTEMPTY),
-            _ => disk.writable()?,
-        }
-        let inode = disk.inode(ino.ok_or(Errno::NOENT)?)?;
-        if !inode.is_dir() {
-            return Err(Errno::NOTDIR);
-        }
-        if !inode.entries.is_empty() {
-            return Err(Errno::NOTEMPTY);
-        }
-        disk.change(&[(parent.ino, name, None)]);
-        self.removed(disk, parent.ino, name);
-        Ok(())
     }
 
     fn rename(
@@ -510,6 +479,10 @@ impl Backing for SimBacking {
         Ok(())
     }
 
+    fn moved_to(&self, object: &SimInode, _parent: &SimInode, _name: &OsStr) -> SimInode {
+        object.clone()
+    }
+
     fn readlink(&self, object: &SimInode) -> Result<Vec<u8>> {
         let disk = &self.enter("readlink")?.disk;
         let inode = disk.inode(object.ino)?;
@@ -518,116 +491,6 @@ impl Backing for SimBacking {
         } else {
             Err(Errno::INVAL)
         }
-    }
-
-    fn attr(&self, object: &SimInode) -> Result<Attr> {
-        let disk = &self.enter("attr")?.disk;
-        let attr = disk.inode(object.ino)?.attr(object.ino, disk.device);
-        Ok(self.lag.lock().attr(attr))
-    }
-
-    fn attr_of_file(&self, file: &SimFile) -> Result<Attr> {
-        self.attr(&file.object)
-    }
-
-    fn attr_now(&self, object: &SimInode) -> Result<Attr> {
-        let disk = &self.enter("attr_now")?.disk;
-        let attr = disk.inode(object.ino)?.attr(object.ino, disk.device);
-        Ok(self.lag.lock().attr_now(attr))
-    }
-
-    fn attr_of_file_now(&self, file: &SimFile) -> Result<Attr> {
-        self.attr_now(&file.object)
-    }
-
-    fn set_mode(&self, object: &SimInode, mode: u32) -> Result<()> {
-        let disk = &mut self.enter("set_mode")?.disk;
-        if disk.inode(object.ino)?.kind() == Kind::Symlink {
-            return Err(Errno::OPNOTSUPP);
-        }
-        disk.touch(object.ino, |i| {
-            i.mode = i.mode & libc::S_IFMT | mode & 0o7777
-        })?;
-        self.changed(disk, object.ino);
-        Ok(())
-    }
-
-    fn set_owner(&self, object: &SimInode, uid: Option<u32>, gid: Option<u32>) -> Result<()> {
-        let disk = &mut self.enter("set_owner")?.disk;
-        disk.touch(object.ino, |i| {
-            i.uid = uid.unwrap_or(i.uid);
-            i.gid = gid.unwrap_or(i.gid);
-            if !i.is_dir() {
-                i.mode &= !libc::S_ISUID;
-                if i.mode & libc::S_IXGRP != 0 {
-                    i.mode &= !libc::S_ISGID;
-                }
-            }
-        })?;
-        self.changed(disk, object.ino);
-        Ok(())
-    }
-
-    fn set_times(&self, object: &SimInode, atime: SetTime, mtime: SetTime) -> Result<()> {
-        let disk = &mut self.enter("set_times")?.disk;
-        let now = disk.now();
-        disk.touch(object.ino, |i| {
-            for (which, set) in [(ATIME, atime), (MTIME, mtime)] {
-                match set {
-                    SetTime::Keep => {}
-                    SetTime::Now => i.times[which] = now,
-                    SetTime::At(time) => i.times[which] = time,
-                }
-            }
-        })?;
-        self.changed(disk, object.ino);
-        Ok(())
-    }
-
-    fn get_xattr(&self, object: &SimInode, name: &OsStr) -> Result<Vec<u8>> {
-        let disk = &self.enter("get_xattr")?.disk;
-        let inode = disk.inode(object.ino)?;
-        check_xattr(inode, name, Errno::NODATA)?;
-        inode.xattrs.get(name).cloned().ok_or(Errno::NODATA)
-    }
-
-    fn set_xattr(&self, object: &SimInode, name: &OsStr, value: &[u8], flags: i32) -> Result<()> {
-        let disk = &mut self.enter("set_xattr")?.disk;
-        let inode = disk.inode(object.ino)?;
-        check_xattr(inode, name, Errno::PERM)?;
-        let exists = inode.xattrs.contains_key(name);
-        match (flags, exists) {
-            (libc::XATTR_CREATE, true) => Err(Errno::EXIST),
-            (libc::XATTR_REPLACE, false) => Err(Errno::NODATA),
-            (0 | libc::XATTR_CREATE | libc::XATTR_REPLACE, _) => {
-                disk.touch(object.ino, |i| {
-                    drop(i.xattrs.insert(name.to_owned(), value.to_vec()))
-                })?;
-                self.changed(disk, object.ino);
-                Ok(())
-            }
-            _ => Err(Errno::INVAL),
-        }
-    }
-
-    fn list_xattr(&self, object: &SimInode) -> Result<Vec<u8>> {
-        let disk = &self.enter("list_xattr")?.disk;
-        let names = disk.inode(object.ino)?.xattrs.keys();
-        Ok(names
-            .flat_map(|name| [name.as_bytes(), b"\0"].concat())
-            .collect())
-    }
-
-    fn remove_xattr(&self, object: &SimInode, name: &OsStr) -> Result<()> {
-        let disk = &mut self.enter("remove_xattr")?.disk;
-        let inode = disk.inode(object.ino)?;
-        check_xattr(inode, name, Errno::PERM)?;
-        if !inode.xattrs.contains_key(name) {
-            return Err(Errno::NODATA);
-        }
-        disk.touch(object.ino, |i| drop(i.xattrs.remove(name)))?;
-        self.changed(disk, object.ino);
-        Ok(())
     }
 
     fn open_dir(&self, object: &SimInode) -> Result<SimDir> {
@@ -655,17 +518,56 @@ impl Backing for SimBacking {
         }
         Ok(())
     }
+}
 
-    fn sync_dir(&self, object: &SimInode) -> Result<()> {
-        let disk = &mut self.enter("sync_dir")?.disk;
-        disk.dir(object.ino)?;
-        disk.sync_names(object.ino);
-        disk.sync_attributes(object.ino);
-        self.unsynced
-            .synced((disk.device, object.ino), self.unsynced.begin_sync());
-        Ok(())
+impl Attributes for SimBacking {
+    fn stat(&self, target: TargetOf<'_, Self>, freshness: Freshness) -> Result<Attr> {
+        let ino = match target {
+            Target::Inode(object) => object.ino,
+            Target::File(file) => file.object.ino,
+        };
+        let op = match freshness {
+            Freshness::Known => "attr",
+            Freshness::Current => "attr_now",
+        };
+        let disk = &self.enter(op)?.disk;
+        let attr = disk.inode(ino)?.attr(ino, disk.device);
+        let mut lag = self.lag.lock();
+        Ok(match freshness {
+            Freshness::Known => lag.attr(attr),
+            Freshness::Current => lag.attr_now(attr),
+        })
     }
 
+    fn set_attr(&self, object: &SimInode, change: AttrChange<'_>) -> Result<()> {
+        match change {
+            AttrChange::Mode(mode) => self.change_mode(object, mode),
+            AttrChange::Owner { uid, gid } => self.change_owner(object, uid, gid),
+            AttrChange::Times { atime, mtime } => self.change_times(object, atime, mtime),
+            AttrChange::SetXattr { name, value, flags } => {
+                self.put_xattr(object, name, value, flags)
+            }
+            AttrChange::RemoveXattr { name } => self.take_xattr(object, name),
+        }
+    }
+
+    fn get_xattr(&self, object: &SimInode, name: &OsStr) -> Result<Vec<u8>> {
+        let disk = &self.enter("get_xattr")?.disk;
+        let inode = disk.inode(object.ino)?;
+        check_xattr(inode, name, Errno::NODATA)?;
+        inode.xattrs.get(name).cloned().ok_or(Errno::NODATA)
+    }
+
+    fn list_xattr(&self, object: &SimInode) -> Result<Vec<u8>> {
+        let disk = &self.enter("list_xattr")?.disk;
+        let names = disk.inode(object.ino)?.xattrs.keys();
+        Ok(names
+            .flat_map(|name| [name.as_bytes(), b"\0"].concat())
+            .collect())
+    }
+}
+
+impl Files for SimBacking {
     fn open(&self, object: &SimInode, access: Access) -> Result<SimFile> {
         let disk = &self.enter("open")?.disk;
         match disk.inode(object.ino)?.kind() {
@@ -695,46 +597,13 @@ impl Backing for SimBacking {
         Ok(inode.data.read(&mut buf[..left as usize], offset))
     }
 
-    fn write_at(&self, file: &SimFile, data: &[IoSlice<'_>], offset: u64) -> Result<usize> {
-        let (mut state, most) = self.enter_to_write("write_at")?;
-        file.writes()?;
-        // As an NFS client does whose server has given up its locks.
-        if file.is_locked.load(Ordering::Relaxed) && !state.locks.has(file.number) {
-            return Err(Errno::IO);
-        }
-        let mut bytes: Vec<u8> = data
-            .iter()
-            .flat_map(|slice| slice.iter().copied())
-            .collect();
-        bytes.truncate(most);
-        if offset > SIZE_MAX {
-            return Err(Errno::INVAL);
-        }
-        if offset + bytes.len() as u64 > SIZE_MAX {
-            return Err(Errno::FBIG);
-        }
-        let ino = file.object.ino;
-        if self.lane_fails(ino) {
-            return Err(Errno::IO);
-        }
-        let room = state.disk.room(ino, offset, bytes.len() as u64)?;
-        bytes.truncate(room as usize);
-        if !bytes.is_empty() {
-            state.disk.modify(ino, |i| i.data.write(&bytes, offset))?;
-            self.changed(&state.disk, ino);
-        }
-        Ok(bytes.len())
+    fn write_parts(&self, file: &SimFile, parts: &[DataPart<'_>]) -> Result<u64> {
+        write_parts_singly(parts, |part| self.write_part(file, part))
     }
 
-    fn set_len(&self, file: &SimFile, len: u64) -> Result<()> {
-        let disk = &mut self.enter("set_len")?.disk;
-        // ftruncate(2) of a descriptor that cannot write.
-        if file.writes().is_err() || len > SIZE_MAX {
-            return Err(Errno::INVAL);
-        }
-        disk.modify(file.object.ino, |i| i.data.set_len(len))?;
-        self.changed(disk, file.object.ino);
-        Ok(())
+    fn resize(&self, file: &SimFile, resize: Resize) -> Result<bool> {
+        let len = || Ok(self.attr_of_file(file)?.size);
+        resize_by_set_len(resize, len, |len| self.truncate(file, len))
     }
 
     fn allocate(&self, file: &SimFile, mode: i32, offset: u64, len: u64) -> Result<()> {
@@ -822,101 +691,57 @@ impl Backing for SimBacking {
         Ok(())
     }
 
-    fn try_lock(&self, file: &SimFile, mode: LockMode) -> Result<bool> {
-        let mut state = self.enter("try_lock")?;
-        // As over NFS, where it is a lock of bytes.
-        if mode == LockMode::Exclusive {
-            file.writes()?;
+    /// Pages are all the same here.
+    fn advise(&self, _file: &SimFile, _range: Range<u64>, _advice: PageAdvice) {}
+
+    fn lock(&self, file: &SimFile, request: LockRequest) -> Result<bool> {
+        match request {
+            LockRequest::File(mode) => self.lock_file(file, mode),
+            LockRequest::Range(range, mode) => self.set_range(file, range, Some(mode)),
+            LockRequest::Unlock(range) => self.set_range(file, range, None),
+            LockRequest::Test(range, mode) => self.is_range_free(file, range, mode),
         }
-        let ino = file.object.ino;
-        let is_taken = state.locks.take(ino, self.process, file.number, mode)?;
-        if is_taken {
-            file.is_locked.store(true, Ordering::Relaxed);
-        }
-        Ok(is_taken)
     }
 
-    fn lock_range(&self, file: &SimFile, range: LockRange, mode: Option<LockMode>) -> Result<bool> {
-        let mut state = self.enter("lock_range")?;
-        match mode {
-            Some(LockMode::Exclusive) => file.writes()?,
-            Some(LockMode::Shared) => file.reads()?,
-            None => {}
-        }
-        let ino = file.object.ino;
-        state.locks.take_range(ino, self.process, range, mode)
-    }
-
-    fn is_range_locked(&self, file: &SimFile, range: LockRange, mode: LockMode) -> Result<bool> {
-        let state = self.enter("is_range_locked")?;
-        let ino = file.object.ino;
-        state.locks.is_range_locked(ino, self.process, range, mode)
-    }
-
-    fn fd<'a>(&self, _file: &'a SimFile) -> Option<BorrowedFd<'a>> {
+    fn descriptor(&self, _file: &SimFile, _purpose: DescriptorUse) -> Option<OwnedFd> {
         None
     }
+}
 
-    fn lane_count(&self) -> u16 {
-        self.lanes.further.load(Ordering::Relaxed) + 1
+impl Sharing for SimBacking {
+    fn kernel_reads(&self, _file: &SimFile) -> KernelReads {
+        KernelReads::Passthrough
     }
 
-    fn lane_of(&self, inode: &SimInode) -> LaneIndex {
-        self.lane_of_number(inode.ino)
+    fn locate(
+        &self,
+        _file: &SimFile,
+        _range: Range<u64>,
+        _limits: LocateLimits,
+    ) -> Result<Option<Located>> {
+        Ok(None)
     }
 
-    fn gathers(&self, _inode: &SimInode) -> bool {
-        self.gathers.load(Ordering::Relaxed)
-    }
-
-    fn statfs(&self) -> Result<StatFs> {
-        let disk = &mut self.enter("statfs")?.disk;
-        let blocks = disk.capacity_bytes.unwrap_or(1 << 40) / PAGE_BYTES;
-        let free = disk.free_bytes().map_or(blocks, |bytes| bytes / PAGE_BYTES);
-        Ok(StatFs {
-            block_size: PAGE_BYTES,
-            blocks,
-            blocks_free: free,
-            blocks_available: free,
-            files: 1 << 20,
-            files_free: (1 << 20) - disk.inodes.len() as u64,
-            name_max: 255,
-        })
-    }
-
-    fn sync_all(&self) -> Result<()> {
-        if self.is_synced_one_by_one() {
-            return self.sync_each(self.unsynced.inherits());
-        }
-        self.enter("sync_all")?.disk.sync_all();
+    fn note_use(&self, _file: &SimFile, _what: FileUse) -> Result<()> {
         Ok(())
     }
 
-    fn sync_changes(&self) -> Result<()> {
-        match self.is_synced_one_by_one() {
-            true => self.sync_each(false),
-            false => self.sync_all(),
+    fn is_logged(&self, _object: &SimInode) -> bool {
+        false
+    }
+}
+
+impl Placement for SimBacking {
+    fn facts(&self, object: &SimInode) -> Facts {
+        Facts {
+            lane: self.lane_of_number(object.ino),
+            gathers: self.gathers.load(Ordering::Relaxed),
+            changes_by_others: 0,
         }
     }
 
-    fn sync_tree(&self, object: &SimInode) -> Result<()> {
-        if !self.is_synced_one_by_one() {
-            return self.sync_all();
-        }
-        if object.ino == ROOT {
-            return self.sync_all();
-        }
-        if self.unsynced.inherits() {
-            unsynced::sync_below(self, object)?;
-        }
-        self.sync_each(false)
-    }
-
-    fn sync_way(&self) -> SyncWay {
-        match self.is_synced_one_by_one() {
-            true => SyncWay::EachFile,
-            false => SyncWay::FileSystem,
-        }
+    fn lane_of_turn(&self, _turn: u64) -> Option<LaneIndex> {
+        None
     }
 }
 

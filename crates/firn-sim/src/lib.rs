@@ -1,6 +1,6 @@
 //! A simulated backing: in memory, deterministic, with faults, crashes and lost writes.
 //!
-//! * Every call of the trait is one *step*; a [`Plan`] sees its name and number and may make it fail.
+//! * Every operation is one *step*; a [`Plan`] sees its name and number and may make it fail.
 //! * [`SimBacking::fork`] makes another world that goes on from the same disk.
 //! * [`SimBacking::power_loss`] leaves one of the states that a real disk may be left in.
 //! * A call may hang ([`SimBacking::hang`]); one that is made with a lock held that must not be, panics.
@@ -48,7 +48,8 @@ pub enum Fault {
     Crash,
 }
 
-/// Decides, from the name of the trait's method and the step (the first is 1), what goes wrong.
+/// Decides, from the name of the operation and the step (the first is 1), what goes wrong. Where a value says what a call does,
+/// each value has a name: [`firn_backing::Names::make`] is `mkdir`, `mknod` or `symlink`.
 pub type Plan = Box<dyn FnMut(&'static str, u64) -> Option<Fault> + Send>;
 
 /// The simulated backing. Clones are the same process; see [`SimBacking::another_process`] for one that shares the
@@ -226,12 +227,12 @@ impl SimBacking {
     }
 
     /// The same of attributes, lengths among them, and of names of directories, instead of listings
-    /// ([`firn_backing::Backing::attr_now`]).
+    /// ([`firn_backing::Freshness`]).
     pub fn set_attribute_lag(&self, seed: Option<u64>) {
         self.lag.lock().set(seed, true);
     }
 
-    /// Has pieces of every file be gathered ([`firn_backing::Backing::gathers`]), or ends that.
+    /// Has pieces of every file be gathered ([`firn_backing::Facts::gathers`]), or ends that.
     pub fn set_gathers(&self, gathers: bool) {
         self.gathers.store(gathers, Ordering::Relaxed);
     }

@@ -8,8 +8,8 @@ use std::io::IoSlice;
 
 use crate::tree;
 use firn_backing::{
-    Access, Attr, Backing, Caller, DataPart, Errno, Kind, LockMode, LockRange, RenameFlags, Seek,
-    SetTime, Time,
+    Access, Attr, Backing, Caller, DataPart, Errno, Kind, LockMode, LockRange, LockRequest,
+    NewKind, RenameFlags, Seek, SetTime, Time,
 };
 
 pub mod differential;
@@ -224,9 +224,11 @@ fn symlinks_and_special_files<B: Backing>(b: &B) {
         b.link(&link, &root, os("l2")).map(|a| (a.kind, a.nlink)),
         Ok((Kind::Symlink, 2))
     );
-    let (fifo, attr) = b
-        .mknod(&me, &root, os("p"), libc::S_IFIFO | 0o640, 0)
-        .expect("mknod");
+    let fifo = NewKind::Node {
+        mode: libc::S_IFIFO | 0o640,
+        rdev: 0,
+    };
+    let (fifo, attr) = b.make(&me, &root, os("p"), fifo).expect("mknod");
     assert_eq!((attr.kind, attr.mode & 0o7777), (Kind::Fifo, 0o640));
     assert_eq!(b.open(&fifo, Access::Read).err(), Some(Errno::NXIO));
     assert_eq!(b.set_mode(&fifo, 0o600), Ok(()));
@@ -338,8 +340,11 @@ fn parts<B: Backing>(b: &B) {
         done += b.write_parts(&open, &[part]).expect("write") as usize;
     }
     assert_eq!(read(b, &open, 0, 9999), bytes);
-    if b.gathers(&inode) {
-        assert!(b.gathers(&b.root()), "of a directory: of some file in it");
+    if b.facts(&inode).gathers {
+        assert!(
+            b.facts(&b.root()).gathers,
+            "of a directory: of some file in it"
+        );
     }
 }
 
@@ -359,7 +364,7 @@ fn holes<B: Backing>(b: &B) {
     assert_eq!(b.allocate(&open, 0, 0, 0).err(), Some(Errno::INVAL));
 }
 
-/// Runs the case of [`Backing::try_lock`] over an empty backing that has locks.
+/// Runs the case of [`LockRequest::File`] over an empty backing that has locks.
 pub fn run_locks<B: Backing>(b: &B) {
     let (inode, first) = file(b, "a", b"");
     let open = || b.open(&inode, Access::ReadWrite).expect("open");
@@ -387,7 +392,7 @@ pub fn run_locks<B: Backing>(b: &B) {
     assert_eq!(exclusive(&open()), Ok(true));
 }
 
-/// Runs the cases of [`Backing::lock_range`] over an empty backing that has locks, seen by two processes.
+/// Runs the cases of [`LockRequest::Range`] over an empty backing that has locks, seen by two processes.
 pub fn run_range_locks<B: Backing>(one: &B, two: &B) {
     use LockMode::{Exclusive, Shared};
     let (_, first) = file(one, "a", b"");
@@ -395,14 +400,21 @@ pub fn run_range_locks<B: Backing>(one: &B, two: &B) {
     let second = two.open(&inode, Access::ReadWrite).expect("open");
     let range = |first, last| LockRange { first, last };
     let end = LockRange::LAST;
-    let one_takes = |range, mode| one.lock_range(&first, range, mode).expect("lock");
-    let two_takes = |range, mode| two.lock_range(&second, range, mode).expect("lock");
+    let request = |range, mode: Option<LockMode>| match mode {
+        Some(mode) => LockRequest::Range(range, mode),
+        None => LockRequest::Unlock(range),
+    };
+    let one_takes = |range, mode| one.lock(&first, request(range, mode)).expect("lock");
+    let two_takes = |range, mode| two.lock(&second, request(range, mode)).expect("lock");
     assert!(one_takes(range(10, 19), Some(Exclusive)));
     assert!(!two_takes(range(19, end), Some(Shared)));
-    assert_eq!(two.is_range_locked(&second, range(0, 10), Shared), Ok(true));
     assert_eq!(
-        one.is_range_locked(&first, LockRange::WHOLE, Exclusive),
+        two.lock(&second, LockRequest::Test(range(0, 10), Shared)),
         Ok(false)
+    );
+    assert_eq!(
+        one.lock(&first, LockRequest::Test(LockRange::WHOLE, Exclusive)),
+        Ok(true)
     );
     assert!(two_takes(range(0, 9), Some(Exclusive)));
     assert!(two_takes(range(20, end), Some(Exclusive)));
@@ -429,14 +441,17 @@ pub fn run_range_locks<B: Backing>(one: &B, two: &B) {
 }
 
 fn lanes<B: Backing>(b: &B) {
-    assert!(b.lane_count() > 0);
+    assert!(b.features().lane_count > 0);
     for number in 0..9 {
         let name = format!("rank_{number}");
         let (made, _) = file(b, &name, b"x");
-        let lane = b.lane_of(&made);
-        assert!(lane.index() < usize::from(b.lane_count()), "{lane:?}");
+        let lane = b.facts(&made).lane;
+        assert!(
+            lane.index() < usize::from(b.features().lane_count),
+            "{lane:?}"
+        );
         let (found, _) = b.lookup(&b.root(), os(&name)).expect("lookup");
-        assert_eq!(b.lane_of(&found), lane, "a file stays in its lane");
+        assert_eq!(b.facts(&found).lane, lane, "a file stays in its lane");
     }
 }
 

@@ -17,7 +17,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use firn_backing::{Backing, DirBacking};
+use firn_backing::{DirBacking, Volume};
 use fuser::{Errno, SessionACL};
 use parking_lot::Mutex;
 
@@ -112,7 +112,7 @@ impl Policy<DirBacking> for Faults {
     fn admit(
         &self,
         operation: &'static str,
-        inode: &<DirBacking as Backing>::Inode,
+        inode: &<DirBacking as Volume>::Inode,
         name: Option<&OsStr>,
     ) -> Result<(), Errno> {
         self.hang(operation, inode, name);
@@ -125,7 +125,7 @@ impl Policy<DirBacking> for Faults {
 
 impl Faults {
     /// Returns when the request may go on.
-    fn hang(&self, operation: &str, inode: &<DirBacking as Backing>::Inode, name: Option<&OsStr>) {
+    fn hang(&self, operation: &str, inode: &<DirBacking as Volume>::Inode, name: Option<&OsStr>) {
         if !self.control.hang_file().exists() {
             return;
         }
@@ -147,7 +147,7 @@ impl Faults {
 
     fn relative_path(
         &self,
-        inode: &<DirBacking as Backing>::Inode,
+        inode: &<DirBacking as Volume>::Inode,
         name: Option<&OsStr>,
     ) -> Option<String> {
         let link = format!("/proc/self/fd/{}", inode.as_fd().as_raw_fd());

@@ -13,7 +13,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use firn_backing::Backing;
+use firn_backing::Volume;
 use firn_sim::SimBacking;
 use fuser::{BackgroundSession, Errno, SessionACL};
 use rustix::mount::{UnmountFlags, unmount};
@@ -28,7 +28,7 @@ impl Policy<SimBacking> for CountSyncs {
     fn admit(
         &self,
         operation: &'static str,
-        _: &<SimBacking as Backing>::Inode,
+        _: &<SimBacking as Volume>::Inode,
         _: Option<&OsStr>,
     ) -> Result<(), Errno> {
         if matches!(operation, "fsync" | "fsyncdir") {

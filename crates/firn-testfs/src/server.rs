@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
-use firn_backing::{Access, Attr, Backing, LockMode, RenameFlags as Flags, Seek};
+use firn_backing::{Access, Attr, Backing, LockMode, NewKind, RenameFlags as Flags, Seek};
 use fuser::{
     BsdFileFlags, CopyFileRangeFlags, Errno, FileAttr, FileHandle, FileType, Filesystem,
     FopenFlags, Generation, INodeNo, InitFlags, KernelConfig, LockOwner, OpenFlags, RenameFlags,
@@ -334,10 +334,12 @@ impl<B: Backing, P: Policy<B>> Filesystem for Server<B, P> {
     ) {
         let name = &*self.policy.stored_name(name);
         let made = self.admitted_name("mknod", parent, name).and_then(|dir| {
-            let caller = caller(request);
-            self.backing
-                .mknod(&caller, &dir, name, mode, u64::from(rdev))
-                .map_err(errno)
+            let node = NewKind::Node {
+                mode,
+                rdev: rdev.into(),
+            };
+            let made = self.backing.make(&caller(request), &dir, name, node);
+            made.map_err(errno)
         });
         self.reply_entry(reply, made);
     }

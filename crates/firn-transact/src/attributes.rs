@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::sync::Arc;
 
-use firn_backing::{Attr, Backing, Errno, Kind, Placing, Result, SetTime, Time};
+use firn_backing::{Attr, Backing, Errno, Kind, NewKind, Placing, Result, SetTime, Time};
 
 use crate::claim::Owning;
 use crate::inline_changes::InlineChanges;
@@ -264,18 +264,18 @@ impl<B: Backing> TransactionalBacking<B> {
                     self.base.set_len(&file, attr.size)?;
                     copy
                 }
-                _ => match self.base.mknod(
-                    &me,
-                    staging_dir,
-                    name,
-                    (attr.mode & libc::S_IFMT) | 0o600,
-                    attr.rdev,
-                ) {
-                    Ok((copy, _)) => copy,
-                    // Not everybody may make a device; a file has its attributes as well.
-                    Err(Errno::PERM) => self.base.create(&me, staging_dir, name, 0o600)?.0,
-                    Err(errno) => return Err(errno),
-                },
+                _ => {
+                    let node = NewKind::Node {
+                        mode: (attr.mode & libc::S_IFMT) | 0o600,
+                        rdev: attr.rdev,
+                    };
+                    match self.base.make(&me, staging_dir, name, node) {
+                        Ok((copy, _)) => copy,
+                        // Not everybody may make a device; a file has its attributes as well.
+                        Err(Errno::PERM) => self.base.create(&me, staging_dir, name, 0o600)?.0,
+                        Err(errno) => return Err(errno),
+                    }
+                }
             })
         };
         let copy = match make() {

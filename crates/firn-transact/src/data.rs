@@ -4,7 +4,9 @@ use std::io::IoSlice;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use firn_backing::{Access, Backing, DataPart, Errno, Result, Seek, write_parts_singly};
+use firn_backing::{
+    Access, Backing, DataPart, Errno, PageAdvice, Result, Seek, write_parts_singly,
+};
 
 use crate::claim::View;
 use crate::object::{Inner, LowerFile, Object};
@@ -214,16 +216,11 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(end.saturating_sub(offset) as usize)
     }
 
-    pub(crate) fn write_tracked(
-        &self,
-        file: &TrackedFile<B>,
-        data: &[IoSlice<'_>],
-        offset: u64,
-    ) -> Result<usize> {
+    fn write_part(&self, file: &TrackedFile<B>, part: &DataPart<'_>) -> Result<usize> {
         file.must_write(Errno::BADF)?;
         let object = &file.object;
         let (_data, scope) = self.enter_data_change(object)?;
-        let count = self.write_object(object, scope.clone(), data, offset)?;
+        let count = self.write_object(object, scope.clone(), part.data, part.offset)?;
         if let Some(scope) = scope {
             let written = &scope.written_bytes;
             written.fetch_add(count as u64, Ordering::Relaxed);
@@ -258,20 +255,22 @@ impl<B: Backing> TransactionalBacking<B> {
         drop(inner);
         let window = offset / EARLY_BYTES..(offset + count as u64) / EARLY_BYTES;
         if !window.is_empty() {
-            let len = (window.end - window.start) * EARLY_BYTES;
-            self.base
-                .begin_sync(&below, window.start * EARLY_BYTES, len);
+            let early = window.start * EARLY_BYTES..window.end * EARLY_BYTES;
+            self.base.advise(&below, early, PageAdvice::WriteOut);
         }
         self.wrote(object, offset, count as u64);
         self.check_changed(&scope, object);
         Ok(count)
     }
 
-    pub(crate) fn write_parts_tracked(
+    pub(crate) fn write_tracked(
         &self,
         file: &TrackedFile<B>,
         parts: &[DataPart<'_>],
     ) -> Result<u64> {
+        if let [part] = parts {
+            return Ok(self.write_part(file, part)? as u64);
+        }
         file.must_write(Errno::BADF)?;
         let from = parts
             .iter()
@@ -282,7 +281,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if let Some(written) = self.outside_transactions(file, from, write)? {
             return Ok(written);
         }
-        write_parts_singly(self, file, parts)
+        write_parts_singly(parts, |part| self.write_part(file, part))
     }
 
     /// Changes a file, from the byte `from` on, that no transaction holds, while none begins or ends. `None`: a transaction
@@ -326,7 +325,7 @@ impl<B: Backing> TransactionalBacking<B> {
         file: &TrackedFile<B>,
         ask: impl FnOnce(&B::File) -> T,
     ) -> Option<T> {
-        if !self.base.finishes_files() {
+        if !self.base.features().finishes_files {
             return None;
         }
         self.ask_below(file, ask)

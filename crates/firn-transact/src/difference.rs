@@ -5,7 +5,7 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 
-use firn_backing::{Backing, Errno, Kind, SetTime};
+use firn_backing::{Backing, Errno, Kind, SetTime, Volume};
 
 use crate::change_log::{ChangeLog, Data, Entry, Identity, Range, Source, TopChange};
 use crate::history::ANCHOR;
@@ -15,7 +15,7 @@ use crate::staging;
 use crate::transactional::TransactionalBacking;
 
 /// An object in the backing, and what is changed of it but names.
-type Described<B> = (Option<<B as Backing>::Inode>, Option<Change<B>>);
+type Described<B> = (Option<<B as Volume>::Inode>, Option<Change<B>>);
 
 fn described<B: Backing>(object: &Object<B>) -> Described<B> {
     let shared = object.inner.share();

@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::sync::Arc;
 
-use firn_backing::{Attr, Backing, Errno, Kind, Placing, RenameFlags, Result, Time};
+use firn_backing::{Attr, Backing, Errno, Kind, Placing, Remove, RenameFlags, Result, Time};
 
 use crate::object::{Change, Inner, Named, Object, StagedCopy};
 use crate::scope::Scope;
@@ -149,7 +149,7 @@ impl<B: Backing> TransactionalBacking<B> {
         };
         let location = Some((Arc::clone(parent), name.to_owned()));
         let object = Object::new((attr.dev, attr.ino), attr.kind, inner, location)
-            .in_lane(self.base.lane_of(&inode));
+            .in_lane(self.base.facts(&inode).lane);
         let object = Arc::new(object);
         scope.changed.lock().insert(number, Arc::clone(&object));
         self.tree.adopt(&object);
@@ -279,8 +279,9 @@ impl<B: Backing> TransactionalBacking<B> {
         &self,
         parent: &Arc<Object<B>>,
         name: &OsStr,
-        is_dir: bool,
+        what: Remove,
     ) -> Result<()> {
+        let is_dir = what == Remove::Dir;
         let (names, scope) = self.enter_name_change(&[parent])?;
         let Some(scope) = scope else {
             if is_dir && let Some(object) = self.find_name(parent, name)? {
@@ -296,11 +297,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 TopName::Reserved => return Err(Errno::NOENT),
             }
             let dir = parent.inode(&self.base)?;
-            return if is_dir {
-                self.base.rmdir(&dir, name)
-            } else {
-                self.base.unlink(&dir, name)
-            };
+            return self.base.remove(&dir, name, what);
         };
         if parent.kind != Kind::Dir {
             return Err(Errno::NOTDIR);

@@ -8,7 +8,7 @@
 use std::ffi::OsStr;
 use std::sync::Arc;
 
-use firn_backing::{Backing, Errno};
+use firn_backing::{Backing, Errno, SyncScope};
 
 use crate::change_log::{ChangeLog, Direction, NO_ID};
 use crate::claim::Claim;
@@ -50,7 +50,7 @@ impl<B: Backing> TransactionalBacking<B> {
         (log, direction): (&ChangeLog, Direction),
         serial: u64,
     ) -> Result<(), StoreError> {
-        self.base.sync_changes()?;
+        self.base.sync_scope(SyncScope::Changes)?;
         // Before the record is removed: a manifest without a record would seem to be all that is left.
         self.drop_backup(serial);
         let _one = Claim::own(&self.history.numbers);

@@ -6,7 +6,7 @@
 use std::ffi::OsStr;
 use std::sync::Arc;
 
-use firn_backing::{Backing, Errno, Kind, RenameFlags};
+use firn_backing::{Backing, Errno, Kind, RenameFlags, SyncScope};
 use firn_hosts::Members;
 
 use crate::apply::Apply;
@@ -337,7 +337,8 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// An earlier process may have applied a part and died before it was synced.
     fn sync_what_was_applied(&self, firn: &B::Inode, scope: &[u8]) -> Result<(), Errno> {
-        self.base.sync_tree(firn)?;
-        self.base.sync_tree(&self.directory_at(scope)?)
+        self.base.sync_scope(SyncScope::Tree(firn))?;
+        let top = self.directory_at(scope)?;
+        self.base.sync_scope(SyncScope::Tree(&top))
     }
 }

@@ -116,7 +116,7 @@ impl<B: Backing> Tree<B> {
         name: &OsStr,
     ) -> Arc<Object<B>> {
         let key = (attr.dev, attr.ino);
-        let lane = base.lane_of(&inode);
+        let lane = base.facts(&inode).lane;
         let mut objects = self.objects.lock();
         if let Some(object) = objects.get(&key).and_then(Weak::upgrade) {
             if object.parent().is_some() {

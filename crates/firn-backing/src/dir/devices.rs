@@ -70,10 +70,6 @@ impl Devices {
         })
     }
 
-    pub(super) fn is_root_synced_one_by_one(&self) -> bool {
-        self.is_root_one_by_one
-    }
-
     /// Of the file system `dev`, which `fd` is on.
     pub(super) fn is_synced_one_by_one(&self, dev: u64, fd: BorrowedFd<'_>) -> bool {
         if dev == self.root_dev {

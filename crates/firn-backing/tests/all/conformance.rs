@@ -5,7 +5,7 @@
 
 use std::path::{Path, PathBuf};
 
-use firn_backing::{Access, Backing, DirBacking};
+use firn_backing::{Access, Backing, DirBacking, Files, Volume};
 use firn_sim::{SimBacking, suite};
 use tempfile::TempDir;
 

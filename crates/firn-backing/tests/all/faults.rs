@@ -3,13 +3,13 @@
 use std::ffi::OsStr;
 use std::io::IoSlice;
 
-use firn_backing::{Access, Backing, Errno, LockMode, RenameFlags};
+use firn_backing::{Access, Backing, Errno, Files, LockMode, Names, RenameFlags, Volume};
 use firn_sim::SimBacking;
 use firn_sim::suite::own_caller;
 use firn_sim::{Fault, LockReach};
 
 /// A file `a` that holds `content`.
-fn with_file(content: &[u8]) -> (SimBacking, <SimBacking as Backing>::File) {
+fn with_file(content: &[u8]) -> (SimBacking, <SimBacking as Volume>::File) {
     let sim = SimBacking::new();
     let file = sim
         .create(&own_caller(), &sim.root(), OsStr::new("a"), 0o644)

@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 
-use firn_backing::{Access, Attr, Backing, Caller, DirBacking};
+use firn_backing::{Access, Attr, Backing, Caller, DirBacking, Files, Names, NewKind, Volume};
 
 const CALLER: Caller = Caller {
     uid: 4321,
@@ -33,17 +33,23 @@ fn fresh(mode: u32, gid: u32) -> Option<(tempfile::TempDir, DirBacking)> {
 fn one_of_each(b: &DirBacking) -> Vec<Attr> {
     let root = b.root();
     let name = OsStr::new;
+    let node = |mode, rdev| NewKind::Node { mode, rdev };
     vec![
         b.create(&CALLER, &root, name("f"), 0o6755)
             .expect("create")
             .2,
         b.mkdir(&CALLER, &root, name("d"), 0o700).expect("mkdir").1,
-        b.mknod(&CALLER, &root, name("p"), libc::S_IFIFO | 0o600, 0)
+        b.make(&CALLER, &root, name("p"), node(libc::S_IFIFO | 0o600, 0))
             .expect("mknod")
             .1,
-        b.mknod(&CALLER, &root, name("c"), libc::S_IFCHR | 0o600, 0x103)
-            .expect("mknod")
-            .1,
+        b.make(
+            &CALLER,
+            &root,
+            name("c"),
+            node(libc::S_IFCHR | 0o600, 0x103),
+        )
+        .expect("mknod")
+        .1,
         b.symlink(&CALLER, &root, name("l"), name("t"))
             .expect("symlink")
             .1,

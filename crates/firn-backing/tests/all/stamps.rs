@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 
-use firn_backing::{Access, Backing, DirBacking, SetTime, Time};
+use firn_backing::{Access, Backing, DirBacking, Files, SetTime, Time, Volume};
 use firn_sim::suite;
 
 /// Proves S-attr-11.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use firn_backing::{Access, Errno, RenameFlags, Result};
+use firn_backing::{Access, Errno, FileUse, RenameFlags, Result, Volume};
 use firn_hosts::own;
 use firn_lanes::{Lane, Rule, Setup};
 use firn_sim::{Fault, SimBacking, Tree, suite, tree};
@@ -160,10 +160,10 @@ fn write<B: Backing>(store: &B, dir: &B::Inode, file: &str, at: u64, bytes: &[u8
         Err(Errno::NOENT) => store.create(&me, dir, name(file), 0o644)?.1,
         Err(error) => return Err(error),
     };
-    store.note_opened(&opened, true)?;
+    store.note_use(&opened, FileUse::OpenedToWrite)?;
     let count = store.write_at(&opened, &[IoSlice::new(bytes)], at)?;
     assert_eq!(count, bytes.len());
-    store.note_written(&opened);
+    store.note_use(&opened, FileUse::Written)?;
     Ok(())
 }
 

@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use firn_arena::Place;
-use firn_backing::{Backing, DataPart, Errno};
+use firn_backing::{Backing, DataPart, Errno, PageAdvice};
 
 use crate::InodeId;
 use crate::engine::Engine;
@@ -134,7 +134,8 @@ impl<B: Backing> Job<B> {
         if engine.options.order == Order::Sequential && outcome.written > 0 {
             // Else the kernel writes back several files at once, in turns of its own.
             let Range { start, end } = self.span;
-            engine.backing.begin_sync(&target.file, start, end - start);
+            let advice = PageAdvice::WriteOut;
+            engine.backing.advise(&target.file, start..end, advice);
         }
         if outcome.error.is_none() && loaded.error.is_some() {
             outcome.error = loaded.error;

@@ -25,7 +25,7 @@ pub(crate) struct Grant {
 struct Told {
     /// The word of the arena that ends to be what it was when this does not hold any more.
     word: u32,
-    /// The last change by other hosts that is in it ([`Backing::changes_by_others`](firn_backing::Backing)); none:
+    /// The last change by other hosts that is in it ([`Facts::changes_by_others`](firn_backing::Facts)); none:
     /// nothing was told of the backing.
     changes_by_others: Option<u64>,
 }

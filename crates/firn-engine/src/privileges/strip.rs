@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::sync::Arc;
 
-use firn_backing::{Attr, Backing, Errno, Kind};
+use firn_backing::{Attr, Backing, Errno, Kind, Resize};
 
 use super::{
     GROUP_EXECUTE, Principal, SET_GROUP_ID, SET_ID_BITS, SET_USER_ID, after_contents,
@@ -103,9 +103,9 @@ impl<B: Backing> Engine<B> {
         {
             // A firnd without rights may not. For it the kernel takes away all of them when it changes the contents,
             // also where nothing becomes different.
-            Err(Errno::PERM) => {
-                self.with_exclusive_file(file, |target| self.backing.rewrite_nothing(target))
-            }
+            Err(Errno::PERM) => self.with_exclusive_file(file, |target| {
+                self.backing.resize(target, Resize::Unchanged).map(|_| ())
+            }),
             done => done,
         };
         self.privileges.tell_attributes_changed(inode.id);

@@ -5,7 +5,7 @@ use crate::common;
 use std::ffi::OsStr;
 
 use common::world::{World, options};
-use firn_backing::{Access, Backing, Caller, Errno, SetTime};
+use firn_backing::{Access, Caller, Errno, Files, Names, SetTime, Volume};
 use firn_engine::{HandleId, InodeId, ROOT, SetAttr, Written};
 use firn_sim::Fault;
 

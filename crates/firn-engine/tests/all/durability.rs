@@ -6,7 +6,7 @@ use std::ffi::OsStr;
 
 use common::world::World;
 use firn_arena::journal::replay;
-use firn_backing::{Backing, Caller, RenameFlags};
+use firn_backing::{Caller, Names, RenameFlags, Volume};
 use firn_engine::{ROOT, Written};
 use firn_sim::SimBacking;
 

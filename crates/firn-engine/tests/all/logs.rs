@@ -8,7 +8,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use firn_arena::{Arena, Identity};
-use firn_backing::{Access, Backing, Caller, Errno, SetTime};
+use firn_backing::{Access, Backing, Caller, Errno, Files, Names, SetTime, Volume};
 use firn_engine::{
     Closing, DrainPolicy, Engine, EngineOptions, Executor, HandleId, LaneIndex, LaneLimits, Pick,
     ROOT, SetAttr, Written,

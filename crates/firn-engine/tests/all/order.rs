@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::world::{self, DiskKind, World};
-use firn_backing::{Backing, Caller};
+use firn_backing::{Caller, Placement};
 use firn_engine::{HandleId, InodeId, Job, LaneIndex, LaneLimits, Order, Pick, ROOT, Written};
 use firn_sim::SimBacking;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -90,7 +90,7 @@ impl Run {
 
     fn lane_of(&self, inode: InodeId) -> usize {
         let object = self.world.engine.object_of(inode).expect("it is there");
-        self.world.backing.lane_of(&object).index()
+        self.world.backing.facts(&object).lane.index()
     }
 
     /// Somebody begins to wait for one of the files.

@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use firn_backing::{Backing, Errno, LockMode, LockRange};
+use firn_backing::{Backing, Errno, LockMode, LockRange, LockRequest};
 
 use super::table::{Held, Table};
 use super::{Done, InTheWay, OtherHosts, Owner, Released, Shared, Space, TestDone, Wanted};
@@ -378,11 +378,12 @@ impl<B: Backing> Keeper<B> {
         let bytes = of_bytes(range);
         let line = of_line(range);
         let is_polite = waiting.waits && waiting.since.elapsed() < POLITE_FOR;
-        let may_go = !is_polite || !no_lock(self.base.is_range_locked(&lock.file, line, mode))?;
-        if may_go && no_lock(self.base.lock_range(&lock.file, bytes, Some(mode)))? {
+        let may_go =
+            !is_polite || no_lock(self.base.lock(&lock.file, LockRequest::Test(line, mode)))?;
+        if may_go && no_lock(self.base.lock(&lock.file, LockRequest::Range(bytes, mode)))? {
             return Ok(true);
         }
-        if waiting.waits && no_lock(self.base.lock_range(&lock.file, line, Some(mode)))? {
+        if waiting.waits && no_lock(self.base.lock(&lock.file, LockRequest::Range(line, mode)))? {
             let owner = owner_in_line(waiting.number);
             let (range, conflict) = (line, lock.line.conflict(owner.number, line, mode));
             // Of two of this host that exclude each other the first one stands for both.
@@ -404,7 +405,7 @@ impl<B: Backing> Keeper<B> {
         };
         lock.used = Instant::now();
         for range in lock.line.remove(is_its) {
-            if let Err(error) = self.base.lock_range(&lock.file, range, None) {
+            if let Err(error) = self.base.lock(&lock.file, LockRequest::Unlock(range)) {
                 tracing::warn!(%error, ino = key.0, "cannot leave the line for a lock");
             }
         }
@@ -421,7 +422,8 @@ impl<B: Backing> Keeper<B> {
         };
         let mut released = Ok(());
         for range in lock.held.remove(removed) {
-            let unlocked = self.base.lock_range(&lock.file, of_bytes(range), None);
+            let unlock = LockRequest::Unlock(of_bytes(range));
+            let unlocked = self.base.lock(&lock.file, unlock);
             released = released.and(unlocked.map(drop));
         }
         lock.used = Instant::now();
@@ -457,14 +459,16 @@ impl<B: Backing> Keeper<B> {
             self.open(key)?;
         }
         let lock = self.files.get(&key).ok_or(Errno::NOLCK)?;
-        let is_locked =
-            |mode| no_lock(self.base.is_range_locked(&lock.file, of_bytes(range), mode));
-        if !is_locked(mode)? {
+        let is_free = |mode| {
+            let test = LockRequest::Test(of_bytes(range), mode);
+            no_lock(self.base.lock(&lock.file, test))
+        };
+        if is_free(mode)? {
             return Ok(Tested::Free);
         }
-        let mode = match is_locked(LockMode::Shared)? {
-            true => LockMode::Exclusive,
-            false => LockMode::Shared,
+        let mode = match is_free(LockMode::Shared)? {
+            true => LockMode::Shared,
+            false => LockMode::Exclusive,
         };
         let pid = None;
         Ok(Tested::Conflict(InTheWay { range, mode, pid }))
@@ -527,9 +531,8 @@ impl<B: Backing> Keeper<B> {
 
     /// The lock ends when the file is closed.
     fn remove_if_free(&self, file: B::File, name: &str, is_current: bool) {
-        let locked = self
-            .base
-            .lock_range(&file, LockRange::WHOLE, Some(LockMode::Exclusive));
+        let whole = LockRequest::Range(LockRange::WHOLE, LockMode::Exclusive);
+        let locked = self.base.lock(&file, whole);
         if is_current && locked == Ok(true) {
             // What stays is removed by a later one.
             let _ = self.base.unlink(&self.dir, OsStr::new(name));
@@ -592,8 +595,8 @@ impl<B: Backing> Keeper<B> {
         let taken = || -> Result<B::File, Errno> {
             let name = host_name(&self.host);
             let file = own::open_or_create(&self.base, &self.dir, &name)?;
-            let mode = Some(LockMode::Exclusive);
-            match self.base.lock_range(&file, LockRange::WHOLE, mode)? {
+            let whole = LockRequest::Range(LockRange::WHOLE, LockMode::Exclusive);
+            match self.base.lock(&file, whole)? {
                 true => Ok(file),
                 false => Err(Errno::NOLCK),
             }
@@ -640,8 +643,8 @@ impl<B: Backing> Keeper<B> {
                 return Ok(Some(host));
             };
             let file = self.base.open(&inode, firn_backing::Access::ReadWrite)?;
-            let mode = LockMode::Exclusive;
-            if !no_lock(self.base.is_range_locked(&file, LockRange::WHOLE, mode))? {
+            let whole = LockRequest::Test(LockRange::WHOLE, LockMode::Exclusive);
+            if no_lock(self.base.lock(&file, whole))? {
                 return Ok(Some(host));
             }
         }

@@ -1,15 +1,15 @@
 //! The calls of a backing.
 
 use std::ffi::OsStr;
-use std::io::IoSlice;
 use std::ops::Range;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 
 use firn_backing::{
-    Access, Attr, Backing, Caller, DataPart, DirEntry, Errno, KernelReads, LaneIndex, LocateLimits,
-    Located, LockMode, LockRange, Placing, RenameFlags, Result, Seek, SetTime, StatFs, SyncWay,
-    Time, copy_through_memory,
+    Access, Attr, AttrChange, Attributes, Backing, Caller, Created, DataPart, DescriptorUse, Errno,
+    Facts, Features, FileUse, Files, Freshness, KernelReads, LocateLimits, Located, Names, NewKind,
+    PageAdvice, Placement, Placing, Remove, RenameFlags, Resize, Result, Seek, SetTime, Sharing,
+    SyncScope, Target, TargetOf, Time, Volume, copy_through_memory, forward,
 };
 
 use super::{LOCATED_FOR_MIN, LogBacking, LogFile, LogInode, Region};
@@ -17,8 +17,23 @@ use crate::frame::{PIECES_MAX, SPAN_BYTES_MAX};
 use crate::run::{FILE_BYTES_MAX, Piece};
 use crate::tag;
 
-#[deny(clippy::missing_trait_methods)]
-impl<B: Backing> Backing for LogBacking<B> {
+/// What the backing below calls the object or file of a call.
+macro_rules! below {
+    ($self:ident, |$below:ident| $call:expr) => {{
+        let $below = &$self.below;
+        $call
+    }};
+    ($self:ident, dir $dir:ident, |$below:ident| $call:expr) => {{
+        let $below = &$self.below;
+        $call
+    }};
+    ($self:ident, $kind:ident $of:ident, |$below:ident| $call:expr) => {{
+        let ($below, $of) = (&$self.below, &$of.below);
+        $call
+    }};
+}
+
+impl<B: Backing> Volume for LogBacking<B> {
     type Inode = LogInode<B>;
     type File = LogFile<B>;
     type Dir = B::Dir;
@@ -31,6 +46,32 @@ impl<B: Backing> Backing for LogBacking<B> {
             region: Region::Top,
         }
     }
+
+    forward!(below: statfs);
+
+    fn features(&self) -> Features {
+        Features {
+            finishes_files: true,
+            ..self.below.features()
+        }
+    }
+
+    fn sync_scope(&self, scope: SyncScope<'_, LogInode<B>>) -> Result<()> {
+        let scope = match scope {
+            SyncScope::Dir(inode) => {
+                return self.below.sync_scope(SyncScope::Dir(&inode.below));
+            }
+            SyncScope::All => SyncScope::All,
+            SyncScope::Changes => SyncScope::Changes,
+            SyncScope::Tree(inode) => SyncScope::Tree(&inode.below),
+        };
+        self.sync_logs()?;
+        self.below.sync_scope(scope)
+    }
+}
+
+impl<B: Backing> Names for LogBacking<B> {
+    forward!(below: readlink open_dir read_dir);
 
     fn lookup(&self, parent: &LogInode<B>, name: &OsStr) -> Result<(LogInode<B>, Attr)> {
         let forgotten = self.forgotten.load(Ordering::Acquire);
@@ -48,20 +89,6 @@ impl<B: Backing> Backing for LogBacking<B> {
         Ok((inode, attr))
     }
 
-    fn create(
-        &self,
-        caller: &Caller,
-        parent: &LogInode<B>,
-        name: &OsStr,
-        mode: u32,
-    ) -> Result<(LogInode<B>, LogFile<B>, Attr)> {
-        let (inode, below, attr) = self.below.create(caller, &parent.below, name, mode)?;
-        let inode = self.child(parent, name, inode, &attr)?;
-        let logged = self.open_logged(&inode, Access::ReadWrite)?;
-        let file = LogFile { below, logged };
-        Ok((inode, file, attr))
-    }
-
     fn create_placed(
         &self,
         caller: &Caller,
@@ -69,8 +96,10 @@ impl<B: Backing> Backing for LogBacking<B> {
         name: &OsStr,
         mode: u32,
         placing: Placing<'_, LogInode<B>>,
-    ) -> Result<(LogInode<B>, LogFile<B>, Attr)> {
+    ) -> Result<Created<Self>> {
+        let region = parent.region.of_child(name);
         let is_chosen = match placing {
+            Placing::ByName => region != Region::Own && (self.setup.chooses)(name),
             Placing::Named { name, .. } => (self.setup.chooses)(name),
             Placing::Turn(_) | Placing::Beside(_) => false,
         };
@@ -79,43 +108,19 @@ impl<B: Backing> Backing for LogBacking<B> {
             .below
             .create_placed(caller, &parent.below, name, mode, below);
         let (inode, below, attr) = made?;
-        let region = parent.region.of_child(name);
         let inode = self.inode(inode, &attr, region, is_chosen)?;
         let logged = self.open_logged(&inode, Access::ReadWrite)?;
         Ok((inode, LogFile { below, logged }, attr))
     }
 
-    fn mkdir(
+    fn make(
         &self,
         caller: &Caller,
         parent: &LogInode<B>,
         name: &OsStr,
-        mode: u32,
+        kind: NewKind<'_>,
     ) -> Result<(LogInode<B>, Attr)> {
-        let (inode, attr) = self.below.mkdir(caller, &parent.below, name, mode)?;
-        Ok((self.child(parent, name, inode, &attr)?, attr))
-    }
-
-    fn mknod(
-        &self,
-        caller: &Caller,
-        parent: &LogInode<B>,
-        name: &OsStr,
-        mode: u32,
-        rdev: u64,
-    ) -> Result<(LogInode<B>, Attr)> {
-        let made = self.below.mknod(caller, &parent.below, name, mode, rdev)?;
-        Ok((self.child(parent, name, made.0, &made.1)?, made.1))
-    }
-
-    fn symlink(
-        &self,
-        caller: &Caller,
-        parent: &LogInode<B>,
-        name: &OsStr,
-        target: &OsStr,
-    ) -> Result<(LogInode<B>, Attr)> {
-        let (inode, attr) = self.below.symlink(caller, &parent.below, name, target)?;
+        let (inode, attr) = self.below.make(caller, &parent.below, name, kind)?;
         Ok((self.child(parent, name, inode, &attr)?, attr))
     }
 
@@ -124,15 +129,14 @@ impl<B: Backing> Backing for LogBacking<B> {
         self.attr(inode)
     }
 
-    fn unlink(&self, parent: &LogInode<B>, name: &OsStr) -> Result<()> {
+    fn remove(&self, parent: &LogInode<B>, name: &OsStr, what: Remove) -> Result<()> {
+        if what == Remove::Dir {
+            return self.below.remove(&parent.below, name, what);
+        }
         let doomed = self.doomed(&parent.below, name)?;
         self.begin_to_end_names(doomed.as_ref())?;
-        let outcome = self.below.unlink(&parent.below, name);
+        let outcome = self.below.remove(&parent.below, name, what);
         self.end_names(doomed, outcome)
-    }
-
-    fn rmdir(&self, parent: &LogInode<B>, name: &OsStr) -> Result<()> {
-        self.below.rmdir(&parent.below, name)
     }
 
     fn rename(
@@ -168,47 +172,39 @@ impl<B: Backing> Backing for LogBacking<B> {
             ..inode.clone()
         }
     }
+}
 
-    fn readlink(&self, inode: &LogInode<B>) -> Result<Vec<u8>> {
-        self.below.readlink(&inode.below)
+impl<B: Backing> Attributes for LogBacking<B> {
+    fn stat(&self, target: TargetOf<'_, Self>, freshness: Freshness) -> Result<Attr> {
+        match target {
+            Target::Inode(inode) => {
+                let logged = self.find(inode.id)?;
+                let below = || self.below.stat(Target::Inode(&inode.below), freshness);
+                self.shown(logged.as_ref(), &below)
+            }
+            Target::File(file) => {
+                self.look_around()?;
+                let logged = file.logged.as_ref().map(|opened| &opened.file);
+                let below = || self.below.stat(Target::File(&file.below), freshness);
+                self.shown(logged, &below)
+            }
+        }
     }
 
-    fn attr(&self, inode: &LogInode<B>) -> Result<Attr> {
-        let logged = self.find(inode.id)?;
-        self.shown(logged.as_ref(), &|| self.below.attr(&inode.below))
-    }
-
-    fn attr_of_file(&self, file: &LogFile<B>) -> Result<Attr> {
-        self.look_around()?;
-        let logged = file.logged.as_ref().map(|opened| &opened.file);
-        self.shown(logged, &|| self.below.attr_of_file(&file.below))
-    }
-
-    fn attr_now(&self, inode: &LogInode<B>) -> Result<Attr> {
-        let logged = self.find(inode.id)?;
-        self.shown(logged.as_ref(), &|| self.below.attr_now(&inode.below))
-    }
-
-    fn attr_of_file_now(&self, file: &LogFile<B>) -> Result<Attr> {
-        self.look_around()?;
-        let logged = file.logged.as_ref().map(|opened| &opened.file);
-        self.shown(logged, &|| self.below.attr_of_file_now(&file.below))
-    }
-
-    fn set_mode(&self, inode: &LogInode<B>, mode: u32) -> Result<()> {
-        self.below.set_mode(&inode.below, mode)
-    }
-
-    fn set_owner(&self, inode: &LogInode<B>, uid: Option<u32>, gid: Option<u32>) -> Result<()> {
-        self.below.set_owner(&inode.below, uid, gid)
-    }
-
-    fn set_times(&self, inode: &LogInode<B>, atime: SetTime, mtime: SetTime) -> Result<()> {
-        let set = || self.below.set_times(&inode.below, atime, mtime);
-        let given = match mtime {
-            SetTime::Keep => return set(),
-            SetTime::Now => Time::now(),
-            SetTime::At(given) => given,
+    fn set_attr(&self, inode: &LogInode<B>, change: AttrChange<'_>) -> Result<()> {
+        let set = || self.below.set_attr(&inode.below, change);
+        let given = match change {
+            AttrChange::SetXattr { name, .. } if tag::is_tag(name) => return Err(Errno::PERM),
+            AttrChange::RemoveXattr { name } if tag::is_tag(name) => return Err(Errno::NODATA),
+            AttrChange::Times { mtime, .. } => match mtime {
+                SetTime::Keep => return set(),
+                SetTime::Now => Time::now(),
+                SetTime::At(given) => given,
+            },
+            AttrChange::Mode(_)
+            | AttrChange::Owner { .. }
+            | AttrChange::SetXattr { .. }
+            | AttrChange::RemoveXattr { .. } => return set(),
         };
         match self.find_ending(inode.id)? {
             Some(file) => {
@@ -227,13 +223,6 @@ impl<B: Backing> Backing for LogBacking<B> {
         self.below.get_xattr(&inode.below, name)
     }
 
-    fn set_xattr(&self, inode: &LogInode<B>, name: &OsStr, value: &[u8], flags: i32) -> Result<()> {
-        if tag::is_tag(name) {
-            return Err(Errno::PERM);
-        }
-        self.below.set_xattr(&inode.below, name, value, flags)
-    }
-
     fn list_xattr(&self, inode: &LogInode<B>) -> Result<Vec<u8>> {
         let mut names = self.below.list_xattr(&inode.below)?;
         if inode.id.is_some() {
@@ -241,34 +230,10 @@ impl<B: Backing> Backing for LogBacking<B> {
         }
         Ok(names)
     }
+}
 
-    fn remove_xattr(&self, inode: &LogInode<B>, name: &OsStr) -> Result<()> {
-        if tag::is_tag(name) {
-            return Err(Errno::NODATA);
-        }
-        self.below.remove_xattr(&inode.below, name)
-    }
-
-    fn has_default_acl(&self, inode: &LogInode<B>) -> bool {
-        self.below.has_default_acl(&inode.below)
-    }
-
-    fn open_dir(&self, inode: &LogInode<B>) -> Result<B::Dir> {
-        self.below.open_dir(&inode.below)
-    }
-
-    fn read_dir(
-        &self,
-        dir: &B::Dir,
-        cookie: i64,
-        sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
-    ) -> Result<()> {
-        self.below.read_dir(dir, cookie, sink)
-    }
-
-    fn sync_dir(&self, inode: &LogInode<B>) -> Result<()> {
-        self.below.sync_dir(&inode.below)
-    }
+impl<B: Backing> Files for LogBacking<B> {
+    forward!(below: lock);
 
     fn open(&self, inode: &LogInode<B>, access: Access) -> Result<LogFile<B>> {
         // What is below a log is read too: base bytes, and what was flattened.
@@ -308,72 +273,43 @@ impl<B: Backing> Backing for LogBacking<B> {
         }
     }
 
-    fn write_at(&self, file: &LogFile<B>, data: &[IoSlice<'_>], offset: u64) -> Result<usize> {
-        let part = DataPart { offset, data };
-        match file.writable(Errno::BADF)? {
-            None => self.below.write_at(&file.below, data, offset),
-            Some(_) if part.is_empty() => Ok(0),
-            Some(_) => Ok(self.write_parts(file, &[part])? as usize),
-        }
-    }
-
     /// One append to the log of this host and one frame, or nothing: all of it, as far as a frame speaks of so much.
     fn write_parts(&self, file: &LogFile<B>, parts: &[DataPart<'_>]) -> Result<u64> {
         let Some(logged) = file.writable(Errno::BADF)? else {
             return self.below.write_parts(&file.below, parts);
         };
+        if parts.iter().all(DataPart::is_empty) {
+            return Ok(0);
+        }
         let parts = first_of_a_frame(parts)?;
-        let plain = || Ok(self.below.attr_of_file_now(&file.below)?.size);
+        let plain = || self.plain_len(file);
         let place = self.place();
         logged.wait_for(&place, &mut || logged.write(&place, &plain, parts))?;
         self.note_modified(file);
         Ok(parts.iter().map(DataPart::len).sum())
     }
 
-    /// Bytes of a log need not be near each other in the file.
-    fn gathers(&self, inode: &LogInode<B>) -> bool {
-        let Some(id) = inode.id else {
-            // A directory: files in it may be logged.
-            return true;
-        };
-        self.is_written_to_logs(inode, id)
-    }
-
-    fn set_len(&self, file: &LogFile<B>, len: u64) -> Result<()> {
+    fn resize(&self, file: &LogFile<B>, resize: Resize) -> Result<bool> {
         let Some(logged) = file.writable(Errno::INVAL)? else {
-            return self.below.set_len(&file.below, len);
+            return self.below.resize(&file.below, resize);
         };
-        let plain = || Ok(self.below.attr_of_file_now(&file.below)?.size);
         let place = self.place();
-        logged.wait_for(&place, &mut || logged.set_len(&place, &plain, len))?;
-        self.note_modified(file);
-        Ok(())
-    }
-
-    fn grow(&self, file: &LogFile<B>, len: u64) -> Result<()> {
-        let Some(logged) = file.writable(Errno::INVAL)? else {
-            return self.below.grow(&file.below, len);
-        };
-        let plain = || Ok(self.below.attr_of_file(&file.below)?.size);
-        logged.grow(&self.place(), &plain, len)?;
-        self.note_modified(file);
-        Ok(())
-    }
-
-    /// What other hosts have written since this one died stays, whatever it was about to cut.
-    fn finish_set_len(&self, file: &LogFile<B>, len: u64) -> Result<bool> {
-        match file.writable(Errno::INVAL)? {
-            Some(logged) => logged.was_set_to(&self.place(), len),
-            None => self.below.finish_set_len(&file.below, len),
+        match resize {
+            Resize::To(len) => {
+                let plain = || self.plain_len(file);
+                logged.wait_for(&place, &mut || logged.set_len(&place, &plain, len))?;
+            }
+            Resize::AtLeast(len) => {
+                let plain = || Ok(self.below.attr_of_file(&file.below)?.size);
+                logged.grow(&place, &plain, len)?;
+            }
+            // What other hosts have written since this one died stays, whatever it was about to cut.
+            Resize::Finish(len) => return logged.was_set_to(&place, len),
+            // The plain file is changed when it is flattened.
+            Resize::Unchanged => return Ok(true),
         }
-    }
-
-    /// The plain file is changed when it is flattened.
-    fn rewrite_nothing(&self, file: &LogFile<B>) -> Result<()> {
-        match file.writable(Errno::INVAL)? {
-            Some(_) => Ok(()),
-            None => self.below.rewrite_nothing(&file.below),
-        }
+        self.note_modified(file);
+        Ok(true)
     }
 
     fn allocate(&self, file: &LogFile<B>, mode: i32, offset: u64, len: u64) -> Result<()> {
@@ -388,7 +324,7 @@ impl<B: Backing> Backing for LogBacking<B> {
         if end > FILE_BYTES_MAX {
             return Err(Errno::FBIG);
         }
-        let plain = || Ok(self.below.attr_of_file_now(&file.below)?.size);
+        let plain = || self.plain_len(file);
         let file_bytes = self.attr_of_file(file)?.size;
         let keeps_size = mode & libc::FALLOC_FL_KEEP_SIZE != 0;
         match mode & !libc::FALLOC_FL_KEEP_SIZE {
@@ -420,7 +356,7 @@ impl<B: Backing> Backing for LogBacking<B> {
             Some(logged) => {
                 let place = self.place();
                 logged.wait_for(&place, &mut || {
-                    let plain_bytes = self.below.attr_of_file_now(&file.below)?.size;
+                    let plain_bytes = self.plain_len(file)?;
                     logged.seek(&place, plain_bytes, offset, what)
                 })
             }
@@ -459,45 +395,29 @@ impl<B: Backing> Backing for LogBacking<B> {
         self.below.sync(&file.below, data_only)
     }
 
-    fn begin_sync(&self, file: &LogFile<B>, offset: u64, len: u64) {
-        if file.logged.is_none() {
-            self.below.begin_sync(&file.below, offset, len);
+    fn advise(&self, file: &LogFile<B>, range: Range<u64>, advice: PageAdvice) {
+        if file.logged.is_none() || advice == PageAdvice::Forget {
+            self.below.advise(&file.below, range, advice);
         }
     }
 
-    fn forget_pages(&self, file: &LogFile<B>, offset: u64, len: u64) {
-        self.below.forget_pages(&file.below, offset, len);
-    }
-
-    fn lock_range(
-        &self,
-        file: &LogFile<B>,
-        range: LockRange,
-        mode: Option<LockMode>,
-    ) -> Result<bool> {
-        self.below.lock_range(&file.below, range, mode)
-    }
-
-    fn is_range_locked(&self, file: &LogFile<B>, range: LockRange, mode: LockMode) -> Result<bool> {
-        self.below.is_range_locked(&file.below, range, mode)
-    }
-
-    fn try_lock(&self, file: &LogFile<B>, mode: LockMode) -> Result<bool> {
-        self.below.try_lock(&file.below, mode)
-    }
-
-    /// None where the kernel would miss what is in logs, now or later.
-    fn fd<'a>(&self, file: &'a LogFile<B>) -> Option<BorrowedFd<'a>> {
+    /// None where the kernel, or who reads by itself, would miss what is in logs, now or later.
+    fn descriptor(&self, file: &LogFile<B>, purpose: DescriptorUse) -> Option<OwnedFd> {
         match file.logged {
-            None => self.below.fd(&file.below),
+            None => self.below.descriptor(&file.below, purpose),
             Some(_) => None,
         }
     }
+}
 
-    fn reading_fd(&self, file: &LogFile<B>) -> Option<OwnedFd> {
-        match file.logged {
-            None => self.below.reading_fd(&file.below),
-            Some(_) => None,
+impl<B: Backing> Sharing for LogBacking<B> {
+    fn kernel_reads(&self, file: &LogFile<B>) -> KernelReads {
+        match &file.logged {
+            None => self.below.kernel_reads(&file.below),
+            Some(opened) if opened.file.is_logged() || opened.file.check_lost().is_err() => {
+                KernelReads::Shared
+            }
+            Some(_) => KernelReads::Cached,
         }
     }
 
@@ -527,97 +447,71 @@ impl<B: Backing> Backing for LogBacking<B> {
         }))
     }
 
-    fn kernel_reads(&self, file: &LogFile<B>) -> KernelReads {
-        match &file.logged {
-            None => self.below.kernel_reads(&file.below),
-            Some(opened) if opened.file.is_logged() || opened.file.check_lost().is_err() => {
-                KernelReads::Shared
-            }
-            Some(_) => KernelReads::Cached,
-        }
-    }
-
-    fn note_opened(&self, file: &LogFile<B>, writes: bool) -> Result<()> {
+    fn note_use(&self, file: &LogFile<B>, what: FileUse) -> Result<()> {
         let Some(opened) = &file.logged else {
-            return self.below.note_opened(&file.below, writes);
+            return self.below.note_use(&file.below, what);
         };
-        self.see_others(opened)?;
-        if writes && let Err(error) = self.begin_writing(file, opened) {
-            // Whoever writes is told, and who does not needs none.
-            tracing::debug!(%error, "cannot begin a log yet");
-        }
-        Ok(())
-    }
-
-    fn changes_by_others(&self, inode: &LogInode<B>) -> u64 {
-        let file = inode
-            .id
-            .and_then(|id| self.files.lock().known.get(&id).cloned());
-        file.map_or(0, |file| file.changes_by_others())
-    }
-
-    fn finishes_files(&self) -> bool {
-        true
-    }
-
-    fn note_written(&self, file: &LogFile<B>) {
-        if let Some(opened) = &file.logged {
-            opened.file.is_written.store(false, Ordering::Release);
-            if opened.file.has_containers() {
-                self.ended.add(&opened.file, &opened.inode);
+        match what {
+            FileUse::OpenedToRead => self.see_others(opened),
+            FileUse::OpenedToWrite => {
+                self.see_others(opened)?;
+                if let Err(error) = self.begin_writing(file, opened) {
+                    // Whoever writes is told, and who does not needs none.
+                    tracing::debug!(%error, "cannot begin a log yet");
+                }
+                Ok(())
+            }
+            FileUse::Written => {
+                opened.file.is_written.store(false, Ordering::Release);
+                if opened.file.has_containers() {
+                    self.ended.add(&opened.file, &opened.inode);
+                }
+                Ok(())
+            }
+            FileUse::Finished => {
+                opened.file.is_written.store(false, Ordering::Release);
+                self.finish(opened)
             }
         }
-    }
-
-    fn finish_file(&self, file: &LogFile<B>) -> Result<()> {
-        let Some(opened) = &file.logged else {
-            return Ok(());
-        };
-        opened.file.is_written.store(false, Ordering::Release);
-        self.finish(opened)
     }
 
     fn is_logged(&self, inode: &LogInode<B>) -> bool {
         let file = self.find(inode.id).ok().flatten();
         file.is_some_and(|file| file.is_logged())
     }
+}
 
-    fn lane_count(&self) -> u16 {
-        self.below.lane_count()
+impl<B: Backing> Placement for LogBacking<B> {
+    forward!(below: lane_of_turn);
+
+    fn facts(&self, inode: &LogInode<B>) -> Facts {
+        let below = self.below.facts(&inode.below);
+        let Some(id) = inode.id else {
+            // A directory: files in it may be logged.
+            return Facts {
+                gathers: true,
+                changes_by_others: 0,
+                ..below
+            };
+        };
+        let file = self.files.lock().known.get(&id).cloned();
+        let is_written_to_logs = inode.is_chosen || file.is_some();
+        let own_lane = || self.below.lane_of_turn(self.place().turn_of(id));
+        let lane = is_written_to_logs.then(own_lane).flatten();
+        Facts {
+            // That of this host's log, for a file that is written to one.
+            lane: lane.unwrap_or(below.lane),
+            // Bytes of a log need not be near each other in the file.
+            gathers: is_written_to_logs,
+            changes_by_others: file.map_or(0, |file| file.changes_by_others()),
+        }
     }
+}
 
-    /// That of this host's log, for a file that is written to one.
-    fn lane_of(&self, inode: &LogInode<B>) -> LaneIndex {
-        let logged = inode.id.filter(|id| self.is_written_to_logs(inode, *id));
-        let lane = logged.and_then(|id| self.below.lane_of_turn(self.place().turn_of(id)));
-        lane.unwrap_or_else(|| self.below.lane_of(&inode.below))
-    }
-
-    fn lane_of_turn(&self, turn: u64) -> Option<LaneIndex> {
-        self.below.lane_of_turn(turn)
-    }
-
-    fn statfs(&self) -> Result<StatFs> {
-        self.below.statfs()
-    }
-
-    fn sync_all(&self) -> Result<()> {
-        self.sync_logs()?;
-        self.below.sync_all()
-    }
-
-    fn sync_changes(&self) -> Result<()> {
-        self.sync_logs()?;
-        self.below.sync_changes()
-    }
-
-    fn sync_tree(&self, inode: &LogInode<B>) -> Result<()> {
-        self.sync_logs()?;
-        self.below.sync_tree(&inode.below)
-    }
-
-    fn sync_way(&self) -> SyncWay {
-        self.below.sync_way()
+impl<B: Backing> LogBacking<B> {
+    /// Bytes of the plain file, as its server has it.
+    pub(super) fn plain_len(&self, file: &LogFile<B>) -> Result<u64> {
+        Ok(self.below.attr_of_file_now(&file.below)?.size)
     }
 }
 

@@ -217,7 +217,7 @@ impl<B: Backing> LogBacking<B> {
     /// Whether a plain file lies in another lane than what this host writes to logs by its turn.
     fn is_in_other_lane(&self, inode: &B::Inode) -> bool {
         let own = self.below.lane_of_turn(self.turn);
-        own.is_some_and(|own| self.below.lane_of(inode) != own)
+        own.is_some_and(|own| self.below.facts(inode).lane != own)
     }
 
     /// The same; what cannot be read of logs is told, and given up.

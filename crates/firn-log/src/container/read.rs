@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 
-use firn_backing::{Access, Backing, Errno, Result};
+use firn_backing::{Access, Backing, Errno, PageAdvice, Result};
 use firn_hosts::own;
 
 use super::ahead::{AHEAD_BYTES_MIN, GAP_BYTES_MAX, Window};
@@ -36,7 +36,7 @@ impl Pages {
     /// A part of a log was read.
     fn note_read<B: Backing>(self, base: &B, file: &B::File, offset: u64, len: usize) {
         if self == Self::Forget {
-            base.forget_pages(file, offset, len as u64);
+            base.advise(file, offset..offset + len as u64, PageAdvice::Forget);
         }
     }
 }

@@ -7,7 +7,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use firn_backing::{Access, Backing, DataPart, Errno, RenameFlags};
+use firn_backing::{
+    Access, Backing, DataPart, Errno, FileUse, Files, Names, Placement, RenameFlags, Resize,
+    Sharing, Volume,
+};
 use firn_hosts::own;
 use firn_log::frame::PIECES_MAX;
 use firn_log::{LogBacking, Setup};
@@ -173,7 +176,7 @@ fn regression_a_file_that_becomes_flat_meanwhile_is_opened_and_written() {
     let write = |host: &Logged| {
         let (inode, _) = host.lookup(&host.root(), OsStr::new("x"))?;
         let file = host.open(&inode, Access::ReadWrite)?;
-        host.note_opened(&file, true)?;
+        host.note_use(&file, FileUse::OpenedToWrite)?;
         host.sync(&file, false)?;
         host.write_at(&file, &[IoSlice::new(NEW)], 7)?;
         host.sync(&file, false)
@@ -213,7 +216,7 @@ fn regression_a_file_that_is_written_again_is_not_flattened_by_its_former_self()
     assert_eq!(read(&b, "file"), Some(b"eome".to_vec()));
 }
 
-fn opened_by(host: &Logged, name: &str) -> <Logged as Backing>::File {
+fn opened_by(host: &Logged, name: &str) -> <Logged as Volume>::File {
     let (inode, _) = host.lookup(&host.root(), OsStr::new(name)).expect("lookup");
     host.open(&inode, Access::ReadWrite).expect("open")
 }
@@ -293,8 +296,8 @@ fn who_makes_a_file_longer_does_not_cut_what_it_has_not_seen() {
     b.sync(&of_b, false).expect("sync");
     assert_eq!(a.attr_of_file(&file).expect("attr").size, 4);
     a.allocate(&file, 0, 0, 50).expect("allocate");
-    a.grow(&file, 60).expect("grow");
-    a.rewrite_nothing(&file).expect("nothing");
+    a.resize(&file, Resize::AtLeast(60)).expect("grow");
+    a.resize(&file, Resize::Unchanged).expect("nothing");
     assert_eq!(read(&b, "file"), Some(vec![7; 100]));
     a.allocate(&file, 0, 0, 110).expect("allocate");
     let longer = [vec![7; 100], vec![0; 10]].concat();
@@ -409,7 +412,7 @@ fn spread(data: &[u8], parts: usize, at: usize) -> Vec<(usize, &[u8])> {
         .collect()
 }
 
-fn write_parts(host: &Logged, file: &<Logged as Backing>::File, parts: &[(usize, &[u8])]) {
+fn write_parts(host: &Logged, file: &<Logged as Volume>::File, parts: &[(usize, &[u8])]) {
     let data: Vec<_> = parts.iter().map(|(_, part)| [IoSlice::new(part)]).collect();
     let offsets = parts.iter().map(|(at, _)| *at as u64);
     let parts: Vec<_> = offsets
@@ -438,7 +441,7 @@ fn parts_are_one_append_and_one_frame_or_nothing() {
     let (inode, file, _) = host
         .create(&me, &host.root(), OsStr::new("x"), 0o644)
         .expect("create");
-    assert!(host.gathers(&inode) && host.gathers(&host.root()));
+    assert!(host.facts(&inode).gathers && host.facts(&host.root()).gathers);
     let data = vec![7; 30_000];
     write_parts(&host, &file, &spread(&data, 1, 0));
     let writes = Arc::new(AtomicUsize::new(0));
@@ -693,7 +696,7 @@ fn a_file_that_is_flat_is_whole_for_who_has_it_open() {
 }
 
 /// A file with these bytes, open for writing.
-fn written_by(host: &Logged, name: &str, bytes: &[u8]) -> <Logged as Backing>::File {
+fn written_by(host: &Logged, name: &str, bytes: &[u8]) -> <Logged as Volume>::File {
     let me = suite::own_caller();
     let made = host.create(&me, &host.root(), OsStr::new(name), 0o644);
     let (_, file, _) = made.expect("create");

@@ -6,7 +6,7 @@ use std::io::IoSlice;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use firn_backing::{Access, Backing, DataPart, Errno};
+use firn_backing::{Access, Backing, DataPart, Errno, Files, Names, Volume};
 use firn_hosts::own;
 use firn_log::{ChangeError, Changed, Container, Ending, Flat, Memory};
 use firn_sim::{SimBacking, suite};
@@ -53,7 +53,7 @@ impl World {
 struct Host {
     disk: SimBacking,
     container: Container<SimBacking>,
-    plain: <SimBacking as Backing>::File,
+    plain: <SimBacking as Volume>::File,
 }
 
 impl Host {

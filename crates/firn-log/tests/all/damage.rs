@@ -6,7 +6,7 @@ use std::io::IoSlice;
 use std::os::unix::ffi::OsStrExt;
 use std::time::Duration;
 
-use firn_backing::{Access, Backing, Errno, Kind};
+use firn_backing::{Access, Backing, Errno, Files, Kind, Names, Volume};
 use firn_hosts::own;
 use firn_log::{Fault, Finding, LogBacking, Loss, LostPart, Report, Setup, verify};
 use firn_sim::{SimBacking, suite};
@@ -14,7 +14,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
 type Logged = LogBacking<SimBacking>;
-type Inode = <SimBacking as Backing>::Inode;
+type Inode = <SimBacking as Volume>::Inode;
 
 const FILE_BYTES: usize = 20_000;
 

@@ -4,7 +4,9 @@ use std::ffi::OsStr;
 use std::io::IoSlice;
 use std::time::Duration;
 
-use firn_backing::{Access, Backing, Errno, RenameFlags};
+use firn_backing::{
+    Access, Attributes, Backing, Errno, FileUse, Files, Names, RenameFlags, Sharing, Volume,
+};
 use firn_log::{LogBacking, Setup};
 use firn_sim::{SimBacking, suite};
 
@@ -31,13 +33,14 @@ fn write(host: &Logged, name: &str) {
     let me = suite::own_caller();
     let made = host.create(&me, &host.root(), OsStr::new(name), 0o644);
     let (_, file, _) = made.expect("create");
-    host.note_opened(&file, true).expect("note_opened");
+    host.note_use(&file, FileUse::OpenedToWrite)
+        .expect("note_opened");
     let written = host.write_at(&file, &[IoSlice::new(BYTES)], 0);
     assert_eq!(written, Ok(BYTES.len()));
     host.sync(&file, false).expect("sync");
 }
 
-fn open(host: &Logged, name: &str, access: Access) -> Result<<Logged as Backing>::File, Errno> {
+fn open(host: &Logged, name: &str, access: Access) -> Result<<Logged as Volume>::File, Errno> {
     let (inode, _) = host.lookup(&host.root(), OsStr::new(name))?;
     host.open(&inode, access)
 }

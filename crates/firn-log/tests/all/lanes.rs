@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::common;
 
 use common::{Ground, SimLanes, containers, open_or_create, read};
-use firn_backing::{Access, Backing, Errno};
+use firn_backing::{Access, Backing, Errno, Files, Names, Placement, Volume};
 use firn_lanes::Lanes;
 use firn_log::{LogBacking, Setup};
 use firn_sim::{SimBacking, suite};
@@ -46,7 +46,7 @@ fn logs_over_lanes_do_what_a_plain_directory_does() {
     }
 }
 
-fn write(host: &Logged, file: &<Logged as Backing>::File, data: &[u8], offset: u64) {
+fn write(host: &Logged, file: &<Logged as Volume>::File, data: &[u8], offset: u64) {
     let count = host.write_at(file, &[IoSlice::new(data)], offset);
     assert_eq!(count, Ok(data.len()));
 }
@@ -86,7 +86,7 @@ fn logs_of_different_hosts_lie_in_different_lanes() {
         }
         for (host, letter) in hosts.iter().zip(["a", "b", "c", "d"]) {
             let (inode, _) = host.lookup(&host.root(), OsStr::new(name)).expect("lookup");
-            let lane = host.lane_of(&inode).index();
+            let lane = host.facts(&inode).lane.index();
             assert!(hosts_in(&ground, lane, "d").contains(letter));
         }
         // Logs, indexes and sorted ones, which are made under another name; heads and marks are the primary's.
@@ -268,7 +268,7 @@ fn logs_in_a_missing_lane_come_back_with_it() {
     let (inode, _) = host
         .lookup(&host.root(), OsStr::new("shared"))
         .expect("lookup");
-    let lane = host.lane_of(&inode).index();
+    let lane = host.facts(&inode).lane.index();
     ground.lanes[lane].set_plan(|_, _| Some(firn_sim::Fault::Error(Errno::IO)));
     let other = logged(&ground, "b");
     let opened = other

@@ -7,7 +7,10 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use firn_backing::{Access, Backing, Caller, DirBacking, LocateLimits, Located};
+use firn_backing::{
+    Access, Backing, Caller, DirBacking, Files, LocateLimits, Located, Names, Placement, Sharing,
+    Volume,
+};
 use firn_log::{LogBacking, Setup};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -46,7 +49,7 @@ fn caller() -> Caller {
     }
 }
 
-fn open(host: &Logged, access: Access) -> <Logged as Backing>::File {
+fn open(host: &Logged, access: Access) -> <Logged as Volume>::File {
     let name = OsStr::new("file");
     match host.lookup(&host.root(), name) {
         Ok((inode, _)) => host.open(&inode, access).expect("open"),
@@ -66,7 +69,7 @@ fn write(host: &Logged, offset: u64, bytes: &[u8]) {
     assert_eq!(written, Ok(bytes.len()));
 }
 
-fn read(host: &Logged, file: &<Logged as Backing>::File) -> Vec<u8> {
+fn read(host: &Logged, file: &<Logged as Volume>::File) -> Vec<u8> {
     let mut bytes = vec![0; 3 << 20];
     let count = host.read_at(file, &mut bytes, 0).expect("read");
     bytes.truncate(count);
@@ -93,7 +96,7 @@ fn bytes_of(located: &Located) -> Vec<(u64, Vec<u8>)> {
 /// Goes through a file by lists with such limits; how many bytes they have.
 fn compare(
     host: &Logged,
-    file: &<Logged as Backing>::File,
+    file: &<Logged as Volume>::File,
     limits: LocateLimits,
 ) -> (u64, Vec<Located>) {
     let expected = read(host, file);
@@ -138,12 +141,12 @@ fn is_read_only(located: &Located) -> bool {
 /// A list that a host was told, which has learnt of nothing since.
 struct Kept {
     reader: usize,
-    inode: <Logged as Backing>::Inode,
+    inode: <Logged as Volume>::Inode,
     changes: u64,
     list: Located,
     bytes: Vec<(u64, Vec<u8>)>,
     /// The file is open all the time.
-    _file: <Logged as Backing>::File,
+    _file: <Logged as Volume>::File,
 }
 
 /// Proves S-direct-8, S-log-6: three hosts write, cut, punch and flatten; what one of them is told has the bytes that it
@@ -178,7 +181,7 @@ fn what_is_told_of_bytes_are_those_that_are_read() {
             }
             if let Some(kept) = &kept
                 && kept.reader != at
-                && hosts[kept.reader].changes_by_others(&kept.inode) == kept.changes
+                && hosts[kept.reader].facts(&kept.inode).changes_by_others == kept.changes
             {
                 assert_eq!(bytes_of(&kept.list), kept.bytes, "seed {seed}, step {step}");
                 kept_count += 1;
@@ -200,7 +203,7 @@ fn what_is_told_of_bytes_are_those_that_are_read() {
                 .expect("lookup");
             kept = lists.pop().map(|list| Kept {
                 reader,
-                changes: hosts[reader].changes_by_others(&inode),
+                changes: hosts[reader].facts(&inode).changes_by_others,
                 inode,
                 bytes: bytes_of(&list),
                 list,

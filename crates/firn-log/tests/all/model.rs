@@ -25,7 +25,7 @@ use std::time::Duration;
 use crate::common;
 
 use common::{Ground, SimLanes, containers, read, read_unchecked};
-use firn_backing::{Access, Backing, Errno, RenameFlags};
+use firn_backing::{Access, Backing, Errno, Files, Names, RenameFlags, Volume};
 use firn_log::{LogBacking, Setup};
 use firn_sim::{SimBacking, suite};
 use parking_lot::Mutex;
@@ -247,7 +247,7 @@ impl Model {
 }
 
 type Logged<G> = LogBacking<<G as Ground>::Base>;
-type File<G> = <Logged<G> as Backing>::File;
+type File<G> = <Logged<G> as Volume>::File;
 
 struct Host<G: Ground> {
     ground: G,

@@ -6,14 +6,14 @@ use std::io::IoSlice;
 use std::sync::Arc;
 use std::time::Duration;
 
-use firn_backing::{Access, Backing, Errno, RenameFlags};
+use firn_backing::{Access, Backing, Errno, FileUse, Files, Names, RenameFlags, Sharing, Volume};
 use firn_hosts::own;
 use firn_log::{LogBacking, Setup};
 use firn_sim::{SimBacking, suite};
 use parking_lot::Mutex;
 
 type Logged = LogBacking<SimBacking>;
-type File = <Logged as Backing>::File;
+type File = <Logged as Volume>::File;
 
 const DATA: &[u8] = b"what is in the logs of x";
 
@@ -49,7 +49,8 @@ impl World {
         let (_, file, _) = b
             .create(&suite::own_caller(), &b.root(), name, 0o644)
             .expect("create");
-        b.note_opened(&file, true).expect("note_opened");
+        b.note_use(&file, FileUse::OpenedToWrite)
+            .expect("note_opened");
         b.write_at(&file, &[IoSlice::new(DATA)], 0).expect("write");
         b.sync(&file, false).expect("sync");
         Self {
@@ -108,7 +109,7 @@ fn logged(disk: &SimBacking, host: &str, living: &Arc<Mutex<HashSet<&'static str
     LogBacking::open(disk.clone(), setup).expect("open")
 }
 
-fn read(host: &Logged, inode: &<Logged as Backing>::Inode) -> Vec<u8> {
+fn read(host: &Logged, inode: &<Logged as Volume>::Inode) -> Vec<u8> {
     let file = host.open(inode, Access::Read).expect("open");
     let mut bytes = vec![0; 100];
     let count = host.read_at(&file, &mut bytes, 0).expect("read");

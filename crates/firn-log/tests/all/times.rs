@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use firn_backing::{Access, Backing, SetTime, Time};
+use firn_backing::{Access, Backing, FileUse, Files, Names, SetTime, Sharing, Time, Volume};
 use firn_hosts::own;
 use firn_log::{LogBacking, Setup};
 use firn_sim::{SimBacking, suite};
@@ -117,7 +117,7 @@ impl World {
     }
 }
 
-fn inode(host: &Logged) -> <Logged as Backing>::Inode {
+fn inode(host: &Logged) -> <Logged as Volume>::Inode {
     host.lookup(&host.root(), OsStr::new("x"))
         .expect("lookup")
         .0
@@ -127,8 +127,9 @@ fn modified(host: &Logged) -> Time {
     host.attr(&inode(host)).expect("attr").mtime
 }
 
-fn write(host: &Logged, file: &<Logged as Backing>::File, offset: u64, data: &[u8]) {
-    host.note_opened(file, true).expect("note_opened");
+fn write(host: &Logged, file: &<Logged as Volume>::File, offset: u64, data: &[u8]) {
+    host.note_use(file, FileUse::OpenedToWrite)
+        .expect("note_opened");
     let count = host.write_at(file, &[IoSlice::new(data)], offset);
     assert_eq!(count, Ok(data.len()));
 }

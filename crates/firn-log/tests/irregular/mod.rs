@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use firn_backing::dir::DirBacking;
-use firn_backing::{Access, Backing, Caller, DataPart};
+use firn_backing::{Access, Backing, Caller, DataPart, Files, Names, Volume};
 use firn_log::{LogBacking, Setup};
 
 pub const PIECE_BYTES: u64 = 16;
@@ -61,7 +61,7 @@ fn me() -> Caller {
     }
 }
 
-pub fn open(host: &Logged, access: Access) -> <Logged as Backing>::File {
+pub fn open(host: &Logged, access: Access) -> <Logged as Volume>::File {
     let (inode, _) = host
         .lookup(&host.root(), OsStr::new(NAME))
         .expect("the file");

@@ -8,7 +8,7 @@ use rand::{RngExt, SeedableRng};
 
 use super::own_caller;
 use crate::tree;
-use firn_backing::{Access, Backing, DataPart, Errno, RenameFlags};
+use firn_backing::{Access, Backing, DataPart, Errno, NewKind, RenameFlags};
 
 /// One call, with names below the root or below a directory of it.
 #[derive(Clone, Debug)]
@@ -138,8 +138,11 @@ fn apply<B: Backing>(b: &B, op: &Op) -> Result<u64, Errno> {
         }
         Op::Fifo(p) => {
             let (dir, name) = parent(b, p)?;
-            b.mknod(&me, &dir, &name, libc::S_IFIFO | 0o600, 0)
-                .map(|_| 0)
+            let fifo = NewKind::Node {
+                mode: libc::S_IFIFO | 0o600,
+                rdev: 0,
+            };
+            b.make(&me, &dir, &name, fifo).map(|_| 0)
         }
         Op::Link(p, q) => {
             let (dir, name) = parent(b, q)?;

@@ -4,14 +4,14 @@ use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 
-use firn_backing::Backing;
+use firn_backing::{Backing, Volume};
 
 use crate::change_log::{ChangeLog, Entry as LogEntry, Identity, Known, Place};
 use crate::error::BackupError;
 use crate::staging;
 
 /// Path from the top of the backing, and the object.
-type Found<B> = (Vec<u8>, <B as Backing>::Inode);
+type Found<B> = (Vec<u8>, <B as Volume>::Inode);
 
 /// Finds the names that the objects of a record have in the backing, which is as it was before it.
 pub(super) struct Paths<'a, B: Backing> {

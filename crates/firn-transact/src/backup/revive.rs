@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 
-use firn_backing::{Access, Attr, Backing, Errno, RenameFlags};
+use firn_backing::{Access, Attr, Backing, Errno, NewKind, RenameFlags, SyncScope};
 
 use super::mirror::{BLOCK, backup_failed, load, remove};
 use crate::change_log::{
@@ -64,7 +64,7 @@ impl<B: Backing> TransactionalBacking<B> {
             // A mount with the same backup continues it.
             staging::store(&self.base, &dir, staging::BACKUP, called.as_bytes())?;
             staging::store(&self.base, &dir, staging::OPEN, &record.scope)?;
-            self.base.sync_changes()?;
+            self.base.sync_scope(SyncScope::Changes)?;
             staging::write(&self.base, &dir, staging::RECORD, &record.encode())?;
             self.sync_staging_dir()?;
             Ok(record)
@@ -267,8 +267,11 @@ impl<B: Backing> TransactionalBacking<B> {
                 inode
             }
             _ => {
-                base.mknod(&me, staging_dir, name, kind | 0o600, stored.rdev)?
-                    .0
+                let node = NewKind::Node {
+                    mode: kind | 0o600,
+                    rdev: stored.rdev,
+                };
+                base.make(&me, staging_dir, name, node)?.0
             }
         };
         staging::set_attributes(base, &inode, &stored.attributes)?;

@@ -6,7 +6,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use firn_backing::{Access, Backing, Errno, Kind, Seek};
+use firn_backing::{Access, Backing, Errno, Kind, Seek, SyncScope};
 
 use super::MANIFEST;
 use super::mirror::{
@@ -302,7 +302,10 @@ impl<B: Backing> TransactionalBacking<B> {
             .filter_map(|one| one.content.as_ref())
             .map(|content| content.size)
             .sum();
-        mirror.store.sync_changes().map_err(backup_failed)?;
+        mirror
+            .store
+            .sync_scope(SyncScope::Changes)
+            .map_err(backup_failed)?;
         // Where this fails, too.
         copy.has_manifest = true;
         staging::store(&mirror.store, &copy.dir, MANIFEST, &log.encode()).map_err(backup_failed)?;

@@ -6,7 +6,7 @@ use std::io::IoSlice;
 use std::sync::Arc;
 
 use crate::conflict::Used;
-use firn_backing::{Access, Backing, Caller, Errno};
+use firn_backing::{Access, Backing, Caller, Errno, Names, Volume};
 use firn_hosts::{Expected, Members};
 use firn_sim::{Fault, SimBacking, Tree, tree};
 

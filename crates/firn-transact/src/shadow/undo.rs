@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 
-use firn_backing::{Attr, Backing, Errno, Kind, Result};
+use firn_backing::{Attr, Backing, Errno, Kind, Result, SyncScope};
 
 use super::{KEPT, SAVED, Shadow};
 use crate::apply::Apply;
@@ -132,7 +132,7 @@ impl<'a, B: Backing> Undo<'a, B> {
             .as_ref()
             .is_none_or(|top| top.before.is_some())
         {
-            self.base.sync_tree(&self.root)?;
+            self.base.sync_scope(SyncScope::Tree(&self.root))?;
         }
         Ok(self.undone)
     }

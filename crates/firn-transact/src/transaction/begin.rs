@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use firn_backing::{Backing, Errno, Kind};
+use firn_backing::{Backing, Errno, Kind, SyncScope};
 
 use crate::change_log::{ChangeLog, Direction};
 use crate::error::{BeginError, ScopeError};
@@ -111,7 +111,10 @@ impl<B: Backing> TransactionalBacking<B> {
             // What an abort brings back must be durable.
             match path {
                 b"" => self.base.sync_all()?,
-                _ => self.base.sync_tree(&root.inode(&self.base)?)?,
+                _ => {
+                    let top = root.inode(&self.base)?;
+                    self.base.sync_scope(SyncScope::Tree(&top))?;
+                }
             }
         }
         let scope = self.new_scope(serial, Arc::clone(root), path.to_vec(), dir.clone(), None)?;

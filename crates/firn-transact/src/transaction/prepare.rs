@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::sync::Arc;
 
-use firn_backing::{Backing, Errno, RenameFlags};
+use firn_backing::{Backing, Errno, RenameFlags, SyncScope};
 
 use crate::error::{BackupError, PrepareError, StageError};
 use crate::scope::{Scope, Stage};
@@ -51,7 +51,7 @@ impl<B: Backing> TransactionalBacking<B> {
     pub(crate) fn write_record(&self, scope: &Scope<B>, id: u64) -> Result<(), BackupError> {
         let mut record = self.make_record(scope, id)?;
         self.stage_undo(scope, &mut record)?;
-        self.base.sync_changes()?;
+        self.base.sync_scope(SyncScope::Changes)?;
         staging::write(&self.base, &scope.dir, staging::RECORD, &record.encode())?;
         self.sync_staging_dir()?;
         // The backup comes last, so that little can fail after it.

@@ -11,7 +11,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use common::Verbs;
-use firn_backing::{Access, Backing, RenameFlags, SetTime};
+use firn_backing::{Access, Backing, Files, Names, RenameFlags, SetTime, Volume};
 use firn_sim::{SimBacking, suite};
 use firn_transact::{Mode, Object, TransactionalBacking};
 

@@ -8,7 +8,7 @@ use std::io::IoSlice;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use common::Verbs;
-use firn_backing::{Access, Backing, DirBacking, Errno};
+use firn_backing::{Access, Backing, DirBacking, Errno, Files, Names, Volume};
 use firn_sim::{Fault, Tree, tree};
 use firn_sim::{SimBacking, suite};
 use firn_transact::{BeginError, Found, Stage, StageError, TransactionError, TransactionalBacking};

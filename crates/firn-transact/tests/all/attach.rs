@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 
 use common::Verbs;
 use firn_arena::{Arena, Identity};
-use firn_backing::{Backing, Caller, RenameFlags, SetTime};
+use firn_backing::{Backing, Caller, Names, RenameFlags, SetTime, Volume};
 use firn_engine::{
     DrainPolicy, Engine, EngineError, EngineOptions, InodeId, LaneIndex, LaneLimits, Pick, ROOT,
     SetAttr, StoredArena,

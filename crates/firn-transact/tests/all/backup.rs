@@ -8,7 +8,9 @@ use std::io::IoSlice;
 use std::os::unix::ffi::OsStrExt;
 
 use common::Verbs;
-use firn_backing::{Access, Backing, DirBacking, Errno, Kind, SetTime};
+use firn_backing::{
+    Access, Backing, DirBacking, Errno, Files, Kind, Names, NewKind, SetTime, Volume,
+};
 use firn_sim::{SimBacking, suite};
 use firn_sim::{Tree, tree};
 use firn_transact::backup::MANIFEST;
@@ -72,10 +74,11 @@ fn copy_dir<A: Backing, B: Backing>(
                 there
             }
             _ => {
-                let mode = (attr.mode & libc::S_IFMT) | 0o600;
-                to.mknod(&me, target, name, mode, attr.rdev)
-                    .expect("mknod")
-                    .0
+                let node = NewKind::Node {
+                    mode: (attr.mode & libc::S_IFMT) | 0o600,
+                    rdev: attr.rdev,
+                };
+                to.make(&me, target, name, node).expect("mknod").0
             }
         };
         if attr.kind == Kind::Dir {

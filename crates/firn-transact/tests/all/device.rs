@@ -1,9 +1,9 @@
 //! The file system of the backing comes back with another device number: what a transaction left is the same.
 
 use crate::common;
+use firn_backing::Volume;
 
 use common::Verbs;
-use firn_backing::Backing;
 use firn_sim::{SimBacking, suite};
 use firn_sim::{Tree, tree};
 use firn_transact::{Mode, RestoreError, Stage, TransactionError, TransactionalBacking};

@@ -10,7 +10,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, Once};
 
 use common::{Verbs, in_firn};
-use firn_backing::{Backing, Errno};
+use firn_backing::{Backing, Errno, Volume};
 use firn_sim::{Disk, Fault, Tree};
 use firn_sim::{SimBacking, suite};
 use firn_transact::{

@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::io::IoSlice;
 
 use common::{Verbs, seen};
-use firn_backing::{Access, Backing, Errno};
+use firn_backing::{Access, Backing, Errno, Files, Names, Volume};
 use firn_sim::{SimBacking, suite};
 use firn_transact::{Mode, TransactionError, TransactionalBacking};
 
@@ -33,7 +33,7 @@ fn make(backing: &TransactionalBacking<SimBacking>, name: &str, pages: u64) {
 fn open(
     backing: &TransactionalBacking<SimBacking>,
     name: &str,
-) -> <TransactionalBacking<SimBacking> as Backing>::File {
+) -> <TransactionalBacking<SimBacking> as Volume>::File {
     let (inode, _) = backing
         .lookup(&backing.root(), OsStr::new(name))
         .expect("look up");

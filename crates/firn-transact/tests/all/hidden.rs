@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use common::Verbs;
-use firn_backing::{Access, Backing, RenameFlags};
+use firn_backing::{Access, Backing, Files, Names, RenameFlags, Volume};
 use firn_sim::Hang;
 use firn_sim::{SimBacking, suite};
 use firn_transact::{Mode, Object, TransactionError, TransactionalBacking};

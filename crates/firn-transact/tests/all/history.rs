@@ -3,7 +3,7 @@
 use crate::common;
 
 use common::Verbs;
-use firn_backing::Backing;
+use firn_backing::{Backing, Volume};
 use firn_sim::{SimBacking, suite};
 use firn_sim::{Tree, tree};
 use firn_transact::{RestoreError, TransactionalBacking};

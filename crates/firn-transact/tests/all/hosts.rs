@@ -7,7 +7,7 @@ use std::ffi::OsStr;
 use std::io::IoSlice;
 
 use common::{Verbs, in_firn, seen};
-use firn_backing::{Access, Backing, Caller, RenameFlags};
+use firn_backing::{Access, Backing, Caller, Files, Names, RenameFlags, Volume};
 use firn_sim::SimBacking;
 use firn_sim::Tree;
 use firn_transact::conflict::{Accesses, Party, Used, What};

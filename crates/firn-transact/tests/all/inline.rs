@@ -8,7 +8,7 @@ use std::io::IoSlice;
 use std::os::unix::ffi::OsStrExt;
 
 use common::Verbs;
-use firn_backing::{Access, Backing, Errno, Seek, SetTime, Time};
+use firn_backing::{Access, Backing, Errno, Files, Names, Seek, SetTime, Time, Volume};
 use firn_sim::tree;
 use firn_sim::{SimBacking, suite};
 use firn_transact::TransactionalBacking;

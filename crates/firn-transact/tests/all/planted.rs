@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 
-use firn_backing::{Access, Backing, Caller};
+use firn_backing::{Access, Backing, Caller, Files, Names, NewKind, Volume};
 use firn_sim::SimBacking;
 use firn_transact::change_log::{ChangeLog, Data, Entry, Identity, Part, Range, Source};
 use firn_transact::{OpenError, OwnError, StoreError, TransactionError, TransactionalBacking};
@@ -168,7 +168,13 @@ fn regression_what_is_no_directory_is_named_in_every_mode() {
         let root = disk.root();
         match kind {
             libc::S_IFLNK => drop(disk.symlink(&ours(), &root, name(".firn"), name("elsewhere"))),
-            kind => drop(disk.mknod(&ours(), &root, name(".firn"), kind | 0o600, 0)),
+            kind => {
+                let node = NewKind::Node {
+                    mode: kind | 0o600,
+                    rdev: 0,
+                };
+                drop(disk.make(&ours(), &root, name(".firn"), node));
+            }
         }
         let answers = [
             TransactionalBacking::has_transactions(&disk)

@@ -7,7 +7,7 @@ use std::ffi::OsStr;
 use std::io::IoSlice;
 
 use common::Verbs;
-use firn_backing::{Access, Backing, Errno, RenameFlags};
+use firn_backing::{Access, Backing, Errno, RenameFlags, Volume};
 use firn_sim::{SimBacking, suite};
 use firn_sim::{Tree, tree};
 use firn_transact::{Mode, TransactionalBacking};

@@ -6,7 +6,7 @@ use std::ffi::OsStr;
 use std::io::IoSlice;
 
 use common::Verbs;
-use firn_backing::{Access, Backing, Errno, RenameFlags, SetTime, Time};
+use firn_backing::{Access, Backing, Errno, Files, Names, RenameFlags, SetTime, Time, Volume};
 use firn_sim::{Fault, Tree, tree};
 use firn_sim::{SimBacking, suite};
 use firn_transact::{Mode, TransactionalBacking};

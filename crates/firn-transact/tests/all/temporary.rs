@@ -7,7 +7,7 @@ use std::io::IoSlice;
 use std::sync::Arc;
 
 use common::Verbs;
-use firn_backing::{Access, Backing, Errno, RenameFlags};
+use firn_backing::{Access, Backing, Errno, Files, Names, RenameFlags, Volume};
 use firn_sim::{SimBacking, suite};
 use firn_transact::{Mode, Object, TransactionalBacking};
 

@@ -7,7 +7,7 @@ use std::ffi::OsStr;
 use std::io::IoSlice;
 
 use common::{Verbs, in_firn, seen};
-use firn_backing::{Access, Backing, Caller, Errno, RenameFlags};
+use firn_backing::{Access, Backing, Caller, Errno, Names, RenameFlags, Volume};
 use firn_sim::SimBacking;
 use firn_sim::Tree;
 use firn_transact::{

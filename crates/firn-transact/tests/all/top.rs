@@ -7,7 +7,7 @@ use std::ffi::OsStr;
 use std::io::IoSlice;
 
 use common::{Verbs, seen};
-use firn_backing::{Access, Backing, Errno, RenameFlags};
+use firn_backing::{Access, Backing, Errno, Names, RenameFlags, Volume};
 use firn_sim::{Fault, Tree};
 use firn_sim::{SimBacking, suite};
 use firn_transact::{

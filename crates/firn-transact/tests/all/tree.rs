@@ -6,7 +6,7 @@ use crate::common;
 use std::ffi::OsStr;
 
 use common::Verbs;
-use firn_backing::{Access, Backing, Caller, DirBacking, SetTime, Time};
+use firn_backing::{Access, Backing, Caller, DirBacking, Files, Names, SetTime, Time, Volume};
 use firn_sim::{SimBacking, suite};
 use firn_sim::{Tree, tree};
 use firn_transact::{Mode, PlainBacking, TransactionalBacking};
@@ -62,7 +62,7 @@ fn check_lanes<B: Backing>(over: impl Fn(SimBacking) -> B) {
     let below = SimBacking::new();
     below.set_lanes(LANES);
     let backing = over(below.clone());
-    assert_eq!(backing.lane_count(), LANES);
+    assert_eq!(backing.features().lane_count, LANES);
     let lanes: Vec<_> = (0..2 * LANES)
         .map(|number| {
             let name = format!("file_{number}");
@@ -70,7 +70,7 @@ fn check_lanes<B: Backing>(over: impl Fn(SimBacking) -> B) {
             let root = backing.root();
             let made = backing.create(&caller, &root, OsStr::new(&name), 0o644);
             let (made, _, attr) = made.expect("create");
-            let lane = backing.lane_of(&made);
+            let lane = backing.facts(&made).lane;
             assert_eq!(lane.index() as u64, attr.ino % u64::from(LANES));
             lane.index()
         })

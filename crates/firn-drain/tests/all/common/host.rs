@@ -94,7 +94,7 @@ impl<B: Backing> Host<B> {
                 .create(&CALLER, ROOT, &name, 0o644, RDWR)
                 .expect("create");
             let object = self.engine.object_of(entry.inode).expect("it is there");
-            if self.engine.backing().lane_of(&object) == lane {
+            if self.engine.backing().facts(&object).lane == lane {
                 self.engine
                     .write(opened.handle, 0, name.as_encoded_bytes(), None)
                     .expect("write");

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use firn_arena::journal::Medium;
 use firn_arena::{Arena, Identity};
-use firn_backing::{Backing, Errno};
+use firn_backing::{Errno, Files, Names, Volume};
 use firn_engine::{
     DrainPolicy, Engine, EngineOptions, Entry, Executor, InodeId, LaneIndex, LaneLimits, Pick,
     ROOT, Recovered, SpillStep,

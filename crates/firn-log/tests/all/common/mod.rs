@@ -8,7 +8,7 @@ use std::ffi::OsStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use firn_backing::{Attr, Backing, Errno};
+use firn_backing::{Attr, Backing, Errno, Volume};
 use firn_hosts::own;
 use firn_lanes::{Lane, Lanes, Rule, Setup};
 use firn_sim::Fault;

@@ -6,7 +6,7 @@ use std::ffi::OsStr;
 
 use std::sync::Arc;
 
-use firn_backing::Backing;
+use firn_backing::{Backing, Names, Volume};
 use firn_sim::SimBacking;
 use firn_sim::{Tree, tree};
 use firn_transact::conflict::Used;
