@@ -251,7 +251,8 @@ fn an_allocation_sets_the_time_also_where_every_byte_stays() {
     let world = World::new();
     let file = world.a.open(&inode(&world.a), Access::ReadWrite);
     let file = file.expect("open");
-    world.a.note_opened(&file, true).expect("note_opened");
+    let opened = world.a.note_use(&file, FileUse::OpenedToWrite);
+    opened.expect("note_use");
     let beyond = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
     for (mode, offset) in [(0, 10), (libc::FALLOC_FL_KEEP_SIZE, 0), (beyond, 1 << 20)] {
         world.set_time();
