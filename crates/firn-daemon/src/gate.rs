@@ -6,7 +6,7 @@
 //!            begin, prepare, commit, abort, restore: quiesce a directory
 //! ```
 //!
-//! There is one for each mount with `drain=commit`, made by [`Attached`](crate::attach::Attached), and none otherwise.
+//! There is one for each mount with `drain=commit`, made when the mount is put together, and none otherwise.
 //!
 //! Promises
 //! * While a directory is quiesced nobody changes contents below it: changes under way have ended, direct access was

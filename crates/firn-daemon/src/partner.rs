@@ -192,13 +192,10 @@ impl PartnerSpeaker {
     /// What a connection says; it gets the right to with its first word.
     pub(crate) fn say(
         speaker: &mut Option<Self>,
-        board: Option<&Arc<PartnerBoard>>,
+        board: &Arc<PartnerBoard>,
         host: Option<String>,
         note: String,
     ) -> Reply {
-        let Some(board) = board else {
-            return without_partner();
-        };
         let speaker = speaker.get_or_insert_with(|| {
             let mut words = board.words.lock();
             words.last += 1;

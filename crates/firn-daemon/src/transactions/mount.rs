@@ -13,6 +13,7 @@ use firn_transact::machine::{Event, Mount, Pending};
 use firn_transact::{Place, TransactionError, parent_of};
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 
+use super::steps::note;
 use crate::gate::{ScopeRoot, TransactionGate};
 use crate::host_lease::Liveness;
 use crate::participants::{self, LOOK_AGAIN};
@@ -153,6 +154,6 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
     }
 
     fn note(&self, event: Event, scope: &[u8], id: Option<u64>) {
-        super::note(self.gate, event, scope, id);
+        note(self.gate, event, scope, id);
     }
 }
