@@ -117,7 +117,7 @@ impl Answers {
     }
 
     fn evict(&self, path: &BytePath) -> Reply {
-        match self.identity.engine.evict_tree(path.as_bytes()) {
+        match self.identity.engine.room.evict_tree(path.as_bytes()) {
             Ok((freed_bytes, held_bytes)) => Reply::Evicted {
                 freed_bytes,
                 held_bytes,
@@ -127,7 +127,7 @@ impl Answers {
     }
 
     fn pin(&self, path: &BytePath, pinned: bool) -> Reply {
-        match self.identity.engine.pin_tree(path.as_bytes(), pinned) {
+        match self.identity.engine.room.pin_tree(path.as_bytes(), pinned) {
             Ok((files, bytes)) => Reply::Pinned { files, bytes },
             Err(error) => failed(error, path),
         }
@@ -187,7 +187,7 @@ impl Answers {
                 timeout_ms,
             } => wait_for_level(engine, &path, until, deadline_of(timeout_ms), say),
             Request::Drain { path } => {
-                engine.drain_tree(path.as_bytes());
+                engine.durability.drain_tree(path.as_bytes());
                 Reply::Done
             }
             Request::Files { path } => Reply::Files {

@@ -190,7 +190,7 @@ fn start_io_threads(
         },
         cpu_percent: options.drain_cpu_percent,
     };
-    let lane_count = engine.lanes().count();
+    let lane_count = engine.drainer.lanes().count();
     let tokens = token_source.map(|source| source.start(lane_count));
     let tokens = tokens
         .transpose()

@@ -115,12 +115,14 @@ pub(crate) fn by_signal(mount: &EndingMount<'_>) -> Ending {
     if let Some(Err(error)) = carried {
         tracing::warn!(%error, "cannot create every name of the stub tree in the backing yet");
     }
-    if let Err(error) = attached
-        .engine
-        .wait_tree(b"", DurabilityLevel::Drained, &mut |_, _| {
-            attached.io_threads.replace_hung();
-            !interruptions.look()
-        })
+    if let Err(error) =
+        attached
+            .engine
+            .durability
+            .wait_tree(b"", DurabilityLevel::Drained, &mut |_, _| {
+                attached.io_threads.replace_hung();
+                !interruptions.look()
+            })
     {
         tracing::warn!(%error, "cannot drain everything yet");
     }
@@ -188,19 +190,20 @@ pub(crate) fn by_request(
         }
         let mut report = throttle_progress("draining", say);
         let mut progress = Progress::new();
-        let drained =
-            attached
-                .engine
-                .wait_tree(b"", DurabilityLevel::Drained, &mut |bytes, files| {
-                    // A client that went away does not end what it asked for.
-                    report(bytes, files);
-                    attached.io_threads.replace_hung();
-                    if force {
-                        gave_up = !progress.goes_on(bytes);
-                        return !gave_up;
-                    }
-                    !interruptions.look()
-                });
+        let drained = attached.engine.durability.wait_tree(
+            b"",
+            DurabilityLevel::Drained,
+            &mut |bytes, files| {
+                // A client that went away does not end what it asked for.
+                report(bytes, files);
+                attached.io_threads.replace_hung();
+                if force {
+                    gave_up = !progress.goes_on(bytes);
+                    return !gave_up;
+                }
+                !interruptions.look()
+            },
+        );
         if interruptions.forced && drained.is_err() {
             return Err(overtaken());
         }

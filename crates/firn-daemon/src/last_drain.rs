@@ -55,7 +55,7 @@ pub(crate) fn drain_rest<B: Backing>(
 ) -> Result<(), Errno> {
     loop {
         let before = engine.held_bytes();
-        let result = engine.wait_tree(b"", until, progress);
+        let result = engine.durability.wait_tree(b"", until, progress);
         let after = engine.held_bytes();
         match result {
             Ok(()) if after == 0 || after >= before => return Ok(()),

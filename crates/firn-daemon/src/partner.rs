@@ -83,7 +83,11 @@ impl PartnerBoard {
 
     /// What the status says.
     pub(crate) fn status(&self) -> PartnerStatus {
-        let figures = self.engine.partner_figures(b"").unwrap_or_default();
+        let figures = self
+            .engine
+            .durability
+            .partner_figures(b"")
+            .unwrap_or_default();
         let PartnerFigures {
             copied_files,
             copied_bytes,
@@ -133,7 +137,7 @@ impl PartnerBoard {
         // Before the files: whoever marks one asks for the words while it has the file.
         drop(words);
         if forgets {
-            self.engine.forget_partner();
+            self.engine.durability.forget_partner();
         }
     }
 
@@ -148,7 +152,7 @@ impl PartnerBoard {
         let mut waits = LOOK_AGAIN.start();
         loop {
             let marks = self.words.lock().marks;
-            let left = match self.engine.partner_figures(path.as_bytes()) {
+            let left = match self.engine.durability.partner_figures(path.as_bytes()) {
                 Ok(figures) if figures.left_files == 0 => return Reply::Done,
                 Ok(figures) => figures,
                 Err(error) => return refused(error, &format!("{path}: {error}")),
@@ -219,6 +223,7 @@ impl PartnerSpeaker {
         }
         let marked = board
             .engine
+            .durability
             .mark_partnered(path.as_bytes(), changes, counts);
         board.words.lock().marks += 1;
         board.marked.notify_all();

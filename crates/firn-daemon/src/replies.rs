@@ -56,11 +56,13 @@ pub(crate) fn wait_for_level(
     let mut left = 0;
     let mut timed_out = false;
     let mut progress = throttle_progress(phase, say);
-    let result = engine.wait_tree(path.as_bytes(), until, &mut |bytes, files| {
-        left = bytes;
-        timed_out = deadline.is_some_and(|deadline| Instant::now() >= deadline);
-        !timed_out && progress(bytes, files)
-    });
+    let result = engine
+        .durability
+        .wait_tree(path.as_bytes(), until, &mut |bytes, files| {
+            left = bytes;
+            timed_out = deadline.is_some_and(|deadline| Instant::now() >= deadline);
+            !timed_out && progress(bytes, files)
+        });
     match result {
         Ok(()) => Reply::Done,
         Err(_) if timed_out => Reply::Error {
