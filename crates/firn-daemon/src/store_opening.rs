@@ -38,9 +38,10 @@ pub(crate) fn open_store(
     let has_transactions = target.options.drain == Drain::Commit
         || TransactionalBacking::has_transactions(&directory)?;
     let ground = open_ground(target, directory, notice)?;
-    let store = match has_transactions {
-        true => open_transactional(target, ground.store, members, arena, notice)?,
-        false => Store::Lower(plain(target, ground.store)?),
+    let store = if has_transactions {
+        open_transactional(target, ground.store, members, arena, notice)?
+    } else {
+        Store::Lower(plain(target, ground.store)?)
     };
     Ok(OpenedStore {
         store,

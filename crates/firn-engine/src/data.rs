@@ -205,9 +205,10 @@ impl<B: Backing> Engine<B> {
             return self.see_others(file, &writer.file, true);
         }
         // Passthrough needs one descriptor that can do everything, for writers that come later.
-        let writer = match self.kernel_cache.passthrough.load(Ordering::Relaxed) {
-            true => self.open_files.writer(file).ok(),
-            false => None,
+        let writer = if self.kernel_cache.can_pass_through() {
+            self.open_files.writer(file).ok()
+        } else {
+            None
         };
         let open = writer.map_or_else(|| self.open_files.reader(file), Ok)?;
         self.see_others(file, &open.file, false)
@@ -235,9 +236,7 @@ impl<B: Backing> Engine<B> {
             let is_held = !state.pending.is_empty() || !state.cache.is_empty();
             has_kernel_copy = is_held && matches!(chosen, OpenMode::Cached { .. });
             if let OpenMode::Cached { .. } = chosen {
-                self.kernel_cache
-                    .cached_opens
-                    .fetch_add(1, Ordering::AcqRel);
+                self.kernel_cache.count_cached_open();
             }
             state.opens.add(id, chosen, writable);
             if writable {
@@ -367,9 +366,7 @@ impl<B: Backing> Engine<B> {
             OpenMode::Engine => {}
             OpenMode::Passthrough => state.changes += u64::from(handle.writable),
             OpenMode::Cached { .. } => {
-                self.kernel_cache
-                    .cached_opens
-                    .fetch_sub(1, Ordering::AcqRel);
+                self.kernel_cache.count_cached_release();
             }
         }
         let orphan = state.unlinked && state.opens.is_empty();

@@ -108,9 +108,7 @@ impl<B: Backing> DirectAccess<B> {
             room: Arc::clone(room),
         }
     }
-}
 
-impl<B: Backing> DirectAccess<B> {
     /// May `client` write the open file directly? From now on attributes must not be kept by the
     /// kernel, and those that it keeps must be dropped before the client is told.
     pub fn grant_direct_access(&self, client: ClientId, token: HandleId) -> Answer<DirectGrant> {

@@ -73,9 +73,7 @@ impl<B: Backing> Durability<B> {
             drainer: Arc::clone(drainer),
         }
     }
-}
 
-impl<B: Backing> Durability<B> {
     /// What all bytes of an inode survive.
     pub fn state_of(&self, inode: InodeId) -> Result<DurabilityLevel> {
         let inode = self.tree.inode(inode)?;

@@ -37,9 +37,7 @@ impl<B: Backing> Exclusive<B> {
             drainer: Arc::clone(drainer),
         }
     }
-}
 
-impl<B: Backing> Exclusive<B> {
     /// Drops the pending data of a file that has neither a name nor a handle.
     pub(crate) fn discard(&self, file: &Arc<File<B>>) {
         let mut state = file.begin_exclusive();

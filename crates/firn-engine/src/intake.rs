@@ -39,9 +39,7 @@ impl<B: Backing> Intake<B> {
             grants: Grants::default(),
         }
     }
-}
 
-impl<B: Backing> Intake<B> {
     /// To be called when this host may have learnt of changes by others: what readers were told of the backing before
     /// does not hold any more.
     pub(crate) fn end_lists_before_changes(&self, file: &File<B>, object: &B::Inode) {

@@ -24,9 +24,10 @@ pub struct KernelCache<B: Backing> {
     pub(crate) open_files: Arc<OpenFiles<B>>,
     /// Held files of which it may have a copy.
     pub(crate) kernel_copies: KernelCopies,
-    pub(crate) passthrough: AtomicBool,
+    /// It may read files of the backing by itself, until it once could not.
+    passthrough: AtomicBool,
     /// Open handles whose pages it caches.
-    pub(crate) cached_opens: AtomicU64,
+    cached_opens: AtomicU64,
 }
 
 impl<B: Backing> KernelCache<B> {
@@ -46,9 +47,23 @@ impl<B: Backing> KernelCache<B> {
             cached_opens: AtomicU64::new(0),
         }
     }
-}
 
-impl<B: Backing> KernelCache<B> {
+    /// Counts an open whose pages the kernel caches.
+    pub(crate) fn count_cached_open(&self) {
+        self.cached_opens.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// One of them ended.
+    pub(crate) fn count_cached_release(&self) {
+        let before = self.cached_opens.fetch_sub(1, Ordering::AcqRel);
+        debug_assert!(before > 0, "an open ends that was not counted");
+    }
+
+    /// Whether the kernel can be given files to read by itself.
+    pub(crate) fn can_pass_through(&self) -> bool {
+        self.passthrough.load(Ordering::Relaxed)
+    }
+
     /// Whether the kernel may cache a held file: nobody has it open for writing, and all of its `size` bytes are in the
     /// arena. Of bytes of the backing nobody here learns when another host changes them.
     pub(crate) fn admit_copy(
@@ -191,7 +206,7 @@ impl<B: Backing> KernelCache<B> {
         let cached = OpenMode::Cached { keep: false };
         state.opens.change_mode(*mode, cached);
         *mode = cached;
-        self.cached_opens.fetch_add(1, Ordering::AcqRel);
+        self.count_cached_open();
         true
     }
 
@@ -246,6 +261,6 @@ impl<B: Backing> KernelCache<B> {
 
     /// Whether the kernel may read files of the backing by itself.
     pub(crate) fn allows_passthrough(&self) -> bool {
-        self.passthrough.load(Ordering::Relaxed) && !self.base.options.serves_every_read
+        self.can_pass_through() && !self.base.options.serves_every_read
     }
 }

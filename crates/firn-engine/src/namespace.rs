@@ -50,9 +50,7 @@ impl<B: Backing> Namespace<B> {
             privilege_rules: Arc::clone(privilege_rules),
         }
     }
-}
 
-impl<B: Backing> Namespace<B> {
     /// Resolves a name; the inode's lookup count goes up by one.
     pub fn lookup(&self, parent: InodeId, name: &OsStr) -> Result<Entry> {
         let dir = self.tree.inode(parent)?;
@@ -498,13 +496,11 @@ impl<B: Backing> Namespace<B> {
             // Two names of one file: nothing changes, whatever the backing says.
             return self.base.backing.rename(&from, name, &to, new_name, flags);
         }
-        let replaced = match exchange {
-            true => None,
-            false => self
-                .tree
-                .names
-                .child(new_dir.id, new_name)
-                .and_then(|inode| self.open_files.known_file(&inode)),
+        let replaced = if exchange {
+            None
+        } else {
+            let replaced = self.tree.names.child(new_dir.id, new_name);
+            replaced.and_then(|inode| self.open_files.known_file(&inode))
         };
         if let Some(file) = &replaced
             && let Some(path) = new_dir.path_of(new_name)

@@ -137,10 +137,17 @@ impl<B: Backing> OpenFiles<B> {
             !state.pending.is_empty() || state.opens.has_writers()
         };
         // If it is not to be had now, nothing is lost by the change.
-        let _ = self.with_descriptor(|| match writes {
-            true => self.writer(file).map(drop),
-            false => self.reader(file).map(drop),
-        });
+        let _ = self.open_below(file, writes);
+    }
+
+    fn open_below(&self, file: &File<B>, writes: bool) -> Result<()> {
+        self.with_descriptor(|| {
+            if writes {
+                self.writer(file).map(drop)
+            } else {
+                self.reader(file).map(drop)
+            }
+        })
     }
 
     /// A file that programs have open lost its last name.
@@ -149,10 +156,7 @@ impl<B: Backing> OpenFiles<B> {
             let state = file.lock();
             state.opens.has_writers() || !state.pending.is_empty()
         };
-        let kept = self.with_descriptor(|| match writes {
-            true => self.writer(file).map(drop),
-            false => self.reader(file).map(drop),
-        });
+        let kept = self.open_below(file, writes);
         if let Err(errno) = kept {
             // It is held as an object, and opened by that when it is used.
             tracing::debug!(%errno, "a file without a name is not open below");

@@ -44,9 +44,7 @@ impl<B: Backing> PrivilegeRules<B> {
             exclusive: Arc::clone(exclusive),
         }
     }
-}
 
-impl<B: Backing> PrivilegeRules<B> {
     /// Calls `f` when an object lost privileges by a change of something else: the kernel is to drop the attributes
     /// that it has of it before `f` returns.
     pub fn on_attributes_changed(&self, f: Arc<dyn Fn(InodeId) + Send + Sync>) {

@@ -50,9 +50,7 @@ impl<B: Backing> Reads<B> {
             open_files: Arc::clone(open_files),
         }
     }
-}
 
-impl<B: Backing> Reads<B> {
     pub(crate) fn read_at_one_moment(
         &self,
         file: &Arc<File<B>>,

@@ -36,9 +36,7 @@ impl<B: Backing> NameTree<B> {
             paths: PathClaims::default(),
         }
     }
-}
 
-impl<B: Backing> NameTree<B> {
     /// The path of an inode, or of a name in it, as a person may read it; of one that nobody knows its number.
     pub fn shown_path(&self, inode: InodeId, name: Option<&std::ffi::OsStr>) -> String {
         let mut path = match self.names.get(inode) {

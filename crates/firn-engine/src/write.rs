@@ -59,9 +59,7 @@ impl<B: Backing> Writes<B> {
             privilege_rules: Arc::clone(privilege_rules),
         }
     }
-}
 
-impl<B: Backing> Writes<B> {
     /// What comes before the bytes are appended: the error of a drain, the loss of privileges, a write that needs no
     /// room. The usual append, to a file without privileges that has a file id, takes the file's lock once here.
     pub(crate) fn begin_write(
