@@ -149,8 +149,18 @@ impl Attached {
     }
 
     /// Stops its parts, and does with the arena what `end` says. For what programs have not seen.
-    pub(crate) fn finish(self, end: ArenaEnd) {
-        Parts::new(self.parts).stop(&mut Stop::unseen(end));
+    pub(crate) fn finish(mut self, end: ArenaEnd) {
+        let parts = std::mem::take(&mut self.parts);
+        Parts::new(parts).stop(&mut Stop::unseen(end));
+    }
+}
+
+impl Drop for Attached {
+    /// What is not stopped, because something failed, ends in the same order: what keeps others away is last.
+    fn drop(&mut self) {
+        while let Some(last) = self.parts.pop() {
+            drop(last);
+        }
     }
 }
 

@@ -101,7 +101,10 @@ struct Mount {
 impl Mount {
     fn start(options: &Options, checked: &Checked, attached: Attached) -> Result<Self, MountError> {
         let (sender, events) = mpsc::channel();
-        watch_signals(sender.clone(), &checked.mount_point)?;
+        if let Err(error) = watch_signals(sender.clone(), &checked.mount_point) {
+            attached.finish(ArenaEnd::RemoveIfEmpty);
+            return Err(error);
+        }
         let setup = MountSetup {
             options,
             checked,

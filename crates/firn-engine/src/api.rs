@@ -8,7 +8,7 @@ use std::time::Instant;
 use firn_backing::{Attr, Errno, SetTime};
 
 #[cfg(doc)]
-use crate::Engine;
+use crate::{KernelCache, OpenFiles, Room};
 
 /// Number of a name space object while the kernel knows it; 1 is the root, as in FUSE.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -118,7 +118,8 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Opens a regular file. `flags` are those of open(2); `O_TRUNC` is done here, after [`PrivilegeRules::drop_privileges`].
+    /// Opens a regular file. `flags` are those of open(2); `O_TRUNC` is done here, after
+    /// [`PrivilegeRules::drop_privileges`](crate::PrivilegeRules::drop_privileges).
     pub fn open(&self, inode: InodeId, flags: i32) -> Result<Opened> {
         let inode = self.tree.inode(inode)?;
         let wants_write = matches!(flags & O_ACCMODE, O_WRONLY | O_RDWR);

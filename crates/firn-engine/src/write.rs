@@ -114,7 +114,7 @@ impl<B: Backing> Writes<B> {
     }
 
     /// Whether a write up to `end` has to ask the backing or wait for somebody before its bytes are taken. What
-    /// [`Engine::write`] waits for otherwise is short.
+    /// [`Engine::write`](crate::Engine::write) waits for otherwise is short.
     pub fn write_may_wait(&self, handle: HandleId, end: u64, by: Option<&dyn Principal>) -> bool {
         if end > SIZE_ASKED_ABOVE {
             return true;

@@ -47,7 +47,7 @@ impl<B: Backing> Room<B> {
 
     /// Calls `f` once there may be room in the arena (`Ok`: write again) or nothing can drain (`Err`:
     /// fail the write with it). The next
-    /// [`Drainer::pick`] calls back, not this call.
+    /// [`Drainer::pick`](crate::Drainer::pick) calls back, not this call.
     pub fn on_space(&self, f: Done) {
         self.space.waiters.add(f);
         self.reclaim();
