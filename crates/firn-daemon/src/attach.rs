@@ -114,10 +114,7 @@ impl Attached {
         let mut parts = opened.parts;
         if purpose == Purpose::Mount {
             tell_of_exposed_names(backing, options, notice);
-            parts.extend(take_lane_lease(&target, notice)?.map(Held::part));
-            let serves_logs = opened.store.logged().is_some();
-            let peers = PeerBoard::meet(backing, options, serves_logs, notice)?;
-            parts.push(Peers::new(peers, &workers));
+            parts.extend(meet_hosts(&target, &opened.store, &workers, notice)?);
         }
         let Begun { engine, recovered } = begin_engine(opened.store, found, options)?;
         tell(&recovered, options.drain, notice);
@@ -232,6 +229,20 @@ fn tell_of_exposed_names(backing: &Path, options: &Options, notice: &mut dyn FnM
             "{backing} {why}: others can take .firn away, with transactions and files in logs{advice}"
         ));
     }
+}
+
+/// Shows other hosts that this one mounts the backing, and looks how they do.
+fn meet_hosts(
+    target: &Target<'_>,
+    store: &Store,
+    workers: &Workers,
+    notice: &mut dyn FnMut(String),
+) -> Result<Vec<Arc<dyn Part>>, AttachError> {
+    let mut parts = Vec::from_iter(take_lane_lease(target, notice)?.map(Held::part));
+    let serves_logs = store.logged().is_some();
+    let peers = PeerBoard::meet(target.backing, target.options, serves_logs, notice)?;
+    parts.push(Peers::new(peers, workers));
+    Ok(parts)
 }
 
 /// The lease of a host that shares lanes, or tokens of a service elsewhere, where it has no other one: others see by it

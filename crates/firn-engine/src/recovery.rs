@@ -320,7 +320,19 @@ impl<B: Backing> Recovery<'_, B> {
             };
             let _ = self.engine.tree.object(&inode).and_then(set);
         }
-        let file = self.engine.open_files.file_with(&inode, |state| {
+        self.restore_pending(id, known, &inode, layers, time);
+    }
+
+    /// Makes a file that was found pending again, as far as bytes of it are left.
+    fn restore_pending(
+        &mut self,
+        id: FileId,
+        known: &KnownFile,
+        inode: &Arc<Inode<B>>,
+        layers: Layers,
+        time: (Option<Time>, u64),
+    ) {
+        let file = self.engine.open_files.file_with(inode, |state| {
             for (piece, used) in layers.pieces.iter() {
                 self.engine.base.arena.keep_piece(*piece, used.live as u32);
             }
