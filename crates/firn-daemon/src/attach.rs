@@ -81,14 +81,7 @@ impl Attached {
         purpose: Purpose,
         notice: &mut dyn FnMut(String),
     ) -> Result<Self, AttachError> {
-        let metadata = backing
-            .metadata()
-            .map_err(AttachError::io("look at the backing directory"))?;
-        let identity = Identity {
-            backing: backing.into(),
-            dev: metadata.dev(),
-            ino: metadata.ino(),
-        };
+        let identity = identify(backing)?;
         // Before its first byte is touched: where the backing knows no flock(2), this is the only lock.
         if exists(&files.arena) {
             locks.add_arena(&files.arena, backing, &files)?;
@@ -159,6 +152,18 @@ impl Drop for Attached {
             drop(last);
         }
     }
+}
+
+/// What an arena knows its backing by.
+fn identify(backing: &Path) -> Result<Identity, AttachError> {
+    let metadata = backing
+        .metadata()
+        .map_err(AttachError::io("look at the backing directory"))?;
+    Ok(Identity {
+        backing: backing.into(),
+        dev: metadata.dev(),
+        ino: metadata.ino(),
+    })
 }
 
 /// An engine over its store, and what was found in its arena.

@@ -12,6 +12,7 @@ use std::io;
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
 
+use firn_backing::Errno;
 use firn_format::durability::DurabilityLevel;
 use firn_protocol::{HeldPolicy, Reply};
 
@@ -158,10 +159,8 @@ pub(crate) fn by_request(
         let parts = mount.parts.clone();
         let obstacle = unless(&mut give_up, move || parts.find_obstacle());
         if let Some(message) = obstacle.ok_or_else(overtaken)? {
-            return Err(Reply::Error {
-                errno: libc::EBUSY,
-                message,
-            });
+            let errno = libc::EBUSY;
+            return Err(Reply::Error { errno, message });
         }
     }
     let left = unless(&mut give_up, mount.preparation());
@@ -180,46 +179,9 @@ pub(crate) fn by_request(
         if let Some(Err(error)) = named
             && !force
         {
-            let message = format!(
-                "cannot create the names of the stub tree in the backing: {error}; mend the backing and try again, or use --force to unmount and keep them for the next mount"
-            );
-            return Err(Reply::Error {
-                errno: error.raw_os_error(),
-                message,
-            });
+            return Err(refuse_names(error));
         }
-        let mut report = throttle_progress("draining", say);
-        let mut progress = Progress::new();
-        let drained = attached.engine.durability.wait_tree(
-            b"",
-            DurabilityLevel::Drained,
-            &mut |bytes, files| {
-                // A client that went away does not end what it asked for.
-                report(bytes, files);
-                attached.io_threads.replace_hung();
-                if force {
-                    gave_up = !progress.goes_on(bytes);
-                    return !gave_up;
-                }
-                !interruptions.look()
-            },
-        );
-        if interruptions.forced && drained.is_err() {
-            return Err(overtaken());
-        }
-        if let Err(error) = drained
-            && !force
-        {
-            let held_bytes = attached.engine.held_bytes();
-            let message = format!(
-                "{held_bytes} bytes cannot be drained: {}; mend the backing and try again, or use --force to unmount and keep them in the arena",
-                process::explain(error)
-            );
-            return Err(Reply::Error {
-                errno: error.raw_os_error(),
-                message,
-            });
-        }
+        gave_up = !drain_for_client(attached, force, &mut interruptions, say)?;
     }
     drop(interruptions);
     if gave_up {
@@ -243,6 +205,57 @@ pub(crate) fn by_request(
         outcome: let_go(frontend, mount.events),
         gave_up,
     })
+}
+
+fn refuse_names(error: Errno) -> Reply {
+    Reply::Error {
+        errno: error.raw_os_error(),
+        message: format!(
+            "cannot create the names of the stub tree in the backing: {error}; mend the backing and try again, or use --force to unmount and keep them for the next mount"
+        ),
+    }
+}
+
+/// Drains for a client that asks for the end. Whether the backing takes data, which a forced end gives up; `Err` is what to
+/// answer where the mount stays.
+fn drain_for_client(
+    attached: &Attached,
+    force: bool,
+    interruptions: &mut Interruptions<'_>,
+    say: &mut dyn FnMut(Reply) -> bool,
+) -> Result<bool, Reply> {
+    let mut report = throttle_progress("draining", say);
+    let mut progress = Progress::new();
+    let mut takes_data = true;
+    let engine = &attached.engine;
+    let drained =
+        engine
+            .durability
+            .wait_tree(b"", DurabilityLevel::Drained, &mut |bytes, files| {
+                // A client that went away does not end what it asked for.
+                report(bytes, files);
+                attached.io_threads.replace_hung();
+                if force {
+                    takes_data = progress.goes_on(bytes);
+                    return takes_data;
+                }
+                !interruptions.look()
+            });
+    match drained {
+        Err(_) if interruptions.forced => Err(overtaken()),
+        Err(error) if !force => {
+            let held_bytes = engine.held_bytes();
+            let message = format!(
+                "{held_bytes} bytes cannot be drained: {}; mend the backing and try again, or use --force to unmount and keep them in the arena",
+                process::explain(error)
+            );
+            Err(Reply::Error {
+                errno: error.raw_os_error(),
+                message,
+            })
+        }
+        _ => Ok(takes_data),
+    }
 }
 
 /// Takes the mount away; EBUSY where programs use it. A file may still be open for a moment in a process that nobody finds
