@@ -514,38 +514,47 @@ impl<B: Backing> Namespace<B> {
                     .hold_last(&self.base.backing, new_dir.id, new_name)
             })?;
         }
-        let id = self.base.journal.new_rename_id();
-        let journaled = !self.base.journal.is_empty();
-        if journaled {
-            let paths = (dir.path_of(name), new_dir.path_of(new_name));
-            let (Some(old), Some(new)) = paths else {
-                return Err(Errno::STALE);
-            };
-            let record = Record::RenameBegin {
-                id,
-                from: old,
-                to: new,
-                exchange,
-            };
-            self.base.journal.append(&record)?;
-        }
+        let recorded = self.record_rename((&dir, name), (&new_dir, new_name), exchange)?;
         let result = self
             .tree
             .names
             .rename((&dir, name), (&new_dir, new_name), exchange, || {
                 self.base.backing.rename(&from, name, &to, new_name, flags)
             });
-        if journaled {
-            self.base.journal.append_end(&Record::RenameEnd {
-                id,
-                done: result.is_ok(),
-            });
+        if let Some(id) = recorded {
+            let done = result.is_ok();
+            let journal = &self.base.journal;
+            journal.append_end(&Record::RenameEnd { id, done });
         }
         result?;
         if let Some(file) = replaced {
             self.note_removed_name(&file);
         }
         Ok(())
+    }
+
+    /// Tells the journal of a rename that begins. Returns its number; none where no file has pending data that it could
+    /// be about.
+    fn record_rename(
+        &self,
+        (dir, name): (&Inode<B>, &OsStr),
+        (new_dir, new_name): (&Inode<B>, &OsStr),
+        exchange: bool,
+    ) -> Result<Option<u64>> {
+        let journal = &self.base.journal;
+        if journal.is_empty() {
+            return Ok(None);
+        }
+        let from = dir.path_of(name).ok_or(Errno::STALE)?;
+        let to = new_dir.path_of(new_name).ok_or(Errno::STALE)?;
+        let id = journal.new_rename_id();
+        journal.append(&Record::RenameBegin {
+            id,
+            from,
+            to,
+            exchange,
+        })?;
+        Ok(Some(id))
     }
 
     /// readlink(2).

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use firn_arena::Lease;
 use firn_backing::{Backing, Errno};
+use firn_format::append::Room as Reserved;
 
 use crate::base::Base;
 use crate::drainer::Drainer;
@@ -250,43 +252,44 @@ impl<B: Backing> Writes<B> {
                 // Everything was drained meanwhile and the file id ended: the reserved room is used for the next one.
                 continue;
             }
-            let extends = lease.continues(file_id.get(), offset, reserved)
-                && lease.last().is_some()
-                && lease.last().is_some_and(|last| state.pending.is_tail(last));
-            state.pending.touch();
-            // An extended piece keeps its sequence: no write came between, or it would not be the tail.
-            let (piece, sequence) = if extends {
-                self.base
-                    .arena
-                    .extend_piece(lease, reserved.len, state.pending.recorded_ns())
-            } else {
-                let sequence = self.base.arena.next_sequence();
-                (
-                    self.base.arena.publish_piece(
-                        lease,
-                        reserved,
-                        (file_id.get(), offset),
-                        sequence,
-                        state.pending.recorded_ns(),
-                    ),
-                    sequence,
-                )
-            };
-            self.intake.ingest(
-                file,
-                &mut state,
-                offset,
-                Extent {
-                    len: u64::from(reserved.len),
-                    piece,
-                    position: reserved.position,
-                    sequence,
-                },
-            );
+            let extent = self.publish(&mut state, lease, file_id, offset, reserved);
+            self.intake.ingest(file, &mut state, offset, extent);
             handle
                 .written
                 .fetch_add(u64::from(reserved.len), Ordering::Relaxed);
             return reserved.len as usize;
+        }
+    }
+
+    /// Publishes bytes that lie in the slab, as a piece of their own or as more of the last one.
+    fn publish(
+        &self,
+        state: &mut FileState<B>,
+        lease: &mut Lease,
+        file_id: FileId,
+        offset: u64,
+        reserved: Reserved,
+    ) -> Extent {
+        let arena = &self.base.arena;
+        let is_tail = |last| state.pending.is_tail(last);
+        let extends =
+            lease.continues(file_id.get(), offset, reserved) && lease.last().is_some_and(is_tail);
+        state.pending.touch();
+        let modified = state.pending.recorded_ns();
+        // An extended piece keeps its sequence: no write came between, or it would not be the tail.
+        let (piece, sequence) = if extends {
+            arena.extend_piece(lease, reserved.len, modified)
+        } else {
+            let sequence = arena.next_sequence();
+            let record = (file_id.get(), offset);
+            let piece = arena.publish_piece(lease, reserved, record, sequence, modified);
+            (piece, sequence)
+        };
+        Extent {
+            len: u64::from(reserved.len),
+            piece,
+            position: reserved.position,
+            sequence,
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use firn_backing::lock::MutexGuard;
@@ -62,18 +62,7 @@ impl<B: Backing> Drainer<B> {
         let Job {
             file, parts, span, ..
         } = job;
-        let counters = &self.base.counters;
-        if outcome.written > 0 {
-            counters.drain_decisions.count(Decision::Written);
-            let bytes = outcome.written;
-            tracing::debug!(path = %file.shown(), offset = span.start, bytes, "drain: written");
-        }
-        counters
-            .drain_bytes
-            .fetch_add(outcome.written, Ordering::Relaxed);
-        counters
-            .drain_writes
-            .fetch_add(outcome.writes, Ordering::Relaxed);
+        self.count_outcome(&file, &span, &outcome);
         let mut state = file.lock();
         let before = state.pending.bytes();
         state.drain.end_write(&span);
@@ -94,7 +83,8 @@ impl<B: Backing> Drainer<B> {
             // A failure of another part stays until everything is drained: it must not go untold.
             None => self.drain.enqueue(&file, &mut state),
             Some(errno) => {
-                counters.drain_errors.fetch_add(1, Ordering::Relaxed);
+                let errors = &self.base.counters.drain_errors;
+                errors.fetch_add(1, Ordering::Relaxed);
                 self.schedule_retry(&file, &mut state, errno, outcome.unreadable);
                 told = state.drain.take_failed();
                 self.drain.count_answered(told.len());
@@ -134,6 +124,18 @@ impl<B: Backing> Drainer<B> {
         self.open_files.drop_if_unused(&file);
         self.open_files.close_excess_files();
         self.room.wake_writers();
+    }
+
+    fn count_outcome(&self, file: &File<B>, span: &Range<u64>, outcome: &JobOutcome) {
+        let counters = &self.base.counters;
+        if outcome.written > 0 {
+            counters.drain_decisions.count(Decision::Written);
+            let bytes = outcome.written;
+            tracing::debug!(path = %file.shown(), offset = span.start, bytes, "drain: written");
+        }
+        let count = |counter: &AtomicU64, more| counter.fetch_add(more, Ordering::Relaxed);
+        count(&counters.drain_bytes, outcome.written);
+        count(&counters.drain_writes, outcome.writes);
     }
 
     /// These bytes are in the backing: they are not pending any more. False where the journal could
