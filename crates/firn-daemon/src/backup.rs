@@ -14,9 +14,8 @@ use firn_client::paths::Key;
 use firn_config::Options;
 use firn_engine::Engine;
 use firn_format::quote::quoted_path;
-use firn_protocol::BackupStatus;
 use firn_protocol::path::BytePath;
-use firn_transact::backup::{MANIFEST, Progress};
+use firn_transact::backup::MANIFEST;
 use firn_transact::change_log::ChangeLog;
 use firn_transact::{BackupError, CommitError, ReviveError, StageError, TransactionalBacking};
 use firn_trust::{TrustError, check_place, create_private_dir, open_private_dir};
@@ -24,8 +23,8 @@ use parking_lot::{Condvar, Mutex};
 use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags, accessat, open};
 use serde::Serialize;
 
-use crate::attach::serve_ground;
 use crate::error::{AttachError, RecoverError};
+use crate::ground::serve_ground;
 use crate::lock::{Locks, Sharing};
 use crate::preflight::{self, Checked};
 use crate::process;
@@ -130,17 +129,6 @@ pub(crate) fn attach(
             },
             error => AttachError::transactions(backing)(error),
         })
-}
-
-/// For the status.
-pub(crate) fn status(progress: Progress) -> BackupStatus {
-    BackupStatus {
-        whole: progress.is_whole,
-        age_seconds: progress.age.map(|age| age.as_secs_f64()),
-        copied_bytes: progress.copied_bytes,
-        left_bytes: progress.left_bytes,
-        error: progress.error,
-    }
 }
 
 /// The thread that copies ahead.

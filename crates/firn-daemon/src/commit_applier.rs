@@ -42,11 +42,6 @@ impl CommitApplier {
         }
     }
 
-    /// The gate of the transactions.
-    pub(crate) fn gate(&self) -> &Arc<TransactionGate> {
-        &self.gate
-    }
-
     /// There is a commit to apply.
     pub(crate) fn wake(&self) {
         self.shared.state.lock().asked = true;

@@ -149,7 +149,7 @@ impl<B: Backing> Shared<B> {
     /// Lets a process write directly, which waits while a directory above the file is quiesced.
     fn with_pass<T>(&self, token: HandleId, let_in: impl FnOnce() -> T) -> T {
         // A handle that is not open is refused by the engine.
-        let inode = self.engine.inode_of_handle(token);
+        let inode = self.engine.open_files.inode_of_handle(token);
         let gate = self.gate.as_deref().zip(inode);
         let _pass = gate.map(|(gate, inode)| gate.enter(inode));
         let_in()
@@ -186,7 +186,7 @@ impl<B: Backing> Shared<B> {
             if let Err(error) = serve(&socket, client, this) {
                 tracing::debug!(%error, client = client.0, "a data connection ended");
             }
-            this.engine.end_client(client);
+            this.engine.direct_access.end_client(client);
             if let Served::Tree(tree) = &this.served {
                 tree.client_gone(client);
             }
@@ -440,12 +440,16 @@ fn answer<B: Backing>(
     let token = HandleId(token);
     let lease = || {
         shared.with_pass(token, || {
-            engine.lease_slabs(client, token, (pid, len.checked_sub(1)), arg)
+            engine
+                .direct_access
+                .lease_slabs(client, token, (pid, len.checked_sub(1)), arg)
         })
     };
     match op {
         Op::OpenWrite => {
-            match shared.with_pass(token, || engine.grant_direct_access(client, token)) {
+            match shared.with_pass(token, || {
+                engine.direct_access.grant_direct_access(client, token)
+            }) {
                 Ok(grant) => {
                     // Before the client may write: what the kernel knew of the file ends to hold then.
                     if let Served::Mount(kernel) = &shared.served {
@@ -466,10 +470,11 @@ fn answer<B: Backing>(
         }
         Op::Lease => lease().map_or_else(Answer::from, |slabs| of_slabs(Reply::default(), slabs)),
         Op::EndWrite => {
-            engine.end_direct_access(client, token);
+            engine.direct_access.end_direct_access(client, token);
             Answer::status(Status::Ok)
         }
         Op::Extents => engine
+            .direct_access
             .list_extents(token, arg, len as usize)
             .map_or_else(Answer::from, of_list),
         // A list needs no end: its word tells when it does not hold any more.

@@ -9,56 +9,27 @@
 //! * Where other mount namespaces have the mount and use nothing of it, it ends for them too, at once.
 
 use std::io;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
 
-use firn_backing::{Backing, Errno};
-use firn_engine::Engine;
+use firn_backing::Errno;
 use firn_format::durability::DurabilityLevel;
 use firn_protocol::{HeldPolicy, Reply};
 
 use crate::attach::Attached;
+use crate::event::Event;
 use crate::frontend::Frontend;
+use crate::last_drain::Progress;
 use crate::mount_users::{Mounts, name_users};
+use crate::part::Parts;
+use crate::patience::{patience_ends, unless};
 use crate::process;
-use crate::store::Store;
-use crate::transactions;
+use crate::replies::throttle_progress;
 
 /// How long the kernel may take to let go of a mount that is taken away.
 const LET_GO: Duration = Duration::from_secs(10);
 /// How long files that programs closed may still be known: the kernel tells of the last close afterwards.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(2);
-
-/// How long a forced end waits for a backing that takes nothing: one that is slow goes on, one that never answers
-/// must not keep the mount.
-const FORCED_PATIENCE: Duration = Duration::from_secs(10);
-/// Time between two lines of progress.
-const PROGRESS_EVERY: Duration = Duration::from_millis(100);
-
-/// What the main loop of firnd waits for.
-pub(crate) enum Event {
-    /// SIGTERM or SIGINT.
-    Signal,
-    /// A client asks for the end; it gets progress and one last word.
-    Unmount {
-        /// Even with open files and data that cannot be drained.
-        force: bool,
-        /// What becomes of the data that is held.
-        held: HeldPolicy,
-        /// The client that asks.
-        client: Client,
-    },
-    /// The kernel let go of the mount.
-    Ended,
-}
-
-/// A client that asked for the end.
-pub(crate) struct Client {
-    /// Takes replies to it.
-    pub(crate) reply: Sender<Reply>,
-    /// Signals that the last reply was sent, or that nobody sends it.
-    pub(crate) reply_sent: Receiver<()>,
-}
 
 /// Whether the session is over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,6 +47,23 @@ pub(crate) struct Ending {
     pub(crate) gave_up: bool,
 }
 
+/// A mount that is to end.
+pub(crate) struct EndingMount<'a> {
+    pub(crate) attached: &'a Attached,
+    pub(crate) parts: &'a Parts,
+    pub(crate) frontend: &'a Frontend,
+    pub(crate) events: &'a Receiver<Event>,
+    pub(crate) sender: &'a Sender<Event>,
+}
+
+impl EndingMount<'_> {
+    /// What makes its parts ready for the end; it may ask the backing.
+    fn preparation(&self) -> impl FnOnce() + Send + 'static {
+        let parts = self.parts.clone();
+        move || parts.prepare_end()
+    }
+}
+
 /// What comes while a mount drains for its end.
 struct Interruptions<'a> {
     events: &'a Receiver<Event>,
@@ -87,10 +75,10 @@ struct Interruptions<'a> {
 }
 
 impl<'a> Interruptions<'a> {
-    fn of(events: &'a Receiver<Event>, sender: &'a Sender<Event>) -> Self {
+    fn of(mount: &EndingMount<'a>) -> Self {
         Self {
-            events,
-            sender,
+            events: mount.events,
+            sender: mount.sender,
             put_back: Vec::new(),
             forced: false,
         }
@@ -114,102 +102,28 @@ impl Drop for Interruptions<'_> {
     }
 }
 
-/// Tells a drain that goes on from one that has stopped.
-struct Progress {
-    bytes_left: u64,
-    since: Instant,
-}
-
-impl Progress {
-    fn new() -> Self {
-        Self {
-            bytes_left: u64::MAX,
-            since: Instant::now(),
-        }
-    }
-
-    /// Whether bytes were drained within [`FORCED_PATIENCE`].
-    fn goes_on(&mut self, bytes_left: u64) -> bool {
-        if self.bytes_left != bytes_left {
-            *self = Self {
-                bytes_left,
-                since: Instant::now(),
-            };
-        }
-        self.since.elapsed() < FORCED_PATIENCE
-    }
-}
-
-/// Runs `work` on a thread of its own, for it may ask a backing that does not answer. `None` where `give_up`, which is
-/// asked some times a second, said so before it ended.
-fn unless<T: Send + 'static>(
-    mut give_up: impl FnMut() -> bool,
-    work: impl FnOnce() -> T + Send + 'static,
-) -> Option<T> {
-    const LOOK_AGAIN: Duration = Duration::from_millis(20);
-    let (sender, receiver) = std::sync::mpsc::channel();
-    let thread = std::thread::Builder::new().name("firn-end".into());
-    if let Err(error) = thread.spawn(move || drop(sender.send(work()))) {
-        tracing::warn!(%error, "cannot start a thread to end the mount");
-        return None;
-    }
-    loop {
-        match receiver.recv_timeout(LOOK_AGAIN) {
-            Ok(done) => return Some(done),
-            Err(RecvTimeoutError::Timeout) if !give_up() => {}
-            Err(_) => return None,
-        }
-    }
-}
-
-/// Whether a forced end has waited long enough.
-fn patience_ends() -> impl FnMut() -> bool {
-    let deadline = Instant::now() + FORCED_PATIENCE;
-    move || Instant::now() >= deadline
-}
-
-/// Runs what may ask the backing; a forced end does not wait for ever. Whether it ended.
-pub(crate) fn with_patience(force: bool, work: impl FnOnce() + Send + 'static) -> bool {
-    if force {
-        return unless(patience_ends(), work).is_some();
-    }
-    work();
-    true
-}
-
-/// The transactions that programs change things in come to their end, and nobody waits for the others.
-fn leave_transactions(attached: &Attached) -> impl FnOnce() + Send + 'static {
-    let gate = attached.gate.clone();
-    move || {
-        if let Some(gate) = gate {
-            transactions::leave(&gate);
-            transactions::give_up(&gate);
-        }
-    }
-}
-
 /// Ends a mount because of a signal: drains, then takes it away from programs that still use it. A forced unmount
 /// ends the drain.
-pub(crate) fn by_signal(
-    attached: &Attached,
-    frontend: &Frontend,
-    events: &Receiver<Event>,
-    sender: &Sender<Event>,
-) -> Ending {
+pub(crate) fn by_signal(mount: &EndingMount<'_>) -> Ending {
+    let &EndingMount {
+        attached, frontend, ..
+    } = mount;
     tracing::info!("a signal asks firnd to end: draining");
-    let mut interruptions = Interruptions::of(events, sender);
+    let mut interruptions = Interruptions::of(mount);
     let names = frontend.names();
-    let carried = unless(|| interruptions.look(), leave_transactions(attached))
+    let carried = unless(|| interruptions.look(), mount.preparation())
         .and_then(|()| unless(|| interruptions.look(), names));
     if let Some(Err(error)) = carried {
         tracing::warn!(%error, "cannot create every name of the stub tree in the backing yet");
     }
-    if let Err(error) = attached
-        .engine
-        .wait_tree(b"", DurabilityLevel::Drained, &mut |_, _| {
-            attached.replace_hung_threads();
-            !interruptions.look()
-        })
+    if let Err(error) =
+        attached
+            .engine
+            .durability
+            .wait_tree(b"", DurabilityLevel::Drained, &mut |_, _| {
+                attached.io_threads.replace_hung();
+                !interruptions.look()
+            })
     {
         tracing::warn!(%error, "cannot drain everything yet");
     }
@@ -217,21 +131,22 @@ pub(crate) fn by_signal(
     drop(interruptions);
     take_away(frontend);
     Ending {
-        outcome: let_go(frontend, events),
+        outcome: let_go(frontend, mount.events),
         gave_up,
     }
 }
 
 /// Ends a mount because a client asks; `Err` is what to answer where it stays.
 pub(crate) fn by_request(
-    attached: &Attached,
-    frontend: &Frontend,
-    (events, sender): (&Receiver<Event>, &Sender<Event>),
+    mount: &EndingMount<'_>,
     force: bool,
     held: HeldPolicy,
     say: &mut dyn FnMut(Reply) -> bool,
 ) -> Result<Ending, Reply> {
-    let mut interruptions = Interruptions::of(events, sender);
+    let &EndingMount {
+        attached, frontend, ..
+    } = mount;
+    let mut interruptions = Interruptions::of(mount);
     let mut patience_ends = patience_ends();
     let mut give_up = || {
         if force {
@@ -241,16 +156,14 @@ pub(crate) fn by_request(
         }
     };
     if !force {
-        let gate = attached.gate.clone();
-        let in_the_way = unless(&mut give_up, move || transactions::in_the_way(&*gate?));
-        if let Some(message) = in_the_way.ok_or_else(overtaken)? {
-            return Err(Reply::Error {
-                errno: libc::EBUSY,
-                message,
-            });
+        let parts = mount.parts.clone();
+        let obstacle = unless(&mut give_up, move || parts.find_obstacle());
+        if let Some(message) = obstacle.ok_or_else(overtaken)? {
+            let errno = libc::EBUSY;
+            return Err(Reply::Error { errno, message });
         }
     }
-    let left = unless(&mut give_up, leave_transactions(attached));
+    let left = unless(&mut give_up, mount.preparation());
     let named = left.and_then(|()| {
         if held != HeldPolicy::Drain {
             Some(Ok(()))
@@ -266,45 +179,9 @@ pub(crate) fn by_request(
         if let Some(Err(error)) = named
             && !force
         {
-            let message = format!(
-                "cannot create the names of the stub tree in the backing: {error}; mend the backing and try again, or use --force to unmount and keep them for the next mount"
-            );
-            return Err(Reply::Error {
-                errno: error.raw_os_error(),
-                message,
-            });
+            return Err(refuse_names(error));
         }
-        let mut report = throttle_progress("draining", say);
-        let mut progress = Progress::new();
-        let drained =
-            attached
-                .engine
-                .wait_tree(b"", DurabilityLevel::Drained, &mut |bytes, files| {
-                    // A client that went away does not end what it asked for.
-                    report(bytes, files);
-                    attached.replace_hung_threads();
-                    if force {
-                        gave_up = !progress.goes_on(bytes);
-                        return !gave_up;
-                    }
-                    !interruptions.look()
-                });
-        if interruptions.forced && drained.is_err() {
-            return Err(overtaken());
-        }
-        if let Err(error) = drained
-            && !force
-        {
-            let held_bytes = attached.engine.held_bytes();
-            let message = format!(
-                "{held_bytes} bytes cannot be drained: {}; mend the backing and try again, or use --force to unmount and keep them in the arena",
-                process::explain(error)
-            );
-            return Err(Reply::Error {
-                errno: error.raw_os_error(),
-                message,
-            });
-        }
+        gave_up = !drain_for_client(attached, force, &mut interruptions, say)?;
     }
     drop(interruptions);
     if gave_up {
@@ -325,9 +202,60 @@ pub(crate) fn by_request(
         Err(error) => return Err(refused(&error, frontend)),
     }
     Ok(Ending {
-        outcome: let_go(frontend, events),
+        outcome: let_go(frontend, mount.events),
         gave_up,
     })
+}
+
+fn refuse_names(error: Errno) -> Reply {
+    Reply::Error {
+        errno: error.raw_os_error(),
+        message: format!(
+            "cannot create the names of the stub tree in the backing: {error}; mend the backing and try again, or use --force to unmount and keep them for the next mount"
+        ),
+    }
+}
+
+/// Drains for a client that asks for the end. Whether the backing takes data, which a forced end gives up; `Err` is what to
+/// answer where the mount stays.
+fn drain_for_client(
+    attached: &Attached,
+    force: bool,
+    interruptions: &mut Interruptions<'_>,
+    say: &mut dyn FnMut(Reply) -> bool,
+) -> Result<bool, Reply> {
+    let mut report = throttle_progress("draining", say);
+    let mut progress = Progress::new();
+    let mut takes_data = true;
+    let engine = &attached.engine;
+    let drained =
+        engine
+            .durability
+            .wait_tree(b"", DurabilityLevel::Drained, &mut |bytes, files| {
+                // A client that went away does not end what it asked for.
+                report(bytes, files);
+                attached.io_threads.replace_hung();
+                if force {
+                    takes_data = progress.goes_on(bytes);
+                    return takes_data;
+                }
+                !interruptions.look()
+            });
+    match drained {
+        Err(_) if interruptions.forced => Err(overtaken()),
+        Err(error) if !force => {
+            let held_bytes = engine.held_bytes();
+            let message = format!(
+                "{held_bytes} bytes cannot be drained: {}; mend the backing and try again, or use --force to unmount and keep them in the arena",
+                process::explain(error)
+            );
+            Err(Reply::Error {
+                errno: error.raw_os_error(),
+                message,
+            })
+        }
+        _ => Ok(takes_data),
+    }
 }
 
 /// Takes the mount away; EBUSY where programs use it. A file may still be open for a moment in a process that nobody finds
@@ -479,55 +407,4 @@ fn wait_for_end(events: &Receiver<Event>) -> Outcome {
         }
     }
     Outcome::Lingering
-}
-
-/// What is left to be drained at the end of a mount. A forced end does not wait for a backing that takes nothing.
-pub(crate) fn drain_last(engine: &Engine<Store>, force: bool) {
-    let mut progress = Progress::new();
-    let drained = drain_rest(engine, DurabilityLevel::Drained, &mut |bytes, _| {
-        !force || progress.goes_on(bytes)
-    });
-    if let Err(error) = drained {
-        tracing::error!(%error, "data that cannot be drained stays in the arena");
-    }
-}
-
-/// Drains until nothing is held or nothing more can be drained. A file that fails does not keep the
-/// others from being drained. `progress` ends it with false.
-pub(crate) fn drain_rest<B: Backing>(
-    engine: &Engine<B>,
-    until: DurabilityLevel,
-    progress: &mut dyn FnMut(u64, u64) -> bool,
-) -> Result<(), Errno> {
-    loop {
-        let before = engine.held_bytes();
-        let result = engine.wait_tree(b"", until, progress);
-        let after = engine.held_bytes();
-        match result {
-            Ok(()) if after == 0 || after >= before => return Ok(()),
-            Err(Errno::CANCELED) => return Err(Errno::CANCELED),
-            Err(error) if after >= before => return Err(error),
-            _ => {}
-        }
-    }
-}
-
-/// Sends [`Reply::Progress`] every [`PROGRESS_EVERY`]; false once the client is gone.
-pub(crate) fn throttle_progress<'a>(
-    phase: &'a str,
-    say: &'a mut dyn FnMut(Reply) -> bool,
-) -> impl FnMut(u64, u64) -> bool + 'a {
-    let mut next = Instant::now();
-    move |bytes_left, files_left| {
-        let now = Instant::now();
-        if now < next {
-            return true;
-        }
-        next = now + PROGRESS_EVERY;
-        say(Reply::Progress {
-            bytes_left,
-            files_left,
-            phase: phase.into(),
-        })
-    }
 }

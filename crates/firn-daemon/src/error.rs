@@ -4,6 +4,7 @@
 mod attach;
 mod check;
 mod flatten;
+mod lane;
 mod mount;
 mod recover;
 
@@ -12,6 +13,8 @@ use firn_arena::{ArenaError, SpillFault};
 pub use attach::AttachError;
 pub use check::CheckError;
 pub use flatten::FlattenError;
+pub(crate) use lane::MAP_BYTES_MAX;
+pub use lane::{LaneFault, MapFault};
 pub use mount::MountError;
 pub use recover::RecoverError;
 

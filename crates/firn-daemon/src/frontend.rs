@@ -1,14 +1,14 @@
 //! What programs see of a mount: a FUSE session, or a stub tree.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 use firn_backing::Errno;
+use firn_client::RuntimeFiles;
 use firn_client::trees;
-use firn_client::{PathsError, RuntimeFiles};
 use firn_engine::Engine;
 use firn_format::data_socket::{STUB_MAGIC, StubTree};
 use firn_format::mountinfo;
@@ -17,9 +17,10 @@ use firn_stub::{Tree, TreeOptions, check_place, remove_left_tree};
 use rustix::fs::{major, minor};
 use rustix::mount::{UnmountFlags, unmount};
 
-use crate::end::Event;
 use crate::error::AttachError;
+use crate::event::Event;
 use crate::mount_users::Mounts;
+use crate::runtime_files::waiting_tree;
 use crate::store::Store;
 
 /// How long descriptors of processes that ended may still be known.
@@ -29,7 +30,7 @@ const PAUSE: Duration = Duration::from_millis(5);
 /// How programs come in.
 pub(crate) enum Frontend {
     Mount(Arc<Session>),
-    Tree(Stubs),
+    Tree(Arc<Stubs>),
 }
 
 /// A stub tree and what is written down of it.
@@ -121,7 +122,8 @@ impl Stubs {
             .map_err(AttachError::io("write down where the stub tree is"))
     }
 
-    fn end(&self, end: TreeEnd) {
+    /// The last step, when nothing more comes.
+    pub(crate) fn end(&self, end: TreeEnd) {
         if end != TreeEnd::Discard
             && let Err(error) = self.tree.reconcile()
         {
@@ -214,19 +216,4 @@ impl Frontend {
             Self::Tree(_) => Ok(()),
         }
     }
-
-    /// The last step, when nothing more comes.
-    pub(crate) fn end(&self, end: TreeEnd) {
-        if let Self::Tree(stubs) = self {
-            stubs.end(end);
-        }
-    }
-}
-
-/// Where the names of a backing wait in a stub tree.
-pub(crate) fn waiting_tree(files: &RuntimeFiles) -> Result<Option<PathBuf>, PathsError> {
-    if !files.names.exists() {
-        return Ok(None);
-    }
-    Ok(trees::read(&files.stub)?.map(|tree| tree.mount_point))
 }

@@ -6,7 +6,7 @@
 //!            begin, prepare, commit, abort, restore: quiesce a directory
 //! ```
 //!
-//! There is one for each mount with `drain=commit`, made by [`Attached`](crate::attach::Attached), and none otherwise.
+//! There is one for each mount with `drain=commit`, made when the mount is put together, and none otherwise.
 //!
 //! Promises
 //! * While a directory is quiesced nobody changes contents below it: changes under way have ended, direct access was
@@ -106,9 +106,11 @@ impl TransactionGate {
         let accesses = Arc::new(Log::new());
         if tests_conflicts {
             let log = Arc::clone(&accesses);
-            engine.observe_direct_writes(Box::new(move |file, pid, range| {
-                log.add(file.number(), || file.path(), pid, Access::Write, range);
-            }));
+            engine
+                .direct_access
+                .observe_direct_writes(Box::new(move |file, pid, range| {
+                    log.add(file.number(), || file.path(), pid, Access::Write, range);
+                }));
         }
         Self {
             engine,
@@ -155,7 +157,7 @@ impl TransactionGate {
     /// Whether a change of an object has to wait.
     fn is_quiet(&self, table: &Table, inode: InodeId) -> bool {
         let mut paths = table.quiet.values();
-        paths.any(|path| self.engine.may_be_at(inode, path))
+        paths.any(|path| self.engine.tree.may_be_at(inode, path))
     }
 
     /// Waits until no directory above or below `path` is quiesced, keeps new changes from it, and waits for those under way.
@@ -172,7 +174,7 @@ impl TransactionGate {
         while table
             .passes
             .values()
-            .any(|inode| self.engine.may_be_at(*inode, path))
+            .any(|inode| self.engine.tree.may_be_at(*inode, path))
         {
             table.wait(&self.changed);
         }
@@ -181,14 +183,14 @@ impl TransactionGate {
 
     /// The directory that programs see at `path`.
     pub(crate) fn directory_at(&self, path: &[u8]) -> Result<ScopeRoot, TransactionError> {
-        let inode = self.engine.object_at(path).map_err(not_a_scope)?;
+        let inode = self.engine.tree.object_at(path).map_err(not_a_scope)?;
         let root = inode.upper();
         Ok(Arc::clone(root.ok_or(ScopeError::NotTransactional)?))
     }
 
     /// The object of an inode.
     fn object_of(&self, inode: InodeId) -> Result<TransactionalObject, Errno> {
-        let inode = self.engine.object_of(inode)?;
+        let inode = self.engine.tree.object_of(inode)?;
         inode.upper().cloned().ok_or(Errno::OPNOTSUPP)
     }
 
@@ -203,7 +205,7 @@ impl TransactionGate {
         // The top of a transaction may be renamed until its path is held.
         let (path, _path_stays) = loop {
             let path = place.path_now();
-            let path_stays = self.engine.hold_path(&path);
+            let path_stays = self.engine.tree.hold_path(&path);
             if place.path_now() == path {
                 break (path, path_stays);
             }
@@ -215,19 +217,20 @@ impl TransactionGate {
         let _quiet = self.keep_quiet(&path);
         // Whatever programs have open: the work gets the descriptors that are kept only to be faster, if it may need them.
         if !process::has_spare_descriptors() {
-            self.engine.close_idle_files();
+            self.engine.open_files.close_idle_files();
         }
-        self.engine.revoke_grants_in_tree(&path);
+        self.engine.direct_access.revoke_grants_in_tree(&path);
         match pending {
             Pending::Drain => {
                 self.engine
+                    .durability
                     .wait_tree(&path, DurabilityLevel::Drained, &mut |_, _| true)?
             }
-            Pending::Discard => self.engine.discard_tree(&path),
+            Pending::Discard => self.engine.exclusive.discard_tree(&path),
         }
         let done = work(&root);
         // It may have brought privileges back.
-        self.engine.note_privileges_given();
+        self.engine.privilege_rules.note_privileges_given();
         done
     }
 }
@@ -289,7 +292,7 @@ impl Gate for TransactionGate {
             RangeAccess::Write => Access::Write,
         };
         if self.accesses.is_on()
-            && let Ok(file) = self.engine.identify_file(handle)
+            && let Ok(file) = self.engine.open_files.identify_file(handle)
         {
             self.accesses
                 .add(file.number(), || file.path(), pid, access, range);

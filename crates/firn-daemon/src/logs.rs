@@ -29,11 +29,11 @@ use crate::host_lease::{HostLease, LogHosts, own_error, whoever_comes};
 use crate::host_name::host_name;
 use crate::lock::DYING;
 use crate::losses::LossReport;
-use crate::orphans::{FoundOrphan, open_unmounted};
 use crate::peers::terms_of;
 use crate::placement::{self, Use};
 use crate::process;
 use crate::store::{Layers as _, LoggableStore, PlaceableStore, Store};
+use crate::unmounted::{FoundOrphan, open_unmounted};
 
 /// What other hosts write is looked at so often, as long as something is left to flatten.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -245,24 +245,16 @@ pub(crate) struct Settler {
 }
 
 impl Settler {
-    /// Whether a mount has one: files may lie in logs, and may be written.
-    pub(crate) fn is_needed(engine: &Engine<Store>, options: &Options) -> bool {
-        engine.backing().logged().is_some() && !options.read_only
-    }
-
-    /// None where it is not needed.
+    /// For a mount whose files may lie in logs, and may be written.
     pub(crate) fn start(
         engine: &Arc<Engine<Store>>,
-        options: &Options,
+        flatten: Flatten,
         requests: Receiver<FlattenRequest>,
-    ) -> io::Result<Option<Self>> {
-        if !Self::is_needed(engine, options) {
-            return Ok(None);
-        }
+    ) -> io::Result<Self> {
         let is_stopping = Arc::new(AtomicBool::new(false));
         let settled = Arc::clone(engine);
         let stop = Arc::clone(&is_stopping);
-        let adopts = options.flatten == Flatten::Close;
+        let adopts = flatten == Flatten::Close;
         let (running, ended) = mpsc::channel::<()>();
         spawn_thread("firn-settle", move || {
             if let Some(logs) = settled.backing().logged() {
@@ -270,11 +262,11 @@ impl Settler {
             }
             drop(running);
         })?;
-        Ok(Some(Self {
+        Ok(Self {
             engine: Arc::clone(engine),
             is_stopping,
             ended,
-        }))
+        })
     }
 
     /// Waits for what it is at.

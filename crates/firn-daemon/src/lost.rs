@@ -48,7 +48,7 @@ pub(crate) fn settle(
     policy: &LostPolicy,
 ) -> Result<Vec<LostReport>, RecoverError> {
     let mut reports = Vec::new();
-    for lost in engine.lost_files() {
+    for lost in engine.lost.list() {
         let mut report = LostReport {
             path: lost.known_path(),
             bytes: lost.bytes,
@@ -65,11 +65,11 @@ pub(crate) fn settle(
                         to: to.clone(),
                         source,
                     })?;
-                    engine.discard_lost(lost.file);
+                    engine.lost.discard(lost.file);
                     report.saved_to = Some(to);
                 }
                 LostPolicy::Discard => {
-                    engine.discard_lost(lost.file);
+                    engine.lost.discard(lost.file);
                     report.discarded = true;
                 }
             }
@@ -101,7 +101,8 @@ fn save(engine: &Engine<Store>, lost: &LostFile, dir: &Path, to: &Path) -> io::R
         .mode(0o600)
         .open(to)?;
     let copied = engine
-        .read_lost(lost.file, |offset, bytes| file.write_all_at(bytes, offset))
+        .lost
+        .read(lost.file, |offset, bytes| file.write_all_at(bytes, offset))
         .and_then(|()| file.sync_all())
         .and_then(|()| {
             to.ancestors()

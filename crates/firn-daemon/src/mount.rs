@@ -2,32 +2,14 @@
 
 use std::fs::File;
 use std::io::Read;
-use std::path::PathBuf;
 use std::process::ExitCode;
-
-use firn_config::Options;
-use serde::{Deserialize, Serialize};
 
 use crate::error::MountError;
 use crate::firnd;
 use crate::log;
+use crate::mount_request::MountRequest;
 use crate::process;
 use crate::spawn::{Reporter, report_failure, spawn};
-
-/// What to mount where and how.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct MountRequest {
-    /// The backing directory, as the user gave it.
-    #[serde(with = "firn_protocol::path::exact")]
-    pub backing: PathBuf,
-    /// The mount point, as the user gave it.
-    #[serde(with = "firn_protocol::path::exact")]
-    pub mount_point: PathBuf,
-    /// Checked options.
-    pub options: Options,
-    /// Serve in this process until the end.
-    pub foreground: bool,
-}
 
 /// Mounts. In the background it returns when the mount is usable; in the foreground when it ended.
 /// An arena of the pair is attached and drained without being asked. Notices go to stderr.

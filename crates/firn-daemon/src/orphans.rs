@@ -1,36 +1,18 @@
 //! What a power loss may have left of placed files, and lanes that are given up: looked for without a mount.
 
 use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use firn_backing::{DirBacking, Errno};
 use firn_config::Options;
 use firn_lanes::{Lanes, Orphan, OrphanError, Record, record};
-use serde::Serialize;
 
-use crate::error::AttachError;
-use crate::lock::{Locks, Sharing};
+use crate::error::{AttachError, LaneFault};
 use crate::logs;
 use crate::placement::{self, Use};
-use crate::preflight;
 use crate::process;
-use crate::runtime_files::find_runtime_files;
 use crate::store::PlaceableStore;
-
-/// Something that leads to nothing.
-#[derive(Clone, Debug, Serialize)]
-pub struct FoundOrphan {
-    /// `logs`: of a file that is not in the backing. `removed-logs`: the same, and a host was removing them. `file`: in a lane, without a name in the backing. `link`: in `.firn/placing`. `dangling`: in the backing, to a
-    /// file that is not in its lane.
-    pub kind: &'static str,
-    /// Where it is.
-    #[serde(with = "firn_protocol::path::exact")]
-    pub path: PathBuf,
-    /// Its length, if it is a file.
-    pub bytes: u64,
-    /// It was removed.
-    pub is_removed: bool,
-}
+use crate::unmounted::{FoundOrphan, open_unmounted};
 
 /// Walks a backing and its lanes, and removes with `repair` files without a name, links that were being made, and logs that a
 /// host was removing when it died. A
@@ -74,21 +56,6 @@ pub fn find_orphans(
     Ok(shown)
 }
 
-/// A backing that nobody of this host has mounted, as long as the locks are held.
-pub(crate) fn open_unmounted(
-    backing: &Path,
-    options: &Options,
-) -> Result<(PathBuf, DirBacking, Locks), AttachError> {
-    let backing = preflight::check_backing(backing, false)?;
-    let files = find_runtime_files(&backing, options)?;
-    let locks = Locks::take(&backing, &files, None, Sharing::Alone)?;
-    let directory = DirBacking::open(&backing).map_err(|source| AttachError::BackingUnusable {
-        path: backing.clone(),
-        source,
-    })?;
-    Ok((backing, directory, locks))
-}
-
 fn walk_error(backing: &Path, error: OrphanError) -> AttachError {
     AttachError::BackingUnusable {
         path: backing.into(),
@@ -127,7 +94,7 @@ pub fn forget_lane(backing: &Path, lane: &Path, options: &Options) -> Result<(),
         }
     };
     if let Ok(opened) = placement::open_marked(lane, record.id) {
-        let failed = |errno: Errno| placement::LaneFault::of(errno).at(lane);
+        let failed = |errno: Errno| LaneFault::of(errno).at(lane);
         let files = firn_lanes::count_files(&opened, record.id).map_err(failed)?;
         if files > 0 {
             let lane = lane.to_owned();

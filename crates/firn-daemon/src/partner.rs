@@ -83,7 +83,11 @@ impl PartnerBoard {
 
     /// What the status says.
     pub(crate) fn status(&self) -> PartnerStatus {
-        let figures = self.engine.partner_figures(b"").unwrap_or_default();
+        let figures = self
+            .engine
+            .durability
+            .partner_figures(b"")
+            .unwrap_or_default();
         let PartnerFigures {
             copied_files,
             copied_bytes,
@@ -133,7 +137,7 @@ impl PartnerBoard {
         // Before the files: whoever marks one asks for the words while it has the file.
         drop(words);
         if forgets {
-            self.engine.forget_partner();
+            self.engine.durability.forget_partner();
         }
     }
 
@@ -148,7 +152,7 @@ impl PartnerBoard {
         let mut waits = LOOK_AGAIN.start();
         loop {
             let marks = self.words.lock().marks;
-            let left = match self.engine.partner_figures(path.as_bytes()) {
+            let left = match self.engine.durability.partner_figures(path.as_bytes()) {
                 Ok(figures) if figures.left_files == 0 => return Reply::Done,
                 Ok(figures) => figures,
                 Err(error) => return refused(error, &format!("{path}: {error}")),
@@ -192,13 +196,10 @@ impl PartnerSpeaker {
     /// What a connection says; it gets the right to with its first word.
     pub(crate) fn say(
         speaker: &mut Option<Self>,
-        board: Option<&Arc<PartnerBoard>>,
+        board: &Arc<PartnerBoard>,
         host: Option<String>,
         note: String,
     ) -> Reply {
-        let Some(board) = board else {
-            return without_partner();
-        };
         let speaker = speaker.get_or_insert_with(|| {
             let mut words = board.words.lock();
             words.last += 1;
@@ -222,6 +223,7 @@ impl PartnerSpeaker {
         }
         let marked = board
             .engine
+            .durability
             .mark_partnered(path.as_bytes(), changes, counts);
         board.words.lock().marks += 1;
         board.marked.notify_all();

@@ -14,7 +14,6 @@
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
-use std::sync::Arc;
 
 use firn_backing::DirBacking;
 use firn_config::{Layout, Options, Placement, TokenService};
@@ -165,11 +164,6 @@ pub(crate) struct PeerBoard {
 }
 
 impl PeerBoard {
-    /// Where nothing is mounted: nobody is looked at.
-    pub(crate) fn alone(backing: &Path, options: &Options) -> Result<Arc<Self>, AttachError> {
-        Self::new(backing, terms_of(options, false)).map(Arc::new)
-    }
-
     fn new(backing: &Path, ours: Terms) -> Result<Self, AttachError> {
         Ok(Self {
             base: open_backing(backing)?,
@@ -185,7 +179,7 @@ impl PeerBoard {
         options: &Options,
         serves_logs: bool,
         notice: &mut dyn FnMut(String),
-    ) -> Result<Arc<Self>, AttachError> {
+    ) -> Result<Self, AttachError> {
         let me = Holder::this_process(&host_name(options).unwrap_or_default())
             .map_err(AttachError::io("read the boot id of this host"))?;
         let board = Self::new(backing, terms_of(options, serves_logs))?;
@@ -211,7 +205,7 @@ impl PeerBoard {
         }
         *board.differences.lock() = differences;
         *board.watch.lock() = Some(watch);
-        Ok(Arc::new(board))
+        Ok(board)
     }
 
     /// Looks again: hosts come and go.

@@ -19,106 +19,20 @@ use firn_backing::{DirBacking, Errno};
 use firn_config::{Options, Placement};
 use firn_format::mountinfo;
 use firn_format::quote::quoted_path;
-use firn_lanes::rule::{Reason, add_numbers};
 use firn_lanes::{Lane, Lanes, Record, RecordError, Rule, Setup, record};
 use firn_log::find_object;
 use firn_protocol::path::BytePath;
 use firn_protocol::{Explanation, LaneState, LaneStatus, PlacedStatus, Reply};
 use firn_transact::OwnError;
-use firn_trust::{Distrust, TrustError, check_place};
+use firn_trust::{TrustError, check_place};
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 
-use crate::error::AttachError;
+use crate::error::{AttachError, LaneFault};
 use crate::host_name::host_name;
+use crate::lane_rule::{explain_rule, rule};
 use crate::preflight::Checked;
 use crate::steering;
 use crate::store::{Layers as _, PlaceableStore, Store};
-
-/// Bytes of the longest lane map that is read.
-const MAP_BYTES_MAX: u64 = 1 << 20;
-
-/// Why a directory cannot be a lane.
-#[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "each text says what the variant is")]
-pub enum LaneFault {
-    #[error("does not exist: create it, or mount its file system first")]
-    Missing,
-    #[error("is not a directory: name a directory on the server that files shall go to")]
-    NotDirectory,
-    #[error("is not a path that links can have: leave out `.`, `..` and double slashes")]
-    NotPlain,
-    #[error("is on a read-only file system: make it writable, or leave the lane out")]
-    ReadOnly,
-    #[error("is on a file system without room: make room, or leave the lane out")]
-    Full,
-    #[error(
-        "is on a file system without extended attributes (user.*), by which firn knows its files: leave the lane out"
-    )]
-    NoAttributes,
-    #[error("cannot be written to by this user: {0}")]
-    NotWritable(io::Error),
-    #[error("is inside {dir}: name a directory elsewhere", dir = quoted_path(.dir))]
-    Inside { dir: PathBuf },
-    #[error("contains {dir}: name a directory of its own", dir = quoted_path(.dir))]
-    Contains { dir: PathBuf },
-    #[error("is the same directory as {other}: name each lane once", other = quoted_path(.other))]
-    Same { other: PathBuf },
-    #[error("is not used: {0}")]
-    Exposed(TrustError),
-    #[error("is not used: {name} in it {why}; look at it, then remove it")]
-    Marker { name: String, why: Distrust },
-    #[error(
-        "is not the directory that files were placed in: mount its file system; if those files are gone for good, run `firn place --forget {lane} {backing}`",
-        lane = quoted_path(.lane), backing = quoted_path(.backing))]
-    Unmarked { lane: PathBuf, backing: PathBuf },
-    #[error("cannot be used: {0}")]
-    Io(io::Error),
-}
-
-impl LaneFault {
-    pub(crate) fn of(errno: Errno) -> Self {
-        match errno {
-            Errno::NOENT => Self::Missing,
-            Errno::NOTDIR => Self::NotDirectory,
-            Errno::ROFS => Self::ReadOnly,
-            Errno::NOSPC | Errno::DQUOT => Self::Full,
-            Errno::OPNOTSUPP => Self::NoAttributes,
-            Errno::ACCESS | Errno::PERM => Self::NotWritable(errno.into()),
-            errno => Self::Io(errno.into()),
-        }
-    }
-
-    fn of_io(error: &io::Error) -> Self {
-        Self::of(Errno::from_io_error(error).unwrap_or(Errno::IO))
-    }
-
-    fn of_own(error: OwnError) -> Self {
-        match error {
-            OwnError::Backing(errno) => Self::of(errno),
-            OwnError::Distrusted { name, why } => Self::Marker { name, why },
-            OwnError::TooLong { .. } => Self::of(Errno::FBIG),
-        }
-    }
-
-    pub(crate) fn at(self, lane: &Path) -> AttachError {
-        AttachError::Lane {
-            lane: lane.into(),
-            why: self,
-        }
-    }
-}
-
-/// Why the lane map is not used.
-#[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "each text says what the variant is")]
-pub enum MapFault {
-    #[error("cannot be read: {0}")]
-    Io(io::Error),
-    #[error("has more than {MAP_BYTES_MAX} bytes: it has a line for each pattern")]
-    TooLong,
-    #[error(transparent)]
-    Line(#[from] firn_lanes::rule::MapError),
-}
 
 /// Checks the lanes of a mount before anything is touched.
 pub(crate) fn check(options: &Options, checked: &Checked) -> Result<(), AttachError> {
@@ -217,33 +131,6 @@ pub(crate) fn lane_text(lane: &Path) -> &OsStr {
     let bytes = lane.as_os_str().as_bytes();
     let len = bytes.iter().rposition(|byte| *byte != b'/');
     OsStr::from_bytes(&bytes[..len.map_or(0, |last| last + 1)])
-}
-
-/// Which lane a name goes to, whatever the lanes are.
-pub(crate) fn rule(options: &Options, host: &str) -> Result<Rule, AttachError> {
-    let lanes = options.lanes.len().max(options.servers.len());
-    let rule = Rule::new(lanes, host);
-    let Some(path) = &options.lane_map else {
-        return Ok(rule);
-    };
-    let refused = |why: MapFault| AttachError::LaneMap {
-        path: path.clone(),
-        why,
-    };
-    let text = read_map(path).map_err(refused)?;
-    rule.with_map(&text).map_err(|error| refused(error.into()))
-}
-
-fn read_map(path: &Path) -> Result<String, MapFault> {
-    use std::io::Read;
-    let file = std::fs::File::open(path).map_err(MapFault::Io)?;
-    let mut text = String::new();
-    let limited = &mut file.take(MAP_BYTES_MAX + 1);
-    limited.read_to_string(&mut text).map_err(MapFault::Io)?;
-    if text.len() as u64 > MAP_BYTES_MAX {
-        return Err(MapFault::TooLong);
-    }
-    Ok(text)
 }
 
 /// What the record of a backing says of lanes; none where no file was ever placed.
@@ -475,13 +362,18 @@ pub(crate) fn advise(lanes: &[LaneStatus]) -> Vec<String> {
     )]
 }
 
+/// The answer to whoever asks where a file lies on a mount that places none.
+pub(crate) fn explain_without() -> Reply {
+    Reply::Error {
+        errno: libc::EOPNOTSUPP,
+        message: "without placement the file system alone knows where a file is: ask it, or mount with placement".into(),
+    }
+}
+
 /// Says where a file lies, or would lie.
 pub(crate) fn explain(store: &Store, path: &BytePath) -> Reply {
     let Some(lanes) = store.placed() else {
-        return Reply::Error {
-            errno: libc::EOPNOTSUPP,
-            message: "without placement the file system alone knows where a file is: ask it, or mount with placement".into(),
-        };
+        return explain_without();
     };
     let relative = Path::new(OsStr::from_bytes(path.as_bytes()));
     let (lane, reason) = match lanes.rule() {
@@ -504,35 +396,5 @@ pub(crate) fn explain(store: &Store, path: &BytePath) -> Reply {
             lane: lane.map(|number: usize| lanes.lanes()[number].path().as_bytes().into()),
             reason,
         }),
-    }
-}
-
-/// Where the rule puts a new file with this path below the mount point, and why.
-pub(crate) fn explain_rule(rule: &Rule, path: &Path) -> (Option<usize>, String) {
-    let Some(name) = path.file_name() else {
-        return (None, "it is the top directory".into());
-    };
-    let above = path.parent().unwrap_or(Path::new(""));
-    let sum = above.iter().fold(0, add_numbers);
-    match rule.explain(sum, name) {
-        None => (
-            None,
-            "the name has no number, so that is the lane with the fewest files of its directory"
-                .into(),
-        ),
-        Some((lane, Reason::Line(line))) => {
-            (Some(lane), format!("line {line} of the lane map matches"))
-        }
-        Some((lane, Reason::Number(number))) => {
-            let count = rule.lane_count();
-            let reason = format!(
-                "the numbers in its path add up to {number}, modulo {count} lanes; where that lane has far more than its share of the directory's files, the one with the fewest"
-            );
-            (Some(lane), reason)
-        }
-        Some((lane, Reason::Balance)) => (
-            Some(lane),
-            "it has the fewest files of the directory".into(),
-        ),
     }
 }

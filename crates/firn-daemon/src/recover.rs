@@ -12,17 +12,21 @@ use firn_protocol::ErrorStatus;
 use firn_transact::{Expected, Members, Opening, TransactionalBacking};
 use serde::Serialize;
 
-use crate::attach::{ArenaEnd, Attached, serve_ground};
-use crate::end::{Event, drain_rest};
+use crate::attach::Attached;
 use crate::error::{AttachError, RecoverError};
-use crate::frontend::{Frontend, Stubs, TreeEnd, waiting_tree};
+use crate::event::Event;
+use crate::frontend::{Stubs, TreeEnd};
+use crate::ground::serve_ground;
 use crate::host_lease::{HostLease, open_backing};
+use crate::last_drain::drain_rest;
 use crate::lock::{Locks, Sharing};
 use crate::logs;
 use crate::lost::{self, LostPolicy, LostReport};
+use crate::part::ArenaEnd;
+use crate::parts::count_left_bytes;
 use crate::preflight;
 use crate::process;
-use crate::runtime_files::find_runtime_files;
+use crate::runtime_files::{find_runtime_files, waiting_tree};
 use crate::status;
 use crate::store::Layers as _;
 
@@ -156,8 +160,8 @@ pub fn recover(
     }
     let report = report(&attached, arena, lost, drained);
     if let Some(stubs) = stubs {
-        let is_left = drained.is_err() || attached.left_bytes() > 0;
-        Frontend::Tree(stubs).end(if is_left {
+        let is_left = drained.is_err() || count_left_bytes(&attached.engine) > 0;
+        stubs.end(if is_left {
             TreeEnd::Keep
         } else {
             TreeEnd::Remove

@@ -3,10 +3,11 @@
 //! Promise: a directory of them is used only if it is the user's own, or nobody else can change what is in it.
 
 use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use firn_backing::Errno;
 use firn_client::paths::{RuntimeFiles, create_runtime_dir};
+use firn_client::{PathsError, trees};
 use firn_config::Options;
 use firn_trust::check_place;
 use rustix::fs::OFlags;
@@ -44,4 +45,12 @@ pub(crate) fn open_arena_dir(dir: &Path) -> Result<OwnedFd, AttachError> {
 /// Whether anything has this name, a link that leads nowhere too.
 pub(crate) fn exists(path: &Path) -> bool {
     path.symlink_metadata().is_ok()
+}
+
+/// Where the names of a backing wait in a stub tree.
+pub(crate) fn waiting_tree(files: &RuntimeFiles) -> Result<Option<PathBuf>, PathsError> {
+    if !files.names.exists() {
+        return Ok(None);
+    }
+    Ok(trees::read(&files.stub)?.map(|tree| tree.mount_point))
 }

@@ -13,7 +13,7 @@ use firn_format::quote::quoted_path;
 use serde::{Deserialize, Serialize};
 
 use crate::error::MountError;
-use crate::mount::MountRequest;
+use crate::mount_request::MountRequest;
 
 /// The name under which the binary is firnd.
 const NAME: &str = "firnd";

@@ -1,11 +1,12 @@
 //! The engine's figures as the control protocol tells them.
 
 use firn_backing::Errno;
-use firn_engine::{FileFigures, ListedPart, PartPlace};
+use firn_engine::{Engine, FileFigures, ListedPart, PartPlace};
 use firn_hosts::tokens::TokenFigures;
 use firn_protocol::{ChunkPiece, ErrorStatus, FileStatus, Place, TokenState, TokenStatus};
 
 use crate::process;
+use crate::store::Store;
 
 /// The token of a lane.
 pub(crate) fn token_status(figures: TokenFigures) -> TokenStatus {
@@ -35,8 +36,13 @@ pub(crate) fn explain_errors(errors: &mut [ErrorStatus]) {
     }
 }
 
-/// Files with pending data.
-pub(crate) fn file_status(figures: FileFigures) -> FileStatus {
+/// Files with pending data at or below `path`.
+pub(crate) fn list_files(engine: &Engine<Store>, path: &[u8]) -> Vec<FileStatus> {
+    let files = engine.files_below(path).into_iter();
+    files.map(file_status).collect()
+}
+
+fn file_status(figures: FileFigures) -> FileStatus {
     FileStatus {
         path: figures.path.into(),
         state: figures.level,

@@ -22,7 +22,7 @@ use rustix::fs::{Mode, OFlags, fstat, open};
 
 use crate::error::AttachError;
 use crate::host_name::host_name;
-use crate::placement::{explain_rule, rule};
+use crate::lane_rule::{explain_rule, rule};
 use crate::store::Store;
 
 /// Looks whether the backing's file system can be told, as far as that is seen without making anything.

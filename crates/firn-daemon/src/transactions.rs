@@ -9,10 +9,10 @@ mod last;
 mod mount;
 mod refusal;
 mod status;
+mod steps;
 
 use firn_engine::Cached;
-use firn_format::tally::Tally;
-use firn_transact::machine::{Answer, Event, Verb};
+use firn_transact::machine::{Answer, Verb};
 use firn_transact::{AbortError, Decided, Machine, StageError, TransactionError};
 
 use self::mount::StepsOfMount;
@@ -22,35 +22,7 @@ use crate::store::{LoggableStore, shown_scope};
 pub(crate) use self::answer::{RequestContext, answer_owned, answer_without};
 pub(crate) use self::last::{give_up, give_up_all, in_the_way, leave};
 pub(crate) use self::status::status;
-
-static EVENTS: Tally<8> = Tally::new([
-    "begin", "quiesce", "drained", "prepared", "decided", "applied", "ended", "undone",
-]);
-
-/// Counts since firnd began, which serves one mount.
-pub(crate) fn steps() -> std::collections::BTreeMap<String, u64> {
-    EVENTS.figures()
-}
-
-/// Counts what became of the transaction in `scope`, and logs it with `log-level=debug`.
-fn note(gate: &TransactionGate, event: Event, scope: &[u8], id: Option<u64>) {
-    let index = match event {
-        Event::Begin => 0,
-        Event::Quiesce => 1,
-        Event::Drained => 2,
-        Event::Prepared => 3,
-        Event::Decided => 4,
-        Event::Applied => 5,
-        Event::Ended => 6,
-        Event::Undone => 7,
-    };
-    EVENTS.count(index);
-    let members = gate.store().members();
-    let host = members
-        .map(|members| members.host.clone())
-        .unwrap_or_default();
-    tracing::debug!(step = EVENTS.name(index), scope = %shown_scope(scope), ?id, host, "transaction");
-}
+pub(crate) use self::steps::steps;
 
 /// Takes a request of a client through its steps.
 fn run(
@@ -62,7 +34,7 @@ fn run(
     let mount = StepsOfMount {
         patience: context.patience,
         forget: context.forget,
-        apply_later: &|| context.applier.wake(),
+        apply_later: context.apply_later,
         ..StepsOfMount::of(gate)
     };
     Machine::new(gate.store(), &mount).run(verb, path)

@@ -1,7 +1,7 @@
 //! IO threads: carry pieces from the arena to the backing.
 //!
-//! The engine decides what is written next ([`firn_engine::Engine::pick`]) and what a result means
-//! ([`firn_engine::Engine::complete`]). This crate decides who does it and how much at once. A lane is one I/O server.
+//! The engine decides what is written next ([`firn_engine::Drainer::pick`]) and what a result means
+//! ([`firn_engine::Drainer::complete`]). This crate decides who does it and how much at once. A lane is one I/O server.
 //! The files of a lane, and the order in which they are served, are those of its queue in the engine; one set of threads
 //! serves all lanes (`crew::Crew`), each lane within its limits (`board::Board`). [`Pool`] is the whole, and is the
 //! engine's executor.

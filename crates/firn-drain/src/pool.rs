@@ -80,8 +80,8 @@ impl Pool {
             let token = tokens.as_ref().and_then(|all| all.lane(index.index()));
             Lane::new(index, token.cloned(), &sleepers)
         };
-        let lanes: Vec<Lane> = engine.lanes().map(new_lane).collect();
-        engine.set_executor(Arc::new(WakeThreads {
+        let lanes: Vec<Lane> = engine.drainer.lanes().map(new_lane).collect();
+        engine.drainer.set_executor(Arc::new(WakeThreads {
             sleepers: Arc::clone(&sleepers),
         }));
         let spill = Arc::new(Sleepers::default());
@@ -180,7 +180,7 @@ fn start_spiller<B: Backing>(
         return Ok(None);
     }
     let waker = Arc::clone(sleepers);
-    engine.set_spill_waker(Arc::new(move || waker.wake()));
+    engine.room.set_spill_waker(Arc::new(move || waker.wake()));
     let engine = Arc::clone(engine);
     let sleepers = Arc::clone(sleepers);
     let thread = std::thread::Builder::new().name("firn-spill".into());
@@ -192,7 +192,7 @@ fn start_spiller<B: Backing>(
 fn run_spiller<B: Backing>(engine: &Engine<B>, sleepers: &Sleepers) {
     while !sleepers.is_stopping() {
         let ticket = sleepers.ticket();
-        match engine.spill_step() {
+        match engine.room.spill_step() {
             SpillStep::More => {}
             SpillStep::Idle { retry } => sleepers.sleep(ticket, retry),
         }

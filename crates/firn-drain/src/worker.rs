@@ -110,10 +110,10 @@ impl<B: Backing> Worker<B> {
             let ticket = self.sleepers.ticket();
             let pace = self.pacer.as_deref().map(|pacer| Pace {
                 pacer,
-                is_awaited: self.engine.is_drain_awaited(),
+                is_awaited: self.engine.drainer.is_drain_awaited(),
             });
             if let Some(delay) = pace.as_ref().and_then(Pace::delay) {
-                self.engine.note_drain_put_off();
+                self.engine.drainer.note_drain_put_off();
                 self.sleepers.sleep(ticket, Some(delay));
                 continue;
             }
@@ -170,7 +170,7 @@ impl<B: Backing> Worker<B> {
                 return Found::Nothing { retry };
             }
         };
-        match self.engine.pick(*index, self.limits_of(role)) {
+        match self.engine.drainer.pick(*index, self.limits_of(role)) {
             Pick::Job(job) => Found::Job(LaneJob {
                 lane,
                 job,
@@ -195,7 +195,7 @@ impl<B: Backing> Worker<B> {
 
     /// Begins to use a lane's token; the time until another look where the lane has no work, or not the token.
     fn use_token(&self, lane: LaneIndex, token: &LaneToken) -> Result<Use, Option<Duration>> {
-        if let NextWork::Later { retry } = self.engine.next_work(lane) {
+        if let NextWork::Later { retry } = self.engine.drainer.next_work(lane) {
             return Err(retry);
         }
         match token.enter() {
@@ -213,14 +213,14 @@ impl<B: Backing> Worker<B> {
 
     /// Whether a lane has something to look at now.
     pub(crate) fn has_work(&self, lane: usize) -> bool {
-        self.engine.next_work(self.lanes[lane].index) == NextWork::Now
+        self.engine.drainer.next_work(self.lanes[lane].index) == NextWork::Now
     }
 
     /// Executes and completes a job, and charges its CPU time where the drain is paced.
     fn perform(&self, job: Job<B>, pace: Option<&Pace<'_>>) {
         let before = pace.map(|_| thread_time());
         let outcome = self.execute(&job);
-        self.engine.complete(job, outcome);
+        self.engine.drainer.complete(job, outcome);
         if let (Some(pace), Some(before)) = (pace, before) {
             pace.pacer.charge(thread_time() - before, pace.is_awaited);
         }

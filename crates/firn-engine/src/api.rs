@@ -8,7 +8,7 @@ use std::time::Instant;
 use firn_backing::{Attr, Errno, SetTime};
 
 #[cfg(doc)]
-use crate::Engine;
+use crate::{KernelCache, OpenFiles, Room};
 
 /// Number of a name space object while the kernel knows it; 1 is the root, as in FUSE.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -49,11 +49,11 @@ pub enum OpenMode {
     /// Reads and writes come to the engine.
     Engine,
     /// Nothing is pending and nobody writes: the kernel may read the backing file itself
-    /// ([`Engine::backing_fd`] gives it). Every later open of the same inode gets this mode too until
+    /// ([`OpenFiles::backing_fd`] gives it). Every later open of the same inode gets this mode too until
     /// all are released.
     Passthrough,
     /// This handle only reads, and nothing is pending or nobody has the file open for writing: the kernel may cache
-    /// pages and read ahead, and drops them after each write ([`Engine::has_cached_readers`]).
+    /// pages and read ahead, and drops them after each write ([`KernelCache::has_cached_readers`]).
     Cached {
         /// What it cached when the file was open before is still right.
         keep: bool,
@@ -67,7 +67,7 @@ pub struct Opened {
     pub handle: HandleId,
     /// How to serve it.
     pub mode: OpenMode,
-    /// The kernel may take the file for shorter than this. Once it knows, call [`Engine::note_kernel_size`].
+    /// The kernel may take the file for shorter than this. Once it knows, call [`KernelCache::note_kernel_size`].
     pub size: Option<u64>,
 }
 
@@ -76,7 +76,7 @@ pub struct Opened {
 pub enum Written {
     /// So many bytes are held (all of them, or the first part where the arena filled up).
     Bytes(usize),
-    /// The arena has no room now: call again when [`Engine::on_space`] says so.
+    /// The arena has no room now: call again when [`Room::on_space`] says so.
     Full,
 }
 

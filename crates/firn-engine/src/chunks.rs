@@ -18,6 +18,7 @@ use firn_backing::{Backing, Errno, Kind};
 use firn_format::data_socket::{Extent as Listed, IN_MEMORY};
 
 use crate::Result;
+use crate::base::Base;
 use crate::engine::Engine;
 use crate::extents::Extent;
 use crate::file::{File, FileState};
@@ -70,14 +71,20 @@ impl<B: Backing> HeldChunks<B> {
     ///
     /// EISDIR, EINVAL: not a regular file. EIO: parts of it are pending and nobody can read them.
     pub fn list_file(engine: &Arc<Engine<B>>, path: &[u8]) -> Result<(Self, Vec<ListedPart>)> {
-        let inode = engine.find(path)?;
+        let inode = engine.tree.find(path)?;
         match inode.kind {
             Kind::File => {}
             Kind::Dir => return Err(Errno::ISDIR),
             _ => return Err(Errno::INVAL),
         }
-        let file = engine.file_with(&inode, |state| state.direct.add_chunk_list());
-        engine.counters.chunk_lists.fetch_add(1, Ordering::Relaxed);
+        let file = engine
+            .open_files
+            .file_with(&inode, |state| state.direct.add_chunk_list());
+        engine
+            .base
+            .counters
+            .chunk_lists
+            .fetch_add(1, Ordering::Relaxed);
         let slabs = Vec::new();
         let mut held = Self {
             engine: Arc::clone(engine),
@@ -88,14 +95,14 @@ impl<B: Backing> HeldChunks<B> {
             bytes: 0,
         };
         // From here on its drop undoes what was done.
-        engine.check_cache(&file)?;
+        engine.room.check_cache(&file)?;
         let mut state = file.lock_settled();
-        engine.ingest_published(&file, &mut state);
+        engine.intake.ingest_published(&file, &mut state);
         let in_arena = held.take(&state)?;
         drop(state);
         held.count_memory(&in_arena);
         // All else was in the backing already when the lock was let go, and a change since then shows.
-        let attr = engine.backing.attr(&engine.object(&inode)?)?;
+        let attr = engine.base.backing.attr(&engine.tree.object(&inode)?)?;
         let in_backing = attr.size;
         held.bytes = whole_size(&attr, held.bytes);
         let mut pieces = Vec::new();
@@ -103,7 +110,7 @@ impl<B: Backing> HeldChunks<B> {
         for listed in in_arena {
             push_rest(&mut pieces, at, listed.offset, in_backing);
             at = listed.offset + listed.len;
-            push(&mut pieces, engine.piece(&listed));
+            push(&mut pieces, engine.base.piece(&listed));
         }
         push_rest(&mut pieces, at, held.bytes, in_backing);
         Ok((held, pieces))
@@ -120,10 +127,10 @@ impl<B: Backing> HeldChunks<B> {
             let slab = extent.piece.slab;
             // Before its place is looked up, which then holds.
             if known.insert(slab) {
-                engine.arena.hold_slab(slab);
+                engine.base.arena.hold_slab(slab);
                 self.slabs.push(slab);
             }
-            let Some(listed) = engine.readable(offset, extent) else {
+            let Some(listed) = engine.base.readable(offset, extent) else {
                 // What is not pending is in the backing too.
                 if state
                     .pending
@@ -144,6 +151,7 @@ impl<B: Backing> HeldChunks<B> {
         let in_memory = in_arena.iter().filter(|part| part.place == IN_MEMORY);
         self.memory_bytes = in_memory.map(|part| part.len).sum();
         self.engine
+            .base
             .counters
             .chunk_list_bytes
             .fetch_add(self.memory_bytes, Ordering::Relaxed);
@@ -162,7 +170,7 @@ impl<B: Backing> HeldChunks<B> {
     /// Whether the file was changed since; true also where the kernel may be writing the backing by itself.
     pub fn changed(&self) -> bool {
         let mut state = self.file.lock();
-        self.engine.ingest_published(&self.file, &mut state);
+        self.engine.intake.ingest_published(&self.file, &mut state);
         state.changes != self.changes
             || (state.opens.has_passthrough() && state.opens.has_writers())
     }
@@ -172,22 +180,24 @@ impl<B: Backing> Drop for HeldChunks<B> {
     fn drop(&mut self) {
         self.file.lock().direct.remove_chunk_list();
         for slab in self.slabs.drain(..) {
-            self.engine.arena.unhold_slab(slab);
+            self.engine.base.arena.unhold_slab(slab);
         }
         self.engine
+            .base
             .counters
             .chunk_lists
             .fetch_sub(1, Ordering::Relaxed);
         self.engine
+            .base
             .counters
             .chunk_list_bytes
             .fetch_sub(self.memory_bytes, Ordering::Relaxed);
-        self.engine.drop_if_unused(&self.file);
-        self.engine.wake_writers();
+        self.engine.open_files.drop_if_unused(&self.file);
+        self.engine.room.wake_writers();
     }
 }
 
-impl<B: Backing> Engine<B> {
+impl<B: Backing> Base<B> {
     fn readable(&self, offset: u64, extent: Extent) -> Option<Listed> {
         self.list(offset, extent)
             .filter(|_| self.arena.is_readable(extent.piece.slab.chunk))

@@ -2,9 +2,9 @@
 //!
 //! Promises
 //! * Whoever asks about a file learns of every byte whose write returned: what the client published is
-//!   ingested before an answer ([`Engine::ingest_published`]).
+//!   ingested before an answer ([`Intake::ingest_published`]).
 //! * While a client has the grant of a file, it alone has the file open. Anything else that opens, reads, writes or
-//!   cuts it revokes the grant first ([`Engine::revoke_grant`]); the client goes on through the kernel.
+//!   cuts it revokes the grant first ([`Intake::revoke_grant`]); the client goes on through the kernel.
 //! * A piece that may still grow is neither drained nor marked dead.
 //!
 //! Sequences: a lease takes as many as it has records. They keep the order of writes because nothing else
@@ -12,25 +12,26 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use firn_arena::{ClientLease, Located as LocatedBytes, Taken};
-use firn_backing::{Backing, Errno, LocateLimits, Located, LocatedPart};
+use firn_backing::{Backing, LocateLimits, Located, LocatedPart};
 use firn_format::data_socket::{
-    EXTENTS_MAX, Extent as Listed, FILES_MAX, IN_BACKING, IN_MEMORY, IN_SPILL, LEASE_SLABS_MAX,
-    Slab, TO_BE_ASKED,
+    EXTENTS_MAX, Extent as Listed, FILES_MAX, IN_BACKING, LEASE_SLABS_MAX, Slab, TO_BE_ASKED,
 };
 use firn_format::geometry::WORDS_COUNT;
 use firn_format::slab::Class;
 
-use crate::engine::Engine;
-use crate::extents::Extent;
+use crate::base::Base;
+use crate::drain::Drain;
 use crate::file::{BackingFile, File, FileId, FileState, Grant};
+use crate::intake::Intake;
+use crate::open_files::OpenFiles;
 use crate::options::DrainPolicy;
-use crate::privileges::has_set_id_bits;
+use crate::privileges::{Privileges, has_set_id_bits};
 use crate::size::whole_size;
+use crate::space::Room;
 use crate::tables::Handle;
+use crate::tree::NameTree;
 use crate::{
     ClientId, DirectGrant, DirectList, DirectRefusal, DirectWriteObserver, HandleId, OpenMode,
 };
@@ -84,8 +85,29 @@ fn fill_gaps(extents: &[Listed], parts: &[LocatedPart]) -> Vec<Listed> {
     filled
 }
 
-impl<B: Backing> Engine<B> {
-    // ---- what the data socket asks -----------------------------------------------------------
+/// Grants, leases and lists for processes.
+pub struct DirectAccess<B: Backing> {
+    pub(crate) base: Arc<Base<B>>,
+    pub(crate) tree: Arc<NameTree<B>>,
+    pub(crate) privileges: Arc<Privileges>,
+    pub(crate) drain: Arc<Drain<B>>,
+    pub(crate) intake: Arc<Intake<B>>,
+    pub(crate) open_files: Arc<OpenFiles<B>>,
+    pub(crate) room: Arc<Room<B>>,
+}
+
+impl<B: Backing> DirectAccess<B> {
+    pub(crate) fn new(room: &Arc<Room<B>>, privileges: &Arc<Privileges>) -> Self {
+        Self {
+            base: Arc::clone(&room.base),
+            tree: Arc::clone(&room.tree),
+            privileges: Arc::clone(privileges),
+            drain: Arc::clone(&room.drain),
+            intake: Arc::clone(&room.intake),
+            open_files: Arc::clone(&room.open_files),
+            room: Arc::clone(room),
+        }
+    }
 
     /// May `client` write the open file directly? From now on attributes must not be kept by the
     /// kernel, and those that it keeps must be dropped before the client is told.
@@ -93,20 +115,24 @@ impl<B: Backing> Engine<B> {
         let handle = self.writable(token)?;
         let file = &handle.file;
         let privileges = self.privileges.epoch();
-        let has_capabilities = |object| self.has_capabilities(&object);
-        if self.object(&file.inode).map_or(true, has_capabilities)
-            || self.is_nameless(file).unwrap_or(true)
+        let has_capabilities = |object| self.tree.has_capabilities(&object);
+        if self.tree.object(&file.inode).map_or(true, has_capabilities)
+            || self.tree.is_nameless(file).unwrap_or(true)
             || *handle.mode.lock() != OpenMode::Engine
         {
             return Err(DirectRefusal::Busy);
         }
         let grant = || self.give_grant(client, &handle);
-        let (file_id, end) = self.paths.while_staying(|| file.inode.paths(), grant)?;
+        let (file_id, end) = self
+            .tree
+            .paths
+            .while_staying(|| file.inode.paths(), grant)?;
         // Nobody else changes the file from here on: what a drain moves to the backing before it is asked
         // counts all the same.
         let in_backing = self
+            .tree
             .object(&file.inode)
-            .and_then(|object| self.backing.attr(&object));
+            .and_then(|object| self.base.backing.attr(&object));
         let plain = in_backing.ok().filter(|attr| !has_set_id_bits(attr));
         // Who gave it privileges meanwhile found no grant to end.
         let is_same = self.privileges.epoch() == privileges;
@@ -130,12 +156,13 @@ impl<B: Backing> Engine<B> {
             .direct
             .grant()
             .is_some_and(|grant| grant.client != client);
-        self.revoke_grant(file, &mut state);
+        self.intake.revoke_grant(file, &mut state);
         let alone = state.opens.is_only(handle.id) && !state.drain.is_exclusive();
         if shared || !alone || state.drain.failure().is_some() || state.unlinked {
             return Err(DirectRefusal::Busy);
         }
         let file_id = self
+            .base
             .journal
             .begin_file_id(file, &mut state)
             .ok_or(DirectRefusal::Busy)?;
@@ -147,11 +174,14 @@ impl<B: Backing> Engine<B> {
             bytes: 0,
         };
         state.direct.set_grant(grant);
-        self.grants.add(file);
-        if self.options.drain == DrainPolicy::Eager {
+        self.intake.grants.add(file);
+        if self.base.options.drain == DrainPolicy::Eager {
             // What nobody asks about must be found when it is old.
-            self.drain
-                .check_age_at(file, &mut state, Instant::now() + self.options.drain_age);
+            self.drain.check_age_at(
+                file,
+                &mut state,
+                Instant::now() + self.base.options.drain_age,
+            );
         }
         Ok((file_id, state.pending.end()))
     }
@@ -168,20 +198,20 @@ impl<B: Backing> Engine<B> {
         let handle = self.writable(token)?;
         let file = &handle.file;
         let mut state = file.lock();
-        self.ingest_published(file, &mut state);
+        self.intake.ingest_published(file, &mut state);
         while state
             .direct
             .grant()
             .is_some_and(|grant| grant.leases.len() > LEASES_KEPT)
         {
-            self.end_first_lease(file, &mut state);
+            self.intake.end_first_lease(file, &mut state);
         }
         let bytes = state.direct.grant().map_or(0, |grant| grant.bytes);
-        let class = self.class_for(bytes.saturating_add(want));
-        if !self.arena.has_room(class) {
+        let class = self.base.class_for(bytes.saturating_add(want));
+        if !self.base.arena.has_room(class) {
             // Not under this lock: what is dropped may be of any file.
             drop(state);
-            self.evict_for(class);
+            self.room.evict_for(class);
             state = file.lock();
         }
         let written = state.pending.recorded_ns();
@@ -193,22 +223,23 @@ impl<B: Backing> Engine<B> {
             return Err(DirectRefusal::BadToken);
         };
         let lease = self
+            .base
             .arena
             .lease_client(class, grant.file_id.get(), pid, cpu);
         if let Some(lease) = lease {
-            let slab = self.arena.client_slab(&lease, written);
+            let slab = self.base.arena.client_slab(&lease, written);
             grant.leases.push(lease);
-            self.grants.count_lease();
+            self.intake.grants.count_lease();
             let more = self.lease_more(grant, (pid, cpu), want, written);
             drop(state);
-            self.wake_writers();
+            self.room.wake_writers();
             return Ok((slab, more));
         }
         // Without room the client writes through the kernel, which waits for some.
-        self.revoke_grant(file, &mut state);
+        self.intake.revoke_grant(file, &mut state);
         drop(state);
-        self.reclaim();
-        self.wake_writers();
+        self.room.reclaim();
+        self.room.wake_writers();
         Err(DirectRefusal::Full)
     }
 
@@ -223,27 +254,28 @@ impl<B: Backing> Engine<B> {
     ) -> Vec<Slab> {
         let mut more = Vec::new();
         let bytes_max = want.min(grant.bytes);
-        let geometry = self.arena.geometry();
+        let geometry = self.base.arena.geometry();
         let slabs_max = (bytes_max / geometry.chunk_bytes).min(LEASE_SLABS_MAX as u64) as usize;
         let has_ample_room = || {
-            self.arena.memory_used() < geometry.chunk_count / 2
-                && self.arena.share_bytes() >= 2 * geometry.chunk_bytes
+            self.base.arena.memory_used() < geometry.chunk_count / 2
+                && self.base.arena.share_bytes() >= 2 * geometry.chunk_bytes
         };
         while more.len() + 1 < slabs_max && has_ample_room() {
             let lease = self
+                .base
                 .arena
                 .lease_client(Class::Whole, grant.file_id.get(), pid, cpu);
             let Some(lease) = lease else { break };
-            more.push(self.arena.client_slab(&lease, written));
+            more.push(self.base.arena.client_slab(&lease, written));
             grant.leases.push(lease);
-            self.grants.count_lease();
+            self.intake.grants.count_lease();
         }
         more
     }
 
     /// The client is done with the file.
     pub fn end_direct_access(&self, client: ClientId, token: HandleId) {
-        let Ok(handle) = self.handle(token) else {
+        let Ok(handle) = self.open_files.handle(token) else {
             return;
         };
         let mut state = handle.file.lock();
@@ -252,34 +284,38 @@ impl<B: Backing> Engine<B> {
             .grant()
             .is_some_and(|grant| grant.client == client)
         {
-            self.revoke_grant(&handle.file, &mut state);
+            self.intake.revoke_grant(&handle.file, &mut state);
         }
         drop(state);
-        self.wake_writers();
+        self.room.wake_writers();
     }
 
     /// The client is gone: all that it had ends.
     pub fn end_client(&self, client: ClientId) {
-        for file in self.files_with_grant() {
+        for file in self.intake.files_with_grant() {
             let mut state = file.lock();
             if state
                 .direct
                 .grant()
                 .is_some_and(|grant| grant.client == client)
             {
-                self.revoke_grant(&file, &mut state);
+                self.intake.revoke_grant(&file, &mut state);
             }
         }
-        self.arena.free_lingering_slabs();
-        self.wake_writers();
+        self.base.arena.free_lingering_slabs();
+        self.room.wake_writers();
     }
 
     /// Where the bytes of a file lie that nobody has open for writing, from `from` on: in the arena, and where that has none
     /// in files of the backing, `files_max` of them at most.
     pub fn list_extents(&self, token: HandleId, from: u64, files_max: usize) -> Answer<DirectList> {
-        let handle = self.handle(token).ok().filter(|handle| handle.readable);
+        let handle = self
+            .open_files
+            .handle(token)
+            .ok()
+            .filter(|handle| handle.readable);
         let handle = handle.ok_or(DirectRefusal::BadToken)?;
-        if self.options.serves_every_read {
+        if self.base.options.serves_every_read {
             return Err(DirectRefusal::Busy);
         }
         for _ in 0..LIST_TRIES_MAX {
@@ -302,10 +338,10 @@ impl<B: Backing> Engine<B> {
             return Err(DirectRefusal::Busy);
         }
         // Before any place is looked up: who moves one then looks for this file.
-        self.grants.note_list();
+        self.intake.grants.note_list();
         let pending_end = state.pending.end();
         // Through the kernel, which tells the error, where a place is not known.
-        let list = |(offset, extent)| self.list(offset, extent).ok_or(DirectRefusal::Busy);
+        let list = |(offset, extent)| self.base.list(offset, extent).ok_or(DirectRefusal::Busy);
         let mut extents = state
             .extents_in_arena(from, EXTENTS_MAX)
             .into_iter()
@@ -317,7 +353,7 @@ impl<B: Backing> Engine<B> {
         };
         let word = (file.inode.id.0 % u64::from(WORDS_COUNT)) as u32;
         state.direct.set_listed(word);
-        let (slot, mut stamp) = self.arena.file_word(word);
+        let (slot, mut stamp) = self.base.arena.file_word(word);
         let source = state.open_reader();
         drop(state);
         let located = match files_max {
@@ -326,6 +362,7 @@ impl<B: Backing> Engine<B> {
         };
         // What is drained before the backing is asked counts all the same; what is cut makes the list invalid.
         let size = self
+            .tree
             .size_beside(&file.inode, pending_end)
             .map_err(|_| DirectRefusal::Busy)?;
         let mut files = Vec::new();
@@ -344,16 +381,16 @@ impl<B: Backing> Engine<B> {
             if !may_be_listed(&state) {
                 return Err(DirectRefusal::Busy);
             }
-            let is_same = state.direct.is_listed() && self.arena.file_word(word).1 == stamp;
+            let is_same = state.direct.is_listed() && self.base.arena.file_word(word).1 == stamp;
             // Whoever learns of a change ends lists afterwards, under this lock, and found none of the backing until now.
-            if !is_same || self.backing.facts(&object).changes_by_others != changes {
+            if !is_same || self.base.backing.facts(&object).changes_by_others != changes {
                 return Ok(None);
             }
             if !state.direct.set_listed_in_backing(changes) {
-                state.direct.invalidate_list(&self.arena);
+                state.direct.invalidate_list(&self.base.arena);
                 state.direct.set_listed(word);
                 state.direct.set_listed_in_backing(changes);
-                stamp = self.arena.file_word(word).1;
+                stamp = self.base.arena.file_word(word).1;
             }
         }
         Ok(Some(DirectList {
@@ -376,283 +413,57 @@ impl<B: Backing> Engine<B> {
         range: Range<u64>,
         files_max: usize,
     ) -> Option<(Located, B::Inode, u64)> {
-        let object = self.object(&file.inode).ok()?;
+        let object = self.tree.object(&file.inode).ok()?;
         let limits = LocateLimits {
             parts_max: EXTENTS_MAX,
             files_max: files_max.min(FILES_MAX),
         };
         let find = || {
-            let source = source.clone().map_or_else(|| self.reader(file), Ok)?;
+            let source = source
+                .clone()
+                .map_or_else(|| self.open_files.reader(file), Ok)?;
             for _ in 0..LIST_TRIES_MAX {
-                let changes = self.backing.facts(&object).changes_by_others;
-                let located = self.backing.locate(&source.file, range.clone(), limits)?;
+                let changes = self.base.backing.facts(&object).changes_by_others;
+                let located = self
+                    .base
+                    .backing
+                    .locate(&source.file, range.clone(), limits)?;
                 // Else it may be of before the change in one part, and of after it in another.
-                if self.backing.facts(&object).changes_by_others == changes {
+                if self.base.backing.facts(&object).changes_by_others == changes {
                     return Ok(located.map(|located| (located, changes)));
                 }
             }
             Ok(None)
         };
-        let (located, changes) = self.with_descriptor(find).ok().flatten()?;
+        let (located, changes) = self.open_files.with_descriptor(find).ok().flatten()?;
         Some((located, object, changes))
     }
 
-    /// To be called when this host may have learnt of changes by others: what readers were told of the backing before
-    /// does not hold any more.
-    pub(crate) fn end_lists_before_changes(&self, file: &File<B>, object: &B::Inode) {
-        if !self.grants.has_lists() {
-            return;
-        }
-        let changes = self.backing.facts(object).changes_by_others;
-        let mut state = file.lock();
-        if state.direct.is_listed_before(changes) {
-            state.direct.invalidate_list(&self.arena);
-        }
-    }
-
-    /// Where an extent is now; `None`: nobody knows.
-    pub(crate) fn list(&self, offset: u64, extent: Extent) -> Option<Listed> {
-        let (at, place) = match self
-            .arena
-            .locate_bytes(extent.piece.slab, extent.position)?
-        {
-            LocatedBytes::Arena(at) => (at, IN_MEMORY),
-            LocatedBytes::Spill(at) => (at, IN_SPILL),
-        };
-        Some(Listed {
-            offset,
-            len: extent.len,
-            at,
-            chunk: extent.piece.slab.chunk,
-            place,
-        })
-    }
-
     fn writable(&self, token: HandleId) -> Answer<Arc<Handle<B>>> {
-        self.handle(token)
+        self.open_files
+            .handle(token)
             .ok()
             .filter(|handle| handle.writable)
             .ok_or(DirectRefusal::BadToken)
     }
 
-    // ---- what the engine does ----------------------------------------------------------------
-
     /// Has `observer` told of what clients write. There is one at most; to be called before the first grant.
     pub fn observe_direct_writes(&self, observer: DirectWriteObserver) {
-        self.grants.set_observer(observer);
+        self.intake.grants.set_observer(observer);
     }
 
-    /// Whether a client may be writing the file of an inode now, or has and the kernel was not told of it: its
-    /// attributes change unseen.
-    pub fn is_written_directly(&self, inode: crate::InodeId) -> bool {
-        let Some(inode) = self.names.get(inode) else {
-            return false;
-        };
-        let has_grant = !self.grants.is_empty()
-            && self
-                .known_file(&inode)
-                .is_some_and(|file| file.lock().direct.has_grant());
-        // Last: a grant that just ended left it so.
-        has_grant || inode.is_size_stale_in_kernel.load(Ordering::Acquire)
-    }
-
-    /// The kernel knows now how long the file of an inode is.
-    pub fn note_kernel_size(&self, inode: crate::InodeId) {
-        if let Some(inode) = self.names.get(inode) {
-            inode
-                .is_size_stale_in_kernel
-                .store(false, Ordering::Release);
+    /// Revokes what direct access processes have to files at or below `path`: all that they wrote is ingested.
+    pub fn revoke_grants_in_tree(&self, path: &[u8]) {
+        for file in self.open_files.files_at(path) {
+            self.intake.end_grant(&file);
         }
-    }
-
-    fn files_with_grant(&self) -> Vec<Arc<File<B>>> {
-        self.grants.files()
-    }
-
-    /// Takes in what clients published, of all files.
-    pub(crate) fn ingest_all_published(&self) {
-        for file in self.files_with_grant() {
-            self.ingest_published(&file, &mut file.lock());
-        }
-    }
-
-    /// Takes in what a client published of this file.
-    pub(crate) fn ingest_published(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
-        self.ingest_from_client(file, state, |arena, lease, sink| {
-            arena.take_client(lease, sink)
-        });
-    }
-
-    /// Takes in what a client published, and lets none of it grow: the drain may have it.
-    pub(crate) fn freeze_published(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
-        self.ingest_from_client(file, state, |arena, lease, sink| {
-            arena.freeze_client(lease, sink)
-        });
-    }
-
-    fn ingest_from_client(
-        &self,
-        file: &Arc<File<B>>,
-        state: &mut FileState<B>,
-        take: impl Fn(
-            &firn_arena::Arena,
-            &mut ClientLease,
-            &mut dyn FnMut(Taken),
-        ) -> std::result::Result<(), firn_arena::Wrong>,
-    ) {
-        // Whoever fills a later lease is done with the first, whose last bytes come before.
-        let next = |grant: &Grant| {
-            let mut later = grant.leases.iter().skip(1);
-            later.any(|lease| self.arena.client_has_begun(lease))
-        };
-        while state.direct.grant().is_some_and(next) {
-            self.end_first_lease(file, state);
-        }
-        let Some(mut grant) = state.direct.take_grant() else {
-            return;
-        };
-        let mut taken = Vec::new();
-        let lease = grant.leases.first_mut();
-        let pid = lease.as_ref().map_or(0, |lease| lease.pid());
-        let wrong =
-            lease.and_then(|lease| take(&self.arena, lease, &mut |bytes| taken.push(bytes)).err());
-        grant.bytes += self.enter(file, state, pid, &taken);
-        state.direct.put_back(grant);
-        if let Some(wrong) = wrong {
-            tracing::warn!(%wrong, "it writes through the kernel from now on");
-            self.grants.count_error();
-            self.revoke_grant(file, state);
-        }
-    }
-
-    fn enter(
-        &self,
-        file: &Arc<File<B>>,
-        state: &mut FileState<B>,
-        pid: u32,
-        taken: &[Taken],
-    ) -> u64 {
-        let mut bytes = 0;
-        for &Taken {
-            piece,
-            offset,
-            position,
-            len,
-            sequence,
-            modified,
-        } in taken
-        {
-            if let Some(observe) = self.grants.observer() {
-                observe(&*file.inode, pid, offset..offset + u64::from(len));
-            }
-            if !state.pending.touch_at(modified) {
-                self.arena.set_modified(piece, state.pending.recorded_ns());
-            }
-            self.ingest(
-                file,
-                state,
-                offset,
-                Extent {
-                    len: len.into(),
-                    piece,
-                    position,
-                    sequence,
-                },
-            );
-            bytes += u64::from(len);
-            self.counters.ingest_writes.fetch_add(1, Ordering::Relaxed);
-        }
-        if bytes > 0 {
-            self.counters
-                .ingest_bytes
-                .fetch_add(bytes, Ordering::Relaxed);
-            file.inode
-                .is_size_stale_in_kernel
-                .store(true, Ordering::Release);
-            // Only what the engine itself published may be extended by it.
-            state.pending.end_tail();
-        }
-        bytes
-    }
-
-    /// Ends the grant to a file, if there is one: all that the client published is taken in, and it can
-    /// publish nothing more.
-    pub(crate) fn revoke_grant(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
-        if !state.direct.has_grant() {
-            return;
-        }
-        while state
-            .direct
-            .grant()
-            .is_some_and(|grant| !grant.leases.is_empty())
-        {
-            self.end_first_lease(file, state);
-        }
-        state.direct.take_grant();
-        self.grants.remove(file);
-        self.journal.end_file_id(state);
-    }
-
-    /// Ends the older lease of a grant.
-    fn end_first_lease(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
-        let Some(grant) = state
-            .direct
-            .grant_mut()
-            .filter(|grant| !grant.leases.is_empty())
-        else {
-            return;
-        };
-        let mut lease = grant.leases.remove(0);
-        self.grants.count_lease_end();
-        let mut taken = Vec::new();
-        let result = self
-            .arena
-            .revoke_client(&mut lease, &mut |bytes| taken.push(bytes));
-        let bytes = self.enter(file, state, lease.pid(), &taken);
-        if let Some(grant) = state.direct.grant_mut() {
-            grant.bytes += bytes;
-        }
-        self.arena.end_client(lease);
-        if let Err(wrong) = result {
-            tracing::warn!(%wrong, "what follows it is not taken");
-            self.grants.count_error();
-        }
-    }
-
-    /// As [`Engine::revoke_grant`], for callers without the lock.
-    pub(crate) fn end_grant(&self, file: &Arc<File<B>>) {
-        if !self.grants.is_empty() {
-            self.revoke_grant(file, &mut file.lock());
-        }
-    }
-
-    /// Ends all grants: their slabs are wanted.
-    pub(crate) fn revoke_all_grants(&self) {
-        for file in self.files_with_grant() {
-            self.revoke_grant(&file, &mut file.lock());
-        }
-    }
-
-    /// For an opener of a file whose bytes came by direct access: how long it is.
-    pub(crate) fn size_for_kernel(&self, file: &File<B>) -> Option<u64> {
-        if !file.inode.is_size_stale_in_kernel.load(Ordering::Acquire) {
-            return None;
-        }
-        let end = file.lock().pending.end();
-        Some(self.size_beside(&file.inode, end).unwrap_or(end))
-    }
-
-    /// The byte at `offset`, for the kernel's cache.
-    pub fn byte_at(&self, handle: HandleId, offset: u64) -> std::result::Result<u8, Errno> {
-        let mut byte = [0];
-        self.read(handle, offset, &mut byte)?;
-        Ok(byte[0])
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use firn_format::data_socket::IN_MEMORY;
     use rand::rngs::StdRng;
     use rand::{RngExt, SeedableRng};
 

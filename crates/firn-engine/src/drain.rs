@@ -1,23 +1,13 @@
-//! What to write to the backing next, and what becomes of it: pick, execute, complete.
+//! Which files go to the backing next: the queue of each lane, and who works them off.
 //!
 //! Each lane has a queue of files ([`queue::DrainQueue`]). A file is in the queue of its lane when a run of its pending
 //! bytes is long enough for a write, when someone waits for it, when its data is old, or when the arena is short of
-//! room. [`Engine::pick`] takes the next run of the next file of a lane, [`Job::execute`] writes it, and
-//! [`Engine::complete`] takes the outcome in. Who does that, and when, is an [`Executor`]: the engine has no threads. This
-//! file has the queues, and the modules below it what the engine does with them.
+//! room. What is done with the queues is in [`Drainer`](crate::Drainer).
 //!
 //! docs/internals/drain.md
-//!
-//! [`Engine::pick`]: crate::Engine::pick
-//! [`Engine::complete`]: crate::Engine::complete
-//! [`Job::execute`]: crate::Job::execute
 
-pub(crate) mod complete;
-pub(crate) mod job;
 mod line;
-pub(crate) mod pick;
 mod queue;
-pub(crate) mod wait;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -27,12 +17,12 @@ use std::time::Instant;
 
 use firn_backing::lock::RwLock;
 use firn_backing::{Backing, LaneIndex};
+use queue::{DrainQueue, QueueFigures};
 
 use crate::Result;
 use crate::counters::Held;
 use crate::file::{File, FileState};
 use crate::options::Order;
-use queue::{DrainQueue, QueueFigures};
 
 /// Carries out the jobs of the drain: the IO threads of `firn-drain`, or a test that takes each step itself.
 pub trait Executor: Send + Sync {
@@ -99,11 +89,11 @@ impl<B: Backing> Drain<B> {
     }
 
     /// Sets who carries out the jobs from here on.
-    fn set_executor(&self, executor: Arc<dyn Executor>) {
+    pub(crate) fn set_executor(&self, executor: Arc<dyn Executor>) {
         *self.executor.write() = Some(executor);
     }
 
-    fn executor(&self) -> Option<Arc<dyn Executor>> {
+    pub(crate) fn executor(&self) -> Option<Arc<dyn Executor>> {
         self.executor.read().clone()
     }
 
@@ -265,7 +255,7 @@ fn assert_held<B: Backing>(held: &Held, files: &[&Arc<File<B>>]) {
 }
 
 /// Blocks until `outcome` is told. Whoever was to tell it and is gone without a word failed.
-fn wait_for(outcome: &Receiver<Result<()>>) -> Result<()> {
+pub(crate) fn wait_for(outcome: &Receiver<Result<()>>) -> Result<()> {
     outcome.recv().unwrap_or(Err(firn_backing::Errno::IO))
 }
 

@@ -1,31 +1,37 @@
 //! The parts of one mount, each with its own lock and invariants.
 //!
-//! What one or two parts do is their own method. Operations of the whole, which no part names, are in the modules above
-//! this one, as methods of [`Engine`].
+//! What a part and those below it do is its method. Operations that programs ask for and that need many parts are in the
+//! modules above this one, as methods of [`Engine`].
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
-use firn_arena::Arena;
-use firn_backing::{Backing, Errno, Facts, LaneIndex};
-use firn_format::quote::quoted;
+use firn_arena::journal::Journal;
+use firn_arena::{Arena, JournalRegion};
+use firn_backing::{Backing, Errno};
 
+use crate::base::Base;
 use crate::counters::Counters;
+use crate::direct_access::DirectAccess;
 use crate::drain::Drain;
+use crate::drainer::Drainer;
+use crate::durability::Durability;
 use crate::errors::ErrorLog;
-use crate::file::{File, FileState, Route};
+use crate::exclusive::Exclusive;
 use crate::file_journal::FileJournal;
-use crate::grants::Grants;
-use crate::kernel_copies::KernelCopies;
+use crate::intake::Intake;
+use crate::kernel_cache::KernelCache;
 use crate::lost::LostFiles;
-use crate::names::{Inode, Names};
+use crate::names::Names;
+use crate::namespace::Namespace;
+use crate::open_files::OpenFiles;
 use crate::options::EngineOptions;
+use crate::privilege_rules::PrivilegeRules;
 use crate::privileges::Privileges;
-use crate::space::Space;
-use crate::spill::Spill;
-use crate::tables::{FileTable, Handle, HandleTable};
-use crate::{FileIdentity, HandleId, InodeId, Result};
+use crate::reads::Reads;
+use crate::space::Room;
+use crate::tree::NameTree;
+use crate::write::Writes;
 
 /// Why an engine could not attach.
 #[derive(Debug, thiserror::Error)]
@@ -38,30 +44,40 @@ pub enum EngineError {
     JournalFull,
 }
 
-/// One mount's names, files and pending data over a backing.
+/// One mount's names, files and pending data over a backing: its parts, and the operations that need many of them.
+///
+/// What one part does is asked of that part. From the lowest part up; each knows only those before it.
 pub struct Engine<B: Backing> {
-    pub(crate) backing: B,
-    pub(crate) arena: Arena,
-    pub(crate) options: EngineOptions,
-    pub(crate) journal: FileJournal,
-    /// Paths that are told to the journal stay while they are, and renames change them.
-    pub(crate) paths: crate::claims::PathClaims,
-    pub(crate) names: Names<B>,
-    pub(crate) privileges: Privileges,
-    pub(crate) files: FileTable<B>,
-    pub(crate) handles: HandleTable<B>,
-    pub(crate) drain: Drain<B>,
-    pub(crate) space: Space<B>,
-    pub(crate) grants: Grants<B>,
-    pub(crate) counters: Counters,
-    pub(crate) errors: ErrorLog,
-    pub(crate) spill: Spill,
-    pub(crate) passthrough: AtomicBool,
-    /// Open handles whose pages the kernel caches.
-    pub(crate) cached_opens: AtomicU64,
-    pub(crate) kernel_copies: KernelCopies,
+    pub(crate) base: Arc<Base<B>>,
+    /// Inodes and paths.
+    pub tree: Arc<NameTree<B>>,
+    pub(crate) privileges: Arc<Privileges>,
+    pub(crate) drain: Arc<Drain<B>>,
+    pub(crate) intake: Arc<Intake<B>>,
+    /// Handles and files.
+    pub open_files: Arc<OpenFiles<B>>,
+    /// What the kernel has by itself.
+    pub kernel_cache: Arc<KernelCache<B>>,
+    /// Room in the arena: space, eviction, spilling.
+    pub room: Arc<Room<B>>,
+    /// What goes to the backing next.
+    pub drainer: Arc<Drainer<B>>,
+    /// Changes that keep drains of a file away.
+    pub exclusive: Arc<Exclusive<B>>,
+    /// Set-id bits and capabilities.
+    pub privilege_rules: Arc<PrivilegeRules<B>>,
+    /// Levels of files and trees, and waits for them.
+    pub durability: Durability<B>,
+    pub(crate) reads: Reads<B>,
+    /// What a write comes to before its bytes are taken.
+    pub writes: Writes<B>,
+    /// What processes ask that read and write the arena themselves.
+    pub direct_access: DirectAccess<B>,
+    /// Names, attributes and directories.
+    pub namespace: Namespace<B>,
+    /// Data that has nowhere to go.
+    pub lost: LostFiles<B>,
     pub(crate) recovered_bytes: u64,
-    pub(crate) lost: LostFiles,
     pub(crate) epoch: u64,
     pub(crate) attached: Instant,
 }
@@ -69,130 +85,75 @@ pub struct Engine<B: Backing> {
 impl<B: Backing> Engine<B> {
     /// The backing.
     pub fn backing(&self) -> &B {
-        &self.backing
+        &self.base.backing
     }
+
     /// The arena.
     pub fn arena(&self) -> &Arena {
-        &self.arena
+        &self.base.arena
     }
+
     /// Tells this engine from every other, also over the same arena.
     pub fn incarnation(&self) -> String {
-        let uuid = base16ct::lower::encode_string(&self.arena.superblock().uuid);
+        let uuid = base16ct::lower::encode_string(&self.base.arena.superblock().uuid);
         format!("{uuid}-{}", self.epoch)
     }
+
     /// The policies in force.
     pub fn options(&self) -> &EngineOptions {
-        &self.options
+        &self.base.options
     }
 
-    /// Which file a handle is open on.
-    pub fn identify_file(&self, handle: HandleId) -> Result<Arc<dyn FileIdentity>> {
-        Ok(Arc::clone(&self.handle(handle)?.file.inode) as _)
-    }
-
-    /// The inode of a handle that is open.
-    pub fn inode_of_handle(&self, handle: HandleId) -> Option<InodeId> {
-        Some(self.handle(handle).ok()?.file.inode.id)
-    }
-
-    /// The path of an inode, or of a name in it, as a person may read it; of one that nobody knows its number.
-    pub fn shown_path(&self, inode: InodeId, name: Option<&std::ffi::OsStr>) -> String {
-        let mut path = match self.names.get(inode) {
-            Some(inode) => inode.paths().into_iter().next().unwrap_or_default(),
-            None => format!("(inode {})", inode.0).into_bytes(),
-        };
-        if let Some(name) = name {
-            if !path.is_empty() {
-                path.push(b'/');
-            }
-            path.extend_from_slice(name.as_encoded_bytes());
-        }
-        quoted(&path)
-    }
-
-    pub(crate) fn inode(&self, id: InodeId) -> Result<Arc<Inode<B>>> {
-        self.names.get(id).ok_or(Errno::STALE)
-    }
-
-    /// The object of an inode in the backing.
-    pub(crate) fn object(&self, inode: &Inode<B>) -> Result<B::Inode> {
-        self.names.object(&self.backing, inode)
-    }
-
-    /// The object of an inode by its number.
-    pub fn object_of(&self, id: InodeId) -> Result<B::Inode> {
-        self.object(&*self.inode(id)?)
-    }
-
-    pub(crate) fn handle(&self, id: HandleId) -> Result<Arc<Handle<B>>> {
-        self.handles.get(id)
-    }
-
-    /// The file of an inode, if it is open or has pending data.
-    pub(crate) fn known_file(&self, inode: &Inode<B>) -> Option<Arc<File<B>>> {
-        self.files.get(inode)
-    }
-
-    /// The file of an inode, with `change` applied while it cannot be dropped.
-    pub(crate) fn file_with(
-        &self,
-        inode: &Arc<Inode<B>>,
-        change: impl FnOnce(&mut FileState<B>),
-    ) -> Arc<File<B>> {
-        self.files.change(inode, self.route_of(inode), change)
-    }
-
-    /// Where an inode's data goes, as far as somebody can tell.
-    fn route_of(&self, inode: &Inode<B>) -> Route {
-        if self.drain.has_one_route() {
-            return Route::default();
-        }
-        if let Some(file) = self.known_file(inode) {
-            return file.route();
-        }
-        let Ok(object) = self.object(inode) else {
-            return Route::default();
-        };
-        let Facts { lane, gathers, .. } = self.backing.facts(&object);
-        let is_known = lane.index() < self.drain.lane_count();
-        Route {
-            lane: if is_known { lane } else { LaneIndex::FIRST },
-            gathers,
-        }
-    }
-
-    /// Calls `observer` with each file whose pages the kernel is to drop because it may keep no copy of it any more.
-    /// It is called with no lock held and may be called by a thread that a request waits for, so it must not wait for
-    /// the kernel. To be called once, before the first open.
-    pub fn on_kernel_copy_dropped(&self, observer: Arc<dyn Fn(InodeId) + Send + Sync>) {
-        self.kernel_copies.set_observer(observer);
-    }
-
-    /// After the arena may have lost its last byte of a file: a copy in the kernel's cache is not a second one any
-    /// more. Where the kernel reads drained files straight from the backing, it is of no more use either.
-    pub(crate) fn end_kernel_copy(&self, file: &File<B>) {
-        if !self.kernel_copies.are_allowed() {
-            return;
-        }
-        {
-            let state = file.lock();
-            if !state.pending.is_empty() || !state.cache.is_empty() {
-                return;
-            }
-        }
-        let inode = file.inode.id;
-        if self.kernel_copies.forget(inode) && self.allows_passthrough() {
-            self.kernel_copies.drop_pages(&[inode]);
-        }
-    }
-
-    /// Whether the kernel may read files of the backing by itself.
-    pub(crate) fn allows_passthrough(&self) -> bool {
-        self.passthrough.load(Ordering::Relaxed) && !self.options.serves_every_read
-    }
-
-    /// Lets go of a file that is neither open nor pending.
-    pub(crate) fn drop_if_unused(&self, file: &Arc<File<B>>) {
-        self.files.remove_if_unused(file);
+    /// Puts the parts together, from the lowest one up.
+    pub(crate) fn assemble(
+        backing: B,
+        arena: Arena,
+        journal: Journal<JournalRegion>,
+        options: EngineOptions,
+    ) -> Result<Self, EngineError> {
+        let root = backing.root();
+        let attr = backing.attr(&root).map_err(EngineError::Backing)?;
+        let epoch = arena.begin_epoch();
+        let names = Names::new(root, &attr, epoch > 1, options.objects_max);
+        let drain = Arc::new(Drain::new(&backing, options.order));
+        let privileges = Arc::new(Privileges::default());
+        let base = Arc::new(Base {
+            backing,
+            arena,
+            options,
+            journal: FileJournal::new(journal, epoch),
+            counters: Counters::default(),
+            errors: ErrorLog::default(),
+        });
+        let tree = Arc::new(NameTree::new(&base, names));
+        let intake = Arc::new(Intake::new(&tree, &drain));
+        let open_files = Arc::new(OpenFiles::new(&tree, &drain));
+        let kernel_cache = Arc::new(KernelCache::new(&intake, &open_files, &privileges));
+        let room = Arc::new(Room::new(&kernel_cache));
+        let drainer = Arc::new(Drainer::new(&room));
+        let exclusive = Arc::new(Exclusive::new(&drainer));
+        let privilege_rules = Arc::new(PrivilegeRules::new(&exclusive, &privileges));
+        Ok(Self {
+            durability: Durability::new(&drainer),
+            reads: Reads::new(&intake, &open_files),
+            writes: Writes::new(&privilege_rules),
+            direct_access: DirectAccess::new(&room, &privileges),
+            namespace: Namespace::new(&privilege_rules),
+            lost: LostFiles::new(&base),
+            base,
+            tree,
+            privileges,
+            drain,
+            intake,
+            open_files,
+            kernel_cache,
+            room,
+            drainer,
+            exclusive,
+            privilege_rules,
+            recovered_bytes: 0,
+            epoch,
+            attached: Instant::now(),
+        })
     }
 }

@@ -33,11 +33,12 @@ pub struct FileFigures {
 impl<B: Backing> Engine<B> {
     /// Bytes that came in and that were drained since the attach, and that moved to the spill file.
     pub fn transferred(&self) -> Transferred {
-        self.ingest_all_published();
+        self.intake.ingest_all_published();
         Transferred {
-            ingest_bytes: self.counters.ingest_bytes.load(Ordering::Relaxed),
-            drain_bytes: self.counters.drain_bytes.load(Ordering::Relaxed),
+            ingest_bytes: self.base.counters.ingest_bytes.load(Ordering::Relaxed),
+            drain_bytes: self.base.counters.drain_bytes.load(Ordering::Relaxed),
             moved_bytes: self
+                .base
                 .arena
                 .spill_figures()
                 .map_or(0, |spill| spill.moved_bytes),
@@ -46,14 +47,14 @@ impl<B: Backing> Engine<B> {
 
     /// Asserts that the counters are the sums that they stand for. To be called while nobody else uses the engine.
     pub fn assert_counters(&self) {
-        let files = self.files.all();
+        let files = self.open_files.files.all();
         let mut cached_bytes = 0;
         let mut granted = 0;
         let mut oldest = None;
         for file in &files {
             let state = file.lock();
             if !state.direct.has_grant() {
-                state.pending.assert_time(&self.arena);
+                state.pending.assert_time(&self.base.arena);
             }
             cached_bytes += state.cache.bytes();
             granted += u64::from(state.direct.has_grant());
@@ -67,11 +68,11 @@ impl<B: Backing> Engine<B> {
         }
         let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
         assert_eq!(
-            get(&self.counters.cached_bytes),
+            get(&self.base.counters.cached_bytes),
             cached_bytes,
             "cached bytes"
         );
-        self.grants.assert_files(granted);
+        self.intake.grants.assert_files(granted);
         let oldest_queued = self
             .drain
             .figures()
@@ -80,27 +81,27 @@ impl<B: Backing> Engine<B> {
             .min();
         assert_eq!(oldest_queued, oldest, "the oldest pending byte");
         self.drain.assert_queues(&files);
-        self.arena.assert_invariants();
+        self.base.arena.assert_invariants();
     }
 
     /// Bytes that are pending.
     pub fn held_bytes(&self) -> u64 {
-        self.ingest_all_published();
+        self.intake.ingest_all_published();
         self.drain.held_bytes()
     }
 
     /// Bytes that were drained since the attach.
     pub fn drained_bytes(&self) -> u64 {
-        self.counters.drain_bytes.load(Ordering::Relaxed)
+        self.base.counters.drain_bytes.load(Ordering::Relaxed)
     }
 
     /// The engine's part of a status; what only firnd knows is left out. None asks for a lock of each file: they are
     /// counters.
     pub fn figures(&self) -> Status {
-        self.ingest_all_published();
+        self.intake.ingest_all_published();
         let now = Instant::now();
-        let geometry = self.arena.geometry();
-        let counters = &self.counters;
+        let geometry = self.base.arena.geometry();
+        let counters = &self.base.counters;
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let queues = self.drain.figures();
         let oldest = queues.iter().filter_map(|queue| queue.oldest).min();
@@ -117,21 +118,22 @@ impl<B: Backing> Engine<B> {
                 ..LaneStatus::default()
             }
         });
-        let (kernel_copies_bytes, kernel_copies_max_bytes) = self.kernel_copies.bytes();
-        let direct_access = self.grants.figures();
+        let (kernel_copies_bytes, kernel_copies_max_bytes) =
+            self.kernel_cache.kernel_copies.bytes();
+        let direct_access = self.intake.grants.figures();
         Status {
             uptime_seconds: now.duration_since(self.attached).as_secs_f64(),
             epoch: self.epoch,
             arena_bytes: geometry.data_bytes(),
-            arena_used_bytes: self.arena.used_bytes(),
+            arena_used_bytes: self.base.arena.used_bytes(),
             chunk_bytes: geometry.chunk_bytes,
             held_bytes: self.drain.held_bytes(),
             held_files: self.drain.held_files(),
             oldest_held_seconds: oldest.map(|at| now.duration_since(at).as_secs_f64()),
             recovered_bytes: self.recovered_bytes,
             lost_file_bytes: self.lost.bytes(),
-            open_files: self.handles.len() as u64,
-            waiting_writers: self.space.waiters.count(),
+            open_files: self.open_files.handles.len() as u64,
+            waiting_writers: self.room.space.waiters.count(),
             ingest_bytes: get(&counters.ingest_bytes),
             ingest_writes: get(&counters.ingest_writes),
             drain_bytes: get(&counters.drain_bytes),
@@ -158,19 +160,19 @@ impl<B: Backing> Engine<B> {
     }
 
     fn spill_status(&self) -> Option<SpillStatus> {
-        let figures = self.arena.spill_figures()?;
+        let figures = self.base.arena.spill_figures()?;
         Some(SpillStatus {
-            path: self.arena.superblock().spill_path.clone().into(),
+            path: self.base.arena.superblock().spill_path.clone().into(),
             bytes: figures.bytes,
             used_bytes: figures.used_bytes,
             moved_bytes: figures.moved_bytes,
-            failing: self.spill.fails() || self.arena.spill_fault().is_some(),
+            failing: self.room.spill.fails() || self.base.arena.spill_fault().is_some(),
             ..SpillStatus::default()
         })
     }
 
     fn numa_node_status(&self) -> Vec<NumaNodeStatus> {
-        let figures = self.arena.numa_node_figures();
+        let figures = self.base.arena.numa_node_figures();
         let status = figures.iter().map(|node| NumaNodeStatus {
             numa_node: node.id,
             bytes: node.bytes,
@@ -181,11 +183,12 @@ impl<B: Backing> Engine<B> {
     }
 
     fn error_status(&self) -> Vec<ErrorStatus> {
-        let errors = self.errors.list();
+        let errors = self.base.errors.list();
         if errors.is_empty() {
             return Vec::new();
         }
         let held: Vec<Vec<u8>> = self
+            .open_files
             .files
             .all()
             .iter()
@@ -193,9 +196,10 @@ impl<B: Backing> Engine<B> {
             .flat_map(|file| file.inode.paths())
             .collect();
         let failing_spill = self
+            .room
             .spill
             .fails()
-            .then(|| self.arena.superblock().spill_path.clone());
+            .then(|| self.base.arena.superblock().spill_path.clone());
         errors
             .into_iter()
             .map(|error| {
@@ -217,14 +221,14 @@ impl<B: Backing> Engine<B> {
 
     /// Forgets recorded errors; the data that they are about stays.
     pub fn clear_errors(&self) {
-        self.errors.clear();
+        self.base.errors.clear();
     }
 
     /// Files with pending data at or below `path`.
     pub fn files_below(&self, path: &[u8]) -> Vec<FileFigures> {
-        let files = self.files.all();
+        let files = self.open_files.files.all();
         let mut out = Vec::new();
-        self.ingest_all_published();
+        self.intake.ingest_all_published();
         for file in files {
             let (held_bytes, held_end, open, pending_level, ending, changes) = {
                 let state = file.lock();
@@ -232,7 +236,7 @@ impl<B: Backing> Engine<B> {
                     state.pending.bytes(),
                     state.pending.end(),
                     !state.opens.is_empty(),
-                    state.level_of_pending(&self.arena),
+                    state.level_of_pending(&self.base.arena),
                     state.opens.ending(),
                     state.changes,
                 )
@@ -243,7 +247,7 @@ impl<B: Backing> Engine<B> {
             };
             let level = if held_bytes > 0 {
                 pending_level
-            } else if self.is_logged(&file.inode) {
+            } else if self.tree.is_logged(&file.inode) {
                 DurabilityLevel::Logged
             } else if file.inode.is_durable() {
                 DurabilityLevel::Durable

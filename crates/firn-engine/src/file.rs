@@ -57,7 +57,7 @@ pub(crate) struct FileState<B: Backing> {
     pub changes: u64,
     /// The changes of which a partner has a copy; 0: it has none.
     pub partnered_changes: u64,
-    /// The [`Engine::privileges_epoch`](crate::Engine) in which it was seen to have no privileges; 0: never.
+    /// Epoch of the privileges ([`Privileges::epoch`](crate::privileges::Privileges)) in which it was seen to have none; 0: never.
     pub plain_in: u32,
     /// No name leads to it any more.
     pub unlinked: bool,

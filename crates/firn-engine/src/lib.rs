@@ -1,30 +1,39 @@
 //! Names, files, extents, recovery: what a write means, without a transport.
 //!
 //! The engine knows nothing of FUSE, sockets or threads of its own; it is called and answers. A
-//! frontend calls the operations of [`Engine`]; a drain calls [`Engine::pick`], does the I/O and calls
-//! [`Engine::complete`]. What has to wait is told by a callback. A thread is blocked only by what
-//! needs the backing's own answer after a drain, by [`Engine::wait_tree`], and for the short wait for one I/O in flight
+//! frontend calls the operations of [`Engine`]; a drain calls [`Drainer::pick`], does the I/O and calls
+//! [`Drainer::complete`]. What has to wait is told by a callback. A thread is blocked only by what
+//! needs the backing's own answer after a drain, by [`Durability::wait_tree`], and for the short wait for one I/O in flight
 //! on the same file.
 //!
 //! Names go to the backing at once (drain policy *eager*); data is held in the arena and recorded in
 //! piece tables, and the journal says which file each piece belongs to.
-
 //!
 //! # Modules
 //!
-//! Each knows only modules below its own line; what several parts have to do with is a method of [`Engine`].
+//! An engine is a list of parts, each a struct with its own locks and methods. A part knows only parts below its own line,
+//! which it was made with. [`Engine`] has all of them and the operations of programs that need many.
 //!
 //! ```text
-//! operations   namespace, tree · data, write, truncate, sync · drain/{pick, job, complete, wait} · space/reclaim ·
-//!              cache/evict · spill/step · direct_access, chunks · privileges/strip · open_files · recovery · figures
-//! Engine       engine: the parts of one mount
-//! parts        names · tables: files, handles · drain: queues · space · spill · grants · privileges · file_journal
-//!              with file_id and ending · claims · lost · errors · counters · kernel_copies
+//! operations   data: open, read, write, release · sync · truncate · shared · recovery · figures · chunks
+//! Engine       engine: puts the parts together
+//! parts        namespace · write · direct_access
+//!              privilege_rules · durability with partner
+//!              exclusive: changes without a drain beside them
+//!              drainer: pick, job, complete, wait
+//!              space: room, with space/reclaim, cache/evict and spill/step
+//!              kernel_cache · reads
+//!              intake: published bytes become pending · open_files
+//!              tree: names and objects · drain: queues · lost
+//!              base: backing, arena, journal, policies, counters, errors
+//! tables       names · tables: files, handles · grants · privileges · file_journal with file_id and ending · claims
+//!              errors · counters · kernel_copies
 //! a file       file: pending, drain_state, opens, direct · cache
 //! values       extents · lane · retry · options · api
 //! ```
 
 mod api;
+mod base;
 mod cache;
 mod chunks;
 mod claims;
@@ -32,15 +41,20 @@ mod counters;
 mod data;
 mod direct_access;
 mod drain;
+mod drainer;
+mod durability;
 mod ending;
 mod engine;
 mod errors;
+mod exclusive;
 mod extents;
 mod figures;
 mod file;
 mod file_id;
 mod file_journal;
 mod grants;
+mod intake;
+mod kernel_cache;
 mod kernel_copies;
 mod lost;
 mod names;
@@ -48,7 +62,9 @@ mod namespace;
 mod open_files;
 mod options;
 mod partner;
+mod privilege_rules;
 mod privileges;
+mod reads;
 mod recovery;
 mod retry;
 mod shared;
@@ -64,20 +80,31 @@ mod write;
 
 pub use api::*;
 pub use chunks::{HeldChunks, ListedPart, PartPlace};
+pub use direct_access::DirectAccess;
 pub use drain::Executor;
-pub use drain::job::{Job, JobOutcome};
-pub use drain::pick::{LaneLimits, Pick};
-pub use drain::wait::NextWork;
+pub use drainer::Drainer;
+pub use drainer::job::{Job, JobOutcome};
+pub use drainer::pick::{LaneLimits, Pick};
+pub use drainer::wait::NextWork;
+pub use durability::Durability;
 pub use engine::{Engine, EngineError};
+pub use exclusive::Exclusive;
 pub use figures::FileFigures;
 pub use file::FileId;
 pub use firn_backing::LaneIndex;
-pub use lost::LostFile;
+pub use kernel_cache::KernelCache;
+pub use lost::{LostFile, LostFiles};
+pub use namespace::Namespace;
+pub use open_files::OpenFiles;
 pub use options::{ClosePolicy, DrainPolicy, EngineOptions, FsyncPolicy, Order};
 pub use partner::PartnerFigures;
+pub use privilege_rules::PrivilegeRules;
 pub use privileges::Principal;
 pub use recovery::{Recovered, StoredArena};
+pub use space::Room;
 pub use spill::SpillStep;
+pub use tree::NameTree;
+pub use write::Writes;
 
 /// Result of an operation: the errno that the program gets.
 pub type Result<T> = std::result::Result<T, firn_backing::Errno>;

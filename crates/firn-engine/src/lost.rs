@@ -3,15 +3,15 @@
 //! Nobody drains their pieces. They stay in the arena until the user puts the files back under their
 //! names, or takes the data elsewhere, or gives it up.
 
-use firn_arena::Arena;
-use firn_backing::Errno;
+use std::sync::Arc;
+
 use firn_backing::lock::Mutex;
+use firn_backing::{Backing, Errno};
 use firn_format::record::Record;
 use firn_protocol::path::BytePath;
 
-use crate::errors::ErrorLog;
+use crate::base::Base;
 use crate::file::Layers;
-use crate::file_journal::FileJournal;
 
 /// Copied at a time.
 const STEP_BYTES: u64 = 1 << 20;
@@ -43,29 +43,30 @@ impl LostFile {
 }
 
 /// All lost files of a mount.
-#[derive(Default)]
-pub(crate) struct LostFiles {
+pub struct LostFiles<B: Backing> {
+    base: Arc<Base<B>>,
     kept: Mutex<Vec<Kept>>,
 }
 
-impl LostFiles {
+impl<B: Backing> LostFiles<B> {
+    pub(crate) fn new(base: &Arc<Base<B>>) -> Self {
+        Self {
+            base: Arc::clone(base),
+            kept: Mutex::default(),
+        }
+    }
+
     /// Keeps the pieces of a file that was not found, and records that. Returns the file with its bytes counted.
-    pub(crate) fn keep(
-        &self,
-        arena: &Arena,
-        errors: &ErrorLog,
-        mut file: LostFile,
-        layers: Layers,
-    ) -> LostFile {
+    pub(crate) fn keep(&self, mut file: LostFile, layers: Layers) -> LostFile {
         for (piece, used) in layers.pieces.iter() {
-            arena.keep_piece(*piece, used.live as u32);
+            self.base.arena.keep_piece(*piece, used.live as u32);
             file.bytes += used.live;
         }
         let path = file.known_path();
         let bytes = file.bytes;
         let reason = &file.reason;
         tracing::error!(%path, bytes, reason, "held data has no file to go to; it stays in the arena");
-        errors.record_lost(
+        self.base.errors.record_lost(
             path.as_bytes().to_vec(),
             Errno::NOENT,
             format!("{bytes} held bytes have no file to go to ({reason}); they stay in the arena"),
@@ -75,7 +76,8 @@ impl LostFiles {
         known
     }
 
-    pub(crate) fn list(&self) -> Vec<LostFile> {
+    /// Files whose data has nowhere to go.
+    pub fn list(&self) -> Vec<LostFile> {
         self.kept
             .lock()
             .iter()
@@ -83,10 +85,10 @@ impl LostFiles {
             .collect()
     }
 
-    /// Gives the held bytes of a lost file to `sink`, with their offsets, in ascending order.
-    pub(crate) fn read<E: From<Errno>>(
+    /// Gives the held bytes of a lost file to `sink`, with their offsets, in ascending order. What had been drained
+    /// before is not among them. A file that is not lost has none.
+    pub fn read<E: From<Errno>>(
         &self,
-        arena: &Arena,
         file: u64,
         mut sink: impl FnMut(u64, &[u8]) -> Result<(), E>,
     ) -> Result<(), E> {
@@ -99,7 +101,11 @@ impl LostFiles {
             let mut done = 0;
             while done < extent.len {
                 buf.resize((extent.len - done).min(STEP_BYTES) as usize, 0);
-                arena.copy_out(extent.piece.slab, extent.position + done as u32, &mut buf)?;
+                self.base.arena.copy_out(
+                    extent.piece.slab,
+                    extent.position + done as u32,
+                    &mut buf,
+                )?;
                 sink(offset + done, &buf)?;
                 done += buf.len() as u64;
             }
@@ -107,15 +113,18 @@ impl LostFiles {
         Ok(())
     }
 
-    /// Gives up the held bytes of a lost file; returns which it was. They cannot be had again.
-    pub(crate) fn discard(
-        &self,
-        arena: &Arena,
-        journal: &FileJournal,
-        file: u64,
-    ) -> Option<LostFile> {
+    /// Gives up the held bytes of a lost file. They cannot be had again.
+    pub fn discard(&self, file: u64) {
+        let Base {
+            arena,
+            journal,
+            errors,
+            ..
+        } = &*self.base;
         let mut lost = self.kept.lock();
-        let at = lost.iter().position(|kept| kept.file.file == file)?;
+        let Some(at) = lost.iter().position(|kept| kept.file.file == file) else {
+            return;
+        };
         let kept = lost.remove(at);
         // Marks first: a crash between leaves a file id without pieces, which recovery takes away.
         for (piece, used) in kept.layers.pieces.iter() {
@@ -123,7 +132,8 @@ impl LostFiles {
             arena.release_bytes(piece.slab, used.live);
         }
         journal.append_note(&Record::FileIdEnd { file });
-        Some(kept.file)
+        drop(lost);
+        errors.forget_lost(kept.file.known_path().as_bytes());
     }
 
     /// Bytes that have no file to go to.

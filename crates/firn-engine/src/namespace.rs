@@ -6,34 +6,69 @@ use std::sync::atomic::Ordering;
 
 use firn_backing::{
     Attr, Backing, Caller, DirEntry, Errno, Kind, NewKind, RenameFlags, SetTime, StatFs, Time,
+    is_below,
 };
-use firn_format::durability::DurabilityLevel;
 use firn_format::record::Record;
 
-use crate::engine::Engine;
+use crate::base::Base;
+use crate::drainer::Drainer;
+use crate::exclusive::Exclusive;
 use crate::file::File;
+use crate::intake::Intake;
+use crate::kernel_cache::KernelCache;
 use crate::names::Inode;
+use crate::open_files::OpenFiles;
+use crate::privilege_rules::PrivilegeRules;
 use crate::size::whole_size;
-use crate::{Entry, HandleId, InodeId, Principal, Result, SetAttr};
+use crate::space::Room;
+use crate::tree::NameTree;
+use crate::{Cached, Entry, HandleId, InodeId, Principal, Result, SetAttr};
 
-impl<B: Backing> Engine<B> {
-    // ---- attributes --------------------------------------------------------------------------
+/// Names, attributes and directories as programs see them.
+pub struct Namespace<B: Backing> {
+    pub(crate) base: Arc<Base<B>>,
+    pub(crate) tree: Arc<NameTree<B>>,
+    pub(crate) intake: Arc<Intake<B>>,
+    pub(crate) open_files: Arc<OpenFiles<B>>,
+    pub(crate) kernel_cache: Arc<KernelCache<B>>,
+    pub(crate) room: Arc<Room<B>>,
+    pub(crate) drainer: Arc<Drainer<B>>,
+    pub(crate) exclusive: Arc<Exclusive<B>>,
+    pub(crate) privilege_rules: Arc<PrivilegeRules<B>>,
+}
+
+impl<B: Backing> Namespace<B> {
+    pub(crate) fn new(privilege_rules: &Arc<PrivilegeRules<B>>) -> Self {
+        Self {
+            base: Arc::clone(&privilege_rules.base),
+            tree: Arc::clone(&privilege_rules.tree),
+            intake: Arc::clone(&privilege_rules.intake),
+            open_files: Arc::clone(&privilege_rules.open_files),
+            kernel_cache: Arc::clone(&privilege_rules.drainer.kernel_cache),
+            room: Arc::clone(&privilege_rules.drainer.room),
+            drainer: Arc::clone(&privilege_rules.drainer),
+            exclusive: Arc::clone(&privilege_rules.exclusive),
+            privilege_rules: Arc::clone(privilege_rules),
+        }
+    }
 
     /// Resolves a name; the inode's lookup count goes up by one.
     pub fn lookup(&self, parent: InodeId, name: &OsStr) -> Result<Entry> {
-        let dir = self.inode(parent)?;
+        let dir = self.tree.inode(parent)?;
         loop {
-            let before = self.names.changes();
-            let found = self.with_descriptor(|| self.backing.lookup(&self.object(&dir)?, name));
+            let before = self.tree.names.changes();
+            let found = self
+                .open_files
+                .with_descriptor(|| self.base.backing.lookup(&self.tree.object(&dir)?, name));
             let (object, attr) = found?;
-            let inode = self.names.register(object, &attr, &dir, name, 1);
+            let inode = self.tree.names.register(object, &attr, &dir, name, 1);
             if self.is_name_current(before, &dir, name, &inode) {
                 return Ok(Entry {
                     inode: inode.id,
                     attr: self.overlay(&inode, attr)?,
                 });
             }
-            self.names.forget(inode.id, 1);
+            self.tree.names.forget(inode.id, 1);
         }
     }
 
@@ -46,22 +81,24 @@ impl<B: Backing> Engine<B> {
         name: &OsStr,
         inode: &Inode<B>,
     ) -> bool {
-        self.names.changes() == before || !self.drop_wrong_name(dir, name, inode)
+        self.tree.names.changes() == before || !self.drop_wrong_name(dir, name, inode)
     }
 
     /// The kernel drops `count` references to an inode.
     pub fn forget(&self, inode: InodeId, count: u64) {
-        self.names.forget(inode, count);
+        self.tree.names.forget(inode, count);
     }
 
     /// Attributes.
     pub fn attr(&self, inode: InodeId, _handle: Option<HandleId>) -> Result<Attr> {
-        let inode = self.inode(inode)?;
+        let inode = self.tree.inode(inode)?;
         self.attr_of(&inode)
     }
 
     fn attr_of(&self, inode: &Arc<Inode<B>>) -> Result<Attr> {
-        let attr = self.with_descriptor(|| self.backing.attr(&self.object(inode)?))?;
+        let attr = self
+            .open_files
+            .with_descriptor(|| self.base.backing.attr(&self.tree.object(inode)?))?;
         self.overlay(inode, attr)
     }
 
@@ -69,25 +106,25 @@ impl<B: Backing> Engine<B> {
     /// if need be: a drain between the two must not make the file look short.
     fn overlay(&self, inode: &Arc<Inode<B>>, attr: Attr) -> Result<Attr> {
         let Some(file) = (inode.kind == Kind::File)
-            .then(|| self.known_file(inode))
+            .then(|| self.open_files.known_file(inode))
             .flatten()
         else {
             return Ok(attr);
         };
         let (pending, end, mtime) = {
             let mut state = file.lock();
-            self.ingest_published(&file, &mut state);
+            self.intake.ingest_published(&file, &mut state);
             (
                 state.pending.bytes(),
                 state.pending.end(),
                 state.pending.mtime(),
             )
         };
-        let object = self.object(inode)?;
-        let mut attr = self.backing.attr(&object)?;
-        self.see_changes_by_others(inode, &object);
-        self.end_lists_before_changes(&file, &object);
-        self.see_privileges(&file, &attr);
+        let object = self.tree.object(inode)?;
+        let mut attr = self.base.backing.attr(&object)?;
+        self.kernel_cache.see_changes_by_others(inode, &object);
+        self.intake.end_lists_before_changes(&file, &object);
+        self.privilege_rules.see_privileges(&file, &attr);
         if pending == 0 {
             return Ok(attr);
         }
@@ -108,34 +145,37 @@ impl<B: Backing> Engine<B> {
         set: SetAttr,
         by: Option<&dyn Principal>,
     ) -> Result<Attr> {
-        let inode = self.inode(inode)?;
+        let inode = self.tree.inode(inode)?;
         if let Some(by) = by.filter(|_| set.is_empty()) {
             // Before the kernel changes contents by itself (passthrough), and for set-group-id without group execute.
-            self.drop_privileges(inode.id, by)?;
+            self.privilege_rules.drop_privileges(inode.id, by)?;
         }
         if let Some(size) = set.size {
-            let file = self.file_with(&inode, |_| {});
-            let dropped = by.map_or(Ok(()), |by| self.drop_privileges_of(&file, by));
-            let result = dropped.and_then(|()| self.truncate_file(&file, size));
-            self.drop_if_unused(&file);
+            let file = self.open_files.file_with(&inode, |_| {});
+            let dropped = by.map_or(Ok(()), |by| {
+                self.privilege_rules.drop_privileges_of(&file, by)
+            });
+            let result = dropped.and_then(|()| self.exclusive.truncate_file(&file, size));
+            self.open_files.drop_if_unused(&file);
             result?;
         }
         if (set.mode.is_some() || set.uid.is_some() || set.gid.is_some())
-            && let Some(file) = self.known_file(&inode)
+            && let Some(file) = self.open_files.known_file(&inode)
         {
             // Set-id bits must go with the next write, which only the kernel's way can do.
-            self.end_grant(&file);
-            self.open_before_mode_change(&file);
+            self.intake.end_grant(&file);
+            self.open_files.open_before_mode_change(&file);
         }
         let changes_owner = set.uid.is_some() || set.gid.is_some();
         if changes_owner {
-            self.set_owner(&inode, (set.uid, set.gid), by)?;
+            self.privilege_rules
+                .set_owner(&inode, (set.uid, set.gid), by)?;
         }
         match set.mode {
             Some(mode) if by.is_some() && (changes_owner || set.size.is_some()) => {
-                self.set_mode_besides(&inode, mode)?;
+                self.privilege_rules.set_mode_besides(&inode, mode)?;
             }
-            Some(mode) => self.set_mode(&inode, mode, by)?,
+            Some(mode) => self.privilege_rules.set_mode(&inode, mode, by)?,
             None => {}
         }
         if set.atime != SetTime::Keep || set.mtime != SetTime::Keep {
@@ -145,8 +185,11 @@ impl<B: Backing> Engine<B> {
     }
 
     fn set_times(&self, inode: &Arc<Inode<B>>, atime: SetTime, mtime: SetTime) -> Result<()> {
-        let Some(file) = self.known_file(inode) else {
-            return self.backing.set_times(&self.object(inode)?, atime, mtime);
+        let Some(file) = self.open_files.known_file(inode) else {
+            return self
+                .base
+                .backing
+                .set_times(&self.tree.object(inode)?, atime, mtime);
         };
         let time = match mtime {
             SetTime::Keep => None,
@@ -155,8 +198,9 @@ impl<B: Backing> Engine<B> {
         };
         let before = self.expect_mtime(&file, time);
         let result = self
+            .tree
             .object(inode)
-            .and_then(|object| self.backing.set_times(&object, atime, mtime));
+            .and_then(|object| self.base.backing.set_times(&object, atime, mtime));
         let mut state = file.lock();
         if result.is_ok() {
             state.cache.trust();
@@ -164,7 +208,7 @@ impl<B: Backing> Engine<B> {
         // A write since then has a later time of its own.
         if time.is_some() && !state.pending.is_empty() && state.pending.mtime() == time {
             match &result {
-                Ok(()) => self.journal.record_time(&state),
+                Ok(()) => self.base.journal.record_time(&state),
                 Err(_) => state.pending.set_mtime(before),
             }
         }
@@ -175,10 +219,10 @@ impl<B: Backing> Engine<B> {
     /// one. Returns what it replaces.
     fn expect_mtime(&self, file: &Arc<File<B>>, time: Option<Time>) -> Option<Time> {
         let mut state = file.lock_to_set_times();
-        self.ingest_published(file, &mut state);
+        self.intake.ingest_published(file, &mut state);
         if time.is_some() {
             // What the client writes from here on has to be told from what it wrote before: by its next lease.
-            self.revoke_grant(file, &mut state);
+            self.intake.revoke_grant(file, &mut state);
         }
         let before = state.pending.mtime();
         if time.is_some() && !state.pending.is_empty() {
@@ -186,36 +230,6 @@ impl<B: Backing> Engine<B> {
         }
         before
     }
-
-    /// What all bytes of an inode survive.
-    pub fn state_of(&self, inode: InodeId) -> Result<DurabilityLevel> {
-        let inode = self.inode(inode)?;
-        let pending = self.known_file(&inode).and_then(|file| {
-            let mut state = file.lock();
-            self.ingest_published(&file, &mut state);
-            (!state.pending.is_empty()).then(|| state.level_of_pending(&self.arena))
-        });
-        Ok(if let Some(level) = pending {
-            level
-        } else if self.is_logged(&inode) {
-            DurabilityLevel::Logged
-        } else if inode.is_durable() {
-            DurabilityLevel::Durable
-        } else {
-            DurabilityLevel::Drained
-        })
-    }
-
-    /// Whether bytes of it are in logs.
-    pub(crate) fn is_logged(&self, inode: &Inode<B>) -> bool {
-        let asks = || {
-            self.object(inode)
-                .map(|object| self.backing.is_logged(&object))
-        };
-        self.backing.features().finishes_files && asks().unwrap_or(false)
-    }
-
-    // ---- names -------------------------------------------------------------------------------
 
     /// Enters an object that was just made. ESTALE where it is gone with its transaction already: the kernel then
     /// looks the path up anew.
@@ -227,9 +241,9 @@ impl<B: Backing> Engine<B> {
         object: B::Inode,
         attr: &Attr,
     ) -> Result<Arc<Inode<B>>> {
-        let inode = self.names.register(object, attr, dir, name, 1);
+        let inode = self.tree.names.register(object, attr, dir, name, 1);
         if !self.is_name_current(before, dir, name, &inode) {
-            self.names.forget(inode.id, 1);
+            self.tree.names.forget(inode.id, 1);
             return Err(Errno::STALE);
         }
         inode.name_unsynced.store(true, Ordering::Release);
@@ -244,10 +258,13 @@ impl<B: Backing> Engine<B> {
         name: &OsStr,
         mode: u32,
     ) -> Result<Entry> {
-        let dir = self.inode(parent)?;
-        let before = self.names.changes();
-        let (object, attr) =
-            self.with_descriptor(|| self.backing.mkdir(caller, &self.object(&dir)?, name, mode))?;
+        let dir = self.tree.inode(parent)?;
+        let before = self.tree.names.changes();
+        let (object, attr) = self.open_files.with_descriptor(|| {
+            self.base
+                .backing
+                .mkdir(caller, &self.tree.object(&dir)?, name, mode)
+        })?;
         let inode = self.register_created(before, &dir, name, object, &attr)?;
         Ok(Entry {
             inode: inode.id,
@@ -264,11 +281,16 @@ impl<B: Backing> Engine<B> {
         mode: u32,
         rdev: u64,
     ) -> Result<Entry> {
-        let dir = self.inode(parent)?;
-        let before = self.names.changes();
-        let node = NewKind::Node { mode, rdev };
-        let (object, attr) =
-            self.with_descriptor(|| self.backing.make(caller, &self.object(&dir)?, name, node))?;
+        let dir = self.tree.inode(parent)?;
+        let before = self.tree.names.changes();
+        let (object, attr) = self.open_files.with_descriptor(|| {
+            self.base.backing.make(
+                caller,
+                &self.tree.object(&dir)?,
+                name,
+                NewKind::Node { mode, rdev },
+            )
+        })?;
         let inode = self.register_created(before, &dir, name, object, &attr)?;
         Ok(Entry {
             inode: inode.id,
@@ -284,11 +306,12 @@ impl<B: Backing> Engine<B> {
         name: &OsStr,
         target: &OsStr,
     ) -> Result<Entry> {
-        let dir = self.inode(parent)?;
-        let before = self.names.changes();
-        let (object, attr) = self.with_descriptor(|| {
-            self.backing
-                .symlink(caller, &self.object(&dir)?, name, target)
+        let dir = self.tree.inode(parent)?;
+        let before = self.tree.names.changes();
+        let (object, attr) = self.open_files.with_descriptor(|| {
+            self.base
+                .backing
+                .symlink(caller, &self.tree.object(&dir)?, name, target)
         })?;
         let inode = self.register_created(before, &dir, name, object, &attr)?;
         Ok(Entry {
@@ -299,22 +322,28 @@ impl<B: Backing> Engine<B> {
 
     /// link(2): one more name for an inode; its pending data stays one.
     pub fn link(&self, inode: InodeId, parent: InodeId, name: &OsStr) -> Result<Entry> {
-        let inode = self.inode(inode)?;
-        let dir = self.inode(parent)?;
-        let _path_stays = self.paths.stay(|| dir.path_of(name).into_iter().collect());
+        let inode = self.tree.inode(inode)?;
+        let dir = self.tree.inode(parent)?;
+        let _path_stays = self
+            .tree
+            .paths
+            .stay(|| dir.path_of(name).into_iter().collect());
         // The new name leads to this very object: it need not be looked up.
-        let object = self.object(&inode)?;
-        let attr = self.backing.link(&object, &self.object(&dir)?, name)?;
-        let linked = self.names.register(object, &attr, &dir, name, 1);
+        let object = self.tree.object(&inode)?;
+        let attr = self
+            .base
+            .backing
+            .link(&object, &self.tree.object(&dir)?, name)?;
+        let linked = self.tree.names.register(object, &attr, &dir, name, 1);
         linked.name_unsynced.store(true, Ordering::Release);
-        if let Some(file) = self.known_file(&linked) {
+        if let Some(file) = self.open_files.known_file(&linked) {
             let mut state = file.lock();
             state.unlinked = false;
             if let Some(file_id) = state.pending.file_id()
                 && let Some(path) = dir.path_of(name)
             {
                 // Kept or the name must not be relied on: a full journal fails the next removal instead.
-                self.journal.append_note(&Record::NameAdded {
+                self.base.journal.append_note(&Record::NameAdded {
                     file: file_id.get(),
                     path,
                 });
@@ -328,13 +357,17 @@ impl<B: Backing> Engine<B> {
 
     /// unlink(2).
     pub fn unlink(&self, parent: InodeId, name: &OsStr) -> Result<()> {
-        let dir = self.inode(parent)?;
-        let _path_stays = self.paths.stay(|| dir.path_of(name).into_iter().collect());
+        let dir = self.tree.inode(parent)?;
+        let _path_stays = self
+            .tree
+            .paths
+            .stay(|| dir.path_of(name).into_iter().collect());
         let file = self.prepare_name_removal(&dir, name)?;
-        let parent = self.object(&dir)?;
-        self.with_descriptor(|| self.names.hold_last(&self.backing, dir.id, name))?;
-        self.backing.unlink(&parent, name)?;
-        self.names.unlinked(dir.id, name);
+        let parent = self.tree.object(&dir)?;
+        self.open_files
+            .with_descriptor(|| self.tree.names.hold_last(&self.base.backing, dir.id, name))?;
+        self.base.backing.unlink(&parent, name)?;
+        self.tree.names.unlinked(dir.id, name);
         if let Some(file) = file {
             self.note_removed_name(&file);
         }
@@ -347,10 +380,10 @@ impl<B: Backing> Engine<B> {
         dir: &Arc<Inode<B>>,
         name: &OsStr,
     ) -> Result<Option<Arc<File<B>>>> {
-        let Some(inode) = self.names.child(dir.id, name) else {
+        let Some(inode) = self.tree.names.child(dir.id, name) else {
             return Ok(None);
         };
-        let Some(file) = self.known_file(&inode) else {
+        let Some(file) = self.open_files.known_file(&inode) else {
             return Ok(None);
         };
         if let Some(path) = dir.path_of(name) {
@@ -365,7 +398,7 @@ impl<B: Backing> Engine<B> {
     fn record_name_removal(&self, file: &Arc<File<B>>, path: Vec<u8>) -> Result<()> {
         let file_id = {
             let mut state = file.lock();
-            self.ingest_published(file, &mut state);
+            self.intake.ingest_published(file, &mut state);
             state
                 .pending
                 .file_id()
@@ -380,23 +413,31 @@ impl<B: Backing> Engine<B> {
             .into_iter()
             .filter(|known| *known != path)
             .collect();
-        if others.is_empty() && self.backing.attr(&self.object(&file.inode)?)?.nlink > 1 {
-            self.end_grant(file);
-            return self.drain_and_wait(file);
+        if others.is_empty()
+            && self
+                .base
+                .backing
+                .attr(&self.tree.object(&file.inode)?)?
+                .nlink
+                > 1
+        {
+            self.intake.end_grant(file);
+            return self.drainer.drain_and_wait(file);
         }
         let file = file_id.get();
         let added = others
             .into_iter()
             .map(|path| Record::NameAdded { file, path });
         let removed = Record::NameRemoved { file, path };
-        self.journal.append_all(added.chain([removed]))
+        self.base.journal.append_all(added.chain([removed]))
     }
 
     /// A name of this file is gone. Without name and handle its pending data is of no use to anyone.
     fn note_removed_name(&self, file: &Arc<File<B>>) {
         let gone = match self
+            .tree
             .object(&file.inode)
-            .and_then(|object| self.backing.attr(&object))
+            .and_then(|object| self.base.backing.attr(&object))
         {
             Ok(attr) => attr.nlink == 0,
             // Where the backing cannot say, its data is kept.
@@ -412,22 +453,23 @@ impl<B: Backing> Engine<B> {
         };
         if !unused {
             // It keeps what it has open from here on.
-            self.open_nameless(file);
+            self.open_files.open_nameless(file);
         }
         if unused {
-            self.discard(file);
-            self.drop_if_unused(file);
-            self.wake_writers();
+            self.exclusive.discard(file);
+            self.open_files.drop_if_unused(file);
+            self.room.wake_writers();
         }
     }
 
     /// rmdir(2).
     pub fn rmdir(&self, parent: InodeId, name: &OsStr) -> Result<()> {
-        let dir = self.inode(parent)?;
-        let parent = self.object(&dir)?;
-        self.with_descriptor(|| self.names.hold_last(&self.backing, dir.id, name))?;
-        self.backing.rmdir(&parent, name)?;
-        self.names.unlinked(dir.id, name);
+        let dir = self.tree.inode(parent)?;
+        let parent = self.tree.object(&dir)?;
+        self.open_files
+            .with_descriptor(|| self.tree.names.hold_last(&self.base.backing, dir.id, name))?;
+        self.base.backing.rmdir(&parent, name)?;
+        self.tree.names.unlinked(dir.id, name);
         Ok(())
     }
 
@@ -440,30 +482,29 @@ impl<B: Backing> Engine<B> {
         new_name: &OsStr,
         flags: RenameFlags,
     ) -> Result<()> {
-        let dir = self.inode(parent)?;
-        let new_dir = self.inode(new_parent)?;
+        let dir = self.tree.inode(parent)?;
+        let new_dir = self.tree.inode(new_parent)?;
         let exchange = flags.contains(RenameFlags::EXCHANGE);
-        let from = self.object(&dir)?;
-        let to = self.object(&new_dir)?;
+        let from = self.tree.object(&dir)?;
+        let to = self.tree.object(&new_dir)?;
         let both = || {
             [dir.path_of(name), new_dir.path_of(new_name)]
                 .into_iter()
                 .flatten()
                 .collect()
         };
-        let _paths_change = self.paths.change(both);
-        let moved = self.names.child(dir.id, name);
-        let target = self.names.child(new_dir.id, new_name);
+        let _paths_change = self.tree.paths.change(both);
+        let moved = self.tree.names.child(dir.id, name);
+        let target = self.tree.names.child(new_dir.id, new_name);
         if moved.is_some_and(|a| target.is_some_and(|b| Arc::ptr_eq(&a, &b))) {
             // Two names of one file: nothing changes, whatever the backing says.
-            return self.backing.rename(&from, name, &to, new_name, flags);
+            return self.base.backing.rename(&from, name, &to, new_name, flags);
         }
-        let replaced = match exchange {
-            true => None,
-            false => self
-                .names
-                .child(new_dir.id, new_name)
-                .and_then(|inode| self.known_file(&inode)),
+        let replaced = if exchange {
+            None
+        } else {
+            let replaced = self.tree.names.child(new_dir.id, new_name);
+            replaced.and_then(|inode| self.open_files.known_file(&inode))
         };
         if let Some(file) = &replaced
             && let Some(path) = new_dir.path_of(new_name)
@@ -471,33 +512,23 @@ impl<B: Backing> Engine<B> {
             self.record_name_removal(file, path)?;
         }
         if !exchange {
-            self.with_descriptor(|| self.names.hold_last(&self.backing, new_dir.id, new_name))?;
+            self.open_files.with_descriptor(|| {
+                self.tree
+                    .names
+                    .hold_last(&self.base.backing, new_dir.id, new_name)
+            })?;
         }
-        let id = self.journal.new_rename_id();
-        let journaled = !self.journal.is_empty();
-        if journaled {
-            let paths = (dir.path_of(name), new_dir.path_of(new_name));
-            let (Some(old), Some(new)) = paths else {
-                return Err(Errno::STALE);
-            };
-            let record = Record::RenameBegin {
-                id,
-                from: old,
-                to: new,
-                exchange,
-            };
-            self.journal.append(&record)?;
-        }
+        let recorded = self.record_rename((&dir, name), (&new_dir, new_name), exchange)?;
         let result = self
+            .tree
             .names
             .rename((&dir, name), (&new_dir, new_name), exchange, || {
-                self.backing.rename(&from, name, &to, new_name, flags)
+                self.base.backing.rename(&from, name, &to, new_name, flags)
             });
-        if journaled {
-            self.journal.append_end(&Record::RenameEnd {
-                id,
-                done: result.is_ok(),
-            });
+        if let Some(id) = recorded {
+            let done = result.is_ok();
+            let journal = &self.base.journal;
+            journal.append_end(&Record::RenameEnd { id, done });
         }
         result?;
         if let Some(file) = replaced {
@@ -506,17 +537,42 @@ impl<B: Backing> Engine<B> {
         Ok(())
     }
 
-    /// readlink(2).
-    pub fn readlink(&self, inode: InodeId) -> Result<Vec<u8>> {
-        self.backing.readlink(&self.object_of(inode)?)
+    /// Tells the journal of a rename that begins. Returns its number; none where no file has pending data that it could
+    /// be about.
+    fn record_rename(
+        &self,
+        (dir, name): (&Inode<B>, &OsStr),
+        (new_dir, new_name): (&Inode<B>, &OsStr),
+        exchange: bool,
+    ) -> Result<Option<u64>> {
+        let journal = &self.base.journal;
+        if journal.is_empty() {
+            return Ok(None);
+        }
+        let from = dir.path_of(name).ok_or(Errno::STALE)?;
+        let to = new_dir.path_of(new_name).ok_or(Errno::STALE)?;
+        let id = journal.new_rename_id();
+        journal.append(&Record::RenameBegin {
+            id,
+            from,
+            to,
+            exchange,
+        })?;
+        Ok(Some(id))
     }
 
-    // ---- extended attributes -----------------------------------------------------------------
+    /// readlink(2).
+    pub fn readlink(&self, inode: InodeId) -> Result<Vec<u8>> {
+        self.base.backing.readlink(&self.tree.object_of(inode)?)
+    }
 
     /// getxattr(2).
     pub fn get_xattr(&self, inode: InodeId, name: &OsStr) -> Result<Vec<u8>> {
-        self.backing.get_xattr(&self.object_of(inode)?, name)
+        self.base
+            .backing
+            .get_xattr(&self.tree.object_of(inode)?, name)
     }
+
     /// setxattr(2).
     pub fn set_xattr(
         &self,
@@ -526,30 +582,36 @@ impl<B: Backing> Engine<B> {
         flags: i32,
         by: Option<&dyn Principal>,
     ) -> Result<()> {
-        let inode = self.inode(inode)?;
+        let inode = self.tree.inode(inode)?;
         // It may be one that a write through the kernel takes away, or an ACL.
-        if let Some(file) = self.known_file(&inode) {
-            self.end_grant(&file);
-            self.open_before_mode_change(&file);
+        if let Some(file) = self.open_files.known_file(&inode) {
+            self.intake.end_grant(&file);
+            self.open_files.open_before_mode_change(&file);
         }
-        self.set_xattr_of(&inode, (name, value, flags), by)
-    }
-    /// listxattr(2).
-    pub fn list_xattr(&self, inode: InodeId) -> Result<Vec<u8>> {
-        self.backing.list_xattr(&self.object_of(inode)?)
-    }
-    /// removexattr(2).
-    pub fn remove_xattr(&self, inode: InodeId, name: &OsStr) -> Result<()> {
-        self.backing.remove_xattr(&self.object_of(inode)?, name)
+        self.privilege_rules
+            .set_xattr_of(&inode, (name, value, flags), by)
     }
 
-    // ---- directories -------------------------------------------------------------------------
+    /// listxattr(2).
+    pub fn list_xattr(&self, inode: InodeId) -> Result<Vec<u8>> {
+        self.base.backing.list_xattr(&self.tree.object_of(inode)?)
+    }
+
+    /// removexattr(2).
+    pub fn remove_xattr(&self, inode: InodeId, name: &OsStr) -> Result<()> {
+        self.base
+            .backing
+            .remove_xattr(&self.tree.object_of(inode)?, name)
+    }
 
     /// opendir(3).
     pub fn open_dir(&self, inode: InodeId) -> Result<HandleId> {
-        let dir = self.with_descriptor(|| self.backing.open_dir(&self.object_of(inode)?))?;
-        Ok(self.handles.insert_dir(dir))
+        let dir = self
+            .open_files
+            .with_descriptor(|| self.base.backing.open_dir(&self.tree.object_of(inode)?))?;
+        Ok(self.open_files.handles.insert_dir(dir))
     }
+
     /// Reads entries from `cookie` on until `sink` returns false or the directory ends.
     pub fn read_dir(
         &self,
@@ -557,16 +619,72 @@ impl<B: Backing> Engine<B> {
         cookie: i64,
         sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
     ) -> Result<()> {
-        let dir = self.handles.dir(handle)?;
-        self.backing.read_dir(&dir, cookie, sink)
+        let dir = self.open_files.handles.dir(handle)?;
+        self.base.backing.read_dir(&dir, cookie, sink)
     }
+
     /// closedir(3).
     pub fn release_dir(&self, handle: HandleId) {
-        self.handles.remove_dir(handle);
+        self.open_files.handles.remove_dir(handle);
     }
 
     /// statvfs(3) of the backing.
     pub fn statfs(&self) -> Result<StatFs> {
-        self.backing.statfs()
+        self.base.backing.statfs()
+    }
+
+    /// After names at or below `path` changed in the backing without the engine: it drops those that are not
+    /// so any more. Returns what the kernel may have cached of the tree before; names come first, so that nobody
+    /// finds new attributes under an old name.
+    pub fn revalidate_names(&self, path: &[u8]) -> Vec<Cached> {
+        let _names_stay = self.tree.paths.change(|| vec![path.to_vec()]);
+        // Before the inodes are listed: whoever found a name earlier and enters it only now sees this and looks again.
+        self.tree.names.note_changes_below();
+        let mut names = Vec::new();
+        let mut inodes = Vec::new();
+        for inode in self.tree.names.all() {
+            let paths = inode.paths();
+            // Without a name it may have been anywhere, and may have a name again.
+            let is_at = path.is_empty()
+                || paths.is_empty()
+                || paths.iter().any(|known| is_below(known, path));
+            if !is_at {
+                continue;
+            }
+            inodes.push(Cached::Inode(inode.id));
+            for (parent, name) in inode.known_names() {
+                if self.drop_wrong_name(&parent, &name, &inode) {
+                    names.push(Cached::Name {
+                        parent: parent.id,
+                        name: name.to_os_string(),
+                    });
+                }
+            }
+        }
+        names.extend(inodes);
+        names
+    }
+
+    /// Drops a name that does not lead to `inode` any more; whether it was one.
+    pub(crate) fn drop_wrong_name(
+        &self,
+        parent: &Arc<Inode<B>>,
+        name: &OsStr,
+        inode: &Inode<B>,
+    ) -> bool {
+        if self.tree.leads_to(parent, name, inode) {
+            return false;
+        }
+        // A file that is open, or has data, is still meant.
+        let held = self.open_files.with_descriptor(|| {
+            self.tree
+                .names
+                .hold_if_last(&self.base.backing, inode, parent.id, name)
+        });
+        if let Err(errno) = held {
+            tracing::warn!(%errno, "an object whose name is gone cannot be held");
+        }
+        self.tree.names.drop_name(parent.id, name, inode);
+        true
     }
 }

@@ -1,4 +1,4 @@
-//! How many files of the backing are open at a time.
+//! Open files, and how many files of the backing are open at a time.
 //!
 //! A program may have as many files open as its own limit allows, and there may be many programs: a file that is
 //! open here does not need a descriptor of its own all the time. Those that nobody reads, writes or drains right
@@ -8,16 +8,44 @@
 //! * Only what can be opened again is closed: it was, a moment before, by the same way.
 //! * A file without a name keeps what it has open: nothing else leads to its bytes.
 //!
-//! [`Engine::close_excess_files`] is called with no lock held.
+//! [`OpenFiles::close_excess_files`] is called with no lock held.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use firn_backing::{Access, Backing, Errno};
+use firn_backing::{
+    Access, Backing, DescriptorUse, Errno, Facts, FileUse, KernelReads, LaneIndex, is_below,
+};
 
-use crate::Result;
-use crate::engine::Engine;
-use crate::file::{BackingFile, File, FileState};
+use crate::base::Base;
+use crate::drain::Drain;
+use crate::file::{BackingFile, File, FileState, Route};
+use crate::names::Inode;
+use crate::tables::{FileTable, Handle, HandleTable};
+use crate::tree::NameTree;
+use crate::{FileIdentity, HandleId, InodeId, Result};
+
+/// Files that are open or have pending data, and what is open of them in the backing.
+pub struct OpenFiles<B: Backing> {
+    pub(crate) base: Arc<Base<B>>,
+    pub(crate) tree: Arc<NameTree<B>>,
+    pub(crate) drain: Arc<Drain<B>>,
+    pub(crate) files: FileTable<B>,
+    pub(crate) handles: HandleTable<B>,
+}
+
+impl<B: Backing> OpenFiles<B> {
+    pub(crate) fn new(tree: &Arc<NameTree<B>>, drain: &Arc<Drain<B>>) -> Self {
+        Self {
+            base: Arc::clone(&tree.base),
+            tree: Arc::clone(tree),
+            drain: Arc::clone(drain),
+            files: FileTable::default(),
+            handles: HandleTable::default(),
+        }
+    }
+}
 
 impl<B: Backing> FileState<B> {
     fn has_open(&self) -> bool {
@@ -31,18 +59,174 @@ impl<B: Backing> FileState<B> {
     }
 }
 
-impl<B: Backing> Engine<B> {
+impl<B: Backing> OpenFiles<B> {
+    /// Whether the handle may write.
+    pub fn is_writer(&self, handle: HandleId) -> bool {
+        self.handle(handle).is_ok_and(|handle| handle.writable)
+    }
+
+    /// How far the kernel may read a file that is open below.
+    pub(crate) fn kernel_reads(&self, file: &File<B>) -> KernelReads {
+        let open = file.lock().open_any();
+        open.map_or(KernelReads::Passthrough, |open| {
+            self.base.backing.kernel_reads(&open.file)
+        })
+    }
+
+    /// A duplicate of the backing's descriptor, for kernel passthrough.
+    pub fn backing_fd(&self, handle: HandleId) -> Option<OwnedFd> {
+        let handle = self.handle(handle).ok()?;
+        let writer = self.writer(&handle.file).ok()?;
+        self.base
+            .backing
+            .descriptor(&writer.file, DescriptorUse::Passthrough)
+    }
+
+    /// Tells the backing of a file that nobody writes to any more, if it wants to know.
+    pub(crate) fn note_written(&self, file: &File<B>) {
+        if !self.base.backing.features().finishes_files {
+            return;
+        }
+        let writer = {
+            let state = file.lock();
+            let is_written = !state.opens.has_writers() && state.pending.is_empty();
+            state.writer.clone().filter(|_| is_written)
+        };
+        if let Some(writer) = writer {
+            // The call waits for nothing: what it begins fails elsewhere.
+            let _ = self.base.backing.note_use(&writer.file, FileUse::Written);
+        }
+    }
+
+    /// Closes the backing's file of one that nobody has open: more files may be in memory than a process may have
+    /// descriptors. With pending data only where there are many, and only after a descriptor was had by the name
+    /// once more: it may be that nobody would get one later (mode 0444).
+    pub(crate) fn close_if_unused(&self, file: &File<B>) {
+        let pending = {
+            let state = file.lock();
+            if !state.may_close() {
+                return;
+            }
+            !state.pending.is_empty()
+        };
+        if pending {
+            let many = self.drain.held_files() > self.base.options.objects_max as u64;
+            let opens = || {
+                let object = self.tree.object(&file.inode)?;
+                self.base.backing.open(&object, Access::ReadWrite)
+            };
+            if !many || opens().is_err() {
+                return;
+            }
+        }
+        let mut state = file.lock();
+        if state.may_close() && (pending || state.pending.is_empty()) {
+            let closed = (state.writer.take(), state.reader.take());
+            drop(state);
+            drop(closed);
+        }
+    }
+
+    /// Before the mode of a file changes: a drain, or a program that has the file open, may not get its descriptor
+    /// afterwards.
+    pub(crate) fn open_before_mode_change(&self, file: &File<B>) {
+        let writes = {
+            let state = file.lock();
+            if state.pending.is_empty() && state.opens.is_empty() {
+                return;
+            }
+            !state.pending.is_empty() || state.opens.has_writers()
+        };
+        // If it is not to be had now, nothing is lost by the change.
+        let _ = self.open_below(file, writes);
+    }
+
+    fn open_below(&self, file: &File<B>, writes: bool) -> Result<()> {
+        self.with_descriptor(|| {
+            if writes {
+                self.writer(file).map(drop)
+            } else {
+                self.reader(file).map(drop)
+            }
+        })
+    }
+
+    /// A file that programs have open lost its last name.
+    pub(crate) fn open_nameless(&self, file: &File<B>) {
+        let writes = {
+            let state = file.lock();
+            state.opens.has_writers() || !state.pending.is_empty()
+        };
+        let kept = self.open_below(file, writes);
+        if let Err(errno) = kept {
+            // It is held as an object, and opened by that when it is used.
+            tracing::debug!(%errno, "a file without a name is not open below");
+        }
+    }
+
+    /// Which file a handle is open on.
+    pub fn identify_file(&self, handle: HandleId) -> Result<Arc<dyn FileIdentity>> {
+        Ok(Arc::clone(&self.handle(handle)?.file.inode) as _)
+    }
+
+    /// The inode of a handle that is open.
+    pub fn inode_of_handle(&self, handle: HandleId) -> Option<InodeId> {
+        Some(self.handle(handle).ok()?.file.inode.id)
+    }
+
+    pub(crate) fn handle(&self, id: HandleId) -> Result<Arc<Handle<B>>> {
+        self.handles.get(id)
+    }
+
+    /// The file of an inode, if it is open or has pending data.
+    pub(crate) fn known_file(&self, inode: &Inode<B>) -> Option<Arc<File<B>>> {
+        self.files.get(inode)
+    }
+
+    /// The file of an inode, with `change` applied while it cannot be dropped.
+    pub(crate) fn file_with(
+        &self,
+        inode: &Arc<Inode<B>>,
+        change: impl FnOnce(&mut FileState<B>),
+    ) -> Arc<File<B>> {
+        self.files.change(inode, self.route_of(inode), change)
+    }
+
+    /// Where an inode's data goes, as far as somebody can tell.
+    fn route_of(&self, inode: &Inode<B>) -> Route {
+        if self.drain.has_one_route() {
+            return Route::default();
+        }
+        if let Some(file) = self.known_file(inode) {
+            return file.route();
+        }
+        let Ok(object) = self.tree.object(inode) else {
+            return Route::default();
+        };
+        let Facts { lane, gathers, .. } = self.base.backing.facts(&object);
+        let is_known = lane.index() < self.drain.lane_count();
+        Route {
+            lane: if is_known { lane } else { LaneIndex::FIRST },
+            gathers,
+        }
+    }
+
+    /// Lets go of a file that is neither open nor pending.
+    pub(crate) fn drop_if_unused(&self, file: &Arc<File<B>>) {
+        self.files.remove_if_unused(file);
+    }
+
     /// Closes files of the backing, where more are open than [`EngineOptions::open_files_max`].
     ///
     /// [`EngineOptions::open_files_max`]: crate::EngineOptions
     pub(crate) fn close_excess_files(&self) {
-        let max = self.options.open_files_max;
+        let max = self.base.options.open_files_max;
         // A look at all of them is paid for by as many opens.
         let batch = (max / 4).max(1);
-        if self.counters.files_opened.load(Ordering::Relaxed) < batch {
+        if self.base.counters.files_opened.load(Ordering::Relaxed) < batch {
             return;
         }
-        self.counters.files_opened.store(0, Ordering::Relaxed);
+        self.base.counters.files_opened.store(0, Ordering::Relaxed);
         self.close_down_to(max - batch);
     }
 
@@ -64,14 +248,14 @@ impl<B: Backing> Engine<B> {
         }
         self.close_excess_files();
         let opened = self.with_descriptor(|| {
-            let object = &self.object(&file.inode)?;
-            match self.backing.open(object, Access::ReadWrite) {
+            let object = &self.tree.object(&file.inode)?;
+            match self.base.backing.open(object, Access::ReadWrite) {
                 Ok(file) => Ok(BackingFile {
                     file,
                     access: Access::ReadWrite,
                 }),
                 Err(Errno::ACCESS | Errno::PERM) => {
-                    let file = self.backing.open(object, Access::Write)?;
+                    let file = self.base.backing.open(object, Access::Write)?;
                     Ok(BackingFile {
                         file,
                         access: Access::Write,
@@ -80,7 +264,7 @@ impl<B: Backing> Engine<B> {
                 Err(errno) => Err(errno),
             }
         })?;
-        self.counters.count_opened();
+        self.base.counters.count_opened();
         Ok(file.keep_writer(opened))
     }
 
@@ -90,9 +274,12 @@ impl<B: Backing> Engine<B> {
             return Ok(open);
         }
         self.close_excess_files();
-        let opened =
-            self.with_descriptor(|| self.backing.open(&self.object(&file.inode)?, Access::Read))?;
-        self.counters.count_opened();
+        let opened = self.with_descriptor(|| {
+            self.base
+                .backing
+                .open(&self.tree.object(&file.inode)?, Access::Read)
+        })?;
+        self.base.counters.count_opened();
         Ok(file.keep_reader(BackingFile {
             file: opened,
             access: Access::Read,
@@ -102,7 +289,7 @@ impl<B: Backing> Engine<B> {
     /// Gives back all descriptors that can be had again.
     pub fn close_idle_files(&self) {
         self.close_down_to(0);
-        self.names.drop_objects();
+        self.tree.names.drop_objects();
     }
 
     fn close_idle(&self, file: &File<B>) {
@@ -114,8 +301,9 @@ impl<B: Backing> Engine<B> {
             None => Access::Read,
         };
         let opens = self
+            .tree
             .object(&file.inode)
-            .and_then(|object| self.backing.open(&object, access));
+            .and_then(|object| self.base.backing.open(&object, access));
         if opens.is_err() {
             return;
         }
@@ -146,5 +334,35 @@ impl<B: Backing> Engine<B> {
             }
             result => result,
         }
+    }
+
+    /// Number in the backing of the file that a handle is open on.
+    pub fn number_of(&self, handle: HandleId) -> Result<u64> {
+        Ok(crate::FileIdentity::number(
+            &*self.handle(handle)?.file.inode,
+        ))
+    }
+
+    /// The files at or below `path` that are open for writing: a program may have stored to a mapping of them what
+    /// only the kernel has.
+    pub fn written_at(&self, path: &[u8]) -> Vec<InodeId> {
+        let handles = self.handles.all();
+        let is_at = |inode: &Inode<B>| {
+            path.is_empty() || inode.paths().iter().any(|known| is_below(known, path))
+        };
+        let written = handles
+            .iter()
+            .filter(|handle| handle.writable && is_at(&handle.file.inode));
+        written.map(|handle| handle.file.inode.id).collect()
+    }
+
+    pub(crate) fn files_at(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
+        let files = self.files.all();
+        let is_at = |file: &Arc<File<B>>| {
+            let paths = file.inode.paths();
+            // Without a name it may have been anywhere.
+            path.is_empty() || paths.is_empty() || paths.iter().any(|known| is_below(known, path))
+        };
+        files.into_iter().filter(is_at).collect()
     }
 }

@@ -25,7 +25,7 @@ pub enum FsyncPolicy {
 pub enum DrainPolicy {
     /// As it comes.
     Eager,
-    /// When somebody asks: [`Engine::drain_tree`](crate::Engine::drain_tree), [`Engine::wait_tree`](crate::Engine::wait_tree), fsync(2). What was drained stays
+    /// When somebody asks: [`Durability::drain_tree`](crate::Durability::drain_tree), [`Durability::wait_tree`](crate::Durability::wait_tree), fsync(2). What was drained stays
     /// in memory until its room is needed. A full arena is ENOSPC.
     Demand,
 }

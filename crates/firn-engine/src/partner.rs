@@ -1,7 +1,7 @@
 //! Which files a partner host has copies of: the durability level `partnered`.
 //!
 //! Invariant: a file has the level only as long as its bytes and its length are those of which somebody has said that
-//! the partner has them, and nobody has it open for writing. [`Engine::forget_partner`] takes it from all files.
+//! the partner has them, and nobody has it open for writing. [`Durability::forget_partner`] takes it from all files.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use firn_backing::Backing;
 use firn_format::durability::DurabilityLevel;
 
 use crate::Result;
-use crate::engine::Engine;
+use crate::durability::Durability;
 
 /// What is held, and whether a partner has it too.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -26,22 +26,22 @@ pub struct PartnerFigures {
     pub oldest_left: Option<Duration>,
 }
 
-impl<B: Backing> Engine<B> {
+impl<B: Backing> Durability<B> {
     /// A partner has the file at `path` as it was at `changes` ([`crate::FileFigures::changes`]). False: it is not that
     /// any more, or nothing of it is held, or `counts` says that the partner is not the partner any more: that is asked
-    /// under the file's lock, so that whoever changes it and calls [`Engine::forget_partner`] then leaves no mark.
+    /// under the file's lock, so that whoever changes it and calls [`Durability::forget_partner`] then leaves no mark.
     pub fn mark_partnered(
         &self,
         path: &[u8],
         changes: u64,
         counts: impl FnOnce() -> bool,
     ) -> Result<bool> {
-        let inode = self.find(path)?;
-        let Some(file) = self.known_file(&inode) else {
+        let inode = self.tree.find(path)?;
+        let Some(file) = self.open_files.known_file(&inode) else {
             return Ok(false);
         };
         let mut state = file.lock();
-        self.ingest_published(&file, &mut state);
+        self.intake.ingest_published(&file, &mut state);
         let is_that = state.changes == changes && !state.pending.is_empty() && counts();
         if is_that {
             state.partnered_changes = changes;
@@ -51,7 +51,7 @@ impl<B: Backing> Engine<B> {
 
     /// There is no partner any more, or another one.
     pub fn forget_partner(&self) {
-        for file in self.files.all() {
+        for file in self.open_files.files.all() {
             file.lock().partnered_changes = 0;
         }
     }
@@ -59,14 +59,14 @@ impl<B: Backing> Engine<B> {
     /// What is held at or below `path`, which must be there.
     pub fn partner_figures(&self, path: &[u8]) -> Result<PartnerFigures> {
         if !path.is_empty() {
-            self.find(path)?;
+            self.tree.find(path)?;
         }
         let mut figures = PartnerFigures::default();
         for file in self.pending_below(path) {
             let mut state = file.lock();
-            self.ingest_published(&file, &mut state);
+            self.intake.ingest_published(&file, &mut state);
             let bytes = state.pending.bytes();
-            if state.level_of_pending(&self.arena) >= DurabilityLevel::Partnered {
+            if state.level_of_pending(&self.base.arena) >= DurabilityLevel::Partnered {
                 figures.copied_files += 1;
                 figures.copied_bytes += bytes;
                 continue;

@@ -19,8 +19,6 @@
 //! The kernel does some of this by itself, from the mode that it has cached, and never for a direct write, for
 //! `O_TRUNC`, and for set-group-id without group execute. So all of it is done here.
 
-mod strip;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -29,10 +27,10 @@ use firn_backing::lock::RwLock;
 
 use crate::InodeId;
 
-const SET_USER_ID: u32 = 0o4000;
-const SET_GROUP_ID: u32 = 0o2000;
-const GROUP_EXECUTE: u32 = 0o010;
-const SET_ID_BITS: u32 = SET_USER_ID | SET_GROUP_ID;
+pub(crate) const SET_USER_ID: u32 = 0o4000;
+pub(crate) const SET_GROUP_ID: u32 = 0o2000;
+pub(crate) const GROUP_EXECUTE: u32 = 0o010;
+pub(crate) const SET_ID_BITS: u32 = SET_USER_ID | SET_GROUP_ID;
 
 /// The process that changes a file, as far as it matters for what the file may keep.
 pub trait Principal {
@@ -84,7 +82,7 @@ impl Privileges {
     }
 
     /// Whom to tell of attributes that are no longer so.
-    fn set_observer(&self, observer: AttributesChanged) {
+    pub(crate) fn set_observer(&self, observer: AttributesChanged) {
         *self.attributes_changed.write() = Some(observer);
     }
 
@@ -103,7 +101,7 @@ impl Privileges {
 }
 
 /// The mode after `by` changed the contents.
-fn after_contents(attr: &Attr, by: &dyn Principal) -> u32 {
+pub(crate) fn after_contents(attr: &Attr, by: &dyn Principal) -> u32 {
     let mode = attr.mode & 0o7777;
     if mode & SET_ID_BITS == 0 || by.has_cap_fsetid() {
         return mode;
@@ -118,7 +116,7 @@ fn after_contents(attr: &Attr, by: &dyn Principal) -> u32 {
 }
 
 /// Whether `by` may leave set-group-id on an object of this group, where nothing else takes it away.
-fn keeps_group(gid: u32, by: &dyn Principal) -> bool {
+pub(crate) fn keeps_group(gid: u32, by: &dyn Principal) -> bool {
     by.is_in_group(gid) || by.has_cap_fsetid()
 }
 

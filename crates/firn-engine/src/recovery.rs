@@ -16,7 +16,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::Instant;
 
 use firn_arena::journal::{Journal, KnownFile, PathState, Replay};
@@ -24,15 +23,11 @@ use firn_arena::{Arena, JournalRegion, PieceRef, Stored};
 use firn_backing::{Access, Backing, Errno, Resize, SetTime, Time, is_below};
 use firn_format::record::Record;
 
-use crate::counters::Counters;
-use crate::drain::Drain;
 use crate::engine::{Engine, EngineError};
 use crate::extents::{Extent, Extents};
-use crate::file::{FileId, Layers, Pending, PieceUse, latest_ns};
-use crate::file_journal::FileJournal;
-use crate::kernel_copies::KernelCopies;
+use crate::file::{File, FileId, Layers, Pending, PieceUse, latest_ns};
 use crate::lost::LostFile;
-use crate::names::{Inode, Names};
+use crate::names::Inode;
 use crate::options::{DrainPolicy, EngineOptions};
 use crate::small_map::SmallMap;
 
@@ -170,11 +165,60 @@ impl<B: Backing> Engine<B> {
         // A rename that nobody ended may have been done: its files are looked for under both names.
         replay.ledger.settle_all_renames();
         let mut engine = Self::assemble(backing, arena, journal, options)?;
-        let mut recovered = Recovered {
-            dropped_bytes,
-            damage: replay.damage.iter().map(ToString::to_string).collect(),
-            ..Recovered::default()
+        let files = stored.iter().map(|stored| stored.piece.file);
+        let highest = files.max().unwrap_or(0).max(replay.last_file);
+        engine.base.journal.set_last_file_id(highest);
+        let mut recovery = Recovery {
+            engine: &engine,
+            recovered: Recovered {
+                dropped_bytes,
+                damage: replay.damage.iter().map(ToString::to_string).collect(),
+                ..Recovered::default()
+            },
+            restored: Vec::new(),
         };
+        recovery.recover_files(&replay, &dropped, &stored);
+        let Recovery {
+            recovered,
+            restored,
+            ..
+        } = recovery;
+        engine.base.arena.free_unkept_slabs(&stored);
+        engine.recovered_bytes = recovered.bytes;
+        let engine = engine.start();
+        for Restored { file, bytes } in restored {
+            engine.drain.count_held(&file, 0, bytes);
+            let mut state = file.lock();
+            if engine.base.options.drain == DrainPolicy::Eager {
+                engine.drain.force(&file, &mut state);
+            }
+        }
+        Ok((engine, recovered))
+    }
+
+    fn start(self) -> Arc<Self> {
+        let freed = self.room.space.waiters.freed_callback();
+        self.base.arena.on_free(freed);
+        Arc::new(self)
+    }
+}
+
+/// A file that has pending bytes again.
+struct Restored<B: Backing> {
+    file: Arc<File<B>>,
+    bytes: u64,
+}
+
+/// An attach under way.
+struct Recovery<'a, B: Backing> {
+    engine: &'a Engine<B>,
+    recovered: Recovered,
+    restored: Vec<Restored<B>>,
+}
+
+impl<B: Backing> Recovery<'_, B> {
+    /// Gives known files their pieces back, and keeps those of files that nobody knows.
+    fn recover_files(&mut self, replay: &Replay, dropped: &BTreeSet<u64>, stored: &[Stored]) {
         let mut pieces: BTreeMap<u64, Vec<Stored>> = BTreeMap::new();
         for piece in stored
             .iter()
@@ -182,15 +226,6 @@ impl<B: Backing> Engine<B> {
         {
             pieces.entry(piece.piece.file).or_default().push(*piece);
         }
-        let highest = stored
-            .iter()
-            .map(|stored| stored.piece.file)
-            .max()
-            .unwrap_or(0);
-        engine
-            .journal
-            .set_last_file_id(highest.max(replay.last_file));
-        let mut restored = Vec::new();
         for (file, known) in replay
             .ledger
             .files()
@@ -201,7 +236,7 @@ impl<B: Backing> Engine<B> {
                 continue;
             };
             let stored = pieces.remove(&file).unwrap_or_default();
-            engine.recover_file(id, known, stored, &mut restored, &mut recovered);
+            self.recover_file(id, known, stored);
         }
         for (file, stored) in pieces {
             let reason = "the journal does not know the file".into();
@@ -212,97 +247,17 @@ impl<B: Backing> Engine<B> {
                 gone: true,
                 reason,
             };
-            recovered
-                .lost
-                .push(engine.keep_lost(lost, layers(&stored, &[])));
-        }
-        engine.arena.free_unkept_slabs(&stored);
-        engine.recovered_bytes = recovered.bytes;
-        let engine = engine.start();
-        for (file, bytes) in restored {
-            engine.drain.count_held(&file, 0, bytes);
-            let mut state = file.lock();
-            if engine.options.drain == DrainPolicy::Eager {
-                engine.drain.force(&file, &mut state);
-            }
-        }
-        Ok((engine, recovered))
-    }
-
-    fn keep_lost(&self, lost: LostFile, layers: Layers) -> LostFile {
-        self.lost.keep(&self.arena, &self.errors, lost, layers)
-    }
-
-    /// Files whose data has nowhere to go.
-    pub fn lost_files(&self) -> Vec<LostFile> {
-        self.lost.list()
-    }
-
-    /// Gives the held bytes of a lost file to `sink`, with their offsets, in ascending order. What had
-    /// been drained before is not among them. A file that is not lost has none.
-    pub fn read_lost<E: From<Errno>>(
-        &self,
-        file: u64,
-        sink: impl FnMut(u64, &[u8]) -> Result<(), E>,
-    ) -> Result<(), E> {
-        self.lost.read(&self.arena, file, sink)
-    }
-
-    /// Gives up the held bytes of a lost file. They cannot be had again.
-    pub fn discard_lost(&self, file: u64) {
-        if let Some(lost) = self.lost.discard(&self.arena, &self.journal, file) {
-            self.errors.forget_lost(lost.known_path().as_bytes());
+            self.keep_lost(lost, layers(&stored, &[]));
         }
     }
 
-    fn assemble(
-        backing: B,
-        arena: Arena,
-        journal: Journal<JournalRegion>,
-        options: EngineOptions,
-    ) -> Result<Self, EngineError> {
-        let root = backing.root();
-        let attr = backing.attr(&root).map_err(EngineError::Backing)?;
-        let epoch = arena.begin_epoch();
-        Ok(Self {
-            names: Names::new(root, &attr, epoch > 1, options.objects_max),
-            passthrough: AtomicBool::new(options.passthrough),
-            cached_opens: AtomicU64::new(0),
-            kernel_copies: KernelCopies::new(options.kernel_copies_bytes_max),
-            drain: Drain::new(&backing, options.order),
-            backing,
-            arena,
-            options,
-            journal: FileJournal::new(journal, epoch),
-            privileges: Default::default(),
-            paths: Default::default(),
-            files: Default::default(),
-            handles: Default::default(),
-            space: Default::default(),
-            grants: Default::default(),
-            counters: Counters::default(),
-            errors: Default::default(),
-            spill: Default::default(),
-            recovered_bytes: 0,
-            lost: Default::default(),
-            epoch,
-            attached: Instant::now(),
-        })
+    fn keep_lost(&mut self, lost: LostFile, layers: Layers) {
+        let kept = self.engine.lost.keep(lost, layers);
+        self.recovered.lost.push(kept);
     }
 
-    fn start(self) -> Arc<Self> {
-        self.arena.on_free(self.space.waiters.freed_callback());
-        Arc::new(self)
-    }
-
-    fn recover_file(
-        &self,
-        id: FileId,
-        known: &KnownFile,
-        stored: Vec<Stored>,
-        restored: &mut Vec<(Arc<crate::file::File<B>>, u64)>,
-        recovered: &mut Recovered,
-    ) {
+    /// Makes what is left of a file pending again.
+    fn recover_file(&mut self, id: FileId, known: &KnownFile, stored: Vec<Stored>) {
         let found = self.search(known);
         let (truncations, failed) = match &found {
             Search::Found(inode) => self.finish_truncations(id, known, inode),
@@ -322,34 +277,38 @@ impl<B: Backing> Engine<B> {
         for Stored { at, .. } in &stored {
             // Drained or overwritten: without its mark it would outlive the file id.
             if layers.pieces.get(at).is_none() {
-                self.arena.mark_dead(*at);
+                self.engine.base.arena.mark_dead(*at);
             }
         }
         let inode = match found {
             Search::Found(inode) => inode,
             Search::Removed => {
                 for (piece, _) in layers.pieces.iter() {
-                    self.arena.mark_dead(*piece);
+                    self.engine.base.arena.mark_dead(*piece);
                 }
-                self.journal
+                self.engine
+                    .base
+                    .journal
                     .append_note(&Record::FileIdEnd { file: id.get() });
                 return;
             }
             Search::Lost { .. } if layers.extents.is_empty() && known.truncating.is_empty() => {
-                self.journal
+                self.engine
+                    .base
+                    .journal
                     .append_note(&Record::FileIdEnd { file: id.get() });
                 return;
             }
             Search::Lost { gone, reason } => {
                 let lost = lost(id, known, gone, reason);
-                recovered.lost.push(self.keep_lost(lost, layers));
+                self.keep_lost(lost, layers);
                 return;
             }
         };
         if let Some(errno) = failed {
             let reason = format!("its truncation could not be finished: {errno}");
             let lost = lost(id, known, false, reason);
-            recovered.lost.push(self.keep_lost(lost, layers));
+            self.keep_lost(lost, layers);
             return;
         }
         if layers.extents.is_empty()
@@ -358,14 +317,28 @@ impl<B: Backing> Engine<B> {
         {
             // All of it had been drained, and its time may not have been set yet. A refusal leaves the backing's.
             let set = |object| {
-                self.backing
+                self.engine
+                    .base
+                    .backing
                     .set_times(&object, SetTime::Keep, SetTime::At(mtime))
             };
-            let _ = self.object(&inode).and_then(set);
+            let _ = self.engine.tree.object(&inode).and_then(set);
         }
-        let file = self.file_with(&inode, |state| {
+        self.restore_pending(id, known, &inode, layers, time);
+    }
+
+    /// Makes a file that was found pending again, as far as bytes of it are left.
+    fn restore_pending(
+        &mut self,
+        id: FileId,
+        known: &KnownFile,
+        inode: &Arc<Inode<B>>,
+        layers: Layers,
+        time: (Option<Time>, u64),
+    ) {
+        let file = self.engine.open_files.file_with(inode, |state| {
             for (piece, used) in layers.pieces.iter() {
-                self.arena.keep_piece(*piece, used.live as u32);
+                self.engine.base.arena.keep_piece(*piece, used.live as u32);
             }
             let drained_ranges = known.drained_ranges.len() as u32;
             state.pending = Pending::recovered(id, layers, drained_ranges, time);
@@ -375,19 +348,20 @@ impl<B: Backing> Engine<B> {
             let mut state = file.lock();
             if state.pending.is_empty() {
                 state.pending.set_mtime(None);
-                self.journal.end_file_id(&mut state);
+                self.engine.base.journal.end_file_id(&mut state);
             } else {
-                self.drain
+                self.engine
+                    .drain
                     .set_oldest(&file, &mut state, Some(Instant::now()));
             }
             state.pending.bytes()
         };
         if bytes > 0 {
-            recovered.files += 1;
-            recovered.bytes += bytes;
-            restored.push((file, bytes));
+            self.recovered.files += 1;
+            self.recovered.bytes += bytes;
+            self.restored.push(Restored { file, bytes });
         } else {
-            self.drop_if_unused(&file);
+            self.engine.open_files.drop_if_unused(&file);
         }
     }
 
@@ -410,12 +384,12 @@ impl<B: Backing> Engine<B> {
             .unwrap_or(0);
         for Stored { at, modified, .. } in stored {
             if *modified > latest {
-                self.arena.set_modified(*at, now);
+                self.engine.base.arena.set_modified(*at, now);
             }
         }
         // Before any of them is marked dead, which may be the one that tells it.
         if let Some((piece, _)) = layers.pieces.iter().next() {
-            self.arena.set_modified(*piece, last);
+            self.engine.base.arena.set_modified(*piece, last);
         }
         match known.modified_at.as_deref() {
             Some(kept) if last <= kept.written => (
@@ -439,11 +413,17 @@ impl<B: Backing> Engine<B> {
         let mut truncations = known.truncating.to_vec();
         let mut failed = None;
         truncations.retain(|&(sequence, size)| {
-            let open = || self.backing.open(&self.object(inode)?, Access::Write);
-            let ended = open().and_then(|file| self.backing.resize(&file, Resize::Finish(size)));
+            let open = || {
+                self.engine
+                    .base
+                    .backing
+                    .open(&self.engine.tree.object(inode)?, Access::Write)
+            };
+            let ended = open()
+                .and_then(|file| self.engine.base.backing.resize(&file, Resize::Finish(size)));
             match ended {
                 Ok(done) => {
-                    self.journal.append_note(&Record::TruncateEnd {
+                    self.engine.base.journal.append_note(&Record::TruncateEnd {
                         file: id.get(),
                         sequence,
                         size,
@@ -467,7 +447,7 @@ impl<B: Backing> Engine<B> {
         let mut replaced = false;
         let mut gone = true;
         for (path, _) in &known.paths {
-            match self.find(path) {
+            match self.engine.tree.find(path) {
                 // All of its names, so that the loss of one is not taken for the loss of the last.
                 Ok(inode) if is_same(known, &inode) => found = Some(inode),
                 Ok(_) => {

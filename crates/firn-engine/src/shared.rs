@@ -13,26 +13,21 @@ use crate::engine::Engine;
 use crate::{Appended, HandleId, Principal, Result};
 
 impl<B: Backing> Engine<B> {
-    /// Number in the backing of the file that a handle is open on.
-    pub fn number_of(&self, handle: HandleId) -> Result<u64> {
-        Ok(crate::FileIdentity::number(
-            &*self.handle(handle)?.file.inode,
-        ))
-    }
-
     /// What other hosts have made known of a file is seen from now on, and is older than what this host writes.
     pub fn catch_up(&self, handle: HandleId) -> Result<()> {
-        let handle = self.handle(handle)?;
+        let handle = self.open_files.handle(handle)?;
         let file = &handle.file;
-        self.with_descriptor(|| self.open_backing(file, handle.writable))?;
-        self.check_cache(file)
+        self.open_files
+            .with_descriptor(|| self.open_backing(file, handle.writable))?;
+        self.room.check_cache(file)
     }
 
     /// Other hosts see what was written to a file, as far as it is drained, if they look from now on.
     pub fn make_known(&self, handle: HandleId) -> Result<()> {
-        let handle = self.handle(handle)?;
-        self.with_descriptor(|| self.sync_data(&handle.file, true))?;
-        self.drop_kernel_attributes(&handle.file);
+        let handle = self.open_files.handle(handle)?;
+        self.open_files
+            .with_descriptor(|| self.durability.sync_data(&handle.file, true))?;
+        self.kernel_cache.drop_kernel_attributes(&handle.file);
         Ok(())
     }
 
@@ -45,27 +40,27 @@ impl<B: Backing> Engine<B> {
         size_max: u64,
         by: Option<&dyn Principal>,
     ) -> Result<Appended> {
-        let handle = self.handle(handle)?;
+        let handle = self.open_files.handle(handle)?;
         let file = &handle.file;
         if !handle.writable {
             return Err(Errno::BADF);
         }
         if data.is_empty() {
-            let offset = self.size_of(file)?;
+            let offset = self.intake.size_of(file)?;
             return Ok(Appended { offset, len: 0 });
         }
-        self.end_grant(file);
+        self.intake.end_grant(file);
         if let Some(errno) = file.lock().drain.take_unreported_failure() {
             return Err(errno);
         }
         if let Some(by) = by {
-            self.drop_privileges_of(file, by)?;
+            self.privilege_rules.drop_privileges_of(file, by)?;
         }
-        self.drain_and_wait(file)?;
+        self.drainer.drain_and_wait(file)?;
         self.catch_up(handle.id)?;
-        let appended = self.with_exclusive_file(file, |target| {
+        let appended = self.exclusive.with_exclusive_file(file, |target| {
             // Others of this host may write behind the end at the same time.
-            let offset = self.size_of(file)?;
+            let offset = self.intake.size_of(file)?;
             let room = size_max.saturating_sub(offset);
             let data = &data[..data.len().min(usize::try_from(room).unwrap_or(usize::MAX))];
             if data.is_empty() {
@@ -74,20 +69,25 @@ impl<B: Backing> Engine<B> {
             let mut done = 0;
             while done < data.len() {
                 let rest = [IoSlice::new(&data[done..])];
-                done += match self.backing.write_at(target, &rest, offset + done as u64)? {
+                done += match self
+                    .base
+                    .backing
+                    .write_at(target, &rest, offset + done as u64)?
+                {
                     0 => return Err(Errno::IO),
                     count => count,
                 };
             }
-            self.backing.sync(target, true)?;
+            self.base.backing.sync(target, true)?;
             let len = data.len() as u64;
             Ok(Appended { offset, len })
         })?;
-        self.counters.count_ingest(appended.len);
-        self.counters
+        self.base.counters.count_ingest(appended.len);
+        self.base
+            .counters
             .drain_bytes
             .fetch_add(appended.len, Ordering::Relaxed);
-        self.drop_kernel_attributes(file);
+        self.kernel_cache.drop_kernel_attributes(file);
         Ok(appended)
     }
 }

@@ -14,11 +14,18 @@ use std::sync::{Arc, Weak};
 
 use firn_arena::{Arena, Lease};
 use firn_backing::Backing;
-use firn_backing::lock::Mutex;
+use firn_backing::lock::{Mutex, MutexGuard};
 use firn_format::slab::Class;
 
 use crate::Done;
+use crate::base::Base;
+use crate::drain::Drain;
 use crate::file::File;
+use crate::intake::Intake;
+use crate::kernel_cache::KernelCache;
+use crate::open_files::OpenFiles;
+use crate::spill::Spill;
+use crate::tree::NameTree;
 
 /// What the engine knows of room in the arena. Each part has a lock of its own, and no two are taken together.
 pub(crate) struct Space<B: Backing> {
@@ -47,6 +54,36 @@ impl<B: Backing> Space<B> {
         room
     }
 }
+
+/// Makes room in the arena: reclaims, evicts and spills.
+pub struct Room<B: Backing> {
+    pub(crate) base: Arc<Base<B>>,
+    pub(crate) tree: Arc<NameTree<B>>,
+    pub(crate) drain: Arc<Drain<B>>,
+    pub(crate) intake: Arc<Intake<B>>,
+    pub(crate) open_files: Arc<OpenFiles<B>>,
+    pub(crate) kernel_cache: Arc<KernelCache<B>>,
+    pub(crate) space: Space<B>,
+    pub(crate) spill: Spill,
+}
+
+impl<B: Backing> Room<B> {
+    pub(crate) fn new(kernel_cache: &Arc<KernelCache<B>>) -> Self {
+        Self {
+            base: Arc::clone(&kernel_cache.base),
+            tree: Arc::clone(&kernel_cache.tree),
+            drain: Arc::clone(&kernel_cache.intake.drain),
+            intake: Arc::clone(&kernel_cache.intake),
+            open_files: Arc::clone(&kernel_cache.open_files),
+            kernel_cache: Arc::clone(kernel_cache),
+            space: Space::default(),
+            spill: Spill::default(),
+        }
+    }
+}
+
+/// The lease of a handle.
+pub(crate) type Slot<'a> = MutexGuard<'a, Option<Lease>>;
 
 /// Writers that wait for room, and whether some became free since they were last called back.
 #[derive(Default)]

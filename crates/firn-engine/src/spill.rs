@@ -1,6 +1,6 @@
 //! Memory is short: the oldest sealed chunks go to the spill file.
 //!
-//! A thread of the drain calls [`Engine::spill_step`](crate::Engine::spill_step) until it is idle. Chunks move from when
+//! A thread of the drain calls [`Room::spill_step`](crate::Room::spill_step) until it is idle. Chunks move from when
 //! more than the upper threshold of memory is in use until no more than the lower one is, so that the device gets work in
 //! long runs. When the device fails, the chunks stay in memory, the status says so, and it is tried again
 //! with growing waits; who waits for room then fares as without a spill file.
@@ -14,7 +14,7 @@ use firn_backing::lock::{Mutex, RwLock};
 
 use crate::retry::RETRY;
 
-/// What a call of [`Engine::spill_step`](crate::Engine::spill_step) did.
+/// What a call of [`Room::spill_step`](crate::Room::spill_step) did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SpillStep {
     /// A chunk moved, or there is another to try: call again.

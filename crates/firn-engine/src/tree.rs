@@ -1,20 +1,105 @@
-//! Everything at or below a path at once: for whoever ends what stands for a whole tree, or changed one beside the engine.
+//! Names and the objects that they lead to: inodes, paths below the mount, and claims on paths.
 //!
-//! Promises
-//! * A file without a name is part of every tree: it may have been anywhere.
-//! * What the kernel may have cached of a tree is named completely ([`Engine::revalidate_names`]), names before inodes.
+//! What is asked here is asked of names and of the backing; open files and pending data are above
+//! ([`Namespace`](crate::Namespace)).
 
 use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 
-use firn_backing::{Backing, is_below};
+use firn_backing::{Backing, Errno, is_below};
+use firn_format::quote::quoted;
 
-use crate::engine::Engine;
+use crate::base::Base;
+use crate::claims::PathClaims;
 use crate::file::File;
-use crate::names::Inode;
+use crate::names::{Inode, Names};
+use crate::size::whole_size;
 use crate::{Cached, InodeId, Result};
 
-impl<B: Backing> Engine<B> {
+/// The extended attribute that has the capabilities of a file.
+pub(crate) const CAPABILITIES: &str = "security.capability";
+
+/// The inodes that are known, and their paths.
+pub struct NameTree<B: Backing> {
+    pub(crate) base: Arc<Base<B>>,
+    pub(crate) names: Names<B>,
+    /// Paths that are told to the journal stay while they are, and renames change them.
+    pub(crate) paths: PathClaims,
+}
+
+impl<B: Backing> NameTree<B> {
+    pub(crate) fn new(base: &Arc<Base<B>>, names: Names<B>) -> Self {
+        Self {
+            base: Arc::clone(base),
+            names,
+            paths: PathClaims::default(),
+        }
+    }
+
+    /// The path of an inode, or of a name in it, as a person may read it; of one that nobody knows its number.
+    pub fn shown_path(&self, inode: InodeId, name: Option<&std::ffi::OsStr>) -> String {
+        let mut path = match self.names.get(inode) {
+            Some(inode) => inode.paths().into_iter().next().unwrap_or_default(),
+            None => format!("(inode {})", inode.0).into_bytes(),
+        };
+        if let Some(name) = name {
+            if !path.is_empty() {
+                path.push(b'/');
+            }
+            path.extend_from_slice(name.as_encoded_bytes());
+        }
+        quoted(&path)
+    }
+
+    pub(crate) fn inode(&self, id: InodeId) -> Result<Arc<Inode<B>>> {
+        self.names.get(id).ok_or(Errno::STALE)
+    }
+
+    /// The object of an inode in the backing.
+    pub(crate) fn object(&self, inode: &Inode<B>) -> Result<B::Inode> {
+        self.names.object(&self.base.backing, inode)
+    }
+
+    /// The object of an inode by its number.
+    pub fn object_of(&self, id: InodeId) -> Result<B::Inode> {
+        self.object(&*self.inode(id)?)
+    }
+
+    /// Whether bytes of it are in logs.
+    pub(crate) fn is_logged(&self, inode: &Inode<B>) -> bool {
+        let asks = || {
+            self.object(inode)
+                .map(|object| self.base.backing.is_logged(&object))
+        };
+        self.base.backing.features().finishes_files && asks().unwrap_or(false)
+    }
+
+    /// The same for one whose pending bytes are known to end at `pending_end`.
+    pub(crate) fn size_beside(&self, inode: &Inode<B>, pending_end: u64) -> Result<u64> {
+        let attr = self.base.backing.attr(&self.object(inode)?)?;
+        Ok(whole_size(&attr, pending_end))
+    }
+
+    /// The inode of a path below the mount.
+    pub(crate) fn find(&self, path: &[u8]) -> Result<Arc<Inode<B>>> {
+        let mut inode = Arc::clone(self.names.root());
+        for name in path.split(|b| *b == b'/').filter(|name| !name.is_empty()) {
+            // The kernel resolves these; in a path that comes another way they may lead out of the backing.
+            if matches!(name, b"." | b"..") {
+                return Err(Errno::NOENT);
+            }
+            inode = self.find_in(&inode, name)?;
+        }
+        Ok(inode)
+    }
+
+    pub(crate) fn find_in(&self, dir: &Arc<Inode<B>>, name: &[u8]) -> Result<Arc<Inode<B>>> {
+        let name = std::ffi::OsStr::from_bytes(name);
+        let (object, attr) = self.base.backing.lookup(&self.object(dir)?, name)?;
+        Ok(self.names.register(object, &attr, dir, name, 0))
+    }
+
     /// The object of a path below the mount.
     pub fn object_at(&self, path: &[u8]) -> Result<B::Inode> {
         self.object(&*self.find(path)?)
@@ -44,107 +129,29 @@ impl<B: Backing> Engine<B> {
         paths.is_empty() || paths.iter().any(|known| is_below(known, path))
     }
 
-    /// Revokes what direct access processes have to files at or below `path`: all that they wrote is ingested.
-    pub fn revoke_grants_in_tree(&self, path: &[u8]) {
-        for file in self.files_at(path) {
-            self.end_grant(&file);
-        }
-    }
-
-    /// Drops what is pending at or below `path`. Of a file that has no name any more it is drained instead, if it can
-    /// be: such a file need not be one of the tree's.
-    pub fn discard_tree(&self, path: &[u8]) {
-        for file in self.files_at(path) {
-            let is_nameless = file.lock().unlinked;
-            if !is_nameless || self.drain_and_wait(&file).is_err() {
-                self.discard(&file);
-            }
-            self.drop_if_unused(&file);
-        }
-        self.wake_writers();
-    }
-
-    /// The files at or below `path` that are open for writing: a program may have stored to a mapping of them what
-    /// only the kernel has.
-    pub fn written_at(&self, path: &[u8]) -> Vec<InodeId> {
-        let handles = self.handles.all();
-        let is_at = |inode: &Inode<B>| {
-            path.is_empty() || inode.paths().iter().any(|known| is_below(known, path))
-        };
-        let written = handles
-            .iter()
-            .filter(|handle| handle.writable && is_at(&handle.file.inode));
-        written.map(|handle| handle.file.inode.id).collect()
-    }
-
-    /// After names at or below `path` changed in the backing without the engine: it drops those that are not
-    /// so any more. Returns what the kernel may have cached of the tree before; names come first, so that nobody
-    /// finds new attributes under an old name.
-    pub fn revalidate_names(&self, path: &[u8]) -> Vec<Cached> {
-        let _names_stay = self.paths.change(|| vec![path.to_vec()]);
-        // Before the inodes are listed: whoever found a name earlier and enters it only now sees this and looks again.
-        self.names.note_changes_below();
-        let mut names = Vec::new();
-        let mut inodes = Vec::new();
-        for inode in self.names.all() {
-            let paths = inode.paths();
-            // Without a name it may have been anywhere, and may have a name again.
-            let is_at = path.is_empty()
-                || paths.is_empty()
-                || paths.iter().any(|known| is_below(known, path));
-            if !is_at {
-                continue;
-            }
-            inodes.push(Cached::Inode(inode.id));
-            for (parent, name) in inode.known_names() {
-                if self.drop_wrong_name(&parent, &name, &inode) {
-                    names.push(Cached::Name {
-                        parent: parent.id,
-                        name: name.to_os_string(),
-                    });
-                }
-            }
-        }
-        names.extend(inodes);
-        names
-    }
-
-    /// Drops a name that does not lead to `inode` any more; whether it was one.
-    pub(crate) fn drop_wrong_name(
-        &self,
-        parent: &Arc<Inode<B>>,
-        name: &OsStr,
-        inode: &Inode<B>,
-    ) -> bool {
-        if self.leads_to(parent, name, inode) {
-            return false;
-        }
-        // A file that is open, or has data, is still meant.
-        let held = self.with_descriptor(|| {
-            self.names
-                .hold_if_last(&self.backing, inode, parent.id, name)
-        });
-        if let Err(errno) = held {
-            tracing::warn!(%errno, "an object whose name is gone cannot be held");
-        }
-        self.names.drop_name(parent.id, name, inode);
-        true
-    }
-
-    fn leads_to(&self, parent: &Arc<Inode<B>>, name: &OsStr, inode: &Inode<B>) -> bool {
+    pub(crate) fn leads_to(&self, parent: &Arc<Inode<B>>, name: &OsStr, inode: &Inode<B>) -> bool {
         let found = self
             .object(parent)
-            .and_then(|dir| self.backing.lookup(&dir, name));
+            .and_then(|dir| self.base.backing.lookup(&dir, name));
         found.is_ok_and(|(_, attr)| inode.is(&attr))
     }
 
-    fn files_at(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
-        let files = self.files.all();
-        let is_at = |file: &Arc<File<B>>| {
-            let paths = file.inode.paths();
-            // Without a name it may have been anywhere.
-            path.is_empty() || paths.is_empty() || paths.iter().any(|known| is_below(known, path))
+    /// Whether recovery could not find the file again: it has names, and none that is known here.
+    pub(crate) fn is_nameless(&self, file: &File<B>) -> Result<bool> {
+        let unbound = {
+            let state = file.lock();
+            state.pending.file_id().is_none() && !state.unlinked
         };
-        files.into_iter().filter(is_at).collect()
+        Ok(unbound
+            && file.inode.paths().is_empty()
+            && self.base.backing.attr(&self.object(&file.inode)?)?.nlink > 0)
+    }
+
+    /// As the kernel asks it: whatever else the backing says means that there are none.
+    pub(crate) fn has_capabilities(&self, object: &B::Inode) -> bool {
+        self.base
+            .backing
+            .get_xattr(object, OsStr::new(CAPABILITIES))
+            .is_ok_and(|value| !value.is_empty())
     }
 }

@@ -2,20 +2,24 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
 
 use firn_arena::Lease;
-use firn_backing::lock::MutexGuard;
 use firn_backing::{Backing, Errno, Resize};
-use firn_format::geometry::{SLAB_MEDIUM, SLAB_SMALL};
-use firn_format::slab::Class;
+use firn_format::append::Room as Reserved;
 
-use crate::engine::Engine;
+use crate::base::Base;
+use crate::drainer::Drainer;
+use crate::exclusive::Exclusive;
 use crate::extents::Extent;
 use crate::file::{File, FileId, FileState};
-use crate::options::DrainPolicy;
+use crate::intake::Intake;
+use crate::open_files::OpenFiles;
+use crate::privilege_rules::PrivilegeRules;
+use crate::privileges::Privileges;
+use crate::space::{Room, Slot};
 use crate::tables::Handle;
-use crate::{HandleId, Principal, Result, Written};
+use crate::tree::NameTree;
+use crate::{HandleId, Principal, Result};
 
 /// Ends of files beyond this ask the backing at once whether it can hold such a file, so that EFBIG
 /// comes from write(2) and not from a drain that can never succeed. Below it every file system that
@@ -23,74 +27,50 @@ use crate::{HandleId, Principal, Result, Written};
 const SIZE_ASKED_ABOVE: u64 = 1 << 40;
 
 /// How far a write came before anything was appended.
-enum Begun {
+pub(crate) enum WriteStart {
     /// So many bytes are written already.
     Done(usize),
     /// All of it is to be appended, for this file id as long as it holds.
     Append(Option<FileId>),
 }
 
-/// The lease of a handle.
-type Slot<'a> = MutexGuard<'a, Option<Lease>>;
+/// Takes bytes from programs.
+pub struct Writes<B: Backing> {
+    pub(crate) base: Arc<Base<B>>,
+    pub(crate) tree: Arc<NameTree<B>>,
+    pub(crate) privileges: Arc<Privileges>,
+    pub(crate) intake: Arc<Intake<B>>,
+    pub(crate) open_files: Arc<OpenFiles<B>>,
+    pub(crate) room: Arc<Room<B>>,
+    pub(crate) drainer: Arc<Drainer<B>>,
+    pub(crate) exclusive: Arc<Exclusive<B>>,
+    pub(crate) privilege_rules: Arc<PrivilegeRules<B>>,
+}
 
-impl<B: Backing> Engine<B> {
-    /// Takes bytes from a program. When this returns, they survive the death of every process.
-    /// `by`: whose write(2) it is, which takes privileges of the file away; none: a store to a mapping, which does not.
-    pub fn write(
-        &self,
-        handle: HandleId,
-        offset: u64,
-        data: &[u8],
-        by: Option<&dyn Principal>,
-    ) -> Result<Written> {
-        let handle = self.handle(handle)?;
-        let file = &handle.file;
-        if !handle.writable {
-            return Err(Errno::BADF);
+impl<B: Backing> Writes<B> {
+    pub(crate) fn new(privilege_rules: &Arc<PrivilegeRules<B>>) -> Self {
+        Self {
+            base: Arc::clone(&privilege_rules.base),
+            tree: Arc::clone(&privilege_rules.tree),
+            privileges: Arc::clone(&privilege_rules.privileges),
+            intake: Arc::clone(&privilege_rules.intake),
+            open_files: Arc::clone(&privilege_rules.open_files),
+            room: Arc::clone(&privilege_rules.drainer.room),
+            drainer: Arc::clone(&privilege_rules.drainer),
+            exclusive: Arc::clone(&privilege_rules.exclusive),
+            privilege_rules: Arc::clone(privilege_rules),
         }
-        let end = offset
-            .checked_add(data.len() as u64)
-            .filter(|&end| end <= i64::MAX as u64);
-        end.ok_or(Errno::FBIG)?;
-        if data.is_empty() {
-            return Ok(Written::Bytes(0));
-        }
-        self.end_grant(file);
-        let file_id = match self.begin_write(file, offset, data, by)? {
-            Begun::Done(n) => {
-                self.counters.count_ingest(n as u64);
-                return Ok(Written::Bytes(n));
-            }
-            Begun::Append(file_id) => file_id,
-        };
-        let mut done = 0;
-        let mut slot = handle.lease.lock();
-        while done < data.len() {
-            let rest = &data[done..];
-            let n = self.append(&handle, &mut slot, file_id, offset + done as u64, rest);
-            if n == 0 {
-                break;
-            }
-            done += n;
-        }
-        drop(slot);
-        self.wake_writers();
-        if done == 0 {
-            return Ok(Written::Full);
-        }
-        self.counters.count_ingest(done as u64);
-        Ok(Written::Bytes(done))
     }
 
     /// What comes before the bytes are appended: the error of a drain, the loss of privileges, a write that needs no
     /// room. The usual append, to a file without privileges that has a file id, takes the file's lock once here.
-    fn begin_write(
+    pub(crate) fn begin_write(
         &self,
         file: &Arc<File<B>>,
         offset: u64,
         data: &[u8],
         by: Option<&dyn Principal>,
-    ) -> Result<Begun> {
+    ) -> Result<WriteStart> {
         let end = offset + data.len() as u64;
         {
             let mut state = file.lock();
@@ -104,19 +84,19 @@ impl<B: Backing> Engine<B> {
             }
         }
         if let Some(by) = by {
-            self.drop_privileges_of(file, by)?;
+            self.privilege_rules.drop_privileges_of(file, by)?;
         }
         if end > SIZE_ASKED_ABOVE {
             self.ask_size(file, end)?;
         }
-        let is_nameless = self.is_nameless(file)?;
+        let is_nameless = self.tree.is_nameless(file)?;
         // The backing was asked, which may have hung: bytes of a process that was killed meanwhile must not come after
         // those that another one wrote since.
         if by.is_some_and(Principal::has_left) {
             return Err(Errno::INTR);
         }
         if is_nameless {
-            return self.write_through(file, offset, data).map(Begun::Done);
+            return self.write_through(file, offset, data).map(WriteStart::Done);
         }
         Ok(self.overwrite_or_append(file, &mut file.lock(), offset, data))
     }
@@ -127,21 +107,21 @@ impl<B: Backing> Engine<B> {
         state: &mut FileState<B>,
         offset: u64,
         data: &[u8],
-    ) -> Begun {
+    ) -> WriteStart {
         if self.overwrite(file, state, offset, data) {
-            Begun::Done(data.len())
+            WriteStart::Done(data.len())
         } else {
-            Begun::Append(state.pending.file_id())
+            WriteStart::Append(state.pending.file_id())
         }
     }
 
     /// Whether a write up to `end` has to ask the backing or wait for somebody before its bytes are taken. What
-    /// [`Engine::write`] waits for otherwise is short.
+    /// [`Engine::write`](crate::Engine::write) waits for otherwise is short.
     pub fn write_may_wait(&self, handle: HandleId, end: u64, by: Option<&dyn Principal>) -> bool {
         if end > SIZE_ASKED_ABOVE {
             return true;
         }
-        let Ok(handle) = self.handle(handle) else {
+        let Ok(handle) = self.open_files.handle(handle) else {
             return false;
         };
         let (is_bound, is_plain) = {
@@ -154,45 +134,35 @@ impl<B: Backing> Engine<B> {
         if by.is_some() && !is_plain {
             return true;
         }
-        !is_bound && (self.paths.has_changes() || !handle.file.inode.has_names())
+        !is_bound && (self.tree.paths.has_changes() || !handle.file.inode.has_names())
     }
 
     /// Whether such a write changes the backing before its bytes are taken: the file loses privileges, is made longer
     /// there, or takes the bytes only there. Asks the backing; only of a write of which
-    /// [`Engine::write_may_wait`] says so can it be.
+    /// [`Writes::write_may_wait`] says so can it be.
     pub fn write_changes_backing(
         &self,
         handle: HandleId,
         end: u64,
         by: Option<&dyn Principal>,
     ) -> Result<bool> {
-        let handle = self.handle(handle)?;
+        let handle = self.open_files.handle(handle)?;
         let file = &handle.file;
         let is_plain = file.lock().plain_in == self.privileges.epoch();
         if let Some(by) = by.filter(|_| !is_plain)
-            && self.would_strip(file, by)?
+            && self.privilege_rules.would_strip(file, by)?
         {
             return Ok(true);
         }
-        let is_made_longer = end > SIZE_ASKED_ABOVE && end > self.size_of(file)?;
-        Ok(is_made_longer || self.is_nameless(file)?)
-    }
-
-    /// Whether recovery could not find the file again: it has names, and none that is known here.
-    pub(crate) fn is_nameless(&self, file: &File<B>) -> Result<bool> {
-        let unbound = {
-            let state = file.lock();
-            state.pending.file_id().is_none() && !state.unlinked
-        };
-        Ok(unbound
-            && file.inode.paths().is_empty()
-            && self.backing.attr(&self.object(&file.inode)?)?.nlink > 0)
+        let is_made_longer = end > SIZE_ASKED_ABOVE && end > self.intake.size_of(file)?;
+        Ok(is_made_longer || self.tree.is_nameless(file)?)
     }
 
     fn write_through(&self, file: &Arc<File<B>>, offset: u64, data: &[u8]) -> Result<usize> {
-        self.drain_and_wait(file)?;
-        self.with_exclusive_file(file, |target| {
-            self.backing
+        self.drainer.drain_and_wait(file)?;
+        self.exclusive.with_exclusive_file(file, |target| {
+            self.base
+                .backing
                 .write_at(target, &[std::io::IoSlice::new(data)], offset)
         })
     }
@@ -217,13 +187,15 @@ impl<B: Backing> Engine<B> {
         let Some(extent) = state.pending.extents().covering(range) else {
             return false;
         };
-        state.note_change(&self.arena);
+        state.note_change(&self.base.arena);
         let changed = self
+            .base
             .arena
             .overwrite_bytes(extent.piece.slab, extent.position, data);
         if changed {
             state.pending.touch();
-            self.arena
+            self.base
+                .arena
                 .set_modified(extent.piece, state.pending.recorded_ns());
             file.inode.durable.store(false, Ordering::Relaxed);
         }
@@ -232,7 +204,7 @@ impl<B: Backing> Engine<B> {
 
     /// Appends a first part of `data` to the handle's slab; returns its length, 0 where there is no room. `known_id`: of
     /// the file, a moment ago.
-    fn append(
+    pub(crate) fn append(
         &self,
         handle: &Handle<B>,
         slot: &mut Slot<'_>,
@@ -243,10 +215,10 @@ impl<B: Backing> Engine<B> {
         let file = &handle.file;
         loop {
             let Some(lease) = slot.as_mut() else {
-                match self.lease_for(handle, slot, data.len() as u64) {
+                match self.room.lease_for(handle, slot, data.len() as u64) {
                     Some(lease) if slot.is_none() => **slot = Some(lease),
                     // Another write through the handle got one while the slot was not locked.
-                    Some(lease) => self.arena.seal_slab(lease),
+                    Some(lease) => self.base.arena.seal_slab(lease),
                     None if slot.is_none() => return 0,
                     None => {}
                 }
@@ -255,59 +227,33 @@ impl<B: Backing> Engine<B> {
             let file_id = known_id
                 .take()
                 .or_else(|| file.lock().pending.file_id())
-                .or_else(|| self.journal.begin_file_id_at_rest(&self.paths, file));
+                .or_else(|| {
+                    self.base
+                        .journal
+                        .begin_file_id_at_rest(&self.tree.paths, file)
+                });
             let Some(file_id) = file_id else {
-                slot.unlocked(|| self.reclaim());
+                slot.unlocked(|| self.room.reclaim());
                 return 0;
             };
             let Some(reserved) = lease.reserve(file_id.get(), offset, data.len() as u64) else {
                 let full = slot.take().expect("just used");
-                self.arena.seal_slab(full);
+                self.base.arena.seal_slab(full);
                 continue;
             };
-            self.arena.fill_slab(
+            self.base.arena.fill_slab(
                 lease.slab(),
                 reserved.position,
                 &data[..reserved.len as usize],
             );
             let mut state = file.lock();
-            self.revoke_grant(file, &mut state);
+            self.intake.revoke_grant(file, &mut state);
             if state.pending.file_id() != Some(file_id) {
                 // Everything was drained meanwhile and the file id ended: the reserved room is used for the next one.
                 continue;
             }
-            let extends = lease.continues(file_id.get(), offset, reserved)
-                && lease.last().is_some()
-                && lease.last().is_some_and(|last| state.pending.is_tail(last));
-            state.pending.touch();
-            // An extended piece keeps its sequence: no write came between, or it would not be the tail.
-            let (piece, sequence) = if extends {
-                self.arena
-                    .extend_piece(lease, reserved.len, state.pending.recorded_ns())
-            } else {
-                let sequence = self.arena.next_sequence();
-                (
-                    self.arena.publish_piece(
-                        lease,
-                        reserved,
-                        (file_id.get(), offset),
-                        sequence,
-                        state.pending.recorded_ns(),
-                    ),
-                    sequence,
-                )
-            };
-            self.ingest(
-                file,
-                &mut state,
-                offset,
-                Extent {
-                    len: u64::from(reserved.len),
-                    piece,
-                    position: reserved.position,
-                    sequence,
-                },
-            );
+            let extent = self.publish(&mut state, lease, file_id, offset, reserved);
+            self.intake.ingest(file, &mut state, offset, extent);
             handle
                 .written
                 .fetch_add(u64::from(reserved.len), Ordering::Relaxed);
@@ -315,87 +261,44 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Enters bytes that were just published; the file was touched.
-    pub(crate) fn ingest(
+    /// Publishes bytes that lie in the slab, as a piece of their own or as more of the last one.
+    fn publish(
         &self,
-        file: &Arc<File<B>>,
         state: &mut FileState<B>,
+        lease: &mut Lease,
+        file_id: FileId,
         offset: u64,
-        extent: Extent,
-    ) {
-        let before = state.pending.bytes();
-        let cancelled = state.insert(&self.arena, offset, extent);
-        self.counters
-            .cancelled_bytes
-            .fetch_add(cancelled, Ordering::Relaxed);
-        self.drain.count_held(file, before, state.pending.bytes());
-        file.inode.durable.store(false, Ordering::Relaxed);
-        if before == 0 {
-            let now = Instant::now();
-            self.drain.set_oldest(file, state, Some(now));
-            if self.options.drain == DrainPolicy::Eager {
-                self.drain
-                    .check_age_at(file, state, now + self.options.drain_age);
-            }
-        }
-        let is_worth_a_write = state
-            .drain
-            .add_fresh_bytes(extent.len, self.write_bytes_min());
-        if is_worth_a_write && self.options.drain == DrainPolicy::Eager {
-            self.drain.enqueue(file, state);
-        }
-    }
-
-    /// A slab for the next bytes of a handle: small ones first, so that many small files fit, whole
-    /// chunks for those that prove large.
-    ///
-    /// The slot is not locked while files are dropped to make room: with the last of what is known of one, its
-    /// descriptor is closed, for which a server may be asked.
-    fn lease_for(&self, handle: &Handle<B>, slot: &mut Slot<'_>, len: u64) -> Option<Lease> {
-        let expected = handle.written.load(Ordering::Relaxed) + len;
-        let class = self.class_for(expected);
-        if class == Class::Small {
-            let parked = self.space.parked.take_near(&self.arena);
-            if parked.is_some() {
-                return parked;
-            }
-        }
-        let lease = self.arena.lease_slab(class).or_else(|| {
-            slot.unlocked(|| self.evict_for(class));
-            self.arena.lease_slab(class)
-        });
-        if lease.is_none() {
-            slot.unlocked(|| self.reclaim());
-        }
-        lease
-    }
-
-    /// The class of slab for a writer that has `expected` bytes in all: small ones first, so that many small files fit,
-    /// whole chunks for those that prove large, but no more than its share: writers that wait for whole chunks of others
-    /// would stand still while these have room.
-    pub(crate) fn class_for(&self, expected: u64) -> Class {
-        let share = self.arena.share_bytes();
-        if expected >= 2 * SLAB_MEDIUM && self.arena.geometry().chunk_bytes <= share {
-            Class::Whole
-        } else if expected > SLAB_SMALL {
-            Class::Medium
+        reserved: Reserved,
+    ) -> Extent {
+        let arena = &self.base.arena;
+        let is_tail = |last| state.pending.is_tail(last);
+        let extends =
+            lease.continues(file_id.get(), offset, reserved) && lease.last().is_some_and(is_tail);
+        state.pending.touch();
+        let modified = state.pending.recorded_ns();
+        // An extended piece keeps its sequence: no write came between, or it would not be the tail.
+        let (piece, sequence) = if extends {
+            arena.extend_piece(lease, reserved.len, modified)
         } else {
-            Class::Small
+            let sequence = arena.next_sequence();
+            let record = (file_id.get(), offset);
+            let piece = arena.publish_piece(lease, reserved, record, sequence, modified);
+            (piece, sequence)
+        };
+        Extent {
+            len: u64::from(reserved.len),
+            piece,
+            position: reserved.position,
+            sequence,
         }
-    }
-
-    /// Bytes of a file that are worth a write to the backing unasked: no more than the share of a writer, or the arena
-    /// would be full of what is not.
-    pub(crate) fn write_bytes_min(&self) -> u64 {
-        let share = self.arena.share_bytes().max(SLAB_MEDIUM);
-        self.options.drain_write_bytes_min.min(share)
     }
 
     fn ask_size(&self, file: &Arc<File<B>>, end: u64) -> Result<()> {
-        let known = self.size_of(file)?;
+        let known = self.intake.size_of(file)?;
         if end > known {
-            self.with_exclusive_file(file, |target| {
-                self.backing
+            self.exclusive.with_exclusive_file(file, |target| {
+                self.base
+                    .backing
                     .resize(target, Resize::AtLeast(end))
                     .map(|_| ())
             })

@@ -187,7 +187,7 @@ pub(crate) fn masked<B: Backing>(
 }
 
 fn has_default_acl<B: Backing>(engine: &Engine<B>, parent: InodeId) -> bool {
-    match engine.get_xattr(parent, OsStr::new(DEFAULT_ACL)) {
+    match engine.namespace.get_xattr(parent, OsStr::new(DEFAULT_ACL)) {
         Ok(value) => !value.is_empty(),
         Err(Errno::NODATA | Errno::OPNOTSUPP) => false,
         Err(error) => {

@@ -160,16 +160,19 @@ impl<B: Backing> Coherence<B> {
         inode: InodeId,
         answer: impl FnOnce() + Send + 'static,
     ) {
-        if self.engine.stale_pages(inode).is_none() {
+        if self.engine.kernel_cache.stale_pages(inode).is_none() {
             return answer();
         }
         let coherence = Arc::clone(self);
         self.workers
             .run_about(Class::Call, Topic::Pages(inode), move || {
                 // Another one may have dropped them meanwhile.
-                if let Some(change) = coherence.engine.stale_pages(inode) {
+                if let Some(change) = coherence.engine.kernel_cache.stale_pages(inode) {
                     Invalidate::invalidate(&*coherence, &Cached::Inode(inode));
-                    coherence.engine.note_pages_dropped(inode, change);
+                    coherence
+                        .engine
+                        .kernel_cache
+                        .note_pages_dropped(inode, change);
                 }
                 answer();
             });
@@ -184,7 +187,8 @@ impl<B: Backing> Coherence<B> {
     ) {
         let notifier = match self.notifier.get() {
             Some(notifier)
-                if !target.from_cache && self.engine.has_cached_readers(target.handle) =>
+                if !target.from_cache
+                    && self.engine.kernel_cache.has_cached_readers(target.handle) =>
             {
                 Arc::clone(notifier)
             }

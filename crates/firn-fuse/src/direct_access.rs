@@ -89,7 +89,7 @@ impl<B: Backing> Coherence<B> {
                     return answer();
                 }
             }
-            engine.note_kernel_size(inode);
+            engine.kernel_cache.note_kernel_size(inode);
             answer();
         });
     }

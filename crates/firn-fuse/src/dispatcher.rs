@@ -94,7 +94,7 @@ struct ToEngine<B: Backing, I> {
 
 impl<B: Backing, I: Send + Sync> GiveBack for ToEngine<B, I> {
     fn forget(&self, inode: InodeId) {
-        self.engine.forget(inode, 1);
+        self.engine.namespace.forget(inode, 1);
     }
 
     fn release(&self, handle: HandleId) {
@@ -103,7 +103,7 @@ impl<B: Backing, I: Send + Sync> GiveBack for ToEngine<B, I> {
     }
 
     fn release_dir(&self, handle: HandleId) {
-        self.engine.release_dir(handle);
+        self.engine.namespace.release_dir(handle);
     }
 }
 
@@ -117,19 +117,23 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     ) -> Self {
         let coherence = Coherence::new(Arc::clone(&engine), workers.clone());
         let weak = Arc::downgrade(&coherence);
-        engine.on_attributes_changed(Arc::new(move |inode| {
-            if let Some(coherence) = weak.upgrade() {
-                coherence.invalidate_attributes(inode);
-            }
-        }));
+        engine
+            .privilege_rules
+            .on_attributes_changed(Arc::new(move |inode| {
+                if let Some(coherence) = weak.upgrade() {
+                    coherence.invalidate_attributes(inode);
+                }
+            }));
         let weak = Arc::downgrade(&coherence);
-        engine.on_kernel_copy_dropped(Arc::new(move |inode| {
-            if let Some(coherence) = weak.upgrade() {
-                coherence.drop_pages_later(inode);
-            }
-        }));
+        engine
+            .kernel_cache
+            .on_kernel_copy_dropped(Arc::new(move |inode| {
+                if let Some(coherence) = weak.upgrade() {
+                    coherence.drop_pages_later(inode);
+                }
+            }));
         let named = Arc::clone(&engine);
-        let failures = Failures::new(move |inode, name| named.shown_path(inode, name));
+        let failures = Failures::new(move |inode, name| named.tree.shown_path(inode, name));
         let passthrough = Arc::<Passthrough<R::BackingId>>::default();
         let weak = Arc::downgrade(&engine);
         let drained_bytes = move || weak.upgrade().map_or(0, |engine| engine.drained_bytes());
@@ -220,7 +224,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// The kernel forgets `count` look-ups of `inode`.
     pub(crate) fn forget(&self, inode: InodeId, count: u64) {
         tracing::trace!(inode = inode.0, count, "forget");
-        self.engine.forget(inode, count);
+        self.engine.namespace.forget(inode, count);
     }
 
     /// Carries out a request, now or later; its answer goes to `responder`.
@@ -393,7 +397,9 @@ fn attributes_of<B: Backing>(
     inode: InodeId,
     attr: firn_backing::Attr,
 ) -> Attributes {
-    let ttl = if engine.is_written_directly(inode) || engine.stale_pages(inode).is_some() {
+    let ttl = if engine.kernel_cache.is_written_directly(inode)
+        || engine.kernel_cache.stale_pages(inode).is_some()
+    {
         Duration::ZERO
     } else {
         options.attr_timeout

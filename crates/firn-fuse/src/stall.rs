@@ -143,9 +143,11 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         let waits = gate.holds_up_changes()
             && self
                 .engine
+                .writes
                 .write_may_wait(target.handle, end, write.principal())
             && self
                 .engine
+                .writes
                 .write_changes_backing(target.handle, end, write.principal())?;
         if !waits {
             return Ok(pass);
@@ -165,6 +167,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         is_quiescing
             || self
                 .engine
+                .writes
                 .write_may_wait(write.target.handle, end, write.principal())
     }
 
@@ -209,7 +212,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
     /// Goes on when there is room. The callback comes from a drain thread, or at once from this one.
     fn watch(self: &Arc<Self>) {
         let this = Arc::clone(self);
-        self.engine.on_space(Box::new(move |outcome| {
+        self.engine.room.on_space(Box::new(move |outcome| {
             let workers = this.workers.clone();
             workers.run(Class::Memory, move || match outcome {
                 Ok(()) => this.resume(),

@@ -1,7 +1,7 @@
 //! The status of a mount: the one table of its figures.
 //!
 //! A figure is a line here, and a line where it is counted: `crates/firn-engine/src/figures.rs` for the engine's,
-//! `crates/firn-daemon/src/answers.rs` for firnd's. [`crate::figures`] says what comes from the line.
+//! `crates/firn-daemon/src/parts` for firnd's. [`crate::figures`] says what comes from the line.
 //!
 //! Counters count from the attach. A figure's help is shown to people and collectors: a sentence of its own.
 

@@ -323,7 +323,7 @@ impl<B: Backing> Tree<B> {
         map.shift(from, to).map_err(|error| errno(&error))?;
         let done = (|| {
             let ((dir, name), (new_dir, new_name)) = (self.parent(from)?, self.parent(to)?);
-            self.engine.rename(
+            self.engine.namespace.rename(
                 dir.inode,
                 name,
                 new_dir.inode,
@@ -342,7 +342,7 @@ impl<B: Backing> Tree<B> {
         let (dir, name) = self.parent(&stub.path)?;
         map.add(stub.id, stub.kind, &stub.path)
             .map_err(|error| errno(&error))?;
-        match self.engine.link(inode, dir.inode, name) {
+        match self.engine.namespace.link(inode, dir.inode, name) {
             Ok(entry) => {
                 drop(self.reference(entry.inode));
                 Ok(())
@@ -362,9 +362,9 @@ impl<B: Backing> Tree<B> {
             .is_some_and(|item| item.kind == Kind::Dir);
         let done = self.parent(path).and_then(|(dir, name)| {
             if is_dir {
-                self.engine.rmdir(dir.inode, name)
+                self.engine.namespace.rmdir(dir.inode, name)
             } else {
-                self.engine.unlink(dir.inode, name)
+                self.engine.namespace.unlink(dir.inode, name)
             }
         });
         match done {
@@ -386,20 +386,22 @@ impl<B: Backing> Tree<B> {
             .map_err(|error| errno(&error))?;
         let caller = self.caller();
         let made = match stub.kind {
-            Kind::Dir => self.engine.mkdir(&caller, dir.inode, name, 0o700),
+            Kind::Dir => self.engine.namespace.mkdir(&caller, dir.inode, name, 0o700),
             Kind::Symlink => {
                 let target = readlinkat(&self.root, &*stub.path, Vec::new())?;
-                self.engine.symlink(
+                self.engine.namespace.symlink(
                     &caller,
                     dir.inode,
                     name,
                     OsStr::from_bytes(target.as_bytes()),
                 )
             }
-            Kind::File => self
-                .engine
-                .mknod(&caller, dir.inode, name, libc::S_IFREG | 0o600, 0),
-            kind => self.engine.mknod(
+            Kind::File => {
+                self.engine
+                    .namespace
+                    .mknod(&caller, dir.inode, name, libc::S_IFREG | 0o600, 0)
+            }
+            kind => self.engine.namespace.mknod(
                 &caller,
                 dir.inode,
                 name,
@@ -465,10 +467,10 @@ impl<B: Backing> Tree<B> {
             };
             if uid.is_some() || gid.is_some() {
                 // Who may not give files away keeps them; so it is on a FUSE mount without root, too.
-                let _ = self.engine.set_attr(found.inode, owner, None);
+                let _ = self.engine.namespace.set_attr(found.inode, owner, None);
             }
             // After the owner, whose change takes set-id bits away.
-            self.engine.set_attr(
+            self.engine.namespace.set_attr(
                 found.inode,
                 SetAttr {
                     mode,
@@ -488,10 +490,10 @@ impl<B: Backing> Tree<B> {
                 atime: SetTime::Keep,
                 mtime,
             };
-            self.engine.set_attr(found.inode, times, None)?;
+            self.engine.namespace.set_attr(found.inode, times, None)?;
         }
         let told = (now.kind == Kind::File)
-            .then(|| self.engine.attr(found.inode, None))
+            .then(|| self.engine.namespace.attr(found.inode, None))
             .transpose()?;
         if let Some(item) = map.item_mut(now.id) {
             item.carried = Some(now.ctime);
@@ -505,7 +507,7 @@ impl<B: Backing> Tree<B> {
     /// Tells a stub when it was last written to, which the kernel did not see. Whether it was news.
     pub(crate) fn tell_time(&self, map: &mut Map, id: StubId) -> Result<bool> {
         let inode = self.inode_of(map, id)?;
-        let mtime = self.engine.attr(inode, None)?.mtime;
+        let mtime = self.engine.namespace.attr(inode, None)?.mtime;
         let Some(item) = map.item_mut(id) else {
             return Ok(false);
         };
@@ -581,7 +583,7 @@ impl<B: Backing> Tree<B> {
         tracing::info!(path = %quoted(&stub.path), bytes = stub.size, "a program without the preload library wrote to a stub: its bytes are ingested");
         let inode = self.inode_of(map, stub.id)?;
         let opened = self.engine.open(inode, libc::O_WRONLY)?;
-        let size = self.engine.attr(inode, None)?.size;
+        let size = self.engine.namespace.attr(inode, None)?.size;
         let done = self.copy_in(&source, opened.handle, size);
         self.engine.release(opened.handle);
         done?;
@@ -641,7 +643,7 @@ impl<B: Backing> Tree<B> {
     /// Waits until the arena may have room again.
     pub fn wait_for_room(&self) -> Result<()> {
         let (tell, told) = std::sync::mpsc::channel();
-        self.engine.on_space(Box::new(move |result| {
+        self.engine.room.on_space(Box::new(move |result| {
             let _ = tell.send(result);
         }));
         told.recv().unwrap_or(Err(Errno::IO))

@@ -23,7 +23,8 @@ impl<B: Backing> Tree<B> {
     pub(crate) fn fill(&self) -> Result<()> {
         let mut map = self.map.lock();
         let mut linked = HashMap::new();
-        let mut dirs: Vec<(Rel, Attr)> = vec![(Vec::new(), self.engine.attr(ROOT, None)?)];
+        let mut dirs: Vec<(Rel, Attr)> =
+            vec![(Vec::new(), self.engine.namespace.attr(ROOT, None)?)];
         let mut next = 0;
         while let Some((dir, _)) = dirs.get(next).cloned() {
             next += 1;
@@ -33,7 +34,7 @@ impl<B: Backing> Tree<B> {
                     self.keep_unnamed()?;
                     continue;
                 }
-                let entry = self.engine.lookup(inode.inode, &name)?;
+                let entry = self.engine.namespace.lookup(inode.inode, &name)?;
                 let found = self.reference(entry.inode);
                 let path = join(&dir, name.as_bytes());
                 self.fill_one(&mut map, &path, &entry.attr, found.inode, &mut linked)?;
@@ -76,9 +77,11 @@ impl<B: Backing> Tree<B> {
                 )?);
             }
             Kind::Dir => mkdirat(root, path, Mode::RWXU)?,
-            Kind::Symlink => {
-                symlinkat(OsStr::from_bytes(&self.engine.readlink(inode)?), root, path)?
-            }
+            Kind::Symlink => symlinkat(
+                OsStr::from_bytes(&self.engine.namespace.readlink(inode)?),
+                root,
+                path,
+            )?,
             kind => mknodat(root, path, file_type(kind), private, attr.rdev)?,
         }
         if attr.kind != Kind::Dir {
@@ -126,15 +129,15 @@ impl<B: Backing> Tree<B> {
     }
 
     fn names_in(&self, dir: InodeId) -> Result<Names> {
-        let handle: HandleId = self.engine.open_dir(dir)?;
+        let handle: HandleId = self.engine.namespace.open_dir(dir)?;
         let mut names = Names::new();
-        let read = self.engine.read_dir(handle, 0, &mut |entry| {
+        let read = self.engine.namespace.read_dir(handle, 0, &mut |entry| {
             if entry.name != "." && entry.name != ".." {
                 names.push(entry.name.to_owned());
             }
             true
         });
-        self.engine.release_dir(handle);
+        self.engine.namespace.release_dir(handle);
         read.map(|()| names)
     }
 
@@ -151,14 +154,20 @@ impl<B: Backing> Tree<B> {
         let now = firn_backing::Time::now().sec;
         let lost = OsString::from(format!("unnamed-{now}"));
         let flags = firn_backing::RenameFlags::NOREPLACE;
-        let renamed = self
-            .engine
-            .rename(firn.inode, OsStr::new("stub"), firn.inode, &lost, flags);
+        let renamed =
+            self.engine
+                .namespace
+                .rename(firn.inode, OsStr::new("stub"), firn.inode, &lost, flags);
         match renamed {
             Err(Errno::INVAL | Errno::NOSYS) => {
                 let flags = firn_backing::RenameFlags::empty();
-                self.engine
-                    .rename(firn.inode, OsStr::new("stub"), firn.inode, &lost, flags)?;
+                self.engine.namespace.rename(
+                    firn.inode,
+                    OsStr::new("stub"),
+                    firn.inode,
+                    &lost,
+                    flags,
+                )?;
             }
             renamed => renamed?,
         }

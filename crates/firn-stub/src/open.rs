@@ -98,6 +98,7 @@ impl<B: Backing> Tree<B> {
         debug_assert!(opened.mode != OpenMode::Passthrough);
         let size = self
             .engine
+            .namespace
             .attr(inode, Some(opened.handle))
             .map(|attr| attr.size);
         let changes = map.item_mut(id).map(|item| {
@@ -234,7 +235,7 @@ impl<B: Backing> Tree<B> {
         }
         let inode = self.inode_of(&mut map, id)?;
         let told = self.tell_time(&mut map, id)?;
-        let attr = self.engine.attr(inode, None)?;
+        let attr = self.engine.namespace.attr(inode, None)?;
         Ok(Some(StubAttr {
             size: attr.size,
             blocks: attr.blocks,
@@ -266,7 +267,7 @@ impl<B: Backing> Tree<B> {
             atime,
             mtime,
         };
-        self.engine.set_attr(inode, set, None).map(drop)
+        self.engine.namespace.set_attr(inode, set, None).map(drop)
     }
 
     /// Carries the name of an open stub over, and those of the directories above it.

@@ -115,7 +115,7 @@ impl<B: Backing> Ref<'_, B> {
 impl<B: Backing> Drop for Ref<'_, B> {
     fn drop(&mut self) {
         if self.inode != ROOT {
-            self.engine.forget(self.inode, 1);
+            self.engine.namespace.forget(self.inode, 1);
         }
     }
 }
@@ -270,7 +270,10 @@ impl<B: Backing> Tree<B> {
             .split(|byte| *byte == b'/')
             .filter(|name| !name.is_empty())
         {
-            let entry = self.engine.lookup(at.0.inode, OsStr::from_bytes(name))?;
+            let entry = self
+                .engine
+                .namespace
+                .lookup(at.0.inode, OsStr::from_bytes(name))?;
             at = (
                 Ref {
                     engine: &*self.engine,
@@ -312,7 +315,7 @@ impl<B: Backing> Tree<B> {
     /// Gives back what an item that is gone held.
     pub(crate) fn let_go(&self, gone: Option<(StubId, crate::map::Item)>) {
         if let Some(inode) = gone.and_then(|(_, item)| item.inode) {
-            self.engine.forget(inode, 1);
+            self.engine.namespace.forget(inode, 1);
         }
     }
 
@@ -323,9 +326,12 @@ impl<B: Backing> Tree<B> {
         let mut dir = self.find(b"")?.0;
         for name in PRIVATE.split(|byte| *byte == b'/') {
             let name = OsStr::from_bytes(name);
-            let made = self.engine.mkdir(&self.caller(), dir.inode, name, 0o700);
+            let made = self
+                .engine
+                .namespace
+                .mkdir(&self.caller(), dir.inode, name, 0o700);
             let entry = match made {
-                Err(Errno::EXIST) => self.engine.lookup(dir.inode, name)?,
+                Err(Errno::EXIST) => self.engine.namespace.lookup(dir.inode, name)?,
                 made => made?,
             };
             // Somebody else may have made it beside the mount.
@@ -350,7 +356,7 @@ impl<B: Backing> Tree<B> {
     fn remove_private_dir(&self) {
         let remove = |dir: &[u8]| {
             self.parent(dir)
-                .and_then(|(parent, name)| self.engine.rmdir(parent.inode, name))
+                .and_then(|(parent, name)| self.engine.namespace.rmdir(parent.inode, name))
         };
         let _ = remove(PRIVATE).and_then(|()| remove(split(PRIVATE).0));
     }

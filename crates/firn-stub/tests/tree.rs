@@ -151,6 +151,7 @@ impl World {
         self.life().tree.reconcile().unwrap();
         self.life()
             .engine
+            .durability
             .wait_tree(b"", DurabilityLevel::Drained, &mut |_, _| true)
             .unwrap();
     }

@@ -61,6 +61,7 @@ impl Target {
             mtime: keep,
         };
         self.engine
+            .namespace
             .set_attr(self.inode, set, None)
             .expect("truncate");
     }

@@ -295,7 +295,7 @@ impl<B: Backing> Call<'_, B> {
         }
         // Of a stub that has no file in the backing yet nobody else knows.
         self.tree.bring_open(handle)?;
-        let file = self.engine.number_of(handle)?;
+        let file = self.engine.open_files.number_of(handle)?;
         let ticket = locks.next_ticket();
         let owner = Owner {
             number: ticket.number(),

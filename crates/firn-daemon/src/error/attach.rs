@@ -16,8 +16,7 @@ use firn_transact::{
 };
 use firn_trust::TrustError;
 
-use crate::error::{BUSY, FAILED, NOT_FIRN, USAGE, arena_code};
-use crate::placement::{LaneFault, MapFault};
+use crate::error::{BUSY, FAILED, LaneFault, MapFault, NOT_FIRN, USAGE, arena_code};
 use crate::process;
 
 /// Why an arena is not attached to its backing.
@@ -251,3 +250,13 @@ transaction_failures!(
     StoreError,
     TransactionError
 );
+
+impl LaneFault {
+    /// The failure of an attach for this reason.
+    pub(crate) fn at(self, lane: &Path) -> AttachError {
+        AttachError::Lane {
+            lane: lane.into(),
+            why: self,
+        }
+    }
+}

@@ -11,14 +11,14 @@ use firn_transact::{ScopeError, TopMaker};
 
 use super::refusal::{orphaned, refused};
 use super::{is_open, run};
-use crate::commit_applier::CommitApplier;
 use crate::gate::TransactionGate;
 use crate::owners::{ControlPeer, Owners, Refusal, Request as UnderWay};
 use crate::store::shown_scope;
 
 /// Parts of the mount that an answer uses.
 pub(crate) struct RequestContext<'a> {
-    pub(crate) applier: &'a CommitApplier,
+    /// Has a commit applied after the answer.
+    pub(crate) apply_later: &'a dyn Fn(),
     /// How long other hosts are waited for.
     pub(crate) patience: Duration,
     /// Makes the kernel drop what it has cached.

@@ -13,6 +13,7 @@ use firn_transact::machine::{Event, Mount, Pending};
 use firn_transact::{Place, TransactionError, parent_of};
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 
+use super::steps::note;
 use crate::gate::{ScopeRoot, TransactionGate};
 use crate::host_lease::Liveness;
 use crate::participants::{self, LOOK_AGAIN};
@@ -84,19 +85,22 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
     fn is_drained(&self, path: &[u8]) -> bool {
         let mut wait_no_longer = |_, _| false;
         let engine = self.gate.engine();
-        let drained = engine.wait_tree(path, DurabilityLevel::Drained, &mut wait_no_longer);
+        let drained =
+            engine
+                .durability
+                .wait_tree(path, DurabilityLevel::Drained, &mut wait_no_longer);
         drained.is_ok()
     }
 
     fn write_back(&self, path: &[u8]) {
-        let written = self.gate.engine().written_at(path);
+        let written = self.gate.engine().open_files.written_at(path);
         written.into_iter().map(Cached::Inode).for_each(self.forget);
     }
 
     fn forget_names(&self, paths: &[&[u8]]) {
         for (index, path) in paths.iter().enumerate() {
             if !paths[..index].contains(path) {
-                let names = self.gate.engine().revalidate_names(path);
+                let names = self.gate.engine().namespace.revalidate_names(path);
                 names.into_iter().for_each(self.forget);
                 self.forget_directory(parent_of(path));
             }
@@ -104,7 +108,7 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
     }
 
     fn forget_directory(&self, path: &[u8]) {
-        let cached = self.gate.engine().cached_at(path);
+        let cached = self.gate.engine().tree.cached_at(path);
         cached.into_iter().for_each(self.forget);
     }
 
@@ -153,6 +157,6 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
     }
 
     fn note(&self, event: Event, scope: &[u8], id: Option<u64>) {
-        super::note(self.gate, event, scope, id);
+        note(self.gate, event, scope, id);
     }
 }

@@ -4,8 +4,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use firn_protocol::{TransactionStage, TransactionStatus};
+use firn_protocol::{BackupStatus, TransactionStage, TransactionStatus};
 use firn_transact::Stage;
+use firn_transact::backup::Progress;
 
 use crate::gate::TransactionGate;
 use crate::owners::Owners;
@@ -40,7 +41,7 @@ pub(crate) fn status(gate: &Arc<TransactionGate>, owners: &Owners) -> Vec<Transa
             _ => Vec::new(),
         },
         error: found.trouble,
-        backup: found.backup.map(crate::backup::status),
+        backup: found.backup.map(backup_status),
     };
     let transactions = gate.store().transactions();
     transactions.into_iter().map(one).collect()
@@ -75,4 +76,14 @@ fn here(gate: &Arc<TransactionGate>, id: u64, scope: &[u8]) -> Vec<String> {
         ASKING.fetch_sub(1, Ordering::AcqRel);
     }
     told.recv_timeout(PATIENCE).unwrap_or_default()
+}
+
+fn backup_status(progress: Progress) -> BackupStatus {
+    BackupStatus {
+        whole: progress.is_whole,
+        age_seconds: progress.age.map(|age| age.as_secs_f64()),
+        copied_bytes: progress.copied_bytes,
+        left_bytes: progress.left_bytes,
+        error: progress.error,
+    }
 }

@@ -213,6 +213,7 @@ fn rename_directories<B: Backing>(mount: &Mount<B>, seed: u64, go_on: impl Fn() 
             mount.insist(|| {
                 mount
                     .engine
+                    .namespace
                     .rename(ROOT, from, ROOT, to, RenameFlags::empty())
             });
         }
@@ -232,7 +233,7 @@ fn ask<B: Backing>(mount: &Mount<B>, go_on: impl Fn() -> bool) {
         std::thread::sleep(Duration::from_micros(200));
         rounds += 1;
         if rounds.is_multiple_of(32) {
-            mount.engine.drain_tree(b"");
+            mount.engine.durability.drain_tree(b"");
         }
     }
 }

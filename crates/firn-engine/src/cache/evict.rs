@@ -7,10 +7,10 @@ use firn_backing::{Backing, KernelReads, is_below};
 use firn_format::slab::Class;
 
 use crate::Result;
-use crate::engine::Engine;
 use crate::file::{File, FileState};
+use crate::space::Room;
 
-impl<B: Backing> Engine<B> {
+impl<B: Backing> Room<B> {
     /// After a drain that left cached bytes.
     pub(crate) fn note_cached(&self, file: &Arc<File<B>>) {
         self.space.evictable.add(file);
@@ -18,7 +18,7 @@ impl<B: Backing> Engine<B> {
 
     /// Drops cached files until a slab of `class` can be leased; false where nothing is left to drop.
     pub(crate) fn evict_for(&self, class: Class) -> bool {
-        self.evict_until(&|| self.arena.has_room(class))
+        self.evict_until(&|| self.base.arena.has_room(class))
     }
 
     /// Drops cached files until it is `enough`; whether it is.
@@ -41,23 +41,24 @@ impl<B: Backing> Engine<B> {
             }
             self.evict(&mut state);
             drop(state);
-            self.end_kernel_copy(&file);
-            self.drop_if_unused(&file);
+            self.kernel_cache.end_kernel_copy(&file);
+            self.open_files.drop_if_unused(&file);
         }
         enough()
     }
 
     fn evict(&self, state: &mut FileState<B>) -> u64 {
-        state.direct.invalidate_list(&self.arena);
-        let bytes = state.cache.drop_all(&self.arena);
-        self.counters
+        state.direct.invalidate_list(&self.base.arena);
+        let bytes = state.cache.drop_all(&self.base.arena);
+        self.base
+            .counters
             .evicted_bytes
             .fetch_add(bytes, Ordering::Relaxed);
         bytes
     }
 
     fn cached_below(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
-        let files = self.files.all();
+        let files = self.open_files.files.all();
         let below = |file: &Arc<File<B>>| {
             path.is_empty() || file.inode.paths().iter().any(|known| is_below(known, path))
         };
@@ -80,8 +81,8 @@ impl<B: Backing> Engine<B> {
             }
             freed += self.evict(&mut state);
             drop(state);
-            self.end_kernel_copy(&file);
-            self.drop_if_unused(&file);
+            self.kernel_cache.end_kernel_copy(&file);
+            self.open_files.drop_if_unused(&file);
         }
         self.wake_writers();
         Ok((freed, stay))
@@ -110,7 +111,7 @@ impl<B: Backing> Engine<B> {
         if path.is_empty() {
             Ok(())
         } else {
-            self.find(path).map(drop)
+            self.tree.find(path).map(drop)
         }
     }
 
@@ -119,16 +120,16 @@ impl<B: Backing> Engine<B> {
         if file.lock().cache.is_empty() {
             return Ok(());
         }
-        let attr = self.backing.attr(&self.object(&file.inode)?)?;
+        let attr = self.base.backing.attr(&self.tree.object(&file.inode)?)?;
         // Its times tell nothing of what other hosts write to logs.
-        let is_shared = self.kernel_reads(file) == KernelReads::Shared;
+        let is_shared = self.open_files.kernel_reads(file) == KernelReads::Shared;
         let mut state = file.lock();
         let is_other = |stamp| stamp != (attr.size, attr.mtime);
         if is_shared || state.cache.stamp().is_some_and(is_other) {
             state.changes += 1;
             self.evict(&mut state);
             drop(state);
-            self.end_kernel_copy(file);
+            self.kernel_cache.end_kernel_copy(file);
             self.wake_writers();
         }
         Ok(())
@@ -137,8 +138,9 @@ impl<B: Backing> Engine<B> {
     /// After the last pending byte was drained: how the backing's file is now.
     pub(crate) fn confirm_cache(&self, file: &File<B>) {
         let attr = self
+            .tree
             .object(&file.inode)
-            .and_then(|object| self.backing.attr(&object));
+            .and_then(|object| self.base.backing.attr(&object));
         let mut state = file.lock();
         if let Ok(attr) = attr
             && state.pending.is_empty()

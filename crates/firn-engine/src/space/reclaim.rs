@@ -1,26 +1,58 @@
 //! Making room in the arena, and telling the writers that wait for it.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use firn_arena::Lease;
 use firn_backing::{Backing, Errno};
 use firn_format::slab::Class;
 
 use crate::Done;
 use crate::counters::Decision;
-use crate::engine::Engine;
 use crate::file::File;
 use crate::options::DrainPolicy;
+use crate::space::{Room, Slot};
+use crate::tables::Handle;
 
-impl<B: Backing> Engine<B> {
+impl<B: Backing> Room<B> {
+    /// A slab for the next bytes of a handle: small ones first, so that many small files fit, whole
+    /// chunks for those that prove large.
+    ///
+    /// The slot is not locked while files are dropped to make room: with the last of what is known of one, its
+    /// descriptor is closed, for which a server may be asked.
+    pub(crate) fn lease_for(
+        &self,
+        handle: &Handle<B>,
+        slot: &mut Slot<'_>,
+        len: u64,
+    ) -> Option<Lease> {
+        let expected = handle.written.load(Ordering::Relaxed) + len;
+        let class = self.base.class_for(expected);
+        if class == Class::Small {
+            let parked = self.space.parked.take_near(&self.base.arena);
+            if parked.is_some() {
+                return parked;
+            }
+        }
+        let lease = self.base.arena.lease_slab(class).or_else(|| {
+            slot.unlocked(|| self.evict_for(class));
+            self.base.arena.lease_slab(class)
+        });
+        if lease.is_none() {
+            slot.unlocked(|| self.reclaim());
+        }
+        lease
+    }
+
     /// Calls `f` once there may be room in the arena (`Ok`: write again) or nothing can drain (`Err`:
     /// fail the write with it). The next
-    /// [`Engine::pick`] calls back, not this call.
+    /// [`Drainer::pick`](crate::Drainer::pick) calls back, not this call.
     pub fn on_space(&self, f: Done) {
         self.space.waiters.add(f);
         self.reclaim();
         // What was freed between the caller's failed write and now was not told to this waiter.
-        self.space.note_room(&self.arena);
+        self.space.note_room(&self.base.arena);
         self.drain.wake_all();
     }
 
@@ -50,12 +82,12 @@ impl<B: Backing> Engine<B> {
             return;
         }
         // In this order: the last move may have ended since the caller found no room.
-        if self.space.note_room(&self.arena) {
+        if self.space.note_room(&self.base.arena) {
             return self.drain.wake_all();
         }
         let waiters = self.space.waiters.take_all();
         if !waiters.is_empty() {
-            self.counters.drain_decisions.count(Decision::GivenUp);
+            self.base.counters.drain_decisions.count(Decision::GivenUp);
             tracing::debug!(%errno, writers = waiters.len(), "drain: given up, there is no room for more writes");
         }
         for waiter in waiters {
@@ -69,11 +101,11 @@ impl<B: Backing> Engine<B> {
         if self.drain.is_busy() {
             return;
         }
-        self.revoke_all_grants();
-        if self.options.drain == DrainPolicy::Demand {
+        self.intake.revoke_all_grants();
+        if self.base.options.drain == DrainPolicy::Demand {
             return self.reclaim_on_demand();
         }
-        let files = self.files.all();
+        let files = self.open_files.files.all();
         let now = Instant::now();
         let mut best: Option<(u64, Arc<File<B>>)> = None;
         let mut errno = None;
@@ -99,7 +131,7 @@ impl<B: Backing> Engine<B> {
         if let Some((_, file)) = best {
             let mut state = file.lock();
             self.drain.force(&file, &mut state);
-        } else if !self.space.waiters.has_freed() && !self.space.note_room(&self.arena) {
+        } else if !self.space.waiters.has_freed() && !self.space.note_room(&self.base.arena) {
             // Everything that is held waits for a backing that refuses it.
             self.refuse_space(errno.unwrap_or(Errno::NOSPC));
         }
@@ -107,10 +139,13 @@ impl<B: Backing> Engine<B> {
 
     /// Seals the leases that hold nothing, and those of `file`.
     fn give_back_leases(&self, file: Option<&Arc<File<B>>>) {
-        self.space.parked.seal_all(&self.arena);
-        self.handles.seal_leases(&self.arena, |handle, lease| {
-            self.arena.is_idle(lease) || file.is_some_and(|file| Arc::ptr_eq(file, &handle.file))
-        });
+        self.space.parked.seal_all(&self.base.arena);
+        self.open_files
+            .handles
+            .seal_leases(&self.base.arena, |handle, lease| {
+                self.base.arena.is_idle(lease)
+                    || file.is_some_and(|file| Arc::ptr_eq(file, &handle.file))
+            });
     }
 
     /// Makes room where nothing drains unasked: drained bytes are dropped. What is not drained stays, and
@@ -118,7 +153,7 @@ impl<B: Backing> Engine<B> {
     fn reclaim_on_demand(&self) {
         self.give_back_leases(None);
         self.evict_for(Class::Small);
-        if !self.space.waiters.has_freed() && !self.space.note_room(&self.arena) {
+        if !self.space.waiters.has_freed() && !self.space.note_room(&self.base.arena) {
             self.refuse_space(Errno::NOSPC);
         }
     }

@@ -50,7 +50,7 @@ fn files_that_are_held_need_no_descriptor_each() {
         "{} are open",
         world.backing.open_files()
     );
-    world.engine.drain_tree(b"");
+    world.engine.durability.drain_tree(b"");
     while world.drain_step() {}
     assert_eq!(
         world.backing.open_files(),
@@ -88,7 +88,11 @@ fn a_file_whose_mode_changes_while_it_is_held_is_opened_before() {
         atime: keep,
         mtime: keep,
     };
-    world.engine.set_attr(last, read_only, None).expect("chmod");
+    world
+        .engine
+        .namespace
+        .set_attr(last, read_only, None)
+        .expect("chmod");
     assert_eq!(world.backing.open_files(), before + 1);
 }
 
@@ -135,7 +139,11 @@ fn regression_files_that_programs_have_open_need_no_descriptor_each() {
                 atime: keep,
                 mtime: keep,
             };
-            world.engine.set_attr(*inode, set, None).expect("truncate");
+            world
+                .engine
+                .namespace
+                .set_attr(*inode, set, None)
+                .expect("truncate");
             assert!(
                 world.backing.open_files() <= 5,
                 "{} are open",
@@ -163,6 +171,7 @@ fn regression_a_file_without_a_name_stays_open_however_many_others_are() {
     world.drain_all();
     world
         .engine
+        .namespace
         .unlink(ROOT, OsStr::new("rank0"))
         .expect("unlink");
     let others: Vec<_> = (1..OPEN).map(|index| create(&world, index).1).collect();

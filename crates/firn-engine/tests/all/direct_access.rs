@@ -54,7 +54,7 @@ fn read(engine: &Engine<SimBacking>, handle: HandleId) -> Vec<u8> {
 }
 
 fn size(engine: &Engine<SimBacking>, inode: InodeId) -> u64 {
-    engine.attr(inode, None).expect("attr").size
+    engine.namespace.attr(inode, None).expect("attr").size
 }
 
 fn truncate(size: u64) -> SetAttr {
@@ -99,7 +99,9 @@ impl DirectWriter {
     }
 
     fn open(&mut self, engine: &Engine<SimBacking>) -> Result<u64, DirectRefusal> {
-        let grant = engine.grant_direct_access(CLIENT, self.token)?;
+        let grant = engine
+            .direct_access
+            .grant_direct_access(CLIENT, self.token)?;
         (self.file_id, self.writer, self.granted) = (grant.file_id.get(), None, true);
         self.more.clear();
         Ok(grant.size)
@@ -110,7 +112,9 @@ impl DirectWriter {
         let slab = match self.more.pop_front() {
             Some(slab) => slab,
             None => {
-                let (slab, more) = engine.lease_slabs(CLIENT, self.token, process, want)?;
+                let (slab, more) = engine
+                    .direct_access
+                    .lease_slabs(CLIENT, self.token, process, want)?;
                 self.more.extend(more);
                 slab
             }
@@ -166,13 +170,14 @@ impl DirectWriter {
 }
 
 fn drain_step(engine: &Engine<SimBacking>) -> bool {
-    let firn_engine::Pick::Job(job) =
-        engine.pick(firn_engine::LaneIndex::FIRST, firn_engine::LaneLimits::NONE)
+    let firn_engine::Pick::Job(job) = engine
+        .drainer
+        .pick(firn_engine::LaneIndex::FIRST, firn_engine::LaneLimits::NONE)
     else {
         return false;
     };
     let outcome = job.execute(engine);
-    engine.complete(job, outcome);
+    engine.drainer.complete(job, outcome);
     true
 }
 
@@ -191,12 +196,12 @@ fn appended_bytes_are_seen_at_once() {
         (status.held_bytes, status.direct_files, status.direct_leases),
         (11, 1, 1)
     );
-    assert!(world.engine.is_written_directly(inode));
+    assert!(world.engine.kernel_cache.is_written_directly(inode));
     assert_eq!(read(&world.engine, token), b"hello world");
     // The read ended it, and the next write knows.
     assert_eq!(writer.append(&world.engine, 11, b"!"), 0);
-    world.engine.note_kernel_size(inode);
-    assert!(!world.engine.is_written_directly(inode));
+    world.engine.kernel_cache.note_kernel_size(inode);
+    assert!(!world.engine.kernel_cache.is_written_directly(inode));
     world.engine.release(token);
     world.drain_all();
     assert_eq!(world.backing_tree()["file"], b"hello world");
@@ -221,10 +226,13 @@ fn only_the_sole_writer_gets_the_door_and_another_open_ends_it() {
     assert_eq!(read(&world.engine, other.handle), data);
     assert_eq!(writer.open(&world.engine), Err(DirectRefusal::Busy));
     assert_eq!(
-        world.engine.grant_direct_access(CLIENT, HandleId(99)),
+        world
+            .engine
+            .direct_access
+            .grant_direct_access(CLIENT, HandleId(99)),
         Err(DirectRefusal::BadToken)
     );
-    world.engine.note_kernel_size(inode);
+    world.engine.kernel_cache.note_kernel_size(inode);
     world.engine.release(other.handle);
     assert_eq!(world.engine.open(inode, 0).unwrap().size, None);
 }
@@ -238,23 +246,40 @@ fn files_that_only_the_kernel_can_write_get_no_grant() {
         size: None,
         ..truncate(0)
     };
-    world.engine.set_attr(inode, set(0o4755), None).unwrap();
+    world
+        .engine
+        .namespace
+        .set_attr(inode, set(0o4755), None)
+        .unwrap();
     assert_eq!(
         DirectWriter::of(token).open(&world.engine),
         Err(DirectRefusal::Busy)
     );
-    world.engine.set_attr(inode, set(0o755), None).unwrap();
+    world
+        .engine
+        .namespace
+        .set_attr(inode, set(0o755), None)
+        .unwrap();
     let mut writer = DirectWriter::of(token);
     let capability = OsStr::new("security.capability");
     world
         .engine
+        .namespace
         .set_xattr(inode, capability, b"cap", 0, None)
         .unwrap();
     assert_eq!(writer.open(&world.engine), Err(DirectRefusal::Busy));
-    world.engine.remove_xattr(inode, capability).unwrap();
+    world
+        .engine
+        .namespace
+        .remove_xattr(inode, capability)
+        .unwrap();
     assert!(writer.open(&world.engine).is_ok());
     assert_eq!(writer.append(&world.engine, 0, b"x"), 1);
-    world.engine.set_attr(inode, set(0o4755), None).unwrap();
+    world
+        .engine
+        .namespace
+        .set_attr(inode, set(0o4755), None)
+        .unwrap();
     assert_eq!(writer.append(&world.engine, 1, b"x"), 0);
     world.engine.release(token);
     let readonly = world.engine.open(inode, 0).unwrap().handle;
@@ -308,7 +333,11 @@ fn a_truncation_cuts_what_was_appended_and_ends_the_door() {
     let mut writer = DirectWriter::of(token);
     writer.open(&world.engine).unwrap();
     writer.append(&world.engine, 0, &pattern(0, 10_000, 0));
-    world.engine.set_attr(inode, truncate(4_000), None).unwrap();
+    world
+        .engine
+        .namespace
+        .set_attr(inode, truncate(4_000), None)
+        .unwrap();
     assert_eq!(writer.append(&world.engine, 10_000, b"x"), 0);
     assert_eq!(size(&world.engine, inode), 4_000);
     assert_eq!(writer.open(&world.engine), Ok(4_000));
@@ -360,7 +389,7 @@ fn every_published_byte_is_there_after_a_crash() {
             model.resize(model.len().max(at + data.len()), 0);
             model[at..at + data.len()].copy_from_slice(&data);
             if rng.random_range(0..8) == 0 {
-                world.engine.drain_tree(b"");
+                world.engine.durability.drain_tree(b"");
                 world.drain_step();
             }
         }
@@ -385,7 +414,7 @@ fn a_crash_at_any_store_while_a_door_is_open_keeps_what_was_acknowledged() {
         assert_eq!(writer.append(&world.engine, 0, &data), data.len());
         world.stop_in(stop);
         // Look, freeze and drain, another lease, revoke.
-        world.engine.drain_tree(b"");
+        world.engine.durability.drain_tree(b"");
         world.drain_step();
         let _ = writer.lease(&world.engine, 200_000);
         let _ = world.engine.open(inode, O_RDWR);
@@ -422,7 +451,7 @@ fn what_may_still_grow_is_not_drained_and_what_was_drained_does_not_grow() {
         assert_eq!(world.backing_tree()["file"], data[..at as usize]);
     }
     assert!(writer.granted, "a drain does not revoke the grant");
-    world.engine.end_direct_access(CLIENT, token);
+    world.engine.direct_access.end_direct_access(CLIENT, token);
     assert_eq!(world.engine.arena().used_bytes(), 0);
 }
 
@@ -466,7 +495,9 @@ fn who_has_written_much_gets_several_leases_at_once_and_may_skip_some() {
     let data = pattern(0, 4 * CHUNK_BYTES as usize, 3);
     assert_eq!(writer.append(&engine, 0, &data), data.len());
     let process = (std::process::id(), None);
-    let leases = engine.lease_slabs(CLIENT, token, process, 4 * CHUNK_BYTES);
+    let leases = engine
+        .direct_access
+        .lease_slabs(CLIENT, token, process, 4 * CHUNK_BYTES);
     let (first, more) = leases.unwrap();
     assert_eq!(
         more.len(),
@@ -492,9 +523,9 @@ fn a_client_that_is_gone_loses_nothing_and_keeps_nothing() {
     let mut writer = DirectWriter::of(token);
     writer.open(&world.engine).unwrap();
     writer.append(&world.engine, 0, b"kept");
-    world.engine.end_client(ClientId(8));
+    world.engine.direct_access.end_client(ClientId(8));
     assert_eq!(writer.append(&world.engine, 4, b" too"), 4);
-    world.engine.end_client(CLIENT);
+    world.engine.direct_access.end_client(CLIENT);
     assert_eq!(writer.append(&world.engine, 8, b"not"), 0);
     assert_eq!(size(&world.engine, inode), 8);
     world.engine.release(token);
@@ -567,13 +598,21 @@ fn readers_are_told_where_the_bytes_lie_until_they_change() {
         .write(token, 9_000, &pattern(9_000, 100, 0), None)
         .unwrap();
     assert_eq!(
-        world.engine.list_extents(token, 0, 0).unwrap_err(),
+        world
+            .engine
+            .direct_access
+            .list_extents(token, 0, 0)
+            .unwrap_err(),
         DirectRefusal::Busy,
         "it may be written"
     );
     world.engine.release(token);
     let reader = world.engine.open(inode, 0).unwrap().handle;
-    let list = world.engine.list_extents(reader, 0, 0).unwrap();
+    let list = world
+        .engine
+        .direct_access
+        .list_extents(reader, 0, 0)
+        .unwrap();
     let stamp = || {
         // SAFETY: a word of the arena.
         let word = unsafe {
@@ -600,14 +639,23 @@ fn readers_are_told_where_the_bytes_lie_until_they_change() {
         let writer = world.engine.open(inode, O_RDWR).unwrap().handle;
         world.engine.write(writer, 0, &[change; 100], None).unwrap();
         world.engine.release(writer);
-        let before = world.engine.list_extents(reader, 0, 0).unwrap().stamp;
+        let before = world
+            .engine
+            .direct_access
+            .list_extents(reader, 0, 0)
+            .unwrap()
+            .stamp;
         assert_eq!(stamp(), before);
         match change {
             0 => world
                 .engine
                 .release(world.engine.open(inode, O_RDWR).unwrap().handle),
             1 => {
-                world.engine.set_attr(inode, truncate(50), None).unwrap();
+                world
+                    .engine
+                    .namespace
+                    .set_attr(inode, truncate(50), None)
+                    .unwrap();
             }
             _ => world.drain_all(),
         }
@@ -668,7 +716,7 @@ fn interleave(seed: u64) {
                 drop(model);
                 at += len as u64;
             }
-            engine.end_direct_access(CLIENT, token);
+            engine.direct_access.end_direct_access(CLIENT, token);
         });
         let asker = scope.spawn(|| {
             let mut rng = StdRng::seed_from_u64(seed ^ 0x5eed);
@@ -687,7 +735,10 @@ fn interleave(seed: u64) {
                     2 => {
                         let mut model = model.lock();
                         let cut = rng.random_range(0..=model.len());
-                        engine.set_attr(inode, truncate(cut as u64), None).unwrap();
+                        engine
+                            .namespace
+                            .set_attr(inode, truncate(cut as u64), None)
+                            .unwrap();
                         model.truncate(cut);
                     }
                     3 => {
@@ -698,7 +749,7 @@ fn interleave(seed: u64) {
                     }
                     4 => drop(read(engine, token)),
                     5 => drop(engine.figures()),
-                    6 => engine.drain_tree(b""),
+                    6 => engine.durability.drain_tree(b""),
                     7 | 8 => drop(size(engine, inode)),
                     9 => std::thread::sleep(std::time::Duration::from_micros(
                         rng.random_range(0..300),
@@ -738,16 +789,17 @@ fn a_failing_drain_ends_the_door() {
     world
         .backing
         .set_plan(|call, _| (call == "write_at").then_some(firn_sim::Fault::Error(Errno::IO)));
-    world.engine.drain_tree(b"");
+    world.engine.durability.drain_tree(b"");
     let firn_engine::Pick::Job(job) = world
         .engine
+        .drainer
         .pick(firn_engine::LaneIndex::FIRST, firn_engine::LaneLimits::NONE)
     else {
         panic!("nothing to drain")
     };
     assert_eq!(writer.append(&world.engine, 4, b"unseen"), 6);
     let outcome = job.execute(&world.engine);
-    world.engine.complete(job, outcome);
+    world.engine.drainer.complete(job, outcome);
     assert_eq!(world.engine.figures().held_bytes, 10);
     assert_eq!(writer.append(&world.engine, 10, b"more"), 0);
     assert_eq!(writer.open(&world.engine), Err(DirectRefusal::Busy));

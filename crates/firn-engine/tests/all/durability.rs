@@ -41,6 +41,7 @@ fn names_survive_once_their_directory_was_synced() {
     let world = World::new();
     let dir = world
         .engine
+        .namespace
         .mkdir(&CALLER, ROOT, OsStr::new("dir"), 0o755)
         .expect("mkdir")
         .inode;
@@ -55,6 +56,7 @@ fn names_survive_once_their_directory_was_synced() {
     let to = OsStr::new("renamed");
     world
         .engine
+        .namespace
         .rename(dir, from, dir, to, RenameFlags::empty())
         .expect("rename");
     assert!(

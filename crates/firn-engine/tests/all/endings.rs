@@ -67,6 +67,7 @@ fn one_killed_writer_of_several_cuts_a_file_until_it_is_made_anew() {
     assert_eq!(ending(&world, "file"), Ending::Cut, "appended to");
     let inode = world
         .engine
+        .namespace
         .lookup(ROOT, OsStr::new("file"))
         .expect("lookup")
         .inode;

@@ -46,7 +46,11 @@ fn create(world: &World) -> (InodeId, HandleId) {
 }
 
 fn pick(world: &World) -> Option<Job<SimBacking>> {
-    match world.engine.pick(LaneIndex::FIRST, LaneLimits::NONE) {
+    match world
+        .engine
+        .drainer
+        .pick(LaneIndex::FIRST, LaneLimits::NONE)
+    {
         Pick::Job(job) => Some(job),
         Pick::Idle { .. } => None,
     }
@@ -87,13 +91,13 @@ fn pieces_that_are_apart_are_one_job_where_the_backing_gathers_them() {
         let world = World::over(disk, world::options(), false);
         let (_, handle) = create(&world);
         let expected = write_strided(&world, handle);
-        world.engine.drain_tree(b"");
+        world.engine.durability.drain_tree(b"");
         let mut spans = Vec::new();
         while let Some(job) = pick(&world) {
             spans.push(job.span());
             let outcome = job.execute(&world.engine);
             assert_eq!((outcome.written, outcome.error), (job.len(), None));
-            world.engine.complete(job, outcome);
+            world.engine.drainer.complete(job, outcome);
         }
         match gathers {
             true => assert_eq!(spans, [span_of(0..PIECES)]),
@@ -112,12 +116,12 @@ fn a_gathered_job_has_no_more_bytes_than_the_mount_allows() {
     let world = gathering(options);
     let (_, handle) = create(&world);
     let expected = write_strided(&world, handle);
-    world.engine.drain_tree(b"");
+    world.engine.durability.drain_tree(b"");
     for first in (0..PIECES).step_by(3) {
         let job = pick(&world).expect("there is more");
         assert_eq!(job.span(), span_of(first..(first + 3).min(PIECES)));
         let outcome = job.execute(&world.engine);
-        world.engine.complete(job, outcome);
+        world.engine.drainer.complete(job, outcome);
     }
     assert_eq!(world.backing_tree()[NAME], expected);
     world.engine.release(handle);
@@ -130,7 +134,7 @@ fn of_a_job_that_fails_the_parts_before_the_failure_are_drained() {
     let mut world = gathering(world::options());
     let (_, handle) = create(&world);
     let expected = write_strided(&world, handle);
-    world.engine.drain_tree(b"");
+    world.engine.durability.drain_tree(b"");
     let mut left = WRITTEN;
     world.backing.set_plan(move |call, _| {
         let fails = call == "write_at" && left == 0;
@@ -141,7 +145,7 @@ fn of_a_job_that_fails_the_parts_before_the_failure_are_drained() {
     let outcome = job.execute(&world.engine);
     assert_eq!(outcome.error, Some(Errno::NOSPC));
     assert_eq!(outcome.written, WRITTEN * PIECE_BYTES as u64);
-    world.engine.complete(job, outcome);
+    world.engine.drainer.complete(job, outcome);
     let held = (PIECES - WRITTEN) * PIECE_BYTES as u64;
     assert_eq!(world.engine.figures().held_bytes, held);
     world.stop_now();
@@ -157,21 +161,21 @@ fn newer_bytes_over_a_job_under_way_are_written_after_it() {
     let world = gathering(world::options());
     let (_, handle) = create(&world);
     let mut expected = write_strided(&world, handle);
-    world.engine.drain_tree(b"");
+    world.engine.durability.drain_tree(b"");
     let first = pick(&world).expect("a job");
     let newer = vec![99; 2 * PIECE_BYTES];
     // Over the end of one piece and the gap after it.
     let at = 3 * STRIDE + 500;
     write_all(&world, handle, at, &newer);
     expected[at as usize..][..newer.len()].copy_from_slice(&newer);
-    world.engine.drain_tree(b"");
+    world.engine.durability.drain_tree(b"");
     assert!(pick(&world).is_none(), "older bytes are under way there");
     let outcome = first.execute(&world.engine);
-    world.engine.complete(first, outcome);
+    world.engine.drainer.complete(first, outcome);
     let second = pick(&world).expect("the newer bytes");
     assert_eq!(second.span(), at..at + newer.len() as u64);
     let outcome = second.execute(&world.engine);
-    world.engine.complete(second, outcome);
+    world.engine.drainer.complete(second, outcome);
     assert_eq!(world.engine.figures().held_bytes, 0);
     assert_eq!(world.backing_tree()[NAME], expected);
     world.engine.release(handle);
@@ -223,7 +227,7 @@ impl Run {
             5..7 => self.pick(),
             7 => self.execute(),
             8 => self.complete(),
-            9 => self.world.engine.drain_tree(b""),
+            9 => self.world.engine.durability.drain_tree(b""),
             10 => self.truncate(),
             _ => self.read(),
         }
@@ -263,7 +267,7 @@ impl Run {
             self.execute();
             self.complete();
         }
-        self.world.engine.drain_tree(b"");
+        self.world.engine.durability.drain_tree(b"");
         while self.world.drain_step() && !self.world.stopped() {}
     }
 
@@ -292,7 +296,7 @@ impl Run {
             return;
         };
         if let (job, Some(outcome)) = self.jobs.swap_remove(at) {
-            self.world.engine.complete(job, outcome);
+            self.world.engine.drainer.complete(job, outcome);
         }
     }
 
@@ -312,7 +316,7 @@ impl Run {
             atime: SetTime::Keep,
             mtime: SetTime::Keep,
         };
-        let done = self.world.engine.set_attr(self.inode, cut, None);
+        let done = self.world.engine.namespace.set_attr(self.inode, cut, None);
         if self.world.stopped() {
             return;
         }

@@ -33,6 +33,7 @@ struct Place {
 
 fn place(engine: &Engine<SimBacking>, dir: &str) -> Place {
     let dir = engine
+        .namespace
         .mkdir(&CALLER, ROOT, OsStr::new(dir), 0o755)
         .expect("mkdir")
         .inode;
@@ -63,9 +64,9 @@ fn attributes() -> SetAttr {
 }
 
 fn drain(engine: &Engine<SimBacking>) {
-    while let Pick::Job(job) = engine.pick(LaneIndex::FIRST, LaneLimits::NONE) {
+    while let Pick::Job(job) = engine.drainer.pick(LaneIndex::FIRST, LaneLimits::NONE) {
         let outcome = job.execute(engine);
-        engine.complete(job, outcome);
+        engine.drainer.complete(job, outcome);
     }
 }
 
@@ -78,10 +79,10 @@ type Request = fn(&Engine<SimBacking>, Place);
 fn requests() -> Vec<(&'static str, &'static str, Request)> {
     vec![
         ("lookup", "lookup", |engine, place| {
-            ignore(engine.lookup(place.dir, OsStr::new("file")))
+            ignore(engine.namespace.lookup(place.dir, OsStr::new("file")))
         }),
         ("stat", "attr", |engine, place| {
-            ignore(engine.attr(place.inode, None))
+            ignore(engine.namespace.attr(place.inode, None))
         }),
         ("open", "attr", |engine, place| {
             ignore(engine.open(place.inode, 0))
@@ -90,17 +91,25 @@ fn requests() -> Vec<(&'static str, &'static str, Request)> {
             ignore(engine.create(&CALLER, place.dir, OsStr::new("new"), 0o644, RDWR));
         }),
         ("mkdir", "mkdir", |engine, place| {
-            ignore(engine.mkdir(&CALLER, place.dir, OsStr::new("new"), 0o755))
+            ignore(
+                engine
+                    .namespace
+                    .mkdir(&CALLER, place.dir, OsStr::new("new"), 0o755),
+            )
         }),
         ("link", "link", |engine, place| {
-            ignore(engine.link(place.inode, place.dir, OsStr::new("second")))
+            ignore(
+                engine
+                    .namespace
+                    .link(place.inode, place.dir, OsStr::new("second")),
+            )
         }),
         ("unlink", "unlink", |engine, place| {
-            ignore(engine.unlink(place.dir, OsStr::new("file")))
+            ignore(engine.namespace.unlink(place.dir, OsStr::new("file")))
         }),
         ("rename", "rename", |engine, place| {
             let none = RenameFlags::empty();
-            ignore(engine.rename(
+            ignore(engine.namespace.rename(
                 place.dir,
                 OsStr::new("file"),
                 place.dir,
@@ -109,7 +118,7 @@ fn requests() -> Vec<(&'static str, &'static str, Request)> {
             ));
         }),
         ("ftruncate", "set_len", |engine, place| {
-            ignore(engine.set_attr(
+            ignore(engine.namespace.set_attr(
                 place.inode,
                 SetAttr {
                     size: Some(3),
@@ -119,7 +128,7 @@ fn requests() -> Vec<(&'static str, &'static str, Request)> {
             ));
         }),
         ("ftruncate to more", "set_len", |engine, place| {
-            ignore(engine.set_attr(
+            ignore(engine.namespace.set_attr(
                 place.inode,
                 SetAttr {
                     size: Some(1 << 20),
@@ -132,7 +141,7 @@ fn requests() -> Vec<(&'static str, &'static str, Request)> {
             ignore(engine.open(place.inode, 0o1002))
         }),
         ("utimens", "set_times", |engine, place| {
-            ignore(engine.set_attr(
+            ignore(engine.namespace.set_attr(
                 place.inode,
                 SetAttr {
                     mtime: SetTime::Now,
@@ -142,7 +151,7 @@ fn requests() -> Vec<(&'static str, &'static str, Request)> {
             ));
         }),
         ("chmod", "set_mode", |engine, place| {
-            ignore(engine.set_attr(
+            ignore(engine.namespace.set_attr(
                 place.inode,
                 SetAttr {
                     mode: Some(0o600),
@@ -170,15 +179,15 @@ fn requests() -> Vec<(&'static str, &'static str, Request)> {
             ignore(engine.sync_file(place.handle, false))
         }),
         ("readdir", "read_dir", |engine, place| {
-            let dir = engine.open_dir(place.dir).expect("opendir");
-            ignore(engine.read_dir(dir, 0, &mut |_| true));
+            let dir = engine.namespace.open_dir(place.dir).expect("opendir");
+            ignore(engine.namespace.read_dir(dir, 0, &mut |_| true));
         }),
         ("drain", "write_at", |engine, _| {
-            engine.drain_tree(b"hung");
+            engine.durability.drain_tree(b"hung");
             drain(engine);
         }),
         ("end of a drain", "set_times", |engine, _| {
-            engine.drain_tree(b"hung");
+            engine.durability.drain_tree(b"hung");
             drain(engine);
         }),
     ]
@@ -194,9 +203,16 @@ fn everything_else(engine: &Engine<SimBacking>, other: Place) {
     let mut bytes = [0; 12];
     assert_eq!(engine.read(other.handle, 0, &mut bytes), Ok(12));
     assert_eq!(&bytes, b"pending more");
-    assert_eq!(engine.attr(other.inode, None).expect("stat").size, 12);
     assert_eq!(
-        engine.lookup(other.dir, name).expect("lookup").inode,
+        engine.namespace.attr(other.inode, None).expect("stat").size,
+        12
+    );
+    assert_eq!(
+        engine
+            .namespace
+            .lookup(other.dir, name)
+            .expect("lookup")
+            .inode,
         other.inode
     );
     let opened = engine.open(other.inode, RDWR).expect("open");
@@ -212,6 +228,7 @@ fn everything_else(engine: &Engine<SimBacking>, other: Place) {
     );
     let none = RenameFlags::empty();
     engine
+        .namespace
         .rename(
             other.dir,
             OsStr::new("made"),
@@ -221,10 +238,12 @@ fn everything_else(engine: &Engine<SimBacking>, other: Place) {
         )
         .expect("rename");
     engine
+        .namespace
         .unlink(other.dir, OsStr::new("moved"))
         .expect("unlink");
     engine.release(made.handle);
     engine
+        .namespace
         .set_attr(
             other.inode,
             SetAttr {
@@ -234,9 +253,12 @@ fn everything_else(engine: &Engine<SimBacking>, other: Place) {
             None,
         )
         .expect("truncate");
-    let dir = engine.open_dir(other.dir).expect("opendir");
-    engine.read_dir(dir, 0, &mut |_| true).expect("readdir");
-    engine.release_dir(dir);
+    let dir = engine.namespace.open_dir(other.dir).expect("opendir");
+    engine
+        .namespace
+        .read_dir(dir, 0, &mut |_| true)
+        .expect("readdir");
+    engine.namespace.release_dir(dir);
     let (tell, told) = mpsc::channel();
     engine.fsync(
         other.handle,
@@ -313,6 +335,7 @@ fn a_file_that_waits_for_a_truncation_is_written_and_read() {
     let theirs = Arc::clone(engine);
     let cut = std::thread::spawn(move || {
         theirs
+            .namespace
             .set_attr(
                 file.inode,
                 SetAttr {
@@ -338,7 +361,7 @@ fn a_file_that_waits_for_a_truncation_is_written_and_read() {
     let mut bytes = [9; 11];
     assert_eq!(engine.read(file.handle, 0, &mut bytes), Ok(11));
     assert_eq!(&bytes, b"Pen\0\0\0\0late");
-    engine.drain_tree(b"");
+    engine.durability.drain_tree(b"");
     drain(engine);
     assert_eq!(world.backing_tree()["hung/file"], b"Pen\0\0\0\0late");
 }

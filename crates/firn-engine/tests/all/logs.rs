@@ -61,11 +61,12 @@ impl Executor for Steps {
 
 fn drain_step(engine: &Engine<Logged>) -> bool {
     engine
+        .drainer
         .lanes()
-        .any(|lane| match engine.pick(lane, LaneLimits::NONE) {
+        .any(|lane| match engine.drainer.pick(lane, LaneLimits::NONE) {
             Pick::Job(job) => {
                 let outcome = job.execute(engine);
-                engine.complete(job, outcome);
+                engine.drainer.complete(job, outcome);
                 true
             }
             Pick::Idle { .. } => false,
@@ -80,7 +81,9 @@ fn options() -> EngineOptions {
 }
 
 fn run(engine: &Arc<Engine<Logged>>) {
-    engine.set_executor(Arc::new(Steps(Arc::downgrade(engine))));
+    engine
+        .drainer
+        .set_executor(Arc::new(Steps(Arc::downgrade(engine))));
 }
 
 fn begin(disk: &SimBacking, arena: &Path) -> Arc<Engine<Logged>> {
@@ -142,7 +145,7 @@ fn a_cut_in_which_a_host_dies_takes_nothing_that_others_write_before_it_is_back(
         let made = engine.create(&CALLER, ROOT, name, 0o644, O_RDWR);
         let (entry, opened) = made.expect("create");
         write(&engine, opened.handle, 0, &[1; LOGGED]);
-        engine.drain_tree(b"");
+        engine.durability.drain_tree(b"");
         while drain_step(&engine) {}
         write(&engine, opened.handle, LOGGED as u64, &[2; HELD]);
 
@@ -157,7 +160,7 @@ fn a_cut_in_which_a_host_dies_takes_nothing_that_others_write_before_it_is_back(
             }
             is_dead.then_some(Fault::Crash)
         });
-        let outcome = engine.set_attr(entry.inode, set_len(0), None);
+        let outcome = engine.namespace.set_attr(entry.inode, set_len(0), None);
         let has_died = disk_of_a.is_dead();
         assert_eq!(outcome.is_err(), has_died);
         drop(engine);
@@ -179,7 +182,7 @@ fn a_cut_in_which_a_host_dies_takes_nothing_that_others_write_before_it_is_back(
         let (engine, recovered) = attached.expect("the engine attaches");
         assert!(recovered.lost.is_empty());
         run(&engine);
-        engine.drain_tree(b"");
+        engine.durability.drain_tree(b"");
         while drain_step(&engine) {}
         assert_eq!(engine.figures().held_bytes, 0);
 

@@ -89,7 +89,12 @@ impl Run {
     }
 
     fn lane_of(&self, inode: InodeId) -> usize {
-        let object = self.world.engine.object_of(inode).expect("it is there");
+        let object = self
+            .world
+            .engine
+            .tree
+            .object_of(inode)
+            .expect("it is there");
         self.world.backing.facts(&object).lane.index()
     }
 
@@ -97,7 +102,7 @@ impl Run {
     fn wait_for_one(&mut self) {
         let (inode, handle) = self.files[self.rng.random_range(0..self.files.len())];
         let lane = self.lane_of(inode);
-        let path = self.world.engine.shown_path(inode, None);
+        let path = self.world.engine.tree.shown_path(inode, None);
         let held = self.world.engine.files_below(path.as_bytes());
         let answered = Arc::clone(&self.answered);
         self.waiting += 1;
@@ -118,7 +123,7 @@ impl Run {
     /// Picks one more write of a lane; false where there is none.
     fn pick(&mut self, lane: usize) -> bool {
         let index = LaneIndex::new(lane as u16);
-        let Pick::Job(job) = self.world.engine.pick(index, LaneLimits::NONE) else {
+        let Pick::Job(job) = self.world.engine.drainer.pick(index, LaneLimits::NONE) else {
             return false;
         };
         let inode = job.inode();
@@ -144,7 +149,7 @@ impl Run {
             let at = self.rng.random_range(0..trace.under_way.len());
             let job = trace.under_way.swap_remove(at);
             let outcome = job.execute(&self.world.engine);
-            self.world.engine.complete(job, outcome);
+            self.world.engine.drainer.complete(job, outcome);
         }
     }
 
@@ -159,7 +164,7 @@ fn run(seed: u64) {
     // Writes at once in a lane.
     let writers = run.rng.random_range(1..4);
     run.write_files();
-    run.world.engine.drain_tree(b"");
+    run.world.engine.durability.drain_tree(b"");
     loop {
         let lane = run.rng.random_range(0..usize::from(lanes));
         match run.rng.random_range(0..10) {
@@ -201,7 +206,7 @@ fn a_file_that_fails_does_not_keep_its_lane() {
     run.write_files();
     let failing = LaneIndex::new(1);
     run.world.backing.fail_lane(failing, true);
-    run.world.engine.drain_tree(b"");
+    run.world.engine.durability.drain_tree(b"");
     for lane in 0..2 {
         while run.pick(lane) {
             run.complete_one(lane);

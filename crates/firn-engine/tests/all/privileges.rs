@@ -89,6 +89,7 @@ fn write<B: Backing>(engine: &Engine<B>, handle: HandleId, offset: u64) {
 fn chmod(world: &World, inode: InodeId, mode: u32) {
     world
         .engine
+        .namespace
         .set_attr(
             inode,
             SetAttr {
@@ -101,7 +102,7 @@ fn chmod(world: &World, inode: InodeId, mode: u32) {
 }
 
 fn mode(world: &World, inode: InodeId) -> u32 {
-    world.engine.attr(inode, None).expect("attr").mode & 0o7777
+    world.engine.namespace.attr(inode, None).expect("attr").mode & 0o7777
 }
 
 /// How many calls of the backing `work` makes.
@@ -140,7 +141,7 @@ fn writes_to_a_file_without_privileges_ask_the_backing_nothing() {
         0,
         "the others"
     );
-    assert!(!world.engine.write_may_wait(again, 400, Some(&USER)));
+    assert!(!world.engine.writes.write_may_wait(again, 400, Some(&USER)));
 }
 
 /// Proves S-write-9, S-write-11.
@@ -150,16 +151,19 @@ fn what_is_given_to_a_file_that_is_open_goes_with_the_next_write_and_the_kernel_
     let (inode, handle) = create(&world, "file");
     let told = Arc::new(AtomicU64::new(0));
     let count = Arc::clone(&told);
-    world.engine.on_attributes_changed(Arc::new(move |changed| {
-        assert_eq!(changed, inode);
-        count.fetch_add(1, Ordering::Relaxed);
-    }));
+    world
+        .engine
+        .privilege_rules
+        .on_attributes_changed(Arc::new(move |changed| {
+            assert_eq!(changed, inode);
+            count.fetch_add(1, Ordering::Relaxed);
+        }));
     let mut expected = 0;
     let mut goes = |given: &str, give: &dyn Fn()| {
         write(&world.engine, handle, 0);
         give();
         assert!(
-            world.engine.write_may_wait(handle, 4, Some(&USER)),
+            world.engine.writes.write_may_wait(handle, 4, Some(&USER)),
             "{given}"
         );
         write(&world.engine, handle, 0);
@@ -168,6 +172,7 @@ fn what_is_given_to_a_file_that_is_open_goes_with_the_next_write_and_the_kernel_
         assert!(
             world
                 .engine
+                .namespace
                 .get_xattr(inode, OsStr::new(CAPABILITY))
                 .is_err(),
             "{given}"
@@ -184,11 +189,12 @@ fn what_is_given_to_a_file_that_is_open_goes_with_the_next_write_and_the_kernel_
     goes("a capability", &|| {
         world
             .engine
+            .namespace
             .set_xattr(inode, OsStr::new(CAPABILITY), b"cap", 0, None)
             .expect("setcap");
     });
     goes("set-user-id, beside the mount", &|| {
-        let object = world.engine.object_at(b"file").expect("object");
+        let object = world.engine.tree.object_at(b"file").expect("object");
         world
             .engine
             .backing()
@@ -197,10 +203,10 @@ fn what_is_given_to_a_file_that_is_open_goes_with_the_next_write_and_the_kernel_
         assert_eq!(mode(&world, inode), 0o4777, "the mount shows it");
     });
     goes("set-user-id, by a transaction that ends", &|| {
-        let object = world.engine.object_at(b"file").expect("object");
+        let object = world.engine.tree.object_at(b"file").expect("object");
         let given = world.engine.backing().set_mode(&object, 0o4777);
         given.expect("chmod");
-        world.engine.note_privileges_given();
+        world.engine.privilege_rules.note_privileges_given();
     });
 }
 
@@ -208,7 +214,7 @@ fn what_is_given_to_a_file_that_is_open_goes_with_the_next_write_and_the_kernel_
 fn set_group_id_without_group_execute_stays_for_members() {
     let world = World::new();
     let (inode, handle) = create(&world, "file");
-    let group = world.engine.attr(inode, None).expect("attr").gid;
+    let group = world.engine.namespace.attr(inode, None).expect("attr").gid;
     chmod(&world, inode, 0o6767);
     let member = User { group };
     assert_eq!(

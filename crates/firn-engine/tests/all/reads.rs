@@ -61,12 +61,17 @@ impl Raced {
             atime: SetTime::Keep,
             mtime: SetTime::Keep,
         };
-        let done = self.world.engine.set_attr(self.inode, cut, None);
+        let done = self.world.engine.namespace.set_attr(self.inode, cut, None);
         done.expect("cut");
     }
 
     fn pick(&self) -> Job<SimBacking> {
-        match self.world.engine.pick(LaneIndex::FIRST, LaneLimits::NONE) {
+        match self
+            .world
+            .engine
+            .drainer
+            .pick(LaneIndex::FIRST, LaneLimits::NONE)
+        {
             Pick::Job(job) => job,
             Pick::Idle { .. } => panic!("all pieces are to be drained"),
         }
@@ -116,18 +121,18 @@ fn a_read_that_races_a_cut_has_no_zeros_that_nobody_wrote() {
                     for number in 0..PIECES {
                         raced.write(number * STRIDE, &[NEW; PIECE_BYTES]);
                     }
-                    raced.world.engine.drain_tree(b"");
+                    raced.world.engine.durability.drain_tree(b"");
                     // The last ones are in the backing before the others.
                     let mut jobs: Vec<_> = (0..PIECES).map(|_| raced.pick()).collect();
                     for job in jobs.drain((PIECES - drained) as usize..) {
                         let outcome = job.execute(&raced.world.engine);
-                        raced.world.engine.complete(job, outcome);
+                        raced.world.engine.drainer.complete(job, outcome);
                     }
                     hang.release();
                     assert_of_one_moment(&reading.join().expect("no panic"), &what);
                     for job in jobs {
                         let outcome = job.execute(&raced.world.engine);
-                        raced.world.engine.complete(job, outcome);
+                        raced.world.engine.drainer.complete(job, outcome);
                     }
                 });
                 assert_of_one_moment(&raced.read(), &what);

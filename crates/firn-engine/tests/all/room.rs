@@ -51,17 +51,22 @@ fn a_queue_of_drained_files_does_not_make_a_writer_wait_for_ever() {
         world.engine.write(large, 0, &LARGE, None),
         Ok(Written::Bytes(LARGE.len()))
     );
-    let Pick::Job(job) = world.engine.pick(LaneIndex::FIRST, LaneLimits::NONE) else {
+    let Pick::Job(job) = world
+        .engine
+        .drainer
+        .pick(LaneIndex::FIRST, LaneLimits::NONE)
+    else {
         panic!("a large write is drained")
     };
     fill(&world, "before");
     let outcome = job.execute(&world.engine);
-    world.engine.complete(job, outcome);
+    world.engine.drainer.complete(job, outcome);
     fill(&world, "after");
     let told = Arc::new(Mutex::new(None));
     let tell = Arc::clone(&told);
     world
         .engine
+        .room
         .on_space(Box::new(move |result| *tell.lock().unwrap() = Some(result)));
     // What an IO thread does before it sleeps.
     while world.drain_step() {}
@@ -102,9 +107,9 @@ fn writers_share_a_small_arena_by_slabs_instead_of_waiting_for_whole_chunks() {
     }
     // What the last ones wrote is their share, which is worth a write: the arena is not full of what is not.
     let mut jobs = 0;
-    while let Pick::Job(job) = engine.pick(LaneIndex::FIRST, LaneLimits::NONE) {
+    while let Pick::Job(job) = engine.drainer.pick(LaneIndex::FIRST, LaneLimits::NONE) {
         let outcome = job.execute(&engine);
-        engine.complete(job, outcome);
+        engine.drainer.complete(job, outcome);
         jobs += 1;
     }
     assert!(jobs > 0, "nothing is worth a write");

@@ -97,6 +97,7 @@ impl Run {
         for dir in DIRS {
             world
                 .engine
+                .namespace
                 .mkdir(&CALLER, ROOT, OsStr::new(dir), 0o755)
                 .expect("a directory");
         }
@@ -218,7 +219,7 @@ impl Run {
         let attr = self
             .world
             .find(path)
-            .and_then(|inode| self.world.engine.attr(inode, None));
+            .and_then(|inode| self.world.engine.namespace.attr(inode, None));
         if self.world.stopped() {
             return Err(Stopped);
         }
@@ -312,7 +313,7 @@ impl Run {
     /// Marks what was copied at some time, under any name that it has now.
     fn mark(&mut self) -> Result<(), Stopped> {
         if self.rng.random_range(0..8) == 0 {
-            self.world.engine.forget_partner();
+            self.world.engine.durability.forget_partner();
             let files = self.world.engine.files_below(b"");
             assert!(
                 files
@@ -329,10 +330,11 @@ impl Run {
         let Some((path, object)) = names.find(|(_, object)| **object == copied.object) else {
             return Ok(());
         };
-        let marked = self
-            .world
-            .engine
-            .mark_partnered(path.as_bytes(), copied.changes, || true);
+        let marked =
+            self.world
+                .engine
+                .durability
+                .mark_partnered(path.as_bytes(), copied.changes, || true);
         if self.world.stopped() {
             return Err(Stopped);
         }
@@ -525,6 +527,7 @@ impl Run {
         let tell = Arc::clone(&told);
         self.world
             .engine
+            .room
             .on_space(Box::new(move |result| *tell.lock().unwrap() = Some(result)));
         for _ in 0..10_000 {
             if self.world.stopped() {
@@ -537,11 +540,12 @@ impl Run {
                     self.lists.clear();
                 }
                 if self.demand && outcome == Err(Errno::NOSPC) {
-                    self.world.engine.drain_tree(b"");
+                    self.world.engine.durability.drain_tree(b"");
                     while self.world.drain_step() {}
                     // Pinned files too.
                     self.world
                         .engine
+                        .room
                         .evict_tree(b"")
                         .expect("the root is there");
                 }
@@ -556,7 +560,7 @@ impl Run {
                     "nobody is awake: {:?}",
                     self.world.engine.figures()
                 );
-                self.world.engine.drain_tree(b"");
+                self.world.engine.durability.drain_tree(b"");
             }
         }
         panic!("a writer waits for ever: {:?}", self.world.engine.figures());
@@ -583,7 +587,7 @@ impl Run {
         let result = self
             .world
             .find(&path)
-            .and_then(|inode| self.world.engine.set_attr(inode, set, None));
+            .and_then(|inode| self.world.engine.namespace.set_attr(inode, set, None));
         match self.outcome(result, Ok(()))? {
             Some(attr) => {
                 assert_eq!(attr.size, size);
@@ -626,7 +630,7 @@ impl Run {
     /// The kernel looks every name up before it changes it.
     fn looked_up<'a>(&self, path: &'a str) -> Result<(firn_engine::InodeId, &'a OsStr), Errno> {
         let (dir, name) = self.world.parent(path)?;
-        match self.world.engine.lookup(dir, name) {
+        match self.world.engine.namespace.lookup(dir, name) {
             Ok(_) | Err(Errno::NOENT) => Ok((dir, name)),
             Err(errno) => Err(errno),
         }
@@ -637,6 +641,7 @@ impl Run {
         let (new_dir, new_name) = self.looked_up(to)?;
         self.world
             .engine
+            .namespace
             .rename(dir, name, new_dir, new_name, flags)
     }
 
@@ -672,7 +677,7 @@ impl Run {
         }
         let result = self.world.find(&from).and_then(|inode| {
             let (dir, name) = self.world.parent(&to)?;
-            self.world.engine.link(inode, dir, name)
+            self.world.engine.namespace.link(inode, dir, name)
         });
         if self.outcome(result, expected)?.is_none() {
             self.model = self.before.clone();
@@ -687,7 +692,7 @@ impl Run {
         self.model.names.remove(&path);
         let result = self
             .looked_up(&path)
-            .and_then(|(dir, name)| self.world.engine.unlink(dir, name));
+            .and_then(|(dir, name)| self.world.engine.namespace.unlink(dir, name));
         if self.outcome(result, Ok(()))?.is_none() {
             self.model = self.before.clone();
         }
@@ -797,7 +802,7 @@ impl Run {
         let result = self
             .world
             .find(&path)
-            .and_then(|inode| self.world.engine.set_attr(inode, set, None));
+            .and_then(|inode| self.world.engine.namespace.set_attr(inode, set, None));
         if let Some(attr) = self.outcome(result, Ok(()))? {
             assert_eq!(attr.mtime, time);
             self.times.insert(object, time);
@@ -807,25 +812,26 @@ impl Run {
 
     fn drain(&mut self) -> Result<(), Stopped> {
         if self.faults {
-            let lanes: Vec<_> = self.world.engine.lanes().collect();
+            let lanes: Vec<_> = self.world.engine.drainer.lanes().collect();
             let lane = lanes[self.rng.random_range(0..lanes.len())];
             self.world
                 .backing
                 .fail_lane(lane, self.rng.random_bool(0.3));
         }
         match self.rng.random_range(0..6) {
-            0..3 => self.world.engine.drain_tree(b""),
+            0..3 => self.world.engine.durability.drain_tree(b""),
             3 if self.demand => {
                 let path = self.existing().unwrap_or_default();
                 // The name may lead to nothing while the backing fails.
-                let _ = self.world.engine.evict_tree(path.as_bytes());
+                let _ = self.world.engine.room.evict_tree(path.as_bytes());
             }
             4 if self.demand => {
                 let path = self.existing().unwrap_or_default();
-                self.world.engine.drain_tree(path.as_bytes());
+                self.world.engine.durability.drain_tree(path.as_bytes());
                 let _ = self
                     .world
                     .engine
+                    .room
                     .pin_tree(path.as_bytes(), self.rng.random_bool(0.5));
             }
             _ => {}
@@ -941,6 +947,7 @@ impl Run {
                 let found = self
                     .world
                     .engine
+                    .namespace
                     .attr(inode, None)
                     .expect("attributes")
                     .mtime;

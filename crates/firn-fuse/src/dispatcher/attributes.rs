@@ -21,7 +21,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let options = self.options;
         let coherence = Arc::clone(&self.coherence);
         self.run_call(Topic::Inode(inode), move |engine| {
-            let attr = engine.attr(inode, handle);
+            let attr = engine.namespace.attr(inode, handle);
             let engine = Arc::clone(coherence.engine());
             coherence.after_changes_by_others(inode, move || {
                 let attr = attr.map(|attr| attributes_of(&engine, options, inode, attr));
@@ -40,7 +40,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let set_attr = move |engine: &Engine<B>| {
             let gate = gate.as_deref().filter(|_| changes_contents);
             let _pass = enter_change(gate, inode)?;
-            engine.set_attr(inode, set, Some(&by))
+            engine.namespace.set_attr(inode, set, Some(&by))
         };
         self.run_change(inode, move |engine| {
             reply.answer(
@@ -65,13 +65,17 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let value = value.to_owned();
         let by = Process::of(caller);
         self.run_change(inode, move |engine| {
-            reply.done(engine.set_xattr(inode, &name, &value, flags, Some(&by)));
+            reply.done(
+                engine
+                    .namespace
+                    .set_xattr(inode, &name, &value, flags, Some(&by)),
+            );
         });
     }
 
     pub(super) fn getxattr(&self, inode: InodeId, name: &OsStr, size: u32, reply: Reply<R>) {
         if name == STATE_XATTR {
-            let level = self.engine.state_of(inode);
+            let level = self.engine.durability.state_of(inode);
             return answer_xattr(
                 level.map(|level| DurabilityLevel::as_str(level).into()),
                 size,
@@ -80,13 +84,13 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
         let name = name.to_owned();
         self.run_call(Topic::Inode(inode), move |engine| {
-            answer_xattr(engine.get_xattr(inode, &name), size, reply);
+            answer_xattr(engine.namespace.get_xattr(inode, &name), size, reply);
         });
     }
 
     pub(super) fn listxattr(&self, inode: InodeId, size: u32, reply: Reply<R>) {
         self.run_call(Topic::Inode(inode), move |engine| {
-            answer_xattr(engine.list_xattr(inode), size, reply);
+            answer_xattr(engine.namespace.list_xattr(inode), size, reply);
         });
     }
 
@@ -96,13 +100,13 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
         let name = name.to_owned();
         self.run_change(inode, move |engine| {
-            reply.done(engine.remove_xattr(inode, &name));
+            reply.done(engine.namespace.remove_xattr(inode, &name));
         });
     }
 
     pub(super) fn statfs(&self, reply: Reply<R>) {
         self.run_call(Topic::Backing, move |engine| {
-            let figures = engine.statfs();
+            let figures = engine.namespace.statfs();
             reply.answer(figures.as_ref().map(Answer::FileSystem).map_err(|e| *e));
         });
     }

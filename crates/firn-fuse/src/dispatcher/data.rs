@@ -33,7 +33,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let call = move |engine: &Engine<B>, buffer: &mut [u8]| match engine
             .read(handle, offset, buffer)
         {
-            Ok(len) if len < size && engine.reads_through_cache(handle) => {
+            Ok(len) if len < size && engine.kernel_cache.reads_through_cache(handle) => {
                 let data = buffer[..len].to_vec();
                 let answer = move || reply.send(Answer::Data(&data));
                 truncations.answer_after(inode, Box::new(answer));
@@ -104,7 +104,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         owner: u64,
         reply: Reply<R>,
     ) {
-        let by = if self.engine.is_writer(handle) {
+        let by = if self.engine.open_files.is_writer(handle) {
             closing(caller)
         } else {
             Closing::Called
@@ -193,7 +193,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let gate = self.gate.clone();
         let allocate = move |engine: &Engine<B>| {
             let _pass = enter_change(gate.as_deref(), inode)?;
-            engine.drop_privileges(inode, &by)?;
+            engine.privilege_rules.drop_privileges(inode, &by)?;
             engine.allocate(handle, mode, offset, len)
         };
         let call = move |engine: &Engine<B>| reply.done(allocate(engine));
@@ -232,7 +232,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let gate = self.gate.clone();
         let copy_bytes = move |engine: &Engine<B>| {
             let _pass = enter_change(gate.as_deref(), copy.to_inode)?;
-            engine.drop_privileges(copy.to_inode, &by)?;
+            engine.privilege_rules.drop_privileges(copy.to_inode, &by)?;
             engine.copy_range(copy.from, copy.from_offset, copy.to, copy.to_offset, len)
         };
         self.run_on_worker(Topic::Inode(copy.to_inode), move |engine| {

@@ -20,7 +20,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// Inode numbers are the backing's here: an entry that was never looked up has no inode id yet.
     pub(super) fn readdir(&self, inode: InodeId, dir: HandleId, cookie: i64, mut reply: Reply<R>) {
         self.run_call(Topic::Inode(inode), move |engine| {
-            let listed = engine.read_dir(dir, cookie, &mut |entry| {
+            let listed = engine.namespace.read_dir(dir, cookie, &mut |entry| {
                 reply.add_entry(&ListedEntry {
                     ino: entry.ino,
                     cookie: entry.cookie,
@@ -96,18 +96,20 @@ impl<B: Backing> Listing<'_, B> {
 
     fn read_batch(&self, cookie: i64) -> Result<Vec<Unresolved>, Errno> {
         let mut batch = Vec::with_capacity(BATCH);
-        self.engine.read_dir(self.dir, cookie, &mut |entry| {
-            if batch.len() == BATCH {
-                return false;
-            }
-            batch.push(Unresolved {
-                name: entry.name.to_owned(),
-                ino: entry.ino,
-                kind: entry.kind,
-                cookie: entry.cookie,
-            });
-            batch.len() < BATCH
-        })?;
+        self.engine
+            .namespace
+            .read_dir(self.dir, cookie, &mut |entry| {
+                if batch.len() == BATCH {
+                    return false;
+                }
+                batch.push(Unresolved {
+                    name: entry.name.to_owned(),
+                    ino: entry.ino,
+                    kind: entry.kind,
+                    cookie: entry.cookie,
+                });
+                batch.len() < BATCH
+            })?;
         Ok(batch)
     }
 
@@ -130,12 +132,12 @@ impl<B: Backing> Listing<'_, B> {
             let attributes = bare_attributes(number, Some(Kind::Dir), self.options.attr_timeout);
             return reply.add_entry_plus(&listed, &attributes);
         }
-        match self.engine.lookup(self.inode, name) {
+        match self.engine.namespace.lookup(self.inode, name) {
             Ok(found) => {
                 let attributes = attributes_of(self.engine, self.options, found.inode, found.attr);
                 let is_added = reply.add_entry_plus(&listed, &attributes);
                 if !is_added {
-                    self.engine.forget(found.inode, 1);
+                    self.engine.namespace.forget(found.inode, 1);
                 }
                 is_added
             }

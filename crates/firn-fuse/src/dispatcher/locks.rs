@@ -118,7 +118,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             pid: lock.pid,
         };
         Ok(Wanted {
-            file: self.engine.number_of(lock.handle)?,
+            file: self.engine.open_files.number_of(lock.handle)?,
             space: lock.space,
             owner,
             range: lock.range,
@@ -131,7 +131,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let Some(locks) = &self.locks else {
             return false;
         };
-        let file = self.engine.number_of(handle);
+        let file = self.engine.open_files.number_of(handle);
         let is_held = |file| spaces.iter().any(|&space| locks.is_held(file, space, what));
         file.is_ok_and(is_held)
     }
@@ -146,7 +146,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         what: Released,
         next: impl FnOnce(Result<(), Errno>) + Send + 'static,
     ) {
-        let (Some(locks), Ok(file)) = (&self.locks, self.engine.number_of(handle)) else {
+        let (Some(locks), Ok(file)) = (&self.locks, self.engine.open_files.number_of(handle))
+        else {
             return next(Ok(()));
         };
         let is_held = |space: &&Space| locks.is_held(file, **space, what);
@@ -183,7 +184,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         reply: Reply<R>,
     ) {
         let Append { target, pid, by } = append;
-        let file = match self.engine.number_of(target.handle) {
+        let file = match self.engine.open_files.number_of(target.handle) {
             Ok(file) => file,
             Err(error) => return reply.error(error),
         };

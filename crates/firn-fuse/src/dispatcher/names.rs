@@ -17,14 +17,14 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let topic = Topic::name(at.parent, at.name);
         let at = at.to_owned();
         self.run_call(topic, move |engine| {
-            let entry = engine.lookup(at.parent, &at.name);
+            let entry = engine.namespace.lookup(at.parent, &at.name);
             answer_entry(engine, options, entry, reply);
         });
     }
 
     pub(super) fn readlink(&self, inode: InodeId, reply: Reply<R>) {
         self.run_call(Topic::Inode(inode), move |engine| {
-            match engine.readlink(inode) {
+            match engine.namespace.readlink(inode) {
                 Ok(target) => reply.send(Answer::Data(&target)),
                 Err(error) => reply.error(error),
             }
@@ -43,7 +43,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let umask = self.umask_to_apply(mode);
         self.run_creation(at.parent, reply, move |engine| {
             let mode = masked(engine, at.parent, mode.mode, umask);
-            engine.mknod(&caller, at.parent, &at.name, mode, device)
+            engine
+                .namespace
+                .mknod(&caller, at.parent, &at.name, mode, device)
         });
     }
 
@@ -52,7 +54,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let umask = self.umask_to_apply(mode);
         self.run_creation(at.parent, reply, move |engine| {
             let mode = masked(engine, at.parent, mode.mode, umask);
-            engine.mkdir(&caller, at.parent, &at.name, mode)
+            engine.namespace.mkdir(&caller, at.parent, &at.name, mode)
         });
     }
 
@@ -60,28 +62,30 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let at = at.to_owned();
         let target = target.to_owned();
         self.run_creation(at.parent, reply, move |engine| {
-            engine.symlink(&caller, at.parent, &at.name, &target)
+            engine
+                .namespace
+                .symlink(&caller, at.parent, &at.name, &target)
         });
     }
 
     pub(super) fn link(&self, inode: InodeId, at: Name<'_>, reply: Reply<R>) {
         let at = at.to_owned();
         self.run_creation(at.parent, reply, move |engine| {
-            engine.link(inode, at.parent, &at.name)
+            engine.namespace.link(inode, at.parent, &at.name)
         });
     }
 
     pub(super) fn unlink(&self, at: Name<'_>, reply: Reply<R>) {
         let at = at.to_owned();
         self.run_change(at.parent, move |engine| {
-            reply.done(engine.unlink(at.parent, &at.name));
+            reply.done(engine.namespace.unlink(at.parent, &at.name));
         });
     }
 
     pub(super) fn rmdir(&self, at: Name<'_>, reply: Reply<R>) {
         let at = at.to_owned();
         self.run_change(at.parent, move |engine| {
-            reply.done(engine.rmdir(at.parent, &at.name));
+            reply.done(engine.namespace.rmdir(at.parent, &at.name));
         });
     }
 
@@ -92,7 +96,13 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let from = from.to_owned();
         let to = to.to_owned();
         self.run_change(from.parent, move |engine| {
-            reply.done(engine.rename(from.parent, &from.name, to.parent, &to.name, flags));
+            reply.done(engine.namespace.rename(
+                from.parent,
+                &from.name,
+                to.parent,
+                &to.name,
+                flags,
+            ));
         });
     }
 

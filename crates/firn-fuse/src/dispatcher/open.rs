@@ -59,10 +59,13 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
 
     pub(super) fn opendir(&self, inode: InodeId, reply: Reply<R>) {
         self.run_call(Topic::Inode(inode), move |engine| {
-            let opened = engine.open_dir(inode).map(|handle| Answer::Opened {
-                handle,
-                mode: HandleMode::Cached,
-            });
+            let opened = engine
+                .namespace
+                .open_dir(inode)
+                .map(|handle| Answer::Opened {
+                    handle,
+                    mode: HandleMode::Cached,
+                });
             reply.answer(opened);
         });
     }
@@ -97,7 +100,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     pub(super) fn releasedir(&self, handle: HandleId, reply: Reply<R>) {
-        self.engine.release_dir(handle);
+        self.engine.namespace.release_dir(handle);
         reply.send(Answer::Done);
     }
 
@@ -176,7 +179,7 @@ impl<R: Responder> Opener<R> {
         match opened.mode {
             OpenMode::Engine
                 if self.io_uring_users.contains(self.caller.pid)
-                    && engine.serve_through_cache(opened.handle) =>
+                    && engine.kernel_cache.serve_through_cache(opened.handle) =>
             {
                 HandleMode::Cached
             }
@@ -186,7 +189,7 @@ impl<R: Responder> Opener<R> {
             OpenMode::Passthrough => match self.backing_id(engine, inode, opened.handle, reply) {
                 Some(id) => HandleMode::Passthrough(id),
                 None => {
-                    engine.no_passthrough(opened.handle);
+                    engine.kernel_cache.no_passthrough(opened.handle);
                     HandleMode::Direct
                 }
             },
@@ -200,7 +203,7 @@ impl<R: Responder> Opener<R> {
         handle: HandleId,
         reply: &Reply<R>,
     ) -> Option<Arc<R::BackingId>> {
-        let file = || engine.backing_fd(handle);
+        let file = || engine.open_files.backing_fd(handle);
         let register = |file| reply.register_backing(file);
         self.passthrough
             .as_ref()?

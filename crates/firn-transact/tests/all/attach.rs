@@ -154,7 +154,11 @@ fn opening(members: Option<&Members>) -> Opening {
 
 fn inode(engine: &Engine<Store>, path: &str) -> InodeId {
     path.split('/').fold(ROOT, |at, name| {
-        engine.lookup(at, OsStr::new(name)).expect("lookup").inode
+        engine
+            .namespace
+            .lookup(at, OsStr::new(name))
+            .expect("lookup")
+            .inode
     })
 }
 
@@ -192,18 +196,21 @@ fn cut(engine: &Engine<Store>, path: &str, size: u64) {
         mtime: SetTime::Keep,
     };
     engine
+        .namespace
         .set_attr(inode(engine, path), set, None)
         .expect("truncate");
 }
 
 /// Drains `below`, until nothing is left or the process is dead.
 fn drain(engine: &Engine<Store>, below: &[u8], is_dead: &dyn Fn() -> bool) {
-    engine.drain_tree(below);
-    while let (false, Pick::Job(job)) = (is_dead(), engine.pick(LaneIndex::FIRST, LaneLimits::NONE))
-    {
+    engine.durability.drain_tree(below);
+    while let (false, Pick::Job(job)) = (
+        is_dead(),
+        engine.drainer.pick(LaneIndex::FIRST, LaneLimits::NONE),
+    ) {
         let outcome = job.execute(engine);
-        engine.complete(job, outcome);
-        engine.drain_tree(below);
+        engine.drainer.complete(job, outcome);
+        engine.durability.drain_tree(below);
     }
 }
 
@@ -211,11 +218,11 @@ fn turn(
     engine: &Engine<Store>,
     work: impl FnOnce(&Arc<Object<SimBacking>>) -> Result<(), TransactionError>,
 ) {
-    let object = engine.object_at(SCOPE).expect("the scope");
-    engine.close_idle_files();
-    engine.revoke_grants_in_tree(SCOPE);
+    let object = engine.tree.object_at(SCOPE).expect("the scope");
+    engine.open_files.close_idle_files();
+    engine.direct_access.revoke_grants_in_tree(SCOPE);
     work(&object).expect("done");
-    engine.note_privileges_given();
+    engine.privilege_rules.note_privileges_given();
 }
 
 /// A transaction with data in the arena whose firnd has died: what it left, and what is to become of it.
@@ -249,6 +256,7 @@ impl Scene {
         let alive = &|| false;
 
         engine
+            .namespace
             .mkdir(&ME, ROOT, OsStr::new("job"), 0o755)
             .expect("mkdir");
         for name in ["job/over", "job/cut", "job/moved", "job/gone", "beside"] {
@@ -274,9 +282,10 @@ impl Scene {
         let job = inode(&engine, "job");
         let name = OsStr::new;
         engine
+            .namespace
             .rename(job, name("moved"), job, name("there"), RenameFlags::empty())
             .expect("rename");
-        engine.unlink(job, name("gone")).expect("unlink");
+        engine.namespace.unlink(job, name("gone")).expect("unlink");
         create(&engine, "job/new", &[b'8'; 4_000]);
 
         let mut after = before.clone();

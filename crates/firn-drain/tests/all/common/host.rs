@@ -93,7 +93,11 @@ impl<B: Backing> Host<B> {
                 .engine
                 .create(&CALLER, ROOT, &name, 0o644, RDWR)
                 .expect("create");
-            let object = self.engine.object_of(entry.inode).expect("it is there");
+            let object = self
+                .engine
+                .tree
+                .object_of(entry.inode)
+                .expect("it is there");
             if self.engine.backing().facts(&object).lane == lane {
                 self.engine
                     .write(opened.handle, 0, name.as_encoded_bytes(), None)

@@ -94,7 +94,7 @@ impl<B: Backing> Mount<B> {
     pub fn end(mut self) -> BTreeMap<String, Vec<u8>> {
         let end = Instant::now() + PATIENCE;
         while self.engine.figures().held_bytes > 0 {
-            self.engine.drain_tree(b"");
+            self.engine.durability.drain_tree(b"");
             assert!(
                 Instant::now() < end,
                 "it does not drain: {:?}",
@@ -119,6 +119,7 @@ impl<B: Backing> Mount<B> {
 
     pub fn mkdir(&self, name: &str) -> InodeId {
         self.engine
+            .namespace
             .mkdir(&CALLER, ROOT, OsStr::new(name), 0o755)
             .expect("mkdir")
             .inode
@@ -163,7 +164,7 @@ impl<B: Backing> Mount<B> {
                     taken(offset as usize + done, &data[done..done + count]);
                     done += count;
                 }
-                Ok(Written::Full) => match wait(|told| self.engine.on_space(told)) {
+                Ok(Written::Full) => match wait(|told| self.engine.room.on_space(told)) {
                     Ok(()) => {}
                     Err(_) if self.faults => return false,
                     // A list ends soon.

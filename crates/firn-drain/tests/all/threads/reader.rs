@@ -39,7 +39,7 @@ fn read<B: Backing>(
     right: impl Fn(usize, u8) -> bool,
 ) {
     let engine = &mount.engine;
-    let entry = match engine.lookup(dir, OsStr::new(name)) {
+    let entry = match engine.namespace.lookup(dir, OsStr::new(name)) {
         Ok(entry) => entry,
         Err(Errno::NOENT) => return,
         Err(errno) => panic!("lookup: {errno}"),
@@ -59,9 +59,10 @@ fn read<B: Backing>(
             );
         }
         engine
+            .namespace
             .attr(entry.inode, Some(opened.handle))
             .expect("fstat");
         mount.close(opened.handle);
     }
-    engine.forget(entry.inode, 1);
+    engine.namespace.forget(entry.inode, 1);
 }

@@ -48,6 +48,7 @@ struct Writer<'a, B: Backing> {
 pub fn run<B: Backing>(mount: &Mount<B>, index: usize, dir: InodeId, seed: u64, ops: u64) -> Model {
     let inode = mount
         .engine
+        .namespace
         .lookup(ROOT, OsStr::new(shared::NAME))
         .expect("the shared file")
         .inode;
@@ -71,7 +72,7 @@ pub fn run<B: Backing>(mount: &Mount<B>, index: usize, dir: InodeId, seed: u64, 
         .drain(..)
         .for_each(|(handle, _)| mount.close(handle));
     mount.close(shared);
-    mount.engine.forget(inode, 1);
+    mount.engine.namespace.forget(inode, 1);
     writer.model
 }
 
@@ -147,7 +148,7 @@ impl<B: Backing> Writer<'_, B> {
         let (entry, opened) = engine
             .create(&CALLER, self.dir, OsStr::new(name), 0o644, O_RDWR)
             .expect("open");
-        engine.forget(entry.inode, 1);
+        engine.namespace.forget(entry.inode, 1);
         let object = known.unwrap_or_else(|| {
             self.model.contents.push(Vec::new());
             self.model.contents.len() - 1
@@ -206,10 +207,12 @@ impl<B: Backing> Writer<'_, B> {
         let size = self.rng.random_range(0..FILE_BYTES_MAX);
         let engine = &self.mount.engine;
         let inode = engine
+            .namespace
             .lookup(self.dir, OsStr::new(name))
             .expect("it is there")
             .inode;
         let attr = engine
+            .namespace
             .set_attr(
                 inode,
                 SetAttr {
@@ -220,7 +223,7 @@ impl<B: Backing> Writer<'_, B> {
             )
             .expect("truncate");
         assert_eq!(attr.size, size as u64);
-        engine.forget(inode, 1);
+        engine.namespace.forget(inode, 1);
         self.model.contents[object].resize(size, 0);
     }
 
@@ -243,8 +246,11 @@ impl<B: Backing> Writer<'_, B> {
         } else {
             RenameFlags::empty()
         };
-        self.mount
-            .insist(|| engine.rename(dir, OsStr::new(from), dir, OsStr::new(to), flags));
+        self.mount.insist(|| {
+            engine
+                .namespace
+                .rename(dir, OsStr::new(from), dir, OsStr::new(to), flags)
+        });
         // Two names of one file: a rename changes nothing.
         if self.model.names.get(to) == Some(&object) {
             return;
@@ -262,18 +268,19 @@ impl<B: Backing> Writer<'_, B> {
         };
         let engine = &self.mount.engine;
         let inode = engine
+            .namespace
             .lookup(self.dir, OsStr::new(from))
             .expect("it is there")
             .inode;
-        match engine.link(inode, self.dir, OsStr::new(to)) {
+        match engine.namespace.link(inode, self.dir, OsStr::new(to)) {
             Ok(entry) => {
-                engine.forget(entry.inode, 1);
+                engine.namespace.forget(entry.inode, 1);
                 assert!(self.model.names.insert(to, object).is_none());
             }
             Err(Errno::EXIST) => assert!(self.model.names.contains_key(to)),
             Err(errno) => panic!("link: {errno}"),
         }
-        engine.forget(inode, 1);
+        engine.namespace.forget(inode, 1);
     }
 
     fn unlink(&mut self) {
@@ -281,7 +288,8 @@ impl<B: Backing> Writer<'_, B> {
         if self.model.names.remove(name).is_some() {
             let engine = &self.mount.engine;
             let dir = self.dir;
-            self.mount.insist(|| engine.unlink(dir, OsStr::new(name)));
+            self.mount
+                .insist(|| engine.namespace.unlink(dir, OsStr::new(name)));
         }
     }
 

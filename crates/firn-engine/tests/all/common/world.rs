@@ -56,7 +56,9 @@ struct Stepper(Weak<Engine<SimBacking>>);
 
 impl Stepper {
     fn attach(engine: &Arc<Engine<SimBacking>>) {
-        engine.set_executor(Arc::new(Self(Arc::downgrade(engine))));
+        engine
+            .drainer
+            .set_executor(Arc::new(Self(Arc::downgrade(engine))));
     }
 }
 
@@ -90,7 +92,7 @@ thread_local! {
 
 /// One step of the drain; whether there was something to do.
 fn drain_step(engine: &Engine<SimBacking>) -> bool {
-    let lanes: Vec<LaneIndex> = engine.lanes().collect();
+    let lanes: Vec<LaneIndex> = engine.drainer.lanes().collect();
     let first = STEPS.replace(STEPS.get() + 1);
     // Twice: to look at a lane may put a file of another one into line.
     let mut in_turn = (0..2 * lanes.len()).map(|step| lanes[(first + step) % lanes.len()]);
@@ -98,10 +100,10 @@ fn drain_step(engine: &Engine<SimBacking>) -> bool {
 }
 
 fn drain_lane(engine: &Engine<SimBacking>, lane: LaneIndex) -> bool {
-    match engine.pick(lane, LaneLimits::NONE) {
+    match engine.drainer.pick(lane, LaneLimits::NONE) {
         Pick::Job(job) => {
             let outcome = job.execute(engine);
-            engine.complete(job, outcome);
+            engine.drainer.complete(job, outcome);
             true
         }
         Pick::Idle { .. } => false,
@@ -357,7 +359,7 @@ impl World {
 
     /// Moves chunks to the spill file as long as memory is short.
     pub fn spill(&self) {
-        while self.engine.spill_step() == SpillStep::More && !self.stopped() {}
+        while self.engine.room.spill_step() == SpillStep::More && !self.stopped() {}
     }
 
     /// Drains until nothing is held.
@@ -366,7 +368,7 @@ impl World {
             if self.engine.figures().held_bytes == 0 || self.stopped() {
                 return;
             }
-            self.engine.drain_tree(b"");
+            self.engine.durability.drain_tree(b"");
             while self.drain_step() && !self.stopped() {}
         }
         panic!("the drain does not end: {:?}", self.engine.figures());
@@ -376,7 +378,8 @@ impl World {
     pub fn find(&self, path: &str) -> Result<InodeId, Errno> {
         let mut inode = ROOT;
         for name in path.split('/').filter(|n| !n.is_empty()) {
-            let Entry { inode: next, .. } = self.engine.lookup(inode, OsStr::new(name))?;
+            let Entry { inode: next, .. } =
+                self.engine.namespace.lookup(inode, OsStr::new(name))?;
             inode = next;
         }
         Ok(inode)

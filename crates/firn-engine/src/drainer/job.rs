@@ -3,8 +3,8 @@
 //!
 //! Invariants
 //! * Parts are in the order of their offsets and do not overlap. What was written of a job is its first bytes.
-//! * The slabs of all parts are pinned from [`Engine::pick`](crate::Engine::pick) until
-//!   [`Engine::complete`](crate::Engine::complete), and bytes in flight are not overwritten in place.
+//! * The slabs of all parts are pinned from [`Drainer::pick`](crate::Drainer::pick) until
+//!   [`Drainer::complete`](crate::Drainer::complete), and bytes in flight are not overwritten in place.
 
 use std::io::IoSlice;
 use std::ops::Range;
@@ -102,7 +102,7 @@ impl<B: Backing> Job<B> {
             error: None,
             unreadable: false,
         };
-        let target = match engine.writer(&self.file) {
+        let target = match engine.open_files.writer(&self.file) {
             Ok(target) => target,
             Err(errno) => {
                 return JobOutcome {
@@ -114,7 +114,10 @@ impl<B: Backing> Job<B> {
         let loaded = self.load();
         while outcome.written < loaded.bytes {
             let unwritten = self.unwritten(&loaded.spilled, outcome.written);
-            let written = engine.backing.write_parts(&target.file, &unwritten.parts());
+            let written = engine
+                .base
+                .backing
+                .write_parts(&target.file, &unwritten.parts());
             match written {
                 Ok(0) => {
                     outcome.error = Some(Errno::IO);
@@ -131,11 +134,13 @@ impl<B: Backing> Job<B> {
                 }
             }
         }
-        if engine.options.order == Order::Sequential && outcome.written > 0 {
+        if engine.base.options.order == Order::Sequential && outcome.written > 0 {
             // Else the kernel writes back several files at once, in turns of its own.
             let Range { start, end } = self.span;
-            let advice = PageAdvice::WriteOut;
-            engine.backing.advise(&target.file, start..end, advice);
+            engine
+                .base
+                .backing
+                .advise(&target.file, start..end, PageAdvice::WriteOut);
         }
         if outcome.error.is_none() && loaded.error.is_some() {
             outcome.error = loaded.error;

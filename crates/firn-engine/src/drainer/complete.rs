@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use firn_backing::lock::MutexGuard;
@@ -12,7 +12,7 @@ use thin_vec::ThinVec;
 
 use super::job::{Job, JobOutcome, Part};
 use crate::counters::Decision;
-use crate::engine::Engine;
+use crate::drainer::Drainer;
 use crate::extents::{Extent, Extents};
 use crate::file::{File, FileState, Waiter};
 use crate::options::DrainPolicy;
@@ -56,24 +56,13 @@ fn drained_ranges(pending: &Extents, written: &[Part], sequence: u64) -> Vec<Ran
     ranges
 }
 
-impl<B: Backing> Engine<B> {
+impl<B: Backing> Drainer<B> {
     /// Takes the outcome of a job in.
     pub fn complete(&self, job: Job<B>, outcome: JobOutcome) {
         let Job {
             file, parts, span, ..
         } = job;
-        let counters = &self.counters;
-        if outcome.written > 0 {
-            counters.drain_decisions.count(Decision::Written);
-            let bytes = outcome.written;
-            tracing::debug!(path = %file.shown(), offset = span.start, bytes, "drain: written");
-        }
-        counters
-            .drain_bytes
-            .fetch_add(outcome.written, Ordering::Relaxed);
-        counters
-            .drain_writes
-            .fetch_add(outcome.writes, Ordering::Relaxed);
+        self.count_outcome(&file, &span, &outcome);
         let mut state = file.lock();
         let before = state.pending.bytes();
         state.drain.end_write(&span);
@@ -87,14 +76,15 @@ impl<B: Backing> Engine<B> {
             file.inode.data_unsynced.store(true, Ordering::Release);
         }
         for part in &parts {
-            self.arena.unpin_slab(part.extent.piece.slab);
+            self.base.arena.unpin_slab(part.extent.piece.slab);
         }
         let mut told = ThinVec::new();
         match error {
             // A failure of another part stays until everything is drained: it must not go untold.
             None => self.drain.enqueue(&file, &mut state),
             Some(errno) => {
-                counters.drain_errors.fetch_add(1, Ordering::Relaxed);
+                let errors = &self.base.counters.drain_errors;
+                errors.fetch_add(1, Ordering::Relaxed);
                 self.schedule_retry(&file, &mut state, errno, outcome.unreadable);
                 told = state.drain.take_failed();
                 self.drain.count_answered(told.len());
@@ -104,24 +94,24 @@ impl<B: Backing> Engine<B> {
         let satisfied = self.finish_drained(&file, &mut state);
         if error.is_some() {
             // The next write tells the program, and only those through the kernel can.
-            self.revoke_grant(&file, &mut state);
+            self.intake.revoke_grant(&file, &mut state);
         }
         file.notify_io_ended();
         let done = state.pending.is_empty();
         let cached = !state.cache.is_empty();
         drop(state);
         if outcome.written > 0 {
-            self.note_drained_among_others(&file);
+            self.kernel_cache.note_drained_among_others(&file);
         }
         if done {
-            self.note_written(&file);
-            self.close_if_unused(&file);
-            self.end_kernel_copy(&file);
+            self.open_files.note_written(&file);
+            self.open_files.close_if_unused(&file);
+            self.kernel_cache.end_kernel_copy(&file);
         }
         if cached {
-            self.note_cached(&file);
+            self.room.note_cached(&file);
             if done {
-                self.confirm_cache(&file);
+                self.room.confirm_cache(&file);
             }
         }
         self.drain.queue_of(&file).finish();
@@ -131,9 +121,21 @@ impl<B: Backing> Engine<B> {
         for waiter in told {
             (waiter.done)(Err(error.unwrap_or(Errno::IO)));
         }
-        self.drop_if_unused(&file);
-        self.close_excess_files();
-        self.wake_writers();
+        self.open_files.drop_if_unused(&file);
+        self.open_files.close_excess_files();
+        self.room.wake_writers();
+    }
+
+    fn count_outcome(&self, file: &File<B>, span: &Range<u64>, outcome: &JobOutcome) {
+        let counters = &self.base.counters;
+        if outcome.written > 0 {
+            counters.drain_decisions.count(Decision::Written);
+            let bytes = outcome.written;
+            tracing::debug!(path = %file.shown(), offset = span.start, bytes, "drain: written");
+        }
+        let count = |counter: &AtomicU64, more| counter.fetch_add(more, Ordering::Relaxed);
+        count(&counters.drain_bytes, outcome.written);
+        count(&counters.drain_writes, outcome.writes);
     }
 
     /// These bytes are in the backing: they are not pending any more. False where the journal could
@@ -156,18 +158,20 @@ impl<B: Backing> Engine<B> {
         gone.sort_by_key(|(_, extent)| extent.sequence);
         if gone.iter().map(|(_, extent)| extent.len).sum::<u64>() == state.pending.bytes() {
             // No piece will tell it any more, and the backing has the time of the drain until it is set there.
-            self.journal.record_time(state);
+            self.base.journal.record_time(state);
         }
-        state.direct.invalidate_list(&self.arena);
+        state.direct.invalidate_list(&self.base.arena);
         for (offset, extent) in gone {
-            state.pending.remove_drained(&self.arena, offset, extent);
-            match self.options.drain {
-                DrainPolicy::Eager => self.arena.release_bytes(extent.piece.slab, extent.len),
+            state
+                .pending
+                .remove_drained(&self.base.arena, offset, extent);
+            match self.base.options.drain {
+                DrainPolicy::Eager => self.base.arena.release_bytes(extent.piece.slab, extent.len),
                 DrainPolicy::Demand => {
-                    let cached_bytes = &self.counters.cached_bytes;
+                    let cached_bytes = &self.base.counters.cached_bytes;
                     state
                         .cache
-                        .insert(&self.arena, cached_bytes, offset, extent);
+                        .insert(&self.base.arena, cached_bytes, offset, extent);
                 }
             }
         }
@@ -190,7 +194,7 @@ impl<B: Backing> Engine<B> {
                 len: range.end - range.start,
                 sequence,
             };
-            if self.journal.append(&record).is_err() {
+            if self.base.journal.append(&record).is_err() {
                 return false;
             }
             state.pending.add_drained_range();
@@ -215,7 +219,7 @@ impl<B: Backing> Engine<B> {
             file: file.get(),
             sequence: oldest.saturating_sub(1),
         };
-        if self.journal.try_append_end(&record) {
+        if self.base.journal.try_append_end(&record) {
             pending.forget_drained_ranges();
         }
     }
@@ -237,15 +241,16 @@ impl<B: Backing> Engine<B> {
             state.drain.reset();
             let drained = file.inode.data_unsynced.load(Ordering::Acquire);
             let Some(mtime) = state.pending.take_mtime().filter(|_| drained) else {
-                self.journal.end_file_id(state);
+                self.base.journal.end_file_id(state);
                 break;
             };
             // The backing stamped the drain; programs saw the time of their write. A refusal (not the
             // owner) leaves the backing's time.
             state.drain.set_sets_time(true);
             let _ = state.unlocked(|| {
-                let object = self.object(&file.inode)?;
-                self.backing
+                let object = self.tree.object(&file.inode)?;
+                self.base
+                    .backing
                     .set_times(&object, SetTime::Keep, SetTime::At(mtime))
             });
             state.drain.set_sets_time(false);
@@ -271,7 +276,7 @@ impl<B: Backing> Engine<B> {
                 .retry_at(failure.retry_at, Arc::clone(file));
         }
         let count = failure.count;
-        self.counters.drain_decisions.count(Decision::Waits);
+        self.base.counters.drain_decisions.count(Decision::Waits);
         let path = file.inode.paths().into_iter().next().unwrap_or_default();
         let what = if unreadable {
             "read from the spill file"
@@ -280,7 +285,7 @@ impl<B: Backing> Engine<B> {
         };
         let wait_ms = failure.retry_at.saturating_duration_since(now).as_millis() as u64;
         tracing::warn!(path = %file.shown(), %errno, count, wait_ms, what, "drain failed; the data is kept and tried again");
-        self.errors.record(
+        self.base.errors.record(
             path,
             errno,
             format!("{what} failed: {errno}; the data is kept and tried again"),

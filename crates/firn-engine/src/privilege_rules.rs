@@ -5,19 +5,46 @@ use std::sync::Arc;
 
 use firn_backing::{Attr, Backing, Errno, Kind, Resize};
 
-use super::{
-    GROUP_EXECUTE, Principal, SET_GROUP_ID, SET_ID_BITS, SET_USER_ID, after_contents,
+use crate::base::Base;
+use crate::drainer::Drainer;
+use crate::exclusive::Exclusive;
+use crate::file::File;
+use crate::intake::Intake;
+use crate::names::Inode;
+use crate::open_files::OpenFiles;
+use crate::privileges::{
+    GROUP_EXECUTE, Principal, Privileges, SET_GROUP_ID, SET_ID_BITS, SET_USER_ID, after_contents,
     has_set_id_bits, keeps_group,
 };
-use crate::engine::Engine;
-use crate::file::File;
-use crate::names::Inode;
+use crate::tree::{CAPABILITIES, NameTree};
 use crate::{InodeId, Result};
 
-const CAPABILITIES: &str = "security.capability";
 const ACCESS_ACL: &str = "system.posix_acl_access";
 
-impl<B: Backing> Engine<B> {
+/// Takes privileges away before contents or owners change, and gives them.
+pub struct PrivilegeRules<B: Backing> {
+    pub(crate) base: Arc<Base<B>>,
+    pub(crate) tree: Arc<NameTree<B>>,
+    pub(crate) privileges: Arc<Privileges>,
+    pub(crate) intake: Arc<Intake<B>>,
+    pub(crate) open_files: Arc<OpenFiles<B>>,
+    pub(crate) drainer: Arc<Drainer<B>>,
+    pub(crate) exclusive: Arc<Exclusive<B>>,
+}
+
+impl<B: Backing> PrivilegeRules<B> {
+    pub(crate) fn new(exclusive: &Arc<Exclusive<B>>, privileges: &Arc<Privileges>) -> Self {
+        Self {
+            base: Arc::clone(&exclusive.base),
+            tree: Arc::clone(&exclusive.intake.tree),
+            privileges: Arc::clone(privileges),
+            intake: Arc::clone(&exclusive.intake),
+            open_files: Arc::clone(&exclusive.open_files),
+            drainer: Arc::clone(&exclusive.drainer),
+            exclusive: Arc::clone(exclusive),
+        }
+    }
+
     /// Calls `f` when an object lost privileges by a change of something else: the kernel is to drop the attributes
     /// that it has of it before `f` returns.
     pub fn on_attributes_changed(&self, f: Arc<dyn Fn(InodeId) + Send + Sync>) {
@@ -31,12 +58,12 @@ impl<B: Backing> Engine<B> {
 
     /// Before privileges are given to a file: what was written before must not take them away when it is drained.
     fn drain_before_giving(&self, inode: &Inode<B>) -> Result<()> {
-        let Some(file) = self.known_file(inode) else {
+        let Some(file) = self.open_files.known_file(inode) else {
             return Ok(());
         };
         let is_pending = file.lock().pending.bytes() > 0;
         if is_pending {
-            self.drain_and_wait(&file)
+            self.drainer.drain_and_wait(&file)
         } else {
             Ok(())
         }
@@ -45,20 +72,20 @@ impl<B: Backing> Engine<B> {
     /// Nobody writes the object directly from here on, either: who got the grant meanwhile took it for plain.
     fn privileges_given_to(&self, inode: &Inode<B>) {
         self.privileges.note_given();
-        if let Some(file) = self.known_file(inode) {
-            self.end_grant(&file);
+        if let Some(file) = self.open_files.known_file(inode) {
+            self.intake.end_grant(&file);
         }
     }
 
     /// Before `by` changes the contents of a regular file by anything but a write, which does this itself.
     pub fn drop_privileges(&self, inode: InodeId, by: &dyn Principal) -> Result<()> {
-        let inode = self.inode(inode)?;
+        let inode = self.tree.inode(inode)?;
         if inode.kind != Kind::File {
             return Ok(());
         }
-        let file = self.file_with(&inode, |_| {});
+        let file = self.open_files.file_with(&inode, |_| {});
         let dropped = self.drop_privileges_of(&file, by);
-        self.drop_if_unused(&file);
+        self.open_files.drop_if_unused(&file);
         dropped
     }
 
@@ -83,19 +110,23 @@ impl<B: Backing> Engine<B> {
 
     /// Whether a change of the contents by `by` takes something away.
     pub(crate) fn would_strip(&self, file: &File<B>, by: &dyn Principal) -> Result<bool> {
-        let attr = self.with_descriptor(|| self.backing.attr(&self.object(&file.inode)?))?;
+        let attr = self
+            .open_files
+            .with_descriptor(|| self.base.backing.attr(&self.tree.object(&file.inode)?))?;
         let loses_bits = after_contents(&attr, by) != attr.mode & 0o7777;
-        Ok(loses_bits || self.has_capabilities(&self.object(&file.inode)?))
+        Ok(loses_bits || self.tree.has_capabilities(&self.tree.object(&file.inode)?))
     }
 
     /// Takes away what `by` may not leave when it changes the contents. Returns whether nothing is left.
     fn strip(&self, file: &Arc<File<B>>, by: &dyn Principal) -> Result<bool> {
         let inode = &*file.inode;
-        let attr = self.with_descriptor(|| self.backing.attr(&self.object(inode)?))?;
+        let attr = self
+            .open_files
+            .with_descriptor(|| self.base.backing.attr(&self.tree.object(inode)?))?;
         let mode = attr.mode & 0o7777;
         let kept = after_contents(&attr, by);
-        let object = self.object(inode)?;
-        let is_capable = self.has_capabilities(&object);
+        let object = self.tree.object(inode)?;
+        let is_capable = self.tree.has_capabilities(&object);
         if kept == mode && !is_capable {
             return Ok(mode & SET_ID_BITS == 0);
         }
@@ -103,8 +134,11 @@ impl<B: Backing> Engine<B> {
         {
             // A firnd without rights may not. For it the kernel takes away all of them when it changes the contents,
             // also where nothing becomes different.
-            Err(Errno::PERM) => self.with_exclusive_file(file, |target| {
-                self.backing.resize(target, Resize::Unchanged).map(|_| ())
+            Err(Errno::PERM) => self.exclusive.with_exclusive_file(file, |target| {
+                self.base
+                    .backing
+                    .resize(target, Resize::Unchanged)
+                    .map(|_| ())
             }),
             done => done,
         };
@@ -113,22 +147,17 @@ impl<B: Backing> Engine<B> {
     }
 
     fn strip_object(&self, object: &B::Inode, is_capable: bool, mode: Option<u32>) -> Result<()> {
-        let of_capabilities = || match is_capable
-            .then(|| self.backing.remove_xattr(object, OsStr::new(CAPABILITIES)))
-        {
+        let of_capabilities = || match is_capable.then(|| {
+            self.base
+                .backing
+                .remove_xattr(object, OsStr::new(CAPABILITIES))
+        }) {
             // Another change was quicker.
             None | Some(Err(Errno::NODATA)) => Ok(()),
             Some(removed) => removed,
         };
-        let of_mode = || mode.map_or(Ok(()), |mode| self.backing.set_mode(object, mode));
+        let of_mode = || mode.map_or(Ok(()), |mode| self.base.backing.set_mode(object, mode));
         of_capabilities().and_then(|()| of_mode())
-    }
-
-    /// As the kernel asks it: whatever else the backing says means that there are none.
-    pub(crate) fn has_capabilities(&self, object: &B::Inode) -> bool {
-        self.backing
-            .get_xattr(object, OsStr::new(CAPABILITIES))
-            .is_ok_and(|value| !value.is_empty())
     }
 
     /// Changes owner and group, and with them the mode, as chown(2) of `by` does.
@@ -138,21 +167,21 @@ impl<B: Backing> Engine<B> {
         (uid, gid): (Option<u32>, Option<u32>),
         by: Option<&dyn Principal>,
     ) -> Result<()> {
-        let object = self.object(inode)?;
+        let object = self.tree.object(inode)?;
         let Some(by) = by.filter(|_| inode.kind != Kind::Dir) else {
-            return self.backing.set_owner(&object, uid, gid);
+            return self.base.backing.set_owner(&object, uid, gid);
         };
-        let before = self.backing.attr(&object)?;
-        self.backing.set_owner(&object, uid, gid)?;
+        let before = self.base.backing.attr(&object)?;
+        self.base.backing.set_owner(&object, uid, gid)?;
         if !has_set_id_bits(&before) {
             return Ok(());
         }
         let stays = before.mode & GROUP_EXECUTE == 0 && keeps_group(before.gid, by);
         let lost = if stays { SET_USER_ID } else { SET_ID_BITS };
         // The kernel of the backing knows firnd only, and may have left more.
-        let mode = self.backing.attr(&object)?.mode & 0o7777;
+        let mode = self.base.backing.attr(&object)?.mode & 0o7777;
         if mode & lost != 0 {
-            self.backing.set_mode(&object, mode & !lost)
+            self.base.backing.set_mode(&object, mode & !lost)
         } else {
             Ok(())
         }
@@ -161,11 +190,11 @@ impl<B: Backing> Engine<B> {
     /// Changes the mode along with what takes privileges away: it gives none back. Only the kernel does so, which
     /// knows less of them.
     pub(crate) fn set_mode_besides(&self, inode: &Inode<B>, mode: u32) -> Result<()> {
-        let object = self.object(inode)?;
-        let now = self.backing.attr(&object)?.mode & 0o7777;
+        let object = self.tree.object(inode)?;
+        let now = self.base.backing.attr(&object)?.mode & 0o7777;
         let mode = mode & (now | !SET_ID_BITS);
         if mode != now {
-            self.backing.set_mode(&object, mode)
+            self.base.backing.set_mode(&object, mode)
         } else {
             Ok(())
         }
@@ -179,18 +208,18 @@ impl<B: Backing> Engine<B> {
         mode: u32,
         by: Option<&dyn Principal>,
     ) -> Result<()> {
-        let object = self.object(inode)?;
+        let object = self.tree.object(inode)?;
         let is_unusual =
             inode.kind == Kind::File && mode & (SET_GROUP_ID | GROUP_EXECUTE) == SET_GROUP_ID;
         let lost = match by.filter(|_| is_unusual) {
-            Some(by) if !keeps_group(self.backing.attr(&object)?.gid, by) => SET_GROUP_ID,
+            Some(by) if !keeps_group(self.base.backing.attr(&object)?.gid, by) => SET_GROUP_ID,
             _ => 0,
         };
         let gives = inode.kind == Kind::File && mode & SET_ID_BITS != 0;
         if gives {
             self.drain_before_giving(inode)?;
         }
-        let done = self.backing.set_mode(&object, mode & !lost);
+        let done = self.base.backing.set_mode(&object, mode & !lost);
         if gives {
             self.privileges_given_to(inode);
         }
@@ -204,12 +233,12 @@ impl<B: Backing> Engine<B> {
         (name, value, flags): (&OsStr, &[u8], i32),
         by: Option<&dyn Principal>,
     ) -> Result<()> {
-        let object = self.object(inode)?;
+        let object = self.tree.object(inode)?;
         let gives = name == CAPABILITIES;
         if gives {
             self.drain_before_giving(inode)?;
         }
-        let done = self.backing.set_xattr(&object, name, value, flags);
+        let done = self.base.backing.set_xattr(&object, name, value, flags);
         if gives {
             self.privileges_given_to(inode);
         }
@@ -217,9 +246,10 @@ impl<B: Backing> Engine<B> {
         let Some(by) = by.filter(|_| name == ACCESS_ACL) else {
             return Ok(());
         };
-        let attr = self.backing.attr(&object)?;
+        let attr = self.base.backing.attr(&object)?;
         if attr.mode & SET_GROUP_ID != 0 && !keeps_group(attr.gid, by) {
-            self.backing
+            self.base
+                .backing
                 .set_mode(&object, attr.mode & 0o7777 & !SET_GROUP_ID)?;
             self.privileges.tell_attributes_changed(inode.id);
         }

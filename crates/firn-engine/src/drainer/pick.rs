@@ -1,14 +1,17 @@
 //! The choice of the next write of a lane.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use firn_backing::{Backing, Errno, LaneIndex};
+use thin_vec::ThinVec;
 
 use super::job::{Job, Part};
 use crate::counters::Decision;
-use crate::engine::Engine;
-use crate::file::{File, FileState};
+use crate::drainer::Drainer;
+use crate::extents::Extent;
+use crate::file::{File, FileState, Waiter};
 use crate::options::DrainPolicy;
 
 /// Most parts of one vectored write (`UIO_MAXIOV`).
@@ -56,7 +59,7 @@ struct JobMax {
     spilled_bytes: u64,
 }
 
-impl<B: Backing> Engine<B> {
+impl<B: Backing> Drainer<B> {
     /// The next write of a lane, if there is one. Whoever gets a job must complete it.
     ///
     /// A range that was picked blocks a truncation of its file until it is completed. So whatever has to be waited for
@@ -67,7 +70,7 @@ impl<B: Backing> Engine<B> {
         loop {
             // Each time round: while a file was looked at that has nothing to drain, somebody may have begun to
             // wait for room, and have left it to this thread.
-            self.wake_writers();
+            self.room.wake_writers();
             let Some(file) = self.next_file(lane, limits.leaves_hung_file) else {
                 let next = queue.next_due();
                 return Pick::Idle {
@@ -82,7 +85,7 @@ impl<B: Backing> Engine<B> {
             state.drain.set_queued(false);
             if let Some(job) = self.choose_write(&file, &mut state, limits) {
                 drop(state);
-                self.counters.drain_decisions.count(Decision::Picked);
+                self.base.counters.drain_decisions.count(Decision::Picked);
                 let offset = job.span.start;
                 let bytes = job.len();
                 tracing::debug!(path = %file.shown(), offset, bytes, "drain: picked");
@@ -103,7 +106,7 @@ impl<B: Backing> Engine<B> {
         let now = Instant::now();
         let due = queue.take_due(now);
         for file in due.retries {
-            self.counters.drain_decisions.count(Decision::Retried);
+            self.base.counters.drain_decisions.count(Decision::Retried);
             tracing::debug!(path = %file.shown(), "drain: retried");
             let mut state = file.lock();
             self.drain.enqueue(&file, &mut state);
@@ -118,15 +121,15 @@ impl<B: Backing> Engine<B> {
     fn check_age(&self, file: &Arc<File<B>>, now: Instant) {
         let mut state = file.lock();
         state.drain.end_aging();
-        self.ingest_published(file, &mut state);
+        self.intake.ingest_published(file, &mut state);
         let Some(oldest) = state.drain.oldest() else {
             if state.direct.has_grant() {
                 self.drain
-                    .check_age_at(file, &mut state, now + self.options.drain_age);
+                    .check_age_at(file, &mut state, now + self.base.options.drain_age);
             }
             return;
         };
-        let due = oldest + self.options.drain_age;
+        let due = oldest + self.base.options.drain_age;
         if due > now {
             self.drain.check_age_at(file, &mut state, due);
             return;
@@ -134,7 +137,7 @@ impl<B: Backing> Engine<B> {
         self.drain.force(file, &mut state);
         self.drain.set_oldest(file, &mut state, Some(now));
         self.drain
-            .check_age_at(file, &mut state, now + self.options.drain_age);
+            .check_age_at(file, &mut state, now + self.base.options.drain_age);
     }
 
     /// A write of this file: its slabs are pinned, and its range is in flight.
@@ -144,7 +147,7 @@ impl<B: Backing> Engine<B> {
         state: &mut FileState<B>,
         limits: LaneLimits,
     ) -> Option<Job<B>> {
-        self.freeze_published(file, state);
+        self.intake.freeze_published(file, state);
         if state.drain.is_exclusive()
             || state.pending.is_empty()
             || state.drain.writes_in_flight() >= limits.file_writes_max
@@ -157,10 +160,11 @@ impl<B: Backing> Engine<B> {
         let places = parts
             .iter()
             .map(|p| {
-                self.arena.pin_slab(p.extent.piece.slab);
+                self.base.arena.pin_slab(p.extent.piece.slab);
                 let len = p.extent.len as usize;
                 (
-                    self.arena
+                    self.base
+                        .arena
                         .place(p.extent.piece.slab, p.extent.position, len as u32),
                     len,
                 )
@@ -195,10 +199,10 @@ impl<B: Backing> Engine<B> {
         for (offset, extent) in state.pending.extents().from(start) {
             let part = Part { extent, offset };
             let chunk = extent.piece.slab.chunk;
-            let is_spilled = max.gathers && self.arena.is_spilled(chunk);
+            let is_spilled = max.gathers && self.base.arena.is_spilled(chunk);
             let joins = found.takes(&part, is_spilled, max);
-            let busy =
-                state.drain.is_in_flight(&(offset..part.end())) || !self.arena.is_readable(chunk);
+            let busy = state.drain.is_in_flight(&(offset..part.end()))
+                || !self.base.arena.is_readable(chunk);
             if !found.parts.is_empty() && (!joins || busy) {
                 if self.is_worth_a_write(&found) {
                     return Some(found.parts);
@@ -216,7 +220,7 @@ impl<B: Backing> Engine<B> {
     }
 
     fn job_max(&self, file: &File<B>) -> JobMax {
-        let options = &self.options;
+        let options = &self.base.options;
         if !file.gathers {
             return JobMax {
                 gathers: false,
@@ -225,7 +229,7 @@ impl<B: Backing> Engine<B> {
                 spilled_bytes: u64::MAX,
             };
         }
-        let geometry = self.arena.geometry();
+        let geometry = self.base.arena.geometry();
         let arena_bytes = u64::from(geometry.chunk_count) * geometry.chunk_bytes;
         JobMax {
             gathers: true,
@@ -237,8 +241,38 @@ impl<B: Backing> Engine<B> {
 
     /// Whether that goes to the backing: somebody asked for a part of it, or it is long.
     fn is_worth_a_write(&self, found: &Candidate) -> bool {
-        let is_long = || found.bytes >= self.write_bytes_min();
-        found.forced || (self.options.drain == DrainPolicy::Eager && is_long())
+        let is_long = || found.bytes >= self.base.write_bytes_min();
+        found.forced || (self.base.options.drain == DrainPolicy::Eager && is_long())
+    }
+
+    /// A file of which nothing can be drained but what the spill file does not give: who waits for it is to be
+    /// told, with no lock held.
+    pub(crate) fn fail_unreadable_file(
+        &self,
+        file: &Arc<File<B>>,
+        state: &mut FileState<B>,
+    ) -> ThinVec<Waiter> {
+        let wanted = |extent: &Extent| state.drain.is_forced(extent.sequence);
+        let gone = |extent: &Extent| !self.base.arena.is_readable(extent.piece.slab.chunk);
+        if state.drain.is_exclusive() || state.drain.writes_in_flight() > 0 {
+            return ThinVec::new();
+        }
+        if !state
+            .pending
+            .extents()
+            .iter()
+            .any(|(_, extent)| wanted(&extent) && gone(&extent))
+        {
+            return ThinVec::new();
+        }
+        self.base
+            .counters
+            .drain_errors
+            .fetch_add(1, Ordering::Relaxed);
+        self.schedule_retry(file, state, Errno::IO, true);
+        let told = state.drain.take_failed();
+        self.drain.count_answered(told.len());
+        told
     }
 }
 

@@ -1,16 +1,15 @@
 //! Draining one file while its caller waits, and who carries the jobs out.
 
-use std::sync::Arc;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use firn_backing::{Backing, LaneIndex};
 
-use super::{Executor, wait_for};
-use crate::Result;
 use crate::counters::Decision;
-use crate::engine::Engine;
-use crate::file::File;
+use crate::drain::{Executor, wait_for};
+use crate::drainer::Drainer;
+use crate::file::{File, Waiter};
+use crate::{Done, Result};
 
 /// When a lane has something to drain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,7 +23,32 @@ pub enum NextWork {
     },
 }
 
-impl<B: Backing> Engine<B> {
+impl<B: Backing> Drainer<B> {
+    pub(crate) fn when_drained(&self, file: &Arc<File<B>>, done: Done) {
+        let mut state = file.lock();
+        self.intake.ingest_published(file, &mut state);
+        if state.pending.is_empty() {
+            drop(state);
+            done(Ok(()));
+            return;
+        }
+        let until = state
+            .pending
+            .extents()
+            .iter()
+            .map(|(_, e)| e.sequence)
+            .max()
+            .unwrap_or(0);
+        self.drain.count_waiter();
+        state.drain.add_waiter(Waiter { until, done });
+        // Someone waits: the next try is now, not after the back-off.
+        state.drain.retry_now();
+        self.drain.force(file, &mut state);
+        self.drain.queue_of(file).note_awaited(file);
+        // Also if the file is in line already: who drains may have put it off.
+        self.drain.wake(file.lane);
+    }
+
     /// Sets who carries out the jobs from here on.
     pub fn set_executor(&self, executor: Arc<dyn Executor>) {
         self.drain.set_executor(executor);
@@ -37,10 +61,10 @@ impl<B: Backing> Engine<B> {
 
     /// Whether somebody waits for a drain: for a file, or for room in the arena.
     pub fn has_waiters(&self) -> bool {
-        self.drain.has_waiters() || self.space.waiters.count() > 0
+        self.drain.has_waiters() || self.room.space.waiters.count() > 0
     }
 
-    /// Whether a lane has something that may be picked. Unlike [`Engine::pick`] it begins nothing.
+    /// Whether a lane has something that may be picked. Unlike [`Drainer::pick`] it begins nothing.
     pub fn next_work(&self, lane: LaneIndex) -> NextWork {
         let queue = self.drain.queue(lane);
         let now = Instant::now();
@@ -57,15 +81,15 @@ impl<B: Backing> Engine<B> {
     /// to be drained is in no hurry.
     pub fn is_drain_awaited(&self) -> bool {
         let is_nearly_full = || {
-            let slots = u64::from(self.arena.geometry().chunk_count);
-            u64::from(self.arena.memory_used()) * 4 > slots * 3
+            let slots = u64::from(self.base.arena.geometry().chunk_count);
+            u64::from(self.base.arena.memory_used()) * 4 > slots * 3
         };
         self.has_waiters() || is_nearly_full()
     }
 
     /// Counts that what could be drained is put off, because programs want the CPUs.
     pub fn note_drain_put_off(&self) {
-        self.counters.drain_decisions.count(Decision::PutOff);
+        self.base.counters.drain_decisions.count(Decision::PutOff);
         tracing::debug!("drain: put off, programs want the CPUs");
     }
 

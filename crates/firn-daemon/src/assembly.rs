@@ -1,0 +1,177 @@
+//! Puts the parts of a mount together, from what programs never see to what they see.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
+
+use firn_config::{Drain, Participants};
+use firn_fuse::Gate;
+use firn_hosts::FileLocks;
+
+use crate::answers::{ControlSocket, Identity};
+use crate::attach::Attached;
+use crate::data_socket::DataSocket;
+use crate::error::MountError;
+use crate::file_locks;
+use crate::frontend::Frontend;
+use crate::gate::TransactionGate;
+use crate::part::{ArenaEnd, Part, Parts, Stop};
+use crate::partner::PartnerBoard;
+use crate::parts::{
+    ArenaMemory, BackupRounds, DataClients, LastDrain, LocksOfFiles, Participation, PartnerCopies,
+    ReadLogs, Traffic, Transactions, WrittenLogs,
+};
+use crate::prepared::{MountSetup, Prepared};
+use crate::store::Layers as _;
+
+/// A mount that programs see.
+pub(crate) struct Assembled {
+    pub(crate) parts: Parts,
+    pub(crate) frontend: Frontend,
+}
+
+impl MountSetup<'_> {
+    /// Starts the parts, and then what programs see. Where that fails all parts are stopped, those of the attach too.
+    pub(crate) fn assemble(&self) -> Result<Assembled, MountError> {
+        let mut list = self.attached.parts.clone();
+        let started = self.start_list(&mut list);
+        if started.is_err() {
+            // Nothing was written yet; what was recovered stays for the next try.
+            Parts::new(list).stop(&mut Stop::unseen(ArenaEnd::RemoveIfEmpty));
+        }
+        started
+    }
+
+    fn start_list(&self, list: &mut Vec<Arc<dyn Part>>) -> Result<Assembled, MountError> {
+        let data_path = self.attached.files.socket.with_extension("data");
+        let file_locks =
+            file_locks::start(&self.checked.backing, &self.attached.engine, self.options)?;
+        let gate = self.make_gate();
+        let prepared = Prepared::new(self, &data_path, gate.clone(), file_locks.clone())?;
+        self.add_parts(list, &data_path, gate, file_locks, &prepared)?;
+        let parts = Parts::new(list.clone());
+        // Before the mount: `firn status` must find it from the moment the mount is seen.
+        parts.start()?;
+        let arena = self.attached.engine.arena();
+        arena.set_holder(std::process::id(), &self.checked.mount_point);
+        let frontend = prepared.start(self, &data_path)?;
+        Ok(Assembled { parts, frontend })
+    }
+
+    /// In the order in which they start.
+    fn add_parts(
+        &self,
+        parts: &mut Vec<Arc<dyn Part>>,
+        data_path: &Path,
+        gate: Option<Arc<TransactionGate>>,
+        file_locks: Option<Arc<FileLocks>>,
+        prepared: &Prepared,
+    ) -> Result<(), MountError> {
+        let Attached {
+            engine, workers, ..
+        } = self.attached;
+        let options = self.options;
+        parts.push(Traffic::new(engine));
+        if let Some(locks) = &file_locks {
+            parts.push(Arc::new(LocksOfFiles(Arc::clone(locks))));
+        }
+        if engine.backing().logged().is_some() {
+            parts.push(if options.read_only {
+                Arc::new(ReadLogs(Arc::clone(engine)))
+            } else {
+                WrittenLogs::new(engine, options.flatten)
+            });
+        }
+        // What came through the kernel is taken in only when the session has ended.
+        parts.push(Arc::new(LastDrain(Arc::clone(engine))));
+        parts.push(prepared.part(engine, workers));
+        parts.push(self.listen_for_data(data_path, gate.clone(), file_locks, prepared)?);
+        parts.push(ControlSocket::new(
+            self.attached.files.socket.clone(),
+            self.identify(),
+            workers,
+        ));
+        // What was written between the last look and the end of the session.
+        parts.push(Arc::new(LastDrain(Arc::clone(engine))));
+        if let Some(board) = PartnerBoard::new(engine, options)? {
+            parts.push(Arc::new(PartnerCopies(board)));
+        }
+        if let Some(gate) = &gate {
+            self.add_transactions(gate, prepared, parts)?;
+        }
+        if options.populate {
+            parts.push(ArenaMemory::new(engine, workers));
+        }
+        Ok(())
+    }
+
+    fn add_transactions(
+        &self,
+        gate: &Arc<TransactionGate>,
+        prepared: &Prepared,
+        parts: &mut Vec<Arc<dyn Part>>,
+    ) -> Result<(), MountError> {
+        let Attached {
+            engine, workers, ..
+        } = self.attached;
+        let options = self.options;
+        let forget = prepared.forget();
+        let patience = Duration::from_millis(options.participants_wait_ms);
+        parts.push(Transactions::new(gate, patience, &forget)?);
+        if let Some(lease) = &self.attached.host_lease {
+            let lease = Arc::clone(lease);
+            parts.push(Participation::new(gate, lease, &forget, workers));
+        }
+        if options.backup.is_some() {
+            let every = Duration::from_millis(options.backup_every_ms);
+            parts.push(BackupRounds::new(engine, every));
+        }
+        Ok(())
+    }
+
+    /// The gate before transactions, where the mount has them.
+    fn make_gate(&self) -> Option<Arc<TransactionGate>> {
+        let tests_conflicts = self.options.participants != Participants::Off;
+        let engine = &self.attached.engine;
+        let make =
+            || TransactionGate::new(Arc::clone(engine), &self.checked.backing, tests_conflicts);
+        (self.options.drain == Drain::Commit).then(|| Arc::new(make()))
+    }
+
+    fn listen_for_data(
+        &self,
+        path: &Path,
+        gate: Option<Arc<TransactionGate>>,
+        file_locks: Option<Arc<FileLocks>>,
+        prepared: &Prepared,
+    ) -> Result<Arc<dyn Part>, MountError> {
+        let clients = Arc::new(AtomicU64::new(0));
+        let socket = DataSocket::start(
+            path,
+            Arc::clone(&self.attached.engine),
+            gate.map(|gate| gate as Arc<dyn Gate>),
+            prepared.served(),
+            file_locks,
+            Arc::clone(&clients),
+            self.attached.workers.clone(),
+        );
+        let socket = socket.map_err(MountError::io("listen on the data socket"))?;
+        Ok(DataClients::new(socket, clients))
+    }
+
+    fn identify(&self) -> Identity {
+        let options = self.options;
+        Identity {
+            engine: Arc::clone(&self.attached.engine),
+            backing: self.checked.backing.clone(),
+            mount_point: self.checked.mount_point.clone(),
+            options: options.in_force(),
+            lane_writers_max: match options.lane_writers {
+                0 => options.io_threads,
+                count => options.io_threads.min(count),
+            },
+            events: self.events.clone(),
+        }
+    }
+}

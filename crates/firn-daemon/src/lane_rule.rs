@@ -1,0 +1,66 @@
+//! Which lane a new file goes to, as options and the lane map say, whatever the lanes are.
+
+use std::path::Path;
+
+use firn_config::Options;
+use firn_lanes::Rule;
+use firn_lanes::rule::{Reason, add_numbers};
+
+use crate::error::{AttachError, MAP_BYTES_MAX, MapFault};
+
+/// Which lane a name goes to, whatever the lanes are.
+pub(crate) fn rule(options: &Options, host: &str) -> Result<Rule, AttachError> {
+    let lanes = options.lanes.len().max(options.servers.len());
+    let rule = Rule::new(lanes, host);
+    let Some(path) = &options.lane_map else {
+        return Ok(rule);
+    };
+    let refused = |why: MapFault| AttachError::LaneMap {
+        path: path.clone(),
+        why,
+    };
+    let text = read_map(path).map_err(refused)?;
+    rule.with_map(&text).map_err(|error| refused(error.into()))
+}
+
+fn read_map(path: &Path) -> Result<String, MapFault> {
+    use std::io::Read;
+    let file = std::fs::File::open(path).map_err(MapFault::Io)?;
+    let mut text = String::new();
+    let limited = &mut file.take(MAP_BYTES_MAX + 1);
+    limited.read_to_string(&mut text).map_err(MapFault::Io)?;
+    if text.len() as u64 > MAP_BYTES_MAX {
+        return Err(MapFault::TooLong);
+    }
+    Ok(text)
+}
+
+/// Where the rule puts a new file with this path below the mount point, and why.
+pub(crate) fn explain_rule(rule: &Rule, path: &Path) -> (Option<usize>, String) {
+    let Some(name) = path.file_name() else {
+        return (None, "it is the top directory".into());
+    };
+    let above = path.parent().unwrap_or(Path::new(""));
+    let sum = above.iter().fold(0, add_numbers);
+    match rule.explain(sum, name) {
+        None => (
+            None,
+            "the name has no number, so that is the lane with the fewest files of its directory"
+                .into(),
+        ),
+        Some((lane, Reason::Line(line))) => {
+            (Some(lane), format!("line {line} of the lane map matches"))
+        }
+        Some((lane, Reason::Number(number))) => {
+            let count = rule.lane_count();
+            let reason = format!(
+                "the numbers in its path add up to {number}, modulo {count} lanes; where that lane has far more than its share of the directory's files, the one with the fewest"
+            );
+            (Some(lane), reason)
+        }
+        Some((lane, Reason::Balance)) => (
+            Some(lane),
+            "it has the fewest files of the directory".into(),
+        ),
+    }
+}

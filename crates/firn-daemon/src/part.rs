@@ -1,0 +1,268 @@
+//! What a mount has beside the engine is a list of parts. A part that a mount has not is not in the list, and nothing else
+//! asks for it.
+//!
+//! ```text
+//!   locks · leases · other hosts · arena · lanes · IO threads        Attached: also `firn recover` has them
+//!   locks of files · logs · last drain · stub names                  assembly: the mount alone
+//!   data socket · control socket · last drain
+//!   transactions · other participants · backup · arena's memory · …
+//! ```
+//!
+//! Promises
+//! * Parts start from the first to the last and stop from the last to the first: a part may rely on those before it.
+//! * What keeps others away from the backing is the first part, and so is given up last.
+//! * What may ask the backing when a mount ends goes through [`Stop::ask_backing`]: a forced end does not wait for ever.
+
+use std::sync::Arc;
+
+use firn_engine::Engine;
+use firn_log::Left;
+use firn_protocol::{HeldPolicy, Reply, Request, Status};
+
+use crate::control::ControlClient;
+use crate::error::MountError;
+use crate::patience::with_patience;
+use crate::store::Store;
+
+/// A request that a part may answer.
+pub(crate) struct Question<'a> {
+    pub(crate) engine: &'a Arc<Engine<Store>>,
+    pub(crate) request: &'a Request,
+    /// Who asks.
+    pub(crate) client: &'a mut ControlClient,
+    /// Sends progress before the reply; false once the client is gone.
+    pub(crate) say: &'a mut dyn FnMut(Reply) -> bool,
+}
+
+/// A part of a mount beside the engine.
+pub(crate) trait Part: Send + Sync {
+    /// Begins its work; `parts` are all of the mount.
+    fn start(&self, _parts: &Parts) -> Result<(), MountError> {
+        Ok(())
+    }
+
+    /// Does, or begins, what is due. Called about once a second by the main loop, which waits for no backing.
+    fn run_due(&self) {}
+
+    /// Adds its figures to the status. Takes no lock that a call of the backing could hold up.
+    fn show(&self, _status: &mut Status) {}
+
+    /// Refuses a request that the mount cannot carry out now.
+    fn refuse(&self, _request: &Request) -> Option<Reply> {
+        None
+    }
+
+    /// Answers a request that is about it. The engine answers what no part does.
+    fn answer(&self, _question: &mut Question<'_>) -> Option<Reply> {
+        None
+    }
+
+    /// Whether something of it would end with a connection of the control socket.
+    fn is_held_for(&self, _client: &ControlClient) -> bool {
+        false
+    }
+
+    /// Tells why the mount must not end now.
+    fn find_obstacle(&self) -> Option<String> {
+        None
+    }
+
+    /// Makes ready for the end, before data is drained and programs lose the mount.
+    fn prepare_end(&self) {}
+
+    /// Ends its work, and gives up what it holds. It may not have been started.
+    fn stop(&self, _stop: &mut Stop) {}
+}
+
+/// The parts of a mount, in the order in which they start.
+#[derive(Clone)]
+pub(crate) struct Parts(Arc<[Arc<dyn Part>]>);
+
+impl Parts {
+    pub(crate) fn new(list: Vec<Arc<dyn Part>>) -> Self {
+        Self(list.into())
+    }
+
+    pub(crate) fn start(&self) -> Result<(), MountError> {
+        self.0.iter().try_for_each(|part| part.start(self))
+    }
+
+    pub(crate) fn run_due(&self) {
+        self.0.iter().for_each(|part| part.run_due());
+    }
+
+    pub(crate) fn show(&self, status: &mut Status) {
+        self.0.iter().for_each(|part| part.show(status));
+    }
+
+    pub(crate) fn refuse(&self, request: &Request) -> Option<Reply> {
+        self.0.iter().find_map(|part| part.refuse(request))
+    }
+
+    pub(crate) fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
+        self.0.iter().find_map(|part| part.answer(question))
+    }
+
+    pub(crate) fn is_held_for(&self, client: &ControlClient) -> bool {
+        self.0.iter().any(|part| part.is_held_for(client))
+    }
+
+    pub(crate) fn find_obstacle(&self) -> Option<String> {
+        self.0.iter().find_map(|part| part.find_obstacle())
+    }
+
+    pub(crate) fn prepare_end(&self) {
+        self.0.iter().for_each(|part| part.prepare_end());
+    }
+
+    pub(crate) fn stop(&self, stop: &mut Stop) {
+        self.0.iter().rev().for_each(|part| part.stop(stop));
+    }
+}
+
+/// What becomes of an arena when its firnd ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ArenaEnd {
+    /// It stays, whatever is in it.
+    Keep,
+    /// It is removed if nothing is left in it.
+    RemoveIfEmpty,
+    /// It is removed with all that is in it.
+    Discard,
+}
+
+/// How a mount ends, and what its parts found on the way.
+pub(crate) struct Stop {
+    /// What becomes of the data that is held.
+    pub(crate) held: HeldPolicy,
+    pub(crate) arena: ArenaEnd,
+    /// It does not wait for a backing that does not answer.
+    pub(crate) force: bool,
+    /// No program saw the mount: what was found stays for the next one.
+    pub(crate) is_unseen: bool,
+    /// The backing did not answer: nothing more is asked of it.
+    gave_up: bool,
+    /// An IO thread may still be in a call of the backing. What keeps others away ends with the process and not
+    /// before: once the call is answered it may change what the next mount has made.
+    pub(crate) is_call_under_way: bool,
+    /// Bytes that only the arena has, and that stay in it.
+    pub(crate) left_bytes: u64,
+    /// Files that stay in logs.
+    pub(crate) left_in_logs: Left,
+}
+
+impl Stop {
+    /// The end of a mount that programs saw.
+    pub(crate) fn new(held: HeldPolicy, arena: ArenaEnd, force: bool, gave_up: bool) -> Self {
+        Self {
+            held,
+            arena,
+            force,
+            is_unseen: false,
+            gave_up,
+            is_call_under_way: false,
+            left_bytes: 0,
+            left_in_logs: Left::default(),
+        }
+    }
+
+    /// The end of what no program saw: nothing is drained for it.
+    pub(crate) fn unseen(arena: ArenaEnd) -> Self {
+        Self {
+            is_unseen: true,
+            ..Self::new(HeldPolicy::Keep, arena, false, false)
+        }
+    }
+
+    /// Runs what may ask the backing, unless the backing did not answer before. Then what `work` has is never dropped:
+    /// its threads may be in a call that does not return.
+    pub(crate) fn ask_backing(&mut self, work: impl FnOnce() + Send + 'static) {
+        if self.gave_up {
+            std::mem::forget(work);
+            return;
+        }
+        self.gave_up = !with_patience(self.force, work);
+    }
+
+    /// Whether what is held is drained, as far as the backing answers.
+    pub(crate) fn drains(&self) -> bool {
+        self.held == HeldPolicy::Drain && !self.gave_up
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use parking_lot::Mutex;
+
+    use super::*;
+
+    type Log = Arc<Mutex<Vec<String>>>;
+
+    struct Noting {
+        name: &'static str,
+        log: Log,
+        /// How it refuses to start.
+        fails: bool,
+    }
+
+    impl Noting {
+        fn note(&self, what: &str) {
+            self.log.lock().push(format!("{what} {}", self.name));
+        }
+    }
+
+    impl Part for Noting {
+        fn start(&self, _: &Parts) -> Result<(), MountError> {
+            self.note("start");
+            if self.fails {
+                let error = std::io::Error::other("on purpose");
+                return Err(MountError::io("start a part")(error));
+            }
+            Ok(())
+        }
+
+        fn stop(&self, _: &mut Stop) {
+            self.note("stop");
+        }
+    }
+
+    fn parts(log: &Log, fails: bool) -> Parts {
+        let names = [("locks", false), ("drain", fails), ("socket", false)];
+        let part = |(name, fails)| -> Arc<dyn Part> {
+            let log = Arc::clone(log);
+            Arc::new(Noting { name, log, fails })
+        };
+        Parts::new(names.into_iter().map(part).collect())
+    }
+
+    #[test]
+    fn parts_stop_in_the_reverse_of_the_order_in_which_they_start() {
+        let log = Log::default();
+        let parts = parts(&log, false);
+        parts.start().expect("start");
+        parts.stop(&mut Stop::unseen(ArenaEnd::Keep));
+        let noted = "start locks, start drain, start socket, stop socket, stop drain, stop locks";
+        assert_eq!(log.lock().join(", "), noted);
+    }
+
+    #[test]
+    fn a_part_that_does_not_start_keeps_those_behind_it_from_starting() {
+        let log = Log::default();
+        assert!(parts(&log, true).start().is_err());
+        assert_eq!(log.lock().join(", "), "start locks, start drain");
+    }
+
+    #[test]
+    fn a_backing_that_did_not_answer_is_asked_nothing_more_and_drops_nothing() {
+        let witness = Arc::new(());
+        let taken = Arc::clone(&witness);
+        let mut stop = Stop::new(HeldPolicy::Drain, ArenaEnd::RemoveIfEmpty, true, true);
+        stop.ask_backing(move || {
+            let _taken = taken;
+            panic!("asked");
+        });
+        assert!(!stop.drains());
+        // A thread that hangs in a call may still use it.
+        assert_eq!(Arc::strong_count(&witness), 2);
+    }
+}

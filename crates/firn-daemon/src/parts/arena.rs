@@ -1,0 +1,120 @@
+//! The arena's file when the mount ends, and its memory while it begins.
+
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use firn_client::paths::RuntimeFiles;
+use firn_engine::Engine;
+use firn_format::quote::quoted_path;
+use firn_workers::{Class, Workers};
+
+use crate::error::MountError;
+use crate::part::{ArenaEnd, Part, Parts, Stop};
+use crate::store::Store;
+
+/// Bytes that only the arena has.
+pub(crate) fn count_left_bytes(engine: &Engine<Store>) -> u64 {
+    let figures = engine.figures();
+    figures.held_bytes + figures.lost_file_bytes
+}
+
+/// The file of an arena, and its spill file.
+pub(crate) struct ArenaFile {
+    pub(crate) engine: Arc<Engine<Store>>,
+    pub(crate) files: RuntimeFiles,
+    /// Parts of it could not be read: it is put aside at the end, not removed.
+    pub(crate) is_damaged: bool,
+}
+
+impl ArenaFile {
+    fn put_aside(&self, spill: Option<&Path>) {
+        let aside = self.files.arena.with_extension("damaged");
+        if let Err(error) = std::fs::rename(&self.files.arena, &aside) {
+            tracing::warn!(%error, "cannot put the damaged arena aside");
+            return;
+        }
+        if let Some(spill) = spill {
+            // Its name without this would be taken for that of an arena that is gone.
+            let _ = std::fs::rename(spill, spill.with_extension("spill.damaged"));
+        }
+        tracing::warn!(arena = %quoted_path(&aside), "parts of the arena were damaged, so it is kept: look at it with `firn check`, then remove it");
+    }
+
+    fn remove(&self, spill: Option<&Path>) -> io::Result<()> {
+        // In this order: without the arena the spill file means nothing and is replaced.
+        std::fs::remove_file(&self.files.arena)?;
+        if let Some(spill) = spill
+            && let Err(error) = std::fs::remove_file(spill)
+        {
+            tracing::warn!(%error, file = %quoted_path(spill), "cannot remove the spill file");
+        }
+        Ok(())
+    }
+}
+
+impl Part for ArenaFile {
+    fn stop(&self, stop: &mut Stop) {
+        let left_bytes = count_left_bytes(&self.engine);
+        stop.left_bytes = left_bytes;
+        let discards = stop.arena == ArenaEnd::Discard;
+        // Nothing that a late write may need is lost with what is dropped anyway.
+        let may_go = discards || !stop.is_call_under_way && stop.arena != ArenaEnd::Keep;
+        if !may_go || (left_bytes > 0 && !discards) {
+            return;
+        }
+        let spill = self.engine.arena().spill_file();
+        let spill = spill.map(|file| file.path().to_owned());
+        if self.is_damaged && !discards {
+            return self.put_aside(spill.as_deref());
+        }
+        match self.remove(spill.as_deref()) {
+            Ok(()) if left_bytes > 0 => {
+                tracing::warn!(bytes = left_bytes, "held data was dropped, as requested");
+                stop.left_bytes = 0;
+            }
+            Ok(()) => {}
+            Err(error) => {
+                tracing::warn!(%error, arena = %quoted_path(&self.files.arena), "cannot remove the arena")
+            }
+        }
+    }
+}
+
+/// Touches the arena's memory in the background, so that writers do not pay for it. Best effort.
+pub(crate) struct ArenaMemory {
+    engine: Arc<Engine<Store>>,
+    workers: Workers,
+    goes_on: Arc<AtomicBool>,
+}
+
+impl ArenaMemory {
+    pub(crate) fn new(engine: &Arc<Engine<Store>>, workers: &Workers) -> Arc<Self> {
+        Arc::new(Self {
+            engine: Arc::clone(engine),
+            workers: workers.clone(),
+            goes_on: Arc::new(AtomicBool::new(true)),
+        })
+    }
+}
+
+impl Part for ArenaMemory {
+    fn start(&self, _: &Parts) -> Result<(), MountError> {
+        let engine = Arc::clone(&self.engine);
+        let goes_on = Arc::clone(&self.goes_on);
+        let started = self.workers.try_run(Class::Job, move || {
+            if let Err(error) = engine.arena().populate(&|| goes_on.load(Ordering::Relaxed)) {
+                tracing::info!(%error, "cannot allocate the arena's memory in advance: it is allocated at first use");
+            }
+        });
+        if let Err(error) = started {
+            tracing::info!(%error, "cannot allocate the arena's memory in advance: it is allocated at first use");
+        }
+        Ok(())
+    }
+
+    fn stop(&self, _: &mut Stop) {
+        self.goes_on.store(false, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,42 @@
+//! Copying ahead to a backup (`backup=`).
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use firn_engine::Engine;
+use parking_lot::Mutex;
+
+use crate::backup::Rounds;
+use crate::error::MountError;
+use crate::part::{Part, Parts, Stop};
+use crate::store::Store;
+
+/// The rounds in which it is done.
+pub(crate) struct BackupRounds {
+    engine: Arc<Engine<Store>>,
+    every: Duration,
+    rounds: Mutex<Option<Rounds>>,
+}
+
+impl BackupRounds {
+    pub(crate) fn new(engine: &Arc<Engine<Store>>, every: Duration) -> Arc<Self> {
+        Arc::new(Self {
+            engine: Arc::clone(engine),
+            every,
+            rounds: Mutex::new(None),
+        })
+    }
+}
+
+impl Part for BackupRounds {
+    fn start(&self, _: &Parts) -> Result<(), MountError> {
+        let rounds = Rounds::start(&self.engine, self.every);
+        *self.rounds.lock() = Some(rounds.map_err(MountError::io("start a thread"))?);
+        Ok(())
+    }
+
+    fn stop(&self, stop: &mut Stop) {
+        let rounds = self.rounds.lock().take();
+        stop.ask_backing(move || drop(rounds));
+    }
+}

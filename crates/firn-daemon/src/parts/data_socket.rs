@@ -1,0 +1,36 @@
+//! Processes with direct access, and programs of a stub tree: the data socket.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use firn_protocol::Status;
+use parking_lot::Mutex;
+
+use crate::data_socket::DataSocket;
+use crate::part::{Part, Stop};
+
+/// The data socket, which is listened on, and how many are connected to it.
+pub(crate) struct DataClients {
+    socket: Mutex<Option<DataSocket>>,
+    count: Arc<AtomicU64>,
+}
+
+impl DataClients {
+    pub(crate) fn new(socket: DataSocket, count: Arc<AtomicU64>) -> Arc<Self> {
+        Arc::new(Self {
+            socket: Mutex::new(Some(socket)),
+            count,
+        })
+    }
+}
+
+impl Part for DataClients {
+    fn show(&self, status: &mut Status) {
+        status.direct_clients = self.count.load(Ordering::Relaxed);
+    }
+
+    fn stop(&self, _: &mut Stop) {
+        let socket = self.socket.lock().take();
+        drop(socket);
+    }
+}

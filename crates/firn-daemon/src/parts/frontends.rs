@@ -1,0 +1,141 @@
+//! What a mount has for how programs come in: figures of the kernel's requests, or the names of a stub tree.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use firn_engine::{DrainPolicy, Engine};
+use firn_fuse::Failures;
+use firn_protocol::path::BytePath;
+use firn_protocol::{HeldPolicy, Reply, Request, Status};
+use firn_workers::Workers;
+use parking_lot::Mutex;
+
+use super::arena::count_left_bytes;
+use crate::frontend::{Stubs, TreeEnd};
+use crate::part::{ArenaEnd, Part, Stop};
+use crate::replies::failed;
+use crate::single_job::SingleJob;
+use crate::store::Store;
+
+/// Requests of the kernel.
+pub(crate) struct FuseRequests {
+    pub(crate) waiting_writers: Arc<AtomicU64>,
+    pub(crate) failures: Arc<Failures>,
+}
+
+impl Part for FuseRequests {
+    fn show(&self, status: &mut Status) {
+        status.waiting_writers = self.waiting_writers.load(Ordering::Relaxed);
+        status.failed_requests = self.failures.figures();
+    }
+}
+
+/// The walk through a large tree takes this share of a core's time at most: it rests so many times as long as it took.
+const NAME_SYNC_REST: u32 = 20;
+
+/// The names of a stub tree, which programs change without a word to firnd.
+pub(crate) struct StubNames {
+    engine: Arc<Engine<Store>>,
+    stubs: Arc<Stubs>,
+    workers: Workers,
+    sync: SingleJob,
+    /// Earliest time of the next one.
+    next_sync: Arc<Mutex<Instant>>,
+}
+
+impl StubNames {
+    pub(crate) fn new(
+        engine: &Arc<Engine<Store>>,
+        stubs: &Arc<Stubs>,
+        workers: &Workers,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            engine: Arc::clone(engine),
+            stubs: Arc::clone(stubs),
+            workers: workers.clone(),
+            sync: SingleJob::default(),
+            next_sync: Arc::new(Mutex::new(Instant::now())),
+        })
+    }
+}
+
+impl Part for StubNames {
+    /// Where data drains as it comes, so do the names of a stub tree. Elsewhere the memory of what was removed there
+    /// is given back: nobody tells of it.
+    fn run_due(&self) {
+        let is_eager = self.engine.options().drain == DrainPolicy::Eager;
+        let has_bytes = self.engine.arena().used_bytes() > 0;
+        if !(is_eager || has_bytes) || Instant::now() < *self.next_sync.lock() {
+            return;
+        }
+        let tree = Arc::clone(&self.stubs.tree);
+        let next = Arc::clone(&self.next_sync);
+        self.sync.start(&self.workers, move || {
+            let began = Instant::now();
+            let synced = if is_eager {
+                tree.reconcile_soon()
+            } else {
+                tree.sweep_soon()
+            };
+            if let Err(error) = synced {
+                tracing::warn!(%error, "cannot create every name of the stub tree in the backing yet");
+            }
+            let rest: Duration = began.elapsed() * NAME_SYNC_REST;
+            *next.lock() = Instant::now() + rest;
+        });
+    }
+
+    /// What programs did to names comes before something is said or done about a path.
+    fn refuse(&self, request: &Request) -> Option<Reply> {
+        let path = path_of_current_names(request)?;
+        let error = self.stubs.tree.reconcile().err()?;
+        Some(failed(error, path))
+    }
+
+    /// The last step, when nothing more comes.
+    fn stop(&self, stop: &mut Stop) {
+        if stop.is_unseen {
+            return;
+        }
+        let end = match (stop.arena, stop.held) {
+            (ArenaEnd::Keep, _) => TreeEnd::Keep,
+            (ArenaEnd::Discard, _) => TreeEnd::Discard,
+            (ArenaEnd::RemoveIfEmpty, HeldPolicy::Keep) if count_left_bytes(&self.engine) > 0 => {
+                TreeEnd::Keep
+            }
+            (ArenaEnd::RemoveIfEmpty, _) => TreeEnd::Remove,
+        };
+        let stubs = Arc::clone(&self.stubs);
+        stop.ask_backing(move || stubs.end(end));
+    }
+}
+
+/// The path of a request whose answer depends on the names that are in the backing now.
+fn path_of_current_names(request: &Request) -> Option<&BytePath> {
+    match request {
+        Request::Wait { path, .. }
+        | Request::Drain { path }
+        | Request::Flatten { path }
+        | Request::Files { path }
+        | Request::Begin { path, .. }
+        | Request::Prepare { path, .. }
+        | Request::Commit { path, .. }
+        | Request::Evict { path }
+        | Request::Pin { path, .. }
+        | Request::Place { path }
+        | Request::MarkPartnered { path, .. }
+        | Request::Chunks { path, .. } => Some(path),
+        Request::Hello
+        | Request::Status
+        | Request::Region
+        | Request::Partner { .. }
+        | Request::CheckChunks { .. }
+        | Request::ReleaseChunks { .. }
+        | Request::ReportPull { .. }
+        | Request::ClearErrors
+        | Request::Abort { .. }
+        | Request::Restore { .. }
+        | Request::Unmount { .. } => None,
+    }
+}

@@ -1,0 +1,94 @@
+//! The lanes of a mount: files that firnd places in directories, or the file system by itself when it is told.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use firn_engine::Engine;
+use firn_lanes::steering::Steered;
+use firn_protocol::{Reply, Request, Status};
+use firn_workers::Workers;
+
+use crate::part::{Part, Question, Stop};
+use crate::placement;
+use crate::single_job::SingleJob;
+use crate::steering;
+use crate::store::{Layers as _, Store};
+
+/// Files that are placed in lanes.
+pub(crate) struct PlacedLanes {
+    engine: Arc<Engine<Store>>,
+    workers: Workers,
+    removals: SingleJob,
+}
+
+impl PlacedLanes {
+    pub(crate) fn new(engine: &Arc<Engine<Store>>, workers: &Workers) -> Arc<Self> {
+        Arc::new(Self {
+            engine: Arc::clone(engine),
+            workers: workers.clone(),
+            removals: SingleJob::default(),
+        })
+    }
+}
+
+impl Part for PlacedLanes {
+    /// Files that were removed, and wait in their lanes for a sync, give their room back.
+    fn run_due(&self) {
+        let placed = self.engine.backing().placed();
+        if placed.is_some_and(|lanes| lanes.has_removals()) {
+            let engine = Arc::clone(&self.engine);
+            let remove = move || placement::finish_removals(engine.backing());
+            self.removals.start(&self.workers, remove);
+        }
+    }
+
+    fn show(&self, status: &mut Status) {
+        if let Some(placed) = self.engine.backing().placed() {
+            placement::show_lanes(placed, &mut status.lanes);
+            status.placement_advice = placement::advise(&status.lanes);
+        }
+    }
+
+    fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
+        let Request::Place { path } = question.request else {
+            return None;
+        };
+        Some(placement::explain(self.engine.backing(), path))
+    }
+
+    fn stop(&self, stop: &mut Stop) {
+        if !stop.is_call_under_way {
+            placement::finish_removals(self.engine.backing());
+        }
+    }
+}
+
+/// What tells the backing's file system where new files go.
+pub(crate) struct SteeredLanes {
+    steered: Arc<Steered>,
+    backing: PathBuf,
+}
+
+impl SteeredLanes {
+    pub(crate) fn new(steered: Arc<Steered>, backing: &Path) -> Arc<Self> {
+        let backing = backing.to_owned();
+        Arc::new(Self { steered, backing })
+    }
+}
+
+impl Part for SteeredLanes {
+    /// Where files are placed as well, as an earlier mount did, [`PlacedLanes`] shows the lanes afterwards.
+    fn show(&self, status: &mut Status) {
+        steering::show_lanes(&self.steered, &mut status.lanes);
+        status.placement_advice = placement::advise(&status.lanes);
+        status.misplaced_files = self.steered.refused_files();
+    }
+
+    fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
+        let Request::Place { path } = question.request else {
+            return None;
+        };
+        let store = question.engine.backing();
+        Some(steering::explain(&self.steered, store, &self.backing, path))
+    }
+}

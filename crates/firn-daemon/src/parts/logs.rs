@@ -1,0 +1,184 @@
+//! Files in logs: who settles and flattens them, and what a mount answers about them.
+
+use std::sync::{Arc, mpsc};
+use std::time::Instant;
+
+use firn_config::Flatten;
+use firn_engine::Engine;
+use firn_format::durability::DurabilityLevel;
+use firn_log::Logs;
+use firn_protocol::path::BytePath;
+use firn_protocol::{HeldPolicy, Reply, Request, Status};
+use parking_lot::Mutex;
+
+use crate::error::{FlattenError, MountError};
+use crate::logs::{FlattenRequest, Flattener, Settler, settle_last};
+use crate::part::{Part, Parts, Question, Stop};
+use crate::replies::{deadline_of, failed, throttle_progress, wait_for_level};
+use crate::store::{Layers as _, Store};
+
+fn show_logged(engine: &Engine<Store>, status: &mut Status) {
+    let logs = engine.backing().logged();
+    status.logged_files = logs.map_or(0, |logs| logs.count_logged() as u64);
+}
+
+fn refused(error: &FlattenError) -> Reply {
+    Reply::Error {
+        errno: error.errno(),
+        message: error.to_string(),
+    }
+}
+
+/// A request that ends with flat files.
+struct FlatFiles<'a> {
+    path: &'a BytePath,
+    /// What comes before.
+    level: DurabilityLevel,
+    deadline: Option<Instant>,
+    /// Logs whose file is gone are a failure too.
+    tells_lost: bool,
+}
+
+impl<'a> FlatFiles<'a> {
+    fn of(request: &'a Request) -> Option<Self> {
+        match request {
+            Request::Wait {
+                path,
+                until,
+                timeout_ms,
+            } if *until >= DurabilityLevel::Drained => Some(Self {
+                path,
+                level: *until,
+                deadline: deadline_of(*timeout_ms),
+                tells_lost: false,
+            }),
+            Request::Flatten { path } => Some(Self {
+                path,
+                level: DurabilityLevel::Logged,
+                deadline: None,
+                tells_lost: true,
+            }),
+            _ => None,
+        }
+    }
+
+    /// Brings the files to the level; what follows is left to `flatten`.
+    fn answer(
+        &self,
+        question: &mut Question<'_>,
+        flatten: impl FnOnce(&mut dyn FnMut(Reply) -> bool) -> Reply,
+    ) -> Reply {
+        let engine = question.engine;
+        match wait_for_level(engine, self.path, self.level, self.deadline, question.say) {
+            Reply::Done => flatten(question.say),
+            reply => reply,
+        }
+    }
+}
+
+/// Logs of a mount that writes: files that were closed are settled.
+pub(crate) struct WrittenLogs {
+    engine: Arc<Engine<Store>>,
+    flatten: Flatten,
+    flattener: Flattener,
+    /// Taken by the thread when it starts.
+    requests: Mutex<Option<mpsc::Receiver<FlattenRequest>>>,
+    settler: Mutex<Option<Settler>>,
+}
+
+impl WrittenLogs {
+    pub(crate) fn new(engine: &Arc<Engine<Store>>, flatten: Flatten) -> Arc<Self> {
+        let (flattener, requests) = Flattener::new(engine);
+        Arc::new(Self {
+            engine: Arc::clone(engine),
+            flatten,
+            flattener,
+            requests: Mutex::new(Some(requests)),
+            settler: Mutex::new(None),
+        })
+    }
+
+    fn flatten(&self, wanted: &FlatFiles<'_>, say: &mut dyn FnMut(Reply) -> bool) -> Reply {
+        let mut timed_out = false;
+        let mut progress = throttle_progress("flattening", say);
+        let left = self.flattener.flatten(wanted.path.as_bytes(), &mut || {
+            timed_out = wanted
+                .deadline
+                .is_some_and(|deadline| Instant::now() >= deadline);
+            !timed_out && progress(0, 0)
+        });
+        match left.map(|left| FlattenError::check(&left, wanted.tells_lost)) {
+            Ok(Ok(())) => Reply::Done,
+            Ok(Err(error)) => refused(&error),
+            Err(_) if timed_out => Reply::Error {
+                errno: libc::ETIMEDOUT,
+                message: "timed out: what is in logs is still being flattened".into(),
+            },
+            Err(error) => failed(error, wanted.path),
+        }
+    }
+}
+
+impl Part for WrittenLogs {
+    fn start(&self, _: &Parts) -> Result<(), MountError> {
+        if let Some(requests) = self.requests.lock().take() {
+            let settler = Settler::start(&self.engine, self.flatten, requests)
+                .map_err(MountError::io("start the thread that settles logs"))?;
+            *self.settler.lock() = Some(settler);
+        }
+        Ok(())
+    }
+
+    fn show(&self, status: &mut Status) {
+        show_logged(&self.engine, status);
+    }
+
+    fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
+        let wanted = FlatFiles::of(question.request)?;
+        Some(wanted.answer(question, |say| self.flatten(&wanted, say)))
+    }
+
+    fn stop(&self, stop: &mut Stop) {
+        let Some(settler) = self.settler.lock().take() else {
+            return;
+        };
+        let engine = Arc::clone(&self.engine);
+        let flatten = (stop.held != HeldPolicy::Keep).then_some(self.flatten);
+        let (settled, found) = mpsc::channel();
+        stop.ask_backing(move || {
+            settler.stop();
+            if let Some(logs) = engine.backing().logged()
+                && let Some(flatten) = flatten
+            {
+                let _ = settled.send(settle_last(logs, flatten));
+            }
+        });
+        stop.left_in_logs = found.try_recv().unwrap_or_default();
+    }
+}
+
+/// Logs of a mount that writes nothing, and so flattens nothing.
+pub(crate) struct ReadLogs(pub(crate) Arc<Engine<Store>>);
+
+impl ReadLogs {
+    /// Refused, if files at or below `path` lie in logs.
+    fn refuse_logged(logs: &dyn Logs, path: &BytePath) -> Reply {
+        match logs.count_below(path.as_bytes()) {
+            Ok(0) => Reply::Done,
+            Ok(files) => refused(&FlattenError::ReadOnly { files }),
+            Err(error) => failed(error, path),
+        }
+    }
+}
+
+impl Part for ReadLogs {
+    fn show(&self, status: &mut Status) {
+        show_logged(&self.0, status);
+    }
+
+    fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
+        let wanted = FlatFiles::of(question.request)?;
+        let logs = self.0.backing().logged()?;
+        Some(wanted.answer(question, |_| Self::refuse_logged(logs, wanted.path)))
+    }
+}

@@ -1,0 +1,37 @@
+//! Copies on a partner host (`partner=`).
+
+use std::sync::Arc;
+
+use firn_format::durability::DurabilityLevel;
+use firn_protocol::{Reply, Request, Status};
+
+use crate::part::{Part, Question};
+use crate::partner::{PartnerBoard, PartnerSpeaker};
+use crate::replies::{deadline_of, throttle_progress};
+
+pub(crate) struct PartnerCopies(pub(crate) Arc<PartnerBoard>);
+
+impl Part for PartnerCopies {
+    fn show(&self, status: &mut Status) {
+        status.partner = Some(self.0.status());
+    }
+
+    fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
+        match question.request {
+            Request::Wait {
+                path,
+                until: DurabilityLevel::Partnered,
+                timeout_ms,
+            } => {
+                let progress = &mut throttle_progress("copying", question.say);
+                Some(self.0.wait(path, deadline_of(*timeout_ms), progress))
+            }
+            Request::Partner { host, note } => {
+                let speaker = &mut question.client.partner;
+                let (host, note) = (host.clone(), note.clone());
+                Some(PartnerSpeaker::say(speaker, &self.0, host, note))
+            }
+            _ => None,
+        }
+    }
+}

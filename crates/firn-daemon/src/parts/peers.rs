@@ -1,0 +1,50 @@
+//! The other hosts that have the backing mounted.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use firn_protocol::Status;
+use firn_workers::Workers;
+use parking_lot::Mutex;
+
+use crate::part::Part;
+use crate::peers::PeerBoard;
+use crate::single_job::SingleJob;
+
+/// A host that lives shows it twice in this time.
+const LOOK_EVERY: Duration = Duration::from_secs(5);
+
+/// How they mount it, looked at again and again.
+pub(crate) struct Peers {
+    board: Arc<PeerBoard>,
+    workers: Workers,
+    look: SingleJob,
+    next_look: Mutex<Instant>,
+}
+
+impl Peers {
+    pub(crate) fn new(board: PeerBoard, workers: &Workers) -> Arc<Self> {
+        Arc::new(Self {
+            board: Arc::new(board),
+            workers: workers.clone(),
+            look: SingleJob::default(),
+            next_look: Mutex::new(Instant::now() + LOOK_EVERY),
+        })
+    }
+}
+
+impl Part for Peers {
+    fn run_due(&self) {
+        let now = Instant::now();
+        let mut next = self.next_look.lock();
+        if now >= *next {
+            *next = now + LOOK_EVERY;
+            let board = Arc::clone(&self.board);
+            self.look.start(&self.workers, move || board.look_again());
+        }
+    }
+
+    fn show(&self, status: &mut Status) {
+        status.host_differences = self.board.differences();
+    }
+}

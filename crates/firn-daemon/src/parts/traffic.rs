@@ -1,0 +1,73 @@
+//! Bytes that came in, went out and were sent to other hosts, and how many of them a second.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use firn_engine::Engine;
+use firn_protocol::{Reply, Request, Status};
+use parking_lot::Mutex;
+
+use crate::part::{Part, Question};
+use crate::pulls::Pulls;
+use crate::rates::{Totals, Window};
+use crate::store::Store;
+
+pub(crate) struct Traffic {
+    engine: Arc<Engine<Store>>,
+    /// What agents have sent to other hosts.
+    pulls: Arc<Pulls>,
+    /// Samples of the last seconds.
+    window: Mutex<Window>,
+}
+
+impl Traffic {
+    pub(crate) fn new(engine: &Arc<Engine<Store>>) -> Arc<Self> {
+        Arc::new(Self {
+            engine: Arc::clone(engine),
+            pulls: Arc::default(),
+            window: Mutex::default(),
+        })
+    }
+}
+
+impl Part for Traffic {
+    fn run_due(&self) {
+        let sums = self.engine.transferred();
+        let totals = Totals {
+            ingest: sums.ingest_bytes,
+            drain: sums.drain_bytes,
+            spill: sums.moved_bytes,
+            pulled: self.pulls.bytes(),
+        };
+        self.window.lock().add(Instant::now(), totals);
+    }
+
+    fn show(&self, status: &mut Status) {
+        let totals = Totals {
+            ingest: status.ingest_bytes,
+            drain: status.drain_bytes,
+            spill: status.spill.as_ref().map_or(0, |spill| spill.moved_bytes),
+            pulled: self.pulls.bytes(),
+        };
+        let rates = self.window.lock().rates(Instant::now(), totals);
+        status.ingest_bytes_per_second = rates.ingest;
+        status.drain_bytes_per_second = rates.drain;
+        if let Some(spill) = &mut status.spill {
+            spill.moved_bytes_per_second = rates.spill;
+        }
+        status.pulls = self.pulls.under_way();
+        status.pulled_files = self.pulls.files();
+        status.pulled_bytes = self.pulls.bytes();
+        status.pulled_bytes_per_second = rates.pulled;
+    }
+
+    fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
+        let Request::ReportPull { files, bytes } = question.request else {
+            return None;
+        };
+        let pull = &mut question.client.pull;
+        let pull = pull.get_or_insert_with(|| self.pulls.begin());
+        pull.add(*files, *bytes);
+        Some(Reply::Done)
+    }
+}

@@ -1,0 +1,149 @@
+//! Transactions: who asks for them, who owns them, and who applies what was committed.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use firn_backing::is_below;
+use firn_engine::Cached;
+use firn_protocol::{Reply, Request, Status};
+use firn_workers::spawn_thread;
+
+use crate::commit_applier::CommitApplier;
+use crate::control::ControlClient;
+use crate::error::MountError;
+use crate::gate::TransactionGate;
+use crate::owners::{Owners, Scopes};
+use crate::part::{Part, Parts, Question, Stop};
+use crate::status::list_files;
+use crate::transactions::{
+    RequestContext, abort_orphan, answer_owned, give_up, in_the_way, is_open, leave, status,
+};
+
+/// Makes the kernel drop what it has cached, where it caches something.
+pub(crate) type Forget = Arc<dyn Fn(Cached) + Send + Sync>;
+
+/// The transactions of a mount.
+pub(crate) struct Transactions {
+    gate: Arc<TransactionGate>,
+    owners: Arc<Owners>,
+    applier: Arc<CommitApplier>,
+    /// How long other hosts are waited for.
+    patience: Duration,
+    forget: Forget,
+}
+
+impl Transactions {
+    pub(crate) fn new(
+        gate: &Arc<TransactionGate>,
+        patience: Duration,
+        forget: &Forget,
+    ) -> Result<Arc<Self>, MountError> {
+        let owners = Owners::new()
+            .map_err(|errno| MountError::io("watch the owners of transactions")(errno.into()))?;
+        Ok(Arc::new(Self {
+            gate: Arc::clone(gate),
+            owners: Arc::new(owners),
+            applier: Arc::new(CommitApplier::new(Arc::clone(gate))),
+            patience,
+            forget: Arc::clone(forget),
+        }))
+    }
+
+    /// The answer to a request about a transaction, which may have an owner.
+    fn answer_request(&self, request: &Request, client: &ControlClient) -> Reply {
+        let context = RequestContext {
+            apply_later: &|| self.applier.wake(),
+            patience: self.patience,
+            forget: &*self.forget,
+        };
+        answer_owned(&self.gate, &self.owners, request, &client.peer, &context)
+    }
+
+    /// Files, and which of them lie in a transaction.
+    fn list_files(&self, question: &Question<'_>, path: &[u8]) -> Reply {
+        let mut files = list_files(question.engine, path);
+        // After the files: a transaction that begins now takes what it does not change away from nobody.
+        let scopes = self.gate.store().scopes_now();
+        for file in &mut files {
+            let path = file.path.as_bytes();
+            file.in_transaction = scopes.iter().any(|scope| is_below(path, scope));
+        }
+        Reply::Files { files }
+    }
+}
+
+impl Part for Transactions {
+    fn start(&self, _: &Parts) -> Result<(), MountError> {
+        let owners = Arc::clone(&self.owners);
+        let scopes = GateScopes {
+            gate: Arc::clone(&self.gate),
+            forget: Arc::clone(&self.forget),
+        };
+        let watch = move || owners.watch(&scopes);
+        spawn_thread("firn-owners", watch).map_err(MountError::io(
+            "start the thread that watches owners of transactions",
+        ))
+    }
+
+    fn show(&self, shown: &mut Status) {
+        shown.transactions = status(&self.gate, &self.owners);
+    }
+
+    fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
+        match question.request {
+            request @ (Request::Begin { .. }
+            | Request::Prepare { .. }
+            | Request::Commit { .. }
+            | Request::Abort { .. }
+            | Request::Restore { .. }) => Some(self.answer_request(request, question.client)),
+            Request::Files { path } => Some(self.list_files(question, path.as_bytes())),
+            _ => None,
+        }
+    }
+
+    fn is_held_for(&self, client: &ControlClient) -> bool {
+        self.owners.has_owned(&client.peer.stream)
+    }
+
+    fn find_obstacle(&self) -> Option<String> {
+        in_the_way(&self.gate)
+    }
+
+    /// The transactions that programs change things in come to their end, and nobody waits for the others.
+    fn prepare_end(&self) {
+        leave(&self.gate);
+        give_up(&self.gate);
+    }
+
+    fn stop(&self, stop: &mut Stop) {
+        let gate = Arc::clone(&self.gate);
+        let owners = Arc::clone(&self.owners);
+        let applier = Arc::clone(&self.applier);
+        let is_unseen = stop.is_unseen;
+        stop.ask_backing(move || {
+            owners.stop();
+            if is_unseen {
+                return;
+            }
+            leave(&gate);
+            applier.stop();
+            give_up(&gate);
+        });
+    }
+}
+
+/// What the thread that watches owners does with a transaction.
+struct GateScopes {
+    gate: Arc<TransactionGate>,
+    forget: Forget,
+}
+
+impl Scopes for GateScopes {
+    fn is_open(&self, scope: &[u8]) -> Option<bool> {
+        is_open(&self.gate, scope)
+    }
+
+    fn abort(&self, scope: &[u8]) -> Result<(), String> {
+        abort_orphan(&self.gate, scope, &*self.forget)
+    }
+}

@@ -1,0 +1,197 @@
+//! How programs come in to a mount, from when it is ready to when they see it.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+use std::time::Duration;
+
+use firn_backing::Volume as _;
+use firn_config::{KernelFlag, Options, TokenService};
+use firn_engine::Engine;
+use firn_fuse::{Adapter, AdapterOptions, Invalidator, Session, SessionOptions};
+use firn_hosts::FileLocks;
+use firn_workers::{Workers, spawn_thread};
+
+use crate::attach::{Attached, passthrough};
+use crate::data_socket::Served;
+use crate::error::MountError;
+use crate::event::Event;
+use crate::frontend::{Frontend, Stubs};
+use crate::gate::TransactionGate;
+use crate::part::Part;
+use crate::parts::{Forget, FuseRequests, StubNames};
+use crate::preflight::Checked;
+use crate::store::{Layers as _, Store};
+
+/// What a mount is put together from.
+pub(crate) struct MountSetup<'a> {
+    pub(crate) options: &'a Options,
+    pub(crate) checked: &'a Checked,
+    pub(crate) attached: &'a Attached,
+    pub(crate) events: Sender<Event>,
+}
+
+/// How programs will come in, before they see it.
+pub(crate) enum Prepared {
+    Mount {
+        adapter: Box<Adapter<Store>>,
+        kernel: Invalidator,
+    },
+    Tree(Arc<Stubs>),
+}
+
+impl Prepared {
+    pub(crate) fn new(
+        setup: &MountSetup<'_>,
+        data_path: &Path,
+        gate: Option<Arc<TransactionGate>>,
+        file_locks: Option<Arc<FileLocks>>,
+    ) -> Result<Self, MountError> {
+        let &MountSetup {
+            options,
+            checked,
+            attached,
+            ..
+        } = setup;
+        let engine = Arc::clone(&attached.engine);
+        if options.frontend == firn_config::Frontend::Preload {
+            let prefix = &checked.mount_point;
+            let backing = &checked.backing;
+            let by_name = options.places_by_name();
+            let events = setup.events.clone();
+            let stubs = Stubs::begin(engine, backing, prefix, by_name, &attached.files, events)?;
+            return Ok(Self::Tree(Arc::new(stubs)));
+        }
+        let adapter_options = adapter_options(&engine, options);
+        let uuid = engine.arena().superblock().uuid;
+        let gate = gate.map(|gate| gate as _);
+        let mut adapter = Adapter::new(engine, gate, adapter_options, attached.workers.clone());
+        let kernel = adapter.offer_direct_access(uuid, data_path);
+        if let Some(locks) = file_locks {
+            adapter.share_locks(locks);
+        }
+        let adapter = Box::new(adapter);
+        Ok(Self::Mount { adapter, kernel })
+    }
+
+    /// What a data socket serves.
+    pub(crate) fn served(&self) -> Served<Store> {
+        match self {
+            Self::Mount { kernel, .. } => Served::Mount(kernel.clone()),
+            Self::Tree(stubs) => Served::Tree(Arc::clone(&stubs.tree)),
+        }
+    }
+
+    /// Makes the kernel drop what it has cached; it caches nothing of a stub tree.
+    pub(crate) fn forget(&self) -> Forget {
+        match self {
+            Self::Mount { kernel, .. } => {
+                let kernel = kernel.clone();
+                Arc::new(move |cached| kernel.invalidate(&cached))
+            }
+            Self::Tree(_) => Arc::new(|_| {}),
+        }
+    }
+
+    /// The part of the mount that it comes with.
+    pub(crate) fn part(&self, engine: &Arc<Engine<Store>>, workers: &Workers) -> Arc<dyn Part> {
+        match self {
+            Self::Mount { adapter, .. } => Arc::new(FuseRequests {
+                waiting_writers: adapter.waiting_writers(),
+                failures: adapter.failures(),
+            }),
+            Self::Tree(stubs) => StubNames::new(engine, stubs, workers),
+        }
+    }
+
+    /// From here on programs see it.
+    pub(crate) fn start(
+        self,
+        setup: &MountSetup<'_>,
+        data_path: &Path,
+    ) -> Result<Frontend, MountError> {
+        let &MountSetup {
+            options,
+            checked,
+            attached,
+            ..
+        } = setup;
+        match self {
+            Self::Mount { adapter, .. } => {
+                let session = session_options(options, checked);
+                let session = Session::mount(*adapter, &checked.mount_point, &session)?;
+                let session = Arc::new(session);
+                watch_session(&session, setup.events.clone())?;
+                Ok(Frontend::Mount(session))
+            }
+            Self::Tree(stubs) => {
+                let uuid = attached.engine.arena().superblock().uuid;
+                let shares_files = attached.engine.backing().logged().is_some();
+                stubs.publish(shares_files, uuid, data_path, &checked.backing)?;
+                Ok(Frontend::Tree(stubs))
+            }
+        }
+    }
+}
+
+fn adapter_options(engine: &Engine<Store>, options: &Options) -> AdapterOptions {
+    let attr_timeout = Duration::from_millis(options.attr_timeout_ms);
+    AdapterOptions {
+        // Where other hosts write to files, what the kernel is told may be as old as it may get there.
+        attr_timeout: if engine.backing().features().finishes_files {
+            attr_timeout / 2
+        } else {
+            attr_timeout
+        },
+        name_timeout: if shares_names(engine, options) {
+            Duration::ZERO
+        } else {
+            attr_timeout
+        },
+        passthrough: passthrough(options),
+    }
+}
+
+/// Whether other hosts are known to make, rename and remove files. Hosts that commit together see each other's names at a
+/// commit, when the kernel is told what to drop.
+fn shares_names(engine: &Engine<Store>, options: &Options) -> bool {
+    engine.backing().features().finishes_files || options.tokens != TokenService::None
+}
+
+fn session_options(options: &Options, checked: &Checked) -> SessionOptions {
+    SessionOptions {
+        source: checked.backing.clone(),
+        threads: options.fuse_threads as usize,
+        allow_other: options.allow_other,
+        read_only: options.read_only,
+        kernel_flags: options.kernel_flags.iter().copied().map(word).collect(),
+    }
+}
+
+/// The mount(8) word of a flag.
+fn word(flag: KernelFlag) -> &'static str {
+    match flag {
+        KernelFlag::Dev => "dev",
+        KernelFlag::NoDev => "nodev",
+        KernelFlag::Suid => "suid",
+        KernelFlag::NoSuid => "nosuid",
+        KernelFlag::Exec => "exec",
+        KernelFlag::NoExec => "noexec",
+        KernelFlag::Atime => "atime",
+        KernelFlag::NoAtime => "noatime",
+        KernelFlag::Sync => "sync",
+        KernelFlag::Async => "async",
+        KernelFlag::DirSync => "dirsync",
+    }
+}
+
+fn watch_session(session: &Arc<Session>, events: Sender<Event>) -> Result<(), MountError> {
+    let session = Arc::clone(session);
+    let watch = move || {
+        if let Err(error) = session.wait() {
+            tracing::error!(%error, "the FUSE session failed");
+        }
+        let _ = events.send(Event::Ended);
+    };
+    spawn_thread("firn-session", watch).map_err(MountError::io("start a thread"))
+}

@@ -1,0 +1,90 @@
+//! Replies of the control socket that several parts of a mount give.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use firn_backing::Errno;
+use firn_engine::Engine;
+use firn_format::durability::DurabilityLevel;
+use firn_protocol::Reply;
+use firn_protocol::path::BytePath;
+
+use crate::process;
+use crate::store::Store;
+
+/// Time between two lines of progress.
+const PROGRESS_EVERY: Duration = Duration::from_millis(100);
+
+/// Sends [`Reply::Progress`] every [`PROGRESS_EVERY`]; false once the client is gone.
+pub(crate) fn throttle_progress<'a>(
+    phase: &'a str,
+    say: &'a mut dyn FnMut(Reply) -> bool,
+) -> impl FnMut(u64, u64) -> bool + 'a {
+    let mut next = Instant::now();
+    move |bytes_left, files_left| {
+        let now = Instant::now();
+        if now < next {
+            return true;
+        }
+        next = now + PROGRESS_EVERY;
+        say(Reply::Progress {
+            bytes_left,
+            files_left,
+            phase: phase.into(),
+        })
+    }
+}
+
+/// Until when a client waits that gave a timeout.
+pub(crate) fn deadline_of(timeout_ms: Option<u64>) -> Option<Instant> {
+    timeout_ms.map(|ms| Instant::now() + Duration::from_millis(ms))
+}
+
+/// Waits until the files at or below `path` stand on `until`, as far as the engine brings them there.
+pub(crate) fn wait_for_level(
+    engine: &Arc<Engine<Store>>,
+    path: &BytePath,
+    until: DurabilityLevel,
+    deadline: Option<Instant>,
+    say: &mut dyn FnMut(Reply) -> bool,
+) -> Reply {
+    let phase = if until == DurabilityLevel::Durable {
+        "syncing"
+    } else {
+        "draining"
+    };
+    let mut left = 0;
+    let mut timed_out = false;
+    let mut progress = throttle_progress(phase, say);
+    let result = engine
+        .durability
+        .wait_tree(path.as_bytes(), until, &mut |bytes, files| {
+            left = bytes;
+            timed_out = deadline.is_some_and(|deadline| Instant::now() >= deadline);
+            !timed_out && progress(bytes, files)
+        });
+    match result {
+        Ok(()) => Reply::Done,
+        Err(_) if timed_out => Reply::Error {
+            errno: libc::ETIMEDOUT,
+            message: format!("timed out with {left} bytes left: they are still being drained"),
+        },
+        Err(error) => failed(error, path),
+    }
+}
+
+/// The reply to a request that the engine or the backing refuses.
+pub(crate) fn failed(error: Errno, path: &BytePath) -> Reply {
+    let message = match error {
+        Errno::NOENT => format!("{path}: no such file or directory in this mount"),
+        Errno::CANCELED => "the wait was given up".into(),
+        error => format!(
+            "the backing reports: {}; the data is kept and tried again (`firn status` has the details)",
+            process::explain(error)
+        ),
+    };
+    Reply::Error {
+        errno: error.raw_os_error(),
+        message,
+    }
+}

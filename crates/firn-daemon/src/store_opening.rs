@@ -1,0 +1,175 @@
+//! Opening what a mount writes to: its ground, and the transactions above it.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use firn_backing::{Backing, DirBacking};
+use firn_config::{Drain, Frontend, Mode, Options};
+use firn_transact::{
+    AbortError, Members, Opening, PlainBacking, TransactionError, TransactionalBacking,
+};
+
+use crate::error::AttachError;
+use crate::found_arena::Found;
+use crate::ground::{Target, open_ground};
+use crate::part::Part;
+use crate::participants;
+use crate::runtime_files::waiting_tree;
+use crate::store::{LoggableStore, Store, TransactionalStore, shown_scope};
+
+/// What a mount writes to.
+pub(crate) struct OpenedStore {
+    pub(crate) store: Store,
+    /// The parts that it comes with ([`OpenedGround::parts`](crate::ground::OpenedGround)).
+    pub(crate) parts: Vec<Arc<dyn Part>>,
+}
+
+/// The backing, after transactions of an earlier firnd were finished or undone. What the arena has of them is dropped
+/// before anything else, so that a crash on the way finds again what tells of them.
+pub(crate) fn open_store(
+    target: &Target<'_>,
+    directory: DirBacking,
+    arena: &mut Found,
+    notice: &mut dyn FnMut(String),
+) -> Result<OpenedStore, AttachError> {
+    let members = participants::members(target.options)?;
+    drop_of_other_homes(target.backing, &directory, members.as_ref(), arena)?;
+    let has_transactions = target.options.drain == Drain::Commit
+        || TransactionalBacking::has_transactions(&directory)?;
+    let ground = open_ground(target, directory, notice)?;
+    let store = if has_transactions {
+        open_transactional(target, ground.store, members, arena, notice)?
+    } else {
+        Store::Lower(plain(target, ground.store)?)
+    };
+    Ok(OpenedStore {
+        store,
+        parts: ground.parts,
+    })
+}
+
+/// The store after its transactions were finished or undone: one that can have others, where the options say so.
+fn open_transactional(
+    target: &Target<'_>,
+    ground: LoggableStore,
+    members: Option<Members>,
+    arena: &mut Found,
+    notice: &mut dyn FnMut(String),
+) -> Result<Store, AttachError> {
+    let &Target {
+        backing, options, ..
+    } = target;
+    let backups = crate::backup::open_backups(backing, options)?;
+    let known =
+        TransactionalBacking::known_backups(&ground, backups.as_ref().map(|(home, _)| home))?;
+    let (store, outcome) = match members {
+        None => {
+            let opening = Opening {
+                history: options.history,
+                arena: Some(arena.id()),
+                ..Opening::default()
+            };
+            TransactionalBacking::open_with(ground, opening, |scopes| arena.drop_below(scopes))?
+        }
+        Some(members) => open_of_members(ground, members, options, arena, notice)?,
+    };
+    let store = store.in_mode(match options.mode {
+        Mode::Buffer => firn_transact::Mode::Buffer,
+        Mode::Shadow => firn_transact::Mode::Shadow,
+    });
+    let store = crate::backup::attach(store, backing, backups, &known)?;
+    for id in &outcome.finished {
+        notice(format!(
+            "finished the commit {id} that an earlier firnd had decided"
+        ));
+    }
+    for scope in &outcome.undone {
+        notice(format!(
+            "undid a transaction in {} that nobody had prepared",
+            shown_scope(scope)
+        ));
+    }
+    if options.drain != Drain::Commit {
+        // Without the tables of a backing that has transactions, the kernel may read files by itself.
+        let Some((id, scope)) = outcome.waiting.first() else {
+            return Ok(Store::Lower(plain(target, store.into_base())?));
+        };
+        let scope = shown_scope(scope);
+        return Err(AttachError::TransactionWaits { id: *id, scope });
+    }
+    for (id, scope) in &outcome.waiting {
+        notice(format!(
+            "a transaction in {} is prepared with id {id} and waits: firn commit or firn abort ends it, firn restore finishes it",
+            shown_scope(scope)
+        ));
+    }
+    Ok(Store::Upper(store))
+}
+
+/// A mount without `participants` ends no transaction that its host began with others, nor one with them any that was
+/// begun without, or as another host: that is for the next one like that, or `firn recover`. Data of it that this arena
+/// has is dropped either way.
+fn drop_of_other_homes(
+    backing: &Path,
+    directory: &DirBacking,
+    members: Option<&Members>,
+    arena: &mut Found,
+) -> Result<(), AttachError> {
+    if matches!(arena, Found::Fresh(_)) {
+        return Ok(());
+    }
+    let id = arena.id();
+    for home in TransactionalBacking::other_homes(directory, members)? {
+        let directory = DirBacking::open(backing).map_err(|e| AttachError::BackingUnusable {
+            path: backing.into(),
+            source: e,
+        })?;
+        TransactionalBacking::drop_of(directory, home, id, |scopes| arena.drop_below(scopes))?;
+    }
+    Ok(())
+}
+
+/// A stub tree, also one that is recovered, keeps files without a name in `.firn`; a mount does not show that.
+fn plain<B: Backing>(target: &Target<'_>, base: B) -> Result<PlainBacking<B>, AttachError> {
+    let is_tree = target.options.frontend == Frontend::Preload;
+    if is_tree || waiting_tree(target.files)?.is_some() {
+        return Ok(PlainBacking::with_own_shown(base));
+    }
+    Ok(PlainBacking::new(base))
+}
+
+/// What this host left open is undone when the other hosts have stopped, which they hear of by this.
+fn open_of_members(
+    mut ground: LoggableStore,
+    members: Members,
+    options: &Options,
+    arena: &mut Found,
+    notice: &mut dyn FnMut(String),
+) -> Result<(TransactionalStore, firn_transact::Outcome), AttachError> {
+    let deadline = Instant::now() + Duration::from_millis(options.participants_wait_ms);
+    let mut waits = participants::LOOK_AGAIN.start();
+    let mut is_reported = false;
+    loop {
+        let opening = Opening {
+            members: Some(members.clone()),
+            arena: Some(arena.id()),
+            ..Opening::default()
+        };
+        match TransactionalBacking::try_open(ground, opening, |scopes| arena.drop_below(scopes)) {
+            Err((
+                base,
+                AttachError::Transactions(
+                    error @ TransactionError::Abort(AbortError::Stopping { .. }),
+                ),
+            )) if Instant::now() < deadline => {
+                if !std::mem::replace(&mut is_reported, true) {
+                    notice(format!("waiting: {error}"));
+                }
+                ground = base;
+            }
+            opened => return opened.map_err(|(_, error)| error),
+        }
+        waits.sleep();
+    }
+}

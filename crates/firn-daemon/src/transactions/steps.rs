@@ -1,0 +1,38 @@
+//! What became of the transactions of this mount, step by step: counted, and logged with `log-level=debug`.
+
+use std::collections::BTreeMap;
+
+use firn_format::tally::Tally;
+use firn_transact::machine::Event;
+
+use crate::gate::TransactionGate;
+use crate::store::shown_scope;
+
+static EVENTS: Tally<8> = Tally::new([
+    "begin", "quiesce", "drained", "prepared", "decided", "applied", "ended", "undone",
+]);
+
+/// Counts since firnd began, which serves one mount.
+pub(crate) fn steps() -> BTreeMap<String, u64> {
+    EVENTS.figures()
+}
+
+/// Counts what became of the transaction in `scope`, and logs it with `log-level=debug`.
+pub(super) fn note(gate: &TransactionGate, event: Event, scope: &[u8], id: Option<u64>) {
+    let index = match event {
+        Event::Begin => 0,
+        Event::Quiesce => 1,
+        Event::Drained => 2,
+        Event::Prepared => 3,
+        Event::Decided => 4,
+        Event::Applied => 5,
+        Event::Ended => 6,
+        Event::Undone => 7,
+    };
+    EVENTS.count(index);
+    let members = gate.store().members();
+    let host = members
+        .map(|members| members.host.clone())
+        .unwrap_or_default();
+    tracing::debug!(step = EVENTS.name(index), scope = %shown_scope(scope), ?id, host, "transaction");
+}

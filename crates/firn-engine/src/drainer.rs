@@ -1,0 +1,50 @@
+//! What goes to the backing next, and what becomes of it: pick, execute, complete.
+//!
+//! [`Drainer::pick`] takes the next run of the next file of a lane, [`Job::execute`] writes it, and [`Drainer::complete`]
+//! takes the outcome in. Who does that, and when, is an [`Executor`](crate::Executor): the engine has no threads.
+//!
+//! docs/internals/drain.md
+//!
+//! [`Job::execute`]: crate::Job::execute
+
+pub(crate) mod complete;
+pub(crate) mod job;
+pub(crate) mod pick;
+pub(crate) mod wait;
+
+use std::sync::Arc;
+
+use firn_backing::Backing;
+
+use crate::base::Base;
+use crate::drain::Drain;
+use crate::intake::Intake;
+use crate::kernel_cache::KernelCache;
+use crate::open_files::OpenFiles;
+use crate::space::Room;
+use crate::tree::NameTree;
+
+/// Picks what goes to the backing, and takes in what became of it.
+pub struct Drainer<B: Backing> {
+    pub(crate) base: Arc<Base<B>>,
+    pub(crate) tree: Arc<NameTree<B>>,
+    pub(crate) drain: Arc<Drain<B>>,
+    pub(crate) intake: Arc<Intake<B>>,
+    pub(crate) open_files: Arc<OpenFiles<B>>,
+    pub(crate) kernel_cache: Arc<KernelCache<B>>,
+    pub(crate) room: Arc<Room<B>>,
+}
+
+impl<B: Backing> Drainer<B> {
+    pub(crate) fn new(room: &Arc<Room<B>>) -> Self {
+        Self {
+            base: Arc::clone(&room.base),
+            tree: Arc::clone(&room.tree),
+            drain: Arc::clone(&room.drain),
+            intake: Arc::clone(&room.intake),
+            open_files: Arc::clone(&room.open_files),
+            kernel_cache: Arc::clone(&room.kernel_cache),
+            room: Arc::clone(room),
+        }
+    }
+}

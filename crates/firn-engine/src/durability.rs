@@ -1,0 +1,295 @@
+//! Bringing files and trees to a durability level.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use firn_backing::{Backing, Errno, KernelReads, SyncScope, is_below};
+use firn_format::durability::DurabilityLevel;
+
+use crate::base::Base;
+use crate::drain::Drain;
+use crate::drainer::Drainer;
+use crate::file::File;
+use crate::intake::Intake;
+use crate::names::Inode;
+use crate::open_files::OpenFiles;
+use crate::space::Room;
+use crate::tree::NameTree;
+use crate::{InodeId, Result};
+
+/// How often a long wait reports its progress.
+const REPORT_EVERY: Duration = Duration::from_millis(100);
+
+/// Number of files that somebody waits for. The waiter is woken by the last of them, not by each: to look at all files
+/// after every one would take quadratic time.
+#[derive(Default)]
+struct Draining {
+    files: parking_lot::Mutex<usize>,
+    all_ended: parking_lot::Condvar,
+}
+
+impl Draining {
+    fn begin(&self) {
+        *self.files.lock() += 1;
+    }
+
+    fn end(&self) {
+        let mut files = self.files.lock();
+        *files -= 1;
+        if *files == 0 {
+            self.all_ended.notify_all();
+        }
+    }
+
+    /// Returns when the last file has ended, or after `timeout`.
+    fn wait(&self, timeout: Duration) {
+        let mut files = self.files.lock();
+        self.all_ended
+            .wait_while_for(&mut files, |files| *files > 0, timeout);
+    }
+}
+
+/// Knows which level a file stands on, and brings it to others.
+pub struct Durability<B: Backing> {
+    pub(crate) base: Arc<Base<B>>,
+    pub(crate) tree: Arc<NameTree<B>>,
+    pub(crate) drain: Arc<Drain<B>>,
+    pub(crate) intake: Arc<Intake<B>>,
+    pub(crate) open_files: Arc<OpenFiles<B>>,
+    pub(crate) room: Arc<Room<B>>,
+    pub(crate) drainer: Arc<Drainer<B>>,
+}
+
+impl<B: Backing> Durability<B> {
+    pub(crate) fn new(drainer: &Arc<Drainer<B>>) -> Self {
+        Self {
+            base: Arc::clone(&drainer.base),
+            tree: Arc::clone(&drainer.tree),
+            drain: Arc::clone(&drainer.drain),
+            intake: Arc::clone(&drainer.intake),
+            open_files: Arc::clone(&drainer.open_files),
+            room: Arc::clone(&drainer.room),
+            drainer: Arc::clone(drainer),
+        }
+    }
+
+    /// What all bytes of an inode survive.
+    pub fn state_of(&self, inode: InodeId) -> Result<DurabilityLevel> {
+        let inode = self.tree.inode(inode)?;
+        let pending = self.open_files.known_file(&inode).and_then(|file| {
+            let mut state = file.lock();
+            self.intake.ingest_published(&file, &mut state);
+            (!state.pending.is_empty()).then(|| state.level_of_pending(&self.base.arena))
+        });
+        Ok(if let Some(level) = pending {
+            level
+        } else if self.tree.is_logged(&inode) {
+            DurabilityLevel::Logged
+        } else if inode.is_durable() {
+            DurabilityLevel::Durable
+        } else {
+            DurabilityLevel::Drained
+        })
+    }
+
+    pub(crate) fn sync_data(&self, file: &Arc<File<B>>, data_only: bool) -> Result<()> {
+        let (writer, clean) = {
+            let state = file.lock();
+            (state.writer.clone(), state.pending.is_empty())
+        };
+        let source = writer.map_or_else(|| self.open_files.reader(file), Ok)?;
+        if self.base.backing.kernel_reads(&source.file) == KernelReads::Shared {
+            // What other hosts have synced is newer than what the arena keeps.
+            self.room.check_cache(file)?;
+        }
+        // Cleared before the sync: what is drained during it is not known to be covered.
+        file.inode.data_unsynced.store(false, Ordering::Release);
+        if let Err(errno) = self.base.backing.sync(&source.file, data_only) {
+            file.inode.data_unsynced.store(true, Ordering::Release);
+            let path = file.inode.paths().into_iter().next().unwrap_or_default();
+            self.base
+                .errors
+                .record(path, errno, "fsync of the backing failed".into());
+            return Err(errno);
+        }
+        self.sync_names(&file.inode)?;
+        if clean {
+            file.inode.durable.store(true, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    /// Syncs all that is at or below a directory, and marks the files there that firnd knows as durable.
+    fn sync_data_below(&self, path: &[u8], directory: &Inode<B>) -> Result<()> {
+        let mut files = self.tree.names.all();
+        files.retain(|inode| {
+            inode.kind == firn_backing::Kind::File
+                && (path.is_empty() || inode.paths().iter().any(|known| is_below(known, path)))
+        });
+        // Cleared before the sync, as for one file.
+        let unsynced: Vec<_> = files
+            .iter()
+            .filter(|inode| inode.data_unsynced.swap(false, Ordering::AcqRel))
+            .collect();
+        let synced = self
+            .tree
+            .object(directory)
+            .and_then(|top| self.base.backing.sync_scope(SyncScope::Tree(&top)));
+        if synced.is_err() {
+            for inode in unsynced {
+                inode.data_unsynced.store(true, Ordering::Release);
+            }
+            return synced;
+        }
+        for inode in &files {
+            self.mark_durable_if_clean(inode);
+        }
+        Ok(())
+    }
+
+    /// After a sync of an inode's data: what is pending by now was not covered.
+    fn mark_durable_if_clean(&self, inode: &Inode<B>) {
+        let Some(file) = self.open_files.known_file(inode) else {
+            inode.durable.store(true, Ordering::Release);
+            return;
+        };
+        let mut state = file.lock();
+        self.intake.ingest_published(&file, &mut state);
+        if state.pending.is_empty() {
+            inode.durable.store(true, Ordering::Release);
+        }
+    }
+
+    /// Syncs every directory above that has a new name on the way.
+    pub(crate) fn sync_names(&self, inode: &Arc<Inode<B>>) -> Result<()> {
+        if inode.name_unsynced.swap(false, Ordering::AcqRel) {
+            for parent in inode.parents() {
+                let synced = self
+                    .tree
+                    .object(&parent)
+                    .and_then(|dir| self.base.backing.sync_dir(&dir));
+                if let Err(errno) = synced {
+                    inode.name_unsynced.store(true, Ordering::Release);
+                    return Err(errno);
+                }
+            }
+        }
+        for parent in inode.parents() {
+            self.sync_names(&parent)?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn pending_below(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
+        self.intake.ingest_all_published();
+        let files = self.open_files.files.all();
+        files
+            .into_iter()
+            .filter(|file| file.lock().pending.bytes() > 0)
+            .filter(|file| path.is_empty() || file.inode.paths().iter().any(|p| is_below(p, path)))
+            .collect()
+    }
+
+    /// Begins to drain the files at or below `path`.
+    pub fn drain_tree(&self, path: &[u8]) {
+        for file in self.pending_below(path) {
+            let mut state = file.lock();
+            state.drain.retry_now();
+            self.drain.force(&file, &mut state);
+        }
+    }
+
+    /// Drains the files at or below `path` and blocks until they stand on `until`. `progress` is told
+    /// the bytes and files that are left, some ten times a second, and ends the wait with false
+    /// (ECANCELED). A file that cannot be drained ends it with its errno.
+    pub fn wait_tree(
+        &self,
+        path: &[u8],
+        until: DurabilityLevel,
+        progress: &mut dyn FnMut(u64, u64) -> bool,
+    ) -> Result<()> {
+        if !path.is_empty() {
+            self.tree.find(path)?;
+        }
+        let mut first = Vec::new();
+        let draining = Arc::new(Draining::default());
+        for file in self.pending_below(path) {
+            let errors = Arc::new(parking_lot::Mutex::new(None));
+            let told = Arc::clone(&errors);
+            first.push((Arc::clone(&file), Arc::clone(&errors)));
+            let draining = Arc::clone(&draining);
+            draining.begin();
+            let done = move |result| {
+                *told.lock() = Some(result);
+                draining.end();
+            };
+            self.drainer.when_drained(&file, Box::new(done));
+        }
+        let mut failed = None;
+        loop {
+            let mut left = (0, 0);
+            first.retain(|(file, told)| {
+                match *told.lock() {
+                    Some(Ok(())) => return false,
+                    Some(Err(errno)) => {
+                        // The others are waited for: one that fails does not keep them from their level.
+                        failed = Some(errno);
+                        return false;
+                    }
+                    None => {}
+                }
+                left.0 += file.lock().pending.bytes();
+                left.1 += 1;
+                true
+            });
+            if !progress(left.0, left.1) {
+                return Err(Errno::CANCELED);
+            }
+            if left.1 == 0 {
+                break;
+            }
+            draining.wait(REPORT_EVERY);
+        }
+        if let Some(errno) = failed {
+            return Err(errno);
+        }
+        if until == DurabilityLevel::Durable {
+            self.make_durable(path)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// What is at the path, and the names that lead to it. An earlier firnd may have made them and not synced them.
+    fn make_durable(&self, path: &[u8]) -> Result<()> {
+        let inode = self.tree.find(path)?;
+        if inode.kind == firn_backing::Kind::File {
+            let file = self.open_files.file_with(&inode, |_| {});
+            let result = self.sync_data(&file, false);
+            self.open_files.drop_if_unused(&file);
+            result?;
+        } else if inode.kind == firn_backing::Kind::Dir {
+            self.sync_data_below(path, &inode)?;
+        }
+        let above = path
+            .iter()
+            .rposition(|byte| *byte == b'/')
+            .map_or(&[][..], |end| &path[..end]);
+        self.sync_dirs(above)
+    }
+
+    /// Syncs the directories on a path, and the top.
+    fn sync_dirs(&self, path: &[u8]) -> Result<()> {
+        let mut inode = Arc::clone(self.tree.names.root());
+        self.base.backing.sync_dir(&self.tree.object(&inode)?)?;
+        for name in path
+            .split(|byte| *byte == b'/')
+            .filter(|name| !name.is_empty())
+        {
+            inode = self.tree.find_in(&inode, name)?;
+            self.base.backing.sync_dir(&self.tree.object(&inode)?)?;
+        }
+        Ok(())
+    }
+}

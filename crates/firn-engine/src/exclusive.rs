@@ -1,0 +1,177 @@
+//! Changes that need the backing file for themselves: a file's length, and whatever comes between its drains.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use firn_backing::Backing;
+use firn_backing::lock::MutexGuard;
+use firn_format::record::Record;
+
+use crate::Result;
+use crate::base::Base;
+use crate::drain::Drain;
+use crate::drainer::Drainer;
+use crate::file::{BackingFile, File, FileState};
+use crate::intake::Intake;
+use crate::open_files::OpenFiles;
+use crate::space::Room;
+
+/// Changes files while no drain writes to them.
+pub struct Exclusive<B: Backing> {
+    pub(crate) base: Arc<Base<B>>,
+    pub(crate) drain: Arc<Drain<B>>,
+    pub(crate) intake: Arc<Intake<B>>,
+    pub(crate) open_files: Arc<OpenFiles<B>>,
+    pub(crate) room: Arc<Room<B>>,
+    pub(crate) drainer: Arc<Drainer<B>>,
+}
+
+impl<B: Backing> Exclusive<B> {
+    pub(crate) fn new(drainer: &Arc<Drainer<B>>) -> Self {
+        Self {
+            base: Arc::clone(&drainer.base),
+            drain: Arc::clone(&drainer.drain),
+            intake: Arc::clone(&drainer.intake),
+            open_files: Arc::clone(&drainer.open_files),
+            room: Arc::clone(&drainer.room),
+            drainer: Arc::clone(drainer),
+        }
+    }
+
+    /// Drops the pending data of a file that has neither a name nor a handle.
+    pub(crate) fn discard(&self, file: &Arc<File<B>>) {
+        let mut state = file.begin_exclusive();
+        let before = state.pending.bytes();
+        let cancelled = state.cut(&self.base.arena, 0..u64::MAX, u64::MAX);
+        self.base
+            .counters
+            .cancelled_bytes
+            .fetch_add(cancelled, Ordering::Relaxed);
+        state.pending.set_mtime(None);
+        self.drain.count_held(file, before, state.pending.bytes());
+        let waiters = self.drainer.finish_drained(file, &mut state);
+        file.end_exclusive(&mut state);
+        drop(state);
+        for waiter in waiters {
+            (waiter.done)(Ok(()));
+        }
+    }
+
+    /// Drops what is pending at or below `path`. Of a file that has no name any more it is drained instead, if it can
+    /// be: such a file need not be one of the tree's.
+    pub fn discard_tree(&self, path: &[u8]) {
+        for file in self.open_files.files_at(path) {
+            let is_nameless = file.lock().unlinked;
+            if !is_nameless || self.drainer.drain_and_wait(&file).is_err() {
+                self.discard(&file);
+            }
+            self.open_files.drop_if_unused(&file);
+        }
+        self.room.wake_writers();
+    }
+
+    /// ftruncate(2). The journal knows of it before the backing does, so that a crash leaves the old
+    /// file or the new one: pieces beyond the new end never come back.
+    pub(crate) fn truncate_file(&self, file: &Arc<File<B>>, size: u64) -> Result<()> {
+        let target = self.open_files.writer(file)?;
+        let mut state = file.begin_exclusive();
+        self.intake.revoke_grant(file, &mut state);
+        state.note_change(&self.base.arena);
+        let result = self.truncate_exclusively(file, &mut state, &target, size);
+        file.end_exclusive(&mut state);
+        if size == 0 && result.is_ok() {
+            self.base.journal.record_emptied(&mut state);
+        }
+        let waiters = self.drainer.finish_drained(file, &mut state);
+        self.drain.enqueue(file, &mut state);
+        drop(state);
+        for waiter in waiters {
+            (waiter.done)(Ok(()));
+        }
+        self.room.wake_writers();
+        result
+    }
+
+    fn truncate_exclusively(
+        &self,
+        file: &Arc<File<B>>,
+        state: &mut MutexGuard<'_, FileState<B>>,
+        target: &BackingFile<B>,
+        size: u64,
+    ) -> Result<()> {
+        file.inode.durable.store(false, Ordering::Relaxed);
+        // Bytes that are written meanwhile are later ones: they make pieces of their own.
+        state.pending.end_tail();
+        let cuts = state.pending.end() > size;
+        let Some(file_id) = state.pending.file_id().filter(|_| cuts) else {
+            state.unlocked(|| self.base.backing.set_len(&target.file, size))?;
+            state.cache.drop_range(&self.base.arena, size..u64::MAX);
+            state.cache.trust();
+            if !state.pending.is_empty() {
+                state.pending.touch();
+                state.pending.keep_time(&self.base.arena);
+            }
+            file.inode.data_unsynced.store(true, Ordering::Release);
+            return Ok(());
+        };
+        let sequence = self.base.arena.next_sequence();
+        let begin = Record::TruncateBegin {
+            file: file_id.get(),
+            sequence,
+            size,
+        };
+        self.base.journal.append(&begin)?;
+        let result = state.unlocked(|| self.base.backing.set_len(&target.file, size));
+        if result.is_ok() {
+            // The end goes first: once a dead piece's slab is reused, a replay must not need it. Without
+            // it a recovery would truncate again, over what was drained since: then the pieces stay
+            // pending until the journal takes it.
+            let end = Record::TruncateEnd {
+                file: file_id.get(),
+                sequence,
+                size,
+                done: true,
+            };
+            self.base.journal.append_end(&end);
+            state.pending.add_drained_range();
+            let before = state.pending.bytes();
+            let cancelled = state.cut(&self.base.arena, size..u64::MAX, sequence);
+            self.base
+                .counters
+                .cancelled_bytes
+                .fetch_add(cancelled, Ordering::Relaxed);
+            self.drain.count_held(file, before, state.pending.bytes());
+            state.pending.touch();
+            state.pending.keep_time(&self.base.arena);
+            file.inode.data_unsynced.store(true, Ordering::Release);
+        } else {
+            self.base.journal.append_end(&Record::TruncateEnd {
+                file: file_id.get(),
+                sequence,
+                size,
+                done: false,
+            });
+        }
+        result
+    }
+
+    /// Runs `work` on the backing file while no drain writes to it.
+    pub(crate) fn with_exclusive_file<T>(
+        &self,
+        file: &Arc<File<B>>,
+        work: impl FnOnce(&B::File) -> Result<T>,
+    ) -> Result<T> {
+        let target = self.open_files.writer(file)?;
+        let mut state = file.begin_exclusive();
+        self.intake.revoke_grant(file, &mut state);
+        state.note_change(&self.base.arena);
+        state.cache.drop_all(&self.base.arena);
+        state.pending.end_tail();
+        let result = state.unlocked(|| work(&target.file));
+        file.inode.durable.store(false, Ordering::Relaxed);
+        file.inode.data_unsynced.store(true, Ordering::Release);
+        file.end_exclusive(&mut state);
+        self.drain.enqueue(file, &mut state);
+        result
+    }
+}

@@ -1,0 +1,266 @@
+//! What the kernel may have of files by itself: pages, attributes, and files that it reads straight from the backing.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use firn_backing::{Backing, KernelReads, Time};
+
+use crate::base::Base;
+use crate::file::{File, FileState};
+use crate::intake::Intake;
+use crate::kernel_copies::{Admission, KernelCopies};
+use crate::names::{Inode, Stamp};
+use crate::open_files::OpenFiles;
+use crate::privileges::Privileges;
+use crate::tree::NameTree;
+use crate::{HandleId, InodeId, OpenMode};
+
+/// What the kernel caches, and when that is not right any more.
+pub struct KernelCache<B: Backing> {
+    pub(crate) base: Arc<Base<B>>,
+    pub(crate) tree: Arc<NameTree<B>>,
+    pub(crate) privileges: Arc<Privileges>,
+    pub(crate) intake: Arc<Intake<B>>,
+    pub(crate) open_files: Arc<OpenFiles<B>>,
+    /// Held files of which it may have a copy.
+    pub(crate) kernel_copies: KernelCopies,
+    /// It may read files of the backing by itself, until it once could not.
+    passthrough: AtomicBool,
+    /// Open handles whose pages it caches.
+    cached_opens: AtomicU64,
+}
+
+impl<B: Backing> KernelCache<B> {
+    pub(crate) fn new(
+        intake: &Arc<Intake<B>>,
+        open_files: &Arc<OpenFiles<B>>,
+        privileges: &Arc<Privileges>,
+    ) -> Self {
+        Self {
+            base: Arc::clone(&intake.base),
+            tree: Arc::clone(&intake.tree),
+            privileges: Arc::clone(privileges),
+            intake: Arc::clone(intake),
+            open_files: Arc::clone(open_files),
+            kernel_copies: KernelCopies::new(intake.base.options.kernel_copies_bytes_max),
+            passthrough: AtomicBool::new(intake.base.options.passthrough),
+            cached_opens: AtomicU64::new(0),
+        }
+    }
+
+    /// Counts an open whose pages the kernel caches.
+    pub(crate) fn count_cached_open(&self) {
+        self.cached_opens.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// One of them ended.
+    pub(crate) fn count_cached_release(&self) {
+        let before = self.cached_opens.fetch_sub(1, Ordering::AcqRel);
+        debug_assert!(before > 0, "an open ends that was not counted");
+    }
+
+    /// Whether the kernel can be given files to read by itself.
+    pub(crate) fn can_pass_through(&self) -> bool {
+        self.passthrough.load(Ordering::Relaxed)
+    }
+
+    /// Whether the kernel may cache a held file: nobody has it open for writing, and all of its `size` bytes are in the
+    /// arena. Of bytes of the backing nobody here learns when another host changes them.
+    pub(crate) fn admit_copy(
+        &self,
+        inode: &Inode<B>,
+        state: &FileState<B>,
+        size: u64,
+    ) -> Option<Admission> {
+        let in_arena = state.pending.bytes() + state.cache.bytes();
+        if in_arena != size || state.opens.has_writers() || state.direct.has_grant() {
+            return None;
+        }
+        self.kernel_copies.admit(inode.id, size, state.changes)
+    }
+
+    /// Whether the backing's file is as it was when the kernel began to cache it. Only what was old then
+    /// tells: a change within one tick of the backing's clock leaves the times as they are.
+    pub(crate) fn is_as_cached(&self, inode: &Inode<B>) -> bool {
+        const SETTLED_S: i64 = 2;
+        let Ok(object) = self.tree.object(inode) else {
+            return false;
+        };
+        // Before the attributes, for what comes between the two is news.
+        let changes_by_others = self.base.backing.facts(&object).changes_by_others;
+        let Ok(attr) = self.base.backing.attr(&object) else {
+            return false;
+        };
+        let mut cached = inode.cached.lock();
+        let before = cached.as_deref().copied();
+        let now = Stamp {
+            size: attr.size,
+            mtime: attr.mtime,
+            ctime: attr.ctime,
+            is_settled: attr.mtime.sec.max(attr.ctime.sec) + SETTLED_S < Time::now().sec,
+            changes_by_others: changes_by_others.max(before.map_or(0, |it| it.changes_by_others)),
+            pages_after: before.map_or(changes_by_others, |it| it.pages_after),
+        };
+        *cached = Some(Box::new(now));
+        now.is_settled && !now.has_stale_pages() && before == Some(now)
+    }
+
+    /// To be called when the backing was asked about a file that the kernel may have pages of: it may have learnt of
+    /// changes by other hosts.
+    pub(crate) fn see_changes_by_others(&self, inode: &Inode<B>, object: &B::Inode) {
+        if inode.cached.lock().is_none() {
+            return;
+        }
+        let changes = self.base.backing.facts(object).changes_by_others;
+        if let Some(stamp) = inode.cached.lock().as_mut() {
+            stamp.changes_by_others = stamp.changes_by_others.max(changes);
+        }
+    }
+
+    /// The last change by another host that this one knows of, if the kernel may have pages from before it. Whoever
+    /// has it drop them tells [`KernelCache::note_pages_dropped`].
+    pub fn stale_pages(&self, inode: InodeId) -> Option<u64> {
+        if !self.base.backing.features().finishes_files {
+            return None;
+        }
+        let inode = self.tree.inode(inode).ok()?;
+        let cached = inode.cached.lock();
+        let stale = cached.as_ref().filter(|stamp| stamp.has_stale_pages());
+        stale.map(|stamp| stamp.changes_by_others)
+    }
+
+    /// Bytes were read from the arena until now, and from here on are where they stand among what other hosts wrote at
+    /// the same time, which may lie over them.
+    pub(crate) fn note_drained_among_others(&self, file: &File<B>) {
+        if self.base.backing.features().finishes_files
+            && self.open_files.kernel_reads(file) == KernelReads::Shared
+            && let Some(stamp) = file.inode.cached.lock().as_mut()
+        {
+            stamp.pages_after = 0;
+        }
+    }
+
+    /// The kernel has no page from before this change.
+    pub fn note_pages_dropped(&self, inode: InodeId, change: u64) {
+        if let Ok(inode) = self.tree.inode(inode)
+            && let Some(stamp) = inode.cached.lock().as_mut()
+        {
+            stamp.pages_after = stamp.pages_after.max(change);
+        }
+    }
+
+    /// Whether the kernel reads this handle through its cache.
+    pub fn reads_through_cache(&self, handle: HandleId) -> bool {
+        self.open_files
+            .handle(handle)
+            .is_ok_and(|handle| matches!(*handle.mode.lock(), OpenMode::Cached { .. }))
+    }
+
+    /// Whether the kernel caches pages of this handle's file that a write through the handle does not change.
+    pub fn has_cached_readers(&self, handle: HandleId) -> bool {
+        self.cached_opens.load(Ordering::Acquire) > 0
+            && self.open_files.handle(handle).is_ok_and(|handle| {
+                handle.file.lock().opens.has_cached()
+                    && !matches!(*handle.mode.lock(), OpenMode::Cached { .. })
+            })
+    }
+
+    /// Where other hosts may write the file: the kernel asks for its attributes again.
+    pub(crate) fn drop_kernel_attributes(&self, file: &File<B>) {
+        if self.base.backing.features().finishes_files {
+            if let Ok(object) = self.tree.object(&file.inode) {
+                self.see_changes_by_others(&file.inode, &object);
+                self.intake.end_lists_before_changes(file, &object);
+            }
+            self.privileges.tell_attributes_changed(file.inode.id);
+        }
+    }
+
+    /// The kernel cannot pass this handle through: it and all later ones come to the engine.
+    pub fn no_passthrough(&self, handle: HandleId) {
+        self.passthrough.store(false, Ordering::Relaxed);
+        let Ok(handle) = self.open_files.handle(handle) else {
+            return;
+        };
+        let mut state = handle.file.lock();
+        let mut mode = handle.mode.lock();
+        if *mode == OpenMode::Passthrough {
+            *mode = OpenMode::Engine;
+            state
+                .opens
+                .change_mode(OpenMode::Passthrough, OpenMode::Engine);
+        }
+    }
+
+    /// The kernel is to serve a handle that comes to the engine from its page cache, and to write through it. False where
+    /// it cannot: it passes the inode through.
+    pub fn serve_through_cache(&self, handle: HandleId) -> bool {
+        let Ok(handle) = self.open_files.handle(handle) else {
+            return false;
+        };
+        let mut state = handle.file.lock();
+        let mut mode = handle.mode.lock();
+        if *mode != OpenMode::Engine || state.opens.has_passthrough() {
+            return false;
+        }
+        let cached = OpenMode::Cached { keep: false };
+        state.opens.change_mode(*mode, cached);
+        *mode = cached;
+        self.count_cached_open();
+        true
+    }
+
+    /// Whether a client may be writing the file of an inode now, or has and the kernel was not told of it: its
+    /// attributes change unseen.
+    pub fn is_written_directly(&self, inode: crate::InodeId) -> bool {
+        let Some(inode) = self.tree.names.get(inode) else {
+            return false;
+        };
+        let has_grant = !self.intake.grants.is_empty()
+            && self
+                .open_files
+                .known_file(&inode)
+                .is_some_and(|file| file.lock().direct.has_grant());
+        // Last: a grant that just ended left it so.
+        has_grant || inode.is_size_stale_in_kernel.load(Ordering::Acquire)
+    }
+
+    /// The kernel knows now how long the file of an inode is.
+    pub fn note_kernel_size(&self, inode: crate::InodeId) {
+        if let Some(inode) = self.tree.names.get(inode) {
+            inode
+                .is_size_stale_in_kernel
+                .store(false, Ordering::Release);
+        }
+    }
+
+    /// Calls `observer` with each file whose pages the kernel is to drop because it may keep no copy of it any more.
+    /// It is called with no lock held and may be called by a thread that a request waits for, so it must not wait for
+    /// the kernel. To be called once, before the first open.
+    pub fn on_kernel_copy_dropped(&self, observer: Arc<dyn Fn(InodeId) + Send + Sync>) {
+        self.kernel_copies.set_observer(observer);
+    }
+
+    /// After the arena may have lost its last byte of a file: a copy in the kernel's cache is not a second one any
+    /// more. Where the kernel reads drained files straight from the backing, it is of no more use either.
+    pub(crate) fn end_kernel_copy(&self, file: &File<B>) {
+        if !self.kernel_copies.are_allowed() {
+            return;
+        }
+        {
+            let state = file.lock();
+            if !state.pending.is_empty() || !state.cache.is_empty() {
+                return;
+            }
+        }
+        let inode = file.inode.id;
+        if self.kernel_copies.forget(inode) && self.allows_passthrough() {
+            self.kernel_copies.drop_pages(&[inode]);
+        }
+    }
+
+    /// Whether the kernel may read files of the backing by itself.
+    pub(crate) fn allows_passthrough(&self) -> bool {
+        self.can_pass_through() && !self.base.options.serves_every_read
+    }
+}
