@@ -20,6 +20,7 @@ use firn_engine::{
     ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Order, Recovered, StoredArena,
 };
 use firn_format::quote::quoted_path;
+use firn_hosts::LeaseUse;
 use firn_hosts::tokens::LaneToken;
 use firn_lanes::steering::Steered;
 use firn_transact::{
@@ -31,9 +32,9 @@ use rustix::fs::{Mode as FileMode, OFlags};
 use crate::error::AttachError;
 use crate::frontend::waiting_tree;
 use crate::gate::TransactionGate;
-use crate::host_lease::{HostLease, LeaseState, open_backing, whoever_comes};
+use crate::host_lease::{HostLease, LeaseState, open_backing};
 use crate::host_name::host_name;
-use crate::lock::{DYING, Locks};
+use crate::lock::Locks;
 use crate::logs;
 use crate::participants;
 use crate::peers::{PeerBoard, terms_of};
@@ -58,10 +59,6 @@ pub(crate) struct Attached {
     pub(crate) recovered: Recovered,
     pub(crate) files: RuntimeFiles,
     pool: Pool,
-    /// Shows other hosts that this one lives, where files may lie in logs.
-    _log_lease: Option<HostLease>,
-    /// Shows it where only lanes are shared.
-    _lane_lease: Option<HostLease>,
     /// The hosts that have the backing mounted, too.
     pub(crate) peers: Arc<PeerBoard>,
     /// Where the pool's tokens are kept.
@@ -158,18 +155,15 @@ impl Attached {
             purpose,
         };
         // Before the backing is opened, which counts the directories of Firn's own in it.
-        let token_source = TokenSource::open(backing, options, notice)?;
-        let OpenedStore {
-            store,
-            steered,
-            log_lease,
-        } = open_store(&target, directory, &mut found, notice)
-            .map_err(AttachError::in_backing(backing))?;
+        let token_source = TokenSource::open(backing, options, locks.host_lease(), notice)?;
+        let OpenedStore { store, steered } =
+            open_store(&target, directory, &mut found, locks.host_lease(), notice)
+                .map_err(AttachError::in_backing(backing))?;
         if purpose == Purpose::Mount {
             tell_of_exposed_names(backing, options, notice);
         }
-        let lane_lease = take_lane_lease(&target, notice)?;
         let serves_logs = store.logged().is_some();
+        show_lanes(&target, serves_logs, locks.host_lease(), notice)?;
         let peers = match purpose {
             Purpose::Mount => PeerBoard::meet(backing, options, serves_logs, notice)?,
             Purpose::Salvage => PeerBoard::alone(backing, options)?,
@@ -220,8 +214,6 @@ impl Attached {
             recovered,
             files,
             pool,
-            _log_lease: log_lease,
-            _lane_lease: lane_lease,
             peers,
             _token_source: token_source,
             damaged,
@@ -235,9 +227,9 @@ impl Attached {
         figures.held_bytes + figures.lost_file_bytes
     }
 
-    /// What becomes of this host's lease, where there are several hosts.
-    pub(crate) fn host_lease(&self) -> Option<Arc<LeaseState>> {
-        self.locks.host_lease()
+    /// What becomes of this host's lease, where several hosts commit together.
+    pub(crate) fn host_lease_state(&self) -> Option<Arc<LeaseState>> {
+        self.locks.host_lease_state()
     }
 
     /// The token of each lane; none on a mount without tokens.
@@ -262,6 +254,8 @@ impl Attached {
         }
         if stopped {
             placement::finish_removals(self.engine.backing());
+            // Nothing of this process changes the backing any more.
+            self.locks.host_lease().release();
         }
         let discard = end == ArenaEnd::Discard;
         // Nothing that a late write may need is lost with what is dropped anyway.
@@ -338,30 +332,28 @@ fn tell_of_exposed_names(backing: &Path, options: &Options, notice: &mut dyn FnM
     }
 }
 
-/// The lease of a host that shares lanes, or tokens of a service elsewhere, where it has no other one: others see by it
-/// how this host mounts.
-fn take_lane_lease(
+/// Shows by the lease that this host shares lanes, or tokens of a service elsewhere: others see how it mounts, and nothing
+/// else depends on it.
+fn show_lanes(
     target: &Target<'_>,
+    serves_logs: bool,
+    lease: &mut HostLease,
     notice: &mut dyn FnMut(String),
-) -> Result<Option<HostLease>, AttachError> {
+) -> Result<(), AttachError> {
     let options = target.options;
     let shares_lanes = options.placement != Placement::None || options.tokens == TokenService::Etcd;
-    let has_another = options.tokens == TokenService::Flock
-        || options.layout == Layout::Log
-        || options.participants != Participants::Off;
-    if target.purpose != Purpose::Mount || options.read_only || !shares_lanes || has_another {
-        return Ok(None);
+    if target.purpose != Purpose::Mount || options.read_only || !shares_lanes {
+        return Ok(());
     }
-    let members = whoever_comes(&host_name(options)?);
-    let terms = terms_of(options, false);
-    match HostLease::take_for_lanes(target.backing, &members, &terms, DYING)? {
-        Ok(lease) => Ok(Some(lease)),
-        Err(reason) => {
+    let terms = terms_of(options, serves_logs);
+    match lease.use_for(LeaseUse::Lanes, &host_name(options)?, &terms) {
+        Err(reason @ (AttachError::TokensDoNotReach { .. } | AttachError::HostHeld { .. })) => {
             notice(format!(
                 "other hosts do not see how this one mounts the backing: {reason}"
             ));
-            Ok(None)
+            Ok(())
         }
+        used => used,
     }
 }
 
@@ -370,15 +362,12 @@ struct OpenedStore {
     store: Store,
     /// What tells its file system where new files go.
     steered: Option<Arc<Steered>>,
-    /// Shows that this host lives, where files may lie in logs.
-    log_lease: Option<HostLease>,
 }
 
 /// What is below transactions: the directory, with lanes and logs where there are any.
-pub(crate) struct OpenedGround {
-    pub(crate) store: LoggableStore,
+struct OpenedGround {
+    store: LoggableStore,
     steered: Option<Arc<Steered>>,
-    log_lease: Option<HostLease>,
 }
 
 /// The backing, after transactions of an earlier firnd were finished or undone. What the arena has of them is dropped
@@ -387,13 +376,14 @@ fn open_store(
     target: &Target<'_>,
     directory: DirBacking,
     arena: &mut Found,
+    lease: &mut HostLease,
     notice: &mut dyn FnMut(String),
 ) -> Result<OpenedStore, AttachError> {
     let members = participants::members(target.options)?;
     drop_of_other_homes(target.backing, &directory, members.as_ref(), arena)?;
     let has_transactions = target.options.drain == Drain::Commit
         || TransactionalBacking::has_transactions(&directory)?;
-    let ground = open_ground(target, directory, notice)?;
+    let ground = open_ground(target, directory, lease, notice)?;
     let store = match has_transactions {
         true => open_transactional(target, ground.store, members, arena, notice)?,
         false => Store::Lower(plain(target, ground.store)?),
@@ -401,7 +391,6 @@ fn open_store(
     Ok(OpenedStore {
         store,
         steered: ground.steered,
-        log_lease: ground.log_lease,
     })
 }
 
@@ -490,6 +479,7 @@ fn drop_of_other_homes(
 fn open_ground(
     target: &Target<'_>,
     directory: DirBacking,
+    lease: &mut HostLease,
     notice: &mut dyn FnMut(String),
 ) -> Result<OpenedGround, AttachError> {
     let &Target {
@@ -506,12 +496,16 @@ fn open_ground(
         }
         Purpose::Salvage => (directory, None),
     };
-    let opened = open_layers(backing, directory, options, wanted, notice)?;
-    Ok(OpenedGround { steered, ..opened })
+    let store = open_layers(backing, directory, options, wanted, lease, notice)?;
+    Ok(OpenedGround { store, steered })
 }
 
 /// The same without a mount: files that lie in lanes or logs are served there.
-pub(crate) fn serve_ground(backing: &Path, options: &Options) -> Result<OpenedGround, AttachError> {
+pub(crate) fn serve_ground(
+    backing: &Path,
+    options: &Options,
+    lease: &mut HostLease,
+) -> Result<LoggableStore, AttachError> {
     let directory = open_backing(backing)?;
     let mut notice = |text| tracing::warn!("{text}");
     open_layers(
@@ -519,6 +513,7 @@ pub(crate) fn serve_ground(backing: &Path, options: &Options) -> Result<OpenedGr
         directory,
         options,
         placement::Use::Serve,
+        lease,
         &mut notice,
     )
 }
@@ -528,15 +523,11 @@ fn open_layers(
     directory: DirBacking,
     options: &Options,
     wanted: placement::Use,
+    lease: &mut HostLease,
     notice: &mut dyn FnMut(String),
-) -> Result<OpenedGround, AttachError> {
+) -> Result<LoggableStore, AttachError> {
     let placeable = placement::open(backing, directory, options, wanted, notice)?;
-    let opened = logs::open(backing, placeable, options, wanted)?;
-    Ok(OpenedGround {
-        store: opened.store,
-        steered: None,
-        log_lease: opened.lease,
-    })
+    logs::open(backing, placeable, options, wanted, lease)
 }
 
 /// A stub tree, also one that is recovered, keeps files without a name in `.firn`; a mount does not show that.

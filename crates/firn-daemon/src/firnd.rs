@@ -183,7 +183,7 @@ impl Mount {
             owners: Owners::new().map_err(|errno| {
                 MountError::io("watch the owners of transactions")(errno.into())
             })?,
-            host_lease: attached.host_lease(),
+            host_lease: attached.host_lease_state(),
             patience: Duration::from_millis(options.participants_wait_ms),
             waiting_writers: prepared.waiting_writers(),
             failures: prepared.failures(),

@@ -90,7 +90,6 @@ pub use report::Transaction;
 pub use scope::{ArenaId, Stage};
 pub use shadow::Mode;
 pub use staging::TOP;
-pub use staging_dir::{other_staging_dirs, staging_dir_name};
 pub use transaction::handle::{Decided, Found, Open, Place, Prepared};
 pub use transaction::top::TopMaker;
 pub use transactional::TransactionalBacking;

@@ -154,7 +154,7 @@ fn a_host_without_logs_reads_what_another_one_comes_to_log() {
 }
 
 fn change_terms(backing: &Path) {
-    let terms = backing.join(".firn/tokens/host-n0/terms");
+    let terms = backing.join(".firn/host-n0/terms");
     let text = fs::read_to_string(&terms).expect("read");
     assert!(text.contains("change log"), "{text}");
     fs::write(&terms, text.replace("change log", "change log 1")).expect("write");
