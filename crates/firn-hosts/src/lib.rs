@@ -22,7 +22,7 @@
 //! * link(2) failing where the name exists, for all hosts: also where create(O_EXCL) does not.
 //! * Names and synced data being seen by other hosts when they look them up anew (close-to-open).
 
-mod ballot;
+pub mod ballot;
 mod file_locks;
 pub mod host_dir;
 mod lease;
@@ -35,8 +35,8 @@ mod vote;
 mod watch;
 
 pub use ballot::{
-    Action, BALLOT_VERSION, Ballot, JoinStep, Joined, Plan, Progress, Protocol, View, Waiting,
-    next, next_join,
+    Action, Alone, BALLOT_VERSION, Ballot, DecisionStep, JoinStep, Joined, Plan, Presence,
+    Progress, Protocol, Unit, View, Waiting,
 };
 pub use file_locks::{
     Done, FILE_LOCKS, FileLocks, InTheWay, OtherHosts, Owner, Released, Space, TestDone, Ticket,

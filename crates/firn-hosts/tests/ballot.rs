@@ -3,7 +3,7 @@
 use std::cell::Cell;
 
 use firn_backing::{Backing, Errno};
-use firn_hosts::{Ballot, Joined, OwnError, Plan, Progress, Protocol, VoteDir, own};
+use firn_hosts::{Ballot, Joined, OwnError, Plan, Progress, Protocol, Unit, VoteDir, own};
 use firn_sim::SimBacking;
 use firn_sim::suite::own_caller;
 
@@ -20,7 +20,10 @@ impl Protocol for Undo {
     fn plan(&self, commit: &bool) -> Plan {
         Plan {
             stops_first: !commit,
-            units: if *commit { &[] } else { &["undo"] },
+            stages: match commit {
+                true => Vec::new(),
+                false => vec![vec![Unit::Part("undo".to_owned())]],
+            },
         }
     }
 }
@@ -58,6 +61,7 @@ fn end(
     match ballot.carry_out(|_| work())? {
         Progress::Done => ballot.leave()?,
         Progress::Waits(_) => return Ok(false),
+        Progress::Gone => {}
     }
     Ok(true)
 }

@@ -762,7 +762,7 @@ impl<B: Backing> LoggedFile<B> {
             return Ok(());
         }
         let remove = &mut || match has_no_head()? {
-            true => ending.votes.retire(),
+            true => ending.votes().retire(),
             false => Ok(()),
         };
         ending.alone(remove).map(drop)
@@ -971,7 +971,7 @@ impl<B: Backing> Generation<B> {
     /// None if it is gone: a later container may have its name.
     fn ending<'a>(&'a self, place: &Place<'a, B>) -> Result<Option<Ending<'a, B>>> {
         let found = Ending::of(place.base, &self.container, place.top, &self.name)?;
-        Ok(found.filter(|ending| ending.votes.ino() == self.dir))
+        Ok(found.filter(|ending| ending.votes().ino() == self.dir))
     }
 
     /// Says that this host writes to it; false if nobody begins to any more.
