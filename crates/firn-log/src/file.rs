@@ -868,10 +868,11 @@ impl<B: Backing> LoggedFile<B> {
             };
             let attr = place.base.attr_now(inode)?;
             Self::set_bases(&generations, attr.size);
+            let rejected = lowest.container.count_rejected();
             match lowest.flatten(place, inode, unit_bytes, is_alive) {
                 Ok(Flattened::Flat) => {}
-                // A sorted index was found to be damaged on the way.
-                Err(Errno::STALE) => {}
+                // A sorted index was found to be damaged on the way, and all was read anew.
+                Err(_) if lowest.container.count_rejected() > rejected => {}
                 // Another host was faster, and has removed it.
                 Err(_) if !lowest.is_current(place)? => {}
                 outcome => return outcome,

@@ -170,6 +170,7 @@ impl Seal {
             let end = self.range_of(unit).end;
             parts.push((unit, segment.take_first(end - segment.file.start)));
         }
+        debug_assert!(parts.is_sorted_by(|(one, _), (next, _)| one < next));
         parts
     }
 
@@ -482,6 +483,8 @@ impl<'a, B: Backing> Ending<'a, B> {
         };
         let start = first.file.start;
         let mut bytes = unused.try_recv().unwrap_or_default();
+        let its_bytes = gathered.iter().map(|part| part.file.end - part.file.start);
+        debug_assert_eq!(its_bytes.sum::<u64>(), last.file.end - start);
         bytes.resize((last.file.end - start) as usize, 0);
         self.container
             .read_segments(self.base, &gathered, &mut bytes)?;

@@ -68,6 +68,7 @@ mod top_names;
 mod transaction;
 mod transactional;
 mod tree;
+mod unanswered;
 mod uses;
 mod vote;
 mod waiting;

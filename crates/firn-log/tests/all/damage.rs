@@ -155,7 +155,7 @@ fn damage_link(disk: &SimBacking, dir: &Inode, name: &str, random: &mut StdRng) 
     let mut text = disk.readlink(&inode).expect("read");
     disk.unlink(dir, OsStr::new(name)).expect("remove");
     // A version that is another one is no damage.
-    let at = random.random_range("firn-log-3 ".len()..text.len());
+    let at = random.random_range("firn-log-4 ".len()..text.len());
     match random.random_range(0..5) {
         0 => text.truncate(at),
         1 => return,
