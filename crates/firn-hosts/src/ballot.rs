@@ -614,8 +614,11 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         mut work: impl FnMut(&Unit) -> Result<(), E>,
     ) -> Result<Progress, E> {
         let mut locks = Locks::none();
+        let mut decision = None;
         loop {
-            let action = self.next(&locks)?;
+            let view = self.look(&locks, decision.take())?;
+            let action = self.next(&view);
+            decision = view.decision;
             // Asked after the names: those of a directory that is being removed are gone one by one.
             if P::PRESENCE == Presence::Living && !self.dir.is_current()? {
                 return Ok(Progress::Gone);
@@ -683,7 +686,7 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
     fn remove(&self) -> Result<(), Errno> {
         let mut locks = Locks::none();
         loop {
-            match self.next(&locks)? {
+            match self.next(&self.look(&locks, None)?) {
                 Action::ClaimRemoval => self.lock_claim(WHOLE, &mut locks)?,
                 // The next ballot may have the name already.
                 Action::Retire if self.dir.is_current()? => return self.dir.retire(),
@@ -693,17 +696,30 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         }
     }
 
-    fn next(&self, locks: &Locks<B>) -> Result<Action<String>, Errno> {
-        let me = self.dir.host().to_owned();
-        let mut view = self.view()?;
+    /// Looks at all of it. A decision that is known is not read again.
+    fn look(
+        &self,
+        locks: &Locks<B>,
+        known: Option<P::Decision>,
+    ) -> Result<View<String, P::Decision>, Errno> {
+        let names = self.dir.names()?;
+        let decision = match known {
+            Some(decision) => Some(decision),
+            None => self.decision()?,
+        };
+        let mut view = self.view_of(&names, decision)?;
         for name in &locks.busy {
             view.claimed.insert(name.clone(), Claimant::Somebody);
         }
         if let Some(own) = &locks.own {
-            let claimant = Claimant::Host(me.clone());
+            let claimant = Claimant::Host(self.dir.host().to_owned());
             view.claimed.insert(own.name.clone(), claimant);
         }
-        Ok(next(&view, &me, &self.protocol))
+        Ok(view)
+    }
+
+    fn next(&self, view: &View<String, P::Decision>) -> Action<String> {
+        next(view, &self.dir.host().to_owned(), &self.protocol)
     }
 
     fn stop(&self) -> Result<(), Errno> {

@@ -220,9 +220,9 @@ mod tests {
                 assert!(Head::decode(&text[..len]).is_err(), "{len} bytes");
             }
             let mut later = text.clone();
-            for other in [2u8, 4] {
-                later[MAGIC.len()] = b'0' + other;
-                let expected = HeadError::Version(other.into());
+            for other in [VERSION - 1, VERSION + 1] {
+                later[MAGIC.len()] = b'0' + other as u8;
+                let expected = HeadError::Version(other);
                 assert_eq!(Head::decode(&later), Err(expected));
             }
         }
