@@ -6,12 +6,14 @@
 //! prepare ► ApplyBefore ─► Prepare ─► Vote ──► Over
 //! commit ─► ApplyBefore ─┬─ one host ─────────► Decide ─► Apply ─► AwaitHosts ──► Over
 //!                        └► Prepare ─► Vote ──────▲                    └─► Begin ──► Over
+//! commit ─► AnswerApplied ──► [Begin ──►] Over      asked again, of one that was applied before its request failed
 //! abort ──► CallOff ─► Undo ──► Over
 //! restore ► FinishUndo ─┬► ApplyBefore ─┬► FinishCommit ──► Over
 //!                       └───────────────┴► [CallOff ─► Undo ─►] Restore ──► Over
 //! ```
 //!
-//! A commit that was prepared begins at `Decide`. So does one that is asked for again, at what is decided. The steps and
+//! A commit that was prepared begins at `Decide`. So does one that is asked for again, at what is decided. One that was
+//! applied is only answered: another transaction may follow it by then. The steps and
 //! their rules are in the file of the verb that begins with them.
 //!
 //! Invariants

@@ -1,4 +1,4 @@
-//! Commit: `Decide`, `Apply`, `AwaitHosts`.
+//! Commit: `Decide`, `Apply`, `AwaitHosts`, `AnswerApplied`.
 //!
 //! What a commit does after its decision is a [`Plan`], made once from the options and the transaction:
 //!
