@@ -140,3 +140,40 @@ fn a_host_that_comes_late_takes_part_in_the_next_ballot_or_in_none() {
         }
     }
 }
+
+/// A host that dies while it removes the directory and never comes back keeps nobody from the next ballot of that name.
+#[test]
+fn whoever_looks_next_removes_what_a_host_was_removing_that_never_comes_back() {
+    let mut taken_over = 0;
+    for step in 1..STEPS_MAX {
+        let a = disk();
+        let b = a.another_process();
+        for (on, host) in [(&a, "a"), (&b, "b")] {
+            assert_eq!(join(on, host), Ok(Joined::Yes), "step {step}");
+        }
+        assert_eq!(end(&b, "b", true, &|| Ok(())), Ok(true), "step {step}");
+        a.crash_at(a.steps() + step);
+        drop(end(&a, "a", true, &|| Ok(())));
+        if !a.is_dead() {
+            break;
+        }
+        let found = VoteDir::find(&b, &b.root(), DIR, "b").expect("find");
+        let has_left = |dir: &VoteDir<'_, SimBacking>| {
+            let left = dir.hosts("left-").expect("hosts");
+            left.contains(&"a".to_owned())
+        };
+        // What it had not left waits for it, or for who holds its lease.
+        if found.as_ref().is_some_and(|dir| !has_left(dir)) {
+            continue;
+        }
+        taken_over += usize::from(found.is_some());
+        drop(found);
+        assert_eq!(end(&b, "b", true, &|| Ok(())), Ok(true), "step {step}");
+        VoteDir::remove_retired(&b, &b.root()).expect("remove");
+        assert_eq!(names(&b), [""; 0], "step {step}");
+    }
+    assert!(
+        taken_over > 0,
+        "it dies nowhere between its leaving and the rename"
+    );
+}
