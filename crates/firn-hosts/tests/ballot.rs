@@ -20,9 +20,10 @@ impl Protocol for Undo {
     fn plan(&self, commit: &bool) -> Plan {
         Plan {
             stops_first: !commit,
-            stages: match commit {
-                true => Vec::new(),
-                false => vec![vec![Unit::Part("undo".to_owned())]],
+            stages: if *commit {
+                Vec::new()
+            } else {
+                vec![vec![Unit::Part("undo".to_owned())]]
             },
         }
     }

@@ -1088,10 +1088,11 @@ impl<B: Backing> Generation<B> {
         if self.container.count_rejected() > rejected {
             return Ok(Fate::ReadAnew);
         }
-        match ending.is_flat()? {
-            true => Ok(Fate::Flat),
-            false => Ok(Fate::Unchanged),
-        }
+        Ok(if ending.is_flat()? {
+            Fate::Flat
+        } else {
+            Fate::Unchanged
+        })
     }
 }
 

@@ -176,9 +176,10 @@ impl State {
         if self.crashes < CRASHES_MAX {
             let mut next = *self;
             next.crashes += 1;
-            let phase = match self.locks_whole(index) {
-                true => Phase::Gone,
-                false => Phase::Crashed { has_begun },
+            let phase = if self.locks_whole(index) {
+                Phase::Gone
+            } else {
+                Phase::Crashed { has_begun }
             };
             next.unlock(index);
             next.enter(index, phase);

@@ -256,9 +256,10 @@ impl State {
             Phase::Writing => next.enter(host, Phase::Withdrawing),
             Phase::Withdrawing => {
                 next.put(host, |dir| dir.joined &= !(1 << host));
-                match self.hosts[host].number < BALLOTS_MAX {
-                    true => next.enter(host, Phase::Closing),
-                    false => next.forget_ballot(host),
+                if self.hosts[host].number < BALLOTS_MAX {
+                    next.enter(host, Phase::Closing);
+                } else {
+                    next.forget_ballot(host);
                 }
             }
             Phase::Closing => {
@@ -406,17 +407,21 @@ impl State {
         match pending {
             Pending::Claim(unit) => {
                 let claim = claim_of(unit);
-                let busy = match self.lock(host, claim) {
-                    true => busy,
-                    false => busy | 1 << claim,
+                let busy = if self.lock(host, claim) {
+                    busy
+                } else {
+                    busy | 1 << claim
                 };
                 self.enter(host, ending(busy));
             }
             Pending::Work(unit) => self.enter(host, Phase::Working { busy, unit }),
-            Pending::ClaimRemoval => match self.lock(host, WHOLE_CLAIM) {
-                true => self.enter(host, ending(busy)),
-                false => self.forget_ballot(host),
-            },
+            Pending::ClaimRemoval => {
+                if self.lock(host, WHOLE_CLAIM) {
+                    self.enter(host, ending(busy));
+                } else {
+                    self.forget_ballot(host);
+                }
+            }
             Pending::Retire => match self.dir(host) {
                 Some(_) => {
                     let pending = Some(Pending::Rename);
