@@ -115,8 +115,8 @@ def written(take, container, logs):
 def read_frames(container, names):
     """The frames of all indexes that count: whose, where, epoch, kind and what is behind."""
     counts = None
-    if "seal" in names:
-        with container.open("seal") as seal:
+    if "decision" in names:
+        with container.open("decision") as seal:
             counts = json.loads(seal.read().decode().split("\n", 1)[1])["indexes"]
     for name in (name[2:] for name in names if name.startswith("i-")):
         host, life = name.rsplit("-", 1)
@@ -130,10 +130,10 @@ def read_frames(container, names):
 def replay(container, data):
     """Applies all changes in a container to the bytes of the file below it."""
     names = container.names()
-    if "all" in names or "head" not in names:
+    if "done-all" in names or "head" not in names:
         return data
     version, _name, base, _checksum = container.link("head").split()
-    if version != "firn-log-3":
+    if version != "firn-log-4":
         sys.exit(f"{container.path!r} has another version: {version}")
     if base != "-":
         data = data[: int(base)]

@@ -17,6 +17,7 @@ use firn_config::{
 use firn_drain::Pool;
 use firn_engine::{ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Order, Recovered};
 use firn_format::quote::quoted_path;
+use firn_hosts::LeaseUse;
 use firn_trust::{Distrust, TrustError};
 use firn_workers::Workers;
 use rustix::fs::{Mode as FileMode, OFlags};
@@ -24,9 +25,9 @@ use rustix::fs::{Mode as FileMode, OFlags};
 use crate::error::AttachError;
 use crate::found_arena::{Found, NewArena, find};
 use crate::ground::{Purpose, Target};
-use crate::host_lease::{HostLease, LeaseState, open_backing, whoever_comes};
+use crate::host_lease::{HostLease, LeaseState, open_backing};
 use crate::host_name::host_name;
-use crate::lock::{DYING, Locks};
+use crate::lock::Locks;
 use crate::part::{ArenaEnd, Part, Parts, Stop};
 use crate::parts::{ArenaFile, Held, HeldLocks, IoThreads, Peers, PlacedLanes};
 use crate::peers::{PeerBoard, terms_of};
@@ -101,13 +102,14 @@ impl Attached {
         let directory = open_backing(backing)?;
         let workers = Workers::default();
         // Before the backing is opened, which counts the directories of Firn's own in it.
-        let token_source = TokenSource::open(backing, options, notice)?;
-        let opened = open_store(&target, directory, &mut found, notice)
+        let lease = locks.host_lease();
+        let token_source = TokenSource::open(backing, options, lease, notice)?;
+        let opened = open_store(&target, directory, &mut found, lease, notice)
             .map_err(AttachError::in_backing(backing))?;
         let mut parts = opened.parts;
         if purpose == Purpose::Mount {
             tell_of_exposed_names(backing, options, notice);
-            parts.extend(meet_hosts(&target, &opened.store, &workers, notice)?);
+            parts.push(meet_hosts(&target, &opened.store, &workers, lease, notice)?);
         }
         let Begun { engine, recovered } = begin_engine(opened.store, found, options)?;
         tell(&recovered, options.drain, notice);
@@ -123,7 +125,7 @@ impl Attached {
         }
         parts.push(Arc::clone(&io_threads) as _);
         new.keep();
-        let host_lease = locks.host_lease();
+        let host_lease = locks.host_lease_state();
         let mut first: Vec<Arc<dyn Part>> = vec![HeldLocks::new(locks)];
         first.extend(token_source.map(Held::part));
         parts.splice(..0, first);
@@ -241,39 +243,37 @@ fn meet_hosts(
     target: &Target<'_>,
     store: &Store,
     workers: &Workers,
+    lease: &mut HostLease,
     notice: &mut dyn FnMut(String),
-) -> Result<Vec<Arc<dyn Part>>, AttachError> {
-    let mut parts = Vec::from_iter(take_lane_lease(target, notice)?.map(Held::part));
+) -> Result<Arc<dyn Part>, AttachError> {
     let serves_logs = store.logged().is_some();
+    show_lanes(target, serves_logs, lease, notice)?;
     let peers = PeerBoard::meet(target.backing, target.options, serves_logs, notice)?;
-    parts.push(Peers::new(peers, workers));
-    Ok(parts)
+    Ok(Peers::new(peers, workers))
 }
 
-/// The lease of a host that shares lanes, or tokens of a service elsewhere, where it has no other one: others see by it
-/// how this host mounts.
-fn take_lane_lease(
+/// Shows by the lease that this host shares lanes, or tokens of a service elsewhere: others see how it mounts, and nothing
+/// else depends on it.
+fn show_lanes(
     target: &Target<'_>,
+    serves_logs: bool,
+    lease: &mut HostLease,
     notice: &mut dyn FnMut(String),
-) -> Result<Option<HostLease>, AttachError> {
+) -> Result<(), AttachError> {
     let options = target.options;
     let shares_lanes = options.placement != Placement::None || options.tokens == TokenService::Etcd;
-    let has_another = options.tokens == TokenService::Flock
-        || options.layout == Layout::Log
-        || options.participants != Participants::Off;
-    if target.purpose != Purpose::Mount || options.read_only || !shares_lanes || has_another {
-        return Ok(None);
+    if options.read_only || !shares_lanes {
+        return Ok(());
     }
-    let members = whoever_comes(&host_name(options)?);
-    let terms = terms_of(options, false);
-    match HostLease::take_for_lanes(target.backing, &members, &terms, DYING)? {
-        Ok(lease) => Ok(Some(lease)),
-        Err(reason) => {
+    let terms = terms_of(options, serves_logs);
+    match lease.use_for(LeaseUse::Lanes, &host_name(options)?, &terms) {
+        Err(reason @ (AttachError::TokensDoNotReach { .. } | AttachError::HostHeld { .. })) => {
             notice(format!(
                 "other hosts do not see how this one mounts the backing: {reason}"
             ));
-            Ok(None)
+            Ok(())
         }
+        used => used,
     }
 }
 

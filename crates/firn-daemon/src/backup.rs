@@ -233,11 +233,11 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
             backing,
         });
     }
-    let _lock = Locks::take(&backing, &files, None, Sharing::Alone)?;
-    let ground = serve_ground(&backing, &request.options)?;
+    let mut locks = Locks::take(&backing, &files, None, Sharing::Alone)?;
+    let ground = serve_ground(&backing, &request.options, locks.host_lease())?;
     let store = without_layers(open_place(&place)?);
     let (held, _) =
-        TransactionalBacking::open(ground.store).map_err(AttachError::transactions(&backing))?;
+        TransactionalBacking::open(ground).map_err(AttachError::transactions(&backing))?;
     let mut report = BackupReport {
         id: log.id,
         scope: log.scope.as_slice().into(),

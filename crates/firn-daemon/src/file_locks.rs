@@ -10,10 +10,10 @@ use firn_backing::Volume;
 use firn_config::Options;
 use firn_engine::Engine;
 use firn_hosts::own::{self, TOP};
-use firn_hosts::{FILE_LOCKS, FileLocks};
+use firn_hosts::{FILE_LOCKS, FileLocks, LeaseUse};
 
 use crate::error::AttachError;
-use crate::host_lease::{LogHosts, open_backing, own_error};
+use crate::host_lease::{LivingHosts, open_backing, own_error};
 use crate::host_name::host_name;
 use crate::store::{Layers as _, Store};
 
@@ -35,7 +35,7 @@ pub(crate) fn start(
     let firn = own::dir(&base, &base.root(), TOP).map_err(&refused)?;
     let dir = own::dir(&base, &firn, FILE_LOCKS);
     let dir = dir.map_err(|error| refused(error.below(TOP)))?;
-    let hosts = LogHosts::over(backing, &host)?;
+    let hosts = LivingHosts::over(backing, LeaseUse::Logs, &host)?;
     let others = Box::new(move || hosts.others_living());
     FileLocks::start(base, dir, &host, others)
         .map(Some)

@@ -8,10 +8,10 @@ use firn_client::paths::RuntimeFiles;
 use firn_config::Options;
 
 use crate::error::AttachError;
-use crate::host_lease::open_backing;
+use crate::host_lease::{HostLease, open_backing};
 use crate::logs;
 use crate::part::Part;
-use crate::parts::{Held, SteeredLanes};
+use crate::parts::SteeredLanes;
 use crate::placement;
 use crate::steering;
 use crate::store::LoggableStore;
@@ -37,7 +37,7 @@ pub(crate) struct Target<'a> {
 /// The ground of a store, and the parts of a mount that it comes with.
 pub(crate) struct OpenedGround {
     pub(crate) store: LoggableStore,
-    /// What tells the backing's file system where new files go; the lease that shows that this host may write to logs.
+    /// What tells the backing's file system where new files go.
     pub(crate) parts: Vec<Arc<dyn Part>>,
 }
 
@@ -45,33 +45,37 @@ pub(crate) struct OpenedGround {
 pub(crate) fn open_ground(
     target: &Target<'_>,
     directory: DirBacking,
+    lease: &mut HostLease,
     notice: &mut dyn FnMut(String),
 ) -> Result<OpenedGround, AttachError> {
     let &Target {
         backing, options, ..
     } = target;
-    if target.purpose == Purpose::Salvage {
-        return open_layers(backing, directory, options, placement::Use::Serve, notice);
-    }
-    let steering::Opened { directory, steered } = steering::open_steered(directory, options)?;
-    let mut opened = open_layers(backing, directory, options, placement::Use::Place, notice)?;
-    if let Some(steered) = steered {
-        opened.parts.push(SteeredLanes::new(steered, backing));
-    }
-    Ok(opened)
+    let (directory, steered, wanted) = match target.purpose {
+        Purpose::Mount => {
+            let opened = steering::open_steered(directory, options)?;
+            (opened.directory, opened.steered, placement::Use::Place)
+        }
+        Purpose::Salvage => (directory, None, placement::Use::Serve),
+    };
+    let store = open_layers(backing, directory, options, wanted, lease, notice)?;
+    let steered = steered.map(|steered| SteeredLanes::new(steered, backing));
+    Ok(OpenedGround {
+        store,
+        parts: steered.into_iter().map(|part| part as _).collect(),
+    })
 }
 
 /// The same without a mount: files that lie in lanes or logs are served there.
-pub(crate) fn serve_ground(backing: &Path, options: &Options) -> Result<OpenedGround, AttachError> {
+pub(crate) fn serve_ground(
+    backing: &Path,
+    options: &Options,
+    lease: &mut HostLease,
+) -> Result<LoggableStore, AttachError> {
     let directory = open_backing(backing)?;
     let mut notice = |text| tracing::warn!("{text}");
-    open_layers(
-        backing,
-        directory,
-        options,
-        placement::Use::Serve,
-        &mut notice,
-    )
+    let wanted = placement::Use::Serve;
+    open_layers(backing, directory, options, wanted, lease, &mut notice)
 }
 
 fn open_layers(
@@ -79,12 +83,9 @@ fn open_layers(
     directory: DirBacking,
     options: &Options,
     wanted: placement::Use,
+    lease: &mut HostLease,
     notice: &mut dyn FnMut(String),
-) -> Result<OpenedGround, AttachError> {
+) -> Result<LoggableStore, AttachError> {
     let placeable = placement::open(backing, directory, options, wanted, notice)?;
-    let opened = logs::open(backing, placeable, options, wanted)?;
-    Ok(OpenedGround {
-        store: opened.store,
-        parts: opened.lease.into_iter().map(Held::part).collect(),
-    })
+    logs::open(backing, placeable, options, wanted, lease)
 }

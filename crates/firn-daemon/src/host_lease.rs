@@ -1,158 +1,56 @@
-//! The lease of a host among several that share a backing: `.firn/host-NAME/lease` of those that commit together,
-//! `.firn/tokens/host-NAME/lease` of those that share tokens or lanes, `.firn/log/host-NAME/lease` of those that log. The
-//! file `terms` beside it says how the host mounts ([`crate::peers`]).
+//! The lease of this host on a backing, `.firn/host-NAME/lease`: one file and one thread for all that the host shares with
+//! others there (transactions, tokens, lanes, logs). The file `terms` beside it says how the host mounts ([`crate::peers`]).
 //!
 //! Promises
-//! * While a [`HostLease`] lives, no other firnd and no `firn recover --host` works in the name of this host, on any
-//!   host that the file system's locks reach. Whether they reach the others is looked at when it is taken.
+//! * While a [`HostLease`] has been taken, no other firnd and no `firn recover --host` works in the name of this host, on
+//!   any host that the file system's locks reach. Whether they reach the others is looked at when it is taken.
+//! * Others see what the host uses the backing for before it begins with that.
 //! * A thread of its own shows that this host lives, so that a backing that hangs holds up nothing else.
 
-use std::collections::HashMap;
-use std::path::Path;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use firn_backing::{Backing, DirBacking, Errno, Volume};
+use firn_backing::{DirBacking, Errno, Volume};
+use firn_hosts::host_dir::{find_host_dir, host_dir_name, make_host_dir};
 use firn_hosts::{
-    BEAT_EVERY, Beat, Expected, Holder, Lease, LeaseError, OwnError, ReachError, STALE_AFTER,
-    Terms, check_reach, own, publish_terms,
+    Beat, Holder, HostWatch, Lease, LeaseError, LeaseUse, OwnError, ReachError, Terms, check_reach,
+    publish_terms,
 };
-use firn_log::CONTAINERS;
-use firn_transact::{Members, StoreError, TOP, other_staging_dirs, staging_dir_name};
-use parking_lot::Mutex;
+use firn_transact::{StoreError, TOP, TransactionalBacking};
 
 use crate::error::AttachError;
 
-/// Name of the lease in a host's staging directory.
-pub(crate) const LEASE: &str = "lease";
 const PAUSE: Duration = Duration::from_millis(50);
+/// How long a process of the same name that ends is waited for.
+const DYING: Duration = crate::lock::DYING;
 /// How long the end of a mount waits until the lease is given back. Else the next holder waits.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(2);
 
-/// Hosts that share tokens or logs show less often that they live: they share a disk, and each time is a sync.
-const TOKEN_BEAT_EVERY: Duration = Duration::from_secs(2);
-/// A host whose beat stands still for so long, and whose lock is free, writes to no logs. Should it go on after all, what
-/// it writes goes to the next generation.
-const LOG_STALE_AFTER: Duration = Duration::from_secs(30);
-const _: () = assert!(TOKEN_BEAT_EVERY.as_millis() * 2 < STALE_AFTER.as_millis());
-
-/// What hosts share, beside the backing.
-#[derive(Clone, Copy)]
-enum Sharing {
-    Transactions,
-    Tokens,
-    /// Lanes, or tokens of a service elsewhere: nothing depends on the lease, and it only says that the host lives.
-    Lanes,
-    Logs,
+/// Whether hosts believe each other's beats where locks do not reach.
+fn believes_beats(purpose: LeaseUse) -> bool {
+    matches!(purpose, LeaseUse::Logs | LeaseUse::Lanes)
 }
 
-impl Sharing {
-    fn beat_every(self) -> Duration {
-        match self {
-            Self::Transactions => BEAT_EVERY,
-            Self::Tokens | Self::Lanes | Self::Logs => TOKEN_BEAT_EVERY,
-        }
-    }
-
-    /// Whether hosts believe each other's beats where locks do not reach.
-    fn believes_beats(self) -> bool {
-        matches!(self, Self::Logs | Self::Lanes)
-    }
-
-    fn no_reach(self, backing: &Path, reason: &ReachError) -> AttachError {
-        let backing = backing.into();
-        let reason = reason.to_string();
-        match self {
-            Self::Transactions => AttachError::LocksDoNotReach { backing, reason },
-            Self::Tokens | Self::Lanes => AttachError::TokensDoNotReach { backing, reason },
-            Self::Logs => AttachError::LogsDoNotReach { backing, reason },
-        }
+fn no_reach(purpose: LeaseUse, backing: &Path, reason: &ReachError) -> AttachError {
+    let backing = backing.into();
+    let reason = reason.to_string();
+    match purpose {
+        LeaseUse::Transactions => AttachError::LocksDoNotReach { backing, reason },
+        LeaseUse::Tokens | LeaseUse::Lanes => AttachError::TokensDoNotReach { backing, reason },
+        LeaseUse::Logs => AttachError::LogsDoNotReach { backing, reason },
     }
 }
 
-/// The directory of one host, and that of all hosts above it.
-struct StagingDir {
-    base: DirBacking,
-    top: <DirBacking as Volume>::Inode,
-    dir: <DirBacking as Volume>::Inode,
-    /// Relative to the backing.
-    path: String,
-    sharing: Sharing,
-}
-
-impl StagingDir {
-    fn make_for_tokens(
-        backing: &Path,
-        members: &Members,
-        sharing: Sharing,
-    ) -> Result<Self, AttachError> {
-        let make_parent = firn_hosts::tokens::make_dir;
-        Self::make_below(backing, members, sharing, "tokens", make_parent)
-    }
-
-    fn make_for_logs(backing: &Path, members: &Members) -> Result<Self, AttachError> {
-        let make_parent = firn_log::make_dir;
-        Self::make_below(backing, members, Sharing::Logs, CONTAINERS, make_parent)
-    }
-
-    /// In the directory `parent` of `.firn/`.
-    fn make_below(
-        backing: &Path,
-        members: &Members,
-        sharing: Sharing,
-        parent: &str,
-        make_parent: fn(&DirBacking) -> Result<<DirBacking as Volume>::Inode, OwnError>,
-    ) -> Result<Self, AttachError> {
-        let base = open_backing(backing)?;
-        let refused = own_error(backing);
-        let top = make_parent(&base).map_err(&refused)?;
-        let name = staging_dir_name(members);
-        let path = format!("{TOP}/{parent}/{name}");
-        let dir = own::dir(&base, &top, &name);
-        let dir = dir.map_err(|error| refused(error.below(parent).below(TOP)))?;
-        Ok(Self {
-            base,
-            top,
-            dir,
-            path,
-            sharing,
-        })
-    }
-
-    fn find(backing: &Path, members: &Members) -> Result<Option<Self>, AttachError> {
-        let base = open_backing(backing)?;
-        let refused = own_error(backing);
-        let Some((top, _)) = own::find_dir(&base, &base.root(), TOP).map_err(&refused)? else {
-            return Ok(None);
-        };
-        let found = own::find_dir(&base, &top, &staging_dir_name(members));
-        let found = found.map_err(|error| refused(error.below(TOP)))?;
-        Ok(found.map(|(dir, _)| Self::of_transactions(base, top, dir, members)))
-    }
-
-    fn make(backing: &Path, members: &Members) -> Result<Self, AttachError> {
-        let base = open_backing(backing)?;
-        let refused = own_error(backing);
-        let top = own::dir(&base, &base.root(), TOP).map_err(&refused)?;
-        let dir = own::dir(&base, &top, &staging_dir_name(members))
-            .map_err(|error| refused(error.below(TOP)))?;
-        Ok(Self::of_transactions(base, top, dir, members))
-    }
-
-    fn of_transactions(
-        base: DirBacking,
-        top: <DirBacking as Volume>::Inode,
-        dir: <DirBacking as Volume>::Inode,
-        members: &Members,
-    ) -> Self {
-        Self {
-            base,
-            top,
-            dir,
-            path: format!("{TOP}/{}", staging_dir_name(members)),
-            sharing: Sharing::Transactions,
-        }
+/// What a host that has lost its lease cannot rely on any more.
+fn consequence(purpose: LeaseUse) -> &'static str {
+    match purpose {
+        LeaseUse::Transactions => "its transactions are refused",
+        LeaseUse::Tokens => "locks of its backing do not keep hosts apart",
+        LeaseUse::Lanes => "others do not see how it mounts",
+        LeaseUse::Logs => "another process writes logs in its name",
     }
 }
 
@@ -181,165 +79,223 @@ impl LeaseState {
     }
 }
 
-/// Held until dropped.
+/// The lease of this host on one backing: taken when it is used first, and given back when it is dropped.
 #[derive(Debug)]
 pub(crate) struct HostLease {
+    backing: PathBuf,
+    held: Option<Held>,
+}
+
+/// A lease that was taken.
+#[derive(Debug)]
+struct Held {
+    me: Holder,
+    uses: BTreeSet<LeaseUse>,
+    /// How far locks reach, once that was looked at.
+    reach: Option<Result<(), ReachError>>,
     state: Arc<LeaseState>,
     /// Dropped, it ends the thread.
-    stop: Option<Sender<()>>,
+    requests: Option<Sender<UseRequest>>,
     released: Receiver<()>,
 }
 
+/// A use that is to be in the lease, with what the host says of how it mounts.
+struct UseRequest {
+    purpose: LeaseUse,
+    terms: Terms,
+    done: Sender<Result<(), LeaseError>>,
+}
+
 impl HostLease {
-    /// Takes the lease of a host that mounts, and looks whether locks keep the other hosts out. Waits for `patience`
-    /// for a process of this name that ends.
-    pub(crate) fn take(
-        backing: &Path,
-        members: &Members,
-        terms: &Terms,
-        patience: Duration,
-    ) -> Result<Self, AttachError> {
-        let staging = StagingDir::make(backing, members)?;
-        Self::take_in(staging, backing, members, terms, patience)
-    }
-
-    /// The same for a host that shares tokens.
-    pub(crate) fn take_for_tokens(
-        backing: &Path,
-        members: &Members,
-        terms: &Terms,
-        patience: Duration,
-    ) -> Result<Self, AttachError> {
-        let staging = StagingDir::make_for_tokens(backing, members, Sharing::Tokens)?;
-        Self::take_in(staging, backing, members, terms, patience)
-    }
-
-    /// The same for a host that shares lanes. `Err`: none is had, for this reason, and nothing depends on it.
-    pub(crate) fn take_for_lanes(
-        backing: &Path,
-        members: &Members,
-        terms: &Terms,
-        patience: Duration,
-    ) -> Result<Result<Self, AttachError>, AttachError> {
-        let staging = StagingDir::make_for_tokens(backing, members, Sharing::Lanes)?;
-        match Self::take_in(staging, backing, members, terms, patience) {
-            Err(reason @ (AttachError::TokensDoNotReach { .. } | AttachError::HostHeld { .. })) => {
-                Ok(Err(reason))
-            }
-            taken => taken.map(Ok),
+    /// The lease on a backing (canonical), which is not taken yet.
+    pub(crate) fn on(backing: &Path) -> Self {
+        Self {
+            backing: backing.into(),
+            held: None,
         }
     }
 
-    /// The same for a host that writes to logs.
-    pub(crate) fn take_for_logs(
-        backing: &Path,
-        members: &Members,
+    /// Uses the backing for something that it shares with other hosts, who see it from now on, and looks whether locks
+    /// keep them out. Takes the lease of `host` first, if need be.
+    pub(crate) fn use_for(
+        &mut self,
+        purpose: LeaseUse,
+        host: &str,
         terms: &Terms,
-        patience: Duration,
-    ) -> Result<Self, AttachError> {
-        let staging = StagingDir::make_for_logs(backing, members)?;
-        Self::take_in(staging, backing, members, terms, patience)
-    }
-
-    fn take_in(
-        staging: StagingDir,
-        backing: &Path,
-        members: &Members,
-        terms: &Terms,
-        patience: Duration,
-    ) -> Result<Self, AttachError> {
-        let me = this_process(members)?;
-        let lease = take_patiently(&staging, &me, backing, patience)?;
-        // Before this host looks at what the others say: of two that come at once one sees the other.
-        publish_terms(&staging.base, &staging.dir, &lease, terms)
-            .map_err(|errno| own_error(backing)(OwnError::from(errno).below(&staging.path)))?;
-        let others = other_staging_dirs(&staging.base, &staging.top, members)
-            .map_err(|errno| own_error(backing)(errno.into()))?;
-        let reach = check_reach(
-            &staging.base,
-            &staging.top,
-            &me,
-            &others,
-            LEASE,
-            &mut std::thread::sleep,
-        );
-        match reach {
-            Ok(()) => Self::start(staging, lease),
-            Err(ReachError::StaysOnHost { .. }) if staging.sharing.believes_beats() => {
-                Self::start(staging, lease)
-            }
-            Err(ReachError::Own(error)) => Err(own_error(backing)(error.below(TOP))),
-            Err(reason) => Err(staging.sharing.no_reach(backing, &reason)),
+    ) -> Result<(), AttachError> {
+        let is_first = self.held.is_none();
+        let used = self.begin_use(purpose, host, terms);
+        if used.is_err() && is_first {
+            self.held = None;
         }
+        used
     }
 
-    /// Takes the lease of a host that is gone, to end what it left. `None`: that host was never there.
-    pub(crate) fn take_over(
-        backing: &Path,
-        members: &Members,
-        patience: Duration,
-    ) -> Result<Option<Self>, AttachError> {
-        let Some(staging) = StagingDir::find(backing, members)? else {
-            return Ok(None);
+    fn begin_use(
+        &mut self,
+        purpose: LeaseUse,
+        host: &str,
+        terms: &Terms,
+    ) -> Result<(), AttachError> {
+        let held = match self.held.take() {
+            Some(held) => held,
+            None => {
+                let base = open_backing(&self.backing)?;
+                let dir = make_host_dir(&base, host).map_err(own_error(&self.backing))?;
+                Held::take(base, dir, purpose, host, &self.backing)?
+            }
         };
-        let me = this_process(members)?;
-        let lease = take_patiently(&staging, &me, backing, patience)?;
-        Self::start(staging, lease).map(Some)
+        let held = self.held.insert(held);
+        debug_assert_eq!(held.me.host, host, "a process acts in the name of one host");
+        // Before this host looks at what the others say: of two that come at once one sees the other.
+        held.add_use(purpose, terms, &self.backing)?;
+        match held.find_reach(&self.backing)? {
+            Ok(()) => Ok(()),
+            Err(ReachError::StaysOnHost { .. }) if believes_beats(purpose) => Ok(()),
+            Err(ReachError::Own(error)) => Err(own_error(&self.backing)(error.clone())),
+            Err(reason) => Err(no_reach(purpose, &self.backing, reason)),
+        }
     }
 
-    fn start(staging: StagingDir, lease: Lease<DirBacking>) -> Result<Self, AttachError> {
+    /// Takes the lease of a host that is gone, to end its transactions; false: it never had any.
+    pub(crate) fn take_over(&mut self, host: &str) -> Result<bool, AttachError> {
+        let base = open_backing(&self.backing)?;
+        let refused = own_error(&self.backing);
+        let Some(dir) = find_host_dir(&base, host).map_err(&refused)? else {
+            return Ok(false);
+        };
+        let purpose = LeaseUse::Transactions;
+        let last = Beat::read(&base, &dir).map_err(&refused)?;
+        let has_transactions = last.is_some_and(|beat| beat.may_be_for(purpose))
+            || TransactionalBacking::has_transactions_in(&base, &dir)
+                .map_err(AttachError::transactions(&self.backing))?;
+        if !has_transactions {
+            return Ok(false);
+        }
+        self.held = Some(Held::take(base, dir, purpose, host, &self.backing)?);
+        Ok(true)
+    }
+
+    /// What becomes of the lease, where transactions depend on it.
+    pub(crate) fn state_of_transactions(&self) -> Option<Arc<LeaseState>> {
+        let held = self.held.as_ref()?;
+        let is_needed = held.uses.contains(&LeaseUse::Transactions);
+        is_needed.then(|| Arc::clone(&held.state))
+    }
+
+    /// Gives the lease back: nothing works in the name of this host any more.
+    pub(crate) fn release(&mut self) {
+        self.held = None;
+    }
+}
+
+impl Held {
+    /// Takes the lease in `dir`, and begins to beat.
+    fn take(
+        base: DirBacking,
+        dir: <DirBacking as Volume>::Inode,
+        purpose: LeaseUse,
+        host: &str,
+        backing: &Path,
+    ) -> Result<Self, AttachError> {
+        let me = this_process(host)?;
+        let lease = take_patiently(&base, &dir, purpose, &me, backing)?;
+        let uses = BTreeSet::from([purpose]);
         let state = Arc::new(LeaseState::default());
-        let (stop, stopped) = mpsc::channel();
+        let (requests, asked) = mpsc::channel();
         let (release, released) = mpsc::channel();
         let seen = Arc::clone(&state);
         std::thread::Builder::new()
             .name("firn-lease".into())
             .spawn(move || {
-                beat_until_stopped(&staging, lease, &seen, &stopped);
+                beat_until_stopped(&base, &dir, lease, &seen, &asked);
                 let _ = release.send(());
             })
             .map_err(AttachError::io("start the thread of the host's lease"))?;
         Ok(Self {
+            me,
+            uses,
+            reach: None,
             state,
-            stop: Some(stop),
+            requests: Some(requests),
             released,
         })
     }
 
-    pub(crate) fn state(&self) -> Arc<LeaseState> {
-        Arc::clone(&self.state)
+    /// Has the thread say that the backing is used for this, too, and how the host mounts.
+    fn add_use(
+        &mut self,
+        purpose: LeaseUse,
+        terms: &Terms,
+        backing: &Path,
+    ) -> Result<(), AttachError> {
+        let (done, answer) = mpsc::channel();
+        let request = UseRequest {
+            purpose,
+            terms: terms.clone(),
+            done,
+        };
+        let asked = self.requests.as_ref().map(|asked| asked.send(request));
+        let answer = match asked {
+            Some(Ok(())) => answer.recv().ok(),
+            Some(Err(_)) | None => None,
+        };
+        match answer {
+            Some(Ok(())) => {
+                self.uses.insert(purpose);
+                Ok(())
+            }
+            Some(Err(LeaseError::Own(error))) => {
+                let dir = host_dir_name(&self.me.host);
+                Err(own_error(backing)(error.below(&dir).below(TOP)))
+            }
+            // The thread has ended: another process has the lease.
+            Some(Err(_)) | None => Err(AttachError::HostHeld {
+                host: self.me.host.clone(),
+                backing: backing.into(),
+            }),
+        }
+    }
+
+    fn find_reach(&mut self, backing: &Path) -> Result<&Result<(), ReachError>, AttachError> {
+        let reach = match self.reach.take() {
+            Some(reach) => reach,
+            None => check_reach(&open_backing(backing)?, &self.me, &mut std::thread::sleep),
+        };
+        Ok(self.reach.insert(reach))
     }
 }
 
-impl Drop for HostLease {
+impl Drop for Held {
     fn drop(&mut self) {
-        drop(self.stop.take());
+        drop(self.requests.take());
         let _ = self.released.recv_timeout(RELEASE_PATIENCE);
     }
 }
 
 fn beat_until_stopped(
-    staging: &StagingDir,
+    base: &DirBacking,
+    dir: &<DirBacking as Volume>::Inode,
     mut lease: Lease<DirBacking>,
     state: &LeaseState,
-    stopped: &Receiver<()>,
+    requests: &Receiver<UseRequest>,
 ) {
-    let StagingDir { base, sharing, .. } = staging;
-    while stopped.recv_timeout(sharing.beat_every()) == Err(RecvTimeoutError::Timeout) {
-        match lease.beat(base) {
+    loop {
+        let beaten = match requests.recv_timeout(lease.beat_every()) {
+            Err(RecvTimeoutError::Disconnected) => break,
+            Err(RecvTimeoutError::Timeout) => lease.beat(base),
+            Ok(request) => {
+                let added = add_use(base, dir, &mut lease, &request);
+                // Who asked waits for it.
+                let _ = request.done.send(added.clone());
+                added
+            }
+        };
+        match beaten {
             Ok(()) => {}
             Err(error @ LeaseError::Lost { .. }) => {
-                match sharing {
-                    Sharing::Transactions => {
-                        tracing::error!(%error, "this host has lost its lease: its transactions are refused");
-                    }
-                    Sharing::Tokens | Sharing::Lanes => {
-                        tracing::error!(%error, "this host has lost its lease: locks of its backing do not keep hosts apart");
-                    }
-                    Sharing::Logs => {
-                        tracing::error!(%error, "this host has lost its lease: another process writes logs in its name");
-                    }
-                }
+                let consequences: Vec<_> = lease.uses().iter().copied().map(consequence).collect();
+                tracing::error!(%error, "this host has lost its lease: {}", consequences.join("; "));
                 let _ = state.lost.set(error.to_string());
                 return;
             }
@@ -353,26 +309,31 @@ fn beat_until_stopped(
     }
 }
 
-fn this_process(members: &Members) -> Result<Holder, AttachError> {
-    Holder::this_process(&members.host).map_err(AttachError::io("read the boot id of this host"))
+fn add_use(
+    base: &DirBacking,
+    dir: &<DirBacking as Volume>::Inode,
+    lease: &mut Lease<DirBacking>,
+    request: &UseRequest,
+) -> Result<(), LeaseError> {
+    lease.add_use(base, request.purpose)?;
+    publish_terms(base, dir, lease, &request.terms).map_err(LeaseError::from)
 }
 
+fn this_process(host: &str) -> Result<Holder, AttachError> {
+    Holder::this_process(host).map_err(AttachError::io("read the boot id of this host"))
+}
+
+/// Takes a lease, and waits for a process of this name that ends.
 fn take_patiently(
-    staging: &StagingDir,
+    base: &DirBacking,
+    dir: &<DirBacking as Volume>::Inode,
+    purpose: LeaseUse,
     me: &Holder,
     backing: &Path,
-    patience: Duration,
 ) -> Result<Lease<DirBacking>, AttachError> {
-    let deadline = Instant::now() + patience;
+    let deadline = Instant::now() + DYING;
     loop {
-        let taken = Lease::take(
-            &staging.base,
-            &staging.dir,
-            LEASE,
-            me,
-            &mut std::thread::sleep,
-        );
-        match taken {
+        match Lease::take(base, dir, purpose, me, &mut std::thread::sleep) {
             Ok(lease) => return Ok(lease),
             Err(LeaseError::Held { .. }) if Instant::now() < deadline => std::thread::sleep(PAUSE),
             Err(LeaseError::Held { .. } | LeaseError::Lost { .. }) => {
@@ -384,137 +345,45 @@ fn take_patiently(
             Err(LeaseError::Unreached { .. }) => {
                 let host = me.host.clone();
                 let reason = ReachError::StaysOnHost { host };
-                return Err(staging.sharing.no_reach(backing, &reason));
+                return Err(no_reach(purpose, backing, &reason));
             }
             Err(LeaseError::NoLock(errno)) => {
                 let reason = ReachError::Refused(errno);
-                return Err(staging.sharing.no_reach(backing, &reason));
+                return Err(no_reach(purpose, backing, &reason));
             }
             Err(LeaseError::Own(error)) => {
-                return Err(own_error(backing)(error.below(&staging.path)));
+                let dir = host_dir_name(&me.host);
+                return Err(own_error(backing)(error.below(&dir).below(TOP)));
             }
         }
     }
 }
 
-/// Whoever comes: nobody is waited for.
-pub(crate) fn whoever_comes(host: &str) -> Members {
-    Members {
-        host: host.to_owned(),
-        expected: Expected::Hosts(Vec::new()),
-    }
-}
-
-/// Looks whether hosts that write to logs live: by their locks, and where those do not reach, by their beats.
-pub(crate) struct LogHosts {
+/// Looks which hosts live that use a backing for one thing.
+pub(crate) struct LivingHosts {
     base: DirBacking,
+    watch: HostWatch,
     /// This one.
     host: String,
-    boot: String,
-    /// The last beat of each host whose lock says nothing, and since when it stands still.
-    seen: Mutex<HashMap<String, (Beat, Instant)>>,
 }
 
-impl LogHosts {
-    pub(crate) fn over(backing: &Path, host: &str) -> Result<Self, AttachError> {
+impl LivingHosts {
+    /// Of the hosts over `backing`; `host` is this one.
+    pub(crate) fn over(backing: &Path, purpose: LeaseUse, host: &str) -> Result<Self, AttachError> {
         Ok(Self {
             base: open_backing(backing)?,
+            watch: HostWatch::new(purpose, this_process(host)?.boot),
             host: host.to_owned(),
-            boot: this_process(&whoever_comes(host))?.boot,
-            seen: Mutex::default(),
         })
     }
 
-    /// The other hosts that live.
+    /// The other ones that live.
     pub(crate) fn others_living(&self) -> Result<Vec<String>, Errno> {
-        let base = &self.base;
-        let mut dir = base.root();
-        for name in [TOP, CONTAINERS] {
-            match own::find_dir(base, &dir, name)? {
-                Some((found, _)) => dir = found,
-                None => return Ok(Vec::new()),
-            }
-        }
-        let me = whoever_comes(&self.host);
-        let prefix = staging_dir_name(&whoever_comes(""));
-        let mut living = Vec::new();
-        for name in other_staging_dirs(base, &dir, &me)? {
-            let host = name.strip_prefix(&prefix).unwrap_or(&name);
-            if self.is_living(host)? {
-                living.push(host.to_owned());
-            }
-        }
-        Ok(living)
+        Ok(self.watch.others_living(&self.base, &self.host)?)
     }
 
     /// Whether a firnd serves this host, as far as can be seen from here.
     pub(crate) fn is_living(&self, host: &str) -> Result<bool, Errno> {
-        let base = &self.base;
-        let mut dir = base.root();
-        let name = staging_dir_name(&whoever_comes(host));
-        for name in [TOP, CONTAINERS, &name] {
-            match own::find_dir(base, &dir, name)? {
-                Some((found, _)) => dir = found,
-                None => return Ok(false),
-            }
-        }
-        match Lease::is_held(base, &dir, LEASE) {
-            Ok(true) => return Ok(true),
-            Ok(false) | Err(OwnError::Backing(Errno::OPNOTSUPP | Errno::NOLCK)) => {}
-            Err(error) => return Err(error.into()),
-        }
-        let Some(beat) = Beat::read(base, &dir, LEASE)? else {
-            return Ok(false);
-        };
-        if beat.is_settled_by_lock(&self.boot, base.attr(&dir)?.dev) {
-            return Ok(false);
-        }
-        let mut seen = self.seen.lock();
-        let (last, since) = seen
-            .entry(host.to_owned())
-            .or_insert_with(|| (beat.clone(), Instant::now()));
-        if *last != beat {
-            (*last, *since) = (beat, Instant::now());
-        }
-        Ok(since.elapsed() < LOG_STALE_AFTER)
-    }
-}
-
-/// Looks whether firnd serve hosts of a group.
-pub(crate) struct Liveness {
-    base: DirBacking,
-    members: Members,
-}
-
-impl Liveness {
-    /// Of hosts over `backing`.
-    pub(crate) fn over(backing: &Path, members: &Members) -> Result<Self, Errno> {
-        let base = DirBacking::open(backing)
-            .map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
-        Ok(Self {
-            base,
-            members: members.clone(),
-        })
-    }
-
-    /// Whether a firnd serves this host. One that cannot be asked for counts as gone.
-    pub(crate) fn is_living(&self, host: &str) -> bool {
-        let members = Members {
-            host: host.to_owned(),
-            ..self.members.clone()
-        };
-        let asked = || {
-            let Some((top, _)) = own::find_dir(&self.base, &self.base.root(), TOP)? else {
-                return Ok(false);
-            };
-            match own::find_dir(&self.base, &top, &staging_dir_name(&members))? {
-                Some((dir, _)) => Lease::is_held(&self.base, &dir, LEASE),
-                None => Ok(false),
-            }
-        };
-        asked().unwrap_or_else(|error: OwnError| {
-            tracing::warn!(%error, host, "cannot see whether this host is alive");
-            false
-        })
+        Ok(self.watch.is_living(&self.base, host)?)
     }
 }

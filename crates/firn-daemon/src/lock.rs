@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use firn_client::paths::RuntimeFiles;
 use firn_config::{Layout, Options, Participants, Partner, TokenService};
-use firn_hosts::Terms;
+use firn_hosts::{LeaseUse, Terms};
 use firn_protocol::{Reply, Request};
 use firn_transact::Members;
 use firn_trust::open_private_file;
@@ -55,8 +55,8 @@ impl Sharing {
 #[derive(Debug)]
 pub(crate) struct Locks {
     _backing: OwnedFd,
-    /// Of one of several hosts.
-    host: Option<HostLease>,
+    /// What keeps this host's name for this process, where it shares something with others.
+    host: HostLease,
     arena: Option<OwnedFd>,
 }
 
@@ -69,10 +69,10 @@ impl Locks {
         sharing: Sharing,
     ) -> Result<Self, AttachError> {
         let directory = lock_backing_dir(backing, files, sharing)?;
-        let host = match members {
-            Some((members, terms)) => Some(HostLease::take(backing, members, terms, DYING)?),
-            None => None,
-        };
+        let mut host = HostLease::on(backing);
+        if let Some((members, terms)) = members {
+            host.use_for(LeaseUse::Transactions, &members.host, terms)?;
+        }
         Ok(Self {
             _backing: directory,
             host,
@@ -80,9 +80,14 @@ impl Locks {
         })
     }
 
-    /// What becomes of this host's lease, where there are several hosts.
-    pub(crate) fn host_lease(&self) -> Option<Arc<LeaseState>> {
-        self.host.as_ref().map(HostLease::state)
+    /// The lease of this host on the backing.
+    pub(crate) fn host_lease(&mut self) -> &mut HostLease {
+        &mut self.host
+    }
+
+    /// What becomes of this host's lease, where several hosts commit together.
+    pub(crate) fn host_lease_state(&self) -> Option<Arc<LeaseState>> {
+        self.host.state_of_transactions()
     }
 
     /// Locks the arena's file as well: a backing on NFS may not know flock(2), tmpfs does.

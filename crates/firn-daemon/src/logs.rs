@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 use firn_backing::{Backing, DirBacking, Errno};
 use firn_config::{Flatten, Layout, Options};
 use firn_engine::Engine;
+use firn_hosts::LeaseUse;
 use firn_hosts::own::{self, TOP};
 use firn_log::seal::UNIT_BYTES;
 use firn_log::{CONTAINERS, Left, LogBacking, Logs, Setup};
@@ -25,9 +26,9 @@ use firn_workers::spawn_thread;
 use globset::{Glob, GlobSet, GlobSetBuilder};
 
 use crate::error::{AttachError, FlattenError};
-use crate::host_lease::{HostLease, LogHosts, own_error, whoever_comes};
+use crate::host_lease::{HostLease, LivingHosts, own_error};
 use crate::host_name::host_name;
-use crate::lock::DYING;
+use crate::lock::Locks;
 use crate::losses::LossReport;
 use crate::peers::terms_of;
 use crate::placement::{self, Use};
@@ -48,42 +49,28 @@ const REST: Duration = Duration::from_millis(50);
 /// whether somebody writes to it.
 const CLOSING: Duration = Duration::from_secs(1);
 
-/// A backing whose files may lie in logs.
-pub(crate) struct Opened {
-    pub(crate) store: LoggableStore,
-    /// None where nothing is written to logs.
-    pub(crate) lease: Option<HostLease>,
-}
-
-/// Opens the logs of a backing, where there are some or some are asked for.
+/// Opens the logs of a backing, where there are some or some are asked for. The lease shows that this host lives, if it may
+/// write to them.
 pub(crate) fn open(
     backing: &Path,
     base: PlaceableStore,
     options: &Options,
     wanted: Use,
-) -> Result<Opened, AttachError> {
+    lease: &mut HostLease,
+) -> Result<LoggableStore, AttachError> {
     let writes = !options.read_only;
     let chooses = wanted == Use::Place && options.layout == Layout::Log && writes;
     if !chooses && !has_containers(backing, &base)? && !others_log(backing, options)? {
         if writes {
             firn_log::remove_retired(&base).map_err(own_error(backing))?;
         }
-        return Ok(Opened {
-            store: LoggableStore::Lower(base),
-            lease: None,
-        });
+        return Ok(LoggableStore::Lower(base));
     }
     let host = host_name(options)?;
-    let lease = match writes {
-        true => Some(HostLease::take_for_logs(
-            backing,
-            &whoever_comes(&host),
-            &terms_of(options, true),
-            DYING,
-        )?),
-        false => None,
-    };
-    let hosts = LogHosts::over(backing, &host)?;
+    if writes {
+        lease.use_for(LeaseUse::Logs, &host, &terms_of(options, true))?;
+    }
+    let hosts = LivingHosts::over(backing, LeaseUse::Logs, &host)?;
     let patterns = patterns(options);
     let setup = Setup {
         host,
@@ -99,10 +86,7 @@ pub(crate) fn open(
         flattens_read: writes && options.flatten == Flatten::Read,
     };
     let logs = LogBacking::open(base, setup).map_err(own_error(backing))?;
-    Ok(Opened {
-        store: LoggableStore::Upper(logs),
-        lease,
-    })
+    Ok(LoggableStore::Upper(logs))
 }
 
 /// The names of files that lie in logs; none for all. They were looked at when the options were read.
@@ -119,7 +103,7 @@ fn patterns(options: &Options) -> GlobSet {
 /// Whether another host that may live writes to logs: then files may come to lie in them at any time.
 fn others_log(backing: &Path, options: &Options) -> Result<bool, AttachError> {
     let host = host_name(options).unwrap_or_default();
-    let others = LogHosts::over(backing, &host)?.others_living();
+    let others = LivingHosts::over(backing, LeaseUse::Logs, &host)?.others_living();
     let others = others.map_err(|errno| own_error(backing)(errno.into()))?;
     Ok(!others.is_empty())
 }
@@ -162,11 +146,12 @@ pub(crate) fn find_unowned<B: Backing>(
 
 /// Ends what hosts have left that died while they removed files in logs, without a mount.
 pub(crate) fn end_removals(backing: &Path, options: &Options) -> Result<(), AttachError> {
-    let (backing, directory, _locks) = open_unmounted(backing, options)?;
+    let (backing, directory, mut locks) = open_unmounted(backing, options)?;
     let ended = with_logs(
         &backing,
         directory,
         options,
+        &mut locks,
         &mut |text| tracing::warn!("{text}"),
         &mut |logs, _| logs.end_removals(),
     )?;
@@ -373,8 +358,8 @@ fn flatten_unmounted(
     work: &mut LogWork<'_, Left>,
 ) -> Result<(), FlattenError> {
     process::prepare();
-    let (backing, directory, _locks) = open_unmounted(backing, options)?;
-    match with_logs(&backing, directory, options, notice, work)? {
+    let (backing, directory, mut locks) = open_unmounted(backing, options)?;
+    match with_logs(&backing, directory, options, &mut locks, notice, work)? {
         None => Ok(()),
         Some(Ok(left)) => FlattenError::check(&left, true),
         Some(Err(Errno::NOENT)) => Err(FlattenError::NoSuchFile { path: path.into() }),
@@ -387,12 +372,13 @@ fn with_logs<T>(
     backing: &Path,
     directory: DirBacking,
     options: &Options,
+    locks: &mut Locks,
     notice: &mut dyn FnMut(String),
     work: &mut LogWork<'_, T>,
 ) -> Result<Option<Result<T, Errno>>, AttachError> {
     let placeable = placement::open(backing, directory, options, Use::Serve, notice)?;
-    let opened = open(backing, placeable, options, Use::Serve)?;
-    let LoggableStore::Upper(logs) = &opened.store else {
+    let store = open(backing, placeable, options, Use::Serve, locks.host_lease())?;
+    let LoggableStore::Upper(logs) = &store else {
         return Ok(None);
     };
     let Some(lanes) = logs.below().upper() else {

@@ -19,16 +19,11 @@ use firn_backing::DirBacking;
 use firn_config::{Layout, Options, Placement, TokenService};
 use firn_format::quote::quoted;
 use firn_hosts::{Holder, Peer, PeerWatch, STALE_AFTER, Terms};
-use firn_log::CONTAINERS;
-use firn_transact::TOP;
 use parking_lot::Mutex;
 
 use crate::error::AttachError;
-use crate::host_lease::{LEASE, open_backing, own_error};
+use crate::host_lease::{open_backing, own_error};
 use crate::host_name::host_name;
-
-/// Where hosts have leases, the ones that say most last.
-const PLACES: [&[&str]; 3] = [&[TOP, "tokens"], &[TOP], &[TOP, CONTAINERS]];
 
 const FORMATS: &str = "formats";
 const VERSION: &str = "version";
@@ -56,7 +51,8 @@ pub(crate) fn terms_of(options: &Options, serves_logs: bool) -> Terms {
         TokenService::Etcd => "etcd",
     };
     let formats = format!(
-        "logs {}, lanes {}, change log {}, ballots {}",
+        "leases {}, logs {}, lanes {}, change log {}, ballots {}",
+        firn_hosts::LEASE_VERSION,
         firn_log::head::VERSION,
         firn_lanes::record::VERSION,
         firn_transact::change_log::SEAL.version,
@@ -183,7 +179,7 @@ impl PeerBoard {
         let me = Holder::this_process(&host_name(options).unwrap_or_default())
             .map_err(AttachError::io("read the boot id of this host"))?;
         let board = Self::new(backing, terms_of(options, serves_logs))?;
-        let mut watch = PeerWatch::new(&PLACES, LEASE, me);
+        let mut watch = PeerWatch::new(me);
         let refused = own_error(backing);
         let mut peers = watch.look(&board.base).map_err(&refused)?;
         if peers.is_unsure {

@@ -86,24 +86,25 @@ pub fn recover_host(backing: &Path, host: String) -> Result<HostReport, RecoverE
         host,
         expected: Expected::Count(0),
     };
-    let Some(_lease) = HostLease::take_over(&backing, &members, crate::lock::DYING)? else {
+    let mut lease = HostLease::on(&backing);
+    if !lease.take_over(&members.host)? {
         return Err(RecoverError::NoSuchHost {
             host: members.host,
             backing,
         });
-    };
+    }
     // Its files may lie in logs, to which its transaction is applied in its name.
     let options = Options {
         host: Some(members.host.clone()),
         ..Options::default()
     };
-    let ground = serve_ground(&backing, &options)?;
+    let ground = serve_ground(&backing, &options, &mut lease)?;
     let opening = Opening {
         members: Some(members),
         ..Opening::default()
     };
     let (_, outcome) =
-        TransactionalBacking::open_with(ground.store, opening, |_| Ok::<_, AttachError>(()))
+        TransactionalBacking::open_with(ground, opening, |_| Ok::<_, AttachError>(()))
             .map_err(AttachError::in_backing(&backing))?;
     Ok(HostReport {
         finished: outcome.finished,

@@ -13,6 +13,7 @@ use firn_transact::{
 use crate::error::AttachError;
 use crate::found_arena::Found;
 use crate::ground::{Target, open_ground};
+use crate::host_lease::HostLease;
 use crate::part::Part;
 use crate::participants;
 use crate::runtime_files::waiting_tree;
@@ -31,13 +32,14 @@ pub(crate) fn open_store(
     target: &Target<'_>,
     directory: DirBacking,
     arena: &mut Found,
+    lease: &mut HostLease,
     notice: &mut dyn FnMut(String),
 ) -> Result<OpenedStore, AttachError> {
     let members = participants::members(target.options)?;
     drop_of_other_homes(target.backing, &directory, members.as_ref(), arena)?;
     let has_transactions = target.options.drain == Drain::Commit
         || TransactionalBacking::has_transactions(&directory)?;
-    let ground = open_ground(target, directory, notice)?;
+    let ground = open_ground(target, directory, lease, notice)?;
     let store = if has_transactions {
         open_transactional(target, ground.store, members, arena, notice)?
     } else {

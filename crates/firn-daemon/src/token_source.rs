@@ -10,14 +10,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use firn_backing::{DirBacking, Volume};
-use firn_config::{Options, Participants, TokenService};
+use firn_config::{Options, TokenService};
 use firn_etcd::{Client, EtcdService};
+use firn_hosts::LeaseUse;
 use firn_hosts::tokens::{FlockService, Limits, LockService, Tokens};
 
 use crate::error::AttachError;
-use crate::host_lease::{HostLease, open_backing, own_error, whoever_comes};
+use crate::host_lease::{HostLease, open_backing, own_error};
 use crate::host_name::host_name;
-use crate::lock::DYING;
 use crate::peers::terms_of;
 
 /// Asked for the services of lanes.
@@ -31,8 +31,6 @@ enum Kind {
     Flock {
         base: Arc<DirBacking>,
         dir: <DirBacking as Volume>::Inode,
-        /// Shows other hosts that this one lives, so that they see whether locks keep them out.
-        _lease: Option<HostLease>,
     },
     Etcd {
         client: Arc<Client>,
@@ -41,10 +39,12 @@ enum Kind {
 }
 
 impl TokenSource {
-    /// As the options say; `None`: without tokens.
+    /// As the options say; `None`: without tokens. Other hosts see by the lease that this one lives, and so whether locks
+    /// keep them out.
     pub(crate) fn open(
         backing: &Path,
         options: &Options,
+        lease: &mut HostLease,
         notice: &mut dyn FnMut(String),
     ) -> Result<Option<Self>, AttachError> {
         let host = match options.tokens {
@@ -56,7 +56,7 @@ impl TokenSource {
             wait: Duration::from_millis(options.token_wait_ms),
         };
         let kind = if options.tokens == TokenService::Flock {
-            open_flock(backing, options, &host)?
+            open_flock(backing, options, &host, lease)?
         } else {
             open_etcd(backing, options, &host, limits.wait, notice)?
         };
@@ -72,7 +72,7 @@ impl TokenSource {
     fn service(&self, lane: usize) -> Box<dyn LockService> {
         let host = &self.host;
         match &self.kind {
-            Kind::Flock { base, dir, .. } => {
+            Kind::Flock { base, dir } => {
                 Box::new(FlockService::new(Arc::clone(base), dir.clone(), lane, host))
             }
             Kind::Etcd { client, group } => Box::new(EtcdService::new(
@@ -86,23 +86,18 @@ impl TokenSource {
     }
 }
 
-fn open_flock(backing: &Path, options: &Options, host: &str) -> Result<Kind, AttachError> {
-    // Hosts that commit together have looked already whether locks reach them.
-    let lease = match options.participants {
-        Participants::Off => {
-            let members = whoever_comes(host);
-            let terms = terms_of(options, false);
-            let lease = HostLease::take_for_tokens(backing, &members, &terms, DYING)?;
-            Some(lease)
-        }
-        Participants::Count(_) | Participants::Hosts(_) => None,
-    };
+fn open_flock(
+    backing: &Path,
+    options: &Options,
+    host: &str,
+    lease: &mut HostLease,
+) -> Result<Kind, AttachError> {
+    lease.use_for(LeaseUse::Tokens, host, &terms_of(options, false))?;
     let base = open_backing(backing)?;
     let dir = firn_hosts::tokens::make_dir(&base).map_err(own_error(backing))?;
     Ok(Kind::Flock {
         base: Arc::new(base),
         dir,
-        _lease: lease,
     })
 }
 

@@ -2,27 +2,38 @@
 //!
 //! ```text
 //! in-HOST        the host takes part; what it brings
-//! decision       JSON: what was decided; put once
+//! closing        nobody begins to take part any more; put once
+//! decision       what was decided; put once
 //! out-HOST       the host changes nothing any more
-//! claim-UNIT     JSON: the host that does this unit of work; put once
-//! done-UNIT      the unit is done, durably
+//! claim-UNIT     JSON: the host that does this unit of work, put once; `Living`: locked by it
+//! done-UNIT      the unit is done, durably; put once
 //! left-HOST      the host has ended its part
-//! remover        JSON: the host that removes the directory; put once
+//! whole          locked by who does a unit that concerns the whole, or removes the directory
 //! ```
 //!
 //! ```text
-//! Open ──join──► Open ──decide──► Decided ──stop──► work, unit by unit ──leave──► all left ──► retired
+//! Open ──join──► Open ──close──► Closing ──decide──► Decided ──stop──► work, unit by unit ──leave──► all left ──► retired
 //! ```
 //!
-//! What a host does next is a pure function of what it sees ([`next`], [`next_join`]). [`Ballot`] looks, does one such
-//! action, and looks again. A crash, a faster host or an old listing only changes what the next look says, so recovery
-//! is the same loop.
+//! What a host does next is a pure function of what it sees ([`next`], [`next_join`], [`next_decision`]). [`Ballot`] looks,
+//! does one such action, and looks again. A crash, a faster host or an old listing only changes what the next look says, so
+//! recovery is the same loop.
+//!
+//! | [`Presence`] | `Kept` | `Living` |
+//! |---|---|---|
+//! | a host takes part | until it says that it has left, also after its death | while it lives |
+//! | a decision | at any time | when nobody takes part, and nobody begins to any more |
+//! | work is done by | a host that takes part; its claim outlives it | any host that lives; a claim is a lock |
+//! | the directory goes, by whoever has `whole` locked | when all have left | when all is done |
 //!
 //! Invariants (`ballot/model.rs` checks them in all interleavings of three hosts)
 //! * There is one decision, for ever; no unit of work begins before it.
-//! * A host that takes part and then looks is seen by each host that decides and then looks, or sees the decision.
+//! * `Kept`: a host that takes part and then looks is seen by each host that decides and then looks, or sees the decision.
+//! * `Living`: a host that takes part and then looks is seen by each host that puts `closing` and then looks, or sees
+//!   `closing`. So nobody that lives takes part in what is decided.
 //! * With [`Plan::stops_first`], no host that takes part changes anything once a unit of work has begun.
-//! * Two hosts never work at the same time, and no unit is begun again after it is done.
+//! * Two hosts never do the same unit at the same time, no unit is begun again after it is done, and none before those of
+//!   earlier stages are done. Nobody does anything beside a [`Unit::Whole`], or beside the removal.
 //! * The directory goes when every host that took part has left and every unit is done.
 //!
 //! Relies on [`VoteDir`], and on a host that has changed the directory listing it anew: what another host did before
@@ -30,201 +41,53 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use firn_backing::{Backing, Errno};
+use firn_backing::{Backing, Errno, LockMode};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::own::OwnError;
+use crate::own::{self, OwnError};
 use crate::vote::VoteDir;
 
+mod decisions;
 #[cfg(test)]
 mod model;
 
-/// Version of the names and contents of its files: hosts with different ones do not understand each other.
-pub const BALLOT_VERSION: u32 = 1;
+pub use self::decisions::{
+    Action, Claimant, DecisionStep, JoinStep, Plan, Presence, Protocol, Unit, View, Waiting, next,
+    next_decision, next_join,
+};
 
-const IN: &str = "in-";
-const DECISION: &str = "decision";
+/// Version of the names and contents of its files: hosts with different ones do not understand each other.
+pub const BALLOT_VERSION: u32 = 2;
+
+/// Before the name of a host that takes part.
+pub const JOINED: &str = "in-";
+/// There, when nobody begins to take part any more.
+pub const CLOSING: &str = "closing";
+/// What was decided.
+pub const DECISION: &str = "decision";
+/// Before the name of a unit that is done.
+pub const DONE: &str = "done-";
 const OUT: &str = "out-";
 const CLAIM: &str = "claim-";
-const DONE: &str = "done-";
 const LEFT: &str = "left-";
-const REMOVER: &str = "remover";
+const WHOLE: &str = "whole";
 
-/// What hosts do after a decision.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Plan {
-    /// Work begins when all hosts that take part have stopped.
-    pub stops_first: bool,
-    /// Units of work in their order. One host does each.
-    pub units: &'static [&'static str],
+/// What the file of a decision has: a line with the CRC32C of what follows, in hexadecimal, and JSON.
+pub fn encode_decision(decision: &impl Serialize) -> Result<Vec<u8>, Errno> {
+    let json = serde_json::to_string_pretty(decision).map_err(|_| Errno::INVAL)?;
+    let checksum = crc32c::crc32c(json.as_bytes());
+    Ok(format!("{checksum:08x}\n{json}").into_bytes())
 }
 
-/// What a decision is about.
-pub trait Protocol {
-    /// What is decided.
-    type Decision: Serialize + DeserializeOwned;
-
-    /// What follows from a decision.
-    fn plan(&self, decision: &Self::Decision) -> Plan;
-}
-
-/// What a host sees of a ballot. `H` names a host, `D` is a decision.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct View<H: Ord, D> {
-    /// Hosts that take part.
-    pub joined: BTreeSet<H>,
-    /// What was decided.
-    pub decision: Option<D>,
-    /// Hosts that change nothing any more.
-    pub stopped: BTreeSet<H>,
-    /// The host that does a unit of work.
-    pub claimed: BTreeMap<String, H>,
-    /// Units that are done.
-    pub done: BTreeSet<String>,
-    /// Hosts that have ended their part.
-    pub left: BTreeSet<H>,
-    /// The host that removes the directory.
-    pub remover: Option<H>,
-}
-
-impl<H: Ord + Clone, D> View<H, D> {
-    /// Whether a host takes part and has not ended its part.
-    pub fn is_taking_part(&self, host: &H) -> bool {
-        self.joined.contains(host) && !self.left.contains(host)
+/// What such a file says; `None`: it is damaged.
+pub fn decode_decision<D: DeserializeOwned>(bytes: &[u8]) -> Option<D> {
+    let (checksum, json) = std::str::from_utf8(bytes).ok()?.split_once('\n')?;
+    let checksum = u32::from_str_radix(checksum, 16).ok()?;
+    if checksum != crc32c::crc32c(json.as_bytes()) {
+        return None;
     }
-
-    /// Hosts that take part and have not stopped.
-    pub fn running(&self) -> Vec<H> {
-        self.joined.difference(&self.stopped).cloned().collect()
-    }
-
-    /// Hosts that take part and have not ended their part.
-    pub fn remaining(&self) -> Vec<H> {
-        self.joined.difference(&self.left).cloned().collect()
-    }
-}
-
-/// What a host does next that wants to take part.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum JoinStep {
-    /// Says that it takes part, and looks again.
-    Put,
-    /// Takes that back: the ballot was over before it came.
-    Withdraw,
-    /// Nothing: it takes part.
-    Joined,
-    /// Nothing: the ballot is over.
-    Refused,
-}
-
-/// The next step of a host that wants to take part. `has_put`: it has said so; `is_current`: the directory has its name.
-pub fn next_join<H: Ord, D>(view: &View<H, D>, has_put: bool, is_current: bool) -> JoinStep {
-    match (view.decision.is_none() && is_current, has_put) {
-        (true, false) => JoinStep::Put,
-        (true, true) => JoinStep::Joined,
-        (false, true) => JoinStep::Withdraw,
-        (false, false) => JoinStep::Refused,
-    }
-}
-
-/// What a host does next after it has taken part. Doing it twice does no harm.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Action<H> {
-    /// Says that it changes nothing any more.
-    Stop,
-    /// Claims a unit of work.
-    Claim(&'static str),
-    /// Does a unit of work, and says so.
-    Work(&'static str),
-    /// Ends its own part, and says so.
-    Leave,
-    /// Claims the removal.
-    ClaimRemoval,
-    /// Removes the directory.
-    Retire,
-    /// Looks again later.
-    Wait(Waiting<H>),
-}
-
-/// What a host waits for.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Waiting<H> {
-    /// A decision.
-    Decision,
-    /// These hosts have not stopped.
-    Stop(Vec<H>),
-    /// This host does a unit of work.
-    Work(H),
-    /// These hosts have not left.
-    Leave(Vec<H>),
-    /// Work that a host that takes part has to do.
-    Unfinished,
-    /// This host removes the directory.
-    Removal(H),
-}
-
-impl Waiting<String> {
-    /// The hosts that are waited for.
-    pub fn hosts(self) -> Vec<String> {
-        match self {
-            Self::Decision | Self::Unfinished => Vec::new(),
-            Self::Stop(hosts) | Self::Leave(hosts) => hosts,
-            Self::Work(host) | Self::Removal(host) => vec![host],
-        }
-    }
-}
-
-/// The next action of the host `me`.
-pub fn next<H: Ord + Clone, P: Protocol>(
-    view: &View<H, P::Decision>,
-    me: &H,
-    protocol: &P,
-) -> Action<H> {
-    let Some(decision) = &view.decision else {
-        return Action::Wait(Waiting::Decision);
-    };
-    let plan = protocol.plan(decision);
-    if view.is_taking_part(me) {
-        return next_of_member(view, me, plan);
-    }
-    let remaining = view.remaining();
-    if !remaining.is_empty() {
-        return Action::Wait(Waiting::Leave(remaining));
-    }
-    if first_undone(view, plan).is_some() {
-        return Action::Wait(Waiting::Unfinished);
-    }
-    match &view.remover {
-        None => Action::ClaimRemoval,
-        Some(remover) if remover == me => Action::Retire,
-        Some(remover) => Action::Wait(Waiting::Removal(remover.clone())),
-    }
-}
-
-fn next_of_member<H: Ord + Clone, D>(view: &View<H, D>, me: &H, plan: Plan) -> Action<H> {
-    if plan.stops_first && !view.stopped.contains(me) {
-        return Action::Stop;
-    }
-    let Some(unit) = first_undone(view, plan) else {
-        return Action::Leave;
-    };
-    let running = view.running();
-    if plan.stops_first && !running.is_empty() {
-        return Action::Wait(Waiting::Stop(running));
-    }
-    match view.claimed.get(unit) {
-        None => Action::Claim(unit),
-        Some(host) if host == me => Action::Work(unit),
-        Some(host) => Action::Wait(Waiting::Work(host.clone())),
-    }
-}
-
-fn first_undone<H: Ord, D>(view: &View<H, D>, plan: Plan) -> Option<&'static str> {
-    plan.units
-        .iter()
-        .copied()
-        .find(|unit| !view.done.contains(*unit))
+    serde_json::from_str(json).ok()
 }
 
 /// Result of an attempt to take part.
@@ -239,10 +102,46 @@ pub enum Joined {
 /// How far a host has come with what was decided.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// The host may end its own part, and leave.
+    /// All work is done: the host may end its own part, and leave.
     Done,
     /// Other hosts come first.
     Waits(Waiting<String>),
+    /// The directory has been removed, or has no name any more.
+    Gone,
+}
+
+/// Result of an attempt to do something alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Alone {
+    /// It was done.
+    Done,
+    /// Another host is at it.
+    Busy,
+    /// The directory has been removed, or has no name any more.
+    Gone,
+}
+
+/// What a process has claimed by a lock, and what it found that others have locked.
+struct Locks<B: Backing> {
+    /// At most one; it ends when its unit is done.
+    own: Option<LockedClaim<B>>,
+    /// Claims of others. They may be free by now: the next look at the ballot asks again.
+    busy: BTreeSet<String>,
+}
+
+struct LockedClaim<B: Backing> {
+    name: String,
+    /// Locked.
+    _file: B::File,
+}
+
+impl<B: Backing> Locks<B> {
+    fn none() -> Self {
+        Self {
+            own: None,
+            busy: BTreeSet::new(),
+        }
+    }
 }
 
 /// One ballot, as one of the hosts sees it.
@@ -264,57 +163,93 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
 
     /// What was decided, if anything was.
     pub fn decision(&self) -> Result<Option<P::Decision>, Errno> {
-        self.dir.read_json(DECISION)
+        let Some(stored) = self.dir.read(DECISION)? else {
+            return Ok(None);
+        };
+        match decode_decision(&stored) {
+            Some(decision) => Ok(Some(decision)),
+            None => {
+                tracing::error!(dir = self.dir.name(), "`{DECISION}` is damaged");
+                Err(Errno::IO)
+            }
+        }
     }
 
     /// Hosts that take part.
     pub fn joined(&self) -> Result<Vec<String>, Errno> {
-        self.dir.hosts(IN)
+        self.dir.hosts(JOINED)
     }
 
     /// Whether this host takes part and has not ended its part.
     pub fn is_taking_part(&self) -> Result<bool, Errno> {
         let names = self.dir.names()?;
         let has = |prefix| names.contains(&self.dir.own_file(prefix));
-        Ok(has(IN) && !has(LEFT))
+        Ok(has(JOINED) && !has(LEFT))
     }
 
-    /// Looks at all of it.
+    /// What it is about.
+    pub fn protocol(&self) -> &P {
+        &self.protocol
+    }
+
+    /// Looks at all of it, but at what is locked.
     pub fn view(&self) -> Result<View<String, P::Decision>, Errno> {
         let names = self.dir.names()?;
+        let decision = self.decision()?;
+        self.view_of(&names, decision)
+    }
+
+    fn view_of<D>(
+        &self,
+        names: &BTreeSet<String>,
+        decision: Option<D>,
+    ) -> Result<View<String, D>, Errno> {
         let with = |prefix: &str| -> BTreeSet<String> {
             let found = names.iter().filter_map(|name| name.strip_prefix(prefix));
             found.map(Into::into).collect()
         };
-        let mut claimed = BTreeMap::new();
-        for unit in with(CLAIM) {
-            if let Some(host) = self.dir.read_json(&format!("{CLAIM}{unit}"))? {
-                claimed.insert(unit, host);
-            }
-        }
+        let claimed = match P::PRESENCE {
+            Presence::Kept => self.read_claims(names)?,
+            Presence::Living => BTreeMap::new(),
+        };
         Ok(View {
-            joined: with(IN),
-            decision: self.decision()?,
+            joined: with(JOINED),
+            is_closing: names.contains(CLOSING),
+            decision,
             stopped: with(OUT),
             claimed,
             done: with(DONE),
             left: with(LEFT),
-            remover: self.dir.read_json(REMOVER)?,
         })
+    }
+
+    fn read_claims(
+        &self,
+        names: &BTreeSet<String>,
+    ) -> Result<BTreeMap<String, Claimant<String>>, Errno> {
+        let mut claimed = BTreeMap::new();
+        for name in names.iter().filter(|name| name.starts_with(CLAIM)) {
+            if let Some(host) = self.dir.read_json(name)? {
+                claimed.insert(name.clone(), Claimant::Host(host));
+            }
+        }
+        Ok(claimed)
     }
 
     /// What a host brought that takes part.
     pub fn brought_by(&self, host: &str) -> Result<Option<Vec<u8>>, OwnError> {
-        self.dir.read(&format!("{IN}{host}"))
+        self.dir.read(&format!("{JOINED}{host}"))
     }
 
     /// Takes part and brings `bytes`, unless the ballot is over or is removed meanwhile.
     pub fn join(&self, bytes: &[u8]) -> Result<Joined, Errno> {
+        // Who takes part only while it lives brings nothing that others would have to see: it puts its file at once.
+        let mut is_open = P::PRESENCE == Presence::Living || self.is_open()?;
         let mut has_put = false;
         loop {
-            match next_join(&self.view()?, has_put, self.dir.is_current()?) {
+            match next_join(is_open, has_put) {
                 JoinStep::Put => {
-                    self.dir.put_once(&self.dir.own_file(IN), bytes)?;
+                    self.put_joined(bytes)?;
                     has_put = true;
                 }
                 JoinStep::Withdraw => {
@@ -324,40 +259,112 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
                 JoinStep::Joined => return Ok(Joined::Yes),
                 JoinStep::Refused => return Ok(Joined::Over),
             }
+            is_open = self.is_open()?;
         }
     }
 
-    /// Takes part no more. Only for a host that has changed nothing.
+    fn put_joined(&self, bytes: &[u8]) -> Result<(), Errno> {
+        let name = self.dir.own_file(JOINED);
+        match P::PRESENCE {
+            Presence::Kept => self.dir.put_once(&name, bytes).map(drop),
+            Presence::Living => self.dir.put_hint(&name),
+        }
+    }
+
+    fn is_open(&self) -> Result<bool, Errno> {
+        let names = self.dir.names()?;
+        Ok(!names.contains(CLOSING) && !names.contains(DECISION) && self.dir.is_current()?)
+    }
+
+    /// Takes part no more. Only for a host that has changed nothing, or takes part while it lives.
     pub fn withdraw(&self) -> Result<(), Errno> {
-        self.dir.withdraw(IN)
+        match P::PRESENCE {
+            Presence::Kept => self.dir.withdraw(JOINED),
+            Presence::Living => self.dir.withdraw_hint(JOINED),
+        }
+    }
+
+    /// Comes to where nobody that `is_living` takes part, and nobody begins to any more. A decision may be damaged.
+    pub fn close(
+        &self,
+        is_living: &dyn Fn(&str) -> Result<bool, Errno>,
+    ) -> Result<DecisionStep<String>, Errno> {
+        loop {
+            let names = self.dir.names()?;
+            let is_decided = names.contains(DECISION).then_some(());
+            let view = self.view_of(&names, is_decided)?;
+            let mut living = Vec::new();
+            for host in &view.joined {
+                if is_living(host)? {
+                    living.push(host.clone());
+                }
+            }
+            match next_decision(&view, living) {
+                DecisionStep::Close => self.dir.put_once(CLOSING, b"").map(drop)?,
+                step => return Ok(step),
+            }
+        }
     }
 
     /// Decides, if nothing was decided yet. Returns the decision that counts; None if the directory is gone.
     pub fn decide(&self, decision: &P::Decision) -> Result<Option<P::Decision>, Errno> {
-        self.dir.put_json(DECISION, decision)?;
+        self.dir.put_once(DECISION, &encode_decision(decision)?)?;
         self.decision()
     }
 
     /// Carries a decision out as far as other hosts let this one. `work` does a unit, and may be asked for one that an
-    /// earlier life of this host has begun.
+    /// earlier life of this host, or another host that is dead, has begun.
     pub fn carry_out<E: From<Errno>>(
         &self,
-        mut work: impl FnMut(&'static str) -> Result<(), E>,
+        mut work: impl FnMut(&Unit) -> Result<(), E>,
     ) -> Result<Progress, E> {
+        let mut locks = Locks::none();
+        let mut decision = None;
         loop {
-            match self.next()? {
+            let view = self.look(&locks, decision.take())?;
+            let action = self.next(&view);
+            decision = view.decision;
+            // Asked after the names: those of a directory that is being removed are gone one by one.
+            if P::PRESENCE == Presence::Living && !self.dir.is_current()? {
+                return Ok(Progress::Gone);
+            }
+            match action {
                 Action::Stop => self.stop()?,
-                Action::Claim(unit) => {
-                    self.claim(&format!("{CLAIM}{unit}"))?;
-                }
+                Action::Claim(unit) => self.claim(&unit, &mut locks)?,
                 Action::Work(unit) => {
-                    work(unit)?;
-                    self.dir.put_once(&format!("{DONE}{unit}"), b"")?;
+                    work(&unit)?;
+                    self.dir.put_once(&unit.done_file(), b"")?;
+                    locks.own = None;
                 }
-                Action::Leave | Action::ClaimRemoval | Action::Retire => return Ok(Progress::Done),
+                Action::Leave
+                | Action::ClaimRemoval
+                | Action::Retire
+                | Action::Wait(Waiting::Removal) => return Ok(Progress::Done),
                 Action::Wait(waiting) => return Ok(Progress::Waits(waiting)),
             }
         }
+    }
+
+    /// Does something with the whole, or removes the directory, if no other host is at it and the directory is still
+    /// there. A host that was late would else change what came since then.
+    pub fn do_alone<E: From<Errno>>(
+        &self,
+        work: &mut dyn FnMut() -> Result<(), E>,
+    ) -> Result<Alone, E> {
+        let mut locks = Locks::none();
+        match self.lock_claim(WHOLE, &mut locks) {
+            Err(Errno::NOENT | Errno::STALE) => return Ok(Alone::Gone),
+            claimed => claimed?,
+        }
+        if locks.own.is_none() {
+            return Ok(Alone::Busy);
+        }
+        // A later directory may have its name.
+        if !self.dir.is_current()? {
+            return Ok(Alone::Gone);
+        }
+        work()?;
+        Ok(Alone::Done)
     }
 
     /// Says that this host has ended its part, and removes the directory if it is the last one.
@@ -372,7 +379,8 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         self.leave()
     }
 
-    /// Removes the directory if all hosts have left, or if nothing is in it. Another host may be doing so.
+    /// Removes the directory if all is over, or if nothing is in it. Another host may be doing so: where that died at it,
+    /// whoever comes next does.
     pub fn remove_if_over(&self) -> Result<(), Errno> {
         match self.remove() {
             Err(Errno::NOENT | Errno::STALE) => Ok(()),
@@ -381,9 +389,10 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
     }
 
     fn remove(&self) -> Result<(), Errno> {
+        let mut locks = Locks::none();
         loop {
-            match self.next()? {
-                Action::ClaimRemoval => self.claim(REMOVER)?,
+            match self.next(&self.look(&locks, None)?) {
+                Action::ClaimRemoval => self.lock_claim(WHOLE, &mut locks)?,
                 // The next ballot may have the name already.
                 Action::Retire if self.dir.is_current()? => return self.dir.retire(),
                 Action::Wait(Waiting::Decision) => return self.dir.remove_empty(),
@@ -392,16 +401,66 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         }
     }
 
-    fn next(&self) -> Result<Action<String>, Errno> {
-        let me = self.dir.host().to_owned();
-        Ok(next(&self.view()?, &me, &self.protocol))
+    /// Looks at all of it. A decision that is known is not read again.
+    fn look(
+        &self,
+        locks: &Locks<B>,
+        known: Option<P::Decision>,
+    ) -> Result<View<String, P::Decision>, Errno> {
+        let names = self.dir.names()?;
+        let decision = match known {
+            Some(decision) => Some(decision),
+            None => self.decision()?,
+        };
+        let mut view = self.view_of(&names, decision)?;
+        for name in &locks.busy {
+            view.claimed.insert(name.clone(), Claimant::Somebody);
+        }
+        if let Some(own) = &locks.own {
+            let claimant = Claimant::Host(self.dir.host().to_owned());
+            view.claimed.insert(own.name.clone(), claimant);
+        }
+        Ok(view)
+    }
+
+    fn next(&self, view: &View<String, P::Decision>) -> Action<String> {
+        next(view, &self.dir.host().to_owned(), &self.protocol)
     }
 
     fn stop(&self) -> Result<(), Errno> {
         self.dir.put_once(&self.dir.own_file(OUT), b"").map(drop)
     }
 
-    fn claim(&self, name: &str) -> Result<(), Errno> {
-        self.dir.put_json(name, &self.dir.host()).map(drop)
+    fn claim(&self, unit: &Unit, locks: &mut Locks<B>) -> Result<(), Errno> {
+        let name = unit.claim();
+        match P::PRESENCE {
+            Presence::Kept => {
+                debug_assert!(name != WHOLE, "what is claimed of the whole is locked");
+                self.dir.put_json(&name, &self.dir.host()).map(drop)
+            }
+            Presence::Living => self.lock_claim(&name, locks),
+        }
+    }
+
+    /// Locks a claim. Where files cannot be locked several hosts do the same work.
+    fn lock_claim(&self, name: &str, locks: &mut Locks<B>) -> Result<(), Errno> {
+        // What it had locked is done, by another host that had it before.
+        locks.own = None;
+        let base = self.dir.base();
+        let file = own::open_or_create(base, self.dir.dir(), name)?;
+        let is_locked = match base.try_lock(&file, LockMode::Exclusive) {
+            Err(Errno::OPNOTSUPP) => true,
+            locked => locked?,
+        };
+        if !is_locked {
+            locks.busy.insert(name.to_owned());
+            return Ok(());
+        }
+        locks.own = Some(LockedClaim {
+            name: name.to_owned(),
+            _file: file,
+        });
+        // What was done before the lock was free is to be in the next listing.
+        own::touch(base, self.dir.dir(), &self.dir.own_file("look-"))
     }
 }

@@ -1,8 +1,9 @@
-//! A right that one host at a time has, and that ends with that host.
+//! The lease of a host: one process at a time acts in the name of the host in a backing, and others see that it lives.
 //!
-//! A lease is a file. Who holds it has it locked ([`Backing::try_lock`]) and rewrites a record in it every
-//! [`BEAT_EVERY`]. The lock says who has the lease. The record says who that is, and its count betrays locks that do
-//! not reach: where a host gets the lock while the count of another one grows, the lock is worth nothing.
+//! A lease is a file, `lease` in the host's directory ([`crate::host_dir`]). Who holds it has it locked
+//! ([`Backing::try_lock`]) and rewrites a record in it ([`Lease::beat_every`]). The lock says who has the lease. The
+//! record says who that is and what the backing is used for, and its count betrays locks that do not reach: where a host
+//! gets the lock while the count of another one grows, the lock is worth nothing.
 //!
 //! ```text
 //! held:      lock + count grows       free:    no lock, record says released
@@ -11,9 +12,11 @@
 //!
 //! Invariants
 //! * The record is written by the holder only, and whole: [`RECORD_BYTES`] bytes, in one write.
+//! * A use is in the record before the host begins with it, and stays there as long as the host has the lease.
 //! * A lease whose last holder did not release it is taken at once where this kernel kept the lock of that holder too
 //!   (same boot, same device), and else after its count has stood still for [`STALE_AFTER`].
 
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::time::Duration;
 
@@ -22,10 +25,21 @@ use serde::{Deserialize, Serialize};
 
 use crate::own::{self, OwnError};
 
-/// How often a holder rewrites its record.
-pub const BEAT_EVERY: Duration = Duration::from_secs(1);
+/// Version of a lease's place and record: hosts with different ones do not see each other.
+pub const LEASE_VERSION: u32 = 2;
+
+/// Name of the file in the directory of a host.
+pub(crate) const LEASE: &str = "lease";
+/// How often a holder rewrites its record for those that share transactions with it.
+const BEAT_EVERY: Duration = Duration::from_secs(1);
+/// The same for all others: the hosts share a disk, and each time is a sync.
+const BEAT_SELDOM_EVERY: Duration = Duration::from_secs(2);
 /// A count that stands still for so long is of a holder that is gone, if its lock is free, too.
 pub const STALE_AFTER: Duration = Duration::from_secs(5);
+/// Who writes to logs is believed to live for longer, where its lock says nothing: should it go on after all, what it writes
+/// goes to the next generation.
+const LOGS_STALE_AFTER: Duration = Duration::from_secs(30);
+const _: () = assert!(BEAT_SELDOM_EVERY.as_millis() * 2 < STALE_AFTER.as_millis());
 /// How often the count is read meanwhile.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 /// Bytes of the record: checksum, JSON, spaces, newline. A host's name has 64 bytes at most.
@@ -54,6 +68,38 @@ impl Holder {
     }
 }
 
+/// What a host uses a backing for, as far as other hosts rely on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LeaseUse {
+    /// It commits together with others.
+    Transactions,
+    /// It shares tokens that are locks of files in the backing.
+    Tokens,
+    /// It shares lanes, or tokens of a service elsewhere: nothing depends on the lease, which only shows that it lives.
+    Lanes,
+    /// It writes to logs.
+    Logs,
+}
+
+impl LeaseUse {
+    /// How often those that look at the lease for this use have to see it beat.
+    fn beat_every(self) -> Duration {
+        match self {
+            Self::Transactions => BEAT_EVERY,
+            Self::Tokens | Self::Lanes | Self::Logs => BEAT_SELDOM_EVERY,
+        }
+    }
+
+    /// How long those that look at the lease for this use believe in a beat, where its lock says nothing.
+    pub(crate) fn stale_after(self) -> Duration {
+        match self {
+            Self::Transactions | Self::Tokens | Self::Lanes => STALE_AFTER,
+            Self::Logs => LOGS_STALE_AFTER,
+        }
+    }
+}
+
 /// What the file of a lease says.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Record {
@@ -62,6 +108,8 @@ struct Record {
     device: u64,
     /// Tells this holding from any other of the same host.
     holding: u64,
+    /// What the backing is used for.
+    uses: BTreeSet<LeaseUse>,
     /// Beats so far.
     count: u64,
     /// The holder gave the lease back.
@@ -120,13 +168,9 @@ pub struct Beat {
 }
 
 impl Beat {
-    /// Reads the beat of the lease `name`; `None`: there is no such file.
-    pub fn read<B: Backing>(
-        base: &B,
-        dir: &B::Inode,
-        name: &str,
-    ) -> Result<Option<Self>, OwnError> {
-        Ok(own::load(base, dir, name)?.map(|bytes| Self { bytes }))
+    /// Reads the beat of the lease in the directory of a host; `None`: there is none.
+    pub fn read<B: Backing>(base: &B, dir: &B::Inode) -> Result<Option<Self>, OwnError> {
+        Ok(own::load(base, dir, LEASE)?.map(|bytes| Self { bytes }))
     }
 
     fn record(&self) -> Option<Record> {
@@ -142,6 +186,12 @@ impl Beat {
     /// Who wrote it.
     pub fn holder(&self) -> Option<Holder> {
         self.record().map(|record| record.holder)
+    }
+
+    /// Whether its holder may use the backing for this. One whose record cannot be read, as it is just being written, may.
+    pub fn may_be_for(&self, purpose: LeaseUse) -> bool {
+        self.record()
+            .is_none_or(|record| record.uses.contains(&purpose))
     }
 
     /// The number of the holding that it is of.
@@ -170,46 +220,45 @@ pub struct Lease<B: Backing> {
     /// Locked.
     file: B::File,
     dir: B::Inode,
-    name: String,
     record: Record,
 }
 
 impl<B: Backing> Lease<B> {
-    /// Takes the lease `name` in `dir`. `rest` waits for so long; it is called only where a holder that did not
-    /// release the lease may still live.
+    /// Takes the lease in `dir`, the directory of a host, for one use. `rest` waits for so long; it is called only where a
+    /// holder that did not release the lease may still live.
     pub fn take(
         base: &B,
         dir: &B::Inode,
-        name: &str,
+        purpose: LeaseUse,
         me: &Holder,
         rest: &mut dyn FnMut(Duration),
     ) -> Result<Self, LeaseError> {
         let file = loop {
-            match lock(base, dir, name)? {
+            match lock(base, dir)? {
                 Locking::Locked(file) => break file,
                 Locking::Replaced => {}
                 Locking::Held => {
-                    let holder = Beat::read(base, dir, name)?.and_then(|beat| beat.holder());
+                    let holder = Beat::read(base, dir)?.and_then(|beat| beat.holder());
                     return Err(LeaseError::Held { holder });
                 }
             }
         };
         let device = base.attr(dir)?.dev;
-        let last = Beat::read(base, dir, name)?;
+        let last = Beat::read(base, dir)?;
         let in_doubt = last.filter(|beat| !beat.is_settled_by_lock(&me.boot, device));
         let watched: Vec<_> = in_doubt.map(|beat| ((), beat)).into_iter().collect();
-        if let Some(beat) = find_living(&watched, rest, &mut |()| Beat::read(base, dir, name))? {
+        if let Some(beat) = find_living(&watched, rest, &mut |()| Beat::read(base, dir))? {
             let holder = beat.holder();
             return Err(LeaseError::Unreached { holder });
         }
         let mut lease = Self {
             file,
             dir: dir.clone(),
-            name: name.into(),
             record: Record {
                 holder: me.clone(),
                 device,
                 holding: random_number()?,
+                uses: BTreeSet::from([purpose]),
                 count: 0,
                 released: false,
             },
@@ -231,6 +280,26 @@ impl<B: Backing> Lease<B> {
         self.write(base)
     }
 
+    /// Says, durably, that the holder uses the backing for this, too.
+    pub fn add_use(&mut self, base: &B, purpose: LeaseUse) -> Result<(), LeaseError> {
+        self.must_be_ours(base)?;
+        self.record.uses.insert(purpose);
+        self.record.count += 1;
+        self.write(base)
+    }
+
+    /// What the holder uses the backing for.
+    pub fn uses(&self) -> &BTreeSet<LeaseUse> {
+        &self.record.uses
+    }
+
+    /// How often the lease has to beat for all that it is used for.
+    pub fn beat_every(&self) -> Duration {
+        let uses = self.record.uses.iter();
+        let every = uses.map(|purpose| purpose.beat_every()).min();
+        every.unwrap_or(BEAT_SELDOM_EVERY)
+    }
+
     /// Gives the lease back, and says so: the next holder waits for nothing.
     pub fn release(mut self, base: &B) -> Result<(), LeaseError> {
         self.must_be_ours(base)?;
@@ -238,9 +307,9 @@ impl<B: Backing> Lease<B> {
         self.write(base)
     }
 
-    /// Whether a host has the lease `name` in `dir`, as far as locks reach. The answer may be old when it comes.
-    pub fn is_held(base: &B, dir: &B::Inode, name: &str) -> Result<bool, OwnError> {
-        let Some(inode) = own::find_file(base, dir, name)? else {
+    /// Whether a process has the lease in `dir`, as far as locks reach. The answer may be old when it comes.
+    pub fn is_held(base: &B, dir: &B::Inode) -> Result<bool, OwnError> {
+        let Some(inode) = own::find_file(base, dir, LEASE)? else {
             return Ok(false);
         };
         let file = base.open(&inode, Access::Read)?;
@@ -248,7 +317,7 @@ impl<B: Backing> Lease<B> {
     }
 
     fn must_be_ours(&self, base: &B) -> Result<(), LeaseError> {
-        let beat = Beat::read(base, &self.dir, &self.name)?;
+        let beat = Beat::read(base, &self.dir)?;
         match beat.as_ref().and_then(Beat::record) {
             Some(record) if record == self.record => Ok(()),
             record => Err(LeaseError::Lost {
@@ -285,8 +354,8 @@ enum Locking<F> {
     Replaced,
 }
 
-fn lock<B: Backing>(base: &B, dir: &B::Inode, name: &str) -> Result<Locking<B::File>, LeaseError> {
-    let file = own::open_or_create(base, dir, name)?;
+fn lock<B: Backing>(base: &B, dir: &B::Inode) -> Result<Locking<B::File>, LeaseError> {
+    let file = own::open_or_create(base, dir, LEASE)?;
     if !base
         .try_lock(&file, LockMode::Exclusive)
         .map_err(LeaseError::NoLock)?
@@ -294,7 +363,7 @@ fn lock<B: Backing>(base: &B, dir: &B::Inode, name: &str) -> Result<Locking<B::F
         return Ok(Locking::Held);
     }
     let locked = base.attr_of_file(&file)?.ino;
-    match own::find(base, dir, OsStr::new(name))? {
+    match own::find(base, dir, OsStr::new(LEASE))? {
         Some((_, attr)) if attr.ino == locked => Ok(Locking::Locked(file)),
         _ => Ok(Locking::Replaced),
     }

@@ -5,7 +5,9 @@
 //!   host's name say how far that host has come.
 //! * [`Ballot`]: one decision, from the first host that takes part to the removal of its directory.
 //! * [`Members`]: which hosts take part, and which of them this one is.
-//! * [`Lease`]: one host at a time has it, and loses it when it dies: a lock on a file and a counted heartbeat in it.
+//! * [`Lease`]: one process at a time acts in the name of a host, and loses that when it dies: a lock on a file and a
+//!   counted heartbeat in it.
+//! * [`HostWatch`]: which hosts live, of those that use the backing for one thing.
 //! * [`tokens`]: one host at a time writes to an I/O server.
 //! * [`FileLocks`]: locks that programs of several hosts have of files.
 //! * [`PeerWatch`]: how the hosts that live use the backing.
@@ -20,8 +22,9 @@
 //! * link(2) failing where the name exists, for all hosts: also where create(O_EXCL) does not.
 //! * Names and synced data being seen by other hosts when they look them up anew (close-to-open).
 
-mod ballot;
+pub mod ballot;
 mod file_locks;
+pub mod host_dir;
 mod lease;
 mod members;
 pub mod own;
@@ -29,18 +32,20 @@ mod reach;
 mod terms;
 pub mod tokens;
 mod vote;
+mod watch;
 
 pub use ballot::{
-    Action, BALLOT_VERSION, Ballot, JoinStep, Joined, Plan, Progress, Protocol, View, Waiting,
-    next, next_join,
+    Action, Alone, BALLOT_VERSION, Ballot, DecisionStep, JoinStep, Joined, Plan, Presence,
+    Progress, Protocol, Unit, View, Waiting,
 };
 pub use file_locks::{
     Done, FILE_LOCKS, FileLocks, InTheWay, OtherHosts, Owner, Released, Space, TestDone, Ticket,
     Wanted,
 };
-pub use lease::{BEAT_EVERY, Beat, Holder, Lease, LeaseError, STALE_AFTER};
+pub use lease::{Beat, Holder, LEASE_VERSION, Lease, LeaseError, LeaseUse, STALE_AFTER};
 pub use members::{Attendance, Expected, Members};
 pub use own::OwnError;
 pub use reach::{ReachError, check_reach};
 pub use terms::{Peer, PeerWatch, Peers, Terms, publish_terms};
 pub use vote::VoteDir;
+pub use watch::HostWatch;

@@ -15,8 +15,9 @@ use std::time::Duration;
 
 use firn_backing::{Backing, Errno, LockMode};
 
+use crate::host_dir::{host_dir_name, list_hosts_in};
 use crate::lease::{Beat, Holder, Lease, find_living};
-use crate::own::{self, OwnError};
+use crate::own::{self, OwnError, TOP};
 
 /// The file that is locked to see what comes of it, before the name of the host.
 const PROBE: &str = "probe-";
@@ -55,18 +56,19 @@ impl From<Errno> for ReachError {
     }
 }
 
-/// Looks how far locks in `dir` reach. `leases`: the directories in it of other hosts, each with a lease of this name
-/// in it. `rest` waits for so long.
+/// Looks how far locks in a backing reach, by files in `.firn/` and by the leases of the other hosts. `rest` waits for so
+/// long.
 pub fn check_reach<B: Backing>(
     base: &B,
-    dir: &B::Inode,
     me: &Holder,
-    other_hosts: &[String],
-    lease: &str,
     rest: &mut dyn FnMut(Duration),
 ) -> Result<(), ReachError> {
-    check_here(base, dir, &me.host, rest)?;
-    check_others(base, dir, me, other_hosts, lease, rest)
+    let top = own::dir(base, &base.root(), TOP)?;
+    check_here(base, &top, &me.host, rest)?;
+    check_others(base, &top, me, rest).map_err(|error| match error {
+        ReachError::Own(error) => ReachError::Own(error.below(TOP)),
+        error => error,
+    })
 }
 
 /// What can be seen of two open files of this host.
@@ -111,27 +113,29 @@ fn check_two_files<B: Backing>(
 /// Looks for leases whose locks are free and whose holders beat.
 fn check_others<B: Backing>(
     base: &B,
-    dir: &B::Inode,
+    top: &B::Inode,
     me: &Holder,
-    hosts: &[String],
-    lease: &str,
     rest: &mut dyn FnMut(Duration),
 ) -> Result<(), ReachError> {
-    let device = base.attr(dir)?.dev;
+    let device = base.attr(top)?.dev;
     let mut in_doubt = Vec::new();
-    for host in hosts {
-        let Some((host_dir, _)) = own::find_dir(base, dir, host)? else {
+    for host in list_hosts_in(base, top)? {
+        if host == me.host {
+            continue;
+        }
+        let name = host_dir_name(&host);
+        let Some((host_dir, _)) = own::find_dir(base, top, &name)? else {
             continue;
         };
-        let Some(beat) = Beat::read(base, &host_dir, lease).map_err(|error| error.below(host))?
-        else {
+        let beat = Beat::read(base, &host_dir).map_err(|error| error.below(&name))?;
+        let Some(beat) = beat else {
             continue;
         };
-        if !beat.is_settled_by_lock(&me.boot, device) && !Lease::is_held(base, &host_dir, lease)? {
+        if !beat.is_settled_by_lock(&me.boot, device) && !Lease::is_held(base, &host_dir)? {
             in_doubt.push((host_dir, beat));
         }
     }
-    let read = &mut |host_dir: &B::Inode| Beat::read(base, host_dir, lease);
+    let read = &mut |host_dir: &B::Inode| Beat::read(base, host_dir);
     match find_living(&in_doubt, rest, read)? {
         None => Ok(()),
         Some(beat) => Err(ReachError::StaysOnHost {

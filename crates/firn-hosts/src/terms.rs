@@ -15,13 +15,12 @@ use std::collections::{BTreeMap, HashMap};
 use firn_backing::{Backing, Errno};
 use serde::{Deserialize, Serialize};
 
+use crate::host_dir::{find_host_dir, list_hosts};
 use crate::lease::{Beat, Holder, Lease};
 use crate::own::{self, OwnError};
 
 /// Name of the file.
 const TERMS: &str = "terms";
-/// Before the name of a host, in the names of directories.
-const HOST: &str = "host-";
 
 /// What a host says, by names of options and formats.
 pub type Terms = BTreeMap<String, String>;
@@ -57,14 +56,11 @@ pub fn publish_terms<B: Backing>(
     own::store(base, dir, TERMS, &bytes)
 }
 
-/// Looks at the hosts that have leases of one name in a backing.
+/// Looks at the hosts that have leases in a backing.
 pub struct PeerWatch {
-    /// Names of directories, from the top of the backing, that have directories of hosts.
-    places: Vec<Vec<String>>,
-    lease: String,
     me: Holder,
-    /// The last beat of each host whose lock says nothing, by its place and directory.
-    seen: HashMap<(usize, String), Beat>,
+    /// The last beat of each host whose lock says nothing.
+    seen: HashMap<String, Beat>,
 }
 
 /// Whether a host lives.
@@ -85,12 +81,9 @@ pub struct Peers {
 }
 
 impl PeerWatch {
-    /// For this process. Where a host has leases in several places, what it says in the later ones goes before.
-    pub fn new(places: &[&[&str]], lease: &str, me: Holder) -> Self {
-        let place = |names: &&[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+    /// For this process.
+    pub fn new(me: Holder) -> Self {
         Self {
-            places: places.iter().map(place).collect(),
-            lease: lease.to_owned(),
             me,
             seen: HashMap::new(),
         }
@@ -98,46 +91,24 @@ impl PeerWatch {
 
     /// The other hosts that live, by their names.
     pub fn look<B: Backing>(&mut self, base: &B) -> Result<Peers, OwnError> {
-        let mut living: BTreeMap<String, Terms> = BTreeMap::new();
-        let mut is_unsure = false;
-        for (number, place) in self.places.clone().iter().enumerate() {
-            let Some(top) = find_place(base, place)? else {
+        let mut peers = Peers::default();
+        let mut hosts = list_hosts(base)?;
+        hosts.retain(|host| *host != self.me.host);
+        hosts.sort();
+        for host in hosts {
+            let Some(dir) = find_host_dir(base, &host)? else {
                 continue;
             };
-            for (name, host) in self.hosts_in(base, &top)? {
-                let Some((dir, _)) = own::find_dir(base, &top, &name)? else {
-                    continue;
-                };
-                let Some(terms) = self.read(base, &dir)? else {
-                    continue;
-                };
-                match self.judge(base, &dir, (number, name))? {
-                    Life::Lives => living.entry(host).or_default().extend(terms),
-                    Life::Gone => {}
-                    Life::Unknown => is_unsure = true,
-                }
+            let Some(terms) = self.read(base, &dir)? else {
+                continue;
+            };
+            match self.judge(base, &dir, &host)? {
+                Life::Lives => peers.living.push(Peer { host, terms }),
+                Life::Gone => {}
+                Life::Unknown => peers.is_unsure = true,
             }
         }
-        let peers = living.into_iter();
-        Ok(Peers {
-            living: peers.map(|(host, terms)| Peer { host, terms }).collect(),
-            is_unsure,
-        })
-    }
-
-    /// Names of the directories of other hosts, and of the hosts.
-    fn hosts_in<B: Backing>(
-        &self,
-        base: &B,
-        top: &B::Inode,
-    ) -> Result<Vec<(String, String)>, Errno> {
-        let names = own::list(base, top)?.into_iter();
-        let names = names.filter_map(|(name, ..)| String::from_utf8(name).ok());
-        let hosts = names.filter_map(|name| {
-            let host = name.strip_prefix(HOST)?.to_owned();
-            (host != self.me.host).then_some((name, host))
-        });
-        Ok(hosts.collect())
+        Ok(peers)
     }
 
     /// What is said in the holding that the lease tells of.
@@ -145,7 +116,7 @@ impl PeerWatch {
         let Some(bytes) = own::load(base, dir, TERMS)? else {
             return Ok(None);
         };
-        let beat = Beat::read(base, dir, &self.lease)?;
+        let beat = Beat::read(base, dir)?;
         let holding = beat.and_then(|beat| beat.holding());
         let stored: Option<Stored> = serde_json::from_slice(&bytes).ok();
         let current = stored.filter(|stored| Some(stored.holding) == holding);
@@ -156,34 +127,23 @@ impl PeerWatch {
         &mut self,
         base: &B,
         dir: &B::Inode,
-        key: (usize, String),
+        host: &str,
     ) -> Result<Life, OwnError> {
-        match Lease::is_held(base, dir, &self.lease) {
+        match Lease::is_held(base, dir) {
             Ok(true) => return Ok(Life::Lives),
             Ok(false) | Err(OwnError::Backing(Errno::OPNOTSUPP | Errno::NOLCK)) => {}
             Err(error) => return Err(error),
         }
-        let Some(beat) = Beat::read(base, dir, &self.lease)? else {
+        let Some(beat) = Beat::read(base, dir)? else {
             return Ok(Life::Gone);
         };
         if beat.is_settled_by_lock(&self.me.boot, base.attr(dir)?.dev) {
             return Ok(Life::Gone);
         }
-        Ok(match self.seen.insert(key, beat.clone()) {
+        Ok(match self.seen.insert(host.to_owned(), beat.clone()) {
             None => Life::Unknown,
             Some(before) if before == beat => Life::Gone,
             Some(_) => Life::Lives,
         })
     }
-}
-
-fn find_place<B: Backing>(base: &B, place: &[String]) -> Result<Option<B::Inode>, OwnError> {
-    let mut dir = base.root();
-    for name in place {
-        match own::find_dir(base, &dir, name)? {
-            Some((found, _)) => dir = found,
-            None => return Ok(None),
-        }
-    }
-    Ok(Some(dir))
 }

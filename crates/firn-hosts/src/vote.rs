@@ -73,6 +73,11 @@ impl<'a, B: Backing> VoteDir<'a, B> {
         })
     }
 
+    /// What it is in.
+    pub(crate) fn base(&self) -> &'a B {
+        self.base
+    }
+
     /// The directory itself.
     pub fn dir(&self) -> &B::Inode {
         &self.dir
@@ -163,6 +168,11 @@ impl<'a, B: Backing> VoteDir<'a, B> {
         let linked = self.base.link(&inode, &self.dir, OsStr::new(name));
         self.base.unlink(&self.dir, OsStr::new(&new))?;
         linked.map(drop)
+    }
+
+    /// Puts an empty file that means nothing after a power loss.
+    pub(crate) fn put_hint(&self, name: &str) -> Result<(), Errno> {
+        Ok(own::open_or_create(self.base, &self.dir, name).map(drop)?)
     }
 
     /// [`VoteDir::put_once`] of a value as JSON.

@@ -3,7 +3,9 @@
 use std::cell::Cell;
 
 use firn_backing::{Backing, Errno, Volume};
-use firn_hosts::{Ballot, Joined, OwnError, Plan, Progress, Protocol, VoteDir, own};
+use firn_hosts::{
+    Ballot, DecisionStep, Joined, OwnError, Plan, Presence, Progress, Protocol, Unit, VoteDir, own,
+};
 use firn_sim::SimBacking;
 use firn_sim::suite::own_caller;
 
@@ -20,7 +22,11 @@ impl Protocol for Undo {
     fn plan(&self, commit: &bool) -> Plan {
         Plan {
             stops_first: !commit,
-            units: if *commit { &[] } else { &["undo"] },
+            stages: if *commit {
+                Vec::new()
+            } else {
+                vec![vec![Unit::Part("undo".to_owned())]]
+            },
         }
     }
 }
@@ -58,6 +64,7 @@ fn end(
     match ballot.carry_out(|_| work())? {
         Progress::Done => ballot.leave()?,
         Progress::Waits(_) => return Ok(false),
+        Progress::Gone => {}
     }
     Ok(true)
 }
@@ -134,5 +141,157 @@ fn a_host_that_comes_late_takes_part_in_the_next_ballot_or_in_none() {
             }
             Err(error) => panic!("step {step}: {error}"),
         }
+    }
+}
+
+/// A host that dies while it removes the directory and never comes back keeps nobody from the next ballot of that name.
+#[test]
+fn whoever_looks_next_removes_what_a_host_was_removing_that_never_comes_back() {
+    let mut taken_over = 0;
+    for step in 1..STEPS_MAX {
+        let a = disk();
+        let b = a.another_process();
+        for (on, host) in [(&a, "a"), (&b, "b")] {
+            assert_eq!(join(on, host), Ok(Joined::Yes), "step {step}");
+        }
+        assert_eq!(end(&b, "b", true, &|| Ok(())), Ok(true), "step {step}");
+        a.crash_at(a.steps() + step);
+        drop(end(&a, "a", true, &|| Ok(())));
+        if !a.is_dead() {
+            break;
+        }
+        let found = VoteDir::find(&b, &b.root(), DIR, "b").expect("find");
+        let has_left = |dir: &VoteDir<'_, SimBacking>| {
+            let left = dir.hosts("left-").expect("hosts");
+            left.contains(&"a".to_owned())
+        };
+        // What it had not left waits for it, or for who holds its lease.
+        if found.as_ref().is_some_and(|dir| !has_left(dir)) {
+            continue;
+        }
+        taken_over += usize::from(found.is_some());
+        drop(found);
+        assert_eq!(end(&b, "b", true, &|| Ok(())), Ok(true), "step {step}");
+        VoteDir::remove_retired(&b, &b.root()).expect("remove");
+        assert_eq!(names(&b), [""; 0], "step {step}");
+    }
+    assert!(
+        taken_over > 0,
+        "it dies nowhere between its leaving and the rename"
+    );
+}
+
+/// What is written is built in two parts, by whoever comes.
+struct Build;
+
+impl Protocol for Build {
+    type Decision = String;
+
+    const PRESENCE: Presence = Presence::Living;
+
+    fn plan(&self, _what: &String) -> Plan {
+        let parts = ["0", "1"].map(|part| Unit::Part(part.to_owned()));
+        Plan {
+            stops_first: false,
+            stages: vec![
+                vec![Unit::Whole("begin")],
+                parts.to_vec(),
+                vec![Unit::Whole("end")],
+            ],
+        }
+    }
+}
+
+/// Writes, if that is still possible, and says so no more.
+fn write_and_leave(on: &SimBacking, host: &str) -> Result<Joined, OwnError> {
+    let ballot = Ballot::in_dir(VoteDir::make(on, &on.root(), DIR, host)?, Build);
+    let joined = ballot.join(b"")?;
+    if joined == Joined::Yes {
+        ballot.withdraw()?;
+    }
+    Ok(joined)
+}
+
+/// Builds what a host can; whether the directory is gone. `is_living` says of the other hosts whether they live.
+fn build(on: &SimBacking, host: &str, is_living: bool) -> Result<bool, OwnError> {
+    let Some(dir) = VoteDir::find(on, &on.root(), DIR, host)? else {
+        return Ok(true);
+    };
+    let ballot = Ballot::in_dir(dir, Build);
+    match ballot.close(&|other| Ok(other != host && is_living))? {
+        DecisionStep::Close | DecisionStep::Wait(_) => return Ok(false),
+        DecisionStep::Decide => drop(ballot.decide(&host.to_owned())?),
+        DecisionStep::Decided => {}
+    }
+    let names = || ballot.dir().names();
+    let progress = ballot.carry_out(|unit| {
+        let done: Vec<_> = names()?
+            .into_iter()
+            .filter(|name| name.starts_with("done-"))
+            .collect();
+        assert!(!done.contains(&unit.done_file()), "it is begun again");
+        let earlier = match unit {
+            Unit::Whole("begin") => 0..=0,
+            Unit::Whole(_) => 3..=3,
+            Unit::Part(_) => 1..=2,
+        };
+        assert!(earlier.contains(&done.len()), "{unit:?} after {done:?}");
+        Ok::<(), Errno>(())
+    })?;
+    if matches!(progress, Progress::Waits(_)) {
+        return Ok(false);
+    }
+    ballot.remove_if_over()?;
+    Ok(true)
+}
+
+#[test]
+fn what_hosts_write_while_they_live_is_built_by_another_one_whoever_dies_at_which_call() {
+    let mut died = 0;
+    for step in 1..STEPS_MAX {
+        let a = disk();
+        let b = a.another_process();
+        a.crash_at(a.steps() + step);
+        let built = write_and_leave(&a, "a").and_then(|_| build(&a, "a", true));
+        died += usize::from(a.is_dead());
+        assert_eq!(built.is_err(), a.is_dead(), "step {step}: {built:?}");
+        assert_eq!(build(&b, "b", false), Ok(true), "step {step}");
+        VoteDir::remove_retired(&b, &b.root()).expect("remove");
+        assert_eq!(names(&b), [""; 0], "step {step}");
+        a.fsck().expect("fsck");
+        if !a.is_dead() {
+            break;
+        }
+    }
+    assert!(died > 30, "{died} calls");
+}
+
+/// A host that begins to write is seen by one that closes, or sees that it is closed.
+#[test]
+fn nobody_that_lives_writes_to_what_is_decided() {
+    for step in 1..STEPS_MAX {
+        let a = disk();
+        let late = a.another_process();
+        assert_eq!(write_and_leave(&a, "a"), Ok(Joined::Yes), "step {step}");
+        let hang = late.hang_at(step);
+        let (joined, is_decided) = std::thread::scope(|scope| {
+            let coming = scope.spawn(|| {
+                let dir = VoteDir::make(&late, &late.root(), DIR, "late")?;
+                Ok::<_, OwnError>(Ballot::in_dir(dir, Build).join(b"")?)
+            });
+            while !hang.is_reached() && !coming.is_finished() {
+                std::thread::yield_now();
+            }
+            let is_decided = build(&a, "a", true).expect("build");
+            hang.release();
+            (coming.join().expect("a host"), is_decided)
+        });
+        let writes = joined == Ok(Joined::Yes);
+        let found = VoteDir::find(&a, &a.root(), DIR, "a").expect("find");
+        let counts = found.is_some_and(|dir| {
+            let names = dir.names().expect("names");
+            names.contains("in-late") && !names.contains("decision")
+        });
+        assert!(!writes || counts, "step {step}: {joined:?}, {is_decided}");
     }
 }

@@ -4,9 +4,11 @@ use std::ffi::OsStr;
 use std::time::Duration;
 
 use firn_backing::{Backing, Errno, Names, Volume};
+use firn_hosts::host_dir::make_host_dir;
+use firn_hosts::own::TOP;
 use firn_hosts::{
-    Holder, Lease, LeaseError, OwnError, PeerWatch, Peers, ReachError, Terms, VoteDir, check_reach,
-    own, publish_terms,
+    Holder, HostWatch, Lease, LeaseError, LeaseUse, OwnError, PeerWatch, Peers, ReachError, Terms,
+    VoteDir, check_reach, own, publish_terms,
 };
 use firn_sim::LockReach;
 use firn_sim::SimBacking;
@@ -15,6 +17,7 @@ use firn_sim::suite::own_caller;
 const DIR: &str = "decision";
 const FILE: &str = "outcome";
 const LEASE: &str = "lease";
+const USE: LeaseUse = LeaseUse::Transactions;
 /// More calls than anything here makes.
 const STEPS_MAX: u64 = 60;
 
@@ -184,11 +187,11 @@ fn a_retired_directory_that_others_could_change_is_left() {
 }
 
 fn take(on: &SimBacking, host: &str) -> Result<Lease<SimBacking>, LeaseError> {
-    Lease::take(on, &on.root(), LEASE, &holder(host), &mut |_| {})
+    Lease::take(on, &on.root(), USE, &holder(host), &mut |_| {})
 }
 
 fn is_held(on: &SimBacking) -> bool {
-    Lease::is_held(on, &on.root(), LEASE).expect("ask")
+    Lease::is_held(on, &on.root()).expect("ask")
 }
 
 #[test]
@@ -248,12 +251,10 @@ fn who_released_a_lease_or_held_it_under_this_kernel_is_not_waited_for() {
     let b = a.another_process();
     let root = b.root();
     take(&a, "a").expect("take").release(&a).expect("release");
-    drop(Lease::take(&b, &root, LEASE, &holder("b"), &mut never).expect("it was released"));
-    drop(Lease::take(&b, &root, LEASE, &holder("b"), &mut never).expect("the same kernel"));
+    drop(Lease::take(&b, &root, USE, &holder("b"), &mut never).expect("it was released"));
+    drop(Lease::take(&b, &root, USE, &holder("b"), &mut never).expect("the same kernel"));
     let mut waited = Duration::ZERO;
-    let taken = Lease::take(&a, &a.root(), LEASE, &holder("a"), &mut |time| {
-        waited += time
-    });
+    let taken = Lease::take(&a, &a.root(), USE, &holder("a"), &mut |time| waited += time);
     assert!(
         taken.is_ok() && waited == firn_hosts::STALE_AFTER,
         "{waited:?}"
@@ -284,21 +285,15 @@ fn a_heartbeat_that_goes_on_betrays_locks_that_stay_on_their_host() {
     let mut lease = take(&a, "a").expect("take");
     a.set_lock_reach(LockReach::Host);
     let mut beat = |_| lease.beat(&a).expect("beat");
-    match Lease::take(&b, &b.root(), LEASE, &holder("b"), &mut beat) {
+    match Lease::take(&b, &b.root(), USE, &holder("b"), &mut beat) {
         Err(LeaseError::Unreached { holder: found }) => assert_eq!(found, Some(holder("a"))),
         other => panic!("{:?}", other.err()),
     }
     lease.beat(&a).expect("who lives keeps its lease");
 }
 
-/// The staging directory of a host with its lease in it.
-fn host_dir(on: &SimBacking, host: &str) -> Inode {
-    own::dir(on, &on.root(), &format!("host-{host}")).expect("make")
-}
-
 fn reach(on: &SimBacking, rest: &mut dyn FnMut(Duration)) -> Result<(), ReachError> {
-    let others = ["host-a".to_owned(), "host-gone".to_owned()];
-    check_reach(on, &on.root(), &holder("b"), &others, LEASE, rest)
+    check_reach(on, &holder("b"), rest)
 }
 
 /// Proves S-tx-86.
@@ -306,8 +301,9 @@ fn reach(on: &SimBacking, rest: &mut dyn FnMut(Duration)) -> Result<(), ReachErr
 fn locks_that_do_not_keep_other_hosts_out_are_found_out_and_why() {
     let a = disk();
     let b = a.another_process();
-    let dir = host_dir(&a, "a");
-    let mut lease = Lease::take(&a, &dir, LEASE, &holder("a"), &mut never).expect("take");
+    let dir = make_host_dir(&a, "a").expect("make");
+    make_host_dir(&a, "gone").expect("make");
+    let mut lease = Lease::take(&a, &dir, USE, &holder("a"), &mut never).expect("take");
     assert_eq!(reach(&b, &mut never), Ok(()), "a is alive and keeps b out");
     a.set_lock_reach(LockReach::Host);
     let stays = Err(ReachError::StaysOnHost { host: "a".into() });
@@ -321,11 +317,51 @@ fn locks_that_do_not_keep_other_hosts_out_are_found_out_and_why() {
     a.crash_at(0);
     assert!(lease.beat(&a).is_err());
     assert_eq!(reach(&b, &mut |_| {}), Ok(()), "a is dead");
-    let names = own::list(&b, &b.root()).expect("list");
+    let (firn, _) = b.lookup(&b.root(), OsStr::new(TOP)).expect("lookup");
+    let names = own::list(&b, &firn).expect("list");
     assert!(
         names.iter().all(|(name, ..)| name.starts_with(b"host-")),
         "no probe is left"
     );
+}
+
+#[test]
+fn a_host_lives_for_what_its_lease_is_used_for_and_for_nothing_else() {
+    let a = disk();
+    let b = a.another_process();
+    let watch = |purpose| HostWatch::new(purpose, holder("b").boot);
+    let lives_for = |purpose| watch(purpose).is_living(&b, "a").expect("look");
+    assert!(!lives_for(LeaseUse::Logs), "it was never there");
+    let dir = make_host_dir(&a, "a").expect("make");
+    let mut lease = Lease::take(&a, &dir, LeaseUse::Tokens, &holder("a"), &mut never);
+    let lease = lease.as_mut().expect("take");
+    assert!(lives_for(LeaseUse::Tokens) && !lives_for(LeaseUse::Logs));
+    assert_eq!(lease.beat_every(), Duration::from_secs(2));
+    lease.add_use(&a, LeaseUse::Logs).expect("add");
+    lease.beat(&a).expect("its record is still its own");
+    assert!(lives_for(LeaseUse::Tokens) && lives_for(LeaseUse::Logs));
+    assert!(!lives_for(LeaseUse::Transactions));
+    lease.add_use(&a, LeaseUse::Transactions).expect("add");
+    // The use that has to see it most often decides.
+    assert_eq!(lease.beat_every(), Duration::from_secs(1));
+    let others = watch(LeaseUse::Logs).others_living(&b, "b");
+    assert_eq!(others.as_deref(), Ok(&["a".to_owned()][..]));
+    let others = watch(LeaseUse::Logs).others_living(&a, "a");
+    assert_eq!(others.as_deref(), Ok(&[][..]));
+}
+
+/// A host whose lock says nothing is believed as long as its beat has not stood still for too long.
+#[test]
+fn a_host_whose_lock_does_not_reach_lives_by_its_beat() {
+    let a = disk();
+    a.set_lock_reach(LockReach::Host);
+    let b = a.another_process();
+    let dir = make_host_dir(&a, "a").expect("make");
+    let lease = Lease::take(&a, &dir, LeaseUse::Logs, &holder("a"), &mut never).expect("take");
+    let seen_by_b = HostWatch::new(LeaseUse::Logs, holder("b").boot);
+    assert_eq!(seen_by_b.is_living(&b, "a"), Ok(true));
+    lease.release(&a).expect("release");
+    assert_eq!(seen_by_b.is_living(&b, "a"), Ok(false), "it said so");
 }
 
 #[test]
@@ -342,16 +378,16 @@ fn a_lease_in_a_place_that_others_may_change_is_not_believed() {
 
 /// The directory of a host with a lease in it, and what it says.
 fn join(on: &SimBacking, host: &str, says: &str) -> (Inode, Lease<SimBacking>) {
-    let dir = own::dir(on, &on.root(), &format!("host-{host}")).expect("dir");
+    let dir = make_host_dir(on, host).expect("dir");
     let me = holder(host);
-    let lease = Lease::take(on, &dir, LEASE, &me, &mut |_| ()).expect("take");
+    let lease = Lease::take(on, &dir, USE, &me, &mut |_| ()).expect("take");
     let terms = Terms::from([("layout".to_owned(), says.to_owned())]);
     publish_terms(on, &dir, &lease, &terms).expect("publish");
     (dir, lease)
 }
 
 fn watch(host: &str) -> PeerWatch {
-    PeerWatch::new(&[&[]], LEASE, holder(host))
+    PeerWatch::new(holder(host))
 }
 
 /// What each other host that lives says.
@@ -387,8 +423,8 @@ fn hosts_that_live_are_seen_with_what_they_say_and_others_are_not() {
         let fourth = seen_by_b.look(&disk_of_b).expect("look");
         assert_eq!(said(&fourth), [], "{reach:?}: {third:?}");
         // It comes back, and what it said in its earlier life does not count.
-        let dir = own::dir(&disk_of_a, &disk_of_a.root(), "host-a").expect("dir");
-        let again = Lease::take(&disk_of_a, &dir, LEASE, &holder("a"), &mut |_| ());
+        let dir = make_host_dir(&disk_of_a, "a").expect("dir");
+        let again = Lease::take(&disk_of_a, &dir, USE, &holder("a"), &mut |_| ());
         let again = again.expect("take");
         let unsaid = seen_by_b.look(&disk_of_b).expect("look");
         assert_eq!(said(&unsaid), [], "{reach:?}");

@@ -64,6 +64,7 @@ impl<B: Backing> Appender<B> {
             let batch = std::mem::take(&mut state.batch);
             let end = state.end;
             let result = state.unlocked(|| own::write_all(base, &self.file, &bytes, end));
+            debug_assert_eq!(state.end, end, "one batch is written at a time");
             if result.is_ok() {
                 state.end += bytes.len() as u64;
             }
@@ -96,6 +97,7 @@ impl<B: Backing> Appender<B> {
         let is_more = end > state.synced;
         state.synced = state.synced.max(end);
         state.told = state.told.max(end);
+        debug_assert!(state.synced <= state.told && state.told <= state.end);
         Ok(is_more)
     }
 
@@ -105,6 +107,7 @@ impl<B: Backing> Appender<B> {
         if state.told == range.start {
             state.told = range.end;
         }
+        debug_assert!(state.told <= state.end, "what is told was appended");
     }
 
     /// Bytes that are durable.

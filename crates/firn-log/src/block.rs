@@ -192,6 +192,7 @@ pub type SpanEncoder = BlockEncoder<u64>;
 impl SpanEncoder {
     /// Appends what the frame at `frame` of the index wrote.
     pub fn push(&mut self, frame: u64, span: &Span) {
+        debug_assert!(frame >= self.before, "spans are in order of their frames");
         let stored = StoredSpan {
             frame: frame - self.before,
             log: span.log,

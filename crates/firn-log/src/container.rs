@@ -33,7 +33,7 @@ use crate::names::Writer;
 use crate::resolve::{Layers, Segment, WriterId};
 use crate::run::Piece;
 use crate::seal::{CLOSING, Seal};
-use crate::table::BlockCache;
+use crate::table::{BlockCache, TableError, TableResult};
 use crate::times::{self, Record};
 use crate::writer::{Appended, OwnLog};
 
@@ -314,7 +314,10 @@ impl<B: Backing> Container<B> {
             let appended = own.note(base, self.epoch.load(Ordering::Acquire), Change::Cut(part))?;
             self.add_own(base, &own, appended)?;
         }
-        Ok(self.settle_len(base)?)
+        match self.settle_len(base) {
+            Err(TableError::Damaged) => Ok(self.read_again(base, None)?),
+            settled => Ok(settled.map_err(Errno::from)?),
+        }
     }
 
     /// Makes the file at least so long.
@@ -371,14 +374,14 @@ impl<B: Backing> Container<B> {
     pub fn find_next(&self, base: &B, walk: &mut Walk) -> Result<Vec<Segment>> {
         for _ in 0..TRIES_MAX {
             match self.find_part(base, walk) {
-                Err(Errno::STALE) if self.has_damaged() => self.read_again(base, None)?,
-                outcome => return outcome,
+                Err(TableError::Damaged) => self.read_again(base, None)?,
+                outcome => return Ok(outcome?),
             }
         }
         Err(Errno::IO)
     }
 
-    fn find_part(&self, base: &B, walk: &mut Walk) -> Result<Vec<Segment>> {
+    fn find_part(&self, base: &B, walk: &mut Walk) -> TableResult<Vec<Segment>> {
         loop {
             let mut range = walk.part();
             let pieces_max = self.memory.pieces_max();

@@ -37,6 +37,9 @@ impl Limits {
         let has_same = next.is_some_and(|next| next.until == until);
         let first = self.0[..at].partition_point(|known| known.len < len);
         self.0.splice(first..at + usize::from(has_same), [limit]);
+        let around = &self.0[first.saturating_sub(1)..self.0.len().min(first + 2)];
+        debug_assert!(around.is_sorted_by(|one, next| one.until < next.until));
+        debug_assert!(around.is_sorted_by(|one, next| one.len < next.len));
     }
 
     /// Where what the frame that begins at `frame` wrote ends.
@@ -91,6 +94,9 @@ impl Growths {
         let has_same = self.0.get(at).is_some_and(|next| next.frame == frame);
         let first = self.0[..at].partition_point(|known| known.len > len);
         self.0.splice(first..at + usize::from(has_same), [growth]);
+        let around = &self.0[first.saturating_sub(1)..self.0.len().min(first + 2)];
+        debug_assert!(around.is_sorted_by(|one, next| one.frame < next.frame));
+        debug_assert!(around.is_sorted_by(|one, next| one.len > next.len));
     }
 
     /// How long they make the file.

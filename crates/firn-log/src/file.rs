@@ -451,14 +451,8 @@ impl<B: Backing> LoggedFile<B> {
             };
             Self::set_bases(&generations, plain_bytes);
             match read_stack(place.base, &generations, plain, buf, offset) {
-                // It was flattened meanwhile, and its logs are gone.
-                Err(Errno::IO | Errno::NOENT | Errno::STALE)
-                    if generations
-                        .iter()
-                        .any(|one| one.is_flat(place).unwrap_or(false)) =>
-                {
-                    self.look_again(place)?;
-                }
+                // Its logs are gone.
+                Err(_) if is_any_over(place, &generations) => self.look_again(place)?,
                 outcome => return outcome,
             }
         }
@@ -489,14 +483,8 @@ impl<B: Backing> LoggedFile<B> {
                 false => locate_in_stack(place.base, &generations, plain, whole, &mut found),
             };
             match located {
-                // It was flattened meanwhile, and its logs are gone.
-                Err(Errno::IO | Errno::NOENT | Errno::STALE)
-                    if generations
-                        .iter()
-                        .any(|one| one.is_flat(place).unwrap_or(false)) =>
-                {
-                    self.look_again(place)?;
-                }
+                // Its logs are gone.
+                Err(_) if is_any_over(place, &generations) => self.look_again(place)?,
                 outcome => {
                     if outcome? == Room::Left {
                         found.end = range.end;
@@ -739,7 +727,7 @@ impl<B: Backing> LoggedFile<B> {
         }
         match self.put_head(place, number, plain) {
             // It was there, and was flat and removed meanwhile.
-            Err(Errno::NOENT | Errno::STALE) => Ok(()),
+            Err(_) if own::find_dir(place.base, place.top, &name)?.is_none() => Ok(()),
             put => put,
         }
     }
@@ -762,7 +750,7 @@ impl<B: Backing> LoggedFile<B> {
             return Ok(());
         }
         let remove = &mut || match has_no_head()? {
-            true => ending.votes.retire(),
+            true => ending.votes().retire(),
             false => Ok(()),
         };
         ending.alone(remove).map(drop)
@@ -868,12 +856,13 @@ impl<B: Backing> LoggedFile<B> {
             };
             let attr = place.base.attr_now(inode)?;
             Self::set_bases(&generations, attr.size);
+            let rejected = lowest.container.count_rejected();
             match lowest.flatten(place, inode, unit_bytes, is_alive) {
                 Ok(Flattened::Flat) => {}
-                // A sorted index was found to be damaged on the way.
-                Err(Errno::STALE) => {}
-                // Another host was faster, and has removed it.
-                Err(_) if !lowest.is_current(place)? => {}
+                Err(error) => match lowest.look_at_fate(place, rejected)? {
+                    Fate::Removed | Fate::ReadAnew => {}
+                    Fate::Unchanged | Fate::Flat => return Err(error),
+                },
                 outcome => return outcome,
             }
         }
@@ -971,7 +960,7 @@ impl<B: Backing> Generation<B> {
     /// None if it is gone: a later container may have its name.
     fn ending<'a>(&'a self, place: &Place<'a, B>) -> Result<Option<Ending<'a, B>>> {
         let found = Ending::of(place.base, &self.container, place.top, &self.name)?;
-        Ok(found.filter(|ending| ending.votes.ino() == self.dir))
+        Ok(found.filter(|ending| ending.votes().ino() == self.dir))
     }
 
     /// Says that this host writes to it; false if nobody begins to any more.
@@ -1019,7 +1008,7 @@ impl<B: Backing> Generation<B> {
         }
         match self.container.add_time(place.base, given) {
             // It is flat, and has been removed since.
-            Err(Errno::NOENT | Errno::STALE) => {
+            Err(_) if !self.is_current(place)? => {
                 self.container.end_time();
                 Ok(true)
             }
@@ -1090,6 +1079,41 @@ impl<B: Backing> Generation<B> {
             None => Ok(true),
         }
     }
+
+    /// What became of it while something failed. `rejected`: its sorted indexes that were not used before that.
+    fn look_at_fate(&self, place: &Place<'_, B>, rejected: usize) -> Result<Fate> {
+        let Some(ending) = self.ending(place)? else {
+            return Ok(Fate::Removed);
+        };
+        if self.container.count_rejected() > rejected {
+            return Ok(Fate::ReadAnew);
+        }
+        Ok(if ending.is_flat()? {
+            Fate::Flat
+        } else {
+            Fate::Unchanged
+        })
+    }
+}
+
+/// What became of a generation while something was done with it that failed. An errno does not tell: network file systems
+/// have the same ones for reasons of their own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fate {
+    /// It is as it was: the failure counts.
+    Unchanged,
+    /// Its bytes are in the plain file.
+    Flat,
+    /// Another host has removed it.
+    Removed,
+    /// A sorted index was found to be damaged, and all was read anew.
+    ReadAnew,
+}
+
+/// Whether one of these is flat or removed, as far as that can be seen.
+fn is_any_over<B: Backing>(place: &Place<'_, B>, generations: &[Arc<Generation<B>>]) -> bool {
+    let is_over = |one: &Arc<Generation<B>>| one.is_flat(place).unwrap_or(false);
+    generations.iter().any(is_over)
 }
 
 /// Reads a stack of generations from the top down.

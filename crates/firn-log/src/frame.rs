@@ -92,8 +92,10 @@ impl Cut {
                 });
             }
             let part = parts.last_mut().expect("there is one");
-            part.seen.insert(writer, until);
+            let is_new = part.seen.insert(writer, until).is_none();
+            debug_assert!(is_new, "a host has seen one part of an index");
         }
+        debug_assert!(parts.iter().all(|part| part.len == len));
         parts
     }
 }

@@ -4,7 +4,7 @@
 //! byte of data that would have to be synced before anybody believes it. So making a container waits for no device.
 //!
 //! ```text
-//! firn-log-3 INO-BIRTH-GENERATION BASE CRC
+//! firn-log-4 INO-BIRTH-GENERATION BASE CRC
 //!
 //! INO-BIRTH-GENERATION   the container's name
 //! BASE                   bytes of the plain file that count below it; - where it lies over another generation
@@ -26,7 +26,7 @@ use crate::seal::{CLOSING, SEAL_NAME};
 
 const MAGIC: &str = "firn-log-";
 /// What containers are made and read with.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// That of containers whose heads were files.
 const VERSION_OF_FILES: u32 = 1;
 
@@ -220,9 +220,9 @@ mod tests {
                 assert!(Head::decode(&text[..len]).is_err(), "{len} bytes");
             }
             let mut later = text.clone();
-            for other in [2u8, 4] {
-                later[MAGIC.len()] = b'0' + other;
-                let expected = HeadError::Version(other.into());
+            for other in [VERSION - 1, VERSION + 1] {
+                later[MAGIC.len()] = b'0' + other as u8;
+                let expected = HeadError::Version(other);
                 assert_eq!(Head::decode(&later), Err(expected));
             }
         }

@@ -92,6 +92,8 @@ impl Locating {
     }
 
     fn add_part(&mut self, range: Range<u64>, file: Option<usize>, position: u64) -> Room {
+        debug_assert!(range.start >= self.end, "parts are told in order");
+        debug_assert!(range.start <= range.end);
         if let Some(last) = self.parts.last_mut()
             && last.file == file
             && last.offset + last.len == range.start

@@ -76,6 +76,7 @@ impl Segment {
         }
         first.file.end = end;
         self.file.start = end;
+        debug_assert!(first.file.end <= self.file.end, "no byte is added");
         first
     }
 }
@@ -328,8 +329,13 @@ impl Outline {
                     next
                 }
             };
+            debug_assert!(at < end && end <= range.end, "each part has a byte");
             at = end;
         }
+        debug_assert!(
+            segments.is_all_of(&range),
+            "a range is told without gaps, once"
+        );
         segments.0
     }
 
@@ -546,6 +552,19 @@ impl Segments {
             Some(last) if last.goes_on_with(&next) => last.file.end = next.file.end,
             _ => self.0.push(next),
         }
+    }
+}
+
+impl Segments {
+    /// Whether they follow each other from the beginning of a range to its end.
+    fn is_all_of(&self, range: &Range<u64>) -> bool {
+        let mut at = range.start;
+        let follow = self.0.iter().all(|segment| {
+            let follows = segment.file.start == at && segment.file.end > at;
+            at = segment.file.end;
+            follows
+        });
+        follow && at == range.end.max(range.start)
     }
 }
 

@@ -22,7 +22,7 @@ use crate::head::{self, HEAD, Head, HeadError};
 use crate::index_reader::{find_frame, has_synced_frame_after, read_index};
 use crate::names::Writer;
 use crate::resolve::WriterId;
-use crate::seal::{ALL, DONE, Ending, SEAL_NAME, Seal, done_name};
+use crate::seal::{ALL, Ending, SEAL_NAME, Seal, done_name, is_done_part};
 
 /// Something that is given up.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -111,7 +111,7 @@ impl<B: Backing> Ending<'_, B> {
         is_alive: &dyn Fn(&str) -> Result<bool>,
         teller: &mut Teller<'_>,
     ) -> Result<bool> {
-        let dir = self.votes.dir();
+        let dir = self.votes().dir();
         match head::load(self.base, dir, file, generation)? {
             Err(HeadError::Missing | HeadError::Damaged) => {}
             // One of another version or file is not damaged.
@@ -147,11 +147,11 @@ impl<B: Backing> Ending<'_, B> {
     }
 
     fn give_up_alone(&self, unit_bytes: u64, teller: &mut Teller<'_>) -> Result<()> {
-        let names = self.votes.names()?;
+        let names = self.votes().names()?;
         if names.contains(ALL) {
             return Ok(());
         }
-        let stored = own::load(self.base, self.votes.dir(), SEAL_NAME)?;
+        let stored = own::load(self.base, self.votes().dir(), SEAL_NAME)?;
         let old = stored.as_deref().and_then(Seal::decode);
         let is_damaged = stored.is_some() && old.is_none();
         let salvaged = self.container.salvage_indexes(self.base, old.as_ref())?;
@@ -202,10 +202,10 @@ impl<B: Backing> Ending<'_, B> {
         teller.report.sync()?;
         if is_damaged {
             // By it, parts of the file may have been others.
-            let done = names.iter().filter(|name| name.starts_with(DONE));
-            self.votes.remove_files(done.map(String::as_str))?;
+            let done = names.iter().filter(|name| is_done_part(name));
+            self.votes().remove_files(done.map(String::as_str))?;
         }
-        own::store(self.base, self.votes.dir(), SEAL_NAME, &seal.encode())?;
+        own::store(self.base, self.votes().dir(), SEAL_NAME, &seal.encode()?)?;
         self.container.take_seal(self.base, seal)
     }
 

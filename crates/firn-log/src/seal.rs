@@ -1,24 +1,25 @@
 //! The end of a container: who writes to it, what counts of it, and its way into the plain file.
 //!
+//! A container is a [`Ballot`] in which hosts take part while they live:
+//!
 //! ```text
-//! w-HOST       the host may write
-//! closing      put once: no host begins to write any more
-//! seal         put once: so many bytes of each index count, and nothing else
-//! claim-UNIT   locked by who writes this part of the plain file
-//! done-UNIT    put once: the part is in the plain file, durably
-//! cut          put once: the plain file was cut to what counts of it
-//! all          put once: the plain file is the file
-//! time-N       what time the file has ([`crate::times`])
+//! in-HOST      the host may write
+//! closing      no host begins to write any more
+//! decision     the seal: so many bytes of each index count, and nothing else
+//! done-cut     the plain file was cut to what counts of it
+//! claim-N      locked by who writes this part of the plain file
+//! done-N       the part is in the plain file, durably
+//! done-all     the plain file is the file
 //! whole        locked by who cuts the plain file, ends with it, or removes the container
+//! time-N       what time the file has ([`crate::times`])
 //! ```
 //!
-//! A host that begins to write puts `w-HOST` and then looks for `closing`; one that ends the container puts `closing` and
-//! then looks for `w-HOST`. So at least one of the two sees the other, and no host writes to a sealed container unless it
-//! was taken for dead.
+//! The stages of its work are the cut, the parts, and the end. A host that begins to write and one that ends the container
+//! see at least one of each other, so no host writes to a sealed container unless it was taken for dead.
 //!
 //! Promises
-//! * The bytes of the file are the same before, while and after it is flattened. Until `all` is there, nobody reads from
-//!   the plain file what is in a log.
+//! * The bytes of the file are the same before, while and after it is flattened. Until `done-all` is there, nobody reads
+//!   from the plain file what is in a log.
 //! * Each step may be repeated, by any host, after a crash at any call: logs do not change, and a part of the plain file
 //!   is written with the same bytes each time.
 
@@ -26,10 +27,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::io::IoSlice;
 use std::ops::Range;
+use std::sync::OnceLock;
 use std::sync::mpsc::{self, Receiver, Sender};
 
-use firn_backing::{Backing, Errno, LockMode, PageAdvice, Result, SetTime, Time};
-use firn_hosts::{VoteDir, own};
+use firn_backing::{Backing, Errno, PageAdvice, Result, SetTime, Time};
+pub(crate) use firn_hosts::ballot::{CLOSING, DONE, JOINED as WRITING};
+use firn_hosts::ballot::{decode_decision, encode_decision};
+use firn_hosts::{
+    Alone, Ballot, DecisionStep, Joined, Plan, Presence, Progress, Protocol, Unit, VoteDir, ballot,
+    own,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::container::{Container, Walk};
@@ -39,17 +46,13 @@ use crate::run::FILE_BYTES_MAX;
 use crate::writer::write_vectored;
 use crate::{tag, times};
 
-/// Put once, with [`Seal`].
-pub(crate) const SEAL_NAME: &str = "seal";
-const SEAL_MAGIC: &str = "FIRNSEAL1 ";
-/// Put once. What a host appends when it is there may count or not.
-pub(crate) const CLOSING: &str = "closing";
+/// In a container: the seal.
+pub(crate) const SEAL_NAME: &str = ballot::DECISION;
+/// Units of work that concern the whole plain file.
 const CUT: &str = "cut";
-pub(crate) const ALL: &str = "all";
-/// Locked by who changes the plain file as a whole, or removes the container.
-const WHOLE: &str = "whole";
-/// Before a host's name: it may write.
-pub(crate) const WRITING: &str = "w-";
+const END: &str = "all";
+/// In a container: the plain file is the file.
+pub(crate) const ALL: &str = "done-all";
 /// Bytes of the plain file that one host writes at a time, unless the file system's stripes ask for others.
 pub const UNIT_BYTES: u64 = 256 << 20;
 /// Bytes that are read from logs before they are written: so many of each log follow each other that a disk does not seek
@@ -148,20 +151,13 @@ impl Seal {
         })
     }
 
-    /// A line with a checksum, and JSON.
-    pub(crate) fn encode(&self) -> Vec<u8> {
-        let json = serde_json::to_string_pretty(self).expect("plain data");
-        let checksum = crc32c::crc32c(json.as_bytes());
-        format!("{SEAL_MAGIC}{checksum:08x}\n{json}").into_bytes()
+    /// As a decision is stored.
+    pub(crate) fn encode(&self) -> Result<Vec<u8>> {
+        encode_decision(self)
     }
 
     pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
-        let (line, json) = std::str::from_utf8(bytes).ok()?.split_once('\n')?;
-        let checksum = u32::from_str_radix(line.strip_prefix(SEAL_MAGIC)?, 16).ok()?;
-        if checksum != crc32c::crc32c(json.as_bytes()) {
-            return None;
-        }
-        let seal: Self = serde_json::from_str(json).ok()?;
+        let seal: Self = decode_decision(bytes)?;
         let is_right = seal.unit_bytes > 0 && seal.len <= FILE_BYTES_MAX;
         is_right.then_some(seal)
     }
@@ -174,6 +170,7 @@ impl Seal {
             let end = self.range_of(unit).end;
             parts.push((unit, segment.take_first(end - segment.file.start)));
         }
+        debug_assert!(parts.is_sorted_by(|(one, _), (next, _)| one < next));
         parts
     }
 
@@ -200,11 +197,37 @@ pub enum Flat {
     Done,
 }
 
+/// What hosts do with a sealed container.
+#[derive(Default)]
+pub(crate) struct Flattening {
+    /// Numbers of the parts of the plain file that bytes in logs go to, once they were looked for.
+    parts: OnceLock<Vec<u64>>,
+}
+
+impl Protocol for Flattening {
+    type Decision = Seal;
+
+    const PRESENCE: Presence = Presence::Living;
+
+    fn plan(&self, _seal: &Seal) -> Plan {
+        let parts = self.parts.get().map_or(&[][..], Vec::as_slice);
+        let parts = parts.iter().map(|part| Unit::Part(part.to_string()));
+        Plan {
+            stops_first: false,
+            stages: vec![
+                vec![Unit::Whole(CUT)],
+                parts.collect(),
+                vec![Unit::Whole(END)],
+            ],
+        }
+    }
+}
+
 /// One container, as it comes to its end.
 pub struct Ending<'a, B: Backing> {
     pub(crate) base: &'a B,
     pub(crate) container: &'a Container<B>,
-    pub(crate) votes: VoteDir<'a, B>,
+    ballot: Ballot<'a, B, Flattening>,
 }
 
 impl<'a, B: Backing> Ending<'a, B> {
@@ -219,25 +242,23 @@ impl<'a, B: Backing> Ending<'a, B> {
         Ok(votes.map(|votes| Self {
             base,
             container,
-            votes,
+            ballot: Ballot::in_dir(votes, Flattening::default()),
         }))
     }
 
-    /// Says that this host may write, to hosts that live: after a power loss it means nothing, and so it is not synced.
-    /// False if no host may begin to any more.
+    /// The directory of the container.
+    pub(crate) fn votes(&self) -> &VoteDir<'a, B> {
+        self.ballot.dir()
+    }
+
+    /// Says that this host may write, to hosts that live. False if no host may begin to any more.
     pub fn begin_writing(&self) -> Result<bool> {
-        let name = self.votes.own_file(WRITING);
-        drop(own::open_or_create(self.base, self.votes.dir(), &name)?);
-        let may = !self.votes.names()?.contains(CLOSING);
-        if !may {
-            self.votes.withdraw_hint(WRITING)?;
-        }
-        Ok(may)
+        Ok(self.ballot.join(b"")? == Joined::Yes)
     }
 
     /// Says that this host writes no more.
     pub fn end_writing(&self) -> Result<()> {
-        self.votes.withdraw_hint(WRITING)
+        self.ballot.withdraw()
     }
 
     /// Ends the container of the plain file `inode`, unless a host writes to it that `is_alive` says to live.
@@ -247,43 +268,44 @@ impl<'a, B: Backing> Ending<'a, B> {
         unit_bytes: u64,
         is_alive: &dyn Fn(&str) -> Result<bool>,
     ) -> Result<bool> {
-        if !self.close(is_alive)? {
-            return Ok(false);
+        match self.ballot.close(is_alive)? {
+            DecisionStep::Close | DecisionStep::Wait(_) => return Ok(false),
+            DecisionStep::Decide => self.decide(inode, unit_bytes)?,
+            DecisionStep::Decided => {}
         }
-        if !self.votes.names()?.contains(SEAL_NAME) {
-            let lengths = self.container.index_lengths(self.base)?;
-            let indexes = lengths
-                .iter()
-                .map(|(writer, bytes)| (writer.index_name(), *bytes))
-                .collect();
-            let mut seal = Seal::new(indexes, unit_bytes);
-            // The length is that of these bytes of the indexes, whatever a host that was taken for dead adds meanwhile.
-            self.container.take_seal(self.base, seal.clone())?;
-            seal.len = self.container.len();
-            // Asked for after `closing` is there: who sets a time later says so in the container.
-            let modified = self.base.attr_now(inode)?.mtime;
-            times::begin(self.base, self.votes.dir(), modified)?;
-            self.votes.put_once(SEAL_NAME, &seal.encode())?;
-        }
-        let seal = Seal::load(self.base, self.votes.dir())?;
+        let seal = Seal::load(self.base, self.votes().dir())?;
         self.container.take_seal(self.base, seal)?;
         Ok(true)
     }
 
+    /// Puts a seal by what the indexes have now, if there is none.
+    fn decide(&self, inode: &B::Inode, unit_bytes: u64) -> Result<()> {
+        let lengths = self.container.index_lengths(self.base)?;
+        let indexes = lengths
+            .iter()
+            .map(|(writer, bytes)| (writer.index_name(), *bytes))
+            .collect();
+        let mut seal = Seal::new(indexes, unit_bytes);
+        // The length is that of these bytes of the indexes, whatever a host that was taken for dead adds meanwhile.
+        self.container.take_seal(self.base, seal.clone())?;
+        seal.len = self.container.len();
+        // Asked for after `closing` is there: who sets a time later says so in the container.
+        let modified = self.base.attr_now(inode)?.mtime;
+        times::begin(self.base, self.votes().dir(), modified)?;
+        self.ballot.decide(&seal).map(drop)
+    }
+
     /// Says that nobody begins to write any more; false if a host writes that `is_alive` says to live.
     pub(crate) fn close(&self, is_alive: &dyn Fn(&str) -> Result<bool>) -> Result<bool> {
-        if !self.votes.names()?.contains(CLOSING) {
-            if self.has_writer(is_alive)? {
-                return Ok(false);
-            }
-            self.votes.put_once(CLOSING, b"")?;
-        }
-        Ok(!self.has_writer(is_alive)?)
+        Ok(match self.ballot.close(is_alive)? {
+            DecisionStep::Close | DecisionStep::Wait(_) => false,
+            DecisionStep::Decide | DecisionStep::Decided => true,
+        })
     }
 
     /// Whether a host that `is_alive` says to live says that it may write.
     pub(crate) fn has_writer(&self, is_alive: &dyn Fn(&str) -> Result<bool>) -> Result<bool> {
-        for host in self.votes.hosts(WRITING)? {
+        for host in self.ballot.joined()? {
             if is_alive(&host)? {
                 return Ok(true);
             }
@@ -293,114 +315,84 @@ impl<'a, B: Backing> Ending<'a, B> {
 
     /// Writes what this host can of a sealed container into the plain file, `inode`, open as `plain`.
     pub fn flatten(&self, inode: &B::Inode, plain: &B::File) -> Result<Flat> {
-        let seal = Seal::load(self.base, self.votes.dir())?;
-        let names = self.votes.names()?;
+        let seal = Seal::load(self.base, self.votes().dir())?;
+        let names = self.votes().names()?;
         if names.contains(ALL) {
             return Ok(Flat::Done);
         }
         let last_time = self.last_time(&names);
         if last_time.is_none() {
             let modified = self.base.attr_of_file_now(plain)?.mtime;
-            times::begin(self.base, self.votes.dir(), modified)?;
-            self.base.sync_dir(self.votes.dir())?;
+            times::begin(self.base, self.votes().dir(), modified)?;
+            self.base.sync_dir(self.votes().dir())?;
         }
         // From here on the plain file has another time than the file.
         let last_time = last_time.or(Some(0));
         self.container.look_at_time(self.base, last_time)?;
-        if !names.contains(CUT) && !self.alone(&mut || self.cut(plain))? {
-            return Ok(Flat::Waits);
-        }
-        let units = self.find_work(&seal)?;
-        for unit in &units {
-            self.flatten_unit(&seal, *unit, plain)?;
-        }
-        let names = self.votes.names()?;
-        if units.iter().any(|unit| !names.contains(&done_name(*unit))) {
-            return Ok(Flat::Waits);
-        }
-        match self.alone(&mut || self.finish(&seal, inode, plain))? {
-            true => Ok(Flat::Done),
-            false => Ok(Flat::Waits),
+        let parts = self.find_parts(&seal)?;
+        self.ballot.protocol().parts.get_or_init(|| parts);
+        let progress = self
+            .ballot
+            .carry_out(|unit| self.do_unit(unit, &seal, inode, plain))?;
+        Ok(match progress {
+            // Who has removed the container has ended it before.
+            Progress::Done | Progress::Gone => Flat::Done,
+            Progress::Waits(_) => Flat::Waits,
+        })
+    }
+
+    fn do_unit(&self, unit: &Unit, seal: &Seal, inode: &B::Inode, plain: &B::File) -> Result<()> {
+        match unit {
+            Unit::Whole(CUT) => self.cut(plain),
+            Unit::Whole(_) => self.finish(seal, inode, plain),
+            Unit::Part(number) => {
+                let number = number.parse().map_err(|_| Errno::INVAL)?;
+                self.copy_logs(seal.range_of(number), plain)?;
+                self.base.sync(plain, false)
+            }
         }
     }
 
     /// Does what changes the plain file as a whole, or removes the container, if no other host is at it and it is still
-    /// there. A host that was late would else cut what came since then. True: nobody else is at it.
+    /// there. True: nobody else is at it.
     pub(crate) fn alone(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<bool> {
-        let claim = match own::open_or_create(self.base, self.votes.dir(), WHOLE) {
-            Ok(claim) => claim,
-            Err(error) => {
-                return match error.into() {
-                    // Another host has removed the container.
-                    Errno::NOENT | Errno::STALE => Ok(true),
-                    error => Err(error),
-                };
-            }
-        };
-        if !self.is_free(&claim)? {
-            return Ok(false);
-        }
-        // A later container may have its name.
-        if self.votes.is_current()? {
-            work()?;
-        }
-        Ok(true)
-    }
-
-    /// Locks a claim. Where files cannot be locked several do the same work.
-    fn is_free(&self, claim: &B::File) -> Result<bool> {
-        match self.base.try_lock(claim, LockMode::Exclusive) {
-            Err(Errno::OPNOTSUPP) => Ok(true),
-            locked => locked,
-        }
+        Ok(match self.ballot.do_alone(work)? {
+            Alone::Done | Alone::Gone => true,
+            Alone::Busy => false,
+        })
     }
 
     /// Cuts from the plain file what counts no more, so that what is a hole in the file is one there.
     fn cut(&self, plain: &B::File) -> Result<()> {
-        if self.votes.names()?.contains(CUT) {
-            return Ok(());
-        }
         let counts = self.container.base_end();
         if self.base.attr_of_file_now(plain)?.size > counts {
             self.base.set_len(plain, counts)?;
             self.base.sync(plain, false)?;
         }
-        self.votes.put_once(CUT, b"").map(drop)
+        Ok(())
     }
 
-    /// The units of which bytes are in a log, or are to be zeros: a sparse file may have as many units as there are
-    /// numbers.
-    fn find_work(&self, seal: &Seal) -> Result<Vec<u64>> {
-        let mut units: Vec<u64> = Vec::new();
+    /// The parts of the plain file of which bytes are in a log, or are to be zeros: a sparse file may have as many parts as
+    /// there are numbers.
+    fn find_parts(&self, seal: &Seal) -> Result<Vec<u64>> {
+        let mut parts: Vec<u64> = Vec::new();
         let mut walk = Walk::new(0..seal.len);
         loop {
             let segments = self.container.find_next(self.base, &mut walk)?;
             if segments.is_empty() {
-                return Ok(units);
+                debug_assert!(parts.is_sorted_by(|one, next| one < next), "parts overlap");
+                return Ok(parts);
             }
             for Segment { file, source } in segments {
+                debug_assert!(file.start < file.end && file.end <= seal.len);
                 if matches!(source, Source::Plain | Source::Hole) {
                     continue;
                 }
-                let next = units.last().map_or(0, |last| last + 1);
+                let next = parts.last().map_or(0, |last| last + 1);
                 let first = (file.start / seal.unit_bytes).max(next);
-                units.extend(first..file.end.div_ceil(seal.unit_bytes));
+                parts.extend(first..file.end.div_ceil(seal.unit_bytes));
             }
         }
-    }
-
-    fn flatten_unit(&self, seal: &Seal, unit: u64, plain: &B::File) -> Result<()> {
-        let claim = own::open_or_create(self.base, self.votes.dir(), &format!("claim-{unit}"))?;
-        if !self.is_free(&claim)? || self.votes.names()?.contains(&done_name(unit)) {
-            return Ok(());
-        }
-        // Asked after the names: those of a container that is being removed are gone one by one.
-        if !self.votes.is_current()? {
-            return Ok(());
-        }
-        self.copy_logs(seal.range_of(unit), plain)?;
-        self.base.sync(plain, false)?;
-        self.votes.put_once(&done_name(unit), b"").map(drop)
     }
 
     /// Brings what is in logs of a range of the file into the plain file. A thread reads, one batch ahead.
@@ -491,6 +483,8 @@ impl<'a, B: Backing> Ending<'a, B> {
         };
         let start = first.file.start;
         let mut bytes = unused.try_recv().unwrap_or_default();
+        let its_bytes = gathered.iter().map(|part| part.file.end - part.file.start);
+        debug_assert_eq!(its_bytes.sum::<u64>(), last.file.end - start);
         bytes.resize((last.file.end - start) as usize, 0);
         self.container
             .read_segments(self.base, &gathered, &mut bytes)?;
@@ -504,8 +498,8 @@ impl<'a, B: Backing> Ending<'a, B> {
             Batch::Bytes { start, bytes } => {
                 write_vectored(self.base, plain, vec![IoSlice::new(&bytes)], start)?;
                 // The sync at the end of the unit has less to wait for.
-                let moved = start..start + bytes.len() as u64;
-                self.base.advise(plain, moved, PageAdvice::WriteOut);
+                let end = start + bytes.len() as u64;
+                self.base.advise(plain, start..end, PageAdvice::WriteOut);
                 // The reader may have read the last one.
                 let _ = used.send(bytes);
                 Ok(())
@@ -528,21 +522,17 @@ impl<'a, B: Backing> Ending<'a, B> {
 
     /// Everything is in the plain file: it gets its length and its time ([`crate::times`]).
     fn finish(&self, seal: &Seal, inode: &B::Inode, plain: &B::File) -> Result<()> {
-        if self.is_flat()? {
-            return Ok(());
-        }
         // A file that nobody wrote to keeps all of its times.
         if self.base.attr_of_file_now(plain)?.size != seal.len {
             self.base.set_len(plain, seal.len)?;
         }
         tag::clear(self.base, inode, &self.container.name)?;
-        let last = self.last_time(&self.votes.names()?).unwrap_or(0);
+        let last = self.last_time(&self.votes().names()?).unwrap_or(0);
         // Makes durable that the tag is gone, too.
-        times::settle(self.base, self.votes.dir(), last, &|modified| {
+        times::settle(self.base, self.votes().dir(), last, &|modified| {
             self.set_modified(inode, plain, modified)?;
             self.base.sync(plain, false)
-        })?;
-        self.votes.put_once(ALL, b"").map(drop)
+        })
     }
 
     /// Gives the plain file its time. A refusal (firnd is not the owner) leaves it the time that it has.
@@ -563,19 +553,19 @@ impl<'a, B: Backing> Ending<'a, B> {
 
     /// Whether no host may begin to write any more.
     pub fn is_closing(&self) -> Result<bool> {
-        let found = own::find(self.base, self.votes.dir(), OsStr::new(CLOSING))?;
+        let found = own::find(self.base, self.votes().dir(), OsStr::new(CLOSING))?;
         Ok(found.is_some())
     }
 
     /// Whether the plain file is the file.
     pub fn is_flat(&self) -> Result<bool> {
-        let found = own::find(self.base, self.votes.dir(), OsStr::new(ALL))?;
+        let found = own::find(self.base, self.votes().dir(), OsStr::new(ALL))?;
         Ok(found.is_some())
     }
 
-    /// Removes a container whose bytes are all in the plain file, or that nobody needs, unless another host is at it.
+    /// Removes a container whose bytes are all in the plain file, unless another host is at it.
     pub fn remove(&self) -> Result<()> {
-        self.alone(&mut || self.votes.retire()).map(drop)
+        self.ballot.remove_if_over()
     }
 }
 
@@ -590,12 +580,15 @@ fn room_in(batch: &[Segment], start: u64) -> u64 {
     }
 }
 
-/// Before a unit's number: it is in the plain file.
-pub(crate) const DONE: &str = "done-";
+/// What says that a part is in the plain file.
+pub(crate) fn done_name(part: u64) -> String {
+    Unit::Part(part.to_string()).done_file()
+}
 
-/// The mark of a unit.
-pub(crate) fn done_name(unit: u64) -> String {
-    format!("{DONE}{unit}")
+/// Whether a name in a container says so of any part.
+pub(crate) fn is_done_part(name: &str) -> bool {
+    let part = name.strip_prefix(DONE);
+    part.is_some_and(|part| part.parse::<u64>().is_ok())
 }
 
 #[cfg(test)]

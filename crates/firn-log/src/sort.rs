@@ -93,16 +93,21 @@ impl<B: Backing> Sorter<'_, B> {
     }
 
     /// Makes one table of several, which follow each other.
-    pub(crate) fn merge(&self, tables: &[Arc<Table<B>>]) -> Result<()> {
+    pub(crate) fn merge<'t>(&'t self, tables: &'t [Arc<Table<B>>]) -> Result<()> {
         let (Some(first), Some(last)) = (tables.first(), tables.last()) else {
             return Ok(());
         };
         let part = first.part().start..last.part().end;
         let levels = tables.iter().map(|table| table.directory.level);
         let level = levels.max().unwrap_or(0).saturating_add(1);
-        let sources = tables.iter().map(|table| table.layers(self.base));
+        let layers_of = |table: &'t Arc<Table<B>>| {
+            let layers = table.layers(self.base);
+            layers.map(|layer| layer.map_err(Errno::from))
+        };
+        let sources = tables.iter().map(layers_of);
         let layers = Merged::new(sources)?;
         let spans = tables.iter().flat_map(|table| table.spans(self.base));
+        let spans = spans.map(|span| span.map_err(Errno::from));
         let mut cuts = Cuts::default();
         for table in tables {
             cuts.merge(&table.directory.cuts);

@@ -210,6 +210,16 @@ pub struct SpanBlock {
 }
 
 impl Directory {
+    /// Bytes of all blocks.
+    fn blocks_bytes(&self) -> u64 {
+        let layers = self.layers.iter().map(|block| block.place);
+        let spans = self.spans.iter().map(|block| block.place);
+        layers
+            .chain(spans)
+            .map(|place| u64::from(place.bytes))
+            .sum()
+    }
+
     /// Appends the end of a table.
     fn encode(&self, bytes: &mut Vec<u8>) {
         let body = postcard::to_allocvec(self).expect("memory is all that it takes");
@@ -295,6 +305,35 @@ pub(crate) struct Table<B: Backing> {
     end: Mutex<Option<(Vec<Limit>, u64)>>,
 }
 
+/// Why a sorted index, or what is told by it, cannot be read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TableError {
+    /// It is damaged: the index itself is to be read in its place.
+    Damaged,
+    /// The change that is asked for is in none that is used any more.
+    Unknown,
+    /// The backing failed.
+    Backing(Errno),
+}
+
+pub(crate) type TableResult<T> = std::result::Result<T, TableError>;
+
+impl From<Errno> for TableError {
+    fn from(errno: Errno) -> Self {
+        Self::Backing(errno)
+    }
+}
+
+/// Of what is still damaged, or unknown, after all was read anew.
+impl From<TableError> for Errno {
+    fn from(error: TableError) -> Self {
+        match error {
+            TableError::Damaged | TableError::Unknown => Self::IO,
+            TableError::Backing(errno) => errno,
+        }
+    }
+}
+
 impl<B: Backing> Table<B> {
     /// Opens one that is whole.
     pub(crate) fn open(
@@ -340,14 +379,14 @@ impl<B: Backing> Table<B> {
         key.writer == self.writer && self.part().contains(&key.frame)
     }
 
-    /// Finds the layers that may have bytes in `range`. False if those are too many; ESTALE if it is damaged.
+    /// Finds the layers that may have bytes in `range`. False if those are too many.
     pub(crate) fn collect(
         &self,
         base: &B,
         cache: &BlockCache,
         range: &Range<u64>,
         layers: &mut Layers,
-    ) -> Result<bool> {
+    ) -> TableResult<bool> {
         let blocks = &self.directory.layers;
         let first = blocks.partition_point(|block| block.reach <= range.start);
         let overlapping = blocks[first..]
@@ -368,8 +407,13 @@ impl<B: Backing> Table<B> {
         Ok(true)
     }
 
-    /// What a change that is in it wrote; ESTALE if it is damaged.
-    pub(crate) fn span(&self, base: &B, cache: &BlockCache, key: Key) -> Result<Option<Arc<Span>>> {
+    /// What a change that is in it wrote.
+    pub(crate) fn span(
+        &self,
+        base: &B,
+        cache: &BlockCache,
+        key: Key,
+    ) -> TableResult<Option<Arc<Span>>> {
         let id = (self.id, key.frame);
         if let Some(known) = cache.spans.get(&id) {
             return Ok(Some(known));
@@ -409,7 +453,7 @@ impl<B: Backing> Table<B> {
     }
 
     /// Finds it, and knows it from then on.
-    pub(crate) fn find_end(&self, base: &B, limits: Option<&Limits>) -> Result<()> {
+    pub(crate) fn find_end(&self, base: &B, limits: Option<&Limits>) -> TableResult<()> {
         let Some(limits) = limits.filter(|limits| self.end(Some(limits)).is_none()) else {
             return Ok(());
         };
@@ -431,7 +475,7 @@ impl<B: Backing> Table<B> {
     }
 
     /// A block, from memory if it is there.
-    fn load(&self, base: &B, cache: &BlockCache, place: BlockPlace) -> Result<Arc<[u8]>> {
+    fn load(&self, base: &B, cache: &BlockCache, place: BlockPlace) -> TableResult<Arc<[u8]>> {
         let id = (self.id, place.position);
         if let Some(known) = cache.blocks.get(&id) {
             return Ok(known);
@@ -441,7 +485,7 @@ impl<B: Backing> Table<B> {
         Ok(block)
     }
 
-    fn read(&self, base: &B, place: BlockPlace) -> Result<Arc<[u8]>> {
+    fn read(&self, base: &B, place: BlockPlace) -> TableResult<Arc<[u8]>> {
         let mut block = vec![0; place.bytes as usize];
         let count = base.read_at(&self.file, &mut block, place.position)?;
         if count < block.len() || !place.holds(&block) {
@@ -451,17 +495,20 @@ impl<B: Backing> Table<B> {
     }
 
     /// It is not to be used any more.
-    fn reject(&self) -> Errno {
+    fn reject(&self) -> TableError {
         self.is_damaged.store(true, Ordering::Release);
         tracing::warn!(
             name = self.name,
             "a sorted index is damaged: it is read unsorted"
         );
-        Errno::STALE
+        TableError::Damaged
     }
 
     /// All its layers, in order, without filling the cache.
-    pub(crate) fn layers<'a>(&'a self, base: &'a B) -> impl Iterator<Item = Result<Layer>> + 'a {
+    pub(crate) fn layers<'a>(
+        &'a self,
+        base: &'a B,
+    ) -> impl Iterator<Item = TableResult<Layer>> + 'a {
         let blocks = self.directory.layers.iter();
         blocks.flat_map(move |block| {
             let (block, failure) = match self.read(base, block.place) {
@@ -479,10 +526,10 @@ impl<B: Backing> Table<B> {
     pub(crate) fn spans<'a>(
         &'a self,
         base: &'a B,
-    ) -> impl Iterator<Item = Result<(u64, Span)>> + 'a {
+    ) -> impl Iterator<Item = TableResult<(u64, Span)>> + 'a {
         let blocks = self.directory.spans.iter();
         blocks.flat_map(move |block| {
-            let decoded: Vec<Result<(u64, Span)>> = match self.read(base, block.place) {
+            let decoded: Vec<TableResult<(u64, Span)>> = match self.read(base, block.place) {
                 Ok(block) => decode_spans(&block)
                     .map(|span| span.map_err(|_| self.reject()))
                     .collect(),
@@ -582,6 +629,11 @@ impl<'a, B: Backing> TableWriter<'a, B> {
         let (lowest, highest, last) = block;
         let before = self.directory.layers.last();
         let reach = before.map_or(highest, |before| before.reach.max(highest));
+        debug_assert!(
+            before.is_none_or(|before| before.lowest <= lowest),
+            "blocks are in order of their first bytes"
+        );
+        debug_assert!(lowest <= highest && highest <= reach);
         let place = self.write(&bytes)?;
         self.directory.layers.push(LayerBlock {
             place,
@@ -609,6 +661,11 @@ impl<'a, B: Backing> TableWriter<'a, B> {
             return Ok(());
         };
         let place = self.write(&bytes)?;
+        let before = self.directory.spans.last();
+        debug_assert!(
+            before.is_none_or(|before| before.first < first),
+            "blocks are in order of their frames"
+        );
         self.directory.spans.push(SpanBlock { place, first });
         Ok(())
     }
@@ -638,6 +695,11 @@ impl<'a, B: Backing> TableWriter<'a, B> {
     pub(crate) fn finish(mut self, writer: &Writer) -> Result<()> {
         self.end_layers()?;
         self.end_spans()?;
+        debug_assert_eq!(
+            self.directory.blocks_bytes(),
+            self.position,
+            "blocks follow each other"
+        );
         let mut end = Vec::new();
         self.directory.encode(&mut end);
         own::write_all(self.base, &self.file, &end, self.position)?;

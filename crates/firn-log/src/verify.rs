@@ -16,7 +16,7 @@ use crate::index_reader::{INDEX_READ_BYTES, has_synced_frame_after, read_exact};
 use crate::names::Writer;
 use crate::orphans::{self, DEAD, DYING};
 use crate::seal::{SEAL_NAME, Seal};
-use crate::table::Table;
+use crate::table::{Table, TableError, TableResult};
 
 /// Something that is wrong with a container.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -380,8 +380,8 @@ impl<B: Backing> Verifier<'_, B> {
             None => false,
             Some(table) => match read_whole(self.base, &table) {
                 Ok(()) => true,
-                Err(Errno::STALE) => false,
-                Err(error) => return Err(error),
+                Err(TableError::Damaged) => false,
+                Err(error) => return Err(error.into()),
             },
         };
         if !is_whole {
@@ -391,7 +391,7 @@ impl<B: Backing> Verifier<'_, B> {
     }
 }
 
-fn read_whole<B: Backing>(base: &B, table: &Table<B>) -> Result<()> {
+fn read_whole<B: Backing>(base: &B, table: &Table<B>) -> TableResult<()> {
     for layer in table.layers(base) {
         layer?;
     }

@@ -249,6 +249,7 @@ impl<B: Backing> Logs<B> {
         if self.end > 0 && position + bytes > LOG_BYTES_MAX {
             return None;
         }
+        debug_assert!(position >= self.end, "room is given once");
         self.end = position + bytes;
         log.writes.fetch_add(1, Ordering::AcqRel);
         Some(Room { log, position })

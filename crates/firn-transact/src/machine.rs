@@ -6,12 +6,14 @@
 //! prepare ► ApplyBefore ─► Prepare ─► Vote ──► Over
 //! commit ─► ApplyBefore ─┬─ one host ─────────► Decide ─► Apply ─► AwaitHosts ──► Over
 //!                        └► Prepare ─► Vote ──────▲                    └─► Begin ──► Over
+//! commit ─► AnswerApplied ──► [Begin ──►] Over      asked again, of one that was applied before its request failed
 //! abort ──► CallOff ─► Undo ──► Over
 //! restore ► FinishUndo ─┬► ApplyBefore ─┬► FinishCommit ──► Over
 //!                       └───────────────┴► [CallOff ─► Undo ─►] Restore ──► Over
 //! ```
 //!
-//! A commit that was prepared begins at `Decide`. So does one that is asked for again, at what is decided. The steps and
+//! A commit that was prepared begins at `Decide`. So does one that is asked for again, at what is decided. One that was
+//! applied is only answered: another transaction may follow it by then. The steps and
 //! their rules are in the file of the verb that begins with them.
 //!
 //! Invariants
@@ -41,6 +43,7 @@ use crate::error::{AbortError, BeginError, StageError, TransactionError, VoteErr
 use crate::transaction::handle::{Decided, Found, Known, Open, Place, Prepared};
 use crate::transaction::top::TopMaker;
 use crate::transactional::TransactionalBacking;
+use crate::unanswered::Unanswered;
 
 pub use self::mount::{Event, Mount, Pending};
 
@@ -127,6 +130,11 @@ enum Step<'a, B: Backing> {
     Apply { commit: Decided<'a, B>, plan: Plan },
     /// The other hosts apply it, too.
     AwaitHosts { commit: Decided<'a, B>, plan: Plan },
+    /// A commit that was applied is answered after all.
+    AnswerApplied {
+        commit: Unanswered,
+        begins_next: bool,
+    },
     /// The other hosts hear that it is not committed, and changes in it fail.
     CallOff {
         found: Found<'a, B>,
@@ -169,12 +177,30 @@ impl<B: Backing> Step<'_, B> {
             Self::Decide { .. } => "decide",
             Self::Apply { .. } => "apply",
             Self::AwaitHosts { .. } => "await hosts",
+            Self::AnswerApplied { .. } => "answer applied",
             Self::CallOff { .. } => "call off",
             Self::Undo { .. } => "undo",
             Self::FinishUndo { .. } => "finish undo",
             Self::FinishCommit { .. } => "finish commit",
             Self::Restore { .. } => "restore",
             Self::Over(_) => "over",
+        }
+    }
+
+    /// The commit that is answered when this step and what follows have gone well, from when it may be applied.
+    fn commit_to_answer(&self) -> Option<Unanswered> {
+        match self {
+            Self::Apply { commit, plan } | Self::AwaitHosts { commit, plan } => {
+                Some(plan.commit_to_answer(commit.scope()))
+            }
+            Self::AnswerApplied { commit, .. } => Some(commit.clone()),
+            Self::Begin { then, .. } => then.commit_to_answer(),
+            Self::Over(Answer::Committed(committed)) => Some(Unanswered {
+                id: committed.id,
+                scope: committed.path_after.clone(),
+                path_after: committed.path_after.clone(),
+            }),
+            _ => None,
         }
     }
 }
@@ -240,6 +266,9 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             let path = path.to_vec();
             return Ok(Step::Create { path, maker });
         }
+        if !matches!(verb, Verb::Commit(_)) {
+            self.store.forget_unanswered(path);
+        }
         let known = self.store.known_at(path);
         match verb {
             Verb::Begin | Verb::Create(_) => Ok(Step::Clear {
@@ -281,6 +310,15 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     /// Takes one step. What comes next is only in the functions that this calls.
     fn take(&self, step: Step<'a, B>) -> Result<Step<'a, B>, TransactionError> {
         tracing::trace!(step = step.name(), "step of a transaction");
+        let commit = step.commit_to_answer();
+        let next = self.take_step(step);
+        if let (Err(_), Some(commit)) = (&next, commit) {
+            self.store.note_unanswered(commit);
+        }
+        next
+    }
+
+    fn take_step(&self, step: Step<'a, B>) -> Result<Step<'a, B>, TransactionError> {
         match step {
             Step::Clear { path, known } => self.clear(path, known),
             Step::Begin { place, path, then } => self.begin(&place, &path, *then),
@@ -291,6 +329,10 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             Step::Decide { found, plan } => self.decide(&found, plan),
             Step::Apply { commit, plan } => self.apply_decided(commit, plan),
             Step::AwaitHosts { commit, plan } => self.await_hosts(&commit, plan),
+            Step::AnswerApplied {
+                commit,
+                begins_next,
+            } => self.answer_applied(commit, begins_next),
             Step::CallOff { found, then } => self.call_off(found, then),
             Step::Undo { found, then } => self.undo(&found, *then),
             Step::FinishUndo { path, known, id } => self.finish_undo(path, known, id),

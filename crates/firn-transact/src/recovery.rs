@@ -53,9 +53,13 @@ impl<B: Backing> TransactionalBacking<B> {
         let Some((firn, _)) = staging::find_dir(base, &base.root(), staging::TOP)? else {
             return Ok(false);
         };
-        Ok(staging::list(base, &firn)?
-            .iter()
-            .any(|(name, ..)| name.starts_with(b"tx-")))
+        Self::has_transactions_in(base, &firn)
+    }
+
+    /// The same of one staging directory, as a host has one.
+    pub fn has_transactions_in(base: &B, dir: &B::Inode) -> Result<bool, StoreError> {
+        let names = staging::list(base, dir)?;
+        Ok(names.iter().any(|(name, ..)| name.starts_with(b"tx-")))
     }
 
     /// Numbers of commits that are decided and not applied to the end: [`TransactionalBacking::open`] applies them. Nothing

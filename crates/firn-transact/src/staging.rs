@@ -35,8 +35,6 @@ pub(crate) use crate::own::{
 };
 
 pub use firn_hosts::own::TOP;
-/// Before the name of a host, of several.
-pub(crate) const HOST: &str = "host-";
 pub(crate) const OPEN: &str = "open";
 pub(crate) const NAMES: &str = "names";
 pub(crate) const ARENA: &str = "arena";

@@ -2,14 +2,15 @@
 
 use firn_backing::{Backing, Errno};
 use firn_hosts::Members;
+use firn_hosts::host_dir::host_dir_name;
 
 use crate::own::OwnError;
 use crate::staging;
 use crate::transactional::TransactionalBacking;
 
 /// Name in `.firn/` of the staging directory of a host.
-pub fn staging_dir_name(members: &Members) -> String {
-    format!("{}{}", staging::HOST, members.host)
+pub(crate) fn staging_dir_name(members: &Members) -> String {
+    host_dir_name(&members.host)
 }
 
 impl<B: Backing> TransactionalBacking<B> {
@@ -72,18 +73,4 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         self.base.sync_dir(&self.base.root())
     }
-}
-
-/// Names in `.firn/` of the staging directories of other hosts than this one.
-pub fn other_staging_dirs<B: Backing>(
-    base: &B,
-    top: &B::Inode,
-    members: &Members,
-) -> Result<Vec<String>, Errno> {
-    let own_name = staging_dir_name(members);
-    Ok(staging::list(base, top)?
-        .into_iter()
-        .filter_map(|(name, ..)| String::from_utf8(name).ok())
-        .filter(|name| name.starts_with(staging::HOST) && *name != own_name)
-        .collect())
 }

@@ -14,6 +14,7 @@ use crate::scope::ArenaId;
 use crate::scopes::Scopes;
 use crate::shadow::Mode;
 use crate::tree::Tree;
+use crate::unanswered::Unanswered;
 
 /// What a backing keeps of commits that are over.
 #[derive(Default)]
@@ -38,6 +39,8 @@ pub struct TransactionalBacking<B: Backing> {
     pub(crate) mode: Mode,
     /// The host that aborted the last transaction of a scope, where that was another one.
     pub(crate) stopped_by: Mutex<BTreeMap<Vec<u8>, String>>,
+    /// The last commit of a scope, by the path of the scope after it, where it was applied and the request failed after that.
+    pub(crate) unanswered: Mutex<BTreeMap<Vec<u8>, Unanswered>>,
     /// Owned while a vote is left, and while something is written to one without the lock of the names: a vote that is made
     /// anew after the last host has left would never be removed. Nothing else is locked meanwhile.
     pub(crate) leaving: Claim,
@@ -56,6 +59,7 @@ impl<B: Backing> TransactionalBacking<B> {
             arena: None,
             mode: Mode::Buffer,
             stopped_by: Mutex::default(),
+            unanswered: Mutex::default(),
             leaving: Claim::default(),
             mirror: None,
         }

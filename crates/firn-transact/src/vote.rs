@@ -96,10 +96,7 @@ impl Protocol for VoteEnd {
     type Decision = Outcome;
 
     fn plan(&self, _outcome: &Outcome) -> Plan {
-        Plan {
-            stops_first: false,
-            units: &[],
-        }
+        Plan::default()
     }
 }
 

@@ -1370,7 +1370,7 @@ fn a_head_that_is_damaged_costs_no_byte() {
     };
     fs::remove_file(&head).expect("unlink");
     assert_refused("file head: it is missing");
-    symlink("firn-log-3 something else", &head).expect("symlink");
+    symlink("firn-log-4 something else", &head).expect("symlink");
     assert_refused("file head: it is damaged");
     flatten(&[all, accept, &report]).code(3).says("lost.json");
     let text = fs::read_to_string(&report).expect("read");

@@ -154,7 +154,7 @@ fn a_host_without_logs_reads_what_another_one_comes_to_log() {
 }
 
 fn change_terms(backing: &Path) {
-    let terms = backing.join(".firn/tokens/host-n0/terms");
+    let terms = backing.join(".firn/host-n0/terms");
     let text = fs::read_to_string(&terms).expect("read");
     assert!(text.contains("change log"), "{text}");
     fs::write(&terms, text.replace("change log", "change log 1")).expect("write");
@@ -174,4 +174,22 @@ fn a_host_whose_formats_differ_is_refused_while_the_other_one_lives() {
     }
     first.umount();
     hosts.mount(1, &placed).umount();
+}
+
+/// One process acts in the name of a host, whatever it shares with others.
+#[test]
+fn a_second_process_in_the_name_of_a_host_is_refused_for_another_use_too() {
+    let hosts = Hosts::new("peername");
+    let first = hosts.mount(0, &hosts.placed([0, 1]));
+    let options = format!("{SMALL},host=n0,layout=log");
+    let mount_point = hosts.hosts[1].mkdir("refused");
+    let refused = hosts.hosts[1].run(mount_args(&hosts.backing, &mount_point, &options));
+    assert_eq!(refused.code, BUSY, "{}", refused.stderr);
+    assert!(refused.stderr.contains("n0"), "{}", refused.stderr);
+    let lease = fs::read_to_string(hosts.backing.join(".firn/host-n0/lease")).expect("read");
+    let uses = lease.split_once("\"uses\":").expect("uses").1;
+    assert!(uses.starts_with("[\"tokens\",\"lanes\"]"), "{lease}");
+    first.umount();
+    // It has given its name back.
+    hosts.mount(0, "layout=log").umount();
 }

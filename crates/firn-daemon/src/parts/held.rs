@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 use crate::lock::Locks;
 use crate::part::{ArenaEnd, Part, Stop};
 
-/// Something that acts as long as it is there: a lease, the source of tokens.
+/// Something that acts as long as it is there: the source of tokens.
 pub(crate) struct Held<T>(Mutex<Option<T>>);
 
 impl<T: Send + 'static> Held<T> {
@@ -34,7 +34,13 @@ impl HeldLocks {
 
 impl Part for HeldLocks {
     fn stop(&self, stop: &mut Stop) {
-        let locks = self.0.lock().take();
+        let Some(mut locks) = self.0.lock().take() else {
+            return;
+        };
+        if !stop.is_call_under_way {
+            // Nothing of this process changes the backing any more.
+            locks.host_lease().release();
+        }
         if stop.is_call_under_way || stop.arena == ArenaEnd::Keep {
             std::mem::forget(locks);
         }

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use firn_backing::{Errno, is_below};
 use firn_engine::Cached;
 use firn_format::durability::DurabilityLevel;
+use firn_hosts::LeaseUse;
 use firn_transact::conflict::Used;
 use firn_transact::machine::{Event, Mount, Pending};
 use firn_transact::{Place, TransactionError, parent_of};
@@ -15,7 +16,7 @@ use rustix::fs::{Access, AtFlags, CWD, accessat};
 
 use super::steps::note;
 use crate::gate::{ScopeRoot, TransactionGate};
-use crate::host_lease::Liveness;
+use crate::host_lease::LivingHosts;
 use crate::participants::{self, LOOK_AGAIN};
 use crate::store::LoggableStore;
 
@@ -29,7 +30,7 @@ pub(super) struct StepsOfMount<'a> {
     /// Has a commit applied after the answer.
     pub(super) apply_later: &'a dyn Fn(),
     /// Says which hosts live; made when that is asked first.
-    pub(super) liveness: OnceCell<Liveness>,
+    pub(super) liveness: OnceCell<LivingHosts>,
 }
 
 impl<'a> StepsOfMount<'a> {
@@ -44,12 +45,17 @@ impl<'a> StepsOfMount<'a> {
         }
     }
 
-    fn liveness(&self) -> Result<Option<&Liveness>, Errno> {
+    fn liveness(&self) -> Result<Option<&LivingHosts>, Errno> {
         let Some(members) = self.gate.store().members() else {
             return Ok(None);
         };
         if self.liveness.get().is_none() {
-            let liveness = Liveness::over(self.gate.backing(), members)?;
+            let purpose = LeaseUse::Transactions;
+            let liveness = LivingHosts::over(self.gate.backing(), purpose, &members.host);
+            let liveness = liveness.map_err(|error| {
+                tracing::warn!(%error, "cannot see which hosts live");
+                Errno::IO
+            })?;
             return Ok(Some(self.liveness.get_or_init(|| liveness)));
         }
         Ok(self.liveness.get())
@@ -149,7 +155,14 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
 
     fn is_any_living(&self, hosts: &[String]) -> Result<bool, Errno> {
         let liveness = self.liveness()?;
-        Ok(liveness.is_some_and(|liveness| hosts.iter().any(|host| liveness.is_living(host))))
+        // One that cannot be asked for counts as gone.
+        let is_living = |liveness: &LivingHosts, host: &str| {
+            liveness.is_living(host).unwrap_or_else(|error| {
+                tracing::warn!(%error, host, "cannot see whether this host is alive");
+                false
+            })
+        };
+        Ok(liveness.is_some_and(|liveness| hosts.iter().any(|host| is_living(liveness, host))))
     }
 
     fn apply_later(&self) {

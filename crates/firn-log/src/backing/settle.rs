@@ -11,6 +11,7 @@ use std::time::Duration;
 use firn_backing::backoff::Backoff;
 use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno, Kind, Result, Time};
+use firn_hosts::host_dir::{find_host_dir, list_hosts};
 use firn_hosts::own::{self, TOP};
 use parking_lot::Condvar;
 
@@ -23,11 +24,8 @@ use crate::salvage::{Report, may_be_damage};
 /// How long a close waits before it looks again whether other hosts have flattened their parts.
 const LOOK_AGAIN: Backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(100));
 
-/// Hosts that do not live, and when they renewed their leases last.
+/// Hosts that do not write to logs any more, and when each said last how it mounts.
 pub(super) type HostsGone = BTreeMap<String, Time>;
-
-/// Before the name of a host, whose lease is in that directory.
-const HOST: &str = "host-";
 
 /// How often damage is looked for: a sorted index that counts instead of a damaged one may be found to be damaged when it is
 /// read.
@@ -358,19 +356,15 @@ impl<B: Backing> LogBacking<B> {
         Ok(orphans)
     }
 
-    /// The hosts that have written to logs and do not live.
+    /// The hosts that were there, and of which none that lives writes to logs.
     fn find_hosts_gone(&self) -> Result<HostsGone> {
         let mut gone = HostsGone::new();
-        for (name, ..) in own::list(&self.below, &self.top)? {
-            let name = String::from_utf8_lossy(&name).into_owned();
-            let Some(host) = name.strip_prefix(HOST) else {
-                continue;
-            };
-            if host == self.setup.host || (self.setup.is_alive)(host)? {
+        for host in list_hosts(&self.below)? {
+            if host == self.setup.host || (self.setup.is_alive)(&host)? {
                 continue;
             }
-            if let Some((_, attr)) = own::find(&self.below, &self.top, OsStr::new(&name))? {
-                gone.insert(host.to_owned(), attr.mtime);
+            if let Some(dir) = find_host_dir(&self.below, &host)? {
+                gone.insert(host, self.below.attr(&dir)?.mtime);
             }
         }
         Ok(gone)

@@ -14,7 +14,7 @@ use crate::index_reader::{News, has_synced_frame_after, read_index};
 use crate::names::Writer;
 use crate::resolve::{Outline, WriterId};
 use crate::seal::{SEAL_NAME, Seal};
-use crate::table::Table;
+use crate::table::{Table, TableError, TableResult};
 use crate::times;
 
 /// Who looks while others go on writing finds something new each time. So many times what came before something else may
@@ -44,8 +44,8 @@ impl<B: Backing> Container<B> {
             view.rejected = rejected.clone();
             let fresh = Self::unread(self.dir.clone(), &self.name, &self.host, &self.memory, view);
             match fresh.look(base) {
-                Err(Errno::STALE) if fresh.has_damaged() => damaged = fresh.damaged(),
-                Err(error) => return Err(error),
+                Err(TableError::Damaged) => damaged = fresh.damaged(),
+                Err(error) => return Err(error.into()),
                 Ok(()) => {
                     let read = std::mem::replace(&mut *fresh.view.lock(), View::new(0));
                     self.exchange_view(read);
@@ -83,8 +83,8 @@ impl<B: Backing> Container<B> {
     /// Reads what the other hosts have appended since the last time.
     pub fn refresh(&self, base: &B) -> Result<()> {
         match self.look(base) {
-            Err(Errno::STALE) if self.has_damaged() => self.read_again(base, None),
-            outcome => outcome,
+            Err(TableError::Damaged) => self.read_again(base, None),
+            outcome => Ok(outcome?),
         }
     }
 
@@ -102,7 +102,7 @@ impl<B: Backing> Container<B> {
         Ok(seen)
     }
 
-    fn look(&self, base: &B) -> Result<()> {
+    fn look(&self, base: &B) -> TableResult<()> {
         let names = own::list(base, &self.dir)?;
         self.look_at_time(
             base,
@@ -111,7 +111,7 @@ impl<B: Backing> Container<B> {
         if self.view.lock().seal.is_none()
             && names.iter().any(|(name, ..)| name == SEAL_NAME.as_bytes())
         {
-            return self.take_seal(base, Seal::load(base, &self.dir)?);
+            return Ok(self.take_seal(base, Seal::load(base, &self.dir)?)?);
         }
         let tables: Vec<_> = names
             .iter()
@@ -150,7 +150,7 @@ impl<B: Backing> Container<B> {
         base: &B,
         writer: &Writer,
         listed: &[(Writer, Range<u64>)],
-    ) -> Result<()> {
+    ) -> TableResult<()> {
         let of_writer = listed.iter().filter(|(of, _)| of == writer);
         let parts: Vec<&Range<u64>> = of_writer.map(|(_, part)| part).collect();
         if parts.is_empty() {
@@ -167,7 +167,7 @@ impl<B: Backing> Container<B> {
             match self.find_ends(base, writer.id(), &found) {
                 Ok(()) => break found,
                 // One that is not used yet.
-                Err(Errno::STALE) if self.reject_damaged(&found) => {}
+                Err(TableError::Damaged) if self.reject_damaged(&found) => {}
                 Err(error) => return Err(error),
             }
         };
@@ -193,7 +193,7 @@ impl<B: Backing> Container<B> {
     }
 
     /// Finds how long the file is by tables of `writer` that are to be used, after all cuts that there will be.
-    fn find_ends(&self, base: &B, writer: WriterId, tables: &[Arc<Table<B>>]) -> Result<()> {
+    fn find_ends(&self, base: &B, writer: WriterId, tables: &[Arc<Table<B>>]) -> TableResult<()> {
         let known = self.view.lock().resolver.outline();
         let mut outline = Outline::clone(&known);
         for table in tables {
@@ -375,7 +375,7 @@ impl<B: Backing> Container<B> {
     }
 
     /// Finds how long the file is by sorted indexes, where that takes reading them.
-    pub(super) fn settle_len(&self, base: &B) -> Result<()> {
+    pub(super) fn settle_len(&self, base: &B) -> TableResult<()> {
         loop {
             let (outline, tables) = {
                 let view = self.view.lock();
@@ -498,7 +498,7 @@ impl<B: Backing> Container<B> {
 }
 
 /// Finds how long the file is by each of these tables, by what cuts left.
-fn find_ends<B: Backing>(base: &B, tables: &[Arc<Table<B>>], outline: &Outline) -> Result<()> {
+fn find_ends<B: Backing>(base: &B, tables: &[Arc<Table<B>>], outline: &Outline) -> TableResult<()> {
     let find = |table: &Arc<Table<B>>| table.find_end(base, outline.limits_of(table.writer));
     tables.iter().try_for_each(find)
 }

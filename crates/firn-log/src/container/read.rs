@@ -16,6 +16,7 @@ use crate::index_reader::read_exact;
 use crate::locate::{Check, Holder, Locating, Room};
 use crate::resolve::{Key, Segment, Source, WriterId};
 use crate::seal::Lost;
+use crate::table::{TableError, TableResult};
 
 /// Blocks whose checksums were right that are remembered.
 const CHECKED_MAX: usize = 1 << 16;
@@ -570,7 +571,7 @@ impl<B: Backing> Container<B> {
     /// The host that wrote a log, and the log's name.
     fn log_of(&self, writer: WriterId, log: u32) -> Result<(String, String)> {
         let view = self.view.lock();
-        let writer = &view.tails.get(&writer).ok_or(Errno::STALE)?.writer;
+        let writer = &view.tails.get(&writer).ok_or(TableError::Unknown)?.writer;
         Ok((writer.host().to_owned(), writer.log_name(log)))
     }
 
@@ -592,14 +593,15 @@ impl<B: Backing> Container<B> {
     fn find_span(&self, base: &B, key: Key) -> Result<Arc<Span>> {
         loop {
             match self.span(base, key) {
-                Err(Errno::STALE) if self.has_damaged() => self.read_again(base, None)?,
-                found => return found,
+                Err(TableError::Damaged) => self.read_again(base, None)?,
+                Err(TableError::Unknown) if self.has_damaged() => self.read_again(base, None)?,
+                found => return Ok(found?),
             }
         }
     }
 
-    /// The same; ESTALE if it is not known any more.
-    fn span(&self, base: &B, key: Key) -> Result<Arc<Span>> {
+    /// The same, by the indexes that are used.
+    fn span(&self, base: &B, key: Key) -> TableResult<Arc<Span>> {
         let tables = {
             let view = self.view.lock();
             if let Some(span) = view.resolver.span(key) {
@@ -612,14 +614,14 @@ impl<B: Backing> Container<B> {
             Some(table) => table.span(base, &self.memory.blocks, key)?,
             None => None,
         };
-        span.ok_or(Errno::STALE)
+        span.ok_or(TableError::Unknown)
     }
 
     /// None if it is gone.
     fn open_log(&self, base: &B, writer: WriterId, log: u32) -> Result<Option<Arc<B::File>>> {
         let name = {
             let view = self.view.lock();
-            let tail = view.tails.get(&writer).ok_or(Errno::STALE)?;
+            let tail = view.tails.get(&writer).ok_or(TableError::Unknown)?;
             if let Some(file) = tail.logs.get(&log) {
                 return Ok(Some(Arc::clone(file)));
             }

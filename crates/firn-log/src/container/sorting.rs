@@ -82,7 +82,7 @@ impl<B: Backing> Container<B> {
     fn take_own_tables(&self, base: &B, writer: &Writer) -> Result<()> {
         let names = own::list(base, &self.dir)?;
         let tables = names.iter().filter_map(|(name, ..)| Writer::of_table(name));
-        self.take_tables(base, writer, &tables.collect::<Vec<_>>())
+        Ok(self.take_tables(base, writer, &tables.collect::<Vec<_>>())?)
     }
 
     /// Sorts what this host has written, which writes no more. A reader does without, and the container may be gone: no

@@ -64,6 +64,14 @@ impl<B: Backing> View<B> {
     /// closed with a lock held.
     #[must_use]
     pub(super) fn set_cover(&mut self, id: WriterId, cover: Vec<Arc<Table<B>>>) -> Tables<B> {
+        let ends = cover.iter().map(|table| table.part().end);
+        let follow = std::iter::once(0).chain(ends).zip(&cover);
+        debug_assert!(
+            follow
+                .into_iter()
+                .all(|(end, table)| table.part().start == end && table.writer == id),
+            "sorted indexes follow each other from the beginning of one index"
+        );
         let Some(tail) = self.tails.get_mut(&id) else {
             return Tables::default();
         };
@@ -74,6 +82,7 @@ impl<B: Backing> View<B> {
         });
         tail.cover = cover;
         tail.offset = tail.offset.max(tail.covered());
+        debug_assert!(tail.covered() <= tail.offset, "what is sorted is known");
         self.resolver.forget(id, tail.covered());
         let covers = self.tails.values().flat_map(|tail| tail.cover.iter());
         let tables = Arc::new(covers.map(Arc::clone).collect());
@@ -98,6 +107,7 @@ impl<B: Backing> View<B> {
             kept.is_own = true;
             kept.offset = kept.offset.max(tail.offset);
             let covered = kept.covered();
+            debug_assert!(covered <= kept.offset, "what is sorted is known");
             self.resolver.take_changes(&old.resolver, *id, covered);
         }
         self.note_tables_end();

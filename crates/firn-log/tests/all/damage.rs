@@ -130,7 +130,7 @@ fn damage_bytes(disk: &SimBacking, dir: &Inode, name: &str, random: &mut StdRng)
         return false;
     }
     // An index that ends early is one with fewer changes, but where more of it counts.
-    let is_sealed = disk.lookup(dir, OsStr::new("seal")).is_ok();
+    let is_sealed = disk.lookup(dir, OsStr::new("decision")).is_ok();
     let may_be_shortened = !name.starts_with("i-") || is_sealed;
     let may_be_removed = name.starts_with("d-") || (name.starts_with("i-") && is_sealed);
     let at = random.random_range(0..attr.size);
@@ -155,7 +155,7 @@ fn damage_link(disk: &SimBacking, dir: &Inode, name: &str, random: &mut StdRng) 
     let mut text = disk.readlink(&inode).expect("read");
     disk.unlink(dir, OsStr::new(name)).expect("remove");
     // A version that is another one is no damage.
-    let at = random.random_range("firn-log-3 ".len()..text.len());
+    let at = random.random_range("firn-log-4 ".len()..text.len());
     match random.random_range(0..5) {
         0 => text.truncate(at),
         1 => return,
@@ -185,7 +185,7 @@ fn damage_is_named_and_never_shown() {
         }
         let (_, host) = begin_host(&disk, "c");
         let found = read(&host);
-        let is_decided = names.iter().any(|name| name == "all");
+        let is_decided = names.iter().any(|name| name == "done-all");
         let findings = verify(&disk).expect("verify").findings;
         match found {
             Ok(found) => {
@@ -198,7 +198,7 @@ fn damage_is_named_and_never_shown() {
                 assert!(!is_decided, "seed {seed}: {name}: {error}");
                 // A host that died while it put the seal left it with a second name.
                 let is_seal = name.starts_with("put-seal.");
-                let named = if is_seal { "seal" } else { name };
+                let named = if is_seal { "decision" } else { name };
                 let names_it = |finding: &Finding| finding.file.as_deref() == Some(named);
                 assert!(
                     findings.iter().any(names_it),
@@ -232,7 +232,7 @@ fn an_index_that_is_gone_is_named() {
         };
         let names = names(&disk, &dir);
         // Before, nobody can tell it from a host that has written nothing.
-        let is_sealed = names.iter().any(|name| name == "seal");
+        let is_sealed = names.iter().any(|name| name == "decision");
         let index = names.iter().find(|name| name.starts_with("i-"));
         let Some(index) = index.filter(|_| is_sealed) else {
             continue;
@@ -307,7 +307,7 @@ fn what_is_given_up_is_told_and_all_else_is_flat() {
         };
         let names = names(&disk, &dir);
         let logs = names.iter().filter(|name| {
-            ["d-", "i-", "t-", "seal", "head"]
+            ["d-", "i-", "t-", "decision", "head"]
                 .iter()
                 .any(|kind| name.starts_with(kind))
         });
@@ -382,11 +382,10 @@ fn what_cannot_be_told_is_not_given_up() {
         let is_new = |name: &&String| !before.0.contains(name);
         let made: Vec<String> = names(&disk, &dir).iter().filter(is_new).cloned().collect();
         assert!(
-            made.iter()
-                .all(
-                    |name| ["closing", "whole", "seal", "cut", "time-0"].contains(&&**name)
-                        || name.starts_with("claim-")
-                ),
+            made.iter().all(
+                |name| ["closing", "whole", "decision", "done-cut", "time-0"].contains(&&**name)
+                    || name.starts_with("claim-")
+            ),
             "seed {seed}: {made:?}"
         );
         assert!(read(&disk) == before.1, "seed {seed}");

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use firn_backing::{Access, Backing, Errno, FileUse, Files, Names, RenameFlags, Sharing, Volume};
+use firn_hosts::host_dir::make_host_dir;
 use firn_hosts::own;
 use firn_log::{LogBacking, Setup};
 use firn_sim::{SimBacking, suite};
@@ -39,9 +40,8 @@ impl World {
                 .expect("mkdir");
         }
         // What shows that a host was there.
-        let top = firn_log::make_dir(&disk).expect("make");
-        for host in ["host-a", "host-b"] {
-            own::dir(&disk, &top, host).expect("make");
+        for host in ["a", "b"] {
+            make_host_dir(&disk, host).expect("make");
         }
         let a = logged(&disk, "a", &living);
         let b = logged(&disk_of_b, "b", &living);
@@ -49,8 +49,7 @@ impl World {
         let (_, file, _) = b
             .create(&suite::own_caller(), &b.root(), name, 0o644)
             .expect("create");
-        b.note_use(&file, FileUse::OpenedToWrite)
-            .expect("note_opened");
+        b.note_use(&file, FileUse::OpenedToWrite).expect("note_use");
         b.write_at(&file, &[IoSlice::new(DATA)], 0).expect("write");
         b.sync(&file, false).expect("sync");
         Self {
@@ -117,12 +116,12 @@ fn read(host: &Logged, inode: &<Logged as Volume>::Inode) -> Vec<u8> {
     bytes
 }
 
-/// Names in `.firn/log` but those of hosts.
+/// Names in `.firn/log`.
 fn leftovers(disk: &SimBacking) -> Vec<String> {
     let top = firn_log::make_dir(disk).expect("found");
     let names = own::list(disk, &top).expect("list").into_iter();
     let names = names.map(|(name, ..)| String::from_utf8_lossy(&name).into_owned());
-    names.filter(|name| !name.starts_with("host-")).collect()
+    names.collect()
 }
 
 /// Calls that a host makes in some work.

@@ -1,4 +1,4 @@
-//! Commit: `Decide`, `Apply`, `AwaitHosts`.
+//! Commit: `Decide`, `Apply`, `AwaitHosts`, `AnswerApplied`.
 //!
 //! What a commit does after its decision is a [`Plan`], made once from the options and the transaction:
 //!
@@ -18,6 +18,7 @@ use super::{Answer, CommitOptions, Committed, Event, Goal, Machine, Mount, Pendi
 use crate::error::TransactionError;
 use crate::shadow::Mode;
 use crate::transaction::handle::{Decided, Found, Known, Place};
+use crate::unanswered::Unanswered;
 
 /// When the transaction begins that follows a commit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,6 +51,15 @@ impl Plan {
         (self.next == point).then(|| self.path_after.clone())
     }
 
+    /// The commit, of a scope that had this path at its begin.
+    pub(super) fn commit_to_answer(&self, scope: &[u8]) -> Unanswered {
+        Unanswered {
+            id: self.id,
+            scope: scope.to_vec(),
+            path_after: self.path_after.clone(),
+        }
+    }
+
     fn committed(self, not_applied_on: Vec<String>) -> Answer {
         Answer::Committed(Committed {
             id: self.id,
@@ -67,6 +77,15 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         options: CommitOptions,
     ) -> Result<Step<'a, B>, TransactionError> {
         let Known { commit, undecided } = known;
+        if let Some(id) = options.id
+            && let Some(commit) = self.store.find_unanswered(path, id)
+        {
+            let begins_next = options.begins_next && undecided.is_none();
+            return Ok(Step::AnswerApplied {
+                commit,
+                begins_next,
+            });
+        }
         match (commit, undecided) {
             // Asked for again, the commit is meant, also where another transaction follows it.
             (Some(commit), _) if options.id == Some(commit.id()) => {
@@ -146,6 +165,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     ) -> Result<Step<'a, B>, TransactionError> {
         plan.path_after = found.path_after();
         let commit = found.decide(plan.id)?;
+        self.store.forget_unanswered(&plan.path_after);
         let id = Some(plan.id);
         self.mount.note(Event::Decided, commit.scope(), id);
         match plan.next {
@@ -188,17 +208,41 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         if self.store.members().is_none() {
             return Ok(Step::Over(plan.committed(Vec::new())));
         }
+        let not_applied_on = self.wait_until_applied(plan.id, commit.scope())?;
+        let begin_at = plan.begin_at(NextBegin::AfterOtherHosts);
+        let over = Step::Over(plan.committed(not_applied_on));
+        Ok(begin_before(begin_at, over))
+    }
+
+    /// Waits for the other hosts to apply a commit; those that have not.
+    fn wait_until_applied(&self, id: u64, scope: &[u8]) -> Result<Vec<String>, TransactionError> {
         let mut rest = self.mount.begin_wait();
         let not_applied_on = loop {
-            let hosts = commit.hosts_not_applied()?;
+            let hosts = self.store.hosts_not_applied(id, scope)?;
             if hosts.is_empty() || !self.mount.is_any_living(&hosts)? || !rest() {
                 break hosts;
             }
         };
         // Programs did not see the parts of other hosts until now.
-        self.mount.forget_names(&[commit.scope()]);
-        let begin_at = plan.begin_at(NextBegin::AfterOtherHosts);
-        let over = Step::Over(plan.committed(not_applied_on));
+        self.mount.forget_names(&[scope]);
+        Ok(not_applied_on)
+    }
+
+    /// Ends what is left of a commit that was applied before its request failed.
+    pub(super) fn answer_applied(
+        &self,
+        commit: Unanswered,
+        begins_next: bool,
+    ) -> Result<Step<'a, B>, TransactionError> {
+        self.store.leave_applied(commit.id, &commit.scope)?;
+        let not_applied_on = self.wait_until_applied(commit.id, &commit.scope)?;
+        self.store.forget_unanswered(&commit.path_after);
+        let begin_at = begins_next.then(|| commit.path_after.clone());
+        let over = Step::Over(Answer::Committed(Committed {
+            id: commit.id,
+            not_applied_on,
+            path_after: commit.path_after,
+        }));
         Ok(begin_before(begin_at, over))
     }
 }

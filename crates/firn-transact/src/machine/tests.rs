@@ -594,6 +594,74 @@ fn a_request_that_failed_at_any_call_of_the_backing_goes_on_when_it_is_made_agai
     }
 }
 
+/// What a commit of host `a` comes to whose call `at` fails, with that of `b`: the store and its disk, the answer, and
+/// whether the commit made fewer calls.
+fn commit_of_hosts_that_fails(
+    at: u64,
+) -> (SimBacking, Store, Result<Answer, TransactionError>, bool) {
+    let disk = disk();
+    let disk_of_b = disk.another_process();
+    let [a, b] =
+        [(&disk, "a"), (&disk_of_b, "b")].map(|(disk, name)| host(disk, name, Mode::Buffer));
+    for store in [&a, &b] {
+        assert!(steps(store, Verb::Begin).1.is_ok());
+    }
+    put(&a, "of-a", b"a");
+    let has_come = Cell::new(false);
+    let others = || {
+        let is_first = !has_come.replace(true);
+        if is_first {
+            drop(steps(&b, commit(7, false, false)));
+        }
+        is_first
+    };
+    let step_to_fail = disk.steps() + at;
+    disk.set_plan(move |_, step| (step == step_to_fail).then_some(Fault::Error(Errno::NOSPC)));
+    let mount = SimMount {
+        others: &others,
+        ..SimMount::of(&a)
+    };
+    let answer = trace(&a, &mount, commit(7, true, false), TOP).1;
+    let is_past = disk.steps() < step_to_fail;
+    disk.clear_plan();
+    drop(b);
+    (disk, a, answer, is_past)
+}
+
+/// Proves S-tx-62.
+#[test]
+fn regression_a_commit_that_is_asked_for_again_after_it_was_applied_is_not_the_next_one() {
+    let mut asked_again = 0;
+    for at in 0.. {
+        let (disk, store, first, is_past) = commit_of_hosts_that_fails(at);
+        let is_applied = store.committed(TOP) == Ok(Some(7)) && stages(&store) == [Stage::Open];
+        if first.is_err() && is_applied {
+            let told = format!("call {at}: {first:?}");
+            put(&store, "later", b"later");
+            let again = steps(&store, commit(7, true, false)).1;
+            let Ok(Answer::Committed(Committed { id: 7, .. })) = again else {
+                panic!("{told}, then {again:?}");
+            };
+            assert_eq!(stages(&store), [Stage::Open], "{told}");
+            let committed = seen(&open(&disk.fork()));
+            assert!(!committed.contains_key(&b"later"[..]), "{told}");
+            // What is asked for next is the next one.
+            let mount = SimMount::of(&store);
+            let machine = Machine::new(&store, &mount);
+            assert!(machine.run(Verb::Abort, TOP).is_ok(), "{told}");
+            assert_eq!(stages(&store), [], "{told}");
+            asked_again += 1;
+        }
+        if is_past {
+            break;
+        }
+    }
+    assert!(
+        asked_again > 0,
+        "no call fails after the commit was applied"
+    );
+}
+
 /// Proves S-tx-41.
 #[test]
 fn a_crash_at_any_call_of_a_commit_leaves_one_that_can_be_asked_for_again_or_the_old_tree() {

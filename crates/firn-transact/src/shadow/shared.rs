@@ -17,7 +17,7 @@ use std::ffi::OsStr;
 use std::sync::Arc;
 
 use firn_backing::{Backing, Errno, RenameFlags, is_below};
-use firn_hosts::{Ballot, Joined, Members, Plan, Progress, Protocol, VoteDir};
+use firn_hosts::{Ballot, Joined, Members, Plan, Progress, Protocol, Unit, VoteDir};
 
 use super::{KEPT, SAVED, SHARED, Shadow};
 use crate::change_log::ChangeLog;
@@ -40,15 +40,11 @@ impl Protocol for ShadowEnd {
 
     fn plan(&self, outcome: &Outcome) -> Plan {
         if outcome.commit {
-            Plan {
-                stops_first: false,
-                units: &[],
-            }
-        } else {
-            Plan {
-                stops_first: true,
-                units: &[UNDO],
-            }
+            return Plan::default();
+        }
+        Plan {
+            stops_first: true,
+            stages: vec![vec![Unit::Part(UNDO.to_owned())]],
         }
     }
 }
@@ -92,7 +88,7 @@ impl<B: Backing> SharedDir<'_, B> {
             self.clear_kept().map_err(AbortError::from)
         })?;
         match progress {
-            Progress::Done => Ok(()),
+            Progress::Done | Progress::Gone => Ok(()),
             Progress::Waits(waiting) => Err(AbortError::Stopping {
                 hosts: waiting.hosts(),
             }),
@@ -214,10 +210,7 @@ impl<B: Backing> TransactionalBacking<B> {
     fn not_over(&self, shared: &SharedDir<'_, B>) -> Result<(), BeginError> {
         shared.ballot.remove_if_over()?;
         let view = shared.ballot.view()?;
-        let mut hosts = view.remaining();
-        if hosts.is_empty() {
-            hosts.extend(view.remover);
-        }
+        let hosts = view.remaining();
         Err(BeginError::NotOver { hosts })
     }
 

@@ -144,8 +144,7 @@ impl<B: Backing> TransactionalBacking<B> {
             // There are no tables to answer from.
             Some(_) => self.apply_alone(scope),
         };
-        let left = applied.and_then(|()| Ok(self.leave_commit(&scope.path)?));
-        let result = left.and_then(|()| Ok(self.leave_vote(id, &scope.path)?));
+        let result = applied.and_then(|()| Ok(self.leave_applied(id, &scope.path)?));
         scope.application.note_result(&result);
         result.map(|()| true)
     }

@@ -25,6 +25,7 @@ use crate::own::is_path;
 use crate::scope::ArenaId;
 use crate::staging;
 use crate::transactional::TransactionalBacking;
+use firn_hosts::host_dir::list_hosts;
 use firn_hosts::{Expected, Members};
 
 /// An arena, and the path of a scope of which it has nothing that counts.
@@ -37,20 +38,14 @@ impl<B: Backing> TransactionalBacking<B> {
         base: &B,
         members: Option<&Members>,
     ) -> Result<Vec<Option<Members>>, StoreError> {
-        let Some((top, _)) = staging::find_dir(base, &base.root(), staging::TOP)? else {
+        if staging::find_dir(base, &base.root(), staging::TOP)?.is_none() {
             return Ok(Vec::new());
-        };
+        }
         let mut homes = vec![None];
-        for (name, ..) in staging::list(base, &top)? {
-            let Ok(name) = String::from_utf8(name) else {
-                continue;
-            };
-            let host = name.strip_prefix(staging::HOST).map(str::to_owned);
-            homes.extend(host.map(|host| {
-                Some(Members {
-                    host,
-                    expected: Expected::Count(0),
-                })
+        for host in list_hosts(base)? {
+            homes.push(Some(Members {
+                host,
+                expected: Expected::Count(0),
             }));
         }
         homes.retain(|home| {

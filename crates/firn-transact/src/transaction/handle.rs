@@ -14,7 +14,7 @@
 
 use std::sync::Arc;
 
-use firn_backing::{Backing, Errno};
+use firn_backing::Backing;
 
 use crate::conflict::Used;
 
@@ -176,12 +176,6 @@ impl<B: Backing> Decided<'_, B> {
     pub(crate) fn is_followed(&self) -> bool {
         let current = self.handle.store.transaction_at(self.root());
         matches!(current, Some(Found::Open(_) | Found::Prepared(_)))
-    }
-
-    /// Hosts that have not applied it.
-    pub(crate) fn hosts_not_applied(&self) -> Result<Vec<String>, Errno> {
-        let path = &self.handle.scope.path;
-        self.handle.store.hosts_not_applied(self.id, path)
     }
 
     /// Path that its scope has once it is applied.

@@ -1,0 +1,531 @@
+//! Hosts that take part while they live ([`Presence::Living`]): files that hosts write to, and that are flattened by
+//! whoever comes when nobody writes to them.
+//!
+//! A host that crashed comes back knowing nothing, and takes back what it had said. Others see that it is dead from its
+//! crash until then. The second ballot is there to be hit by what is late: it is made and written to, and stays.
+
+use super::*;
+
+const LAG_MAX: usize = 1;
+const CRASHES_MAX: u8 = 1;
+/// Parts of the work that several hosts may do at the same time.
+const PARTS: [&str; 2] = ["0", "1"];
+const CUT: &str = "cut";
+const END: &str = "all";
+/// What can be claimed: each part, and the whole.
+const CLAIMS: usize = PARTS.len() + 1;
+const WHOLE_CLAIM: usize = PARTS.len();
+
+/// Units of work, as numbers: the cut, the parts, the end.
+const UNITS: usize = PARTS.len() + 2;
+const CUT_UNIT: u8 = 0;
+const END_UNIT: u8 = UNITS as u8 - 1;
+
+struct Flattening;
+
+impl Protocol for Flattening {
+    type Decision = ();
+
+    const PRESENCE: Presence = Presence::Living;
+
+    fn plan(&self, (): &()) -> Plan {
+        let parts = PARTS.map(|part| Unit::Part(part.to_owned()));
+        Plan {
+            stops_first: false,
+            stages: vec![
+                vec![Unit::Whole(CUT)],
+                parts.to_vec(),
+                vec![Unit::Whole(END)],
+            ],
+        }
+    }
+}
+
+fn name_of(unit: u8) -> &'static str {
+    match unit {
+        CUT_UNIT => CUT,
+        END_UNIT => END,
+        part => PARTS[usize::from(part) - 1],
+    }
+}
+
+fn number_of(unit: &Unit) -> u8 {
+    let is_named = |number: &u8| name_of(*number) == unit.name();
+    (0..UNITS as u8).find(is_named).expect("a unit of the plan")
+}
+
+/// What is claimed to do a unit.
+fn claim_of(unit: u8) -> usize {
+    match unit {
+        CUT_UNIT | END_UNIT => WHOLE_CLAIM,
+        part => usize::from(part) - 1,
+    }
+}
+
+fn name_of_claim(claim: usize) -> String {
+    match claim {
+        WHOLE_CLAIM => WHOLE.to_owned(),
+        part => Unit::Part(PARTS[part].to_owned()).claim(),
+    }
+}
+
+/// The directory of a ballot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+struct Dir {
+    /// Which ballot of this name it is of, from 1 on.
+    number: u8,
+    joined: Hosts,
+    is_closing: bool,
+    is_decided: bool,
+    /// Units that are done, as bits.
+    done: u8,
+}
+
+impl Dir {
+    fn is_done(&self, unit: u8) -> bool {
+        self.done & (1 << unit) != 0
+    }
+
+    fn is_all_done(&self) -> bool {
+        (0..UNITS as u8).all(|unit| self.is_done(unit))
+    }
+
+    /// Whether all units of earlier stages are done.
+    fn may_begin(&self, unit: u8) -> bool {
+        let earlier = match unit {
+            CUT_UNIT => 0..0,
+            END_UNIT => 0..END_UNIT,
+            _ => 0..1,
+        };
+        earlier.into_iter().all(|unit| self.is_done(unit))
+    }
+}
+
+/// What a host is about to do after a look.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+enum Pending {
+    Claim(u8),
+    Work(u8),
+    ClaimRemoval,
+    Retire,
+    /// Renames what has the directory's name.
+    Rename,
+}
+
+/// What a host does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+enum Phase {
+    Idle,
+    Joining(JoinStep),
+    /// It has said that it takes part, and looks.
+    Joined,
+    Writing,
+    /// It has written, or has found that it may not.
+    Withdrawing,
+    /// It wants a decision.
+    Closing,
+    PuttingClosing,
+    Deciding,
+    /// There was a decision. `busy`: claims that others had locked when it tried.
+    Ending {
+        busy: u8,
+        pending: Option<Pending>,
+    },
+    Working {
+        busy: u8,
+        unit: u8,
+    },
+    Crashed,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+struct Host {
+    phase: Phase,
+    /// The ballot whose directory it has open; none is 0.
+    number: u8,
+}
+
+const IDLE: Host = Host {
+    phase: Phase::Idle,
+    number: 0,
+};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+struct State {
+    history: History<Dir, { LAG_MAX + 1 }>,
+    /// Who has locked what of each ballot.
+    locks: [[Option<u8>; CLAIMS]; BALLOTS_MAX as usize],
+    hosts: [Host; HOSTS],
+    /// Ballots that were made.
+    made: u8,
+    crashes: u8,
+}
+
+impl State {
+    /// The directory that a host has open, if it has its name.
+    fn dir(&self, host: usize) -> Option<Dir> {
+        let number = self.hosts[host].number;
+        self.history.current().filter(|dir| dir.number == number)
+    }
+
+    /// A host changes the directory that it has open. Where that has no name any more the change is lost.
+    fn put(&mut self, host: usize, put: impl FnOnce(&mut Dir)) {
+        match self.dir(host) {
+            Some(mut dir) => {
+                put(&mut dir);
+                self.history.change(host, Some(dir));
+            }
+            None => self.history.note_asked(host),
+        }
+    }
+
+    fn enter(&mut self, host: usize, phase: Phase) {
+        self.hosts[host].phase = phase;
+    }
+
+    /// A host has nothing to do with the ballot any more.
+    fn forget_ballot(&mut self, host: usize) {
+        self.unlock(host);
+        self.hosts[host] = IDLE;
+    }
+
+    fn unlock(&mut self, host: usize) {
+        for claim in self.locks.iter_mut().flatten() {
+            claim.take_if(|by| *by == host as u8);
+        }
+    }
+
+    /// Locks a claim and sees to it that the next listing is a new one; false: another host has it.
+    fn lock(&mut self, host: usize, claim: usize) -> bool {
+        self.unlock(host);
+        let number = usize::from(self.hosts[host].number);
+        let locked = &mut self.locks[number - 1][claim];
+        if locked.is_some() {
+            return false;
+        }
+        *locked = Some(host as u8);
+        self.history.note_asked(host);
+        true
+    }
+
+    fn view(&self, host: usize, dir: Dir, busy: u8) -> View<u8, ()> {
+        let number = usize::from(self.hosts[host].number);
+        let claimant = |claim: usize| {
+            let is_mine = self.locks[number - 1][claim] == Some(host as u8);
+            let is_busy = busy & (1 << claim) != 0;
+            let mine = is_mine.then_some(Claimant::Host(host as u8));
+            mine.or(is_busy.then_some(Claimant::Somebody))
+        };
+        let claimed =
+            (0..CLAIMS).filter_map(|claim| Some((name_of_claim(claim), claimant(claim)?)));
+        let done = (0..UNITS as u8).filter(|unit| dir.is_done(*unit));
+        View {
+            joined: set(dir.joined),
+            is_closing: dir.is_closing,
+            decision: dir.is_decided.then_some(()),
+            stopped: BTreeSet::new(),
+            claimed: claimed.collect(),
+            done: done.map(|unit| name_of(unit).to_owned()).collect(),
+            left: BTreeSet::new(),
+        }
+    }
+
+    fn crash(&self, host: usize, add: &mut dyn FnMut(Self)) {
+        let is_at_it = !matches!(self.hosts[host].phase, Phase::Idle | Phase::Crashed);
+        if is_at_it && self.crashes < CRASHES_MAX {
+            let mut next = *self;
+            next.crashes += 1;
+            next.unlock(host);
+            next.enter(host, Phase::Crashed);
+            add(next);
+        }
+    }
+
+    fn step_host(&self, host: usize, add: &mut dyn FnMut(Self)) {
+        let mut next = *self;
+        match self.hosts[host].phase {
+            Phase::Idle => return self.begin(host, add),
+            Phase::Joining(step) => return self.join(host, step, add),
+            Phase::Joined => {
+                return self.look(host, add, &|next, dir| {
+                    let view = next.view(host, dir, 0);
+                    let is_open = view.is_open() && next.dir(host).is_some();
+                    Some(Phase::Joining(next_join(is_open, true)))
+                });
+            }
+            Phase::Writing => next.enter(host, Phase::Withdrawing),
+            Phase::Withdrawing => {
+                next.put(host, |dir| dir.joined &= !(1 << host));
+                if self.hosts[host].number < BALLOTS_MAX {
+                    next.enter(host, Phase::Closing);
+                } else {
+                    next.forget_ballot(host);
+                }
+            }
+            Phase::Closing => {
+                return self.look(host, add, &|next, dir| next.close(host, dir));
+            }
+            Phase::PuttingClosing => {
+                next.put(host, |dir| dir.is_closing = true);
+                next.enter(host, Phase::Closing);
+            }
+            Phase::Deciding => {
+                next.put(host, |dir| dir.is_decided = true);
+                next.enter(host, Phase::Closing);
+            }
+            Phase::Ending {
+                busy,
+                pending: None,
+            } => {
+                return self.look(host, add, &|next, dir| next.choose(host, dir, busy));
+            }
+            Phase::Ending {
+                busy,
+                pending: Some(pending),
+            } => next.act(host, busy, pending),
+            Phase::Working { busy, unit } => {
+                next.put(host, |dir| dir.done |= 1 << unit);
+                next.unlock(host);
+                next.enter(host, ending(busy));
+            }
+            // It comes back and takes back what it had said.
+            Phase::Crashed => {
+                next.put(host, |dir| dir.joined &= !(1 << host));
+                next.forget_ballot(host);
+            }
+        }
+        add(next);
+    }
+
+    /// A host begins to write, which makes the directory if there is none, or comes to flatten.
+    fn begin(&self, host: usize, add: &mut dyn FnMut(Self)) {
+        let mut next = *self;
+        match self.history.current() {
+            Some(dir) if dir.number == BALLOTS_MAX => return,
+            Some(dir) => {
+                next.hosts[host].number = dir.number;
+                let mut flattening = next;
+                flattening.enter(host, Phase::Closing);
+                add(flattening);
+            }
+            None if self.made < BALLOTS_MAX => {
+                next.made += 1;
+                let dir = Dir {
+                    number: next.made,
+                    ..Dir::default()
+                };
+                next.history.change(host, Some(dir));
+                next.hosts[host].number = next.made;
+            }
+            None => return,
+        }
+        next.enter(host, Phase::Joining(next_join(true, false)));
+        add(next);
+    }
+
+    fn join(&self, host: usize, step: JoinStep, add: &mut dyn FnMut(Self)) {
+        let mut next = *self;
+        match step {
+            JoinStep::Put => {
+                next.put(host, |dir| dir.joined |= 1 << host);
+                next.enter(host, Phase::Joined);
+            }
+            JoinStep::Joined => next.enter(host, Phase::Writing),
+            JoinStep::Withdraw | JoinStep::Refused => next.enter(host, Phase::Withdrawing),
+        }
+        add(next);
+    }
+
+    /// A host lists its directory, as it is or was, and is in another phase then; none: it has nothing to do with the
+    /// ballot any more.
+    fn look(
+        &self,
+        host: usize,
+        add: &mut dyn FnMut(Self),
+        choose: &dyn Fn(&Self, Dir) -> Option<Phase>,
+    ) {
+        let number = self.hosts[host].number;
+        for lag in 0..=self.history.lag_of(host) {
+            let mut next = *self;
+            let seen = next.history.look(host, lag);
+            let found = match seen.filter(|dir| dir.number == number) {
+                Some(dir) => dir,
+                // Not yet made, as this listing says.
+                None if lag > 0 => continue,
+                // What is being removed may be found empty.
+                None => Dir {
+                    number,
+                    ..Dir::default()
+                },
+            };
+            match choose(&next, found) {
+                Some(phase) => next.enter(host, phase),
+                None => next.forget_ballot(host),
+            }
+            add(next);
+        }
+    }
+
+    /// What a host does that wants a decision and sees the directory so.
+    fn close(&self, host: usize, dir: Dir) -> Option<Phase> {
+        // What it puts fails, or counts for nobody.
+        self.dir(host)?;
+        let is_living = |other: &u8| {
+            let is_dead = self.hosts[usize::from(*other)].phase == Phase::Crashed;
+            usize::from(*other) != host && !is_dead
+        };
+        let living = set(dir.joined).into_iter().filter(is_living).collect();
+        match next_decision(&self.view(host, dir, 0), living) {
+            DecisionStep::Close => Some(Phase::PuttingClosing),
+            DecisionStep::Decide => Some(Phase::Deciding),
+            DecisionStep::Wait(_) => None,
+            DecisionStep::Decided => Some(ending(0)),
+        }
+    }
+
+    /// What a host does about a sealed directory that it sees so.
+    fn choose(&self, host: usize, dir: Dir, busy: u8) -> Option<Phase> {
+        let action = next(&self.view(host, dir, busy), &(host as u8), &Flattening);
+        // Asked after the listing.
+        self.dir(host)?;
+        let pending = match action {
+            Action::Claim(unit) => Pending::Claim(number_of(&unit)),
+            Action::Work(unit) => Pending::Work(number_of(&unit)),
+            Action::ClaimRemoval => Pending::ClaimRemoval,
+            Action::Retire => Pending::Retire,
+            // It comes again later.
+            Action::Wait(_) => return None,
+            Action::Stop | Action::Leave => panic!("nobody waits for hosts that live no more"),
+        };
+        Some(Phase::Ending {
+            busy,
+            pending: Some(pending),
+        })
+    }
+
+    fn act(&mut self, host: usize, busy: u8, pending: Pending) {
+        match pending {
+            Pending::Claim(unit) => {
+                let claim = claim_of(unit);
+                let busy = if self.lock(host, claim) {
+                    busy
+                } else {
+                    busy | 1 << claim
+                };
+                self.enter(host, ending(busy));
+            }
+            Pending::Work(unit) => self.enter(host, Phase::Working { busy, unit }),
+            Pending::ClaimRemoval => {
+                if self.lock(host, WHOLE_CLAIM) {
+                    self.enter(host, ending(busy));
+                } else {
+                    self.forget_ballot(host);
+                }
+            }
+            Pending::Retire => match self.dir(host) {
+                Some(_) => {
+                    let pending = Some(Pending::Rename);
+                    self.enter(host, Phase::Ending { busy, pending });
+                }
+                None => self.forget_ballot(host),
+            },
+            Pending::Rename => {
+                let dir = self.dir(host).expect("another ballot is removed");
+                assert!(dir.is_all_done(), "removed before all was done");
+                self.history.change(host, None);
+                self.forget_ballot(host);
+            }
+        }
+    }
+}
+
+fn ending(busy: u8) -> Phase {
+    Phase::Ending {
+        busy,
+        pending: None,
+    }
+}
+
+impl Dir {
+    fn reordered(self, order: [u8; HOSTS]) -> Self {
+        Self {
+            joined: reordered(self.joined, order),
+            ..self
+        }
+    }
+}
+
+impl Model for State {
+    fn new() -> Self {
+        Self {
+            history: History::default(),
+            locks: [[None; CLAIMS]; BALLOTS_MAX as usize],
+            hosts: [IDLE; HOSTS],
+            made: 0,
+            crashes: 0,
+        }
+    }
+
+    fn steps(&self) -> Vec<(Self, bool)> {
+        let mut steps = Vec::new();
+        for host in 0..HOSTS {
+            self.step_host(host, &mut |next| steps.push((next, false)));
+            self.crash(host, &mut |next| steps.push((next, true)));
+        }
+        steps
+    }
+
+    fn check(&self) {
+        let mut working = Vec::new();
+        for host in 0..HOSTS {
+            match self.hosts[host].phase {
+                Phase::Writing => {
+                    let dir = self.dir(host).expect("what a host writes to is removed");
+                    assert!(!dir.is_decided, "a host writes what does not count");
+                    assert!(dir.joined & (1 << host) != 0, "others do not see it write");
+                }
+                Phase::Working { unit, .. } => {
+                    let dir = self
+                        .dir(host)
+                        .expect("a ballot was removed that a host works for");
+                    assert!(dir.is_decided, "work without a decision");
+                    assert!(!dir.is_done(unit), "work after it was done");
+                    assert!(dir.may_begin(unit), "work before that of an earlier stage");
+                    working.push(unit);
+                }
+                _ => {}
+            }
+        }
+        let is_whole = |unit: &u8| claim_of(*unit) == WHOLE_CLAIM;
+        let is_alone = working.len() <= 1 || !working.iter().any(is_whole);
+        assert!(is_alone, "a host works beside one that has the whole");
+        working.sort_unstable();
+        let are_different = working.is_sorted_by(|one, next| one < next);
+        assert!(are_different, "two hosts do the same unit");
+    }
+
+    fn is_over(&self) -> bool {
+        let is_idle = |host: &Host| host.phase == Phase::Idle;
+        let is_last = |dir: Dir| dir.number == BALLOTS_MAX;
+        self.history.current().is_some_and(is_last) && self.hosts.iter().all(is_idle)
+    }
+
+    fn reordered(&self, order: [u8; HOSTS]) -> Self {
+        let mut hosts = self.hosts;
+        for (host, new) in self.hosts.iter().zip(order) {
+            hosts[usize::from(new)] = *host;
+        }
+        let host = |by: Option<u8>| by.map(|host| order[usize::from(host)]);
+        Self {
+            history: self.history.reordered(order, &|dir| dir.reordered(order)),
+            locks: self.locks.map(|of_one| of_one.map(host)),
+            hosts,
+            ..*self
+        }
+    }
+}
+
+#[test]
+fn hosts_that_write_while_they_live_and_then_flatten_keep_all_invariants_and_come_to_an_end() {
+    explore_to_the_end::<State>();
+}
