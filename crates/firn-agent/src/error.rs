@@ -330,6 +330,20 @@ impl PullError {
         )
     }
 
+    /// Whether the source has something else now than it has listed.
+    pub(crate) fn is_change_of_source(&self) -> bool {
+        match self {
+            Self::Incomplete { .. } | Self::KeepsChanging { .. } | Self::Outgrown { .. } => true,
+            Self::Remote { kind, .. } => *kind == ErrorKind::Missing,
+            _ => false,
+        }
+    }
+
+    /// Whether the source holds as much for others as it may.
+    pub(crate) fn is_full(&self) -> bool {
+        matches!(self, Self::Full { .. })
+    }
+
     /// Whether nobody is there who could be asked.
     pub(crate) fn is_absence(&self) -> bool {
         match self {

@@ -16,12 +16,15 @@
 //! * No writer waits for any of it; whatever fails is tried again, and the status of the source says what is wrong.
 
 mod choice;
+mod copies;
+mod copy;
 mod desk;
-mod follower;
+mod held;
+mod record;
 mod ring;
-mod shelf;
 
 pub(crate) use choice::choose_partners;
+pub(crate) use copies::Copies;
+pub(crate) use copy::CopyFile;
 pub(crate) use desk::{Desk, Role, Seat};
 pub use ring::{Domains, DomainsError};
-pub(crate) use shelf::{CopyFile, Shelf};

@@ -81,7 +81,7 @@ impl Cluster {
     fn copied_files(&self, at: usize) -> Vec<PathBuf> {
         let mut files = Vec::new();
         for host in self.shelf(at).into_iter().flat_map(|dir| paths_in(&dir)) {
-            let whole = |path: &PathBuf| path.extension().is_none();
+            let whole = |path: &PathBuf| !is_hidden(path);
             for copy in paths_in(&host).into_iter().filter(whole) {
                 add_files(&copy.join("tree"), &mut files);
             }
@@ -92,7 +92,7 @@ impl Cluster {
     /// The hosts of which host `at` keeps whole copies.
     fn sources(&self, at: usize) -> Vec<String> {
         let dirs = self.shelf(at).into_iter().flat_map(|dir| paths_in(&dir));
-        let is_whole = |copy: &PathBuf| copy.extension().is_none() && copy.join("tree").exists();
+        let is_whole = |copy: &PathBuf| !is_hidden(copy) && copy.join("tree").exists();
         let with_copies = dirs.filter(|dir| paths_in(dir).iter().any(is_whole));
         let name = |dir: PathBuf| {
             let name = dir.file_name().expect("a name");
@@ -116,6 +116,12 @@ impl Cluster {
         pull.arg(self.backing()).arg(format!("{from}:{source}"));
         run(pull.arg(target))
     }
+}
+
+/// Whether it is a copy in the making, or one that is being removed.
+fn is_hidden(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default();
+    name.as_encoded_bytes().starts_with(b".")
 }
 
 /// What vanishes meanwhile is left out.
