@@ -18,11 +18,12 @@
 
 pub(crate) mod newest;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
 use std::time::{Duration, Instant};
 
 use firn_backing::backoff::{Backoff, Waits};
+use firn_protocol::path::BytePath;
 
 use crate::error::PullError;
 use crate::pull::{Outcome, PullRequest, pull};
@@ -137,8 +138,8 @@ pub(crate) struct LookReport {
 /// Follows one host.
 pub(crate) struct Follower<P> {
     policy: P,
-    /// At the last look, if it went to its end.
-    seen: Vec<Unit>,
+    /// At the last look over the same connection, by name.
+    seen: BTreeMap<BytePath, Unit>,
     problems: Problems,
     waits: Waits,
 }
@@ -172,7 +173,7 @@ impl<P: Policy> Follower<P> {
         Self {
             waits: policy.retry().start(),
             policy,
-            seen: Vec::new(),
+            seen: BTreeMap::new(),
             problems: Problems::default(),
         }
     }
@@ -185,6 +186,8 @@ impl<P: Policy> Follower<P> {
                 Ok(connection) => {
                     let Err(error) = self.follow_connection(connection);
                     reached_at = Instant::now();
+                    // The next connection may be to another firnd, which counts changes anew.
+                    self.seen.clear();
                     self.add_problem(&error.to_string());
                 }
                 Err(error) if self.policy.is_over(&error, reached_at.elapsed()) => return error,
@@ -211,8 +214,6 @@ impl<P: Policy> Follower<P> {
     }
 
     fn look(&mut self, connection: &mut P::Connection) -> Result<LookReport, PullError> {
-        // What was seen before a failure may have been counted by another firnd.
-        let before = std::mem::take(&mut self.seen);
         let begun = Instant::now();
         let now = self.policy.list(connection)?;
         let mut look = LookReport {
@@ -223,9 +224,8 @@ impl<P: Policy> Follower<P> {
             if self.policy.confirm_copy(connection, unit)? || unit.is_open() {
                 continue;
             }
-            let is_same =
-                |earlier: &Unit| earlier.name == unit.name && earlier.has_same_files(unit);
-            if before.iter().any(is_same) {
+            let earlier = self.seen.get(&unit.name);
+            if earlier.is_some_and(|earlier| earlier.has_same_files(unit)) {
                 self.copy(connection, unit)?;
             } else {
                 look.is_settling = true;
@@ -236,7 +236,8 @@ impl<P: Policy> Follower<P> {
         }
         self.policy
             .report_problems(connection, &self.problems.now)?;
-        self.seen = now;
+        let by_name = now.into_iter().map(|unit| (unit.name.clone(), unit));
+        self.seen = by_name.collect();
         Ok(look)
     }
 
@@ -278,5 +279,149 @@ impl<P: Policy> Follower<P> {
         if self.problems.add(problem) {
             self.policy.tell_problem(problem);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use firn_format::record::Ending;
+
+    use super::*;
+    use crate::error::WireError;
+    use crate::message::{Entry, EntryKind};
+
+    /// What a look finds; none: the source cannot be reached.
+    type Look = Option<Vec<Unit>>;
+
+    /// A source of which everything is known, and what it was asked for.
+    #[derive(Default)]
+    struct Script {
+        looks: std::collections::VecDeque<Look>,
+        planned: Vec<String>,
+        told: Vec<String>,
+    }
+
+    fn lost() -> PullError {
+        PullError::Wire {
+            host: "n1".into(),
+            error: WireError::Ended,
+        }
+    }
+
+    impl Policy for &mut Script {
+        type Connection = ();
+        type Room = ();
+
+        fn retry(&self) -> Backoff {
+            Backoff::new(Duration::ZERO, Duration::ZERO)
+        }
+
+        fn connect(&mut self) -> Result<(), PullError> {
+            match self.looks.is_empty() {
+                true => Err(lost()),
+                false => Ok(()),
+            }
+        }
+
+        fn is_over(&self, _error: &PullError, _unreached_for: Duration) -> bool {
+            true
+        }
+
+        fn list(&mut self, (): &mut ()) -> Result<Vec<Unit>, PullError> {
+            self.looks.pop_front().flatten().ok_or_else(lost)
+        }
+
+        fn plan_copy(&mut self, (): &mut (), unit: &Unit) -> Result<Step<()>, PullError> {
+            self.planned.push(unit.name.to_string());
+            match self.planned.len() {
+                1 => Ok(Step::Refuse("no room".into())),
+                _ => Err(PullError::Busy {
+                    path: "copies".into(),
+                }),
+            }
+        }
+
+        fn finish_copy(
+            &mut self,
+            (): &mut (),
+            _unit: &Unit,
+            _outcome: Outcome,
+            _elapsed: Duration,
+        ) -> Result<(), PullError> {
+            unreachable!("nothing is pulled")
+        }
+
+        fn remove_unneeded(
+            &mut self,
+            (): &mut (),
+            _now: &[Unit],
+        ) -> Result<Vec<PullError>, PullError> {
+            Ok(Vec::new())
+        }
+
+        fn tell_problem(&mut self, problem: &str) {
+            self.told.push(problem.to_owned());
+        }
+
+        fn wait(&mut self, (): &mut (), _look: LookReport) -> Result<(), PullError> {
+            Ok(())
+        }
+    }
+
+    fn unit(name: &str, bytes: u64, ending: Ending) -> Unit {
+        Unit {
+            name: name.into(),
+            entries: vec![Entry {
+                kind: EntryKind::File { bytes, ending },
+                ..Entry::directory()
+            }],
+        }
+    }
+
+    fn follow(looks: impl IntoIterator<Item = Look>) -> Script {
+        let mut script = Script {
+            looks: looks.into_iter().collect(),
+            ..Script::default()
+        };
+        let _ = Follower::new(&mut script).run();
+        script
+    }
+
+    #[test]
+    fn what_is_closed_and_the_same_twice_is_copied() {
+        let closed = |bytes| unit("step", bytes, Ending::Closed);
+        let open = || unit("open", 1, Ending::Open);
+        let script = follow([Some(vec![closed(1), open()]), Some(vec![closed(2), open()])]);
+        assert!(script.planned.is_empty(), "{:?}", script.planned);
+        let script = follow([Some(vec![closed(1), open()]), Some(vec![closed(1), open()])]);
+        assert_eq!(script.planned, ["step"]);
+    }
+
+    #[test]
+    fn what_was_seen_before_a_failure_does_not_count() {
+        let closed = || Some(vec![unit("step", 1, Ending::Closed)]);
+        assert!(follow([closed(), None, closed()]).planned.is_empty());
+        assert_eq!(
+            follow([closed(), None, closed(), closed()]).planned,
+            ["step"]
+        );
+    }
+
+    #[test]
+    fn a_failure_of_one_copy_keeps_no_other_one_and_is_told_once() {
+        let both = || {
+            let names = ["one", "two"];
+            Some(names.map(|name| unit(name, 1, Ending::Closed)).to_vec())
+        };
+        let script = follow([both(), both(), both(), both()]);
+        assert_eq!(script.planned, ["one", "two", "one", "two", "one", "two"]);
+        let cannot =
+            |name: &str| format!("cannot copy {name}: another `firn pull` to copies is under way");
+        // The last one is the end of the script.
+        assert_eq!(
+            script.told[..3],
+            ["no room".to_owned(), cannot("two"), cannot("one")]
+        );
+        assert_eq!(script.told.len(), 4, "{:?}", script.told);
     }
 }

@@ -228,9 +228,10 @@ impl Policy for CopyHeld<'_> {
         link: &mut Link,
         now: &[Unit],
     ) -> Result<Vec<PullError>, PullError> {
+        let held: BTreeSet<_> = now.iter().map(|unit| &unit.name).collect();
         for copy in self.desk.copies.copies_of(self.source) {
             let unit = &copy.record.unit;
-            if now.iter().any(|held| held.name == *unit) {
+            if held.contains(unit) {
                 continue;
             }
             let path = self.desk.mount_point.join(unit);
