@@ -16,10 +16,12 @@ use std::io::IoSlice;
 use std::ops::Range;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
+pub use data_ranges::{DataRanges, data_ranges};
 pub use descriptors::raise_descriptor_limit;
 pub use rustix::io::Errno;
 
 pub mod backoff;
+mod data_ranges;
 mod descriptors;
 pub mod dir;
 mod either;

@@ -2,14 +2,16 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
+use std::ops::ControlFlow;
 use std::os::unix::ffi::OsStrExt;
 
 use firn_backing::{Access, Attr, Backing, Errno, RenameFlags};
 
-use super::mirror::{BLOCK, backup_failed, load, remove};
+use super::mirror::{backup_failed, load, remove};
 use crate::change_log::{
     ChangeLog, Content, Direction, Identity, Known, LogError, Place, StagedObject,
 };
+use crate::copy::{CopyError, OpenFile, copy_blocks};
 use crate::error::{BackupError, ReviveError};
 use crate::paths::names_in;
 use crate::staging;
@@ -289,21 +291,24 @@ impl<B: Backing> TransactionalBacking<B> {
         let from = store.open(&inode, Access::Read).map_err(backup_failed)?;
         self.base.set_len(to, content.size)?;
         let mut crc = 0;
-        let mut block = vec![0; BLOCK];
+        let mut visit = |bytes: &[u8]| {
+            crc = crc32c::crc32c_append(crc, bytes);
+            ControlFlow::Continue(())
+        };
         for &(start, end) in &content.ranges {
-            let mut at = start;
-            while at < end {
-                let len = BLOCK.min(usize::try_from(end - at).unwrap_or(BLOCK));
-                let count = store
-                    .read_at(&from, &mut block[..len], at)
-                    .map_err(backup_failed)?;
-                if count == 0 {
-                    return Err(damaged());
-                }
-                crc = crc32c::crc32c_append(crc, &block[..count]);
-                staging::write_all(&self.base, to, &block[..count], at)?;
-                at += count as u64;
-            }
+            let from = OpenFile {
+                backing: store,
+                file: &from,
+            };
+            let to = OpenFile {
+                backing: &self.base,
+                file: to,
+            };
+            copy_blocks(from, to, start..end, &mut visit).map_err(|error| match error {
+                CopyError::Read(errno) => backup_failed(errno).into(),
+                CopyError::Write(errno) => errno.into(),
+                CopyError::EndsAt(_) | CopyError::Stopped => damaged(),
+            })?;
         }
         if crc == content.crc {
             Ok(())
