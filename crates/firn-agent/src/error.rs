@@ -3,9 +3,9 @@
 use std::io;
 use std::path::PathBuf;
 
+use crate::ofi::OfiError;
 use firn_client::{ClientError, MountError};
 use firn_format::quote::quoted_path;
-use firn_ofi::OfiError;
 use firn_protocol::path::BytePath;
 
 use crate::key_file::KeyFileError;

@@ -34,6 +34,7 @@ mod key_file;
 mod link;
 pub mod message;
 mod munge;
+pub mod ofi;
 mod partner;
 mod peer;
 mod pull;
