@@ -317,10 +317,8 @@ mod tests {
         }
 
         fn connect(&mut self) -> Result<(), PullError> {
-            match self.looks.is_empty() {
-                true => Err(lost()),
-                false => Ok(()),
-            }
+            let next = self.looks.front().ok_or_else(lost);
+            next.map(drop)
         }
 
         fn is_over(&self, _error: &PullError, _unreached_for: Duration) -> bool {

@@ -451,9 +451,10 @@ fn copy_out<B: Backing>(
     let mut crc = 0;
     let mut visit = |bytes: &[u8]| {
         crc = crc32c::crc32c_append(crc, bytes);
-        match go_on() {
-            true => ControlFlow::Continue(()),
-            false => ControlFlow::Break(()),
+        if go_on() {
+            ControlFlow::Continue(())
+        } else {
+            ControlFlow::Break(())
         }
     };
     for data in data_ranges(base, &from, 0..size) {
