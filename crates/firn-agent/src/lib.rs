@@ -7,7 +7,8 @@
 //! ```
 //!
 //! The *agent* ([`Agent`]) is an ordinary client of firnd: it maps the arena for reading, holds chunk lists of what it
-//! is asked for and may be killed at any time. The *puller* ([`pull()`]) asks, checks and writes.
+//! is asked for and may be killed at any time. The *puller* ([`pull()`]) asks, checks and writes. A *follower* pulls what
+//! becomes complete, again and again: for `firn pull --follow` ([`follow()`]), and as the partner of another host.
 //!
 //! Promises
 //! * What a pull leaves under its name is whole: every byte was authenticated, every file was checked against its
