@@ -92,6 +92,24 @@ pub(crate) fn load_scope<B: Backing>(
     })
 }
 
+/// Makes an object that is no file, of the kind in `mode`: a directory, a link to `target`, or what has the number
+/// `rdev`. Attributes come later.
+pub(crate) fn make_special<B: Backing>(
+    base: &B,
+    dir: &B::Inode,
+    name: &OsStr,
+    mode: u32,
+    rdev: u64,
+    target: &[u8],
+) -> Result<B::Inode> {
+    let made = match mode & libc::S_IFMT {
+        libc::S_IFDIR => base.mkdir(&own(), dir, name, 0o700)?,
+        libc::S_IFLNK => base.symlink(&own(), dir, name, OsStr::from_bytes(target))?,
+        kind => base.mknod(&own(), dir, name, kind | 0o600, rdev)?,
+    };
+    Ok(made.0)
+}
+
 /// Makes `to` have the attributes of `from`.
 pub(crate) fn copy_attributes<B: Backing>(base: &B, from: &B::Inode, to: &B::Inode) -> Result<()> {
     set_attributes(base, to, &read_attributes(base, from, &base.attr(from)?)?)

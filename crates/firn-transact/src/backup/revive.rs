@@ -2,16 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
-use std::ops::ControlFlow;
 use std::os::unix::ffi::OsStrExt;
 
-use firn_backing::{Access, Attr, Backing, Errno, RenameFlags};
+use firn_backing::{Attr, Backing, Errno, RenameFlags};
 
+use super::content::copy_in;
 use super::mirror::{backup_failed, load, remove};
-use crate::change_log::{
-    ChangeLog, Content, Direction, Identity, Known, LogError, Place, StagedObject,
-};
-use crate::copy::{CopyError, OpenFile, copy_blocks};
+use crate::change_log::{ChangeLog, Direction, Identity, Known, LogError, Place, StagedObject};
 use crate::error::{BackupError, ReviveError};
 use crate::paths::names_in;
 use crate::staging;
@@ -252,68 +249,18 @@ impl<B: Backing> TransactionalBacking<B> {
         staging_dir: &B::Inode,
     ) -> Result<B::Inode, ReviveError> {
         let base = &self.base;
-        let me = staging::own();
         let name = OsStr::new(&stored.at.1);
-        let kind = stored.attributes.mode & libc::S_IFMT;
-        let inode = match kind {
-            libc::S_IFDIR => base.mkdir(&me, staging_dir, name, 0o700)?.0,
-            libc::S_IFLNK => {
-                base.symlink(&me, staging_dir, name, OsStr::from_bytes(&stored.target))?
-                    .0
+        let mode = stored.attributes.mode;
+        let inode = if mode & libc::S_IFMT == libc::S_IFREG {
+            let (inode, file, _) = base.create(&staging::own(), staging_dir, name, 0o600)?;
+            if let Some(content) = &stored.content {
+                copy_in(from, content, base, &file)?;
             }
-            libc::S_IFREG => {
-                let (inode, file, _) = base.create(&me, staging_dir, name, 0o600)?;
-                if let Some(content) = &stored.content {
-                    self.fill(from, content, &file)?;
-                }
-                inode
-            }
-            _ => {
-                base.mknod(&me, staging_dir, name, kind | 0o600, stored.rdev)?
-                    .0
-            }
+            inode
+        } else {
+            staging::make_special(base, staging_dir, name, mode, stored.rdev, &stored.target)?
         };
         staging::set_attributes(base, &inode, &stored.attributes)?;
         Ok(inode)
-    }
-
-    fn fill(
-        &self,
-        (store, dir): (&B, &B::Inode),
-        content: &Content,
-        to: &B::File,
-    ) -> Result<(), ReviveError> {
-        let damaged = || ReviveError::Damaged {
-            file: content.file.clone(),
-        };
-        let found = staging::find(store, dir, OsStr::new(&content.file)).map_err(backup_failed)?;
-        let (inode, _) = found.ok_or_else(damaged)?;
-        let from = store.open(&inode, Access::Read).map_err(backup_failed)?;
-        self.base.set_len(to, content.size)?;
-        let mut crc = 0;
-        let mut visit = |bytes: &[u8]| {
-            crc = crc32c::crc32c_append(crc, bytes);
-            ControlFlow::Continue(())
-        };
-        for &(start, end) in &content.ranges {
-            let from = OpenFile {
-                backing: store,
-                file: &from,
-            };
-            let to = OpenFile {
-                backing: &self.base,
-                file: to,
-            };
-            copy_blocks(from, to, start..end, &mut visit).map_err(|error| match error {
-                CopyError::Read(errno) => backup_failed(errno).into(),
-                CopyError::Write(errno) => errno.into(),
-                CopyError::EndsAt(_) | CopyError::Stopped => damaged(),
-            })?;
-        }
-        if crc == content.crc {
-            Ok(())
-        } else {
-            Err(damaged())
-        }
     }
 }

@@ -2,21 +2,20 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsStr;
-use std::ops::ControlFlow;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use firn_backing::{Access, Backing, Errno, Kind, data_ranges};
+use firn_backing::{Backing, Errno, Kind};
 
 use super::MANIFEST;
+use super::content::copy_out;
 use super::mirror::{
     CopiedFile, Copy, Mirror, Place, Progress, Stamp, Told, backup_failed, file_name, is_name,
     load, load_name, remove_manifest_of, token, unlink_if_there,
 };
 use super::portable::Paths;
-use crate::change_log::{ChangeLog, Content, Direction, Staged, StagedObject};
-use crate::copy::{CopyError, OpenFile, copy_blocks};
+use crate::change_log::{ChangeLog, Direction, Staged, StagedObject};
 use crate::error::{BackupError, StoreError};
 use crate::own::OwnError;
 use crate::scope::Scope;
@@ -430,53 +429,4 @@ fn drop_copy<B: Backing>(mirror: &Mirror<B>, place: &mut Place<B>, serial: u64) 
     if let Err(errno) = mirror.remove_over(&copy.name) {
         tracing::warn!(%errno, name = copy.name, "cannot remove a backup that is over; it is tried again");
     }
-}
-
-/// Copies a staged file. Fails with EAGAIN of the backing if it changed, or `go_on` returned false.
-fn copy_out<B: Backing>(
-    base: &B,
-    inode: &B::Inode,
-    store: &B,
-    dir: &B::Inode,
-    name: &str,
-    go_on: impl Fn() -> bool,
-) -> Result<Content, BackupError> {
-    let from = base.open(inode, Access::Read)?;
-    let size = base.attr_of_file(&from)?.size;
-    unlink_if_there(store, dir, OsStr::new(name)).map_err(backup_failed)?;
-    let (_, to, _) = store
-        .create(&staging::own(), dir, OsStr::new(name), 0o600)
-        .map_err(backup_failed)?;
-    let mut ranges = Vec::new();
-    let mut crc = 0;
-    let mut visit = |bytes: &[u8]| {
-        crc = crc32c::crc32c_append(crc, bytes);
-        if go_on() {
-            ControlFlow::Continue(())
-        } else {
-            ControlFlow::Break(())
-        }
-    };
-    for data in data_ranges(base, &from, 0..size) {
-        let from = OpenFile {
-            backing: base,
-            file: &from,
-        };
-        let to = OpenFile {
-            backing: store,
-            file: &to,
-        };
-        copy_blocks(from, to, data.clone(), &mut visit).map_err(|error| match error {
-            CopyError::Read(errno) => errno.into(),
-            CopyError::Write(errno) => backup_failed(errno),
-            CopyError::EndsAt(_) | CopyError::Stopped => Errno::AGAIN.into(),
-        })?;
-        ranges.push((data.start, data.end));
-    }
-    Ok(Content {
-        file: name.to_owned(),
-        size,
-        ranges,
-        crc,
-    })
 }
