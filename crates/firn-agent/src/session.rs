@@ -519,6 +519,13 @@ impl Following {
                 return Err(refused(format!("{host} is not the partner any more")));
             }
         };
+        // One that was a former when it came follows anew: firnd hears of a partner, and takes its marks, from then on.
+        if role == Role::Partner && self.note.is_none() {
+            return Err(SourceError {
+                kind: ErrorKind::Stale,
+                message: format!("{} has become the partner", self.host),
+            });
+        }
         let mut marks = BTreeMap::new();
         for entry in &mut entries {
             let Some(held) = &mut entry.held else {

@@ -498,6 +498,27 @@ fn regression_each_host_keeps_the_copies_of_one_other() {
     });
 }
 
+/// Proves S-partner-1: a record that leads to an agent of another name makes that one a former, which is chosen next.
+#[test]
+fn regression_a_former_that_is_chosen_is_a_partner_whose_marks_count() {
+    let cluster = Cluster::new("partner-former", 2);
+    // It wants none itself.
+    let _partner = cluster.host(1, "tokens=flock", &["--host", "n1"]);
+    let record = |host: &str| cluster.backing().join(format!(".firn/agent-{host}"));
+    // It comes before n1 in the order of n0.
+    fs::copy(record("n1"), record("n0a")).expect("copy the record");
+    let source = cluster.host(0, "partner=next", &[]);
+    let top = source.write("step_1", 1);
+    wait_until("it does not come", LIMIT, || {
+        source
+            .agent
+            .log()
+            .contains("the partner of this host is n1")
+    });
+    source.wait(&top, "partnered", "60s").ok();
+    assert_eq!(source.partner().host.as_deref(), Some("n1"));
+}
+
 /// Proves S-partner-3: an agent that begins anew, on either side, and a firnd that does.
 #[test]
 fn copies_are_found_again_after_agents_and_firnd_were_killed() {
