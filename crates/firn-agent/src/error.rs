@@ -3,9 +3,9 @@
 use std::io;
 use std::path::PathBuf;
 
+use crate::ofi::OfiError;
 use firn_client::{ClientError, MountError};
 use firn_format::quote::quoted_path;
-use firn_ofi::OfiError;
 use firn_protocol::path::BytePath;
 
 use crate::key_file::KeyFileError;
@@ -328,6 +328,20 @@ impl PullError {
                 | Self::Trust(_)
                 | Self::Local { .. }
         )
+    }
+
+    /// Whether the source has something else now than it has listed.
+    pub(crate) fn is_change_of_source(&self) -> bool {
+        match self {
+            Self::Incomplete { .. } | Self::KeepsChanging { .. } | Self::Outgrown { .. } => true,
+            Self::Remote { kind, .. } => *kind == ErrorKind::Missing,
+            _ => false,
+        }
+    }
+
+    /// Whether the source holds as much for others as it may.
+    pub(crate) fn is_full(&self) -> bool {
+        matches!(self, Self::Full { .. })
     }
 
     /// Whether nobody is there who could be asked.

@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use crate::ofi::{Buffer, Endpoint, Memory, OfiError, Pool, Region};
 use firn_client::OpenMount;
-use firn_ofi::{Buffer, Endpoint, Memory, OfiError, Pool, Region};
 
 use crate::block_mac::BlockHasher;
 use crate::data_path::Told;

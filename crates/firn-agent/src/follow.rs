@@ -1,340 +1,425 @@
-//! Partner copies: each checkpoint of another host, as it becomes complete.
+//! Following: what another host has is copied as it becomes complete, for as long as that host has something new.
 //!
 //! ```text
-//!   list ─► complete, and the same as at the last look? ─► not here yet, or another? ─► pull ─► remove the oldest
+//!   connect ─► list ─► closed, and the same as at the last look? ─► plan ─► pull ─► finish ─► remove what is not needed
+//!      ▲                                                                                                │
+//!      └────────────── after a failure, the next wait of a backoff ◄─── wait for the next look ◄────────┘
 //! ```
 //!
+//! What is wanted, where a copy goes, who hears of it, and what is removed when, is a [`Policy`]. There are two:
+//! [`newest::KeepNewest`] keeps the newest checkpoints of a host that knows nothing of it (`firn pull --follow`), and
+//! `partner::CopyHeld` keeps what its source holds, and marks it there.
+//!
 //! Promises
-//! * A copy is made as by [`pull`]: whole or not there. One that its source has changed since is exchanged for a whole
-//!   new one by one rename.
-//! * A copy is removed only when as many newer ones as are kept are whole.
-//! * Whatever becomes of the source, copies stay; whatever fails is told and tried again, and what fails here keeps no
-//!   other copy from being made or removed.
-//! * The directory of the copies is one in which nobody else may replace names. What other users put into it is no
-//!   copy and is not removed, and what they put into a copy makes that no newer, whatever its dates are.
+//! * Nothing is copied that is open or was cut off, or was different at the last look over the same connection.
+//! * A copy is made as by [`pull`]: whole or not there.
+//! * Whatever fails is tried again, and told when it has not failed at the look before. What fails here, at one name,
+//!   keeps no other one from being copied or removed; what fails on the way or at the source ends the look.
+
+pub(crate) mod newest;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ffi::{OsStr, OsString};
-use std::os::fd::OwnedFd;
-use std::os::unix::ffi::OsStrExt;
-use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant, SystemTime};
+use std::convert::Infallible;
+use std::time::{Duration, Instant};
 
-use firn_format::record::Ending;
+use firn_backing::backoff::{Backoff, Waits};
 use firn_protocol::path::BytePath;
-use firn_trust::{ObjectId, names_in, remove_object, visit_own};
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, Stat, renameat_with, statat};
-use rustix::io::Errno;
 
 use crate::error::PullError;
-use crate::peer::Route;
-use crate::pull::{Listed, Outcome, PullRequest, PullSource, list, local, pull};
-use crate::transport_choice::Carriage;
+use crate::pull::{Outcome, PullRequest, pull};
+use crate::units::Unit;
 
-/// What is followed.
-pub struct FollowRequest {
-    /// Name of the source host.
-    pub host: String,
-    /// How its agent is reached.
-    pub route: Route,
-    /// The directory there whose entries are checkpoints; empty: the mount of the agent.
-    pub source: BytePath,
-    /// What carries bytes.
-    pub carriage: Carriage,
-    /// Where the copies are: a directory for them alone.
-    pub target: PathBuf,
-    /// How many are kept.
-    pub keep: usize,
-    /// Between two looks.
-    pub every: Duration,
-}
+/// What makes one kind of following different from another.
+pub(crate) trait Policy {
+    /// What a look goes by.
+    type Connection;
+    /// What a copy in the making holds until it is whole or given up.
+    type Room;
 
-/// What happened.
-pub enum FollowEvent<'a> {
-    /// There is a new copy.
-    Copied {
-        /// Its name.
-        name: &'a BytePath,
-        /// What came.
-        outcome: &'a Outcome,
-        /// How long the pull took.
+    /// Waits after failures.
+    fn retry(&self) -> Backoff;
+
+    /// Reaches the source.
+    fn connect(&mut self) -> Result<Self::Connection, PullError>;
+
+    /// Whether a source that could not be reached is followed no more.
+    fn is_over(&self, _error: &PullError, _unreached_for: Duration) -> bool {
+        false
+    }
+
+    /// Lists what the source has.
+    fn list(&mut self, connection: &mut Self::Connection) -> Result<Vec<Unit>, PullError>;
+
+    /// Whether a whole copy of these entries is here already, and everybody who is to know of it does.
+    fn confirm_copy(
+        &mut self,
+        _connection: &mut Self::Connection,
+        _unit: &Unit,
+    ) -> Result<bool, PullError> {
+        Ok(false)
+    }
+
+    /// Decides what becomes of something that is complete.
+    fn plan_copy(
+        &mut self,
+        connection: &mut Self::Connection,
+        unit: &Unit,
+    ) -> Result<Step<Self::Room>, PullError>;
+
+    /// Is called all the time while a copy is made.
+    fn tick(&mut self, _connection: &mut Self::Connection) -> Result<(), PullError> {
+        Ok(())
+    }
+
+    /// Gives a copy that is whole its name, and tells who is to know of it.
+    fn finish_copy(
+        &mut self,
+        connection: &mut Self::Connection,
+        unit: &Unit,
+        outcome: Outcome,
         elapsed: Duration,
-        /// Seconds from the last change of the source to the copy.
-        lag_s: f64,
-    },
-    /// An old copy is gone.
-    Removed {
-        /// Its name.
-        name: &'a BytePath,
-    },
-    /// Something failed; it is tried again. The same failure is told once.
-    Failed {
-        /// What.
-        error: &'a PullError,
+    ) -> Result<(), PullError>;
+
+    /// Gives up what was begun of a copy.
+    fn abandon_copy(&mut self, _unit: &Unit) -> Result<(), PullError> {
+        Ok(())
+    }
+
+    /// Removes copies that nobody needs beside what the source has now. Returns what could not be removed.
+    fn remove_unneeded(
+        &mut self,
+        connection: &mut Self::Connection,
+        now: &[Unit],
+    ) -> Result<Vec<PullError>, PullError>;
+
+    /// Tells a person of a problem.
+    fn tell_problem(&mut self, problem: &str);
+
+    /// Tells the source of all problems of a look.
+    fn report_problems(
+        &mut self,
+        _connection: &mut Self::Connection,
+        _problems: &[String],
+    ) -> Result<(), PullError> {
+        Ok(())
+    }
+
+    /// Waits for the next look.
+    fn wait(
+        &mut self,
+        connection: &mut Self::Connection,
+        look: LookReport,
+    ) -> Result<(), PullError>;
+}
+
+/// What becomes of something that is complete at the source.
+pub(crate) enum Step<R> {
+    /// Nothing is to be copied.
+    Skip,
+    /// Nothing can be copied; why.
+    Refuse(String),
+    /// It is copied.
+    Pull {
+        /// How.
+        request: PullRequest,
+        /// What the copy holds meanwhile.
+        room: R,
     },
 }
 
-/// What tells one state of a checkpoint from another.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Fingerprint {
-    files: u64,
-    bytes: u64,
-    mtime_s: i64,
+/// What the time of the next look depends on.
+pub(crate) struct LookReport {
+    /// How long the source took to list what it has.
+    pub(crate) listed_in: Duration,
+    /// Something is closed that has changed since the look before.
+    pub(crate) is_settling: bool,
 }
 
-impl Fingerprint {
-    fn of(listed: &Listed) -> Self {
+/// Follows one host.
+pub(crate) struct Follower<P> {
+    policy: P,
+    /// At the last look over the same connection, by name.
+    seen: BTreeMap<BytePath, Unit>,
+    problems: Problems,
+    waits: Waits,
+}
+
+/// What failed, each told once for as long as it fails at every look.
+#[derive(Default)]
+struct Problems {
+    before: BTreeSet<String>,
+    /// At this look, in the order in which it was found.
+    now: Vec<String>,
+}
+
+impl Problems {
+    fn begin_look(&mut self) {
+        self.before = std::mem::take(&mut self.now).into_iter().collect();
+    }
+
+    /// Whether it is to be told.
+    fn add(&mut self, problem: &str) -> bool {
+        if self.now.iter().any(|known| known == problem) {
+            return false;
+        }
+        self.now.push(problem.to_owned());
+        !self.before.contains(problem)
+    }
+}
+
+impl<P: Policy> Follower<P> {
+    /// Nothing is known of the source yet.
+    pub(crate) fn new(policy: P) -> Self {
         Self {
-            files: listed.files,
-            bytes: listed.bytes,
-            mtime_s: listed.mtime_s,
+            waits: policy.retry().start(),
+            policy,
+            seen: BTreeMap::new(),
+            problems: Problems::default(),
         }
     }
 
-    /// Of what is here, as far as it belongs to the user.
-    fn of_tree(dir: &OwnedFd, name: &OsStr, uid: u32) -> Result<Self, Errno> {
-        let mut found = Self::default();
-        visit_own(dir, name, uid, &mut |stat| {
-            if FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile {
-                found.files += 1;
-                found.bytes += stat.st_size as u64;
-            }
-            // The width of this field differs between architectures.
-            #[allow(clippy::unnecessary_cast)]
-            let seconds = stat.st_mtime as i64;
-            found.mtime_s = found.mtime_s.max(seconds);
-        })?;
-        Ok(found)
-    }
-}
-
-/// Follows until `tell` ends the process. An error: the directory of the copies cannot be used.
-pub fn follow(
-    request: &FollowRequest,
-    tell: &mut dyn FnMut(FollowEvent<'_>),
-) -> Result<std::convert::Infallible, PullError> {
-    let mut follower = Follower {
-        request,
-        copies: Copies::open(&request.target)?,
-        seen: BTreeMap::new(),
-        told: BTreeSet::new(),
-    };
-    loop {
-        let told_before = std::mem::take(&mut follower.told);
-        if let Err(error) = follower.look(&told_before, tell) {
-            follower.tell_failure(&error, &told_before, tell);
-        }
-        std::thread::sleep(request.every);
-    }
-}
-
-struct Follower<'a> {
-    request: &'a FollowRequest,
-    copies: Copies,
-    /// What each checkpoint was at the last look.
-    seen: BTreeMap<BytePath, Fingerprint>,
-    /// What failed at this look.
-    told: BTreeSet<String>,
-}
-
-/// The directory of the copies.
-struct Copies {
-    path: PathBuf,
-    dir: OwnedFd,
-    uid: u32,
-}
-
-impl Copies {
-    fn open(path: &Path) -> Result<Self, PullError> {
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let dir = rustix::fs::open(path, flags, Mode::empty());
-        let dir = dir.map_err(|errno| local(path)(errno.into()))?;
-        firn_trust::check_shared_parent(&dir, path)?;
-        Ok(Self {
-            path: path.to_owned(),
-            dir,
-            uid: rustix::process::geteuid().as_raw(),
-        })
-    }
-
-    /// What has this name, where it is the user's.
-    fn look_at(&self, name: &OsStr) -> Option<Stat> {
-        let found = statat(&self.dir, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
-        (found.st_uid == self.uid).then_some(found)
-    }
-
-    fn fingerprint(&self, name: &OsStr) -> Result<Fingerprint, PullError> {
-        Fingerprint::of_tree(&self.dir, name, self.uid).map_err(self.failed(name))
-    }
-
-    fn rename(&self, from: &OsStr, to: &OsStr, flags: RenameFlags) -> Result<(), PullError> {
-        renameat_with(&self.dir, from, &self.dir, to, flags).map_err(self.failed(to))
-    }
-
-    /// Removes what is the user's under this name; nothing may be there.
-    fn remove(&self, name: &OsStr) -> Result<(), PullError> {
-        let Some(found) = self.look_at(name) else {
-            return Ok(());
-        };
-        remove_object(&self.dir, name, ObjectId::of(&found)).map_err(self.failed(name))
-    }
-
-    fn failed(&self, name: &OsStr) -> impl Fn(Errno) -> PullError {
-        let path = self.path.join(name);
-        move |errno| local(&path)(errno.into())
-    }
-}
-
-impl Follower<'_> {
-    fn look(
-        &mut self,
-        told_before: &BTreeSet<String>,
-        tell: &mut dyn FnMut(FollowEvent<'_>),
-    ) -> Result<(), PullError> {
-        let request = self.request;
-        let mut listed = list(&request.host, &request.route, &request.source)?;
-        listed.retain(|listed| is_name(listed.name.as_path().as_os_str()) && listed.files > 0);
-        let now: BTreeMap<_, _> = listed
-            .iter()
-            .map(|listed| (listed.name.clone(), Fingerprint::of(listed)))
-            .collect();
-        let before = std::mem::replace(&mut self.seen, now);
-        // The newest first: it is the one that a restart wants.
-        listed.sort_by(|a, b| (b.mtime_s, &b.name).cmp(&(a.mtime_s, &a.name)));
-        let is_settled = |listed: &&Listed| {
-            listed.ending == Ending::Closed
-                && before.get(&listed.name) == Some(&Fingerprint::of(listed))
-        };
-        for listed in listed.iter().filter(is_settled).take(request.keep) {
-            match self.copy(listed, tell) {
-                Err(error) if error.is_of_target() => {
-                    self.tell_failure(&error, told_before, tell);
+    /// Follows until the policy says that it is over. Returns what it ended with.
+    pub(crate) fn run(mut self) -> PullError {
+        let mut reached_at = Instant::now();
+        loop {
+            match self.policy.connect() {
+                Ok(connection) => {
+                    let Err(error) = self.follow_connection(connection);
+                    reached_at = Instant::now();
+                    // The next connection may be to another firnd, which counts changes anew.
+                    self.seen.clear();
+                    self.add_problem(&error.to_string());
                 }
-                copied => copied?,
+                Err(error) if self.policy.is_over(&error, reached_at.elapsed()) => return error,
+                Err(error) => {
+                    self.problems.begin_look();
+                    self.add_problem(&error.to_string());
+                }
             }
+            self.waits.sleep();
         }
-        self.remove_old(told_before, tell)
     }
 
-    /// Tells what did not fail at the last look already.
-    fn tell_failure(
+    /// Looks again and again, until something fails.
+    fn follow_connection(
         &mut self,
-        error: &PullError,
-        told_before: &BTreeSet<String>,
-        tell: &mut dyn FnMut(FollowEvent<'_>),
-    ) {
-        let text = error.to_string();
-        if !told_before.contains(&text) && !self.told.contains(&text) {
-            tell(FollowEvent::Failed { error });
+        mut connection: P::Connection,
+    ) -> Result<Infallible, PullError> {
+        loop {
+            self.problems.begin_look();
+            let look = self.look(&mut connection)?;
+            self.waits.reset();
+            self.policy.wait(&mut connection, look)?;
         }
-        self.told.insert(text);
     }
 
-    fn copy(
-        &self,
-        listed: &Listed,
-        tell: &mut dyn FnMut(FollowEvent<'_>),
-    ) -> Result<(), PullError> {
-        let request = self.request;
-        let copies = &self.copies;
-        let name = listed.name.as_path().as_os_str();
-        let is_here = copies.look_at(name).is_some();
-        if is_here && copies.fingerprint(name)? == Fingerprint::of(listed) {
-            return Ok(());
-        }
-        let next = match is_here {
-            true => hidden(name, ".next"),
-            false => name.to_owned(),
-        };
-        // One that an earlier follower did not come to exchange.
-        if is_here {
-            copies.remove(&next)?;
-        }
+    fn look(&mut self, connection: &mut P::Connection) -> Result<LookReport, PullError> {
         let begun = Instant::now();
-        let outcome = pull(
-            &PullRequest {
-                host: request.host.clone(),
-                route: request.route.clone(),
-                source: PullSource::Path(request.source.as_path().join(&listed.name).into()),
-                carriage: request.carriage.clone(),
-                target: request.target.join(&next),
-                cut: false,
-                patience: Duration::ZERO,
-                bytes_max: None,
-            },
-            &mut |_| {},
-        )?;
-        if is_here {
-            copies.rename(&next, name, RenameFlags::EXCHANGE)?;
-            copies.remove(&next)?;
+        let now = self.policy.list(connection)?;
+        let mut look = LookReport {
+            listed_in: begun.elapsed(),
+            is_settling: false,
+        };
+        for unit in &now {
+            if self.policy.confirm_copy(connection, unit)? || unit.is_open() {
+                continue;
+            }
+            let earlier = self.seen.get(&unit.name);
+            if earlier.is_some_and(|earlier| earlier.has_same_files(unit)) {
+                self.copy(connection, unit)?;
+            } else {
+                look.is_settling = true;
+            }
         }
-        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-        tell(FollowEvent::Copied {
-            name: &listed.name,
-            outcome: &outcome,
-            elapsed: begun.elapsed(),
-            lag_s: now.map_or(0.0, |now| now.as_secs_f64()) - listed.mtime_s as f64,
+        for error in self.policy.remove_unneeded(connection, &now)? {
+            self.add_problem(&error.to_string());
+        }
+        self.policy
+            .report_problems(connection, &self.problems.now)?;
+        let by_name = now.into_iter().map(|unit| (unit.name.clone(), unit));
+        self.seen = by_name.collect();
+        Ok(look)
+    }
+
+    fn copy(&mut self, connection: &mut P::Connection, unit: &Unit) -> Result<(), PullError> {
+        match self.try_copy(connection, unit) {
+            Err(error) if error.is_change_of_source() => self.policy.abandon_copy(unit),
+            Err(error) if error.is_of_target() || error.is_full() => {
+                self.add_problem(&format!("cannot copy {}: {error}", unit.name));
+                self.policy.abandon_copy(unit)
+            }
+            copied => copied,
+        }
+    }
+
+    fn try_copy(&mut self, connection: &mut P::Connection, unit: &Unit) -> Result<(), PullError> {
+        let (request, _room) = match self.policy.plan_copy(connection, unit)? {
+            Step::Skip => return Ok(()),
+            Step::Refuse(why) => {
+                self.add_problem(&why);
+                return Ok(());
+            }
+            Step::Pull { request, room } => (request, room),
+        };
+        let begun = Instant::now();
+        let mut lost = None;
+        let pulled = pull(&request, &mut |_| {
+            if lost.is_none() {
+                lost = self.policy.tick(connection).err();
+            }
         });
-        Ok(())
+        if let Some(error) = lost {
+            return Err(error);
+        }
+        self.policy
+            .finish_copy(connection, unit, pulled?, begun.elapsed())
     }
 
-    fn remove_old(
-        &mut self,
-        told_before: &BTreeSet<String>,
-        tell: &mut dyn FnMut(FollowEvent<'_>),
-    ) -> Result<(), PullError> {
-        let dir = &self.copies.path;
-        let names = names_in(&self.copies.dir).map_err(|errno| local(dir)(errno.into()))?;
-        let (mut found, mut failures) = (Vec::new(), Vec::new());
-        for name in names {
-            if is_removed_name(&name) {
-                failures.extend(self.copies.remove(&name).err());
-            } else if is_name(&name) && self.copies.look_at(&name).is_some() {
-                match self.copies.fingerprint(&name) {
-                    Ok(copy) => found.push((copy.mtime_s, name)),
-                    Err(error) => failures.push(error),
-                }
-            }
+    fn add_problem(&mut self, problem: &str) {
+        if self.problems.add(problem) {
+            self.policy.tell_problem(problem);
         }
-        found.sort_by(|a, b| b.cmp(a));
-        for (_, name) in found.into_iter().skip(self.request.keep) {
-            match self.remove_copy(&name) {
-                Ok(()) => tell(FollowEvent::Removed {
-                    name: &BytePath::from(Path::new(&name)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use firn_format::record::Ending;
+
+    use super::*;
+    use crate::error::WireError;
+    use crate::message::{Entry, EntryKind};
+
+    /// What a look finds; none: the source cannot be reached.
+    type Look = Option<Vec<Unit>>;
+
+    /// A source of which everything is known, and what it was asked for.
+    #[derive(Default)]
+    struct Script {
+        looks: std::collections::VecDeque<Look>,
+        planned: Vec<String>,
+        told: Vec<String>,
+    }
+
+    fn lost() -> PullError {
+        PullError::Wire {
+            host: "n1".into(),
+            error: WireError::Ended,
+        }
+    }
+
+    impl Policy for &mut Script {
+        type Connection = ();
+        type Room = ();
+
+        fn retry(&self) -> Backoff {
+            Backoff::new(Duration::ZERO, Duration::ZERO)
+        }
+
+        fn connect(&mut self) -> Result<(), PullError> {
+            let next = self.looks.front().ok_or_else(lost);
+            next.map(drop)
+        }
+
+        fn is_over(&self, _error: &PullError, _unreached_for: Duration) -> bool {
+            true
+        }
+
+        fn list(&mut self, (): &mut ()) -> Result<Vec<Unit>, PullError> {
+            self.looks.pop_front().flatten().ok_or_else(lost)
+        }
+
+        fn plan_copy(&mut self, (): &mut (), unit: &Unit) -> Result<Step<()>, PullError> {
+            self.planned.push(unit.name.to_string());
+            match self.planned.len() {
+                1 => Ok(Step::Refuse("no room".into())),
+                _ => Err(PullError::Busy {
+                    path: "copies".into(),
                 }),
-                Err(error) => failures.push(error),
             }
         }
-        for error in failures {
-            self.tell_failure(&error, told_before, tell);
+
+        fn finish_copy(
+            &mut self,
+            (): &mut (),
+            _unit: &Unit,
+            _outcome: Outcome,
+            _elapsed: Duration,
+        ) -> Result<(), PullError> {
+            unreachable!("nothing is pulled")
         }
-        Ok(())
+
+        fn remove_unneeded(
+            &mut self,
+            (): &mut (),
+            _now: &[Unit],
+        ) -> Result<Vec<PullError>, PullError> {
+            Ok(Vec::new())
+        }
+
+        fn tell_problem(&mut self, problem: &str) {
+            self.told.push(problem.to_owned());
+        }
+
+        fn wait(&mut self, (): &mut (), _look: LookReport) -> Result<(), PullError> {
+            Ok(())
+        }
     }
 
-    /// Under a name of its own first: nothing is seen in part.
-    fn remove_copy(&self, name: &OsStr) -> Result<(), PullError> {
-        let removed = hidden(name, REMOVED);
-        self.copies.rename(name, &removed, RenameFlags::empty())?;
-        self.copies.remove(&removed)
+    fn unit(name: &str, bytes: u64, ending: Ending) -> Unit {
+        Unit {
+            name: name.into(),
+            entries: vec![Entry {
+                kind: EntryKind::File { bytes, ending },
+                ..Entry::directory()
+            }],
+        }
     }
-}
 
-/// What is behind the name of a copy that is being removed.
-const REMOVED: &str = ".removed";
+    fn follow(looks: impl IntoIterator<Item = Look>) -> Script {
+        let mut script = Script {
+            looks: looks.into_iter().collect(),
+            ..Script::default()
+        };
+        let _ = Follower::new(&mut script).run();
+        script
+    }
 
-/// Whether something of this name is a checkpoint.
-fn is_name(name: &OsStr) -> bool {
-    !name.is_empty() && !name.as_bytes().starts_with(b".")
-}
+    #[test]
+    fn what_is_closed_and_the_same_twice_is_copied() {
+        let closed = |bytes| unit("step", bytes, Ending::Closed);
+        let open = || unit("open", 1, Ending::Open);
+        let script = follow([Some(vec![closed(1), open()]), Some(vec![closed(2), open()])]);
+        assert!(script.planned.is_empty(), "{:?}", script.planned);
+        let script = follow([Some(vec![closed(1), open()]), Some(vec![closed(1), open()])]);
+        assert_eq!(script.planned, ["step"]);
+    }
 
-fn is_removed_name(name: &OsStr) -> bool {
-    let name = name.as_bytes();
-    name.starts_with(b".") && name.ends_with(REMOVED.as_bytes())
-}
+    #[test]
+    fn what_was_seen_before_a_failure_does_not_count() {
+        let closed = || Some(vec![unit("step", 1, Ending::Closed)]);
+        assert!(follow([closed(), None, closed()]).planned.is_empty());
+        assert_eq!(
+            follow([closed(), None, closed(), closed()]).planned,
+            ["step"]
+        );
+    }
 
-fn hidden(name: &OsStr, suffix: &str) -> OsString {
-    let mut hidden = OsString::from(".");
-    hidden.push(name);
-    hidden.push(suffix);
-    hidden
+    #[test]
+    fn a_failure_of_one_copy_keeps_no_other_one_and_is_told_once() {
+        let both = || {
+            let names = ["one", "two"];
+            Some(names.map(|name| unit(name, 1, Ending::Closed)).to_vec())
+        };
+        let script = follow([both(), both(), both(), both()]);
+        assert_eq!(script.planned, ["one", "two", "one", "two", "one", "two"]);
+        let cannot =
+            |name: &str| format!("cannot copy {name}: another `firn pull` to copies is under way");
+        // The last one is the end of the script.
+        assert_eq!(
+            script.told[..3],
+            ["no room".to_owned(), cannot("two"), cannot("one")]
+        );
+        assert_eq!(script.told.len(), 4, "{:?}", script.told);
+    }
 }

@@ -8,7 +8,7 @@ use xxhash_rust::xxh3::Xxh3;
 use crate::data_path::{DataPath, send_bytes_or_zeros};
 use crate::link::Link;
 use crate::message::ErrorKind;
-use crate::partner::{CopyFile, Shelf};
+use crate::partner::{Copies, CopyFile};
 use crate::source::{COPY_BYTES, HeldFile, SendError, Source, SourceError};
 use crate::transport::Transport;
 
@@ -17,7 +17,7 @@ pub(crate) enum Given {
     /// A mount.
     Mount(Source),
     /// What other hosts held.
-    Shelf(Arc<Shelf>),
+    Copies(Arc<Copies>),
 }
 
 /// A file that is open for a puller.
@@ -31,7 +31,7 @@ impl Given {
     pub(crate) fn open(&self, path: &BytePath) -> Result<Option<GivenFile>, SourceError> {
         match self {
             Self::Mount(source) => Ok(source.hold(path)?.map(GivenFile::Held)),
-            Self::Shelf(shelf) => shelf.open(path).map(GivenFile::Copy).map(Some),
+            Self::Copies(copies) => copies.open(path).map(GivenFile::Copy).map(Some),
         }
     }
 
@@ -49,7 +49,7 @@ impl Given {
                 source.send(file, offset, bytes, link, data)
             }
             (_, GivenFile::Copy(file)) => send_copy(file, offset, bytes, link, data),
-            (Self::Shelf(_), GivenFile::Held(_)) => Err(not_of_this().into()),
+            (Self::Copies(_), GivenFile::Held(_)) => Err(not_of_this().into()),
         }
     }
 
@@ -63,7 +63,7 @@ impl Given {
         match (self, file) {
             (Self::Mount(source), GivenFile::Held(file)) => source.sum(file, offset, bytes),
             (_, GivenFile::Copy(file)) => sum_copy(file, offset, bytes),
-            (Self::Shelf(_), GivenFile::Held(_)) => Err(not_of_this()),
+            (Self::Copies(_), GivenFile::Held(_)) => Err(not_of_this()),
         }
     }
 
@@ -73,7 +73,7 @@ impl Given {
         match (self, file) {
             (Self::Mount(source), GivenFile::Held(file)) => source.check(file),
             (_, GivenFile::Copy(_)) => Ok((false, true)),
-            (Self::Shelf(_), GivenFile::Held(_)) => Err(not_of_this()),
+            (Self::Copies(_), GivenFile::Held(_)) => Err(not_of_this()),
         }
     }
 }

@@ -20,6 +20,9 @@ use crate::auth::Key;
 const FILE_BYTES_MAX: usize = 4096;
 /// What the names of the files begin with.
 const FILE_PREFIX: &str = "agent-";
+/// What the name of a file ends with until it is whole (`firn_hosts::own::new_name`). A host that ends so would be taken
+/// for the record of another one that is being written.
+const UNFINISHED: &str = ".new";
 /// Bytes of the longest name of a host (POSIX).
 const HOST_BYTES_MAX: usize = 255;
 
@@ -45,7 +48,7 @@ pub enum KeyFileError {
     },
     /// No name for a file.
     #[error(
-        "`{host}` is no name of a host: that has letters, digits, `.`, `-` and `_`, and is not `.` or `..`"
+        "`{host}` is no name of a host: that has letters, digits, `.`, `-` and `_`, does not end in `.new`, and is not `.` or `..`"
     )]
     Host {
         /// As given.
@@ -84,11 +87,11 @@ struct Stored {
     formers: Vec<String>,
 }
 
-/// Whether `host` may be the name of a file, or a part of it.
+/// Whether `host` may be the name of a file, or a part of it, and is not what a record is called until it is whole.
 pub fn check_host(host: &str) -> Result<(), KeyFileError> {
     let is_good = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
     let is_name = firn_trust::is_component(host.as_bytes()) && host.len() <= HOST_BYTES_MAX;
-    if !is_name || !host.chars().all(is_good) {
+    if !is_name || !host.chars().all(is_good) || host.ends_with(UNFINISHED) {
         return Err(KeyFileError::Host { host: host.into() });
     }
     Ok(())
@@ -289,6 +292,16 @@ mod tests {
     }
 
     #[test]
+    fn regression_a_record_that_is_not_whole_is_no_host() {
+        let backing = tempfile::tempdir().unwrap();
+        key_file().store(backing.path(), "n1").unwrap();
+        let whole = backing.path().join(".firn/agent-n1");
+        let unfinished = backing.path().join(".firn").join(own::new_name("agent-n1"));
+        std::fs::copy(whole, unfinished).unwrap();
+        assert_eq!(KeyFile::list_hosts(backing.path()).unwrap(), ["n1"]);
+    }
+
+    #[test]
     fn a_key_file_that_others_can_read_or_that_is_a_link_is_not_believed() {
         let backing = tempfile::tempdir().unwrap();
         let path = backing.path().join(".firn/agent-n1");
@@ -324,7 +337,7 @@ mod tests {
             assert!(KeyFile::load(backing.path(), "n1").is_err());
             assert!(KeyFile::load_from(&path).is_err());
         }
-        for host in ["", ".", "..", "a/b", "a b", "a\0"] {
+        for host in ["", ".", "..", "a/b", "a b", "a\0", "n1.new"] {
             let refused = KeyFile::load(backing.path(), host).unwrap_err();
             assert!(
                 matches!(refused, KeyFileError::Host { .. }),

@@ -7,7 +7,8 @@
 //! ```
 //!
 //! The *agent* ([`Agent`]) is an ordinary client of firnd: it maps the arena for reading, holds chunk lists of what it
-//! is asked for and may be killed at any time. The *puller* ([`pull()`]) asks, checks and writes.
+//! is asked for and may be killed at any time. The *puller* ([`pull()`]) asks, checks and writes. A *follower* pulls what
+//! becomes complete, again and again: for `firn pull --follow` ([`follow()`]), and as the partner of another host.
 //!
 //! Promises
 //! * What a pull leaves under its name is whole: every byte was authenticated, every file was checked against its
@@ -34,22 +35,25 @@ mod key_file;
 mod link;
 pub mod message;
 mod munge;
+pub mod ofi;
 mod partner;
 mod peer;
 mod pull;
 mod sealed;
 pub mod server;
 mod session;
+mod shelf;
 mod source;
 mod strangers;
 mod transport;
 mod transport_choice;
+mod units;
 
 pub use auth::{Key, Terms, answer_handshake, begin_handshake};
 pub use block_mac::{BlockHasher, BlockMac};
 pub use encryption::{Encrypt, Encryption, Side};
 pub use error::{AgentError, PullError, WireError};
-pub use follow::{FollowEvent, FollowRequest, follow};
+pub use follow::newest::{FollowEvent, FollowRequest, follow};
 pub use key_file::{KeyFile, KeyFileError, check_host};
 pub use link::Link;
 pub use munge::Munge;

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   source host                                          partner host
-//!   ring: who is next? ── Adopt ───────────────────────► agent starts a follower
+//!   ring: who is next? ── Adopt ───────────────────────► agent follows it
 //!   Follow ◄──────────────────────────────────────────── its connection; what it marks ends with it
 //!   firnd: held files ──── ListHeld ───────────────────► complete, and the same as at the last look? pull
 //!   firnd: `partnered` ◄── Mark path, changes ────────── the copy is whole
@@ -16,12 +16,15 @@
 //! * No writer waits for any of it; whatever fails is tried again, and the status of the source says what is wrong.
 
 mod choice;
+mod copies;
+mod copy;
 mod desk;
-mod follower;
+mod held;
+mod record;
 mod ring;
-mod shelf;
 
 pub(crate) use choice::choose_partners;
+pub(crate) use copies::Copies;
+pub(crate) use copy::CopyFile;
 pub(crate) use desk::{Desk, Role, Seat};
 pub use ring::{Domains, DomainsError};
-pub(crate) use shelf::{CopyFile, Shelf};

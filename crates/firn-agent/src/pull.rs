@@ -15,8 +15,8 @@ mod staging;
 mod state;
 mod writers;
 
-use std::collections::{BTreeMap, VecDeque};
-use std::path::{Path, PathBuf};
+use std::collections::VecDeque;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use firn_backing::backoff::Backoff;
@@ -28,13 +28,13 @@ use crate::error::PullError;
 use crate::message::{Entry, EntryKind, ErrorKind};
 use crate::peer::{Peer, Route};
 use crate::transport_choice::{Carriage, TransportChoice};
+use crate::units::{Unit, group_by_name};
 pub(crate) use compare::is_same_file;
 use fetch::{Fetch, Wanted};
 use plan::Plan;
 use remote::Remote;
 use staging::Staging;
-pub(crate) use staging::local;
-pub(crate) use staging::remove_tree;
+pub(crate) use staging::{is_on_firn, local, rename_new, sync_dir};
 use state::State;
 use writers::Writers;
 
@@ -115,7 +115,7 @@ pub struct Outcome {
 }
 
 /// Something in a directory that is listed.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Listed {
     /// Its name; of a file that was asked for itself: empty.
     pub name: BytePath,
@@ -129,9 +129,40 @@ pub struct Listed {
     pub mtime_s: i64,
 }
 
+impl Listed {
+    /// Something of which nothing is known yet.
+    pub(crate) fn new(name: BytePath) -> Self {
+        Self {
+            name,
+            files: 0,
+            bytes: 0,
+            ending: Ending::Closed,
+            mtime_s: i64::MIN,
+        }
+    }
+
+    pub(crate) fn of(unit: &Unit) -> Self {
+        let mut listed = Self::new(unit.name.clone());
+        for entry in &unit.entries {
+            if let EntryKind::File { bytes, ending } = entry.kind {
+                listed.files += 1;
+                listed.bytes += bytes;
+                listed.ending = worse(listed.ending, ending);
+            }
+            listed.mtime_s = listed.mtime_s.max(entry.mtime_s);
+        }
+        listed
+    }
+}
+
 /// Whether a list of an agent can be pulled; an error says what cannot be.
 pub fn check_list(entries: Vec<Entry>) -> Result<(), String> {
-    Plan::check(entries).map(drop)
+    check_entries(entries).map(drop)
+}
+
+/// The same list, if it can be pulled.
+pub(crate) fn check_entries(entries: Vec<Entry>) -> Result<Vec<Entry>, String> {
+    Plan::check(entries).map(Plan::into_entries)
 }
 
 /// Pulls.
@@ -254,34 +285,19 @@ fn check_complete(host: &str, request: &PullRequest, plan: &Plan) -> Result<(), 
 pub fn list_entries(host: &str, route: &Route, path: &BytePath) -> Result<Vec<Entry>, PullError> {
     let mut peer = Peer::connect(host, route)?;
     let (_, entries) = peer.list(path)?;
-    let plan = Plan::check(entries).map_err(|what| peer.implausible(what))?;
-    Ok(plan.into_entries())
+    check_entries(entries).map_err(|what| peer.implausible(what))
 }
 
-/// What is in a directory of another host.
+/// What is in a directory of another host, or a file itself.
 pub fn list(host: &str, route: &Route, path: &BytePath) -> Result<Vec<Listed>, PullError> {
     let entries = list_entries(host, route, path)?;
-    let mut found: BTreeMap<BytePath, Listed> = BTreeMap::new();
-    let is_dir = entries[0].kind == EntryKind::Directory;
-    for entry in &entries[usize::from(is_dir)..] {
-        let name = first_component(&entry.path);
-        let (files, bytes, ending) = match entry.kind {
-            EntryKind::File { bytes, ending } => (1, bytes, ending),
-            _ => (0, 0, Ending::Closed),
-        };
-        let listed = found.entry(name.clone()).or_insert_with(|| Listed {
-            name,
-            files: 0,
-            bytes: 0,
-            ending: Ending::Closed,
-            mtime_s: entry.mtime_s,
-        });
-        listed.files += files;
-        listed.bytes += bytes;
-        listed.mtime_s = listed.mtime_s.max(entry.mtime_s);
-        listed.ending = worse(listed.ending, ending);
+    if entries[0].kind != EntryKind::Directory {
+        let name = BytePath::default();
+        return Ok(vec![Listed::of(&Unit { name, entries })]);
     }
-    Ok(found.into_values().collect())
+    let mut listed: Vec<_> = group_by_name(&entries).iter().map(Listed::of).collect();
+    listed.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(listed)
 }
 
 /// A checkpoint that is still written is not over yet, one that was cut never will be.
@@ -291,12 +307,4 @@ fn worse(a: Ending, b: Ending) -> Ending {
         (Ending::Cut, _) | (_, Ending::Cut) => Ending::Cut,
         _ => Ending::Closed,
     }
-}
-
-/// The first name of a path.
-pub(crate) fn first_component(path: &BytePath) -> BytePath {
-    let mut components = Path::new(path.as_path()).components();
-    components.next().map_or_else(BytePath::default, |first| {
-        BytePath::from(Path::new(first.as_os_str()))
-    })
 }

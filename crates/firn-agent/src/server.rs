@@ -30,7 +30,7 @@ use crate::holds::Holds;
 use crate::key_file::{KeyFile, check_host};
 use crate::link::Link;
 use crate::munge::Munge;
-use crate::partner::{Desk, Domains, Shelf, choose_partners};
+use crate::partner::{Copies, Desk, Domains, choose_partners};
 use crate::session::{Sent, Session};
 use crate::source::default_hold_max;
 use crate::strangers::{Stranger, Strangers};
@@ -166,11 +166,11 @@ impl Agent {
             formers: earlier.map_or_else(Vec::new, |earlier| earlier.formers),
         };
         key_file.store(&mount.backing, &host)?;
-        let shelf = Shelf::new(
-            Shelf::beside(region.path.as_path()),
+        let copies = Copies::new(
+            Copies::beside(region.path.as_path()),
             options.partner_bytes_max.unwrap_or(region.bytes),
         );
-        let desk = Desk::new(host, &mount, shelf, options.encrypt, options.log.clone());
+        let desk = Desk::new(host, &mount, copies, options.encrypt, options.log.clone());
         let shared = Shared {
             scope: mount.mount_point.clone(),
             key: key_file.key.clone(),
@@ -228,7 +228,7 @@ impl Agent {
         let desk = Arc::clone(&self.desk);
         // What an earlier agent of this host has copied is followed further, or dropped where its source has another
         // partner now.
-        for source in desk.shelf.hosts() {
+        for source in desk.copies.hosts() {
             if let Err(error) = desk.adopt(&source) {
                 desk.log.say(Level::Event, || format!("{source}: {error}"));
             }

@@ -19,7 +19,7 @@ use crate::given::{Given, GivenFile};
 use crate::holds::Holds;
 use crate::link::Link;
 use crate::message::{BLOCK_BYTES, Entry, ErrorKind, FRAME_BYTES_MAX, Reply, Request};
-use crate::partner::{Desk, Role, Seat, Shelf};
+use crate::partner::{Copies, Desk, Role, Seat};
 use crate::server::{Level, Log};
 use crate::source::{SendError, Source, SourceError, join};
 use crate::transport::Transport;
@@ -227,21 +227,21 @@ impl<'a, T: Transport> Session<'a, T> {
 
     /// `HOST/path`: what this host has of another one.
     fn list_copies(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), SourceError> {
-        let shelf = match self.desk {
-            Some(desk) => Arc::clone(&desk.shelf),
-            None => Arc::new(self.find_shelf()?),
+        let copies = match self.desk {
+            Some(desk) => Arc::clone(&desk.copies),
+            None => Arc::new(self.find_copies()?),
         };
-        let entries = shelf.list(path)?;
+        let entries = copies.list(path)?;
         self.forget_list();
-        self.given = Some(Given::Shelf(shelf));
+        self.given = Some(Given::Copies(copies));
         Ok((path.clone(), entries))
     }
 
-    /// That of the only mount.
-    fn find_shelf(&self) -> Result<Shelf, SourceError> {
+    /// Those beside the arena of the only mount.
+    fn find_copies(&self) -> Result<Copies, SourceError> {
         let path = self.resolve(&BytePath::default())?;
         let region = OpenMount::open(&path)?.region().path.clone();
-        Ok(Shelf::new(Shelf::beside(region.as_path()), 0))
+        Ok(Copies::new(Copies::beside(region.as_path()), 0))
     }
 
     fn list_held(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), SourceError> {
@@ -519,6 +519,13 @@ impl Following {
                 return Err(refused(format!("{host} is not the partner any more")));
             }
         };
+        // One that was a former when it came follows anew: firnd hears of a partner, and takes its marks, from then on.
+        if role == Role::Partner && self.note.is_none() {
+            return Err(SourceError {
+                kind: ErrorKind::Stale,
+                message: format!("{} has become the partner", self.host),
+            });
+        }
         let mut marks = BTreeMap::new();
         for entry in &mut entries {
             let Some(held) = &mut entry.held else {

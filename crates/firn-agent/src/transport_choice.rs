@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use firn_ofi::{Library, OfiError, has_devices, is_hardware};
+use crate::ofi::{Library, OfiError, has_devices, is_hardware};
 
 /// Providers that a puller may name, and bytes of a name: more than any libfabric has.
 const PROVIDERS_MAX: usize = 64;
@@ -142,7 +142,7 @@ impl TransportChoice {
 /// Providers of this host: those of a name, or all.
 fn find_providers(wanted: Option<&str>) -> Result<Vec<String>, OfiError> {
     let found = Library::load()?.providers();
-    let is_wanted = |provider: &&firn_ofi::Provider| match wanted {
+    let is_wanted = |provider: &&crate::ofi::Provider| match wanted {
         Some(wanted) => provider.is_named(wanted),
         None => true,
     };

@@ -13,11 +13,13 @@
 
 use std::io::IoSlice;
 
+pub use data_ranges::{DataRanges, data_ranges};
 pub use descriptors::raise_descriptor_limit;
 pub use rustix::io::Errno;
 
 pub mod backoff;
 mod calls;
+mod data_ranges;
 mod descriptors;
 pub mod dir;
 mod either;

@@ -225,7 +225,7 @@ pub struct BackupReport {
 pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, RecoverError> {
     process::prepare();
     let backing = preflight::check_backing(&request.backing, false)?;
-    let (place, log) = choose(request)?;
+    let Found { place, log } = choose(request)?;
     let files = find_runtime_files(&backing, &request.options)?;
     if exists(&files.arena) {
         return Err(RecoverError::BackupArena {
@@ -295,84 +295,110 @@ fn open_place(place: &Path) -> Result<DirBacking, AttachError> {
     DirBacking::of_dir(dir, place).map_err(unusable)
 }
 
-/// The only backup that is meant.
-fn choose(request: &FromBackup) -> Result<(PathBuf, ChangeLog), RecoverError> {
-    let dir = request.dir.clone();
+/// A whole backup of one transaction.
+struct Found {
+    place: PathBuf,
+    log: ChangeLog,
+}
+
+/// Backups in a directory: those that are meant, and in words what else is there.
+struct Search<'a> {
+    request: &'a FromBackup,
+    found: Vec<Found>,
+    others: Vec<String>,
+}
+
+/// Finds the only backup that is meant.
+fn choose(request: &FromBackup) -> Result<Found, RecoverError> {
     let unusable = |source| AttachError::BackupDirectory {
-        path: dir.clone(),
+        path: request.dir.clone(),
         source,
     };
-    let canonical = dir.canonicalize().map_err(unusable)?;
-    let mut places = vec![canonical];
-    let mut found = Vec::new();
-    let mut others = Vec::new();
+    let mut search = Search {
+        request,
+        found: Vec::new(),
+        others: Vec::new(),
+    };
     // The directory of the option, of a mount, or of a transaction.
-    for depth in 0..3 {
-        let mut below = Vec::new();
-        for place in places {
-            if place.join(MANIFEST).is_file() {
-                let store = match open_place(&place) {
-                    Ok(store) => store,
-                    Err(error @ AttachError::Trust(_)) => {
-                        others.push(error.to_string());
-                        continue;
-                    }
-                    Err(error) => return Err(error.into()),
-                };
-                match TransactionalBacking::manifest(&store, &store.root())? {
-                    Some(Ok(log)) if request.id.is_none_or(|id| id == log.id) => {
-                        found.push((place, log));
-                    }
-                    Some(Ok(log)) => {
-                        others.push(format!(
-                            "{} has one with id {}",
-                            quoted_path(&place),
-                            log.id
-                        ));
-                    }
-                    Some(Err(error)) => {
-                        others.push(format!("{}: {error}", quoted_path(&place.join(MANIFEST))))
-                    }
-                    None => {}
-                }
-            } else if depth < 2 {
-                let entries = match std::fs::read_dir(&place) {
-                    Ok(entries) => entries,
-                    // Somebody else's, in a directory that others share.
-                    Err(_) if depth > 0 => continue,
-                    Err(error) => return Err(unusable(error).into()),
-                };
-                let dirs = entries
-                    .flatten()
-                    .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
-                below.extend(dirs.map(|entry| entry.path()));
+    let top = request.dir.canonicalize().map_err(unusable)?;
+    if !search.look_at(&top)? {
+        for mount in list_dirs(&top).map_err(unusable)? {
+            if search.look_at(&mount)? {
+                continue;
+            }
+            // It may be somebody else's, in a directory that others share.
+            for transaction in list_dirs(&mount).unwrap_or_default() {
+                search.look_at(&transaction)?;
             }
         }
-        places = below;
     }
-    match found.len() {
-        1 => Ok(found.remove(0)),
-        0 => {
-            let wanted = request
-                .id
-                .map_or_else(String::new, |id| format!(" with id {id}"));
-            let others = if others.is_empty() {
-                String::new()
-            } else {
-                format!(" ({})", others.join("; "))
-            };
-            Err(RecoverError::BackupNone {
-                dir,
-                wanted,
-                others,
-            })
+    search.finish()
+}
+
+fn list_dirs(dir: &Path) -> io::Result<Vec<PathBuf>> {
+    let entries = std::fs::read_dir(dir)?.flatten();
+    let dirs = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+    Ok(dirs.map(|entry| entry.path()).collect())
+}
+
+impl Search<'_> {
+    /// Whether it is the directory of a transaction. Then it is one of those found, or of the others.
+    fn look_at(&mut self, place: &Path) -> Result<bool, RecoverError> {
+        if !place.join(MANIFEST).is_file() {
+            return Ok(false);
         }
-        _ => {
-            let one = |(place, log): &(PathBuf, ChangeLog)| {
-                format!("{} (id {})", quoted_path(place), log.id)
-            };
-            let all = found.iter().map(one).collect::<Vec<_>>().join(", ");
-            Err(RecoverError::BackupSeveral { all })
+        let store = match open_place(place) {
+            Ok(store) => store,
+            Err(error @ AttachError::Trust(_)) => {
+                self.others.push(error.to_string());
+                return Ok(true);
+            }
+            Err(error) => return Err(error.into()),
+        };
+        match TransactionalBacking::manifest(&store, &store.root())? {
+            Some(Ok(log)) if self.request.id.is_none_or(|id| id == log.id) => {
+                let place = place.to_owned();
+                self.found.push(Found { place, log });
+            }
+            Some(Ok(log)) => {
+                let shown = quoted_path(place);
+                self.others
+                    .push(format!("{shown} has one with id {}", log.id));
+            }
+            Some(Err(error)) => {
+                let manifest = place.join(MANIFEST);
+                self.others
+                    .push(format!("{}: {error}", quoted_path(&manifest)));
+            }
+            None => {}
+        }
+        Ok(true)
+    }
+
+    fn finish(mut self) -> Result<Found, RecoverError> {
+        match self.found.len() {
+            1 => Ok(self.found.remove(0)),
+            0 => Err(self.describe_none()),
+            _ => {
+                let one =
+                    |found: &Found| format!("{} (id {})", quoted_path(&found.place), found.log.id);
+                let all = self.found.iter().map(one).collect::<Vec<_>>().join(", ");
+                Err(RecoverError::BackupSeveral { all })
+            }
+        }
+    }
+
+    fn describe_none(&self) -> RecoverError {
+        let with_id = |id| format!(" with id {id}");
+        let others = if self.others.is_empty() {
+            String::new()
+        } else {
+            format!(" ({})", self.others.join("; "))
+        };
+        RecoverError::BackupNone {
+            dir: self.request.dir.clone(),
+            wanted: self.request.id.map_or_else(String::new, with_id),
+            others,
         }
     }
 }
@@ -437,7 +463,7 @@ mod tests {
             id,
             options: Options::default(),
         };
-        let refusal = |id| choose(&request(id)).expect_err("refused").to_string();
+        let refusal = |id| choose(&request(id)).err().expect("refused").to_string();
         assert!(
             refusal(Some(3)).contains("with id 3"),
             "{}",

@@ -4,16 +4,18 @@
 
 use std::ffi::CString;
 use std::fs::OpenOptions;
-use std::io::{self, IoSliceMut, Read};
+use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
+use std::time::{Duration, Instant};
 
 use firn_format::mountinfo;
+use firn_process::{Excess, Limits, RunError};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::{Errno, FdFlags};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MountFlags, UnmountFlags};
@@ -23,6 +25,9 @@ use crate::session::{SessionError, SessionOptions};
 
 pub(crate) const DEVICE: &str = "/dev/fuse";
 const HELPER: &str = "fusermount3";
+/// A mount waits for nothing but the kernel; an unmount that is not lazy, for what the kernel writes back first.
+const HELPER_LIMIT: Duration = Duration::from_secs(60);
+const HELPER_OUTPUT_BYTES_MAX: usize = 4096;
 /// What the kernel reads ahead of a program, and around the first touch of a mapping: four requests of the largest size,
 /// so that one is copied while another one is answered (docs/PERFORMANCE.md, "Restart through the kernel's cache").
 const READAHEAD_KIB: u32 = 4096;
@@ -126,30 +131,42 @@ fn mount_by_helper(mount_point: &Path, options: &SessionOptions) -> Result<Owned
     }
     list.extend(options.kernel_flags.iter().map(|word| (*word).into()));
     let list = list.join(&b","[..]);
-    let mut helper = Command::new(HELPER)
+    let mut helper = Command::new(HELPER);
+    helper
         .arg("-o")
         .arg(std::ffi::OsStr::from_bytes(&list))
         .arg("--")
         .arg(mount_point)
-        .env("_FUSE_COMMFD", theirs.as_raw_fd().to_string())
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn()
-        .map_err(|source| match source.kind() {
-            io::ErrorKind::NotFound => SessionError::NoHelper,
-            _ => failed(source),
-        })?;
-    drop(theirs);
-    let device = receive(&ours);
-    let mut text = String::new();
-    if let Some(mut stderr) = helper.stderr.take() {
-        let _ = stderr.read_to_string(&mut text);
+        .env("_FUSE_COMMFD", theirs.as_raw_fd().to_string());
+    let (device, ended) = std::thread::scope(|scope| {
+        let running = scope.spawn(move || {
+            // Without it, and without the helper, nobody can send any more.
+            let _theirs = theirs;
+            firn_process::run(helper, limits())
+        });
+        (receive(&ours), running.join())
+    });
+    if let Some(device) = device.map_err(failed)? {
+        return Ok(device);
     }
-    let _ = helper.wait();
-    device.map_err(failed)?.ok_or_else(|| SessionError::Helper {
-        text: text.trim().to_owned(),
-    })
+    let ended =
+        ended.map_err(|_| failed(io::Error::other("the thread of fusermount3 panicked")))?;
+    match ended {
+        Ok(ended) => Err(SessionError::Helper { text: ended.text() }),
+        Err(RunError::Start(error)) if error.kind() == io::ErrorKind::NotFound => {
+            Err(SessionError::NoHelper)
+        }
+        Err(error) => Err(failed(io::Error::other(format!("{HELPER}: {error}")))),
+    }
+}
+
+fn limits() -> Limits<'static> {
+    Limits {
+        input: b"",
+        output_bytes_max: HELPER_OUTPUT_BYTES_MAX,
+        excess: Excess::Discard,
+        deadline: Instant::now() + HELPER_LIMIT,
+    }
 }
 
 /// The device that fusermount3 sends; `None` if it ended without.
@@ -196,16 +213,19 @@ pub fn detach(mount_point: &Path, lazy: bool) -> io::Result<()> {
 }
 
 fn detach_by_helper(mount_point: &Path, lazy: bool) -> io::Result<()> {
-    let output = Command::new(HELPER)
+    let mut helper = Command::new(HELPER);
+    helper
         .arg(if lazy { "-uz" } else { "-u" })
         .arg("--")
-        .arg(mount_point)
-        .stdin(Stdio::null())
-        .output()?;
-    if output.status.success() {
+        .arg(mount_point);
+    let ended = firn_process::run(helper, limits()).map_err(|error| match error {
+        RunError::Start(error) => error,
+        error => io::Error::other(format!("{HELPER}: {error}")),
+    })?;
+    if ended.status.success() {
         return Ok(());
     }
-    let text = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    let text = ended.text();
     // Its texts are not translated; this is what it says of EBUSY.
     if text.contains("busy") {
         Err(Errno::BUSY.into())

@@ -72,6 +72,13 @@ pub struct Ended {
     pub output: Vec<u8>,
 }
 
+impl Ended {
+    /// What it said, for people.
+    pub fn text(&self) -> String {
+        String::from_utf8_lossy(&self.output).trim().to_owned()
+    }
+}
+
 /// Why a program did not end by itself.
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {

@@ -9,7 +9,7 @@ use std::io::IoSlice;
 use crate::tree;
 use firn_backing::{
     Access, Attr, Backing, Caller, DataPart, Errno, Kind, LockMode, LockRange, LockRequest,
-    NewKind, RenameFlags, Seek, SetTime, Time,
+    NewKind, RenameFlags, Seek, SetTime, Time, data_ranges,
 };
 
 pub mod differential;
@@ -355,6 +355,16 @@ fn holes<B: Backing>(b: &B) {
     assert_eq!(b.seek(&open, mib, Seek::Data), Ok(mib));
     assert_eq!(b.seek(&open, mib, Seek::Hole), Ok(mib + 3));
     assert_eq!(b.seek(&open, mib + 3, Seek::Data).err(), Some(Errno::NXIO));
+    let data = |range| {
+        let ranges = data_ranges(b, &open, range);
+        ranges
+            .map(|data| (data.start, data.end))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(data(0..mib + 3), [(mib, mib + 3)]);
+    assert_eq!(data(mib + 1..mib + 2), [(mib + 1, mib + 2)]);
+    assert!(data(0..mib).is_empty());
+    assert!(data(mib + 3..mib + 9).is_empty());
     assert_eq!(read(b, &open, mib - 2, 9), b"\0\0end");
     let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
     assert_eq!(b.allocate(&open, punch, mib + 1, 4096), Ok(()));

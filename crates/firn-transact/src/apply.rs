@@ -23,15 +23,13 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use firn_backing::{Access, Backing, Errno, RenameFlags, Result, Seek, SetTime, Time};
+use firn_backing::{Access, Backing, Errno, RenameFlags, Result, SetTime, Time};
 
 use crate::change_log::{
     ChangeLog, Data, Direction, Entry, Identity, Instant, Part, Place, Range, Source, Staged,
 };
+use crate::copy::copy_with_holes;
 use crate::staging::{self, find, write_all};
-
-/// Bytes that are copied at once where the backing does not copy by itself.
-const BLOCK: usize = 1 << 20;
 
 /// Files that are written at a time.
 const THREADS: usize = 4;
@@ -426,7 +424,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         let end = range.end.min(size);
         match (&range.source, copy) {
             (Source::Inline(bytes), _) => write_all(self.base, to, bytes, range.start),
-            (Source::Copy, Some(from)) => Self::copy(self.base, from, to, range.start, end),
+            (Source::Copy, Some(from)) => copy_with_holes(self.base, from, to, range.start..end),
             (Source::Copy, None) => Err(Errno::STALE),
             (Source::File((dir, name)), _) => {
                 let dir = self.staging_dir(dir)?;
@@ -435,63 +433,8 @@ impl<'a, B: Backing> Apply<'a, B> {
                     return Ok(());
                 };
                 let from = self.base.open(&from, Access::Read)?;
-                Self::copy(self.base, &from, to, range.start, end)
+                copy_with_holes(self.base, &from, to, range.start..end)
             }
-        }
-    }
-
-    /// Copies a range; what is a hole there becomes one here.
-    pub(crate) fn copy(base: &B, from: &B::File, to: &B::File, start: u64, end: u64) -> Result<()> {
-        let mut at = start;
-        while at < end {
-            let data = match base.seek(from, at, Seek::Data) {
-                Ok(data) => data.clamp(at, end),
-                Err(Errno::NXIO) => end,
-                Err(_) => at,
-            };
-            if data > at {
-                Self::clear(base, to, at, data - at)?;
-                at = data;
-                continue;
-            }
-            let until = base
-                .seek(from, at, Seek::Hole)
-                .map_or(end, |hole| hole.clamp(at + 1, end));
-            match base.copy_range(from, at, to, at, until - at) {
-                Ok(count) if count > 0 => at += count,
-                Ok(_) | Err(Errno::XDEV | Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => {
-                    at += Self::copy_block(base, from, to, at, until)?;
-                }
-                Err(errno) => return Err(errno),
-            }
-        }
-        Ok(())
-    }
-
-    fn copy_block(base: &B, from: &B::File, to: &B::File, at: u64, until: u64) -> Result<u64> {
-        let mut block = vec![0; BLOCK.min((until - at) as usize)];
-        let count = base.read_at(from, &mut block, at)?;
-        // Past its end a file reads as zeros here.
-        let count = if count == 0 { block.len() } else { count };
-        write_all(base, to, &block[..count], at)?;
-        Ok(count as u64)
-    }
-
-    fn clear(base: &B, to: &B::File, at: u64, len: u64) -> Result<()> {
-        let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        match base.allocate(to, punch, at, len) {
-            Ok(()) => Ok(()),
-            Err(Errno::OPNOTSUPP | Errno::NOSYS) => {
-                let zeros = vec![0; BLOCK.min(len as usize)];
-                let mut done = 0;
-                while done < len {
-                    let count = (len - done).min(BLOCK as u64);
-                    write_all(base, to, &zeros[..count as usize], at + done)?;
-                    done += count;
-                }
-                Ok(())
-            }
-            Err(errno) => Err(errno),
         }
     }
 

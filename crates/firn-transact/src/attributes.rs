@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::sync::Arc;
 
-use firn_backing::{Attr, Backing, Errno, Kind, NewKind, Placing, Result, SetTime, Time};
+use firn_backing::{Attr, Backing, Errno, Kind, Placing, Result, SetTime, Time};
 
 use crate::claim::Owning;
 use crate::inline_changes::InlineChanges;
@@ -246,37 +246,30 @@ impl<B: Backing> TransactionalBacking<B> {
     ) -> Result<Attr> {
         let me = staging::own();
         let attr = self.base.attr(inode)?;
+        let make_file = || {
+            // A sparse copy, which is written into the file by the commit: on the same server.
+            let beside = Placing::Beside(inode);
+            let made = self
+                .base
+                .create_placed(&me, staging_dir, name, 0o600, beside);
+            let (copy, file, _) = made?;
+            self.base.set_len(&file, attr.size)?;
+            Ok(copy)
+        };
         let make = || {
-            Ok(match kind {
-                Kind::Dir => self.base.mkdir(&me, staging_dir, name, 0o700)?.0,
-                Kind::Symlink => {
-                    let target = self.base.readlink(inode)?;
-                    let target = <OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(&target);
-                    self.base.symlink(&me, staging_dir, name, target)?.0
+            let target = match kind {
+                Kind::File => return make_file(),
+                Kind::Symlink => self.base.readlink(inode)?,
+                _ => Vec::new(),
+            };
+            let (mode, rdev) = (attr.mode, attr.rdev);
+            match staging::make_special(&self.base, staging_dir, name, mode, rdev, &target) {
+                // Not everybody may make a device; a file has its attributes as well.
+                Err(Errno::PERM) if !matches!(kind, Kind::Dir | Kind::Symlink) => {
+                    Ok(self.base.create(&me, staging_dir, name, 0o600)?.0)
                 }
-                Kind::File => {
-                    // A sparse copy, which is written into the file by the commit: on the same server.
-                    let beside = Placing::Beside(inode);
-                    let made = self
-                        .base
-                        .create_placed(&me, staging_dir, name, 0o600, beside);
-                    let (copy, file, _) = made?;
-                    self.base.set_len(&file, attr.size)?;
-                    copy
-                }
-                _ => {
-                    let node = NewKind::Node {
-                        mode: (attr.mode & libc::S_IFMT) | 0o600,
-                        rdev: attr.rdev,
-                    };
-                    match self.base.make(&me, staging_dir, name, node) {
-                        Ok((copy, _)) => copy,
-                        // Not everybody may make a device; a file has its attributes as well.
-                        Err(Errno::PERM) => self.base.create(&me, staging_dir, name, 0o600)?.0,
-                        Err(errno) => return Err(errno),
-                    }
-                }
-            })
+                made => made,
+            }
         };
         let copy = match make() {
             // What an attempt before this one left.

@@ -18,6 +18,7 @@
 //!
 //! [`TransactionalBacking::revive`]: crate::TransactionalBacking::revive
 
+mod content;
 mod mirror;
 mod portable;
 mod revive;

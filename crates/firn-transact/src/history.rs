@@ -12,9 +12,9 @@ use std::sync::Arc;
 
 use firn_backing::{Access, Attr, Backing, Errno, RenameFlags, SetTime};
 
-use crate::apply::Apply;
 use crate::change_log::{ChangeLog, Data, Direction, Entry, LogError, NO_ID, Part, Range, Source};
 use crate::claim::Claim;
+use crate::copy::copy_with_holes;
 use crate::error::{RestoreError, StoreError};
 use crate::object::Object;
 use crate::scope::Scope;
@@ -164,7 +164,7 @@ impl<B: Backing> TransactionalBacking<B> {
             written.push(Range::of_copy(cut, size));
         }
         for range in &written {
-            Apply::copy(&self.base, &from, &to, range.start, range.end)?;
+            copy_with_holes(&self.base, &from, &to, range.start..range.end)?;
         }
         Ok(Data {
             cut,

@@ -39,6 +39,7 @@ pub mod backup;
 pub mod change_log;
 mod claim;
 pub mod conflict;
+mod copy;
 mod data;
 mod difference;
 mod error;

@@ -24,7 +24,7 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 
 use base16ct::lower;
-use firn_backing::{Attr, Backing, Errno, Kind, Result};
+use firn_backing::{Attr, Backing, Errno, Kind, NewKind, Result};
 
 use crate::change_log::{Attributes, Instant, LogError};
 use crate::error::StoreError;
@@ -88,6 +88,27 @@ pub(crate) fn load_scope<B: Backing>(
         path: name.into(),
         source: LogError::Damaged,
     })
+}
+
+/// Makes an object that is no file, of the kind in `mode`: a directory, a link to `target`, or what has the number
+/// `rdev`. Attributes come later.
+pub(crate) fn make_special<B: Backing>(
+    base: &B,
+    dir: &B::Inode,
+    name: &OsStr,
+    mode: u32,
+    rdev: u64,
+    target: &[u8],
+) -> Result<B::Inode> {
+    let made = match mode & libc::S_IFMT {
+        libc::S_IFDIR => base.mkdir(&own(), dir, name, 0o700)?,
+        libc::S_IFLNK => base.symlink(&own(), dir, name, OsStr::from_bytes(target))?,
+        kind => {
+            let mode = kind | 0o600;
+            base.make(&own(), dir, name, NewKind::Node { mode, rdev })?
+        }
+    };
+    Ok(made.0)
 }
 
 /// Makes `to` have the attributes of `from`.

@@ -15,9 +15,9 @@ use std::time::{Duration, Instant};
 use firn_agent::message::{
     BLOCK_BYTES, Entry, EntryKind, Exposed, ExposedRegion, Reply, Request, STAGING_BUFFERS,
 };
+use firn_agent::ofi::{Buffer, Endpoint, Pool, Region, RemoteRegion};
 use firn_agent::{BlockMac, Encrypt, Key, KeyFile, Link, Stream, Terms, answer_handshake};
 use firn_format::record::Ending;
-use firn_ofi::{Buffer, Endpoint, Pool, Region, RemoteRegion};
 use firn_tests::agent::{
     Agent, HOST, ask, assert_nothing_held, connect, list_all, pull, pull_command,
     pull_while_written, staging_of, write_tree,
@@ -623,7 +623,7 @@ fn read_once(exposed: &Exposed, region: ExposedRegion, at: u64) -> Result<Vec<u8
         let landed = endpoint.poll(Duration::from_secs(20), Duration::from_secs(5))?;
         Ok(landed.map(|landed| landed.buffer.to_vec()))
     };
-    let read: Result<Option<Vec<u8>>, firn_ofi::OfiError> = read();
+    let read: Result<Option<Vec<u8>>, firn_agent::ofi::OfiError> = read();
     let bytes = read.map_err(|error| error.to_string())?;
     bytes.ok_or_else(|| "nothing came".into())
 }

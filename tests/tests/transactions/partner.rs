@@ -81,7 +81,7 @@ impl Cluster {
     fn copied_files(&self, at: usize) -> Vec<PathBuf> {
         let mut files = Vec::new();
         for host in self.shelf(at).into_iter().flat_map(|dir| paths_in(&dir)) {
-            let whole = |path: &PathBuf| path.extension().is_none();
+            let whole = |path: &PathBuf| !is_hidden(path);
             for copy in paths_in(&host).into_iter().filter(whole) {
                 add_files(&copy.join("tree"), &mut files);
             }
@@ -92,7 +92,7 @@ impl Cluster {
     /// The hosts of which host `at` keeps whole copies.
     fn sources(&self, at: usize) -> Vec<String> {
         let dirs = self.shelf(at).into_iter().flat_map(|dir| paths_in(&dir));
-        let is_whole = |copy: &PathBuf| copy.extension().is_none() && copy.join("tree").exists();
+        let is_whole = |copy: &PathBuf| !is_hidden(copy) && copy.join("tree").exists();
         let with_copies = dirs.filter(|dir| paths_in(dir).iter().any(is_whole));
         let name = |dir: PathBuf| {
             let name = dir.file_name().expect("a name");
@@ -116,6 +116,12 @@ impl Cluster {
         pull.arg(self.backing()).arg(format!("{from}:{source}"));
         run(pull.arg(target))
     }
+}
+
+/// Whether it is a copy in the making, or one that is being removed.
+fn is_hidden(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default();
+    name.as_encoded_bytes().starts_with(b".")
 }
 
 /// What vanishes meanwhile is left out.
@@ -490,6 +496,27 @@ fn regression_each_host_keeps_the_copies_of_one_other() {
         let looks: u64 = watcher.join().expect("copies at every moment");
         assert!(looks > 10, "{looks} looks");
     });
+}
+
+/// Proves S-partner-1: a record that leads to an agent of another name makes that one a former, which is chosen next.
+#[test]
+fn regression_a_former_that_is_chosen_is_a_partner_whose_marks_count() {
+    let cluster = Cluster::new("partner-former", 2);
+    // It wants none itself.
+    let _partner = cluster.host(1, "tokens=flock", &["--host", "n1"]);
+    let record = |host: &str| cluster.backing().join(format!(".firn/agent-{host}"));
+    // It comes before n1 in the order of n0.
+    fs::copy(record("n1"), record("n0a")).expect("copy the record");
+    let source = cluster.host(0, "partner=next", &[]);
+    let top = source.write("step_1", 1);
+    wait_until("it does not come", LIMIT, || {
+        source
+            .agent
+            .log()
+            .contains("the partner of this host is n1")
+    });
+    source.wait(&top, "partnered", "60s").ok();
+    assert_eq!(source.partner().host.as_deref(), Some("n1"));
 }
 
 /// Proves S-partner-3: an agent that begins anew, on either side, and a firnd that does.

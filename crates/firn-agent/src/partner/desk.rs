@@ -19,8 +19,8 @@ use firn_format::quote::quoted_path;
 
 use crate::encryption::Encrypt;
 use crate::message::ErrorKind;
-use crate::partner::follower::follow_source;
-use crate::partner::shelf::Shelf;
+use crate::partner::copies::Copies;
+use crate::partner::held::follow_source;
 use crate::peer::Route;
 use crate::server::{Level, Log};
 use crate::source::SourceError;
@@ -31,7 +31,7 @@ pub(crate) struct Desk {
     pub(crate) host: String,
     pub(crate) backing: PathBuf,
     pub(crate) mount_point: PathBuf,
-    pub(crate) shelf: Arc<Shelf>,
+    pub(crate) copies: Arc<Copies>,
     /// Whether bytes of partners are encrypted on their way.
     encrypt: Encrypt,
     pub(crate) log: Log,
@@ -84,7 +84,7 @@ impl Desk {
     pub(crate) fn new(
         host: String,
         mount: &Mount,
-        shelf: Shelf,
+        copies: Copies,
         encrypt: Encrypt,
         log: Log,
     ) -> Arc<Self> {
@@ -92,7 +92,7 @@ impl Desk {
             host,
             backing: mount.backing.clone(),
             mount_point: mount.mount_point.clone(),
-            shelf: Arc::new(shelf),
+            copies: Arc::new(copies),
             encrypt,
             log,
             state: Mutex::default(),
@@ -205,12 +205,12 @@ impl Desk {
 impl Desk {
     /// This agent ends: copies of what is in the backing by now are removed, others stay for who starts it again.
     pub(crate) fn leave(&self) {
-        self.shelf.close();
-        for host in self.shelf.hosts() {
-            match self.shelf.remove_drained(&host, &self.mount_point) {
+        self.copies.close();
+        for host in self.copies.hosts() {
+            match self.copies.remove_drained(&host, &self.mount_point) {
                 Ok(0) => {}
                 Ok(bytes) => self.log.say(Level::Event, || {
-                    let dir = quoted_path(self.shelf.dir());
+                    let dir = quoted_path(self.copies.dir());
                     format!("{bytes} bytes of {host} that are not in the backing stay in {dir}")
                 }),
                 Err(error) => self.log.say(Level::Event, || error.to_string()),

@@ -10,7 +10,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 
-use firn_ofi::Buffer;
+use crate::ofi::Buffer;
 use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags};
 
 /// What a [`Buffer`] is aligned to: it is a whole number of pages of a mapping.
@@ -51,7 +51,7 @@ impl DirectFile {
 
 #[cfg(test)]
 mod tests {
-    use firn_ofi::Pool;
+    use crate::ofi::Pool;
 
     use super::*;
 

@@ -21,7 +21,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use firn_ofi::Buffer;
+use crate::ofi::Buffer;
 use firn_protocol::path::BytePath;
 use xxhash_rust::xxh3::xxh3_128;
 

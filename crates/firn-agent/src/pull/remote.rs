@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::Duration;
 
-use firn_ofi::{Buffer, Endpoint, Landed, OfiError, Read, Region, RemoteRegion};
+use crate::ofi::{Buffer, Endpoint, Landed, OfiError, Read, Region, RemoteRegion};
 
 use crate::block_mac::{BlockHasher, BlockMac};
 use crate::data_path::PARTS_MAX;

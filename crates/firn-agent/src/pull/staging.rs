@@ -24,9 +24,10 @@ use std::path::{Path, PathBuf};
 use firn_protocol::path::BytePath;
 use firn_trust::{names_in, open_beneath, open_dir_beneath, open_parent_beneath, remove_beneath};
 use rustix::fs::{
-    AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, RenameFlags, Timespec, Timestamps,
+    AtFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags, Timespec, Timestamps,
 };
-use rustix::fs::{fchmod, futimens, mkdirat, readlinkat, statat, symlinkat, utimensat};
+use rustix::fs::{fchmod, futimens, mkdirat, readlinkat, renameat, renameat_with};
+use rustix::fs::{statat, symlinkat, utimensat};
 use rustix::io::Errno;
 
 use crate::error::PullError;
@@ -80,7 +81,7 @@ impl Parent {
     }
 
     fn has(&self, name: &OsStr) -> bool {
-        statat(&self.dir, name, AtFlags::SYMLINK_NOFOLLOW).is_ok()
+        kind_of(&self.dir, name).is_some()
     }
 
     /// Removes a staging directory in which nothing is: what a pull left that was killed after its rename.
@@ -260,7 +261,8 @@ impl Staging {
                 EntryKind::File { .. } | EntryKind::Other => {}
             }
         }
-        self.rename_new().map_err(|errno| match errno {
+        let Parent { dir, name, .. } = &self.parent;
+        rename_new(&self.own, TREE.as_ref(), dir, name).map_err(|errno| match errno {
             Errno::EXIST | Errno::NOTEMPTY => PullError::Exists {
                 path: self.target.clone(),
             },
@@ -305,18 +307,6 @@ impl Staging {
         let (dir, name) = self.parent_of(&entry.path)?;
         utimensat(&dir, &name, &times(entry), AtFlags::SYMLINK_NOFOLLOW)
             .map_err(|errno| self.failed(&entry.path)(errno))
-    }
-
-    /// Where there is nothing of that name. Of file systems that cannot promise it (NFS): a directory that is not empty
-    /// is not replaced either.
-    fn rename_new(&self) -> Result<(), Errno> {
-        let Parent { dir, name, .. } = &self.parent;
-        let flags = RenameFlags::NOREPLACE;
-        match rustix::fs::renameat_with(&self.own, TREE, dir, name, flags) {
-            Err(Errno::INVAL | Errno::NOSYS) if self.parent.has(name) => Err(Errno::EXIST),
-            Err(Errno::INVAL | Errno::NOSYS) => rustix::fs::renameat(&self.own, TREE, dir, name),
-            renamed => renamed,
-        }
     }
 
     fn failed(&self, path: &BytePath) -> impl Fn(Errno) -> PullError {
@@ -395,8 +385,23 @@ fn lock(dir: &OwnedFd, path: &Path, target: &Path) -> Result<File, PullError> {
     }
 }
 
+/// Renames to a name that nothing has. Of file systems that cannot promise it (NFS): a directory that is not empty is not
+/// replaced either.
+pub(crate) fn rename_new(
+    from_dir: &OwnedFd,
+    from: &OsStr,
+    dir: &OwnedFd,
+    name: &OsStr,
+) -> Result<(), Errno> {
+    match renameat_with(from_dir, from, dir, name, RenameFlags::NOREPLACE) {
+        Err(Errno::INVAL | Errno::NOSYS) if kind_of(dir, name).is_some() => Err(Errno::EXIST),
+        Err(Errno::INVAL | Errno::NOSYS) => renameat(from_dir, from, dir, name),
+        renamed => renamed,
+    }
+}
+
 /// Whether what is written there is held by a firnd.
-fn is_on_firn(dir: &Path) -> bool {
+pub(crate) fn is_on_firn(dir: &Path) -> bool {
     let Ok(dir) = dir.canonicalize() else {
         return false;
     };
@@ -418,30 +423,12 @@ fn times(entry: &Entry) -> Timestamps {
     }
 }
 
-fn sync_dir(dir: &impl AsFd) -> io::Result<()> {
+/// Makes the names in a directory durable.
+pub(crate) fn sync_dir(dir: &impl AsFd) -> io::Result<()> {
     match rustix::fs::fsync(dir) {
         // Some file systems have nothing to sync there.
         Err(Errno::INVAL) => Ok(()),
         synced => Ok(synced?),
-    }
-}
-
-/// Removes a file, or a tree whatever the modes of its directories are; nothing may be there.
-pub(crate) fn remove_tree(path: &Path) -> Result<(), PullError> {
-    let (Some(dir), Some(name)) = (path.parent(), path.file_name()) else {
-        return Err(local(path)(Errno::INVAL.into()));
-    };
-    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let dir = if dir.as_os_str().is_empty() {
-        Path::new(".")
-    } else {
-        dir
-    };
-    match rustix::fs::openat(CWD, dir, flags, Mode::empty())
-        .and_then(|dir| remove_beneath(dir, name))
-    {
-        Ok(()) | Err(Errno::NOENT) => Ok(()),
-        Err(errno) => Err(local(path)(errno.into())),
     }
 }
 

@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-use firn_ofi::{Buffer, Pool};
+use crate::ofi::{Buffer, Pool};
 
 use crate::error::PullError;
 use crate::message::{BLOCK_BYTES, Entry};

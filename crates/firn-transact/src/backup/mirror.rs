@@ -19,9 +19,6 @@ use crate::own::OwnError;
 use crate::scope::Scope;
 use crate::staging;
 
-/// Bytes that are copied at once.
-pub(super) const BLOCK: usize = 1 << 20;
-
 /// How far the backup of a transaction is.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
@@ -38,10 +35,21 @@ pub struct Progress {
 }
 
 /// Size and times of a file. If they stay the same for a round, so does the content.
-pub(super) type Stamp = (u64, Time, Time);
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Stamp {
+    pub(super) size: u64,
+    mtime: Time,
+    ctime: Time,
+}
 
-pub(super) fn stamp(attr: &Attr) -> Stamp {
-    (attr.size, attr.mtime, attr.ctime)
+impl Stamp {
+    pub(super) fn of(attr: &Attr) -> Self {
+        Self {
+            size: attr.size,
+            mtime: attr.mtime,
+            ctime: attr.ctime,
+        }
+    }
 }
 
 /// The backup's directory for this mount.
@@ -52,7 +60,15 @@ pub(crate) struct Mirror<B: Backing> {
     /// Directories of transactions that are over, which are not removed yet.
     pub(super) over: Mutex<BTreeSet<String>>,
     /// For the status, which does not wait for a round.
-    pub(super) told: Mutex<HashMap<u64, (Progress, Option<Instant>)>>,
+    pub(super) told: Mutex<HashMap<u64, Told>>,
+}
+
+/// What the status says of a transaction.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Told {
+    pub(super) progress: Progress,
+    /// When the last complete round ended.
+    pub(super) at: Option<Instant>,
 }
 
 /// Where the copy of one transaction is. Transactions do not wait for each other's copies.
@@ -81,11 +97,37 @@ pub(super) struct Copy<B: Backing> {
     pub(super) dir: B::Inode,
     /// At the last round.
     pub(super) seen: HashMap<String, Stamp>,
-    pub(super) copied: HashMap<String, (Stamp, Content)>,
+    pub(super) copied: HashMap<String, CopiedFile>,
     /// A manifest may be there.
     pub(super) has_manifest: bool,
     /// The manifest and all that it names are durable.
     pub(super) is_whole: bool,
+}
+
+/// What the backup has of a staged file, and what that was when it was copied.
+pub(super) struct CopiedFile {
+    pub(super) stamp: Stamp,
+    pub(super) content: Content,
+}
+
+impl<B: Backing> Copy<B> {
+    /// Nothing is known of the files in it; they count if there is a manifest.
+    pub(super) fn new(name: String, dir: B::Inode, has_manifest: bool) -> Self {
+        Self {
+            name,
+            dir,
+            seen: HashMap::new(),
+            copied: HashMap::new(),
+            has_manifest,
+            is_whole: has_manifest,
+        }
+    }
+
+    /// What the backup has of a file, if that is the same still.
+    pub(super) fn find_copied(&self, file: &str, now: Stamp) -> Option<&Content> {
+        let copied = self.copied.get(file)?;
+        (copied.stamp == now).then_some(&copied.content)
+    }
 }
 
 pub(super) fn backup_failed(error: impl Into<OwnError>) -> BackupError {
@@ -178,10 +220,10 @@ impl<B: Backing> Mirror<B> {
         left_bytes: u64,
     ) {
         let copied = place.copy.as_ref().map_or(0, |copy| {
-            copy.copied.values().map(|(stamp, _)| stamp.0).sum()
+            copy.copied.values().map(|file| file.stamp.size).sum()
         });
         let mut told = self.told.lock();
-        let (progress, at) = told.entry(scope.serial).or_default();
+        let Told { progress, at } = told.entry(scope.serial).or_default();
         progress.error = result.as_ref().err().map(ToString::to_string);
         progress.is_whole = place.is_whole();
         (progress.copied_bytes, progress.left_bytes) = (copied, left_bytes);
@@ -242,7 +284,11 @@ fn remove_manifest<B: Backing>(store: &B, dir: &B::Inode) -> Result<(), Errno> {
     store.sync_dir(dir)
 }
 
-fn unlink_if_there<B: Backing>(store: &B, dir: &B::Inode, name: &OsStr) -> Result<(), Errno> {
+pub(super) fn unlink_if_there<B: Backing>(
+    store: &B,
+    dir: &B::Inode,
+    name: &OsStr,
+) -> Result<(), Errno> {
     match store.unlink(dir, name) {
         Err(Errno::NOENT) => Ok(()),
         unlinked => unlinked,

@@ -4,12 +4,11 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 
-use firn_backing::{Access, Attr, Backing, Errno, NewKind, RenameFlags, SyncScope};
+use firn_backing::{Attr, Backing, Errno, RenameFlags, SyncScope};
 
-use super::mirror::{BLOCK, backup_failed, load, remove};
-use crate::change_log::{
-    ChangeLog, Content, Direction, Identity, Known, LogError, Place, StagedObject,
-};
+use super::content::copy_in;
+use super::mirror::{backup_failed, load, remove};
+use crate::change_log::{ChangeLog, Direction, Identity, Known, LogError, Place, StagedObject};
 use crate::error::{BackupError, ReviveError};
 use crate::paths::names_in;
 use crate::staging;
@@ -250,68 +249,18 @@ impl<B: Backing> TransactionalBacking<B> {
         staging_dir: &B::Inode,
     ) -> Result<B::Inode, ReviveError> {
         let base = &self.base;
-        let me = staging::own();
         let name = OsStr::new(&stored.at.1);
-        let kind = stored.attributes.mode & libc::S_IFMT;
-        let inode = match kind {
-            libc::S_IFDIR => base.mkdir(&me, staging_dir, name, 0o700)?.0,
-            libc::S_IFLNK => {
-                base.symlink(&me, staging_dir, name, OsStr::from_bytes(&stored.target))?
-                    .0
+        let mode = stored.attributes.mode;
+        let inode = if mode & libc::S_IFMT == libc::S_IFREG {
+            let (inode, file, _) = base.create(&staging::own(), staging_dir, name, 0o600)?;
+            if let Some(content) = &stored.content {
+                copy_in(from, content, base, &file)?;
             }
-            libc::S_IFREG => {
-                let (inode, file, _) = base.create(&me, staging_dir, name, 0o600)?;
-                if let Some(content) = &stored.content {
-                    self.fill(from, content, &file)?;
-                }
-                inode
-            }
-            _ => {
-                let node = NewKind::Node {
-                    mode: kind | 0o600,
-                    rdev: stored.rdev,
-                };
-                base.make(&me, staging_dir, name, node)?.0
-            }
+            inode
+        } else {
+            staging::make_special(base, staging_dir, name, mode, stored.rdev, &stored.target)?
         };
         staging::set_attributes(base, &inode, &stored.attributes)?;
         Ok(inode)
-    }
-
-    fn fill(
-        &self,
-        (store, dir): (&B, &B::Inode),
-        content: &Content,
-        to: &B::File,
-    ) -> Result<(), ReviveError> {
-        let damaged = || ReviveError::Damaged {
-            file: content.file.clone(),
-        };
-        let found = staging::find(store, dir, OsStr::new(&content.file)).map_err(backup_failed)?;
-        let (inode, _) = found.ok_or_else(damaged)?;
-        let from = store.open(&inode, Access::Read).map_err(backup_failed)?;
-        self.base.set_len(to, content.size)?;
-        let mut crc = 0;
-        let mut block = vec![0; BLOCK];
-        for &(start, end) in &content.ranges {
-            let mut at = start;
-            while at < end {
-                let len = BLOCK.min(usize::try_from(end - at).unwrap_or(BLOCK));
-                let count = store
-                    .read_at(&from, &mut block[..len], at)
-                    .map_err(backup_failed)?;
-                if count == 0 {
-                    return Err(damaged());
-                }
-                crc = crc32c::crc32c_append(crc, &block[..count]);
-                staging::write_all(&self.base, to, &block[..count], at)?;
-                at += count as u64;
-            }
-        }
-        if crc == content.crc {
-            Ok(())
-        } else {
-            Err(damaged())
-        }
     }
 }

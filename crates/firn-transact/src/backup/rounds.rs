@@ -6,15 +6,16 @@ use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use firn_backing::{Access, Backing, Errno, Kind, Seek, SyncScope};
+use firn_backing::{Backing, Errno, Kind, SyncScope};
 
 use super::MANIFEST;
+use super::content::copy_out;
 use super::mirror::{
-    BLOCK, Copy, Mirror, Place, Progress, backup_failed, file_name, is_name, load, load_name,
-    remove_manifest_of, stamp, token,
+    CopiedFile, Copy, Mirror, Place, Progress, Stamp, Told, backup_failed, file_name, is_name,
+    load, load_name, remove_manifest_of, token, unlink_if_there,
 };
 use super::portable::Paths;
-use crate::change_log::{ChangeLog, Content, Direction, Staged, StagedObject};
+use crate::change_log::{ChangeLog, Direction, Staged, StagedObject};
 use crate::error::{BackupError, StoreError};
 use crate::own::OwnError;
 use crate::scope::Scope;
@@ -72,20 +73,7 @@ impl<B: Backing> TransactionalBacking<B> {
             }
             let manifest = load(store, &dir)?;
             if let Some(serial) = owner {
-                let has_manifest = manifest.is_some();
-                let seen = HashMap::new();
-                let copied = HashMap::new();
-                mirror.adopt(
-                    serial,
-                    Copy {
-                        name,
-                        dir,
-                        seen,
-                        copied,
-                        has_manifest,
-                        is_whole: has_manifest,
-                    },
-                );
+                mirror.adopt(serial, Copy::new(name, dir, manifest.is_some()));
                 continue;
             }
             if let Some(Ok(log)) = manifest
@@ -116,22 +104,23 @@ impl<B: Backing> TransactionalBacking<B> {
     /// How far the backup of a transaction is.
     pub(crate) fn backup_progress(&self, scope: &Scope<B>) -> Option<Progress> {
         let mirror = self.mirror.as_ref()?;
-        let told = mirror.told.lock();
-        let (mut progress, at) = told.get(&scope.serial).cloned().unwrap_or_default();
-        progress.age = at.map(|at| at.elapsed());
-        Some(progress)
+        let told = mirror.told.lock().get(&scope.serial).cloned();
+        let Told { progress, at } = told.unwrap_or_default();
+        Some(Progress {
+            age: at.map(|at| at.elapsed()),
+            ..progress
+        })
     }
 
     /// One round: copies files that have stopped changing, and removes transactions that are over.
     pub fn back_up_ahead(&self) {
         let Some(mirror) = &self.mirror else { return };
-        let scopes = self.scopes.all();
-        for scope in scopes {
+        for scope in self.scopes.all() {
             mirror.with_place_in_round(scope.serial, |place, hurry| {
                 if !scope.is_open() {
                     return;
                 }
-                let result = self.copy_ahead(mirror, (place, hurry), &scope);
+                let result = self.copy_ahead(mirror, place, hurry, &scope);
                 // It may have ended meanwhile, and its staged files are gone.
                 if scope.is_open() {
                     let left = result.as_ref().copied().unwrap_or(0);
@@ -150,69 +139,23 @@ impl<B: Backing> TransactionalBacking<B> {
     fn copy_ahead(
         &self,
         mirror: &Mirror<B>,
-        (place, hurry): (&mut Place<B>, &AtomicU32),
+        place: &mut Place<B>,
+        hurry: &AtomicU32,
         scope: &Arc<Scope<B>>,
     ) -> Result<u64, BackupError> {
-        let copy = self.copy_of(mirror, place, scope)?;
-        let mut seen = HashMap::new();
-        let mut left = 0;
-        for (staging_name, ..) in staging::list(&self.base, &scope.new)? {
-            let staging_dir = self
-                .base
-                .lookup(&scope.new, OsStr::from_bytes(&staging_name))?
-                .0;
-            for (name, _, kind) in staging::list(&self.base, &staging_dir)? {
-                // One more name of an object that is not staged.
-                if name.starts_with(b"l") || kind.is_some_and(|kind| kind != Kind::File) {
-                    continue;
-                }
-                let Some((inode, attr)) =
-                    staging::find(&self.base, &staging_dir, OsStr::from_bytes(&name))?
-                else {
-                    continue;
-                };
-                if attr.kind != Kind::File {
-                    continue;
-                }
-                let text = |name: &[u8]| String::from_utf8_lossy(name).into_owned();
-                let file = file_name(&(text(&staging_name), text(&name)));
-                let now = stamp(&attr);
-                let is_copied = copy
-                    .copied
-                    .get(&file)
-                    .is_some_and(|(copied, _)| *copied == now);
-                let is_quiet = copy.seen.get(&file) == Some(&now);
-                seen.insert(file.clone(), now);
-                if is_copied {
-                    continue;
-                }
-                if !is_quiet || hurry.load(Ordering::Relaxed) > 0 {
-                    left += attr.size;
-                    continue;
-                }
-                copy.copied.remove(&file);
-                let go_on = || hurry.load(Ordering::Relaxed) == 0;
-                match copy_out(&self.base, &inode, &mirror.store, &copy.dir, &file, go_on) {
-                    Ok(content) if stamp(&self.base.attr(&inode)?) == now => {
-                        copy.copied.insert(file, (now, content));
-                    }
-                    Ok(_)
-                    | Err(BackupError::Store(StoreError::Own(OwnError::Backing(Errno::AGAIN)))) => {
-                        left += attr.size
-                    }
-                    Err(error) => return Err(error),
-                }
-            }
+        let mut round = Round {
+            base: &self.base,
+            store: &mirror.store,
+            copy: self.copy_of(mirror, place, scope)?,
+            hurry,
+            seen: HashMap::new(),
+            left_bytes: 0,
+        };
+        for (name, ..) in staging::list(&self.base, &scope.new)? {
+            let dir = self.base.lookup(&scope.new, OsStr::from_bytes(&name))?.0;
+            round.visit_dir(&name, &dir)?;
         }
-        for file in copy.copied.keys().filter(|file| !seen.contains_key(*file)) {
-            match mirror.store.unlink(&copy.dir, OsStr::new(file)) {
-                Ok(()) | Err(Errno::NOENT) => {}
-                Err(errno) => return Err(backup_failed(errno)),
-            }
-        }
-        copy.copied.retain(|file, _| seen.contains_key(file));
-        copy.seen = seen;
-        Ok(left)
+        round.finish()
     }
 
     /// The copy of a transaction that is open or is being prepared; it has no manifest.
@@ -228,16 +171,7 @@ impl<B: Backing> TransactionalBacking<B> {
             staging::store(&self.base, &scope.dir, staging::BACKUP, name.as_bytes())?;
             let dir =
                 staging::dir(&mirror.store, &mirror.store.root(), &name).map_err(backup_failed)?;
-            let seen = HashMap::new();
-            let copied = HashMap::new();
-            place.copy = Some(Copy {
-                name,
-                dir,
-                seen,
-                copied,
-                has_manifest: false,
-                is_whole: false,
-            });
+            place.copy = Some(Copy::new(name, dir, false));
         }
         let copy = place.copy.as_mut().expect("just made");
         mirror.withdraw(copy).map_err(backup_failed)?;
@@ -261,9 +195,9 @@ impl<B: Backing> TransactionalBacking<B> {
             let result = self.back_up_now(mirror, place, scope, record);
             mirror.tell(scope, place, &result, 0);
             if let Ok(bytes) = &result
-                && let Some((progress, _)) = mirror.told.lock().get_mut(&scope.serial)
+                && let Some(told) = mirror.told.lock().get_mut(&scope.serial)
             {
-                progress.copied_bytes = *bytes;
+                told.progress.copied_bytes = *bytes;
             }
             result
         });
@@ -326,22 +260,17 @@ impl<B: Backing> TransactionalBacking<B> {
     ) -> Result<StagedObject, BackupError> {
         let staging_dir = self.base.lookup(&scope.new, OsStr::new(&at.0))?.0;
         let (inode, attr) = self.base.lookup(&staging_dir, OsStr::new(&at.1))?;
-        let now = stamp(&attr);
         let file = file_name(at);
-        let content = match copy.copied.get(&file) {
+        let content = match copy.find_copied(&file, Stamp::of(&attr)) {
             _ if attr.kind != Kind::File => None,
-            Some((copied, content)) if *copied == now => Some(content.clone()),
-            _ => {
+            Some(content) => Some(content.clone()),
+            None => {
                 // Not taken down as copied: where the prepare fails, a change soon after may leave the same times.
                 copy.copied.remove(&file);
-                Some(copy_out(
-                    &self.base,
-                    &inode,
-                    &mirror.store,
-                    &copy.dir,
-                    &file,
-                    || true,
-                )?)
+                let to_end = || true;
+                let dir = &copy.dir;
+                let content = copy_out(&self.base, &inode, &mirror.store, dir, &file, to_end);
+                Some(content?)
             }
         };
         Ok(StagedObject {
@@ -404,6 +333,97 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 }
 
+/// One look at the staged files of a transaction. What is the same as at the look before is copied.
+struct Round<'a, B: Backing> {
+    base: &'a B,
+    store: &'a B,
+    copy: &'a mut Copy<B>,
+    /// Callers that wait for this to end: nothing is copied meanwhile.
+    hurry: &'a AtomicU32,
+    seen: HashMap<String, Stamp>,
+    /// Bytes that the backup does not have yet.
+    left_bytes: u64,
+}
+
+impl<B: Backing> Round<'_, B> {
+    fn visit_dir(&mut self, dir_name: &[u8], dir: &B::Inode) -> Result<(), BackupError> {
+        let text = |name: &[u8]| String::from_utf8_lossy(name).into_owned();
+        for (name, _, kind) in staging::list(self.base, dir)? {
+            // One more name of an object that is not staged.
+            if name.starts_with(b"l") || kind.is_some_and(|kind| kind != Kind::File) {
+                continue;
+            }
+            let found = staging::find(self.base, dir, OsStr::from_bytes(&name))?;
+            if let Some((inode, attr)) = found
+                && attr.kind == Kind::File
+            {
+                let file = file_name(&(text(dir_name), text(&name)));
+                self.visit_file(file, &inode, Stamp::of(&attr))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn visit_file(
+        &mut self,
+        file: String,
+        inode: &B::Inode,
+        now: Stamp,
+    ) -> Result<(), BackupError> {
+        let is_quiet = self.copy.seen.get(&file) == Some(&now);
+        self.seen.insert(file.clone(), now);
+        let is_copied = self.copy.find_copied(&file, now).is_some()
+            || (is_quiet && self.copy_file(file, inode, now)?);
+        if !is_copied {
+            self.left_bytes += now.size;
+        }
+        Ok(())
+    }
+
+    /// False: it changed meanwhile, or somebody waits for this round to end.
+    fn copy_file(
+        &mut self,
+        file: String,
+        inode: &B::Inode,
+        now: Stamp,
+    ) -> Result<bool, BackupError> {
+        let go_on = || self.hurry.load(Ordering::Relaxed) == 0;
+        if !go_on() {
+            return Ok(false);
+        }
+        self.copy.copied.remove(&file);
+        let copied = copy_out(self.base, inode, self.store, &self.copy.dir, &file, go_on);
+        let content = match copied {
+            Err(BackupError::Store(StoreError::Own(OwnError::Backing(Errno::AGAIN)))) => {
+                return Ok(false);
+            }
+            copied => copied?,
+        };
+        if Stamp::of(&self.base.attr(inode)?) != now {
+            return Ok(false);
+        }
+        let copied = CopiedFile {
+            stamp: now,
+            content,
+        };
+        self.copy.copied.insert(file, copied);
+        Ok(true)
+    }
+
+    /// Removes what was copied of files that are not staged any more.
+    fn finish(self) -> Result<u64, BackupError> {
+        let is_gone = |file: &&String| !self.seen.contains_key(*file);
+        for file in self.copy.copied.keys().filter(is_gone) {
+            unlink_if_there(self.store, &self.copy.dir, OsStr::new(file)).map_err(backup_failed)?;
+        }
+        self.copy
+            .copied
+            .retain(|file, _| self.seen.contains_key(file));
+        self.copy.seen = self.seen;
+        Ok(self.left_bytes)
+    }
+}
+
 fn drop_copy<B: Backing>(mirror: &Mirror<B>, place: &mut Place<B>, serial: u64) {
     mirror.told.lock().remove(&serial);
     let Some(copy) = place.copy.take() else {
@@ -412,61 +432,4 @@ fn drop_copy<B: Backing>(mirror: &Mirror<B>, place: &mut Place<B>, serial: u64) 
     if let Err(errno) = mirror.remove_over(&copy.name) {
         tracing::warn!(%errno, name = copy.name, "cannot remove a backup that is over; it is tried again");
     }
-}
-
-/// Copies a staged file. Fails with EAGAIN of the backing if it changed, or `go_on` returned false.
-fn copy_out<B: Backing>(
-    base: &B,
-    inode: &B::Inode,
-    store: &B,
-    dir: &B::Inode,
-    name: &str,
-    go_on: impl Fn() -> bool,
-) -> Result<Content, BackupError> {
-    let from = base.open(inode, Access::Read)?;
-    let size = base.attr_of_file(&from)?.size;
-    match store.unlink(dir, OsStr::new(name)) {
-        Ok(()) | Err(Errno::NOENT) => {}
-        Err(errno) => return Err(backup_failed(errno)),
-    }
-    let (_, to, _) = store
-        .create(&staging::own(), dir, OsStr::new(name), 0o600)
-        .map_err(backup_failed)?;
-    let mut ranges = Vec::new();
-    let mut crc = 0;
-    let mut at = 0;
-    let mut block = vec![0; BLOCK.min(usize::try_from(size).unwrap_or(BLOCK))];
-    while at < size {
-        at = match base.seek(&from, at, Seek::Data) {
-            Ok(data) => data.max(at),
-            Err(Errno::NXIO) => break,
-            Err(_) => at,
-        };
-        let end = base
-            .seek(&from, at, Seek::Hole)
-            .map_or(size, |hole| hole.clamp(at + 1, size));
-        if at >= size {
-            break;
-        }
-        ranges.push((at, end));
-        while at < end {
-            if !go_on() {
-                return Err(Errno::AGAIN.into());
-            }
-            let len = block.len().min((end - at) as usize);
-            let count = base.read_at(&from, &mut block[..len], at)?;
-            if count == 0 {
-                return Err(Errno::AGAIN.into());
-            }
-            crc = crc32c::crc32c_append(crc, &block[..count]);
-            staging::write_all(store, &to, &block[..count], at).map_err(backup_failed)?;
-            at += count as u64;
-        }
-    }
-    Ok(Content {
-        file: name.to_owned(),
-        size,
-        ranges,
-        crc,
-    })
 }

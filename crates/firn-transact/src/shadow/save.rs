@@ -8,8 +8,8 @@ use std::sync::atomic::Ordering;
 use firn_backing::{Access, Backing, Errno, Kind, RenameFlags, Result};
 
 use super::{Known, SAVED, Shadow};
-use crate::apply::Apply;
 use crate::change_log::{ChangeLog, Data, Entry, Identity, Link, Part, Range, Source};
+use crate::copy::copy_with_holes;
 use crate::object::Object;
 use crate::scope::Scope;
 use crate::staging;
@@ -200,7 +200,7 @@ impl<B: Backing> TransactionalBacking<B> {
     ) -> Result<String> {
         let (name, copy) = self.make_file(shadow, "data")?;
         let copied = self.base.open(inode, Access::Read).and_then(|source| {
-            Apply::copy(&self.base, &source, &copy, from, to)?;
+            copy_with_holes(&self.base, &source, &copy, from..to)?;
             self.base.sync(&copy, false)
         });
         match copied {

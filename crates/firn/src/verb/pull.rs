@@ -242,8 +242,8 @@ fn tell_event(event: &FollowEvent<'_>, json: bool) {
             output::say(&format!("{name}: removed, newer copies are here"));
             return;
         }
-        FollowEvent::Failed { error } => {
-            output::say(&error.to_string());
+        FollowEvent::Failed { problem } => {
+            output::say(problem);
             return;
         }
     };

@@ -3,10 +3,11 @@
 use std::io::{self, BufRead, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
 use firn_client::{ClientError, Connection, Mount, Place, Process, Progress};
+use firn_process::{Excess, Limits, RunError};
 use firn_protocol::{HeldPolicy, Status};
 use rustix::mount::UnmountFlags;
 
@@ -18,6 +19,8 @@ use crate::verb::{Verb, find};
 
 /// How long a forced unmount waits for the end of firnd.
 const FORCED_END: Duration = Duration::from_secs(10);
+/// How long a lazy unmount by fuse3's helper may take.
+const HELPER_LIMIT: Duration = Duration::from_secs(10);
 
 pub const VERB: Verb = Verb {
     name: "umount",
@@ -254,13 +257,20 @@ fn unmount_by_helper(point: &Path) -> Result<(), Failure> {
             format!("cannot unmount {}: {why}", text::path(point)),
         )
     };
-    let output = Command::new("fusermount3").arg("-uz").arg(point).output();
-    let output = output
-        .map_err(|error| failed(format!("fusermount3: {error} (install the package fuse3)")))?;
-    if output.status.success() {
-        return Ok(());
+    let mut helper = Command::new("fusermount3");
+    helper.arg("-uz").arg(point);
+    let limits = Limits {
+        input: b"",
+        output_bytes_max: 4096,
+        excess: Excess::Discard,
+        deadline: Instant::now() + HELPER_LIMIT,
+    };
+    match firn_process::run(helper, limits) {
+        Ok(ended) if ended.status.success() => Ok(()),
+        Ok(ended) => Err(failed(ended.text())),
+        Err(error @ RunError::Start(_)) => Err(failed(format!(
+            "fusermount3: {error} (install the package fuse3)"
+        ))),
+        Err(error) => Err(failed(format!("fusermount3: {error}"))),
     }
-    Err(failed(
-        String::from_utf8_lossy(&output.stderr).trim().to_owned(),
-    ))
 }

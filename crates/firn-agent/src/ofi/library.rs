@@ -5,13 +5,13 @@ use std::net::IpAddr;
 use std::ptr::{NonNull, null, null_mut};
 use std::sync::OnceLock;
 
-use crate::abi::{
+use crate::ofi::abi::{
     API_VERSION, EpAttr, FI_CONTEXT, FI_CONTEXT2, FI_EP_RDM, FI_MR_ALLOCATED, FI_MR_ENDPOINT,
     FI_MR_LOCAL, FI_MR_PROV_KEY, FI_MR_VIRT_ADDR, FI_NUMERICHOST, FI_READ, FI_REMOTE_READ, FI_RMA,
     FI_SOCKADDR, FI_SOCKADDR_IN, FI_SOCKADDR_IN6, FI_SOURCE, FI_THREAD_DOMAIN, Fabric, FabricAttr,
     Info,
 };
-use crate::error::OfiError;
+use crate::ofi::error::OfiError;
 
 const FILE: &CStr = c"libfabric.so.1";
 /// Providers whose hardware reads memory without a processor of the host that has it.

@@ -15,15 +15,15 @@ use std::ptr::{NonNull, null, null_mut};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::abi::{
+use crate::ofi::abi::{
     Av, AvAttr, Context, Cq, CqAttr, CqEntry, CqErrEntry, Domain, Ep, FI_CQ_FORMAT_CONTEXT,
     FI_EAVAIL, FI_ENABLE, FI_MR_ENDPOINT, FI_MR_LOCAL, FI_MR_PROV_KEY, FI_MR_VIRT_ADDR,
     FI_PROGRESS_AUTO, FI_READ, FI_RECV, FI_REMOTE_READ, FI_TRANSMIT, FI_WAIT_FD, FI_WAIT_NONE,
     Fabric, Fid, Info, Mr, OpsCm, OpsMr, OpsRma, has,
 };
-use crate::error::{OfiError, Operation};
-use crate::library::{InfoList, Library, provider_of};
-use crate::pool::{Buffer, Memory, Pool};
+use crate::ofi::error::{OfiError, Operation};
+use crate::ofi::library::{InfoList, Library, provider_of};
+use crate::ofi::pool::{Buffer, Memory, Pool};
 
 /// Reads under way at once.
 const CONTEXTS: usize = 128;

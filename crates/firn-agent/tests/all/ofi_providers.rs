@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use firn_ofi::{Buffer, Endpoint, Library, Memory, OfiError, Pool, Region, RemoteRegion};
+use firn_agent::ofi::{Buffer, Endpoint, Library, Memory, OfiError, Pool, Region, RemoteRegion};
 
 const BUFFER: usize = 1 << 20;
 const LIMIT: Duration = Duration::from_secs(30);

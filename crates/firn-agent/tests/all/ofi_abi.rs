@@ -4,7 +4,7 @@
 use std::mem::{offset_of, size_of};
 use std::process::Command;
 
-use firn_ofi::abi::*;
+use firn_agent::ofi::abi::*;
 
 macro_rules! constants {
     ($($name:ident),* $(,)?) => { vec![$((stringify!($name).to_owned(), $name as u64)),*] };

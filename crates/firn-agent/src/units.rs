@@ -1,0 +1,148 @@
+//! What is directly in a directory of another host: each name with all that is below it. It is copied together.
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::path::Path;
+
+use firn_format::record::Ending;
+use firn_protocol::path::BytePath;
+
+use crate::message::{Entry, EntryKind};
+
+/// What has one name in a directory.
+#[derive(Clone, Debug)]
+pub(crate) struct Unit {
+    /// The name.
+    pub(crate) name: BytePath,
+    /// What has the name itself, and all below it, with paths below the name.
+    pub(crate) entries: Vec<Entry>,
+}
+
+/// Groups a list of a directory, which was checked, by the first names of its paths. The newest comes first: it is what a
+/// restart wants.
+pub(crate) fn group_by_name(entries: &[Entry]) -> Vec<Unit> {
+    let mut by_name: BTreeMap<BytePath, Vec<Entry>> = BTreeMap::new();
+    for entry in entries.iter().filter(|entry| !entry.path.is_empty()) {
+        let name = first_component(&entry.path);
+        let below = entry.path.as_path().strip_prefix(name.as_path());
+        let below = below.expect("it begins with it");
+        by_name.entry(name).or_default().push(Entry {
+            path: below.into(),
+            ..entry.clone()
+        });
+    }
+    let units = by_name.into_iter();
+    let mut units: Vec<_> = units
+        .map(|(name, entries)| Unit { name, entries })
+        .collect();
+    units.sort_by(|a, b| (b.newest_time(), &b.name).cmp(&(a.newest_time(), &a.name)));
+    units
+}
+
+/// The first name of a path.
+pub(crate) fn first_component(path: &BytePath) -> BytePath {
+    let mut components = Path::new(path.as_path()).components();
+    components.next().map_or_else(BytePath::default, |first| {
+        BytePath::from(Path::new(first.as_os_str()))
+    })
+}
+
+impl Unit {
+    fn newest_time(&self) -> Option<(i64, u32)> {
+        let times = self.entries.iter();
+        times.map(|entry| (entry.mtime_s, entry.mtime_ns)).max()
+    }
+
+    /// The name in its directory.
+    pub(crate) fn file_name(&self) -> &OsStr {
+        self.name.as_path().as_os_str()
+    }
+
+    /// Whether there is a file that its writers have not closed.
+    pub(crate) fn is_open(&self) -> bool {
+        let mut files = self.entries.iter().map(|entry| &entry.kind);
+        files
+            .any(|kind| matches!(kind, EntryKind::File { ending, .. } if *ending != Ending::Closed))
+    }
+
+    /// Whether it has the same files in the same state as the other one. Directories are not compared: they change with
+    /// the names of other hosts.
+    pub(crate) fn has_same_files(&self, other: &Self) -> bool {
+        self.states_of_files().eq(other.states_of_files())
+    }
+
+    fn states_of_files(&self) -> impl Iterator<Item = FileState<'_>> {
+        let is_file = |entry: &&Entry| matches!(entry.kind, EntryKind::File { .. });
+        self.entries.iter().filter(is_file).map(|entry| FileState {
+            path: &entry.path,
+            kind: &entry.kind,
+            changes: entry.changes(),
+            mtime_s: entry.mtime_s,
+            mtime_ns: entry.mtime_ns,
+        })
+    }
+}
+
+/// What tells one state of a file from another.
+#[derive(PartialEq, Eq)]
+struct FileState<'a> {
+    path: &'a BytePath,
+    kind: &'a EntryKind,
+    changes: Option<u64>,
+    mtime_s: i64,
+    mtime_ns: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(path: &str, mtime_s: i64, ending: Ending) -> Entry {
+        Entry {
+            path: path.into(),
+            kind: EntryKind::File { bytes: 3, ending },
+            mtime_s,
+            ..Entry::directory()
+        }
+    }
+
+    fn dir(path: &str) -> Entry {
+        Entry {
+            path: path.into(),
+            ..Entry::directory()
+        }
+    }
+
+    #[test]
+    fn a_list_is_grouped_by_its_first_names_and_the_newest_comes_first() {
+        let entries = [
+            Entry::directory(),
+            dir("old"),
+            file("old/a", 5, Ending::Closed),
+            file("single", 9, Ending::Open),
+            dir("new"),
+            dir("new/sub"),
+            file("new/sub/b", 7, Ending::Closed),
+        ];
+        let units = group_by_name(&entries);
+        let names: Vec<_> = units.iter().map(|unit| unit.name.to_string()).collect();
+        assert_eq!(names, ["single", "new", "old"]);
+        let below = units[1].entries.iter().map(|entry| entry.path.to_string());
+        assert_eq!(below.collect::<Vec<_>>(), ["", "sub", "sub/b"]);
+        assert!(units[0].is_open());
+        assert!(!units[1].is_open());
+    }
+
+    #[test]
+    fn files_are_the_same_whatever_their_directories_are() {
+        let unit = |entries: &[Entry]| Unit {
+            name: "step".into(),
+            entries: entries.to_vec(),
+        };
+        let a = unit(&[dir(""), file("a", 5, Ending::Closed)]);
+        let with_other_dir = unit(&[dir(""), dir("made"), file("a", 5, Ending::Closed)]);
+        assert!(a.has_same_files(&with_other_dir));
+        assert!(!a.has_same_files(&unit(&[dir(""), file("a", 6, Ending::Closed)])));
+        assert!(!a.has_same_files(&unit(&[dir("")])));
+    }
+}
