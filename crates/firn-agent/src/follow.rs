@@ -85,6 +85,11 @@ pub(crate) trait Policy {
         Ok(())
     }
 
+    /// Says that something cannot be copied, which keeps nothing else from it.
+    fn describe_failure(&self, _unit: &Unit, error: &PullError) -> String {
+        error.to_string()
+    }
+
     /// Removes copies that nobody needs beside what the source has now. Returns what could not be removed.
     fn remove_unneeded(
         &mut self,
@@ -245,7 +250,8 @@ impl<P: Policy> Follower<P> {
         match self.try_copy(connection, unit) {
             Err(error) if error.is_change_of_source() => self.policy.abandon_copy(unit),
             Err(error) if error.is_of_target() || error.is_full() => {
-                self.add_problem(&format!("cannot copy {}: {error}", unit.name));
+                let problem = self.policy.describe_failure(unit, &error);
+                self.add_problem(&problem);
                 self.policy.abandon_copy(unit)
             }
             copied => copied,
@@ -334,7 +340,7 @@ mod tests {
             match self.planned.len() {
                 1 => Ok(Step::Refuse("no room".into())),
                 _ => Err(PullError::Busy {
-                    path: "copies".into(),
+                    path: unit.name.as_path().into(),
                 }),
             }
         }
@@ -413,8 +419,7 @@ mod tests {
         };
         let script = follow([both(), both(), both(), both()]);
         assert_eq!(script.planned, ["one", "two", "one", "two", "one", "two"]);
-        let cannot =
-            |name: &str| format!("cannot copy {name}: another `firn pull` to copies is under way");
+        let cannot = |name: &str| format!("another `firn pull` to {name} is under way");
         // The last one is the end of the script.
         assert_eq!(
             script.told[..3],

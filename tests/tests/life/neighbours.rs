@@ -181,7 +181,7 @@ fn regression_copies_of_other_users_neither_count_nor_go() {
     let mount = FirnMount::new(&sandbox, DEMAND);
     let copies = sandbox.mkdir("copies");
     set_mode(&copies, 0o1777);
-    let planted = ["step_2", "step_8", "step_9", ".x.removed"];
+    let planted = ["step_2", "step_8", "step_9", ".next-x", ".removed-x"];
     for name in planted {
         plant(&copies.join(name), LATE);
     }

@@ -221,6 +221,10 @@ impl Policy for CopyHeld<'_> {
         self.desk.copies.abandon(self.source, &unit.name)
     }
 
+    fn describe_failure(&self, unit: &Unit, error: &PullError) -> String {
+        format!("{} cannot copy {}: {error}", self.desk.host, unit.name)
+    }
+
     /// What the source does not hold any more was drained or removed, if it has the same arena still. If it has
     /// another one it may have lost it: then the backing is asked, once.
     fn remove_unneeded(
