@@ -138,13 +138,7 @@ pub(crate) fn find(
         return Ok(Found::used(arena, stored, damaged));
     }
     if stored.is_empty() && !damaged && !journal_has_work(&arena) {
-        let old_spill = arena.spill_file().map(|file| file.path().to_owned());
-        drop(arena);
-        std::fs::remove_file(path)
-            .map_err(AttachError::io("remove the empty arena of another size"))?;
-        if let Some(old) = old_spill {
-            std::fs::remove_file(old).map_err(AttachError::io("remove the empty spill file"))?;
-        }
+        remove_empty(arena)?;
         return Ok(Found::Fresh(Box::new(create()?)));
     }
     let has = arena.geometry();
@@ -155,6 +149,19 @@ pub(crate) fn find(
         has.spill_bytes()
     ));
     Ok(Found::used(arena, stored, damaged))
+}
+
+/// Removes an arena that holds nothing, to make one of another size.
+fn remove_empty(arena: Arena) -> Result<(), AttachError> {
+    let path = arena.path().to_owned();
+    let spill = arena.spill_file().map(|file| file.path().to_owned());
+    drop(arena);
+    std::fs::remove_file(path)
+        .map_err(AttachError::io("remove the empty arena of another size"))?;
+    if let Some(spill) = spill {
+        std::fs::remove_file(spill).map_err(AttachError::io("remove the empty spill file"))?;
+    }
+    Ok(())
 }
 
 fn text(path: &[u8]) -> std::ffi::OsString {

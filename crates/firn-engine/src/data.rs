@@ -219,9 +219,10 @@ impl<B: Backing> Engine<B> {
 
     /// Close-to-open: what other hosts have closed is seen, the length included, which the kernel may have kept.
     fn see_others(&self, file: &File<B>, open: &B::File, writes: bool) -> Result<()> {
-        let opened = match writes {
-            true => FileUse::OpenedToWrite,
-            false => FileUse::OpenedToRead,
+        let opened = if writes {
+            FileUse::OpenedToWrite
+        } else {
+            FileUse::OpenedToRead
         };
         self.base.backing.note_use(open, opened)?;
         self.kernel_cache.drop_kernel_attributes(file);
