@@ -12,7 +12,7 @@ use std::time::Duration;
 use firn_arena::{Arena, Identity};
 use firn_backing::{DirBacking, Errno};
 use firn_drain::{IoThreads, Pool};
-use firn_engine::{ClientId, DrainPolicy, Engine, EngineOptions, Written};
+use firn_engine::{ClientId, ClosePolicy, DrainPolicy, Engine, EngineOptions, Written};
 use firn_format::durability::DurabilityLevel;
 use firn_format::geometry::Geometry;
 use firn_stub::{Adopted, Tree, TreeOptions};
@@ -66,6 +66,7 @@ impl World {
         let mut options = EngineOptions::new(CHUNK_BYTES);
         options.drain_age = Duration::from_millis(20);
         options.drain = DrainPolicy::Demand;
+        options.close = ClosePolicy::Held;
         let engine = if path.exists() {
             let (arena, stored, _) = Arena::attach(&path).unwrap();
             Engine::attach(backing, arena, &stored, options).unwrap().0

@@ -6,8 +6,7 @@ use std::sync::mpsc;
 
 use firn_backing::{Backing, Errno, LockMode, LockRange};
 use firn_engine::{
-    Appended, ClientId, ClosePolicy, Closing, Done, DrainPolicy, Engine, FsyncPolicy, HandleId,
-    Written,
+    Appended, ClientId, ClosePolicy, Closing, Done, Engine, FsyncPolicy, HandleId, Written,
 };
 use firn_format::data_socket::{
     ADOPT_AGAIN, AppendProgress, DATA_BYTES_MAX, Op, Reply, Request, Status,
@@ -352,9 +351,7 @@ impl<B: Backing> Call<'_, B> {
     }
 
     fn release(&self, handle: HandleId) -> Result<(), Errno> {
-        let options = self.engine.options();
-        let drains = options.close == ClosePolicy::Drain && options.drain == DrainPolicy::Eager;
-        let named = if drains {
+        let named = if self.engine.options().close == ClosePolicy::Drain {
             self.tree.bring_open(handle)
         } else {
             Ok(())

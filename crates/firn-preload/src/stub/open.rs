@@ -41,8 +41,11 @@ pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool
     let Entered::Held(mut held) = lock_stub(fd) else {
         return Ok(true);
     };
-    // fcntl(2) tells no access of a descriptor of O_PATH.
-    held.stub.flags |= flags & (libc::O_TRUNC | libc::O_ACCMODE);
+    held.stub.flags |= flags & libc::O_TRUNC;
+    if held.stub.flags & libc::O_PATH != 0 {
+        // fcntl(2) tells nothing of what it is used for.
+        held.stub.flags |= flags & libc::O_ACCMODE;
+    }
     match adopt(&mut held) {
         Ok(()) => Ok(true),
         Err(libc::ENODEV) => {
