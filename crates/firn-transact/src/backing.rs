@@ -21,11 +21,11 @@ use crate::transactional::TransactionalBacking;
 /// What the base has of an object: a staged copy, or what it was before.
 macro_rules! base {
     ($self:ident, |$base:ident| $call:expr) => {{
-        let $base = &$self.base;
+        let $base = &$self.home.base;
         $call
     }};
     ($self:ident, inode $object:ident, |$base:ident| $call:expr) => {{
-        let $base = &$self.base;
+        let $base = &$self.home.base;
         let $object = &$object.inode($base)?;
         $call
     }};
@@ -44,14 +44,14 @@ impl<B: Backing> Volume for TransactionalBacking<B> {
 
     fn sync_scope(&self, scope: SyncScope<'_, Arc<Object<B>>>) -> Result<()> {
         match scope {
-            SyncScope::All => self.base.sync_scope(SyncScope::All),
-            SyncScope::Changes => self.base.sync_scope(SyncScope::Changes),
+            SyncScope::All => self.home.base.sync_scope(SyncScope::All),
+            SyncScope::Changes => self.home.base.sync_scope(SyncScope::Changes),
             SyncScope::Tree(object) => {
                 // Staged objects are elsewhere and were made by this process.
-                self.base.sync_scope(SyncScope::Changes)?;
+                self.home.base.sync_scope(SyncScope::Changes)?;
                 let base = object.base();
                 base.map_or(Ok(()), |inode| {
-                    self.base.sync_scope(SyncScope::Tree(&inode))
+                    self.home.base.sync_scope(SyncScope::Tree(&inode))
                 })
             }
             SyncScope::Dir(object) => self.sync_tracked_dir(object),
@@ -77,6 +77,7 @@ impl<B: Backing> Names for TransactionalBacking<B> {
     ) -> Result<Created<Self>> {
         let (object, attr) = self.make_object(parent, name, |new| {
             let made = self
+                .home
                 .base
                 .create_placed(caller, new.dir, new.name, mode, new.placing);
             let (inode, _, attr) = made?;
@@ -94,7 +95,7 @@ impl<B: Backing> Names for TransactionalBacking<B> {
         kind: NewKind<'_>,
     ) -> Result<(Arc<Object<B>>, Attr)> {
         self.make_object(parent, name, |new| {
-            self.base.make(caller, new.dir, new.name, kind)
+            self.home.base.make(caller, new.dir, new.name, kind)
         })
     }
 
@@ -151,7 +152,7 @@ impl<B: Backing> Attributes for TransactionalBacking<B> {
         if freshness == Freshness::Current
             && let Some(inode) = self.unchanged(object)
         {
-            self.base.stat(Target::Inode(&inode), freshness)?;
+            self.home.base.stat(Target::Inode(&inode), freshness)?;
         }
         self.read_attr(object)
     }
@@ -167,7 +168,7 @@ impl<B: Backing> Attributes for TransactionalBacking<B> {
             | AttrChange::Owner { .. }
             | AttrChange::SetXattr { .. }
             | AttrChange::RemoveXattr { .. } => {
-                self.change_attributes(object, |inode| self.base.set_attr(inode, change))
+                self.change_attributes(object, |inode| self.home.base.set_attr(inode, change))
             }
         }
     }
@@ -192,7 +193,7 @@ impl<B: Backing> Files for TransactionalBacking<B> {
             Resize::AtLeast(len) | Resize::Finish(len) => len,
             Resize::Unchanged => self.read_attr(&file.object)?.size,
         };
-        let below = |below: &B::File| self.base.resize(below, resize);
+        let below = |below: &B::File| self.home.base.resize(below, resize);
         if let Some(is_done) = self.outside_transactions(file, from, below)? {
             return Ok(is_done);
         }
@@ -224,7 +225,7 @@ impl<B: Backing> Files for TransactionalBacking<B> {
     }
 
     fn advise(&self, file: &TrackedFile<B>, range: Range<u64>, advice: PageAdvice) {
-        let _ = self.ask_below(file, |below| self.base.advise(below, range, advice));
+        let _ = self.ask_below(file, |below| self.home.base.advise(below, range, advice));
     }
 
     /// Hosts meet in the backing below.
@@ -241,7 +242,7 @@ impl<B: Backing> Files for TransactionalBacking<B> {
 
 impl<B: Backing> Sharing for TransactionalBacking<B> {
     fn kernel_reads(&self, file: &TrackedFile<B>) -> KernelReads {
-        let asked = self.ask_shared(file, |below| self.base.kernel_reads(below));
+        let asked = self.ask_shared(file, |below| self.home.base.kernel_reads(below));
         asked.unwrap_or(KernelReads::Cached)
     }
 
@@ -255,19 +256,21 @@ impl<B: Backing> Sharing for TransactionalBacking<B> {
     }
 
     fn note_use(&self, file: &TrackedFile<B>, what: FileUse) -> Result<()> {
-        let noted = self.ask_shared(file, |below| self.base.note_use(below, what));
+        let noted = self.ask_shared(file, |below| self.home.base.note_use(below, what));
         noted.unwrap_or(Ok(()))
     }
 
     fn is_logged(&self, object: &Arc<Object<B>>) -> bool {
         let inode = self.unchanged(object);
-        inode.is_some_and(|inode| self.base.is_logged(&inode))
+        inode.is_some_and(|inode| self.home.base.is_logged(&inode))
     }
 }
 
 impl<B: Backing> Placement for TransactionalBacking<B> {
     fn facts(&self, object: &Arc<Object<B>>) -> Facts {
-        let below = self.unchanged(object).map(|inode| self.base.facts(&inode));
+        let below = self
+            .unchanged(object)
+            .map(|inode| self.home.base.facts(&inode));
         Facts {
             lane: object.lane,
             gathers: below.is_some_and(|facts| facts.gathers),

@@ -52,9 +52,10 @@ impl<B: Backing> TransactionalBacking<B> {
             let mut item = Entry::new(number, self.identity(object), object.kind == Kind::Dir);
             let at = change.copy.as_ref().map(|copy| copy.at.clone());
             if let (Some(copy), Some(touched)) = (&change.copy, change.touched) {
-                let inode = copy.inode(&self.base)?;
-                let mtime = self.base.attr(&inode)?.mtime.max(touched);
-                self.base
+                let inode = copy.inode(&self.home.base)?;
+                let mtime = self.home.base.attr(&inode)?.mtime.max(touched);
+                self.home
+                    .base
                     .set_times(&inode, SetTime::Keep, SetTime::At(mtime))?;
             }
             if base.is_none() {
@@ -64,7 +65,7 @@ impl<B: Backing> TransactionalBacking<B> {
                     .as_ref()
                     .filter(|_| item.is_dir && !change.removed)
                 {
-                    let attr = self.base.attr(&copy.inode(&self.base)?)?;
+                    let attr = self.home.base.attr(&copy.inode(&self.home.base)?)?;
                     item.redo.atime = Some(attr.atime.into());
                     item.redo.mtime = Some(attr.mtime.into());
                 }
@@ -77,10 +78,10 @@ impl<B: Backing> TransactionalBacking<B> {
                 if let (Some(touched), None, None, Some(inode)) = (
                     change.touched.filter(|_| item.is_dir),
                     &at,
-                    &self.members,
+                    &self.home.members,
                     &base,
                 ) {
-                    let attr = self.base.attr(inode)?;
+                    let attr = self.home.base.attr(inode)?;
                     item.redo.atime = Some(attr.atime.into());
                     item.redo.mtime = Some(attr.mtime.max(touched).into());
                 }
@@ -102,7 +103,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 item.redo.changes_attributes = change.attributes;
                 item.redo.mtime_before = change.before.map(|(_, mtime)| mtime.into());
                 if let Some(copy) = change.copy.as_ref().filter(|_| object.kind == Kind::File) {
-                    let size = self.base.attr(&copy.inode(&self.base)?)?.size;
+                    let size = self.home.base.attr(&copy.inode(&self.home.base)?)?.size;
                     let written = change.written.iter();
                     let written = written.map(|range| Range::of_copy(range.start, range.end));
                     let grows = change
@@ -128,7 +129,7 @@ impl<B: Backing> TransactionalBacking<B> {
             let dir = self.number(scope, object, &mut numbers, &mut items);
             for (name, now) in &names {
                 let old = match &base {
-                    Some(inode) => staging::find(&self.base, inode, name)?,
+                    Some(inode) => staging::find(&self.home.base, inode, name)?,
                     None => None,
                 };
                 let old_key = old.map(|(_, attr)| (attr.dev, attr.ino));
@@ -169,7 +170,7 @@ impl<B: Backing> TransactionalBacking<B> {
         };
         items.retain(|_, item| is_needed(item));
         let scope = scope.path.clone();
-        let shared = self.members.is_some();
+        let shared = self.home.members.is_some();
         Ok(ChangeLog {
             id,
             scope,
@@ -240,7 +241,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let (device, ino) = object.key;
         Identity {
             ino,
-            elsewhere: device != self.device(),
+            elsewhere: device != self.home.device,
         }
     }
 
@@ -296,7 +297,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if let Some((parent, name)) = origin.filter(|_| !leaves) {
             let found = parent
                 .base()
-                .map(|dir| staging::find(&self.base, &dir, &name))
+                .map(|dir| staging::find(&self.home.base, &dir, &name))
                 .transpose()?
                 .flatten();
             if found.is_some_and(|(_, attr)| (attr.dev, attr.ino) == object.key) {
@@ -310,10 +311,10 @@ impl<B: Backing> TransactionalBacking<B> {
         let Some(inode) = base.as_ref().filter(|_| object.kind != Kind::Dir) else {
             return Ok(());
         };
-        let (staging_name, staging_dir) = scope.plain_staging_dir(&self.base)?;
+        let (staging_name, staging_dir) = scope.plain_staging_dir(&self.home.base)?;
         let text = format!("{ANCHOR}{number}");
         self.hide_link(scope, object, &staging_dir, &text);
-        match self.base.link(inode, &staging_dir, OsStr::new(&text)) {
+        match self.home.base.link(inode, &staging_dir, OsStr::new(&text)) {
             Ok(_) | Err(Errno::EXIST) => {}
             Err(errno) => return Err(errno),
         }

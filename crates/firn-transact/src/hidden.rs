@@ -31,7 +31,7 @@ impl<B: Backing> TransactionalBacking<B> {
         loop {
             let version = object.hides.load(Ordering::Acquire);
             if version & HAS_LINKS == 0 {
-                let attr = self.base.attr(inode)?;
+                let attr = self.home.base.attr(inode)?;
                 if object.hides.load(Ordering::Acquire) == version {
                     return Ok(attr);
                 }
@@ -46,7 +46,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 .cloned()
                 .unwrap_or_default();
             let there = self.which_are_there(&links)?;
-            let attr = self.base.attr(inode)?;
+            let attr = self.home.base.attr(inode)?;
             let is_same = self.which_are_there(&links)? == there;
             if !is_same || object.hides.load(Ordering::Acquire) != version {
                 continue;
@@ -70,7 +70,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let is_there = |link: &Link<B>| match link.presence {
             Presence::There => Ok(true),
             Presence::Comes | Presence::Goes => {
-                match staging::find(&self.base, &link.dir, OsStr::new(&link.name)) {
+                match staging::find(&self.home.base, &link.dir, OsStr::new(&link.name)) {
                     Ok(found) => Ok(found.is_some()),
                     // With its directory.
                     Err(Errno::STALE) => Ok(false),
@@ -224,16 +224,16 @@ impl<B: Backing> TransactionalBacking<B> {
         self.enter_own_top(Presence::There);
     }
 
-    /// [`TransactionalBacking::staging_dir`], of which the top shows nothing from its first instant on.
+    /// `Home::staging_dir`, of which the top shows nothing from its first instant on.
     pub(crate) fn make_hidden_staging_dir(&self) -> std::result::Result<B::Inode, OwnError> {
         self.enter_own_top(Presence::Comes);
-        let home = self.staging_dir()?;
+        let home = self.home.staging_dir()?;
         self.enter_own_top(Presence::There);
         Ok(home)
     }
 
     fn enter_own_top(&self, presence: Presence) {
-        let dir = self.base.root();
+        let dir = self.home.base.root();
         self.enter_link(NO_SERIAL, self.top(), &dir, staging::TOP, presence);
     }
 

@@ -33,7 +33,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let len = data.iter().map(|part| part.len()).sum::<usize>();
         let end = offset.saturating_add(len as u64);
         // Where several hosts commit, a record must have more than bytes.
-        if self.members.is_some() || len == 0 || len as u64 > FILE_BYTES {
+        if self.home.members.is_some() || len == 0 || len as u64 > FILE_BYTES {
             return Ok(None);
         }
         let owned = object.inner.own();
@@ -46,7 +46,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let known = owned.look().inline().map(size_and_bytes);
         let (size, before) = match known {
             Some(known) => known,
-            None => (self.base.attr(&base)?.size, 0),
+            None => (self.home.base.attr(&base)?.size, 0),
         };
         let of_all = scope.inline_bytes.load(Ordering::Acquire);
         if end > size || before + len as u64 > FILE_BYTES || of_all + len as u64 > SCOPE_BYTES {
@@ -95,12 +95,13 @@ impl<B: Backing> TransactionalBacking<B> {
         inline: &InlineChanges,
         copy: &StagedCopy<B>,
     ) -> Result<()> {
-        let inode = copy.inode(&self.base)?;
-        let file = self.base.open(&inode, Access::ReadWrite)?;
+        let inode = copy.inode(&self.home.base)?;
+        let file = self.home.base.open(&inode, Access::ReadWrite)?;
         for (at, piece) in inline.pieces() {
-            staging::write_all(&self.base, &file, piece, at)?;
+            staging::write_all(&self.home.base, &file, piece, at)?;
         }
-        self.base
+        self.home
+            .base
             .set_times(&inode, SetTime::Keep, SetTime::At(inline.mtime))
     }
 

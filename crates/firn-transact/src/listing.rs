@@ -84,7 +84,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if let Some(inode) = &base {
             let is_top = object.parent().is_none();
             let tops = self.top_names_in(object);
-            let below = staging::list(&self.base, inode)?;
+            let below = staging::list(&self.home.base, inode)?;
             let inner = inner.look();
             let change = inner.change.as_ref();
             for (name, ino, kind) in below {
@@ -120,6 +120,6 @@ impl<B: Backing> TransactionalBacking<B> {
             return Ok(());
         }
         let inode = object.base().ok_or(Errno::STALE)?;
-        self.base.sync_dir(&inode)
+        self.home.base.sync_dir(&inode)
     }
 }

@@ -68,10 +68,14 @@ impl<B: Backing> TransactionalBacking<B> {
             return Ok(None);
         }
         // A new directory's staged copy is empty, and says what is wrong with a name.
-        let inode = inner.base().map_or_else(|| inner.inode(&self.base), Ok)?;
-        let found = staging::find(&self.base, &inode, name)?;
+        let inode = inner
+            .base()
+            .map_or_else(|| inner.inode(&self.home.base), Ok)?;
+        let found = staging::find(&self.home.base, &inode, name)?;
         Ok(found.map(|(inode, attr)| FoundName {
-            object: self.tree.intern(&self.base, inode, &attr, parent, name),
+            object: self
+                .tree
+                .intern(&self.home.base, inode, &attr, parent, name),
             attr: Some(attr),
         }))
     }
@@ -99,7 +103,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.must_not_be_a_top(parent, name)?;
         let within = scope.clone();
         let Some(scope) = self.holding(scope, parent, NO_BYTES)? else {
-            let dir = parent.inode(&self.base)?;
+            let dir = parent.inode(&self.home.base)?;
             let new = NewObject {
                 dir: &dir,
                 name,
@@ -110,7 +114,8 @@ impl<B: Backing> TransactionalBacking<B> {
                 shadow.note_new(attr.ino);
             }
             return Ok((
-                self.tree.intern(&self.base, inode, &attr, parent, name),
+                self.tree
+                    .intern(&self.home.base, inode, &attr, parent, name),
                 attr,
             ));
         };
@@ -118,12 +123,12 @@ impl<B: Backing> TransactionalBacking<B> {
             return Err(Errno::NOTDIR);
         }
         let exists = self.find_name(parent, name)?;
-        let dir = parent.inode(&self.base)?;
+        let dir = parent.inode(&self.home.base)?;
         if exists.is_some() {
             return Err(Errno::EXIST);
         }
         self.must_be_there(parent)?;
-        let (staging_name, staging_dir) = scope.staging_dir_for(&self.base, &dir)?;
+        let (staging_name, staging_dir) = scope.staging_dir_for(&self.home.base, &dir)?;
         let number = scope.next_number();
         let text = number.to_string();
         let new = NewObject {
@@ -149,7 +154,7 @@ impl<B: Backing> TransactionalBacking<B> {
         };
         let location = Some((Arc::clone(parent), name.to_owned()));
         let object = Object::new((attr.dev, attr.ino), attr.kind, inner, location)
-            .in_lane(self.base.facts(&inode).lane);
+            .in_lane(self.home.base.facts(&inode).lane);
         let object = Arc::new(object);
         scope.changed.lock().insert(number, Arc::clone(&object));
         self.tree.adopt(&object);
@@ -257,12 +262,12 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Takes the name of a staged object. Returns what is left: it is gone when nobody holds that.
     fn unstage(&self, kind: Kind, copy: &StagedCopy<B>) -> Result<B::Inode> {
-        let inode = copy.inode(&self.base)?;
+        let inode = copy.inode(&self.home.base)?;
         let name = OsStr::new(&copy.at.1);
         if kind == Kind::Dir {
-            self.base.rmdir(&copy.staging_dir, name)?;
+            self.home.base.rmdir(&copy.staging_dir, name)?;
         } else {
-            self.base.unlink(&copy.staging_dir, name)?;
+            self.home.base.unlink(&copy.staging_dir, name)?;
         }
         Ok(inode)
     }
@@ -296,8 +301,8 @@ impl<B: Backing> TransactionalBacking<B> {
                 TopName::Shown(_) => return Err(Errno::ISDIR),
                 TopName::Reserved => return Err(Errno::NOENT),
             }
-            let dir = parent.inode(&self.base)?;
-            return self.base.remove(&dir, name, what);
+            let dir = parent.inode(&self.home.base)?;
+            return self.home.base.remove(&dir, name, what);
         };
         if parent.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
@@ -338,9 +343,9 @@ impl<B: Backing> TransactionalBacking<B> {
             return Err(Errno::NOENT);
         }
         let Some(scope) = self.holding(scope, parent, NO_BYTES)? else {
-            let inode = object.inode(&self.base)?;
-            let dir = parent.inode(&self.base)?;
-            let attr = self.base.link(&inode, &dir, name)?;
+            let inode = object.inode(&self.home.base)?;
+            let dir = parent.inode(&self.home.base)?;
+            let attr = self.home.base.link(&inode, &dir, name)?;
             return if object.may_hide_links() {
                 self.read_attr(object)
             } else {
@@ -508,9 +513,10 @@ impl<B: Backing> TransactionalBacking<B> {
             self.must_not_hold_a_scope(source.as_ref())?;
             self.must_not_hold_a_scope(target.as_ref())?;
         }
-        let from_inode = from.inode(&self.base)?;
-        let to_inode = to.inode(&self.base)?;
-        self.base
+        let from_inode = from.inode(&self.home.base)?;
+        let to_inode = to.inode(&self.home.base)?;
+        self.home
+            .base
             .rename(&from_inode, name, &to_inode, new_name, flags)?;
         if let Some(source) = source {
             source.move_to(to, new_name);

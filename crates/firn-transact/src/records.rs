@@ -16,9 +16,10 @@ use crate::error::StoreError;
 use crate::scope::{Scope, Stage};
 use crate::shadow::Shadow;
 use crate::staging;
+use crate::staging_dir::Home;
 use crate::transactional::TransactionalBacking;
 
-impl<B: Backing> TransactionalBacking<B> {
+impl<B: Backing> Home<B> {
     /// A record in the directory `name` of `.firn/`; `None` where there is none.
     pub(crate) fn load_record(
         &self,
@@ -41,32 +42,6 @@ impl<B: Backing> TransactionalBacking<B> {
             return Ok(None);
         };
         Ok(staging::load_numbers(&self.base, &firn)?.remove(scope))
-    }
-
-    /// After the last step of a commit: stores its number, keeps what undoes it, and removes its record.
-    pub(crate) fn finish_commit(
-        &self,
-        dir: &B::Inode,
-        (log, direction): (&ChangeLog, Direction),
-        serial: u64,
-    ) -> Result<(), StoreError> {
-        self.base.sync_scope(SyncScope::Changes)?;
-        // Before the record is removed: a manifest without a record would seem to be all that is left.
-        self.drop_backup(serial);
-        let _one = Claim::own(&self.history.numbers);
-        let firn = self.staging_dir()?;
-        let mut numbers = staging::load_numbers(&self.base, &firn)?;
-        numbers.remove(log.scope_before(direction));
-        let scope = log.scope_after(direction);
-        match log.id_after(direction) {
-            NO_ID => numbers.remove(scope),
-            id => numbers.insert(scope.to_vec(), id),
-        };
-        staging::store_numbers(&self.base, &firn, &numbers)?;
-        if direction == Direction::Redo && self.keep_log(&firn, serial, log)? {
-            return Ok(());
-        }
-        Ok(self.forget_records(dir)?)
     }
 
     /// Makes a prepared transaction an open one, durably.
@@ -109,6 +84,34 @@ impl<B: Backing> TransactionalBacking<B> {
         staging::clear(&self.base, dir)?;
         self.base.rmdir(firn, OsStr::new(name))
     }
+}
+
+impl<B: Backing> TransactionalBacking<B> {
+    /// After the last step of a commit: stores its number, keeps what undoes it, and removes its record.
+    pub(crate) fn finish_commit(
+        &self,
+        dir: &B::Inode,
+        (log, direction): (&ChangeLog, Direction),
+        serial: u64,
+    ) -> Result<(), StoreError> {
+        self.home.base.sync_scope(SyncScope::Changes)?;
+        // Before the record is removed: a manifest without a record would seem to be all that is left.
+        self.drop_backup(serial);
+        let _one = Claim::own(&self.history.numbers);
+        let firn = self.home.staging_dir()?;
+        let mut numbers = staging::load_numbers(&self.home.base, &firn)?;
+        numbers.remove(log.scope_before(direction));
+        let scope = log.scope_after(direction);
+        match log.id_after(direction) {
+            NO_ID => numbers.remove(scope),
+            id => numbers.insert(scope.to_vec(), id),
+        };
+        staging::store_numbers(&self.home.base, &firn, &numbers)?;
+        if direction == Direction::Redo && self.keep_log(&firn, serial, log)? {
+            return Ok(());
+        }
+        Ok(self.home.forget_records(dir)?)
+    }
 
     /// A transaction is over: programs see the backing, or what the transaction that follows makes of it.
     pub(crate) fn end_transaction(&self, scope: &Arc<Scope<B>>) {
@@ -119,7 +122,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Removes what a transaction staged. Its outcome is durable, and the next open removes what is left.
     pub(crate) fn clean_up(&self, scope: &Scope<B>) {
-        let is_removed = match self.staging_dir() {
+        let is_removed = match self.home.staging_dir() {
             Ok(firn) => self.remove_or_leave(&firn, scope.serial, &scope.dir),
             Err(error) => {
                 tracing::warn!(%error, serial = scope.serial, "cannot remove what a transaction staged");

@@ -126,7 +126,7 @@ impl<B: Backing> TransactionalBacking<B> {
             if scope.decided().is_none() {
                 return Ok(false);
             }
-            let found = staging::find(&self.base, dir, &name)?;
+            let found = staging::find(&self.home.base, dir, &name)?;
             Ok(found.is_some_and(|(_, attr)| (attr.dev, attr.ino) == scope.root.key))
         };
         scopes.iter().map(is_there).collect()

@@ -3,21 +3,20 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use firn_backing::Backing;
-use firn_backing::lock::Mutex;
-use firn_hosts::Members;
-
 use crate::backup::Mirror;
 use crate::claim::Claim;
 use crate::object::Object;
+use crate::recovery::Opening;
 use crate::scope::ArenaId;
 use crate::scopes::Scopes;
 use crate::shadow::Mode;
+use crate::staging_dir::Home;
 use crate::tree::Tree;
 use crate::unanswered::Unanswered;
+use firn_backing::Backing;
+use firn_backing::lock::Mutex;
 
 /// What a backing keeps of commits that are over.
-#[derive(Default)]
 pub(crate) struct History {
     /// Commits of each scope that can be undone.
     pub(crate) commits_max: u32,
@@ -27,12 +26,11 @@ pub(crate) struct History {
 
 /// A backing whose directories can be in a transaction.
 pub struct TransactionalBacking<B: Backing> {
-    pub(crate) base: B,
+    /// The backing below, and where transactions are kept in it.
+    pub home: Arc<Home<B>>,
     pub(crate) tree: Tree<B>,
     pub(crate) scopes: Scopes<B>,
     pub(crate) history: History,
-    /// Where several hosts commit together.
-    pub(crate) members: Option<Members>,
     /// [`crate::Opening::arena`].
     pub(crate) arena: Option<ArenaId>,
     /// Mode of transactions that begin.
@@ -49,14 +47,22 @@ pub struct TransactionalBacking<B: Backing> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    pub(crate) fn assemble(base: B, top: &Arc<Object<B>>) -> Self {
-        Self {
+    /// Puts the parts together, from the lowest one up.
+    pub(crate) fn assemble(base: B, top: &Arc<Object<B>>, opening: Opening) -> Self {
+        let home = Arc::new(Home {
             base,
+            members: opening.members,
+            device: top.key.0,
+        });
+        Self {
+            home,
             tree: Tree::new(top),
             scopes: Scopes::default(),
-            history: History::default(),
-            members: None,
-            arena: None,
+            history: History {
+                commits_max: opening.history,
+                numbers: Claim::default(),
+            },
+            arena: opening.arena,
             mode: Mode::Buffer,
             stopped_by: Mutex::default(),
             unanswered: Mutex::default(),
@@ -72,7 +78,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Whether hosts compare what their programs used before they commit together.
     pub(crate) fn tests_conflicts(&self) -> bool {
-        self.members.is_some() && self.mode == Mode::Buffer
+        self.home.members.is_some() && self.mode == Mode::Buffer
     }
 
     /// The same, with transactions that begin in this mode.
@@ -84,20 +90,19 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// The backing below.
     pub fn base(&self) -> &B {
-        &self.base
+        &self.home.base
     }
 
     /// The backing below, without what was known of transactions.
     pub fn into_base(self) -> B {
-        self.base
+        let home = Arc::clone(&self.home);
+        drop(self);
+        let home = Arc::into_inner(home);
+        home.expect("only the parts share it, and they are gone")
+            .base
     }
 
     pub(crate) fn top(&self) -> &Arc<Object<B>> {
         self.tree.top()
-    }
-
-    /// The device that the top is on.
-    pub(crate) fn device(&self) -> u64 {
-        self.top().key.0
     }
 }

@@ -46,7 +46,7 @@ impl<'a> StepsOfMount<'a> {
     }
 
     fn liveness(&self) -> Result<Option<&LivingHosts>, Errno> {
-        let Some(members) = self.gate.store().members() else {
+        let Some(members) = self.gate.store().home.members() else {
             return Ok(None);
         };
         if self.liveness.get().is_none() {

@@ -55,7 +55,7 @@ fn here(gate: &Arc<TransactionGate>, id: u64, scope: &[u8]) -> Vec<String> {
     /// Of one that hangs no more threads ask.
     static ASKING: AtomicUsize = AtomicUsize::new(0);
     const ASKING_MAX: usize = 4;
-    if gate.store().members().is_none() {
+    if gate.store().home.members().is_none() {
         return Vec::new();
     }
     if ASKING.fetch_add(1, Ordering::AcqRel) >= ASKING_MAX {

@@ -67,7 +67,7 @@ impl<B: Backing> TransactionalBacking<B> {
             let dir = staging::must_find_dir(store, &root, &name).map_err(backup_failed)?;
             let mut owner = None;
             for scope in &scopes {
-                if load_name(&self.base, &scope.dir)?.as_ref() == Some(&name) {
+                if load_name(&self.home.base, &scope.dir)?.as_ref() == Some(&name) {
                     owner = Some(scope.serial);
                 }
             }
@@ -78,7 +78,7 @@ impl<B: Backing> TransactionalBacking<B> {
             }
             if let Some(Ok(log)) = manifest
                 && !known.contains(&name)
-                && self.committed(log.scope_after(Direction::Redo))? != Some(log.id)
+                && self.home.committed(log.scope_after(Direction::Redo))? != Some(log.id)
             {
                 return Err(BackupError::UnknownTransaction { id: log.id, name });
             }
@@ -144,15 +144,19 @@ impl<B: Backing> TransactionalBacking<B> {
         scope: &Arc<Scope<B>>,
     ) -> Result<u64, BackupError> {
         let mut round = Round {
-            base: &self.base,
+            base: &self.home.base,
             store: &mirror.store,
             copy: self.copy_of(mirror, place, scope)?,
             hurry,
             seen: HashMap::new(),
             left_bytes: 0,
         };
-        for (name, ..) in staging::list(&self.base, &scope.new)? {
-            let dir = self.base.lookup(&scope.new, OsStr::from_bytes(&name))?.0;
+        for (name, ..) in staging::list(&self.home.base, &scope.new)? {
+            let dir = self
+                .home
+                .base
+                .lookup(&scope.new, OsStr::from_bytes(&name))?
+                .0;
             round.visit_dir(&name, &dir)?;
         }
         round.finish()
@@ -168,7 +172,12 @@ impl<B: Backing> TransactionalBacking<B> {
         if place.copy.is_none() {
             let name = format!("tx-{}-{}", scope.serial, token().map_err(backup_failed)?);
             // In this order, so that every directory in the backup is known to the backing.
-            staging::store(&self.base, &scope.dir, staging::BACKUP, name.as_bytes())?;
+            staging::store(
+                &self.home.base,
+                &scope.dir,
+                staging::BACKUP,
+                name.as_bytes(),
+            )?;
             let dir =
                 staging::dir(&mirror.store, &mirror.store.root(), &name).map_err(backup_failed)?;
             place.copy = Some(Copy::new(name, dir, false));
@@ -214,12 +223,12 @@ impl<B: Backing> TransactionalBacking<B> {
         scope: &Scope<B>,
         record: &ChangeLog,
     ) -> Result<u64, BackupError> {
-        let before = self.committed(&scope.path)?;
+        let before = self.home.committed(&scope.path)?;
         for name in mirror.names_of_over() {
             remove_manifest_of(&mirror.store, &name)?;
         }
         let copy = self.copy_of(mirror, place, scope)?;
-        let mut log = Paths::new(&self.base, self.device(), record).portable_log()?;
+        let mut log = Paths::new(&self.home.base, self.home.device, record).portable_log()?;
         log.id_before = before;
         let mut staged = Vec::new();
         for at in log
@@ -258,8 +267,8 @@ impl<B: Backing> TransactionalBacking<B> {
         scope: &Scope<B>,
         at: &Staged,
     ) -> Result<StagedObject, BackupError> {
-        let staging_dir = self.base.lookup(&scope.new, OsStr::new(&at.0))?.0;
-        let (inode, attr) = self.base.lookup(&staging_dir, OsStr::new(&at.1))?;
+        let staging_dir = self.home.base.lookup(&scope.new, OsStr::new(&at.0))?.0;
+        let (inode, attr) = self.home.base.lookup(&staging_dir, OsStr::new(&at.1))?;
         let file = file_name(at);
         let content = match copy.find_copied(&file, Stamp::of(&attr)) {
             _ if attr.kind != Kind::File => None,
@@ -269,16 +278,16 @@ impl<B: Backing> TransactionalBacking<B> {
                 copy.copied.remove(&file);
                 let to_end = || true;
                 let dir = &copy.dir;
-                let content = copy_out(&self.base, &inode, &mirror.store, dir, &file, to_end);
+                let content = copy_out(&self.home.base, &inode, &mirror.store, dir, &file, to_end);
                 Some(content?)
             }
         };
         Ok(StagedObject {
             at: at.clone(),
-            attributes: staging::read_attributes(&self.base, &inode, &attr)?,
+            attributes: staging::read_attributes(&self.home.base, &inode, &attr)?,
             rdev: attr.rdev,
             target: if attr.kind == Kind::Symlink {
-                self.base.readlink(&inode)?
+                self.home.base.readlink(&inode)?
             } else {
                 Vec::new()
             },

@@ -94,7 +94,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             match found.decide(id) {
                 // It was applied in the background meanwhile.
                 Err(CommitError::Stage(StageError::NoTransaction))
-                    if self.store.committed(&path_after)? == Some(id) => {}
+                    if self.store.home.committed(&path_after)? == Some(id) => {}
                 commit => commit?.apply()?,
             }
             self.end_part(Event::Applied, found.scope(), Some(id));

@@ -19,11 +19,11 @@ impl<B: Backing> TransactionalBacking<B> {
         object: &Arc<Object<B>>,
     ) -> Result<()> {
         self.save_object(scope, shadow, parent, NO_BYTES)?;
-        let dir = parent.inode(&self.base)?;
+        let dir = parent.inode(&self.home.base)?;
         if shadow.is_new(object.key.1) {
             match object.kind {
-                Kind::Dir => self.base.rmdir(&dir, name)?,
-                _ => self.base.unlink(&dir, name)?,
+                Kind::Dir => self.home.base.rmdir(&dir, name)?,
+                _ => self.home.base.unlink(&dir, name)?,
             }
             self.new_one_lost_name(shadow, object);
             self.check_names(scope, &[]);
@@ -37,11 +37,15 @@ impl<B: Backing> TransactionalBacking<B> {
     /// What was made in the transaction and has no name any more is nothing to an abort.
     fn new_one_lost_name(&self, shadow: &Shadow<B>, object: &Object<B>) {
         let owned = object.inner.own();
-        let Ok(inode) = owned.inode(&self.base) else {
+        let Ok(inode) = owned.inode(&self.home.base) else {
             return;
         };
-        let is_gone =
-            object.kind == Kind::Dir || self.base.attr(&inode).is_ok_and(|attr| attr.nlink == 0);
+        let is_gone = object.kind == Kind::Dir
+            || self
+                .home
+                .base
+                .attr(&inode)
+                .is_ok_and(|attr| attr.nlink == 0);
         if is_gone {
             object.become_nameless(&mut owned.edit(), inode);
             shadow.known.lock().remove(&object.key.1);
@@ -61,13 +65,13 @@ impl<B: Backing> TransactionalBacking<B> {
         if object.kind != Kind::Dir {
             self.hide_link(scope, object, &shadow.kept, &kept);
         }
-        match shadow.move_to_kept(&self.base, dir, name, object.key.1) {
+        match shadow.move_to_kept(&self.home.base, dir, name, object.key.1) {
             // Whoever moves a directory must be allowed to write in it; who removes it need not.
             Err(Errno::ACCESS) if object.kind == Kind::Dir => {
                 self.save_object(scope, shadow, object, NO_BYTES)?;
-                let inode = object.inode(&self.base)?;
-                self.base.set_mode(&inode, 0o700)?;
-                shadow.move_to_kept(&self.base, dir, name, object.key.1)
+                let inode = object.inode(&self.home.base)?;
+                self.home.base.set_mode(&inode, 0o700)?;
+                shadow.move_to_kept(&self.home.base, dir, name, object.key.1)
             }
             other => other,
         }?;
@@ -105,21 +109,21 @@ impl<B: Backing> TransactionalBacking<B> {
             }
             return Ok(());
         };
-        let dir = to.inode(&self.base)?;
+        let dir = to.inode(&self.home.base)?;
         let text = target.key.1.to_string();
         let kept = OsStr::new(&text);
-        let inode = target.inode(&self.base)?;
+        let inode = target.inode(&self.home.base)?;
         // With one name more it is replaced as it would be without. A directory has one name.
         let linked = if target.kind == Kind::Dir {
             Err(Errno::PERM)
         } else {
             self.hide_link(scope, target, &shadow.kept, &text);
-            self.base.link(&inode, &shadow.kept, kept).map(drop)
+            self.home.base.link(&inode, &shadow.kept, kept).map(drop)
         };
         match linked {
             Ok(()) => {
                 if let Err(errno) = go() {
-                    let _ = self.base.unlink(&shadow.kept, kept);
+                    let _ = self.home.base.unlink(&shadow.kept, kept);
                     return Err(errno);
                 }
             }
@@ -128,7 +132,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 self.keep(scope, shadow, target, (&dir, new_name))?;
                 if let Err(errno) = go() {
                     self.link_may_go(scope, target);
-                    let _ = self.base.rename(
+                    let _ = self.home.base.rename(
                         &shadow.kept,
                         kept,
                         &dir,

@@ -125,19 +125,19 @@ enum Fate {
 
 impl<B: Backing> TransactionalBacking<B> {
     fn find_shared_dir(&self, name: &str) -> Result<Option<SharedDir<'_, B>>, Errno> {
-        let Some(members) = &self.members else {
+        let Some(members) = &self.home.members else {
             return Ok(None);
         };
-        let Some(top) = self.find_top()? else {
+        let Some(top) = self.home.find_top()? else {
             return Ok(None);
         };
-        let found = VoteDir::find(&self.base, &top, name, &members.host)?;
+        let found = VoteDir::find(&self.home.base, &top, name, &members.host)?;
         Ok(found.map(|vote| self.shared_dir(vote)))
     }
 
     fn shared_dir<'a>(&'a self, vote: VoteDir<'a, B>) -> SharedDir<'a, B> {
         SharedDir {
-            base: &self.base,
+            base: &self.home.base,
             ballot: Ballot::in_dir(vote, ShadowEnd),
         }
     }
@@ -156,11 +156,11 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// The shared directories of all scopes.
     fn all_shared(&self) -> Result<Vec<SharedDir<'_, B>>, Errno> {
-        let Some(top) = self.find_top()? else {
+        let Some(top) = self.home.find_top()? else {
             return Ok(Vec::new());
         };
         let mut places = Vec::new();
-        for (name, ..) in staging::list(&self.base, &top)? {
+        for (name, ..) in staging::list(&self.home.base, &top)? {
             let name = String::from_utf8_lossy(&name).into_owned();
             if name == DIR
                 || name
@@ -176,7 +176,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// The host takes part from now on in the transaction of a scope, which is made if it is the first. `dir` is its
     /// own part.
     pub(crate) fn join_hosts(&self, dir: &B::Inode, scope: &[u8]) -> Result<(), BeginError> {
-        staging::store(&self.base, dir, SHARED, b"")?;
+        staging::store(&self.home.base, dir, SHARED, b"")?;
         match self.join_shared(scope) {
             // Another host removed the directory meanwhile.
             Err(BeginError::Store(error)) if is_gone(&error) => {
@@ -187,18 +187,18 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     fn join_shared(&self, scope: &[u8]) -> Result<(), BeginError> {
-        let Some(members) = &self.members else {
+        let Some(members) = &self.home.members else {
             return Ok(());
         };
-        let top = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
+        let top = staging::dir(&self.home.base, &self.home.base.root(), staging::TOP)?;
         let name = scoped_name(DIR, scope);
-        let shared = self.shared_dir(VoteDir::make(&self.base, &top, &name, &members.host)?);
+        let shared = self.shared_dir(VoteDir::make(&self.home.base, &top, &name, &members.host)?);
         if shared.outcome()?.is_some() {
             return self.not_over(&shared);
         }
         shared.ballot.dir().put_once(SCOPE, scope)?;
         for name in [SAVED, KEPT] {
-            staging::dir(&self.base, shared.dir(), name)?;
+            staging::dir(&self.home.base, shared.dir(), name)?;
         }
         if shared.ballot.join(b"")? == Joined::Over {
             return self.not_over(&shared);
@@ -230,7 +230,7 @@ impl<B: Backing> TransactionalBacking<B> {
             .iter()
             .filter(|other| other.name() != shared.name())
         {
-            let path = match staging::load_scope(&self.base, other.dir(), SCOPE) {
+            let path = match staging::load_scope(&self.home.base, other.dir(), SCOPE) {
                 Ok(Some(path)) => path,
                 Ok(None) => continue,
                 Err(error) if is_gone(&error) => continue,
@@ -270,11 +270,13 @@ impl<B: Backing> TransactionalBacking<B> {
         dir: &B::Inode,
         scope: &[u8],
     ) -> Result<Option<Shadow<B>>, Errno> {
-        if staging::find(&self.base, dir, OsStr::new(SHARED))?.is_none() {
-            return Shadow::find(&self.base, dir);
+        if staging::find(&self.home.base, dir, OsStr::new(SHARED))?.is_none() {
+            return Shadow::find(&self.home.base, dir);
         }
         match self.find_shared(scope)? {
-            Some(shared) => Ok(Shadow::find(&self.base, shared.dir())?.map(Shadow::of_several)),
+            Some(shared) => {
+                Ok(Shadow::find(&self.home.base, shared.dir())?.map(Shadow::of_several))
+            }
             None => Ok(None),
         }
     }
@@ -320,7 +322,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 self.see_undone(scope, shadow)?;
             }
         }
-        self.forget_records(&scope.dir)?;
+        self.home.forget_records(&scope.dir)?;
         if let Some(shared) = self.find_shared(&scope.path)? {
             shared.ballot.leave()?;
         }
@@ -376,7 +378,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Whether the transaction that `dir` is a part of was committed for all hosts.
     pub(crate) fn is_shared_commit(&self, dir: &B::Inode, scope: &[u8]) -> Result<bool, Errno> {
-        if staging::find(&self.base, dir, OsStr::new(SHARED))?.is_none() {
+        if staging::find(&self.home.base, dir, OsStr::new(SHARED))?.is_none() {
             return Ok(false);
         }
         let Some(shared) = self.find_shared(scope)? else {
@@ -388,20 +390,21 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Before anything else is recovered: shared transactions of this host that are not prepared are aborted, for
     /// all hosts, and what was decided about the others is noted. Nothing is done to what is not shared.
     pub(crate) fn recover_shared(&self, home: &B::Inode) -> Result<(), OpenError> {
-        for (name, ..) in staging::list(&self.base, home)? {
+        for (name, ..) in staging::list(&self.home.base, home)? {
             let text = String::from_utf8_lossy(&name).into_owned();
             if !text.starts_with("tx-") {
                 continue;
             }
-            let found = staging::must_find_dir(&self.base, home, &text);
-            let dir = found.map_err(|error| error.below(&self.staging_path()))?;
-            let has =
-                |file| Ok::<_, Errno>(staging::find(&self.base, &dir, OsStr::new(file))?.is_some());
+            let found = staging::must_find_dir(&self.home.base, home, &text);
+            let dir = found.map_err(|error| error.below(&self.home.staging_path()))?;
+            let has = |file| {
+                Ok::<_, Errno>(staging::find(&self.home.base, &dir, OsStr::new(file))?.is_some())
+            };
             if !has(SHARED)? || has(staging::COMMIT)? {
                 continue;
             }
-            let record = self.load_record(&dir, &text, staging::RECORD)?;
-            let open = staging::load_scope(&self.base, &dir, staging::OPEN)?;
+            let record = self.home.load_record(&dir, &text, staging::RECORD)?;
+            let open = staging::load_scope(&self.home.base, &dir, staging::OPEN)?;
             if let Some(scope) = record.as_ref().map(|record| record.scope.clone()).or(open) {
                 self.recover_part(&dir, record, &scope)?;
             }
@@ -434,11 +437,13 @@ impl<B: Backing> TransactionalBacking<B> {
                 }
                 let from = OsStr::new(staging::RECORD);
                 let to = OsStr::new(staging::COMMIT);
-                self.base.rename(dir, from, dir, to, RenameFlags::empty())?;
-                return Ok(self.base.sync_dir(dir)?);
+                self.home
+                    .base
+                    .rename(dir, from, dir, to, RenameFlags::empty())?;
+                return Ok(self.home.base.sync_dir(dir)?);
             }
             // It was being opened again after the others had agreed.
-            Fate::Committed => return Ok(self.base.unlink(dir, OsStr::new(staging::OPEN))?),
+            Fate::Committed => return Ok(self.home.base.unlink(dir, OsStr::new(staging::OPEN))?),
             Fate::Over => {}
             Fate::Aborted => {
                 let shared = shared.as_ref().ok_or(Errno::IO)?;
@@ -454,8 +459,8 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         // From here on it counts as one that was open and is undone: there is nothing left to put back.
         if record.is_some() {
-            self.base.unlink(dir, OsStr::new(staging::RECORD))?;
-            self.base.sync_dir(dir)?;
+            self.home.base.unlink(dir, OsStr::new(staging::RECORD))?;
+            self.home.base.sync_dir(dir)?;
         }
         Ok(())
     }
@@ -476,10 +481,10 @@ impl<B: Backing> TransactionalBacking<B> {
                 (false, _) => shared.ballot.remove_if_over()?,
             }
         }
-        if self.members.is_some()
-            && let Some(top) = self.find_top()?
+        if self.home.members.is_some()
+            && let Some(top) = self.home.find_top()?
         {
-            VoteDir::remove_retired(&self.base, &top)?;
+            VoteDir::remove_retired(&self.home.base, &top)?;
         }
         Ok(())
     }

@@ -555,10 +555,10 @@ impl<B: Backing> TransactionalBacking<B> {
         shadow: &Shadow<B>,
     ) -> std::result::Result<(), StoreError> {
         shadow.begin_undo();
-        let root = scope.root.inode(&self.base)?;
+        let root = scope.root.inode(&self.home.base)?;
         let place = format!("tx-{}", scope.serial);
-        let top = self.find_top_undo(&scope.dir, &place, &shadow.kept)?;
-        let undone = Undo::new(&self.base, shadow, (root, top), &place)?.run()?;
+        let top = self.home.find_top_undo(&scope.dir, &place, &shadow.kept)?;
+        let undone = Undo::new(&self.home.base, shadow, (root, top), &place)?.run()?;
         let dirs = std::mem::take(&mut *shadow.dirs.lock());
         let object = |ino: u64| self.tree.known((shadow.dev, ino));
         for ino in undone.kept {
@@ -591,7 +591,7 @@ impl<B: Backing> TransactionalBacking<B> {
         scope: &Scope<B>,
         shadow: &Shadow<B>,
     ) -> std::result::Result<(), StoreError> {
-        let mut saves = load(&self.base, shadow, &format!("tx-{}", scope.serial))?;
+        let mut saves = load(&self.home.base, shadow, &format!("tx-{}", scope.serial))?;
         let there = there_before(&saves, scope.root.key.1);
         saves.retain(|ino, _| there.contains(ino));
         let object = |ino: u64| self.tree.known((shadow.dev, ino));
@@ -634,12 +634,12 @@ impl<B: Backing> TransactionalBacking<B> {
         place: &str,
         scope: &[u8],
     ) -> std::result::Result<(), StoreError> {
-        let Some(shadow) = Shadow::find(&self.base, dir)? else {
+        let Some(shadow) = Shadow::find(&self.home.base, dir)? else {
             return Ok(());
         };
-        let top = self.find_top_undo(dir, place, &shadow.kept)?;
+        let top = self.home.find_top_undo(dir, place, &shadow.kept)?;
         let root = match &top {
-            None => self.directory_at(scope)?,
+            None => self.home.directory_at(scope)?,
             Some(top) => match &top.root {
                 Some(root) => root.clone(),
                 // It was never put in its place, or was removed already.
@@ -647,7 +647,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 None => return Err(Errno::STALE.into()),
             },
         };
-        Undo::new(&self.base, &shadow, (root, top), place)?.run()?;
+        Undo::new(&self.home.base, &shadow, (root, top), place)?.run()?;
         Ok(())
     }
 }

@@ -42,7 +42,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 self.withdraw_for_good(scope.serial)?;
                 // With the mark left, the next mount would drop what is written from now on.
                 if scope.shadow.is_none() {
-                    self.forget_records(&scope.dir)?;
+                    self.home.forget_records(&scope.dir)?;
                 }
             }
             Stage::Prepared(id) => {
@@ -50,8 +50,8 @@ impl<B: Backing> TransactionalBacking<B> {
                 self.withdraw_for_good(scope.serial)?;
                 match scope.shadow {
                     // From here on a crash ends in the tree before.
-                    Some(_) => self.forget_record(&scope.dir)?,
-                    None => self.forget_records(&scope.dir)?,
+                    Some(_) => self.home.forget_record(&scope.dir)?,
+                    None => self.home.forget_records(&scope.dir)?,
                 }
             }
             Stage::Decided(id) => return Err(StageError::Decided { id }.into()),
@@ -62,7 +62,7 @@ impl<B: Backing> TransactionalBacking<B> {
         } else if let Some(shadow) = &scope.shadow {
             scope.stop_for_good();
             self.undo_shadow(scope, shadow)?;
-            self.forget_records(&scope.dir)?;
+            self.home.forget_records(&scope.dir)?;
         }
         let changed = std::mem::take(&mut *scope.changed.lock());
         for (_, object) in changed {

@@ -55,21 +55,23 @@ impl<B: Backing> TransactionalBacking<B> {
                 self.agree_with_hosts(scope, stage, id)?;
                 let from = OsStr::new(staging::RECORD);
                 let to = OsStr::new(staging::COMMIT);
-                self.base
+                self.home
+                    .base
                     .rename(&scope.dir, from, &scope.dir, to, RenameFlags::empty())?;
                 scope.set_stage(Stage::Decided(id));
-                self.base.sync_dir(&scope.dir)?;
+                self.home.base.sync_dir(&scope.dir)?;
             }
             Stage::Open => {
                 self.agree_with_hosts(scope, stage, id)?;
                 // Decided at once: a crash before leaves nothing that waits for a decision.
                 self.write_record(scope, id)?;
-                self.place_record(scope, staging::COMMIT)
+                self.home
+                    .place_record(scope, staging::COMMIT)
                     .inspect_err(|_| self.withdraw_backup(scope))?;
                 scope.set_stage(Stage::Decided(id));
-                self.base.sync_dir(&scope.dir)?;
+                self.home.base.sync_dir(&scope.dir)?;
             }
-            Stage::Decided(_) => self.base.sync_dir(&scope.dir)?,
+            Stage::Decided(_) => self.home.base.sync_dir(&scope.dir)?,
             Stage::Ended => return Err(StageError::NoTransaction.into()),
         }
         Ok(())
@@ -124,7 +126,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let Some(next) = scope.application.next() else {
             return Ok(false);
         };
-        self.forget_records(&next.dir)?;
+        self.home.forget_records(&next.dir)?;
         scope.application.take_next();
         next.set_stage(Stage::Ended);
         // Nothing was changed in it: its changes waited. Later ones are made after this commit.
@@ -154,6 +156,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let found = self.scopes.find(|one| one.serial == serial);
         let scope = found.expect("it was just entered");
         let applied = self
+            .home
             .sync_staging_dir()
             .map_err(StoreError::from)
             .and_then(|()| self.apply_and_end(&scope));
@@ -165,7 +168,7 @@ impl<B: Backing> TransactionalBacking<B> {
     fn apply_alone(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         let _quiet = self.quiesce_scope(scope);
         if scope.is_undo {
-            self.sync_staging_dir()?;
+            self.home.sync_staging_dir()?;
         }
         self.apply_and_end(scope)
     }
@@ -198,12 +201,14 @@ impl<B: Backing> TransactionalBacking<B> {
             Direction::Redo => staging::COMMIT,
             Direction::Undo => staging::UNDO,
         };
-        let log = self.load_record(&scope.dir, &format!("tx-{}", scope.serial), name)?;
+        let log = self
+            .home
+            .load_record(&scope.dir, &format!("tx-{}", scope.serial), name)?;
         let Some(log) = log else {
             // An earlier attempt came to the end and could not remove everything.
-            return Ok(self.forget_records(&scope.dir)?);
+            return Ok(self.home.forget_records(&scope.dir)?);
         };
-        let below = (&self.base, self.device());
+        let below = (&self.home.base, self.home.device);
         let mut apply = Apply::new(below, (&log, direction), &scope.new, &scope.away);
         let changed = scope.changed.lock().clone();
         for (number, object) in &changed {
@@ -232,7 +237,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 if inner.base.is_none() {
                     let held = change.copy.and_then(|copy| copy.held);
                     inner.base = held.map(|inode| match &place {
-                        Some((parent, name)) => self.base.moved_to(&inode, parent, name),
+                        Some((parent, name)) => self.home.base.moved_to(&inode, parent, name),
                         None => inode,
                     });
                 }
@@ -321,7 +326,7 @@ impl<B: Backing> TransactionalBacking<B> {
             change.and_then(|change| change.copy.clone())
         };
         let Some(copy) = copy else { return Ok(()) };
-        let held = copy.inode(&self.base)?;
+        let held = copy.inode(&self.home.base)?;
         let mut inner = owned.edit();
         let copy = inner
             .change

@@ -22,6 +22,7 @@ use firn_backing::{Backing, Errno};
 use crate::change_log::LogError;
 use crate::error::StoreError;
 use crate::own::is_path;
+use crate::recovery::Opening;
 use crate::scope::ArenaId;
 use crate::staging;
 use crate::transactional::TransactionalBacking;
@@ -62,9 +63,12 @@ impl<B: Backing> TransactionalBacking<B> {
         arena: ArenaId,
         drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let mut backing = Self::open_unrecovered(base)?;
-        backing.members = members;
-        backing.arena = Some(arena);
+        let opening = Opening {
+            members,
+            arena: Some(arena),
+            ..Opening::default()
+        };
+        let backing = Self::open_unrecovered(base, opening)?;
         let scopes = backing.scopes_to_drop()?;
         if scopes.is_empty() {
             return Ok(());
@@ -79,7 +83,7 @@ impl<B: Backing> TransactionalBacking<B> {
             return Ok(());
         };
         staging::put(
-            &self.base,
+            &self.home.base,
             dir,
             staging::ARENA,
             lower::encode_string(&arena).as_bytes(),
@@ -87,7 +91,7 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     fn arena_of(&self, dir: &B::Inode) -> Result<Option<ArenaId>, StoreError> {
-        let Some(bytes) = staging::load(&self.base, dir, staging::ARENA)? else {
+        let Some(bytes) = staging::load(&self.home.base, dir, staging::ARENA)? else {
             return Ok(None);
         };
         let found = lower::decode_vec(&bytes).ok();
@@ -104,7 +108,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Arenas and scopes of transactions that are not decided.
     fn undecided(&self, home: &B::Inode) -> Result<BTreeSet<Line>, StoreError> {
         let mut found = BTreeSet::new();
-        for stored in self.stored_transactions(home)? {
+        for stored in self.home.stored_transactions(home)? {
             let scopes = self.scopes_to_drop_of(&stored)?;
             if scopes.is_empty() {
                 continue;
@@ -117,7 +121,7 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     fn load_dropped(&self, home: &B::Inode) -> Result<BTreeSet<Line>, StoreError> {
-        let bytes = staging::load(&self.base, home, staging::DROPPED)?.unwrap_or_default();
+        let bytes = staging::load(&self.home.base, home, staging::DROPPED)?.unwrap_or_default();
         let line = |line: &[u8]| {
             let (arena, scope) = std::str::from_utf8(line).ok()?.split_once(' ')?;
             let line = (
@@ -126,7 +130,7 @@ impl<B: Backing> TransactionalBacking<B> {
             );
             is_path(&line.1).then_some(line)
         };
-        let path = format!("{}/{}", self.staging_path(), staging::DROPPED);
+        let path = format!("{}/{}", self.home.staging_path(), staging::DROPPED);
         let lines = bytes
             .split(|&byte| byte == b'\n')
             .filter(|line| !line.is_empty());
@@ -148,12 +152,12 @@ impl<B: Backing> TransactionalBacking<B> {
             )
         };
         let text: String = lines.iter().map(line).collect();
-        staging::store(&self.base, home, staging::DROPPED, text.as_bytes())
+        staging::store(&self.home.base, home, staging::DROPPED, text.as_bytes())
     }
 
     /// Scopes of which nothing counts that the arena at hand has. Changes nothing.
     pub(crate) fn scopes_to_drop(&self) -> Result<Vec<Vec<u8>>, StoreError> {
-        let (Some(arena), Some(home)) = (self.arena, self.find_staging_dir()?) else {
+        let (Some(arena), Some(home)) = (self.arena, self.home.find_staging_dir()?) else {
             return Ok(Vec::new());
         };
         let mut all = self.undecided(&home)?;
@@ -168,7 +172,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// The arena at hand has dropped what it must: notes what other arenas must drop, before the transactions end.
     pub(crate) fn tell_arenas(&self) -> Result<(), StoreError> {
-        let Some(home) = self.find_staging_dir()? else {
+        let Some(home) = self.home.find_staging_dir()? else {
             return Ok(());
         };
         let told = self.load_dropped(&home)?;
@@ -184,14 +188,15 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// The arena at hand has nothing any more of the transactions of this home, which stay.
     fn forget_arena(&self, arena: ArenaId) -> Result<(), StoreError> {
-        let Some(home) = self.find_staging_dir()? else {
+        let Some(home) = self.home.find_staging_dir()? else {
             return Ok(());
         };
-        for stored in self.stored_transactions(&home)? {
+        for stored in self.home.stored_transactions(&home)? {
             if self.arena_of(&stored.dir)? == Some(arena) {
-                self.base
+                self.home
+                    .base
                     .unlink(&stored.dir, std::ffi::OsStr::new(staging::ARENA))?;
-                self.base.sync_dir(&stored.dir)?;
+                self.home.base.sync_dir(&stored.dir)?;
             }
         }
         let told = self.load_dropped(&home)?;

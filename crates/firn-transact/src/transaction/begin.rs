@@ -48,7 +48,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.remove_leftovers(&firn);
         let serial = self.scopes.next_serial();
         let name = format!("tx-{serial}");
-        let dir = staging::dir(&self.base, &firn, &name)?;
+        let dir = staging::dir(&self.home.base, &firn, &name)?;
         let started = start(serial, &firn, &dir).and_then(|scope| self.mark_open(scope));
         let (scope, result) = match started {
             Ok(started) => started,
@@ -91,11 +91,11 @@ impl<B: Backing> TransactionalBacking<B> {
         if self.mode != Mode::Shadow {
             return Ok(());
         }
-        if !Shadow::tells_inodes(&self.base, firn, &format!("tx-{serial}"))? {
+        if !Shadow::tells_inodes(&self.home.base, firn, &format!("tx-{serial}"))? {
             return Err(BeginError::InodesDiffer);
         }
-        match &self.members {
-            None => Ok(Shadow::make(&self.base, dir)?),
+        match &self.home.members {
+            None => Ok(Shadow::make(&self.home.base, dir)?),
             Some(_) => self.join_hosts(dir, path),
         }
     }
@@ -110,27 +110,27 @@ impl<B: Backing> TransactionalBacking<B> {
         if self.mode == Mode::Shadow {
             // What an abort brings back must be durable.
             match path {
-                b"" => self.base.sync_all()?,
+                b"" => self.home.base.sync_all()?,
                 _ => {
-                    let top = root.inode(&self.base)?;
-                    self.base.sync_scope(SyncScope::Tree(&top))?;
+                    let top = root.inode(&self.home.base)?;
+                    self.home.base.sync_scope(SyncScope::Tree(&top))?;
                 }
             }
         }
         let scope = self.new_scope(serial, Arc::clone(root), path.to_vec(), dir.clone(), None)?;
         self.note_arena(dir)?;
-        staging::put(&self.base, dir, staging::OPEN, path)?;
+        staging::put(&self.home.base, dir, staging::OPEN, path)?;
         Ok(scope)
     }
 
     /// Makes the mark durable that a crash is to undo what is changed. Where this fails the mark is removed: programs go on
     /// outside of a transaction. If that fails, too, the transaction is open and can be aborted.
     fn mark_open(&self, scope: Scope<B>) -> Result<(Scope<B>, Result<(), BeginError>), BeginError> {
-        let synced = self.base.sync_dir(&scope.dir);
+        let synced = self.home.base.sync_dir(&scope.dir);
         let Err(errno) = synced.and_then(|()| self.place_new_top(&scope)) else {
             return Ok((scope, Ok(())));
         };
-        match self.forget_records(&scope.dir) {
+        match self.home.forget_records(&scope.dir) {
             Ok(()) => {
                 self.withdraw_from_hosts(&scope.path);
                 Err(errno.into())
@@ -148,7 +148,7 @@ impl<B: Backing> TransactionalBacking<B> {
         recovered: Option<ChangeLog>,
     ) -> Result<Scope<B>, Errno> {
         let shadow = self.shadow_of(&dir, &path)?;
-        Scope::new(&self.base, serial, root, path, dir, recovered, shadow)
+        Scope::new(&self.home.base, serial, root, path, dir, recovered, shadow)
     }
 
     /// What undoes a commit, as the transaction that it is going to be.

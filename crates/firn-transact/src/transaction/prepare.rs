@@ -8,7 +8,22 @@ use firn_backing::{Backing, Errno, RenameFlags, SyncScope};
 use crate::error::{BackupError, PrepareError, StageError};
 use crate::scope::{Scope, Stage};
 use crate::staging;
+use crate::staging_dir::Home;
 use crate::transactional::TransactionalBacking;
+
+impl<B: Backing> Home<B> {
+    pub(crate) fn place_record(&self, scope: &Scope<B>, name: &str) -> Result<(), Errno> {
+        let new = staging::new_name(staging::RECORD);
+        let flags = RenameFlags::empty();
+        self.base.rename(
+            &scope.dir,
+            OsStr::new(&new),
+            &scope.dir,
+            OsStr::new(name),
+            flags,
+        )
+    }
+}
 
 impl<B: Backing> TransactionalBacking<B> {
     /// [`Open::prepare`](crate::Open::prepare), of one that may be prepared already.
@@ -28,11 +43,13 @@ impl<B: Backing> TransactionalBacking<B> {
             Stage::Ended => return Err(StageError::NoTransaction.into()),
         }
         self.write_record(scope, id)?;
-        self.place_record(scope, staging::RECORD)
+        self.home
+            .place_record(scope, staging::RECORD)
             .inspect_err(|_| self.withdraw_backup(scope))?;
-        if let Err(errno) = self.base.sync_dir(&scope.dir) {
+        if let Err(errno) = self.home.base.sync_dir(&scope.dir) {
             // The caller was not told: either the record is removed, or it stays and can be decided.
             if self
+                .home
                 .base
                 .unlink(&scope.dir, OsStr::new(staging::RECORD))
                 .is_err()
@@ -51,22 +68,15 @@ impl<B: Backing> TransactionalBacking<B> {
     pub(crate) fn write_record(&self, scope: &Scope<B>, id: u64) -> Result<(), BackupError> {
         let mut record = self.make_record(scope, id)?;
         self.stage_undo(scope, &mut record)?;
-        self.base.sync_scope(SyncScope::Changes)?;
-        staging::write(&self.base, &scope.dir, staging::RECORD, &record.encode())?;
-        self.sync_staging_dir()?;
+        self.home.base.sync_scope(SyncScope::Changes)?;
+        staging::write(
+            &self.home.base,
+            &scope.dir,
+            staging::RECORD,
+            &record.encode(),
+        )?;
+        self.home.sync_staging_dir()?;
         // The backup comes last, so that little can fail after it.
         self.back_up(scope, &record)
-    }
-
-    pub(crate) fn place_record(&self, scope: &Scope<B>, name: &str) -> Result<(), Errno> {
-        let new = staging::new_name(staging::RECORD);
-        let flags = RenameFlags::empty();
-        self.base.rename(
-            &scope.dir,
-            OsStr::new(&new),
-            &scope.dir,
-            OsStr::new(name),
-            flags,
-        )
     }
 }

@@ -53,7 +53,7 @@ impl<B: Backing> TransactionalBacking<B> {
             .map(|item| item.identity.ino)
             .collect();
         let mut directories = Directories {
-            base: &self.base,
+            base: &self.home.base,
             known: HashMap::new(),
         };
         for file in used.iter().filter(|file| !is_new.contains(&file.ino)) {

@@ -347,6 +347,7 @@ impl World {
             .collect();
         let committed = self
             .backing()
+            .home
             .committed(b"")
             .expect("it answers")
             .expect("there were commits");
