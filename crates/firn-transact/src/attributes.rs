@@ -121,7 +121,9 @@ impl<B: Backing> TransactionalBacking<B> {
     ) -> Result<Attr> {
         let base = &self.home.base;
         let Some(change) = change else {
-            return self.attr_below(object, inode.ok_or(Errno::STALE)?);
+            return self
+                .own_links
+                .attr_below(object, inode.ok_or(Errno::STALE)?);
         };
         let copy = change
             .copy
@@ -134,7 +136,7 @@ impl<B: Backing> TransactionalBacking<B> {
             // Its staged name is not one of its names.
             (None, Some(copy)) => Attr { nlink: 0, ..copy },
             (Some(inode), None) => {
-                let below = self.attr_below(object, inode)?;
+                let below = self.own_links.attr_below(object, inode)?;
                 match change.inline_times {
                     Some((mtime, ctime)) => Attr {
                         mtime,
@@ -145,7 +147,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 }
             }
             (Some(inode), Some(copy)) => {
-                let below = self.attr_below(object, inode)?;
+                let below = self.own_links.attr_below(object, inode)?;
                 let is_file = object.kind == Kind::File;
                 Attr {
                     mode: (below.mode & libc::S_IFMT) | (copy.mode & !libc::S_IFMT),

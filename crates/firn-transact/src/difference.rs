@@ -229,7 +229,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let Some(inode) = base else {
             return Ok(change.links);
         };
-        let attr = self.attr_below(object, inode)?;
+        let attr = self.own_links.attr_below(object, inode)?;
         Ok(if attr.kind == Kind::Dir {
             2
         } else {
@@ -313,12 +313,13 @@ impl<B: Backing> TransactionalBacking<B> {
         };
         let (staging_name, staging_dir) = scope.plain_staging_dir(&self.home.base)?;
         let text = format!("{ANCHOR}{number}");
-        self.hide_link(scope, object, &staging_dir, &text);
+        self.own_links.hide_link(scope, object, &staging_dir, &text);
         match self.home.base.link(inode, &staging_dir, OsStr::new(&text)) {
             Ok(_) | Err(Errno::EXIST) => {}
             Err(errno) => return Err(errno),
         }
-        self.link_is_hidden(scope, object, &staging_dir, &text);
+        self.own_links
+            .link_is_hidden(scope, object, &staging_dir, &text);
         items.get_mut(&number).expect("seen above").anchor_at = Some((staging_name, text));
         Ok(())
     }

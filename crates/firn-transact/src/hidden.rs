@@ -5,12 +5,13 @@
 //! or removed, and the backing counts all links.
 //!
 //! Promises
-//! * [`TransactionalBacking::attr_below`] subtracts a link if and only if the backing has counted it, whatever happens meanwhile.
+//! * [`OwnLinks::attr_below`] subtracts a link if and only if the backing has counted it, whatever happens meanwhile.
 //!
 //! A link is entered in the table before it is made, and its entry is removed after it. In between the entry says that the
 //! link is there, or that it must be looked for: before and after the attributes are read, and again if the two differ.
 
 use std::ffi::OsStr;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use firn_backing::{Attr, Backing, Errno, Kind, Result};
@@ -20,12 +21,26 @@ use crate::object::{HAS_LINKS, Key, Object};
 use crate::own::OwnError;
 use crate::scope::Scope;
 use crate::staging;
-use crate::transactional::TransactionalBacking;
+use crate::staging_dir::Home;
+use crate::tree::Tree;
 
 /// Serial number of links that belong to no transaction: no transaction has it.
 const NO_SERIAL: u64 = 0;
 
-impl<B: Backing> TransactionalBacking<B> {
+/// Links of Firn's own, which attributes do not show.
+pub(crate) struct OwnLinks<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) tree: Arc<Tree<B>>,
+}
+
+impl<B: Backing> OwnLinks<B> {
+    pub(crate) fn new(home: &Arc<Home<B>>, tree: &Arc<Tree<B>>) -> Self {
+        Self {
+            home: Arc::clone(home),
+            tree: Arc::clone(tree),
+        }
+    }
+
     /// The backing's attributes of an object, of which links of Firn's own are subtracted.
     pub(crate) fn attr_below(&self, object: &Object<B>, inode: &B::Inode) -> Result<Attr> {
         loop {
@@ -234,7 +249,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     fn enter_own_top(&self, presence: Presence) {
         let dir = self.home.base.root();
-        self.enter_link(NO_SERIAL, self.top(), &dir, staging::TOP, presence);
+        self.enter_link(NO_SERIAL, self.tree.top(), &dir, staging::TOP, presence);
     }
 
     /// The links of a transaction are about to go.

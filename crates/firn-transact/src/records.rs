@@ -115,7 +115,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// A transaction is over: programs see the backing, or what the transaction that follows makes of it.
     pub(crate) fn end_transaction(&self, scope: &Arc<Scope<B>>) {
-        self.unhide(scope);
+        self.own_links.unhide(scope);
         self.scopes.replace_by_next(scope);
         scope.set_stage(Stage::Ended);
     }
@@ -132,7 +132,7 @@ impl<B: Backing> TransactionalBacking<B> {
         };
         // The last host removes what several hosts share.
         if is_removed && !scope.shadow.as_ref().is_some_and(Shadow::is_of_several) {
-            self.links_are_gone(scope);
+            self.own_links.links_are_gone(scope);
         }
     }
 

@@ -204,7 +204,7 @@ impl<B: Backing> TransactionalBacking<B> {
     fn assemble_over(base: B, top: &Arc<Object<B>>, has_own: bool, opening: Opening) -> Self {
         let backing = Self::assemble(base, top, opening);
         if has_own {
-            backing.hide_own_top();
+            backing.own_links.hide_own_top();
         }
         backing
     }
@@ -330,7 +330,7 @@ impl<B: Backing> TransactionalBacking<B> {
             if let Some((staging_dir, _)) =
                 staging::find_dir(&self.home.base, &scope.new, &staging_dir)?
             {
-                self.found_hidden(
+                self.own_links.found_hidden(
                     serial,
                     (self.home.device, identity.ino),
                     &staging_dir,
@@ -341,7 +341,8 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         if let Some(shadow) = &scope.shadow {
             for (key, name, is_dir) in shadow.list_kept(&self.home.base)? {
-                self.found_hidden(serial, key, shadow.kept_dir(), name, is_dir);
+                self.own_links
+                    .found_hidden(serial, key, shadow.kept_dir(), name, is_dir);
             }
         }
         self.scopes.add(Arc::new(scope));

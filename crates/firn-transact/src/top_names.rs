@@ -80,7 +80,7 @@ impl<B: Backing> TransactionalBacking<B> {
         loop {
             let tops = self.shown_tops(dir);
             let there = self.which_tops_are_there(inode, &tops.new)?;
-            let mut attr = self.attr_below(dir, inode)?;
+            let mut attr = self.own_links.attr_below(dir, inode)?;
             // A commit that is being applied moves them there.
             if self.which_tops_are_there(inode, &tops.new)? != there {
                 continue;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::backup::Mirror;
 use crate::claim::Claim;
+use crate::hidden::OwnLinks;
 use crate::object::Object;
 use crate::recovery::Opening;
 use crate::scope::ArenaId;
@@ -28,8 +29,10 @@ pub(crate) struct History {
 pub struct TransactionalBacking<B: Backing> {
     /// The backing below, and where transactions are kept in it.
     pub home: Arc<Home<B>>,
-    pub(crate) tree: Tree<B>,
-    pub(crate) scopes: Scopes<B>,
+    pub(crate) tree: Arc<Tree<B>>,
+    pub(crate) scopes: Arc<Scopes<B>>,
+    pub(crate) own_links: Arc<OwnLinks<B>>,
+    // parts end
     pub(crate) history: History,
     /// [`crate::Opening::arena`].
     pub(crate) arena: Option<ArenaId>,
@@ -54,10 +57,16 @@ impl<B: Backing> TransactionalBacking<B> {
             members: opening.members,
             device: top.key.0,
         });
+        let tree = Arc::new(Tree::new(top));
+        let scopes = Arc::new(Scopes::default());
+        let own_links = Arc::new(OwnLinks::new(&home, &tree));
+        // new parts
         Self {
             home,
-            tree: Tree::new(top),
-            scopes: Scopes::default(),
+            tree,
+            scopes,
+            own_links,
+            // init parts
             history: History {
                 commits_max: opening.history,
                 numbers: Claim::default(),

@@ -55,7 +55,7 @@ impl<B: Backing> TransactionalBacking<B> {
             }
         }
         self.must_have_room(wanted, &found)?;
-        let firn = self.make_hidden_staging_dir()?;
+        let firn = self.own_links.make_hidden_staging_dir()?;
         let serial = self.scopes.next_serial();
         let name = format!("tx-{serial}");
         let dir = staging::dir(&self.home.base, &firn, &name)?;

@@ -63,7 +63,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let kept = object.key.1.to_string();
         // A directory is gone when it is there.
         if object.kind != Kind::Dir {
-            self.hide_link(scope, object, &shadow.kept, &kept);
+            self.own_links.hide_link(scope, object, &shadow.kept, &kept);
         }
         match shadow.move_to_kept(&self.home.base, dir, name, object.key.1) {
             // Whoever moves a directory must be allowed to write in it; who removes it need not.
@@ -75,7 +75,8 @@ impl<B: Backing> TransactionalBacking<B> {
             }
             other => other,
         }?;
-        self.link_is_hidden(scope, object, &shadow.kept, &kept);
+        self.own_links
+            .link_is_hidden(scope, object, &shadow.kept, &kept);
         Ok(())
     }
 
@@ -117,7 +118,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let linked = if target.kind == Kind::Dir {
             Err(Errno::PERM)
         } else {
-            self.hide_link(scope, target, &shadow.kept, &text);
+            self.own_links.hide_link(scope, target, &shadow.kept, &text);
             self.home.base.link(&inode, &shadow.kept, kept).map(drop)
         };
         match linked {
@@ -131,7 +132,7 @@ impl<B: Backing> TransactionalBacking<B> {
             Err(_) => {
                 self.keep(scope, shadow, target, (&dir, new_name))?;
                 if let Err(errno) = go() {
-                    self.link_may_go(scope, target);
+                    self.own_links.link_may_go(scope, target);
                     let _ = self.home.base.rename(
                         &shadow.kept,
                         kept,
@@ -143,7 +144,8 @@ impl<B: Backing> TransactionalBacking<B> {
                 }
             }
         }
-        self.link_is_hidden(scope, target, &shadow.kept, &text);
+        self.own_links
+            .link_is_hidden(scope, target, &shadow.kept, &text);
         self.check_names(scope, &[]);
         Ok(())
     }

@@ -562,7 +562,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let dirs = std::mem::take(&mut *shadow.dirs.lock());
         let object = |ino: u64| self.tree.known((shadow.dev, ino));
         for ino in undone.kept {
-            self.link_goes(
+            self.own_links.link_goes(
                 scope.serial,
                 (shadow.dev, ino),
                 &shadow.kept,

@@ -29,7 +29,7 @@ impl<B: Backing> TransactionalBacking<B> {
             return Ok(());
         }
         self.check_all(scope);
-        self.unhide(scope);
+        self.own_links.unhide(scope);
         let stage = *scope.stage.lock();
         let several = scope
             .shadow
@@ -75,7 +75,7 @@ impl<B: Backing> TransactionalBacking<B> {
             drop(change);
         }
         self.put_top_back(scope);
-        self.dirs_are_back(scope);
+        self.own_links.dirs_are_back(scope);
         self.end_transaction(scope);
         self.clean_up(scope);
         if let Stage::Prepared(id) = stage {

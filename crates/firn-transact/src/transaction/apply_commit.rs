@@ -175,7 +175,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     fn apply_and_end(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         // Programs may still ask for attributes of objects that they know.
-        self.unhide(scope);
+        self.own_links.unhide(scope);
         self.apply(scope)?;
         self.settle_top(scope);
         self.end_transaction(scope);

@@ -44,7 +44,7 @@ impl<B: Backing> TransactionalBacking<B> {
         before: Option<Arc<Scope<B>>>,
         start: impl FnOnce(u64, &B::Inode, &B::Inode) -> Result<Scope<B>, BeginError>,
     ) -> Result<Open<'_, B>, BeginError> {
-        let firn = self.make_hidden_staging_dir()?;
+        let firn = self.own_links.make_hidden_staging_dir()?;
         self.remove_leftovers(&firn);
         let serial = self.scopes.next_serial();
         let name = format!("tx-{serial}");
