@@ -102,8 +102,8 @@ impl<B: Backing> TransactionalBacking<B> {
             return Ok(attr);
         }
         let mut attr = match inner.base() {
-            Some(inode) if change.is_none() && self.has_tops_in(object) => {
-                self.attr_with_tops(object, &inode)?
+            Some(inode) if change.is_none() && self.top_names.has_tops_in(object) => {
+                self.top_names.attr_with_tops(object, &inode)?
             }
             inode => self.read_attr_of(object, inode.as_ref(), change.as_ref())?,
         };
@@ -196,8 +196,8 @@ impl<B: Backing> TransactionalBacking<B> {
         change: impl FnOnce(&B::Inode) -> Result<()>,
         note: impl FnOnce(&mut Change<B>),
     ) -> Result<()> {
-        let (_data, scope) = self.enter_data_change(object)?;
-        let Some(scope) = self.holding(scope, object, NO_BYTES)? else {
+        let (_data, scope) = self.admission.enter_data_change(object)?;
+        let Some(scope) = self.originals.holding(scope, object, NO_BYTES)? else {
             let inner = object.inner.share();
             return change(&inner.inode(&self.home.base)?);
         };

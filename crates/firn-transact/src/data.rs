@@ -220,7 +220,7 @@ impl<B: Backing> TransactionalBacking<B> {
     fn write_part(&self, file: &TrackedFile<B>, part: &DataPart<'_>) -> Result<usize> {
         file.must_write(Errno::BADF)?;
         let object = &file.object;
-        let (_data, scope) = self.enter_data_change(object)?;
+        let (_data, scope) = self.admission.enter_data_change(object)?;
         let count = self.write_object(object, scope.clone(), part.data, part.offset)?;
         if let Some(scope) = scope {
             let written = &scope.written_bytes;
@@ -237,7 +237,7 @@ impl<B: Backing> TransactionalBacking<B> {
         data: &[IoSlice<'_>],
         offset: u64,
     ) -> Result<usize> {
-        let Some(scope) = self.holding(scope, object, offset)? else {
+        let Some(scope) = self.originals.holding(scope, object, offset)? else {
             let inner = object.inner.share();
             return self.home.base.write_at(
                 &*object.lower_file(&self.home.base, &inner, LowerFile::Writer)?,
@@ -293,8 +293,8 @@ impl<B: Backing> TransactionalBacking<B> {
         from: u64,
         change: impl FnOnce(&B::File) -> Result<T>,
     ) -> Result<Option<T>> {
-        let (_data, scope) = self.enter_data_change(&file.object)?;
-        if self.holding(scope, &file.object, from)?.is_some() {
+        let (_data, scope) = self.admission.enter_data_change(&file.object)?;
+        if self.originals.holding(scope, &file.object, from)?.is_some() {
             return Ok(None);
         }
         let inner = file.object.inner.share();
@@ -367,8 +367,8 @@ impl<B: Backing> TransactionalBacking<B> {
     pub(crate) fn set_len_tracked(&self, file: &TrackedFile<B>, len: u64) -> Result<()> {
         file.must_write(Errno::INVAL)?;
         let object = &file.object;
-        let (_data, scope) = self.enter_data_change(object)?;
-        let Some(scope) = self.holding(scope, object, len)? else {
+        let (_data, scope) = self.admission.enter_data_change(object)?;
+        let Some(scope) = self.originals.holding(scope, object, len)? else {
             let inner = object.inner.share();
             return self.home.base.set_len(
                 &*object.lower_file(&self.home.base, &inner, LowerFile::Writer)?,
@@ -398,10 +398,10 @@ impl<B: Backing> TransactionalBacking<B> {
     ) -> Result<()> {
         file.must_write(Errno::BADF)?;
         let object = &file.object;
-        let (_data, scope) = self.enter_data_change(object)?;
+        let (_data, scope) = self.admission.enter_data_change(object)?;
         let keeps_bytes = mode & !libc::FALLOC_FL_KEEP_SIZE == 0;
         let from = if keeps_bytes { NO_BYTES } else { offset };
-        let Some(scope) = self.holding(scope, object, from)? else {
+        let Some(scope) = self.originals.holding(scope, object, from)? else {
             let inner = object.inner.share();
             let below = object.lower_file(&self.home.base, &inner, LowerFile::Writer)?;
             return self.home.base.allocate(&below, mode, offset, len);
@@ -489,8 +489,8 @@ impl<B: Backing> TransactionalBacking<B> {
         from.must_read()?;
         to.must_write(Errno::BADF)?;
         let object = &to.object;
-        let (_data, scope) = self.enter_data_change(object)?;
-        let is_held = match &self.holding(scope, object, to_offset)? {
+        let (_data, scope) = self.admission.enter_data_change(object)?;
+        let is_held = match &self.originals.holding(scope, object, to_offset)? {
             Some(scope) => self.ready(scope, object).map(|()| true)?,
             None => false,
         };

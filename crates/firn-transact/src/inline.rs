@@ -69,7 +69,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Sets the time of the last change, of a file that has inline changes and no others.
     pub(crate) fn set_inline_time(&self, object: &Arc<Object<B>>, mtime: SetTime) -> Result<bool> {
-        let (_data, scope) = self.enter_data_change(object)?;
+        let (_data, scope) = self.admission.enter_data_change(object)?;
         let owned = object.inner.own();
         let mut inner = owned.edit();
         let Some(inline) = inner

@@ -61,7 +61,7 @@ impl<B: Backing> TransactionalBacking<B> {
         object: &Arc<Object<B>>,
         wanted: bool,
     ) -> Result<Vec<Listed>> {
-        let _names = wanted.then(|| self.share_names(object));
+        let _names = wanted.then(|| self.admission.share_names(object));
         if object.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
         }
@@ -83,7 +83,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         if let Some(inode) = &base {
             let is_top = object.parent().is_none();
-            let tops = self.top_names_in(object);
+            let tops = self.top_names.top_names_in(object);
             let below = staging::list(&self.home.base, inode)?;
             let inner = inner.look();
             let change = inner.change.as_ref();
@@ -115,7 +115,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// fsync(2) of a directory. Where its transaction holds them, its names are durable when that is prepared.
     pub(crate) fn sync_tracked_dir(&self, object: &Arc<Object<B>>) -> Result<()> {
-        let (_data, scope) = self.enter_data_change(object)?;
+        let (_data, scope) = self.admission.enter_data_change(object)?;
         if scope.is_some_and(|scope| scope.shadow.is_none()) {
             return Ok(());
         }

@@ -33,7 +33,7 @@ impl<B: Backing> TransactionalBacking<B> {
         parent: &Arc<Object<B>>,
         name: &OsStr,
     ) -> Result<(Arc<Object<B>>, Attr)> {
-        let _names = self.share_names(parent);
+        let _names = self.admission.share_names(parent);
         let found = self.find_entry(parent, name)?.ok_or(Errno::NOENT)?;
         let object = found.object;
         let as_below = found.attr.filter(|_| self.shows_attr_below(&object));
@@ -53,7 +53,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// The same, with the attributes that the backing gave for it.
     fn find_entry(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Result<Option<FoundName<B>>> {
-        match self.find_top_name(parent, name) {
+        match self.top_names.find_top_name(parent, name) {
             TopName::Unrelated => {}
             TopName::Shown(root) => return Ok(Some(FoundName::without_attr(root))),
             TopName::Reserved => return Ok(None),
@@ -83,7 +83,10 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Whether programs see the attributes that the backing gave for an object a moment before.
     fn shows_attr_below(&self, object: &Object<B>) -> bool {
         let is_changed = object.inner.share().look().change.is_some();
-        !is_changed && !object.may_hide_links() && !object.is_gone() && !self.has_tops_in(object)
+        !is_changed
+            && !object.may_hide_links()
+            && !object.is_gone()
+            && !self.top_names.has_tops_in(object)
     }
 
     /// Makes a new object: `make` is given the directory and the name for it.
@@ -96,13 +99,13 @@ impl<B: Backing> TransactionalBacking<B> {
         if self.is_hidden(parent, name) {
             return Err(Errno::PERM);
         }
-        let (_names, scope) = self.enter_name_change(&[parent])?;
+        let (_names, scope) = self.admission.enter_name_change(&[parent])?;
         if parent.is_gone() {
             return Err(Errno::NOENT);
         }
-        self.must_not_be_a_top(parent, name)?;
+        self.top_names.must_not_be_a_top(parent, name)?;
         let within = scope.clone();
-        let Some(scope) = self.holding(scope, parent, NO_BYTES)? else {
+        let Some(scope) = self.originals.holding(scope, parent, NO_BYTES)? else {
             let dir = parent.inode(&self.home.base)?;
             let new = NewObject {
                 dir: &dir,
@@ -287,7 +290,7 @@ impl<B: Backing> TransactionalBacking<B> {
         what: Remove,
     ) -> Result<()> {
         let is_dir = what == Remove::Dir;
-        let (names, scope) = self.enter_name_change(&[parent])?;
+        let (names, scope) = self.admission.enter_name_change(&[parent])?;
         let Some(scope) = scope else {
             if is_dir && let Some(object) = self.find_name(parent, name)? {
                 names.moving(&object)?;
@@ -296,7 +299,7 @@ impl<B: Backing> TransactionalBacking<B> {
             if self.is_hidden(parent, name) {
                 return Err(Errno::NOENT);
             }
-            match self.find_top_name(parent, name) {
+            match self.top_names.find_top_name(parent, name) {
                 TopName::Unrelated => {}
                 TopName::Shown(_) => return Err(Errno::ISDIR),
                 TopName::Reserved => return Err(Errno::NOENT),
@@ -334,15 +337,15 @@ impl<B: Backing> TransactionalBacking<B> {
         if self.is_hidden(parent, name) {
             return Err(Errno::PERM);
         }
-        let (_names, scope) = self.enter_name_change(&[parent])?;
+        let (_names, scope) = self.admission.enter_name_change(&[parent])?;
         if !same(&self.scopes.scope_of(object), &scope) {
             return Err(Errno::XDEV);
         }
-        self.must_not_be_a_top(parent, name)?;
+        self.top_names.must_not_be_a_top(parent, name)?;
         if shadow(&scope).is_some() && (parent.is_gone() || self.read_attr(object)?.nlink == 0) {
             return Err(Errno::NOENT);
         }
-        let Some(scope) = self.holding(scope, parent, NO_BYTES)? else {
+        let Some(scope) = self.originals.holding(scope, parent, NO_BYTES)? else {
             let inode = object.inode(&self.home.base)?;
             let dir = parent.inode(&self.home.base)?;
             let attr = self.home.base.link(&inode, &dir, name)?;
@@ -393,7 +396,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if let Some(result) = self.rename_top((from, name), (to, new_name), flags) {
             return result;
         }
-        let (names, scope) = self.enter_name_change(&[from, to])?;
+        let (names, scope) = self.admission.enter_name_change(&[from, to])?;
         if !same(&self.scopes.scope_of(to), &scope) {
             return Err(Errno::XDEV);
         }
@@ -509,7 +512,8 @@ impl<B: Backing> TransactionalBacking<B> {
             names.moving(object)?;
         }
         if !self.scopes.is_empty() {
-            self.may_move_beside_tops((from, name), (to, new_name))?;
+            self.top_names
+                .may_move_beside_tops((from, name), (to, new_name))?;
             self.must_not_hold_a_scope(source.as_ref())?;
             self.must_not_hold_a_scope(target.as_ref())?;
         }

@@ -302,7 +302,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 // Without the mark it was over, and only its directory was not removed yet.
                 let scope = staging::load_scope(&self.home.base, &dir, staging::OPEN)?;
                 if let Some(scope) = &scope {
-                    self.undo_stored(&dir, &name, scope)?;
+                    self.shadow_undo.undo_stored(&dir, &name, scope)?;
                 }
                 outcome.undone.extend(scope);
                 self.home.remove_transaction(firn, &dir, &name)?;

@@ -35,9 +35,9 @@ use crate::object::{Key, Object};
 use crate::staging;
 
 mod names;
-mod save;
-mod shared;
-mod undo;
+pub(crate) mod save;
+pub(crate) mod shared;
+pub(crate) mod undo;
 
 /// For a change that leaves all bytes as they are.
 pub(crate) const NO_BYTES: u64 = u64::MAX;

@@ -3,7 +3,7 @@
 
 mod abort;
 mod apply_commit;
-mod arenas;
+pub(crate) mod arenas;
 mod begin;
 pub(crate) mod handle;
 mod prepare;

@@ -11,9 +11,13 @@ use crate::recovery::Opening;
 use crate::scope::ArenaId;
 use crate::scopes::Scopes;
 use crate::shadow::Mode;
+use crate::shadow::save::Originals;
+use crate::shadow::undo::ShadowUndo;
 use crate::staging_dir::Home;
+use crate::top_names::TopNames;
 use crate::tree::Tree;
 use crate::unanswered::Unanswered;
+use crate::waiting::Admission;
 use firn_backing::Backing;
 use firn_backing::lock::Mutex;
 
@@ -32,6 +36,12 @@ pub struct TransactionalBacking<B: Backing> {
     pub(crate) tree: Arc<Tree<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
     pub(crate) own_links: Arc<OwnLinks<B>>,
+    pub(crate) originals: Arc<Originals<B>>,
+    pub(crate) shadow_undo: Arc<ShadowUndo<B>>,
+    /// Names of tops of scopes in the directories above.
+    pub top_names: Arc<TopNames<B>>,
+    /// Who may look up names, or change names or data, now.
+    pub admission: Arc<Admission<B>>,
     // parts end
     pub(crate) history: History,
     /// [`crate::Opening::arena`].
@@ -60,12 +70,20 @@ impl<B: Backing> TransactionalBacking<B> {
         let tree = Arc::new(Tree::new(top));
         let scopes = Arc::new(Scopes::default());
         let own_links = Arc::new(OwnLinks::new(&home, &tree));
+        let originals = Arc::new(Originals::new(&home));
+        let shadow_undo = Arc::new(ShadowUndo::new(&home, &tree, &own_links));
+        let top_names = Arc::new(TopNames::new(&home, &scopes, &own_links));
+        let admission = Arc::new(Admission::new(&tree, &scopes));
         // new parts
         Self {
             home,
             tree,
             scopes,
             own_links,
+            originals,
+            shadow_undo,
+            top_names,
+            admission,
             // init parts
             history: History {
                 commits_max: opening.history,

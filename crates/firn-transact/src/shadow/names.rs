@@ -18,7 +18,8 @@ impl<B: Backing> TransactionalBacking<B> {
         (parent, name): (&Arc<Object<B>>, &OsStr),
         object: &Arc<Object<B>>,
     ) -> Result<()> {
-        self.save_object(scope, shadow, parent, NO_BYTES)?;
+        self.originals
+            .save_object(scope, shadow, parent, NO_BYTES)?;
         let dir = parent.inode(&self.home.base)?;
         if shadow.is_new(object.key.1) {
             match object.kind {
@@ -68,7 +69,8 @@ impl<B: Backing> TransactionalBacking<B> {
         match shadow.move_to_kept(&self.home.base, dir, name, object.key.1) {
             // Whoever moves a directory must be allowed to write in it; who removes it need not.
             Err(Errno::ACCESS) if object.kind == Kind::Dir => {
-                self.save_object(scope, shadow, object, NO_BYTES)?;
+                self.originals
+                    .save_object(scope, shadow, object, NO_BYTES)?;
                 let inode = object.inode(&self.home.base)?;
                 self.home.base.set_mode(&inode, 0o700)?;
                 shadow.move_to_kept(&self.home.base, dir, name, object.key.1)
@@ -90,12 +92,13 @@ impl<B: Backing> TransactionalBacking<B> {
         flags: RenameFlags,
     ) -> Result<()> {
         for dir in [from, to] {
-            self.save_object(scope, shadow, dir, NO_BYTES)?;
+            self.originals.save_object(scope, shadow, dir, NO_BYTES)?;
         }
         // XFS gives a directory that an exchange moves a new time.
         let exchanged = [Some(source), target].into_iter().flatten();
         for object in exchanged.filter(|object| !flags.is_empty() && object.kind == Kind::Dir) {
-            self.save_object(scope, shadow, object, NO_BYTES)?;
+            self.originals
+                .save_object(scope, shadow, object, NO_BYTES)?;
         }
         let go = || self.move_below(names, (from, name), (to, new_name), flags);
         let replaced = target.filter(|target| {

@@ -13,7 +13,7 @@ use crate::copy::copy_with_holes;
 use crate::object::Object;
 use crate::scope::Scope;
 use crate::staging;
-use crate::transactional::TransactionalBacking;
+use crate::staging_dir::Home;
 
 /// Records of a file after which all that is left of its bytes is saved at once: who writes downwards does not
 /// wait for a sync with each write.
@@ -21,7 +21,18 @@ const RECORDS_MAX: u32 = 4;
 /// Bytes are saved from a multiple of this on, so that the backing can share blocks instead of copying.
 const ALIGN: u64 = 4096;
 
-impl<B: Backing> TransactionalBacking<B> {
+/// What objects were before a transaction in shadow mode changes them.
+pub(crate) struct Originals<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+}
+
+impl<B: Backing> Originals<B> {
+    pub(crate) fn new(home: &Arc<Home<B>>) -> Self {
+        Self {
+            home: Arc::clone(home),
+        }
+    }
+
     /// The transaction that an object is changed in, if that holds the change. In shadow mode none does: what
     /// undoes it is saved first, and it goes through. Bytes before `from` do not change.
     pub(crate) fn holding(

@@ -316,10 +316,10 @@ impl<B: Backing> TransactionalBacking<B> {
             let mut undone = false;
             shared.stop(|| {
                 undone = true;
-                self.undo_shadow(scope, shadow)
+                self.shadow_undo.undo_shadow(scope, shadow)
             })?;
             if !undone {
-                self.see_undone(scope, shadow)?;
+                self.shadow_undo.see_undone(scope, shadow)?;
             }
         }
         self.home.forget_records(&scope.dir)?;
@@ -454,7 +454,10 @@ impl<B: Backing> TransactionalBacking<B> {
                     None => self.withdraw_from_votes(scope)?,
                     Some(record) => self.decide_vote(record.id, scope, false)?,
                 }
-                shared.stop(|| self.undo_stored(shared.dir(), shared.name(), scope))?;
+                shared.stop(|| {
+                    self.shadow_undo
+                        .undo_stored(shared.dir(), shared.name(), scope)
+                })?;
             }
         }
         // From here on it counts as one that was open and is undone: there is nothing left to put back.

@@ -12,6 +12,7 @@ use std::collections::btree_map::Entry as MapEntry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
 
 use firn_backing::{Attr, Backing, Errno, Kind, Result, SyncScope};
 
@@ -19,11 +20,13 @@ use super::{KEPT, SAVED, Shadow};
 use crate::apply::Apply;
 use crate::change_log::{ChangeLog, Direction, Entry, Identity, Link, Part, Place};
 use crate::error::StoreError;
+use crate::hidden::OwnLinks;
 use crate::object::Object;
 use crate::scope::Scope;
 use crate::staging;
+use crate::staging_dir::Home;
 use crate::transaction::top::TopUndo;
-use crate::transactional::TransactionalBacking;
+use crate::tree::Tree;
 
 /// All that is saved of an object.
 struct Save {
@@ -547,7 +550,26 @@ fn shown(path: &[Link]) -> String {
     names.join("/")
 }
 
-impl<B: Backing> TransactionalBacking<B> {
+/// Puts back what transactions in shadow mode changed.
+pub(crate) struct ShadowUndo<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) tree: Arc<Tree<B>>,
+    pub(crate) own_links: Arc<OwnLinks<B>>,
+}
+
+impl<B: Backing> ShadowUndo<B> {
+    pub(crate) fn new(
+        home: &Arc<Home<B>>,
+        tree: &Arc<Tree<B>>,
+        own_links: &Arc<OwnLinks<B>>,
+    ) -> Self {
+        Self {
+            home: Arc::clone(home),
+            tree: Arc::clone(tree),
+            own_links: Arc::clone(own_links),
+        }
+    }
+
     /// Puts back what a transaction changed in the backing, and tells the objects that somebody refers to.
     pub(crate) fn undo_shadow(
         &self,

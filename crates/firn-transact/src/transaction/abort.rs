@@ -61,7 +61,7 @@ impl<B: Backing> TransactionalBacking<B> {
             self.abort_shared(scope, shadow, stage)?;
         } else if let Some(shadow) = &scope.shadow {
             scope.stop_for_good();
-            self.undo_shadow(scope, shadow)?;
+            self.shadow_undo.undo_shadow(scope, shadow)?;
             self.home.forget_records(&scope.dir)?;
         }
         let changed = std::mem::take(&mut *scope.changed.lock());

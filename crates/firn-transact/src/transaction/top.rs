@@ -222,7 +222,7 @@ impl<B: Backing> TransactionalBacking<B> {
         path: &[u8],
     ) -> Result<(), BeginError> {
         self.apply_commits_above(parent)?;
-        let _names = self.share_names(parent);
+        let _names = self.admission.share_names(parent);
         self.name_of_new_top(parent, path).map(drop)
     }
 
@@ -369,7 +369,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if self.scopes.is_empty() || !Arc::ptr_eq(from, to) {
             return None;
         }
-        let names = self.share_names(from);
+        let names = self.admission.share_names(from);
         let scope = self.scope_with_top(from, name)?;
         drop(names);
         let parts = vec![
@@ -445,7 +445,10 @@ impl<B: Backing> TransactionalBacking<B> {
         name: &OsStr,
         flags: RenameFlags,
     ) -> Result<(), Errno> {
-        if matches!(self.find_top_name(parent, name), TopName::Reserved) {
+        if matches!(
+            self.top_names.find_top_name(parent, name),
+            TopName::Reserved
+        ) {
             return Err(Errno::BUSY);
         }
         let target = self.find_name(parent, name)?;
