@@ -208,7 +208,7 @@ impl<B: Backing> TransactionalBacking<B> {
         change(&inner.inode(&self.home.base)?)?;
         inner.edit().change.as_deref_mut().map(note);
         drop(inner);
-        self.check_changed(&scope, object);
+        scope.check_changed(object);
         Ok(())
     }
 

@@ -22,7 +22,7 @@ mod content;
 mod mirror;
 mod portable;
 mod revive;
-mod rounds;
+pub(crate) mod rounds;
 
 pub(crate) use mirror::Mirror;
 pub use mirror::Progress;

@@ -260,7 +260,7 @@ impl<B: Backing> TransactionalBacking<B> {
             self.home.base.advise(&below, early, PageAdvice::WriteOut);
         }
         self.wrote(object, offset, count as u64);
-        self.check_changed(&scope, object);
+        scope.check_changed(object);
         Ok(count)
     }
 
@@ -385,7 +385,7 @@ impl<B: Backing> TransactionalBacking<B> {
             change.written.cut(len);
         }
         drop(inner);
-        self.check_changed(&scope, object);
+        scope.check_changed(object);
         Ok(())
     }
 
@@ -428,7 +428,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         drop(inner);
         drop(owned);
-        self.check_changed(&scope, object);
+        scope.check_changed(object);
         Ok(())
     }
 

@@ -63,7 +63,7 @@ impl<B: Backing> TransactionalBacking<B> {
             scope.inline_bytes.fetch_add(more, Ordering::AcqRel);
         }
         drop(owned);
-        self.check_changed(scope, object);
+        scope.check_changed(object);
         Ok(Some(len))
     }
 

@@ -168,7 +168,7 @@ impl<B: Backing> TransactionalBacking<B> {
             Some(&object),
             i64::from(is_dir),
         );
-        self.check_names(&scope, &[parent, &object]);
+        scope.check_names(&[parent, &object]);
         // No further call of the backing: it could fail although the object has its name.
         let nlink = if is_dir { attr.nlink } else { 1 };
         Ok((object, Attr { nlink, ..attr }))
@@ -324,7 +324,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         self.name(&scope, parent, (name, true), None, -i64::from(is_dir));
         self.lost_name(&scope, &object);
-        self.check_names(&scope, &[parent, &object]);
+        scope.check_names(&[parent, &object]);
         Ok(())
     }
 
@@ -370,7 +370,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         self.renamed(&scope, object, 1);
         self.name(&scope, parent, (name, false), Some(object), 0);
-        self.check_names(&scope, &[parent, object]);
+        scope.check_names(&[parent, object]);
         self.read_attr(object)
     }
 
@@ -431,7 +431,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 let more = subdirectory(&source) - subdirectory(&target);
                 self.name(&scope, from, (name, true), Some(&target), -more);
                 self.name(&scope, to, (new_name, true), Some(&source), more);
-                self.check_names(&scope, &[from, to, &source, &target]);
+                scope.check_names(&[from, to, &source, &target]);
                 return Ok(());
             }
             self.lost_name(&scope, &target);
@@ -440,7 +440,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.renamed(&scope, &source, 0);
         self.name(&scope, from, (name, true), None, -subdirectory(&source));
         self.name(&scope, to, (new_name, is_replaced), Some(&source), more);
-        self.check_names(&scope, &[from, to, &source]);
+        scope.check_names(&[from, to, &source]);
         Ok(())
     }
 

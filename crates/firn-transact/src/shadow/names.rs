@@ -27,11 +27,11 @@ impl<B: Backing> TransactionalBacking<B> {
                 _ => self.home.base.unlink(&dir, name)?,
             }
             self.new_one_lost_name(shadow, object);
-            self.check_names(scope, &[]);
+            scope.check_names(&[]);
             return Ok(());
         }
         self.keep(scope, shadow, object, (&dir, name))?;
-        self.check_names(scope, &[]);
+        scope.check_names(&[]);
         Ok(())
     }
 
@@ -149,7 +149,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         self.own_links
             .link_is_hidden(scope, target, &shadow.kept, &text);
-        self.check_names(scope, &[]);
+        scope.check_names(&[]);
         Ok(())
     }
 }

@@ -28,7 +28,7 @@ impl<B: Backing> TransactionalBacking<B> {
             self.drop_next(&before)?;
             return Ok(());
         }
-        self.check_all(scope);
+        self.tree.check_all(scope);
         self.own_links.unhide(scope);
         let stage = *scope.stage.lock();
         let several = scope

@@ -35,7 +35,7 @@ impl<B: Backing> TransactionalBacking<B> {
     pub(super) fn decide_scope(&self, scope: &Arc<Scope<B>>, id: u64) -> Result<(), CommitError> {
         self.apply_commit_before(scope)?;
         let _quiet = self.tree.quiesce_tree(&scope.root);
-        self.check_all(scope);
+        self.tree.check_all(scope);
         if !scope.is_whole() {
             return Err(StageError::Undoing.into());
         }

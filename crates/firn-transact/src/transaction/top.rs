@@ -434,7 +434,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         scope.root.move_to(parent, new_name);
         self.scopes.count_changed_tops();
-        self.check_names(scope, &[&scope.root]);
+        scope.check_names(&[&scope.root]);
         Ok(())
     }
 
