@@ -229,7 +229,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let Some(scope) = scope else {
             return Ok(Vec::new());
         };
-        let is_committed = self.is_shared_commit(dir, &scope)?
+        let is_committed = self.shared.is_shared_commit(dir, &scope)?
             || match &record {
                 Some(record) => self.find_decision(record.id, &scope)? == Some(true),
                 None => false,
@@ -249,7 +249,7 @@ impl<B: Backing> TransactionalBacking<B> {
             self.recover_shared(&home)?;
             self.recover(&home, &mut outcome)?;
         }
-        self.leave_shared_ones(&outcome.waiting)?;
+        self.shared.leave_shared_ones(&outcome.waiting)?;
         self.leave_old_votes(&outcome.waiting)?;
         Ok(outcome)
     }

@@ -12,6 +12,7 @@ use crate::scope::ArenaId;
 use crate::scopes::Scopes;
 use crate::shadow::Mode;
 use crate::shadow::save::Originals;
+use crate::shadow::shared::SharedTransactions;
 use crate::shadow::undo::ShadowUndo;
 use crate::staging_dir::Home;
 use crate::top_names::TopNames;
@@ -42,6 +43,8 @@ pub struct TransactionalBacking<B: Backing> {
     pub top_names: Arc<TopNames<B>>,
     /// Who may look up names, or change names or data, now.
     pub admission: Arc<Admission<B>>,
+    /// What several hosts in one transaction in shadow mode share.
+    pub shared: Arc<SharedTransactions<B>>,
     // parts end
     pub(crate) history: History,
     /// [`crate::Opening::arena`].
@@ -74,6 +77,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let shadow_undo = Arc::new(ShadowUndo::new(&home, &tree, &own_links));
         let top_names = Arc::new(TopNames::new(&home, &scopes, &own_links));
         let admission = Arc::new(Admission::new(&tree, &scopes));
+        let shared = Arc::new(SharedTransactions::new(&home));
         // new parts
         Self {
             home,
@@ -84,6 +88,7 @@ impl<B: Backing> TransactionalBacking<B> {
             shadow_undo,
             top_names,
             admission,
+            shared,
             // init parts
             history: History {
                 commits_max: opening.history,

@@ -45,7 +45,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Says to the other hosts that this one has applied a commit.
     pub(crate) fn leave_applied(&self, id: u64, scope: &[u8]) -> Result<(), Errno> {
-        self.leave_commit(scope)?;
+        self.shared.leave_commit(scope)?;
         self.leave_vote(id, scope)
     }
 }

@@ -219,7 +219,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let used = match known {
             Some(used) => used,
             // Nothing is tested in shadow mode.
-            None if self.find_shared(&scope.path)?.is_some() => Vec::new(),
+            None if self.shared.find_shared(&scope.path)?.is_some() => Vec::new(),
             None => {
                 let why = "its firnd was restarted before it had told what its programs read";
                 return self.give_vote_up(id, &scope.path, why.to_owned());
@@ -254,7 +254,7 @@ impl<B: Backing> TransactionalBacking<B> {
             let why = "it aborted its part".to_owned();
             return Ok(Vote::Over(Verdict::GivenUp { by, why }));
         }
-        let shared = self.find_shared(scope)?;
+        let shared = self.shared.find_shared(scope)?;
         let shared_outcome = match &shared {
             Some(shared) => shared.outcome()?,
             None => None,
@@ -343,7 +343,7 @@ impl<B: Backing> TransactionalBacking<B> {
             (Some(Verdict::Clear), _) | (None, false) => {}
         }
         // The outcome that counts is beside the saved objects: a host that has not come to this vote may abort.
-        if let Some(shared) = self.find_shared(scope)? {
+        if let Some(shared) = self.shared.find_shared(scope)? {
             must_be(
                 shared.settle(commit)?,
                 commit,
@@ -482,7 +482,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// In a shadow transaction of several hosts nothing may change any more once the others have agreed.
     fn must_be_open_for_change(&self, scope: &Scope<B>, id: u64) -> Result<(), VoteError> {
-        if self.find_shared(&scope.path)?.is_none() {
+        if self.shared.find_shared(&scope.path)?.is_none() {
             return Ok(());
         }
         let Some(vote) = self.find_vote(id, &scope.path)? else {

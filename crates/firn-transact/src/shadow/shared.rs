@@ -24,6 +24,7 @@ use crate::change_log::ChangeLog;
 use crate::error::{AbortError, BeginError, OpenError, StageError, StoreError, VoteError};
 use crate::scope::{Scope, Stage};
 use crate::staging;
+use crate::staging_dir::Home;
 use crate::transactional::TransactionalBacking;
 use crate::vote::{Outcome, scoped_name};
 
@@ -123,7 +124,18 @@ enum Fate {
     Aborted,
 }
 
-impl<B: Backing> TransactionalBacking<B> {
+/// What several hosts in one transaction in shadow mode share.
+pub struct SharedTransactions<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+}
+
+impl<B: Backing> SharedTransactions<B> {
+    pub(crate) fn new(home: &Arc<Home<B>>) -> Self {
+        Self {
+            home: Arc::clone(home),
+        }
+    }
+
     fn find_shared_dir(&self, name: &str) -> Result<Option<SharedDir<'_, B>>, Errno> {
         let Some(members) = &self.home.members else {
             return Ok(None);
@@ -281,6 +293,55 @@ impl<B: Backing> TransactionalBacking<B> {
         }
     }
 
+    /// This host has ended its part after a commit.
+    pub(crate) fn leave_commit(&self, scope: &[u8]) -> Result<(), Errno> {
+        match self.find_shared(scope)? {
+            Some(shared) if shared.outcome()?.is_some_and(|outcome| outcome.commit) => {
+                shared.ballot.leave()
+            }
+            _ => Ok(()),
+        }
+    }
+
+    // ---- after a crash -----------------------------------------------------------------------
+
+    /// Whether the transaction that `dir` is a part of was committed for all hosts.
+    pub(crate) fn is_shared_commit(&self, dir: &B::Inode, scope: &[u8]) -> Result<bool, Errno> {
+        if staging::find(&self.home.base, dir, OsStr::new(SHARED))?.is_none() {
+            return Ok(false);
+        }
+        let Some(shared) = self.find_shared(scope)? else {
+            return Ok(false);
+        };
+        Ok(shared.outcome()?.is_some_and(|outcome| outcome.commit))
+    }
+
+    /// After that: shared transactions in which this host has nothing to do any more are left.
+    pub(crate) fn leave_shared_ones(&self, waiting: &[(u64, Vec<u8>)]) -> Result<(), OpenError> {
+        for shared in self.all_shared()? {
+            if waiting
+                .iter()
+                .any(|(_, scope)| scoped_name(DIR, scope) == shared.name())
+            {
+                continue;
+            }
+            match (shared.ballot.is_taking_part()?, shared.outcome()?) {
+                (true, None) => shared.ballot.withdraw()?,
+                // It joined, and its firnd was killed before the transaction began.
+                (true, Some(_)) => shared.ballot.leave_unchanged()?,
+                (false, _) => shared.ballot.remove_if_over()?,
+            }
+        }
+        if self.home.members.is_some()
+            && let Some(top) = self.home.find_top()?
+        {
+            VoteDir::remove_retired(&self.home.base, &top)?;
+        }
+        Ok(())
+    }
+}
+
+impl<B: Backing> TransactionalBacking<B> {
     /// For [`Found::abort`](crate::Found::abort): the transaction of all hosts. Fails with [`AbortError::Stopping`] until all have stopped
     /// and it is undone. The caller holds names and data.
     pub(crate) fn abort_shared(
@@ -295,7 +356,7 @@ impl<B: Backing> TransactionalBacking<B> {
             Stage::Decided(id) => return Err(StageError::Decided { id }.into()),
             Stage::Ended => return Err(StageError::NoTransaction.into()),
         };
-        if let Some(shared) = self.find_shared(&scope.path)? {
+        if let Some(shared) = self.shared.find_shared(&scope.path)? {
             let outcome = shared.settle(false)?;
             if outcome.commit {
                 let id = id.unwrap_or_default();
@@ -323,20 +384,10 @@ impl<B: Backing> TransactionalBacking<B> {
             }
         }
         self.home.forget_records(&scope.dir)?;
-        if let Some(shared) = self.find_shared(&scope.path)? {
+        if let Some(shared) = self.shared.find_shared(&scope.path)? {
             shared.ballot.leave()?;
         }
         Ok(())
-    }
-
-    /// This host has ended its part after a commit.
-    pub(crate) fn leave_commit(&self, scope: &[u8]) -> Result<(), Errno> {
-        match self.find_shared(scope)? {
-            Some(shared) if shared.outcome()?.is_some_and(|outcome| outcome.commit) => {
-                shared.ballot.leave()
-            }
-            _ => Ok(()),
-        }
     }
 
     /// Whether there may be something in [`TransactionalBacking::to_be_stopped`]; asks the backing nothing.
@@ -356,6 +407,7 @@ impl<B: Backing> TransactionalBacking<B> {
         });
         let is_aborted = |scope: &Vec<u8>| {
             let outcome = self
+                .shared
                 .find_shared(scope)
                 .and_then(|shared| shared.map_or(Ok(None), |shared| shared.outcome()));
             outcome
@@ -372,19 +424,6 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Which other host aborted the last transaction of a scope.
     pub fn stopped_by(&self, scope: &[u8]) -> Option<String> {
         self.stopped_by.lock().get(scope).cloned()
-    }
-
-    // ---- after a crash -----------------------------------------------------------------------
-
-    /// Whether the transaction that `dir` is a part of was committed for all hosts.
-    pub(crate) fn is_shared_commit(&self, dir: &B::Inode, scope: &[u8]) -> Result<bool, Errno> {
-        if staging::find(&self.home.base, dir, OsStr::new(SHARED))?.is_none() {
-            return Ok(false);
-        }
-        let Some(shared) = self.find_shared(scope)? else {
-            return Ok(false);
-        };
-        Ok(shared.outcome()?.is_some_and(|outcome| outcome.commit))
     }
 
     /// Before anything else is recovered: shared transactions of this host that are not prepared are aborted, for
@@ -418,7 +457,7 @@ impl<B: Backing> TransactionalBacking<B> {
         record: Option<ChangeLog>,
         scope: &[u8],
     ) -> Result<(), OpenError> {
-        let shared = self.find_shared(scope)?;
+        let shared = self.shared.find_shared(scope)?;
         let fate = match &shared {
             None => Fate::Over,
             Some(shared) => match (shared.outcome()?, &record) {
@@ -464,30 +503,6 @@ impl<B: Backing> TransactionalBacking<B> {
         if record.is_some() {
             self.home.base.unlink(dir, OsStr::new(staging::RECORD))?;
             self.home.base.sync_dir(dir)?;
-        }
-        Ok(())
-    }
-
-    /// After that: shared transactions in which this host has nothing to do any more are left.
-    pub(crate) fn leave_shared_ones(&self, waiting: &[(u64, Vec<u8>)]) -> Result<(), OpenError> {
-        for shared in self.all_shared()? {
-            if waiting
-                .iter()
-                .any(|(_, scope)| scoped_name(DIR, scope) == shared.name())
-            {
-                continue;
-            }
-            match (shared.ballot.is_taking_part()?, shared.outcome()?) {
-                (true, None) => shared.ballot.withdraw()?,
-                // It joined, and its firnd was killed before the transaction began.
-                (true, Some(_)) => shared.ballot.leave_unchanged()?,
-                (false, _) => shared.ballot.remove_if_over()?,
-            }
-        }
-        if self.home.members.is_some()
-            && let Some(top) = self.home.find_top()?
-        {
-            VoteDir::remove_retired(&self.home.base, &top)?;
         }
         Ok(())
     }

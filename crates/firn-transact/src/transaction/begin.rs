@@ -77,7 +77,7 @@ impl<B: Backing> TransactionalBacking<B> {
     ) -> Result<Scope<B>, BeginError> {
         self.make_shadow(serial, path, firn, dir)?;
         self.make_scope(serial, root, path, dir)
-            .inspect_err(|_| self.withdraw_from_hosts(path))
+            .inspect_err(|_| self.shared.withdraw_from_hosts(path))
     }
 
     /// In shadow mode: makes room for what undoes changes.
@@ -96,7 +96,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         match &self.home.members {
             None => Ok(Shadow::make(&self.home.base, dir)?),
-            Some(_) => self.join_hosts(dir, path),
+            Some(_) => self.shared.join_hosts(dir, path),
         }
     }
 
@@ -132,7 +132,7 @@ impl<B: Backing> TransactionalBacking<B> {
         };
         match self.home.forget_records(&scope.dir) {
             Ok(()) => {
-                self.withdraw_from_hosts(&scope.path);
+                self.shared.withdraw_from_hosts(&scope.path);
                 Err(errno.into())
             }
             Err(_) => Ok((scope, Err(errno.into()))),
@@ -147,7 +147,7 @@ impl<B: Backing> TransactionalBacking<B> {
         dir: B::Inode,
         recovered: Option<ChangeLog>,
     ) -> Result<Scope<B>, Errno> {
-        let shadow = self.shadow_of(&dir, &path)?;
+        let shadow = self.shared.shadow_of(&dir, &path)?;
         Scope::new(&self.home.base, serial, root, path, dir, recovered, shadow)
     }
 
