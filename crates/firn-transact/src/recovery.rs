@@ -231,7 +231,7 @@ impl<B: Backing> TransactionalBacking<B> {
         };
         let is_committed = self.shared.is_shared_commit(dir, &scope)?
             || match &record {
-                Some(record) => self.find_decision(record.id, &scope)? == Some(true),
+                Some(record) => self.votes.find_decision(record.id, &scope)? == Some(true),
                 None => false,
             };
         if is_committed {
@@ -250,7 +250,7 @@ impl<B: Backing> TransactionalBacking<B> {
             self.recover(&home, &mut outcome)?;
         }
         self.shared.leave_shared_ones(&outcome.waiting)?;
-        self.leave_old_votes(&outcome.waiting)?;
+        self.votes.leave_old_votes(&outcome.waiting)?;
         Ok(outcome)
     }
 
@@ -262,7 +262,7 @@ impl<B: Backing> TransactionalBacking<B> {
             // What the other hosts decided while this one was away.
             match prepared
                 .as_ref()
-                .map(|record| self.find_decision(record.id, &record.scope))
+                .map(|record| self.votes.find_decision(record.id, &record.scope))
                 .transpose()?
                 .flatten()
             {

@@ -18,6 +18,7 @@ use crate::staging_dir::Home;
 use crate::top_names::TopNames;
 use crate::tree::Tree;
 use crate::unanswered::Unanswered;
+use crate::vote::Votes;
 use crate::waiting::Admission;
 use firn_backing::Backing;
 use firn_backing::lock::Mutex;
@@ -45,6 +46,8 @@ pub struct TransactionalBacking<B: Backing> {
     pub admission: Arc<Admission<B>>,
     /// What several hosts in one transaction in shadow mode share.
     pub shared: Arc<SharedTransactions<B>>,
+    /// Votes of several hosts on commits.
+    pub votes: Arc<Votes<B>>,
     // parts end
     pub(crate) history: History,
     /// [`crate::Opening::arena`].
@@ -55,9 +58,6 @@ pub struct TransactionalBacking<B: Backing> {
     pub(crate) stopped_by: Mutex<BTreeMap<Vec<u8>, String>>,
     /// The last commit of a scope, by the path of the scope after it, where it was applied and the request failed after that.
     pub(crate) unanswered: Mutex<BTreeMap<Vec<u8>, Unanswered>>,
-    /// Owned while a vote is left, and while something is written to one without the lock of the names: a vote that is made
-    /// anew after the last host has left would never be removed. Nothing else is locked meanwhile.
-    pub(crate) leaving: Claim,
     /// The backup of prepared transactions.
     pub(crate) mirror: Option<Mirror<B>>,
 }
@@ -78,6 +78,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let top_names = Arc::new(TopNames::new(&home, &scopes, &own_links));
         let admission = Arc::new(Admission::new(&tree, &scopes));
         let shared = Arc::new(SharedTransactions::new(&home));
+        let votes = Arc::new(Votes::new(&home, &tree, &scopes, &shared));
         // new parts
         Self {
             home,
@@ -89,6 +90,7 @@ impl<B: Backing> TransactionalBacking<B> {
             top_names,
             admission,
             shared,
+            votes,
             // init parts
             history: History {
                 commits_max: opening.history,
@@ -98,7 +100,6 @@ impl<B: Backing> TransactionalBacking<B> {
             mode: Mode::Buffer,
             stopped_by: Mutex::default(),
             unanswered: Mutex::default(),
-            leaving: Claim::default(),
             mirror: None,
         }
     }

@@ -46,6 +46,6 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Says to the other hosts that this one has applied a commit.
     pub(crate) fn leave_applied(&self, id: u64, scope: &[u8]) -> Result<(), Errno> {
         self.shared.leave_commit(scope)?;
-        self.leave_vote(id, scope)
+        self.votes.leave_vote(id, scope)
     }
 }

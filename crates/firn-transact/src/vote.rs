@@ -19,8 +19,12 @@
 //!   part again.
 
 use std::ffi::OsStr;
+use std::sync::Arc;
 
 use crate::conflict::{Published, Report, Used};
+use crate::scopes::Scopes;
+use crate::shadow::shared::SharedTransactions;
+use crate::tree::Tree;
 use firn_backing::{Backing, Errno};
 use firn_hosts::{Attendance, Ballot, Joined, Members, Plan, Protocol, VoteDir};
 use serde::{Deserialize, Serialize};
@@ -30,7 +34,6 @@ use crate::error::{StageError, VoteError};
 use crate::scope::{Scope, Stage};
 use crate::staging;
 use crate::staging_dir::Home;
-use crate::transactional::TransactionalBacking;
 
 mod accesses;
 
@@ -170,7 +173,33 @@ impl<B: Backing> Home<B> {
     }
 }
 
-impl<B: Backing> TransactionalBacking<B> {
+/// Votes of several hosts on commits.
+pub struct Votes<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) tree: Arc<Tree<B>>,
+    pub(crate) scopes: Arc<Scopes<B>>,
+    pub(crate) shared: Arc<SharedTransactions<B>>,
+    /// Owned while a vote is left, and while something is written to one without the lock of the names: a vote that is made
+    /// /// anew after the last host has left would never be removed. Nothing else is locked meanwhile.
+    pub(crate) leaving: Claim,
+}
+
+impl<B: Backing> Votes<B> {
+    pub(crate) fn new(
+        home: &Arc<Home<B>>,
+        tree: &Arc<Tree<B>>,
+        scopes: &Arc<Scopes<B>>,
+        shared: &Arc<SharedTransactions<B>>,
+    ) -> Self {
+        Self {
+            home: Arc::clone(home),
+            tree: Arc::clone(tree),
+            scopes: Arc::clone(scopes),
+            shared: Arc::clone(shared),
+            leaving: Claim::default(),
+        }
+    }
+
     fn find_vote(&self, id: u64, scope: &[u8]) -> Result<Option<VoteBallot<'_, B>>, Errno> {
         let Some(members) = &self.home.members else {
             return Ok(None);

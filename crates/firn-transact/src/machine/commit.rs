@@ -218,7 +218,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     fn wait_until_applied(&self, id: u64, scope: &[u8]) -> Result<Vec<String>, TransactionError> {
         let mut rest = self.mount.begin_wait();
         let not_applied_on = loop {
-            let hosts = self.store.hosts_not_applied(id, scope)?;
+            let hosts = self.store.votes.hosts_not_applied(id, scope)?;
             if hosts.is_empty() || !self.mount.is_any_living(&hosts)? || !rest() {
                 break hosts;
             }

@@ -371,8 +371,8 @@ impl<B: Backing> TransactionalBacking<B> {
             }
             // Hosts that wait for this one to publish need not wait any longer.
             match id {
-                None => self.withdraw_from_votes(&scope.path)?,
-                Some(id) => self.decide_vote(id, &scope.path, false)?,
+                None => self.votes.withdraw_from_votes(&scope.path)?,
+                Some(id) => self.votes.decide_vote(id, &scope.path, false)?,
             }
             let mut undone = false;
             shared.stop(|| {
@@ -470,7 +470,9 @@ impl<B: Backing> TransactionalBacking<B> {
             Fate::Undecided => return Ok(()),
             Fate::Committed if record.is_some() => {
                 // The vote may not have the outcome yet.
-                match record.map_or(Ok(()), |record| self.decide_vote(record.id, scope, true)) {
+                match record.map_or(Ok(()), |record| {
+                    self.votes.decide_vote(record.id, scope, true)
+                }) {
                     Ok(()) | Err(VoteError::NotVoted { .. }) => {}
                     Err(error) => return Err(error.into()),
                 }
@@ -490,8 +492,8 @@ impl<B: Backing> TransactionalBacking<B> {
                     return self.recover_part(dir, record, scope);
                 }
                 match &record {
-                    None => self.withdraw_from_votes(scope)?,
-                    Some(record) => self.decide_vote(record.id, scope, false)?,
+                    None => self.votes.withdraw_from_votes(scope)?,
+                    Some(record) => self.votes.decide_vote(record.id, scope, false)?,
                 }
                 shared.stop(|| {
                     self.shadow_undo

@@ -38,7 +38,7 @@ impl<B: Backing> TransactionalBacking<B> {
         match stage {
             _ if several.is_some() => {}
             Stage::Open => {
-                self.withdraw_from_votes(&scope.path)?;
+                self.votes.withdraw_from_votes(&scope.path)?;
                 self.withdraw_for_good(scope.serial)?;
                 // With the mark left, the next mount would drop what is written from now on.
                 if scope.shadow.is_none() {
@@ -46,7 +46,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 }
             }
             Stage::Prepared(id) => {
-                self.decide_vote(id, &scope.path, false)?;
+                self.votes.decide_vote(id, &scope.path, false)?;
                 self.withdraw_for_good(scope.serial)?;
                 match scope.shadow {
                     // From here on a crash ends in the tree before.
@@ -79,7 +79,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.end_transaction(scope);
         self.clean_up(scope);
         if let Stage::Prepared(id) = stage {
-            self.leave_vote(id, &scope.path)?;
+            self.votes.leave_vote(id, &scope.path)?;
         }
         Ok(())
     }

@@ -52,7 +52,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 {
                     self.back_up(scope, record)?;
                 }
-                self.agree_with_hosts(scope, stage, id)?;
+                self.votes.agree_with_hosts(scope, stage, id)?;
                 let from = OsStr::new(staging::RECORD);
                 let to = OsStr::new(staging::COMMIT);
                 self.home
@@ -62,7 +62,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 self.home.base.sync_dir(&scope.dir)?;
             }
             Stage::Open => {
-                self.agree_with_hosts(scope, stage, id)?;
+                self.votes.agree_with_hosts(scope, stage, id)?;
                 // Decided at once: a crash before leaves nothing that waits for a decision.
                 self.write_record(scope, id)?;
                 self.home

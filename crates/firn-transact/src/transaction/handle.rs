@@ -109,7 +109,7 @@ impl<'a, B: Backing> Prepared<'a, B> {
     /// Back to open, with all that was changed: the other hosts do not agree, or did not come. Returns what
     /// [`Prepared::note_accesses`] was told.
     pub fn reopen(&self) -> Result<Vec<Used>, VoteError> {
-        self.handle.store.reopen(&self.handle.scope, self.id)
+        self.handle.store.votes.reopen(&self.handle.scope, self.id)
     }
 
     /// Notes what processes of this host used up to the moment at which it was prepared.
@@ -122,26 +122,26 @@ impl<'a, B: Backing> Prepared<'a, B> {
     pub fn publish_accesses(&self) -> Result<(), VoteError> {
         self.handle
             .store
-            .publish_accesses(&self.handle.scope, self.id)
+            .votes.publish_accesses(&self.handle.scope, self.id)
     }
 
     /// Looks whether all hosts have published, and finds the verdict if they have.
     pub(crate) fn poll_vote(&self) -> Result<Vote, VoteError> {
         self.handle
             .store
-            .poll_vote(self.id, &self.handle.scope.path)
+            .votes.poll_vote(self.id, &self.handle.scope.path)
     }
 
     /// Puts an end to its vote, if there is no verdict yet.
     pub(crate) fn give_vote_up(&self, why: String) -> Result<(), VoteError> {
         let path = &self.handle.scope.path;
-        self.handle.store.give_vote_up(self.id, path, why)
+        self.handle.store.votes.give_vote_up(self.id, path, why)
     }
 
     /// Decides for all hosts that it is not committed; fails with [`StageError::Decided`](crate::StageError::Decided) where it is.
     pub(crate) fn call_commit_off(&self) -> Result<(), VoteError> {
         let path = &self.handle.scope.path;
-        self.handle.store.call_commit_off(self.id, path)
+        self.handle.store.votes.call_commit_off(self.id, path)
     }
 }
 
