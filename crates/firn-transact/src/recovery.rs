@@ -17,6 +17,7 @@ use crate::own::OwnError;
 use crate::scope::ArenaId;
 use crate::staging;
 use crate::staging_dir::Home;
+use crate::transaction::arenas::ArenaNotes;
 use crate::transactional::TransactionalBacking;
 
 /// What [`TransactionalBacking::open`] did.
@@ -74,6 +75,41 @@ impl<B: Backing> Home<B> {
         self.base.sync_scope(SyncScope::Tree(firn))?;
         let top = self.directory_at(scope)?;
         self.base.sync_scope(SyncScope::Tree(&top))
+    }
+}
+
+impl<B: Backing> ArenaNotes<B> {
+    /// Paths that the scope of a transaction had which is not decided for; none of one that is.
+    pub(super) fn scopes_to_drop_of(
+        &self,
+        stored: &StoredTransaction<B>,
+    ) -> Result<Vec<Vec<u8>>, StoreError> {
+        let StoredTransaction { dir, name, .. } = stored;
+        for decided in [staging::COMMIT, staging::UNDO] {
+            if staging::find(&self.home.base, dir, OsStr::new(decided))?.is_some() {
+                // What came after the decision counts.
+                return Ok(Vec::new());
+            }
+        }
+        let record = self.home.load_record(dir, name, staging::RECORD)?;
+        let scope = match &record {
+            Some(record) => Some(record.scope.clone()),
+            None => staging::load_scope(&self.home.base, dir, staging::OPEN)?,
+        };
+        let Some(scope) = scope else {
+            return Ok(Vec::new());
+        };
+        let is_committed = self.shared.is_shared_commit(dir, &scope)?
+            || match &record {
+                Some(record) => self.votes.find_decision(record.id, &scope)? == Some(true),
+                None => false,
+            };
+        if is_committed {
+            return Ok(Vec::new());
+        }
+        let mut scopes = self.home.stored_names(dir, name)?;
+        scopes.push(scope);
+        Ok(scopes)
     }
 }
 
@@ -174,11 +210,11 @@ impl<B: Backing> TransactionalBacking<B> {
         &self,
         drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
     ) -> Result<Outcome, E> {
-        let scopes = self.scopes_to_drop()?;
+        let scopes = self.arena_notes.scopes_to_drop()?;
         if !scopes.is_empty() {
             drop_pending(&scopes)?;
         }
-        self.tell_arenas()?;
+        self.arena_notes.tell_arenas()?;
         Ok(self.finish_or_undo()?)
     }
 
@@ -207,39 +243,6 @@ impl<B: Backing> TransactionalBacking<B> {
             backing.own_links.hide_own_top();
         }
         backing
-    }
-
-    /// Paths that the scope of a transaction had which is not decided for; none of one that is.
-    pub(super) fn scopes_to_drop_of(
-        &self,
-        stored: &StoredTransaction<B>,
-    ) -> Result<Vec<Vec<u8>>, StoreError> {
-        let StoredTransaction { dir, name, .. } = stored;
-        for decided in [staging::COMMIT, staging::UNDO] {
-            if staging::find(&self.home.base, dir, OsStr::new(decided))?.is_some() {
-                // What came after the decision counts.
-                return Ok(Vec::new());
-            }
-        }
-        let record = self.home.load_record(dir, name, staging::RECORD)?;
-        let scope = match &record {
-            Some(record) => Some(record.scope.clone()),
-            None => staging::load_scope(&self.home.base, dir, staging::OPEN)?,
-        };
-        let Some(scope) = scope else {
-            return Ok(Vec::new());
-        };
-        let is_committed = self.shared.is_shared_commit(dir, &scope)?
-            || match &record {
-                Some(record) => self.votes.find_decision(record.id, &scope)? == Some(true),
-                None => false,
-            };
-        if is_committed {
-            return Ok(Vec::new());
-        }
-        let mut scopes = self.home.stored_names(dir, name)?;
-        scopes.push(scope);
-        Ok(scopes)
     }
 
     /// Finishes or undoes what earlier transactions left.

@@ -8,7 +8,6 @@ use crate::claim::Claim;
 use crate::hidden::OwnLinks;
 use crate::object::Object;
 use crate::recovery::Opening;
-use crate::scope::ArenaId;
 use crate::scopes::Scopes;
 use crate::shadow::Mode;
 use crate::shadow::save::Originals;
@@ -16,6 +15,7 @@ use crate::shadow::shared::SharedTransactions;
 use crate::shadow::undo::ShadowUndo;
 use crate::staging_dir::Home;
 use crate::top_names::TopNames;
+use crate::transaction::arenas::ArenaNotes;
 use crate::tree::Tree;
 use crate::unanswered::Unanswered;
 use crate::vote::Votes;
@@ -48,10 +48,9 @@ pub struct TransactionalBacking<B: Backing> {
     pub shared: Arc<SharedTransactions<B>>,
     /// Votes of several hosts on commits.
     pub votes: Arc<Votes<B>>,
+    pub(crate) arena_notes: Arc<ArenaNotes<B>>,
     // parts end
     pub(crate) history: History,
-    /// [`crate::Opening::arena`].
-    pub(crate) arena: Option<ArenaId>,
     /// Mode of transactions that begin.
     pub(crate) mode: Mode,
     /// The host that aborted the last transaction of a scope, where that was another one.
@@ -79,6 +78,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let admission = Arc::new(Admission::new(&tree, &scopes));
         let shared = Arc::new(SharedTransactions::new(&home));
         let votes = Arc::new(Votes::new(&home, &tree, &scopes, &shared));
+        let arena_notes = Arc::new(ArenaNotes::new(&home, &shared, &votes, opening.arena));
         // new parts
         Self {
             home,
@@ -91,12 +91,12 @@ impl<B: Backing> TransactionalBacking<B> {
             admission,
             shared,
             votes,
+            arena_notes,
             // init parts
             history: History {
                 commits_max: opening.history,
                 numbers: Claim::default(),
             },
-            arena: opening.arena,
             mode: Mode::Buffer,
             stopped_by: Mutex::default(),
             unanswered: Mutex::default(),

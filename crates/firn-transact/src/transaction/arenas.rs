@@ -15,6 +15,7 @@
 //! killed was written in the transaction or waited for its outcome.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use base16ct::lower;
 use firn_backing::{Backing, Errno};
@@ -24,57 +25,39 @@ use crate::error::StoreError;
 use crate::own::is_path;
 use crate::recovery::Opening;
 use crate::scope::ArenaId;
+use crate::shadow::shared::SharedTransactions;
 use crate::staging;
+use crate::staging_dir::Home;
 use crate::transactional::TransactionalBacking;
+use crate::vote::Votes;
 use firn_hosts::host_dir::list_hosts;
 use firn_hosts::{Expected, Members};
 
 /// An arena, and the path of a scope of which it has nothing that counts.
 type Line = (ArenaId, Vec<u8>);
 
-impl<B: Backing> TransactionalBacking<B> {
-    /// Homes of transactions of which [`TransactionalBacking::drop_of`] is to be asked: of this backing without hosts, and of each
-    /// host that was ever there; but for that of `members`.
-    pub fn other_homes(
-        base: &B,
-        members: Option<&Members>,
-    ) -> Result<Vec<Option<Members>>, StoreError> {
-        if staging::find_dir(base, &base.root(), staging::TOP)?.is_none() {
-            return Ok(Vec::new());
-        }
-        let mut homes = vec![None];
-        for host in list_hosts(base)? {
-            homes.push(Some(Members {
-                host,
-                expected: Expected::Count(0),
-            }));
-        }
-        homes.retain(|home| {
-            home.as_ref().map(|home| &home.host) != members.map(|members| &members.host)
-        });
-        Ok(homes)
-    }
+/// Which arena has data of which transaction.
+pub(crate) struct ArenaNotes<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) shared: Arc<SharedTransactions<B>>,
+    pub(crate) votes: Arc<Votes<B>>,
+    /// [`crate::Opening::arena`].
+    pub(crate) arena: Option<ArenaId>,
+}
 
-    /// What [`TransactionalBacking::open_with`] says of an arena, for transactions in another home than that of the mount: they stay as
-    /// they are, for a mount whose home that is, and have nothing in this arena any more.
-    pub fn drop_of<E: From<StoreError>>(
-        base: B,
-        members: Option<Members>,
-        arena: ArenaId,
-        drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
-    ) -> Result<(), E> {
-        let opening = Opening {
-            members,
-            arena: Some(arena),
-            ..Opening::default()
-        };
-        let backing = Self::open_unrecovered(base, opening)?;
-        let scopes = backing.scopes_to_drop()?;
-        if scopes.is_empty() {
-            return Ok(());
+impl<B: Backing> ArenaNotes<B> {
+    pub(crate) fn new(
+        home: &Arc<Home<B>>,
+        shared: &Arc<SharedTransactions<B>>,
+        votes: &Arc<Votes<B>>,
+        arena: Option<ArenaId>,
+    ) -> Self {
+        Self {
+            home: Arc::clone(home),
+            shared: Arc::clone(shared),
+            votes: Arc::clone(votes),
+            arena,
         }
-        drop_pending(&scopes)?;
-        Ok(backing.forget_arena(arena)?)
     }
 
     /// Notes with which arena a transaction begins; durable with the next sync of its directory.
@@ -210,5 +193,51 @@ impl<B: Backing> TransactionalBacking<B> {
         } else {
             Ok(self.store_dropped(&home, &others)?)
         }
+    }
+}
+
+impl<B: Backing> TransactionalBacking<B> {
+    /// Homes of transactions of which [`TransactionalBacking::drop_of`] is to be asked: of this backing without hosts, and of each
+    /// host that was ever there; but for that of `members`.
+    pub fn other_homes(
+        base: &B,
+        members: Option<&Members>,
+    ) -> Result<Vec<Option<Members>>, StoreError> {
+        if staging::find_dir(base, &base.root(), staging::TOP)?.is_none() {
+            return Ok(Vec::new());
+        }
+        let mut homes = vec![None];
+        for host in list_hosts(base)? {
+            homes.push(Some(Members {
+                host,
+                expected: Expected::Count(0),
+            }));
+        }
+        homes.retain(|home| {
+            home.as_ref().map(|home| &home.host) != members.map(|members| &members.host)
+        });
+        Ok(homes)
+    }
+
+    /// What [`TransactionalBacking::open_with`] says of an arena, for transactions in another home than that of the mount: they stay as
+    /// they are, for a mount whose home that is, and have nothing in this arena any more.
+    pub fn drop_of<E: From<StoreError>>(
+        base: B,
+        members: Option<Members>,
+        arena: ArenaId,
+        drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let opening = Opening {
+            members,
+            arena: Some(arena),
+            ..Opening::default()
+        };
+        let backing = Self::open_unrecovered(base, opening)?;
+        let scopes = backing.arena_notes.scopes_to_drop()?;
+        if scopes.is_empty() {
+            return Ok(());
+        }
+        drop_pending(&scopes)?;
+        Ok(backing.arena_notes.forget_arena(arena)?)
     }
 }

@@ -118,7 +118,7 @@ impl<B: Backing> TransactionalBacking<B> {
             }
         }
         let scope = self.new_scope(serial, Arc::clone(root), path.to_vec(), dir.clone(), None)?;
-        self.note_arena(dir)?;
+        self.arena_notes.note_arena(dir)?;
         staging::put(&self.home.base, dir, staging::OPEN, path)?;
         Ok(scope)
     }

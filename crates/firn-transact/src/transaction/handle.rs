@@ -122,14 +122,16 @@ impl<'a, B: Backing> Prepared<'a, B> {
     pub fn publish_accesses(&self) -> Result<(), VoteError> {
         self.handle
             .store
-            .votes.publish_accesses(&self.handle.scope, self.id)
+            .votes
+            .publish_accesses(&self.handle.scope, self.id)
     }
 
     /// Looks whether all hosts have published, and finds the verdict if they have.
     pub(crate) fn poll_vote(&self) -> Result<Vote, VoteError> {
         self.handle
             .store
-            .votes.poll_vote(self.id, &self.handle.scope.path)
+            .votes
+            .poll_vote(self.id, &self.handle.scope.path)
     }
 
     /// Puts an end to its vote, if there is no verdict yet.

@@ -327,7 +327,7 @@ impl<B: Backing> TransactionalBacking<B> {
             }
         }
         scope.root = root;
-        self.note_arena(dir)?;
+        self.arena_notes.note_arena(dir)?;
         staging::put(&self.home.base, dir, staging::OPEN, path)?;
         Ok(scope)
     }

@@ -190,7 +190,8 @@ fn a_host_that_dies_at_any_call_leaves_both_parts_or_none() {
                     let before = stages[index];
                     match step(host, &mut stages[index]) {
                         Ok(false) if stages[index] == before => {
-                            host.votes.give_vote_up(ID, b"", "nobody came".into())
+                            host.votes
+                                .give_vote_up(ID, b"", "nobody came".into())
                                 .expect("give up");
                         }
                         Ok(_) => {}
@@ -623,7 +624,8 @@ fn regression_calling_off_what_is_ended_makes_no_vote() {
     hosts[0]
         .as_ref()
         .unwrap()
-        .votes.call_commit_off(ID, b"")
+        .votes
+        .call_commit_off(ID, b"")
         .expect("nothing is to be called off");
     assert_eq!(votes(&disk), [""; 0]);
 }
