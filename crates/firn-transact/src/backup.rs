@@ -24,7 +24,6 @@ mod portable;
 mod revive;
 pub(crate) mod rounds;
 
-pub(crate) use mirror::Mirror;
 pub use mirror::Progress;
 
 /// The change log in the directory of a backup.

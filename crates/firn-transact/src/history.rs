@@ -467,7 +467,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if let Some(found) = found {
             found.abort()?;
         }
-        self.withdraw_what_is_over()?;
+        self.backups.withdraw_what_is_over()?;
         let mut parts = vec![Area::Tree(Arc::clone(root))];
         // What is undone may have given the directory its name.
         parts.extend(root.parent().map(Area::Dir));

@@ -96,7 +96,7 @@ impl<B: Backing> TransactionalBacking<B> {
     ) -> Result<(), StoreError> {
         self.home.base.sync_scope(SyncScope::Changes)?;
         // Before the record is removed: a manifest without a record would seem to be all that is left.
-        self.drop_backup(serial);
+        self.backups.drop_backup(serial);
         let _one = Claim::own(&self.history.numbers);
         let firn = self.home.staging_dir()?;
         let mut numbers = staging::load_numbers(&self.home.base, &firn)?;

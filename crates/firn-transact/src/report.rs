@@ -62,7 +62,7 @@ impl<B: Backing> TransactionalBacking<B> {
             states: scope.count_states(),
             is_recovered: scope.recovered.is_some(),
             trouble: scope.application.trouble(),
-            backup: self.backup_progress(&scope),
+            backup: self.backups.backup_progress(&scope),
         };
         self.scopes.in_order().into_iter().map(one).collect()
     }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::backup::Mirror;
+use crate::backup::rounds::Backups;
 use crate::claim::Claim;
 use crate::hidden::OwnLinks;
 use crate::object::Object;
@@ -49,6 +49,8 @@ pub struct TransactionalBacking<B: Backing> {
     /// Votes of several hosts on commits.
     pub votes: Arc<Votes<B>>,
     pub(crate) arena_notes: Arc<ArenaNotes<B>>,
+    /// The backup of prepared transactions, if there is one.
+    pub backups: Arc<Backups<B>>,
     // parts end
     pub(crate) history: History,
     /// Mode of transactions that begin.
@@ -57,8 +59,6 @@ pub struct TransactionalBacking<B: Backing> {
     pub(crate) stopped_by: Mutex<BTreeMap<Vec<u8>, String>>,
     /// The last commit of a scope, by the path of the scope after it, where it was applied and the request failed after that.
     pub(crate) unanswered: Mutex<BTreeMap<Vec<u8>, Unanswered>>,
-    /// The backup of prepared transactions.
-    pub(crate) mirror: Option<Mirror<B>>,
 }
 
 impl<B: Backing> TransactionalBacking<B> {
@@ -79,6 +79,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let shared = Arc::new(SharedTransactions::new(&home));
         let votes = Arc::new(Votes::new(&home, &tree, &scopes, &shared));
         let arena_notes = Arc::new(ArenaNotes::new(&home, &shared, &votes, opening.arena));
+        let backups = Arc::new(Backups::new(&home, &scopes));
         // new parts
         Self {
             home,
@@ -92,6 +93,7 @@ impl<B: Backing> TransactionalBacking<B> {
             shared,
             votes,
             arena_notes,
+            backups,
             // init parts
             history: History {
                 commits_max: opening.history,
@@ -100,7 +102,6 @@ impl<B: Backing> TransactionalBacking<B> {
             mode: Mode::Buffer,
             stopped_by: Mutex::default(),
             unanswered: Mutex::default(),
-            mirror: None,
         }
     }
 

@@ -39,7 +39,7 @@ impl<B: Backing> TransactionalBacking<B> {
             _ if several.is_some() => {}
             Stage::Open => {
                 self.votes.withdraw_from_votes(&scope.path)?;
-                self.withdraw_for_good(scope.serial)?;
+                self.backups.withdraw_for_good(scope.serial)?;
                 // With the mark left, the next mount would drop what is written from now on.
                 if scope.shadow.is_none() {
                     self.home.forget_records(&scope.dir)?;
@@ -47,7 +47,7 @@ impl<B: Backing> TransactionalBacking<B> {
             }
             Stage::Prepared(id) => {
                 self.votes.decide_vote(id, &scope.path, false)?;
-                self.withdraw_for_good(scope.serial)?;
+                self.backups.withdraw_for_good(scope.serial)?;
                 match scope.shadow {
                     // From here on a crash ends in the tree before.
                     Some(_) => self.home.forget_record(&scope.dir)?,

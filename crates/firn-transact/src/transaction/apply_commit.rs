@@ -48,9 +48,9 @@ impl<B: Backing> TransactionalBacking<B> {
                 if let Some(record) = scope
                     .recovered
                     .as_ref()
-                    .filter(|_| !self.is_backed_up(scope))
+                    .filter(|_| !self.backups.is_backed_up(scope))
                 {
-                    self.back_up(scope, record)?;
+                    self.backups.back_up(scope, record)?;
                 }
                 self.votes.agree_with_hosts(scope, stage, id)?;
                 let from = OsStr::new(staging::RECORD);
@@ -67,7 +67,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 self.write_record(scope, id)?;
                 self.home
                     .place_record(scope, staging::COMMIT)
-                    .inspect_err(|_| self.withdraw_backup(scope))?;
+                    .inspect_err(|_| self.backups.withdraw_backup(scope))?;
                 scope.set_stage(Stage::Decided(id));
                 self.home.base.sync_dir(&scope.dir)?;
             }

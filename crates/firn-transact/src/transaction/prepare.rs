@@ -45,7 +45,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.write_record(scope, id)?;
         self.home
             .place_record(scope, staging::RECORD)
-            .inspect_err(|_| self.withdraw_backup(scope))?;
+            .inspect_err(|_| self.backups.withdraw_backup(scope))?;
         if let Err(errno) = self.home.base.sync_dir(&scope.dir) {
             // The caller was not told: either the record is removed, or it stays and can be decided.
             if self
@@ -56,7 +56,7 @@ impl<B: Backing> TransactionalBacking<B> {
             {
                 scope.set_stage(Stage::Prepared(id));
             } else {
-                self.withdraw_backup(scope);
+                self.backups.withdraw_backup(scope);
             }
             return Err(errno.into());
         }
@@ -77,6 +77,6 @@ impl<B: Backing> TransactionalBacking<B> {
         )?;
         self.home.sync_staging_dir()?;
         // The backup comes last, so that little can fail after it.
-        self.back_up(scope, &record)
+        self.backups.back_up(scope, &record)
     }
 }

@@ -183,7 +183,7 @@ fn lost<B: Backing>(
     for part in 1..4 {
         suite::differential::run(&backing, &plain, seed + part * 1_000_000, 70);
         for _ in 0..seed % 3 {
-            backing.back_up_ahead();
+            backing.backups.back_up_ahead();
         }
     }
     (before, plain, backing)
@@ -197,7 +197,7 @@ fn what_was_prepared_is_finished_from_the_backup_on_another_copy_of_the_tree() {
         println!("seed {seed}");
         let (before, plain, backing) = lost(SimBacking::new(), SimBacking::new(), seed);
         backing.prepare(&backing.root(), 5).expect("prepare");
-        let store = backing.backups().expect("a backup").fork();
+        let store = backing.backups.directory().expect("a backup").fork();
         objects += only(&store).1.entries.len();
         drop(backing);
         let old = tree(&PlainBacking::new(before.fork())).expect("tree");
@@ -332,9 +332,9 @@ fn a_new_top_and_a_new_name_of_a_top_are_finished_from_the_backup() {
             let scope = backing.lookup(&parent, OsStr::new("d")).expect("d").0;
             drop(backing.begin(&scope, b"p/d").expect("begin"));
         }
-        backing.back_up_ahead();
+        backing.backups.back_up_ahead();
         change_and_rename(&backing);
-        backing.back_up_ahead();
+        backing.backups.back_up_ahead();
         change_and_rename(&plain);
         let top = |backing: &TransactionalBacking<SimBacking>| {
             backing
@@ -343,7 +343,7 @@ fn a_new_top_and_a_new_name_of_a_top_are_finished_from_the_backup() {
                 .expect("a transaction")
         };
         backing.prepare(&top(&backing), 5).expect("prepare");
-        let store = backing.backups().expect("a backup").fork();
+        let store = backing.backups.directory().expect("a backup").fork();
         drop(backing);
         let old = tree_in(&PlainBacking::new(before.fork()));
 
@@ -375,14 +375,14 @@ fn a_new_top_and_a_new_name_of_a_top_are_finished_from_the_backup() {
 #[test]
 fn a_backup_is_there_only_while_its_transaction_is_prepared() {
     let (_, backing) = prepared();
-    let store = || backing.backups().expect("a backup");
+    let store = || backing.backups.directory().expect("a backup");
     only(store());
     backing.abort(&backing.root()).expect("abort");
     assert!(entries(store(), &store().root()).is_empty(), "aborted");
     backing.begin(&backing.root(), b"").expect("begin");
     put(&backing, "new", b"new");
     for _ in 0..3 {
-        backing.back_up_ahead();
+        backing.backups.back_up_ahead();
     }
     let names = entries(store(), &store().root());
     let (dir, _) = store()
@@ -405,7 +405,7 @@ fn a_backup_is_there_only_while_its_transaction_is_prepared() {
 #[test]
 fn a_backup_that_is_torn_or_has_lost_a_piece_is_refused() {
     let (before, backing) = prepared();
-    let store = backing.backups().expect("a backup");
+    let store = backing.backups.directory().expect("a backup");
     let (dir, manifest) = only(store);
     let old = before.tree();
     let bytes = manifest.encode();
@@ -472,7 +472,7 @@ fn a_backup_that_is_torn_or_has_lost_a_piece_is_refused() {
 #[test]
 fn a_tree_that_is_not_the_one_before_is_refused() {
     let (before, backing) = prepared();
-    let store = backing.backups().expect("a backup");
+    let store = backing.backups.directory().expect("a backup");
     let (dir, manifest) = only(store);
     let refused = |change: fn(&SimBacking), word: &str| {
         let other = before.fork();
@@ -527,7 +527,7 @@ fn a_tree_that_is_not_the_one_before_is_refused() {
 #[test]
 fn a_backup_that_the_backing_does_not_know_is_not_removed() {
     let (before, backing) = prepared();
-    let store = backing.backups().expect("a backup").fork();
+    let store = backing.backups.directory().expect("a backup").fork();
     let base = backing.base().fork();
     drop(backing);
     let known = TransactionalBacking::known_backups(&base, None).expect("known");
@@ -546,9 +546,9 @@ fn a_backup_that_the_backing_does_not_know_is_not_removed() {
         .0
         .backed_up(store, &known)
         .expect("it waits");
-    only(back.backups().expect("a backup"));
+    only(back.backups.directory().expect("a backup"));
     back.commit(&back.root(), 5).expect("commit");
-    let store = back.backups().expect("a backup");
+    let store = back.backups.directory().expect("a backup");
     assert!(entries(store, &store.root()).is_empty());
 
     // What was prepared without a backup comes into it.
@@ -559,5 +559,5 @@ fn a_backup_that_the_backing_does_not_know_is_not_removed() {
         .0
         .backed_up(SimBacking::new(), &BTreeSet::new())
         .expect("open");
-    only(again.backups().expect("a backup"));
+    only(again.backups.directory().expect("a backup"));
 }
