@@ -18,9 +18,12 @@ use crate::copy::copy_with_holes;
 use crate::error::{RestoreError, StoreError};
 use crate::object::Object;
 use crate::scope::Scope;
+use crate::scopes::Scopes;
 use crate::staging;
+use crate::staging_dir::Home;
 use crate::transaction::handle::Found;
 use crate::transactional::TransactionalBacking;
+use crate::tree::Tree;
 use crate::tree::path_of;
 use crate::uses::Area;
 
@@ -55,10 +58,36 @@ fn chain_of(all: &[(u64, ChangeLog)], scope: &[u8]) -> Vec<u64> {
     chain
 }
 
-impl<B: Backing> TransactionalBacking<B> {
+/// What a backing keeps of commits that are over.
+pub struct History<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) tree: Arc<Tree<B>>,
+    pub(crate) scopes: Arc<Scopes<B>>,
+    /// Commits of each scope that can be undone.
+    pub(crate) commits_max: u32,
+    /// Owned by whoever changes the list of the last commit of each scope.
+    pub(crate) numbers: Claim,
+}
+
+impl<B: Backing> History<B> {
+    pub(crate) fn new(
+        home: &Arc<Home<B>>,
+        tree: &Arc<Tree<B>>,
+        scopes: &Arc<Scopes<B>>,
+        commits_max: u32,
+    ) -> Self {
+        Self {
+            home: Arc::clone(home),
+            tree: Arc::clone(tree),
+            scopes: Arc::clone(scopes),
+            commits_max,
+            numbers: Claim::default(),
+        }
+    }
+
     /// Fills in the undo parts of a log, and stages what they refer to.
     pub(crate) fn stage_undo(&self, scope: &Scope<B>, log: &mut ChangeLog) -> Result<(), Errno> {
-        if self.history.commits_max == 0 {
+        if self.commits_max == 0 {
             return Ok(());
         }
         let firn = self.home.staging_dir()?;
@@ -206,7 +235,7 @@ impl<B: Backing> TransactionalBacking<B> {
         serial: u64,
         log: &ChangeLog,
     ) -> Result<bool, StoreError> {
-        let is_kept = log.can_be_undone && self.history.commits_max > 0;
+        let is_kept = log.can_be_undone && self.commits_max > 0;
         if is_kept {
             let from = format!("tx-{serial}");
             let to = name(serial);
@@ -221,7 +250,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         // Nothing leads back over a commit that cannot be undone.
         let count = if is_kept {
-            self.history.commits_max as usize
+            self.commits_max as usize
         } else {
             0
         };
@@ -246,7 +275,7 @@ impl<B: Backing> TransactionalBacking<B> {
         serial: u64,
         dir: &B::Inode,
     ) -> Result<(), Errno> {
-        if self.history.commits_max > 0
+        if self.commits_max > 0
             && staging::find(&self.home.base, firn, OsStr::new(&name(serial)))?.is_some()
         {
             return self.clear_redo(dir);
@@ -320,7 +349,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let Some(firn) = self.home.find_staging_dir()? else {
             return Ok(());
         };
-        let _one = Claim::own(&self.history.numbers);
+        let _one = Claim::own(&self.numbers);
         let mut numbers = staging::load_numbers(&self.home.base, &firn)?;
         if numbers.remove(scope).is_some() {
             staging::store_numbers(&self.home.base, &firn, &numbers)?;
@@ -404,7 +433,9 @@ impl<B: Backing> TransactionalBacking<B> {
             }),
         }
     }
+}
 
+impl<B: Backing> TransactionalBacking<B> {
     /// Undoes a commit, the newest of the scope at `root`. From the rename on it is a transaction that is decided: where
     /// this fails later it is applied by [`Decided::apply`](crate::Decided::apply), the next [`TransactionalBacking::restore`], or the next
     /// mount. The caller holds names and data.
@@ -463,7 +494,7 @@ impl<B: Backing> TransactionalBacking<B> {
             Some(found) => found.scope().to_vec(),
             None => path_of(root),
         };
-        let steps = self.steps_back(&path, id)?;
+        let steps = self.history.steps_back(&path, id)?;
         if let Some(found) = found {
             found.abort()?;
         }

@@ -107,7 +107,7 @@ impl<B: Backing> TransactionalBacking<B> {
             id => numbers.insert(scope.to_vec(), id),
         };
         staging::store_numbers(&self.home.base, &firn, &numbers)?;
-        if direction == Direction::Redo && self.keep_log(&firn, serial, log)? {
+        if direction == Direction::Redo && self.history.keep_log(&firn, serial, log)? {
             return Ok(());
         }
         Ok(self.home.forget_records(dir)?)
@@ -139,7 +139,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Removes the directory of a transaction that is over; whether that is done. What is left goes when the next one
     /// begins, or with the next mount.
     pub(crate) fn remove_or_leave(&self, firn: &B::Inode, serial: u64, dir: &B::Inode) -> bool {
-        let removed = self.remove_or_keep(firn, serial, dir);
+        let removed = self.history.remove_or_keep(firn, serial, dir);
         if let Err(errno) = removed {
             tracing::warn!(%errno, serial, "cannot remove what a transaction staged; it is tried again");
             self.scopes.add_leftover(serial, dir);

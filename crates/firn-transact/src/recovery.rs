@@ -296,7 +296,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 self.home
                     .sync_what_was_applied(firn, log.scope_after(direction))?;
                 self.finish_commit(&dir, (&log, direction), serial)?;
-                self.remove_or_keep(firn, serial, &dir)?;
+                self.history.remove_or_keep(firn, serial, &dir)?;
                 outcome.finished.push(log.id_after(direction));
             } else if let Some(record) = prepared {
                 outcome.waiting.push((record.id, record.scope.clone()));
@@ -311,7 +311,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 self.home.remove_transaction(firn, &dir, &name)?;
             }
         }
-        self.clear_kept_logs(firn)?;
+        self.history.clear_kept_logs(firn)?;
         Ok(())
     }
 

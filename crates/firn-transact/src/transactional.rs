@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::backup::rounds::Backups;
-use crate::claim::Claim;
 use crate::hidden::OwnLinks;
+use crate::history::History;
 use crate::object::Object;
 use crate::recovery::Opening;
 use crate::scopes::Scopes;
@@ -22,14 +22,6 @@ use crate::vote::Votes;
 use crate::waiting::Admission;
 use firn_backing::Backing;
 use firn_backing::lock::Mutex;
-
-/// What a backing keeps of commits that are over.
-pub(crate) struct History {
-    /// Commits of each scope that can be undone.
-    pub(crate) commits_max: u32,
-    /// Owned by whoever changes the list of the last commit of each scope.
-    pub(crate) numbers: Claim,
-}
 
 /// A backing whose directories can be in a transaction.
 pub struct TransactionalBacking<B: Backing> {
@@ -51,8 +43,9 @@ pub struct TransactionalBacking<B: Backing> {
     pub(crate) arena_notes: Arc<ArenaNotes<B>>,
     /// The backup of prepared transactions, if there is one.
     pub backups: Arc<Backups<B>>,
+    /// What a backing keeps of commits that are over.
+    pub history: Arc<History<B>>,
     // parts end
-    pub(crate) history: History,
     /// Mode of transactions that begin.
     pub(crate) mode: Mode,
     /// The host that aborted the last transaction of a scope, where that was another one.
@@ -80,6 +73,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let votes = Arc::new(Votes::new(&home, &tree, &scopes, &shared));
         let arena_notes = Arc::new(ArenaNotes::new(&home, &shared, &votes, opening.arena));
         let backups = Arc::new(Backups::new(&home, &scopes));
+        let history = Arc::new(History::new(&home, &tree, &scopes, opening.history));
         // new parts
         Self {
             home,
@@ -94,11 +88,8 @@ impl<B: Backing> TransactionalBacking<B> {
             votes,
             arena_notes,
             backups,
+            history,
             // init parts
-            history: History {
-                commits_max: opening.history,
-                numbers: Claim::default(),
-            },
             mode: Mode::Buffer,
             stopped_by: Mutex::default(),
             unanswered: Mutex::default(),

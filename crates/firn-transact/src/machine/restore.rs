@@ -50,7 +50,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             Some(found) if found.id() == Some(id) => Ok(Step::FinishCommit { found, id }),
             Some(Found::Decided(commit)) => Err(StageError::Decided { id: commit.id() }.into()),
             Some(found) => {
-                self.store.can_restore(&path, id)?;
+                self.store.history.can_restore(&path, id)?;
                 if self.store.shares() {
                     let place = Place::directory(&path);
                     let restore = Step::Restore {
@@ -71,7 +71,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
                 })
             }
             None => {
-                self.store.can_restore(&path, id)?;
+                self.store.history.can_restore(&path, id)?;
                 Ok(Step::Restore {
                     place: Place::directory(&path),
                     path,

@@ -209,7 +209,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let _quiet = self.tree.quiesce(vec![Area::Dir(Arc::clone(parent))]);
         let name = self.name_of_new_top(parent, path)?;
         // What a directory of this name left that is no more.
-        self.forget_commits(path)?;
+        self.history.forget_commits(path)?;
         self.open_scope(path, None, |serial, firn, dir| {
             self.start_created(serial, (parent, &name, path), maker, (firn, dir))
         })

@@ -51,7 +51,11 @@ fn each_commit_that_is_kept_is_restored() {
         println!("seed {seed}");
         for back in 1..=u64::from(HISTORY) {
             let (backing, trees) = committed(seed, 5);
-            assert_eq!(backing.kept(b""), Ok(vec![5, 4, 3, 2]), "seed {seed}");
+            assert_eq!(
+                backing.history.kept(b""),
+                Ok(vec![5, 4, 3, 2]),
+                "seed {seed}"
+            );
             // What is open is thrown away with it.
             if seed % 2 == 0 {
                 backing.begin(&backing.root(), b"").expect("begin");

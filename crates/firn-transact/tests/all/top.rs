@@ -383,12 +383,12 @@ fn a_restore_brings_the_name_of_the_top_back() {
         let scope = at(&backing, &format!("p/{top}")).expect("scope");
         backing.commit(&scope, 2).expect("commit");
         let path = format!("p/{top}").into_bytes();
-        assert_eq!(backing.kept(&path), Ok(vec![2, 1]), "{told}");
+        assert_eq!(backing.history.kept(&path), Ok(vec![2, 1]), "{told}");
         // And one more, so that the way back leads under both names.
         backing.begin(&scope, &path).expect("begin");
         run(&backing, &mut top, Create("third")).expect("create");
         backing.commit(&scope, 3).expect("commit");
-        assert_eq!(backing.kept(&path), Ok(vec![3, 2, 1]), "{told}");
+        assert_eq!(backing.history.kept(&path), Ok(vec![3, 2, 1]), "{told}");
         backing.restore(&scope, 1).expect("restore");
         assert_eq!(
             without_links(seen(&backing)),
