@@ -10,14 +10,17 @@ use std::sync::Arc;
 
 use firn_backing::{Backing, Errno, SyncScope};
 
+use crate::backup::rounds::Backups;
 use crate::change_log::{ChangeLog, Direction, NO_ID};
 use crate::claim::Claim;
 use crate::error::StoreError;
+use crate::hidden::OwnLinks;
+use crate::history::History;
 use crate::scope::{Scope, Stage};
+use crate::scopes::Scopes;
 use crate::shadow::Shadow;
 use crate::staging;
 use crate::staging_dir::Home;
-use crate::transactional::TransactionalBacking;
 
 impl<B: Backing> Home<B> {
     /// A record in the directory `name` of `.firn/`; `None` where there is none.
@@ -86,7 +89,32 @@ impl<B: Backing> Home<B> {
     }
 }
 
-impl<B: Backing> TransactionalBacking<B> {
+/// How transactions leave the backing: records, directories, links.
+pub(crate) struct Endings<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) scopes: Arc<Scopes<B>>,
+    pub(crate) own_links: Arc<OwnLinks<B>>,
+    pub(crate) history: Arc<History<B>>,
+    pub(crate) backups: Arc<Backups<B>>,
+}
+
+impl<B: Backing> Endings<B> {
+    pub(crate) fn new(
+        home: &Arc<Home<B>>,
+        scopes: &Arc<Scopes<B>>,
+        own_links: &Arc<OwnLinks<B>>,
+        history: &Arc<History<B>>,
+        backups: &Arc<Backups<B>>,
+    ) -> Self {
+        Self {
+            home: Arc::clone(home),
+            scopes: Arc::clone(scopes),
+            own_links: Arc::clone(own_links),
+            history: Arc::clone(history),
+            backups: Arc::clone(backups),
+        }
+    }
+
     /// After the last step of a commit: stores its number, keeps what undoes it, and removes its record.
     pub(crate) fn finish_commit(
         &self,

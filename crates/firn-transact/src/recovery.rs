@@ -295,7 +295,8 @@ impl<B: Backing> TransactionalBacking<B> {
                 Apply::new(below, (&log, direction), &new, &away).run()?;
                 self.home
                     .sync_what_was_applied(firn, log.scope_after(direction))?;
-                self.finish_commit(&dir, (&log, direction), serial)?;
+                self.endings
+                    .finish_commit(&dir, (&log, direction), serial)?;
                 self.history.remove_or_keep(firn, serial, &dir)?;
                 outcome.finished.push(log.id_after(direction));
             } else if let Some(record) = prepared {

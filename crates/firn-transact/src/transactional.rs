@@ -7,6 +7,7 @@ use crate::backup::rounds::Backups;
 use crate::hidden::OwnLinks;
 use crate::history::History;
 use crate::object::Object;
+use crate::records::Endings;
 use crate::recovery::Opening;
 use crate::scopes::Scopes;
 use crate::shadow::Mode;
@@ -45,6 +46,7 @@ pub struct TransactionalBacking<B: Backing> {
     pub backups: Arc<Backups<B>>,
     /// What a backing keeps of commits that are over.
     pub history: Arc<History<B>>,
+    pub(crate) endings: Arc<Endings<B>>,
     // parts end
     /// Mode of transactions that begin.
     pub(crate) mode: Mode,
@@ -74,6 +76,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let arena_notes = Arc::new(ArenaNotes::new(&home, &shared, &votes, opening.arena));
         let backups = Arc::new(Backups::new(&home, &scopes));
         let history = Arc::new(History::new(&home, &tree, &scopes, opening.history));
+        let endings = Arc::new(Endings::new(&home, &scopes, &own_links, &history, &backups));
         // new parts
         Self {
             home,
@@ -89,6 +92,7 @@ impl<B: Backing> TransactionalBacking<B> {
             arena_notes,
             backups,
             history,
+            endings,
             // init parts
             mode: Mode::Buffer,
             stopped_by: Mutex::default(),

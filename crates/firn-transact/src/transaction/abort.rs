@@ -76,8 +76,8 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         self.put_top_back(scope);
         self.own_links.dirs_are_back(scope);
-        self.end_transaction(scope);
-        self.clean_up(scope);
+        self.endings.end_transaction(scope);
+        self.endings.clean_up(scope);
         if let Stage::Prepared(id) = stage {
             self.votes.leave_vote(id, &scope.path)?;
         }

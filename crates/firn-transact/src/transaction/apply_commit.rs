@@ -131,7 +131,7 @@ impl<B: Backing> TransactionalBacking<B> {
         next.set_stage(Stage::Ended);
         // Nothing was changed in it: its changes waited. Later ones are made after this commit.
         scope.refuse_changes(false);
-        self.clean_up(&next);
+        self.endings.clean_up(&next);
         Ok(true)
     }
 
@@ -178,8 +178,8 @@ impl<B: Backing> TransactionalBacking<B> {
         self.own_links.unhide(scope);
         self.apply(scope)?;
         self.settle_top(scope);
-        self.end_transaction(scope);
-        self.clean_up(scope);
+        self.endings.end_transaction(scope);
+        self.endings.clean_up(scope);
         Ok(())
     }
 
@@ -191,7 +191,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.hold_new(scope)?;
         self.drop_changes_of(scope);
         drop(quiet);
-        self.clean_up(scope);
+        self.endings.clean_up(scope);
         Ok(())
     }
 
@@ -218,7 +218,8 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         drop(changed);
         apply.run()?;
-        self.finish_commit(&scope.dir, (&log, direction), scope.serial)
+        self.endings
+            .finish_commit(&scope.dir, (&log, direction), scope.serial)
     }
 
     /// From here on programs see the backing again; the caller holds names and data.
@@ -244,7 +245,7 @@ impl<B: Backing> TransactionalBacking<B> {
             }
             object.close_lower_files();
         }
-        self.end_transaction(scope);
+        self.endings.end_transaction(scope);
     }
 
     /// Notes the attributes that programs see of the objects of a decided transaction, before its first step changes them.

@@ -45,7 +45,7 @@ impl<B: Backing> TransactionalBacking<B> {
         start: impl FnOnce(u64, &B::Inode, &B::Inode) -> Result<Scope<B>, BeginError>,
     ) -> Result<Open<'_, B>, BeginError> {
         let firn = self.own_links.make_hidden_staging_dir()?;
-        self.remove_leftovers(&firn);
+        self.endings.remove_leftovers(&firn);
         let serial = self.scopes.next_serial();
         let name = format!("tx-{serial}");
         let dir = staging::dir(&self.home.base, &firn, &name)?;
@@ -53,7 +53,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let (scope, result) = match started {
             Ok(started) => started,
             Err(error) => {
-                self.remove_or_leave(&firn, serial, &dir);
+                self.endings.remove_or_leave(&firn, serial, &dir);
                 return Err(error);
             }
         };
