@@ -6,13 +6,16 @@ use std::sync::Arc;
 use firn_backing::{Attr, Backing, Errno, Kind, Placing, Result, SetTime, Time};
 
 use crate::claim::Owning;
+use crate::hidden::OwnLinks;
 use crate::inline_changes::InlineChanges;
 use crate::object::{Change, Inner, Object, StagedCopy};
 use crate::scope::Scope;
 use crate::shadow::NO_BYTES;
+use crate::shadow::save::Originals;
 use crate::staging;
 use crate::staging_dir::Home;
-use crate::transactional::TransactionalBacking;
+use crate::top_names::TopNames;
+use crate::waiting::Admission;
 
 /// What a change has to do with attributes.
 struct ChangedAttributes<B: Backing> {
@@ -93,7 +96,32 @@ impl<B: Backing> Home<B> {
     }
 }
 
-impl<B: Backing> TransactionalBacking<B> {
+/// Attributes of objects, and the staged copies and inline changes of those that a transaction changed.
+pub(crate) struct Objects<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) originals: Arc<Originals<B>>,
+    pub(crate) own_links: Arc<OwnLinks<B>>,
+    pub(crate) top_names: Arc<TopNames<B>>,
+    pub(crate) admission: Arc<Admission<B>>,
+}
+
+impl<B: Backing> Objects<B> {
+    pub(crate) fn new(
+        home: &Arc<Home<B>>,
+        originals: &Arc<Originals<B>>,
+        own_links: &Arc<OwnLinks<B>>,
+        top_names: &Arc<TopNames<B>>,
+        admission: &Arc<Admission<B>>,
+    ) -> Self {
+        Self {
+            home: Arc::clone(home),
+            originals: Arc::clone(originals),
+            own_links: Arc::clone(own_links),
+            top_names: Arc::clone(top_names),
+            admission: Arc::clone(admission),
+        }
+    }
+
     /// The attributes of an object that programs see.
     pub(crate) fn read_attr(&self, object: &Object<B>) -> Result<Attr> {
         let inner = object.inner.share();

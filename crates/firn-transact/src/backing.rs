@@ -154,7 +154,7 @@ impl<B: Backing> Attributes for TransactionalBacking<B> {
         {
             self.home.base.stat(Target::Inode(&inode), freshness)?;
         }
-        self.read_attr(object)
+        self.objects.read_attr(object)
     }
 
     fn set_attr(&self, object: &Arc<Object<B>>, change: AttrChange<'_>) -> Result<()> {
@@ -163,13 +163,13 @@ impl<B: Backing> Attributes for TransactionalBacking<B> {
                 atime: SetTime::Keep,
                 mtime: SetTime::Keep,
             } => Ok(()),
-            AttrChange::Times { atime, mtime } => self.set_times_of(object, atime, mtime),
+            AttrChange::Times { atime, mtime } => self.objects.set_times_of(object, atime, mtime),
             AttrChange::Mode(_)
             | AttrChange::Owner { .. }
             | AttrChange::SetXattr { .. }
-            | AttrChange::RemoveXattr { .. } => {
-                self.change_attributes(object, |inode| self.home.base.set_attr(inode, change))
-            }
+            | AttrChange::RemoveXattr { .. } => self
+                .objects
+                .change_attributes(object, |inode| self.home.base.set_attr(inode, change)),
         }
     }
 }
@@ -191,13 +191,13 @@ impl<B: Backing> Files for TransactionalBacking<B> {
         let from = match resize {
             Resize::To(len) => return self.set_len_tracked(file, len).map(|()| true),
             Resize::AtLeast(len) | Resize::Finish(len) => len,
-            Resize::Unchanged => self.read_attr(&file.object)?.size,
+            Resize::Unchanged => self.objects.read_attr(&file.object)?.size,
         };
         let below = |below: &B::File| self.home.base.resize(below, resize);
         if let Some(is_done) = self.outside_transactions(file, from, below)? {
             return Ok(is_done);
         }
-        let len = || Ok(self.read_attr(&file.object)?.size);
+        let len = || Ok(self.objects.read_attr(&file.object)?.size);
         resize_by_set_len(resize, len, |len| self.set_len_tracked(file, len))
     }
 

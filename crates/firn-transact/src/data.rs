@@ -245,7 +245,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 offset,
             );
         };
-        if let Some(count) = self.write_inline(&scope, object, data, offset)? {
+        if let Some(count) = self.objects.write_inline(&scope, object, data, offset)? {
             return Ok(count);
         }
         self.ready(&scope, object)?;
@@ -351,7 +351,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if is_staged || object.is_nameless() {
             return Ok(());
         }
-        self.stage_copy(scope, object, &object.inner.own())
+        self.objects.stage_copy(scope, object, &object.inner.own())
     }
 
     fn wrote(&self, object: &Object<B>, offset: u64, len: u64) {

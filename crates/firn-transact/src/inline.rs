@@ -10,18 +10,18 @@ use std::sync::atomic::Ordering;
 
 use firn_backing::{Access, Backing, Kind, Result, SetTime, Time};
 
+use crate::attributes::Objects;
 use crate::inline_changes::InlineChanges;
 use crate::object::{Object, StagedCopy};
 use crate::scope::Scope;
 use crate::staging;
-use crate::transactional::TransactionalBacking;
 
 /// Bytes that one file may have here.
 const FILE_BYTES: u64 = 16 << 10;
 /// Bytes of all files of a transaction.
 const SCOPE_BYTES: u64 = 16 << 20;
 
-impl<B: Backing> TransactionalBacking<B> {
+impl<B: Backing> Objects<B> {
     /// Takes a write, if it is a change of a few bytes of a file that was there.
     pub(crate) fn write_inline(
         &self,

@@ -37,7 +37,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let found = self.find_entry(parent, name)?.ok_or(Errno::NOENT)?;
         let object = found.object;
         let as_below = found.attr.filter(|_| self.shows_attr_below(&object));
-        let attr = as_below.map_or_else(|| self.read_attr(&object), Ok)?;
+        let attr = as_below.map_or_else(|| self.objects.read_attr(&object), Ok)?;
         Ok((object, attr))
     }
 
@@ -342,7 +342,9 @@ impl<B: Backing> TransactionalBacking<B> {
             return Err(Errno::XDEV);
         }
         self.top_names.must_not_be_a_top(parent, name)?;
-        if shadow(&scope).is_some() && (parent.is_gone() || self.read_attr(object)?.nlink == 0) {
+        if shadow(&scope).is_some()
+            && (parent.is_gone() || self.objects.read_attr(object)?.nlink == 0)
+        {
             return Err(Errno::NOENT);
         }
         let Some(scope) = self.originals.holding(scope, parent, NO_BYTES)? else {
@@ -350,7 +352,7 @@ impl<B: Backing> TransactionalBacking<B> {
             let dir = parent.inode(&self.home.base)?;
             let attr = self.home.base.link(&inode, &dir, name)?;
             return if object.may_hide_links() {
-                self.read_attr(object)
+                self.objects.read_attr(object)
             } else {
                 Ok(attr)
             };
@@ -365,13 +367,13 @@ impl<B: Backing> TransactionalBacking<B> {
         if object.kind == Kind::Dir {
             return Err(Errno::PERM);
         }
-        if self.read_attr(object)?.nlink == 0 {
+        if self.objects.read_attr(object)?.nlink == 0 {
             return Err(Errno::NOENT);
         }
         self.renamed(&scope, object, 1);
         self.name(&scope, parent, (name, false), Some(object), 0);
         scope.check_names(&[parent, object]);
-        self.read_attr(object)
+        self.objects.read_attr(object)
     }
 
     pub(crate) fn move_name(

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use crate::attributes::Objects;
 use crate::backup::rounds::Backups;
 use crate::hidden::OwnLinks;
 use crate::history::History;
@@ -47,6 +48,7 @@ pub struct TransactionalBacking<B: Backing> {
     /// What a backing keeps of commits that are over.
     pub history: Arc<History<B>>,
     pub(crate) endings: Arc<Endings<B>>,
+    pub(crate) objects: Arc<Objects<B>>,
     // parts end
     /// Mode of transactions that begin.
     pub(crate) mode: Mode,
@@ -77,6 +79,9 @@ impl<B: Backing> TransactionalBacking<B> {
         let backups = Arc::new(Backups::new(&home, &scopes));
         let history = Arc::new(History::new(&home, &tree, &scopes, opening.history));
         let endings = Arc::new(Endings::new(&home, &scopes, &own_links, &history, &backups));
+        let objects = Arc::new(Objects::new(
+            &home, &originals, &own_links, &top_names, &admission,
+        ));
         // new parts
         Self {
             home,
@@ -93,6 +98,7 @@ impl<B: Backing> TransactionalBacking<B> {
             backups,
             history,
             endings,
+            objects,
             // init parts
             mode: Mode::Buffer,
             stopped_by: Mutex::default(),

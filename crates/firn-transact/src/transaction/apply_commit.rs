@@ -263,7 +263,7 @@ impl<B: Backing> TransactionalBacking<B> {
             if is_done {
                 continue;
             }
-            let attr = match self.read_attr(object) {
+            let attr = match self.objects.read_attr(object) {
                 Ok(attr) => Some(attr),
                 Err(Errno::STALE) => None,
                 Err(errno) => return Err(errno),
