@@ -150,7 +150,7 @@ impl<B: Backing> Attributes for TransactionalBacking<B> {
             Target::File(file) => &file.object,
         };
         if freshness == Freshness::Current
-            && let Some(inode) = self.unchanged(object)
+            && let Some(inode) = self.file_data.unchanged(object)
         {
             self.home.base.stat(Target::Inode(&inode), freshness)?;
         }
@@ -176,37 +176,37 @@ impl<B: Backing> Attributes for TransactionalBacking<B> {
 
 impl<B: Backing> Files for TransactionalBacking<B> {
     fn open(&self, object: &Arc<Object<B>>, access: Access) -> Result<TrackedFile<B>> {
-        self.open_tracked(object, access)
+        self.file_data.open_tracked(object, access)
     }
 
     fn read_at(&self, file: &TrackedFile<B>, buf: &mut [u8], offset: u64) -> Result<usize> {
-        self.read_tracked(file, buf, offset)
+        self.file_data.read_tracked(file, buf, offset)
     }
 
     fn write_parts(&self, file: &TrackedFile<B>, parts: &[DataPart<'_>]) -> Result<u64> {
-        self.write_tracked(file, parts)
+        self.file_data.write_tracked(file, parts)
     }
 
     fn resize(&self, file: &TrackedFile<B>, resize: Resize) -> Result<bool> {
         let from = match resize {
-            Resize::To(len) => return self.set_len_tracked(file, len).map(|()| true),
+            Resize::To(len) => return self.file_data.set_len_tracked(file, len).map(|()| true),
             Resize::AtLeast(len) | Resize::Finish(len) => len,
             Resize::Unchanged => self.objects.read_attr(&file.object)?.size,
         };
         let below = |below: &B::File| self.home.base.resize(below, resize);
-        if let Some(is_done) = self.outside_transactions(file, from, below)? {
+        if let Some(is_done) = self.file_data.outside_transactions(file, from, below)? {
             return Ok(is_done);
         }
         let len = || Ok(self.objects.read_attr(&file.object)?.size);
-        resize_by_set_len(resize, len, |len| self.set_len_tracked(file, len))
+        resize_by_set_len(resize, len, |len| self.file_data.set_len_tracked(file, len))
     }
 
     fn allocate(&self, file: &TrackedFile<B>, mode: i32, offset: u64, len: u64) -> Result<()> {
-        self.allocate_tracked(file, mode, offset, len)
+        self.file_data.allocate_tracked(file, mode, offset, len)
     }
 
     fn seek(&self, file: &TrackedFile<B>, offset: u64, what: Seek) -> Result<u64> {
-        self.seek_tracked(file, offset, what)
+        self.file_data.seek_tracked(file, offset, what)
     }
 
     fn copy_range(
@@ -217,15 +217,18 @@ impl<B: Backing> Files for TransactionalBacking<B> {
         to_offset: u64,
         len: u64,
     ) -> Result<u64> {
-        self.copy_tracked((from, from_offset), (to, to_offset), len)
+        self.file_data
+            .copy_tracked((from, from_offset), (to, to_offset), len)
     }
 
     fn sync(&self, file: &TrackedFile<B>, data_only: bool) -> Result<()> {
-        self.sync_tracked(file, data_only)
+        self.file_data.sync_tracked(file, data_only)
     }
 
     fn advise(&self, file: &TrackedFile<B>, range: Range<u64>, advice: PageAdvice) {
-        let _ = self.ask_below(file, |below| self.home.base.advise(below, range, advice));
+        let _ = self
+            .file_data
+            .ask_below(file, |below| self.home.base.advise(below, range, advice));
     }
 
     /// Hosts meet in the backing below.
@@ -242,7 +245,9 @@ impl<B: Backing> Files for TransactionalBacking<B> {
 
 impl<B: Backing> Sharing for TransactionalBacking<B> {
     fn kernel_reads(&self, file: &TrackedFile<B>) -> KernelReads {
-        let asked = self.ask_shared(file, |below| self.home.base.kernel_reads(below));
+        let asked = self
+            .file_data
+            .ask_shared(file, |below| self.home.base.kernel_reads(below));
         asked.unwrap_or(KernelReads::Cached)
     }
 
@@ -256,12 +261,14 @@ impl<B: Backing> Sharing for TransactionalBacking<B> {
     }
 
     fn note_use(&self, file: &TrackedFile<B>, what: FileUse) -> Result<()> {
-        let noted = self.ask_shared(file, |below| self.home.base.note_use(below, what));
+        let noted = self
+            .file_data
+            .ask_shared(file, |below| self.home.base.note_use(below, what));
         noted.unwrap_or(Ok(()))
     }
 
     fn is_logged(&self, object: &Arc<Object<B>>) -> bool {
-        let inode = self.unchanged(object);
+        let inode = self.file_data.unchanged(object);
         inode.is_some_and(|inode| self.home.base.is_logged(&inode))
     }
 }
@@ -269,6 +276,7 @@ impl<B: Backing> Sharing for TransactionalBacking<B> {
 impl<B: Backing> Placement for TransactionalBacking<B> {
     fn facts(&self, object: &Arc<Object<B>>) -> Facts {
         let below = self
+            .file_data
             .unchanged(object)
             .map(|inode| self.home.base.facts(&inode));
         Facts {

@@ -8,11 +8,14 @@ use firn_backing::{
     Access, Backing, DataPart, Errno, PageAdvice, Result, Seek, write_parts_singly,
 };
 
+use crate::attributes::Objects;
 use crate::claim::View;
 use crate::object::{Inner, LowerFile, Object};
 use crate::scope::Scope;
 use crate::shadow::NO_BYTES;
-use crate::transactional::TransactionalBacking;
+use crate::shadow::save::Originals;
+use crate::staging_dir::Home;
+use crate::waiting::Admission;
 
 /// Bytes that are copied at once where the backing cannot copy by itself.
 const BLOCK: usize = 1 << 20;
@@ -136,7 +139,29 @@ impl<B: Backing> Inner<B> {
     }
 }
 
-impl<B: Backing> TransactionalBacking<B> {
+/// Bytes of files: of the backing, and as transactions changed them.
+pub struct FileData<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) originals: Arc<Originals<B>>,
+    pub(crate) admission: Arc<Admission<B>>,
+    pub(crate) objects: Arc<Objects<B>>,
+}
+
+impl<B: Backing> FileData<B> {
+    pub(crate) fn new(
+        home: &Arc<Home<B>>,
+        originals: &Arc<Originals<B>>,
+        admission: &Arc<Admission<B>>,
+        objects: &Arc<Objects<B>>,
+    ) -> Self {
+        Self {
+            home: Arc::clone(home),
+            originals: Arc::clone(originals),
+            admission: Arc::clone(admission),
+            objects: Arc::clone(objects),
+        }
+    }
+
     pub(crate) fn open_tracked(
         &self,
         object: &Arc<Object<B>>,

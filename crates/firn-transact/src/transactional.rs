@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::attributes::Objects;
 use crate::backup::rounds::Backups;
+use crate::data::FileData;
 use crate::hidden::OwnLinks;
 use crate::history::History;
 use crate::object::Object;
@@ -49,6 +50,8 @@ pub struct TransactionalBacking<B: Backing> {
     pub history: Arc<History<B>>,
     pub(crate) endings: Arc<Endings<B>>,
     pub(crate) objects: Arc<Objects<B>>,
+    /// Bytes of files: of the backing, and as transactions changed them.
+    pub file_data: Arc<FileData<B>>,
     // parts end
     /// Mode of transactions that begin.
     pub(crate) mode: Mode,
@@ -82,6 +85,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let objects = Arc::new(Objects::new(
             &home, &originals, &own_links, &top_names, &admission,
         ));
+        let file_data = Arc::new(FileData::new(&home, &originals, &admission, &objects));
         // new parts
         Self {
             home,
@@ -99,6 +103,7 @@ impl<B: Backing> TransactionalBacking<B> {
             history,
             endings,
             objects,
+            file_data,
             // init parts
             mode: Mode::Buffer,
             stopped_by: Mutex::default(),
