@@ -54,7 +54,7 @@ impl<B: Backing> Volume for TransactionalBacking<B> {
                     self.home.base.sync_scope(SyncScope::Tree(&inode))
                 })
             }
-            SyncScope::Dir(object) => self.sync_tracked_dir(object),
+            SyncScope::Dir(object) => self.dirs.sync_tracked_dir(object),
         }
     }
 }
@@ -128,7 +128,7 @@ impl<B: Backing> Names for TransactionalBacking<B> {
     }
 
     fn open_dir(&self, object: &Arc<Object<B>>) -> Result<TrackedDir<B>> {
-        self.open_tracked_dir(object)
+        self.dirs.open_tracked_dir(object)
     }
 
     fn read_dir(
@@ -137,7 +137,7 @@ impl<B: Backing> Names for TransactionalBacking<B> {
         cookie: i64,
         sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
     ) -> Result<()> {
-        self.read_tracked_dir(dir, cookie, sink)
+        self.dirs.read_tracked_dir(dir, cookie, sink)
     }
 }
 

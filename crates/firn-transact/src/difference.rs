@@ -8,11 +8,13 @@ use std::sync::Arc;
 use firn_backing::{Backing, Errno, Kind, SetTime, Volume};
 
 use crate::change_log::{ChangeLog, Data, Entry, Identity, Range, Source, TopChange};
+use crate::hidden::OwnLinks;
 use crate::history::ANCHOR;
 use crate::object::{Change, Key, Object};
 use crate::scope::Scope;
 use crate::staging;
-use crate::transactional::TransactionalBacking;
+use crate::staging_dir::Home;
+use crate::tree::Tree;
 
 /// An object in the backing, and what is changed of it but names.
 type Described<B> = (Option<<B as Volume>::Inode>, Option<Change<B>>);
@@ -36,13 +38,32 @@ fn changed_names<B: Backing>(dir: &Object<B>) -> Option<(Option<B::Inode>, Chang
     Some((inner.base.clone(), names.collect()))
 }
 
-impl<B: Backing> TransactionalBacking<B> {
+/// Records of what transactions changed.
+pub(crate) struct Differences<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) tree: Arc<Tree<B>>,
+    pub(crate) own_links: Arc<OwnLinks<B>>,
+}
+
+impl<B: Backing> Differences<B> {
+    pub(crate) fn new(
+        home: &Arc<Home<B>>,
+        tree: &Arc<Tree<B>>,
+        own_links: &Arc<OwnLinks<B>>,
+    ) -> Self {
+        Self {
+            home: Arc::clone(home),
+            tree: Arc::clone(tree),
+            own_links: Arc::clone(own_links),
+        }
+    }
+
     /// Makes the change log of a transaction from its tables.
     pub(crate) fn make_record(&self, scope: &Scope<B>, id: u64) -> Result<ChangeLog, Errno> {
         let mut items: BTreeMap<u64, Entry> = BTreeMap::new();
         let changed: Vec<_> = scope.changed.lock().values().cloned().collect();
         // Directories from the scope up to the root of the backing, which do not change.
-        let mut numbers: HashMap<Key, u64> = HashMap::from([(self.top().key, 0)]);
+        let mut numbers: HashMap<Key, u64> = HashMap::from([(self.tree.top().key, 0)]);
         for object in &changed {
             let (base, Some(change)) = described(object) else {
                 continue;

@@ -9,7 +9,9 @@ use firn_backing::{Backing, DirEntry, Errno, Kind, Result};
 
 use crate::object::Object;
 use crate::staging;
-use crate::transactional::TransactionalBacking;
+use crate::staging_dir::Home;
+use crate::top_names::TopNames;
+use crate::waiting::Admission;
 
 /// A name, the inode number and the kind of what it leads to.
 pub(crate) type Listed = (OsString, u64, Option<Kind>);
@@ -21,7 +23,26 @@ pub struct TrackedDir<B: Backing> {
     entries: Mutex<Arc<Vec<Listed>>>,
 }
 
-impl<B: Backing> TransactionalBacking<B> {
+/// Listings of directories.
+pub(crate) struct Dirs<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) top_names: Arc<TopNames<B>>,
+    pub(crate) admission: Arc<Admission<B>>,
+}
+
+impl<B: Backing> Dirs<B> {
+    pub(crate) fn new(
+        home: &Arc<Home<B>>,
+        top_names: &Arc<TopNames<B>>,
+        admission: &Arc<Admission<B>>,
+    ) -> Self {
+        Self {
+            home: Arc::clone(home),
+            top_names: Arc::clone(top_names),
+            admission: Arc::clone(admission),
+        }
+    }
+
     pub(crate) fn open_tracked_dir(&self, object: &Arc<Object<B>>) -> Result<TrackedDir<B>> {
         let entries = self.list_entries(object, true)?;
         Ok(TrackedDir {

@@ -314,7 +314,7 @@ impl<B: Backing> TransactionalBacking<B> {
         match (is_dir, object.kind == Kind::Dir) {
             (true, false) => return Err(Errno::NOTDIR),
             (false, true) => return Err(Errno::ISDIR),
-            (true, true) if !self.list_entries(&object, false)?.is_empty() => {
+            (true, true) if !self.dirs.list_entries(&object, false)?.is_empty() => {
                 return Err(Errno::NOTEMPTY);
             }
             _ => {}
@@ -489,7 +489,7 @@ impl<B: Backing> TransactionalBacking<B> {
             match (source.kind == Kind::Dir, target.kind == Kind::Dir) {
                 (true, false) => return Err(Errno::NOTDIR),
                 (false, true) => return Err(Errno::ISDIR),
-                (true, true) if !self.list_entries(target, false)?.is_empty() => {
+                (true, true) if !self.dirs.list_entries(target, false)?.is_empty() => {
                     return Err(Errno::NOTEMPTY);
                 }
                 _ => {}

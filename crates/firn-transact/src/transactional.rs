@@ -6,8 +6,10 @@ use std::sync::Arc;
 use crate::attributes::Objects;
 use crate::backup::rounds::Backups;
 use crate::data::FileData;
+use crate::difference::Differences;
 use crate::hidden::OwnLinks;
 use crate::history::History;
+use crate::listing::Dirs;
 use crate::object::Object;
 use crate::records::Endings;
 use crate::recovery::Opening;
@@ -52,6 +54,8 @@ pub struct TransactionalBacking<B: Backing> {
     pub(crate) objects: Arc<Objects<B>>,
     /// Bytes of files: of the backing, and as transactions changed them.
     pub file_data: Arc<FileData<B>>,
+    pub(crate) dirs: Arc<Dirs<B>>,
+    pub(crate) differences: Arc<Differences<B>>,
     // parts end
     /// Mode of transactions that begin.
     pub(crate) mode: Mode,
@@ -86,6 +90,8 @@ impl<B: Backing> TransactionalBacking<B> {
             &home, &originals, &own_links, &top_names, &admission,
         ));
         let file_data = Arc::new(FileData::new(&home, &originals, &admission, &objects));
+        let dirs = Arc::new(Dirs::new(&home, &top_names, &admission));
+        let differences = Arc::new(Differences::new(&home, &tree, &own_links));
         // new parts
         Self {
             home,
@@ -104,6 +110,8 @@ impl<B: Backing> TransactionalBacking<B> {
             endings,
             objects,
             file_data,
+            dirs,
+            differences,
             // init parts
             mode: Mode::Buffer,
             stopped_by: Mutex::default(),

@@ -66,7 +66,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Makes what is staged durable, and a record that tells of it, which is in force once it is in its place.
     pub(crate) fn write_record(&self, scope: &Scope<B>, id: u64) -> Result<(), BackupError> {
-        let mut record = self.make_record(scope, id)?;
+        let mut record = self.differences.make_record(scope, id)?;
         self.history.stage_undo(scope, &mut record)?;
         self.home.base.sync_scope(SyncScope::Changes)?;
         staging::write(

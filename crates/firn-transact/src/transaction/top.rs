@@ -458,7 +458,9 @@ impl<B: Backing> TransactionalBacking<B> {
             Some(_) if flags.contains(RenameFlags::NOREPLACE) => Err(Errno::EXIST),
             Some(_) if flags.contains(RenameFlags::EXCHANGE) => Err(Errno::BUSY),
             Some(target) if target.kind != Kind::Dir => Err(Errno::NOTDIR),
-            Some(target) if !self.list_entries(&target, false)?.is_empty() => Err(Errno::NOTEMPTY),
+            Some(target) if !self.dirs.list_entries(&target, false)?.is_empty() => {
+                Err(Errno::NOTEMPTY)
+            }
             Some(_) => Err(Errno::BUSY),
         }
     }
