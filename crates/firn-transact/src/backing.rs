@@ -63,7 +63,7 @@ impl<B: Backing> Names for TransactionalBacking<B> {
     forward!(base: readlink);
 
     fn lookup(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Result<(Arc<Object<B>>, Attr)> {
-        self.look_up(parent, name)
+        self.entries.look_up(parent, name)
     }
 
     /// What lies over transactions gives no file another place than that of its name.
@@ -75,7 +75,7 @@ impl<B: Backing> Names for TransactionalBacking<B> {
         mode: u32,
         _placing: Placing<'_, Arc<Object<B>>>,
     ) -> Result<Created<Self>> {
-        let (object, attr) = self.make_object(parent, name, |new| {
+        let (object, attr) = self.entries.make_object(parent, name, |new| {
             let made = self
                 .home
                 .base
@@ -94,17 +94,17 @@ impl<B: Backing> Names for TransactionalBacking<B> {
         name: &OsStr,
         kind: NewKind<'_>,
     ) -> Result<(Arc<Object<B>>, Attr)> {
-        self.make_object(parent, name, |new| {
+        self.entries.make_object(parent, name, |new| {
             self.home.base.make(caller, new.dir, new.name, kind)
         })
     }
 
     fn link(&self, object: &Arc<Object<B>>, parent: &Arc<Object<B>>, name: &OsStr) -> Result<Attr> {
-        self.add_link(object, parent, name)
+        self.entries.add_link(object, parent, name)
     }
 
     fn remove(&self, parent: &Arc<Object<B>>, name: &OsStr, what: Remove) -> Result<()> {
-        self.remove_name(parent, name, what)
+        self.entries.remove_name(parent, name, what)
     }
 
     fn rename(
@@ -115,7 +115,8 @@ impl<B: Backing> Names for TransactionalBacking<B> {
         new_name: &OsStr,
         flags: RenameFlags,
     ) -> Result<()> {
-        self.move_name((parent, name), (new_parent, new_name), flags)
+        self.entries
+            .move_name((parent, name), (new_parent, new_name), flags)
     }
 
     fn moved_to(

@@ -5,12 +5,20 @@ use std::sync::Arc;
 
 use firn_backing::{Attr, Backing, Errno, Kind, Placing, Remove, RenameFlags, Result, Time};
 
+use crate::attributes::Objects;
+use crate::hidden::OwnLinks;
+use crate::listing::Dirs;
 use crate::object::{Change, Inner, Named, Object, StagedCopy};
 use crate::scope::Scope;
+use crate::scopes::Scopes;
+use crate::shadow::save::Originals;
 use crate::shadow::{NO_BYTES, Shadow};
 use crate::staging;
+use crate::staging_dir::Home;
 use crate::top_names::TopName;
-use crate::transactional::TransactionalBacking;
+use crate::top_names::TopNames;
+use crate::tree::Tree;
+use crate::waiting::Admission;
 
 /// Where an object is made in the backing.
 pub(crate) struct NewObject<'a, B: Backing> {
@@ -23,7 +31,34 @@ pub(crate) struct NewObject<'a, B: Backing> {
 }
 use crate::tree::Names;
 
-impl<B: Backing> TransactionalBacking<B> {
+/// Names in directories: look-ups, and changes of them.
+pub(crate) struct Entries<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) tree: Arc<Tree<B>>,
+    pub(crate) scopes: Arc<Scopes<B>>,
+    pub(crate) originals: Arc<Originals<B>>,
+    pub(crate) own_links: Arc<OwnLinks<B>>,
+    pub(crate) top_names: Arc<TopNames<B>>,
+    pub(crate) admission: Arc<Admission<B>>,
+    pub(crate) objects: Arc<Objects<B>>,
+    pub(crate) dirs: Arc<Dirs<B>>,
+}
+
+impl<B: Backing> Entries<B> {
+    pub(crate) fn new(objects: &Arc<Objects<B>>, dirs: &Arc<Dirs<B>>) -> Self {
+        Self {
+            home: Arc::clone(&objects.home),
+            tree: Arc::clone(&objects.admission.tree),
+            scopes: Arc::clone(&objects.admission.scopes),
+            originals: Arc::clone(&objects.originals),
+            own_links: Arc::clone(&objects.own_links),
+            top_names: Arc::clone(&objects.top_names),
+            admission: Arc::clone(&objects.admission),
+            objects: Arc::clone(objects),
+            dirs: Arc::clone(dirs),
+        }
+    }
+
     pub(crate) fn is_hidden(&self, parent: &Arc<Object<B>>, name: &OsStr) -> bool {
         parent.parent().is_none() && name == staging::TOP
     }

@@ -34,7 +34,7 @@ use firn_backing::{Backing, Errno, Kind, RenameFlags, Result};
 use crate::object::{Key, Object};
 use crate::staging;
 
-mod names;
+pub(crate) mod names;
 pub(crate) mod save;
 pub(crate) mod shared;
 pub(crate) mod undo;

@@ -10,6 +10,7 @@ use crate::difference::Differences;
 use crate::hidden::OwnLinks;
 use crate::history::History;
 use crate::listing::Dirs;
+use crate::names::Entries;
 use crate::object::Object;
 use crate::records::Endings;
 use crate::recovery::Opening;
@@ -35,7 +36,6 @@ pub struct TransactionalBacking<B: Backing> {
     pub(crate) tree: Arc<Tree<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
     pub(crate) own_links: Arc<OwnLinks<B>>,
-    pub(crate) originals: Arc<Originals<B>>,
     pub(crate) shadow_undo: Arc<ShadowUndo<B>>,
     /// Names of tops of scopes in the directories above.
     pub top_names: Arc<TopNames<B>>,
@@ -56,6 +56,7 @@ pub struct TransactionalBacking<B: Backing> {
     pub file_data: Arc<FileData<B>>,
     pub(crate) dirs: Arc<Dirs<B>>,
     pub(crate) differences: Arc<Differences<B>>,
+    pub(crate) entries: Arc<Entries<B>>,
     // parts end
     /// Mode of transactions that begin.
     pub(crate) mode: Mode,
@@ -92,13 +93,13 @@ impl<B: Backing> TransactionalBacking<B> {
         let file_data = Arc::new(FileData::new(&home, &originals, &admission, &objects));
         let dirs = Arc::new(Dirs::new(&home, &top_names, &admission));
         let differences = Arc::new(Differences::new(&home, &tree, &own_links));
+        let entries = Arc::new(Entries::new(&objects, &dirs));
         // new parts
         Self {
             home,
             tree,
             scopes,
             own_links,
-            originals,
             shadow_undo,
             top_names,
             admission,
@@ -112,6 +113,7 @@ impl<B: Backing> TransactionalBacking<B> {
             file_data,
             dirs,
             differences,
+            entries,
             // init parts
             mode: Mode::Buffer,
             stopped_by: Mutex::default(),

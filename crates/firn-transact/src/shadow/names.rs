@@ -6,12 +6,12 @@ use std::sync::Arc;
 use firn_backing::{Backing, Errno, Kind, RenameFlags, Result};
 
 use super::{NO_BYTES, Shadow};
+use crate::names::Entries;
 use crate::object::Object;
 use crate::scope::Scope;
-use crate::transactional::TransactionalBacking;
 use crate::tree::Names;
 
-impl<B: Backing> TransactionalBacking<B> {
+impl<B: Backing> Entries<B> {
     pub(crate) fn remove_shadowed(
         &self,
         (scope, shadow): (&Scope<B>, &Shadow<B>),

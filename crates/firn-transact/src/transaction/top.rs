@@ -20,6 +20,7 @@ use firn_backing::{Backing, Caller, Errno, Kind, RenameFlags, Time};
 use super::handle::Open;
 use crate::change_log::{ChangeLog, Entry, Identity};
 use crate::error::{BeginError, ScopeError, StoreError};
+use crate::names::Entries;
 use crate::object::{Change, Inner, Key, Object, StagedCopy};
 use crate::paths::{join, last_name, names_in, parent_of};
 use crate::scope::{Scope, Stage, Top};
@@ -194,168 +195,7 @@ impl<B: Backing> Home<B> {
     }
 }
 
-impl<B: Backing> TransactionalBacking<B> {
-    // ---- making the top ----------------------------------------------------------------------
-
-    /// Begins a transaction whose scope begins with its own name: the directory at `path`, which is not there, is made
-    /// in `parent` as a part of it.
-    pub fn begin_created(
-        &self,
-        parent: &Arc<Object<B>>,
-        path: &[u8],
-        maker: TopMaker<'_>,
-    ) -> Result<Open<'_, B>, BeginError> {
-        self.apply_commits_above(parent)?;
-        let _quiet = self.tree.quiesce(vec![Area::Dir(Arc::clone(parent))]);
-        let name = self.name_of_new_top(parent, path)?;
-        // What a directory of this name left that is no more.
-        self.history.forget_commits(path)?;
-        self.open_scope(path, None, |serial, firn, dir| {
-            self.start_created(serial, (parent, &name, path), maker, (firn, dir))
-        })
-    }
-
-    /// Whether [`TransactionalBacking::begin_created`] would be refused now, whoever asks.
-    pub fn can_begin_created(
-        &self,
-        parent: &Arc<Object<B>>,
-        path: &[u8],
-    ) -> Result<(), BeginError> {
-        self.apply_commits_above(parent)?;
-        let _names = self.admission.share_names(parent);
-        self.name_of_new_top(parent, path).map(drop)
-    }
-
-    /// The name of the directory at `path` if a transaction can make it in `parent`. The caller holds the names.
-    fn name_of_new_top(
-        &self,
-        parent: &Arc<Object<B>>,
-        path: &[u8],
-    ) -> Result<OsString, BeginError> {
-        let Some(name) = last_name(path) else {
-            return Err(BeginError::Exists);
-        };
-        if parent.kind != Kind::Dir {
-            return Err(ScopeError::NotDirectory.into());
-        }
-        if self.home.members.is_some() {
-            return Err(BeginError::NotAmongHosts);
-        }
-        if parent.is_gone() {
-            return Err(ScopeError::Missing.into());
-        }
-        let known_as_path = || self.scopes.at_path(path);
-        if let Some(other) = self.scopes.scope_of(parent).or_else(known_as_path) {
-            return Err(BeginError::Overlaps {
-                scope: other.path_now().as_slice().into(),
-            });
-        }
-        if self.is_hidden(parent, &name) || self.find_name(parent, &name)?.is_some() {
-            return Err(BeginError::Exists);
-        }
-        Ok(name)
-    }
-
-    /// What is decided at or above a directory is applied: it would be in the way.
-    fn apply_commits_above(&self, dir: &Arc<Object<B>>) -> Result<(), StoreError> {
-        let above = self
-            .scopes
-            .all()
-            .into_iter()
-            .filter(|scope| dir.is_below(&scope.root) && scope.decided().is_some());
-        above
-            .into_iter()
-            .try_for_each(|scope| self.apply_commit(&scope).map(drop))
-    }
-
-    fn start_created(
-        &self,
-        serial: u64,
-        (parent, name, path): (&Arc<Object<B>>, &OsStr, &[u8]),
-        maker: TopMaker<'_>,
-        (firn, dir): (&B::Inode, &B::Inode),
-    ) -> Result<Scope<B>, BeginError> {
-        self.make_shadow(serial, path, firn, dir)?;
-        // Until it is made, its parent stands for it.
-        let mut scope =
-            self.new_scope(serial, Arc::clone(parent), path.to_vec(), dir.clone(), None)?;
-        let below = parent.inode(&self.home.base)?;
-        let (staging_name, staging_dir) = scope.staging_dir_for(&self.home.base, &below)?;
-        let number = scope.next_number();
-        assert_eq!(number, NEW_TOP, "the top is made first");
-        let text = number.to_string();
-        let (inode, attr) = self.home.base.mkdir(
-            maker.caller,
-            &staging_dir,
-            OsStr::new(&text),
-            maker.mode & 0o1777,
-        )?;
-        let key = (attr.dev, attr.ino);
-        let inner = if scope.shadow.is_some() {
-            Inner {
-                base: Some(inode),
-                change: None,
-            }
-        } else {
-            let copy = StagedCopy {
-                staging_dir: staging_dir.clone(),
-                at: (staging_name, text.clone()),
-                held: None,
-                goes_to: None,
-            };
-            Inner {
-                base: None,
-                change: Some(Box::new(Change {
-                    copy: Some(copy),
-                    ..Change::new(number, None)
-                })),
-            }
-        };
-        let location = Some((Arc::clone(parent), name.to_owned()));
-        let root = Arc::new(Object::new(key, Kind::Dir, inner, location));
-        scope.top = Top::new(&root, path, None, scope.shadow.is_some());
-        {
-            let mut names = scope.top.names.lock();
-            names.before = None;
-            names.touched = Some(Time::now());
-        }
-        match &scope.shadow {
-            None => drop(scope.changed.lock().insert(number, Arc::clone(&root))),
-            Some(shadow) => {
-                shadow.note_new(attr.ino);
-                self.home.write_names(&scope, key, &[name.to_owned()])?;
-            }
-        }
-        scope.root = root;
-        self.arena_notes.note_arena(dir)?;
-        staging::put(&self.home.base, dir, staging::OPEN, path)?;
-        Ok(scope)
-    }
-
-    /// In shadow mode a new top is put in its place once the transaction is on record.
-    pub(crate) fn place_new_top(&self, scope: &Scope<B>) -> Result<(), Errno> {
-        let names = scope.top.names();
-        let (Some(parent), Some(name)) = (scope.top.parent(), &names.now) else {
-            return Ok(());
-        };
-        if scope.shadow.is_none() || names.before.is_some() {
-            return Ok(());
-        }
-        let below = parent.inode(&self.home.base)?;
-        let (_, staging_dir) = scope.staging_dir_for(&self.home.base, &below)?;
-        // A name is taken only by who changes the backing past Firn.
-        let staged = NEW_TOP.to_string();
-        self.home
-            .rename_without_replacing((&staging_dir, OsStr::new(&staged)), (&below, name))
-    }
-
-    /// Takes up a scope's top that the transaction made.
-    pub(crate) fn adopt_new_top(&self, scope: &Scope<B>) {
-        if scope.top.parent().is_some() && scope.top.names().before.is_none() {
-            self.tree.adopt(&scope.root);
-        }
-    }
-
+impl<B: Backing> Entries<B> {
     // ---- renaming the top --------------------------------------------------------------------
 
     /// Renames the top of a scope in its parent; `None` where the name does not lead to one, or it would leave its
@@ -462,6 +302,170 @@ impl<B: Backing> TransactionalBacking<B> {
                 Err(Errno::NOTEMPTY)
             }
             Some(_) => Err(Errno::BUSY),
+        }
+    }
+}
+
+impl<B: Backing> TransactionalBacking<B> {
+    // ---- making the top ----------------------------------------------------------------------
+
+    /// Begins a transaction whose scope begins with its own name: the directory at `path`, which is not there, is made
+    /// in `parent` as a part of it.
+    pub fn begin_created(
+        &self,
+        parent: &Arc<Object<B>>,
+        path: &[u8],
+        maker: TopMaker<'_>,
+    ) -> Result<Open<'_, B>, BeginError> {
+        self.apply_commits_above(parent)?;
+        let _quiet = self.tree.quiesce(vec![Area::Dir(Arc::clone(parent))]);
+        let name = self.name_of_new_top(parent, path)?;
+        // What a directory of this name left that is no more.
+        self.history.forget_commits(path)?;
+        self.open_scope(path, None, |serial, firn, dir| {
+            self.start_created(serial, (parent, &name, path), maker, (firn, dir))
+        })
+    }
+
+    /// Whether [`TransactionalBacking::begin_created`] would be refused now, whoever asks.
+    pub fn can_begin_created(
+        &self,
+        parent: &Arc<Object<B>>,
+        path: &[u8],
+    ) -> Result<(), BeginError> {
+        self.apply_commits_above(parent)?;
+        let _names = self.admission.share_names(parent);
+        self.name_of_new_top(parent, path).map(drop)
+    }
+
+    /// The name of the directory at `path` if a transaction can make it in `parent`. The caller holds the names.
+    fn name_of_new_top(
+        &self,
+        parent: &Arc<Object<B>>,
+        path: &[u8],
+    ) -> Result<OsString, BeginError> {
+        let Some(name) = last_name(path) else {
+            return Err(BeginError::Exists);
+        };
+        if parent.kind != Kind::Dir {
+            return Err(ScopeError::NotDirectory.into());
+        }
+        if self.home.members.is_some() {
+            return Err(BeginError::NotAmongHosts);
+        }
+        if parent.is_gone() {
+            return Err(ScopeError::Missing.into());
+        }
+        let known_as_path = || self.scopes.at_path(path);
+        if let Some(other) = self.scopes.scope_of(parent).or_else(known_as_path) {
+            return Err(BeginError::Overlaps {
+                scope: other.path_now().as_slice().into(),
+            });
+        }
+        if self.entries.is_hidden(parent, &name) || self.entries.find_name(parent, &name)?.is_some()
+        {
+            return Err(BeginError::Exists);
+        }
+        Ok(name)
+    }
+
+    /// What is decided at or above a directory is applied: it would be in the way.
+    fn apply_commits_above(&self, dir: &Arc<Object<B>>) -> Result<(), StoreError> {
+        let above = self
+            .scopes
+            .all()
+            .into_iter()
+            .filter(|scope| dir.is_below(&scope.root) && scope.decided().is_some());
+        above
+            .into_iter()
+            .try_for_each(|scope| self.apply_commit(&scope).map(drop))
+    }
+
+    fn start_created(
+        &self,
+        serial: u64,
+        (parent, name, path): (&Arc<Object<B>>, &OsStr, &[u8]),
+        maker: TopMaker<'_>,
+        (firn, dir): (&B::Inode, &B::Inode),
+    ) -> Result<Scope<B>, BeginError> {
+        self.make_shadow(serial, path, firn, dir)?;
+        // Until it is made, its parent stands for it.
+        let mut scope =
+            self.new_scope(serial, Arc::clone(parent), path.to_vec(), dir.clone(), None)?;
+        let below = parent.inode(&self.home.base)?;
+        let (staging_name, staging_dir) = scope.staging_dir_for(&self.home.base, &below)?;
+        let number = scope.next_number();
+        assert_eq!(number, NEW_TOP, "the top is made first");
+        let text = number.to_string();
+        let (inode, attr) = self.home.base.mkdir(
+            maker.caller,
+            &staging_dir,
+            OsStr::new(&text),
+            maker.mode & 0o1777,
+        )?;
+        let key = (attr.dev, attr.ino);
+        let inner = if scope.shadow.is_some() {
+            Inner {
+                base: Some(inode),
+                change: None,
+            }
+        } else {
+            let copy = StagedCopy {
+                staging_dir: staging_dir.clone(),
+                at: (staging_name, text.clone()),
+                held: None,
+                goes_to: None,
+            };
+            Inner {
+                base: None,
+                change: Some(Box::new(Change {
+                    copy: Some(copy),
+                    ..Change::new(number, None)
+                })),
+            }
+        };
+        let location = Some((Arc::clone(parent), name.to_owned()));
+        let root = Arc::new(Object::new(key, Kind::Dir, inner, location));
+        scope.top = Top::new(&root, path, None, scope.shadow.is_some());
+        {
+            let mut names = scope.top.names.lock();
+            names.before = None;
+            names.touched = Some(Time::now());
+        }
+        match &scope.shadow {
+            None => drop(scope.changed.lock().insert(number, Arc::clone(&root))),
+            Some(shadow) => {
+                shadow.note_new(attr.ino);
+                self.home.write_names(&scope, key, &[name.to_owned()])?;
+            }
+        }
+        scope.root = root;
+        self.arena_notes.note_arena(dir)?;
+        staging::put(&self.home.base, dir, staging::OPEN, path)?;
+        Ok(scope)
+    }
+
+    /// In shadow mode a new top is put in its place once the transaction is on record.
+    pub(crate) fn place_new_top(&self, scope: &Scope<B>) -> Result<(), Errno> {
+        let names = scope.top.names();
+        let (Some(parent), Some(name)) = (scope.top.parent(), &names.now) else {
+            return Ok(());
+        };
+        if scope.shadow.is_none() || names.before.is_some() {
+            return Ok(());
+        }
+        let below = parent.inode(&self.home.base)?;
+        let (_, staging_dir) = scope.staging_dir_for(&self.home.base, &below)?;
+        // A name is taken only by who changes the backing past Firn.
+        let staged = NEW_TOP.to_string();
+        self.home
+            .rename_without_replacing((&staging_dir, OsStr::new(&staged)), (&below, name))
+    }
+
+    /// Takes up a scope's top that the transaction made.
+    pub(crate) fn adopt_new_top(&self, scope: &Scope<B>) {
+        if scope.top.parent().is_some() && scope.top.names().before.is_none() {
+            self.tree.adopt(&scope.root);
         }
     }
 
