@@ -459,7 +459,9 @@ impl<B: Backing> TransactionalBacking<B> {
             .load_record(&dir, &undo, staging::UNDO)?
             .ok_or_else(gone)?;
         let serial = self.scopes.next_serial();
-        let scope = self.undoing_scope(serial, root, dir, record)?;
+        let scope = self
+            .stored_scopes
+            .undoing_scope(serial, root, dir, record)?;
         let transaction = format!("tx-{serial}");
         self.home.base.rename(
             &firn,

@@ -12,13 +12,17 @@ use firn_hosts::Members;
 use crate::apply::Apply;
 use crate::change_log::{ChangeLog, Direction};
 use crate::error::{OpenError, StoreError};
+use crate::hidden::OwnLinks;
 use crate::object::{Inner, Object};
 use crate::own::OwnError;
 use crate::scope::ArenaId;
+use crate::scopes::Scopes;
+use crate::shadow::shared::SharedTransactions;
 use crate::staging;
 use crate::staging_dir::Home;
 use crate::transaction::arenas::ArenaNotes;
 use crate::transactional::TransactionalBacking;
+use crate::tree::Tree;
 
 /// What [`TransactionalBacking::open`] did.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -110,6 +114,70 @@ impl<B: Backing> ArenaNotes<B> {
         let mut scopes = self.home.stored_names(dir, name)?;
         scopes.push(scope);
         Ok(scopes)
+    }
+}
+
+/// Scopes of transactions that are stored in the backing.
+pub(crate) struct StoredScopes<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) tree: Arc<Tree<B>>,
+    pub(crate) scopes: Arc<Scopes<B>>,
+    pub(crate) own_links: Arc<OwnLinks<B>>,
+    pub(crate) shared: Arc<SharedTransactions<B>>,
+}
+
+impl<B: Backing> StoredScopes<B> {
+    pub(crate) fn new(
+        home: &Arc<Home<B>>,
+        tree: &Arc<Tree<B>>,
+        scopes: &Arc<Scopes<B>>,
+        own_links: &Arc<OwnLinks<B>>,
+        shared: &Arc<SharedTransactions<B>>,
+    ) -> Self {
+        Self {
+            home: Arc::clone(home),
+            tree: Arc::clone(tree),
+            scopes: Arc::clone(scopes),
+            own_links: Arc::clone(own_links),
+            shared: Arc::clone(shared),
+        }
+    }
+
+    /// A transaction that an earlier firnd prepared: its scope is as it was before, and frozen.
+    pub(crate) fn wait_for_decision(
+        &self,
+        serial: u64,
+        dir: B::Inode,
+        record: ChangeLog,
+    ) -> Result<(), StoreError> {
+        let root = self.recovered_root(&dir, &record)?;
+        let anchored: Vec<_> = record
+            .entries
+            .iter()
+            .filter_map(|entry| Some((entry.identity, entry.anchor_at.clone()?)))
+            .collect();
+        let scope = self.new_scope(serial, root, record.scope.clone(), dir, Some(record))?;
+        for (identity, (staging_dir, name)) in anchored {
+            if let Some((staging_dir, _)) =
+                staging::find_dir(&self.home.base, &scope.new, &staging_dir)?
+            {
+                self.own_links.found_hidden(
+                    serial,
+                    (self.home.device, identity.ino),
+                    &staging_dir,
+                    name,
+                    false,
+                );
+            }
+        }
+        if let Some(shadow) = &scope.shadow {
+            for (key, name, is_dir) in shadow.list_kept(&self.home.base)? {
+                self.own_links
+                    .found_hidden(serial, key, shadow.kept_dir(), name, is_dir);
+            }
+        }
+        self.scopes.add(Arc::new(scope));
+        Ok(())
     }
 }
 
@@ -301,7 +369,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 outcome.finished.push(log.id_after(direction));
             } else if let Some(record) = prepared {
                 outcome.waiting.push((record.id, record.scope.clone()));
-                self.wait_for_decision(serial, dir, record)?;
+                self.stored_scopes.wait_for_decision(serial, dir, record)?;
             } else {
                 // Without the mark it was over, and only its directory was not removed yet.
                 let scope = staging::load_scope(&self.home.base, &dir, staging::OPEN)?;
@@ -313,43 +381,6 @@ impl<B: Backing> TransactionalBacking<B> {
             }
         }
         self.history.clear_kept_logs(firn)?;
-        Ok(())
-    }
-
-    /// A transaction that an earlier firnd prepared: its scope is as it was before, and frozen.
-    pub(crate) fn wait_for_decision(
-        &self,
-        serial: u64,
-        dir: B::Inode,
-        record: ChangeLog,
-    ) -> Result<(), StoreError> {
-        let root = self.recovered_root(&dir, &record)?;
-        let anchored: Vec<_> = record
-            .entries
-            .iter()
-            .filter_map(|entry| Some((entry.identity, entry.anchor_at.clone()?)))
-            .collect();
-        let scope = self.new_scope(serial, root, record.scope.clone(), dir, Some(record))?;
-        for (identity, (staging_dir, name)) in anchored {
-            if let Some((staging_dir, _)) =
-                staging::find_dir(&self.home.base, &scope.new, &staging_dir)?
-            {
-                self.own_links.found_hidden(
-                    serial,
-                    (self.home.device, identity.ino),
-                    &staging_dir,
-                    name,
-                    false,
-                );
-            }
-        }
-        if let Some(shadow) = &scope.shadow {
-            for (key, name, is_dir) in shadow.list_kept(&self.home.base)? {
-                self.own_links
-                    .found_hidden(serial, key, shadow.kept_dir(), name, is_dir);
-            }
-        }
-        self.scopes.add(Arc::new(scope));
         Ok(())
     }
 }

@@ -14,6 +14,7 @@ use crate::names::Entries;
 use crate::object::Object;
 use crate::records::Endings;
 use crate::recovery::Opening;
+use crate::recovery::StoredScopes;
 use crate::scopes::Scopes;
 use crate::shadow::Mode;
 use crate::shadow::save::Originals;
@@ -57,6 +58,7 @@ pub struct TransactionalBacking<B: Backing> {
     pub(crate) dirs: Arc<Dirs<B>>,
     pub(crate) differences: Arc<Differences<B>>,
     pub(crate) entries: Arc<Entries<B>>,
+    pub(crate) stored_scopes: Arc<StoredScopes<B>>,
     // parts end
     /// Mode of transactions that begin.
     pub(crate) mode: Mode,
@@ -94,6 +96,9 @@ impl<B: Backing> TransactionalBacking<B> {
         let dirs = Arc::new(Dirs::new(&home, &top_names, &admission));
         let differences = Arc::new(Differences::new(&home, &tree, &own_links));
         let entries = Arc::new(Entries::new(&objects, &dirs));
+        let stored_scopes = Arc::new(StoredScopes::new(
+            &home, &tree, &scopes, &own_links, &shared,
+        ));
         // new parts
         Self {
             home,
@@ -114,6 +119,7 @@ impl<B: Backing> TransactionalBacking<B> {
             dirs,
             differences,
             entries,
+            stored_scopes,
             // init parts
             mode: Mode::Buffer,
             stopped_by: Mutex::default(),

@@ -87,7 +87,7 @@ impl<B: Backing> TransactionalBacking<B> {
             flags,
         )?;
         self.home.base.sync_dir(&dir)?;
-        Ok(self.wait_for_decision(serial, dir, record)?)
+        Ok(self.stored_scopes.wait_for_decision(serial, dir, record)?)
     }
 
     /// Fails if it shows at once that the tree is another one.

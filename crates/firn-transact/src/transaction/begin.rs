@@ -7,11 +7,44 @@ use firn_backing::{Backing, Errno, Kind, SyncScope};
 use crate::change_log::{ChangeLog, Direction};
 use crate::error::{BeginError, ScopeError};
 use crate::object::Object;
+use crate::recovery::StoredScopes;
 use crate::scope::{Scope, Stage};
 use crate::shadow::{Mode, Shadow};
 use crate::staging;
 use crate::transaction::handle::Open;
 use crate::transactional::TransactionalBacking;
+
+impl<B: Backing> StoredScopes<B> {
+    pub(crate) fn new_scope(
+        &self,
+        serial: u64,
+        root: Arc<Object<B>>,
+        path: Vec<u8>,
+        dir: B::Inode,
+        recovered: Option<ChangeLog>,
+    ) -> Result<Scope<B>, Errno> {
+        let shadow = self.shared.shadow_of(&dir, &path)?;
+        Scope::new(&self.home.base, serial, root, path, dir, recovered, shadow)
+    }
+
+    /// What undoes a commit, as the transaction that it is going to be.
+    pub(crate) fn undoing_scope(
+        &self,
+        serial: u64,
+        root: &Arc<Object<B>>,
+        dir: B::Inode,
+        record: ChangeLog,
+    ) -> Result<Scope<B>, Errno> {
+        let path = record.scope_before(Direction::Undo).to_vec();
+        let id = record.id_after(Direction::Undo);
+        let path_after = record.scope_after(Direction::Undo).to_vec();
+        let mut scope = self.new_scope(serial, Arc::clone(root), path, dir, Some(record))?;
+        scope.is_undo = true;
+        scope.top.set_name_after(&path_after);
+        scope.set_stage(Stage::Decided(id));
+        Ok(scope)
+    }
+}
 
 impl<B: Backing> TransactionalBacking<B> {
     /// Begins a transaction in a directory and all below it. `path` is its own, relative to the backing.
@@ -117,7 +150,13 @@ impl<B: Backing> TransactionalBacking<B> {
                 }
             }
         }
-        let scope = self.new_scope(serial, Arc::clone(root), path.to_vec(), dir.clone(), None)?;
+        let scope = self.stored_scopes.new_scope(
+            serial,
+            Arc::clone(root),
+            path.to_vec(),
+            dir.clone(),
+            None,
+        )?;
         self.arena_notes.note_arena(dir)?;
         staging::put(&self.home.base, dir, staging::OPEN, path)?;
         Ok(scope)
@@ -137,35 +176,5 @@ impl<B: Backing> TransactionalBacking<B> {
             }
             Err(_) => Ok((scope, Err(errno.into()))),
         }
-    }
-
-    pub(crate) fn new_scope(
-        &self,
-        serial: u64,
-        root: Arc<Object<B>>,
-        path: Vec<u8>,
-        dir: B::Inode,
-        recovered: Option<ChangeLog>,
-    ) -> Result<Scope<B>, Errno> {
-        let shadow = self.shared.shadow_of(&dir, &path)?;
-        Scope::new(&self.home.base, serial, root, path, dir, recovered, shadow)
-    }
-
-    /// What undoes a commit, as the transaction that it is going to be.
-    pub(crate) fn undoing_scope(
-        &self,
-        serial: u64,
-        root: &Arc<Object<B>>,
-        dir: B::Inode,
-        record: ChangeLog,
-    ) -> Result<Scope<B>, Errno> {
-        let path = record.scope_before(Direction::Undo).to_vec();
-        let id = record.id_after(Direction::Undo);
-        let path_after = record.scope_after(Direction::Undo).to_vec();
-        let mut scope = self.new_scope(serial, Arc::clone(root), path, dir, Some(record))?;
-        scope.is_undo = true;
-        scope.top.set_name_after(&path_after);
-        scope.set_stage(Stage::Decided(id));
-        Ok(scope)
     }
 }

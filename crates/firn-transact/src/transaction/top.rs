@@ -23,6 +23,7 @@ use crate::error::{BeginError, ScopeError, StoreError};
 use crate::names::Entries;
 use crate::object::{Change, Inner, Key, Object, StagedCopy};
 use crate::paths::{join, last_name, names_in, parent_of};
+use crate::recovery::StoredScopes;
 use crate::scope::{Scope, Stage, Top};
 use crate::staging;
 use crate::staging_dir::Home;
@@ -306,6 +307,54 @@ impl<B: Backing> Entries<B> {
     }
 }
 
+impl<B: Backing> StoredScopes<B> {
+    // ---- recovered transactions --------------------------------------------------------------
+
+    /// The top of a transaction that an earlier firnd prepared, in `dir`. One that is still to be made is staged.
+    pub(crate) fn recovered_root(
+        &self,
+        dir: &B::Inode,
+        log: &ChangeLog,
+    ) -> Result<Arc<Object<B>>, StoreError> {
+        let change = log.top.as_ref();
+        // In shadow mode the backing has the name that the log gives.
+        let path = match change {
+            Some(change) if change.entry.is_none() => &change.path_after,
+            _ => &log.scope,
+        };
+        let entry = change.and_then(|change| {
+            let number = change.entry.filter(|_| change.is_new)?;
+            log.entries.iter().find(|entry| entry.number == number)
+        });
+        let staged = entry.and_then(|entry| entry.new_at.as_ref());
+        let above = if staged.is_some() {
+            parent_of(path)
+        } else {
+            path
+        };
+        let mut root = Arc::clone(self.tree.top());
+        for name in names_in(above) {
+            let parent = root.inode(&self.home.base)?;
+            let (inode, attr) = self.home.base.lookup(&parent, name)?;
+            root = self.tree.intern(&self.home.base, inode, &attr, &root, name);
+        }
+        let Some((staging_dir, name)) = staged else {
+            return Ok(root);
+        };
+        let new = staging::must_find_dir(&self.home.base, dir, staging::NEW)?;
+        let staging_dir = staging::must_find_dir(&self.home.base, &new, staging_dir)?;
+        let (inode, attr) = self.home.base.lookup(&staging_dir, OsStr::new(name))?;
+        let inner = Inner {
+            base: Some(inode),
+            change: None,
+        };
+        let location = last_name(path).map(|name| (root, name));
+        let key = (attr.dev, attr.ino);
+        // Nobody finds it before the commit, so it is not taken up.
+        Ok(Arc::new(Object::new(key, Kind::Dir, inner, location)))
+    }
+}
+
 impl<B: Backing> TransactionalBacking<B> {
     // ---- making the top ----------------------------------------------------------------------
 
@@ -390,8 +439,13 @@ impl<B: Backing> TransactionalBacking<B> {
     ) -> Result<Scope<B>, BeginError> {
         self.make_shadow(serial, path, firn, dir)?;
         // Until it is made, its parent stands for it.
-        let mut scope =
-            self.new_scope(serial, Arc::clone(parent), path.to_vec(), dir.clone(), None)?;
+        let mut scope = self.stored_scopes.new_scope(
+            serial,
+            Arc::clone(parent),
+            path.to_vec(),
+            dir.clone(),
+            None,
+        )?;
         let below = parent.inode(&self.home.base)?;
         let (staging_name, staging_dir) = scope.staging_dir_for(&self.home.base, &below)?;
         let number = scope.next_number();
@@ -467,52 +521,6 @@ impl<B: Backing> TransactionalBacking<B> {
         if scope.top.parent().is_some() && scope.top.names().before.is_none() {
             self.tree.adopt(&scope.root);
         }
-    }
-
-    // ---- recovered transactions --------------------------------------------------------------
-
-    /// The top of a transaction that an earlier firnd prepared, in `dir`. One that is still to be made is staged.
-    pub(crate) fn recovered_root(
-        &self,
-        dir: &B::Inode,
-        log: &ChangeLog,
-    ) -> Result<Arc<Object<B>>, StoreError> {
-        let change = log.top.as_ref();
-        // In shadow mode the backing has the name that the log gives.
-        let path = match change {
-            Some(change) if change.entry.is_none() => &change.path_after,
-            _ => &log.scope,
-        };
-        let entry = change.and_then(|change| {
-            let number = change.entry.filter(|_| change.is_new)?;
-            log.entries.iter().find(|entry| entry.number == number)
-        });
-        let staged = entry.and_then(|entry| entry.new_at.as_ref());
-        let above = if staged.is_some() {
-            parent_of(path)
-        } else {
-            path
-        };
-        let mut root = Arc::clone(self.top());
-        for name in names_in(above) {
-            let parent = root.inode(&self.home.base)?;
-            let (inode, attr) = self.home.base.lookup(&parent, name)?;
-            root = self.tree.intern(&self.home.base, inode, &attr, &root, name);
-        }
-        let Some((staging_dir, name)) = staged else {
-            return Ok(root);
-        };
-        let new = staging::must_find_dir(&self.home.base, dir, staging::NEW)?;
-        let staging_dir = staging::must_find_dir(&self.home.base, &new, staging_dir)?;
-        let (inode, attr) = self.home.base.lookup(&staging_dir, OsStr::new(name))?;
-        let inner = Inner {
-            base: Some(inode),
-            change: None,
-        };
-        let location = last_name(path).map(|name| (root, name));
-        let key = (attr.dev, attr.ino);
-        // Nobody finds it before the commit, so it is not taken up.
-        Ok(Arc::new(Object::new(key, Kind::Dir, inner, location)))
     }
 
     /// A log of before is applied, and the top has the name that it gives.
