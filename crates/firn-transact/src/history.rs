@@ -471,7 +471,7 @@ impl<B: Backing> TransactionalBacking<B> {
             flags,
         )?;
         self.scopes.add(Arc::new(scope));
-        self.apply_undo(serial)
+        self.commits.apply_undo(serial)
     }
 
     /// Restores checkpoint `id`: finishes the transaction that was prepared with it, or undoes what came after it, commits

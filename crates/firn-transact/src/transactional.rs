@@ -22,6 +22,7 @@ use crate::shadow::shared::SharedTransactions;
 use crate::shadow::undo::ShadowUndo;
 use crate::staging_dir::Home;
 use crate::top_names::TopNames;
+use crate::transaction::apply_commit::Commits;
 use crate::transaction::arenas::ArenaNotes;
 use crate::tree::Tree;
 use crate::unanswered::Unanswered;
@@ -59,6 +60,7 @@ pub struct TransactionalBacking<B: Backing> {
     pub(crate) differences: Arc<Differences<B>>,
     pub(crate) entries: Arc<Entries<B>>,
     pub(crate) stored_scopes: Arc<StoredScopes<B>>,
+    pub(crate) commits: Arc<Commits<B>>,
     // parts end
     /// Mode of transactions that begin.
     pub(crate) mode: Mode,
@@ -99,6 +101,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let stored_scopes = Arc::new(StoredScopes::new(
             &home, &tree, &scopes, &own_links, &shared,
         ));
+        let commits = Arc::new(Commits::new(&objects, &votes, &endings));
         // new parts
         Self {
             home,
@@ -120,6 +123,7 @@ impl<B: Backing> TransactionalBacking<B> {
             differences,
             entries,
             stored_scopes,
+            commits,
             // init parts
             mode: Mode::Buffer,
             stopped_by: Mutex::default(),

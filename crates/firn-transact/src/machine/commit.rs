@@ -234,7 +234,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         commit: Unanswered,
         begins_next: bool,
     ) -> Result<Step<'a, B>, TransactionError> {
-        self.store.leave_applied(commit.id, &commit.scope)?;
+        self.store.commits.leave_applied(commit.id, &commit.scope)?;
         let not_applied_on = self.wait_until_applied(commit.id, &commit.scope)?;
         self.store.forget_unanswered(&commit.path_after);
         let begin_at = begins_next.then(|| commit.path_after.clone());

@@ -23,9 +23,9 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// [`Found::abort`](crate::Found::abort).
     pub(super) fn abort_scope(&self, scope: &Arc<Scope<B>>) -> Result<(), AbortError> {
-        let _quiet = self.quiesce_scope(scope);
+        let _quiet = self.commits.quiesce_scope(scope);
         if let Some(before) = self.scopes.commit_before(scope) {
-            self.drop_next(&before)?;
+            self.commits.drop_next(&before)?;
             return Ok(());
         }
         self.tree.check_all(scope);

@@ -21,60 +21,51 @@ use std::sync::Arc;
 use firn_backing::{Backing, Errno, Kind, RenameFlags};
 
 use crate::apply::Apply;
+use crate::attributes::Objects;
 use crate::change_log::Direction;
 use crate::claim::{Claim, Owning};
 use crate::error::{CommitError, StageError, StoreError};
+use crate::hidden::OwnLinks;
 use crate::object::{Change, Inner, Object};
+use crate::records::Endings;
 use crate::scope::{Scope, Stage};
+use crate::scopes::Scopes;
+use crate::shadow::shared::SharedTransactions;
 use crate::staging;
+use crate::staging_dir::Home;
 use crate::transactional::TransactionalBacking;
 use crate::tree::Quiet;
+use crate::tree::Tree;
+use crate::vote::Votes;
 
-impl<B: Backing> TransactionalBacking<B> {
-    /// [`Found::decide`](crate::Found::decide).
-    pub(super) fn decide_scope(&self, scope: &Arc<Scope<B>>, id: u64) -> Result<(), CommitError> {
-        self.apply_commit_before(scope)?;
-        let _quiet = self.tree.quiesce_tree(&scope.root);
-        self.tree.check_all(scope);
-        if !scope.is_whole() {
-            return Err(StageError::Undoing.into());
+/// Commits that are decided, and their application.
+pub(crate) struct Commits<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) tree: Arc<Tree<B>>,
+    pub(crate) scopes: Arc<Scopes<B>>,
+    pub(crate) own_links: Arc<OwnLinks<B>>,
+    pub(crate) objects: Arc<Objects<B>>,
+    pub(crate) shared: Arc<SharedTransactions<B>>,
+    pub(crate) votes: Arc<Votes<B>>,
+    pub(crate) endings: Arc<Endings<B>>,
+}
+
+impl<B: Backing> Commits<B> {
+    pub(crate) fn new(
+        objects: &Arc<Objects<B>>,
+        votes: &Arc<Votes<B>>,
+        endings: &Arc<Endings<B>>,
+    ) -> Self {
+        Self {
+            home: Arc::clone(&endings.home),
+            tree: Arc::clone(&votes.tree),
+            scopes: Arc::clone(&endings.scopes),
+            own_links: Arc::clone(&endings.own_links),
+            objects: Arc::clone(objects),
+            shared: Arc::clone(&votes.shared),
+            votes: Arc::clone(votes),
+            endings: Arc::clone(endings),
         }
-        let stage = *scope.stage.lock();
-        match stage {
-            Stage::Prepared(found) | Stage::Decided(found) if found != id => {
-                return Err(StageError::OtherId { found, wanted: id }.into());
-            }
-            Stage::Prepared(_) => {
-                if let Some(record) = scope
-                    .recovered
-                    .as_ref()
-                    .filter(|_| !self.backups.is_backed_up(scope))
-                {
-                    self.backups.back_up(scope, record)?;
-                }
-                self.votes.agree_with_hosts(scope, stage, id)?;
-                let from = OsStr::new(staging::RECORD);
-                let to = OsStr::new(staging::COMMIT);
-                self.home
-                    .base
-                    .rename(&scope.dir, from, &scope.dir, to, RenameFlags::empty())?;
-                scope.set_stage(Stage::Decided(id));
-                self.home.base.sync_dir(&scope.dir)?;
-            }
-            Stage::Open => {
-                self.votes.agree_with_hosts(scope, stage, id)?;
-                // Decided at once: a crash before leaves nothing that waits for a decision.
-                self.write_record(scope, id)?;
-                self.home
-                    .place_record(scope, staging::COMMIT)
-                    .inspect_err(|_| self.backups.withdraw_backup(scope))?;
-                scope.set_stage(Stage::Decided(id));
-                self.home.base.sync_dir(&scope.dir)?;
-            }
-            Stage::Decided(_) => self.home.base.sync_dir(&scope.dir)?,
-            Stage::Ended => return Err(StageError::NoTransaction.into()),
-        }
-        Ok(())
     }
 
     /// Applies the commit that a transaction follows.
@@ -363,6 +354,54 @@ impl<B: Backing> TransactionalBacking<B> {
                 let is_used = object.kind == Kind::Dir || Arc::strong_count(object) > ours;
                 inner.base.is_none() && is_used
             })?;
+        }
+        Ok(())
+    }
+}
+
+impl<B: Backing> TransactionalBacking<B> {
+    /// [`Found::decide`](crate::Found::decide).
+    pub(super) fn decide_scope(&self, scope: &Arc<Scope<B>>, id: u64) -> Result<(), CommitError> {
+        self.commits.apply_commit_before(scope)?;
+        let _quiet = self.tree.quiesce_tree(&scope.root);
+        self.tree.check_all(scope);
+        if !scope.is_whole() {
+            return Err(StageError::Undoing.into());
+        }
+        let stage = *scope.stage.lock();
+        match stage {
+            Stage::Prepared(found) | Stage::Decided(found) if found != id => {
+                return Err(StageError::OtherId { found, wanted: id }.into());
+            }
+            Stage::Prepared(_) => {
+                if let Some(record) = scope
+                    .recovered
+                    .as_ref()
+                    .filter(|_| !self.backups.is_backed_up(scope))
+                {
+                    self.backups.back_up(scope, record)?;
+                }
+                self.votes.agree_with_hosts(scope, stage, id)?;
+                let from = OsStr::new(staging::RECORD);
+                let to = OsStr::new(staging::COMMIT);
+                self.home
+                    .base
+                    .rename(&scope.dir, from, &scope.dir, to, RenameFlags::empty())?;
+                scope.set_stage(Stage::Decided(id));
+                self.home.base.sync_dir(&scope.dir)?;
+            }
+            Stage::Open => {
+                self.votes.agree_with_hosts(scope, stage, id)?;
+                // Decided at once: a crash before leaves nothing that waits for a decision.
+                self.write_record(scope, id)?;
+                self.home
+                    .place_record(scope, staging::COMMIT)
+                    .inspect_err(|_| self.backups.withdraw_backup(scope))?;
+                scope.set_stage(Stage::Decided(id));
+                self.home.base.sync_dir(&scope.dir)?;
+            }
+            Stage::Decided(_) => self.home.base.sync_dir(&scope.dir)?,
+            Stage::Ended => return Err(StageError::NoTransaction.into()),
         }
         Ok(())
     }

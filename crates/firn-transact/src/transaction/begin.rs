@@ -52,7 +52,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if root.kind != Kind::Dir {
             return Err(ScopeError::NotDirectory.into());
         }
-        self.apply_commits_around(root)?;
+        self.commits.apply_commits_around(root)?;
         let _quiet = self.tree.quiesce_tree(root);
         let mut before = None;
         for scope in &self.scopes.all() {

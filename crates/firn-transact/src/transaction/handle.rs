@@ -156,12 +156,16 @@ impl<B: Backing> Decided<'_, B> {
     /// Makes the backing what programs see already, while they read on. Changes of the scope wait. Where this fails it
     /// can be called again; once it is applied it does nothing.
     pub fn apply(&self) -> Result<(), StoreError> {
-        self.handle.store.apply_commit(&self.handle.scope).map(drop)
+        self.handle
+            .store
+            .commits
+            .apply_commit(&self.handle.scope)
+            .map(drop)
     }
 
     /// Applies it; whether this call came to its end, and no other one before.
     pub(crate) fn apply_once(&self) -> Result<bool, StoreError> {
-        self.handle.store.apply_commit(&self.handle.scope)
+        self.handle.store.commits.apply_commit(&self.handle.scope)
     }
 
     /// The directory that it covers.
@@ -187,7 +191,7 @@ impl<B: Backing> Decided<'_, B> {
 
     /// Gives up the transaction that was to begin when this commit is applied.
     pub fn give_up_next(&self) {
-        self.handle.store.give_up_next(&self.handle.scope);
+        self.handle.store.commits.give_up_next(&self.handle.scope);
     }
 
     /// Path of its scope at the begin, relative to the backing.
@@ -257,7 +261,7 @@ impl<'a, B: Backing> Found<'a, B> {
     /// Applies the commit that it follows.
     pub(crate) fn apply_commit_before(&self) -> Result<(), StoreError> {
         let handle = self.handle();
-        handle.store.apply_commit_before(&handle.scope)
+        handle.store.commits.apply_commit_before(&handle.scope)
     }
 
     /// Programs change things in it.

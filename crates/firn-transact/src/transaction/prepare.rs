@@ -28,7 +28,7 @@ impl<B: Backing> Home<B> {
 impl<B: Backing> TransactionalBacking<B> {
     /// [`Open::prepare`](crate::Open::prepare), of one that may be prepared already.
     pub(super) fn prepare_scope(&self, scope: &Arc<Scope<B>>, id: u64) -> Result<(), PrepareError> {
-        self.apply_commit_before(scope)?;
+        self.commits.apply_commit_before(scope)?;
         let _quiet = self.tree.quiesce_tree(&scope.root);
         self.tree.check_all(scope);
         if !scope.is_whole() {

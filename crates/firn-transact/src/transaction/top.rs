@@ -28,6 +28,7 @@ use crate::scope::{Scope, Stage, Top};
 use crate::staging;
 use crate::staging_dir::Home;
 use crate::top_names::TopName;
+use crate::transaction::apply_commit::Commits;
 use crate::transactional::TransactionalBacking;
 use crate::uses::Area;
 
@@ -355,6 +356,16 @@ impl<B: Backing> StoredScopes<B> {
     }
 }
 
+impl<B: Backing> Commits<B> {
+    /// A log of before is applied, and the top has the name that it gives.
+    pub(crate) fn settle_top(&self, scope: &Scope<B>) {
+        let names = scope.top.names();
+        if let (Some(parent), Some(name)) = (scope.top.parent(), &names.after) {
+            scope.root.move_to(parent, name);
+        }
+    }
+}
+
 impl<B: Backing> TransactionalBacking<B> {
     // ---- making the top ----------------------------------------------------------------------
 
@@ -427,7 +438,7 @@ impl<B: Backing> TransactionalBacking<B> {
             .filter(|scope| dir.is_below(&scope.root) && scope.decided().is_some());
         above
             .into_iter()
-            .try_for_each(|scope| self.apply_commit(&scope).map(drop))
+            .try_for_each(|scope| self.commits.apply_commit(&scope).map(drop))
     }
 
     fn start_created(
@@ -520,14 +531,6 @@ impl<B: Backing> TransactionalBacking<B> {
     pub(crate) fn adopt_new_top(&self, scope: &Scope<B>) {
         if scope.top.parent().is_some() && scope.top.names().before.is_none() {
             self.tree.adopt(&scope.root);
-        }
-    }
-
-    /// A log of before is applied, and the top has the name that it gives.
-    pub(crate) fn settle_top(&self, scope: &Scope<B>) {
-        let names = scope.top.names();
-        if let (Some(parent), Some(name)) = (scope.top.parent(), &names.after) {
-            scope.root.move_to(parent, name);
         }
     }
 
