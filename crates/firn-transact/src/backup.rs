@@ -21,7 +21,7 @@
 mod content;
 mod mirror;
 mod portable;
-mod revive;
+pub(crate) mod revive;
 pub(crate) mod rounds;
 
 pub use mirror::Progress;

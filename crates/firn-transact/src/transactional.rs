@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use crate::attributes::Objects;
+use crate::backup::revive::Revival;
 use crate::backup::rounds::Backups;
 use crate::data::FileData;
 use crate::difference::Differences;
@@ -61,6 +62,8 @@ pub struct TransactionalBacking<B: Backing> {
     pub(crate) entries: Arc<Entries<B>>,
     pub(crate) stored_scopes: Arc<StoredScopes<B>>,
     pub(crate) commits: Arc<Commits<B>>,
+    /// Makes transactions of backups.
+    pub revival: Arc<Revival<B>>,
     // parts end
     /// Mode of transactions that begin.
     pub(crate) mode: Mode,
@@ -102,6 +105,7 @@ impl<B: Backing> TransactionalBacking<B> {
             &home, &tree, &scopes, &own_links, &shared,
         ));
         let commits = Arc::new(Commits::new(&objects, &votes, &endings));
+        let revival = Arc::new(Revival::new(&home, &scopes, &own_links, &stored_scopes));
         // new parts
         Self {
             home,
@@ -124,6 +128,7 @@ impl<B: Backing> TransactionalBacking<B> {
             entries,
             stored_scopes,
             commits,
+            revival,
             // init parts
             mode: Mode::Buffer,
             stopped_by: Mutex::default(),

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
 
 use firn_backing::{Attr, Backing, Errno, RenameFlags, SyncScope};
 
@@ -10,8 +11,12 @@ use super::content::copy_in;
 use super::mirror::{backup_failed, load, remove};
 use crate::change_log::{ChangeLog, Direction, Identity, Known, LogError, Place, StagedObject};
 use crate::error::{BackupError, ReviveError};
+use crate::hidden::OwnLinks;
 use crate::paths::names_in;
+use crate::recovery::StoredScopes;
+use crate::scopes::Scopes;
 use crate::staging;
+use crate::staging_dir::Home;
 use crate::transactional::TransactionalBacking;
 
 fn tree(path: &[u8], what: &str) -> ReviveError {
@@ -21,18 +26,27 @@ fn tree(path: &[u8], what: &str) -> ReviveError {
     }
 }
 
-impl<B: Backing> TransactionalBacking<B> {
-    /// The manifest in a directory of a backup; `None` where there is none.
-    pub fn manifest(
-        store: &B,
-        dir: &B::Inode,
-    ) -> Result<Option<Result<ChangeLog, LogError>>, BackupError> {
-        load(store, dir)
-    }
+/// Makes transactions of backups.
+pub struct Revival<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) scopes: Arc<Scopes<B>>,
+    pub(crate) own_links: Arc<OwnLinks<B>>,
+    pub(crate) stored_scopes: Arc<StoredScopes<B>>,
+}
 
-    /// Removes the backup `name` in `home`: its transaction is over.
-    pub fn remove_backup(home: &B, name: &str) -> Result<(), BackupError> {
-        remove(home, &home.root(), name).map_err(backup_failed)
+impl<B: Backing> Revival<B> {
+    pub(crate) fn new(
+        home: &Arc<Home<B>>,
+        scopes: &Arc<Scopes<B>>,
+        own_links: &Arc<OwnLinks<B>>,
+        stored_scopes: &Arc<StoredScopes<B>>,
+    ) -> Self {
+        Self {
+            home: Arc::clone(home),
+            scopes: Arc::clone(scopes),
+            own_links: Arc::clone(own_links),
+            stored_scopes: Arc::clone(stored_scopes),
+        }
     }
 
     /// Stages the contents of a backup, the directory `from` of a store that is named `called`, as a prepared transaction.
@@ -266,5 +280,20 @@ impl<B: Backing> TransactionalBacking<B> {
         };
         staging::set_attributes(base, &inode, &stored.attributes)?;
         Ok(inode)
+    }
+}
+
+impl<B: Backing> TransactionalBacking<B> {
+    /// The manifest in a directory of a backup; `None` where there is none.
+    pub fn manifest(
+        store: &B,
+        dir: &B::Inode,
+    ) -> Result<Option<Result<ChangeLog, LogError>>, BackupError> {
+        load(store, dir)
+    }
+
+    /// Removes the backup `name` in `home`: its transaction is over.
+    pub fn remove_backup(home: &B, name: &str) -> Result<(), BackupError> {
+        remove(home, &home.root(), name).map_err(backup_failed)
     }
 }
