@@ -13,16 +13,20 @@ use crate::apply::Apply;
 use crate::change_log::{ChangeLog, Direction};
 use crate::error::{OpenError, StoreError};
 use crate::hidden::OwnLinks;
+use crate::history::History;
 use crate::object::{Inner, Object};
 use crate::own::OwnError;
+use crate::records::Endings;
 use crate::scope::ArenaId;
 use crate::scopes::Scopes;
 use crate::shadow::shared::SharedTransactions;
+use crate::shadow::undo::ShadowUndo;
 use crate::staging;
 use crate::staging_dir::Home;
 use crate::transaction::arenas::ArenaNotes;
 use crate::transactional::TransactionalBacking;
 use crate::tree::Tree;
+use crate::vote::Votes;
 
 /// What [`TransactionalBacking::open`] did.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -181,6 +185,118 @@ impl<B: Backing> StoredScopes<B> {
     }
 }
 
+/// What an open does with transactions that an earlier firnd left; used once.
+pub(crate) struct Recovery<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) scopes: Arc<Scopes<B>>,
+    pub(crate) shared: Arc<SharedTransactions<B>>,
+    pub(crate) votes: Arc<Votes<B>>,
+    pub(crate) shadow_undo: Arc<ShadowUndo<B>>,
+    pub(crate) arena_notes: Arc<ArenaNotes<B>>,
+    pub(crate) history: Arc<History<B>>,
+    pub(crate) endings: Arc<Endings<B>>,
+    pub(crate) stored_scopes: Arc<StoredScopes<B>>,
+}
+
+impl<B: Backing> Recovery<B> {
+    fn new(backing: &TransactionalBacking<B>) -> Self {
+        Self {
+            home: Arc::clone(&backing.home),
+            scopes: Arc::clone(&backing.scopes),
+            shared: Arc::clone(&backing.shared),
+            votes: Arc::clone(&backing.votes),
+            shadow_undo: Arc::clone(&backing.shadow_undo),
+            arena_notes: Arc::clone(&backing.arena_notes),
+            history: Arc::clone(&backing.history),
+            endings: Arc::clone(&backing.endings),
+            stored_scopes: Arc::clone(&backing.stored_scopes),
+        }
+    }
+
+    fn recover_all<E: From<OpenError> + From<StoreError>>(
+        &self,
+        drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
+    ) -> Result<Outcome, E> {
+        let scopes = self.arena_notes.scopes_to_drop()?;
+        if !scopes.is_empty() {
+            drop_pending(&scopes)?;
+        }
+        self.arena_notes.tell_arenas()?;
+        Ok(self.finish_or_undo()?)
+    }
+
+    /// Finishes or undoes what earlier transactions left.
+    fn finish_or_undo(&self) -> Result<Outcome, OpenError> {
+        let mut outcome = Outcome::default();
+        if let Some(home) = self.home.find_staging_dir()? {
+            self.recover_shared(&home)?;
+            self.recover(&home, &mut outcome)?;
+        }
+        self.shared.leave_shared_ones(&outcome.waiting)?;
+        self.votes.leave_old_votes(&outcome.waiting)?;
+        Ok(outcome)
+    }
+
+    fn recover(&self, firn: &B::Inode, outcome: &mut Outcome) -> Result<(), OpenError> {
+        for StoredTransaction { serial, name, dir } in self.home.stored_transactions(firn)? {
+            self.scopes.skip_serial(serial);
+            let record = |file| self.home.load_record(&dir, &name, file);
+            let mut prepared = record(staging::RECORD)?;
+            // What the other hosts decided while this one was away.
+            match prepared
+                .as_ref()
+                .map(|record| self.votes.find_decision(record.id, &record.scope))
+                .transpose()?
+                .flatten()
+            {
+                None => {}
+                Some(true) => {
+                    let from = OsStr::new(staging::RECORD);
+                    let to = OsStr::new(staging::COMMIT);
+                    self.home
+                        .base
+                        .rename(&dir, from, &dir, to, RenameFlags::empty())?;
+                    self.home.base.sync_dir(&dir)?;
+                }
+                Some(false) => {
+                    prepared = None;
+                    self.home.base.unlink(&dir, OsStr::new(staging::RECORD))?;
+                    self.home.base.sync_dir(&dir)?;
+                }
+            }
+            let decided = match record(staging::UNDO)? {
+                Some(log) => Some((log, Direction::Undo)),
+                None => record(staging::COMMIT)?.map(|log| (log, Direction::Redo)),
+            };
+            if let Some((log, direction)) = decided {
+                let new = staging::dir(&self.home.base, &dir, staging::NEW)?;
+                let away = staging::dir(&self.home.base, &dir, staging::AWAY)?;
+                let below = (&self.home.base, self.home.device);
+                Apply::new(below, (&log, direction), &new, &away).run()?;
+                self.home
+                    .sync_what_was_applied(firn, log.scope_after(direction))?;
+                self.endings
+                    .finish_commit(&dir, (&log, direction), serial)?;
+                self.history.remove_or_keep(firn, serial, &dir)?;
+                outcome.finished.push(log.id_after(direction));
+            } else if let Some(record) = prepared {
+                outcome.waiting.push((record.id, record.scope.clone()));
+                self.stored_scopes.wait_for_decision(serial, dir, record)?;
+            } else {
+                // Without the mark it was over, and only its directory was not removed yet.
+                let scope = staging::load_scope(&self.home.base, &dir, staging::OPEN)?;
+                if let Some(scope) = &scope {
+                    self.shadow_undo.undo_stored(&dir, &name, scope)?;
+                }
+                outcome.undone.extend(scope);
+                self.home.remove_transaction(firn, &dir, &name)?;
+            }
+        }
+        self.history.clear_kept_logs(firn)?;
+        Ok(())
+    }
+}
+
 impl<B: Backing> TransactionalBacking<B> {
     /// Whether the backing has transactions that [`TransactionalBacking::open`] must recover first.
     pub fn has_transactions(base: &B) -> Result<bool, StoreError> {
@@ -268,22 +384,11 @@ impl<B: Backing> TransactionalBacking<B> {
             Err(error) => return Err((base, error.into())),
         };
         let backing = Self::assemble_over(base, &top, has_own, opening);
-        match backing.recover_all(drop_pending) {
+        let recovered = Recovery::new(&backing).recover_all(drop_pending);
+        match recovered {
             Ok(outcome) => Ok((backing, outcome)),
             Err(error) => Err((backing.into_base(), error)),
         }
-    }
-
-    fn recover_all<E: From<OpenError> + From<StoreError>>(
-        &self,
-        drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
-    ) -> Result<Outcome, E> {
-        let scopes = self.arena_notes.scopes_to_drop()?;
-        if !scopes.is_empty() {
-            drop_pending(&scopes)?;
-        }
-        self.arena_notes.tell_arenas()?;
-        Ok(self.finish_or_undo()?)
     }
 
     /// A backing that can have transactions, of which nothing is known yet.
@@ -311,76 +416,5 @@ impl<B: Backing> TransactionalBacking<B> {
             backing.own_links.hide_own_top();
         }
         backing
-    }
-
-    /// Finishes or undoes what earlier transactions left.
-    fn finish_or_undo(&self) -> Result<Outcome, OpenError> {
-        let mut outcome = Outcome::default();
-        if let Some(home) = self.home.find_staging_dir()? {
-            self.recover_shared(&home)?;
-            self.recover(&home, &mut outcome)?;
-        }
-        self.shared.leave_shared_ones(&outcome.waiting)?;
-        self.votes.leave_old_votes(&outcome.waiting)?;
-        Ok(outcome)
-    }
-
-    fn recover(&self, firn: &B::Inode, outcome: &mut Outcome) -> Result<(), OpenError> {
-        for StoredTransaction { serial, name, dir } in self.home.stored_transactions(firn)? {
-            self.scopes.skip_serial(serial);
-            let record = |file| self.home.load_record(&dir, &name, file);
-            let mut prepared = record(staging::RECORD)?;
-            // What the other hosts decided while this one was away.
-            match prepared
-                .as_ref()
-                .map(|record| self.votes.find_decision(record.id, &record.scope))
-                .transpose()?
-                .flatten()
-            {
-                None => {}
-                Some(true) => {
-                    let from = OsStr::new(staging::RECORD);
-                    let to = OsStr::new(staging::COMMIT);
-                    self.home
-                        .base
-                        .rename(&dir, from, &dir, to, RenameFlags::empty())?;
-                    self.home.base.sync_dir(&dir)?;
-                }
-                Some(false) => {
-                    prepared = None;
-                    self.home.base.unlink(&dir, OsStr::new(staging::RECORD))?;
-                    self.home.base.sync_dir(&dir)?;
-                }
-            }
-            let decided = match record(staging::UNDO)? {
-                Some(log) => Some((log, Direction::Undo)),
-                None => record(staging::COMMIT)?.map(|log| (log, Direction::Redo)),
-            };
-            if let Some((log, direction)) = decided {
-                let new = staging::dir(&self.home.base, &dir, staging::NEW)?;
-                let away = staging::dir(&self.home.base, &dir, staging::AWAY)?;
-                let below = (&self.home.base, self.home.device);
-                Apply::new(below, (&log, direction), &new, &away).run()?;
-                self.home
-                    .sync_what_was_applied(firn, log.scope_after(direction))?;
-                self.endings
-                    .finish_commit(&dir, (&log, direction), serial)?;
-                self.history.remove_or_keep(firn, serial, &dir)?;
-                outcome.finished.push(log.id_after(direction));
-            } else if let Some(record) = prepared {
-                outcome.waiting.push((record.id, record.scope.clone()));
-                self.stored_scopes.wait_for_decision(serial, dir, record)?;
-            } else {
-                // Without the mark it was over, and only its directory was not removed yet.
-                let scope = staging::load_scope(&self.home.base, &dir, staging::OPEN)?;
-                if let Some(scope) = &scope {
-                    self.shadow_undo.undo_stored(&dir, &name, scope)?;
-                }
-                outcome.undone.extend(scope);
-                self.home.remove_transaction(firn, &dir, &name)?;
-            }
-        }
-        self.history.clear_kept_logs(firn)?;
-        Ok(())
     }
 }

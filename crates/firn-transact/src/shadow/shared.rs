@@ -22,6 +22,7 @@ use firn_hosts::{Ballot, Joined, Members, Plan, Progress, Protocol, Unit, VoteDi
 use super::{KEPT, SAVED, SHARED, Shadow};
 use crate::change_log::ChangeLog;
 use crate::error::{AbortError, BeginError, OpenError, StageError, StoreError, VoteError};
+use crate::recovery::Recovery;
 use crate::scope::{Scope, Stage};
 use crate::staging;
 use crate::staging_dir::Home;
@@ -341,6 +342,91 @@ impl<B: Backing> SharedTransactions<B> {
     }
 }
 
+impl<B: Backing> Recovery<B> {
+    /// Before anything else is recovered: shared transactions of this host that are not prepared are aborted, for
+    /// all hosts, and what was decided about the others is noted. Nothing is done to what is not shared.
+    pub(crate) fn recover_shared(&self, home: &B::Inode) -> Result<(), OpenError> {
+        for (name, ..) in staging::list(&self.home.base, home)? {
+            let text = String::from_utf8_lossy(&name).into_owned();
+            if !text.starts_with("tx-") {
+                continue;
+            }
+            let found = staging::must_find_dir(&self.home.base, home, &text);
+            let dir = found.map_err(|error| error.below(&self.home.staging_path()))?;
+            let has = |file| {
+                Ok::<_, Errno>(staging::find(&self.home.base, &dir, OsStr::new(file))?.is_some())
+            };
+            if !has(SHARED)? || has(staging::COMMIT)? {
+                continue;
+            }
+            let record = self.home.load_record(&dir, &text, staging::RECORD)?;
+            let open = staging::load_scope(&self.home.base, &dir, staging::OPEN)?;
+            if let Some(scope) = record.as_ref().map(|record| record.scope.clone()).or(open) {
+                self.recover_part(&dir, record, &scope)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn recover_part(
+        &self,
+        dir: &B::Inode,
+        record: Option<ChangeLog>,
+        scope: &[u8],
+    ) -> Result<(), OpenError> {
+        let shared = self.shared.find_shared(scope)?;
+        let fate = match &shared {
+            None => Fate::Over,
+            Some(shared) => match (shared.outcome()?, &record) {
+                (None, Some(_)) => Fate::Undecided,
+                (Some(outcome), _) if outcome.commit => Fate::Committed,
+                _ => Fate::Aborted,
+            },
+        };
+        match fate {
+            Fate::Undecided => return Ok(()),
+            Fate::Committed if record.is_some() => {
+                // The vote may not have the outcome yet.
+                match record.map_or(Ok(()), |record| {
+                    self.votes.decide_vote(record.id, scope, true)
+                }) {
+                    Ok(()) | Err(VoteError::NotVoted { .. }) => {}
+                    Err(error) => return Err(error.into()),
+                }
+                let from = OsStr::new(staging::RECORD);
+                let to = OsStr::new(staging::COMMIT);
+                self.home
+                    .base
+                    .rename(dir, from, dir, to, RenameFlags::empty())?;
+                return Ok(self.home.base.sync_dir(dir)?);
+            }
+            // It was being opened again after the others had agreed.
+            Fate::Committed => return Ok(self.home.base.unlink(dir, OsStr::new(staging::OPEN))?),
+            Fate::Over => {}
+            Fate::Aborted => {
+                let shared = shared.as_ref().ok_or(Errno::IO)?;
+                if shared.settle(false)?.commit {
+                    return self.recover_part(dir, record, scope);
+                }
+                match &record {
+                    None => self.votes.withdraw_from_votes(scope)?,
+                    Some(record) => self.votes.decide_vote(record.id, scope, false)?,
+                }
+                shared.stop(|| {
+                    self.shadow_undo
+                        .undo_stored(shared.dir(), shared.name(), scope)
+                })?;
+            }
+        }
+        // From here on it counts as one that was open and is undone: there is nothing left to put back.
+        if record.is_some() {
+            self.home.base.unlink(dir, OsStr::new(staging::RECORD))?;
+            self.home.base.sync_dir(dir)?;
+        }
+        Ok(())
+    }
+}
+
 impl<B: Backing> TransactionalBacking<B> {
     /// For [`Found::abort`](crate::Found::abort): the transaction of all hosts. Fails with [`AbortError::Stopping`] until all have stopped
     /// and it is undone. The caller holds names and data.
@@ -424,88 +510,5 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Which other host aborted the last transaction of a scope.
     pub fn stopped_by(&self, scope: &[u8]) -> Option<String> {
         self.stopped_by.lock().get(scope).cloned()
-    }
-
-    /// Before anything else is recovered: shared transactions of this host that are not prepared are aborted, for
-    /// all hosts, and what was decided about the others is noted. Nothing is done to what is not shared.
-    pub(crate) fn recover_shared(&self, home: &B::Inode) -> Result<(), OpenError> {
-        for (name, ..) in staging::list(&self.home.base, home)? {
-            let text = String::from_utf8_lossy(&name).into_owned();
-            if !text.starts_with("tx-") {
-                continue;
-            }
-            let found = staging::must_find_dir(&self.home.base, home, &text);
-            let dir = found.map_err(|error| error.below(&self.home.staging_path()))?;
-            let has = |file| {
-                Ok::<_, Errno>(staging::find(&self.home.base, &dir, OsStr::new(file))?.is_some())
-            };
-            if !has(SHARED)? || has(staging::COMMIT)? {
-                continue;
-            }
-            let record = self.home.load_record(&dir, &text, staging::RECORD)?;
-            let open = staging::load_scope(&self.home.base, &dir, staging::OPEN)?;
-            if let Some(scope) = record.as_ref().map(|record| record.scope.clone()).or(open) {
-                self.recover_part(&dir, record, &scope)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn recover_part(
-        &self,
-        dir: &B::Inode,
-        record: Option<ChangeLog>,
-        scope: &[u8],
-    ) -> Result<(), OpenError> {
-        let shared = self.shared.find_shared(scope)?;
-        let fate = match &shared {
-            None => Fate::Over,
-            Some(shared) => match (shared.outcome()?, &record) {
-                (None, Some(_)) => Fate::Undecided,
-                (Some(outcome), _) if outcome.commit => Fate::Committed,
-                _ => Fate::Aborted,
-            },
-        };
-        match fate {
-            Fate::Undecided => return Ok(()),
-            Fate::Committed if record.is_some() => {
-                // The vote may not have the outcome yet.
-                match record.map_or(Ok(()), |record| {
-                    self.votes.decide_vote(record.id, scope, true)
-                }) {
-                    Ok(()) | Err(VoteError::NotVoted { .. }) => {}
-                    Err(error) => return Err(error.into()),
-                }
-                let from = OsStr::new(staging::RECORD);
-                let to = OsStr::new(staging::COMMIT);
-                self.home
-                    .base
-                    .rename(dir, from, dir, to, RenameFlags::empty())?;
-                return Ok(self.home.base.sync_dir(dir)?);
-            }
-            // It was being opened again after the others had agreed.
-            Fate::Committed => return Ok(self.home.base.unlink(dir, OsStr::new(staging::OPEN))?),
-            Fate::Over => {}
-            Fate::Aborted => {
-                let shared = shared.as_ref().ok_or(Errno::IO)?;
-                if shared.settle(false)?.commit {
-                    return self.recover_part(dir, record, scope);
-                }
-                match &record {
-                    None => self.votes.withdraw_from_votes(scope)?,
-                    Some(record) => self.votes.decide_vote(record.id, scope, false)?,
-                }
-                shared.stop(|| {
-                    self.shadow_undo
-                        .undo_stored(shared.dir(), shared.name(), scope)
-                })?;
-            }
-        }
-        // From here on it counts as one that was open and is undone: there is nothing left to put back.
-        if record.is_some() {
-            self.home.base.unlink(dir, OsStr::new(staging::RECORD))?;
-            self.home.base.sync_dir(dir)?;
-        }
-        Ok(())
     }
 }

@@ -148,7 +148,8 @@ fn revived<B: Backing>(base: B, store: &B) -> TransactionalBacking<B> {
     let backing = TransactionalBacking::open(base).expect("open").0;
     let (dir, manifest) = only(store);
     backing
-        .revival.revive((store, &dir), OsStr::new("it"), &manifest)
+        .revival
+        .revive((store, &dir), OsStr::new("it"), &manifest)
         .expect("revive");
     backing
 }
@@ -351,7 +352,9 @@ fn a_new_top_and_a_new_name_of_a_top_are_finished_from_the_backup() {
         assert_eq!(tree_in(&undecided), old, "{is_new}: undecided");
         let disk = undecided.base().fork();
         let (dir, manifest) = only(&store);
-        let again = undecided.revival.revive((&store, &dir), OsStr::new("it"), &manifest);
+        let again = undecided
+            .revival
+            .revive((&store, &dir), OsStr::new("it"), &manifest);
         assert!(
             matches!(again, Err(ReviveError::Overlaps { .. })),
             "{is_new}: {again:?}"
@@ -366,7 +369,9 @@ fn a_new_top_and_a_new_name_of_a_top_are_finished_from_the_backup() {
         assert_eq!(tree_in(&done), tree_in(&plain), "{is_new}: committed");
         done.base().fsck().expect("fsck");
         assert_eq!(done.home.committed(b"p/n"), Ok(Some(5)), "{is_new}");
-        let again = done.revival.revive((&store, &dir), OsStr::new("it"), &manifest);
+        let again = done
+            .revival
+            .revive((&store, &dir), OsStr::new("it"), &manifest);
         assert_eq!(again, Err(ReviveError::Applied { id: 5 }), "{is_new}");
     }
 }
@@ -449,7 +454,8 @@ fn a_backup_that_is_torn_or_has_lost_a_piece_is_refused() {
             }
             let target = TransactionalBacking::open(before.fork()).expect("open").0;
             let refused = target
-                .revival.revive((&bad, &dir), OsStr::new("it"), &manifest)
+                .revival
+                .revive((&bad, &dir), OsStr::new("it"), &manifest)
                 .expect_err("must be refused");
             assert_eq!(
                 refused,
@@ -480,7 +486,8 @@ fn a_tree_that_is_not_the_one_before_is_refused() {
         let old = other.tree();
         let target = TransactionalBacking::open(other).expect("open").0;
         let error = target
-            .revival.revive((store, &dir), OsStr::new("it"), &manifest)
+            .revival
+            .revive((store, &dir), OsStr::new("it"), &manifest)
             .expect_err("must be refused")
             .to_string();
         assert!(error.contains(word), "{error}");
@@ -504,20 +511,25 @@ fn a_tree_that_is_not_the_one_before_is_refused() {
 
     // Twice: the second finds the first.
     let target = revived(before.fork(), store);
-    let again = target.revival.revive((store, &dir), OsStr::new("it"), &manifest);
+    let again = target
+        .revival
+        .revive((store, &dir), OsStr::new("it"), &manifest);
     assert!(
         matches!(again, Err(ReviveError::Overlaps { .. })),
         "{again:?}"
     );
     target.commit(&target.root(), 5).expect("commit");
     let after: Result<Tree, Errno> = tree(&target);
-    let late = target.revival.revive((store, &dir), OsStr::new("it"), &manifest);
+    let late = target
+        .revival
+        .revive((store, &dir), OsStr::new("it"), &manifest);
     assert_eq!(late, Err(ReviveError::Applied { id: 5 }));
     assert_eq!(tree(&target), after);
     target.begin(&target.root(), b"").expect("begin");
     target.commit(&target.root(), 6).expect("commit");
     let late = target
-        .revival.revive((store, &dir), OsStr::new("it"), &manifest)
+        .revival
+        .revive((store, &dir), OsStr::new("it"), &manifest)
         .expect_err("refused")
         .to_string();
     assert!(late.contains("its last commit is 6"), "{late}");
