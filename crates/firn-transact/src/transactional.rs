@@ -37,7 +37,8 @@ pub struct TransactionalBacking<B: Backing> {
     /// The backing below, and where transactions are kept in it.
     pub home: Arc<Home<B>>,
     pub(crate) tree: Arc<Tree<B>>,
-    pub(crate) scopes: Arc<Scopes<B>>,
+    /// The transactions that are not over.
+    pub scopes: Arc<Scopes<B>>,
     pub(crate) own_links: Arc<OwnLinks<B>>,
     pub(crate) shadow_undo: Arc<ShadowUndo<B>>,
     /// Names of tops of scopes in the directories above.

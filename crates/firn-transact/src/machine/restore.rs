@@ -51,7 +51,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             Some(Found::Decided(commit)) => Err(StageError::Decided { id: commit.id() }.into()),
             Some(found) => {
                 self.store.history.can_restore(&path, id)?;
-                if self.store.shares() {
+                if self.store.scopes.shares() {
                     let place = Place::directory(&path);
                     let restore = Step::Restore {
                         place,

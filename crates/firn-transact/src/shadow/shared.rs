@@ -24,6 +24,7 @@ use crate::change_log::ChangeLog;
 use crate::error::{AbortError, BeginError, OpenError, StageError, StoreError, VoteError};
 use crate::recovery::Recovery;
 use crate::scope::{Scope, Stage};
+use crate::scopes::Scopes;
 use crate::staging;
 use crate::staging_dir::Home;
 use crate::transactional::TransactionalBacking;
@@ -427,6 +428,15 @@ impl<B: Backing> Recovery<B> {
     }
 }
 
+impl<B: Backing> Scopes<B> {
+    /// Whether there may be something in [`TransactionalBacking::to_be_stopped`]; asks the backing nothing.
+    pub fn shares(&self) -> bool {
+        !self
+            .paths_where(|scope| scope.shadow.as_ref().is_some_and(Shadow::is_of_several))
+            .is_empty()
+    }
+}
+
 impl<B: Backing> TransactionalBacking<B> {
     /// For [`Found::abort`](crate::Found::abort): the transaction of all hosts. Fails with [`AbortError::Stopping`] until all have stopped
     /// and it is undone. The caller holds names and data.
@@ -474,14 +484,6 @@ impl<B: Backing> TransactionalBacking<B> {
             shared.ballot.leave()?;
         }
         Ok(())
-    }
-
-    /// Whether there may be something in [`TransactionalBacking::to_be_stopped`]; asks the backing nothing.
-    pub fn shares(&self) -> bool {
-        !self
-            .scopes
-            .paths_where(|scope| scope.shadow.as_ref().is_some_and(Shadow::is_of_several))
-            .is_empty()
     }
 
     /// Scopes whose transactions a host has aborted and this one has not ended: they are to be aborted.

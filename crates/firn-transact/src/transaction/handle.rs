@@ -17,6 +17,7 @@ use std::sync::Arc;
 use firn_backing::Backing;
 
 use crate::conflict::Used;
+use crate::scopes::Scopes;
 
 use crate::error::{AbortError, CommitError, PrepareError, StoreError, VoteError};
 use crate::object::Object;
@@ -394,6 +395,14 @@ impl<'a, B: Backing> Handle<'a, B> {
     }
 }
 
+impl<B: Backing> Scopes<B> {
+    /// Whether programs change things in a transaction, or one waits for its outcome.
+    pub fn has_undecided(&self) -> bool {
+        let mut stages = self.in_order().into_iter();
+        stages.any(|(_, stage)| !matches!(stage, Stage::Decided(_)))
+    }
+}
+
 impl<B: Backing> TransactionalBacking<B> {
     pub(crate) fn open_handle(&self, scope: Arc<Scope<B>>) -> Open<'_, B> {
         Open(Handle { store: self, scope })
@@ -448,12 +457,6 @@ impl<B: Backing> TransactionalBacking<B> {
         let found = self.open_transactions().into_iter();
         let decided = found.filter_map(Found::decided);
         decided.filter(|commit| !commit.is_undo()).collect()
-    }
-
-    /// Whether programs change things in a transaction, or one waits for its outcome.
-    pub fn has_undecided(&self) -> bool {
-        let mut stages = self.scopes.in_order().into_iter();
-        stages.any(|(_, stage)| !matches!(stage, Stage::Decided(_)))
     }
 
     /// All that are not over; a commit comes before the transaction that follows it.
