@@ -32,7 +32,9 @@ use crate::waiting::Admission;
 use firn_backing::Backing;
 use firn_backing::lock::Mutex;
 
-/// A backing whose directories can be in a transaction.
+/// A backing whose directories can be in a transaction: its parts, and the operations that need many of them.
+///
+/// What one part does is asked of that part. From the lowest part up; each knows only those before it.
 pub struct TransactionalBacking<B: Backing> {
     /// The backing below, and where transactions are kept in it.
     pub home: Arc<Home<B>>,
@@ -65,7 +67,6 @@ pub struct TransactionalBacking<B: Backing> {
     pub(crate) commits: Arc<Commits<B>>,
     /// Makes transactions of backups.
     pub revival: Arc<Revival<B>>,
-    // parts end
     /// Mode of transactions that begin.
     pub(crate) mode: Mode,
     /// The host that aborted the last transaction of a scope, where that was another one.
@@ -107,7 +108,6 @@ impl<B: Backing> TransactionalBacking<B> {
         ));
         let commits = Arc::new(Commits::new(&objects, &votes, &endings));
         let revival = Arc::new(Revival::new(&home, &scopes, &own_links, &stored_scopes));
-        // new parts
         Self {
             home,
             tree,
@@ -130,7 +130,6 @@ impl<B: Backing> TransactionalBacking<B> {
             stored_scopes,
             commits,
             revival,
-            // init parts
             mode: Mode::Buffer,
             stopped_by: Mutex::default(),
             unanswered: Mutex::default(),

@@ -137,7 +137,7 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
     fn end_accesses(&self, path: &[u8]) {
         self.gate.switch_accesses(|accesses| {
             accesses.take(|found| is_below(found, path));
-            accesses.switch(self.gate.store().has_undecided());
+            accesses.switch(self.gate.store().scopes.has_undecided());
         });
     }
 

@@ -68,7 +68,7 @@ fn here(gate: &Arc<TransactionGate>, id: u64, scope: &[u8]) -> Vec<String> {
     let asked = std::thread::Builder::new()
         .name("firn-hosts".into())
         .spawn(move || {
-            let hosts = gate.store().hosts_published(id, &scope);
+            let hosts = gate.store().votes.hosts_published(id, &scope);
             let _ = tell.send(hosts.unwrap_or_default());
             ASKING.fetch_sub(1, Ordering::AcqRel);
         });
