@@ -14,7 +14,7 @@ use crate::shadow::NO_BYTES;
 use crate::shadow::save::Originals;
 use crate::staging;
 use crate::staging_dir::Home;
-use crate::top_names::TopNames;
+use crate::top_names::Tops;
 use crate::waiting::Admission;
 
 /// What a change has to do with attributes.
@@ -101,7 +101,7 @@ pub(crate) struct Objects<B: Backing> {
     pub(crate) home: Arc<Home<B>>,
     pub(crate) originals: Arc<Originals<B>>,
     pub(crate) own_links: Arc<OwnLinks<B>>,
-    pub(crate) top_names: Arc<TopNames<B>>,
+    pub(crate) tops: Arc<Tops<B>>,
     pub(crate) admission: Arc<Admission<B>>,
 }
 
@@ -110,14 +110,14 @@ impl<B: Backing> Objects<B> {
         home: &Arc<Home<B>>,
         originals: &Arc<Originals<B>>,
         own_links: &Arc<OwnLinks<B>>,
-        top_names: &Arc<TopNames<B>>,
+        tops: &Arc<Tops<B>>,
         admission: &Arc<Admission<B>>,
     ) -> Self {
         Self {
             home: Arc::clone(home),
             originals: Arc::clone(originals),
             own_links: Arc::clone(own_links),
-            top_names: Arc::clone(top_names),
+            tops: Arc::clone(tops),
             admission: Arc::clone(admission),
         }
     }
@@ -130,8 +130,8 @@ impl<B: Backing> Objects<B> {
             return Ok(attr);
         }
         let mut attr = match inner.base() {
-            Some(inode) if change.is_none() && self.top_names.has_tops_in(object) => {
-                self.top_names.attr_with_tops(object, &inode)?
+            Some(inode) if change.is_none() && self.tops.has_tops_in(object) => {
+                self.tops.attr_with_tops(object, &inode)?
             }
             inode => self.read_attr_of(object, inode.as_ref(), change.as_ref())?,
         };

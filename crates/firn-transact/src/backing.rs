@@ -37,7 +37,7 @@ impl<B: Backing> Volume for TransactionalBacking<B> {
     type Dir = TrackedDir<B>;
 
     fn root(&self) -> Arc<Object<B>> {
-        Arc::clone(self.top())
+        Arc::clone(self.tree.top())
     }
 
     forward!(base: features statfs);

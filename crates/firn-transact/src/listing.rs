@@ -10,7 +10,7 @@ use firn_backing::{Backing, DirEntry, Errno, Kind, Result};
 use crate::object::Object;
 use crate::staging;
 use crate::staging_dir::Home;
-use crate::top_names::TopNames;
+use crate::top_names::Tops;
 use crate::waiting::Admission;
 
 /// A name, the inode number and the kind of what it leads to.
@@ -26,19 +26,19 @@ pub struct TrackedDir<B: Backing> {
 /// Listings of directories.
 pub(crate) struct Dirs<B: Backing> {
     pub(crate) home: Arc<Home<B>>,
-    pub(crate) top_names: Arc<TopNames<B>>,
+    pub(crate) tops: Arc<Tops<B>>,
     pub(crate) admission: Arc<Admission<B>>,
 }
 
 impl<B: Backing> Dirs<B> {
     pub(crate) fn new(
         home: &Arc<Home<B>>,
-        top_names: &Arc<TopNames<B>>,
+        tops: &Arc<Tops<B>>,
         admission: &Arc<Admission<B>>,
     ) -> Self {
         Self {
             home: Arc::clone(home),
-            top_names: Arc::clone(top_names),
+            tops: Arc::clone(tops),
             admission: Arc::clone(admission),
         }
     }
@@ -104,7 +104,7 @@ impl<B: Backing> Dirs<B> {
         }
         if let Some(inode) = &base {
             let is_top = object.parent().is_none();
-            let tops = self.top_names.top_names_in(object);
+            let tops = self.tops.top_names_in(object);
             let below = staging::list(&self.home.base, inode)?;
             let inner = inner.look();
             let change = inner.change.as_ref();

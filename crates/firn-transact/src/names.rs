@@ -16,7 +16,7 @@ use crate::shadow::{NO_BYTES, Shadow};
 use crate::staging;
 use crate::staging_dir::Home;
 use crate::top_names::TopName;
-use crate::top_names::TopNames;
+use crate::top_names::Tops;
 use crate::tree::Tree;
 use crate::waiting::Admission;
 
@@ -38,7 +38,7 @@ pub(crate) struct Entries<B: Backing> {
     pub(crate) scopes: Arc<Scopes<B>>,
     pub(crate) originals: Arc<Originals<B>>,
     pub(crate) own_links: Arc<OwnLinks<B>>,
-    pub(crate) top_names: Arc<TopNames<B>>,
+    pub(crate) tops: Arc<Tops<B>>,
     pub(crate) admission: Arc<Admission<B>>,
     pub(crate) objects: Arc<Objects<B>>,
     pub(crate) dirs: Arc<Dirs<B>>,
@@ -52,7 +52,7 @@ impl<B: Backing> Entries<B> {
             scopes: Arc::clone(&objects.admission.scopes),
             originals: Arc::clone(&objects.originals),
             own_links: Arc::clone(&objects.own_links),
-            top_names: Arc::clone(&objects.top_names),
+            tops: Arc::clone(&objects.tops),
             admission: Arc::clone(&objects.admission),
             objects: Arc::clone(objects),
             dirs: Arc::clone(dirs),
@@ -88,7 +88,7 @@ impl<B: Backing> Entries<B> {
 
     /// The same, with the attributes that the backing gave for it.
     fn find_entry(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Result<Option<FoundName<B>>> {
-        match self.top_names.find_top_name(parent, name) {
+        match self.tops.find_top_name(parent, name) {
             TopName::Unrelated => {}
             TopName::Shown(root) => return Ok(Some(FoundName::without_attr(root))),
             TopName::Reserved => return Ok(None),
@@ -121,7 +121,7 @@ impl<B: Backing> Entries<B> {
         !is_changed
             && !object.may_hide_links()
             && !object.is_gone()
-            && !self.top_names.has_tops_in(object)
+            && !self.tops.has_tops_in(object)
     }
 
     /// Makes a new object: `make` is given the directory and the name for it.
@@ -138,7 +138,7 @@ impl<B: Backing> Entries<B> {
         if parent.is_gone() {
             return Err(Errno::NOENT);
         }
-        self.top_names.must_not_be_a_top(parent, name)?;
+        self.tops.must_not_be_a_top(parent, name)?;
         let within = scope.clone();
         let Some(scope) = self.originals.holding(scope, parent, NO_BYTES)? else {
             let dir = parent.inode(&self.home.base)?;
@@ -334,7 +334,7 @@ impl<B: Backing> Entries<B> {
             if self.is_hidden(parent, name) {
                 return Err(Errno::NOENT);
             }
-            match self.top_names.find_top_name(parent, name) {
+            match self.tops.find_top_name(parent, name) {
                 TopName::Unrelated => {}
                 TopName::Shown(_) => return Err(Errno::ISDIR),
                 TopName::Reserved => return Err(Errno::NOENT),
@@ -376,7 +376,7 @@ impl<B: Backing> Entries<B> {
         if !same(&self.scopes.scope_of(object), &scope) {
             return Err(Errno::XDEV);
         }
-        self.top_names.must_not_be_a_top(parent, name)?;
+        self.tops.must_not_be_a_top(parent, name)?;
         if shadow(&scope).is_some()
             && (parent.is_gone() || self.objects.read_attr(object)?.nlink == 0)
         {
@@ -549,7 +549,7 @@ impl<B: Backing> Entries<B> {
             names.moving(object)?;
         }
         if !self.scopes.is_empty() {
-            self.top_names
+            self.tops
                 .may_move_beside_tops((from, name), (to, new_name))?;
             self.must_not_hold_a_scope(source.as_ref())?;
             self.must_not_hold_a_scope(target.as_ref())?;

@@ -1,6 +1,6 @@
 //! Names of tops of scopes, as programs see them in the directories above.
 //!
-//! In buffer mode a new or renamed top is not in the backing before the commit: [`TopNames::find_top_name`]
+//! In buffer mode a new or renamed top is not in the backing before the commit: [`Tops::find_top_name`]
 //! has programs see it.
 
 use std::ffi::{OsStr, OsString};
@@ -42,13 +42,13 @@ struct ShownTops<B: Backing> {
 }
 
 /// Names of tops of scopes in the directories above.
-pub struct TopNames<B: Backing> {
+pub struct Tops<B: Backing> {
     pub(crate) home: Arc<Home<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
     pub(crate) own_links: Arc<OwnLinks<B>>,
 }
 
-impl<B: Backing> TopNames<B> {
+impl<B: Backing> Tops<B> {
     pub(crate) fn new(
         home: &Arc<Home<B>>,
         scopes: &Arc<Scopes<B>>,

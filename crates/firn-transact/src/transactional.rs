@@ -22,7 +22,7 @@ use crate::shadow::save::Originals;
 use crate::shadow::shared::SharedTransactions;
 use crate::shadow::undo::ShadowUndo;
 use crate::staging_dir::Home;
-use crate::top_names::TopNames;
+use crate::top_names::Tops;
 use crate::transaction::apply_commit::Commits;
 use crate::transaction::arenas::ArenaNotes;
 use crate::tree::Tree;
@@ -44,7 +44,7 @@ pub struct TransactionalBacking<B: Backing> {
     pub(crate) own_links: Arc<OwnLinks<B>>,
     pub(crate) shadow_undo: Arc<ShadowUndo<B>>,
     /// Names of tops of scopes in the directories above.
-    pub top_names: Arc<TopNames<B>>,
+    pub tops: Arc<Tops<B>>,
     /// Who may look up names, or change names or data, now.
     pub admission: Arc<Admission<B>>,
     /// What several hosts in one transaction in shadow mode share.
@@ -88,7 +88,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let own_links = Arc::new(OwnLinks::new(&home, &tree));
         let originals = Arc::new(Originals::new(&home));
         let shadow_undo = Arc::new(ShadowUndo::new(&home, &tree, &own_links));
-        let top_names = Arc::new(TopNames::new(&home, &scopes, &own_links));
+        let tops = Arc::new(Tops::new(&home, &scopes, &own_links));
         let admission = Arc::new(Admission::new(&tree, &scopes));
         let shared = Arc::new(SharedTransactions::new(&home));
         let votes = Arc::new(Votes::new(&home, &tree, &scopes, &shared));
@@ -97,10 +97,10 @@ impl<B: Backing> TransactionalBacking<B> {
         let history = Arc::new(History::new(&home, &tree, &scopes, opening.history));
         let endings = Arc::new(Endings::new(&home, &scopes, &own_links, &history, &backups));
         let objects = Arc::new(Objects::new(
-            &home, &originals, &own_links, &top_names, &admission,
+            &home, &originals, &own_links, &tops, &admission,
         ));
         let file_data = Arc::new(FileData::new(&home, &originals, &admission, &objects));
-        let dirs = Arc::new(Dirs::new(&home, &top_names, &admission));
+        let dirs = Arc::new(Dirs::new(&home, &tops, &admission));
         let differences = Arc::new(Differences::new(&home, &tree, &own_links));
         let entries = Arc::new(Entries::new(&objects, &dirs));
         let stored_scopes = Arc::new(StoredScopes::new(
@@ -114,7 +114,7 @@ impl<B: Backing> TransactionalBacking<B> {
             scopes,
             own_links,
             shadow_undo,
-            top_names,
+            tops,
             admission,
             shared,
             votes,
@@ -165,9 +165,5 @@ impl<B: Backing> TransactionalBacking<B> {
         let home = Arc::into_inner(home);
         home.expect("only the parts share it, and they are gone")
             .base
-    }
-
-    pub(crate) fn top(&self) -> &Arc<Object<B>> {
-        self.tree.top()
     }
 }

@@ -74,7 +74,7 @@ impl<B: Backing> TransactionalBacking<B> {
             object.close_lower_files();
             drop(change);
         }
-        self.put_top_back(scope);
+        scope.put_top_back();
         self.own_links.dirs_are_back(scope);
         self.endings.end_transaction(scope);
         self.endings.clean_up(scope);

@@ -44,6 +44,22 @@ impl<B: Backing> StoredScopes<B> {
         scope.set_stage(Stage::Decided(id));
         Ok(scope)
     }
+
+    /// Makes the mark durable that a crash is to undo what is changed. Where this fails the mark is removed: programs go on
+    /// outside of a transaction. If that fails, too, the transaction is open and can be aborted.
+    fn mark_open(&self, scope: Scope<B>) -> Result<(Scope<B>, Result<(), BeginError>), BeginError> {
+        let synced = self.home.base.sync_dir(&scope.dir);
+        let Err(errno) = synced.and_then(|()| self.place_new_top(&scope)) else {
+            return Ok((scope, Ok(())));
+        };
+        match self.home.forget_records(&scope.dir) {
+            Ok(()) => {
+                self.shared.withdraw_from_hosts(&scope.path);
+                Err(errno.into())
+            }
+            Err(_) => Ok((scope, Err(errno.into()))),
+        }
+    }
 }
 
 impl<B: Backing> TransactionalBacking<B> {
@@ -82,7 +98,8 @@ impl<B: Backing> TransactionalBacking<B> {
         let serial = self.scopes.next_serial();
         let name = format!("tx-{serial}");
         let dir = staging::dir(&self.home.base, &firn, &name)?;
-        let started = start(serial, &firn, &dir).and_then(|scope| self.mark_open(scope));
+        let started =
+            start(serial, &firn, &dir).and_then(|scope| self.stored_scopes.mark_open(scope));
         let (scope, result) = match started {
             Ok(started) => started,
             Err(error) => {
@@ -91,7 +108,7 @@ impl<B: Backing> TransactionalBacking<B> {
             }
         };
         self.stopped_by.lock().remove(path);
-        self.adopt_new_top(&scope);
+        self.stored_scopes.adopt_new_top(&scope);
         let scope = Arc::new(scope);
         match before {
             Some(before) => before.set_next(Arc::clone(&scope)),
@@ -160,21 +177,5 @@ impl<B: Backing> TransactionalBacking<B> {
         self.arena_notes.note_arena(dir)?;
         staging::put(&self.home.base, dir, staging::OPEN, path)?;
         Ok(scope)
-    }
-
-    /// Makes the mark durable that a crash is to undo what is changed. Where this fails the mark is removed: programs go on
-    /// outside of a transaction. If that fails, too, the transaction is open and can be aborted.
-    fn mark_open(&self, scope: Scope<B>) -> Result<(Scope<B>, Result<(), BeginError>), BeginError> {
-        let synced = self.home.base.sync_dir(&scope.dir);
-        let Err(errno) = synced.and_then(|()| self.place_new_top(&scope)) else {
-            return Ok((scope, Ok(())));
-        };
-        match self.home.forget_records(&scope.dir) {
-            Ok(()) => {
-                self.shared.withdraw_from_hosts(&scope.path);
-                Err(errno.into())
-            }
-            Err(_) => Ok((scope, Err(errno.into()))),
-        }
     }
 }

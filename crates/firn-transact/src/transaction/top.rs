@@ -287,10 +287,7 @@ impl<B: Backing> Entries<B> {
         name: &OsStr,
         flags: RenameFlags,
     ) -> Result<(), Errno> {
-        if matches!(
-            self.top_names.find_top_name(parent, name),
-            TopName::Reserved
-        ) {
+        if matches!(self.tops.find_top_name(parent, name), TopName::Reserved) {
             return Err(Errno::BUSY);
         }
         let target = self.find_name(parent, name)?;
@@ -362,6 +359,32 @@ impl<B: Backing> Commits<B> {
         let names = scope.top.names();
         if let (Some(parent), Some(name)) = (scope.top.parent(), &names.after) {
             scope.root.move_to(parent, name);
+        }
+    }
+}
+
+impl<B: Backing> StoredScopes<B> {
+    /// In shadow mode a new top is put in its place once the transaction is on record.
+    pub(crate) fn place_new_top(&self, scope: &Scope<B>) -> Result<(), Errno> {
+        let names = scope.top.names();
+        let (Some(parent), Some(name)) = (scope.top.parent(), &names.now) else {
+            return Ok(());
+        };
+        if scope.shadow.is_none() || names.before.is_some() {
+            return Ok(());
+        }
+        let below = parent.inode(&self.home.base)?;
+        let (_, staging_dir) = scope.staging_dir_for(&self.home.base, &below)?;
+        // A name is taken only by who changes the backing past Firn.
+        let staged = NEW_TOP.to_string();
+        self.home
+            .rename_without_replacing((&staging_dir, OsStr::new(&staged)), (&below, name))
+    }
+
+    /// Takes up a scope's top that the transaction made.
+    pub(crate) fn adopt_new_top(&self, scope: &Scope<B>) {
+        if scope.top.parent().is_some() && scope.top.names().before.is_none() {
+            self.tree.adopt(&scope.root);
         }
     }
 }
@@ -509,36 +532,14 @@ impl<B: Backing> TransactionalBacking<B> {
         staging::put(&self.home.base, dir, staging::OPEN, path)?;
         Ok(scope)
     }
+}
 
-    /// In shadow mode a new top is put in its place once the transaction is on record.
-    pub(crate) fn place_new_top(&self, scope: &Scope<B>) -> Result<(), Errno> {
-        let names = scope.top.names();
-        let (Some(parent), Some(name)) = (scope.top.parent(), &names.now) else {
-            return Ok(());
-        };
-        if scope.shadow.is_none() || names.before.is_some() {
-            return Ok(());
-        }
-        let below = parent.inode(&self.home.base)?;
-        let (_, staging_dir) = scope.staging_dir_for(&self.home.base, &below)?;
-        // A name is taken only by who changes the backing past Firn.
-        let staged = NEW_TOP.to_string();
-        self.home
-            .rename_without_replacing((&staging_dir, OsStr::new(&staged)), (&below, name))
-    }
-
-    /// Takes up a scope's top that the transaction made.
-    pub(crate) fn adopt_new_top(&self, scope: &Scope<B>) {
-        if scope.top.parent().is_some() && scope.top.names().before.is_none() {
-            self.tree.adopt(&scope.root);
-        }
-    }
-
+impl<B: Backing> Scope<B> {
     /// The transaction is aborted: the top has the name that it had.
-    pub(crate) fn put_top_back(&self, scope: &Scope<B>) {
-        let names = scope.top.names();
-        if let (Some(parent), Some(name)) = (scope.top.parent(), &names.before) {
-            scope.root.move_to(parent, name);
+    pub(crate) fn put_top_back(&self) {
+        let names = self.top.names();
+        if let (Some(parent), Some(name)) = (self.top.parent(), &names.before) {
+            self.root.move_to(parent, name);
         }
     }
 }
