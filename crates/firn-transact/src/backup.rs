@@ -11,12 +11,10 @@
 //!   names is durable. It is written last and renamed into place.
 //! * A manifest is there only while its transaction is prepared or decided. `.firn/tx-N/backup` has the name of the
 //!   directory, which no other transaction ever has.
-//! * [`Revival::revive`] changes nothing below but `.firn/`, and nothing counts before its record is in its place.
+//! * `Revival::revive` changes nothing below but `.firn/`, and nothing counts before its record is in its place.
 //!
 //! Rounds copy ahead files that did not change for a whole round. So a file that keeps growing is copied once, and a look in
 //! each round notices every change in between, however coarse the clock of the backing is.
-//!
-//! [`Revival::revive`]: revive::Revival::revive
 
 mod content;
 mod mirror;

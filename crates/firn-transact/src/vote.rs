@@ -536,7 +536,7 @@ impl<B: Backing> Votes<B> {
         }
     }
 
-    /// For [`TransactionalBacking::decide_scope`]: checks, durably, that all hosts agree.
+    /// For `TransactionalBacking::decide_scope`: checks, durably, that all hosts agree.
     pub(crate) fn agree_with_hosts(
         &self,
         scope: &Scope<B>,
