@@ -141,7 +141,7 @@ impl Rounds {
     /// Does nothing without a backup.
     pub(crate) fn start(engine: &Arc<Engine<Store>>, every: Duration) -> io::Result<Self> {
         let stopping = Arc::new((Mutex::new(false), Condvar::new()));
-        let has_backup = |store: &TransactionalStore| store.backups().is_some();
+        let has_backup = |store: &TransactionalStore| store.backups.directory().is_some();
         if !engine.backing().transactional().is_some_and(has_backup) {
             return Ok(Self {
                 stopping,
@@ -162,7 +162,7 @@ impl Rounds {
                 }
                 drop(stop);
                 if let Some(store) = engine.backing().transactional() {
-                    store.back_up_ahead();
+                    store.backups.back_up_ahead();
                 }
             }
         };
@@ -244,7 +244,7 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
         objects: log.entries.len() as u64,
         ..BackupReport::default()
     };
-    match held.revive(
+    match held.revival.revive(
         (&store, &store.root()),
         place.file_name().unwrap_or_default(),
         &log,

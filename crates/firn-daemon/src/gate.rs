@@ -249,7 +249,7 @@ impl Gate for TransactionGate {
     }
 
     fn holds_up_changes(&self) -> bool {
-        self.quiet_count.load(Ordering::Acquire) > 0 || self.store().changes_wait()
+        self.quiet_count.load(Ordering::Acquire) > 0 || self.store().admission.changes_wait()
     }
 
     fn enter(&self, inode: InodeId) -> Pass<'_> {
@@ -276,11 +276,15 @@ impl Gate for TransactionGate {
 
     fn enter_change(&self, inode: InodeId) -> Result<Pass<'_>, Errno> {
         loop {
-            if self.store().changes_wait() {
-                self.store().await_change(&self.object_of(inode)?)?;
+            if self.store().admission.changes_wait() {
+                self.store()
+                    .admission
+                    .await_change(&self.object_of(inode)?)?;
             }
             let pass = self.enter(inode);
-            if !self.store().changes_wait() || self.store().may_change(&self.object_of(inode)?) {
+            if !self.store().admission.changes_wait()
+                || self.store().admission.may_change(&self.object_of(inode)?)
+            {
                 return Ok(pass);
             }
         }

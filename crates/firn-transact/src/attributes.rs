@@ -6,12 +6,16 @@ use std::sync::Arc;
 use firn_backing::{Attr, Backing, Errno, Kind, Placing, Result, SetTime, Time};
 
 use crate::claim::Owning;
+use crate::hidden::OwnLinks;
 use crate::inline_changes::InlineChanges;
 use crate::object::{Change, Inner, Object, StagedCopy};
 use crate::scope::Scope;
 use crate::shadow::NO_BYTES;
+use crate::shadow::save::Originals;
 use crate::staging;
-use crate::transactional::TransactionalBacking;
+use crate::staging_dir::Home;
+use crate::top_names::Tops;
+use crate::waiting::Admission;
 
 /// What a change has to do with attributes.
 struct ChangedAttributes<B: Backing> {
@@ -40,7 +44,84 @@ impl<B: Backing> ChangedAttributes<B> {
     }
 }
 
-impl<B: Backing> TransactionalBacking<B> {
+impl<B: Backing> Home<B> {
+    /// Makes an object with the attributes of another, which it returns, and its size; not its data.
+    pub(crate) fn copy_object(
+        &self,
+        kind: Kind,
+        inode: &B::Inode,
+        staging_dir: &B::Inode,
+        name: &OsStr,
+    ) -> Result<Attr> {
+        let me = staging::own();
+        let attr = self.base.attr(inode)?;
+        let make_file = || {
+            // A sparse copy, which is written into the file by the commit: on the same server.
+            let beside = Placing::Beside(inode);
+            let made = self
+                .base
+                .create_placed(&me, staging_dir, name, 0o600, beside);
+            let (copy, file, _) = made?;
+            self.base.set_len(&file, attr.size)?;
+            Ok(copy)
+        };
+        let make = || {
+            let target = match kind {
+                Kind::File => return make_file(),
+                Kind::Symlink => self.base.readlink(inode)?,
+                _ => Vec::new(),
+            };
+            let (mode, rdev) = (attr.mode, attr.rdev);
+            match staging::make_special(&self.base, staging_dir, name, mode, rdev, &target) {
+                // Not everybody may make a device; a file has its attributes as well.
+                Err(Errno::PERM) if !matches!(kind, Kind::Dir | Kind::Symlink) => {
+                    Ok(self.base.create(&me, staging_dir, name, 0o600)?.0)
+                }
+                made => made,
+            }
+        };
+        let copy = match make() {
+            // What an attempt before this one left.
+            Err(Errno::EXIST) => {
+                match self.base.lookup(staging_dir, name)?.1.kind {
+                    Kind::Dir => self.base.rmdir(staging_dir, name)?,
+                    _ => self.base.unlink(staging_dir, name)?,
+                }
+                make()?
+            }
+            made => made?,
+        };
+        staging::copy_attributes(&self.base, inode, &copy)?;
+        Ok(attr)
+    }
+}
+
+/// Attributes of objects, and the staged copies and inline changes of those that a transaction changed.
+pub(crate) struct Objects<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) originals: Arc<Originals<B>>,
+    pub(crate) own_links: Arc<OwnLinks<B>>,
+    pub(crate) tops: Arc<Tops<B>>,
+    pub(crate) admission: Arc<Admission<B>>,
+}
+
+impl<B: Backing> Objects<B> {
+    pub(crate) fn new(
+        home: &Arc<Home<B>>,
+        originals: &Arc<Originals<B>>,
+        own_links: &Arc<OwnLinks<B>>,
+        tops: &Arc<Tops<B>>,
+        admission: &Arc<Admission<B>>,
+    ) -> Self {
+        Self {
+            home: Arc::clone(home),
+            originals: Arc::clone(originals),
+            own_links: Arc::clone(own_links),
+            tops: Arc::clone(tops),
+            admission: Arc::clone(admission),
+        }
+    }
+
     /// The attributes of an object that programs see.
     pub(crate) fn read_attr(&self, object: &Object<B>) -> Result<Attr> {
         let inner = object.inner.share();
@@ -49,8 +130,8 @@ impl<B: Backing> TransactionalBacking<B> {
             return Ok(attr);
         }
         let mut attr = match inner.base() {
-            Some(inode) if change.is_none() && self.has_tops_in(object) => {
-                self.attr_with_tops(object, &inode)?
+            Some(inode) if change.is_none() && self.tops.has_tops_in(object) => {
+                self.tops.attr_with_tops(object, &inode)?
             }
             inode => self.read_attr_of(object, inode.as_ref(), change.as_ref())?,
         };
@@ -66,9 +147,11 @@ impl<B: Backing> TransactionalBacking<B> {
         inode: Option<&B::Inode>,
         change: Option<&ChangedAttributes<B>>,
     ) -> Result<Attr> {
-        let base = &self.base;
+        let base = &self.home.base;
         let Some(change) = change else {
-            return self.attr_below(object, inode.ok_or(Errno::STALE)?);
+            return self
+                .own_links
+                .attr_below(object, inode.ok_or(Errno::STALE)?);
         };
         let copy = change
             .copy
@@ -81,7 +164,7 @@ impl<B: Backing> TransactionalBacking<B> {
             // Its staged name is not one of its names.
             (None, Some(copy)) => Attr { nlink: 0, ..copy },
             (Some(inode), None) => {
-                let below = self.attr_below(object, inode)?;
+                let below = self.own_links.attr_below(object, inode)?;
                 match change.inline_times {
                     Some((mtime, ctime)) => Attr {
                         mtime,
@@ -92,7 +175,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 }
             }
             (Some(inode), Some(copy)) => {
-                let below = self.attr_below(object, inode)?;
+                let below = self.own_links.attr_below(object, inode)?;
                 let is_file = object.kind == Kind::File;
                 Attr {
                     mode: (below.mode & libc::S_IFMT) | (copy.mode & !libc::S_IFMT),
@@ -141,19 +224,19 @@ impl<B: Backing> TransactionalBacking<B> {
         change: impl FnOnce(&B::Inode) -> Result<()>,
         note: impl FnOnce(&mut Change<B>),
     ) -> Result<()> {
-        let (_data, scope) = self.enter_data_change(object)?;
-        let Some(scope) = self.holding(scope, object, NO_BYTES)? else {
+        let (_data, scope) = self.admission.enter_data_change(object)?;
+        let Some(scope) = self.originals.holding(scope, object, NO_BYTES)? else {
             let inner = object.inner.share();
-            return change(&inner.inode(&self.base)?);
+            return change(&inner.inode(&self.home.base)?);
         };
         let inner = object.inner.own();
         if !object.is_nameless() {
             self.stage_copy(&scope, object, &inner)?;
         }
-        change(&inner.inode(&self.base)?)?;
+        change(&inner.inode(&self.home.base)?)?;
         inner.edit().change.as_deref_mut().map(note);
         drop(inner);
-        self.check_changed(&scope, object);
+        scope.check_changed(object);
         Ok(())
     }
 
@@ -167,7 +250,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if is_inline && self.set_inline_time(object, mtime)? {
             return Ok(());
         }
-        let set = |inode: &B::Inode| self.base.set_times(inode, atime, mtime);
+        let set = |inode: &B::Inode| self.home.base.set_times(inode, atime, mtime);
         self.change_staged_copy(object, set, |change| {
             // What was asked for counts, whatever changed in the directory before.
             if mtime != SetTime::Keep {
@@ -222,9 +305,11 @@ impl<B: Backing> TransactionalBacking<B> {
         inode: &B::Inode,
         number: u64,
     ) -> Result<(StagedCopy<B>, Attr)> {
-        let (staging_name, staging_dir) = scope.plain_staging_dir(&self.base)?;
+        let (staging_name, staging_dir) = scope.plain_staging_dir(&self.home.base)?;
         let text = number.to_string();
-        let attr = self.copy_object(kind, inode, &staging_dir, OsStr::new(&text))?;
+        let attr = self
+            .home
+            .copy_object(kind, inode, &staging_dir, OsStr::new(&text))?;
         Ok((
             StagedCopy {
                 staging_dir,
@@ -234,55 +319,5 @@ impl<B: Backing> TransactionalBacking<B> {
             },
             attr,
         ))
-    }
-
-    /// Makes an object with the attributes of another, which it returns, and its size; not its data.
-    pub(crate) fn copy_object(
-        &self,
-        kind: Kind,
-        inode: &B::Inode,
-        staging_dir: &B::Inode,
-        name: &OsStr,
-    ) -> Result<Attr> {
-        let me = staging::own();
-        let attr = self.base.attr(inode)?;
-        let make_file = || {
-            // A sparse copy, which is written into the file by the commit: on the same server.
-            let beside = Placing::Beside(inode);
-            let made = self
-                .base
-                .create_placed(&me, staging_dir, name, 0o600, beside);
-            let (copy, file, _) = made?;
-            self.base.set_len(&file, attr.size)?;
-            Ok(copy)
-        };
-        let make = || {
-            let target = match kind {
-                Kind::File => return make_file(),
-                Kind::Symlink => self.base.readlink(inode)?,
-                _ => Vec::new(),
-            };
-            let (mode, rdev) = (attr.mode, attr.rdev);
-            match staging::make_special(&self.base, staging_dir, name, mode, rdev, &target) {
-                // Not everybody may make a device; a file has its attributes as well.
-                Err(Errno::PERM) if !matches!(kind, Kind::Dir | Kind::Symlink) => {
-                    Ok(self.base.create(&me, staging_dir, name, 0o600)?.0)
-                }
-                made => made,
-            }
-        };
-        let copy = match make() {
-            // What an attempt before this one left.
-            Err(Errno::EXIST) => {
-                match self.base.lookup(staging_dir, name)?.1.kind {
-                    Kind::Dir => self.base.rmdir(staging_dir, name)?,
-                    _ => self.base.unlink(staging_dir, name)?,
-                }
-                make()?
-            }
-            made => made?,
-        };
-        staging::copy_attributes(&self.base, inode, &copy)?;
-        Ok(attr)
     }
 }

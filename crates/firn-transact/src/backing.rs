@@ -21,11 +21,11 @@ use crate::transactional::TransactionalBacking;
 /// What the base has of an object: a staged copy, or what it was before.
 macro_rules! base {
     ($self:ident, |$base:ident| $call:expr) => {{
-        let $base = &$self.base;
+        let $base = &$self.home.base;
         $call
     }};
     ($self:ident, inode $object:ident, |$base:ident| $call:expr) => {{
-        let $base = &$self.base;
+        let $base = &$self.home.base;
         let $object = &$object.inode($base)?;
         $call
     }};
@@ -37,24 +37,24 @@ impl<B: Backing> Volume for TransactionalBacking<B> {
     type Dir = TrackedDir<B>;
 
     fn root(&self) -> Arc<Object<B>> {
-        Arc::clone(self.top())
+        Arc::clone(self.tree.top())
     }
 
     forward!(base: features statfs);
 
     fn sync_scope(&self, scope: SyncScope<'_, Arc<Object<B>>>) -> Result<()> {
         match scope {
-            SyncScope::All => self.base.sync_scope(SyncScope::All),
-            SyncScope::Changes => self.base.sync_scope(SyncScope::Changes),
+            SyncScope::All => self.home.base.sync_scope(SyncScope::All),
+            SyncScope::Changes => self.home.base.sync_scope(SyncScope::Changes),
             SyncScope::Tree(object) => {
                 // Staged objects are elsewhere and were made by this process.
-                self.base.sync_scope(SyncScope::Changes)?;
+                self.home.base.sync_scope(SyncScope::Changes)?;
                 let base = object.base();
                 base.map_or(Ok(()), |inode| {
-                    self.base.sync_scope(SyncScope::Tree(&inode))
+                    self.home.base.sync_scope(SyncScope::Tree(&inode))
                 })
             }
-            SyncScope::Dir(object) => self.sync_tracked_dir(object),
+            SyncScope::Dir(object) => self.dirs.sync_tracked_dir(object),
         }
     }
 }
@@ -63,7 +63,7 @@ impl<B: Backing> Names for TransactionalBacking<B> {
     forward!(base: readlink);
 
     fn lookup(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Result<(Arc<Object<B>>, Attr)> {
-        self.look_up(parent, name)
+        self.entries.look_up(parent, name)
     }
 
     /// What lies over transactions gives no file another place than that of its name.
@@ -75,8 +75,9 @@ impl<B: Backing> Names for TransactionalBacking<B> {
         mode: u32,
         _placing: Placing<'_, Arc<Object<B>>>,
     ) -> Result<Created<Self>> {
-        let (object, attr) = self.make_object(parent, name, |new| {
+        let (object, attr) = self.entries.make_object(parent, name, |new| {
             let made = self
+                .home
                 .base
                 .create_placed(caller, new.dir, new.name, mode, new.placing);
             let (inode, _, attr) = made?;
@@ -93,17 +94,17 @@ impl<B: Backing> Names for TransactionalBacking<B> {
         name: &OsStr,
         kind: NewKind<'_>,
     ) -> Result<(Arc<Object<B>>, Attr)> {
-        self.make_object(parent, name, |new| {
-            self.base.make(caller, new.dir, new.name, kind)
+        self.entries.make_object(parent, name, |new| {
+            self.home.base.make(caller, new.dir, new.name, kind)
         })
     }
 
     fn link(&self, object: &Arc<Object<B>>, parent: &Arc<Object<B>>, name: &OsStr) -> Result<Attr> {
-        self.add_link(object, parent, name)
+        self.entries.add_link(object, parent, name)
     }
 
     fn remove(&self, parent: &Arc<Object<B>>, name: &OsStr, what: Remove) -> Result<()> {
-        self.remove_name(parent, name, what)
+        self.entries.remove_name(parent, name, what)
     }
 
     fn rename(
@@ -114,7 +115,8 @@ impl<B: Backing> Names for TransactionalBacking<B> {
         new_name: &OsStr,
         flags: RenameFlags,
     ) -> Result<()> {
-        self.move_name((parent, name), (new_parent, new_name), flags)
+        self.entries
+            .move_name((parent, name), (new_parent, new_name), flags)
     }
 
     fn moved_to(
@@ -127,7 +129,7 @@ impl<B: Backing> Names for TransactionalBacking<B> {
     }
 
     fn open_dir(&self, object: &Arc<Object<B>>) -> Result<TrackedDir<B>> {
-        self.open_tracked_dir(object)
+        self.dirs.open_tracked_dir(object)
     }
 
     fn read_dir(
@@ -136,7 +138,7 @@ impl<B: Backing> Names for TransactionalBacking<B> {
         cookie: i64,
         sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
     ) -> Result<()> {
-        self.read_tracked_dir(dir, cookie, sink)
+        self.dirs.read_tracked_dir(dir, cookie, sink)
     }
 }
 
@@ -149,11 +151,11 @@ impl<B: Backing> Attributes for TransactionalBacking<B> {
             Target::File(file) => &file.object,
         };
         if freshness == Freshness::Current
-            && let Some(inode) = self.unchanged(object)
+            && let Some(inode) = self.file_data.unchanged(object)
         {
-            self.base.stat(Target::Inode(&inode), freshness)?;
+            self.home.base.stat(Target::Inode(&inode), freshness)?;
         }
-        self.read_attr(object)
+        self.objects.read_attr(object)
     }
 
     fn set_attr(&self, object: &Arc<Object<B>>, change: AttrChange<'_>) -> Result<()> {
@@ -162,50 +164,50 @@ impl<B: Backing> Attributes for TransactionalBacking<B> {
                 atime: SetTime::Keep,
                 mtime: SetTime::Keep,
             } => Ok(()),
-            AttrChange::Times { atime, mtime } => self.set_times_of(object, atime, mtime),
+            AttrChange::Times { atime, mtime } => self.objects.set_times_of(object, atime, mtime),
             AttrChange::Mode(_)
             | AttrChange::Owner { .. }
             | AttrChange::SetXattr { .. }
-            | AttrChange::RemoveXattr { .. } => {
-                self.change_attributes(object, |inode| self.base.set_attr(inode, change))
-            }
+            | AttrChange::RemoveXattr { .. } => self
+                .objects
+                .change_attributes(object, |inode| self.home.base.set_attr(inode, change)),
         }
     }
 }
 
 impl<B: Backing> Files for TransactionalBacking<B> {
     fn open(&self, object: &Arc<Object<B>>, access: Access) -> Result<TrackedFile<B>> {
-        self.open_tracked(object, access)
+        self.file_data.open_tracked(object, access)
     }
 
     fn read_at(&self, file: &TrackedFile<B>, buf: &mut [u8], offset: u64) -> Result<usize> {
-        self.read_tracked(file, buf, offset)
+        self.file_data.read_tracked(file, buf, offset)
     }
 
     fn write_parts(&self, file: &TrackedFile<B>, parts: &[DataPart<'_>]) -> Result<u64> {
-        self.write_tracked(file, parts)
+        self.file_data.write_tracked(file, parts)
     }
 
     fn resize(&self, file: &TrackedFile<B>, resize: Resize) -> Result<bool> {
         let from = match resize {
-            Resize::To(len) => return self.set_len_tracked(file, len).map(|()| true),
+            Resize::To(len) => return self.file_data.set_len_tracked(file, len).map(|()| true),
             Resize::AtLeast(len) | Resize::Finish(len) => len,
-            Resize::Unchanged => self.read_attr(&file.object)?.size,
+            Resize::Unchanged => self.objects.read_attr(&file.object)?.size,
         };
-        let below = |below: &B::File| self.base.resize(below, resize);
-        if let Some(is_done) = self.outside_transactions(file, from, below)? {
+        let below = |below: &B::File| self.home.base.resize(below, resize);
+        if let Some(is_done) = self.file_data.outside_transactions(file, from, below)? {
             return Ok(is_done);
         }
-        let len = || Ok(self.read_attr(&file.object)?.size);
-        resize_by_set_len(resize, len, |len| self.set_len_tracked(file, len))
+        let len = || Ok(self.objects.read_attr(&file.object)?.size);
+        resize_by_set_len(resize, len, |len| self.file_data.set_len_tracked(file, len))
     }
 
     fn allocate(&self, file: &TrackedFile<B>, mode: i32, offset: u64, len: u64) -> Result<()> {
-        self.allocate_tracked(file, mode, offset, len)
+        self.file_data.allocate_tracked(file, mode, offset, len)
     }
 
     fn seek(&self, file: &TrackedFile<B>, offset: u64, what: Seek) -> Result<u64> {
-        self.seek_tracked(file, offset, what)
+        self.file_data.seek_tracked(file, offset, what)
     }
 
     fn copy_range(
@@ -216,15 +218,18 @@ impl<B: Backing> Files for TransactionalBacking<B> {
         to_offset: u64,
         len: u64,
     ) -> Result<u64> {
-        self.copy_tracked((from, from_offset), (to, to_offset), len)
+        self.file_data
+            .copy_tracked((from, from_offset), (to, to_offset), len)
     }
 
     fn sync(&self, file: &TrackedFile<B>, data_only: bool) -> Result<()> {
-        self.sync_tracked(file, data_only)
+        self.file_data.sync_tracked(file, data_only)
     }
 
     fn advise(&self, file: &TrackedFile<B>, range: Range<u64>, advice: PageAdvice) {
-        let _ = self.ask_below(file, |below| self.base.advise(below, range, advice));
+        let _ = self
+            .file_data
+            .ask_below(file, |below| self.home.base.advise(below, range, advice));
     }
 
     /// Hosts meet in the backing below.
@@ -241,7 +246,9 @@ impl<B: Backing> Files for TransactionalBacking<B> {
 
 impl<B: Backing> Sharing for TransactionalBacking<B> {
     fn kernel_reads(&self, file: &TrackedFile<B>) -> KernelReads {
-        let asked = self.ask_shared(file, |below| self.base.kernel_reads(below));
+        let asked = self
+            .file_data
+            .ask_shared(file, |below| self.home.base.kernel_reads(below));
         asked.unwrap_or(KernelReads::Cached)
     }
 
@@ -255,19 +262,24 @@ impl<B: Backing> Sharing for TransactionalBacking<B> {
     }
 
     fn note_use(&self, file: &TrackedFile<B>, what: FileUse) -> Result<()> {
-        let noted = self.ask_shared(file, |below| self.base.note_use(below, what));
+        let noted = self
+            .file_data
+            .ask_shared(file, |below| self.home.base.note_use(below, what));
         noted.unwrap_or(Ok(()))
     }
 
     fn is_logged(&self, object: &Arc<Object<B>>) -> bool {
-        let inode = self.unchanged(object);
-        inode.is_some_and(|inode| self.base.is_logged(&inode))
+        let inode = self.file_data.unchanged(object);
+        inode.is_some_and(|inode| self.home.base.is_logged(&inode))
     }
 }
 
 impl<B: Backing> Placement for TransactionalBacking<B> {
     fn facts(&self, object: &Arc<Object<B>>) -> Facts {
-        let below = self.unchanged(object).map(|inode| self.base.facts(&inode));
+        let below = self
+            .file_data
+            .unchanged(object)
+            .map(|inode| self.home.base.facts(&inode));
         Facts {
             lane: object.lane,
             gathers: below.is_some_and(|facts| facts.gathers),

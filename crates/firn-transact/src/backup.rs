@@ -11,20 +11,17 @@
 //!   names is durable. It is written last and renamed into place.
 //! * A manifest is there only while its transaction is prepared or decided. `.firn/tx-N/backup` has the name of the
 //!   directory, which no other transaction ever has.
-//! * [`TransactionalBacking::revive`] changes nothing below but `.firn/`, and nothing counts before its record is in its place.
+//! * `Revival::revive` changes nothing below but `.firn/`, and nothing counts before its record is in its place.
 //!
 //! Rounds copy ahead files that did not change for a whole round. So a file that keeps growing is copied once, and a look in
 //! each round notices every change in between, however coarse the clock of the backing is.
-//!
-//! [`TransactionalBacking::revive`]: crate::TransactionalBacking::revive
 
 mod content;
 mod mirror;
 mod portable;
-mod revive;
-mod rounds;
+pub(crate) mod revive;
+pub(crate) mod rounds;
 
-pub(crate) use mirror::Mirror;
 pub use mirror::Progress;
 
 /// The change log in the directory of a backup.

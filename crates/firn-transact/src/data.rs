@@ -8,11 +8,14 @@ use firn_backing::{
     Access, Backing, DataPart, Errno, PageAdvice, Result, Seek, write_parts_singly,
 };
 
+use crate::attributes::Objects;
 use crate::claim::View;
 use crate::object::{Inner, LowerFile, Object};
 use crate::scope::Scope;
 use crate::shadow::NO_BYTES;
-use crate::transactional::TransactionalBacking;
+use crate::shadow::save::Originals;
+use crate::staging_dir::Home;
+use crate::waiting::Admission;
 
 /// Bytes that are copied at once where the backing cannot copy by itself.
 const BLOCK: usize = 1 << 20;
@@ -136,7 +139,29 @@ impl<B: Backing> Inner<B> {
     }
 }
 
-impl<B: Backing> TransactionalBacking<B> {
+/// Bytes of files: of the backing, and as transactions changed them.
+pub struct FileData<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) originals: Arc<Originals<B>>,
+    pub(crate) admission: Arc<Admission<B>>,
+    pub(crate) objects: Arc<Objects<B>>,
+}
+
+impl<B: Backing> FileData<B> {
+    pub(crate) fn new(
+        home: &Arc<Home<B>>,
+        originals: &Arc<Originals<B>>,
+        admission: &Arc<Admission<B>>,
+        objects: &Arc<Objects<B>>,
+    ) -> Self {
+        Self {
+            home: Arc::clone(home),
+            originals: Arc::clone(originals),
+            admission: Arc::clone(admission),
+            objects: Arc::clone(objects),
+        }
+    }
+
     pub(crate) fn open_tracked(
         &self,
         object: &Arc<Object<B>>,
@@ -146,10 +171,10 @@ impl<B: Backing> TransactionalBacking<B> {
         let whole = inner.look().whole();
         // Opened for the errors that this gives.
         let inode = match whole {
-            Some(LowerFile::StagedCopy) => inner.inode(&self.base)?,
+            Some(LowerFile::StagedCopy) => inner.inode(&self.home.base)?,
             _ => inner.base().ok_or(Errno::STALE)?,
         };
-        drop(self.base.open(&inode, access)?);
+        drop(self.home.base.open(&inode, access)?);
         drop(inner);
         Ok(TrackedFile::new(object, access))
     }
@@ -162,8 +187,9 @@ impl<B: Backing> TransactionalBacking<B> {
             LowerFile::Reader
         };
         Ok(self
+            .home
             .base
-            .attr_of_file(&*object.lower_file(&self.base, inner, below)?)?
+            .attr_of_file(&*object.lower_file(&self.home.base, inner, below)?)?
             .size)
     }
 
@@ -177,8 +203,8 @@ impl<B: Backing> TransactionalBacking<B> {
         let inner = file.object.inner.share();
         let whole = inner.look().whole();
         if let Some(below) = whole {
-            return self.base.read_at(
-                &*file.object.lower_file(&self.base, &inner, below)?,
+            return self.home.base.read_at(
+                &*file.object.lower_file(&self.home.base, &inner, below)?,
                 buf,
                 offset,
             );
@@ -205,8 +231,8 @@ impl<B: Backing> TransactionalBacking<B> {
                 Source::Memory => {}
                 Source::Hole => part.fill(0),
                 Source::LowerFile(below) => {
-                    let below = object.lower_file(&self.base, inner, below)?;
-                    let count = self.base.read_at(&below, part, at)?;
+                    let below = object.lower_file(&self.home.base, inner, below)?;
+                    let count = self.home.base.read_at(&below, part, at)?;
                     // Past the end of the file below there is a hole.
                     part[count..].fill(0);
                 }
@@ -219,7 +245,7 @@ impl<B: Backing> TransactionalBacking<B> {
     fn write_part(&self, file: &TrackedFile<B>, part: &DataPart<'_>) -> Result<usize> {
         file.must_write(Errno::BADF)?;
         let object = &file.object;
-        let (_data, scope) = self.enter_data_change(object)?;
+        let (_data, scope) = self.admission.enter_data_change(object)?;
         let count = self.write_object(object, scope.clone(), part.data, part.offset)?;
         if let Some(scope) = scope {
             let written = &scope.written_bytes;
@@ -236,30 +262,30 @@ impl<B: Backing> TransactionalBacking<B> {
         data: &[IoSlice<'_>],
         offset: u64,
     ) -> Result<usize> {
-        let Some(scope) = self.holding(scope, object, offset)? else {
+        let Some(scope) = self.originals.holding(scope, object, offset)? else {
             let inner = object.inner.share();
-            return self.base.write_at(
-                &*object.lower_file(&self.base, &inner, LowerFile::Writer)?,
+            return self.home.base.write_at(
+                &*object.lower_file(&self.home.base, &inner, LowerFile::Writer)?,
                 data,
                 offset,
             );
         };
-        if let Some(count) = self.write_inline(&scope, object, data, offset)? {
+        if let Some(count) = self.objects.write_inline(&scope, object, data, offset)? {
             return Ok(count);
         }
         self.ready(&scope, object)?;
         let inner = object.inner.share();
         let target = inner.look().target();
-        let below = object.lower_file(&self.base, &inner, target)?;
-        let count = self.base.write_at(&below, data, offset)?;
+        let below = object.lower_file(&self.home.base, &inner, target)?;
+        let count = self.home.base.write_at(&below, data, offset)?;
         drop(inner);
         let window = offset / EARLY_BYTES..(offset + count as u64) / EARLY_BYTES;
         if !window.is_empty() {
             let early = window.start * EARLY_BYTES..window.end * EARLY_BYTES;
-            self.base.advise(&below, early, PageAdvice::WriteOut);
+            self.home.base.advise(&below, early, PageAdvice::WriteOut);
         }
         self.wrote(object, offset, count as u64);
-        self.check_changed(&scope, object);
+        scope.check_changed(object);
         Ok(count)
     }
 
@@ -277,7 +303,7 @@ impl<B: Backing> TransactionalBacking<B> {
             .map(|part| part.offset)
             .min()
             .unwrap_or(NO_BYTES);
-        let write = |below: &B::File| self.base.write_parts(below, parts);
+        let write = |below: &B::File| self.home.base.write_parts(below, parts);
         if let Some(written) = self.outside_transactions(file, from, write)? {
             return Ok(written);
         }
@@ -292,14 +318,14 @@ impl<B: Backing> TransactionalBacking<B> {
         from: u64,
         change: impl FnOnce(&B::File) -> Result<T>,
     ) -> Result<Option<T>> {
-        let (_data, scope) = self.enter_data_change(&file.object)?;
-        if self.holding(scope, &file.object, from)?.is_some() {
+        let (_data, scope) = self.admission.enter_data_change(&file.object)?;
+        if self.originals.holding(scope, &file.object, from)?.is_some() {
             return Ok(None);
         }
         let inner = file.object.inner.share();
         let below = file
             .object
-            .lower_file(&self.base, &inner, LowerFile::Writer)?;
+            .lower_file(&self.home.base, &inner, LowerFile::Writer)?;
         change(&below).map(Some)
     }
 
@@ -314,7 +340,10 @@ impl<B: Backing> TransactionalBacking<B> {
             LowerFile::Reader if file.access != Access::Read => LowerFile::Writer,
             which => which,
         };
-        let below = file.object.lower_file(&self.base, &inner, which).ok()?;
+        let below = file
+            .object
+            .lower_file(&self.home.base, &inner, which)
+            .ok()?;
         Some(ask(&below))
     }
 
@@ -325,7 +354,7 @@ impl<B: Backing> TransactionalBacking<B> {
         file: &TrackedFile<B>,
         ask: impl FnOnce(&B::File) -> T,
     ) -> Option<T> {
-        if !self.base.features().finishes_files {
+        if !self.home.base.features().finishes_files {
             return None;
         }
         self.ask_below(file, ask)
@@ -347,7 +376,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if is_staged || object.is_nameless() {
             return Ok(());
         }
-        self.stage_copy(scope, object, &object.inner.own())
+        self.objects.stage_copy(scope, object, &object.inner.own())
     }
 
     fn wrote(&self, object: &Object<B>, offset: u64, len: u64) {
@@ -363,25 +392,25 @@ impl<B: Backing> TransactionalBacking<B> {
     pub(crate) fn set_len_tracked(&self, file: &TrackedFile<B>, len: u64) -> Result<()> {
         file.must_write(Errno::INVAL)?;
         let object = &file.object;
-        let (_data, scope) = self.enter_data_change(object)?;
-        let Some(scope) = self.holding(scope, object, len)? else {
+        let (_data, scope) = self.admission.enter_data_change(object)?;
+        let Some(scope) = self.originals.holding(scope, object, len)? else {
             let inner = object.inner.share();
-            return self.base.set_len(
-                &*object.lower_file(&self.base, &inner, LowerFile::Writer)?,
+            return self.home.base.set_len(
+                &*object.lower_file(&self.home.base, &inner, LowerFile::Writer)?,
                 len,
             );
         };
         self.ready(&scope, object)?;
         let inner = object.inner.own();
         let target = inner.look().target();
-        let below = object.lower_file(&self.base, &inner, target)?;
-        self.base.set_len(&below, len)?;
+        let below = object.lower_file(&self.home.base, &inner, target)?;
+        self.home.base.set_len(&below, len)?;
         if let Some(change) = &mut inner.edit().change {
             change.cut = change.cut.min(len);
             change.written.cut(len);
         }
         drop(inner);
-        self.check_changed(&scope, object);
+        scope.check_changed(object);
         Ok(())
     }
 
@@ -394,13 +423,13 @@ impl<B: Backing> TransactionalBacking<B> {
     ) -> Result<()> {
         file.must_write(Errno::BADF)?;
         let object = &file.object;
-        let (_data, scope) = self.enter_data_change(object)?;
+        let (_data, scope) = self.admission.enter_data_change(object)?;
         let keeps_bytes = mode & !libc::FALLOC_FL_KEEP_SIZE == 0;
         let from = if keeps_bytes { NO_BYTES } else { offset };
-        let Some(scope) = self.holding(scope, object, from)? else {
+        let Some(scope) = self.originals.holding(scope, object, from)? else {
             let inner = object.inner.share();
-            let below = object.lower_file(&self.base, &inner, LowerFile::Writer)?;
-            return self.base.allocate(&below, mode, offset, len);
+            let below = object.lower_file(&self.home.base, &inner, LowerFile::Writer)?;
+            return self.home.base.allocate(&below, mode, offset, len);
         };
         // These move bytes, which a list of written ranges cannot express.
         if mode & (libc::FALLOC_FL_COLLAPSE_RANGE | libc::FALLOC_FL_INSERT_RANGE) != 0 {
@@ -409,10 +438,10 @@ impl<B: Backing> TransactionalBacking<B> {
         self.ready(&scope, object)?;
         let owned = object.inner.own();
         let target = owned.look().target();
-        let below = object.lower_file(&self.base, &owned, target)?;
-        self.base.allocate(&below, mode, offset, len)?;
+        let below = object.lower_file(&self.home.base, &owned, target)?;
+        self.home.base.allocate(&below, mode, offset, len)?;
         let cleared = mode & (libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE) != 0;
-        let size = self.base.attr_of_file(&below)?.size;
+        let size = self.home.base.attr_of_file(&below)?.size;
         let mut inner = owned.edit();
         if cleared
             && inner.base.is_some()
@@ -424,7 +453,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         drop(inner);
         drop(owned);
-        self.check_changed(&scope, object);
+        scope.check_changed(object);
         Ok(())
     }
 
@@ -438,8 +467,8 @@ impl<B: Backing> TransactionalBacking<B> {
         let inner = object.inner.share();
         let whole = inner.look().whole();
         if let Some(below) = whole {
-            return self.base.seek(
-                &*object.lower_file(&self.base, &inner, below)?,
+            return self.home.base.seek(
+                &*object.lower_file(&self.home.base, &inner, below)?,
                 offset,
                 what,
             );
@@ -452,10 +481,11 @@ impl<B: Backing> TransactionalBacking<B> {
                 (Source::Hole, Seek::Hole) | (Source::Memory, Seek::Data) => return Ok(at),
                 (Source::Hole, Seek::Data) | (Source::Memory, Seek::Hole) => None,
                 (Source::LowerFile(below), _) => {
-                    match self
-                        .base
-                        .seek(&*object.lower_file(&self.base, &inner, below)?, at, what)
-                    {
+                    match self.home.base.seek(
+                        &*object.lower_file(&self.home.base, &inner, below)?,
+                        at,
+                        what,
+                    ) {
                         Ok(found) => Some(found),
                         // The file below ends here: a hole.
                         Err(Errno::NXIO) => (what == Seek::Hole).then_some(at),
@@ -484,8 +514,8 @@ impl<B: Backing> TransactionalBacking<B> {
         from.must_read()?;
         to.must_write(Errno::BADF)?;
         let object = &to.object;
-        let (_data, scope) = self.enter_data_change(object)?;
-        let is_held = match &self.holding(scope, object, to_offset)? {
+        let (_data, scope) = self.admission.enter_data_change(object)?;
+        let is_held = match &self.originals.holding(scope, object, to_offset)? {
             Some(scope) => self.ready(scope, object).map(|()| true)?,
             None => false,
         };
@@ -496,7 +526,7 @@ impl<B: Backing> TransactionalBacking<B> {
             } else {
                 LowerFile::Writer
             };
-            object.lower_file(&self.base, &inner, below)?
+            object.lower_file(&self.home.base, &inner, below)?
         };
         let inner = from.object.inner.share();
         // As in the kernel, bytes past the end are ignored, also in the test for overlap.
@@ -512,14 +542,15 @@ impl<B: Backing> TransactionalBacking<B> {
         let whole = inner.look().whole();
         let count = match whole {
             Some(below) => {
-                let source = from.object.lower_file(&self.base, &inner, below)?;
-                self.base
+                let source = from.object.lower_file(&self.home.base, &inner, below)?;
+                self.home
+                    .base
                     .copy_range(&source, from_offset, &target, to_offset, len)?
             }
             None => {
                 let mut block = vec![0; BLOCK.min(usize::try_from(len).unwrap_or(BLOCK))];
                 let count = self.read_merged(&from.object, &inner, &mut block, from_offset)?;
-                crate::staging::write_all(&self.base, &target, &block[..count], to_offset)?;
+                crate::staging::write_all(&self.home.base, &target, &block[..count], to_offset)?;
                 count as u64
             }
         };
@@ -541,8 +572,8 @@ impl<B: Backing> TransactionalBacking<B> {
             }
             inner.target()
         };
-        self.base.sync(
-            &*file.object.lower_file(&self.base, &inner, below)?,
+        self.home.base.sync(
+            &*file.object.lower_file(&self.home.base, &inner, below)?,
             data_only,
         )
     }

@@ -8,11 +8,13 @@ use std::sync::Arc;
 use firn_backing::{Backing, Errno, Kind, SetTime, Volume};
 
 use crate::change_log::{ChangeLog, Data, Entry, Identity, Range, Source, TopChange};
+use crate::hidden::OwnLinks;
 use crate::history::ANCHOR;
 use crate::object::{Change, Key, Object};
 use crate::scope::Scope;
 use crate::staging;
-use crate::transactional::TransactionalBacking;
+use crate::staging_dir::Home;
+use crate::tree::Tree;
 
 /// An object in the backing, and what is changed of it but names.
 type Described<B> = (Option<<B as Volume>::Inode>, Option<Change<B>>);
@@ -36,13 +38,32 @@ fn changed_names<B: Backing>(dir: &Object<B>) -> Option<(Option<B::Inode>, Chang
     Some((inner.base.clone(), names.collect()))
 }
 
-impl<B: Backing> TransactionalBacking<B> {
+/// Records of what transactions changed.
+pub(crate) struct Differences<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) tree: Arc<Tree<B>>,
+    pub(crate) own_links: Arc<OwnLinks<B>>,
+}
+
+impl<B: Backing> Differences<B> {
+    pub(crate) fn new(
+        home: &Arc<Home<B>>,
+        tree: &Arc<Tree<B>>,
+        own_links: &Arc<OwnLinks<B>>,
+    ) -> Self {
+        Self {
+            home: Arc::clone(home),
+            tree: Arc::clone(tree),
+            own_links: Arc::clone(own_links),
+        }
+    }
+
     /// Makes the change log of a transaction from its tables.
     pub(crate) fn make_record(&self, scope: &Scope<B>, id: u64) -> Result<ChangeLog, Errno> {
         let mut items: BTreeMap<u64, Entry> = BTreeMap::new();
         let changed: Vec<_> = scope.changed.lock().values().cloned().collect();
         // Directories from the scope up to the root of the backing, which do not change.
-        let mut numbers: HashMap<Key, u64> = HashMap::from([(self.top().key, 0)]);
+        let mut numbers: HashMap<Key, u64> = HashMap::from([(self.tree.top().key, 0)]);
         for object in &changed {
             let (base, Some(change)) = described(object) else {
                 continue;
@@ -52,9 +73,10 @@ impl<B: Backing> TransactionalBacking<B> {
             let mut item = Entry::new(number, self.identity(object), object.kind == Kind::Dir);
             let at = change.copy.as_ref().map(|copy| copy.at.clone());
             if let (Some(copy), Some(touched)) = (&change.copy, change.touched) {
-                let inode = copy.inode(&self.base)?;
-                let mtime = self.base.attr(&inode)?.mtime.max(touched);
-                self.base
+                let inode = copy.inode(&self.home.base)?;
+                let mtime = self.home.base.attr(&inode)?.mtime.max(touched);
+                self.home
+                    .base
                     .set_times(&inode, SetTime::Keep, SetTime::At(mtime))?;
             }
             if base.is_none() {
@@ -64,7 +86,7 @@ impl<B: Backing> TransactionalBacking<B> {
                     .as_ref()
                     .filter(|_| item.is_dir && !change.removed)
                 {
-                    let attr = self.base.attr(&copy.inode(&self.base)?)?;
+                    let attr = self.home.base.attr(&copy.inode(&self.home.base)?)?;
                     item.redo.atime = Some(attr.atime.into());
                     item.redo.mtime = Some(attr.mtime.into());
                 }
@@ -77,10 +99,10 @@ impl<B: Backing> TransactionalBacking<B> {
                 if let (Some(touched), None, None, Some(inode)) = (
                     change.touched.filter(|_| item.is_dir),
                     &at,
-                    &self.members,
+                    &self.home.members,
                     &base,
                 ) {
-                    let attr = self.base.attr(inode)?;
+                    let attr = self.home.base.attr(inode)?;
                     item.redo.atime = Some(attr.atime.into());
                     item.redo.mtime = Some(attr.mtime.max(touched).into());
                 }
@@ -102,7 +124,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 item.redo.changes_attributes = change.attributes;
                 item.redo.mtime_before = change.before.map(|(_, mtime)| mtime.into());
                 if let Some(copy) = change.copy.as_ref().filter(|_| object.kind == Kind::File) {
-                    let size = self.base.attr(&copy.inode(&self.base)?)?.size;
+                    let size = self.home.base.attr(&copy.inode(&self.home.base)?)?.size;
                     let written = change.written.iter();
                     let written = written.map(|range| Range::of_copy(range.start, range.end));
                     let grows = change
@@ -128,7 +150,7 @@ impl<B: Backing> TransactionalBacking<B> {
             let dir = self.number(scope, object, &mut numbers, &mut items);
             for (name, now) in &names {
                 let old = match &base {
-                    Some(inode) => staging::find(&self.base, inode, name)?,
+                    Some(inode) => staging::find(&self.home.base, inode, name)?,
                     None => None,
                 };
                 let old_key = old.map(|(_, attr)| (attr.dev, attr.ino));
@@ -169,7 +191,7 @@ impl<B: Backing> TransactionalBacking<B> {
         };
         items.retain(|_, item| is_needed(item));
         let scope = scope.path.clone();
-        let shared = self.members.is_some();
+        let shared = self.home.members.is_some();
         Ok(ChangeLog {
             id,
             scope,
@@ -228,7 +250,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let Some(inode) = base else {
             return Ok(change.links);
         };
-        let attr = self.attr_below(object, inode)?;
+        let attr = self.own_links.attr_below(object, inode)?;
         Ok(if attr.kind == Kind::Dir {
             2
         } else {
@@ -240,7 +262,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let (device, ino) = object.key;
         Identity {
             ino,
-            elsewhere: device != self.device(),
+            elsewhere: device != self.home.device,
         }
     }
 
@@ -296,7 +318,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if let Some((parent, name)) = origin.filter(|_| !leaves) {
             let found = parent
                 .base()
-                .map(|dir| staging::find(&self.base, &dir, &name))
+                .map(|dir| staging::find(&self.home.base, &dir, &name))
                 .transpose()?
                 .flatten();
             if found.is_some_and(|(_, attr)| (attr.dev, attr.ino) == object.key) {
@@ -310,14 +332,15 @@ impl<B: Backing> TransactionalBacking<B> {
         let Some(inode) = base.as_ref().filter(|_| object.kind != Kind::Dir) else {
             return Ok(());
         };
-        let (staging_name, staging_dir) = scope.plain_staging_dir(&self.base)?;
+        let (staging_name, staging_dir) = scope.plain_staging_dir(&self.home.base)?;
         let text = format!("{ANCHOR}{number}");
-        self.hide_link(scope, object, &staging_dir, &text);
-        match self.base.link(inode, &staging_dir, OsStr::new(&text)) {
+        self.own_links.hide_link(scope, object, &staging_dir, &text);
+        match self.home.base.link(inode, &staging_dir, OsStr::new(&text)) {
             Ok(_) | Err(Errno::EXIST) => {}
             Err(errno) => return Err(errno),
         }
-        self.link_is_hidden(scope, object, &staging_dir, &text);
+        self.own_links
+            .link_is_hidden(scope, object, &staging_dir, &text);
         items.get_mut(&number).expect("seen above").anchor_at = Some((staging_name, text));
         Ok(())
     }

@@ -5,12 +5,13 @@
 //! or removed, and the backing counts all links.
 //!
 //! Promises
-//! * [`TransactionalBacking::attr_below`] subtracts a link if and only if the backing has counted it, whatever happens meanwhile.
+//! * [`OwnLinks::attr_below`] subtracts a link if and only if the backing has counted it, whatever happens meanwhile.
 //!
 //! A link is entered in the table before it is made, and its entry is removed after it. In between the entry says that the
 //! link is there, or that it must be looked for: before and after the attributes are read, and again if the two differ.
 
 use std::ffi::OsStr;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use firn_backing::{Attr, Backing, Errno, Kind, Result};
@@ -20,18 +21,32 @@ use crate::object::{HAS_LINKS, Key, Object};
 use crate::own::OwnError;
 use crate::scope::Scope;
 use crate::staging;
-use crate::transactional::TransactionalBacking;
+use crate::staging_dir::Home;
+use crate::tree::Tree;
 
 /// Serial number of links that belong to no transaction: no transaction has it.
 const NO_SERIAL: u64 = 0;
 
-impl<B: Backing> TransactionalBacking<B> {
+/// Links of Firn's own, which attributes do not show.
+pub(crate) struct OwnLinks<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) tree: Arc<Tree<B>>,
+}
+
+impl<B: Backing> OwnLinks<B> {
+    pub(crate) fn new(home: &Arc<Home<B>>, tree: &Arc<Tree<B>>) -> Self {
+        Self {
+            home: Arc::clone(home),
+            tree: Arc::clone(tree),
+        }
+    }
+
     /// The backing's attributes of an object, of which links of Firn's own are subtracted.
     pub(crate) fn attr_below(&self, object: &Object<B>, inode: &B::Inode) -> Result<Attr> {
         loop {
             let version = object.hides.load(Ordering::Acquire);
             if version & HAS_LINKS == 0 {
-                let attr = self.base.attr(inode)?;
+                let attr = self.home.base.attr(inode)?;
                 if object.hides.load(Ordering::Acquire) == version {
                     return Ok(attr);
                 }
@@ -46,7 +61,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 .cloned()
                 .unwrap_or_default();
             let there = self.which_are_there(&links)?;
-            let attr = self.base.attr(inode)?;
+            let attr = self.home.base.attr(inode)?;
             let is_same = self.which_are_there(&links)? == there;
             if !is_same || object.hides.load(Ordering::Acquire) != version {
                 continue;
@@ -70,7 +85,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let is_there = |link: &Link<B>| match link.presence {
             Presence::There => Ok(true),
             Presence::Comes | Presence::Goes => {
-                match staging::find(&self.base, &link.dir, OsStr::new(&link.name)) {
+                match staging::find(&self.home.base, &link.dir, OsStr::new(&link.name)) {
                     Ok(found) => Ok(found.is_some()),
                     // With its directory.
                     Err(Errno::STALE) => Ok(false),
@@ -224,17 +239,17 @@ impl<B: Backing> TransactionalBacking<B> {
         self.enter_own_top(Presence::There);
     }
 
-    /// [`TransactionalBacking::staging_dir`], of which the top shows nothing from its first instant on.
+    /// `Home::staging_dir`, of which the top shows nothing from its first instant on.
     pub(crate) fn make_hidden_staging_dir(&self) -> std::result::Result<B::Inode, OwnError> {
         self.enter_own_top(Presence::Comes);
-        let home = self.staging_dir()?;
+        let home = self.home.staging_dir()?;
         self.enter_own_top(Presence::There);
         Ok(home)
     }
 
     fn enter_own_top(&self, presence: Presence) {
-        let dir = self.base.root();
-        self.enter_link(NO_SERIAL, self.top(), &dir, staging::TOP, presence);
+        let dir = self.home.base.root();
+        self.enter_link(NO_SERIAL, self.tree.top(), &dir, staging::TOP, presence);
     }
 
     /// The links of a transaction are about to go.

@@ -18,9 +18,12 @@ use crate::copy::copy_with_holes;
 use crate::error::{RestoreError, StoreError};
 use crate::object::Object;
 use crate::scope::Scope;
+use crate::scopes::Scopes;
 use crate::staging;
+use crate::staging_dir::Home;
 use crate::transaction::handle::Found;
 use crate::transactional::TransactionalBacking;
+use crate::tree::Tree;
 use crate::tree::path_of;
 use crate::uses::Area;
 
@@ -55,27 +58,53 @@ fn chain_of(all: &[(u64, ChangeLog)], scope: &[u8]) -> Vec<u64> {
     chain
 }
 
-impl<B: Backing> TransactionalBacking<B> {
+/// What a backing keeps of commits that are over.
+pub struct History<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) tree: Arc<Tree<B>>,
+    pub(crate) scopes: Arc<Scopes<B>>,
+    /// Commits of each scope that can be undone.
+    pub(crate) commits_max: u32,
+    /// Owned by whoever changes the list of the last commit of each scope.
+    pub(crate) numbers: Claim,
+}
+
+impl<B: Backing> History<B> {
+    pub(crate) fn new(
+        home: &Arc<Home<B>>,
+        tree: &Arc<Tree<B>>,
+        scopes: &Arc<Scopes<B>>,
+        commits_max: u32,
+    ) -> Self {
+        Self {
+            home: Arc::clone(home),
+            tree: Arc::clone(tree),
+            scopes: Arc::clone(scopes),
+            commits_max,
+            numbers: Claim::default(),
+        }
+    }
+
     /// Fills in the undo parts of a log, and stages what they refer to.
     pub(crate) fn stage_undo(&self, scope: &Scope<B>, log: &mut ChangeLog) -> Result<(), Errno> {
-        if self.history.commits_max == 0 {
+        if self.commits_max == 0 {
             return Ok(());
         }
-        let firn = self.staging_dir()?;
+        let firn = self.home.staging_dir()?;
         let is_new = log.top.as_ref().is_some_and(|top| top.is_new);
         if !is_new {
-            log.id_before = staging::load_numbers(&self.base, &firn)?.remove(&scope.path);
+            log.id_before = staging::load_numbers(&self.home.base, &firn)?.remove(&scope.path);
         }
         log.can_be_undone = true;
-        let dir = staging::dir(&self.base, &scope.new, UNDO_DIR)?;
+        let dir = staging::dir(&self.home.base, &scope.new, UNDO_DIR)?;
         // An earlier attempt may have left something.
-        staging::clear(&self.base, &dir)?;
+        staging::clear(&self.home.base, &dir)?;
         let changed = scope.changed.lock().clone();
         for entry in &mut log.entries {
             let is_here = !entry.identity.elsewhere;
             let known = || {
                 self.tree
-                    .known((self.device(), entry.identity.ino))
+                    .known((self.home.device, entry.identity.ino))
                     .filter(|_| is_here)
             };
             let object = changed.get(&entry.number).cloned().or_else(known);
@@ -102,7 +131,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let (Some(object), Some(inode)) = (object, below) else {
             return Ok(());
         };
-        let attr = self.base.attr(&inode)?;
+        let attr = self.home.base.attr(&inode)?;
         if entry.is_dir {
             entry.undo.atime = Some(attr.atime.into());
             entry.undo.mtime = Some(attr.mtime.into());
@@ -126,7 +155,7 @@ impl<B: Backing> TransactionalBacking<B> {
     ) -> Result<Part, Errno> {
         let text = entry.number.to_string();
         let name = OsStr::new(&text);
-        let old = self.copy_object(object.kind, inode, dir, name)?;
+        let old = self.home.copy_object(object.kind, inode, dir, name)?;
         let mut part = Part {
             copy_at: staged(text.clone()),
             ..entry.undo.clone()
@@ -134,8 +163,9 @@ impl<B: Backing> TransactionalBacking<B> {
         if let Some(data) = &entry.redo.data {
             part.data = Some(self.stage_old_bytes(inode, (dir, name), data, old.size)?);
             // The copy has changed them, and the restored file gets those of its copy.
-            let copy = self.base.lookup(dir, name)?.0;
-            self.base
+            let copy = self.home.base.lookup(dir, name)?.0;
+            self.home
+                .base
                 .set_times(&copy, SetTime::At(old.atime), SetTime::At(old.mtime))?;
         }
         Ok(part)
@@ -149,9 +179,9 @@ impl<B: Backing> TransactionalBacking<B> {
         data: &Data,
         size: u64,
     ) -> Result<Data, Errno> {
-        let from = self.base.open(inode, Access::Read)?;
-        let copy = self.base.lookup(dir, copy)?.0;
-        let to = self.base.open(&copy, Access::ReadWrite)?;
+        let from = self.home.base.open(inode, Access::Read)?;
+        let copy = self.home.base.lookup(dir, copy)?.0;
+        let to = self.home.base.open(&copy, Access::ReadWrite)?;
         let cut = data.cut.min(data.size).min(size);
         let overwritten = data
             .written
@@ -164,7 +194,7 @@ impl<B: Backing> TransactionalBacking<B> {
             written.push(Range::of_copy(cut, size));
         }
         for range in &written {
-            copy_with_holes(&self.base, &from, &to, range.start..range.end)?;
+            copy_with_holes(&self.home.base, &from, &to, range.start..range.end)?;
         }
         Ok(Data {
             cut,
@@ -176,12 +206,12 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// The bytes that a commit of few bytes overwrites.
     fn read_old_bytes(&self, inode: &B::Inode, attr: &Attr, data: &Data) -> Result<Data, Errno> {
-        let file = self.base.open(inode, Access::Read)?;
+        let file = self.home.base.open(inode, Access::Read)?;
         let mut written = Vec::new();
         for range in &data.written {
             let end = range.end.min(attr.size);
             let mut bytes = vec![0; end.saturating_sub(range.start) as usize];
-            let count = self.base.read_at(&file, &mut bytes, range.start)?;
+            let count = self.home.base.read_at(&file, &mut bytes, range.start)?;
             bytes.truncate(count);
             written.push(Range {
                 start: range.start,
@@ -205,21 +235,22 @@ impl<B: Backing> TransactionalBacking<B> {
         serial: u64,
         log: &ChangeLog,
     ) -> Result<bool, StoreError> {
-        let is_kept = log.can_be_undone && self.history.commits_max > 0;
+        let is_kept = log.can_be_undone && self.commits_max > 0;
         if is_kept {
             let from = format!("tx-{serial}");
             let to = name(serial);
             // An attempt before this one may have come as far.
-            if staging::find(&self.base, firn, OsStr::new(&from))?.is_some() {
+            if staging::find(&self.home.base, firn, OsStr::new(&from))?.is_some() {
                 let no_flags = RenameFlags::empty();
-                self.base
+                self.home
+                    .base
                     .rename(firn, OsStr::new(&from), firn, OsStr::new(&to), no_flags)?;
             }
-            self.base.sync_dir(firn)?;
+            self.home.base.sync_dir(firn)?;
         }
         // Nothing leads back over a commit that cannot be undone.
         let count = if is_kept {
-            self.history.commits_max as usize
+            self.commits_max as usize
         } else {
             0
         };
@@ -244,47 +275,49 @@ impl<B: Backing> TransactionalBacking<B> {
         serial: u64,
         dir: &B::Inode,
     ) -> Result<(), Errno> {
-        if self.history.commits_max > 0
-            && staging::find(&self.base, firn, OsStr::new(&name(serial)))?.is_some()
+        if self.commits_max > 0
+            && staging::find(&self.home.base, firn, OsStr::new(&name(serial)))?.is_some()
         {
             return self.clear_redo(dir);
         }
-        self.remove_transaction(firn, dir, &format!("tx-{serial}"))
+        self.home
+            .remove_transaction(firn, dir, &format!("tx-{serial}"))
     }
 
     /// Removes what only the redo parts of a kept log refer to.
     fn clear_redo(&self, dir: &B::Inode) -> Result<(), Errno> {
         for mark in [staging::OPEN, staging::ARENA, staging::BACKUP] {
-            if staging::find(&self.base, dir, OsStr::new(mark))?.is_some() {
-                self.base.unlink(dir, OsStr::new(mark))?;
+            if staging::find(&self.home.base, dir, OsStr::new(mark))?.is_some() {
+                self.home.base.unlink(dir, OsStr::new(mark))?;
             }
         }
-        let Some((new, _)) = staging::find_dir(&self.base, dir, staging::NEW)? else {
+        let Some((new, _)) = staging::find_dir(&self.home.base, dir, staging::NEW)? else {
             return Ok(());
         };
-        for (staging_dir, ..) in staging::list(&self.base, &new)? {
+        for (staging_dir, ..) in staging::list(&self.home.base, &new)? {
             let staging_dir = String::from_utf8_lossy(&staging_dir);
             if staging_dir != UNDO_DIR
-                && let Some((staging_dir, _)) = staging::find_dir(&self.base, &new, &staging_dir)?
+                && let Some((staging_dir, _)) =
+                    staging::find_dir(&self.home.base, &new, &staging_dir)?
             {
                 let is_anchor = |name: &[u8]| name.starts_with(ANCHOR.as_bytes());
-                staging::clear_but(&self.base, &staging_dir, &is_anchor)?;
+                staging::clear_but(&self.home.base, &staging_dir, &is_anchor)?;
             }
         }
         Ok(())
     }
 
     fn remove_undo(&self, firn: &B::Inode, undo: &str) -> Result<(), Errno> {
-        let dir = staging::must_find_dir(&self.base, firn, undo)?;
-        self.forget_records(&dir)?;
-        staging::clear(&self.base, &dir)?;
-        self.base.rmdir(firn, OsStr::new(undo))
+        let dir = staging::must_find_dir(&self.home.base, firn, undo)?;
+        self.home.forget_records(&dir)?;
+        staging::clear(&self.home.base, &dir)?;
+        self.home.base.rmdir(firn, OsStr::new(undo))
     }
 
     /// What an earlier firnd could not remove of logs that are kept; and of logs that were being removed.
     pub(crate) fn clear_kept_logs(&self, firn: &B::Inode) -> Result<(), StoreError> {
         let mut is_synced = false;
-        for (undo, ..) in staging::list(&self.base, firn)? {
+        for (undo, ..) in staging::list(&self.home.base, firn)? {
             let undo = String::from_utf8_lossy(&undo).into_owned();
             let Some(serial) = undo
                 .strip_prefix("undo-")
@@ -294,14 +327,14 @@ impl<B: Backing> TransactionalBacking<B> {
             };
             // The rename of who kept it may not be durable, and without it the redo parts count.
             if !is_synced {
-                self.base.sync_dir(firn)?;
+                self.home.base.sync_dir(firn)?;
                 is_synced = true;
             }
             // The next transaction must not take a number whose log is kept.
             self.scopes.skip_serial(serial);
-            let dir = staging::must_find_dir(&self.base, firn, &undo)
-                .map_err(|error| error.below(&self.staging_path()))?;
-            let has = |file: &str| staging::find(&self.base, &dir, OsStr::new(file));
+            let dir = staging::must_find_dir(&self.home.base, firn, &undo)
+                .map_err(|error| error.below(&self.home.staging_path()))?;
+            let has = |file: &str| staging::find(&self.home.base, &dir, OsStr::new(file));
             if has(staging::COMMIT)?.is_none() && has(staging::UNDO)?.is_none() {
                 self.remove_undo(firn, &undo)?;
             } else {
@@ -313,13 +346,13 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Forgets the commits of a scope whose directory is gone.
     pub(crate) fn forget_commits(&self, scope: &[u8]) -> Result<(), StoreError> {
-        let Some(firn) = self.find_staging_dir()? else {
+        let Some(firn) = self.home.find_staging_dir()? else {
             return Ok(());
         };
-        let _one = Claim::own(&self.history.numbers);
-        let mut numbers = staging::load_numbers(&self.base, &firn)?;
+        let _one = Claim::own(&self.numbers);
+        let mut numbers = staging::load_numbers(&self.home.base, &firn)?;
         if numbers.remove(scope).is_some() {
-            staging::store_numbers(&self.base, &firn, &numbers)?;
+            staging::store_numbers(&self.home.base, &firn, &numbers)?;
         }
         for (serial, _) in self.undos(scope)? {
             self.remove_undo(&firn, &name(serial))?;
@@ -337,11 +370,11 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// What undoes commits, newest first.
     fn all_undos(&self) -> Result<Vec<(u64, ChangeLog)>, StoreError> {
-        let Some(firn) = self.find_staging_dir()? else {
+        let Some(firn) = self.home.find_staging_dir()? else {
             return Ok(Vec::new());
         };
         let mut found = Vec::new();
-        for (undo, ..) in staging::list(&self.base, &firn)? {
+        for (undo, ..) in staging::list(&self.home.base, &firn)? {
             let text = String::from_utf8_lossy(&undo).into_owned();
             let Some(serial) = text
                 .strip_prefix("undo-")
@@ -350,11 +383,12 @@ impl<B: Backing> TransactionalBacking<B> {
                 continue;
             };
             self.scopes.skip_serial(serial);
-            let dir = staging::must_find_dir(&self.base, &firn, &text)
-                .map_err(|error| error.below(&self.staging_path()))?;
+            let dir = staging::must_find_dir(&self.home.base, &firn, &text)
+                .map_err(|error| error.below(&self.home.staging_path()))?;
             for file in [staging::COMMIT, staging::UNDO] {
                 found.extend(
-                    self.load_record(&dir, &text, file)?
+                    self.home
+                        .load_record(&dir, &text, file)?
                         .map(|record| (serial, record)),
                 );
             }
@@ -369,7 +403,12 @@ impl<B: Backing> TransactionalBacking<B> {
             .undos(scope)?
             .into_iter()
             .filter_map(|(_, log)| log.id_before);
-        Ok(self.committed(scope)?.into_iter().chain(undone).collect())
+        Ok(self
+            .home
+            .committed(scope)?
+            .into_iter()
+            .chain(undone)
+            .collect())
     }
 
     /// Whether the files of checkpoint `id` can be restored.
@@ -379,7 +418,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Which undos lead back to checkpoint `id`, in order.
     pub(crate) fn steps_back(&self, scope: &[u8], id: u64) -> Result<Vec<u64>, RestoreError> {
-        if self.committed(scope)? == Some(id) {
+        if self.home.committed(scope)? == Some(id) {
             return Ok(Vec::new());
         }
         let undos = self.undos(scope)?;
@@ -394,32 +433,37 @@ impl<B: Backing> TransactionalBacking<B> {
             }),
         }
     }
+}
 
+impl<B: Backing> TransactionalBacking<B> {
     /// Undoes a commit, the newest of the scope at `root`. From the rename on it is a transaction that is decided: where
     /// this fails later it is applied by [`Decided::apply`](crate::Decided::apply), the next [`TransactionalBacking::restore`], or the next
     /// mount. The caller holds names and data.
     pub(crate) fn undo_commit(&self, root: &Arc<Object<B>>, serial: u64) -> Result<(), StoreError> {
-        let firn = self.staging_dir()?;
+        let firn = self.home.staging_dir()?;
         let flags = RenameFlags::empty();
         let undo = name(serial);
-        let dir = staging::must_find_dir(&self.base, &firn, &undo)?;
+        let dir = staging::must_find_dir(&self.home.base, &firn, &undo)?;
         let from = OsStr::new(staging::COMMIT);
         let to = OsStr::new(staging::UNDO);
-        if staging::find(&self.base, &dir, from)?.is_some() {
-            self.base.rename(&dir, from, &dir, to, flags)?;
-            self.base.sync_dir(&dir)?;
+        if staging::find(&self.home.base, &dir, from)?.is_some() {
+            self.home.base.rename(&dir, from, &dir, to, flags)?;
+            self.home.base.sync_dir(&dir)?;
         }
         let gone = || StoreError::Record {
-            path: format!("{}/{undo}/{}", self.staging_path(), staging::UNDO),
+            path: format!("{}/{undo}/{}", self.home.staging_path(), staging::UNDO),
             source: LogError::Damaged,
         };
         let record = self
+            .home
             .load_record(&dir, &undo, staging::UNDO)?
             .ok_or_else(gone)?;
         let serial = self.scopes.next_serial();
-        let scope = self.undoing_scope(serial, root, dir, record)?;
+        let scope = self
+            .stored_scopes
+            .undoing_scope(serial, root, dir, record)?;
         let transaction = format!("tx-{serial}");
-        self.base.rename(
+        self.home.base.rename(
             &firn,
             OsStr::new(&undo),
             &firn,
@@ -427,7 +471,7 @@ impl<B: Backing> TransactionalBacking<B> {
             flags,
         )?;
         self.scopes.add(Arc::new(scope));
-        self.apply_undo(serial)
+        self.commits.apply_undo(serial)
     }
 
     /// Restores checkpoint `id`: finishes the transaction that was prepared with it, or undoes what came after it, commits
@@ -452,11 +496,11 @@ impl<B: Backing> TransactionalBacking<B> {
             Some(found) => found.scope().to_vec(),
             None => path_of(root),
         };
-        let steps = self.steps_back(&path, id)?;
+        let steps = self.history.steps_back(&path, id)?;
         if let Some(found) = found {
             found.abort()?;
         }
-        self.withdraw_what_is_over()?;
+        self.backups.withdraw_what_is_over()?;
         let mut parts = vec![Area::Tree(Arc::clone(root))];
         // What is undone may have given the directory its name.
         parts.extend(root.parent().map(Area::Dir));

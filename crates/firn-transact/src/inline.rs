@@ -10,18 +10,18 @@ use std::sync::atomic::Ordering;
 
 use firn_backing::{Access, Backing, Kind, Result, SetTime, Time};
 
+use crate::attributes::Objects;
 use crate::inline_changes::InlineChanges;
 use crate::object::{Object, StagedCopy};
 use crate::scope::Scope;
 use crate::staging;
-use crate::transactional::TransactionalBacking;
 
 /// Bytes that one file may have here.
 const FILE_BYTES: u64 = 16 << 10;
 /// Bytes of all files of a transaction.
 const SCOPE_BYTES: u64 = 16 << 20;
 
-impl<B: Backing> TransactionalBacking<B> {
+impl<B: Backing> Objects<B> {
     /// Takes a write, if it is a change of a few bytes of a file that was there.
     pub(crate) fn write_inline(
         &self,
@@ -33,7 +33,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let len = data.iter().map(|part| part.len()).sum::<usize>();
         let end = offset.saturating_add(len as u64);
         // Where several hosts commit, a record must have more than bytes.
-        if self.members.is_some() || len == 0 || len as u64 > FILE_BYTES {
+        if self.home.members.is_some() || len == 0 || len as u64 > FILE_BYTES {
             return Ok(None);
         }
         let owned = object.inner.own();
@@ -46,7 +46,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let known = owned.look().inline().map(size_and_bytes);
         let (size, before) = match known {
             Some(known) => known,
-            None => (self.base.attr(&base)?.size, 0),
+            None => (self.home.base.attr(&base)?.size, 0),
         };
         let of_all = scope.inline_bytes.load(Ordering::Acquire);
         if end > size || before + len as u64 > FILE_BYTES || of_all + len as u64 > SCOPE_BYTES {
@@ -63,13 +63,13 @@ impl<B: Backing> TransactionalBacking<B> {
             scope.inline_bytes.fetch_add(more, Ordering::AcqRel);
         }
         drop(owned);
-        self.check_changed(scope, object);
+        scope.check_changed(object);
         Ok(Some(len))
     }
 
     /// Sets the time of the last change, of a file that has inline changes and no others.
     pub(crate) fn set_inline_time(&self, object: &Arc<Object<B>>, mtime: SetTime) -> Result<bool> {
-        let (_data, scope) = self.enter_data_change(object)?;
+        let (_data, scope) = self.admission.enter_data_change(object)?;
         let owned = object.inner.own();
         let mut inner = owned.edit();
         let Some(inline) = inner
@@ -95,12 +95,13 @@ impl<B: Backing> TransactionalBacking<B> {
         inline: &InlineChanges,
         copy: &StagedCopy<B>,
     ) -> Result<()> {
-        let inode = copy.inode(&self.base)?;
-        let file = self.base.open(&inode, Access::ReadWrite)?;
+        let inode = copy.inode(&self.home.base)?;
+        let file = self.home.base.open(&inode, Access::ReadWrite)?;
         for (at, piece) in inline.pieces() {
-            staging::write_all(&self.base, &file, piece, at)?;
+            staging::write_all(&self.home.base, &file, piece, at)?;
         }
-        self.base
+        self.home
+            .base
             .set_times(&inode, SetTime::Keep, SetTime::At(inline.mtime))
     }
 

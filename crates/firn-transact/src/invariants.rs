@@ -10,38 +10,40 @@ use firn_backing::{Backing, Kind};
 
 use crate::object::{Change, Inner, Object};
 use crate::scope::Scope;
-use crate::transactional::TransactionalBacking;
+use crate::tree::Tree;
 
 /// With more objects than this in a transaction, a change of names checks only the objects that it names: to check all
 /// after each change would take quadratic time.
 const FEW: usize = 64;
 
-impl<B: Backing> TransactionalBacking<B> {
+impl<B: Backing> Scope<B> {
     /// After a change of names, which the caller still holds: `touched` are the objects that it named.
-    pub(crate) fn check_names(&self, scope: &Scope<B>, touched: &[&Arc<Object<B>>]) {
+    pub(crate) fn check_names(&self, touched: &[&Arc<Object<B>>]) {
         if !cfg!(debug_assertions) {
             return;
         }
-        let shadow_count = scope
+        let shadow_count = self
             .shadow
             .as_ref()
             .map_or(0, |shadow| shadow.saved_count());
-        if scope.changed.lock().len() <= FEW && shadow_count <= FEW as u64 {
-            check_tables(scope);
+        if self.changed.lock().len() <= FEW && shadow_count <= FEW as u64 {
+            check_tables(self);
         } else {
             touched
                 .iter()
-                .for_each(|object| check_object(scope, object, &object.inner.peek()));
+                .for_each(|object| check_object(self, object, &object.inner.peek()));
         }
     }
 
     /// After a change of one object's data or attributes.
-    pub(crate) fn check_changed(&self, scope: &Scope<B>, object: &Arc<Object<B>>) {
+    pub(crate) fn check_changed(&self, object: &Arc<Object<B>>) {
         if cfg!(debug_assertions) {
-            check_object(scope, object, &object.inner.peek());
+            check_object(self, object, &object.inner.peek());
         }
     }
+}
 
+impl<B: Backing> Tree<B> {
     /// While nothing changes: the caller holds names and data.
     pub(crate) fn check_all(&self, scope: &Scope<B>) {
         if !cfg!(debug_assertions) {
@@ -57,7 +59,7 @@ impl<B: Backing> TransactionalBacking<B> {
             .inline_bytes
             .load(std::sync::atomic::Ordering::Acquire);
         assert_eq!(counted, inline, "the bytes of inline changes are counted");
-        self.tree.check();
+        self.check();
     }
 }
 

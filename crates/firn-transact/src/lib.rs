@@ -10,18 +10,20 @@
 //!
 //! In shadow mode ([`shadow`]) changes go to the backing at once, after the old state was saved.
 //!
-//! Each layer calls only those above it in this table; the last three are methods of [`TransactionalBacking`], which
-//! holds what the others define.
+//! [`TransactionalBacking`] is a list of parts, each a struct with its own fields, locks and methods, made with parts below it.
+//! It keeps the operations of the backing's traits, and those that need many parts.
+//!
+//! Each layer calls only those above it in this table.
 //!
 //! | layer | modules |
 //! |---|---|
 //! | what is stored, and errors | `paths` `own` `change_log` `error` `staging` `apply` |
 //! | objects, and what is noted of them | `object` `inline_changes` `hidden_links` `claim` `uses` `tree` |
 //! | one transaction | `shadow` (what it saved) `scope` (what it changes) |
-//! | all of a mount | `scopes` `backup::mirror` `transactional` |
+//! | all of a mount | `staging_dir` `scopes` `backup::mirror` |
 //! | what programs see and do | `waiting` `names` `listing` `attributes` `data` `inline` `hidden` `top_names` `shadow::{save, names}` |
 //! | what becomes of a transaction | `transaction` `difference` `records` `vote` `history` `backup` `recovery` `shadow::{shared, undo}` |
-//! | for callers | `machine` (requests, step by step) `backing` (the trait) `plain` `state` `report` |
+//! | for callers | `transactional` (the parts) `machine` (requests, step by step) `backing` (the trait) `plain` `state` `report` |
 //!
 //! Promises
 //! * A crash at any instant ends, after `open`, in the tree before the transaction or in the one after it.

@@ -9,7 +9,9 @@ use firn_backing::{Backing, DirEntry, Errno, Kind, Result};
 
 use crate::object::Object;
 use crate::staging;
-use crate::transactional::TransactionalBacking;
+use crate::staging_dir::Home;
+use crate::top_names::Tops;
+use crate::waiting::Admission;
 
 /// A name, the inode number and the kind of what it leads to.
 pub(crate) type Listed = (OsString, u64, Option<Kind>);
@@ -21,7 +23,26 @@ pub struct TrackedDir<B: Backing> {
     entries: Mutex<Arc<Vec<Listed>>>,
 }
 
-impl<B: Backing> TransactionalBacking<B> {
+/// Listings of directories.
+pub(crate) struct Dirs<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) tops: Arc<Tops<B>>,
+    pub(crate) admission: Arc<Admission<B>>,
+}
+
+impl<B: Backing> Dirs<B> {
+    pub(crate) fn new(
+        home: &Arc<Home<B>>,
+        tops: &Arc<Tops<B>>,
+        admission: &Arc<Admission<B>>,
+    ) -> Self {
+        Self {
+            home: Arc::clone(home),
+            tops: Arc::clone(tops),
+            admission: Arc::clone(admission),
+        }
+    }
+
     pub(crate) fn open_tracked_dir(&self, object: &Arc<Object<B>>) -> Result<TrackedDir<B>> {
         let entries = self.list_entries(object, true)?;
         Ok(TrackedDir {
@@ -61,7 +82,7 @@ impl<B: Backing> TransactionalBacking<B> {
         object: &Arc<Object<B>>,
         wanted: bool,
     ) -> Result<Vec<Listed>> {
-        let _names = wanted.then(|| self.share_names(object));
+        let _names = wanted.then(|| self.admission.share_names(object));
         if object.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
         }
@@ -83,8 +104,8 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         if let Some(inode) = &base {
             let is_top = object.parent().is_none();
-            let tops = self.top_names_in(object);
-            let below = staging::list(&self.base, inode)?;
+            let tops = self.tops.top_names_in(object);
+            let below = staging::list(&self.home.base, inode)?;
             let inner = inner.look();
             let change = inner.change.as_ref();
             for (name, ino, kind) in below {
@@ -115,11 +136,11 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// fsync(2) of a directory. Where its transaction holds them, its names are durable when that is prepared.
     pub(crate) fn sync_tracked_dir(&self, object: &Arc<Object<B>>) -> Result<()> {
-        let (_data, scope) = self.enter_data_change(object)?;
+        let (_data, scope) = self.admission.enter_data_change(object)?;
         if scope.is_some_and(|scope| scope.shadow.is_none()) {
             return Ok(());
         }
         let inode = object.base().ok_or(Errno::STALE)?;
-        self.base.sync_dir(&inode)
+        self.home.base.sync_dir(&inode)
     }
 }

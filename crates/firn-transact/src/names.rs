@@ -5,12 +5,20 @@ use std::sync::Arc;
 
 use firn_backing::{Attr, Backing, Errno, Kind, Placing, Remove, RenameFlags, Result, Time};
 
+use crate::attributes::Objects;
+use crate::hidden::OwnLinks;
+use crate::listing::Dirs;
 use crate::object::{Change, Inner, Named, Object, StagedCopy};
 use crate::scope::Scope;
+use crate::scopes::Scopes;
+use crate::shadow::save::Originals;
 use crate::shadow::{NO_BYTES, Shadow};
 use crate::staging;
+use crate::staging_dir::Home;
 use crate::top_names::TopName;
-use crate::transactional::TransactionalBacking;
+use crate::top_names::Tops;
+use crate::tree::Tree;
+use crate::waiting::Admission;
 
 /// Where an object is made in the backing.
 pub(crate) struct NewObject<'a, B: Backing> {
@@ -23,7 +31,34 @@ pub(crate) struct NewObject<'a, B: Backing> {
 }
 use crate::tree::Names;
 
-impl<B: Backing> TransactionalBacking<B> {
+/// Names in directories: look-ups, and changes of them.
+pub(crate) struct Entries<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) tree: Arc<Tree<B>>,
+    pub(crate) scopes: Arc<Scopes<B>>,
+    pub(crate) originals: Arc<Originals<B>>,
+    pub(crate) own_links: Arc<OwnLinks<B>>,
+    pub(crate) tops: Arc<Tops<B>>,
+    pub(crate) admission: Arc<Admission<B>>,
+    pub(crate) objects: Arc<Objects<B>>,
+    pub(crate) dirs: Arc<Dirs<B>>,
+}
+
+impl<B: Backing> Entries<B> {
+    pub(crate) fn new(objects: &Arc<Objects<B>>, dirs: &Arc<Dirs<B>>) -> Self {
+        Self {
+            home: Arc::clone(&objects.home),
+            tree: Arc::clone(&objects.admission.tree),
+            scopes: Arc::clone(&objects.admission.scopes),
+            originals: Arc::clone(&objects.originals),
+            own_links: Arc::clone(&objects.own_links),
+            tops: Arc::clone(&objects.tops),
+            admission: Arc::clone(&objects.admission),
+            objects: Arc::clone(objects),
+            dirs: Arc::clone(dirs),
+        }
+    }
+
     pub(crate) fn is_hidden(&self, parent: &Arc<Object<B>>, name: &OsStr) -> bool {
         parent.parent().is_none() && name == staging::TOP
     }
@@ -33,11 +68,11 @@ impl<B: Backing> TransactionalBacking<B> {
         parent: &Arc<Object<B>>,
         name: &OsStr,
     ) -> Result<(Arc<Object<B>>, Attr)> {
-        let _names = self.share_names(parent);
+        let _names = self.admission.share_names(parent);
         let found = self.find_entry(parent, name)?.ok_or(Errno::NOENT)?;
         let object = found.object;
         let as_below = found.attr.filter(|_| self.shows_attr_below(&object));
-        let attr = as_below.map_or_else(|| self.read_attr(&object), Ok)?;
+        let attr = as_below.map_or_else(|| self.objects.read_attr(&object), Ok)?;
         Ok((object, attr))
     }
 
@@ -53,7 +88,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// The same, with the attributes that the backing gave for it.
     fn find_entry(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Result<Option<FoundName<B>>> {
-        match self.find_top_name(parent, name) {
+        match self.tops.find_top_name(parent, name) {
             TopName::Unrelated => {}
             TopName::Shown(root) => return Ok(Some(FoundName::without_attr(root))),
             TopName::Reserved => return Ok(None),
@@ -68,10 +103,14 @@ impl<B: Backing> TransactionalBacking<B> {
             return Ok(None);
         }
         // A new directory's staged copy is empty, and says what is wrong with a name.
-        let inode = inner.base().map_or_else(|| inner.inode(&self.base), Ok)?;
-        let found = staging::find(&self.base, &inode, name)?;
+        let inode = inner
+            .base()
+            .map_or_else(|| inner.inode(&self.home.base), Ok)?;
+        let found = staging::find(&self.home.base, &inode, name)?;
         Ok(found.map(|(inode, attr)| FoundName {
-            object: self.tree.intern(&self.base, inode, &attr, parent, name),
+            object: self
+                .tree
+                .intern(&self.home.base, inode, &attr, parent, name),
             attr: Some(attr),
         }))
     }
@@ -79,7 +118,10 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Whether programs see the attributes that the backing gave for an object a moment before.
     fn shows_attr_below(&self, object: &Object<B>) -> bool {
         let is_changed = object.inner.share().look().change.is_some();
-        !is_changed && !object.may_hide_links() && !object.is_gone() && !self.has_tops_in(object)
+        !is_changed
+            && !object.may_hide_links()
+            && !object.is_gone()
+            && !self.tops.has_tops_in(object)
     }
 
     /// Makes a new object: `make` is given the directory and the name for it.
@@ -92,14 +134,14 @@ impl<B: Backing> TransactionalBacking<B> {
         if self.is_hidden(parent, name) {
             return Err(Errno::PERM);
         }
-        let (_names, scope) = self.enter_name_change(&[parent])?;
+        let (_names, scope) = self.admission.enter_name_change(&[parent])?;
         if parent.is_gone() {
             return Err(Errno::NOENT);
         }
-        self.must_not_be_a_top(parent, name)?;
+        self.tops.must_not_be_a_top(parent, name)?;
         let within = scope.clone();
-        let Some(scope) = self.holding(scope, parent, NO_BYTES)? else {
-            let dir = parent.inode(&self.base)?;
+        let Some(scope) = self.originals.holding(scope, parent, NO_BYTES)? else {
+            let dir = parent.inode(&self.home.base)?;
             let new = NewObject {
                 dir: &dir,
                 name,
@@ -110,7 +152,8 @@ impl<B: Backing> TransactionalBacking<B> {
                 shadow.note_new(attr.ino);
             }
             return Ok((
-                self.tree.intern(&self.base, inode, &attr, parent, name),
+                self.tree
+                    .intern(&self.home.base, inode, &attr, parent, name),
                 attr,
             ));
         };
@@ -118,12 +161,12 @@ impl<B: Backing> TransactionalBacking<B> {
             return Err(Errno::NOTDIR);
         }
         let exists = self.find_name(parent, name)?;
-        let dir = parent.inode(&self.base)?;
+        let dir = parent.inode(&self.home.base)?;
         if exists.is_some() {
             return Err(Errno::EXIST);
         }
         self.must_be_there(parent)?;
-        let (staging_name, staging_dir) = scope.staging_dir_for(&self.base, &dir)?;
+        let (staging_name, staging_dir) = scope.staging_dir_for(&self.home.base, &dir)?;
         let number = scope.next_number();
         let text = number.to_string();
         let new = NewObject {
@@ -149,7 +192,7 @@ impl<B: Backing> TransactionalBacking<B> {
         };
         let location = Some((Arc::clone(parent), name.to_owned()));
         let object = Object::new((attr.dev, attr.ino), attr.kind, inner, location)
-            .in_lane(self.base.facts(&inode).lane);
+            .in_lane(self.home.base.facts(&inode).lane);
         let object = Arc::new(object);
         scope.changed.lock().insert(number, Arc::clone(&object));
         self.tree.adopt(&object);
@@ -160,7 +203,7 @@ impl<B: Backing> TransactionalBacking<B> {
             Some(&object),
             i64::from(is_dir),
         );
-        self.check_names(&scope, &[parent, &object]);
+        scope.check_names(&[parent, &object]);
         // No further call of the backing: it could fail although the object has its name.
         let nlink = if is_dir { attr.nlink } else { 1 };
         Ok((object, Attr { nlink, ..attr }))
@@ -257,12 +300,12 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Takes the name of a staged object. Returns what is left: it is gone when nobody holds that.
     fn unstage(&self, kind: Kind, copy: &StagedCopy<B>) -> Result<B::Inode> {
-        let inode = copy.inode(&self.base)?;
+        let inode = copy.inode(&self.home.base)?;
         let name = OsStr::new(&copy.at.1);
         if kind == Kind::Dir {
-            self.base.rmdir(&copy.staging_dir, name)?;
+            self.home.base.rmdir(&copy.staging_dir, name)?;
         } else {
-            self.base.unlink(&copy.staging_dir, name)?;
+            self.home.base.unlink(&copy.staging_dir, name)?;
         }
         Ok(inode)
     }
@@ -282,7 +325,7 @@ impl<B: Backing> TransactionalBacking<B> {
         what: Remove,
     ) -> Result<()> {
         let is_dir = what == Remove::Dir;
-        let (names, scope) = self.enter_name_change(&[parent])?;
+        let (names, scope) = self.admission.enter_name_change(&[parent])?;
         let Some(scope) = scope else {
             if is_dir && let Some(object) = self.find_name(parent, name)? {
                 names.moving(&object)?;
@@ -291,13 +334,13 @@ impl<B: Backing> TransactionalBacking<B> {
             if self.is_hidden(parent, name) {
                 return Err(Errno::NOENT);
             }
-            match self.find_top_name(parent, name) {
+            match self.tops.find_top_name(parent, name) {
                 TopName::Unrelated => {}
                 TopName::Shown(_) => return Err(Errno::ISDIR),
                 TopName::Reserved => return Err(Errno::NOENT),
             }
-            let dir = parent.inode(&self.base)?;
-            return self.base.remove(&dir, name, what);
+            let dir = parent.inode(&self.home.base)?;
+            return self.home.base.remove(&dir, name, what);
         };
         if parent.kind != Kind::Dir {
             return Err(Errno::NOTDIR);
@@ -306,7 +349,7 @@ impl<B: Backing> TransactionalBacking<B> {
         match (is_dir, object.kind == Kind::Dir) {
             (true, false) => return Err(Errno::NOTDIR),
             (false, true) => return Err(Errno::ISDIR),
-            (true, true) if !self.list_entries(&object, false)?.is_empty() => {
+            (true, true) if !self.dirs.list_entries(&object, false)?.is_empty() => {
                 return Err(Errno::NOTEMPTY);
             }
             _ => {}
@@ -316,7 +359,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         self.name(&scope, parent, (name, true), None, -i64::from(is_dir));
         self.lost_name(&scope, &object);
-        self.check_names(&scope, &[parent, &object]);
+        scope.check_names(&[parent, &object]);
         Ok(())
     }
 
@@ -329,20 +372,22 @@ impl<B: Backing> TransactionalBacking<B> {
         if self.is_hidden(parent, name) {
             return Err(Errno::PERM);
         }
-        let (_names, scope) = self.enter_name_change(&[parent])?;
+        let (_names, scope) = self.admission.enter_name_change(&[parent])?;
         if !same(&self.scopes.scope_of(object), &scope) {
             return Err(Errno::XDEV);
         }
-        self.must_not_be_a_top(parent, name)?;
-        if shadow(&scope).is_some() && (parent.is_gone() || self.read_attr(object)?.nlink == 0) {
+        self.tops.must_not_be_a_top(parent, name)?;
+        if shadow(&scope).is_some()
+            && (parent.is_gone() || self.objects.read_attr(object)?.nlink == 0)
+        {
             return Err(Errno::NOENT);
         }
-        let Some(scope) = self.holding(scope, parent, NO_BYTES)? else {
-            let inode = object.inode(&self.base)?;
-            let dir = parent.inode(&self.base)?;
-            let attr = self.base.link(&inode, &dir, name)?;
+        let Some(scope) = self.originals.holding(scope, parent, NO_BYTES)? else {
+            let inode = object.inode(&self.home.base)?;
+            let dir = parent.inode(&self.home.base)?;
+            let attr = self.home.base.link(&inode, &dir, name)?;
             return if object.may_hide_links() {
-                self.read_attr(object)
+                self.objects.read_attr(object)
             } else {
                 Ok(attr)
             };
@@ -357,13 +402,13 @@ impl<B: Backing> TransactionalBacking<B> {
         if object.kind == Kind::Dir {
             return Err(Errno::PERM);
         }
-        if self.read_attr(object)?.nlink == 0 {
+        if self.objects.read_attr(object)?.nlink == 0 {
             return Err(Errno::NOENT);
         }
         self.renamed(&scope, object, 1);
         self.name(&scope, parent, (name, false), Some(object), 0);
-        self.check_names(&scope, &[parent, object]);
-        self.read_attr(object)
+        scope.check_names(&[parent, object]);
+        self.objects.read_attr(object)
     }
 
     pub(crate) fn move_name(
@@ -388,7 +433,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if let Some(result) = self.rename_top((from, name), (to, new_name), flags) {
             return result;
         }
-        let (names, scope) = self.enter_name_change(&[from, to])?;
+        let (names, scope) = self.admission.enter_name_change(&[from, to])?;
         if !same(&self.scopes.scope_of(to), &scope) {
             return Err(Errno::XDEV);
         }
@@ -423,7 +468,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 let more = subdirectory(&source) - subdirectory(&target);
                 self.name(&scope, from, (name, true), Some(&target), -more);
                 self.name(&scope, to, (new_name, true), Some(&source), more);
-                self.check_names(&scope, &[from, to, &source, &target]);
+                scope.check_names(&[from, to, &source, &target]);
                 return Ok(());
             }
             self.lost_name(&scope, &target);
@@ -432,7 +477,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.renamed(&scope, &source, 0);
         self.name(&scope, from, (name, true), None, -subdirectory(&source));
         self.name(&scope, to, (new_name, is_replaced), Some(&source), more);
-        self.check_names(&scope, &[from, to, &source]);
+        scope.check_names(&[from, to, &source]);
         Ok(())
     }
 
@@ -479,7 +524,7 @@ impl<B: Backing> TransactionalBacking<B> {
             match (source.kind == Kind::Dir, target.kind == Kind::Dir) {
                 (true, false) => return Err(Errno::NOTDIR),
                 (false, true) => return Err(Errno::ISDIR),
-                (true, true) if !self.list_entries(target, false)?.is_empty() => {
+                (true, true) if !self.dirs.list_entries(target, false)?.is_empty() => {
                     return Err(Errno::NOTEMPTY);
                 }
                 _ => {}
@@ -504,13 +549,15 @@ impl<B: Backing> TransactionalBacking<B> {
             names.moving(object)?;
         }
         if !self.scopes.is_empty() {
-            self.may_move_beside_tops((from, name), (to, new_name))?;
+            self.tops
+                .may_move_beside_tops((from, name), (to, new_name))?;
             self.must_not_hold_a_scope(source.as_ref())?;
             self.must_not_hold_a_scope(target.as_ref())?;
         }
-        let from_inode = from.inode(&self.base)?;
-        let to_inode = to.inode(&self.base)?;
-        self.base
+        let from_inode = from.inode(&self.home.base)?;
+        let to_inode = to.inode(&self.home.base)?;
+        self.home
+            .base
             .rename(&from_inode, name, &to_inode, new_name, flags)?;
         if let Some(source) = source {
             source.move_to(to, new_name);

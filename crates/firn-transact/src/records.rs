@@ -10,15 +10,19 @@ use std::sync::Arc;
 
 use firn_backing::{Backing, Errno, SyncScope};
 
+use crate::backup::rounds::Backups;
 use crate::change_log::{ChangeLog, Direction, NO_ID};
 use crate::claim::Claim;
 use crate::error::StoreError;
+use crate::hidden::OwnLinks;
+use crate::history::History;
 use crate::scope::{Scope, Stage};
+use crate::scopes::Scopes;
 use crate::shadow::Shadow;
 use crate::staging;
-use crate::transactional::TransactionalBacking;
+use crate::staging_dir::Home;
 
-impl<B: Backing> TransactionalBacking<B> {
+impl<B: Backing> Home<B> {
     /// A record in the directory `name` of `.firn/`; `None` where there is none.
     pub(crate) fn load_record(
         &self,
@@ -41,32 +45,6 @@ impl<B: Backing> TransactionalBacking<B> {
             return Ok(None);
         };
         Ok(staging::load_numbers(&self.base, &firn)?.remove(scope))
-    }
-
-    /// After the last step of a commit: stores its number, keeps what undoes it, and removes its record.
-    pub(crate) fn finish_commit(
-        &self,
-        dir: &B::Inode,
-        (log, direction): (&ChangeLog, Direction),
-        serial: u64,
-    ) -> Result<(), StoreError> {
-        self.base.sync_scope(SyncScope::Changes)?;
-        // Before the record is removed: a manifest without a record would seem to be all that is left.
-        self.drop_backup(serial);
-        let _one = Claim::own(&self.history.numbers);
-        let firn = self.staging_dir()?;
-        let mut numbers = staging::load_numbers(&self.base, &firn)?;
-        numbers.remove(log.scope_before(direction));
-        let scope = log.scope_after(direction);
-        match log.id_after(direction) {
-            NO_ID => numbers.remove(scope),
-            id => numbers.insert(scope.to_vec(), id),
-        };
-        staging::store_numbers(&self.base, &firn, &numbers)?;
-        if direction == Direction::Redo && self.keep_log(&firn, serial, log)? {
-            return Ok(());
-        }
-        Ok(self.forget_records(dir)?)
     }
 
     /// Makes a prepared transaction an open one, durably.
@@ -109,17 +87,70 @@ impl<B: Backing> TransactionalBacking<B> {
         staging::clear(&self.base, dir)?;
         self.base.rmdir(firn, OsStr::new(name))
     }
+}
+
+/// How transactions leave the backing: records, directories, links.
+pub(crate) struct Endings<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) scopes: Arc<Scopes<B>>,
+    pub(crate) own_links: Arc<OwnLinks<B>>,
+    pub(crate) history: Arc<History<B>>,
+    pub(crate) backups: Arc<Backups<B>>,
+}
+
+impl<B: Backing> Endings<B> {
+    pub(crate) fn new(
+        home: &Arc<Home<B>>,
+        scopes: &Arc<Scopes<B>>,
+        own_links: &Arc<OwnLinks<B>>,
+        history: &Arc<History<B>>,
+        backups: &Arc<Backups<B>>,
+    ) -> Self {
+        Self {
+            home: Arc::clone(home),
+            scopes: Arc::clone(scopes),
+            own_links: Arc::clone(own_links),
+            history: Arc::clone(history),
+            backups: Arc::clone(backups),
+        }
+    }
+
+    /// After the last step of a commit: stores its number, keeps what undoes it, and removes its record.
+    pub(crate) fn finish_commit(
+        &self,
+        dir: &B::Inode,
+        (log, direction): (&ChangeLog, Direction),
+        serial: u64,
+    ) -> Result<(), StoreError> {
+        self.home.base.sync_scope(SyncScope::Changes)?;
+        // Before the record is removed: a manifest without a record would seem to be all that is left.
+        self.backups.drop_backup(serial);
+        let _one = Claim::own(&self.history.numbers);
+        let firn = self.home.staging_dir()?;
+        let mut numbers = staging::load_numbers(&self.home.base, &firn)?;
+        numbers.remove(log.scope_before(direction));
+        let scope = log.scope_after(direction);
+        match log.id_after(direction) {
+            NO_ID => numbers.remove(scope),
+            id => numbers.insert(scope.to_vec(), id),
+        };
+        staging::store_numbers(&self.home.base, &firn, &numbers)?;
+        if direction == Direction::Redo && self.history.keep_log(&firn, serial, log)? {
+            return Ok(());
+        }
+        Ok(self.home.forget_records(dir)?)
+    }
 
     /// A transaction is over: programs see the backing, or what the transaction that follows makes of it.
     pub(crate) fn end_transaction(&self, scope: &Arc<Scope<B>>) {
-        self.unhide(scope);
+        self.own_links.unhide(scope);
         self.scopes.replace_by_next(scope);
         scope.set_stage(Stage::Ended);
     }
 
     /// Removes what a transaction staged. Its outcome is durable, and the next open removes what is left.
     pub(crate) fn clean_up(&self, scope: &Scope<B>) {
-        let is_removed = match self.staging_dir() {
+        let is_removed = match self.home.staging_dir() {
             Ok(firn) => self.remove_or_leave(&firn, scope.serial, &scope.dir),
             Err(error) => {
                 tracing::warn!(%error, serial = scope.serial, "cannot remove what a transaction staged");
@@ -129,14 +160,14 @@ impl<B: Backing> TransactionalBacking<B> {
         };
         // The last host removes what several hosts share.
         if is_removed && !scope.shadow.as_ref().is_some_and(Shadow::is_of_several) {
-            self.links_are_gone(scope);
+            self.own_links.links_are_gone(scope);
         }
     }
 
     /// Removes the directory of a transaction that is over; whether that is done. What is left goes when the next one
     /// begins, or with the next mount.
     pub(crate) fn remove_or_leave(&self, firn: &B::Inode, serial: u64, dir: &B::Inode) -> bool {
-        let removed = self.remove_or_keep(firn, serial, dir);
+        let removed = self.history.remove_or_keep(firn, serial, dir);
         if let Err(errno) = removed {
             tracing::warn!(%errno, serial, "cannot remove what a transaction staged; it is tried again");
             self.scopes.add_leftover(serial, dir);

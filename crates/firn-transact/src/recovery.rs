@@ -12,11 +12,21 @@ use firn_hosts::Members;
 use crate::apply::Apply;
 use crate::change_log::{ChangeLog, Direction};
 use crate::error::{OpenError, StoreError};
+use crate::hidden::OwnLinks;
+use crate::history::History;
 use crate::object::{Inner, Object};
 use crate::own::OwnError;
+use crate::records::Endings;
 use crate::scope::ArenaId;
+use crate::scopes::Scopes;
+use crate::shadow::shared::SharedTransactions;
+use crate::shadow::undo::ShadowUndo;
 use crate::staging;
+use crate::staging_dir::Home;
+use crate::transaction::arenas::ArenaNotes;
 use crate::transactional::TransactionalBacking;
+use crate::tree::Tree;
+use crate::vote::Votes;
 
 /// What [`TransactionalBacking::open`] did.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -47,6 +57,246 @@ pub(super) struct StoredTransaction<B: Backing> {
     pub(super) dir: B::Inode,
 }
 
+impl<B: Backing> Home<B> {
+    /// The directories of transactions that are there, by their numbers.
+    pub(super) fn stored_transactions(
+        &self,
+        home: &B::Inode,
+    ) -> Result<Vec<StoredTransaction<B>>, OwnError> {
+        let mut names = staging::list(&self.base, home)?;
+        names.sort_by(|a, b| a.0.cmp(&b.0));
+        let mut found = Vec::new();
+        for (name, ..) in names {
+            let name = String::from_utf8_lossy(&name).into_owned();
+            let Some(serial) = name.strip_prefix("tx-").and_then(|n| n.parse::<u64>().ok()) else {
+                continue;
+            };
+            let dir = staging::must_find_dir(&self.base, home, &name)
+                .map_err(|error| error.below(&self.staging_path()))?;
+            found.push(StoredTransaction { serial, name, dir });
+        }
+        Ok(found)
+    }
+
+    /// An earlier process may have applied a part and died before it was synced.
+    fn sync_what_was_applied(&self, firn: &B::Inode, scope: &[u8]) -> Result<(), Errno> {
+        self.base.sync_scope(SyncScope::Tree(firn))?;
+        let top = self.directory_at(scope)?;
+        self.base.sync_scope(SyncScope::Tree(&top))
+    }
+}
+
+impl<B: Backing> ArenaNotes<B> {
+    /// Paths that the scope of a transaction had which is not decided for; none of one that is.
+    pub(super) fn scopes_to_drop_of(
+        &self,
+        stored: &StoredTransaction<B>,
+    ) -> Result<Vec<Vec<u8>>, StoreError> {
+        let StoredTransaction { dir, name, .. } = stored;
+        for decided in [staging::COMMIT, staging::UNDO] {
+            if staging::find(&self.home.base, dir, OsStr::new(decided))?.is_some() {
+                // What came after the decision counts.
+                return Ok(Vec::new());
+            }
+        }
+        let record = self.home.load_record(dir, name, staging::RECORD)?;
+        let scope = match &record {
+            Some(record) => Some(record.scope.clone()),
+            None => staging::load_scope(&self.home.base, dir, staging::OPEN)?,
+        };
+        let Some(scope) = scope else {
+            return Ok(Vec::new());
+        };
+        let is_committed = self.shared.is_shared_commit(dir, &scope)?
+            || match &record {
+                Some(record) => self.votes.find_decision(record.id, &scope)? == Some(true),
+                None => false,
+            };
+        if is_committed {
+            return Ok(Vec::new());
+        }
+        let mut scopes = self.home.stored_names(dir, name)?;
+        scopes.push(scope);
+        Ok(scopes)
+    }
+}
+
+/// Scopes of transactions that are stored in the backing.
+pub(crate) struct StoredScopes<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) tree: Arc<Tree<B>>,
+    pub(crate) scopes: Arc<Scopes<B>>,
+    pub(crate) own_links: Arc<OwnLinks<B>>,
+    pub(crate) shared: Arc<SharedTransactions<B>>,
+}
+
+impl<B: Backing> StoredScopes<B> {
+    pub(crate) fn new(
+        home: &Arc<Home<B>>,
+        tree: &Arc<Tree<B>>,
+        scopes: &Arc<Scopes<B>>,
+        own_links: &Arc<OwnLinks<B>>,
+        shared: &Arc<SharedTransactions<B>>,
+    ) -> Self {
+        Self {
+            home: Arc::clone(home),
+            tree: Arc::clone(tree),
+            scopes: Arc::clone(scopes),
+            own_links: Arc::clone(own_links),
+            shared: Arc::clone(shared),
+        }
+    }
+
+    /// A transaction that an earlier firnd prepared: its scope is as it was before, and frozen.
+    pub(crate) fn wait_for_decision(
+        &self,
+        serial: u64,
+        dir: B::Inode,
+        record: ChangeLog,
+    ) -> Result<(), StoreError> {
+        let root = self.recovered_root(&dir, &record)?;
+        let anchored: Vec<_> = record
+            .entries
+            .iter()
+            .filter_map(|entry| Some((entry.identity, entry.anchor_at.clone()?)))
+            .collect();
+        let scope = self.new_scope(serial, root, record.scope.clone(), dir, Some(record))?;
+        for (identity, (staging_dir, name)) in anchored {
+            if let Some((staging_dir, _)) =
+                staging::find_dir(&self.home.base, &scope.new, &staging_dir)?
+            {
+                self.own_links.found_hidden(
+                    serial,
+                    (self.home.device, identity.ino),
+                    &staging_dir,
+                    name,
+                    false,
+                );
+            }
+        }
+        if let Some(shadow) = &scope.shadow {
+            for (key, name, is_dir) in shadow.list_kept(&self.home.base)? {
+                self.own_links
+                    .found_hidden(serial, key, shadow.kept_dir(), name, is_dir);
+            }
+        }
+        self.scopes.add(Arc::new(scope));
+        Ok(())
+    }
+}
+
+/// What an open does with transactions that an earlier firnd left; used once.
+pub(crate) struct Recovery<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) scopes: Arc<Scopes<B>>,
+    pub(crate) shared: Arc<SharedTransactions<B>>,
+    pub(crate) votes: Arc<Votes<B>>,
+    pub(crate) shadow_undo: Arc<ShadowUndo<B>>,
+    pub(crate) arena_notes: Arc<ArenaNotes<B>>,
+    pub(crate) history: Arc<History<B>>,
+    pub(crate) endings: Arc<Endings<B>>,
+    pub(crate) stored_scopes: Arc<StoredScopes<B>>,
+}
+
+impl<B: Backing> Recovery<B> {
+    fn new(backing: &TransactionalBacking<B>) -> Self {
+        Self {
+            home: Arc::clone(&backing.home),
+            scopes: Arc::clone(&backing.scopes),
+            shared: Arc::clone(&backing.shared),
+            votes: Arc::clone(&backing.votes),
+            shadow_undo: Arc::clone(&backing.shadow_undo),
+            arena_notes: Arc::clone(&backing.arena_notes),
+            history: Arc::clone(&backing.history),
+            endings: Arc::clone(&backing.endings),
+            stored_scopes: Arc::clone(&backing.stored_scopes),
+        }
+    }
+
+    fn recover_all<E: From<OpenError> + From<StoreError>>(
+        &self,
+        drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
+    ) -> Result<Outcome, E> {
+        let scopes = self.arena_notes.scopes_to_drop()?;
+        if !scopes.is_empty() {
+            drop_pending(&scopes)?;
+        }
+        self.arena_notes.tell_arenas()?;
+        Ok(self.finish_or_undo()?)
+    }
+
+    /// Finishes or undoes what earlier transactions left.
+    fn finish_or_undo(&self) -> Result<Outcome, OpenError> {
+        let mut outcome = Outcome::default();
+        if let Some(home) = self.home.find_staging_dir()? {
+            self.recover_shared(&home)?;
+            self.recover(&home, &mut outcome)?;
+        }
+        self.shared.leave_shared_ones(&outcome.waiting)?;
+        self.votes.leave_old_votes(&outcome.waiting)?;
+        Ok(outcome)
+    }
+
+    fn recover(&self, firn: &B::Inode, outcome: &mut Outcome) -> Result<(), OpenError> {
+        for StoredTransaction { serial, name, dir } in self.home.stored_transactions(firn)? {
+            self.scopes.skip_serial(serial);
+            let record = |file| self.home.load_record(&dir, &name, file);
+            let mut prepared = record(staging::RECORD)?;
+            // What the other hosts decided while this one was away.
+            match prepared
+                .as_ref()
+                .map(|record| self.votes.find_decision(record.id, &record.scope))
+                .transpose()?
+                .flatten()
+            {
+                None => {}
+                Some(true) => {
+                    let from = OsStr::new(staging::RECORD);
+                    let to = OsStr::new(staging::COMMIT);
+                    self.home
+                        .base
+                        .rename(&dir, from, &dir, to, RenameFlags::empty())?;
+                    self.home.base.sync_dir(&dir)?;
+                }
+                Some(false) => {
+                    prepared = None;
+                    self.home.base.unlink(&dir, OsStr::new(staging::RECORD))?;
+                    self.home.base.sync_dir(&dir)?;
+                }
+            }
+            let decided = match record(staging::UNDO)? {
+                Some(log) => Some((log, Direction::Undo)),
+                None => record(staging::COMMIT)?.map(|log| (log, Direction::Redo)),
+            };
+            if let Some((log, direction)) = decided {
+                let new = staging::dir(&self.home.base, &dir, staging::NEW)?;
+                let away = staging::dir(&self.home.base, &dir, staging::AWAY)?;
+                let below = (&self.home.base, self.home.device);
+                Apply::new(below, (&log, direction), &new, &away).run()?;
+                self.home
+                    .sync_what_was_applied(firn, log.scope_after(direction))?;
+                self.endings
+                    .finish_commit(&dir, (&log, direction), serial)?;
+                self.history.remove_or_keep(firn, serial, &dir)?;
+                outcome.finished.push(log.id_after(direction));
+            } else if let Some(record) = prepared {
+                outcome.waiting.push((record.id, record.scope.clone()));
+                self.stored_scopes.wait_for_decision(serial, dir, record)?;
+            } else {
+                // Without the mark it was over, and only its directory was not removed yet.
+                let scope = staging::load_scope(&self.home.base, &dir, staging::OPEN)?;
+                if let Some(scope) = &scope {
+                    self.shadow_undo.undo_stored(&dir, &name, scope)?;
+                }
+                outcome.undone.extend(scope);
+                self.home.remove_transaction(firn, &dir, &name)?;
+            }
+        }
+        self.history.clear_kept_logs(firn)?;
+        Ok(())
+    }
+}
+
 impl<B: Backing> TransactionalBacking<B> {
     /// Whether the backing has transactions that [`TransactionalBacking::open`] must recover first.
     pub fn has_transactions(base: &B) -> Result<bool, StoreError> {
@@ -65,15 +315,15 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Numbers of commits that are decided and not applied to the end: [`TransactionalBacking::open`] applies them. Nothing
     /// is changed.
     pub fn decided_commits(base: B) -> Result<Vec<u64>, StoreError> {
-        let backing = Self::open_unrecovered(base)?;
+        let backing = Self::open_unrecovered(base, Opening::default())?;
         let mut decided = Vec::new();
-        let Some(home) = backing.find_staging_dir()? else {
+        let Some(home) = backing.home.find_staging_dir()? else {
             return Ok(decided);
         };
-        for StoredTransaction { name, dir, .. } in backing.stored_transactions(&home)? {
-            let undo = backing.load_record(&dir, &name, staging::UNDO)?;
+        for StoredTransaction { name, dir, .. } in backing.home.stored_transactions(&home)? {
+            let undo = backing.home.load_record(&dir, &name, staging::UNDO)?;
             let undo = undo.map(|log| log.id_after(Direction::Undo));
-            let redo = backing.load_record(&dir, &name, staging::COMMIT)?;
+            let redo = backing.home.load_record(&dir, &name, staging::COMMIT)?;
             let redo = redo.map(|log| log.id_after(Direction::Redo));
             decided.extend(undo.or(redo));
         }
@@ -133,33 +383,18 @@ impl<B: Backing> TransactionalBacking<B> {
             Ok(found) => found,
             Err(error) => return Err((base, error.into())),
         };
-        let mut backing = Self::assemble_over(base, &top, has_own);
-        match backing.recover_all(opening, drop_pending) {
+        let backing = Self::assemble_over(base, &top, has_own, opening);
+        let recovered = Recovery::new(&backing).recover_all(drop_pending);
+        match recovered {
             Ok(outcome) => Ok((backing, outcome)),
             Err(error) => Err((backing.into_base(), error)),
         }
     }
 
-    fn recover_all<E: From<OpenError> + From<StoreError>>(
-        &mut self,
-        opening: Opening,
-        drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
-    ) -> Result<Outcome, E> {
-        self.history.commits_max = opening.history;
-        self.members = opening.members;
-        self.arena = opening.arena;
-        let scopes = self.scopes_to_drop()?;
-        if !scopes.is_empty() {
-            drop_pending(&scopes)?;
-        }
-        self.tell_arenas()?;
-        Ok(self.finish_or_undo()?)
-    }
-
     /// A backing that can have transactions, of which nothing is known yet.
-    pub(super) fn open_unrecovered(base: B) -> Result<Self, StoreError> {
+    pub(super) fn open_unrecovered(base: B, opening: Opening) -> Result<Self, StoreError> {
         let (top, has_own) = Self::find_root(&base)?;
-        Ok(Self::assemble_over(base, &top, has_own))
+        Ok(Self::assemble_over(base, &top, has_own, opening))
     }
 
     /// The top directory, and whether `.firn` is in it.
@@ -175,174 +410,11 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok((Arc::new(top), has_own))
     }
 
-    fn assemble_over(base: B, top: &Arc<Object<B>>, has_own: bool) -> Self {
-        let backing = Self::assemble(base, top);
+    fn assemble_over(base: B, top: &Arc<Object<B>>, has_own: bool, opening: Opening) -> Self {
+        let backing = Self::assemble(base, top, opening);
         if has_own {
-            backing.hide_own_top();
+            backing.own_links.hide_own_top();
         }
         backing
-    }
-
-    /// The directories of transactions that are there, by their numbers.
-    pub(super) fn stored_transactions(
-        &self,
-        home: &B::Inode,
-    ) -> Result<Vec<StoredTransaction<B>>, OwnError> {
-        let mut names = staging::list(&self.base, home)?;
-        names.sort_by(|a, b| a.0.cmp(&b.0));
-        let mut found = Vec::new();
-        for (name, ..) in names {
-            let name = String::from_utf8_lossy(&name).into_owned();
-            let Some(serial) = name.strip_prefix("tx-").and_then(|n| n.parse::<u64>().ok()) else {
-                continue;
-            };
-            let dir = staging::must_find_dir(&self.base, home, &name)
-                .map_err(|error| error.below(&self.staging_path()))?;
-            found.push(StoredTransaction { serial, name, dir });
-        }
-        Ok(found)
-    }
-
-    /// Paths that the scope of a transaction had which is not decided for; none of one that is.
-    pub(super) fn scopes_to_drop_of(
-        &self,
-        stored: &StoredTransaction<B>,
-    ) -> Result<Vec<Vec<u8>>, StoreError> {
-        let StoredTransaction { dir, name, .. } = stored;
-        for decided in [staging::COMMIT, staging::UNDO] {
-            if staging::find(&self.base, dir, OsStr::new(decided))?.is_some() {
-                // What came after the decision counts.
-                return Ok(Vec::new());
-            }
-        }
-        let record = self.load_record(dir, name, staging::RECORD)?;
-        let scope = match &record {
-            Some(record) => Some(record.scope.clone()),
-            None => staging::load_scope(&self.base, dir, staging::OPEN)?,
-        };
-        let Some(scope) = scope else {
-            return Ok(Vec::new());
-        };
-        let is_committed = self.is_shared_commit(dir, &scope)?
-            || match &record {
-                Some(record) => self.find_decision(record.id, &scope)? == Some(true),
-                None => false,
-            };
-        if is_committed {
-            return Ok(Vec::new());
-        }
-        let mut scopes = self.stored_names(dir, name)?;
-        scopes.push(scope);
-        Ok(scopes)
-    }
-
-    /// Finishes or undoes what earlier transactions left.
-    fn finish_or_undo(&self) -> Result<Outcome, OpenError> {
-        let mut outcome = Outcome::default();
-        if let Some(home) = self.find_staging_dir()? {
-            self.recover_shared(&home)?;
-            self.recover(&home, &mut outcome)?;
-        }
-        self.leave_shared_ones(&outcome.waiting)?;
-        self.leave_old_votes(&outcome.waiting)?;
-        Ok(outcome)
-    }
-
-    fn recover(&self, firn: &B::Inode, outcome: &mut Outcome) -> Result<(), OpenError> {
-        for StoredTransaction { serial, name, dir } in self.stored_transactions(firn)? {
-            self.scopes.skip_serial(serial);
-            let record = |file| self.load_record(&dir, &name, file);
-            let mut prepared = record(staging::RECORD)?;
-            // What the other hosts decided while this one was away.
-            match prepared
-                .as_ref()
-                .map(|record| self.find_decision(record.id, &record.scope))
-                .transpose()?
-                .flatten()
-            {
-                None => {}
-                Some(true) => {
-                    let from = OsStr::new(staging::RECORD);
-                    let to = OsStr::new(staging::COMMIT);
-                    self.base
-                        .rename(&dir, from, &dir, to, RenameFlags::empty())?;
-                    self.base.sync_dir(&dir)?;
-                }
-                Some(false) => {
-                    prepared = None;
-                    self.base.unlink(&dir, OsStr::new(staging::RECORD))?;
-                    self.base.sync_dir(&dir)?;
-                }
-            }
-            let decided = match record(staging::UNDO)? {
-                Some(log) => Some((log, Direction::Undo)),
-                None => record(staging::COMMIT)?.map(|log| (log, Direction::Redo)),
-            };
-            if let Some((log, direction)) = decided {
-                let new = staging::dir(&self.base, &dir, staging::NEW)?;
-                let away = staging::dir(&self.base, &dir, staging::AWAY)?;
-                let below = (&self.base, self.device());
-                Apply::new(below, (&log, direction), &new, &away).run()?;
-                self.sync_what_was_applied(firn, log.scope_after(direction))?;
-                self.finish_commit(&dir, (&log, direction), serial)?;
-                self.remove_or_keep(firn, serial, &dir)?;
-                outcome.finished.push(log.id_after(direction));
-            } else if let Some(record) = prepared {
-                outcome.waiting.push((record.id, record.scope.clone()));
-                self.wait_for_decision(serial, dir, record)?;
-            } else {
-                // Without the mark it was over, and only its directory was not removed yet.
-                let scope = staging::load_scope(&self.base, &dir, staging::OPEN)?;
-                if let Some(scope) = &scope {
-                    self.undo_stored(&dir, &name, scope)?;
-                }
-                outcome.undone.extend(scope);
-                self.remove_transaction(firn, &dir, &name)?;
-            }
-        }
-        self.clear_kept_logs(firn)?;
-        Ok(())
-    }
-
-    /// A transaction that an earlier firnd prepared: its scope is as it was before, and frozen.
-    pub(crate) fn wait_for_decision(
-        &self,
-        serial: u64,
-        dir: B::Inode,
-        record: ChangeLog,
-    ) -> Result<(), StoreError> {
-        let root = self.recovered_root(&dir, &record)?;
-        let anchored: Vec<_> = record
-            .entries
-            .iter()
-            .filter_map(|entry| Some((entry.identity, entry.anchor_at.clone()?)))
-            .collect();
-        let scope = self.new_scope(serial, root, record.scope.clone(), dir, Some(record))?;
-        for (identity, (staging_dir, name)) in anchored {
-            if let Some((staging_dir, _)) = staging::find_dir(&self.base, &scope.new, &staging_dir)?
-            {
-                self.found_hidden(
-                    serial,
-                    (self.device(), identity.ino),
-                    &staging_dir,
-                    name,
-                    false,
-                );
-            }
-        }
-        if let Some(shadow) = &scope.shadow {
-            for (key, name, is_dir) in shadow.list_kept(&self.base)? {
-                self.found_hidden(serial, key, shadow.kept_dir(), name, is_dir);
-            }
-        }
-        self.scopes.add(Arc::new(scope));
-        Ok(())
-    }
-
-    /// An earlier process may have applied a part and died before it was synced.
-    fn sync_what_was_applied(&self, firn: &B::Inode, scope: &[u8]) -> Result<(), Errno> {
-        self.base.sync_scope(SyncScope::Tree(firn))?;
-        let top = self.directory_at(scope)?;
-        self.base.sync_scope(SyncScope::Tree(&top))
     }
 }

@@ -10,6 +10,7 @@ use firn_backing::Backing;
 
 use crate::backup::Progress;
 use crate::scope::{Scope, Stage};
+use crate::scopes::Scopes;
 use crate::shadow::Shadow;
 use crate::state::State;
 use crate::transactional::TransactionalBacking;
@@ -37,13 +38,15 @@ pub struct Transaction {
     pub backup: Option<Progress>,
 }
 
-impl<B: Backing> TransactionalBacking<B> {
+impl<B: Backing> Scopes<B> {
     /// Paths under which programs see the scopes of the transactions that are not over.
     pub fn scopes_now(&self) -> Vec<Vec<u8>> {
-        let all = self.scopes.in_order().into_iter();
+        let all = self.in_order().into_iter();
         all.map(|(scope, _)| scope.path_now()).collect()
     }
+}
 
+impl<B: Backing> TransactionalBacking<B> {
     /// For reports: the transactions that are not over; one that is to be applied comes before the next one of its
     /// scope. Whoever acts on one asks for its handle ([`TransactionalBacking::current_transaction`]).
     pub fn transactions(&self) -> Vec<Transaction> {
@@ -62,7 +65,7 @@ impl<B: Backing> TransactionalBacking<B> {
             states: scope.count_states(),
             is_recovered: scope.recovered.is_some(),
             trouble: scope.application.trouble(),
-            backup: self.backup_progress(&scope),
+            backup: self.backups.backup_progress(&scope),
         };
         self.scopes.in_order().into_iter().map(one).collect()
     }

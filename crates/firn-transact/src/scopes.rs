@@ -16,7 +16,8 @@ use firn_backing::lock::{Mutex, RwLock};
 use crate::object::Object;
 use crate::scope::{Scope, Stage};
 
-pub(crate) struct Scopes<B: Backing> {
+/// The transactions of a backing that are not over.
+pub struct Scopes<B: Backing> {
     list: RwLock<Vec<Arc<Scope<B>>>>,
     /// Read without the lock, so that what is in no transaction waits for none.
     count: AtomicUsize,

@@ -34,10 +34,10 @@ use firn_backing::{Backing, Errno, Kind, RenameFlags, Result};
 use crate::object::{Key, Object};
 use crate::staging;
 
-mod names;
-mod save;
-mod shared;
-mod undo;
+pub(crate) mod names;
+pub(crate) mod save;
+pub(crate) mod shared;
+pub(crate) mod undo;
 
 /// For a change that leaves all bytes as they are.
 pub(crate) const NO_BYTES: u64 = u64::MAX;

@@ -6,14 +6,23 @@ use firn_hosts::host_dir::host_dir_name;
 
 use crate::own::OwnError;
 use crate::staging;
-use crate::transactional::TransactionalBacking;
 
 /// Name in `.firn/` of the staging directory of a host.
 pub(crate) fn staging_dir_name(members: &Members) -> String {
     host_dir_name(&members.host)
 }
 
-impl<B: Backing> TransactionalBacking<B> {
+/// The lowest part of a [`TransactionalBacking`](crate::TransactionalBacking): the backing below, and where the transactions
+/// of this mount are kept in it.
+pub struct Home<B: Backing> {
+    pub(crate) base: B,
+    /// Where several hosts commit together.
+    pub(crate) members: Option<Members>,
+    /// The device that the top is on.
+    pub(crate) device: u64,
+}
+
+impl<B: Backing> Home<B> {
     /// The hosts that commit together, if there are several.
     pub fn members(&self) -> Option<&Members> {
         self.members.as_ref()
@@ -36,7 +45,7 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(found.map(|(inode, _)| inode))
     }
 
-    /// [`TransactionalBacking::staging_dir`], if it is there.
+    /// [`Home::staging_dir`], if it is there.
     pub(crate) fn find_staging_dir(&self) -> Result<Option<B::Inode>, OwnError> {
         let Some(top) = self.find_top()? else {
             return Ok(None);

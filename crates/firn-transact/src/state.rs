@@ -17,7 +17,7 @@ use firn_backing::{Backing, Kind};
 
 use crate::object::{Key, Object};
 use crate::scope::Scope;
-use crate::transactional::TransactionalBacking;
+use crate::scopes::Scopes;
 
 /// What became of a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -87,10 +87,10 @@ impl std::fmt::Display for State {
 /// A directory and a name in it.
 type Name = (Key, OsString);
 
-impl<B: Backing> TransactionalBacking<B> {
+impl<B: Backing> Scopes<B> {
     /// What became of a name of a file in the open transaction; `None` where nothing did.
     pub fn state_of(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Option<State> {
-        let states = self.scopes.scope_of(parent)?.derive_states();
+        let states = self.scope_of(parent)?.derive_states();
         states.get(&(parent.key, name.to_owned())).copied()
     }
 }

@@ -1,6 +1,6 @@
 //! Names of tops of scopes, as programs see them in the directories above.
 //!
-//! In buffer mode a new or renamed top is not in the backing before the commit: [`TransactionalBacking::find_top_name`]
+//! In buffer mode a new or renamed top is not in the backing before the commit: [`Tops::find_top_name`]
 //! has programs see it.
 
 use std::ffi::{OsStr, OsString};
@@ -8,9 +8,12 @@ use std::sync::Arc;
 
 use firn_backing::{Attr, Backing, Errno, Time};
 
+use crate::hidden::OwnLinks;
 use crate::object::Object;
 use crate::scope::Scope;
+use crate::scopes::Scopes;
 use crate::staging;
+use crate::staging_dir::Home;
 use crate::transactional::TransactionalBacking;
 
 /// What a name in a directory has to do with the top of a scope.
@@ -38,7 +41,26 @@ struct ShownTops<B: Backing> {
     touched: Vec<Time>,
 }
 
-impl<B: Backing> TransactionalBacking<B> {
+/// Names of tops of scopes in the directories above.
+pub struct Tops<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) scopes: Arc<Scopes<B>>,
+    pub(crate) own_links: Arc<OwnLinks<B>>,
+}
+
+impl<B: Backing> Tops<B> {
+    pub(crate) fn new(
+        home: &Arc<Home<B>>,
+        scopes: &Arc<Scopes<B>>,
+        own_links: &Arc<OwnLinks<B>>,
+    ) -> Self {
+        Self {
+            home: Arc::clone(home),
+            scopes: Arc::clone(scopes),
+            own_links: Arc::clone(own_links),
+        }
+    }
+
     /// What a name has to do with a scope's top. The caller holds the names.
     pub(crate) fn find_top_name(&self, dir: &Arc<Object<B>>, name: &OsStr) -> TopName<B> {
         for scope in self.scopes.with_top_in(dir) {
@@ -80,7 +102,7 @@ impl<B: Backing> TransactionalBacking<B> {
         loop {
             let tops = self.shown_tops(dir);
             let there = self.which_tops_are_there(inode, &tops.new)?;
-            let mut attr = self.attr_below(dir, inode)?;
+            let mut attr = self.own_links.attr_below(dir, inode)?;
             // A commit that is being applied moves them there.
             if self.which_tops_are_there(inode, &tops.new)? != there {
                 continue;
@@ -126,7 +148,7 @@ impl<B: Backing> TransactionalBacking<B> {
             if scope.decided().is_none() {
                 return Ok(false);
             }
-            let found = staging::find(&self.base, dir, &name)?;
+            let found = staging::find(&self.home.base, dir, &name)?;
             Ok(found.is_some_and(|(_, attr)| (attr.dev, attr.ino) == scope.root.key))
         };
         scopes.iter().map(is_there).collect()
@@ -160,16 +182,18 @@ impl<B: Backing> TransactionalBacking<B> {
         }
     }
 
+    /// The top of the transaction that is known by `path`, also where programs do not see it yet.
+    pub fn top_known_as(&self, path: &[u8]) -> Option<Arc<Object<B>>> {
+        let found = self.scopes.at_path(path)?;
+        Some(Arc::clone(&found.root))
+    }
+}
+
+impl<B: Backing> TransactionalBacking<B> {
     /// The path at the begin of the transaction that programs change things in and that is known by `path`; without
     /// one, `path`.
     pub fn path_at_begin(&self, path: &[u8]) -> Vec<u8> {
         let current = self.current_transaction(path);
         current.map_or_else(|| path.to_vec(), |one| one.scope().to_vec())
-    }
-
-    /// The top of the transaction that is known by `path`, also where programs do not see it yet.
-    pub fn top_known_as(&self, path: &[u8]) -> Option<Arc<Object<B>>> {
-        let found = self.scopes.at_path(path)?;
-        Some(Arc::clone(&found.root))
     }
 }

@@ -2,9 +2,9 @@
 //! handles that callers hold ([`handle`]).
 
 mod abort;
-mod apply_commit;
-mod arenas;
-mod begin;
+pub(crate) mod apply_commit;
+pub(crate) mod arenas;
+pub(crate) mod begin;
 pub(crate) mod handle;
 mod prepare;
 pub(crate) mod top;

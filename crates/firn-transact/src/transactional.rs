@@ -3,65 +3,136 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use firn_backing::Backing;
-use firn_backing::lock::Mutex;
-use firn_hosts::Members;
-
-use crate::backup::Mirror;
-use crate::claim::Claim;
+use crate::attributes::Objects;
+use crate::backup::revive::Revival;
+use crate::backup::rounds::Backups;
+use crate::data::FileData;
+use crate::difference::Differences;
+use crate::hidden::OwnLinks;
+use crate::history::History;
+use crate::listing::Dirs;
+use crate::names::Entries;
 use crate::object::Object;
-use crate::scope::ArenaId;
+use crate::records::Endings;
+use crate::recovery::Opening;
+use crate::recovery::StoredScopes;
 use crate::scopes::Scopes;
 use crate::shadow::Mode;
+use crate::shadow::save::Originals;
+use crate::shadow::shared::SharedTransactions;
+use crate::shadow::undo::ShadowUndo;
+use crate::staging_dir::Home;
+use crate::top_names::Tops;
+use crate::transaction::apply_commit::Commits;
+use crate::transaction::arenas::ArenaNotes;
 use crate::tree::Tree;
 use crate::unanswered::Unanswered;
+use crate::vote::Votes;
+use crate::waiting::Admission;
+use firn_backing::Backing;
+use firn_backing::lock::Mutex;
 
-/// What a backing keeps of commits that are over.
-#[derive(Default)]
-pub(crate) struct History {
-    /// Commits of each scope that can be undone.
-    pub(crate) commits_max: u32,
-    /// Owned by whoever changes the list of the last commit of each scope.
-    pub(crate) numbers: Claim,
-}
-
-/// A backing whose directories can be in a transaction.
+/// A backing whose directories can be in a transaction: its parts, and the operations that need many of them.
+///
+/// What one part does is asked of that part. From the lowest part up; each knows only those before it.
 pub struct TransactionalBacking<B: Backing> {
-    pub(crate) base: B,
-    pub(crate) tree: Tree<B>,
-    pub(crate) scopes: Scopes<B>,
-    pub(crate) history: History,
-    /// Where several hosts commit together.
-    pub(crate) members: Option<Members>,
-    /// [`crate::Opening::arena`].
-    pub(crate) arena: Option<ArenaId>,
+    /// The backing below, and where transactions are kept in it.
+    pub home: Arc<Home<B>>,
+    pub(crate) tree: Arc<Tree<B>>,
+    /// The transactions that are not over.
+    pub scopes: Arc<Scopes<B>>,
+    pub(crate) own_links: Arc<OwnLinks<B>>,
+    pub(crate) shadow_undo: Arc<ShadowUndo<B>>,
+    /// Names of tops of scopes in the directories above.
+    pub tops: Arc<Tops<B>>,
+    /// Who may look up names, or change names or data, now.
+    pub admission: Arc<Admission<B>>,
+    /// What several hosts in one transaction in shadow mode share.
+    pub shared: Arc<SharedTransactions<B>>,
+    /// Votes of several hosts on commits.
+    pub votes: Arc<Votes<B>>,
+    pub(crate) arena_notes: Arc<ArenaNotes<B>>,
+    /// The backup of prepared transactions, if there is one.
+    pub backups: Arc<Backups<B>>,
+    /// What a backing keeps of commits that are over.
+    pub history: Arc<History<B>>,
+    pub(crate) endings: Arc<Endings<B>>,
+    pub(crate) objects: Arc<Objects<B>>,
+    /// Bytes of files: of the backing, and as transactions changed them.
+    pub file_data: Arc<FileData<B>>,
+    pub(crate) dirs: Arc<Dirs<B>>,
+    pub(crate) differences: Arc<Differences<B>>,
+    pub(crate) entries: Arc<Entries<B>>,
+    pub(crate) stored_scopes: Arc<StoredScopes<B>>,
+    pub(crate) commits: Arc<Commits<B>>,
+    /// Makes transactions of backups.
+    pub revival: Arc<Revival<B>>,
     /// Mode of transactions that begin.
     pub(crate) mode: Mode,
     /// The host that aborted the last transaction of a scope, where that was another one.
     pub(crate) stopped_by: Mutex<BTreeMap<Vec<u8>, String>>,
     /// The last commit of a scope, by the path of the scope after it, where it was applied and the request failed after that.
     pub(crate) unanswered: Mutex<BTreeMap<Vec<u8>, Unanswered>>,
-    /// Owned while a vote is left, and while something is written to one without the lock of the names: a vote that is made
-    /// anew after the last host has left would never be removed. Nothing else is locked meanwhile.
-    pub(crate) leaving: Claim,
-    /// The backup of prepared transactions.
-    pub(crate) mirror: Option<Mirror<B>>,
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    pub(crate) fn assemble(base: B, top: &Arc<Object<B>>) -> Self {
-        Self {
+    /// Puts the parts together, from the lowest one up.
+    pub(crate) fn assemble(base: B, top: &Arc<Object<B>>, opening: Opening) -> Self {
+        let home = Arc::new(Home {
             base,
-            tree: Tree::new(top),
-            scopes: Scopes::default(),
-            history: History::default(),
-            members: None,
-            arena: None,
+            members: opening.members,
+            device: top.key.0,
+        });
+        let tree = Arc::new(Tree::new(top));
+        let scopes = Arc::new(Scopes::default());
+        let own_links = Arc::new(OwnLinks::new(&home, &tree));
+        let originals = Arc::new(Originals::new(&home));
+        let shadow_undo = Arc::new(ShadowUndo::new(&home, &tree, &own_links));
+        let tops = Arc::new(Tops::new(&home, &scopes, &own_links));
+        let admission = Arc::new(Admission::new(&tree, &scopes));
+        let shared = Arc::new(SharedTransactions::new(&home));
+        let votes = Arc::new(Votes::new(&home, &tree, &scopes, &shared));
+        let arena_notes = Arc::new(ArenaNotes::new(&home, &shared, &votes, opening.arena));
+        let backups = Arc::new(Backups::new(&home, &scopes));
+        let history = Arc::new(History::new(&home, &tree, &scopes, opening.history));
+        let endings = Arc::new(Endings::new(&home, &scopes, &own_links, &history, &backups));
+        let objects = Arc::new(Objects::new(
+            &home, &originals, &own_links, &tops, &admission,
+        ));
+        let file_data = Arc::new(FileData::new(&home, &originals, &admission, &objects));
+        let dirs = Arc::new(Dirs::new(&home, &tops, &admission));
+        let differences = Arc::new(Differences::new(&home, &tree, &own_links));
+        let entries = Arc::new(Entries::new(&objects, &dirs));
+        let stored_scopes = Arc::new(StoredScopes::new(
+            &home, &tree, &scopes, &own_links, &shared,
+        ));
+        let commits = Arc::new(Commits::new(&objects, &votes, &endings));
+        let revival = Arc::new(Revival::new(&home, &scopes, &own_links, &stored_scopes));
+        Self {
+            home,
+            tree,
+            scopes,
+            own_links,
+            shadow_undo,
+            tops,
+            admission,
+            shared,
+            votes,
+            arena_notes,
+            backups,
+            history,
+            endings,
+            objects,
+            file_data,
+            dirs,
+            differences,
+            entries,
+            stored_scopes,
+            commits,
+            revival,
             mode: Mode::Buffer,
             stopped_by: Mutex::default(),
             unanswered: Mutex::default(),
-            leaving: Claim::default(),
-            mirror: None,
         }
     }
 
@@ -72,7 +143,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Whether hosts compare what their programs used before they commit together.
     pub(crate) fn tests_conflicts(&self) -> bool {
-        self.members.is_some() && self.mode == Mode::Buffer
+        self.home.members.is_some() && self.mode == Mode::Buffer
     }
 
     /// The same, with transactions that begin in this mode.
@@ -84,20 +155,15 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// The backing below.
     pub fn base(&self) -> &B {
-        &self.base
+        &self.home.base
     }
 
     /// The backing below, without what was known of transactions.
     pub fn into_base(self) -> B {
-        self.base
-    }
-
-    pub(crate) fn top(&self) -> &Arc<Object<B>> {
-        self.tree.top()
-    }
-
-    /// The device that the top is on.
-    pub(crate) fn device(&self) -> u64 {
-        self.top().key.0
+        let home = Arc::clone(&self.home);
+        drop(self);
+        let home = Arc::into_inner(home);
+        home.expect("only the parts share it, and they are gone")
+            .base
     }
 }

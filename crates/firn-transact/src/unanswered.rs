@@ -6,6 +6,7 @@
 
 use firn_backing::{Backing, Errno};
 
+use crate::transaction::apply_commit::Commits;
 use crate::transactional::TransactionalBacking;
 
 /// A commit that was applied, with something left to do before it is answered.
@@ -16,6 +17,14 @@ pub(crate) struct Unanswered {
     pub(crate) scope: Vec<u8>,
     /// Path of its scope after it.
     pub(crate) path_after: Vec<u8>,
+}
+
+impl<B: Backing> Commits<B> {
+    /// Says to the other hosts that this one has applied a commit.
+    pub(crate) fn leave_applied(&self, id: u64, scope: &[u8]) -> Result<(), Errno> {
+        self.shared.leave_commit(scope)?;
+        self.votes.leave_vote(id, scope)
+    }
 }
 
 impl<B: Backing> TransactionalBacking<B> {
@@ -41,11 +50,5 @@ impl<B: Backing> TransactionalBacking<B> {
     /// It is answered, or something else is meant from here on.
     pub(crate) fn forget_unanswered(&self, path: &[u8]) {
         self.unanswered.lock().remove(path);
-    }
-
-    /// Says to the other hosts that this one has applied a commit.
-    pub(crate) fn leave_applied(&self, id: u64, scope: &[u8]) -> Result<(), Errno> {
-        self.leave_commit(scope)?;
-        self.leave_vote(id, scope)
     }
 }

@@ -19,8 +19,12 @@
 //!   part again.
 
 use std::ffi::OsStr;
+use std::sync::Arc;
 
 use crate::conflict::{Published, Report, Used};
+use crate::scopes::Scopes;
+use crate::shadow::shared::SharedTransactions;
+use crate::tree::Tree;
 use firn_backing::{Backing, Errno};
 use firn_hosts::{Attendance, Ballot, Joined, Members, Plan, Protocol, VoteDir};
 use serde::{Deserialize, Serialize};
@@ -29,7 +33,7 @@ use crate::claim::Claim;
 use crate::error::{StageError, VoteError};
 use crate::scope::{Scope, Stage};
 use crate::staging;
-use crate::transactional::TransactionalBacking;
+use crate::staging_dir::Home;
 
 mod accesses;
 
@@ -161,16 +165,50 @@ impl<'a, B: Backing> VoteBallot<'a, B> {
     }
 }
 
-impl<B: Backing> TransactionalBacking<B> {
+impl<B: Backing> Home<B> {
+    fn host_name(&self) -> String {
+        self.members
+            .as_ref()
+            .map_or_else(String::new, |members| members.host.clone())
+    }
+}
+
+/// Votes of several hosts on commits.
+pub struct Votes<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) tree: Arc<Tree<B>>,
+    pub(crate) scopes: Arc<Scopes<B>>,
+    pub(crate) shared: Arc<SharedTransactions<B>>,
+    /// Owned while a vote is left, and while something is written to one without the lock of the names: a vote that is made
+    /// /// anew after the last host has left would never be removed. Nothing else is locked meanwhile.
+    pub(crate) leaving: Claim,
+}
+
+impl<B: Backing> Votes<B> {
+    pub(crate) fn new(
+        home: &Arc<Home<B>>,
+        tree: &Arc<Tree<B>>,
+        scopes: &Arc<Scopes<B>>,
+        shared: &Arc<SharedTransactions<B>>,
+    ) -> Self {
+        Self {
+            home: Arc::clone(home),
+            tree: Arc::clone(tree),
+            scopes: Arc::clone(scopes),
+            shared: Arc::clone(shared),
+            leaving: Claim::default(),
+        }
+    }
+
     fn find_vote(&self, id: u64, scope: &[u8]) -> Result<Option<VoteBallot<'_, B>>, Errno> {
-        let Some(members) = &self.members else {
+        let Some(members) = &self.home.members else {
             return Ok(None);
         };
-        let Some(top) = self.find_top()? else {
+        let Some(top) = self.home.find_top()? else {
             return Ok(None);
         };
         let name = vote_name(id, scope);
-        let found = VoteDir::find(&self.base, &top, &name, &members.host)?;
+        let found = VoteDir::find(&self.home.base, &top, &name, &members.host)?;
         Ok(found.map(VoteBallot::in_dir))
     }
 
@@ -180,15 +218,15 @@ impl<B: Backing> TransactionalBacking<B> {
         id: u64,
         scope: &[u8],
     ) -> Result<VoteBallot<'a, B>, Errno> {
-        let top = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
+        let top = staging::dir(&self.home.base, &self.home.base.root(), staging::TOP)?;
         let name = vote_name(id, scope);
-        let made = VoteDir::make(&self.base, &top, &name, &members.host)?;
+        let made = VoteDir::make(&self.home.base, &top, &name, &members.host)?;
         Ok(VoteBallot::in_dir(made))
     }
 
     /// [`Prepared::publish_accesses`](crate::Prepared::publish_accesses).
     pub(crate) fn publish_accesses(&self, scope: &Scope<B>, id: u64) -> Result<(), VoteError> {
-        let Some(members) = &self.members else {
+        let Some(members) = &self.home.members else {
             return Ok(());
         };
         // Another host may be removing the rest of an earlier vote.
@@ -210,7 +248,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let used = match known {
             Some(used) => used,
             // Nothing is tested in shadow mode.
-            None if self.find_shared(&scope.path)?.is_some() => Vec::new(),
+            None if self.shared.find_shared(&scope.path)?.is_some() => Vec::new(),
             None => {
                 let why = "its firnd was restarted before it had told what its programs read";
                 return self.give_vote_up(id, &scope.path, why.to_owned());
@@ -218,6 +256,7 @@ impl<B: Backing> TransactionalBacking<B> {
         };
         let tx = format!("tx-{}", scope.serial);
         let record = self
+            .home
             .load_record(&scope.dir, &tx, staging::RECORD)?
             .ok_or(VoteError::NotVoted { id })?;
         let list = self.list_accesses(members, &record, &used)?;
@@ -231,7 +270,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Looks whether all hosts have published, and finds the verdict if they have.
     pub fn poll_vote(&self, id: u64, scope: &[u8]) -> Result<Vote, VoteError> {
-        let Some(members) = &self.members else {
+        let Some(members) = &self.home.members else {
             return Ok(Vote::Over(Verdict::Clear));
         };
         let Some(vote) = self.find_vote(id, scope)? else {
@@ -244,7 +283,7 @@ impl<B: Backing> TransactionalBacking<B> {
             let why = "it aborted its part".to_owned();
             return Ok(Vote::Over(Verdict::GivenUp { by, why }));
         }
-        let shared = self.find_shared(scope)?;
+        let shared = self.shared.find_shared(scope)?;
         let shared_outcome = match &shared {
             Some(shared) => shared.outcome()?,
             None => None,
@@ -314,7 +353,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Decides for all hosts, if nobody has: whether the outcome is the one that is wanted. A commit needs a verdict
     /// of no conflict.
     pub(crate) fn decide_vote(&self, id: u64, scope: &[u8], commit: bool) -> Result<(), VoteError> {
-        let Some(members) = &self.members else {
+        let Some(members) = &self.home.members else {
             return Ok(());
         };
         let vote = match commit {
@@ -333,7 +372,7 @@ impl<B: Backing> TransactionalBacking<B> {
             (Some(Verdict::Clear), _) | (None, false) => {}
         }
         // The outcome that counts is beside the saved objects: a host that has not come to this vote may abort.
-        if let Some(shared) = self.find_shared(scope)? {
+        if let Some(shared) = self.shared.find_shared(scope)? {
             must_be(
                 shared.settle(commit)?,
                 commit,
@@ -372,7 +411,7 @@ impl<B: Backing> TransactionalBacking<B> {
             let Some(vote) = self.find_vote(id, scope)? else {
                 continue;
             };
-            let has_published = vote.ballot.joined()?.contains(&self.host_name());
+            let has_published = vote.ballot.joined()?.contains(&self.home.host_name());
             if !has_published && !vote.is_decided()? {
                 self.decide_vote(id, scope, false)?;
             }
@@ -383,22 +422,22 @@ impl<B: Backing> TransactionalBacking<B> {
     /// After a crash: leaves the votes in which this host has nothing to do any more. `waiting`: transactions that it
     /// has.
     pub(crate) fn leave_old_votes(&self, waiting: &[(u64, Vec<u8>)]) -> Result<(), Errno> {
-        let Some(members) = &self.members else {
+        let Some(members) = &self.home.members else {
             return Ok(());
         };
-        let Some(top) = self.find_top()? else {
+        let Some(top) = self.home.find_top()? else {
             return Ok(());
         };
         let kept: Vec<String> = waiting
             .iter()
             .map(|(id, scope)| vote_name(*id, scope))
             .collect();
-        for (name, ..) in staging::list(&self.base, &top)? {
+        for (name, ..) in staging::list(&self.home.base, &top)? {
             let name = String::from_utf8_lossy(&name).into_owned();
             if !name.starts_with(VOTE) || kept.contains(&name) {
                 continue;
             }
-            let Some(vote) = VoteDir::find(&self.base, &top, &name, &members.host)? else {
+            let Some(vote) = VoteDir::find(&self.home.base, &top, &name, &members.host)? else {
                 continue;
             };
             let vote = VoteBallot::in_dir(vote);
@@ -425,10 +464,10 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// The numbers of the votes on transactions of a scope.
     fn votes_on(&self, scope: &[u8]) -> Result<Vec<u64>, Errno> {
-        if self.members.is_none() {
+        if self.home.members.is_none() {
             return Ok(Vec::new());
         }
-        let Some(top) = self.find_top()? else {
+        let Some(top) = self.home.find_top()? else {
             return Ok(Vec::new());
         };
         let id_of = |name: Vec<u8>| {
@@ -436,7 +475,7 @@ impl<B: Backing> TransactionalBacking<B> {
             let id = text.strip_prefix(VOTE)?.split('-').next()?.parse().ok()?;
             (vote_name(id, scope) == text).then_some(id)
         };
-        Ok(staging::list(&self.base, &top)?
+        Ok(staging::list(&self.home.base, &top)?
             .into_iter()
             .filter_map(|(name, ..)| id_of(name))
             .collect())
@@ -456,13 +495,15 @@ impl<B: Backing> TransactionalBacking<B> {
         // Its changes are in the record only.
         if scope.recovered.is_some() {
             return Err(VoteError::GivenUp {
-                by: self.host_name(),
+                by: self.home.host_name(),
                 why: "its firnd was restarted".into(),
             });
         }
         self.must_be_open_for_change(scope, id)?;
-        self.base.unlink(&scope.dir, OsStr::new(staging::RECORD))?;
-        self.base.sync_dir(&scope.dir)?;
+        self.home
+            .base
+            .unlink(&scope.dir, OsStr::new(staging::RECORD))?;
+        self.home.base.sync_dir(&scope.dir)?;
         scope.set_stage(Stage::Open);
         self.leave_vote(id, &scope.path)?;
         Ok(scope.used.lock().take().unwrap_or_default())
@@ -470,13 +511,13 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// In a shadow transaction of several hosts nothing may change any more once the others have agreed.
     fn must_be_open_for_change(&self, scope: &Scope<B>, id: u64) -> Result<(), VoteError> {
-        if self.find_shared(&scope.path)?.is_none() {
+        if self.shared.find_shared(&scope.path)?.is_none() {
             return Ok(());
         }
         let Some(vote) = self.find_vote(id, &scope.path)? else {
             return Ok(());
         };
-        let by = self.host_name();
+        let by = self.home.host_name();
         let why = "it failed there".to_owned();
         let verdict = vote.judge(&Verdict::GivenUp { by, why })?;
         let outcome = vote.ballot.decision()?;
@@ -495,13 +536,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
     }
 
-    fn host_name(&self) -> String {
-        self.members
-            .as_ref()
-            .map_or_else(String::new, |members| members.host.clone())
-    }
-
-    /// For [`TransactionalBacking::decide_scope`]: checks, durably, that all hosts agree.
+    /// For `TransactionalBacking::decide_scope`: checks, durably, that all hosts agree.
     pub(crate) fn agree_with_hosts(
         &self,
         scope: &Scope<B>,
@@ -509,7 +544,7 @@ impl<B: Backing> TransactionalBacking<B> {
         id: u64,
     ) -> Result<(), VoteError> {
         match stage {
-            Stage::Open if self.members.is_some() => Err(VoteError::NotVoted { id }),
+            Stage::Open if self.home.members.is_some() => Err(VoteError::NotVoted { id }),
             Stage::Prepared(_) => self.decide_vote(id, &scope.path, true),
             _ => Ok(()),
         }

@@ -10,14 +10,28 @@ use firn_backing::{Backing, Errno};
 use crate::claim::Claim;
 use crate::object::Object;
 use crate::scope::Scope;
-use crate::transactional::TransactionalBacking;
+use crate::scopes::Scopes;
+use crate::tree::Tree;
 use crate::tree::{Names, StableNames};
 use crate::uses::Use;
 
 /// That something may be changed, as long as the guard lives, and the transaction that it belongs to.
 pub(crate) type Allowed<G, B> = (G, Option<Arc<Scope<B>>>);
 
-impl<B: Backing> TransactionalBacking<B> {
+/// Who may look up names, or change names or data, now.
+pub struct Admission<B: Backing> {
+    pub(crate) tree: Arc<Tree<B>>,
+    pub(crate) scopes: Arc<Scopes<B>>,
+}
+
+impl<B: Backing> Admission<B> {
+    pub(crate) fn new(tree: &Arc<Tree<B>>, scopes: &Arc<Scopes<B>>) -> Self {
+        Self {
+            tree: Arc::clone(tree),
+            scopes: Arc::clone(scopes),
+        }
+    }
+
     /// For a change of names in directories, of which all are in one transaction or none: waits until it is allowed.
     pub(crate) fn enter_name_change(
         &self,

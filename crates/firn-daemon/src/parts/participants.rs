@@ -42,7 +42,7 @@ impl Part for Participation {
     /// Looks whether other hosts have aborted what this one takes part in. Once another process acts in the name of this
     /// host, what programs change here counts for nothing, and each change fails from then on.
     fn run_due(&self) {
-        if self.gate.store().shares() {
+        if self.gate.store().scopes.shares() {
             let gate = Arc::clone(&self.gate);
             let forget = Arc::clone(&self.forget);
             self.watch

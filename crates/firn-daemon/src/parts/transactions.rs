@@ -63,7 +63,7 @@ impl Transactions {
     fn list_files(&self, question: &Question<'_>, path: &[u8]) -> Reply {
         let mut files = list_files(question.engine, path);
         // After the files: a transaction that begins now takes what it does not change away from nobody.
-        let scopes = self.gate.store().scopes_now();
+        let scopes = self.gate.store().scopes.scopes_now();
         for file in &mut files {
             let path = file.path.as_bytes();
             file.in_transaction = scopes.iter().any(|scope| is_below(path, scope));

@@ -46,7 +46,7 @@ impl<'a> StepsOfMount<'a> {
     }
 
     fn liveness(&self) -> Result<Option<&LivingHosts>, Errno> {
-        let Some(members) = self.gate.store().members() else {
+        let Some(members) = self.gate.store().home.members() else {
             return Ok(None);
         };
         if self.liveness.get().is_none() {
@@ -137,7 +137,7 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
     fn end_accesses(&self, path: &[u8]) {
         self.gate.switch_accesses(|accesses| {
             accesses.take(|found| is_below(found, path));
-            accesses.switch(self.gate.store().has_undecided());
+            accesses.switch(self.gate.store().scopes.has_undecided());
         });
     }
 

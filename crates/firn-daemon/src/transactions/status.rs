@@ -55,7 +55,7 @@ fn here(gate: &Arc<TransactionGate>, id: u64, scope: &[u8]) -> Vec<String> {
     /// Of one that hangs no more threads ask.
     static ASKING: AtomicUsize = AtomicUsize::new(0);
     const ASKING_MAX: usize = 4;
-    if gate.store().members().is_none() {
+    if gate.store().home.members().is_none() {
         return Vec::new();
     }
     if ASKING.fetch_add(1, Ordering::AcqRel) >= ASKING_MAX {
@@ -68,7 +68,7 @@ fn here(gate: &Arc<TransactionGate>, id: u64, scope: &[u8]) -> Vec<String> {
     let asked = std::thread::Builder::new()
         .name("firn-hosts".into())
         .spawn(move || {
-            let hosts = gate.store().hosts_published(id, &scope);
+            let hosts = gate.store().votes.hosts_published(id, &scope);
             let _ = tell.send(hosts.unwrap_or_default());
             ASKING.fetch_sub(1, Ordering::AcqRel);
         });

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
 
 use firn_backing::{Attr, Backing, Errno, RenameFlags, SyncScope};
 
@@ -10,8 +11,12 @@ use super::content::copy_in;
 use super::mirror::{backup_failed, load, remove};
 use crate::change_log::{ChangeLog, Direction, Identity, Known, LogError, Place, StagedObject};
 use crate::error::{BackupError, ReviveError};
+use crate::hidden::OwnLinks;
 use crate::paths::names_in;
+use crate::recovery::StoredScopes;
+use crate::scopes::Scopes;
 use crate::staging;
+use crate::staging_dir::Home;
 use crate::transactional::TransactionalBacking;
 
 fn tree(path: &[u8], what: &str) -> ReviveError {
@@ -21,18 +26,27 @@ fn tree(path: &[u8], what: &str) -> ReviveError {
     }
 }
 
-impl<B: Backing> TransactionalBacking<B> {
-    /// The manifest in a directory of a backup; `None` where there is none.
-    pub fn manifest(
-        store: &B,
-        dir: &B::Inode,
-    ) -> Result<Option<Result<ChangeLog, LogError>>, BackupError> {
-        load(store, dir)
-    }
+/// Makes transactions of backups.
+pub struct Revival<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) scopes: Arc<Scopes<B>>,
+    pub(crate) own_links: Arc<OwnLinks<B>>,
+    pub(crate) stored_scopes: Arc<StoredScopes<B>>,
+}
 
-    /// Removes the backup `name` in `home`: its transaction is over.
-    pub fn remove_backup(home: &B, name: &str) -> Result<(), BackupError> {
-        remove(home, &home.root(), name).map_err(backup_failed)
+impl<B: Backing> Revival<B> {
+    pub(crate) fn new(
+        home: &Arc<Home<B>>,
+        scopes: &Arc<Scopes<B>>,
+        own_links: &Arc<OwnLinks<B>>,
+        stored_scopes: &Arc<StoredScopes<B>>,
+    ) -> Self {
+        Self {
+            home: Arc::clone(home),
+            scopes: Arc::clone(scopes),
+            own_links: Arc::clone(own_links),
+            stored_scopes: Arc::clone(stored_scopes),
+        }
     }
 
     /// Stages the contents of a backup, the directory `from` of a store that is named `called`, as a prepared transaction.
@@ -47,7 +61,7 @@ impl<B: Backing> TransactionalBacking<B> {
             file: super::MANIFEST.into(),
         })?;
         self.must_be_before(wanted)?;
-        let mut found = HashMap::from([(0, (self.base.root(), Vec::new()))]);
+        let mut found = HashMap::from([(0, (self.home.base.root(), Vec::new()))]);
         for entry in &wanted.entries {
             if let Some(known) = &entry.known {
                 let inode = self.same(known)?;
@@ -55,23 +69,23 @@ impl<B: Backing> TransactionalBacking<B> {
             }
         }
         self.must_have_room(wanted, &found)?;
-        let firn = self.make_hidden_staging_dir()?;
+        let firn = self.own_links.make_hidden_staging_dir()?;
         let serial = self.scopes.next_serial();
         let name = format!("tx-{serial}");
-        let dir = staging::dir(&self.base, &firn, &name)?;
+        let dir = staging::dir(&self.home.base, &firn, &name)?;
         let staged = self.stage(from, wanted, &found, &dir).and_then(|record| {
             // A mount with the same backup continues it.
-            staging::store(&self.base, &dir, staging::BACKUP, called.as_bytes())?;
-            staging::store(&self.base, &dir, staging::OPEN, &record.scope)?;
-            self.base.sync_scope(SyncScope::Changes)?;
-            staging::write(&self.base, &dir, staging::RECORD, &record.encode())?;
-            self.sync_staging_dir()?;
+            staging::store(&self.home.base, &dir, staging::BACKUP, called.as_bytes())?;
+            staging::store(&self.home.base, &dir, staging::OPEN, &record.scope)?;
+            self.home.base.sync_scope(SyncScope::Changes)?;
+            staging::write(&self.home.base, &dir, staging::RECORD, &record.encode())?;
+            self.home.sync_staging_dir()?;
             Ok(record)
         });
         let record = match staged {
             Ok(record) => record,
             Err(error) => {
-                if let Err(errno) = self.remove_transaction(&firn, &dir, &name) {
+                if let Err(errno) = self.home.remove_transaction(&firn, &dir, &name) {
                     tracing::warn!(%errno, name, "cannot remove what was staged; the next mount does");
                 }
                 return Err(error);
@@ -79,15 +93,15 @@ impl<B: Backing> TransactionalBacking<B> {
         };
         let new = staging::new_name(staging::RECORD);
         let flags = RenameFlags::empty();
-        self.base.rename(
+        self.home.base.rename(
             &dir,
             OsStr::new(&new),
             &dir,
             OsStr::new(staging::RECORD),
             flags,
         )?;
-        self.base.sync_dir(&dir)?;
-        Ok(self.wait_for_decision(serial, dir, record)?)
+        self.home.base.sync_dir(&dir)?;
+        Ok(self.stored_scopes.wait_for_decision(serial, dir, record)?)
     }
 
     /// Fails if it shows at once that the tree is another one.
@@ -109,10 +123,10 @@ impl<B: Backing> TransactionalBacking<B> {
                 scope: open.as_slice().into(),
             });
         }
-        if scope_after != wanted.scope && self.committed(scope_after)? == Some(wanted.id) {
+        if scope_after != wanted.scope && self.home.committed(scope_after)? == Some(wanted.id) {
             return Err(ReviveError::Applied { id: wanted.id });
         }
-        match self.committed(&wanted.scope)? {
+        match self.home.committed(&wanted.scope)? {
             found if found == wanted.id_before => Ok(()),
             // A copy without `.firn`.
             None => Ok(()),
@@ -125,10 +139,10 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     fn at(&self, path: &[u8]) -> Result<(B::Inode, Attr), Errno> {
-        let mut at = self.base.root();
-        let mut attr = self.base.attr(&at)?;
+        let mut at = self.home.base.root();
+        let mut attr = self.home.base.attr(&at)?;
         for name in names_in(path) {
-            (at, attr) = self.base.lookup(&at, name)?;
+            (at, attr) = self.home.base.lookup(&at, name)?;
         }
         Ok((at, attr))
     }
@@ -148,7 +162,7 @@ impl<B: Backing> TransactionalBacking<B> {
             if known.size.is_some_and(|size| size != attr.size) {
                 return Err(tree(path, "it has another size"));
             }
-            let identity = Identity::of(&attr, self.device());
+            let identity = Identity::of(&attr, self.home.device);
             if same.as_ref().is_some_and(|(_, other)| *other != identity) {
                 let text = format!(
                     "it is not the same object as {}",
@@ -178,7 +192,7 @@ impl<B: Backing> TransactionalBacking<B> {
                     continue;
                 };
                 let is_taken =
-                    staging::find(&self.base, dir, OsStr::from_bytes(&place.1))?.is_some();
+                    staging::find(&self.home.base, dir, OsStr::from_bytes(&place.1))?.is_some();
                 if is_taken && !left.contains(place) {
                     return Err(tree(
                         &full(path, &place.1),
@@ -192,7 +206,7 @@ impl<B: Backing> TransactionalBacking<B> {
             let Some((dir, path)) = found.get(&item.number) else {
                 continue;
             };
-            for (name, ..) in staging::list(&self.base, dir)? {
+            for (name, ..) in staging::list(&self.home.base, dir)? {
                 if !left.contains(&(item.number, name.clone())) {
                     return Err(tree(
                         &full(path, &name),
@@ -212,15 +226,15 @@ impl<B: Backing> TransactionalBacking<B> {
         found: &HashMap<u64, (B::Inode, Vec<u8>)>,
         dir: &B::Inode,
     ) -> Result<ChangeLog, ReviveError> {
-        let new = staging::dir(&self.base, dir, staging::NEW)?;
-        staging::dir(&self.base, dir, staging::AWAY)?;
+        let new = staging::dir(&self.home.base, dir, staging::NEW)?;
+        staging::dir(&self.home.base, dir, staging::AWAY)?;
         let mut made = BTreeMap::new();
         for stored in &wanted.staged {
-            let staging_dir = staging::dir(&self.base, &new, &stored.at.0)?;
+            let staging_dir = staging::dir(&self.home.base, &new, &stored.at.0)?;
             let inode = self.rebuild(from, stored, &staging_dir)?;
             made.insert(
                 &stored.at,
-                Identity::of(&self.base.attr(&inode)?, self.device()),
+                Identity::of(&self.home.base.attr(&inode)?, self.home.device),
             );
         }
         let mut record = ChangeLog {
@@ -231,11 +245,15 @@ impl<B: Backing> TransactionalBacking<B> {
             item.known = None;
             item.identity = match &item.new_at {
                 Some(at) => made[at],
-                None => Identity::of(&self.base.attr(&found[&item.number].0)?, self.device()),
+                None => Identity::of(
+                    &self.home.base.attr(&found[&item.number].0)?,
+                    self.home.device,
+                ),
             };
             if let Some((staging_dir, name)) = &item.anchor_at {
-                let staging_dir = staging::dir(&self.base, &new, staging_dir)?;
-                self.base
+                let staging_dir = staging::dir(&self.home.base, &new, staging_dir)?;
+                self.home
+                    .base
                     .link(&found[&item.number].0, &staging_dir, OsStr::new(name))?;
             }
         }
@@ -248,7 +266,7 @@ impl<B: Backing> TransactionalBacking<B> {
         stored: &StagedObject,
         staging_dir: &B::Inode,
     ) -> Result<B::Inode, ReviveError> {
-        let base = &self.base;
+        let base = &self.home.base;
         let name = OsStr::new(&stored.at.1);
         let mode = stored.attributes.mode;
         let inode = if mode & libc::S_IFMT == libc::S_IFREG {
@@ -262,5 +280,20 @@ impl<B: Backing> TransactionalBacking<B> {
         };
         staging::set_attributes(base, &inode, &stored.attributes)?;
         Ok(inode)
+    }
+}
+
+impl<B: Backing> TransactionalBacking<B> {
+    /// The manifest in a directory of a backup; `None` where there is none.
+    pub fn manifest(
+        store: &B,
+        dir: &B::Inode,
+    ) -> Result<Option<Result<ChangeLog, LogError>>, BackupError> {
+        load(store, dir)
+    }
+
+    /// Removes the backup `name` in `home`: its transaction is over.
+    pub fn remove_backup(home: &B, name: &str) -> Result<(), BackupError> {
+        remove(home, &home.root(), name).map_err(backup_failed)
     }
 }

@@ -3,8 +3,8 @@
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use firn_backing::{Backing, Errno, Kind, SyncScope};
 
@@ -19,91 +19,36 @@ use crate::change_log::{ChangeLog, Direction, Staged, StagedObject};
 use crate::error::{BackupError, StoreError};
 use crate::own::OwnError;
 use crate::scope::Scope;
+use crate::scopes::Scopes;
 use crate::staging;
+use crate::staging_dir::Home;
 use crate::transactional::TransactionalBacking;
 
-impl<B: Backing> TransactionalBacking<B> {
-    /// Names of the backups that the backing knows of: to be asked before [`TransactionalBacking::open`], which ends
-    /// transactions. In the backup, `store`, those are invalidated that it is going to undo: once the backing has no record
-    /// of them they would seem to be all that is left.
-    pub fn known_backups(base: &B, store: Option<&B>) -> Result<BTreeSet<String>, BackupError> {
-        let mut known = BTreeSet::new();
-        let Some((firn, _)) = staging::find_dir(base, &base.root(), staging::TOP)? else {
-            return Ok(known);
-        };
-        for (name, ..) in staging::list(base, &firn)? {
-            if name.starts_with(b"tx-") {
-                let name = String::from_utf8_lossy(&name);
-                let found = staging::must_find_dir(base, &firn, &name);
-                let dir = found.map_err(|error| error.below(staging::TOP))?;
-                let Some(backup) = load_name(base, &dir)? else {
-                    continue;
-                };
-                let is_undecided =
-                    |file| Ok::<_, Errno>(staging::find(base, &dir, OsStr::new(file))?.is_none());
-                if let Some(store) = store
-                    && is_undecided(staging::RECORD)?
-                    && is_undecided(staging::COMMIT)?
-                {
-                    remove_manifest_of(store, &backup)?;
-                }
-                known.insert(backup);
-            }
-        }
-        Ok(known)
-    }
+/// The backup of prepared transactions, if there is one.
+pub struct Backups<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) scopes: Arc<Scopes<B>>,
+    /// Set at most once, before programs use the mount.
+    pub(crate) mirror: OnceLock<Mirror<B>>,
+}
 
-    /// The same backing with a backup in `store`, a directory of this mount alone. Directories of transactions that are over
-    /// are removed; one of a transaction that the backing does not know is refused, for it may be all that is left of it.
-    pub fn backed_up(mut self, store: B, known: &BTreeSet<String>) -> Result<Self, BackupError> {
-        let mirror = Mirror::new(store);
-        let store = &mirror.store;
-        let scopes = self.scopes.all();
-        let root = store.root();
-        for (name, ..) in staging::list(store, &root).map_err(backup_failed)? {
-            let Some(name) = String::from_utf8(name).ok().filter(|name| is_name(name)) else {
-                continue;
-            };
-            let dir = staging::must_find_dir(store, &root, &name).map_err(backup_failed)?;
-            let mut owner = None;
-            for scope in &scopes {
-                if load_name(&self.base, &scope.dir)?.as_ref() == Some(&name) {
-                    owner = Some(scope.serial);
-                }
-            }
-            let manifest = load(store, &dir)?;
-            if let Some(serial) = owner {
-                mirror.adopt(serial, Copy::new(name, dir, manifest.is_some()));
-                continue;
-            }
-            if let Some(Ok(log)) = manifest
-                && !known.contains(&name)
-                && self.committed(log.scope_after(Direction::Redo))? != Some(log.id)
-            {
-                return Err(BackupError::UnknownTransaction { id: log.id, name });
-            }
-            mirror.over.lock().insert(name);
+impl<B: Backing> Backups<B> {
+    pub(crate) fn new(home: &Arc<Home<B>>, scopes: &Arc<Scopes<B>>) -> Self {
+        Self {
+            home: Arc::clone(home),
+            scopes: Arc::clone(scopes),
+            mirror: OnceLock::new(),
         }
-        self.mirror = Some(mirror);
-        for scope in &scopes {
-            // It was prepared without a backup. The status and a commit say what is wrong.
-            if let Some(record) = &scope.recovered
-                && let Err(error) = self.back_up(scope, record)
-            {
-                tracing::warn!(%error, id = record.id, "a prepared transaction is not in the backup");
-            }
-        }
-        Ok(self)
     }
 
     /// Where the backups of this mount are.
-    pub fn backups(&self) -> Option<&B> {
-        self.mirror.as_ref().map(|mirror| &mirror.store)
+    pub fn directory(&self) -> Option<&B> {
+        self.mirror.get().map(|mirror| &mirror.store)
     }
 
     /// How far the backup of a transaction is.
     pub(crate) fn backup_progress(&self, scope: &Scope<B>) -> Option<Progress> {
-        let mirror = self.mirror.as_ref()?;
+        let mirror = self.mirror.get()?;
         let told = mirror.told.lock().get(&scope.serial).cloned();
         let Told { progress, at } = told.unwrap_or_default();
         Some(Progress {
@@ -114,7 +59,9 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// One round: copies files that have stopped changing, and removes transactions that are over.
     pub fn back_up_ahead(&self) {
-        let Some(mirror) = &self.mirror else { return };
+        let Some(mirror) = self.mirror.get() else {
+            return;
+        };
         for scope in self.scopes.all() {
             mirror.with_place_in_round(scope.serial, |place, hurry| {
                 if !scope.is_open() {
@@ -144,15 +91,19 @@ impl<B: Backing> TransactionalBacking<B> {
         scope: &Arc<Scope<B>>,
     ) -> Result<u64, BackupError> {
         let mut round = Round {
-            base: &self.base,
+            base: &self.home.base,
             store: &mirror.store,
             copy: self.copy_of(mirror, place, scope)?,
             hurry,
             seen: HashMap::new(),
             left_bytes: 0,
         };
-        for (name, ..) in staging::list(&self.base, &scope.new)? {
-            let dir = self.base.lookup(&scope.new, OsStr::from_bytes(&name))?.0;
+        for (name, ..) in staging::list(&self.home.base, &scope.new)? {
+            let dir = self
+                .home
+                .base
+                .lookup(&scope.new, OsStr::from_bytes(&name))?
+                .0;
             round.visit_dir(&name, &dir)?;
         }
         round.finish()
@@ -168,7 +119,12 @@ impl<B: Backing> TransactionalBacking<B> {
         if place.copy.is_none() {
             let name = format!("tx-{}-{}", scope.serial, token().map_err(backup_failed)?);
             // In this order, so that every directory in the backup is known to the backing.
-            staging::store(&self.base, &scope.dir, staging::BACKUP, name.as_bytes())?;
+            staging::store(
+                &self.home.base,
+                &scope.dir,
+                staging::BACKUP,
+                name.as_bytes(),
+            )?;
             let dir =
                 staging::dir(&mirror.store, &mirror.store.root(), &name).map_err(backup_failed)?;
             place.copy = Some(Copy::new(name, dir, false));
@@ -180,7 +136,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Whether the backup has all of a prepared transaction.
     pub(crate) fn is_backed_up(&self, scope: &Scope<B>) -> bool {
-        let Some(mirror) = &self.mirror else {
+        let Some(mirror) = self.mirror.get() else {
             return true;
         };
         mirror.with_place(scope.serial, |place| place.is_whole())
@@ -188,7 +144,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// Makes the backup whole, durably. Nobody changes what is staged meanwhile.
     pub(crate) fn back_up(&self, scope: &Scope<B>, record: &ChangeLog) -> Result<(), BackupError> {
-        let Some(mirror) = &self.mirror else {
+        let Some(mirror) = self.mirror.get() else {
             return Ok(());
         };
         let result = mirror.with_place(scope.serial, |place| {
@@ -214,12 +170,12 @@ impl<B: Backing> TransactionalBacking<B> {
         scope: &Scope<B>,
         record: &ChangeLog,
     ) -> Result<u64, BackupError> {
-        let before = self.committed(&scope.path)?;
+        let before = self.home.committed(&scope.path)?;
         for name in mirror.names_of_over() {
             remove_manifest_of(&mirror.store, &name)?;
         }
         let copy = self.copy_of(mirror, place, scope)?;
-        let mut log = Paths::new(&self.base, self.device(), record).portable_log()?;
+        let mut log = Paths::new(&self.home.base, self.home.device, record).portable_log()?;
         log.id_before = before;
         let mut staged = Vec::new();
         for at in log
@@ -258,8 +214,8 @@ impl<B: Backing> TransactionalBacking<B> {
         scope: &Scope<B>,
         at: &Staged,
     ) -> Result<StagedObject, BackupError> {
-        let staging_dir = self.base.lookup(&scope.new, OsStr::new(&at.0))?.0;
-        let (inode, attr) = self.base.lookup(&staging_dir, OsStr::new(&at.1))?;
+        let staging_dir = self.home.base.lookup(&scope.new, OsStr::new(&at.0))?.0;
+        let (inode, attr) = self.home.base.lookup(&staging_dir, OsStr::new(&at.1))?;
         let file = file_name(at);
         let content = match copy.find_copied(&file, Stamp::of(&attr)) {
             _ if attr.kind != Kind::File => None,
@@ -269,16 +225,16 @@ impl<B: Backing> TransactionalBacking<B> {
                 copy.copied.remove(&file);
                 let to_end = || true;
                 let dir = &copy.dir;
-                let content = copy_out(&self.base, &inode, &mirror.store, dir, &file, to_end);
+                let content = copy_out(&self.home.base, &inode, &mirror.store, dir, &file, to_end);
                 Some(content?)
             }
         };
         Ok(StagedObject {
             at: at.clone(),
-            attributes: staging::read_attributes(&self.base, &inode, &attr)?,
+            attributes: staging::read_attributes(&self.home.base, &inode, &attr)?,
             rdev: attr.rdev,
             target: if attr.kind == Kind::Symlink {
-                self.base.readlink(&inode)?
+                self.home.base.readlink(&inode)?
             } else {
                 Vec::new()
             },
@@ -288,7 +244,9 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// The transaction was not prepared after all.
     pub(crate) fn withdraw_backup(&self, scope: &Scope<B>) {
-        let Some(mirror) = &self.mirror else { return };
+        let Some(mirror) = self.mirror.get() else {
+            return;
+        };
         mirror.with_place(scope.serial, |place| {
             if let Some(copy) = &mut place.copy
                 && let Err(errno) = mirror.withdraw(copy)
@@ -301,7 +259,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// The transaction is going to be aborted. Its backup is invalidated before its record is removed from the backing: else
     /// it would seem to be all that is left of it. Its bytes may be removed later.
     pub(crate) fn withdraw_for_good(&self, serial: u64) -> Result<(), BackupError> {
-        let Some(mirror) = &self.mirror else {
+        let Some(mirror) = self.mirror.get() else {
             return Ok(());
         };
         mirror.with_place(serial, |place| {
@@ -317,19 +275,97 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// The transaction is applied, which the number of the last commit tells until the next one.
     pub(crate) fn drop_backup(&self, serial: u64) {
-        let Some(mirror) = &self.mirror else { return };
+        let Some(mirror) = self.mirror.get() else {
+            return;
+        };
         mirror.with_place(serial, |place| drop_copy(mirror, place, serial));
     }
 
     /// Before the number of the last commit changes: invalidates what was applied and is still in the backup.
     pub(crate) fn withdraw_what_is_over(&self) -> Result<(), BackupError> {
-        let Some(mirror) = &self.mirror else {
+        let Some(mirror) = self.mirror.get() else {
             return Ok(());
         };
         mirror
             .names_of_over()
             .iter()
             .try_for_each(|name| remove_manifest_of(&mirror.store, name))
+    }
+}
+
+impl<B: Backing> TransactionalBacking<B> {
+    /// Names of the backups that the backing knows of: to be asked before [`TransactionalBacking::open`], which ends
+    /// transactions. In the backup, `store`, those are invalidated that it is going to undo: once the backing has no record
+    /// of them they would seem to be all that is left.
+    pub fn known_backups(base: &B, store: Option<&B>) -> Result<BTreeSet<String>, BackupError> {
+        let mut known = BTreeSet::new();
+        let Some((firn, _)) = staging::find_dir(base, &base.root(), staging::TOP)? else {
+            return Ok(known);
+        };
+        for (name, ..) in staging::list(base, &firn)? {
+            if name.starts_with(b"tx-") {
+                let name = String::from_utf8_lossy(&name);
+                let found = staging::must_find_dir(base, &firn, &name);
+                let dir = found.map_err(|error| error.below(staging::TOP))?;
+                let Some(backup) = load_name(base, &dir)? else {
+                    continue;
+                };
+                let is_undecided =
+                    |file| Ok::<_, Errno>(staging::find(base, &dir, OsStr::new(file))?.is_none());
+                if let Some(store) = store
+                    && is_undecided(staging::RECORD)?
+                    && is_undecided(staging::COMMIT)?
+                {
+                    remove_manifest_of(store, &backup)?;
+                }
+                known.insert(backup);
+            }
+        }
+        Ok(known)
+    }
+
+    /// The same backing with a backup in `store`, a directory of this mount alone. Directories of transactions that are over
+    /// are removed; one of a transaction that the backing does not know is refused, for it may be all that is left of it.
+    pub fn backed_up(self, store: B, known: &BTreeSet<String>) -> Result<Self, BackupError> {
+        let mirror = Mirror::new(store);
+        let store = &mirror.store;
+        let scopes = self.scopes.all();
+        let root = store.root();
+        for (name, ..) in staging::list(store, &root).map_err(backup_failed)? {
+            let Some(name) = String::from_utf8(name).ok().filter(|name| is_name(name)) else {
+                continue;
+            };
+            let dir = staging::must_find_dir(store, &root, &name).map_err(backup_failed)?;
+            let mut owner = None;
+            for scope in &scopes {
+                if load_name(&self.home.base, &scope.dir)?.as_ref() == Some(&name) {
+                    owner = Some(scope.serial);
+                }
+            }
+            let manifest = load(store, &dir)?;
+            if let Some(serial) = owner {
+                mirror.adopt(serial, Copy::new(name, dir, manifest.is_some()));
+                continue;
+            }
+            if let Some(Ok(log)) = manifest
+                && !known.contains(&name)
+                && self.home.committed(log.scope_after(Direction::Redo))? != Some(log.id)
+            {
+                return Err(BackupError::UnknownTransaction { id: log.id, name });
+            }
+            mirror.over.lock().insert(name);
+        }
+        let is_first = self.backups.mirror.set(mirror).is_ok();
+        assert!(is_first, "a mount has one backup");
+        for scope in &scopes {
+            // It was prepared without a backup. The status and a commit say what is wrong.
+            if let Some(record) = &scope.recovered
+                && let Err(error) = self.backups.back_up(scope, record)
+            {
+                tracing::warn!(%error, id = record.id, "a prepared transaction is not in the backup");
+            }
+        }
+        Ok(self)
     }
 }
 

@@ -110,12 +110,12 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         let id = match options.id.or(found.id()) {
             Some(id) => id,
             None => {
-                let last = self.store.committed(found.scope())?;
+                let last = self.store.home.committed(found.scope())?;
                 last.map_or(1, |last| last.saturating_add(1))
             }
         };
         let hosts_save_together =
-            self.store.members().is_some() && self.store.mode() == Mode::Shadow;
+            self.store.home.members().is_some() && self.store.mode() == Mode::Shadow;
         let next = match options.begins_next {
             false => NextBegin::Never,
             true if found.is_recovered() => NextBegin::AfterApply,
@@ -134,7 +134,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             path_after: Vec::new(),
         };
         Ok(match found {
-            Found::Open(open) if self.store.members().is_some() => Step::Prepare {
+            Found::Open(open) if self.store.home.members().is_some() => Step::Prepare {
                 open,
                 id,
                 then: AfterVote::Decide(plan),
@@ -205,7 +205,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         commit: &Decided<'a, B>,
         plan: Plan,
     ) -> Result<Step<'a, B>, TransactionError> {
-        if self.store.members().is_none() {
+        if self.store.home.members().is_none() {
             return Ok(Step::Over(plan.committed(Vec::new())));
         }
         let not_applied_on = self.wait_until_applied(plan.id, commit.scope())?;
@@ -218,7 +218,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     fn wait_until_applied(&self, id: u64, scope: &[u8]) -> Result<Vec<String>, TransactionError> {
         let mut rest = self.mount.begin_wait();
         let not_applied_on = loop {
-            let hosts = self.store.hosts_not_applied(id, scope)?;
+            let hosts = self.store.votes.hosts_not_applied(id, scope)?;
             if hosts.is_empty() || !self.mount.is_any_living(&hosts)? || !rest() {
                 break hosts;
             }
@@ -234,7 +234,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         commit: Unanswered,
         begins_next: bool,
     ) -> Result<Step<'a, B>, TransactionError> {
-        self.store.leave_applied(commit.id, &commit.scope)?;
+        self.store.commits.leave_applied(commit.id, &commit.scope)?;
         let not_applied_on = self.wait_until_applied(commit.id, &commit.scope)?;
         self.store.forget_unanswered(&commit.path_after);
         let begin_at = begins_next.then(|| commit.path_after.clone());

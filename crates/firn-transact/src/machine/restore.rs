@@ -50,8 +50,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             Some(found) if found.id() == Some(id) => Ok(Step::FinishCommit { found, id }),
             Some(Found::Decided(commit)) => Err(StageError::Decided { id: commit.id() }.into()),
             Some(found) => {
-                self.store.can_restore(&path, id)?;
-                if self.store.shares() {
+                self.store.history.can_restore(&path, id)?;
+                if self.store.scopes.shares() {
                     let place = Place::directory(&path);
                     let restore = Step::Restore {
                         place,
@@ -71,7 +71,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
                 })
             }
             None => {
-                self.store.can_restore(&path, id)?;
+                self.store.history.can_restore(&path, id)?;
                 Ok(Step::Restore {
                     place: Place::directory(&path),
                     path,
@@ -94,7 +94,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             match found.decide(id) {
                 // It was applied in the background meanwhile.
                 Err(CommitError::Stage(StageError::NoTransaction))
-                    if self.store.committed(&path_after)? == Some(id) => {}
+                    if self.store.home.committed(&path_after)? == Some(id) => {}
                 commit => commit?.apply()?,
             }
             self.end_part(Event::Applied, found.scope(), Some(id));

@@ -6,42 +6,47 @@ use std::sync::Arc;
 use firn_backing::{Backing, Errno, Kind, RenameFlags, Result};
 
 use super::{NO_BYTES, Shadow};
+use crate::names::Entries;
 use crate::object::Object;
 use crate::scope::Scope;
-use crate::transactional::TransactionalBacking;
 use crate::tree::Names;
 
-impl<B: Backing> TransactionalBacking<B> {
+impl<B: Backing> Entries<B> {
     pub(crate) fn remove_shadowed(
         &self,
         (scope, shadow): (&Scope<B>, &Shadow<B>),
         (parent, name): (&Arc<Object<B>>, &OsStr),
         object: &Arc<Object<B>>,
     ) -> Result<()> {
-        self.save_object(scope, shadow, parent, NO_BYTES)?;
-        let dir = parent.inode(&self.base)?;
+        self.originals
+            .save_object(scope, shadow, parent, NO_BYTES)?;
+        let dir = parent.inode(&self.home.base)?;
         if shadow.is_new(object.key.1) {
             match object.kind {
-                Kind::Dir => self.base.rmdir(&dir, name)?,
-                _ => self.base.unlink(&dir, name)?,
+                Kind::Dir => self.home.base.rmdir(&dir, name)?,
+                _ => self.home.base.unlink(&dir, name)?,
             }
             self.new_one_lost_name(shadow, object);
-            self.check_names(scope, &[]);
+            scope.check_names(&[]);
             return Ok(());
         }
         self.keep(scope, shadow, object, (&dir, name))?;
-        self.check_names(scope, &[]);
+        scope.check_names(&[]);
         Ok(())
     }
 
     /// What was made in the transaction and has no name any more is nothing to an abort.
     fn new_one_lost_name(&self, shadow: &Shadow<B>, object: &Object<B>) {
         let owned = object.inner.own();
-        let Ok(inode) = owned.inode(&self.base) else {
+        let Ok(inode) = owned.inode(&self.home.base) else {
             return;
         };
-        let is_gone =
-            object.kind == Kind::Dir || self.base.attr(&inode).is_ok_and(|attr| attr.nlink == 0);
+        let is_gone = object.kind == Kind::Dir
+            || self
+                .home
+                .base
+                .attr(&inode)
+                .is_ok_and(|attr| attr.nlink == 0);
         if is_gone {
             object.become_nameless(&mut owned.edit(), inode);
             shadow.known.lock().remove(&object.key.1);
@@ -59,19 +64,21 @@ impl<B: Backing> TransactionalBacking<B> {
         let kept = object.key.1.to_string();
         // A directory is gone when it is there.
         if object.kind != Kind::Dir {
-            self.hide_link(scope, object, &shadow.kept, &kept);
+            self.own_links.hide_link(scope, object, &shadow.kept, &kept);
         }
-        match shadow.move_to_kept(&self.base, dir, name, object.key.1) {
+        match shadow.move_to_kept(&self.home.base, dir, name, object.key.1) {
             // Whoever moves a directory must be allowed to write in it; who removes it need not.
             Err(Errno::ACCESS) if object.kind == Kind::Dir => {
-                self.save_object(scope, shadow, object, NO_BYTES)?;
-                let inode = object.inode(&self.base)?;
-                self.base.set_mode(&inode, 0o700)?;
-                shadow.move_to_kept(&self.base, dir, name, object.key.1)
+                self.originals
+                    .save_object(scope, shadow, object, NO_BYTES)?;
+                let inode = object.inode(&self.home.base)?;
+                self.home.base.set_mode(&inode, 0o700)?;
+                shadow.move_to_kept(&self.home.base, dir, name, object.key.1)
             }
             other => other,
         }?;
-        self.link_is_hidden(scope, object, &shadow.kept, &kept);
+        self.own_links
+            .link_is_hidden(scope, object, &shadow.kept, &kept);
         Ok(())
     }
 
@@ -85,12 +92,13 @@ impl<B: Backing> TransactionalBacking<B> {
         flags: RenameFlags,
     ) -> Result<()> {
         for dir in [from, to] {
-            self.save_object(scope, shadow, dir, NO_BYTES)?;
+            self.originals.save_object(scope, shadow, dir, NO_BYTES)?;
         }
         // XFS gives a directory that an exchange moves a new time.
         let exchanged = [Some(source), target].into_iter().flatten();
         for object in exchanged.filter(|object| !flags.is_empty() && object.kind == Kind::Dir) {
-            self.save_object(scope, shadow, object, NO_BYTES)?;
+            self.originals
+                .save_object(scope, shadow, object, NO_BYTES)?;
         }
         let go = || self.move_below(names, (from, name), (to, new_name), flags);
         let replaced = target.filter(|target| {
@@ -105,21 +113,21 @@ impl<B: Backing> TransactionalBacking<B> {
             }
             return Ok(());
         };
-        let dir = to.inode(&self.base)?;
+        let dir = to.inode(&self.home.base)?;
         let text = target.key.1.to_string();
         let kept = OsStr::new(&text);
-        let inode = target.inode(&self.base)?;
+        let inode = target.inode(&self.home.base)?;
         // With one name more it is replaced as it would be without. A directory has one name.
         let linked = if target.kind == Kind::Dir {
             Err(Errno::PERM)
         } else {
-            self.hide_link(scope, target, &shadow.kept, &text);
-            self.base.link(&inode, &shadow.kept, kept).map(drop)
+            self.own_links.hide_link(scope, target, &shadow.kept, &text);
+            self.home.base.link(&inode, &shadow.kept, kept).map(drop)
         };
         match linked {
             Ok(()) => {
                 if let Err(errno) = go() {
-                    let _ = self.base.unlink(&shadow.kept, kept);
+                    let _ = self.home.base.unlink(&shadow.kept, kept);
                     return Err(errno);
                 }
             }
@@ -127,8 +135,8 @@ impl<B: Backing> TransactionalBacking<B> {
             Err(_) => {
                 self.keep(scope, shadow, target, (&dir, new_name))?;
                 if let Err(errno) = go() {
-                    self.link_may_go(scope, target);
-                    let _ = self.base.rename(
+                    self.own_links.link_may_go(scope, target);
+                    let _ = self.home.base.rename(
                         &shadow.kept,
                         kept,
                         &dir,
@@ -139,8 +147,9 @@ impl<B: Backing> TransactionalBacking<B> {
                 }
             }
         }
-        self.link_is_hidden(scope, target, &shadow.kept, &text);
-        self.check_names(scope, &[]);
+        self.own_links
+            .link_is_hidden(scope, target, &shadow.kept, &text);
+        scope.check_names(&[]);
         Ok(())
     }
 }

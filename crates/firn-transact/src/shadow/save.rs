@@ -13,7 +13,7 @@ use crate::copy::copy_with_holes;
 use crate::object::Object;
 use crate::scope::Scope;
 use crate::staging;
-use crate::transactional::TransactionalBacking;
+use crate::staging_dir::Home;
 
 /// Records of a file after which all that is left of its bytes is saved at once: who writes downwards does not
 /// wait for a sync with each write.
@@ -21,7 +21,18 @@ const RECORDS_MAX: u32 = 4;
 /// Bytes are saved from a multiple of this on, so that the backing can share blocks instead of copying.
 const ALIGN: u64 = 4096;
 
-impl<B: Backing> TransactionalBacking<B> {
+/// What objects were before a transaction in shadow mode changes them.
+pub(crate) struct Originals<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+}
+
+impl<B: Backing> Originals<B> {
+    pub(crate) fn new(home: &Arc<Home<B>>) -> Self {
+        Self {
+            home: Arc::clone(home),
+        }
+    }
+
     /// The transaction that an object is changed in, if that holds the change. In shadow mode none does: what
     /// undoes it is saved first, and it goes through. Bytes before `from` do not change.
     pub(crate) fn holding(
@@ -69,7 +80,7 @@ impl<B: Backing> TransactionalBacking<B> {
             // What another host saved counts. It may have been published and not be durable yet.
             let found = self.saved_by_others(shadow, ino, known)?;
             if found.is_some() {
-                self.base.sync_dir(&shadow.saved)?;
+                self.home.base.sync_dir(&shadow.saved)?;
                 known = found;
             } else if let Some(mine) =
                 self.save_more(scope, shadow, (object, inner.base()), known, from)?
@@ -99,7 +110,8 @@ impl<B: Backing> TransactionalBacking<B> {
             _ => (0, 0, 0),
         };
         let mut count = first;
-        while let Some(bytes) = staging::load(&self.base, &shadow.saved, &format!("{ino}.{count}"))?
+        while let Some(bytes) =
+            staging::load(&self.home.base, &shadow.saved, &format!("{ino}.{count}"))?
         {
             let saved = ChangeLog::decode(&bytes).map_err(|_| Errno::IO)?;
             for data in saved
@@ -161,7 +173,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if let (Some((_, copy)), Err(_) | Ok(false)) = (&copied, &published) {
             // Nothing tells of it, unless only the sync failed: then it stays.
             if matches!(published, Ok(false)) || !self.is_published(shadow, &name) {
-                let _ = self.base.unlink(&shadow.saved, OsStr::new(copy));
+                let _ = self.home.base.unlink(&shadow.saved, OsStr::new(copy));
             }
         }
         let count = count + 1;
@@ -170,13 +182,13 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// The attributes of an object, and of a directory its names; and its size.
     fn original(&self, object: &Arc<Object<B>>, inode: &B::Inode) -> Result<(Part, u64)> {
-        let attr = self.base.attr(inode)?;
+        let attr = self.home.base.attr(inode)?;
         let names = match object.kind {
             Kind::Dir => Some(self.names_of(object, inode)?),
             _ => None,
         };
         let part = Part {
-            attributes: Some(staging::read_attributes(&self.base, inode, &attr)?),
+            attributes: Some(staging::read_attributes(&self.home.base, inode, &attr)?),
             names,
             ..Part::default()
         };
@@ -185,7 +197,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     fn names_of(&self, dir: &Arc<Object<B>>, inode: &B::Inode) -> Result<Vec<Link>> {
         let is_top = dir.parent().is_none();
-        let listed = staging::list(&self.base, inode)?.into_iter();
+        let listed = staging::list(&self.home.base, inode)?.into_iter();
         let shown = listed.filter(|(name, ..)| !(is_top && name == staging::TOP.as_bytes()));
         Ok(shown.map(|(name, ino, _)| (name, ino)).collect())
     }
@@ -199,14 +211,14 @@ impl<B: Backing> TransactionalBacking<B> {
         to: u64,
     ) -> Result<String> {
         let (name, copy) = self.make_file(shadow, "data")?;
-        let copied = self.base.open(inode, Access::Read).and_then(|source| {
-            copy_with_holes(&self.base, &source, &copy, from..to)?;
-            self.base.sync(&copy, false)
+        let copied = self.home.base.open(inode, Access::Read).and_then(|source| {
+            copy_with_holes(&self.home.base, &source, &copy, from..to)?;
+            self.home.base.sync(&copy, false)
         });
         match copied {
             Ok(()) => Ok(name),
             Err(errno) => {
-                let _ = self.base.unlink(&shadow.saved, OsStr::new(&name));
+                let _ = self.home.base.unlink(&shadow.saved, OsStr::new(&name));
                 Err(errno)
             }
         }
@@ -218,6 +230,7 @@ impl<B: Backing> TransactionalBacking<B> {
             let number = shadow.last_number.fetch_add(1, Ordering::Relaxed) + 1;
             let name = format!("{what}-{number}");
             match self
+                .home
                 .base
                 .create(&staging::own(), &shadow.saved, OsStr::new(&name), 0o600)
             {
@@ -231,14 +244,14 @@ impl<B: Backing> TransactionalBacking<B> {
     /// Puts a log in its place, durably; false where there is one.
     fn publish_log(&self, shadow: &Shadow<B>, log: &ChangeLog, name: &str) -> Result<bool> {
         let (new, file) = self.make_file(shadow, "new")?;
-        let written = staging::write_all(&self.base, &file, &log.encode(), 0)
-            .and_then(|()| self.base.sync(&file, false))
+        let written = staging::write_all(&self.home.base, &file, &log.encode(), 0)
+            .and_then(|()| self.home.base.sync(&file, false))
             .and_then(|()| self.name_log(shadow, &new, name));
         if written != Ok(true) {
-            let _ = self.base.unlink(&shadow.saved, OsStr::new(&new));
+            let _ = self.home.base.unlink(&shadow.saved, OsStr::new(&new));
         }
         let is_mine = written?;
-        self.base.sync_dir(&shadow.saved)?;
+        self.home.base.sync_dir(&shadow.saved)?;
         Ok(is_mine)
     }
 
@@ -248,15 +261,17 @@ impl<B: Backing> TransactionalBacking<B> {
         let new = OsStr::new(new);
         let name = OsStr::new(name);
         let named = match self
+            .home
             .base
             .rename(dir, new, dir, name, RenameFlags::NOREPLACE)
         {
             // Not every file system can do this; links replace nothing anywhere.
             Err(Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS) => {
-                let (inode, _) = self.base.lookup(dir, new)?;
-                self.base
+                let (inode, _) = self.home.base.lookup(dir, new)?;
+                self.home
+                    .base
                     .link(&inode, dir, name)
-                    .and_then(|_| self.base.unlink(dir, new))
+                    .and_then(|_| self.home.base.unlink(dir, new))
             }
             other => other,
         };
@@ -269,7 +284,7 @@ impl<B: Backing> TransactionalBacking<B> {
 
     fn is_published(&self, shadow: &Shadow<B>, name: &str) -> bool {
         !matches!(
-            staging::find(&self.base, &shadow.saved, OsStr::new(name)),
+            staging::find(&self.home.base, &shadow.saved, OsStr::new(name)),
             Ok(None)
         )
     }

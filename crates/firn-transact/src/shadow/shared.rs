@@ -22,8 +22,11 @@ use firn_hosts::{Ballot, Joined, Members, Plan, Progress, Protocol, Unit, VoteDi
 use super::{KEPT, SAVED, SHARED, Shadow};
 use crate::change_log::ChangeLog;
 use crate::error::{AbortError, BeginError, OpenError, StageError, StoreError, VoteError};
+use crate::recovery::Recovery;
 use crate::scope::{Scope, Stage};
+use crate::scopes::Scopes;
 use crate::staging;
+use crate::staging_dir::Home;
 use crate::transactional::TransactionalBacking;
 use crate::vote::{Outcome, scoped_name};
 
@@ -123,21 +126,32 @@ enum Fate {
     Aborted,
 }
 
-impl<B: Backing> TransactionalBacking<B> {
+/// What several hosts in one transaction in shadow mode share.
+pub struct SharedTransactions<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+}
+
+impl<B: Backing> SharedTransactions<B> {
+    pub(crate) fn new(home: &Arc<Home<B>>) -> Self {
+        Self {
+            home: Arc::clone(home),
+        }
+    }
+
     fn find_shared_dir(&self, name: &str) -> Result<Option<SharedDir<'_, B>>, Errno> {
-        let Some(members) = &self.members else {
+        let Some(members) = &self.home.members else {
             return Ok(None);
         };
-        let Some(top) = self.find_top()? else {
+        let Some(top) = self.home.find_top()? else {
             return Ok(None);
         };
-        let found = VoteDir::find(&self.base, &top, name, &members.host)?;
+        let found = VoteDir::find(&self.home.base, &top, name, &members.host)?;
         Ok(found.map(|vote| self.shared_dir(vote)))
     }
 
     fn shared_dir<'a>(&'a self, vote: VoteDir<'a, B>) -> SharedDir<'a, B> {
         SharedDir {
-            base: &self.base,
+            base: &self.home.base,
             ballot: Ballot::in_dir(vote, ShadowEnd),
         }
     }
@@ -156,11 +170,11 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// The shared directories of all scopes.
     fn all_shared(&self) -> Result<Vec<SharedDir<'_, B>>, Errno> {
-        let Some(top) = self.find_top()? else {
+        let Some(top) = self.home.find_top()? else {
             return Ok(Vec::new());
         };
         let mut places = Vec::new();
-        for (name, ..) in staging::list(&self.base, &top)? {
+        for (name, ..) in staging::list(&self.home.base, &top)? {
             let name = String::from_utf8_lossy(&name).into_owned();
             if name == DIR
                 || name
@@ -176,7 +190,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// The host takes part from now on in the transaction of a scope, which is made if it is the first. `dir` is its
     /// own part.
     pub(crate) fn join_hosts(&self, dir: &B::Inode, scope: &[u8]) -> Result<(), BeginError> {
-        staging::store(&self.base, dir, SHARED, b"")?;
+        staging::store(&self.home.base, dir, SHARED, b"")?;
         match self.join_shared(scope) {
             // Another host removed the directory meanwhile.
             Err(BeginError::Store(error)) if is_gone(&error) => {
@@ -187,18 +201,18 @@ impl<B: Backing> TransactionalBacking<B> {
     }
 
     fn join_shared(&self, scope: &[u8]) -> Result<(), BeginError> {
-        let Some(members) = &self.members else {
+        let Some(members) = &self.home.members else {
             return Ok(());
         };
-        let top = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
+        let top = staging::dir(&self.home.base, &self.home.base.root(), staging::TOP)?;
         let name = scoped_name(DIR, scope);
-        let shared = self.shared_dir(VoteDir::make(&self.base, &top, &name, &members.host)?);
+        let shared = self.shared_dir(VoteDir::make(&self.home.base, &top, &name, &members.host)?);
         if shared.outcome()?.is_some() {
             return self.not_over(&shared);
         }
         shared.ballot.dir().put_once(SCOPE, scope)?;
         for name in [SAVED, KEPT] {
-            staging::dir(&self.base, shared.dir(), name)?;
+            staging::dir(&self.home.base, shared.dir(), name)?;
         }
         if shared.ballot.join(b"")? == Joined::Over {
             return self.not_over(&shared);
@@ -230,7 +244,7 @@ impl<B: Backing> TransactionalBacking<B> {
             .iter()
             .filter(|other| other.name() != shared.name())
         {
-            let path = match staging::load_scope(&self.base, other.dir(), SCOPE) {
+            let path = match staging::load_scope(&self.home.base, other.dir(), SCOPE) {
                 Ok(Some(path)) => path,
                 Ok(None) => continue,
                 Err(error) if is_gone(&error) => continue,
@@ -270,61 +284,15 @@ impl<B: Backing> TransactionalBacking<B> {
         dir: &B::Inode,
         scope: &[u8],
     ) -> Result<Option<Shadow<B>>, Errno> {
-        if staging::find(&self.base, dir, OsStr::new(SHARED))?.is_none() {
-            return Shadow::find(&self.base, dir);
+        if staging::find(&self.home.base, dir, OsStr::new(SHARED))?.is_none() {
+            return Shadow::find(&self.home.base, dir);
         }
         match self.find_shared(scope)? {
-            Some(shared) => Ok(Shadow::find(&self.base, shared.dir())?.map(Shadow::of_several)),
+            Some(shared) => {
+                Ok(Shadow::find(&self.home.base, shared.dir())?.map(Shadow::of_several))
+            }
             None => Ok(None),
         }
-    }
-
-    /// For [`Found::abort`](crate::Found::abort): the transaction of all hosts. Fails with [`AbortError::Stopping`] until all have stopped
-    /// and it is undone. The caller holds names and data.
-    pub(crate) fn abort_shared(
-        &self,
-        scope: &Arc<Scope<B>>,
-        shadow: &Shadow<B>,
-        stage: Stage,
-    ) -> Result<(), AbortError> {
-        let id = match stage {
-            Stage::Prepared(id) => Some(id),
-            Stage::Open => None,
-            Stage::Decided(id) => return Err(StageError::Decided { id }.into()),
-            Stage::Ended => return Err(StageError::NoTransaction.into()),
-        };
-        if let Some(shared) = self.find_shared(&scope.path)? {
-            let outcome = shared.settle(false)?;
-            if outcome.commit {
-                let id = id.unwrap_or_default();
-                return Err(StageError::Decided { id }.into());
-            }
-            scope.stop_for_good();
-            shadow.begin_undo();
-            if outcome.by != shared.ballot.dir().host() {
-                self.stopped_by
-                    .lock()
-                    .insert(scope.path.clone(), outcome.by);
-            }
-            // Hosts that wait for this one to publish need not wait any longer.
-            match id {
-                None => self.withdraw_from_votes(&scope.path)?,
-                Some(id) => self.decide_vote(id, &scope.path, false)?,
-            }
-            let mut undone = false;
-            shared.stop(|| {
-                undone = true;
-                self.undo_shadow(scope, shadow)
-            })?;
-            if !undone {
-                self.see_undone(scope, shadow)?;
-            }
-        }
-        self.forget_records(&scope.dir)?;
-        if let Some(shared) = self.find_shared(&scope.path)? {
-            shared.ballot.leave()?;
-        }
-        Ok(())
     }
 
     /// This host has ended its part after a commit.
@@ -337,127 +305,17 @@ impl<B: Backing> TransactionalBacking<B> {
         }
     }
 
-    /// Whether there may be something in [`TransactionalBacking::to_be_stopped`]; asks the backing nothing.
-    pub fn shares(&self) -> bool {
-        !self
-            .scopes
-            .paths_where(|scope| scope.shadow.as_ref().is_some_and(Shadow::is_of_several))
-            .is_empty()
-    }
-
-    /// Scopes whose transactions a host has aborted and this one has not ended: they are to be aborted.
-    pub fn to_be_stopped(&self) -> Vec<Vec<u8>> {
-        let is_shared = |shadow: &Shadow<B>| shadow.is_of_several();
-        let scopes = self.scopes.paths_where(|scope| {
-            scope.shadow.as_ref().is_some_and(is_shared)
-                && !matches!(scope.stage(), Stage::Decided(_))
-        });
-        let is_aborted = |scope: &Vec<u8>| {
-            let outcome = self
-                .find_shared(scope)
-                .and_then(|shared| shared.map_or(Ok(None), |shared| shared.outcome()));
-            outcome
-                .inspect_err(|errno| tracing::warn!(%errno, "cannot see what other hosts decided"))
-        };
-        scopes
-            .into_iter()
-            .filter(|scope| {
-                is_aborted(scope).is_ok_and(|outcome| outcome.is_some_and(|one| !one.commit))
-            })
-            .collect()
-    }
-
-    /// Which other host aborted the last transaction of a scope.
-    pub fn stopped_by(&self, scope: &[u8]) -> Option<String> {
-        self.stopped_by.lock().get(scope).cloned()
-    }
-
     // ---- after a crash -----------------------------------------------------------------------
 
     /// Whether the transaction that `dir` is a part of was committed for all hosts.
     pub(crate) fn is_shared_commit(&self, dir: &B::Inode, scope: &[u8]) -> Result<bool, Errno> {
-        if staging::find(&self.base, dir, OsStr::new(SHARED))?.is_none() {
+        if staging::find(&self.home.base, dir, OsStr::new(SHARED))?.is_none() {
             return Ok(false);
         }
         let Some(shared) = self.find_shared(scope)? else {
             return Ok(false);
         };
         Ok(shared.outcome()?.is_some_and(|outcome| outcome.commit))
-    }
-
-    /// Before anything else is recovered: shared transactions of this host that are not prepared are aborted, for
-    /// all hosts, and what was decided about the others is noted. Nothing is done to what is not shared.
-    pub(crate) fn recover_shared(&self, home: &B::Inode) -> Result<(), OpenError> {
-        for (name, ..) in staging::list(&self.base, home)? {
-            let text = String::from_utf8_lossy(&name).into_owned();
-            if !text.starts_with("tx-") {
-                continue;
-            }
-            let found = staging::must_find_dir(&self.base, home, &text);
-            let dir = found.map_err(|error| error.below(&self.staging_path()))?;
-            let has =
-                |file| Ok::<_, Errno>(staging::find(&self.base, &dir, OsStr::new(file))?.is_some());
-            if !has(SHARED)? || has(staging::COMMIT)? {
-                continue;
-            }
-            let record = self.load_record(&dir, &text, staging::RECORD)?;
-            let open = staging::load_scope(&self.base, &dir, staging::OPEN)?;
-            if let Some(scope) = record.as_ref().map(|record| record.scope.clone()).or(open) {
-                self.recover_part(&dir, record, &scope)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn recover_part(
-        &self,
-        dir: &B::Inode,
-        record: Option<ChangeLog>,
-        scope: &[u8],
-    ) -> Result<(), OpenError> {
-        let shared = self.find_shared(scope)?;
-        let fate = match &shared {
-            None => Fate::Over,
-            Some(shared) => match (shared.outcome()?, &record) {
-                (None, Some(_)) => Fate::Undecided,
-                (Some(outcome), _) if outcome.commit => Fate::Committed,
-                _ => Fate::Aborted,
-            },
-        };
-        match fate {
-            Fate::Undecided => return Ok(()),
-            Fate::Committed if record.is_some() => {
-                // The vote may not have the outcome yet.
-                match record.map_or(Ok(()), |record| self.decide_vote(record.id, scope, true)) {
-                    Ok(()) | Err(VoteError::NotVoted { .. }) => {}
-                    Err(error) => return Err(error.into()),
-                }
-                let from = OsStr::new(staging::RECORD);
-                let to = OsStr::new(staging::COMMIT);
-                self.base.rename(dir, from, dir, to, RenameFlags::empty())?;
-                return Ok(self.base.sync_dir(dir)?);
-            }
-            // It was being opened again after the others had agreed.
-            Fate::Committed => return Ok(self.base.unlink(dir, OsStr::new(staging::OPEN))?),
-            Fate::Over => {}
-            Fate::Aborted => {
-                let shared = shared.as_ref().ok_or(Errno::IO)?;
-                if shared.settle(false)?.commit {
-                    return self.recover_part(dir, record, scope);
-                }
-                match &record {
-                    None => self.withdraw_from_votes(scope)?,
-                    Some(record) => self.decide_vote(record.id, scope, false)?,
-                }
-                shared.stop(|| self.undo_stored(shared.dir(), shared.name(), scope))?;
-            }
-        }
-        // From here on it counts as one that was open and is undone: there is nothing left to put back.
-        if record.is_some() {
-            self.base.unlink(dir, OsStr::new(staging::RECORD))?;
-            self.base.sync_dir(dir)?;
-        }
-        Ok(())
     }
 
     /// After that: shared transactions in which this host has nothing to do any more are left.
@@ -476,11 +334,183 @@ impl<B: Backing> TransactionalBacking<B> {
                 (false, _) => shared.ballot.remove_if_over()?,
             }
         }
-        if self.members.is_some()
-            && let Some(top) = self.find_top()?
+        if self.home.members.is_some()
+            && let Some(top) = self.home.find_top()?
         {
-            VoteDir::remove_retired(&self.base, &top)?;
+            VoteDir::remove_retired(&self.home.base, &top)?;
         }
         Ok(())
+    }
+}
+
+impl<B: Backing> Recovery<B> {
+    /// Before anything else is recovered: shared transactions of this host that are not prepared are aborted, for
+    /// all hosts, and what was decided about the others is noted. Nothing is done to what is not shared.
+    pub(crate) fn recover_shared(&self, home: &B::Inode) -> Result<(), OpenError> {
+        for (name, ..) in staging::list(&self.home.base, home)? {
+            let text = String::from_utf8_lossy(&name).into_owned();
+            if !text.starts_with("tx-") {
+                continue;
+            }
+            let found = staging::must_find_dir(&self.home.base, home, &text);
+            let dir = found.map_err(|error| error.below(&self.home.staging_path()))?;
+            let has = |file| {
+                Ok::<_, Errno>(staging::find(&self.home.base, &dir, OsStr::new(file))?.is_some())
+            };
+            if !has(SHARED)? || has(staging::COMMIT)? {
+                continue;
+            }
+            let record = self.home.load_record(&dir, &text, staging::RECORD)?;
+            let open = staging::load_scope(&self.home.base, &dir, staging::OPEN)?;
+            if let Some(scope) = record.as_ref().map(|record| record.scope.clone()).or(open) {
+                self.recover_part(&dir, record, &scope)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn recover_part(
+        &self,
+        dir: &B::Inode,
+        record: Option<ChangeLog>,
+        scope: &[u8],
+    ) -> Result<(), OpenError> {
+        let shared = self.shared.find_shared(scope)?;
+        let fate = match &shared {
+            None => Fate::Over,
+            Some(shared) => match (shared.outcome()?, &record) {
+                (None, Some(_)) => Fate::Undecided,
+                (Some(outcome), _) if outcome.commit => Fate::Committed,
+                _ => Fate::Aborted,
+            },
+        };
+        match fate {
+            Fate::Undecided => return Ok(()),
+            Fate::Committed if record.is_some() => {
+                // The vote may not have the outcome yet.
+                match record.map_or(Ok(()), |record| {
+                    self.votes.decide_vote(record.id, scope, true)
+                }) {
+                    Ok(()) | Err(VoteError::NotVoted { .. }) => {}
+                    Err(error) => return Err(error.into()),
+                }
+                let from = OsStr::new(staging::RECORD);
+                let to = OsStr::new(staging::COMMIT);
+                self.home
+                    .base
+                    .rename(dir, from, dir, to, RenameFlags::empty())?;
+                return Ok(self.home.base.sync_dir(dir)?);
+            }
+            // It was being opened again after the others had agreed.
+            Fate::Committed => return Ok(self.home.base.unlink(dir, OsStr::new(staging::OPEN))?),
+            Fate::Over => {}
+            Fate::Aborted => {
+                let shared = shared.as_ref().ok_or(Errno::IO)?;
+                if shared.settle(false)?.commit {
+                    return self.recover_part(dir, record, scope);
+                }
+                match &record {
+                    None => self.votes.withdraw_from_votes(scope)?,
+                    Some(record) => self.votes.decide_vote(record.id, scope, false)?,
+                }
+                shared.stop(|| {
+                    self.shadow_undo
+                        .undo_stored(shared.dir(), shared.name(), scope)
+                })?;
+            }
+        }
+        // From here on it counts as one that was open and is undone: there is nothing left to put back.
+        if record.is_some() {
+            self.home.base.unlink(dir, OsStr::new(staging::RECORD))?;
+            self.home.base.sync_dir(dir)?;
+        }
+        Ok(())
+    }
+}
+
+impl<B: Backing> Scopes<B> {
+    /// Whether there may be something in [`TransactionalBacking::to_be_stopped`]; asks the backing nothing.
+    pub fn shares(&self) -> bool {
+        !self
+            .paths_where(|scope| scope.shadow.as_ref().is_some_and(Shadow::is_of_several))
+            .is_empty()
+    }
+}
+
+impl<B: Backing> TransactionalBacking<B> {
+    /// For [`Found::abort`](crate::Found::abort): the transaction of all hosts. Fails with [`AbortError::Stopping`] until all have stopped
+    /// and it is undone. The caller holds names and data.
+    pub(crate) fn abort_shared(
+        &self,
+        scope: &Arc<Scope<B>>,
+        shadow: &Shadow<B>,
+        stage: Stage,
+    ) -> Result<(), AbortError> {
+        let id = match stage {
+            Stage::Prepared(id) => Some(id),
+            Stage::Open => None,
+            Stage::Decided(id) => return Err(StageError::Decided { id }.into()),
+            Stage::Ended => return Err(StageError::NoTransaction.into()),
+        };
+        if let Some(shared) = self.shared.find_shared(&scope.path)? {
+            let outcome = shared.settle(false)?;
+            if outcome.commit {
+                let id = id.unwrap_or_default();
+                return Err(StageError::Decided { id }.into());
+            }
+            scope.stop_for_good();
+            shadow.begin_undo();
+            if outcome.by != shared.ballot.dir().host() {
+                self.stopped_by
+                    .lock()
+                    .insert(scope.path.clone(), outcome.by);
+            }
+            // Hosts that wait for this one to publish need not wait any longer.
+            match id {
+                None => self.votes.withdraw_from_votes(&scope.path)?,
+                Some(id) => self.votes.decide_vote(id, &scope.path, false)?,
+            }
+            let mut undone = false;
+            shared.stop(|| {
+                undone = true;
+                self.shadow_undo.undo_shadow(scope, shadow)
+            })?;
+            if !undone {
+                self.shadow_undo.see_undone(scope, shadow)?;
+            }
+        }
+        self.home.forget_records(&scope.dir)?;
+        if let Some(shared) = self.shared.find_shared(&scope.path)? {
+            shared.ballot.leave()?;
+        }
+        Ok(())
+    }
+
+    /// Scopes whose transactions a host has aborted and this one has not ended: they are to be aborted.
+    pub fn to_be_stopped(&self) -> Vec<Vec<u8>> {
+        let is_shared = |shadow: &Shadow<B>| shadow.is_of_several();
+        let scopes = self.scopes.paths_where(|scope| {
+            scope.shadow.as_ref().is_some_and(is_shared)
+                && !matches!(scope.stage(), Stage::Decided(_))
+        });
+        let is_aborted = |scope: &Vec<u8>| {
+            let outcome = self
+                .shared
+                .find_shared(scope)
+                .and_then(|shared| shared.map_or(Ok(None), |shared| shared.outcome()));
+            outcome
+                .inspect_err(|errno| tracing::warn!(%errno, "cannot see what other hosts decided"))
+        };
+        scopes
+            .into_iter()
+            .filter(|scope| {
+                is_aborted(scope).is_ok_and(|outcome| outcome.is_some_and(|one| !one.commit))
+            })
+            .collect()
+    }
+
+    /// Which other host aborted the last transaction of a scope.
+    pub fn stopped_by(&self, scope: &[u8]) -> Option<String> {
+        self.stopped_by.lock().get(scope).cloned()
     }
 }

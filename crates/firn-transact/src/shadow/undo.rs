@@ -12,6 +12,7 @@ use std::collections::btree_map::Entry as MapEntry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
 
 use firn_backing::{Attr, Backing, Errno, Kind, Result, SyncScope};
 
@@ -19,11 +20,13 @@ use super::{KEPT, SAVED, Shadow};
 use crate::apply::Apply;
 use crate::change_log::{ChangeLog, Direction, Entry, Identity, Link, Part, Place};
 use crate::error::StoreError;
+use crate::hidden::OwnLinks;
 use crate::object::Object;
 use crate::scope::Scope;
 use crate::staging;
+use crate::staging_dir::Home;
 use crate::transaction::top::TopUndo;
-use crate::transactional::TransactionalBacking;
+use crate::tree::Tree;
 
 /// All that is saved of an object.
 struct Save {
@@ -547,7 +550,26 @@ fn shown(path: &[Link]) -> String {
     names.join("/")
 }
 
-impl<B: Backing> TransactionalBacking<B> {
+/// Puts back what transactions in shadow mode changed.
+pub(crate) struct ShadowUndo<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) tree: Arc<Tree<B>>,
+    pub(crate) own_links: Arc<OwnLinks<B>>,
+}
+
+impl<B: Backing> ShadowUndo<B> {
+    pub(crate) fn new(
+        home: &Arc<Home<B>>,
+        tree: &Arc<Tree<B>>,
+        own_links: &Arc<OwnLinks<B>>,
+    ) -> Self {
+        Self {
+            home: Arc::clone(home),
+            tree: Arc::clone(tree),
+            own_links: Arc::clone(own_links),
+        }
+    }
+
     /// Puts back what a transaction changed in the backing, and tells the objects that somebody refers to.
     pub(crate) fn undo_shadow(
         &self,
@@ -555,14 +577,14 @@ impl<B: Backing> TransactionalBacking<B> {
         shadow: &Shadow<B>,
     ) -> std::result::Result<(), StoreError> {
         shadow.begin_undo();
-        let root = scope.root.inode(&self.base)?;
+        let root = scope.root.inode(&self.home.base)?;
         let place = format!("tx-{}", scope.serial);
-        let top = self.find_top_undo(&scope.dir, &place, &shadow.kept)?;
-        let undone = Undo::new(&self.base, shadow, (root, top), &place)?.run()?;
+        let top = self.home.find_top_undo(&scope.dir, &place, &shadow.kept)?;
+        let undone = Undo::new(&self.home.base, shadow, (root, top), &place)?.run()?;
         let dirs = std::mem::take(&mut *shadow.dirs.lock());
         let object = |ino: u64| self.tree.known((shadow.dev, ino));
         for ino in undone.kept {
-            self.link_goes(
+            self.own_links.link_goes(
                 scope.serial,
                 (shadow.dev, ino),
                 &shadow.kept,
@@ -591,7 +613,7 @@ impl<B: Backing> TransactionalBacking<B> {
         scope: &Scope<B>,
         shadow: &Shadow<B>,
     ) -> std::result::Result<(), StoreError> {
-        let mut saves = load(&self.base, shadow, &format!("tx-{}", scope.serial))?;
+        let mut saves = load(&self.home.base, shadow, &format!("tx-{}", scope.serial))?;
         let there = there_before(&saves, scope.root.key.1);
         saves.retain(|ino, _| there.contains(ino));
         let object = |ino: u64| self.tree.known((shadow.dev, ino));
@@ -634,12 +656,12 @@ impl<B: Backing> TransactionalBacking<B> {
         place: &str,
         scope: &[u8],
     ) -> std::result::Result<(), StoreError> {
-        let Some(shadow) = Shadow::find(&self.base, dir)? else {
+        let Some(shadow) = Shadow::find(&self.home.base, dir)? else {
             return Ok(());
         };
-        let top = self.find_top_undo(dir, place, &shadow.kept)?;
+        let top = self.home.find_top_undo(dir, place, &shadow.kept)?;
         let root = match &top {
-            None => self.directory_at(scope)?,
+            None => self.home.directory_at(scope)?,
             Some(top) => match &top.root {
                 Some(root) => root.clone(),
                 // It was never put in its place, or was removed already.
@@ -647,7 +669,7 @@ impl<B: Backing> TransactionalBacking<B> {
                 None => return Err(Errno::STALE.into()),
             },
         };
-        Undo::new(&self.base, &shadow, (root, top), place)?.run()?;
+        Undo::new(&self.home.base, &shadow, (root, top), place)?.run()?;
         Ok(())
     }
 }

@@ -23,13 +23,13 @@ impl<B: Backing> TransactionalBacking<B> {
 
     /// [`Found::abort`](crate::Found::abort).
     pub(super) fn abort_scope(&self, scope: &Arc<Scope<B>>) -> Result<(), AbortError> {
-        let _quiet = self.quiesce_scope(scope);
+        let _quiet = self.commits.quiesce_scope(scope);
         if let Some(before) = self.scopes.commit_before(scope) {
-            self.drop_next(&before)?;
+            self.commits.drop_next(&before)?;
             return Ok(());
         }
-        self.check_all(scope);
-        self.unhide(scope);
+        self.tree.check_all(scope);
+        self.own_links.unhide(scope);
         let stage = *scope.stage.lock();
         let several = scope
             .shadow
@@ -38,20 +38,20 @@ impl<B: Backing> TransactionalBacking<B> {
         match stage {
             _ if several.is_some() => {}
             Stage::Open => {
-                self.withdraw_from_votes(&scope.path)?;
-                self.withdraw_for_good(scope.serial)?;
+                self.votes.withdraw_from_votes(&scope.path)?;
+                self.backups.withdraw_for_good(scope.serial)?;
                 // With the mark left, the next mount would drop what is written from now on.
                 if scope.shadow.is_none() {
-                    self.forget_records(&scope.dir)?;
+                    self.home.forget_records(&scope.dir)?;
                 }
             }
             Stage::Prepared(id) => {
-                self.decide_vote(id, &scope.path, false)?;
-                self.withdraw_for_good(scope.serial)?;
+                self.votes.decide_vote(id, &scope.path, false)?;
+                self.backups.withdraw_for_good(scope.serial)?;
                 match scope.shadow {
                     // From here on a crash ends in the tree before.
-                    Some(_) => self.forget_record(&scope.dir)?,
-                    None => self.forget_records(&scope.dir)?,
+                    Some(_) => self.home.forget_record(&scope.dir)?,
+                    None => self.home.forget_records(&scope.dir)?,
                 }
             }
             Stage::Decided(id) => return Err(StageError::Decided { id }.into()),
@@ -61,8 +61,8 @@ impl<B: Backing> TransactionalBacking<B> {
             self.abort_shared(scope, shadow, stage)?;
         } else if let Some(shadow) = &scope.shadow {
             scope.stop_for_good();
-            self.undo_shadow(scope, shadow)?;
-            self.forget_records(&scope.dir)?;
+            self.shadow_undo.undo_shadow(scope, shadow)?;
+            self.home.forget_records(&scope.dir)?;
         }
         let changed = std::mem::take(&mut *scope.changed.lock());
         for (_, object) in changed {
@@ -74,12 +74,12 @@ impl<B: Backing> TransactionalBacking<B> {
             object.close_lower_files();
             drop(change);
         }
-        self.put_top_back(scope);
-        self.dirs_are_back(scope);
-        self.end_transaction(scope);
-        self.clean_up(scope);
+        scope.put_top_back();
+        self.own_links.dirs_are_back(scope);
+        self.endings.end_transaction(scope);
+        self.endings.clean_up(scope);
         if let Stage::Prepared(id) = stage {
-            self.leave_vote(id, &scope.path)?;
+            self.votes.leave_vote(id, &scope.path)?;
         }
         Ok(())
     }

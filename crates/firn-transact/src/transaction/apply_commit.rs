@@ -21,58 +21,51 @@ use std::sync::Arc;
 use firn_backing::{Backing, Errno, Kind, RenameFlags};
 
 use crate::apply::Apply;
+use crate::attributes::Objects;
 use crate::change_log::Direction;
 use crate::claim::{Claim, Owning};
 use crate::error::{CommitError, StageError, StoreError};
+use crate::hidden::OwnLinks;
 use crate::object::{Change, Inner, Object};
+use crate::records::Endings;
 use crate::scope::{Scope, Stage};
+use crate::scopes::Scopes;
+use crate::shadow::shared::SharedTransactions;
 use crate::staging;
+use crate::staging_dir::Home;
 use crate::transactional::TransactionalBacking;
 use crate::tree::Quiet;
+use crate::tree::Tree;
+use crate::vote::Votes;
 
-impl<B: Backing> TransactionalBacking<B> {
-    /// [`Found::decide`](crate::Found::decide).
-    pub(super) fn decide_scope(&self, scope: &Arc<Scope<B>>, id: u64) -> Result<(), CommitError> {
-        self.apply_commit_before(scope)?;
-        let _quiet = self.tree.quiesce_tree(&scope.root);
-        self.check_all(scope);
-        if !scope.is_whole() {
-            return Err(StageError::Undoing.into());
+/// Commits that are decided, and their application.
+pub(crate) struct Commits<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) tree: Arc<Tree<B>>,
+    pub(crate) scopes: Arc<Scopes<B>>,
+    pub(crate) own_links: Arc<OwnLinks<B>>,
+    pub(crate) objects: Arc<Objects<B>>,
+    pub(crate) shared: Arc<SharedTransactions<B>>,
+    pub(crate) votes: Arc<Votes<B>>,
+    pub(crate) endings: Arc<Endings<B>>,
+}
+
+impl<B: Backing> Commits<B> {
+    pub(crate) fn new(
+        objects: &Arc<Objects<B>>,
+        votes: &Arc<Votes<B>>,
+        endings: &Arc<Endings<B>>,
+    ) -> Self {
+        Self {
+            home: Arc::clone(&endings.home),
+            tree: Arc::clone(&votes.tree),
+            scopes: Arc::clone(&endings.scopes),
+            own_links: Arc::clone(&endings.own_links),
+            objects: Arc::clone(objects),
+            shared: Arc::clone(&votes.shared),
+            votes: Arc::clone(votes),
+            endings: Arc::clone(endings),
         }
-        let stage = *scope.stage.lock();
-        match stage {
-            Stage::Prepared(found) | Stage::Decided(found) if found != id => {
-                return Err(StageError::OtherId { found, wanted: id }.into());
-            }
-            Stage::Prepared(_) => {
-                if let Some(record) = scope
-                    .recovered
-                    .as_ref()
-                    .filter(|_| !self.is_backed_up(scope))
-                {
-                    self.back_up(scope, record)?;
-                }
-                self.agree_with_hosts(scope, stage, id)?;
-                let from = OsStr::new(staging::RECORD);
-                let to = OsStr::new(staging::COMMIT);
-                self.base
-                    .rename(&scope.dir, from, &scope.dir, to, RenameFlags::empty())?;
-                scope.set_stage(Stage::Decided(id));
-                self.base.sync_dir(&scope.dir)?;
-            }
-            Stage::Open => {
-                self.agree_with_hosts(scope, stage, id)?;
-                // Decided at once: a crash before leaves nothing that waits for a decision.
-                self.write_record(scope, id)?;
-                self.place_record(scope, staging::COMMIT)
-                    .inspect_err(|_| self.withdraw_backup(scope))?;
-                scope.set_stage(Stage::Decided(id));
-                self.base.sync_dir(&scope.dir)?;
-            }
-            Stage::Decided(_) => self.base.sync_dir(&scope.dir)?,
-            Stage::Ended => return Err(StageError::NoTransaction.into()),
-        }
-        Ok(())
     }
 
     /// Applies the commit that a transaction follows.
@@ -124,12 +117,12 @@ impl<B: Backing> TransactionalBacking<B> {
         let Some(next) = scope.application.next() else {
             return Ok(false);
         };
-        self.forget_records(&next.dir)?;
+        self.home.forget_records(&next.dir)?;
         scope.application.take_next();
         next.set_stage(Stage::Ended);
         // Nothing was changed in it: its changes waited. Later ones are made after this commit.
         scope.refuse_changes(false);
-        self.clean_up(&next);
+        self.endings.clean_up(&next);
         Ok(true)
     }
 
@@ -154,6 +147,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let found = self.scopes.find(|one| one.serial == serial);
         let scope = found.expect("it was just entered");
         let applied = self
+            .home
             .sync_staging_dir()
             .map_err(StoreError::from)
             .and_then(|()| self.apply_and_end(&scope));
@@ -165,18 +159,18 @@ impl<B: Backing> TransactionalBacking<B> {
     fn apply_alone(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         let _quiet = self.quiesce_scope(scope);
         if scope.is_undo {
-            self.sync_staging_dir()?;
+            self.home.sync_staging_dir()?;
         }
         self.apply_and_end(scope)
     }
 
     fn apply_and_end(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         // Programs may still ask for attributes of objects that they know.
-        self.unhide(scope);
+        self.own_links.unhide(scope);
         self.apply(scope)?;
         self.settle_top(scope);
-        self.end_transaction(scope);
-        self.clean_up(scope);
+        self.endings.end_transaction(scope);
+        self.endings.clean_up(scope);
         Ok(())
     }
 
@@ -188,7 +182,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.hold_new(scope)?;
         self.drop_changes_of(scope);
         drop(quiet);
-        self.clean_up(scope);
+        self.endings.clean_up(scope);
         Ok(())
     }
 
@@ -198,12 +192,14 @@ impl<B: Backing> TransactionalBacking<B> {
             Direction::Redo => staging::COMMIT,
             Direction::Undo => staging::UNDO,
         };
-        let log = self.load_record(&scope.dir, &format!("tx-{}", scope.serial), name)?;
+        let log = self
+            .home
+            .load_record(&scope.dir, &format!("tx-{}", scope.serial), name)?;
         let Some(log) = log else {
             // An earlier attempt came to the end and could not remove everything.
-            return Ok(self.forget_records(&scope.dir)?);
+            return Ok(self.home.forget_records(&scope.dir)?);
         };
-        let below = (&self.base, self.device());
+        let below = (&self.home.base, self.home.device);
         let mut apply = Apply::new(below, (&log, direction), &scope.new, &scope.away);
         let changed = scope.changed.lock().clone();
         for (number, object) in &changed {
@@ -213,7 +209,8 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         drop(changed);
         apply.run()?;
-        self.finish_commit(&scope.dir, (&log, direction), scope.serial)
+        self.endings
+            .finish_commit(&scope.dir, (&log, direction), scope.serial)
     }
 
     /// From here on programs see the backing again; the caller holds names and data.
@@ -232,14 +229,14 @@ impl<B: Backing> TransactionalBacking<B> {
                 if inner.base.is_none() {
                     let held = change.copy.and_then(|copy| copy.held);
                     inner.base = held.map(|inode| match &place {
-                        Some((parent, name)) => self.base.moved_to(&inode, parent, name),
+                        Some((parent, name)) => self.home.base.moved_to(&inode, parent, name),
                         None => inode,
                     });
                 }
             }
             object.close_lower_files();
         }
-        self.end_transaction(scope);
+        self.endings.end_transaction(scope);
     }
 
     /// Notes the attributes that programs see of the objects of a decided transaction, before its first step changes them.
@@ -257,7 +254,7 @@ impl<B: Backing> TransactionalBacking<B> {
             if is_done {
                 continue;
             }
-            let attr = match self.read_attr(object) {
+            let attr = match self.objects.read_attr(object) {
                 Ok(attr) => Some(attr),
                 Err(Errno::STALE) => None,
                 Err(errno) => return Err(errno),
@@ -321,7 +318,7 @@ impl<B: Backing> TransactionalBacking<B> {
             change.and_then(|change| change.copy.clone())
         };
         let Some(copy) = copy else { return Ok(()) };
-        let held = copy.inode(&self.base)?;
+        let held = copy.inode(&self.home.base)?;
         let mut inner = owned.edit();
         let copy = inner
             .change
@@ -357,6 +354,54 @@ impl<B: Backing> TransactionalBacking<B> {
                 let is_used = object.kind == Kind::Dir || Arc::strong_count(object) > ours;
                 inner.base.is_none() && is_used
             })?;
+        }
+        Ok(())
+    }
+}
+
+impl<B: Backing> TransactionalBacking<B> {
+    /// [`Found::decide`](crate::Found::decide).
+    pub(super) fn decide_scope(&self, scope: &Arc<Scope<B>>, id: u64) -> Result<(), CommitError> {
+        self.commits.apply_commit_before(scope)?;
+        let _quiet = self.tree.quiesce_tree(&scope.root);
+        self.tree.check_all(scope);
+        if !scope.is_whole() {
+            return Err(StageError::Undoing.into());
+        }
+        let stage = *scope.stage.lock();
+        match stage {
+            Stage::Prepared(found) | Stage::Decided(found) if found != id => {
+                return Err(StageError::OtherId { found, wanted: id }.into());
+            }
+            Stage::Prepared(_) => {
+                if let Some(record) = scope
+                    .recovered
+                    .as_ref()
+                    .filter(|_| !self.backups.is_backed_up(scope))
+                {
+                    self.backups.back_up(scope, record)?;
+                }
+                self.votes.agree_with_hosts(scope, stage, id)?;
+                let from = OsStr::new(staging::RECORD);
+                let to = OsStr::new(staging::COMMIT);
+                self.home
+                    .base
+                    .rename(&scope.dir, from, &scope.dir, to, RenameFlags::empty())?;
+                scope.set_stage(Stage::Decided(id));
+                self.home.base.sync_dir(&scope.dir)?;
+            }
+            Stage::Open => {
+                self.votes.agree_with_hosts(scope, stage, id)?;
+                // Decided at once: a crash before leaves nothing that waits for a decision.
+                self.write_record(scope, id)?;
+                self.home
+                    .place_record(scope, staging::COMMIT)
+                    .inspect_err(|_| self.backups.withdraw_backup(scope))?;
+                scope.set_stage(Stage::Decided(id));
+                self.home.base.sync_dir(&scope.dir)?;
+            }
+            Stage::Decided(_) => self.home.base.sync_dir(&scope.dir)?,
+            Stage::Ended => return Err(StageError::NoTransaction.into()),
         }
         Ok(())
     }

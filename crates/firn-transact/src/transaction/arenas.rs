@@ -15,6 +15,7 @@
 //! killed was written in the transaction or waited for its outcome.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use base16ct::lower;
 use firn_backing::{Backing, Errno};
@@ -22,14 +23,178 @@ use firn_backing::{Backing, Errno};
 use crate::change_log::LogError;
 use crate::error::StoreError;
 use crate::own::is_path;
+use crate::recovery::Opening;
 use crate::scope::ArenaId;
+use crate::shadow::shared::SharedTransactions;
 use crate::staging;
+use crate::staging_dir::Home;
 use crate::transactional::TransactionalBacking;
+use crate::vote::Votes;
 use firn_hosts::host_dir::list_hosts;
 use firn_hosts::{Expected, Members};
 
 /// An arena, and the path of a scope of which it has nothing that counts.
 type Line = (ArenaId, Vec<u8>);
+
+/// Which arena has data of which transaction.
+pub(crate) struct ArenaNotes<B: Backing> {
+    pub(crate) home: Arc<Home<B>>,
+    pub(crate) shared: Arc<SharedTransactions<B>>,
+    pub(crate) votes: Arc<Votes<B>>,
+    /// [`crate::Opening::arena`].
+    pub(crate) arena: Option<ArenaId>,
+}
+
+impl<B: Backing> ArenaNotes<B> {
+    pub(crate) fn new(
+        home: &Arc<Home<B>>,
+        shared: &Arc<SharedTransactions<B>>,
+        votes: &Arc<Votes<B>>,
+        arena: Option<ArenaId>,
+    ) -> Self {
+        Self {
+            home: Arc::clone(home),
+            shared: Arc::clone(shared),
+            votes: Arc::clone(votes),
+            arena,
+        }
+    }
+
+    /// Notes with which arena a transaction begins; durable with the next sync of its directory.
+    pub(super) fn note_arena(&self, dir: &B::Inode) -> Result<(), Errno> {
+        let Some(arena) = self.arena else {
+            return Ok(());
+        };
+        staging::put(
+            &self.home.base,
+            dir,
+            staging::ARENA,
+            lower::encode_string(&arena).as_bytes(),
+        )
+    }
+
+    fn arena_of(&self, dir: &B::Inode) -> Result<Option<ArenaId>, StoreError> {
+        let Some(bytes) = staging::load(&self.home.base, dir, staging::ARENA)? else {
+            return Ok(None);
+        };
+        let found = lower::decode_vec(&bytes).ok();
+        let damaged = || StoreError::Record {
+            path: staging::ARENA.into(),
+            source: LogError::Damaged,
+        };
+        found
+            .and_then(|id| id.try_into().ok())
+            .map(Some)
+            .ok_or_else(damaged)
+    }
+
+    /// Arenas and scopes of transactions that are not decided.
+    fn undecided(&self, home: &B::Inode) -> Result<BTreeSet<Line>, StoreError> {
+        let mut found = BTreeSet::new();
+        for stored in self.home.stored_transactions(home)? {
+            let scopes = self.scopes_to_drop_of(&stored)?;
+            if scopes.is_empty() {
+                continue;
+            }
+            if let Some(arena) = self.arena_of(&stored.dir)? {
+                found.extend(scopes.into_iter().map(|scope| (arena, scope)));
+            }
+        }
+        Ok(found)
+    }
+
+    fn load_dropped(&self, home: &B::Inode) -> Result<BTreeSet<Line>, StoreError> {
+        let bytes = staging::load(&self.home.base, home, staging::DROPPED)?.unwrap_or_default();
+        let line = |line: &[u8]| {
+            let (arena, scope) = std::str::from_utf8(line).ok()?.split_once(' ')?;
+            let line = (
+                lower::decode_vec(arena).ok()?.try_into().ok()?,
+                lower::decode_vec(scope).ok()?,
+            );
+            is_path(&line.1).then_some(line)
+        };
+        let path = format!("{}/{}", self.home.staging_path(), staging::DROPPED);
+        let lines = bytes
+            .split(|&byte| byte == b'\n')
+            .filter(|line| !line.is_empty());
+        lines
+            .map(line)
+            .collect::<Option<_>>()
+            .ok_or(StoreError::Record {
+                path,
+                source: LogError::Damaged,
+            })
+    }
+
+    fn store_dropped(&self, home: &B::Inode, lines: &BTreeSet<Line>) -> Result<(), Errno> {
+        let line = |(arena, scope): &Line| {
+            format!(
+                "{} {}\n",
+                lower::encode_string(arena),
+                lower::encode_string(scope)
+            )
+        };
+        let text: String = lines.iter().map(line).collect();
+        staging::store(&self.home.base, home, staging::DROPPED, text.as_bytes())
+    }
+
+    /// Scopes of which nothing counts that the arena at hand has. Changes nothing.
+    pub(crate) fn scopes_to_drop(&self) -> Result<Vec<Vec<u8>>, StoreError> {
+        let (Some(arena), Some(home)) = (self.arena, self.home.find_staging_dir()?) else {
+            return Ok(Vec::new());
+        };
+        let mut all = self.undecided(&home)?;
+        all.append(&mut self.load_dropped(&home)?);
+        let mine: BTreeSet<Vec<u8>> = all
+            .into_iter()
+            .filter(|(of, _)| *of == arena)
+            .map(|(_, scope)| scope)
+            .collect();
+        Ok(mine.into_iter().collect())
+    }
+
+    /// The arena at hand has dropped what it must: notes what other arenas must drop, before the transactions end.
+    pub(crate) fn tell_arenas(&self) -> Result<(), StoreError> {
+        let Some(home) = self.home.find_staging_dir()? else {
+            return Ok(());
+        };
+        let told = self.load_dropped(&home)?;
+        let mut all = told.clone();
+        all.append(&mut self.undecided(&home)?);
+        all.retain(|(arena, _)| Some(*arena) != self.arena);
+        if all == told {
+            Ok(())
+        } else {
+            Ok(self.store_dropped(&home, &all)?)
+        }
+    }
+
+    /// The arena at hand has nothing any more of the transactions of this home, which stay.
+    fn forget_arena(&self, arena: ArenaId) -> Result<(), StoreError> {
+        let Some(home) = self.home.find_staging_dir()? else {
+            return Ok(());
+        };
+        for stored in self.home.stored_transactions(&home)? {
+            if self.arena_of(&stored.dir)? == Some(arena) {
+                self.home
+                    .base
+                    .unlink(&stored.dir, std::ffi::OsStr::new(staging::ARENA))?;
+                self.home.base.sync_dir(&stored.dir)?;
+            }
+        }
+        let told = self.load_dropped(&home)?;
+        let others: BTreeSet<Line> = told
+            .iter()
+            .filter(|(of, _)| *of != arena)
+            .cloned()
+            .collect();
+        if others == told {
+            Ok(())
+        } else {
+            Ok(self.store_dropped(&home, &others)?)
+        }
+    }
+}
 
 impl<B: Backing> TransactionalBacking<B> {
     /// Homes of transactions of which [`TransactionalBacking::drop_of`] is to be asked: of this backing without hosts, and of each
@@ -62,148 +227,17 @@ impl<B: Backing> TransactionalBacking<B> {
         arena: ArenaId,
         drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let mut backing = Self::open_unrecovered(base)?;
-        backing.members = members;
-        backing.arena = Some(arena);
-        let scopes = backing.scopes_to_drop()?;
+        let opening = Opening {
+            members,
+            arena: Some(arena),
+            ..Opening::default()
+        };
+        let backing = Self::open_unrecovered(base, opening)?;
+        let scopes = backing.arena_notes.scopes_to_drop()?;
         if scopes.is_empty() {
             return Ok(());
         }
         drop_pending(&scopes)?;
-        Ok(backing.forget_arena(arena)?)
-    }
-
-    /// Notes with which arena a transaction begins; durable with the next sync of its directory.
-    pub(super) fn note_arena(&self, dir: &B::Inode) -> Result<(), Errno> {
-        let Some(arena) = self.arena else {
-            return Ok(());
-        };
-        staging::put(
-            &self.base,
-            dir,
-            staging::ARENA,
-            lower::encode_string(&arena).as_bytes(),
-        )
-    }
-
-    fn arena_of(&self, dir: &B::Inode) -> Result<Option<ArenaId>, StoreError> {
-        let Some(bytes) = staging::load(&self.base, dir, staging::ARENA)? else {
-            return Ok(None);
-        };
-        let found = lower::decode_vec(&bytes).ok();
-        let damaged = || StoreError::Record {
-            path: staging::ARENA.into(),
-            source: LogError::Damaged,
-        };
-        found
-            .and_then(|id| id.try_into().ok())
-            .map(Some)
-            .ok_or_else(damaged)
-    }
-
-    /// Arenas and scopes of transactions that are not decided.
-    fn undecided(&self, home: &B::Inode) -> Result<BTreeSet<Line>, StoreError> {
-        let mut found = BTreeSet::new();
-        for stored in self.stored_transactions(home)? {
-            let scopes = self.scopes_to_drop_of(&stored)?;
-            if scopes.is_empty() {
-                continue;
-            }
-            if let Some(arena) = self.arena_of(&stored.dir)? {
-                found.extend(scopes.into_iter().map(|scope| (arena, scope)));
-            }
-        }
-        Ok(found)
-    }
-
-    fn load_dropped(&self, home: &B::Inode) -> Result<BTreeSet<Line>, StoreError> {
-        let bytes = staging::load(&self.base, home, staging::DROPPED)?.unwrap_or_default();
-        let line = |line: &[u8]| {
-            let (arena, scope) = std::str::from_utf8(line).ok()?.split_once(' ')?;
-            let line = (
-                lower::decode_vec(arena).ok()?.try_into().ok()?,
-                lower::decode_vec(scope).ok()?,
-            );
-            is_path(&line.1).then_some(line)
-        };
-        let path = format!("{}/{}", self.staging_path(), staging::DROPPED);
-        let lines = bytes
-            .split(|&byte| byte == b'\n')
-            .filter(|line| !line.is_empty());
-        lines
-            .map(line)
-            .collect::<Option<_>>()
-            .ok_or(StoreError::Record {
-                path,
-                source: LogError::Damaged,
-            })
-    }
-
-    fn store_dropped(&self, home: &B::Inode, lines: &BTreeSet<Line>) -> Result<(), Errno> {
-        let line = |(arena, scope): &Line| {
-            format!(
-                "{} {}\n",
-                lower::encode_string(arena),
-                lower::encode_string(scope)
-            )
-        };
-        let text: String = lines.iter().map(line).collect();
-        staging::store(&self.base, home, staging::DROPPED, text.as_bytes())
-    }
-
-    /// Scopes of which nothing counts that the arena at hand has. Changes nothing.
-    pub(crate) fn scopes_to_drop(&self) -> Result<Vec<Vec<u8>>, StoreError> {
-        let (Some(arena), Some(home)) = (self.arena, self.find_staging_dir()?) else {
-            return Ok(Vec::new());
-        };
-        let mut all = self.undecided(&home)?;
-        all.append(&mut self.load_dropped(&home)?);
-        let mine: BTreeSet<Vec<u8>> = all
-            .into_iter()
-            .filter(|(of, _)| *of == arena)
-            .map(|(_, scope)| scope)
-            .collect();
-        Ok(mine.into_iter().collect())
-    }
-
-    /// The arena at hand has dropped what it must: notes what other arenas must drop, before the transactions end.
-    pub(crate) fn tell_arenas(&self) -> Result<(), StoreError> {
-        let Some(home) = self.find_staging_dir()? else {
-            return Ok(());
-        };
-        let told = self.load_dropped(&home)?;
-        let mut all = told.clone();
-        all.append(&mut self.undecided(&home)?);
-        all.retain(|(arena, _)| Some(*arena) != self.arena);
-        if all == told {
-            Ok(())
-        } else {
-            Ok(self.store_dropped(&home, &all)?)
-        }
-    }
-
-    /// The arena at hand has nothing any more of the transactions of this home, which stay.
-    fn forget_arena(&self, arena: ArenaId) -> Result<(), StoreError> {
-        let Some(home) = self.find_staging_dir()? else {
-            return Ok(());
-        };
-        for stored in self.stored_transactions(&home)? {
-            if self.arena_of(&stored.dir)? == Some(arena) {
-                self.base
-                    .unlink(&stored.dir, std::ffi::OsStr::new(staging::ARENA))?;
-                self.base.sync_dir(&stored.dir)?;
-            }
-        }
-        let told = self.load_dropped(&home)?;
-        let others: BTreeSet<Line> = told
-            .iter()
-            .filter(|(of, _)| *of != arena)
-            .cloned()
-            .collect();
-        if others == told {
-            Ok(())
-        } else {
-            Ok(self.store_dropped(&home, &others)?)
-        }
+        Ok(backing.arena_notes.forget_arena(arena)?)
     }
 }

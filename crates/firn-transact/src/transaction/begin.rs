@@ -7,11 +7,60 @@ use firn_backing::{Backing, Errno, Kind, SyncScope};
 use crate::change_log::{ChangeLog, Direction};
 use crate::error::{BeginError, ScopeError};
 use crate::object::Object;
+use crate::recovery::StoredScopes;
 use crate::scope::{Scope, Stage};
 use crate::shadow::{Mode, Shadow};
 use crate::staging;
 use crate::transaction::handle::Open;
 use crate::transactional::TransactionalBacking;
+
+impl<B: Backing> StoredScopes<B> {
+    pub(crate) fn new_scope(
+        &self,
+        serial: u64,
+        root: Arc<Object<B>>,
+        path: Vec<u8>,
+        dir: B::Inode,
+        recovered: Option<ChangeLog>,
+    ) -> Result<Scope<B>, Errno> {
+        let shadow = self.shared.shadow_of(&dir, &path)?;
+        Scope::new(&self.home.base, serial, root, path, dir, recovered, shadow)
+    }
+
+    /// What undoes a commit, as the transaction that it is going to be.
+    pub(crate) fn undoing_scope(
+        &self,
+        serial: u64,
+        root: &Arc<Object<B>>,
+        dir: B::Inode,
+        record: ChangeLog,
+    ) -> Result<Scope<B>, Errno> {
+        let path = record.scope_before(Direction::Undo).to_vec();
+        let id = record.id_after(Direction::Undo);
+        let path_after = record.scope_after(Direction::Undo).to_vec();
+        let mut scope = self.new_scope(serial, Arc::clone(root), path, dir, Some(record))?;
+        scope.is_undo = true;
+        scope.top.set_name_after(&path_after);
+        scope.set_stage(Stage::Decided(id));
+        Ok(scope)
+    }
+
+    /// Makes the mark durable that a crash is to undo what is changed. Where this fails the mark is removed: programs go on
+    /// outside of a transaction. If that fails, too, the transaction is open and can be aborted.
+    fn mark_open(&self, scope: Scope<B>) -> Result<(Scope<B>, Result<(), BeginError>), BeginError> {
+        let synced = self.home.base.sync_dir(&scope.dir);
+        let Err(errno) = synced.and_then(|()| self.place_new_top(&scope)) else {
+            return Ok((scope, Ok(())));
+        };
+        match self.home.forget_records(&scope.dir) {
+            Ok(()) => {
+                self.shared.withdraw_from_hosts(&scope.path);
+                Err(errno.into())
+            }
+            Err(_) => Ok((scope, Err(errno.into()))),
+        }
+    }
+}
 
 impl<B: Backing> TransactionalBacking<B> {
     /// Begins a transaction in a directory and all below it. `path` is its own, relative to the backing.
@@ -19,7 +68,7 @@ impl<B: Backing> TransactionalBacking<B> {
         if root.kind != Kind::Dir {
             return Err(ScopeError::NotDirectory.into());
         }
-        self.apply_commits_around(root)?;
+        self.commits.apply_commits_around(root)?;
         let _quiet = self.tree.quiesce_tree(root);
         let mut before = None;
         for scope in &self.scopes.all() {
@@ -44,21 +93,22 @@ impl<B: Backing> TransactionalBacking<B> {
         before: Option<Arc<Scope<B>>>,
         start: impl FnOnce(u64, &B::Inode, &B::Inode) -> Result<Scope<B>, BeginError>,
     ) -> Result<Open<'_, B>, BeginError> {
-        let firn = self.make_hidden_staging_dir()?;
-        self.remove_leftovers(&firn);
+        let firn = self.own_links.make_hidden_staging_dir()?;
+        self.endings.remove_leftovers(&firn);
         let serial = self.scopes.next_serial();
         let name = format!("tx-{serial}");
-        let dir = staging::dir(&self.base, &firn, &name)?;
-        let started = start(serial, &firn, &dir).and_then(|scope| self.mark_open(scope));
+        let dir = staging::dir(&self.home.base, &firn, &name)?;
+        let started =
+            start(serial, &firn, &dir).and_then(|scope| self.stored_scopes.mark_open(scope));
         let (scope, result) = match started {
             Ok(started) => started,
             Err(error) => {
-                self.remove_or_leave(&firn, serial, &dir);
+                self.endings.remove_or_leave(&firn, serial, &dir);
                 return Err(error);
             }
         };
         self.stopped_by.lock().remove(path);
-        self.adopt_new_top(&scope);
+        self.stored_scopes.adopt_new_top(&scope);
         let scope = Arc::new(scope);
         match before {
             Some(before) => before.set_next(Arc::clone(&scope)),
@@ -77,7 +127,7 @@ impl<B: Backing> TransactionalBacking<B> {
     ) -> Result<Scope<B>, BeginError> {
         self.make_shadow(serial, path, firn, dir)?;
         self.make_scope(serial, root, path, dir)
-            .inspect_err(|_| self.withdraw_from_hosts(path))
+            .inspect_err(|_| self.shared.withdraw_from_hosts(path))
     }
 
     /// In shadow mode: makes room for what undoes changes.
@@ -91,12 +141,12 @@ impl<B: Backing> TransactionalBacking<B> {
         if self.mode != Mode::Shadow {
             return Ok(());
         }
-        if !Shadow::tells_inodes(&self.base, firn, &format!("tx-{serial}"))? {
+        if !Shadow::tells_inodes(&self.home.base, firn, &format!("tx-{serial}"))? {
             return Err(BeginError::InodesDiffer);
         }
-        match &self.members {
-            None => Ok(Shadow::make(&self.base, dir)?),
-            Some(_) => self.join_hosts(dir, path),
+        match &self.home.members {
+            None => Ok(Shadow::make(&self.home.base, dir)?),
+            Some(_) => self.shared.join_hosts(dir, path),
         }
     }
 
@@ -110,62 +160,22 @@ impl<B: Backing> TransactionalBacking<B> {
         if self.mode == Mode::Shadow {
             // What an abort brings back must be durable.
             match path {
-                b"" => self.base.sync_all()?,
+                b"" => self.home.base.sync_all()?,
                 _ => {
-                    let top = root.inode(&self.base)?;
-                    self.base.sync_scope(SyncScope::Tree(&top))?;
+                    let top = root.inode(&self.home.base)?;
+                    self.home.base.sync_scope(SyncScope::Tree(&top))?;
                 }
             }
         }
-        let scope = self.new_scope(serial, Arc::clone(root), path.to_vec(), dir.clone(), None)?;
-        self.note_arena(dir)?;
-        staging::put(&self.base, dir, staging::OPEN, path)?;
-        Ok(scope)
-    }
-
-    /// Makes the mark durable that a crash is to undo what is changed. Where this fails the mark is removed: programs go on
-    /// outside of a transaction. If that fails, too, the transaction is open and can be aborted.
-    fn mark_open(&self, scope: Scope<B>) -> Result<(Scope<B>, Result<(), BeginError>), BeginError> {
-        let synced = self.base.sync_dir(&scope.dir);
-        let Err(errno) = synced.and_then(|()| self.place_new_top(&scope)) else {
-            return Ok((scope, Ok(())));
-        };
-        match self.forget_records(&scope.dir) {
-            Ok(()) => {
-                self.withdraw_from_hosts(&scope.path);
-                Err(errno.into())
-            }
-            Err(_) => Ok((scope, Err(errno.into()))),
-        }
-    }
-
-    pub(crate) fn new_scope(
-        &self,
-        serial: u64,
-        root: Arc<Object<B>>,
-        path: Vec<u8>,
-        dir: B::Inode,
-        recovered: Option<ChangeLog>,
-    ) -> Result<Scope<B>, Errno> {
-        let shadow = self.shadow_of(&dir, &path)?;
-        Scope::new(&self.base, serial, root, path, dir, recovered, shadow)
-    }
-
-    /// What undoes a commit, as the transaction that it is going to be.
-    pub(crate) fn undoing_scope(
-        &self,
-        serial: u64,
-        root: &Arc<Object<B>>,
-        dir: B::Inode,
-        record: ChangeLog,
-    ) -> Result<Scope<B>, Errno> {
-        let path = record.scope_before(Direction::Undo).to_vec();
-        let id = record.id_after(Direction::Undo);
-        let path_after = record.scope_after(Direction::Undo).to_vec();
-        let mut scope = self.new_scope(serial, Arc::clone(root), path, dir, Some(record))?;
-        scope.is_undo = true;
-        scope.top.set_name_after(&path_after);
-        scope.set_stage(Stage::Decided(id));
+        let scope = self.stored_scopes.new_scope(
+            serial,
+            Arc::clone(root),
+            path.to_vec(),
+            dir.clone(),
+            None,
+        )?;
+        self.arena_notes.note_arena(dir)?;
+        staging::put(&self.home.base, dir, staging::OPEN, path)?;
         Ok(scope)
     }
 }

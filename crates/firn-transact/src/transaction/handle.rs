@@ -17,6 +17,7 @@ use std::sync::Arc;
 use firn_backing::Backing;
 
 use crate::conflict::Used;
+use crate::scopes::Scopes;
 
 use crate::error::{AbortError, CommitError, PrepareError, StoreError, VoteError};
 use crate::object::Object;
@@ -109,7 +110,7 @@ impl<'a, B: Backing> Prepared<'a, B> {
     /// Back to open, with all that was changed: the other hosts do not agree, or did not come. Returns what
     /// [`Prepared::note_accesses`] was told.
     pub fn reopen(&self) -> Result<Vec<Used>, VoteError> {
-        self.handle.store.reopen(&self.handle.scope, self.id)
+        self.handle.store.votes.reopen(&self.handle.scope, self.id)
     }
 
     /// Notes what processes of this host used up to the moment at which it was prepared.
@@ -122,6 +123,7 @@ impl<'a, B: Backing> Prepared<'a, B> {
     pub fn publish_accesses(&self) -> Result<(), VoteError> {
         self.handle
             .store
+            .votes
             .publish_accesses(&self.handle.scope, self.id)
     }
 
@@ -129,19 +131,20 @@ impl<'a, B: Backing> Prepared<'a, B> {
     pub(crate) fn poll_vote(&self) -> Result<Vote, VoteError> {
         self.handle
             .store
+            .votes
             .poll_vote(self.id, &self.handle.scope.path)
     }
 
     /// Puts an end to its vote, if there is no verdict yet.
     pub(crate) fn give_vote_up(&self, why: String) -> Result<(), VoteError> {
         let path = &self.handle.scope.path;
-        self.handle.store.give_vote_up(self.id, path, why)
+        self.handle.store.votes.give_vote_up(self.id, path, why)
     }
 
     /// Decides for all hosts that it is not committed; fails with [`StageError::Decided`](crate::StageError::Decided) where it is.
     pub(crate) fn call_commit_off(&self) -> Result<(), VoteError> {
         let path = &self.handle.scope.path;
-        self.handle.store.call_commit_off(self.id, path)
+        self.handle.store.votes.call_commit_off(self.id, path)
     }
 }
 
@@ -154,12 +157,16 @@ impl<B: Backing> Decided<'_, B> {
     /// Makes the backing what programs see already, while they read on. Changes of the scope wait. Where this fails it
     /// can be called again; once it is applied it does nothing.
     pub fn apply(&self) -> Result<(), StoreError> {
-        self.handle.store.apply_commit(&self.handle.scope).map(drop)
+        self.handle
+            .store
+            .commits
+            .apply_commit(&self.handle.scope)
+            .map(drop)
     }
 
     /// Applies it; whether this call came to its end, and no other one before.
     pub(crate) fn apply_once(&self) -> Result<bool, StoreError> {
-        self.handle.store.apply_commit(&self.handle.scope)
+        self.handle.store.commits.apply_commit(&self.handle.scope)
     }
 
     /// The directory that it covers.
@@ -185,7 +192,7 @@ impl<B: Backing> Decided<'_, B> {
 
     /// Gives up the transaction that was to begin when this commit is applied.
     pub fn give_up_next(&self) {
-        self.handle.store.give_up_next(&self.handle.scope);
+        self.handle.store.commits.give_up_next(&self.handle.scope);
     }
 
     /// Path of its scope at the begin, relative to the backing.
@@ -255,7 +262,7 @@ impl<'a, B: Backing> Found<'a, B> {
     /// Applies the commit that it follows.
     pub(crate) fn apply_commit_before(&self) -> Result<(), StoreError> {
         let handle = self.handle();
-        handle.store.apply_commit_before(&handle.scope)
+        handle.store.commits.apply_commit_before(&handle.scope)
     }
 
     /// Programs change things in it.
@@ -388,6 +395,14 @@ impl<'a, B: Backing> Handle<'a, B> {
     }
 }
 
+impl<B: Backing> Scopes<B> {
+    /// Whether programs change things in a transaction, or one waits for its outcome.
+    pub fn has_undecided(&self) -> bool {
+        let mut stages = self.in_order().into_iter();
+        stages.any(|(_, stage)| !matches!(stage, Stage::Decided(_)))
+    }
+}
+
 impl<B: Backing> TransactionalBacking<B> {
     pub(crate) fn open_handle(&self, scope: Arc<Scope<B>>) -> Open<'_, B> {
         Open(Handle { store: self, scope })
@@ -442,12 +457,6 @@ impl<B: Backing> TransactionalBacking<B> {
         let found = self.open_transactions().into_iter();
         let decided = found.filter_map(Found::decided);
         decided.filter(|commit| !commit.is_undo()).collect()
-    }
-
-    /// Whether programs change things in a transaction, or one waits for its outcome.
-    pub fn has_undecided(&self) -> bool {
-        let mut stages = self.scopes.in_order().into_iter();
-        stages.any(|(_, stage)| !matches!(stage, Stage::Decided(_)))
     }
 
     /// All that are not over; a commit comes before the transaction that follows it.

@@ -20,11 +20,15 @@ use firn_backing::{Backing, Caller, Errno, Kind, RenameFlags, Time};
 use super::handle::Open;
 use crate::change_log::{ChangeLog, Entry, Identity};
 use crate::error::{BeginError, ScopeError, StoreError};
+use crate::names::Entries;
 use crate::object::{Change, Inner, Key, Object, StagedCopy};
 use crate::paths::{join, last_name, names_in, parent_of};
+use crate::recovery::StoredScopes;
 use crate::scope::{Scope, Stage, Top};
 use crate::staging;
+use crate::staging_dir::Home;
 use crate::top_names::TopName;
+use crate::transaction::apply_commit::Commits;
 use crate::transactional::TransactionalBacking;
 use crate::uses::Area;
 
@@ -60,270 +64,7 @@ impl<B: Backing> TopUndo<B> {
     }
 }
 
-impl<B: Backing> TransactionalBacking<B> {
-    // ---- making the top ----------------------------------------------------------------------
-
-    /// Begins a transaction whose scope begins with its own name: the directory at `path`, which is not there, is made
-    /// in `parent` as a part of it.
-    pub fn begin_created(
-        &self,
-        parent: &Arc<Object<B>>,
-        path: &[u8],
-        maker: TopMaker<'_>,
-    ) -> Result<Open<'_, B>, BeginError> {
-        self.apply_commits_above(parent)?;
-        let _quiet = self.tree.quiesce(vec![Area::Dir(Arc::clone(parent))]);
-        let name = self.name_of_new_top(parent, path)?;
-        // What a directory of this name left that is no more.
-        self.forget_commits(path)?;
-        self.open_scope(path, None, |serial, firn, dir| {
-            self.start_created(serial, (parent, &name, path), maker, (firn, dir))
-        })
-    }
-
-    /// Whether [`TransactionalBacking::begin_created`] would be refused now, whoever asks.
-    pub fn can_begin_created(
-        &self,
-        parent: &Arc<Object<B>>,
-        path: &[u8],
-    ) -> Result<(), BeginError> {
-        self.apply_commits_above(parent)?;
-        let _names = self.share_names(parent);
-        self.name_of_new_top(parent, path).map(drop)
-    }
-
-    /// The name of the directory at `path` if a transaction can make it in `parent`. The caller holds the names.
-    fn name_of_new_top(
-        &self,
-        parent: &Arc<Object<B>>,
-        path: &[u8],
-    ) -> Result<OsString, BeginError> {
-        let Some(name) = last_name(path) else {
-            return Err(BeginError::Exists);
-        };
-        if parent.kind != Kind::Dir {
-            return Err(ScopeError::NotDirectory.into());
-        }
-        if self.members.is_some() {
-            return Err(BeginError::NotAmongHosts);
-        }
-        if parent.is_gone() {
-            return Err(ScopeError::Missing.into());
-        }
-        let known_as_path = || self.scopes.at_path(path);
-        if let Some(other) = self.scopes.scope_of(parent).or_else(known_as_path) {
-            return Err(BeginError::Overlaps {
-                scope: other.path_now().as_slice().into(),
-            });
-        }
-        if self.is_hidden(parent, &name) || self.find_name(parent, &name)?.is_some() {
-            return Err(BeginError::Exists);
-        }
-        Ok(name)
-    }
-
-    /// What is decided at or above a directory is applied: it would be in the way.
-    fn apply_commits_above(&self, dir: &Arc<Object<B>>) -> Result<(), StoreError> {
-        let above = self
-            .scopes
-            .all()
-            .into_iter()
-            .filter(|scope| dir.is_below(&scope.root) && scope.decided().is_some());
-        above
-            .into_iter()
-            .try_for_each(|scope| self.apply_commit(&scope).map(drop))
-    }
-
-    fn start_created(
-        &self,
-        serial: u64,
-        (parent, name, path): (&Arc<Object<B>>, &OsStr, &[u8]),
-        maker: TopMaker<'_>,
-        (firn, dir): (&B::Inode, &B::Inode),
-    ) -> Result<Scope<B>, BeginError> {
-        self.make_shadow(serial, path, firn, dir)?;
-        // Until it is made, its parent stands for it.
-        let mut scope =
-            self.new_scope(serial, Arc::clone(parent), path.to_vec(), dir.clone(), None)?;
-        let below = parent.inode(&self.base)?;
-        let (staging_name, staging_dir) = scope.staging_dir_for(&self.base, &below)?;
-        let number = scope.next_number();
-        assert_eq!(number, NEW_TOP, "the top is made first");
-        let text = number.to_string();
-        let (inode, attr) = self.base.mkdir(
-            maker.caller,
-            &staging_dir,
-            OsStr::new(&text),
-            maker.mode & 0o1777,
-        )?;
-        let key = (attr.dev, attr.ino);
-        let inner = if scope.shadow.is_some() {
-            Inner {
-                base: Some(inode),
-                change: None,
-            }
-        } else {
-            let copy = StagedCopy {
-                staging_dir: staging_dir.clone(),
-                at: (staging_name, text.clone()),
-                held: None,
-                goes_to: None,
-            };
-            Inner {
-                base: None,
-                change: Some(Box::new(Change {
-                    copy: Some(copy),
-                    ..Change::new(number, None)
-                })),
-            }
-        };
-        let location = Some((Arc::clone(parent), name.to_owned()));
-        let root = Arc::new(Object::new(key, Kind::Dir, inner, location));
-        scope.top = Top::new(&root, path, None, scope.shadow.is_some());
-        {
-            let mut names = scope.top.names.lock();
-            names.before = None;
-            names.touched = Some(Time::now());
-        }
-        match &scope.shadow {
-            None => drop(scope.changed.lock().insert(number, Arc::clone(&root))),
-            Some(shadow) => {
-                shadow.note_new(attr.ino);
-                self.write_names(&scope, key, &[name.to_owned()])?;
-            }
-        }
-        scope.root = root;
-        self.note_arena(dir)?;
-        staging::put(&self.base, dir, staging::OPEN, path)?;
-        Ok(scope)
-    }
-
-    /// In shadow mode a new top is put in its place once the transaction is on record.
-    pub(crate) fn place_new_top(&self, scope: &Scope<B>) -> Result<(), Errno> {
-        let names = scope.top.names();
-        let (Some(parent), Some(name)) = (scope.top.parent(), &names.now) else {
-            return Ok(());
-        };
-        if scope.shadow.is_none() || names.before.is_some() {
-            return Ok(());
-        }
-        let below = parent.inode(&self.base)?;
-        let (_, staging_dir) = scope.staging_dir_for(&self.base, &below)?;
-        // A name is taken only by who changes the backing past Firn.
-        let staged = NEW_TOP.to_string();
-        self.rename_without_replacing((&staging_dir, OsStr::new(&staged)), (&below, name))
-    }
-
-    /// Takes up a scope's top that the transaction made.
-    pub(crate) fn adopt_new_top(&self, scope: &Scope<B>) {
-        if scope.top.parent().is_some() && scope.top.names().before.is_none() {
-            self.tree.adopt(&scope.root);
-        }
-    }
-
-    // ---- renaming the top --------------------------------------------------------------------
-
-    /// Renames the top of a scope in its parent; `None` where the name does not lead to one, or it would leave its
-    /// parent.
-    pub(crate) fn rename_top(
-        &self,
-        (from, name): (&Arc<Object<B>>, &OsStr),
-        (to, new_name): (&Arc<Object<B>>, &OsStr),
-        flags: RenameFlags,
-    ) -> Option<Result<(), Errno>> {
-        if self.scopes.is_empty() || !Arc::ptr_eq(from, to) {
-            return None;
-        }
-        let names = self.share_names(from);
-        let scope = self.scope_with_top(from, name)?;
-        drop(names);
-        let parts = vec![
-            Area::Tree(Arc::clone(&scope.root)),
-            Area::Dir(Arc::clone(from)),
-        ];
-        let _quiet = self.tree.quiesce(parts);
-        let found = self.scope_with_top(from, name)?;
-        if !Arc::ptr_eq(&found, &scope) {
-            return Some(Err(Errno::BUSY));
-        }
-        Some(self.rename_top_of(&scope, from, new_name, flags))
-    }
-
-    fn scope_with_top(&self, dir: &Arc<Object<B>>, name: &OsStr) -> Option<Arc<Scope<B>>> {
-        let found = self.find_name(dir, name).ok().flatten()?;
-        self.scopes.find(|one| Arc::ptr_eq(&one.root, &found))
-    }
-
-    /// The caller holds names and data.
-    fn rename_top_of(
-        &self,
-        scope: &Arc<Scope<B>>,
-        parent: &Arc<Object<B>>,
-        new_name: &OsStr,
-        flags: RenameFlags,
-    ) -> Result<(), Errno> {
-        let names = scope.top.names();
-        if !(RenameFlags::EXCHANGE | RenameFlags::NOREPLACE).contains(flags)
-            || flags == (RenameFlags::EXCHANGE | RenameFlags::NOREPLACE)
-        {
-            return Err(Errno::INVAL);
-        }
-        if names.now.as_deref() == Some(new_name) {
-            return if flags.contains(RenameFlags::NOREPLACE) {
-                Err(Errno::EXIST)
-            } else {
-                Ok(())
-            };
-        }
-        let is_first = names.first.as_deref() == Some(new_name);
-        if !is_first {
-            self.must_be_free_for_a_top(parent, new_name, flags)?;
-        } else if flags.contains(RenameFlags::EXCHANGE) {
-            return Err(Errno::NOENT);
-        }
-        // The hosts of a transaction know it by its path.
-        if self.members.is_some() || !scope.is_open() || scope.stage() != Stage::Open {
-            return Err(Errno::BUSY);
-        }
-        self.note_name(scope, new_name)?;
-        if scope.shadow.is_some() {
-            let below = parent.inode(&self.base)?;
-            let old = names.now.as_deref().ok_or(Errno::STALE)?;
-            self.rename_without_replacing((&below, old), (&below, new_name))?;
-        }
-        {
-            let mut names = scope.top.names.lock();
-            names.now = Some(new_name.to_owned());
-            names.touched = Some(Time::now());
-        }
-        scope.root.move_to(parent, new_name);
-        self.scopes.count_changed_tops();
-        self.check_names(scope, &[&scope.root]);
-        Ok(())
-    }
-
-    /// What rename(2) says of a target. One that it would replace is no part of the transaction, and stays: EBUSY.
-    fn must_be_free_for_a_top(
-        &self,
-        parent: &Arc<Object<B>>,
-        name: &OsStr,
-        flags: RenameFlags,
-    ) -> Result<(), Errno> {
-        if matches!(self.find_top_name(parent, name), TopName::Reserved) {
-            return Err(Errno::BUSY);
-        }
-        let target = self.find_name(parent, name)?;
-        match target {
-            None if flags.contains(RenameFlags::EXCHANGE) => Err(Errno::NOENT),
-            None => Ok(()),
-            Some(_) if flags.contains(RenameFlags::NOREPLACE) => Err(Errno::EXIST),
-            Some(_) if flags.contains(RenameFlags::EXCHANGE) => Err(Errno::BUSY),
-            Some(target) if target.kind != Kind::Dir => Err(Errno::NOTDIR),
-            Some(target) if !self.list_entries(&target, false)?.is_empty() => Err(Errno::NOTEMPTY),
-            Some(_) => Err(Errno::BUSY),
-        }
-    }
-
+impl<B: Backing> Home<B> {
     fn rename_without_replacing(
         &self,
         (from, name): (&B::Inode, &OsStr),
@@ -379,7 +120,7 @@ impl<B: Backing> TransactionalBacking<B> {
     ) -> Result<(), Errno> {
         let identity = Identity {
             ino,
-            elsewhere: device != self.device(),
+            elsewhere: device != self.device,
         };
         let place = |name: &OsString| (0, name.as_bytes().to_vec());
         let before = scope.top.names().before;
@@ -454,7 +195,117 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         Ok(at)
     }
+}
 
+impl<B: Backing> Entries<B> {
+    // ---- renaming the top --------------------------------------------------------------------
+
+    /// Renames the top of a scope in its parent; `None` where the name does not lead to one, or it would leave its
+    /// parent.
+    pub(crate) fn rename_top(
+        &self,
+        (from, name): (&Arc<Object<B>>, &OsStr),
+        (to, new_name): (&Arc<Object<B>>, &OsStr),
+        flags: RenameFlags,
+    ) -> Option<Result<(), Errno>> {
+        if self.scopes.is_empty() || !Arc::ptr_eq(from, to) {
+            return None;
+        }
+        let names = self.admission.share_names(from);
+        let scope = self.scope_with_top(from, name)?;
+        drop(names);
+        let parts = vec![
+            Area::Tree(Arc::clone(&scope.root)),
+            Area::Dir(Arc::clone(from)),
+        ];
+        let _quiet = self.tree.quiesce(parts);
+        let found = self.scope_with_top(from, name)?;
+        if !Arc::ptr_eq(&found, &scope) {
+            return Some(Err(Errno::BUSY));
+        }
+        Some(self.rename_top_of(&scope, from, new_name, flags))
+    }
+
+    fn scope_with_top(&self, dir: &Arc<Object<B>>, name: &OsStr) -> Option<Arc<Scope<B>>> {
+        let found = self.find_name(dir, name).ok().flatten()?;
+        self.scopes.find(|one| Arc::ptr_eq(&one.root, &found))
+    }
+
+    /// The caller holds names and data.
+    fn rename_top_of(
+        &self,
+        scope: &Arc<Scope<B>>,
+        parent: &Arc<Object<B>>,
+        new_name: &OsStr,
+        flags: RenameFlags,
+    ) -> Result<(), Errno> {
+        let names = scope.top.names();
+        if !(RenameFlags::EXCHANGE | RenameFlags::NOREPLACE).contains(flags)
+            || flags == (RenameFlags::EXCHANGE | RenameFlags::NOREPLACE)
+        {
+            return Err(Errno::INVAL);
+        }
+        if names.now.as_deref() == Some(new_name) {
+            return if flags.contains(RenameFlags::NOREPLACE) {
+                Err(Errno::EXIST)
+            } else {
+                Ok(())
+            };
+        }
+        let is_first = names.first.as_deref() == Some(new_name);
+        if !is_first {
+            self.must_be_free_for_a_top(parent, new_name, flags)?;
+        } else if flags.contains(RenameFlags::EXCHANGE) {
+            return Err(Errno::NOENT);
+        }
+        // The hosts of a transaction know it by its path.
+        if self.home.members.is_some() || !scope.is_open() || scope.stage() != Stage::Open {
+            return Err(Errno::BUSY);
+        }
+        self.home.note_name(scope, new_name)?;
+        if scope.shadow.is_some() {
+            let below = parent.inode(&self.home.base)?;
+            let old = names.now.as_deref().ok_or(Errno::STALE)?;
+            self.home
+                .rename_without_replacing((&below, old), (&below, new_name))?;
+        }
+        {
+            let mut names = scope.top.names.lock();
+            names.now = Some(new_name.to_owned());
+            names.touched = Some(Time::now());
+        }
+        scope.root.move_to(parent, new_name);
+        self.scopes.count_changed_tops();
+        scope.check_names(&[&scope.root]);
+        Ok(())
+    }
+
+    /// What rename(2) says of a target. One that it would replace is no part of the transaction, and stays: EBUSY.
+    fn must_be_free_for_a_top(
+        &self,
+        parent: &Arc<Object<B>>,
+        name: &OsStr,
+        flags: RenameFlags,
+    ) -> Result<(), Errno> {
+        if matches!(self.tops.find_top_name(parent, name), TopName::Reserved) {
+            return Err(Errno::BUSY);
+        }
+        let target = self.find_name(parent, name)?;
+        match target {
+            None if flags.contains(RenameFlags::EXCHANGE) => Err(Errno::NOENT),
+            None => Ok(()),
+            Some(_) if flags.contains(RenameFlags::NOREPLACE) => Err(Errno::EXIST),
+            Some(_) if flags.contains(RenameFlags::EXCHANGE) => Err(Errno::BUSY),
+            Some(target) if target.kind != Kind::Dir => Err(Errno::NOTDIR),
+            Some(target) if !self.dirs.list_entries(&target, false)?.is_empty() => {
+                Err(Errno::NOTEMPTY)
+            }
+            Some(_) => Err(Errno::BUSY),
+        }
+    }
+}
+
+impl<B: Backing> StoredScopes<B> {
     // ---- recovered transactions --------------------------------------------------------------
 
     /// The top of a transaction that an earlier firnd prepared, in `dir`. One that is still to be made is staged.
@@ -479,18 +330,18 @@ impl<B: Backing> TransactionalBacking<B> {
         } else {
             path
         };
-        let mut root = Arc::clone(self.top());
+        let mut root = Arc::clone(self.tree.top());
         for name in names_in(above) {
-            let parent = root.inode(&self.base)?;
-            let (inode, attr) = self.base.lookup(&parent, name)?;
-            root = self.tree.intern(&self.base, inode, &attr, &root, name);
+            let parent = root.inode(&self.home.base)?;
+            let (inode, attr) = self.home.base.lookup(&parent, name)?;
+            root = self.tree.intern(&self.home.base, inode, &attr, &root, name);
         }
         let Some((staging_dir, name)) = staged else {
             return Ok(root);
         };
-        let new = staging::must_find_dir(&self.base, dir, staging::NEW)?;
-        let staging_dir = staging::must_find_dir(&self.base, &new, staging_dir)?;
-        let (inode, attr) = self.base.lookup(&staging_dir, OsStr::new(name))?;
+        let new = staging::must_find_dir(&self.home.base, dir, staging::NEW)?;
+        let staging_dir = staging::must_find_dir(&self.home.base, &new, staging_dir)?;
+        let (inode, attr) = self.home.base.lookup(&staging_dir, OsStr::new(name))?;
         let inner = Inner {
             base: Some(inode),
             change: None,
@@ -500,7 +351,9 @@ impl<B: Backing> TransactionalBacking<B> {
         // Nobody finds it before the commit, so it is not taken up.
         Ok(Arc::new(Object::new(key, Kind::Dir, inner, location)))
     }
+}
 
+impl<B: Backing> Commits<B> {
     /// A log of before is applied, and the top has the name that it gives.
     pub(crate) fn settle_top(&self, scope: &Scope<B>) {
         let names = scope.top.names();
@@ -508,12 +361,185 @@ impl<B: Backing> TransactionalBacking<B> {
             scope.root.move_to(parent, name);
         }
     }
+}
 
-    /// The transaction is aborted: the top has the name that it had.
-    pub(crate) fn put_top_back(&self, scope: &Scope<B>) {
+impl<B: Backing> StoredScopes<B> {
+    /// In shadow mode a new top is put in its place once the transaction is on record.
+    pub(crate) fn place_new_top(&self, scope: &Scope<B>) -> Result<(), Errno> {
         let names = scope.top.names();
-        if let (Some(parent), Some(name)) = (scope.top.parent(), &names.before) {
-            scope.root.move_to(parent, name);
+        let (Some(parent), Some(name)) = (scope.top.parent(), &names.now) else {
+            return Ok(());
+        };
+        if scope.shadow.is_none() || names.before.is_some() {
+            return Ok(());
+        }
+        let below = parent.inode(&self.home.base)?;
+        let (_, staging_dir) = scope.staging_dir_for(&self.home.base, &below)?;
+        // A name is taken only by who changes the backing past Firn.
+        let staged = NEW_TOP.to_string();
+        self.home
+            .rename_without_replacing((&staging_dir, OsStr::new(&staged)), (&below, name))
+    }
+
+    /// Takes up a scope's top that the transaction made.
+    pub(crate) fn adopt_new_top(&self, scope: &Scope<B>) {
+        if scope.top.parent().is_some() && scope.top.names().before.is_none() {
+            self.tree.adopt(&scope.root);
+        }
+    }
+}
+
+impl<B: Backing> TransactionalBacking<B> {
+    // ---- making the top ----------------------------------------------------------------------
+
+    /// Begins a transaction whose scope begins with its own name: the directory at `path`, which is not there, is made
+    /// in `parent` as a part of it.
+    pub fn begin_created(
+        &self,
+        parent: &Arc<Object<B>>,
+        path: &[u8],
+        maker: TopMaker<'_>,
+    ) -> Result<Open<'_, B>, BeginError> {
+        self.apply_commits_above(parent)?;
+        let _quiet = self.tree.quiesce(vec![Area::Dir(Arc::clone(parent))]);
+        let name = self.name_of_new_top(parent, path)?;
+        // What a directory of this name left that is no more.
+        self.history.forget_commits(path)?;
+        self.open_scope(path, None, |serial, firn, dir| {
+            self.start_created(serial, (parent, &name, path), maker, (firn, dir))
+        })
+    }
+
+    /// Whether [`TransactionalBacking::begin_created`] would be refused now, whoever asks.
+    pub fn can_begin_created(
+        &self,
+        parent: &Arc<Object<B>>,
+        path: &[u8],
+    ) -> Result<(), BeginError> {
+        self.apply_commits_above(parent)?;
+        let _names = self.admission.share_names(parent);
+        self.name_of_new_top(parent, path).map(drop)
+    }
+
+    /// The name of the directory at `path` if a transaction can make it in `parent`. The caller holds the names.
+    fn name_of_new_top(
+        &self,
+        parent: &Arc<Object<B>>,
+        path: &[u8],
+    ) -> Result<OsString, BeginError> {
+        let Some(name) = last_name(path) else {
+            return Err(BeginError::Exists);
+        };
+        if parent.kind != Kind::Dir {
+            return Err(ScopeError::NotDirectory.into());
+        }
+        if self.home.members.is_some() {
+            return Err(BeginError::NotAmongHosts);
+        }
+        if parent.is_gone() {
+            return Err(ScopeError::Missing.into());
+        }
+        let known_as_path = || self.scopes.at_path(path);
+        if let Some(other) = self.scopes.scope_of(parent).or_else(known_as_path) {
+            return Err(BeginError::Overlaps {
+                scope: other.path_now().as_slice().into(),
+            });
+        }
+        if self.entries.is_hidden(parent, &name) || self.entries.find_name(parent, &name)?.is_some()
+        {
+            return Err(BeginError::Exists);
+        }
+        Ok(name)
+    }
+
+    /// What is decided at or above a directory is applied: it would be in the way.
+    fn apply_commits_above(&self, dir: &Arc<Object<B>>) -> Result<(), StoreError> {
+        let above = self
+            .scopes
+            .all()
+            .into_iter()
+            .filter(|scope| dir.is_below(&scope.root) && scope.decided().is_some());
+        above
+            .into_iter()
+            .try_for_each(|scope| self.commits.apply_commit(&scope).map(drop))
+    }
+
+    fn start_created(
+        &self,
+        serial: u64,
+        (parent, name, path): (&Arc<Object<B>>, &OsStr, &[u8]),
+        maker: TopMaker<'_>,
+        (firn, dir): (&B::Inode, &B::Inode),
+    ) -> Result<Scope<B>, BeginError> {
+        self.make_shadow(serial, path, firn, dir)?;
+        // Until it is made, its parent stands for it.
+        let mut scope = self.stored_scopes.new_scope(
+            serial,
+            Arc::clone(parent),
+            path.to_vec(),
+            dir.clone(),
+            None,
+        )?;
+        let below = parent.inode(&self.home.base)?;
+        let (staging_name, staging_dir) = scope.staging_dir_for(&self.home.base, &below)?;
+        let number = scope.next_number();
+        assert_eq!(number, NEW_TOP, "the top is made first");
+        let text = number.to_string();
+        let (inode, attr) = self.home.base.mkdir(
+            maker.caller,
+            &staging_dir,
+            OsStr::new(&text),
+            maker.mode & 0o1777,
+        )?;
+        let key = (attr.dev, attr.ino);
+        let inner = if scope.shadow.is_some() {
+            Inner {
+                base: Some(inode),
+                change: None,
+            }
+        } else {
+            let copy = StagedCopy {
+                staging_dir: staging_dir.clone(),
+                at: (staging_name, text.clone()),
+                held: None,
+                goes_to: None,
+            };
+            Inner {
+                base: None,
+                change: Some(Box::new(Change {
+                    copy: Some(copy),
+                    ..Change::new(number, None)
+                })),
+            }
+        };
+        let location = Some((Arc::clone(parent), name.to_owned()));
+        let root = Arc::new(Object::new(key, Kind::Dir, inner, location));
+        scope.top = Top::new(&root, path, None, scope.shadow.is_some());
+        {
+            let mut names = scope.top.names.lock();
+            names.before = None;
+            names.touched = Some(Time::now());
+        }
+        match &scope.shadow {
+            None => drop(scope.changed.lock().insert(number, Arc::clone(&root))),
+            Some(shadow) => {
+                shadow.note_new(attr.ino);
+                self.home.write_names(&scope, key, &[name.to_owned()])?;
+            }
+        }
+        scope.root = root;
+        self.arena_notes.note_arena(dir)?;
+        staging::put(&self.home.base, dir, staging::OPEN, path)?;
+        Ok(scope)
+    }
+}
+
+impl<B: Backing> Scope<B> {
+    /// The transaction is aborted: the top has the name that it had.
+    pub(crate) fn put_top_back(&self) {
+        let names = self.top.names();
+        if let (Some(parent), Some(name)) = (self.top.parent(), &names.before) {
+            self.root.move_to(parent, name);
         }
     }
 }

@@ -7,14 +7,14 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
 
 use crate::conflict::{Accesses, File, Name, Process, Published, Ranges, Used};
+use crate::vote::Votes;
 use firn_backing::{Backing, Errno};
 use firn_hosts::Members;
 
 use crate::change_log::{ChangeLog, Entry, Place};
 use crate::staging;
-use crate::transactional::TransactionalBacking;
 
-impl<B: Backing> TransactionalBacking<B> {
+impl<B: Backing> Votes<B> {
     /// The list that a record and the accesses of programs give.
     pub(super) fn list_accesses(
         &self,
@@ -31,7 +31,7 @@ impl<B: Backing> TransactionalBacking<B> {
             .iter()
             .map(|item| (item.number, item))
             .collect();
-        let top_ino = self.top().key.1;
+        let top_ino = self.tree.top().key.1;
         let ino = |number: u64| match number {
             0 => Some(top_ino),
             number => items
@@ -53,7 +53,7 @@ impl<B: Backing> TransactionalBacking<B> {
             .map(|item| item.identity.ino)
             .collect();
         let mut directories = Directories {
-            base: &self.base,
+            base: &self.home.base,
             known: HashMap::new(),
         };
         for file in used.iter().filter(|file| !is_new.contains(&file.ino)) {

@@ -284,11 +284,11 @@ fn a_round_that_hangs_holds_up_no_prepare_of_another_directory() {
     let (backing, store) = world_with_backup();
     let backing = Arc::new(backing);
     // Only files that were quiet for a round are copied.
-    backing.back_up_ahead();
+    backing.backups.back_up_ahead();
     let hang = store.hang("create");
     std::thread::scope(|scope| {
         let busy = Arc::clone(&backing);
-        scope.spawn(move || busy.back_up_ahead());
+        scope.spawn(move || busy.backups.back_up_ahead());
         hang.await_call();
         let done = catch_unwind(AssertUnwindSafe(|| other_is_prepared(&backing, "a round")));
         drop(hang);

@@ -148,6 +148,7 @@ fn revived<B: Backing>(base: B, store: &B) -> TransactionalBacking<B> {
     let backing = TransactionalBacking::open(base).expect("open").0;
     let (dir, manifest) = only(store);
     backing
+        .revival
         .revive((store, &dir), OsStr::new("it"), &manifest)
         .expect("revive");
     backing
@@ -183,7 +184,7 @@ fn lost<B: Backing>(
     for part in 1..4 {
         suite::differential::run(&backing, &plain, seed + part * 1_000_000, 70);
         for _ in 0..seed % 3 {
-            backing.back_up_ahead();
+            backing.backups.back_up_ahead();
         }
     }
     (before, plain, backing)
@@ -197,7 +198,7 @@ fn what_was_prepared_is_finished_from_the_backup_on_another_copy_of_the_tree() {
         println!("seed {seed}");
         let (before, plain, backing) = lost(SimBacking::new(), SimBacking::new(), seed);
         backing.prepare(&backing.root(), 5).expect("prepare");
-        let store = backing.backups().expect("a backup").fork();
+        let store = backing.backups.directory().expect("a backup").fork();
         objects += only(&store).1.entries.len();
         drop(backing);
         let old = tree(&PlainBacking::new(before.fork())).expect("tree");
@@ -332,15 +333,15 @@ fn a_new_top_and_a_new_name_of_a_top_are_finished_from_the_backup() {
             let scope = backing.lookup(&parent, OsStr::new("d")).expect("d").0;
             drop(backing.begin(&scope, b"p/d").expect("begin"));
         }
-        backing.back_up_ahead();
+        backing.backups.back_up_ahead();
         change_and_rename(&backing);
-        backing.back_up_ahead();
+        backing.backups.back_up_ahead();
         change_and_rename(&plain);
         let top = |backing: &TransactionalBacking<SimBacking>| {
-            backing.top_known_as(b"p/d").expect("a transaction")
+            backing.tops.top_known_as(b"p/d").expect("a transaction")
         };
         backing.prepare(&top(&backing), 5).expect("prepare");
-        let store = backing.backups().expect("a backup").fork();
+        let store = backing.backups.directory().expect("a backup").fork();
         drop(backing);
         let old = tree_in(&PlainBacking::new(before.fork()));
 
@@ -348,7 +349,9 @@ fn a_new_top_and_a_new_name_of_a_top_are_finished_from_the_backup() {
         assert_eq!(tree_in(&undecided), old, "{is_new}: undecided");
         let disk = undecided.base().fork();
         let (dir, manifest) = only(&store);
-        let again = undecided.revive((&store, &dir), OsStr::new("it"), &manifest);
+        let again = undecided
+            .revival
+            .revive((&store, &dir), OsStr::new("it"), &manifest);
         assert!(
             matches!(again, Err(ReviveError::Overlaps { .. })),
             "{is_new}: {again:?}"
@@ -362,8 +365,10 @@ fn a_new_top_and_a_new_name_of_a_top_are_finished_from_the_backup() {
         done.commit(&top(&done), 5).expect("commit");
         assert_eq!(tree_in(&done), tree_in(&plain), "{is_new}: committed");
         done.base().fsck().expect("fsck");
-        assert_eq!(done.committed(b"p/n"), Ok(Some(5)), "{is_new}");
-        let again = done.revive((&store, &dir), OsStr::new("it"), &manifest);
+        assert_eq!(done.home.committed(b"p/n"), Ok(Some(5)), "{is_new}");
+        let again = done
+            .revival
+            .revive((&store, &dir), OsStr::new("it"), &manifest);
         assert_eq!(again, Err(ReviveError::Applied { id: 5 }), "{is_new}");
     }
 }
@@ -372,14 +377,14 @@ fn a_new_top_and_a_new_name_of_a_top_are_finished_from_the_backup() {
 #[test]
 fn a_backup_is_there_only_while_its_transaction_is_prepared() {
     let (_, backing) = prepared();
-    let store = || backing.backups().expect("a backup");
+    let store = || backing.backups.directory().expect("a backup");
     only(store());
     backing.abort(&backing.root()).expect("abort");
     assert!(entries(store(), &store().root()).is_empty(), "aborted");
     backing.begin(&backing.root(), b"").expect("begin");
     put(&backing, "new", b"new");
     for _ in 0..3 {
-        backing.back_up_ahead();
+        backing.backups.back_up_ahead();
     }
     let names = entries(store(), &store().root());
     let (dir, _) = store()
@@ -402,7 +407,7 @@ fn a_backup_is_there_only_while_its_transaction_is_prepared() {
 #[test]
 fn a_backup_that_is_torn_or_has_lost_a_piece_is_refused() {
     let (before, backing) = prepared();
-    let store = backing.backups().expect("a backup");
+    let store = backing.backups.directory().expect("a backup");
     let (dir, manifest) = only(store);
     let old = before.tree();
     let bytes = manifest.encode();
@@ -446,6 +451,7 @@ fn a_backup_that_is_torn_or_has_lost_a_piece_is_refused() {
             }
             let target = TransactionalBacking::open(before.fork()).expect("open").0;
             let refused = target
+                .revival
                 .revive((&bad, &dir), OsStr::new("it"), &manifest)
                 .expect_err("must be refused");
             assert_eq!(
@@ -469,7 +475,7 @@ fn a_backup_that_is_torn_or_has_lost_a_piece_is_refused() {
 #[test]
 fn a_tree_that_is_not_the_one_before_is_refused() {
     let (before, backing) = prepared();
-    let store = backing.backups().expect("a backup");
+    let store = backing.backups.directory().expect("a backup");
     let (dir, manifest) = only(store);
     let refused = |change: fn(&SimBacking), word: &str| {
         let other = before.fork();
@@ -477,6 +483,7 @@ fn a_tree_that_is_not_the_one_before_is_refused() {
         let old = other.tree();
         let target = TransactionalBacking::open(other).expect("open").0;
         let error = target
+            .revival
             .revive((store, &dir), OsStr::new("it"), &manifest)
             .expect_err("must be refused")
             .to_string();
@@ -501,19 +508,24 @@ fn a_tree_that_is_not_the_one_before_is_refused() {
 
     // Twice: the second finds the first.
     let target = revived(before.fork(), store);
-    let again = target.revive((store, &dir), OsStr::new("it"), &manifest);
+    let again = target
+        .revival
+        .revive((store, &dir), OsStr::new("it"), &manifest);
     assert!(
         matches!(again, Err(ReviveError::Overlaps { .. })),
         "{again:?}"
     );
     target.commit(&target.root(), 5).expect("commit");
     let after: Result<Tree, Errno> = tree(&target);
-    let late = target.revive((store, &dir), OsStr::new("it"), &manifest);
+    let late = target
+        .revival
+        .revive((store, &dir), OsStr::new("it"), &manifest);
     assert_eq!(late, Err(ReviveError::Applied { id: 5 }));
     assert_eq!(tree(&target), after);
     target.begin(&target.root(), b"").expect("begin");
     target.commit(&target.root(), 6).expect("commit");
     let late = target
+        .revival
         .revive((store, &dir), OsStr::new("it"), &manifest)
         .expect_err("refused")
         .to_string();
@@ -524,7 +536,7 @@ fn a_tree_that_is_not_the_one_before_is_refused() {
 #[test]
 fn a_backup_that_the_backing_does_not_know_is_not_removed() {
     let (before, backing) = prepared();
-    let store = backing.backups().expect("a backup").fork();
+    let store = backing.backups.directory().expect("a backup").fork();
     let base = backing.base().fork();
     drop(backing);
     let known = TransactionalBacking::known_backups(&base, None).expect("known");
@@ -543,9 +555,9 @@ fn a_backup_that_the_backing_does_not_know_is_not_removed() {
         .0
         .backed_up(store, &known)
         .expect("it waits");
-    only(back.backups().expect("a backup"));
+    only(back.backups.directory().expect("a backup"));
     back.commit(&back.root(), 5).expect("commit");
-    let store = back.backups().expect("a backup");
+    let store = back.backups.directory().expect("a backup");
     assert!(entries(store, &store.root()).is_empty());
 
     // What was prepared without a backup comes into it.
@@ -556,5 +568,5 @@ fn a_backup_that_the_backing_does_not_know_is_not_removed() {
         .0
         .backed_up(SimBacking::new(), &BTreeSet::new())
         .expect("open");
-    only(again.backups().expect("a backup"));
+    only(again.backups.directory().expect("a backup"));
 }

@@ -122,7 +122,7 @@ fn settle(
     if outcome.waiting.is_empty() {
         assert_eq!(backing.transactions(), [], "{told}");
         assert_eq!(
-            backing.committed(b""),
+            backing.home.committed(b""),
             Ok(is_new.then_some(5)),
             "{told}: its number tells it"
         );

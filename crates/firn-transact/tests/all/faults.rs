@@ -347,6 +347,7 @@ impl World {
             .collect();
         let committed = self
             .backing()
+            .home
             .committed(b"")
             .expect("it answers")
             .expect("there were commits");
@@ -428,7 +429,7 @@ impl World {
     fn must_be_clean(&mut self, seed: u64) {
         let number = self.number();
         if seed.is_multiple_of(2) {
-            self.backing().back_up_ahead();
+            self.backing().backups.back_up_ahead();
             self.end();
         } else {
             self.lose_power(seed);
@@ -453,7 +454,7 @@ impl World {
             }
         }
         assert!(undos <= self.setup.history, "{undos} commits are kept");
-        self.backing().back_up_ahead();
+        self.backing().backups.back_up_ahead();
         let backups: Vec<_> = self.store.tree().into_keys().collect();
         assert!(backups.len() <= 1, "left in the backup: {backups:?}");
         self.disk.fsck().expect("fsck");

@@ -51,7 +51,11 @@ fn each_commit_that_is_kept_is_restored() {
         println!("seed {seed}");
         for back in 1..=u64::from(HISTORY) {
             let (backing, trees) = committed(seed, 5);
-            assert_eq!(backing.kept(b""), Ok(vec![5, 4, 3, 2]), "seed {seed}");
+            assert_eq!(
+                backing.history.kept(b""),
+                Ok(vec![5, 4, 3, 2]),
+                "seed {seed}"
+            );
             // What is open is thrown away with it.
             if seed % 2 == 0 {
                 backing.begin(&backing.root(), b"").expect("begin");
@@ -70,7 +74,7 @@ fn each_commit_that_is_kept_is_restored() {
                 expected,
                 "seed {seed}: {back} back, opened again"
             );
-            assert_eq!(again.committed(b""), Ok(Some(5 - back)));
+            assert_eq!(again.home.committed(b""), Ok(Some(5 - back)));
             backing.base().fsck().expect("fsck");
             // And on from there.
             backing.begin(&backing.root(), b"").expect("begin");
@@ -113,6 +117,7 @@ fn a_crash_at_any_call_of_a_restore_leaves_one_of_the_commits_and_it_can_be_repe
             disk.fsck().expect("fsck");
             let backing = open(disk.clone());
             let now = backing
+                .home
                 .committed(b"")
                 .expect("it answers")
                 .expect("a number");
@@ -154,6 +159,7 @@ fn a_crash_at_any_call_of_a_commit_keeps_the_ones_before() {
             disk.power_loss(seed * 37 + at);
             let backing = open(disk.clone());
             let now = backing
+                .home
                 .committed(b"")
                 .expect("it answers")
                 .expect("a number");

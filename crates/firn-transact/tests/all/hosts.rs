@@ -88,7 +88,7 @@ fn step(host: &Host, stage: &mut u32) -> Result<bool, TransactionError> {
         1 => host
             .note_accesses(&root, Vec::new())
             .and_then(|()| host.publish_accesses(&root, ID))?,
-        2 => match host.poll_vote(ID, b"")? {
+        2 => match host.votes.poll_vote(ID, b"")? {
             Vote::Waiting { .. } => return Ok(false),
             Vote::Over(verdict) => verdict.agreed()?,
         },
@@ -148,7 +148,7 @@ fn parts_of_one_file_by_several_hosts_are_committed_together() {
     assert_eq!(seen(hosts[1].as_ref().unwrap()), new);
     assert_eq!(votes(&disk), [""; 0]);
     for host in hosts.iter().flatten() {
-        assert_eq!(host.committed(b""), Ok(Some(ID)));
+        assert_eq!(host.home.committed(b""), Ok(Some(ID)));
         assert_eq!(host.transactions(), []);
     }
 }
@@ -190,7 +190,8 @@ fn a_host_that_dies_at_any_call_leaves_both_parts_or_none() {
                     let before = stages[index];
                     match step(host, &mut stages[index]) {
                         Ok(false) if stages[index] == before => {
-                            host.give_vote_up(ID, b"", "nobody came".into())
+                            host.votes
+                                .give_vote_up(ID, b"", "nobody came".into())
                                 .expect("give up");
                         }
                         Ok(_) => {}
@@ -290,7 +291,7 @@ fn vote(hosts: &[Host], used: &[Vec<Used>]) -> Vec<Verdict> {
             .expect("note");
         host.publish_accesses(&host.root(), ID).expect("publish");
     }
-    let verdict = |host: &Host| match host.poll_vote(ID, b"").expect("vote") {
+    let verdict = |host: &Host| match host.votes.poll_vote(ID, b"").expect("vote") {
         Vote::Over(verdict) => verdict,
         waiting => panic!("{waiting:?}"),
     };
@@ -496,7 +497,7 @@ fn an_abort_by_one_host_aborts_for_all() {
     hosts[0].prepare(&root, ID).expect("prepare");
     hosts[0].note_accesses(&root, Vec::new()).expect("note");
     hosts[0].publish_accesses(&root, ID).expect("publish");
-    let waits = hosts[0].poll_vote(ID, b"").expect("vote");
+    let waits = hosts[0].votes.poll_vote(ID, b"").expect("vote");
     assert_eq!(
         waits,
         Vote::Waiting {
@@ -507,7 +508,7 @@ fn an_abort_by_one_host_aborts_for_all() {
     );
     hosts[1].abort(&hosts[1].root()).expect("abort");
     assert!(
-        matches!(hosts[0].poll_vote(ID, b""), Ok(Vote::Over(Verdict::GivenUp { by, .. })) if by == "b")
+        matches!(hosts[0].votes.poll_vote(ID, b""), Ok(Vote::Over(Verdict::GivenUp { by, .. })) if by == "b")
     );
     hosts[0].abort(&root).expect("abort");
     assert_eq!(seen(&disk_view(&disk)), old);
@@ -587,7 +588,7 @@ fn regression_two_threads_of_a_host_that_put_the_same_file_do_not_disturb_each_o
         let barrier = std::sync::Barrier::new(2);
         let poll = || {
             barrier.wait();
-            host.poll_vote(id, b"").expect("vote")
+            host.votes.poll_vote(id, b"").expect("vote")
         };
         std::thread::scope(|scope| {
             let other = scope.spawn(poll);
@@ -616,13 +617,14 @@ fn regression_calling_off_what_is_ended_makes_no_vote() {
             .expect("publish");
     }
     for host in hosts.iter().flatten() {
-        host.call_commit_off(ID, b"").expect("called off");
+        host.votes.call_commit_off(ID, b"").expect("called off");
         host.abort(&host.root()).expect("abort");
     }
     assert_eq!(votes(&disk), [""; 0]);
     hosts[0]
         .as_ref()
         .unwrap()
+        .votes
         .call_commit_off(ID, b"")
         .expect("nothing is to be called off");
     assert_eq!(votes(&disk), [""; 0]);

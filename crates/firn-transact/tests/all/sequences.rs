@@ -214,7 +214,7 @@ fn all_in(mode: Mode, disk: SimBacking, calls: &[Call], len: u32) {
             // In shadow mode there are no tables to derive states from.
             if mode == Mode::Buffer {
                 let expected = state_by_inodes(at, &inos_before, &inos_after, &cut);
-                let found = backing.state_of(&backing.root(), OsStr::new(name));
+                let found = backing.scopes.state_of(&backing.root(), OsStr::new(name));
                 // Of a file that nothing became of there is none.
                 let found = found.or((expected == Some(State::Normal)).then_some(State::Normal));
                 assert_eq!(found, expected, "{sequence:?}: {name}");
@@ -291,7 +291,7 @@ fn a_name_that_a_directory_took_from_a_file_is_deleted() {
         .0;
     let root = backing.root();
     backing.begin(&root, b"").expect("begin");
-    let state = |at: usize| backing.state_of(&root, OsStr::new(NAMES[at]));
+    let state = |at: usize| backing.scopes.state_of(&root, OsStr::new(NAMES[at]));
     for call in [Call::Unlink(0), Call::Rename(1, 2)] {
         run(&backing, call, 0).expect("call");
     }
@@ -320,7 +320,7 @@ fn each_name_of_a_file_with_several_has_a_state_of_its_own() {
         backing.begin(&root, b"").expect("begin");
         run(&backing, Call::Truncate(left), 0).expect("truncate");
         run(&backing, Call::Unlink(removed), 0).expect("unlink");
-        let state = |at: usize| backing.state_of(&root, OsStr::new(NAMES[at]));
+        let state = |at: usize| backing.scopes.state_of(&root, OsStr::new(NAMES[at]));
         assert_eq!(
             (state(left), state(removed)),
             (Some(State::Truncated), Some(State::Deleted))

@@ -139,7 +139,7 @@ fn step(host: &Host, index: usize, stage: &mut u32, end: End) -> Result<bool, Tr
         2 if end == End::Abort => return Ok(false),
         2 => host.prepare(&root, ID)?,
         3 => host.publish_accesses(&root, ID)?,
-        4 => match host.poll_vote(ID, b"")? {
+        4 => match host.votes.poll_vote(ID, b"")? {
             Vote::Waiting { .. } => return Ok(false),
             Vote::Over(verdict) => verdict.agreed()?,
         },
@@ -448,7 +448,7 @@ fn nobody_undoes_before_all_have_stopped_and_nobody_begins_before_all_have_left(
     assert_eq!(b.prepare(&b.root(), ID), Ok(()));
     b.publish_accesses(&b.root(), ID).expect("publish");
     assert!(
-        matches!(b.poll_vote(ID, b""), Ok(Vote::Over(verdict)) if verdict.clone().agreed().is_err())
+        matches!(b.votes.poll_vote(ID, b""), Ok(Vote::Over(verdict)) if verdict.clone().agreed().is_err())
     );
     assert!(matches!(
         b.commit(&b.root(), ID),
