@@ -2,10 +2,11 @@
 //! asks for it.
 //!
 //! ```text
-//!   locks · leases · other hosts · arena · lanes · IO threads        Attached: also `firn recover` has them
-//!   locks of files · logs · last drain · stub names                  assembly: the mount alone
-//!   data socket · control socket · last drain
-//!   transactions · other participants · backup · arena's memory · …
+//!   locks, with the lease · tokens · arena · lanes · IO threads      Attached: also `firn recover` has them
+//!   lanes of a steered backing · other hosts                         Attached: a mount alone, before the arena
+//!   traffic · locks of files · logs · last drain                     assembly: a mount alone
+//!   kernel's requests or stub names · data socket · control socket
+//!   last drain · partner · transactions · other participants · backup · arena's memory
 //! ```
 //!
 //! Promises
@@ -44,7 +45,9 @@ pub(crate) trait Part: Send + Sync {
     /// Does, or begins, what is due. Called about once a second by the main loop, which waits for no backing.
     fn run_due(&self) {}
 
-    /// Adds its figures to the status. Takes no lock that a call of the backing could hold up.
+    /// Fills in its figures of the status, after the engine and the parts before it: it may use theirs, and overwrites what
+    /// is there. Takes no lock that a call of the backing could hold up. May run before [`start`](Self::start): the control
+    /// socket answers while the parts behind it start.
     fn show(&self, _status: &mut Status) {}
 
     /// Refuses a request that the mount cannot carry out now.

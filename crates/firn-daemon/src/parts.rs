@@ -1,7 +1,8 @@
 //! The parts that a mount may have, each over what it works with.
 //!
-//! Which of them a mount has, and in which order, is said where they are put together: `attach.rs` for those that `firn
-//! recover` has too, `assembly.rs` for those of a mount.
+//! Which of them a mount has, and in which order, is said where they are put together: `attach.rs` for those that are there
+//! before programs come, `assembly.rs` for the others. `firn recover` has those of `attach.rs` but for [`SteeredLanes`]
+//! (`ground.rs`) and [`Peers`].
 
 mod arena;
 mod backup;

@@ -1,4 +1,4 @@
-//! The engine's figures as the control protocol tells them.
+//! Files, chunks, tokens and errors as the control protocol tells them. Figures of the engine: `Engine::figures`.
 
 use firn_backing::Errno;
 use firn_engine::{Engine, FileFigures, ListedPart, PartPlace};

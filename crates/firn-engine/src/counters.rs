@@ -45,7 +45,7 @@ impl Decisions {
     }
 }
 
-/// Counters since attach.
+/// What is counted since the attach; `chunk_lists`, `chunk_list_bytes` and `cached_bytes` are what is there now.
 #[derive(Default)]
 pub(crate) struct Counters {
     pub ingest_bytes: AtomicU64,

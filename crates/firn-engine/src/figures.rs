@@ -95,8 +95,9 @@ impl<B: Backing> Engine<B> {
         self.base.counters.drain_bytes.load(Ordering::Relaxed)
     }
 
-    /// The engine's part of a status; what only firnd knows is left out. None asks for a lock of each file: they are
-    /// counters.
+    /// The engine's part of a status; what only firnd knows is left out. The figures are counters, and need no lock of each
+    /// file. Two things do: bytes by direct access are ingested first, which locks the files that have some, and recorded
+    /// errors, where there are any, are compared with all files.
     pub fn figures(&self) -> Status {
         self.intake.ingest_all_published();
         let now = Instant::now();

@@ -29,7 +29,7 @@
 //! tables       names · tables: files, handles · grants · privileges · file_journal with file_id and ending · claims
 //!              errors · counters · kernel_copies
 //! a file       file: pending, drain_state, opens, direct · cache
-//! values       extents · lane · retry · options · api
+//! values       extents · retry · options · api
 //! ```
 
 mod api;

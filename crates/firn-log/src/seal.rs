@@ -53,7 +53,7 @@ const CUT: &str = "cut";
 const END: &str = "all";
 /// In a container: the plain file is the file.
 pub(crate) const ALL: &str = "done-all";
-/// Bytes of the plain file that one host writes at a time, unless the file system's stripes ask for others.
+/// Bytes of the plain file that one host writes at a time. The seal names them, so hosts divide a file in one way.
 pub const UNIT_BYTES: u64 = 256 << 20;
 /// Bytes that are read from logs before they are written: so many of each log follow each other that a disk does not seek
 /// for most of its time.

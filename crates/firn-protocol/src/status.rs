@@ -1,7 +1,9 @@
 //! The status of a mount: the one table of its figures.
 //!
-//! A figure is a line here, and a line where it is counted: `crates/firn-engine/src/figures.rs` for the engine's,
-//! `crates/firn-daemon/src/parts` for firnd's. [`crate::figures`] says what comes from the line.
+//! A figure is a line here, and a line where it is filled in: `crates/firn-engine/src/figures.rs` for the engine's,
+//! `crates/firn-daemon/src/parts` for a part's, `crates/firn-daemon/src/answers.rs` for the process's. An `Option`, a `Vec`, a
+//! map and a part within a part need a value in [`Status::example`] too: the tests of outputs see only what is there.
+//! [`crate::figures`] says what comes from the line.
 //!
 //! Counters count from the attach. A figure's help is shown to people and collectors: a sentence of its own.
 

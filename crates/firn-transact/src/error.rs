@@ -150,7 +150,8 @@ pub enum VoteError {
     /// The transaction is not in a stage that allows it.
     #[error(transparent)]
     Stage(#[from] StageError),
-    /// The hosts have not voted.
+    /// There is no verdict of the hosts, as on a part that an earlier firnd prepared before it could vote. `firn commit` of an
+    /// open transaction prepares and votes by itself.
     #[error("the hosts have not voted on {id}: firn prepare comes first, on each of them")]
     NotVoted {
         /// The number of the transaction.

@@ -4,8 +4,8 @@
 //! Outside of transactions every call goes through. Between [`TransactionalBacking::begin`] and the commit of a scope, which
 //! is a directory and all below it, programs see their changes and the backing shows none: new objects are staged in
 //! `.firn/` in the backing, changes of others are kept in memory and in staged copies. [`Open::prepare`] writes a durable
-//! record of all changes and leaves the outcome open; [`Prepared::decide`] decides to commit, durably;
-//! [`Decided::apply`] applies the record; an abort drops it. After a crash [`TransactionalBacking::open`] finishes what was
+//! record of all changes and leaves the outcome open; [`Prepared::decide`] decides to commit, durably, and
+//! [`Open::decide`] does both at once; [`Decided::apply`] applies the record; an abort drops it. After a crash [`TransactionalBacking::open`] finishes what was
 //! decided and undoes what was not prepared.
 //!
 //! In shadow mode ([`shadow`]) changes go to the backing at once, after the old state was saved.
@@ -17,10 +17,10 @@
 //!
 //! | layer | modules |
 //! |---|---|
-//! | what is stored, and errors | `paths` `own` `change_log` `error` `staging` `apply` |
+//! | what is stored, what hosts compare, and errors | `paths` `own` `change_log` `conflict` `error` `staging` `copy` `apply` |
 //! | objects, and what is noted of them | `object` `inline_changes` `hidden_links` `claim` `uses` `tree` |
 //! | one transaction | `shadow` (what it saved) `scope` (what it changes) |
-//! | all of a mount | `staging_dir` `scopes` `backup::mirror` |
+//! | all of a mount | `staging_dir` `scopes` `backup::mirror` `invariants` `unanswered` |
 //! | what programs see and do | `waiting` `names` `listing` `attributes` `data` `inline` `hidden` `top_names` `shadow::{save, names}` |
 //! | what becomes of a transaction | `transaction` `difference` `records` `vote` `history` `backup` `recovery` `shadow::{shared, undo}` |
 //! | for callers | `transactional` (the parts) `machine` (requests, step by step) `backing` (the trait) `plain` `state` `report` |

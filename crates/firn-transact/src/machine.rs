@@ -4,8 +4,8 @@
 //! begin ──► Clear ───────► Begin ──► Over
 //! create ─► Create ──► Over
 //! prepare ► ApplyBefore ─► Prepare ─► Vote ──► Over
-//! commit ─► ApplyBefore ─┬─ one host ─────────► Decide ─► Apply ─► AwaitHosts ──► Over
-//!                        └► Prepare ─► Vote ──────▲                    └─► Begin ──► Over
+//! commit ─► ApplyBefore ─┬─ one host ─────────► Decide ─► Apply ─┬► [Begin ─►] AwaitHosts ─► [Begin ─►] Over
+//!                        └► Prepare ─► Vote ──────▲              └► Over      applied later
 //! commit ─► AnswerApplied ──► [Begin ──►] Over      asked again, of one that was applied before its request failed
 //! abort ──► CallOff ─► Undo ──► Over
 //! restore ► FinishUndo ─┬► ApplyBefore ─┬► FinishCommit ──► Over
@@ -21,7 +21,7 @@
 //!   the step before found, and a handle looks at the stage of its transaction under the locks of what it does. Only after a
 //!   failure the path is looked at again: another host may have ended the transaction.
 //! * A step that fails ends the request. The transaction is in the stage that it had, or in the next one (`Open`,
-//!   `Prepared`, `Decided`, over), and the same request goes on from there.
+//!   `Prepared`, `Decided`, over); after a vote that failed it is open again. The same request goes on from there.
 //! * Nothing is undone after `Decide`.
 //!
 //! Relies on [`Mount`] for what only the owner of the mount can do: stop programs, drain what they wrote, tell the kernel.

@@ -146,7 +146,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.home.members.is_some() && self.mode == Mode::Buffer
     }
 
-    /// The same, with transactions that begin in this mode.
+    /// This backing, whose transactions begin in `mode` from now on.
     #[must_use]
     pub fn in_mode(mut self, mode: Mode) -> Self {
         self.mode = mode;

@@ -15,8 +15,8 @@
 //!
 //! Invariants, beside those of a ballot
 //! * No decision is a commit without a verdict of no conflict, and no host applies a commit before it is decided.
-//! * A verdict other than that comes to the decision of an abort when the first host leaves. Until then a host may open its
-//!   part again.
+//! * A verdict other than that comes to the decision of an abort when the first host leaves. A host may open its part again
+//!   before that and after it; it leaves only then.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
