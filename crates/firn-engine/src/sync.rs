@@ -15,10 +15,11 @@ impl<B: Backing> Engine<B> {
         match self.open_files.handle(handle) {
             Err(errno) => done(Err(errno)),
             Ok(handle) => {
-                // The last one counts: whoever closes after others were killed has seen to the file.
-                handle
-                    .killed
-                    .store(by == Closing::Killed, Ordering::Release);
+                // The last one counts: whoever closes after others were killed has seen to the file. A killed process was
+                // noted, and answered, before: others may have closed the file since.
+                if by != Closing::Killed {
+                    handle.killed.store(false, Ordering::Release);
+                }
                 let skip = {
                     let mut state = handle.file.lock();
                     // Not at the release, which the kernel sends some time after close(2) returned: the
@@ -40,7 +41,7 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Notes that the process that closes a handle was killed. For a close that is answered before [`Engine::flush`].
+    /// Notes that the process that closes a handle was killed: before it is answered, and before [`Engine::flush`].
     pub fn note_killed(&self, handle: HandleId) {
         if let Ok(handle) = self.open_files.handle(handle) {
             handle.killed.store(true, Ordering::Release);

@@ -152,7 +152,9 @@ pub enum VoteError {
     Stage(#[from] StageError),
     /// There is no verdict of the hosts, as on a part that an earlier firnd prepared before it could vote. `firn commit` of an
     /// open transaction prepares and votes by itself.
-    #[error("the hosts have not voted on {id}: firn prepare comes first, on each of them")]
+    #[error(
+        "the hosts have not voted on {id}: run `firn prepare` or `firn commit` with this number on each of them"
+    )]
     NotVoted {
         /// The number of the transaction.
         id: u64,

@@ -30,6 +30,9 @@ fn open(world: &World, dir: InodeId, name: &str) -> HandleId {
 }
 
 fn flush(world: &World, handle: HandleId, by: Closing) {
+    if by == Closing::Killed {
+        world.engine.note_killed(handle);
+    }
     world.engine.flush(handle, by, Box::new(|_| {}));
 }
 
@@ -50,6 +53,20 @@ fn a_descriptor_is_as_the_last_process_left_it() {
     flush(&world, handle, Closing::Killed);
     assert_eq!(ending(&world, "file"), Ending::Open);
     end(&world, handle, Closing::Called);
+    assert_eq!(ending(&world, "file"), Ending::Closed);
+}
+
+/// Proves S-demand-7.
+#[test]
+fn regression_a_close_after_a_killed_process_was_answered_counts() {
+    let world = World::on_demand();
+    let handle = open(&world, ROOT, "file");
+    // The kernel lets a killed process end when it is answered; what is left of its close comes later.
+    world.engine.note_killed(handle);
+    flush(&world, handle, Closing::Called);
+    let later = Box::new(|_| {});
+    world.engine.flush(handle, Closing::Killed, later);
+    world.engine.release(handle);
     assert_eq!(ending(&world, "file"), Ending::Closed);
 }
 
