@@ -7,7 +7,7 @@
 //! ```
 //!
 //! What is wanted, where a copy goes, who hears of it, and what is removed when, is a [`Policy`]. There are two:
-//! [`newest::KeepNewest`] keeps the newest checkpoints of a host that knows nothing of it (`firn pull --follow`), and
+//! [`newest`] keeps the newest checkpoints of a host that knows nothing of it (`firn pull --follow`), and
 //! `partner::CopyHeld` keeps what its source holds, and marks it there.
 //!
 //! Promises

@@ -54,11 +54,12 @@ unsafe extern "C" fn do_fopen(
     } else {
         By::Stdio
     };
-    // SAFETY: path and mode are what the program gave to fopen(3).
-    if by == By::Stdio
-        && let Some(file) = unsafe { open_on_tree(path, mode, &before) }
-    {
-        return file;
+    if by == By::Stdio {
+        // SAFETY: path and mode are what the program gave to fopen(3).
+        let opened = unsafe { open_on_tree(path, mode, &before) };
+        if let Some(file) = opened {
+            return file;
+        }
     }
     let file = forward!(FOPEN(path, mode));
     if file.is_null() {
