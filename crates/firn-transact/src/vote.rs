@@ -180,7 +180,7 @@ pub struct Votes<B: Backing> {
     pub(crate) scopes: Arc<Scopes<B>>,
     pub(crate) shared: Arc<SharedTransactions<B>>,
     /// Owned while a vote is left, and while something is written to one without the lock of the names: a vote that is made
-    /// /// anew after the last host has left would never be removed. Nothing else is locked meanwhile.
+    /// anew after the last host has left would never be removed. Nothing else is locked meanwhile.
     pub(crate) leaving: Claim,
 }
 

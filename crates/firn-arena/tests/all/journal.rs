@@ -354,7 +354,7 @@ fn regression_ranges_that_passed_make_room() {
 fn regression_renames_add_no_names() {
     let mut ledger = Ledger::default();
     ledger.apply(&bind(1, "a/x"));
-    // From now on nobody is sure of this one.
+    // This name is doubtful from here on.
     ledger.apply(&Record::NameAdded {
         file: 1,
         path: path("b/x"),

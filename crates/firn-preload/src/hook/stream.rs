@@ -49,6 +49,10 @@ unsafe extern "C" fn do_fopen(
     if ACTIVE.load(Ordering::Relaxed) == 0 {
         return forward!(FOPEN(path, mode));
     }
+    // SAFETY: the mode that the program gave to fopen(3).
+    let Some(flags) = (unsafe { flags_of(mode) }) else {
+        return forward!(FOPEN(path, mode));
+    };
     let by = if share::is_stream_buffer(caller) {
         By::StreamBuffer
     } else {
@@ -56,7 +60,7 @@ unsafe extern "C" fn do_fopen(
     };
     if by == By::Stdio {
         // SAFETY: path and mode are what the program gave to fopen(3).
-        let opened = unsafe { open_on_tree(path, mode, &before) };
+        let opened = unsafe { open_on_tree(path, mode, flags, &before) };
         if let Some(file) = opened {
             return file;
         }
@@ -68,9 +72,9 @@ unsafe extern "C" fn do_fopen(
     // SAFETY: an open stream, and the mode that opened it.
     unsafe {
         if by == By::Stdio && is_stub(libc::fileno(file)) {
-            return over_stub(file, mode, &before);
+            return over_stub(file, mode, flags, &before);
         }
-        if let Noted::Unusable(errno) = note_open(libc::fileno(file), flags_of(mode), &before, by) {
+        if let Noted::Unusable(errno) = note_open(libc::fileno(file), flags, &before, by) {
             FCLOSE.get()(file);
             with_errno(-(errno as isize));
             return std::ptr::null_mut();
@@ -89,6 +93,7 @@ unsafe extern "C" fn do_fopen(
 unsafe fn open_on_tree(
     path: *const c_char,
     mode: *const c_char,
+    flags: c_int,
     before: &Moment,
 ) -> Option<*mut FILE> {
     if in_vfork_child() {
@@ -96,27 +101,24 @@ unsafe fn open_on_tree(
     }
     super::change::file_on_tree(libc::AT_FDCWD, path, 0)?;
     // SAFETY: the caller's strings.
-    let fd = unsafe {
-        let (flags, mode) = (open_flags_of(mode)?, 0o666usize);
-        syscall!(libc::SYS_openat, libc::AT_FDCWD, path, flags, mode)
-    };
+    let fd = unsafe { syscall!(libc::SYS_openat, libc::AT_FDCWD, path, flags, 0o666usize) };
     if fd < 0 {
         with_errno(fd);
         return Some(std::ptr::null_mut());
     }
     let fd = fd as c_int;
     // SAFETY: an open descriptor that nobody has used, and the mode of its stream.
-    Some(unsafe { open_stream(fd, mode, before) })
+    Some(unsafe { open_stream(fd, mode, flags, before) })
 }
 
 /// A stream over a descriptor that was just opened.
 ///
 /// # Safety
 /// Nobody else knows the descriptor yet; the mode is a C string.
-unsafe fn open_stream(fd: c_int, mode: *const c_char, before: &Moment) -> *mut FILE {
+unsafe fn open_stream(fd: c_int, mode: *const c_char, flags: c_int, before: &Moment) -> *mut FILE {
     // SAFETY: the caller's promise.
     unsafe {
-        let file = match note_open(fd, flags_of(mode), before, By::Program) {
+        let file = match note_open(fd, flags, before, By::Program) {
             Noted::Unusable(errno) => {
                 sys::close(fd);
                 with_errno(-(errno as isize));
@@ -141,12 +143,16 @@ fn is_stub(fd: c_int) -> bool {
 ///
 /// # Safety
 /// Nothing was done with the stream yet.
-unsafe fn over_stub(file: *mut FILE, mode: *const c_char, before: &Moment) -> *mut FILE {
+unsafe fn over_stub(
+    file: *mut FILE,
+    mode: *const c_char,
+    flags: c_int,
+    before: &Moment,
+) -> *mut FILE {
     // SAFETY: an open stream that nobody has used, and the mode that opened it.
     unsafe {
         let fd = libc::fileno(file);
-        let flags = sys::fcntl(fd, libc::F_GETFD, 0);
-        let copy = if flags as c_int & libc::FD_CLOEXEC != 0 {
+        let copy = if flags & libc::O_CLOEXEC != 0 {
             libc::F_DUPFD_CLOEXEC
         } else {
             libc::F_DUPFD
@@ -167,7 +173,7 @@ unsafe fn over_stub(file: *mut FILE, mode: *const c_char, before: &Moment) -> *m
             sys::close(again);
             kept
         };
-        open_stream(fd, mode, before)
+        open_stream(fd, mode, flags, before)
     }
 }
 
@@ -178,32 +184,11 @@ pub(crate) fn stub_at(fd: c_int) {
     }
 }
 
-/// Flags of open(2), as far as they matter here.
-///
-/// # Safety
-/// A C string.
-unsafe fn flags_of(mode: *const c_char) -> c_int {
-    // SAFETY: the mode that the program gave to open a stream, a string that ends.
-    let mode = unsafe { std::ffi::CStr::from_ptr(mode) }.to_bytes();
-    let append = if mode.first() == Some(&b'a') {
-        libc::O_APPEND
-    } else {
-        0
-    };
-    let writes = mode.first() != Some(&b'r') || mode.contains(&b'+');
-    let truncates = if mode.first() == Some(&b'w') {
-        libc::O_TRUNC
-    } else {
-        0
-    };
-    append | truncates | if writes { libc::O_RDWR } else { libc::O_RDONLY }
-}
-
 /// Flags with which fopen(3) opens; `None`: it refuses the mode.
 ///
 /// # Safety
 /// A C string.
-unsafe fn open_flags_of(mode: *const c_char) -> Option<c_int> {
+unsafe fn flags_of(mode: *const c_char) -> Option<c_int> {
     // SAFETY: the mode that the program gave to open a stream, a string that ends.
     let mode = unsafe { std::ffi::CStr::from_ptr(mode) }.to_bytes();
     let (first, rest) = mode.split_first()?;
@@ -250,7 +235,9 @@ unsafe fn do_freopen(path: *const c_char, mode: *const c_char, file: *mut FILE) 
         }
         let fd = libc::fileno(file);
         let slot = cookie::standard_slot(fd).filter(|slot| **slot == file);
-        let errno = match (note_open(fd, flags_of(mode), &before, By::Program), slot) {
+        // The C library has taken the mode.
+        let flags = flags_of(mode).unwrap_or(libc::O_RDWR);
+        let errno = match (note_open(fd, flags, &before, By::Program), slot) {
             (Noted::Stub, Some(slot)) => {
                 cookie::replace_standard(fd);
                 return *slot;
