@@ -80,12 +80,22 @@ struct StatusArgs {
     /// Print metrics in the Prometheus text format.
     #[arg(long, visible_alias = "metrics", conflicts_with_all = ["json", "watch"])]
     prometheus: bool,
-    /// Show all figures of a mount, by name where they have no line of their own, and all options that change promises.
+    /// Show all figures of each mount, by name where they have no line of their own, and all options that change promises.
     #[arg(short, long, conflicts_with_all = ["json", "prometheus"])]
     verbose: bool,
     /// Clear the recorded errors; their data is kept, and its drain is still retried.
     #[arg(long, requires = "path", conflicts_with_all = ["watch", "prometheus", "json"])]
     clear_errors: bool,
+}
+
+impl StatusArgs {
+    fn detail(&self) -> Detail {
+        if self.verbose {
+            Detail::All
+        } else {
+            Detail::Short
+        }
+    }
 }
 
 /// A mount as it was found; as JSON the object of the protocol, or what is known of one that is silent.
@@ -175,12 +185,7 @@ fn show(args: &StatusArgs) -> Result<u8, Failure> {
             if args.json {
                 json(args, &seen)?
             } else {
-                let detail = if args.verbose {
-                    Detail::All
-                } else {
-                    Detail::Short
-                };
-                human(args, &block::text(&seen, detail, Paint::stdout()))?
+                human(args, &block::text(&seen, args.detail(), Paint::stdout()))?
             }
             Ok(DONE)
         }
@@ -191,13 +196,25 @@ fn show(args: &StatusArgs) -> Result<u8, Failure> {
             if args.json {
                 json(args, &all)?
             } else {
-                human(args, &list::text(&all, Paint::stdout()))?
+                human(args, &all_as_text(args, &all))?
             }
             let silent = all
                 .iter()
                 .filter(|seen| matches!(seen, Seen::Silent { .. }))
                 .count();
             Ok(if silent == 0 { DONE } else { PARTLY })
+        }
+    }
+}
+
+/// A table; with all detail, each mount as if it were asked for.
+fn all_as_text(args: &StatusArgs, all: &[Seen]) -> String {
+    let paint = Paint::stdout();
+    match args.detail() {
+        Detail::Short => list::text(all, paint),
+        Detail::All => {
+            let blocks = all.iter().map(|seen| block::text(seen, Detail::All, paint));
+            blocks.collect::<Vec<_>>().join("\n")
         }
     }
 }
