@@ -30,7 +30,7 @@ pub struct Progress {
     pub copied_bytes: u64,
     /// Bytes that a prepare would have to copy.
     pub left_bytes: u64,
-    /// Why the last round, prepare or commit could not write to the backup.
+    /// Why a round, prepare or commit could not write to the backup; kept until a later one writes to it.
     pub error: Option<String>,
 }
 
@@ -224,7 +224,13 @@ impl<B: Backing> Mirror<B> {
         });
         let mut told = self.told.lock();
         let Told { progress, at } = told.entry(scope.serial).or_default();
-        progress.error = result.as_ref().err().map(ToString::to_string);
+        // A round that left all bytes has not written: what kept the last one from writing may last.
+        let has_written = left_bytes == 0 || copied > progress.copied_bytes;
+        if let Err(error) = result {
+            progress.error = Some(error.to_string());
+        } else if has_written {
+            progress.error = None;
+        }
         progress.is_whole = place.is_whole();
         (progress.copied_bytes, progress.left_bytes) = (copied, left_bytes);
         if result.is_ok() {
