@@ -28,7 +28,7 @@ help:
 
 demo:
 	scripts/setup --build
-	$(CARGO) build --release -p firn -p firn-example-heat
+	$(CARGO) build --release -p firn -p firn-example-heat -p firn-testfs
 	scripts/demo
 
 test:
