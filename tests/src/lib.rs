@@ -25,6 +25,7 @@ pub mod hand;
 pub mod image;
 pub mod lanes;
 pub mod mount;
+pub mod page;
 pub mod powerfs;
 pub mod preloaded;
 pub mod random;

@@ -45,14 +45,15 @@ impl Speed {
 }
 
 /// Lets requests take the time that a [`Speed`] says.
-struct Network {
+pub struct Network {
     speed: Speed,
     /// When the link has carried all that was given to it.
     link_free_at: Mutex<Instant>,
 }
 
 impl Network {
-    fn new(speed: Speed) -> Self {
+    /// Nothing is under way.
+    pub fn new(speed: Speed) -> Self {
         Self {
             speed,
             link_free_at: Mutex::new(Instant::now()),
