@@ -296,7 +296,9 @@ impl Shell {
 
     /// What is seen as it would be on a machine of the reader's.
     fn lines_on_page(&self, seen: &str) -> Vec<String> {
-        let shell_name = format!("{}: line ", self.step_file.display());
+        // A shell into which somebody types says only the word.
+        static KILLED: LazyLock<Regex> =
+            LazyLock::new(|| Regex::new(r"^\S+: (line \d+: )?\s*\d+ Killed\b").expect("a pattern"));
         let text = seen
             .replace(&*self.runtime.to_string_lossy(), RUNTIME_ON_PAGE)
             .trim_end_matches('\n')
@@ -305,10 +307,12 @@ impl Shell {
             return Vec::new();
         }
         text.lines()
-            .map(|line| match line.strip_prefix(&shell_name) {
-                // A shell that somebody types into says only this.
-                Some(rest) if rest.contains(" Killed ") => "Killed".to_owned(),
-                _ => line.replace(&*self.home.to_string_lossy(), HOME_ON_PAGE),
+            .map(|line| {
+                if KILLED.is_match(line) {
+                    "Killed".to_owned()
+                } else {
+                    line.replace(&*self.home.to_string_lossy(), HOME_ON_PAGE)
+                }
             })
             .map(|line| line.trim_end().to_owned())
             .collect()

@@ -40,9 +40,14 @@ fn demo(sandbox: &Sandbox, uid: u32) -> Outcome {
         command.env(variable, programs.join(program));
     }
     command.arg(programs.join("demo"));
-    command.args(["--steps", "16", "--every", "4", "--ranks", "2", "--size", "32"]);
+    command.args([
+        "--steps", "16", "--every", "4", "--ranks", "2", "--size", "32",
+    ]);
     let outcome = run(&mut command);
-    assert_eq!(mounts_below(sandbox.path()), Vec::<std::path::PathBuf>::new());
+    assert_eq!(
+        mounts_below(sandbox.path()),
+        Vec::<std::path::PathBuf>::new()
+    );
     assert_eq!(fs::read_dir(&work).expect("read").count(), 0, "{outcome}");
     outcome
 }

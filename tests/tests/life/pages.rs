@@ -5,9 +5,9 @@
 
 use std::path::Path;
 
+use firn_tests::Sandbox;
 use firn_tests::page::Page;
 use firn_tests::sandbox::{is_mounted, preload_library};
-use firn_tests::Sandbox;
 
 fn type_page(name: &str, page: &str) {
     preload_library();
