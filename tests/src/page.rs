@@ -195,11 +195,11 @@ pub fn normalize(line: &str) -> String {
     static RULES: LazyLock<Vec<(Regex, &str)>> = LazyLock::new(|| {
         [
             (r"\[?[#█░·━-]{8,}\]?", "BAR"),
-            (r"\d+([.,]\d+)*", "0"),
-            (r"\b0 ([KMG]i)?B/s", "RATE"),
-            (r"\b0 (([KMG]i)?B|bytes)\b", "SIZE"),
-            (r"\b0 (µs|ms|s|min|h)\b", "TIME"),
-            (r"\s+", " "),
+            (r"[0-9]+([.,][0-9]+)*", "0"),
+            (r"(?-u:\b)0 ([KMG]i)?B/s", "RATE"),
+            (r"(?-u:\b)0 (([KMG]i)?B|bytes)(?-u:\b)", "SIZE"),
+            (r"(?-u:\b)0 (µs|ms|s|min|h)(?-u:\b)", "TIME"),
+            ("[ \t]+", " "),
         ]
         .map(|(pattern, to)| (Regex::new(pattern).expect("a pattern"), to))
         .into()
@@ -298,7 +298,7 @@ impl Shell {
     fn lines_on_page(&self, seen: &str) -> Vec<String> {
         // A shell into which somebody types says only the word.
         static KILLED: LazyLock<Regex> =
-            LazyLock::new(|| Regex::new(r"^\S+: (line \d+: )?\s*\d+ Killed\b").expect("a pattern"));
+            LazyLock::new(|| Regex::new("^[^ ]+: (line [0-9]+: )?[ ]*[0-9]+ Killed ").expect("a pattern"));
         let text = seen
             .replace(&*self.runtime.to_string_lossy(), RUNTIME_ON_PAGE)
             .trim_end_matches('\n')
