@@ -190,7 +190,8 @@ fn is_alike(page: &[String], seen: &[String]) -> bool {
 }
 
 /// A line without what differs between two runs: numbers are `0`, sizes, rates and times with any unit `SIZE`, `RATE` and
-/// `TIME`, bars have no length, and columns no width.
+/// `TIME`, bars have no length, and columns no width. What had been drained by itself before a command asked for it does
+/// not count either.
 pub fn normalize(line: &str) -> String {
     static RULES: LazyLock<Vec<(Regex, &str)>> = LazyLock::new(|| {
         [
@@ -200,6 +201,16 @@ pub fn normalize(line: &str) -> String {
             (r"(?-u:\b)0 (([KMG]i)?B|bytes)(?-u:\b)", "SIZE"),
             (r"(?-u:\b)0 (µs|ms|s|min|h)(?-u:\b)", "TIME"),
             ("[ \t]+", " "),
+            (", RATE now", ""),
+            (r"SIZE in 0 files? (is|are) ([a-z]+), TIME", "all is $2"),
+            (
+                r"everything at [^ ]+ is ([a-z]+), nothing was left to write, TIME",
+                "all is $1",
+            ),
+            (
+                r"; SIZE in 0 files? (was|were) left and (is|are) drained to ([^ ]+), TIME",
+                "; everything is in $3",
+            ),
         ]
         .map(|(pattern, to)| (Regex::new(pattern).expect("a pattern"), to))
         .into()
@@ -297,8 +308,9 @@ impl Shell {
     /// What is seen as it would be on a machine of the reader's.
     fn lines_on_page(&self, seen: &str) -> Vec<String> {
         // A shell into which somebody types says only the word.
-        static KILLED: LazyLock<Regex> =
-            LazyLock::new(|| Regex::new("^[^ ]+: (line [0-9]+: )?[ ]*[0-9]+ Killed ").expect("a pattern"));
+        static KILLED: LazyLock<Regex> = LazyLock::new(|| {
+            Regex::new("^[^ ]+: (line [0-9]+: )?[ ]*[0-9]+ Killed ").expect("a pattern")
+        });
         let text = seen
             .replace(&*self.runtime.to_string_lossy(), RUNTIME_ON_PAGE)
             .trim_end_matches('\n')
@@ -362,6 +374,15 @@ mod tests {
             ("took 12.1 ms.", "took   3 s."),
             ("arena ###------- 3%", "arena -------### 100%"),
             ("firnd 4711, up 1 min", "firnd 9, up 30 s"),
+            ("1 MiB in 3 writes, 2 MiB/s now", "1 MiB in 3 writes"),
+            (
+                "4 MiB in 1 file are durable, 3 ms",
+                "everything at /c is durable, nothing was left to write, 1 s",
+            ),
+            (
+                "unmounted /c; 4 MiB in 2 files were left and are drained to /b, 1 s",
+                "unmounted /c; everything is in /b",
+            ),
         ];
         for (a, b) in same {
             assert_eq!(normalize(a), normalize(b));
@@ -371,6 +392,10 @@ mod tests {
             ("drained 1 MiB", "drained"),
             ("1 MiB/s", "1 MiB"),
             ("step_1", "step"),
+            (
+                "4 MiB in 1 file are durable, 3 ms",
+                "4 MiB in 1 file are drained, 3 ms",
+            ),
         ];
         for (a, b) in different {
             assert_ne!(normalize(a), normalize(b));
