@@ -2,18 +2,18 @@
 
 use std::fs;
 use std::os::unix::fs::chown;
-use std::path::Path;
-use std::process::Command;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
-use firn_tests::command::copy_program;
-use firn_tests::sandbox::{firn_binary, mounts_below};
-use firn_tests::{Outcome, Sandbox, run};
+use firn_tests::command::{PROGRAM_LIMIT, copy_program, exit_code, wait_child};
+use firn_tests::sandbox::{firn_binary, kill, mounts_below};
+use firn_tests::{Sandbox, run, wait_until};
 
 /// Nobody, as on Debian.
 const NOBODY: u32 = 65534;
 
-/// Runs it as the user `uid`, in a directory of the sandbox.
-fn demo(sandbox: &Sandbox, uid: u32) -> Outcome {
+/// The demo as the user `uid`, in the directory `work` of the sandbox.
+fn demo(sandbox: &Sandbox, uid: u32) -> Command {
     let work = sandbox.mkdir("work");
     chown(&work, Some(uid), Some(uid)).expect("chown");
     let mut command = Command::new("setpriv");
@@ -43,23 +43,43 @@ fn demo(sandbox: &Sandbox, uid: u32) -> Outcome {
     command.args([
         "--steps", "16", "--every", "4", "--ranks", "2", "--size", "32",
     ]);
-    let outcome = run(&mut command);
-    assert_eq!(
-        mounts_below(sandbox.path()),
-        Vec::<std::path::PathBuf>::new()
-    );
-    assert_eq!(fs::read_dir(&work).expect("read").count(), 0, "{outcome}");
-    outcome
+    command
+}
+
+#[track_caller]
+fn expect_nothing_left(sandbox: &Sandbox) {
+    assert_eq!(mounts_below(sandbox.path()), Vec::<PathBuf>::new());
+    let left = fs::read_dir(sandbox.join("work")).expect("read");
+    assert_eq!(left.count(), 0);
 }
 
 #[test]
 fn the_demo_ends_with_what_the_job_gained() {
     for uid in [0, NOBODY] {
         let sandbox = Sandbox::new("demo");
-        let outcome = demo(&sandbox, uid).ok();
+        let outcome = run(&mut demo(&sandbox, uid)).ok();
+        expect_nothing_left(&sandbox);
         let last = outcome.stdout.lines().last().expect("a line");
         let words = "Killed, restarted, the same result; the job waited ";
         assert!(last.starts_with(words), "{outcome}");
         assert!(!outcome.stdout.contains('✗'), "{outcome}");
+    }
+}
+
+#[test]
+fn a_demo_that_is_interrupted_leaves_nothing() {
+    // The file system below, and the mount of Firn over it.
+    for mounts in [1, 2] {
+        let sandbox = Sandbox::new("demostop");
+        let mut command = demo(&sandbox, NOBODY);
+        command.stdout(Stdio::null()).stderr(Stdio::null());
+        let mut child = command.spawn().expect("start the demo");
+        wait_until("it has mounted", PROGRAM_LIMIT, || {
+            mounts_below(sandbox.path()).len() == mounts
+        });
+        kill(child.id(), libc::SIGTERM);
+        let status = wait_child(&mut child, PROGRAM_LIMIT).expect("it ends");
+        assert_eq!(exit_code(status), 143);
+        expect_nothing_left(&sandbox);
     }
 }
