@@ -204,7 +204,7 @@ impl<'a> FirnMount<'a> {
         };
         let mut last = unmount();
         wait_until("nothing uses the mount", IN_USE_LIMIT, || {
-            let in_use = last.code == IN_USE && last.stderr.contains("are in use");
+            let in_use = last.code == IN_USE && last.stderr.contains("the mount is in use");
             if in_use {
                 last = unmount();
             }

@@ -13,13 +13,13 @@ use firn_format::superblock::Superblock;
 use rustix::fs::{FallocateFlags, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
-use crate::ArenaError;
 use crate::arena::Arena;
 use crate::map::{Map, probe};
 use crate::pool::numa_node_of;
 use crate::spill::SpillFile;
 use crate::spill_area::SpillArea;
 use crate::topology::Topology;
+use crate::{ArenaError, Room};
 
 /// What the arena is for.
 #[derive(Clone, Debug)]
@@ -124,14 +124,23 @@ impl Arena {
         spill: &Path,
         topology: &Topology,
     ) -> Result<Self, ArenaError> {
-        let need = geometry.allocated_bytes();
+        // Before it is tried: a part of it may be allocated when the rest does not fit.
+        let free_bytes =
+            rustix::fs::fstatvfs(&file).map_or(0, |found| found.f_bavail * found.f_frsize);
         let failed = |what| {
             move |why| {
                 let path = quoted_path(path);
                 match why {
-                    Errno::NOSPC | Errno::FBIG | Errno::NOMEM => {
-                        ArenaError::NoRoom { path, need, why }
-                    }
+                    Errno::NOSPC | Errno::FBIG | Errno::NOMEM => ArenaError::NoRoom {
+                        path,
+                        arena_bytes: geometry.data_bytes(),
+                        need: geometry.allocated_bytes(),
+                        why,
+                        room: (why == Errno::NOSPC).then(|| Room {
+                            free_bytes,
+                            fitting_bytes: fitting_bytes(&geometry, free_bytes),
+                        }),
+                    },
                     source => ArenaError::Io { path, what, source },
                 }
             }
@@ -177,6 +186,26 @@ impl Arena {
         Ok(arena)
     }
 }
+
+/// Of what is free, the part that is left for the journal to grow, for logs and for other files in memory.
+const SPARE_PART: u64 = 8;
+
+/// Bytes of the most chunks whose arena fits into `free_bytes`.
+fn fitting_bytes(geometry: &Geometry, free_bytes: u64) -> Option<u64> {
+    let room = free_bytes - free_bytes / SPARE_PART;
+    let chunk_bytes = geometry.chunk_bytes;
+    let sizes = (1..=room / chunk_bytes)
+        .rev()
+        .map(|count| count * chunk_bytes);
+    let fits = |size: &u64| {
+        Geometry::with_spill(*size, chunk_bytes, geometry.spill_bytes())
+            .is_ok_and(|smaller| smaller.allocated_bytes() <= room)
+    };
+    sizes.take(FITTING_TRIES).find(fits)
+}
+
+/// Sizes that are looked at from the largest on: what an arena needs beside its chunks is a small part of it.
+const FITTING_TRIES: usize = 4096;
 
 /// A new file of mode 0600 that nobody else has.
 struct Unnamed {

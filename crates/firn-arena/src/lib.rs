@@ -49,6 +49,8 @@ pub use refs::{PieceRef, SlabRef, Stored};
 pub use spill::{SpillFault, SpillFile};
 pub use topology::{SYSFS_NODES, Topology};
 
+use firn_format::quantity::bytes;
+
 /// Why an arena could not be made or attached.
 #[derive(Debug, thiserror::Error)]
 pub enum ArenaError {
@@ -63,16 +65,18 @@ pub enum ArenaError {
         source: rustix::io::Errno,
     },
     /// The file system does not have so much room.
-    #[error(
-        "{path}: no room for {need} bytes ({why}): lower arena-size (--memory), or put the arena elsewhere with arena-dir"
-    )]
+    #[error("{}", no_room(path, *arena_bytes, *need, *why, *room))]
     NoRoom {
         /// The file.
         path: String,
-        /// Bytes wanted.
+        /// Bytes of chunks wanted: `arena-size`.
+        arena_bytes: u64,
+        /// Bytes wanted in all.
         need: u64,
         /// The system's reason.
         why: rustix::io::Errno,
+        /// What the file system has, where it is full.
+        room: Option<Room>,
     },
     /// The spill file cannot be made.
     #[error(transparent)]
@@ -97,6 +101,49 @@ pub enum ArenaError {
     },
 }
 
+/// Room of a file system that an arena does not fit in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// Bytes that were free.
+    pub free_bytes: u64,
+    /// The largest `arena-size` that would fit, with some room for the journal to grow; none: not one chunk does.
+    pub fitting_bytes: Option<u64>,
+}
+
+/// What an arena needs, what there is, and what to do.
+fn no_room(
+    path: &str,
+    arena_bytes: u64,
+    need: u64,
+    why: rustix::io::Errno,
+    room: Option<Room>,
+) -> String {
+    let size = size_option(arena_bytes);
+    let need = bytes(need);
+    let Some(room) = room else {
+        return format!(
+            "{path}: {size} needs {need} ({why}): lower arena-size (--memory), or put the arena elsewhere with arena-dir"
+        );
+    };
+    let dir = path.rsplit_once('/').map_or(path, |(dir, _)| dir);
+    let free = bytes(room.free_bytes);
+    let smaller = room.fitting_bytes.map_or_else(String::new, |fitting| {
+        format!("mount with -o {}, ", size_option(fitting))
+    });
+    format!(
+        "{size} needs {need} in {dir}, which has {free} free: {smaller}enlarge that file system (in a container: \
+         docker run --shm-size=1g), or put the arena elsewhere with arena-dir"
+    )
+}
+
+/// A size that is a number of chunks, as the option is written.
+fn size_option(size_bytes: u64) -> String {
+    match size_bytes % (1 << 20) {
+        0 => format!("arena-size={}M", size_bytes >> 20),
+        _ => format!("arena-size={}K", size_bytes >> 10),
+    }
+}
+
 impl ArenaError {
     /// The errno that says it best.
     pub fn errno(&self) -> rustix::io::Errno {
@@ -107,5 +154,33 @@ impl ArenaError {
             Self::Distrusted { .. } => rustix::io::Errno::PERM,
             Self::Format { .. } => rustix::io::Errno::INVAL,
         }
+    }
+}
+
+#[cfg(test)]
+mod error_tests {
+    use rustix::io::Errno;
+
+    use super::*;
+
+    #[test]
+    fn an_arena_that_does_not_fit_says_which_would() {
+        let error = |fitting_bytes| {
+            let room = Room {
+                free_bytes: 64 << 20,
+                fitting_bytes,
+            };
+            let path = "/dev/shm/firn-0/1.arena";
+            no_room(path, 256 << 20, 259 << 20, Errno::NOSPC, Some(room))
+        };
+        let text = error(Some(52 << 20));
+        assert!(
+            text.starts_with(
+                "arena-size=256M needs 259.0 MiB in /dev/shm/firn-0, which has 64.0 MiB free: mount with -o arena-size=52M, "
+            ),
+            "{text}"
+        );
+        assert!(!error(None).contains("mount with -o"));
+        assert_eq!(size_option(192 << 10), "arena-size=192K");
     }
 }

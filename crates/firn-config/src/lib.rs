@@ -10,6 +10,7 @@
 //! * [`Options`] that come out of [`Sources::resolve`] are in range and free of contradictions.
 //! * Nothing here reads the environment of the process but [`Surroundings::of_process`].
 
+mod complete;
 mod error;
 mod file;
 mod flags;
@@ -24,6 +25,7 @@ mod suggest;
 pub mod table;
 mod value;
 
+pub use complete::complete_minus_o;
 pub use error::ConfigError;
 pub use flags::{arg, args, given_flags};
 pub use given::{Given, Origin};
@@ -33,7 +35,7 @@ pub use options::{
     Close, Drain, Flatten, Frontend, Fsync, Layout, LogLevel, Mode, Options, Order, Participants,
     Partner, Passthrough, Placement, TokenService,
 };
-pub use page::configuration_page;
+pub use page::{ENVIRONMENT, configuration_page};
 pub use quantity::{duration_text, parse_duration_ms, parse_size, size_text};
 pub use resolve::{Resolved, Sources, Surroundings};
 pub use suggest::nearest;

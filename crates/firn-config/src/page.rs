@@ -36,20 +36,34 @@ give the same option different values are refused.
 |---|---|---|---|
 ";
 
-/// What stands after the options.
+/// Variables that are no option, and what each means.
+pub const ENVIRONMENT: [(&str, &str); 7] = [
+    (
+        "FIRN_RUNTIME_DIR",
+        "directory of arenas, sockets and logs instead of `/dev/shm/firn-UID`; must be yours and mode 0700",
+    ),
+    (
+        "FIRN_PREFIX",
+        "set by `firn run` for its command: the directory to write to",
+    ),
+    ("FIRN_PRELOAD", "`off` turns the preload library off"),
+    (
+        "FIRN_PRELOAD_REPORT",
+        "`1`: the preload library prints at exit which calls went where",
+    ),
+    (
+        "FIRN_PRELOAD_DIRECT_AFTER",
+        "bytes of an open file that go through the mount before the preload library asks for direct access (65536; a call counts as 8192 at least; 0: ask at the first call)",
+    ),
+    (
+        "FIRN_PRELOAD_WAIT",
+        "seconds that a call in a stub tree waits for a firnd that was killed",
+    ),
+    ("NO_COLOR", "no colour, even on a terminal"),
+];
+
+/// What stands after the variables.
 const TAIL: &str = "
-## Environment that is no option
-
-| variable | meaning |
-|---|---|
-| `FIRN_RUNTIME_DIR` | directory of arenas, sockets and logs instead of `/dev/shm/firn-UID`; must be yours and mode 0700 |
-| `FIRN_PREFIX` | set by `firn run` for its command: the directory to write to |
-| `FIRN_PRELOAD` | `off` turns the preload library off |
-| `FIRN_PRELOAD_REPORT` | `1`: the preload library prints at exit which calls went where |
-| `FIRN_PRELOAD_DIRECT_AFTER` | bytes of an open file that go through the mount before the preload library asks for direct access (65536; a call counts as 8192 at least; 0: ask at the first call) |
-| `FIRN_PRELOAD_WAIT` | seconds that a call in a stub tree waits for a firnd that was killed |
-| `NO_COLOR` | no colour, even on a terminal |
-
 ## An example
 
 ```toml
@@ -103,6 +117,10 @@ pub fn configuration_page() -> String {
     page.push_str("\n## Contradictions\n\n");
     for rule in &RULES {
         writeln!(page, "* {}: {}.", rule.text, rule.advice).expect("a String");
+    }
+    page.push_str("\n## Environment that is no option\n\n| variable | meaning |\n|---|---|\n");
+    for (name, meaning) in ENVIRONMENT {
+        writeln!(page, "| `{name}` | {meaning} |").expect("a String");
     }
     page.push_str(TAIL);
     page

@@ -16,6 +16,7 @@ use firn_config::{
 };
 use firn_drain::Pool;
 use firn_engine::{ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Order, Recovered};
+use firn_format::quantity::{bytes, count};
 use firn_format::quote::quoted_path;
 use firn_hosts::LeaseUse;
 use firn_trust::{Distrust, TrustError};
@@ -322,15 +323,15 @@ fn tell(recovered: &Recovered, drain: Drain, notice: &mut dyn FnMut(String)) {
     }
     if recovered.dropped_bytes > 0 {
         notice(format!(
-            "dropped {} bytes that were written in a transaction that is no more",
-            recovered.dropped_bytes
+            "dropped {} that were written in a transaction that is no more",
+            bytes(recovered.dropped_bytes)
         ));
     }
     if recovered.files > 0 {
         notice(format!(
-            "recovered {} bytes of {} files; they {}",
-            recovered.bytes,
-            recovered.files,
+            "recovered {} in {}; they {}",
+            bytes(recovered.bytes),
+            count(recovered.files, "file"),
             match drain {
                 Drain::Eager | Drain::Commit => "are being drained",
                 Drain::Demand => "stay in memory until they are drained",

@@ -13,7 +13,9 @@ use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
 
 use firn_backing::Errno;
+use firn_engine::Engine;
 use firn_format::durability::DurabilityLevel;
+use firn_format::quantity::{bytes, seconds};
 use firn_protocol::{HeldPolicy, Reply};
 
 use crate::attach::Attached;
@@ -25,6 +27,7 @@ use crate::part::Parts;
 use crate::patience::{patience_ends, unless};
 use crate::process;
 use crate::replies::throttle_progress;
+use crate::store::Store;
 
 /// How long the kernel may take to let go of a mount that is taken away.
 const LET_GO: Duration = Duration::from_secs(10);
@@ -244,10 +247,11 @@ fn drain_for_client(
     match drained {
         Err(_) if interruptions.forced => Err(overtaken()),
         Err(error) if !force => {
-            let held_bytes = engine.held_bytes();
             let message = format!(
-                "{held_bytes} bytes cannot be drained: {}; mend the backing and try again, or use --force to unmount and keep them in the arena",
-                process::explain(error)
+                "{} cannot be drained: {}; they stay in memory{}: mend the backing and run `firn umount` again, or use --force to unmount and keep them in the arena",
+                bytes(engine.held_bytes()),
+                process::explain(error),
+                next_try(engine)
             );
             Err(Reply::Error {
                 errno: error.raw_os_error(),
@@ -256,6 +260,15 @@ fn drain_for_client(
         }
         _ => Ok(takes_data),
     }
+}
+
+/// When the drain tries again, as part of a sentence.
+fn next_try(engine: &Engine<Store>) -> String {
+    let lanes = engine.figures().lanes;
+    let waits = lanes.iter().filter_map(|lane| lane.retry_seconds);
+    waits.reduce(f64::min).map_or_else(String::new, |wait| {
+        format!(", and the next try is in {}", seconds(wait))
+    })
 }
 
 /// Takes the mount away; EBUSY where programs use it. A file may still be open for a moment in a process that nobody finds
@@ -305,7 +318,7 @@ fn refuse_users_elsewhere(attached: &Attached, frontend: &Frontend) -> Result<()
             };
             let copies = mounts.describe_copies();
             let message = format!(
-                "files of the mount are in use by {users}; it is also mounted at {copies}: end them, or use --force"
+                "the mount is in use: {users}; it is also mounted at {copies}: end what uses it, or use --force"
             );
             return Err(Reply::Error {
                 errno: libc::EBUSY,
@@ -345,13 +358,15 @@ fn refused(error: &io::Error, frontend: &Frontend) -> Reply {
     let errno = error.raw_os_error().unwrap_or(libc::EIO);
     let message = if errno == libc::EBUSY {
         let users = frontend.mounts().map(|mounts| mounts.users());
-        let users = users.filter(|users| !users.is_empty()).map_or_else(
-            || "in use".to_owned(),
-            |users| format!("in use by {}", name_users(&users)),
-        );
-        format!(
-            "files below the mount point are {users} (`fuser -vm MOUNT_POINT` lists the programs): end them, or use --force"
-        )
+        match users.filter(|users| !users.is_empty()) {
+            Some(users) => format!(
+                "the mount is in use: {}: end what uses it, or use --force",
+                name_users(&users)
+            ),
+            None => "the mount is in use by programs that cannot be seen from here (as root, `fuser -vm MOUNT_POINT` \
+                     lists them): end them, or use --force"
+                .to_owned(),
+        }
     } else {
         format!("cannot unmount: {error}")
     };

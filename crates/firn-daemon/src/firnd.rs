@@ -76,7 +76,8 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
     }
     if let Some(limit) = process::file_size_limit_bytes() {
         reporter.notice(format!(
-            "files of more than {limit} bytes cannot be drained: that is the limit on file sizes (ulimit -f) here; unmount and mount with a higher one"
+            "files larger than {} cannot be drained: that is the limit on file sizes (ulimit -f) here; unmount and mount with a higher one",
+            firn_format::quantity::bytes(limit)
         ));
     }
     tracing::info!(backing = %quoted_path(&checked.backing), mount_point = %quoted_path(&checked.mount_point), "attaching");
@@ -185,7 +186,7 @@ impl Mount {
                 Err(RecvTimeoutError::Timeout) => self.parts.run_due(),
                 // The mount holds a sender: this cannot be. If it is, nobody will ask again.
                 Err(RecvTimeoutError::Disconnected) | Ok(Event::Ended) => {
-                    tracing::info!("somebody else unmounted it");
+                    tracing::info!("unmounted by umount(8)");
                     return End::unasked(Ending {
                         outcome: Outcome::Ended,
                         gave_up: false,

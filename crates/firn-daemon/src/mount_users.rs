@@ -9,11 +9,15 @@
 //! they are there. A namespace in which no process is has no users.
 
 use std::collections::{HashMap, HashSet};
+use std::ffi::OsStr;
+use std::fmt;
 use std::fs;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use firn_format::mountinfo;
+use firn_format::quote::quoted_path;
 use rustix::fs::{Mode, OFlags};
 
 /// More users than these are counted, not named.
@@ -22,6 +26,7 @@ const NAMED_MAX: usize = 5;
 /// Mounts of one file system in all namespaces in which processes are.
 pub(crate) struct Mounts {
     device: (u32, u32),
+    mount_point: PathBuf,
     /// Their numbers, which no two mounts have at a time, whatever their namespaces.
     ids: HashSet<u64>,
     /// Those that do not go with the mount of this firnd.
@@ -41,6 +46,18 @@ struct Copy {
 pub(crate) struct User {
     pid: u32,
     command: String,
+    usage: Usage,
+}
+
+/// How a process uses a mount; paths are below its mount point, where they can be told.
+#[derive(Debug, PartialEq, Eq)]
+enum Usage {
+    /// It has a file open.
+    Open(PathBuf),
+    /// It is in a directory: the current one, or its root.
+    In(PathBuf),
+    /// It has a file mapped and not open.
+    Maps(PathBuf),
 }
 
 impl Mounts {
@@ -48,6 +65,7 @@ impl Mounts {
     pub(crate) fn of(device: (u32, u32), mount_point: &Path) -> Self {
         let mut mounts = Self {
             device,
+            mount_point: mount_point.to_owned(),
             ids: HashSet::new(),
             copies: Vec::new(),
         };
@@ -83,7 +101,7 @@ impl Mounts {
     /// Where one of the copies is, in words.
     pub(crate) fn describe_copies(&self) -> String {
         let first = &self.copies[0];
-        let place = firn_format::quote::quoted_path(&first.place);
+        let place = quoted_path(&first.place);
         let others = match self.copies.len() - 1 {
             0 => String::new(),
             others => format!(", and {others} more"),
@@ -115,34 +133,38 @@ impl Mounts {
         let own = std::process::id();
         let others = processes().filter(|pid| *pid != own);
         others
-            .filter(|pid| self.is_user(*pid))
-            .map(|pid| User {
-                pid,
-                command: fs::read_to_string(format!("/proc/{pid}/comm"))
-                    .unwrap_or_default()
-                    .trim_end()
-                    .to_owned(),
+            .filter_map(|pid| {
+                Some(User {
+                    pid,
+                    command: fs::read_to_string(format!("/proc/{pid}/comm"))
+                        .unwrap_or_default()
+                        .trim_end()
+                        .to_owned(),
+                    usage: self.usage(pid)?,
+                })
             })
             .collect()
     }
 
-    fn is_user(&self, pid: u32) -> bool {
+    /// How a process uses one of the mounts, if it does.
+    fn usage(&self, pid: u32) -> Option<Usage> {
         let process = PathBuf::from(format!("/proc/{pid}"));
-        self.has_open_files(&process) || self.is_in(&process) || self.maps(&process)
+        let open_file = || self.open_file(&process).map(Usage::Open);
+        let directory = || self.directory(&process).map(Usage::In);
+        let mapped_file = || self.mapped_file(&process).map(Usage::Maps);
+        open_file().or_else(directory).or_else(mapped_file)
     }
 
-    fn has_open_files(&self, process: &Path) -> bool {
-        let Ok(descriptors) = fs::read_dir(process.join("fdinfo")) else {
-            return false;
-        };
-        descriptors
-            .flatten()
-            .any(|descriptor| self.is_mount_of(&descriptor.path()))
+    /// The first file of the mounts that the process has open.
+    fn open_file(&self, process: &Path) -> Option<PathBuf> {
+        let mut descriptors = fs::read_dir(process.join("fdinfo")).ok()?.flatten();
+        let found = descriptors.find(|descriptor| self.is_mount_of(&descriptor.path()))?;
+        Some(self.path_of(&process.join("fd").join(found.file_name())))
     }
 
-    /// Whether it is the process's current directory or its root.
-    fn is_in(&self, process: &Path) -> bool {
-        ["cwd", "root"].iter().any(|link| {
+    /// The process's current directory or its root, where that is in one of the mounts.
+    fn directory(&self, process: &Path) -> Option<PathBuf> {
+        let link = ["cwd", "root"].iter().find(|link| {
             let path = process.join(link);
             let flags = OFlags::PATH | OFlags::CLOEXEC;
             let place: Result<OwnedFd, _> = rustix::fs::open(path, flags, Mode::empty());
@@ -152,7 +174,19 @@ impl Mounts {
                     place.as_raw_fd()
                 )))
             })
-        })
+        })?;
+        Some(self.path_of(&process.join(link)))
+    }
+
+    /// Where a link of /proc leads, below the mount point. The kernel answers that without the mount.
+    fn path_of(&self, link: &Path) -> PathBuf {
+        let path = fs::read_link(link).unwrap_or_default();
+        self.below_mount_point(&path)
+    }
+
+    fn below_mount_point(&self, path: &Path) -> PathBuf {
+        let below = path.strip_prefix(&self.mount_point);
+        below.unwrap_or(path).to_owned()
     }
 
     /// What fdinfo tells of a descriptor (proc(5)).
@@ -163,10 +197,15 @@ impl Mounts {
             .is_some_and(|id| self.ids.contains(&id))
     }
 
-    fn maps(&self, process: &Path) -> bool {
+    fn mapped_file(&self, process: &Path) -> Option<PathBuf> {
         let maps = fs::read(process.join("maps")).unwrap_or_default();
         let mut lines = maps.split(|byte| *byte == b'\n');
-        lines.any(|line| mapped_device(line) == Some(self.device))
+        let line = lines.find(|line| mapped_device(line) == Some(self.device))?;
+        let start = line
+            .iter()
+            .position(|byte| *byte == b'/')
+            .unwrap_or(line.len());
+        Some(self.below_mount_point(Path::new(OsStr::from_bytes(&line[start..]))))
     }
 }
 
@@ -180,19 +219,36 @@ fn mapped_device(line: &[u8]) -> Option<(u32, u32)> {
     ))
 }
 
-/// Names users for a person: `process 12 (python3), process 13 (bash)`.
+/// Names users for a person: `python3 (process 12) has step_3/rank_0 open, bash (process 13) is in step_3`.
 pub(crate) fn name_users(users: &[User]) -> String {
     let named = users.iter().take(NAMED_MAX);
     let mut words: Vec<_> = named
         .map(|user| {
-            let command = firn_format::quote::quoted_path(Path::new(&user.command));
-            format!("process {} ({command})", user.pid)
+            let command = quoted_path(Path::new(&user.command));
+            format!("{command} (process {}) {}", user.pid, user.usage)
         })
         .collect();
     if users.len() > NAMED_MAX {
-        words.push(format!("{} more", users.len() - NAMED_MAX));
+        words.push(format!("and {} more", users.len() - NAMED_MAX));
     }
     words.join(", ")
+}
+
+impl fmt::Display for Usage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Open(path) if is_top(path) => f.write_str("has the top directory open"),
+            Self::Open(path) => write!(f, "has {} open", quoted_path(path)),
+            Self::In(path) if is_top(path) => f.write_str("is in it (its current directory)"),
+            Self::In(path) => write!(f, "is in {} (its current directory)", quoted_path(path)),
+            Self::Maps(path) => write!(f, "has {} mapped", quoted_path(path)),
+        }
+    }
+}
+
+/// The mount point itself, below which nothing is named.
+fn is_top(path: &Path) -> bool {
+    path.as_os_str().is_empty()
 }
 
 /// All processes that can be seen.
@@ -224,19 +280,28 @@ mod tests {
         let mount = mountinfo::holding(&entries, &here).unwrap();
         let mounts = Mounts::of(mount.device, &mount.mount_point);
         assert!(mounts.ids.contains(&mount.id));
-        assert!(mounts.is_user(std::process::id()));
+        let own = mounts.usage(std::process::id());
+        assert!(own.is_some());
+        assert_eq!(
+            mounts.directory(Path::new("/proc/self")),
+            Some(mounts.below_mount_point(&here))
+        );
         let nowhere = Mounts {
             device: (0, 0),
+            mount_point: PathBuf::new(),
             ids: HashSet::new(),
             copies: Vec::new(),
         };
         // Anonymous memory has the device 0:0.
-        assert!(!nowhere.has_copies() && !nowhere.is_in(Path::new("/proc/self")));
+        assert!(!nowhere.has_copies() && nowhere.directory(Path::new("/proc/self")).is_none());
         let user = |pid| User {
             pid,
-            command: "x".into(),
+            command: "python3".into(),
+            usage: Usage::Open("step_3/rank_0".into()),
         };
         let many: Vec<_> = (1..9).map(user).collect();
-        assert!(name_users(&many).ends_with("process 5 (x), 3 more"));
+        assert!(
+            name_users(&many).ends_with("python3 (process 5) has step_3/rank_0 open, and 3 more")
+        );
     }
 }

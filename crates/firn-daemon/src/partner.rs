@@ -15,6 +15,7 @@ use firn_backing::Errno;
 use firn_backing::backoff::Backoff;
 use firn_config::{Options, Partner};
 use firn_engine::{Engine, PartnerFigures};
+use firn_format::quantity::{bytes, count};
 use firn_protocol::path::BytePath;
 use firn_protocol::{PartnerStatus, Reply};
 use parking_lot::{Condvar, Mutex};
@@ -188,7 +189,11 @@ impl PartnerBoard {
             true => "files that are open for writing are copied when they are closed".to_owned(),
             false => note,
         };
-        format!("timed out with {left_bytes} bytes of {left_files} files left: {who}; {why}")
+        format!(
+            "timed out with {} in {} left: {who}; {why}",
+            bytes(*left_bytes),
+            count(*left_files, "file")
+        )
     }
 }
 

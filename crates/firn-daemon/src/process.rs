@@ -55,7 +55,8 @@ pub(crate) fn explain(errno: Errno) -> String {
 pub(crate) fn limit_behind(errno: Errno) -> Option<String> {
     let limit = file_size_limit_bytes().filter(|_| errno == Errno::FBIG)?;
     Some(format!(
-        "the limit on file sizes (ulimit -f) is {limit} bytes here; mount, or firn recover, with a higher one"
+        "the limit on file sizes (ulimit -f) is {} here; mount, or firn recover, with a higher one",
+        firn_format::quantity::bytes(limit)
     ))
 }
 

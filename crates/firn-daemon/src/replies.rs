@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use firn_backing::Errno;
 use firn_engine::Engine;
 use firn_format::durability::DurabilityLevel;
+use firn_format::quantity::bytes;
 use firn_protocol::Reply;
 use firn_protocol::path::BytePath;
 
@@ -67,7 +68,10 @@ pub(crate) fn wait_for_level(
         Ok(()) => Reply::Done,
         Err(_) if timed_out => Reply::Error {
             errno: libc::ETIMEDOUT,
-            message: format!("timed out with {left} bytes left: they are still being drained"),
+            message: format!(
+                "timed out with {} left: they are still being drained",
+                bytes(left)
+            ),
         },
         Err(error) => failed(error, path),
     }
@@ -79,7 +83,7 @@ pub(crate) fn failed(error: Errno, path: &BytePath) -> Reply {
         Errno::NOENT => format!("{path}: no such file or directory in this mount"),
         Errno::CANCELED => "the wait was given up".into(),
         error => format!(
-            "the backing reports: {}; the data is kept and tried again (`firn status` has the details)",
+            "the backing reports: {}; the data is kept and tried again (`firn status` says when)",
             process::explain(error)
         ),
     };

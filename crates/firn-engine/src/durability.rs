@@ -213,10 +213,14 @@ impl<B: Backing> Durability<B> {
             self.tree.find(path)?;
         }
         let mut first = Vec::new();
+        // What is waited for, before any of it is drained: who asked may tell how much it was.
+        let mut at_first = (0, 0);
         let draining = Arc::new(Draining::default());
         for file in self.pending_below(path) {
             let errors = Arc::new(parking_lot::Mutex::new(None));
             let told = Arc::clone(&errors);
+            at_first.0 += file.lock().pending.bytes();
+            at_first.1 += 1;
             first.push((Arc::clone(&file), Arc::clone(&errors)));
             let draining = Arc::clone(&draining);
             draining.begin();
@@ -225,6 +229,9 @@ impl<B: Backing> Durability<B> {
                 draining.end();
             };
             self.drainer.when_drained(&file, Box::new(done));
+        }
+        if !progress(at_first.0, at_first.1) {
+            return Err(Errno::CANCELED);
         }
         let mut failed = None;
         loop {

@@ -13,6 +13,7 @@ pub mod journal;
 pub mod mountinfo;
 pub mod piece;
 pub mod processor;
+pub mod quantity;
 pub mod quote;
 pub mod record;
 pub mod sealed;
@@ -21,6 +22,18 @@ pub mod spill;
 pub mod superblock;
 pub mod tally;
 
+/// What to do with an arena that another version made.
+fn other_version(found: u32, expected: u32) -> String {
+    let versions = format!("arena format version {found}, this firn reads version {expected}");
+    if found < expected {
+        format!(
+            "left by an older Firn ({versions}): run `firn recover BACKING` of that version, then this one; nothing is lost"
+        )
+    } else {
+        format!("made by a newer Firn ({versions}): use that one; nothing is lost")
+    }
+}
+
 /// Why bytes were not what they claim to be.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FormatError {
@@ -28,7 +41,7 @@ pub enum FormatError {
     #[error("not a firn arena (the magic number is missing)")]
     Magic,
     /// Made by another version.
-    #[error("arena format version {found}, this firn reads version {expected}")]
+    #[error("{}", other_version(*found, *expected))]
     Version {
         /// In the file.
         found: u32,

@@ -47,7 +47,7 @@ pub enum SessionError {
     )]
     NoHelper,
     /// It was asked and refused.
-    #[error("fusermount3 refused: {text}")]
+    #[error("fusermount3 refused: {text}{}", way_without_fuse(text))]
     Helper {
         /// Its words.
         text: String,
@@ -63,6 +63,15 @@ pub enum SessionError {
     /// The kernel lacks what Firn needs, or threads could not be started.
     #[error("the FUSE session did not start: {0}")]
     Start(io::Error),
+}
+
+/// The way on for a user who may not open the device.
+fn way_without_fuse(refusal: &str) -> &'static str {
+    if refusal.contains("/dev/fuse") {
+        "; ask the administrator for access to it, or run without FUSE: `firn run`, or mount with --frontend=preload"
+    } else {
+        ""
+    }
 }
 
 /// A mount that is served.

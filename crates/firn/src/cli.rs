@@ -9,7 +9,7 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use crate::failure::{DONE, Failure, USAGE};
 use crate::output::{self, Paint};
 use crate::overview::overview;
-use crate::verb::{self, VERBS, Verb};
+use crate::verb::{self, Verb, verbs};
 
 /// What clap's errors end with.
 const MORE_HELP: &str = "For more information, try";
@@ -56,18 +56,17 @@ fn firn(args: Vec<OsString>) -> Result<u8, Failure> {
     let typed = args[1].clone();
     let matches = match verb::command().try_get_matches_from(args) {
         Ok(matches) => matches,
-        Err(error) => return answer_instead(error, VERBS.iter().find(|verb| typed == verb.name)),
+        Err(error) => return answer_instead(error, verbs().find(|verb| typed == verb.name)),
     };
     let (name, matches) = matches.subcommand().expect("clap demands a verb");
-    let verb = VERBS
-        .iter()
+    let verb = verbs()
         .find(|verb| verb.name == name)
         .expect("clap knows the verbs of the table alone");
     (verb.run)(matches)
 }
 
 /// Prints help or version, where these were asked for; anything else is an error of usage of `verb`.
-fn answer_instead(mut error: clap::Error, verb: Option<&&Verb>) -> Result<u8, Failure> {
+fn answer_instead(mut error: clap::Error, verb: Option<&Verb>) -> Result<u8, Failure> {
     if error.kind() == ErrorKind::InvalidSubcommand {
         return Err(Failure::new(USAGE, unknown_verb(&error)));
     }
@@ -108,13 +107,84 @@ fn unknown_verb(error: &clap::Error) -> String {
         Some(ContextValue::String(typed)) => typed.as_str(),
         _ => "",
     };
-    let similar = match error.get(ContextKind::SuggestedSubcommand) {
-        Some(ContextValue::Strings(similar)) if !similar.is_empty() => {
+    let similar = match (
+        foreign_word(typed),
+        error.get(ContextKind::SuggestedSubcommand),
+    ) {
+        (Some(ours), _) => format!("did you mean {ours}? "),
+        (None, Some(ContextValue::Strings(similar))) if !similar.is_empty() => {
             format!("did you mean `{}`? ", similar.join("` or `"))
         }
         _ => String::new(),
     };
     format!("no verb is called `{typed}`: {similar}`firn --help` lists the verbs")
+}
+
+/// Words of other programs, and what says the same here.
+const FOREIGN_WORDS: &[(&[&str], &str)] = &[
+    (
+        &[
+            "stop",
+            "unmount",
+            "detach",
+            "eject",
+            "end",
+            "fusermount",
+            "fusermount3",
+        ],
+        "`umount`",
+    ),
+    (&["start", "attach", "open"], "`mount`"),
+    (
+        &["list", "dir", "files"],
+        "`ls` (files) or `status` (mounts)",
+    ),
+    (
+        &["mounts", "info", "show", "df", "ps", "stat", "state"],
+        "`status`",
+    ),
+    (
+        &["top", "stats", "watch", "monitor", "iostat"],
+        "`status --watch`",
+    ),
+    (&["fsck", "verify", "scrub"], "`check`"),
+    (&["repair", "fix", "rescue", "salvage"], "`recover`"),
+    (&["sync", "fsync", "barrier"], "`wait --until durable`"),
+    (
+        &["flush", "writeback", "upload", "stage-out", "stageout"],
+        "`drain`",
+    ),
+    (
+        &["rm", "remove", "delete", "clean", "cleanup", "gc", "purge"],
+        "`prune`, which removes old checkpoints (single files go with rm(1))",
+    ),
+    (
+        &["cp", "copy", "get", "fetch", "download"],
+        "`pull`, which copies from another host's memory (else use cp(1))",
+    ),
+    (&["free", "drop", "forget"], "`evict`"),
+    (&["lock", "keep"], "`pin`"),
+    (&["exec", "launch"], "`run`"),
+    (&["options", "settings", "conf", "set"], "`config`"),
+    (
+        &["rollback", "undo", "revert", "cancel"],
+        "`abort` (what is open) or `restore` (what was committed)",
+    ),
+    (
+        &["save", "checkpoint", "snapshot", "transaction"],
+        "`begin`, then `commit`",
+    ),
+    (&["benchmark", "perf"], "`bench`"),
+    (&["completion", "complete"], "`completions`"),
+];
+
+/// What somebody means who types a verb of another program.
+fn foreign_word(typed: &str) -> Option<&'static str> {
+    let typed = typed.to_lowercase();
+    let row = FOREIGN_WORDS
+        .iter()
+        .find(|(words, _)| words.contains(&&*typed));
+    row.map(|(_, ours)| *ours)
 }
 
 /// clap begins with `error: `, coloured or not; our errors begin with `firn: `.
@@ -205,5 +275,35 @@ mod tests {
             "{text}"
         );
         assert_eq!(without_error_word("\x1b[1m\x1b[31merror:\x1b[0m no"), "no");
+    }
+
+    #[test]
+    fn a_word_of_another_program_leads_to_the_verb_and_is_none_itself() {
+        for (words, ours) in FOREIGN_WORDS {
+            for word in *words {
+                let Err(Failure::Told { text, code }) = firn(args(&["firn", word])) else {
+                    panic!("{word} was taken");
+                };
+                assert_eq!(code, USAGE);
+                assert!(text.contains(&format!("did you mean {ours}? ")), "{text}");
+            }
+            // What is in backquotes is a command line.
+            for line in ours.split('`').skip(1).step_by(2) {
+                let name = line.split(' ').next().unwrap();
+                assert!(verbs().any(|verb| verb.name == name), "{line}");
+            }
+        }
+    }
+
+    #[test]
+    fn help_is_one_text_however_it_is_asked_for() {
+        let alone = overview(Paint::stdout());
+        for word in ["--help", "-h", "help"] {
+            let error = verb::command()
+                .try_get_matches_from(["firn", word])
+                .unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::DisplayHelp);
+            assert_eq!(error.render().to_string(), alone, "firn {word}");
+        }
     }
 }

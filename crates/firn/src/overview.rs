@@ -1,15 +1,15 @@
-//! What `firn` alone says.
+//! What `firn` alone, `firn help` and `firn --help` say.
 
 use std::fmt::Write;
 
 use crate::output::Paint;
-use crate::verb::VERBS;
+use crate::verb::GROUPS;
 
 const FIRST_STEPS: &str =
-    "  firn mount /scratch/run42 /ckpt            programs write checkpoints to /ckpt
-  firn status /ckpt                          data held and drained, errors
+    "  firn mount /scratch/run42 /ckpt            programs write checkpoints to /ckpt, at memory speed
+  firn status /ckpt                          what is in memory, what is written, errors
   firn wait --until durable /ckpt/step_100   until it would survive the loss of this host
-  firn umount /ckpt                          drain, unmount
+  firn umount /ckpt                          write the rest, unmount
   ls /scratch/run42                          ordinary files
 ";
 
@@ -20,10 +20,12 @@ pub fn overview(paint: Paint) -> String {
         paint.head(concat!("firn ", env!("CARGO_PKG_VERSION")))
     );
     text += FIRST_STEPS;
-    let _ = writeln!(text, "\n{}", paint.head("Verbs"));
-    for verb in VERBS {
-        let _ = writeln!(text, "  {:<12} {}", verb.name, verb.about);
+    for group in GROUPS {
+        let _ = writeln!(text, "\n{}", paint.head(group.title));
+        for verb in group.verbs {
+            let _ = writeln!(text, "  {:<12} {}", verb.name, verb.about);
+        }
     }
-    text += "\n`firn VERB --help` explains a verb. After a crash, mount again: the data that was held is drained.\n";
+    text += "\n`firn VERB --help` explains a verb. After a crash, mount again: what was in memory is written.\n";
     text
 }

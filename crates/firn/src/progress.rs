@@ -1,9 +1,10 @@
 //! How far long work is: a bar on a terminal, a line now and then elsewhere.
 
+use std::fmt::Write;
 use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
 
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{ProgressBar, ProgressState, ProgressStyle};
 
 use crate::{output, text};
 
@@ -11,7 +12,8 @@ use crate::{output, text};
 const FIRST_LINE_AFTER: Duration = Duration::from_secs(2);
 /// Often enough to see that it lives, seldom enough not to fill a log.
 const LINE_EVERY: Duration = Duration::from_secs(5);
-const TEMPLATE: &str = "{prefix:>10} [{bar:30}] {binary_bytes} of {binary_total_bytes}, {msg} ({binary_bytes_per_sec})";
+const TEMPLATE: &str =
+    "{prefix:>10} [{bar:30}] {done} of {total}, {msg} ({speed}, {time_left} to go)";
 
 /// Shows how many bytes are left.
 pub struct Meter {
@@ -20,28 +22,78 @@ pub struct Meter {
     bar: Option<ProgressBar>,
     /// The most that was ever left: what there is to do.
     total_bytes: u64,
+    /// The same in files.
+    total_files: u64,
+    begin: Instant,
     next_line: Instant,
     left_bytes: u64,
+    /// Nothing is shown.
+    quiet: bool,
+}
+
+/// What somebody waited for, and how long.
+#[derive(Clone, Copy, Debug)]
+pub struct Waited {
+    /// The most bytes that were left.
+    pub bytes: u64,
+    /// The most files that had some.
+    pub files: u64,
+    /// Time from the beginning on.
+    pub time: Duration,
+}
+
+impl Waited {
+    /// `768.0 MiB in 32 files`.
+    pub fn amount(&self) -> String {
+        format!(
+            "{} in {}",
+            text::bytes(self.bytes),
+            text::count(self.files, "file")
+        )
+    }
+
+    /// `0.7 s`.
+    pub fn seconds(&self) -> String {
+        text::seconds(self.time.as_secs_f64())
+    }
 }
 
 impl Meter {
     /// Shows nothing yet.
     pub fn new() -> Self {
-        let next_line = Instant::now() + FIRST_LINE_AFTER;
+        Self::quiet_if(false)
+    }
+
+    /// Shows nothing at all if `quiet`, and counts nevertheless.
+    pub fn quiet_if(quiet: bool) -> Self {
+        let begin = Instant::now();
         Self {
             on_terminal: io::stderr().is_terminal(),
             bar: None,
             total_bytes: 0,
-            next_line,
+            total_files: 0,
+            begin,
+            next_line: begin + FIRST_LINE_AFTER,
             left_bytes: 0,
+            quiet,
+        }
+    }
+
+    /// What was waited for until now.
+    pub fn waited(&self) -> Waited {
+        Waited {
+            bytes: self.total_bytes,
+            files: self.total_files,
+            time: self.begin.elapsed(),
         }
     }
 
     /// So much is left.
     pub fn show(&mut self, left_bytes: u64, left_files: u64, phase: &str) {
         self.total_bytes = self.total_bytes.max(left_bytes);
+        self.total_files = self.total_files.max(left_files);
         self.left_bytes = left_bytes;
-        if self.total_bytes == 0 {
+        if self.total_bytes == 0 || self.quiet {
             return;
         }
         let phase = text::name(phase);
@@ -66,9 +118,7 @@ impl Meter {
                 bar.set_message(message);
             }
             None => {
-                let style = ProgressStyle::with_template(TEMPLATE).expect("the template is fixed");
-                let bar =
-                    ProgressBar::new(self.total_bytes).with_style(style.progress_chars("=> "));
+                let bar = ProgressBar::new(self.total_bytes).with_style(style());
                 let bar = bar
                     .with_prefix(phase)
                     .with_message(message)
@@ -85,11 +135,101 @@ impl Meter {
     }
 }
 
+/// Sizes and times as everywhere else.
+fn style() -> ProgressStyle {
+    let style = ProgressStyle::with_template(TEMPLATE).expect("the template is fixed");
+    style
+        .with_key("done", |state: &ProgressState, out: &mut dyn Write| {
+            let _ = out.write_str(&text::bytes(state.pos()));
+        })
+        .with_key("total", |state: &ProgressState, out: &mut dyn Write| {
+            let _ = out.write_str(&text::bytes(state.len().unwrap_or_default()));
+        })
+        .with_key("speed", |state: &ProgressState, out: &mut dyn Write| {
+            let _ = out.write_str(&text::rate(state.per_sec()));
+        })
+        .with_key("time_left", |state: &ProgressState, out: &mut dyn Write| {
+            let _ = out.write_str(&text::seconds(state.eta().as_secs_f64()));
+        })
+        .progress_chars("=> ")
+}
+
 impl Drop for Meter {
     /// Clears the line, so that what is said next stands alone.
     fn drop(&mut self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use indicatif::{ProgressDrawTarget, TermLike};
+
+    use super::*;
+
+    /// A terminal that keeps what is written to it.
+    #[derive(Clone, Debug, Default)]
+    struct Screen(Arc<Mutex<String>>);
+
+    impl TermLike for Screen {
+        fn width(&self) -> u16 {
+            120
+        }
+        fn move_cursor_up(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_down(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_right(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn move_cursor_left(&self, _: usize) -> io::Result<()> {
+            Ok(())
+        }
+        fn write_line(&self, text: &str) -> io::Result<()> {
+            self.write_str(text)
+        }
+        fn write_str(&self, text: &str) -> io::Result<()> {
+            self.0.lock().unwrap().push_str(text);
+            Ok(())
+        }
+        fn clear_line(&self) -> io::Result<()> {
+            Ok(())
+        }
+        fn flush(&self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn the_bar_has_sizes_as_everywhere_and_the_time_left() {
+        let screen = Screen::default();
+        let target = ProgressDrawTarget::term_like(Box::new(screen.clone()));
+        let bar = ProgressBar::with_draw_target(Some(100 << 20), target)
+            .with_style(style())
+            .with_prefix("draining")
+            .with_message("3 files left")
+            .with_position(25 << 20);
+        bar.tick();
+        let shown = screen.0.lock().unwrap().clone();
+        assert!(
+            shown.contains("25.0 MiB of 100.0 MiB, 3 files left (") && shown.contains(" to go)"),
+            "{shown}"
+        );
+    }
+
+    #[test]
+    fn what_was_waited_for_is_the_most_that_was_left() {
+        let mut meter = Meter::quiet_if(true);
+        for (bytes, files) in [(3 << 20, 2), (1 << 20, 1), (0, 0)] {
+            meter.show(bytes, files, "draining");
+        }
+        assert_eq!(meter.waited().amount(), "3.0 MiB in 2 files");
+        assert_eq!(meter.left_bytes(), 0);
     }
 }

@@ -2,45 +2,9 @@
 
 use std::path::Path;
 
+pub use firn_format::quantity::{bytes, count, rate, seconds};
 use firn_format::quote::quoted;
 use firn_protocol::figures::Unit;
-
-const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
-
-/// `0 B`, `1023 B`, `1.5 KiB`, `12.0 MiB`.
-pub fn bytes(bytes: u64) -> String {
-    if bytes < 1024 {
-        return format!("{bytes} B");
-    }
-    let mut value = bytes as f64 / 1024.0;
-    let mut units = UNITS.iter();
-    let mut unit = units.next().copied().unwrap_or_default();
-    for next in units {
-        // What would be printed as 1024.0 is 1.0 of the next unit.
-        if value < 1023.95 {
-            break;
-        }
-        (value, unit) = (value / 1024.0, next);
-    }
-    format!("{value:.1} {unit}")
-}
-
-/// `1.5 MiB/s`.
-pub fn rate(bytes_per_s: f64) -> String {
-    format!("{}/s", bytes(bytes_per_s.max(0.0) as u64))
-}
-
-/// `40 ms`, `2.1 s`, `3 min 20 s`, `5 h 10 min`, `3 d 2 h`.
-pub fn seconds(seconds: f64) -> String {
-    let whole = seconds as u64;
-    match whole {
-        0 if seconds < 0.9995 => format!("{:.0} ms", seconds * 1e3),
-        0..60 => format!("{seconds:.1} s"),
-        60..3600 => format!("{} min {} s", whole / 60, whole % 60),
-        3600..86400 => format!("{} h {} min", whole / 3600, whole % 3600 / 60),
-        _ => format!("{} d {} h", whole / 86400, whole % 86400 / 3600),
-    }
-}
 
 /// The value of a figure in the unit that its name says.
 pub fn figure(name: &str, value: f64) -> String {
@@ -49,15 +13,6 @@ pub fn figure(name: &str, value: f64) -> String {
         Unit::Bytes => bytes(value as u64),
         Unit::Seconds => seconds(value),
         Unit::Count => value.to_string(),
-    }
-}
-
-/// `1 file`, `2 files`.
-pub fn count(number: u64, noun: &str) -> String {
-    if number == 1 {
-        format!("1 {noun}")
-    } else {
-        format!("{number} {noun}s")
     }
 }
 
@@ -74,26 +29,6 @@ pub fn path(path: &Path) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn sizes_have_at_most_four_digits() {
-        let shown = [0, 1023, 1024, 1536, (1 << 20) - 1, 1 << 20, 12 << 30].map(bytes);
-        assert_eq!(
-            shown,
-            [
-                "0 B", "1023 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "1.0 MiB", "12.0 GiB"
-            ]
-        );
-    }
-
-    #[test]
-    fn durations_have_two_units_at_most() {
-        let shown = [0.04, 2.1, 200.0, 18_600.0, 266_400.0].map(seconds);
-        assert_eq!(
-            shown,
-            ["40 ms", "2.1 s", "3 min 20 s", "5 h 10 min", "3 d 2 h"]
-        );
-    }
 
     #[test]
     fn a_name_cannot_break_its_line() {

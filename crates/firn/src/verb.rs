@@ -1,4 +1,4 @@
-//! The verbs: a file for each, or for those that belong together, and one entry each in [`VERBS`], which feeds parser, help, completions and man pages.
+//! The verbs: a file for each, or for those that belong together, and one line each in [`GROUPS`], which feeds parser, help, completions and man pages.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -7,6 +7,8 @@ use clap::{ArgMatches, Command};
 use firn_client::{Connection, Place};
 
 use crate::failure::Failure;
+use crate::output::Paint;
+use crate::overview::overview;
 
 pub mod mount_firn;
 pub mod umount_firn;
@@ -53,36 +55,66 @@ pub struct Verb {
     pub run: fn(&ArgMatches) -> Result<u8, Failure>,
 }
 
-/// All verbs, in the order of help.
-pub static VERBS: &[&Verb] = &[
-    &mount::VERB,
-    &umount::VERB,
-    &run::VERB,
-    &status::VERB,
-    &ls::VERB,
-    &chunks::VERB,
-    &wait::VERB,
-    &drain::VERB,
-    &flatten::VERB,
-    &evict::VERB,
-    &pin::VERB,
-    &place::VERB,
-    &prune::VERB,
-    &agent::VERB,
-    &pull::VERB,
-    &transaction::BEGIN,
-    &transaction::PREPARE,
-    &transaction::COMMIT,
-    &transaction::ABORT,
-    &transaction::RESTORE,
-    &recover::VERB,
-    &check::VERB,
-    &config::VERB,
-    &bench::VERB,
-    &version::VERB,
-    &completions::VERB,
-    &man::VERB,
+/// Verbs that belong together.
+pub struct Group {
+    /// What they are for.
+    pub title: &'static str,
+    /// In the order of help.
+    pub verbs: &'static [&'static Verb],
+}
+
+/// All verbs. A verb is one line here, in one group.
+pub static GROUPS: &[Group] = &[
+    Group {
+        title: "Every day",
+        verbs: &[
+            &mount::VERB,
+            &umount::VERB,
+            &run::VERB,
+            &status::VERB,
+            &ls::VERB,
+            &wait::VERB,
+            &drain::VERB,
+            &prune::VERB,
+        ],
+    },
+    Group {
+        title: "Checkpoints as a whole",
+        verbs: &[
+            &transaction::BEGIN,
+            &transaction::PREPARE,
+            &transaction::COMMIT,
+            &transaction::ABORT,
+            &transaction::RESTORE,
+        ],
+    },
+    Group {
+        title: "Several hosts",
+        verbs: &[&agent::VERB, &pull::VERB, &place::VERB, &flatten::VERB],
+    },
+    Group {
+        title: "Repair",
+        verbs: &[&recover::VERB, &check::VERB],
+    },
+    Group {
+        title: "Other",
+        verbs: &[
+            &evict::VERB,
+            &pin::VERB,
+            &chunks::VERB,
+            &config::VERB,
+            &bench::VERB,
+            &version::VERB,
+            &completions::VERB,
+            &man::VERB,
+        ],
+    },
 ];
+
+/// All verbs, in the order of help.
+pub fn verbs() -> impl Iterator<Item = &'static Verb> {
+    GROUPS.iter().flat_map(|group| group.verbs.iter().copied())
+}
 
 impl Verb {
     /// Its part of the command line.
@@ -120,8 +152,8 @@ pub fn command() -> Command {
         .arg_required_else_help(false)
         .max_term_width(100)
         .subcommand_value_name("VERB")
-        .subcommand_help_heading("Verbs")
-        .subcommands(VERBS.iter().map(|verb| verb.command()))
+        .override_help(overview(Paint::stdout()))
+        .subcommands(verbs().map(Verb::command))
 }
 
 /// The mount that `path` lies on, and its firnd. Root hears whose mount it is, if it is another user's.
@@ -142,4 +174,38 @@ fn find(path: &Path) -> Result<Place, Failure> {
         ));
     }
     Ok(place)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    /// A verb is a `VERB` or another constant of a file below `verb/`; each is in one group.
+    #[test]
+    fn each_verb_is_in_exactly_one_group() {
+        let mut times: BTreeMap<&str, usize> = BTreeMap::new();
+        for verb in verbs() {
+            *times.entry(verb.name).or_default() += 1;
+        }
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/verb");
+        let mut named = 0;
+        for entry in std::fs::read_dir(dir).unwrap() {
+            let source = std::fs::read_to_string(entry.unwrap().path()).unwrap_or_default();
+            let mut lines = source.lines();
+            while lines
+                .any(|line| line.starts_with("pub const ") && line.ends_with(": Verb = Verb {"))
+            {
+                let line = lines.next().unwrap().trim();
+                let name = line
+                    .strip_prefix("name: \"")
+                    .and_then(|rest| rest.strip_suffix("\","));
+                let name = name.unwrap_or_else(|| panic!("{line} is not the name of a verb"));
+                assert_eq!(times.get(name), Some(&1), "groups that have {name}");
+                named += 1;
+            }
+        }
+        assert_eq!(named, times.len());
+    }
 }

@@ -122,7 +122,11 @@ fn regression_each_failed_request_and_each_decision_of_the_drain_is_logged_once_
         assert!(metrics.contains(sample), "{sample} is not in\n{metrics}");
     }
     let shown = sandbox
-        .run(["status".as_ref(), mount.path().as_os_str()])
+        .run([
+            "status".as_ref(),
+            "--verbose".as_ref(),
+            mount.path().as_os_str(),
+        ])
         .ok()
         .stdout;
     assert!(

@@ -279,6 +279,138 @@ fn help_version_man_pages_and_completions_are_printed() {
     }
 }
 
+/// `firn`, `firn help` and `firn --help` are one text, and a word of another program leads to ours.
+#[test]
+fn help_is_one_text_and_words_of_other_programs_lead_to_a_verb() {
+    let sandbox = Sandbox::new("words");
+    let alone = sandbox.run([""; 0]).ok().stdout;
+    for word in ["help", "--help", "-h"] {
+        assert_eq!(sandbox.run([word]).ok().stdout, alone, "firn {word}");
+    }
+    assert!(
+        alone.contains("firn umount /ckpt") && alone.contains("\nEvery day\n  mount "),
+        "{alone}"
+    );
+    sandbox
+        .run(["stop", "/ckpt"])
+        .code(2)
+        .says("did you mean `umount`?");
+    sandbox
+        .run(["top"])
+        .code(2)
+        .says("did you mean `status --watch`?");
+}
+
+/// The verbs that wait say on stderr what they waited for, and nothing with `--quiet` or `--json`.
+#[test]
+fn verbs_that_wait_end_with_a_summary() {
+    let sandbox = Sandbox::new("summary");
+    let mount = FirnMount::new(&sandbox, &format!("{SMALL},close=held,drain=demand"));
+    let point = mount.path().as_os_str();
+    let write = |name: &str| fs::write(mount.join(name), vec![1; 3 << 19]).expect("write");
+    let told = |args: &[&str]| {
+        let args = args.iter().map(|arg| arg.as_ref()).chain([point]);
+        sandbox.run(args).ok().stderr
+    };
+    write("a");
+    write("b");
+    let durable = told(&["wait"]);
+    assert!(
+        durable.starts_with("firn: 3.0 MiB in 2 files are durable, "),
+        "{durable}"
+    );
+    let again = told(&["wait", "--until", "drained"]);
+    assert!(again.contains("nothing was left to write"), "{again}");
+    write("c");
+    assert!(told(&["drain"]).starts_with("firn: draining 1.5 MiB in 1 file; "));
+    for quiet in [
+        &["wait", "--quiet"][..],
+        &["wait", "--json"],
+        &["drain", "-q"],
+        &["drain", "--wait", "--quiet"],
+    ] {
+        assert_eq!(told(quiet), "", "{quiet:?}");
+    }
+    write("d");
+    let unmounted = told(&["umount"]);
+    assert!(
+        unmounted.contains("; 1.5 MiB in 1 file were left and are drained to "),
+        "{unmounted}"
+    );
+}
+
+/// What bash puts for a line that is typed so far, by the function of the script.
+#[test]
+fn bash_completes_options_after_commas_and_mount_points() {
+    let sandbox = Sandbox::new("complete");
+    let mount = FirnMount::new(&sandbox, SMALL);
+    let script = sandbox.run(["completions", "bash"]).ok().stdout;
+    let file = sandbox.join("firn.bash");
+    fs::write(&file, script).expect("write the script");
+    // As readline calls it: words are cut at blanks and at `=`.
+    let complete = |line: &str| {
+        let ask = r#"
+            source "$1"; COMP_LINE=$2; COMP_POINT=${#2}
+            words=${2//=/ = }; read -ra COMP_WORDS <<<"$words"
+            [[ $2 == *[\ =] ]] && COMP_WORDS+=("")
+            COMP_WORDS[0]=$FIRN
+            COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+            _firn_words "$FIRN" "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD-1]}"
+            printf '%s\n' "${COMPREPLY[@]}""#;
+        let mut bash = Command::new("bash");
+        sandbox.environment(&mut bash);
+        bash.env("FIRN", fs::canonicalize(firn_binary()).expect("the binary"));
+        let outcome = run(bash.args(["-c", ask, "bash"]).arg(&file).arg(line)).ok();
+        let words = outcome.stdout.lines().map(str::to_owned);
+        words.collect::<Vec<_>>()
+    };
+    assert_eq!(complete("firn mount /a /b -o clo"), ["close="]);
+    assert_eq!(complete("firn mount /a /b -o close=h"), ["held"]);
+    let after_comma = complete("firn mount /a /b -o close=held,drain=d");
+    assert_eq!(after_comma, ["demand"]);
+    assert_eq!(
+        complete("firn mount /a /b -o close=held,nosu"),
+        ["held,nosuid"]
+    );
+    let point = mount.path().display().to_string();
+    for verb in ["umount", "status", "wait"] {
+        let typed = &point[..point.len() - 2];
+        assert!(
+            complete(&format!("firn {verb} {typed}")).contains(&point),
+            "{verb}"
+        );
+    }
+    // All else is as before.
+    assert_eq!(complete("firn umou"), ["umount"]);
+    assert!(complete("firn wait --un").contains(&"--until".to_owned()));
+}
+
+/// Who keeps a mount is told with what is open.
+#[test]
+fn a_busy_unmount_names_the_program_and_its_file() {
+    let sandbox = Sandbox::new("busy");
+    let mount = FirnMount::new(&sandbox, SMALL);
+    fs::create_dir(mount.join("step_3")).expect("mkdir");
+    let mut reader = Command::new("sh")
+        .args(["-c", "exec 3>\"$1\"/step_3/rank_0; echo; read end", "sh"])
+        .arg(mount.path())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("sh");
+    let mut ready = [0];
+    std::io::Read::read_exact(reader.stdout.as_mut().expect("piped"), &mut ready)
+        .expect("it has the file open");
+    let refused = sandbox.run(["umount".as_ref(), mount.path().as_os_str()]);
+    drop(reader.stdin.take());
+    reader.wait().expect("it ends");
+    refused.code(11).says(&format!(
+        "sh (process {}) has step_3/rank_0 open",
+        reader.id()
+    ));
+    mount.umount();
+}
+
 #[test]
 fn a_pipe_from_firn_mount_ends_when_the_command_does() {
     let sandbox = Sandbox::new("pipe");

@@ -95,7 +95,7 @@ fn regression_an_unmount_sees_who_uses_the_mount_in_another_namespace() {
     let mount = FirnMount::new(&sandbox, OPTIONS);
     let point = mount.path().to_owned();
     let mut container = Container::new();
-    let name = format!("process {} (bash)", container.shell.id());
+    let name = format!("bash (process {})", container.shell.id());
     let uses = [("exec 3>>{}/file", "exec 3>&-"), ("cd {}", "cd /")];
     for (begin, end) in uses {
         assert_eq!(

@@ -84,7 +84,11 @@ fn writers_get_the_memory_of_their_node_first_and_that_of_others_then() {
             );
             assert!(numa_nodes[1 - near].used_bytes >= 4 * MIB, "{numa_nodes:?}");
             let text = sandbox
-                .run(["status".as_ref(), mount.path().as_os_str()])
+                .run([
+                    "status".as_ref(),
+                    "--verbose".as_ref(),
+                    mount.path().as_os_str(),
+                ])
                 .ok()
                 .stdout;
             assert_eq!(

@@ -33,7 +33,13 @@ fn a_job_that_succeeds_leaves_its_files_in_the_backing_and_nothing_in_memory() {
     let options = ["--backing", backing.to_str().expect("utf-8")];
     let script = "echo data > $FIRN_PREFIX/f && test ! -s \"$0\"/f && cat $FIRN_PREFIX/f";
     let mut command = firn_run(&sandbox, &options, script);
-    assert_eq!(run(command.arg(&backing)).ok().stdout, "data\n");
+    let outcome = run(command.arg(&backing)).ok();
+    assert_eq!(outcome.stdout, "data\n");
+    let summary = format!(
+        "firn: the command succeeded; 5 B in 1 file were left and are drained to {}, ",
+        backing.display()
+    );
+    assert!(outcome.stderr.contains(&summary), "{outcome}");
     assert_eq!(
         fs::read_to_string(backing.join("f")).expect("drained"),
         "data\n"
@@ -45,7 +51,12 @@ fn a_job_that_succeeds_leaves_its_files_in_the_backing_and_nothing_in_memory() {
 #[test]
 fn without_a_backing_nothing_outlives_success() {
     let sandbox = Sandbox::new("runmemory");
-    run(&mut firn_run(&sandbox, &[], "echo data > $FIRN_PREFIX/f")).ok();
+    let script = "echo data > $FIRN_PREFIX/f";
+    run(&mut firn_run(&sandbox, &[], script))
+        .ok()
+        .says("the command succeeded; its files were in memory only and are removed");
+    let quiet = run(&mut firn_run(&sandbox, &["--quiet"], script)).ok();
+    assert_eq!(quiet.stderr, "");
     assert!(!is_mounted(&sandbox.join("mnt")));
     assert_eq!(left(&sandbox), Vec::<PathBuf>::new());
 }
@@ -89,9 +100,14 @@ fn a_job_that_is_killed_finds_its_files_again() {
     let script = "echo data > $FIRN_PREFIX/f; kill -9 $$";
     run(&mut firn_run(&sandbox, &[], script))
         .code(137)
-        .says("stay in memory")
+        .says("the command was killed by signal 9; 5 B of its files stay in memory")
         .says("firn mount");
     assert!(!is_mounted(&sandbox.join("mnt")));
+    let listed = sandbox.run(["status"]).stdout;
+    assert!(
+        listed.contains("holds 5 B of a run that failed: the same `firn run`"),
+        "{listed}"
+    );
     let again = run(&mut firn_run(&sandbox, &[], "cat $FIRN_PREFIX/f; exit 7")).code(7);
     assert_eq!(again.stdout, "data\n");
     assert_eq!(
@@ -128,12 +144,18 @@ fn a_dev_shm_that_is_too_small_is_told_and_the_job_not_started() {
             run(&mut command)
         };
         let outcome = run_in_little("64M")
-            .says("no room")
-            .says("lower arena-size");
+            .says("arena-size=64M needs ")
+            .says("which has 16.0 MiB free: mount with -o arena-size=");
         assert!(outcome.code != 0 && outcome.stdout.is_empty(), "{outcome}");
         assert!(sandbox.processes().is_empty(), "a firnd is left");
         assert!(!is_mounted(&sandbox.join("mnt")));
-        assert_eq!(run_in_little("8M").ok().stdout, "started\ndata\n");
+        // What the message says fits.
+        let (_, size) = outcome
+            .stderr
+            .split_once("mount with -o arena-size=")
+            .expect("a size");
+        let (size, _) = size.split_once(',').expect("a size");
+        assert_eq!(run_in_little(size).ok().stdout, "started\ndata\n");
     }
 }
 

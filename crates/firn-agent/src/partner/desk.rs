@@ -211,7 +211,8 @@ impl Desk {
                 Ok(0) => {}
                 Ok(bytes) => self.log.say(Level::Event, || {
                     let dir = quoted_path(self.copies.dir());
-                    format!("{bytes} bytes of {host} that are not in the backing stay in {dir}")
+                    let bytes = firn_format::quantity::bytes(bytes);
+                    format!("{bytes} of {host} that are not in the backing stay in {dir}")
                 }),
                 Err(error) => self.log.say(Level::Event, || error.to_string()),
             }

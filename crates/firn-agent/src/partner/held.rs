@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use firn_backing::backoff::Backoff;
+use firn_format::quantity;
 use firn_format::quote::quoted_path;
 use firn_protocol::path::BytePath;
 
@@ -164,9 +165,12 @@ impl Policy for CopyHeld<'_> {
                 bytes_max,
             }) => {
                 return Ok(Step::Refuse(format!(
-                    "{} has no room for {bytes} bytes of {}: {used_bytes} of {bytes_max} bytes are in use (`firn agent \
-                     --partner-size`)",
-                    self.desk.host, unit.name
+                    "{} has no room for {} of {}: {} of {} are in use (raise it with `firn agent --partner-size`)",
+                    self.desk.host,
+                    quantity::bytes(bytes),
+                    unit.name,
+                    quantity::bytes(used_bytes),
+                    quantity::bytes(bytes_max)
                 )));
             }
         };

@@ -28,7 +28,7 @@ pub enum FlattenError {
     ReadOnly { files: usize },
     #[error("cannot write the report {path}: {source}; nothing more was given up", path = quoted_path(path))]
     Report { path: PathBuf, source: io::Error },
-    #[error("plain, but logs of {} were damaged for good: {zero_bytes} bytes are zeros now, and {report} names all that was given up", say_files(*files), report = quoted_path(report))]
+    #[error("plain, but logs of {} were damaged for good: {} are zeros now, and {report} names all that was given up", say_files(*files), firn_format::quantity::bytes(*zero_bytes), report = quoted_path(report))]
     GivenUp {
         files: usize,
         zero_bytes: u64,

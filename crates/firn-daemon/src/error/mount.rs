@@ -44,7 +44,7 @@ pub enum MountError {
     #[error("files stay in logs, with all that was written to them: {source}; mend the backing, then run `firn flatten --all --backing {backing}` or mount it again", backing = quoted_path(backing))]
     LeftInLogs { backing: PathBuf, source: Errno },
     #[error(
-        "{bytes} bytes could not be drained and stay in {arena}: mend the backing, then run `firn recover {backing}` or mount it again", arena = quoted_path(arena), backing = quoted_path(backing))]
+        "{} could not be drained and stay in {arena}: mend the backing, then run `firn recover {backing}` or mount it again", firn_format::quantity::bytes(*bytes), arena = quoted_path(arena), backing = quoted_path(backing))]
     Left {
         bytes: u64,
         arena: PathBuf,

@@ -285,11 +285,9 @@ impl<B: Backing> Drainer<B> {
         };
         let wait_ms = failure.retry_at.saturating_duration_since(now).as_millis() as u64;
         tracing::warn!(path = %file.shown(), %errno, count, wait_ms, what, "drain failed; the data is kept and tried again");
-        self.base.errors.record(
-            path,
-            errno,
-            format!("{what} failed: {errno}; the data is kept and tried again"),
-        );
+        self.base
+            .errors
+            .record(path, errno, format!("{what} failed: {errno}"));
     }
 }
 

@@ -1,16 +1,23 @@
 //! `firn completions`.
+//!
+//! The scripts are clap's, for verbs, flags and the values that a flag may have. What clap cannot know is asked of `firn`
+//! while somebody types: the list after `-o`, and where something is mounted. clap's own engine for that is not stable
+//! yet (clap_complete 4.6, `unstable-dynamic`).
 
-use clap::{ArgMatches, Args, FromArgMatches};
+use std::fmt::Write;
+
+use clap::{ArgMatches, Args, FromArgMatches, ValueEnum};
 use clap_complete::Shell;
 
 use crate::failure::{DONE, Failure};
 use crate::output;
-use crate::verb::{self, Verb};
+use crate::text;
+use crate::verb::{self, Verb, verbs};
 
 pub const VERB: Verb = Verb {
     name: "completions",
     about: "Print a completion script for a shell",
-    long: "",
+    long: "The script completes verbs, flags and their values, the options after `-o`, and mount points.",
     examples: &[
         (
             "firn completions bash > /etc/bash_completion.d/firn",
@@ -29,14 +36,211 @@ pub const VERB: Verb = Verb {
 #[derive(Debug, Args)]
 struct CompletionsArgs {
     /// For which shell.
-    #[arg(value_enum)]
-    shell: Shell,
+    #[arg(value_enum, required_unless_present = "candidates")]
+    shell: Option<Shell>,
+    /// For the scripts: print what may be put for a word, one a line.
+    #[arg(long, value_enum, hide = true, conflicts_with = "shell")]
+    candidates: Option<Candidates>,
+    /// What was typed of the word.
+    #[arg(
+        long,
+        hide = true,
+        requires = "candidates",
+        default_value = "",
+        allow_hyphen_values = true
+    )]
+    word: String,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Candidates {
+    /// Lists after `-o`.
+    Options,
+    /// Mount points.
+    Mounts,
+}
+
+/// Verbs whose path is most often a mount point.
+const WITH_MOUNT_POINT: [&str; 10] = [
+    "umount", "status", "wait", "drain", "ls", "evict", "begin", "prepare", "commit", "abort",
+];
+
+/// Verbs that take a list after `-o`.
+fn with_options() -> Vec<&'static str> {
+    let takes_list = |verb: &&Verb| {
+        let command = verb.command();
+        command
+            .get_arguments()
+            .any(|arg| arg.get_short() == Some('o'))
+    };
+    verbs().filter(takes_list).map(|verb| verb.name).collect()
 }
 
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = CompletionsArgs::from_arg_matches(matches)?;
-    let mut script = Vec::new();
-    clap_complete::generate(args.shell, &mut verb::command(), "firn", &mut script);
-    output::print(&String::from_utf8_lossy(&script))?;
+    if let Some(candidates) = args.candidates {
+        output::print(&lines(candidates, &args.word))?;
+        return Ok(DONE);
+    }
+    let shell = args.shell.expect("clap demands it");
+    output::print(&script(shell))?;
     Ok(DONE)
+}
+
+fn lines(candidates: Candidates, word: &str) -> String {
+    let words = match candidates {
+        Candidates::Options => firn_config::complete_minus_o(word),
+        // Where there is no table of mounts, there is nothing to offer.
+        Candidates::Mounts => firn_client::mounts()
+            .unwrap_or_default()
+            .iter()
+            .filter(|mount| !mount.is_of_another_user())
+            .map(|mount| text::path(&mount.mount_point))
+            .filter(|path| path.starts_with(word))
+            .collect(),
+    };
+    words.iter().map(|word| format!("{word}\n")).collect()
+}
+
+fn script(shell: Shell) -> String {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut verb::command(), "firn", &mut script);
+    let script = String::from_utf8_lossy(&script).into_owned();
+    match shell {
+        Shell::Bash => script + &bash(),
+        Shell::Zsh => zsh(&script),
+        Shell::Fish => script + &fish(),
+        _ => script,
+    }
+}
+
+/// A function before clap's. bash cuts words at `=`, so what was typed is taken from the line itself.
+fn bash() -> String {
+    let with_options = with_options().join("|");
+    let with_mount_point = WITH_MOUNT_POINT.join("|");
+    format!(
+        r#"
+_firn_words() {{
+    local line=${{COMP_LINE:0:COMP_POINT}}
+    local word=${{line##*[[:space:]]}}
+    local before=${{line%"$word"}}
+    local cut=${{word%"${{word##*[=:]}}"}}
+    local verb=${{COMP_WORDS[1]}}
+    case $verb in
+        {with_options})
+            if [[ $before =~ [[:space:]]-o[[:space:]]+$ ]]; then
+                mapfile -t COMPREPLY < <("$1" completions --candidates options --word "$word" 2>/dev/null)
+                COMPREPLY=( "${{COMPREPLY[@]#"$cut"}}" )
+                [[ ${{COMPREPLY[0]}} == *= ]] && compopt -o nospace 2>/dev/null
+                return 0
+            fi
+            ;;
+        {with_mount_point})
+            if [[ $COMP_CWORD -ge 2 && $word != -* && ${{COMP_WORDS[COMP_CWORD-1]}} != -* ]]; then
+                mapfile -t COMPREPLY < <(
+                    "$1" completions --candidates mounts --word "$word" 2>/dev/null
+                    compgen -f -- "$word"
+                )
+                compopt -o filenames 2>/dev/null
+                return 0
+            fi
+            ;;
+    esac
+    _firn "$@"
+}}
+
+complete -F _firn_words -o bashdefault -o default firn
+"#
+    )
+}
+
+/// clap's script with other actions for the list after `-o` and for paths of mounts.
+fn zsh(script: &str) -> String {
+    let functions = r#"
+_firn_options() {
+    local -a lists
+    lists=(${(f)"$(firn completions --candidates options --word "$PREFIX" 2>/dev/null)"})
+    compadd -S '' -- $lists
+}
+
+_firn_mounts() {
+    local -a mounts
+    mounts=(${(f)"$(firn completions --candidates mounts 2>/dev/null)"})
+    compadd -- $mounts
+    _files
+}
+
+"#;
+    let mut changed = String::new();
+    let mut verb = "";
+    for line in script.lines() {
+        let trimmed = line.trim();
+        if let Some(name) = trimmed
+            .strip_prefix('(')
+            .and_then(|rest| rest.strip_suffix(')'))
+        {
+            verb = name;
+        }
+        let line = if trimmed.starts_with("'*-o+[") {
+            line.replace(":_default'", ":_firn_options'")
+        } else if WITH_MOUNT_POINT.contains(&verb) && trimmed.starts_with("':") {
+            line.replace(":_files -/'", ":_firn_mounts'")
+                .replace(":_files'", ":_firn_mounts'")
+        } else {
+            line.to_owned()
+        };
+        let _ = writeln!(changed, "{line}");
+    }
+    match changed.split_once('\n') {
+        // `#compdef firn` must stay the first line.
+        Some((first, rest)) => format!("{first}\n{functions}{rest}"),
+        None => changed,
+    }
+}
+
+fn fish() -> String {
+    let mut script = String::new();
+    for verb in with_options() {
+        let _ = writeln!(
+            script,
+            "complete -c firn -n \"__fish_firn_using_subcommand {verb}\" -s o -x -a \"(firn completions --candidates options --word (commandline -ct | string collect) 2>/dev/null)\""
+        );
+    }
+    for verb in WITH_MOUNT_POINT {
+        let _ = writeln!(
+            script,
+            "complete -c firn -n \"__fish_firn_using_subcommand {verb}\" -a \"(firn completions --candidates mounts 2>/dev/null)\" -d \"mount point\""
+        );
+    }
+    script
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_verbs_whose_words_are_asked_for_are_verbs() {
+        assert!(with_options().contains(&"mount"));
+        for name in WITH_MOUNT_POINT {
+            assert!(verbs().any(|verb| verb.name == name), "{name}");
+        }
+    }
+
+    #[test]
+    fn zsh_asks_for_options_and_mount_points() {
+        let script = script(Shell::Zsh);
+        assert!(script.starts_with("#compdef firn\n"));
+        let uses = |action: &str| script.matches(action).count();
+        assert_eq!(uses(":_firn_options'"), with_options().len());
+        assert_eq!(uses(":_firn_mounts'"), WITH_MOUNT_POINT.len());
+    }
+
+    #[test]
+    fn fish_asks_for_options_and_mount_points() {
+        let script = script(Shell::Fish);
+        let uses = |what: &str| script.matches(what).count();
+        assert_eq!(uses("--candidates options"), with_options().len());
+        assert_eq!(uses("--candidates mounts"), WITH_MOUNT_POINT.len());
+    }
 }

@@ -1,6 +1,6 @@
 //! `firn drain`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
 use firn_format::durability::DurabilityLevel;
@@ -8,10 +8,10 @@ use firn_protocol::Request;
 use firn_protocol::path::BytePath;
 use serde::Serialize;
 
-use super::wait::wait;
+use super::wait::{Say, wait};
 use crate::failure::{DONE, Failure};
-use crate::output;
 use crate::verb::{Verb, connect};
+use crate::{output, text};
 
 pub const VERB: Verb = Verb {
     name: "drain",
@@ -51,6 +51,9 @@ struct DrainArgs {
     /// Print the outcome as JSON.
     #[arg(long)]
     json: bool,
+    /// Say nothing of what was done, and show no progress.
+    #[arg(short, long)]
+    quiet: bool,
 }
 
 #[derive(Serialize)]
@@ -67,14 +70,19 @@ struct Begun {
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = DrainArgs::from_arg_matches(matches)?;
     if args.wait {
-        return wait(&args.path, DurabilityLevel::Drained, None, args.json);
+        let say = Say {
+            json: args.json,
+            quiet: args.quiet,
+        };
+        return wait(&args.path, DurabilityLevel::Drained, None, say);
     }
     let (place, mut connection) = connect(&args.path)?;
-    let files = if args.json {
+    let files = if args.json || !args.quiet {
         connection.files(&place.relative)?
     } else {
         Vec::new()
     };
+    let held_bytes = files.iter().map(|file| file.held_bytes).sum();
     connection.done(&Request::Drain {
         path: place.relative.clone(),
     })?;
@@ -83,8 +91,40 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
             mount_point: place.mount.mount_point.into(),
             path: place.relative,
             held_files: files.len(),
-            held_bytes: files.iter().map(|file| file.held_bytes).sum(),
+            held_bytes,
         })?;
+    } else if !args.quiet {
+        let held_files = files.iter().filter(|file| file.held_bytes > 0).count();
+        output::say(&summary(&args.path, held_files as u64, held_bytes));
     }
     Ok(DONE)
+}
+
+/// What was begun.
+fn summary(path: &Path, held_files: u64, held_bytes: u64) -> String {
+    let path = text::path(path);
+    if held_files == 0 {
+        return format!("everything at {path} is drained already");
+    }
+    let bytes = text::bytes(held_bytes);
+    let files = text::count(held_files, "file");
+    format!("draining {bytes} in {files}; `firn wait {path}` waits until they are durable")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_summary_says_how_much_is_being_drained() {
+        let path = Path::new("/ckpt");
+        assert_eq!(
+            summary(path, 1, 3 << 20),
+            "draining 3.0 MiB in 1 file; `firn wait /ckpt` waits until they are durable"
+        );
+        assert_eq!(
+            summary(path, 0, 0),
+            "everything at /ckpt is drained already"
+        );
+    }
 }

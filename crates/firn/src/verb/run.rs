@@ -95,6 +95,13 @@ fn args(command: Command) -> Command {
                 .help("Do not load the preload library: all calls go through the mount"),
         )
         .arg(
+            Arg::new("quiet")
+                .short('q')
+                .long("quiet")
+                .action(ArgAction::SetTrue)
+                .help("Say nothing of what was done with the files of a command that succeeded, and show no progress"),
+        )
+        .arg(
             Arg::new("keep")
                 .long("keep")
                 .value_name("N")
@@ -163,7 +170,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     if let Some(host) = restart
         && let Err(failure) = restart::restore(host, &place.prefix, &place.backing)
     {
-        place.take_down(false)?;
+        place.take_down(None, true)?;
         return Err(failure);
     }
     let keep = matches.get_one::<u32>("keep").map(|keep| *keep as usize);
@@ -177,7 +184,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         drop(ended);
         status
     });
-    let ended = place.take_down(status.as_ref().is_ok_and(ExitStatus::success));
+    let ended = place.take_down(status.as_ref().ok(), matches.get_flag("quiet"));
     let status = status?;
     ended?;
     Ok(exit_code(status))
@@ -274,6 +281,9 @@ fn fuse() -> Result<(), String> {
     }
 }
 
+/// Ending of the directory that has the names of a run whose files are in memory alone.
+pub(super) const NAMES: &str = "names";
+
 /// The two directories of a run.
 struct Place {
     prefix: PathBuf,
@@ -304,7 +314,7 @@ impl Place {
             None => {
                 let runtime = firn_client::paths::create_runtime_dir()?;
                 let key = firn_client::Key::of(&absolute(&prefix)?);
-                let names = runtime.join(format!("{:016x}.names", key.0));
+                let names = runtime.join(format!("{:016x}.{NAMES}", key.0));
                 let made = firn_trust::create_private_dir(rustix::fs::CWD, &names);
                 made.map_err(|error| Failure::new(FAILED, error.to_string()))?;
                 names
@@ -319,8 +329,14 @@ impl Place {
         })
     }
 
-    /// Unmounts: drained after success, as it is after a failure.
-    fn take_down(&self, success: bool) -> Result<(), Failure> {
+    /// Unmounts: drained after success, as it is after a failure; and says how the command ended, which without a
+    /// `status` never ran, and where its files are.
+    fn take_down(&self, status: Option<&ExitStatus>, quiet: bool) -> Result<(), Failure> {
+        let success = status.is_some_and(ExitStatus::success);
+        let how = status.map_or_else(
+            || "the command did not run".to_owned(),
+            |status| describe_end(*status),
+        );
         let place = firn_client::find(&self.prefix)?;
         let held_policy = match (success, self.memory_only) {
             (false, _) => HeldPolicy::Keep,
@@ -328,34 +344,45 @@ impl Place {
             (true, false) => HeldPolicy::Drain,
         };
         let mut connection = Connection::open(&place.mount)?;
-        let status = connection.status()?;
-        let held = status.held_bytes;
-        let arena = PathBuf::from(status.arena);
-        let mut meter = Meter::new();
+        let before = connection.status()?;
+        let held = before.held_bytes;
+        let arena = PathBuf::from(before.arena);
+        let mut meter = Meter::quiet_if(quiet);
         // What the job left behind and still uses files does not keep the mount.
         let show = &mut |p: Progress| meter.show(p.bytes_left, p.files_left, &p.phase);
         let (firnd, ended) = connection.unmount(true, held_policy, show)?;
+        let waited = meter.waited();
         drop(meter);
         ended?;
         wait_for_end(&firnd, false);
+        let backing = text::path(&self.backing);
+        let say = |text: String| {
+            if !quiet {
+                output::say(&text);
+            }
+        };
         match (success, self.memory_only) {
-            (true, false) => {}
+            (true, false) if waited.files > 0 => say(format!(
+                "{how}; {} were left and are drained to {backing}, {}",
+                waited.amount(),
+                waited.seconds()
+            )),
+            (true, false) => say(format!("{how}; all its files are in {backing}")),
             (true, true) => {
                 std::fs::remove_dir_all(&self.backing).map_err(|error| {
-                    Failure::new(
-                        FAILED,
-                        format!("cannot remove {}: {error}", text::path(&self.backing)),
-                    )
+                    Failure::new(FAILED, format!("cannot remove {backing}: {error}"))
                 })?;
+                say(format!(
+                    "{how}; its files were in memory only and are removed (--backing DIR keeps them)"
+                ));
             }
             (false, _) if held > 0 => {
                 let held = text::bytes(held);
                 let arena = text::path(&arena);
                 output::say(&format!(
-                    "the command failed; {held} stay in memory, in {arena}"
+                    "{how}; {held} of its files stay in memory, in {arena}"
                 ));
                 output::say("run the same `firn run` again to use them, or mount them with:");
-                let backing = text::path(&self.backing);
                 let prefix = text::path(&self.prefix);
                 let frontend = if self.is_tree {
                     ",frontend=preload"
@@ -367,13 +394,27 @@ impl Place {
                 ));
             }
             (false, true) => {
+                if status.is_some() {
+                    output::say(&format!("{how}; nothing of its files was in memory"));
+                }
                 let _ = std::fs::remove_file(&arena);
                 // Not empty: there are names without data.
                 let _ = std::fs::remove_dir(&self.backing);
             }
-            (false, false) => {}
+            (false, false) if status.is_none() => {}
+            (false, false) => output::say(&format!("{how}; all its files are in {backing}")),
         }
         Ok(())
+    }
+}
+
+/// How the command ended.
+fn describe_end(status: ExitStatus) -> String {
+    match (status.code(), status.signal()) {
+        (Some(0), _) => "the command succeeded".into(),
+        (Some(code), _) => format!("the command failed with exit status {code}"),
+        (None, Some(signal)) => format!("the command was killed by signal {signal}"),
+        (None, None) => "the command failed".into(),
     }
 }
 

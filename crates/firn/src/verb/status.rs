@@ -1,5 +1,6 @@
 //! `firn status`.
 
+use std::ffi::OsStr;
 use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
@@ -14,7 +15,9 @@ use serde::Serialize;
 
 use crate::failure::{DONE, FAILED, Failure, PARTLY};
 use crate::output::{self, Paint};
+use crate::text::{bytes, count};
 use crate::verb::{Verb, connect};
+use block::Detail;
 
 mod block;
 mod list;
@@ -32,7 +35,14 @@ pub const VERB: Verb = Verb {
                not drained yet.",
     examples: &[
         ("firn status", "all mounts, one line each"),
-        ("firn status /ckpt", "one mount"),
+        (
+            "firn status /ckpt",
+            "one mount in five lines; what is wrong comes first",
+        ),
+        (
+            "firn status --verbose /ckpt",
+            "the same with all figures and options",
+        ),
         (
             "firn status --watch /ckpt",
             "the same, updated every second",
@@ -70,9 +80,22 @@ struct StatusArgs {
     /// Print metrics in the Prometheus text format.
     #[arg(long, visible_alias = "metrics", conflicts_with_all = ["json", "watch"])]
     prometheus: bool,
+    /// Show all figures of each mount, by name where they have no line of their own, and all options that change promises.
+    #[arg(short, long, conflicts_with_all = ["json", "prometheus"])]
+    verbose: bool,
     /// Clear the recorded errors; their data is kept, and its drain is still retried.
     #[arg(long, requires = "path", conflicts_with_all = ["watch", "prometheus", "json"])]
     clear_errors: bool,
+}
+
+impl StatusArgs {
+    fn detail(&self) -> Detail {
+        if self.verbose {
+            Detail::All
+        } else {
+            Detail::Short
+        }
+    }
 }
 
 /// A mount as it was found; as JSON the object of the protocol, or what is known of one that is silent.
@@ -90,6 +113,9 @@ enum Seen {
         mount_point: BytePath,
         backing: BytePath,
         error: String,
+        /// Its firnd lives, and its socket is in another runtime directory.
+        #[serde(skip)]
+        is_elsewhere: bool,
     },
     /// What a killed firnd holds, where not even its mount is left.
     Left {
@@ -105,12 +131,32 @@ impl Seen {
         match self {
             Self::Alive { .. } => None,
             Self::Silent { error, .. } => Some(error.clone()),
-            Self::Left { arena, backing, .. } => Some(format!(
-                "{arena} was left by a firnd that was killed: `firn recover {backing}` drains it; if that backing is \
-                 gone for ever, `firn recover --discard {backing}` gives it up"
-            )),
+            Self::Left {
+                arena,
+                backing,
+                held_bytes,
+            } => {
+                let held = bytes(*held_bytes);
+                Some(if is_of_a_run(backing.as_path()) {
+                    format!(
+                        "{arena} holds {held} of a run that failed: the same `firn run` finds them again; `firn recover \
+                         --discard {backing}` gives them up"
+                    )
+                } else {
+                    format!(
+                        "{arena} holds {held} of a firnd that was killed, or was told to keep them: `firn recover \
+                         {backing}` drains them; if that backing is gone for ever, `firn recover --discard {backing}` \
+                         gives them up"
+                    )
+                })
+            }
         }
     }
+}
+
+/// Whether a backing is only the names of a `firn run` whose files are in memory.
+fn is_of_a_run(backing: &Path) -> bool {
+    backing.extension() == Some(OsStr::new(super::run::NAMES))
 }
 
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
@@ -139,7 +185,7 @@ fn show(args: &StatusArgs) -> Result<u8, Failure> {
             if args.json {
                 json(args, &seen)?
             } else {
-                human(args, &block::text(&seen, Paint::stdout()))?
+                human(args, &block::text(&seen, args.detail(), Paint::stdout()))?
             }
             Ok(DONE)
         }
@@ -150,13 +196,25 @@ fn show(args: &StatusArgs) -> Result<u8, Failure> {
             if args.json {
                 json(args, &all)?
             } else {
-                human(args, &list::text(&all, Paint::stdout()))?
+                human(args, &all_as_text(args, &all))?
             }
             let silent = all
                 .iter()
                 .filter(|seen| matches!(seen, Seen::Silent { .. }))
                 .count();
             Ok(if silent == 0 { DONE } else { PARTLY })
+        }
+    }
+}
+
+/// A table; with all detail, each mount as if it were asked for.
+fn all_as_text(args: &StatusArgs, all: &[Seen]) -> String {
+    let paint = Paint::stdout();
+    match args.detail() {
+        Detail::Short => list::text(all, paint),
+        Detail::All => {
+            let blocks = all.iter().map(|seen| block::text(seen, Detail::All, paint));
+            blocks.collect::<Vec<_>>().join("\n")
         }
     }
 }
@@ -210,6 +268,7 @@ fn look(mount: &Mount) -> Seen {
         Err(error) => Seen::Silent {
             mount_point: mount.mount_point.as_path().into(),
             backing: mount.backing.as_path().into(),
+            is_elsewhere: matches!(error, ClientError::NoSocket { .. }),
             error: error.to_string(),
         },
     }
@@ -238,20 +297,41 @@ fn ask_each<T: Send>(mounts: &[Mount], ask: impl Fn(&Mount) -> T + Sync) -> Vec<
     answers
 }
 
+/// One sentence about all mounts whose firnd has its socket in another runtime directory.
+fn describe_elsewhere(mounts: usize) -> Option<String> {
+    let uses = match mounts {
+        0 => return None,
+        1 => "uses",
+        _ => "use",
+    };
+    let mounts = count(mounts as u64, "mount");
+    Some(format!(
+        "{mounts} {uses} another FIRN_RUNTIME_DIR: set it to the directory with which they were mounted to see them \
+         (`firn status MOUNT_POINT` says more)"
+    ))
+}
+
 /// The texts of several mounts that were asked, and how many did not answer.
 fn ask_all<T: Send>(
     ask: impl Fn(&Mount) -> Result<T, ClientError> + Sync,
 ) -> Result<(Vec<T>, u8), Failure> {
     let mut code = DONE;
+    let mut elsewhere = 0;
     let mut answers = Vec::new();
     for answer in ask_each(&firn_client::mounts()?, ask) {
         match answer {
             Ok(answer) => answers.push(answer),
             Err(error) => {
-                output::say(&error.to_string());
                 code = PARTLY;
+                match error {
+                    ClientError::NoSocket { .. } => elsewhere += 1,
+                    error => output::say(&error.to_string()),
+                }
             }
         }
+    }
+    if let Some(text) = describe_elsewhere(elsewhere) {
+        output::say(&text);
     }
     if answers.is_empty() && code != DONE {
         code = FAILED;

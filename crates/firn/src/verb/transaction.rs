@@ -1,16 +1,18 @@
 //! `firn begin`, `prepare`, `commit`, `abort` and `restore`.
 
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
+use firn_client::Connection;
 use firn_format::quote::quoted_path;
 use firn_protocol::path::BytePath;
-use firn_protocol::{Owner, Request};
+use firn_protocol::{Owner, Request, TransactionStage};
 use serde::Serialize;
 
 use crate::failure::{DONE, FAILED, Failure};
-use crate::output;
 use crate::verb::{Verb, connect};
+use crate::{output, text};
 
 const EXITS: &[(u8, &str)] = &[
     (0, "done"),
@@ -162,6 +164,9 @@ struct CommitArgs {
     /// Return once the commit is decided, and apply it in the background.
     #[arg(long = "async")]
     apply_later: bool,
+    /// Say nothing of what was done.
+    #[arg(short, long)]
+    quiet: bool,
 }
 
 #[derive(Serialize)]
@@ -176,10 +181,42 @@ struct Outcome<'a> {
     not_applied_on: Vec<String>,
 }
 
+/// What is printed of an outcome.
+#[derive(Clone, Copy)]
+enum Say {
+    Json,
+    Words,
+    /// What is not done yet alone.
+    Little,
+}
+
+impl Say {
+    fn of(json: bool, quiet: bool) -> Self {
+        match (json, quiet) {
+            (true, _) => Self::Json,
+            (false, true) => Self::Little,
+            (false, false) => Self::Words,
+        }
+    }
+}
+
+/// How much the transaction at `path` has changed: `5 objects with 24.0 MiB`; none: there is no such one.
+fn changes_at(path: &Path) -> Result<Option<String>, Failure> {
+    let place = firn_client::find(path)?;
+    let transactions = Connection::open(&place.mount)?.status()?.transactions;
+    let found = transactions.iter().find(|transaction| {
+        transaction.scope == place.relative && transaction.stage != TransactionStage::Decided
+    });
+    Ok(found.map(|transaction| {
+        let objects = text::count(transaction.objects, "object");
+        format!("{objects} with {}", text::bytes(transaction.bytes))
+    }))
+}
+
 /// Sends a request about the transaction at a path, and prints the outcome.
 fn ask(
     path: &Path,
-    json: bool,
+    say: Say,
     request: impl FnOnce(BytePath) -> Request,
     words: impl FnOnce(&str, Option<u64>) -> String,
 ) -> Result<u8, Failure> {
@@ -189,7 +226,7 @@ fn ask(
         .unzip();
     let not_applied_on = not_applied_on.unwrap_or_default();
     let mount_point = place.mount.mount_point.into();
-    if json {
+    if let Say::Json = say {
         output::print_json(&Outcome {
             mount_point,
             scope: &place.relative,
@@ -197,7 +234,9 @@ fn ask(
             not_applied_on,
         })?;
     } else {
-        output::say(&words(&quoted_path(path), id));
+        if let Say::Words = say {
+            output::say(&words(&quoted_path(path), id));
+        }
         if !not_applied_on.is_empty() {
             let hosts = not_applied_on.join(", ");
             output::say(&format!(
@@ -226,7 +265,7 @@ fn begin(matches: &ArgMatches) -> Result<u8, Failure> {
     };
     ask(
         &place.path,
-        place.json,
+        Say::of(place.json, false),
         |path| Request::Begin {
             path,
             owner,
@@ -242,7 +281,7 @@ fn prepare(matches: &ArgMatches) -> Result<u8, Failure> {
         |at: &str, _| format!("{at}: prepared as {id}; `firn commit` or `firn abort` ends it");
     ask(
         &place.path,
-        place.json,
+        Say::of(place.json, false),
         |path| Request::Prepare { path, id },
         words,
     )
@@ -254,12 +293,20 @@ fn commit(matches: &ArgMatches) -> Result<u8, Failure> {
         id,
         begin,
         apply_later,
+        quiet,
     } = CommitArgs::from_arg_matches(matches)?;
+    let changed = if quiet || place.json {
+        None
+    } else {
+        changes_at(&place.path)?
+    };
+    let started = Instant::now();
     let words = |at: &str, id: Option<u64>| {
-        let how = if apply_later {
-            "; it is applied in the background"
-        } else {
-            ""
+        let time = text::seconds(started.elapsed().as_secs_f64());
+        let how = match (apply_later, &changed) {
+            (true, _) => "; it is applied in the background".to_owned(),
+            (false, Some(changed)) => format!("; {changed} are durable, {time}"),
+            (false, None) => format!("; its changes are durable, {time}"),
         };
         let next = if begin {
             "; the next transaction is open"
@@ -270,7 +317,7 @@ fn commit(matches: &ArgMatches) -> Result<u8, Failure> {
     };
     ask(
         &place.path,
-        place.json,
+        Say::of(place.json, quiet),
         |path| Request::Commit {
             path,
             id,
@@ -285,7 +332,7 @@ fn abort(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PlaceArgs::from_arg_matches(matches)?;
     ask(
         &args.path,
-        args.json,
+        Say::of(args.json, false),
         |path| Request::Abort { path },
         |at, _| format!("{at}: all changes are undone"),
     )
@@ -296,7 +343,7 @@ fn restore(matches: &ArgMatches) -> Result<u8, Failure> {
     let words = |at: &str, _| format!("{at}: the files are those of checkpoint {id}");
     ask(
         &place.path,
-        place.json,
+        Say::of(place.json, false),
         |path| Request::Restore { path, id },
         words,
     )

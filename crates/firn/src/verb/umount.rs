@@ -13,7 +13,7 @@ use rustix::mount::UnmountFlags;
 
 use crate::failure::{DONE, FAILED, Failure, PARTLY, USAGE};
 use crate::output;
-use crate::progress::Meter;
+use crate::progress::{Meter, Waited};
 use crate::text;
 use crate::verb::{Verb, find};
 
@@ -76,6 +76,9 @@ pub struct UmountArgs {
     /// With --discard: drop the data without asking.
     #[arg(long, requires = "discard")]
     pub yes: bool,
+    /// Say nothing of what was done, and show no progress.
+    #[arg(short, long)]
+    pub quiet: bool,
 }
 
 impl UmountArgs {
@@ -116,9 +119,10 @@ fn end(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> Result<
         confirm_discard(&describe_undrained(&status), "it is still mounted")?;
     }
     let arena = PathBuf::from(status.arena.clone());
-    let mut meter = Meter::new();
+    let mut meter = Meter::quiet_if(args.quiet);
     let show = &mut |p: Progress| meter.show(p.bytes_left, p.files_left, &p.phase);
     let (process, result) = connection.unmount(args.force, args.held_policy(), show)?;
+    let waited = meter.waited();
     drop(meter);
     if result.is_ok() || !is_mounted(mount) {
         wait_for_end(&process, args.force);
@@ -133,6 +137,9 @@ fn end(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> Result<
             }
             if args.discard {
                 output::say(&format!("dropped {}", describe_undrained(&status)));
+            } else if !args.quiet {
+                let kept = args.keep_held.then_some(status.held_bytes);
+                output::say(&summary(mount, &waited, kept));
             }
             Ok(DONE)
         }
@@ -143,6 +150,26 @@ fn end(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> Result<
         // A signal may have ended it meanwhile. It removes an arena in which nothing is left.
         Err(ClientError::Gone { .. }) if !is_mounted(mount) => report_arena(&arena, mount),
         Err(error) => Err(error.into()),
+    }
+}
+
+/// What an unmount did; `kept_bytes` stay in the arena because that was asked for.
+fn summary(mount: &Mount, waited: &Waited, kept_bytes: Option<u64>) -> String {
+    let (point, backing) = (text::path(&mount.mount_point), text::path(&mount.backing));
+    match kept_bytes {
+        Some(0) => format!("unmounted {point}; nothing was held that {backing} does not have"),
+        Some(kept) => {
+            let kept = text::bytes(kept);
+            format!(
+                "unmounted {point}; {kept} stay in memory for {backing}: mount it again, or run `firn recover {backing}`"
+            )
+        }
+        None if waited.files > 0 => format!(
+            "unmounted {point}; {} were left and are drained to {backing}, {}",
+            waited.amount(),
+            waited.seconds()
+        ),
+        None => format!("unmounted {point}; everything is in {backing}"),
     }
 }
 

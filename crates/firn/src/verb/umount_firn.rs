@@ -88,6 +88,7 @@ fn run(call: Call) -> Result<u8, Failure> {
         keep_held: false,
         discard: false,
         yes: false,
+        quiet: false,
     })
 }
 

@@ -13,7 +13,8 @@ use serde::Serialize;
 
 use crate::failure::{DONE, Failure, PARTLY};
 use crate::output;
-use crate::progress::Meter;
+use crate::progress::{Meter, Waited};
+use crate::text;
 use crate::verb::{Verb, connect};
 
 pub const VERB: Verb = Verb {
@@ -62,6 +63,9 @@ struct WaitArgs {
     /// Print the outcome as JSON.
     #[arg(long)]
     json: bool,
+    /// Say nothing of what was done, and show no progress.
+    #[arg(short, long)]
+    quiet: bool,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -111,19 +115,32 @@ fn parse_timeout_ms(text: &str) -> Result<u64, String> {
 
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = WaitArgs::from_arg_matches(matches)?;
-    wait(&args.path, args.until.level(), args.timeout, args.json)
+    let say = Say {
+        json: args.json,
+        quiet: args.quiet,
+    };
+    wait(&args.path, args.until.level(), args.timeout, say)
 }
 
-/// Waits, and prints the outcome with `json`.
+/// What is printed of the outcome.
+#[derive(Clone, Copy, Debug)]
+pub struct Say {
+    /// JSON on stdout.
+    pub json: bool,
+    /// No summary and no progress on stderr.
+    pub quiet: bool,
+}
+
+/// Waits, and prints the outcome.
 pub fn wait(
     path: &std::path::Path,
     until: DurabilityLevel,
     timeout_ms: Option<u64>,
-    json: bool,
+    say: Say,
 ) -> Result<u8, Failure> {
     let (place, mut connection) = connect(path)?;
     let begin = Instant::now();
-    let mut meter = Meter::new();
+    let mut meter = Meter::quiet_if(say.quiet);
     let request = Request::Wait {
         path: place.relative.clone(),
         until,
@@ -137,8 +154,9 @@ pub fn wait(
     } else {
         meter.left_bytes()
     };
+    let waited = meter.waited();
     drop(meter);
-    if json {
+    if say.json {
         output::print_json(&Outcome {
             mount_point: place.mount.mount_point.into(),
             path: &place.relative,
@@ -149,12 +167,28 @@ pub fn wait(
         })?;
     }
     match result {
-        Ok(()) => Ok(DONE),
+        Ok(()) => {
+            if !say.quiet && !say.json {
+                output::say(&summary(path, until, &waited));
+            }
+            Ok(DONE)
+        }
         Err(ClientError::Refused { errno, message }) if is_partly(errno) => {
             Err(Failure::new(PARTLY, message))
         }
         Err(error) => Err(error.into()),
     }
+}
+
+/// What this call waited for. What was on that level before is not counted: firnd does not know of all of it.
+fn summary(path: &std::path::Path, until: DurabilityLevel, waited: &Waited) -> String {
+    let level = until.as_str();
+    let time = waited.seconds();
+    if waited.files > 0 {
+        return format!("{} are {level}, {time}", waited.amount());
+    }
+    let path = text::path(path);
+    format!("everything at {path} is {level}, nothing was left to write, {time}")
 }
 
 /// Whether nothing failed and a part is left: there was no time, or files stay in logs.
@@ -174,5 +208,23 @@ mod tests {
         assert_eq!(parse_timeout_ms("500ms"), Ok(500));
         assert_eq!(parse_timeout_ms("2min"), Ok(120_000));
         assert!(parse_timeout_ms("soon").is_err());
+    }
+
+    #[test]
+    fn the_summary_counts_what_was_waited_for() {
+        let waited = |bytes, files| Waited {
+            bytes,
+            files,
+            time: std::time::Duration::from_millis(700),
+        };
+        let path = std::path::Path::new("/ckpt/step_1");
+        assert_eq!(
+            summary(path, DurabilityLevel::Durable, &waited(768 << 20, 32)),
+            "768.0 MiB in 32 files are durable, 700 ms"
+        );
+        assert_eq!(
+            summary(path, DurabilityLevel::Drained, &waited(0, 0)),
+            "everything at /ckpt/step_1 is drained, nothing was left to write, 700 ms"
+        );
     }
 }

@@ -100,22 +100,28 @@ fn an_arena_of_another_version_is_refused_and_kept() {
     let sandbox = Sandbox::new("version");
     let (arena, _) = orphan(&sandbox);
     let file = OpenOptions::new().write(true).open(&arena).expect("open");
-    file.write_all_at(&77u32.to_le_bytes(), 8)
-        .expect("patch the version");
-    let before = read(&arena);
-    check_names(&sandbox, "version");
-    for args in [
-        mount_args(&sandbox.join("backing"), &sandbox.join("mnt"), SMALL),
-        vec!["recover".into(), sandbox.join("backing").into()],
-    ] {
-        let outcome = sandbox.run(args);
-        assert_ne!(outcome.code, 0, "{outcome}");
-        outcome.says("version");
+    let advices = [
+        (1u32, "left by an older Firn"),
+        (77, "made by a newer Firn"),
+    ];
+    for (version, advice) in advices {
+        file.write_all_at(&version.to_le_bytes(), 8)
+            .expect("patch the version");
+        let before = read(&arena);
+        check_names(&sandbox, "version");
+        for args in [
+            mount_args(&sandbox.join("backing"), &sandbox.join("mnt"), SMALL),
+            vec!["recover".into(), sandbox.join("backing").into()],
+        ] {
+            let outcome = sandbox.run(args);
+            assert_ne!(outcome.code, 0, "{outcome}");
+            outcome.says("version").says(advice);
+        }
+        assert!(
+            before == read(&arena),
+            "an arena of another version was changed"
+        );
     }
-    assert!(
-        before == read(&arena),
-        "an arena of another version was changed"
-    );
 }
 
 #[test]

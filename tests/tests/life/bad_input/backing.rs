@@ -187,8 +187,17 @@ fn umount_refuses_to_drop_what_cannot_be_drained_and_force_keeps_it_in_the_arena
         [1, 3].contains(&refused.code),
         "data that cannot be drained: {refused}"
     );
-    refused.says("firn: ");
+    refused.says("firn: ").says("97.7 KiB cannot be drained");
     let point = mount.path().as_os_str();
+    let shown = sandbox.run(["status".as_ref(), point]).ok().stdout;
+    let mut lines = shown.lines().skip(1);
+    let first = lines.next().unwrap_or_default();
+    assert!(
+        first.trim_start().starts_with("error ")
+            && first.contains("the data is kept and tried again"),
+        "{shown}"
+    );
+    assert!(shown.contains("`firn drain "), "{shown}");
     let forced = sandbox.run(["umount".as_ref(), "--force".as_ref(), point]);
     assert!([0, 3].contains(&forced.code), "{forced}");
     mount.wait_for_end();

@@ -54,6 +54,26 @@ fn without_fusermount3_an_ordinary_user_is_told_what_to_install() {
         .says("firn: ");
 }
 
+/// The administrator kept /dev/fuse from users.
+#[test]
+fn a_user_who_may_not_open_dev_fuse_is_told_the_way_without_it() {
+    let sandbox = Sandbox::new("closedfuse");
+    let mut command = Command::new("unshare");
+    open_to_all(&sandbox);
+    sandbox.environment(&mut command);
+    let script = r#"mknod -m 600 "$DEVICE" c 10 229 && mount --bind "$DEVICE" /dev/fuse &&
+        exec setpriv --reuid 65534 --regid 65534 --clear-groups "$FIRN" mount "$BACKING" "$POINT""#;
+    command
+        .env("FIRN", copy_for_all(&sandbox))
+        .env("DEVICE", sandbox.join("fuse"))
+        .env("BACKING", sandbox.join("backing"))
+        .env("POINT", sandbox.join("mnt"));
+    run(command.args(["-m", "sh", "-c", script]))
+        .code(1)
+        .says("fusermount3 refused")
+        .says("run without FUSE: `firn run`");
+}
+
 /// /dev/fuse as udev makes it on Debian: open to all. Bare machines without udev have it closed; what
 /// was there comes back on drop.
 struct OpenDevice(fs::Permissions);

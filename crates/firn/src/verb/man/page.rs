@@ -6,7 +6,7 @@ use std::io::Write as _;
 use clap::{Arg, Command};
 use clap_mangen::Man;
 
-use crate::verb::{self, VERBS, Verb, mount_firn};
+use crate::verb::{self, GROUPS, Verb, mount_firn, verbs};
 
 /// A finished page.
 pub struct Page {
@@ -21,7 +21,7 @@ pub struct Page {
 /// firn(1), a page for each verb, mount.firn(8).
 pub fn all() -> Vec<Page> {
     let mut pages = vec![overview()];
-    pages.extend(VERBS.iter().map(|verb| of_verb(verb)));
+    pages.extend(verbs().map(of_verb));
     pages.push(of_mount_firn());
     for page in &mut pages {
         page.roff = ascii(&page.roff);
@@ -30,26 +30,76 @@ pub fn all() -> Vec<Page> {
 }
 
 fn overview() -> Page {
-    let mut roff = top(Man::new(verb::command()), None);
-    roff += ".SH VERBS\n";
-    for verb in VERBS {
-        let _ = write!(
-            roff,
-            ".TP\n\\fBfirn\\-{}\\fR(1)\n{}\n",
-            escaped(verb.name),
-            escaped(verb.about)
-        );
+    let mut roff = title(&with_source(Man::new(verb::command())));
+    roff += ".SH SYNOPSIS\n\\fBfirn\\fR \\fIVERB\\fR [\\fIOPTIONS\\fR]\n.SH DESCRIPTION\n";
+    roff += &paragraphs(DESCRIPTION);
+    for group in GROUPS {
+        let _ = writeln!(roff, ".SS {}", escaped(group.title));
+        for verb in group.verbs {
+            let _ = write!(
+                roff,
+                ".TP\n\\fBfirn\\-{}\\fR(1)\n{}\n",
+                escaped(verb.name),
+                escaped(verb.about)
+            );
+        }
     }
-    roff += ".SH FILES\n";
-    for (path, what) in FILES {
-        let _ = write!(roff, ".TP\n\\fI{}\\fR\n{}\n", escaped(path), escaped(what));
-    }
+    roff += &examples(EXAMPLES);
+    roff += &terms("FILES", 'I', FILES.into_iter());
+    roff += &terms("ENVIRONMENT", 'B', environment());
     roff += &exit_status(EXITS);
+    roff += ".SH SEE ALSO\n\\fBfirn\\-mount\\fR(1), \\fBfirn\\-run\\fR(1), \\fBmount.firn\\fR(8), \\fBmount\\fR(8), \\fBumount\\fR(8), \\fBfusermount3\\fR(1), \\fBfuse\\fR(4)\n";
     Page {
         name: "firn".into(),
         section: 1,
         roff,
     }
+}
+
+/// The first screen of the README, and the words that all other pages use.
+const DESCRIPTION: &[&str] = &[
+    "Firn is a file system for checkpoints. Mount it in front of any directory. Unmodified programs write checkpoints at \
+     memory speed. What they wrote survives the death of every process on the host, including Firn's own, and reaches the \
+     directory as ordinary files, in few large writes.",
+    "The directory in which files end up is the backing. The arena is memory in /dev/shm that holds what is not there \
+     yet, 256 MiB unless the option arena-size says otherwise; it belongs to no process. When every process was killed, \
+     `firn mount` of the same backing drains what the arena holds; `firn recover` does so without a mount. After a \
+     failure of the host itself, what was not drained is lost.",
+    "What was written is held (in memory: it survives the death of every process), then drained (in the backing, as \
+     after write(2): other hosts can read it), then durable (as after fsync(2): it survives the loss of the host). `firn \
+     wait --until` waits for one of them, and `firn ls` shows the state of each file.",
+    "Firn is not for what must survive the loss of the host the moment it is written, nor for a backing that is a local \
+     file system whose page cache is all you need.",
+];
+
+const EXAMPLES: &[(&str, &str)] = &[
+    (
+        "firn mount /scratch/run42 /ckpt",
+        "Mount: programs write to /ckpt, and the files end up in /scratch/run42. Needs no root.",
+    ),
+    (
+        "firn status /ckpt",
+        "What is in memory, what is written, and errors.",
+    ),
+    (
+        "firn wait --until durable /ckpt/step_100",
+        "Wait until this checkpoint would survive the loss of this host.",
+    ),
+    ("firn umount /ckpt", "Drain the rest, and unmount."),
+    (
+        "firn run --memory 8G --backing /scratch/run42 -- mpirun -n 8 ./app",
+        "All of that around one job, which writes below $FIRN_PREFIX.",
+    ),
+];
+
+/// Variables that are no option, and those that are.
+fn environment() -> impl Iterator<Item = (&'static str, &'static str)> {
+    let options = (
+        "FIRN_OPTION",
+        "The option of that name, in capitals with underscores: FIRN_ARENA_SIZE=1G is --arena-size 1G. `firn config` shows \
+         each value and where it came from.",
+    );
+    std::iter::once(options).chain(firn_config::ENVIRONMENT)
 }
 
 const FILES: [(&str, &str); 4] = [
@@ -112,19 +162,51 @@ fn of_mount_firn() -> Page {
 
 /// Title, name, synopsis (clap's, or a given one), description.
 fn top(man: Man, synopsis: Option<&str>) -> String {
-    let man = man.source(concat!("firn ", env!("CARGO_PKG_VERSION")));
-    let mut roff = Vec::new();
-    let rendered = man
-        .render_title(&mut roff)
-        .and_then(|()| man.render_name_section(&mut roff));
-    let rendered = rendered.and_then(|()| match synopsis {
+    let man = with_source(man);
+    let mut roff = title(&man).into_bytes();
+    let rendered = match synopsis {
         Some(line) => writeln!(roff, ".SH SYNOPSIS\n{}", escaped(line)),
         None => man.render_synopsis_section(&mut roff),
-    });
+    };
     rendered
         .and_then(|()| man.render_description_section(&mut roff))
         .expect("writing to memory does not fail");
     String::from_utf8(roff).expect("the tables are UTF-8")
+}
+
+/// What the foot of the page names.
+fn with_source(man: Man) -> Man {
+    man.source(concat!("firn ", env!("CARGO_PKG_VERSION")))
+}
+
+/// Title and name.
+fn title(man: &Man) -> String {
+    let mut roff = Vec::new();
+    man.render_title(&mut roff)
+        .and_then(|()| man.render_name_section(&mut roff))
+        .expect("writing to memory does not fail");
+    String::from_utf8(roff).expect("the tables are UTF-8")
+}
+
+fn paragraphs(paragraphs: &[&str]) -> String {
+    paragraphs
+        .iter()
+        .map(|text| format!(".PP\n{}\n", escaped(text)))
+        .collect()
+}
+
+/// A section of names, in font `font`, and what each is.
+fn terms<'a>(section: &str, font: char, rows: impl Iterator<Item = (&'a str, &'a str)>) -> String {
+    let mut roff = format!(".SH {section}\n");
+    for (name, what) in rows {
+        let _ = write!(
+            roff,
+            ".TP\n\\f{font}{}\\fR\n{}\n",
+            escaped(name),
+            escaped(what)
+        );
+    }
+    roff
 }
 
 fn options(command: &Command) -> String {
@@ -184,12 +266,28 @@ mod tests {
     #[test]
     fn every_verb_has_a_page_with_examples_and_exit_status() {
         let pages = all();
-        assert_eq!(pages.len(), VERBS.len() + 2);
+        assert_eq!(pages.len(), verbs().count() + 2);
         for page in &pages {
             for section in [".SH NAME", ".SH SYNOPSIS", "EXIT STATUS"] {
                 assert!(page.roff.contains(section), "{} lacks {section}", page.name);
             }
         }
+        let firn = &pages[0].roff;
+        for section in [
+            "DESCRIPTION",
+            "EXAMPLES",
+            "FILES",
+            "ENVIRONMENT",
+            "\"EXIT STATUS\"",
+            "SEE ALSO",
+        ] {
+            assert_eq!(
+                firn.matches(&format!(".SH {section}\n")).count(),
+                1,
+                "{section}"
+            );
+        }
+        assert!(firn.contains("FIRN_RUNTIME_DIR") && firn.contains("survives the death"));
         let mount = pages.iter().find(|page| page.name == "firn-mount").unwrap();
         assert!(mount.roff.contains("arena\\-size") && mount.roff.contains(".SH EXAMPLES"));
     }

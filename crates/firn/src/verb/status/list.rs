@@ -2,7 +2,7 @@
 
 use firn_protocol::Status;
 
-use super::Seen;
+use super::{Seen, describe_elsewhere};
 use crate::output::Paint;
 use crate::text::{bytes, rate, seconds};
 
@@ -40,10 +40,22 @@ pub fn text(all: &[Seen], paint: Paint) -> String {
         };
         text.push('\n');
     }
-    for seen in all {
+    let is_elsewhere = |seen: &&Seen| {
+        matches!(
+            seen,
+            Seen::Silent {
+                is_elsewhere: true,
+                ..
+            }
+        )
+    };
+    for seen in all.iter().filter(|seen| !is_elsewhere(seen)) {
         if let Some(advice) = seen.advice() {
             text += &format!("\n{}\n", paint.bad(&advice));
         }
+    }
+    if let Some(advice) = describe_elsewhere(all.iter().filter(is_elsewhere).count()) {
+        text += &format!("\n{}\n", paint.odd(&advice));
     }
     text
 }
@@ -117,6 +129,33 @@ mod tests {
         Paint::stdout()
     }
 
+    fn elsewhere(mount_point: &str) -> Seen {
+        Seen::Silent {
+            mount_point: mount_point.into(),
+            backing: "/b".into(),
+            error: "lives, but its socket is not in".into(),
+            is_elsewhere: true,
+        }
+    }
+
+    #[test]
+    fn what_is_left_of_a_run_is_told_from_what_a_dead_firnd_left() {
+        let left = |backing: &str| {
+            let seen = Seen::Left {
+                arena: "/dev/shm/firn-0/1.arena".into(),
+                backing: backing.into(),
+                held_bytes: 1_000_000,
+            };
+            seen.advice().unwrap()
+        };
+        let of_run = left("/dev/shm/firn-0/1.names");
+        assert!(
+            of_run.contains("holds 976.6 KiB of a run that failed"),
+            "{of_run}"
+        );
+        assert!(left("/scratch/run42").contains("a firnd that was killed"));
+    }
+
     #[test]
     fn a_mount_that_is_silent_has_its_line_and_its_advice() {
         let status = Status {
@@ -134,7 +173,10 @@ mod tests {
                 mount_point: "/dead".into(),
                 backing: "/b".into(),
                 error: "dead: mount it again".into(),
+                is_elsewhere: false,
             },
+            elsewhere("/a"),
+            elsewhere("/b"),
             Seen::Left {
                 arena: "/dev/shm/firn-0/1.arena".into(),
                 backing: "/gone".into(),
@@ -151,9 +193,11 @@ mod tests {
             "dead: mount it again",
             "2.0 KiB",
             "firn recover --discard /gone",
+            "\n2 mounts use another FIRN_RUNTIME_DIR: ",
         ] {
             assert!(shown.contains(expected), "{expected} is not in\n{shown}");
         }
+        assert!(!shown.contains("lives, but"), "said once for all: {shown}");
         assert_eq!(text(&[], plain()), "no firn mounts\n");
     }
 }

@@ -1,0 +1,93 @@
+//! What a shell may put for a list after `-o` that is not finished.
+
+use crate::table::TABLE;
+use crate::value::Kind;
+
+/// Words of `-o` that are no options of the table: how the mount is, and flags of the kernel.
+const FLAGS: [&str; 13] = [
+    "ro", "rw", "dev", "nodev", "suid", "nosuid", "exec", "noexec", "atime", "noatime", "sync",
+    "async", "dirsync",
+];
+
+/// All lists that `list` may become with one more word: its last option by name, or the last value where that is one
+/// of some words. A name that needs a value ends with `=`.
+pub fn complete_minus_o(list: &str) -> Vec<String> {
+    let (before, last) = match list.rfind(',') {
+        Some(comma) => list.split_at(comma + 1),
+        None => ("", list),
+    };
+    let words = match last.split_once('=') {
+        Some((name, value)) => values(name, value),
+        None => names(before, last),
+    };
+    words
+        .into_iter()
+        .map(|word| format!("{before}{word}"))
+        .collect()
+}
+
+fn values(name: &str, start: &str) -> Vec<String> {
+    let Some(row) = crate::table::row(name) else {
+        return Vec::new();
+    };
+    let words: &[&str] = match row.kind {
+        Kind::Choice(words) => words,
+        Kind::Switch => &["yes", "no"],
+        _ => return Vec::new(),
+    };
+    words
+        .iter()
+        .filter(|word| word.starts_with(start))
+        .map(|word| format!("{name}={word}"))
+        .collect()
+}
+
+/// Names that begin with `start`; those that the list has are not offered again.
+fn names(before: &str, start: &str) -> Vec<String> {
+    let taken = |name: &str| {
+        let mut words = before.split(',');
+        words.any(|word| word.split('=').next() == Some(name))
+    };
+    let options = TABLE.iter().map(|row| match row.kind {
+        Kind::Switch => row.name.to_owned(),
+        _ => format!("{}=", row.name),
+    });
+    options
+        .chain(FLAGS.map(str::to_owned))
+        .filter(|word| word.starts_with(start) && !taken(word.trim_end_matches('=')))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::minus_o::{Unknown, parse_minus_o};
+
+    #[test]
+    fn names_and_words_are_completed_after_commas() {
+        assert_eq!(complete_minus_o("clo"), ["close="]);
+        assert_eq!(complete_minus_o("close=h"), ["close=held"]);
+        assert_eq!(
+            complete_minus_o("close=held,drain=d"),
+            ["close=held,drain=demand"]
+        );
+        assert_eq!(complete_minus_o("noex"), ["noexec"]);
+        assert!(complete_minus_o("arena-size=").is_empty());
+        assert!(complete_minus_o("close=held,clo").is_empty(), "it is there");
+        assert!(complete_minus_o("").len() > TABLE.len());
+    }
+
+    /// What is offered is what the parser takes.
+    #[test]
+    fn every_word_that_is_offered_is_an_option() {
+        for word in complete_minus_o("") {
+            if !word.ends_with('=') {
+                parse_minus_o(&word, Unknown::Refuse).expect(&word);
+                continue;
+            }
+            for whole in complete_minus_o(&word) {
+                parse_minus_o(&whole, Unknown::Refuse).expect(&whole);
+            }
+        }
+    }
+}
