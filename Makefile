@@ -28,12 +28,12 @@ help:
 
 demo:
 	scripts/setup --build
-	$(CARGO) build --release -p firn -p firn-example-heat
+	$(CARGO) build --release -p firn -p firn-example-heat -p firn-testfs
 	scripts/demo
 
 test:
 	scripts/setup
-	$(CARGO) build -p firn -p firn-preload -p firn-c
+	$(CARGO) build -p firn -p firn-preload -p firn-c -p firn-example-heat -p firn-testfs
 	$(AS_ROOT) $(CARGO) test --workspace --no-fail-fast -- --test-threads=$(TEST_THREADS)
 	$(CARGO) xtask campaign fuzz
 	$(MAKE) check

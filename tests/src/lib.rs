@@ -26,6 +26,7 @@ pub mod image;
 pub mod lanes;
 pub mod layers;
 pub mod mount;
+pub mod page;
 pub mod powerfs;
 pub mod preloaded;
 pub mod random;

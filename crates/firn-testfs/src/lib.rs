@@ -4,6 +4,7 @@
 //!   simulated disk a server whose power can be cut (`power`). A [`Policy`] is asked before each request and may
 //!   delay it or answer with an error (`faults`).
 //! * [`moosefs::MooseFs`] is a MooseFS with servers of its own, in a network namespace.
+//! * [`slow::serve`] serves a directory as slowly as a network file system; the program `firn-slowfs` does.
 //! * [`trace::Trace`] is a policy that notes who writes when.
 //! * [`sink::Sink`] takes writes and forgets them: the least that a server written with the same crate can do.
 //!
@@ -18,6 +19,7 @@ pub mod power;
 mod requests;
 mod server;
 pub mod sink;
+pub mod slow;
 pub mod trace;
 
 use std::borrow::Cow;

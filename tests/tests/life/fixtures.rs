@@ -1,7 +1,10 @@
 //! The file systems that tests and benchmarks work in, without Firn.
 
 use std::fs::{self, File};
+use std::io::Write;
+use std::time::{Duration, Instant};
 
+use firn_testfs::slow::{Network, Speed};
 use firn_testfs::{Admit, mount_client};
 use firn_tests::Sandbox;
 use firn_tests::faultfs::FaultFs;
@@ -59,4 +62,30 @@ fn clients_of_one_server_see_each_others_bytes_and_locks() {
     );
     drop(other);
     drop(sessions);
+}
+
+#[test]
+fn a_slow_backing_takes_a_round_trip_for_each_write_and_its_time_for_the_bytes() {
+    let sandbox = Sandbox::new("slowfs");
+    let (source, point) = (sandbox.mkdir("source"), sandbox.mkdir("point"));
+    let speed = Speed {
+        round_trip: Duration::from_millis(10),
+        bytes_per_s: 8 << 20,
+    };
+    let session = mount_client(&source, &point, Network::new(speed), 4).expect("mount");
+    let mut file = File::create(point.join("file")).expect("create");
+    let begin = Instant::now();
+    for _ in 0..20 {
+        file.write_all(b"small").expect("write");
+    }
+    assert!(begin.elapsed() >= 20 * speed.round_trip);
+    let begin = Instant::now();
+    file.write_all(&[1; 2 << 20]).expect("write");
+    assert!(begin.elapsed() >= Duration::from_millis(250));
+    drop(file);
+    assert_eq!(
+        fs::metadata(source.join("file")).expect("stat").len(),
+        (2 << 20) + 100
+    );
+    drop(session);
 }

@@ -1,0 +1,44 @@
+//! Serves a directory as slowly as a network file system, until it is unmounted (`firn_testfs::slow`).
+
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use firn_testfs::slow::{Speed, serve};
+
+const USAGE: &str = "usage: firn-slowfs SOURCE MOUNT_POINT [ROUND_TRIP_US MIB_PER_S]";
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    let (paths, speed) = match args[..] {
+        [source, mount_point] => ((source, mount_point), Some(Speed::NFS)),
+        [source, mount_point, round_trip_us, mib_per_s] => {
+            ((source, mount_point), parse_speed(round_trip_us, mib_per_s))
+        }
+        _ => (("", ""), None),
+    };
+    let Some(speed) = speed else {
+        eprintln!("{USAGE}");
+        return ExitCode::from(2);
+    };
+    match serve(Path::new(paths.0), Path::new(paths.1), speed) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!(
+                "firn-slowfs: cannot serve {} at {}: {error}",
+                paths.0, paths.1
+            );
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Microseconds, and MiB/s above 0.
+fn parse_speed(round_trip_us: &str, mib_per_s: &str) -> Option<Speed> {
+    let mib_per_s: u64 = mib_per_s.parse().ok().filter(|rate| *rate > 0)?;
+    Some(Speed {
+        round_trip: Duration::from_micros(round_trip_us.parse().ok()?),
+        bytes_per_s: mib_per_s.checked_mul(1 << 20)?,
+    })
+}
