@@ -23,7 +23,7 @@ help:
 	@echo 'make bench   measure both frontends, checkpoints, restarts, spilling and commits beside their baselines'
 	@echo 'make lab     make the figures of the papers anew, beside models of their machines: hours (lab/README.md)'
 	@echo 'make install install what was built to PREFIX (/usr/local), below DESTDIR; builds nothing'
-	@echo 'make dist    build a Debian package and a tarball in target/dist'
+	@echo 'make dist    set up, build for glibc 2.28, and make a tarball, a .deb and an .rpm in target/dist'
 	@echo 'make clean   remove what was built'
 
 demo:
@@ -33,7 +33,7 @@ demo:
 
 test:
 	scripts/setup
-	$(CARGO) build -p firn -p firn-preload -p firn-c -p firn-example-heat -p firn-testfs
+	$(CARGO) build -p firn -p firn-preload -p firn-c -p firn-bench -p firn-example-heat -p firn-testfs
 	$(AS_ROOT) $(CARGO) test --workspace --no-fail-fast -- --test-threads=$(TEST_THREADS)
 	$(CARGO) xtask campaign fuzz
 	$(MAKE) check
@@ -64,7 +64,8 @@ lab:
 install:
 	scripts/install --prefix '$(PREFIX)' --destdir '$(DESTDIR)'
 
-dist: build
+dist:
+	scripts/setup --dist
 	scripts/dist
 
 clean:

@@ -2,9 +2,10 @@
 //!
 //! A campaign of system tests sets the environment that the tests of `firn-tests` read and runs one of them. The
 //! release binary is built first and used, so that a round is short. Needs root, as the tests do. Fuzzing,
-//! ThreadSanitizer and the laboratory build their own.
+//! ThreadSanitizer, the packages and the laboratory build their own.
 
 mod fuzz;
+mod packages;
 mod tsan;
 
 use std::path::{Path, PathBuf};
@@ -87,6 +88,8 @@ pub enum Campaign {
         #[arg(long, default_value_t = 20)]
         rounds: u64,
     },
+    /// The packages of `make dist`, installed, used and removed in a small Debian
+    Packages,
     /// The laboratory, which no other test builds: it has no warnings, its models and experiments run
     Lab,
 }
@@ -152,6 +155,7 @@ impl Campaign {
                 seed,
             } => fuzz::run(seconds, targets, seed),
             Self::Tsan { rounds } => tsan::run(rounds),
+            Self::Packages => packages::run(),
             Self::Lab => lab(),
         }
     }

@@ -52,7 +52,7 @@ pub fn arg(row: &'static Row) -> Arg {
         Kind::Directory => arg
             .value_hint(clap::ValueHint::DirPath)
             .value_parser(value_parser!(OsString)),
-        Kind::Path => arg
+        Kind::Path | Kind::PathOrOff => arg
             .value_hint(clap::ValueHint::AnyPath)
             .value_parser(value_parser!(OsString)),
         Kind::Size { .. }
@@ -73,7 +73,7 @@ pub fn given_flags(matches: &ArgMatches) -> Vec<Given> {
         .filter_map(|row| {
             // Paths are bytes, all else is text.
             let text = match row.kind {
-                Kind::Directory | Kind::Path | Kind::Directories => matches
+                Kind::Directory | Kind::Path | Kind::PathOrOff | Kind::Directories => matches
                     .try_get_one::<OsString>(row.name)
                     .ok()
                     .flatten()?

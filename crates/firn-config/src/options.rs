@@ -478,6 +478,9 @@ pub struct Options {
     pub attr_timeout_ms: u64,
     /// How much firnd logs.
     pub log_level: LogLevel,
+    /// Socket of the host's system log.
+    #[serde(default)]
+    pub system_log: Option<PathBuf>,
     /// Whether the mount refuses changes.
     pub read_only: bool,
     /// Whether the arena's memory is taken at mount instead of at first use.
@@ -554,6 +557,7 @@ impl Options {
             spill_lower_percent: 0,
             attr_timeout_ms: 0,
             log_level: LogLevel::Info,
+            system_log: None,
             read_only: false,
             populate: true,
             kernel_flags: Vec::new(),

@@ -64,7 +64,7 @@ pub fn row(name: &str) -> Option<&'static Row> {
 }
 
 /// Every option.
-pub static TABLE: [Row; 47] = [
+pub static TABLE: [Row; 48] = [
     Row {
         name: "arena-size",
         kind: Kind::Size {
@@ -746,6 +746,23 @@ pub static TABLE: [Row; 47] = [
         set: |o, v| o.log_level = v.choice(),
     },
     Row {
+        name: "system-log",
+        kind: Kind::PathOrOff,
+        default: "/dev/log",
+        help: "Socket of the host's system log, of journald or syslog",
+        long: "The `.log` file is in memory and gone after a reboot, so firnd in the background also sends its errors, \
+               warnings and `info` lines here, as `firnd`: `journalctl -t firnd`. `log-level=warn` leaves the `info` \
+               lines out; `debug` and `trace` are in the `.log` file only. firnd never waits for the system log: what \
+               it does not take at once is dropped and counted there. Nothing is sent while the socket does not exist. \
+               Whoever may read the system log sees paths of your files in it.",
+        changes_promises: false,
+        get: |o| match &o.system_log {
+            Some(path) => quoted_path(path),
+            None => "off".to_owned(),
+        },
+        set: |o, v| o.system_log = v.path_or_off(),
+    },
+    Row {
         name: "read-only",
         kind: Kind::Switch,
         default: "no",
@@ -1022,6 +1039,12 @@ impl Value {
         match self {
             Value::Directory(path) => Some(path),
             other => panic!("the table expects a directory, got {other:?}"),
+        }
+    }
+    fn path_or_off(self) -> Option<PathBuf> {
+        match self {
+            Value::Off => None,
+            path => path.directory(),
         }
     }
 }

@@ -44,6 +44,8 @@ pub enum Kind {
     Directory,
     /// A file or directory, as an absolute path.
     Path,
+    /// The same, or `off`.
+    PathOrOff,
     /// Directories, as absolute paths.
     Directories,
     /// Names of servers of the backing's file system.
@@ -67,6 +69,8 @@ pub enum Value {
     Choice(usize),
     /// Yes or no.
     Switch(bool),
+    /// Not used.
+    Off,
     /// A directory.
     Directory(PathBuf),
     /// Directories, in their order.
@@ -79,12 +83,16 @@ impl Kind {
     /// Reads `text`, which only paths need not have as UTF-8; the error says what is allowed.
     pub fn parse(&self, text: impl AsRef<OsStr>) -> Result<Value, String> {
         let text = text.as_ref();
-        if let Kind::Directory | Kind::Path = self {
+        if matches!(self, Kind::PathOrOff) && text == "off" {
+            return Ok(Value::Off);
+        }
+        if let Kind::Directory | Kind::Path | Kind::PathOrOff = self {
             return match text.as_bytes() {
                 [b'/', ..] => Ok(Value::Directory(PathBuf::from(text))),
                 bytes => Err(format!(
-                    "`{}` is not an absolute path: begin it with a slash",
-                    quoted(bytes)
+                    "`{}` is not {}: begin it with a slash",
+                    quoted(bytes),
+                    self.allowed()
                 )),
             };
         }
@@ -138,7 +146,9 @@ impl Kind {
                 "no" | "false" | "off" | "0" => Ok(Value::Switch(false)),
                 _ => Err(format!("`{text}` is not yes or no")),
             },
-            Kind::Directory | Kind::Path | Kind::Directories => unreachable!("paths are no text"),
+            Kind::Directory | Kind::Path | Kind::PathOrOff | Kind::Directories => {
+                unreachable!("paths are no text")
+            }
             Kind::Servers => server_names(text).map(Value::Names),
             Kind::Patterns => patterns(text).map(Value::Names),
             Kind::Host => host_name(text).map(|name| Value::Names(vec![name])),
@@ -162,7 +172,7 @@ impl Kind {
             Kind::Choice(_) => "WORD",
             Kind::Switch => "yes|no",
             Kind::Directory => "DIR",
-            Kind::Path => "PATH",
+            Kind::Path | Kind::PathOrOff => "PATH",
             Kind::Directories => "DIR:DIR",
             Kind::Servers => "NAME:NAME",
             Kind::Patterns => "PATTERN:PATTERN",
@@ -213,6 +223,7 @@ impl Kind {
                 .join(" or "),
             Kind::Switch => "`yes` or `no`".to_owned(),
             Kind::Directory | Kind::Path => "an absolute path".to_owned(),
+            Kind::PathOrOff => "an absolute path or `off`".to_owned(),
             Kind::Directories => {
                 format!("up to {DIRECTORIES_MAX} absolute paths with colons between them")
             }

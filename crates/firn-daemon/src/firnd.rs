@@ -71,7 +71,7 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
     if !request.foreground {
         log::detach_stdio(&files.log)
             .map_err(MountError::io("open the log in the runtime directory"))?;
-        log::start(options.log_level.as_str());
+        log::start_in_background(options, &checked.mount_point);
         let _ = std::env::set_current_dir("/");
     }
     if let Some(limit) = process::file_size_limit_bytes() {

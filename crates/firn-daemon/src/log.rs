@@ -1,9 +1,12 @@
-//! The log: events as lines on standard error, which is the log file of a firnd in the background.
+//! The log: events as lines on standard error, which is the log file of a firnd in the background. That one sends them to
+//! the host's system log as well, from `info` on, because the file does not outlive the host's memory.
 //!
 //! Promises
 //! * A line that cannot be written (a full file system, a limit on file sizes, a reader that is gone) costs that
 //!   line and nothing else: it is counted, and the next line that can be written tells how many are missing.
 //! * An event is one write of one whole line.
+
+mod system;
 
 use std::borrow::Cow;
 use std::fs::{File, OpenOptions};
@@ -12,8 +15,14 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use firn_format::quote::{is_printable, printable};
+use firn_config::{LogLevel, Options};
+use firn_format::quote::{is_printable, printable, quoted_path};
 use tracing_subscriber::fmt::MakeWriter;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, Layer};
+
+use system::SystemLog;
 
 /// A log that grew past this is begun anew at the next mount.
 const LOG_BYTES_MAX: u64 = 8 << 20;
@@ -43,19 +52,68 @@ pub(crate) fn detach_stdio(log: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Sends events to stderr. The FUSE crate's own are each request, which `trace` promises.
-pub(crate) fn start(level: &str) {
-    let fuser = if level == "trace" { "debug" } else { "warn" };
-    let filter = tracing_subscriber::EnvFilter::new(format!("{level},fuser={fuser}"));
-    let terminal = rustix::termios::isatty(rustix::stdio::stderr());
+/// Sends events to stderr.
+pub(crate) fn start(options: &Options) {
+    init(tracing_subscriber::registry().with(stderr_layer(options.log_level)));
+}
+
+/// Sends events to stderr, and those of `info` and above to the system log where `options` name one.
+pub(crate) fn start_in_background(options: &Options, mount_point: &Path) {
+    let lines = tracing_subscriber::registry().with(stderr_layer(options.log_level));
+    let Some(socket) = options.system_log.clone() else {
+        return init(lines);
+    };
+    match SystemLog::new(socket, quoted_path(mount_point)) {
+        Ok(log) => init(lines.with(system_layer(log, options.log_level))),
+        Err(error) => {
+            init(lines);
+            tracing::warn!(%error, "cannot use the system log: the log file has all that there is");
+        }
+    }
+}
+
+fn init(subscriber: impl SubscriberInitExt) {
     // A second mount in one process (tests) keeps the first one's log.
-    let _ = tracing_subscriber::fmt()
-        .with_env_filter(filter)
+    let _ = subscriber.try_init();
+}
+
+fn stderr_layer<S>(level: LogLevel) -> impl Layer<S>
+where
+    S: tracing::Subscriber + for<'span> tracing_subscriber::registry::LookupSpan<'span>,
+{
+    let terminal = rustix::termios::isatty(rustix::stdio::stderr());
+    tracing_subscriber::fmt::layer()
         .with_ansi(terminal)
         // It would tell them with `eprintln!`, which panics when stderr cannot be written either.
         .log_internal_errors(false)
         .with_writer(StderrLines { terminal })
-        .try_init();
+        .with_filter(filter(level))
+}
+
+/// Without the time, which the system log adds.
+fn system_layer<S>(log: SystemLog, level: LogLevel) -> impl Layer<S>
+where
+    S: tracing::Subscriber + for<'span> tracing_subscriber::registry::LookupSpan<'span>,
+{
+    // A line for each request would fill the host's disk.
+    let level = level.min(LogLevel::Info);
+    tracing_subscriber::fmt::layer()
+        .with_ansi(false)
+        .without_time()
+        .with_target(false)
+        .log_internal_errors(false)
+        .with_writer(log)
+        .with_filter(filter(level))
+}
+
+/// The FUSE crate's own events are each request, which `trace` promises.
+fn filter(level: LogLevel) -> EnvFilter {
+    let fuser = if level == LogLevel::Trace {
+        "debug"
+    } else {
+        "warn"
+    };
+    EnvFilter::new(format!("{},fuser={fuser}", level.as_str()))
 }
 
 /// How many lines are missing.

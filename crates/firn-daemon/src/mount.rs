@@ -26,7 +26,7 @@ pub fn mount_with_notices(
         return spawn(&request, notice);
     }
     process::prepare();
-    log::start(request.options.log_level.as_str());
+    log::start(&request.options);
     firnd::serve(&request, Reporter::Here(notice))
 }
 

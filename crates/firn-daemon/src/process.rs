@@ -100,6 +100,7 @@ pub(crate) fn abort_on_panic() {
     std::panic::set_hook(Box::new(move |info| {
         print(info);
         tracing::error!(
+            panic = %info,
             "firnd panicked and ends; acknowledged data is in the arena: mount again to drain it"
         );
         std::process::abort();

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fs;
+use std::os::unix::net::UnixDatagram;
 use std::path::Path;
 use std::time::Duration;
 
@@ -288,4 +289,78 @@ fn regression_no_name_steers_the_terminal_of_who_reads_it() {
     assert!(log.contains(&format!("path={SHOWN} ")), "{log}");
     assert!(log.contains(&format!("path=dir/{SHOWN}/missing")), "{log}");
     mount.umount();
+}
+
+/// What the system log at `socket` was sent until now.
+fn messages(socket: &UnixDatagram) -> Vec<String> {
+    socket.set_nonblocking(true).expect("a socket");
+    let mut buffer = vec![0; 1 << 16];
+    std::iter::from_fn(|| {
+        socket
+            .recv(&mut buffer)
+            .ok()
+            .map(|len| buffer[..len].to_vec())
+    })
+    .map(|message| String::from_utf8(message).expect("text"))
+    .collect()
+}
+
+/// Proves S-seen-8.
+#[test]
+fn the_system_log_gets_errors_warnings_and_what_a_mount_does_and_no_requests() {
+    let sandbox = Sandbox::new("seen-system");
+    let fault = FaultFs::new(&sandbox);
+    let path = sandbox.join("system-log");
+    let system_log = UnixDatagram::bind(&path).expect("a socket");
+    let log = format!("log-level=debug,system-log={}", path.display());
+    let options = format!("{SMALL},drain-age=100ms,close=held,{log}");
+    let mount = FirnMount::over(&sandbox, fault.path(), &options);
+    let (pid, mount_point) = (mount.pid(), mount.path().to_owned());
+    fault.fail_writes("EIO");
+    fs::write(mount.join("file"), "text").expect("write");
+    let mut found = messages(&system_log);
+    wait_until("a warning is there", LIMIT, || {
+        found.extend(messages(&system_log));
+        found.iter().any(|message| message.contains(": WARN "))
+    });
+    fault.fail_writes("");
+    mount.umount();
+    found.extend(messages(&system_log));
+    // Facility daemon (3), severity info (6).
+    let mounted = format!("<30>firnd[{pid}]: {}: INFO mounted", mount_point.display());
+    assert!(found.contains(&mounted), "{found:#?}");
+    assert!(
+        found
+            .iter()
+            .any(|message| message.starts_with("<28>firnd[")),
+        "{found:#?}"
+    );
+    assert!(
+        found
+            .last()
+            .is_some_and(|last| last.ends_with("INFO ended"))
+    );
+    assert!(lines(&sandbox, &["DEBUG"]) > 0);
+    assert!(!found.iter().any(|message| message.contains("DEBUG")));
+}
+
+/// Proves S-seen-8: firnd never waits for it.
+#[test]
+fn a_system_log_that_takes_nothing_delays_no_mount() {
+    let sandbox = Sandbox::new("seen-full");
+    let path = sandbox.join("system-log");
+    let system_log = UnixDatagram::bind(&path).expect("a socket");
+    let filler = UnixDatagram::unbound().expect("a socket");
+    filler.set_nonblocking(true).expect("a socket");
+    while filler.send_to(b"filler", &path).is_ok() {}
+    let options = format!("{SMALL},system-log={}", path.display());
+    let mount = FirnMount::new(&sandbox, &options);
+    fs::write(mount.join("file"), "text").expect("write");
+    mount.umount();
+    assert!(lines(&sandbox, &["INFO", "ended"]) > 0);
+    assert!(
+        messages(&system_log)
+            .iter()
+            .all(|message| message == "filler")
+    );
 }

@@ -1,7 +1,8 @@
 //! The packages of scripts/dist, each installed, used and removed in a clean root.
 //!
 //! The root is this machine's own under an empty layer of an overlay, in namespaces of its own: the system is there
-//! with its package manager, and what the package leaves behind is what the layer holds at the end.
+//! with its package manager, and what the package leaves behind is what the layer holds at the end. `cargo xtask
+//! campaign packages` does the same with what `make dist` made, in a root with next to nothing in it.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
@@ -11,12 +12,18 @@ use std::process::Command;
 use firn_tests::sandbox::firn_binary;
 use firn_tests::{Outcome, Sandbox, run};
 
-/// Enters the root ($1, with the layer $2 and its work directory $3), with the files $4… in /tmp, and runs /tmp/steps.
+/// Directory with packages to test, instead of those of the binaries under test.
+const PACKAGES_VARIABLE: &str = "FIRN_DIST_PACKAGES";
+/// Root to install them in, instead of this machine's.
+const ROOT_VARIABLE: &str = "FIRN_DIST_ROOT";
+
+/// Enters the root ($1, with the layer $2 and its work directory $3 over $4), with the files $5… in /tmp, and runs
+/// /tmp/steps.
 const ENTER: &str = r#"
 set -eu
-root=$1 layer=$2 work=$3
-shift 3
-mount -t overlay clean -o "lowerdir=/,upperdir=$layer,workdir=$work" "$root"
+root=$1 layer=$2 work=$3 lower=$4
+shift 4
+mount -t overlay clean -o "lowerdir=$lower,upperdir=$layer,workdir=$work" "$root"
 mount -t proc proc "$root/proc"
 mount --rbind /dev "$root/dev"
 mount -t tmpfs -o mode=1777 shm "$root/dev/shm"
@@ -26,38 +33,43 @@ exec chroot "$root" env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bi
     bash -euo pipefail /tmp/steps
 "#;
 
-/// What the steps of both packages begin with. A machine with an installed Firn is no clean root.
-const BEGIN: &str = r#"
+/// What the steps of all packages begin with. A machine with an installed Firn is no clean root.
+const BEGIN: &str = "refuse command -v firn\n";
+
+/// What all steps use.
+const FUNCTIONS: &str = r#"
 refuse() { # COMMAND…: it must fail (`!` does not end a script that runs with -e)
     if "$@"; then
         echo "this should have failed: $*" >&2
         exit 1
     fi
 }
-refuse command -v firn
 "#;
 
-/// What is done with it once it is installed. `mount_it` and `unmount_it` are the package's own ways.
+/// What is done with it once it is installed, as whoever installed it. `mount_it` and `unmount_it` are the package's own
+/// ways.
 const USE: &str = r#"
 [[ $(firn version) == firn\ * ]]
 man=$(dirname "$(command -v firn)")/../share/man
 compgen -G "$man/man1/firn-mount.1*" && compgen -G "$man/man8/mount.firn.8*"
-mkdir /tmp/backing /tmp/ckpt
+cd "$(mktemp -d)"
+mkdir backing ckpt
 mount_it
-mountpoint /tmp/ckpt
-head -c 3000000 /dev/urandom >/tmp/ckpt/file
-firn status /tmp/ckpt
-cc -Wall -Werror -o /tmp/program /tmp/program.c $(pkg-config --cflags --libs firn)
-/tmp/program /tmp/ckpt
-cp /tmp/ckpt/file /tmp/copy
+mountpoint ckpt
+head -c 3000000 /dev/urandom >ckpt/file
+firn status ckpt
+cc -Wall -Werror -o program /tmp/program.c $(pkg-config --cflags --libs firn)
+./program ckpt
+cp ckpt/file copy
 unmount_it
-refuse mountpoint -q /tmp/ckpt
-cmp /tmp/copy /tmp/backing/file
-firn run --memory 64M -- bash -c 'echo kept >"$FIRN_PREFIX/x" && [[ $(<"$FIRN_PREFIX/x") == kept ]]' 2>/tmp/messages
-refuse grep 'not installed' /tmp/messages
-status=0
-firn bench ingest 2>/tmp/messages || status=$?
-[[ $status == 1 ]] && grep 'firn-bench is not installed' /tmp/messages
+refuse mountpoint -q ckpt
+cmp copy backing/file
+firn run --memory 64M -- bash -c 'echo kept >"$FIRN_PREFIX/x" && [[ $(<"$FIRN_PREFIX/x") == kept ]]' 2>messages
+refuse grep 'not installed' messages
+firn bench --help | grep checkpoint
+[[ -e ${man%/man}/systemd/user/firn@.service ]]
+[[ -x ${man%/man}/doc/firn/examples/placement/beegfs ]]
+cd /
 # One that has ended and is not waited for yet has a name, and no command line.
 for process in /proc/[0-9]*; do
     refuse grep -szx firnd "$process/cmdline"
@@ -66,6 +78,31 @@ done
 
 /// What they end with.
 const END: &str = "hash -r\nrefuse command -v firn\n";
+
+/// Root installs with the package manager, or where ldconfig and mount(8) look.
+const AS_ROOT: &str = r#"
+mount_it() { mount -t firn -o arena-size=64M "$PWD/backing" "$PWD/ckpt"; }
+unmount_it() { umount "$PWD/ckpt"; }
+"#;
+
+/// A user has a directory of its own, beside the installation of root.
+const AS_USER: &str = r#"
+mount_it() { firn mount -o arena-size=64M backing ckpt; }
+unmount_it() { firn umount ckpt; }
+export PKG_CONFIG_PATH=$HOME/.local/lib/pkgconfig PATH=$HOME/.local/bin:$PATH
+mkdir -p ~/.local/bin
+echo 'not of Firn' >~/.local/bin/other
+find ~ | sort >/tmp/before
+tar -C ~/.local --strip-components=1 -xzf /tmp/*.tar.gz
+hash -r
+[[ $(command -v firn) == ~/.local/bin/firn ]]
+"#;
+
+/// The same user is rid of it.
+const USER_REMOVES: &str = r#"
+~/.local/libexec/firn/uninstall
+find ~ | sort | diff /tmp/before -
+"#;
 
 /// Uses the C library.
 const PROGRAM: &str = r#"
@@ -82,29 +119,38 @@ int main(int argc, char **argv)
 "#;
 
 /// Where Debian's tools note what they did.
-const NOTES: [&str; 5] = [
+const NOTES: [&str; 6] = [
     "etc/ld.so.cache",
     "var/cache",
     "var/lib/dpkg",
+    "var/lib/rpm",
     "var/log",
     "var/lib/systemd",
 ];
 
 /// What scripts/dist made of the binaries under test.
 fn make_packages(sandbox: &Sandbox) -> Vec<PathBuf> {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/dist");
+    if let Some(dir) = std::env::var_os(PACKAGES_VARIABLE) {
+        let entries = fs::read_dir(dir).expect("the packages");
+        return entries
+            .map(|entry| entry.expect("an entry").path())
+            .collect();
+    }
     let to = sandbox.mkdir("dist");
-    let binary = firn_binary();
-    let from = binary.parent().expect("a directory");
-    let made = run(Command::new(script)
-        .arg("--from")
-        .arg(from)
-        .arg("--to")
-        .arg(&to))
-    .ok();
+    let made = run(dist().arg("--to").arg(&to)).ok();
     let packages: Vec<_> = made.stdout.lines().map(PathBuf::from).collect();
-    assert_eq!(packages.len(), 2, "{made:?}");
+    assert_eq!(packages.len(), 3, "{made:?}");
     packages
+}
+
+/// scripts/dist, which packs the binaries under test.
+fn dist() -> Command {
+    let mut command = Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/dist"));
+    let binary = firn_binary();
+    command
+        .arg("--from")
+        .arg(binary.parent().expect("a directory"));
+    command
 }
 
 /// Runs `steps` in a clean root, where `files` are in /tmp; gives what is left in the layer.
@@ -130,13 +176,19 @@ fn run_in_clean_root(
     command.args(["--pid", "--fork", "--kill-child"]);
     command
         .args(["sh", "-c", ENTER, "enter"])
-        .args([&root, &layer, &work]);
+        .args([&root, &layer, &work])
+        .arg(machine_root());
     command.args(files).args([&steps_file, &program]);
     sandbox.environment(&mut command);
     let outcome = run(&mut command);
     let mut left = Vec::new();
     find_leftovers(&layer, Path::new(""), &mut left);
     (outcome, left)
+}
+
+/// The root below the layers.
+fn machine_root() -> PathBuf {
+    std::env::var_os(ROOT_VARIABLE).map_or_else(|| PathBuf::from("/"), PathBuf::from)
 }
 
 /// Paths of files that `layer` holds below `dir`, and of directories that the machine has not.
@@ -148,7 +200,7 @@ fn find_leftovers(layer: &Path, dir: &Path, left: &mut Vec<String>) {
             continue;
         }
         let kind = entry.file_type().expect("its kind");
-        let machine = Path::new("/").join(&path);
+        let machine = machine_root().join(&path);
         // Of a file that was there and is removed, or was a mount point, the layer has a mark: a character device.
         let is_mark = kind.is_char_device() && !machine.exists();
         if kind.is_dir() {
@@ -174,32 +226,119 @@ fn packages_are_installed_used_and_removed_and_leave_nothing() {
     let packages = make_packages(&sandbox);
 
     let deb = file_with_extension(&packages, "deb");
-    let install_deb = r#"
-dpkg --install /tmp/*.deb
-dpkg --verify firn
-mount_it() { mount -t firn -o arena-size=64M /tmp/backing /tmp/ckpt; }
-unmount_it() { umount /tmp/ckpt; }
-"#;
+    let install_deb = "dpkg --install /tmp/*.deb\ndpkg --verify firn\n";
     let remove_deb = "dpkg --purge firn\n";
-    let steps = [BEGIN, install_deb, USE, remove_deb, END].concat();
+    let steps = [FUNCTIONS, BEGIN, install_deb, AS_ROOT, USE, remove_deb, END].concat();
     let (outcome, left) = run_in_clean_root(&sandbox, "deb", &[deb], &steps);
     outcome.ok();
-    assert!(left.is_empty(), "the package leaves {left:#?}");
+    assert!(left.is_empty(), "the Debian package leaves {left:#?}");
 
-    let tarball = file_with_extension(&packages, "gz");
-    let install_tarball = r#"
-tar -C / -xzf /tmp/*.tar.gz
-ldconfig
-mount_it() { firn mount -o arena-size=64M /tmp/backing /tmp/ckpt; }
-ln -s /usr/local/sbin/mount.firn /usr/local/sbin/umount.fuse.firn /sbin
-mount_it() { mount -t firn -o arena-size=64M /tmp/backing /tmp/ckpt; }
-unmount_it() { umount /tmp/ckpt; }
+    let rpm = file_with_extension(&packages, "rpm");
+    // Debian's rpm does not know what dpkg installed, and Debian has no libraries where Fedora has them.
+    let install_rpm = r#"
+rpm --install --nodeps /tmp/*.rpm
+rpm --verify --nodeps firn
+export PKG_CONFIG_PATH=/usr/lib64/pkgconfig LD_LIBRARY_PATH=/usr/lib64
 "#;
-    let remove_tarball = "/usr/local/libexec/firn/uninstall\n";
-    let steps = [BEGIN, install_tarball, USE, remove_tarball, END].concat();
+    let remove_rpm = "rpm --erase firn\n";
+    let steps = [FUNCTIONS, BEGIN, install_rpm, AS_ROOT, USE, remove_rpm, END].concat();
+    let (outcome, left) = run_in_clean_root(&sandbox, "rpm", &[rpm], &steps);
+    outcome.ok();
+    assert!(left.is_empty(), "the RPM package leaves {left:#?}");
+}
+
+#[test]
+fn tarballs_of_root_and_of_a_user_are_installed_used_and_removed_apart() {
+    let sandbox = Sandbox::new("dist-tar");
+    let packages = make_packages(&sandbox);
+    let tarball = file_with_extension(&packages, "gz");
+    let install = r#"
+tar -C /usr/local --strip-components=1 -xzf /tmp/*.tar.gz
+ldconfig
+ln -s /usr/local/sbin/mount.firn /usr/local/sbin/umount.fuse.firn /sbin
+"#;
+    let user_steps = [FUNCTIONS, AS_USER, USE, USER_REMOVES].concat();
+    // The user whom fusermount3 finds on every system.
+    let as_user = format!(
+        r#"
+cat >/tmp/user-steps <<'STEPS'
+{user_steps}
+STEPS
+install -d -o nobody -g nogroup /home/stranger
+setpriv --reuid nobody --regid nogroup --clear-groups env HOME=/home/stranger bash -euo pipefail /tmp/user-steps
+rm /home/stranger/.local/bin/other
+rmdir /home/stranger/.local/bin /home/stranger/.local /home/stranger
+firn version
+"#
+    );
+    let remove = "/usr/local/libexec/firn/uninstall\n";
+    let steps = [
+        FUNCTIONS, BEGIN, install, &as_user, AS_ROOT, USE, remove, END,
+    ]
+    .concat();
     let (outcome, left) = run_in_clean_root(&sandbox, "tarball", &[tarball], &steps);
     outcome.ok();
-    assert!(left.is_empty(), "the tarball leaves {left:#?}");
+    assert!(left.is_empty(), "the tarballs leave {left:#?}");
+}
+
+/// An unpacked tarball.
+fn unpack(sandbox: &Sandbox) -> PathBuf {
+    let tarball = file_with_extension(&make_packages(sandbox), "gz");
+    let to = sandbox.mkdir("unpacked");
+    let mut tar = Command::new("tar");
+    tar.args(["--strip-components=1", "-xzf"]).arg(tarball);
+    run(tar.arg("-C").arg(&to)).ok();
+    to
+}
+
+/// Files below `dir` whose names end with `end`.
+fn files_below(dir: &Path, end: &str, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(dir).expect("a directory") {
+        let entry = entry.expect("an entry");
+        if entry.file_type().expect("its kind").is_dir() {
+            files_below(&entry.path(), end, found);
+        } else if entry.file_name().to_string_lossy().ends_with(end) {
+            found.push(entry.path());
+        }
+    }
+}
+
+#[test]
+fn documents_in_the_packages_have_no_dead_links_and_no_placeholders() {
+    let sandbox = Sandbox::new("dist-links");
+    let installed = unpack(&sandbox);
+    let mut pages = Vec::new();
+    files_below(&installed.join("share/doc/firn"), ".md", &mut pages);
+    assert!(pages.len() > 20, "{pages:?}");
+    let mut dead = Vec::new();
+    for page in &pages {
+        let text = fs::read_to_string(page).expect("a page");
+        assert!(!text.contains("example.org"), "{page:?}");
+        let targets = text
+            .split("](")
+            .skip(1)
+            .filter_map(|rest| rest.split(')').next());
+        for target in targets.filter(|target| !target.starts_with("http")) {
+            let file = target.split('#').next().unwrap_or_default();
+            if !file.is_empty() && !page.with_file_name(file).exists() {
+                dead.push((page.clone(), target.to_owned()));
+            }
+        }
+    }
+    assert!(dead.is_empty(), "{dead:#?}");
+}
+
+#[test]
+fn a_package_of_binaries_that_need_a_newer_glibc_is_not_made() {
+    let sandbox = Sandbox::new("dist-glibc");
+    let to = sandbox.mkdir("dist");
+    let refused = run(dist().args(["--glibc", "2.2", "--to"]).arg(&to));
+    assert_eq!(refused.code, 1, "{refused:?}");
+    assert!(
+        refused.stderr.contains("firn needs glibc 2."),
+        "{refused:?}"
+    );
+    assert_eq!(fs::read_dir(&to).expect("a directory").count(), 0);
 }
 
 #[test]

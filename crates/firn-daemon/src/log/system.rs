@@ -1,0 +1,203 @@
+//! The system log: events of a firnd in the background as datagrams to the host's syslog socket.
+//!
+//! The log file is in the host's memory, so it is gone after a reboot, which is when it is asked for. journald and the
+//! syslog daemons store on disk what they get at `/dev/log`, and all of them understand a line of RFC 3164 (5.4)
+//! without a time.
+//!
+//! Promises
+//! * No event waits for the system log: one that it does not take at once is dropped and counted, and the next one
+//!   that it takes is preceded by how many are missing.
+//! * A system log that is absent, or begins anew, costs the events of that time and nothing else.
+//! * A line is at most [`LINE_BYTES_MAX`] long and has printable characters only.
+
+use std::io::{self, Write};
+use std::os::unix::net::UnixDatagram;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use firn_format::quote::printable;
+use tracing::{Level, Metadata};
+use tracing_subscriber::fmt::MakeWriter;
+
+/// rsyslog cuts at 8 KiB unless told otherwise, journald at 48 KiB.
+const LINE_BYTES_MAX: usize = 8000;
+/// RFC 3164, table 1: system daemons.
+const FACILITY_DAEMON: u8 = 3;
+
+/// The host's system log, for the events of one mount.
+#[derive(Clone)]
+pub(super) struct SystemLog {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    /// Without a peer: each send finds the log that is there then.
+    socket: UnixDatagram,
+    path: PathBuf,
+    /// Begins each message: many mounts of a host log to one place.
+    mount_point: String,
+    /// Events that were dropped since the last that was taken.
+    dropped: AtomicU64,
+}
+
+impl SystemLog {
+    /// The log whose socket is `path`, which need not exist yet.
+    pub(super) fn new(path: PathBuf, mount_point: String) -> io::Result<Self> {
+        let socket = UnixDatagram::unbound()?;
+        socket.set_nonblocking(true)?;
+        let shared = Shared {
+            socket,
+            path,
+            mount_point,
+            dropped: AtomicU64::new(0),
+        };
+        Ok(Self {
+            shared: Arc::new(shared),
+        })
+    }
+}
+
+impl Shared {
+    /// Sends one message, or counts it as dropped.
+    fn log(&self, level: Level, message: &str) {
+        let missing = self.dropped.swap(0, Ordering::Relaxed);
+        let told = missing == 0
+            || self.send(
+                Level::WARN,
+                &format!("WARN {missing} messages before this one were dropped"),
+            );
+        if !told || !self.send(level, message) {
+            let untold = if told { 0 } else { missing };
+            self.dropped.fetch_add(untold + 1, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether the system log took it. That it is absent or full is no error of the mount.
+    fn send(&self, level: Level, message: &str) -> bool {
+        let priority = FACILITY_DAEMON * 8 + severity(level);
+        let pid = std::process::id();
+        let mut line = format!("<{priority}>firnd[{pid}]: {}: {message}", self.mount_point);
+        line.truncate(line.floor_char_boundary(LINE_BYTES_MAX));
+        self.socket.send_to(line.as_bytes(), &self.path).is_ok()
+    }
+}
+
+/// RFC 3164, table 2.
+fn severity(level: Level) -> u8 {
+    match level {
+        Level::ERROR => 3,
+        Level::WARN => 4,
+        Level::INFO => 6,
+        Level::DEBUG | Level::TRACE => 7,
+    }
+}
+
+/// Takes the text of one event.
+pub(super) struct EventWriter {
+    shared: Arc<Shared>,
+    level: Level,
+}
+
+impl<'a> MakeWriter<'a> for SystemLog {
+    type Writer = EventWriter;
+
+    fn make_writer(&'a self) -> EventWriter {
+        EventWriter {
+            shared: Arc::clone(&self.shared),
+            level: Level::INFO,
+        }
+    }
+
+    fn make_writer_for(&'a self, event: &Metadata<'_>) -> EventWriter {
+        EventWriter {
+            level: *event.level(),
+            ..self.make_writer()
+        }
+    }
+}
+
+impl Write for EventWriter {
+    fn write(&mut self, text: &[u8]) -> io::Result<usize> {
+        let message = String::from_utf8_lossy(text);
+        self.shared.log(self.level, &printable(message.trim()));
+        Ok(text.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn receive(socket: &UnixDatagram) -> String {
+        let mut buffer = vec![0; 2 * LINE_BYTES_MAX];
+        let len = socket.recv(&mut buffer).expect("a message");
+        String::from_utf8(buffer[..len].to_vec()).expect("text")
+    }
+
+    #[test]
+    fn a_message_has_its_priority_process_and_mount_point() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("log");
+        let host = UnixDatagram::bind(&path).unwrap();
+        let log = SystemLog::new(path, "/ckpt".to_owned()).unwrap();
+        log.shared.log(Level::ERROR, "ERROR no space");
+        let pid = std::process::id();
+        assert_eq!(
+            receive(&host),
+            format!("<27>firnd[{pid}]: /ckpt: ERROR no space")
+        );
+    }
+
+    #[test]
+    fn a_message_is_one_bounded_line_of_printable_characters() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("log");
+        let host = UnixDatagram::bind(&path).unwrap();
+        let log = SystemLog::new(path, "/ckpt".to_owned()).unwrap();
+        let mut writer = log.make_writer();
+        writer.write_all(b"a\n<0>forged\x1b[2J\n").unwrap();
+        assert!(receive(&host).ends_with(r": a\n<0>forged\x1b[2J"));
+        writer
+            .write_all("é".repeat(LINE_BYTES_MAX).as_bytes())
+            .unwrap();
+        assert!(receive(&host).len() <= LINE_BYTES_MAX);
+    }
+
+    #[test]
+    fn a_full_system_log_costs_messages_and_no_time_and_is_told_how_many() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("log");
+        let host = UnixDatagram::bind(&path).unwrap();
+        let log = SystemLog::new(path, "/ckpt".to_owned()).unwrap();
+        // Nobody reads: a send that waits would hang here.
+        let mut sent = 0;
+        while log.shared.dropped.load(Ordering::Relaxed) == 0 {
+            log.shared.log(Level::INFO, "INFO filler");
+            sent += 1;
+        }
+        log.shared.log(Level::INFO, "INFO dropped too");
+        for _ in 1..sent {
+            assert!(receive(&host).ends_with("INFO filler"));
+        }
+        log.shared.log(Level::INFO, "INFO taken");
+        assert!(receive(&host).ends_with("WARN 2 messages before this one were dropped"));
+        assert!(receive(&host).ends_with("INFO taken"));
+    }
+
+    #[test]
+    fn a_system_log_that_begins_later_gets_what_comes_then() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("log");
+        let log = SystemLog::new(path.clone(), "/ckpt".to_owned()).unwrap();
+        log.shared.log(Level::INFO, "INFO before");
+        let host = UnixDatagram::bind(&path).unwrap();
+        log.shared.log(Level::INFO, "INFO after");
+        assert!(receive(&host).ends_with("WARN 1 messages before this one were dropped"));
+        assert!(receive(&host).ends_with("INFO after"));
+    }
+}
