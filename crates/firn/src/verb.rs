@@ -20,6 +20,7 @@ mod config;
 mod drain;
 mod evict;
 mod flatten;
+mod history;
 mod ls;
 mod man;
 mod mount;
@@ -67,6 +68,8 @@ pub static VERBS: &[&Verb] = &[
     &evict::VERB,
     &pin::VERB,
     &place::VERB,
+    &history::HISTORY,
+    &history::LATEST,
     &prune::VERB,
     &agent::VERB,
     &pull::VERB,

@@ -70,11 +70,12 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         return wait(&args.path, DurabilityLevel::Drained, None, args.json);
     }
     let (place, mut connection) = connect(&args.path)?;
-    let files = if args.json {
+    let mut files = if args.json {
         connection.files(&place.relative)?
     } else {
         Vec::new()
     };
+    files.retain(|file| file.held_bytes > 0);
     connection.done(&Request::Drain {
         path: place.relative.clone(),
     })?;
