@@ -177,6 +177,10 @@ impl<B: Backing> Durability<B> {
             dir.note_entries_synced(change);
         }
         for (inode, covered) in files.iter().zip(covered) {
+            // Only where a name lies elsewhere.
+            if !inode.are_names_synced() {
+                self.sync_names(inode)?;
+            }
             if let Some(covered) = covered {
                 self.mark_synced_if_clean(inode, covered);
             }
@@ -313,14 +317,16 @@ impl<B: Backing> Durability<B> {
             let result = self.sync_data(&file, false);
             self.open_files.drop_if_unused(&file);
             result?;
-        } else if inode.kind == firn_backing::Kind::Dir {
-            self.sync_data_below(path, &inode)?;
         }
         let above = path
             .iter()
             .rposition(|byte| *byte == b'/')
             .map_or(&[][..], |end| &path[..end]);
-        self.sync_dirs(above)
+        self.sync_dirs(above)?;
+        if inode.kind == firn_backing::Kind::Dir {
+            self.sync_data_below(path, &inode)?;
+        }
+        Ok(())
     }
 
     /// Syncs the directories on a path, and the top.

@@ -251,8 +251,12 @@ impl<B: Backing> Engine<B> {
         for inode in self.tree.names.all() {
             let is_idle = !in_use.contains(&Arc::as_ptr(&inode));
             if inode.kind == Kind::File && inode.is_remembered() && is_idle {
-                let paths = paths_below(&inode, path);
-                out.extend(paths.map(|path| self.figures_of_idle(&inode, path)));
+                // Beside the mount another file may have got the name meanwhile.
+                let names = inode.known_names().into_iter();
+                let current = names.filter(|(dir, name)| self.tree.leads_to(dir, name, &inode));
+                let paths = current.filter_map(|(dir, name)| dir.path_of(&name));
+                let below = paths.filter(|known| path.is_empty() || is_below(known, path));
+                out.extend(below.map(|path| self.figures_of_idle(&inode, path)));
             }
         }
         out.sort_by(|a, b| a.path.cmp(&b.path));

@@ -222,7 +222,7 @@ impl<B: Backing> Inode<B> {
     }
 
     /// By a sync of the object, or of the directories that have the names.
-    fn are_names_synced(&self) -> bool {
+    pub(crate) fn are_names_synced(&self) -> bool {
         let is_synced = !self.name_unsynced.load(Ordering::Acquire);
         let changed = self.names_changed.load(Ordering::Acquire);
         self.parents().iter().all(|parent| {

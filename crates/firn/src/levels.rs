@@ -45,11 +45,17 @@ impl Levels {
         let files = connection.known_files(&place.relative)?;
         let has_logs =
             status.logged_files > 0 || status.options.iter().any(|option| option == "layout=log");
+        let mut known = HashMap::<PathBuf, FileStatus>::new();
+        for file in files {
+            // A file that was replaced beside the mount may be listed by the name that it had: the lower answer counts.
+            let path = file.path.as_path().to_owned();
+            let is_higher = |other: &FileStatus| other.state < file.state;
+            if !known.get(&path).is_some_and(is_higher) {
+                known.insert(path, file);
+            }
+        }
         Ok(Self {
-            known: files
-                .into_iter()
-                .map(|file| (file.path.as_path().to_owned(), file))
-                .collect(),
+            known,
             idle: match (has_logs, place.mount.is_tree) {
                 (false, _) => IdleFiles::Drained,
                 (true, true) => IdleFiles::LookAt(place.mount.backing.clone()),

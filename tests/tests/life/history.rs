@@ -48,7 +48,9 @@ fn the_checkpoints_of_a_mount_are_told_with_step_state_and_level() {
     let sandbox = Sandbox::new("history");
     let mount = FirnMount::new(&sandbox, &patient("close=held"));
     let top = mount.join("run");
-    firn(&sandbox, "latest", mount.path()).code(1).says("has no checkpoint");
+    firn(&sandbox, "latest", mount.path())
+        .code(1)
+        .says("has no checkpoint");
     for step in [100, 200, 300] {
         write_step(&top.join(format!("step_{step}")), 1_000_000 + step);
     }
@@ -61,13 +63,25 @@ fn the_checkpoints_of_a_mount_are_told_with_step_state_and_level() {
     // One that is a file.
     fs::write(top.join("ckpt.0000250.h5"), [7; 500]).expect("write");
     let list = history(&sandbox, &top);
-    assert_eq!(column(&list, "step"), [250, 300, 200, 100].map(|step| json!(step)));
-    assert_eq!(column(&list, "bytes"), [500, 2000, 2000, 2000].map(|bytes| json!(bytes)));
-    assert_eq!(column(&list, "files"), [1, 2, 2, 2].map(|files| json!(files)));
+    assert_eq!(
+        column(&list, "step"),
+        [250, 300, 200, 100].map(|step| json!(step))
+    );
+    assert_eq!(
+        column(&list, "bytes"),
+        [500, 2000, 2000, 2000].map(|bytes| json!(bytes))
+    );
+    assert_eq!(
+        column(&list, "files"),
+        [1, 2, 2, 2].map(|files| json!(files))
+    );
     assert_eq!(column(&list, "level"), vec![json!("held"); 4]);
     assert_eq!(column(&list, "whole"), vec![json!(true); 4]);
     assert!(list[0]["host"].is_string(), "{list:?}");
-    assert_eq!(latest(&sandbox, &top), top.join("ckpt.0000250.h5").to_str().expect("UTF-8"));
+    assert_eq!(
+        latest(&sandbox, &top),
+        top.join("ckpt.0000250.h5").to_str().expect("UTF-8")
+    );
 
     // The lowest level of its files counts.
     mount.wait("drained", &top.join("step_300")).ok();
@@ -100,7 +114,9 @@ fn what_is_written_cut_empty_or_in_a_transaction_is_not_whole() {
     let whole = Some((json!("whole"), json!(true)));
     fs::create_dir(step(1)).expect("mkdir");
     assert_eq!(state(1), not_whole("empty"));
-    firn(&sandbox, "latest", mount.path()).code(1).says("is whole");
+    firn(&sandbox, "latest", mount.path())
+        .code(1)
+        .says("is whole");
     let mut writer = fs::File::create(step(1).join("rank0")).expect("create");
     writer.write_all(b"bytes").expect("write");
     assert_eq!(state(1), not_whole("written"));
@@ -123,16 +139,25 @@ fn what_is_written_cut_empty_or_in_a_transaction_is_not_whole() {
     // Also when nothing of it is in memory any more.
     mount.wait("durable", mount.path()).ok();
     assert_eq!(state(2), not_whole("cut"));
-    assert_eq!(latest(&sandbox, mount.path()), step(1).to_str().expect("UTF-8"));
+    assert_eq!(
+        latest(&sandbox, mount.path()),
+        step(1).to_str().expect("UTF-8")
+    );
 
     fs::create_dir(step(3)).expect("mkdir");
     firn(&sandbox, "begin", &step(3)).ok();
     fs::write(step(3).join("rank0"), b"bytes").expect("write");
     assert_eq!(state(3), not_whole("in-transaction"));
-    assert_eq!(latest(&sandbox, mount.path()), step(1).to_str().expect("UTF-8"));
+    assert_eq!(
+        latest(&sandbox, mount.path()),
+        step(1).to_str().expect("UTF-8")
+    );
     firn(&sandbox, "commit", &step(3)).ok();
     assert_eq!(state(3), whole);
-    assert_eq!(latest(&sandbox, mount.path()), step(3).to_str().expect("UTF-8"));
+    assert_eq!(
+        latest(&sandbox, mount.path()),
+        step(3).to_str().expect("UTF-8")
+    );
     mount.umount();
 }
 
@@ -149,18 +174,31 @@ fn a_backing_that_is_not_mounted_says_what_it_knows() {
     assert_eq!(column(&list, "whole"), [json!(null)]);
     assert_eq!(column(&list, "state"), [json!("unknown")]);
     let told = firn(&sandbox, "latest", &top).ok().says("not mounted");
-    assert_eq!(told.stdout.trim_end(), top.join("step_1").to_str().expect("UTF-8"));
+    assert_eq!(
+        told.stdout.trim_end(),
+        top.join("step_1").to_str().expect("UTF-8")
+    );
     // Of a backing that lacks what is in memory, none is the newest.
     let mount = FirnMount::over(&sandbox, &backing, &patient("close=held"));
     write_step(&mount.join("run/step_2"), 2_000_000);
     // A path of the backing is one of the mount, while there is one.
-    assert_eq!(latest(&sandbox, &top), mount.join("run/step_2").to_str().expect("UTF-8"));
+    assert_eq!(
+        latest(&sandbox, &top),
+        mount.join("run/step_2").to_str().expect("UTF-8")
+    );
     let backing = mount.kill();
     firn_tests::sandbox::unmount_lazily(&sandbox.join("mnt"));
-    firn(&sandbox, "latest", &top).code(1).says("left in memory");
-    sandbox.run([OsStr::new("recover"), backing.as_os_str()]).ok();
+    firn(&sandbox, "latest", &top)
+        .code(1)
+        .says("left in memory");
+    sandbox
+        .run([OsStr::new("recover"), backing.as_os_str()])
+        .ok();
     let told = firn(&sandbox, "latest", &top).ok();
-    assert_eq!(told.stdout.trim_end(), top.join("step_2").to_str().expect("UTF-8"));
+    assert_eq!(
+        told.stdout.trim_end(),
+        top.join("step_2").to_str().expect("UTF-8")
+    );
 }
 
 #[test]
@@ -182,7 +220,9 @@ fn the_checkpoints_of_a_stub_tree_have_their_sizes_and_levels() {
     for step in [1, 2] {
         let script = "mkdir \"$0\" && head -c 3000 /dev/zero > \"$0/rank0\"";
         let mut command = Command::new("sh");
-        command.args(["-c", script]).arg(mount.join(format!("step_{step}")));
+        command
+            .args(["-c", script])
+            .arg(mount.join(format!("step_{step}")));
         run(Frontend::Tree.preload(&sandbox, &mut command)).ok();
     }
     mount.wait("durable", &mount.join("step_1")).ok();

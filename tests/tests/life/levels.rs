@@ -178,7 +178,10 @@ fn all_places_say_the_same_level_and_never_too_high_a_one() {
         }
         mount.wait("durable", mount.path()).ok();
         let levels = compare(&sandbox, &mount, setup);
-        assert!(levels.values().all(|level| level == "durable"), "{levels:?}");
+        assert!(
+            levels.values().all(|level| level == "durable"),
+            "{levels:?}"
+        );
         // The next firnd did not see it.
         let backing = mount.umount();
         let mount = match setup.frontend {
@@ -187,7 +190,10 @@ fn all_places_say_the_same_level_and_never_too_high_a_one() {
         };
         let levels = compare(&sandbox, &mount, setup);
         assert!(!levels.is_empty(), "{}", setup.name);
-        assert!(levels.values().all(|level| level == "drained"), "{levels:?}");
+        assert!(
+            levels.values().all(|level| level == "drained"),
+            "{levels:?}"
+        );
         mount.umount();
     }
 }
@@ -255,7 +261,9 @@ fn regression_a_cut_file_is_listed_as_cut_after_its_drain_until_it_is_emptied() 
         let list = sandbox.run(args.into_iter().chain([mount.path().as_os_str()]));
         list.ok().stdout.lines().count()
     };
-    firn_tests::wait_until("it is cut", std::time::Duration::from_secs(30), || cut() == 1);
+    firn_tests::wait_until("it is cut", std::time::Duration::from_secs(30), || {
+        cut() == 1
+    });
     fs::write(&file, b"whole").expect("write");
     assert_eq!(cut(), 0);
     mount.umount();
