@@ -133,7 +133,7 @@ fn write(sandbox: &Sandbox, mount: &FirnMount, setup: &Setup, path: &str, bytes:
 #[test]
 fn all_places_say_the_same_level_and_never_too_high_a_one() {
     let seed = seed("levels");
-    let operations = env_count("FIRN_OPS", 25);
+    let operations = env_count("FIRN_OPS", 15);
     for setup in &SETUPS {
         let mut rng = generator(seed);
         let sandbox = Sandbox::new(&format!("levels-{}", setup.name));
