@@ -786,7 +786,7 @@ impl Run {
         Ok(())
     }
 
-    /// Proves S-fsync-5, S-fsync-8: of a file, a directory, or all.
+    /// Of a file, a directory, or all.
     fn wait_until_durable(&mut self) -> Result<(), Stopped> {
         let path = match self.rng.random_range(0..3) {
             0 => String::new(),
@@ -1163,7 +1163,7 @@ fn acknowledged_bytes_survive_a_failing_backing() {
 }
 
 /// Proves S-write-3, S-write-5, S-read-1, S-close-1, S-fsync-1, S-fsync-2, S-crash-7, S-chunks-1, S-chunks-2,
-/// S-chunks-3.
+/// S-chunks-3, S-fsync-8, S-fsync-9.
 #[test]
 fn without_a_stop_the_tree_is_that_of_a_plain_file_system() {
     campaign("plain", 4, |seed| live(seed, 1, 300, false, |_| u64::MAX).0);
