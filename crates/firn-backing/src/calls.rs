@@ -23,10 +23,10 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 
 use crate::{
-    Access, Attr, AttrChange, Caller, DataPart, DescriptorUse, DirEntry, Facts, Features, FileUse,
-    Freshness, KernelReads, LaneIndex, LocateLimits, Located, LockMode, LockRequest, NewKind,
-    PageAdvice, Placing, Remove, RenameFlags, Resize, Result, Seek, SetTime, StatFs, SyncScope,
-    Target,
+    Access, Attr, AttrChange, Caller, DataPart, DescriptorUse, DirEntry, DurabilityLevel, Facts,
+    Features, FileUse, Freshness, KernelReads, LaneIndex, LocateLimits, Located, LockMode,
+    LockRequest, NewKind, PageAdvice, Placing, Remove, RenameFlags, Resize, Result, Seek, SetTime,
+    StatFs, SyncScope, Target,
 };
 
 /// What [`Attributes::stat`] of a backing is asked about.
@@ -173,8 +173,9 @@ pub trait Sharing: Volume {
     ) -> Result<Option<Located>>;
     /// Says what programs of this host do with a file that is open here.
     fn note_use(&self, file: &Self::File, what: FileUse) -> Result<()>;
-    /// Whether bytes of the file are not in their places, so that only Firn can read them.
-    fn is_logged(&self, inode: &Self::Inode) -> bool;
+    /// The highest level that the file's bytes in the backing can have now: [`DurabilityLevel::Logged`] where some are in
+    /// logs, [`DurabilityLevel::Drained`] as long as a transaction may still take them back.
+    fn level_max(&self, inode: &Self::Inode) -> DurabilityLevel;
 }
 
 /// Where the data of files lies.

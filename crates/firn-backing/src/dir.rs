@@ -27,10 +27,10 @@ use rustix::fs::{
 use crate::unsynced::{self, Key, Place, Tracked, Unsynced, path_of_entry};
 use crate::{
     Access, Attr, AttrChange, Attributes, Backing, Caller, Created, DataPart, DescriptorUse,
-    DirEntry, Errno, Facts, Features, FileUse, Files, Freshness, KernelReads, Kind, LaneIndex,
-    LocateLimits, Located, LockRequest, Names, NewKind, PageAdvice, Placement, Placing, Remove,
-    RenameFlags, Resize, Result, Seek, SetTime, Sharing, StatFs, SyncScope, Target, TargetOf,
-    Volume, resize_by_set_len, write_parts_singly,
+    DirEntry, DurabilityLevel, Errno, Facts, Features, FileUse, Files, Freshness, KernelReads,
+    Kind, LaneIndex, LocateLimits, Located, LockRequest, Names, NewKind, PageAdvice, Placement,
+    Placing, Remove, RenameFlags, Resize, Result, Seek, SetTime, Sharing, StatFs, SyncScope,
+    Target, TargetOf, Volume, resize_by_set_len, write_parts_singly,
 };
 
 mod attr;
@@ -766,8 +766,8 @@ impl Sharing for DirBacking {
         Ok(())
     }
 
-    fn is_logged(&self, _inode: &Self::Inode) -> bool {
-        false
+    fn level_max(&self, _inode: &Self::Inode) -> DurabilityLevel {
+        DurabilityLevel::Durable
     }
 }
 

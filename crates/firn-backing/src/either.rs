@@ -202,7 +202,7 @@ impl<L: Backing, U: Backing> Files for Either<L, U> {
 }
 
 impl<L: Backing, U: Backing> Sharing for Either<L, U> {
-    forward!(side: kernel_reads locate note_use is_logged);
+    forward!(side: kernel_reads locate note_use level_max);
 }
 
 impl<L: Backing, U: Backing> Placement for Either<L, U> {

@@ -248,9 +248,9 @@ macro_rules! forward {
             $via!(self, file file, |below| below.note_use(file, what))
         }
     };
-    (@is_logged $via:ident) => {
-        fn is_logged(&self, inode: &Self::Inode) -> bool {
-            $via!(self, inode inode, |below| below.is_logged(inode))
+    (@level_max $via:ident) => {
+        fn level_max(&self, inode: &Self::Inode) -> $crate::DurabilityLevel {
+            $via!(self, inode inode, |below| below.level_max(inode))
         }
     };
 

@@ -15,6 +15,7 @@ use std::io::IoSlice;
 
 pub use data_ranges::{DataRanges, data_ranges};
 pub use descriptors::raise_descriptor_limit;
+pub use firn_format::durability::DurabilityLevel;
 pub use rustix::io::Errno;
 
 pub mod backoff;

@@ -139,9 +139,20 @@ impl Connection {
         }
     }
 
-    /// Pending files at or below `path`.
+    /// Files at or below `path` that are open or have bytes in the arena.
     pub fn files(&mut self, path: &BytePath) -> Result<Vec<FileStatus>, ClientError> {
-        match self.ask(&Request::Files { path: path.clone() })? {
+        self.list_files(path, false)
+    }
+
+    /// All files at or below `path` of which firnd knows more than the backing shows. Any other one was closed, as far as
+    /// firnd knows, and is drained, or logged.
+    pub fn known_files(&mut self, path: &BytePath) -> Result<Vec<FileStatus>, ClientError> {
+        self.list_files(path, true)
+    }
+
+    fn list_files(&mut self, path: &BytePath, idle: bool) -> Result<Vec<FileStatus>, ClientError> {
+        let path = path.clone();
+        match self.ask(&Request::Files { path, idle })? {
             Reply::Files { files } => Ok(files),
             other => Err(nonsense(&other)),
         }

@@ -190,8 +190,8 @@ impl Answers {
                 engine.durability.drain_tree(path.as_bytes());
                 Reply::Done
             }
-            Request::Files { path } => Reply::Files {
-                files: list_files(engine, path.as_bytes()),
+            Request::Files { path, idle } => Reply::Files {
+                files: list_files(engine, path.as_bytes(), idle),
             },
             Request::Region => Reply::Region(region(engine.arena())),
             Request::Chunks { path } => client.lists.make(engine, &path),

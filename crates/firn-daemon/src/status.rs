@@ -36,10 +36,15 @@ pub(crate) fn explain_errors(errors: &mut [ErrorStatus]) {
     }
 }
 
-/// Files with pending data at or below `path`.
-pub(crate) fn list_files(engine: &Engine<Store>, path: &[u8]) -> Vec<FileStatus> {
-    let files = engine.files_below(path).into_iter();
-    files.map(file_status).collect()
+/// Files at or below `path` that are open or have bytes in the arena; with `idle` all that the engine knows more of than
+/// the backing.
+pub(crate) fn list_files(engine: &Engine<Store>, path: &[u8], idle: bool) -> Vec<FileStatus> {
+    let files = if idle {
+        engine.files_below(path)
+    } else {
+        engine.files_in_use_below(path)
+    };
+    files.into_iter().map(file_status).collect()
 }
 
 fn file_status(figures: FileFigures) -> FileStatus {

@@ -12,7 +12,7 @@ use crate::drain::Drain;
 use crate::drainer::Drainer;
 use crate::file::File;
 use crate::intake::Intake;
-use crate::names::Inode;
+use crate::names::{Fingerprint, Inode, last_name_change};
 use crate::open_files::OpenFiles;
 use crate::space::Room;
 use crate::tree::NameTree;
@@ -76,21 +76,40 @@ impl<B: Backing> Durability<B> {
 
     /// What all bytes of an inode survive.
     pub fn state_of(&self, inode: InodeId) -> Result<DurabilityLevel> {
-        let inode = self.tree.inode(inode)?;
-        let pending = self.open_files.known_file(&inode).and_then(|file| {
+        Ok(self.level_of(&*self.tree.inode(inode)?))
+    }
+
+    /// What all bytes of a file survive: the one answer for the attribute, `firn ls` and whoever else asks. It waits for
+    /// the backing.
+    pub(crate) fn level_of(&self, inode: &Inode<B>) -> DurabilityLevel {
+        let pending = self.open_files.known_file(inode).and_then(|file| {
             let mut state = file.lock();
             self.intake.ingest_published(&file, &mut state);
             (!state.pending.is_empty()).then(|| state.level_of_pending(&self.base.arena))
         });
-        Ok(if let Some(level) = pending {
-            level
-        } else if self.tree.is_logged(&inode) {
-            DurabilityLevel::Logged
-        } else if inode.is_durable() {
+        pending.unwrap_or_else(|| self.level_in_backing(inode))
+    }
+
+    /// The same of a file of which nothing is pending. It is durable only where this firnd saw its bytes and its names
+    /// synced, nobody changed it since, as far as size and time tell, and no transaction may take it back.
+    pub(crate) fn level_in_backing(&self, inode: &Inode<B>) -> DurabilityLevel {
+        let synced = inode.synced();
+        if synced.is_none() && !self.base.backing.features().finishes_files {
+            return DurabilityLevel::Drained;
+        }
+        let Ok(object) = self.tree.object(inode) else {
+            return DurabilityLevel::Drained;
+        };
+        let is_as_synced = |synced| {
+            let attr = self.base.backing.attr(&object);
+            attr.is_ok_and(|attr| Fingerprint::of(&attr) == synced)
+        };
+        let known = if synced.is_some_and(is_as_synced) {
             DurabilityLevel::Durable
         } else {
             DurabilityLevel::Drained
-        })
+        };
+        known.min(self.base.backing.level_max(&object))
     }
 
     pub(crate) fn sync_data(&self, file: &Arc<File<B>>, data_only: bool) -> Result<()> {
@@ -103,7 +122,8 @@ impl<B: Backing> Durability<B> {
             // What other hosts have synced is newer than what the arena keeps.
             self.room.check_cache(file)?;
         }
-        // Cleared before the sync: what is drained during it is not known to be covered.
+        // Before the sync, both: what is drained, or changed by others, during it is not known to be covered.
+        let covered = self.tree.fingerprint(&file.inode);
         file.inode.data_unsynced.store(false, Ordering::Release);
         if let Err(errno) = self.base.backing.sync(&source.file, data_only) {
             file.inode.data_unsynced.store(true, Ordering::Release);
@@ -114,20 +134,31 @@ impl<B: Backing> Durability<B> {
             return Err(errno);
         }
         self.sync_names(&file.inode)?;
-        if clean {
-            file.inode.durable.store(true, Ordering::Release);
+        if clean && let Ok(covered) = covered {
+            file.inode.synced.set(covered);
+            self.tree.names.remember(&file.inode);
         }
         Ok(())
     }
 
     /// Syncs all that is at or below a directory, and marks the files there that firnd knows as durable.
     fn sync_data_below(&self, path: &[u8], directory: &Inode<B>) -> Result<()> {
-        let mut files = self.tree.names.all();
-        files.retain(|inode| {
-            inode.kind == firn_backing::Kind::File
-                && (path.is_empty() || inode.paths().iter().any(|known| is_below(known, path)))
-        });
-        // Cleared before the sync, as for one file.
+        let is_at = |inode: &Arc<Inode<B>>| {
+            path.is_empty() || inode.paths().iter().any(|known| is_below(known, path))
+        };
+        let known = self.tree.names.all().into_iter().filter(is_at);
+        let (dirs, others): (Vec<_>, Vec<_>) =
+            known.partition(|inode| inode.kind == firn_backing::Kind::Dir);
+        let files: Vec<_> = others
+            .into_iter()
+            .filter(|inode| inode.kind == firn_backing::Kind::File)
+            .collect();
+        // Before the sync, as for one file.
+        let change = last_name_change();
+        let covered: Vec<_> = files
+            .iter()
+            .map(|inode| self.tree.fingerprint(inode).ok())
+            .collect();
         let unsynced: Vec<_> = files
             .iter()
             .filter(|inode| inode.data_unsynced.swap(false, Ordering::AcqRel))
@@ -142,34 +173,51 @@ impl<B: Backing> Durability<B> {
             }
             return synced;
         }
-        for inode in &files {
-            self.mark_durable_if_clean(inode);
+        for dir in &dirs {
+            dir.note_entries_synced(change);
+        }
+        for (inode, covered) in files.iter().zip(covered) {
+            // Only where a name lies elsewhere.
+            if !inode.are_names_synced() {
+                self.sync_names(inode)?;
+            }
+            if let Some(covered) = covered {
+                self.mark_synced_if_clean(inode, covered);
+            }
         }
         Ok(())
     }
 
     /// After a sync of an inode's data: what is pending by now was not covered.
-    fn mark_durable_if_clean(&self, inode: &Inode<B>) {
-        let Some(file) = self.open_files.known_file(inode) else {
-            inode.durable.store(true, Ordering::Release);
-            return;
-        };
-        let mut state = file.lock();
-        self.intake.ingest_published(&file, &mut state);
-        if state.pending.is_empty() {
-            inode.durable.store(true, Ordering::Release);
+    fn mark_synced_if_clean(&self, inode: &Arc<Inode<B>>, covered: Fingerprint) {
+        let file = self.open_files.known_file(inode);
+        let state = file.as_ref().map(|file| {
+            let mut state = file.lock();
+            self.intake.ingest_published(file, &mut state);
+            state
+        });
+        if state.as_ref().is_none_or(|state| state.pending.is_empty()) {
+            inode.synced.set(covered);
         }
+        drop(state);
+        if inode.synced.get().is_some() {
+            self.tree.names.remember(inode);
+        }
+    }
+
+    /// Syncs the names in a directory.
+    pub(crate) fn sync_entries(&self, dir: &Inode<B>) -> Result<()> {
+        let change = last_name_change();
+        self.base.backing.sync_dir(&self.tree.object(dir)?)?;
+        dir.note_entries_synced(change);
+        Ok(())
     }
 
     /// Syncs every directory above that has a new name on the way.
     pub(crate) fn sync_names(&self, inode: &Arc<Inode<B>>) -> Result<()> {
         if inode.name_unsynced.swap(false, Ordering::AcqRel) {
             for parent in inode.parents() {
-                let synced = self
-                    .tree
-                    .object(&parent)
-                    .and_then(|dir| self.base.backing.sync_dir(&dir));
-                if let Err(errno) = synced {
+                if let Err(errno) = self.sync_entries(&parent) {
                     inode.name_unsynced.store(true, Ordering::Release);
                     return Err(errno);
                 }
@@ -276,26 +324,28 @@ impl<B: Backing> Durability<B> {
             let result = self.sync_data(&file, false);
             self.open_files.drop_if_unused(&file);
             result?;
-        } else if inode.kind == firn_backing::Kind::Dir {
-            self.sync_data_below(path, &inode)?;
         }
         let above = path
             .iter()
             .rposition(|byte| *byte == b'/')
             .map_or(&[][..], |end| &path[..end]);
-        self.sync_dirs(above)
+        self.sync_dirs(above)?;
+        if inode.kind == firn_backing::Kind::Dir {
+            self.sync_data_below(path, &inode)?;
+        }
+        Ok(())
     }
 
     /// Syncs the directories on a path, and the top.
     fn sync_dirs(&self, path: &[u8]) -> Result<()> {
         let mut inode = Arc::clone(self.tree.names.root());
-        self.base.backing.sync_dir(&self.tree.object(&inode)?)?;
+        self.sync_entries(&inode)?;
         for name in path
             .split(|byte| *byte == b'/')
             .filter(|name| !name.is_empty())
         {
             inode = self.tree.find_in(&inode, name)?;
-            self.base.backing.sync_dir(&self.tree.object(&inode)?)?;
+            self.sync_entries(&inode)?;
         }
         Ok(())
     }

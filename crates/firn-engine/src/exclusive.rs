@@ -81,6 +81,7 @@ impl<B: Backing> Exclusive<B> {
         file.end_exclusive(&mut state);
         if size == 0 && result.is_ok() {
             self.base.journal.record_emptied(&mut state);
+            file.inode.is_cut.store(false, Ordering::Release);
         }
         let waiters = self.drainer.finish_drained(file, &mut state);
         self.drain.enqueue(file, &mut state);
@@ -99,7 +100,7 @@ impl<B: Backing> Exclusive<B> {
         target: &BackingFile<B>,
         size: u64,
     ) -> Result<()> {
-        file.inode.durable.store(false, Ordering::Relaxed);
+        file.inode.synced.clear();
         // Bytes that are written meanwhile are later ones: they make pieces of their own.
         state.pending.end_tail();
         let cuts = state.pending.end() > size;
@@ -168,7 +169,7 @@ impl<B: Backing> Exclusive<B> {
         state.cache.drop_all(&self.base.arena);
         state.pending.end_tail();
         let result = state.unlocked(|| work(&target.file));
-        file.inode.durable.store(false, Ordering::Relaxed);
+        file.inode.synced.clear();
         file.inode.data_unsynced.store(true, Ordering::Release);
         file.end_exclusive(&mut state);
         self.drain.enqueue(file, &mut state);

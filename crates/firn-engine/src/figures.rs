@@ -1,17 +1,21 @@
 //! What the engine tells of itself: its part of the status, whose table is in `firn_protocol::status`.
 
+use std::collections::HashSet;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use firn_backing::{Backing, is_below};
+use firn_backing::{Backing, Kind, is_below};
 use firn_format::durability::DurabilityLevel;
 use firn_format::record::Ending;
 use firn_protocol::{ErrorStatus, LaneStatus, NumaNodeStatus, SpillStatus, Status};
 
 use crate::Transferred;
 use crate::engine::Engine;
+use crate::file::File;
+use crate::names::Inode;
 
-/// One file that the engine has something to do with.
+/// One file that the engine knows more of than the backing does.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileFigures {
     /// Path from the root of the mount.
@@ -26,7 +30,8 @@ pub struct FileFigures {
     pub open: bool,
     /// Whether its writers closed it.
     pub ending: Ending,
-    /// Another number after each change of its bytes or its length, and one that no other file of this engine has had.
+    /// Another number after each change of its bytes or its length, and one that no other file of this engine has had;
+    /// 0: nobody has it open, and nothing of it is in the arena.
     pub changes: u64,
 }
 
@@ -225,48 +230,89 @@ impl<B: Backing> Engine<B> {
         self.base.errors.clear();
     }
 
-    /// Files with pending data at or below `path`.
+    /// Bytes that are pending at or below `path`.
+    pub fn held_bytes_below(&self, path: &[u8]) -> u64 {
+        let files = self.durability.pending_below(path);
+        files.iter().map(|file| file.lock().pending.bytes()).sum()
+    }
+
+    /// Files at or below `path` of which the engine knows more than the backing can tell, by all names that it knows: those
+    /// that are open, have bytes in the arena, were synced, or were cut. Any other file is drained, or logged. It waits
+    /// for the backing.
     pub fn files_below(&self, path: &[u8]) -> Vec<FileFigures> {
-        let files = self.open_files.files.all();
         let mut out = Vec::new();
+        let mut in_use = HashSet::new();
         self.intake.ingest_all_published();
-        for file in files {
-            let (held_bytes, held_end, open, pending_level, ending, changes) = {
-                let state = file.lock();
-                (
-                    state.pending.bytes(),
-                    state.pending.end(),
-                    !state.opens.is_empty(),
-                    state.level_of_pending(&self.base.arena),
-                    state.opens.ending(),
-                    state.changes,
-                )
-            };
-            let paths = file.inode.paths();
-            let Some(known) = paths.iter().find(|p| path.is_empty() || is_below(p, path)) else {
-                continue;
-            };
-            let level = if held_bytes > 0 {
-                pending_level
-            } else if self.tree.is_logged(&file.inode) {
-                DurabilityLevel::Logged
-            } else if file.inode.is_durable() {
-                DurabilityLevel::Durable
-            } else {
-                DurabilityLevel::Drained
-            };
-            let path = known.clone();
-            out.push(FileFigures {
-                path,
-                level,
-                held_bytes,
-                held_end,
-                open,
-                ending,
-                changes,
-            });
+        for file in self.open_files.files.all() {
+            in_use.insert(Arc::as_ptr(&file.inode));
+            let paths = paths_below(&file.inode, path);
+            out.extend(paths.map(|path| self.figures_of_file(&file, path)));
+        }
+        for inode in self.tree.names.all() {
+            let is_idle = !in_use.contains(&Arc::as_ptr(&inode));
+            if inode.kind == Kind::File && inode.is_remembered() && is_idle {
+                // Beside the mount another file may have got the name meanwhile.
+                let names = inode.known_names().into_iter();
+                let current = names.filter(|(dir, name)| self.tree.leads_to(dir, name, &inode));
+                let paths = current.filter_map(|(dir, name)| dir.path_of(&name));
+                let below = paths.filter(|known| path.is_empty() || is_below(known, path));
+                out.extend(below.map(|path| self.figures_of_idle(&inode, path)));
+            }
         }
         out.sort_by(|a, b| a.path.cmp(&b.path));
         out
     }
+
+    /// Those of them that are open or have bytes in the arena, each by one name.
+    pub fn files_in_use_below(&self, path: &[u8]) -> Vec<FileFigures> {
+        self.intake.ingest_all_published();
+        let files = self.open_files.files.all();
+        let figures = files.iter().filter_map(|file| {
+            let path = paths_below(&file.inode, path).next()?;
+            Some(self.figures_of_file(file, path))
+        });
+        let mut out: Vec<_> = figures.collect();
+        out.sort_by(|a, b| a.path.cmp(&b.path));
+        out
+    }
+
+    fn figures_of_file(&self, file: &File<B>, path: Vec<u8>) -> FileFigures {
+        let (mut figures, level_of_pending) = {
+            let state = file.lock();
+            let level = state.level_of_pending(&self.base.arena);
+            let figures = FileFigures {
+                path,
+                level,
+                held_bytes: state.pending.bytes(),
+                held_end: state.pending.end(),
+                open: !state.opens.is_empty(),
+                ending: state.opens.ending(),
+                changes: state.changes,
+            };
+            (figures, (!state.pending.is_empty()).then_some(level))
+        };
+        figures.level =
+            level_of_pending.unwrap_or_else(|| self.durability.level_in_backing(&file.inode));
+        figures
+    }
+
+    /// Of a file that nobody has open and of which nothing is in the arena.
+    fn figures_of_idle(&self, inode: &Inode<B>, path: Vec<u8>) -> FileFigures {
+        let is_cut = inode.is_cut.load(Ordering::Acquire);
+        FileFigures {
+            path,
+            level: self.durability.level_of(inode),
+            held_bytes: 0,
+            held_end: 0,
+            open: false,
+            ending: if is_cut { Ending::Cut } else { Ending::Closed },
+            changes: 0,
+        }
+    }
+}
+
+/// The paths of an inode that are at or below `top`.
+fn paths_below<B: Backing>(inode: &Inode<B>, top: &[u8]) -> impl Iterator<Item = Vec<u8>> {
+    let paths = inode.paths().into_iter();
+    paths.filter(move |path| top.is_empty() || is_below(path, top))
 }

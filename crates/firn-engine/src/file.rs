@@ -97,7 +97,11 @@ impl<B: Backing> File<B> {
         let state = FileState {
             pending: Pending::default(),
             drain: DrainState::default(),
-            opens: Opens::default(),
+            opens: if inode.is_cut.load(Ordering::Acquire) {
+                Opens::of_cut_file()
+            } else {
+                Opens::default()
+            },
             direct: DirectState::default(),
             cache: Cached::default(),
             reader: None,

@@ -262,7 +262,7 @@ impl<B: Backing> Intake<B> {
             .cancelled_bytes
             .fetch_add(cancelled, Ordering::Relaxed);
         self.drain.count_held(file, before, state.pending.bytes());
-        file.inode.durable.store(false, Ordering::Relaxed);
+        file.inode.synced.clear();
         if before == 0 {
             let now = Instant::now();
             self.drain.set_oldest(file, state, Some(now));

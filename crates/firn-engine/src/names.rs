@@ -11,8 +11,10 @@
 //!   last known name is held for good before.
 //! * The tables by key and by name know at most twice as many objects as there are, or 1024.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::num::NonZero;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -37,8 +39,20 @@ type Link<B> = (Arc<Inode<B>>, Name);
 /// First number for objects whose inode number cannot serve: above any inode number met in practice.
 const SYNTHETIC: u64 = 1 << 62;
 
+/// How often a name was made or changed: the first was by an earlier firnd.
+static NAME_CHANGES: AtomicU64 = AtomicU64::new(NAMES_OF_EARLIER_FIRND);
+const NAMES_OF_EARLIER_FIRND: u64 = 1;
+
+/// The last change of a name so far.
+pub(crate) fn last_name_change() -> u64 {
+    NAME_CHANGES.load(Ordering::Acquire)
+}
+
 /// Fewer objects are not looked at for those that are gone.
 const SWEEP_AT_LEAST: usize = 1024;
+
+/// Files that stay known here when the kernel forgets them, because they were synced or cut: some 6 MiB.
+const REMEMBERED_MAX: usize = 16_384;
 
 /// The objects of the inodes used last, by [`Inode::serial`].
 type Objects<B> = Cache<u64, <B as Volume>::Inode>;
@@ -56,12 +70,19 @@ pub(crate) struct Inode<B: Backing> {
     objects: Arc<Objects<B>>,
     /// Known names.
     names: Mutex<SmallVec<[Link<B>; 1]>>,
-    /// A name was made or changed and not synced since.
+    /// A name was made or changed and not synced since by a sync of this object.
     pub name_unsynced: AtomicBool,
+    /// Which of all changes of names the last one of its own was.
+    names_changed: AtomicU64,
+    /// Of a directory: the last change of names before its last sync began.
+    entries_synced: AtomicU64,
     /// Data was drained and not synced since.
     pub data_unsynced: AtomicBool,
-    /// Data was synced, and nothing was written since; what was drained meanwhile is in [`Inode::data_unsynced`].
-    pub durable: AtomicBool,
+    /// How the backing showed the data when it was synced, if it was and nothing was written since; what was drained
+    /// meanwhile is in [`Inode::data_unsynced`].
+    pub synced: Synced,
+    /// A writer was killed, or firnd died while one had it open, and it was not emptied since.
+    pub is_cut: AtomicBool,
     /// How the backing's file was when the kernel last began to cache it. Few files are read that way.
     pub cached: Mutex<Option<Box<Stamp>>>,
     /// Bytes came by direct access: the kernel may take the file for shorter than it is.
@@ -69,7 +90,49 @@ pub(crate) struct Inode<B: Backing> {
 }
 
 /// There is one for each object that the kernel knows or that is held.
-const _: () = assert!(size_of::<Inode<firn_backing::DirBacking>>() <= 144);
+const _: () = assert!(size_of::<Inode<firn_backing::DirBacking>>() <= 168);
+
+/// Size and modification time of a file in the backing, in one word: whoever changes the file beside the mount changes
+/// it, unless he sets the time back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Fingerprint(NonZero<u64>);
+
+impl Fingerprint {
+    pub(crate) fn of(attr: &Attr) -> Self {
+        let mut hasher = DefaultHasher::new();
+        (attr.size, attr.mtime.sec, attr.mtime.nsec).hash(&mut hasher);
+        Self(NonZero::new(hasher.finish()).unwrap_or(NonZero::<u64>::MIN))
+    }
+}
+
+/// The fingerprint that a sync covered, or none.
+#[derive(Default)]
+pub(crate) struct Synced(AtomicU64);
+
+impl Synced {
+    pub(crate) fn get(&self) -> Option<Fingerprint> {
+        NonZero::new(self.0.load(Ordering::Acquire)).map(Fingerprint)
+    }
+
+    pub(crate) fn set(&self, covered: Fingerprint) {
+        self.0.store(covered.0.get(), Ordering::Release);
+    }
+
+    /// The file was changed.
+    pub(crate) fn clear(&self) {
+        self.0.store(0, Ordering::Release);
+    }
+
+    /// The time of the file was changed and nothing else; not if it was changed or synced meanwhile.
+    pub(crate) fn replace(&self, before: Fingerprint, after: Fingerprint) {
+        let _ = self.0.compare_exchange(
+            before.0.get(),
+            after.0.get(),
+            Ordering::AcqRel,
+            Ordering::Relaxed,
+        );
+    }
+}
 
 /// Tells one state of a file's content from a later one.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -119,14 +182,18 @@ impl<B: Backing> Inode<B> {
             .or_else(|| self.objects.get(&self.serial))
     }
 
-    fn add_name(&self, parent: &Arc<Self>, name: &Name) {
+    /// Whether it is a name more than those that were known.
+    fn add_name(&self, parent: &Arc<Self>, name: &Name) -> bool {
         let mut names = self.names.lock();
+        let is_known = |(p, n): &Link<B>| p.id == parent.id && n == name;
+        if names.iter().any(is_known) {
+            return false;
+        }
         if self.kind == Kind::Dir {
             names.clear();
         }
-        if !names.iter().any(|(p, n)| p.id == parent.id && n == name) {
-            names.push((Arc::clone(parent), Arc::clone(name)));
-        }
+        names.push((Arc::clone(parent), Arc::clone(name)));
+        names.len() > 1
     }
 
     pub(crate) fn remove_name(&self, parent: InodeId, name: &OsStr) {
@@ -148,9 +215,37 @@ impl<B: Backing> Inode<B> {
             .collect()
     }
 
-    /// Whether a sync covered all of its data that was ever drained.
-    pub(crate) fn is_durable(&self) -> bool {
-        self.durable.load(Ordering::Acquire) && !self.data_unsynced.load(Ordering::Acquire)
+    /// How its data was in the backing when a sync covered all of it, and every name that leads to it from the top.
+    pub(crate) fn synced(&self) -> Option<Fingerprint> {
+        let is_covered = !self.data_unsynced.load(Ordering::Acquire) && self.are_names_synced();
+        self.synced.get().filter(|_| is_covered)
+    }
+
+    /// By a sync of the object, or of the directories that have the names.
+    pub(crate) fn are_names_synced(&self) -> bool {
+        let is_synced = !self.name_unsynced.load(Ordering::Acquire);
+        let changed = self.names_changed.load(Ordering::Acquire);
+        self.parents().iter().all(|parent| {
+            (is_synced || parent.entries_synced.load(Ordering::Acquire) >= changed)
+                && parent.are_names_synced()
+        })
+    }
+
+    /// A name was made or changed in the backing.
+    pub(crate) fn note_name_change(&self) {
+        let change = NAME_CHANGES.fetch_add(1, Ordering::AcqRel) + 1;
+        self.names_changed.store(change, Ordering::Release);
+        self.name_unsynced.store(true, Ordering::Release);
+    }
+
+    /// A sync of this directory covered the changes of names up to `change`, which was the last one before it began.
+    pub(crate) fn note_entries_synced(&self, change: u64) {
+        self.entries_synced.fetch_max(change, Ordering::AcqRel);
+    }
+
+    /// Whether firnd knows more of it than the backing can tell.
+    pub(crate) fn is_remembered(&self) -> bool {
+        self.synced.get().is_some() || self.is_cut.load(Ordering::Acquire)
     }
 
     pub(crate) fn has_names(&self) -> bool {
@@ -222,6 +317,8 @@ pub(crate) struct Names<B: Backing> {
     /// its names too.
     names_unsynced: bool,
     objects: Arc<Objects<B>>,
+    /// Files that were synced or cut, by [`Inode::serial`].
+    remembered: Mutex<BTreeMap<u64, Arc<Inode<B>>>>,
     /// How often names changed in the backing without a request for it.
     changes_below: AtomicU64,
     /// Paths that change while a rename is done below and noted here, and stay while an object is looked up
@@ -262,6 +359,7 @@ impl<B: Backing> Names<B> {
             tables: Mutex::new(tables),
             names_unsynced,
             objects,
+            remembered: Mutex::new(BTreeMap::new()),
             changes_below: AtomicU64::new(0),
             moving: PathClaims::default(),
         }
@@ -404,6 +502,29 @@ impl<B: Backing> Names<B> {
         all
     }
 
+    /// The file was synced or cut: it stays known, also when the kernel forgets it.
+    pub(crate) fn remember(&self, inode: &Arc<Inode<B>>) {
+        if !inode.has_names() {
+            return;
+        }
+        let dropped = {
+            let mut remembered = self.remembered.lock();
+            remembered.insert(inode.serial, Arc::clone(inode));
+            let is_full = remembered.len() > REMEMBERED_MAX;
+            is_full.then(|| remembered.pop_first())
+        };
+        // Without the lock: the last reference may close a descriptor.
+        drop(dropped);
+    }
+
+    /// A file without a name is not remembered: it may hold a descriptor.
+    fn forget_nameless(&self, inode: &Inode<B>) {
+        if !inode.has_names() {
+            let dropped = self.remembered.lock().remove(&inode.serial);
+            drop(dropped);
+        }
+    }
+
     /// The child, if the kernel or the engine knows it.
     pub(crate) fn child(&self, parent: InodeId, name: &OsStr) -> Option<Arc<Inode<B>>> {
         self.tables
@@ -454,7 +575,9 @@ impl<B: Backing> Names<B> {
         if inode.id != ROOT {
             self.objects.insert(inode.serial, object);
             let name = Name::from(name);
-            inode.add_name(parent, &name);
+            if inode.add_name(parent, &name) && self.names_unsynced {
+                inode.note_name_change();
+            }
             tables
                 .children
                 .insert((parent.id, name), Arc::downgrade(&inode));
@@ -501,6 +624,7 @@ impl<B: Backing> Names<B> {
         let gone = self.tables.lock().children.remove(&(parent, name.into()));
         if let Some(inode) = gone.and_then(|weak| weak.upgrade()) {
             inode.remove_name(parent, name);
+            self.forget_nameless(&inode);
         }
     }
 
@@ -517,6 +641,7 @@ impl<B: Backing> Names<B> {
         }
         drop(tables);
         inode.remove_name(parent, name);
+        self.forget_nameless(inode);
     }
 
     /// A name moved over another, or the two changed places.
@@ -543,13 +668,17 @@ impl<B: Backing> Names<B> {
         if let Some(inode) = &moved {
             inode.remove_name(from.0.id, from.1);
             inode.add_name(to.0, &to_key.1);
-            inode.name_unsynced.store(true, Ordering::Release);
+            inode.note_name_change();
             tables.children.insert(to_key, Arc::downgrade(inode));
         }
         if exchange && let Some(inode) = &replaced {
             inode.add_name(from.0, &from_key.1);
-            inode.name_unsynced.store(true, Ordering::Release);
+            inode.note_name_change();
             tables.children.insert(from_key, Arc::downgrade(inode));
+        }
+        drop(tables);
+        if let Some(inode) = &replaced {
+            self.forget_nameless(inode);
         }
     }
 }
@@ -571,8 +700,11 @@ fn new_inode<B: Backing>(
         objects: Arc::clone(objects),
         names: Mutex::new(SmallVec::new()),
         name_unsynced: AtomicBool::new(name_unsynced),
+        names_changed: AtomicU64::new(NAMES_OF_EARLIER_FIRND),
+        entries_synced: AtomicU64::new(0),
         data_unsynced: AtomicBool::new(false),
-        durable: AtomicBool::new(false),
+        synced: Synced::default(),
+        is_cut: AtomicBool::new(false),
         cached: Mutex::new(None),
         is_size_stale_in_kernel: AtomicBool::new(false),
     }

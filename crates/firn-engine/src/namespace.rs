@@ -2,7 +2,6 @@
 
 use std::ffi::OsStr;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use firn_backing::{
     Attr, Backing, Caller, DirEntry, Errno, Kind, NewKind, RenameFlags, SetTime, StatFs, Time,
@@ -16,7 +15,7 @@ use crate::exclusive::Exclusive;
 use crate::file::File;
 use crate::intake::Intake;
 use crate::kernel_cache::KernelCache;
-use crate::names::Inode;
+use crate::names::{Fingerprint, Inode};
 use crate::open_files::OpenFiles;
 use crate::privilege_rules::PrivilegeRules;
 use crate::size::whole_size;
@@ -184,7 +183,20 @@ impl<B: Backing> Namespace<B> {
         self.attr_of(&inode)
     }
 
+    /// The bytes of the file stay what they are, and what is known of them.
     fn set_times(&self, inode: &Arc<Inode<B>>, atime: SetTime, mtime: SetTime) -> Result<()> {
+        let is_as_synced = |synced: &Fingerprint| self.tree.fingerprint(inode) == Ok(*synced);
+        let synced = inode.synced.get().filter(is_as_synced);
+        self.change_times(inode, atime, mtime)?;
+        if let Some(synced) = synced
+            && let Ok(now) = self.tree.fingerprint(inode)
+        {
+            inode.synced.replace(synced, now);
+        }
+        Ok(())
+    }
+
+    fn change_times(&self, inode: &Arc<Inode<B>>, atime: SetTime, mtime: SetTime) -> Result<()> {
         let Some(file) = self.open_files.known_file(inode) else {
             return self
                 .base
@@ -246,7 +258,7 @@ impl<B: Backing> Namespace<B> {
             self.tree.names.forget(inode.id, 1);
             return Err(Errno::STALE);
         }
-        inode.name_unsynced.store(true, Ordering::Release);
+        inode.note_name_change();
         Ok(inode)
     }
 
@@ -335,7 +347,7 @@ impl<B: Backing> Namespace<B> {
             .backing
             .link(&object, &self.tree.object(&dir)?, name)?;
         let linked = self.tree.names.register(object, &attr, &dir, name, 1);
-        linked.name_unsynced.store(true, Ordering::Release);
+        linked.note_name_change();
         if let Some(file) = self.open_files.known_file(&linked) {
             let mut state = file.lock();
             state.unlinked = false;

@@ -211,6 +211,15 @@ impl<B: Backing> OpenFiles<B> {
         }
     }
 
+    /// Whether a file was cut is known as long as it is, also when it is neither open nor pending. To be called before
+    /// it is dropped, without its lock.
+    pub(crate) fn keep_cut(&self, inode: &Arc<Inode<B>>, is_cut: bool) {
+        inode.is_cut.store(is_cut, Ordering::Release);
+        if is_cut {
+            self.tree.names.remember(inode);
+        }
+    }
+
     /// Lets go of a file that is neither open nor pending.
     pub(crate) fn drop_if_unused(&self, file: &Arc<File<B>>) {
         self.files.remove_if_unused(file);

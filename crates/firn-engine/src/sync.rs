@@ -137,7 +137,7 @@ impl<B: Backing> Engine<B> {
         if self.base.options.fsync == FsyncPolicy::Held {
             return Ok(());
         }
-        self.base.backing.sync_dir(&self.tree.object(&inode)?)?;
+        self.durability.sync_entries(&inode)?;
         self.durability.sync_names(&inode)
     }
 }

@@ -13,7 +13,7 @@ use firn_format::quote::quoted;
 use crate::base::Base;
 use crate::claims::PathClaims;
 use crate::file::File;
-use crate::names::{Inode, Names};
+use crate::names::{Fingerprint, Inode, Names};
 use crate::size::whole_size;
 use crate::{Cached, InodeId, Result};
 
@@ -66,13 +66,10 @@ impl<B: Backing> NameTree<B> {
         self.object(&*self.inode(id)?)
     }
 
-    /// Whether bytes of it are in logs.
-    pub(crate) fn is_logged(&self, inode: &Inode<B>) -> bool {
-        let asks = || {
-            self.object(inode)
-                .map(|object| self.base.backing.is_logged(&object))
-        };
-        self.base.backing.features().finishes_files && asks().unwrap_or(false)
+    /// What the backing shows of a file's content now.
+    pub(crate) fn fingerprint(&self, inode: &Inode<B>) -> Result<Fingerprint> {
+        let attr = self.base.backing.attr(&self.object(inode)?)?;
+        Ok(Fingerprint::of(&attr))
     }
 
     /// The same for one whose pending bytes are known to end at `pending_end`.

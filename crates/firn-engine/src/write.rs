@@ -197,7 +197,7 @@ impl<B: Backing> Writes<B> {
             self.base
                 .arena
                 .set_modified(extent.piece, state.pending.recorded_ns());
-            file.inode.durable.store(false, Ordering::Relaxed);
+            file.inode.synced.clear();
         }
         changed
     }

@@ -398,7 +398,7 @@ impl<B: Backing> Files for Lanes<B> {
 }
 
 impl<B: Backing> Sharing for Lanes<B> {
-    forward!(home: kernel_reads locate note_use is_logged);
+    forward!(home: kernel_reads locate note_use level_max);
 }
 
 impl<B: Backing> Placement for Lanes<B> {

@@ -71,10 +71,13 @@ pub enum Request {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
     },
-    /// Pending files at or below `path`, with their durability level.
+    /// Files at or below `path` that are open or have bytes in the arena, with their durability level.
     Files {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
+        /// The others too of which firnd knows more than the backing shows: that they were synced, or cut.
+        #[serde(default)]
+        idle: bool,
     },
     /// Where the arena and the spill file can be mapped: a [`DataRegion`].
     Region,
@@ -321,7 +324,7 @@ pub struct Explanation {
     pub reason: String,
 }
 
-/// One pending file.
+/// A file that firnd knows more of than the backing shows.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct FileStatus {
     /// Path below the mount point.
@@ -335,7 +338,7 @@ pub struct FileStatus {
     pub held_end: u64,
     /// Whether a program has it open.
     pub open: bool,
-    /// Whether its writers closed it. A file that firnd has nothing to do with any more counts as closed.
+    /// Whether its writers closed it. A file that firnd knows nothing of counts as closed.
     #[serde(default)]
     pub ending: Ending,
     /// Another number after each change of its bytes or its length: for [`Request::MarkPartnered`].

@@ -19,10 +19,10 @@ use super::{SimBacking, State};
 use firn_backing::unsynced::{self, Place, Tracked, Unsynced, path_of_entry};
 use firn_backing::{
     Access, Attr, AttrChange, Attributes, Backing, Caller, Created, DataPart, DescriptorUse,
-    DirEntry, Errno, Facts, Features, FileUse, Files, Freshness, KernelReads, Kind, LaneIndex,
-    LocateLimits, Located, LockRequest, Names, NewKind, PageAdvice, Placement, Placing, Remove,
-    RenameFlags, Resize, Result, Seek, Sharing, StatFs, SyncScope, Target, TargetOf, Volume,
-    resize_by_set_len, write_parts_singly,
+    DirEntry, DurabilityLevel, Errno, Facts, Features, FileUse, Files, Freshness, KernelReads,
+    Kind, LaneIndex, LocateLimits, Located, LockRequest, Names, NewKind, PageAdvice, Placement,
+    Placing, Remove, RenameFlags, Resize, Result, Seek, Sharing, StatFs, SyncScope, Target,
+    TargetOf, Volume, resize_by_set_len, write_parts_singly,
 };
 
 /// A reference to a simulated object.
@@ -726,8 +726,8 @@ impl Sharing for SimBacking {
         Ok(())
     }
 
-    fn is_logged(&self, _object: &SimInode) -> bool {
-        false
+    fn level_max(&self, _object: &SimInode) -> DurabilityLevel {
+        DurabilityLevel::Durable
     }
 }
 

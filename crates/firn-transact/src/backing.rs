@@ -7,9 +7,9 @@ use std::sync::Arc;
 
 use firn_backing::{
     Access, Attr, AttrChange, Attributes, Backing, Caller, Created, DataPart, DescriptorUse,
-    DirEntry, Errno, Facts, FileUse, Files, Freshness, KernelReads, LocateLimits, Located,
-    LockRequest, Names, NewKind, PageAdvice, Placement, Placing, Remove, RenameFlags, Resize,
-    Result, Seek, SetTime, Sharing, SyncScope, Target, TargetOf, Volume, forward,
+    DirEntry, DurabilityLevel, Errno, Facts, FileUse, Files, Freshness, KernelReads, LocateLimits,
+    Located, LockRequest, Names, NewKind, PageAdvice, Placement, Placing, Remove, RenameFlags,
+    Resize, Result, Seek, SetTime, Sharing, SyncScope, Target, TargetOf, Volume, forward,
     resize_by_set_len,
 };
 
@@ -268,9 +268,16 @@ impl<B: Backing> Sharing for TransactionalBacking<B> {
         noted.unwrap_or(Ok(()))
     }
 
-    fn is_logged(&self, object: &Arc<Object<B>>) -> bool {
+    /// What is synced in a transaction counts with its commit and not before.
+    fn level_max(&self, object: &Arc<Object<B>>) -> DurabilityLevel {
         let inode = self.file_data.unchanged(object);
-        inode.is_some_and(|inode| self.home.base.is_logged(&inode))
+        let below = inode.map_or(DurabilityLevel::Durable, |inode| {
+            self.home.base.level_max(&inode)
+        });
+        match self.scopes.scope_of(object) {
+            Some(_) => below.min(DurabilityLevel::Drained),
+            None => below,
+        }
     }
 }
 

@@ -263,7 +263,7 @@ impl<B: Backing> Files for PlainBacking<B> {
 }
 
 impl<B: Backing> Sharing for PlainBacking<B> {
-    forward!(base: kernel_reads locate note_use is_logged);
+    forward!(base: kernel_reads locate note_use level_max);
 }
 
 impl<B: Backing> Placement for PlainBacking<B> {

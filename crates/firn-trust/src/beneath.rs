@@ -201,12 +201,22 @@ pub fn remove_object(dir: impl AsFd, name: &OsStr, object: ObjectId) -> Result<(
 }
 
 /// Visits what `name` names in `dir`, and all below where it is a directory, as far as it belongs to user `uid`: what
-/// others put there, and what vanishes meanwhile, is not visited.
+/// others put there, and what vanishes meanwhile, is not visited. Paths are relative to `dir`.
 pub fn visit_own(
     dir: impl AsFd,
     name: &OsStr,
     uid: u32,
-    visit: &mut dyn FnMut(&Stat),
+    visit: &mut dyn FnMut(&Path, &Stat),
+) -> Result<(), Errno> {
+    visit_own_at(dir, name, Path::new(name), uid, visit)
+}
+
+fn visit_own_at(
+    dir: impl AsFd,
+    name: &OsStr,
+    path: &Path,
+    uid: u32,
+    visit: &mut dyn FnMut(&Path, &Stat),
 ) -> Result<(), Errno> {
     let found = match statat(dir.as_fd(), name, AtFlags::SYMLINK_NOFOLLOW) {
         Err(Errno::NOENT) => return Ok(()),
@@ -215,7 +225,7 @@ pub fn visit_own(
     if found.st_uid != uid {
         return Ok(());
     }
-    visit(&found);
+    visit(path, &found);
     if FileType::from_raw_mode(found.st_mode) != FileType::Directory {
         return Ok(());
     }
@@ -228,7 +238,7 @@ pub fn visit_own(
         return Ok(());
     }
     for name in names_in(&below)? {
-        visit_own(&below, &name, uid, visit)?;
+        visit_own_at(&below, &name, &path.join(&name), uid, visit)?;
     }
     Ok(())
 }

@@ -1,34 +1,26 @@
 //! Which checkpoints of a directory may go, and how they go.
 //!
-//! A checkpoint is a directory of the user directly below the one that is asked about; files, symbolic links and names
-//! that begin with a dot are none. What other users made there, or in a checkpoint, does not count, whatever its dates
-//! are. firnd says of each file whether a program has it open, and whether its writers closed it.
+//! Only directories go; a file with a step in its name is a checkpoint too, and stays.
 //!
 //! Invariants
 //! * The newest checkpoint stays, whatever its files look like: nobody can tell from outside whether its job has
-//!   more to write.
+//!   more to write. It counts as whole only if it has as many files as the whole one before it.
 //! * A checkpoint that is open, or that a symbolic link beside it leads to, stays.
-//! * As many complete ones as are asked for stay beside the newest one. One that was cut off is not complete.
+//! * As many whole ones as are asked for stay.
 //! * Nobody sees half a checkpoint under its name: it is renamed before anything in it is removed. What an
 //!   interrupted removal left under the other name goes the next time.
 //! * What is removed is the directory that was judged, by its descriptor, and not what has its name by then.
 //! * One that cannot be judged or removed stays, and keeps no other one from going.
 
-use std::collections::{HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
-use std::io;
-use std::os::fd::OwnedFd;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::path::{Component, Path, PathBuf};
 
-use firn_client::{Connection, Mount, Place};
-use firn_format::record::Ending;
-use firn_trust::{ObjectId, names_in, remove_object, visit_own};
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, Stat, renameat_with, statat};
+use firn_trust::{ObjectId, names_in, remove_object};
+use rustix::fs::{FileType, RenameFlags, renameat_with};
 use rustix::io::Errno;
 
-use crate::failure::{FAILED, Failure};
-use crate::text;
+use crate::checkpoints::{self, Directory, Wholeness, failed};
+use crate::failure::Failure;
 
 /// A checkpoint that is being removed is called `.NAME` and this.
 const REMOVED_SUFFIX: &[u8] = b".pruned";
@@ -54,7 +46,7 @@ pub enum Verdict {
 
 /// A checkpoint, and what becomes of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Checkpoint {
+pub struct Judgement {
     /// Its name in the directory.
     pub name: OsString,
     /// What becomes of it.
@@ -75,234 +67,120 @@ pub enum Removal {
 /// A directory of checkpoints, looked at.
 pub struct Judged {
     /// The user's checkpoints, the newest first, and then what does not count.
-    pub checkpoints: Vec<Checkpoint>,
+    pub checkpoints: Vec<Judgement>,
     /// Why some could not be looked at.
     pub failures: Vec<Failure>,
 }
 
-/// A checkpoint as it was found.
-#[derive(Clone, Debug)]
-struct Found {
-    name: OsString,
-    object: ObjectId,
-    /// Newest time of modification of anything of the user's in it: seconds and nanoseconds.
-    modified: (i64, i64),
-    is_linked: bool,
-    state: State,
+/// Judges the checkpoints of a directory where `keep` whole ones are to stay.
+pub fn judge_directory(directory: &Directory, keep: usize) -> Result<Judged, Failure> {
+    let looked = directory.look()?;
+    let mut failures = Vec::new();
+    let mut others = Vec::new();
+    for (name, object) in looked.foreign {
+        others.push(Judgement {
+            name,
+            verdict: Verdict::Foreign,
+            object,
+        });
+    }
+    for (name, object, failure) in looked.failed {
+        failures.push(failure);
+        others.push(Judgement {
+            name,
+            verdict: Verdict::Unknown,
+            object,
+        });
+    }
+    others.sort_by(|a, b| a.name.cmp(&b.name));
+    let dirs = looked.checkpoints.into_iter().filter(|one| one.is_dir);
+    let mut checkpoints = judge(&dirs.collect::<Vec<_>>(), keep);
+    checkpoints.extend(others);
+    Ok(Judged {
+        checkpoints,
+        failures,
+    })
 }
 
-/// The worst of what firnd says of a checkpoint's files.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-enum State {
-    #[default]
-    Closed,
-    /// The writer of a file was killed.
-    Cut,
-    /// A program has a file open.
-    Open,
+/// Removes a checkpoint that was judged.
+pub fn remove(directory: &Directory, checkpoint: &Judgement) -> Result<Removal, Failure> {
+    let name = &checkpoint.name;
+    let removed = removed_name(name);
+    rename(directory, name, &removed)?;
+    let is_same = directory
+        .look_at(&removed)?
+        .is_some_and(|stat| ObjectId::of(&stat) == checkpoint.object);
+    if !is_same {
+        rename(directory, &removed, name)?;
+        return Err(failed(&directory.path().join(name))(Errno::STALE));
+    }
+    if directory.is_open(&removed)? {
+        rename(directory, &removed, name)?;
+        return Ok(Removal::Opened);
+    }
+    remove_renamed(directory, &removed, checkpoint.object)?;
+    Ok(Removal::Removed)
 }
 
-/// A directory of checkpoints on a mount.
-#[derive(Debug)]
-pub struct Directory {
-    mount: Mount,
-    path: PathBuf,
-    dir: OwnedFd,
-    /// Whose checkpoints count.
-    uid: u32,
-}
-
-impl Directory {
-    /// Opens the directory at a place of a mount.
-    pub fn open(place: Place) -> Result<Self, Failure> {
-        let path = place.mount.mount_point.join(&place.relative);
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let dir = rustix::fs::open(&path, flags, Mode::empty()).map_err(failed(&path))?;
-        Ok(Self {
-            mount: place.mount,
-            path,
-            dir,
-            uid: rustix::process::geteuid().as_raw(),
-        })
-    }
-
-    /// Judges its checkpoints where `keep` complete ones are to stay.
-    pub fn judge(&self, keep: usize) -> Result<Judged, Failure> {
-        let states = self.read_states(&self.path)?;
-        let mut found = Vec::new();
-        let mut others = Vec::new();
-        let mut failures = Vec::new();
-        let mut linked = HashSet::new();
-        for name in names_in(&self.dir).map_err(failed(&self.path))? {
-            let path = self.path.join(&name);
-            let Some(stat) = self.look_at(&name)? else {
-                continue;
-            };
-            let kind = FileType::from_raw_mode(stat.st_mode);
-            if kind == FileType::Symlink {
-                linked.extend(self.linked_checkpoint(&path));
-            }
-            if kind != FileType::Directory || name.as_bytes().starts_with(b".") {
-                continue;
-            }
-            let object = ObjectId::of(&stat);
-            let stays = |verdict| Checkpoint {
-                name: name.clone(),
-                verdict,
-                object,
-            };
-            if stat.st_uid != self.uid {
-                others.push(stays(Verdict::Foreign));
-                continue;
-            }
-            match self.newest_change(&name) {
-                Ok(modified) => found.push(Found {
-                    state: states.get(&name).copied().unwrap_or_default(),
-                    name,
-                    object,
-                    modified,
-                    is_linked: false,
-                }),
-                Err(errno) => {
-                    failures.push(failed(&path)(errno));
-                    others.push(stays(Verdict::Unknown));
-                }
-            }
+/// Removes what interrupted removals left; gives why something could not be removed.
+pub fn finish_removals(directory: &Directory) -> Result<Vec<Failure>, Failure> {
+    let mut failures = Vec::new();
+    for name in names_in(directory.dir()).map_err(failed(directory.path()))? {
+        if !is_removed_name(&name) {
+            continue;
         }
-        for checkpoint in &mut found {
-            checkpoint.is_linked = linked.contains(&checkpoint.name);
-        }
-        let mut checkpoints = judge(found, keep);
-        others.sort_by(|a, b| a.name.cmp(&b.name));
-        checkpoints.extend(others);
-        Ok(Judged {
-            checkpoints,
-            failures,
-        })
-    }
-
-    /// Removes a checkpoint that was judged.
-    pub fn remove(&self, checkpoint: &Checkpoint) -> Result<Removal, Failure> {
-        let name = &checkpoint.name;
-        let removed = removed_name(name);
-        self.rename(name, &removed)?;
-        let is_same = self
-            .look_at(&removed)?
-            .is_some_and(|stat| ObjectId::of(&stat) == checkpoint.object);
-        if !is_same {
-            self.rename(&removed, name)?;
-            return Err(failed(&self.path.join(name))(Errno::STALE));
-        }
-        if self.is_open(&removed)? {
-            self.rename(&removed, name)?;
-            return Ok(Removal::Opened);
-        }
-        self.remove_renamed(&removed, checkpoint.object)?;
-        Ok(Removal::Removed)
-    }
-
-    /// Removes what interrupted removals left; gives why something could not be removed.
-    pub fn finish_removals(&self) -> Result<Vec<Failure>, Failure> {
-        let mut failures = Vec::new();
-        for name in names_in(&self.dir).map_err(failed(&self.path))? {
-            if !is_removed_name(&name) {
-                continue;
-            }
-            let Some(stat) = self.look_at(&name)? else {
-                continue;
-            };
-            let is_dir = FileType::from_raw_mode(stat.st_mode) == FileType::Directory;
-            if is_dir && stat.st_uid == self.uid && !self.is_open(&name)? {
-                let removed = self.remove_renamed(&name, ObjectId::of(&stat));
-                failures.extend(removed.err());
-            }
-        }
-        Ok(failures)
-    }
-
-    fn look_at(&self, name: &OsStr) -> Result<Option<Stat>, Failure> {
-        match statat(&self.dir, name, AtFlags::SYMLINK_NOFOLLOW) {
-            Ok(stat) => Ok(Some(stat)),
-            Err(Errno::NOENT) => Ok(None),
-            Err(errno) => Err(failed(&self.path.join(name))(errno)),
-        }
-    }
-
-    fn rename(&self, from: &OsStr, to: &OsStr) -> Result<(), Failure> {
-        let renamed = renameat_with(&self.dir, from, &self.dir, to, RenameFlags::NOREPLACE);
-        renamed.map_err(failed(&self.path.join(from)))
-    }
-
-    fn remove_renamed(&self, name: &OsStr, object: ObjectId) -> Result<(), Failure> {
-        let removed = remove_object(&self.dir, name, object);
-        removed.map_err(failed(&self.path.join(name)))
-    }
-
-    /// Newest time of modification of a checkpoint and all of the user's below it.
-    fn newest_change(&self, name: &OsStr) -> Result<(i64, i64), Errno> {
-        let mut newest = (i64::MIN, 0);
-        visit_own(&self.dir, name, self.uid, &mut |stat| {
-            // The width of these fields differs between architectures.
-            #[allow(clippy::unnecessary_cast)]
-            let time = (stat.st_mtime as i64, stat.st_mtime_nsec as i64);
-            newest = newest.max(time);
-        })?;
-        Ok(newest)
-    }
-
-    fn is_open(&self, name: &OsStr) -> Result<bool, Failure> {
-        let states = self.read_states(&self.path.join(name))?;
-        Ok(states.values().any(|state| *state == State::Open))
-    }
-
-    /// What firnd says of the files below `dir`, by the name in `dir` that they are below.
-    fn read_states(&self, dir: &Path) -> Result<HashMap<OsString, State>, Failure> {
-        let relative = dir.strip_prefix(&self.mount.mount_point).unwrap_or(dir);
-        let mut states = HashMap::<OsString, State>::new();
-        for file in Connection::open(&self.mount)?.files(&relative.into())? {
-            let state = match (file.open, file.ending) {
-                (true, _) => State::Open,
-                (false, Ending::Cut) => State::Cut,
-                (false, _) => State::Closed,
-            };
-            let path = file.path.as_path();
-            let below = path.strip_prefix(relative).unwrap_or(path);
-            if let Some(Component::Normal(name)) = below.components().next() {
-                let worst = states.entry(name.to_owned()).or_default();
-                *worst = state.max(*worst);
-            }
-        }
-        Ok(states)
-    }
-
-    /// The checkpoint that a symbolic link of this directory leads to or into.
-    fn linked_checkpoint(&self, link: &Path) -> Option<OsString> {
-        let target = link.canonicalize().ok()?;
-        let top = self.path.canonicalize().ok()?;
-        match target.strip_prefix(top).ok()?.components().next() {
-            Some(Component::Normal(name)) => Some(name.to_owned()),
-            _ => None,
-        }
-    }
-}
-
-fn judge(mut found: Vec<Found>, keep: usize) -> Vec<Checkpoint> {
-    // Equal times are those of one tick of the clock: then the name decides, so that two runs say the same.
-    found.sort_by(|a, b| (b.modified, &b.name).cmp(&(a.modified, &a.name)));
-    let mut complete = 0;
-    let mut judged = Vec::with_capacity(found.len());
-    for (index, checkpoint) in found.into_iter().enumerate() {
-        let is_enough = complete >= keep;
-        let verdict = match checkpoint.state {
-            _ if index == 0 => Verdict::Newest,
-            State::Open => Verdict::Open,
-            _ if checkpoint.is_linked => Verdict::Linked,
-            _ if is_enough => Verdict::Remove,
-            _ => Verdict::Kept,
+        let Some(stat) = directory.look_at(&name)? else {
+            continue;
         };
-        complete += usize::from(index > 0 && checkpoint.state == State::Closed);
-        judged.push(Checkpoint {
-            name: checkpoint.name,
+        let is_dir = FileType::from_raw_mode(stat.st_mode) == FileType::Directory;
+        if is_dir && stat.st_uid == directory.uid() && !directory.is_open(&name)? {
+            let removed = remove_renamed(directory, &name, ObjectId::of(&stat));
+            failures.extend(removed.err());
+        }
+    }
+    Ok(failures)
+}
+
+fn rename(directory: &Directory, from: &OsStr, to: &OsStr) -> Result<(), Failure> {
+    let dir = directory.dir();
+    let renamed = renameat_with(dir, from, dir, to, RenameFlags::NOREPLACE);
+    renamed.map_err(failed(&directory.path().join(from)))
+}
+
+fn remove_renamed(directory: &Directory, name: &OsStr, object: ObjectId) -> Result<(), Failure> {
+    let removed = remove_object(directory.dir(), name, object);
+    removed.map_err(failed(&directory.path().join(name)))
+}
+
+/// Judges directories of the user, the newest first.
+fn judge(checkpoints: &[checkpoints::Checkpoint], keep: usize) -> Vec<Judgement> {
+    let is_whole = |one: &&checkpoints::Checkpoint| one.wholeness == Wholeness::Whole;
+    // A job that is between two files of its checkpoint has none open.
+    let files_of_another = checkpoints
+        .iter()
+        .skip(1)
+        .find(is_whole)
+        .map(|one| one.files);
+    let mut whole = 0;
+    let mut judged = Vec::with_capacity(checkpoints.len());
+    for (index, checkpoint) in checkpoints.iter().enumerate() {
+        let is_newest = index == 0;
+        let verdict = if is_newest {
+            Verdict::Newest
+        } else if checkpoint.is_open {
+            Verdict::Open
+        } else if checkpoint.is_linked {
+            Verdict::Linked
+        } else if whole >= keep {
+            Verdict::Remove
+        } else {
+            Verdict::Kept
+        };
+        let is_complete =
+            !is_newest || files_of_another.is_none_or(|files| checkpoint.files >= files);
+        whole += usize::from(is_whole(&checkpoint) && is_complete);
+        judged.push(Judgement {
+            name: checkpoint.name.clone(),
             verdict,
             object: checkpoint.object,
         });
@@ -319,17 +197,6 @@ fn is_removed_name(name: &OsStr) -> bool {
     name.starts_with(b".")
         && name.ends_with(REMOVED_SUFFIX)
         && name.len() > 1 + REMOVED_SUFFIX.len()
-}
-
-fn failed(path: &Path) -> impl Fn(Errno) -> Failure {
-    let path = text::path(path);
-    move |errno| {
-        let why = match errno {
-            Errno::STALE => "somebody put something else in its place meanwhile".to_owned(),
-            errno => io::Error::from(errno).to_string(),
-        };
-        Failure::new(FAILED, format!("{path}: {why}"))
-    }
 }
 
 impl Verdict {
@@ -350,19 +217,28 @@ impl Verdict {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::checkpoints::Checkpoint;
+    use rustix::fs::{AtFlags, statat};
 
-    fn found(name: &str, age: i64, state: State) -> Found {
+    /// The newest first.
+    fn found(name: &str, wholeness: Wholeness) -> Checkpoint {
         let stat = statat(rustix::fs::CWD, "/", AtFlags::empty()).expect("stat");
-        Found {
+        Checkpoint {
             name: name.into(),
             object: ObjectId::of(&stat),
-            modified: (1000 - age, 0),
+            is_dir: true,
+            step: None,
+            modified: (0, 0),
+            bytes: 2,
+            files: 2,
+            wholeness,
+            is_open: wholeness == Wholeness::Written,
+            level: None,
             is_linked: name.ends_with('@'),
-            state,
         }
     }
 
-    fn verdicts(found: Vec<Found>, keep: usize) -> Vec<(String, Verdict)> {
+    fn verdicts(found: &[Checkpoint], keep: usize) -> Vec<(String, Verdict)> {
         let judged = judge(found, keep).into_iter();
         judged
             .map(|one| (one.name.into_string().expect("UTF-8"), one.verdict))
@@ -375,44 +251,39 @@ mod tests {
             .collect()
     }
 
+    const STEPS: [&str; 5] = ["step5", "step4", "step3", "step2", "step1"];
+
     /// Proves S-prune-1.
     #[test]
-    fn the_newest_complete_ones_stay() {
-        let all = || {
-            (0..5)
-                .map(|age| found(&format!("step{}", 5 - age), age, State::Closed))
-                .collect()
-        };
+    fn the_newest_whole_ones_stay() {
+        let all = STEPS.map(|name| found(name, Wholeness::Whole));
         let [newest, kept, remove] = [Verdict::Newest, Verdict::Kept, Verdict::Remove];
-        assert_eq!(
-            verdicts(all(), 2),
-            told(&[
-                ("step5", newest),
-                ("step4", kept),
-                ("step3", kept),
-                ("step2", remove),
-                ("step1", remove)
-            ])
-        );
-        assert!(
-            verdicts(all(), 4)
+        for keep in 1..=6 {
+            let expected: Vec<_> = STEPS
                 .iter()
-                .all(|(_, verdict)| *verdict != remove)
-        );
+                .enumerate()
+                .map(|(index, name)| match index {
+                    0 => (*name, newest),
+                    index if index < keep => (*name, kept),
+                    _ => (*name, remove),
+                })
+                .collect();
+            assert_eq!(verdicts(&all, keep), told(&expected), "--keep {keep}");
+        }
     }
 
     /// Proves S-prune-1.
     #[test]
     fn one_that_was_cut_off_makes_no_other_go_and_goes_with_the_older_ones() {
-        let all = vec![
-            found("e", 0, State::Closed),
-            found("d", 1, State::Cut),
-            found("c", 2, State::Closed),
-            found("b", 3, State::Cut),
-            found("a", 4, State::Closed),
+        let all = [
+            found("e", Wholeness::Whole),
+            found("d", Wholeness::Cut),
+            found("c", Wholeness::Whole),
+            found("b", Wholeness::Cut),
+            found("a", Wholeness::Whole),
         ];
         assert_eq!(
-            verdicts(all, 1),
+            verdicts(&all, 2),
             told(&[
                 ("e", Verdict::Newest),
                 ("d", Verdict::Kept),
@@ -423,17 +294,46 @@ mod tests {
         );
     }
 
+    /// Proves S-prune-6.
+    #[test]
+    fn the_newest_does_not_count_while_it_may_be_in_the_making() {
+        let expected = told(&[
+            ("c", Verdict::Newest),
+            ("b", Verdict::Kept),
+            ("a", Verdict::Remove),
+        ]);
+        let unfinished = [
+            Wholeness::Written,
+            Wholeness::Cut,
+            Wholeness::InTransaction,
+            Wholeness::Empty,
+        ];
+        let older = [found("b", Wholeness::Whole), found("a", Wholeness::Whole)];
+        for wholeness in unfinished {
+            let all = [&[found("c", wholeness)][..], &older].concat();
+            assert_eq!(verdicts(&all, 1), expected, "{wholeness:?}");
+        }
+        let fewer_files = Checkpoint {
+            files: 1,
+            ..found("c", Wholeness::Whole)
+        };
+        assert_eq!(
+            verdicts(&[&[fewer_files][..], &older].concat(), 1),
+            expected
+        );
+    }
+
     /// Proves S-prune-1, S-prune-3.
     #[test]
     fn what_is_open_or_linked_stays_and_only_what_is_linked_counts() {
-        let all = vec![
-            found("d", 0, State::Closed),
-            found("c", 1, State::Open),
-            found("latest@", 2, State::Closed),
-            found("a", 3, State::Closed),
+        let all = [
+            found("d", Wholeness::Whole),
+            found("c", Wholeness::Written),
+            found("latest@", Wholeness::Whole),
+            found("a", Wholeness::Whole),
         ];
         assert_eq!(
-            verdicts(all, 1),
+            verdicts(&all, 2),
             told(&[
                 ("d", Verdict::Newest),
                 ("c", Verdict::Open),

@@ -22,6 +22,7 @@ mod config;
 mod drain;
 mod evict;
 mod flatten;
+mod history;
 mod ls;
 mod man;
 mod mount;
@@ -75,6 +76,8 @@ pub static GROUPS: &[Group] = &[
             &ls::VERB,
             &wait::VERB,
             &drain::VERB,
+            &history::HISTORY,
+            &history::LATEST,
             &prune::VERB,
         ],
     },

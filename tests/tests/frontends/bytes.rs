@@ -177,7 +177,7 @@ fn checkpoints_with_such_names_are_pruned_by_their_own_files() {
         .append(true)
         .open(mount.join(name()).join(name()))
         .expect("open");
-    let told = firn(&sandbox, &["prune", "--keep", "1", "--json"], mount.path())
+    let told = firn(&sandbox, &["prune", "--keep", "2", "--json"], mount.path())
         .ok()
         .json();
     assert_eq!(told["removed"], json!(["old"]), "{told}");
@@ -189,7 +189,7 @@ fn checkpoints_with_such_names_are_pruned_by_their_own_files() {
         "{told}"
     );
     drop(open);
-    let told = firn(&sandbox, &["prune", "--keep", "1", "--json"], mount.path())
+    let told = firn(&sandbox, &["prune", "--keep", "2", "--json"], mount.path())
         .ok()
         .json();
     assert_eq!(told["removed"], json!([in_json("")]), "{told}");

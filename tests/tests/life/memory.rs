@@ -244,7 +244,7 @@ fn old_checkpoints_go_and_what_may_be_needed_stays() {
         names
     };
     let prune = |more: &[&str]| {
-        let words = ["prune", "--keep", "1"].iter().chain(more).map(OsStr::new);
+        let words = ["prune", "--keep", "2"].iter().chain(more).map(OsStr::new);
         sandbox.run(words.chain([mount.path().as_os_str()])).ok()
     };
     let data = bytes(8, 100_000);

@@ -234,7 +234,7 @@ fn regression_checkpoints_of_other_users_neither_count_nor_go() {
     plant(&mount.join("step_1/late"), LATE);
     set_time(&mount.join("step_1"), 1_000_000_001);
     let prune = |more: &[&str]| {
-        let mut command = sandbox.firn(["prune", "--keep", "2", "--json"]);
+        let mut command = sandbox.firn(["prune", "--keep", "3", "--json"]);
         run(command.args(more).arg(mount.path())).ok().json()
     };
     let plan = prune(&["--dry-run"]);
@@ -274,7 +274,7 @@ fn a_checkpoint_that_cannot_be_removed_keeps_no_other_one() {
     mount("tmpfs", &busy, "tmpfs", MountFlags::empty(), None).expect("mount a tmpfs");
     fs::write(busy.join("file"), b"of the other file system").expect("write");
     let prune = || {
-        let mut command = sandbox.firn(["prune", "--keep", "1"]);
+        let mut command = sandbox.firn(["prune", "--keep", "2"]);
         run(command.arg(mount_of_firn.path()))
     };
     let told = prune().code(3).says("step_1").stdout.clone();

@@ -87,7 +87,7 @@ fn old_checkpoints_of_a_job_go_while_it_runs() {
             while test -e $FIRN_PREFIX/step1 || test -e $FIRN_PREFIX/step2; do sleep 0.1; done
             cat $FIRN_PREFIX/step3/rank0
             ls $FIRN_PREFIX";
-        let options = [&["--keep", "2"][..], frontend].concat();
+        let options = [&["--keep", "3"][..], frontend].concat();
         let outcome = run(&mut firn_run(&sandbox, &options, script)).ok();
         assert_eq!(outcome.stdout, "data\nstep3\nstep4\nstep5\n");
         assert_eq!(left(&sandbox), Vec::<PathBuf>::new());

@@ -183,7 +183,7 @@ impl KeepNewest<'_> {
     fn find_copy(&self, name: &OsStr) -> Result<Listed, PullError> {
         let mut found = Listed::new(Path::new(name).into());
         let uid = rustix::process::geteuid().as_raw();
-        visit_own(&self.shelf, name, uid, &mut |stat| {
+        visit_own(&self.shelf, name, uid, &mut |_, stat| {
             if FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile {
                 found.files += 1;
                 found.bytes += stat.st_size as u64;

@@ -79,7 +79,7 @@ impl Files for DiscardBacking {
 }
 
 impl Sharing for DiscardBacking {
-    forward!(dir: kernel_reads locate note_use is_logged);
+    forward!(dir: kernel_reads locate note_use level_max);
 }
 
 impl Placement for DiscardBacking {

@@ -193,7 +193,10 @@ mod tests {
     }
 
     fn wait() -> Request {
-        Request::Files { path: "".into() }
+        Request::Files {
+            path: "".into(),
+            idle: false,
+        }
     }
 
     /// Takes a seat and makes it busy, or lets it hold something.

@@ -117,7 +117,7 @@ fn path_of_current_names(request: &Request) -> Option<&BytePath> {
         Request::Wait { path, .. }
         | Request::Drain { path }
         | Request::Flatten { path }
-        | Request::Files { path }
+        | Request::Files { path, .. }
         | Request::Begin { path, .. }
         | Request::Prepare { path, .. }
         | Request::Commit { path, .. }

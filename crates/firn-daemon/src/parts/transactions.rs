@@ -60,8 +60,8 @@ impl Transactions {
     }
 
     /// Files, and which of them lie in a transaction.
-    fn list_files(&self, question: &Question<'_>, path: &[u8]) -> Reply {
-        let mut files = list_files(question.engine, path);
+    fn list_files(&self, question: &Question<'_>, path: &[u8], idle: bool) -> Reply {
+        let mut files = list_files(question.engine, path, idle);
         // After the files: a transaction that begins now takes what it does not change away from nobody.
         let scopes = self.gate.store().scopes.scopes_now();
         for file in &mut files {
@@ -96,7 +96,9 @@ impl Part for Transactions {
             | Request::Commit { .. }
             | Request::Abort { .. }
             | Request::Restore { .. }) => Some(self.answer_request(request, question.client)),
-            Request::Files { path } => Some(self.list_files(question, path.as_bytes())),
+            Request::Files { path, idle } => {
+                Some(self.list_files(question, path.as_bytes(), *idle))
+            }
             _ => None,
         }
     }

@@ -18,10 +18,7 @@ pub(crate) fn status(gate: &Arc<TransactionGate>, owners: &Owners) -> Vec<Transa
         Stage::Prepared(id) => (TransactionStage::Prepared, Some(id)),
         Stage::Decided(id) => (TransactionStage::Decided, Some(id)),
     };
-    let pending = |scope: &[u8]| -> u64 {
-        let files = gate.engine().files_below(scope);
-        files.iter().map(|file| file.held_bytes).sum()
-    };
+    let pending = |scope: &[u8]| gate.engine().held_bytes_below(scope);
     let one = |found: firn_transact::Transaction| TransactionStatus {
         owner: owners.status(&found.scope).0,
         age_seconds: owners.status(&found.scope).1,

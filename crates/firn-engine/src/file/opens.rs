@@ -113,6 +113,19 @@ impl Opens {
         self.ending
     }
 
+    /// A file that was cut, and was not emptied since.
+    pub(crate) fn of_cut_file() -> Self {
+        Self {
+            ending: Ending::Cut,
+            is_cut: true,
+            ..Self::default()
+        }
+    }
+
+    pub(crate) fn is_cut(&self) -> bool {
+        self.is_cut
+    }
+
     /// What an earlier firnd knew. Whoever had the file open is cut off from it.
     pub(crate) fn restore_ending(&mut self, ending: Ending) {
         self.ending = match ending {

@@ -75,12 +75,14 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
 
     pub(super) fn getxattr(&self, inode: InodeId, name: &OsStr, size: u32, reply: Reply<R>) {
         if name == STATE_XATTR {
-            let level = self.engine.durability.state_of(inode);
-            return answer_xattr(
-                level.map(|level| DurabilityLevel::as_str(level).into()),
-                size,
-                reply,
-            );
+            return self.run_call(Topic::Inode(inode), move |engine| {
+                let level = engine.durability.state_of(inode);
+                answer_xattr(
+                    level.map(|level| DurabilityLevel::as_str(level).into()),
+                    size,
+                    reply,
+                );
+            });
         }
         let name = name.to_owned();
         self.run_call(Topic::Inode(inode), move |engine| {

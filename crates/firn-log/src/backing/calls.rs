@@ -6,10 +6,11 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 
 use firn_backing::{
-    Access, Attr, AttrChange, Attributes, Backing, Caller, Created, DataPart, DescriptorUse, Errno,
-    Facts, Features, FileUse, Files, Freshness, KernelReads, LocateLimits, Located, Names, NewKind,
-    PageAdvice, Placement, Placing, Remove, RenameFlags, Resize, Result, Seek, SetTime, Sharing,
-    SyncScope, Target, TargetOf, Time, Volume, copy_through_memory, forward,
+    Access, Attr, AttrChange, Attributes, Backing, Caller, Created, DataPart, DescriptorUse,
+    DurabilityLevel, Errno, Facts, Features, FileUse, Files, Freshness, KernelReads, LocateLimits,
+    Located, Names, NewKind, PageAdvice, Placement, Placing, Remove, RenameFlags, Resize, Result,
+    Seek, SetTime, Sharing, SyncScope, Target, TargetOf, Time, Volume, copy_through_memory,
+    forward,
 };
 
 use super::{LOCATED_FOR_MIN, LogBacking, LogFile, LogInode, Region};
@@ -475,9 +476,13 @@ impl<B: Backing> Sharing for LogBacking<B> {
         }
     }
 
-    fn is_logged(&self, inode: &LogInode<B>) -> bool {
-        let file = self.find(inode.id).ok().flatten();
-        file.is_some_and(|file| file.is_logged())
+    fn level_max(&self, inode: &LogInode<B>) -> DurabilityLevel {
+        match self.find(inode.id) {
+            Ok(Some(file)) if file.is_logged() => DurabilityLevel::Logged,
+            Ok(_) => DurabilityLevel::Durable,
+            // Logs that cannot be looked at may have bytes of it.
+            Err(_) => DurabilityLevel::Logged,
+        }
     }
 }
 

@@ -77,11 +77,12 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         return wait(&args.path, DurabilityLevel::Drained, None, say);
     }
     let (place, mut connection) = connect(&args.path)?;
-    let files = if args.json || !args.quiet {
+    let mut files = if args.json || !args.quiet {
         connection.files(&place.relative)?
     } else {
         Vec::new()
     };
+    files.retain(|file| file.held_bytes > 0);
     let held_bytes = files.iter().map(|file| file.held_bytes).sum();
     connection.done(&Request::Drain {
         path: place.relative.clone(),
@@ -94,8 +95,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
             held_bytes,
         })?;
     } else if !args.quiet {
-        let held_files = files.iter().filter(|file| file.held_bytes > 0).count();
-        output::say(&summary(&args.path, held_files as u64, held_bytes));
+        output::say(&summary(&args.path, files.len() as u64, held_bytes));
     }
     Ok(DONE)
 }

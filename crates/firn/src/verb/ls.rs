@@ -1,16 +1,16 @@
 //! `firn ls`.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
+use firn_client::Place;
 use firn_format::durability::DurabilityLevel;
 use firn_format::record::Ending;
-use firn_protocol::FileStatus;
 use firn_protocol::path::BytePath;
 use serde::Serialize;
 
 use crate::failure::{DONE, FAILED, Failure};
+use crate::levels::Levels;
 use crate::verb::{Verb, connect};
 use crate::{output, text};
 
@@ -20,7 +20,8 @@ pub const VERB: Verb = Verb {
     long: "Prints one line per file: its durability level (held, spilled, partnered, logged, drained or durable); `closed` if \
                its writers closed it, `open` if one of them still has it open, `cut` if one of them, or \
                firnd, was killed before it closed the file; its size; how many of its bytes are held, that \
-               is, not in the backing; and its path. A cut file is an unfinished checkpoint. Works without \
+               is, not in the backing; and its path. A file is durable only where the firnd that runs now saw it synced: of one \
+               that was synced before this mount it says `drained`. A cut file is an unfinished checkpoint. Works without \
                FUSE, too, where ls(1) shows empty files.",
     examples: &[
         ("firn ls /ckpt", "all files of the mount"),
@@ -76,43 +77,28 @@ impl Shown {
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = LsArgs::from_arg_matches(matches)?;
     let (place, mut connection) = connect(&args.path)?;
-    let known: BTreeMap<BytePath, FileStatus> = connection
-        .files(&place.relative)?
-        .into_iter()
-        .map(|file| (file.path.clone(), file))
-        .collect();
     let mut paths = Vec::new();
     walk(&place.mount.mount_point.join(&place.relative), &mut paths)?;
     paths.sort();
+    // Afterwards: firnd knows by now each name that was found.
+    let status = connection.status()?;
+    let levels = Levels::ask(&mut connection, &place, &status)?;
     let mut listed = Vec::new();
     for (path, size) in paths {
         let relative = path.strip_prefix(&place.mount.mount_point).unwrap_or(&path);
-        let in_backing = place
-            .mount
-            .is_tree
-            .then(|| place.mount.backing.join(relative));
-        let relative = BytePath::from(relative);
-        let status = known.get(&relative).map_or(
-            Shown {
-                level: level_of_idle_file(&path),
-                ending: Ending::Closed,
-                held_bytes: 0,
-            },
-            |file| Shown {
-                level: file.state,
-                ending: file.ending,
-                held_bytes: file.held_bytes,
-            },
-        );
+        let known = levels.known(relative);
+        let status = Shown {
+            level: levels.level(relative),
+            ending: levels.ending(relative),
+            held_bytes: known.map_or(0, |file| file.held_bytes),
+        };
         // A stub is empty: what it stands for is in the backing, as far as it is not held.
-        let drained = in_backing
-            .and_then(|path| path.symlink_metadata().ok())
-            .map_or(0, |found| found.len());
-        let held = known.get(&relative).map_or(0, |file| file.held_end);
+        let drained = in_backing(&place, relative);
+        let held = known.map_or(0, |file| file.held_end);
         let size = size.max(drained).max(held);
         if args.state.as_ref().is_none_or(|state| status.is(state)) {
             listed.push(Listed {
-                path: relative,
+                path: relative.into(),
                 size,
                 status,
             });
@@ -134,14 +120,14 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
-/// The level of a file that is not open and has nothing pending, from the mount. A stub has no such attribute: of what it
-/// stands for it is known only that it was drained.
-fn level_of_idle_file(path: &Path) -> DurabilityLevel {
-    let mut level = [0; 16];
-    rustix::fs::lgetxattr(path, "user.firn.state", &mut level)
-        .ok()
-        .and_then(|len| DurabilityLevel::parse(&level[..len]))
-        .unwrap_or(DurabilityLevel::Drained)
+/// Bytes in the backing of what a stub stands for; 0 where the mount itself has the size.
+fn in_backing(place: &Place, relative: &Path) -> u64 {
+    let path = place
+        .mount
+        .is_tree
+        .then(|| place.mount.backing.join(relative));
+    path.and_then(|path| path.symlink_metadata().ok())
+        .map_or(0, |found| found.len())
 }
 
 /// The regular files at or below `path`, with their sizes. What vanishes meanwhile is left out.

@@ -6,8 +6,9 @@ use clap::{ArgMatches, Args, FromArgMatches, ValueHint, value_parser};
 use firn_protocol::path::BytePath;
 use serde::Serialize;
 
+use crate::checkpoints::Directory;
 use crate::failure::{DONE, Failure, PARTLY};
-use crate::prune::{Directory, Removal, Verdict};
+use crate::prune::{self, Removal, Verdict};
 use crate::verb::{Verb, find};
 use crate::{output, text};
 
@@ -15,10 +16,11 @@ pub const VERB: Verb = Verb {
     name: "prune",
     about: "Remove old checkpoints",
     long: "Each directory of yours directly below DIR counts as a checkpoint; those of other users, and what they put into \
-               yours, do not, whatever their dates are. The newest one is kept, because its job \
-               may still be writing to it. Of the others, the newest N complete ones are kept, and older ones \
-               are removed. A checkpoint is complete if none of its files is open, and none is cut (its \
-               writer was killed before it closed the file). A checkpoint with an open file is never removed, \
+               yours, do not, whatever their dates are. The newest N whole ones are kept, \
+               and older ones are removed. A checkpoint is whole if it has files, none of them is open for writing or cut (its \
+               writer was killed before it closed the file), and no transaction is open that may have changed it. The \
+               newest one is always kept, because its job may still be writing to it, and is one of the N only if it \
+               has as many files as the whole one before it. A checkpoint with an open file is never removed, \
                nor is one that a symbolic link in DIR points to. The age of a checkpoint is the newest \
                modification time in it. Names that begin with a dot are ignored. DIR must be on a firn mount: \
                only its firnd knows which files are open or cut. If one cannot be removed, the others are removed all the \
@@ -51,7 +53,7 @@ struct PruneArgs {
     /// The directory that holds the checkpoints.
     #[arg(value_name = "DIR", value_hint = ValueHint::DirPath)]
     dir: PathBuf,
-    /// Number of complete checkpoints to keep in addition to the newest one.
+    /// Number of whole checkpoints to keep.
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..))]
     keep: u32,
     /// Show what would be removed, but remove nothing.
@@ -83,16 +85,16 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let directory = Directory::open(find(&args.dir)?)?;
     let mut failures = match args.dry_run {
         true => Vec::new(),
-        false => directory.finish_removals()?,
+        false => prune::finish_removals(&directory)?,
     };
     let mut removed = Vec::new();
     let mut kept = Vec::new();
-    let judged = directory.judge(args.keep as usize)?;
+    let judged = prune::judge_directory(&directory, args.keep as usize)?;
     failures.extend(judged.failures);
     for checkpoint in judged.checkpoints {
         let shown = BytePath::from(Path::new(&checkpoint.name));
         let verdict = match checkpoint.verdict {
-            Verdict::Remove if !args.dry_run => match directory.remove(&checkpoint) {
+            Verdict::Remove if !args.dry_run => match prune::remove(&directory, &checkpoint) {
                 Ok(Removal::Removed) => Verdict::Remove,
                 Ok(Removal::Opened) => Verdict::Open,
                 Err(failure) => {

@@ -22,9 +22,10 @@ use signal_hook::iterator::Signals;
 
 use super::mount::{minus_o, resolve};
 use super::umount::wait_for_end;
+use crate::checkpoints::Directory;
 use crate::failure::{FAILED, Failure, USAGE};
 use crate::progress::Meter;
-use crate::prune::{Directory, Verdict};
+use crate::prune::{self, Verdict};
 use crate::verb::Verb;
 use crate::{output, text};
 
@@ -213,15 +214,15 @@ fn prune(prefix: &Path, keep: usize) -> Result<Vec<Failure>, Failure> {
     let directory = Directory::open(firn_client::find(prefix)?)?;
     // Fewer directories than that: nothing can be too old, and nobody needs to be asked.
     let entries = std::fs::read_dir(prefix).map_or(0, Iterator::count);
-    if entries <= keep + 1 {
+    if entries <= keep {
         return Ok(Vec::new());
     }
-    let mut failures = directory.finish_removals()?;
-    let judged = directory.judge(keep)?;
+    let mut failures = prune::finish_removals(&directory)?;
+    let judged = prune::judge_directory(&directory, keep)?;
     failures.extend(judged.failures);
     for checkpoint in &judged.checkpoints {
         if checkpoint.verdict == Verdict::Remove {
-            failures.extend(directory.remove(checkpoint).err());
+            failures.extend(prune::remove(&directory, checkpoint).err());
         }
     }
     Ok(failures)

@@ -1,0 +1,490 @@
+//! The checkpoints of a directory: what each is, whether it is whole, and where its data is.
+//!
+//! A checkpoint is a directory of the user directly below the one that is asked about, or a file of the user there with a
+//! step in its name ([`step_of`]). Symbolic links, and names that begin with a dot, are none. What other users made there,
+//! or in a checkpoint, does not count, whatever its dates are.
+//!
+//! Promises
+//! * One is whole if it has files and firnd knows nothing against them: no file is open for writing or was cut, and no
+//!   transaction is open that may have changed it. What firnd cannot know, because the directory is not mounted, is
+//!   nowhere said to be whole.
+//! * Its level is the lowest of its files' levels.
+//! * The newest one is the one in which something was modified last.
+//! * What vanishes meanwhile is left out.
+
+use std::collections::{HashMap, HashSet};
+use std::ffi::{OsStr, OsString};
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Component, Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use firn_client::{ClientError, Connection, Mount, Place};
+use firn_format::durability::DurabilityLevel;
+use firn_format::record::Ending;
+use firn_protocol::Status;
+use firn_trust::{ObjectId, names_in, visit_own};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat, statat};
+use rustix::io::Errno;
+
+use crate::failure::{FAILED, Failure};
+use crate::levels::Levels;
+use crate::step::step_of;
+use crate::text;
+
+/// What a transaction may have changed is told by the clock of the backing, which may be another one than firnd's.
+const CLOCKS_APART_MAX: Duration = Duration::from_secs(60);
+
+/// Whether a checkpoint can be used, as far as that is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wholeness {
+    /// Nothing is known against it.
+    Whole,
+    /// A program has a file of it open for writing.
+    Written,
+    /// The writer of a file was killed before it closed the file, or firnd was.
+    Cut,
+    /// A transaction that is not over may have changed it.
+    InTransaction,
+    /// There is no file in it.
+    Empty,
+    /// No firnd can be asked.
+    Unknown,
+}
+
+impl Wholeness {
+    /// In one word, for tables and JSON.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Whole => "whole",
+            Self::Written => "written",
+            Self::Cut => "cut",
+            Self::InTransaction => "in-transaction",
+            Self::Empty => "empty",
+            Self::Unknown => "unknown",
+        }
+    }
+}
+
+/// A checkpoint.
+#[derive(Clone, Debug)]
+pub struct Checkpoint {
+    /// Its name in the directory.
+    pub name: OsString,
+    /// Which object was looked at.
+    pub object: ObjectId,
+    /// Whether it is a directory.
+    pub is_dir: bool,
+    /// From its name.
+    pub step: Option<u64>,
+    /// Newest time of modification of anything of the user's in it: seconds and nanoseconds.
+    pub modified: (i64, i64),
+    /// Bytes of the user's files in it.
+    pub bytes: u64,
+    /// Those files.
+    pub files: u64,
+    /// Whether it can be used.
+    pub wholeness: Wholeness,
+    /// Whether a program has a file of it open, for reading too.
+    pub is_open: bool,
+    /// The lowest level of its files; none where it has none.
+    pub level: Option<DurabilityLevel>,
+    /// Whether a symbolic link beside it leads to it.
+    pub is_linked: bool,
+}
+
+/// What was found in a directory.
+#[derive(Default)]
+pub struct Looked {
+    /// The user's checkpoints, the newest first.
+    pub checkpoints: Vec<Checkpoint>,
+    /// Directories of other users.
+    pub foreign: Vec<(OsString, ObjectId)>,
+    /// Those that could not be looked at, and why.
+    pub failed: Vec<(OsString, ObjectId, Failure)>,
+}
+
+/// A directory of checkpoints.
+#[derive(Debug)]
+pub struct Directory {
+    /// Where it is mounted; none: it is in a backing that is not.
+    mount: Option<Mount>,
+    path: PathBuf,
+    dir: OwnedFd,
+    /// Whose checkpoints count.
+    uid: u32,
+}
+
+/// What was seen of one before firnd was asked.
+struct Found {
+    name: OsString,
+    stat: Stat,
+    files: Vec<FoundFile>,
+    modified: (i64, i64),
+    /// The last change of anything in it, which no program can set.
+    changed_s: i64,
+}
+
+struct FoundFile {
+    /// Below the directory.
+    path: PathBuf,
+    bytes: u64,
+}
+
+impl Directory {
+    /// The directory at a place of a mount.
+    pub fn open(place: Place) -> Result<Self, Failure> {
+        let path = place.mount.mount_point.join(&place.relative);
+        Self::open_at(path, Some(place.mount))
+    }
+
+    /// The directory at a path, mounted or not.
+    pub fn find(path: &Path) -> Result<Self, Failure> {
+        match firn_client::find(path) {
+            Ok(place) => Self::open(place),
+            Err(ClientError::NoMount { .. }) => {
+                let canonical = path.canonicalize().map_err(|error| {
+                    Failure::new(FAILED, format!("{}: {error}", text::path(path)))
+                })?;
+                Self::open_at(canonical, None)
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn open_at(path: PathBuf, mount: Option<Mount>) -> Result<Self, Failure> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let dir = rustix::fs::open(&path, flags, Mode::empty()).map_err(failed(&path))?;
+        Ok(Self {
+            mount,
+            path,
+            dir,
+            uid: rustix::process::geteuid().as_raw(),
+        })
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Its descriptor.
+    pub fn dir(&self) -> &OwnedFd {
+        &self.dir
+    }
+
+    /// Whose checkpoints count.
+    pub fn uid(&self) -> u32 {
+        self.uid
+    }
+
+    /// Whether a firnd can be asked.
+    pub fn is_mounted(&self) -> bool {
+        self.mount.is_some()
+    }
+
+    /// What an earlier mount left in memory of the backing that this directory, which is not mounted, is in.
+    pub fn left_arena(&self) -> Option<PathBuf> {
+        let above = self.path.ancestors();
+        let mut arenas = above.filter_map(|dir| match firn_client::find(dir) {
+            Err(ClientError::NoMount { arena, .. }) => arena,
+            _ => None,
+        });
+        arenas.next()
+    }
+
+    /// The host that has in memory what is not in the backing.
+    pub fn host(&self) -> Result<Option<String>, Failure> {
+        let Some(mount) = &self.mount else {
+            return Ok(None);
+        };
+        let status = Connection::open(mount)?.status()?;
+        let mut options = status.options.iter();
+        let named = options.find_map(|option| option.strip_prefix("host="));
+        let host = named.map_or_else(
+            || {
+                rustix::system::uname()
+                    .nodename()
+                    .to_string_lossy()
+                    .into_owned()
+            },
+            str::to_owned,
+        );
+        Ok(Some(host))
+    }
+
+    /// Looks at all that is directly in it.
+    pub fn look(&self) -> Result<Looked, Failure> {
+        let mut looked = Looked::default();
+        let mut found = Vec::new();
+        let mut linked = HashSet::new();
+        for name in names_in(&self.dir).map_err(failed(&self.path))? {
+            let path = self.path.join(&name);
+            let Some(stat) = self.look_at(&name)? else {
+                continue;
+            };
+            let kind = FileType::from_raw_mode(stat.st_mode);
+            if kind == FileType::Symlink {
+                linked.extend(self.linked_checkpoint(&path));
+            }
+            let is_checkpoint = match kind {
+                FileType::Directory => !name.as_bytes().starts_with(b"."),
+                FileType::RegularFile => step_of(&name).is_some(),
+                _ => false,
+            };
+            if !is_checkpoint {
+                continue;
+            }
+            if stat.st_uid != self.uid {
+                looked.foreign.push((name, ObjectId::of(&stat)));
+                continue;
+            }
+            match self.visit(&name, stat) {
+                Ok(one) => found.push(one),
+                Err(errno) => {
+                    let failure = failed(&path)(errno);
+                    looked.failed.push((name, ObjectId::of(&stat), failure));
+                }
+            }
+        }
+        // Afterwards: firnd knows by now each name that was found, and what was begun meanwhile is not whole.
+        let knowledge = self.ask_firnd()?;
+        let judged = found.into_iter().map(|one| {
+            let is_linked = linked.contains(&one.name);
+            knowledge.judge(one, is_linked)
+        });
+        looked.checkpoints = judged.collect();
+        // Equal times are those of one tick of the clock: then step and name decide, so that two runs say the same.
+        looked.checkpoints.sort_by(|a, b| {
+            let age = |one: &Checkpoint| (one.modified, one.step);
+            (age(b), &b.name).cmp(&(age(a), &a.name))
+        });
+        Ok(looked)
+    }
+
+    /// What has a name in the directory.
+    pub fn look_at(&self, name: &OsStr) -> Result<Option<Stat>, Failure> {
+        match statat(&self.dir, name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) => Ok(Some(stat)),
+            Err(Errno::NOENT) => Ok(None),
+            Err(errno) => Err(failed(&self.path.join(name))(errno)),
+        }
+    }
+
+    /// Whether a program has a file at or below a name open.
+    pub fn is_open(&self, name: &OsStr) -> Result<bool, Failure> {
+        let Some(mount) = &self.mount else {
+            return Ok(false);
+        };
+        let path = below_mount_point(mount, &self.path.join(name));
+        let files = Connection::open(mount)?.files(&path.into())?;
+        Ok(files.iter().any(|file| file.open))
+    }
+
+    fn visit(&self, name: &OsStr, stat: Stat) -> Result<Found, Errno> {
+        let mut found = Found {
+            name: name.to_owned(),
+            stat,
+            files: Vec::new(),
+            modified: (i64::MIN, 0),
+            changed_s: i64::MIN,
+        };
+        visit_own(&self.dir, name, self.uid, &mut |path, stat| {
+            // The width of these fields differs between architectures.
+            #[allow(clippy::unnecessary_cast)]
+            let (modified, changed_s) = (
+                (stat.st_mtime as i64, stat.st_mtime_nsec as i64),
+                stat.st_ctime as i64,
+            );
+            found.modified = found.modified.max(modified);
+            found.changed_s = found.changed_s.max(changed_s);
+            if FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile {
+                found.files.push(FoundFile {
+                    path: path.to_owned(),
+                    bytes: stat.st_size as u64,
+                });
+            }
+        })?;
+        Ok(found)
+    }
+
+    fn ask_firnd(&self) -> Result<Knowledge, Failure> {
+        let Some(mount) = &self.mount else {
+            return Ok(Knowledge {
+                firnd: None,
+                levels: Levels::of_backing(),
+                uses: HashMap::new(),
+                top: self.path.clone(),
+            });
+        };
+        let top = below_mount_point(mount, &self.path);
+        let place = Place {
+            mount: mount.clone(),
+            relative: top.as_path().into(),
+        };
+        let mut connection = Connection::open(mount)?;
+        let status = connection.status()?;
+        let levels = Levels::ask(&mut connection, &place, &status)?;
+        Ok(Knowledge {
+            uses: uses_of(&levels, &top),
+            levels,
+            firnd: Some(Firnd {
+                backing: mount.is_tree.then(|| mount.backing.clone()),
+                transactions: open_transactions(&status),
+            }),
+            top,
+        })
+    }
+
+    /// The checkpoint that a symbolic link of this directory leads to or into.
+    fn linked_checkpoint(&self, link: &Path) -> Option<OsString> {
+        let target = link.canonicalize().ok()?;
+        let top = self.path.canonicalize().ok()?;
+        first_name(target.strip_prefix(top).ok()?)
+    }
+}
+
+/// What a firnd knows of a directory, or that there is none.
+struct Knowledge {
+    firnd: Option<Firnd>,
+    levels: Levels,
+    /// What programs do, or did, with the files of each checkpoint: those too that came after the look.
+    uses: HashMap<OsString, Uses>,
+    /// The directory, as paths of files in `levels` begin.
+    top: PathBuf,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Uses {
+    is_open: bool,
+    is_written: bool,
+    is_cut: bool,
+}
+
+struct Firnd {
+    /// Where the files are that stubs stand for.
+    backing: Option<PathBuf>,
+    transactions: Vec<OpenTransaction>,
+}
+
+/// A transaction that is not over.
+struct OpenTransaction {
+    scope: PathBuf,
+    /// Nothing of it was changed before, in seconds since 1970; none: unknown.
+    begun_s: Option<i64>,
+}
+
+impl Knowledge {
+    fn judge(&self, found: Found, is_linked: bool) -> Checkpoint {
+        let mut bytes = 0;
+        let mut level: Option<DurabilityLevel> = None;
+        for file in &found.files {
+            let path = self.top.join(&file.path);
+            bytes += self.size_of(file, &path);
+            let own = self.levels.level(&path);
+            level = Some(level.map_or(own, |level| level.min(own)));
+        }
+        let uses = self.uses.get(&found.name).copied().unwrap_or_default();
+        let wholeness = match &self.firnd {
+            None => Wholeness::Unknown,
+            Some(_) if uses.is_written => Wholeness::Written,
+            Some(_) if uses.is_cut => Wholeness::Cut,
+            Some(firnd) if firnd.may_have_changed(&self.top.join(&found.name), &found) => {
+                Wholeness::InTransaction
+            }
+            Some(_) if found.files.is_empty() => Wholeness::Empty,
+            Some(_) => Wholeness::Whole,
+        };
+        Checkpoint {
+            object: ObjectId::of(&found.stat),
+            is_dir: FileType::from_raw_mode(found.stat.st_mode) == FileType::Directory,
+            step: step_of(&found.name),
+            modified: found.modified,
+            bytes,
+            files: found.files.len() as u64,
+            wholeness,
+            is_open: uses.is_open,
+            level,
+            is_linked,
+            name: found.name,
+        }
+    }
+
+    /// A stub is empty: what it stands for is in the backing, as far as it is not held.
+    fn size_of(&self, file: &FoundFile, path: &Path) -> u64 {
+        let backing = self.firnd.as_ref().and_then(|firnd| firnd.backing.as_ref());
+        let in_backing = backing
+            .and_then(|backing| backing.join(path).symlink_metadata().ok())
+            .map_or(0, |found| found.len());
+        let held = self.levels.known(path).map_or(0, |known| known.held_end);
+        file.bytes.max(in_backing).max(held)
+    }
+}
+
+impl Firnd {
+    /// One in the checkpoint may have; one around it has where something was changed since it began.
+    fn may_have_changed(&self, checkpoint: &Path, found: &Found) -> bool {
+        self.transactions.iter().any(|transaction| {
+            let apart_s = CLOCKS_APART_MAX.as_secs() as i64;
+            let is_younger = transaction
+                .begun_s
+                .is_none_or(|begun| found.changed_s >= begun - apart_s);
+            transaction.scope.starts_with(checkpoint)
+                || (checkpoint.starts_with(&transaction.scope) && is_younger)
+        })
+    }
+}
+
+/// By the name in `top` that the files are at or below.
+fn uses_of(levels: &Levels, top: &Path) -> HashMap<OsString, Uses> {
+    let mut uses = HashMap::<OsString, Uses>::new();
+    for file in levels.all_known() {
+        let path = file.path.as_path();
+        if let Some(name) = first_name(path.strip_prefix(top).unwrap_or(path)) {
+            let uses = uses.entry(name).or_default();
+            uses.is_open |= file.open;
+            uses.is_written |= file.ending == Ending::Open;
+            uses.is_cut |= file.ending == Ending::Cut;
+        }
+    }
+    uses
+}
+
+fn open_transactions(status: &Status) -> Vec<OpenTransaction> {
+    let now = SystemTime::now();
+    let transactions = status.transactions.iter();
+    let open = transactions.map(|transaction| OpenTransaction {
+        scope: transaction.scope.as_path().to_owned(),
+        begun_s: transaction.age_seconds.and_then(|age| {
+            let begun = now.checked_sub(Duration::try_from_secs_f64(age).ok()?)?;
+            let since = begun.duration_since(SystemTime::UNIX_EPOCH).ok()?;
+            i64::try_from(since.as_secs()).ok()
+        }),
+    });
+    open.collect()
+}
+
+fn below_mount_point(mount: &Mount, path: &Path) -> PathBuf {
+    path.strip_prefix(&mount.mount_point)
+        .unwrap_or(path)
+        .to_owned()
+}
+
+fn first_name(path: &Path) -> Option<OsString> {
+    match path.components().next() {
+        Some(Component::Normal(name)) => Some(name.to_owned()),
+        _ => None,
+    }
+}
+
+/// The failure of a call on a path.
+pub fn failed(path: &Path) -> impl Fn(Errno) -> Failure {
+    let path = text::path(path);
+    move |errno| {
+        let why = match errno {
+            Errno::STALE => "somebody put something else in its place meanwhile".to_owned(),
+            errno => std::io::Error::from(errno).to_string(),
+        };
+        Failure::new(FAILED, format!("{path}: {why}"))
+    }
+}

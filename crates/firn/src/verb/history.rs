@@ -1,0 +1,279 @@
+//! `firn history` and `firn latest`.
+
+use std::ffi::OsStr;
+use std::io::{self, IsTerminal, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
+use firn_format::durability::DurabilityLevel;
+use firn_protocol::path::BytePath;
+use serde::Serialize;
+
+use crate::checkpoints::{Checkpoint, Directory, Wholeness};
+use crate::failure::{DONE, FAILED, Failure, PARTLY};
+use crate::output::{self, Paint};
+use crate::text;
+use crate::verb::Verb;
+
+pub const HISTORY: Verb = Verb {
+    name: "history",
+    about: "List the checkpoints of a directory, the newest first",
+    long: "Prints one line per checkpoint: its step, its size, its number of files, whether it is whole, its durability \
+               level (the lowest of its files' levels), the time since something in it was modified, the host that has in \
+               memory what is not in the backing, and its name. A checkpoint is a directory or file of yours directly in DIR \
+               with a step in its name: step_100, checkpoint-500, ckpt.0000100.h5, global_step20, epoch=3-step=900.ckpt, \
+               iter_0001000, or a bare number. It is whole if it has files, none of them is open for writing (`written`) or \
+               cut, that is, its writer or firnd was killed before it closed the file, and no transaction is open that may \
+               have changed it (`in-transaction`). What happened before this mount is known only of files that were held \
+               when it began. Where DIR is not mounted, whether they are whole is `unknown`.",
+    examples: &[
+        ("firn history /ckpt", "the checkpoints of a job"),
+        (
+            "firn history --json /ckpt | jq '.[] | select(.whole) | .step'",
+            "for scripts",
+        ),
+    ],
+    exits: &[
+        (0, "done, or there is none"),
+        (1, "failed"),
+        (3, "some could not be looked at, as was said"),
+    ],
+    args: HistoryArgs::augment_args,
+    run: run_history,
+};
+
+pub const LATEST: Verb = Verb {
+    name: "latest",
+    about: "Print the path of the newest whole checkpoint",
+    long: "The newest of the checkpoints that `firn history DIR` lists as whole, for scripts that resume. Where DIR is not \
+               mounted, nobody knows whether their files were closed: the newest one with files is printed with a warning, \
+               unless an earlier mount left data in memory that the backing lacks.",
+    examples: &[(
+        "train --resume \"$(firn latest /ckpt)\"",
+        "go on where the last whole checkpoint ends",
+    )],
+    exits: &[
+        (0, "there is one, and its path was printed"),
+        (1, "there is none, or it failed"),
+    ],
+    args: LatestArgs::augment_args,
+    run: run_latest,
+};
+
+#[derive(Debug, Args)]
+struct HistoryArgs {
+    /// The directory that holds the checkpoints: on a mount, or in a backing that is not mounted.
+    #[arg(value_name = "DIR", default_value = ".", value_hint = ValueHint::DirPath)]
+    dir: PathBuf,
+    /// Print the list as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Args)]
+struct LatestArgs {
+    /// The directory that holds the checkpoints: on a mount, or in a backing that is not mounted.
+    #[arg(value_name = "DIR", default_value = ".", value_hint = ValueHint::DirPath)]
+    dir: PathBuf,
+}
+
+/// A checkpoint in JSON.
+#[derive(Serialize)]
+struct Listed {
+    /// In the directory.
+    name: BytePath,
+    /// Where it is.
+    path: BytePath,
+    step: u64,
+    bytes: u64,
+    files: u64,
+    /// Whether it is whole; none: nobody knows.
+    whole: Option<bool>,
+    /// `whole`, or why it is not.
+    state: &'static str,
+    /// The lowest level of its files; none: it has no file.
+    level: Option<DurabilityLevel>,
+    /// Since something in it was modified.
+    age_seconds: f64,
+    /// The host that has in memory what is not in the backing.
+    host: Option<String>,
+}
+
+impl Listed {
+    /// None of one without a step.
+    fn of(directory: &Directory, checkpoint: &Checkpoint, host: Option<&str>) -> Option<Self> {
+        let is_in_memory = checkpoint
+            .level
+            .is_some_and(|level| level < DurabilityLevel::Logged);
+        Some(Self {
+            name: Path::new(&checkpoint.name).into(),
+            path: directory.path().join(&checkpoint.name).into(),
+            step: checkpoint.step?,
+            bytes: checkpoint.bytes,
+            files: checkpoint.files,
+            whole: match checkpoint.wholeness {
+                Wholeness::Unknown => None,
+                wholeness => Some(wholeness == Wholeness::Whole),
+            },
+            state: checkpoint.wholeness.as_str(),
+            level: checkpoint.level,
+            age_seconds: age_seconds(checkpoint.modified),
+            host: host.filter(|_| is_in_memory).map(str::to_owned),
+        })
+    }
+}
+
+fn age_seconds((seconds, nanoseconds): (i64, i64)) -> f64 {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    let now = now.map_or(0.0, |since| since.as_secs_f64());
+    (now - seconds as f64 - nanoseconds as f64 / 1e9).max(0.0)
+}
+
+fn run_history(matches: &ArgMatches) -> Result<u8, Failure> {
+    let args = HistoryArgs::from_arg_matches(matches)?;
+    let directory = Directory::find(&args.dir)?;
+    let host = directory.host()?;
+    let looked = directory.look()?;
+    let checkpoints = looked.checkpoints.iter();
+    let listed: Vec<Listed> = checkpoints
+        .filter_map(|one| Listed::of(&directory, one, host.as_deref()))
+        .collect();
+    let failures: Vec<String> = looked
+        .failed
+        .iter()
+        .filter_map(|(_, _, failure)| failure.text())
+        .collect();
+    for failure in &failures {
+        output::say(failure);
+    }
+    warn_of_memory(&directory);
+    if args.json {
+        output::print_json(&listed)?;
+    } else {
+        output::print(&table(&listed, Paint::stdout()))?;
+    }
+    Ok(if failures.is_empty() { DONE } else { PARTLY })
+}
+
+/// Says that a backing that is not mounted lacks what an earlier mount left in memory.
+fn warn_of_memory(directory: &Directory) {
+    if !directory.is_mounted()
+        && let Some(arena) = directory.left_arena()
+    {
+        output::say(&lacks_memory(directory, &arena));
+    }
+}
+
+fn lacks_memory(directory: &Directory, arena: &Path) -> String {
+    format!(
+        "{} is not mounted, and {} holds what an earlier mount left in memory: mount it again, or `firn recover` it",
+        text::path(directory.path()),
+        text::path(arena)
+    )
+}
+
+const HEAD: [&str; 8] = [
+    "STEP", "SIZE", "FILES", "STATE", "LEVEL", "AGE", "HOST", "NAME",
+];
+
+fn table(listed: &[Listed], paint: Paint) -> String {
+    if listed.is_empty() {
+        return String::new();
+    }
+    let mut rows = vec![HEAD.map(str::to_owned)];
+    rows.extend(listed.iter().map(row));
+    let width = |column: usize| {
+        let cells = rows.iter().map(|row| row[column].chars().count());
+        cells.max().unwrap_or(0)
+    };
+    // The name is the last one, and ends where it ends.
+    let widths: [usize; HEAD.len() - 1] = std::array::from_fn(width);
+    let mut text = String::new();
+    for (index, row) in rows.iter().enumerate() {
+        for (column, width) in widths.iter().enumerate() {
+            let cell = &row[column];
+            text += &match HEAD[column] {
+                "STEP" | "SIZE" | "FILES" => format!("{cell:>width$}  "),
+                _ => format!("{cell:<width$}  "),
+            };
+        }
+        let name = &row[HEAD.len() - 1];
+        text += &match index.checked_sub(1).map(|at| listed[at].whole) {
+            None => paint.head(name),
+            Some(Some(false)) => paint.odd(name),
+            Some(_) => name.clone(),
+        };
+        text.push('\n');
+    }
+    text
+}
+
+fn row(listed: &Listed) -> [String; HEAD.len()] {
+    let level = listed.level.map_or("-", DurabilityLevel::as_str);
+    [
+        listed.step.to_string(),
+        text::bytes(listed.bytes),
+        listed.files.to_string(),
+        listed.state.to_owned(),
+        level.to_owned(),
+        text::seconds(listed.age_seconds),
+        text::name(listed.host.as_deref().unwrap_or("-")),
+        listed.name.to_string(),
+    ]
+}
+
+fn run_latest(matches: &ArgMatches) -> Result<u8, Failure> {
+    let args = LatestArgs::from_arg_matches(matches)?;
+    let directory = Directory::find(&args.dir)?;
+    let shown = text::path(directory.path());
+    if !directory.is_mounted() {
+        if let Some(arena) = directory.left_arena() {
+            return Err(Failure::new(FAILED, lacks_memory(&directory, &arena)));
+        }
+        output::say(&format!(
+            "{shown} is not mounted: nobody knows whether the files of its checkpoints were closed"
+        ));
+    }
+    let looked = directory.look()?;
+    let failed = looked.failed.iter();
+    for failure in failed.filter_map(|(_, _, failure)| failure.text()) {
+        output::say(&failure);
+    }
+    let with_step = || looked.checkpoints.iter().filter(|one| one.step.is_some());
+    let is_usable = |one: &&Checkpoint| match one.wholeness {
+        Wholeness::Whole => true,
+        Wholeness::Unknown => one.files > 0,
+        _ => false,
+    };
+    match with_step().find(is_usable) {
+        Some(newest) => print_path(&directory.path().join(&newest.name)).map(|()| DONE),
+        None => {
+            let count = with_step().count() as u64;
+            let found = match count {
+                0 => format!("{shown} has no checkpoint"),
+                _ => format!(
+                    "none of the {} in {shown} is whole: `firn history {shown}` says why",
+                    text::count(count, "checkpoint")
+                ),
+            };
+            Err(Failure::new(FAILED, found))
+        }
+    }
+}
+
+/// A script gets the bytes of the path, and a person what cannot steer the terminal.
+fn print_path(path: &Path) -> Result<(), Failure> {
+    let mut stdout = io::stdout().lock();
+    if stdout.is_terminal() {
+        drop(stdout);
+        return output::print(&format!("{}\n", text::path(path)));
+    }
+    let line = [OsStr::as_bytes(path.as_os_str()), b"\n"].concat();
+    let written = stdout.write_all(&line).and_then(|()| stdout.flush());
+    written.map_err(|error| match error.kind() {
+        io::ErrorKind::BrokenPipe => Failure::Unread,
+        _ => Failure::new(FAILED, format!("cannot write to standard output: {error}")),
+    })
+}
