@@ -125,12 +125,23 @@ impl Arena {
         topology: &Topology,
     ) -> Result<Self, ArenaError> {
         let need = geometry.allocated_bytes();
+        // Before anything is taken: afterwards what is free is what this arena left.
+        let free = free_bytes(&file);
         let failed = |what| {
             move |why| {
                 let path = quoted_path(path);
                 match why {
                     Errno::NOSPC | Errno::FBIG | Errno::NOMEM => {
-                        ArenaError::NoRoom { path, need, why }
+                        // Another reason than room: a limit on file sizes or on memory.
+                        let free = free.filter(|free| *free < need);
+                        let fitting = free.map_or(0, |free| geometry.fitting_arena_bytes(free));
+                        ArenaError::NoRoom {
+                            path,
+                            need,
+                            free,
+                            fitting,
+                            why,
+                        }
                     }
                     source => ArenaError::Io { path, what, source },
                 }
@@ -176,6 +187,13 @@ impl Arena {
         arena.map.write(0, &arena.superblock.encode());
         Ok(arena)
     }
+}
+
+/// Bytes that the file system of a file has free for this user.
+fn free_bytes(file: &rustix::fd::OwnedFd) -> Option<u64> {
+    let stat = rustix::fs::fstatvfs(file).ok()?;
+    // A tmpfs without a limit says 0 of 0 blocks.
+    (stat.f_blocks > 0).then(|| stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
 /// A new file of mode 0600 that nobody else has.

@@ -34,6 +34,8 @@ mod tables;
 mod topology;
 mod uses;
 
+use firn_format::amount::bytes_text;
+
 pub use arena::Arena;
 pub use check::{Report, check};
 pub use client::{ClientLease, Taken, Wrong};
@@ -64,13 +66,17 @@ pub enum ArenaError {
     },
     /// The file system does not have so much room.
     #[error(
-        "{path}: no room for {need} bytes ({why}): lower arena-size (--memory), or put the arena elsewhere with arena-dir"
+        "{path}: no room for {} ({why}){}, enlarge that file system, or put the arena elsewhere with arena-dir", bytes_text(*need), room_advice(*free, *fitting)
     )]
     NoRoom {
         /// The file.
         path: String,
         /// Bytes wanted.
         need: u64,
+        /// Bytes that its file system has free, where it says so.
+        free: Option<u64>,
+        /// The largest `arena-size` that fits there; 0: none.
+        fitting: u64,
         /// The system's reason.
         why: rustix::io::Errno,
     },
@@ -95,6 +101,21 @@ pub enum ArenaError {
         /// What is wrong.
         source: firn_format::FormatError,
     },
+}
+
+fn room_advice(free: Option<u64>, fitting: u64) -> String {
+    match free {
+        Some(free) if fitting > 0 => format!(
+            ", {} are free: lower arena-size (--memory) to {}M",
+            bytes_text(free),
+            fitting >> 20
+        ),
+        Some(free) => format!(
+            ", {} are free: remove what is not needed there",
+            bytes_text(free)
+        ),
+        None => ": lower arena-size (--memory)".into(),
+    }
 }
 
 impl ArenaError {

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use firn_format::FormatError;
+use firn_format::amount::bytes_text;
 use firn_format::geometry::Geometry;
 use firn_format::quote::quoted_path;
 use firn_format::spill::{SPILL_DATA_OFFSET, SPILL_HEADER_BYTES, SpillHeader};
@@ -41,8 +42,9 @@ pub enum SpillFault {
     },
     /// The device does not have so much room.
     #[error(
-        "spill file {}: no room for {need} bytes ({why}): lower spill-size, or put it elsewhere with spill",
-        quoted_path(path)
+        "spill file {}: no room for {} ({why}): lower spill-size, or put it elsewhere with spill",
+        quoted_path(path),
+        bytes_text(*need)
     )]
     NoRoom {
         /// The file.

@@ -8,8 +8,9 @@
 //! * Sources are asked in a fixed order: flags (`-o` among them), `FIRN_*` environment, user file,
 //!   system file, defaults. [`Resolved`] says of each value where it came from.
 //! * [`Options`] that come out of [`Sources::resolve`] are in range and free of contradictions.
-//! * Nothing here reads the environment of the process but [`Surroundings::of_process`].
+//! * Nothing here reads the environment of the process but [`Surroundings::of_process`] and [`misspelt_variables`].
 
+mod environment;
 mod error;
 mod file;
 mod flags;
@@ -24,6 +25,9 @@ mod suggest;
 pub mod table;
 mod value;
 
+pub use environment::{
+    UnknownVariable, VARIABLES, Variable, misspelt_variables, unknown_variables,
+};
 pub use error::ConfigError;
 pub use flags::{arg, args, given_flags};
 pub use given::{Given, Origin};

@@ -480,6 +480,9 @@ pub struct Options {
     pub log_level: LogLevel,
     /// Whether the mount refuses changes.
     pub read_only: bool,
+    /// Whether the mount may hide files that are at the mount point.
+    #[serde(default)]
+    pub nonempty: bool,
     /// Whether the arena's memory is taken at mount instead of at first use.
     pub populate: bool,
     /// Flags of the mount that the kernel honours (`nodev`, `noexec`, …).
@@ -555,6 +558,7 @@ impl Options {
             attr_timeout_ms: 0,
             log_level: LogLevel::Info,
             read_only: false,
+            nonempty: false,
             populate: true,
             kernel_flags: Vec::new(),
         }

@@ -16,6 +16,7 @@ use firn_config::{
 };
 use firn_drain::Pool;
 use firn_engine::{ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Order, Recovered};
+use firn_format::amount::bytes_text;
 use firn_format::quote::quoted_path;
 use firn_hosts::LeaseUse;
 use firn_trust::{Distrust, TrustError};
@@ -322,15 +323,20 @@ fn tell(recovered: &Recovered, drain: Drain, notice: &mut dyn FnMut(String)) {
     }
     if recovered.dropped_bytes > 0 {
         notice(format!(
-            "dropped {} bytes that were written in a transaction that is no more",
-            recovered.dropped_bytes
+            "dropped {} that were written in a transaction that is no more",
+            bytes_text(recovered.dropped_bytes)
         ));
     }
     if recovered.files > 0 {
         notice(format!(
-            "recovered {} bytes of {} files; they {}",
-            recovered.bytes,
+            "recovered {} of {} {}; they {}",
+            bytes_text(recovered.bytes),
             recovered.files,
+            if recovered.files == 1 {
+                "file"
+            } else {
+                "files"
+            },
             match drain {
                 Drain::Eager | Drain::Commit => "are being drained",
                 Drain::Demand => "stay in memory until they are drained",
@@ -339,9 +345,9 @@ fn tell(recovered: &Recovered, drain: Drain, notice: &mut dyn FnMut(String)) {
     }
     for lost in &recovered.lost {
         notice(format!(
-            "{}: {} bytes are kept in the arena, but their file is not in the backing ({})",
+            "{}: {} are kept in the arena, but their file is not in the backing ({})",
             lost.known_path(),
-            lost.bytes,
+            bytes_text(lost.bytes),
             lost.reason
         ));
     }

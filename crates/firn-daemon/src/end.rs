@@ -13,6 +13,7 @@ use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
 
 use firn_backing::Errno;
+use firn_format::amount::bytes_text;
 use firn_format::durability::DurabilityLevel;
 use firn_protocol::{HeldPolicy, Reply};
 
@@ -244,9 +245,9 @@ fn drain_for_client(
     match drained {
         Err(_) if interruptions.forced => Err(overtaken()),
         Err(error) if !force => {
-            let held_bytes = engine.held_bytes();
+            let held = bytes_text(engine.held_bytes());
             let message = format!(
-                "{held_bytes} bytes cannot be drained: {}; mend the backing and try again, or use --force to unmount and keep them in the arena",
+                "{held} cannot be drained: {}; mend the backing and try again, or use --force to unmount and keep them in the arena",
                 process::explain(error)
             );
             Err(Reply::Error {

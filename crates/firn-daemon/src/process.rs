@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use firn_backing::Errno;
+use firn_format::amount::bytes_text;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 
@@ -55,7 +56,8 @@ pub(crate) fn explain(errno: Errno) -> String {
 pub(crate) fn limit_behind(errno: Errno) -> Option<String> {
     let limit = file_size_limit_bytes().filter(|_| errno == Errno::FBIG)?;
     Some(format!(
-        "the limit on file sizes (ulimit -f) is {limit} bytes here; mount, or firn recover, with a higher one"
+        "the limit on file sizes is {} here; mount, or firn recover, from a shell with `ulimit -f unlimited`",
+        bytes_text(limit)
     ))
 }
 

@@ -3,6 +3,7 @@
 //! Each stored structure has its own module. Numbers are little-endian. docs/FORMAT.md describes the
 //! bytes; a change here that an older firnd could misread raises [`superblock::VERSION`].
 
+pub mod amount;
 pub mod append;
 pub mod clock;
 pub mod data_socket;

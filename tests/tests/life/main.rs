@@ -11,6 +11,7 @@ mod fixtures;
 mod hangs;
 mod killed;
 mod memory;
+mod mistakes;
 mod namespaces;
 mod neighbours;
 mod numa;

@@ -39,8 +39,8 @@ pub const VERB: Verb = Verb {
         ),
         ("firn status --json /ckpt | jq .held_bytes", "for scripts"),
         (
-            "firn status --prometheus > /var/lib/node_exporter/firn.prom",
-            "for a metrics collector",
+            "firn status --prometheus --output /var/lib/node_exporter/firn.prom",
+            "for a metrics collector, which never finds half a file",
         ),
     ],
     exits: &[
@@ -70,6 +70,9 @@ struct StatusArgs {
     /// Print metrics in the Prometheus text format.
     #[arg(long, visible_alias = "metrics", conflicts_with_all = ["json", "watch"])]
     prometheus: bool,
+    /// With --prometheus: write to FILE, which is replaced by a rename once all of it is written.
+    #[arg(long, value_name = "FILE", requires = "prometheus", value_hint = ValueHint::FilePath)]
+    output: Option<PathBuf>,
     /// Clear the recorded errors; their data is kept, and its drain is still retried.
     #[arg(long, requires = "path", conflicts_with_all = ["watch", "prometheus", "json"])]
     clear_errors: bool,
@@ -121,7 +124,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         return Ok(DONE);
     }
     if args.prometheus {
-        return prometheus::print(args.path.as_deref());
+        return prometheus::print(args.path.as_deref(), args.output.as_deref());
     }
     if !args.watch {
         return show(&args);
@@ -242,19 +245,40 @@ fn ask_each<T: Send>(mounts: &[Mount], ask: impl Fn(&Mount) -> T + Sync) -> Vec<
 fn ask_all<T: Send>(
     ask: impl Fn(&Mount) -> Result<T, ClientError> + Sync,
 ) -> Result<(Vec<T>, u8), Failure> {
-    let mut code = DONE;
+    let mounts = firn_client::mounts()?;
     let mut answers = Vec::new();
-    for answer in ask_each(&firn_client::mounts()?, ask) {
+    let mut silent = Vec::new();
+    for (mount, answer) in mounts.iter().zip(ask_each(&mounts, ask)) {
         match answer {
             Ok(answer) => answers.push(answer),
-            Err(error) => {
-                output::say(&error.to_string());
-                code = PARTLY;
-            }
+            Err(error) => silent.push((mount, error)),
         }
     }
-    if answers.is_empty() && code != DONE {
-        code = FAILED;
+    let code = match (&answers[..], &silent[..]) {
+        (_, []) => DONE,
+        ([], _) => FAILED,
+        _ => PARTLY,
+    };
+    if let Some(text) = tell_silent(&silent, mounts.len()) {
+        output::say(&text);
     }
     Ok((answers, code))
+}
+
+/// One line for all that did not answer: a collector asks each minute.
+fn tell_silent(silent: &[(&Mount, ClientError)], count: usize) -> Option<String> {
+    match silent {
+        [] => None,
+        [(_, error)] => Some(error.to_string()),
+        several => {
+            let names = several
+                .iter()
+                .map(|(mount, _)| crate::text::path(&mount.mount_point));
+            let names = names.collect::<Vec<_>>().join(", ");
+            Some(format!(
+                "{} of {count} mounts do not answer, and `firn status` says what to do: {names}",
+                several.len()
+            ))
+        }
+    }
 }

@@ -5,6 +5,7 @@ use std::io::Write as _;
 
 use clap::{Arg, Command};
 use clap_mangen::Man;
+use firn_config::{VARIABLES, Variable};
 
 use crate::verb::{self, VERBS, Verb, mount_firn};
 
@@ -38,6 +39,15 @@ fn overview() -> Page {
             ".TP\n\\fBfirn\\-{}\\fR(1)\n{}\n",
             escaped(verb.name),
             escaped(verb.about)
+        );
+    }
+    roff += ".SH ENVIRONMENT\nEvery option has a variable: \\fBFIRN_ARENA_SIZE\\fR for arena\\-size, and so on. Others are:\n";
+    for Variable { name, meaning } in &VARIABLES {
+        let _ = write!(
+            roff,
+            ".TP\n\\fB{}\\fR\n{}\n",
+            escaped(name),
+            escaped(&meaning.replace('`', ""))
         );
     }
     roff += ".SH FILES\n";

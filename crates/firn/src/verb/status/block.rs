@@ -129,6 +129,9 @@ fn mount(s: &Status, paint: Paint) -> String {
         );
         line("placement", paint.odd(&what));
     }
+    if let Some(hint) = s.close_hint() {
+        line("hint", paint.odd(&hint));
+    }
     if s.log_lines_lost > 0 {
         let lines = count(s.log_lines_lost, "line");
         let what = format!(
