@@ -17,6 +17,7 @@ mod check;
 mod chunks;
 mod completions;
 mod config;
+mod doctor;
 mod drain;
 mod evict;
 mod flatten;
@@ -77,6 +78,7 @@ pub static VERBS: &[&Verb] = &[
     &transaction::RESTORE,
     &recover::VERB,
     &check::VERB,
+    &doctor::VERB,
     &config::VERB,
     &bench::VERB,
     &version::VERB,

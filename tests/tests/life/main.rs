@@ -6,6 +6,7 @@ mod connections;
 mod crash;
 mod descriptors;
 mod dist;
+mod doctor;
 mod endings;
 mod fixtures;
 mod hangs;
