@@ -81,7 +81,7 @@ pub fn examine(request: &Request) -> Examination {
         findings.extend(run_all(request, |group| group == Group::Storage));
     } else {
         let text = "what its file system can do was not tried";
-        let advice = "Mend what is wrong with the backing, and run `firn doctor` again.";
+        let advice = "mend what is wrong with the backing, and run `firn doctor` again";
         findings.push(Finding {
             check: "storage".into(),
             ..Finding::note(text, advice)
@@ -148,20 +148,20 @@ fn ask_child(request: &Request, check: &Check) -> Vec<Finding> {
             Some(Ok(findings)) => findings,
             _ => vec![Finding::note(
                 format!("the check ended without a finding: {}", ended.text()),
-                "Please report this as a fault of Firn.",
+                "please report this as a fault of Firn",
             )],
         },
         Err(RunError::Late) if check.group == Group::Host => vec![Finding::note(
             format!("no answer within {seconds} s"),
-            "Run it again with a longer --timeout; look at `dmesg` and the load of this host.",
+            "run it again with a longer --timeout; look at `dmesg` and the load of this host",
         )],
         Err(RunError::Late) => vec![Finding::wrong(
             format!("the file system did not answer within {seconds} s"),
-            "Look whether its server is reached (`dmesg`, `mount`); if it is only slow, run it again with a longer --timeout.",
+            "look whether its server is reached (`dmesg`, `mount`); if it is only slow, run it again with a longer --timeout",
         )],
         Err(error) => vec![Finding::note(
             format!("the check could not be run: {error}"),
-            "Look at the limits on processes and memory (`ulimit -a`).",
+            "look at the limits on processes and memory (`ulimit -a`)",
         )],
     }
 }

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use firn_client::RuntimeFiles;
 use firn_config::{Options, size_text};
 use firn_format::amount::bytes_text;
 use firn_format::geometry::Geometry;
@@ -27,6 +28,12 @@ const LIBFABRIC: [&str; 4] = [
 /// Whether there is room for the arena that a mount would make now.
 pub(crate) fn room(subject: &Subject<'_>) -> Vec<Finding> {
     let options = subject.options;
+    if let Some(arena) = own_arena(subject) {
+        let arena = quoted_path(&arena);
+        return vec![Finding::ok(format!(
+            "the arena of this backing is there: {arena}"
+        ))];
+    }
     let dir = match arena_dir(options) {
         Ok(dir) => dir,
         Err(text) => return vec![Finding::refused(text)],
@@ -98,6 +105,13 @@ fn smaller(geometry: &Geometry, free: u64) -> String {
         0 => "free memory there: `firn status` lists what earlier mounts left".into(),
         bytes => format!("mount with -o arena-size={}M", bytes >> 20),
     }
+}
+
+/// The arena that a mount of the backing has, or finds.
+fn own_arena(subject: &Subject<'_>) -> Option<PathBuf> {
+    let backing = subject.backing?.canonicalize().ok()?;
+    let files = RuntimeFiles::of(&backing, subject.options.arena_dir.as_deref()).ok()?;
+    files.arena.exists().then_some(files.arena)
 }
 
 /// What is there of the directory that the arena would be in.
