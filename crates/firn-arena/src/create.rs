@@ -190,22 +190,11 @@ impl Arena {
 /// Of what is free, the part that is left for the journal to grow, for logs and for other files in memory.
 const SPARE_PART: u64 = 8;
 
-/// Bytes of the most chunks whose arena fits into `free_bytes`.
+/// The largest `arena-size` that fits into `free_bytes`.
 fn fitting_bytes(geometry: &Geometry, free_bytes: u64) -> Option<u64> {
-    let room = free_bytes - free_bytes / SPARE_PART;
-    let chunk_bytes = geometry.chunk_bytes;
-    let sizes = (1..=room / chunk_bytes)
-        .rev()
-        .map(|count| count * chunk_bytes);
-    let fits = |size: &u64| {
-        Geometry::with_spill(*size, chunk_bytes, geometry.spill_bytes())
-            .is_ok_and(|smaller| smaller.allocated_bytes() <= room)
-    };
-    sizes.take(FITTING_TRIES).find(fits)
+    let fitting = geometry.fitting_arena_bytes(free_bytes - free_bytes / SPARE_PART);
+    (fitting > 0).then_some(fitting)
 }
-
-/// Sizes that are looked at from the largest on: what an arena needs beside its chunks is a small part of it.
-const FITTING_TRIES: usize = 4096;
 
 /// A new file of mode 0600 that nobody else has.
 struct Unnamed {

@@ -34,6 +34,8 @@ mod tables;
 mod topology;
 mod uses;
 
+use firn_format::quantity::bytes;
+
 pub use arena::Arena;
 pub use check::{Report, check};
 pub use client::{ClientLease, Taken, Wrong};
@@ -48,8 +50,6 @@ pub use pool::NumaNodeFigures;
 pub use refs::{PieceRef, SlabRef, Stored};
 pub use spill::{SpillFault, SpillFile};
 pub use topology::{SYSFS_NODES, Topology};
-
-use firn_format::quantity::bytes;
 
 /// Why an arena could not be made or attached.
 #[derive(Debug, thiserror::Error)]

@@ -41,8 +41,9 @@ pub enum SpillFault {
     },
     /// The device does not have so much room.
     #[error(
-        "spill file {}: no room for {need} bytes ({why}): lower spill-size, or put it elsewhere with spill",
-        quoted_path(path)
+        "spill file {}: no room for {} ({why}): lower spill-size, or put it elsewhere with spill",
+        quoted_path(path),
+        firn_format::quantity::bytes(*need)
     )]
     NoRoom {
         /// The file.

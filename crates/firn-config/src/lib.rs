@@ -8,9 +8,10 @@
 //! * Sources are asked in a fixed order: flags (`-o` among them), `FIRN_*` environment, user file,
 //!   system file, defaults. [`Resolved`] says of each value where it came from.
 //! * [`Options`] that come out of [`Sources::resolve`] are in range and free of contradictions.
-//! * Nothing here reads the environment of the process but [`Surroundings::of_process`].
+//! * Nothing here reads the environment of the process but [`Surroundings::of_process`] and [`misspelt_variables`].
 
 mod complete;
+mod environment;
 mod error;
 mod file;
 mod flags;
@@ -26,6 +27,9 @@ pub mod table;
 mod value;
 
 pub use complete::complete_minus_o;
+pub use environment::{
+    UnknownVariable, VARIABLES, Variable, misspelt_variables, unknown_variables,
+};
 pub use error::ConfigError;
 pub use flags::{arg, args, given_flags};
 pub use given::{Given, Origin};
@@ -35,7 +39,7 @@ pub use options::{
     Close, Drain, Flatten, Frontend, Fsync, Layout, LogLevel, Mode, Options, Order, Participants,
     Partner, Passthrough, Placement, TokenService,
 };
-pub use page::{ENVIRONMENT, configuration_page};
+pub use page::configuration_page;
 pub use quantity::{duration_text, parse_duration_ms, parse_size, size_text};
 pub use resolve::{Resolved, Sources, Surroundings};
 pub use suggest::nearest;

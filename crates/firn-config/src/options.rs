@@ -483,6 +483,9 @@ pub struct Options {
     pub system_log: Option<PathBuf>,
     /// Whether the mount refuses changes.
     pub read_only: bool,
+    /// Whether the mount may hide files that are at the mount point.
+    #[serde(default)]
+    pub nonempty: bool,
     /// Whether the arena's memory is taken at mount instead of at first use.
     pub populate: bool,
     /// Flags of the mount that the kernel honours (`nodev`, `noexec`, …).
@@ -559,6 +562,7 @@ impl Options {
             log_level: LogLevel::Info,
             system_log: None,
             read_only: false,
+            nonempty: false,
             populate: true,
             kernel_flags: Vec::new(),
         }

@@ -2,6 +2,7 @@
 
 use std::fmt::Write;
 
+use crate::environment::{VARIABLES, Variable};
 use crate::table::{IMPLIED, Implied, RULES, TABLE};
 
 /// What stands before the table.
@@ -36,34 +37,16 @@ give the same option different values are refused.
 |---|---|---|---|
 ";
 
-/// Variables that are no option, and what each means.
-pub const ENVIRONMENT: [(&str, &str); 7] = [
-    (
-        "FIRN_RUNTIME_DIR",
-        "directory of arenas, sockets and logs instead of `/dev/shm/firn-UID`; must be yours and mode 0700",
-    ),
-    (
-        "FIRN_PREFIX",
-        "set by `firn run` for its command: the directory to write to",
-    ),
-    ("FIRN_PRELOAD", "`off` turns the preload library off"),
-    (
-        "FIRN_PRELOAD_REPORT",
-        "`1`: the preload library prints at exit which calls went where",
-    ),
-    (
-        "FIRN_PRELOAD_DIRECT_AFTER",
-        "bytes of an open file that go through the mount before the preload library asks for direct access (65536; a call counts as 8192 at least; 0: ask at the first call)",
-    ),
-    (
-        "FIRN_PRELOAD_WAIT",
-        "seconds that a call in a stub tree waits for a firnd that was killed",
-    ),
-    ("NO_COLOR", "no colour, even on a terminal"),
-];
-
-/// What stands after the variables.
+/// What stands after the options; the table of variables comes in.
 const TAIL: &str = "
+## Environment that is no option
+
+`firn` and firnd tell of a variable whose name is nearly one of these, or nearly that of an option; it has no effect.
+
+| variable | meaning |
+|---|---|
+@VARIABLES@| `NO_COLOR` | no colour, even on a terminal |
+
 ## An example
 
 ```toml
@@ -118,11 +101,10 @@ pub fn configuration_page() -> String {
     for rule in &RULES {
         writeln!(page, "* {}: {}.", rule.text, rule.advice).expect("a String");
     }
-    page.push_str("\n## Environment that is no option\n\n| variable | meaning |\n|---|---|\n");
-    for (name, meaning) in ENVIRONMENT {
-        writeln!(page, "| `{name}` | {meaning} |").expect("a String");
-    }
-    page.push_str(TAIL);
+    let variables = VARIABLES
+        .iter()
+        .map(|Variable { name, meaning }| format!("| `{name}` | {meaning} |\n"));
+    page.push_str(&TAIL.replace("@VARIABLES@", &variables.collect::<String>()));
     page
 }
 

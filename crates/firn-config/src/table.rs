@@ -64,7 +64,7 @@ pub fn row(name: &str) -> Option<&'static Row> {
 }
 
 /// Every option.
-pub static TABLE: [Row; 48] = [
+pub static TABLE: [Row; 49] = [
     Row {
         name: "arena-size",
         kind: Kind::Size {
@@ -771,6 +771,17 @@ pub static TABLE: [Row; 48] = [
         changes_promises: false,
         get: |o| switch_text(o.read_only),
         set: |o, v| o.read_only = v.switch(),
+    },
+    Row {
+        name: "nonempty",
+        kind: Kind::Switch,
+        default: "no",
+        help: "Mount over a directory that is not empty, and hide what is in it",
+        long: "Without it such a mount is refused, so that swapped arguments hide no files. What was hidden is \
+               there again after the unmount. A stub tree (`frontend=preload`) needs an empty directory in any case.",
+        changes_promises: false,
+        get: |o| switch_text(o.nonempty),
+        set: |o, v| o.nonempty = v.switch(),
     },
     Row {
         name: "populate",

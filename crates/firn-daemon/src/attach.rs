@@ -340,9 +340,9 @@ fn tell(recovered: &Recovered, drain: Drain, notice: &mut dyn FnMut(String)) {
     }
     for lost in &recovered.lost {
         notice(format!(
-            "{}: {} bytes are kept in the arena, but their file is not in the backing ({})",
+            "{}: {} are kept in the arena, but their file is not in the backing ({})",
             lost.known_path(),
-            lost.bytes,
+            bytes(lost.bytes),
             lost.reason
         ));
     }

@@ -5,6 +5,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
 use firn_config::Options;
+use firn_format::quantity::bytes;
 use firn_format::quote::quoted_path;
 use firn_fuse::detach;
 use firn_protocol::{HeldPolicy, Reply};
@@ -45,7 +46,7 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
     let options = &request.options;
     let backing = &request.backing;
     let mount_point = &request.mount_point;
-    let checked = preflight::check(backing, mount_point, options.read_only, &mut |text| {
+    let checked = preflight::check(backing, mount_point, options, &mut |text| {
         reporter.notice(text)
     })?;
     spill::check(options, &checked, &mut |text| reporter.notice(text))?;
@@ -77,8 +78,11 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
     if let Some(limit) = process::file_size_limit_bytes() {
         reporter.notice(format!(
             "files larger than {} cannot be drained: that is the limit on file sizes (ulimit -f) here; unmount and mount with a higher one",
-            firn_format::quantity::bytes(limit)
+            bytes(limit)
         ));
+    }
+    for text in firn_config::misspelt_variables() {
+        tracing::warn!("{text}");
     }
     tracing::info!(backing = %quoted_path(&checked.backing), mount_point = %quoted_path(&checked.mount_point), "attaching");
     let attached = Attached::new(&checked.backing, files, locks, options, &mut |text| {

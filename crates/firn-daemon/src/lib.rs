@@ -75,5 +75,6 @@ pub use lost::{LostPolicy, LostReport};
 pub use mount::{firnd_main, mount, mount_with_notices};
 pub use mount_request::MountRequest;
 pub use orphans::{find_orphans, forget_lane};
+pub use preflight::{check_backing, write_refusal};
 pub use recover::{HostReport, RecoverReport, RecoverRequest, recover, recover_host};
 pub use unmounted::FoundOrphan;

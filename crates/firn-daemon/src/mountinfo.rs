@@ -13,6 +13,11 @@ pub(crate) struct FirnMount {
     pub(crate) backing: PathBuf,
 }
 
+/// All mounts that this process can see, of any file system.
+pub(crate) fn all() -> Vec<mountinfo::Entry> {
+    mountinfo::parse(&std::fs::read("/proc/self/mountinfo").unwrap_or_default())
+}
+
 /// All Firn mounts that this process can see, later ones over earlier ones.
 pub(crate) fn firn_mounts() -> Vec<FirnMount> {
     parse(&std::fs::read("/proc/self/mountinfo").unwrap_or_default())

@@ -7,8 +7,10 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use firn_client::liveness::{self, Liveness};
+use firn_config::{Frontend, Options};
+use firn_format::mountinfo::holding;
 use firn_format::quote::quoted_path;
-use rustix::fs::{Access, AtFlags, CWD, accessat};
+use rustix::fs::{Access, AtFlags, CWD, accessat, stat};
 use rustix::io::Errno;
 
 use crate::error::{AttachError, MountError};
@@ -23,24 +25,36 @@ pub(crate) struct Checked {
     pub(crate) mount_point: PathBuf,
 }
 
-/// Checks the pair. A dead Firn mount at the mount point is taken away, and `notice` says so.
+/// Checks the pair. A dead Firn mount at the mount point is taken away; `notice` says so, and that the user may not
+/// write to the backing.
 pub(crate) fn check(
     backing: &Path,
     mount_point: &Path,
-    read_only: bool,
+    options: &Options,
     notice: &mut dyn FnMut(String),
 ) -> Result<Checked, MountError> {
-    let backing = check_backing(backing, read_only)?;
+    let backing = check_backing(backing, options.read_only)?;
     let mount_point = check_mount_point(mount_point, notice)?;
     check_apart(&backing, &mount_point)?;
+    // A stub tree has rules of its own, and may find the one of an earlier firnd.
+    if options.frontend == Frontend::Fuse && !options.nonempty {
+        check_empty(&mount_point, &backing)?;
+    }
+    if !options.read_only
+        && let Some(refusal) = write_refusal(&backing)
+    {
+        notice(format!(
+            "{refusal}: files cannot be made at its top; chown or chmod it, or mount with -o ro"
+        ));
+    }
     Ok(Checked {
         backing,
         mount_point,
     })
 }
 
-/// The backing alone, as `firn recover` needs it. Returns its canonical path.
-pub(crate) fn check_backing(path: &Path, read_only: bool) -> Result<PathBuf, AttachError> {
+/// The backing alone, as `firn recover` and `firn doctor` need it. Returns its canonical path.
+pub fn check_backing(path: &Path, read_only: bool) -> Result<PathBuf, AttachError> {
     let path = &absolute(path);
     let unusable = |source: io::Error| AttachError::BackingUnusable {
         path: path.clone(),
@@ -72,6 +86,50 @@ pub(crate) fn check_backing(path: &Path, read_only: bool) -> Result<PathBuf, Att
         return Err(AttachError::BackingReadOnly { path: canonical });
     }
     Ok(canonical)
+}
+
+/// Why this user may not make files at the top of a backing, with its owner and mode; `None`: they may, as far as the file
+/// system tells before a try.
+pub fn write_refusal(backing: &Path) -> Option<String> {
+    let needed = Access::WRITE_OK | Access::EXEC_OK;
+    let errno = accessat(CWD, backing, needed, AtFlags::EACCESS).err()?;
+    let user = rustix::process::geteuid().as_raw();
+    let owner = stat(backing).map_or_else(
+        |_| String::new(),
+        |stat| {
+            format!(
+                ", owner {}, mode {:04o}",
+                stat.st_uid,
+                stat.st_mode & 0o7777
+            )
+        },
+    );
+    Some(format!(
+        "user {user} may not write to backing directory {} ({errno}{owner})",
+        quoted_path(backing)
+    ))
+}
+
+/// Refuses a mount that would hide files: the arguments may have been swapped. A directory that may not be listed
+/// counts as empty.
+fn check_empty(mount_point: &Path, backing: &Path) -> Result<(), MountError> {
+    let entries = mountinfo::all();
+    // To list it would ask the automounter for the very mount that is being made, and wait for it.
+    if holding(&entries, mount_point).is_some_and(|entry| entry.fs_type == "autofs") {
+        return Ok(());
+    }
+    if !has_entries(mount_point) {
+        return Ok(());
+    }
+    Err(MountError::MountPointNotEmpty {
+        mount_point: mount_point.into(),
+        backing: backing.into(),
+        is_backing_empty: !has_entries(backing),
+    })
+}
+
+fn has_entries(dir: &Path) -> bool {
+    std::fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_some())
 }
 
 fn check_mount_point(path: &Path, notice: &mut dyn FnMut(String)) -> Result<PathBuf, MountError> {
@@ -157,7 +215,7 @@ mod tests {
     use super::*;
 
     fn refusal(backing: &Path, mount_point: &Path) -> MountError {
-        check(backing, mount_point, false, &mut |_| {}).expect_err("must be refused")
+        check(backing, mount_point, &Options::default(), &mut |_| {}).expect_err("must be refused")
     }
 
     #[test]
@@ -201,10 +259,30 @@ mod tests {
         check(
             &dir.path().join("run"),
             &dir.path().join("run2"),
-            false,
+            &Options::default(),
             &mut |_| {},
         )
         .unwrap();
+    }
+
+    #[test]
+    fn a_mount_point_with_files_is_refused_unless_it_is_asked_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let [empty, full] = ["empty", "full"].map(|name| dir.path().join(name));
+        std::fs::create_dir(&empty).unwrap();
+        std::fs::create_dir(&full).unwrap();
+        std::fs::write(full.join("model.pt"), b"x").unwrap();
+        let text = refusal(&empty, &full).to_string();
+        assert!(text.contains("is not empty"), "{text}");
+        // The arguments were swapped, most likely.
+        let swapped = format!("`firn mount {} {}`", full.display(), empty.display());
+        assert!(text.contains(&swapped), "{text}");
+        let options = Options {
+            nonempty: true,
+            ..Options::default()
+        };
+        check(&empty, &full, &options, &mut |_| {}).unwrap();
+        check(&full, &empty, &Options::default(), &mut |_| {}).unwrap();
     }
 
     #[test]

@@ -57,6 +57,8 @@ pub(crate) struct Counters {
     pub cancelled_bytes: AtomicU64,
     pub evicted_bytes: AtomicU64,
     pub read_bytes: AtomicU64,
+    /// Microseconds that closes waited for the backing, each for itself.
+    pub close_wait_us: AtomicU64,
     /// Lists of chunks in use.
     pub chunk_lists: AtomicU64,
     /// Bytes in memory that they name.

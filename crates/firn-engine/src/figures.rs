@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use firn_backing::{Backing, Kind, is_below};
 use firn_format::durability::DurabilityLevel;
@@ -100,6 +100,11 @@ impl<B: Backing> Engine<B> {
         self.base.counters.drain_bytes.load(Ordering::Relaxed)
     }
 
+    /// Time that closes waited for the backing, each for itself.
+    pub fn close_wait(&self) -> Duration {
+        Duration::from_micros(self.base.counters.close_wait_us.load(Ordering::Relaxed))
+    }
+
     /// The engine's part of a status; what only firnd knows is left out. The figures are counters, and need no lock of each
     /// file. Two things do: bytes by direct access are ingested first, which locks the files that have some, and recorded
     /// errors, where there are any, are compared with all files.
@@ -150,6 +155,7 @@ impl<B: Backing> Engine<B> {
             cached_bytes: get(&counters.cached_bytes),
             evicted_bytes: get(&counters.evicted_bytes),
             read_bytes: get(&counters.read_bytes),
+            close_wait_seconds: get(&counters.close_wait_us) as f64 / 1e6,
             kernel_copies_bytes,
             kernel_copies_max_bytes,
             direct_files: direct_access.files,

@@ -1,6 +1,8 @@
 //! Waiting for durability levels: close, fsync, `firn wait`.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use firn_backing::{Backing, FileUse};
 
@@ -35,10 +37,25 @@ impl<B: Backing> Engine<B> {
                 match skip {
                     Some(None) => done(Ok(())),
                     Some(Some(errno)) => done(Err(errno)),
-                    None => self.drainer.when_drained(&handle.file, done),
+                    None => {
+                        let done = self.time_close(done);
+                        self.drainer.when_drained(&handle.file, done);
+                    }
                 }
             }
         }
+    }
+
+    /// Counts how long a close waits for the backing from now on.
+    fn time_close(&self, done: Done) -> Done {
+        let base = Arc::clone(&self.base);
+        let start = Instant::now();
+        Box::new(move |drained| {
+            let waited_us = start.elapsed().as_micros() as u64;
+            let counter = &base.counters.close_wait_us;
+            counter.fetch_add(waited_us, Ordering::Relaxed);
+            done(drained);
+        })
     }
 
     /// Notes that the process that closes a handle was killed: before it is answered, and before [`Engine::flush`].

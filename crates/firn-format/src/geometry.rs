@@ -179,6 +179,24 @@ impl Geometry {
             .map(|range| range.end - range.start)
             .sum()
     }
+    /// The largest arena of the same chunks and spill file whose [`Geometry::allocated_bytes`] are at most `free_bytes`, in
+    /// whole MiB; 0: none.
+    pub fn fitting_arena_bytes(&self, free_bytes: u64) -> u64 {
+        let allocated = |chunks: u64| {
+            let bytes = chunks * self.chunk_bytes;
+            let made = Self::with_spill(bytes, self.chunk_bytes, self.spill_bytes());
+            made.map(|geometry| geometry.allocated_bytes())
+        };
+        let (mut fits, mut too_many) = (0, free_bytes / self.chunk_bytes + 1);
+        while too_many - fits > 1 {
+            let chunks = fits.midpoint(too_many);
+            match allocated(chunks) {
+                Ok(bytes) if bytes <= free_bytes => fits = chunks,
+                _ => too_many = chunks,
+            }
+        }
+        fits * self.chunk_bytes >> 20 << 20
+    }
     /// The ranges of the file that have memory from the start: all but what the journal may grow into and
     /// what aligns the data.
     pub fn allocated_ranges(&self) -> [std::ops::Range<u64>; 4] {
@@ -200,6 +218,19 @@ impl Geometry {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_largest_arena_that_fits_fits_and_one_chunk_more_does_not() {
+        let chunk = 4 << 20;
+        let wanted = Geometry::new(1 << 30, chunk).unwrap();
+        for free_mib in [1, 7, 8, 64, 65, 259, 1000] {
+            let free = free_mib << 20;
+            let fitting = wanted.fitting_arena_bytes(free);
+            let allocated = |bytes| Geometry::new(bytes, chunk).unwrap().allocated_bytes();
+            assert!(fitting == 0 || allocated(fitting) <= free, "{free_mib} MiB");
+            assert!(allocated(fitting + chunk) > free, "{free_mib} MiB");
+        }
+    }
 
     #[test]
     fn areas_follow_each_other_without_overlap() {

@@ -23,6 +23,8 @@ pub struct Entry {
     pub source: PathBuf,
     /// The user that mounted it, if it is a FUSE mount.
     pub user_id: Option<u32>,
+    /// Options of the file system, separated by commas, such as `rw,vers=4.2,local_lock=none`.
+    pub options: String,
 }
 
 /// The type of Firn's mounts.
@@ -42,7 +44,8 @@ fn parse_line(line: &[u8]) -> Option<Entry> {
     let [fs_type, source, options] = fields.get(hyphen + 1..hyphen + 4)? else {
         return None;
     };
-    let user_id = String::from_utf8_lossy(options)
+    let options = String::from_utf8_lossy(options).into_owned();
+    let user_id = options
         .split(',')
         .find_map(|option| option.strip_prefix("user_id=")?.parse().ok());
     let (major, minor) = std::str::from_utf8(fields.get(2)?).ok()?.split_once(':')?;
@@ -54,6 +57,7 @@ fn parse_line(line: &[u8]) -> Option<Entry> {
         fs_type: String::from_utf8_lossy(fs_type).into_owned(),
         source: unescape(source),
         user_id,
+        options,
     })
 }
 

@@ -45,7 +45,7 @@ pub use file_locks::{
 pub use lease::{Beat, Holder, LEASE_VERSION, Lease, LeaseError, LeaseUse, STALE_AFTER};
 pub use members::{Attendance, Expected, Members};
 pub use own::OwnError;
-pub use reach::{ReachError, check_reach};
+pub use reach::{ReachError, check_reach, check_two_files};
 pub use terms::{Peer, PeerWatch, Peers, Terms, publish_terms};
 pub use vote::VoteDir;
 pub use watch::HostWatch;

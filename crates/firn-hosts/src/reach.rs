@@ -85,7 +85,9 @@ fn check_here<B: Backing>(
     Ok(removed?)
 }
 
-fn check_two_files<B: Backing>(
+/// Whether two open files of this host exclude each other by locks of the file `name` in `dir`, which is made, and left to
+/// the caller.
+pub fn check_two_files<B: Backing>(
     base: &B,
     dir: &B::Inode,
     name: &str,

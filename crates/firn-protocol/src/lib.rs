@@ -18,7 +18,7 @@ use crate::path::BytePath;
 pub use crate::status::{
     BackupStatus, ErrorStatus, LaneState, LaneStatus, NumaNodeStatus, OwnerStatus, PartnerStatus,
     PlacedStatus, SpillStatus, Status, TokenState, TokenStatus, TransactionStage,
-    TransactionStatus,
+    TransactionStatus, close_hint,
 };
 
 /// Version of this protocol; a client refuses a firnd that speaks another one.

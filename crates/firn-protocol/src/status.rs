@@ -76,6 +76,8 @@ part! {
         counter cancelled_bytes: u64,
         /// Bytes read by programs through firnd.
         counter read_bytes: u64,
+        /// Time that closes waited for the backing: the sum over all closes (`close=drain`).
+        counter close_wait_seconds: f64,
         /// Drained bytes that are still in the arena to be read again.
         gauge cached_bytes: u64,
         /// Drained bytes that left the arena, to make room or because a request asked.
@@ -135,7 +137,17 @@ part! {
     }
 }
 
+/// Closes that waited less than this together are not worth a word.
+const CLOSE_WAIT_MIN_S: f64 = 10.0;
+/// Nor are those of a mount that is much older: they are short, or few.
+const CLOSE_WAIT_SHARE_MIN: f64 = 0.01;
+
 impl Status {
+    /// What to tell of closes that waited long for the backing.
+    pub fn close_hint(&self) -> Option<String> {
+        close_hint(self.close_wait_seconds, self.uptime_seconds)
+    }
+
     /// For tests: a status in which everything is there that may be.
     pub fn example() -> Self {
         let counts = BTreeMap::from([("lookup".to_owned(), 3)]);
@@ -197,6 +209,16 @@ impl Status {
             ..Self::default()
         }
     }
+}
+
+/// What to tell of closes that waited so many seconds together, in a mount of such an age; `None`: that is not long.
+pub fn close_hint(wait_s: f64, uptime_s: f64) -> Option<String> {
+    let is_long = wait_s >= CLOSE_WAIT_MIN_S && wait_s >= uptime_s * CLOSE_WAIT_SHARE_MIN;
+    is_long.then(|| {
+        format!(
+            "closes waited {wait_s:.0} s for the backing; with -o close=held they return at once, and `firn wait` waits"
+        )
+    })
 }
 
 part! {

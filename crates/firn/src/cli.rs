@@ -27,7 +27,10 @@ enum Role {
 pub fn main(args: Vec<OsString>) -> ExitCode {
     match role(&args) {
         Role::Firnd => firn_daemon::firnd_main(),
-        Role::MountFirn => verb::mount_firn::main(args.get(1..).unwrap_or_default()).into(),
+        Role::MountFirn => {
+            tell_misspelt_variables();
+            verb::mount_firn::main(args.get(1..).unwrap_or_default()).into()
+        }
         Role::UmountFirn => verb::umount_firn::main(args.get(1..).unwrap_or_default()).into(),
         Role::Firn => ended(firn(args)).into(),
     }
@@ -62,7 +65,15 @@ fn firn(args: Vec<OsString>) -> Result<u8, Failure> {
     let verb = verbs()
         .find(|verb| verb.name == name)
         .expect("clap knows the verbs of the table alone");
+    tell_misspelt_variables();
     (verb.run)(matches)
+}
+
+/// A misspelt variable would else be missed only by what it was to change.
+fn tell_misspelt_variables() {
+    for text in firn_config::misspelt_variables() {
+        output::say(&text);
+    }
 }
 
 /// Prints help or version, where these were asked for; anything else is an error of usage of `verb`.

@@ -19,6 +19,7 @@ mod check;
 mod chunks;
 mod completions;
 mod config;
+mod doctor;
 mod drain;
 mod evict;
 mod flatten;
@@ -97,7 +98,7 @@ pub static GROUPS: &[Group] = &[
     },
     Group {
         title: "Repair",
-        verbs: &[&recover::VERB, &check::VERB],
+        verbs: &[&doctor::VERB, &recover::VERB, &check::VERB],
     },
     Group {
         title: "Other",

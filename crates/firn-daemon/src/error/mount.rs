@@ -1,7 +1,7 @@
 //! Failures of a mount.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use firn_backing::Errno;
 use firn_client::PathsError;
@@ -36,6 +36,14 @@ pub enum MountError {
         mount_point: PathBuf,
         backing: PathBuf,
     },
+    #[error(
+        "mount point {mount_point} is not empty, and the mount would hide what is in it: give an empty directory, or mount over it with -o nonempty{hint}", mount_point = quoted_path(mount_point), hint = swapped_hint(mount_point, backing, *is_backing_empty))]
+    MountPointNotEmpty {
+        mount_point: PathBuf,
+        backing: PathBuf,
+        /// Then the two were swapped, most likely.
+        is_backing_empty: bool,
+    },
     #[error(transparent)]
     Session(#[from] SessionError),
     #[error(
@@ -64,6 +72,16 @@ pub enum MountError {
 
 attach_failures!(MountError: PathsError);
 
+fn swapped_hint(mount_point: &Path, backing: &Path, is_backing_empty: bool) -> String {
+    if !is_backing_empty {
+        return String::new();
+    }
+    let [mount_point, backing] = [mount_point, backing].map(quoted_path);
+    format!(
+        "; the backing comes first, and {backing} is empty: was `firn mount {mount_point} {backing}` meant?"
+    )
+}
+
 impl MountError {
     /// The exit status of firn for it.
     pub fn exit_code(&self) -> u8 {
@@ -77,7 +95,9 @@ impl MountError {
             | Self::Left { .. }
             | Self::LeftInLogs { .. }
             | Self::Silent { .. } => FAILED,
-            Self::MountPointInBacking { .. } | Self::BackingInMountPoint { .. } => USAGE,
+            Self::MountPointInBacking { .. }
+            | Self::BackingInMountPoint { .. }
+            | Self::MountPointNotEmpty { .. } => USAGE,
             Self::MountPointBusy { .. } | Self::TreeWaits { .. } => BUSY,
             Self::Reported { code, .. } => *code,
         }

@@ -1,10 +1,11 @@
 //! Bytes that came in, went out and were sent to other hosts, and how many of them a second.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use firn_engine::Engine;
-use firn_protocol::{Reply, Request, Status};
+use firn_protocol::{Reply, Request, Status, close_hint};
 use parking_lot::Mutex;
 
 use crate::part::{Part, Question};
@@ -18,6 +19,9 @@ pub(crate) struct Traffic {
     pulls: Arc<Pulls>,
     /// Samples of the last seconds.
     window: Mutex<Window>,
+    start: Instant,
+    /// The log has the hint about closes that wait long.
+    hint_given: AtomicBool,
 }
 
 impl Traffic {
@@ -26,6 +30,8 @@ impl Traffic {
             engine: Arc::clone(engine),
             pulls: Arc::default(),
             window: Mutex::default(),
+            start: Instant::now(),
+            hint_given: AtomicBool::new(false),
         })
     }
 }
@@ -40,6 +46,12 @@ impl Part for Traffic {
             pulled: self.pulls.bytes(),
         };
         self.window.lock().add(Instant::now(), totals);
+        let wait_s = self.engine.close_wait().as_secs_f64();
+        if let Some(hint) = close_hint(wait_s, self.start.elapsed().as_secs_f64())
+            && !self.hint_given.swap(true, Ordering::Relaxed)
+        {
+            tracing::info!("{hint}");
+        }
     }
 
     fn show(&self, status: &mut Status) {

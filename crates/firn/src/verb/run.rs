@@ -4,7 +4,7 @@ mod restart;
 
 use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command as Process, ExitStatus};
@@ -259,23 +259,11 @@ fn defaults_of_a_run(resolved: Resolved) -> Options {
 
 /// Whether FUSE can be used here; why not, in words.
 fn fuse() -> Result<(), String> {
-    const DEVICE: &str = "/dev/fuse";
-    // Of the kernel's list of devices (Documentation/admin-guide/devices.txt): misc, fuse.
-    let number = rustix::fs::makedev(10, 229);
-    match std::fs::metadata(DEVICE) {
-        Ok(found) if found.rdev() != number => {
-            return Err(format!("{DEVICE} is not the FUSE device"));
-        }
-        Ok(_) => {}
-        Err(error) => return Err(format!("{DEVICE}: {error}")),
-    }
-    if let Err(error) = std::fs::File::options().read(true).write(true).open(DEVICE) {
-        return Err(format!("cannot open {DEVICE}: {error}"));
+    if let Some(fault) = firn_doctor::device_fault() {
+        return Err(fault);
     }
     let root = rustix::process::geteuid().is_root();
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let helper = || std::env::split_paths(&path).any(|dir| dir.join("fusermount3").exists());
-    if root || helper() {
+    if root || firn_doctor::find_program("fusermount3").is_some() {
         Ok(())
     } else {
         Err("fusermount3 is not installed".into())

@@ -49,8 +49,8 @@ pub const VERB: Verb = Verb {
         ),
         ("firn status --json /ckpt | jq .held_bytes", "for scripts"),
         (
-            "firn status --prometheus > /var/lib/node_exporter/firn.prom",
-            "for a metrics collector",
+            "firn status --prometheus --output /var/lib/node_exporter/firn.prom",
+            "for a metrics collector, which never finds half a file",
         ),
     ],
     exits: &[
@@ -83,6 +83,9 @@ struct StatusArgs {
     /// Show all figures of each mount, by name where they have no line of their own, and all options that change promises.
     #[arg(short, long, conflicts_with_all = ["json", "prometheus"])]
     verbose: bool,
+    /// With --prometheus: write to FILE, which is replaced by a rename once all of it is written.
+    #[arg(long, value_name = "FILE", requires = "prometheus", value_hint = ValueHint::FilePath)]
+    output: Option<PathBuf>,
     /// Clear the recorded errors; their data is kept, and its drain is still retried.
     #[arg(long, requires = "path", conflicts_with_all = ["watch", "prometheus", "json"])]
     clear_errors: bool,
@@ -167,7 +170,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         return Ok(DONE);
     }
     if args.prometheus {
-        return prometheus::print(args.path.as_deref());
+        return prometheus::print(args.path.as_deref(), args.output.as_deref());
     }
     if !args.watch {
         return show(&args);
@@ -315,26 +318,47 @@ fn describe_elsewhere(mounts: usize) -> Option<String> {
 fn ask_all<T: Send>(
     ask: impl Fn(&Mount) -> Result<T, ClientError> + Sync,
 ) -> Result<(Vec<T>, u8), Failure> {
-    let mut code = DONE;
-    let mut elsewhere = 0;
+    let mounts = firn_client::mounts()?;
     let mut answers = Vec::new();
-    for answer in ask_each(&firn_client::mounts()?, ask) {
+    let mut silent = Vec::new();
+    for (mount, answer) in mounts.iter().zip(ask_each(&mounts, ask)) {
         match answer {
             Ok(answer) => answers.push(answer),
-            Err(error) => {
-                code = PARTLY;
-                match error {
-                    ClientError::NoSocket { .. } => elsewhere += 1,
-                    error => output::say(&error.to_string()),
-                }
-            }
+            Err(error) => silent.push((mount, error)),
         }
     }
-    if let Some(text) = describe_elsewhere(elsewhere) {
+    let code = match (&answers[..], &silent[..]) {
+        (_, []) => DONE,
+        ([], _) => FAILED,
+        _ => PARTLY,
+    };
+    let (elsewhere, silent): (Vec<_>, Vec<_>) = silent
+        .into_iter()
+        .partition(|(_, error)| matches!(error, ClientError::NoSocket { .. }));
+    let texts = [
+        describe_elsewhere(elsewhere.len()),
+        describe_silent(&silent, mounts.len()),
+    ];
+    for text in texts.into_iter().flatten() {
         output::say(&text);
     }
-    if answers.is_empty() && code != DONE {
-        code = FAILED;
-    }
     Ok((answers, code))
+}
+
+/// One line for all that did not answer: a collector asks each minute.
+fn describe_silent(silent: &[(&Mount, ClientError)], count: usize) -> Option<String> {
+    match silent {
+        [] => None,
+        [(_, error)] => Some(error.to_string()),
+        several => {
+            let names = several
+                .iter()
+                .map(|(mount, _)| crate::text::path(&mount.mount_point));
+            let names = names.collect::<Vec<_>>().join(", ");
+            Some(format!(
+                "{} of {count} mounts do not answer, and `firn status` says what to do: {names}",
+                several.len()
+            ))
+        }
+    }
 }

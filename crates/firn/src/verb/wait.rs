@@ -105,7 +105,7 @@ struct Outcome<'a> {
     bytes_left: u64,
 }
 
-fn parse_timeout_ms(text: &str) -> Result<u64, String> {
+pub fn parse_timeout_ms(text: &str) -> Result<u64, String> {
     let plain = text
         .parse::<u64>()
         .ok()

@@ -5,6 +5,7 @@ use std::io::Write as _;
 
 use clap::{Arg, Command};
 use clap_mangen::Man;
+use firn_config::{VARIABLES, Variable};
 
 use crate::verb::{self, GROUPS, Verb, mount_firn, verbs};
 
@@ -99,7 +100,12 @@ fn environment() -> impl Iterator<Item = (&'static str, &'static str)> {
         "The option of that name, in capitals with underscores: FIRN_ARENA_SIZE=1G is --arena-size 1G. `firn config` shows \
          each value and where it came from.",
     );
-    std::iter::once(options).chain(firn_config::ENVIRONMENT)
+    let others = VARIABLES
+        .iter()
+        .map(|Variable { name, meaning }| (*name, *meaning));
+    std::iter::once(options)
+        .chain(others)
+        .chain([("NO_COLOR", "no colour, even on a terminal")])
 }
 
 const FILES: [(&str, &str); 4] = [

@@ -221,6 +221,9 @@ fn add_main(s: &Status, paint: Paint, lines: &mut Lines) {
     );
     line("written", drained(s));
     line("options", options(s));
+    if let Some(hint) = s.close_hint() {
+        line("hint", paint.odd(&hint));
+    }
     if s.logged_files > 0 {
         line(
             "logged",

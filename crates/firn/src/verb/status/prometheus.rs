@@ -1,6 +1,9 @@
 //! The figures of one mount or of all as Prometheus text (exposition format 0.0.4).
 
 use std::fmt;
+use std::fs::Permissions;
+use std::io::{self, Write as _};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use firn_client::Connection;
@@ -13,17 +16,41 @@ use prometheus_client::metrics::exemplar::Exemplar;
 use prometheus_client::registry::Registry;
 
 use super::ask_all;
-use crate::failure::{DONE, Failure};
+use crate::failure::{DONE, FAILED, Failure};
 use crate::output;
 use crate::verb::connect;
 
-/// Prints the metrics of the mount of `path`, or of all mounts.
-pub fn print(path: Option<&Path>) -> Result<u8, Failure> {
+/// Prints the metrics of the mount of `path`, or of all mounts, or writes them to a file.
+pub fn print(path: Option<&Path>, file: Option<&Path>) -> Result<u8, Failure> {
     let (all, code) = match path {
         None => ask_all(|mount| Connection::open(mount)?.status())?,
         Some(path) => (vec![connect(path)?.1.status()?], DONE),
     };
-    output::print(&text(&all)).map(|()| code)
+    let text = text(&all);
+    match file {
+        None => output::print(&text)?,
+        Some(file) => replace_file(file, &text).map_err(|error| {
+            let file = crate::text::path(file);
+            Failure::new(FAILED, format!("cannot write {file}: {error}"))
+        })?,
+    }
+    Ok(code)
+}
+
+/// Readers find the old text or the new one. What a kill leaves begins with a dot and does not end in `.prom`.
+fn replace_file(file: &Path, text: &str) -> io::Result<()> {
+    let dir = match file.parent() {
+        Some(dir) if !dir.as_os_str().is_empty() => dir,
+        _ => Path::new("."),
+    };
+    // A collector is another user: as readable as what `>` makes.
+    let mut unnamed = tempfile::Builder::new()
+        .prefix(".firn-metrics-")
+        .permissions(Permissions::from_mode(0o644))
+        .tempfile_in(dir)?;
+    unnamed.write_all(text.as_bytes())?;
+    unnamed.persist(file)?;
+    Ok(())
 }
 
 /// A snapshot of figures, as the registry takes it.

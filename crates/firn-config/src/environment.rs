@@ -1,0 +1,233 @@
+//! The variables that Firn and what belongs to it read, and what somebody probably meant by another one.
+//!
+//! Every variable is in one of three places: a row of [`TABLE`] (an option), [`VARIABLES`] (documented, and no option), or
+//! [`INTERNAL`] (tests, benchmarks, scripts, examples). A test looks through the sources for others.
+
+use std::ffi::OsStr;
+
+use crate::table::TABLE;
+
+/// What all of them begin with.
+const PREFIX: &str = "FIRN_";
+
+/// A variable of the environment that is no option.
+#[derive(Clone, Copy, Debug)]
+pub struct Variable {
+    /// Its name.
+    pub name: &'static str,
+    /// What it does; in Markdown.
+    pub meaning: &'static str,
+}
+
+/// The variables that users may set, or find set, beside those of options.
+pub static VARIABLES: [Variable; 6] = [
+    Variable {
+        name: "FIRN_RUNTIME_DIR",
+        meaning: "directory of arenas, sockets and logs instead of `/dev/shm/firn-UID`; must be yours and mode 0700",
+    },
+    Variable {
+        name: "FIRN_PREFIX",
+        meaning: "set by `firn run` for its command: the directory to write to",
+    },
+    Variable {
+        name: "FIRN_PRELOAD",
+        meaning: "`off` turns the preload library off",
+    },
+    Variable {
+        name: "FIRN_PRELOAD_REPORT",
+        meaning: "`1`: the preload library prints at exit which calls went where",
+    },
+    Variable {
+        name: "FIRN_PRELOAD_DIRECT_AFTER",
+        meaning: "bytes of an open file that go through the mount before the preload library asks for direct access (65536; a call counts as 8192 at least; 0: ask at the first call)",
+    },
+    Variable {
+        name: "FIRN_PRELOAD_WAIT",
+        meaning: "seconds that a call in a stub tree waits for a firnd that was killed",
+    },
+];
+
+/// Those of tests, benchmarks, scripts and examples.
+static INTERNAL: &[&str] = &[
+    "FIRN_AGENT_REQUESTS",
+    "FIRN_AGENT_ROUNDS",
+    "FIRN_AGENT_TAMPER_ROUNDS",
+    "FIRN_BACKING_DIR",
+    "FIRN_BENCH_DIR",
+    "FIRN_BENCH_LEFTOVERS",
+    "FIRN_BENCH_PROGRAM",
+    "FIRN_BIN",
+    "FIRN_CALLS",
+    "FIRN_CHECKPOINT",
+    "FIRN_CRASH_ROUNDS",
+    "FIRN_DEMO_DIR",
+    "FIRN_DIFFERENTIAL_OPS",
+    "FIRN_DIR",
+    "FIRN_FSX_OPS",
+    "FIRN_HOSTS_RANGES",
+    "FIRN_OPS",
+    "FIRN_PARTNER_ROUNDS",
+    "FIRN_PLACE_STAGING",
+    "FIRN_SEED",
+    "FIRN_STRESS_SECONDS",
+    "FIRN_TEMPORARY",
+    "FIRN_TEST_CREATE",
+    "FIRN_TEST_LIMIT_S",
+    "FIRN_TEST_STEP",
+    "FIRN_TRACE",
+];
+
+/// A variable that begins like those of Firn, and that nothing of it reads.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UnknownVariable {
+    /// As it is set.
+    pub name: String,
+    /// The one that was probably meant.
+    pub nearest: Option<String>,
+}
+
+/// The variables among `names` that begin with `FIRN_` and mean nothing.
+pub fn unknown_variables<S: AsRef<OsStr>>(
+    names: impl IntoIterator<Item = S>,
+) -> Vec<UnknownVariable> {
+    let known: Vec<String> = known().collect();
+    let mut unknown: Vec<UnknownVariable> = names
+        .into_iter()
+        .filter_map(|name| {
+            let name = name.as_ref().to_str()?;
+            let is_unknown = name.starts_with(PREFIX) && !known.iter().any(|other| other == name);
+            is_unknown.then(|| UnknownVariable {
+                name: name.to_owned(),
+                nearest: nearest(name, &known),
+            })
+        })
+        .collect();
+    unknown.sort_by(|a, b| a.name.cmp(&b.name));
+    unknown
+}
+
+/// What to tell of the misspelt variables of this process. One that resembles none is somebody else's: modules set
+/// `FIRN_ROOT` and the like.
+pub fn misspelt_variables() -> Vec<String> {
+    let names = std::env::vars_os().map(|(name, _)| name);
+    let tell = |unknown: UnknownVariable| {
+        let UnknownVariable { name, nearest } = unknown;
+        let nearest = nearest?;
+        let name = firn_format::quote::quoted(name.as_bytes());
+        Some(format!(
+            "the variable {name} has no effect: did you mean {nearest}?"
+        ))
+    };
+    unknown_variables(names)
+        .into_iter()
+        .filter_map(tell)
+        .collect()
+}
+
+fn known() -> impl Iterator<Item = String> {
+    let options = TABLE.iter().map(|row| row.env());
+    let others = VARIABLES.iter().map(|variable| variable.name.to_owned());
+    let internal = INTERNAL.iter().map(|name| (*name).to_owned());
+    options.chain(others).chain(internal)
+}
+
+/// Underscores do not count, and two letters that changed places are one slip.
+fn nearest(name: &str, known: &[String]) -> Option<String> {
+    let bare = |name: &str| name.trim_start_matches(PREFIX).replace('_', "");
+    let wanted = bare(name);
+    let (other, distance) = known
+        .iter()
+        .filter(|other| !INTERNAL.contains(&other.as_str()))
+        .map(|other| (other, strsim::osa_distance(&wanted, &bare(other))))
+        .min_by_key(|(_, distance)| *distance)?;
+    // Short names have near ones by chance: ROOT is two letters from HOST.
+    (distance <= bare(other).len().div_ceil(5)).then(|| other.clone())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::path::Path;
+
+    use super::*;
+
+    fn meant(name: &str) -> Option<String> {
+        let [unknown] = &unknown_variables([name])[..] else {
+            panic!("{name} is known")
+        };
+        unknown.nearest.clone()
+    }
+
+    #[test]
+    fn a_misspelt_variable_finds_the_one_that_was_meant() {
+        for (typed, right) in [
+            ("FIRN_ARENASIZE", "FIRN_ARENA_SIZE"),
+            ("FIRN_ARENA_SISE", "FIRN_ARENA_SIZE"),
+            ("FIRN_RUNTIMEDIR", "FIRN_RUNTIME_DIR"),
+            ("FIRN_COLSE", "FIRN_CLOSE"),
+            ("FIRN_PRELOAD_REPORTS", "FIRN_PRELOAD_REPORT"),
+        ] {
+            assert_eq!(meant(typed).as_deref(), Some(right), "{typed}");
+        }
+        for other in ["FIRN_ROOT", "FIRN_HOME", "FIRN_VERSION", "FIRN_"] {
+            assert_eq!(meant(other), None, "{other}");
+        }
+        let known = ["FIRN_ARENA_SIZE", "FIRN_SEED", "PATH", "FIRNLIKE"];
+        assert_eq!(unknown_variables(known), []);
+    }
+
+    /// Names in quotes in Rust sources, and names that scripts expand.
+    #[test]
+    fn every_variable_that_the_sources_name_is_listed() {
+        let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
+        let mut named = BTreeSet::new();
+        for dir in ["crates", "tests", "xtask", "examples", "scripts"] {
+            collect(&root.join(dir), &mut named);
+        }
+        assert!(named.contains("FIRN_SEED"), "{named:?}");
+        let unknown: Vec<_> = unknown_variables(&named)
+            .into_iter()
+            .map(|unknown| unknown.name)
+            .filter(|name| !NOT_READ.contains(&name.as_str()))
+            .collect();
+        assert!(
+            unknown.is_empty(),
+            "list them in crates/firn-config/src/environment.rs: {unknown:?}"
+        );
+    }
+
+    /// In quotes, and no variables of the environment.
+    const NOT_READ: &[&str] = &["FIRN_NEXT_ID"];
+
+    fn collect(dir: &Path, named: &mut BTreeSet<String>) {
+        for entry in std::fs::read_dir(dir).unwrap().map(Result::unwrap) {
+            let path = entry.path();
+            if path.is_dir() {
+                collect(&path, named);
+                continue;
+            }
+            // This file has misspelt ones, and those of tests would be found in the list itself.
+            if path.ends_with("environment.rs") || entry.metadata().unwrap().len() > 1 << 20 {
+                continue;
+            }
+            let Ok(text) = std::fs::read_to_string(&path) else {
+                continue;
+            };
+            let is_rust = path.extension().is_some_and(|extension| extension == "rs");
+            for (at, _) in text.match_indices(PREFIX) {
+                let end = text[at..]
+                    .find(|c: char| !(c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_'));
+                let name = &text[at..at + end.unwrap_or(text.len() - at)];
+                let before = text[..at].chars().next_back();
+                let after = text[at + name.len()..].chars().next();
+                let is_read = match is_rust {
+                    true => before == Some('"') && after == Some('"'),
+                    false => matches!(before, Some('$' | '{')) && text.starts_with("#!"),
+                };
+                if is_read && name.len() > PREFIX.len() {
+                    named.insert(name.to_owned());
+                }
+            }
+        }
+    }
+}

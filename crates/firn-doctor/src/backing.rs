@@ -1,0 +1,244 @@
+//! Where a backing lies, and whether this user may write to it: looked at, and not tried.
+
+use std::path::{Path, PathBuf};
+
+use firn_config::{Layout, Options, Participants, Partner, TokenService};
+use firn_format::mountinfo::{self, Entry, FIRN, holding};
+use firn_format::quote::quoted_path;
+use rustix::fs::{AtFlags, CWD, statat};
+
+use crate::probe::{self, Probe};
+use crate::{Finding, Subject, user};
+
+/// Firn's own directory in a backing.
+const OWN: &str = ".firn";
+
+/// The canonical path of the backing, as a mount has it; the text says why there is none.
+pub(crate) fn canonical(subject: &Subject<'_>) -> Result<PathBuf, String> {
+    let backing = subject.backing.unwrap_or(Path::new("."));
+    let checked = firn_daemon::check_backing(backing, subject.options.read_only);
+    checked.map_err(|error| error.to_string())
+}
+
+/// Which file system the backing is on, and how that is mounted.
+pub(crate) fn place(subject: &Subject<'_>) -> Vec<Finding> {
+    let entries = mountinfo::parse(&std::fs::read("/proc/self/mountinfo").unwrap_or_default());
+    let backing = match canonical(subject) {
+        Ok(backing) => backing,
+        Err(text) => return vec![Finding::refused(text)],
+    };
+    let name = quoted_path(&backing);
+    let Some(entry) = holding(&entries, &backing) else {
+        return vec![Finding::ok(format!("{name} is a directory"))];
+    };
+    if entry.fs_type == FIRN {
+        let below = quoted_path(&entry.source);
+        return vec![Finding::wrong(
+            format!(
+                "{name} is on a Firn mount, of {below}: a backing below a mount waits for itself"
+            ),
+            format!("name the backing: `firn doctor {below}`"),
+        )];
+    }
+    let source = quoted_path(&entry.source);
+    let mut findings = vec![Finding::ok(format!(
+        "{name} is on {} ({source})",
+        entry.fs_type
+    ))];
+    findings.extend(judge_mount(entry, subject.options));
+    findings.extend(own_directory(&backing));
+    findings
+}
+
+/// Whether the options have hosts rely on locks of files in the backing.
+fn relies_on_locks(options: &Options) -> bool {
+    options.participants != Participants::Off
+        || options.tokens == TokenService::Flock
+        || options.partner != Partner::None
+        || options.layout == Layout::Log
+}
+
+/// What the type and the options of the backing's file system mean for Firn.
+fn judge_mount(entry: &Entry, options: &Options) -> Vec<Finding> {
+    let words: Vec<&str> = entry.options.split(',').collect();
+    let has = |word: &str| words.contains(&word);
+    let value = |key: &str| {
+        let found = words
+            .iter()
+            .find_map(|word| word.strip_prefix(key)?.strip_prefix('='));
+        found.unwrap_or_default()
+    };
+    let point = quoted_path(&entry.mount_point);
+    // Wrong for who relies on it, and good to know for who may.
+    let locks = |text: &str, advice: String| {
+        let text = format!(
+            "{text}: tokens=flock, participants and layout=log need locks that reach the server"
+        );
+        if relies_on_locks(options) {
+            Finding::wrong(text, advice)
+        } else {
+            Finding::note(text, advice)
+        }
+    };
+    let mut findings = Vec::new();
+    match entry.fs_type.as_str() {
+        "tmpfs" | "ramfs" => findings.push(Finding::note(
+            "it is memory: files are gone with this host, also when they are called durable",
+            "name a directory on a disk or on a network file system",
+        )),
+        "overlay" => findings.push(Finding::note(
+            "it may be the root of a container: then files are gone with the container",
+            "name a directory that is mounted into the container (`-v DIR:DIR`)",
+        )),
+        "nfs" | "nfs4" => {
+            let local = ["all", "flock", "posix"].contains(&value("local_lock"));
+            if local || has("nolock") {
+                findings.push(locks(
+                    "NFS keeps locks of files on this host (nolock or local_lock)",
+                    format!("mount {point} without nolock, with `-o local_lock=none` or vers=4.2"),
+                ));
+            }
+            if has("soft") || has("softerr") {
+                findings.push(Finding::note(
+                    "NFS gives up after a time (soft): writes fail while the server restarts",
+                    format!("mount {point} with `-o hard`"),
+                ));
+            }
+            if has("nocto") && options.layout == Layout::Log {
+                findings.push(Finding::wrong(
+                    "with nocto hosts do not find each other's logs (layout=log)",
+                    format!("mount {point} without nocto, and with `-o lookupcache=positive`"),
+                ));
+            }
+            findings.push(Finding::note(
+                "whether the server writes before it answers cannot be seen: an `async` export loses synced files in a power loss",
+                "on the server: `exportfs -v` must say sync for this export",
+            ));
+        }
+        "lustre" if !has("flock") => findings.push(locks(
+            "Lustre is mounted without flock, or with localflock",
+            format!("mount {point} with `-o flock` on every host"),
+        )),
+        "beegfs" => findings.push(locks(
+            "BeeGFS keeps locks on this host unless tuneUseGlobalFileLocks is set, which cannot be seen",
+            "set tuneUseGlobalFileLocks = true in beegfs-client.conf on every host".into(),
+        )),
+        "fuse.sshfs" => findings.push(locks(
+            "sshfs keeps locks of files on this host",
+            "use tokens=etcd, or another file system".into(),
+        )),
+        _ => {}
+    }
+    findings
+}
+
+/// Something in the place of what is Firn's own, which mounts with transactions or logs refuse.
+fn own_directory(backing: &Path) -> Option<Finding> {
+    let found = statat(CWD, backing.join(OWN), AtFlags::SYMLINK_NOFOLLOW).ok()?;
+    let distrust = firn_trust::Facts::of(&found)
+        .check(firn_trust::Expected::Directory, user())
+        .err()?;
+    Some(Finding::note(
+        format!("{OWN} in it {distrust}: transactions, layout=log, lanes and agents are refused"),
+        format!(
+            "mount as the user that made it, or look at it and move it away: `ls -la {}`",
+            quoted_path(&backing.join(OWN))
+        ),
+    ))
+}
+
+/// Whether files can be made at the top of the backing; tried, if it may be.
+pub(crate) fn writable(subject: &Subject<'_>) -> Vec<Finding> {
+    if subject.options.read_only {
+        return vec![Finding::ok("nothing is to be written (read-only)")];
+    }
+    let backing = match canonical(subject) {
+        Ok(backing) => backing,
+        // The check of the place tells it.
+        Err(_) => return vec![],
+    };
+    let advice = format!(
+        "`chown` or `chmod u+w {}` as its owner; or mount with -o ro",
+        quoted_path(&backing)
+    );
+    if let Some(text) = firn_daemon::write_refusal(&backing) {
+        return vec![Finding::wrong(text, advice)];
+    }
+    let probe = match Probe::create(&backing) {
+        Ok(probe) => probe,
+        Err(error) => return vec![Finding::wrong(error.to_string(), advice)],
+    };
+    let left = probe.remove_left();
+    drop(probe);
+    let mut findings = vec![Finding::ok("files can be made and removed")];
+    if left > 0 {
+        findings.push(Finding::ok(format!(
+            "removed {left} directories {}* of checks that were killed",
+            probe::PREFIX
+        )));
+    }
+    findings
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Verdict;
+
+    fn judged(fs_type: &str, options: &str, mount: &Options) -> Vec<(Verdict, String)> {
+        let line = format!("40 22 0:50 / /scratch rw - {fs_type} server:/export {options}\n");
+        let entries = mountinfo::parse(line.as_bytes());
+        let findings = judge_mount(&entries[0], mount);
+        findings
+            .into_iter()
+            .map(|found| (found.verdict, found.text))
+            .collect()
+    }
+
+    #[test]
+    fn locks_that_stay_on_the_host_are_wrong_for_who_relies_on_them() {
+        let plain = Options::default();
+        let logs = Options {
+            layout: Layout::Log,
+            ..Options::default()
+        };
+        let nfs = "rw,vers=3,hard,nolock,local_lock=all";
+        for (fs_type, options) in [
+            ("nfs", nfs),
+            ("nfs", "rw,vers=3,hard,local_lock=flock"),
+            ("lustre", "rw,localflock"),
+            ("lustre", "rw,lazystatfs"),
+            ("fuse.sshfs", "rw,user_id=0"),
+        ] {
+            assert_eq!(
+                judged(fs_type, options, &plain)[0].0,
+                Verdict::Note,
+                "{options}"
+            );
+            assert_eq!(
+                judged(fs_type, options, &logs)[0].0,
+                Verdict::Wrong,
+                "{options}"
+            );
+        }
+        assert!(judged("lustre", "rw,flock", &logs).is_empty());
+        let good = judged("nfs4", "rw,vers=4.2,hard,local_lock=none", &logs);
+        assert!(
+            good.len() == 1 && good[0].1.contains("`async` export"),
+            "{good:?}"
+        );
+    }
+
+    #[test]
+    fn memory_and_soft_mounts_are_noted() {
+        let options = Options::default();
+        assert!(
+            judged("tmpfs", "rw", &options)[0]
+                .1
+                .contains("it is memory")
+        );
+        let soft = judged("nfs4", "rw,vers=4.2,soft", &options);
+        assert!(soft[0].1.contains("soft"), "{soft:?}");
+        assert!(judged("ext4", "rw", &options).is_empty());
+    }
+}

@@ -1,0 +1,153 @@
+//! The kernel's side of a mount: `/dev/fuse`, and who mounts for users without root.
+
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use firn_format::quote::quoted_path;
+use rustix::fs::{Access, AtFlags, CWD, StatVfsMountFlags, accessat};
+use rustix::io::Errno;
+use rustix::thread::{CapabilitySet, capabilities};
+
+use crate::{Finding, Subject, settings_in, user};
+
+const DEVICE: &str = "/dev/fuse";
+const HELPER: &str = "fusermount3";
+const CONFIGURATION: &str = "/etc/fuse.conf";
+const SET_USER_ID: u32 = 0o4000;
+/// Ways on for who cannot have FUSE.
+const WITHOUT_FUSE: &str = "without FUSE: `firn run`, or `firn mount --frontend=preload`";
+
+/// Why the FUSE device cannot be used, in words; `None`: it can.
+pub fn device_fault() -> Option<String> {
+    look_at_device().err().map(|fault| fault.text)
+}
+
+struct Fault {
+    text: String,
+    advice: String,
+}
+
+fn look_at_device() -> Result<(), Fault> {
+    let fault = |text: String, advice: &str| Fault {
+        text,
+        advice: format!("{advice}; {WITHOUT_FUSE}"),
+    };
+    let load = "as root: `modprobe fuse`; in a container: `--device /dev/fuse --cap-add SYS_ADMIN`";
+    // Of the kernel's list of devices (Documentation/admin-guide/devices.txt): misc, fuse.
+    let number = rustix::fs::makedev(10, 229);
+    let found =
+        std::fs::metadata(DEVICE).map_err(|error| fault(format!("{DEVICE}: {error}"), load))?;
+    if !found.file_type().is_char_device() || found.rdev() != number {
+        return Err(fault(format!("{DEVICE} is not the FUSE device"), load));
+    }
+    let opened = std::fs::File::options().read(true).write(true).open(DEVICE);
+    opened.map(drop).map_err(|error| {
+        let advice = match error.raw_os_error() {
+            Some(errno) if errno == Errno::ACCESS.raw_os_error() => {
+                "as root: `chmod 666 /dev/fuse`"
+            }
+            _ => load,
+        };
+        let mode = found.mode() & 0o7777;
+        let owner = found.uid();
+        let text = format!(
+            "user {} cannot open {DEVICE}: {error} (owner {owner}, mode {mode:04o})",
+            user()
+        );
+        fault(text, advice)
+    })
+}
+
+/// Whether this user can open the device.
+pub(crate) fn device(_: &Subject<'_>) -> Vec<Finding> {
+    vec![match look_at_device() {
+        Ok(()) => Finding::ok(format!("{DEVICE} can be opened")),
+        Err(Fault { text, advice }) => Finding::wrong(text, advice),
+    }]
+}
+
+/// Whether this process may mount by itself.
+fn may_mount() -> bool {
+    capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::SYS_ADMIN))
+}
+
+/// Whether somebody mounts for this user.
+pub(crate) fn helper(_: &Subject<'_>) -> Vec<Finding> {
+    if may_mount() {
+        return vec![Finding::ok("not needed: this user may mount")];
+    }
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let mut programs = std::env::split_paths(&path).map(|dir| dir.join(HELPER));
+    let found = programs.find(|program| program.exists());
+    vec![match found {
+        None => Finding::wrong(
+            format!("{HELPER} is not in the PATH, and mounting without root needs it"),
+            format!("as root: install the package fuse3; {WITHOUT_FUSE}"),
+        ),
+        Some(_) if user() == 0 => Finding::wrong(
+            "this root may not mount (no CAP_SYS_ADMIN)",
+            format!("in a container: `--cap-add SYS_ADMIN`, or mount on the host; {WITHOUT_FUSE}"),
+        ),
+        Some(program) => look_at_helper(&program),
+    }]
+}
+
+fn look_at_helper(program: &Path) -> Finding {
+    let name = quoted_path(program);
+    let Ok(found) = program.metadata() else {
+        return Finding::note(
+            format!("{name} cannot be looked at"),
+            "as root: install fuse3 anew",
+        );
+    };
+    if accessat(CWD, program, Access::EXEC_OK, AtFlags::EACCESS).is_err() {
+        let text = format!("user {} may not execute {name}", user());
+        let advice = format!(
+            "as root: `chmod o+x {name}`, or `usermod -aG {} USER`",
+            found.gid()
+        );
+        return Finding::wrong(text, advice);
+    }
+    let is_set_id = found.mode() & SET_USER_ID != 0 && found.uid() == 0;
+    let is_honoured = rustix::fs::statvfs(program)
+        .is_ok_and(|stat| !stat.f_flag.contains(StatVfsMountFlags::NOSUID));
+    if !is_set_id {
+        let advice = format!("as root: `chown root {name} && chmod u+s {name}`; {WITHOUT_FUSE}");
+        return Finding::wrong(format!("{name} is not set-user-ID root"), advice);
+    }
+    if !is_honoured {
+        let text = format!("{name} lies on a file system that is mounted nosuid");
+        return Finding::wrong(
+            text,
+            format!("as root: remount it with suid; {WITHOUT_FUSE}"),
+        );
+    }
+    Finding::ok(format!("{name} mounts for this user"))
+}
+
+/// Whether other users can be let in.
+pub(crate) fn allow_other(subject: &Subject<'_>) -> Vec<Finding> {
+    if may_mount() {
+        return vec![Finding::ok("this user may let others in (allow-other)")];
+    }
+    let is_allowed = settings_in(Path::new(CONFIGURATION))
+        .iter()
+        .any(|setting| setting == "user_allow_other");
+    let text = format!("{CONFIGURATION} does not allow it: mounts with allow-other are refused");
+    let advice = format!("as root: `echo user_allow_other >> {CONFIGURATION}`");
+    vec![match (is_allowed, subject.options.allow_other) {
+        (true, _) => Finding::ok("users may let others in (allow-other)"),
+        (false, true) => Finding::wrong(text, advice),
+        // Who needs it is told by the mount.
+        (false, false) => Finding::ok("not allowed, and not asked for"),
+    }]
+}
+
+/// The program of that name in the PATH that this user may execute.
+pub fn find_program(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let is_program =
+        |program: &PathBuf| accessat(CWD, program, Access::EXEC_OK, AtFlags::EACCESS).is_ok();
+    let mut programs = std::env::split_paths(&path).map(|dir| dir.join(name));
+    programs.find(is_program)
+}

@@ -1,0 +1,148 @@
+//! What this host does to a user's files and processes.
+
+use std::path::{Path, PathBuf};
+
+use firn_format::quote::quoted_path;
+use rustix::fs::{Access, AtFlags, CWD, accessat};
+use rustix::process::{Resource, getrlimit};
+
+use crate::{Finding, Subject, settings_in, user};
+
+/// Users below are the system's own: logind spares them (`SYSTEM_UID_MAX` of systemd).
+const FIRST_USER: u32 = 1000;
+/// firnd takes a quarter of its descriptors for files that programs have open.
+const DESCRIPTORS_ENOUGH: u64 = 4096;
+/// What mount(8) and umount(8) call, and where they look.
+const HELPERS: [&str; 2] = ["mount.firn", "umount.fuse.firn"];
+const HELPER_DIR: &str = "/sbin";
+
+/// Whether files in /dev/shm outlive the user's sessions.
+pub(crate) fn logout(_: &Subject<'_>) -> Vec<Finding> {
+    let runtime = firn_client::paths::runtime_dir().unwrap_or_default();
+    vec![if !runtime.starts_with("/dev/shm") {
+        Finding::ok("arenas are not in /dev/shm, which alone logind empties")
+    } else if user() < FIRST_USER {
+        Finding::ok("logind leaves files of root and system users in /dev/shm")
+    } else if !Path::new("/run/systemd/users").exists() {
+        Finding::ok("no logind runs here that would remove files in /dev/shm at logout")
+    } else if lingers() {
+        Finding::ok("this user lingers: logind leaves its files in /dev/shm")
+    } else if !removes_ipc() {
+        Finding::ok("logind leaves files in /dev/shm at logout (RemoveIPC=no)")
+    } else {
+        Finding::note(
+            "logind removes a user's arenas in /dev/shm, with what they hold, at the end of the last session",
+            format!(
+                "`loginctl enable-linger {}`, or RemoveIPC=no in /etc/systemd/logind.conf",
+                user()
+            ),
+        )
+    }]
+}
+
+/// Whether the processes of this user may outlive its sessions. logind notes it by the user's name.
+fn lingers() -> bool {
+    let names = settings_in(Path::new("/etc/passwd"));
+    let uid = user().to_string();
+    let mut users = names.iter().map(|line| line.split(':').collect::<Vec<_>>());
+    let name = users
+        .find_map(|fields| (fields.get(2) == Some(&uid.as_str())).then(|| fields[0].to_owned()));
+    let name = name.or_else(|| std::env::var("USER").ok());
+    name.is_some_and(|name| Path::new("/var/lib/systemd/linger").join(name).exists())
+}
+
+/// The last setting counts: of logind.conf, then of the files of logind.conf.d by name.
+fn removes_ipc() -> bool {
+    let dirs = ["/usr/lib/systemd", "/run/systemd", "/etc/systemd"].map(Path::new);
+    let mut files: Vec<PathBuf> = dirs.iter().map(|dir| dir.join("logind.conf")).collect();
+    let mut parts: Vec<PathBuf> = dirs
+        .iter()
+        .filter_map(|dir| dir.join("logind.conf.d").read_dir().ok())
+        .flat_map(|entries| entries.flatten().map(|entry| entry.path()))
+        .collect();
+    parts.sort_by_key(|path| path.file_name().map(ToOwned::to_owned));
+    files.extend(parts);
+    let settings = files.iter().flat_map(|file| settings_in(file));
+    last_switch(settings, "RemoveIPC").unwrap_or(true)
+}
+
+fn last_switch(settings: impl Iterator<Item = String>, name: &str) -> Option<bool> {
+    let values = settings.filter_map(|setting| {
+        let (key, value) = setting.split_once('=')?;
+        (key.trim() == name).then(|| value.trim().to_lowercase())
+    });
+    let last = values.last()?;
+    Some(["yes", "true", "on", "1"].contains(&last.as_str()))
+}
+
+/// Limits that firnd inherits from whoever mounts.
+pub(crate) fn limits(_: &Subject<'_>) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    if let Some(limit) = getrlimit(Resource::Fsize).maximum {
+        findings.push(Finding::note(
+            format!("files larger than {} stay in the arena: the hard limit on file sizes", firn_format::quantity::bytes(limit)),
+            "mount from a shell with `ulimit -f unlimited`, or raise `fsize` in /etc/security/limits.conf",
+        ));
+    }
+    let descriptors = getrlimit(Resource::Nofile).maximum;
+    if let Some(limit) = descriptors.filter(|limit| *limit < DESCRIPTORS_ENOUGH) {
+        findings.push(Finding::note(
+            format!("firnd may have {limit} descriptors: programs get ENFILE with many open files"),
+            "raise `nofile` in /etc/security/limits.conf, or LimitNOFILE= of the service",
+        ));
+    }
+    if findings.is_empty() {
+        findings.push(Finding::ok(
+            "no limit on file sizes, and enough descriptors",
+        ));
+    }
+    findings
+}
+
+/// Whether mount(8) and umount(8) find Firn.
+pub(crate) fn mount_helpers(_: &Subject<'_>) -> Vec<Finding> {
+    let is_there = |name: &&str| {
+        let path = Path::new(HELPER_DIR).join(name);
+        accessat(CWD, &path, Access::EXEC_OK, AtFlags::EACCESS).is_ok()
+    };
+    let missing: Vec<&str> = HELPERS.into_iter().filter(|name| !is_there(name)).collect();
+    if missing.is_empty() {
+        return vec![Finding::ok(
+            "mount(8), umount(8) and fstab find Firn in /sbin",
+        )];
+    }
+    let program = std::env::current_exe().unwrap_or_else(|_| "/usr/local/bin/firn".into());
+    let program = quoted_path(&program);
+    let links = missing
+        .iter()
+        .map(|name| format!("ln -sf {program} {HELPER_DIR}/{name}"));
+    vec![Finding::note(
+        format!(
+            "{} missing in {HELPER_DIR}: fstab cannot mount, or umount(8) does not wait for the drain",
+            missing.join(" and ")
+        ),
+        format!(
+            "as root: `{}`; `firn mount` and `firn umount` need neither",
+            links.collect::<Vec<_>>().join(" && ")
+        ),
+    )]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_setting_of_logind_counts() {
+        let set = |lines: &[&str]| {
+            let lines = lines.iter().map(|line| (*line).to_owned());
+            last_switch(lines, "RemoveIPC")
+        };
+        assert_eq!(set(&["[Login]"]), None);
+        assert_eq!(set(&["RemoveIPC=no"]), Some(false));
+        assert_eq!(
+            set(&["RemoveIPC=no", "KillUserProcesses=no", "RemoveIPC = yes"]),
+            Some(true)
+        );
+    }
+}

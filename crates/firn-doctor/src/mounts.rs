@@ -1,0 +1,99 @@
+//! What earlier mounts of this user left: dead mounts, and arenas without a firnd.
+
+use std::time::Duration;
+
+use firn_client::Mount;
+use firn_client::liveness::Liveness;
+use firn_format::quote::quoted_path;
+
+use crate::{Finding, Subject};
+
+/// How long the kernel may take to say whether a firnd serves a mount.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Mounts whose firnd has ended or does not answer.
+pub(crate) fn mounts(_: &Subject<'_>) -> Vec<Finding> {
+    let mounts = match firn_client::mounts() {
+        Ok(mounts) => mounts,
+        Err(error) => return vec![Finding::refused(error.to_string())],
+    };
+    // At once: each may take all of the time.
+    let states: Vec<Liveness> = std::thread::scope(|scope| {
+        let asked: Vec<_> = mounts
+            .iter()
+            .map(|mount| scope.spawn(|| mount.liveness(PATIENCE)))
+            .collect();
+        let states = asked.into_iter().map(|asked| asked.join());
+        states
+            .map(|state| state.unwrap_or(Liveness::Silent))
+            .collect()
+    });
+    let mut findings: Vec<Finding> = mounts
+        .iter()
+        .zip(&states)
+        .filter_map(|(mount, state)| judge(mount, *state))
+        .collect();
+    if findings.is_empty() {
+        findings.push(Finding::ok(match mounts.len() {
+            0 => "no mounts".to_owned(),
+            1 => "the firnd of the only mount answers".to_owned(),
+            count => format!("the firnds of all {count} mounts answer"),
+        }));
+    }
+    findings
+}
+
+fn judge(mount: &Mount, state: Liveness) -> Option<Finding> {
+    let [point, backing] = [&mount.mount_point, &mount.backing].map(|path| quoted_path(path));
+    match state {
+        Liveness::Living => None,
+        Liveness::Dead => Some(Finding::wrong(
+            format!("the mount at {point} is dead, and programs get ENOTCONN"),
+            format!(
+                "`firn mount {backing} {point}` recovers it; or `firn umount {point}`, then `firn recover {backing}`"
+            ),
+        )),
+        Liveness::Silent => Some(Finding::wrong(
+            format!("the firnd of the mount at {point} does not answer"),
+            format!("`firn status {point}` says more; `firn umount --force {point}` ends it"),
+        )),
+        Liveness::Unknown(errno) => Some(Finding::note(
+            format!("the mount at {point} cannot be looked at: {errno}"),
+            format!("`firn status {point}` as the user who mounted it"),
+        )),
+    }
+}
+
+/// Arenas that no firnd has.
+pub(crate) fn arenas(subject: &Subject<'_>) -> Vec<Finding> {
+    let arenas = match firn_daemon::list_arenas(subject.options) {
+        Ok(arenas) => arenas,
+        Err(error) => return vec![Finding::refused(error.to_string())],
+    };
+    let left = arenas.iter().filter(|report| !report.in_use);
+    let mut findings: Vec<Finding> = left
+        .map(|report| {
+            let arena = quoted_path(&report.arena);
+            let backing = report.backing.clone().unwrap_or_default();
+            let advice = format!(
+                "`firn recover {backing}`, or mount it again; if that backing is gone for ever, `firn recover --discard {backing}` gives it up"
+            );
+            let held = firn_format::quantity::bytes(report.held_bytes);
+            let damaged = if report.damage.is_empty() { "" } else { ", and is damaged" };
+            match report.held_bytes {
+                0 if report.damage.is_empty() => Finding::note(
+                    format!("arena {arena} holds nothing, and no firnd has it"),
+                    format!("`firn recover {backing}` removes it"),
+                ),
+                _ => Finding::wrong(
+                    format!("arena {arena} holds {held} of {backing}{damaged}, and no firnd has it"),
+                    advice,
+                ),
+            }
+        })
+        .collect();
+    if findings.is_empty() {
+        findings.push(Finding::ok("no arena was left by a firnd that has ended"));
+    }
+    findings
+}

@@ -1,0 +1,153 @@
+//! MPI libraries that write bytes back which another host has changed (data sieving).
+//!
+//! docs/OPERATIONS.md, "MPI-IO, HDF5 and NetCDF-4", has the reasons. What a program gives as hints of its own cannot be seen.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use firn_format::quote::quoted_path;
+use firn_process::{Excess, Limits};
+
+use crate::fuse::find_program;
+use crate::{Finding, Subject, settings_in};
+
+/// How long `mpirun --version` may take.
+const PATIENCE: Duration = Duration::from_secs(4);
+const OUTPUT_BYTES_MAX: usize = 16 << 10;
+const ROMIO_HINT: &str = "romio_ds_write";
+const OMPIO_SETTING: &str = "fbtl_posix_write_datasieving";
+const WHEN: &str = "matters where several hosts write one file";
+
+/// What the installed MPI does, and what turns it off.
+pub(crate) fn look(_: &Subject<'_>) -> Vec<Finding> {
+    let Some(program) = ["mpirun", "mpiexec"].into_iter().find_map(find_program) else {
+        return vec![Finding::ok("no mpirun in the PATH")];
+    };
+    let variable = |name: &str| std::env::var_os(name);
+    let name = quoted_path(&program);
+    let said = ask_version(&program);
+    vec![judge(&name, &said, &variable, &parameter_files())]
+}
+
+fn ask_version(program: &Path) -> String {
+    let mut command = Command::new(program);
+    command.arg("--version");
+    let limits = Limits {
+        input: b"",
+        output_bytes_max: OUTPUT_BYTES_MAX,
+        excess: Excess::Discard,
+        deadline: Instant::now() + PATIENCE,
+    };
+    firn_process::run(command, limits).map_or_else(|_| String::new(), |ended| ended.text())
+}
+
+/// Where Open MPI reads parameters: the user's file and the system's.
+fn parameter_files() -> Vec<PathBuf> {
+    let home = std::env::var_os("HOME").map(PathBuf::from);
+    let home = home.map(|home| home.join(".openmpi/mca-params.conf"));
+    home.into_iter()
+        .chain([PathBuf::from("/etc/openmpi/openmpi-mca-params.conf")])
+        .collect()
+}
+
+fn judge(
+    name: &str,
+    said: &str,
+    variable: &dyn Fn(&str) -> Option<OsString>,
+    files: &[PathBuf],
+) -> Finding {
+    let is_open_mpi = said.contains("Open MPI") || said.contains("OpenRTE");
+    let parameter = |key: &str| {
+        let set = variable(&format!("OMPI_MCA_{key}"));
+        let set = set.map(|value| value.to_string_lossy().into_owned());
+        set.or_else(|| files.iter().find_map(|file| value_in(file, key, '=')))
+    };
+    if is_open_mpi && !parameter("io").is_some_and(|io| io.starts_with("romio")) {
+        let value = parameter(OMPIO_SETTING);
+        if value.is_some_and(|value| ["0", "false", "no", "disabled"].contains(&value.as_str())) {
+            return Finding::ok(format!("{name}: Open MPI, whose OMPIO sieves no writes"));
+        }
+        return Finding::note(
+            format!(
+                "{name}: Open MPI's OMPIO sieves writes: without layout=log bytes of other hosts are lost, with it writes are slow"
+            ),
+            format!("`export OMPI_MCA_{OMPIO_SETTING}=false`; {WHEN}"),
+        );
+    }
+    let library = if is_open_mpi {
+        "Open MPI with ROMIO"
+    } else {
+        "ROMIO"
+    };
+    let hints = variable("ROMIO_HINTS").map(PathBuf::from);
+    let hint = hints.and_then(|file| value_in(&file, ROMIO_HINT, ' '));
+    if hint.is_some_and(|value| value == "disable") {
+        return Finding::ok(format!(
+            "{name}: {library}, which sieves no writes (ROMIO_HINTS)"
+        ));
+    }
+    Finding::note(
+        format!(
+            "{name}: {library} sieves writes: without layout=log bytes of other hosts are lost, with it writes are slow"
+        ),
+        format!(
+            "`echo {ROMIO_HINT} disable > ~/romio-hints; export ROMIO_HINTS=~/romio-hints`; {WHEN}"
+        ),
+    )
+}
+
+/// What a line `key value`, with `separator` or blanks between, gives.
+fn value_in(file: &Path, key: &str, separator: char) -> Option<String> {
+    let settings = settings_in(file);
+    let values = settings.iter().filter_map(|setting| {
+        let (found, value) = setting.split_once([separator, ' ', '\t'])?;
+        let value = value.trim_matches([separator, ' ', '\t']);
+        (found == key).then(|| value.to_owned())
+    });
+    values.last()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Verdict;
+
+    const OPEN_MPI: &str = "mpirun (Open MPI) 4.1.4";
+    const MPICH: &str = "HYDRA build details:\n    Version: 4.0.2";
+
+    fn verdict(said: &str, set: &[(&str, &str)], files: &[PathBuf]) -> Verdict {
+        let variable = |name: &str| {
+            let found = set.iter().find(|(key, _)| *key == name);
+            found.map(|(_, value)| OsString::from(value))
+        };
+        judge("mpirun", said, &variable, files).verdict
+    }
+
+    #[test]
+    fn data_sieving_is_noted_until_it_is_turned_off() {
+        let dir = tempfile::tempdir().unwrap();
+        let hints = dir.path().join("hints");
+        std::fs::write(&hints, "cb_nodes 2\nromio_ds_write disable\n").unwrap();
+        let hints = hints.to_str().unwrap();
+        let parameters = dir.path().join("mca-params.conf");
+        std::fs::write(&parameters, "fbtl_posix_write_datasieving = false\n").unwrap();
+        let off = ("OMPI_MCA_fbtl_posix_write_datasieving", "false");
+        assert_eq!(verdict(OPEN_MPI, &[], &[]), Verdict::Note);
+        assert_eq!(verdict(OPEN_MPI, &[off], &[]), Verdict::Ok);
+        assert_eq!(verdict(OPEN_MPI, &[], &[parameters]), Verdict::Ok);
+        let romio = ("OMPI_MCA_io", "romio321");
+        assert_eq!(verdict(OPEN_MPI, &[off, romio], &[]), Verdict::Note);
+        assert_eq!(
+            verdict(OPEN_MPI, &[romio, ("ROMIO_HINTS", hints)], &[]),
+            Verdict::Ok
+        );
+        assert_eq!(verdict(MPICH, &[], &[]), Verdict::Note);
+        assert_eq!(verdict(MPICH, &[("ROMIO_HINTS", hints)], &[]), Verdict::Ok);
+        assert_eq!(
+            verdict(MPICH, &[("ROMIO_HINTS", "/missing")], &[]),
+            Verdict::Note
+        );
+    }
+}

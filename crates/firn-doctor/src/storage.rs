@@ -1,0 +1,244 @@
+//! What the file system of a backing can do, tried with files of the check's own.
+
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::time::{Duration, Instant, SystemTime};
+
+use firn_backing::Volume;
+use firn_hosts::check_two_files;
+use rustix::fs::{
+    FallocateFlags, RenameFlags, SeekFrom as Place, XattrFlags, fallocate, fsetxattr, fsync,
+    renameat, renameat_with, seek,
+};
+use rustix::io::Errno;
+
+use crate::backing::canonical;
+use crate::probe::{Probe, file_name};
+use crate::{Finding, Subject};
+
+/// A sync that takes longer is felt by each program that waits for it.
+const SLOW_SYNC: Duration = Duration::from_secs(1);
+/// Clocks that differ by more confuse make, rsync and people.
+const CLOCK_DIFFERENCE_MAX_S: f64 = 2.0;
+/// A block of any file system is no larger.
+const BLOCK_BYTES: u64 = 1 << 20;
+
+/// Runs `tried` in a probe of the backing. An error that it does not judge itself is wrong.
+fn with_probe(
+    subject: &Subject<'_>,
+    tried: impl FnOnce(&Probe) -> io::Result<Vec<Finding>>,
+) -> Vec<Finding> {
+    if subject.options.read_only {
+        return Vec::new();
+    }
+    let backing = match canonical(subject) {
+        Ok(backing) => backing,
+        Err(text) => return vec![Finding::refused(text)],
+    };
+    Probe::create(&backing)
+        .and_then(|probe| tried(&probe))
+        .unwrap_or_else(|error| {
+            let advice = "look at the log of the kernel and of the file server";
+            vec![Finding::wrong(error.to_string(), advice)]
+        })
+}
+
+/// Room and names that are free.
+pub(crate) fn room(subject: &Subject<'_>) -> Vec<Finding> {
+    let stat = canonical(subject).map(|backing| rustix::fs::statvfs(&backing));
+    let stat = match stat {
+        Ok(Ok(stat)) => stat,
+        Ok(Err(errno)) => return vec![Finding::refused(format!("statfs(2): {errno}"))],
+        Err(text) => return vec![Finding::refused(text)],
+    };
+    let free = stat.f_bavail.saturating_mul(stat.f_frsize);
+    let arena = subject.options.arena_bytes;
+    let advice = "remove files, or name another backing; quotas are not seen here";
+    vec![if stat.f_files > 0 && stat.f_favail == 0 {
+        Finding::wrong("no inode is free: no file can be made", advice)
+    } else if free == 0 && stat.f_blocks > 0 {
+        Finding::wrong("nothing is free", advice)
+    } else if free < arena && stat.f_blocks > 0 {
+        let free = firn_format::quantity::bytes(free);
+        let arena = firn_format::quantity::bytes(arena);
+        Finding::note(
+            format!("{free} are free, less than the arena holds ({arena})"),
+            advice,
+        )
+    } else {
+        Finding::ok(format!(
+            "{} are free (quotas are not seen)",
+            firn_format::quantity::bytes(free)
+        ))
+    }]
+}
+
+/// fsync(2) of a file and of the directory that names it.
+pub(crate) fn sync(subject: &Subject<'_>) -> Vec<Finding> {
+    with_probe(subject, |probe| {
+        let mut file = probe.file("synced")?;
+        file.write_all(b"firn")?;
+        let start = Instant::now();
+        let refused = |what: &str, errno: Errno| {
+            Finding::wrong(
+                format!("fsync(2) of a {what} fails: {errno}"),
+                "nothing becomes durable here: name another backing",
+            )
+        };
+        if let Err(errno) = fsync(&file) {
+            return Ok(vec![refused("file", errno)]);
+        }
+        if let Err(errno) = fsync(probe.dir()) {
+            return Ok(vec![refused("directory", errno)]);
+        }
+        let took = start.elapsed();
+        let text = format!(
+            "a file and its directory are synced in {:.1} ms",
+            took.as_secs_f64() * 1e3
+        );
+        Ok(vec![if took > SLOW_SYNC {
+            Finding::note(text, "mount with fsync=held for programs that sync often")
+        } else {
+            Finding::ok(text)
+        }])
+    })
+}
+
+/// Renames, as commits and collectors of checkpoints need them.
+pub(crate) fn names(subject: &Subject<'_>) -> Vec<Finding> {
+    with_probe(subject, |probe| {
+        let dir = probe.dir();
+        probe.file("new")?.write_all(b"new")?;
+        probe.file("old")?.write_all(b"old")?;
+        let [new, old, other] = ["new", "old", "other"].map(file_name);
+        renameat(dir, &new, dir, &old)?;
+        let mut text = String::new();
+        let flags = rustix::fs::OFlags::RDONLY;
+        let renamed = firn_trust::open_private_file(dir, Path::new(&old), flags);
+        let renamed = renamed.map_err(io::Error::other)?;
+        std::fs::File::from(renamed).read_to_string(&mut text)?;
+        if text != "new" {
+            return Ok(vec![Finding::wrong(
+                "a rename over a file does not replace it",
+                "name another backing",
+            )]);
+        }
+        probe.file("other")?;
+        // NFS and others refuse the flag whatever the names are.
+        let refused = renameat_with(dir, &old, dir, &other, RenameFlags::NOREPLACE);
+        Ok(vec![match refused {
+            Err(Errno::EXIST) => Finding::ok("a rename replaces a file, or refuses to"),
+            _ => Finding::note(
+                "renames that must not replace a file (RENAME_NOREPLACE) do not work here",
+                "do without `firn prune` and mode=shadow on it; all else works",
+            ),
+        }])
+    })
+}
+
+/// Locks of files, between two open files of this host. Whether they reach others takes another one that is alive.
+pub(crate) fn locks(subject: &Subject<'_>) -> Vec<Finding> {
+    with_probe(subject, |probe| {
+        let base = probe.open_backing()?;
+        let name = file_name("locked");
+        let checked = check_two_files(&base, &base.root(), &name, &mut std::thread::sleep);
+        Ok(vec![match checked {
+            Ok(()) => Finding::ok(
+                "locks of files work on this host; whether they reach others is seen when a second host mounts",
+            ),
+            Err(error) => Finding::note(
+                format!("locks of files do not work: {error}"),
+                "mount the file system with locks, or do without tokens=flock, participants and layout=log",
+            ),
+        }])
+    })
+}
+
+/// Extended attributes and holes, which programs find on a mount where the backing has them.
+pub(crate) fn files(subject: &Subject<'_>) -> Vec<Finding> {
+    with_probe(subject, |probe| {
+        let mut missing = Vec::new();
+        let mut file = probe.file("attributes")?;
+        if fsetxattr(&file, "user.firn-doctor", b"1", XattrFlags::empty()).is_err() {
+            missing.push("extended attributes (user.*)");
+        }
+        file.write_all(&vec![1; 3 * BLOCK_BYTES as usize])?;
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        if fallocate(file.as_fd(), flags, 0, BLOCK_BYTES).is_err() {
+            missing.push("punching holes");
+        }
+        let mut sparse = probe.file("sparse")?;
+        sparse.seek(SeekFrom::Start(8 * BLOCK_BYTES))?;
+        sparse.write_all(b"data")?;
+        let data = seek(&sparse, Place::Data(0));
+        if !data.is_ok_and(|offset| offset > 0) {
+            missing.push("finding data in sparse files (SEEK_DATA)");
+        }
+        Ok(vec![if missing.is_empty() {
+            Finding::ok("extended attributes, holes and SEEK_DATA work")
+        } else {
+            Finding::note(
+                format!("its file system lacks {}", missing.join(", ")),
+                "nothing, if no program needs it: a mount offers what its backing does",
+            )
+        }])
+    })
+}
+
+/// The clock of the file server beside this host's.
+pub(crate) fn clock(subject: &Subject<'_>) -> Vec<Finding> {
+    with_probe(subject, |probe| {
+        let before = SystemTime::now();
+        let mut file = probe.file("stamped")?;
+        file.write_all(b"firn")?;
+        file.sync_all()?;
+        let stamped = file.metadata()?.modified()?;
+        let difference = difference_s(before, stamped, SystemTime::now());
+        Ok(vec![judge_clock(difference)])
+    })
+}
+
+/// Seconds by which a time is later than a span of this host's time, or earlier (negative); 0 within it.
+fn difference_s(before: SystemTime, stamped: SystemTime, after: SystemTime) -> f64 {
+    let seconds = |later: SystemTime, earlier: SystemTime| {
+        let passed = later.duration_since(earlier).unwrap_or_default();
+        passed.as_secs_f64()
+    };
+    seconds(stamped, after) - seconds(before, stamped)
+}
+
+fn judge_clock(difference_s: f64) -> Finding {
+    if difference_s.abs() <= CLOCK_DIFFERENCE_MAX_S {
+        return Finding::ok("the clocks of this host and of the file system agree");
+    }
+    let how = if difference_s > 0.0 {
+        "ahead of"
+    } else {
+        "behind"
+    };
+    let seconds = difference_s.abs();
+    Finding::note(
+        format!(
+            "the clock of the file system is {seconds:.1} s {how} this host's: times of files mislead"
+        ),
+        "run chrony or another NTP client on both hosts",
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Verdict;
+
+    #[test]
+    fn a_clock_that_is_off_is_told_with_its_direction() {
+        let at = |s: u64| SystemTime::UNIX_EPOCH + Duration::from_secs(s);
+        assert_eq!(difference_s(at(10), at(11), at(12)), 0.0);
+        assert_eq!(difference_s(at(10), at(17), at(12)), 5.0);
+        assert_eq!(difference_s(at(10), at(4), at(12)), -6.0);
+        assert_eq!(judge_clock(-0.5).verdict, Verdict::Ok);
+        assert!(judge_clock(5.0).text.contains("5.0 s ahead of"));
+        assert!(judge_clock(-6.0).text.contains("6.0 s behind"));
+    }
+}

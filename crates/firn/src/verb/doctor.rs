@@ -1,0 +1,168 @@
+//! `firn doctor`.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
+use firn_config::Options;
+use firn_doctor::{Examination, Finding, Request, Subject, Verdict, examine, run_check};
+
+use super::mount::{minus_o, resolve};
+use super::wait::parse_timeout_ms;
+use crate::failure::{DONE, FAILED, Failure, PARTLY, USAGE};
+use crate::output::{self, Paint};
+use crate::text::count;
+use crate::verb::Verb;
+
+/// For a check that runs in a process of its own.
+const ONLY: &str = "only";
+
+pub const VERB: Verb = Verb {
+    name: "doctor",
+    about: "Examine this host and a backing, and say what to type where something is not right",
+    long: "Looks at FUSE, memory, limits, mount helpers, settings, dead mounts, arenas without a firnd and MPI; with BACKING \
+           also at what its file system can do, with files in a directory .firn-doctor-* of its own, which it removes. \
+           Options as for `firn mount` say what is to be possible. A check that hangs is given up.",
+    examples: &[
+        ("firn doctor", "this host"),
+        (
+            "firn doctor /scratch/run42",
+            "and the directory that is to be mounted",
+        ),
+        (
+            "firn doctor -o arena-size=16G,layout=log /scratch/run42",
+            "for a mount with these options",
+        ),
+    ],
+    exits: &[
+        (0, "all is right"),
+        (
+            1,
+            "something is wrong that makes a mount, or what Firn promises, fail",
+        ),
+        (3, "there are notes, and nothing is wrong"),
+    ],
+    args,
+    run,
+};
+
+fn args(command: Command) -> Command {
+    command
+        .arg(
+            Arg::new("backing")
+                .value_name("BACKING")
+                .help("The directory that is to be mounted")
+                .value_hint(ValueHint::DirPath)
+                .value_parser(value_parser!(PathBuf)),
+        )
+        .arg(
+            Arg::new("json")
+                .long("json")
+                .action(ArgAction::SetTrue)
+                .help("Print the findings as JSON"),
+        )
+        .arg(
+            Arg::new("timeout")
+                .long("timeout")
+                .value_name("DURATION")
+                .default_value("10s")
+                .value_parser(parse_timeout_ms)
+                .help("How long one check may take"),
+        )
+        .arg(Arg::new(ONLY).long(ONLY).value_name("CHECK").hide(true))
+        .arg(minus_o())
+        .args(firn_config::args())
+}
+
+fn run(matches: &ArgMatches) -> Result<u8, Failure> {
+    let backing = matches.get_one::<PathBuf>("backing");
+    if let Some(name) = matches.get_one::<String>(ONLY) {
+        let resolved = resolve(matches).map(|resolved| resolved.options);
+        let fault = resolved.as_ref().err().and_then(Failure::text);
+        let subject = Subject {
+            backing: backing.map(PathBuf::as_path),
+            options: &resolved.unwrap_or_else(|_| Options::default()),
+            options_fault: fault.as_deref(),
+        };
+        let findings = run_check(name, &subject)
+            .ok_or_else(|| Failure::new(USAGE, format!("no check is called `{name}`")))?;
+        output::print_json_line(&findings)?;
+        return Ok(DONE);
+    }
+    let patience_ms = *matches.get_one::<u64>("timeout").expect("it has a default");
+    // The same command line, so that each check sees the same options.
+    let mut arguments: Vec<_> = std::env::args_os().skip(1).collect();
+    arguments.insert(1, format!("--{ONLY}").into());
+    let examination = examine(&Request {
+        has_backing: backing.is_some(),
+        arguments,
+        name_index: 2,
+        patience: Duration::from_millis(patience_ms),
+    });
+    if matches.get_flag("json") {
+        output::print_json(&examination)?;
+    } else {
+        output::print(&text(&examination, Paint::stdout()))?;
+    }
+    Ok(match examination.verdict() {
+        Verdict::Ok => DONE,
+        Verdict::Note => PARTLY,
+        Verdict::Wrong => FAILED,
+    })
+}
+
+/// A line for each finding, what to do below it, and a line of sums.
+fn text(examination: &Examination, paint: Paint) -> String {
+    let findings = &examination.findings;
+    let width = findings.iter().map(|found| found.check.len()).max();
+    let width = width.unwrap_or(0);
+    let mut text = String::new();
+    for finding in findings {
+        let Finding { check, verdict, .. } = finding;
+        let word = format!("{:<5}", verdict.word());
+        let word = match verdict {
+            Verdict::Ok => paint.good(&word),
+            Verdict::Note => paint.odd(&word),
+            Verdict::Wrong => paint.bad(&word),
+        };
+        let what = firn_format::quote::printable(&finding.text);
+        text += &format!("{word}  {check:<width$}  {what}\n");
+        if let Some(advice) = &finding.advice {
+            let advice = firn_format::quote::printable(advice);
+            text += &format!("{:7}{:<width$}  → {advice}\n", "", "");
+        }
+    }
+    let [wrong, notes, ok] = [Verdict::Wrong, Verdict::Note, Verdict::Ok]
+        .map(|verdict| examination.count(verdict) as u64);
+    text + &format!("{wrong} wrong, {}, {ok} ok\n", count(notes, "note"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_finding_has_its_line_and_its_advice() {
+        let named = |check: &str, finding: Finding| Finding {
+            check: check.into(),
+            ..finding
+        };
+        let examination = Examination {
+            findings: vec![
+                named("fuse", Finding::ok("can be opened")),
+                named(
+                    "memory",
+                    Finding::wrong("no room", "mount with less\nor more"),
+                ),
+                named("mpi", Finding::note("sieves", "export it")),
+            ],
+        };
+        // Tests have no terminal on stdout under cargo.
+        let shown = text(&examination, Paint::stdout());
+        let expected = "ok     fuse    can be opened\n\
+                        wrong  memory  no room\n               → mount with less\\nor more\n\
+                        note   mpi     sieves\n               → export it\n\
+                        1 wrong, 1 note, 1 ok\n";
+        assert_eq!(shown, expected);
+    }
+}
