@@ -196,8 +196,8 @@ mod tests {
         );
     }
 
-    /// In quotes, and no variables of the environment.
-    const NOT_READ: &[&str] = &["FIRN_NEXT_ID"];
+    /// In quotes: a constant of C, and what tests misspell.
+    const NOT_READ: &[&str] = &["FIRN_NEXT_ID", "FIRN_ARENASIZE", "FIRN_COLSE", "FIRN_ROOT"];
 
     fn collect(dir: &Path, named: &mut BTreeSet<String>) {
         for entry in std::fs::read_dir(dir).unwrap().map(Result::unwrap) {

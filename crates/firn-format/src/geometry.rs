@@ -195,7 +195,8 @@ impl Geometry {
                 _ => too_many = chunks,
             }
         }
-        fits * self.chunk_bytes >> 20 << 20
+        let whole_mib = (fits * self.chunk_bytes) >> 20;
+        whole_mib << 20
     }
     /// The ranges of the file that have memory from the start: all but what the journal may grow into and
     /// what aligns the data.

@@ -4,6 +4,7 @@
 
 mod checkpoints;
 mod cli;
+mod doctor;
 mod failure;
 mod levels;
 mod output;

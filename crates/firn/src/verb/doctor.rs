@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::doctor::{Examination, Finding, Request, Subject, Verdict, examine, run_check};
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
 use firn_config::Options;
-use firn_doctor::{Examination, Finding, Request, Subject, Verdict, examine, run_check};
 
 use super::mount::{minus_o, resolve};
 use super::wait::parse_timeout_ms;

@@ -259,11 +259,11 @@ fn defaults_of_a_run(resolved: Resolved) -> Options {
 
 /// Whether FUSE can be used here; why not, in words.
 fn fuse() -> Result<(), String> {
-    if let Some(fault) = firn_doctor::device_fault() {
+    if let Some(fault) = crate::doctor::device_fault() {
         return Err(fault);
     }
     let root = rustix::process::geteuid().is_root();
-    if root || firn_doctor::find_program("fusermount3").is_some() {
+    if root || crate::doctor::find_program("fusermount3").is_some() {
         Ok(())
     } else {
         Err("fusermount3 is not installed".into())

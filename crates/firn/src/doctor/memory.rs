@@ -8,7 +8,7 @@ use firn_format::geometry::Geometry;
 use firn_format::quote::quoted_path;
 use rustix::process::{Resource, getrlimit};
 
-use crate::{Finding, Subject};
+use crate::doctor::{Finding, Subject};
 
 /// `f_type` of statfs(2): file systems whose pages are memory.
 const MEMORY_MAGICS: [u64; 3] = [

@@ -6,7 +6,7 @@ use firn_client::Mount;
 use firn_client::liveness::Liveness;
 use firn_format::quote::quoted_path;
 
-use crate::{Finding, Subject};
+use crate::doctor::{Finding, Subject};
 
 /// How long the kernel may take to say whether a firnd serves a mount.
 const PATIENCE: Duration = Duration::from_secs(2);

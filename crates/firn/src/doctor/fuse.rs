@@ -8,7 +8,7 @@ use rustix::fs::{Access, AtFlags, CWD, StatVfsMountFlags, accessat};
 use rustix::io::Errno;
 use rustix::thread::{CapabilitySet, capabilities};
 
-use crate::{Finding, Subject, settings_in, user};
+use crate::doctor::{Finding, Subject, settings_in, user};
 
 const DEVICE: &str = "/dev/fuse";
 const HELPER: &str = "fusermount3";

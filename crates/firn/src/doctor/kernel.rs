@@ -1,6 +1,6 @@
 //! What of the kernel Firn uses, and from which version on.
 
-use crate::{Finding, Subject};
+use crate::doctor::{Finding, Subject};
 
 /// A feature of the kernel, its first version, and what is missing before.
 const FEATURES: [((u32, u32), &str); 4] = [
@@ -61,7 +61,7 @@ fn version_of(release: &str) -> Option<(u32, u32)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Verdict;
+    use crate::doctor::Verdict;
 
     #[test]
     fn an_old_kernel_is_told_what_it_lacks() {

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use firn_process::{Excess, Limits, RunError};
 use serde::Serialize;
 
-use crate::{CHECKS, Check, Finding, Group, Subject, Verdict};
+use crate::doctor::{CHECKS, Check, Finding, Group, Subject, Verdict};
 
 /// Checks that run at the same time: most of them wait for something else than a processor.
 const AT_ONCE: usize = 8;

@@ -2,7 +2,7 @@
 
 use firn_client::paths::{open_runtime_dir, runtime_dir};
 
-use crate::{Finding, Subject, user};
+use crate::doctor::{Finding, Subject, user};
 
 /// Whether a mount would take what is set, and whether all of it means something.
 pub(crate) fn look(subject: &Subject<'_>) -> Vec<Finding> {

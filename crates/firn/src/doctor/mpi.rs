@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use firn_format::quote::quoted_path;
 use firn_process::{Excess, Limits};
 
-use crate::fuse::find_program;
-use crate::{Finding, Subject, settings_in};
+use crate::doctor::fuse::find_program;
+use crate::doctor::{Finding, Subject, settings_in};
 
 /// How long `mpirun --version` may take.
 const PATIENCE: Duration = Duration::from_secs(4);
@@ -106,13 +106,13 @@ fn value_in(file: &Path, key: &str, separator: char) -> Option<String> {
         let value = value.trim_matches([separator, ' ', '\t']);
         (found == key).then(|| value.to_owned())
     });
-    values.last()
+    values.next_back()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Verdict;
+    use crate::doctor::Verdict;
 
     const OPEN_MPI: &str = "mpirun (Open MPI) 4.1.4";
     const MPICH: &str = "HYDRA build details:\n    Version: 4.0.2";

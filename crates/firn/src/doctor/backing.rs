@@ -7,8 +7,8 @@ use firn_format::mountinfo::{self, Entry, FIRN, holding};
 use firn_format::quote::quoted_path;
 use rustix::fs::{AtFlags, CWD, statat};
 
-use crate::probe::{self, Probe};
-use crate::{Finding, Subject, user};
+use crate::doctor::probe::{self, Probe};
+use crate::doctor::{Finding, Subject, user};
 
 /// Firn's own directory in a backing.
 const OWN: &str = ".firn";
@@ -183,7 +183,7 @@ pub(crate) fn writable(subject: &Subject<'_>) -> Vec<Finding> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Verdict;
+    use crate::doctor::Verdict;
 
     fn judged(fs_type: &str, options: &str, mount: &Options) -> Vec<(Verdict, String)> {
         let line = format!("40 22 0:50 / /scratch rw - {fs_type} server:/export {options}\n");

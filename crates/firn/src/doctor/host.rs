@@ -6,7 +6,7 @@ use firn_format::quote::quoted_path;
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 use rustix::process::{Resource, getrlimit};
 
-use crate::{Finding, Subject, settings_in, user};
+use crate::doctor::{Finding, Subject, settings_in, user};
 
 /// Users below are the system's own: logind spares them (`SYSTEM_UID_MAX` of systemd).
 const FIRST_USER: u32 = 1000;

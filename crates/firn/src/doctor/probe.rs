@@ -21,7 +21,7 @@ use rustix::fs::{AtFlags, Dir, Mode, OFlags, Stat, fstat, mkdirat, open, statat,
 
 use rustix::io::Errno;
 
-use crate::user;
+use crate::doctor::user;
 
 /// What names of such directories, and of all files in them, begin with.
 pub(crate) const PREFIX: &str = ".firn-doctor-";

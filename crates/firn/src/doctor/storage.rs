@@ -13,9 +13,9 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 
-use crate::backing::canonical;
-use crate::probe::{Probe, file_name};
-use crate::{Finding, Subject};
+use crate::doctor::backing::canonical;
+use crate::doctor::probe::{Probe, file_name};
+use crate::doctor::{Finding, Subject};
 
 /// A sync that takes longer is felt by each program that waits for it.
 const SLOW_SYNC: Duration = Duration::from_secs(1);
@@ -229,7 +229,7 @@ fn judge_clock(difference_s: f64) -> Finding {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Verdict;
+    use crate::doctor::Verdict;
 
     #[test]
     fn a_clock_that_is_off_is_told_with_its_direction() {
