@@ -92,6 +92,8 @@ pub struct LogBacking<B: Backing> {
 struct Files<B: Backing> {
     /// Those that have containers, and those that this host has open for writing.
     known: HashMap<FileId, Arc<LoggedFile<B>>>,
+    /// Those that this host is taking the last name from: whoever opens one makes no container without a mark.
+    dying: HashSet<FileId>,
     listed: Option<Instant>,
 }
 
@@ -205,6 +207,7 @@ impl<B: Backing> LogBacking<B> {
             setup,
             files: Mutex::new(Files {
                 known: HashMap::new(),
+                dying: HashSet::new(),
                 listed: None,
             }),
             forgotten: AtomicU64::new(0),
@@ -336,7 +339,7 @@ impl<B: Backing> LogBacking<B> {
         };
         for file in known {
             let listed = found.remove(&file.id).unwrap_or_default();
-            if !listed.is_empty() || file.is_logged() {
+            if !listed.is_empty() || file.has_containers() {
                 // Whoever opens it is told.
                 if let Err(error) = file.look(&self.place(), began, listed) {
                     tracing::debug!(ino = file.id.ino, %error, "containers cannot be read");
@@ -406,6 +409,9 @@ impl<B: Backing> LogBacking<B> {
                     return Ok(None);
                 }
             };
+            if files.dying.contains(&id) {
+                file.is_dying.store(true, Ordering::Release);
+            }
             // Counted before the lock is free: one that is open is not forgotten.
             file.opens.fetch_add(1, Ordering::AcqRel);
             if writes {
@@ -502,15 +508,30 @@ impl<B: Backing> LogBacking<B> {
         file.wait_for(&place, &mut || file.mark(&place, mark))
     }
 
-    /// Its last name is to go.
+    /// Its last name is to go. Each container has the mark before that: those that are there get it now, and those that are
+    /// made meanwhile when they are made.
     fn begin_to_end_names(&self, doomed: Option<&(B::Inode, FileId)>) -> Result<()> {
-        match doomed {
-            Some((_, id)) => match self.find(Some(*id))? {
-                Some(file) => self.mark(&file, DYING),
-                None => Ok(()),
-            },
-            None => Ok(()),
-        }
+        let Some((_, id)) = doomed else {
+            return Ok(());
+        };
+        self.look_around()?;
+        let file = {
+            let mut files = self.files.lock();
+            files.dying.insert(*id);
+            files.known.get(id).cloned()
+        };
+        let Some(file) = file else {
+            return Ok(());
+        };
+        file.is_dying.store(true, Ordering::Release);
+        self.mark(&file, DYING)
+            .inspect_err(|_| self.keep_name(&file))
+    }
+
+    /// Its last name does not go, as far as this host knows.
+    fn keep_name(&self, file: &LoggedFile<B>) {
+        file.is_dying.store(false, Ordering::Release);
+        self.files.lock().dying.remove(&file.id);
     }
 
     /// Its last name is gone, if `outcome` is not an error.
@@ -518,15 +539,27 @@ impl<B: Backing> LogBacking<B> {
         let Some((inode, id)) = doomed else {
             return outcome;
         };
-        let Some(file) = self.find(Some(id))? else {
-            return outcome;
+        let looked = self.look_around();
+        let file = {
+            let mut files = self.files.lock();
+            let file = files.known.get(&id).cloned();
+            if file.is_none() {
+                files.dying.remove(&id);
+            }
+            file
+        };
+        let Some(file) = file else {
+            return looked.and(outcome);
         };
         if outcome.is_err() {
+            self.keep_name(&file);
             file.wait_for(&self.place(), &mut || file.unmark(&self.place()))?;
             return outcome;
         }
-        self.mark(&file, DEAD)?;
-        file.is_removed.store(true, Ordering::Release);
+        let marked = self.mark(&file, DEAD);
+        file.is_removed.store(marked.is_ok(), Ordering::Release);
+        self.files.lock().dying.remove(&id);
+        marked?;
         if file.opens.load(Ordering::Acquire) == 0 {
             self.ended.add(&file, &inode);
         }

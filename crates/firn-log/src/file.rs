@@ -16,7 +16,7 @@ use crate::file_id::FileId;
 use crate::frame::Change;
 use crate::head::{self, HEAD, Head};
 use crate::locate::{Holder, Locating, Room};
-use crate::orphans::{DEAD, Found, unmark};
+use crate::orphans::{DEAD, DYING, Found, unmark};
 use crate::resolve::{Segment, Source};
 use crate::run::Piece;
 use crate::salvage::{Report, Teller};
@@ -50,6 +50,8 @@ pub(crate) struct LoggedFile<B: Backing> {
     has_remains: AtomicBool,
     /// When the plain file was last told that this host has changed it; none after somebody has set its times here.
     pub(crate) modified: Mutex<Option<Instant>>,
+    /// This host is about to remove its last name, or has done so.
+    pub(crate) is_dying: AtomicBool,
     /// This host has removed its last name.
     pub(crate) is_removed: AtomicBool,
     /// Once it was opened here.
@@ -152,6 +154,7 @@ impl<B: Backing> LoggedFile<B> {
             opens: AtomicU64::new(0),
             is_written: AtomicBool::new(false),
             has_remains: AtomicBool::new(false),
+            is_dying: AtomicBool::new(false),
             is_removed: AtomicBool::new(false),
             inode: OnceLock::new(),
             is_lost: AtomicBool::new(false),
@@ -722,8 +725,11 @@ impl<B: Backing> LoggedFile<B> {
         let number = last.map_or(0, |last| last + 1);
         let name = self.id.container_name(number);
         let dir = own::dir(place.base, place.top, &name)?;
+        // Asked after it was made: who takes the last name marks the containers that are there by then.
         if self.is_removed.load(Ordering::Acquire) {
             own::store(place.base, &dir, DEAD, place.host.as_bytes())?;
+        } else if self.is_dying.load(Ordering::Acquire) {
+            own::store(place.base, &dir, DYING, place.host.as_bytes())?;
         }
         match self.put_head(place, number, plain) {
             // It was there, and was flat and removed meanwhile.

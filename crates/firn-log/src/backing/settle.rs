@@ -426,8 +426,9 @@ impl<B: Backing> LogBacking<B> {
         Ok(flattened)
     }
 
-    /// Forgets a file that is flat, unless somebody has it open or it is among those with something left to do: of one
-    /// file there would be two then, of which one does not know that the other is written to.
+    /// Forgets a file without containers, unless somebody has it open or it is among those with something left to do: of one
+    /// file there would be two then, of which one does not know that the other is written to. A file is known as long as
+    /// something of a container is left, so that a removal of its last name marks that.
     pub(super) fn forget(&self, file: &Arc<LoggedFile<B>>) {
         /// The caller's, and that of `known`.
         const UNUSED_REFERENCES: usize = 2;
@@ -435,7 +436,7 @@ impl<B: Backing> LogBacking<B> {
             let mut files = self.files.lock();
             let is_unused = file.opens.load(Ordering::Acquire) == 0
                 && Arc::strong_count(file) <= UNUSED_REFERENCES
-                && !file.is_logged();
+                && !file.has_containers();
             if is_unused {
                 self.forgotten.fetch_add(1, Ordering::AcqRel);
             }

@@ -18,6 +18,9 @@ type File = <Logged as Volume>::File;
 
 const DATA: &[u8] = b"what is in the logs of x";
 
+/// What `b` does.
+type Work<'a> = &'a dyn Fn(&mut World);
+
 /// Two hosts over one disk, with the file `x` in logs of `b`.
 struct World {
     disk: SimBacking,
@@ -214,6 +217,107 @@ fn a_host_that_comes_back_ends_the_removal_in_which_it_died() {
         world.b = logged(&world.disk.another_process(), "b", &world.living);
         world.b.end_removals().expect("end");
         world.assert_whole_or_gone("x", at);
+    }
+}
+
+/// Proves S-log-71: a host dies while it writes or flattens a file, and removes it as the first thing when it is back, as it does
+/// with what a transaction had made. Logs that are flat had no mark, and were kept as those of a file that is lost.
+#[test]
+fn regression_a_host_that_comes_back_and_removes_a_file_leaves_nothing_of_its_logs() {
+    let write = |world: &mut World| {
+        let file = world.file.as_ref().expect("open");
+        let _ = world.b.write_at(file, &[IoSlice::new(b"more")], 0);
+        let _ = world.b.sync(file, false);
+    };
+    let flatten = |world: &mut World| {
+        world.file = None;
+        let _ = world.b.flatten_below(&world.b.root());
+    };
+    let flatten_and_write = |world: &mut World| {
+        flatten(world);
+        let root = world.b.root();
+        let found = world.b.lookup(&root, OsStr::new("x"));
+        let Ok(file) = found.and_then(|(inode, _)| world.b.open(&inode, Access::ReadWrite)) else {
+            return;
+        };
+        let _ = world.b.note_use(&file, FileUse::OpenedToWrite);
+        let _ = world.b.write_at(&file, &[IoSlice::new(b"more")], 0);
+    };
+    let works: [(&str, Work<'_>); 3] = [
+        ("write", &write),
+        ("flatten", &flatten),
+        ("flatten, write", &flatten_and_write),
+    ];
+    for (what, work) in works {
+        let calls = {
+            let mut world = World::new();
+            let before = world.disk_of_b.steps();
+            work(&mut world);
+            world.disk_of_b.steps() - before
+        };
+        for at in 1..=calls {
+            let mut world = World::new();
+            world.disk_of_b.crash_at(world.disk_of_b.steps() + at);
+            work(&mut world);
+            world.file = None;
+            world.b_dies();
+            world.living.lock().insert("b");
+            world.b = logged(&world.disk.another_process(), "b", &world.living);
+            let root = world.b.root();
+            world.b.unlink(&root, OsStr::new("x")).expect("unlink");
+            world.b.settle();
+            world.b.end_removals().expect("end");
+            let orphans = world.b.find_orphans().expect("find");
+            assert!(orphans.lost.is_empty(), "{what}, call {at}: {orphans:?}");
+            let left = leftovers(&world.disk);
+            assert!(left.is_empty(), "{what}, call {at}: {left:?}");
+        }
+    }
+}
+
+/// Proves S-log-71: a host dies at each call of the removal of a file that it has open, while it makes the first logs of the file.
+#[test]
+fn regression_logs_that_are_made_while_a_file_is_removed_go_with_it() {
+    let begin = || {
+        let mut world = World::new();
+        let made = world.b.create(
+            &suite::own_caller(),
+            &world.b.root(),
+            OsStr::new("new"),
+            0o644,
+        );
+        let (_, file, _) = made.expect("create");
+        world.file = Some(file);
+        world
+    };
+    let unlink = |host: &Logged| {
+        let _ = host.unlink(&host.root(), OsStr::new("new"));
+    };
+    let calls = {
+        let world = begin();
+        let before = world.disk_of_b.steps();
+        unlink(&world.b);
+        world.disk_of_b.steps() - before
+    };
+    for at in 1..=calls {
+        let mut world = begin();
+        let hang = world.disk_of_b.hang_at(world.disk_of_b.steps() + at);
+        std::thread::scope(|scope| {
+            let removing = scope.spawn(|| unlink(&world.b));
+            hang.await_call();
+            let file = world.file.as_ref().expect("open");
+            let wrote = world.b.write_at(file, &[IoSlice::new(DATA)], 0);
+            assert_eq!(wrote, Ok(DATA.len()), "call {at}");
+            // It dies here.
+            world.disk_of_b.crash_at(0);
+            hang.release();
+            removing.join().expect("no panic");
+        });
+        world.file = None;
+        world.b_dies();
+        world.a.end_removals().expect("end");
+        let orphans = world.a.find_orphans().expect("find");
+        assert!(orphans.lost.is_empty(), "call {at}: {orphans:?}");
     }
 }
 
