@@ -80,10 +80,13 @@ impl Behind {
 
 /// Whether an error may be one of a backing that is behind. Some servers (MooseFS) say EINVAL of a file that is gone.
 fn may_be_behind(error: Errno) -> bool {
-    matches!(
-        error,
-        Errno::NOENT | Errno::STALE | Errno::IO | Errno::INVAL
-    )
+    is_gone(error) || matches!(error, Errno::IO | Errno::INVAL)
+}
+
+/// Whether the backing answers that what was asked of it is not there any more: ENOENT of a name, or ESTALE, as NFS says, of
+/// an object that another host has removed. Asked where a call of the backing returns: in Firn no errno stands for that.
+pub(crate) fn is_gone(error: Errno) -> bool {
+    matches!(error, Errno::NOENT | Errno::STALE)
 }
 
 /// Reads a file until `buf` is full or the file ends, by the length that the server says.

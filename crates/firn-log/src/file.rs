@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use crate::behind::{Behind, read_whole};
+use crate::behind::{Behind, is_gone, read_whole};
 use crate::container::{ChangeError, Changed, Container, Memory, Walk, next_change};
 use crate::file_id::FileId;
 use crate::frame::Change;
@@ -318,7 +318,7 @@ impl<B: Backing> LoggedFile<B> {
         }
         match place.base.attr_now(inode) {
             Ok(attr) => Ok(attr.nlink == 0),
-            Err(Errno::STALE | Errno::NOENT) => Ok(true),
+            Err(error) if is_gone(error) => Ok(true),
             Err(error) => Err(error),
         }
     }

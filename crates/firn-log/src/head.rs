@@ -17,6 +17,7 @@ use firn_backing::{Access, Backing, Errno};
 use firn_hosts::OwnError;
 use firn_hosts::own::{self, own_caller};
 
+use crate::behind::is_gone;
 use crate::file_id::FileId;
 use crate::frame::Change;
 use crate::index_reader::find_frame;
@@ -176,7 +177,7 @@ pub(crate) fn has_index<B: Backing>(base: &B, dir: &B::Inode) -> Result<bool, Er
 fn list<B: Backing>(base: &B, dir: &B::Inode) -> Result<Vec<Vec<u8>>, Errno> {
     match own::list(base, dir) {
         Ok(names) => Ok(names.into_iter().map(|(name, ..)| name).collect()),
-        Err(Errno::NOENT | Errno::STALE) => Ok(Vec::new()),
+        Err(error) if is_gone(error) => Ok(Vec::new()),
         Err(error) => Err(error),
     }
 }

@@ -24,6 +24,7 @@ use firn_hosts::own::{self, STUBS, TOP};
 use firn_hosts::{OwnError, VoteDir};
 
 use crate::backing::{CONTAINERS, Liveness};
+use crate::behind::is_gone;
 use crate::file_id::FileId;
 use crate::head::HEAD;
 use crate::names::Writer;
@@ -143,8 +144,9 @@ fn remove_unused<B: Backing>(
         }
     }
     match container.retire() {
-        // Another host came first.
-        Ok(()) | Err(Errno::NOENT | Errno::STALE) => Ok(true),
+        Ok(()) => Ok(true),
+        // Another host came first, if the name does not lead to it any more.
+        Err(error) if is_gone(error) && !container.is_current()? => Ok(true),
         Err(error) => Err(error),
     }
 }

@@ -12,6 +12,7 @@ use std::ffi::OsStr;
 
 use firn_backing::{Attr, Backing, Errno, Result};
 
+use crate::behind::is_gone;
 use crate::file_id::FileId;
 
 const NAME: &str = "user.firn.logged";
@@ -63,7 +64,8 @@ pub(crate) fn clear<B: Backing>(base: &B, inode: &B::Inode, container: &str) -> 
         return Ok(());
     }
     match base.remove_xattr(inode, OsStr::new(NAME)) {
-        Err(Errno::NODATA | Errno::STALE | Errno::NOENT) => Ok(()),
+        Err(Errno::NODATA) => Ok(()),
+        Err(error) if is_gone(error) => Ok(()),
         removed => removed,
     }
 }
@@ -92,15 +94,10 @@ fn load<B: Backing>(base: &B, inode: &B::Inode) -> Result<Option<(Home, String)>
     match base.get_xattr(inode, OsStr::new(NAME)) {
         Ok(tag) => Ok(decode(&tag)),
         // It has no name any more, or no attributes: nothing is known of it.
-        Err(
-            Errno::NODATA
-            | Errno::OPNOTSUPP
-            | Errno::NOSYS
-            | Errno::ACCESS
-            | Errno::PERM
-            | Errno::NOENT
-            | Errno::STALE,
-        ) => Ok(None),
+        Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::NOSYS | Errno::ACCESS | Errno::PERM) => {
+            Ok(None)
+        }
+        Err(error) if is_gone(error) => Ok(None),
         Err(error) => Err(error),
     }
 }
