@@ -132,6 +132,110 @@ impl<D: Copy + PartialEq, const STATES: usize> History<D, STATES> {
     }
 }
 
+/// The directory of a ballot.
+trait Directory: Copy + PartialEq {
+    /// Which ballot of its name it is of, from 1 on.
+    fn number(&self) -> u8;
+    /// The same with other numbers of hosts.
+    fn reordered(self, order: [u8; HOSTS]) -> Self;
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+struct Host<P> {
+    phase: P,
+    /// The ballot whose directory it has open; none is 0.
+    number: u8,
+}
+
+/// What the server has, and how far each host is: phases `P`, and so many claims on each ballot that may be locked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+struct World<D, P, const CLAIMS: usize, const STATES: usize> {
+    /// What has the name of the ballot.
+    history: History<D, STATES>,
+    /// Who has locked what of each ballot.
+    locks: [[Option<u8>; CLAIMS]; BALLOTS_MAX as usize],
+    hosts: [Host<P>; HOSTS],
+    /// Ballots that were made.
+    made: u8,
+    crashes: u8,
+}
+
+impl<D: Directory, P: Copy + Default, const CLAIMS: usize, const STATES: usize>
+    World<D, P, CLAIMS, STATES>
+{
+    /// Nothing is there, and no host has begun.
+    fn empty() -> Self {
+        Self {
+            history: History::default(),
+            locks: [[None; CLAIMS]; BALLOTS_MAX as usize],
+            hosts: [Host::default(); HOSTS],
+            made: 0,
+            crashes: 0,
+        }
+    }
+
+    /// The directory that a host has open, if it has its name.
+    fn dir(&self, host: usize) -> Option<D> {
+        let number = self.hosts[host].number;
+        self.history.current().filter(|dir| dir.number() == number)
+    }
+
+    /// A host changes the directory that it has open. Where that has no name any more the change is lost.
+    fn put(&mut self, host: usize, put: impl FnOnce(&mut D)) {
+        match self.dir(host) {
+            Some(mut dir) => {
+                put(&mut dir);
+                self.history.change(host, Some(dir));
+            }
+            None => self.history.note_asked(host),
+        }
+    }
+
+    fn enter(&mut self, host: usize, phase: P) {
+        self.hosts[host].phase = phase;
+    }
+
+    /// A host has nothing to do with the ballot any more.
+    fn forget_ballot(&mut self, host: usize) {
+        self.unlock(host);
+        self.hosts[host] = Host::default();
+    }
+
+    /// Locks a claim on the ballot whose directory a host has open, and sees to it that its next listing is a new one; false:
+    /// somebody has it locked.
+    fn lock(&mut self, host: usize, claim: usize) -> bool {
+        let number = usize::from(self.hosts[host].number);
+        let locked = &mut self.locks[number - 1][claim];
+        if locked.is_some() {
+            return false;
+        }
+        *locked = Some(host as u8);
+        self.history.note_asked(host);
+        true
+    }
+
+    fn unlock(&mut self, host: usize) {
+        for claim in self.locks.iter_mut().flatten() {
+            claim.take_if(|by| *by == host as u8);
+        }
+    }
+
+    /// The same with other numbers of hosts.
+    fn renumbered(&self, order: [u8; HOSTS]) -> Self {
+        let mut hosts = self.hosts;
+        for (host, new) in self.hosts.iter().zip(order) {
+            hosts[usize::from(new)] = *host;
+        }
+        let host = |by: Option<u8>| by.map(|host| order[usize::from(host)]);
+        Self {
+            history: self.history.reordered(order, &|dir| dir.reordered(order)),
+            locks: self.locks.map(|of_one| of_one.map(host)),
+            hosts,
+            ..*self
+        }
+    }
+}
+
 /// All orders of the hosts.
 const ORDERS: [[u8; HOSTS]; 6] = [
     [0, 1, 2],

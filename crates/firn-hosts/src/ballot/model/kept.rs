@@ -76,9 +76,10 @@ enum Pending {
 }
 
 /// What a host does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum Phase {
     /// It takes no part.
+    #[default]
     Idle,
     Joining {
         has_put: bool,
@@ -101,66 +102,15 @@ enum Phase {
     LeavingUnchanged { has_stopped: bool },
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-struct Host {
-    phase: Phase,
-    /// The ballot whose directory it has open.
-    number: u8,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-struct State {
-    /// What has the name of the ballot.
-    history: History<Dir, { LAG_MAX + 1 }>,
-    /// Who has a ballot locked as a whole.
-    whole: [Option<u8>; BALLOTS_MAX as usize],
-    hosts: [Host; HOSTS],
-    /// Ballots that were made.
-    made: u8,
-    crashes: u8,
-}
+/// Only a ballot as a whole is ever locked.
+type State = World<Dir, Phase, 1, { LAG_MAX + 1 }>;
+const WHOLE_CLAIM: usize = 0;
 
 impl State {
-    /// The directory that a host has open, if it has its name.
-    fn dir(&self, host: usize) -> Option<Dir> {
-        let number = self.hosts[host].number;
-        self.history.current().filter(|dir| dir.number == number)
-    }
-
-    /// A host changes the directory that it has open. Where that has no name any more the change is lost.
-    fn put(&mut self, host: usize, put: impl FnOnce(&mut Dir)) {
-        match self.dir(host) {
-            Some(mut dir) => {
-                put(&mut dir);
-                self.history.change(host, Some(dir));
-            }
-            None => self.history.note_asked(host),
-        }
-    }
-
-    fn enter(&mut self, host: usize, phase: Phase) {
-        self.hosts[host].phase = phase;
-    }
-
-    /// A host has nothing to do with the ballot any more.
-    fn forget_ballot(&mut self, host: usize) {
-        self.unlock(host);
-        self.hosts[host] = Host {
-            phase: Phase::Idle,
-            number: 0,
-        };
-    }
-
     /// Whether a host has its ballot locked as a whole.
     fn locks_whole(&self, host: usize) -> bool {
         let number = usize::from(self.hosts[host].number);
-        number > 0 && self.whole[number - 1] == Some(host as u8)
-    }
-
-    fn unlock(&mut self, host: usize) {
-        for locked in &mut self.whole {
-            locked.take_if(|by| *by == host as u8);
-        }
+        number > 0 && self.locks[number - 1][WHOLE_CLAIM] == Some(host as u8)
     }
 
     fn is_in(&self, host: usize, number: u8, phase: &Phase) -> bool {
@@ -385,14 +335,11 @@ impl State {
             Pending::Work => phase = Phase::Working,
             Pending::Leave => next.put(index, |dir| dir.left |= 1 << host),
             Pending::ClaimRemoval => {
-                let number = usize::from(next.hosts[index].number);
-                if next.whole[number - 1].is_some() {
+                if !next.lock(index, WHOLE_CLAIM) {
                     // Another one removes it.
                     next.forget_ballot(index);
                     return add(next);
                 }
-                next.whole[number - 1] = Some(host);
-                next.history.note_asked(index);
             }
             Pending::Retire => match next.dir(index) {
                 Some(_) => phase = Phase::Ending(Some(Pending::Rename)),
@@ -456,8 +403,11 @@ impl State {
     }
 }
 
-impl Dir {
-    /// The same with other numbers of hosts: host `i` is `order[i]`.
+impl Directory for Dir {
+    fn number(&self) -> u8 {
+        self.number
+    }
+
     fn reordered(self, order: [u8; HOSTS]) -> Self {
         let hosts = |hosts| reordered(hosts, order);
         let host = |host: u8| order[usize::from(host)];
@@ -474,17 +424,7 @@ impl Dir {
 
 impl Model for State {
     fn new() -> Self {
-        let host = Host {
-            phase: Phase::Idle,
-            number: 0,
-        };
-        Self {
-            history: History::default(),
-            whole: [None; BALLOTS_MAX as usize],
-            hosts: [host; HOSTS],
-            made: 0,
-            crashes: 0,
-        }
+        Self::empty()
     }
 
     fn steps(&self) -> Vec<(Self, bool)> {
@@ -524,22 +464,13 @@ impl Model for State {
     }
 
     fn is_over(&self) -> bool {
-        let is_idle = |host: &Host| matches!(host.phase, Phase::Idle | Phase::Gone);
+        let is_idle = |host: &Host<Phase>| matches!(host.phase, Phase::Idle | Phase::Gone);
         let is_gone = self.history.current().is_none();
         self.made == BALLOTS_MAX && is_gone && self.hosts.iter().all(is_idle)
     }
 
     fn reordered(&self, order: [u8; HOSTS]) -> Self {
-        let mut hosts = self.hosts;
-        for (host, new) in self.hosts.iter().zip(order) {
-            hosts[usize::from(new)] = *host;
-        }
-        Self {
-            history: self.history.reordered(order, &|dir| dir.reordered(order)),
-            whole: self.whole.map(|by| by.map(|host| order[usize::from(host)])),
-            hosts,
-            ..*self
-        }
+        self.renumbered(order)
     }
 }
 

@@ -113,8 +113,9 @@ enum Pending {
 }
 
 /// What a host does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 enum Phase {
+    #[default]
     Idle,
     Joining(JoinStep),
     /// It has said that it takes part, and looks.
@@ -138,74 +139,13 @@ enum Phase {
     Crashed,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-struct Host {
-    phase: Phase,
-    /// The ballot whose directory it has open; none is 0.
-    number: u8,
-}
-
-const IDLE: Host = Host {
-    phase: Phase::Idle,
-    number: 0,
-};
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-struct State {
-    history: History<Dir, { LAG_MAX + 1 }>,
-    /// Who has locked what of each ballot.
-    locks: [[Option<u8>; CLAIMS]; BALLOTS_MAX as usize],
-    hosts: [Host; HOSTS],
-    /// Ballots that were made.
-    made: u8,
-    crashes: u8,
-}
+type State = World<Dir, Phase, CLAIMS, { LAG_MAX + 1 }>;
 
 impl State {
-    /// The directory that a host has open, if it has its name.
-    fn dir(&self, host: usize) -> Option<Dir> {
-        let number = self.hosts[host].number;
-        self.history.current().filter(|dir| dir.number == number)
-    }
-
-    /// A host changes the directory that it has open. Where that has no name any more the change is lost.
-    fn put(&mut self, host: usize, put: impl FnOnce(&mut Dir)) {
-        match self.dir(host) {
-            Some(mut dir) => {
-                put(&mut dir);
-                self.history.change(host, Some(dir));
-            }
-            None => self.history.note_asked(host),
-        }
-    }
-
-    fn enter(&mut self, host: usize, phase: Phase) {
-        self.hosts[host].phase = phase;
-    }
-
-    /// A host has nothing to do with the ballot any more.
-    fn forget_ballot(&mut self, host: usize) {
+    /// A host locks a claim in the place of the one that it has; false: another host has it.
+    fn lock_only(&mut self, host: usize, claim: usize) -> bool {
         self.unlock(host);
-        self.hosts[host] = IDLE;
-    }
-
-    fn unlock(&mut self, host: usize) {
-        for claim in self.locks.iter_mut().flatten() {
-            claim.take_if(|by| *by == host as u8);
-        }
-    }
-
-    /// Locks a claim and sees to it that the next listing is a new one; false: another host has it.
-    fn lock(&mut self, host: usize, claim: usize) -> bool {
-        self.unlock(host);
-        let number = usize::from(self.hosts[host].number);
-        let locked = &mut self.locks[number - 1][claim];
-        if locked.is_some() {
-            return false;
-        }
-        *locked = Some(host as u8);
-        self.history.note_asked(host);
-        true
+        self.lock(host, claim)
     }
 
     fn view(&self, host: usize, dir: Dir, busy: u8) -> View<u8, ()> {
@@ -407,7 +347,7 @@ impl State {
         match pending {
             Pending::Claim(unit) => {
                 let claim = claim_of(unit);
-                let busy = if self.lock(host, claim) {
+                let busy = if self.lock_only(host, claim) {
                     busy
                 } else {
                     busy | 1 << claim
@@ -416,7 +356,7 @@ impl State {
             }
             Pending::Work(unit) => self.enter(host, Phase::Working { busy, unit }),
             Pending::ClaimRemoval => {
-                if self.lock(host, WHOLE_CLAIM) {
+                if self.lock_only(host, WHOLE_CLAIM) {
                     self.enter(host, ending(busy));
                 } else {
                     self.forget_ballot(host);
@@ -446,7 +386,11 @@ fn ending(busy: u8) -> Phase {
     }
 }
 
-impl Dir {
+impl Directory for Dir {
+    fn number(&self) -> u8 {
+        self.number
+    }
+
     fn reordered(self, order: [u8; HOSTS]) -> Self {
         Self {
             joined: reordered(self.joined, order),
@@ -457,13 +401,7 @@ impl Dir {
 
 impl Model for State {
     fn new() -> Self {
-        Self {
-            history: History::default(),
-            locks: [[None; CLAIMS]; BALLOTS_MAX as usize],
-            hosts: [IDLE; HOSTS],
-            made: 0,
-            crashes: 0,
-        }
+        Self::empty()
     }
 
     fn steps(&self) -> Vec<(Self, bool)> {
@@ -505,23 +443,13 @@ impl Model for State {
     }
 
     fn is_over(&self) -> bool {
-        let is_idle = |host: &Host| host.phase == Phase::Idle;
+        let is_idle = |host: &Host<Phase>| host.phase == Phase::Idle;
         let is_last = |dir: Dir| dir.number == BALLOTS_MAX;
         self.history.current().is_some_and(is_last) && self.hosts.iter().all(is_idle)
     }
 
     fn reordered(&self, order: [u8; HOSTS]) -> Self {
-        let mut hosts = self.hosts;
-        for (host, new) in self.hosts.iter().zip(order) {
-            hosts[usize::from(new)] = *host;
-        }
-        let host = |by: Option<u8>| by.map(|host| order[usize::from(host)]);
-        Self {
-            history: self.history.reordered(order, &|dir| dir.reordered(order)),
-            locks: self.locks.map(|of_one| of_one.map(host)),
-            hosts,
-            ..*self
-        }
+        self.renumbered(order)
     }
 }
 
