@@ -18,7 +18,7 @@ use clap::Subcommand;
 pub enum Campaign {
     /// kill -9 of firnd and of writers under load: nothing acknowledged is lost
     Crash {
-        /// Kills each: through the mount, with direct access, without FUSE, in transactions of one host and of two, in logs of two
+        /// Kills each: through the mount over each stack of layers, with direct access, without FUSE, in transactions of two hosts, in logs of two
         #[arg(long, default_value_t = 200)]
         rounds: u64,
         /// Repeats a campaign

@@ -1,11 +1,10 @@
 //! The same random operations on the mount and on a plain directory of the same file system end in
 //! the same answers, tree, contents, modes, link counts and attributes.
 
-use firn_tests::differential::{Rules, is_known_to_all};
 use firn_tests::mount::SMALL;
 use firn_tests::random::env_count;
 use firn_tests::tree::{assert_same, snapshot};
-use firn_tests::{FirnMount, FsKind, LaneImages, LoopImage, Sandbox, differential, seed};
+use firn_tests::{FirnMount, FsKind, LaneImages, Layers, LoopImage, Sandbox, differential, seed};
 
 /// Several thousand over all file systems take under a minute on two cores.
 const OPS_DEFAULT: u64 = 6000;
@@ -74,10 +73,7 @@ fn same_as_plain_with_files_in_logs() {
     let mount = FirnMount::over(&sandbox, &backing, &options);
     let ops = env_count("FIRN_DIFFERENTIAL_OPS", OPS_DEFAULT);
     let seed = seed("differential in logs");
-    let rules = Rules {
-        is_wanted: is_known_to_all,
-        canonical: |answer| answer,
-    };
+    let rules = Layers::Logs.rules();
     differential::run_by(seed, ops, mount.path(), &plain, &rules);
     mount.umount();
     let again = FirnMount::over(&sandbox, &backing, "allow-other,dev,suid");
@@ -95,10 +91,7 @@ fn same_as_plain_with_files_in_lanes() {
     let mount = FirnMount::over(&sandbox, images.backing(), &options);
     let ops = env_count("FIRN_DIFFERENTIAL_OPS", OPS_DEFAULT);
     let seed = seed("differential in lanes");
-    let rules = Rules {
-        is_wanted: is_known_to_all,
-        canonical: |answer| answer,
-    };
+    let rules = Layers::Lanes.rules();
     differential::run_by(seed, ops, mount.path(), &plain, &rules);
     mount.umount();
     // Whatever the next mount's options say.

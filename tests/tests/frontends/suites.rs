@@ -8,7 +8,9 @@ use std::path::{Path, PathBuf};
 use firn_tests::random::env_count;
 use firn_tests::sandbox::preload_library;
 use firn_tests::suite::{exclusions, fio_verify, fsx, pjdfstest, pjdfstest_beside, stress};
-use firn_tests::{FirnMount, FsKind, LaneImages, LoopImage, Sandbox, seed};
+use firn_tests::{
+    FirnMount, FsKind, LaneImages, Layers, LoopImage, Sandbox, on_every_layers, seed,
+};
 
 const OPTIONS: &str = "arena-size=64M,chunk-size=1M,allow-other,dev,suid";
 /// Two seeds on four file systems: 48,000 operations in CI.
@@ -55,49 +57,35 @@ fn pjdfstest_fails_nothing_with_files_in_logs() {
 }
 
 /// Runs pjdfstest over several layers, outside of transactions.
-fn pjdfstest_in_layers(options: &str, has_lanes: bool) {
+fn pjdfstest_in_layers(layers: Layers, options: &str) {
     let sandbox = Sandbox::new("suite-layers");
     let images = LaneImages::new(&sandbox);
     let native = images.image(0).mkdir("native");
-    let options = format!("{OPTIONS},{options}");
-    let options = if has_lanes {
-        images.options(&options)
-    } else {
-        options
-    };
+    let options = layers.options(images.lanes(), &format!("{OPTIONS},{options}"));
     let mount = FirnMount::over(&sandbox, images.backing(), &options);
     compare_pjdfstest(&sandbox, &native, &mount, "ext4");
     mount.umount();
 }
 
-/// Proves S-tx-123.
-#[test]
-fn pjdfstest_fails_nothing_with_transactions() {
-    pjdfstest_in_layers("drain=commit", false);
-}
-
-/// Proves S-tx-123.
-#[test]
-fn pjdfstest_fails_nothing_with_transactions_over_logs() {
-    pjdfstest_in_layers("drain=commit,layout=log", false);
-}
-
-/// Proves S-tx-123.
-#[test]
-fn pjdfstest_fails_nothing_with_transactions_over_lanes() {
-    pjdfstest_in_layers("drain=commit", true);
-}
-
 /// Proves S-log-9, S-place-1.
 #[test]
 fn pjdfstest_fails_nothing_with_logs_over_lanes() {
-    pjdfstest_in_layers("layout=log", true);
+    pjdfstest_in_layers(Layers::LogsInLanes, "drain=eager");
 }
 
-/// Proves S-tx-123.
-#[test]
-fn pjdfstest_fails_nothing_with_all_layers() {
-    pjdfstest_in_layers("drain=commit,layout=log", true);
+on_every_layers! {
+    /// Proves S-tx-123.
+    pjdfstest_fails_nothing_with_transactions: pjdfstest_with_transactions(None);
+    /// Proves S-tx-123.
+    pjdfstest_fails_nothing_with_transactions_over_logs: pjdfstest_with_transactions(Logs);
+    /// Proves S-tx-123.
+    pjdfstest_fails_nothing_with_transactions_over_lanes: pjdfstest_with_transactions(Lanes);
+    /// Proves S-tx-123.
+    pjdfstest_fails_nothing_with_all_layers: pjdfstest_with_transactions(LogsInLanes);
+}
+
+fn pjdfstest_with_transactions(layers: Layers) {
+    pjdfstest_in_layers(layers, "drain=commit");
 }
 
 /// Proves S-log-4, S-log-9.

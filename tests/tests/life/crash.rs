@@ -1,5 +1,5 @@
 //! kill -9 of firnd, and of writers, at random moments under eight writers: nothing acknowledged is lost,
-//! through the mount and by direct access.
+//! through the mount, over each stack of layers without transactions, and by direct access.
 //!
 //! `FIRN_CRASH_ROUNDS` sets the rounds (`cargo xtask campaign crash --rounds 200`), `FIRN_SEED` the seed.
 
@@ -7,19 +7,23 @@ use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use firn_tests::ack::{Verified, returned_operations, verify};
 use firn_tests::command::wait_child;
-use firn_tests::lanes::place_in;
 use firn_tests::preloaded::DIRECT_AFTER;
 use firn_tests::random::{env_count, generator};
 use firn_tests::sandbox::{is_mounted, preload_library, unmount_lazily};
-use firn_tests::{FirnMount, Sandbox, helper_binary, run, seed, wait_until};
+use firn_tests::{
+    FirnMount, Layers, Sandbox, helper_binary, on_every_layers, run, seed, wait_until,
+};
 use rand::RngExt;
 
 const WRITERS: u64 = 8;
+/// With direct access.
 const ROUNDS_DEFAULT: u64 = 10;
+/// With each of the layers: one round of each way to recover.
+const ROUNDS_OF_LAYERS: u64 = 3;
 /// Options drawn per round: a roomy arena, one that is always full, both answers of close, an
 /// early and a late drain.
 const OPTIONS: [&str; 5] = [
@@ -138,23 +142,13 @@ impl Drop for Job {
     }
 }
 
-/// Where the files of a round lie.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Layout {
-    Backing,
-    Lanes,
-}
-
-/// One round; returns what was verified and the bytes that recovery had to save.
-fn round(seed: u64, number: u64, layout: Layout) -> Verified {
+/// One round; returns what was verified.
+fn round(seed: u64, number: u64, layers: Layers) -> Verified {
     let mut rng = generator(seed.wrapping_add(number));
     let sandbox = Sandbox::new("crash");
     let lanes = ["lane0", "lane1", "lane2"].map(|name| sandbox.mkdir(name));
     let drawn = OPTIONS[rng.random_range(0..OPTIONS.len())];
-    let options = &match layout {
-        Layout::Backing => drawn.to_owned(),
-        Layout::Lanes => place_in(&lanes, drawn),
-    };
+    let options = &layers.options(&lanes, drawn);
     let moment = Duration::from_millis(rng.random_range(20..1500));
     let mount = FirnMount::new(&sandbox, options);
     let mut job = Job::start(&sandbox, &mount, rng.random());
@@ -169,7 +163,7 @@ fn round(seed: u64, number: u64, layout: Layout) -> Verified {
             "recover"
         }
         1 => {
-            // Files stay in their lanes, whatever this mount says of them.
+            // Files stay in their lanes and logs, whatever this mount says of them.
             FirnMount::new(&sandbox, drawn).umount();
             "mount, umount"
         }
@@ -179,18 +173,41 @@ fn round(seed: u64, number: u64, layout: Layout) -> Verified {
             wait_until("drained by itself", Duration::from_secs(60), || {
                 mount.status().held_bytes == 0
             });
-            let verified = job.verify(mount.backing());
+            // What is drained to logs is not plain yet.
+            let verified = if layers.has_logs() {
+                job.verify(mount.path())
+            } else {
+                job.verify(mount.backing())
+            };
             assert!(verified.ops > 0);
             mount.umount();
             "mount, drained by itself"
         }
     };
+    if layers.has_logs() {
+        flatten_all(&sandbox, &backing);
+    }
     let verified = job.verify(&backing);
     println!("round {number}: killed after {moment:?} with {options}; {what}; {verified:?}");
-    if layout == Layout::Lanes {
+    if layers.has_lanes() {
         assert_no_orphans(&backing, &lanes);
     }
     verified
+}
+
+/// Makes the files in logs plain; no logs are left.
+fn flatten_all(sandbox: &Sandbox, backing: &Path) {
+    let args = ["flatten", "--all", "--backing"].map(OsStr::new);
+    sandbox
+        .run(args.into_iter().chain([backing.as_os_str()]))
+        .ok();
+    let entries = std::fs::read_dir(backing.join(".firn/log")).expect("list .firn/log");
+    let names = entries.map(|entry| entry.expect("an entry").file_name());
+    // Containers begin with the inode number of their file.
+    let containers: Vec<_> = names
+        .filter(|name| name.as_encoded_bytes()[0].is_ascii_hexdigit())
+        .collect();
+    assert!(containers.is_empty(), "{containers:?}");
 }
 
 /// Each file in a lane has a link that leads to it, and none waits for its link.
@@ -212,6 +229,8 @@ fn assert_no_orphans(backing: &Path, lanes: &[PathBuf]) {
         .iter()
         .flat_map(|lane| std::fs::read_dir(lane).expect("list").flatten());
     let files: BTreeSet<PathBuf> = entries.filter(is_file).map(|entry| entry.path()).collect();
+    // The others say which host is at something (`.firn/log`).
+    named.retain(|link| link.is_absolute());
     let staged = |path: &&PathBuf| path.components().any(|part| part.as_os_str() == "placing");
     assert_eq!(named.iter().find(staged), None);
     assert_eq!(
@@ -231,30 +250,33 @@ fn is_marker(name: &OsStr) -> bool {
     name.as_encoded_bytes().starts_with(b".firn-")
 }
 
-/// Proves S-write-1, S-crash-2, S-crash-4, S-name-6.
-#[test]
-fn every_acknowledged_byte_is_in_the_backing_after_kill_9() {
-    let seed = seed("crash");
-    let mut sum = Verified::default();
-    for number in 0..env_count("FIRN_CRASH_ROUNDS", ROUNDS_DEFAULT) {
-        let verified = round(seed, number, Layout::Backing);
-        sum.ops += verified.ops;
-        sum.bytes += verified.bytes;
-    }
-    println!("verified: {} operations, {} bytes", sum.ops, sum.bytes);
+on_every_layers! {
+    /// Proves S-write-1, S-crash-2, S-crash-4, S-name-6.
+    every_acknowledged_byte_is_in_the_backing_after_kill_9: killed_under_writers(None);
+    /// Proves S-log-16, S-log-7.
+    every_acknowledged_byte_is_in_its_logs_after_kill_9: killed_under_writers(Logs);
+    /// Proves S-place-2, S-place-5.
+    every_acknowledged_byte_is_in_its_lane_after_kill_9: killed_under_writers(Lanes);
+    /// Proves S-log-16, S-log-7, S-place-5.
+    every_acknowledged_byte_is_in_logs_in_lanes_after_kill_9: killed_under_writers(LogsInLanes);
 }
 
-/// Proves S-place-2, S-place-5.
-#[test]
-fn every_acknowledged_byte_is_in_its_lane_after_kill_9_and_no_file_is_left_without_a_name() {
-    let seed = seed("crash with lanes");
+fn killed_under_writers(layers: Layers) {
+    let seed = seed(&format!("crash with {layers:?}"));
     let mut sum = Verified::default();
-    for number in 0..env_count("FIRN_CRASH_ROUNDS", ROUNDS_DEFAULT) {
-        let verified = round(seed, number, Layout::Lanes);
+    let start = Instant::now();
+    let rounds = env_count("FIRN_CRASH_ROUNDS", ROUNDS_OF_LAYERS);
+    for number in 0..rounds {
+        let verified = round(seed, number, layers);
         sum.ops += verified.ops;
         sum.bytes += verified.bytes;
     }
-    println!("verified: {} operations, {} bytes", sum.ops, sum.bytes);
+    println!(
+        "{layers:?}: {rounds} rounds in {:?}, {} operations, {} bytes",
+        start.elapsed(),
+        sum.ops,
+        sum.bytes
+    );
 }
 
 /// Who is killed in a round with direct access.

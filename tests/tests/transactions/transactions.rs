@@ -6,19 +6,18 @@ use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use firn_tests::c::{Installed, Link};
 use firn_tests::command::wait_child;
-use firn_tests::differential::{self, Answer, Op, Rules, Side, draw, is_known_to_all};
+use firn_tests::differential::{self, Answer, Op, Rules, Side, draw};
 use firn_tests::fsops::{Mapping, assert_same_bytes, open_rw, read};
-use firn_tests::lanes::place_in;
 use firn_tests::random::{bytes, env_count, generator};
 use firn_tests::sandbox::{kill, preload_library, wait_for_request};
 use firn_tests::suite::{pjdfstest, pjdfstest_beside};
 use firn_tests::transaction::{behind, firn, firn_id, firn_with};
 use firn_tests::tree::{assert_same, differences, snapshot};
-use firn_tests::{FirnMount, FsKind, LoopImage, Sandbox, run, seed};
+use firn_tests::{FirnMount, FsKind, Layers, LoopImage, Sandbox, on_every_layers, run, seed};
 use rand::RngExt;
 use rustix::io::Errno;
 use rustix::mm::MapFlags;
@@ -26,6 +25,8 @@ use rustix::mm::MapFlags;
 const COMMIT: &str = "arena-size=32M,chunk-size=1M,drain=commit";
 const SHADOW: &str = "arena-size=32M,chunk-size=1M,drain=commit,mode=shadow";
 const MIB: usize = 1 << 20;
+/// Rounds of kill -9 with each stack of layers.
+const KILLS: u64 = 3;
 const EXCHANGE: u32 = libc::RENAME_EXCHANGE;
 
 /// Proves S-tx-1, S-tx-2.
@@ -790,20 +791,14 @@ fn same_as_plain_in_shadow_mode_on_tmpfs() {
 }
 
 /// Transactions over files in logs, in lanes, and in both.
-fn same_as_plain_in_layers(name: &str, options: &str, lanes: Lanes) {
+fn same_as_plain_in_layers(name: &str, options: &str, layers: Layers) {
     let sandbox = Sandbox::new(name);
     let image = LoopImage::new(&sandbox, FsKind::Ext4, 400);
     let backing = image.mkdir("backing");
     let plain = image.mkdir("plain");
-    let options = format!("{options},allow-other,dev,suid");
-    let options = match lanes {
-        Lanes::None => options,
-        Lanes::Two => place_in(&[image.mkdir("lane0"), image.mkdir("lane1")], &options),
-    };
-    let rules = Rules {
-        is_wanted: is_known_to_all,
-        canonical: |answer| answer,
-    };
+    let lanes = ["lane0", "lane1"].map(|name| image.mkdir(name));
+    let options = layers.options(&lanes, &format!("{options},allow-other,dev,suid"));
+    let rules = layers.rules();
     let mount = FirnMount::over(&sandbox, &backing, &options);
     let ops = env_count("FIRN_DIFFERENTIAL_OPS", 1000);
     let seed = seed(&format!("differential in transactions with {options}"));
@@ -820,7 +815,7 @@ fn same_as_plain_in_layers(name: &str, options: &str, lanes: Lanes) {
     let mut rng = generator(seed + 9);
     let mut side = Side::new(mount.path());
     for op in (0..ops).map(|_| draw(&mut rng)) {
-        if is_known_to_all(&op) {
+        if (rules.is_wanted)(&op) {
             side.perform(&op);
         }
     }
@@ -843,25 +838,25 @@ fn same_as_plain_in_layers(name: &str, options: &str, lanes: Lanes) {
 /// Proves S-tx-1, S-tx-2, S-tx-3, S-tx-123.
 #[test]
 fn same_as_plain_with_files_in_logs() {
-    same_as_plain_in_layers("txdifflog", &format!("{COMMIT},layout=log"), Lanes::None);
+    same_as_plain_in_layers("txdifflog", COMMIT, Layers::Logs);
 }
 
 /// Proves S-tx-1, S-tx-2, S-tx-3, S-tx-123.
 #[test]
 fn same_as_plain_with_files_in_lanes() {
-    same_as_plain_in_layers("txdifflanes", COMMIT, Lanes::Two);
+    same_as_plain_in_layers("txdifflanes", COMMIT, Layers::Lanes);
 }
 
 /// Proves S-tx-1, S-tx-2, S-tx-3, S-tx-123.
 #[test]
 fn same_as_plain_with_files_in_logs_in_lanes() {
-    same_as_plain_in_layers("txdiffall", &format!("{COMMIT},layout=log"), Lanes::Two);
+    same_as_plain_in_layers("txdiffall", COMMIT, Layers::LogsInLanes);
 }
 
 /// Proves S-tx-20, S-tx-21, S-tx-22, S-tx-123.
 #[test]
 fn same_as_plain_in_shadow_mode_with_files_in_logs_in_lanes() {
-    same_as_plain_in_layers("txshadowall", &format!("{SHADOW},layout=log"), Lanes::Two);
+    same_as_plain_in_layers("txshadowall", SHADOW, Layers::LogsInLanes);
 }
 
 /// Proves S-tx-1.
@@ -916,68 +911,49 @@ enum End {
     Prepared,
 }
 
-/// Proves S-tx-2, S-tx-3, S-tx-4, S-tx-41, S-tx-46.
-#[test]
-fn killed_at_any_moment_the_tree_is_the_old_one_or_the_new_one() {
-    killed_at_any_moment("txcrash", COMMIT, Lanes::None);
+on_every_layers! {
+    /// Proves S-tx-2, S-tx-3, S-tx-4, S-tx-41, S-tx-46.
+    killed_at_any_moment_the_tree_is_the_old_one_or_the_new_one: killed_in_buffer_mode(None);
+    /// Proves S-tx-123.
+    killed_at_any_moment_with_files_in_logs_the_tree_is_the_old_one_or_the_new_one: killed_in_buffer_mode(Logs);
+    /// Proves S-tx-123.
+    killed_at_any_moment_with_files_in_lanes_the_tree_is_the_old_one_or_the_new_one: killed_in_buffer_mode(Lanes);
+    /// Proves S-tx-123.
+    killed_at_any_moment_with_files_in_logs_in_lanes_the_tree_is_the_old_one_or_the_new_one: killed_in_buffer_mode(LogsInLanes);
 }
 
-/// Proves S-tx-21, S-tx-22, S-tx-23, S-tx-74, S-tx-76.
-#[test]
-fn killed_at_any_moment_in_shadow_mode_the_tree_is_the_old_one_or_the_new_one() {
-    killed_at_any_moment("txcrashshadow", SHADOW, Lanes::None);
+on_every_layers! {
+    /// Proves S-tx-21, S-tx-22, S-tx-23, S-tx-74, S-tx-76.
+    killed_at_any_moment_in_shadow_mode_the_tree_is_the_old_one_or_the_new_one: killed_in_shadow_mode(None);
+    /// Proves S-tx-123.
+    killed_at_any_moment_in_shadow_mode_with_files_in_logs_the_tree_is_the_old_one_or_the_new_one: killed_in_shadow_mode(Logs);
+    /// Proves S-tx-123.
+    killed_at_any_moment_in_shadow_mode_with_files_in_lanes_the_tree_is_the_old_one_or_the_new_one: killed_in_shadow_mode(Lanes);
+    /// Proves S-tx-123.
+    killed_at_any_moment_in_shadow_mode_with_files_in_logs_in_lanes_the_tree_is_the_old_one_or_the_new_one: killed_in_shadow_mode(LogsInLanes);
 }
 
-/// Proves S-tx-123.
-#[test]
-fn killed_at_any_moment_with_files_in_logs_the_tree_is_the_old_one_or_the_new_one() {
-    killed_at_any_moment("txcrashlog", &format!("{COMMIT},layout=log"), Lanes::None);
+fn killed_in_buffer_mode(layers: Layers) {
+    killed_at_any_moment(COMMIT, layers);
 }
 
-/// Proves S-tx-123.
-#[test]
-fn killed_at_any_moment_with_files_in_lanes_the_tree_is_the_old_one_or_the_new_one() {
-    killed_at_any_moment("txcrashlanes", COMMIT, Lanes::Two);
+fn killed_in_shadow_mode(layers: Layers) {
+    killed_at_any_moment(SHADOW, layers);
 }
 
-/// Proves S-tx-123.
-#[test]
-fn killed_at_any_moment_with_files_in_logs_in_lanes_the_tree_is_the_old_one_or_the_new_one() {
-    killed_at_any_moment("txcrashall", &format!("{COMMIT},layout=log"), Lanes::Two);
-}
-
-/// Where the data of files goes.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Lanes {
-    None,
-    Two,
-}
-
-/// Mount options that place files in lanes of this sandbox.
-fn in_lanes(sandbox: &Sandbox, lanes: Lanes, options: &str) -> String {
-    match lanes {
-        Lanes::None => options.to_owned(),
-        Lanes::Two => place_in(&[sandbox.mkdir("lane0"), sandbox.mkdir("lane1")], options),
-    }
-}
-
-fn killed_at_any_moment(name: &str, options: &str, lanes: Lanes) {
-    let is_shadow = options == SHADOW;
-    let rounds = env_count("FIRN_CRASH_ROUNDS", 10);
-    let seed = seed("kill -9 in transactions");
+fn killed_at_any_moment(mode: &str, layers: Layers) {
+    let is_shadow = mode == SHADOW;
+    let rounds = env_count("FIRN_CRASH_ROUNDS", KILLS);
+    let seed = seed(&format!("kill -9 in transactions with {mode}, {layers:?}"));
+    let start = Instant::now();
     let mut rng = generator(seed);
-    let sandbox = Sandbox::new(name);
+    let sandbox = Sandbox::new("txcrash");
     let plain = sandbox.mkdir("plain");
+    let lanes = ["lane0", "lane1"].map(|name| sandbox.mkdir(name));
     let mut counts = [0; 3];
     // As the plain directory is mounted.
-    let options = in_lanes(&sandbox, lanes, &format!("{options},allow-other,dev,suid"));
-    let rules = Rules {
-        is_wanted: match options.contains("layout=log") || lanes != Lanes::None {
-            true => is_known_to_all,
-            false => |_| true,
-        },
-        canonical: |answer| answer,
-    };
+    let options = layers.options(&lanes, &format!("{mode},allow-other,dev,suid"));
+    let rules = layers.rules();
     for round in 0..rounds {
         let told = format!("seed {seed}, round {round}");
         let direct = round % 2 == 1;
@@ -1071,7 +1047,8 @@ fn killed_at_any_moment(name: &str, options: &str, lanes: Lanes) {
         );
         let backing = mount.umount();
         // In lanes the backing has links.
-        let again = (lanes != Lanes::None)
+        let again = layers
+            .has_lanes()
             .then(|| FirnMount::new(&sandbox, "allow-other,dev,suid,attr-timeout=0"));
         let backing = again
             .as_ref()
@@ -1094,10 +1071,17 @@ fn killed_at_any_moment(name: &str, options: &str, lanes: Lanes) {
         if let Some(again) = again {
             again.umount();
         }
+        if layers != Layers::None {
+            // Nothing is left of what was undone.
+            firn_with(&sandbox, "check", &sandbox.join("backing"), &["--orphans"]).ok();
+        }
     }
     println!(
-        "{rounds} rounds: killed {} while open, {} while committing, {} prepared",
-        counts[0], counts[1], counts[2]
+        "{mode}, {layers:?}: {rounds} rounds in {:?}: killed {} while open, {} while committing, {} prepared",
+        start.elapsed(),
+        counts[0],
+        counts[1],
+        counts[2]
     );
 }
 
