@@ -125,6 +125,7 @@ impl Agent {
     pub fn kill(mut self) {
         self.child.kill().expect("kill the agent");
         self.child.wait().expect("wait for the agent");
+        remove_shared_memory(self.pid());
     }
 
     /// SIGTERM; its exit code.
@@ -143,6 +144,27 @@ impl Drop for Agent {
         }
         let _ = self.child.kill();
         let _ = self.child.wait();
+        remove_shared_memory(self.pid());
+    }
+}
+
+/// Files of libfabric's provider `shm` that a process has, or left when it was killed.
+pub fn shared_memory_of(pid: u32) -> Vec<PathBuf> {
+    let prefix = format!("{pid}:");
+    let entries = fs::read_dir("/dev/shm").expect("list /dev/shm").flatten();
+    entries
+        .filter(|entry| {
+            let name = entry.file_name();
+            name.as_encoded_bytes().starts_with(prefix.as_bytes())
+        })
+        .map(|entry| entry.path())
+        .collect()
+}
+
+/// Only the user can tell that nobody needs them (docs/OPERATIONS.md).
+fn remove_shared_memory(pid: u32) {
+    for path in shared_memory_of(pid) {
+        let _ = fs::remove_file(path);
     }
 }
 

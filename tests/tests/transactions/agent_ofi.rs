@@ -20,7 +20,7 @@ use firn_agent::{BlockMac, Encrypt, Key, KeyFile, Link, Stream, Terms, answer_ha
 use firn_format::record::Ending;
 use firn_tests::agent::{
     Agent, HOST, ask, assert_nothing_held, connect, list_all, pull, pull_command,
-    pull_while_written, staging_of, write_tree,
+    pull_while_written, shared_memory_of, staging_of, write_tree,
 };
 use firn_tests::command::{Outcome, run, wait_child, wait_until};
 use firn_tests::fsops::{assert_same_bytes, open_rw, read};
@@ -92,6 +92,11 @@ fn a_tree_is_read_bit_for_bit_wherever_its_bytes_are() {
     ] {
         assert!(log.contains(step), "no step {step}: {log}");
     }
+    let pid = agent.pid();
+    assert!(!shared_memory_of(pid).is_empty(), "of the provider shm");
+    agent.kill();
+    let left = shared_memory_of(pid);
+    assert!(left.is_empty(), "a killed agent leaves {left:?}");
 }
 
 /// What is there is compared and not read again; a block that is damaged is.
