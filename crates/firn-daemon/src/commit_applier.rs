@@ -1,7 +1,7 @@
 //! Applies what was committed asynchronously, while the programs of the mount go on.
 //!
 //! A commit that the backing refuses is tried again after 0.1 s, doubling to 30 s, and at once when another one
-//! comes. One thread does all, one scope after the other; it is started by the first such commit.
+//! comes; so is what other hosts are to be told of an applied one. One thread does all, one scope after the other; it is started by the first such commit.
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -118,6 +118,11 @@ fn apply_commits(gate: &TransactionGate) -> bool {
                 tracing::warn!(%error, id = commit.id(), %scope, "a commit cannot be applied; it is tried again");
             }
         }
+    }
+    if let Err(error) = gate.store().leave_applied_commits() {
+        all = false;
+        // The failure of the first attempt was one of the commit.
+        tracing::debug!(%error, "other hosts cannot be told of an applied commit; it is tried again");
     }
     all
 }

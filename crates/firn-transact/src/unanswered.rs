@@ -19,15 +19,44 @@ pub(crate) struct Unanswered {
     pub(crate) path_after: Vec<u8>,
 }
 
+/// A commit that was applied, and its scope at the begin: its vote.
+pub(crate) type AppliedCommit = (u64, Vec<u8>);
+
 impl<B: Backing> Commits<B> {
-    /// Says to the other hosts that this one has applied a commit.
+    /// Says to the other hosts that this one has applied a commit. Where that fails, [`Self::leave_rest`] tries it again.
     pub(crate) fn leave_applied(&self, id: u64, scope: &[u8]) -> Result<(), Errno> {
-        self.shared.leave_commit(scope)?;
-        self.votes.leave_vote(id, scope)
+        let shared = self.shared.leave_commit(scope);
+        let left = shared.and_then(|()| self.votes.leave_vote(id, scope));
+        let commit = (id, scope.to_vec());
+        let mut to_leave = self.to_leave.lock();
+        match left {
+            Ok(()) => to_leave.remove(&commit),
+            Err(_) => to_leave.insert(commit),
+        };
+        left
+    }
+
+    /// Says to the other hosts what could not be said before of these commits; the first error, after all were tried.
+    fn leave_rest(&self, is_wanted: impl Fn(&AppliedCommit) -> bool) -> Result<(), Errno> {
+        let to_leave = self.to_leave.lock().clone();
+        let wanted = to_leave.iter().filter(|commit| is_wanted(commit));
+        let left = wanted.map(|(id, scope)| self.leave_applied(*id, scope));
+        left.fold(Ok(()), Result::and)
+    }
+
+    /// The same for a scope, before this host joins others there again: what it says late must not be said of the next
+    /// commit.
+    pub(crate) fn leave_rest_of(&self, scope: &[u8]) -> Result<(), Errno> {
+        self.leave_rest(|(_, of)| of == scope)
     }
 }
 
 impl<B: Backing> TransactionalBacking<B> {
+    /// Says to the other hosts which commits this one has applied, where that failed before. They wait for it.
+    pub fn leave_applied_commits(&self) -> Result<(), Errno> {
+        self.commits.leave_rest(|_| true)
+    }
+
     /// Notes a commit whose request failed, if that was after it was applied.
     pub(crate) fn note_unanswered(&self, commit: Unanswered) {
         let waiting = self.known_at(&commit.path_after).commit;

@@ -15,9 +15,11 @@
 //! [`Change::frozen`]: crate::object::Change
 //! [`StagedCopy::goes_to`]: crate::object::StagedCopy::goes_to
 
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::sync::Arc;
 
+use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Errno, Kind, RenameFlags};
 
 use crate::apply::Apply;
@@ -36,6 +38,7 @@ use crate::staging_dir::Home;
 use crate::transactional::TransactionalBacking;
 use crate::tree::Quiet;
 use crate::tree::Tree;
+use crate::unanswered::AppliedCommit;
 use crate::vote::Votes;
 
 /// Commits that are decided, and their application.
@@ -48,6 +51,8 @@ pub(crate) struct Commits<B: Backing> {
     pub(crate) shared: Arc<SharedTransactions<B>>,
     pub(crate) votes: Arc<Votes<B>>,
     pub(crate) endings: Arc<Endings<B>>,
+    /// Applied commits of which the other hosts could not be told.
+    pub(crate) to_leave: Mutex<BTreeSet<AppliedCommit>>,
 }
 
 impl<B: Backing> Commits<B> {
@@ -65,6 +70,7 @@ impl<B: Backing> Commits<B> {
             shared: Arc::clone(&votes.shared),
             votes: Arc::clone(votes),
             endings: Arc::clone(endings),
+            to_leave: Mutex::default(),
         }
     }
 

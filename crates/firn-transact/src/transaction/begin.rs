@@ -146,7 +146,10 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         match &self.home.members {
             None => Ok(Shadow::make(&self.home.base, dir)?),
-            Some(_) => self.shared.join_hosts(dir, path),
+            Some(_) => {
+                self.commits.leave_rest_of(path)?;
+                self.shared.join_hosts(dir, path)
+            }
         }
     }
 

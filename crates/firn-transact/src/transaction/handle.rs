@@ -121,10 +121,9 @@ impl<'a, B: Backing> Prepared<'a, B> {
     /// Publishes what this host read and wrote in it. Fails with [`VoteError::LastVoteNotOver`] while an earlier vote
     /// on the same number is not over.
     pub fn publish_accesses(&self) -> Result<(), VoteError> {
-        self.handle
-            .store
-            .votes
-            .publish_accesses(&self.handle.scope, self.id)
+        let Handle { store, scope, .. } = &self.handle;
+        store.commits.leave_rest_of(&scope.path)?;
+        store.votes.publish_accesses(scope, self.id)
     }
 
     /// Looks whether all hosts have published, and finds the verdict if they have.

@@ -7,9 +7,8 @@ use std::ffi::OsStr;
 use std::io::IoSlice;
 
 use common::{Verbs, in_firn, seen};
-use firn_backing::{Access, Backing, Caller, Files, Names, RenameFlags, Volume};
-use firn_sim::SimBacking;
-use firn_sim::Tree;
+use firn_backing::{Access, Backing, Caller, Errno, Files, Names, RenameFlags, Volume};
+use firn_sim::{Fault, SimBacking, Tree};
 use firn_transact::conflict::{Accesses, Party, Used, What};
 use firn_transact::{
     CommitError, Expected, Members, Stage, TransactionError, TransactionalBacking, Verdict, Vote,
@@ -150,6 +149,50 @@ fn parts_of_one_file_by_several_hosts_are_committed_together() {
     for host in hosts.iter().flatten() {
         assert_eq!(host.home.committed(b""), Ok(Some(ID)));
         assert_eq!(host.transactions(), []);
+    }
+}
+
+/// Each call of a commit that is applied later fails once. What tries again, as the thread of firnd does that applies commits,
+/// comes to an end by itself: nobody has to ask.
+#[test]
+fn a_commit_that_is_applied_later_is_left_though_any_call_fails() {
+    let (_, new) = trees();
+    for at in 1.. {
+        let disk = disk();
+        let mut hosts = begun(&disk);
+        let mut stages = [0; 2];
+        while stages != [3; 2] {
+            for (host, stage) in hosts.iter().flatten().zip(&mut stages) {
+                if *stage < 3 {
+                    step(host, stage).expect("no fault yet");
+                }
+            }
+        }
+        let [Some(first), Some(second)] = &mut hosts else {
+            panic!("both hosts live");
+        };
+        first.decide(&first.root(), ID).expect("decide");
+        let begun = disk.steps();
+        disk.set_plan(move |_, step| (step == begun + at).then_some(Fault::Error(Errno::IO)));
+        let apply_all = || {
+            let commits = first.commits_to_apply().into_iter();
+            let failed = commits.filter(|commit| commit.apply().is_err()).count();
+            first.leave_applied_commits().is_ok() && failed == 0
+        };
+        let at_once = apply_all();
+        let calls = disk.steps() - begun;
+        disk.clear_plan();
+        assert!(at_once || apply_all(), "call {at}");
+        assert!(first.commits_to_apply().is_empty(), "call {at}");
+        let waits_for = second.votes.hosts_not_applied(ID, b"").expect("a vote");
+        assert_eq!(waits_for, ["b"], "call {at}");
+        second.commit(&second.root(), ID).expect("commit");
+        assert_eq!(votes(&disk), [] as [String; 0], "call {at}");
+        assert_eq!(seen(second), new, "call {at}");
+        if calls < at {
+            println!("{calls} calls");
+            return;
+        }
     }
 }
 
