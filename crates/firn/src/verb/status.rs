@@ -14,7 +14,7 @@ use serde::Serialize;
 
 use crate::failure::{DONE, FAILED, Failure, PARTLY};
 use crate::output::{self, Paint};
-use crate::verb::{Verb, connect};
+use crate::verb::{NO_CONNECTION, Verb, connect};
 
 mod block;
 mod list;
@@ -51,6 +51,7 @@ pub const VERB: Verb = Verb {
         ),
         (3, "some mounts do not answer; the others are shown"),
         (10, "PATH is not on a firn mount"),
+        NO_CONNECTION,
     ],
     args: StatusArgs::augment_args,
     run,

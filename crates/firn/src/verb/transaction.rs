@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::failure::{DONE, FAILED, Failure};
 use crate::output;
-use crate::verb::{Verb, connect};
+use crate::verb::{NO_CONNECTION, Verb, connect};
 
 const EXITS: &[(u8, &str)] = &[
     (0, "done"),
@@ -21,6 +21,7 @@ const EXITS: &[(u8, &str)] = &[
     (2, "an invalid option or argument"),
     (10, "not on a firn mount"),
     (11, "another transaction is in the way"),
+    NO_CONNECTION,
 ];
 
 pub const BEGIN: Verb = Verb {

@@ -14,7 +14,7 @@ use serde::Serialize;
 use crate::failure::{DONE, Failure, PARTLY};
 use crate::output;
 use crate::progress::Meter;
-use crate::verb::{Verb, connect};
+use crate::verb::{NO_CONNECTION, Verb, connect};
 
 pub const VERB: Verb = Verb {
     name: "wait",
@@ -43,6 +43,7 @@ pub const VERB: Verb = Verb {
              is read-only",
         ),
         (10, "not on a firn mount"),
+        NO_CONNECTION,
     ],
     args: WaitArgs::augment_args,
     run,
