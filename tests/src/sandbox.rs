@@ -1,10 +1,12 @@
 //! A test's own corner of the machine: directories, runtime directory, the firn binary.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 
 use crate::command::{Outcome, run, wait_until};
 
@@ -131,10 +133,15 @@ impl Sandbox {
         command.env("XDG_CONFIG_HOME", self.join("no-config"));
     }
 
-    /// Runs a `firn` command to its end.
+    /// Runs a `firn` command to its end. Its exit code must be one that its help lists.
     #[track_caller]
     pub fn run<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Outcome {
-        run(&mut self.firn(args))
+        let args: Vec<S> = args.into_iter().collect();
+        let outcome = run(&mut self.firn(&args));
+        if let Some(verb) = args.first().and_then(|verb| verb.as_ref().to_str()) {
+            assert_listed(verb, &outcome);
+        }
+        outcome
     }
 
     /// Process ids of what was started in this sandbox's environment and still lives.
@@ -158,6 +165,36 @@ impl Drop for Sandbox {
             unmount_lazily(&mount_point);
         }
     }
+}
+
+/// Any verb may be given arguments that it does not know.
+const USAGE: i32 = 2;
+
+/// Panics unless `firn VERB --help` lists the exit code of a run. `firn run` and `firn bench` end with the code of the program
+/// that they run.
+#[track_caller]
+fn assert_listed(verb: &str, outcome: &Outcome) {
+    static LISTED: Mutex<BTreeMap<String, BTreeSet<i32>>> = Mutex::new(BTreeMap::new());
+    if matches!(outcome.code, 0 | USAGE) || matches!(verb, "run" | "bench") {
+        return;
+    }
+    let mut listed = LISTED.lock().unwrap_or_else(PoisonError::into_inner);
+    let codes = listed.entry(verb.to_owned()).or_insert_with(|| {
+        let help = run(Command::new(firn_binary()).args([verb, "--help"])).ok();
+        read_exits(&help.stdout)
+    });
+    assert!(
+        codes.contains(&outcome.code),
+        "`firn {verb} --help` lists only the exit codes {codes:?}: {outcome}"
+    );
+}
+
+/// The codes below `Exit status:` of a help.
+fn read_exits(help: &str) -> BTreeSet<i32> {
+    let lines = help.lines().skip_while(|line| *line != "Exit status:");
+    lines
+        .filter_map(|line| line.split_whitespace().next()?.parse().ok())
+        .collect()
 }
 
 /// A directory, and those above it that are missing, that only the owner writes to, whatever the umask is: another test of
@@ -362,6 +399,12 @@ pub fn tail(text: &str, count: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_exit_codes_of_a_help_are_read() {
+        let help = "Usage: firn ls\n\n  9 lives\n\nExit status:\n  0    done\n  12   all in use\n";
+        assert_eq!(read_exits(help), BTreeSet::from([0, 12]));
+    }
 
     #[test]
     fn only_processes_of_the_sandbox_are_found_and_killed() {

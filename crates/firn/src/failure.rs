@@ -15,6 +15,8 @@ pub const USAGE: u8 = 2;
 pub const PARTLY: u8 = 3;
 /// Exit status: not a firn arena or mount.
 pub const NOT_FIRN: u8 = 10;
+/// Exit status: try again; all connections to firnd are in use.
+pub const TRY_AGAIN: u8 = 12;
 /// Exit status: stopped by Ctrl-C.
 pub const INTERRUPTED: u8 = 130;
 

@@ -6,7 +6,7 @@ use std::path::Path;
 use clap::{ArgMatches, Command};
 use firn_client::{Connection, Place};
 
-use crate::failure::Failure;
+use crate::failure::{Failure, TRY_AGAIN};
 use crate::output::Paint;
 use crate::overview::overview;
 
@@ -56,6 +56,9 @@ pub struct Verb {
     /// Does it; `Ok` is the exit status.
     pub run: fn(&ArgMatches) -> Result<u8, Failure>,
 }
+
+/// The exit status of each verb that asks firnd and finds no room.
+const NO_CONNECTION: (u8, &str) = (TRY_AGAIN, "all connections to firnd are in use: try again");
 
 /// Verbs that belong together.
 pub struct Group {

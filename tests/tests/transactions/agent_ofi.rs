@@ -272,7 +272,11 @@ fn a_host_without_libfabric_is_told_and_auto_needs_none() {
         &["--transport", "ofi:shm"],
     )
     .ok();
+    // It is killed while it still has the memory that it shared with the puller.
+    let pid = agent.pid();
     drop(agent);
+    let left = shared_memory_of(pid);
+    assert!(left.is_empty(), "a killed agent leaves {left:?}");
     // What nobody may read along is not for libfabric.
     let agent = Agent::start(&sandbox, mount.path(), &["--encrypt", "yes"]);
     pull(&sandbox, backing, &path, &sandbox.join("x"), &BY_RXM)

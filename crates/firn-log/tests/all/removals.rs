@@ -18,6 +18,9 @@ type File = <Logged as Volume>::File;
 
 const DATA: &[u8] = b"what is in the logs of x";
 
+/// What `b` does.
+type Work<'a> = &'a dyn Fn(&mut World);
+
 /// Two hosts over one disk, with the file `x` in logs of `b`.
 struct World {
     disk: SimBacking,
@@ -240,7 +243,7 @@ fn regression_a_host_that_comes_back_and_removes_a_file_leaves_nothing_of_its_lo
         let _ = world.b.note_use(&file, FileUse::OpenedToWrite);
         let _ = world.b.write_at(&file, &[IoSlice::new(b"more")], 0);
     };
-    let works: [(&str, &dyn Fn(&mut World)); 3] = [
+    let works: [(&str, Work<'_>); 3] = [
         ("write", &write),
         ("flatten", &flatten),
         ("flatten, write", &flatten_and_write),

@@ -101,7 +101,7 @@ fn judge(
 /// What a line `key value`, with `separator` or blanks between, gives.
 fn value_in(file: &Path, key: &str, separator: char) -> Option<String> {
     let settings = settings_in(file);
-    let values = settings.iter().filter_map(|setting| {
+    let mut values = settings.iter().filter_map(|setting| {
         let (found, value) = setting.split_once([separator, ' ', '\t'])?;
         let value = value.trim_matches([separator, ' ', '\t']);
         (found == key).then(|| value.to_owned())

@@ -13,7 +13,7 @@ use signal_hook::iterator::Signals;
 
 use crate::failure::{DONE, FAILED, Failure, INTERRUPTED, USAGE};
 use crate::output;
-use crate::verb::Verb;
+use crate::verb::{NO_CONNECTION, Verb};
 
 pub const VERB: Verb = Verb {
     name: "agent",
@@ -41,6 +41,7 @@ pub const VERB: Verb = Verb {
         (1, "failed"),
         (2, "an invalid option or argument"),
         (10, "not on a firn mount"),
+        NO_CONNECTION,
         (130, "interrupted"),
     ],
     args: AgentArgs::augment_args,

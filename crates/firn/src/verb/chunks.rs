@@ -10,7 +10,7 @@ use serde::Serialize;
 use crate::failure::{DONE, FAILED, Failure};
 use crate::output::{self, Paint};
 use crate::text;
-use crate::verb::{Verb, connect};
+use crate::verb::{NO_CONNECTION, Verb, connect};
 
 pub const VERB: Verb = Verb {
     name: "chunks",
@@ -34,6 +34,7 @@ pub const VERB: Verb = Verb {
             "no such file, not a regular file, or the file is not held: all of it is in the backing",
         ),
         (10, "not on a firn mount"),
+        NO_CONNECTION,
     ],
     args: ChunksArgs::augment_args,
     run,

@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::wait::{Say, wait};
 use crate::failure::{DONE, Failure};
-use crate::verb::{Verb, connect};
+use crate::verb::{NO_CONNECTION, Verb, connect};
 use crate::{output, text};
 
 pub const VERB: Verb = Verb {
@@ -35,6 +35,7 @@ pub const VERB: Verb = Verb {
             "with --wait: logged (layout=log), and somebody has it open for writing",
         ),
         (10, "not on a firn mount"),
+        NO_CONNECTION,
     ],
     args: DrainArgs::augment_args,
     run,

@@ -6,7 +6,7 @@ use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
 use serde::Serialize;
 
 use crate::failure::{DONE, Failure};
-use crate::verb::{Verb, connect};
+use crate::verb::{NO_CONNECTION, Verb, connect};
 use crate::{output, text};
 
 pub const VERB: Verb = Verb {
@@ -26,6 +26,7 @@ pub const VERB: Verb = Verb {
         (0, "done, or there was nothing to free"),
         (1, "failed"),
         (10, "not on a firn mount"),
+        NO_CONNECTION,
     ],
     args: EvictArgs::augment_args,
     run,

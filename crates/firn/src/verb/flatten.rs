@@ -13,7 +13,7 @@ use crate::failure::{DONE, Failure, NOT_FIRN, PARTLY, USAGE};
 use crate::output;
 use crate::progress::Meter;
 use crate::text::path as path_text;
-use crate::verb::{Verb, connect};
+use crate::verb::{NO_CONNECTION, Verb, connect};
 
 pub const VERB: Verb = Verb {
     name: "flatten",
@@ -50,6 +50,7 @@ pub const VERB: Verb = Verb {
         ),
         (10, "not on a firn mount, or no such backing"),
         (11, "with --backing: this host has it mounted"),
+        NO_CONNECTION,
     ],
     args,
     run,

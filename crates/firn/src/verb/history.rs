@@ -15,7 +15,7 @@ use crate::checkpoints::{Checkpoint, Directory, Wholeness};
 use crate::failure::{DONE, FAILED, Failure, PARTLY};
 use crate::output::{self, Paint};
 use crate::text;
-use crate::verb::Verb;
+use crate::verb::{NO_CONNECTION, Verb};
 
 pub const HISTORY: Verb = Verb {
     name: "history",
@@ -39,6 +39,7 @@ pub const HISTORY: Verb = Verb {
         (0, "done, or there is none"),
         (1, "failed"),
         (3, "some could not be looked at, as was said"),
+        NO_CONNECTION,
     ],
     args: HistoryArgs::augment_args,
     run: run_history,
@@ -57,6 +58,7 @@ pub const LATEST: Verb = Verb {
     exits: &[
         (0, "there is one, and its path was printed"),
         (1, "there is none, or it failed"),
+        NO_CONNECTION,
     ],
     args: LatestArgs::augment_args,
     run: run_latest,

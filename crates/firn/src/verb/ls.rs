@@ -11,7 +11,7 @@ use serde::Serialize;
 
 use crate::failure::{DONE, FAILED, Failure};
 use crate::levels::Levels;
-use crate::verb::{Verb, connect};
+use crate::verb::{NO_CONNECTION, Verb, connect};
 use crate::{output, text};
 
 pub const VERB: Verb = Verb {
@@ -30,7 +30,12 @@ pub const VERB: Verb = Verb {
             "files that a restart must not use",
         ),
     ],
-    exits: &[(0, "done"), (1, "failed"), (10, "not on a firn mount")],
+    exits: &[
+        (0, "done"),
+        (1, "failed"),
+        (10, "not on a firn mount"),
+        NO_CONNECTION,
+    ],
     args: LsArgs::augment_args,
     run,
 };

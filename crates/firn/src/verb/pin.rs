@@ -6,7 +6,7 @@ use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
 use serde::Serialize;
 
 use crate::failure::{DONE, Failure};
-use crate::verb::{Verb, connect};
+use crate::verb::{NO_CONNECTION, Verb, connect};
 use crate::{output, text};
 
 pub const VERB: Verb = Verb {
@@ -29,6 +29,7 @@ pub const VERB: Verb = Verb {
         (0, "done"),
         (1, "nothing of the file is in memory, or the request failed"),
         (10, "not on a firn mount"),
+        NO_CONNECTION,
     ],
     args: PinArgs::augment_args,
     run,

@@ -9,7 +9,7 @@ use super::mount::{minus_o, resolve};
 use crate::failure::{DONE, Failure};
 use crate::output;
 use crate::text::path as path_text;
-use crate::verb::{Verb, connect};
+use crate::verb::{NO_CONNECTION, Verb, connect};
 
 pub const VERB: Verb = Verb {
     name: "place",
@@ -38,6 +38,7 @@ pub const VERB: Verb = Verb {
             11,
             "the lane has files of the backing, or the backing is mounted",
         ),
+        NO_CONNECTION,
     ],
     args,
     run,

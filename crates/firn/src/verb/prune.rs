@@ -9,7 +9,7 @@ use serde::Serialize;
 use crate::checkpoints::Directory;
 use crate::failure::{DONE, Failure, PARTLY};
 use crate::prune::{self, Removal, Verdict};
-use crate::verb::{Verb, find};
+use crate::verb::{NO_CONNECTION, Verb, find};
 use crate::{output, text};
 
 pub const VERB: Verb = Verb {
@@ -43,6 +43,7 @@ pub const VERB: Verb = Verb {
             "something could not be looked at or removed, as was said",
         ),
         (10, "not on a firn mount"),
+        NO_CONNECTION,
     ],
     args: PruneArgs::augment_args,
     run,

@@ -16,7 +16,7 @@ use serde::Serialize;
 use crate::failure::{DONE, FAILED, Failure, PARTLY};
 use crate::output::{self, Paint};
 use crate::text::{bytes, count};
-use crate::verb::{Verb, connect};
+use crate::verb::{NO_CONNECTION, Verb, connect};
 use block::Detail;
 
 mod block;
@@ -61,6 +61,7 @@ pub const VERB: Verb = Verb {
         ),
         (3, "some mounts do not answer; the others are shown"),
         (10, "PATH is not on a firn mount"),
+        NO_CONNECTION,
     ],
     args: StatusArgs::augment_args,
     run,

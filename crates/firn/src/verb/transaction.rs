@@ -11,7 +11,7 @@ use firn_protocol::{Owner, Request, TransactionStage};
 use serde::Serialize;
 
 use crate::failure::{DONE, FAILED, Failure};
-use crate::verb::{Verb, connect};
+use crate::verb::{NO_CONNECTION, Verb, connect};
 use crate::{output, text};
 
 const EXITS: &[(u8, &str)] = &[
@@ -23,6 +23,7 @@ const EXITS: &[(u8, &str)] = &[
     (2, "an invalid option or argument"),
     (10, "not on a firn mount"),
     (11, "another transaction is in the way"),
+    NO_CONNECTION,
 ];
 
 pub const BEGIN: Verb = Verb {

@@ -15,7 +15,7 @@ use crate::failure::{DONE, FAILED, Failure, PARTLY, USAGE};
 use crate::output;
 use crate::progress::{Meter, Waited};
 use crate::text;
-use crate::verb::{Verb, find};
+use crate::verb::{NO_CONNECTION, Verb, find};
 
 /// How long a forced unmount waits for the end of firnd.
 const FORCED_END: Duration = Duration::from_secs(10);
@@ -53,6 +53,7 @@ pub const VERB: Verb = Verb {
         ),
         (10, "not a firn mount"),
         (11, "files below the mount point are in use"),
+        NO_CONNECTION,
     ],
     args: UmountArgs::augment_args,
     run,

@@ -15,7 +15,7 @@ use crate::failure::{DONE, Failure, PARTLY};
 use crate::output;
 use crate::progress::{Meter, Waited};
 use crate::text;
-use crate::verb::{Verb, connect};
+use crate::verb::{NO_CONNECTION, Verb, connect};
 
 pub const VERB: Verb = Verb {
     name: "wait",
@@ -44,6 +44,7 @@ pub const VERB: Verb = Verb {
              is read-only",
         ),
         (10, "not on a firn mount"),
+        NO_CONNECTION,
     ],
     args: WaitArgs::augment_args,
     run,

@@ -128,6 +128,7 @@ const EXITS: &[(u8, &str)] = &[
     (3, "partly done; what is left is safe"),
     (10, "not a firn arena or mount"),
     (11, "busy: held by somebody else"),
+    (12, "try again: all connections to firnd are in use"),
     (130, "interrupted"),
 ];
 
