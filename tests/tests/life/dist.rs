@@ -119,11 +119,13 @@ int main(int argc, char **argv)
 "#;
 
 /// Where Debian's tools note what they did.
-const NOTES: [&str; 6] = [
+const NOTES: [&str; 7] = [
     "etc/ld.so.cache",
     "var/cache",
     "var/lib/dpkg",
     "var/lib/rpm",
+    // Where Debian's rpm has its own.
+    "root/.rpmdb",
     "var/log",
     "var/lib/systemd",
 ];
