@@ -119,11 +119,13 @@ int main(int argc, char **argv)
 "#;
 
 /// Where Debian's tools note what they did.
-const NOTES: [&str; 6] = [
+const NOTES: [&str; 7] = [
     "etc/ld.so.cache",
     "var/cache",
     "var/lib/dpkg",
     "var/lib/rpm",
+    // Where Debian's rpm has its own.
+    "root/.rpmdb",
     "var/log",
     "var/lib/systemd",
 ];
@@ -281,14 +283,15 @@ firn version
     assert!(left.is_empty(), "the tarballs leave {left:#?}");
 }
 
-/// An unpacked tarball.
-fn unpack(sandbox: &Sandbox) -> PathBuf {
-    let tarball = file_with_extension(&make_packages(sandbox), "gz");
-    let to = sandbox.mkdir("unpacked");
-    let mut tar = Command::new("tar");
-    tar.args(["--strip-components=1", "-xzf"]).arg(tarball);
-    run(tar.arg("-C").arg(&to)).ok();
-    to
+/// What every package has, as scripts/install puts it below a prefix.
+fn install(sandbox: &Sandbox) -> PathBuf {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/install");
+    let binary = firn_binary();
+    let mut command = Command::new(script);
+    command.args(["--prefix", "/firn", "--relocatable", "--destdir"]);
+    command.arg(sandbox.path()).arg("--from");
+    run(command.arg(binary.parent().expect("a directory"))).ok();
+    sandbox.join("firn")
 }
 
 /// Files below `dir` whose names end with `end`.
@@ -306,7 +309,7 @@ fn files_below(dir: &Path, end: &str, found: &mut Vec<PathBuf>) {
 #[test]
 fn documents_in_the_packages_have_no_dead_links_and_no_placeholders() {
     let sandbox = Sandbox::new("dist-links");
-    let installed = unpack(&sandbox);
+    let installed = install(&sandbox);
     let mut pages = Vec::new();
     files_below(&installed.join("share/doc/firn"), ".md", &mut pages);
     assert!(pages.len() > 20, "{pages:?}");
