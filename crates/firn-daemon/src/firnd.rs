@@ -53,6 +53,11 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
     backup::check(options, &checked)?;
     placement::check(options, &checked)?;
     let files = find_runtime_files(&checked.backing, options)?;
+    let is_fuse = options.frontend == firn_config::Frontend::Fuse;
+    // A stub tree hides nothing, and the one of an earlier firnd at the mount point is told of below.
+    if is_fuse && !options.nonempty && waiting_tree(&files)?.is_none() {
+        preflight::check_empty(&checked)?;
+    }
     let members = participants::members(options)?;
     let terms = terms_of(options, false);
     let locks = Locks::take(
@@ -61,9 +66,7 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
         members.as_ref().map(|members| (members, &terms)),
         Sharing::of(options),
     )?;
-    if options.frontend == firn_config::Frontend::Fuse
-        && let Some(prefix) = waiting_tree(&files)?
-    {
+    if is_fuse && let Some(prefix) = waiting_tree(&files)? {
         return Err(MountError::TreeWaits {
             backing: checked.backing,
             prefix,

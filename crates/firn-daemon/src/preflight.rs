@@ -7,7 +7,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use firn_client::liveness::{self, Liveness};
-use firn_config::{Frontend, Options};
+use firn_config::Options;
 use firn_format::mountinfo::holding;
 use firn_format::quote::quoted_path;
 use rustix::fs::{Access, AtFlags, CWD, accessat, stat};
@@ -36,10 +36,6 @@ pub(crate) fn check(
     let backing = check_backing(backing, options.read_only)?;
     let mount_point = check_mount_point(mount_point, notice)?;
     check_apart(&backing, &mount_point)?;
-    // A stub tree has rules of its own, and may find the one of an earlier firnd.
-    if options.frontend == Frontend::Fuse && !options.nonempty {
-        check_empty(&mount_point, &backing)?;
-    }
     if !options.read_only
         && let Some(refusal) = write_refusal(&backing)
     {
@@ -112,7 +108,11 @@ pub fn write_refusal(backing: &Path) -> Option<String> {
 
 /// Refuses a mount that would hide files: the arguments may have been swapped. A directory that may not be listed
 /// counts as empty.
-fn check_empty(mount_point: &Path, backing: &Path) -> Result<(), MountError> {
+pub(crate) fn check_empty(checked: &Checked) -> Result<(), MountError> {
+    let Checked {
+        backing,
+        mount_point,
+    } = checked;
     let entries = mountinfo::all();
     // To list it would ask the automounter for the very mount that is being made, and wait for it.
     if holding(&entries, mount_point).is_some_and(|entry| entry.fs_type == "autofs") {
@@ -122,8 +122,8 @@ fn check_empty(mount_point: &Path, backing: &Path) -> Result<(), MountError> {
         return Ok(());
     }
     Err(MountError::MountPointNotEmpty {
-        mount_point: mount_point.into(),
-        backing: backing.into(),
+        mount_point: mount_point.clone(),
+        backing: backing.clone(),
         is_backing_empty: !has_entries(backing),
     })
 }

@@ -96,7 +96,7 @@ const EXAMPLES: &[(&str, &str)] = &[
 /// Variables that are no option, and those that are.
 fn environment() -> impl Iterator<Item = (&'static str, &'static str)> {
     let options = (
-        "FIRN_OPTION",
+        "FIRN_*",
         "The option of that name, in capitals with underscores: FIRN_ARENA_SIZE=1G is --arena-size 1G. `firn config` shows \
          each value and where it came from.",
     );
