@@ -1,10 +1,10 @@
 //! What a host and a backing can do, and what to type where something is not right.
 //!
-//! A [`Check`] is a name, a group and a function that gives [`Finding`]s; [`CHECKS`] has all of them. [`examine`] runs each
+//! A [`Check`] is a name, a group and a function that gives [`Finding`]s; [`CHECKS`] has all of them. [`examine()`] runs each
 //! in a child process of its own and takes its findings as JSON.
 //!
 //! Promises
-//! * [`examine`] returns, also where a file server does not answer: a check that is late is killed, and left behind where
+//! * [`examine()`] returns, also where a file server does not answer: a check that is late is killed, and left behind where
 //!   the kernel does not let it die.
 //! * Nothing is changed but below a directory of the check's own in the backing ([`probe`]), which is removed.
 //!
