@@ -7,11 +7,11 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
 use arbitrary::Arbitrary;
+use firn_arena::journal::replay;
 use firn_arena::{Arena, Damage, Identity, Stored, check};
 use firn_format::geometry::Geometry;
 use firn_format::slab::Class;
 use firn_format::superblock::SUPERBLOCK_BYTES;
-use firn_arena::journal::replay;
 use libfuzzer_sys::fuzz_target;
 
 const CHUNK_BYTES: u64 = 64 << 10;

@@ -65,7 +65,10 @@ fn request(u: &mut Unstructured) -> arbitrary::Result<Request> {
             }
         }
         3 => Request::Drain { path: path(u)? },
-        4 => Request::Files { path: path(u)? },
+        4 => Request::Files {
+            path: path(u)?,
+            idle: u.arbitrary()?,
+        },
         5 => Request::Flatten { path: path(u)? },
         6 => Request::ClearErrors,
         7 => Request::Region,

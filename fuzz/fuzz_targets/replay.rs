@@ -3,9 +3,9 @@
 #![no_main]
 
 use arbitrary::Arbitrary;
+use firn_arena::journal::{Journal, Memory, replay};
 use firn_format::journal::{HALF_HEADER_BYTES, encode_half_header};
 use firn_format::record::Record;
-use firn_arena::journal::{Journal, Memory, replay};
 use libfuzzer_sys::fuzz_target;
 
 #[derive(Arbitrary, Debug)]
