@@ -153,7 +153,8 @@ fn closes_that_wait_long_for_the_backing_give_one_hint() {
             scope.spawn(move || drop(file));
         }
         // The time is what is measured, not what is waited for.
-        while begin.elapsed() < 2 * EACH {
+        // A loaded machine hands some closes to firnd late.
+        while begin.elapsed() < 8 * EACH {
             std::thread::sleep(Duration::from_millis(10));
         }
         faulty.go_on();
