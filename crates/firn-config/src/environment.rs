@@ -1,4 +1,4 @@
-//! The variables that Firn and what belongs to it read, and what somebody probably meant by another one.
+//! The variables that Firn and what belongs to it read, and the known name that is nearest to a misspelt one.
 //!
 //! Every variable is in one of three places: a row of [`TABLE`] (an option), [`VARIABLES`] (documented, and no option), or
 //! [`INTERNAL`] (tests, benchmarks, scripts, examples). A test looks through the sources for others.
@@ -109,8 +109,8 @@ pub fn unknown_variables<S: AsRef<OsStr>>(
     unknown
 }
 
-/// What to tell of the misspelt variables of this process. One that resembles none is somebody else's: modules set
-/// `FIRN_ROOT` and the like.
+/// What to tell of the misspelt variables of this process. One that resembles none belongs to another program:
+/// modules set `FIRN_ROOT` and the like.
 pub fn misspelt_variables() -> Vec<String> {
     let names = std::env::vars_os().map(|(name, _)| name);
     let tell = |unknown: UnknownVariable| {
@@ -223,9 +223,10 @@ mod tests {
                 let name = &text[at..at + end.unwrap_or(text.len() - at)];
                 let before = text[..at].chars().next_back();
                 let after = text[at + name.len()..].chars().next();
-                let is_read = match is_rust {
-                    true => before == Some('"') && after == Some('"'),
-                    false => matches!(before, Some('$' | '{')) && text.starts_with("#!"),
+                let is_read = if is_rust {
+                    before == Some('"') && after == Some('"')
+                } else {
+                    matches!(before, Some('$' | '{')) && text.starts_with("#!")
                 };
                 if is_read && name.len() > PREFIX.len() {
                     named.insert(name.to_owned());

@@ -79,7 +79,7 @@ impl<B: Backing> Durability<B> {
         Ok(self.level_of(&*self.tree.inode(inode)?))
     }
 
-    /// What all bytes of a file survive: the one answer for the attribute, `firn ls` and whoever else asks. It waits for
+    /// What all bytes of a file survive: the one answer for the attribute, `firn ls` and all other callers. It waits for
     /// the backing.
     pub(crate) fn level_of(&self, inode: &Inode<B>) -> DurabilityLevel {
         let pending = self.open_files.known_file(inode).and_then(|file| {
@@ -261,14 +261,14 @@ impl<B: Backing> Durability<B> {
             self.tree.find(path)?;
         }
         let mut first = Vec::new();
-        // What is waited for, before any of it is drained: who asked may tell how much it was.
-        let mut at_first = (0, 0);
+        // Counted before any of it is drained: the caller tells how much it waited for.
+        let (mut total_bytes, mut total_files) = (0, 0);
         let draining = Arc::new(Draining::default());
         for file in self.pending_below(path) {
             let errors = Arc::new(parking_lot::Mutex::new(None));
             let told = Arc::clone(&errors);
-            at_first.0 += file.lock().pending.bytes();
-            at_first.1 += 1;
+            total_bytes += file.lock().pending.bytes();
+            total_files += 1;
             first.push((Arc::clone(&file), Arc::clone(&errors)));
             let draining = Arc::clone(&draining);
             draining.begin();
@@ -278,7 +278,7 @@ impl<B: Backing> Durability<B> {
             };
             self.drainer.when_drained(&file, Box::new(done));
         }
-        if !progress(at_first.0, at_first.1) {
+        if !progress(total_bytes, total_files) {
             return Err(Errno::CANCELED);
         }
         let mut failed = None;

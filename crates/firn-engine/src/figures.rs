@@ -31,7 +31,7 @@ pub struct FileFigures {
     /// Whether its writers closed it.
     pub ending: Ending,
     /// Another number after each change of its bytes or its length, and one that no other file of this engine has had;
-    /// 0: nobody has it open, and nothing of it is in the arena.
+    /// 0: it is not open, and the arena has nothing of it.
     pub changes: u64,
 }
 
@@ -98,6 +98,11 @@ impl<B: Backing> Engine<B> {
     /// Bytes that were drained since the attach.
     pub fn drained_bytes(&self) -> u64 {
         self.base.counters.drain_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Time since the arena was attached.
+    pub fn uptime(&self) -> Duration {
+        self.attached.elapsed()
     }
 
     /// Time that closes waited for the backing, each for itself.
@@ -302,7 +307,7 @@ impl<B: Backing> Engine<B> {
         figures
     }
 
-    /// Of a file that nobody has open and of which nothing is in the arena.
+    /// The figures of a file that is not open and of which the arena has nothing.
     fn figures_of_idle(&self, inode: &Inode<B>, path: Vec<u8>) -> FileFigures {
         let is_cut = inode.is_cut.load(Ordering::Acquire);
         FileFigures {

@@ -92,8 +92,8 @@ pub(crate) struct Inode<B: Backing> {
 /// There is one for each object that the kernel knows or that is held.
 const _: () = assert!(size_of::<Inode<firn_backing::DirBacking>>() <= 168);
 
-/// Size and modification time of a file in the backing, in one word: whoever changes the file beside the mount changes
-/// it, unless he sets the time back.
+/// Size and modification time of a file in the backing, in one word. A change beside the mount changes it, unless the
+/// time is set back afterwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Fingerprint(NonZero<u64>);
 

@@ -93,9 +93,9 @@ pub struct Checkpoint {
     pub is_linked: bool,
 }
 
-/// What was found in a directory.
+/// The checkpoints of a directory, and what stands beside them.
 #[derive(Default)]
-pub struct Looked {
+pub struct Listing {
     /// The user's checkpoints, the newest first.
     pub checkpoints: Vec<Checkpoint>,
     /// Directories of other users.
@@ -214,8 +214,8 @@ impl Directory {
     }
 
     /// Looks at all that is directly in it.
-    pub fn look(&self) -> Result<Looked, Failure> {
-        let mut looked = Looked::default();
+    pub fn look(&self) -> Result<Listing, Failure> {
+        let mut looked = Listing::default();
         let mut found = Vec::new();
         let mut linked = HashSet::new();
         for name in names_in(&self.dir).map_err(failed(&self.path))? {
@@ -329,7 +329,6 @@ impl Directory {
             uses: uses_of(&levels, &top),
             levels,
             firnd: Some(Firnd {
-                backing: mount.is_tree.then(|| mount.backing.clone()),
                 transactions: open_transactions(&status),
             }),
             top,
@@ -362,8 +361,6 @@ struct Uses {
 }
 
 struct Firnd {
-    /// Where the files are that stubs stand for.
-    backing: Option<PathBuf>,
     transactions: Vec<OpenTransaction>,
 }
 
@@ -380,7 +377,7 @@ impl Knowledge {
         let mut level: Option<DurabilityLevel> = None;
         for file in &found.files {
             let path = self.top.join(&file.path);
-            bytes += self.size_of(file, &path);
+            bytes += self.levels.size(&path, file.bytes);
             let own = self.levels.level(&path);
             level = Some(level.map_or(own, |level| level.min(own)));
         }
@@ -408,16 +405,6 @@ impl Knowledge {
             is_linked,
             name: found.name,
         }
-    }
-
-    /// A stub is empty: what it stands for is in the backing, as far as it is not held.
-    fn size_of(&self, file: &FoundFile, path: &Path) -> u64 {
-        let backing = self.firnd.as_ref().and_then(|firnd| firnd.backing.as_ref());
-        let in_backing = backing
-            .and_then(|backing| backing.join(path).symlink_metadata().ok())
-            .map_or(0, |found| found.len());
-        let held = self.levels.known(path).map_or(0, |known| known.held_end);
-        file.bytes.max(in_backing).max(held)
     }
 }
 

@@ -23,6 +23,8 @@ const LOGGED_ATTRIBUTE: &str = "user.firn.logged";
 pub struct Levels {
     known: HashMap<PathBuf, FileStatus>,
     idle: IdleFiles,
+    /// Where the files are that stubs stand for, if the mount is a stub tree.
+    stub_backing: Option<PathBuf>,
 }
 
 /// How the level of a file is found that firnd does not list.
@@ -61,6 +63,7 @@ impl Levels {
                 (true, true) => IdleFiles::LookAt(place.mount.backing.clone()),
                 (true, false) => IdleFiles::Ask(place.mount.mount_point.clone()),
             },
+            stub_backing: place.mount.is_tree.then(|| place.mount.backing.clone()),
         })
     }
 
@@ -69,6 +72,7 @@ impl Levels {
         Self {
             known: HashMap::new(),
             idle: IdleFiles::LookAt(PathBuf::new()),
+            stub_backing: None,
         }
     }
 
@@ -86,6 +90,17 @@ impl Levels {
     pub fn level(&self, relative: &Path) -> DurabilityLevel {
         let level = self.known(relative).map(|file| file.state);
         level.unwrap_or_else(|| self.level_of_idle(relative))
+    }
+
+    /// Bytes of the file at a path below the mount point, of which stat(2) shows `shown_bytes`. A stub is empty: what it
+    /// stands for is in the backing, as far as it is not held.
+    pub fn size(&self, relative: &Path, shown_bytes: u64) -> u64 {
+        let backing = self.stub_backing.as_ref();
+        let in_backing = backing
+            .and_then(|backing| backing.join(relative).symlink_metadata().ok())
+            .map_or(0, |found| found.len());
+        let held = self.known(relative).map_or(0, |known| known.held_end);
+        shown_bytes.max(in_backing).max(held)
     }
 
     /// Whether its writers closed it, as far as that is known.

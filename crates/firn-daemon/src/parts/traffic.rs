@@ -19,7 +19,6 @@ pub(crate) struct Traffic {
     pulls: Arc<Pulls>,
     /// Samples of the last seconds.
     window: Mutex<Window>,
-    start: Instant,
     /// The log has the hint about closes that wait long.
     hint_given: AtomicBool,
 }
@@ -30,7 +29,6 @@ impl Traffic {
             engine: Arc::clone(engine),
             pulls: Arc::default(),
             window: Mutex::default(),
-            start: Instant::now(),
             hint_given: AtomicBool::new(false),
         })
     }
@@ -47,7 +45,7 @@ impl Part for Traffic {
         };
         self.window.lock().add(Instant::now(), totals);
         let wait_s = self.engine.close_wait().as_secs_f64();
-        if let Some(hint) = close_hint(wait_s, self.start.elapsed().as_secs_f64())
+        if let Some(hint) = close_hint(wait_s, self.engine.uptime().as_secs_f64())
             && !self.hint_given.swap(true, Ordering::Relaxed)
         {
             tracing::info!("{hint}");

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use firn_format::quantity;
 use firn_format::quote::quoted_path;
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 use rustix::process::{Resource, getrlimit};
@@ -80,7 +81,7 @@ pub(crate) fn limits(_: &Subject<'_>) -> Vec<Finding> {
     let mut findings = Vec::new();
     if let Some(limit) = getrlimit(Resource::Fsize).maximum {
         findings.push(Finding::note(
-            format!("files larger than {} stay in the arena: the hard limit on file sizes", firn_format::quantity::bytes(limit)),
+            format!("files larger than {} stay in the arena: the hard limit on file sizes", quantity::bytes(limit)),
             "mount from a shell with `ulimit -f unlimited`, or raise `fsize` in /etc/security/limits.conf",
         ));
     }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use firn_client::RuntimeFiles;
 use firn_config::{Options, size_text};
 use firn_format::geometry::Geometry;
+use firn_format::quantity;
 use firn_format::quote::quoted_path;
 use rustix::process::{Resource, getrlimit};
 
@@ -52,8 +53,8 @@ pub(crate) fn room(subject: &Subject<'_>) -> Vec<Finding> {
             findings.push(Finding::note(
                 format!(
                     "{whose} has {} of memory left, and the arena takes {}",
-                    firn_format::quantity::bytes(left),
-                    firn_format::quantity::bytes(needed)
+                    quantity::bytes(left),
+                    quantity::bytes(needed)
                 ),
                 smaller(&geometry, left),
             ));
@@ -82,18 +83,18 @@ fn room_in(dir: &Path, options: &Options, geometry: &Geometry) -> Finding {
     if is_limited && free < needed {
         let text = format!(
             "arena-size={size} needs {} in {name}, which has {} free",
-            firn_format::quantity::bytes(needed),
-            firn_format::quantity::bytes(free)
+            quantity::bytes(needed),
+            quantity::bytes(free)
         );
         let enlarge = "or enlarge it (`mount -o remount,size=SIZE /dev/shm` as root; `docker run --shm-size=SIZE`)";
         return Finding::wrong(text, format!("{}, {enlarge}", smaller(geometry, free)));
     }
     let free = if is_limited {
-        firn_format::quantity::bytes(free)
+        quantity::bytes(free)
     } else {
         "no limit".into()
     };
-    let needed = firn_format::quantity::bytes(needed);
+    let needed = quantity::bytes(needed);
     Finding::ok(format!(
         "arena-size={size} needs {needed} in {name} ({free} free)"
     ))
@@ -159,7 +160,7 @@ pub(crate) fn locked(_: &Subject<'_>) -> Vec<Finding> {
     let Some(limit) = getrlimit(Resource::Memlock).current else {
         return vec![Finding::ok("no limit on locked memory (ulimit -l)")];
     };
-    let limit = firn_format::quantity::bytes(limit);
+    let limit = quantity::bytes(limit);
     let has_libfabric = LIBFABRIC.iter().any(|path| Path::new(path).exists());
     vec![if has_libfabric {
         Finding::note(

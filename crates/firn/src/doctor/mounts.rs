@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use firn_client::Mount;
 use firn_client::liveness::Liveness;
+use firn_format::quantity;
 use firn_format::quote::quoted_path;
 
 use crate::doctor::{Finding, Subject};
@@ -78,7 +79,7 @@ pub(crate) fn arenas(subject: &Subject<'_>) -> Vec<Finding> {
             let advice = format!(
                 "`firn recover {backing}`, or mount it again; if that backing is gone for ever, `firn recover --discard {backing}` gives it up"
             );
-            let held = firn_format::quantity::bytes(report.held_bytes);
+            let held = quantity::bytes(report.held_bytes);
             let damaged = if report.damage.is_empty() { "" } else { ", and is damaged" };
             match report.held_bytes {
                 0 if report.damage.is_empty() => Finding::note(

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
 
 use firn_backing::Volume;
+use firn_format::quantity;
 use firn_hosts::check_two_files;
 use rustix::fs::{
     FallocateFlags, RenameFlags, SeekFrom as Place, XattrFlags, fallocate, fsetxattr, fsync,
@@ -60,8 +61,8 @@ pub(crate) fn room(subject: &Subject<'_>) -> Vec<Finding> {
     } else if free == 0 && stat.f_blocks > 0 {
         Finding::wrong("nothing is free", advice)
     } else if free < arena && stat.f_blocks > 0 {
-        let free = firn_format::quantity::bytes(free);
-        let arena = firn_format::quantity::bytes(arena);
+        let free = quantity::bytes(free);
+        let arena = quantity::bytes(arena);
         Finding::note(
             format!("{free} are free, less than the arena holds ({arena})"),
             advice,
@@ -69,7 +70,7 @@ pub(crate) fn room(subject: &Subject<'_>) -> Vec<Finding> {
     } else {
         Finding::ok(format!(
             "{} are free (quotas are not seen)",
-            firn_format::quantity::bytes(free)
+            quantity::bytes(free)
         ))
     }]
 }

@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
-use firn_client::Place;
 use firn_format::durability::DurabilityLevel;
 use firn_format::record::Ending;
 use firn_protocol::path::BytePath;
@@ -97,10 +96,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
             ending: levels.ending(relative),
             held_bytes: known.map_or(0, |file| file.held_bytes),
         };
-        // A stub is empty: what it stands for is in the backing, as far as it is not held.
-        let drained = in_backing(&place, relative);
-        let held = known.map_or(0, |file| file.held_end);
-        let size = size.max(drained).max(held);
+        let size = levels.size(relative, size);
         if args.state.as_ref().is_none_or(|state| status.is(state)) {
             listed.push(Listed {
                 path: relative.into(),
@@ -123,16 +119,6 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         ))?;
     }
     Ok(DONE)
-}
-
-/// Bytes in the backing of what a stub stands for; 0 where the mount itself has the size.
-fn in_backing(place: &Place, relative: &Path) -> u64 {
-    let path = place
-        .mount
-        .is_tree
-        .then(|| place.mount.backing.join(relative));
-    path.and_then(|path| path.symlink_metadata().ok())
-        .map_or(0, |found| found.len())
 }
 
 /// The regular files at or below `path`, with their sizes. What vanishes meanwhile is left out.
