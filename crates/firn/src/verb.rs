@@ -39,6 +39,8 @@ mod umount;
 mod version;
 mod wait;
 
+pub use run::host_part::{NAME as RUN_HOST, main as run_host};
+
 /// A verb.
 pub struct Verb {
     /// As typed.

@@ -1,31 +1,33 @@
 //! `firn run`: a job with its files in memory, set up before it and taken down after it.
 
+mod command;
+mod hints;
+pub mod host_part;
+mod job;
+mod launcher;
+mod message;
+mod place;
+mod prune;
 mod restart;
 
-use std::collections::HashSet;
-use std::ffi::{OsStr, OsString};
-use std::os::unix::fs::DirBuilderExt;
-use std::os::unix::process::ExitStatusExt;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command as Process, ExitStatus};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitStatus;
 use std::time::Duration;
 
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
-use firn_client::{Connection, Progress};
-use firn_config::{Close, Drain, Frontend, Fsync, Options, Origin, Resolved};
-use firn_daemon::MountRequest;
+use firn_config::{Close, Drain, Frontend, Fsync, Layout, Options, Origin, Resolved};
 use firn_protocol::HeldPolicy;
-use rustix::process::{Pid, Signal, kill_process};
-use signal_hook::consts::{SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
-use signal_hook::iterator::Signals;
+use firn_protocol::path::BytePath;
 
+use self::command::{Environment, describe_end, exit_code};
+use self::job::{Ended, Job};
+use self::launcher::{Kind, Launcher, Program};
+use self::message::{Mounted, Restart, Setup};
+pub(super) use self::place::NAMES;
 use super::mount::{minus_o, resolve};
-use super::umount::wait_for_end;
-use crate::checkpoints::Directory;
+use super::wait::parse_timeout_ms;
 use crate::failure::{FAILED, Failure, USAGE};
-use crate::progress::Meter;
-use crate::prune::{self, Verdict};
 use crate::verb::Verb;
 use crate::{output, text};
 
@@ -121,6 +123,39 @@ fn args(command: Command) -> Command {
                      needs a `firn agent` that runs; `firn run` does not start the command while it cannot be reached.",
                 ),
         )
+        .arg(
+            Arg::new("hosts")
+                .long("hosts")
+                .value_name("FILE")
+                .help("Mount on the hosts in FILE, one a line, which are reached by --remote-shell")
+                .value_hint(ValueHint::FilePath)
+                .conflicts_with("launcher")
+                .value_parser(value_parser!(PathBuf)),
+        )
+        .arg(
+            Arg::new("launcher")
+                .long("launcher")
+                .value_name("NAME")
+                .help("What says which hosts to mount on, and starts a process there")
+                .default_value("auto")
+                .value_parser(value_parser!(Kind)),
+        )
+        .arg(
+            Arg::new("remote-shell")
+                .long("remote-shell")
+                .value_name("COMMAND")
+                .help("Reaches a host of --hosts or of a PBS job; called with the host and one command line")
+                .default_value("ssh -o BatchMode=yes")
+                .value_hint(ValueHint::CommandString),
+        )
+        .arg(
+            Arg::new("host-timeout")
+                .long("host-timeout")
+                .value_name("DURATION")
+                .help("A host that says nothing for this time is lost (`30s`, `5min`; a plain number means seconds)")
+                .default_value("60s")
+                .value_parser(parse_timeout_ms),
+        )
         .arg(minus_o())
         .args(firn_config::args())
         .arg(
@@ -142,119 +177,260 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         .flatten()
         .cloned()
         .collect();
-    let options = defaults_of_a_run(resolve(matches)?);
-    let preload = if matches.get_flag("no-preload") {
-        None
-    } else {
-        library()
-    };
-    let is_tree = options.frontend == Frontend::Preload;
-    if is_tree && preload.is_none() {
-        let why = "frontend=preload needs the preload library: omit --no-preload, and install the library beside firn";
-        return Err(Failure::new(USAGE, why));
+    let launcher = launcher::choose(matches)?;
+    let run = Run::new(matches, launcher.as_ref())?;
+    let timeout = *matches
+        .get_one::<u64>("host-timeout")
+        .expect("it has a default");
+    let timeout = Duration::from_millis(timeout);
+    let mut job = Job::start(launcher.as_ref(), timeout, program)?;
+    let status = run.mount_and_carry_out(&mut job, &command);
+    let held_policy = run.held_policy(status.as_ref().ok());
+    let ended = job.end(held_policy, run.quiet);
+    for (text, _) in &ended.failures {
+        output::say(text);
     }
-    let prefix = matches.get_one("prefix").cloned();
-    let backing = matches.get_one("backing").cloned();
-    let restart = matches.get_one::<String>("restart");
-    if restart.is_some() && (backing.is_none() || is_tree) {
-        let why = "--restart needs --backing, in which hosts find each other, and frontend=fuse";
-        return Err(Failure::new(USAGE, why));
-    }
-    let place = Place::new(prefix, backing, is_tree)?;
-    let request = MountRequest {
-        backing: place.backing.clone(),
-        mount_point: place.prefix.clone(),
-        options,
-        foreground: false,
-    };
-    firn_daemon::mount_with_notices(request, &mut |text| output::say(&text))?;
-    if let Some(host) = restart
-        && let Err(failure) = restart::restore(host, &place.prefix, &place.backing)
-    {
-        place.take_down(None, true)?;
-        return Err(failure);
-    }
-    let keep = matches.get_one::<u32>("keep").map(|keep| *keep as usize);
-    let status = std::thread::scope(|scope| {
-        let (ended, on_end) = channel::<()>();
-        if let Some(keep) = keep {
-            let prefix = &place.prefix;
-            scope.spawn(move || prune_until(on_end, prefix, keep));
-        }
-        let status = carry_out(&command, &place, preload.as_deref());
-        drop(ended);
-        status
-    });
-    let ended = place.take_down(status.as_ref().ok(), matches.get_flag("quiet"));
+    run.tell_end(launcher.hosts().len(), status.as_ref().ok(), held_policy, &ended);
     let status = status?;
-    ended?;
-    Ok(exit_code(status))
+    Ok(match ended.failures.first() {
+        Some((_, code)) if status.success() => *code,
+        _ => exit_code(status),
+    })
 }
 
-/// How often a directory is looked at for old checkpoints: seldom beside the time that a checkpoint takes, often enough
-/// that one more of them finds room.
-const PRUNE_EVERY: Duration = Duration::from_secs(1);
+/// What the command line and the environment say of a run.
+struct Run {
+    backing: Option<PathBuf>,
+    prefix: Option<PathBuf>,
+    default_prefix: String,
+    options: Options,
+    may_choose_frontend: bool,
+    no_preload: bool,
+    romio_hints: Option<String>,
+    restart: Option<String>,
+    keep: Option<u32>,
+    quiet: bool,
+    /// What a failed command held stays in memory, on hosts that stay the user's.
+    keeps_hosts: bool,
+}
 
-/// Removes old checkpoints again and again until nobody can send to `on_end` any more. Each failure is told once: the
-/// job, and the removal of others, go on without.
-fn prune_until(on_end: Receiver<()>, prefix: &Path, keep: usize) {
-    let mut told = HashSet::new();
-    while on_end.recv_timeout(PRUNE_EVERY) == Err(RecvTimeoutError::Timeout) {
-        let failures = prune(prefix, keep).unwrap_or_else(|failure| vec![failure]);
-        for text in failures.iter().filter_map(Failure::text) {
-            if told.insert(text.clone()) {
-                output::say(&format!("cannot remove old checkpoints: {text}"));
+impl Run {
+    fn new(matches: &ArgMatches, launcher: &dyn Launcher) -> Result<Self, Failure> {
+        let path = |id: &str| -> Result<Option<PathBuf>, Failure> {
+            let path = matches.get_one::<PathBuf>(id);
+            let absolute = path.map(std::path::absolute).transpose();
+            absolute.map_err(|error| Failure::new(USAGE, format!("--{id}: {error}")))
+        };
+        let backing = path("backing")?;
+        let resolved = resolve(matches)?;
+        let has_others = launcher.hosts().len() > 1 && backing.is_some();
+        let options = defaults_of_a_run(&resolved, has_others);
+        let restart = matches.get_one::<String>("restart").cloned();
+        let no_preload = matches.get_flag("no-preload");
+        let run = Self {
+            prefix: path("prefix")?,
+            default_prefix: launcher.default_prefix(),
+            may_choose_frontend: is_default(&resolved, "frontend"),
+            romio_hints: (options.layout == Layout::Log)
+                .then(hints::without_sieving)
+                .transpose()?,
+            options,
+            no_preload,
+            restart,
+            keep: matches.get_one::<u32>("keep").copied(),
+            quiet: matches.get_flag("quiet"),
+            keeps_hosts: launcher.keeps_hosts(),
+            backing,
+        };
+        run.check()?;
+        Ok(run)
+    }
+
+    fn check(&self) -> Result<(), Failure> {
+        let is_tree = self.options.frontend == Frontend::Preload;
+        if is_tree && self.no_preload {
+            return Err(without_library());
+        }
+        if self.restart.is_some() && (self.backing.is_none() || is_tree) {
+            let why =
+                "--restart needs --backing, in which hosts find each other, and frontend=fuse";
+            return Err(Failure::new(USAGE, why));
+        }
+        Ok(())
+    }
+
+    /// What each host is told; `hosts` is what they call themselves.
+    fn setup(&self, hosts: &[String]) -> Setup {
+        let restart = self.restart.as_ref().map(|lost| Restart {
+            lost: lost.clone(),
+            to: hosts.iter().find(|host| *host == lost).unwrap_or(&hosts[0]).clone(),
+        });
+        Setup {
+            backing: self.backing.clone().map(Into::into),
+            prefix: self.prefix.clone().map(Into::into),
+            default_prefix: self.default_prefix.clone(),
+            options: self.options.clone(),
+            may_choose_frontend: self.may_choose_frontend,
+            romio_hints: self.romio_hints.clone(),
+            restart,
+            keep: self.keep,
+        }
+    }
+
+    fn mount_and_carry_out(
+        &self,
+        job: &mut Job<'_>,
+        words: &[OsString],
+    ) -> Result<ExitStatus, Failure> {
+        let mounted = job.mount(|hosts| self.setup(hosts))?;
+        let environment = self.environment(&mounted)?;
+        let command = command::start(words, &environment)?;
+        job.wait_for_command(command)
+    }
+
+    fn environment(&self, mounted: &[Mounted]) -> Result<Environment, Failure> {
+        let preload = if self.no_preload { None } else { library() };
+        if preload.is_none() && mounted.iter().any(|mounted| mounted.is_tree) {
+            return Err(without_library());
+        }
+        let first = &mounted[0];
+        let differs = |other: &&Mounted| {
+            other.prefix != first.prefix || other.romio_hints != first.romio_hints
+        };
+        if let Some(other) = mounted.iter().find(differs) {
+            let (one, other) = (text::path(first.prefix.as_path()), text::path(other.prefix.as_path()));
+            let why = format!(
+                "hosts have different runtime directories: {one} and {other}; give --prefix, or the same FIRN_RUNTIME_DIR on all"
+            );
+            return Err(Failure::new(FAILED, why));
+        }
+        let path = |path: &BytePath| path.as_path().to_owned();
+        Ok(Environment {
+            prefix: path(&first.prefix),
+            preload,
+            romio_hints: first.romio_hints.as_ref().map(path),
+        })
+    }
+
+    /// What becomes of the files that are still in memory after the command, which without a `status` never ran.
+    fn held_policy(&self, status: Option<&ExitStatus>) -> HeldPolicy {
+        let success = status.is_some_and(ExitStatus::success);
+        match (success, self.backing.is_some()) {
+            (true, true) => HeldPolicy::Drain,
+            (true, false) => HeldPolicy::Discard,
+            // The next user of the host would find its memory taken.
+            (false, true) if !self.keeps_hosts => HeldPolicy::Drain,
+            (false, _) => HeldPolicy::Keep,
+        }
+    }
+
+    /// Says how the command ended and where its files are.
+    fn tell_end(
+        &self,
+        hosts: usize,
+        status: Option<&ExitStatus>,
+        held_policy: HeldPolicy,
+        ended: &Ended,
+    ) {
+        let success = status.is_some_and(ExitStatus::success) && ended.failures.is_empty();
+        if success && self.quiet {
+            return;
+        }
+        let how = match (status.map(|status| describe_end(*status)), hosts) {
+            (Some(how), 1) => format!("{how}; "),
+            (Some(how), hosts) => format!("{how}; {hosts} hosts, "),
+            // Why it did not run is told after this.
+            (None, _) if ended.held_bytes == 0 => return,
+            (None, _) => "the command did not run; ".into(),
+        };
+        let backing = self.backing.as_deref().map(text::path);
+        match (held_policy, backing) {
+            (HeldPolicy::Drain, Some(backing)) if ended.waited.files > 0 => {
+                let amount = ended.waited.amount();
+                let (are, time) = (ended.durability(), ended.waited.seconds());
+                output::say(&format!("{how}{amount} were left and {are} in {backing}, {time}"));
             }
+            (HeldPolicy::Discard, _) => output::say(&format!(
+                "{how}its files were in memory only and are removed (--backing DIR keeps them)"
+            )),
+            _ if ended.held_bytes > 0 => tell_held(&how, ended),
+            (_, Some(backing)) if ended.failures.is_empty() => {
+                output::say(&format!("{how}all its files are in {backing}"));
+            }
+            (_, Some(backing)) => {
+                output::say(&format!("{how}what is not named above is in {backing}"));
+            }
+            (_, None) => output::say(&format!("{how}nothing of its files was in memory")),
         }
     }
 }
 
-/// Gives what could not be removed.
-fn prune(prefix: &Path, keep: usize) -> Result<Vec<Failure>, Failure> {
-    let directory = Directory::open(firn_client::find(prefix)?)?;
-    // Fewer directories than that: nothing can be too old, and nobody needs to be asked.
-    let entries = std::fs::read_dir(prefix).map_or(0, Iterator::count);
-    if entries <= keep {
-        return Ok(Vec::new());
-    }
-    let mut failures = prune::finish_removals(&directory)?;
-    let judged = prune::judge_directory(&directory, keep)?;
-    failures.extend(judged.failures);
-    for checkpoint in &judged.checkpoints {
-        if checkpoint.verdict == Verdict::Remove {
-            failures.extend(prune::remove(&directory, checkpoint).err());
+impl Ended {
+    /// Whether all that was waited for is durable, as the end of a sentence.
+    fn durability(&self) -> &'static str {
+        if self.failures.is_empty() {
+            "are durable"
+        } else {
+            "are, but for what is named above, durable"
         }
     }
-    Ok(failures)
 }
 
-/// Memory first: what the user did not choose is chosen for a job whose files live in memory.
-fn defaults_of_a_run(resolved: Resolved) -> Options {
-    let by_default = |name: &str| {
-        resolved
-            .origins
-            .iter()
-            .any(|(row, origin)| row.name == name && matches!(origin, Origin::Default))
+/// Says how files that stay in memory are used again.
+fn tell_held(how: &str, ended: &Ended) {
+    let held = text::bytes(ended.held_bytes);
+    let [arena] = ended.arenas.as_slice() else {
+        output::say(&format!("{how}{held} of its files stay in the memory of the hosts"));
+        output::say("run the same `firn run` again, on the same hosts, to use them");
+        return;
     };
-    let mut options = resolved.options.clone();
-    if by_default("frontend")
-        && let Err(why) = fuse()
-    {
-        output::say(&format!(
-            "{why}: without FUSE, the preload library alone serves the files (frontend=preload)"
-        ));
-        options.frontend = Frontend::Preload;
+    let arena = text::path(arena);
+    output::say(&format!("{how}{held} of its files stay in memory, in {arena}"));
+    output::say("run the same `firn run` again to use them, or mount them with:");
+    for mounted in &ended.mounted {
+        let prefix = text::path(mounted.prefix.as_path());
+        let backing = text::path(mounted.backing.as_path());
+        let frontend = if mounted.is_tree { ",frontend=preload" } else { "" };
+        output::say(&format!("  firn mount -o drain=demand{frontend} {backing} {prefix}"));
     }
-    if by_default("drain") {
+}
+
+fn is_default(resolved: &Resolved, name: &str) -> bool {
+    let origin = resolved.origins.iter().find(|(row, _)| row.name == name);
+    origin.is_some_and(|(_, origin)| matches!(origin, Origin::Default))
+}
+
+/// Memory first: what the user did not choose is chosen for a job whose files live in memory, and for the hosts that have the
+/// same backing.
+fn defaults_of_a_run(resolved: &Resolved, has_others: bool) -> Options {
+    let mut options = resolved.options.clone();
+    if is_default(resolved, "drain") {
         options.drain = Drain::Demand;
     }
-    if by_default("close") && options.drain == Drain::Demand {
+    if is_default(resolved, "close") && options.drain == Drain::Demand {
         options.close = Close::Held;
     }
-    if by_default("fsync") {
+    if is_default(resolved, "fsync") {
         options.fsync = Fsync::Held;
     }
+    // With logs, each byte of a file that several hosts write is right, and hosts may share the backing on any file system.
+    if has_others && is_default(resolved, "layout") {
+        options.layout = Layout::Log;
+    }
     options
+}
+
+/// The frontend of a host where the user has chosen none.
+fn frontend_here(say: &mut dyn FnMut(String)) -> Frontend {
+    match fuse() {
+        Ok(()) => Frontend::Fuse,
+        Err(why) => {
+            say(format!(
+                "{why}: without FUSE, the preload library alone serves the files (frontend=preload)"
+            ));
+            Frontend::Preload
+        }
+    }
 }
 
 /// Whether FUSE can be used here; why not, in words.
@@ -270,173 +446,6 @@ fn fuse() -> Result<(), String> {
     }
 }
 
-/// Ending of the directory that has the names of a run whose files are in memory alone.
-pub(super) const NAMES: &str = "names";
-
-/// The two directories of a run.
-struct Place {
-    prefix: PathBuf,
-    backing: PathBuf,
-    /// The backing was made for this run's names only: nothing is drained to it.
-    memory_only: bool,
-    /// The prefix is a stub tree.
-    is_tree: bool,
-}
-
-impl Place {
-    fn new(
-        prefix: Option<PathBuf>,
-        backing: Option<PathBuf>,
-        is_tree: bool,
-    ) -> Result<Self, Failure> {
-        let prefix = match prefix {
-            Some(prefix) => {
-                make_private(&prefix)?;
-                prefix
-            }
-            None => default_prefix()?,
-        };
-        let memory_only = backing.is_none();
-        let backing = match backing {
-            Some(backing) => backing,
-            // The same for the same prefix, so that a restart finds its files.
-            None => {
-                let runtime = firn_client::paths::create_runtime_dir()?;
-                let key = firn_client::Key::of(&absolute(&prefix)?);
-                let names = runtime.join(format!("{:016x}.{NAMES}", key.0));
-                let made = firn_trust::create_private_dir(rustix::fs::CWD, &names);
-                made.map_err(|error| Failure::new(FAILED, error.to_string()))?;
-                names
-            }
-        };
-        make_private(&backing)?;
-        Ok(Self {
-            prefix,
-            backing: absolute(&backing)?,
-            memory_only,
-            is_tree,
-        })
-    }
-
-    /// Unmounts: drained after success, as it is after a failure; and says how the command ended, which without a
-    /// `status` never ran, and where its files are.
-    fn take_down(&self, status: Option<&ExitStatus>, quiet: bool) -> Result<(), Failure> {
-        let success = status.is_some_and(ExitStatus::success);
-        let how = status.map_or_else(
-            || "the command did not run".to_owned(),
-            |status| describe_end(*status),
-        );
-        let place = firn_client::find(&self.prefix)?;
-        let held_policy = match (success, self.memory_only) {
-            (false, _) => HeldPolicy::Keep,
-            (true, true) => HeldPolicy::Discard,
-            (true, false) => HeldPolicy::Drain,
-        };
-        let mut connection = Connection::open(&place.mount)?;
-        let before = connection.status()?;
-        let held = before.held_bytes;
-        let arena = PathBuf::from(before.arena);
-        let mut meter = Meter::quiet_if(quiet);
-        // What the job left behind and still uses files does not keep the mount.
-        let show = &mut |p: Progress| meter.show(p.bytes_left, p.files_left, &p.phase);
-        let (firnd, ended) = connection.unmount(true, held_policy, show)?;
-        let waited = meter.waited();
-        drop(meter);
-        ended?;
-        wait_for_end(&firnd, false);
-        let backing = text::path(&self.backing);
-        let say = |text: String| {
-            if !quiet {
-                output::say(&text);
-            }
-        };
-        match (success, self.memory_only) {
-            (true, false) if waited.files > 0 => say(format!(
-                "{how}; {} were left and are drained to {backing}, {}",
-                waited.amount(),
-                waited.seconds()
-            )),
-            (true, false) => say(format!("{how}; all its files are in {backing}")),
-            (true, true) => {
-                std::fs::remove_dir_all(&self.backing).map_err(|error| {
-                    Failure::new(FAILED, format!("cannot remove {backing}: {error}"))
-                })?;
-                say(format!(
-                    "{how}; its files were in memory only and are removed (--backing DIR keeps them)"
-                ));
-            }
-            (false, _) if held > 0 => {
-                let held = text::bytes(held);
-                let arena = text::path(&arena);
-                output::say(&format!(
-                    "{how}; {held} of its files stay in memory, in {arena}"
-                ));
-                output::say("run the same `firn run` again to use them, or mount them with:");
-                let prefix = text::path(&self.prefix);
-                let frontend = if self.is_tree {
-                    ",frontend=preload"
-                } else {
-                    ""
-                };
-                output::say(&format!(
-                    "  firn mount -o drain=demand{frontend} {backing} {prefix}"
-                ));
-            }
-            (false, true) => {
-                if status.is_some() {
-                    output::say(&format!("{how}; nothing of its files was in memory"));
-                }
-                let _ = std::fs::remove_file(&arena);
-                // Not empty: there are names without data.
-                let _ = std::fs::remove_dir(&self.backing);
-            }
-            (false, false) if status.is_none() => {}
-            (false, false) => output::say(&format!("{how}; all its files are in {backing}")),
-        }
-        Ok(())
-    }
-}
-
-/// How the command ended.
-fn describe_end(status: ExitStatus) -> String {
-    match (status.code(), status.signal()) {
-        (Some(0), _) => "the command succeeded".into(),
-        (Some(code), _) => format!("the command failed with exit status {code}"),
-        (None, Some(signal)) => format!("the command was killed by signal {signal}"),
-        (None, None) => "the command failed".into(),
-    }
-}
-
-/// In the runtime directory, where nobody else can put a symbolic link in its place.
-fn default_prefix() -> Result<PathBuf, Failure> {
-    let prefix = firn_client::paths::create_runtime_dir()?.join("run");
-    match firn_trust::create_private_dir(rustix::fs::CWD, &prefix) {
-        Ok(_) => Ok(prefix),
-        Err(error) => Err(Failure::new(
-            FAILED,
-            format!("cannot use the default of --prefix: {error}"),
-        )),
-    }
-}
-
-fn make_private(dir: &Path) -> Result<(), Failure> {
-    std::fs::DirBuilder::new()
-        .recursive(true)
-        .mode(0o700)
-        .create(dir)
-        .map_err(|error| {
-            Failure::new(
-                USAGE,
-                format!("cannot make the directory {}: {error}", text::path(dir)),
-            )
-        })
-}
-
-fn absolute(path: &Path) -> Result<PathBuf, Failure> {
-    path.canonicalize()
-        .map_err(|error| Failure::new(USAGE, format!("cannot find {}: {error}", text::path(path))))
-}
-
 /// The preload library that belongs to this program.
 fn library() -> Option<PathBuf> {
     let found = firn_client::library::beside(&std::env::current_exe().ok()?);
@@ -449,83 +458,25 @@ fn library() -> Option<PathBuf> {
     found
 }
 
-/// Whether libuv, and with it Node, uses io_uring; some versions do unless it is `0`.
-const LIBUV_USES_IO_URING: &str = "UV_USE_IO_URING";
-
-/// Runs the command to its end and passes signals on.
-fn carry_out(
-    command: &[OsString],
-    place: &Place,
-    preload: Option<&Path>,
-) -> Result<ExitStatus, Failure> {
-    let (program, args) = command.split_first().expect("clap demands one");
-    let mut process = Process::new(program);
-    process.args(args).env("FIRN_PREFIX", &place.prefix);
-    // The preload library sees no io_uring: Node would write into stubs, and on a mount through the kernel's cache.
-    if std::env::var_os(LIBUV_USES_IO_URING).is_none() {
-        process.env(LIBUV_USES_IO_URING, "0");
-    }
-    if let Some(library) = preload {
-        process.env(
-            "LD_PRELOAD",
-            with_library(library, std::env::var_os("LD_PRELOAD")),
-        );
-        // Ranks on other hosts get the environment only if Open MPI is told to pass it.
-        if std::env::var_os("OMPI_MCA_mca_base_env_list").is_none() {
-            process.env("OMPI_MCA_mca_base_env_list", "LD_PRELOAD;FIRN_PREFIX");
-        }
-    }
-    // Before the child, so that no signal falls between.
-    let passed_on = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGCONT];
-    let signals = Signals::new(passed_on)
-        .map_err(|error| Failure::new(FAILED, format!("cannot watch for signals: {error}")))?;
-    let child = process.spawn().map_err(|error| {
-        let code = if error.kind() == std::io::ErrorKind::NotFound {
-            127
-        } else {
-            126
-        };
-        Failure::new(
-            code,
-            format!(
-                "cannot run {}: {error}",
-                firn_format::quote::quoted(program.as_encoded_bytes())
-            ),
-        )
-    })?;
-    wait(child, signals)
+fn without_library() -> Failure {
+    let why = "frontend=preload needs the preload library: omit --no-preload, and install the library beside firn";
+    Failure::new(USAGE, why)
 }
 
-fn wait(mut child: Child, mut signals: Signals) -> Result<ExitStatus, Failure> {
-    let pid = Pid::from_child(&child);
-    let handle = signals.handle();
-    let passing = std::thread::spawn(move || {
-        for signal in signals.forever() {
-            // A Ctrl-C reached the whole group already; a second one does no harm.
-            if let Some(signal) = Signal::from_named_raw(signal) {
-                let _ = kill_process(pid, signal);
-            }
-        }
-    });
-    let status = child.wait();
-    handle.close();
-    let _ = passing.join();
-    status.map_err(|error| Failure::new(FAILED, format!("cannot wait for the command: {error}")))
-}
-
-fn with_library(library: &Path, before: Option<OsString>) -> OsString {
-    let mut list = library.as_os_str().to_owned();
-    if let Some(before) = before.filter(|before| !before.is_empty()) {
-        list.push(OsStr::new(":"));
-        list.push(before);
-    }
-    list
-}
-
-fn exit_code(status: ExitStatus) -> u8 {
-    let code = status
-        .code()
-        .or_else(|| status.signal().map(|signal| 128 + signal));
-    code.and_then(|code| u8::try_from(code).ok())
-        .unwrap_or(FAILED)
+/// The part of this program on a host.
+fn program(beat_ms: u64) -> Result<Program, Failure> {
+    let program = std::env::current_exe()
+        .map_err(|error| Failure::new(FAILED, format!("cannot find this program: {error}")))?;
+    let words = [
+        program.into_os_string(),
+        host_part::NAME.into(),
+        beat_ms.to_string().into(),
+    ];
+    let is_handed_on = |name: &OsString| {
+        name.to_string_lossy().starts_with("FIRN_") || name == "PATH"
+    };
+    Ok(Program {
+        words: words.into(),
+        variables: std::env::vars_os().filter(|(name, _)| is_handed_on(name)).collect(),
+    })
 }
