@@ -8,4 +8,5 @@ mod moosefs;
 mod peers;
 mod placement;
 mod shared_names;
+mod slurm;
 mod tokens;

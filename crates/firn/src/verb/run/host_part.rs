@@ -12,6 +12,7 @@
 use std::io::{self, BufReader};
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
@@ -167,6 +168,8 @@ struct HostMount {
     /// The preload library alone serves the files.
     is_tree: bool,
     romio_hints: Option<PathBuf>,
+    /// A drain that does not come to its end any more is no fault.
+    is_ending: Arc<AtomicBool>,
 }
 
 impl HostMount {
@@ -194,6 +197,7 @@ impl HostMount {
             place,
             is_tree,
             romio_hints: None,
+            is_ending: Arc::default(),
         };
         let prepared = mount.prepare(setup);
         if let Err(failure) = prepared {
@@ -257,8 +261,11 @@ impl HostMount {
         }
         let prefix = self.place.prefix.clone();
         let speaker = speaker.clone();
+        let is_ending = Arc::clone(&self.is_ending);
         thread::spawn(move || {
-            if let Err(error) = make_durable(&prefix, &mut |_| {}) {
+            if let Err(error) = make_durable(&prefix, &mut |_| {})
+                && !is_ending.load(Ordering::Acquire)
+            {
                 speaker.notice(format!("not all is durable yet: {error}"));
             }
         });
@@ -301,11 +308,13 @@ impl HostMount {
         let place = firn_client::find(&self.place.prefix)?;
         let mut connection = Connection::open(&place.mount)?;
         let before = connection.status()?;
+        self.is_ending.store(true, Ordering::Release);
         report.held_bytes = before.held_bytes;
         report.arena = before.arena.into();
         let (firnd, ended) = connection.unmount(force, policy, show)?;
         let written_files = ended?;
         wait_for_end(&firnd, false);
+        self.place.remove_default_prefix();
         if written_files > 0 {
             let text = format!(
                 "{} stay in logs, which other hosts make plain",

@@ -15,6 +15,8 @@ pub(super) struct Place {
     pub(super) backing: PathBuf,
     /// The backing was made for this run's names only: nothing is drained to it.
     pub(super) memory_only: bool,
+    /// The prefix is the default one, which nobody else made.
+    is_default: bool,
 }
 
 impl Place {
@@ -24,6 +26,7 @@ impl Place {
         default: &str,
         backing: Option<PathBuf>,
     ) -> Result<Self, Failure> {
+        let is_default = prefix.is_none();
         let prefix = match prefix {
             Some(prefix) => {
                 make_private(&prefix)?;
@@ -49,7 +52,15 @@ impl Place {
             prefix,
             backing: absolute(&backing)?,
             memory_only,
+            is_default,
         })
+    }
+
+    /// Removes what was made as the default of --prefix, after the unmount; a stub tree in which something is left stays.
+    pub(super) fn remove_default_prefix(&self) {
+        if self.is_default {
+            let _ = std::fs::remove_dir(&self.prefix);
+        }
     }
 }
 

@@ -96,7 +96,7 @@ impl Launcher for Slurm {
             .args([format!("--nodes={count}"), format!("--ntasks={count}")])
             .args(["--ntasks-per-node=1", "--overlap", "--mem=0", "--gres=none"])
             .args(["--job-name=firn", "--chdir=/", "--export=ALL"])
-            .args(["--mpi=none", "--cpu-bind=none", "--input=all", "--quiet"])
+            .args(["--mpi=none", "--input=all", "--quiet"])
             // A host that is lost takes none of the other mounts with it.
             .args(["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]);
         program.append_to(&mut command);
