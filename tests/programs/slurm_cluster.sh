@@ -11,6 +11,8 @@ shift 3
 mkdir "$dir"/{state,log,scratch,bin,munge}
 chmod 1777 "$dir/scratch"
 mount --make-rprivate /
+# Mounts of other tests, which these namespaces would keep.
+awk '$3 == "fuse.firn" { print $2 }' /proc/mounts | xargs -r umount --lazy || :
 mount --bind "$programs" "$dir/bin"
 hostname controller
 # An address that is not loopback's, or names are not looked up (AI_ADDRCONFIG).

@@ -34,9 +34,7 @@ pub fn main(args: Vec<OsString>) -> ExitCode {
             verb::mount_firn::main(args.get(1..).unwrap_or_default()).into()
         }
         Role::UmountFirn => verb::umount_firn::main(args.get(1..).unwrap_or_default()).into(),
-        Role::RunHost => {
-            ended(verb::run_host(args.get(2..).unwrap_or_default())).into()
-        }
+        Role::RunHost => ended(verb::run_host(args.get(2..).unwrap_or_default())).into(),
         Role::Firn => ended(firn(args)).into(),
     }
 }

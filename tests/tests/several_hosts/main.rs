@@ -2,6 +2,7 @@
 
 mod file_locks;
 mod hosts;
+mod launchers;
 mod log_layout;
 mod log_reads;
 mod moosefs;

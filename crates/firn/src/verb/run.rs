@@ -190,7 +190,12 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     for (text, _) in &ended.failures {
         output::say(text);
     }
-    run.tell_end(launcher.hosts().len(), status.as_ref().ok(), held_policy, &ended);
+    run.tell_end(
+        launcher.hosts().len(),
+        status.as_ref().ok(),
+        held_policy,
+        &ended,
+    );
     let status = status?;
     Ok(match ended.failures.first() {
         Some((_, code)) if status.success() => *code,
@@ -263,7 +268,11 @@ impl Run {
     fn setup(&self, hosts: &[String]) -> Setup {
         let restart = self.restart.as_ref().map(|lost| Restart {
             lost: lost.clone(),
-            to: hosts.iter().find(|host| *host == lost).unwrap_or(&hosts[0]).clone(),
+            to: hosts
+                .iter()
+                .find(|host| *host == lost)
+                .unwrap_or(&hosts[0])
+                .clone(),
         });
         Setup {
             backing: self.backing.clone().map(Into::into),
@@ -298,7 +307,10 @@ impl Run {
             other.prefix != first.prefix || other.romio_hints != first.romio_hints
         };
         if let Some(other) = mounted.iter().find(differs) {
-            let (one, other) = (text::path(first.prefix.as_path()), text::path(other.prefix.as_path()));
+            let (one, other) = (
+                text::path(first.prefix.as_path()),
+                text::path(other.prefix.as_path()),
+            );
             let why = format!(
                 "hosts have different runtime directories: {one} and {other}; give --prefix, or the same FIRN_RUNTIME_DIR on all"
             );
@@ -348,7 +360,9 @@ impl Run {
             (HeldPolicy::Drain, Some(backing)) if ended.waited.files > 0 => {
                 let amount = ended.waited.amount();
                 let (are, time) = (ended.durability(), ended.waited.seconds());
-                output::say(&format!("{how}{amount} were left and {are} in {backing}, {time}"));
+                output::say(&format!(
+                    "{how}{amount} were left and {are} in {backing}, {time}"
+                ));
             }
             (HeldPolicy::Discard, _) => output::say(&format!(
                 "{how}its files were in memory only and are removed (--backing DIR keeps them)"
@@ -380,18 +394,28 @@ impl Ended {
 fn tell_held(how: &str, ended: &Ended) {
     let held = text::bytes(ended.held_bytes);
     let [arena] = ended.arenas.as_slice() else {
-        output::say(&format!("{how}{held} of its files stay in the memory of the hosts"));
+        output::say(&format!(
+            "{how}{held} of its files stay in the memory of the hosts"
+        ));
         output::say("run the same `firn run` again, on the same hosts, to use them");
         return;
     };
     let arena = text::path(arena);
-    output::say(&format!("{how}{held} of its files stay in memory, in {arena}"));
+    output::say(&format!(
+        "{how}{held} of its files stay in memory, in {arena}"
+    ));
     output::say("run the same `firn run` again to use them, or mount them with:");
     for mounted in &ended.mounted {
         let prefix = text::path(mounted.prefix.as_path());
         let backing = text::path(mounted.backing.as_path());
-        let frontend = if mounted.is_tree { ",frontend=preload" } else { "" };
-        output::say(&format!("  firn mount -o drain=demand{frontend} {backing} {prefix}"));
+        let frontend = if mounted.is_tree {
+            ",frontend=preload"
+        } else {
+            ""
+        };
+        output::say(&format!(
+            "  firn mount -o drain=demand{frontend} {backing} {prefix}"
+        ));
     }
 }
 
@@ -400,10 +424,16 @@ fn is_default(resolved: &Resolved, name: &str) -> bool {
     origin.is_some_and(|(_, origin)| matches!(origin, Origin::Default))
 }
 
-/// Memory first: what the user did not choose is chosen for a job whose files live in memory, and for the hosts that have the
-/// same backing.
+/// What the user did not choose. For files of one host memory comes first. What several hosts do to the same files is right
+/// first: with logs, and each close and fsync is seen by the others. Logs let hosts share a backing on any file system.
 fn defaults_of_a_run(resolved: &Resolved, has_others: bool) -> Options {
     let mut options = resolved.options.clone();
+    if has_others && is_default(resolved, "layout") {
+        options.layout = Layout::Log;
+    }
+    if has_others && options.layout == Layout::Log {
+        return options;
+    }
     if is_default(resolved, "drain") {
         options.drain = Drain::Demand;
     }
@@ -412,10 +442,6 @@ fn defaults_of_a_run(resolved: &Resolved, has_others: bool) -> Options {
     }
     if is_default(resolved, "fsync") {
         options.fsync = Fsync::Held;
-    }
-    // With logs, each byte of a file that several hosts write is right, and hosts may share the backing on any file system.
-    if has_others && is_default(resolved, "layout") {
-        options.layout = Layout::Log;
     }
     options
 }
@@ -472,11 +498,12 @@ fn program(beat_ms: u64) -> Result<Program, Failure> {
         host_part::NAME.into(),
         beat_ms.to_string().into(),
     ];
-    let is_handed_on = |name: &OsString| {
-        name.to_string_lossy().starts_with("FIRN_") || name == "PATH"
-    };
+    let is_handed_on =
+        |name: &OsString| name.to_string_lossy().starts_with("FIRN_") || name == "PATH";
     Ok(Program {
         words: words.into(),
-        variables: std::env::vars_os().filter(|(name, _)| is_handed_on(name)).collect(),
+        variables: std::env::vars_os()
+            .filter(|(name, _)| is_handed_on(name))
+            .collect(),
     })
 }

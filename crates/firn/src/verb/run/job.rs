@@ -192,10 +192,18 @@ impl<'a> Job<'a> {
         make: impl FnOnce(&[String]) -> Setup,
     ) -> Result<Vec<Mounted>, Failure> {
         self.wait_for_all(|state| matches!(state, State::Starting))?;
-        let names: Vec<String> = self.hosts.iter().map(|host| host.own_name.clone()).collect();
+        let names: Vec<String> = self
+            .hosts
+            .iter()
+            .map(|host| host.own_name.clone())
+            .collect();
         self.order(&Order::Mount(Box::new(make(&names))));
         self.wait_for_all(|state| matches!(state, State::Ready))?;
-        Ok(self.hosts.iter().filter_map(|host| host.mounted.clone()).collect())
+        Ok(self
+            .hosts
+            .iter()
+            .filter_map(|host| host.mounted.clone())
+            .collect())
     }
 
     /// Until no host is in such a state; an error if one fails, or is lost, or a signal comes before.
@@ -272,9 +280,8 @@ impl<'a> Job<'a> {
         self.order(&Order::End(policy));
         let mut signals = 0;
         // One that has not begun sees that nobody gives orders any more.
-        let is_waited_for = |host: &Host| {
-            matches!(host.state, State::Ready | State::Mounted) && !host.is_lost
-        };
+        let is_waited_for =
+            |host: &Host| matches!(host.state, State::Ready | State::Mounted) && !host.is_lost;
         while self.hosts.iter().any(is_waited_for) {
             match self.next_event() {
                 Some(Event::Signal(SIGINT | SIGTERM)) => {
@@ -308,7 +315,11 @@ impl<'a> Job<'a> {
             },
             held_bytes: 0,
             arenas: Vec::new(),
-            mounted: self.hosts.iter().filter_map(|host| host.mounted.clone()).collect(),
+            mounted: self
+                .hosts
+                .iter()
+                .filter_map(|host| host.mounted.clone())
+                .collect(),
             failures: Vec::new(),
         };
         let is_one = self.hosts.len() == 1;

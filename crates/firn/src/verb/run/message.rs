@@ -229,7 +229,10 @@ impl<R: BufRead> Iterator for Words<R> {
 }
 
 fn split_fragment(line: &str) -> Option<(u64, &str, &str)> {
-    let (id, rest) = line.strip_prefix(MARK)?.strip_prefix(' ')?.split_once(' ')?;
+    let (id, rest) = line
+        .strip_prefix(MARK)?
+        .strip_prefix(' ')?
+        .split_once(' ')?;
     let (kind, text) = rest.split_once(' ')?;
     let id = u64::from_str_radix(id, 16).ok()?;
     [MORE, LAST].contains(&kind).then_some((id, kind, text))
