@@ -4,7 +4,7 @@
 # usage: slurm_cluster.sh DIR PROGRAMS CGROUP HOST...
 # It must be the first process of new mount, network, UTS, IPC and process namespaces: no port, socket or name is then one of
 # the machine's, and all ends with it. DIR has the configuration and logs; DIR/bin shows PROGRAMS, and DIR/scratch is for users.
-# CGROUP is a directory name for cgroups of the hosts. A host whose processes are killed comes back when DIR/up.HOST is made.
+# DIR/site has prolog, epilog and task-prolog. CGROUP is a directory name for cgroups of the hosts. A host whose processes are killed comes back when DIR/up.HOST is made.
 set -eu
 dir=$1 programs=$2 cgroup=$3
 shift 3
@@ -53,8 +53,9 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 PrologFlags=Alloc
-Prolog=$dir/prolog
-Epilog=$dir/epilog
+Prolog=$dir/site/prolog
+TaskProlog=$dir/site/task-prolog
+Epilog=$dir/site/epilog
 KillWait=15
 CONF
 port=26818
@@ -65,10 +66,6 @@ done
 hosts=$*
 echo "PartitionName=all Nodes=${hosts// /,} Default=YES State=UP" >> "$dir/slurm.conf"
 printf 'CgroupPlugin=cgroup/v1\nCgroupAutomount=no\nConstrainCores=no\nConstrainRAMSpace=no\n' > "$dir/cgroup.conf"
-for script in prolog epilog; do
-    [[ -e $dir/$script ]] || printf '#!/bin/sh\nexit 0\n' > "$dir/$script"
-    chmod 755 "$dir/$script"
-done
 export SLURM_CONF=$dir/slurm.conf
 slurmctld
 

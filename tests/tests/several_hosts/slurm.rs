@@ -44,6 +44,7 @@ impl Cluster {
         }
         let sandbox = Sandbox::new(name);
         let dir = sandbox.mkdir("cluster");
+        install_site(&dir);
         let cgroup = format!("firn-test-{}-{name}", std::process::id());
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("programs/slurm_cluster.sh");
         // It ends with this thread, however that ends.
@@ -138,16 +139,18 @@ impl Cluster {
 
     /// Submits a job in which `firn run` with `options` runs `command`, a script for sh(1).
     fn submit(&self, name: &str, sbatch: &[&str], options: &str, command: &str) -> Job<'_> {
-        let script = self.scratch(&format!("{name}.sh"));
         let backing = self.scratch(&format!("{name}.backing"));
-        fs::write(
-            &script,
-            format!(
-                "#!/bin/bash\ncd /\nexec firn run --memory 64M --backing {} {options} -- sh -c '{command}'\n",
-                backing.display()
-            ),
-        )
-        .expect("write a job");
+        let run = format!(
+            "exec firn run --memory 64M --backing {} {options} -- sh -c '{command}'",
+            backing.display()
+        );
+        self.submit_script(name, sbatch, backing, &run)
+    }
+
+    /// Submits a script for bash(1).
+    fn submit_script(&self, name: &str, sbatch: &[&str], backing: PathBuf, text: &str) -> Job<'_> {
+        let script = self.scratch(&format!("{name}.sh"));
+        fs::write(&script, format!("#!/bin/bash\ncd /\n{text}\n")).expect("write a job");
         fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).expect("chmod");
         let mut submit = self.command(USER, "sbatch");
         submit
@@ -259,6 +262,35 @@ impl Drop for Cluster {
             remove_cgroup(&Path::new(FREEZER).join(format!("{}-{host}", self.cgroup)));
         }
     }
+}
+
+/// The scripts for sites of `examples/slurm`, with settings for these hosts.
+fn install_site(dir: &Path) {
+    let site = dir.join("site");
+    let examples = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/slurm");
+    run(Command::new("cp").arg("-r").arg(examples).arg(&site)).ok();
+    let (shown, programs) = (dir.display(), dir.join("bin"));
+    let settings = site.join("site.sh");
+    let mut text = fs::read_to_string(&settings).expect("the settings");
+    for (name, value) in [
+        ("firn", programs.join("firn").display().to_string()),
+        (
+            "preload",
+            programs.join("libfirn_preload.so").display().to_string(),
+        ),
+        ("wish", format!("{shown}/scratch/wish")),
+        ("point", "/dev/shm/ckpt.$SLURM_JOB_ID".to_owned()),
+        ("options", "arena-size=32M,layout=log,close=held".to_owned()),
+    ] {
+        let line = text
+            .lines()
+            .find(|line| line.starts_with(&format!("{name}=")));
+        let line = line
+            .unwrap_or_else(|| panic!("no {name}: {text}"))
+            .to_owned();
+        text = text.replace(&line, &format!("{name}={value}"));
+    }
+    fs::write(&settings, text + "export FIRN_SYSTEM_LOG=off\n").expect("write the settings");
 }
 
 /// Removes a cgroup as soon as its processes have ended.
@@ -442,16 +474,64 @@ fn signal_before_the_limit(cluster: &Cluster) {
     assert_saved(&job);
 }
 
+/// SIGKILL for all, as after `KillWait`: nobody drains but the epilog of the site.
+fn kill_all(cluster: &Cluster) {
+    let job = cluster.submit("kill", &[], "-o drain=demand", SOLVER);
+    job.wait_for_output("written", 2);
+    let mut signal = cluster.command(USER, "scancel");
+    run(signal.args(["--full", "--signal=KILL"]).arg(&job.id)).ok();
+    job.wait();
+    wait_until("the epilogs have recovered the ranks' files", LIMIT, || {
+        (0..2).all(|rank| {
+            let file = job.backing.join(format!("step.{rank}"));
+            fs::metadata(file).is_ok_and(|file| file.len() == BLOCK as u64)
+        })
+    });
+    for rank in 0..2 {
+        job.assert_file(&format!("step.{rank}"), &block_of(rank));
+    }
+}
+
+/// A mount by the prolog, for a job that knows nothing of it.
+fn mount_of_the_site(cluster: &Cluster) {
+    let wish = cluster.scratch("wish");
+    let text = r#"srun sh -c "echo \$SLURM_PROCID > \$FIRN_PREFIX/of.\$SLURM_PROCID; echo \$FIRN_PREFIX; cat \$ROMIO_HINTS""#;
+    let job = cluster.submit_script("site", &[], wish.clone(), text);
+    assert_eq!(job.wait(), "COMPLETED 0:0", "{}", job.output());
+    let point = format!("/dev/shm/ckpt.{}\nromio_ds_write disable\n", job.id);
+    assert!(job.output().contains(&point), "{}", job.output());
+    let backing = wish.join(&job.id);
+    wait_until("the epilogs have drained", LIMIT, || {
+        (0..2).all(|rank| {
+            let file = fs::read_to_string(backing.join(format!("of.{rank}")));
+            file.is_ok_and(|text| text == format!("{rank}\n"))
+        })
+    });
+}
+
 /// Proves S-run-1, S-run-2, S-run-3.
 #[test]
 fn jobs_of_slurm_leave_their_files_and_nothing_else() {
     let cluster = Cluster::start("slurm");
     thread::scope(|scope| {
-        for case in [end_of_a_job, cancel, time_limit, signal_before_the_limit] {
+        // The one that waits longest first.
+        let cases = [
+            time_limit,
+            end_of_a_job,
+            cancel,
+            signal_before_the_limit,
+            kill_all,
+        ];
+        for case in cases {
             let cluster = &cluster;
             scope.spawn(move || case(cluster));
         }
     });
+    // Now each job has a mount of the site, too.
+    let wish = cluster.scratch("wish");
+    fs::create_dir(&wish).expect("a directory");
+    std::os::unix::fs::chown(&wish, Some(USER), Some(USER)).expect("chown");
+    mount_of_the_site(&cluster);
     cluster.assert_nothing_left();
 }
 

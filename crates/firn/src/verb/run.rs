@@ -23,7 +23,7 @@ use firn_protocol::path::BytePath;
 use self::command::{Environment, describe_end, exit_code};
 use self::job::{Ended, Job};
 use self::launcher::{Kind, Launcher, Program};
-use self::message::{Mounted, Restart, Setup};
+use self::message::{Keep, Mounted, Restart, Setup};
 pub(super) use self::place::NAMES;
 use super::mount::{minus_o, resolve};
 use super::wait::parse_timeout_ms;
@@ -282,7 +282,19 @@ impl Run {
             may_choose_frontend: self.may_choose_frontend,
             romio_hints: self.romio_hints.clone(),
             restart,
-            keep: self.keep,
+            keep: self.keep.map(|count| self.keep_on(hosts, count)),
+        }
+    }
+
+    /// Hosts with one backing see the same checkpoints. One of them removes old ones, and keeps one more: it does not know
+    /// whether others still write the newest.
+    fn keep_on(&self, hosts: &[String], count: u32) -> Keep {
+        match hosts {
+            [first, _, ..] if self.backing.is_some() => Keep {
+                count: count.saturating_add(1),
+                by: Some(first.clone()),
+            },
+            _ => Keep { count, by: None },
         }
     }
 

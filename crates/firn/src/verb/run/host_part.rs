@@ -26,7 +26,7 @@ use firn_protocol::{HeldPolicy, Request};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
-use super::message::{Mounted, Order, Report, Setup, Word, read_order, send_word};
+use super::message::{Keep, Mounted, Order, Report, Setup, Word, read_order, send_word};
 use super::place::Place;
 use super::{frontend_here, prune, restart};
 use crate::failure::{DONE, FAILED, Failure, PARTLY, USAGE};
@@ -150,7 +150,9 @@ fn serve(speaker: &Speaker, events: &Receiver<Event>) -> Result<u8, Failure> {
         }
     };
     speaker.say(&Word::Mounted(mount.describe()));
-    let pruning = setup.keep.map(|keep| mount.start_pruning(keep, speaker));
+    let is_mine = |keep: &&Keep| keep.by.as_ref().is_none_or(|by| *by == name_of_host());
+    let keep = setup.keep.as_ref().filter(is_mine);
+    let pruning = keep.map(|keep| mount.start_pruning(keep.count, speaker));
     let end = mount.serve(speaker, events);
     drop(pruning);
     let report = match end {

@@ -58,8 +58,16 @@ pub(super) struct Setup {
     pub(super) romio_hints: Option<String>,
     /// The host whose files are brought from the memory of its partner, and the one that brings them.
     pub(super) restart: Option<Restart>,
-    /// How many old checkpoints stay.
-    pub(super) keep: Option<u32>,
+    /// Which old checkpoints go while the command runs.
+    pub(super) keep: Option<Keep>,
+}
+
+/// How many checkpoints stay.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Keep {
+    pub(super) count: u32,
+    /// The host that removes the others, where hosts see the same files; none: each its own.
+    pub(super) by: Option<String>,
 }
 
 /// Whose files are brought back, and to which host.
