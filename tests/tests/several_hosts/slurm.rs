@@ -226,11 +226,10 @@ impl Cluster {
         });
         for host in HOSTS {
             let processes = self.processes_of(host);
-            let firn: Vec<String> = processes.iter().map(|pid| name_of(*pid)).collect();
-            assert!(
-                !firn.iter().any(|name| name.starts_with("firn")),
-                "{firn:?}"
-            );
+            wait_until("no process of Firn is left", LIMIT / 6, || {
+                let names = self.processes_of(host).into_iter().map(name_of);
+                !names.into_iter().any(|name| name.starts_with("firn"))
+            });
             let root = PathBuf::from(format!("/proc/{}", processes[0]));
             let mounts = fs::read_to_string(root.join("mounts")).expect("its mounts");
             assert!(!mounts.contains("fuse.firn"), "{mounts}");
@@ -249,7 +248,15 @@ impl Cluster {
 impl Drop for Cluster {
     fn drop(&mut self) {
         if thread::panicking() {
-            for log in ["slurmctld", "slurmd.n1", "slurmd.n2", "n1", "n2", "munged"] {
+            for log in [
+                "site",
+                "slurmctld",
+                "slurmd.n1",
+                "slurmd.n2",
+                "n1",
+                "n2",
+                "munged",
+            ] {
                 let text = fs::read_to_string(self.dir.join("log").join(log)).unwrap_or_default();
                 eprintln!("--- {log}\n{}", firn_tests::sandbox::tail(&text, 25));
             }
@@ -290,7 +297,11 @@ fn install_site(dir: &Path) {
             .to_owned();
         text = text.replace(&line, &format!("{name}={value}"));
     }
-    fs::write(&settings, text + "export FIRN_SYSTEM_LOG=off\n").expect("write the settings");
+    // There is no system log in the cluster.
+    text += &format!(
+        "export FIRN_SYSTEM_LOG=off\ntell() {{ echo \"$SLURM_JOB_ID: $*\" >> {shown}/log/site; }}\n"
+    );
+    fs::write(&settings, text).expect("write the settings");
 }
 
 /// Removes a cgroup as soon as its processes have ended.
