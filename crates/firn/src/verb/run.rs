@@ -33,14 +33,19 @@ use crate::{output, text};
 
 pub const VERB: Verb = Verb {
     name: "run",
-    about: "Run a job with its checkpoints in memory",
+    about: "Run a job with its checkpoints in memory, on one host or many",
     long: "Mounts, runs COMMAND with FIRN_PREFIX set to the mount point and with the preload library loaded, \
                and unmounts when the command has ended. Files below FIRN_PREFIX are written and read at \
-               memory speed. The options are those of `firn mount`, with drain=demand and fsync=held as \
-               defaults. If the command succeeds, its files are drained to --backing; without --backing they \
-               are removed. If it fails or is killed, its files stay in memory for a restart: run the same \
-               command again to find them. Where FUSE cannot be used, the preload library alone serves the \
-               files (frontend=preload). Signals are forwarded, and the exit status is that of the command.",
+               memory speed. The options are those of `firn mount`. Where FUSE cannot be used, the preload library alone serves the \
+               files (frontend=preload). Signals are forwarded, and the exit status is that of the command.\n\n\
+               One host: drain=demand and fsync=held are defaults. If the command succeeds, its files are made durable in --backing; \
+               without --backing they are removed. If it fails or is killed, its files stay in memory for a restart: run the same \
+               command again to find them. In a batch job, which gives its host back, they are made durable instead.\n\n\
+               Many hosts: in a Slurm, PBS or Flux job of several hosts, and with --hosts, each host has the mount, for the life of \
+               COMMAND, which starts processes there itself (srun, mpirun). Needs no root, and nothing but this binary at the same \
+               path on all hosts. With --backing, layout=log is a default: hosts may write the same files. Then ROMIO_HINTS and \
+               OMPI_MCA_fbtl_posix_write_datasieving are set as MPI-IO needs them. At SIGTERM, as before a time limit, all hosts make durable \
+               what they hold. A host that is lost is named at the end, with what recovers its data; the others are drained.",
     examples: &[
         (
             "firn run --memory 8G -- mpirun -n 8 ./app",
@@ -49,6 +54,14 @@ pub const VERB: Verb = Verb {
         (
             "firn run --memory 8G --keep 2 -- mpirun -n 8 ./app",
             "the same; old checkpoints are removed while it runs, as by `firn prune --keep 2`",
+        ),
+        (
+            "firn run --memory 16G --backing /scratch/run42 -- srun ./app",
+            "in a batch script of Slurm: with a mount on each host of the job",
+        ),
+        (
+            "firn run --hosts hosts.txt --memory 16G --backing /scratch/run42 -- mpirun --hostfile hosts.txt ./app",
+            "on the hosts in a file, by ssh",
         ),
         (
             "firn run --restart n17 --memory 8G --backing /scratch/run42 -- ./rank 17",
@@ -62,12 +75,13 @@ pub const VERB: Verb = Verb {
     exits: &[
         (
             0,
-            "the command succeeded, and its files were drained if there is a --backing",
+            "the command succeeded, and its files are durable if there is a --backing",
         ),
         (
             1,
-            "mounting or unmounting failed (or the command ended with 1)",
+            "mounting or unmounting failed, or a host is lost (or the command ended with 1)",
         ),
+        (3, "data of a command that succeeded is left in memory"),
         (127, "the command was not found"),
         (128, "plus the number of the signal that ended the command"),
     ],
@@ -88,9 +102,9 @@ fn args(command: Command) -> Command {
         .arg(directory(
             "prefix",
             "DIR",
-            "Directory where the job sees its files; created if missing [default: `run` in the runtime directory]",
+            "Directory where the job sees its files; created if missing [default: `run` in the runtime directory, with the number of the job on several hosts]",
         ))
-        .arg(directory("backing", "DIR", "Directory where drained files end up; created if missing [default: none]"))
+        .arg(directory("backing", "DIR", "Directory where drained files end up, the same on all hosts; created if missing [default: none]"))
         .arg(
             Arg::new("no-preload")
                 .long("no-preload")
@@ -109,6 +123,10 @@ fn args(command: Command) -> Command {
                 .long("keep")
                 .value_name("N")
                 .help("Remove old checkpoints while the command runs, as by `firn prune --keep N`")
+                .long_help(
+                    "Remove old checkpoints while the command runs, as by `firn prune --keep N`. On several hosts with --backing \
+                     the first one removes them, and keeps one more: others may still write the newest.",
+                )
                 .value_parser(value_parser!(u32).range(1..)),
         )
         .arg(
@@ -120,7 +138,8 @@ fn args(command: Command) -> Command {
                     "Before the command, bring files that HOST held from the memory of its partner (option `partner`), where \
                      they are neither in this host's memory nor in --backing. HOST is the host that this one replaces, or its \
                      own name after it was started again. Its partner is named in .firn/agent-HOST in the backing and \
-                     needs a `firn agent` that runs; `firn run` does not start the command while it cannot be reached.",
+                     needs a `firn agent` that runs; `firn run` does not start the command while it cannot be reached. On several \
+                     hosts the files come to HOST, if it is one of them, or else to the first.",
                 ),
         )
         .arg(
