@@ -164,12 +164,14 @@ pub(crate) fn locked(_: &Subject<'_>) -> Vec<Finding> {
     let has_libfabric = LIBFABRIC.iter().any(|path| Path::new(path).exists());
     vec![if has_libfabric {
         Finding::note(
-            format!("{limit} may be locked (ulimit -l): `firn pull` by RDMA locks the whole arena"),
-            "`ulimit -l unlimited`; LimitMEMLOCK=infinity for a service; PropagateResourceLimitsExcept=MEMLOCK in slurm.conf",
+            format!(
+                "at most {limit} can be locked (ulimit -l), and `firn pull` by RDMA locks the whole arena"
+            ),
+            "only for pulls by RDMA: `ulimit -l unlimited`; in a service LimitMEMLOCK=infinity; under Slurm PropagateResourceLimitsExcept=MEMLOCK",
         )
     } else {
         Finding::ok(format!(
-            "{limit} may be locked (ulimit -l); only pulls by RDMA lock memory, and libfabric is not here"
+            "at most {limit} can be locked (ulimit -l); only pulls by RDMA lock memory, and libfabric is not here"
         ))
     }]
 }
