@@ -209,7 +209,9 @@ fn assert_ran_on_three(hosts: &mut Hosts, outcome: Outcome) {
         "{outcome}"
     );
     assert!(
-        outcome.stderr.contains("the command succeeded; 3 hosts, "),
+        outcome
+            .stderr
+            .contains("the command succeeded; everything of 3 hosts is durable in "),
         "{outcome}"
     );
     for host in ["h1", "h2", "h3"] {
@@ -367,14 +369,14 @@ fn hosts_that_stay_keep_the_files_of_a_command_that_failed() {
     let mut hosts = Hosts::new("hostagain", 2);
     let options = ["-o", "layout=plain,tokens=flock"];
     let write = "for h in h1 h2; do on $h \"echo $h > $FIRN_PREFIX/of.$h\"; done; exit 7";
-    run(&mut hosts.firn_run(&options, write))
-        .code(7)
-        .says("the command failed with exit status 7; 2 hosts, 6 B of its files stay in the memory of the hosts");
+    run(&mut hosts.firn_run(&options, write)).code(7).says(
+        "the command failed with exit status 7; 6 B of its files stay in the memory of 2 hosts",
+    );
     assert_eq!(hosts.read("of.h1"), "");
     let read = "for h in h1 h2; do on $h \"cat $FIRN_PREFIX/of.$h\"; done";
     let outcome = run(&mut hosts.firn_run(&options, read)).ok();
     assert_eq!(outcome.stdout, "h1\nh2\n");
-    outcome.says("2 hosts, 6 B in 2 files were left and are durable in ");
+    outcome.says("everything of 2 hosts is durable in ");
     assert_eq!(hosts.read("of.h2"), "h2\n");
     hosts.assert_nothing_left();
 }
@@ -398,7 +400,9 @@ fn many_hosts_mount_at_once() {
         whole.as_secs_f64() - after
     );
     assert!(
-        outcome.stderr.contains(&format!("; {count} hosts, ")),
+        outcome
+            .stderr
+            .contains(&format!("everything of {count} hosts is durable in ")),
         "{outcome}"
     );
     hosts.assert_nothing_left();

@@ -433,7 +433,7 @@ fn end_of_a_job(cluster: &Cluster) {
         "{output}"
     );
     assert!(
-        output.contains("the command succeeded; 2 hosts, "),
+        output.contains("the command succeeded; everything of 2 hosts is durable in "),
         "{output}"
     );
     for rank in 0..2 {
@@ -451,7 +451,10 @@ fn assert_saved(job: &Job<'_>) {
         job.assert_file(&format!("last.{rank}"), b"last\n");
     }
     let output = job.output();
-    assert!(output.contains("; 2 hosts, "), "{output}");
+    assert!(
+        output.contains("everything of 2 hosts is durable in "),
+        "{output}"
+    );
     assert!(
         !output.contains("lost") && !output.contains("not "),
         "{output}"

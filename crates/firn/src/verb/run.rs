@@ -379,44 +379,36 @@ impl Run {
         if success && self.quiet {
             return;
         }
-        let how = match (status.map(|status| describe_end(*status)), hosts) {
-            (Some(how), 1) => format!("{how}; "),
-            (Some(how), hosts) => format!("{how}; {hosts} hosts, "),
+        let how = match status {
+            Some(status) => describe_end(*status),
             // Why it did not run is told after this.
-            (None, _) if ended.held_bytes == 0 => return,
-            (None, _) => "the command did not run; ".into(),
+            None if ended.held_bytes == 0 => return,
+            None => "the command did not run".into(),
+        };
+        let everything = match (ended.failures.is_empty(), hosts) {
+            (false, _) => "what is not named above".to_owned(),
+            (true, 1) => "everything".into(),
+            (true, hosts) => format!("everything of {hosts} hosts"),
         };
         let backing = self.backing.as_deref().map(text::path);
         match (held_policy, backing) {
             (HeldPolicy::Drain, Some(backing)) if ended.waited.files > 0 => {
-                let amount = ended.waited.amount();
-                let (are, time) = (ended.durability(), ended.waited.seconds());
+                let (amount, time) = (ended.waited.amount(), ended.waited.seconds());
                 output::say(&format!(
-                    "{how}{amount} were left and {are} in {backing}, {time}"
+                    "{how}; {everything} is durable in {backing}: {amount} were left to write, {time}"
                 ));
             }
             (HeldPolicy::Discard, _) => output::say(&format!(
-                "{how}its files were in memory only and are removed (--backing DIR keeps them)"
+                "{how}; its files were in memory only and are removed (--backing DIR keeps them)"
             )),
             _ if ended.held_bytes > 0 => tell_held(&how, ended),
-            (_, Some(backing)) if ended.failures.is_empty() => {
-                output::say(&format!("{how}all its files are in {backing}"));
+            (HeldPolicy::Drain, Some(backing)) => {
+                output::say(&format!("{how}; {everything} is durable in {backing}"));
             }
             (_, Some(backing)) => {
-                output::say(&format!("{how}what is not named above is in {backing}"));
+                output::say(&format!("{how}; {everything} is drained to {backing}"));
             }
-            (_, None) => output::say(&format!("{how}nothing of its files was in memory")),
-        }
-    }
-}
-
-impl Ended {
-    /// Whether all that was waited for is durable, as the end of a sentence.
-    fn durability(&self) -> &'static str {
-        if self.failures.is_empty() {
-            "are durable"
-        } else {
-            "are, but for what is named above, durable"
+            (_, None) => output::say(&format!("{how}; nothing of its files was in memory")),
         }
     }
 }
@@ -426,14 +418,15 @@ fn tell_held(how: &str, ended: &Ended) {
     let held = text::bytes(ended.held_bytes);
     let [arena] = ended.arenas.as_slice() else {
         output::say(&format!(
-            "{how}{held} of its files stay in the memory of the hosts"
+            "{how}; {held} of its files stay in the memory of {} hosts",
+            ended.arenas.len()
         ));
         output::say("run the same `firn run` again, on the same hosts, to use them");
         return;
     };
     let arena = text::path(arena);
     output::say(&format!(
-        "{how}{held} of its files stay in memory, in {arena}"
+        "{how}; {held} of its files stay in memory, in {arena}"
     ));
     output::say("run the same `firn run` again to use them, or mount them with:");
     for mounted in &ended.mounted {
