@@ -14,10 +14,15 @@ mount --make-rprivate /
 # Mounts of other tests, which these namespaces would keep.
 awk '$3 == "fuse.firn" { print $2 }' /proc/mounts | xargs -r umount --lazy || :
 mount --bind "$programs" "$dir/bin"
+# The controller syncs its state, and answers nobody meanwhile.
+mount -t tmpfs firn-test "$dir/state"
 hostname controller
-# An address that is not loopback's, or names are not looked up (AI_ADDRCONFIG).
+# An address that is not loopback's, or names are not looked up (AI_ADDRCONFIG), and Open MPI finds no network.
 ip link set lo up
-ip address add 10.99.0.1/24 dev lo
+ip link add firn0 type veth peer name firn1
+ip address add 10.99.0.1/24 dev firn0
+ip link set firn0 up
+ip link set firn1 up
 printf '127.0.0.1 localhost\n10.99.0.1 controller %s\n' "$*" > "$dir/hosts"
 mount --bind "$dir/hosts" /etc/hosts
 
@@ -57,10 +62,11 @@ Prolog=$dir/site/prolog
 TaskProlog=$dir/site/task-prolog
 Epilog=$dir/site/epilog
 KillWait=15
+MessageTimeout=60
 CONF
 port=26818
 for host; do
-    echo "NodeName=$host NodeAddr=10.99.0.1 NodeHostname=$host Port=$port CPUs=4 RealMemory=2000 State=UNKNOWN" >> "$dir/slurm.conf"
+    echo "NodeName=$host NodeAddr=10.99.0.1 NodeHostname=$host Port=$port CPUs=8 RealMemory=4000 State=UNKNOWN" >> "$dir/slurm.conf"
     port=$((port + 1))
 done
 hosts=$*

@@ -286,7 +286,7 @@ fn a_host_that_crashes_is_named_and_the_others_are_drained() {
         ready.display(),
         go.display()
     );
-    let mut command = hosts.firn_run(&["--host-timeout", "2", "-o", "drain=demand"], &script);
+    let mut command = hosts.firn_run(&["--host-timeout", "5", "-o", "drain=demand"], &script);
     let log = hosts.sandbox.join("messages");
     command.stderr(fs::File::create(&log).expect("a file"));
     let mut child = command.spawn().expect("firn run");

@@ -1,6 +1,6 @@
 //! `firn run` in jobs of a real Slurm: two hosts with a slurmd each, a controller, and a user who is not root.
 //!
-//! Needs root, FUSE and Debian's slurm-wlm and munge (`scripts/setup`). All of Slurm runs in namespaces of its own and ends with the
+//! Needs root, FUSE and Debian's slurm-wlm, munge and openmpi-bin (`scripts/setup`). All of Slurm runs in namespaces of its own and ends with the
 //! test (`programs/slurm_cluster.sh`).
 
 use std::ffi::OsStr;
@@ -473,7 +473,10 @@ fn time_limit(cluster: &Cluster) {
     let job = cluster.submit("limit", &["--time=2"], "-o drain=demand", SOLVER);
     job.wait_for_output("written", 2);
     let job_id = format!("JobId={}", job.id);
-    job.control(&["update", &job_id, "EndTime=now"]).ok();
+    // Not in the second in which it began.
+    wait_until("the job has a time limit", LIMIT, || {
+        job.control(&["update", &job_id, "EndTime=now"]).code == 0
+    });
     assert!(job.wait().starts_with("TIMEOUT"), "{}", job.output());
     assert_saved(&job);
 }
@@ -486,6 +489,35 @@ fn signal_before_the_limit(cluster: &Cluster) {
     run(signal.arg("--signal=TERM").arg(&job.id)).ok();
     assert!(job.wait().starts_with("COMPLETED 0:0"), "{}", job.output());
     assert_saved(&job);
+}
+
+/// MPI-IO through both libraries of Open MPI, with nothing set by the job: the bytes are those of one rank on a plain directory.
+fn mpi_io(cluster: &Cluster) {
+    let program = cluster.scratch("mpi_io");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("programs/mpi_io.c");
+    run(Command::new("mpicc")
+        .args(["-O1", "-o"])
+        .arg(&program)
+        .arg(source))
+    .ok();
+    let plain = cluster.scratch("plain");
+    let mut one = Command::new("mpirun");
+    one.args(["--allow-run-as-root", "-n", "1"]).arg(&program);
+    run(one
+        .arg("write")
+        .arg(&plain)
+        .args(["segmented", "collective"]))
+    .ok();
+    let command = r#"for io in ompio romio321; do
+            mpirun --mca io $io -n 4 --map-by node --oversubscribe "$0" write $FIRN_PREFIX/$io strided independent || exit
+        done"#;
+    let command = command.replace("$0", &program.display().to_string());
+    let job = cluster.submit("mpi", &[], "", &command);
+    assert_eq!(job.wait(), "COMPLETED 0:0", "{}", job.output());
+    let expected = fs::read(plain).expect("the file of one rank");
+    for io in ["ompio", "romio321"] {
+        job.assert_file(io, &expected);
+    }
 }
 
 /// SIGKILL for all, as after `KillWait`: nobody drains but the epilog of the site.
@@ -535,6 +567,7 @@ fn jobs_of_slurm_leave_their_files_and_nothing_else() {
             cancel,
             signal_before_the_limit,
             kill_all,
+            mpi_io,
         ];
         for case in cases {
             let cluster = &cluster;
@@ -564,7 +597,7 @@ fn a_host_of_a_slurm_job_dies_and_what_was_durable_or_comes_back_is_there() {
     let job = cluster.submit(
         "dead",
         &["--no-kill"],
-        "--host-timeout 2 -o drain=demand",
+        "--host-timeout 5 -o drain=demand",
         &command,
     );
     job.wait_for_output("ready", 1);

@@ -30,6 +30,9 @@ const PASSED_ON: [i32; 7] = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2,
 const BEATS: u32 = 5;
 /// How often it is looked at whether one is lost.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
+/// How long a host may be silent before it has a mount: a launcher may have to wait for other work, and the first thing that
+/// a mount does is to recover what an earlier one held.
+const START_LIMIT: Duration = Duration::from_secs(60);
 /// How long launchers may take to end when all hosts have.
 const LAUNCHER_END: Duration = Duration::from_secs(5);
 
@@ -233,9 +236,8 @@ impl<'a> Job<'a> {
                 State::Failed(text, code) => (format!("{}: {text}", host.name), *code),
                 State::Ended(_) => (format!("the mount on {} has ended", host.name), FAILED),
                 _ if host.is_lost => {
-                    let seconds = self.timeout.as_secs_f64();
                     let text = format!(
-                        "{} does not answer ({seconds} s, --host-timeout): `firn` must be there at the same path as here",
+                        "{} does not answer: `firn` must be there at the same path as here, and --host-timeout be long enough",
                         host.name
                     );
                     (text, FAILED)
@@ -471,7 +473,12 @@ impl<'a> Job<'a> {
 
     fn find_lost(&mut self) {
         for at in 0..self.hosts.len() {
-            if self.hosts[at].last_word.elapsed() > self.timeout {
+            let host = &self.hosts[at];
+            let limit = match host.state {
+                State::Starting | State::Ready => self.timeout.max(START_LIMIT),
+                State::Mounted | State::Ended(_) | State::Failed(..) => self.timeout,
+            };
+            if host.last_word.elapsed() > limit {
                 self.lose(at);
             }
         }
