@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use firn_tests::command::{Outcome, exit_code, run, wait_child};
 use firn_tests::sandbox::{firn_binary, is_zombie, kill};
+use firn_tests::sshd::Sshd;
 use firn_tests::{Sandbox, wait_until};
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -226,6 +227,37 @@ fn hosts_of_a_list_have_one_mount_each_for_the_life_of_a_command() {
     let mut hosts = Hosts::new("hosts", 3);
     let outcome = run(&mut hosts.firn_run(&[], WRITE_AND_READ));
     assert_ran_on_three(&mut hosts, outcome);
+}
+
+/// Proves S-run-1: by a real ssh.
+#[test]
+fn a_host_is_reached_by_ssh() {
+    let sandbox = Sandbox::new("runssh");
+    let sshd = Sshd::start(&sandbox);
+    let list = sandbox.join("list");
+    fs::write(&list, "root@127.0.0.1\n").expect("write the list");
+    let firn_run = |key: &str| {
+        let mut command = sandbox.firn(["run", "--memory", "32M", "--hosts"]);
+        command
+            .arg(&list)
+            .args(["--remote-shell", &sshd.command(key), "--backing"])
+            .arg(sandbox.join("it's a backing"))
+            .args(["--prefix"])
+            .arg(sandbox.join("mnt"))
+            .args(["--", "sh", "-c", "echo data > $FIRN_PREFIX/f"]);
+        run(&mut command)
+    };
+    let refused = firn_run("stranger").code(1);
+    assert!(
+        refused.stderr.contains("root@127.0.0.1 does not answer"),
+        "{refused}"
+    );
+    firn_run("known").ok().says("everything is durable in");
+    let written = fs::read_to_string(sandbox.join("it's a backing/f"));
+    assert_eq!(written.expect("the file"), "data\n");
+    wait_until("the host's processes have ended", LIMIT, || {
+        sandbox.arenas().is_empty() && sandbox.processes().is_empty()
+    });
 }
 
 /// Proves S-run-1.

@@ -16,7 +16,7 @@ use std::process::ExitStatus;
 use std::time::Duration;
 
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
-use firn_config::{Close, Drain, Frontend, Fsync, Layout, Options, Origin, Resolved};
+use firn_config::{Close, Drain, Frontend, Fsync, Layout, Options, Origin, Partner, Resolved};
 use firn_protocol::HeldPolicy;
 use firn_protocol::path::BytePath;
 
@@ -209,6 +209,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     for (text, _) in &ended.failures {
         output::say(text);
     }
+    run.tell_partners(&ended.lost);
     run.tell_end(
         launcher.hosts().len(),
         status.as_ref().ok(),
@@ -367,6 +368,18 @@ impl Run {
         }
     }
 
+    /// Says what brings back the files of lost hosts that have partners.
+    fn tell_partners(&self, lost: &[String]) {
+        if self.options.partner == Partner::None {
+            return;
+        }
+        for host in lost {
+            output::say(&format!(
+                "what the partner of {host} has copies of, the next run takes with --restart {host}"
+            ));
+        }
+    }
+
     /// Says how the command ended and where its files are.
     fn tell_end(
         &self,
@@ -522,8 +535,12 @@ fn program(beat_ms: u64) -> Result<Program, Failure> {
         host_part::NAME.into(),
         beat_ms.to_string().into(),
     ];
-    let is_handed_on =
-        |name: &OsString| name.to_string_lossy().starts_with("FIRN_") || name == "PATH";
+    // A name is part of a line for a shell.
+    let is_word = |byte: &u8| byte.is_ascii_alphanumeric() || *byte == b'_';
+    let is_handed_on = |name: &OsString| {
+        let name = name.as_encoded_bytes();
+        name == b"PATH" || name.starts_with(b"FIRN_") && name.iter().all(is_word)
+    };
     Ok(Program {
         words: words.into(),
         variables: std::env::vars_os()

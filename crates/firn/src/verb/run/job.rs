@@ -104,6 +104,8 @@ pub(super) struct Ended {
     pub(super) held_bytes: u64,
     pub(super) arenas: Vec<PathBuf>,
     pub(super) mounted: Vec<Mounted>,
+    /// Hosts that are lost, with a mount.
+    pub(super) lost: Vec<String>,
     /// What went wrong on hosts, in words, and its exit status.
     pub(super) failures: Vec<(String, u8)>,
 }
@@ -322,6 +324,7 @@ impl<'a> Job<'a> {
                 .iter()
                 .filter_map(|host| host.mounted.clone())
                 .collect(),
+            lost: Vec::new(),
             failures: Vec::new(),
         };
         let is_one = self.hosts.len() == 1;
@@ -343,7 +346,12 @@ impl<'a> Job<'a> {
                 }
                 // It never had a mount.
                 State::Failed(..) | State::Starting | State::Ready => {}
-                State::Mounted => ended.failures.extend(self.describe_lost(host)),
+                State::Mounted => {
+                    ended.failures.extend(self.describe_lost(host));
+                    if host.is_lost {
+                        ended.lost.push(host.own_name.clone());
+                    }
+                }
             }
         }
         ended
@@ -380,8 +388,12 @@ impl<'a> Job<'a> {
                 }
                 thread::sleep(Duration::from_millis(5));
             }
-            // srun and ssh wait for a host that is lost; the others of the same step go on without them.
-            if matches!(running.child.try_wait(), Ok(None)) {
+            // srun and ssh wait for a host that is lost. But srun ends all others of its step when it is ended.
+            let is_vain = running
+                .hosts
+                .iter()
+                .all(|at| self.hosts[*at].has_ended() || self.hosts[*at].is_lost);
+            if is_vain && matches!(running.child.try_wait(), Ok(None)) {
                 let _ = kill_process(Pid::from_child(&running.child), Signal::TERM);
                 let _ = running.child.try_wait();
             }
