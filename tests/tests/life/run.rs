@@ -119,6 +119,29 @@ fn a_job_that_is_killed_finds_its_files_again() {
     assert_eq!(left(&sandbox), Vec::<PathBuf>::new());
 }
 
+/// Proves S-run-2: the host goes to others when the job is over.
+#[test]
+fn in_a_batch_job_a_command_that_fails_leaves_nothing_in_memory() {
+    let sandbox = Sandbox::new("runbatch");
+    let backing = sandbox.join("backing");
+    let options = ["--backing", backing.to_str().expect("utf-8")];
+    let mut command = firn_run(&sandbox, &options, "echo data > $FIRN_PREFIX/f; exit 7");
+    // As in a job of this one host.
+    for (name, value) in [
+        ("SLURM_JOB_ID", "17"),
+        ("SLURM_JOB_NUM_NODES", "1"),
+        ("SLURMD_NODENAME", "here"),
+    ] {
+        command.env(name, value);
+    }
+    run(&mut command)
+        .code(7)
+        .says("the command failed with exit status 7; everything is durable in");
+    let written = fs::read_to_string(backing.join("f")).expect("drained");
+    assert_eq!(written, "data\n");
+    assert_eq!(left(&sandbox), Vec::<PathBuf>::new());
+}
+
 /// As in a container whose /dev/shm has 16 MiB, as large as memory for files or not.
 #[test]
 fn a_dev_shm_that_is_too_small_is_told_and_the_job_not_started() {
