@@ -57,7 +57,7 @@ pub const VERB: Verb = Verb {
         ),
         (
             "firn run --memory 16G --backing /scratch/run42 -- srun ./app",
-            "in a batch script of Slurm: with a mount on each host of the job",
+            "in a batch script of Slurm, with `#SBATCH --signal=TERM@300`: a mount on each host of the job",
         ),
         (
             "firn run --hosts hosts.txt --memory 16G --backing /scratch/run42 -- mpirun --hostfile hosts.txt ./app",
@@ -173,7 +173,7 @@ fn args(command: Command) -> Command {
                 .value_name("DURATION")
                 .help("A host that says nothing for this time is lost (`30s`, `5min`; a plain number means seconds)")
                 .default_value("60s")
-                .value_parser(parse_timeout_ms),
+                .value_parser(parse_host_timeout_ms),
         )
         .arg(minus_o())
         .args(firn_config::args())
@@ -187,6 +187,17 @@ fn args(command: Command) -> Command {
                 .allow_hyphen_values(true)
                 .value_parser(value_parser!(OsString)),
         )
+}
+
+/// A shorter one a busy host would miss.
+const HOST_TIMEOUT_MIN_MS: u64 = 1000;
+
+fn parse_host_timeout_ms(text: &str) -> Result<u64, String> {
+    let timeout_ms = parse_timeout_ms(text)?;
+    if timeout_ms < HOST_TIMEOUT_MIN_MS {
+        return Err("it must be 1s at least".into());
+    }
+    Ok(timeout_ms)
 }
 
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {

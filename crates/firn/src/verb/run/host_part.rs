@@ -11,7 +11,7 @@
 
 use std::io::{self, BufReader};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -170,6 +170,8 @@ struct HostMount {
     /// The preload library alone serves the files.
     is_tree: bool,
     romio_hints: Option<PathBuf>,
+    /// Drains that were asked for and are not over.
+    drains: Arc<AtomicU32>,
     /// A drain that does not come to its end any more is no fault.
     is_ending: Arc<AtomicBool>,
 }
@@ -199,6 +201,7 @@ impl HostMount {
             place,
             is_tree,
             romio_hints: None,
+            drains: Arc::default(),
             is_ending: Arc::default(),
         };
         let prepared = mount.prepare(setup);
@@ -256,19 +259,27 @@ impl HostMount {
         }
     }
 
-    /// Makes durable what is held now, beside what comes next.
+    /// Makes durable what is held now, beside what comes next. Drains that are asked for meanwhile are one more.
     fn start_drain(&self, speaker: &Speaker) {
-        if self.place.memory_only {
+        if self.place.memory_only || self.drains.fetch_add(1, Ordering::AcqRel) > 0 {
             return;
         }
         let prefix = self.place.prefix.clone();
         let speaker = speaker.clone();
-        let is_ending = Arc::clone(&self.is_ending);
+        let (is_ending, drains) = (Arc::clone(&self.is_ending), Arc::clone(&self.drains));
         thread::spawn(move || {
-            if let Err(error) = make_durable(&prefix, &mut |_| {})
-                && !is_ending.load(Ordering::Acquire)
-            {
-                speaker.notice(format!("not all is durable yet: {error}"));
+            loop {
+                let asked = drains.load(Ordering::Acquire);
+                let drained = make_durable(&prefix, &mut |_| {});
+                if is_ending.load(Ordering::Acquire) {
+                    return;
+                }
+                if let Err(error) = drained {
+                    speaker.notice(format!("not all is durable yet: {error}"));
+                }
+                if drains.fetch_sub(asked, Ordering::AcqRel) == asked {
+                    return;
+                }
             }
         });
     }
