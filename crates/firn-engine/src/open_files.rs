@@ -216,7 +216,7 @@ impl<B: Backing> OpenFiles<B> {
     pub(crate) fn keep_cut(&self, inode: &Arc<Inode<B>>, is_cut: bool) {
         inode.is_cut.store(is_cut, Ordering::Release);
         if is_cut {
-            self.tree.names.remember(inode);
+            self.tree.names.remember(inode, 0);
         }
     }
 

@@ -204,14 +204,14 @@ fn a_lease_ends_with_its_holder_whatever_it_was_doing() {
             let mut lease = take(&a, "a")?;
             assert!(is_held(&b), "step {step}");
             assert!(matches!(take(&b, "b"), Err(LeaseError::Held { .. })));
-            lease.beat(&a)?;
-            lease.release(&a)
+            lease.beat(&a, None)?;
+            lease.release(&a, None)
         };
         let done = work();
         assert_eq!(done.is_err(), a.is_dead(), "step {step}: {done:?}");
         assert!(!is_held(&b), "step {step}");
         let mut lease = take(&b, "b").expect("the lease is free");
-        lease.beat(&b).expect("beat");
+        lease.beat(&b, None).expect("beat");
         assert!(is_held(&b), "step {step}");
     }
 }
@@ -250,7 +250,10 @@ fn who_released_a_lease_or_held_it_under_this_kernel_is_not_waited_for() {
     let a = disk();
     let b = a.another_process();
     let root = b.root();
-    take(&a, "a").expect("take").release(&a).expect("release");
+    take(&a, "a")
+        .expect("take")
+        .release(&a, None)
+        .expect("release");
     drop(Lease::take(&b, &root, USE, &holder("b"), &mut never).expect("it was released"));
     drop(Lease::take(&b, &root, USE, &holder("b"), &mut never).expect("the same kernel"));
     let mut waited = Duration::ZERO;
@@ -267,14 +270,17 @@ fn a_host_whose_lock_was_lost_and_taken_learns_it_from_the_heartbeat() {
     let b = a.another_process();
     let mut lease = take(&a, "a").expect("take");
     a.lose_locks();
-    assert!(lease.beat(&a).is_err(), "the server gave its lock up");
+    assert!(lease.beat(&a, None).is_err(), "the server gave its lock up");
     let other = take(&b, "b").expect("nobody has it");
-    let by = match lease.beat(&a) {
+    let by = match lease.beat(&a, None) {
         Err(LeaseError::Lost { by }) => by.expect("who it is"),
         other => panic!("not lost: {other:?}"),
     };
     assert_eq!(by, holder("b"));
-    assert!(matches!(lease.release(&a), Err(LeaseError::Lost { .. })));
+    assert!(matches!(
+        lease.release(&a, None),
+        Err(LeaseError::Lost { .. })
+    ));
     drop(other);
 }
 
@@ -284,12 +290,12 @@ fn a_heartbeat_that_goes_on_betrays_locks_that_stay_on_their_host() {
     let b = a.another_process();
     let mut lease = take(&a, "a").expect("take");
     a.set_lock_reach(LockReach::Host);
-    let mut beat = |_| lease.beat(&a).expect("beat");
+    let mut beat = |_| lease.beat(&a, None).expect("beat");
     match Lease::take(&b, &b.root(), USE, &holder("b"), &mut beat) {
         Err(LeaseError::Unreached { holder: found }) => assert_eq!(found, Some(holder("a"))),
         other => panic!("{:?}", other.err()),
     }
-    lease.beat(&a).expect("who lives keeps its lease");
+    lease.beat(&a, None).expect("who lives keeps its lease");
 }
 
 fn reach(on: &SimBacking, rest: &mut dyn FnMut(Duration)) -> Result<(), ReachError> {
@@ -307,7 +313,10 @@ fn locks_that_do_not_keep_other_hosts_out_are_found_out_and_why() {
     assert_eq!(reach(&b, &mut never), Ok(()), "a is alive and keeps b out");
     a.set_lock_reach(LockReach::Host);
     let stays = Err(ReachError::StaysOnHost { host: "a".into() });
-    assert_eq!(reach(&b, &mut |_| lease.beat(&a).expect("beat")), stays);
+    assert_eq!(
+        reach(&b, &mut |_| lease.beat(&a, None).expect("beat")),
+        stays
+    );
     a.set_lock_reach(LockReach::Refused(Errno::NOLCK));
     assert_eq!(
         reach(&b, &mut never),
@@ -315,7 +324,7 @@ fn locks_that_do_not_keep_other_hosts_out_are_found_out_and_why() {
     );
     a.set_lock_reach(LockReach::Everywhere);
     a.crash_at(0);
-    assert!(lease.beat(&a).is_err());
+    assert!(lease.beat(&a, None).is_err());
     assert_eq!(reach(&b, &mut |_| {}), Ok(()), "a is dead");
     let (firn, _) = b.lookup(&b.root(), OsStr::new(TOP)).expect("lookup");
     let names = own::list(&b, &firn).expect("list");
@@ -338,7 +347,7 @@ fn a_host_lives_for_what_its_lease_is_used_for_and_for_nothing_else() {
     assert!(lives_for(LeaseUse::Tokens) && !lives_for(LeaseUse::Logs));
     assert_eq!(lease.beat_every(), Duration::from_secs(2));
     lease.add_use(&a, LeaseUse::Logs).expect("add");
-    lease.beat(&a).expect("its record is still its own");
+    lease.beat(&a, None).expect("its record is still its own");
     assert!(lives_for(LeaseUse::Tokens) && lives_for(LeaseUse::Logs));
     assert!(!lives_for(LeaseUse::Transactions));
     lease.add_use(&a, LeaseUse::Transactions).expect("add");
@@ -360,7 +369,7 @@ fn a_host_whose_lock_does_not_reach_lives_by_its_beat() {
     let lease = Lease::take(&a, &dir, LeaseUse::Logs, &holder("a"), &mut never).expect("take");
     let seen_by_b = HostWatch::new(LeaseUse::Logs, holder("b").boot);
     assert_eq!(seen_by_b.is_living(&b, "a"), Ok(true));
-    lease.release(&a).expect("release");
+    lease.release(&a, None).expect("release");
     assert_eq!(seen_by_b.is_living(&b, "a"), Ok(false), "it said so");
 }
 
@@ -413,7 +422,7 @@ fn hosts_that_live_are_seen_with_what_they_say_and_others_are_not() {
             // Its lock says nothing here: the beat tells.
             assert_eq!(said(&first), []);
         }
-        lease.beat(&disk_of_a).expect("beat");
+        lease.beat(&disk_of_a, None).expect("beat");
         let second = seen_by_b.look(&disk_of_b).expect("look");
         assert_eq!(said(&second), [("a", "log")], "{reach:?}");
         assert!(!second.is_unsure);
@@ -428,7 +437,7 @@ fn hosts_that_live_are_seen_with_what_they_say_and_others_are_not() {
         let again = again.expect("take");
         let unsaid = seen_by_b.look(&disk_of_b).expect("look");
         assert_eq!(said(&unsaid), [], "{reach:?}");
-        again.release(&disk_of_a).expect("release");
+        again.release(&disk_of_a, None).expect("release");
         let released = seen_by_b.look(&disk_of_b).expect("look");
         assert!(said(&released).is_empty() && !released.is_unsure);
     }

@@ -155,8 +155,12 @@ const FOREIGN_WORDS: &[(&[&str], &str)] = &[
         "`status`",
     ),
     (
-        &["top", "stats", "watch", "monitor", "iostat"],
-        "`status --watch`",
+        &["stats", "watch", "monitor", "iostat"],
+        "`top` (a screen) or `status --watch`",
+    ),
+    (
+        &["nodes", "members", "cluster", "job"],
+        "`hosts` (who) or `status --job` (sums)",
     ),
     (&["fsck", "verify", "scrub"], "`check`"),
     (&["repair", "fix", "rescue", "salvage"], "`recover`"),
