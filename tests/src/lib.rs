@@ -35,6 +35,7 @@ pub mod scripts;
 pub mod stop;
 pub mod striped;
 pub mod suite;
+pub mod terminal;
 pub mod trace;
 pub mod transaction;
 pub mod tree;

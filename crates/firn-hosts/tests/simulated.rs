@@ -7,8 +7,8 @@ use firn_backing::{Backing, Errno, Names, Volume};
 use firn_hosts::host_dir::make_host_dir;
 use firn_hosts::own::TOP;
 use firn_hosts::{
-    Holder, HostWatch, Lease, LeaseError, LeaseUse, OwnError, PeerWatch, Peers, ReachError, Terms,
-    VoteDir, check_reach, own, publish_terms,
+    Evidence, Holder, HostWatch, Lease, LeaseError, LeaseUse, Life, OwnError, PeerWatch, Peers,
+    ReachError, Survey, Terms, VoteDir, check_reach, own, publish_terms, survey,
 };
 use firn_sim::LockReach;
 use firn_sim::SimBacking;
@@ -467,4 +467,103 @@ fn of_two_hosts_that_come_at_once_at_least_one_sees_the_other() {
         let (by_a, by_b) = seen_by_a;
         assert!(by_a + by_b >= 1, "call {step}: {by_a}, {by_b}");
     }
+}
+
+/// The clock of the disk goes on, a second with each change.
+fn pass(on: &SimBacking, seconds: u32) {
+    for _ in 0..seconds {
+        own::touch(on, &on.root(), "time").expect("touch");
+    }
+}
+
+/// What is said of each host, by name.
+fn lives(survey: &Survey) -> Vec<(&str, Life, Evidence)> {
+    let hosts = survey.hosts.iter();
+    hosts
+        .map(|seen| (seen.host.as_str(), seen.life, seen.evidence))
+        .collect()
+}
+
+#[test]
+fn a_survey_tells_hosts_that_live_are_stopped_have_died_or_left() {
+    let disk_of_a = disk();
+    let reader = disk_of_a.another_process();
+    let (_, mut a) = join(&disk_of_a, "a", "log");
+    let disk_of_b = disk_of_a.another_process();
+    let (_, b) = join(&disk_of_b, "b", "plain");
+    let (_, c) = join(&disk_of_a.another_process(), "c", "log");
+    let report = serde_json::json!({"held_bytes": 7});
+    a.beat(&disk_of_a, Some(report.clone())).expect("beat");
+    c.release(&disk_of_a, Some(report.clone()))
+        .expect("release");
+    let look =
+        |boot: &str, rest: &mut dyn FnMut(Duration)| survey(&reader, boot, rest).expect("survey");
+    let young = look("boot of the reader", &mut never);
+    let server = Evidence::ServerClock;
+    assert_eq!(
+        lives(&young),
+        [
+            ("a", Life::Alive, server),
+            ("b", Life::Alive, server),
+            ("c", Life::Left, Evidence::Lock)
+        ]
+    );
+    assert_eq!(young.hosts[0].report, Some(report.clone()));
+    assert_eq!(young.hosts[0].terms["layout"], "log");
+    // What is left behind is still said.
+    assert_eq!(young.hosts[2].report, Some(report));
+    // Nothing of the look stays.
+    let names = own::list(
+        &reader,
+        &own::must_find_dir(&reader, &reader.root(), TOP).unwrap(),
+    );
+    assert_eq!(names.expect("list").len(), 3);
+    // b is killed. Its own kernel knows it at once, another one when its beat is old.
+    drop(b);
+    let own_kernel = look("boot of b", &mut never);
+    assert_eq!(lives(&own_kernel)[1], ("b", Life::Dead, Evidence::Lock));
+    pass(&reader, 10);
+    let old = look("boot of the reader", &mut |_| ());
+    assert_eq!(
+        lives(&old)[..2],
+        [("a", Life::Silent, server), ("b", Life::Dead, server)]
+    );
+    let age = old.hosts[0].beat_age.expect("age");
+    assert!(age >= Duration::from_secs(10), "{age:?}");
+    // A beat that grows meanwhile proves life, whatever its time is.
+    let mut is_first = true;
+    let beaten = look("boot of the reader", &mut |_| {
+        if std::mem::take(&mut is_first) {
+            a.beat(&disk_of_a, None).expect("beat");
+        }
+    });
+    assert_eq!(lives(&beaten)[0], ("a", Life::Alive, Evidence::Beat));
+}
+
+#[test]
+fn a_host_that_may_write_to_logs_is_in_doubt_for_longer_where_locks_do_not_reach() {
+    let disk_of_a = disk();
+    disk_of_a.set_lock_reach(LockReach::Host);
+    let reader = disk_of_a.another_process();
+    let dir = make_host_dir(&disk_of_a, "a").expect("dir");
+    let lease = Lease::take(&disk_of_a, &dir, LeaseUse::Logs, &holder("a"), &mut never);
+    let _lease = lease.expect("take");
+    let look = || survey(&reader, "another", &mut |_| ()).expect("survey");
+    pass(&reader, 10);
+    assert_eq!(look().hosts[0].life, Life::Doubtful);
+    pass(&reader, 30);
+    assert_eq!(look().hosts[0].life, Life::Dead);
+}
+
+#[test]
+fn a_report_that_is_too_long_costs_no_beat() {
+    let a = disk();
+    let (dir, mut lease) = join(&a, "a", "log");
+    let long = serde_json::json!({ "note": "x".repeat(10_000) });
+    lease.beat(&a, Some(long)).expect("beat");
+    lease.beat(&a, None).expect("it is still its own");
+    let beat = firn_hosts::Beat::read(&a, &dir)
+        .expect("read")
+        .expect("beat");
+    assert_eq!(beat.report(), None);
 }

@@ -124,6 +124,8 @@ pub struct View {
     /// Colours, or none.
     pub has_colour: bool,
     pub mounts: Vec<MountView>,
+    /// Why the mounts cannot be listed.
+    pub fault: Option<String>,
     /// Of the chosen mount, or of the job's mount on this host.
     pub checkpoints: Checkpoints,
     /// The hosts of the job; none: this host's mounts are shown.

@@ -28,3 +28,4 @@ mod recovery;
 mod run;
 mod spill;
 mod strangers;
+mod top;

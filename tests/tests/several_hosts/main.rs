@@ -9,3 +9,4 @@ mod peers;
 mod placement;
 mod shared_names;
 mod tokens;
+mod watch;

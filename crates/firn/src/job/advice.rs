@@ -109,7 +109,14 @@ fn of_keeper(host: &Host, report: Option<&HostReport>) -> String {
     } else {
         format!(" ({})", names.join(", "))
     };
-    format!("{name} keeps {files} from being flattened until its programs close them{named}")
+    let until = match report {
+        Some(report) if report.written_files == 0 && report.held_bytes > 0 => format!(
+            "what it holds of them is drained (`firn drain{}` on {name})",
+            point(Some(report))
+        ),
+        _ => "its programs close them".to_owned(),
+    };
+    format!("{name} keeps {files} from being flattened until {until}{named}")
 }
 
 /// The mount point, after a space.

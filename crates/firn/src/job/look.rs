@@ -288,8 +288,8 @@ fn refused(backing: &Path, error: &OwnError) -> Failure {
         OwnError::Backing(errno) if *errno == firn_backing::Errno::ACCESS => format!(
             "{backing}: what hosts say there is in {TOP}, which only its user and root read: ask as that user"
         ),
-        OwnError::Distrusted { .. } => format!(
-            "{backing}: {error}; what hosts say there is read by the user who mounted, and by root"
+        OwnError::Distrusted { name, why } => format!(
+            "{backing}: {name} {why}: only the user who mounted, and root, read what hosts say there"
         ),
         error => format!("{backing}: {error}"),
     };
@@ -376,7 +376,13 @@ pub fn look_at_mount(path: Option<&Path>) -> Result<Option<MountSeen>, Failure> 
             Err(error) => return Err(error.into()),
         },
     };
-    let status = Connection::open(&mount)?.status()?;
+    let mut connection = match Connection::open(&mount) {
+        Ok(connection) => connection,
+        // Mounted with another runtime directory: what its beats say is all there is.
+        Err(ClientError::NoSocket { .. }) => return Ok(None),
+        Err(error) => return Err(error.into()),
+    };
+    let status = connection.status()?;
     let named = status
         .options
         .iter()

@@ -101,7 +101,7 @@ fn evidence_text(life: Life, evidence: Evidence, age_s: Option<f64>) -> String {
         (Life::Left, _) => format!("it gave its lease back {age} ago"),
         (_, Evidence::Beat) => "its beat was seen to grow".to_owned(),
         (Life::Dead, Evidence::Lock) => {
-            format!("this kernel has no lock of its lease; last beat {age} ago")
+            format!("its lease is not locked any more; last beat {age} ago")
         }
         (Life::Silent, Evidence::YoungestBeat) => format!(
             "its lease is locked, and its beat is {age} older than the youngest (this user cannot ask the backing's clock)"

@@ -43,6 +43,7 @@ pub struct Wanted {
 struct Board {
     mounts: BTreeMap<PathBuf, MountSamples>,
     /// Why there is no list of mounts.
+    fault: Option<String>,
     checkpoints: Checkpoints,
     job: Option<Result<Job, String>>,
     job_rates: Rates,
@@ -149,6 +150,7 @@ impl Sampler {
                 rates: samples.rates.clone(),
             })
             .collect();
+        view.fault = board.fault.clone();
         view.checkpoints = board.checkpoints.clone();
         if view.job.is_some() {
             view.job = Some(JobView {
@@ -184,7 +186,9 @@ impl Watch {
 fn watch_mounts(watch: &Watch) {
     let mut asked: BTreeMap<PathBuf, Sender<()>> = BTreeMap::new();
     loop {
-        if let Ok(mounts) = firn_client::mounts() {
+        let listed = firn_client::mounts();
+        lock(&watch.board).fault = listed.as_ref().err().map(ToString::to_string);
+        if let Ok(mounts) = listed {
             let paths: BTreeSet<&Path> = mounts
                 .iter()
                 .map(|mount| mount.mount_point.as_path())

@@ -35,7 +35,8 @@ const DURABLE: char = '█';
 const DRAINED: char = '▓';
 const HELD: char = '░';
 
-const KEYS: &str = "q quit  ↑↓ choose  tab table  p pause  j job/host  ? help";
+const KEYS: &str = "q quit  ↑↓ choose  tab table  p pause  j job  ? help";
+const LEGEND: &str = "█ durable ▓ drained ░ held";
 
 /// Styles, which without colours are bold, reversed and dim only.
 #[derive(Clone, Copy)]
@@ -88,7 +89,7 @@ pub fn draw(frame: &mut Frame<'_>, view: &View) {
     .areas(area);
     frame.render_widget(head_line(view, theme, head.width), head);
     frame.render_widget(
-        Line::styled(fitted(KEYS, foot.width), theme.of(Color::Cyan)),
+        Line::styled(foot_text(foot.width), theme.of(Color::Cyan)),
         foot,
     );
     if view.shows_help {
@@ -119,6 +120,15 @@ const HELP: &str = "
 
  Without a terminal: firn top --once, firn status --watch, firn status --json";
 
+/// Keys, and where there is room what the bars are.
+fn foot_text(width: u16) -> String {
+    let used = KEYS.chars().count() + LEGEND.chars().count();
+    match (width as usize).checked_sub(used) {
+        Some(gap @ 1..) => format!("{KEYS}{}{LEGEND}", " ".repeat(gap)),
+        _ => fitted(KEYS, width),
+    }
+}
+
 fn head_line(view: &View, theme: Theme, width: u16) -> Line<'static> {
     let what = match view.job.as_ref().map(|job| &job.seen) {
         Some(Some(Ok(job))) => format!("job on {}", job.backing),
@@ -140,6 +150,11 @@ fn head_line(view: &View, theme: Theme, width: u16) -> Line<'static> {
 fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
     let mounts = view.ordered_mounts();
     let Some(chosen) = mounts.get(view.upper.min(mounts.len().saturating_sub(1))) else {
+        if let Some(fault) = &view.fault {
+            let text = Paragraph::new(format!("\n {}", printable(fault)));
+            frame.render_widget(text.wrap(Wrap { trim: false }).style(theme.bad()), area);
+            return;
+        }
         let text = "\n nothing of yours is mounted on this host\n\n `firn mount BACKING DIR` mounts; `firn top --job BACKING` \
                     shows the hosts of a job that this host takes no part in";
         frame.render_widget(Paragraph::new(text).wrap(Wrap { trim: false }), area);
@@ -378,7 +393,7 @@ fn draw_checkpoints(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme
     }
     let bar = bar_width(area.width);
     let head = format!(
-        " {:<20} {:<14} {:>10} {:>6} {:>9}  {DURABLE} durable {DRAINED} drained {HELD} held",
+        " {:<18} {:<14} {:>10} {:>5} {:>10}",
         "CHECKPOINT", "STATE", "SIZE", "FILES", "HELD"
     );
     let mut lines = vec![Line::styled(fitted(&head, area.width), theme.head())];
@@ -393,15 +408,15 @@ fn draw_checkpoints(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme
 
 /// What the words before it leave.
 fn bar_width(width: u16) -> usize {
-    const WORDS: usize = 66;
+    const WORDS: usize = 63;
     (width as usize).saturating_sub(WORDS + 1).max(BAR_MIN)
 }
 
 fn checkpoint_line(one: &Listed, width: usize, is_chosen: bool, theme: Theme) -> Line<'static> {
     let mark = if is_chosen { '>' } else { ' ' };
     let words = format!(
-        "{mark}{:<20} {:<14} {:>10} {:>6} {:>9}  ",
-        fitted(&one.name.to_string(), 20),
+        "{mark}{:<18} {:<14} {:>10} {:>5} {:>10} ",
+        fitted(&one.name.to_string(), 18),
         fitted(&one.state, 14),
         bytes(one.bytes),
         one.files,
