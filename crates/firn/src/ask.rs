@@ -75,8 +75,7 @@ pub fn ask_child<T: DeserializeOwned>(
     let deadline = Instant::now() + patience;
     let (answer, answered) = mpsc::channel();
     // A child that hangs in the kernel is waited for by this thread, and not by the caller.
-    let asker = std::thread::Builder::new().name("firn-ask".into());
-    let started = asker.spawn(move || {
+    let started = std::thread::Builder::new().spawn(move || {
         let mut child = Command::new("/proc/self/exe");
         child.args(arguments);
         let limits = Limits {

@@ -123,8 +123,10 @@ fn unknown_verb(error: &clap::Error) -> String {
         error.get(ContextKind::SuggestedSubcommand),
     ) {
         (Some(ours), _) => format!("did you mean {ours}? "),
+        // The last one is the most similar.
         (None, Some(ContextValue::Strings(similar))) if !similar.is_empty() => {
-            format!("did you mean `{}`? ", similar.join("` or `"))
+            let best = similar.last().map_or("", String::as_str);
+            format!("did you mean `{best}`? ")
         }
         _ => String::new(),
     };

@@ -92,6 +92,7 @@ fn wait_for_held(job: &Job, bytes: u64) {
     });
 }
 
+/// Proves S-share-7.
 #[test]
 fn a_job_with_a_dead_and_a_stopped_host_is_told_as_it_is() {
     let job = Job::new("watch", 3);
@@ -201,6 +202,7 @@ fn what_was_kept_at_an_unmount_is_told_until_it_is_drained() {
     assert_eq!(job.hosts()["total"]["stranded_bytes"], 0);
 }
 
+/// Proves S-share-7.
 #[test]
 fn a_backing_that_hangs_is_told_and_this_hosts_own_mount_is_shown() {
     let host = Sandbox::on_host("watchhang", "n0");

@@ -181,7 +181,10 @@ fn tell_of_backing(error: Unanswered, path: Option<&Path>, patience: Duration) -
                 text::seconds(patience.as_secs_f64())
             ),
         ),
-        Unanswered::Refused { text, code } => Failure::new(code.unwrap_or(FAILED), text),
+        Unanswered::Refused { text, code } => {
+            let code = if code == Some(USAGE) { USAGE } else { FAILED };
+            Failure::new(code, text)
+        }
         Unanswered::NotRun(text) => Failure::new(
             FAILED,
             format!(

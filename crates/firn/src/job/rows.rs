@@ -72,7 +72,8 @@ fn of_lease(lease: LeaseSeen, own: Option<MountSeen>, keepers: &BTreeMap<String,
         waits: Vec::new(),
         advice: Vec::new(),
         report,
-        host: lease.host,
+        // A valid name stays as it is.
+        host: quoted(lease.host.as_bytes()),
     }
 }
 

@@ -89,20 +89,20 @@ impl Sampler {
             }),
             wanted,
         };
-        sampler.spawn("firn-mounts", fresh, watch_mounts)?;
-        sampler.spawn("firn-steps", fresh, watch_checkpoints)?;
-        sampler.spawn("firn-job", fresh, watch_job)?;
+        sampler.spawn(fresh, watch_mounts)?;
+        sampler.spawn(fresh, watch_checkpoints)?;
+        sampler.spawn(fresh, watch_job)?;
         Ok(sampler)
     }
 
-    fn spawn(&self, name: &str, fresh: &Sender<()>, work: fn(&Watch)) -> std::io::Result<()> {
+    fn spawn(&self, fresh: &Sender<()>, work: fn(&Watch)) -> std::io::Result<()> {
         let watch = Watch {
             board: Arc::clone(&self.board),
             choice: Arc::clone(&self.choice),
             wanted: self.wanted.clone(),
             fresh: fresh.clone(),
         };
-        let thread = std::thread::Builder::new().name(name.to_owned());
+        let thread = std::thread::Builder::new();
         thread.spawn(move || work(&watch)).map(drop)
     }
 
@@ -231,7 +231,7 @@ fn ask_mount(watch: &Watch, mount: &Mount) -> Option<Sender<()>> {
         fresh: watch.fresh.clone(),
     };
     let mount = mount.clone();
-    let thread = std::thread::Builder::new().name("firn-status".into());
+    let thread = std::thread::Builder::new();
     thread
         .spawn(move || sample_mount(&watch, &mount, &ended))
         .ok()?;

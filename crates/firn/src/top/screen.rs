@@ -114,9 +114,9 @@ const HELP: &str = "
            writer was killed); of a host: alive, silent, dead, doubtful
 
  q, Ctrl-C    quit                    tab       mounts or checkpoints
- ↑ ↓ k j*     choose a row            p, space  pause
+ ↑ ↓          choose a row            p, space  pause
  PgUp PgDn    ten rows                j         this host, or all hosts
- ? h          this page               * j is the job; k goes up
+ ? h          this page
 
  Without a terminal: firn top --once, firn status --watch, firn status --json";
 
@@ -183,7 +183,7 @@ fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
         ("MOUNT", 22, 14),
         ("STATE", 7, 6),
         ("HELD", 11, 10),
-        ("ARENA", 16, 4),
+        ("ARENA", 5, 5),
         ("IN", 13, 12),
         ("OUT", 13, 12),
         ("WAITS", 200, 9),
@@ -194,7 +194,7 @@ fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
         &columns,
         rows.collect(),
         &styles,
-        view.upper,
+        Some(view.upper),
         view.pane == Pane::Upper,
         theme,
     );
@@ -209,7 +209,7 @@ fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
     draw_lanes(frame, lane_area, &lanes, theme);
 }
 
-/// Sentences about what is wrong with a mount.
+/// Sentences about what is wrong with a mount, and what it waits for.
 fn trouble_of(mount: &MountView) -> Vec<String> {
     let mut lines = Vec::new();
     if let Some((why, _)) = &mount.silent {
@@ -220,6 +220,11 @@ fn trouble_of(mount: &MountView) -> Vec<String> {
         let message = printable(&error.message);
         format!("error: {}: {message}, {} times", error.path, error.repeats)
     }));
+    // The table has room for the beginning of these.
+    let waits = mount.waits();
+    if !waits.is_empty() {
+        lines.push(printable(&waits.join("; ")));
+    }
     lines
 }
 
@@ -240,23 +245,21 @@ fn mount_row(mount: &MountView) -> Vec<String> {
         None if !status.errors.is_empty() => ("errors", mount.waits().join("; ")),
         None => ("ok", mount.waits().join("; ")),
     };
+    // What a firnd that says nothing did before is no rate.
+    let now = |value| match mount.silent {
+        Some(_) => dash(),
+        None => rate(value),
+    };
     let fill = (status.arena_used_bytes as f64 / status.arena_bytes.max(1) as f64).min(1.0);
     vec![
         mount.mount_point.clone(),
         state.to_owned(),
         bytes(status.held_bytes),
-        format!("{:>3.0}% {}", fill * 100.0, plain_bar(fill, 10)),
-        rate(status.ingest_bytes_per_second),
-        rate(status.drain_bytes_per_second),
+        format!("{:.0}%", fill * 100.0),
+        now(status.ingest_bytes_per_second),
+        now(status.drain_bytes_per_second),
         if waits.is_empty() { dash() } else { waits },
     ]
-}
-
-fn plain_bar(part: f64, width: usize) -> String {
-    let filled = (part * width as f64).round() as usize;
-    (0..width)
-        .map(|at| if at < filled { '█' } else { '·' })
-        .collect()
 }
 
 fn rank_style(rank: u8, theme: Theme) -> Style {
@@ -275,7 +278,7 @@ fn draw_table(
     columns: &[(&str, usize, usize)],
     rows: Vec<Vec<String>>,
     styles: &[Style],
-    chosen: usize,
+    chosen: Option<usize>,
     has_keys: bool,
     theme: Theme,
 ) {
@@ -293,11 +296,11 @@ fn draw_table(
         theme.head(),
     )];
     let room = (area.height as usize).saturating_sub(1);
-    let first = (chosen + 1).saturating_sub(room);
+    let first = chosen.map_or(0, |chosen| (chosen + 1).saturating_sub(room));
     for (index, row) in rows.iter().enumerate().skip(first).take(room) {
         let mut text = line(&mut row.iter().map(String::as_str));
         let mut style = styles.get(index).copied().unwrap_or_default();
-        if index == chosen && rows.len() > 1 {
+        if chosen == Some(index) && rows.len() > 1 {
             text.replace_range(..1, ">");
             if has_keys {
                 style = style.patch(theme.chosen());
@@ -497,8 +500,7 @@ fn draw_lanes(frame: &mut Frame<'_>, area: Rect, lanes: &[LaneReport], theme: Th
         ("WRITERS", 7, 7),
         ("TOKEN", 200, 20),
     ];
-    // No row is chosen: the first one is shown.
-    draw_table(frame, area, &columns, rows, &styles, 0, false, theme);
+    draw_table(frame, area, &columns, rows, &styles, None, false, theme);
 }
 
 fn lane_row(lane: &LaneReport) -> Vec<String> {
@@ -582,7 +584,7 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme
         &columns,
         rows,
         &styles,
-        view.upper,
+        Some(view.upper),
         view.pane == Pane::Upper,
         theme,
     );
@@ -605,7 +607,7 @@ fn draw_sums(frame: &mut Frame<'_>, area: Rect, job: &Job, theme: Theme) {
         .collect();
     let stranded = match total.stranded_bytes {
         0 => String::new(),
-        stranded => format!(", {} of them stranded", bytes(stranded)),
+        stranded => format!(", stranded {}", bytes(stranded)),
     };
     let first = format!(
         " hosts {}; held {} in {}{stranded}",

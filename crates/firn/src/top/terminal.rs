@@ -94,7 +94,7 @@ pub fn show(wanted: Wanted, shows_job: bool, has_colour: bool) -> Result<u8, Fai
 fn relay(told: &Sender<Told>) -> Result<Sender<()>, Failure> {
     let (fresh, samples) = mpsc::channel();
     let told = told.clone();
-    let thread = std::thread::Builder::new().name("firn-fresh".into());
+    let thread = std::thread::Builder::new();
     let relay = move || {
         while samples.recv().is_ok() {
             std::thread::sleep(GATHER);
@@ -109,7 +109,7 @@ fn relay(told: &Sender<Told>) -> Result<Sender<()>, Failure> {
 }
 
 fn read_keys(told: Sender<Told>) -> std::io::Result<()> {
-    let thread = std::thread::Builder::new().name("firn-keys".into());
+    let thread = std::thread::Builder::new();
     let read = move || {
         loop {
             let message = event::read().map_or(Told::Closed, Told::Typed);
@@ -158,7 +158,7 @@ fn is_end(key: KeyEvent) -> bool {
 
 fn apply(view: &mut View, key: KeyEvent) {
     match key.code {
-        KeyCode::Up | KeyCode::Char('k') => view.step(-1),
+        KeyCode::Up => view.step(-1),
         KeyCode::Down => view.step(1),
         KeyCode::PageUp => view.step(-PAGE),
         KeyCode::PageDown => view.step(PAGE),
