@@ -124,6 +124,8 @@ pub struct View {
     /// Colours, or none.
     pub has_colour: bool,
     pub mounts: Vec<MountView>,
+    /// Mounts that are not shown: their firnds have their sockets in another runtime directory.
+    pub elsewhere: usize,
     /// Why the mounts cannot be listed.
     pub fault: Option<String>,
     /// Of the chosen mount, or of the job's mount on this host.
@@ -134,6 +136,8 @@ pub struct View {
     /// Row that is chosen in each table.
     pub upper: usize,
     pub lower: usize,
+    /// The mount or host of the row that the user chose: rows change their order. None: the first row, whatever it is.
+    pub chosen: Option<String>,
 }
 
 impl View {
@@ -176,11 +180,31 @@ impl View {
             Pane::Lower => (self.lower_len(), &mut self.lower),
         };
         *at = at.saturating_add_signed(rows).min(len.saturating_sub(1));
+        if self.pane == Pane::Upper {
+            self.chosen = self.upper_names().into_iter().nth(self.upper);
+        }
     }
 
-    /// Keeps what is chosen within what there is.
+    fn upper_names(&self) -> Vec<String> {
+        match self.job {
+            Some(_) => self.hosts().iter().map(|host| host.host.clone()).collect(),
+            None => {
+                let mounts = self.ordered_mounts();
+                mounts
+                    .iter()
+                    .map(|mount| mount.mount_point.clone())
+                    .collect()
+            }
+        }
+    }
+
+    /// Keeps what is chosen where it is now, or within what there is.
     pub fn clamp(&mut self) {
-        self.upper = self.upper.min(self.upper_len().saturating_sub(1));
+        let names = self.upper_names();
+        let found = names
+            .iter()
+            .position(|name| Some(name) == self.chosen.as_ref());
+        self.upper = found.unwrap_or(0);
         self.lower = self.lower.min(self.lower_len().saturating_sub(1));
     }
 }

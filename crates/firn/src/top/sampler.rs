@@ -10,7 +10,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use firn_client::{Connection, Mount};
+use firn_client::{ClientError, Connection, Mount};
 use firn_protocol::Status;
 
 use super::{Checkpoints, JobView, MountView, Rates, View};
@@ -55,6 +55,8 @@ struct MountSamples {
     rates: Rates,
     /// Why it says nothing.
     silent: Option<String>,
+    /// Its socket is in another runtime directory.
+    is_elsewhere: bool,
     heard: Instant,
 }
 
@@ -140,6 +142,7 @@ impl Sampler {
         view.mounts = board
             .mounts
             .iter()
+            .filter(|(_, samples)| !samples.is_elsewhere)
             .map(|(path, samples)| MountView {
                 mount_point: text::path(path),
                 status: samples.status.clone(),
@@ -150,7 +153,16 @@ impl Sampler {
                 rates: samples.rates.clone(),
             })
             .collect();
+        view.elsewhere = board.mounts.len() - view.mounts.len();
         view.fault = board.fault.clone();
+        if view.chosen.is_none()
+            && let Some(directory) = self.wanted.directory.as_ref()
+        {
+            let directory = std::path::absolute(directory).unwrap_or_default();
+            let mut above = board.mounts.keys().rev();
+            let mount = above.find(|path| directory.starts_with(path));
+            view.chosen = mount.map(|path| text::path(path));
+        }
         view.checkpoints = board.checkpoints.clone();
         if view.job.is_some() {
             view.job = Some(JobView {
@@ -221,6 +233,7 @@ fn ask_mount(watch: &Watch, mount: &Mount) -> Option<Sender<()>> {
             status: None,
             rates: Rates::default(),
             silent: None,
+            is_elsewhere: false,
             heard: Instant::now(),
         },
     );
@@ -259,10 +272,14 @@ fn sample_mount(watch: &Watch, mount: &Mount, ended: &Receiver<()>) {
                     );
                     samples.status = Some(Box::new(status));
                     samples.silent = None;
+                    samples.is_elsewhere = false;
                     samples.heard = Instant::now();
                     connection = Some(open);
                 }
-                Err(error) => samples.silent = Some(error.to_string()),
+                Err(error) => {
+                    samples.is_elsewhere = matches!(error, ClientError::NoSocket { .. });
+                    samples.silent = Some(error.to_string());
+                }
             }
             drop(board);
             if !watch.tell() {

@@ -133,7 +133,13 @@ fn head_line(view: &View, theme: Theme, width: u16) -> Line<'static> {
     let what = match view.job.as_ref().map(|job| &job.seen) {
         Some(Some(Ok(job))) => format!("job on {}", job.backing),
         Some(_) => "job".to_owned(),
-        None => count(view.mounts.len() as u64, "mount"),
+        None => {
+            let mounts = count(view.mounts.len() as u64, "mount");
+            match view.elsewhere {
+                0 => mounts,
+                others => format!("{mounts}, {others} with another FIRN_RUNTIME_DIR"),
+            }
+        }
     };
     let left = format!("firn top  {}  {what}", printable(&view.host));
     let right = if view.is_paused {

@@ -178,6 +178,7 @@ fn apply(view: &mut View, key: KeyEvent) {
             };
             view.upper = 0;
             view.lower = 0;
+            view.chosen = None;
         }
         KeyCode::Char('?' | 'h') => view.shows_help = !view.shows_help,
         KeyCode::Esc => view.shows_help = false,
@@ -359,7 +360,8 @@ mod tests {
             .collect();
         assert_eq!(order, ["/scratch/other", "/failing", "/ckpt"]);
         compare("trouble", &view, (80, 24));
-        view.upper = 1;
+        view.chosen = Some("/failing".into());
+        view.clamp();
         view.is_paused = true;
         view.pane = Pane::Lower;
         view.lower = 3;
