@@ -36,6 +36,7 @@ pub mod sshd;
 pub mod stop;
 pub mod striped;
 pub mod suite;
+pub mod terminal;
 pub mod trace;
 pub mod transaction;
 pub mod tree;

@@ -7,6 +7,7 @@
 //! JSON, and every path a [`BytePath`], so `firn … --json` prints what it got and other tools can speak to the socket.
 
 pub mod figures;
+mod host_report;
 pub mod path;
 pub mod status;
 
@@ -14,6 +15,7 @@ use firn_format::durability::DurabilityLevel;
 use firn_format::record::Ending;
 use serde::{Deserialize, Serialize};
 
+pub use crate::host_report::{HostReport, LaneReport, NAMES_MAX, PartnerReport};
 use crate::path::BytePath;
 pub use crate::status::{
     BackupStatus, ErrorStatus, LaneState, LaneStatus, NumaNodeStatus, OwnerStatus, PartnerStatus,

@@ -127,8 +127,10 @@ fn unknown_verb(error: &clap::Error) -> String {
         error.get(ContextKind::SuggestedSubcommand),
     ) {
         (Some(ours), _) => format!("did you mean {ours}? "),
+        // The last one is the most similar.
         (None, Some(ContextValue::Strings(similar))) if !similar.is_empty() => {
-            format!("did you mean `{}`? ", similar.join("` or `"))
+            let best = similar.last().map_or("", String::as_str);
+            format!("did you mean `{best}`? ")
         }
         _ => String::new(),
     };
@@ -159,8 +161,12 @@ const FOREIGN_WORDS: &[(&[&str], &str)] = &[
         "`status`",
     ),
     (
-        &["top", "stats", "watch", "monitor", "iostat"],
-        "`status --watch`",
+        &["stats", "watch", "monitor", "iostat"],
+        "`top` (a screen) or `status --watch`",
+    ),
+    (
+        &["nodes", "members", "cluster", "job"],
+        "`hosts` (who) or `status --job` (sums)",
     ),
     (&["fsck", "verify", "scrub"], "`check`"),
     (&["repair", "fix", "rescue", "salvage"], "`recover`"),

@@ -2,17 +2,22 @@
 //!
 //! Data goes to stdout, messages to stderr with `firn: ` before them. Exit status: docs/OPERATIONS.md.
 
+mod ask;
 mod checkpoints;
 mod cli;
 mod doctor;
 mod failure;
+mod job;
 mod levels;
 mod output;
 mod overview;
 mod progress;
 mod prune;
+#[cfg(test)]
+mod snapshot;
 mod step;
 mod text;
+mod top;
 mod verb;
 
 fn main() -> std::process::ExitCode {

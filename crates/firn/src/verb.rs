@@ -23,7 +23,8 @@ mod doctor;
 mod drain;
 mod evict;
 mod flatten;
-mod history;
+pub mod history;
+mod hosts;
 mod ls;
 mod man;
 mod mount;
@@ -34,6 +35,7 @@ mod pull;
 mod recover;
 mod run;
 mod status;
+mod top;
 mod transaction;
 mod umount;
 mod version;
@@ -79,6 +81,7 @@ pub static GROUPS: &[Group] = &[
             &umount::VERB,
             &run::VERB,
             &status::VERB,
+            &top::VERB,
             &ls::VERB,
             &wait::VERB,
             &drain::VERB,
@@ -99,7 +102,13 @@ pub static GROUPS: &[Group] = &[
     },
     Group {
         title: "Several hosts",
-        verbs: &[&agent::VERB, &pull::VERB, &place::VERB, &flatten::VERB],
+        verbs: &[
+            &hosts::VERB,
+            &agent::VERB,
+            &pull::VERB,
+            &place::VERB,
+            &flatten::VERB,
+        ],
     },
     Group {
         title: "Repair",

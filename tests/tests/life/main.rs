@@ -29,3 +29,4 @@ mod recovery;
 mod run;
 mod spill;
 mod strangers;
+mod top;

@@ -11,3 +11,4 @@ mod placement;
 mod shared_names;
 mod slurm;
 mod tokens;
+mod watch;
