@@ -37,6 +37,7 @@ pub use kernel::KernelFlag;
 pub use minus_o::{MinusO, Unknown, parse_minus_o};
 pub use options::{
     Close, Drain, Flatten, Frontend, Fsync, Layout, LogLevel, Mode, Options, Order, Participants,
+    RecordPlace,
     Partner, Passthrough, Placement, TokenService,
 };
 pub use page::configuration_page;

@@ -31,6 +31,8 @@ pub(crate) struct Identity {
     pub(crate) engine: Arc<Engine<Store>>,
     pub(crate) backing: PathBuf,
     pub(crate) mount_point: PathBuf,
+    /// Name of this host.
+    pub(crate) host: String,
     /// `key=value` of the options that change what promises mean.
     pub(crate) options: Vec<String>,
     /// Writes that one lane gets at once.
@@ -91,6 +93,7 @@ impl Answers {
             pid: std::process::id(),
             backing: identity.backing.as_path().into(),
             mount_point: identity.mount_point.as_path().into(),
+            host: identity.host.clone(),
             arena: identity.engine.arena().path().into(),
             options: identity.options.clone(),
             transaction_steps: transactions::steps(),
@@ -200,6 +203,7 @@ impl Answers {
             Request::MarkPartnered { path, changes } => {
                 PartnerSpeaker::mark(client.partner.as_ref(), &path, changes)
             }
+            Request::Record => unreachable!("each mount has a record"),
             Request::ReportPull { .. } => unreachable!("each mount counts its traffic"),
             Request::ClearErrors => {
                 engine.clear_errors();

@@ -20,6 +20,8 @@ pub mod sealed;
 pub mod slab;
 pub mod spill;
 pub mod superblock;
+pub mod histogram;
+pub mod step;
 pub mod tally;
 
 /// What to do with an arena that another version made.

@@ -5,13 +5,15 @@
 mod checkpoints;
 mod cli;
 mod doctor;
+mod exporter;
 mod failure;
 mod levels;
+mod metrics;
 mod output;
 mod overview;
 mod progress;
 mod prune;
-mod step;
+mod report;
 mod text;
 mod verb;
 

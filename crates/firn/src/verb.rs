@@ -21,7 +21,9 @@ mod completions;
 mod config;
 mod doctor;
 mod drain;
+mod events;
 mod evict;
+mod exporter;
 mod flatten;
 mod history;
 mod ls;
@@ -32,6 +34,7 @@ mod place;
 mod prune;
 mod pull;
 mod recover;
+mod report;
 mod run;
 mod status;
 mod transaction;
@@ -83,6 +86,8 @@ pub static GROUPS: &[Group] = &[
             &history::HISTORY,
             &history::LATEST,
             &prune::VERB,
+            &report::VERB,
+            &events::VERB,
         ],
     },
     Group {
@@ -110,6 +115,7 @@ pub static GROUPS: &[Group] = &[
             &pin::VERB,
             &chunks::VERB,
             &config::VERB,
+            &exporter::VERB,
             &bench::VERB,
             &version::VERB,
             &completions::VERB,

@@ -26,6 +26,7 @@ use crate::checkpoints::Directory;
 use crate::failure::{FAILED, Failure, USAGE};
 use crate::progress::Meter;
 use crate::prune::{self, Verdict};
+use crate::report::{self, Run};
 use crate::verb::Verb;
 use crate::{output, text};
 
@@ -103,6 +104,14 @@ fn args(command: Command) -> Command {
                 .help("Say nothing of what was done with the files of a command that succeeded, and show no progress"),
         )
         .arg(
+            Arg::new("report")
+                .long("report")
+                .value_name("FILE")
+                .help("When the command has ended, write a page to FILE that shows how the run went, as `firn report` does")
+                .value_hint(ValueHint::FilePath)
+                .value_parser(value_parser!(PathBuf)),
+        )
+        .arg(
             Arg::new("keep")
                 .long("keep")
                 .value_name("N")
@@ -160,6 +169,10 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         let why = "--restart needs --backing, in which hosts find each other, and frontend=fuse";
         return Err(Failure::new(USAGE, why));
     }
+    let report = matches.get_one::<PathBuf>("report");
+    if let Some(file) = report {
+        report::check_target(file)?;
+    }
     let place = Place::new(prefix, backing, is_tree)?;
     let request = MountRequest {
         backing: place.backing.clone(),
@@ -171,7 +184,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     if let Some(host) = restart
         && let Err(failure) = restart::restore(host, &place.prefix, &place.backing)
     {
-        place.take_down(None, true)?;
+        place.take_down(None, true, None)?;
         return Err(failure);
     }
     let keep = matches.get_one::<u32>("keep").map(|keep| *keep as usize);
@@ -185,7 +198,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         drop(ended);
         status
     });
-    let ended = place.take_down(status.as_ref().ok(), matches.get_flag("quiet"));
+    let quiet = matches.get_flag("quiet");
+    let ended = place.take_down(status.as_ref().ok(), quiet, report.map(PathBuf::as_path));
     let status = status?;
     ended?;
     Ok(exit_code(status))
@@ -319,8 +333,13 @@ impl Place {
     }
 
     /// Unmounts: drained after success, as it is after a failure; and says how the command ended, which without a
-    /// `status` never ran, and where its files are.
-    fn take_down(&self, status: Option<&ExitStatus>, quiet: bool) -> Result<(), Failure> {
+    /// `status` never ran, and where its files are. Where a report is asked for, writes it.
+    fn take_down(
+        &self,
+        status: Option<&ExitStatus>,
+        quiet: bool,
+        report: Option<&Path>,
+    ) -> Result<(), Failure> {
         let success = status.is_some_and(ExitStatus::success);
         let how = status.map_or_else(
             || "the command did not run".to_owned(),
@@ -336,6 +355,8 @@ impl Place {
         let before = connection.status()?;
         let held = before.held_bytes;
         let arena = PathBuf::from(before.arena);
+        // While their names and sizes can be seen.
+        let seen = report.map(|_| Run::find(&self.prefix));
         let mut meter = Meter::quiet_if(quiet);
         // What the job left behind and still uses files does not keep the mount.
         let show = &mut |p: Progress| meter.show(p.bytes_left, p.files_left, &p.phase);
@@ -344,6 +365,16 @@ impl Place {
         drop(meter);
         ended?;
         wait_for_end(&firnd, false);
+        // Whatever becomes of it, the files of the run come first.
+        let reported = match (report, seen) {
+            (Some(file), Some(seen)) => seen.and_then(|mut seen| {
+                seen.update(&self.backing);
+                report::write(&seen, file)?;
+                output::say(&format!("the report is in {}", text::path(file)));
+                Ok(())
+            }),
+            _ => Ok(()),
+        };
         let backing = text::path(&self.backing);
         let say = |text: String| {
             if !quiet {
@@ -393,7 +424,7 @@ impl Place {
             (false, false) if status.is_none() => {}
             (false, false) => output::say(&format!("{how}; all its files are in {backing}")),
         }
-        Ok(())
+        reported
     }
 }
 
