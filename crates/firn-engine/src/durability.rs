@@ -137,6 +137,8 @@ impl<B: Backing> Durability<B> {
         self.sync_names(&file.inode)?;
         if clean && let Ok(covered) = covered {
             file.inode.synced.set(covered);
+            let events = &self.base.file_events;
+            events.note(&file.inode, FileChange::Durable);
             self.tree.names.remember(&file.inode);
         }
         Ok(())

@@ -30,7 +30,7 @@ pub const LAYOUTS: [Layout; 2] = [
     Layout {
         class: "narrow",
         width: 340.0,
-        left: 76.0,
+        left: 80.0,
         tick: 80.0,
     },
 ];
@@ -40,7 +40,7 @@ const RIGHT: f64 = 18.0;
 /// Height of a panel of values.
 const PANEL: f64 = 130.0;
 /// Height of what stands above a panel.
-const HEAD: f64 = 26.0;
+const HEAD: f64 = 34.0;
 /// Height of a host's strips, and of each.
 const HOST: f64 = 34.0;
 const STRIP: f64 = 7.0;
@@ -274,7 +274,7 @@ impl Panel<'_> {
             svg,
             "<text class=\"title\" x=\"{}\" y=\"{:.1}\">{}</text>",
             layout.left,
-            self.top - 9.0,
+            self.top - 13.0,
             self.title
         );
         let mut value = 0.0;
@@ -288,7 +288,8 @@ impl Panel<'_> {
                 layout.width - RIGHT,
                 layout.left - 8.0,
                 y + 4.0,
-                (self.unit)(value)
+                // The axis has round values.
+                (self.unit)(value).replace(".0 ", " ")
             );
             value += scale.step;
         }
@@ -370,7 +371,9 @@ fn time_step(whole: f64, ticks_max: f64) -> f64 {
 
 /// A moment on the axis.
 fn time_text(at: f64, step: f64) -> String {
-    if step < 1.0 {
+    if at == 0.0 {
+        "0 s".to_owned()
+    } else if step < 1.0 {
         format!("{at:.1} s")
     } else if at < 60.0 {
         format!("{at:.0} s")

@@ -91,11 +91,12 @@ pub fn section(run: &Run, merged: &[Merged], end: f64) -> String {
                  <code>ckpt-0100.pt</code>) was written.</p></section>\n";
         return html;
     }
-    html += "<p class=\"legend\"><i class=\"key open\"></i>being written <i class=\"key held\"></i>closed, in memory \
-             <i class=\"key drained\"></i>in the backing <i class=\"key durable\"></i>durable</p>\n\
+    html += "<p class=\"legend\"><span><i class=\"key open\"></i>being written</span> \
+             <span><i class=\"key held\"></i>closed, in memory</span> <span><i class=\"key drained\"></i>in the backing</span> \
+             <span><i class=\"key durable\"></i>durable</span></p>\n\
              <div class=\"scroll\"><table class=\"checkpoints\"><thead><tr><th class=\"n\">Step</th><th>Checkpoint</th>\
              <th class=\"n\">Size</th><th class=\"n extra\">Files</th><th class=\"n extra\">Began at</th>\
-             <th class=\"n\">Written in</th><th class=\"n\">In backing after</th><th class=\"n\">Durable after</th>\
+             <th class=\"n extra\">Written in</th><th class=\"n\">In backing after</th><th class=\"n extra\">Durable after</th>\
              <th>Now</th></tr></thead><tbody>\n";
     let hidden = merged.len().saturating_sub(ROWS_MAX);
     for one in &merged[hidden..] {
@@ -109,8 +110,8 @@ pub fn section(run: &Run, merged: &[Merged], end: f64) -> String {
         );
     }
     html += "<p class=\"note\">“In backing after” and “durable after” count from the last close. A checkpoint is durable when \
-             each file was synced (fsync(2), <code>firn wait</code>, the end of the mount). Of one that was removed the size is not \
-             known.</p></section>\n";
+             each file was synced, by fsync(2) or <code>firn wait --until durable</code>. Of one that was removed the size is \
+             not known.</p></section>\n";
     html
 }
 
@@ -147,7 +148,7 @@ fn row(run: &Run, one: &Merged, end: f64) -> String {
         .collect();
     format!(
         "<tr><td class=\"n\">{}</td><td class=\"path\">{}</td><td class=\"n\">{size}</td><td class=\"n extra\">{files}</td>\
-         <td class=\"n extra\">{}</td><td class=\"n\">{written}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td>{}</td></tr>\n\
+         <td class=\"n extra\">{}</td><td class=\"n extra\">{written}</td><td class=\"n\">{}</td><td class=\"n extra\">{}</td><td>{}</td></tr>\n\
          <tr class=\"way\"><td colspan=\"9\"><div class=\"bar\">{spans}</div></td></tr>\n",
         one.step,
         Text(&one.path),

@@ -5,7 +5,7 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use firn_protocol::HistogramStatus;
 use firn_protocol::events;
-use firn_protocol::record::{Bucket, EventRecord, RunRecord};
+use firn_protocol::record::{EventRecord, RunRecord};
 
 use super::Run;
 use super::chart::{self, LAYOUTS, Mark};
@@ -23,7 +23,6 @@ const MARKS_MAX: usize = 60;
 
 /// Sums over all hosts.
 struct Total {
-    sums: Bucket,
     held_bytes: u64,
     cancelled_bytes: u64,
     drain_errors: u64,
@@ -48,10 +47,7 @@ impl Total {
             records.iter().for_each(|one| add(&mut all, histogram(one)));
             all
         };
-        let mut sums = Bucket::default();
-        records.iter().for_each(|one| sums.add(one.total()));
         Self {
-            sums,
             held_bytes: sum(&|one| one.held_bytes),
             cancelled_bytes: sum(&|one| one.cancelled_bytes),
             drain_errors: sum(&|one| one.drain_errors),
@@ -200,7 +196,7 @@ fn cards(total: &Total) -> String {
     let drain = &total.drain_write_bytes;
     let mean = |histogram: &HistogramStatus| {
         histogram.mean().map_or("no write".to_owned(), |mean| {
-            format!("{} a write on average", bytes(mean as u64))
+            format!("{} on average", bytes(mean as u64))
         })
     };
     let card = |class: &str, label: &str, value: &str, notes: &[String]| {
@@ -271,9 +267,9 @@ fn cards(total: &Total) -> String {
 
 fn timeline(run: &Run, timelines: &[Timeline; 2]) -> String {
     let mut html = String::from(
-        "<section><h2>Timeline</h2>\n<p class=\"legend\"><i class=\"key in\"></i>written by programs \
-         <i class=\"key out\"></i>written to the backing <i class=\"key held\"></i>in memory \
-         <i class=\"key wait\"></i>programs wait <i class=\"key event\"></i>event</p>\n",
+        "<section><h2>Timeline</h2>\n<p class=\"legend\"><span><i class=\"key in\"></i>written by programs</span> \
+         <span><i class=\"key out\"></i>written to the backing</span> <span><i class=\"key held\"></i>in memory</span> \
+         <span><i class=\"key wait\"></i>programs wait</span> <span><i class=\"key event\"></i>event</span></p>\n",
     );
     let arena_bytes = run
         .records
@@ -358,8 +354,8 @@ fn event_text(event: &EventRecord) -> String {
 fn sizes(total: &Total) -> String {
     let (ingest, drain) = (&total.ingest_write_bytes, &total.drain_write_bytes);
     let mut html = String::from(
-        "<section><h2>Sizes of writes, before and after</h2>\n<p class=\"legend\"><i class=\"key in\"></i>writes of programs \
-         <i class=\"key out\"></i>writes to the backing</p>\n<table class=\"sizes\"><thead><tr><th class=\"n\">Size up to</th>\
+        "<section><h2>Sizes of writes, before and after</h2>\n<p class=\"legend\"><span><i class=\"key in\"></i>writes of programs</span> \
+         <span><i class=\"key out\"></i>writes to the backing</span></p>\n<table class=\"sizes\"><thead><tr><th class=\"n\">Size up to</th>\
          <th class=\"n\">Programs</th><th class=\"meter\"></th><th class=\"n\">Backing</th><th class=\"meter\"></th></tr></thead>\
          <tbody>\n",
     );
@@ -433,7 +429,7 @@ fn calls(total: &Total) -> String {
     let most = rows.iter().map(|(.., one)| one.sum).fold(0.0, f64::max);
     let mut html = String::from(
         "<section><h2>Time in calls</h2>\n<div class=\"scroll\"><table><thead><tr><th>Call</th><th class=\"n\">Calls</th>\
-         <th class=\"n\">Together</th><th class=\"meter extra\"></th><th class=\"n\">On average</th><th class=\"n\">Half up to</th>\
+         <th class=\"n\">Together</th><th class=\"meter extra\"></th><th class=\"n\">On average</th><th class=\"n extra\">Half up to</th>\
          <th class=\"n\">99 % up to</th></tr></thead><tbody>\n",
     );
     for (name, about, histogram) in rows {
@@ -455,8 +451,8 @@ fn calls(total: &Total) -> String {
         };
         let _ = writeln!(
             html,
-            "<tr><td>{name}<br><span class=\"note\">{about}</span></td><td class=\"n\">{}</td><td class=\"n\">{}</td>\
-             <td class=\"meter extra\">{bar}</td><td class=\"n\">{mean}</td><td class=\"n\">{}</td><td class=\"n\">{}</td></tr>",
+            "<tr><td class=\"call\">{name}<small>{about}</small></td><td class=\"n\">{}</td><td class=\"n\">{}</td>\
+             <td class=\"meter extra\">{bar}</td><td class=\"n\">{mean}</td><td class=\"n extra\">{}</td><td class=\"n\">{}</td></tr>",
             histogram.count(),
             seconds(histogram.sum),
             upto(0.5),
@@ -541,9 +537,9 @@ fn event_table(run: &Run, began_unix_us: u64) -> String {
 
 fn hosts(run: &Run) -> String {
     let mut html = String::from(
-        "<section><h2>Hosts</h2>\n<div class=\"scroll\"><table><thead><tr><th>Host</th><th>Mounted</th><th class=\"n\">For</th>\
-         <th class=\"n\">Written</th><th class=\"n\">To backing</th><th class=\"n\">In memory</th><th class=\"extra\">firn</th>\
-         <th>Record</th></tr></thead><tbody>\n",
+        "<section><h2>Hosts</h2>\n<div class=\"scroll\"><table><thead><tr><th>Host</th><th class=\"extra\">Mounted at</th><th class=\"n\">For</th>\
+         <th class=\"n\">Written</th><th class=\"n\">To backing</th><th class=\"n\">In memory</th><th class=\"extra\">Version</th>\
+         <th class=\"extra\">Record</th></tr></thead><tbody>\n",
     );
     for record in &run.records {
         let sums = record.total();
@@ -554,8 +550,8 @@ fn hosts(run: &Run) -> String {
         };
         let _ = writeln!(
             html,
-            "<tr><td>{}</td><td>{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td>\
-             <td class=\"extra\">{}</td><td>{state}</td></tr>",
+            "<tr><td>{}</td><td class=\"extra\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td>\
+             <td class=\"n\">{}</td><td class=\"extra\">{}</td><td class=\"extra\">{state}</td></tr>",
             Text(&record.host),
             date(record.began_unix_us),
             seconds(record.lasted_seconds),
