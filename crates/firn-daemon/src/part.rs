@@ -4,7 +4,7 @@
 //! ```text
 //!   locks, with the lease · tokens · arena · lanes · IO threads      Attached: also `firn recover` has them
 //!   lanes of a steered backing · other hosts                         Attached: a mount alone, before the arena
-//!   traffic · locks of files · logs · last drain                     assembly: a mount alone
+//!   traffic · record of the run · locks of files · logs · last drain                     assembly: a mount alone
 //!   kernel's requests or stub names · data socket · control socket
 //!   last drain · partner · transactions · other participants · backup · arena's memory
 //! ```
