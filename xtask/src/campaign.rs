@@ -88,7 +88,7 @@ pub enum Campaign {
         #[arg(long, default_value_t = 20)]
         rounds: u64,
     },
-    /// The packages of `make dist`, installed, used and removed in a small Debian
+    /// The packages of `make dist`, installed, used and removed in a small Debian, and in an image of it
     Packages,
     /// The laboratory, which no other test builds: it has no warnings, its models and experiments run
     Lab,

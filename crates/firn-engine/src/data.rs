@@ -390,13 +390,13 @@ impl<B: Backing> Engine<B> {
         if is_written && self.base.options.close == ClosePolicy::Drain && !state.unlinked {
             self.drain.force(file, &mut state);
         }
-        let is_cut = state.opens.is_cut();
+        file.inode.note_cut(state.opens.is_cut());
         drop(state);
         if is_written {
             let events = &self.base.file_events;
             events.note(&file.inode, FileChange::Closed);
         }
-        self.open_files.keep_cut(&file.inode, is_cut);
+        self.open_files.keep_cut(&file.inode);
         if handle.has_kernel_copy {
             self.kernel_cache.kernel_copies.close(file.inode.id);
             self.kernel_cache.end_kernel_copy(file);

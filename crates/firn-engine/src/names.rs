@@ -243,6 +243,12 @@ impl<B: Backing> Inode<B> {
         self.entries_synced.fetch_max(change, Ordering::AcqRel);
     }
 
+    /// Notes whether its file was cut, for when firnd knows no more of the file than the inode. To be called with the
+    /// file's lock: of two closes at once, the later one counts.
+    pub(crate) fn note_cut(&self, is_cut: bool) {
+        self.is_cut.store(is_cut, Ordering::Release);
+    }
+
     /// Whether firnd knows more of it than the backing can tell.
     pub(crate) fn is_remembered(&self) -> bool {
         self.synced.get().is_some() || self.is_cut.load(Ordering::Acquire)

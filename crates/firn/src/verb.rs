@@ -91,7 +91,7 @@ pub static GROUPS: &[Group] = &[
         ],
     },
     Group {
-        title: "Checkpoints as a whole",
+        title: "Several files as one checkpoint: all or nothing",
         verbs: &[
             &transaction::BEGIN,
             &transaction::PREPARE,

@@ -3,6 +3,7 @@
 mod bad_input;
 mod cli;
 mod connections;
+mod containers;
 mod crash;
 mod demo;
 mod descriptors;

@@ -36,7 +36,7 @@ fn a_job_that_succeeds_leaves_its_files_in_the_backing_and_nothing_in_memory() {
     let outcome = run(command.arg(&backing)).ok();
     assert_eq!(outcome.stdout, "data\n");
     let summary = format!(
-        "firn: the command succeeded; 5 B in 1 file were left and are drained to {}, ",
+        "firn: the command succeeded; everything is drained to {}: 5 B in 1 file were left to write, ",
         backing.display()
     );
     assert!(outcome.stderr.contains(&summary), "{outcome}");

@@ -94,7 +94,7 @@ pub(crate) fn arenas(subject: &Subject<'_>) -> Vec<Finding> {
         })
         .collect();
     if findings.is_empty() {
-        findings.push(Finding::ok("no arena was left by a firnd that has ended"));
+        findings.push(Finding::ok("no arena holds data of a firnd that has ended"));
     }
     findings
 }

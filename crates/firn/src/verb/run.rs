@@ -383,11 +383,11 @@ impl Place {
         };
         match (success, self.memory_only) {
             (true, false) if waited.files > 0 => say(format!(
-                "{how}; {} were left and are drained to {backing}, {}",
+                "{how}; everything is drained to {backing}: {} were left to write, {}",
                 waited.amount(),
                 waited.seconds()
             )),
-            (true, false) => say(format!("{how}; all its files are in {backing}")),
+            (true, false) => say(format!("{how}; everything is drained to {backing}")),
             (true, true) => {
                 std::fs::remove_dir_all(&self.backing).map_err(|error| {
                     Failure::new(FAILED, format!("cannot remove {backing}: {error}"))
@@ -422,7 +422,7 @@ impl Place {
                 let _ = std::fs::remove_dir(&self.backing);
             }
             (false, false) if status.is_none() => {}
-            (false, false) => output::say(&format!("{how}; all its files are in {backing}")),
+            (false, false) => output::say(&format!("{how}; everything is drained to {backing}")),
         }
         reported
     }

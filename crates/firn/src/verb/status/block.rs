@@ -216,7 +216,7 @@ fn add_main(s: &Status, paint: Paint, lines: &mut Lines) {
             "{} in {}{}",
             bytes(s.ingest_bytes),
             count(s.ingest_writes, "write"),
-            now(s.ingest_bytes_per_second)
+            recent_rate(s.ingest_bytes_per_second)
         ),
     );
     line("written", drained(s));
@@ -323,7 +323,7 @@ fn options(s: &Status) -> String {
     for option in &s.options {
         match option.as_str() {
             "close=drain" => close = Some("close waits for the backing (close=held: at once)"),
-            "close=held" => close = Some("close=held: close returns at once"),
+            "close=held" => close = Some("close=held: close returns when its data is in memory"),
             option if defaults.iter().any(|default| default == option) => {}
             option => others.push(option),
         }
@@ -336,12 +336,12 @@ fn options(s: &Status) -> String {
     }
 }
 
-/// A speed, if there is one.
-fn now(bytes_per_second: f64) -> String {
+/// The rate over the last seconds, if there is one.
+fn recent_rate(bytes_per_second: f64) -> String {
     if bytes_per_second < 1.0 {
         return String::new();
     }
-    format!(", {} now", rate(bytes_per_second))
+    format!(", {} in the last seconds", rate(bytes_per_second))
 }
 
 fn pulled(s: &Status) -> String {
@@ -350,7 +350,7 @@ fn pulled(s: &Status) -> String {
         bytes(s.pulled_bytes),
         count(s.pulled_files, "file"),
         count(s.pulls, "pull"),
-        now(s.pulled_bytes_per_second)
+        recent_rate(s.pulled_bytes_per_second)
     )
 }
 
@@ -529,11 +529,14 @@ fn token_line(token: &TokenStatus, paint: Paint) -> String {
 }
 
 fn held(s: &Status) -> String {
+    if (s.held_bytes, s.held_files, s.oldest_held_seconds) == (0, 0, None) {
+        return "everything is drained".to_owned();
+    }
     let oldest = s.oldest_held_seconds.map_or_else(String::new, |age| {
         format!(", the oldest for {}", seconds(age))
     });
     format!(
-        "{} in {} (held){oldest}",
+        "{} in {} (held, not drained yet){oldest}",
         bytes(s.held_bytes),
         count(s.held_files, "file")
     )
@@ -642,7 +645,7 @@ fn spilled(spill: &SpillStatus) -> String {
         bytes(spill.bytes),
         spill.path,
         bytes(spill.moved_bytes),
-        now(spill.moved_bytes_per_second)
+        recent_rate(spill.moved_bytes_per_second)
     )
 }
 
@@ -661,7 +664,7 @@ fn drained(s: &Status) -> String {
         "{} in {}{mean} (drained){failed}{}",
         bytes(s.drain_bytes),
         count(s.drain_writes, "write"),
-        now(s.drain_bytes_per_second)
+        recent_rate(s.drain_bytes_per_second)
     )
 }
 
@@ -756,8 +759,8 @@ mod tests {
         assert_eq!(
             mount(&healthy(), Detail::Short, Paint::stdout()),
             "/ckpt  on  /scratch/run42  healthy
-  in memory     12.0 MiB in 3 files (held), the oldest for 2.0 s; [#---------] 12% of 256.0 MiB in use
-  received      384.0 MiB in 6144 writes, 1.0 MiB/s now
+  in memory     12.0 MiB in 3 files (held, not drained yet), the oldest for 2.0 s; [#---------] 12% of 256.0 MiB in use
+  received      384.0 MiB in 6144 writes, 1.0 MiB/s in the last seconds
   written       384.0 MiB in 61 writes of 6.3 MiB (drained)
   options       close waits for the backing (close=held: at once)
 "
