@@ -5,8 +5,8 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use firn_protocol::{Scrape, Status};
 use firn_protocol::figures::{Figure, Figures, Kind};
+use firn_protocol::{Scrape, Status};
 
 /// Writes docs/CONFIGURATION.md, docs/METRICS.md and, below target/man, the man pages.
 pub fn run() -> Result<()> {

@@ -12,8 +12,7 @@ use strum::{VariantArray, VariantNames};
 
 use crate::options::{
     Close, Drain, Flatten, Frontend, Fsync, Layout, LogLevel, Mode, Options, Order, Participants,
-    RecordPlace,
-    Partner, Passthrough, Placement, TokenService,
+    Partner, Passthrough, Placement, RecordPlace, TokenService,
 };
 use crate::quantity::{duration_text, size_text};
 use crate::value::{Kind, Value};

@@ -98,7 +98,9 @@ fn find_old<'a>(names: &'a [String], newest: &str, now_unix_us: u64) -> Vec<&'a 
         split(name).is_some_and(|(_, began)| began.saturating_add(KEPT_FOR_US) < now_unix_us)
     });
     let old = of_host[..beyond].iter().copied().chain(too_old);
-    old.filter(|name| *name != newest).map(String::as_str).collect()
+    old.filter(|name| *name != newest)
+        .map(String::as_str)
+        .collect()
 }
 
 /// A record that was found.
@@ -125,8 +127,8 @@ pub fn read_in_backing(backing: &Path) -> Result<Vec<(String, FoundRecord)>, Att
     names.truncate(READ_MAX);
     let mut records = Vec::new();
     for name in names {
-        let Some((_, attr)) = own::find(&base, &dir, OsStr::new(&name))
-            .map_err(|errno| wrong(errno.into()))?
+        let Some((_, attr)) =
+            own::find(&base, &dir, OsStr::new(&name)).map_err(|errno| wrong(errno.into()))?
         else {
             continue;
         };
@@ -163,7 +165,12 @@ mod tests {
         let other = name_of("n2", 200 * day_us, "0f");
         store_in_backing(&backing, &other, 200 * day_us, b"{}").unwrap();
         let found = read_in_backing(&backing).unwrap();
-        let of = |host| found.iter().filter(|(name, _)| name.starts_with(host)).count();
+        let of = |host| {
+            found
+                .iter()
+                .filter(|(name, _)| name.starts_with(host))
+                .count()
+        };
         assert_eq!((of("n1"), of("n2"), of("gone")), (KEPT_OF_HOST, 1, 0));
         assert!(found[0].0.contains("@"), "{found:?}");
         // `{}` is a record without a version.
@@ -177,6 +184,9 @@ mod tests {
         let long = vec![b'x'; RECORD_BYTES_MAX as usize + 1];
         store_in_backing(dir.path(), &name, 1, &long).unwrap();
         let found = read_in_backing(dir.path()).unwrap();
-        assert!(matches!(&found[..], [(_, Err(RecordError::TooLong { .. }))]), "{found:?}");
+        assert!(
+            matches!(&found[..], [(_, Err(RecordError::TooLong { .. }))]),
+            "{found:?}"
+        );
     }
 }

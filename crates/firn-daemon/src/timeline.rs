@@ -120,7 +120,11 @@ mod tests {
         assert_eq!(sum, bytes);
         let held = timeline.buckets().iter().map(|one| one.held_bytes).max();
         assert_eq!(held, Some(19_999));
-        assert!(timeline.bucket() >= Duration::from_secs(10), "{:?}", timeline.bucket());
+        assert!(
+            timeline.bucket() >= Duration::from_secs(10),
+            "{:?}",
+            timeline.bucket()
+        );
     }
 
     #[test]
@@ -129,9 +133,16 @@ mod tests {
         let mut timeline = Timeline::new(began);
         timeline.add(began, counters(0, 0));
         timeline.add(began + Duration::from_millis(1000), counters(1000, 0));
-        let bytes: Vec<u64> = timeline.buckets().iter().map(|one| one.ingest_bytes).collect();
+        let bytes: Vec<u64> = timeline
+            .buckets()
+            .iter()
+            .map(|one| one.ingest_bytes)
+            .collect();
         assert_eq!(bytes.len(), 11);
-        assert!(bytes[..10].iter().all(|one| (99..=101).contains(one)), "{bytes:?}");
+        assert!(
+            bytes[..10].iter().all(|one| (99..=101).contains(one)),
+            "{bytes:?}"
+        );
         assert_eq!(bytes.iter().sum::<u64>(), 1000);
     }
 }

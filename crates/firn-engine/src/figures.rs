@@ -11,8 +11,8 @@ use firn_format::record::Ending;
 use firn_protocol::record::Bucket;
 use firn_protocol::{ErrorStatus, LaneStatus, NumaNodeStatus, SpillStatus, Status};
 
-use crate::counters::{Decision, RequestTimes};
 use crate::Transferred;
+use crate::counters::{Decision, RequestTimes};
 use crate::engine::Engine;
 use crate::file::File;
 use crate::names::Inode;
@@ -93,7 +93,10 @@ impl<B: Backing> Engine<B> {
 
     /// Whether a write to the backing failed and waits for its next try.
     pub fn waits_for_retry(&self) -> bool {
-        self.drain.figures().iter().any(|lane| lane.retry_in.is_some())
+        self.drain
+            .figures()
+            .iter()
+            .any(|lane| lane.retry_in.is_some())
     }
 
     /// The path, the errno and the text of the error that happened last.

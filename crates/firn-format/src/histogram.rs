@@ -145,7 +145,17 @@ mod tests {
 
     #[test]
     fn a_size_is_counted_at_the_lowest_bound_that_it_does_not_exceed() {
-        let sizes = [0, 1, 512, 513, 4096, 4097, 64 << 20, (64 << 20) + 1, 1 << 40];
+        let sizes = [
+            0,
+            1,
+            512,
+            513,
+            4096,
+            4097,
+            64 << 20,
+            (64 << 20) + 1,
+            1 << 40,
+        ];
         let histogram = SizeHistogram::default();
         for size in sizes {
             histogram.observe(size);
@@ -162,7 +172,11 @@ mod tests {
             let above = index.checked_sub(1).map_or(-1.0, |below| bounds[below]);
             let upto = bounds.get(index).copied().unwrap_or(f64::INFINITY);
             let within = |size: &&u64| (**size as f64) > above && (**size as f64) <= upto;
-            assert_eq!(*count, sizes.iter().filter(within).count() as u64, "at {upto}");
+            assert_eq!(
+                *count,
+                sizes.iter().filter(within).count() as u64,
+                "at {upto}"
+            );
         }
     }
 

@@ -22,7 +22,10 @@ pub static KINDS: &[EventKind] = &[
     EventKind {
         kind: "mounted",
         help: "Programs see the mount.",
-        fields: &[("backing", "directory of the files"), ("arena_bytes", "size of the arena")],
+        fields: &[
+            ("backing", "directory of the files"),
+            ("arena_bytes", "size of the arena"),
+        ],
     },
     EventKind {
         kind: "taken_over",
@@ -73,7 +76,10 @@ pub static KINDS: &[EventKind] = &[
         kind: "committed",
         help: "A transaction was decided: its changes will be in the backing, whatever happens.",
         fields: &[
-            ("scope", "directory of the transaction, below the mount point"),
+            (
+                "scope",
+                "directory of the transaction, below the mount point",
+            ),
             ("id", "its number"),
         ],
     },
@@ -81,7 +87,10 @@ pub static KINDS: &[EventKind] = &[
         kind: "aborted",
         help: "A transaction was undone.",
         fields: &[
-            ("scope", "directory of the transaction, below the mount point"),
+            (
+                "scope",
+                "directory of the transaction, below the mount point",
+            ),
             ("id", "its number; absent: it had none yet"),
         ],
     },

@@ -87,7 +87,9 @@ pub struct HistogramStatus {
 impl HistogramStatus {
     /// How many observations there are.
     pub fn count(&self) -> u64 {
-        self.counts.iter().fold(0, |sum, count| sum.saturating_add(*count))
+        self.counts
+            .iter()
+            .fold(0, |sum, count| sum.saturating_add(*count))
     }
 
     /// Of all observations; none: there are none.
@@ -330,7 +332,10 @@ impl Field for BTreeMap<String, u64> {
 /// How many sentences there are.
 impl Field for Vec<String> {
     fn put(value: Option<&Self>, place: &Place, figures: &mut Figures) {
-        figures.put(place, value.map(|sentences| Value::Number(sentences.len() as f64)));
+        figures.put(
+            place,
+            value.map(|sentences| Value::Number(sentences.len() as f64)),
+        );
     }
 }
 

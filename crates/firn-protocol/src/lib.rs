@@ -16,8 +16,8 @@ use firn_format::durability::DurabilityLevel;
 use firn_format::record::Ending;
 use serde::{Deserialize, Serialize};
 
-use crate::path::BytePath;
 pub use crate::figures::HistogramStatus;
+use crate::path::BytePath;
 pub use crate::status::{
     BackupStatus, ErrorStatus, LaneState, LaneStatus, NumaNodeStatus, OwnerStatus, PartnerStatus,
     PlacedStatus, Scrape, SpillStatus, Status, TokenState, TokenStatus, TransactionStage,

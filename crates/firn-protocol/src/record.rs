@@ -346,11 +346,11 @@ impl RunRecord {
                 !is_time(self.began_unix_us as f64 / 1e6),
                 "it begins in another age",
             ),
-            (!histograms.into_iter().all(is_histogram), "a histogram is none"),
             (
-                !self.close_wait_seconds.is_finite(),
-                "a time is no number",
+                !histograms.into_iter().all(is_histogram),
+                "a histogram is none",
             ),
+            (!self.close_wait_seconds.is_finite(), "a time is no number"),
             (
                 !(is_text(&self.host)
                     && is_text(&self.firn_version)
@@ -440,9 +440,15 @@ mod tests {
             (|one| one.version = 2, "version 2"),
             (|one| one.bucket_ms = 0, "no length"),
             (|one| one.bucket_ms = u64::MAX, "no length"),
-            (|one| one.buckets = vec![Bucket::default(); BUCKETS_MAX + 1], "moments"),
+            (
+                |one| one.buckets = vec![Bucket::default(); BUCKETS_MAX + 1],
+                "moments",
+            ),
             (|one| one.lasted_seconds = -1.0, "for ever"),
-            (|one| one.checkpoints[0].closed_seconds = Some(1e300), "for ever"),
+            (
+                |one| one.checkpoints[0].closed_seconds = Some(1e300),
+                "for ever",
+            ),
             (|one| one.write_seconds.bounds = vec![1.0], "histogram"),
             (|one| one.host = "x".repeat(TEXT_BYTES_MAX + 1), "too long"),
         ];

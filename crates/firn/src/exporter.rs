@@ -84,8 +84,10 @@ impl Scraper {
                 Err(_) => drop(lock(&self.asked).remove(&mounts[index].mount_point)),
             }
         }
-        let mut scraped: Vec<Option<Scraped>> =
-            mounts.iter().map(|mount| Some(Scraped::down(mount))).collect();
+        let mut scraped: Vec<Option<Scraped>> = mounts
+            .iter()
+            .map(|mount| Some(Scraped::down(mount)))
+            .collect();
         while waits > 0 {
             let left = deadline.saturating_duration_since(Instant::now());
             let Ok((index, answer)) = answers.recv_timeout(left) else {

@@ -149,11 +149,11 @@ impl Run {
             return self.records.push(record);
         };
         let end = |one: &RunRecord| one.began_unix_us + (one.lasted_seconds * 1e6) as u64;
-        let overlaps =
-            record.began_unix_us <= end(first) && first.began_unix_us <= end(&record);
-        let is_known = self.records.iter().any(|known| {
-            known.host == record.host && known.began_unix_us == record.began_unix_us
-        });
+        let overlaps = record.began_unix_us <= end(first) && first.began_unix_us <= end(&record);
+        let is_known = self
+            .records
+            .iter()
+            .any(|known| known.host == record.host && known.began_unix_us == record.began_unix_us);
         if overlaps && !is_known {
             self.records.push(record);
         }
@@ -166,19 +166,24 @@ impl Run {
         let mut parents: Vec<PathBuf> = checkpoints
             .filter_map(|one| one.path.as_path().parent().map(Path::to_owned))
             // From a record, which others may have written.
-            .filter(|parent| parent.components().all(|one| matches!(one, Component::Normal(_))))
+            .filter(|parent| {
+                parent
+                    .components()
+                    .all(|one| matches!(one, Component::Normal(_)))
+            })
             .collect();
         parents.sort();
         parents.dedup();
         for parent in parents.iter().take(DIRECTORIES_MAX) {
             let listed = Directory::find(&root.join(parent)).and_then(|dir| dir.look());
             match listed {
-                Ok(listing) => self.checkpoints.extend(listing.checkpoints.into_iter().map(
-                    |checkpoint| {
-                        let path = parent.join(&checkpoint.name);
-                        (path.as_path().into(), checkpoint)
-                    },
-                )),
+                Ok(listing) => {
+                    self.checkpoints
+                        .extend(listing.checkpoints.into_iter().map(|checkpoint| {
+                            let path = parent.join(&checkpoint.name);
+                            (path.as_path().into(), checkpoint)
+                        }))
+                }
                 Err(failure) => self.failures.extend(
                     failure
                         .text()
@@ -237,7 +242,10 @@ pub fn write(run: &Run, file: &Path) -> Result<(), Failure> {
         });
     written.map_err(|error| {
         let file = text::path(file);
-        Failure::new(FAILED, format!("cannot write the report to {file}: {error}"))
+        Failure::new(
+            FAILED,
+            format!("cannot write the report to {file}: {error}"),
+        )
     })
 }
 

@@ -45,7 +45,10 @@ impl Exporter {
     }
 
     fn scrape(&self) -> String {
-        get(TcpStream::connect(self.address()).expect("connect"), "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        get(
+            TcpStream::connect(self.address()).expect("connect"),
+            "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n",
+        )
     }
 
     fn end(mut self) {
@@ -73,7 +76,9 @@ fn get(mut client: impl Read + Write, request: &str) -> String {
 /// The samples of a metric.
 fn samples<'a>(text: &'a str, name: &str) -> Vec<&'a str> {
     let start = format!("{name}{{");
-    text.lines().filter(|line| line.starts_with(&start)).collect()
+    text.lines()
+        .filter(|line| line.starts_with(&start))
+        .collect()
 }
 
 fn is_up(text: &str, value: u32) -> bool {
@@ -105,16 +110,24 @@ fn a_scrape_has_the_figures_of_each_mount_and_a_hanging_firnd_is_down() {
         assert_eq!(count[0].ends_with(" 0"), name == "fsync", "{}", count[0]);
     }
     let buckets = samples(&text, "firn_ingest_write_bytes_bucket");
-    assert!(buckets.iter().any(|line| line.contains("le=\"+Inf\"")), "{buckets:?}");
+    assert!(
+        buckets.iter().any(|line| line.contains("le=\"+Inf\"")),
+        "{buckets:?}"
+    );
 
     kill(mount.pid(), libc::SIGSTOP);
     wait_until("firnd is down", LIMIT, || is_up(&exporter.scrape(), 0));
     let text = exporter.scrape();
-    assert!(samples(&text, "firn_ingest_bytes_total").is_empty(), "{text}");
+    assert!(
+        samples(&text, "firn_ingest_bytes_total").is_empty(),
+        "{text}"
+    );
     kill(mount.pid(), libc::SIGCONT);
     wait_until("firnd is up", LIMIT, || is_up(&exporter.scrape(), 1));
     mount.umount();
-    wait_until("no mount", LIMIT, || samples(&exporter.scrape(), "firn_up").is_empty());
+    wait_until("no mount", LIMIT, || {
+        samples(&exporter.scrape(), "firn_up").is_empty()
+    });
     exporter.end();
 }
 
@@ -137,7 +150,10 @@ fn slow_and_malicious_clients_hold_nobody_up() {
         ("GET /other HTTP/1.1\r\n\r\n".to_owned(), "404"),
         ("POST /metrics HTTP/1.1\r\n\r\n".to_owned(), "405"),
         ("\u{1b}[2J\r\n\r\n".to_owned(), "400"),
-        (format!("GET /metrics HTTP/1.1\r\nx: {}", "y".repeat(16_000)), "431"),
+        (
+            format!("GET /metrics HTTP/1.1\r\nx: {}", "y".repeat(16_000)),
+            "431",
+        ),
     ] {
         let text = get(connect(), &request);
         assert!(text.is_empty() || text.contains(status), "{status}: {text}");
@@ -147,7 +163,9 @@ fn slow_and_malicious_clients_hold_nobody_up() {
     let text = get(connect(), "GET /metrics HTTP/1.1\r\n\r\n");
     assert!(text.is_empty() || text.contains("503"), "{text}");
     drop((silent, more));
-    wait_until("a place", LIMIT, || exporter.scrape().starts_with("HTTP/1.1 200"));
+    wait_until("a place", LIMIT, || {
+        exporter.scrape().starts_with("HTTP/1.1 200")
+    });
     exporter.end();
 }
 
@@ -230,7 +248,11 @@ fn each_metric_of_dashboard_and_alerts_is_in_the_table() {
         let text = fs::read_to_string(example(name)).expect(name);
         let mut count = 0;
         for found in metric.find_iter(&text) {
-            assert!(known.iter().any(|known| known == found.as_str()), "{name}: {}", found.as_str());
+            assert!(
+                known.iter().any(|known| known == found.as_str()),
+                "{name}: {}",
+                found.as_str()
+            );
             count += 1;
         }
         assert!(count > 5, "{name} names {count} metrics");
@@ -238,7 +260,11 @@ fn each_metric_of_dashboard_and_alerts_is_in_the_table() {
     let dashboard = fs::read_to_string(example("dashboard.json")).expect("the dashboard");
     let dashboard: serde_json::Value = serde_json::from_str(&dashboard).expect("JSON");
     let panels = dashboard["panels"].as_array().expect("panels");
-    assert!(panels.iter().all(|panel| panel["fieldConfig"]["defaults"]["unit"].is_string()));
+    assert!(
+        panels
+            .iter()
+            .all(|panel| panel["fieldConfig"]["defaults"]["unit"].is_string())
+    );
 }
 
 #[test]

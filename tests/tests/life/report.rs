@@ -21,8 +21,16 @@ const PICTURE_BYTES_MAX: u64 = 200 << 10;
 fn browse(sandbox: &Sandbox, page: &Path, args: &[String]) -> String {
     let mut chromium = Command::new("chromium");
     chromium
-        .args(["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"])
-        .arg(format!("--user-data-dir={}", sandbox.join("browser").display()))
+        .args([
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+        ])
+        .arg(format!(
+            "--user-data-dir={}",
+            sandbox.join("browser").display()
+        ))
         .args(args)
         .arg(format!("file://{}", page.display()));
     let outcome = run_within(&mut chromium, BROWSER_LIMIT);
@@ -74,23 +82,41 @@ fn a_record_has_every_byte_and_the_way_of_each_checkpoint() {
     for record in [&of_mount[0], &of_backing[0]] {
         let buckets = record["buckets"].as_array().expect("buckets");
         let sum = |column: usize| -> u64 {
-            let counts = buckets.iter().map(|bucket| bucket[column].as_u64().expect("a sum"));
+            let counts = buckets
+                .iter()
+                .map(|bucket| bucket[column].as_u64().expect("a sum"));
             counts.sum()
         };
-        assert_eq!((sum(0), sum(1), sum(2)), (written, 576, written), "{record}");
+        assert_eq!(
+            (sum(0), sum(1), sum(2)),
+            (written, 576, written),
+            "{record}"
+        );
         assert_eq!(record["ingest_write_bytes"]["sum"], written as f64);
         let checkpoints = record["checkpoints"].as_array().expect("checkpoints");
         assert_eq!(checkpoints.len(), 3, "{record}");
         for (step, checkpoint) in checkpoints.iter().enumerate() {
             assert_eq!(checkpoint["path"], format!("step_{step}"));
-            assert_eq!((&checkpoint["step"], &checkpoint["files"]), (&step.into(), &3.into()));
-            let time = |name: &str| checkpoint[name].as_f64().unwrap_or_else(|| panic!("{name}: {checkpoint}"));
+            assert_eq!(
+                (&checkpoint["step"], &checkpoint["files"]),
+                (&step.into(), &3.into())
+            );
+            let time = |name: &str| {
+                checkpoint[name]
+                    .as_f64()
+                    .unwrap_or_else(|| panic!("{name}: {checkpoint}"))
+            };
             assert!(time("began_seconds") <= time("closed_seconds"));
             assert!(time("began_seconds") <= time("drained_seconds"));
             assert!(time("drained_seconds") <= time("durable_seconds"));
         }
     }
-    let kinds: Vec<&Value> = of_backing[0]["events"].as_array().expect("events").iter().map(|one| &one["kind"]).collect();
+    let kinds: Vec<&Value> = of_backing[0]["events"]
+        .as_array()
+        .expect("events")
+        .iter()
+        .map(|one| &one["kind"])
+        .collect();
     assert_eq!(kinds, ["mounted", "unmounted"]);
 }
 
@@ -149,7 +175,9 @@ fn a_run_leaves_a_page_that_a_browser_shows() {
 #[test]
 fn the_picture_of_the_guide_is_small_enough_to_be_kept() {
     let picture = Path::new(env!("CARGO_MANIFEST_DIR")).join(PICTURE);
-    let size = fs::metadata(&picture).expect("run with FIRN_RECORD=1").len();
+    let size = fs::metadata(&picture)
+        .expect("run with FIRN_RECORD=1")
+        .len();
     assert!(size <= PICTURE_BYTES_MAX, "{size} bytes");
 }
 
@@ -262,7 +290,10 @@ fn events_tell_of_a_kill_a_takeover_and_the_end() {
         .map(|line| serde_json::from_str(line).expect("JSON"))
         .collect();
     let kinds: Vec<&Value> = lines.iter().map(|line| &line["kind"]).collect();
-    assert_eq!(kinds, ["mounted", "taken_over", "recovered", "mounted", "unmounted"]);
+    assert_eq!(
+        kinds,
+        ["mounted", "taken_over", "recovered", "mounted", "unmounted"]
+    );
     assert_eq!(lines[2]["recovered_bytes"], 100_000);
     for line in &lines {
         let kind = firn_protocol::events::find(line["kind"].as_str().expect("a kind"));
@@ -309,7 +340,12 @@ fn each_kind_of_event_is_in_the_manual() {
             .iter()
             .map(|(name, what)| format!("`{name}` ({what})"))
             .collect();
-        let row = format!("| `{}` | {} | {} |", kind.kind, kind.help, fields.join(", "));
+        let row = format!(
+            "| `{}` | {} | {} |",
+            kind.kind,
+            kind.help,
+            fields.join(", ")
+        );
         assert!(page.contains(&row), "docs/OPERATIONS.md lacks\n{row}");
     }
 }

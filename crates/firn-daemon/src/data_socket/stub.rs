@@ -152,7 +152,9 @@ impl<B: Backing> Call<'_, B> {
                 timed(close, || self.release(handle)).map(|()| ok())
             }
             Op::Read => return Some(self.read(handle, arg, len as usize)),
-            Op::Write => timed(&self.engine.request_times().write, || self.write(handle, arg, data)),
+            Op::Write => timed(&self.engine.request_times().write, || {
+                self.write(handle, arg, data)
+            }),
             Op::Append => {
                 let source = match given {
                     // Not one of a server, which could have this thread wait with the lock of the stub's file.

@@ -60,7 +60,10 @@ pub(super) fn serve(
     let socket = OwnedFd::from(client);
     let response = match read_request(&socket, deadline) {
         Ok(Some(request)) => answer(&request, metrics),
-        Ok(None) => Response::text("431 Request Header Fields Too Large", "the request is too long\n"),
+        Ok(None) => Response::text(
+            "431 Request Header Fields Too Large",
+            "the request is too long\n",
+        ),
         // Nobody is there who would read it.
         Err(_) => return,
     };
@@ -71,7 +74,11 @@ pub(super) fn serve(
 pub(super) fn refuse(client: Client) {
     let socket = OwnedFd::from(client);
     let response = Response::text("503 Service Unavailable", "too many clients: come again\n");
-    let _ = send(&socket, &response.bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+    let _ = send(
+        &socket,
+        &response.bytes(),
+        SendFlags::DONTWAIT | SendFlags::NOSIGNAL,
+    );
 }
 
 /// Bytes up to the end of the header; none: there are too many.
@@ -165,8 +172,14 @@ mod tests {
     #[test]
     fn only_reads_of_the_metrics_are_answered_with_them() {
         for (request, expected) in [
-            ("GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", "HTTP/1.1 200 OK \"firn_up 1\\n\""),
-            ("GET /metrics?a=b HTTP/1.0\r\n\r\n", "HTTP/1.1 200 OK \"firn_up 1\\n\""),
+            (
+                "GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n",
+                "HTTP/1.1 200 OK \"firn_up 1\\n\"",
+            ),
+            (
+                "GET /metrics?a=b HTTP/1.0\r\n\r\n",
+                "HTTP/1.1 200 OK \"firn_up 1\\n\"",
+            ),
             ("HEAD /metrics HTTP/1.1\r\n\r\n", "HTTP/1.1 200 OK \"\""),
         ] {
             assert_eq!(first_line(request), expected);

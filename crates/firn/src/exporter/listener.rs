@@ -70,7 +70,8 @@ impl Listener {
     /// The sockets that systemd gave this process; none: it gave none.
     pub fn given() -> Result<Vec<Self>, Failure> {
         let wrong = |error: io::Error| {
-            let why = format!("a socket from systemd (LISTEN_FDS) is no stream that listens: {error}");
+            let why =
+                format!("a socket from systemd (LISTEN_FDS) is no stream that listens: {error}");
             Failure::new(FAILED, why)
         };
         let mut given = ListenFd::from_env();
@@ -105,7 +106,10 @@ impl Listener {
                 Address::Tcp(address) => address.to_string(),
                 Address::Unix(path) => text::path(path),
             };
-            Failure::new(FAILED, format!("cannot listen at {place}: {error}; --listen names another one"))
+            Failure::new(
+                FAILED,
+                format!("cannot listen at {place}: {error}; --listen names another one"),
+            )
         })
     }
 

@@ -136,8 +136,17 @@ pub fn timeline(layout: &Layout, timeline: &Timeline, arena_bytes: u64, marks: &
             Text(name)
         );
         let strips: [(&str, Vec<f64>); 3] = [
-            ("in", host.bins.iter().map(|bin| bin.ingest_bytes as f64).collect()),
-            ("out", host.bins.iter().map(|bin| bin.drain_bytes as f64).collect()),
+            (
+                "in",
+                host.bins
+                    .iter()
+                    .map(|bin| bin.ingest_bytes as f64)
+                    .collect(),
+            ),
+            (
+                "out",
+                host.bins.iter().map(|bin| bin.drain_bytes as f64).collect(),
+            ),
             (
                 "wait",
                 host.bins
@@ -361,8 +370,30 @@ fn byte_scale(most: f64) -> Scale {
 /// The time between two ticks: such that there are so many of them at most.
 fn time_step(whole: f64, ticks_max: f64) -> f64 {
     const STEPS: [f64; 24] = [
-        0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0, 900.0, 1800.0,
-        3600.0, 7200.0, 14_400.0, 21_600.0, 43_200.0, 86_400.0, 172_800.0, 604_800.0, 2_592_000.0,
+        0.1,
+        0.2,
+        0.5,
+        1.0,
+        2.0,
+        5.0,
+        10.0,
+        15.0,
+        30.0,
+        60.0,
+        120.0,
+        300.0,
+        600.0,
+        900.0,
+        1800.0,
+        3600.0,
+        7200.0,
+        14_400.0,
+        21_600.0,
+        43_200.0,
+        86_400.0,
+        172_800.0,
+        604_800.0,
+        2_592_000.0,
     ];
     let wanted = whole / ticks_max.max(1.0);
     let step = STEPS.into_iter().find(|step| *step >= wanted);
@@ -378,7 +409,10 @@ fn time_text(at: f64, step: f64) -> String {
     } else if at < 60.0 {
         format!("{at:.0} s")
     } else {
-        seconds(at).replace(" 0 s", "").replace(" 0 min", "").replace(" 0 h", "")
+        seconds(at)
+            .replace(" 0 s", "")
+            .replace(" 0 min", "")
+            .replace(" 0 h", "")
     }
 }
 
@@ -391,7 +425,10 @@ mod tests {
         for most in [0.0, 1.0, 7.0, 999.0, 1025.0, 3e6, 123_456_789.0, 1e13] {
             let Scale { step, most: top } = byte_scale(most);
             assert!(top >= most, "{most}: {top}");
-            assert!((1.0..=5.5).contains(&(top / step)), "{most}: {top} / {step}");
+            assert!(
+                (1.0..=5.5).contains(&(top / step)),
+                "{most}: {top} / {step}"
+            );
         }
     }
 

@@ -179,7 +179,10 @@ mod tests {
             }],
             ..RunRecord::default()
         };
-        let records = [record("a", 0, Some(4.0)), record("b", 10_000_000, Some(5.0))];
+        let records = [
+            record("a", 0, Some(4.0)),
+            record("b", 10_000_000, Some(5.0)),
+        ];
         let merged = merge(&records, 0);
         let expected = Merged {
             path: "step_5".into(),
@@ -195,7 +198,10 @@ mod tests {
         assert_eq!(super::merge(&records, 0)[0].durable, None);
         // Its bar has no gap, and ends at the end.
         let spans = expected.spans(20.0);
-        assert!(spans.windows(2).all(|pair| pair[0].2 == pair[1].1), "{spans:?}");
+        assert!(
+            spans.windows(2).all(|pair| pair[0].2 == pair[1].1),
+            "{spans:?}"
+        );
         assert_eq!(spans.last().map(|span| span.2), Some(20.0));
     }
 }

@@ -200,7 +200,10 @@ fn cards(total: &Total) -> String {
         })
     };
     let card = |class: &str, label: &str, value: &str, notes: &[String]| {
-        let notes: String = notes.iter().map(|one| format!("<span>{one}</span>")).collect();
+        let notes: String = notes
+            .iter()
+            .map(|one| format!("<span>{one}</span>"))
+            .collect();
         format!(
             "<div class=\"card {class}\"><span class=\"label\">{label}</span><b>{value}</b>{notes}</div>"
         )
@@ -222,7 +225,10 @@ fn cards(total: &Total) -> String {
         "",
         "Programs waited",
         &seconds(total.waited_seconds()),
-        &["in write, close and fsync,".into(), "all programs added up".into()],
+        &[
+            "in write, close and fsync,".into(),
+            "all programs added up".into(),
+        ],
     );
     let saved = total
         .direct_seconds()
@@ -322,7 +328,12 @@ fn all_events(run: &Run) -> Vec<(&str, &EventRecord)> {
     let of_host = |one: &'_ RunRecord| one.events.len();
     let mut all = Vec::with_capacity(run.records.iter().map(of_host).sum());
     for record in &run.records {
-        all.extend(record.events.iter().map(|event| (record.host.as_str(), event)));
+        all.extend(
+            record
+                .events
+                .iter()
+                .map(|event| (record.host.as_str(), event)),
+        );
     }
     all.sort_by_key(|(_, event)| event.unix_us);
     all
@@ -369,7 +380,11 @@ fn sizes(total: &Total) -> String {
     let is_used = |index: &usize| counts(ingest, *index) > 0 || counts(drain, *index) > 0;
     let first = (0..length).find(is_used).unwrap_or(0);
     let last = (0..length).rfind(is_used).map_or(0, |last| last + 1);
-    let longer = if ingest.bounds.is_empty() { drain } else { ingest };
+    let longer = if ingest.bounds.is_empty() {
+        drain
+    } else {
+        ingest
+    };
     for index in first..last {
         let size = match longer.bounds.get(index) {
             Some(bound) => bytes(*bound as u64),
@@ -421,10 +436,18 @@ fn meter(class: &str, count: u64, most: u64) -> String {
 
 fn calls(total: &Total) -> String {
     let rows = [
-        ("write", "of programs, with waits for room", &total.write_seconds),
+        (
+            "write",
+            "of programs, with waits for room",
+            &total.write_seconds,
+        ),
         ("close", "of programs", &total.close_seconds),
         ("fsync", "of programs", &total.fsync_seconds),
-        ("drain", "writes of firnd to the backing", &total.drain_seconds),
+        (
+            "drain",
+            "writes of firnd to the backing",
+            &total.drain_seconds,
+        ),
     ];
     let most = rows.iter().map(|(.., one)| one.sum).fold(0.0, f64::max);
     let mut html = String::from(
@@ -519,7 +542,11 @@ fn event_table(run: &Run, began_unix_us: u64) -> String {
     html += "<div class=\"scroll\"><table><thead><tr><th class=\"n\">At</th><th>Host</th><th>What</th></tr></thead><tbody>\n";
     for (host, event) in &all[hidden..] {
         let at = event.unix_us.saturating_sub(began_unix_us) as f64 / 1e6;
-        let class = if is_bad(event) { " class=\"bad-text\"" } else { "" };
+        let class = if is_bad(event) {
+            " class=\"bad-text\""
+        } else {
+            ""
+        };
         let _ = writeln!(
             html,
             "<tr><td class=\"n\">{}</td><td>{}</td><td{class}>{}</td></tr>",
@@ -530,7 +557,10 @@ fn event_table(run: &Run, began_unix_us: u64) -> String {
     }
     html += "</tbody></table></div>\n";
     if hidden > 0 {
-        let _ = writeln!(html, "<p class=\"note\">{hidden} older events are left out.</p>");
+        let _ = writeln!(
+            html,
+            "<p class=\"note\">{hidden} older events are left out.</p>"
+        );
     }
     html + "</section>\n"
 }

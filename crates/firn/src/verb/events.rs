@@ -30,7 +30,10 @@ pub const VERB: Verb = Verb {
                works again, commits and aborts. docs/OPERATIONS.md has all kinds. firnd keeps the newest in the runtime \
                directory, beside its log, also after the mount has ended: at most 8 MiB, until the host starts anew.",
     examples: &[
-        ("firn events /ckpt", "what happened to this mount, and to earlier ones of its backing"),
+        (
+            "firn events /ckpt",
+            "what happened to this mount, and to earlier ones of its backing",
+        ),
         (
             "firn events --follow /ckpt | jq -r 'select(.kind == \"backing_failed\")'",
             "wait for trouble",
@@ -171,7 +174,9 @@ impl EventReader {
             Failure::new(FAILED, format!("cannot read {file}: {error}"))
         };
         if self.open.is_none() {
-            self.open = open(&self.path, self.uid).map_err(failed)?.map(BufReader::new);
+            self.open = open(&self.path, self.uid)
+                .map_err(failed)?
+                .map(BufReader::new);
         }
         let Some(reader) = &mut self.open else {
             return Ok(());
@@ -230,7 +235,8 @@ mod tests {
         let mut file = File::create(&path).unwrap();
         let uid = rustix::process::geteuid().as_raw();
         let mut reader = EventReader::new(path.clone(), uid);
-        file.write_all(b"{\"kind\":\"a\"}\nnonsense\n{\"kind\":").unwrap();
+        file.write_all(b"{\"kind\":\"a\"}\nnonsense\n{\"kind\":")
+            .unwrap();
         let kinds = |lines: Vec<Value>| -> Vec<String> {
             lines.iter().map(|line| line["kind"].to_string()).collect()
         };

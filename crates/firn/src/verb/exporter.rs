@@ -25,14 +25,23 @@ pub const VERB: Verb = Verb {
                examples/monitoring has alert rules and a dashboard. SIGTERM ends it.",
     examples: &[
         ("firn exporter", "at http://127.0.0.1:9945/metrics"),
-        ("firn exporter --listen '[::]:9945'", "for collectors on other hosts, too"),
-        ("firn exporter --listen unix:/run/firn/metrics.sock", "at a Unix socket"),
+        (
+            "firn exporter --listen '[::]:9945'",
+            "for collectors on other hosts, too",
+        ),
+        (
+            "firn exporter --listen unix:/run/firn/metrics.sock",
+            "at a Unix socket",
+        ),
         (
             "firn exporter --textfile /var/lib/prometheus/node-exporter/firn.prom",
             "for the textfile collector of node_exporter",
         ),
     ],
-    exits: &[(0, "ended by SIGTERM or Ctrl-C"), (1, "it cannot listen, or cannot write the file")],
+    exits: &[
+        (0, "ended by SIGTERM or Ctrl-C"),
+        (1, "it cannot listen, or cannot write the file"),
+    ],
     args,
     run,
 };

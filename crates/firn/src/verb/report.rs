@@ -36,7 +36,10 @@ pub const VERB: Verb = Verb {
     exits: &[
         (0, "written"),
         (1, "failed"),
-        (3, "written, but some records could not be read, as was said"),
+        (
+            3,
+            "written, but some records could not be read, as was said",
+        ),
         (10, "PATH is neither a mount nor a backing with a record"),
         NO_CONNECTION,
     ],
@@ -60,7 +63,8 @@ struct ReportArgs {
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = ReportArgs::from_arg_matches(matches)?;
     if args.output.is_none() && !args.json && io::stdout().is_terminal() {
-        let why = "a report is a page of HTML: name its file with -o, as in `firn report -o run.html`";
+        let why =
+            "a report is a page of HTML: name its file with -o, as in `firn report -o run.html`";
         return Err(Failure::new(USAGE, why));
     }
     let run = Run::find(&args.path)?;
@@ -75,5 +79,9 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
             output::say(&format!("the report is in {}", text::path(file)));
         }
     }
-    Ok(if run.failures.is_empty() { DONE } else { PARTLY })
+    Ok(if run.failures.is_empty() {
+        DONE
+    } else {
+        PARTLY
+    })
 }

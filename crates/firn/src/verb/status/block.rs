@@ -6,8 +6,8 @@ use firn_config::Options;
 use firn_format::quote::printable;
 use firn_protocol::figures::{self, Figures};
 use firn_protocol::{
-    ErrorStatus, FileStatus, HistogramStatus, LaneState, LaneStatus, PartnerStatus, PlacedStatus, SpillStatus,
-    Status, TokenState, TokenStatus, TransactionStage, TransactionStatus,
+    ErrorStatus, FileStatus, HistogramStatus, LaneState, LaneStatus, PartnerStatus, PlacedStatus,
+    SpillStatus, Status, TokenState, TokenStatus, TransactionStage, TransactionStatus,
 };
 
 use super::Seen;
