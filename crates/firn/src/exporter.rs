@@ -181,7 +181,7 @@ fn begin(client: listener::Client, scraper: &Arc<Scraper>, clients: &Arc<AtomicU
         return;
     }
     let scraper = Arc::clone(scraper);
-    let thread = std::thread::Builder::new().name("firn-client".into());
+    let thread = std::thread::Builder::new().name("firn-http".into());
     let serve = move || {
         let _seat = seat;
         http::serve(client, Instant::now() + CLIENT_WITHIN, &|| scraper.text());

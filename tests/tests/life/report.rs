@@ -68,6 +68,7 @@ fn report(sandbox: &Sandbox, path: &Path) -> (i32, String, String) {
     (outcome.code, outcome.stdout, outcome.stderr)
 }
 
+/// Proves S-seen-11.
 #[test]
 fn a_record_has_every_byte_and_the_way_of_each_checkpoint() {
     let sandbox = Sandbox::new("report-record");
@@ -120,6 +121,7 @@ fn a_record_has_every_byte_and_the_way_of_each_checkpoint() {
     assert_eq!(kinds, ["mounted", "unmounted"]);
 }
 
+/// Proves S-seen-12.
 #[test]
 fn a_run_leaves_a_page_that_a_browser_shows() {
     let sandbox = Sandbox::new("report-run");
@@ -194,6 +196,7 @@ fn a_run_in_memory_alone_leaves_a_page_and_nothing_else() {
     assert_eq!(sandbox.arenas(), Vec::<PathBuf>::new());
 }
 
+/// Proves S-seen-11.
 #[test]
 fn the_hosts_of_a_job_are_on_one_page_and_damage_is_named() {
     let shared = Sandbox::new("report-hosts");
@@ -261,6 +264,7 @@ fn a_backing_without_a_record_says_what_to_do() {
     sandbox.run(args).code(10).says("cannot be read");
 }
 
+/// Proves S-seen-10.
 #[test]
 fn events_tell_of_a_kill_a_takeover_and_the_end() {
     let sandbox = Sandbox::new("events");
@@ -306,6 +310,7 @@ fn events_tell_of_a_kill_a_takeover_and_the_end() {
     }
 }
 
+/// Proves S-seen-10.
 #[test]
 fn a_full_arena_is_an_event_with_a_beginning_and_an_end() {
     let sandbox = Sandbox::new("events-full");
