@@ -108,9 +108,9 @@ impl HistogramStatus {
     /// the last bound.
     pub fn quantile(&self, share: f64) -> Option<f64> {
         let wanted = (self.count() as f64 * share).ceil().max(1.0);
-        let mut seen = 0;
+        let mut seen = 0u64;
         self.buckets().find_map(|(bound, count)| {
-            seen += count;
+            seen = seen.saturating_add(count);
             (seen as f64 >= wanted).then_some(bound)
         })
     }

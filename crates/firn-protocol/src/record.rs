@@ -93,7 +93,8 @@ impl Bucket {
         let mut all: [u64; 12] = self.into();
         for one in &mut all[..SUMS] {
             let upto = |share: f64| (*one as f64 * share) as u64;
-            *one = if to >= 1.0 { *one } else { upto(to) } - upto(from);
+            let end = if to >= 1.0 { *one } else { upto(to) };
+            *one = end.saturating_sub(upto(from));
         }
         all.into()
     }

@@ -65,7 +65,7 @@ impl Merged {
         self.closed = last(self.closed, other.closed);
         self.drained = last(self.drained, other.drained);
         self.durable = last(self.durable, other.durable);
-        self.files += other.files;
+        self.files = self.files.saturating_add(other.files);
     }
 
     /// The spans of its bar, each with a class, from and to in seconds.
@@ -123,9 +123,9 @@ fn row(run: &Run, one: &Merged, end: f64) -> String {
     };
     let size = now.map_or("–".to_owned(), |now| bytes(now.bytes));
     let files = now.map_or(one.files, |now| now.files);
-    let written = one
-        .closed
-        .map_or("open".to_owned(), |closed| seconds(closed - one.began));
+    let written = one.closed.map_or("open".to_owned(), |closed| {
+        seconds((closed - one.began).max(0.0))
+    });
     let state = match now {
         None => "removed".to_owned(),
         Some(now) => match now.wholeness {
@@ -193,7 +193,7 @@ mod tests {
             durable: Some(15.0),
             files: 8,
         };
-        assert_eq!(merged, [expected.clone()]);
+        assert_eq!(merged, std::slice::from_ref(&expected));
         let records = [record("a", 0, Some(4.0)), record("b", 10_000_000, None)];
         assert_eq!(super::merge(&records, 0)[0].durable, None);
         // Its bar has no gap, and ends at the end.

@@ -175,7 +175,10 @@ fn problems(run: &Run, total: &Total) -> String {
             "{errors} to the backing failed and had to be tried again: see the events below"
         ));
     }
-    let forgotten: u64 = run.records.iter().map(|one| one.forgotten).sum();
+    let forgotten = run
+        .records
+        .iter()
+        .fold(0u64, |sum, one| sum.saturating_add(one.forgotten));
     if forgotten > 0 {
         all.push(format!(
             "there were more checkpoints, files or events than a record holds: {forgotten} are missing"

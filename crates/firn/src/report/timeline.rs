@@ -67,7 +67,8 @@ fn spread(record: &RunRecord, start: f64, bin_seconds: f64, bin_count: usize) ->
         let to = (from + width).min(start + record.lasted_seconds).max(from);
         let first_bin = ((from / bin_seconds) as usize).min(last);
         let last_bin = ((to / bin_seconds) as usize).clamp(first_bin, last);
-        for bin in first_bin..=last_bin {
+        let touched = bins.iter_mut().enumerate();
+        for (bin, sum) in touched.take(last_bin + 1).skip(first_bin) {
             let share = |at: f64| {
                 let whole = to - from;
                 if whole > 0.0 {
@@ -86,7 +87,7 @@ fn spread(record: &RunRecord, start: f64, bin_seconds: f64, bin_count: usize) ->
             } else {
                 share((bin + 1) as f64 * bin_seconds)
             };
-            bins[bin].add(bucket.part(begin, end));
+            sum.add(bucket.part(begin, end));
         }
     }
     bins

@@ -75,7 +75,10 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         lines.extend(reader.read_all()?);
     }
     print(lines)?;
-    while args.follow {
+    if !args.follow {
+        return Ok(DONE);
+    }
+    loop {
         sleep(LOOK_EVERY);
         let mut lines = Vec::new();
         for reader in &mut readers {
@@ -83,7 +86,6 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         }
         print(lines)?;
     }
-    Ok(DONE)
 }
 
 /// In the order of time: all times are in UTC and equally long.
