@@ -157,6 +157,14 @@ fn a_run_leaves_a_page_that_a_browser_shows() {
     assert!(!dom.contains("<img"), "a name became markup: {dom}");
     // The script ran to its end: it adds one tip for each chart.
     assert_eq!(dom.matches("class=\"tip\"").count(), 2, "{dom}");
+    // Paths as a user would have them: the picture is in the guide.
+    let html = fs::read_to_string(&page).expect("the page");
+    let prefix = sandbox.runtime().join("run");
+    let html = html
+        .replace(&prefix.display().to_string(), "/ckpt")
+        .replace(&backing.display().to_string(), "/scratch/run42");
+    let page = sandbox.join("shown.html");
+    fs::write(&page, html).expect("write");
     let mut sizes = Vec::new();
     for (width, height) in [(1280, 1500), (400, 2400)] {
         let picture = sandbox.join(format!("{width}.png"));
