@@ -20,8 +20,8 @@ use crate::host_name::shown_host_name;
 use crate::part::{ArenaEnd, Part, Parts, Stop};
 use crate::partner::PartnerBoard;
 use crate::parts::{
-    ArenaMemory, BackupRounds, DataClients, LastDrain, LocksOfFiles, Participation, PartnerCopies,
-    ReadLogs, Record, Traffic, Transactions, WrittenLogs,
+    ArenaMemory, BackupRounds, DataClients, HostReports, LastDrain, LocksOfFiles, Participation,
+    PartnerCopies, ReadLogs, Record, Traffic, Transactions, WrittenLogs,
 };
 use crate::prepared::{MountSetup, Prepared};
 use crate::store::Layers as _;
@@ -73,6 +73,10 @@ impl MountSetup<'_> {
             engine, workers, ..
         } = self.attached;
         let options = self.options;
+        // Stopped after the last drain: what is held then is left.
+        if let Some(beats) = &self.attached.beats {
+            parts.push(HostReports::new(self.identify(), Arc::clone(beats)));
+        }
         parts.push(Traffic::new(engine));
         parts.push(Record::new(
             self.identify(),

@@ -199,6 +199,7 @@ impl<B: Backing> Engine<B> {
         let (kernel_copies_bytes, kernel_copies_max_bytes) =
             self.kernel_cache.kernel_copies.bytes();
         let direct_access = self.intake.grants.figures();
+        let (durable_files, durable_bytes) = self.tree.names.count_synced();
         Status {
             uptime_seconds: now.duration_since(self.attached).as_secs_f64(),
             epoch: self.epoch,
@@ -208,6 +209,8 @@ impl<B: Backing> Engine<B> {
             held_bytes: self.drain.held_bytes(),
             held_files: self.drain.held_files(),
             oldest_held_seconds: oldest.map(|at| now.duration_since(at).as_secs_f64()),
+            durable_files,
+            durable_bytes,
             recovered_bytes: self.recovered_bytes,
             lost_file_bytes: self.lost.bytes(),
             open_files: self.open_files.handles.len() as u64,
@@ -313,6 +316,25 @@ impl<B: Backing> Engine<B> {
     pub fn held_bytes_below(&self, path: &[u8]) -> u64 {
         let files = self.durability.pending_below(path);
         files.iter().map(|file| file.lock().pending.bytes()).sum()
+    }
+
+    /// Names of files that programs have open for writing, `count_max` at most, and how many such files there are.
+    pub fn files_being_written(&self, count_max: usize) -> (Vec<Vec<u8>>, u64) {
+        let mut names = Vec::new();
+        let mut count = 0;
+        for file in self.open_files.files.all() {
+            let is_written = {
+                let state = file.lock();
+                !state.opens.is_empty() && state.opens.ending() == Ending::Open
+            };
+            if is_written {
+                count += 1;
+                if names.len() < count_max {
+                    names.extend(file.inode.paths().into_iter().next());
+                }
+            }
+        }
+        (names, count)
     }
 
     /// Files at or below `path` of which the engine knows more than the backing can tell, by all names that it knows: those

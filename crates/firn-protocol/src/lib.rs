@@ -8,6 +8,7 @@
 
 pub mod events;
 pub mod figures;
+mod host_report;
 pub mod path;
 pub mod record;
 pub mod status;
@@ -17,6 +18,7 @@ use firn_format::record::Ending;
 use serde::{Deserialize, Serialize};
 
 pub use crate::figures::HistogramStatus;
+pub use crate::host_report::{HostReport, LaneReport, NAMES_MAX, PartnerReport};
 use crate::path::BytePath;
 pub use crate::status::{
     BackupStatus, ErrorStatus, LaneState, LaneStatus, NumaNodeStatus, OwnerStatus, PartnerStatus,

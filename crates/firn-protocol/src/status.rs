@@ -48,6 +48,10 @@ part! {
         gauge held_files: u64,
         /// Files with bytes in logs (layout=log), as far as this host knows.
         gauge logged_files: u64,
+        /// Files that firnd saw synced and that were not changed since, as far as it remembers: 16,384 at most.
+        gauge durable_files: u64,
+        /// Bytes of the files that firnd saw synced, as far as it remembers them.
+        gauge durable_bytes: u64,
         /// Age of the oldest byte that is not in the backing yet.
         gauge oldest_held_seconds: Option<f64>,
         /// Bytes recovered from an earlier firnd when this one attached.

@@ -81,6 +81,10 @@ pub struct Checkpoint {
     pub modified: (i64, i64),
     /// Bytes of the user's files in it.
     pub bytes: u64,
+    /// Of those bytes, what is not in the backing yet.
+    pub held_bytes: u64,
+    /// Of those bytes, what a sync made durable.
+    pub durable_bytes: u64,
     /// Those files.
     pub files: u64,
     /// Whether it can be used.
@@ -373,12 +377,18 @@ struct OpenTransaction {
 
 impl Knowledge {
     fn judge(&self, found: Found, is_linked: bool) -> Checkpoint {
-        let mut bytes = 0;
+        let (mut bytes, mut held_bytes, mut durable_bytes) = (0, 0, 0);
         let mut level: Option<DurabilityLevel> = None;
         for file in &found.files {
             let path = self.top.join(&file.path);
-            bytes += self.levels.size(&path, file.bytes);
+            let size = self.levels.size(&path, file.bytes);
+            bytes += size;
             let own = self.levels.level(&path);
+            let held = self.levels.known(&path).map_or(0, |known| known.held_bytes);
+            held_bytes += held.min(size);
+            if own == DurabilityLevel::Durable {
+                durable_bytes += size;
+            }
             level = Some(level.map_or(own, |level| level.min(own)));
         }
         let uses = self.uses.get(&found.name).copied().unwrap_or_default();
@@ -398,6 +408,8 @@ impl Knowledge {
             step: step_of(&found.name),
             modified: found.modified,
             bytes,
+            held_bytes,
+            durable_bytes,
             files: found.files.len() as u64,
             wholeness,
             is_open: uses.is_open,

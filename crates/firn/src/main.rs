@@ -2,11 +2,13 @@
 //!
 //! Data goes to stdout, messages to stderr with `firn: ` before them. Exit status: docs/OPERATIONS.md.
 
+mod ask;
 mod checkpoints;
 mod cli;
 mod doctor;
 mod exporter;
 mod failure;
+mod job;
 mod levels;
 mod metrics;
 mod output;
@@ -14,7 +16,10 @@ mod overview;
 mod progress;
 mod prune;
 mod report;
+#[cfg(test)]
+mod snapshot;
 mod text;
+mod top;
 mod verb;
 
 fn main() -> std::process::ExitCode {

@@ -121,6 +121,10 @@ impl Run {
 
     /// Adds the records in the backing of the hosts that mounted it at the same time.
     fn add_other_hosts(&mut self, backing: &Path) {
+        // That of a run whose files were in memory alone is gone with it.
+        if !backing.exists() {
+            return;
+        }
         let found = match firn_daemon::read_records(backing) {
             Ok(found) => found,
             Err(error) => {

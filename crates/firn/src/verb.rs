@@ -25,7 +25,8 @@ mod events;
 mod evict;
 mod exporter;
 mod flatten;
-mod history;
+pub mod history;
+mod hosts;
 mod ls;
 mod man;
 mod mount;
@@ -37,10 +38,13 @@ mod recover;
 mod report;
 mod run;
 mod status;
+mod top;
 mod transaction;
 mod umount;
 mod version;
 mod wait;
+
+pub use run::host_part::{NAME as RUN_HOST, main as run_host};
 
 /// A verb.
 pub struct Verb {
@@ -80,6 +84,7 @@ pub static GROUPS: &[Group] = &[
             &umount::VERB,
             &run::VERB,
             &status::VERB,
+            &top::VERB,
             &ls::VERB,
             &wait::VERB,
             &drain::VERB,
@@ -102,7 +107,13 @@ pub static GROUPS: &[Group] = &[
     },
     Group {
         title: "Several hosts",
-        verbs: &[&agent::VERB, &pull::VERB, &place::VERB, &flatten::VERB],
+        verbs: &[
+            &hosts::VERB,
+            &agent::VERB,
+            &pull::VERB,
+            &place::VERB,
+            &flatten::VERB,
+        ],
     },
     Group {
         title: "Repair",

@@ -31,3 +31,4 @@ mod report;
 mod run;
 mod spill;
 mod strangers;
+mod top;

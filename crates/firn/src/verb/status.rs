@@ -13,10 +13,14 @@ use firn_protocol::path::BytePath;
 use firn_protocol::{FileStatus, Request, Status};
 use serde::Serialize;
 
+use crate::ask::ask_each;
 use crate::failure::{DONE, FAILED, Failure, PARTLY};
+use crate::job::{Job, hosts_text, status_text};
 use crate::metrics::{self, Scraped};
 use crate::output::{self, Paint};
 use crate::text::{bytes, count};
+use crate::verb::hosts::{PATIENCE, exit_code};
+use crate::verb::wait::parse_timeout_ms;
 use crate::verb::{NO_CONNECTION, Verb, connect};
 use block::Detail;
 
@@ -47,6 +51,10 @@ pub const VERB: Verb = Verb {
             "firn status --watch /ckpt",
             "the same, updated every second",
         ),
+        (
+            "firn status --job /scratch/run42",
+            "all hosts that share the backing: sums, and a line for each, the one in trouble first",
+        ),
         ("firn status --json /ckpt | jq .held_bytes", "for scripts"),
         (
             "firn status --prometheus --output /var/lib/node_exporter/firn.prom",
@@ -59,7 +67,14 @@ pub const VERB: Verb = Verb {
             1,
             "the mount of PATH does not answer; the message says what to do",
         ),
-        (3, "some mounts do not answer; the others are shown"),
+        (
+            2,
+            "with --job and without PATH: not one backing alone is mounted here",
+        ),
+        (
+            3,
+            "some mounts, or with --job the backing or the firnd of this host, do not answer; the others are shown",
+        ),
         (10, "PATH is not on a firn mount"),
         NO_CONNECTION,
     ],
@@ -87,6 +102,13 @@ struct StatusArgs {
     /// With --prometheus: write to FILE, which is replaced by a rename once all of it is written.
     #[arg(long, value_name = "FILE", requires = "prometheus", value_hint = ValueHint::FilePath)]
     output: Option<PathBuf>,
+    /// Show the job: sums over all hosts that share the backing of PATH (without it, of the only mount here), and a line for
+    /// each host. The backing need not be mounted here.
+    #[arg(long, conflicts_with_all = ["prometheus", "clear_errors"])]
+    job: bool,
+    /// With --job: how long the backing and the firnd of this host may take to answer.
+    #[arg(long, value_name = "DURATION", default_value = PATIENCE, requires = "job", value_parser = parse_timeout_ms)]
+    timeout: u64,
     /// Clear the recorded errors; their data is kept, and its drain is still retried.
     #[arg(long, requires = "path", conflicts_with_all = ["watch", "prometheus", "json"])]
     clear_errors: bool,
@@ -202,7 +224,26 @@ fn print_metrics(path: Option<&Path>, file: Option<&Path>) -> Result<u8, Failure
     Ok(code)
 }
 
+/// The hosts of a backing together.
+fn show_job(args: &StatusArgs) -> Result<u8, Failure> {
+    let job = Job::look(args.path.as_deref(), Duration::from_millis(args.timeout))?;
+    if args.json {
+        json(args, &job)?;
+    } else {
+        let paint = Paint::stdout();
+        let mut text = status_text(&job, paint);
+        if args.verbose {
+            text += &format!("\n{}", hosts_text(&job, paint));
+        }
+        human(args, &text)?;
+    }
+    Ok(exit_code(&job))
+}
+
 fn show(args: &StatusArgs) -> Result<u8, Failure> {
+    if args.job {
+        return show_job(args);
+    }
     match &args.path {
         Some(path) => {
             let seen = look_at(path)?;
@@ -296,29 +337,6 @@ fn look(mount: &Mount) -> Seen {
             error: error.to_string(),
         },
     }
-}
-
-/// Mounts that are asked at once: each may have a firnd that is stopped, or is another program of its user.
-const ASKED_AT_ONCE: usize = 16;
-
-/// What each mount answers, in their order.
-fn ask_each<T: Send>(mounts: &[Mount], ask: impl Fn(&Mount) -> T + Sync) -> Vec<T> {
-    let ask = &ask;
-    let mut answers = Vec::with_capacity(mounts.len());
-    for mounts in mounts.chunks(ASKED_AT_ONCE) {
-        answers.extend(std::thread::scope(|scope| {
-            let asked: Vec<_> = mounts
-                .iter()
-                .map(|mount| scope.spawn(move || ask(mount)))
-                .collect();
-            let joined = asked.into_iter().map(|asked| match asked.join() {
-                Ok(answer) => answer,
-                Err(panic) => std::panic::resume_unwind(panic),
-            });
-            joined.collect::<Vec<_>>()
-        }));
-    }
-    answers
 }
 
 /// One sentence about all mounts whose firnd has its socket in another runtime directory.
