@@ -7,6 +7,7 @@ use std::time::Duration;
 use firn_format::quantity::bytes;
 use firn_format::quote::quoted_path;
 use firn_fuse::detach;
+use firn_protocol::events::TARGET;
 use firn_protocol::{HeldPolicy, Reply};
 use firn_workers::spawn_thread;
 use rustix::process::{Pid, getppid};
@@ -20,6 +21,7 @@ use crate::end::{self, Ending, Outcome};
 use crate::error::MountError;
 use crate::event::{Client, Event};
 use crate::frontend::Frontend;
+use crate::host_name::shown_host_name;
 use crate::lock::{Locks, Sharing};
 use crate::log;
 use crate::mount_request::MountRequest;
@@ -84,6 +86,11 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
             bytes(limit)
         ));
     }
+    log::events::keep(
+        files.events.clone(),
+        shown_host_name(options),
+        checked.mount_point.as_path().into(),
+    );
     for text in firn_config::misspelt_variables() {
         tracing::warn!("{text}");
     }
@@ -93,7 +100,7 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
     })?;
     let mount = Mount::start(request, &checked, attached)?;
     reporter.ready();
-    tracing::info!("mounted");
+    mount.tell_mounted(&checked);
     mount.serve_until_the_end(&checked)
 }
 
@@ -133,6 +140,22 @@ impl Mount {
             sender,
             events,
         })
+    }
+
+    /// Tells that programs see the mount, and what came from an earlier firnd.
+    fn tell_mounted(&self, checked: &Checked) {
+        let figures = self.attached.engine.figures();
+        let epoch = figures.epoch;
+        if epoch > 1 {
+            tracing::info!(target: TARGET, kind = "taken_over", epoch, "the arena of an earlier firnd is used again");
+        }
+        let (recovered_bytes, lost_file_bytes) = (figures.recovered_bytes, figures.lost_file_bytes);
+        if recovered_bytes > 0 || lost_file_bytes > 0 {
+            tracing::info!(target: TARGET, kind = "recovered", recovered_bytes, lost_file_bytes, "data of an earlier firnd is there again");
+        }
+        let backing = quoted_path(&checked.backing);
+        let arena_bytes = figures.arena_bytes;
+        tracing::info!(target: TARGET, kind = "mounted", backing, arena_bytes, "mounted");
     }
 
     fn serve_until_the_end(self, checked: &Checked) -> Result<(), MountError> {

@@ -21,7 +21,9 @@ mod completions;
 mod config;
 mod doctor;
 mod drain;
+mod events;
 mod evict;
+mod exporter;
 mod flatten;
 pub mod history;
 mod hosts;
@@ -33,6 +35,7 @@ mod place;
 mod prune;
 mod pull;
 mod recover;
+mod report;
 mod run;
 mod status;
 mod top;
@@ -88,6 +91,8 @@ pub static GROUPS: &[Group] = &[
             &history::HISTORY,
             &history::LATEST,
             &prune::VERB,
+            &report::VERB,
+            &events::VERB,
         ],
     },
     Group {
@@ -121,6 +126,7 @@ pub static GROUPS: &[Group] = &[
             &pin::VERB,
             &chunks::VERB,
             &config::VERB,
+            &exporter::VERB,
             &bench::VERB,
             &version::VERB,
             &completions::VERB,

@@ -22,7 +22,13 @@ fn firn_run(sandbox: &Sandbox, options: &[&str], script: &str) -> Command {
 fn left(sandbox: &Sandbox) -> Vec<PathBuf> {
     let all = fs::read_dir(sandbox.runtime()).expect("the runtime directory");
     let mut left: Vec<PathBuf> = all.map(|entry| entry.expect("entry").path()).collect();
-    left.retain(|path| path.extension().is_none_or(|extension| extension != "log"));
+    // What happened stays for those who ask; data does not.
+    let told = ["log", "events", "record"];
+    let is_data = |path: &PathBuf| {
+        let extension = path.extension().and_then(|one| one.to_str());
+        extension.is_none_or(|one| !told.contains(&one))
+    };
+    left.retain(is_data);
     left
 }
 

@@ -11,12 +11,14 @@ mod prune;
 mod restart;
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 use std::time::Duration;
 
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
-use firn_config::{Close, Drain, Frontend, Fsync, Layout, Options, Origin, Partner, Resolved};
+use firn_config::{
+    Close, Drain, Frontend, Fsync, Layout, Options, Origin, Partner, RecordPlace, Resolved,
+};
 use firn_protocol::HeldPolicy;
 use firn_protocol::path::BytePath;
 
@@ -29,7 +31,7 @@ use super::mount::{minus_o, resolve};
 use super::wait::parse_timeout_ms;
 use crate::failure::{FAILED, Failure, USAGE};
 use crate::verb::Verb;
-use crate::{output, text};
+use crate::{output, report, text};
 
 pub const VERB: Verb = Verb {
     name: "run",
@@ -117,6 +119,14 @@ fn args(command: Command) -> Command {
                 .long("quiet")
                 .action(ArgAction::SetTrue)
                 .help("Say nothing of what was done with the files of a command that succeeded, and show no progress"),
+        )
+        .arg(
+            Arg::new("report")
+                .long("report")
+                .value_name("FILE")
+                .help("When the command has ended, write a page to FILE that shows how the run went, as `firn report` does")
+                .value_hint(ValueHint::FilePath)
+                .value_parser(value_parser!(PathBuf)),
         )
         .arg(
             Arg::new("keep")
@@ -215,6 +225,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let timeout = Duration::from_millis(timeout);
     let mut job = Job::start(launcher.as_ref(), timeout, program)?;
     let status = run.mount_and_carry_out(&mut job, &command);
+    // While names and sizes of its checkpoints can be seen.
+    let seen = run.report.as_ref().and(job.mounted().next()).map(see);
     let held_policy = run.held_policy(status.as_ref().ok());
     let ended = job.end(held_policy, run.quiet);
     for (text, _) in &ended.failures {
@@ -227,15 +239,44 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         held_policy,
         &ended,
     );
+    let reported = match (&run.report, seen) {
+        (Some(file), Some(seen)) => seen.and_then(|seen| seen.write(file)),
+        _ => Ok(()),
+    };
     let status = status?;
+    reported?;
     Ok(match ended.failures.first() {
         Some((_, code)) if status.success() => *code,
         _ => exit_code(status),
     })
 }
 
+/// A run as it was seen before its mounts ended.
+struct SeenRun {
+    run: report::Run,
+    backing: PathBuf,
+}
+
+fn see(mounted: &Mounted) -> Result<SeenRun, Failure> {
+    Ok(SeenRun {
+        run: report::Run::find(mounted.prefix.as_path())?,
+        backing: mounted.backing.as_path().to_owned(),
+    })
+}
+
+impl SeenRun {
+    /// Writes the page of the run, with what its hosts have left.
+    fn write(mut self, file: &Path) -> Result<(), Failure> {
+        self.run.update(&self.backing);
+        report::write(&self.run, file)?;
+        output::say(&format!("the report is in {}", text::path(file)));
+        Ok(())
+    }
+}
+
 /// What the command line and the environment say of a run.
 struct Run {
+    report: Option<PathBuf>,
     backing: Option<PathBuf>,
     prefix: Option<PathBuf>,
     default_prefix: String,
@@ -260,10 +301,16 @@ impl Run {
         let backing = path("backing")?;
         let resolved = resolve(matches)?;
         let has_others = launcher.hosts().len() > 1 && backing.is_some();
-        let options = defaults_of_a_run(&resolved, has_others);
+        let mut options = defaults_of_a_run(&resolved, has_others);
+        let report = path("report")?;
+        if report.is_some() && has_others && is_default(&resolved, "record") {
+            // Where this host finds what the others did.
+            options.record = RecordPlace::Backing;
+        }
         let restart = matches.get_one::<String>("restart").cloned();
         let no_preload = matches.get_flag("no-preload");
         let run = Self {
+            report,
             prefix: path("prefix")?,
             default_prefix: launcher.default_prefix(),
             may_choose_frontend: is_default(&resolved, "frontend"),
@@ -283,6 +330,9 @@ impl Run {
     }
 
     fn check(&self) -> Result<(), Failure> {
+        if let Some(file) = &self.report {
+            report::check_target(file)?;
+        }
         let is_tree = self.options.frontend == Frontend::Preload;
         if is_tree && self.no_preload {
             return Err(without_library());

@@ -211,6 +211,11 @@ impl<'a> Job<'a> {
             .collect())
     }
 
+    /// What hosts have mounted.
+    pub(super) fn mounted(&self) -> impl Iterator<Item = &Mounted> {
+        self.hosts.iter().filter_map(|host| host.mounted.as_ref())
+    }
+
     /// Until no host is in such a state; an error if one fails, or is lost, or a signal comes before.
     fn wait_for_all(&mut self, is_before: impl Fn(&State) -> bool) -> Result<(), Failure> {
         loop {
