@@ -5,6 +5,7 @@
 use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use firn_tests::command::run;
 use firn_tests::mount::SMALL;
@@ -13,18 +14,23 @@ use firn_tests::{FirnMount, Sandbox};
 
 const WRITERS: usize = 8;
 /// Bytes that a writer writes into its file of a step.
-const FILE_BYTES: usize = 512 << 10;
+const FILE_BYTES: usize = 64 << 10;
+/// Time between two files of a writer: a load that this machine carries, and whose rates have the unit of the picture.
+const WRITE_EVERY: Duration = Duration::from_millis(100);
+/// The first steps are durable before writers come.
+const DURABLE_STEPS: usize = 2;
 
 /// Writes steps until it is stopped.
 fn write_steps(top: &Path, writer: usize, stop: &AtomicBool) {
     let data = vec![writer as u8; FILE_BYTES];
-    for step in 1.. {
+    for step in DURABLE_STEPS + 1.. {
         if stop.load(Ordering::Relaxed) {
             return;
         }
-        let dir = top.join(format!("step_{}", step % 6));
+        let dir = top.join(format!("step_{step}"));
         fs::create_dir_all(&dir).expect("make a step");
         fs::write(dir.join(format!("rank_{writer}")), &data).expect("write");
+        std::thread::sleep(WRITE_EVERY);
     }
 }
 
@@ -38,6 +44,12 @@ fn top(sandbox: &Sandbox, args: &[&str]) -> OnTerminal {
 fn the_screen_shows_mounts_and_checkpoints_while_eight_writers_run() {
     let sandbox = Sandbox::new("top");
     let mount = FirnMount::new(&sandbox, &format!("{SMALL},close=held"));
+    for step in 1..=DURABLE_STEPS {
+        fs::create_dir(mount.join(format!("step_{step}"))).expect("make a step");
+        let path = mount.join(format!("step_{step}/rank_0"));
+        fs::write(path, vec![1; FILE_BYTES * WRITERS]).expect("write");
+    }
+    mount.wait("durable", mount.path()).ok();
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         for writer in 0..WRITERS {
@@ -67,7 +79,7 @@ fn watch(sandbox: &Sandbox, mount: &FirnMount<'_>) {
     assert!(text.contains("q quit"), "{text}");
     let svg = screen.with(|parser| svg_of(parser.screen()));
     assert!(
-        svg.contains("CHECKPOINT") && svg.contains("fill=\"#7ee787\""),
+        svg.contains("CHECKPOINT") && svg.contains("fill=\"#79c0ff\""),
         "{svg}"
     );
     record(&svg, name);
