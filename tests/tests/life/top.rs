@@ -14,9 +14,9 @@ use firn_tests::{FirnMount, Sandbox};
 
 const WRITERS: usize = 8;
 /// Bytes that a writer writes into its file of a step.
-const FILE_BYTES: usize = 64 << 10;
+const FILE_BYTES: usize = 512 << 10;
 /// Time between two files of a writer: a load that this machine carries, and whose rates have the unit of the picture.
-const WRITE_EVERY: Duration = Duration::from_millis(100);
+const WRITE_EVERY: Duration = Duration::from_millis(700);
 /// The first steps are durable before writers come.
 const DURABLE_STEPS: usize = 2;
 
@@ -71,7 +71,10 @@ fn watch(sandbox: &Sandbox, mount: &FirnMount<'_>) {
     command.env_remove("NO_COLOR");
     let mut screen = OnTerminal::start(&command, 80, 24);
     let text = screen.wait_for("checkpoints and rates", |text| {
-        text.contains("step_") && text.contains("MiB/s, most")
+        // Steps that are durable, and newer ones; bytes that go in and out; and no mount of another test.
+        let has_steps = text.contains("step_2 ") && text.contains("step_5 ");
+        let has_rates = text.contains("MiB/s, most") && !text.contains("OUT 0 B/s");
+        has_steps && has_rates && !text.contains(" asked")
     });
     assert!(text.starts_with("firn top  "), "{text}");
     let name = mount.path().to_str().expect("a name");
@@ -110,10 +113,11 @@ fn record(svg: &str, mount_point: &str) {
     if std::env::var_os("FIRN_RECORD").is_none() {
         return;
     }
-    let cut: String = mount_point.chars().take(13).collect();
-    let shown = format!("{:<13}", "/ckpt");
+    // As the table shows it: 22 columns, the last of which says that there is more.
+    let cut: String = mount_point.chars().take(21).collect();
+    let shown = format!("{:<22}", "/ckpt");
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/figures/top.svg");
-    fs::write(path, svg.replace(&cut, &shown)).expect("record");
+    fs::write(path, svg.replace(&format!("{cut}…"), &shown)).expect("record");
 }
 
 /// Ctrl-C is a key, as the terminal is in raw mode; SIGTERM is none.
