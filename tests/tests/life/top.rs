@@ -116,8 +116,14 @@ fn record(svg: &str, mount_point: &str) {
     // As the table shows it: 22 columns, the last of which says that there is more.
     let cut: String = mount_point.chars().take(21).collect();
     let shown = format!("{:<22}", "/ckpt");
+    let svg = svg.replace(&format!("{cut}…"), &shown);
+    // Mounts of others on the machine that makes the picture.
+    let others = regex::Regex::new(r", [0-9]+ with another FIRN_RUNTIME_DIR").expect("it is right");
+    let svg = others.replace(&svg, |found: &regex::Captures<'_>| {
+        " ".repeat(found[0].len())
+    });
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/figures/top.svg");
-    fs::write(path, svg.replace(&format!("{cut}…"), &shown)).expect("record");
+    fs::write(path, svg.as_bytes()).expect("record");
 }
 
 /// Ctrl-C is a key, as the terminal is in raw mode; SIGTERM is none.
