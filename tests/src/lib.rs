@@ -32,6 +32,7 @@ pub mod preloaded;
 pub mod random;
 pub mod sandbox;
 pub mod scripts;
+pub mod sshd;
 pub mod stop;
 pub mod striped;
 pub mod suite;

@@ -31,6 +31,8 @@ pub(crate) struct Identity {
     pub(crate) engine: Arc<Engine<Store>>,
     pub(crate) backing: PathBuf,
     pub(crate) mount_point: PathBuf,
+    /// Name of this host.
+    pub(crate) host: String,
     /// `key=value` of the options that change what promises mean.
     pub(crate) options: Vec<String>,
     /// Writes that one lane gets at once.
@@ -47,6 +49,7 @@ impl Identity {
             pid: std::process::id(),
             backing: self.backing.as_path().into(),
             mount_point: self.mount_point.as_path().into(),
+            host: self.host.clone(),
             arena: self.engine.arena().path().into(),
             options: self.options.clone(),
             transaction_steps: transactions::steps(),
@@ -201,6 +204,7 @@ impl Answers {
             Request::MarkPartnered { path, changes } => {
                 PartnerSpeaker::mark(client.partner.as_ref(), &path, changes)
             }
+            Request::Record => unreachable!("each mount has a record"),
             Request::ReportPull { .. } => unreachable!("each mount counts its traffic"),
             Request::ClearErrors => {
                 engine.clear_errors();

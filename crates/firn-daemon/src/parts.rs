@@ -17,6 +17,7 @@ mod logs;
 mod participants;
 mod partner;
 mod peers;
+mod record;
 mod traffic;
 mod transactions;
 
@@ -33,5 +34,6 @@ pub(crate) use logs::{ReadLogs, WrittenLogs};
 pub(crate) use participants::Participation;
 pub(crate) use partner::PartnerCopies;
 pub(crate) use peers::Peers;
+pub(crate) use record::{Record, WaitingWriters};
 pub(crate) use traffic::Traffic;
 pub(crate) use transactions::{Forget, Transactions};

@@ -11,6 +11,7 @@ use crate::base::Base;
 use crate::drain::Drain;
 use crate::drainer::Drainer;
 use crate::file::File;
+use crate::file_events::FileChange;
 use crate::intake::Intake;
 use crate::names::{Fingerprint, Inode, last_name_change};
 use crate::open_files::OpenFiles;
@@ -136,6 +137,8 @@ impl<B: Backing> Durability<B> {
         self.sync_names(&file.inode)?;
         if clean && let Ok((covered, bytes)) = covered {
             file.inode.synced.set(covered);
+            let events = &self.base.file_events;
+            events.note(&file.inode, FileChange::Durable);
             self.tree.names.remember(&file.inode, bytes);
         }
         Ok(())
@@ -196,10 +199,15 @@ impl<B: Backing> Durability<B> {
             self.intake.ingest_published(file, &mut state);
             state
         });
-        if state.as_ref().is_none_or(|state| state.pending.is_empty()) {
+        let is_clean = state.as_ref().is_none_or(|state| state.pending.is_empty());
+        if is_clean {
             inode.synced.set(covered);
         }
         drop(state);
+        if is_clean {
+            let events = &self.base.file_events;
+            events.note(inode, FileChange::Durable);
+        }
         if inode.synced.get().is_some() {
             self.tree.names.remember(inode, bytes);
         }

@@ -22,6 +22,7 @@ use std::time::{Duration, SystemTime};
 use firn_client::{ClientError, Connection, Mount, Place};
 use firn_format::durability::DurabilityLevel;
 use firn_format::record::Ending;
+use firn_format::step::step_of;
 use firn_protocol::Status;
 use firn_trust::{ObjectId, names_in, visit_own};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat, statat};
@@ -29,7 +30,6 @@ use rustix::io::Errno;
 
 use crate::failure::{FAILED, Failure};
 use crate::levels::Levels;
-use crate::step::step_of;
 use crate::text;
 
 /// What a transaction may have changed is told by the clock of the backing, which may be another one than firnd's.

@@ -21,6 +21,8 @@ enum Role {
     Firnd,
     MountFirn,
     UmountFirn,
+    /// The part of `firn run` on a host.
+    RunHost,
 }
 
 /// Does what `args` say; the first of them is the name that we are called by.
@@ -32,6 +34,7 @@ pub fn main(args: Vec<OsString>) -> ExitCode {
             verb::mount_firn::main(args.get(1..).unwrap_or_default()).into()
         }
         Role::UmountFirn => verb::umount_firn::main(args.get(1..).unwrap_or_default()).into(),
+        Role::RunHost => ended(verb::run_host(args.get(2..).unwrap_or_default())).into(),
         Role::Firn => ended(firn(args)).into(),
     }
 }
@@ -48,6 +51,7 @@ fn role(args: &[OsString]) -> Role {
         Some("umount.fuse.firn" | "umount.firn") => Role::UmountFirn,
         // The hidden verb is for places where argv[0] cannot be chosen (debuggers, wrappers).
         _ if args.get(1).is_some_and(|verb| verb == "firnd") => Role::Firnd,
+        _ if args.get(1).is_some_and(|verb| verb == verb::RUN_HOST) => Role::RunHost,
         _ => Role::Firn,
     }
 }

@@ -21,7 +21,9 @@ mod completions;
 mod config;
 mod doctor;
 mod drain;
+mod events;
 mod evict;
+mod exporter;
 mod flatten;
 pub mod history;
 mod hosts;
@@ -33,6 +35,7 @@ mod place;
 mod prune;
 mod pull;
 mod recover;
+mod report;
 mod run;
 mod status;
 mod top;
@@ -40,6 +43,8 @@ mod transaction;
 mod umount;
 mod version;
 mod wait;
+
+pub use run::host_part::{NAME as RUN_HOST, main as run_host};
 
 /// A verb.
 pub struct Verb {
@@ -86,6 +91,8 @@ pub static GROUPS: &[Group] = &[
             &history::HISTORY,
             &history::LATEST,
             &prune::VERB,
+            &report::VERB,
+            &events::VERB,
         ],
     },
     Group {
@@ -119,6 +126,7 @@ pub static GROUPS: &[Group] = &[
             &pin::VERB,
             &chunks::VERB,
             &config::VERB,
+            &exporter::VERB,
             &bench::VERB,
             &version::VERB,
             &completions::VERB,

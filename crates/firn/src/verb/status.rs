@@ -16,6 +16,7 @@ use serde::Serialize;
 use crate::ask::ask_each;
 use crate::failure::{DONE, FAILED, Failure, PARTLY};
 use crate::job::{Job, hosts_text, status_text};
+use crate::metrics::{self, Scraped};
 use crate::output::{self, Paint};
 use crate::text::{bytes, count};
 use crate::verb::hosts::{PATIENCE, exit_code};
@@ -25,7 +26,6 @@ use block::Detail;
 
 mod block;
 mod list;
-mod prometheus;
 
 /// How often `--watch` looks: as often as firnd samples its rates.
 const WATCH_EVERY: Duration = Duration::from_secs(1);
@@ -193,7 +193,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         return Ok(DONE);
     }
     if args.prometheus {
-        return prometheus::print(args.path.as_deref(), args.output.as_deref());
+        return print_metrics(args.path.as_deref(), args.output.as_deref());
     }
     if !args.watch {
         return show(&args);
@@ -202,6 +202,26 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         show(&args)?;
         sleep(WATCH_EVERY);
     }
+}
+
+/// Prints the metrics of the mount of `path`, or of all mounts, or writes them to a file.
+fn print_metrics(path: Option<&Path>, file: Option<&Path>) -> Result<u8, Failure> {
+    let (all, code) = match path {
+        None => scrape_all()?,
+        Some(path) => {
+            let status = Box::new(connect(path)?.1.status()?);
+            (vec![Scraped::Up(status)], DONE)
+        }
+    };
+    let text = metrics::text(&all);
+    match file {
+        None => output::print(&text)?,
+        Some(file) => metrics::replace_file(file, &text).map_err(|error| {
+            let file = crate::text::path(file);
+            Failure::new(FAILED, format!("cannot write {file}: {error}"))
+        })?,
+    }
+    Ok(code)
 }
 
 /// The hosts of a backing together.
@@ -333,22 +353,24 @@ fn describe_elsewhere(mounts: usize) -> Option<String> {
     ))
 }
 
-/// The texts of several mounts that were asked, and how many did not answer.
-fn ask_all<T: Send>(
-    ask: impl Fn(&Mount) -> Result<T, ClientError> + Sync,
-) -> Result<(Vec<T>, u8), Failure> {
+/// The figures of all mounts, and how many answered. Says which did not, and why.
+fn scrape_all() -> Result<(Vec<Scraped>, u8), Failure> {
     let mounts = firn_client::mounts()?;
-    let mut answers = Vec::new();
+    let answers = ask_each(&mounts, |mount| Connection::open(mount)?.status());
+    let mut scraped = Vec::new();
     let mut silent = Vec::new();
-    for (mount, answer) in mounts.iter().zip(ask_each(&mounts, ask)) {
+    for (mount, answer) in mounts.iter().zip(answers) {
         match answer {
-            Ok(answer) => answers.push(answer),
-            Err(error) => silent.push((mount, error)),
+            Ok(status) => scraped.push(Scraped::Up(Box::new(status))),
+            Err(error) => {
+                scraped.push(Scraped::down(mount));
+                silent.push((mount, error));
+            }
         }
     }
-    let code = match (&answers[..], &silent[..]) {
-        (_, []) => DONE,
-        ([], _) => FAILED,
+    let code = match silent.len() {
+        0 => DONE,
+        count if count == mounts.len() => FAILED,
         _ => PARTLY,
     };
     let (elsewhere, silent): (Vec<_>, Vec<_>) = silent
@@ -361,7 +383,7 @@ fn ask_all<T: Send>(
     for text in texts.into_iter().flatten() {
         output::say(&text);
     }
-    Ok((answers, code))
+    Ok((scraped, code))
 }
 
 /// One line for all that did not answer: a collector asks each minute.
