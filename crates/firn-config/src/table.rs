@@ -763,10 +763,10 @@ pub static TABLE: [Row; 50] = [
         set: |o, v| o.system_log = v.path_or_off(),
     },
     Row {
-        name: "record",
+        name: "record-in",
         kind: Kind::Choice(words::<RecordPlace>()),
         default: "host",
-        help: "Where firnd leaves its record of the run for `firn report` (host, backing)",
+        help: "Where firnd leaves its record of the run, for `firn report`",
         long: "The record has the sums of each moment, the checkpoints and the events of a mount, at most 1 MiB. firnd \
                leaves it in the runtime directory when the mount ends. With `backing` it also stores it in \
                `.firn/records` of the backing, once a minute and at the end, so that a report shows all hosts of a job; \
