@@ -11,6 +11,7 @@ use firn_hosts::FileLocks;
 
 use crate::answers::{ControlSocket, Identity};
 use crate::attach::Attached;
+use crate::commit_rules::{self, CommitRules, WatchedRules};
 use crate::data_socket::DataSocket;
 use crate::error::MountError;
 use crate::file_locks;
@@ -98,6 +99,11 @@ impl MountSetup<'_> {
             parts.push(Arc::new(PartnerCopies(board)));
         }
         if let Some(gate) = &gate {
+            if !options.rules.is_empty() {
+                let rules = commit_rules::load(&options.rules)?;
+                let watch = CommitRules::new(gate, rules, &prepared.forget())?;
+                parts.push(Arc::new(WatchedRules(watch)));
+            }
             self.add_transactions(gate, prepared, parts)?;
         }
         if options.populate {

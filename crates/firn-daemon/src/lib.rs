@@ -11,6 +11,7 @@ mod backup;
 mod check;
 mod chunks;
 mod commit_applier;
+mod commit_rules;
 mod control;
 mod data_socket;
 mod discard;

@@ -31,6 +31,7 @@ mod topic;
 mod transport;
 mod truncations;
 mod unanswered;
+mod watch;
 
 pub use adapter::Adapter;
 pub use coherence::Invalidator;
@@ -38,4 +39,5 @@ pub use device::detach;
 pub use dispatcher::AdapterOptions;
 pub use failures::Failures;
 pub use gate::{Gate, Pass, RangeAccess};
+pub use watch::{ChangeWatch, WatchTicket, WatchedChange};
 pub use session::{Session, SessionError, SessionOptions};
