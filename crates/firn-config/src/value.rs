@@ -346,7 +346,10 @@ fn rules(text: &str) -> Result<Vec<String>, String> {
         found.push(word.to_owned());
     }
     if found.len() > PATTERNS_MAX {
-        return Err(format!("{} are too many: there may be {PATTERNS_MAX}", found.len()));
+        return Err(format!(
+            "{} are too many: there may be {PATTERNS_MAX}",
+            found.len()
+        ));
     }
     Ok(found)
 }

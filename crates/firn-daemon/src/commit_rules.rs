@@ -13,7 +13,6 @@
 //! * An abort is carried out by the thread of this module, which holds nothing that the kernel waits for.
 
 mod exits;
-mod part;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::{OsStr, OsString};
@@ -27,16 +26,16 @@ use firn_backing::{Caller, Errno};
 use firn_engine::{Closing, HandleId, InodeId};
 use firn_format::quote::quoted;
 use firn_fuse::{ChangeWatch, WatchTicket, WatchedChange};
+use firn_protocol::Status;
 use firn_rules::{
     Action, Ending, Machine, Operation, RULES_BYTES_MAX, Rule, RuleSetError, ScopeNumber,
-    ScopeState, load_rules,
+    load_rules,
 };
 use firn_transact::machine::Pending;
 use firn_transact::{Found, TransactionError};
 use parking_lot::Condvar;
 
 use self::exits::Exits;
-pub(crate) use self::part::WatchedRules;
 use crate::error::MountError;
 use crate::gate::TransactionGate;
 use crate::parts::Forget;
@@ -50,7 +49,8 @@ pub(crate) fn load(words: &[String]) -> Result<Vec<Rule>, RuleSetError> {
 fn read_rules(path: &str) -> io::Result<String> {
     let mut text = String::new();
     let file = File::open(path)?;
-    file.take(RULES_BYTES_MAX as u64 + 1).read_to_string(&mut text)?;
+    file.take(RULES_BYTES_MAX as u64 + 1)
+        .read_to_string(&mut text)?;
     Ok(text)
 }
 
@@ -70,8 +70,6 @@ pub(crate) struct CommitRules {
     /// A scope has begun or ended.
     changed: Condvar,
     exits: Exits,
-    /// Of itself.
-    this: Weak<Self>,
 }
 
 struct Table {
@@ -137,7 +135,8 @@ fn process_of(thread: u32) -> u32 {
     let status = std::fs::read_to_string(format!("/proc/{thread}/status"));
     let status = status.unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("Tgid:"));
-    line.and_then(|text| text.trim().parse().ok()).unwrap_or(thread)
+    line.and_then(|text| text.trim().parse().ok())
+        .unwrap_or(thread)
 }
 
 fn errno_of(error: &TransactionError) -> Errno {
@@ -158,7 +157,7 @@ impl CommitRules {
     ) -> Result<Arc<Self>, MountError> {
         let exits = Exits::new()
             .map_err(|errno| MountError::io("watch the ends of programs")(errno.into()))?;
-        let made = Arc::new_cyclic(|this: &Weak<Self>| Self {
+        let made = Arc::new(Self {
             gate: Arc::clone(gate),
             forget: Arc::clone(forget),
             table: Mutex::new(Table {
@@ -171,28 +170,48 @@ impl CommitRules {
             }),
             changed: Condvar::new(),
             exits,
-            this: Weak::clone(this),
         });
         let watch: Weak<Self> = Arc::downgrade(&made);
         gate.set_watch(watch);
         Ok(made)
     }
 
-    /// The scopes that are not over, and what each waits for.
-    pub(crate) fn states(&self) -> Vec<ScopeState> {
-        self.table.lock().machine.states()
-    }
-
-    pub(crate) fn counts(&self) -> BTreeMap<String, Counts> {
-        self.table.lock().counts.clone()
-    }
-
-    /// The rule of a path, its scope, and what that waits for.
-    pub(crate) fn explain(&self, path: &[u8]) -> Option<(String, Vec<u8>, Option<String>)> {
+    /// Says which transactions of the status are of rules, and what each waits for.
+    pub(crate) fn show(&self, shown: &mut Status) {
         let table = self.table.lock();
-        let (rule, top) = table.machine.explain(path)?;
-        let waits = table.machine.waits_of(path);
-        Some((rule.text.clone(), top, waits))
+        for transaction in table.scopes.values() {
+            let is_of = |path: &[u8]| transaction.paths.contains(path);
+            let found = shown.transactions.iter_mut();
+            for one in found.filter(|one| is_of(one.scope.as_bytes())) {
+                one.rule = Some(transaction.rule.clone());
+                one.waits_for = table.machine.waits_of(one.scope.as_bytes());
+            }
+        }
+        for (rule, counts) in &table.counts {
+            for (shown, count) in [
+                (&mut shown.rule_commits, counts.commits),
+                (&mut shown.rule_aborts, counts.aborts),
+                (&mut shown.rule_failures, counts.failures),
+            ] {
+                if count > 0 {
+                    shown.insert(rule.clone(), count);
+                }
+            }
+        }
+    }
+
+    /// Waits for the ends of writers, until [`CommitRules::stop`].
+    pub(crate) fn watch_exits(&self) {
+        self.exits
+            .watch(&|process, ending| self.exited(process, ending));
+    }
+
+    /// `is_unseen`: no program saw the mount.
+    pub(crate) fn stop(&self, is_unseen: bool) {
+        self.exits.stop();
+        if !is_unseen {
+            self.abort_all();
+        }
     }
 
     fn path_of(&self, parent: InodeId, name: &OsStr) -> Option<Vec<u8>> {
@@ -213,10 +232,9 @@ impl CommitRules {
             WatchedChange::Create(dir, name) => OwnedChange::Open(self.path_of(*dir, name)?),
             WatchedChange::Make(dir, name) => OwnedChange::Change(self.path_of(*dir, name)?),
             WatchedChange::Remove(dir, name) => OwnedChange::Remove(self.path_of(*dir, name)?),
-            WatchedChange::Rename((dir, name), (new_dir, new_name)) => OwnedChange::Rename(
-                self.path_of(*dir, name)?,
-                self.path_of(*new_dir, new_name)?,
-            ),
+            WatchedChange::Rename((dir, name), (new_dir, new_name)) => {
+                OwnedChange::Rename(self.path_of(*dir, name)?, self.path_of(*new_dir, new_name)?)
+            }
         })
     }
 
@@ -261,9 +279,11 @@ impl CommitRules {
         let names: Vec<OsString> = tops.iter().map(|top| name_of(top)).collect();
         let was_there = tops.iter().any(|top| self.is_there(top));
         let paths: BTreeSet<Vec<u8>> = tops.into_iter().collect();
-        let begun = self.gate.quiesce_names(dir, &paths, Pending::Drain, |root| {
-            Ok(self.gate.store().begin_names(root, dir, &names)?.serial())
-        });
+        let begun = self
+            .gate
+            .quiesce_names(dir, &paths, Pending::Drain, |root| {
+                Ok(self.gate.store().begin_names(root, dir, &names)?.serial())
+            });
         let mut table = self.table.lock();
         let done = match begun {
             Ok(serial) => {
@@ -359,12 +379,11 @@ impl CommitRules {
             _ => None,
         };
         if is_open().is_some() {
-            self.gate.quiesce_names(dir, paths, Pending::Drain, |_| {
-                match is_open() {
+            self.gate
+                .quiesce_names(dir, paths, Pending::Drain, |_| match is_open() {
                     Some(open) => Ok(open.decide_unnumbered().map(drop)?),
                     None => Ok(()),
-                }
-            })?;
+                })?;
         }
         match store.transaction_numbered(transaction.serial) {
             Some(Found::Decided(decided)) => Ok(decided.apply()?),
@@ -401,9 +420,8 @@ impl CommitRules {
             return Ok(());
         };
         let (dir, paths) = (&transaction.dir, &transaction.paths);
-        self.gate.quiesce_names(dir, paths, Pending::Discard, |_| {
-            Ok(found.abort()?)
-        })?;
+        self.gate
+            .quiesce_names(dir, paths, Pending::Discard, |_| Ok(found.abort()?))?;
         let engine = self.gate.engine();
         for path in paths {
             let wrong = engine.namespace.revalidate_names(path);
@@ -546,9 +564,3 @@ impl ChangeWatch for CommitRules {
         }
     }
 }
-
-/// For the thread that watches exits.
-fn watch_exits(rules: &Arc<CommitRules>) {
-    rules.exits.watch(&|process, ending| rules.exited(process, ending));
-}
-

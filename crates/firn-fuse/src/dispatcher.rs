@@ -253,7 +253,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             Operation::Symlink { at, target } => self.symlink(caller, at, target, reply),
             Operation::Rename { from, to, flags } => {
                 self.rename(caller, from, to, flags, reply);
-            },
+            }
             Operation::Link { inode, at } => self.link(caller, inode, at, reply),
             Operation::Open { inode, flags } => self.open(caller, inode, flags, reply),
             Operation::Create { at, mode, flags } => self.create(caller, at, mode, flags, reply),

@@ -21,8 +21,8 @@ use std::sync::Arc;
 use firn_backing::{Caller, Errno};
 use firn_engine::{HandleId, InodeId};
 
-use crate::watch::ChangeWatch;
 use crate::request::{COPY_BYTES_MAX, CopyRange, Fallocate, Operation, Read, Write};
+use crate::watch::ChangeWatch;
 
 /// What a request does with a range of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

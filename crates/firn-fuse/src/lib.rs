@@ -39,5 +39,5 @@ pub use device::detach;
 pub use dispatcher::AdapterOptions;
 pub use failures::Failures;
 pub use gate::{Gate, Pass, RangeAccess};
-pub use watch::{ChangeWatch, WatchTicket, WatchedChange};
 pub use session::{Session, SessionError, SessionOptions};
+pub use watch::{ChangeWatch, WatchTicket, WatchedChange};

@@ -80,10 +80,7 @@ pub(crate) struct Watched {
 }
 
 impl Watched {
-    pub(crate) fn new(
-        watch: Option<WatchFound>,
-        caller: Caller,
-    ) -> Self {
+    pub(crate) fn new(watch: Option<WatchFound>, caller: Caller) -> Self {
         Self { watch, caller }
     }
 

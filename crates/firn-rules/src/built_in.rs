@@ -17,15 +17,15 @@ orbax               *.orbax-checkpoint-tmp*/      rename:.
 nemo                {s}.ckpt/                     unlink:../{s}-unfinished
 flashpoint          {s}_ckpt/                     unlink:../{s}_ckpt.*_unfinished
 automodel           epoch_*_step_*/               rename:../LATEST
-lammps              restart.{T}|restart.{T}.*|*.restart.{T} next                        T=number
-gromacs             {X}.cpt|{X}_step*.cpt|{X}_prev.cpt rename:{X}.cpt
+lammps              restart.{T}|restart.{T}.*|*.restart.{T} next                        T=integer
+gromacs             {X}_step*.cpt|{X}_prev.cpt|{X}.cpt rename:{X}.cpt
 openfoam            {T}/                          next                                   T=number
 wrf                 wrfrst_d*_{DATE}              next
 cesm                *.r.{DATE}.nc|rpointer.*.{DATE} next
 openifs             srf{T}.*                      close:rcf                              *=same
 namd                {X}.coor|{X}.vel|{X}.xsc|{X}.coor.old|{X}.vel.old|{X}.xsc.old next
 quantum-espresso    {P}.save/                     close:../{P}.xml
-flash               *_hdf5_chk_{N}|*_s*_hdf5_chk_{N} next                               N=number
+flash               *_hdf5_chk_{N}|*_s*_hdf5_chk_{N} next                               N=integer
 amrex               chk*.temp/                    rename:.
 amrex-core          chk*/|plt*/                   next
 chombo              *.hdf5                        idle

@@ -242,7 +242,11 @@ impl LineParser<'_> {
         let end = code.trim_end().len();
         let is_name = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
         if !name.text.chars().all(is_name) {
-            return Err(self.error(name.at, "expected a name of letters, digits, `-` and `_`", None));
+            return Err(self.error(
+                name.at,
+                "expected a name of letters, digits, `-` and `_`",
+                None,
+            ));
         }
         let Some((scope, rest)) = rest.split_first() else {
             return Err(self.error(end, "expected a scope, as `checkpoint-*/` or `*.pt`", None));
@@ -260,7 +264,11 @@ impl LineParser<'_> {
             })
         });
         if let Some(word) = begins.filter(|_| !is_dir) {
-            return Err(self.error(word.at, "expected `begins=` only where the scope is a directory", None));
+            return Err(self.error(
+                word.at,
+                "expected `begins=` only where the scope is a directory",
+                None,
+            ));
         }
         // At any depth, where the pattern does not begin with a slash.
         let (scope_text, prefix) = match scope.text.strip_prefix('/') {
@@ -268,7 +276,10 @@ impl LineParser<'_> {
             None => (scope.text, "(?:.*/)?"),
         };
         let at = scope.at + scope.text.len() - scope_text.len();
-        let scope_word = Word { text: scope_text, at };
+        let scope_word = Word {
+            text: scope_text,
+            at,
+        };
         let names = capture_names(scope_text);
         let scope_pattern = ScopePattern {
             is_dir,
@@ -294,7 +305,8 @@ impl LineParser<'_> {
     }
 
     fn is_dir_scope(&self, scope: Word<'_>) -> Result<bool, RuleError> {
-        let is_dir = scope.text.ends_with('/');
+        let first = scope.text.split('|').next().unwrap_or_default();
+        let is_dir = first.ends_with('/');
         let mut at = scope.at;
         for one in scope.text.split('|') {
             if one.ends_with('/') != is_dir {
@@ -321,10 +333,13 @@ impl LineParser<'_> {
             let kind = match found {
                 None | Some((_, "text")) => CaptureKind::Text,
                 Some((_, "number")) => CaptureKind::Number,
+                Some((_, "integer")) => CaptureKind::Integer,
                 Some((word, value)) => {
                     let at = word.at + name.len() + 1;
-                    let message = format!("expected `number` or `text`, found `{value}`");
-                    return Err(self.error(at, message, nearest(value, ["number", "text"])));
+                    let message =
+                        format!("expected `integer`, `number` or `text`, found `{value}`");
+                    let known = ["integer", "number", "text"];
+                    return Err(self.error(at, message, nearest(value, known)));
                 }
             };
             kinds.insert(name, kind);
@@ -374,14 +389,18 @@ impl LineParser<'_> {
         let beside = target.strip_prefix("../");
         let text = beside.unwrap_or(target);
         let at = at + target.len() - text.len();
-        if text.split('|').any(|one| one.split('/').any(|name| name == "..")) {
+        if text
+            .split('|')
+            .any(|one| one.split('/').any(|name| name == ".."))
+        {
             let message = "expected a path in the scope, or `../NAME` beside it";
             return Err(self.error(at, message, None));
         }
         // The files of a scope that is no directory are beside each other.
         let is_beside = beside.is_some() || !is_dir;
         if beside.is_some() && !is_dir {
-            let message = "expected a name without `..`: it is in the directory of the scope's files";
+            let message =
+                "expected a name without `..`: it is in the directory of the scope's files";
             return Err(self.error(at, message, None));
         }
         if let Some(slash) = text.find('/').filter(|_| is_beside) {
@@ -454,7 +473,10 @@ pub fn parse_rules(text: &str, source_name: &str) -> Result<Vec<Rule>, RuleError
             continue;
         };
         if rules.iter().any(|known| known.name == rule.name) {
-            let message = format!("expected another name: there is a rule `{}` above", rule.name);
+            let message = format!(
+                "expected another name: there is a rule `{}` above",
+                rule.name
+            );
             return Err(parser.error(0, message, None));
         }
         if rules.len() == RULES_MAX {

@@ -10,9 +10,11 @@ mod language;
 mod machine;
 mod pattern;
 mod rule_set;
+#[cfg(test)]
+mod tests;
 pub mod trace;
 
 pub use built_in::BUILT_IN;
 pub use language::{RULES_BYTES_MAX, RULES_MAX, Rule, RuleError, parse_rules};
-pub use machine::{Action, Ending, Entered, Machine, Operation, ScopeNumber, ScopeState, TwoScopes};
+pub use machine::{Action, Ending, Entered, Machine, Operation, Refusal, ScopeNumber, ScopeState};
 pub use rule_set::{RuleSetError, load_rules};

@@ -22,9 +22,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use crate::language::{
-    Count, Event, Found, Identity, Need, Rule, Target, parent_of, relative,
-};
+use crate::language::{Count, Event, Found, Identity, Need, Rule, Target, parent_of, relative};
 use crate::pattern::Captures;
 
 /// Number of a scope; none is given twice.
@@ -88,14 +86,34 @@ pub struct Entered {
     pub scope: Option<ScopeNumber>,
 }
 
-/// An operation that cannot be: its names are in two scopes.
+/// An operation that cannot be.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "it would move a file from one checkpoint that is not complete into another (rule `{rule}`): wait until one of them is complete"
-)]
-pub struct TwoScopes {
-    /// The rule of the first one.
-    pub rule: String,
+pub enum Refusal {
+    /// Its names are in two scopes.
+    #[error(
+        "it would move a file from one checkpoint that is not complete into another (rule `{rule}`): wait until one of them is complete"
+    )]
+    TwoScopes {
+        /// The rule of the first one.
+        rule: String,
+    },
+    /// A writer of the scope has failed, so what another process adds would be dropped with it.
+    #[error(
+        "a writer of this checkpoint has failed, and others still run (rule `{rule}`): it is dropped when they have ended; start again then"
+    )]
+    Failed {
+        /// The rule.
+        rule: String,
+    },
+}
+
+impl Refusal {
+    /// The name of the rule.
+    pub fn rule(&self) -> &str {
+        match self {
+            Self::TwoScopes { rule } | Self::Failed { rule } => rule,
+        }
+    }
 }
 
 /// What tells scopes apart.
@@ -112,6 +130,8 @@ enum Purpose {
     Write,
     /// Nothing but removals yet.
     Removal,
+    /// Removals of a part, by programs that have ended well: what is left is complete.
+    Thinning,
 }
 
 /// A scope that is not over.
@@ -184,7 +204,8 @@ const REMEMBERED_MAX: usize = 64;
 
 impl Scope {
     fn has(&self, path: &[u8]) -> bool {
-        let is_at = |top: &Vec<u8>| path == top || relative(path, top).is_some_and(|_| !top.is_empty());
+        let is_at =
+            |top: &Vec<u8>| path == top || relative(path, top).is_some_and(|_| !top.is_empty());
         self.tops.iter().any(is_at)
     }
 
@@ -226,7 +247,9 @@ fn count_files(
 /// Whether all values of `some` are those of `all`.
 fn agrees(some: &Captures, identity: &Identity) -> bool {
     match identity {
-        Identity::Captures(all) => some.iter().all(|(name, value)| all.get(name) == Some(value)),
+        Identity::Captures(all) => some
+            .iter()
+            .all(|(name, value)| all.get(name) == Some(value)),
         Identity::Path(_) => true,
     }
 }
@@ -326,6 +349,28 @@ impl Machine {
         })
     }
 
+    fn must_not_have_failed(&self, process: u32, operation: &Operation<'_>) -> Result<(), Refusal> {
+        let path = match *operation {
+            Operation::Close { .. } => return Ok(()),
+            Operation::Open { path, .. }
+            | Operation::Change { path }
+            | Operation::Remove { path }
+            | Operation::Rename { from: path, .. } => path,
+        };
+        let number = self.open_scope_of(path).or_else(|| {
+            let (key, _) = self.key_of(path)?;
+            self.open_scope_with(&key)
+        });
+        match number.map(|number| &self.scopes[&number]) {
+            Some(scope) if scope.has_failed && !scope.writers.contains(&process) => {
+                Err(Refusal::Failed {
+                    rule: self.rules[scope.key.rule].name.clone(),
+                })
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Whether an operation has to wait: a scope that it is in begins or ends.
     pub fn is_busy(&self, operation: &Operation<'_>) -> bool {
         let paths: [Option<&[u8]>; 2] = match *operation {
@@ -346,11 +391,7 @@ impl Machine {
 
     /// What must be done before an operation, which is not busy. The caller says with [`Machine::begun`] that a scope has begun
     /// and has its names, and tells [`Machine::after`] of the operation also where it was not made.
-    pub fn before(
-        &mut self,
-        process: u32,
-        operation: &Operation<'_>,
-    ) -> Result<Entered, TwoScopes> {
+    pub fn before(&mut self, process: u32, operation: &Operation<'_>) -> Result<Entered, Refusal> {
         let mut actions = Vec::new();
         let scope = self.enter_operation(process, operation, &mut actions)?;
         if let Some(scope) = scope.and_then(|number| self.scopes.get_mut(&number)) {
@@ -364,7 +405,8 @@ impl Machine {
         process: u32,
         operation: &Operation<'_>,
         actions: &mut Vec<Action>,
-    ) -> Result<Option<ScopeNumber>, TwoScopes> {
+    ) -> Result<Option<ScopeNumber>, Refusal> {
+        self.must_not_have_failed(process, operation)?;
         let entered = match *operation {
             Operation::Close { .. } => None,
             Operation::Open { path, .. } | Operation::Change { path } => {
@@ -377,7 +419,7 @@ impl Machine {
                     && one != other
                 {
                     let rule = self.scopes[&one].key.rule;
-                    return Err(TwoScopes {
+                    return Err(Refusal::TwoScopes {
                         rule: self.rules[rule].name.clone(),
                     });
                 }
@@ -561,6 +603,9 @@ impl Machine {
                     scope.files.insert(path.to_vec());
                     scope.removed_tops.remove(path);
                     scope.open.insert(handle, path.to_vec());
+                    // Idle is how a scope is, and not what has happened to it.
+                    let is_idle = matches!(self.rules[scope.key.rule].event, Event::Idle);
+                    scope.event_seen &= !is_idle;
                     scope.note_process(process);
                 }
             }
@@ -577,13 +622,7 @@ impl Machine {
         }
     }
 
-    fn close(
-        &mut self,
-        process: u32,
-        handle: u64,
-        ending: Ending,
-        actions: &mut Vec<Action>,
-    ) {
+    fn close(&mut self, process: u32, handle: u64, ending: Ending, actions: &mut Vec<Action>) {
         let numbers = self.scopes.iter();
         let with_handle = numbers.filter(|(_, scope)| scope.open.contains_key(&handle));
         let numbers: Vec<ScopeNumber> = with_handle.map(|(number, _)| *number).collect();
@@ -707,12 +746,14 @@ impl Machine {
                 Purpose::Removal if has_failed => {
                     self.abort(number, "its removal was cut off", &mut actions);
                 }
-                // What it removed is all that it meant to remove.
+                // It removed a part, which is all that it meant to remove: what is left is complete.
                 Purpose::Removal => {
-                    let tops = scope.tops.clone();
-                    scope.removed_tops = tops;
+                    if scope.removed_tops != scope.tops {
+                        scope.purpose = Purpose::Thinning;
+                    }
                     self.try_commit(number, &mut actions);
                 }
+                Purpose::Thinning => self.try_commit(number, &mut actions),
                 Purpose::Write => {
                     // A program that changes what is complete, and ends well, leaves it complete.
                     scope.event_seen |= (ends_with_next || scope.was_there) && !has_failed;
@@ -730,7 +771,10 @@ impl Machine {
     }
 
     fn reason_of_abort(&self, number: ScopeNumber) -> String {
-        format!("all its writers are gone, and it waits for {}", self.waits_for(number))
+        format!(
+            "all its writers are gone, and it waits for {}",
+            self.waits_for(number)
+        )
     }
 
     fn abort(&mut self, number: ScopeNumber, reason: &str, actions: &mut Vec<Action>) {
@@ -753,8 +797,11 @@ impl Machine {
         let scope = &self.scopes[&number];
         let rule = &self.rules[scope.key.rule];
         let newest = self.newest(scope.key.rule, &scope.key.dir);
-        if scope.purpose == Purpose::Removal && scope.under_way > 0 {
+        if scope.under_way > 0 {
             return Some("changes that are under way".to_owned());
+        }
+        if scope.purpose == Purpose::Thinning {
+            return None;
         }
         if scope.purpose == Purpose::Removal {
             if scope.removed_tops != scope.tops {
@@ -763,11 +810,11 @@ impl Machine {
             let is_newest = newest.is_none_or(|newest| newest.key == scope.key);
             return is_newest.then(|| "a newer checkpoint: it is the last complete one".to_owned());
         }
+        if scope.has_failed {
+            return Some("the end of its other writers: one has failed".to_owned());
+        }
         if !scope.event_seen {
             return Some(rule.describe_event());
-        }
-        if scope.under_way > 0 {
-            return Some("changes that are under way".to_owned());
         }
         if !scope.closed_by_exit.is_empty() {
             return Some("the end of a process that had files open".to_owned());
@@ -818,18 +865,30 @@ impl Machine {
         let Some(scope) = self.scopes.remove(&number) else {
             return actions;
         };
+        let found = self.committed.iter().position(|one| one.key == scope.key);
+        let thinned_at = found.unwrap_or(0);
         self.committed.retain(|one| one.key != scope.key);
         if scope.purpose == Purpose::Removal {
             return actions;
         }
+        // What is thinned out does not become newer.
+        let place = match scope.purpose {
+            Purpose::Thinning => self.committed.len().min(thinned_at),
+            Purpose::Removal | Purpose::Write => self.committed.len(),
+        };
         let (rule, dir) = (scope.key.rule, scope.key.dir.clone());
-        let there: BTreeSet<Vec<u8>> = scope.tops.difference(&scope.removed_tops).cloned().collect();
-        self.committed.push(Committed {
+        let there: BTreeSet<Vec<u8>> = scope
+            .tops
+            .difference(&scope.removed_tops)
+            .cloned()
+            .collect();
+        let committed = Committed {
             writers: scope.writers.len(),
             tops: there,
             files: scope.files,
             key: scope.key,
-        });
+        };
+        self.committed.insert(place, committed);
         let numbers: Vec<ScopeNumber> = self.scopes.keys().copied().collect();
         for other in numbers {
             let key = &self.scopes[&other].key;

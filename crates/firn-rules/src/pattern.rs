@@ -12,6 +12,8 @@ use regex::bytes::Regex;
 pub enum CaptureKind {
     /// Any characters but `/`, as few as the pattern allows.
     Text,
+    /// Digits.
+    Integer,
     /// A number, also with a fraction or an exponent.
     Number,
 }
@@ -58,20 +60,26 @@ fn translate(
             '*' => write!(regex, "{NAME}*").expect("a string takes all"),
             '?' => regex.push_str(NAME),
             '[' => {
-                let end = rest.find(']').ok_or_else(|| fault("expected `]` after `[`"))?;
+                let end = rest
+                    .find(']')
+                    .ok_or_else(|| fault("expected `]` after `[`"))?;
                 let class = &rest[1..end];
                 let (sign, class) = match class.strip_prefix('!') {
                     Some(class) => ("^", class),
                     None => ("", class),
                 };
                 if class.is_empty() || class.contains(['[', '\\', '/', '&', '~']) {
-                    return Err(fault("expected characters or ranges of characters in `[…]`"));
+                    return Err(fault(
+                        "expected characters or ranges of characters in `[…]`",
+                    ));
                 }
                 write!(regex, "[{sign}{class}]").expect("a string takes all");
                 len = end + 1;
             }
             '{' => {
-                let end = rest.find('}').ok_or_else(|| fault("expected `}` after `{`"))?;
+                let end = rest
+                    .find('}')
+                    .ok_or_else(|| fault("expected `}` after `{`"))?;
                 let name = &rest[1..end];
                 if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric()) {
                     return Err(fault("expected letters and digits in `{…}`"));
@@ -82,6 +90,7 @@ fn translate(
                 }
                 regex.push_str(&group);
                 regex.push_str(match kinds.get(name) {
+                    Some(CaptureKind::Integer) => "[0-9]+",
                     Some(CaptureKind::Number) => "[0-9]+(?:\\.[0-9]+)?(?:[eE][-+]?[0-9]+)?",
                     Some(CaptureKind::Text) | None => "[^/]+?",
                 });

@@ -57,7 +57,11 @@ pub fn load_rules(
 ) -> Result<Vec<Rule>, RuleSetError> {
     let built_in = parse_rules(BUILT_IN, "built-in rules")?;
     let mut rules: Vec<Rule> = Vec::new();
-    for word in list.split(',').map(str::trim).filter(|word| !word.is_empty()) {
+    for word in list
+        .split(',')
+        .map(str::trim)
+        .filter(|word| !word.is_empty())
+    {
         let named = if word.contains('/') {
             let text = read(word).map_err(|source| RuleSetError::Read {
                 path: word.to_owned(),

@@ -75,8 +75,8 @@ impl fmt::Display for TraceError {
 }
 
 const WORDS: [&str; 12] = [
-    "mkdir", "open", "write", "close", "truncate", "rename", "link", "symlink", "unlink", "rmdir", "exit",
-    "kill",
+    "mkdir", "open", "write", "close", "truncate", "rename", "link", "symlink", "unlink", "rmdir",
+    "exit", "kill",
 ];
 
 /// The steps of a trace in its own form, or in strace's. `top`: the directory that paths of strace are made relative to;
@@ -122,7 +122,10 @@ fn parse_line(line: &str) -> Result<(u32, Step), String> {
         )
     })?;
     let Some(&word) = words.get(1) else {
-        return Err(format!("expected one of {} after the process", WORDS.join(", ")));
+        return Err(format!(
+            "expected one of {} after the process",
+            WORDS.join(", ")
+        ));
     };
     let argument = |at: usize| {
         let found = words.get(1 + at).map(|word| (*word).to_owned());
@@ -134,7 +137,10 @@ fn parse_line(line: &str) -> Result<(u32, Step), String> {
         "write" => {
             let bytes = argument(2)?;
             let count = bytes.parse();
-            Step::Write(argument(1)?, count.map_err(|_| format!("expected a number of bytes, found `{bytes}`"))?)
+            Step::Write(
+                argument(1)?,
+                count.map_err(|_| format!("expected a number of bytes, found `{bytes}`"))?,
+            )
         }
         "close" => Step::Close(argument(1)?),
         "truncate" => Step::Truncate(argument(1)?),
@@ -145,13 +151,19 @@ fn parse_line(line: &str) -> Result<(u32, Step), String> {
         "rmdir" => Step::Rmdir(argument(1)?),
         "exit" => {
             let code = argument(1)?;
-            Step::Exit(code.parse().map_err(|_| format!("expected an exit code, found `{code}`"))?)
+            Step::Exit(
+                code.parse()
+                    .map_err(|_| format!("expected an exit code, found `{code}`"))?,
+            )
         }
         "kill" => Step::Kill,
         other => {
             let hint = nearest(other, WORDS).map(|word| format!("; did you mean `{word}`?"));
             let words = WORDS.join(", ");
-            return Err(format!("expected one of {words}, found `{other}`{}", hint.unwrap_or_default()));
+            return Err(format!(
+                "expected one of {words}, found `{other}`{}",
+                hint.unwrap_or_default()
+            ));
         }
     };
     Ok((process, step))
@@ -175,14 +187,20 @@ impl Strace {
     fn is_line(line: &str) -> bool {
         let rest = Self::without_process(line).1;
         let is_call = rest.split_once('(').is_some_and(|(name, _)| {
-            !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_')
+            !name.is_empty()
+                && name
+                    .bytes()
+                    .all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_')
         });
         is_call || rest.starts_with("+++ ") || rest.starts_with("--- ") || rest.starts_with("<... ")
     }
 
     /// `[pid 12] call`, `12 call`, `12 1700000000.5 call` or `call`.
     fn without_process(line: &str) -> (u32, &str) {
-        if let Some((pid, rest)) = line.strip_prefix("[pid").and_then(|rest| rest.split_once(']')) {
+        if let Some((pid, rest)) = line
+            .strip_prefix("[pid")
+            .and_then(|rest| rest.split_once(']'))
+        {
             return (pid.trim().parse().unwrap_or(1), rest.trim_start());
         }
         let Some((first, rest)) = line.split_once(' ') else {
@@ -192,7 +210,10 @@ impl Strace {
             return (1, line);
         };
         let rest = rest.trim_start();
-        let is_time = |word: &str| word.bytes().all(|byte| byte.is_ascii_digit() || b".:".contains(&byte));
+        let is_time = |word: &str| {
+            word.bytes()
+                .all(|byte| byte.is_ascii_digit() || b".:".contains(&byte))
+        };
         match rest.split_once(' ') {
             Some((time, rest)) if is_time(time) => (process, rest.trim_start()),
             _ => (process, rest),
@@ -227,12 +248,26 @@ impl Strace {
         if result < 0 {
             return None;
         }
-        let paths: Vec<String> = arguments.split('"').skip(1).step_by(2).map(str::to_owned).collect();
+        let paths: Vec<String> = arguments
+            .split('"')
+            .skip(1)
+            .step_by(2)
+            .map(str::to_owned)
+            .collect();
         let path = |index: usize| self.relative(paths.get(index)?);
-        let descriptor = || arguments.split([',', ')', '<']).next()?.trim().parse::<i64>().ok();
+        let descriptor = || {
+            arguments
+                .split([',', ')', '<'])
+                .next()?
+                .trim()
+                .parse::<i64>()
+                .ok()
+        };
         let step = match name {
             "open" | "openat" | "creat" => {
-                let is_writing = name == "creat" || arguments.contains("O_WRONLY") || arguments.contains("O_RDWR");
+                let is_writing = name == "creat"
+                    || arguments.contains("O_WRONLY")
+                    || arguments.contains("O_RDWR");
                 let path = path(0)?;
                 if !is_writing {
                     return None;
@@ -241,9 +276,10 @@ impl Strace {
                 Step::Open(path)
             }
             "close" => Step::Close(self.open.remove(&(process, descriptor()?))?),
-            "write" | "pwrite64" | "writev" | "pwritev" | "pwritev2" => {
-                Step::Write(self.open.get(&(process, descriptor()?))?.clone(), result as u64)
-            }
+            "write" | "pwrite64" | "writev" | "pwritev" | "pwritev2" => Step::Write(
+                self.open.get(&(process, descriptor()?))?.clone(),
+                result as u64,
+            ),
             "mkdir" | "mkdirat" => Step::Mkdir(path(0)?),
             "rename" | "renameat" | "renameat2" => Step::Rename(path(0)?, path(1)?),
             "link" | "linkat" => Step::Link(path(0)?, path(1)?),
@@ -315,18 +351,41 @@ impl Player {
                 self.last_handle += 1;
                 let handle = self.last_handle;
                 self.open.push((process, path.clone(), handle));
-                self.run(line, &Operation::Open { path: path.as_bytes(), handle });
+                self.run(
+                    line,
+                    &Operation::Open {
+                        path: path.as_bytes(),
+                        handle,
+                    },
+                );
             }
             Step::Write(..) => {}
             Step::Close(path) => {
-                let found = self.open.iter().position(|(of, open, _)| *of == process && open == path);
+                let found = self
+                    .open
+                    .iter()
+                    .position(|(of, open, _)| *of == process && open == path);
                 if let Some(index) = found {
                     let handle = self.open.remove(index).2;
-                    self.run(line, &Operation::Close { handle, ending: Ending::Success });
+                    self.run(
+                        line,
+                        &Operation::Close {
+                            handle,
+                            ending: Ending::Success,
+                        },
+                    );
                 }
             }
-            Step::Mkdir(path) | Step::Truncate(path) | Step::Symlink(_, path) | Step::Link(_, path) => {
-                self.run(line, &Operation::Change { path: path.as_bytes() });
+            Step::Mkdir(path)
+            | Step::Truncate(path)
+            | Step::Symlink(_, path)
+            | Step::Link(_, path) => {
+                self.run(
+                    line,
+                    &Operation::Change {
+                        path: path.as_bytes(),
+                    },
+                );
             }
             Step::Rename(from, to) => {
                 for (_, path, _) in &mut self.open {
@@ -334,11 +393,19 @@ impl Player {
                         path.clone_from(to);
                     }
                 }
-                let operation = Operation::Rename { from: from.as_bytes(), to: to.as_bytes() };
+                let operation = Operation::Rename {
+                    from: from.as_bytes(),
+                    to: to.as_bytes(),
+                };
                 self.run(line, &operation);
             }
             Step::Unlink(path) | Step::Rmdir(path) => {
-                self.run(line, &Operation::Remove { path: path.as_bytes() });
+                self.run(
+                    line,
+                    &Operation::Remove {
+                        path: path.as_bytes(),
+                    },
+                );
             }
             Step::Exit(0) => self.end(line, Ending::Success),
             Step::Exit(_) | Step::Kill => self.end(line, Ending::Failure),
@@ -365,24 +432,31 @@ impl Player {
                 return self.outcomes.push(Outcome {
                     line: line.line,
                     what: "refuse",
-                    rule: error.rule.clone(),
+                    rule: error.rule().to_owned(),
                     paths: Vec::new(),
                     reason: error.to_string(),
                 });
             }
         };
         self.take(line.line, entered.actions);
-        let actions = self.machine.after(line.process, operation, entered.scope, true);
+        let actions = self
+            .machine
+            .after(line.process, operation, entered.scope, true);
         self.take(line.line, actions);
     }
 
     fn take(&mut self, line: usize, actions: Vec<Action>) {
         let shown = |paths: &[Vec<u8>]| -> Vec<String> {
-            paths.iter().map(|path| String::from_utf8_lossy(path).into_owned()).collect()
+            paths
+                .iter()
+                .map(|path| String::from_utf8_lossy(path).into_owned())
+                .collect()
         };
         for action in actions {
             let (what, rule, paths, reason) = match action {
-                Action::Begin { scope, rule, tops, .. } => {
+                Action::Begin {
+                    scope, rule, tops, ..
+                } => {
                     self.machine.begun(scope, false);
                     self.scopes.insert(scope, (rule.clone(), shown(&tops)));
                     ("begin", rule, shown(&tops), String::new())
@@ -411,7 +485,14 @@ impl Player {
         }
     }
 
-    fn push(&mut self, line: usize, what: &'static str, rule: String, paths: Vec<String>, reason: String) {
+    fn push(
+        &mut self,
+        line: usize,
+        what: &'static str,
+        rule: String,
+        paths: Vec<String>,
+        reason: String,
+    ) {
         self.outcomes.push(Outcome {
             line,
             what,

@@ -121,10 +121,7 @@ fn check_tables<B: Backing>(scope: &Scope<B>) {
 }
 
 /// Counts how often names of a scope of names lead to objects.
-fn count_names_in_root<B: Backing>(
-    scope: &Scope<B>,
-    names: &mut HashMap<*const Object<B>, i64>,
-) {
+fn count_names_in_root<B: Backing>(scope: &Scope<B>, names: &mut HashMap<*const Object<B>, i64>) {
     let Some(own) = &scope.names_in_root else {
         return;
     };

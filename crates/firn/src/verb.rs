@@ -32,6 +32,7 @@ mod place;
 mod prune;
 mod pull;
 mod recover;
+mod rules;
 mod run;
 mod status;
 mod transaction;
@@ -93,6 +94,7 @@ pub static GROUPS: &[Group] = &[
             &transaction::COMMIT,
             &transaction::ABORT,
             &transaction::RESTORE,
+            &rules::VERB,
         ],
     },
     Group {

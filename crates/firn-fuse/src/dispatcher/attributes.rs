@@ -56,7 +56,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             let watched = self.watch_of(|| WatchedChange::Cut(inode));
             self.run_watched(caller, inode, watched, call);
         } else {
-            self.run_change(inode, move |engine| call(engine, Watched::new(None, caller)));
+            self.run_change(inode, move |engine| {
+                call(engine, Watched::new(None, caller))
+            });
         }
     }
 

@@ -9,8 +9,8 @@ use firn_backing::{Backing, Errno, Kind, SyncScope};
 use crate::change_log::{ChangeLog, Direction};
 use crate::error::{BeginError, ScopeError};
 use crate::object::Object;
-use crate::recovery::StoredScopes;
 use crate::paths::join;
+use crate::recovery::StoredScopes;
 use crate::scope::{NameSet, Scope, Stage, Top};
 use crate::shadow::{Mode, Shadow};
 use crate::staging;
@@ -224,11 +224,7 @@ impl<B: Backing> TransactionalBacking<B> {
         })
     }
 
-    fn must_not_overlap(
-        &self,
-        dir: &Arc<Object<B>>,
-        names: &[OsString],
-    ) -> Result<(), BeginError> {
+    fn must_not_overlap(&self, dir: &Arc<Object<B>>, names: &[OsString]) -> Result<(), BeginError> {
         let is_one = |name: &OsStr| names.iter().any(|one| one == name);
         match self.scopes.overlapping(dir, is_one) {
             Some(other) => Err(BeginError::Overlaps {
@@ -248,7 +244,11 @@ impl<B: Backing> TransactionalBacking<B> {
             return Err(ScopeError::NotDirectory.into());
         };
         let dir = &scope.root;
-        let new: Vec<OsString> = names.iter().filter(|name| !known.has(name)).cloned().collect();
+        let new: Vec<OsString> = names
+            .iter()
+            .filter(|name| !known.has(name))
+            .cloned()
+            .collect();
         let area = Area::Names(Arc::clone(dir), Arc::new(new.iter().cloned().collect()));
         let _quiet = self.tree.quiesce(vec![area]);
         self.must_not_overlap(dir, &new)?;

@@ -265,6 +265,11 @@ impl<'a, B: Backing> Found<'a, B> {
         Self::new(handle.store, scope, stage)
     }
 
+    /// [`TransactionalBacking::begin_names`] began it.
+    pub fn is_of_names(&self) -> bool {
+        self.handle().scope.names_in_root.is_some()
+    }
+
     /// An earlier firnd prepared it.
     pub fn is_recovered(&self) -> bool {
         self.handle().scope.recovered.is_some()
