@@ -91,7 +91,13 @@ fn a_name_is_in_one_transaction_and_a_rename_stays_in_it() {
     assert!(first.add_names(&names(&["b"])).is_err());
     put(&store, "a", b"1");
     let root = store.root();
-    let moved = store.rename(&root, OsStr::new("a"), &root, OsStr::new("b"), RenameFlags::empty());
+    let moved = store.rename(
+        &root,
+        OsStr::new("a"),
+        &root,
+        OsStr::new("b"),
+        RenameFlags::empty(),
+    );
     assert_eq!(moved, Err(firn_backing::Errno::XDEV));
     first.add_names(&names(&["c"])).expect("add");
     rename(&store, "a", "c");
@@ -110,16 +116,24 @@ fn a_directory_comes_and_goes_with_its_transaction() {
     let store = open(&SimBacking::new());
     let caller = suite::own_caller();
     let first = begin(&store, &["dir"]);
-    let (dir, _) = store.mkdir(&caller, &store.root(), OsStr::new("dir"), 0o755).expect("mkdir");
-    store.create(&caller, &dir, OsStr::new("file"), 0o644).expect("create");
+    let (dir, _) = store
+        .mkdir(&caller, &store.root(), OsStr::new("dir"), 0o755)
+        .expect("mkdir");
+    store
+        .create(&caller, &dir, OsStr::new("file"), 0o644)
+        .expect("create");
     let links = store.attr(&store.root()).expect("attr").nlink;
     commit(&first);
     assert_eq!(store.attr(&store.root()).expect("attr").nlink, links);
     assert_eq!(has(&below(&store), &["dir", "dir/file"]), [true, true]);
     let second = begin(&store, &["dir"]);
-    let (dir, _) = store.lookup(&store.root(), OsStr::new("dir")).expect("lookup");
+    let (dir, _) = store
+        .lookup(&store.root(), OsStr::new("dir"))
+        .expect("lookup");
     store.unlink(&dir, OsStr::new("file")).expect("unlink");
-    store.rmdir(&store.root(), OsStr::new("dir")).expect("rmdir");
+    store
+        .rmdir(&store.root(), OsStr::new("dir"))
+        .expect("rmdir");
     assert_eq!(has(&below(&store), &["dir", "dir/file"]), [true, true]);
     second.abort().expect("abort");
     assert_eq!(has(&seen(&store), &["dir", "dir/file"]), [true, true]);
@@ -128,7 +142,9 @@ fn a_directory_comes_and_goes_with_its_transaction() {
 /// The good file is moved away, a new one is written, and a pointer beside it: GROMACS and others.
 fn change(store: &Store) -> u64 {
     let transaction = begin(store, &["x"]);
-    transaction.add_names(&names(&["x.old", "latest"])).expect("add");
+    transaction
+        .add_names(&names(&["x.old", "latest"]))
+        .expect("add");
     rename(store, "x", "x.old");
     put(store, "x", b"the new one");
     put(store, "latest", b"x");
