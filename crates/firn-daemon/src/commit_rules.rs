@@ -262,7 +262,6 @@ impl CommitRules {
                     self.abort(scope, &reason);
                     Ok(())
                 }
-                Action::Discard { .. } => Ok(()),
             };
             first = first.and(done);
         }

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! # name   scope          commit                       needs and other words
-//! hf       checkpoint-*/  close:trainer_state.json     rng_state*.pth=writers keep=3
+//! hf       checkpoint-*/  close:trainer_state.json     rng_state*.pth=writers
 //! lammps   restart.{T}.*  next                         T=number *=same
 //! ```
 //!
@@ -67,8 +67,6 @@ pub struct Rule {
     pub(crate) scope: ScopePattern,
     pub(crate) event: Event,
     pub(crate) needs: Vec<Need>,
-    /// Complete scopes that stay.
-    pub(crate) keep: Option<usize>,
 }
 
 /// Which paths are in a scope.
@@ -296,7 +294,6 @@ impl LineParser<'_> {
             scope: scope_pattern,
             event,
             needs: Vec::new(),
-            keep: None,
         };
         for word in rest {
             self.word(*word, &names, &mut rule)?;
@@ -416,21 +413,21 @@ impl LineParser<'_> {
     }
 
     fn word(&self, word: Word<'_>, names: &[String], rule: &mut Rule) -> Result<(), RuleError> {
-        const KNOWN: &str = "`FILES=writers`, `FILES=same`, `FILES=N`, `keep=N`, `begins=FILES` or `CAPTURE=number`";
+        const KNOWN: &str =
+            "`FILES=writers`, `FILES=same`, `FILES=N`, `begins=FILES` or `CAPTURE=number`";
         let Some((what, value)) = word.text.rsplit_once('=') else {
             let message = format!("expected {KNOWN}, found `{}`", word.text);
-            return Err(self.error(word.at, message, nearest(word.text, ["keep=", "begins="])));
+            return Err(self.error(
+                word.at,
+                message,
+                nearest(word.text, ["begins=", "writers", "same"]),
+            ));
         };
         let at = word.at + what.len() + 1;
         if what == "begins" || names.iter().any(|name| name == what) {
             return Ok(());
         }
         let number = value.parse::<usize>().ok().filter(|number| *number > 0);
-        if what == "keep" {
-            let message = "expected a number of checkpoints from 1";
-            rule.keep = Some(number.ok_or_else(|| self.error(at, message, None))?);
-            return Ok(());
-        }
         let count = match (value, number) {
             ("writers", _) => Count::Writers,
             ("same", _) => Count::Same,

@@ -73,8 +73,6 @@ pub enum Action {
     Commit { scope: ScopeNumber },
     /// It never was.
     Abort { scope: ScopeNumber, reason: String },
-    /// Old checkpoints that the rule does not keep: each is removed as a program would.
-    Discard { rule: String, tops: Vec<Vec<u8>> },
 }
 
 /// What has to be done before an operation, and the scope that it is made in.
@@ -896,27 +894,14 @@ impl Machine {
                 self.try_commit(other, &mut actions);
             }
         }
-        self.discard_old(rule, &dir, &mut actions);
+        self.forget_old(rule, &dir);
         actions
     }
 
-    fn discard_old(&mut self, rule: usize, dir: &[u8], actions: &mut Vec<Action>) {
+    fn forget_old(&mut self, rule: usize, dir: &[u8]) {
         let is_of = |one: &Committed| one.key.rule == rule && one.key.dir == dir;
         let count = self.committed.iter().filter(|one| is_of(one)).count();
-        if let Some(keep) = self.rules[rule].keep {
-            let old = self.committed.iter().filter(|one| is_of(one));
-            let old: Vec<Committed> = old.take(count.saturating_sub(keep)).cloned().collect();
-            for one in old {
-                let is_open = self.open_scope_with(&one.key).is_some();
-                if !is_open {
-                    self.committed.retain(|other| other.key != one.key);
-                    actions.push(Action::Discard {
-                        rule: self.rules[rule].name.clone(),
-                        tops: one.tops.into_iter().collect(),
-                    });
-                }
-            }
-        } else if count > REMEMBERED_MAX {
+        if count > REMEMBERED_MAX {
             let first = self.committed.iter().position(is_of);
             first.map(|index| self.committed.remove(index));
         }

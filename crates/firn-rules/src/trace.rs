@@ -299,7 +299,7 @@ impl Strace {
 pub struct Outcome {
     /// The line of the operation after, or, for a begin, before which it happened.
     pub line: usize,
-    /// `begin`, `join`, `commit`, `abort`, `discard` or `refuse`.
+    /// `begin`, `join`, `commit`, `abort` or `refuse`.
     pub what: &'static str,
     /// The rule.
     pub rule: String,
@@ -479,7 +479,6 @@ impl Player {
                     self.machine.aborted(scope);
                     ("abort", rule, paths, reason)
                 }
-                Action::Discard { rule, tops } => ("discard", rule, shown(&tops), String::new()),
             };
             self.push(line, what, rule, paths, reason);
         }

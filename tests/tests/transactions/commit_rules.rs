@@ -182,7 +182,12 @@ fn assert_files(told: &str, dir: &Path, expected: &Files) {
 }
 
 /// Makes the first operations of a trace, and returns the processes that run then.
-fn replay(trace: &Trace, count: usize, dir: &Path, model: &mut Model) -> BTreeMap<u32, Replayer> {
+fn replay(
+    trace: &Trace,
+    count: usize,
+    (mount, dir): (&FirnMount<'_>, &Path),
+    model: &mut Model,
+) -> BTreeMap<u32, Replayer> {
     let mut processes: BTreeMap<u32, Replayer> = BTreeMap::new();
     for (step, text) in trace.steps[..count].iter().zip(&trace.lines) {
         let process = processes
@@ -192,6 +197,8 @@ fn replay(trace: &Trace, count: usize, dir: &Path, model: &mut Model) -> BTreeMa
         model.play(step);
         if let Step::Exit(_) = step.step {
             processes.remove(&step.process).expect("it runs").wait();
+            // What an exit makes complete is committed after it.
+            wait_until_settled(mount, model);
         }
     }
     processes
@@ -240,7 +247,7 @@ fn writers_that_are_killed_leave_each_checkpoint_whole_or_as_it_was() {
                 continue;
             }
             let mut model = Model::new(&trace.rules);
-            let processes = replay(&trace, count, &mount.join(&case), &mut model);
+            let processes = replay(&trace, count, (&mount, &mount.join(&case)), &mut model);
             assert_files(&format!("{told}: seen"), &mount.join(&case), &model.view);
             let ended: Vec<u32> = processes.keys().copied().collect();
             drop(processes);
@@ -283,7 +290,7 @@ fn a_firnd_that_is_killed_leaves_each_checkpoint_whole_or_as_it_was() {
             let backing = sandbox.mkdir(&format!("{}-{count}", trace.name));
             let mount = FirnMount::over(&sandbox, &backing, &options(&trace));
             let mut model = Model::new(&trace.rules);
-            let processes = replay(&trace, count, mount.path(), &mut model);
+            let processes = replay(&trace, count, (&mount, mount.path()), &mut model);
             mount.kill();
             drop(processes);
             FirnMount::over(&sandbox, &backing, &options(&trace)).umount();

@@ -5,7 +5,7 @@ use std::io::IoSlice;
 
 use firn_backing::{Backing, Names, RenameFlags, Volume};
 use firn_sim::{SimBacking, Tree, suite, tree};
-use firn_transact::{BeginError, Found, Open, TransactionalBacking};
+use firn_transact::{BeginError, Found, Open, OpenError, Opening, TransactionalBacking};
 
 type Store = TransactionalBacking<SimBacking>;
 
@@ -193,21 +193,22 @@ fn a_crash_at_any_call_of_a_commit_leaves_the_old_names_or_the_new_ones() {
 #[test]
 fn a_crash_drops_what_is_pending_below_all_names_of_what_was_not_decided() {
     let disk = SimBacking::of_seed(7);
-    let store = open(&disk);
+    let opening = || Opening {
+        arena: Some([1; 16]),
+        ..Opening::default()
+    };
+    let opened = TransactionalBacking::open_with::<OpenError>(disk.clone(), opening(), |_| Ok(()));
+    let (store, _) = opened.expect("open");
     put(&store, "x", b"old");
     change(&store);
     drop(store);
     disk.power_loss(1);
     disk.fsck().expect("fsck");
     let mut dropped = Vec::new();
-    let opened = TransactionalBacking::open_with::<firn_transact::OpenError>(
-        disk,
-        firn_transact::Opening::default(),
-        |scopes| {
-            dropped = scopes.to_vec();
-            Ok(())
-        },
-    );
+    let opened = TransactionalBacking::open_with::<OpenError>(disk, opening(), |scopes| {
+        dropped = scopes.to_vec();
+        Ok(())
+    });
     opened.expect("open");
     dropped.sort();
     let expected: [&[u8]; 3] = [b"latest", b"x", b"x.old"];

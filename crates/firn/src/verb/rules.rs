@@ -23,7 +23,7 @@ pub const VERB: Verb = Verb {
                all paths with the same captures (restart.{T}.*). Events are close:FILE, rename:FILE, unlink:FILE, where FILE is \
                in the scope, `.` the scope itself and ../FILE beside it; next, the first change in another scope of the rule or the end of \
                the writers with success; and idle, the last close. Words are FILES=writers, FILES=same and FILES=N (so \
-               many files must be there), keep=N, begins=FILES (what begins the scope) and CAPTURE=number. `#` begins a \
+               many files must be there), begins=FILES (what begins the scope) and CAPTURE=number. `#` begins a \
                comment.\n\n\
                A trace has one operation a line: PROCESS and mkdir PATH, open PATH, write PATH BYTES, close PATH, truncate PATH, rename \
                FROM TO, link FROM TO, symlink TARGET PATH, unlink PATH, rmdir PATH, exit CODE or kill; or it is what strace -f -e \
