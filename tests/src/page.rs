@@ -201,15 +201,10 @@ pub fn normalize(line: &str) -> String {
             (r"(?-u:\b)0 (([KMG]i)?B|bytes)(?-u:\b)", "SIZE"),
             (r"(?-u:\b)0 (µs|ms|s|min|h)(?-u:\b)", "TIME"),
             ("[ \t]+", " "),
-            (", RATE now", ""),
-            (r"SIZE in 0 files? (is|are) ([a-z]+), TIME", "all is $2"),
+            (", RATE in the last seconds", ""),
             (
-                r"everything at [^ ]+ is ([a-z]+), nothing was left to write, TIME",
-                "all is $1",
-            ),
-            (
-                r"; SIZE in 0 files? (was|were) left and (is|are) drained to ([^ ]+), TIME",
-                "; everything is in $3",
+                r"(everything [^:]*): (SIZE in 0 files? were|nothing was) left to write, TIME",
+                "$1",
             ),
         ]
         .map(|(pattern, to)| (Regex::new(pattern).expect("a pattern"), to))
@@ -374,14 +369,17 @@ mod tests {
             ("took 12.1 ms.", "took   3 s."),
             ("arena ###------- 3%", "arena -------### 100%"),
             ("firnd 4711, up 1 min", "firnd 9, up 30 s"),
-            ("1 MiB in 3 writes, 2 MiB/s now", "1 MiB in 3 writes"),
             (
-                "4 MiB in 1 file are durable, 3 ms",
-                "everything at /c is durable, nothing was left to write, 1 s",
+                "1 MiB in 3 writes, 2 MiB/s in the last seconds",
+                "1 MiB in 3 writes",
             ),
             (
-                "unmounted /c; 4 MiB in 2 files were left and are drained to /b, 1 s",
-                "unmounted /c; everything is in /b",
+                "everything at /c is durable: 4 MiB in 1 file were left to write, 3 ms",
+                "everything at /c is durable: nothing was left to write, 1 s",
+            ),
+            (
+                "unmounted /c; everything is drained to /b: 4 MiB in 2 files were left to write, 1 s",
+                "unmounted /c; everything is drained to /b",
             ),
         ];
         for (a, b) in same {
@@ -393,8 +391,8 @@ mod tests {
             ("1 MiB/s", "1 MiB"),
             ("step_1", "step"),
             (
-                "4 MiB in 1 file are durable, 3 ms",
-                "4 MiB in 1 file are drained, 3 ms",
+                "everything at /c is durable: nothing was left to write, 1 s",
+                "everything at /c is drained: nothing was left to write, 1 s",
             ),
         ];
         for (a, b) in different {

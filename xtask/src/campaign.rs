@@ -35,6 +35,12 @@ pub enum Campaign {
         #[arg(long)]
         seed: Option<u64>,
     },
+    /// `firn run` on many hosts: how long all take to mount, and to unmount
+    Hosts {
+        /// Hosts, each in namespaces of its own
+        #[arg(long, default_value_t = 64)]
+        hosts: u64,
+    },
     /// Engine, transactions and the log layout over the simulated backing, stopped at every kind of step, with faults
     Simulation {
         /// Operations in all
@@ -88,7 +94,7 @@ pub enum Campaign {
         #[arg(long, default_value_t = 20)]
         rounds: u64,
     },
-    /// The packages of `make dist`, installed, used and removed in a small Debian
+    /// The packages of `make dist`, installed, used and removed in a small Debian, and in an image of it
     Packages,
     /// The laboratory, which no other test builds: it has no warnings, its models and experiments run
     Lab,
@@ -126,6 +132,12 @@ impl Campaign {
                 "survives_kill_9_of_firnd",
                 ("FIRN_CRASH_ROUNDS", rounds),
                 seed,
+            ),
+            Self::Hosts { hosts } => system(
+                "several_hosts",
+                "many_hosts_mount_at_once",
+                ("FIRN_RUN_HOSTS", hosts),
+                None,
             ),
             Self::Simulation { ops, seed } => {
                 for (package, module) in SIMULATED {

@@ -23,15 +23,15 @@ pub struct Variable {
 pub static VARIABLES: [Variable; 6] = [
     Variable {
         name: "FIRN_RUNTIME_DIR",
-        meaning: "directory of arenas, sockets and logs instead of `/dev/shm/firn-UID`; must be yours and mode 0700",
+        meaning: "directory of arenas, sockets and logs instead of `/dev/shm/firn-UID`: on tmpfs, yours, and of mode 0700",
     },
     Variable {
         name: "FIRN_PREFIX",
-        meaning: "set by `firn run` for its command: the directory to write to",
+        meaning: "set by `firn run` for its command, and read by no verb: the directory to write to",
     },
     Variable {
         name: "FIRN_PRELOAD",
-        meaning: "`off` turns the preload library off",
+        meaning: "`off` turns the preload library off, by which dynamically linked programs reach the arena without FUSE",
     },
     Variable {
         name: "FIRN_PRELOAD_REPORT",
@@ -71,6 +71,7 @@ static INTERNAL: &[&str] = &[
     "FIRN_PARTNER_ROUNDS",
     "FIRN_PLACE_STAGING",
     "FIRN_RECORD",
+    "FIRN_RUN_HOSTS",
     "FIRN_SEED",
     "FIRN_STRESS_SECONDS",
     "FIRN_TEMPORARY",

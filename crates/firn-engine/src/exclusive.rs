@@ -81,7 +81,7 @@ impl<B: Backing> Exclusive<B> {
         file.end_exclusive(&mut state);
         if size == 0 && result.is_ok() {
             self.base.journal.record_emptied(&mut state);
-            file.inode.is_cut.store(false, Ordering::Release);
+            file.inode.note_cut(state.opens.is_cut());
         }
         let waiters = self.drainer.finish_drained(file, &mut state);
         self.drain.enqueue(file, &mut state);

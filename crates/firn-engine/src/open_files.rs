@@ -211,12 +211,11 @@ impl<B: Backing> OpenFiles<B> {
         }
     }
 
-    /// Whether a file was cut is known as long as it is, also when it is neither open nor pending. To be called before
-    /// it is dropped, without its lock.
-    pub(crate) fn keep_cut(&self, inode: &Arc<Inode<B>>, is_cut: bool) {
-        inode.is_cut.store(is_cut, Ordering::Release);
-        if is_cut {
-            self.tree.names.remember(inode);
+    /// Remembers the inode of a file that was cut, also when it is neither open nor pending. To be called before the file
+    /// is dropped, without its lock.
+    pub(crate) fn keep_cut(&self, inode: &Arc<Inode<B>>) {
+        if inode.is_cut.load(Ordering::Acquire) {
+            self.tree.names.remember(inode, 0);
         }
     }
 

@@ -344,8 +344,8 @@ impl<B: Backing> Recovery<'_, B> {
             state.pending = Pending::recovered(id, layers, drained_ranges, time);
             state.opens.restore_ending(known.ending);
         });
-        let is_cut = file.lock().opens.is_cut();
-        self.engine.open_files.keep_cut(inode, is_cut);
+        inode.note_cut(file.lock().opens.is_cut());
+        self.engine.open_files.keep_cut(inode);
         let bytes = {
             let mut state = file.lock();
             if state.pending.is_empty() {

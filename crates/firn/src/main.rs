@@ -2,17 +2,24 @@
 //!
 //! Data goes to stdout, messages to stderr with `firn: ` before them. Exit status: docs/OPERATIONS.md.
 
+mod ask;
 mod checkpoints;
 mod cli;
 mod doctor;
+mod exporter;
 mod failure;
+mod job;
 mod levels;
+mod metrics;
 mod output;
 mod overview;
 mod progress;
 mod prune;
-mod step;
+mod report;
+#[cfg(test)]
+mod snapshot;
 mod text;
+mod top;
 mod verb;
 
 fn main() -> std::process::ExitCode {

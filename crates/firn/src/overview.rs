@@ -26,6 +26,6 @@ pub fn overview(paint: Paint) -> String {
             let _ = writeln!(text, "  {:<12} {}", verb.name, verb.about);
         }
     }
-    text += "\n`firn VERB --help` explains a verb. After a crash, mount again: what was in memory is written.\n";
+    text += "\n`firn VERB --help` explains a verb. If the job or firnd was killed, mount again on the same host:\nwhat was in memory is written. A reboot loses what is not drained.\n";
     text
 }

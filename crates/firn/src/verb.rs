@@ -21,9 +21,12 @@ mod completions;
 mod config;
 mod doctor;
 mod drain;
+mod events;
 mod evict;
+mod exporter;
 mod flatten;
-mod history;
+pub mod history;
+mod hosts;
 mod ls;
 mod man;
 mod mount;
@@ -32,13 +35,17 @@ mod place;
 mod prune;
 mod pull;
 mod recover;
+mod report;
 mod rules;
 mod run;
 mod status;
+mod top;
 mod transaction;
 mod umount;
 mod version;
 mod wait;
+
+pub use run::host_part::{NAME as RUN_HOST, main as run_host};
 
 /// A verb.
 pub struct Verb {
@@ -78,16 +85,19 @@ pub static GROUPS: &[Group] = &[
             &umount::VERB,
             &run::VERB,
             &status::VERB,
+            &top::VERB,
             &ls::VERB,
             &wait::VERB,
             &drain::VERB,
             &history::HISTORY,
             &history::LATEST,
             &prune::VERB,
+            &report::VERB,
+            &events::VERB,
         ],
     },
     Group {
-        title: "Checkpoints as a whole",
+        title: "Several files as one checkpoint: all or nothing",
         verbs: &[
             &transaction::BEGIN,
             &transaction::PREPARE,
@@ -99,7 +109,13 @@ pub static GROUPS: &[Group] = &[
     },
     Group {
         title: "Several hosts",
-        verbs: &[&agent::VERB, &pull::VERB, &place::VERB, &flatten::VERB],
+        verbs: &[
+            &hosts::VERB,
+            &agent::VERB,
+            &pull::VERB,
+            &place::VERB,
+            &flatten::VERB,
+        ],
     },
     Group {
         title: "Repair",
@@ -112,6 +128,7 @@ pub static GROUPS: &[Group] = &[
             &pin::VERB,
             &chunks::VERB,
             &config::VERB,
+            &exporter::VERB,
             &bench::VERB,
             &version::VERB,
             &completions::VERB,

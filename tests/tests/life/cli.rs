@@ -296,9 +296,9 @@ fn help_is_one_text_and_words_of_other_programs_lead_to_a_verb() {
         .code(2)
         .says("did you mean `umount`?");
     sandbox
-        .run(["top"])
+        .run(["iostat"])
         .code(2)
-        .says("did you mean `status --watch`?");
+        .says("did you mean `top` (a screen) or `status --watch`?");
 }
 
 /// The verbs that wait say on stderr what they waited for, and nothing with `--quiet` or `--json`.
@@ -316,7 +316,7 @@ fn verbs_that_wait_end_with_a_summary() {
     write("b");
     let durable = told(&["wait"]);
     assert!(
-        durable.starts_with("firn: 3.0 MiB in 2 files are durable, "),
+        durable.contains(" is durable: 3.0 MiB in 2 files were left to write, "),
         "{durable}"
     );
     let again = told(&["wait", "--until", "drained"]);
@@ -334,7 +334,7 @@ fn verbs_that_wait_end_with_a_summary() {
     write("d");
     let unmounted = told(&["umount"]);
     assert!(
-        unmounted.contains("; 1.5 MiB in 1 file were left and are drained to "),
+        unmounted.contains(": 1.5 MiB in 1 file were left to write, "),
         "{unmounted}"
     );
 }

@@ -139,14 +139,14 @@ fn closes_that_wait_long_for_the_backing_give_one_hint() {
     let sandbox = Sandbox::new("slow-close");
     let faulty = FaultFs::new(&sandbox);
     let mount = FirnMount::over(&sandbox, faulty.path(), &patient("close=drain"));
-    let files: Vec<File> = (0..CLOSES)
-        .map(|index| {
-            let mut file = File::create(mount.join(format!("file{index}"))).expect("create");
-            file.write_all(b"text").expect("write");
-            file
-        })
+    let mut files: Vec<File> = (0..CLOSES)
+        .map(|index| File::create(mount.join(format!("file{index}"))).expect("create"))
         .collect();
     faulty.stall();
+    // Behind the stall, so that nothing drains before its close.
+    for file in &mut files {
+        file.write_all(b"text").expect("write");
+    }
     let begin = Instant::now();
     std::thread::scope(|scope| {
         for file in files {

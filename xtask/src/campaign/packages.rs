@@ -1,4 +1,4 @@
-//! The packages of `make dist` in a root that has next to nothing.
+//! The packages of `make dist` in a root that has next to nothing, and in an image over it.
 
 use std::fs;
 use std::path::Path;
@@ -26,9 +26,17 @@ pub fn run() -> anyhow::Result<()> {
         debootstrap(&debian)?;
     }
     let target = ["test", "-p", "firn-tests", "--test", "life"];
-    require_test(&target, "dist::")?;
+    for tests in ["dist::", "containers::"] {
+        require_test(&target, tests)?;
+    }
     let mut test = cargo_command(&target);
-    test.args(["--", "--nocapture", "--test-threads=1", "dist::"]);
+    test.args([
+        "--",
+        "--nocapture",
+        "--test-threads=1",
+        "dist::",
+        "containers::",
+    ]);
     test.env("FIRN_DIST_PACKAGES", &packages)
         .env("FIRN_DIST_ROOT", &debian);
     cargo(&mut test)

@@ -89,7 +89,7 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
     }
 
     fn is_drained(&self, path: &[u8]) -> bool {
-        let mut wait_no_longer = |_, _| false;
+        let mut wait_no_longer = |_, files_left| files_left == 0;
         let engine = self.gate.engine();
         let drained =
             engine

@@ -23,11 +23,13 @@ pub(crate) fn logout(_: &Subject<'_>) -> Vec<Finding> {
     vec![if !runtime.starts_with("/dev/shm") {
         Finding::ok("arenas are not in /dev/shm, which alone logind empties")
     } else if user() < FIRST_USER {
-        Finding::ok("logind leaves files of root and system users in /dev/shm")
+        Finding::ok(
+            "files in /dev/shm stay at logout (logind leaves those of root and system users)",
+        )
     } else if !Path::new("/run/systemd/users").exists() {
         Finding::ok("no logind runs here that would remove files in /dev/shm at logout")
     } else if lingers() {
-        Finding::ok("this user lingers: logind leaves its files in /dev/shm")
+        Finding::ok("files in /dev/shm stay at logout (this user lingers)")
     } else if !removes_ipc() {
         Finding::ok("logind leaves files in /dev/shm at logout (RemoveIPC=no)")
     } else {
@@ -119,7 +121,7 @@ pub(crate) fn mount_helpers(_: &Subject<'_>) -> Vec<Finding> {
         .map(|name| format!("ln -sf {program} {HELPER_DIR}/{name}"));
     vec![Finding::note(
         format!(
-            "{} missing in {HELPER_DIR}: fstab cannot mount, or umount(8) does not wait for the drain",
+            "{} missing in {HELPER_DIR}: fstab cannot mount (mount.firn), umount(8) returns before the drain ends (umount.fuse.firn)",
             missing.join(" and ")
         ),
         format!(

@@ -101,9 +101,9 @@ fn room_in(dir: &Path, options: &Options, geometry: &Geometry) -> Finding {
 }
 
 fn smaller(geometry: &Geometry, free: u64) -> String {
-    match geometry.fitting_arena_bytes(free) {
-        0 => "free memory there: `firn status` lists what earlier mounts left".into(),
-        bytes => format!("mount with -o arena-size={}M", bytes >> 20),
+    match geometry.proposed_arena_bytes(free) {
+        None => "free memory there: `firn status` lists what earlier mounts left".into(),
+        Some(bytes) => format!("mount with -o arena-size={}M", bytes >> 20),
     }
 }
 
@@ -164,12 +164,14 @@ pub(crate) fn locked(_: &Subject<'_>) -> Vec<Finding> {
     let has_libfabric = LIBFABRIC.iter().any(|path| Path::new(path).exists());
     vec![if has_libfabric {
         Finding::note(
-            format!("{limit} may be locked (ulimit -l): `firn pull` by RDMA locks the whole arena"),
-            "`ulimit -l unlimited`; LimitMEMLOCK=infinity for a service; PropagateResourceLimitsExcept=MEMLOCK in slurm.conf",
+            format!(
+                "at most {limit} can be locked (ulimit -l), and `firn pull` by RDMA locks the whole arena"
+            ),
+            "only for pulls by RDMA: `ulimit -l unlimited`; in a service LimitMEMLOCK=infinity; under Slurm PropagateResourceLimitsExcept=MEMLOCK",
         )
     } else {
         Finding::ok(format!(
-            "{limit} may be locked (ulimit -l); only pulls by RDMA lock memory, and libfabric is not here"
+            "at most {limit} can be locked (ulimit -l); only pulls by RDMA lock memory, and libfabric is not here"
         ))
     }]
 }

@@ -18,7 +18,7 @@ const PATIENCE: Duration = Duration::from_secs(4);
 const OUTPUT_BYTES_MAX: usize = 16 << 10;
 const ROMIO_HINT: &str = "romio_ds_write";
 const OMPIO_SETTING: &str = "fbtl_posix_write_datasieving";
-const WHEN: &str = "matters where several hosts write one file";
+const WHEN: &str = "with one host, or a file for each rank, nothing need be done";
 
 /// What the installed MPI does, and what turns it off.
 pub(crate) fn look(_: &Subject<'_>) -> Vec<Finding> {
@@ -71,7 +71,7 @@ fn judge(
         }
         return Finding::note(
             format!(
-                "{name}: Open MPI's OMPIO sieves writes: without layout=log bytes of other hosts are lost, with it writes are slow"
+                "{name}: if several hosts write one file, Open MPI's OMPIO loses bytes of the other hosts; with layout=log it is only slow"
             ),
             format!("`export OMPI_MCA_{OMPIO_SETTING}=false`; {WHEN}"),
         );
@@ -90,7 +90,7 @@ fn judge(
     }
     Finding::note(
         format!(
-            "{name}: {library} sieves writes: without layout=log bytes of other hosts are lost, with it writes are slow"
+            "{name}: if several hosts write one file, {library} loses bytes of the other hosts; with layout=log it is only slow"
         ),
         format!(
             "`echo {ROMIO_HINT} disable > ~/romio-hints; export ROMIO_HINTS=~/romio-hints`; {WHEN}"

@@ -69,7 +69,7 @@ pub(crate) fn room(subject: &Subject<'_>) -> Vec<Finding> {
         )
     } else {
         Finding::ok(format!(
-            "{} are free (quotas are not seen)",
+            "{} are free (a quota of yours may be less)",
             quantity::bytes(free)
         ))
     }]
@@ -129,7 +129,9 @@ pub(crate) fn names(subject: &Subject<'_>) -> Vec<Finding> {
         // NFS and others refuse the flag whatever the names are.
         let refused = renameat_with(dir, &old, dir, &other, RenameFlags::NOREPLACE);
         Ok(vec![match refused {
-            Err(Errno::EXIST) => Finding::ok("a rename replaces a file, or refuses to"),
+            Err(Errno::EXIST) => Finding::ok(
+                "a rename replaces a file, and refuses to where it shall not (RENAME_NOREPLACE)",
+            ),
             _ => Finding::note(
                 "renames that must not replace a file (RENAME_NOREPLACE) do not work here",
                 "do without `firn prune` and mode=shadow on it; all else works",
@@ -146,7 +148,7 @@ pub(crate) fn locks(subject: &Subject<'_>) -> Vec<Finding> {
         let checked = check_two_files(&base, &base.root(), &name, &mut std::thread::sleep);
         Ok(vec![match checked {
             Ok(()) => Finding::ok(
-                "locks of files work on this host; whether they reach others is seen when a second host mounts",
+                "locks of files work on this host; whether they reach other hosts shows when a second host mounts",
             ),
             Err(error) => Finding::note(
                 format!("locks of files do not work: {error}"),

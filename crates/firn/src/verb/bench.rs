@@ -18,7 +18,7 @@ const FIRN_VARIABLE: &str = "FIRN_BENCH_PROGRAM";
 
 pub const VERB: Verb = Verb {
     name: "bench",
-    about: "Measure Firn beside its baselines (with the program firn-bench)",
+    about: "Compare Firn with writing directly (needs the program firn-bench)",
     long: "The benchmarks are a program of their own, firn-bench, which is looked for beside firn and in \
            ../libexec/firn. `firn bench --help` lists them, `firn bench BENCHMARK --help` their options.\n\n\
            Figures depend on the machine, the file system of --dir and whatever else runs. Compare ratios, and \

@@ -15,7 +15,7 @@ use crate::{output, text};
 
 pub const VERB: Verb = Verb {
     name: "drain",
-    about: "Start draining files now, without waiting for full chunks",
+    about: "Start writing to the directory now, also chunks that are not full",
     long: "Returns at once; use `firn wait`, or --wait, to wait for the result.",
     examples: &[
         (

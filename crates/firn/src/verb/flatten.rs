@@ -17,7 +17,7 @@ use crate::verb::{NO_CONNECTION, Verb, connect};
 
 pub const VERB: Verb = Verb {
     name: "flatten",
-    about: "Make plain files of those that lie in logs",
+    about: "Make plain files of those that lie in logs (layout=log)",
     long: "With layout=log a file lies in logs of the hosts that write it, until the last of them has closed it. With \
            flatten=demand, read or off, and after hosts died, this makes it plain: drains what is held of the files at \
            or below PATH, and waits until they are flat. With --backing no mount is needed, and PATH is below DIR.",

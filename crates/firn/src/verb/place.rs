@@ -13,7 +13,7 @@ use crate::verb::{NO_CONNECTION, Verb, connect};
 
 pub const VERB: Verb = Verb {
     name: "place",
-    about: "Show which lane a file lies in or would go to; make a backing forget a lane",
+    about: "Show on which I/O server (lane) a file lies or would lie; forget a lane",
     long: "For mounts with placement. With placement=dirs, a lane that `lanes` of a mount leaves out keeps its files, and is known \
                until it is forgotten.",
     examples: &[

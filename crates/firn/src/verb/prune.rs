@@ -14,7 +14,7 @@ use crate::{output, text};
 
 pub const VERB: Verb = Verb {
     name: "prune",
-    about: "Remove old checkpoints",
+    about: "Delete old checkpoints, and keep the newest",
     long: "Each directory of yours directly below DIR counts as a checkpoint; those of other users, and what they put into \
                yours, do not, whatever their dates are. The newest N whole ones are kept, \
                and older ones are removed. A checkpoint is whole if it has files, none of them is open for writing or cut (its \

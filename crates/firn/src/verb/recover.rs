@@ -21,7 +21,7 @@ use crate::verb::Verb;
 
 pub const VERB: Verb = Verb {
     name: "recover",
-    about: "Drain what a killed firnd held, without mounting",
+    about: "Write what a killed firnd held to its directory, without mounting",
     long: "Writes the data of the arena to the backing until all of it is durable, then removes the arena. \
                `firn mount` of the same backing does this, too. It can be interrupted and started again at \
                any time.",

@@ -28,7 +28,7 @@ const EXITS: &[(u8, &str)] = &[
 
 pub const BEGIN: Verb = Verb {
     name: "begin",
-    about: "Begin a transaction in a directory",
+    about: "Begin a transaction: what follows counts as a whole or not at all",
     long: "Until `firn commit`, the backing shows none of the changes at or below PATH; programs on the mount see them \
            at once. (With mode=shadow the backing shows them, and an abort undoes them.) The mount must have \
            drain=commit. With --create the transaction makes the directory PATH itself: the backing has it with the \
@@ -71,7 +71,7 @@ pub const PREPARE: Verb = Verb {
 
 pub const COMMIT: Verb = Verb {
     name: "commit",
-    about: "Apply all changes of a transaction to the backing",
+    about: "Make all changes of a transaction count",
     long: "When this returns, all changes since `firn begin` are durable in the backing. After a crash in between, \
            the next mount has all of them or none. With --async it returns as soon as the commit is durably \
            decided; firnd then applies the changes in the background, and `firn status` shows how many are left. \
@@ -108,7 +108,7 @@ pub const ABORT: Verb = Verb {
 
 pub const RESTORE: Verb = Verb {
     name: "restore",
-    about: "Return the files to the state of a checkpoint",
+    about: "Put the files back as they were at a checkpoint",
     long: "For a job that restarts from checkpoint ID of its memory. If a transaction was prepared as ID, it is \
            committed. If ID was committed, everything later is undone; the option history says how many commits that \
            may be.",

@@ -24,7 +24,7 @@ const HELPER_LIMIT: Duration = Duration::from_secs(10);
 
 pub const VERB: Verb = Verb {
     name: "umount",
-    about: "Drain a mount and unmount it",
+    about: "Write the rest to the directory, then unmount",
     long: "Returns when firnd has ended and no longer uses the backing. While files of the mount are open, or the \
            backing refuses the data, it fails and the mount stays. If the kernel says that firnd was killed, the dead \
            mount is removed and its data stays in the arena.",
@@ -40,7 +40,7 @@ pub const VERB: Verb = Verb {
         ),
     ],
     exits: &[
-        (0, "unmounted, everything is in the backing"),
+        (0, "unmounted, everything is drained"),
         (1, "failed; it is still mounted"),
         (
             2,
@@ -166,11 +166,11 @@ fn summary(mount: &Mount, waited: &Waited, kept_bytes: Option<u64>) -> String {
             )
         }
         None if waited.files > 0 => format!(
-            "unmounted {point}; {} were left and are drained to {backing}, {}",
+            "unmounted {point}; everything is drained to {backing}: {} were left to write, {}",
             waited.amount(),
             waited.seconds()
         ),
-        None => format!("unmounted {point}; everything is in {backing}"),
+        None => format!("unmounted {point}; everything is drained to {backing}"),
     }
 }
 

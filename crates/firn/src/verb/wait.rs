@@ -19,7 +19,7 @@ use crate::verb::{NO_CONNECTION, Verb, connect};
 
 pub const VERB: Verb = Verb {
     name: "wait",
-    about: "Wait until files are partnered, logged, drained or durable",
+    about: "Wait until files are in the directory (drained) or on its disks (durable)",
     long: "Drains everything at or below PATH now and waits until that is done. With --until durable, it also has the \
            effect of fsync(2) on every file and on the directories that name it. Files that lie in logs (layout=log) are \
            flattened for `drained` and `durable`; what somebody has open for writing stays logged. With --until \
@@ -185,11 +185,12 @@ pub fn wait(
 fn summary(path: &std::path::Path, until: DurabilityLevel, waited: &Waited) -> String {
     let level = until.as_str();
     let time = waited.seconds();
-    if waited.files > 0 {
-        return format!("{} are {level}, {time}", waited.amount());
-    }
     let path = text::path(path);
-    format!("everything at {path} is {level}, nothing was left to write, {time}")
+    if waited.files > 0 {
+        let left = waited.amount();
+        return format!("everything at {path} is {level}: {left} were left to write, {time}");
+    }
+    format!("everything at {path} is {level}: nothing was left to write, {time}")
 }
 
 /// Whether nothing failed and a part is left: there was no time, or files stay in logs.
@@ -221,11 +222,11 @@ mod tests {
         let path = std::path::Path::new("/ckpt/step_1");
         assert_eq!(
             summary(path, DurabilityLevel::Durable, &waited(768 << 20, 32)),
-            "768.0 MiB in 32 files are durable, 700 ms"
+            "everything at /ckpt/step_1 is durable: 768.0 MiB in 32 files were left to write, 700 ms"
         );
         assert_eq!(
             summary(path, DurabilityLevel::Drained, &waited(0, 0)),
-            "everything at /ckpt/step_1 is drained, nothing was left to write, 700 ms"
+            "everything at /ckpt/step_1 is drained: nothing was left to write, 700 ms"
         );
     }
 }

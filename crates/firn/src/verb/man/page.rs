@@ -59,18 +59,19 @@ fn overview() -> Page {
 
 /// The first screen of the README, and the words that all other pages use.
 const DESCRIPTION: &[&str] = &[
-    "Firn is a file system for checkpoints. Mount it in front of any directory. Unmodified programs write checkpoints at \
-     memory speed. What they wrote survives the death of every process on the host, including Firn's own, and reaches the \
-     directory as ordinary files, in few large writes.",
+    "Firn is a file system for checkpoints. Mount it in front of any directory. Unmodified programs write checkpoints to \
+     memory of the host, and compute on at once. firnd, Firn's process for each mount, carries them to the directory as \
+     ordinary files, in few large writes. What was written stays if every process on the host is killed, firnd too.",
     "The directory in which files end up is the backing. The arena is memory in /dev/shm that holds what is not there \
-     yet, 256 MiB unless the option arena-size says otherwise; it belongs to no process. When every process was killed, \
-     `firn mount` of the same backing drains what the arena holds; `firn recover` does so without a mount. After a \
-     failure of the host itself, what was not drained is lost.",
-    "What was written is held (in memory: it survives the death of every process), then drained (in the backing, as \
-     after write(2): other hosts can read it), then durable (as after fsync(2): it survives the loss of the host). `firn \
-     wait --until` waits for one of them, and `firn ls` shows the state of each file.",
-    "Firn is not for what must survive the loss of the host the moment it is written, nor for a backing that is a local \
-     file system whose page cache is all you need.",
+     yet, 256 MiB unless the option arena-size says otherwise. It should hold a checkpoint of this host: when it is full, \
+     writes wait for the drain, and nothing is lost. It belongs to no process. When firnd was killed, `firn mount` of the \
+     same backing on the same host drains what the arena holds; `firn recover` does so without a mount. If the host itself \
+     fails, what is not durable may be lost.",
+    "What was written is held (in memory: it survives the death of every process), then drained (handed to the backing, as \
+     after write(2) and close(2) there: other hosts can read it), then durable (as after fsync(2): it survives the loss of \
+     the host). `firn wait --until` waits for one of them, and `firn ls` shows the state of each file.",
+    "Firn is not for what must survive the loss of the host the moment it is written. In front of a local disk, where direct \
+     writes go to the page cache, it is no faster.",
 ];
 
 const EXAMPLES: &[(&str, &str)] = &[
@@ -88,8 +89,8 @@ const EXAMPLES: &[(&str, &str)] = &[
     ),
     ("firn umount /ckpt", "Drain the rest, and unmount."),
     (
-        "firn run --memory 8G --backing /scratch/run42 -- mpirun -n 8 ./app",
-        "All of that around one job, which writes below $FIRN_PREFIX.",
+        "firn run --memory 8G --backing /scratch/run42 --prefix /tmp/ckpt -- mpirun -n 8 ./app /tmp/ckpt",
+        "All of that around one job, which writes to /tmp/ckpt. --memory is the arena-size of its mount.",
     ),
 ];
 
@@ -125,10 +126,16 @@ const EXITS: &[(u8, &str)] = &[
     (0, "done"),
     (1, "failed"),
     (2, "an invalid option or argument"),
-    (3, "partly done; what is left is safe"),
+    (
+        3,
+        "partly done; what is left is where it was: the same command goes on",
+    ),
     (10, "not a firn arena or mount"),
-    (11, "busy: held by somebody else"),
-    (12, "try again: all connections to firnd are in use"),
+    (11, "busy: another process or job uses it"),
+    (
+        12,
+        "all connections to firnd are in use: repeat the command",
+    ),
     (130, "interrupted"),
 ];
 

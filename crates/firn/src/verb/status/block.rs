@@ -4,10 +4,10 @@ use std::fmt::Write;
 
 use firn_config::Options;
 use firn_format::quote::printable;
-use firn_protocol::figures::Figures;
+use firn_protocol::figures::{self, Figures};
 use firn_protocol::{
-    ErrorStatus, FileStatus, LaneState, LaneStatus, PartnerStatus, PlacedStatus, SpillStatus,
-    Status, TokenState, TokenStatus, TransactionStage, TransactionStatus,
+    ErrorStatus, FileStatus, HistogramStatus, LaneState, LaneStatus, PartnerStatus, PlacedStatus,
+    SpillStatus, Status, TokenState, TokenStatus, TransactionStage, TransactionStatus,
 };
 
 use super::Seen;
@@ -216,7 +216,7 @@ fn add_main(s: &Status, paint: Paint, lines: &mut Lines) {
             "{} in {}{}",
             bytes(s.ingest_bytes),
             count(s.ingest_writes, "write"),
-            now(s.ingest_bytes_per_second)
+            recent_rate(s.ingest_bytes_per_second)
         ),
     );
     line("written", drained(s));
@@ -326,7 +326,7 @@ fn options(s: &Status) -> String {
     for option in &s.options {
         match option.as_str() {
             "close=drain" => close = Some("close waits for the backing (close=held: at once)"),
-            "close=held" => close = Some("close=held: close returns at once"),
+            "close=held" => close = Some("close=held: close returns when its data is in memory"),
             option if defaults.iter().any(|default| default == option) => {}
             option => others.push(option),
         }
@@ -339,12 +339,12 @@ fn options(s: &Status) -> String {
     }
 }
 
-/// A speed, if there is one.
-fn now(bytes_per_second: f64) -> String {
+/// The rate over the last seconds, if there is one.
+fn recent_rate(bytes_per_second: f64) -> String {
     if bytes_per_second < 1.0 {
         return String::new();
     }
-    format!(", {} now", rate(bytes_per_second))
+    format!(", {} in the last seconds", rate(bytes_per_second))
 }
 
 fn pulled(s: &Status) -> String {
@@ -353,7 +353,7 @@ fn pulled(s: &Status) -> String {
         bytes(s.pulled_bytes),
         count(s.pulled_files, "file"),
         count(s.pulls, "pull"),
-        now(s.pulled_bytes_per_second)
+        recent_rate(s.pulled_bytes_per_second)
     )
 }
 
@@ -445,18 +445,36 @@ fn other_figures(s: &Status) -> Vec<String> {
     let figures = Figures::of([s]);
     let others = figures.iter().filter(|one| !IN_LINES.contains(&&*one.name));
     for other in others {
-        for sample in other.samples.iter().filter(|sample| sample.value != 0.0) {
+        for sample in other.samples.iter().filter(|one| !one.value.is_zero()) {
             let labels: Vec<String> = sample
                 .labels
                 .iter()
-                .filter(|(key, _)| !["mount_point", "backing"].contains(key))
+                .filter(|(key, _)| !["mount_point", "backing", "host"].contains(key))
                 .map(|(key, value)| format!(" {key}={value}"))
                 .collect();
-            let value = figure(&other.name, sample.value);
+            let value = match &sample.value {
+                figures::Value::Number(number) => figure(&other.name, *number),
+                figures::Value::Histogram(histogram) => histogram_text(&other.name, histogram),
+            };
             shown.push(format!("{}{} {value}", other.name, labels.concat()));
         }
     }
     shown
+}
+
+/// A histogram in a few words.
+fn histogram_text(name: &str, histogram: &HistogramStatus) -> String {
+    let upto = |share| match histogram.quantile(share) {
+        Some(bound) if bound.is_finite() => format!("<={}", figure(name, bound)),
+        _ => "more".to_owned(),
+    };
+    format!(
+        "{} of {} on average, half {}, 99 % {}",
+        histogram.count(),
+        figure(name, histogram.mean().unwrap_or(0.0)),
+        upto(0.5),
+        upto(0.99)
+    )
 }
 
 fn lane_line(lane: &LaneStatus, paint: Paint) -> String {
@@ -517,11 +535,14 @@ fn token_line(token: &TokenStatus, paint: Paint) -> String {
 }
 
 fn held(s: &Status) -> String {
+    if (s.held_bytes, s.held_files, s.oldest_held_seconds) == (0, 0, None) {
+        return "everything is drained".to_owned();
+    }
     let oldest = s.oldest_held_seconds.map_or_else(String::new, |age| {
         format!(", the oldest for {}", seconds(age))
     });
     format!(
-        "{} in {} (held){oldest}",
+        "{} in {} (held, not drained yet){oldest}",
         bytes(s.held_bytes),
         count(s.held_files, "file")
     )
@@ -639,7 +660,7 @@ fn spilled(spill: &SpillStatus) -> String {
         bytes(spill.bytes),
         spill.path,
         bytes(spill.moved_bytes),
-        now(spill.moved_bytes_per_second)
+        recent_rate(spill.moved_bytes_per_second)
     )
 }
 
@@ -658,7 +679,7 @@ fn drained(s: &Status) -> String {
         "{} in {}{mean} (drained){failed}{}",
         bytes(s.drain_bytes),
         count(s.drain_writes, "write"),
-        now(s.drain_bytes_per_second)
+        recent_rate(s.drain_bytes_per_second)
     )
 }
 
@@ -753,8 +774,8 @@ mod tests {
         assert_eq!(
             mount(&healthy(), Detail::Short, Paint::stdout()),
             "/ckpt  on  /scratch/run42  healthy
-  in memory     12.0 MiB in 3 files (held), the oldest for 2.0 s; [#---------] 12% of 256.0 MiB in use
-  received      384.0 MiB in 6144 writes, 1.0 MiB/s now
+  in memory     12.0 MiB in 3 files (held, not drained yet), the oldest for 2.0 s; [#---------] 12% of 256.0 MiB in use
+  received      384.0 MiB in 6144 writes, 1.0 MiB/s in the last seconds
   written       384.0 MiB in 61 writes of 6.3 MiB (drained)
   options       close waits for the backing (close=held: at once)
 "
@@ -824,6 +845,9 @@ mod tests {
             Value::Number(number) => *number = 77_777.into(),
             Value::Bool(flag) => *flag = !*flag,
             Value::Array(items) => items.push(items[0].clone()),
+            Value::Object(histogram) if histogram.contains_key("sum") => {
+                histogram["sum"] = 77_777.into();
+            }
             Value::Object(counts) => drop(counts.insert("another".to_owned(), 77_777.into())),
             Value::String(state) => {
                 let other = match state.as_str() {
