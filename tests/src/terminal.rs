@@ -75,10 +75,13 @@ impl OnTerminal {
     pub fn resize(&mut self, columns: u16, lines: u16) {
         let size = window_size(columns, lines);
         let fd = std::os::fd::AsRawFd::as_raw_fd(&self.keyboard);
-        // SAFETY: the descriptor is open, and the kernel reads one winsize.
-        let done = unsafe { libc::ioctl(fd, libc::TIOCSWINSZ, &raw const size) };
-        assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
-        self.with(|parser| parser.screen_mut().set_size(lines, columns));
+        // With the screen's lock: what the program draws for the new size must not reach a screen of the old one.
+        self.with(|parser| {
+            // SAFETY: the descriptor is open, and the kernel reads one winsize.
+            let done = unsafe { libc::ioctl(fd, libc::TIOCSWINSZ, &raw const size) };
+            assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
+            parser.screen_mut().set_size(lines, columns);
+        });
     }
 
     /// The screen as text.

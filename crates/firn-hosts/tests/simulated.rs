@@ -469,13 +469,6 @@ fn of_two_hosts_that_come_at_once_at_least_one_sees_the_other() {
     }
 }
 
-/// The clock of the disk goes on, a second with each change.
-fn pass(on: &SimBacking, seconds: u32) {
-    for _ in 0..seconds {
-        own::touch(on, &on.root(), "time").expect("touch");
-    }
-}
-
 /// What is said of each host, by name.
 fn lives(survey: &Survey) -> Vec<(&str, Life, Evidence)> {
     let hosts = survey.hosts.iter();
@@ -487,6 +480,7 @@ fn lives(survey: &Survey) -> Vec<(&str, Life, Evidence)> {
 #[test]
 fn a_survey_tells_hosts_that_live_are_stopped_have_died_or_left() {
     let disk_of_a = disk();
+    disk_of_a.set_tick(Duration::from_millis(1));
     let reader = disk_of_a.another_process();
     let (_, mut a) = join(&disk_of_a, "a", "log");
     let disk_of_b = disk_of_a.another_process();
@@ -522,7 +516,7 @@ fn a_survey_tells_hosts_that_live_are_stopped_have_died_or_left() {
     drop(b);
     let own_kernel = look("boot of b", &mut never);
     assert_eq!(lives(&own_kernel)[1], ("b", Life::Dead, Evidence::Lock));
-    pass(&reader, 10);
+    reader.pass(Duration::from_secs(10));
     let old = look("boot of the reader", &mut |_| ());
     assert_eq!(
         lives(&old)[..2],
@@ -543,15 +537,16 @@ fn a_survey_tells_hosts_that_live_are_stopped_have_died_or_left() {
 #[test]
 fn a_host_that_may_write_to_logs_is_in_doubt_for_longer_where_locks_do_not_reach() {
     let disk_of_a = disk();
+    disk_of_a.set_tick(Duration::from_millis(1));
     disk_of_a.set_lock_reach(LockReach::Host);
     let reader = disk_of_a.another_process();
     let dir = make_host_dir(&disk_of_a, "a").expect("dir");
     let lease = Lease::take(&disk_of_a, &dir, LeaseUse::Logs, &holder("a"), &mut never);
     let _lease = lease.expect("take");
     let look = || survey(&reader, "another", &mut |_| ()).expect("survey");
-    pass(&reader, 10);
+    reader.pass(Duration::from_secs(10));
     assert_eq!(look().hosts[0].life, Life::Doubtful);
-    pass(&reader, 30);
+    reader.pass(Duration::from_secs(30));
     assert_eq!(look().hosts[0].life, Life::Dead);
 }
 

@@ -7,6 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::data::Data;
 use super::power::NameChange;
@@ -116,7 +117,10 @@ pub struct Disk {
     pub(super) log: Vec<NameChange>,
     next_ino: u64,
     next_cookie: i64,
-    clock: i64,
+    /// Time of the last change.
+    clock: Duration,
+    /// How much later each change is than the one before.
+    pub(super) tick: Duration,
     pub(super) capacity_bytes: Option<u64>,
     pub(super) device: u64,
     pub(super) read_only: bool,
@@ -134,7 +138,8 @@ impl Default for Disk {
             next_ino: ROOT + 1,
             // 1 and 2 are those of `.` and `..`.
             next_cookie: 3,
-            clock: 0,
+            clock: Duration::ZERO,
+            tick: Duration::from_secs(1),
             capacity_bytes: None,
             device: 1,
             read_only: false,
@@ -145,11 +150,16 @@ impl Default for Disk {
 impl Disk {
     /// A later time with every call.
     pub(super) fn now(&mut self) -> Time {
-        self.clock += 1;
+        self.pass(self.tick);
         Time {
-            sec: self.clock,
-            nsec: 0,
+            sec: self.clock.as_secs() as i64,
+            nsec: self.clock.subsec_nanos(),
         }
+    }
+
+    /// Lets time pass.
+    pub(super) fn pass(&mut self, time: Duration) {
+        self.clock += time;
     }
 
     pub(super) fn inode(&self, ino: u64) -> Result<&Inode> {

@@ -14,6 +14,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, AtomicUsize, Ordering};
+use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
@@ -260,6 +261,16 @@ impl SimBacking {
     fn lane_fails(&self, ino: u64) -> bool {
         let failing = self.lanes.failing.load(Ordering::Relaxed);
         failing >> self.lane_of_number(ino).index() & 1 == 1
+    }
+
+    /// Sets how much later each change is than the one before; a second unless this says otherwise.
+    pub fn set_tick(&self, tick: Duration) {
+        self.state.lock().disk.tick = tick;
+    }
+
+    /// Lets time pass without a change.
+    pub fn pass(&self, time: Duration) {
+        self.state.lock().disk.pass(time);
     }
 
     /// Has locks reach only this far, for all processes over this disk.

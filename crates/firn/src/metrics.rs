@@ -278,17 +278,22 @@ mod tests {
         let expected = [
             ("_sum{", "", " 12.0"),
             ("_count{", "", " 6"),
-            ("_bucket{", "le=\"1.0\"", " 1"),
-            ("_bucket{", "le=\"2.0\"", " 3"),
+            ("_bucket{", "le=\"1\"", " 1"),
+            ("_bucket{", "le=\"2\"", " 3"),
             ("_bucket{", "le=\"+Inf\"", " 6"),
         ];
         assert_eq!(family.len(), expected.len(), "{family:?}");
-        for (line, (name, label, value)) in family.iter().zip(expected) {
-            let is_it = line.starts_with(&format!("firn_write_seconds{name}"))
-                && line.contains(label)
-                && line.contains("mount_point=\"/b\"")
-                && line.ends_with(value);
-            assert!(is_it, "{line}");
+        for (name, label, value) in expected {
+            let is_it = |line: &&str| {
+                line.starts_with(&format!("firn_write_seconds{name}"))
+                    && line.contains(label)
+                    && line.contains("mount_point=\"/b\"")
+                    && line.ends_with(value)
+            };
+            assert!(
+                family.iter().any(is_it),
+                "{name} {label} {value}: {family:?}"
+            );
         }
         assert!(text.contains("# TYPE firn_write_seconds histogram\n"));
     }

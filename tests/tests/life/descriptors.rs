@@ -150,7 +150,12 @@ fn regression_an_open_that_fails_leaves_no_file_behind() {
         dirs.len()
     );
     drop((dirs, files));
-    fs::write(mount.join("last"), "text").expect("there are descriptors again");
+    // The kernel tells firnd of closed directories later.
+    wait_until(
+        "there are descriptors again",
+        Duration::from_secs(30),
+        || fs::write(mount.join("last"), "text").is_ok(),
+    );
     let backing = mount.umount();
     for index in 0..500 {
         assert!(

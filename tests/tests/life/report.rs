@@ -139,7 +139,7 @@ fn a_run_leaves_a_page_that_a_browser_shows() {
         mkdir "$FIRN_PREFIX/<img src=x onerror=document.title=1>"
         printf x > "$FIRN_PREFIX/<img src=x onerror=document.title=1>/step_9"
     "#;
-    let mut firn = sandbox.firn(["run", "--memory", "256M", "--no-preload", "--backing"]);
+    let mut firn = sandbox.firn(["run", "--memory", "512M", "--no-preload", "--backing"]);
     firn.arg(&backing).arg("--report").arg(&page);
     firn.args(["--", "sh", "-c", script]);
     run(&mut firn).ok().says("the report is in");

@@ -66,13 +66,13 @@ const WITH_MOUNT_POINT: [&str; 12] = [
     "commit", "abort",
 ];
 
-/// Verbs that take a list after `-o`.
+/// Verbs that take a list of options after `-o`; one that has a long name, too, is another.
 fn with_options() -> Vec<&'static str> {
     let takes_list = |verb: &&Verb| {
         let command = verb.command();
         command
             .get_arguments()
-            .any(|arg| arg.get_short() == Some('o'))
+            .any(|arg| arg.get_short() == Some('o') && arg.get_long().is_none())
     };
     verbs().filter(takes_list).map(|verb| verb.name).collect()
 }
