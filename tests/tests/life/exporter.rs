@@ -73,16 +73,17 @@ fn get(mut client: impl Read + Write, request: &str) -> String {
     text
 }
 
-/// The samples of a metric.
-fn samples<'a>(text: &'a str, name: &str) -> Vec<&'a str> {
+/// The samples of a metric of one mount: for root there are those of other tests, too.
+fn samples<'a>(text: &'a str, mount_point: &Path, name: &str) -> Vec<&'a str> {
     let start = format!("{name}{{");
+    let label = format!("mount_point=\"{}\"", mount_point.display());
     text.lines()
-        .filter(|line| line.starts_with(&start))
+        .filter(|line| line.starts_with(&start) && line.contains(&label))
         .collect()
 }
 
-fn is_up(text: &str, value: u32) -> bool {
-    let up = samples(text, "firn_up");
+fn is_up(text: &str, mount_point: &Path, value: u32) -> bool {
+    let up = samples(text, mount_point, "firn_up");
     up.len() == 1 && up[0].ends_with(&format!(" {value}"))
 }
 
@@ -95,7 +96,7 @@ fn a_scrape_has_the_figures_of_each_mount_and_a_hanging_firnd_is_down() {
     let exporter = Exporter::on(&sandbox, "127.0.0.1:0");
     let text = exporter.scrape();
     assert!(text.starts_with("HTTP/1.1 200 OK\r\n"), "{text}");
-    assert!(is_up(&text, 1), "{text}");
+    assert!(is_up(&text, mount.path(), 1), "{text}");
     let host = rustix::system::uname();
     let labels = format!(
         "backing=\"{}\",mount_point=\"{}\",host=\"{}\"",
@@ -106,30 +107,35 @@ fn a_scrape_has_the_figures_of_each_mount_and_a_hanging_firnd_is_down() {
     let bytes = format!("firn_ingest_bytes_total{{{labels}}} 100000");
     assert!(text.lines().any(|line| line == bytes), "{bytes}: {text}");
     for name in ["write", "close", "fsync", "drain"] {
-        let count = samples(&text, &format!("firn_{name}_seconds_count"));
+        let count = samples(&text, mount.path(), &format!("firn_{name}_seconds_count"));
         assert_eq!(count.len(), 1, "{text}");
         assert_eq!(count[0].ends_with(" 0"), name == "fsync", "{}", count[0]);
     }
-    let buckets = samples(&text, "firn_ingest_write_bytes_bucket");
+    let buckets = samples(&text, mount.path(), "firn_ingest_write_bytes_bucket");
     assert!(
         buckets.iter().any(|line| line.contains("le=\"+Inf\"")),
         "{buckets:?}"
     );
 
     kill(mount.pid(), libc::SIGSTOP);
-    wait_until("firnd is down", LIMIT, || is_up(&exporter.scrape(), 0));
+    wait_until("firnd is down", LIMIT, || {
+        is_up(&exporter.scrape(), mount.path(), 0)
+    });
     // A connection that hangs is one, however often is asked.
     (0..3).for_each(|_| drop(exporter.scrape()));
     let text = exporter.scrape();
     assert!(
-        samples(&text, "firn_ingest_bytes_total").is_empty(),
+        samples(&text, mount.path(), "firn_ingest_bytes_total").is_empty(),
         "{text}"
     );
     kill(mount.pid(), libc::SIGCONT);
-    wait_until("firnd is up", LIMIT, || is_up(&exporter.scrape(), 1));
+    wait_until("firnd is up", LIMIT, || {
+        is_up(&exporter.scrape(), mount.path(), 1)
+    });
+    let point = mount.path().to_owned();
     mount.umount();
     wait_until("no mount", LIMIT, || {
-        samples(&exporter.scrape(), "firn_up").is_empty()
+        samples(&exporter.scrape(), &point, "firn_up").is_empty()
     });
     exporter.end();
 }
@@ -209,7 +215,7 @@ fn a_text_file_is_replaced_whole_and_readable_for_others() {
     let status = wait_child(&mut child, LIMIT).expect("an end");
     assert_eq!(exit_code(status), 0);
     let text = fs::read_to_string(&file).expect("read");
-    assert!(is_up(&text, 1), "{text}");
+    assert!(is_up(&text, mount.path(), 1), "{text}");
     let mode = fs::metadata(&file).expect("stat").permissions().mode();
     assert_eq!(mode & 0o777, 0o644);
     let others = fs::read_dir(sandbox.path()).expect("list");
@@ -230,7 +236,7 @@ fn example(name: &str) -> PathBuf {
 fn known_metrics() -> Vec<String> {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/METRICS.md");
     let page = fs::read_to_string(page).expect("the page");
-    let row = Regex::new(r"(?m)^\| `(firn_\w+)` \| (\w+) \|").expect("a pattern");
+    let row = Regex::new(r"(?m)^\| `(firn_[a-z_]+)` \| ([a-z]+) \|").expect("a pattern");
     let mut known = Vec::new();
     for row in row.captures_iter(&page) {
         let name = &row[1];
