@@ -2,16 +2,13 @@
 //!
 //! Data goes to stdout, messages to stderr with `firn: ` before them. Exit status: docs/OPERATIONS.md.
 
-mod checkpoints;
 mod cli;
 mod doctor;
 mod failure;
-mod levels;
 mod output;
 mod overview;
 mod progress;
 mod prune;
-mod step;
 mod text;
 mod verb;
 

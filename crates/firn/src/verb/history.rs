@@ -11,11 +11,11 @@ use firn_format::durability::DurabilityLevel;
 use firn_protocol::path::BytePath;
 use serde::Serialize;
 
-use crate::checkpoints::{Checkpoint, Directory, Wholeness};
 use crate::failure::{DONE, FAILED, Failure, PARTLY};
 use crate::output::{self, Paint};
 use crate::text;
 use crate::verb::{NO_CONNECTION, Verb};
+use firn_client::checkpoints::{Checkpoint, Directory, Wholeness};
 
 pub const HISTORY: Verb = Verb {
     name: "history",
@@ -145,7 +145,7 @@ fn run_history(matches: &ArgMatches) -> Result<u8, Failure> {
     let failures: Vec<String> = looked
         .failed
         .iter()
-        .filter_map(|(_, _, failure)| failure.text())
+        .map(|(_, _, error)| error.to_string())
         .collect();
     for failure in &failures {
         output::say(failure);
@@ -239,9 +239,8 @@ fn run_latest(matches: &ArgMatches) -> Result<u8, Failure> {
         ));
     }
     let looked = directory.look()?;
-    let failed = looked.failed.iter();
-    for failure in failed.filter_map(|(_, _, failure)| failure.text()) {
-        output::say(&failure);
+    for (_, _, error) in &looked.failed {
+        output::say(&error.to_string());
     }
     let with_step = || looked.checkpoints.iter().filter(|one| one.step.is_some());
     let is_usable = |one: &&Checkpoint| match one.wholeness {

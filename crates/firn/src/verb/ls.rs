@@ -9,9 +9,9 @@ use firn_protocol::path::BytePath;
 use serde::Serialize;
 
 use crate::failure::{DONE, FAILED, Failure};
-use crate::levels::Levels;
 use crate::verb::{NO_CONNECTION, Verb, connect};
 use crate::{output, text};
+use firn_client::levels::Levels;
 
 pub const VERB: Verb = Verb {
     name: "ls",

@@ -6,11 +6,11 @@ use clap::{ArgMatches, Args, FromArgMatches, ValueHint, value_parser};
 use firn_protocol::path::BytePath;
 use serde::Serialize;
 
-use crate::checkpoints::Directory;
 use crate::failure::{DONE, Failure, PARTLY};
 use crate::prune::{self, Removal, Verdict};
 use crate::verb::{NO_CONNECTION, Verb, find};
 use crate::{output, text};
+use firn_client::checkpoints::Directory;
 
 pub const VERB: Verb = Verb {
     name: "prune",

@@ -22,12 +22,12 @@ use signal_hook::iterator::Signals;
 
 use super::mount::{minus_o, resolve};
 use super::umount::wait_for_end;
-use crate::checkpoints::Directory;
 use crate::failure::{FAILED, Failure, USAGE};
 use crate::progress::Meter;
 use crate::prune::{self, Verdict};
 use crate::verb::Verb;
 use crate::{output, text};
+use firn_client::checkpoints::Directory;
 
 pub const VERB: Verb = Verb {
     name: "run",
