@@ -141,7 +141,7 @@ fn make_packages(sandbox: &Sandbox) -> Vec<PathBuf> {
     let to = sandbox.mkdir("dist");
     let made = run(dist().arg("--to").arg(&to)).ok();
     let packages: Vec<_> = made.stdout.lines().map(PathBuf::from).collect();
-    assert_eq!(packages.len(), 3, "{made:?}");
+    assert_eq!(packages.len(), 4, "{made:?}");
     packages
 }
 
