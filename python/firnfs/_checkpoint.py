@@ -36,7 +36,7 @@ from ._state import make_durable, sync, sync_tree, wait
 from .errors import Aborted, FirnError, FirnWarning, NotOnFirn, PathLike
 
 _SUFFIX = ".firnfs"
-_FILES = "files"
+FILES = "files"
 
 # Of one process: host, process id, start in clock ticks, and random digits.
 _OF_PROCESS = re.compile(r"^\.(?P<name>.+)\.(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-(?P<ticks>\d+)-[0-9a-f]+\.firnfs$")
@@ -242,27 +242,36 @@ def _warn_once(path: Path) -> None:
 
 @contextlib.contextmanager
 def _beside(final: Path, durable: bool) -> Iterator[Path]:
+    owner = os.getpid()
+    staging = make_staging(final)
+    try:
+        files = staging / FILES
+        yield files
+        _refuse_child(owner, final)
+        publish(files, final, durable)
+    finally:
+        if os.getpid() == owner:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def make_staging(final: Path) -> Path:
+    """Makes a hidden directory of this process beside a new checkpoint, with ``files`` in it."""
     _remove_of_dead_processes(final.parent)
     token = f"{_host()}-{os.getpid()}-{_start_ticks(os.getpid())}-{secrets.token_hex(4)}"
     staging = final.parent / f".{final.name}.{token}{_SUFFIX}"
-    owner = os.getpid()
     os.mkdir(staging, 0o700)
-    try:
-        files = staging / _FILES
-        os.mkdir(files)
-        yield files
-        _refuse_child(owner, final)
-        durable = durable or not _is_firn(final.parent)
-        if durable:
-            make_durable(files)
-        _name(files, final)
-    except BaseException:
-        if os.getpid() == owner:
-            shutil.rmtree(staging, ignore_errors=True)
-        raise
+    os.mkdir(staging / FILES)
+    return staging
+
+
+def publish(files: Path, final: Path, durable: bool) -> None:
+    """Gives a complete checkpoint its name; it is synced before and after, if it is to be durable or is not on Firn."""
+    durable = durable or not _is_firn(final.parent)
+    if durable:
+        make_durable(files)
+    _name(files, final)
     if durable:
         sync(final.parent)
-    shutil.rmtree(staging, ignore_errors=True)
     _remove_of_name(final)
 
 
@@ -344,7 +353,7 @@ def _by_ranks(final: Path, ranks: int, rank: int, durable: bool) -> Iterator[Pat
     facts = os.lstat(staging)
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid():
         raise FirnError(errno.EPERM, "another user put something in the place of this checkpoint: remove it", staging)
-    files = staging / _FILES
+    files = staging / FILES
     with contextlib.suppress(FileExistsError):
         os.mkdir(files)
     mark = staging / f"left-{rank}"
@@ -358,7 +367,7 @@ def _by_ranks(final: Path, ranks: int, rank: int, durable: bool) -> Iterator[Pat
     if durable:
         make_durable(files)
     else:
-        _bring_to_backing(files)
+        bring_to_backing(files)
     os.close(os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     if durable:
         sync(staging)
@@ -367,7 +376,7 @@ def _by_ranks(final: Path, ranks: int, rank: int, durable: bool) -> Iterator[Pat
         sync(final.parent)
 
 
-def _bring_to_backing(files: Path) -> None:
+def bring_to_backing(files: Path) -> None:
     try:
         wait(files, "logged")
     except FirnError as error:
@@ -384,7 +393,7 @@ def _complete(staging: Path, final: Path, ranks: int) -> None:
         names = set(os.listdir(staging))
         if not all(f"left-{rank}" in names for rank in range(ranks)):
             return
-        _name(staging / _FILES, final)
+        _name(staging / FILES, final)
     except (FileNotFoundError, FileExistsError):
         # Another rank, or a reader, was first.
         if not os.path.lexists(final):

@@ -7,6 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
+import firnfs
 import pytest
 from firnfs import _ffi
 
@@ -59,3 +60,11 @@ def test_functions_have_as_many_arguments_as_in_the_header() -> None:
         assert match, f"{name} is not in the header"
         declared = [] if match[1].strip() == "void" else match[1].split(",")
         assert len(declared) == len(arguments), name
+
+
+def test_the_version_is_that_of_the_library_and_of_the_repository() -> None:
+    cargo = (HEADER.parents[3] / "Cargo.toml").read_text()
+    match = re.search(r'^version = "(.*)"$', cargo, re.M)
+    assert match is not None
+    assert firnfs.__version__ == match[1] == _ffi.version()
+    assert f'version = "{match[1]}"' in (Path(__file__).parents[1] / "pyproject.toml").read_text()

@@ -1,6 +1,6 @@
 //! The Python package over the program and the library that cargo built: each of its test programs, and mypy.
 //!
-//! They need Debian's python3-pytest, python3-fsspec and mypy. The package as a wheel is in dist.rs.
+//! They need Debian's python3-pytest, python3-fsspec, python3-torch and mypy. The package as a wheel is in dist.rs.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -56,15 +56,17 @@ fn checkpoints_of_python_count_as_a_whole_or_not_at_all() {
 
 #[test]
 fn python_sees_states_waits_mounts_and_runs() {
-    pytest(
-        "py-mount",
-        &["tests/test_mount.py", "tests/test_header.py"],
-    );
+    pytest("py-mount", &["tests/test_mount.py", "tests/test_header.py"]);
 }
 
 #[test]
 fn fsspec_reads_and_writes_by_url() {
     pytest("py-fsspec", &["tests/test_fsspec.py"]);
+}
+
+#[test]
+fn distributed_checkpoints_of_torch_count_as_a_whole_or_not_at_all() {
+    pytest("py-torch", &["tests/test_torch.py"]);
 }
 
 #[test]
