@@ -6,6 +6,7 @@ use arbitrary::{Arbitrary, Unstructured};
 use firn_format::durability::DurabilityLevel;
 use firn_format::record::Ending;
 use firn_protocol::path::BytePath;
+use firn_protocol::record::RunRecord;
 use firn_protocol::{
     ChunkList, ChunkPiece, DataRegion, ErrorStatus, FileStatus, HeldPolicy, Holder, LaneStatus,
     Owner, Place, Reply, Request, SpillRegion, Status,
@@ -18,6 +19,11 @@ fuzz_target!(|bytes: &[u8]| {
     }
     if let Ok(reply) = serde_json::from_slice::<Reply>(bytes) {
         returns_reply(&reply);
+    }
+    if let Ok(record) = RunRecord::parse(bytes) {
+        let written = serde_json::to_vec(&record).expect("a record can be written");
+        assert!(RunRecord::parse(&written).is_ok(), "and read again");
+        let _ = record.total();
     }
     let path = BytePath::from(bytes);
     let written = serde_json::to_vec(&path).expect("a path can be written");

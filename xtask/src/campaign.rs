@@ -35,6 +35,12 @@ pub enum Campaign {
         #[arg(long)]
         seed: Option<u64>,
     },
+    /// `firn run` on many hosts: how long all take to mount, and to unmount
+    Hosts {
+        /// Hosts, each in namespaces of its own
+        #[arg(long, default_value_t = 64)]
+        hosts: u64,
+    },
     /// Engine, transactions and the log layout over the simulated backing, stopped at every kind of step, with faults
     Simulation {
         /// Operations in all
@@ -125,6 +131,12 @@ impl Campaign {
                 "survives_kill_9_of_firnd",
                 ("FIRN_CRASH_ROUNDS", rounds),
                 seed,
+            ),
+            Self::Hosts { hosts } => system(
+                "several_hosts",
+                "many_hosts_mount_at_once",
+                ("FIRN_RUN_HOSTS", hosts),
+                None,
             ),
             Self::Simulation { ops, seed } => {
                 for (package, module) in SIMULATED {

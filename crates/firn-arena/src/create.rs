@@ -138,7 +138,7 @@ impl Arena {
                         why,
                         room: (why == Errno::NOSPC).then(|| Room {
                             free_bytes,
-                            fitting_bytes: fitting_bytes(&geometry, free_bytes),
+                            fitting_bytes: geometry.proposed_arena_bytes(free_bytes),
                         }),
                     },
                     source => ArenaError::Io { path, what, source },
@@ -185,15 +185,6 @@ impl Arena {
         arena.map.write(0, &arena.superblock.encode());
         Ok(arena)
     }
-}
-
-/// Of what is free, the part that is left for the journal to grow, for logs and for other files in memory.
-const SPARE_PART: u64 = 8;
-
-/// The largest `arena-size` that fits into `free_bytes`.
-fn fitting_bytes(geometry: &Geometry, free_bytes: u64) -> Option<u64> {
-    let fitting = geometry.fitting_arena_bytes(free_bytes - free_bytes / SPARE_PART);
-    (fitting > 0).then_some(fitting)
 }
 
 /// A new file of mode 0600 that nobody else has.

@@ -22,6 +22,7 @@ use std::time::{Duration, SystemTime};
 use firn_format::durability::DurabilityLevel;
 use firn_format::quote::quoted_path;
 use firn_format::record::Ending;
+use firn_format::step::step_of;
 use firn_protocol::Status;
 use firn_trust::{ObjectId, names_in, visit_own};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat, statat};
@@ -31,10 +32,6 @@ use crate::connect::Connection;
 use crate::error::ClientError;
 use crate::find::{self, Mount, Place};
 use crate::levels::Levels;
-
-mod step;
-
-pub use step::step_of;
 
 /// What a transaction may have changed is told by the clock of the backing, which may be another one than firnd's.
 const CLOCKS_APART_MAX: Duration = Duration::from_secs(60);
@@ -126,6 +123,10 @@ pub struct Checkpoint {
     pub modified: (i64, i64),
     /// Bytes of the user's files in it.
     pub bytes: u64,
+    /// Of those bytes, what is not in the backing yet.
+    pub held_bytes: u64,
+    /// Of those bytes, what a sync made durable.
+    pub durable_bytes: u64,
     /// Those files.
     pub files: u64,
     /// Whether it can be used.
@@ -439,12 +440,18 @@ struct OpenTransaction {
 
 impl Knowledge {
     fn judge(&self, found: Found, is_linked: bool) -> Checkpoint {
-        let mut bytes = 0;
+        let (mut bytes, mut held_bytes, mut durable_bytes) = (0, 0, 0);
         let mut level: Option<DurabilityLevel> = None;
         for file in &found.files {
             let path = self.top.join(&file.path);
-            bytes += self.levels.size(&path, file.bytes);
+            let size = self.levels.size(&path, file.bytes);
+            bytes += size;
             let own = self.levels.level(&path);
+            let held = self.levels.known(&path).map_or(0, |known| known.held_bytes);
+            held_bytes += held.min(size);
+            if own == DurabilityLevel::Durable {
+                durable_bytes += size;
+            }
             level = Some(level.map_or(own, |level| level.min(own)));
         }
         let uses = self.uses.get(&found.name).copied().unwrap_or_default();
@@ -464,6 +471,8 @@ impl Knowledge {
             step: step_of(&found.name),
             modified: found.modified,
             bytes,
+            held_bytes,
+            durable_bytes,
             files: found.files.len() as u64,
             wholeness,
             is_open: uses.is_open,

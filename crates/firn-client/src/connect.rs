@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use firn_format::quote::quoted_path;
 use firn_protocol::path::BytePath;
+use firn_protocol::record::RunRecord;
 use firn_protocol::{
     ChunkList, DataRegion, Explanation, FileStatus, HeldPolicy, Holder, PROTOCOL_VERSION, Reply,
     Request, Status,
@@ -135,6 +136,14 @@ impl Connection {
     pub fn status(&mut self) -> Result<Status, ClientError> {
         match self.ask(&Request::Status)? {
             Reply::Status(status) => Ok(*status),
+            other => Err(nonsense(&other)),
+        }
+    }
+
+    /// What firnd recorded of the run so far.
+    pub fn record(&mut self) -> Result<RunRecord, ClientError> {
+        match self.ask(&Request::Record)? {
+            Reply::Record(record) => Ok(*record),
             other => Err(nonsense(&other)),
         }
     }

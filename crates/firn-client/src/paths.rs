@@ -158,6 +158,10 @@ pub struct RuntimeFiles {
     pub socket: PathBuf,
     /// firnd's log.
     pub log: PathBuf,
+    /// Events of the mount, as lines of JSON.
+    pub events: PathBuf,
+    /// The record of the last mount that ended.
+    pub record: PathBuf,
     /// What the preload library reads of a stub tree (`firn_format::data_socket::StubTree`).
     pub stub: PathBuf,
     /// The names of a stub tree that were synced.
@@ -178,6 +182,8 @@ impl RuntimeFiles {
             arena: arena_dir.unwrap_or(dir).join(format!("{key}.arena")),
             socket: dir.join(format!("{key}.sock")),
             log: dir.join(format!("{key}.log")),
+            events: dir.join(format!("{key}.events")),
+            record: dir.join(format!("{key}.record")),
             stub: dir.join(format!("{key}.stub")),
             names: dir.join(format!("{key}.tree")),
         }

@@ -82,6 +82,7 @@ static INTERNAL: &[&str] = &[
     "FIRN_PARTNER_ROUNDS",
     "FIRN_PLACE_STAGING",
     "FIRN_RECORD",
+    "FIRN_RUN_HOSTS",
     "FIRN_SEED",
     "FIRN_STRESS_SECONDS",
     "FIRN_TEMPORARY",

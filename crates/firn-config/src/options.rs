@@ -201,6 +201,28 @@ pub enum Fsync {
     Held,
 }
 
+/// Where firnd leaves its record of the run.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    IntoStaticStr,
+    VariantArray,
+    VariantNames,
+)]
+#[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
+pub enum RecordPlace {
+    /// In the runtime directory of this host.
+    Host,
+    /// There, and in the backing, where other hosts find it.
+    Backing,
+}
+
 /// Whether the kernel reads drained files from the backing itself.
 #[derive(
     Clone,
@@ -481,6 +503,8 @@ pub struct Options {
     /// Socket of the host's system log.
     #[serde(default)]
     pub system_log: Option<PathBuf>,
+    /// See the table.
+    pub record: RecordPlace,
     /// Whether the mount refuses changes.
     pub read_only: bool,
     /// Whether the mount may hide files that are at the mount point.
@@ -561,6 +585,7 @@ impl Options {
             attr_timeout_ms: 0,
             log_level: LogLevel::Info,
             system_log: None,
+            record: RecordPlace::Host,
             read_only: false,
             nonempty: false,
             populate: true,

@@ -12,7 +12,7 @@ use strum::{VariantArray, VariantNames};
 
 use crate::options::{
     Close, Drain, Flatten, Frontend, Fsync, Layout, LogLevel, Mode, Options, Order, Participants,
-    Partner, Passthrough, Placement, TokenService,
+    Partner, Passthrough, Placement, RecordPlace, TokenService,
 };
 use crate::quantity::{duration_text, size_text};
 use crate::value::{Kind, Value};
@@ -64,7 +64,7 @@ pub fn row(name: &str) -> Option<&'static Row> {
 }
 
 /// Every option.
-pub static TABLE: [Row; 49] = [
+pub static TABLE: [Row; 50] = [
     Row {
         name: "arena-size",
         kind: Kind::Size {
@@ -761,6 +761,19 @@ pub static TABLE: [Row; 49] = [
             None => "off".to_owned(),
         },
         set: |o, v| o.system_log = v.path_or_off(),
+    },
+    Row {
+        name: "record",
+        kind: Kind::Choice(words::<RecordPlace>()),
+        default: "host",
+        help: "Where firnd leaves its record of the run for `firn report` (host, backing)",
+        long: "The record has the sums of each moment, the checkpoints and the events of a mount, at most 1 MiB. firnd \
+               leaves it in the runtime directory when the mount ends. With `backing` it also stores it in \
+               `.firn/records` of the backing, once a minute and at the end, so that a report shows all hosts of a job; \
+               the last 8 of each host stay there, for 90 days at most.",
+        changes_promises: false,
+        get: |o| word(o.record),
+        set: |o, v| o.record = v.choice(),
     },
     Row {
         name: "read-only",

@@ -31,12 +31,40 @@ pub(crate) struct Identity {
     pub(crate) engine: Arc<Engine<Store>>,
     pub(crate) backing: PathBuf,
     pub(crate) mount_point: PathBuf,
+    /// Name of this host.
+    pub(crate) host: String,
     /// `key=value` of the options that change what promises mean.
     pub(crate) options: Vec<String>,
     /// Writes that one lane gets at once.
     pub(crate) lane_writers_max: u32,
     /// To the main loop, which alone unmounts.
     pub(crate) events: Sender<Event>,
+}
+
+impl Identity {
+    /// The engine's part of the status with what only firnd and the parts of the mount know.
+    pub(crate) fn status(&self, parts: &Parts) -> Status {
+        let mut status = Status {
+            version: env!("CARGO_PKG_VERSION").into(),
+            pid: std::process::id(),
+            backing: self.backing.as_path().into(),
+            mount_point: self.mount_point.as_path().into(),
+            host: self.host.clone(),
+            arena: self.engine.arena().path().into(),
+            options: self.options.clone(),
+            transaction_steps: transactions::steps(),
+            log_lines_lost: log::lines_lost(),
+            file_size_limit_bytes: process::file_size_limit_bytes(),
+            ..self.engine.figures()
+        };
+        for lane in &mut status.lanes {
+            lane.path = self.backing.as_path().into();
+            lane.max_writers = self.lane_writers_max;
+        }
+        explain_errors(&mut status.errors);
+        parts.show(&mut status);
+        status
+    }
 }
 
 /// The control socket, as a part of a mount.
@@ -83,30 +111,6 @@ struct Answers {
 }
 
 impl Answers {
-    /// The engine's part of the status with what only firnd knows.
-    fn status(&self) -> Status {
-        let identity = &self.identity;
-        let mut status = Status {
-            version: env!("CARGO_PKG_VERSION").into(),
-            pid: std::process::id(),
-            backing: identity.backing.as_path().into(),
-            mount_point: identity.mount_point.as_path().into(),
-            arena: identity.engine.arena().path().into(),
-            options: identity.options.clone(),
-            transaction_steps: transactions::steps(),
-            log_lines_lost: log::lines_lost(),
-            file_size_limit_bytes: process::file_size_limit_bytes(),
-            ..identity.engine.figures()
-        };
-        for lane in &mut status.lanes {
-            lane.path = identity.backing.as_path().into();
-            lane.max_writers = identity.lane_writers_max;
-        }
-        explain_errors(&mut status.errors);
-        self.parts.show(&mut status);
-        status
-    }
-
     fn hello(&self) -> Reply {
         Reply::Hello {
             protocol: PROTOCOL_VERSION,
@@ -175,7 +179,7 @@ impl Answers {
         let engine = &self.identity.engine;
         let reply = match request {
             Request::Hello => self.hello(),
-            Request::Status => Reply::Status(Box::new(self.status())),
+            Request::Status => Reply::Status(Box::new(self.identity.status(&self.parts))),
             Request::Wait {
                 until: DurabilityLevel::Partnered,
                 ..
@@ -200,6 +204,7 @@ impl Answers {
             Request::MarkPartnered { path, changes } => {
                 PartnerSpeaker::mark(client.partner.as_ref(), &path, changes)
             }
+            Request::Record => unreachable!("each mount has a record"),
             Request::ReportPull { .. } => unreachable!("each mount counts its traffic"),
             Request::ClearErrors => {
                 engine.clear_errors();

@@ -16,11 +16,12 @@ use crate::error::MountError;
 use crate::file_locks;
 use crate::frontend::Frontend;
 use crate::gate::TransactionGate;
+use crate::host_name::shown_host_name;
 use crate::part::{ArenaEnd, Part, Parts, Stop};
 use crate::partner::PartnerBoard;
 use crate::parts::{
-    ArenaMemory, BackupRounds, DataClients, LastDrain, LocksOfFiles, Participation, PartnerCopies,
-    ReadLogs, Traffic, Transactions, WrittenLogs,
+    ArenaMemory, BackupRounds, DataClients, HostReports, LastDrain, LocksOfFiles, Participation,
+    PartnerCopies, ReadLogs, Record, Traffic, Transactions, WrittenLogs,
 };
 use crate::prepared::{MountSetup, Prepared};
 use crate::store::Layers as _;
@@ -72,7 +73,18 @@ impl MountSetup<'_> {
             engine, workers, ..
         } = self.attached;
         let options = self.options;
+        // Stopped after the last drain: what is held then is left.
+        if let Some(beats) = &self.attached.beats {
+            parts.push(HostReports::new(self.identify(), Arc::clone(beats)));
+        }
         parts.push(Traffic::new(engine));
+        parts.push(Record::new(
+            self.identify(),
+            prepared.waiting_writers(engine),
+            options.record,
+            self.attached.files.record.clone(),
+            workers,
+        ));
         if let Some(locks) = &file_locks {
             parts.push(Arc::new(LocksOfFiles(Arc::clone(locks))));
         }
@@ -166,6 +178,7 @@ impl MountSetup<'_> {
             engine: Arc::clone(&self.attached.engine),
             backing: self.checked.backing.clone(),
             mount_point: self.checked.mount_point.clone(),
+            host: shown_host_name(options),
             options: options.in_force(),
             lane_writers_max: match options.lane_writers {
                 0 => options.io_threads,

@@ -11,7 +11,7 @@ use std::time::Duration;
 use firn_arena::{Arena, Identity};
 use firn_client::paths::RuntimeFiles;
 use firn_config::{
-    Close, Drain, Frontend, Fsync, Layout, Options, Participants, Passthrough, Placement,
+    Close, Drain, Frontend, Fsync, Layout, Options, Participants, Partner, Passthrough, Placement,
     TokenService,
 };
 use firn_drain::Pool;
@@ -47,6 +47,8 @@ pub(crate) struct Attached {
     pub(crate) io_threads: Arc<IoThreads>,
     /// What becomes of this host's lease, where hosts commit together.
     pub(crate) host_lease: Option<Arc<LeaseState>>,
+    /// What the beats of this host's lease say, where it has one.
+    pub(crate) beats: Option<Arc<LeaseState>>,
     /// From what keeps others away to who drains.
     pub(crate) parts: Vec<Arc<dyn Part>>,
 }
@@ -127,6 +129,7 @@ impl Attached {
         parts.push(Arc::clone(&io_threads) as _);
         new.keep();
         let host_lease = locks.host_lease_state();
+        let beats = locks.host_lease().state();
         let mut first: Vec<Arc<dyn Part>> = vec![HeldLocks::new(locks)];
         first.extend(token_source.map(Held::part));
         parts.splice(..0, first);
@@ -137,6 +140,7 @@ impl Attached {
             workers,
             io_threads,
             host_lease,
+            beats,
             parts,
         })
     }
@@ -253,8 +257,8 @@ fn meet_hosts(
     Ok(Peers::new(peers, workers))
 }
 
-/// Shows by the lease that this host shares lanes, or tokens of a service elsewhere: others see how it mounts, and nothing
-/// else depends on it.
+/// Shows by the lease that this host shares lanes, or tokens of a service elsewhere, or wants a partner: others see how it
+/// mounts, and nothing else depends on it.
 fn show_lanes(
     target: &Target<'_>,
     serves_logs: bool,
@@ -262,7 +266,9 @@ fn show_lanes(
     notice: &mut dyn FnMut(String),
 ) -> Result<(), AttachError> {
     let options = target.options;
-    let shares_lanes = options.placement != Placement::None || options.tokens == TokenService::Etcd;
+    let shares_lanes = options.placement != Placement::None
+        || options.tokens == TokenService::Etcd
+        || options.partner != Partner::None;
     if options.read_only || !shares_lanes {
         return Ok(());
     }

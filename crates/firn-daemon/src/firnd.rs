@@ -4,12 +4,13 @@ use std::path::Path;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
-use firn_config::Options;
 use firn_format::quantity::bytes;
 use firn_format::quote::quoted_path;
 use firn_fuse::detach;
+use firn_protocol::events::TARGET;
 use firn_protocol::{HeldPolicy, Reply};
 use firn_workers::spawn_thread;
+use rustix::process::{Pid, getppid};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
@@ -20,6 +21,7 @@ use crate::end::{self, Ending, Outcome};
 use crate::error::MountError;
 use crate::event::{Client, Event};
 use crate::frontend::Frontend;
+use crate::host_name::shown_host_name;
 use crate::lock::{Locks, Sharing};
 use crate::log;
 use crate::mount_request::MountRequest;
@@ -84,6 +86,11 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
             bytes(limit)
         ));
     }
+    log::events::keep(
+        files.events.clone(),
+        shown_host_name(options),
+        checked.mount_point.as_path().into(),
+    );
     for text in firn_config::misspelt_variables() {
         tracing::warn!("{text}");
     }
@@ -91,9 +98,9 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
     let attached = Attached::new(&checked.backing, files, locks, options, &mut |text| {
         reporter.notice(text)
     })?;
-    let mount = Mount::start(options, &checked, attached)?;
+    let mount = Mount::start(request, &checked, attached)?;
     reporter.ready();
-    tracing::info!("mounted");
+    mount.tell_mounted(&checked);
     mount.serve_until_the_end(&checked)
 }
 
@@ -107,9 +114,15 @@ struct Mount {
 }
 
 impl Mount {
-    fn start(options: &Options, checked: &Checked, attached: Attached) -> Result<Self, MountError> {
+    fn start(
+        request: &MountRequest,
+        checked: &Checked,
+        attached: Attached,
+    ) -> Result<Self, MountError> {
+        let options = &request.options;
         let (sender, events) = mpsc::channel();
-        if let Err(error) = watch_signals(sender.clone(), &checked.mount_point) {
+        let ending = request.ends_with_parent.then(getppid).flatten();
+        if let Err(error) = watch_signals(sender.clone(), &checked.mount_point, ending) {
             attached.finish(ArenaEnd::RemoveIfEmpty);
             return Err(error);
         }
@@ -127,6 +140,22 @@ impl Mount {
             sender,
             events,
         })
+    }
+
+    /// Tells that programs see the mount, and what came from an earlier firnd.
+    fn tell_mounted(&self, checked: &Checked) {
+        let figures = self.attached.engine.figures();
+        let epoch = figures.epoch;
+        if epoch > 1 {
+            tracing::info!(target: TARGET, kind = "taken_over", epoch, "the arena of an earlier firnd is used again");
+        }
+        let (recovered_bytes, lost_file_bytes) = (figures.recovered_bytes, figures.lost_file_bytes);
+        if recovered_bytes > 0 || lost_file_bytes > 0 {
+            tracing::info!(target: TARGET, kind = "recovered", recovered_bytes, lost_file_bytes, "data of an earlier firnd is there again");
+        }
+        let backing = quoted_path(&checked.backing);
+        let arena_bytes = figures.arena_bytes;
+        tracing::info!(target: TARGET, kind = "mounted", backing, arena_bytes, "mounted");
     }
 
     fn serve_until_the_end(self, checked: &Checked) -> Result<(), MountError> {
@@ -249,14 +278,23 @@ impl End {
     }
 }
 
-/// The first signal asks for the end, the second takes it: the arena keeps what is not drained.
-fn watch_signals(events: Sender<Event>, mount_point: &Path) -> Result<(), MountError> {
+/// The first signal asks for the end, the second takes it: the arena keeps what is not drained. While the process `ending`,
+/// which ends the mount, is the parent of this one, it has the same signals and does what is right.
+fn watch_signals(
+    events: Sender<Event>,
+    mount_point: &Path,
+    ending: Option<Pid>,
+) -> Result<(), MountError> {
     let mut signals =
         Signals::new([SIGTERM, SIGINT, SIGHUP]).map_err(MountError::io("watch for signals"))?;
     let mount_point = mount_point.to_owned();
     let watch = move || {
         let mut asked = false;
         for signal in signals.forever().filter(|signal| *signal != SIGHUP) {
+            if ending.is_some() && getppid() == ending {
+                tracing::info!(signal, "left to the process that ends the mount");
+                continue;
+            }
             if asked {
                 tracing::warn!(
                     signal,

@@ -8,18 +8,21 @@
 //! * A thread of its own shows that this host lives, so that a backing that hangs holds up nothing else.
 
 use std::collections::BTreeSet;
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use firn_backing::{DirBacking, Errno, Volume};
-use firn_hosts::host_dir::{find_host_dir, host_dir_name, make_host_dir};
+use firn_backing::{Backing as _, DirBacking, Errno, Volume};
+use firn_hosts::host_dir::{find_host_dir, host_dir_name, list_hosts, make_host_dir};
 use firn_hosts::{
-    Beat, Holder, HostWatch, Lease, LeaseError, LeaseUse, OwnError, ReachError, Terms, check_reach,
-    publish_terms,
+    Beat, Holder, HostWatch, Lease, LeaseError, LeaseUse, OwnError, REPORT_BYTES_MAX, ReachError,
+    Report, Terms, check_reach, publish_terms,
 };
+use firn_protocol::HostReport;
 use firn_transact::{StoreError, TOP, TransactionalBacking};
+use parking_lot::Mutex;
 
 use crate::error::AttachError;
 
@@ -66,16 +69,42 @@ pub(crate) fn own_error(backing: &Path) -> impl Fn(OwnError) -> AttachError {
     move |error| in_backing(StoreError::from(error).into())
 }
 
-/// What the thread that beats found out.
-#[derive(Debug, Default)]
+/// Says how a mount is.
+type Reporter = Arc<dyn Fn() -> HostReport + Send + Sync>;
+
+/// What the thread that beats found out, and what it tells.
+#[derive(Default)]
 pub(crate) struct LeaseState {
     lost: OnceLock<String>,
+    reporter: Mutex<Option<Reporter>>,
 }
 
 impl LeaseState {
     /// Why this host has its lease no more: others may act in its name.
     pub(crate) fn lost(&self) -> Option<&str> {
         self.lost.get().map(String::as_str)
+    }
+
+    /// From now on each beat has what this says. It must not wait for the backing.
+    pub(crate) fn report_by(&self, reporter: impl Fn() -> HostReport + Send + Sync + 'static) {
+        let before = self.reporter.lock().replace(Arc::new(reporter));
+        // Without the lock: it may be the last to know the engine.
+        drop(before);
+    }
+
+    fn report(&self) -> Option<Report> {
+        let reporter = self.reporter.lock().clone()?;
+        let fits = |report: &HostReport| {
+            serde_json::to_vec(report).is_ok_and(|json| json.len() <= REPORT_BYTES_MAX)
+        };
+        serde_json::to_value(reporter().fit(fits)).ok()
+    }
+}
+
+impl fmt::Debug for LeaseState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut shown = f.debug_struct("LeaseState");
+        shown.field("lost", &self.lost).finish_non_exhaustive()
     }
 }
 
@@ -183,6 +212,11 @@ impl HostLease {
         is_needed.then(|| Arc::clone(&held.state))
     }
 
+    /// What becomes of the lease, and what its beats say; none: it was not taken.
+    pub(crate) fn state(&self) -> Option<Arc<LeaseState>> {
+        self.held.as_ref().map(|held| Arc::clone(&held.state))
+    }
+
     /// Gives the lease back: nothing works in the name of this host any more.
     pub(crate) fn release(&mut self) {
         self.held = None;
@@ -283,7 +317,7 @@ fn beat_until_stopped(
     loop {
         let beaten = match requests.recv_timeout(lease.beat_every()) {
             Err(RecvTimeoutError::Disconnected) => break,
-            Err(RecvTimeoutError::Timeout) => lease.beat(base),
+            Err(RecvTimeoutError::Timeout) => lease.beat(base, state.report()),
             Ok(request) => {
                 let added = add_use(base, dir, &mut lease, &request);
                 // Who asked waits for it.
@@ -304,7 +338,7 @@ fn beat_until_stopped(
             }
         }
     }
-    if let Err(error) = lease.release(base) {
+    if let Err(error) = lease.release(base, state.report()) {
         tracing::warn!(%error, "cannot release the lease of this host: its next holder waits some seconds");
     }
 }
@@ -317,6 +351,36 @@ fn add_use(
 ) -> Result<(), LeaseError> {
     lease.add_use(base, request.purpose)?;
     publish_terms(base, dir, lease, &request.terms).map_err(LeaseError::from)
+}
+
+/// Gives back the lease of a host of this kernel that died with an arena that is drained and gone: others do not hear of
+/// it as of one that has data any more. Its end was seen already, so a failure is worth no word.
+pub(crate) fn release_of_arena(backing: &Path, arena: &Path) -> Result<(), AttachError> {
+    let base = open_backing(backing)?;
+    let refused = own_error(backing);
+    for host in list_hosts(&base).map_err(&refused)? {
+        let Some(dir) = find_host_dir(&base, &host).map_err(&refused)? else {
+            continue;
+        };
+        let Some(beat) = Beat::read(&base, &dir).map_err(&refused)? else {
+            continue;
+        };
+        let me = this_process(&host)?;
+        let device = base.attr(&dir).map_err(|errno| refused(errno.into()))?.dev;
+        let report = beat
+            .report()
+            .and_then(|report| serde_json::from_value(report).ok());
+        let was_its = report.is_some_and(|report: HostReport| report.arena.as_path() == arena);
+        let is_dead = !beat.is_released() && beat.is_settled_by_lock(&me.boot, device);
+        let purpose = beat.uses().and_then(|uses| uses.first().copied());
+        if let Some(purpose) = purpose.filter(|_| was_its && is_dead)
+            && let Ok(lease) = Lease::take(&base, &dir, purpose, &me, &mut |_| ())
+        {
+            // What it shared is not shared any more; what it keeps there is looked for by itself.
+            let _ = lease.release(&base, None);
+        }
+    }
+    Ok(())
 }
 
 fn this_process(host: &str) -> Result<Holder, AttachError> {

@@ -6,6 +6,7 @@
 //!   line and nothing else: it is counted, and the next line that can be written tells how many are missing.
 //! * An event is one write of one whole line.
 
+pub(crate) mod events;
 mod system;
 
 use std::borrow::Cow;
@@ -54,12 +55,15 @@ pub(crate) fn detach_stdio(log: &Path) -> io::Result<()> {
 
 /// Sends events to stderr.
 pub(crate) fn start(options: &Options) {
-    init(tracing_subscriber::registry().with(stderr_layer(options.log_level)));
+    let lines = tracing_subscriber::registry().with(stderr_layer(options.log_level));
+    init(lines.with(events::layer()));
 }
 
 /// Sends events to stderr, and those of `info` and above to the system log where `options` name one.
 pub(crate) fn start_in_background(options: &Options, mount_point: &Path) {
-    let lines = tracing_subscriber::registry().with(stderr_layer(options.log_level));
+    let lines = tracing_subscriber::registry()
+        .with(stderr_layer(options.log_level))
+        .with(events::layer());
     let Some(socket) = options.system_log.clone() else {
         return init(lines);
     };

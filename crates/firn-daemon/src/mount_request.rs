@@ -18,4 +18,6 @@ pub struct MountRequest {
     pub options: Options,
     /// Serve in this process until the end.
     pub foreground: bool,
+    /// The process that asks for the mount ends it: a signal is for that process, as long as it lives.
+    pub ends_with_parent: bool,
 }

@@ -4,7 +4,8 @@
 //! ```text
 //!   locks, with the lease · tokens · arena · lanes · IO threads      Attached: also `firn recover` has them
 //!   lanes of a steered backing · other hosts                         Attached: a mount alone, before the arena
-//!   traffic · locks of files · logs · last drain                     assembly: a mount alone
+//!   what beats of the lease say · traffic · record of the run            assembly: a mount alone
+//!   locks of files · logs · last drain
 //!   kernel's requests or stub names · data socket · control socket
 //!   last drain · partner · transactions · other participants · backup · arena's memory
 //! ```

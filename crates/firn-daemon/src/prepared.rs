@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
 use std::time::Duration;
 
@@ -19,7 +20,7 @@ use crate::event::Event;
 use crate::frontend::{Frontend, Stubs};
 use crate::gate::TransactionGate;
 use crate::part::Part;
-use crate::parts::{Forget, FuseRequests, StubNames};
+use crate::parts::{Forget, FuseRequests, StubNames, WaitingWriters};
 use crate::preflight::Checked;
 use crate::store::{Layers as _, Store};
 
@@ -90,6 +91,20 @@ impl Prepared {
                 Arc::new(move |cached| kernel.invalidate(&cached))
             }
             Self::Tree(_) => Arc::new(|_| {}),
+        }
+    }
+
+    /// Tells how many writers wait for room.
+    pub(crate) fn waiting_writers(&self, engine: &Arc<Engine<Store>>) -> WaitingWriters {
+        match self {
+            Self::Mount { adapter, .. } => {
+                let waiting_writers = adapter.waiting_writers();
+                Box::new(move || waiting_writers.load(Ordering::Relaxed))
+            }
+            Self::Tree(_) => {
+                let engine = Arc::clone(engine);
+                Box::new(move || engine.waiting_writers())
+            }
         }
     }
 

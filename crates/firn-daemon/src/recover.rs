@@ -17,7 +17,7 @@ use crate::error::{AttachError, RecoverError};
 use crate::event::Event;
 use crate::frontend::{Stubs, TreeEnd};
 use crate::ground::serve_ground;
-use crate::host_lease::{HostLease, open_backing};
+use crate::host_lease::{HostLease, open_backing, release_of_arena};
 use crate::last_drain::drain_rest;
 use crate::lock::{Locks, Sharing};
 use crate::logs;
@@ -169,6 +169,11 @@ pub fn recover(
         });
     }
     attached.finish(arena_end);
+    if let Some(arena) = report.arena.as_ref().filter(|arena| !arena.exists()) {
+        if let Err(error) = release_of_arena(&backing, arena) {
+            tracing::warn!(%error, "cannot give back the lease of the mount that had the arena");
+        }
+    }
     Ok(report)
 }
 

@@ -1,5 +1,7 @@
 //! What every part of an engine stands on: the backing, the arena with its journal, the policies, and what is counted.
 
+use std::sync::Arc;
+
 use firn_arena::{Arena, Located as LocatedBytes};
 use firn_backing::Backing;
 use firn_format::data_socket::{Extent as Listed, IN_MEMORY, IN_SPILL};
@@ -9,6 +11,7 @@ use firn_format::slab::Class;
 use crate::counters::Counters;
 use crate::errors::ErrorLog;
 use crate::extents::Extent;
+use crate::file_events::FileEvents;
 use crate::file_journal::FileJournal;
 use crate::options::EngineOptions;
 
@@ -20,6 +23,7 @@ pub struct Base<B: Backing> {
     pub(crate) journal: FileJournal,
     pub(crate) counters: Counters,
     pub(crate) errors: ErrorLog,
+    pub(crate) file_events: Arc<FileEvents<B>>,
 }
 
 impl<B: Backing> Base<B> {

@@ -7,6 +7,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
+use firn_format::histogram::{SizeHistogram, TimeHistogram};
 use firn_format::tally::Tally;
 
 /// What the drain decides, each counted and, with `log-level=debug`, logged.
@@ -43,13 +44,34 @@ impl Decisions {
     pub(crate) fn count(&self, decision: Decision) {
         self.0.count(decision as usize);
     }
+
+    pub(crate) fn of(&self, decision: Decision) -> u64 {
+        self.0.get(decision as usize)
+    }
+}
+
+/// How long calls of programs took firnd, from the request to its answer. Whoever takes requests and answers them counts: the
+/// frontends. Writes by direct access are none of them: they are stores of the program to memory.
+#[derive(Default)]
+pub struct RequestTimes {
+    /// write(2), with the time that it waited for room.
+    pub write: TimeHistogram,
+    /// close(2), whether or not it waited for the backing.
+    pub close: TimeHistogram,
+    /// fsync(2) and fdatasync(2) of a file.
+    pub fsync: TimeHistogram,
 }
 
 /// What is counted since the attach; `chunk_lists`, `chunk_list_bytes` and `cached_bytes` are what is there now.
 #[derive(Default)]
 pub(crate) struct Counters {
-    pub ingest_bytes: AtomicU64,
-    pub ingest_writes: AtomicU64,
+    /// Sizes of the writes that were taken from programs.
+    pub ingest: SizeHistogram,
+    pub request_times: Arc<RequestTimes>,
+    /// Sizes of the writes to the backing that succeeded.
+    pub drain_sizes: SizeHistogram,
+    /// How long calls took that wrote to the backing, those that failed too.
+    pub drain_times: TimeHistogram,
     pub drain_bytes: AtomicU64,
     pub drain_writes: AtomicU64,
     pub drain_errors: AtomicU64,
@@ -109,8 +131,7 @@ impl Held {
 impl Counters {
     /// Counts a write that was taken from a program.
     pub(crate) fn count_ingest(&self, bytes: u64) {
-        self.ingest_bytes.fetch_add(bytes, Ordering::Relaxed);
-        self.ingest_writes.fetch_add(1, Ordering::Relaxed);
+        self.ingest.observe(bytes);
     }
 
     /// Counts a file of the backing that was opened.

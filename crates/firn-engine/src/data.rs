@@ -9,6 +9,7 @@ use firn_backing::{Access, Attr, Backing, Caller, Errno, FileUse, KernelReads, P
 
 use crate::engine::Engine;
 use crate::file::{BackingFile, File, FileState};
+use crate::file_events::FileChange;
 use crate::names::Inode;
 use crate::privileges::{Anybody, has_set_id_bits};
 use crate::tables::Handle;
@@ -239,6 +240,7 @@ impl<B: Backing> Engine<B> {
         let writable = flags & O_ACCMODE != 0;
         let mut chosen = OpenMode::Engine;
         let mut has_kernel_copy = false;
+        let mut is_first_writer = false;
         let file = self.open_files.file_with(inode, |state| {
             chosen = mode(state);
             let is_held = !state.pending.is_empty() || !state.cache.is_empty();
@@ -246,6 +248,7 @@ impl<B: Backing> Engine<B> {
             if let OpenMode::Cached { .. } = chosen {
                 self.kernel_cache.count_cached_open();
             }
+            is_first_writer = writable && !state.opens.has_writers();
             state.opens.add(id, chosen, writable);
             if writable {
                 // What the kernel writes by itself is not seen here.
@@ -254,6 +257,10 @@ impl<B: Backing> Engine<B> {
                 self.base.journal.update_ending(state);
             }
         });
+        if is_first_writer {
+            let events = &self.base.file_events;
+            events.note(&file.inode, FileChange::Opened);
+        }
         // Nobody gets a grant from here on: the file is open twice.
         self.intake.end_grant(&file);
         let size = self.intake.size_for_kernel(&file);
@@ -385,6 +392,10 @@ impl<B: Backing> Engine<B> {
         }
         file.inode.note_cut(state.opens.is_cut());
         drop(state);
+        if is_written {
+            let events = &self.base.file_events;
+            events.note(&file.inode, FileChange::Closed);
+        }
         self.open_files.keep_cut(&file.inode);
         if handle.has_kernel_copy {
             self.kernel_cache.kernel_copies.close(file.inode.id);

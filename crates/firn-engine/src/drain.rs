@@ -22,6 +22,7 @@ use queue::{DrainQueue, QueueFigures};
 use crate::Result;
 use crate::counters::Held;
 use crate::file::{File, FileState};
+use crate::file_events::FileEvents;
 use crate::options::Order;
 
 /// Carries out the jobs of the drain: the IO threads of `firn-drain`, or a test that takes each step itself.
@@ -42,6 +43,7 @@ pub(crate) struct Drain<B: Backing> {
     executor: RwLock<Option<Arc<dyn Executor>>>,
     /// Who waits for files to be drained; the sum over all files, or more for an instant.
     waiter_count: AtomicU64,
+    pub(crate) file_events: Arc<FileEvents<B>>,
 }
 
 impl<B: Backing> Drain<B> {
@@ -54,6 +56,7 @@ impl<B: Backing> Drain<B> {
             gathers: backing.facts(&backing.root()).gathers,
             executor: RwLock::new(None),
             waiter_count: AtomicU64::new(0),
+            file_events: Arc::default(),
         }
     }
 
@@ -153,6 +156,7 @@ impl<B: Backing> Drain<B> {
     /// Counts a change of what is held of one file, under its lock.
     pub(crate) fn count_held(&self, file: &File<B>, before: u64, after: u64) {
         self.queue_of(file).held.count(before, after);
+        self.file_events.note_held(&file.inode, before, after);
     }
 
     /// Bytes that are pending, of all lanes.

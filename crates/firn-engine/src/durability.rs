@@ -11,6 +11,7 @@ use crate::base::Base;
 use crate::drain::Drain;
 use crate::drainer::Drainer;
 use crate::file::File;
+use crate::file_events::FileChange;
 use crate::intake::Intake;
 use crate::names::{Fingerprint, Inode, last_name_change};
 use crate::open_files::OpenFiles;
@@ -123,7 +124,7 @@ impl<B: Backing> Durability<B> {
             self.room.check_cache(file)?;
         }
         // Before the sync, both: what is drained, or changed by others, during it is not known to be covered.
-        let covered = self.tree.fingerprint(&file.inode);
+        let covered = self.tree.covered_by_sync(&file.inode);
         file.inode.data_unsynced.store(false, Ordering::Release);
         if let Err(errno) = self.base.backing.sync(&source.file, data_only) {
             file.inode.data_unsynced.store(true, Ordering::Release);
@@ -134,9 +135,11 @@ impl<B: Backing> Durability<B> {
             return Err(errno);
         }
         self.sync_names(&file.inode)?;
-        if clean && let Ok(covered) = covered {
+        if clean && let Ok((covered, bytes)) = covered {
             file.inode.synced.set(covered);
-            self.tree.names.remember(&file.inode);
+            let events = &self.base.file_events;
+            events.note(&file.inode, FileChange::Durable);
+            self.tree.names.remember(&file.inode, bytes);
         }
         Ok(())
     }
@@ -157,7 +160,7 @@ impl<B: Backing> Durability<B> {
         let change = last_name_change();
         let covered: Vec<_> = files
             .iter()
-            .map(|inode| self.tree.fingerprint(inode).ok())
+            .map(|inode| self.tree.covered_by_sync(inode).ok())
             .collect();
         let unsynced: Vec<_> = files
             .iter()
@@ -189,19 +192,24 @@ impl<B: Backing> Durability<B> {
     }
 
     /// After a sync of an inode's data: what is pending by now was not covered.
-    fn mark_synced_if_clean(&self, inode: &Arc<Inode<B>>, covered: Fingerprint) {
+    fn mark_synced_if_clean(&self, inode: &Arc<Inode<B>>, (covered, bytes): (Fingerprint, u64)) {
         let file = self.open_files.known_file(inode);
         let state = file.as_ref().map(|file| {
             let mut state = file.lock();
             self.intake.ingest_published(file, &mut state);
             state
         });
-        if state.as_ref().is_none_or(|state| state.pending.is_empty()) {
+        let is_clean = state.as_ref().is_none_or(|state| state.pending.is_empty());
+        if is_clean {
             inode.synced.set(covered);
         }
         drop(state);
+        if is_clean {
+            let events = &self.base.file_events;
+            events.note(inode, FileChange::Durable);
+        }
         if inode.synced.get().is_some() {
-            self.tree.names.remember(inode);
+            self.tree.names.remember(inode, bytes);
         }
     }
 

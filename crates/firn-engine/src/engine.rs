@@ -124,6 +124,7 @@ impl<B: Backing> Engine<B> {
             journal: FileJournal::new(journal, epoch),
             counters: Counters::default(),
             errors: ErrorLog::default(),
+            file_events: Arc::clone(&drain.file_events),
         });
         let tree = Arc::new(NameTree::new(&base, names));
         let intake = Arc::new(Intake::new(&tree, &drain));

@@ -8,9 +8,11 @@ use std::time::{Duration, Instant};
 use firn_backing::{Backing, Kind, is_below};
 use firn_format::durability::DurabilityLevel;
 use firn_format::record::Ending;
+use firn_protocol::record::Bucket;
 use firn_protocol::{ErrorStatus, LaneStatus, NumaNodeStatus, SpillStatus, Status};
 
 use crate::Transferred;
+use crate::counters::{Decision, RequestTimes};
 use crate::engine::Engine;
 use crate::file::File;
 use crate::names::Inode;
@@ -40,7 +42,7 @@ impl<B: Backing> Engine<B> {
     pub fn transferred(&self) -> Transferred {
         self.intake.ingest_all_published();
         Transferred {
-            ingest_bytes: self.base.counters.ingest_bytes.load(Ordering::Relaxed),
+            ingest_bytes: self.base.counters.ingest.bytes(),
             drain_bytes: self.base.counters.drain_bytes.load(Ordering::Relaxed),
             moved_bytes: self
                 .base
@@ -48,6 +50,61 @@ impl<B: Backing> Engine<B> {
                 .spill_figures()
                 .map_or(0, |spill| spill.moved_bytes),
         }
+    }
+
+    /// What the counters say now that a record of the run is made of: sums since the attach, and what is held. No program
+    /// is seen to wait: the frontends know that.
+    pub fn activity(&self) -> Bucket {
+        self.intake.ingest_all_published();
+        let counters = &self.base.counters;
+        let times = &counters.request_times;
+        let microseconds = |time: Duration| time.as_micros() as u64;
+        let spill = self.base.arena.spill_figures();
+        Bucket {
+            ingest_bytes: counters.ingest.bytes(),
+            ingest_writes: counters.ingest.count(),
+            drain_bytes: counters.drain_bytes.load(Ordering::Relaxed),
+            drain_writes: counters.drain_writes.load(Ordering::Relaxed),
+            read_bytes: counters.read_bytes.load(Ordering::Relaxed),
+            spill_bytes: spill.map_or(0, |spill| spill.moved_bytes),
+            write_us: microseconds(times.write.sum()),
+            close_us: microseconds(times.close.sum()),
+            fsync_us: microseconds(times.fsync.sum()),
+            drain_us: microseconds(counters.drain_times.sum()),
+            held_bytes: self.drain.held_bytes(),
+            waiting_writers: 0,
+        }
+    }
+
+    /// How many writers wait for room in the engine.
+    pub fn waiting_writers(&self) -> u64 {
+        self.room.space.waiters.count()
+    }
+
+    /// Writes to the backing that failed since the attach.
+    pub fn drain_errors(&self) -> u64 {
+        self.base.counters.drain_errors.load(Ordering::Relaxed)
+    }
+
+    /// Times since the attach that an error was reported to those that waited for room.
+    pub fn errors_given_up(&self) -> u64 {
+        self.base.counters.drain_decisions.of(Decision::GivenUp)
+    }
+
+    /// Whether a write to the backing failed and waits for its next try.
+    pub fn waits_for_retry(&self) -> bool {
+        self.drain
+            .figures()
+            .iter()
+            .any(|lane| lane.retry_in.is_some())
+    }
+
+    /// The path, the errno and the text of the error that happened last.
+    pub fn newest_error(&self) -> Option<(Vec<u8>, i32, String)> {
+        let errors = self.base.errors.list().into_iter();
+        let newest = errors.max_by_key(|error| error.last)?;
+        let errno = newest.errno.raw_os_error();
+        Some((newest.path, errno, newest.message))
     }
 
     /// Asserts that the counters are the sums that they stand for. To be called while nobody else uses the engine.
@@ -100,6 +157,11 @@ impl<B: Backing> Engine<B> {
         self.base.counters.drain_bytes.load(Ordering::Relaxed)
     }
 
+    /// How long calls of programs took, for the frontends to count in.
+    pub fn request_times(&self) -> &Arc<RequestTimes> {
+        &self.base.counters.request_times
+    }
+
     /// Time since the arena was attached.
     pub fn uptime(&self) -> Duration {
         self.attached.elapsed()
@@ -137,6 +199,7 @@ impl<B: Backing> Engine<B> {
         let (kernel_copies_bytes, kernel_copies_max_bytes) =
             self.kernel_cache.kernel_copies.bytes();
         let direct_access = self.intake.grants.figures();
+        let (durable_files, durable_bytes) = self.tree.names.count_synced();
         Status {
             uptime_seconds: now.duration_since(self.attached).as_secs_f64(),
             epoch: self.epoch,
@@ -146,12 +209,20 @@ impl<B: Backing> Engine<B> {
             held_bytes: self.drain.held_bytes(),
             held_files: self.drain.held_files(),
             oldest_held_seconds: oldest.map(|at| now.duration_since(at).as_secs_f64()),
+            durable_files,
+            durable_bytes,
             recovered_bytes: self.recovered_bytes,
             lost_file_bytes: self.lost.bytes(),
             open_files: self.open_files.handles.len() as u64,
             waiting_writers: self.room.space.waiters.count(),
-            ingest_bytes: get(&counters.ingest_bytes),
-            ingest_writes: get(&counters.ingest_writes),
+            ingest_bytes: counters.ingest.bytes(),
+            ingest_writes: counters.ingest.count(),
+            ingest_write_bytes: counters.ingest.counts().into(),
+            write_seconds: counters.request_times.write.counts().into(),
+            close_seconds: counters.request_times.close.counts().into(),
+            fsync_seconds: counters.request_times.fsync.counts().into(),
+            drain_write_bytes: counters.drain_sizes.counts().into(),
+            drain_seconds: counters.drain_times.counts().into(),
             drain_bytes: get(&counters.drain_bytes),
             drain_writes: get(&counters.drain_writes),
             drain_errors: get(&counters.drain_errors),
@@ -245,6 +316,25 @@ impl<B: Backing> Engine<B> {
     pub fn held_bytes_below(&self, path: &[u8]) -> u64 {
         let files = self.durability.pending_below(path);
         files.iter().map(|file| file.lock().pending.bytes()).sum()
+    }
+
+    /// Names of files that programs have open for writing, `count_max` at most, and how many such files there are.
+    pub fn files_being_written(&self, count_max: usize) -> (Vec<Vec<u8>>, u64) {
+        let mut names = Vec::new();
+        let mut count = 0;
+        for file in self.open_files.files.all() {
+            let is_written = {
+                let state = file.lock();
+                !state.opens.is_empty() && state.opens.ending() == Ending::Open
+            };
+            if is_written {
+                count += 1;
+                if names.len() < count_max {
+                    names.extend(file.inode.paths().into_iter().next());
+                }
+            }
+        }
+        (names, count)
     }
 
     /// Files at or below `path` of which the engine knows more than the backing can tell, by all names that it knows: those

@@ -150,16 +150,9 @@ impl<B: Backing> Intake<B> {
                 },
             );
             bytes += u64::from(len);
-            self.base
-                .counters
-                .ingest_writes
-                .fetch_add(1, Ordering::Relaxed);
+            self.base.counters.count_ingest(len.into());
         }
         if bytes > 0 {
-            self.base
-                .counters
-                .ingest_bytes
-                .fetch_add(bytes, Ordering::Relaxed);
             file.inode
                 .is_size_stale_in_kernel
                 .store(true, Ordering::Release);

@@ -315,6 +315,13 @@ impl<B: Backing> Tables<B> {
     }
 }
 
+/// A file that was synced or cut.
+struct Remembered<B: Backing> {
+    inode: Arc<Inode<B>>,
+    /// Bytes that it had when it was synced.
+    bytes: u64,
+}
+
 /// All inodes.
 pub(crate) struct Names<B: Backing> {
     root: Arc<Inode<B>>,
@@ -324,7 +331,7 @@ pub(crate) struct Names<B: Backing> {
     names_unsynced: bool,
     objects: Arc<Objects<B>>,
     /// Files that were synced or cut, by [`Inode::serial`].
-    remembered: Mutex<BTreeMap<u64, Arc<Inode<B>>>>,
+    remembered: Mutex<BTreeMap<u64, Remembered<B>>>,
     /// How often names changed in the backing without a request for it.
     changes_below: AtomicU64,
     /// Paths that change while a rename is done below and noted here, and stay while an object is looked up
@@ -508,19 +515,32 @@ impl<B: Backing> Names<B> {
         all
     }
 
-    /// The file was synced or cut: it stays known, also when the kernel forgets it.
-    pub(crate) fn remember(&self, inode: &Arc<Inode<B>>) {
+    /// The file was synced with this many bytes, or cut: it stays known, also when the kernel forgets it.
+    pub(crate) fn remember(&self, inode: &Arc<Inode<B>>, bytes: u64) {
         if !inode.has_names() {
             return;
         }
         let dropped = {
             let mut remembered = self.remembered.lock();
-            remembered.insert(inode.serial, Arc::clone(inode));
+            let inode = Arc::clone(inode);
+            remembered.insert(inode.serial, Remembered { inode, bytes });
             let is_full = remembered.len() > REMEMBERED_MAX;
             is_full.then(|| remembered.pop_first())
         };
         // Without the lock: the last reference may close a descriptor.
         drop(dropped);
+    }
+
+    /// Files that this engine knows to be synced and not changed since, and their bytes when they were. Of more than
+    /// [`REMEMBERED_MAX`] the oldest are not counted.
+    pub(crate) fn count_synced(&self) -> (u64, u64) {
+        let remembered = self.remembered.lock();
+        let synced = remembered
+            .values()
+            .filter(|file| file.inode.synced().is_some());
+        synced.fold((0, 0), |(files, bytes), file| {
+            (files + 1, bytes + file.bytes)
+        })
     }
 
     /// A file without a name is not remembered: it may hold a descriptor.

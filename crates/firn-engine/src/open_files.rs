@@ -215,7 +215,7 @@ impl<B: Backing> OpenFiles<B> {
     /// is dropped, without its lock.
     pub(crate) fn keep_cut(&self, inode: &Arc<Inode<B>>) {
         if inode.is_cut.load(Ordering::Acquire) {
-            self.tree.names.remember(inode);
+            self.tree.names.remember(inode, 0);
         }
     }
 

@@ -68,8 +68,13 @@ impl<B: Backing> NameTree<B> {
 
     /// What the backing shows of a file's content now.
     pub(crate) fn fingerprint(&self, inode: &Inode<B>) -> Result<Fingerprint> {
+        Ok(self.covered_by_sync(inode)?.0)
+    }
+
+    /// What a sync that begins now covers: the fingerprint, and how many bytes the file has.
+    pub(crate) fn covered_by_sync(&self, inode: &Inode<B>) -> Result<(Fingerprint, u64)> {
         let attr = self.base.backing.attr(&self.object(inode)?)?;
-        Ok(Fingerprint::of(&attr))
+        Ok((Fingerprint::of(&attr), attr.size))
     }
 
     /// The same for one whose pending bytes are known to end at `pending_end`.

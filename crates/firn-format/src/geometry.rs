@@ -17,6 +17,8 @@ use crate::FormatError;
 use crate::piece::PIECE_BYTES;
 use crate::slab::{CHUNK_HEADER_BYTES, SLAB_HEADER_BYTES};
 
+/// Of what is free, the part that is left for the journal to grow, for logs and for other files in memory.
+const SPARE_PART: u64 = 8;
 /// Size of a page: positions of data are congruent to file offsets modulo this.
 pub const PAGE: u64 = 4096;
 /// Alignment of the data area, so that huge pages can back it.
@@ -179,9 +181,14 @@ impl Geometry {
             .map(|range| range.end - range.start)
             .sum()
     }
+    /// The `arena-size` to propose where `free_bytes` are free, in whole MiB; `None` if none fits.
+    pub fn proposed_arena_bytes(&self, free_bytes: u64) -> Option<u64> {
+        let fitting = self.fitting_arena_bytes(free_bytes - free_bytes / SPARE_PART);
+        (fitting > 0).then_some(fitting)
+    }
     /// The largest arena of the same chunks and spill file whose [`Geometry::allocated_bytes`] are at most `free_bytes`, in
     /// whole MiB; 0: none.
-    pub fn fitting_arena_bytes(&self, free_bytes: u64) -> u64 {
+    fn fitting_arena_bytes(&self, free_bytes: u64) -> u64 {
         let allocated = |chunks: u64| {
             let bytes = chunks * self.chunk_bytes;
             let made = Self::with_spill(bytes, self.chunk_bytes, self.spill_bytes());

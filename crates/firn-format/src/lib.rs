@@ -8,6 +8,7 @@ pub mod clock;
 pub mod data_socket;
 pub mod durability;
 pub mod geometry;
+pub mod histogram;
 pub mod home;
 pub mod journal;
 pub mod mountinfo;
@@ -19,6 +20,7 @@ pub mod record;
 pub mod sealed;
 pub mod slab;
 pub mod spill;
+pub mod step;
 pub mod superblock;
 pub mod tally;
 

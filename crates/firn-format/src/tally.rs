@@ -25,6 +25,12 @@ impl<const N: usize> Tally<N> {
         }
     }
 
+    /// How often `index` was counted.
+    pub fn get(&self, index: usize) -> u64 {
+        let count = self.counts.get(index);
+        count.map_or(0, |count| count.load(Ordering::Relaxed))
+    }
+
     /// The name at `index`.
     pub fn name(&self, index: usize) -> &'static str {
         self.names.get(index).copied().unwrap_or_default()

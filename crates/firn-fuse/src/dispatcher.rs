@@ -138,6 +138,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let weak = Arc::downgrade(&engine);
         let drained_bytes = move || weak.upgrade().map_or(0, |engine| engine.drained_bytes());
         let replies = Replies {
+            times: Arc::clone(engine.request_times()),
             failures: Arc::new(failures),
             unanswered: Unanswered::new(drained_bytes),
             give_back: Box::new(ToEngine {

@@ -14,7 +14,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use firn_backing::{Attr, Errno, Kind, StatFs};
-use firn_engine::{HandleId, InodeId};
+use firn_engine::{HandleId, InodeId, RequestTimes};
+use firn_format::histogram::TimeHistogram;
 use firn_hosts::InTheWay;
 
 use crate::failures::Failures;
@@ -62,6 +63,7 @@ pub(crate) trait GiveBack: Send + Sync {
 
 /// What all replies of a mount need.
 pub(crate) struct Replies {
+    pub(crate) times: Arc<RequestTimes>,
     pub(crate) failures: Arc<Failures>,
     pub(crate) unanswered: Arc<Unanswered>,
     pub(crate) give_back: Box<dyn GiveBack>,
@@ -147,28 +149,19 @@ pub(crate) struct Reply<R: Responder> {
     /// Look-ups that a listing would give the kernel.
     listed: Vec<InodeId>,
     replies: Arc<Replies>,
-    /// Where the log has level debug: all that is logged for the request is in its span.
-    traced: Option<Traced>,
-}
-
-/// A request that the log follows.
-struct Traced {
+    /// Where the time until the answer is counted, or the log has level debug.
+    began: Option<Instant>,
+    /// All that is logged for the request is in it, where the log has level debug.
     span: tracing::Span,
-    began: Instant,
 }
 
-impl Traced {
-    /// None where the log has another level: then the request costs no look at the clock.
-    fn begin(request: &Request<'_>) -> Option<Self> {
-        let operation = request.operation.kind().name();
-        let span = tracing::debug_span!(
-            "request",
-            unique = request.unique,
-            operation,
-            pid = request.caller.pid
-        );
-        let began = (!span.is_disabled()).then(Instant::now)?;
-        Some(Self { span, began })
+/// Where the time of an operation is counted; `None`: it costs no look at the clock.
+fn histogram_of(times: &RequestTimes, operation: OperationKind) -> Option<&TimeHistogram> {
+    match operation {
+        OperationKind::Write => Some(&times.write),
+        OperationKind::Flush => Some(&times.close),
+        OperationKind::Fsync => Some(&times.fsync),
+        _ => None,
     }
 }
 
@@ -189,6 +182,13 @@ impl<R: Responder> Reply<R> {
         replies
             .unanswered
             .add(request.unique, request.caller.pid, operation.kind(), early);
+        let span = tracing::debug_span!(
+            "request",
+            unique = request.unique,
+            operation = operation.kind().name(),
+            pid = request.caller.pid
+        );
+        let is_timed = histogram_of(&replies.times, operation.kind()).is_some();
         Self {
             responder: Some(responder),
             unique: request.unique,
@@ -199,24 +199,26 @@ impl<R: Responder> Reply<R> {
             },
             listed: Vec::new(),
             replies: Arc::clone(replies),
-            traced: Traced::begin(request),
+            began: (is_timed || !span.is_disabled()).then(Instant::now),
+            span,
         }
     }
 
     /// The span of the request, to be entered by a thread that works on it.
     pub(crate) fn span(&self) -> tracing::Span {
-        self.traced
-            .as_ref()
-            .map_or_else(tracing::Span::none, |traced| traced.span.clone())
+        self.span.clone()
     }
 
-    /// Logs a request that was slow.
+    /// Counts how long the request took, and logs it if it was slow.
     fn note_answered(&self) {
-        let Some(Traced { span, began }) = &self.traced else {
+        let Some(elapsed) = self.began.map(|began| began.elapsed()) else {
             return;
         };
-        let elapsed = began.elapsed();
-        if elapsed >= SLOW {
+        if let Some(histogram) = histogram_of(&self.replies.times, self.subject.operation) {
+            histogram.observe(elapsed);
+        }
+        let span = &self.span;
+        if elapsed >= SLOW && !span.is_disabled() {
             let path = self.replies.failures.path_of(&self.subject);
             tracing::debug!(parent: span, ?elapsed, %path, "a request was slow");
         }
@@ -439,6 +441,7 @@ pub(crate) mod tests {
     fn replies() -> (Arc<Replies>, GivenBack) {
         let given_back = GivenBack::default();
         let replies = Replies {
+            times: Arc::default(),
             failures: Arc::default(),
             unanswered: Unanswered::new(|| 0),
             give_back: Box::new(given_back.clone()),

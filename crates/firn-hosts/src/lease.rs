@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 use crate::own::{self, OwnError};
 
 /// Version of a lease's place and record: hosts with different ones do not see each other.
-pub const LEASE_VERSION: u32 = 2;
+pub const LEASE_VERSION: u32 = 3;
 
 /// Name of the file in the directory of a host.
 pub(crate) const LEASE: &str = "lease";
@@ -42,8 +42,12 @@ const LOGS_STALE_AFTER: Duration = Duration::from_secs(30);
 const _: () = assert!(BEAT_SELDOM_EVERY.as_millis() * 2 < STALE_AFTER.as_millis());
 /// How often the count is read meanwhile.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
-/// Bytes of the record: checksum, JSON, spaces, newline. A host's name has 64 bytes at most.
-const RECORD_BYTES: usize = 512;
+/// Bytes of the record: checksum, JSON, spaces, newline. One block of most file systems, so a beat is one write of one block.
+const RECORD_BYTES: usize = 4096;
+/// No lease of any version has more bytes.
+const LEASE_BYTES_MAX: u64 = 64 << 10;
+/// Bytes of a report as JSON that always find room: the rest of the record has 512 at most, as a host's name has 64.
+pub const REPORT_BYTES_MAX: usize = RECORD_BYTES - 512;
 
 /// Who has a lease, or had it last.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -100,6 +104,9 @@ impl LeaseUse {
     }
 }
 
+/// How the holder of a lease is, in JSON, for people on other hosts. Nothing of what hosts do depends on it.
+pub type Report = serde_json::Value;
+
 /// What the file of a lease says.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Record {
@@ -114,6 +121,36 @@ struct Record {
     count: u64,
     /// The holder gave the lease back.
     released: bool,
+    /// As of the last beat; none: the holder has said nothing yet, or it had no room.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    report: Option<Report>,
+}
+
+impl Record {
+    /// Whether this is the same beat of the same holding. What is reported does not count: a number may come back from
+    /// JSON as its neighbour.
+    fn is_same_beat(&self, other: &Self) -> bool {
+        let of = |record: &Self| {
+            let Self {
+                holder,
+                device,
+                holding,
+                uses,
+                count,
+                released,
+                report: _,
+            } = record;
+            (
+                holder.clone(),
+                *device,
+                *holding,
+                uses.clone(),
+                *count,
+                *released,
+            )
+        };
+        of(self) == of(other)
+    }
 }
 
 /// Why a lease could not be taken or kept.
@@ -170,11 +207,14 @@ pub struct Beat {
 impl Beat {
     /// Reads the beat of the lease in the directory of a host; `None`: there is none.
     pub fn read<B: Backing>(base: &B, dir: &B::Inode) -> Result<Option<Self>, OwnError> {
-        Ok(own::load(base, dir, LEASE)?.map(|bytes| Self { bytes }))
+        let bytes = own::load_at_most(base, dir, LEASE, LEASE_BYTES_MAX)?;
+        Ok(bytes.map(|bytes| Self { bytes }))
     }
 
     fn record(&self) -> Option<Record> {
-        let text = std::str::from_utf8(&self.bytes).ok()?.trim_end();
+        // Its line: a file of another version may be longer.
+        let line = self.bytes.split(|byte| *byte == b'\n').next()?;
+        let text = std::str::from_utf8(line).ok()?.trim_end();
         let (sum, json) = text.split_once(' ')?;
         let sum = u32::from_str_radix(sum, 16).ok()?;
         if sum != crc32c::crc32c(json.as_bytes()) {
@@ -199,8 +239,19 @@ impl Beat {
         self.record().map(|record| record.holding)
     }
 
-    fn is_released(&self) -> bool {
+    /// Whether its holder gave the lease back.
+    pub fn is_released(&self) -> bool {
         self.record().is_some_and(|record| record.released)
+    }
+
+    /// What its holder uses the backing for; `None`: its record cannot be read now.
+    pub fn uses(&self) -> Option<BTreeSet<LeaseUse>> {
+        self.record().map(|record| record.uses)
+    }
+
+    /// How its holder was when it beat.
+    pub fn report(&self) -> Option<Report> {
+        self.record()?.report
     }
 
     /// Whether a free lock proves that its holder is gone: nobody had the lease, it was given back, or this kernel
@@ -261,6 +312,7 @@ impl<B: Backing> Lease<B> {
                 uses: BTreeSet::from([purpose]),
                 count: 0,
                 released: false,
+                report: None,
             },
         };
         lease.write(base)?;
@@ -273,10 +325,11 @@ impl<B: Backing> Lease<B> {
         self.record.holding
     }
 
-    /// Shows that the holder lives. Fails with [`LeaseError::Lost`] where another host has taken the lease.
-    pub fn beat(&mut self, base: &B) -> Result<(), LeaseError> {
+    /// Shows that the holder lives, and how it is. Fails with [`LeaseError::Lost`] where another host has taken the lease.
+    pub fn beat(&mut self, base: &B, report: Option<Report>) -> Result<(), LeaseError> {
         self.must_be_ours(base)?;
         self.record.count += 1;
+        self.record.report = report;
         self.write(base)
     }
 
@@ -300,10 +353,11 @@ impl<B: Backing> Lease<B> {
         every.unwrap_or(BEAT_SELDOM_EVERY)
     }
 
-    /// Gives the lease back, and says so: the next holder waits for nothing.
-    pub fn release(mut self, base: &B) -> Result<(), LeaseError> {
+    /// Gives the lease back, and says so: the next holder waits for nothing. `report` stays to be read.
+    pub fn release(mut self, base: &B, report: Option<Report>) -> Result<(), LeaseError> {
         self.must_be_ours(base)?;
         self.record.released = true;
+        self.record.report = report;
         self.write(base)
     }
 
@@ -319,7 +373,7 @@ impl<B: Backing> Lease<B> {
     fn must_be_ours(&self, base: &B) -> Result<(), LeaseError> {
         let beat = Beat::read(base, &self.dir)?;
         match beat.as_ref().and_then(Beat::record) {
-            Some(record) if record == self.record => Ok(()),
+            Some(record) if record.is_same_beat(&self.record) => Ok(()),
             record => Err(LeaseError::Lost {
                 by: record.map(|record| record.holder),
             }),
@@ -332,7 +386,18 @@ impl<B: Backing> Lease<B> {
     }
 }
 
+/// The report is left out where it is too long: a host that lives must beat whatever it has to say.
 fn encode(record: &Record) -> Result<Vec<u8>, Errno> {
+    match encode_whole(record) {
+        Err(Errno::NAMETOOLONG) if record.report.is_some() => encode_whole(&Record {
+            report: None,
+            ..record.clone()
+        }),
+        encoded => encoded,
+    }
+}
+
+fn encode_whole(record: &Record) -> Result<Vec<u8>, Errno> {
     let json = serde_json::to_string(record).map_err(|_| Errno::INVAL)?;
     let mut bytes = format!("{:08x} {json}", crc32c::crc32c(json.as_bytes())).into_bytes();
     if bytes.len() >= RECORD_BYTES {

@@ -11,6 +11,7 @@
 //! * [`tokens`]: one host at a time writes to an I/O server.
 //! * [`FileLocks`]: locks that programs of several hosts have of files.
 //! * [`PeerWatch`]: how the hosts that live use the backing.
+//! * [`survey()`]: one look at all hosts, by a process that takes no part.
 //! * [`check_reach`]: whether locks in this backing exclude other hosts, as far as that can be seen from here.
 //!
 //! Promises
@@ -29,6 +30,7 @@ mod lease;
 mod members;
 pub mod own;
 mod reach;
+mod survey;
 mod terms;
 pub mod tokens;
 mod vote;
@@ -42,10 +44,13 @@ pub use file_locks::{
     Done, FILE_LOCKS, FileLocks, InTheWay, OtherHosts, Owner, Released, Space, TestDone, Ticket,
     Wanted,
 };
-pub use lease::{Beat, Holder, LEASE_VERSION, Lease, LeaseError, LeaseUse, STALE_AFTER};
+pub use lease::{
+    Beat, Holder, LEASE_VERSION, Lease, LeaseError, LeaseUse, REPORT_BYTES_MAX, Report, STALE_AFTER,
+};
 pub use members::{Attendance, Expected, Members};
 pub use own::OwnError;
 pub use reach::{ReachError, check_reach, check_two_files};
+pub use survey::{Evidence, HostSeen, Life, Survey, survey};
 pub use terms::{Peer, PeerWatch, Peers, Terms, publish_terms};
 pub use vote::VoteDir;
 pub use watch::HostWatch;

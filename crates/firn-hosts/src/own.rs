@@ -45,13 +45,15 @@ pub enum OwnError {
     },
     /// It is longer than anything that Firn writes there.
     #[error(
-        "{name} has {bytes} bytes, and Firn writes no more than {FILE_BYTES_MAX}: look at what it is and move it away"
+        "{name} has {bytes} bytes, and Firn writes no more than {bytes_max}: look at what it is and move it away"
     )]
     TooLong {
         /// Its name, as above.
         name: String,
         /// Its size.
         bytes: u64,
+        /// The most that it may have.
+        bytes_max: u64,
     },
     /// The backing refused something.
     #[error("the backing failed: {0}")]
@@ -68,9 +70,14 @@ impl OwnError {
                 name: full(name),
                 why,
             },
-            Self::TooLong { name, bytes } => Self::TooLong {
+            Self::TooLong {
+                name,
+                bytes,
+                bytes_max,
+            } => Self::TooLong {
                 name: full(name),
                 bytes,
+                bytes_max,
             },
             Self::Backing(errno) => Self::Backing(errno),
         }
@@ -92,9 +99,13 @@ impl From<OwnError> for Errno {
                 tracing::error!("{name:?} {why}; Firn reads nothing from it");
                 Self::PERM
             }
-            OwnError::TooLong { name, bytes } => {
+            OwnError::TooLong {
+                name,
+                bytes,
+                bytes_max,
+            } => {
                 tracing::error!(
-                    "{name:?} has {bytes} bytes, and Firn writes no more than {FILE_BYTES_MAX}"
+                    "{name:?} has {bytes} bytes, and Firn writes no more than {bytes_max}"
                 );
                 Self::FBIG
             }
@@ -202,6 +213,16 @@ pub fn load<B: Backing>(
     parent: &B::Inode,
     name: &str,
 ) -> Result<Option<Vec<u8>>, OwnError> {
+    load_at_most(base, parent, name, FILE_BYTES_MAX)
+}
+
+/// The same of a file that has `bytes_max` bytes at most.
+pub fn load_at_most<B: Backing>(
+    base: &B,
+    parent: &B::Inode,
+    name: &str,
+    bytes_max: u64,
+) -> Result<Option<Vec<u8>>, OwnError> {
     let (inode, attr) = match base.lookup(parent, OsStr::new(name)) {
         Ok(found) => found,
         Err(Errno::NOENT) => return Ok(None),
@@ -209,10 +230,11 @@ pub fn load<B: Backing>(
     };
     // In a private directory a second name is what a crash left of ours.
     check(name, &Attr { nlink: 1, ..attr }, Expected::File)?;
-    if attr.size > FILE_BYTES_MAX {
+    if attr.size > bytes_max {
         return Err(OwnError::TooLong {
             name: name.into(),
             bytes: attr.size,
+            bytes_max,
         });
     }
     let size = usize::try_from(attr.size).map_err(|_| Errno::FBIG)?;

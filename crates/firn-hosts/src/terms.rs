@@ -21,6 +21,8 @@ use crate::own::{self, OwnError};
 
 /// Name of the file.
 const TERMS: &str = "terms";
+/// Bytes that it has at most: 256 lanes have long paths.
+const TERMS_BYTES_MAX: u64 = 4 << 20;
 
 /// What a host says, by names of options and formats.
 pub type Terms = BTreeMap<String, String>;
@@ -54,6 +56,20 @@ pub fn publish_terms<B: Backing>(
     };
     let bytes = serde_json::to_vec(&stored).map_err(|_| Errno::INVAL)?;
     own::store(base, dir, TERMS, &bytes)
+}
+
+/// What the host of a directory has said in the holding that its beat is of.
+pub(crate) fn terms_of_holding<B: Backing>(
+    base: &B,
+    dir: &B::Inode,
+    beat: &Beat,
+) -> Result<Option<Terms>, OwnError> {
+    let Some(bytes) = own::load_at_most(base, dir, TERMS, TERMS_BYTES_MAX)? else {
+        return Ok(None);
+    };
+    let stored: Option<Stored> = serde_json::from_slice(&bytes).ok();
+    let current = stored.filter(|stored| Some(stored.holding) == beat.holding());
+    Ok(current.map(|stored| stored.terms))
 }
 
 /// Looks at the hosts that have leases in a backing.
@@ -99,7 +115,9 @@ impl PeerWatch {
             let Some(dir) = find_host_dir(base, &host)? else {
                 continue;
             };
-            let Some(terms) = self.read(base, &dir)? else {
+            let beat = Beat::read(base, &dir)?;
+            let Some(beat) = beat else { continue };
+            let Some(terms) = terms_of_holding(base, &dir, &beat)? else {
                 continue;
             };
             match self.judge(base, &dir, &host)? {
@@ -109,18 +127,6 @@ impl PeerWatch {
             }
         }
         Ok(peers)
-    }
-
-    /// What is said in the holding that the lease tells of.
-    fn read<B: Backing>(&self, base: &B, dir: &B::Inode) -> Result<Option<Terms>, OwnError> {
-        let Some(bytes) = own::load(base, dir, TERMS)? else {
-            return Ok(None);
-        };
-        let beat = Beat::read(base, dir)?;
-        let holding = beat.and_then(|beat| beat.holding());
-        let stored: Option<Stored> = serde_json::from_slice(&bytes).ok();
-        let current = stored.filter(|stored| Some(stored.holding) == holding);
-        Ok(current.map(|stored| stored.terms))
     }
 
     fn judge<B: Backing>(

@@ -7,8 +7,8 @@ use firn_backing::{Backing, Errno, Names, Volume};
 use firn_hosts::host_dir::make_host_dir;
 use firn_hosts::own::TOP;
 use firn_hosts::{
-    Holder, HostWatch, Lease, LeaseError, LeaseUse, OwnError, PeerWatch, Peers, ReachError, Terms,
-    VoteDir, check_reach, own, publish_terms,
+    Evidence, Holder, HostWatch, Lease, LeaseError, LeaseUse, Life, OwnError, PeerWatch, Peers,
+    ReachError, Survey, Terms, VoteDir, check_reach, own, publish_terms, survey,
 };
 use firn_sim::LockReach;
 use firn_sim::SimBacking;
@@ -204,14 +204,14 @@ fn a_lease_ends_with_its_holder_whatever_it_was_doing() {
             let mut lease = take(&a, "a")?;
             assert!(is_held(&b), "step {step}");
             assert!(matches!(take(&b, "b"), Err(LeaseError::Held { .. })));
-            lease.beat(&a)?;
-            lease.release(&a)
+            lease.beat(&a, None)?;
+            lease.release(&a, None)
         };
         let done = work();
         assert_eq!(done.is_err(), a.is_dead(), "step {step}: {done:?}");
         assert!(!is_held(&b), "step {step}");
         let mut lease = take(&b, "b").expect("the lease is free");
-        lease.beat(&b).expect("beat");
+        lease.beat(&b, None).expect("beat");
         assert!(is_held(&b), "step {step}");
     }
 }
@@ -250,7 +250,10 @@ fn who_released_a_lease_or_held_it_under_this_kernel_is_not_waited_for() {
     let a = disk();
     let b = a.another_process();
     let root = b.root();
-    take(&a, "a").expect("take").release(&a).expect("release");
+    take(&a, "a")
+        .expect("take")
+        .release(&a, None)
+        .expect("release");
     drop(Lease::take(&b, &root, USE, &holder("b"), &mut never).expect("it was released"));
     drop(Lease::take(&b, &root, USE, &holder("b"), &mut never).expect("the same kernel"));
     let mut waited = Duration::ZERO;
@@ -267,14 +270,17 @@ fn a_host_whose_lock_was_lost_and_taken_learns_it_from_the_heartbeat() {
     let b = a.another_process();
     let mut lease = take(&a, "a").expect("take");
     a.lose_locks();
-    assert!(lease.beat(&a).is_err(), "the server gave its lock up");
+    assert!(lease.beat(&a, None).is_err(), "the server gave its lock up");
     let other = take(&b, "b").expect("nobody has it");
-    let by = match lease.beat(&a) {
+    let by = match lease.beat(&a, None) {
         Err(LeaseError::Lost { by }) => by.expect("who it is"),
         other => panic!("not lost: {other:?}"),
     };
     assert_eq!(by, holder("b"));
-    assert!(matches!(lease.release(&a), Err(LeaseError::Lost { .. })));
+    assert!(matches!(
+        lease.release(&a, None),
+        Err(LeaseError::Lost { .. })
+    ));
     drop(other);
 }
 
@@ -284,12 +290,12 @@ fn a_heartbeat_that_goes_on_betrays_locks_that_stay_on_their_host() {
     let b = a.another_process();
     let mut lease = take(&a, "a").expect("take");
     a.set_lock_reach(LockReach::Host);
-    let mut beat = |_| lease.beat(&a).expect("beat");
+    let mut beat = |_| lease.beat(&a, None).expect("beat");
     match Lease::take(&b, &b.root(), USE, &holder("b"), &mut beat) {
         Err(LeaseError::Unreached { holder: found }) => assert_eq!(found, Some(holder("a"))),
         other => panic!("{:?}", other.err()),
     }
-    lease.beat(&a).expect("who lives keeps its lease");
+    lease.beat(&a, None).expect("who lives keeps its lease");
 }
 
 fn reach(on: &SimBacking, rest: &mut dyn FnMut(Duration)) -> Result<(), ReachError> {
@@ -307,7 +313,10 @@ fn locks_that_do_not_keep_other_hosts_out_are_found_out_and_why() {
     assert_eq!(reach(&b, &mut never), Ok(()), "a is alive and keeps b out");
     a.set_lock_reach(LockReach::Host);
     let stays = Err(ReachError::StaysOnHost { host: "a".into() });
-    assert_eq!(reach(&b, &mut |_| lease.beat(&a).expect("beat")), stays);
+    assert_eq!(
+        reach(&b, &mut |_| lease.beat(&a, None).expect("beat")),
+        stays
+    );
     a.set_lock_reach(LockReach::Refused(Errno::NOLCK));
     assert_eq!(
         reach(&b, &mut never),
@@ -315,7 +324,7 @@ fn locks_that_do_not_keep_other_hosts_out_are_found_out_and_why() {
     );
     a.set_lock_reach(LockReach::Everywhere);
     a.crash_at(0);
-    assert!(lease.beat(&a).is_err());
+    assert!(lease.beat(&a, None).is_err());
     assert_eq!(reach(&b, &mut |_| {}), Ok(()), "a is dead");
     let (firn, _) = b.lookup(&b.root(), OsStr::new(TOP)).expect("lookup");
     let names = own::list(&b, &firn).expect("list");
@@ -338,7 +347,7 @@ fn a_host_lives_for_what_its_lease_is_used_for_and_for_nothing_else() {
     assert!(lives_for(LeaseUse::Tokens) && !lives_for(LeaseUse::Logs));
     assert_eq!(lease.beat_every(), Duration::from_secs(2));
     lease.add_use(&a, LeaseUse::Logs).expect("add");
-    lease.beat(&a).expect("its record is still its own");
+    lease.beat(&a, None).expect("its record is still its own");
     assert!(lives_for(LeaseUse::Tokens) && lives_for(LeaseUse::Logs));
     assert!(!lives_for(LeaseUse::Transactions));
     lease.add_use(&a, LeaseUse::Transactions).expect("add");
@@ -360,7 +369,7 @@ fn a_host_whose_lock_does_not_reach_lives_by_its_beat() {
     let lease = Lease::take(&a, &dir, LeaseUse::Logs, &holder("a"), &mut never).expect("take");
     let seen_by_b = HostWatch::new(LeaseUse::Logs, holder("b").boot);
     assert_eq!(seen_by_b.is_living(&b, "a"), Ok(true));
-    lease.release(&a).expect("release");
+    lease.release(&a, None).expect("release");
     assert_eq!(seen_by_b.is_living(&b, "a"), Ok(false), "it said so");
 }
 
@@ -413,7 +422,7 @@ fn hosts_that_live_are_seen_with_what_they_say_and_others_are_not() {
             // Its lock says nothing here: the beat tells.
             assert_eq!(said(&first), []);
         }
-        lease.beat(&disk_of_a).expect("beat");
+        lease.beat(&disk_of_a, None).expect("beat");
         let second = seen_by_b.look(&disk_of_b).expect("look");
         assert_eq!(said(&second), [("a", "log")], "{reach:?}");
         assert!(!second.is_unsure);
@@ -428,7 +437,7 @@ fn hosts_that_live_are_seen_with_what_they_say_and_others_are_not() {
         let again = again.expect("take");
         let unsaid = seen_by_b.look(&disk_of_b).expect("look");
         assert_eq!(said(&unsaid), [], "{reach:?}");
-        again.release(&disk_of_a).expect("release");
+        again.release(&disk_of_a, None).expect("release");
         let released = seen_by_b.look(&disk_of_b).expect("look");
         assert!(said(&released).is_empty() && !released.is_unsure);
     }
@@ -458,4 +467,103 @@ fn of_two_hosts_that_come_at_once_at_least_one_sees_the_other() {
         let (by_a, by_b) = seen_by_a;
         assert!(by_a + by_b >= 1, "call {step}: {by_a}, {by_b}");
     }
+}
+
+/// The clock of the disk goes on, a second with each change.
+fn pass(on: &SimBacking, seconds: u32) {
+    for _ in 0..seconds {
+        own::touch(on, &on.root(), "time").expect("touch");
+    }
+}
+
+/// What is said of each host, by name.
+fn lives(survey: &Survey) -> Vec<(&str, Life, Evidence)> {
+    let hosts = survey.hosts.iter();
+    hosts
+        .map(|seen| (seen.host.as_str(), seen.life, seen.evidence))
+        .collect()
+}
+
+#[test]
+fn a_survey_tells_hosts_that_live_are_stopped_have_died_or_left() {
+    let disk_of_a = disk();
+    let reader = disk_of_a.another_process();
+    let (_, mut a) = join(&disk_of_a, "a", "log");
+    let disk_of_b = disk_of_a.another_process();
+    let (_, b) = join(&disk_of_b, "b", "plain");
+    let (_, c) = join(&disk_of_a.another_process(), "c", "log");
+    let report = serde_json::json!({"held_bytes": 7});
+    a.beat(&disk_of_a, Some(report.clone())).expect("beat");
+    c.release(&disk_of_a, Some(report.clone()))
+        .expect("release");
+    let look =
+        |boot: &str, rest: &mut dyn FnMut(Duration)| survey(&reader, boot, rest).expect("survey");
+    let young = look("boot of the reader", &mut never);
+    let server = Evidence::ServerClock;
+    assert_eq!(
+        lives(&young),
+        [
+            ("a", Life::Alive, server),
+            ("b", Life::Alive, server),
+            ("c", Life::Left, Evidence::Lock)
+        ]
+    );
+    assert_eq!(young.hosts[0].report, Some(report.clone()));
+    assert_eq!(young.hosts[0].terms["layout"], "log");
+    // What is left behind is still said.
+    assert_eq!(young.hosts[2].report, Some(report));
+    // Nothing of the look stays.
+    let names = own::list(
+        &reader,
+        &own::must_find_dir(&reader, &reader.root(), TOP).unwrap(),
+    );
+    assert_eq!(names.expect("list").len(), 3);
+    // b is killed. Its own kernel knows it at once, another one when its beat is old.
+    drop(b);
+    let own_kernel = look("boot of b", &mut never);
+    assert_eq!(lives(&own_kernel)[1], ("b", Life::Dead, Evidence::Lock));
+    pass(&reader, 10);
+    let old = look("boot of the reader", &mut |_| ());
+    assert_eq!(
+        lives(&old)[..2],
+        [("a", Life::Silent, server), ("b", Life::Dead, server)]
+    );
+    let age = old.hosts[0].beat_age.expect("age");
+    assert!(age >= Duration::from_secs(10), "{age:?}");
+    // A beat that grows meanwhile proves life, whatever its time is.
+    let mut is_first = true;
+    let beaten = look("boot of the reader", &mut |_| {
+        if std::mem::take(&mut is_first) {
+            a.beat(&disk_of_a, None).expect("beat");
+        }
+    });
+    assert_eq!(lives(&beaten)[0], ("a", Life::Alive, Evidence::Beat));
+}
+
+#[test]
+fn a_host_that_may_write_to_logs_is_in_doubt_for_longer_where_locks_do_not_reach() {
+    let disk_of_a = disk();
+    disk_of_a.set_lock_reach(LockReach::Host);
+    let reader = disk_of_a.another_process();
+    let dir = make_host_dir(&disk_of_a, "a").expect("dir");
+    let lease = Lease::take(&disk_of_a, &dir, LeaseUse::Logs, &holder("a"), &mut never);
+    let _lease = lease.expect("take");
+    let look = || survey(&reader, "another", &mut |_| ()).expect("survey");
+    pass(&reader, 10);
+    assert_eq!(look().hosts[0].life, Life::Doubtful);
+    pass(&reader, 30);
+    assert_eq!(look().hosts[0].life, Life::Dead);
+}
+
+#[test]
+fn a_report_that_is_too_long_costs_no_beat() {
+    let a = disk();
+    let (dir, mut lease) = join(&a, "a", "log");
+    let long = serde_json::json!({ "note": "x".repeat(10_000) });
+    lease.beat(&a, Some(long)).expect("beat");
+    lease.beat(&a, None).expect("it is still its own");
+    let beat = firn_hosts::Beat::read(&a, &dir)
+        .expect("read")
+        .expect("beat");
+    assert_eq!(beat.report(), None);
 }

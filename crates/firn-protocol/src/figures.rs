@@ -8,6 +8,9 @@
 
 use std::collections::BTreeMap;
 
+use firn_format::histogram::HistogramCounts;
+use serde::{Deserialize, Serialize};
+
 /// How a figure moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
@@ -15,6 +18,8 @@ pub enum Kind {
     Counter,
     /// It goes up and down.
     Gauge,
+    /// Observations, counted by how large they are.
+    Histogram,
 }
 
 /// What a figure counts, by the end of its name.
@@ -48,13 +53,91 @@ impl Unit {
 /// What tells one sample of a figure from another: keys and values.
 pub type Labels = Vec<(&'static str, String)>;
 
+/// The value of a sample.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Value {
+    /// Of a counter or a gauge, in the figure's unit; a yes is 1.
+    Number(f64),
+    /// Of a histogram.
+    Histogram(HistogramStatus),
+}
+
+impl Value {
+    /// Whether there is nothing to tell.
+    pub fn is_zero(&self) -> bool {
+        match self {
+            Self::Number(number) => *number == 0.0,
+            Self::Histogram(histogram) => histogram.count() == 0,
+        }
+    }
+}
+
+/// Observations since the attach, counted by how large they are.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct HistogramStatus {
+    /// Upper bounds in ascending order, in the unit of the figure.
+    pub bounds: Vec<f64>,
+    /// Observations at each bound, not added up; one more for those above the last bound.
+    pub counts: Vec<u64>,
+    /// Of all observations, in the unit of the figure.
+    pub sum: f64,
+}
+
+impl HistogramStatus {
+    /// How many observations there are.
+    pub fn count(&self) -> u64 {
+        self.counts
+            .iter()
+            .fold(0, |sum, count| sum.saturating_add(*count))
+    }
+
+    /// Of all observations; none: there are none.
+    pub fn mean(&self) -> Option<f64> {
+        let count = self.count();
+        (count > 0).then(|| self.sum / count as f64)
+    }
+
+    /// Each upper bound with the observations at it; the last one is infinite.
+    pub fn buckets(&self) -> impl Iterator<Item = (f64, u64)> {
+        let bounds = self.bounds.iter().copied().chain([f64::INFINITY]);
+        bounds.zip(self.counts.iter().copied())
+    }
+
+    /// The bound that this share of the observations does not exceed; none: there are none. `f64::INFINITY`: it is above
+    /// the last bound.
+    pub fn quantile(&self, share: f64) -> Option<f64> {
+        let wanted = (self.count() as f64 * share).ceil().max(1.0);
+        let mut seen = 0u64;
+        self.buckets().find_map(|(bound, count)| {
+            seen = seen.saturating_add(count);
+            (seen as f64 >= wanted).then_some(bound)
+        })
+    }
+}
+
+impl From<HistogramCounts> for HistogramStatus {
+    fn from(counted: HistogramCounts) -> Self {
+        let HistogramCounts {
+            bounds,
+            counts,
+            sum,
+        } = counted;
+        Self {
+            bounds,
+            counts,
+            sum,
+        }
+    }
+}
+
 /// One value of a figure.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sample {
     /// Different from those of every other sample of the figure.
     pub labels: Labels,
-    /// In the figure's unit; a yes is 1.
-    pub value: f64,
+    /// What it says.
+    pub value: Value,
 }
 
 /// One figure.
@@ -88,13 +171,23 @@ impl Figures {
         figures
     }
 
+    /// With those of other things, which have none of the same name.
+    #[must_use]
+    pub fn with(mut self, others: Self) -> Self {
+        for (name, figure) in others.0 {
+            let before = self.0.insert(name, figure);
+            debug_assert!(before.is_none(), "two figures of one name");
+        }
+        self
+    }
+
     /// In the order of their names.
     pub fn iter(&self) -> impl Iterator<Item = &Figure> {
         self.0.values()
     }
 
     /// Declares the figure of a place, and adds a sample if there is a value.
-    fn put(&mut self, place: &Place, value: Option<f64>) {
+    fn put(&mut self, place: &Place, value: Option<Value>) {
         let figure = self.0.entry(place.name.clone()).or_insert_with(|| Figure {
             name: place.name.clone(),
             json: place.json.clone(),
@@ -208,7 +301,7 @@ impl Number for bool {
 
 impl<N: Number> Field for N {
     fn put(value: Option<&Self>, place: &Place, figures: &mut Figures) {
-        figures.put(place, value.map(|value| value.number()));
+        figures.put(place, value.map(|value| Value::Number(value.number())));
     }
 }
 
@@ -219,12 +312,19 @@ impl<F: Field> Field for Option<F> {
     }
 }
 
+impl Field for HistogramStatus {
+    fn put(value: Option<&Self>, place: &Place, figures: &mut Figures) {
+        figures.put(place, value.cloned().map(Value::Histogram));
+    }
+}
+
 /// Each count has its key as the label `kind`.
 impl Field for BTreeMap<String, u64> {
     fn put(value: Option<&Self>, place: &Place, figures: &mut Figures) {
         figures.put(place, None);
         for (kind, count) in value.into_iter().flatten() {
-            figures.put(&place.label("kind", kind), Some(count.number()));
+            let count = Value::Number(count.number());
+            figures.put(&place.label("kind", kind), Some(count));
         }
     }
 }
@@ -232,14 +332,17 @@ impl Field for BTreeMap<String, u64> {
 /// How many sentences there are.
 impl Field for Vec<String> {
     fn put(value: Option<&Self>, place: &Place, figures: &mut Figures) {
-        figures.put(place, value.map(|sentences| sentences.len() as f64));
+        figures.put(
+            place,
+            value.map(|sentences| Value::Number(sentences.len() as f64)),
+        );
     }
 }
 
 /// How many parts there are, and the figures of each.
 impl<P: Part> Field for Vec<P> {
     fn put(value: Option<&Self>, place: &Place, figures: &mut Figures) {
-        figures.put(place, value.map(|parts| parts.len() as f64));
+        figures.put(place, value.map(|parts| Value::Number(parts.len() as f64)));
         let mut each = place.clone();
         each.json += "[]";
         P::put(None, &each, figures);
@@ -259,6 +362,7 @@ impl<P: Part> Field for Vec<P> {
 /// |---|---|
 /// | `counter` | only grows |
 /// | `gauge` | goes up and down; a yes or no, a state, or sentences that are counted |
+/// | `histogram` | counts observations by how large they are |
 /// | `part` | has figures of its own |
 /// | `label` | tells the samples of this part from those of others |
 /// | `text` | is for JSON and people only |
@@ -303,6 +407,7 @@ macro_rules! part {
     (@figure label $($rest:tt)*) => {};
     (@figure counter $($rest:tt)*) => { part!(@put Counter, $($rest)*) };
     (@figure gauge $($rest:tt)*) => { part!(@put Gauge, $($rest)*) };
+    (@figure histogram $($rest:tt)*) => { part!(@put Histogram, $($rest)*) };
     (@figure part $($rest:tt)*) => { part!(@put Gauge, $($rest)*) };
     (@put $kind:ident, $field:ident: $type:ty, $help:expr, $part:ident, $place:ident, $figures:ident) => {
         <$type as $crate::figures::Field>::put(

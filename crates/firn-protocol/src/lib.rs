@@ -6,18 +6,23 @@
 //! line then, and whatever was sent on it since the last answer was not carried out. Every field is plain
 //! JSON, and every path a [`BytePath`], so `firn … --json` prints what it got and other tools can speak to the socket.
 
+pub mod events;
 pub mod figures;
+mod host_report;
 pub mod path;
+pub mod record;
 pub mod status;
 
 use firn_format::durability::DurabilityLevel;
 use firn_format::record::Ending;
 use serde::{Deserialize, Serialize};
 
+pub use crate::figures::HistogramStatus;
+pub use crate::host_report::{HostReport, LaneReport, NAMES_MAX, PartnerReport};
 use crate::path::BytePath;
 pub use crate::status::{
     BackupStatus, ErrorStatus, LaneState, LaneStatus, NumaNodeStatus, OwnerStatus, PartnerStatus,
-    PlacedStatus, SpillStatus, Status, TokenState, TokenStatus, TransactionStage,
+    PlacedStatus, Scrape, SpillStatus, Status, TokenState, TokenStatus, TransactionStage,
     TransactionStatus, close_hint,
 };
 
@@ -163,6 +168,8 @@ pub enum Request {
         /// Number of a commit, or of a transaction that is prepared.
         id: u64,
     },
+    /// A [`record::RunRecord`].
+    Record,
     /// Drop the errors that are recorded (the data stays and is still tried).
     ClearErrors,
     /// Unmount and end. With `force`: unmount even if a file is open (lazily) and end even if data
@@ -224,6 +231,8 @@ pub enum Reply {
     },
     /// Answer to [`Request::Status`].
     Status(Box<Status>),
+    /// Answer to [`Request::Record`].
+    Record(Box<record::RunRecord>),
     /// Answer to [`Request::Files`].
     Files {
         /// One entry a file.

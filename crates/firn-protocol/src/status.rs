@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::figures::{part, states};
+use crate::figures::{HistogramStatus, part, states};
 use crate::path::BytePath;
 
 part! {
@@ -25,6 +25,8 @@ part! {
         label backing: BytePath,
         /// Absolute path of the mount point.
         label mount_point: BytePath,
+        /// Name of the host.
+        label host: String,
         /// Path of the arena file.
         text arena: BytePath,
         /// Time since firnd attached.
@@ -46,6 +48,10 @@ part! {
         gauge held_files: u64,
         /// Files with bytes in logs (layout=log), as far as this host knows.
         gauge logged_files: u64,
+        /// Files that firnd saw synced and that were not changed since, as far as it remembers: 16,384 at most.
+        gauge durable_files: u64,
+        /// Bytes of the files that firnd saw synced, as far as it remembers them.
+        gauge durable_bytes: u64,
         /// Age of the oldest byte that is not in the backing yet.
         gauge oldest_held_seconds: Option<f64>,
         /// Bytes recovered from an earlier firnd when this one attached.
@@ -62,6 +68,15 @@ part! {
         counter ingest_bytes: u64,
         /// Write requests taken from programs.
         counter ingest_writes: u64,
+        /// Sizes of the writes taken from programs.
+        histogram ingest_write_bytes: HistogramStatus,
+        /// Time that writes of programs took firnd, with the time that they waited for room. Those by direct access are not
+        /// among them.
+        histogram write_seconds: HistogramStatus,
+        /// Time that closes of programs took firnd.
+        histogram close_seconds: HistogramStatus,
+        /// Time that fsync(2) and fdatasync(2) of files took firnd.
+        histogram fsync_seconds: HistogramStatus,
         /// Bytes taken from programs in a second, over the last seconds.
         gauge ingest_bytes_per_second: f64,
         /// Bytes written to the backing.
@@ -70,6 +85,10 @@ part! {
         counter drain_writes: u64,
         /// Write calls to the backing that failed.
         counter drain_errors: u64,
+        /// Sizes of the writes to the backing that succeeded.
+        histogram drain_write_bytes: HistogramStatus,
+        /// Time that calls took that write to the backing, those that failed too.
+        histogram drain_seconds: HistogramStatus,
         /// Bytes written to the backing in a second, over the last seconds.
         gauge drain_bytes_per_second: f64,
         /// Bytes that were overwritten or removed before they were drained.
@@ -137,6 +156,20 @@ part! {
     }
 }
 
+part! {
+    /// Whether the firnd of a mount answers, for collectors of metrics.
+    Scrape, prefix "" {
+        /// Absolute path of the backing directory.
+        label backing: BytePath,
+        /// Absolute path of the mount point.
+        label mount_point: BytePath,
+        /// Name of the host.
+        label host: String,
+        /// Whether the firnd of the mount answered in time. If not, its other figures are absent.
+        gauge up: bool,
+    }
+}
+
 /// Closes that waited less than this together are not worth a word.
 const CLOSE_WAIT_MIN_S: f64 = 10.0;
 /// Nor are those of a mount that is much older: they are short, or few.
@@ -190,6 +223,11 @@ impl Status {
             numa_node: 1,
             ..NumaNodeStatus::default()
         };
+        let histogram = HistogramStatus {
+            bounds: vec![1.0, 2.0],
+            counts: vec![1, 2, 3],
+            sum: 12.0,
+        };
         Self {
             mount_point: "/a\"b\\c\nd".into(),
             options: vec!["a=b".into()],
@@ -206,6 +244,12 @@ impl Status {
             drain_decisions: counts.clone(),
             transaction_steps: counts,
             errors: vec![ErrorStatus::default()],
+            ingest_write_bytes: histogram.clone(),
+            write_seconds: histogram.clone(),
+            close_seconds: histogram.clone(),
+            fsync_seconds: histogram.clone(),
+            drain_write_bytes: histogram.clone(),
+            drain_seconds: histogram,
             ..Self::default()
         }
     }

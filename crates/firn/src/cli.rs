@@ -21,6 +21,8 @@ enum Role {
     Firnd,
     MountFirn,
     UmountFirn,
+    /// The part of `firn run` on a host.
+    RunHost,
 }
 
 /// Does what `args` say; the first of them is the name that we are called by.
@@ -32,6 +34,7 @@ pub fn main(args: Vec<OsString>) -> ExitCode {
             verb::mount_firn::main(args.get(1..).unwrap_or_default()).into()
         }
         Role::UmountFirn => verb::umount_firn::main(args.get(1..).unwrap_or_default()).into(),
+        Role::RunHost => ended(verb::run_host(args.get(2..).unwrap_or_default())).into(),
         Role::Firn => ended(firn(args)).into(),
     }
 }
@@ -48,6 +51,7 @@ fn role(args: &[OsString]) -> Role {
         Some("umount.fuse.firn" | "umount.firn") => Role::UmountFirn,
         // The hidden verb is for places where argv[0] cannot be chosen (debuggers, wrappers).
         _ if args.get(1).is_some_and(|verb| verb == "firnd") => Role::Firnd,
+        _ if args.get(1).is_some_and(|verb| verb == verb::RUN_HOST) => Role::RunHost,
         _ => Role::Firn,
     }
 }
@@ -123,8 +127,10 @@ fn unknown_verb(error: &clap::Error) -> String {
         error.get(ContextKind::SuggestedSubcommand),
     ) {
         (Some(ours), _) => format!("did you mean {ours}? "),
+        // The last one is the most similar.
         (None, Some(ContextValue::Strings(similar))) if !similar.is_empty() => {
-            format!("did you mean `{}`? ", similar.join("` or `"))
+            let best = similar.last().map_or("", String::as_str);
+            format!("did you mean `{best}`? ")
         }
         _ => String::new(),
     };
@@ -155,8 +161,12 @@ const FOREIGN_WORDS: &[(&[&str], &str)] = &[
         "`status`",
     ),
     (
-        &["top", "stats", "watch", "monitor", "iostat"],
-        "`status --watch`",
+        &["stats", "watch", "monitor", "iostat"],
+        "`top` (a screen) or `status --watch`",
+    ),
+    (
+        &["nodes", "members", "cluster", "job"],
+        "`hosts` (who) or `status --job` (sums)",
     ),
     (&["fsck", "verify", "scrub"], "`check`"),
     (&["repair", "fix", "rescue", "salvage"], "`recover`"),

@@ -2,14 +2,22 @@
 //!
 //! Data goes to stdout, messages to stderr with `firn: ` before them. Exit status: docs/OPERATIONS.md.
 
+mod ask;
 mod cli;
 mod doctor;
+mod exporter;
 mod failure;
+mod job;
+mod metrics;
 mod output;
 mod overview;
 mod progress;
 mod prune;
+mod report;
+#[cfg(test)]
+mod snapshot;
 mod text;
+mod top;
 mod verb;
 
 fn main() -> std::process::ExitCode {

@@ -230,6 +230,8 @@ mod tests {
             step: None,
             modified: (0, 0),
             bytes: 2,
+            held_bytes: 0,
+            durable_bytes: 0,
             files: 2,
             wholeness,
             is_open: wholeness == Wholeness::Written,

@@ -21,9 +21,12 @@ mod completions;
 mod config;
 mod doctor;
 mod drain;
+mod events;
 mod evict;
+mod exporter;
 mod flatten;
-mod history;
+pub mod history;
+mod hosts;
 mod ls;
 mod man;
 mod mount;
@@ -32,12 +35,16 @@ mod place;
 mod prune;
 mod pull;
 mod recover;
+mod report;
 mod run;
 mod status;
+mod top;
 mod transaction;
 mod umount;
 mod version;
 mod wait;
+
+pub use run::host_part::{NAME as RUN_HOST, main as run_host};
 
 /// A verb.
 pub struct Verb {
@@ -77,12 +84,15 @@ pub static GROUPS: &[Group] = &[
             &umount::VERB,
             &run::VERB,
             &status::VERB,
+            &top::VERB,
             &ls::VERB,
             &wait::VERB,
             &drain::VERB,
             &history::HISTORY,
             &history::LATEST,
             &prune::VERB,
+            &report::VERB,
+            &events::VERB,
         ],
     },
     Group {
@@ -97,7 +107,13 @@ pub static GROUPS: &[Group] = &[
     },
     Group {
         title: "Several hosts",
-        verbs: &[&agent::VERB, &pull::VERB, &place::VERB, &flatten::VERB],
+        verbs: &[
+            &hosts::VERB,
+            &agent::VERB,
+            &pull::VERB,
+            &place::VERB,
+            &flatten::VERB,
+        ],
     },
     Group {
         title: "Repair",
@@ -110,6 +126,7 @@ pub static GROUPS: &[Group] = &[
             &pin::VERB,
             &chunks::VERB,
             &config::VERB,
+            &exporter::VERB,
             &bench::VERB,
             &version::VERB,
             &completions::VERB,

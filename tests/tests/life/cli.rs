@@ -296,9 +296,9 @@ fn help_is_one_text_and_words_of_other_programs_lead_to_a_verb() {
         .code(2)
         .says("did you mean `umount`?");
     sandbox
-        .run(["top"])
+        .run(["iostat"])
         .code(2)
-        .says("did you mean `status --watch`?");
+        .says("did you mean `top` (a screen) or `status --watch`?");
 }
 
 /// The verbs that wait say on stderr what they waited for, and nothing with `--quiet` or `--json`.

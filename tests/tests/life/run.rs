@@ -22,7 +22,13 @@ fn firn_run(sandbox: &Sandbox, options: &[&str], script: &str) -> Command {
 fn left(sandbox: &Sandbox) -> Vec<PathBuf> {
     let all = fs::read_dir(sandbox.runtime()).expect("the runtime directory");
     let mut left: Vec<PathBuf> = all.map(|entry| entry.expect("entry").path()).collect();
-    left.retain(|path| path.extension().is_none_or(|extension| extension != "log"));
+    // What happened stays for those who ask; data does not.
+    let told = ["log", "events", "record"];
+    let is_data = |path: &PathBuf| {
+        let extension = path.extension().and_then(|one| one.to_str());
+        extension.is_none_or(|one| !told.contains(&one))
+    };
+    left.retain(is_data);
     left
 }
 
@@ -36,7 +42,7 @@ fn a_job_that_succeeds_leaves_its_files_in_the_backing_and_nothing_in_memory() {
     let outcome = run(command.arg(&backing)).ok();
     assert_eq!(outcome.stdout, "data\n");
     let summary = format!(
-        "firn: the command succeeded; everything is drained to {}: 5 B in 1 file were left to write, ",
+        "firn: the command succeeded; everything is durable in {}: 5 B in 1 file were left to write, ",
         backing.display()
     );
     assert!(outcome.stderr.contains(&summary), "{outcome}");
@@ -116,6 +122,29 @@ fn a_job_that_is_killed_finds_its_files_again() {
             .stdout,
         "data\n"
     );
+    assert_eq!(left(&sandbox), Vec::<PathBuf>::new());
+}
+
+/// Proves S-run-2: the host goes to others when the job is over.
+#[test]
+fn in_a_batch_job_a_command_that_fails_leaves_nothing_in_memory() {
+    let sandbox = Sandbox::new("runbatch");
+    let backing = sandbox.join("backing");
+    let options = ["--backing", backing.to_str().expect("utf-8")];
+    let mut command = firn_run(&sandbox, &options, "echo data > $FIRN_PREFIX/f; exit 7");
+    // As in a job of this one host.
+    for (name, value) in [
+        ("SLURM_JOB_ID", "17"),
+        ("SLURM_JOB_NUM_NODES", "1"),
+        ("SLURMD_NODENAME", "here"),
+    ] {
+        command.env(name, value);
+    }
+    run(&mut command)
+        .code(7)
+        .says("the command failed with exit status 7; everything is durable in");
+    let written = fs::read_to_string(backing.join("f")).expect("drained");
+    assert_eq!(written, "data\n");
     assert_eq!(left(&sandbox), Vec::<PathBuf>::new());
 }
 

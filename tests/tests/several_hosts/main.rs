@@ -2,10 +2,13 @@
 
 mod file_locks;
 mod hosts;
+mod launchers;
 mod log_layout;
 mod log_reads;
 mod moosefs;
 mod peers;
 mod placement;
 mod shared_names;
+mod slurm;
 mod tokens;
+mod watch;

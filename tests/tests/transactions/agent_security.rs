@@ -19,6 +19,7 @@ use firn_tests::command::{Outcome, run, wait_child, wait_until};
 use firn_tests::fsops::{assert_same_bytes, read};
 use firn_tests::random::{bytes, env_count, generator};
 use firn_tests::sandbox::{firn_binary, kill};
+use firn_tests::sshd::Sshd;
 use firn_tests::{FirnMount, Sandbox, seed};
 use rand::RngExt;
 
@@ -691,85 +692,6 @@ fn replayed_credentials_are_refused(site: &Munged, agent: &Agent, address: &str)
     wait_until("the replay in the log", LIMIT, || {
         agent.log().contains("Replayed credential")
     });
-}
-
-/// An sshd of this test on a port of its own, which ends with the value.
-struct Sshd {
-    child: Child,
-    dir: PathBuf,
-    port: u16,
-}
-
-impl Sshd {
-    fn start(sandbox: &Sandbox) -> Self {
-        let dir = sandbox.mkdir("sshd");
-        for key in ["host-key", "known", "stranger"] {
-            let mut keygen = Command::new("ssh-keygen");
-            keygen.args(["-q", "-t", "ed25519", "-N", "", "-f"]);
-            run(keygen.arg(dir.join(key))).ok();
-        }
-        fs::copy(dir.join("known.pub"), dir.join("authorized")).expect("copy");
-        // Free now, and most likely still when sshd takes it.
-        let free = TcpListener::bind("127.0.0.1:0").expect("listen");
-        let port = free.local_addr().expect("an address").port();
-        drop(free);
-        let public = fs::read_to_string(dir.join("host-key.pub")).expect("read");
-        let hosts = format!("[127.0.0.1]:{port} {public}");
-        fs::write(dir.join("known-hosts"), hosts).expect("write");
-        let at = dir.display();
-        // Where firnd has its sockets, in the sandbox: a login has the usual place.
-        let runtime = sandbox.runtime().display();
-        let config = format!(
-            "ListenAddress 127.0.0.1:{port}\nHostKey {at}/host-key\nAuthorizedKeysFile {at}/authorized\n\
-             PidFile none\nStrictModes no\nUsePAM no\nPermitRootLogin prohibit-password\n\
-             PasswordAuthentication no\nKbdInteractiveAuthentication no\n\
-             SetEnv FIRN_RUNTIME_DIR={runtime}\n"
-        );
-        fs::write(dir.join("config"), config).expect("write");
-        // Its package makes this at each start of the host.
-        fs::create_dir_all("/run/sshd").expect("the directory of sshd");
-        let log = fs::File::create(dir.join("log")).expect("a log");
-        let child = Command::new("/usr/sbin/sshd")
-            .args(["-D", "-e", "-f"])
-            .arg(dir.join("config"))
-            .stdin(Stdio::null())
-            .stderr(log)
-            .spawn()
-            .expect("start sshd: install openssh-server");
-        let mut sshd = Self { child, dir, port };
-        wait_until("sshd listens", LIMIT, || {
-            let ended = sshd.child.try_wait().expect("wait for sshd");
-            assert!(ended.is_none(), "sshd ended: {}", sshd.log());
-            sshd.log().contains("Server listening")
-        });
-        sshd
-    }
-
-    fn log(&self) -> String {
-        fs::read_to_string(self.dir.join("log")).expect("its log")
-    }
-
-    /// What `--ssh` is, for somebody with this key.
-    fn command(&self, key: &str) -> String {
-        let port = self.port;
-        let at = self.dir.display();
-        format!(
-            "ssh -F none -p {port} -i {at}/{key} -o IdentitiesOnly=yes -o BatchMode=yes \
-             -o StrictHostKeyChecking=yes -o UserKnownHostsFile={at}/known-hosts"
-        )
-    }
-}
-
-impl Drop for Sshd {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            eprintln!("--- the log of sshd\n{}\n---", self.log());
-        }
-        kill(self.child.id(), libc::SIGTERM);
-        let _ = wait_child(&mut self.child, LIMIT);
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
 }
 
 /// Proves S-agent-8: a real sshd and a real ssh.

@@ -3,7 +3,8 @@
 use std::ffi::{CString, OsStr, OsString, c_char, c_int};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 
-use firn_client::checkpoints::{Checkpoint, Directory, Wholeness, step_of};
+use firn_client::checkpoints::{Checkpoint, Directory, Wholeness};
+use firn_format::step::step_of;
 
 use super::state::number_of;
 use super::{CPath, NO_PLACE, OutPlace, guarded};

@@ -3,6 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc;
+use std::time::Instant;
 
 use firn_backing::{Backing, Errno, LockMode, LockRange};
 use firn_engine::{
@@ -11,6 +12,7 @@ use firn_engine::{
 use firn_format::data_socket::{
     ADOPT_AGAIN, AppendProgress, DATA_BYTES_MAX, Op, Reply, Request, Status,
 };
+use firn_format::histogram::TimeHistogram;
 use firn_hosts::{FileLocks, Owner, Released, Space, Wanted};
 use firn_stub::{Changes, StubAttr, StubId, Tree};
 use rustix::fs::fcntl_get_seals;
@@ -145,9 +147,14 @@ impl<B: Backing> Call<'_, B> {
             return Some(Answer::status(Status::BadToken));
         }
         let done = match op {
-            Op::Release => self.release(handle).map(|()| ok()),
+            Op::Release => {
+                let close = &self.engine.request_times().close;
+                timed(close, || self.release(handle)).map(|()| ok())
+            }
             Op::Read => return Some(self.read(handle, arg, len as usize)),
-            Op::Write => self.write(handle, arg, data),
+            Op::Write => timed(&self.engine.request_times().write, || {
+                self.write(handle, arg, data)
+            }),
             Op::Append => {
                 let source = match given {
                     // Not one of a server, which could have this thread wait with the lock of the stub's file.
@@ -155,13 +162,18 @@ impl<B: Backing> Call<'_, B> {
                     Some(file) => AppendSource::File(file, u64::from(len)),
                     None => AppendSource::Packet(data),
                 };
-                self.append(handle, &source, arg)
+                timed(&self.engine.request_times().write, || {
+                    self.append(handle, &source, arg)
+                })
             }
             Op::Attr => self.tree.attr_of(handle).map(attr_answer),
             Op::Truncate => self
                 .with_others(handle, || self.tree.truncate(handle, arg))
                 .map(|()| ok()),
-            Op::Sync => self.sync(handle, arg == 1).map(|()| ok()),
+            Op::Sync => {
+                let fsync = &self.engine.request_times().fsync;
+                timed(fsync, || self.sync(handle, arg == 1)).map(|()| ok())
+            }
             Op::Allocate => {
                 let (offset, rest) = data.split_first_chunk::<8>()?;
                 let offset = u64::from_ne_bytes(*offset);
@@ -402,6 +414,14 @@ fn find_start(
         // Others were faster: its first part stands before what they wrote.
         _ => Err(Errno::IO),
     }
+}
+
+/// Counts how long a call took.
+fn timed<T>(histogram: &TimeHistogram, call: impl FnOnce() -> T) -> T {
+    let began = Instant::now();
+    let result = call();
+    histogram.observe(began.elapsed());
+    result
 }
 
 fn ok() -> Answer {

@@ -128,6 +128,7 @@ fn path_of_current_names(request: &Request) -> Option<&BytePath> {
         | Request::Chunks { path, .. } => Some(path),
         Request::Hello
         | Request::Status
+        | Request::Record
         | Request::Region
         | Request::Partner { .. }
         | Request::CheckChunks { .. }

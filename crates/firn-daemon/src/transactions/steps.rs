@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use firn_format::tally::Tally;
+use firn_protocol::events::TARGET;
 use firn_transact::machine::Event;
 
 use crate::gate::TransactionGate;
@@ -15,6 +16,23 @@ static EVENTS: Tally<8> = Tally::new([
 /// Counts since firnd began, which serves one mount.
 pub(crate) fn steps() -> BTreeMap<String, u64> {
     EVENTS.figures()
+}
+
+/// Tells how a transaction ended.
+fn tell(event: Event, scope: &str, id: Option<u64>) {
+    match (event, id) {
+        (Event::Decided, id) => {
+            let id = id.unwrap_or_default();
+            tracing::info!(target: TARGET, kind = "committed", scope, id, "a transaction was decided");
+        }
+        (Event::Undone, Some(id)) => {
+            tracing::info!(target: TARGET, kind = "aborted", scope, id, "a transaction was undone");
+        }
+        (Event::Undone, None) => {
+            tracing::info!(target: TARGET, kind = "aborted", scope, "a transaction was undone");
+        }
+        _ => {}
+    }
 }
 
 /// Counts what became of the transaction in `scope`, and logs it with `log-level=debug`.
@@ -34,5 +52,6 @@ pub(super) fn note(gate: &TransactionGate, event: Event, scope: &[u8], id: Optio
     let host = members
         .map(|members| members.host.clone())
         .unwrap_or_default();
+    tell(event, &shown_scope(scope), id);
     tracing::debug!(step = EVENTS.name(index), scope = %shown_scope(scope), ?id, host, "transaction");
 }

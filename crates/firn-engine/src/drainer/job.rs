@@ -9,6 +9,7 @@
 use std::io::IoSlice;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Instant;
 
 use firn_arena::Place;
 use firn_backing::{Backing, DataPart, Errno, PageAdvice};
@@ -114,16 +115,20 @@ impl<B: Backing> Job<B> {
         let loaded = self.load();
         while outcome.written < loaded.bytes {
             let unwritten = self.unwritten(&loaded.spilled, outcome.written);
+            let counters = &engine.base.counters;
+            let began = Instant::now();
             let written = engine
                 .base
                 .backing
                 .write_parts(&target.file, &unwritten.parts());
+            counters.drain_times.observe(began.elapsed());
             match written {
                 Ok(0) => {
                     outcome.error = Some(Errno::IO);
                     break;
                 }
                 Ok(bytes) => {
+                    counters.drain_sizes.observe(bytes);
                     outcome.written += bytes;
                     outcome.writes += 1;
                 }

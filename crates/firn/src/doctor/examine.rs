@@ -1,21 +1,12 @@
-//! Runs checks, each in a child process that can be left behind.
-//!
-//! A call of a dead file server may hang in the kernel so that not even SIGKILL ends it. Such a child stays until the server
-//! answers; this process, whose threads made no such call, ends as ever.
+//! Runs checks, each in a child process that can be left behind ([`ask_child`]).
 
 use std::ffi::OsString;
-use std::process::Command;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use firn_process::{Excess, Limits, RunError};
 use serde::Serialize;
 
+use crate::ask::{Unanswered, ask_child, ask_each};
 use crate::doctor::{CHECKS, Check, Finding, Group, Subject, Verdict};
-
-/// Checks that run at the same time: most of them wait for something else than a processor.
-const AT_ONCE: usize = 8;
-const OUTPUT_BYTES_MAX: usize = 1 << 20;
 
 /// How to examine.
 #[derive(Clone, Debug)]
@@ -96,70 +87,37 @@ fn run_all(request: &Request, is_wanted: impl Fn(Group) -> bool) -> Vec<Finding>
         .iter()
         .filter(|check| is_wanted(check.group))
         .collect();
-    let next = AtomicUsize::new(0);
-    let work = || {
-        let mut done = Vec::new();
-        loop {
-            let index = next.fetch_add(1, Ordering::Relaxed);
-            let Some(check) = checks.get(index) else {
-                return done;
-            };
-            done.push((index, run_in_child(request, check)));
-        }
-    };
-    let mut found: Vec<(usize, Vec<Finding>)> = std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..AT_ONCE).map(|_| scope.spawn(work)).collect();
-        let joined = threads.into_iter().map(|thread| match thread.join() {
-            Ok(done) => done,
-            Err(panic) => std::panic::resume_unwind(panic),
-        });
-        joined.flatten().collect()
-    });
-    found.sort_by_key(|(index, _)| *index);
-    found
-        .into_iter()
-        .flat_map(|(_, findings)| findings)
-        .collect()
+    let found = ask_each(&checks, |check| run_in_child(request, check));
+    found.into_iter().flatten().collect()
 }
 
 fn run_in_child(request: &Request, check: &Check) -> Vec<Finding> {
-    let mut findings = ask_child(request, check);
+    let mut findings = ask(request, check);
     for finding in &mut findings {
         finding.check = check.name.into();
     }
     findings
 }
 
-fn ask_child(request: &Request, check: &Check) -> Vec<Finding> {
+fn ask(request: &Request, check: &Check) -> Vec<Finding> {
     let mut arguments = request.arguments.clone();
     arguments.insert(request.name_index.min(arguments.len()), check.name.into());
-    let mut child = Command::new("/proc/self/exe");
-    child.args(arguments);
-    let limits = Limits {
-        input: b"",
-        output_bytes_max: OUTPUT_BYTES_MAX,
-        excess: Excess::Discard,
-        deadline: Instant::now() + request.patience,
-    };
     let seconds = request.patience.as_secs_f64();
-    match firn_process::run(child, limits) {
-        // Messages may come before the findings, which are the last line.
-        Ok(ended) => match ended.text().lines().last().map(serde_json::from_str) {
-            Some(Ok(findings)) => findings,
-            _ => vec![Finding::note(
-                format!("the check ended without a finding: {}", ended.text()),
-                "please report this as a fault of Firn",
-            )],
-        },
-        Err(RunError::Late) if check.group == Group::Host => vec![Finding::note(
+    match ask_child(arguments, request.patience) {
+        Ok(findings) => findings,
+        Err(Unanswered::Refused { text, .. }) => vec![Finding::note(
+            format!("the check ended without a finding: {text}"),
+            "please report this as a fault of Firn",
+        )],
+        Err(Unanswered::Late) if check.group == Group::Host => vec![Finding::note(
             format!("no answer within {seconds} s"),
             "run it again with a longer --timeout; look at `dmesg` and the load of this host",
         )],
-        Err(RunError::Late) => vec![Finding::wrong(
+        Err(Unanswered::Late) => vec![Finding::wrong(
             format!("the file system did not answer within {seconds} s"),
             "look whether its server is reached (`dmesg`, `mount`); if it is only slow, run it again with a longer --timeout",
         )],
-        Err(error) => vec![Finding::note(
+        Err(Unanswered::NotRun(error)) => vec![Finding::note(
             format!("the check could not be run: {error}"),
             "look at the limits on processes and memory (`ulimit -a`)",
         )],

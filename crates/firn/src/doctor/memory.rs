@@ -101,9 +101,9 @@ fn room_in(dir: &Path, options: &Options, geometry: &Geometry) -> Finding {
 }
 
 fn smaller(geometry: &Geometry, free: u64) -> String {
-    match geometry.fitting_arena_bytes(free) {
-        0 => "free memory there: `firn status` lists what earlier mounts left".into(),
-        bytes => format!("mount with -o arena-size={}M", bytes >> 20),
+    match geometry.proposed_arena_bytes(free) {
+        None => "free memory there: `firn status` lists what earlier mounts left".into(),
+        Some(bytes) => format!("mount with -o arena-size={}M", bytes >> 20),
     }
 }
 

@@ -7,6 +7,7 @@ use firn_client::liveness::Liveness;
 use firn_format::quantity;
 use firn_format::quote::quoted_path;
 
+use crate::ask::ask_each;
 use crate::doctor::{Finding, Subject};
 
 /// How long the kernel may take to say whether a firnd serves a mount.
@@ -19,16 +20,7 @@ pub(crate) fn mounts(_: &Subject<'_>) -> Vec<Finding> {
         Err(error) => return vec![Finding::refused(error.to_string())],
     };
     // At once: each may take all of the time.
-    let states: Vec<Liveness> = std::thread::scope(|scope| {
-        let asked: Vec<_> = mounts
-            .iter()
-            .map(|mount| scope.spawn(|| mount.liveness(PATIENCE)))
-            .collect();
-        let states = asked.into_iter().map(|asked| asked.join());
-        states
-            .map(|state| state.unwrap_or(Liveness::Silent))
-            .collect()
-    });
+    let states = ask_each(&mounts, |mount| mount.liveness(PATIENCE));
     let mut findings: Vec<Finding> = mounts
         .iter()
         .zip(&states)

@@ -61,8 +61,9 @@ enum Candidates {
 }
 
 /// Verbs whose path is most often a mount point.
-const WITH_MOUNT_POINT: [&str; 10] = [
-    "umount", "status", "wait", "drain", "ls", "evict", "begin", "prepare", "commit", "abort",
+const WITH_MOUNT_POINT: [&str; 12] = [
+    "umount", "status", "top", "hosts", "wait", "drain", "ls", "evict", "begin", "prepare",
+    "commit", "abort",
 ];
 
 /// Verbs that take a list after `-o`.

@@ -9,7 +9,7 @@ use std::time::SystemTime;
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
 use firn_format::durability::DurabilityLevel;
 use firn_protocol::path::BytePath;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::failure::{DONE, FAILED, Failure, PARTLY};
 use crate::output::{self, Paint};
@@ -82,25 +82,29 @@ struct LatestArgs {
 }
 
 /// A checkpoint in JSON.
-#[derive(Serialize)]
-struct Listed {
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Listed {
     /// In the directory.
-    name: BytePath,
+    pub name: BytePath,
     /// Where it is.
-    path: BytePath,
-    step: u64,
-    bytes: u64,
-    files: u64,
+    pub path: BytePath,
+    pub step: u64,
+    pub bytes: u64,
+    /// Of those, what is not in the backing yet.
+    pub held_bytes: u64,
+    /// Of those, what a sync made durable.
+    pub durable_bytes: u64,
+    pub files: u64,
     /// Whether it is whole; none: nobody knows.
-    whole: Option<bool>,
+    pub whole: Option<bool>,
     /// `whole`, or why it is not.
-    state: &'static str,
+    pub state: String,
     /// The lowest level of its files; none: it has no file.
-    level: Option<DurabilityLevel>,
+    pub level: Option<DurabilityLevel>,
     /// Since something in it was modified.
-    age_seconds: f64,
+    pub age_seconds: f64,
     /// The host that has in memory what is not in the backing.
-    host: Option<String>,
+    pub host: Option<String>,
 }
 
 impl Listed {
@@ -114,12 +118,14 @@ impl Listed {
             path: directory.path().join(&checkpoint.name).into(),
             step: checkpoint.step?,
             bytes: checkpoint.bytes,
+            held_bytes: checkpoint.held_bytes,
+            durable_bytes: checkpoint.durable_bytes,
             files: checkpoint.files,
             whole: match checkpoint.wholeness {
                 Wholeness::Unknown => None,
                 wholeness => Some(wholeness == Wholeness::Whole),
             },
-            state: checkpoint.wholeness.as_str(),
+            state: checkpoint.wholeness.as_str().to_owned(),
             level: checkpoint.level,
             age_seconds: age_seconds(checkpoint.modified),
             host: host.filter(|_| is_in_memory).map(str::to_owned),
@@ -218,7 +224,7 @@ fn row(listed: &Listed) -> [String; HEAD.len()] {
         listed.step.to_string(),
         text::bytes(listed.bytes),
         listed.files.to_string(),
-        listed.state.to_owned(),
+        listed.state.clone(),
         level.to_owned(),
         text::seconds(listed.age_seconds),
         text::name(listed.host.as_deref().unwrap_or("-")),

@@ -123,6 +123,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         mount_point: path("mount-point"),
         options: resolve(matches)?.options,
         foreground: matches.get_flag("foreground"),
+        ends_with_parent: false,
     };
     firn_daemon::mount_with_notices(request, &mut |text| output::say(&text))?;
     Ok(DONE)

@@ -172,6 +172,7 @@ fn mount(call: Call) -> Result<u8, Failure> {
         mount_point: mount_point.clone(),
         options,
         foreground: false,
+        ends_with_parent: false,
     };
     firn_daemon::mount_with_notices(request, &mut |text| output::say(&text))?;
     if call.verbose {

@@ -1,44 +1,53 @@
 //! `firn run`: a job with its files in memory, set up before it and taken down after it.
 
+mod command;
+mod hints;
+pub mod host_part;
+mod job;
+mod launcher;
+mod message;
+mod place;
+mod prune;
 mod restart;
 
-use std::collections::HashSet;
-use std::ffi::{OsStr, OsString};
-use std::os::unix::fs::DirBuilderExt;
-use std::os::unix::process::ExitStatusExt;
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command as Process, ExitStatus};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::process::ExitStatus;
 use std::time::Duration;
 
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
-use firn_client::{Connection, Progress};
-use firn_config::{Close, Drain, Frontend, Fsync, Options, Origin, Resolved};
-use firn_daemon::MountRequest;
+use firn_config::{
+    Close, Drain, Frontend, Fsync, Layout, Options, Origin, Partner, RecordPlace, Resolved,
+};
 use firn_protocol::HeldPolicy;
-use rustix::process::{Pid, Signal, kill_process};
-use signal_hook::consts::{SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
-use signal_hook::iterator::Signals;
+use firn_protocol::path::BytePath;
 
+use self::command::{Environment, describe_end, exit_code};
+use self::job::{Ended, Job};
+use self::launcher::{Kind, Launcher, Program};
+use self::message::{Keep, Mounted, Restart, Setup};
+pub(super) use self::place::NAMES;
 use super::mount::{minus_o, resolve};
-use super::umount::wait_for_end;
+use super::wait::parse_timeout_ms;
 use crate::failure::{FAILED, Failure, USAGE};
-use crate::progress::Meter;
-use crate::prune::{self, Verdict};
 use crate::verb::Verb;
-use crate::{output, text};
-use firn_client::checkpoints::Directory;
+use crate::{output, report, text};
 
 pub const VERB: Verb = Verb {
     name: "run",
-    about: "Run a job with its checkpoints in memory",
+    about: "Run a job with its checkpoints in memory, on one host or many",
     long: "Mounts, runs COMMAND with FIRN_PREFIX set to the mount point and with the preload library loaded, \
                and unmounts when the command has ended. Files below FIRN_PREFIX are written and read at \
-               memory speed. The options are those of `firn mount`, with drain=demand and fsync=held as \
-               defaults. If the command succeeds, its files are drained to --backing; without --backing they \
-               are removed. If it fails or is killed, its files stay in memory for a restart: run the same \
-               command again to find them. Where FUSE cannot be used, the preload library alone serves the \
-               files (frontend=preload). Signals are forwarded, and the exit status is that of the command.",
+               memory speed. The options are those of `firn mount`. Where FUSE cannot be used, the preload library alone serves the \
+               files (frontend=preload). Signals are forwarded, and the exit status is that of the command.\n\n\
+               One host: drain=demand and fsync=held are defaults. If the command succeeds, its files are made durable in --backing; \
+               without --backing they are removed. If it fails or is killed, its files stay in memory for a restart: run the same \
+               command again to find them. In a batch job, which gives its host back, they are made durable instead.\n\n\
+               Many hosts: in a Slurm, PBS or Flux job of several hosts, and with --hosts, each host has the mount, for the life of \
+               COMMAND, which starts processes there itself (srun, mpirun). Needs no root, and nothing but this binary at the same \
+               path on all hosts. With --backing, layout=log is a default: hosts may write the same files. Then ROMIO_HINTS and \
+               OMPI_MCA_fbtl_posix_write_datasieving are set as MPI-IO needs them. At SIGTERM, as before a time limit, all hosts make durable \
+               what they hold. A host that is lost is named at the end, with what recovers its data; the others are drained.",
     examples: &[
         (
             "firn run --memory 8G -- mpirun -n 8 ./app",
@@ -47,6 +56,14 @@ pub const VERB: Verb = Verb {
         (
             "firn run --memory 8G --keep 2 -- mpirun -n 8 ./app",
             "the same; old checkpoints are removed while it runs, as by `firn prune --keep 2`",
+        ),
+        (
+            "firn run --memory 16G --backing /scratch/run42 -- srun ./app",
+            "in a batch script of Slurm, with `#SBATCH --signal=TERM@300`: a mount on each host of the job",
+        ),
+        (
+            "firn run --hosts hosts.txt --memory 16G --backing /scratch/run42 -- mpirun --hostfile hosts.txt ./app",
+            "on the hosts in a file, by ssh",
         ),
         (
             "firn run --restart n17 --memory 8G --backing /scratch/run42 -- ./rank 17",
@@ -60,12 +77,13 @@ pub const VERB: Verb = Verb {
     exits: &[
         (
             0,
-            "the command succeeded, and its files were drained if there is a --backing",
+            "the command succeeded, and its files are durable if there is a --backing",
         ),
         (
             1,
-            "mounting or unmounting failed (or the command ended with 1)",
+            "mounting or unmounting failed, or a host is lost (or the command ended with 1)",
         ),
+        (3, "data of a command that succeeded is left in memory"),
         (127, "the command was not found"),
         (128, "plus the number of the signal that ended the command"),
     ],
@@ -86,9 +104,9 @@ fn args(command: Command) -> Command {
         .arg(directory(
             "prefix",
             "DIR",
-            "Directory where the job sees its files; created if missing [default: `run` in the runtime directory]",
+            "Directory where the job sees its files; created if missing [default: `run` in the runtime directory, with the number of the job on several hosts]",
         ))
-        .arg(directory("backing", "DIR", "Directory where drained files end up; created if missing [default: none]"))
+        .arg(directory("backing", "DIR", "Directory where drained files end up, the same on all hosts; created if missing [default: none]"))
         .arg(
             Arg::new("no-preload")
                 .long("no-preload")
@@ -103,10 +121,22 @@ fn args(command: Command) -> Command {
                 .help("Say nothing of what was done with the files of a command that succeeded, and show no progress"),
         )
         .arg(
+            Arg::new("report")
+                .long("report")
+                .value_name("FILE")
+                .help("When the command has ended, write a page to FILE that shows how the run went, as `firn report` does")
+                .value_hint(ValueHint::FilePath)
+                .value_parser(value_parser!(PathBuf)),
+        )
+        .arg(
             Arg::new("keep")
                 .long("keep")
                 .value_name("N")
                 .help("Remove old checkpoints while the command runs, as by `firn prune --keep N`")
+                .long_help(
+                    "Remove old checkpoints while the command runs, as by `firn prune --keep N`. On several hosts with --backing \
+                     the first one removes them, and keeps one more: others may still write the newest.",
+                )
                 .value_parser(value_parser!(u32).range(1..)),
         )
         .arg(
@@ -118,8 +148,42 @@ fn args(command: Command) -> Command {
                     "Before the command, bring files that HOST held from the memory of its partner (option `partner`), where \
                      they are neither in this host's memory nor in --backing. HOST is the host that this one replaces, or its \
                      own name after it was started again. Its partner is named in .firn/agent-HOST in the backing and \
-                     needs a `firn agent` that runs; `firn run` does not start the command while it cannot be reached.",
+                     needs a `firn agent` that runs; `firn run` does not start the command while it cannot be reached. On several \
+                     hosts the files come to HOST, if it is one of them, or else to the first.",
                 ),
+        )
+        .arg(
+            Arg::new("hosts")
+                .long("hosts")
+                .value_name("FILE")
+                .help("Mount on the hosts in FILE, one a line, which are reached by --remote-shell")
+                .value_hint(ValueHint::FilePath)
+                .conflicts_with("launcher")
+                .value_parser(value_parser!(PathBuf)),
+        )
+        .arg(
+            Arg::new("launcher")
+                .long("launcher")
+                .value_name("NAME")
+                .help("What says which hosts to mount on, and starts a process there")
+                .default_value("auto")
+                .value_parser(value_parser!(Kind)),
+        )
+        .arg(
+            Arg::new("remote-shell")
+                .long("remote-shell")
+                .value_name("COMMAND")
+                .help("Reaches a host of --hosts or of a PBS job; called with the host and one command line")
+                .default_value("ssh -o BatchMode=yes")
+                .value_hint(ValueHint::CommandString),
+        )
+        .arg(
+            Arg::new("host-timeout")
+                .long("host-timeout")
+                .value_name("DURATION")
+                .help("A host that says nothing for this time is lost (`30s`, `5min`; a plain number means seconds)")
+                .default_value("60s")
+                .value_parser(parse_host_timeout_ms),
         )
         .arg(minus_o())
         .args(firn_config::args())
@@ -135,6 +199,17 @@ fn args(command: Command) -> Command {
         )
 }
 
+/// A shorter one a busy host would miss.
+const HOST_TIMEOUT_MIN_MS: u64 = 1000;
+
+fn parse_host_timeout_ms(text: &str) -> Result<u64, String> {
+    let timeout_ms = parse_timeout_ms(text)?;
+    if timeout_ms < HOST_TIMEOUT_MIN_MS {
+        return Err("it must be 1s at least".into());
+    }
+    Ok(timeout_ms)
+}
+
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let command: Vec<OsString> = matches
         .get_many::<OsString>("command")
@@ -142,119 +217,344 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         .flatten()
         .cloned()
         .collect();
-    let options = defaults_of_a_run(resolve(matches)?);
-    let preload = if matches.get_flag("no-preload") {
-        None
-    } else {
-        library()
+    let launcher = launcher::choose(matches)?;
+    let run = Run::new(matches, launcher.as_ref())?;
+    let timeout = *matches
+        .get_one::<u64>("host-timeout")
+        .expect("it has a default");
+    let timeout = Duration::from_millis(timeout);
+    let mut job = Job::start(launcher.as_ref(), timeout, program)?;
+    let status = run.mount_and_carry_out(&mut job, &command);
+    // While names and sizes of its checkpoints can be seen.
+    let seen = run.report.as_ref().and(job.mounted().next()).map(see);
+    let held_policy = run.held_policy(status.as_ref().ok());
+    let ended = job.end(held_policy, run.quiet);
+    for (text, _) in &ended.failures {
+        output::say(text);
+    }
+    run.tell_partners(&ended.lost);
+    run.tell_end(
+        launcher.hosts().len(),
+        status.as_ref().ok(),
+        held_policy,
+        &ended,
+    );
+    let reported = match (&run.report, seen) {
+        (Some(file), Some(seen)) => seen.and_then(|seen| seen.write(file)),
+        _ => Ok(()),
     };
-    let is_tree = options.frontend == Frontend::Preload;
-    if is_tree && preload.is_none() {
-        let why = "frontend=preload needs the preload library: omit --no-preload, and install the library beside firn";
-        return Err(Failure::new(USAGE, why));
-    }
-    let prefix = matches.get_one("prefix").cloned();
-    let backing = matches.get_one("backing").cloned();
-    let restart = matches.get_one::<String>("restart");
-    if restart.is_some() && (backing.is_none() || is_tree) {
-        let why = "--restart needs --backing, in which hosts find each other, and frontend=fuse";
-        return Err(Failure::new(USAGE, why));
-    }
-    let place = Place::new(prefix, backing, is_tree)?;
-    let request = MountRequest {
-        backing: place.backing.clone(),
-        mount_point: place.prefix.clone(),
-        options,
-        foreground: false,
-    };
-    firn_daemon::mount_with_notices(request, &mut |text| output::say(&text))?;
-    if let Some(host) = restart
-        && let Err(failure) = restart::restore(host, &place.prefix, &place.backing)
-    {
-        place.take_down(None, true)?;
-        return Err(failure);
-    }
-    let keep = matches.get_one::<u32>("keep").map(|keep| *keep as usize);
-    let status = std::thread::scope(|scope| {
-        let (ended, on_end) = channel::<()>();
-        if let Some(keep) = keep {
-            let prefix = &place.prefix;
-            scope.spawn(move || prune_until(on_end, prefix, keep));
-        }
-        let status = carry_out(&command, &place, preload.as_deref());
-        drop(ended);
-        status
-    });
-    let ended = place.take_down(status.as_ref().ok(), matches.get_flag("quiet"));
     let status = status?;
-    ended?;
-    Ok(exit_code(status))
+    reported?;
+    Ok(match ended.failures.first() {
+        Some((_, code)) if status.success() => *code,
+        _ => exit_code(status),
+    })
 }
 
-/// How often a directory is looked at for old checkpoints: seldom beside the time that a checkpoint takes, often enough
-/// that one more of them finds room.
-const PRUNE_EVERY: Duration = Duration::from_secs(1);
+/// A run as it was seen before its mounts ended.
+struct SeenRun {
+    run: report::Run,
+    backing: PathBuf,
+}
 
-/// Removes old checkpoints again and again until nobody can send to `on_end` any more. Each failure is told once: the
-/// job, and the removal of others, go on without.
-fn prune_until(on_end: Receiver<()>, prefix: &Path, keep: usize) {
-    let mut told = HashSet::new();
-    while on_end.recv_timeout(PRUNE_EVERY) == Err(RecvTimeoutError::Timeout) {
-        let failures = prune(prefix, keep).unwrap_or_else(|failure| vec![failure]);
-        for text in failures.iter().filter_map(Failure::text) {
-            if told.insert(text.clone()) {
-                output::say(&format!("cannot remove old checkpoints: {text}"));
+fn see(mounted: &Mounted) -> Result<SeenRun, Failure> {
+    Ok(SeenRun {
+        run: report::Run::find(mounted.prefix.as_path())?,
+        backing: mounted.backing.as_path().to_owned(),
+    })
+}
+
+impl SeenRun {
+    /// Writes the page of the run, with what its hosts have left.
+    fn write(mut self, file: &Path) -> Result<(), Failure> {
+        self.run.update(&self.backing);
+        report::write(&self.run, file)?;
+        output::say(&format!("the report is in {}", text::path(file)));
+        Ok(())
+    }
+}
+
+/// What the command line and the environment say of a run.
+struct Run {
+    report: Option<PathBuf>,
+    backing: Option<PathBuf>,
+    prefix: Option<PathBuf>,
+    default_prefix: String,
+    options: Options,
+    may_choose_frontend: bool,
+    no_preload: bool,
+    romio_hints: Option<String>,
+    restart: Option<String>,
+    keep: Option<u32>,
+    quiet: bool,
+    /// What a failed command held stays in memory, on hosts that stay the user's.
+    keeps_hosts: bool,
+}
+
+impl Run {
+    fn new(matches: &ArgMatches, launcher: &dyn Launcher) -> Result<Self, Failure> {
+        let path = |id: &str| -> Result<Option<PathBuf>, Failure> {
+            let path = matches.get_one::<PathBuf>(id);
+            let absolute = path.map(std::path::absolute).transpose();
+            absolute.map_err(|error| Failure::new(USAGE, format!("--{id}: {error}")))
+        };
+        let backing = path("backing")?;
+        let resolved = resolve(matches)?;
+        let has_others = launcher.hosts().len() > 1 && backing.is_some();
+        let mut options = defaults_of_a_run(&resolved, has_others);
+        let report = path("report")?;
+        if report.is_some() && has_others && is_default(&resolved, "record") {
+            // Where this host finds what the others did.
+            options.record = RecordPlace::Backing;
+        }
+        let restart = matches.get_one::<String>("restart").cloned();
+        let no_preload = matches.get_flag("no-preload");
+        let run = Self {
+            report,
+            prefix: path("prefix")?,
+            default_prefix: launcher.default_prefix(),
+            may_choose_frontend: is_default(&resolved, "frontend"),
+            romio_hints: (options.layout == Layout::Log)
+                .then(hints::without_sieving)
+                .transpose()?,
+            options,
+            no_preload,
+            restart,
+            keep: matches.get_one::<u32>("keep").copied(),
+            quiet: matches.get_flag("quiet"),
+            keeps_hosts: launcher.keeps_hosts(),
+            backing,
+        };
+        run.check()?;
+        Ok(run)
+    }
+
+    fn check(&self) -> Result<(), Failure> {
+        if let Some(file) = &self.report {
+            report::check_target(file)?;
+        }
+        let is_tree = self.options.frontend == Frontend::Preload;
+        if is_tree && self.no_preload {
+            return Err(without_library());
+        }
+        if self.restart.is_some() && (self.backing.is_none() || is_tree) {
+            let why =
+                "--restart needs --backing, in which hosts find each other, and frontend=fuse";
+            return Err(Failure::new(USAGE, why));
+        }
+        Ok(())
+    }
+
+    /// What each host is told; `hosts` is what they call themselves.
+    fn setup(&self, hosts: &[String]) -> Setup {
+        let restart = self.restart.as_ref().map(|lost| Restart {
+            lost: lost.clone(),
+            to: hosts
+                .iter()
+                .find(|host| *host == lost)
+                .unwrap_or(&hosts[0])
+                .clone(),
+        });
+        Setup {
+            backing: self.backing.clone().map(Into::into),
+            prefix: self.prefix.clone().map(Into::into),
+            default_prefix: self.default_prefix.clone(),
+            options: self.options.clone(),
+            may_choose_frontend: self.may_choose_frontend,
+            romio_hints: self.romio_hints.clone(),
+            restart,
+            keep: self.keep.map(|count| self.keep_on(hosts, count)),
+        }
+    }
+
+    /// Hosts with one backing see the same checkpoints. One of them removes old ones, and keeps one more: it does not know
+    /// whether others still write the newest.
+    fn keep_on(&self, hosts: &[String], count: u32) -> Keep {
+        match hosts {
+            [first, _, ..] if self.backing.is_some() => Keep {
+                count: count.saturating_add(1),
+                by: Some(first.clone()),
+            },
+            _ => Keep { count, by: None },
+        }
+    }
+
+    fn mount_and_carry_out(
+        &self,
+        job: &mut Job<'_>,
+        words: &[OsString],
+    ) -> Result<ExitStatus, Failure> {
+        let mounted = job.mount(|hosts| self.setup(hosts))?;
+        let environment = self.environment(&mounted)?;
+        let command = command::start(words, &environment)?;
+        job.wait_for_command(command)
+    }
+
+    fn environment(&self, mounted: &[Mounted]) -> Result<Environment, Failure> {
+        let preload = if self.no_preload { None } else { library() };
+        if preload.is_none() && mounted.iter().any(|mounted| mounted.is_tree) {
+            return Err(without_library());
+        }
+        let first = &mounted[0];
+        let differs = |other: &&Mounted| {
+            other.prefix != first.prefix || other.romio_hints != first.romio_hints
+        };
+        if let Some(other) = mounted.iter().find(differs) {
+            let (one, other) = (
+                text::path(first.prefix.as_path()),
+                text::path(other.prefix.as_path()),
+            );
+            let why = format!(
+                "hosts have different runtime directories: {one} and {other}; give --prefix, or the same FIRN_RUNTIME_DIR on all"
+            );
+            return Err(Failure::new(FAILED, why));
+        }
+        let path = |path: &BytePath| path.as_path().to_owned();
+        Ok(Environment {
+            prefix: path(&first.prefix),
+            preload,
+            romio_hints: first.romio_hints.as_ref().map(path),
+        })
+    }
+
+    /// What becomes of the files that are still in memory after the command, which without a `status` never ran.
+    fn held_policy(&self, status: Option<&ExitStatus>) -> HeldPolicy {
+        let success = status.is_some_and(ExitStatus::success);
+        match (success, self.backing.is_some()) {
+            (true, true) => HeldPolicy::Drain,
+            (true, false) => HeldPolicy::Discard,
+            // The next user of the host would find its memory taken.
+            (false, true) if !self.keeps_hosts => HeldPolicy::Drain,
+            (false, _) => HeldPolicy::Keep,
+        }
+    }
+
+    /// Says what brings back the files of lost hosts that have partners.
+    fn tell_partners(&self, lost: &[String]) {
+        if self.options.partner == Partner::None {
+            return;
+        }
+        for host in lost {
+            output::say(&format!(
+                "what the partner of {host} has copies of, the next run takes with --restart {host}"
+            ));
+        }
+    }
+
+    /// Says how the command ended and where its files are.
+    fn tell_end(
+        &self,
+        hosts: usize,
+        status: Option<&ExitStatus>,
+        held_policy: HeldPolicy,
+        ended: &Ended,
+    ) {
+        let success = status.is_some_and(ExitStatus::success) && ended.failures.is_empty();
+        if success && self.quiet {
+            return;
+        }
+        let how = match status {
+            Some(status) => describe_end(*status),
+            // Why it did not run is told after this.
+            None if ended.held_bytes == 0 => return,
+            None => "the command did not run".into(),
+        };
+        let everything = match (ended.failures.is_empty(), hosts) {
+            (false, _) => "what is not named above".to_owned(),
+            (true, 1) => "everything".into(),
+            (true, hosts) => format!("everything of {hosts} hosts"),
+        };
+        let backing = self.backing.as_deref().map(text::path);
+        match (held_policy, backing) {
+            (HeldPolicy::Drain, Some(backing)) if ended.waited.files > 0 => {
+                let (amount, time) = (ended.waited.amount(), ended.waited.seconds());
+                output::say(&format!(
+                    "{how}; {everything} is durable in {backing}: {amount} were left to write, {time}"
+                ));
             }
+            (HeldPolicy::Discard, _) => output::say(&format!(
+                "{how}; its files were in memory only and are removed (--backing DIR keeps them)"
+            )),
+            _ if ended.held_bytes > 0 => tell_held(&how, ended),
+            (HeldPolicy::Drain, Some(backing)) => {
+                output::say(&format!("{how}; {everything} is durable in {backing}"));
+            }
+            (_, Some(backing)) => {
+                output::say(&format!("{how}; {everything} is drained to {backing}"));
+            }
+            (_, None) => output::say(&format!("{how}; nothing of its files was in memory")),
         }
     }
 }
 
-/// Gives what could not be removed.
-fn prune(prefix: &Path, keep: usize) -> Result<Vec<Failure>, Failure> {
-    let directory = Directory::open(firn_client::find(prefix)?)?;
-    // Fewer directories than that: nothing can be too old, and nobody needs to be asked.
-    let entries = std::fs::read_dir(prefix).map_or(0, Iterator::count);
-    if entries <= keep {
-        return Ok(Vec::new());
-    }
-    let mut failures = prune::finish_removals(&directory)?;
-    let judged = prune::judge_directory(&directory, keep)?;
-    failures.extend(judged.failures);
-    for checkpoint in &judged.checkpoints {
-        if checkpoint.verdict == Verdict::Remove {
-            failures.extend(prune::remove(&directory, checkpoint).err());
-        }
-    }
-    Ok(failures)
-}
-
-/// Memory first: what the user did not choose is chosen for a job whose files live in memory.
-fn defaults_of_a_run(resolved: Resolved) -> Options {
-    let by_default = |name: &str| {
-        resolved
-            .origins
-            .iter()
-            .any(|(row, origin)| row.name == name && matches!(origin, Origin::Default))
-    };
-    let mut options = resolved.options.clone();
-    if by_default("frontend")
-        && let Err(why) = fuse()
-    {
+/// Says how files that stay in memory are used again.
+fn tell_held(how: &str, ended: &Ended) {
+    let held = text::bytes(ended.held_bytes);
+    let [arena] = ended.arenas.as_slice() else {
         output::say(&format!(
-            "{why}: without FUSE, the preload library alone serves the files (frontend=preload)"
+            "{how}; {held} of its files stay in the memory of {} hosts",
+            ended.arenas.len()
         ));
-        options.frontend = Frontend::Preload;
+        output::say("run the same `firn run` again, on the same hosts, to use them");
+        return;
+    };
+    let arena = text::path(arena);
+    output::say(&format!(
+        "{how}; {held} of its files stay in memory, in {arena}"
+    ));
+    output::say("run the same `firn run` again to use them, or mount them with:");
+    for mounted in &ended.mounted {
+        let prefix = text::path(mounted.prefix.as_path());
+        let backing = text::path(mounted.backing.as_path());
+        let frontend = if mounted.is_tree {
+            ",frontend=preload"
+        } else {
+            ""
+        };
+        output::say(&format!(
+            "  firn mount -o drain=demand{frontend} {backing} {prefix}"
+        ));
     }
-    if by_default("drain") {
+}
+
+fn is_default(resolved: &Resolved, name: &str) -> bool {
+    let origin = resolved.origins.iter().find(|(row, _)| row.name == name);
+    origin.is_some_and(|(_, origin)| matches!(origin, Origin::Default))
+}
+
+/// What the user did not choose. For files of one host memory comes first. What several hosts do to the same files is right
+/// first: with logs, and each close and fsync is seen by the others. Logs let hosts share a backing on any file system.
+fn defaults_of_a_run(resolved: &Resolved, has_others: bool) -> Options {
+    let mut options = resolved.options.clone();
+    if has_others && is_default(resolved, "layout") {
+        options.layout = Layout::Log;
+    }
+    if has_others && options.layout == Layout::Log {
+        return options;
+    }
+    if is_default(resolved, "drain") {
         options.drain = Drain::Demand;
     }
-    if by_default("close") && options.drain == Drain::Demand {
+    if is_default(resolved, "close") && options.drain == Drain::Demand {
         options.close = Close::Held;
     }
-    if by_default("fsync") {
+    if is_default(resolved, "fsync") {
         options.fsync = Fsync::Held;
     }
     options
+}
+
+/// The frontend of a host where the user has chosen none.
+fn frontend_here(say: &mut dyn FnMut(String)) -> Frontend {
+    match fuse() {
+        Ok(()) => Frontend::Fuse,
+        Err(why) => {
+            say(format!(
+                "{why}: without FUSE, the preload library alone serves the files (frontend=preload)"
+            ));
+            Frontend::Preload
+        }
+    }
 }
 
 /// Whether FUSE can be used here; why not, in words.
@@ -270,173 +570,6 @@ fn fuse() -> Result<(), String> {
     }
 }
 
-/// Ending of the directory that has the names of a run whose files are in memory alone.
-pub(super) const NAMES: &str = "names";
-
-/// The two directories of a run.
-struct Place {
-    prefix: PathBuf,
-    backing: PathBuf,
-    /// The backing was made for this run's names only: nothing is drained to it.
-    memory_only: bool,
-    /// The prefix is a stub tree.
-    is_tree: bool,
-}
-
-impl Place {
-    fn new(
-        prefix: Option<PathBuf>,
-        backing: Option<PathBuf>,
-        is_tree: bool,
-    ) -> Result<Self, Failure> {
-        let prefix = match prefix {
-            Some(prefix) => {
-                make_private(&prefix)?;
-                prefix
-            }
-            None => default_prefix()?,
-        };
-        let memory_only = backing.is_none();
-        let backing = match backing {
-            Some(backing) => backing,
-            // The same for the same prefix, so that a restart finds its files.
-            None => {
-                let runtime = firn_client::paths::create_runtime_dir()?;
-                let key = firn_client::Key::of(&absolute(&prefix)?);
-                let names = runtime.join(format!("{:016x}.{NAMES}", key.0));
-                let made = firn_trust::create_private_dir(rustix::fs::CWD, &names);
-                made.map_err(|error| Failure::new(FAILED, error.to_string()))?;
-                names
-            }
-        };
-        make_private(&backing)?;
-        Ok(Self {
-            prefix,
-            backing: absolute(&backing)?,
-            memory_only,
-            is_tree,
-        })
-    }
-
-    /// Unmounts: drained after success, as it is after a failure; and says how the command ended, which without a
-    /// `status` never ran, and where its files are.
-    fn take_down(&self, status: Option<&ExitStatus>, quiet: bool) -> Result<(), Failure> {
-        let success = status.is_some_and(ExitStatus::success);
-        let how = status.map_or_else(
-            || "the command did not run".to_owned(),
-            |status| describe_end(*status),
-        );
-        let place = firn_client::find(&self.prefix)?;
-        let held_policy = match (success, self.memory_only) {
-            (false, _) => HeldPolicy::Keep,
-            (true, true) => HeldPolicy::Discard,
-            (true, false) => HeldPolicy::Drain,
-        };
-        let mut connection = Connection::open(&place.mount)?;
-        let before = connection.status()?;
-        let held = before.held_bytes;
-        let arena = PathBuf::from(before.arena);
-        let mut meter = Meter::quiet_if(quiet);
-        // What the job left behind and still uses files does not keep the mount.
-        let show = &mut |p: Progress| meter.show(p.bytes_left, p.files_left, &p.phase);
-        let (firnd, ended) = connection.unmount(true, held_policy, show)?;
-        let waited = meter.waited();
-        drop(meter);
-        ended?;
-        wait_for_end(&firnd, false);
-        let backing = text::path(&self.backing);
-        let say = |text: String| {
-            if !quiet {
-                output::say(&text);
-            }
-        };
-        match (success, self.memory_only) {
-            (true, false) if waited.files > 0 => say(format!(
-                "{how}; everything is drained to {backing}: {} were left to write, {}",
-                waited.amount(),
-                waited.seconds()
-            )),
-            (true, false) => say(format!("{how}; everything is drained to {backing}")),
-            (true, true) => {
-                std::fs::remove_dir_all(&self.backing).map_err(|error| {
-                    Failure::new(FAILED, format!("cannot remove {backing}: {error}"))
-                })?;
-                say(format!(
-                    "{how}; its files were in memory only and are removed (--backing DIR keeps them)"
-                ));
-            }
-            (false, _) if held > 0 => {
-                let held = text::bytes(held);
-                let arena = text::path(&arena);
-                output::say(&format!(
-                    "{how}; {held} of its files stay in memory, in {arena}"
-                ));
-                output::say("run the same `firn run` again to use them, or mount them with:");
-                let prefix = text::path(&self.prefix);
-                let frontend = if self.is_tree {
-                    ",frontend=preload"
-                } else {
-                    ""
-                };
-                output::say(&format!(
-                    "  firn mount -o drain=demand{frontend} {backing} {prefix}"
-                ));
-            }
-            (false, true) => {
-                if status.is_some() {
-                    output::say(&format!("{how}; nothing of its files was in memory"));
-                }
-                let _ = std::fs::remove_file(&arena);
-                // Not empty: there are names without data.
-                let _ = std::fs::remove_dir(&self.backing);
-            }
-            (false, false) if status.is_none() => {}
-            (false, false) => output::say(&format!("{how}; everything is drained to {backing}")),
-        }
-        Ok(())
-    }
-}
-
-/// How the command ended.
-fn describe_end(status: ExitStatus) -> String {
-    match (status.code(), status.signal()) {
-        (Some(0), _) => "the command succeeded".into(),
-        (Some(code), _) => format!("the command failed with exit status {code}"),
-        (None, Some(signal)) => format!("the command was killed by signal {signal}"),
-        (None, None) => "the command failed".into(),
-    }
-}
-
-/// In the runtime directory, where nobody else can put a symbolic link in its place.
-fn default_prefix() -> Result<PathBuf, Failure> {
-    let prefix = firn_client::paths::create_runtime_dir()?.join("run");
-    match firn_trust::create_private_dir(rustix::fs::CWD, &prefix) {
-        Ok(_) => Ok(prefix),
-        Err(error) => Err(Failure::new(
-            FAILED,
-            format!("cannot use the default of --prefix: {error}"),
-        )),
-    }
-}
-
-fn make_private(dir: &Path) -> Result<(), Failure> {
-    std::fs::DirBuilder::new()
-        .recursive(true)
-        .mode(0o700)
-        .create(dir)
-        .map_err(|error| {
-            Failure::new(
-                USAGE,
-                format!("cannot make the directory {}: {error}", text::path(dir)),
-            )
-        })
-}
-
-fn absolute(path: &Path) -> Result<PathBuf, Failure> {
-    path.canonicalize()
-        .map_err(|error| Failure::new(USAGE, format!("cannot find {}: {error}", text::path(path))))
-}
-
 /// The preload library that belongs to this program.
 fn library() -> Option<PathBuf> {
     let found = firn_client::library::beside(&std::env::current_exe().ok()?);
@@ -449,83 +582,30 @@ fn library() -> Option<PathBuf> {
     found
 }
 
-/// Whether libuv, and with it Node, uses io_uring; some versions do unless it is `0`.
-const LIBUV_USES_IO_URING: &str = "UV_USE_IO_URING";
-
-/// Runs the command to its end and passes signals on.
-fn carry_out(
-    command: &[OsString],
-    place: &Place,
-    preload: Option<&Path>,
-) -> Result<ExitStatus, Failure> {
-    let (program, args) = command.split_first().expect("clap demands one");
-    let mut process = Process::new(program);
-    process.args(args).env("FIRN_PREFIX", &place.prefix);
-    // The preload library sees no io_uring: Node would write into stubs, and on a mount through the kernel's cache.
-    if std::env::var_os(LIBUV_USES_IO_URING).is_none() {
-        process.env(LIBUV_USES_IO_URING, "0");
-    }
-    if let Some(library) = preload {
-        process.env(
-            "LD_PRELOAD",
-            with_library(library, std::env::var_os("LD_PRELOAD")),
-        );
-        // Ranks on other hosts get the environment only if Open MPI is told to pass it.
-        if std::env::var_os("OMPI_MCA_mca_base_env_list").is_none() {
-            process.env("OMPI_MCA_mca_base_env_list", "LD_PRELOAD;FIRN_PREFIX");
-        }
-    }
-    // Before the child, so that no signal falls between.
-    let passed_on = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGCONT];
-    let signals = Signals::new(passed_on)
-        .map_err(|error| Failure::new(FAILED, format!("cannot watch for signals: {error}")))?;
-    let child = process.spawn().map_err(|error| {
-        let code = if error.kind() == std::io::ErrorKind::NotFound {
-            127
-        } else {
-            126
-        };
-        Failure::new(
-            code,
-            format!(
-                "cannot run {}: {error}",
-                firn_format::quote::quoted(program.as_encoded_bytes())
-            ),
-        )
-    })?;
-    wait(child, signals)
+fn without_library() -> Failure {
+    let why = "frontend=preload needs the preload library: omit --no-preload, and install the library beside firn";
+    Failure::new(USAGE, why)
 }
 
-fn wait(mut child: Child, mut signals: Signals) -> Result<ExitStatus, Failure> {
-    let pid = Pid::from_child(&child);
-    let handle = signals.handle();
-    let passing = std::thread::spawn(move || {
-        for signal in signals.forever() {
-            // A Ctrl-C reached the whole group already; a second one does no harm.
-            if let Some(signal) = Signal::from_named_raw(signal) {
-                let _ = kill_process(pid, signal);
-            }
-        }
-    });
-    let status = child.wait();
-    handle.close();
-    let _ = passing.join();
-    status.map_err(|error| Failure::new(FAILED, format!("cannot wait for the command: {error}")))
-}
-
-fn with_library(library: &Path, before: Option<OsString>) -> OsString {
-    let mut list = library.as_os_str().to_owned();
-    if let Some(before) = before.filter(|before| !before.is_empty()) {
-        list.push(OsStr::new(":"));
-        list.push(before);
-    }
-    list
-}
-
-fn exit_code(status: ExitStatus) -> u8 {
-    let code = status
-        .code()
-        .or_else(|| status.signal().map(|signal| 128 + signal));
-    code.and_then(|code| u8::try_from(code).ok())
-        .unwrap_or(FAILED)
+/// The part of this program on a host.
+fn program(beat_ms: u64) -> Result<Program, Failure> {
+    let program = std::env::current_exe()
+        .map_err(|error| Failure::new(FAILED, format!("cannot find this program: {error}")))?;
+    let words = [
+        program.into_os_string(),
+        host_part::NAME.into(),
+        beat_ms.to_string().into(),
+    ];
+    // A name is part of a line for a shell.
+    let is_word = |byte: &u8| byte.is_ascii_alphanumeric() || *byte == b'_';
+    let is_handed_on = |name: &OsString| {
+        let name = name.as_encoded_bytes();
+        name == b"PATH" || name.starts_with(b"FIRN_") && name.iter().all(is_word)
+    };
+    Ok(Program {
+        words: words.into(),
+        variables: std::env::vars_os()
+            .filter(|(name, _)| is_handed_on(name))
+            .collect(),
+    })
 }

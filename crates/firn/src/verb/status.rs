@@ -13,15 +13,19 @@ use firn_protocol::path::BytePath;
 use firn_protocol::{FileStatus, Request, Status};
 use serde::Serialize;
 
+use crate::ask::ask_each;
 use crate::failure::{DONE, FAILED, Failure, PARTLY};
+use crate::job::{Job, hosts_text, status_text};
+use crate::metrics::{self, Scraped};
 use crate::output::{self, Paint};
 use crate::text::{bytes, count};
+use crate::verb::hosts::{PATIENCE, exit_code};
+use crate::verb::wait::parse_timeout_ms;
 use crate::verb::{NO_CONNECTION, Verb, connect};
 use block::Detail;
 
 mod block;
 mod list;
-mod prometheus;
 
 /// How often `--watch` looks: as often as firnd samples its rates.
 const WATCH_EVERY: Duration = Duration::from_secs(1);
@@ -47,6 +51,10 @@ pub const VERB: Verb = Verb {
             "firn status --watch /ckpt",
             "the same, updated every second",
         ),
+        (
+            "firn status --job /scratch/run42",
+            "all hosts that share the backing: sums, and a line for each, the one in trouble first",
+        ),
         ("firn status --json /ckpt | jq .held_bytes", "for scripts"),
         (
             "firn status --prometheus --output /var/lib/node_exporter/firn.prom",
@@ -59,7 +67,14 @@ pub const VERB: Verb = Verb {
             1,
             "the mount of PATH does not answer; the message says what to do",
         ),
-        (3, "some mounts do not answer; the others are shown"),
+        (
+            2,
+            "with --job and without PATH: not one backing alone is mounted here",
+        ),
+        (
+            3,
+            "some mounts, or with --job the backing or the firnd of this host, do not answer; the others are shown",
+        ),
         (10, "PATH is not on a firn mount"),
         NO_CONNECTION,
     ],
@@ -87,6 +102,13 @@ struct StatusArgs {
     /// With --prometheus: write to FILE, which is replaced by a rename once all of it is written.
     #[arg(long, value_name = "FILE", requires = "prometheus", value_hint = ValueHint::FilePath)]
     output: Option<PathBuf>,
+    /// Show the job: sums over all hosts that share the backing of PATH (without it, of the only mount here), and a line for
+    /// each host. The backing need not be mounted here.
+    #[arg(long, conflicts_with_all = ["prometheus", "clear_errors"])]
+    job: bool,
+    /// With --job: how long the backing and the firnd of this host may take to answer.
+    #[arg(long, value_name = "DURATION", default_value = PATIENCE, requires = "job", value_parser = parse_timeout_ms)]
+    timeout: u64,
     /// Clear the recorded errors; their data is kept, and its drain is still retried.
     #[arg(long, requires = "path", conflicts_with_all = ["watch", "prometheus", "json"])]
     clear_errors: bool,
@@ -171,7 +193,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         return Ok(DONE);
     }
     if args.prometheus {
-        return prometheus::print(args.path.as_deref(), args.output.as_deref());
+        return print_metrics(args.path.as_deref(), args.output.as_deref());
     }
     if !args.watch {
         return show(&args);
@@ -182,7 +204,46 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     }
 }
 
+/// Prints the metrics of the mount of `path`, or of all mounts, or writes them to a file.
+fn print_metrics(path: Option<&Path>, file: Option<&Path>) -> Result<u8, Failure> {
+    let (all, code) = match path {
+        None => scrape_all()?,
+        Some(path) => {
+            let status = Box::new(connect(path)?.1.status()?);
+            (vec![Scraped::Up(status)], DONE)
+        }
+    };
+    let text = metrics::text(&all);
+    match file {
+        None => output::print(&text)?,
+        Some(file) => metrics::replace_file(file, &text).map_err(|error| {
+            let file = crate::text::path(file);
+            Failure::new(FAILED, format!("cannot write {file}: {error}"))
+        })?,
+    }
+    Ok(code)
+}
+
+/// The hosts of a backing together.
+fn show_job(args: &StatusArgs) -> Result<u8, Failure> {
+    let job = Job::look(args.path.as_deref(), Duration::from_millis(args.timeout))?;
+    if args.json {
+        json(args, &job)?;
+    } else {
+        let paint = Paint::stdout();
+        let mut text = status_text(&job, paint);
+        if args.verbose {
+            text += &format!("\n{}", hosts_text(&job, paint));
+        }
+        human(args, &text)?;
+    }
+    Ok(exit_code(&job))
+}
+
 fn show(args: &StatusArgs) -> Result<u8, Failure> {
+    if args.job {
+        return show_job(args);
+    }
     match &args.path {
         Some(path) => {
             let seen = look_at(path)?;
@@ -278,29 +339,6 @@ fn look(mount: &Mount) -> Seen {
     }
 }
 
-/// Mounts that are asked at once: each may have a firnd that is stopped, or is another program of its user.
-const ASKED_AT_ONCE: usize = 16;
-
-/// What each mount answers, in their order.
-fn ask_each<T: Send>(mounts: &[Mount], ask: impl Fn(&Mount) -> T + Sync) -> Vec<T> {
-    let ask = &ask;
-    let mut answers = Vec::with_capacity(mounts.len());
-    for mounts in mounts.chunks(ASKED_AT_ONCE) {
-        answers.extend(std::thread::scope(|scope| {
-            let asked: Vec<_> = mounts
-                .iter()
-                .map(|mount| scope.spawn(move || ask(mount)))
-                .collect();
-            let joined = asked.into_iter().map(|asked| match asked.join() {
-                Ok(answer) => answer,
-                Err(panic) => std::panic::resume_unwind(panic),
-            });
-            joined.collect::<Vec<_>>()
-        }));
-    }
-    answers
-}
-
 /// One sentence about all mounts whose firnd has its socket in another runtime directory.
 fn describe_elsewhere(mounts: usize) -> Option<String> {
     let uses = match mounts {
@@ -315,22 +353,24 @@ fn describe_elsewhere(mounts: usize) -> Option<String> {
     ))
 }
 
-/// The texts of several mounts that were asked, and how many did not answer.
-fn ask_all<T: Send>(
-    ask: impl Fn(&Mount) -> Result<T, ClientError> + Sync,
-) -> Result<(Vec<T>, u8), Failure> {
+/// The figures of all mounts, and how many answered. Says which did not, and why.
+fn scrape_all() -> Result<(Vec<Scraped>, u8), Failure> {
     let mounts = firn_client::mounts()?;
-    let mut answers = Vec::new();
+    let answers = ask_each(&mounts, |mount| Connection::open(mount)?.status());
+    let mut scraped = Vec::new();
     let mut silent = Vec::new();
-    for (mount, answer) in mounts.iter().zip(ask_each(&mounts, ask)) {
+    for (mount, answer) in mounts.iter().zip(answers) {
         match answer {
-            Ok(answer) => answers.push(answer),
-            Err(error) => silent.push((mount, error)),
+            Ok(status) => scraped.push(Scraped::Up(Box::new(status))),
+            Err(error) => {
+                scraped.push(Scraped::down(mount));
+                silent.push((mount, error));
+            }
         }
     }
-    let code = match (&answers[..], &silent[..]) {
-        (_, []) => DONE,
-        ([], _) => FAILED,
+    let code = match silent.len() {
+        0 => DONE,
+        count if count == mounts.len() => FAILED,
         _ => PARTLY,
     };
     let (elsewhere, silent): (Vec<_>, Vec<_>) = silent
@@ -343,7 +383,7 @@ fn ask_all<T: Send>(
     for text in texts.into_iter().flatten() {
         output::say(&text);
     }
-    Ok((answers, code))
+    Ok((scraped, code))
 }
 
 /// One line for all that did not answer: a collector asks each minute.

@@ -4,10 +4,10 @@ use std::fmt::Write;
 
 use firn_config::Options;
 use firn_format::quote::printable;
-use firn_protocol::figures::Figures;
+use firn_protocol::figures::{self, Figures};
 use firn_protocol::{
-    ErrorStatus, FileStatus, LaneState, LaneStatus, PartnerStatus, PlacedStatus, SpillStatus,
-    Status, TokenState, TokenStatus, TransactionStage, TransactionStatus,
+    ErrorStatus, FileStatus, HistogramStatus, LaneState, LaneStatus, PartnerStatus, PlacedStatus,
+    SpillStatus, Status, TokenState, TokenStatus, TransactionStage, TransactionStatus,
 };
 
 use super::Seen;
@@ -439,18 +439,36 @@ fn other_figures(s: &Status) -> Vec<String> {
     let figures = Figures::of([s]);
     let others = figures.iter().filter(|one| !IN_LINES.contains(&&*one.name));
     for other in others {
-        for sample in other.samples.iter().filter(|sample| sample.value != 0.0) {
+        for sample in other.samples.iter().filter(|one| !one.value.is_zero()) {
             let labels: Vec<String> = sample
                 .labels
                 .iter()
-                .filter(|(key, _)| !["mount_point", "backing"].contains(key))
+                .filter(|(key, _)| !["mount_point", "backing", "host"].contains(key))
                 .map(|(key, value)| format!(" {key}={value}"))
                 .collect();
-            let value = figure(&other.name, sample.value);
+            let value = match &sample.value {
+                figures::Value::Number(number) => figure(&other.name, *number),
+                figures::Value::Histogram(histogram) => histogram_text(&other.name, histogram),
+            };
             shown.push(format!("{}{} {value}", other.name, labels.concat()));
         }
     }
     shown
+}
+
+/// A histogram in a few words.
+fn histogram_text(name: &str, histogram: &HistogramStatus) -> String {
+    let upto = |share| match histogram.quantile(share) {
+        Some(bound) if bound.is_finite() => format!("<={}", figure(name, bound)),
+        _ => "more".to_owned(),
+    };
+    format!(
+        "{} of {} on average, half {}, 99 % {}",
+        histogram.count(),
+        figure(name, histogram.mean().unwrap_or(0.0)),
+        upto(0.5),
+        upto(0.99)
+    )
 }
 
 fn lane_line(lane: &LaneStatus, paint: Paint) -> String {
@@ -812,6 +830,9 @@ mod tests {
             Value::Number(number) => *number = 77_777.into(),
             Value::Bool(flag) => *flag = !*flag,
             Value::Array(items) => items.push(items[0].clone()),
+            Value::Object(histogram) if histogram.contains_key("sum") => {
+                histogram["sum"] = 77_777.into();
+            }
             Value::Object(counts) => drop(counts.insert("another".to_owned(), 77_777.into())),
             Value::String(state) => {
                 let other = match state.as_str() {

@@ -63,6 +63,15 @@ pub fn step_of(name: &OsStr) -> Option<u64> {
     best.map(|(_, step)| step)
 }
 
+/// The same, also of what is still being written, or kept aside: `step_100.tmp` is on its way to be `step_100`.
+pub fn step_of_unfinished(name: &OsStr) -> Option<u64> {
+    let name = name.as_bytes().to_ascii_lowercase();
+    let words = split_into_words(&name);
+    let is_finished = |word: &&[u8]| UNFINISHED.iter().all(|other| other.as_bytes() != *word);
+    let left: Vec<&[u8]> = words.filter(is_finished).collect();
+    step_of(OsStr::from_bytes(&left.join(&b'_')))
+}
+
 /// Runs of letters and runs of digits; all else separates.
 fn split_into_words(name: &[u8]) -> impl Iterator<Item = &[u8]> {
     let kind = |byte: &u8| (byte.is_ascii_alphabetic(), byte.is_ascii_digit());
@@ -110,6 +119,21 @@ mod tests {
             assert_eq!(step_of(OsStr::new(name)), step, "{name:?}");
         }
         assert_eq!(step_of(OsStr::from_bytes(b"step_\xff9")), Some(9));
+    }
+
+    #[test]
+    fn an_unfinished_checkpoint_has_the_step_that_it_will_have() {
+        for (name, step) in [
+            ("step_100.tmp", Some(100)),
+            (".step_100.part", Some(100)),
+            ("tmp-checkpoint-500", Some(500)),
+            ("step_100", Some(100)),
+            ("100", Some(100)),
+            ("tmp", None),
+            ("rank0", None),
+        ] {
+            assert_eq!(step_of_unfinished(OsStr::new(name)), step, "{name:?}");
+        }
     }
 
     #[test]

@@ -1,44 +1,64 @@
-//! The figures of one mount or of all as Prometheus text (exposition format 0.0.4).
+//! The figures of mounts as Prometheus text (exposition format 0.0.4), for `firn status --prometheus` and `firn exporter`.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::fs::Permissions;
 use std::io::{self, Write as _};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
-use firn_client::Connection;
-use firn_protocol::Status;
-use firn_protocol::figures::{Figure, Figures, Kind, Sample};
+use firn_client::Mount;
+use firn_protocol::figures::{Figure, Figures, Kind, Sample, Value};
+use firn_protocol::{Scrape, Status};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet, prometheus_text};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::exemplar::Exemplar;
 use prometheus_client::registry::Registry;
 
-use super::ask_all;
-use crate::failure::{DONE, FAILED, Failure};
-use crate::output;
-use crate::verb::connect;
-
-/// Prints the metrics of the mount of `path`, or of all mounts, or writes them to a file.
-pub fn print(path: Option<&Path>, file: Option<&Path>) -> Result<u8, Failure> {
-    let (all, code) = match path {
-        None => ask_all(|mount| Connection::open(mount)?.status())?,
-        Some(path) => (vec![connect(path)?.1.status()?], DONE),
-    };
-    let text = text(&all);
-    match file {
-        None => output::print(&text)?,
-        Some(file) => replace_file(file, &text).map_err(|error| {
-            let file = crate::text::path(file);
-            Failure::new(FAILED, format!("cannot write {file}: {error}"))
-        })?,
-    }
-    Ok(code)
+/// A mount that was asked for its figures.
+pub enum Scraped {
+    /// Its firnd answered.
+    Up(Box<Status>),
+    /// It did not, in time.
+    Down(Scrape),
 }
 
-/// Readers find the old text or the new one. What a kill leaves begins with a dot and does not end in `.prom`.
-fn replace_file(file: &Path, text: &str) -> io::Result<()> {
+impl Scraped {
+    /// A mount whose firnd did not answer.
+    pub fn down(mount: &Mount) -> Self {
+        let host = rustix::system::uname();
+        Self::Down(Scrape {
+            host: host.nodename().to_string_lossy().into_owned(),
+            backing: mount.backing.as_path().into(),
+            mount_point: mount.mount_point.as_path().into(),
+            up: false,
+        })
+    }
+
+    fn scrape(&self) -> Scrape {
+        match self {
+            Self::Up(status) => Scrape {
+                host: status.host.clone(),
+                backing: status.backing.clone(),
+                mount_point: status.mount_point.clone(),
+                up: true,
+            },
+            Self::Down(scrape) => scrape.clone(),
+        }
+    }
+
+    fn status(&self) -> Option<&Status> {
+        match self {
+            Self::Up(status) => Some(status),
+            Self::Down(_) => None,
+        }
+    }
+}
+
+/// Puts a text in the place of a file: readers find the old one or the new one. What a kill leaves begins with a dot and does
+/// not end in `.prom`.
+pub fn replace_file(file: &Path, text: &str) -> io::Result<()> {
     let dir = match file.parent() {
         Some(dir) if !dir.as_os_str().is_empty() => dir,
         _ => Path::new("."),
@@ -57,9 +77,12 @@ fn replace_file(file: &Path, text: &str) -> io::Result<()> {
 #[derive(Debug)]
 struct Snapshot(Figures);
 
-fn text(all: &[Status]) -> String {
+/// The metrics of some mounts.
+pub fn text(all: &[Scraped]) -> String {
+    let scrapes: Vec<Scrape> = all.iter().map(Scraped::scrape).collect();
+    let figures = Figures::of(all.iter().filter_map(Scraped::status));
     let mut registry = Registry::with_prefix("firn");
-    registry.register_collector(Box::new(Snapshot(Figures::of(all))));
+    registry.register_collector(Box::new(Snapshot(figures.with(Figures::of(&scrapes)))));
     let mut text = String::new();
     prometheus_text::encode(&mut text, &registry).expect("a string takes all text");
     text
@@ -78,15 +101,30 @@ fn put(figure: &Figure, encoder: &mut DescriptorEncoder) -> fmt::Result {
     let kind = match figure.kind {
         Kind::Counter => MetricType::Counter,
         Kind::Gauge => MetricType::Gauge,
+        Kind::Histogram => MetricType::Histogram,
     };
     let mut family = encoder.encode_descriptor(&figure.name, &figure.help, None, kind)?;
     for Sample { labels, value } in &figure.samples {
         let mut sample = family.encode_family(labels)?;
-        match (figure.kind, whole(*value)) {
-            (Kind::Counter, Some(value)) => sample.encode_counter(&value, NO_EXEMPLAR)?,
-            (Kind::Counter, None) => sample.encode_counter(value, NO_EXEMPLAR)?,
-            (Kind::Gauge, Some(value)) => sample.encode_gauge(&value)?,
-            (Kind::Gauge, None) => sample.encode_gauge(value)?,
+        match value {
+            Value::Number(value) if figure.kind == Kind::Counter => match whole(*value) {
+                Some(value) => sample.encode_counter(&value, NO_EXEMPLAR)?,
+                None => sample.encode_counter(value, NO_EXEMPLAR)?,
+            },
+            Value::Number(value) => match whole(*value) {
+                Some(value) => sample.encode_gauge(&value)?,
+                None => sample.encode_gauge(value)?,
+            },
+            Value::Histogram(histogram) => {
+                // The encoder adds them up.
+                let buckets: Vec<(f64, u64)> = histogram.buckets().collect();
+                sample.encode_histogram(
+                    histogram.sum,
+                    histogram.count(),
+                    &buckets,
+                    None::<&HashMap<usize, Exemplar<NoLabelSet, f64>>>,
+                )?;
+            }
         }
     }
     Ok(())
@@ -107,7 +145,15 @@ mod tests {
     use firn_protocol::{LaneState, TokenState};
     use serde_json::Value;
 
-    use super::*;
+    use super::{Scrape, Scraped, Status};
+
+    fn text(all: &[Status]) -> String {
+        let all: Vec<Scraped> = all
+            .iter()
+            .map(|status| Scraped::Up(Box::new(status.clone())))
+            .collect();
+        super::text(&all)
+    }
 
     fn another() -> Status {
         Status {
@@ -132,6 +178,10 @@ mod tests {
                     mark_numbers(item, path, next, found);
                 }
             }
+            // Added up in metrics: `a_histogram_has_its_buckets_its_sum_and_its_count`.
+            Value::Number(_) if path.ends_with(".counts") => {}
+            // A whole number is a label with `.0`.
+            Value::Number(_) if path.ends_with(".bounds") => {}
             Value::Number(_) => {
                 *next += 1;
                 *value = (*next).into();
@@ -155,7 +205,9 @@ mod tests {
         let text = text(&[status]);
         assert!(numbers.len() > 80, "{numbers:?}");
         for (path, number) in numbers {
-            let is_value = |line: &str| line.ends_with(&format!(" {number}"));
+            let is_value = |line: &str| {
+                line.ends_with(&format!(" {number}")) || line.ends_with(&format!(" {number}.0"))
+            };
             let is_label = text.contains(&format!("=\"{number}\""));
             assert!(
                 text.lines().any(is_value) || is_label || NAMES.contains(&path.as_str()),
@@ -195,7 +247,7 @@ mod tests {
             ("placed_state", r#"lane="0",path="",state="ok""#, 0),
             ("token_state", r#"lane="0",path="",state="without""#, 1),
         ] {
-            let common = r#"backing="",mount_point="/a\"b\\\\c\\nd""#;
+            let common = r#"backing="",mount_point="/a\"b\\\\c\\nd",host="""#;
             let line = format!("firn_lane_{state}{{{common},{labels}}} {value}");
             assert!(text.lines().any(|found| found == line), "{line}: {text}");
         }
@@ -217,13 +269,55 @@ mod tests {
     }
 
     #[test]
+    fn a_histogram_has_its_buckets_its_sum_and_its_count() {
+        let text = text(&[another()]);
+        let family: Vec<&str> = text
+            .lines()
+            .filter(|line| line.starts_with("firn_write_seconds"))
+            .collect();
+        let expected = [
+            ("_sum{", "", " 12.0"),
+            ("_count{", "", " 6"),
+            ("_bucket{", "le=\"1.0\"", " 1"),
+            ("_bucket{", "le=\"2.0\"", " 3"),
+            ("_bucket{", "le=\"+Inf\"", " 6"),
+        ];
+        assert_eq!(family.len(), expected.len(), "{family:?}");
+        for (line, (name, label, value)) in family.iter().zip(expected) {
+            let is_it = line.starts_with(&format!("firn_write_seconds{name}"))
+                && line.contains(label)
+                && line.contains("mount_point=\"/b\"")
+                && line.ends_with(value);
+            assert!(is_it, "{line}");
+        }
+        assert!(text.contains("# TYPE firn_write_seconds histogram\n"));
+    }
+
+    #[test]
+    fn a_mount_that_does_not_answer_is_down_and_has_no_other_figures() {
+        let down = Scrape {
+            mount_point: "/gone".into(),
+            ..Scrape::default()
+        };
+        let all = [Scraped::Up(Box::new(another())), Scraped::Down(down)];
+        let text = super::text(&all);
+        let up = |mount_point: &str, value| {
+            format!("firn_up{{backing=\"\",mount_point=\"{mount_point}\",host=\"\"}} {value}")
+        };
+        for line in [up("/b", 1), up("/gone", 0)] {
+            assert!(text.lines().any(|found| found == line), "{line}: {text}");
+        }
+        assert_eq!(text.matches("/gone").count(), 1, "{text}");
+    }
+
+    #[test]
     fn samples_of_two_mounts_stand_under_one_head() {
         let text = text(&[Status::example(), another()]);
         let head = "# HELP firn_failed_requests_total Requests of the kernel that failed, by operation. A lookup of a \
                     name that is not there is one.\n# TYPE firn_failed_requests_total counter\n";
         let sample = |mount_point: &str| {
             format!(
-                "firn_failed_requests_total{{backing=\"\",mount_point=\"{mount_point}\",kind=\"lookup\"}} 3\n"
+                "firn_failed_requests_total{{backing=\"\",mount_point=\"{mount_point}\",host=\"\",kind=\"lookup\"}} 3\n"
             )
         };
         let family = format!("{head}{}{}", sample(r#"/a\"b\\\\c\\nd"#), sample("/b"));
@@ -254,13 +348,16 @@ mod tests {
             let (typed, kind) = kind.and_then(|rest| rest.split_once(' ')).expect("a type");
             assert_eq!(typed, name);
             assert_eq!(kind == "counter", name.ends_with("_total"), "{name}");
-            assert!(["counter", "gauge"].contains(&kind), "{kind}");
+            assert!(["counter", "gauge", "histogram"].contains(&kind), "{kind}");
             let mut count = 0;
             while let Some(line) = lines.next_if(|line| !line.starts_with('#')) {
                 let rest = line.strip_prefix(name).expect("a sample of its family");
+                let (part, _) = rest.split_once('{').expect("labels");
+                assert!(part.is_empty() || kind == "histogram", "{line}");
+                let rest = &rest[part.len()..];
                 let (labels, value) = rest.rsplit_once(' ').expect("a value");
                 assert!(value.parse::<f64>().is_ok(), "{line}");
-                assert!(samples.insert((name, labels)), "{line} twice");
+                assert!(samples.insert((name, part, labels)), "{line} twice");
                 let labels = labels
                     .strip_prefix('{')
                     .and_then(|rest| rest.strip_suffix('}'));

@@ -1,0 +1,284 @@
+//! The way of each checkpoint from its first write to durable, made of what happens to its files.
+//!
+//! A checkpoint is known by the directory that it is in and its step, so one that is renamed from `step_5.tmp` to `step_5`
+//! is one checkpoint.
+//!
+//! Invariants
+//! * At most [`CHECKPOINTS_MAX`] checkpoints and [`FILES_MAX`] files are known; what is beyond is counted as forgotten.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::time::Instant;
+
+use firn_engine::{FileChange, FileEvent, InodeId};
+use firn_format::step::step_of_unfinished;
+use firn_protocol::record::{CHECKPOINTS_MAX, CheckpointRecord};
+
+/// Files of checkpoints that are not durable: 100 bytes each.
+const FILES_MAX: usize = 1 << 16;
+
+/// Tells one checkpoint from the others: its directory, and its step.
+type Key = (Vec<u8>, u64);
+
+#[derive(Default)]
+struct Tracked {
+    key: Key,
+    record: CheckpointRecord,
+    open: HashSet<InodeId>,
+    held: HashSet<InodeId>,
+    undurable: HashSet<InodeId>,
+}
+
+/// The checkpoints of a mount.
+pub(crate) struct CheckpointLog {
+    began: Instant,
+    /// In the order in which they began.
+    tracked: BTreeMap<u64, Tracked>,
+    numbers: HashMap<Key, u64>,
+    /// The checkpoint of each file that is not durable.
+    of_file: HashMap<InodeId, u64>,
+    next: u64,
+    forgotten: u64,
+}
+
+impl CheckpointLog {
+    pub(crate) fn new(began: Instant) -> Self {
+        Self {
+            began,
+            tracked: BTreeMap::new(),
+            numbers: HashMap::new(),
+            of_file: HashMap::new(),
+            next: 0,
+            forgotten: 0,
+        }
+    }
+
+    /// The checkpoints, and how many are missing.
+    pub(crate) fn records(&self) -> (Vec<CheckpointRecord>, u64) {
+        let records = self.tracked.values().map(|one| one.record.clone());
+        (records.collect(), self.forgotten)
+    }
+
+    /// Takes in what happened to files, in the order of time, and how many events are missing.
+    pub(crate) fn take(&mut self, events: Vec<FileEvent>, dropped: u64) {
+        self.forgotten += dropped;
+        for event in events {
+            self.take_one(&event);
+        }
+    }
+
+    fn take_one(&mut self, event: &FileEvent) {
+        let at = event.at.saturating_duration_since(self.began).as_secs_f64();
+        let begins = matches!(event.change, FileChange::Opened | FileChange::Held);
+        let number = match event.path.as_deref().and_then(checkpoint_of) {
+            Some((parent, path, step)) => self.number_of(parent, path, step, begins, at),
+            None => self.of_file.get(&event.inode).copied(),
+        };
+        let Some(number) = number else {
+            return;
+        };
+        if begins && !self.of_file.contains_key(&event.inode) {
+            if self.of_file.len() >= FILES_MAX {
+                self.forgotten += 1;
+                return;
+            }
+            self.of_file.insert(event.inode, number);
+            if let Some(tracked) = self.tracked.get_mut(&number) {
+                tracked.record.files += 1;
+            }
+        }
+        let Some(tracked) = self.tracked.get_mut(&number) else {
+            return;
+        };
+        tracked.change(event.inode, event.change, at);
+        let sets = [&tracked.open, &tracked.held, &tracked.undurable];
+        if sets.iter().all(|set| !set.contains(&event.inode)) {
+            self.of_file.remove(&event.inode);
+        }
+    }
+
+    /// The number of a checkpoint; one that is new if `begins`.
+    fn number_of(
+        &mut self,
+        parent: &[u8],
+        path: &[u8],
+        step: u64,
+        begins: bool,
+        at: f64,
+    ) -> Option<u64> {
+        let key = (parent.to_vec(), step);
+        if let Some(number) = self.numbers.get(&key).copied() {
+            if let Some(tracked) = self.tracked.get_mut(&number)
+                && tracked.record.path.as_bytes() != path
+            {
+                tracked.record.path = path.to_vec().into();
+            }
+            return Some(number);
+        }
+        if !begins {
+            return None;
+        }
+        while self.tracked.len() >= CHECKPOINTS_MAX {
+            let (number, oldest) = self.tracked.pop_first()?;
+            self.numbers.remove(&oldest.key);
+            self.of_file.retain(|_, of| *of != number);
+            self.forgotten += 1;
+        }
+        let number = self.next;
+        self.next += 1;
+        let record = CheckpointRecord {
+            path: path.to_vec().into(),
+            step,
+            began_seconds: at,
+            ..CheckpointRecord::default()
+        };
+        self.numbers.insert(key.clone(), number);
+        self.tracked.insert(
+            number,
+            Tracked {
+                key,
+                record,
+                ..Tracked::default()
+            },
+        );
+        Some(number)
+    }
+}
+
+impl Tracked {
+    fn change(&mut self, inode: InodeId, change: FileChange, at: f64) {
+        let record = &mut self.record;
+        match change {
+            FileChange::Opened => {
+                self.open.insert(inode);
+                record.closed_seconds = None;
+            }
+            FileChange::Held => {
+                self.held.insert(inode);
+                self.undurable.insert(inode);
+                (record.drained_seconds, record.durable_seconds) = (None, None);
+            }
+            FileChange::Closed => {
+                if self.open.remove(&inode) && self.open.is_empty() {
+                    record.closed_seconds = Some(at);
+                }
+            }
+            FileChange::Drained => {
+                if self.held.remove(&inode) && self.held.is_empty() {
+                    record.drained_seconds = Some(at);
+                }
+            }
+            FileChange::Durable => {
+                let is_last = self.undurable.remove(&inode) && self.undurable.is_empty();
+                if is_last && self.held.is_empty() {
+                    record.durable_seconds = Some(at);
+                }
+            }
+        }
+    }
+}
+
+/// The directory of the checkpoint that a path is of, the path of the checkpoint, and its step.
+fn checkpoint_of(path: &[u8]) -> Option<(&[u8], &[u8], u64)> {
+    let mut start = 0;
+    for name in path.split(|byte| *byte == b'/') {
+        let end = start + name.len();
+        if let Some(step) = step_of_unfinished(OsStr::from_bytes(name)) {
+            let parent = &path[..start.saturating_sub(1)];
+            return Some((parent, &path[..end], step));
+        }
+        start = end + 1;
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    struct Script {
+        log: CheckpointLog,
+        began: Instant,
+    }
+
+    impl Script {
+        fn new() -> Self {
+            let began = Instant::now();
+            Self {
+                log: CheckpointLog::new(began),
+                began,
+            }
+        }
+
+        fn event(&mut self, second: u64, inode: u64, path: Option<&str>, change: FileChange) {
+            let event = FileEvent {
+                inode: InodeId(inode),
+                path: path.map(|path| path.as_bytes().to_vec()),
+                change,
+                at: self.began + Duration::from_secs(second),
+            };
+            self.log.take(vec![event], 0);
+        }
+    }
+
+    #[test]
+    fn a_checkpoint_goes_from_open_to_durable_with_the_last_of_its_files() {
+        use FileChange::*;
+        let mut script = Script::new();
+        let (a, b) = (Some("run/step_5.tmp/a"), Some("run/step_5.tmp/b"));
+        script.event(1, 10, a, Opened);
+        script.event(1, 10, a, Held);
+        script.event(2, 11, b, Opened);
+        script.event(2, 11, b, Held);
+        script.event(3, 10, a, Closed);
+        script.event(4, 11, b, Closed);
+        // It was renamed, and then its inode was forgotten.
+        script.event(5, 10, Some("run/step_5/a"), Drained);
+        script.event(6, 11, None, Drained);
+        script.event(7, 10, None, Durable);
+        let (records, _) = script.log.records();
+        assert_eq!(records.len(), 1, "{records:?}");
+        assert_eq!(records[0].durable_seconds, None);
+        script.event(8, 11, None, Durable);
+        let (records, forgotten) = script.log.records();
+        let expected = CheckpointRecord {
+            path: "run/step_5".into(),
+            step: 5,
+            began_seconds: 1.0,
+            closed_seconds: Some(4.0),
+            drained_seconds: Some(6.0),
+            durable_seconds: Some(8.0),
+            files: 2,
+        };
+        assert_eq!((records, forgotten), (vec![expected], 0));
+        assert!(script.log.of_file.is_empty());
+    }
+
+    #[test]
+    fn more_checkpoints_than_fit_are_counted_and_leave_nothing_behind() {
+        let mut script = Script::new();
+        for step in 0..CHECKPOINTS_MAX as u64 + 10 {
+            let path = format!("step_{step}");
+            script.event(step, step + 2, Some(&path), FileChange::Opened);
+        }
+        let (records, forgotten) = script.log.records();
+        assert_eq!((records.len(), forgotten), (CHECKPOINTS_MAX, 10));
+        assert_eq!(records[0].step, 10);
+        assert_eq!(script.log.of_file.len(), CHECKPOINTS_MAX);
+        assert_eq!(script.log.numbers.len(), CHECKPOINTS_MAX);
+    }
+
+    #[test]
+    fn the_first_name_with_a_step_is_the_checkpoint() {
+        let found = |path: &'static str| checkpoint_of(path.as_bytes());
+        assert_eq!(found("step_1/rank_2"), Some((&b""[..], &b"step_1"[..], 1)));
+        assert_eq!(
+            found("a/b/ckpt_7.pt"),
+            Some((&b"a/b"[..], &b"a/b/ckpt_7.pt"[..], 7))
+        );
+        assert_eq!(found("log/out"), None);
+    }
+}

@@ -1,0 +1,225 @@
+//! Events of the mount: the lines of the log with the target [`TARGET`], kept as JSON beside the log and, the newest of them, in
+//! memory for the record of the run.
+//!
+//! Promises
+//! * An event is one line and one write; it never waits for anything but this host's memory.
+//! * The file has at most [`FILE_BYTES_MAX`]; what was there before has the ending `.old` then, and what was that is gone.
+//! * A line that cannot be written costs that line and nothing else.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use firn_format::quote::quoted_path;
+use firn_protocol::events::{self, TARGET};
+use firn_protocol::path::BytePath;
+use firn_protocol::record::{EVENTS_MAX, EventRecord};
+use parking_lot::Mutex;
+use serde_json::{Map, Value};
+use tracing::field::{Field, Visit};
+use tracing::{Event, Subscriber};
+use tracing_subscriber::Layer;
+use tracing_subscriber::filter::filter_fn;
+use tracing_subscriber::layer::Context;
+use tracing_subscriber::registry::LookupSpan;
+
+/// Some ten thousand events.
+const FILE_BYTES_MAX: u64 = 4 << 20;
+
+/// Events of this process, which serves one mount.
+static SINK: Mutex<Option<Sink>> = Mutex::new(None);
+
+/// Where events go.
+struct Sink {
+    file: Option<File>,
+    path: PathBuf,
+    host: String,
+    mount_point: BytePath,
+    kept: VecDeque<EventRecord>,
+    forgotten: u64,
+}
+
+/// Keeps events from here on, for a mount, in the file `path`.
+pub(crate) fn keep(path: PathBuf, host: String, mount_point: BytePath) {
+    let file = open(&path)
+        .inspect_err(|error| tracing::warn!(%error, file = %quoted_path(&path), "cannot keep events in a file"))
+        .ok();
+    *SINK.lock() = Some(Sink {
+        file,
+        path,
+        host,
+        mount_point,
+        kept: VecDeque::new(),
+        forgotten: 0,
+    });
+}
+
+/// The newest events, and how many older ones were forgotten.
+pub(crate) fn kept() -> (Vec<EventRecord>, u64) {
+    let sink = SINK.lock();
+    sink.as_ref().map_or((Vec::new(), 0), |sink| {
+        (sink.kept.iter().cloned().collect(), sink.forgotten)
+    })
+}
+
+fn open(path: &PathBuf) -> io::Result<File> {
+    OpenOptions::new()
+        .create(true)
+        .append(true)
+        .mode(0o600)
+        .custom_flags(libc::O_NOFOLLOW)
+        .open(path)
+}
+
+/// Takes the events of [`TARGET`].
+pub(super) fn layer<S>() -> impl Layer<S>
+where
+    S: Subscriber + for<'span> LookupSpan<'span>,
+{
+    EventLayer.with_filter(filter_fn(|metadata| metadata.target() == TARGET))
+}
+
+struct EventLayer;
+
+impl<S: Subscriber> Layer<S> for EventLayer {
+    fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
+        let mut fields = Fields(Map::new());
+        event.record(&mut fields);
+        if let Some(sink) = &mut *SINK.lock() {
+            sink.take(fields.0);
+        }
+    }
+}
+
+impl Sink {
+    fn take(&mut self, mut fields: Map<String, Value>) {
+        let kind = match fields.remove("kind") {
+            Some(Value::String(kind)) => kind,
+            _ => return,
+        };
+        debug_assert!(
+            events::find(&kind).is_some_and(|known| fields
+                .keys()
+                .all(|name| known.fields.iter().any(|(field, _)| field == name))),
+            "{kind} {fields:?} is not in the table of events"
+        );
+        let now = SystemTime::now();
+        self.write(now, &kind, &fields);
+        let since = now.duration_since(UNIX_EPOCH).unwrap_or_default();
+        let text = |value: Value| match value {
+            Value::String(text) => text,
+            other => other.to_string(),
+        };
+        self.kept.push_back(EventRecord {
+            unix_us: since.as_micros() as u64,
+            kind,
+            fields: fields
+                .into_iter()
+                .map(|(name, value)| (name, text(value)))
+                .collect(),
+        });
+        if self.kept.len() > EVENTS_MAX {
+            self.kept.pop_front();
+            self.forgotten += 1;
+        }
+    }
+
+    fn write(&mut self, now: SystemTime, kind: &str, fields: &Map<String, Value>) {
+        let is_long = |file: &File| file.metadata().is_ok_and(|now| now.len() > FILE_BYTES_MAX);
+        if self.file.as_ref().is_some_and(is_long) {
+            let old = self.path.with_extension("events.old");
+            if std::fs::rename(&self.path, old).is_ok() {
+                self.file = open(&self.path).ok();
+            }
+        }
+        let Some(file) = &mut self.file else {
+            return;
+        };
+        let mut line = Map::new();
+        let time = humantime::format_rfc3339_millis(now).to_string();
+        line.insert("time".into(), time.into());
+        line.insert("host".into(), self.host.as_str().into());
+        line.insert("mount_point".into(), self.mount_point.to_string().into());
+        line.insert("kind".into(), kind.into());
+        line.extend(fields.clone());
+        let mut line = Value::Object(line).to_string();
+        line.push('\n');
+        let _ = file.write_all(line.as_bytes());
+    }
+}
+
+/// The fields of an event but its message.
+struct Fields(Map<String, Value>);
+
+impl Fields {
+    fn put(&mut self, field: &Field, value: impl Into<Value>) {
+        if field.name() != "message" {
+            self.0.insert(field.name().to_owned(), value.into());
+        }
+    }
+}
+
+impl Visit for Fields {
+    fn record_u64(&mut self, field: &Field, value: u64) {
+        self.put(field, value);
+    }
+
+    fn record_i64(&mut self, field: &Field, value: i64) {
+        self.put(field, value);
+    }
+
+    fn record_f64(&mut self, field: &Field, value: f64) {
+        self.put(field, value);
+    }
+
+    fn record_bool(&mut self, field: &Field, value: bool) {
+        self.put(field, value);
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.put(field, value);
+    }
+
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        self.put(field, format!("{value:?}"));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tracing_subscriber::layer::SubscriberExt;
+
+    use super::*;
+
+    #[test]
+    fn an_event_is_a_line_of_json_and_in_the_record() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("key.events");
+        keep(path.clone(), "n1".into(), "/ckpt".into());
+        let subscriber = tracing_subscriber::registry().with(layer());
+        tracing::subscriber::with_default(subscriber, || {
+            tracing::info!(
+                target: TARGET,
+                kind = "arena_full",
+                waiting_writers = 3u64,
+                held_bytes = 7u64,
+                "writers wait"
+            );
+            tracing::info!(kind = "unmounted", "no event: another target");
+        });
+        let text = std::fs::read_to_string(path).unwrap();
+        let line: Value = serde_json::from_str(text.trim_end()).unwrap();
+        assert_eq!(line["host"], "n1");
+        assert_eq!(line["mount_point"], "/ckpt");
+        assert_eq!(line["kind"], "arena_full");
+        assert_eq!(line["waiting_writers"], 3);
+        assert!(line["time"].as_str().unwrap().ends_with('Z'), "{line}");
+        let (kept, forgotten) = kept();
+        assert_eq!((kept.len(), forgotten), (1, 0));
+        assert_eq!(kept[0].fields["held_bytes"], "7");
+    }
+}

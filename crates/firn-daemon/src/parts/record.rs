@@ -1,0 +1,313 @@
+//! The record of the run: looked at some times a second, told when asked, and left behind at the end.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use firn_config::RecordPlace;
+use firn_engine::Engine;
+use firn_format::quote::quoted;
+use firn_protocol::events::TARGET;
+use firn_protocol::record::{Bucket, RECORD_BYTES_MAX, RECORD_VERSION, RunRecord};
+use firn_protocol::{Reply, Request};
+use firn_workers::Workers;
+use parking_lot::Mutex;
+
+use crate::answers::Identity;
+use crate::checkpoint_log::CheckpointLog;
+use crate::error::MountError;
+use crate::log;
+use crate::part::{Part, Parts, Question, Stop};
+use crate::record_file::{name_of, store_in_backing, store_on_host};
+use crate::single_job::SingleJob;
+use crate::store::Store;
+use crate::timeline::Timeline;
+
+/// How old a record in the backing may be while the mount is used.
+const STORE_EVERY: Duration = Duration::from_secs(60);
+
+/// How many programs wait for room.
+pub(crate) type WaitingWriters = Box<dyn Fn() -> u64 + Send + Sync>;
+
+/// The record of a run, as a part of a mount.
+pub(crate) struct Record {
+    recorder: Arc<Recorder>,
+    workers: Workers,
+    place: RecordPlace,
+    /// In the runtime directory.
+    file: PathBuf,
+    store: SingleJob,
+    stored: Mutex<Instant>,
+    thread: Mutex<Option<(Sender<()>, JoinHandle<()>)>>,
+}
+
+/// What is recorded.
+struct Recorder {
+    identity: Identity,
+    waiting_writers: WaitingWriters,
+    began_unix_us: u64,
+    state: Mutex<State>,
+    /// Bytes that came in or went out when the record was stored last.
+    stored_bytes: AtomicU64,
+}
+
+struct State {
+    timeline: Timeline,
+    checkpoints: CheckpointLog,
+    /// When the first writer began to wait; none: nobody waits.
+    full_since: Option<Instant>,
+    /// When the first write to the backing failed; none: they succeed.
+    failing_since: Option<Instant>,
+    drain_errors: u64,
+    given_up: u64,
+}
+
+impl Record {
+    pub(crate) fn new(
+        identity: Identity,
+        waiting_writers: WaitingWriters,
+        place: RecordPlace,
+        file: PathBuf,
+        workers: &Workers,
+    ) -> Arc<Self> {
+        let engine = &identity.engine;
+        let began = Instant::now().checked_sub(engine.uptime());
+        let began = began.unwrap_or_else(Instant::now);
+        let began_at = SystemTime::now().checked_sub(began.elapsed());
+        let state = State {
+            timeline: Timeline::new(began),
+            checkpoints: CheckpointLog::new(began),
+            full_since: None,
+            failing_since: None,
+            drain_errors: 0,
+            given_up: 0,
+        };
+        let recorder = Recorder {
+            identity,
+            waiting_writers,
+            began_unix_us: unix_us(began_at.unwrap_or(UNIX_EPOCH)),
+            state: Mutex::new(state),
+            stored_bytes: AtomicU64::new(0),
+        };
+        // Files that programs open from here on are of a checkpoint perhaps.
+        recorder.look();
+        Arc::new(Self {
+            recorder: Arc::new(recorder),
+            workers: workers.clone(),
+            place,
+            file,
+            store: SingleJob::default(),
+            stored: Mutex::new(Instant::now()),
+            thread: Mutex::new(None),
+        })
+    }
+}
+
+fn unix_us(at: SystemTime) -> u64 {
+    let since = at.duration_since(UNIX_EPOCH).unwrap_or_default();
+    since.as_micros() as u64
+}
+
+impl Part for Record {
+    fn start(&self, _: &Parts) -> Result<(), MountError> {
+        let recorder = Arc::clone(&self.recorder);
+        let (stop, stopped) = channel();
+        let look = move || {
+            let mut every = recorder.look();
+            while stopped.recv_timeout(every) == Err(RecvTimeoutError::Timeout) {
+                every = recorder.look();
+            }
+        };
+        let thread = std::thread::Builder::new().name("firn-record".into());
+        let thread = thread.spawn(look);
+        let thread = thread.map_err(MountError::io("start a thread"))?;
+        *self.thread.lock() = Some((stop, thread));
+        Ok(())
+    }
+
+    fn run_due(&self) {
+        let now = Instant::now();
+        let mut stored = self.stored.lock();
+        if self.place == RecordPlace::Host || now.duration_since(*stored) < STORE_EVERY {
+            return;
+        }
+        *stored = now;
+        let recorder = Arc::clone(&self.recorder);
+        self.store.start(&self.workers, move || {
+            if recorder.has_news() {
+                recorder.store_in_backing(false);
+            }
+        });
+    }
+
+    fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
+        let Request::Record = question.request else {
+            return None;
+        };
+        self.recorder.look();
+        let record = self.recorder.make_record(false);
+        Some(Reply::Record(Box::new(record)))
+    }
+
+    /// When all is drained that will be.
+    fn stop(&self, stop: &mut Stop) {
+        if let Some((sender, thread)) = self.thread.lock().take() {
+            drop(sender);
+            let _ = thread.join();
+        }
+        if stop.is_unseen {
+            return;
+        }
+        self.recorder.look();
+        let held_bytes = self.recorder.identity.engine.held_bytes();
+        tracing::info!(target: TARGET, kind = "unmounted", held_bytes, "the mount has ended");
+        let record = encode(&self.recorder.make_record(true));
+        if let Err(error) = store_on_host(&self.file, &record) {
+            tracing::warn!(%error, "cannot leave the record of the run in the runtime directory");
+        }
+        if self.place == RecordPlace::Backing {
+            let recorder = Arc::clone(&self.recorder);
+            stop.ask_backing(move || recorder.store_in_backing(true));
+        }
+    }
+}
+
+/// The record as JSON that [`RunRecord::parse`] takes: the oldest checkpoints are left out where it would be too long.
+fn encode(record: &RunRecord) -> Vec<u8> {
+    let mut record = record.clone();
+    loop {
+        let bytes = serde_json::to_vec(&record).unwrap_or_default();
+        let count = record.checkpoints.len();
+        if bytes.len() as u64 <= RECORD_BYTES_MAX || count == 0 {
+            return bytes;
+        }
+        record.checkpoints.drain(..count.div_ceil(2));
+        record.forgotten += count.div_ceil(2) as u64;
+    }
+}
+
+impl Recorder {
+    fn engine(&self) -> &Engine<Store> {
+        &self.identity.engine
+    }
+
+    /// Looks at the counters; how long until the next look.
+    fn look(&self) -> Duration {
+        let engine = self.engine();
+        // One look at a time, or an older one would come after a newer one.
+        let mut state = self.state.lock();
+        let now = Instant::now();
+        let counters = Bucket {
+            waiting_writers: (self.waiting_writers)(),
+            ..engine.activity()
+        };
+        let (events, dropped) = engine.take_file_events();
+        state.timeline.add(now, counters);
+        state.checkpoints.take(events, dropped);
+        state.tell_of_room(now, counters);
+        state.tell_of_backing(now, engine);
+        state.timeline.look_every()
+    }
+
+    /// Whether something happened since the record was stored last.
+    fn has_news(&self) -> bool {
+        let activity = self.engine().activity();
+        let bytes = activity.ingest_bytes.wrapping_add(activity.drain_bytes);
+        self.stored_bytes.swap(bytes, Ordering::Relaxed) != bytes
+    }
+
+    fn make_record(&self, has_ended: bool) -> RunRecord {
+        let figures = self.engine().figures();
+        let (events, forgotten_events) = log::events::kept();
+        let state = self.state.lock();
+        let (checkpoints, forgotten) = state.checkpoints.records();
+        let identity = &self.identity;
+        RunRecord {
+            version: RECORD_VERSION,
+            firn_version: env!("CARGO_PKG_VERSION").into(),
+            host: identity.host.clone(),
+            mount_point: identity.mount_point.as_path().into(),
+            backing: identity.backing.as_path().into(),
+            options: identity.options.clone(),
+            began_unix_us: self.began_unix_us,
+            lasted_seconds: state.timeline.lasted().as_secs_f64(),
+            has_ended,
+            arena_bytes: figures.arena_bytes,
+            held_bytes: figures.held_bytes + figures.lost_file_bytes,
+            cancelled_bytes: figures.cancelled_bytes,
+            recovered_bytes: figures.recovered_bytes,
+            drain_errors: figures.drain_errors,
+            bucket_ms: state.timeline.bucket().as_millis() as u64,
+            buckets: state.timeline.buckets().to_vec(),
+            ingest_write_bytes: figures.ingest_write_bytes,
+            drain_write_bytes: figures.drain_write_bytes,
+            write_seconds: figures.write_seconds,
+            close_seconds: figures.close_seconds,
+            fsync_seconds: figures.fsync_seconds,
+            drain_seconds: figures.drain_seconds,
+            close_wait_seconds: figures.close_wait_seconds,
+            checkpoints,
+            events,
+            forgotten: forgotten + forgotten_events,
+        }
+    }
+
+    fn store_in_backing(&self, has_ended: bool) {
+        let identity = &self.identity;
+        let record = encode(&self.make_record(has_ended));
+        let incarnation = self.engine().incarnation();
+        let name = name_of(&identity.host, self.began_unix_us, &incarnation);
+        let now = unix_us(SystemTime::now());
+        if let Err(error) = store_in_backing(&identity.backing, &name, now, &record) {
+            tracing::warn!(%error, "cannot leave the record of the run in the backing");
+        }
+    }
+}
+
+impl State {
+    fn tell_of_room(&mut self, now: Instant, counters: Bucket) {
+        let waiting_writers = counters.waiting_writers;
+        match self.full_since {
+            None if waiting_writers > 0 => {
+                self.full_since = Some(now);
+                let held_bytes = counters.held_bytes;
+                tracing::info!(target: TARGET, kind = "arena_full", waiting_writers, held_bytes, "writers wait for room in the arena");
+            }
+            Some(since) if waiting_writers == 0 => {
+                self.full_since = None;
+                let waited_seconds = now.duration_since(since).as_secs_f64();
+                tracing::info!(target: TARGET, kind = "arena_has_room", waited_seconds, "no writer waits any more");
+            }
+            _ => {}
+        }
+    }
+
+    fn tell_of_backing(&mut self, now: Instant, engine: &Engine<Store>) {
+        let drain_errors = engine.drain_errors();
+        let has_failed = drain_errors > self.drain_errors;
+        self.drain_errors = drain_errors;
+        match self.failing_since {
+            None if has_failed => {
+                self.failing_since = Some(now);
+                let (path, errno, text) = engine.newest_error().unwrap_or_default();
+                let path = quoted(&path);
+                tracing::warn!(target: TARGET, kind = "backing_failed", path, errno, text, "a write to the backing failed");
+            }
+            Some(since) if !has_failed && !engine.waits_for_retry() => {
+                self.failing_since = None;
+                let failed_seconds = now.duration_since(since).as_secs_f64();
+                tracing::info!(target: TARGET, kind = "backing_works", failed_seconds, "writes to the backing succeed again");
+            }
+            _ => {}
+        }
+        let given_up = engine.errors_given_up();
+        if given_up > self.given_up {
+            let count = given_up - self.given_up;
+            tracing::warn!(target: TARGET, kind = "error_given_up", count, "an error was reported to programs that waited for room");
+        }
+        self.given_up = given_up;
+    }
+}

@@ -1,0 +1,192 @@
+//! Where records of runs are left: in the runtime directory of the host, and in `.firn/records` of the backing.
+//!
+//! ```text
+//!   .firn/records/HOST@TIME-ID.json    TIME: when firnd attached, in microseconds since 1970, 17 digits; ID: of this firnd
+//! ```
+//!
+//! Promises
+//! * Readers find the old record or the new one.
+//! * What firnd stores it also removes: of each host the last [`KEPT_OF_HOST`] records stay, none longer than
+//!   [`KEPT_FOR_US`].
+
+use std::ffi::OsStr;
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use firn_backing::{Backing as _, DirBacking, Volume as _};
+use firn_hosts::own;
+use firn_protocol::record::{RECORD_BYTES_MAX, RecordError, RunRecord};
+
+use crate::error::AttachError;
+use crate::host_lease::{open_backing, own_error};
+
+/// In `.firn/`.
+const RECORDS: &str = "records";
+const ENDING: &str = ".json";
+/// Records of a host that stay in a backing.
+const KEPT_OF_HOST: usize = 8;
+/// 90 days, for those that nobody of their host removes.
+const KEPT_FOR_US: u64 = 90 * 86_400 * 1_000_000;
+/// Records of a backing that are read: 8 of 512 hosts.
+const READ_MAX: usize = 4096;
+
+/// The name of a record in `.firn/records`.
+pub(crate) fn name_of(host: &str, began_unix_us: u64, incarnation: &str) -> String {
+    let id: String = incarnation
+        .chars()
+        .filter(char::is_ascii_alphanumeric)
+        .take(16)
+        .collect();
+    format!("{host}@{began_unix_us:017}-{id}{ENDING}")
+}
+
+/// The host and the time in the name of a record.
+fn split(name: &str) -> Option<(&str, u64)> {
+    let (host, rest) = name.strip_suffix(ENDING)?.rsplit_once('@')?;
+    let (time, _) = rest.split_once('-')?;
+    Some((host, time.parse().ok()?))
+}
+
+/// Leaves a record in the runtime directory.
+pub(crate) fn store_on_host(path: &Path, record: &[u8]) -> std::io::Result<()> {
+    let new = path.with_extension("record.new");
+    let _ = std::fs::remove_file(&new);
+    let mut file = std::fs::OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .custom_flags(libc::O_NOFOLLOW)
+        .open(&new)?;
+    file.write_all(record)?;
+    std::fs::rename(&new, path)
+}
+
+/// Stores a record in a backing, and removes old ones.
+pub(crate) fn store_in_backing(
+    backing: &Path,
+    name: &str,
+    now_unix_us: u64,
+    record: &[u8],
+) -> Result<(), AttachError> {
+    let wrong = own_error(backing);
+    let base = open_backing(backing)?;
+    let top = own::dir(&base, &base.root(), own::TOP).map_err(&wrong)?;
+    let dir = own::dir(&base, &top, RECORDS).map_err(|error| wrong(error.below(own::TOP)))?;
+    let stored = own::store(&base, &dir, name, record);
+    stored.map_err(|errno| wrong(errno.into()))?;
+    let names = own::list(&base, &dir).map_err(|errno| wrong(errno.into()))?;
+    let names = names.into_iter();
+    let mut names: Vec<String> = names
+        .filter_map(|(name, ..)| String::from_utf8(name).ok())
+        .collect();
+    names.sort();
+    for old in find_old(&names, name, now_unix_us) {
+        // Another host may have removed it meanwhile.
+        let _ = base.unlink(&dir, OsStr::new(old));
+    }
+    Ok(())
+}
+
+/// The names of records that are not to stay beside the one called `newest`. `names` are sorted.
+fn find_old<'a>(names: &'a [String], newest: &str, now_unix_us: u64) -> Vec<&'a str> {
+    let host = split(newest).map(|(host, _)| host);
+    let is_of_host = |name: &&String| split(name).map(|(host, _)| host) == host;
+    let of_host: Vec<&String> = names.iter().filter(is_of_host).collect();
+    let beyond = of_host.len().saturating_sub(KEPT_OF_HOST);
+    let too_old = names.iter().filter(|name| {
+        split(name).is_some_and(|(_, began)| began.saturating_add(KEPT_FOR_US) < now_unix_us)
+    });
+    let old = of_host[..beyond].iter().copied().chain(too_old);
+    old.filter(|name| *name != newest)
+        .map(String::as_str)
+        .collect()
+}
+
+/// A record that was found.
+pub type FoundRecord = Result<RunRecord, RecordError>;
+
+/// Reads the records in a backing, each with its name; none where there are none.
+pub fn read_in_backing(backing: &Path) -> Result<Vec<(String, FoundRecord)>, AttachError> {
+    let wrong = own_error(backing);
+    let base: DirBacking = open_backing(backing)?;
+    let Some((top, _)) = own::find_dir(&base, &base.root(), own::TOP).map_err(&wrong)? else {
+        return Ok(Vec::new());
+    };
+    let below = |error: own::OwnError| wrong(error.below(own::TOP));
+    let Some((dir, _)) = own::find_dir(&base, &top, RECORDS).map_err(below)? else {
+        return Ok(Vec::new());
+    };
+    let names = own::list(&base, &dir).map_err(|errno| wrong(errno.into()))?;
+    let names = names.into_iter();
+    let mut names: Vec<String> = names
+        .filter_map(|(name, ..)| String::from_utf8(name).ok())
+        .filter(|name| split(name).is_some())
+        .collect();
+    names.sort_by_key(|name| std::cmp::Reverse(split(name).map(|(_, began)| began)));
+    names.truncate(READ_MAX);
+    let mut records = Vec::new();
+    for name in names {
+        let Some((_, attr)) =
+            own::find(&base, &dir, OsStr::new(&name)).map_err(|errno| wrong(errno.into()))?
+        else {
+            continue;
+        };
+        if attr.size > RECORD_BYTES_MAX {
+            let bytes = attr.size;
+            records.push((name, Err(RecordError::TooLong { bytes })));
+            continue;
+        }
+        let loaded = own::load(&base, &dir, &name);
+        if let Some(bytes) = loaded.map_err(&wrong)? {
+            records.push((name, RunRecord::parse(&bytes)));
+        }
+    }
+    Ok(records)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_of_each_host_are_bounded_in_number_and_age() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir(dir.path().join("backing")).unwrap();
+        let backing = dir.path().join("backing");
+        let day_us = 86_400_000_000;
+        let old = name_of("gone", 5, "a-b");
+        store_in_backing(&backing, &old, 5, b"{}").unwrap();
+        for began in 0..20 {
+            let began = 200 * day_us + began;
+            let name = name_of("n1", began, "0f-1");
+            store_in_backing(&backing, &name, began, b"{}").unwrap();
+        }
+        let other = name_of("n2", 200 * day_us, "0f");
+        store_in_backing(&backing, &other, 200 * day_us, b"{}").unwrap();
+        let found = read_in_backing(&backing).unwrap();
+        let of = |host| {
+            found
+                .iter()
+                .filter(|(name, _)| name.starts_with(host))
+                .count()
+        };
+        assert_eq!((of("n1"), of("n2"), of("gone")), (KEPT_OF_HOST, 1, 0));
+        assert!(found[0].0.contains("@"), "{found:?}");
+        // `{}` is a record without a version.
+        assert!(found.iter().all(|(_, record)| record.is_err()));
+    }
+
+    #[test]
+    fn a_record_that_is_too_long_is_not_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let name = name_of("n1", 1, "a");
+        let long = vec![b'x'; RECORD_BYTES_MAX as usize + 1];
+        store_in_backing(dir.path(), &name, 1, &long).unwrap();
+        let found = read_in_backing(dir.path()).unwrap();
+        assert!(
+            matches!(&found[..], [(_, Err(RecordError::TooLong { .. }))]),
+            "{found:?}"
+        );
+    }
+}

@@ -1,0 +1,148 @@
+//! What happened when: sums over spans of time that get longer as the mount gets older, so that their number stays bounded.
+
+use std::time::{Duration, Instant};
+
+use firn_protocol::record::{BUCKETS_MAX, Bucket};
+
+/// The first minute of a mount is seen with this resolution; after each doubling of its age with half of it.
+const FIRST_BUCKET: Duration = Duration::from_millis(100);
+/// The longest time between two looks: what is a maximum is seen so often at least.
+const LOOK_EVERY_MAX: Duration = Duration::from_secs(1);
+
+/// The buckets since the attach.
+pub(crate) struct Timeline {
+    began: Instant,
+    bucket: Duration,
+    buckets: Vec<Bucket>,
+    looked: Instant,
+    counters: Bucket,
+}
+
+impl Timeline {
+    pub(crate) fn new(began: Instant) -> Self {
+        Self {
+            began,
+            bucket: FIRST_BUCKET,
+            buckets: Vec::new(),
+            looked: began,
+            counters: Bucket::default(),
+        }
+    }
+
+    /// How long until the next look is worth it.
+    pub(crate) fn look_every(&self) -> Duration {
+        self.bucket.min(LOOK_EVERY_MAX)
+    }
+
+    pub(crate) fn bucket(&self) -> Duration {
+        self.bucket
+    }
+
+    pub(crate) fn buckets(&self) -> &[Bucket] {
+        &self.buckets
+    }
+
+    /// Time from the attach to the last look.
+    pub(crate) fn lasted(&self) -> Duration {
+        self.looked.duration_since(self.began)
+    }
+
+    /// Takes in what the counters say now. What was counted since the last look is spread evenly over the time since.
+    pub(crate) fn add(&mut self, now: Instant, counters: Bucket) {
+        let now = now.max(self.looked);
+        let from = self.lasted();
+        let to = now.duration_since(self.began);
+        while self.index_of(to) >= BUCKETS_MAX {
+            self.double();
+        }
+        let delta = counters.since(self.counters);
+        let (first, last) = (self.index_of(from), self.index_of(to));
+        self.buckets.resize(last + 1, Bucket::default());
+        let share = |at: Duration| {
+            let whole = (to - from).as_secs_f64();
+            let part = at.saturating_sub(from).as_secs_f64();
+            if whole > 0.0 { part / whole } else { 1.0 }
+        };
+        for index in first..=last {
+            let start = self.bucket * index as u32;
+            let begin = if index == first { 0.0 } else { share(start) };
+            let end = if index == last {
+                1.0
+            } else {
+                share(start + self.bucket)
+            };
+            self.buckets[index].add(delta.part(begin, end));
+        }
+        (self.looked, self.counters) = (now, counters);
+    }
+
+    fn index_of(&self, at: Duration) -> usize {
+        (at.as_nanos() / self.bucket.as_nanos()) as usize
+    }
+
+    /// Makes one bucket of two.
+    fn double(&mut self) {
+        let pairs = self.buckets.chunks(2).map(|pair| {
+            let mut both = pair[0];
+            pair[1..].iter().for_each(|other| both.add(*other));
+            both
+        });
+        self.buckets = pairs.collect();
+        self.bucket *= 2;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn counters(bytes: u64, held: u64) -> Bucket {
+        Bucket {
+            ingest_bytes: bytes,
+            held_bytes: held,
+            ..Bucket::default()
+        }
+    }
+
+    #[test]
+    fn a_timeline_of_any_length_is_bounded_and_loses_no_byte() {
+        let began = Instant::now();
+        let mut timeline = Timeline::new(began);
+        let mut at = began;
+        let mut bytes = 0;
+        for step in 0..20_000u64 {
+            at += timeline.look_every();
+            bytes += step % 977;
+            timeline.add(at, counters(bytes, step));
+            assert!(timeline.buckets().len() <= BUCKETS_MAX);
+        }
+        let sum: u64 = timeline.buckets().iter().map(|one| one.ingest_bytes).sum();
+        assert_eq!(sum, bytes);
+        let held = timeline.buckets().iter().map(|one| one.held_bytes).max();
+        assert_eq!(held, Some(19_999));
+        assert!(
+            timeline.bucket() >= Duration::from_secs(10),
+            "{:?}",
+            timeline.bucket()
+        );
+    }
+
+    #[test]
+    fn what_was_not_looked_at_is_spread_over_the_time() {
+        let began = Instant::now();
+        let mut timeline = Timeline::new(began);
+        timeline.add(began, counters(0, 0));
+        timeline.add(began + Duration::from_millis(1000), counters(1000, 0));
+        let bytes: Vec<u64> = timeline
+            .buckets()
+            .iter()
+            .map(|one| one.ingest_bytes)
+            .collect();
+        assert_eq!(bytes.len(), 11);
+        assert!(
+            bytes[..10].iter().all(|one| (99..=101).contains(one)),
+            "{bytes:?}"
+        );
+        assert_eq!(bytes.iter().sum::<u64>(), 1000);
+    }
+}

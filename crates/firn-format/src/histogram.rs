@@ -1,0 +1,208 @@
+//! Counts of durations and sizes by how large they are.
+//!
+//! Invariants
+//! * Bound *i* is `2^(first + i * step)`; a value is counted at the lowest bound that it does not exceed, or above all of
+//!   them.
+//! * An observation is two additions to atomics, without a lock.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// Bounds of a histogram of durations: 1 µs, and each four times the one before, up to 67 s.
+const TIME_BOUNDS: usize = 14;
+/// Bounds of a histogram of sizes: 512 bytes, and each twice the one before, up to 64 MiB.
+const SIZE_BOUNDS: usize = 18;
+/// 2^9 = 512 bytes.
+const SIZE_FIRST: u32 = 9;
+
+/// What a histogram has counted at one time.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct HistogramCounts {
+    /// Upper bounds, in ascending order: seconds, or bytes.
+    pub bounds: Vec<f64>,
+    /// Observations at each bound, not added up; one more for those above the last bound.
+    pub counts: Vec<u64>,
+    /// Of all observations: seconds, or bytes.
+    pub sum: f64,
+}
+
+struct Buckets<const N: usize> {
+    counts: [AtomicU64; N],
+    above: AtomicU64,
+}
+
+impl<const N: usize> Buckets<N> {
+    const fn new() -> Self {
+        Self {
+            counts: [const { AtomicU64::new(0) }; N],
+            above: AtomicU64::new(0),
+        }
+    }
+
+    fn count(&self, index: usize, more: u64) {
+        let bucket = self.counts.get(index).unwrap_or(&self.above);
+        bucket.fetch_add(more, Ordering::Relaxed);
+    }
+
+    fn load(&self) -> Vec<u64> {
+        let all = self.counts.iter().chain([&self.above]);
+        all.map(|count| count.load(Ordering::Relaxed)).collect()
+    }
+}
+
+/// The index of the lowest bound that `value` does not exceed.
+fn index_of(value: u64, first: u32, step: u32) -> usize {
+    // The exponent of the lowest power of two that is not less.
+    let exponent = u64::BITS - value.saturating_sub(1).leading_zeros();
+    exponent.saturating_sub(first).div_ceil(step) as usize
+}
+
+/// Durations, counted from many threads.
+pub struct TimeHistogram {
+    buckets: Buckets<TIME_BOUNDS>,
+    sum_ns: AtomicU64,
+}
+
+impl Default for TimeHistogram {
+    fn default() -> Self {
+        Self {
+            buckets: Buckets::new(),
+            sum_ns: AtomicU64::new(0),
+        }
+    }
+}
+
+impl TimeHistogram {
+    /// Counts one duration.
+    pub fn observe(&self, duration: Duration) {
+        let ns = u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
+        self.buckets.count(index_of(ns.div_ceil(1000), 0, 2), 1);
+        self.sum_ns.fetch_add(ns, Ordering::Relaxed);
+    }
+
+    /// The sum of all durations.
+    pub fn sum(&self) -> Duration {
+        Duration::from_nanos(self.sum_ns.load(Ordering::Relaxed))
+    }
+
+    /// What was counted, in seconds.
+    pub fn counts(&self) -> HistogramCounts {
+        let bounds = (0..TIME_BOUNDS).map(|index| (1u64 << (2 * index)) as f64 / 1e6);
+        HistogramCounts {
+            bounds: bounds.collect(),
+            counts: self.buckets.load(),
+            sum: self.sum().as_secs_f64(),
+        }
+    }
+}
+
+/// Sizes in bytes, counted from many threads.
+pub struct SizeHistogram {
+    buckets: Buckets<SIZE_BOUNDS>,
+    sum: AtomicU64,
+}
+
+impl Default for SizeHistogram {
+    fn default() -> Self {
+        Self {
+            buckets: Buckets::new(),
+            sum: AtomicU64::new(0),
+        }
+    }
+}
+
+impl SizeHistogram {
+    /// Counts one size.
+    pub fn observe(&self, bytes: u64) {
+        self.buckets.count(index_of(bytes, SIZE_FIRST, 1), 1);
+        self.sum.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// How many sizes were counted.
+    pub fn count(&self) -> u64 {
+        self.buckets.load().iter().sum()
+    }
+
+    /// The sum of all sizes.
+    pub fn bytes(&self) -> u64 {
+        self.sum.load(Ordering::Relaxed)
+    }
+
+    /// What was counted, in bytes.
+    pub fn counts(&self) -> HistogramCounts {
+        let bounds = (0..SIZE_BOUNDS as u32).map(|index| (1u64 << (SIZE_FIRST + index)) as f64);
+        HistogramCounts {
+            bounds: bounds.collect(),
+            counts: self.buckets.load(),
+            sum: self.bytes() as f64,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_size_is_counted_at_the_lowest_bound_that_it_does_not_exceed() {
+        let sizes = [
+            0,
+            1,
+            512,
+            513,
+            4096,
+            4097,
+            64 << 20,
+            (64 << 20) + 1,
+            1 << 40,
+        ];
+        let histogram = SizeHistogram::default();
+        for size in sizes {
+            histogram.observe(size);
+        }
+        let HistogramCounts {
+            bounds,
+            counts,
+            sum,
+        } = histogram.counts();
+        assert_eq!(counts.len(), bounds.len() + 1);
+        assert_eq!(sum, sizes.iter().sum::<u64>() as f64);
+        assert_eq!(histogram.count(), sizes.len() as u64);
+        for (index, count) in counts.iter().enumerate() {
+            let above = index.checked_sub(1).map_or(-1.0, |below| bounds[below]);
+            let upto = bounds.get(index).copied().unwrap_or(f64::INFINITY);
+            let within = |size: &&u64| (**size as f64) > above && (**size as f64) <= upto;
+            assert_eq!(
+                *count,
+                sizes.iter().filter(within).count() as u64,
+                "at {upto}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_duration_is_counted_at_the_lowest_bound_that_it_does_not_exceed() {
+        let histogram = TimeHistogram::default();
+        let durations = [
+            (0, 0),
+            (1, 0),
+            (1_000, 0),
+            (1_001, 1),
+            (4_000, 1),
+            (4_001, 2),
+            (67_108_864_000, 13),
+            (67_108_865_000, 14),
+            (u64::MAX / 2, 14),
+        ];
+        let mut expected = [0; TIME_BOUNDS + 1];
+        for (ns, index) in durations {
+            histogram.observe(Duration::from_nanos(ns));
+            expected[index] += 1;
+        }
+        let HistogramCounts { bounds, counts, .. } = histogram.counts();
+        assert_eq!(counts, expected);
+        assert_eq!((bounds[0], bounds[13]), (1e-6, 67.108_864));
+        let sum: u64 = durations.iter().map(|(ns, _)| ns).sum();
+        assert_eq!(histogram.sum(), Duration::from_nanos(sum));
+    }
+}

@@ -1,0 +1,148 @@
+//! Questions that may hang, asked at once.
+//!
+//! Promises
+//! * Answers come in the order of the questions.
+//! * [`ask_child`] returns at its deadline, also where a file server does not answer: a call of a dead server may hang in the
+//!   kernel so that not even SIGKILL ends it. Such a call is made by a child process, which is left behind; this process,
+//!   whose threads made no such call, ends as ever.
+
+use std::ffi::OsString;
+use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use firn_process::{Excess, Limits, RunError};
+use serde::de::DeserializeOwned;
+
+/// Questions that are asked at the same time: most of them wait for something else than a processor, and each may be asked
+/// of a firnd that is stopped, or that is another program of its user.
+const AT_ONCE: usize = 16;
+/// Bytes of an answer of a child: a line for each of some thousand hosts.
+const OUTPUT_BYTES_MAX: usize = 32 << 20;
+/// From the deadline, at which the child is killed, to the answer that it was.
+const GRACE: Duration = Duration::from_millis(50);
+
+/// Asks all of `questions`, some at once.
+pub fn ask_each<Q: Sync, A: Send>(questions: &[Q], ask: impl Fn(&Q) -> A + Sync) -> Vec<A> {
+    let next = AtomicUsize::new(0);
+    let work = || {
+        let mut answers = Vec::new();
+        loop {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            let Some(question) = questions.get(index) else {
+                return answers;
+            };
+            answers.push((index, ask(question)));
+        }
+    };
+    let mut answers: Vec<(usize, A)> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..AT_ONCE.min(questions.len()))
+            .map(|_| scope.spawn(work))
+            .collect();
+        let joined = threads.into_iter().map(|thread| match thread.join() {
+            Ok(answers) => answers,
+            Err(panic) => std::panic::resume_unwind(panic),
+        });
+        joined.flatten().collect()
+    });
+    answers.sort_by_key(|(index, _)| *index);
+    answers.into_iter().map(|(_, answer)| answer).collect()
+}
+
+/// Why a child gave no answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Unanswered {
+    /// It was killed at the deadline.
+    Late,
+    /// It said this instead, and ended with this exit status.
+    Refused {
+        /// Without `firn: ` before it.
+        text: String,
+        /// None: it was killed by a signal.
+        code: Option<u8>,
+    },
+    /// It could not be run.
+    NotRun(String),
+}
+
+/// Runs this program with `arguments` in a child process. Its answer is JSON, which ends its output; messages may come
+/// before it.
+pub fn ask_child<T: DeserializeOwned>(
+    arguments: Vec<OsString>,
+    patience: Duration,
+) -> Result<T, Unanswered> {
+    let deadline = Instant::now() + patience;
+    let (answer, answered) = mpsc::channel();
+    // A child that hangs in the kernel is waited for by this thread, and not by the caller.
+    let started = std::thread::Builder::new().spawn(move || {
+        let mut child = Command::new("/proc/self/exe");
+        child.args(arguments);
+        let limits = Limits {
+            input: b"",
+            output_bytes_max: OUTPUT_BYTES_MAX,
+            excess: Excess::Discard,
+            deadline,
+        };
+        let _ = answer.send(firn_process::run(child, limits));
+    });
+    if let Err(error) = started {
+        return Err(Unanswered::NotRun(error.to_string()));
+    }
+    match answered.recv_timeout(patience + GRACE) {
+        Ok(Ok(ended)) => {
+            let text = ended.text();
+            parse_answer(&text).ok_or_else(|| Unanswered::Refused {
+                text: text.strip_prefix("firn: ").unwrap_or(&text).to_owned(),
+                code: ended.status.code().and_then(|code| u8::try_from(code).ok()),
+            })
+        }
+        Ok(Err(RunError::Late)) | Err(_) => Err(Unanswered::Late),
+        Ok(Err(error)) => Err(Unanswered::NotRun(error.to_string())),
+    }
+}
+
+/// JSON over one line, or from one that begins a list or an object to the end.
+fn parse_answer<T: DeserializeOwned>(text: &str) -> Option<T> {
+    let last = text.lines().last().unwrap_or_default();
+    if let Ok(answer) = serde_json::from_str(last) {
+        return Some(answer);
+    }
+    let begin = text.find("[\n").into_iter().chain(text.find("{\n")).min()?;
+    serde_json::from_str(&text[begin..]).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+
+    #[test]
+    fn an_answer_comes_after_messages_on_one_line_or_on_several() {
+        assert_eq!(
+            parse_answer::<Vec<u8>>("firn: [odd]\n[1,2]"),
+            Some(vec![1, 2])
+        );
+        assert_eq!(
+            parse_answer::<Vec<u8>>("firn: odd\n[\n  1,\n  2\n]"),
+            Some(vec![1, 2])
+        );
+        assert_eq!(parse_answer::<Vec<u8>>("firn: no"), None);
+    }
+
+    #[test]
+    fn answers_come_in_the_order_of_the_questions_and_each_is_asked_once() {
+        let asked = Mutex::new(Vec::new());
+        let questions: Vec<usize> = (0..100).collect();
+        let answers = ask_each(&questions, |question| {
+            asked.lock().unwrap().push(*question);
+            question * 2
+        });
+        assert_eq!(answers, (0..100).map(|one| one * 2).collect::<Vec<_>>());
+        let mut asked = asked.into_inner().unwrap();
+        asked.sort_unstable();
+        assert_eq!(asked, questions);
+        assert_eq!(ask_each(&[], |_: &u8| 1), [0; 0]);
+    }
+}

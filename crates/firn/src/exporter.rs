@@ -1,0 +1,197 @@
+//! The exporter: metrics of all mounts for a collector that asks by HTTP.
+//!
+//! Promises
+//! * A firnd that does not answer within [`ANSWER_WITHIN`] is down, and holds up nobody: one question at most is under way to it.
+//! * A client gets [`CLIENT_WITHIN`] for its request and its answer, a request has at most [`http::REQUEST_BYTES_MAX`], and
+//!   [`CLIENTS_MAX`] are served at once; another one is told to come later.
+//! * SIGTERM and SIGINT end it.
+
+mod http;
+mod listener;
+
+use std::collections::HashSet;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use firn_client::{ClientError, Connection, Mount};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use signal_hook::consts::{SIGINT, SIGTERM};
+
+use crate::failure::{FAILED, Failure};
+use crate::metrics::{self, Scraped};
+
+pub use listener::{Address, Listener};
+
+/// How long each mount has for its answer.
+const ANSWER_WITHIN: Duration = Duration::from_secs(2);
+/// A scrape that is not older is given to others who ask.
+const FRESH: Duration = Duration::from_millis(500);
+/// How long a client may take for all.
+const CLIENT_WITHIN: Duration = Duration::from_secs(10);
+/// Clients that are served at once.
+const CLIENTS_MAX: usize = 16;
+
+/// Asks the mounts.
+#[derive(Default)]
+pub struct Scraper {
+    /// Mounts whose firnd has not answered an earlier question yet.
+    asked: Arc<Mutex<HashSet<PathBuf>>>,
+    last: Mutex<Option<(Instant, Arc<str>)>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Scraper {
+    /// The metrics of all mounts that this user may ask.
+    pub fn text(&self) -> Result<Arc<str>, Failure> {
+        // One scrape at a time: who comes meanwhile gets the same.
+        let mut last = lock(&self.last);
+        if let Some((at, text)) = &*last
+            && at.elapsed() < FRESH
+        {
+            return Ok(Arc::clone(text));
+        }
+        let text: Arc<str> = metrics::text(&self.scrape()?).into();
+        *last = Some((Instant::now(), Arc::clone(&text)));
+        Ok(text)
+    }
+
+    fn scrape(&self) -> Result<Vec<Scraped>, Failure> {
+        let mounts = firn_client::mounts()?;
+        let deadline = Instant::now() + ANSWER_WITHIN;
+        let (sender, answers) = channel();
+        let mut waits = 0;
+        for (index, mount) in mounts.iter().enumerate() {
+            if !lock(&self.asked).insert(mount.mount_point.clone()) {
+                continue;
+            }
+            let (sender, asked, mount) = (sender.clone(), Arc::clone(&self.asked), mount.clone());
+            let ask = move || {
+                let answer = ask(&mount);
+                lock(&asked).remove(&mount.mount_point);
+                let _ = sender.send((index, answer));
+            };
+            let thread = std::thread::Builder::new().name("firn-scrape".into());
+            match thread.spawn(ask) {
+                Ok(_) => waits += 1,
+                Err(_) => drop(lock(&self.asked).remove(&mounts[index].mount_point)),
+            }
+        }
+        let mut scraped: Vec<Option<Scraped>> = mounts
+            .iter()
+            .map(|mount| Some(Scraped::down(mount)))
+            .collect();
+        while waits > 0 {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let Ok((index, answer)) = answers.recv_timeout(left) else {
+                break;
+            };
+            waits -= 1;
+            match answer {
+                Ok(status) => scraped[index] = Some(Scraped::Up(Box::new(status))),
+                // It may live, and this process cannot ask it.
+                Err(ClientError::NoSocket { .. }) => scraped[index] = None,
+                Err(_) => {}
+            }
+        }
+        Ok(scraped.into_iter().flatten().collect())
+    }
+}
+
+fn ask(mount: &Mount) -> Result<firn_protocol::Status, ClientError> {
+    Connection::open(mount)?.status()
+}
+
+/// Tells when the exporter is to end.
+pub struct Ending(UnixStream);
+
+impl Ending {
+    /// At SIGTERM and SIGINT from here on.
+    pub fn on_signals() -> Result<Self, Failure> {
+        let failed = |error| Failure::new(FAILED, format!("cannot watch for signals: {error}"));
+        let (read, write) = UnixStream::pair().map_err(failed)?;
+        for signal in [SIGTERM, SIGINT] {
+            let write = write.try_clone().map_err(failed)?;
+            signal_hook::low_level::pipe::register(signal, write).map_err(failed)?;
+        }
+        Ok(Self(read))
+    }
+
+    /// Waits for a signal; whether there was one.
+    pub fn wait(&self, limit: Duration) -> Result<bool, Failure> {
+        let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
+        wait_for(&mut fds, Some(limit))?;
+        Ok(!fds[0].revents().is_empty())
+    }
+}
+
+fn wait_for(fds: &mut [PollFd<'_>], limit: Option<Duration>) -> Result<(), Failure> {
+    let limit = limit.and_then(|limit| Timespec::try_from(limit).ok());
+    match poll(fds, limit.as_ref()) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(error) => Err(Failure::new(FAILED, format!("cannot wait: {error}"))),
+    }
+}
+
+/// Serves metrics until a signal comes.
+pub fn serve(listeners: &[Listener], ending: &Ending) -> Result<(), Failure> {
+    let scraper = Arc::new(Scraper::default());
+    let clients = Arc::new(AtomicUsize::new(0));
+    loop {
+        let sockets = listeners.iter().map(|one| PollFd::new(one, PollFlags::IN));
+        let mut fds: Vec<PollFd<'_>> = sockets.collect();
+        fds.push(PollFd::new(&ending.0, PollFlags::IN));
+        wait_for(&mut fds, None)?;
+        let is_ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+        if is_ready[listeners.len()] {
+            return Ok(());
+        }
+        for (listener, _) in listeners.iter().zip(&is_ready).filter(|(_, ready)| **ready) {
+            // A client that is gone already, or no descriptor for it: the next one may be served.
+            match listener.accept() {
+                Ok(Some(client)) => begin(client, &scraper, &clients),
+                Ok(None) => {}
+                Err(_) => std::thread::sleep(Duration::from_millis(20)),
+            }
+        }
+    }
+}
+
+/// Counts a client until it is served.
+struct Seat(Arc<AtomicUsize>);
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+fn begin(client: listener::Client, scraper: &Arc<Scraper>, clients: &Arc<AtomicUsize>) {
+    let seat = Seat(Arc::clone(clients));
+    if clients.fetch_add(1, Ordering::AcqRel) >= CLIENTS_MAX {
+        // Without a thread: its request is not read.
+        http::refuse(client);
+        return;
+    }
+    let scraper = Arc::clone(scraper);
+    let thread = std::thread::Builder::new().name("firn-http".into());
+    let serve = move || {
+        let _seat = seat;
+        http::serve(client, Instant::now() + CLIENT_WITHIN, &|| scraper.text());
+    };
+    // Without a thread the client sees the end of its connection.
+    let _ = thread.spawn(serve);
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
+        self.fd()
+    }
+}

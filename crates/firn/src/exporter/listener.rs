@@ -1,0 +1,223 @@
+//! Where clients connect: TCP, a Unix socket, or sockets that systemd made.
+
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use listenfd::ListenFd;
+
+use crate::failure::{FAILED, Failure};
+use crate::text;
+
+/// An address to listen at.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Address {
+    /// `127.0.0.1:9945`, `[::1]:9945`.
+    Tcp(SocketAddr),
+    /// `unix:/run/firn.sock`.
+    Unix(PathBuf),
+}
+
+impl std::str::FromStr for Address {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if let Some(path) = text.strip_prefix("unix:") {
+            let path = PathBuf::from(path);
+            return if path.is_absolute() {
+                Ok(Self::Unix(path))
+            } else {
+                Err("the path of a Unix socket is absolute: unix:/run/firn.sock".into())
+            };
+        }
+        text.parse().map(Self::Tcp).map_err(|_| {
+            "an address is 127.0.0.1:9945, [::1]:9945 or unix:/run/firn.sock; 0.0.0.0 and [::] are all of the host's".into()
+        })
+    }
+}
+
+/// A socket that clients connect to, without waiting in accept(2).
+pub enum Listener {
+    Tcp(TcpListener),
+    Unix(UnixListener, Option<OwnSocket>),
+}
+
+/// A Unix socket that this process made: removed with it.
+pub struct OwnSocket {
+    path: PathBuf,
+    inode: u64,
+}
+
+impl Drop for OwnSocket {
+    fn drop(&mut self) {
+        let is_ours = |metadata: std::fs::Metadata| metadata.ino() == self.inode;
+        if self.path.symlink_metadata().is_ok_and(is_ours) {
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// A connection.
+pub enum Client {
+    Tcp(std::net::TcpStream),
+    Unix(UnixStream),
+}
+
+impl Listener {
+    /// The sockets that systemd gave this process; none: it gave none.
+    pub fn given() -> Result<Vec<Self>, Failure> {
+        let wrong = |error: io::Error| {
+            let why =
+                format!("a socket from systemd (LISTEN_FDS) is no stream that listens: {error}");
+            Failure::new(FAILED, why)
+        };
+        let mut given = ListenFd::from_env();
+        let mut listeners = Vec::new();
+        for index in 0..given.len() {
+            let listener = match given.take_tcp_listener(index) {
+                Ok(Some(tcp)) => Self::Tcp(tcp),
+                Ok(None) => continue,
+                Err(_) => match given.take_unix_listener(index).map_err(wrong)? {
+                    Some(unix) => Self::Unix(unix, None),
+                    None => continue,
+                },
+            };
+            listener.set_nonblocking().map_err(wrong)?;
+            listeners.push(listener);
+        }
+        Ok(listeners)
+    }
+
+    /// Listens at an address.
+    pub fn bind(address: &Address) -> Result<Self, Failure> {
+        let bound = match address {
+            Address::Tcp(address) => TcpListener::bind(address).map(Self::Tcp),
+            Address::Unix(path) => bind_unix(path),
+        };
+        let listener = bound.and_then(|listener| {
+            listener.set_nonblocking()?;
+            Ok(listener)
+        });
+        listener.map_err(|error| {
+            let place = match address {
+                Address::Tcp(address) => address.to_string(),
+                Address::Unix(path) => text::path(path),
+            };
+            Failure::new(
+                FAILED,
+                format!("cannot listen at {place}: {error}; --listen names another one"),
+            )
+        })
+    }
+
+    /// Where it listens, for people.
+    pub fn shown(&self) -> String {
+        match self {
+            Self::Tcp(tcp) => match tcp.local_addr() {
+                Ok(address) => format!("http://{address}/metrics"),
+                Err(_) => "a socket".into(),
+            },
+            Self::Unix(_, Some(own)) => text::path(&own.path),
+            Self::Unix(_, None) => "a socket of systemd".into(),
+        }
+    }
+
+    fn set_nonblocking(&self) -> io::Result<()> {
+        match self {
+            Self::Tcp(tcp) => tcp.set_nonblocking(true),
+            Self::Unix(unix, _) => unix.set_nonblocking(true),
+        }
+    }
+
+    /// The next client; none: it is gone again.
+    pub fn accept(&self) -> io::Result<Option<Client>> {
+        let accepted = match self {
+            Self::Tcp(tcp) => tcp.accept().map(|(client, _)| Client::Tcp(client)),
+            Self::Unix(unix, _) => unix.accept().map(|(client, _)| Client::Unix(client)),
+        };
+        match accepted {
+            Ok(client) => {
+                client.set_nonblocking()?;
+                Ok(Some(client))
+            }
+            Err(error) => match error.kind() {
+                io::ErrorKind::WouldBlock
+                | io::ErrorKind::ConnectionAborted
+                | io::ErrorKind::Interrupted => Ok(None),
+                _ => Err(error),
+            },
+        }
+    }
+
+    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Tcp(tcp) => tcp.as_fd(),
+            Self::Unix(unix, _) => unix.as_fd(),
+        }
+    }
+}
+
+/// A socket that nobody listens at any more is replaced.
+fn bind_unix(path: &Path) -> io::Result<Listener> {
+    let is_socket = |metadata: std::fs::Metadata| metadata.file_type().is_socket();
+    if path.symlink_metadata().is_ok_and(is_socket)
+        && let Err(error) = UnixStream::connect(path)
+        && error.kind() == io::ErrorKind::ConnectionRefused
+    {
+        std::fs::remove_file(path)?;
+    }
+    let listener = UnixListener::bind(path)?;
+    let own = OwnSocket {
+        path: path.to_owned(),
+        inode: path.symlink_metadata()?.ino(),
+    };
+    Ok(Listener::Unix(listener, Some(own)))
+}
+
+impl Client {
+    fn set_nonblocking(&self) -> io::Result<()> {
+        match self {
+            Self::Tcp(tcp) => tcp.set_nonblocking(true),
+            Self::Unix(unix) => unix.set_nonblocking(true),
+        }
+    }
+}
+
+impl From<Client> for OwnedFd {
+    fn from(client: Client) -> Self {
+        match client {
+            Client::Tcp(tcp) => tcp.into(),
+            Client::Unix(unix) => unix.into(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_is_tcp_of_both_kinds_or_a_unix_socket() {
+        let tcp = |text: &str| Ok(Address::Tcp(text.parse().unwrap()));
+        assert_eq!("127.0.0.1:9945".parse(), tcp("127.0.0.1:9945"));
+        assert_eq!("[::1]:80".parse(), tcp("[::1]:80"));
+        assert_eq!("unix:/run/x".parse(), Ok(Address::Unix("/run/x".into())));
+        for wrong in ["", "9945", "host:1", "unix:x", "::1:80"] {
+            assert!(wrong.parse::<Address>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_unix_socket_that_a_kill_left_is_replaced_and_one_in_use_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("socket");
+        drop(UnixListener::bind(&path).unwrap());
+        let listener = Listener::bind(&Address::Unix(path.clone())).ok().unwrap();
+        assert!(Listener::bind(&Address::Unix(path.clone())).is_err());
+        drop(listener);
+        assert!(!path.exists());
+    }
+}

@@ -1,0 +1,136 @@
+//! What to do about a host, with the commands.
+
+use firn_format::quote::quoted;
+use firn_hosts::Life;
+use firn_protocol::HostReport;
+use firn_protocol::path::BytePath;
+
+use super::Host;
+use crate::text::{bytes, count};
+
+/// What helps; nothing where nothing is wrong. `backing` is its name here.
+pub fn of(host: &Host, backing: &BytePath) -> Vec<String> {
+    let Host {
+        host: name, report, ..
+    } = host;
+    let report = report.as_ref();
+    let there = report
+        .map(|report| &report.backing)
+        .filter(|path| !path.is_empty())
+        .unwrap_or(backing);
+    let mut advice = match host.state {
+        Life::Dead => of_dead(host, report, there, backing),
+        Life::Silent => vec![of_silent(host, report)],
+        Life::Left if host.held_bytes() > 0 => vec![format!(
+            "{name} keeps {} since it was unmounted: mount it there again, or `firn recover {there}` on {name}{}",
+            bytes(host.held_bytes()),
+            as_user(report)
+        )],
+        Life::Alive | Life::Left => Vec::new(),
+        Life::Doubtful => vec![format!(
+            "look at {name}: if its firnd is gone, `firn recover {there}` on {name}{} drains what it held",
+            as_user(report)
+        )],
+    };
+    if host.keeps_from_flattening > 0 {
+        advice.push(of_keeper(host, report));
+    }
+    if let Some(error) = report.and_then(|report| report.last_error.as_ref()) {
+        let point = point(report);
+        advice.push(format!(
+            "{}; `firn status{point}` on {name} says more",
+            quoted(error.as_bytes())
+        ));
+    }
+    advice
+}
+
+fn of_dead(
+    host: &Host,
+    report: Option<&HostReport>,
+    there: &BytePath,
+    backing: &BytePath,
+) -> Vec<String> {
+    let name = &host.host;
+    let user = as_user(report);
+    let mut advice = Vec::new();
+    match report {
+        Some(report) if report.held_bytes > 0 => {
+            let held = format!(
+                "{} of {}",
+                bytes(report.held_bytes),
+                count(report.held_files, "file")
+            );
+            advice.push(format!(
+                "`firn recover {there}` on {name}{user} drains {held} that it held at its last beat"
+            ));
+            if let Some(partner) = report.partner.as_ref().and_then(|partner| partner.host.as_ref()) {
+                let partner = quoted(partner.as_bytes());
+                advice.push(format!(
+                    "if {name} does not come back: `firn pull --list --backing {backing} {partner}:{name}` lists the \
+                     copies on its partner"
+                ));
+            }
+        }
+        Some(_) => advice.push(format!(
+            "it held nothing at its last beat; `firn recover {there}` on {name}{user}, or its next mount, makes sure"
+        )),
+        None => advice.push(format!(
+            "what it held is not known: `firn recover {there}` on {name}{user} drains it"
+        )),
+    }
+    if host.uses.iter().any(|one| one == "transactions") {
+        advice.push(format!(
+            "`firn recover --host {name} {backing}` on any other host ends its transactions"
+        ));
+    }
+    advice
+}
+
+fn of_silent(host: &Host, report: Option<&HostReport>) -> String {
+    let name = &host.host;
+    let process = host
+        .pid
+        .map_or_else(String::new, |pid| format!(" (process {pid})"));
+    let point = point(report);
+    format!(
+        "the firnd of {name}{process} is stopped, or its backing hangs: look there at its state (`ps`, `dmesg`, `firn \
+         doctor`); `kill -CONT` lets a stopped one go on, `firn umount --force{point}` ends it"
+    )
+}
+
+fn of_keeper(host: &Host, report: Option<&HostReport>) -> String {
+    let name = &host.host;
+    let files = count(host.keeps_from_flattening, "file");
+    let names = report.map_or(&[][..], |report| &report.written_names);
+    let names: Vec<String> = names.iter().map(ToString::to_string).collect();
+    let named = if names.is_empty() {
+        String::new()
+    } else {
+        format!(" ({})", names.join(", "))
+    };
+    let until = match report {
+        Some(report) if report.written_files == 0 && report.held_bytes > 0 => format!(
+            "what it holds of them is drained (`firn drain{}` on {name})",
+            point(Some(report))
+        ),
+        _ => "its programs close them".to_owned(),
+    };
+    format!("{name} keeps {files} from being flattened until {until}{named}")
+}
+
+/// The mount point, after a space.
+fn point(report: Option<&HostReport>) -> String {
+    let point = report.map(|report| &report.mount_point);
+    match point.filter(|point| !point.is_empty()) {
+        Some(point) => format!(" {point}"),
+        None => String::new(),
+    }
+}
+
+fn as_user(report: Option<&HostReport>) -> String {
+    report.map_or_else(String::new, |report| match report.user_id {
+        0 => " as root".to_owned(),
+        uid => format!(" as user {uid}"),
+    })
+}

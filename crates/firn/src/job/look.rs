@@ -1,0 +1,408 @@
+//! Where a job's hosts are looked at: the backing and this host's own mount, each by a child that can be left behind.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use firn_backing::{DirBacking, Kind};
+use firn_client::{ClientError, Connection, Mount};
+use firn_format::quote::quoted_path;
+use firn_hosts::ballot::JOINED;
+use firn_hosts::own::{self, LOGS, OwnError, TOP};
+use firn_hosts::{Evidence, Holder, Life, Report, survey};
+use firn_protocol::HostReport;
+use firn_protocol::path::BytePath;
+use serde::{Deserialize, Serialize};
+
+use super::{Host, Job, Total, rows};
+use crate::ask::{Unanswered, ask_child, ask_each};
+use crate::failure::{FAILED, Failure, NOT_FIRN, USAGE};
+use crate::text;
+
+/// Containers of logs that are looked into, and for how long: each is a directory to be listed.
+const CONTAINERS_MAX: usize = 2_000;
+const CONTAINERS_FOR: Duration = Duration::from_millis(300);
+
+/// A host of the backing, as its files there say.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct LeaseSeen {
+    pub host: String,
+    pub life: Life,
+    pub evidence: Evidence,
+    pub beat_age_seconds: Option<f64>,
+    pub holder: Option<Holder>,
+    pub uses: Vec<String>,
+    pub terms: BTreeMap<String, String>,
+    pub report: Option<Report>,
+}
+
+/// What the files of hosts in a backing say.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct BackingSeen {
+    /// Canonical.
+    pub backing: BytePath,
+    /// The run of this kernel.
+    pub boot: String,
+    pub leases: Vec<LeaseSeen>,
+    /// How many files in logs each host keeps from being flattened.
+    pub keepers: BTreeMap<String, u64>,
+    pub notes: Vec<String>,
+}
+
+/// What the firnd of this host says.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct MountSeen {
+    /// What this host is called.
+    pub host: String,
+    pub pid: u32,
+    pub report: HostReport,
+    /// `key=value`.
+    pub options: Vec<String>,
+}
+
+impl Job {
+    /// Looks at the hosts of the backing, or of the mount, at `path`; without a path, of this user's only mount.
+    pub fn look(path: Option<&Path>, patience: Duration) -> Result<Self, Failure> {
+        let questions = [Subject::Backing, Subject::Mount];
+        let mut backing = None;
+        let mut mount = None;
+        for answer in ask_each(&questions, |subject| subject.ask(path, patience)) {
+            match answer {
+                Answer::Backing(answer) => backing = Some(*answer),
+                Answer::Mount(answer) => mount = Some(*answer),
+            }
+        }
+        let mut notes = Vec::new();
+        let mount = match mount.unwrap_or(Ok(None)) {
+            Ok(mount) => mount,
+            Err(error) => {
+                notes.extend(tell_of_mount(&error, patience));
+                None
+            }
+        };
+        let backing = match backing.unwrap_or(Err(Unanswered::Late)) {
+            Ok(backing) => Some(backing),
+            Err(error) => {
+                let failure = tell_of_backing(error, path, patience);
+                if mount.is_none() {
+                    return Err(failure);
+                }
+                notes.extend(failure.text());
+                None
+            }
+        };
+        let is_partial = !notes.is_empty();
+        Ok(Self {
+            is_partial,
+            ..Self::of(backing, mount, notes)
+        })
+    }
+
+    /// Puts together what was answered.
+    fn of(backing: Option<BackingSeen>, mount: Option<MountSeen>, mut notes: Vec<String>) -> Self {
+        let name = match (&backing, &mount) {
+            (Some(seen), _) => seen.backing.clone(),
+            (None, Some(mount)) => mount.report.backing.clone(),
+            (None, None) => BytePath::default(),
+        };
+        notes.extend(backing.iter().flat_map(|seen| seen.notes.iter().cloned()));
+        let hosts: Vec<Host> = rows::rows(backing, mount, &name);
+        if hosts.iter().all(Host::is_gone) && notes.is_empty() {
+            notes.push(
+                "no host has it mounted, as far as can be seen: hosts show themselves with participants, tokens, \
+                 placement, partner or layout=log"
+                    .to_owned(),
+            );
+        }
+        Self {
+            total: Total::of(&hosts),
+            backing: name,
+            hosts,
+            notes,
+            is_partial: false,
+        }
+    }
+}
+
+/// What a child looks at.
+#[derive(Clone, Copy)]
+enum Subject {
+    Backing,
+    Mount,
+}
+
+type Asked<T> = Box<Result<T, Unanswered>>;
+
+enum Answer {
+    Backing(Asked<BackingSeen>),
+    Mount(Asked<Option<MountSeen>>),
+}
+
+impl Subject {
+    fn ask(self, path: Option<&Path>, patience: Duration) -> Answer {
+        let arguments = |subject: &str| {
+            let mut arguments: Vec<OsString> =
+                vec!["hosts".into(), format!("--only={subject}").into()];
+            if let Some(path) = path {
+                arguments.extend(["--".into(), path.into()]);
+            }
+            arguments
+        };
+        match self {
+            Self::Backing => Answer::Backing(Box::new(ask_child(arguments("backing"), patience))),
+            Self::Mount => Answer::Mount(Box::new(ask_child(arguments("mount"), patience))),
+        }
+    }
+}
+
+fn tell_of_mount(error: &Unanswered, patience: Duration) -> Option<String> {
+    let seconds = text::seconds(patience.as_secs_f64());
+    match error {
+        Unanswered::Late => Some(format!(
+            "the firnd of this host did not answer within {seconds}: its figures are those of its last beat"
+        )),
+        // What is wrong with the path is told once, of the backing.
+        Unanswered::Refused { code, .. } if *code == Some(NOT_FIRN) || *code == Some(USAGE) => None,
+        Unanswered::Refused { text, .. } => Some(format!("this host's own mount: {text}")),
+        Unanswered::NotRun(text) => Some(format!("this host's own mount was not asked: {text}")),
+    }
+}
+
+fn tell_of_backing(error: Unanswered, path: Option<&Path>, patience: Duration) -> Failure {
+    let what = path.map_or_else(|| "the backing".to_owned(), text::path);
+    match error {
+        Unanswered::Late => Failure::new(
+            FAILED,
+            format!(
+                "{what} did not answer within {}: look whether its server is reached (`dmesg`, `firn doctor`); if it \
+                 is only slow, give a longer --timeout",
+                text::seconds(patience.as_secs_f64())
+            ),
+        ),
+        Unanswered::Refused { text, code } => {
+            let code = if code == Some(USAGE) { USAGE } else { FAILED };
+            Failure::new(code, text)
+        }
+        Unanswered::NotRun(text) => Failure::new(
+            FAILED,
+            format!(
+                "{what} cannot be looked at: {text}; look at the limits on processes and memory (`ulimit -a`)"
+            ),
+        ),
+    }
+}
+
+/// The backing that a path means: that of the mount that it lies on, or the directory itself.
+fn find_backing(path: Option<&Path>) -> Result<PathBuf, Failure> {
+    let Some(path) = path else {
+        return Ok(only_mount()?.backing);
+    };
+    match firn_client::find(path) {
+        Ok(place) => Ok(place.mount.backing),
+        Err(ClientError::NoMount { .. } | ClientError::NotYours { .. }) => {
+            let canonical = path.canonicalize();
+            let canonical = canonical
+                .map_err(|error| Failure::new(FAILED, format!("{}: {error}", text::path(path))))?;
+            if canonical.is_dir() {
+                return Ok(canonical);
+            }
+            let text = format!(
+                "{} is no directory: give a mount point or a backing",
+                text::path(path)
+            );
+            Err(Failure::new(FAILED, text))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// This user's mount, if there is one and no other.
+fn only_mount() -> Result<Mount, Failure> {
+    let mut mounts = firn_client::mounts()?;
+    mounts.retain(|mount| !mount.is_of_another_user());
+    match (mounts.pop(), &mounts[..]) {
+        (Some(mount), []) => Ok(mount),
+        (None, _) => Err(Failure::new(
+            USAGE,
+            "nothing of yours is mounted on this host: give the backing",
+        )),
+        (Some(_), _) => Err(Failure::new(
+            USAGE,
+            "several backings are mounted on this host: give a mount point or a backing",
+        )),
+    }
+}
+
+/// Looks at what hosts say in a backing. To be called in a process of its own, which may hang.
+pub fn look_at_backing(path: Option<&Path>) -> Result<BackingSeen, Failure> {
+    let backing = find_backing(path)?;
+    let failed = |what: &str| {
+        let backing = quoted_path(&backing);
+        let what = what.to_owned();
+        move |error: String| Failure::new(FAILED, format!("{backing}: {what}: {error}"))
+    };
+    become_owner(&backing)?;
+    let boot = Holder::this_process("").map_err(|error| failed("boot id")(error.to_string()))?;
+    let boot = boot.boot;
+    let base = DirBacking::open(&backing)
+        .map_err(|error| failed("cannot be opened")(error.to_string()))?;
+    let surveyed = survey(&base, &boot, &mut std::thread::sleep);
+    let surveyed = surveyed.map_err(|error| refused(&backing, &error))?;
+    let mut notes: Vec<String> = surveyed
+        .failed
+        .iter()
+        .map(|(host, error)| format!("host {host} cannot be looked at: {error}"))
+        .collect();
+    if surveyed.is_cut {
+        notes.push("there are more hosts than are shown".to_owned());
+    }
+    let keepers = find_keepers(&base, &mut notes).map_err(|error| refused(&backing, &error))?;
+    let leases = surveyed.hosts.into_iter().map(|seen| LeaseSeen {
+        host: seen.host,
+        life: seen.life,
+        evidence: seen.evidence,
+        beat_age_seconds: seen.beat_age.map(|age| age.as_secs_f64()),
+        holder: seen.holder,
+        uses: seen.uses.iter().map(|one| use_word(*one)).collect(),
+        terms: seen.terms,
+        report: seen.report,
+    });
+    Ok(BackingSeen {
+        leases: leases.collect(),
+        backing: backing.as_path().into(),
+        boot,
+        keepers,
+        notes,
+    })
+}
+
+fn use_word(one: firn_hosts::LeaseUse) -> String {
+    match serde_json::to_value(one) {
+        Ok(serde_json::Value::String(word)) => word,
+        _ => String::new(),
+    }
+}
+
+fn refused(backing: &Path, error: &OwnError) -> Failure {
+    let backing = quoted_path(backing);
+    let text = match error {
+        OwnError::Backing(errno) if *errno == firn_backing::Errno::ACCESS => format!(
+            "{backing}: what hosts say there is in {TOP}, which only its user and root read: ask as that user"
+        ),
+        OwnError::Distrusted { name, why } => format!(
+            "{backing}: {name} {why}: only the user who mounted, and root, read what hosts say there"
+        ),
+        error => format!("{backing}: {error}"),
+    };
+    Failure::new(FAILED, text)
+}
+
+/// Root reads as the user whose the files are: it sees what that user sees, and can be led nowhere else.
+fn become_owner(backing: &Path) -> Result<(), Failure> {
+    if !rustix::process::geteuid().is_root() {
+        return Ok(());
+    }
+    let Ok(metadata) = backing.join(TOP).symlink_metadata() else {
+        return Ok(());
+    };
+    if metadata.uid() == 0 || !metadata.is_dir() {
+        return Ok(());
+    }
+    let uid = rustix::process::Uid::from_raw(metadata.uid());
+    let gid = rustix::process::Gid::from_raw(metadata.gid());
+    let become_it = || {
+        rustix::thread::set_thread_groups(&[])?;
+        rustix::thread::set_thread_res_gid(gid, gid, gid)?;
+        rustix::thread::set_thread_res_uid(uid, uid, uid)
+    };
+    become_it().map_err(|errno| {
+        let backing = quoted_path(backing);
+        Failure::new(
+            FAILED,
+            format!("cannot read {backing} as user {}: {errno}", metadata.uid()),
+        )
+    })
+}
+
+/// How many containers of logs each host says that it may write to.
+fn find_keepers(
+    base: &DirBacking,
+    notes: &mut Vec<String>,
+) -> Result<BTreeMap<String, u64>, OwnError> {
+    use firn_backing::Volume as _;
+    let mut keepers = BTreeMap::new();
+    let Some((top, _)) = own::find_dir(base, &base.root(), TOP)? else {
+        return Ok(keepers);
+    };
+    let Some((logs, _)) = own::find_dir(base, &top, LOGS)? else {
+        return Ok(keepers);
+    };
+    let end = Instant::now() + CONTAINERS_FOR;
+    let names = own::list(base, &logs)?;
+    let containers = names
+        .into_iter()
+        .filter(|(_, _, kind)| matches!(kind, Some(Kind::Dir) | None));
+    for (index, (name, ..)) in containers.enumerate() {
+        if index >= CONTAINERS_MAX || Instant::now() > end {
+            notes.push("there are more files in logs than were looked at".to_owned());
+            break;
+        }
+        let Ok(name) = String::from_utf8(name) else {
+            continue;
+        };
+        // It may be removed meanwhile.
+        let Ok(Some((container, _))) = own::find_dir(base, &logs, &name) else {
+            continue;
+        };
+        let Ok(inside) = own::list(base, &container) else {
+            continue;
+        };
+        for (name, ..) in inside {
+            let name = String::from_utf8(name).unwrap_or_default();
+            if let Some(host) = name.strip_prefix(JOINED) {
+                *keepers.entry(host.to_owned()).or_default() += 1;
+            }
+        }
+    }
+    Ok(keepers)
+}
+
+/// Asks this host's own mount of the backing at `path`; `None`: it has none.
+pub fn look_at_mount(path: Option<&Path>) -> Result<Option<MountSeen>, Failure> {
+    let mount = match path {
+        None => only_mount()?,
+        Some(path) => match firn_client::find(path) {
+            Ok(place) => place.mount,
+            Err(ClientError::NoMount { .. }) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        },
+    };
+    let mut connection = match Connection::open(&mount) {
+        Ok(connection) => connection,
+        // Mounted with another runtime directory: what its beats say is all there is.
+        Err(ClientError::NoSocket { .. }) => return Ok(None),
+        Err(error) => return Err(error.into()),
+    };
+    let status = connection.status()?;
+    let named = status
+        .options
+        .iter()
+        .find_map(|option| option.strip_prefix("host="));
+    let host = named.map_or_else(
+        || {
+            rustix::system::uname()
+                .nodename()
+                .to_string_lossy()
+                .into_owned()
+        },
+        str::to_owned,
+    );
+    Ok(Some(MountSeen {
+        host,
+        pid: status.pid,
+        report: HostReport::of(&status, mount.user_id),
+        options: status.options,
+    }))
+}

@@ -1,0 +1,301 @@
+//! A job as text, for people.
+
+use firn_format::quote::printable;
+use firn_hosts::Life;
+
+use super::{Host, Job, life_word};
+use crate::output::Paint;
+use crate::text::{bytes, count, rate, seconds};
+
+/// Which hosts there are: `firn hosts`.
+pub fn hosts_text(job: &Job, paint: Paint) -> String {
+    let mut text = head(job, paint);
+    let hosts = shown(job);
+    if !hosts.is_empty() {
+        let head = [
+            "HOST",
+            "STATE",
+            "BEAT",
+            "MOUNTED",
+            "USER",
+            "VERSION",
+            "HELD",
+            "MOUNT POINT",
+        ];
+        let rows = hosts.iter().map(|host| host_row(host));
+        text += "\n";
+        text += &table(&head, rows.collect(), &hosts, paint);
+    }
+    for host in &hosts {
+        text += &details(host, paint);
+    }
+    text + &notes(job, paint)
+}
+
+/// The sums, and a line for each host: `firn status --job`.
+pub fn status_text(job: &Job, paint: Paint) -> String {
+    let mut text = head(job, paint);
+    let total = &job.total;
+    let mut line = |label: &str, what: String| text += &format!("  {label:<13} {what}\n");
+    if total.stranded_bytes > 0 {
+        let what = format!(
+            "{} that nothing drains by itself",
+            bytes(total.stranded_bytes)
+        );
+        line("stranded", paint.bad(&what));
+    }
+    if total.errors > 0 {
+        line("errors", paint.bad(&total.errors.to_string()));
+    }
+    if total.waiting_writers > 0 {
+        let what = format!(
+            "{} for room in memory",
+            count(total.waiting_writers, "writer")
+        );
+        line("waiting", paint.odd(&what));
+    }
+    line(
+        "in memory",
+        format!(
+            "{} in {}",
+            bytes(total.held_bytes),
+            count(total.held_files, "file")
+        ),
+    );
+    line(
+        "received",
+        speed(total.ingest_bytes, total.ingest_bytes_per_second),
+    );
+    line(
+        "written",
+        speed(total.drain_bytes, total.drain_bytes_per_second),
+    );
+    if total.logged_files > 0 {
+        line(
+            "logged",
+            format!("{} in logs", count(total.logged_files, "file")),
+        );
+    }
+    line(
+        "durable",
+        format!(
+            "{} in {}",
+            bytes(total.durable_bytes),
+            count(total.durable_files, "file")
+        ),
+    );
+    let hosts = shown(job);
+    if !hosts.is_empty() {
+        let head = [
+            "HOST", "STATE", "HELD", "FILES", "IN", "OUT", "ERRORS", "WAITS",
+        ];
+        let rows = hosts.iter().map(|host| status_row(host));
+        text += "\n";
+        text += &table(&head, rows.collect(), &hosts, paint);
+    }
+    for host in &hosts {
+        for advice in &host.advice {
+            text += &format!("\n{}: {}\n", paint.odd(&host.host), printable(advice));
+        }
+    }
+    text + &notes(job, paint)
+}
+
+fn shown(job: &Job) -> Vec<&Host> {
+    job.hosts.iter().filter(|host| !host.is_gone()).collect()
+}
+
+fn head(job: &Job, paint: Paint) -> String {
+    let total = &job.total;
+    let kinds = [
+        (total.alive, "alive"),
+        (total.silent, "silent"),
+        (total.dead, "dead"),
+        (total.doubtful, "doubtful"),
+    ];
+    let kinds: Vec<String> = kinds
+        .iter()
+        .filter(|(number, _)| *number > 0)
+        .map(|(number, word)| format!("{number} {word}"))
+        .collect();
+    let hosts = total.alive + total.silent + total.dead + total.doubtful;
+    let backing = paint.head(&job.backing.to_string());
+    match kinds.len() {
+        0 => format!("{backing}  no hosts\n"),
+        _ => format!(
+            "{backing}  {}: {}\n",
+            count(hosts, "host"),
+            kinds.join(", ")
+        ),
+    }
+}
+
+fn notes(job: &Job, paint: Paint) -> String {
+    let notes = job.notes.iter();
+    notes
+        .map(|note| format!("\n{}\n", paint.odd(&printable(note))))
+        .collect()
+}
+
+fn speed(total: u64, now: f64) -> String {
+    let now = if now < 1.0 {
+        String::new()
+    } else {
+        format!(", {} now", rate(now))
+    };
+    format!("{}{now}", bytes(total))
+}
+
+fn dash() -> String {
+    "-".to_owned()
+}
+
+fn host_row(host: &Host) -> Vec<String> {
+    let report = host.report.as_ref();
+    let of = |get: fn(&firn_protocol::HostReport) -> String| report.map_or_else(dash, get);
+    vec![
+        host.host.clone(),
+        life_word(host.state).to_owned(),
+        host.beat_age_seconds
+            .map_or_else(dash, |age| format!("{} ago", seconds(age))),
+        host.mounted_seconds.map_or_else(dash, seconds),
+        of(|report| report.user_id.to_string()),
+        of(|report| printable(&report.version)),
+        of(|report| bytes(report.held_bytes)),
+        of(|report| match report.mount_point.is_empty() {
+            true => dash(),
+            false => report.mount_point.to_string(),
+        }),
+    ]
+}
+
+fn status_row(host: &Host) -> Vec<String> {
+    let report = host.report.as_ref();
+    let of = |get: fn(&firn_protocol::HostReport) -> String| report.map_or_else(dash, get);
+    // What a host that does not beat did before is no rate.
+    let now = |get: fn(&firn_protocol::HostReport) -> f64| match host.state {
+        Life::Alive => report.map_or_else(dash, |report| rate(get(report))),
+        _ => dash(),
+    };
+    vec![
+        host.host.clone(),
+        life_word(host.state).to_owned(),
+        of(|report| bytes(report.held_bytes)),
+        of(|report| report.held_files.to_string()),
+        now(|report| report.ingest_bytes_per_second),
+        now(|report| report.drain_bytes_per_second),
+        of(|report| report.errors.to_string()),
+        match &host.waits[..] {
+            [] => dash(),
+            waits => waits.join("; "),
+        },
+    ]
+}
+
+fn table(head: &[&str], rows: Vec<Vec<String>>, hosts: &[&Host], paint: Paint) -> String {
+    let head: Vec<String> = head.iter().map(|word| (*word).to_owned()).collect();
+    let all = || std::iter::once(&head).chain(&rows);
+    let widths: Vec<usize> = (0..head.len())
+        .map(|column| {
+            all()
+                .map(|row| row[column].chars().count())
+                .max()
+                .unwrap_or(0)
+        })
+        .collect();
+    let lines = all().enumerate().map(|(index, row)| {
+        let cells = row.iter().zip(&widths);
+        let cells = cells.map(|(cell, width)| format!("{cell:<width$}"));
+        let line = cells.collect::<Vec<_>>().join("  ");
+        let line = line.trim_end();
+        let painted = match index.checked_sub(1).map(|at| hosts[at].rank()) {
+            None => paint.head(line),
+            Some(0..=1) => paint.bad(line),
+            Some(2..=4) => paint.odd(line),
+            Some(_) => line.to_owned(),
+        };
+        painted + "\n"
+    });
+    lines.collect()
+}
+
+/// Below the table: what a host's state rests on, where that is not a beat, and all that is peculiar to it.
+fn details(host: &Host, paint: Paint) -> String {
+    let mut lines = Vec::new();
+    if host.state != Life::Alive {
+        lines.push(host.evidence.clone());
+    }
+    lines.extend(
+        host.differences
+            .iter()
+            .map(|what| format!("differs: {what}")),
+    );
+    lines.extend(tokens(host));
+    let partner = host
+        .report
+        .as_ref()
+        .and_then(|report| report.partner.as_ref());
+    if let Some(partner) = partner.and_then(|partner| partner.host.as_ref()) {
+        lines.push(format!("its partner is {partner}"));
+    }
+    lines.extend(host.waits.iter().cloned());
+    lines.extend(host.advice.iter().map(|advice| format!("→ {advice}")));
+    if lines.is_empty() {
+        return String::new();
+    }
+    let lines = lines.iter().map(|line| format!("  {}\n", printable(line)));
+    format!(
+        "\n{}\n{}",
+        paint.head(&host.host),
+        lines.collect::<String>()
+    )
+}
+
+/// The tokens that it holds.
+fn tokens(host: &Host) -> Option<String> {
+    let report = host.report.as_ref()?;
+    let held = report.lanes.iter();
+    let held = held.filter(|lane| lane.token == Some(firn_protocol::TokenState::Held));
+    let held: Vec<String> = held.map(|lane| lane.lane.to_string()).collect();
+    match &held[..] {
+        [] => None,
+        [lane] => Some(format!("has the token of lane {lane}")),
+        lanes => Some(format!("has the tokens of lanes {}", lanes.join(", "))),
+    }
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::super::rows::tests::job;
+    use super::super::{Job, Total};
+    use super::*;
+
+    /// A job of five hosts.
+    pub fn example() -> Job {
+        let hosts = job();
+        Job {
+            backing: "/scratch/run42".into(),
+            total: Total::of(&hosts),
+            hosts,
+            notes: vec!["a note".into()],
+            is_partial: true,
+        }
+    }
+
+    fn compare(name: &str, text: &str) {
+        crate::snapshot::compare(&format!("job/{name}.txt"), text);
+    }
+
+    #[test]
+    fn hosts_are_listed_with_what_to_do() {
+        // Tests have no terminal on stdout under cargo.
+        compare("hosts", &hosts_text(&example(), Paint::stdout()));
+    }
+
+    #[test]
+    fn a_job_is_added_up_and_has_a_line_for_each_host() {
+        let job = example();
+        compare("status", &status_text(&job, Paint::stdout()));
+        assert_eq!(job.total.stranded_bytes, 1 << 30);
+    }
+}

@@ -1,0 +1,270 @@
+//! The report of a run: one page of HTML from the records that the firnds of a job kept.
+//!
+//! Promises
+//! * The page needs nothing else: no network, no script of another place; without scripts all of it can be read.
+//! * What came from a file system or a record is text: no name becomes markup.
+//! * A record that is damaged is named on the page, and the others are shown.
+
+mod chart;
+mod checkpoint_table;
+mod html;
+mod page;
+mod timeline;
+
+use std::collections::HashMap;
+use std::fs::Permissions;
+use std::io::{Read as _, Write as _};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Component, Path, PathBuf};
+
+use firn_client::paths::RuntimeFiles;
+use firn_client::{ClientError, Connection, Place};
+use firn_protocol::path::BytePath;
+use firn_protocol::record::{RECORD_BYTES_MAX, RunRecord};
+
+use firn_client::checkpoints::{Checkpoint, Directory};
+use crate::failure::{FAILED, Failure, NOT_FIRN, USAGE};
+use crate::text;
+
+/// Directories that are looked through for checkpoints.
+const DIRECTORIES_MAX: usize = 32;
+
+/// What a report is made of.
+#[derive(Default)]
+pub struct Run {
+    /// Of each host, in the order of their names; at least one.
+    pub records: Vec<RunRecord>,
+    /// What is in the directories of the checkpoints now, by their paths below the mount point.
+    pub checkpoints: HashMap<BytePath, Checkpoint>,
+    /// What could not be read, in sentences.
+    pub failures: Vec<String>,
+}
+
+impl Run {
+    /// The run of a mount, or the last one of a backing that is not mounted.
+    pub fn find(path: &Path) -> Result<Self, Failure> {
+        match firn_client::find(path) {
+            Ok(place) => Self::of_mount(&place),
+            Err(ClientError::NoMount { .. }) => Self::of_backing(path),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn of_mount(place: &Place) -> Result<Self, Failure> {
+        let own = Connection::open(&place.mount)?.record()?;
+        let own = own.check().map_err(|error| {
+            let mount_point = text::path(&place.mount.mount_point);
+            Failure::new(FAILED, format!("the record of {mount_point}: {error}"))
+        })?;
+        let mut run = Self::with(own);
+        run.add_other_hosts(&place.mount.backing);
+        run.look_at_checkpoints(&place.mount.mount_point);
+        Ok(run)
+    }
+
+    fn of_backing(path: &Path) -> Result<Self, Failure> {
+        let backing = path
+            .canonicalize()
+            .map_err(|error| Failure::new(FAILED, format!("{}: {error}", text::path(path))))?;
+        let mut run = Self::of_ended(&backing)?;
+        run.look_at_checkpoints(&backing);
+        Ok(run)
+    }
+
+    /// The last run of a backing (canonical) that is not mounted any more.
+    pub fn of_ended(backing: &Path) -> Result<Self, Failure> {
+        let file = RuntimeFiles::of(backing, None)?.record;
+        let mut run = match load(&file) {
+            Ok(Some(own)) => Self::with(own),
+            Ok(None) => Self::default(),
+            Err(why) => Self {
+                failures: vec![format!("{} cannot be read: {why}", text::path(&file))],
+                ..Self::default()
+            },
+        };
+        run.add_other_hosts(backing);
+        if run.records.is_empty() {
+            let why = run.failures.first().cloned().unwrap_or_else(|| {
+                format!(
+                    "{} is not mounted, and no mount of it on this host has left a record: name a mount point, or mount \
+                     it with -o record=backing, which keeps records in the backing",
+                    text::path(backing)
+                )
+            });
+            return Err(Failure::new(NOT_FIRN, why));
+        }
+        Ok(run)
+    }
+
+    /// Takes the records of a backing (canonical) whose mount has ended meanwhile. Where there are none, those from before
+    /// stay, and the page says so.
+    pub fn update(&mut self, backing: &Path) {
+        match Self::of_ended(backing) {
+            Ok(ended) => {
+                self.records = ended.records;
+                self.failures.extend(ended.failures);
+            }
+            Err(failure) => self.failures.extend(
+                failure
+                    .text()
+                    .map(|text| format!("the end of the run is not shown: {text}")),
+            ),
+        }
+    }
+
+    fn with(own: RunRecord) -> Self {
+        Self {
+            records: vec![own],
+            ..Self::default()
+        }
+    }
+
+    /// Adds the records in the backing of the hosts that mounted it at the same time.
+    fn add_other_hosts(&mut self, backing: &Path) {
+        // That of a run whose files were in memory alone is gone with it.
+        if !backing.exists() {
+            return;
+        }
+        let found = match firn_daemon::read_records(backing) {
+            Ok(found) => found,
+            Err(error) => {
+                self.failures
+                    .push(format!("records of other hosts cannot be read: {error}"));
+                return;
+            }
+        };
+        for (name, record) in found {
+            match record {
+                Ok(record) => self.add(record),
+                Err(why) => {
+                    let name = text::name(&name);
+                    let text = format!("the record .firn/records/{name} cannot be read: {why}");
+                    self.failures.push(text);
+                }
+            }
+        }
+        self.records
+            .sort_by(|a, b| (&a.host, a.began_unix_us).cmp(&(&b.host, b.began_unix_us)));
+    }
+
+    /// Adds a record of the same run: the first one that is known decides which run.
+    fn add(&mut self, record: RunRecord) {
+        let Some(first) = self.records.first() else {
+            return self.records.push(record);
+        };
+        let end = |one: &RunRecord| one.began_unix_us + (one.lasted_seconds * 1e6) as u64;
+        let overlaps = record.began_unix_us <= end(first) && first.began_unix_us <= end(&record);
+        let is_known = self
+            .records
+            .iter()
+            .any(|known| known.host == record.host && known.began_unix_us == record.began_unix_us);
+        if overlaps && !is_known {
+            self.records.push(record);
+        }
+    }
+
+    /// Looks at the checkpoints below a directory as they are now.
+    pub fn look_at_checkpoints(&mut self, root: &Path) {
+        let records = self.records.iter();
+        let checkpoints = records.flat_map(|record| &record.checkpoints);
+        let mut parents: Vec<PathBuf> = checkpoints
+            .filter_map(|one| one.path.as_path().parent().map(Path::to_owned))
+            // From a record, which others may have written.
+            .filter(|parent| {
+                parent
+                    .components()
+                    .all(|one| matches!(one, Component::Normal(_)))
+            })
+            .collect();
+        parents.sort();
+        parents.dedup();
+        for parent in parents.iter().take(DIRECTORIES_MAX) {
+            let listed = Directory::find(&root.join(parent)).and_then(|dir| dir.look());
+            match listed {
+                Ok(listing) => {
+                    self.checkpoints
+                        .extend(listing.checkpoints.into_iter().map(|checkpoint| {
+                            let path = parent.join(&checkpoint.name);
+                            (path.as_path().into(), checkpoint)
+                        }))
+                }
+                Err(failure) => self.failures.extend(
+                    failure
+                        .text()
+                        .map(|text| format!("checkpoints cannot be looked at: {text}")),
+                ),
+            }
+        }
+    }
+}
+
+/// The record that a mount left in the runtime directory; none: it left none.
+fn load(path: &Path) -> Result<Option<RunRecord>, String> {
+    let opened = std::fs::OpenOptions::new()
+        .read(true)
+        .custom_flags((rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK).bits() as i32)
+        .open(path);
+    let file = match opened {
+        Ok(file) => file,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error.to_string()),
+    };
+    let metadata = file.metadata().map_err(|error| error.to_string())?;
+    let is_ours = metadata.uid() == rustix::process::geteuid().as_raw();
+    if !metadata.is_file() || !is_ours || metadata.mode() & 0o077 != 0 {
+        return Err("it is no private file of yours".to_owned());
+    }
+    let mut bytes = Vec::new();
+    let mut bounded = file.take(RECORD_BYTES_MAX + 1);
+    bounded
+        .read_to_end(&mut bytes)
+        .map_err(|error| error.to_string())?;
+    let record = RunRecord::parse(&bytes).map_err(|error| error.to_string())?;
+    Ok(Some(record))
+}
+
+/// The page of a run.
+pub fn page(run: &Run) -> String {
+    page::page(run)
+}
+
+/// Puts the page of a run in the place of a file.
+pub fn write(run: &Run, file: &Path) -> Result<(), Failure> {
+    let dir = match file.parent() {
+        Some(dir) if !dir.as_os_str().is_empty() => dir,
+        _ => Path::new("."),
+    };
+    let written = tempfile::Builder::new()
+        .prefix(".firn-report-")
+        // The umask takes away what the user does not want to give.
+        .permissions(Permissions::from_mode(0o666))
+        .tempfile_in(dir)
+        .and_then(|mut unnamed| {
+            unnamed.write_all(page(run).as_bytes())?;
+            unnamed.persist(file)?;
+            Ok(())
+        });
+    written.map_err(|error| {
+        let file = text::path(file);
+        Failure::new(
+            FAILED,
+            format!("cannot write the report to {file}: {error}"),
+        )
+    })
+}
+
+/// Refuses a file that a report cannot be written to, before a run begins.
+pub fn check_target(file: &Path) -> Result<(), Failure> {
+    let dir = match file.parent() {
+        Some(dir) if !dir.as_os_str().is_empty() => dir,
+        _ => Path::new("."),
+    };
+    if dir.is_dir() && !file.is_dir() {
+        return Ok(());
+    }
+    let why = format!(
+        "cannot write a report to {}: name a file in a directory that is there",
+        text::path(file)
+    );
+    Err(Failure::new(USAGE, why))
+}

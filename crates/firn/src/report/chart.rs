@@ -1,0 +1,448 @@
+//! Charts as SVG: axes with units, areas, strips. Colours are classes, so that light and dark are matters of the page.
+
+use std::fmt::Write;
+
+use super::html::Text;
+use super::timeline::Timeline;
+use crate::text::{bytes, rate, seconds};
+
+/// How a chart is laid out: drawn once for wide screens and once for narrow ones, because text that is scaled is not legible.
+#[derive(Clone, Copy)]
+pub struct Layout {
+    /// Its class.
+    pub class: &'static str,
+    /// Pixels.
+    pub width: f64,
+    /// For the labels of the axis of values.
+    pub left: f64,
+    /// Pixels between two ticks of time, at least.
+    pub tick: f64,
+}
+
+/// Both.
+pub const LAYOUTS: [Layout; 2] = [
+    Layout {
+        class: "wide",
+        width: 1060.0,
+        left: 92.0,
+        tick: 110.0,
+    },
+    Layout {
+        class: "narrow",
+        width: 340.0,
+        left: 80.0,
+        tick: 80.0,
+    },
+];
+
+/// Free at the right, so that the last label fits.
+const RIGHT: f64 = 18.0;
+/// Height of a panel of values.
+const PANEL: f64 = 130.0;
+/// Height of what stands above a panel.
+const HEAD: f64 = 34.0;
+/// Height of a host's strips, and of each.
+const HOST: f64 = 34.0;
+const STRIP: f64 = 7.0;
+/// Hosts that have strips; the others are in the table.
+pub const HOSTS_MAX: usize = 24;
+
+/// A mark of an event.
+pub struct Mark {
+    /// Seconds since the beginning.
+    pub at: f64,
+    /// Whether something is wrong.
+    pub is_bad: bool,
+    /// For the pointer.
+    pub title: String,
+}
+
+impl Layout {
+    /// Pixels for the time.
+    fn plot(&self) -> f64 {
+        self.width - self.left - RIGHT
+    }
+
+    /// Bins of time that can be told apart.
+    pub fn bin_count(&self) -> usize {
+        (self.plot() / 3.0) as usize
+    }
+}
+
+/// The timeline of a run: rates, memory, and a strip of each host.
+pub fn timeline(layout: &Layout, timeline: &Timeline, arena_bytes: u64, marks: &[Mark]) -> String {
+    let shown = timeline.hosts.len().min(HOSTS_MAX);
+    let hosts_top = 2.0 * (HEAD + PANEL) + HEAD + 8.0;
+    let bottom = hosts_top + HOST * shown as f64;
+    let height = bottom + 30.0;
+    let width = layout.width;
+    let mut svg = format!(
+        "<svg class=\"chart {}\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" height=\"{height}\" role=\"img\" \
+         aria-label=\"Rates, memory and hosts over time\">\n",
+        layout.class
+    );
+    let axis = TimeAxis {
+        layout,
+        seconds: timeline.seconds,
+    };
+    axis.draw(&mut svg, HEAD, bottom);
+    let per_second = |value: Vec<f64>| -> Vec<f64> {
+        value.iter().map(|sum| sum / timeline.bin_seconds).collect()
+    };
+    let ingest = per_second(timeline.sum(|bin| bin.ingest_bytes));
+    let drain = per_second(timeline.sum(|bin| bin.drain_bytes));
+    let panel = Panel {
+        axis: &axis,
+        top: HEAD,
+        title: "Bytes a second, all hosts",
+        unit: &|value| rate(value),
+    };
+    let most = ingest.iter().chain(&drain).copied().fold(0.0, f64::max);
+    panel.draw(&mut svg, most, &[("in", &ingest), ("out", &drain)]);
+    let held = timeline.sum(|bin| bin.held_bytes);
+    let panel = Panel {
+        axis: &axis,
+        top: HEAD + PANEL + HEAD,
+        title: "In memory, not yet in the backing",
+        unit: &|value| bytes(value as u64),
+    };
+    let most = held.iter().copied().fold(0.0, f64::max);
+    let scale = panel.draw(&mut svg, most, &[("held", &held)]);
+    if scale.most >= arena_bytes as f64 && arena_bytes > 0 {
+        let y = panel.y(&scale, arena_bytes as f64);
+        let (left, right) = (layout.left, width - RIGHT);
+        let _ = writeln!(
+            svg,
+            "<line class=\"limit\" x1=\"{left}\" x2=\"{right}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/>\
+             <text class=\"limit-text\" x=\"{right}\" y=\"{:.1}\" text-anchor=\"end\">arena {}</text>",
+            y - 4.0,
+            bytes(arena_bytes)
+        );
+    }
+    let _ = writeln!(
+        svg,
+        "<text class=\"title\" x=\"{}\" y=\"{:.1}\">Each host</text>",
+        layout.left,
+        hosts_top - 12.0
+    );
+    for (index, host) in timeline.hosts.iter().take(shown).enumerate() {
+        let top = hosts_top + HOST * index as f64;
+        let name: String = host.host.chars().take(layout.left as usize / 8).collect();
+        let _ = writeln!(
+            svg,
+            "<text class=\"tick\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
+            layout.left - 8.0,
+            top + 15.0,
+            Text(name)
+        );
+        let strips: [(&str, Vec<f64>); 3] = [
+            (
+                "in",
+                host.bins
+                    .iter()
+                    .map(|bin| bin.ingest_bytes as f64)
+                    .collect(),
+            ),
+            (
+                "out",
+                host.bins.iter().map(|bin| bin.drain_bytes as f64).collect(),
+            ),
+            (
+                "wait",
+                host.bins
+                    .iter()
+                    .map(|bin| {
+                        let waits_us = bin.close_us + bin.fsync_us;
+                        bin.waiting_writers as f64 + waits_us as f64 / 1e6
+                    })
+                    .collect(),
+            ),
+        ];
+        for (number, (class, values)) in strips.iter().enumerate() {
+            let y = top + number as f64 * (STRIP + 1.0);
+            axis.strip(&mut svg, class, y, values);
+        }
+    }
+    for mark in marks {
+        let x = axis.x(mark.at);
+        let class = if mark.is_bad { "mark bad" } else { "mark" };
+        let _ = writeln!(
+            svg,
+            "<g class=\"{class}\"><title>{}</title><line x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{HEAD}\" y2=\"{bottom}\"/>\
+             <circle cx=\"{x:.1}\" cy=\"{HEAD}\" r=\"3.5\"/></g>",
+            Text(&mark.title)
+        );
+    }
+    // For the pointer: the script of the page reads it, and shows nothing that is not in the chart.
+    let column = |values: &[f64], shown: &dyn Fn(f64) -> String| {
+        let texts: Vec<String> = values.iter().map(|value| shown(*value)).collect();
+        texts.join("|")
+    };
+    let _ = writeln!(
+        svg,
+        "<rect class=\"pointer\" x=\"{}\" y=\"{HEAD}\" width=\"{:.1}\" height=\"{:.1}\" data-seconds=\"{}\" data-in=\"{}\" \
+         data-out=\"{}\" data-held=\"{}\"/><line class=\"cursor\" y1=\"{HEAD}\" y2=\"{bottom}\"/>\n</svg>",
+        layout.left,
+        layout.plot(),
+        bottom - HEAD,
+        timeline.seconds,
+        column(&ingest, &|value| rate(value)),
+        column(&drain, &|value| rate(value)),
+        column(&held, &|value| bytes(value as u64)),
+    );
+    svg
+}
+
+struct TimeAxis<'a> {
+    layout: &'a Layout,
+    seconds: f64,
+}
+
+impl TimeAxis<'_> {
+    fn x(&self, at: f64) -> f64 {
+        let share = (at / self.seconds).clamp(0.0, 1.0);
+        self.layout.left + share * self.layout.plot()
+    }
+
+    fn draw(&self, svg: &mut String, top: f64, bottom: f64) {
+        let step = time_step(self.seconds, self.layout.plot() / self.layout.tick);
+        let mut at = 0.0;
+        while at <= self.seconds * 1.0001 {
+            let x = self.x(at);
+            let _ = writeln!(
+                svg,
+                "<line class=\"grid\" x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{top}\" y2=\"{bottom}\"/>\
+                 <text class=\"tick\" x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
+                bottom + 18.0,
+                time_text(at, step)
+            );
+            at += step;
+        }
+    }
+
+    /// Rectangles where there is something, as strong as it is beside the most.
+    fn strip(&self, svg: &mut String, class: &str, y: f64, values: &[f64]) {
+        let most = values.iter().copied().fold(0.0, f64::max);
+        let width = self.layout.plot() / values.len().max(1) as f64;
+        let _ = writeln!(
+            svg,
+            "<rect class=\"lane\" x=\"{}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"{STRIP}\"/>",
+            self.layout.left,
+            self.layout.plot()
+        );
+        // Steps of strength, so that neighbours become one rectangle.
+        let strength = |value: f64| {
+            if value <= 0.0 {
+                0
+            } else {
+                (value / most * 3.0).ceil().clamp(1.0, 3.0) as u32
+            }
+        };
+        let mut start = 0;
+        for end in 1..=values.len() {
+            let now = strength(values[start]);
+            if end < values.len() && strength(values[end]) == now {
+                continue;
+            }
+            if now > 0 {
+                let x = self.layout.left + start as f64 * width;
+                let wide = ((end - start) as f64 * width).max(1.5);
+                let _ = writeln!(
+                    svg,
+                    "<rect class=\"{class} s{now}\" x=\"{x:.1}\" y=\"{y:.1}\" width=\"{wide:.1}\" height=\"{STRIP}\"/>"
+                );
+            }
+            start = end;
+        }
+    }
+}
+
+/// An axis of values.
+struct Scale {
+    step: f64,
+    most: f64,
+}
+
+struct Panel<'a> {
+    axis: &'a TimeAxis<'a>,
+    top: f64,
+    title: &'static str,
+    unit: &'a dyn Fn(f64) -> String,
+}
+
+impl Panel<'_> {
+    fn y(&self, scale: &Scale, value: f64) -> f64 {
+        self.top + PANEL * (1.0 - value / scale.most)
+    }
+
+    /// Draws the axis and an area for each row of values, of a class.
+    fn draw(&self, svg: &mut String, most: f64, rows: &[(&str, &[f64])]) -> Scale {
+        let layout = self.axis.layout;
+        let scale = byte_scale(most);
+        let _ = writeln!(
+            svg,
+            "<text class=\"title\" x=\"{}\" y=\"{:.1}\">{}</text>",
+            layout.left,
+            self.top - 13.0,
+            self.title
+        );
+        let mut value = 0.0;
+        while value <= scale.most * 1.0001 {
+            let y = self.y(&scale, value);
+            let _ = writeln!(
+                svg,
+                "<line class=\"grid\" x1=\"{}\" x2=\"{:.1}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/>\
+                 <text class=\"tick\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
+                layout.left,
+                layout.width - RIGHT,
+                layout.left - 8.0,
+                y + 4.0,
+                // The axis has round values.
+                (self.unit)(value).replace(".0 ", " ")
+            );
+            value += scale.step;
+        }
+        for (class, values) in rows {
+            let line = self.line(&scale, values);
+            let base = self.top + PANEL;
+            let (left, right) = (layout.left, layout.width - RIGHT);
+            let _ = writeln!(
+                svg,
+                "<path class=\"area {class}\" d=\"M{left} {base}{line}L{right:.1} {base}Z\"/>\
+                 <path class=\"line {class}\" d=\"M{left} {base}{line}L{right:.1} {base}\"/>"
+            );
+        }
+        scale
+    }
+
+    /// Steps: each value holds for its bin. Values that repeat draw one line.
+    fn line(&self, scale: &Scale, values: &[f64]) -> String {
+        let layout = self.axis.layout;
+        let width = layout.plot() / values.len().max(1) as f64;
+        let mut line = String::new();
+        for (index, value) in values.iter().enumerate() {
+            let is_repeated = index > 0 && values[index - 1] == *value;
+            if !is_repeated {
+                let x = layout.left + index as f64 * width;
+                let y = self.y(scale, *value);
+                let _ = write!(line, "L{x:.1} {:.1}", self.y_before(scale, values, index));
+                let _ = write!(line, "L{x:.1} {y:.1}");
+            }
+        }
+        let last = values.last().copied().unwrap_or(0.0);
+        let _ = write!(
+            line,
+            "L{:.1} {:.1}",
+            layout.width - RIGHT,
+            self.y(scale, last)
+        );
+        line
+    }
+
+    fn y_before(&self, scale: &Scale, values: &[f64], index: usize) -> f64 {
+        let before = index.checked_sub(1).map_or(0.0, |before| values[before]);
+        self.y(scale, before)
+    }
+}
+
+/// Steps of 1, 2 or 5 of a power of 1024, three to five of them up to the most.
+fn byte_scale(most: f64) -> Scale {
+    let mut unit = 1.0;
+    while most / unit > 1024.0 {
+        unit *= 1024.0;
+    }
+    let wanted = (most / unit / 4.0).max(1e-9);
+    let power = 10f64.powf(wanted.log10().floor());
+    let step = [1.0, 2.0, 5.0, 10.0]
+        .into_iter()
+        .map(|factor| factor * power)
+        .find(|step| *step >= wanted)
+        .unwrap_or(10.0 * power)
+        * unit;
+    let step = step.max(1.0);
+    let count = (most / step).ceil().max(1.0);
+    Scale {
+        step,
+        most: count * step,
+    }
+}
+
+/// The time between two ticks: such that there are so many of them at most.
+fn time_step(whole: f64, ticks_max: f64) -> f64 {
+    const STEPS: [f64; 24] = [
+        0.1,
+        0.2,
+        0.5,
+        1.0,
+        2.0,
+        5.0,
+        10.0,
+        15.0,
+        30.0,
+        60.0,
+        120.0,
+        300.0,
+        600.0,
+        900.0,
+        1800.0,
+        3600.0,
+        7200.0,
+        14_400.0,
+        21_600.0,
+        43_200.0,
+        86_400.0,
+        172_800.0,
+        604_800.0,
+        2_592_000.0,
+    ];
+    let wanted = whole / ticks_max.max(1.0);
+    let step = STEPS.into_iter().find(|step| *step >= wanted);
+    step.unwrap_or(wanted)
+}
+
+/// A moment on the axis.
+fn time_text(at: f64, step: f64) -> String {
+    if at == 0.0 {
+        "0 s".to_owned()
+    } else if step < 1.0 {
+        format!("{at:.1} s")
+    } else if at < 60.0 {
+        format!("{at:.0} s")
+    } else {
+        seconds(at)
+            .replace(" 0 s", "")
+            .replace(" 0 min", "")
+            .replace(" 0 h", "")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_scale_has_few_steps_and_holds_the_most() {
+        for most in [0.0, 1.0, 7.0, 999.0, 1025.0, 3e6, 123_456_789.0, 1e13] {
+            let Scale { step, most: top } = byte_scale(most);
+            assert!(top >= most, "{most}: {top}");
+            assert!(
+                (1.0..=5.5).contains(&(top / step)),
+                "{most}: {top} / {step}"
+            );
+        }
+    }
+
+    #[test]
+    fn ticks_of_time_are_round_and_do_not_overlap() {
+        for whole in [0.1, 3.0, 61.0, 7200.0, 1e6, 1e9] {
+            for ticks in [3.0, 9.0] {
+                let step = time_step(whole, ticks);
+                assert!(whole / step <= ticks, "{whole} {ticks}: {step}");
+            }
+        }
+        assert_eq!(time_text(0.5, 0.5), "0.5 s");
+        assert_eq!(time_text(120.0, 60.0), "2 min");
+        assert_eq!(time_text(90.0, 30.0), "1 min 30 s");
+        assert_eq!(time_text(7200.0, 3600.0), "2 h");
+    }
+}

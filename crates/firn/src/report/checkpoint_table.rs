@@ -1,0 +1,207 @@
+//! The checkpoints of all hosts, each with its way to durable.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+use firn_format::durability::DurabilityLevel;
+use firn_protocol::path::BytePath;
+use firn_protocol::record::{CheckpointRecord, RunRecord};
+
+use super::Run;
+use super::html::Text;
+use firn_client::checkpoints::Wholeness;
+use crate::text::{bytes, seconds};
+
+/// The newest of them are shown.
+const ROWS_MAX: usize = 200;
+
+/// A checkpoint of all hosts; times are seconds since the first host began.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Merged {
+    path: BytePath,
+    step: u64,
+    began: f64,
+    closed: Option<f64>,
+    drained: Option<f64>,
+    durable: Option<f64>,
+    files: u64,
+}
+
+/// One checkpoint of what each host recorded of it: it is closed, drained and durable with the last host.
+pub fn merge(records: &[RunRecord], began_unix_us: u64) -> Vec<Merged> {
+    let mut merged: BTreeMap<(u64, Vec<u8>), Merged> = BTreeMap::new();
+    for record in records {
+        let offset = (record.began_unix_us - began_unix_us) as f64 / 1e6;
+        for one in &record.checkpoints {
+            let here = shift(one, offset);
+            merged
+                .entry((one.step, one.path.as_bytes().to_vec()))
+                .and_modify(|all| all.add(&here))
+                .or_insert(here);
+        }
+    }
+    let mut merged: Vec<Merged> = merged.into_values().collect();
+    merged.sort_by(|a, b| a.began.total_cmp(&b.began));
+    merged
+}
+
+fn shift(record: &CheckpointRecord, offset: f64) -> Merged {
+    let at = |time: f64| time + offset;
+    Merged {
+        path: record.path.clone(),
+        step: record.step,
+        began: at(record.began_seconds),
+        closed: record.closed_seconds.map(at),
+        drained: record.drained_seconds.map(at),
+        durable: record.durable_seconds.map(at),
+        files: record.files,
+    }
+}
+
+impl Merged {
+    fn add(&mut self, other: &Self) {
+        let last = |a: Option<f64>, b: Option<f64>| Some(a?.max(b?));
+        self.began = self.began.min(other.began);
+        self.closed = last(self.closed, other.closed);
+        self.drained = last(self.drained, other.drained);
+        self.durable = last(self.durable, other.durable);
+        self.files = self.files.saturating_add(other.files);
+    }
+
+    /// The spans of its bar, each with a class, from and to in seconds.
+    fn spans(&self, end: f64) -> Vec<(&'static str, f64, f64)> {
+        let closed = self.closed.unwrap_or(end);
+        let drained = self.drained.map_or(end, |drained| drained.max(closed));
+        let durable = self.durable.map(|durable| durable.max(drained));
+        let mut spans = vec![
+            ("open", self.began, closed),
+            ("held", closed, drained),
+            ("drained", drained, durable.unwrap_or(end)),
+        ];
+        spans.extend(durable.map(|durable| ("durable", durable, end)));
+        spans
+    }
+}
+
+/// The section of the page; `end`: seconds that the run took.
+pub fn section(run: &Run, merged: &[Merged], end: f64) -> String {
+    let mut html = String::from("<section><h2>Checkpoints</h2>\n");
+    if merged.is_empty() {
+        html += "<p class=\"note\">None was seen: no file or directory with a step in its name (<code>step_100</code>, \
+                 <code>ckpt-0100.pt</code>) was written.</p></section>\n";
+        return html;
+    }
+    html += "<p class=\"legend\"><span><i class=\"key open\"></i>being written</span> \
+             <span><i class=\"key held\"></i>closed, in memory</span> <span><i class=\"key drained\"></i>in the backing</span> \
+             <span><i class=\"key durable\"></i>durable</span></p>\n\
+             <div class=\"scroll\"><table class=\"checkpoints\"><thead><tr><th class=\"n\">Step</th><th>Checkpoint</th>\
+             <th class=\"n\">Size</th><th class=\"n extra\">Files</th><th class=\"n extra\">Began at</th>\
+             <th class=\"n extra\">Written in</th><th class=\"n\">In backing after</th><th class=\"n extra\">Durable after</th>\
+             <th>Now</th></tr></thead><tbody>\n";
+    let hidden = merged.len().saturating_sub(ROWS_MAX);
+    for one in &merged[hidden..] {
+        html += &row(run, one, end);
+    }
+    html += "</tbody></table></div>\n";
+    if hidden > 0 {
+        let _ = writeln!(
+            html,
+            "<p class=\"note\">{hidden} older checkpoints are left out.</p>"
+        );
+    }
+    html += "<p class=\"note\">“In backing after” and “durable after” count from the last close. A checkpoint is durable when \
+             each file was synced, by fsync(2) or <code>firn wait --until durable</code>. Of one that was removed the size is \
+             not known.</p></section>\n";
+    html
+}
+
+fn row(run: &Run, one: &Merged, end: f64) -> String {
+    let now = run.checkpoints.get(&one.path);
+    let since_close = |time: Option<f64>| match (time, one.closed) {
+        (Some(time), Some(closed)) => seconds((time - closed).max(0.0)),
+        _ => "–".to_owned(),
+    };
+    let size = now.map_or("–".to_owned(), |now| bytes(now.bytes));
+    let files = now.map_or(one.files, |now| now.files);
+    let written = one.closed.map_or("open".to_owned(), |closed| {
+        seconds((closed - one.began).max(0.0))
+    });
+    let state = match now {
+        None => "removed".to_owned(),
+        Some(now) => match now.wholeness {
+            Wholeness::Whole | Wholeness::Unknown => match (one.durable, now.level) {
+                (Some(_), _) => "durable",
+                (None, level) => level.map_or("empty", DurabilityLevel::as_str),
+            },
+            other => other.as_str(),
+        }
+        .to_owned(),
+    };
+    let spans: String = one
+        .spans(end)
+        .into_iter()
+        .filter(|(_, from, to)| to > from)
+        .map(|(class, from, to)| {
+            let (left, width) = (from / end * 100.0, (to - from) / end * 100.0);
+            format!("<i class=\"{class}\" style=\"left:{left:.2}%;width:{width:.2}%\"></i>")
+        })
+        .collect();
+    format!(
+        "<tr><td class=\"n\">{}</td><td class=\"path\">{}</td><td class=\"n\">{size}</td><td class=\"n extra\">{files}</td>\
+         <td class=\"n extra\">{}</td><td class=\"n extra\">{written}</td><td class=\"n\">{}</td><td class=\"n extra\">{}</td><td>{}</td></tr>\n\
+         <tr class=\"way\"><td colspan=\"9\"><div class=\"bar\">{spans}</div></td></tr>\n",
+        one.step,
+        Text(&one.path),
+        seconds(one.began),
+        since_close(one.drained),
+        since_close(one.durable),
+        Text(state)
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_checkpoint_of_two_hosts_is_durable_with_the_last_one() {
+        let record = |host: &str, began_unix_us, durable_seconds| RunRecord {
+            host: host.into(),
+            began_unix_us,
+            checkpoints: vec![CheckpointRecord {
+                path: "step_5".into(),
+                step: 5,
+                began_seconds: 1.0,
+                closed_seconds: Some(2.0),
+                drained_seconds: Some(3.0),
+                durable_seconds,
+                files: 4,
+            }],
+            ..RunRecord::default()
+        };
+        let records = [
+            record("a", 0, Some(4.0)),
+            record("b", 10_000_000, Some(5.0)),
+        ];
+        let merged = merge(&records, 0);
+        let expected = Merged {
+            path: "step_5".into(),
+            step: 5,
+            began: 1.0,
+            closed: Some(12.0),
+            drained: Some(13.0),
+            durable: Some(15.0),
+            files: 8,
+        };
+        assert_eq!(merged, std::slice::from_ref(&expected));
+        let records = [record("a", 0, Some(4.0)), record("b", 10_000_000, None)];
+        assert_eq!(super::merge(&records, 0)[0].durable, None);
+        // Its bar has no gap, and ends at the end.
+        let spans = expected.spans(20.0);
+        assert!(
+            spans.windows(2).all(|pair| pair[0].2 == pair[1].1),
+            "{spans:?}"
+        );
+        assert_eq!(spans.last().map(|span| span.2), Some(20.0));
+    }
+}

@@ -1,0 +1,40 @@
+//! Text in HTML.
+
+use std::fmt;
+
+/// Shows something as text: no character of it is markup.
+pub struct Text<T>(pub T);
+
+impl<T: fmt::Display> fmt::Display for Text<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::write(&mut Escape(f), format_args!("{}", self.0))
+    }
+}
+
+struct Escape<'a, 'b>(&'a mut fmt::Formatter<'b>);
+
+impl fmt::Write for Escape<'_, '_> {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        text.chars().try_for_each(|one| match one {
+            '&' => self.0.write_str("&amp;"),
+            '<' => self.0.write_str("&lt;"),
+            '>' => self.0.write_str("&gt;"),
+            '"' => self.0.write_str("&quot;"),
+            '\'' => self.0.write_str("&#39;"),
+            // HTML has no other way to say them, and they may hide what stands beside them.
+            one if one.is_control() => self.0.write_str("\u{fffd}"),
+            one => self.0.write_char(one),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_name_becomes_markup() {
+        let text = Text("<script>\"'&\u{1b}\n").to_string();
+        assert_eq!(text, "&lt;script&gt;&quot;&#39;&amp;\u{fffd}\u{fffd}");
+    }
+}

@@ -1,0 +1,685 @@
+//! The page: what matters first, then when it happened, then the parts.
+
+use std::fmt::Write;
+use std::time::{Duration, UNIX_EPOCH};
+
+use firn_protocol::HistogramStatus;
+use firn_protocol::events;
+use firn_protocol::record::{EventRecord, RunRecord};
+
+use super::Run;
+use super::chart::{self, LAYOUTS, Mark};
+use super::checkpoint_table as checkpoints;
+use super::html::Text;
+use super::timeline::Timeline;
+use crate::text::{self, bytes, count, seconds};
+
+const STYLE: &str = include_str!("page.css");
+const SCRIPT: &str = include_str!("page.js");
+/// The newest of them are shown.
+const EVENTS_MAX: usize = 500;
+/// Marks in the timeline: more would hide it.
+const MARKS_MAX: usize = 60;
+
+/// Sums over all hosts.
+struct Total {
+    held_bytes: u64,
+    cancelled_bytes: u64,
+    drain_errors: u64,
+    has_ended: bool,
+    ingest_write_bytes: HistogramStatus,
+    drain_write_bytes: HistogramStatus,
+    write_seconds: HistogramStatus,
+    close_seconds: HistogramStatus,
+    fsync_seconds: HistogramStatus,
+    drain_seconds: HistogramStatus,
+}
+
+impl Total {
+    fn of(records: &[RunRecord]) -> Self {
+        let sum = |value: &dyn Fn(&RunRecord) -> u64| -> u64 {
+            records
+                .iter()
+                .fold(0, |sum, one| sum.saturating_add(value(one)))
+        };
+        let merge = |histogram: &dyn Fn(&RunRecord) -> &HistogramStatus| {
+            let mut all = HistogramStatus::default();
+            records.iter().for_each(|one| add(&mut all, histogram(one)));
+            all
+        };
+        Self {
+            held_bytes: sum(&|one| one.held_bytes),
+            cancelled_bytes: sum(&|one| one.cancelled_bytes),
+            drain_errors: sum(&|one| one.drain_errors),
+            has_ended: records.iter().all(|one| one.has_ended),
+            ingest_write_bytes: merge(&|one| &one.ingest_write_bytes),
+            drain_write_bytes: merge(&|one| &one.drain_write_bytes),
+            write_seconds: merge(&|one| &one.write_seconds),
+            close_seconds: merge(&|one| &one.close_seconds),
+            fsync_seconds: merge(&|one| &one.fsync_seconds),
+            drain_seconds: merge(&|one| &one.drain_seconds),
+        }
+    }
+
+    /// Seconds that programs were in write, close and fsync, all added up.
+    fn waited_seconds(&self) -> f64 {
+        self.write_seconds.sum + self.close_seconds.sum + self.fsync_seconds.sum
+    }
+
+    /// Seconds of calls that programs would have spent in writes of their own; none: nothing was written to the backing.
+    fn direct_seconds(&self) -> Option<f64> {
+        let drained = self.drain_write_bytes.sum;
+        (drained > 0.0).then(|| self.drain_seconds.sum / drained * self.ingest_write_bytes.sum)
+    }
+}
+
+/// Adds up two histograms of the same bounds; another one is left out.
+fn add(all: &mut HistogramStatus, other: &HistogramStatus) {
+    if all.bounds.is_empty() {
+        *all = other.clone();
+    } else if all.bounds == other.bounds {
+        for (count, more) in all.counts.iter_mut().zip(&other.counts) {
+            *count = count.saturating_add(*more);
+        }
+        all.sum += other.sum;
+    }
+}
+
+pub fn page(run: &Run) -> String {
+    let total = Total::of(&run.records);
+    let timelines = LAYOUTS.map(|layout| Timeline::new(&run.records, layout.bin_count()));
+    let [line, _] = &timelines;
+    let title = run
+        .records
+        .first()
+        .map_or_else(String::new, |one| one.mount_point.to_string());
+    let mut html = format!(
+        "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
+         <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\
+         <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none';style-src 'unsafe-inline';script-src \
+         'unsafe-inline'\"><title>Firn run: {}</title>\n<style>\n{STYLE}</style></head>\n<body><main>\n",
+        Text(&title)
+    );
+    html += &header(run, &title, line);
+    html += &problems(run, &total);
+    html += &cards(&total);
+    html += &timeline(run, &timelines);
+    let merged = checkpoints::merge(&run.records, line.began_unix_us);
+    html += &checkpoints::section(run, &merged, line.seconds);
+    html += &sizes(&total);
+    html += &calls(&total);
+    html += &saved(&total);
+    html += &event_table(run, line.began_unix_us);
+    html += &hosts(run);
+    let _ = write!(
+        html,
+        "<footer>Made by firn {}. Times are of each host's own clock; sums are of all hosts. Each moment of the timeline is at \
+         least {} long, and what was counted between two looks is spread over the time between them.</footer>\n</main>\n\
+         <script>\n{SCRIPT}</script></body></html>\n",
+        env!("CARGO_PKG_VERSION"),
+        longest_moment(&run.records)
+    );
+    html
+}
+
+fn longest_moment(records: &[RunRecord]) -> String {
+    let longest = records.iter().map(|one| one.bucket_ms).max().unwrap_or(0);
+    seconds(longest as f64 / 1000.0)
+}
+
+/// A moment as a person reads it.
+fn date(unix_us: u64) -> String {
+    // What humantime writes ends before the year 10000; a record begins in a century of ours.
+    let at = UNIX_EPOCH + Duration::from_micros(unix_us);
+    let text = humantime::format_rfc3339_seconds(at).to_string();
+    text.replace('T', " ").replace('Z', " UTC")
+}
+
+fn header(run: &Run, title: &str, line: &Timeline) -> String {
+    let hosts = count(host_count(&run.records), "host");
+    let backing = run.records.first().map(|one| one.backing.to_string());
+    let state = if run.records.iter().all(|one| one.has_ended) {
+        ""
+    } else {
+        " · still mounted"
+    };
+    format!(
+        "<header><p class=\"eyebrow\">Firn · report of a run</p><h1>{}</h1><p class=\"sub\">{} · {} · {hosts} · files in \
+         <code>{}</code>{state}</p></header>\n",
+        Text(title),
+        date(line.began_unix_us),
+        seconds(line.seconds),
+        Text(backing.unwrap_or_default()),
+    )
+}
+
+fn host_count(records: &[RunRecord]) -> u64 {
+    let mut hosts: Vec<&str> = records.iter().map(|one| one.host.as_str()).collect();
+    hosts.sort_unstable();
+    hosts.dedup();
+    hosts.len() as u64
+}
+
+/// What is wrong comes first.
+fn problems(run: &Run, total: &Total) -> String {
+    let mut all = run.failures.clone();
+    if total.held_bytes > 0 && total.has_ended {
+        all.push(format!(
+            "{} stayed in memory when the mount ended: mount it again, or `firn recover` the backing",
+            bytes(total.held_bytes)
+        ));
+    }
+    if total.drain_errors > 0 {
+        let errors = count(total.drain_errors, "write");
+        all.push(format!(
+            "{errors} to the backing failed and had to be tried again: see the events below"
+        ));
+    }
+    let forgotten = run
+        .records
+        .iter()
+        .fold(0u64, |sum, one| sum.saturating_add(one.forgotten));
+    if forgotten > 0 {
+        all.push(format!(
+            "there were more checkpoints, files or events than a record holds: {forgotten} are missing"
+        ));
+    }
+    if all.is_empty() {
+        return String::new();
+    }
+    let items: String = all
+        .iter()
+        .map(|one| format!("<li>{}</li>", Text(one)))
+        .collect();
+    format!("<section class=\"problems\"><h2>Look at this first</h2><ul>{items}</ul></section>\n")
+}
+
+fn cards(total: &Total) -> String {
+    let ingest = &total.ingest_write_bytes;
+    let drain = &total.drain_write_bytes;
+    let mean = |histogram: &HistogramStatus| {
+        histogram.mean().map_or("no write".to_owned(), |mean| {
+            format!("{} on average", bytes(mean as u64))
+        })
+    };
+    let card = |class: &str, label: &str, value: &str, notes: &[String]| {
+        let notes: String = notes
+            .iter()
+            .map(|one| format!("<span>{one}</span>"))
+            .collect();
+        format!(
+            "<div class=\"card {class}\"><span class=\"label\">{label}</span><b>{value}</b>{notes}</div>"
+        )
+    };
+    let mut html = String::from("<section class=\"cards\">");
+    html += &card(
+        "",
+        "Written by programs",
+        &bytes(ingest.sum as u64),
+        &[count(ingest.count(), "write"), mean(ingest)],
+    );
+    html += &card(
+        "",
+        "Written to the backing",
+        &bytes(drain.sum as u64),
+        &[count(drain.count(), "write"), mean(drain)],
+    );
+    html += &card(
+        "",
+        "Programs waited",
+        &seconds(total.waited_seconds()),
+        &[
+            "in write, close and fsync,".into(),
+            "all programs added up".into(),
+        ],
+    );
+    let saved = total
+        .direct_seconds()
+        .map(|direct| direct - total.waited_seconds());
+    html += &match saved {
+        Some(saved) if saved >= 0.0 => card(
+            "good",
+            "Time saved",
+            &format!("≈ {}", seconds(saved)),
+            &["inferred, see below".into()],
+        ),
+        Some(lost) => card(
+            "bad",
+            "Time lost",
+            &format!("≈ {}", seconds(-lost)),
+            &["inferred, see below".into()],
+        ),
+        None => card(
+            "",
+            "Time saved",
+            "–",
+            &["nothing was written".into(), "to the backing".into()],
+        ),
+    };
+    let class = if total.held_bytes > 0 && total.has_ended {
+        "bad"
+    } else {
+        ""
+    };
+    html += &card(
+        class,
+        "Only in memory",
+        &bytes(total.held_bytes),
+        &[if total.has_ended {
+            "at the end of the mount".into()
+        } else {
+            "now".into()
+        }],
+    );
+    html + "</section>\n"
+}
+
+fn timeline(run: &Run, timelines: &[Timeline; 2]) -> String {
+    let mut html = String::from(
+        "<section><h2>Timeline</h2>\n<p class=\"legend\"><span><i class=\"key in\"></i>written by programs</span> \
+         <span><i class=\"key out\"></i>written to the backing</span> <span><i class=\"key held\"></i>in memory</span> \
+         <span><i class=\"key wait\"></i>programs wait</span> <span><i class=\"key event\"></i>event</span></p>\n",
+    );
+    let arena_bytes = run
+        .records
+        .iter()
+        .fold(0u64, |sum, one| sum.saturating_add(one.arena_bytes));
+    let marks = marks(run, timelines[0].began_unix_us);
+    for (layout, line) in LAYOUTS.iter().zip(timelines) {
+        html += &chart::timeline(layout, line, arena_bytes, &marks);
+    }
+    let hidden = timelines[0].hosts.len().saturating_sub(chart::HOSTS_MAX);
+    if hidden > 0 {
+        let _ = write!(
+            html,
+            "<p class=\"note\">{} more in the table of hosts.</p>",
+            count(hidden as u64, "host")
+        );
+    }
+    html + "<p class=\"note\">A host's strips: written by programs, written to the backing, programs that wait for room, in close \
+            or in fsync; the stronger, the more beside its own most. A wait is drawn where it ended, but one for room while it \
+            lasts.</p></section>\n"
+}
+
+/// Events that a person looks for first, the newest.
+fn marks(run: &Run, began_unix_us: u64) -> Vec<Mark> {
+    let mut marks: Vec<Mark> = all_events(run)
+        .into_iter()
+        .filter(|(_, event)| !matches!(event.kind.as_str(), "mounted" | "unmounted"))
+        .map(|(host, event)| {
+            let at = event.unix_us.saturating_sub(began_unix_us) as f64 / 1e6;
+            Mark {
+                at,
+                is_bad: is_bad(event),
+                title: format!("{} · {host}: {}", seconds(at), event_text(event)),
+            }
+        })
+        .collect();
+    marks.drain(..marks.len().saturating_sub(MARKS_MAX));
+    marks
+}
+
+fn is_bad(event: &EventRecord) -> bool {
+    matches!(
+        event.kind.as_str(),
+        "arena_full" | "backing_failed" | "error_given_up" | "aborted"
+    )
+}
+
+/// The events of all hosts, the oldest first.
+fn all_events(run: &Run) -> Vec<(&str, &EventRecord)> {
+    let of_host = |one: &'_ RunRecord| one.events.len();
+    let mut all = Vec::with_capacity(run.records.iter().map(of_host).sum());
+    for record in &run.records {
+        all.extend(
+            record
+                .events
+                .iter()
+                .map(|event| (record.host.as_str(), event)),
+        );
+    }
+    all.sort_by_key(|(_, event)| event.unix_us);
+    all
+}
+
+/// What happened, in a sentence with what it tells.
+fn event_text(event: &EventRecord) -> String {
+    let known = events::find(&event.kind);
+    let mut line = known.map_or_else(|| event.kind.clone(), |known| known.help.to_owned());
+    let fields = event.fields.iter();
+    let fields: Vec<String> = fields
+        .map(|(name, value)| match value.parse::<f64>() {
+            Ok(number) => {
+                let word = ["_bytes", "_seconds"]
+                    .iter()
+                    .find_map(|unit| name.strip_suffix(unit))
+                    .unwrap_or(name);
+                format!("{} {}", word.replace('_', " "), text::figure(name, number))
+            }
+            Err(_) => format!("{} {value}", name.replace('_', " ")),
+        })
+        .collect();
+    if !fields.is_empty() {
+        let _ = write!(line, " ({})", fields.join(", "));
+    }
+    line
+}
+
+fn sizes(total: &Total) -> String {
+    let (ingest, drain) = (&total.ingest_write_bytes, &total.drain_write_bytes);
+    let mut html = String::from(
+        "<section><h2>Sizes of writes, before and after</h2>\n<p class=\"legend\"><span><i class=\"key in\"></i>writes of programs</span> \
+         <span><i class=\"key out\"></i>writes to the backing</span></p>\n<table class=\"sizes\"><thead><tr><th class=\"n\">Size up to</th>\
+         <th class=\"n\">Programs</th><th class=\"meter\"></th><th class=\"n\">Backing</th><th class=\"meter\"></th></tr></thead>\
+         <tbody>\n",
+    );
+    let most = |histogram: &HistogramStatus| histogram.counts.iter().copied().max().unwrap_or(0);
+    let (most_in, most_out) = (most(ingest).max(1), most(drain).max(1));
+    // Of one that is empty there are no buckets.
+    let counts = |histogram: &HistogramStatus, index: usize| {
+        histogram.counts.get(index).copied().unwrap_or(0)
+    };
+    let length = ingest.counts.len().max(drain.counts.len());
+    let is_used = |index: &usize| counts(ingest, *index) > 0 || counts(drain, *index) > 0;
+    let first = (0..length).find(is_used).unwrap_or(0);
+    let last = (0..length).rfind(is_used).map_or(0, |last| last + 1);
+    let longer = if ingest.bounds.is_empty() {
+        drain
+    } else {
+        ingest
+    };
+    for index in first..last {
+        let size = match longer.bounds.get(index) {
+            Some(bound) => bytes(*bound as u64),
+            None => "more".to_owned(),
+        };
+        let (one, other) = (counts(ingest, index), counts(drain, index));
+        let _ = writeln!(
+            html,
+            "<tr><td class=\"n\">{size}</td><td class=\"n\">{}</td>{}<td class=\"n\">{}</td>{}</tr>",
+            number(one),
+            meter("in", one, most_in),
+            number(other),
+            meter("out", other, most_out)
+        );
+    }
+    html += "</tbody></table>\n";
+    let note = if drain.count() > 0 {
+        let factor = ingest.count() as f64 / drain.count() as f64;
+        format!(
+            "Number of writes of each size. {} became {}: {factor:.1} writes of programs for one to the backing.",
+            count(ingest.count(), "write"),
+            count(drain.count(), "write")
+        )
+    } else {
+        "Number of writes of each size.".to_owned()
+    };
+    let _ = writeln!(html, "<p class=\"note\">{note}</p></section>");
+    html
+}
+
+/// A count; nothing for none.
+fn number(count: u64) -> String {
+    if count == 0 {
+        String::new()
+    } else {
+        count.to_string()
+    }
+}
+
+fn meter(class: &str, count: u64, most: u64) -> String {
+    let bar = if count == 0 {
+        String::new()
+    } else {
+        let width = count as f64 / most as f64 * 100.0;
+        format!("<i class=\"{class}\" style=\"width:{width:.1}%\"></i>")
+    };
+    format!("<td class=\"meter\">{bar}</td>")
+}
+
+fn calls(total: &Total) -> String {
+    let rows = [
+        (
+            "write",
+            "of programs, with waits for room",
+            &total.write_seconds,
+        ),
+        ("close", "of programs", &total.close_seconds),
+        ("fsync", "of programs", &total.fsync_seconds),
+        (
+            "drain",
+            "writes of firnd to the backing",
+            &total.drain_seconds,
+        ),
+    ];
+    let most = rows.iter().map(|(.., one)| one.sum).fold(0.0, f64::max);
+    let mut html = String::from(
+        "<section><h2>Time in calls</h2>\n<div class=\"scroll\"><table><thead><tr><th>Call</th><th class=\"n\">Calls</th>\
+         <th class=\"n\">Together</th><th class=\"meter extra\"></th><th class=\"n\">On average</th><th class=\"n extra\">Half up to</th>\
+         <th class=\"n\">99 % up to</th></tr></thead><tbody>\n",
+    );
+    for (name, about, histogram) in rows {
+        let upto = |share| match histogram.quantile(share) {
+            None => "–".to_owned(),
+            Some(bound) if bound.is_finite() => short_time(bound),
+            Some(_) => "more".to_owned(),
+        };
+        let mean = histogram.mean().map_or("–".to_owned(), short_time);
+        let width = if most > 0.0 {
+            histogram.sum / most * 100.0
+        } else {
+            0.0
+        };
+        let bar = if histogram.sum > 0.0 {
+            format!("<i class=\"time\" style=\"width:{width:.1}%\"></i>")
+        } else {
+            String::new()
+        };
+        let _ = writeln!(
+            html,
+            "<tr><td class=\"call\">{name}<small>{about}</small></td><td class=\"n\">{}</td><td class=\"n\">{}</td>\
+             <td class=\"meter extra\">{bar}</td><td class=\"n\">{mean}</td><td class=\"n extra\">{}</td><td class=\"n\">{}</td></tr>",
+            histogram.count(),
+            seconds(histogram.sum),
+            upto(0.5),
+            upto(0.99)
+        );
+    }
+    html + "</tbody></table></div><p class=\"note\">Measured in firnd, from a request to its answer. Programs with the preload \
+            library store bytes in memory themselves: such writes are counted under sizes and not here.</p></section>\n"
+}
+
+/// Times of calls, some of which are microseconds.
+fn short_time(time: f64) -> String {
+    match time {
+        ..0.000_999_5 => format!("{:.0} µs", time * 1e6),
+        ..0.1 => format!("{:.1} ms", time * 1e3),
+        _ => seconds(time),
+    }
+}
+
+fn saved(total: &Total) -> String {
+    let tag = |word: &str| format!(" <span class=\"tag\">{word}</span>");
+    let (measured, inferred) = (tag("measured"), tag("inferred"));
+    let mut html = String::from("<section><h2>Time saved beside writing directly</h2>\n");
+    let Some(direct) = total.direct_seconds() else {
+        return html
+            + "<p class=\"note\">Nothing was written to the backing, so its speed is not known.</p></section>\n";
+    };
+    let waited = total.waited_seconds();
+    let drain = &total.drain_seconds;
+    let (word, difference) = if direct >= waited {
+        ("Time saved", direct - waited)
+    } else {
+        ("Time lost", waited - direct)
+    };
+    let _ = writeln!(
+        html,
+        "<dl><dt>Writes of firnd to the backing{measured}<small>{} of calls for {}</small></dt><dd>{}</dd>\
+         <dt>The same for all bytes that programs wrote{inferred}<small>{} at that speed, with {} that were overwritten or removed \
+         in memory</small></dt><dd>{}</dd>\
+         <dt>Programs in write, close and fsync{measured}</dt><dd>− {}</dd>\
+         <dt class=\"sum\">{word}{inferred}</dt><dd class=\"sum\">≈ {}</dd></dl>",
+        seconds(drain.sum),
+        bytes(total.drain_write_bytes.sum as u64),
+        seconds(drain.sum),
+        bytes(total.ingest_write_bytes.sum as u64),
+        bytes(total.cancelled_bytes),
+        seconds(direct),
+        seconds(waited),
+        seconds(difference)
+    );
+    html + "<p class=\"note\">All programs and hosts are added up, so eight that wait one second count eight. The inference assumes \
+            that programs would have written to the backing as fast, byte for byte, as firnd did with its larger and ordered \
+            writes; smaller writes are seldom as fast, so the saving is rather larger. Writes to the backing may end in a page cache, for \
+            programs as for firnd. Stores of the preload library are not timed, and not in the time of programs.</p></section>\n"
+}
+
+fn event_table(run: &Run, began_unix_us: u64) -> String {
+    let all = all_events(run);
+    let mut html = String::from("<section><h2>Events and errors</h2>\n");
+    if all.is_empty() {
+        return html + "<p class=\"note\">None.</p></section>\n";
+    }
+    let hidden = all.len().saturating_sub(EVENTS_MAX);
+    html += "<div class=\"scroll\"><table><thead><tr><th class=\"n\">At</th><th>Host</th><th>What</th></tr></thead><tbody>\n";
+    for (host, event) in &all[hidden..] {
+        let at = event.unix_us.saturating_sub(began_unix_us) as f64 / 1e6;
+        let class = if is_bad(event) {
+            " class=\"bad-text\""
+        } else {
+            ""
+        };
+        let _ = writeln!(
+            html,
+            "<tr><td class=\"n\">{}</td><td>{}</td><td{class}>{}</td></tr>",
+            seconds(at),
+            Text(host),
+            Text(event_text(event))
+        );
+    }
+    html += "</tbody></table></div>\n";
+    if hidden > 0 {
+        let _ = writeln!(
+            html,
+            "<p class=\"note\">{hidden} older events are left out.</p>"
+        );
+    }
+    html + "</section>\n"
+}
+
+fn hosts(run: &Run) -> String {
+    let mut html = String::from(
+        "<section><h2>Hosts</h2>\n<div class=\"scroll\"><table><thead><tr><th>Host</th><th class=\"extra\">Mounted at</th><th class=\"n\">For</th>\
+         <th class=\"n\">Written</th><th class=\"n\">To backing</th><th class=\"n\">In memory</th><th class=\"extra\">Version</th>\
+         <th class=\"extra\">Record</th></tr></thead><tbody>\n",
+    );
+    for record in &run.records {
+        let sums = record.total();
+        let state = if record.has_ended {
+            "complete"
+        } else {
+            "until then"
+        };
+        let _ = writeln!(
+            html,
+            "<tr><td>{}</td><td class=\"extra\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td>\
+             <td class=\"n\">{}</td><td class=\"extra\">{}</td><td class=\"extra\">{state}</td></tr>",
+            Text(&record.host),
+            date(record.began_unix_us),
+            seconds(record.lasted_seconds),
+            bytes(sums.ingest_bytes),
+            bytes(sums.drain_bytes),
+            bytes(record.held_bytes),
+            Text(&record.firn_version)
+        );
+    }
+    html += "</tbody></table></div>\n";
+    let mut options: Vec<&String> = run.records.iter().flat_map(|one| &one.options).collect();
+    options.sort();
+    options.dedup();
+    if !options.is_empty() {
+        let options: Vec<&str> = options.iter().map(|one| one.as_str()).collect();
+        let _ = writeln!(
+            html,
+            "<p class=\"note\">Options: <code>{}</code></p>",
+            Text(options.join(" "))
+        );
+    }
+    html + "</section>\n"
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    fn hostile() -> Run {
+        let name = "</script><script>alert(1)</script>\"'&";
+        let event = EventRecord {
+            kind: name.into(),
+            fields: BTreeMap::from([(name.into(), name.into())]),
+            ..EventRecord::default()
+        };
+        let checkpoint = firn_protocol::record::CheckpointRecord {
+            path: name.into(),
+            ..Default::default()
+        };
+        let record = RunRecord {
+            host: name.into(),
+            mount_point: name.into(),
+            backing: name.into(),
+            firn_version: name.into(),
+            options: vec![name.into()],
+            bucket_ms: 100,
+            events: vec![event],
+            checkpoints: vec![checkpoint],
+            ..RunRecord::default()
+        };
+        Run {
+            records: vec![record],
+            failures: vec![name.into()],
+            ..Run::default()
+        }
+    }
+
+    #[test]
+    fn no_name_becomes_markup_anywhere() {
+        let html = page(&hostile());
+        assert!(!html.contains("<script>alert"), "{html}");
+        assert_eq!(html.matches("<script>").count(), 1);
+        assert_eq!(html.matches("</script>").count(), 1);
+        assert!(html.matches("&lt;script&gt;alert(1)").count() > 8);
+    }
+
+    #[test]
+    fn the_page_asks_no_network() {
+        let html = page(&hostile());
+        for word in ["http://", "https://", "src=", "@import", "url("] {
+            assert!(!html.contains(word), "{word}");
+        }
+    }
+
+    #[test]
+    fn the_saving_is_what_the_backing_would_have_cost_less_what_programs_waited() {
+        let histogram = |count, sum| HistogramStatus {
+            bounds: vec![1.0],
+            counts: vec![count, 0],
+            sum,
+        };
+        let record = RunRecord {
+            ingest_write_bytes: histogram(100, 2000.0),
+            drain_write_bytes: histogram(10, 1000.0),
+            drain_seconds: histogram(10, 5.0),
+            write_seconds: histogram(100, 1.0),
+            close_seconds: histogram(1, 0.5),
+            ..RunRecord::default()
+        };
+        let total = Total::of(&[record.clone(), record]);
+        assert_eq!(total.direct_seconds(), Some(20.0));
+        assert_eq!(total.waited_seconds(), 3.0);
+        let none = Total::of(&[RunRecord::default()]);
+        assert_eq!(none.direct_seconds(), None);
+    }
+}

@@ -1,0 +1,127 @@
+//! The moments of all hosts on one axis of time.
+
+use firn_protocol::record::{Bucket, RunRecord};
+
+/// What one host did.
+pub struct HostLine {
+    /// Its name.
+    pub host: String,
+    /// One for each bin.
+    pub bins: Vec<Bucket>,
+}
+
+/// The hosts of a run on one axis.
+pub struct Timeline {
+    /// When the first host began, by its clock: microseconds since 1970.
+    pub began_unix_us: u64,
+    /// Time from then to the end of the last host.
+    pub seconds: f64,
+    /// How long a bin lasts.
+    pub bin_seconds: f64,
+    /// In the order of the records.
+    pub hosts: Vec<HostLine>,
+}
+
+impl Timeline {
+    /// Puts records on an axis of so many bins.
+    pub fn new(records: &[RunRecord], bin_count: usize) -> Self {
+        let began = records.iter().map(|one| one.began_unix_us).min();
+        let began_unix_us = began.unwrap_or(0);
+        let start = |record: &RunRecord| (record.began_unix_us - began_unix_us) as f64 / 1e6;
+        let ends = records.iter().map(|one| start(one) + one.lasted_seconds);
+        // No axis without length.
+        let seconds = ends.fold(0.1, f64::max);
+        let bin_seconds = seconds / bin_count as f64;
+        let hosts = records.iter().map(|record| HostLine {
+            host: record.host.clone(),
+            bins: spread(record, start(record), bin_seconds, bin_count),
+        });
+        Self {
+            began_unix_us,
+            seconds,
+            bin_seconds,
+            hosts: hosts.collect(),
+        }
+    }
+
+    /// The sums of all hosts: those of `value`, for each bin.
+    pub fn sum(&self, value: impl Fn(&Bucket) -> u64) -> Vec<f64> {
+        let count = self.hosts.first().map_or(0, |host| host.bins.len());
+        let of_bin = |bin: usize| -> f64 {
+            let hosts = self.hosts.iter();
+            hosts.map(|host| value(&host.bins[bin]) as f64).sum()
+        };
+        (0..count).map(of_bin).collect()
+    }
+}
+
+/// The buckets of a record, in bins. A bucket that lies in several is divided by time, and one beyond the end is in the last
+/// bin.
+fn spread(record: &RunRecord, start: f64, bin_seconds: f64, bin_count: usize) -> Vec<Bucket> {
+    let mut bins = vec![Bucket::default(); bin_count];
+    let width = record.bucket_seconds();
+    let last = bin_count - 1;
+    for (index, bucket) in record.buckets.iter().enumerate() {
+        let from = start + index as f64 * width;
+        // The last bucket is not over.
+        let to = (from + width).min(start + record.lasted_seconds).max(from);
+        let first_bin = ((from / bin_seconds) as usize).min(last);
+        let last_bin = ((to / bin_seconds) as usize).clamp(first_bin, last);
+        let touched = bins.iter_mut().enumerate();
+        for (bin, sum) in touched.take(last_bin + 1).skip(first_bin) {
+            let share = |at: f64| {
+                let whole = to - from;
+                if whole > 0.0 {
+                    ((at - from) / whole).clamp(0.0, 1.0)
+                } else {
+                    0.0
+                }
+            };
+            let begin = if bin == first_bin {
+                0.0
+            } else {
+                share(bin as f64 * bin_seconds)
+            };
+            let end = if bin == last_bin {
+                1.0
+            } else {
+                share((bin + 1) as f64 * bin_seconds)
+            };
+            sum.add(bucket.part(begin, end));
+        }
+    }
+    bins
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bins_of_any_width_have_all_bytes() {
+        let buckets: Vec<Bucket> = (0..37)
+            .map(|index| Bucket {
+                ingest_bytes: index * 1013,
+                held_bytes: index,
+                ..Bucket::default()
+            })
+            .collect();
+        let record = |began_unix_us| RunRecord {
+            began_unix_us,
+            bucket_ms: 100,
+            lasted_seconds: 3.65,
+            buckets: buckets.clone(),
+            ..RunRecord::default()
+        };
+        let records = [record(5_000_000), record(6_500_000)];
+        for bin_count in [1, 2, 7, 100, 1000] {
+            let timeline = Timeline::new(&records, bin_count);
+            assert_eq!(timeline.began_unix_us, 5_000_000);
+            assert!((timeline.seconds - 5.15).abs() < 1e-9);
+            let sum: f64 = timeline.sum(|bin| bin.ingest_bytes).iter().sum();
+            assert_eq!(sum, 2.0 * (36 * 37 / 2 * 1013) as f64, "{bin_count} bins");
+            let held = timeline.hosts[0].bins.iter().map(|bin| bin.held_bytes);
+            assert_eq!(held.max(), Some(36));
+        }
+    }
+}

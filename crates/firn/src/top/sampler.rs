@@ -1,0 +1,367 @@
+//! Asks what there is to show, and keeps the last answers.
+//!
+//! Nothing here holds up the screen: the firnd of each mount is asked by a thread of its own, and what may hang in the kernel
+//! (checkpoints, the backing) by a child that is left behind. Threads end with the process.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use firn_client::{ClientError, Connection, Mount};
+use firn_protocol::Status;
+
+use super::{Checkpoints, JobView, MountView, Rates, View};
+use crate::ask::{Unanswered, ask_child};
+use crate::job::Job;
+use crate::text;
+use crate::verb::history::Listed;
+
+/// Hosts beat each two seconds: to look more often shows nothing new.
+const JOB_EVERY_MIN: Duration = Duration::from_secs(2);
+/// Of a job and of checkpoints.
+const CHILD_PATIENCE: Duration = Duration::from_millis(1500);
+const CHECKPOINTS_EVERY_MIN: Duration = Duration::from_secs(5);
+/// A look at checkpoints goes through all of their files: it takes no more than this part of the time.
+const REST_PER_LOOK: u32 = 200;
+
+/// What is to be shown.
+#[derive(Clone, Debug)]
+pub struct Wanted {
+    /// Time between two samples.
+    pub every: Duration,
+    /// The directory whose checkpoints are shown; none: the chosen mount.
+    pub directory: Option<PathBuf>,
+    /// The backing or mount of the job; none: the only one that is mounted here.
+    pub job_path: Option<PathBuf>,
+}
+
+/// The last answers.
+#[derive(Default)]
+struct Board {
+    mounts: BTreeMap<PathBuf, MountSamples>,
+    /// Why there is no list of mounts.
+    fault: Option<String>,
+    checkpoints: Checkpoints,
+    job: Option<Result<Job, String>>,
+    job_rates: Rates,
+}
+
+/// What was heard of a mount.
+struct MountSamples {
+    status: Option<Box<Status>>,
+    rates: Rates,
+    /// Why it says nothing.
+    silent: Option<String>,
+    /// Its socket is in another runtime directory.
+    is_elsewhere: bool,
+    heard: Instant,
+}
+
+/// What the user chose, as far as samplers need it.
+struct Choice {
+    shows_job: AtomicBool,
+    is_paused: AtomicBool,
+    /// Whose checkpoints are shown.
+    directory: Mutex<Option<PathBuf>>,
+}
+
+/// Threads that ask.
+pub struct Sampler {
+    board: Arc<Mutex<Board>>,
+    choice: Arc<Choice>,
+    wanted: Wanted,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Sampler {
+    /// Begins to ask. `fresh` is sent to whenever there is something new to show.
+    pub fn start(wanted: Wanted, shows_job: bool, fresh: &Sender<()>) -> std::io::Result<Self> {
+        let sampler = Self {
+            board: Arc::default(),
+            choice: Arc::new(Choice {
+                shows_job: AtomicBool::new(shows_job),
+                is_paused: AtomicBool::new(false),
+                directory: Mutex::new(wanted.directory.clone()),
+            }),
+            wanted,
+        };
+        sampler.spawn(fresh, watch_mounts)?;
+        sampler.spawn(fresh, watch_checkpoints)?;
+        sampler.spawn(fresh, watch_job)?;
+        Ok(sampler)
+    }
+
+    fn spawn(&self, fresh: &Sender<()>, work: fn(&Watch)) -> std::io::Result<()> {
+        let watch = Watch {
+            board: Arc::clone(&self.board),
+            choice: Arc::clone(&self.choice),
+            wanted: self.wanted.clone(),
+            fresh: fresh.clone(),
+        };
+        let thread = std::thread::Builder::new();
+        thread.spawn(move || work(&watch)).map(drop)
+    }
+
+    /// Tells the threads what the user looks at.
+    pub fn choose(&self, view: &View) {
+        self.choice
+            .shows_job
+            .store(view.job.is_some(), Ordering::Relaxed);
+        self.choice
+            .is_paused
+            .store(view.is_paused, Ordering::Relaxed);
+        if self.wanted.directory.is_none() {
+            let chosen = view.ordered_mounts();
+            let chosen = chosen.get(if view.job.is_some() { 0 } else { view.upper });
+            let board = lock(&self.board);
+            let path = chosen.and_then(|mount| {
+                let mut paths = board.mounts.keys();
+                paths
+                    .find(|path| text::path(path) == mount.mount_point)
+                    .cloned()
+            });
+            drop(board);
+            let mut directory = lock(&self.choice.directory);
+            if *directory != path {
+                *directory = path;
+                drop(directory);
+                lock(&self.board).checkpoints = Checkpoints::Asked;
+            }
+        }
+    }
+
+    /// Puts the last answers into a view.
+    pub fn fill(&self, view: &mut View) {
+        let board = lock(&self.board);
+        view.mounts = board
+            .mounts
+            .iter()
+            .filter(|(_, samples)| !samples.is_elsewhere)
+            .map(|(path, samples)| MountView {
+                mount_point: text::path(path),
+                status: samples.status.clone(),
+                silent: samples
+                    .silent
+                    .clone()
+                    .map(|why| (why, samples.heard.elapsed().as_secs_f64())),
+                rates: samples.rates.clone(),
+            })
+            .collect();
+        view.elsewhere = board.mounts.len() - view.mounts.len();
+        view.fault = board.fault.clone();
+        if view.chosen.is_none()
+            && let Some(directory) = self.wanted.directory.as_ref()
+        {
+            let directory = std::path::absolute(directory).unwrap_or_default();
+            let mut above = board.mounts.keys().rev();
+            let mount = above.find(|path| directory.starts_with(path));
+            view.chosen = mount.map(|path| text::path(path));
+        }
+        view.checkpoints = board.checkpoints.clone();
+        if view.job.is_some() {
+            view.job = Some(JobView {
+                seen: board.job.clone(),
+                rates: board.job_rates.clone(),
+            });
+        }
+        drop(board);
+        view.clamp();
+    }
+}
+
+/// What a thread works with.
+struct Watch {
+    board: Arc<Mutex<Board>>,
+    choice: Arc<Choice>,
+    wanted: Wanted,
+    fresh: Sender<()>,
+}
+
+impl Watch {
+    /// Whether somebody still looks.
+    fn tell(&self) -> bool {
+        self.fresh.send(()).is_ok()
+    }
+
+    fn is_paused(&self) -> bool {
+        self.choice.is_paused.load(Ordering::Relaxed)
+    }
+}
+
+/// Starts and ends a thread for each mount.
+fn watch_mounts(watch: &Watch) {
+    let mut asked: BTreeMap<PathBuf, Sender<()>> = BTreeMap::new();
+    loop {
+        let listed = firn_client::mounts();
+        lock(&watch.board).fault = listed.as_ref().err().map(ToString::to_string);
+        if let Ok(mounts) = listed {
+            let paths: BTreeSet<&Path> = mounts
+                .iter()
+                .map(|mount| mount.mount_point.as_path())
+                .collect();
+            asked.retain(|path, _| paths.contains(path.as_path()));
+            lock(&watch.board)
+                .mounts
+                .retain(|path, _| paths.contains(path.as_path()));
+            for mount in &mounts {
+                if !asked.contains_key(&mount.mount_point)
+                    && let Some(end) = ask_mount(watch, mount)
+                {
+                    asked.insert(mount.mount_point.clone(), end);
+                }
+            }
+        }
+        if !watch.tell() {
+            return;
+        }
+        std::thread::sleep(watch.wanted.every.max(Duration::from_secs(1)));
+    }
+}
+
+/// Asks the firnd of a mount again and again, until what it gives back is dropped.
+fn ask_mount(watch: &Watch, mount: &Mount) -> Option<Sender<()>> {
+    let (end, ended) = mpsc::channel();
+    lock(&watch.board).mounts.insert(
+        mount.mount_point.clone(),
+        MountSamples {
+            status: None,
+            rates: Rates::default(),
+            silent: None,
+            is_elsewhere: false,
+            heard: Instant::now(),
+        },
+    );
+    let watch = Watch {
+        board: Arc::clone(&watch.board),
+        choice: Arc::clone(&watch.choice),
+        wanted: watch.wanted.clone(),
+        fresh: watch.fresh.clone(),
+    };
+    let mount = mount.clone();
+    let thread = std::thread::Builder::new();
+    thread
+        .spawn(move || sample_mount(&watch, &mount, &ended))
+        .ok()?;
+    Some(end)
+}
+
+fn sample_mount(watch: &Watch, mount: &Mount, ended: &Receiver<()>) {
+    let mut connection: Option<Connection> = None;
+    loop {
+        if !watch.is_paused() {
+            let open = match connection.take() {
+                Some(open) => Ok(open),
+                None => Connection::open(mount),
+            };
+            let answer = open.and_then(|mut open| Ok((open.status()?, open)));
+            let mut board = lock(&watch.board);
+            let Some(samples) = board.mounts.get_mut(&mount.mount_point) else {
+                return;
+            };
+            match answer {
+                Ok((status, open)) => {
+                    samples.rates.push(
+                        status.ingest_bytes_per_second,
+                        status.drain_bytes_per_second,
+                    );
+                    samples.status = Some(Box::new(status));
+                    samples.silent = None;
+                    samples.is_elsewhere = false;
+                    samples.heard = Instant::now();
+                    connection = Some(open);
+                }
+                Err(error) => {
+                    samples.is_elsewhere = matches!(error, ClientError::NoSocket { .. });
+                    samples.silent = Some(error.to_string());
+                }
+            }
+            drop(board);
+            if !watch.tell() {
+                return;
+            }
+        }
+        if let Err(mpsc::RecvTimeoutError::Disconnected) = ended.recv_timeout(watch.wanted.every) {
+            return;
+        }
+    }
+}
+
+fn watch_checkpoints(watch: &Watch) {
+    loop {
+        let directory = lock(&watch.choice.directory).clone();
+        let Some(directory) = directory.filter(|_| !watch.is_paused()) else {
+            std::thread::sleep(Duration::from_millis(200));
+            continue;
+        };
+        let begin = Instant::now();
+        let seen = look_at_checkpoints(&directory);
+        let took = begin.elapsed();
+        let is_current = || lock(&watch.choice.directory).as_ref() == Some(&directory);
+        if is_current() {
+            lock(&watch.board).checkpoints = seen;
+        }
+        if !watch.tell() {
+            return;
+        }
+        let rest = watch
+            .wanted
+            .every
+            .max(CHECKPOINTS_EVERY_MIN)
+            .max(took * REST_PER_LOOK);
+        let end = Instant::now() + rest;
+        // Another directory is looked at at once.
+        while Instant::now() < end && is_current() {
+            std::thread::sleep(Duration::from_millis(200));
+        }
+    }
+}
+
+fn look_at_checkpoints(directory: &Path) -> Checkpoints {
+    let arguments = vec![
+        "history".into(),
+        "--json".into(),
+        "--".into(),
+        directory.into(),
+    ];
+    match ask_child::<Vec<Listed>>(arguments, CHILD_PATIENCE) {
+        Ok(list) => Checkpoints::Listed(list),
+        Err(Unanswered::Late) => Checkpoints::Unknown(format!(
+            "{} did not list its files within {}",
+            text::path(directory),
+            text::seconds(CHILD_PATIENCE.as_secs_f64())
+        )),
+        Err(Unanswered::Refused { text, .. } | Unanswered::NotRun(text)) => {
+            Checkpoints::Unknown(text)
+        }
+    }
+}
+
+fn watch_job(watch: &Watch) {
+    loop {
+        if !watch.choice.shows_job.load(Ordering::Relaxed) || watch.is_paused() {
+            std::thread::sleep(Duration::from_millis(100));
+            continue;
+        }
+        let seen = Job::look(watch.wanted.job_path.as_deref(), CHILD_PATIENCE);
+        let seen = seen.map_err(|failure| failure.text().unwrap_or_default());
+        let mut board = lock(&watch.board);
+        if let Ok(job) = &seen {
+            let total = &job.total;
+            board
+                .job_rates
+                .push(total.ingest_bytes_per_second, total.drain_bytes_per_second);
+        }
+        board.job = Some(seen);
+        drop(board);
+        if !watch.tell() {
+            return;
+        }
+        std::thread::sleep(watch.wanted.every.max(JOB_EVERY_MIN));
+    }
+}

@@ -1,0 +1,687 @@
+//! Draws a view. All of it fits into 80 columns and 24 lines; a larger terminal has more rows, and longer bars.
+//!
+//! ```text
+//!   firn top  node1  2 mounts                        one line
+//!   MOUNT …                                          a row for each mount, or for each host of the job
+//!   IN ▁▂▃ …          OUT ▁▂▃ …                      of the chosen mount, or of the whole job
+//!   CHECKPOINT … █▓░                                 what is left of the screen
+//!   LANE …                                           where there are several, or tokens
+//!   q quit …                                         one line
+//! ```
+
+use firn_format::quote::printable;
+use firn_hosts::Life;
+use firn_protocol::{LaneReport, Status};
+use ratatui::Frame;
+use ratatui::layout::{Constraint, Layout, Rect};
+use ratatui::style::{Color, Modifier, Style};
+use ratatui::text::{Line, Span};
+use ratatui::widgets::{Paragraph, Sparkline, Wrap};
+
+use super::{Checkpoints, JobView, MountView, Pane, Rates, View};
+use crate::job::{Host, Job, life_word};
+use crate::text::{bytes, count, rate, seconds};
+use crate::verb::history::Listed;
+
+/// Less than this shows nothing that is of use.
+const WIDTH_MIN: u16 = 40;
+const HEIGHT_MIN: u16 = 10;
+/// Rows of mounts or hosts that leave room for the rest.
+const UPPER_ROWS_MAX: usize = 6;
+const LANE_ROWS_MAX: usize = 4;
+const BAR_MIN: usize = 10;
+
+const DURABLE: char = '█';
+const DRAINED: char = '▓';
+const HELD: char = '░';
+
+const KEYS: &str = "q quit  ↑↓ choose  tab table  p pause  j job  ? help";
+const LEGEND: &str = "█ durable ▓ drained ░ held";
+
+/// Styles, which without colours are bold, reversed and dim only.
+#[derive(Clone, Copy)]
+struct Theme {
+    has_colour: bool,
+}
+
+impl Theme {
+    fn of(self, colour: Color) -> Style {
+        if self.has_colour {
+            Style::new().fg(colour)
+        } else {
+            Style::new()
+        }
+    }
+
+    fn head(self) -> Style {
+        Style::new().add_modifier(Modifier::BOLD)
+    }
+
+    fn bad(self) -> Style {
+        self.of(Color::Red).add_modifier(Modifier::BOLD)
+    }
+
+    fn odd(self) -> Style {
+        self.of(Color::Yellow)
+    }
+
+    fn chosen(self) -> Style {
+        Style::new().add_modifier(Modifier::REVERSED)
+    }
+}
+
+/// Draws all of it.
+pub fn draw(frame: &mut Frame<'_>, view: &View) {
+    let area = frame.area();
+    let theme = Theme {
+        has_colour: view.has_colour,
+    };
+    if area.width < WIDTH_MIN || area.height < HEIGHT_MIN {
+        let text = format!("firn top needs {WIDTH_MIN} columns and {HEIGHT_MIN} lines; q quits");
+        frame.render_widget(Paragraph::new(text).wrap(Wrap { trim: true }), area);
+        return;
+    }
+    let [head, body, foot] = Layout::vertical([
+        Constraint::Length(1),
+        Constraint::Min(1),
+        Constraint::Length(1),
+    ])
+    .areas(area);
+    frame.render_widget(head_line(view, theme, head.width), head);
+    frame.render_widget(
+        Line::styled(foot_text(foot.width), theme.of(Color::Cyan)),
+        foot,
+    );
+    if view.shows_help {
+        frame.render_widget(Paragraph::new(HELP).wrap(Wrap { trim: false }), body);
+        return;
+    }
+    match &view.job {
+        Some(job) => draw_job(frame, body, view, job, theme),
+        None => draw_mounts(frame, body, view, theme),
+    }
+}
+
+const HELP: &str = "
+ The one in trouble is first, then the one that holds most.
+
+ HELD      bytes in memory only; they survive every process, and not the host
+ ARENA     how much of the memory for that is in use
+ IN, OUT   bytes a second from programs, and to the backing, over 5 s
+ WAITS     what programs, lanes or the drain wait for
+ BAR       █ durable   ▓ drained, not synced   ░ held
+ STATE     of a checkpoint: whole, written (a program writes), cut (its
+           writer was killed); of a host: alive, silent, dead, doubtful
+
+ q, Ctrl-C    quit                    tab       mounts or checkpoints
+ ↑ ↓          choose a row            p, space  pause
+ PgUp PgDn    ten rows                j         this host, or all hosts
+ ? h          this page
+
+ Without a terminal: firn top --once, firn status --watch, firn status --json";
+
+/// Keys, and where there is room what the bars are.
+fn foot_text(width: u16) -> String {
+    let used = KEYS.chars().count() + LEGEND.chars().count();
+    match (width as usize).checked_sub(used) {
+        Some(gap @ 1..) => format!("{KEYS}{}{LEGEND}", " ".repeat(gap)),
+        _ => fitted(KEYS, width),
+    }
+}
+
+fn head_line(view: &View, theme: Theme, width: u16) -> Line<'static> {
+    let what = match view.job.as_ref().map(|job| &job.seen) {
+        Some(Some(Ok(job))) => format!("job on {}", job.backing),
+        Some(_) => "job".to_owned(),
+        None => {
+            let mounts = count(view.mounts.len() as u64, "mount");
+            match view.elsewhere {
+                0 => mounts,
+                others => format!("{mounts}, {others} with another FIRN_RUNTIME_DIR"),
+            }
+        }
+    };
+    let left = format!("firn top  {}  {what}", printable(&view.host));
+    let right = if view.is_paused {
+        "paused".to_owned()
+    } else {
+        format!("every {}", seconds(view.every_s))
+    };
+    let room = (width as usize).saturating_sub(right.chars().count() + 1);
+    let left = fitted(&left, room as u16);
+    let gap = room.saturating_sub(left.chars().count()) + 1;
+    Line::styled(format!("{left}{}{right}", " ".repeat(gap)), theme.head())
+}
+
+fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
+    let mounts = view.ordered_mounts();
+    let Some(chosen) = mounts.get(view.upper.min(mounts.len().saturating_sub(1))) else {
+        if let Some(fault) = &view.fault {
+            let text = Paragraph::new(format!("\n {}", printable(fault)));
+            frame.render_widget(text.wrap(Wrap { trim: false }).style(theme.bad()), area);
+            return;
+        }
+        let text = "\n nothing of yours is mounted on this host\n\n `firn mount BACKING DIR` mounts; `firn top --job BACKING` \
+                    shows the hosts of a job that this host takes no part in";
+        frame.render_widget(Paragraph::new(text).wrap(Wrap { trim: false }), area);
+        return;
+    };
+    let status = chosen.status.as_deref();
+    let lanes = status.map_or_else(Vec::new, lanes_of);
+    let trouble = trouble_of(chosen);
+    let [table, notes, rates, checkpoints, lane_area] = Layout::vertical([
+        Constraint::Length(1 + mounts.len().min(UPPER_ROWS_MAX) as u16),
+        Constraint::Length(trouble.len().min(2) as u16),
+        Constraint::Length(3),
+        Constraint::Min(2),
+        Constraint::Length(match lanes.len().min(LANE_ROWS_MAX) {
+            0 => 0,
+            rows => rows as u16 + 1,
+        }),
+    ])
+    .areas(area);
+    let rows = mounts.iter().map(|mount| mount_row(mount));
+    let styles: Vec<Style> = mounts
+        .iter()
+        .map(|mount| rank_style(mount.rank(), theme))
+        .collect();
+    let columns = [
+        ("MOUNT", 22, 14),
+        ("STATE", 7, 6),
+        ("HELD", 11, 10),
+        ("ARENA", 5, 5),
+        ("IN", 13, 12),
+        ("OUT", 13, 12),
+        ("WAITS", 200, 9),
+    ];
+    draw_table(
+        frame,
+        table,
+        &columns,
+        rows.collect(),
+        &styles,
+        Some(view.upper),
+        view.pane == Pane::Upper,
+        theme,
+    );
+    let notes_text: Vec<Line<'_>> = trouble
+        .iter()
+        .take(2)
+        .map(|line| Line::styled(fitted(&format!(" {line}"), notes.width), theme.bad()))
+        .collect();
+    frame.render_widget(Paragraph::new(notes_text), notes);
+    draw_rates(frame, rates, &chosen.rates, theme);
+    draw_checkpoints(frame, checkpoints, view, theme);
+    draw_lanes(frame, lane_area, &lanes, theme);
+}
+
+/// Sentences about what is wrong with a mount, and what it waits for.
+fn trouble_of(mount: &MountView) -> Vec<String> {
+    let mut lines = Vec::new();
+    if let Some((why, _)) = &mount.silent {
+        lines.push(printable(why));
+    }
+    let errors = mount.status.iter().flat_map(|status| &status.errors);
+    lines.extend(errors.rev().map(|error| {
+        let message = printable(&error.message);
+        format!("error: {}: {message}, {} times", error.path, error.repeats)
+    }));
+    // The table has room for the beginning of these.
+    let waits = mount.waits();
+    if !waits.is_empty() {
+        lines.push(printable(&waits.join("; ")));
+    }
+    lines
+}
+
+fn mount_row(mount: &MountView) -> Vec<String> {
+    let dash = || "-".to_owned();
+    let Some(status) = mount.status.as_deref() else {
+        let state = if mount.silent.is_some() {
+            "silent"
+        } else {
+            "asked"
+        };
+        let mut row = vec![mount.mount_point.clone(), state.to_owned()];
+        row.extend(std::iter::repeat_with(dash).take(5));
+        return row;
+    };
+    let (state, waits) = match &mount.silent {
+        Some((_, for_s)) => ("silent", format!("no answer for {}", seconds(*for_s))),
+        None if !status.errors.is_empty() => ("errors", mount.waits().join("; ")),
+        None => ("ok", mount.waits().join("; ")),
+    };
+    // What a firnd that says nothing did before is no rate.
+    let now = |value| match mount.silent {
+        Some(_) => dash(),
+        None => rate(value),
+    };
+    let fill = (status.arena_used_bytes as f64 / status.arena_bytes.max(1) as f64).min(1.0);
+    vec![
+        mount.mount_point.clone(),
+        state.to_owned(),
+        bytes(status.held_bytes),
+        format!("{:.0}%", fill * 100.0),
+        now(status.ingest_bytes_per_second),
+        now(status.drain_bytes_per_second),
+        if waits.is_empty() { dash() } else { waits },
+    ]
+}
+
+fn rank_style(rank: u8, theme: Theme) -> Style {
+    match rank {
+        0 | 1 => theme.bad(),
+        2..=4 => theme.odd(),
+        _ => Style::new(),
+    }
+}
+
+/// A head and rows; columns are as wide as they need within their bounds, the last one takes the rest.
+#[allow(clippy::too_many_arguments)]
+fn draw_table(
+    frame: &mut Frame<'_>,
+    area: Rect,
+    columns: &[(&str, usize, usize)],
+    rows: Vec<Vec<String>>,
+    styles: &[Style],
+    chosen: Option<usize>,
+    has_keys: bool,
+    theme: Theme,
+) {
+    let widths = widths(columns, &rows, area.width as usize);
+    let line = |cells: &mut dyn Iterator<Item = &str>| {
+        let cells: Vec<String> = cells
+            .zip(&widths)
+            .filter(|(_, width)| **width > 0)
+            .map(|(cell, width)| format!("{:<width$}", fitted(cell, *width as u16), width = *width))
+            .collect();
+        fitted(&format!(" {}", cells.join(" ")), area.width)
+    };
+    let mut lines = vec![Line::styled(
+        line(&mut columns.iter().map(|(name, ..)| *name)),
+        theme.head(),
+    )];
+    let room = (area.height as usize).saturating_sub(1);
+    let first = chosen.map_or(0, |chosen| (chosen + 1).saturating_sub(room));
+    for (index, row) in rows.iter().enumerate().skip(first).take(room) {
+        let mut text = line(&mut row.iter().map(String::as_str));
+        let mut style = styles.get(index).copied().unwrap_or_default();
+        if chosen == Some(index) && rows.len() > 1 {
+            text.replace_range(..1, ">");
+            if has_keys {
+                style = style.patch(theme.chosen());
+            }
+        }
+        lines.push(Line::styled(text, style));
+    }
+    frame.render_widget(Paragraph::new(lines), area);
+}
+
+/// The width of each column; 0: there is no room for it.
+fn widths(columns: &[(&str, usize, usize)], rows: &[Vec<String>], width: usize) -> Vec<usize> {
+    let need = |column: usize| {
+        let cells = rows.iter().filter_map(|row| row.get(column));
+        let longest = cells.map(|cell| cell.chars().count()).max().unwrap_or(0);
+        let (name, most, _) = columns[column];
+        longest.max(name.len()).min(most)
+    };
+    let needs: Vec<usize> = (0..columns.len()).map(need).collect();
+    let least = |column: usize| needs[column].min(columns[column].2);
+    let mut widths: Vec<usize> = Vec::new();
+    for (column, need) in needs.iter().enumerate() {
+        let used: usize = widths.iter().map(|width| width + 1).sum();
+        let later: usize = (column + 1..columns.len())
+            .map(|later| least(later) + 1)
+            .sum();
+        let room = width.saturating_sub(used + 1);
+        let wanted = (*need).min(room.saturating_sub(later).max(least(column)));
+        widths.push(if wanted > room { 0 } else { wanted });
+    }
+    widths
+}
+
+fn draw_rates(frame: &mut Frame<'_>, area: Rect, rates: &Rates, theme: Theme) {
+    let halves = Layout::horizontal([
+        Constraint::Fill(1),
+        Constraint::Length(2),
+        Constraint::Fill(1),
+    ]);
+    let [left, _, right] = halves.areas(area);
+    for (area, name, history, colour) in [
+        (left, "IN ", &rates.ingest, Color::Green),
+        (right, "OUT", &rates.drain, Color::Blue),
+    ] {
+        let [words, line] =
+            Layout::vertical([Constraint::Length(1), Constraint::Min(1)]).areas(area);
+        let now = history.back().copied().unwrap_or(0) as f64;
+        let most = history.iter().max().copied().unwrap_or(0) as f64;
+        let text = format!(" {name} {}, most {}", rate(now), rate(most));
+        frame.render_widget(
+            Line::styled(fitted(&text, words.width), theme.head()),
+            words,
+        );
+        let room = line.width.saturating_sub(1) as usize;
+        // The newest is at the right end, also before the line is full.
+        let mut shown = vec![0; room.saturating_sub(history.len())];
+        shown.extend(
+            history
+                .iter()
+                .skip(history.len().saturating_sub(room))
+                .copied(),
+        );
+        let bars = Rect {
+            x: line.x + 1,
+            width: room as u16,
+            ..line
+        };
+        frame.render_widget(
+            Sparkline::default().data(&shown).style(theme.of(colour)),
+            bars,
+        );
+    }
+}
+
+fn draw_checkpoints(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
+    let list = match &view.checkpoints {
+        Checkpoints::Listed(list) => list,
+        Checkpoints::Asked => {
+            frame.render_widget(Line::raw(" checkpoints are looked for"), area);
+            return;
+        }
+        Checkpoints::Unknown(why) => {
+            let why = format!(" no checkpoints are shown: {}", printable(why));
+            let lines = Paragraph::new(why).wrap(Wrap { trim: false });
+            frame.render_widget(lines.style(theme.odd()), area);
+            return;
+        }
+    };
+    if list.is_empty() {
+        let text = " no checkpoint: none of its names has a step, as step_100 has";
+        frame.render_widget(Line::raw(fitted(text, area.width)), area);
+        return;
+    }
+    let bar = bar_width(area.width);
+    let head = format!(
+        " {:<18} {:<14} {:>10} {:>5} {:>10}",
+        "CHECKPOINT", "STATE", "SIZE", "FILES", "HELD"
+    );
+    let mut lines = vec![Line::styled(fitted(&head, area.width), theme.head())];
+    let room = (area.height as usize).saturating_sub(1);
+    let first = (view.lower + 1).saturating_sub(room);
+    for (index, one) in list.iter().enumerate().skip(first).take(room) {
+        let is_chosen = index == view.lower && list.len() > 1 && view.pane == Pane::Lower;
+        lines.push(checkpoint_line(one, bar, is_chosen, theme));
+    }
+    frame.render_widget(Paragraph::new(lines), area);
+}
+
+/// What the words before it leave.
+fn bar_width(width: u16) -> usize {
+    const WORDS: usize = 63;
+    (width as usize).saturating_sub(WORDS + 1).max(BAR_MIN)
+}
+
+fn checkpoint_line(one: &Listed, width: usize, is_chosen: bool, theme: Theme) -> Line<'static> {
+    let mark = if is_chosen { '>' } else { ' ' };
+    let words = format!(
+        "{mark}{:<18} {:<14} {:>10} {:>5} {:>10} ",
+        fitted(&one.name.to_string(), 18),
+        fitted(&one.state, 14),
+        bytes(one.bytes),
+        one.files,
+        bytes(one.held_bytes),
+    );
+    let style = match one.whole {
+        Some(false) => theme.odd(),
+        _ => Style::new(),
+    };
+    let style = if is_chosen {
+        style.patch(theme.chosen())
+    } else {
+        style
+    };
+    let (durable, drained, held) = parts(one, width);
+    let part = |sign: char, cells: usize, colour| {
+        Span::styled(
+            std::iter::repeat_n(sign, cells).collect::<String>(),
+            theme.of(colour),
+        )
+    };
+    Line::from(vec![
+        Span::styled(words, style),
+        part(DURABLE, durable, Color::Green),
+        part(DRAINED, drained, Color::Blue),
+        part(HELD, held, Color::Yellow),
+    ])
+}
+
+/// Cells of the bar for what is durable, drained and held. What there is has a cell at least.
+fn parts(one: &Listed, width: usize) -> (usize, usize, usize) {
+    let all = one.bytes.max(1) as f64;
+    let cells = |part: u64| match part {
+        0 => 0,
+        part => ((part as f64 / all * width as f64).round() as usize).clamp(1, width),
+    };
+    if one.bytes == 0 {
+        return (0, 0, 0);
+    }
+    let held = cells(one.held_bytes);
+    let durable = cells(one.durable_bytes).min(width - held);
+    let rest = one.bytes.saturating_sub(one.held_bytes + one.durable_bytes);
+    let drained = width - held - durable;
+    match (rest, durable) {
+        (0, 0) => (0, 0, width),
+        (0, durable) => (durable + drained, 0, held),
+        _ => (durable, drained, held),
+    }
+}
+
+/// Lanes of which something is to be told.
+fn lanes_of(status: &Status) -> Vec<LaneReport> {
+    let mut lanes = firn_protocol::HostReport::of(status, 0).lanes;
+    lanes.truncate(LANE_ROWS_MAX);
+    lanes
+}
+
+fn draw_lanes(frame: &mut Frame<'_>, area: Rect, lanes: &[LaneReport], theme: Theme) {
+    if lanes.is_empty() {
+        return;
+    }
+    let rows = lanes.iter().map(lane_row).collect();
+    let styles: Vec<Style> = lanes
+        .iter()
+        .map(|lane| {
+            if lane.is_in_trouble() {
+                theme.bad()
+            } else {
+                Style::new()
+            }
+        })
+        .collect();
+    let columns = [
+        ("LANE", 6, 4),
+        ("STATE", 6, 5),
+        ("HELD", 11, 10),
+        ("IN LINE", 9, 9),
+        ("WRITERS", 7, 7),
+        ("TOKEN", 200, 20),
+    ];
+    draw_table(frame, area, &columns, rows, &styles, None, false, theme);
+}
+
+fn lane_row(lane: &LaneReport) -> Vec<String> {
+    let mut token = match (lane.token, &lane.token_holder) {
+        (Some(state), Some(holder)) => format!("{}, {} has it", state.as_str(), printable(holder)),
+        (Some(state), None) => state.as_str().to_owned(),
+        (None, _) => "-".to_owned(),
+    };
+    if let Some(wait) = lane.token_seconds {
+        token += &format!(" for {}", seconds(wait));
+    }
+    if let Some(retry) = lane.retry_seconds {
+        token += &format!("; tried again in {}", seconds(retry));
+    }
+    vec![
+        lane.lane.to_string(),
+        lane.state.map_or("ok", |state| state.as_str()).to_owned(),
+        bytes(lane.held_bytes),
+        count(lane.queued_files, "file"),
+        lane.writers.to_string(),
+        token,
+    ]
+}
+
+fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme: Theme) {
+    let seen = match &job.seen {
+        Some(Ok(seen)) => seen,
+        Some(Err(why)) => {
+            let lines = Paragraph::new(format!("\n {}", printable(why))).wrap(Wrap { trim: false });
+            frame.render_widget(lines.style(theme.bad()), area);
+            return;
+        }
+        None => {
+            frame.render_widget(Line::raw(" hosts are looked for"), area);
+            return;
+        }
+    };
+    let hosts = view.hosts();
+    let chosen = hosts.get(view.upper.min(hosts.len().saturating_sub(1)));
+    let words = chosen.map_or_else(|| seen.notes.clone(), |host| words_of(host, seen));
+    let words_text = Paragraph::new(
+        words
+            .iter()
+            .map(|line| Line::raw(format!(" {}", printable(line))))
+            .collect::<Vec<_>>(),
+    )
+    .wrap(Wrap { trim: false });
+    // Rough, and never too few: a line that is broken takes one more.
+    let width = area.width.max(1) as usize;
+    let lines: usize = words
+        .iter()
+        .map(|line| line.chars().count() / (width - 2) + 1)
+        .sum();
+    let [sums, rates, table, details, checkpoints] = Layout::vertical([
+        Constraint::Length(2),
+        Constraint::Length(3),
+        Constraint::Length(1 + hosts.len().clamp(1, UPPER_ROWS_MAX) as u16),
+        Constraint::Max(lines.min(7) as u16),
+        Constraint::Min(2),
+    ])
+    .areas(area);
+    draw_sums(frame, sums, seen, theme);
+    draw_rates(frame, rates, &job.rates, theme);
+    let rows = hosts.iter().map(|host| host_row(host)).collect();
+    let styles: Vec<Style> = hosts
+        .iter()
+        .map(|host| rank_style(host.rank(), theme))
+        .collect();
+    let columns = [
+        ("HOST", 16, 8),
+        ("STATE", 8, 8),
+        ("BEAT", 14, 9),
+        ("HELD", 11, 10),
+        ("IN", 13, 12),
+        ("OUT", 13, 12),
+        ("WAITS", 200, 9),
+    ];
+    draw_table(
+        frame,
+        table,
+        &columns,
+        rows,
+        &styles,
+        Some(view.upper),
+        view.pane == Pane::Upper,
+        theme,
+    );
+    frame.render_widget(words_text, details);
+    draw_checkpoints(frame, checkpoints, view, theme);
+}
+
+fn draw_sums(frame: &mut Frame<'_>, area: Rect, job: &Job, theme: Theme) {
+    let total = &job.total;
+    let kinds = [
+        (total.alive, "alive"),
+        (total.silent, "silent"),
+        (total.dead, "dead"),
+        (total.doubtful, "doubtful"),
+    ];
+    let kinds: Vec<String> = kinds
+        .iter()
+        .filter(|(number, _)| *number > 0)
+        .map(|(number, word)| format!("{number} {word}"))
+        .collect();
+    let stranded = match total.stranded_bytes {
+        0 => String::new(),
+        stranded => format!(", stranded {}", bytes(stranded)),
+    };
+    let first = format!(
+        " hosts {}; held {} in {}{stranded}",
+        kinds.join(", "),
+        bytes(total.held_bytes),
+        count(total.held_files, "file")
+    );
+    let second = format!(
+        " written {}, durable {}, in logs {}, {}, waiting {}",
+        bytes(total.drain_bytes),
+        bytes(total.durable_bytes),
+        count(total.logged_files, "file"),
+        count(total.errors, "error"),
+        count(total.waiting_writers, "writer"),
+    );
+    let is_bad = total.stranded_bytes > 0 || total.silent > 0;
+    let lines = vec![
+        Line::styled(
+            fitted(&first, area.width),
+            if is_bad { theme.bad() } else { Style::new() },
+        ),
+        Line::raw(fitted(&second, area.width)),
+    ];
+    frame.render_widget(Paragraph::new(lines), area);
+}
+
+fn host_row(host: &Host) -> Vec<String> {
+    let dash = || "-".to_owned();
+    let report = host.report.as_ref();
+    let is_alive = host.state == Life::Alive;
+    let now = |value: Option<f64>| value.filter(|_| is_alive).map_or_else(dash, rate);
+    vec![
+        printable(&host.host),
+        life_word(host.state).to_owned(),
+        host.beat_age_seconds
+            .map_or_else(dash, |age| format!("{} ago", seconds(age))),
+        report.map_or_else(dash, |report| bytes(report.held_bytes)),
+        now(report.map(|report| report.ingest_bytes_per_second)),
+        now(report.map(|report| report.drain_bytes_per_second)),
+        match &host.waits[..] {
+            [] => dash(),
+            waits => waits.join("; "),
+        },
+    ]
+}
+
+/// What is to be known of a host, and what to do.
+fn words_of(host: &Host, job: &Job) -> Vec<String> {
+    let mut words = Vec::new();
+    if host.state != Life::Alive {
+        words.push(format!("{}: {}", host.host, host.evidence));
+    }
+    words.extend(host.advice.iter().map(|advice| format!("→ {advice}")));
+    let differs = host.differences.iter();
+    words.extend(differs.map(|what| format!("{} differs: {what}", host.host)));
+    words.extend(job.notes.iter().cloned());
+    words
+}
+
+/// Text that is cut where there is no room for it.
+fn fitted(text: &str, width: u16) -> String {
+    let width = width as usize;
+    if text.chars().count() <= width {
+        return text.to_owned();
+    }
+    let mut short: String = text.chars().take(width.saturating_sub(1)).collect();
+    if width > 0 {
+        short.push('…');
+    }
+    short
+}

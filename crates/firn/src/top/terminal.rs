@@ -1,0 +1,460 @@
+//! The terminal: keys, size, and that it is as it was afterwards, also after a panic and a signal.
+
+use std::io::IsTerminal;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::time::{Duration, Instant};
+
+use ratatui::Terminal;
+use ratatui::backend::TestBackend;
+use ratatui::buffer::Buffer;
+use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+
+use super::sampler::{Sampler, Wanted};
+use super::screen::draw;
+use super::{JobView, Pane, Rates, View};
+use crate::failure::{DONE, FAILED, Failure, USAGE};
+
+/// A signal that asks for the end is seen after so long.
+const LOOK_EVERY: Duration = Duration::from_millis(250);
+/// Samples that come together are drawn once.
+const GATHER: Duration = Duration::from_millis(20);
+/// Rows that PgUp and PgDn move.
+const PAGE: isize = 10;
+/// How long a screen that is printed waits for its answers.
+const ONCE_PATIENCE: Duration = Duration::from_secs(3);
+
+fn failed(error: std::io::Error) -> Failure {
+    Failure::new(FAILED, format!("the terminal cannot be used: {error}"))
+}
+
+fn view_of(wanted: &Wanted, shows_job: bool, has_colour: bool) -> View {
+    View {
+        host: rustix::system::uname()
+            .nodename()
+            .to_string_lossy()
+            .into_owned(),
+        every_s: wanted.every.as_secs_f64(),
+        has_colour,
+        job: shows_job.then(empty_job),
+        ..View::default()
+    }
+}
+
+fn empty_job() -> JobView {
+    JobView {
+        seen: None,
+        rates: Rates::default(),
+    }
+}
+
+/// What the screen is told.
+enum Told {
+    /// There is something new to show.
+    Fresh,
+    Typed(Event),
+    /// The terminal is gone.
+    Closed,
+}
+
+/// Shows the screen until the user ends it.
+pub fn show(wanted: Wanted, shows_job: bool, has_colour: bool) -> Result<u8, Failure> {
+    let can_draw = std::env::var_os("TERM").is_none_or(|term| term != "dumb");
+    if !std::io::stdout().is_terminal() || !std::io::stdin().is_terminal() || !can_draw {
+        return Err(Failure::new(
+            USAGE,
+            "`firn top` needs a terminal: `firn top --once` prints one screen, `firn status --watch` lines without end, \
+             `firn status --json` is for scripts",
+        ));
+    }
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [
+        signal_hook::consts::SIGTERM,
+        signal_hook::consts::SIGINT,
+        signal_hook::consts::SIGHUP,
+    ] {
+        signal_hook::flag::register(signal, Arc::clone(&stop)).map_err(failed)?;
+    }
+    let (told, heard) = mpsc::channel();
+    let sampler = Sampler::start(wanted.clone(), shows_job, &relay(&told)?).map_err(failed)?;
+    let mut view = view_of(&wanted, shows_job, has_colour);
+    // A hook restores the terminal before a panic is printed.
+    let mut terminal = ratatui::try_init().map_err(failed)?;
+    let result = read_keys(told).and_then(|()| {
+        run(&mut view, &sampler, &heard, &stop, &mut |view| {
+            terminal.draw(|frame| draw(frame, view)).map(drop)
+        })
+    });
+    ratatui::try_restore().map_err(failed)?;
+    result.map_err(failed).map(|()| DONE)
+}
+
+/// What samplers send, as one of the things that the screen is told.
+fn relay(told: &Sender<Told>) -> Result<Sender<()>, Failure> {
+    let (fresh, samples) = mpsc::channel();
+    let told = told.clone();
+    let thread = std::thread::Builder::new();
+    let relay = move || {
+        while samples.recv().is_ok() {
+            std::thread::sleep(GATHER);
+            while samples.try_recv().is_ok() {}
+            if told.send(Told::Fresh).is_err() {
+                return;
+            }
+        }
+    };
+    thread.spawn(relay).map_err(failed)?;
+    Ok(fresh)
+}
+
+fn read_keys(told: Sender<Told>) -> std::io::Result<()> {
+    let thread = std::thread::Builder::new();
+    let read = move || {
+        loop {
+            let message = event::read().map_or(Told::Closed, Told::Typed);
+            let is_closed = matches!(message, Told::Closed);
+            if told.send(message).is_err() || is_closed {
+                return;
+            }
+        }
+    };
+    thread.spawn(read).map(drop)
+}
+
+fn run(
+    view: &mut View,
+    sampler: &Sampler,
+    heard: &Receiver<Told>,
+    stop: &AtomicBool,
+    draw: &mut dyn FnMut(&View) -> std::io::Result<()>,
+) -> std::io::Result<()> {
+    draw(view)?;
+    while !stop.load(Ordering::Relaxed) {
+        match heard.recv_timeout(LOOK_EVERY) {
+            Ok(Told::Fresh) if view.is_paused => continue,
+            Ok(Told::Fresh) => sampler.fill(view),
+            Ok(Told::Typed(Event::Key(key))) if key.kind != KeyEventKind::Release => {
+                if is_end(key) {
+                    return Ok(());
+                }
+                apply(view, key);
+                sampler.fill(view);
+            }
+            Ok(Told::Typed(_)) => {}
+            Ok(Told::Closed) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
+            Err(RecvTimeoutError::Timeout) => continue,
+        }
+        sampler.choose(view);
+        draw(view)?;
+    }
+    Ok(())
+}
+
+fn is_end(key: KeyEvent) -> bool {
+    let is_ctrl_c = key.code == KeyCode::Char('c') && key.modifiers.contains(KeyModifiers::CONTROL);
+    is_ctrl_c || matches!(key.code, KeyCode::Char('q' | 'Q'))
+}
+
+fn apply(view: &mut View, key: KeyEvent) {
+    match key.code {
+        KeyCode::Up => view.step(-1),
+        KeyCode::Down => view.step(1),
+        KeyCode::PageUp => view.step(-PAGE),
+        KeyCode::PageDown => view.step(PAGE),
+        KeyCode::Home => view.step(isize::MIN),
+        KeyCode::End => view.step(isize::MAX),
+        KeyCode::Tab | KeyCode::BackTab | KeyCode::Left | KeyCode::Right => {
+            view.pane = match view.pane {
+                Pane::Upper => Pane::Lower,
+                Pane::Lower => Pane::Upper,
+            };
+        }
+        KeyCode::Char('p' | ' ') => view.is_paused = !view.is_paused,
+        KeyCode::Char('j') => {
+            view.job = match view.job {
+                Some(_) => None,
+                None => Some(empty_job()),
+            };
+            view.upper = 0;
+            view.lower = 0;
+            view.chosen = None;
+        }
+        KeyCode::Char('?' | 'h') => view.shows_help = !view.shows_help,
+        KeyCode::Esc => view.shows_help = false,
+        _ => {}
+    }
+}
+
+/// One screen as text, once everything that is shown has answered or its time is over.
+pub fn once(wanted: Wanted, shows_job: bool, size: (u16, u16)) -> Result<String, Failure> {
+    let (fresh, samples) = mpsc::channel();
+    let mut view = view_of(&wanted, shows_job, false);
+    let sampler = Sampler::start(wanted, shows_job, &fresh).map_err(failed)?;
+    drop(fresh);
+    let deadline = Instant::now() + ONCE_PATIENCE;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if samples.recv_timeout(left).is_err() {
+            break;
+        }
+        sampler.fill(&mut view);
+        sampler.choose(&view);
+        if is_answered(&view) {
+            break;
+        }
+    }
+    Ok(text_of(&view, size))
+}
+
+fn is_answered(view: &View) -> bool {
+    let mut mounts = view.mounts.iter();
+    let have_answered = mounts.all(|mount| mount.status.is_some() || mount.silent.is_some());
+    let has_steps =
+        view.mounts.is_empty() || !matches!(view.checkpoints, super::Checkpoints::Asked);
+    let has_job = view.job.as_ref().is_none_or(|job| job.seen.is_some());
+    have_answered && has_steps && has_job
+}
+
+/// A view as text of so many columns and lines, without spaces at the ends of lines.
+pub fn text_of(view: &View, (width, height): (u16, u16)) -> String {
+    let mut terminal =
+        Terminal::new(TestBackend::new(width, height)).expect("a buffer cannot fail");
+    terminal
+        .draw(|frame| draw(frame, view))
+        .expect("a buffer cannot fail");
+    lines_of(terminal.backend().buffer())
+}
+
+fn lines_of(buffer: &Buffer) -> String {
+    let area = buffer.area;
+    let lines = (0..area.height).map(|row| {
+        let cells = (0..area.width).map(|column| buffer[(column, row)].symbol());
+        format!("{}\n", cells.collect::<String>().trim_end())
+    });
+    lines.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use firn_protocol::{ErrorStatus, LaneStatus, Status, TokenState, TokenStatus};
+
+    use super::super::{Checkpoints, MountView};
+    use super::*;
+    use crate::job::example;
+    use crate::verb::history::Listed;
+
+    fn status(held: u64) -> Status {
+        Status {
+            mount_point: "/ckpt".into(),
+            held_bytes: held,
+            held_files: 3,
+            arena_bytes: 512 << 20,
+            arena_used_bytes: held + (8 << 20),
+            ingest_bytes_per_second: (512 << 20) as f64,
+            drain_bytes_per_second: (128 << 20) as f64,
+            ..Status::default()
+        }
+    }
+
+    fn mount(name: &str, status: Status) -> MountView {
+        let mut rates = Rates::default();
+        for step in 0..30_u32 {
+            rates.push(
+                status.ingest_bytes_per_second * f64::from(step) / 29.0,
+                status.drain_bytes_per_second,
+            );
+        }
+        MountView {
+            mount_point: name.into(),
+            status: Some(Box::new(status)),
+            silent: None,
+            rates,
+        }
+    }
+
+    fn checkpoint(step: u64, state: &str, held: u64, durable: u64) -> Listed {
+        Listed {
+            name: format!("step_{step}").into(),
+            path: format!("/ckpt/step_{step}").into(),
+            step,
+            bytes: 32 << 20,
+            held_bytes: held << 20,
+            durable_bytes: durable << 20,
+            files: 8,
+            whole: Some(state == "whole"),
+            state: state.into(),
+            level: None,
+            age_seconds: 3.0,
+            host: None,
+        }
+    }
+
+    fn view() -> View {
+        let waiting = Status {
+            waiting_writers: 2,
+            ..status(400 << 20)
+        };
+        let lane = |held: u64, token: TokenState| LaneStatus {
+            held_bytes: held,
+            queued_files: 2,
+            writers: 1,
+            token: Some(TokenStatus {
+                state: token,
+                state_seconds: 1.5,
+                holder: (token == TokenState::Waiting).then(|| "n2".into()),
+                ..TokenStatus::default()
+            }),
+            ..LaneStatus::default()
+        };
+        let laned = Status {
+            lanes: vec![
+                lane(9 << 20, TokenState::Held),
+                lane(5 << 20, TokenState::Waiting),
+            ],
+            ..waiting
+        };
+        View {
+            host: "node1".into(),
+            every_s: 1.0,
+            mounts: vec![mount("/scratch/other", status(0)), mount("/ckpt", laned)],
+            checkpoints: Checkpoints::Listed(vec![
+                checkpoint(12, "written", 32, 0),
+                checkpoint(11, "whole", 8, 0),
+                checkpoint(10, "whole", 0, 0),
+                checkpoint(9, "whole", 0, 32),
+                checkpoint(8, "cut", 4, 16),
+            ]),
+            ..View::default()
+        }
+    }
+
+    fn compare(name: &str, view: &View, size: (u16, u16)) {
+        crate::snapshot::compare(&format!("top/{name}.txt"), &text_of(view, size));
+    }
+
+    #[test]
+    fn mounts_and_checkpoints_fit_into_80_columns_and_grow_with_the_terminal() {
+        compare("host", &view(), (80, 24));
+        compare("host-wide", &view(), (132, 40));
+        compare("host-small", &view(), (60, 16));
+        compare("too-small", &view(), (30, 5));
+    }
+
+    #[test]
+    fn the_mount_in_trouble_is_first_and_says_what_is_wrong() {
+        let mut view = view();
+        view.mounts[0].silent = Some(("the firnd of /scratch/other does not answer".into(), 12.0));
+        let mut failing = status(64 << 20);
+        failing.errors.push(ErrorStatus {
+            path: "step_12/rank_0".into(),
+            message: "write failed: No space left on device".into(),
+            repeats: 3,
+            ..ErrorStatus::default()
+        });
+        view.mounts.push(mount("/failing", failing));
+        let order: Vec<&str> = view
+            .ordered_mounts()
+            .iter()
+            .map(|one| one.mount_point.as_str())
+            .collect();
+        assert_eq!(order, ["/scratch/other", "/failing", "/ckpt"]);
+        compare("trouble", &view, (80, 24));
+        view.chosen = Some("/failing".into());
+        view.clamp();
+        view.is_paused = true;
+        view.pane = Pane::Lower;
+        view.lower = 3;
+        compare("trouble-second", &view, (80, 24));
+    }
+
+    #[test]
+    fn without_mounts_or_checkpoints_it_says_what_to_type() {
+        let empty = View {
+            host: "node1".into(),
+            every_s: 1.0,
+            ..View::default()
+        };
+        compare("no-mounts", &empty, (80, 24));
+        let mut view = view();
+        view.checkpoints = Checkpoints::Unknown("/ckpt did not list its files within 1.5 s".into());
+        compare("no-checkpoints", &view, (80, 24));
+    }
+
+    #[test]
+    fn a_job_shows_sums_and_what_to_do_about_the_chosen_host() {
+        let mut rates = Rates::default();
+        for step in 0..20_u32 {
+            rates.push(f64::from(step) * 1e8, 2e8);
+        }
+        let mut view = View {
+            job: Some(JobView {
+                seen: Some(Ok(example())),
+                rates,
+            }),
+            ..view()
+        };
+        compare("job", &view, (80, 24));
+        compare("job-wide", &view, (120, 40));
+        view.job = Some(JobView {
+            seen: Some(Err("/scratch/run42 did not answer within 1.5 s".into())),
+            rates: Rates::default(),
+        });
+        compare("job-unanswered", &view, (80, 24));
+    }
+
+    #[test]
+    fn help_fits_into_24_lines() {
+        let view = View {
+            shows_help: true,
+            ..view()
+        };
+        compare("help", &view, (80, 24));
+    }
+
+    #[test]
+    fn colours_are_used_only_where_they_are_wanted() {
+        let colours = |has_colour: bool| {
+            let view = View {
+                has_colour,
+                ..view()
+            };
+            let mut terminal = Terminal::new(TestBackend::new(80, 24)).unwrap();
+            terminal.draw(|frame| draw(frame, &view)).unwrap();
+            let cells = terminal.backend().buffer().content().to_vec();
+            cells
+                .iter()
+                .any(|cell| cell.fg != ratatui::style::Color::Reset)
+        };
+        assert!(colours(true) && !colours(false));
+    }
+
+    #[test]
+    fn keys_choose_pause_and_end() {
+        let key = |code| KeyEvent::new(code, KeyModifiers::NONE);
+        let mut view = view();
+        for (code, upper) in [
+            (KeyCode::Down, 1),
+            (KeyCode::Down, 1),
+            (KeyCode::Up, 0),
+            (KeyCode::End, 1),
+            (KeyCode::Home, 0),
+        ] {
+            apply(&mut view, key(code));
+            assert_eq!(view.upper, upper, "{code:?}");
+        }
+        apply(&mut view, key(KeyCode::Tab));
+        apply(&mut view, key(KeyCode::PageDown));
+        assert_eq!((view.upper, view.lower), (0, 4));
+        apply(&mut view, key(KeyCode::Char('p')));
+        assert!(view.is_paused);
+        apply(&mut view, key(KeyCode::Char('j')));
+        assert!(view.job.is_some());
+        assert!(is_end(key(KeyCode::Char('q'))));
+        assert!(is_end(KeyEvent::new(
+            KeyCode::Char('c'),
+            KeyModifiers::CONTROL
+        )));
+        assert!(!is_end(key(KeyCode::Char('c'))));
+    }
+}

@@ -1,0 +1,95 @@
+//! `firn exporter`.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Arg, ArgMatches, Command, ValueHint, value_parser};
+
+use crate::exporter::{Address, Ending, Listener, Scraper, serve};
+use crate::failure::{DONE, FAILED, Failure};
+use crate::verb::Verb;
+use crate::{metrics, output, text};
+
+/// Only programs of this host can reach it there.
+const DEFAULT_ADDRESS: &str = "127.0.0.1:9945";
+/// How often the text file is written.
+const WRITE_EVERY: Duration = Duration::from_secs(15);
+
+pub const VERB: Verb = Verb {
+    name: "exporter",
+    about: "Serve the metrics of all mounts to Prometheus",
+    long: "Answers GET /metrics with the figures of all mounts of this host that the user may ask: root all of them, others their \
+               own. A mount whose firnd does not answer within 2 seconds is there with `firn_up 0`. Sockets that systemd \
+               hands over (LISTEN_FDS) are used instead of --listen. With --textfile it serves nobody and writes the \
+               metrics to a file every 15 seconds, for node_exporter. docs/METRICS.md lists the metrics; \
+               examples/monitoring has alert rules and a dashboard. SIGTERM ends it.",
+    examples: &[
+        ("firn exporter", "at http://127.0.0.1:9945/metrics"),
+        (
+            "firn exporter --listen '[::]:9945'",
+            "for collectors on other hosts, too",
+        ),
+        (
+            "firn exporter --listen unix:/run/firn/metrics.sock",
+            "at a Unix socket",
+        ),
+        (
+            "firn exporter --textfile /var/lib/prometheus/node-exporter/firn.prom",
+            "for the textfile collector of node_exporter",
+        ),
+    ],
+    exits: &[
+        (0, "ended by SIGTERM or Ctrl-C"),
+        (1, "it cannot listen, or cannot write the file"),
+    ],
+    args,
+    run,
+};
+
+fn args(command: Command) -> Command {
+    command
+        .arg(
+            Arg::new("listen")
+                .long("listen")
+                .value_name("ADDR")
+                .help("ADDRESS:PORT, [ADDRESS]:PORT or unix:PATH")
+                .default_value(DEFAULT_ADDRESS)
+                .value_parser(|text: &str| text.parse::<Address>()),
+        )
+        .arg(
+            Arg::new("textfile")
+                .long("textfile")
+                .value_name("FILE")
+                .help("Write the metrics to FILE again and again, which is replaced by a rename, instead of listening")
+                .value_hint(ValueHint::FilePath)
+                .conflicts_with("listen")
+                .value_parser(value_parser!(PathBuf)),
+        )
+}
+
+fn run(matches: &ArgMatches) -> Result<u8, Failure> {
+    let ending = Ending::on_signals()?;
+    if let Some(file) = matches.get_one::<PathBuf>("textfile") {
+        let scraper = Scraper::default();
+        loop {
+            let text = scraper.text()?;
+            metrics::replace_file(file, &text).map_err(|error| {
+                let file = text::path(file);
+                Failure::new(FAILED, format!("cannot write {file}: {error}"))
+            })?;
+            if ending.wait(WRITE_EVERY)? {
+                return Ok(DONE);
+            }
+        }
+    }
+    let mut listeners = Listener::given()?;
+    if listeners.is_empty() {
+        let address = matches.get_one::<Address>("listen");
+        listeners.push(Listener::bind(address.expect("it has a default"))?);
+    }
+    for listener in &listeners {
+        output::say(&format!("metrics are at {}", listener.shown()));
+    }
+    serve(&listeners, &ending)?;
+    Ok(DONE)
+}

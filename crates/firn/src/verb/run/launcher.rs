@@ -1,0 +1,138 @@
+//! Launchers: which hosts a run has, and how one process is started on each of them.
+//!
+//! A launcher only starts processes. The processes mount, say how they are and unmount by themselves, whichever launcher
+//! started them, and they end when their standard input does.
+
+mod flux;
+mod local;
+mod remote_shell;
+mod slurm;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use clap::{ArgMatches, ValueEnum};
+use firn_process::{Excess, Limits};
+
+use crate::failure::{FAILED, Failure};
+
+/// Where the hosts of a run come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(super) enum Kind {
+    /// The job that the command runs in, or this host where there is none.
+    Auto,
+    /// This host.
+    Local,
+    /// The Slurm job that SLURM_JOB_ID names, by `srun`.
+    Slurm,
+    /// The hosts in the file that PBS_NODEFILE names, by the remote shell.
+    Pbs,
+    /// The Flux instance that FLUX_URI names, by `flux exec`.
+    Flux,
+}
+
+/// How one process on each host of a run is started.
+pub(super) trait Launcher {
+    /// The hosts, each once.
+    fn hosts(&self) -> &[String];
+
+    /// What starts `program` on each of them.
+    fn starts(&self, program: &Program) -> Vec<Start>;
+
+    /// A command line that runs `line` on a host, for a user to copy.
+    fn line_on(&self, host: &str, line: &str) -> String;
+
+    /// Whether the hosts stay the user's when the command has ended.
+    fn keeps_hosts(&self) -> bool;
+
+    /// Name of the default mount point, which may not be that of another job on the same hosts.
+    fn default_prefix(&self) -> String {
+        "run".into()
+    }
+}
+
+/// A process to start here, which starts the program on these of the hosts.
+pub(super) struct Start {
+    pub(super) command: Command,
+    /// Indices into [`Launcher::hosts`].
+    pub(super) hosts: Vec<usize>,
+}
+
+/// The part of `firn run` on a host, which must be at the same path everywhere.
+pub(super) struct Program {
+    pub(super) words: Vec<OsString>,
+    /// Variables that it needs. A launcher that hands on the whole environment need not set them.
+    pub(super) variables: Vec<(OsString, OsString)>,
+}
+
+impl Program {
+    /// Gives it to a command that takes a program with its arguments.
+    fn append_to(&self, command: &mut Command) {
+        command.args(&self.words);
+    }
+}
+
+/// The launcher that the command line and the environment ask for.
+pub(super) fn choose(matches: &ArgMatches) -> Result<Box<dyn Launcher>, Failure> {
+    let shell = || -> Vec<String> {
+        let shell = matches.get_one::<String>("remote-shell");
+        let words = shell.into_iter().flat_map(|shell| shell.split_whitespace());
+        words.map(str::to_owned).collect()
+    };
+    if let Some(file) = matches.get_one::<PathBuf>("hosts") {
+        return Ok(Box::new(remote_shell::RemoteShell::of_file(file, shell())?));
+    }
+    let kind = matches.get_one::<Kind>("launcher").copied();
+    match kind.unwrap_or(Kind::Auto) {
+        Kind::Auto if slurm::is_in_job() => Ok(Box::new(slurm::Slurm::of_job()?)),
+        Kind::Auto if flux::is_in_instance() => Ok(Box::new(flux::Flux::of_instance()?)),
+        Kind::Auto if remote_shell::is_in_pbs_job() => {
+            let pbs = remote_shell::RemoteShell::of_pbs_job(shell())?;
+            if pbs.hosts().len() > 1 {
+                return Ok(Box::new(pbs));
+            }
+            Ok(Box::new(local::Local::new()))
+        }
+        Kind::Auto | Kind::Local => Ok(Box::new(local::Local::new())),
+        Kind::Slurm => Ok(Box::new(slurm::Slurm::of_job()?)),
+        Kind::Pbs => Ok(Box::new(remote_shell::RemoteShell::of_pbs_job(shell())?)),
+        Kind::Flux => Ok(Box::new(flux::Flux::of_instance()?)),
+    }
+}
+
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|value| !value.is_empty())
+}
+
+/// How long a resource manager may take to name the hosts of a job.
+const ANSWER: Duration = Duration::from_secs(60);
+/// 100,000 hosts with names of 40 bytes.
+const HOSTS_BYTES_MAX: usize = 4 << 20;
+
+/// Host names, which a program of a resource manager prints, apart by white space.
+fn ask_for_hosts(command: Command) -> Result<Vec<String>, Failure> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    let failed = |why: String| {
+        let text = format!(
+            "cannot learn the hosts of the job from `{program}`: {why}; --hosts FILE names them, --launcher local mounts on this host only"
+        );
+        Failure::new(FAILED, text)
+    };
+    let limits = Limits {
+        input: b"",
+        output_bytes_max: HOSTS_BYTES_MAX,
+        excess: Excess::Refuse,
+        deadline: Instant::now() + ANSWER,
+    };
+    let ended = firn_process::run(command, limits).map_err(|error| failed(error.to_string()))?;
+    if !ended.status.success() {
+        return Err(failed(ended.text()));
+    }
+    let hosts: Vec<String> = ended.text().split_whitespace().map(str::to_owned).collect();
+    if hosts.is_empty() {
+        return Err(failed("it names none".into()));
+    }
+    Ok(hosts)
+}

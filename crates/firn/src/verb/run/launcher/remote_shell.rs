@@ -1,0 +1,168 @@
+//! Hosts in a file, by a remote shell such as ssh: one process here for each host.
+//!
+//! The remote shell is given a host and one command line in the syntax of sh(1). It must hand on standard input and output, and end
+//! when the command does. Of the environment it hands on nothing: what the program needs is in the command line.
+
+use std::ffi::OsStr;
+use std::io::Read;
+use std::path::Path;
+use std::process::Command;
+
+use super::{Launcher, Program, Start, variable};
+use crate::failure::{Failure, USAGE};
+use crate::text;
+
+/// Names the hosts of a PBS job, once for each of its processes.
+const PBS_HOSTS: &str = "PBS_NODEFILE";
+const PBS_JOB: &str = "PBS_JOBID";
+/// Bytes of a file with hosts: 100,000 with names of 40 bytes.
+const HOSTS_BYTES_MAX: u64 = 4 << 20;
+
+/// Hosts in a file.
+pub(in crate::verb::run) struct RemoteShell {
+    hosts: Vec<String>,
+    /// The shell and its arguments; a host and a command line follow.
+    shell: Vec<String>,
+    pbs_job: Option<String>,
+}
+
+pub(super) fn is_in_pbs_job() -> bool {
+    variable(PBS_HOSTS).is_some()
+}
+
+impl RemoteShell {
+    pub(super) fn of_file(file: &Path, shell: Vec<String>) -> Result<Self, Failure> {
+        let shown = text::path(file);
+        let mut list = String::new();
+        std::fs::File::open(file)
+            .and_then(|opened| opened.take(HOSTS_BYTES_MAX).read_to_string(&mut list))
+            .map_err(|error| {
+                Failure::new(USAGE, format!("cannot read the hosts in {shown}: {error}"))
+            })?;
+        let hosts = parse_hosts(&list)
+            .map_err(|why| Failure::new(USAGE, format!("the hosts in {shown}: {why}")))?;
+        if shell.is_empty() {
+            return Err(Failure::new(USAGE, "--remote-shell names no program"));
+        }
+        Ok(Self {
+            hosts,
+            shell,
+            pbs_job: None,
+        })
+    }
+
+    pub(super) fn of_pbs_job(shell: Vec<String>) -> Result<Self, Failure> {
+        let Some(file) = variable(PBS_HOSTS) else {
+            let why = format!("{PBS_HOSTS} is not set: run it in a PBS job (qsub)");
+            return Err(Failure::new(USAGE, why));
+        };
+        Ok(Self {
+            pbs_job: Some(variable(PBS_JOB).unwrap_or_else(|| "pbs".into())),
+            ..Self::of_file(Path::new(&file), shell)?
+        })
+    }
+}
+
+/// The first word of each line, without a number of processes (`n17:4`) and without repetitions.
+fn parse_hosts(list: &str) -> Result<Vec<String>, String> {
+    let mut hosts: Vec<String> = Vec::new();
+    for line in list.lines() {
+        let line = line.split('#').next().unwrap_or_default();
+        let Some(word) = line.split_whitespace().next() else {
+            continue;
+        };
+        let host = match word.rsplit_once(':') {
+            Some((host, count)) if count.bytes().all(|byte| byte.is_ascii_digit()) => host,
+            _ => word,
+        };
+        // It is an argument of the remote shell.
+        if host.is_empty() || host.starts_with('-') {
+            return Err(format!("`{word}` is not a host"));
+        }
+        if !hosts.iter().any(|known| known == host) {
+            hosts.push(host.to_owned());
+        }
+    }
+    if hosts.is_empty() {
+        return Err("there are none; it needs one host a line".into());
+    }
+    Ok(hosts)
+}
+
+impl Launcher for RemoteShell {
+    fn hosts(&self) -> &[String] {
+        &self.hosts
+    }
+
+    fn starts(&self, program: &Program) -> Vec<Start> {
+        let line = command_line(program);
+        let start = |(index, host): (usize, &String)| {
+            let mut command = Command::new(&self.shell[0]);
+            command.args(&self.shell[1..]).arg(host).arg(&line);
+            Start {
+                command,
+                hosts: vec![index],
+            }
+        };
+        self.hosts.iter().enumerate().map(start).collect()
+    }
+
+    fn line_on(&self, host: &str, line: &str) -> String {
+        format!("{} {host} {line}", self.shell.join(" "))
+    }
+
+    fn keeps_hosts(&self) -> bool {
+        self.pbs_job.is_none()
+    }
+
+    fn default_prefix(&self) -> String {
+        let name = self.pbs_job.as_deref().map(|job| {
+            let job: String = job.chars().filter(char::is_ascii_alphanumeric).collect();
+            format!("run.{job}")
+        });
+        name.unwrap_or_else(|| "run".into())
+    }
+}
+
+/// What the shell of a host runs in place of itself.
+fn command_line(program: &Program) -> String {
+    let mut line = String::from("exec env");
+    for (name, value) in &program.variables {
+        line += &format!(" {}={}", name.to_string_lossy(), quote(value));
+    }
+    for word in &program.words {
+        line += &format!(" {}", quote(word));
+    }
+    line
+}
+
+/// As one word of sh(1).
+fn quote(word: &OsStr) -> String {
+    format!("'{}'", word.to_string_lossy().replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_of_hosts_may_be_that_of_an_mpi_or_of_pbs() {
+        let list = "# of the job\n\nn1 slots=4\nn2:8\nn1\n  n3.site  # spare\n";
+        assert_eq!(parse_hosts(list).unwrap(), ["n1", "n2", "n3.site"]);
+        for wrong in ["", "# none\n", "n1\n-oProxyCommand=x\n", ":4\n"] {
+            assert!(parse_hosts(wrong).is_err(), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn a_command_line_is_one_for_any_word() {
+        let program = Program {
+            words: ["/opt/it's/firn", "run-host", "5"].map(Into::into).into(),
+            variables: vec![("FIRN_RUNTIME_DIR".into(), "/a b".into())],
+        };
+        assert_eq!(
+            command_line(&program),
+            r"exec env FIRN_RUNTIME_DIR='/a b' '/opt/it'\''s/firn' 'run-host' '5'"
+        );
+    }
+}

@@ -1,0 +1,120 @@
+//! The hosts of a Slurm job, by one step that overlaps all others and ends with the run.
+//!
+//! A step of its own, because with proctrack/cgroup a process ends with the step that started it. The step has no CPUs,
+//! memory or GPUs of its own (`--overlap`), so the steps of the command find all of the job's.
+
+use std::process::Command;
+
+use super::{Launcher, Program, Start, ask_for_hosts, variable};
+use crate::failure::{Failure, USAGE};
+
+/// Set in a job.
+pub(super) const JOB: &str = "SLURM_JOB_ID";
+/// The hosts of the job, as `n[1-64]`.
+const HOST_LIST: &str = "SLURM_JOB_NODELIST";
+/// Set where a step's or a batch script's processes are.
+const THIS_HOST: &str = "SLURMD_NODENAME";
+/// Set in a step. Batch scripts have none, and interactive shells a number above all of steps.
+const STEP: &str = "SLURM_STEP_ID";
+const STEP_MAX: u32 = 0xffff_fff0;
+/// How many processes the step has.
+const STEP_TASKS: &str = "SLURM_STEP_NUM_TASKS";
+
+/// What the job asked for its own steps, and what srun would take for ours.
+const OTHERS_WISHES: [&str; 24] = [
+    "SLURM_CPUS_PER_GPU",
+    "SLURM_CPUS_PER_TASK",
+    "SLURM_CPU_BIND",
+    "SLURM_DISTRIBUTION",
+    "SLURM_EXACT",
+    "SLURM_EXCLUSIVE",
+    "SLURM_GPUS",
+    "SLURM_GPUS_PER_NODE",
+    "SLURM_GPUS_PER_SOCKET",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_GPU_BIND",
+    "SLURM_GRES",
+    "SLURM_HINT",
+    "SLURM_MEM_PER_CPU",
+    "SLURM_MEM_PER_GPU",
+    "SLURM_MEM_PER_NODE",
+    "SLURM_NTASKS_PER_CORE",
+    "SLURM_NTASKS_PER_GPU",
+    "SLURM_NTASKS_PER_SOCKET",
+    "SLURM_STEP_GRES",
+    "SLURM_TRES_BIND",
+    "SLURM_TRES_PER_TASK",
+    "SLURM_WAIT",
+    "SRUN_CPUS_PER_TASK",
+];
+
+/// The hosts of a Slurm job.
+pub(in crate::verb::run) struct Slurm {
+    job: String,
+    hosts: Vec<String>,
+}
+
+/// Whether this process has a Slurm job whose hosts are its own: it is not one of several processes of a step, and the job
+/// has other hosts than this one.
+pub(super) fn is_in_job() -> bool {
+    let number = |name: &str| variable(name).and_then(|value| value.parse::<u32>().ok());
+    let is_one_of_many = number(STEP).is_some_and(|step| step < STEP_MAX)
+        && number(STEP_TASKS).is_some_and(|tasks| tasks > 1);
+    let is_elsewhere = variable(THIS_HOST).is_none();
+    let has_others = number("SLURM_JOB_NUM_NODES").is_some_and(|hosts| hosts > 1);
+    variable(JOB).is_some() && !is_one_of_many && (is_elsewhere || has_others)
+}
+
+impl Slurm {
+    pub(super) fn of_job() -> Result<Self, Failure> {
+        let (Some(job), Some(list)) = (variable(JOB), variable(HOST_LIST)) else {
+            let why = format!(
+                "{JOB} and {HOST_LIST} are not set: run it in a Slurm job (sbatch, salloc)"
+            );
+            return Err(Failure::new(USAGE, why));
+        };
+        let mut command = Command::new("scontrol");
+        command.args(["show", "hostnames", &list]);
+        let hosts = ask_for_hosts(command)?;
+        Ok(Self { job, hosts })
+    }
+}
+
+impl Launcher for Slurm {
+    fn hosts(&self) -> &[String] {
+        &self.hosts
+    }
+
+    fn starts(&self, program: &Program) -> Vec<Start> {
+        let count = self.hosts.len();
+        let mut command = Command::new("srun");
+        for name in OTHERS_WISHES {
+            command.env_remove(name);
+        }
+        command
+            .arg(format!("--jobid={}", self.job))
+            .args([format!("--nodes={count}"), format!("--ntasks={count}")])
+            .args(["--ntasks-per-node=1", "--overlap", "--mem=0", "--gres=none"])
+            .args(["--job-name=firn", "--chdir=/", "--export=ALL"])
+            .args(["--mpi=none", "--input=all", "--quiet"])
+            // A host that is lost takes none of the other mounts with it.
+            .args(["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]);
+        program.append_to(&mut command);
+        vec![Start {
+            command,
+            hosts: (0..count).collect(),
+        }]
+    }
+
+    fn line_on(&self, host: &str, line: &str) -> String {
+        format!("srun -N 1 -n 1 -w {host} {line}")
+    }
+
+    fn keeps_hosts(&self) -> bool {
+        false
+    }
+
+    fn default_prefix(&self) -> String {
+        format!("run.{}", self.job)
+    }
+}

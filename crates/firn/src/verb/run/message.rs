@@ -1,0 +1,330 @@
+//! What `firn run` and its part on each host say to each other.
+//!
+//! Orders go to a host's standard input, words come from its standard output, both as JSON. A launcher may join the
+//! outputs of many hosts, and cut long lines. So a word is sent as fragments, each a short line with the sender's number;
+//! a line without the mark is output of something else (a login script).
+//!
+//! Bounds
+//! * An order has at most `ORDER_BYTES_MAX` bytes, a word `WORD_BYTES_MAX`, a line of output `LINE_BYTES_MAX`.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::io::{self, BufRead, Read, Write};
+use std::path::PathBuf;
+
+use firn_config::Options;
+use firn_protocol::HeldPolicy;
+use firn_protocol::path::BytePath;
+use serde::{Deserialize, Serialize};
+
+/// Options have some kilobytes, a file with hints of ROMIO at most 64 KiB.
+const ORDER_BYTES_MAX: u64 = 1 << 20;
+/// The longest word is an error with a few paths.
+const WORD_BYTES_MAX: usize = 256 << 10;
+/// Bytes of a line that are taken at once; a longer line comes in parts.
+const LINE_BYTES_MAX: u64 = 64 << 10;
+/// Bytes of a fragment. Slurm hands on lines of up to 1,024 bytes in one piece.
+const FRAGMENT_BYTES: usize = 800;
+/// What a fragment begins with.
+const MARK: &str = "firn-run";
+/// A fragment that others follow, and the last one of a word.
+const MORE: &str = "+";
+const LAST: &str = ".";
+
+/// What `firn run` has its part on a host do.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Order {
+    /// Mount.
+    Mount(Box<Setup>),
+    /// Make durable what is held now; the mount stays.
+    Drain,
+    /// Unmount and end.
+    End(HeldPolicy),
+}
+
+/// What a host mounts.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Setup {
+    /// Where drained files end up; none: files are in memory only.
+    pub(super) backing: Option<BytePath>,
+    /// Where programs see the files; none: a directory of this name in the runtime directory.
+    pub(super) prefix: Option<BytePath>,
+    pub(super) default_prefix: String,
+    pub(super) options: Options,
+    /// A host where FUSE cannot be used may take frontend=preload.
+    pub(super) may_choose_frontend: bool,
+    /// What a file for `ROMIO_HINTS` has; none: no such file.
+    pub(super) romio_hints: Option<String>,
+    /// The host whose files are brought from the memory of its partner, and the one that brings them.
+    pub(super) restart: Option<Restart>,
+    /// Which old checkpoints go while the command runs.
+    pub(super) keep: Option<Keep>,
+}
+
+/// How many checkpoints stay.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Keep {
+    pub(super) count: u32,
+    /// The host that removes the others, where hosts see the same files; none: each its own.
+    pub(super) by: Option<String>,
+}
+
+/// Whose files are brought back, and to which host.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Restart {
+    pub(super) lost: String,
+    /// As the host calls itself in [`Word::Hello`].
+    pub(super) to: String,
+}
+
+/// What a host says.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Word {
+    /// It is there, under this name.
+    Hello(String),
+    /// It is still there.
+    Alive,
+    /// Something that the user should know.
+    Notice(String),
+    /// The mount is usable.
+    Mounted(Mounted),
+    /// There is no mount, and the host's part ends.
+    Failed {
+        /// Why.
+        text: String,
+        /// Exit status.
+        code: u8,
+    },
+    /// How far the last drain is.
+    Left {
+        /// Bytes still to be drained.
+        bytes: u64,
+        /// Files that have some.
+        files: u64,
+    },
+    /// The mount is gone, and the host's part ends.
+    Ended(Report),
+}
+
+/// A mount of a host.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Mounted {
+    pub(super) prefix: BytePath,
+    pub(super) backing: BytePath,
+    /// The preload library alone serves the files.
+    pub(super) is_tree: bool,
+    pub(super) romio_hints: Option<BytePath>,
+}
+
+/// What became of a host's mount.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(super) struct Report {
+    /// The most that was left to drain at the end.
+    pub(super) waited_bytes: u64,
+    pub(super) waited_files: u64,
+    /// What stays in memory.
+    pub(super) held_bytes: u64,
+    pub(super) arena: PathBuf,
+    /// What went wrong, and its exit status.
+    pub(super) failure: Option<(String, u8)>,
+}
+
+/// Sends an order to the part of `firn run` on a host.
+pub(super) fn send_order(to: &mut impl Write, order: &Order) -> io::Result<()> {
+    let mut line = serde_json::to_vec(order)?;
+    line.push(b'\n');
+    to.write_all(&line)?;
+    to.flush()
+}
+
+/// The next order; none: nobody sends any more.
+pub(super) fn read_order(from: &mut impl BufRead) -> io::Result<Option<Order>> {
+    let mut line = Vec::new();
+    from.take(ORDER_BYTES_MAX).read_until(b'\n', &mut line)?;
+    if line.is_empty() {
+        return Ok(None);
+    }
+    Ok(Some(serde_json::from_slice(&line)?))
+}
+
+/// Sends a word of the sender `id`.
+pub(super) fn send_word(to: &mut impl Write, id: u64, word: &Word) -> io::Result<()> {
+    to.write_all(fragments(id, &serde_json::to_string(word)?).as_bytes())?;
+    to.flush()
+}
+
+fn fragments(id: u64, text: &str) -> String {
+    let mut lines = String::new();
+    let mut rest = text;
+    loop {
+        let (head, tail) = rest.split_at(rest.floor_char_boundary(FRAGMENT_BYTES));
+        let kind = if tail.is_empty() { LAST } else { MORE };
+        let _ = writeln!(lines, "{MARK} {id:016x} {kind} {head}");
+        if tail.is_empty() {
+            return lines;
+        }
+        rest = tail;
+    }
+}
+
+/// What a launcher gives.
+#[derive(Debug)]
+pub(super) enum Output {
+    /// A word of a sender.
+    Word(u64, Box<Word>),
+    /// A line of something else.
+    Other(String),
+}
+
+/// The output of a launcher, in which the words of several hosts are mixed.
+pub(super) struct Words<R> {
+    from: R,
+    /// Fragments of words that are not whole yet.
+    begun: BTreeMap<u64, String>,
+}
+
+impl<R: BufRead> Words<R> {
+    pub(super) fn new(from: R) -> Self {
+        Self {
+            from,
+            begun: BTreeMap::new(),
+        }
+    }
+
+    /// Takes a line; what it completes.
+    fn take(&mut self, line: &str) -> Option<Output> {
+        let other = || Some(Output::Other(line.to_owned()));
+        let Some((id, kind, text)) = split_fragment(line) else {
+            return other();
+        };
+        let begun = self.begun.entry(id).or_default();
+        begun.push_str(text);
+        if begun.len() > WORD_BYTES_MAX {
+            self.begun.remove(&id);
+            return other();
+        }
+        if kind == MORE {
+            return None;
+        }
+        let whole = self.begun.remove(&id).unwrap_or_default();
+        match serde_json::from_str(&whole) {
+            Ok(word) => Some(Output::Word(id, Box::new(word))),
+            Err(_) => other(),
+        }
+    }
+}
+
+impl<R: BufRead> Iterator for Words<R> {
+    type Item = Output;
+
+    fn next(&mut self) -> Option<Output> {
+        loop {
+            let mut line = Vec::new();
+            let read = (&mut self.from)
+                .take(LINE_BYTES_MAX)
+                .read_until(b'\n', &mut line);
+            if !matches!(read, Ok(1..)) {
+                return None;
+            }
+            let line = String::from_utf8_lossy(&line);
+            if let Some(output) = self.take(line.trim_end_matches(['\n', '\r'])) {
+                return Some(output);
+            }
+        }
+    }
+}
+
+fn split_fragment(line: &str) -> Option<(u64, &str, &str)> {
+    let (id, rest) = line
+        .strip_prefix(MARK)?
+        .strip_prefix(' ')?
+        .split_once(' ')?;
+    let (kind, text) = rest.split_once(' ')?;
+    let id = u64::from_str_radix(id, 16).ok()?;
+    [MORE, LAST].contains(&kind).then_some((id, kind, text))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(lines: &str) -> Vec<Output> {
+        Words::new(lines.as_bytes()).collect()
+    }
+
+    #[test]
+    fn words_of_several_hosts_may_be_mixed_line_by_line() {
+        let notice = |text: &str| Word::Notice(text.repeat(1000));
+        let [a, b] = [(1, "ä"), (2, "b\n")].map(|(id, text)| {
+            let json = serde_json::to_string(&notice(text)).unwrap();
+            fragments(id, &json)
+        });
+        let longest = a.lines().chain(b.lines()).map(str::len).max().unwrap();
+        assert!(longest < 1000, "{longest}");
+        let mut mixed = String::from("Welcome to n17\n");
+        let (mut a, mut b) = (a.lines(), b.lines());
+        loop {
+            let pair = [a.next(), b.next()];
+            if pair == [None, None] {
+                break;
+            }
+            for line in pair.into_iter().flatten() {
+                mixed += &format!("{line}\n");
+            }
+        }
+        let outputs = words(&mixed);
+        assert!(matches!(&outputs[0], Output::Other(line) if line == "Welcome to n17"));
+        let mut texts: Vec<(u64, String)> = outputs[1..]
+            .iter()
+            .map(|output| match output {
+                Output::Word(id, word) => match &**word {
+                    Word::Notice(text) => (*id, text.clone()),
+                    word => panic!("{word:?}"),
+                },
+                Output::Other(line) => panic!("{line}"),
+            })
+            .collect();
+        texts.sort();
+        assert_eq!(texts, [(1, "ä".repeat(1000)), (2, "b\n".repeat(1000))]);
+    }
+
+    #[test]
+    fn what_is_no_word_is_output_of_something_else() {
+        for line in [
+            "firn-run",
+            "firn-run 1 . {}",
+            "firn-run x . \"alive\"",
+            "firn-run 1 ? \"alive\"",
+        ] {
+            let outputs = words(line);
+            assert!(matches!(&outputs[..], [Output::Other(other)] if other == line));
+        }
+        let outputs = words("firn-run 1 . \"alive\"\r\n");
+        assert!(matches!(&outputs[..], [Output::Word(1, _)]));
+    }
+
+    #[test]
+    fn a_word_without_end_is_not_kept() {
+        let line = format!("firn-run 1 + {}\n", "x".repeat(800));
+        let count = WORD_BYTES_MAX / 800 + 2;
+        let mut words = Words::new(io::Cursor::new(line.repeat(count)));
+        assert!(matches!(words.next(), Some(Output::Other(_))));
+        assert!(words.begun.values().map(String::len).sum::<usize>() <= WORD_BYTES_MAX);
+    }
+
+    #[test]
+    fn an_order_is_one_line() {
+        let mut sent = Vec::new();
+        send_order(&mut sent, &Order::Drain).unwrap();
+        send_order(&mut sent, &Order::End(HeldPolicy::Keep)).unwrap();
+        let mut from = sent.as_slice();
+        assert!(matches!(read_order(&mut from), Ok(Some(Order::Drain))));
+        assert!(matches!(
+            read_order(&mut from),
+            Ok(Some(Order::End(HeldPolicy::Keep)))
+        ));
+        assert!(matches!(read_order(&mut from), Ok(None)));
+    }
+}

@@ -1,0 +1,95 @@
+//! The two directories of a run on a host: where programs see the files, and where the files end up.
+
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+
+use crate::failure::{FAILED, Failure, USAGE};
+use crate::text;
+
+/// Ending of the directory that has the names of a run whose files are in memory alone.
+pub(in crate::verb) const NAMES: &str = "names";
+
+/// The two directories of a run.
+pub(super) struct Place {
+    pub(super) prefix: PathBuf,
+    pub(super) backing: PathBuf,
+    /// The backing was made for this run's names only: nothing is drained to it.
+    pub(super) memory_only: bool,
+    /// The prefix is the default one, which nobody else made.
+    is_default: bool,
+}
+
+impl Place {
+    /// Makes what is missing; without a `prefix` it is `default` in the runtime directory.
+    pub(super) fn make(
+        prefix: Option<PathBuf>,
+        default: &str,
+        backing: Option<PathBuf>,
+    ) -> Result<Self, Failure> {
+        let is_default = prefix.is_none();
+        let prefix = match prefix {
+            Some(prefix) => {
+                make_private(&prefix)?;
+                prefix
+            }
+            None => default_prefix(default)?,
+        };
+        let memory_only = backing.is_none();
+        let backing = match backing {
+            Some(backing) => backing,
+            // The same for the same prefix, so that a restart finds its files.
+            None => {
+                let runtime = firn_client::paths::create_runtime_dir()?;
+                let key = firn_client::Key::of(&absolute(&prefix)?);
+                let names = runtime.join(format!("{:016x}.{NAMES}", key.0));
+                let made = firn_trust::create_private_dir(rustix::fs::CWD, &names);
+                made.map_err(|error| Failure::new(FAILED, error.to_string()))?;
+                names
+            }
+        };
+        make_private(&backing)?;
+        Ok(Self {
+            prefix,
+            backing: absolute(&backing)?,
+            memory_only,
+            is_default,
+        })
+    }
+
+    /// Removes what was made as the default of --prefix, after the unmount; a stub tree in which something is left stays.
+    pub(super) fn remove_default_prefix(&self) {
+        if self.is_default {
+            let _ = std::fs::remove_dir(&self.prefix);
+        }
+    }
+}
+
+/// In the runtime directory, where nobody else can put a symbolic link in its place.
+fn default_prefix(name: &str) -> Result<PathBuf, Failure> {
+    let prefix = firn_client::paths::create_runtime_dir()?.join(name);
+    match firn_trust::create_private_dir(rustix::fs::CWD, &prefix) {
+        Ok(_) => Ok(prefix),
+        Err(error) => Err(Failure::new(
+            FAILED,
+            format!("cannot use the default of --prefix: {error}"),
+        )),
+    }
+}
+
+fn make_private(dir: &Path) -> Result<(), Failure> {
+    std::fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(dir)
+        .map_err(|error| {
+            Failure::new(
+                USAGE,
+                format!("cannot make the directory {}: {error}", text::path(dir)),
+            )
+        })
+}
+
+fn absolute(path: &Path) -> Result<PathBuf, Failure> {
+    path.canonicalize()
+        .map_err(|error| Failure::new(USAGE, format!("cannot find {}: {error}", text::path(path))))
+}

@@ -1,0 +1,52 @@
+//! `firn run --keep`: old checkpoints go while the command runs.
+
+use std::collections::HashSet;
+use std::path::Path;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::Duration;
+
+use firn_client::checkpoints::Directory;
+use crate::failure::Failure;
+use crate::prune::{self, Verdict};
+
+/// How often a directory is looked at for old checkpoints: seldom beside the time that a checkpoint takes, often enough
+/// that one more of them finds room.
+const PRUNE_EVERY: Duration = Duration::from_secs(1);
+
+/// Removes old checkpoints again and again until nobody can send to `on_end` any more. Each failure is told once: the
+/// job, and the removal of others, go on without.
+pub(super) fn prune_until(
+    on_end: &Receiver<()>,
+    prefix: &Path,
+    keep: usize,
+    say: &mut dyn FnMut(String),
+) {
+    let mut told = HashSet::new();
+    while on_end.recv_timeout(PRUNE_EVERY) == Err(RecvTimeoutError::Timeout) {
+        let failures = prune(prefix, keep).unwrap_or_else(|failure| vec![failure]);
+        for text in failures.iter().filter_map(Failure::text) {
+            if told.insert(text.clone()) {
+                say(format!("cannot remove old checkpoints: {text}"));
+            }
+        }
+    }
+}
+
+/// Gives what could not be removed.
+fn prune(prefix: &Path, keep: usize) -> Result<Vec<Failure>, Failure> {
+    let directory = Directory::open(firn_client::find(prefix)?)?;
+    // Fewer directories than that: nothing can be too old, and nobody needs to be asked.
+    let entries = std::fs::read_dir(prefix).map_or(0, Iterator::count);
+    if entries <= keep {
+        return Ok(Vec::new());
+    }
+    let mut failures = prune::finish_removals(&directory)?;
+    let judged = prune::judge_directory(&directory, keep)?;
+    failures.extend(judged.failures);
+    for checkpoint in &judged.checkpoints {
+        if checkpoint.verdict == Verdict::Remove {
+            failures.extend(prune::remove(&directory, checkpoint).err());
+        }
+    }
+    Ok(failures)
+}

@@ -1,0 +1,109 @@
+//! `firn top`.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
+
+use super::wait::parse_timeout_ms;
+use crate::failure::{DONE, Failure};
+use crate::output::{self, Paint};
+use crate::top::sampler::Wanted;
+use crate::top::terminal::{once, show};
+use crate::verb::Verb;
+
+/// Shorter, and samples would cost more than they show: firnd takes its rates over seconds.
+const EVERY_MIN_MS: u64 = 200;
+
+pub const VERB: Verb = Verb {
+    name: "top",
+    about: "Watch mounts and checkpoints, or the hosts of a job, on one screen",
+    long: "A screen that is drawn anew each second: this host's mounts, rates, checkpoints with bars of what is held, drained \
+           and durable, lanes, and what programs wait for; with --job the hosts that share a backing (see `firn hosts`). The \
+           one in trouble is first. Keys: q ends, arrows choose, tab goes to the checkpoints, p pauses, j goes from the host \
+           to the job and back, ? explains. Colours are not used where NO_COLOR is set.",
+    examples: &[
+        ("firn top", "the mounts of this host"),
+        (
+            "firn top /ckpt/run42",
+            "with the checkpoints of a directory below a mount",
+        ),
+        (
+            "firn top --job /scratch/run42",
+            "the hosts that share a backing, also one that is not mounted here",
+        ),
+        ("firn top --once --size 100x30", "one screen as text"),
+    ],
+    exits: &[
+        (0, "ended by the user, or by a signal that asks for it"),
+        (1, "the terminal cannot be used"),
+        (2, "there is no terminal, and no --once"),
+    ],
+    args: TopArgs::augment_args,
+    run,
+};
+
+#[derive(Debug, Args)]
+struct TopArgs {
+    /// The directory whose checkpoints are shown, on a mount; with --job the backing, or a mount point.
+    #[arg(value_hint = ValueHint::DirPath)]
+    path: Option<PathBuf>,
+    /// Show the hosts of a job, and what they do together.
+    #[arg(short, long)]
+    job: bool,
+    /// Time between two samples; of a job it is two seconds at least, as hosts beat.
+    #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = parse_every)]
+    every: u64,
+    /// Print one screen as text, and end.
+    #[arg(long)]
+    once: bool,
+    /// With --once: columns and lines of the screen.
+    #[arg(long, value_name = "COLUMNSxLINES", default_value = "80x24", requires = "once", value_parser = parse_size)]
+    size: (u16, u16),
+}
+
+fn parse_every(text: &str) -> Result<u64, String> {
+    match parse_timeout_ms(text)? {
+        every if every < EVERY_MIN_MS => Err(format!("{EVERY_MIN_MS}ms is the shortest")),
+        every => Ok(every),
+    }
+}
+
+fn parse_size(text: &str) -> Result<(u16, u16), String> {
+    let parsed = text
+        .split_once('x')
+        .and_then(|(columns, lines)| Some((columns.parse().ok()?, lines.parse().ok()?)));
+    match parsed {
+        Some(size @ (20..=500, 5..=500)) => Ok(size),
+        _ => Err("columns and lines, like 80x24: 20x5 to 500x500".to_owned()),
+    }
+}
+
+fn run(matches: &ArgMatches) -> Result<u8, Failure> {
+    let args = TopArgs::from_arg_matches(matches)?;
+    let wanted = Wanted {
+        every: Duration::from_millis(args.every),
+        directory: args.path.clone().filter(|_| !args.job),
+        job_path: args.path.clone(),
+    };
+    if args.once {
+        let text = once(wanted, args.job, args.size)?;
+        return output::print(&text).map(|()| DONE);
+    }
+    show(wanted, args.job, Paint::stdout().on())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_and_times_are_bounded() {
+        assert_eq!(parse_size("80x24"), Ok((80, 24)));
+        for wrong in ["80", "x", "1x1", "99999x24", "80 x 24", "-1x5"] {
+            assert!(parse_size(wrong).is_err(), "{wrong}");
+        }
+        assert_eq!(parse_every("2s"), Ok(2000));
+        assert!(parse_every("10ms").is_err());
+    }
+}
