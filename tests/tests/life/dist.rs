@@ -115,10 +115,11 @@ export PATH=$PWD/venv/bin:$PATH
 [[ $(firn version) == firn\ * && $(python -m firnfs version) == "$(firn version)" ]]
 [[ $(python -c 'import firnfs; print(firnfs.preload_path())') == */site-packages/* ]]
 cat >job.py <<'JOB'
+import os
 import sys
 import firnfs
 
-here = sys.argv[1]
+here = sys.argv[1] if len(sys.argv) > 1 else os.environ["FIRN_PREFIX"]
 last = firnfs.latest(here)
 step = last.step + 1 if last else 1
 assert last is None or (last / "model").read_bytes() == b"%d" % last.step * 100000
@@ -136,9 +137,9 @@ mount.firn "$PWD/backing" "$PWD/ckpt" -o arena-size=64M,drain=commit
 python job.py ckpt
 firn umount ckpt
 for frontend in fuse preload; do
-    firn run "--frontend=$frontend" --memory 64M --backing backing --prefix run -- python job.py "$PWD/run" 2>messages
+    firn run "--frontend=$frontend" --memory 64M --backing backing -- python job.py 2>messages
     refuse grep 'not installed' messages
-    python -c "import firnfs; firnfs.run(['python', 'job.py', '$PWD/run'], backing='backing', prefix='run', memory='64M', frontend='$frontend')"
+    python -c "import firnfs; firnfs.run(['python', 'job.py'], backing='backing', memory='64M', frontend='$frontend')"
 done
 [[ $(ls backing | wc -l) == 7 && $(<backing/step_7/model) == 7777* ]]
 venv/bin/pip uninstall --quiet --yes firnfs
