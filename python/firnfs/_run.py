@@ -56,7 +56,8 @@ def mount(backing: PathLike, mount_point: PathLike, **options: Option) -> Iterat
 
     Args:
         backing: The directory where files end up.
-        mount_point: The directory where programs see them; made if it is missing.
+        mount_point: The directory where programs see them; made if it is missing. With ``frontend="preload"`` it is on
+            a tmpfs, such as ``/dev/shm``, unless root mounts.
         **options: Those of ``firn mount``, with underscores: ``arena_size="2G"``, ``close="held"``, ``drain="commit"``.
 
     Yields:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Callable
 
 import firnfs
+import firnfs._find
 import pytest
+from firnfs import _ffi
 
 MIB = 1 << 20
 
@@ -224,3 +226,36 @@ def test_importing_firnfs_imports_no_framework() -> None:
     code = "import firnfs, sys; print([n for n in ('torch', 'numpy', 'fsspec', 'tqdm', 'transformers') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
     assert done.stdout == b"[]\n"
+
+
+def test_the_program_and_the_libraries_are_found_and_missing_ones_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "bin" / "firn"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n")
+    monkeypatch.setenv("FIRN_BIN", str(program))
+    with pytest.raises(firnfs.FirnError, match="FIRN_BIN") as not_executable:
+        firnfs.find_firn()
+    assert not_executable.value.path == str(program)
+    program.chmod(0o755)
+    assert firnfs.find_firn() == str(program)
+    # The tests run without an installed package: what is beside the program counts.
+    with pytest.raises(firnfs.FirnError, match="libfirn_preload.so"):
+        firnfs.preload_path()
+    library = tmp_path / "lib" / "libfirn_preload.so"
+    library.parent.mkdir()
+    library.touch()
+    assert firnfs.preload_path() == str(library)
+    monkeypatch.setenv("FIRN_LIB", str(library))
+    monkeypatch.setattr(_ffi, "_loaded", None)
+    with pytest.raises(firnfs.FirnError, match="install firnfs again") as broken:
+        firnfs.latest(tmp_path)
+    assert broken.value.path == str(library)
+    monkeypatch.delenv("FIRN_BIN")
+    monkeypatch.setenv("PATH", str(program.parent))
+    monkeypatch.setattr(firnfs._find, "_script_directories", lambda: iter(()))
+    assert firnfs.find_firn() == str(program)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(firnfs.FirnError, match="pip install firnfs"):
+        firnfs.find_firn()
