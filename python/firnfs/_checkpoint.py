@@ -10,6 +10,8 @@ There are two ways to write one:
 Invariants:
 * A name without a leading dot has all files of its checkpoint, from the moment at which it can be seen.
 * The rename, or the commit, comes after what the caller was promised of the files: sync or drain.
+* A checkpoint that was renamed before its files were durable has a seal, the empty directory ``.firnfs.FILES.BYTES``: names
+  are in the backing at once, so after the loss of a host's memory fewer files or bytes than that tell that it is not whole.
 * With ranks, each rank leaves a mark beside ``files`` when it has left the block, and whoever sees all marks renames: the
   last rank, or a reader, if the last ranks of two hosts did not see each other's marks.
 * What is left of a process that died is removed by the next save of this user: of the same name, or by the same host.
@@ -32,7 +34,7 @@ from pathlib import Path
 from typing import Iterator, List, Optional
 
 from . import _ffi
-from ._state import make_durable, sync, sync_tree, wait
+from ._state import files_below, make_durable, sync, sync_tree, wait
 from .errors import Aborted, FirnError, FirnWarning, NotOnFirn, PathLike
 
 _SUFFIX = ".firnfs"
@@ -42,6 +44,9 @@ FILES = "files"
 _OF_PROCESS = re.compile(r"^\.(?P<name>.+)\.(?P<host>[0-9a-f]{8})-(?P<pid>\d+)-(?P<ticks>\d+)-[0-9a-f]+\.firnfs$")
 # Of the ranks of a job: job, and number of ranks.
 _OF_RANKS = re.compile(r"^\.(?P<name>.+)\.(?P<job>[0-9a-f]{16})\.(?P<ranks>\d+)\.firnfs$")
+
+# Of a complete checkpoint: number of its files, and their bytes.
+_SEAL = re.compile(r"^\.firnfs\.(?P<files>\d+)\.(?P<bytes>\d+)$")
 
 # Variables with which launchers tell ranks, in this order.
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -269,10 +274,32 @@ def publish(files: Path, final: Path, durable: bool) -> None:
     durable = durable or not _is_firn(final.parent)
     if durable:
         make_durable(files)
+    else:
+        _seal(files)
     _name(files, final)
     if durable:
         sync(final.parent)
     _remove_of_name(final)
+
+
+def _seal(files: Path) -> None:
+    """Notes in a name how much a checkpoint has."""
+    if any(_SEAL.match(name) for name in os.listdir(files)):
+        return
+    sizes = [os.lstat(file).st_size for file in files_below(files)]
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(files / f".firnfs.{len(sizes)}.{sum(sizes)}")
+
+
+def _is_as_sealed(checkpoint: Path, files: int, size: int) -> bool:
+    """Whether a checkpoint has as much as it had when it was complete; true of one without a seal."""
+    try:
+        seals = [match for match in map(_SEAL.match, os.listdir(checkpoint)) if match is not None]
+    except NotADirectoryError:
+        return True
+    except FileNotFoundError:
+        return False
+    return all(files >= int(seal["files"]) and size >= int(seal["bytes"]) for seal in seals)
 
 
 def _name(files: Path, final: Path) -> None:
@@ -393,6 +420,7 @@ def _complete(staging: Path, final: Path, ranks: int) -> None:
         names = set(os.listdir(staging))
         if not all(f"left-{rank}" in names for rank in range(ranks)):
             return
+        _seal(staging / FILES)
         _name(staging / FILES, final)
     except (FileNotFoundError, FileExistsError):
         # Another rank, or a reader, was first.
@@ -456,7 +484,8 @@ def steps(path: PathLike) -> List[Checkpoint]:
     found = []
     for name, facts in _ffi.list_checkpoints(parent):
         state = _ffi.STATES[facts.state]
-        if state == "whole" or (state == "unknown" and facts.files > 0):
+        is_whole = state == "whole" or (state == "unknown" and facts.files > 0)
+        if is_whole and _is_as_sealed(parent / os.fsdecode(name), facts.files, facts.bytes):
             found.append(
                 Checkpoint(
                     path=parent / os.fsdecode(name),

@@ -56,7 +56,7 @@ def durability(path: PathLike) -> str:
         with _ffi.Handle(path) as handle:
             return handle.level(path)
     except NotOnFirn:
-        if not any(True for _ in _files(Path(path))):
+        if not any(True for _ in files_below(Path(path))):
             raise FirnError(errno.ENODATA, "there is no file here", path) from None
         return "drained"
 
@@ -183,7 +183,7 @@ def make_durable(path: Path) -> None:
 
 def sync_tree(path: Path) -> None:
     """Syncs the regular files and directories at or below a path; symbolic links are not followed."""
-    for file in _files(path):
+    for file in files_below(path):
         sync(file)
     if path.is_dir():
         for directory in _directories(path):
@@ -199,7 +199,8 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _files(path: Path) -> Iterator[Path]:
+def files_below(path: Path) -> Iterator[Path]:
+    """The regular files below a directory, or the file itself; symbolic links are not followed."""
     if not stat.S_ISDIR(os.lstat(path).st_mode):
         yield path
         return
