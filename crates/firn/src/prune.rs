@@ -15,12 +15,12 @@
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 
+use firn_client::checkpoints::{self, Directory, Wholeness, failed};
 use firn_trust::{ObjectId, names_in, remove_object};
 use rustix::fs::{FileType, RenameFlags, renameat_with};
 use rustix::io::Errno;
 
 use crate::failure::Failure;
-use firn_client::checkpoints::{self, Directory, Wholeness, failed};
 
 /// A checkpoint that is being removed is called `.NAME` and this.
 const REMOVED_SUFFIX: &[u8] = b".pruned";

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
+use firn_client::checkpoints::{Checkpoint, Directory, Wholeness};
 use firn_format::durability::DurabilityLevel;
 use firn_protocol::path::BytePath;
 use serde::{Deserialize, Serialize};
@@ -15,7 +16,6 @@ use crate::failure::{DONE, FAILED, Failure, PARTLY};
 use crate::output::{self, Paint};
 use crate::text;
 use crate::verb::{NO_CONNECTION, Verb};
-use firn_client::checkpoints::{Checkpoint, Directory, Wholeness};
 
 pub const HISTORY: Verb = Verb {
     name: "history",

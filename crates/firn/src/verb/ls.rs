@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
+use firn_client::levels::Levels;
 use firn_format::durability::DurabilityLevel;
 use firn_format::record::Ending;
 use firn_protocol::path::BytePath;
@@ -11,7 +12,6 @@ use serde::Serialize;
 use crate::failure::{DONE, FAILED, Failure};
 use crate::verb::{NO_CONNECTION, Verb, connect};
 use crate::{output, text};
-use firn_client::levels::Levels;
 
 pub const VERB: Verb = Verb {
     name: "ls",

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint, value_parser};
+use firn_client::checkpoints::Directory;
 use firn_protocol::path::BytePath;
 use serde::Serialize;
 
@@ -10,7 +11,6 @@ use crate::failure::{DONE, Failure, PARTLY};
 use crate::prune::{self, Removal, Verdict};
 use crate::verb::{NO_CONNECTION, Verb, find};
 use crate::{output, text};
-use firn_client::checkpoints::Directory;
 
 pub const VERB: Verb = Verb {
     name: "prune",

@@ -6,6 +6,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
 use firn_client::checkpoints::Directory;
+
 use crate::failure::Failure;
 use crate::prune::{self, Verdict};
 
