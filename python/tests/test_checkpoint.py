@@ -345,3 +345,52 @@ def test_what_another_put_in_the_place_of_a_checkpoint_is_not_used(
         save_rank(directory, 1, 0)
     assert os.listdir(elsewhere) == []
     firnfs.steps(directory)
+
+
+RANK_OF_A_HOST = """
+import sys
+import firnfs
+
+mount, rank = sys.argv[1], int(sys.argv[2])
+for step in range(6):
+    with firnfs.checkpoint(mount, step=step, ranks=2, rank=rank) as new:
+        (new / f"rank_{rank}").write_bytes(b"%d" % step * 100_000)
+"""
+
+
+def test_ranks_on_two_hosts_make_one_checkpoint_each_time(tmp_path: Path) -> None:
+    """Two firnd over one backing, each with memory of its own: the ranks meet in the backing alone."""
+    (tmp_path / "backing").mkdir()
+    hosts, started = {}, []
+    try:
+        for name in ("one", "two"):
+            runtime = Path(os.environ["FIRN_RUNTIME_DIR"]) / f"host-{name}"
+            runtime.mkdir(mode=0o700)
+            point = tmp_path / name
+            point.mkdir()
+            hosts[point] = {**os.environ, "FIRN_RUNTIME_DIR": str(runtime), "FIRN_JOB": "two hosts"}
+            options = ["--arena-size=32M", "--layout=log", "--close=held", f"--host={name}"]
+            command = [firnfs.find_firn(), "mount", *options, str(tmp_path / "backing"), str(point)]
+            subprocess.run(command, env=hosts[point], check=True)
+        for rank, (point, environment) in enumerate(hosts.items()):
+            command = [sys.executable, "-c", RANK_OF_A_HOST, str(point), str(rank)]
+            started.append(subprocess.Popen(command, env=environment))
+        assert [one.wait() for one in started] == [0, 0]
+        for point, environment in hosts.items():
+            # A reader of either host completes what the last ranks did not see of each other.
+            count = "import firnfs, sys; print([(one.step, one.files, one.size) for one in firnfs.steps(sys.argv[1])])"
+            command = [sys.executable, "-c", count, str(point)]
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+            assert done.stdout.decode() == f"{[(step, 2, 200_000) for step in range(6)]}\n"
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+        for point, environment in hosts.items():
+            done = subprocess.run([firnfs.find_firn(), "umount", str(point)], env=environment, check=False)
+            if done.returncode != 0:
+                subprocess.run([firnfs.find_firn(), "umount", "--force", str(point)], env=environment, check=False)
+            shutil.rmtree(environment["FIRN_RUNTIME_DIR"])
+    for step in range(6):
+        for rank in range(2):
+            assert (tmp_path / "backing" / f"step_{step}" / f"rank_{rank}").read_bytes() == b"%d" % step * 100_000
