@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Iterator, List, Optional
 
 from . import _ffi
-from ._state import files_below, make_durable, sync, sync_tree, wait
+from ._state import UNREACHABLE, files_below, make_durable, sync, sync_tree, wait
 from .errors import Aborted, FirnError, FirnWarning, NotOnFirn, PathLike
 
 _SUFFIX = ".firnfs"
@@ -188,8 +188,7 @@ def _begin(final: Path) -> Optional[_ffi.Handle]:
         _warn_once(final.parent)
         return None
     except FirnError as error:
-        # Another user's mount may be written to all the same.
-        if error.errno in (errno.EACCES, errno.EPERM):
+        if error.errno in UNREACHABLE:
             return None
         raise
     try:
@@ -286,13 +285,25 @@ def _seal(files: Path) -> None:
     """Notes in a name how much a checkpoint has."""
     if any(_SEAL.match(name) for name in os.listdir(files)):
         return
-    sizes = [os.lstat(file).st_size for file in files_below(files)]
+    sizes = _sizes(files)
     with contextlib.suppress(FileExistsError):
         os.mkdir(files / f".firnfs.{len(sizes)}.{sum(sizes)}")
 
 
+def _sizes(checkpoint: Path) -> List[int]:
+    """Sizes of its files, also of those that other hosts wrote: an open sees what stat(2) may have from a cache."""
+    sizes = []
+    for file in files_below(checkpoint):
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            sizes.append(os.fstat(descriptor).st_size)
+        finally:
+            os.close(descriptor)
+    return sizes
+
+
 def _is_as_sealed(checkpoint: Path, files: int, size: int) -> bool:
-    """Whether a checkpoint has as much as it had when it was complete; true of one without a seal."""
+    """Whether so many files and bytes are as much as the checkpoint had when it was complete, where that is noted."""
     try:
         seals = [match for match in map(_SEAL.match, os.listdir(checkpoint)) if match is not None]
     except NotADirectoryError:
@@ -319,7 +330,7 @@ def _is_firn(path: Path) -> bool:
         _ffi.Handle(path).close()
         return True
     except FirnError as error:
-        if error.errno in (errno.ENODEV, errno.EACCES, errno.EPERM):
+        if error.errno in (errno.ENODEV, *UNREACHABLE):
             return False
         raise
 
@@ -407,10 +418,10 @@ def bring_to_backing(files: Path) -> None:
     try:
         wait(files, "logged")
     except FirnError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM):
+        if error.errno not in UNREACHABLE:
             raise
-        sync_tree(files)
     if not _is_firn(files):
+        # Also of a mount that cannot be asked.
         sync_tree(files)
 
 
@@ -484,18 +495,21 @@ def steps(path: PathLike) -> List[Checkpoint]:
     found = []
     for name, facts in _ffi.list_checkpoints(parent):
         state = _ffi.STATES[facts.state]
-        is_whole = state == "whole" or (state == "unknown" and facts.files > 0)
-        if is_whole and _is_as_sealed(parent / os.fsdecode(name), facts.files, facts.bytes):
-            found.append(
-                Checkpoint(
-                    path=parent / os.fsdecode(name),
-                    step=facts.step,
-                    time=facts.modified_s + facts.modified_ns / 1e9,
-                    size=facts.bytes,
-                    files=facts.files,
-                    durability=_ffi.LEVELS[facts.level],
-                )
-            )
+        if not (state == "whole" or (state == "unknown" and facts.files > 0)):
+            continue
+        one = parent / os.fsdecode(name)
+        files, size = facts.files, facts.bytes
+        if not _is_as_sealed(one, files, size):
+            try:
+                sizes = _sizes(one)
+            except FileNotFoundError:
+                continue
+            files, size = len(sizes), sum(sizes)
+            if not _is_as_sealed(one, files, size):
+                continue
+        modified = facts.modified_s + facts.modified_ns / 1e9
+        level = _ffi.LEVELS[facts.level]
+        found.append(Checkpoint(one, step=facts.step, time=modified, size=size, files=files, durability=level))
     found.reverse()
     return found
 

@@ -15,6 +15,10 @@ from .errors import FirnError, NotOnFirn, PathLike
 
 _LEVELS = {"partnered": _ffi.PARTNERED, "logged": _ffi.LOGGED, "drained": _ffi.DRAINED, "durable": _ffi.DURABLE}
 
+# Errors of a mount whose firnd this process cannot ask: another user's, or one outside of this container. Files can be
+# written and synced all the same; where firnd is dead, that fails too.
+UNREACHABLE = (errno.EACCES, errno.EPERM, errno.ENOTCONN)
+
 # A signal, as of Ctrl-C, is looked at between two calls.
 _SLICE_SECONDS = 0.25
 
@@ -175,8 +179,8 @@ def make_durable(path: Path) -> None:
             _wait_on(handle, path, _ffi.DURABLE, None, False)
         return
     except FirnError as error:
-        # Not Firn; another user's; or a file in logs that others write: fsync(2) covers what is there.
-        if error.errno not in (errno.ENODEV, errno.EACCES, errno.EPERM, errno.EBUSY):
+        # Not Firn, not to be asked, or a file in logs that others write: fsync(2) covers what is there.
+        if error.errno not in (errno.ENODEV, errno.EBUSY, *UNREACHABLE):
             raise
     sync_tree(path)
 

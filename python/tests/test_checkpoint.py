@@ -227,6 +227,26 @@ def test_what_was_lost_with_the_memory_of_a_host_is_no_checkpoint(
     assert [one.step for one in firnfs.steps(backing)] == [1]
 
 
+def test_where_firnd_cannot_be_asked_a_checkpoint_is_synced_and_renamed(
+    make_mount: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in a container that has the mount, and not the directory of its sockets."""
+    mount = make_mount(drain="demand")
+    runtime = os.environ["FIRN_RUNTIME_DIR"]
+    elsewhere = Path(runtime) / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    try:
+        monkeypatch.setenv("FIRN_RUNTIME_DIR", str(elsewhere))
+        save(mount, 1)
+        with pytest.raises(firnfs.FirnError):
+            firnfs.latest(mount)
+    finally:
+        monkeypatch.setenv("FIRN_RUNTIME_DIR", runtime)
+        shutil.rmtree(elsewhere)
+    assert_whole(firnfs.latest(mount), 1)
+    assert firnfs.durability(mount / "step_1") == "durable"
+
+
 # ---- by ranks --------------------------------------------------------------------------------------
 
 
