@@ -31,7 +31,7 @@ pub static VARIABLES: [Variable; 9] = [
     },
     Variable {
         name: "FIRN_JOB",
-        meaning: "read by the Python package: a value that is the same in all ranks of a job and new at each start, where no launcher gives one ([PYTHON](PYTHON.md#several-ranks))",
+        meaning: "read by the Python package: a value that is the same in all ranks of a job and new at each start, where no launcher gives one",
     },
     Variable {
         name: "FIRN_BIN",
