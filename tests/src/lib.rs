@@ -30,6 +30,7 @@ pub mod page;
 pub mod powerfs;
 pub mod preloaded;
 pub mod random;
+pub mod replay;
 pub mod sandbox;
 pub mod scripts;
 pub mod sshd;

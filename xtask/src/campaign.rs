@@ -113,6 +113,7 @@ impl Campaign {
                 system("frontends", "kill_9_of_writer_or_firnd", length, seed)?;
                 system("transactions", "killed_at_any_moment", length, seed)?;
                 system("transactions", "survives_kill_9", length, seed)?;
+                system("transactions", "commit_rules", length, seed)?;
                 system(
                     "several_hosts",
                     "a_host_that_is_killed_between",

@@ -62,6 +62,7 @@ pub fn arg(row: &'static Row) -> Arg {
         | Kind::Host
         | Kind::Hosts
         | Kind::Patterns
+        | Kind::Rules
         | Kind::Endpoints => arg,
     }
 }

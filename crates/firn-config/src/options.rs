@@ -434,6 +434,9 @@ pub struct Options {
     /// Name of the tokens in etcd; `None`: that of the backing.
     #[serde(default)]
     pub token_group: Option<String>,
+    /// Names of commit rules, and paths of files of them.
+    #[serde(default)]
+    pub rules: Vec<String>,
     /// A second directory for what is prepared; `None`: none.
     #[serde(default, with = "firn_protocol::path::exact_option")]
     pub backup: Option<PathBuf>,
@@ -558,6 +561,7 @@ impl Options {
             token_wait_ms: 0,
             token_endpoints: Vec::new(),
             token_group: None,
+            rules: Vec::new(),
             backup: None,
             backup_every_ms: 0,
             placement: Placement::None,

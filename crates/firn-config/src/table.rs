@@ -64,7 +64,7 @@ pub fn row(name: &str) -> Option<&'static Row> {
 }
 
 /// Every option.
-pub static TABLE: [Row; 50] = [
+pub static TABLE: [Row; 51] = [
     Row {
         name: "arena-size",
         kind: Kind::Size {
@@ -445,6 +445,19 @@ pub static TABLE: [Row; 50] = [
         set: |o, v| o.token_group = v.names().pop(),
     },
     Row {
+        name: "rules",
+        kind: Kind::Rules,
+        default: "",
+        help: "Commit rules: checkpoints of programs that know nothing of Firn are there whole or not at all",
+        long: "Each rule says which changes of programs are one checkpoint, and when it is complete. Until then the backing has \
+               the state before, while the programs see what they write; when all writers are gone before, nothing of it stays. \
+               An older checkpoint is not removed before a newer one is durable. `firn rules list` shows the rules with a name; \
+               a file has rules of your own.",
+        changes_promises: true,
+        get: |o| o.rules.join(":"),
+        set: |o, v| o.rules = v.names(),
+    },
+    Row {
         name: "backup",
         kind: Kind::Directory,
         default: "",
@@ -763,10 +776,10 @@ pub static TABLE: [Row; 50] = [
         set: |o, v| o.system_log = v.path_or_off(),
     },
     Row {
-        name: "record",
+        name: "record-in",
         kind: Kind::Choice(words::<RecordPlace>()),
         default: "host",
-        help: "Where firnd leaves its record of the run for `firn report` (host, backing)",
+        help: "Where firnd leaves its record of the run, for `firn report`",
         long: "The record has the sums of each moment, the checkpoints and the events of a mount, at most 1 MiB. firnd \
                leaves it in the runtime directory when the mount ends. With `backing` it also stores it in \
                `.firn/records` of the backing, once a minute and at the end, so that a report shows all hosts of a job; \
@@ -835,7 +848,7 @@ pub struct Implied {
 }
 
 /// Options that bring others along.
-pub static IMPLIED: [Implied; 11] = [
+pub static IMPLIED: [Implied; 12] = [
     Implied {
         name: "history",
         other: "drain",
@@ -863,6 +876,13 @@ pub static IMPLIED: [Implied; 11] = [
         value: "commit",
         fits: |o| o.drain == Drain::Commit,
         advice: "only transactions are backed up: omit backup, or use drain=commit",
+    },
+    Implied {
+        name: "rules",
+        other: "drain",
+        value: "commit",
+        fits: |o| o.drain == Drain::Commit,
+        advice: "rules begin and commit transactions: omit rules, or use drain=commit",
     },
     Implied {
         name: "lanes",
@@ -916,7 +936,7 @@ pub static IMPLIED: [Implied; 11] = [
 ];
 
 /// All contradictions.
-pub static RULES: [Rule; 15] = [
+pub static RULES: [Rule; 17] = [
     Rule {
         names: ["chunk-size", "arena-size"],
         text: "chunk-size may not exceed arena-size",
@@ -976,6 +996,18 @@ pub static RULES: [Rule; 15] = [
         text: "token-wait may not be less than twice token-hold",
         broken: |o| o.token_wait_ms < 2 * o.token_hold_ms,
         advice: "a host that keeps a token for its time is not stuck: raise token-wait or lower token-hold",
+    },
+    Rule {
+        names: ["rules", "mode"],
+        text: "rules require mode=buffer",
+        broken: |o| !o.rules.is_empty() && o.mode == Mode::Shadow,
+        advice: "with mode=shadow the backing has a checkpoint before it is complete: leave rules out, or take mode=buffer",
+    },
+    Rule {
+        names: ["rules", "participants"],
+        text: "rules cannot be combined with participants",
+        broken: |o| !o.rules.is_empty() && o.participants != Participants::Off,
+        advice: "a rule commits what the programs of one host write: leave one of them out",
     },
     Rule {
         names: ["backup", "mode"],

@@ -52,6 +52,8 @@ pub enum Kind {
     Servers,
     /// Patterns of names of files.
     Patterns,
+    /// Names of commit rules, and files of them as absolute paths.
+    Rules,
     /// The name of a host.
     Host,
     /// A number of hosts, or their names.
@@ -151,6 +153,7 @@ impl Kind {
             }
             Kind::Servers => server_names(text).map(Value::Names),
             Kind::Patterns => patterns(text).map(Value::Names),
+            Kind::Rules => rules(text).map(Value::Names),
             Kind::Host => host_name(text).map(|name| Value::Names(vec![name])),
             Kind::Endpoints => endpoints(text).map(Value::Names),
             Kind::Hosts if text == "off" => Ok(Value::Number(0)),
@@ -176,6 +179,7 @@ impl Kind {
             Kind::Directories => "DIR:DIR",
             Kind::Servers => "NAME:NAME",
             Kind::Patterns => "PATTERN:PATTERN",
+            Kind::Rules => "RULE:RULE",
             Kind::Host => "NAME",
             Kind::Hosts => "COUNT|NAME:NAME",
             Kind::Endpoints => "HOST:PORT+HOST:PORT",
@@ -234,6 +238,9 @@ impl Kind {
             Kind::Patterns => {
                 format!("up to {PATTERNS_MAX} patterns of names with colons between them")
             }
+            Kind::Rules => format!(
+                "up to {PATTERNS_MAX} names of commit rules, or absolute paths of files of them, with colons between them"
+            ),
             Kind::Host => format!("up to {NAME_BYTES_MAX} letters, digits, `.`, `-` and `_`"),
             Kind::Hosts => {
                 format!(
@@ -321,6 +328,30 @@ fn patterns(text: &str) -> Result<Vec<String>, String> {
         ));
     }
     Ok(patterns)
+}
+
+/// Which names there are, only the mount knows.
+fn rules(text: &str) -> Result<Vec<String>, String> {
+    let mut found: Vec<String> = Vec::new();
+    for word in text.split([':', ',']) {
+        let is_name = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+        if word.is_empty() || !(word.starts_with('/') || word.chars().all(is_name)) {
+            return Err(format!(
+                "`{word}` is neither the name of a rule nor the absolute path of a file of rules: `firn rules list` shows the names"
+            ));
+        }
+        if found.iter().any(|known| known == word) {
+            return Err(format!("`{word}` is in the list twice"));
+        }
+        found.push(word.to_owned());
+    }
+    if found.len() > PATTERNS_MAX {
+        return Err(format!(
+            "{} are too many: there may be {PATTERNS_MAX}",
+            found.len()
+        ));
+    }
+    Ok(found)
 }
 
 fn host_name(text: &str) -> Result<String, String> {

@@ -11,6 +11,7 @@ use firn_hosts::FileLocks;
 
 use crate::answers::{ControlSocket, Identity};
 use crate::attach::Attached;
+use crate::commit_rules::{self, CommitRules};
 use crate::data_socket::DataSocket;
 use crate::error::MountError;
 use crate::file_locks;
@@ -130,7 +131,11 @@ impl MountSetup<'_> {
         let options = self.options;
         let forget = prepared.forget();
         let patience = Duration::from_millis(options.participants_wait_ms);
-        parts.push(Transactions::new(gate, patience, &forget)?);
+        let rules = match options.rules.as_slice() {
+            [] => None,
+            words => Some(CommitRules::new(gate, commit_rules::load(words)?, &forget)?),
+        };
+        parts.push(Transactions::new(gate, patience, &forget, rules)?);
         if let Some(lease) = &self.attached.host_lease {
             let lease = Arc::clone(lease);
             parts.push(Participation::new(gate, lease, &forget, workers));

@@ -25,17 +25,17 @@
 //! A pass is no lock: the backing may work while it is held. The lock of the table is held for an instant, and comes before
 //! every lock of the engine.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
 
 use firn_backing::lock::{Mutex, assert_none_held};
 use firn_backing::{Errno, is_below};
 use firn_engine::{Engine, HandleId, InodeId};
 use firn_format::durability::DurabilityLevel;
-use firn_fuse::{Gate, Pass, RangeAccess};
+use firn_fuse::{ChangeWatch, Gate, Pass, RangeAccess};
 use firn_transact::conflict::{Access, Log};
 use firn_transact::machine::Pending;
 use firn_transact::{Place, ScopeError, TransactionError};
@@ -58,6 +58,8 @@ pub(crate) struct TransactionGate {
     /// Directories that are quiesced; read without the lock.
     quiet_count: AtomicUsize,
     accesses: Arc<Log>,
+    /// What watches changes, where the mount has commit rules.
+    watch: OnceLock<Weak<dyn ChangeWatch>>,
     /// Held while the log is emptied and switched, so that the end of one transaction does not switch it off for another.
     switching: Mutex<()>,
 }
@@ -119,7 +121,49 @@ impl TransactionGate {
             changed: Condvar::new(),
             quiet_count: AtomicUsize::new(0),
             accesses,
+            watch: OnceLock::new(),
             switching: Mutex::default(),
+        }
+    }
+
+    /// Has changes watched from now on. Called once, before the first request.
+    pub(crate) fn set_watch(&self, watch: Weak<dyn ChangeWatch>) {
+        assert!(self.watch.set(watch).is_ok(), "a gate has one watch");
+    }
+
+    /// As [`TransactionGate::quiesce`], of some names in a directory and all below them. `work` gets the directory.
+    pub(crate) fn quiesce_names<T>(
+        &self,
+        dir: &[u8],
+        paths: &BTreeSet<Vec<u8>>,
+        pending: Pending,
+        work: impl FnOnce(&ScopeRoot) -> Result<T, TransactionError>,
+    ) -> Result<T, TransactionError> {
+        let _path_stays = self.engine.tree.hold_path(dir);
+        let root = self.directory_at(dir)?;
+        // In their order, so that two that want some of the same paths wait for each other in one direction only.
+        let _quiet: Vec<Quiet<'_>> = paths.iter().map(|path| self.keep_quiet(path)).collect();
+        if !process::has_spare_descriptors() {
+            self.engine.open_files.close_idle_files();
+        }
+        for path in paths {
+            self.engine.direct_access.revoke_grants_in_tree(path);
+            match pending {
+                Pending::Drain => self.drain_tree(path)?,
+                Pending::Discard => self.engine.exclusive.discard_tree(path),
+            }
+        }
+        let done = work(&root);
+        self.engine.privilege_rules.note_privileges_given();
+        done
+    }
+
+    /// Of a name that leads to nothing, nothing is pending.
+    fn drain_tree(&self, path: &[u8]) -> Result<(), Errno> {
+        let durability = &self.engine.durability;
+        match durability.wait_tree(path, DurabilityLevel::Drained, &mut |_, _| true) {
+            Ok(()) | Err(Errno::NOENT | Errno::NOTDIR) => Ok(()),
+            Err(errno) => Err(errno),
         }
     }
 
@@ -288,6 +332,10 @@ impl Gate for TransactionGate {
                 return Ok(pass);
             }
         }
+    }
+
+    fn watch(&self) -> Option<Arc<dyn ChangeWatch>> {
+        self.watch.get()?.upgrade()
     }
 
     fn note_access(&self, handle: HandleId, pid: u32, access: RangeAccess, range: Range<u64>) {

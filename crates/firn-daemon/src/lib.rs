@@ -12,6 +12,7 @@ mod check;
 mod checkpoint_log;
 mod chunks;
 mod commit_applier;
+mod commit_rules;
 mod control;
 mod data_socket;
 mod discard;

@@ -169,10 +169,11 @@ pub fn recover(
         });
     }
     attached.finish(arena_end);
-    if let Some(arena) = report.arena.as_ref().filter(|arena| !arena.exists()) {
-        if let Err(error) = release_of_arena(&backing, arena) {
-            tracing::warn!(%error, "cannot give back the lease of the mount that had the arena");
-        }
+    let removed = report.arena.as_ref().filter(|arena| !arena.exists());
+    if let Some(arena) = removed
+        && let Err(error) = release_of_arena(&backing, arena)
+    {
+        tracing::warn!(%error, "cannot give back the lease of the mount that had the arena");
     }
     Ok(report)
 }

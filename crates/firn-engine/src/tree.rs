@@ -52,6 +52,11 @@ impl<B: Backing> NameTree<B> {
         quoted(&path)
     }
 
+    /// A path of an inode below the mount; `None` where no name of it is known.
+    pub fn path_of(&self, id: InodeId) -> Option<Vec<u8>> {
+        self.names.get(id)?.paths().into_iter().next()
+    }
+
     pub(crate) fn inode(&self, id: InodeId) -> Result<Arc<Inode<B>>> {
         self.names.get(id).ok_or(Errno::STALE)
     }

@@ -44,6 +44,7 @@ use crate::stall::StalledWrites;
 use crate::topic::Topic;
 use crate::truncations::Truncations;
 use crate::unanswered::Unanswered;
+use crate::watch::{WatchFound, Watched, WatchedChange, watch_of};
 
 /// What the mount decides about the answers to the kernel.
 #[derive(Clone, Copy, Debug)]
@@ -248,11 +249,13 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             Operation::Readlink { inode } => self.readlink(inode, reply),
             Operation::Mknod { at, mode, device } => self.mknod(caller, at, mode, device, reply),
             Operation::Mkdir { at, mode } => self.mkdir(caller, at, mode, reply),
-            Operation::Unlink(at) => self.unlink(at, reply),
-            Operation::Rmdir(at) => self.rmdir(at, reply),
+            Operation::Unlink(at) => self.unlink(caller, at, reply),
+            Operation::Rmdir(at) => self.rmdir(caller, at, reply),
             Operation::Symlink { at, target } => self.symlink(caller, at, target, reply),
-            Operation::Rename { from, to, flags } => self.rename(from, to, flags, reply),
-            Operation::Link { inode, at } => self.link(inode, at, reply),
+            Operation::Rename { from, to, flags } => {
+                self.rename(caller, from, to, flags, reply);
+            }
+            Operation::Link { inode, at } => self.link(caller, inode, at, reply),
             Operation::Open { inode, flags } => self.open(caller, inode, flags, reply),
             Operation::Create { at, mode, flags } => self.create(caller, at, mode, flags, reply),
             Operation::Opendir { inode } => self.opendir(inode, reply),
@@ -352,6 +355,28 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             self.run_on_worker(Topic::Inode(inode), call);
         } else {
             self.run_call(Topic::Inode(inode), call);
+        }
+    }
+
+    /// The watch that a change concerns, if the mount has commit rules.
+    fn watch_of(&self, change: impl FnOnce() -> WatchedChange) -> Option<WatchFound> {
+        watch_of(self.gate.as_deref(), change)
+    }
+
+    /// The same of a change that commit rules may have to do with: then a worker makes it, which may wait for a commit.
+    fn run_watched(
+        &self,
+        caller: Caller,
+        inode: InodeId,
+        watch: Option<WatchFound>,
+        call: impl FnOnce(&Engine<B>, Watched) + Send + 'static,
+    ) {
+        let is_watched = watch.is_some();
+        let watched = Watched::new(watch, caller);
+        if is_watched {
+            self.run_on_worker(Topic::Inode(inode), move |engine| call(engine, watched));
+        } else {
+            self.run_change(inode, move |engine| call(engine, watched));
         }
     }
 

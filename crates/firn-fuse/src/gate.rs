@@ -16,11 +16,13 @@
 //! * While a pass is held, no change comes to wait that was let in before.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use firn_backing::{Caller, Errno};
 use firn_engine::{HandleId, InodeId};
 
 use crate::request::{COPY_BYTES_MAX, CopyRange, Fallocate, Operation, Read, Write};
+use crate::watch::ChangeWatch;
 
 /// What a request does with a range of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,6 +68,11 @@ pub trait Gate: Send + Sync {
 
     /// Waits until the contents of an object may be changed in the backing; an error where that does not come.
     fn enter_change(&self, inode: InodeId) -> Result<Pass<'_>, Errno>;
+
+    /// What watches changes of names and files, on a mount with commit rules.
+    fn watch(&self) -> Option<Arc<dyn ChangeWatch>> {
+        None
+    }
 
     /// Notes that process `pid` uses a range of an open file; 0: nobody knows which process.
     fn note_access(&self, handle: HandleId, pid: u32, access: RangeAccess, range: Range<u64>);

@@ -31,6 +31,7 @@ mod topic;
 mod transport;
 mod truncations;
 mod unanswered;
+mod watch;
 
 pub use adapter::Adapter;
 pub use coherence::Invalidator;
@@ -39,3 +40,4 @@ pub use dispatcher::AdapterOptions;
 pub use failures::Failures;
 pub use gate::{Gate, Pass, RangeAccess};
 pub use session::{Session, SessionError, SessionOptions};
+pub use watch::{ChangeWatch, WatchTicket, WatchedChange};

@@ -29,6 +29,7 @@ pub(crate) struct Name<'a> {
 }
 
 /// A [`Name`] that outlives its request.
+#[derive(Clone)]
 pub(crate) struct OwnedName {
     pub(crate) parent: InodeId,
     pub(crate) name: OsString,

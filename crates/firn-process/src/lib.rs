@@ -26,6 +26,10 @@
 //! # Ok::<(), firn_process::RunError>(())
 //! ```
 
+mod exit;
+
+pub use exit::{ProcessEnd, end_of_process};
+
 use std::io::{self, PipeReader, PipeWriter};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};

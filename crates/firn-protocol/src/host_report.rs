@@ -315,8 +315,10 @@ mod tests {
     fn a_report_of_an_older_version_is_read_and_lanes_in_trouble_come_first() {
         let report: HostReport = serde_json::from_str(r#"{"held_bytes":5,"new":[1]}"#).unwrap();
         assert_eq!(report.held_bytes, 5);
-        let mut status = Status::default();
-        status.lanes = vec![LaneStatus::default(); 3];
+        let mut status = Status {
+            lanes: vec![LaneStatus::default(); 3],
+            ..Status::default()
+        };
         status.lanes[1].held_bytes = 9;
         status.lanes[2].retry_seconds = Some(1.0);
         let order = HostReport::of(&status, 0).lanes;

@@ -1,6 +1,6 @@
 //! The record of a run: what firnd keeps of the time that a mount was there, for `firn report`.
 //!
-//! It is JSON on the control socket, in the runtime directory of the host (`KEY.record`) and, with `record=backing`, in
+//! It is JSON on the control socket, in the runtime directory of the host (`KEY.record`) and, with `record-in=backing`, in
 //! `.firn/records` of the backing. Whoever reads one reads it by [`RunRecord::parse`].
 //!
 //! Invariants of a parsed record

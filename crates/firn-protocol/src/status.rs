@@ -151,6 +151,12 @@ part! {
         /// Steps of transactions on this host: `begin`, `quiesce`, `drained`, `prepared`, `decided`, `applied`, `ended`,
         /// `undone`.
         counter transaction_steps: BTreeMap<String, u64>,
+        /// Checkpoints that commit rules committed, by rule.
+        counter rule_commits: BTreeMap<String, u64>,
+        /// Checkpoints that were not complete when their writers were gone, and were dropped, by rule.
+        counter rule_aborts: BTreeMap<String, u64>,
+        /// Begins and commits of commit rules that failed, by rule; they are in the log.
+        counter rule_failures: BTreeMap<String, u64>,
         /// Errors not yet dealt with, the newest last, at most 64.
         part errors: Vec<ErrorStatus>,
     }
@@ -195,6 +201,8 @@ impl Status {
             age_seconds: Some(1.0),
             states: counts.clone(),
             here: vec!["n1".into()],
+            rule: Some("hf".into()),
+            waits_for: Some("next".into()),
             error: Some("no".into()),
             backup: Some(backup),
             ..TransactionStatus::default()
@@ -242,7 +250,10 @@ impl Status {
             file_size_limit_bytes: Some(1),
             failed_requests: counts.clone(),
             drain_decisions: counts.clone(),
-            transaction_steps: counts,
+            transaction_steps: counts.clone(),
+            rule_commits: counts.clone(),
+            rule_aborts: counts.clone(),
+            rule_failures: counts,
             errors: vec![ErrorStatus::default()],
             ingest_write_bytes: histogram.clone(),
             write_seconds: histogram.clone(),
@@ -412,6 +423,10 @@ part! {
         gauge recovered: bool,
         /// Where several hosts commit together: those that have come.
         text here: Vec<String>,
+        /// The commit rule that began it; none: a request did.
+        text rule: Option<String>,
+        /// What the commit of a rule waits for.
+        text waits_for: Option<String>,
         /// Why it could not be applied when that was tried last; it is tried again.
         text error: Option<String>,
         /// How far its backup is; none without the option `backup`.

@@ -30,10 +30,15 @@ fn described<B: Backing>(object: &Object<B>) -> Described<B> {
 type ChangedNames<B> = Vec<(OsString, Option<Arc<Object<B>>>)>;
 
 /// A directory in the backing, and the names in it that are changed; `None` where nothing of it is.
-fn changed_names<B: Backing>(dir: &Object<B>) -> Option<(Option<B::Inode>, ChangedNames<B>)> {
+fn changed_names<B: Backing>(
+    scope: &Scope<B>,
+    dir: &Object<B>,
+) -> Option<(Option<B::Inode>, ChangedNames<B>)> {
     let shared = dir.inner.share();
     let inner = shared.look();
     let names = inner.change.as_deref()?.names.iter();
+    // Scopes of names share the change of their directory.
+    let names = names.filter(|(_, named)| named.serial == scope.serial);
     let names = names.map(|(name, named)| (name.clone(), named.object.clone()));
     Some((inner.base.clone(), names.collect()))
 }
@@ -140,11 +145,12 @@ impl<B: Backing> Differences<B> {
             }
             items.insert(number, item);
         }
-        for object in &changed {
+        let shared_dir = scope.names_in_root.as_ref().map(|_| &scope.root);
+        for object in changed.iter().chain(shared_dir) {
             if object.kind != Kind::Dir {
                 continue;
             }
-            let Some((base, names)) = changed_names(object) else {
+            let Some((base, names)) = changed_names(scope, object) else {
                 continue;
             };
             let dir = self.number(scope, object, &mut numbers, &mut items);

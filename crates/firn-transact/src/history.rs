@@ -109,7 +109,7 @@ impl<B: Backing> History<B> {
             };
             let object = changed.get(&entry.number).cloned().or_else(known);
             // Directories above the scope are no part of it: a restore leaves their times alone.
-            let object = object.filter(|object| object.is_below(&scope.root));
+            let object = object.filter(|object| scope.covers(object));
             self.stage_undo_of(entry, object.as_ref(), &dir)?;
         }
         Ok(())

@@ -79,6 +79,7 @@ fn check_tables<B: Backing>(scope: &Scope<B>) {
     }
     let mut keys = HashMap::new();
     let mut names: HashMap<*const Object<B>, i64> = HashMap::new();
+    count_names_in_root(scope, &mut names);
     for (number, object) in &changed {
         let inner = object.inner.peek();
         check_object(scope, object, &inner);
@@ -105,7 +106,8 @@ fn check_tables<B: Backing>(scope: &Scope<B>) {
         };
         let names = names.remove(&Arc::as_ptr(object)).unwrap_or(0);
         // The table of its parent is not in the transaction.
-        let names = names + i64::from(Arc::ptr_eq(object, &scope.root));
+        let is_top = scope.names_in_root.is_none() && Arc::ptr_eq(object, &scope.root);
+        let names = names + i64::from(is_top);
         let expected = match object.kind {
             Kind::Dir => i64::from(!change.removed),
             _ => change.links,
@@ -118,8 +120,26 @@ fn check_tables<B: Backing>(scope: &Scope<B>) {
     }
 }
 
+/// Counts how often names of a scope of names lead to objects.
+fn count_names_in_root<B: Backing>(scope: &Scope<B>, names: &mut HashMap<*const Object<B>, i64>) {
+    let Some(own) = &scope.names_in_root else {
+        return;
+    };
+    let inner = scope.root.inner.peek();
+    let changed = inner.change.iter().flat_map(|change| &change.names);
+    for (name, named) in changed.filter(|(_, named)| named.serial == scope.serial) {
+        assert!(own.has(name), "{name:?} is a name of its scope");
+        if let Some(object) = &named.object {
+            *names.entry(Arc::as_ptr(object)).or_default() += 1;
+        }
+    }
+}
+
 /// One object that is in a transaction, or was made in it and is nameless.
 fn check_object<B: Backing>(scope: &Scope<B>, object: &Arc<Object<B>>, inner: &Inner<B>) {
+    if scope.has_names_in(object) {
+        return;
+    }
     if object.is_nameless() {
         assert!(
             inner.base.is_some() && inner.change.is_none(),

@@ -2,6 +2,7 @@
 
 use std::ffi::OsStr;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use firn_backing::{Attr, Backing, Errno, Kind, Placing, Remove, RenameFlags, Result, Time};
 
@@ -134,7 +135,7 @@ impl<B: Backing> Entries<B> {
         if self.is_hidden(parent, name) {
             return Err(Errno::PERM);
         }
-        let (_names, scope) = self.admission.enter_name_change(&[parent])?;
+        let (_names, scope) = self.admission.enter_name_change(&[(parent, name)])?;
         if parent.is_gone() {
             return Err(Errno::NOENT);
         }
@@ -248,10 +249,15 @@ impl<B: Backing> Entries<B> {
                 Named {
                     object: object.cloned(),
                     hides_old,
+                    serial: scope.serial,
                 },
             );
         }
         change.links += subdirectories;
+        if scope.has_names_in(dir) {
+            let count = &scope.subdirectories_in_root;
+            count.fetch_add(subdirectories, Ordering::AcqRel);
+        }
         change.touched = Some(Time::now());
         if let Some(object) = object {
             object.move_to(dir, name);
@@ -325,7 +331,7 @@ impl<B: Backing> Entries<B> {
         what: Remove,
     ) -> Result<()> {
         let is_dir = what == Remove::Dir;
-        let (names, scope) = self.admission.enter_name_change(&[parent])?;
+        let (names, scope) = self.admission.enter_name_change(&[(parent, name)])?;
         let Some(scope) = scope else {
             if is_dir && let Some(object) = self.find_name(parent, name)? {
                 names.moving(&object)?;
@@ -372,7 +378,7 @@ impl<B: Backing> Entries<B> {
         if self.is_hidden(parent, name) {
             return Err(Errno::PERM);
         }
-        let (_names, scope) = self.admission.enter_name_change(&[parent])?;
+        let (_names, scope) = self.admission.enter_name_change(&[(parent, name)])?;
         if !same(&self.scopes.scope_of(object), &scope) {
             return Err(Errno::XDEV);
         }
@@ -426,15 +432,18 @@ impl<B: Backing> Entries<B> {
         // Before any wait for an outcome: the kernel holds the locks of both directories, and who ends the other
         // transaction has to make it forget names in its own.
         let names = self.tree.names.enter(&[from, to]);
-        if !same(&self.scopes.scope_of(to), &self.scopes.scope_of(from)) {
+        let scope_before = self.scopes.scope_at(from, name);
+        if !same(&self.scopes.scope_at(to, new_name), &scope_before) {
             return Err(Errno::XDEV);
         }
         drop(names);
         if let Some(result) = self.rename_top((from, name), (to, new_name), flags) {
             return result;
         }
-        let (names, scope) = self.admission.enter_name_change(&[from, to])?;
-        if !same(&self.scopes.scope_of(to), &scope) {
+        let (names, scope) = self
+            .admission
+            .enter_name_change(&[(from, name), (to, new_name)])?;
+        if !same(&self.scopes.scope_at(to, new_name), &scope) {
             return Err(Errno::XDEV);
         }
         let Some(scope) = scope else {

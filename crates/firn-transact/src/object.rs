@@ -89,6 +89,8 @@ pub(crate) struct Named<B: Backing> {
     pub(crate) object: Option<Arc<Object<B>>>,
     /// The directory has this name in the backing, too.
     pub(crate) hides_old: bool,
+    /// The transaction that it belongs to.
+    pub(crate) serial: u64,
 }
 
 impl<B: Backing> Change<B> {

@@ -81,8 +81,17 @@ impl<B: Backing> Home<B> {
     /// An earlier process may have applied a part and died before it was synced.
     fn sync_what_was_applied(&self, firn: &B::Inode, scope: &[u8]) -> Result<(), Errno> {
         self.base.sync_scope(SyncScope::Tree(firn))?;
-        let top = self.directory_at(scope)?;
-        self.base.sync_scope(SyncScope::Tree(&top))
+        match self.directory_at(scope) {
+            Ok(top) => self.base.sync_scope(SyncScope::Tree(&top)),
+            // A scope of names that are files, or that it removed.
+            Err(Errno::NOTDIR | Errno::NOENT) => self.base.sync_all(),
+            Err(errno) => Err(errno),
+        }
+    }
+
+    /// Whether a stored transaction has more names than the one it began with.
+    fn has_more_names(&self, dir: &B::Inode) -> Result<bool, Errno> {
+        Ok(staging::find(&self.base, dir, OsStr::new(staging::NAMES))?.is_some())
     }
 }
 
@@ -273,8 +282,12 @@ impl<B: Backing> Recovery<B> {
                 let away = staging::dir(&self.home.base, &dir, staging::AWAY)?;
                 let below = (&self.home.base, self.home.device);
                 Apply::new(below, (&log, direction), &new, &away).run()?;
-                self.home
-                    .sync_what_was_applied(firn, log.scope_after(direction))?;
+                if self.home.has_more_names(&dir)? {
+                    self.home.base.sync_all()?;
+                } else {
+                    self.home
+                        .sync_what_was_applied(firn, log.scope_after(direction))?;
+                }
                 self.endings
                     .finish_commit(&dir, (&log, direction), serial)?;
                 self.history.remove_or_keep(firn, serial, &dir)?;

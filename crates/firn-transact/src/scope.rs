@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 
 use crate::conflict::Used;
 use firn_backing::lock::Mutex;
@@ -21,9 +21,11 @@ use crate::shadow::Shadow;
 use crate::staging;
 
 mod application;
+mod names;
 mod top;
 
 pub(crate) use application::Application;
+pub(crate) use names::{NameSet, is_at_names};
 pub(crate) use top::Top;
 
 /// What an arena is told from all others by.
@@ -42,12 +44,16 @@ pub enum Stage {
     Ended,
 }
 
-/// A directory and all below it, while a transaction is open there.
+/// A directory and all below it, or some names in it and all below them, while a transaction is open there.
 pub(crate) struct Scope<B: Backing> {
     pub(crate) serial: u64,
     pub(crate) root: Arc<Object<B>>,
-    /// When the transaction began. Nothing else comes to be there while it is open.
+    /// When the transaction began. Nothing else comes to be there while it is open. Of a scope of names, the path of the first.
     pub(crate) path: Vec<u8>,
+    /// The names in `root` that it is made of; none: it is all of `root`.
+    pub(crate) names_in_root: Option<NameSet>,
+    /// Subdirectories that it makes in `root`, less those that it removes, where `root` is not a part of it.
+    pub(crate) subdirectories_in_root: AtomicI64,
     pub(crate) top: Top<B>,
     pub(crate) dir: B::Inode,
     pub(crate) new: B::Inode,
@@ -105,6 +111,8 @@ impl<B: Backing> Scope<B> {
             serial,
             root,
             path,
+            names_in_root: None,
+            subdirectories_in_root: AtomicI64::new(0),
             top,
             new: staging::dir(base, &dir, staging::NEW)?,
             shadow,
@@ -207,6 +215,7 @@ impl<B: Backing> Scope<B> {
     /// that takes long.
     pub(crate) fn can_be_followed(&self, root: &Arc<Object<B>>) -> bool {
         Arc::ptr_eq(&self.root, root)
+            && self.names_in_root.is_none()
             && self.decided().is_some()
             && self.recovered.is_none()
             && self.shadow.is_none()
@@ -223,6 +232,9 @@ impl<B: Backing> Scope<B> {
         object: &Arc<Object<B>>,
         inner: &'a mut Inner<B>,
     ) -> &'a mut Change<B> {
+        if self.names_in_root.is_some() && Arc::ptr_eq(object, &self.root) {
+            return self.shared_change(inner);
+        }
         inner.change.get_or_insert_with(|| {
             let number = self.next_number();
             self.changed.lock().insert(number, Arc::clone(object));

@@ -1,12 +1,14 @@
 //! The transactions of a backing that are not over, and which of them an object is in.
 //!
 //! Invariants, asserted in debug builds after each change of the list
-//! * No scope is, or is below, the scope of another transaction in the list.
+//! * No scope is, or is below, the scope of another transaction in the list; scopes of names in one directory have no name in
+//!   common.
 //! * A transaction that follows a decided commit of its scope is not in the list but hangs on that commit, and takes
 //!   its place when the commit ends.
 //! * No two transactions have the same serial number, and none has one that is to be given out.
 //! * `count` is the length of the list, except while the list is locked for a change.
 
+use std::ffi::OsStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
@@ -14,7 +16,7 @@ use firn_backing::Backing;
 use firn_backing::lock::{Mutex, RwLock};
 
 use crate::object::Object;
-use crate::scope::{Scope, Stage};
+use crate::scope::{Scope, Stage, is_at_names};
 
 /// The transactions of a backing that are not over.
 pub struct Scopes<B: Backing> {
@@ -33,6 +35,7 @@ impl<B: Backing> Drop for Scopes<B> {
         // Names of a transaction that is still open lead to objects that lead to their directory.
         let scopes = std::mem::take(&mut *self.list.write());
         for scope in scopes {
+            scope.drop_names_in_root();
             let changed = std::mem::take(&mut *scope.changed.lock());
             for object in changed.into_values() {
                 drop(object.inner.own().edit().change.take());
@@ -171,7 +174,7 @@ impl<B: Backing> Scopes<B> {
     /// The transaction whose scope begins at `root`.
     pub(crate) fn with_root(&self, root: &Arc<Object<B>>) -> Option<Arc<Scope<B>>> {
         self.scope_of(root)
-            .filter(|scope| Arc::ptr_eq(&scope.root, root))
+            .filter(|scope| scope.names_in_root.is_none() && Arc::ptr_eq(&scope.root, root))
     }
 
     /// The transaction that an object is in.
@@ -182,13 +185,57 @@ impl<B: Backing> Scopes<B> {
         let list = self.list.read();
         let mut at = Some(Arc::clone(object));
         while let Some(object) = at {
-            let is_root = |scope: &&Arc<Scope<B>>| Arc::ptr_eq(&scope.root, &object);
+            let is_root = |scope: &&Arc<Scope<B>>| {
+                scope.names_in_root.is_none() && Arc::ptr_eq(&scope.root, &object)
+            };
             if let Some(scope) = list.iter().find(is_root) {
                 return Some(Arc::clone(scope));
             }
-            at = object.parent();
+            let location = object.location.lock().clone();
+            if let Some((parent, name)) = &location
+                && let Some(scope) = list.iter().find(|scope| scope.has_name(parent, name))
+            {
+                return Some(Arc::clone(scope));
+            }
+            at = location.map(|(parent, _)| parent);
         }
         None
+    }
+
+    /// The transaction that a name in a directory is in, whether it leads to something or not.
+    pub(crate) fn scope_at(&self, dir: &Arc<Object<B>>, name: &OsStr) -> Option<Arc<Scope<B>>> {
+        if self.is_empty() {
+            return None;
+        }
+        self.find(|scope| scope.has_name(dir, name))
+            .or_else(|| self.scope_of(dir))
+    }
+
+    /// Those that are made of names in a directory.
+    pub(crate) fn with_names_in(&self, dir: &Object<B>) -> Vec<Arc<Scope<B>>> {
+        if self.is_empty() {
+            return Vec::new();
+        }
+        let list = self.list.read();
+        let in_dir = list.iter().filter(|scope| scope.has_names_in(dir));
+        in_dir.cloned().collect()
+    }
+
+    /// A transaction that names in a directory would be in twice.
+    pub(crate) fn overlapping(
+        &self,
+        dir: &Arc<Object<B>>,
+        is_one: impl Fn(&OsStr) -> bool,
+    ) -> Option<Arc<Scope<B>>> {
+        let of_dir = self.scope_of(dir);
+        of_dir.or_else(|| {
+            self.find(|scope| match &scope.names_in_root {
+                Some(names) if Arc::ptr_eq(&scope.root, dir) => {
+                    names.all().iter().any(|name| is_one(name))
+                }
+                _ => is_at_names(&scope.root, dir, &is_one),
+            })
+        })
     }
 
     /// Whether an object is, or is above, the top of a transaction's scope.
@@ -228,9 +275,18 @@ impl<B: Backing> Scopes<B> {
                     "a serial number is given out once"
                 );
                 assert!(
-                    !scope.root.is_below(&other.root) && !other.root.is_below(&scope.root),
+                    !scope.covers(&other.root) && !other.covers(&scope.root),
                     "scopes do not overlap"
                 );
+                let names = [scope, other].map(|scope| scope.names_in_root.as_ref());
+                if let [Some(names), Some(others)] = names
+                    && Arc::ptr_eq(&scope.root, &other.root)
+                {
+                    assert!(
+                        names.all().is_disjoint(&others.all()),
+                        "no name is in two scopes"
+                    );
+                }
             }
         }
     }

@@ -15,6 +15,7 @@ use std::sync::{Arc, Weak};
 
 use firn_backing::lock::Mutex;
 use firn_backing::{Attr, Backing, Errno, Kind};
+use smallvec::SmallVec;
 
 use crate::claim::{Claim, Owned, Shared};
 use crate::hidden_links::HiddenLinks;
@@ -45,12 +46,12 @@ impl<'a, B: Backing> Names<'a, B> {
 /// Proof that names stay as they are.
 pub(crate) struct StableNames<'a, B: Backing> {
     _used: Use<'a, B>,
-    /// Those of a transaction.
-    _shared: Option<Shared<Arc<Claim>>>,
+    /// Those of transactions.
+    _shared: SmallVec<[Shared<Arc<Claim>>; 1]>,
 }
 
 impl<'a, B: Backing> StableNames<'a, B> {
-    pub(crate) fn new(used: Use<'a, B>, shared: Option<Shared<Arc<Claim>>>) -> Self {
+    pub(crate) fn new(used: Use<'a, B>, shared: SmallVec<[Shared<Arc<Claim>>; 1]>) -> Self {
         Self {
             _used: used,
             _shared: shared,

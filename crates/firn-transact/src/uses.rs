@@ -9,7 +9,8 @@
 //! * Who waits here is in no use and keeps nothing of the same table, so nobody waits in a circle.
 //! * A directory that is moved or removed ([`Use::moving`]) has nothing below it that is kept.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsString;
 use std::sync::Arc;
 
 use firn_backing::lock::{Mutex, MutexGuard, assert_none_held};
@@ -17,6 +18,7 @@ use firn_backing::{Backing, Errno};
 use parking_lot::Condvar;
 
 use crate::object::Object;
+use crate::scope::is_at_names;
 
 /// The uses of one kind: of names, or of data.
 pub(crate) struct Uses<B: Backing> {
@@ -44,6 +46,8 @@ pub(crate) enum Area<B: Backing> {
     Tree(Arc<Object<B>>),
     /// The names in a directory.
     Dir(Arc<Object<B>>),
+    /// The names in a directory, and all below some of them.
+    Names(Arc<Object<B>>, Arc<BTreeSet<OsString>>),
 }
 
 impl<B: Backing> Clone for Area<B> {
@@ -51,6 +55,7 @@ impl<B: Backing> Clone for Area<B> {
         match self {
             Self::Tree(root) => Self::Tree(Arc::clone(root)),
             Self::Dir(dir) => Self::Dir(Arc::clone(dir)),
+            Self::Names(dir, names) => Self::Names(Arc::clone(dir), Arc::clone(names)),
         }
     }
 }
@@ -58,7 +63,7 @@ impl<B: Backing> Clone for Area<B> {
 impl<B: Backing> Area<B> {
     fn root(&self) -> &Arc<Object<B>> {
         match self {
-            Self::Tree(root) | Self::Dir(root) => root,
+            Self::Tree(root) | Self::Dir(root) | Self::Names(root, _) => root,
         }
     }
 
@@ -66,6 +71,9 @@ impl<B: Backing> Area<B> {
         match self {
             Self::Tree(root) => object.is_below(root),
             Self::Dir(dir) => Arc::ptr_eq(dir, object),
+            Self::Names(dir, names) => {
+                Arc::ptr_eq(dir, object) || is_at_names(object, dir, |name| names.contains(name))
+            }
         }
     }
 

@@ -483,7 +483,7 @@ impl<B: Backing> Votes<B> {
 
     /// [`Prepared::reopen`](crate::Prepared::reopen).
     pub(crate) fn reopen(&self, scope: &Scope<B>, id: u64) -> Result<Vec<Used>, VoteError> {
-        let _quiet = self.tree.quiesce_tree(&scope.root);
+        let _quiet = self.tree.quiesce(vec![scope.area()]);
         match scope.stage() {
             Stage::Prepared(found) if found == id => {}
             Stage::Prepared(found) | Stage::Decided(found) => {

@@ -3,9 +3,11 @@
 //! Promise: who may change something is in the table of uses, so that no begin, prepare, commit or abort of its scope starts
 //! before the change is made. Who waits is not.
 
+use std::ffi::OsStr;
 use std::sync::Arc;
 
 use firn_backing::{Backing, Errno};
+use smallvec::SmallVec;
 
 use crate::claim::Claim;
 use crate::object::Object;
@@ -35,11 +37,13 @@ impl<B: Backing> Admission<B> {
     /// For a change of names in directories, of which all are in one transaction or none: waits until it is allowed.
     pub(crate) fn enter_name_change(
         &self,
-        dirs: &[&Arc<Object<B>>],
+        names: &[(&Arc<Object<B>>, &OsStr)],
     ) -> Result<Allowed<Names<'_, B>, B>, Errno> {
+        let dirs: SmallVec<[&Arc<Object<B>>; 2]> = names.iter().map(|(dir, _)| *dir).collect();
+        let (dir, name) = names[0];
         loop {
-            let used = self.tree.names.enter(dirs);
-            match self.scopes.scope_of(dirs[0]) {
+            let used = self.tree.names.enter(&dirs);
+            match self.scopes.scope_at(dir, name) {
                 None => return Ok((Names::new(used, None), None)),
                 Some(scope) if scope.is_open() => {
                     let owned = Claim::own(Arc::clone(&scope.names));
@@ -56,11 +60,10 @@ impl<B: Backing> Admission<B> {
     /// For a look-up of names in a directory.
     pub(crate) fn share_names(&self, dir: &Arc<Object<B>>) -> StableNames<'_, B> {
         let used = self.tree.names.enter(&[dir]);
-        let scope = self.scopes.scope_of(dir);
-        StableNames::new(
-            used,
-            scope.map(|scope| Claim::share(Arc::clone(&scope.names))),
-        )
+        let scopes = self.scopes.scope_of(dir).into_iter();
+        let scopes = scopes.chain(self.scopes.with_names_in(dir));
+        let shared = scopes.map(|scope| Claim::share(Arc::clone(&scope.names)));
+        StableNames::new(used, shared.collect())
     }
 
     /// The same for a change of data or attributes.

@@ -87,7 +87,7 @@ impl Run {
             let why = run.failures.first().cloned().unwrap_or_else(|| {
                 format!(
                     "{} is not mounted, and no mount of it on this host has left a record: name a mount point, or mount \
-                     it with -o record=backing, which keeps records in the backing",
+                     it with -o record-in=backing, which keeps records in the backing",
                     text::path(backing)
                 )
             });

@@ -70,14 +70,15 @@ impl MountView {
         self.status.as_ref().map_or(0, |status| status.held_bytes)
     }
 
-    /// Order of trouble: the smaller, the worse.
+    /// Order of trouble: the smaller, the worse; the numbers are those of a host of a job.
     pub fn rank(&self) -> u8 {
         let has_errors = |status: &Status| !status.errors.is_empty();
         match &self.status {
             _ if self.silent.is_some() => 0,
             Some(status) if has_errors(status) => 1,
-            Some(_) if !self.waits().is_empty() => 2,
-            _ => 3,
+            Some(_) if !self.waits().is_empty() => 4,
+            // As of a host that is well.
+            _ => 6,
         }
     }
 }

@@ -36,6 +36,7 @@ mod prune;
 mod pull;
 mod recover;
 mod report;
+mod rules;
 mod run;
 mod status;
 mod top;
@@ -103,6 +104,7 @@ pub static GROUPS: &[Group] = &[
             &transaction::COMMIT,
             &transaction::ABORT,
             &transaction::RESTORE,
+            &rules::VERB,
         ],
     },
     Group {

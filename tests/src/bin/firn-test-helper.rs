@@ -44,6 +44,7 @@ fn main() -> ExitCode {
             firn_tests::data_socket::spoil_on_command(Path::new(file), how, number(seed))
         }
         ["direct-version", file] => firn_tests::data_socket::print_version(Path::new(file)),
+        ["replay", dir] => firn_tests::replay::serve(Path::new(dir)),
         ["hand", file] => firn_tests::hand::serve(Path::new(file)),
         ["change", uid, gid, group, may_set_id, call, path] => {
             let id = |text: &str| text.parse().expect("an id");

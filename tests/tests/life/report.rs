@@ -212,7 +212,7 @@ fn the_hosts_of_a_job_are_on_one_page_and_damage_is_named() {
     let hosts: Vec<Sandbox> = (0..2)
         .map(|at| Sandbox::on_host(&format!("report-host{at}"), &format!("n{at}")))
         .collect();
-    let options = "arena-size=64M,layout=log,record=backing";
+    let options = "arena-size=64M,layout=log,record-in=backing";
     let mounts: Vec<FirnMount<'_>> = hosts
         .iter()
         .map(|host| FirnMount::over(host, &backing, options))
@@ -259,7 +259,7 @@ fn a_backing_without_a_record_says_what_to_do() {
     let sandbox = Sandbox::new("report-none");
     let backing = sandbox.join("backing");
     let args = ["report".as_ref(), backing.as_os_str()];
-    sandbox.run(args).code(10).says("record=backing");
+    sandbox.run(args).code(10).says("record-in=backing");
     // A record in the runtime directory that is damaged is told of, and never believed.
     let mount = FirnMount::new(&sandbox, "arena-size=64M");
     mount.umount();

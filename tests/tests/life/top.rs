@@ -5,6 +5,7 @@
 use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use firn_tests::command::run;
 use firn_tests::mount::SMALL;
@@ -14,17 +15,22 @@ use firn_tests::{FirnMount, Sandbox};
 const WRITERS: usize = 8;
 /// Bytes that a writer writes into its file of a step.
 const FILE_BYTES: usize = 512 << 10;
+/// Time between two files of a writer: a load that this machine carries, and whose rates have the unit of the picture.
+const WRITE_EVERY: Duration = Duration::from_millis(700);
+/// The first steps are durable before writers come.
+const DURABLE_STEPS: usize = 2;
 
 /// Writes steps until it is stopped.
 fn write_steps(top: &Path, writer: usize, stop: &AtomicBool) {
     let data = vec![writer as u8; FILE_BYTES];
-    for step in 1.. {
+    for step in DURABLE_STEPS + 1.. {
         if stop.load(Ordering::Relaxed) {
             return;
         }
-        let dir = top.join(format!("step_{}", step % 6));
+        let dir = top.join(format!("step_{step}"));
         fs::create_dir_all(&dir).expect("make a step");
         fs::write(dir.join(format!("rank_{writer}")), &data).expect("write");
+        std::thread::sleep(WRITE_EVERY);
     }
 }
 
@@ -38,6 +44,12 @@ fn top(sandbox: &Sandbox, args: &[&str]) -> OnTerminal {
 fn the_screen_shows_mounts_and_checkpoints_while_eight_writers_run() {
     let sandbox = Sandbox::new("top");
     let mount = FirnMount::new(&sandbox, &format!("{SMALL},close=held"));
+    for step in 1..=DURABLE_STEPS {
+        fs::create_dir(mount.join(format!("step_{step}"))).expect("make a step");
+        let path = mount.join(format!("step_{step}/rank_0"));
+        fs::write(path, vec![1; FILE_BYTES * WRITERS]).expect("write");
+    }
+    mount.wait("durable", mount.path()).ok();
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         for writer in 0..WRITERS {
@@ -59,7 +71,10 @@ fn watch(sandbox: &Sandbox, mount: &FirnMount<'_>) {
     command.env_remove("NO_COLOR");
     let mut screen = OnTerminal::start(&command, 80, 24);
     let text = screen.wait_for("checkpoints and rates", |text| {
-        text.contains("step_") && text.contains("MiB/s, most")
+        // Steps that are durable, and newer ones; bytes that go in and out; and no mount of another test.
+        let has_steps = text.contains("step_2 ") && text.contains("step_5 ");
+        let has_rates = text.contains("MiB/s, most") && !text.contains("OUT 0 B/s");
+        has_steps && has_rates && !text.contains(" asked")
     });
     assert!(text.starts_with("firn top  "), "{text}");
     let name = mount.path().to_str().expect("a name");
@@ -67,7 +82,7 @@ fn watch(sandbox: &Sandbox, mount: &FirnMount<'_>) {
     assert!(text.contains("q quit"), "{text}");
     let svg = screen.with(|parser| svg_of(parser.screen()));
     assert!(
-        svg.contains("CHECKPOINT") && svg.contains("fill=\"#7ee787\""),
+        svg.contains("CHECKPOINT") && svg.contains("fill=\"#79c0ff\""),
         "{svg}"
     );
     record(&svg, name);
@@ -98,17 +113,25 @@ fn record(svg: &str, mount_point: &str) {
     if std::env::var_os("FIRN_RECORD").is_none() {
         return;
     }
-    let cut: String = mount_point.chars().take(13).collect();
-    let shown = format!("{:<13}", "/ckpt");
+    // As the table shows it: 22 columns, the last of which says that there is more.
+    let cut: String = mount_point.chars().take(21).collect();
+    let shown = format!("{:<22}", "/ckpt");
+    let svg = svg.replace(&format!("{cut}…"), &shown);
+    // Mounts of others on the machine that makes the picture.
+    let others = regex::Regex::new(r", [0-9]+ with another FIRN_RUNTIME_DIR").expect("it is right");
+    let svg = others.replace(&svg, |found: &regex::Captures<'_>| {
+        " ".repeat(found[0].len())
+    });
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/figures/top.svg");
-    fs::write(path, svg.replace(&cut, &shown)).expect("record");
+    fs::write(path, svg.as_bytes()).expect("record");
 }
 
 /// Ctrl-C is a key, as the terminal is in raw mode; SIGTERM is none.
 #[test]
 fn ctrl_c_and_sigterm_give_the_terminal_back() {
     let sandbox = Sandbox::new("topend");
-    let is_up = |text: &str| text.contains("nothing of yours is mounted");
+    // Root sees mounts of other tests too.
+    let is_up = |text: &str| text.starts_with("firn top  ") && text.contains("q quit");
     let mut screen = top(&sandbox, &[]);
     screen.wait_for("an empty screen", is_up);
     screen.type_keys("\x03");
@@ -131,7 +154,13 @@ fn without_a_terminal_it_says_what_to_type_and_once_prints_one_screen() {
     fs::create_dir(mount.join("step_7")).expect("mkdir");
     fs::write(mount.join("step_7/rank_0"), "data").expect("write");
     let shown = sandbox
-        .run(["top", "--once", "--size", "100x20"])
+        .run([
+            "top",
+            "--once",
+            "--size",
+            "100x20",
+            mount.path().to_str().unwrap(),
+        ])
         .ok()
         .stdout;
     assert_eq!(shown.lines().count(), 20, "{shown}");
@@ -143,8 +172,10 @@ fn without_a_terminal_it_says_what_to_type_and_once_prints_one_screen() {
     // Of a firnd that is stopped there is an answer too.
     let pid = mount.pid();
     firn_tests::sandbox::kill(pid, libc::SIGSTOP);
-    let silent = run(&mut sandbox.firn(["top", "--once"]));
+    let silent = run(&mut sandbox.firn(["top", "--once", mount.path().to_str().unwrap()]));
     firn_tests::sandbox::kill(pid, libc::SIGCONT);
-    assert!(silent.ok().stdout.contains("1 mount"));
+    let shown = silent.ok().stdout;
+    let name: String = mount.path().to_str().unwrap().chars().take(21).collect();
+    assert!(shown.contains(&name), "{shown}");
     mount.umount();
 }

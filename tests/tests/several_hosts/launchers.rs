@@ -3,10 +3,9 @@
 //!
 //! Flux is a script too, which understands what `firn run` asks of the real one: no package of Debian has Flux.
 
-use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -169,7 +168,7 @@ impl Hosts {
                 .into_iter()
                 .flatten()
                 .map(|entry| entry.expect("an entry").path())
-                .filter(|path| path.extension() != Some(OsStr::new("log")))
+                .filter(|path| !is_kept(path))
                 .collect();
             assert!(left.is_empty(), "{name} has {left:?}");
         }
@@ -438,4 +437,10 @@ fn many_hosts_mount_at_once() {
         "{outcome}"
     );
     hosts.assert_nothing_left();
+}
+
+/// A log, or the record of a mount, which stay for `firn report`.
+fn is_kept(path: &Path) -> bool {
+    let extension = path.extension().and_then(|extension| extension.to_str());
+    matches!(extension, Some("log" | "record" | "events"))
 }

@@ -3,7 +3,6 @@
 //! Needs root, FUSE and Debian's slurm-wlm, munge and openmpi-bin (`scripts/setup`). All of Slurm runs in namespaces of its own and ends with the
 //! test (`programs/slurm_cluster.sh`).
 
-use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -238,7 +237,7 @@ impl Cluster {
                 .into_iter()
                 .flatten()
                 .map(|entry| entry.expect("an entry").path())
-                .filter(|path| path.extension() != Some(OsStr::new("log")))
+                .filter(|path| !is_kept(path))
                 .collect();
             assert!(left.is_empty(), "{host} has {left:?}");
         }
@@ -628,4 +627,10 @@ fn a_host_of_a_slurm_job_dies_and_what_was_durable_or_comes_back_is_there() {
     run(cluster.command(USER, program).args(args.split(' '))).ok();
     job.assert_file("held.1", b"held\n");
     job.assert_file("step.1", &block_of(1));
+}
+
+/// A log, or the record of a mount, which stay for `firn report`.
+fn is_kept(path: &Path) -> bool {
+    let extension = path.extension().and_then(|extension| extension.to_str());
+    matches!(extension, Some("log" | "record" | "events"))
 }

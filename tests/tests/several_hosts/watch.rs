@@ -145,9 +145,9 @@ fn a_job_with_a_dead_and_a_stopped_host_is_told_as_it_is() {
     );
     assert!(advice(&broken, "n1").contains(&recover), "{broken}");
     assert!(advice(&broken, "n2").contains("kill -CONT"), "{broken}");
-    let text = job
-        .shared
-        .run(["status", "--job", job.backing().to_str().unwrap()]);
+    // By the mount point: the table of mounts is that of all hosts here.
+    let own = mounts[0].path().as_os_str();
+    let text = job.hosts[0].run(["status".as_ref(), "--job".as_ref(), own]);
     let text = text.ok().stdout;
     assert!(
         text.contains("3 hosts: 1 alive, 1 silent, 1 dead\n  stranded"),

@@ -6,6 +6,7 @@ mod agent_ofi;
 mod agent_security;
 mod async_commit;
 mod backup;
+mod commit_rules;
 mod partner;
 mod rollback;
 mod shadow;

@@ -7,6 +7,7 @@ use firn_backing::Errno;
 use firn_client::PathsError;
 use firn_format::quote::quoted_path;
 use firn_fuse::SessionError;
+use firn_rules::RuleSetError;
 
 use crate::error::{AttachError, BUSY, FAILED, USAGE, attach_failures};
 
@@ -16,6 +17,8 @@ use crate::error::{AttachError, BUSY, FAILED, USAGE, attach_failures};
 pub enum MountError {
     #[error(transparent)]
     Attach(#[from] AttachError),
+    #[error(transparent)]
+    Rules(#[from] RuleSetError),
     #[error("mount point {path} does not exist: create the directory first", path = quoted_path(path))]
     MountPointMissing { path: PathBuf },
     #[error("mount point {path} is not a directory: give an existing directory", path = quoted_path(path))]
@@ -97,6 +100,7 @@ impl MountError {
             | Self::Silent { .. } => FAILED,
             Self::MountPointInBacking { .. }
             | Self::BackingInMountPoint { .. }
+            | Self::Rules(_)
             | Self::MountPointNotEmpty { .. } => USAGE,
             Self::MountPointBusy { .. } | Self::TreeWaits { .. } => BUSY,
             Self::Reported { code, .. } => *code,

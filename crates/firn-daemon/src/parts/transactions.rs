@@ -9,6 +9,7 @@ use firn_protocol::{Reply, Request, Status};
 use firn_workers::spawn_thread;
 
 use crate::commit_applier::CommitApplier;
+use crate::commit_rules::CommitRules;
 use crate::control::ControlClient;
 use crate::error::MountError;
 use crate::gate::TransactionGate;
@@ -30,6 +31,8 @@ pub(crate) struct Transactions {
     /// How long other hosts are waited for.
     patience: Duration,
     forget: Forget,
+    /// What begins and ends transactions for programs that ask for none.
+    rules: Option<Arc<CommitRules>>,
 }
 
 impl Transactions {
@@ -37,6 +40,7 @@ impl Transactions {
         gate: &Arc<TransactionGate>,
         patience: Duration,
         forget: &Forget,
+        rules: Option<Arc<CommitRules>>,
     ) -> Result<Arc<Self>, MountError> {
         let owners = Owners::new()
             .map_err(|errno| MountError::io("watch the owners of transactions")(errno.into()))?;
@@ -46,6 +50,7 @@ impl Transactions {
             applier: Arc::new(CommitApplier::new(Arc::clone(gate))),
             patience,
             forget: Arc::clone(forget),
+            rules,
         }))
     }
 
@@ -79,6 +84,11 @@ impl Part for Transactions {
             gate: Arc::clone(&self.gate),
             forget: Arc::clone(&self.forget),
         };
+        if let Some(rules) = &self.rules {
+            let rules = Arc::clone(rules);
+            let started = spawn_thread("firn-exits", move || rules.watch_exits());
+            started.map_err(MountError::io("start the thread that watches writers"))?;
+        }
         let watch = move || owners.watch(&scopes);
         spawn_thread("firn-owners", watch).map_err(MountError::io(
             "start the thread that watches owners of transactions",
@@ -87,6 +97,9 @@ impl Part for Transactions {
 
     fn show(&self, shown: &mut Status) {
         shown.transactions = status(&self.gate, &self.owners);
+        if let Some(rules) = &self.rules {
+            rules.show(shown);
+        }
     }
 
     fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
@@ -113,6 +126,10 @@ impl Part for Transactions {
 
     /// The transactions that programs change things in come to their end, and nobody waits for the others.
     fn prepare_end(&self) {
+        // What is not complete now is dropped.
+        if let Some(rules) = &self.rules {
+            rules.abort_all();
+        }
         leave(&self.gate);
         give_up(&self.gate);
     }
@@ -121,9 +138,13 @@ impl Part for Transactions {
         let gate = Arc::clone(&self.gate);
         let owners = Arc::clone(&self.owners);
         let applier = Arc::clone(&self.applier);
+        let rules = self.rules.clone();
         let is_unseen = stop.is_unseen;
         stop.ask_backing(move || {
             owners.stop();
+            if let Some(rules) = rules {
+                rules.stop(is_unseen);
+            }
             if is_unseen {
                 return;
             }

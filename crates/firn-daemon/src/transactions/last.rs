@@ -50,7 +50,8 @@ pub(crate) fn give_up_all(gate: &TransactionGate) {
 /// Why the mount must not be unmounted. Decided commits are applied first.
 pub(crate) fn in_the_way(gate: &TransactionGate) -> Option<String> {
     let mut begun_here = gate.store().open_transactions();
-    begun_here.retain(|found| !found.is_recovered());
+    // What commit rules have begun ends with the mount.
+    begun_here.retain(|found| !found.is_recovered() && !(found.is_open() && found.is_of_names()));
     let undecided = begun_here.iter().find_map(|found| {
         let scope = shown_scope(&found.path_now());
         match found {

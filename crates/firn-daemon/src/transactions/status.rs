@@ -37,6 +37,9 @@ pub(crate) fn status(gate: &Arc<TransactionGate>, owners: &Owners) -> Vec<Transa
             Stage::Prepared(id) => here(gate, id, &found.scope),
             _ => Vec::new(),
         },
+        // The commit rules fill them in.
+        rule: None,
+        waits_for: None,
         error: found.trouble,
         backup: found.backup.map(backup_status),
     };

@@ -12,6 +12,7 @@ use crate::dispatcher::{Dispatcher, attributes_of};
 use crate::gate::enter_change;
 use crate::reply::{Answer, Reply, Responder};
 use crate::topic::Topic;
+use crate::watch::{Watched, WatchedChange};
 
 /// The attribute that tells the durability level of a file.
 const STATE_XATTR: &str = "user.firn.state";
@@ -36,19 +37,29 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let gate = self.gate.clone();
         // Without anything to set, the kernel is about to change contents by itself.
         let changes_contents = set.size.is_some() || set.is_empty();
+        let cuts = set.size.is_some();
         let truncation = set.size.map(|_| self.truncations.begin(inode));
         let set_attr = move |engine: &Engine<B>| {
             let gate = gate.as_deref().filter(|_| changes_contents);
             let _pass = enter_change(gate, inode)?;
             engine.namespace.set_attr(inode, set, Some(&by))
         };
-        self.run_change(inode, move |engine| {
+        let call = move |engine: &Engine<B>, watched: Watched| {
             reply.answer(
-                set_attr(engine)
+                watched
+                    .make(|| set_attr(engine))
                     .map(|attr| Answer::Attributes(attributes_of(engine, options, inode, attr))),
             );
             drop(truncation);
-        });
+        };
+        if cuts {
+            let watched = self.watch_of(|| WatchedChange::Cut(inode));
+            self.run_watched(caller, inode, watched, call);
+        } else {
+            self.run_change(inode, move |engine| {
+                call(engine, Watched::new(None, caller))
+            });
+        }
     }
 
     pub(super) fn setxattr(

@@ -109,6 +109,13 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         } else {
             Closing::Called
         };
+        let watch = self.gate.as_ref().and_then(|gate| gate.watch());
+        let watch = watch.filter(|watch| watch.knows(handle));
+        if let Some(watch) = watch.as_ref().filter(|_| by == Closing::Killed)
+            && let Err(errno) = watch.close(caller, handle, by)
+        {
+            tracing::warn!(%errno, "the close of a killed process was not noted");
+        }
         let reply = match by {
             Closing::Called => Some(reply),
             Closing::Exited => {
@@ -122,10 +129,17 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 None
             }
         };
-        let answer = move |result| {
-            if let Some(reply) = reply {
-                reply.done(result);
+        let closers = self.workers.clone();
+        let answer = move |result: Result<(), Errno>| match (reply, watch) {
+            (Some(reply), Some(watch)) => {
+                // The close may be what makes a checkpoint complete.
+                closers.run_about(Class::Call, Topic::Inode(inode), move || {
+                    let closed = watch.close(caller, handle, by);
+                    reply.done(result.and(closed));
+                });
             }
+            (Some(reply), None) => reply.done(result),
+            (None, _) => {}
         };
         // A child that executes another program closes what it has inherited, and its parent goes on.
         let is_opener = |opener| is_same_process(opener, caller.pid);

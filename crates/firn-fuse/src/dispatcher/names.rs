@@ -8,8 +8,9 @@ use firn_engine::{Engine, Entry, InodeId};
 use crate::caller::masked;
 use crate::dispatcher::{AdapterOptions, Dispatcher, attributes_of};
 use crate::reply::{Answer, Reply, Responder};
-use crate::request::{Name, NewMode};
+use crate::request::{Name, NewMode, OwnedName};
 use crate::topic::Topic;
+use crate::watch::WatchedChange;
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
     pub(super) fn lookup(&self, at: Name<'_>, reply: Reply<R>) {
@@ -41,7 +42,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     ) {
         let at = at.to_owned();
         let umask = self.umask_to_apply(mode);
-        self.run_creation(at.parent, reply, move |engine| {
+        self.run_creation(caller, &at.clone(), reply, move |engine| {
             let mode = masked(engine, at.parent, mode.mode, umask);
             engine
                 .namespace
@@ -52,7 +53,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     pub(super) fn mkdir(&self, caller: Caller, at: Name<'_>, mode: NewMode, reply: Reply<R>) {
         let at = at.to_owned();
         let umask = self.umask_to_apply(mode);
-        self.run_creation(at.parent, reply, move |engine| {
+        self.run_creation(caller, &at.clone(), reply, move |engine| {
             let mode = masked(engine, at.parent, mode.mode, umask);
             engine.namespace.mkdir(&caller, at.parent, &at.name, mode)
         });
@@ -61,48 +62,64 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     pub(super) fn symlink(&self, caller: Caller, at: Name<'_>, target: &OsStr, reply: Reply<R>) {
         let at = at.to_owned();
         let target = target.to_owned();
-        self.run_creation(at.parent, reply, move |engine| {
+        self.run_creation(caller, &at.clone(), reply, move |engine| {
             engine
                 .namespace
                 .symlink(&caller, at.parent, &at.name, &target)
         });
     }
 
-    pub(super) fn link(&self, inode: InodeId, at: Name<'_>, reply: Reply<R>) {
+    pub(super) fn link(&self, caller: Caller, inode: InodeId, at: Name<'_>, reply: Reply<R>) {
         let at = at.to_owned();
-        self.run_creation(at.parent, reply, move |engine| {
+        self.run_creation(caller, &at.clone(), reply, move |engine| {
             engine.namespace.link(inode, at.parent, &at.name)
         });
     }
 
-    pub(super) fn unlink(&self, at: Name<'_>, reply: Reply<R>) {
+    pub(super) fn unlink(&self, caller: Caller, at: Name<'_>, reply: Reply<R>) {
         let at = at.to_owned();
-        self.run_change(at.parent, move |engine| {
-            reply.done(engine.namespace.unlink(at.parent, &at.name));
+        let watched = self.watch_of(|| WatchedChange::Remove(at.parent, at.name.clone()));
+        self.run_watched(caller, at.parent, watched, move |engine, watched| {
+            let remove = || engine.namespace.unlink(at.parent, &at.name);
+            reply.done(watched.make(remove));
         });
     }
 
-    pub(super) fn rmdir(&self, at: Name<'_>, reply: Reply<R>) {
+    pub(super) fn rmdir(&self, caller: Caller, at: Name<'_>, reply: Reply<R>) {
         let at = at.to_owned();
-        self.run_change(at.parent, move |engine| {
-            reply.done(engine.namespace.rmdir(at.parent, &at.name));
+        let watched = self.watch_of(|| WatchedChange::Remove(at.parent, at.name.clone()));
+        self.run_watched(caller, at.parent, watched, move |engine, watched| {
+            let remove = || engine.namespace.rmdir(at.parent, &at.name);
+            reply.done(watched.make(remove));
         });
     }
 
-    pub(super) fn rename(&self, from: Name<'_>, to: Name<'_>, flags: u32, reply: Reply<R>) {
+    pub(super) fn rename(
+        &self,
+        caller: Caller,
+        from: Name<'_>,
+        to: Name<'_>,
+        flags: u32,
+        reply: Reply<R>,
+    ) {
         let Some(flags) = RenameFlags::from_bits(flags) else {
             return reply.error(Errno::INVAL);
         };
         let from = from.to_owned();
         let to = to.to_owned();
-        self.run_change(from.parent, move |engine| {
-            reply.done(engine.namespace.rename(
-                from.parent,
-                &from.name,
-                to.parent,
-                &to.name,
-                flags,
-            ));
+        let watched = self.watch_of(|| {
+            WatchedChange::Rename(
+                (from.parent, from.name.clone()),
+                (to.parent, to.name.clone()),
+            )
+        });
+        self.run_watched(caller, from.parent, watched, move |engine, watched| {
+            let rename = || {
+                engine
+                    .namespace
+                    .rename(from.parent, &from.name, to.parent, &to.name, flags)
+            };
+            reply.done(watched.make(rename));
         });
     }
 
@@ -114,13 +131,16 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// Runs a change that answers with what it made in a directory.
     fn run_creation(
         &self,
-        parent: InodeId,
+        caller: Caller,
+        at: &OwnedName,
         reply: Reply<R>,
         create: impl FnOnce(&Engine<B>) -> Result<Entry, Errno> + Send + 'static,
     ) {
         let options = self.options;
-        self.run_change(parent, move |engine| {
-            answer_entry(engine, options, create(engine), reply);
+        let watched = self.watch_of(|| WatchedChange::Make(at.parent, at.name.clone()));
+        self.run_watched(caller, at.parent, watched, move |engine, watched| {
+            let created = watched.make(|| create(engine));
+            answer_entry(engine, options, created, reply);
         });
     }
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use firn_backing::{Backing, Caller, Errno};
 use firn_engine::{Engine, Entry, HandleId, InodeId, OpenMode, Opened};
 use firn_hosts::{Released, Space};
+use firn_workers::Class;
 
 use crate::caller::{IoUringUsers, masked};
 use crate::coherence::Coherence;
@@ -14,19 +15,31 @@ use crate::passthrough::Passthrough;
 use crate::reply::{Answer, HandleMode, Reply, Responder};
 use crate::request::{Name, NewMode};
 use crate::topic::Topic;
+use crate::watch::{Watched, WatchedChange, watch_of};
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// The kernel asks for O_TRUNC with a change of the size of its own (see `transport/dev_fuse/negotiate.rs`).
     pub(super) fn open(&self, caller: Caller, inode: InodeId, flags: i32, reply: Reply<R>) {
         let opener = self.opener(caller);
         let coherence = Arc::clone(&self.coherence);
-        self.run_call(Topic::Inode(inode), move |engine| {
-            let opened = engine.open(inode, flags);
+        let call = move |engine: &Engine<B>, watched: Watched| {
+            let open = || engine.open(inode, flags);
+            let opened = watched.open(open, |opened| Some(opened.handle));
             if let Ok(opened) = &opened {
                 engine.note_opener(opened.handle, caller.pid);
             }
             opener.answer_open(engine, &coherence, inode, opened, reply);
-        });
+        };
+        let writes = flags & libc::O_ACCMODE != libc::O_RDONLY;
+        let gate = self.gate.as_deref().filter(|_| writes);
+        match watch_of(gate, || WatchedChange::Open(inode)) {
+            None => self.run_call(Topic::Inode(inode), move |engine| {
+                call(engine, Watched::new(None, caller));
+            }),
+            watch => self.run_on_worker(Topic::Inode(inode), move |engine| {
+                call(engine, Watched::new(watch, caller));
+            }),
+        }
     }
 
     pub(super) fn create(
@@ -41,7 +54,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let umask = self.umask_to_apply(mode);
         let opener = self.opener(caller);
         let gate = self.gate.clone();
-        self.run_change(at.parent, move |engine| {
+        let watched = self.watch_of(|| WatchedChange::Create(at.parent, at.name.clone()));
+        self.run_watched(caller, at.parent, watched, move |engine, watched| {
             let create = || {
                 // Of a file that somebody else has made meanwhile the contents change.
                 let gate = gate.as_deref().filter(|_| flags & libc::O_TRUNC != 0);
@@ -49,7 +63,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 let mode = masked(engine, at.parent, mode.mode, umask);
                 engine.create(&caller, at.parent, &at.name, mode, flags)
             };
-            let created = create();
+            let writes = flags & libc::O_ACCMODE != libc::O_RDONLY;
+            let handle_of = |(_, opened): &(Entry, Opened)| writes.then_some(opened.handle);
+            let created = watched.open(create, handle_of);
             if let Ok((_, opened)) = &created {
                 engine.note_opener(opened.handle, caller.pid);
             }
@@ -71,6 +87,14 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     pub(super) fn release(&self, inode: InodeId, handle: HandleId, reply: Reply<R>) {
+        let watch = self.gate.as_ref().and_then(|gate| gate.watch());
+        if let Some(watch) = watch.filter(|watch| watch.knows(handle)) {
+            // What was closed may be complete now, and its commit takes as long as it takes.
+            self.workers
+                .run_about(Class::Call, Topic::Inode(inode), move || {
+                    watch.release(handle);
+                });
+        }
         // The id first: once the engine counts no passthrough handle it may choose the other mode.
         self.passthrough.release(handle);
         let spaces = [Space::Bytes, Space::Flock];

@@ -89,6 +89,14 @@ impl<B: Backing> Top<B> {
         }
     }
 
+    /// Of a scope of names, whose directory is no part of it.
+    pub(crate) fn none() -> Self {
+        Self {
+            parent: None,
+            names: Mutex::default(),
+        }
+    }
+
     pub(crate) fn parent(&self) -> Option<&Arc<Object<B>>> {
         self.parent.as_ref()
     }
@@ -118,7 +126,7 @@ impl<B: Backing> Scope<B> {
     /// What its begin and its end keep others from: all of it, and, where its name differs from that in the backing, the
     /// directory that it is in.
     pub(crate) fn parts(&self) -> Vec<Area<B>> {
-        let mut parts = vec![Area::Tree(Arc::clone(&self.root))];
+        let mut parts = vec![self.area()];
         let parent = self.top.parent().filter(|_| self.top.changes_parent());
         parts.extend(parent.map(|parent| Area::Dir(Arc::clone(parent))));
         parts

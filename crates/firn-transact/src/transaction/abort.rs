@@ -64,6 +64,7 @@ impl<B: Backing> TransactionalBacking<B> {
             self.shadow_undo.undo_shadow(scope, shadow)?;
             self.home.forget_records(&scope.dir)?;
         }
+        scope.drop_names_in_root();
         let changed = std::mem::take(&mut *scope.changed.lock());
         for (_, object) in changed {
             let owned = object.inner.own();

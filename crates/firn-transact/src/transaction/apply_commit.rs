@@ -112,7 +112,7 @@ impl<B: Backing> Commits<B> {
 
     /// [`Decided::give_up_next`](crate::Decided::give_up_next).
     pub(super) fn give_up_next(&self, scope: &Scope<B>) {
-        let _quiet = self.tree.quiesce_tree(&scope.root);
+        let _quiet = self.tree.quiesce(vec![scope.area()]);
         if let Err(error) = self.drop_next(scope) {
             tracing::warn!(%error, "the transaction that follows a commit stays open");
         }
@@ -221,6 +221,7 @@ impl<B: Backing> Commits<B> {
 
     /// From here on programs see the backing again; the caller holds names and data.
     fn drop_changes_of(&self, scope: &Arc<Scope<B>>) {
+        scope.drop_names_in_root();
         let changed = std::mem::take(&mut *scope.changed.lock());
         // Parents before what was made in them.
         for (_, object) in changed {
@@ -369,7 +370,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// [`Found::decide`](crate::Found::decide).
     pub(super) fn decide_scope(&self, scope: &Arc<Scope<B>>, id: u64) -> Result<(), CommitError> {
         self.commits.apply_commit_before(scope)?;
-        let _quiet = self.tree.quiesce_tree(&scope.root);
+        let _quiet = self.tree.quiesce(vec![scope.area()]);
         self.tree.check_all(scope);
         if !scope.is_whole() {
             return Err(StageError::Undoing.into());

@@ -1,5 +1,7 @@
 //! Beginning a transaction.
 
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 
 use firn_backing::{Backing, Errno, Kind, SyncScope};
@@ -7,12 +9,14 @@ use firn_backing::{Backing, Errno, Kind, SyncScope};
 use crate::change_log::{ChangeLog, Direction};
 use crate::error::{BeginError, ScopeError};
 use crate::object::Object;
+use crate::paths::join;
 use crate::recovery::StoredScopes;
-use crate::scope::{Scope, Stage};
+use crate::scope::{NameSet, Scope, Stage, Top};
 use crate::shadow::{Mode, Shadow};
 use crate::staging;
 use crate::transaction::handle::Open;
 use crate::transactional::TransactionalBacking;
+use crate::uses::Area;
 
 impl<B: Backing> StoredScopes<B> {
     pub(crate) fn new_scope(
@@ -180,5 +184,83 @@ impl<B: Backing> TransactionalBacking<B> {
         self.arena_notes.note_arena(dir)?;
         staging::put(&self.home.base, dir, staging::OPEN, path)?;
         Ok(scope)
+    }
+}
+
+impl<B: Backing> TransactionalBacking<B> {
+    /// Begins a transaction of names in a directory at `path` and all below them; the names may lead to nothing yet. Other
+    /// transactions of other names may be open there.
+    pub fn begin_names(
+        &self,
+        dir: &Arc<Object<B>>,
+        path: &[u8],
+        names: &[OsString],
+    ) -> Result<Open<'_, B>, BeginError> {
+        if dir.kind != Kind::Dir {
+            return Err(ScopeError::NotDirectory.into());
+        }
+        if self.home.members.is_some() || self.mode != Mode::Buffer {
+            return Err(BeginError::NotAmongHosts);
+        }
+        let Some((first, others)) = names.split_first() else {
+            return Err(ScopeError::Missing.into());
+        };
+        let area = Area::Names(Arc::clone(dir), Arc::new(names.iter().cloned().collect()));
+        let _quiet = self.tree.quiesce(vec![area]);
+        self.must_not_overlap(dir, names)?;
+        let path = join(path, first.as_bytes());
+        self.open_scope(&path, None, |serial, _, tx| {
+            let stored = &self.stored_scopes;
+            let mut scope =
+                stored.new_scope(serial, Arc::clone(dir), path.clone(), tx.clone(), None)?;
+            scope.top = Top::none();
+            scope.names_in_root = Some(NameSet::of(names));
+            if !others.is_empty() {
+                self.home.write_names(&scope, dir.key, others)?;
+            }
+            self.arena_notes.note_arena(tx)?;
+            staging::put(&self.home.base, tx, staging::OPEN, &path)?;
+            Ok(scope)
+        })
+    }
+
+    fn must_not_overlap(&self, dir: &Arc<Object<B>>, names: &[OsString]) -> Result<(), BeginError> {
+        let is_one = |name: &OsStr| names.iter().any(|one| one == name);
+        match self.scopes.overlapping(dir, is_one) {
+            Some(other) => Err(BeginError::Overlaps {
+                scope: other.path_now().as_slice().into(),
+            }),
+            None => Ok(()),
+        }
+    }
+
+    /// [`Open::add_names`].
+    pub(super) fn add_names_to(
+        &self,
+        scope: &Arc<Scope<B>>,
+        names: &[OsString],
+    ) -> Result<(), BeginError> {
+        let Some(known) = &scope.names_in_root else {
+            return Err(ScopeError::NotDirectory.into());
+        };
+        let dir = &scope.root;
+        let new: Vec<OsString> = names
+            .iter()
+            .filter(|name| !known.has(name))
+            .cloned()
+            .collect();
+        let area = Area::Names(Arc::clone(dir), Arc::new(new.iter().cloned().collect()));
+        let _quiet = self.tree.quiesce(vec![area]);
+        self.must_not_overlap(dir, &new)?;
+        if scope.stage() != Stage::Open {
+            return Err(BeginError::Overlaps {
+                scope: scope.path.as_slice().into(),
+            });
+        }
+        for name in &new {
+            self.home.note_name(scope, name)?;
+        }
+        known.add(&new);
+        Ok(())
     }
 }

@@ -12,14 +12,16 @@
 //!   again, under the locks that it needs, and says so.
 //! * A scope has one transaction, or a commit that is decided and one that follows it.
 
+use std::ffi::OsString;
 use std::sync::Arc;
 
 use firn_backing::Backing;
 
+use crate::change_log::NO_ID;
 use crate::conflict::Used;
 use crate::scopes::Scopes;
 
-use crate::error::{AbortError, CommitError, PrepareError, StoreError, VoteError};
+use crate::error::{AbortError, BeginError, CommitError, PrepareError, StoreError, VoteError};
 use crate::object::Object;
 use crate::scope::{Scope, Stage};
 use crate::transactional::TransactionalBacking;
@@ -73,6 +75,21 @@ impl<'a, B: Backing> Open<'a, B> {
     /// Decides to commit it, durably, without a prepare.
     pub fn decide(&self, id: u64) -> Result<Decided<'a, B>, CommitError> {
         self.0.decide(id)
+    }
+
+    /// Decides to commit it, durably, with no number: [`TransactionalBacking::begin_names`] begins what nobody numbers.
+    pub fn decide_unnumbered(&self) -> Result<Decided<'a, B>, CommitError> {
+        self.0.decide(NO_ID)
+    }
+
+    /// More names in the directory of a transaction of names belong to it.
+    pub fn add_names(&self, names: &[OsString]) -> Result<(), BeginError> {
+        self.0.store.add_names_to(&self.0.scope, names)
+    }
+
+    /// The serial number, by which [`TransactionalBacking::transaction_numbered`] finds it.
+    pub fn serial(&self) -> u64 {
+        self.0.scope.serial
     }
 
     /// Throws it away: the tree is as it was when it began. What was made in it is gone: ESTALE.
@@ -246,6 +263,11 @@ impl<'a, B: Backing> Found<'a, B> {
         let scope = Arc::clone(&handle.scope);
         let stage = scope.stage();
         Self::new(handle.store, scope, stage)
+    }
+
+    /// [`TransactionalBacking::begin_names`] began it.
+    pub fn is_of_names(&self) -> bool {
+        self.handle().scope.names_in_root.is_some()
     }
 
     /// An earlier firnd prepared it.
@@ -440,6 +462,11 @@ impl<B: Backing> TransactionalBacking<B> {
     /// The transaction of a scope that programs change things in, or else the commit that is being applied.
     pub fn current_transaction(&self, scope: &[u8]) -> Option<Found<'_, B>> {
         self.find_found(|| self.scopes.current_at_path(scope))
+    }
+
+    /// The transaction with a serial number.
+    pub fn transaction_numbered(&self, serial: u64) -> Option<Found<'_, B>> {
+        self.find_found(|| self.scopes.find(|scope| scope.serial == serial))
     }
 
     /// [`TransactionalBacking::current_transaction`] of the scope that begins at `root`.

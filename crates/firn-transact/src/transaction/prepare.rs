@@ -29,7 +29,7 @@ impl<B: Backing> TransactionalBacking<B> {
     /// [`Open::prepare`](crate::Open::prepare), of one that may be prepared already.
     pub(super) fn prepare_scope(&self, scope: &Arc<Scope<B>>, id: u64) -> Result<(), PrepareError> {
         self.commits.apply_commit_before(scope)?;
-        let _quiet = self.tree.quiesce_tree(&scope.root);
+        let _quiet = self.tree.quiesce(vec![scope.area()]);
         self.tree.check_all(scope);
         if !scope.is_whole() {
             return Err(StageError::Undoing.into());

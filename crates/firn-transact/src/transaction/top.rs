@@ -87,7 +87,7 @@ impl<B: Backing> Home<B> {
     // ---- names on record ---------------------------------------------------------------------
 
     /// Takes down, durably, that the top may have this name, too.
-    fn note_name(&self, scope: &Scope<B>, name: &OsStr) -> Result<(), Errno> {
+    pub(super) fn note_name(&self, scope: &Scope<B>, name: &OsStr) -> Result<(), Errno> {
         let place = format!("tx-{}", scope.serial);
         let log = self.load_record(&scope.dir, &place, staging::NAMES);
         let log = log.map_err(|_| Errno::IO)?;
@@ -112,7 +112,7 @@ impl<B: Backing> Home<B> {
     }
 
     /// `tx-N/names`: a log of one entry, the top, whose parent has number 0.
-    fn write_names(
+    pub(super) fn write_names(
         &self,
         scope: &Scope<B>,
         (device, ino): Key,
@@ -228,7 +228,8 @@ impl<B: Backing> Entries<B> {
 
     fn scope_with_top(&self, dir: &Arc<Object<B>>, name: &OsStr) -> Option<Arc<Scope<B>>> {
         let found = self.find_name(dir, name).ok().flatten()?;
-        self.scopes.find(|one| Arc::ptr_eq(&one.root, &found))
+        self.scopes
+            .find(|one| one.names_in_root.is_none() && Arc::ptr_eq(&one.root, &found))
     }
 
     /// The caller holds names and data.

@@ -13,6 +13,7 @@ mod hidden;
 mod history;
 mod hosts;
 mod inline;
+mod names;
 mod oracle;
 mod planted;
 mod sequences;

@@ -117,16 +117,10 @@ impl Sampler {
             .is_paused
             .store(view.is_paused, Ordering::Relaxed);
         if self.wanted.directory.is_none() {
-            let chosen = view.ordered_mounts();
-            let chosen = chosen.get(if view.job.is_some() { 0 } else { view.upper });
-            let board = lock(&self.board);
-            let path = chosen.and_then(|mount| {
-                let mut paths = board.mounts.keys();
-                paths
-                    .find(|path| text::path(path) == mount.mount_point)
-                    .cloned()
-            });
-            drop(board);
+            let path = match &view.job {
+                Some(job) => job_directory(job, view),
+                None => self.mount_directory(view),
+            };
             let mut directory = lock(&self.choice.directory);
             if *directory != path {
                 *directory = path;
@@ -134,6 +128,16 @@ impl Sampler {
                 lock(&self.board).checkpoints = Checkpoints::Asked;
             }
         }
+    }
+
+    /// The chosen mount.
+    fn mount_directory(&self, view: &View) -> Option<PathBuf> {
+        let mounts = view.ordered_mounts();
+        let chosen = mounts.get(view.upper)?;
+        let board = lock(&self.board);
+        let mut paths = board.mounts.keys();
+        let found = paths.find(|path| text::path(path) == chosen.mount_point);
+        found.cloned()
     }
 
     /// Puts the last answers into a view.
@@ -173,6 +177,17 @@ impl Sampler {
         drop(board);
         view.clamp();
     }
+}
+
+/// Where this host sees the files of a job: on its mount of the backing, or in the backing.
+fn job_directory(job: &JobView, view: &View) -> Option<PathBuf> {
+    let Some(Ok(job)) = &job.seen else {
+        return None;
+    };
+    let mut answered = view.mounts.iter().filter_map(|mount| mount.status.as_ref());
+    let own = answered.find(|status| status.backing == job.backing);
+    let path = own.map_or(&job.backing, |status| &status.mount_point);
+    Some(path.as_path().to_owned())
 }
 
 /// What a thread works with.

@@ -210,8 +210,13 @@ pub fn once(wanted: Wanted, shows_job: bool, size: (u16, u16)) -> Result<String,
 fn is_answered(view: &View) -> bool {
     let mut mounts = view.mounts.iter();
     let have_answered = mounts.all(|mount| mount.status.is_some() || mount.silent.is_some());
-    let has_steps =
-        view.mounts.is_empty() || !matches!(view.checkpoints, super::Checkpoints::Asked);
+    let is_listed = !matches!(view.checkpoints, super::Checkpoints::Asked);
+    let has_steps = match view.job.as_ref().map(|job| &job.seen) {
+        // There is nowhere to look for them.
+        Some(Some(Err(_))) => true,
+        Some(_) => is_listed,
+        None => is_listed || view.mounts.is_empty(),
+    };
     let has_job = view.job.as_ref().is_none_or(|job| job.seen.is_some());
     have_answered && has_steps && has_job
 }

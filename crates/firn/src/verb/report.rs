@@ -17,7 +17,7 @@ pub const VERB: Verb = Verb {
                with its way to durable, sizes of writes before and after aggregation, time in close and fsync, the time \
                saved beside writing directly, events and errors. Of a mount it shows the time since it was mounted; of a \
                backing that is not mounted, the last mount on this host. Other hosts of the job are on the page where they \
-               are mounted with record=backing: as they were up to a minute ago, or at their end.",
+               are mounted with record-in=backing: as they were up to a minute ago, or at their end.",
     examples: &[
         ("firn report /ckpt -o run.html", "the run until now"),
         (

@@ -303,7 +303,7 @@ impl Run {
         let has_others = launcher.hosts().len() > 1 && backing.is_some();
         let mut options = defaults_of_a_run(&resolved, has_others);
         let report = path("report")?;
-        if report.is_some() && has_others && is_default(&resolved, "record") {
+        if report.is_some() && has_others && is_default(&resolved, "record-in") {
             // Where this host finds what the others did.
             options.record = RecordPlace::Backing;
         }

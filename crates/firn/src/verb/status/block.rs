@@ -277,6 +277,9 @@ fn add_detail(s: &Status, paint: Paint, lines: &mut Lines) {
         ("not done", &s.failed_requests),
         ("drain steps", &s.drain_decisions),
         ("commit steps", &s.transaction_steps),
+        ("rules commit", &s.rule_commits),
+        ("rules drop", &s.rule_aborts),
+        ("rules fail", &s.rule_failures),
     ] {
         if !counts.is_empty() {
             let counts = counts.iter().map(|(what, count)| match what.as_str() {
@@ -414,6 +417,9 @@ const IN_LINES: &[&str] = &[
     "pulled_files",
     "pulls",
     "recovered_bytes",
+    "rule_aborts",
+    "rule_commits",
+    "rule_failures",
     "spill_bytes",
     "spill_failing",
     "spill_moved_bytes",
@@ -579,6 +585,14 @@ fn transaction(one: &TransactionStatus, paint: Paint) -> String {
     format!("{text}; {state}")
 }
 
+fn rule(one: &TransactionStatus) -> String {
+    match (&one.rule, &one.waits_for) {
+        (Some(rule), Some(waits_for)) => format!("; rule {rule} waits for {waits_for}"),
+        (Some(rule), None) => format!("; rule {rule}"),
+        (None, _) => String::new(),
+    }
+}
+
 fn stage(one: &TransactionStatus, paint: Paint) -> String {
     let scope = if one.scope.is_empty() {
         "the whole mount".to_owned()
@@ -589,10 +603,11 @@ fn stage(one: &TransactionStatus, paint: Paint) -> String {
     let objects = count(one.objects, "object");
     match one.stage {
         TransactionStage::Open => format!(
-            "transaction in {scope}, {objects} changed, {}{}{}",
+            "transaction in {scope}, {objects} changed, {}{}{}{}",
             bytes(one.bytes),
             one.age_seconds.map_or_else(String::new, |age| format!(", {} old", seconds(age))),
-            owner(one)
+            owner(one),
+            rule(one)
         ),
         TransactionStage::Prepared => {
             let here =

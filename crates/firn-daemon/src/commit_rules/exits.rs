@@ -1,0 +1,162 @@
+//! How the processes that write in scopes end.
+//!
+//! One thread waits for their pidfds. The kernel (6.15) tells how a process ended once its parent has waited for it; until
+//! then, and on older kernels, /proc/PID/stat of the zombie does. Of one that is gone before either was read nobody knows how
+//! it ended: that counts as a failure.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use firn_backing::lock::Mutex;
+use firn_process::{ProcessEnd, end_of_process};
+use firn_rules::Ending;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+/// How often the end of a zombie is asked for.
+const ASK_AGAIN: Duration = Duration::from_millis(10);
+/// After that its parent does not seem to wait for it, and /proc has the answer.
+const REAP_WAIT: Duration = Duration::from_secs(1);
+
+/// The processes that are waited for.
+pub(super) struct Exits {
+    watched: Mutex<Watched>,
+    wake: OwnedFd,
+}
+
+#[derive(Default)]
+struct Watched {
+    /// Pidfds; none of a process that was gone when it was looked for.
+    processes: HashMap<u32, Option<OwnedFd>>,
+    /// Those that have ended, and since when.
+    ended: HashMap<u32, Instant>,
+    is_stopped: bool,
+}
+
+impl Exits {
+    pub(super) fn new() -> Result<Self, Errno> {
+        Ok(Self {
+            watched: Mutex::default(),
+            wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+        })
+    }
+
+    /// Waits for a process from now on. 0 is one that firnd does not see: it counts as alive while the mount is.
+    pub(super) fn add(&self, process: u32) {
+        let mut watched = self.watched.lock();
+        if process == 0 || watched.processes.contains_key(&process) {
+            return;
+        }
+        let pid = i32::try_from(process).ok().and_then(Pid::from_raw);
+        let pidfd = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+        watched.processes.insert(process, pidfd);
+        drop(watched);
+        self.wake_thread();
+    }
+
+    pub(super) fn stop(&self) {
+        self.watched.lock().is_stopped = true;
+        self.wake_thread();
+    }
+
+    fn wake_thread(&self) {
+        // Where the counter is full, the thread wakes anyway.
+        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+    }
+
+    /// Waits until it is stopped, and tells of each end.
+    pub(super) fn watch(&self, tell: &dyn Fn(u32, Ending)) {
+        loop {
+            let ends = {
+                let mut watched = self.watched.lock();
+                if watched.is_stopped {
+                    return;
+                }
+                watched.take_ends()
+            };
+            for (process, ending) in ends {
+                tell(process, ending);
+            }
+            self.wait();
+        }
+    }
+
+    fn wait(&self) {
+        let (pidfds, asks_again): (Vec<OwnedFd>, bool) = {
+            let watched = self.watched.lock();
+            let running = watched
+                .processes
+                .iter()
+                .filter(|(process, _)| !watched.ended.contains_key(process));
+            let pidfds = running.filter_map(|(_, pidfd)| pidfd.as_ref()?.try_clone().ok());
+            let is_lost = watched.processes.values().any(Option::is_none);
+            (pidfds.collect(), is_lost || !watched.ended.is_empty())
+        };
+        let mut fds: Vec<PollFd<'_>> = pidfds
+            .iter()
+            .map(|pidfd| PollFd::from_borrowed_fd(pidfd.as_fd(), PollFlags::IN))
+            .collect();
+        fds.push(PollFd::from_borrowed_fd(self.wake.as_fd(), PollFlags::IN));
+        let timeout = asks_again.then_some(Timespec {
+            tv_sec: 0,
+            tv_nsec: ASK_AGAIN.as_nanos() as i64,
+        });
+        // A signal only makes it look once more.
+        let _ = poll(&mut fds, timeout.as_ref());
+        let _ = rustix::io::read(&self.wake, &mut [0_u8; 8]);
+    }
+}
+
+impl Watched {
+    fn take_ends(&mut self) -> Vec<(u32, Ending)> {
+        let mut ends = Vec::new();
+        let Self {
+            processes, ended, ..
+        } = self;
+        processes.retain(|process, pidfd| {
+            let end = match pidfd {
+                None => Some(None),
+                Some(pidfd) => end_of(*process, pidfd, ended),
+            };
+            let Some(end) = end else { return true };
+            ended.remove(process);
+            let ending = match end {
+                Some(ProcessEnd::Exited(0)) => Ending::Success,
+                Some(ProcessEnd::Exited(_) | ProcessEnd::Killed(_)) | None => Ending::Failure,
+            };
+            ends.push((*process, ending));
+            false
+        });
+        ends
+    }
+}
+
+/// How a process ended; the inner `None`: nobody knows; the outer: it has not, or that is not known yet.
+fn end_of(
+    process: u32,
+    pidfd: &OwnedFd,
+    ended: &mut HashMap<u32, Instant>,
+) -> Option<Option<ProcessEnd>> {
+    let mut fds = [PollFd::new(pidfd, PollFlags::IN)];
+    let now = Timespec::default();
+    if !poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0) {
+        return None;
+    }
+    if let Some(end) = end_of_process(pidfd) {
+        return Some(Some(end));
+    }
+    let since = ended.entry(process).or_insert_with(Instant::now);
+    let is_late = since.elapsed() > REAP_WAIT;
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat"));
+    let status = stat
+        .ok()
+        .and_then(|stat| stat.split_ascii_whitespace().next_back()?.parse().ok());
+    match status {
+        // A kernel that does not tell later: what the zombie says is all there is.
+        Some(status) if is_late => Some(Some(ProcessEnd::of_wait_status(status))),
+        None if is_late => Some(None),
+        _ => None,
+    }
+}

@@ -1,0 +1,76 @@
+//! How a process that is nobody's child here has ended.
+
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd};
+
+/// How a process ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProcessEnd {
+    /// By itself, with this code.
+    Exited(u8),
+    /// By this signal.
+    Killed(u8),
+}
+
+impl ProcessEnd {
+    /// Of a status as wait(2) gives it.
+    pub fn of_wait_status(status: i32) -> Self {
+        let [low, high, ..] = status.to_le_bytes();
+        match low & 0x7f {
+            0 => Self::Exited(high),
+            signal => Self::Killed(signal),
+        }
+    }
+}
+
+/// How the process of a pidfd ended; `None`: it was not reaped yet, or the kernel is older than 6.15. The descriptor must have
+/// been opened while the process was there.
+pub fn end_of_process(pidfd: impl AsFd) -> Option<ProcessEnd> {
+    let wanted = u64::from(libc::PIDFD_INFO_EXIT);
+    let mut info = MaybeUninit::<libc::pidfd_info>::zeroed();
+    // SAFETY: `pidfd_info` is made of integers, for which zeros are values.
+    unsafe { info.assume_init_mut() }.mask = wanted;
+    // SAFETY: the kernel writes at most the size that is a part of the request's number, and that is `info`'s.
+    let result = unsafe {
+        libc::ioctl(
+            pidfd.as_fd().as_raw_fd(),
+            libc::PIDFD_GET_INFO,
+            info.as_mut_ptr(),
+        )
+    };
+    // SAFETY: it was all zeros before, and the kernel writes integers.
+    let info = unsafe { info.assume_init() };
+    let is_known = result == 0 && info.mask & wanted != 0;
+    is_known.then(|| ProcessEnd::of_wait_status(info.exit_code))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Child, Command};
+
+    use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+    use super::*;
+
+    fn end_of(mut child: Child) -> Option<ProcessEnd> {
+        let pidfd = pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).expect("pidfd_open");
+        child.kill().ok();
+        child.wait().expect("wait");
+        end_of_process(pidfd)
+    }
+
+    #[test]
+    fn the_end_of_a_process_is_known_once_it_was_reaped() {
+        let sleeper = Command::new("sleep").arg("100").spawn().expect("spawn");
+        let end = end_of(sleeper);
+        // Kernels before 6.15 do not tell.
+        assert!(matches!(end, None | Some(ProcessEnd::Killed(9))), "{end:?}");
+    }
+
+    #[test]
+    fn a_status_is_a_code_or_a_signal() {
+        assert_eq!(ProcessEnd::of_wait_status(0x0300), ProcessEnd::Exited(3));
+        assert_eq!(ProcessEnd::of_wait_status(9), ProcessEnd::Killed(9));
+        assert_eq!(ProcessEnd::of_wait_status(0x8b), ProcessEnd::Killed(11));
+    }
+}

@@ -1,0 +1,485 @@
+//! The language of rules: one rule a line.
+//!
+//! ```text
+//! # name   scope          commit                       needs and other words
+//! hf       checkpoint-*/  close:trainer_state.json     rng_state*.pth=writers
+//! lammps   restart.{T}.*  next                         T=number *=same
+//! ```
+//!
+//! A mistake is told with its line and column, what was expected, and the nearest word.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use crate::pattern::{CaptureKind, Captures, Pattern, PatternError, capture_names};
+
+/// What makes a scope complete.
+#[derive(Clone, Debug)]
+pub(crate) enum Event {
+    /// The last descriptor for writing of a file is closed.
+    Close(Target),
+    /// Something is renamed to a name.
+    Rename(Target),
+    /// A name is removed.
+    Unlink(Target),
+    /// The first change in another scope of the rule, or the writers end with success.
+    Next,
+    /// The last descriptor for writing in the scope is closed.
+    Idle,
+}
+
+/// What an event is about.
+#[derive(Clone, Debug)]
+pub(crate) enum Target {
+    /// The scope itself: its top gets another name.
+    Itself,
+    /// A path in the scope.
+    Inside(Pattern),
+    /// A name beside the scope.
+    Beside(Pattern),
+}
+
+/// How many files must be there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Count {
+    /// One for each process that writes in the scope, or wrote in the one before.
+    Writers,
+    /// As many as in the scope before.
+    Same,
+    Number(usize),
+}
+
+/// A condition of a commit.
+#[derive(Clone, Debug)]
+pub(crate) struct Need {
+    pub(crate) text: String,
+    pub(crate) files: Pattern,
+    pub(crate) count: Count,
+}
+
+/// One rule.
+#[derive(Clone, Debug)]
+pub struct Rule {
+    /// Its name.
+    pub name: String,
+    /// As it was written.
+    pub text: String,
+    pub(crate) scope: ScopePattern,
+    pub(crate) event: Event,
+    pub(crate) needs: Vec<Need>,
+}
+
+/// Which paths are in a scope.
+#[derive(Clone, Debug)]
+pub(crate) struct ScopePattern {
+    pub(crate) is_dir: bool,
+    /// The tops of scopes.
+    tops: Pattern,
+    has_captures: bool,
+    /// In a directory, what begins a scope; none: everything.
+    begins: Option<Pattern>,
+}
+
+/// The scope that a path is in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Found {
+    /// The directory that the tops of the scope are in.
+    pub(crate) dir: Vec<u8>,
+    /// The directory or file of the scope that the path is, or is in.
+    pub(crate) top: Vec<u8>,
+    pub(crate) identity: Identity,
+}
+
+/// What tells scopes of one rule in one directory apart.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Identity {
+    /// The path of the top.
+    Path(Vec<u8>),
+    /// Values of the captures.
+    Captures(Captures),
+}
+
+/// The directory of a path; empty: the top.
+pub(crate) fn parent_of(path: &[u8]) -> &[u8] {
+    let end = path.iter().rposition(|byte| *byte == b'/').unwrap_or(0);
+    &path[..end]
+}
+
+/// What is below a directory, relative to it.
+pub(crate) fn relative<'a>(path: &'a [u8], dir: &[u8]) -> Option<&'a [u8]> {
+    if dir.is_empty() {
+        return Some(path);
+    }
+    path.strip_prefix(dir)?.strip_prefix(b"/")
+}
+
+impl ScopePattern {
+    /// The scope that a change of `path` is in; the outermost one where several match.
+    pub(crate) fn find(&self, path: &[u8]) -> Option<Found> {
+        if let Some(begins) = &self.begins {
+            let top = parent_of(path);
+            let name = relative(path, top)?;
+            return (!top.is_empty() && begins.matches(name))
+                .then(|| self.of_top(top))
+                .flatten();
+        }
+        if !self.is_dir {
+            return self.of_top(path);
+        }
+        let ends = path.iter().enumerate().filter(|(_, byte)| **byte == b'/');
+        let ends = ends.map(|(end, _)| end).chain([path.len()]);
+        ends.into_iter().find_map(|end| self.of_top(&path[..end]))
+    }
+
+    pub(crate) fn has_captures(&self) -> bool {
+        self.has_captures
+    }
+
+    fn of_top(&self, top: &[u8]) -> Option<Found> {
+        let captures = self.tops.captures(top)?;
+        let identity = if self.has_captures {
+            Identity::Captures(captures)
+        } else {
+            Identity::Path(top.to_vec())
+        };
+        Some(Found {
+            dir: parent_of(top).to_vec(),
+            top: top.to_vec(),
+            identity,
+        })
+    }
+}
+
+/// A mistake in a rule.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub struct RuleError {
+    /// The file, or that rules are built in.
+    pub source_name: String,
+    /// From 1.
+    pub line: usize,
+    /// From 1, in bytes.
+    pub column: usize,
+    /// What was expected, and what was found.
+    pub message: String,
+    /// The nearest word, if one is near.
+    pub nearest: Option<String>,
+}
+
+impl fmt::Display for RuleError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            source_name,
+            line,
+            column,
+            message,
+            nearest,
+        } = self;
+        write!(f, "{source_name}:{line}:{column}: {message}")?;
+        match nearest {
+            Some(word) => write!(f, "; did you mean `{word}`?"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The one of `words` that was probably meant.
+pub(crate) fn nearest<'a>(word: &str, words: impl IntoIterator<Item = &'a str>) -> Option<String> {
+    let distances = words
+        .into_iter()
+        .map(|one| (strsim::levenshtein(word, one), one));
+    let (distance, one) = distances.min_by_key(|(distance, _)| *distance)?;
+    (distance <= 1 + one.len() / 4).then(|| one.to_owned())
+}
+
+/// One word of a line.
+#[derive(Clone, Copy)]
+struct Word<'a> {
+    text: &'a str,
+    /// Bytes before it.
+    at: usize,
+}
+
+struct LineParser<'a> {
+    source_name: &'a str,
+    line: usize,
+}
+
+impl LineParser<'_> {
+    fn error(&self, at: usize, message: impl Into<String>, nearest: Option<String>) -> RuleError {
+        RuleError {
+            source_name: self.source_name.to_owned(),
+            line: self.line,
+            column: at + 1,
+            message: message.into(),
+            nearest,
+        }
+    }
+
+    fn pattern(
+        &self,
+        word: Word<'_>,
+        kinds: &BTreeMap<String, CaptureKind>,
+        around: (&str, &str),
+    ) -> Result<Pattern, RuleError> {
+        Pattern::new(word.text, kinds, around)
+            .map_err(|PatternError { at, message }| self.error(word.at + at, message, None))
+    }
+
+    fn parse(&self, line: &str) -> Result<Option<Rule>, RuleError> {
+        let code = line.split_once('#').map_or(line, |(code, _)| code);
+        let words: Vec<Word<'_>> = code
+            .split_ascii_whitespace()
+            .map(|text| Word {
+                text,
+                at: text.as_ptr() as usize - line.as_ptr() as usize,
+            })
+            .collect();
+        let Some((name, rest)) = words.split_first() else {
+            return Ok(None);
+        };
+        let end = code.trim_end().len();
+        let is_name = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+        if !name.text.chars().all(is_name) {
+            return Err(self.error(
+                name.at,
+                "expected a name of letters, digits, `-` and `_`",
+                None,
+            ));
+        }
+        let Some((scope, rest)) = rest.split_first() else {
+            return Err(self.error(end, "expected a scope, as `checkpoint-*/` or `*.pt`", None));
+        };
+        let Some((event, rest)) = rest.split_first() else {
+            return Err(self.error(end, format!("expected {EVENTS} after the scope"), None));
+        };
+        let kinds = self.capture_kinds(*scope, rest)?;
+        let is_dir = self.is_dir_scope(*scope)?;
+        let begins = rest.iter().find_map(|word| {
+            let text = word.text.strip_prefix("begins=")?;
+            Some(Word {
+                text,
+                at: word.at + "begins=".len(),
+            })
+        });
+        if let Some(word) = begins.filter(|_| !is_dir) {
+            return Err(self.error(
+                word.at,
+                "expected `begins=` only where the scope is a directory",
+                None,
+            ));
+        }
+        // At any depth, where the pattern does not begin with a slash.
+        let (scope_text, prefix) = match scope.text.strip_prefix('/') {
+            Some(text) => (text, ""),
+            None => (scope.text, "(?:.*/)?"),
+        };
+        let at = scope.at + scope.text.len() - scope_text.len();
+        let scope_word = Word {
+            text: scope_text,
+            at,
+        };
+        let names = capture_names(scope_text);
+        let scope_pattern = ScopePattern {
+            is_dir,
+            tops: self.pattern(scope_word, &kinds, (prefix, ""))?,
+            has_captures: !names.is_empty(),
+            begins: begins
+                .map(|word| self.pattern(word, &kinds, ("", "")))
+                .transpose()?,
+        };
+        let event = self.event(*event, is_dir, &names, &kinds)?;
+        let mut rule = Rule {
+            name: name.text.to_owned(),
+            text: code.trim().to_owned(),
+            scope: scope_pattern,
+            event,
+            needs: Vec::new(),
+        };
+        for word in rest {
+            self.word(*word, &names, &mut rule)?;
+        }
+        Ok(Some(rule))
+    }
+
+    fn is_dir_scope(&self, scope: Word<'_>) -> Result<bool, RuleError> {
+        let first = scope.text.split('|').next().unwrap_or_default();
+        let is_dir = first.ends_with('/');
+        let mut at = scope.at;
+        for one in scope.text.split('|') {
+            if one.ends_with('/') != is_dir {
+                let message = "expected only directories (`name/`) or only files in one scope";
+                return Err(self.error(at, message, None));
+            }
+            at += one.len() + 1;
+        }
+        Ok(is_dir)
+    }
+
+    /// `T=number` says what the capture `{T}` of the scope may be.
+    fn capture_kinds(
+        &self,
+        scope: Word<'_>,
+        rest: &[Word<'_>],
+    ) -> Result<BTreeMap<String, CaptureKind>, RuleError> {
+        let mut kinds = BTreeMap::new();
+        for name in capture_names(scope.text) {
+            let found = rest.iter().find_map(|word| {
+                let value = word.text.strip_prefix(&name)?.strip_prefix('=')?;
+                Some((*word, value))
+            });
+            let kind = match found {
+                None | Some((_, "text")) => CaptureKind::Text,
+                Some((_, "number")) => CaptureKind::Number,
+                Some((_, "integer")) => CaptureKind::Integer,
+                Some((word, value)) => {
+                    let at = word.at + name.len() + 1;
+                    let message =
+                        format!("expected `integer`, `number` or `text`, found `{value}`");
+                    let known = ["integer", "number", "text"];
+                    return Err(self.error(at, message, nearest(value, known)));
+                }
+            };
+            kinds.insert(name, kind);
+        }
+        Ok(kinds)
+    }
+
+    fn event(
+        &self,
+        word: Word<'_>,
+        is_dir: bool,
+        names: &[String],
+        kinds: &BTreeMap<String, CaptureKind>,
+    ) -> Result<Event, RuleError> {
+        let Some((kind, target)) = word.text.split_once(':') else {
+            return match word.text {
+                "next" => Ok(Event::Next),
+                "idle" => Ok(Event::Idle),
+                other => {
+                    let known = ["next", "idle", "close", "rename", "unlink"];
+                    let message = format!("expected {EVENTS}, found `{other}`");
+                    Err(self.error(word.at, message, nearest(other, known)))
+                }
+            };
+        };
+        let at = word.at + kind.len() + 1;
+        let make = match kind {
+            "close" => Event::Close,
+            "rename" => Event::Rename,
+            "unlink" => Event::Unlink,
+            other => {
+                let message = format!("expected `close`, `rename` or `unlink`, found `{other}`");
+                let nearest = nearest(other, ["close", "rename", "unlink"]);
+                return Err(self.error(word.at, message, nearest));
+            }
+        };
+        for name in capture_names(target) {
+            if !names.contains(&name) {
+                let message = format!("expected a capture of the scope, found `{{{name}}}`");
+                let nearest = nearest(&name, names.iter().map(String::as_str));
+                return Err(self.error(at, message, nearest));
+            }
+        }
+        if target == "." {
+            return Ok(make(Target::Itself));
+        }
+        let beside = target.strip_prefix("../");
+        let text = beside.unwrap_or(target);
+        let at = at + target.len() - text.len();
+        if text
+            .split('|')
+            .any(|one| one.split('/').any(|name| name == ".."))
+        {
+            let message = "expected a path in the scope, or `../NAME` beside it";
+            return Err(self.error(at, message, None));
+        }
+        // The files of a scope that is no directory are beside each other.
+        let is_beside = beside.is_some() || !is_dir;
+        if beside.is_some() && !is_dir {
+            let message =
+                "expected a name without `..`: it is in the directory of the scope's files";
+            return Err(self.error(at, message, None));
+        }
+        if let Some(slash) = text.find('/').filter(|_| is_beside) {
+            let message = "expected a name beside the scope, without a directory";
+            return Err(self.error(at + slash, message, None));
+        }
+        let pattern = self.pattern(Word { text, at }, kinds, ("", ""))?;
+        Ok(make(if is_beside {
+            Target::Beside(pattern)
+        } else {
+            Target::Inside(pattern)
+        }))
+    }
+
+    fn word(&self, word: Word<'_>, names: &[String], rule: &mut Rule) -> Result<(), RuleError> {
+        const KNOWN: &str =
+            "`FILES=writers`, `FILES=same`, `FILES=N`, `begins=FILES` or `CAPTURE=number`";
+        let Some((what, value)) = word.text.rsplit_once('=') else {
+            let message = format!("expected {KNOWN}, found `{}`", word.text);
+            return Err(self.error(
+                word.at,
+                message,
+                nearest(word.text, ["begins=", "writers", "same"]),
+            ));
+        };
+        let at = word.at + what.len() + 1;
+        if what == "begins" || names.iter().any(|name| name == what) {
+            return Ok(());
+        }
+        let number = value.parse::<usize>().ok().filter(|number| *number > 0);
+        let count = match (value, number) {
+            ("writers", _) => Count::Writers,
+            ("same", _) => Count::Same,
+            (_, Some(number)) => Count::Number(number),
+            (other, None) => {
+                let message = format!("expected `writers`, `same` or a number, found `{other}`");
+                return Err(self.error(at, message, nearest(other, ["writers", "same", "number"])));
+            }
+        };
+        let files = Word {
+            text: what,
+            at: word.at,
+        };
+        let files = self.pattern(files, &BTreeMap::new(), ("", ""))?;
+        rule.needs.push(Need {
+            text: word.text.to_owned(),
+            files,
+            count,
+        });
+        Ok(())
+    }
+}
+
+const EVENTS: &str = "`close:FILE`, `rename:FILE`, `unlink:FILE`, `next` or `idle`";
+
+/// Bytes of a file of rules at most.
+pub const RULES_BYTES_MAX: usize = 64 << 10;
+/// Rules of one mount at most.
+pub const RULES_MAX: usize = 256;
+
+/// The rules in a text, each of which has its own name. `source_name` is shown with a mistake.
+pub fn parse_rules(text: &str, source_name: &str) -> Result<Vec<Rule>, RuleError> {
+    let mut rules: Vec<Rule> = Vec::new();
+    for (index, line) in text.lines().enumerate() {
+        let parser = LineParser {
+            source_name,
+            line: index + 1,
+        };
+        let Some(rule) = parser.parse(line)? else {
+            continue;
+        };
+        if rules.iter().any(|known| known.name == rule.name) {
+            let message = format!(
+                "expected another name: there is a rule `{}` above",
+                rule.name
+            );
+            return Err(parser.error(0, message, None));
+        }
+        if rules.len() == RULES_MAX {
+            return Err(parser.error(0, format!("expected at most {RULES_MAX} rules"), None));
+        }
+        rules.push(rule);
+    }
+    Ok(rules)
+}

@@ -1,0 +1,984 @@
+//! The machine of commit rules: operations of programs in, begins, commits and aborts of scopes out. It does no I/O.
+//!
+//! ```text
+//!                first change                     event, needs hold
+//!    (nothing) ───────────────► open ──────────────────────────────► committed
+//!                                │  all writers gone, no event
+//!                                └──────────────────────────────────► aborted
+//!
+//!                a name of a committed scope is removed first
+//!    committed ───────────────► removal ── a newer one is committed, and the removal is over ──► removed
+//!                                   └───── the remover was killed, or firnd ends ──────────────► as before
+//! ```
+//!
+//! The caller asks [`Machine::before`] before an operation and does what comes back, makes the operation, and tells
+//! [`Machine::after`]. What a scope has until its commit, nobody else sees.
+//!
+//! Invariants
+//! * A top is in one scope that is not over.
+//! * A scope commits once, and only where no descriptor for writing is open in it.
+//! * The scope that was committed last is never removed before the next one is committed.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use crate::language::{Count, Event, Found, Identity, Need, Rule, Target, parent_of, relative};
+use crate::pattern::Captures;
+
+/// Number of a scope; none is given twice.
+pub type ScopeNumber = u64;
+
+/// How a process ended, or closed a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ending {
+    /// By close(2), or by an exit with success.
+    Success,
+    /// A file was closed by the end of its process: how that ends, its exit tells.
+    Exit,
+    /// By a signal, by an exit with an error, or nobody knows how.
+    Failure,
+}
+
+/// What a program does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation<'a> {
+    /// Opens a file for writing, or makes one; `handle` is the caller's number of the open file.
+    Open { path: &'a [u8], handle: u64 },
+    /// Closes it, or is ended with it open.
+    Close { handle: u64, ending: Ending },
+    /// Makes a directory or link, or changes attributes or the length.
+    Change { path: &'a [u8] },
+    /// Gives a name to something, also in place of something else.
+    Rename { from: &'a [u8], to: &'a [u8] },
+    /// Removes a name.
+    Remove { path: &'a [u8] },
+}
+
+/// What the caller has to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// From here on the names `tops` in directory `dir` belong to a transaction.
+    Begin {
+        scope: ScopeNumber,
+        rule: String,
+        dir: Vec<u8>,
+        tops: Vec<Vec<u8>>,
+    },
+    /// These names belong to it, too.
+    Join {
+        scope: ScopeNumber,
+        tops: Vec<Vec<u8>>,
+    },
+    /// It is committed, in this order with the others.
+    Commit { scope: ScopeNumber },
+    /// It never was.
+    Abort { scope: ScopeNumber, reason: String },
+}
+
+/// What has to be done before an operation, and the scope that it is made in.
+#[derive(Debug, Default)]
+pub struct Entered {
+    /// In this order.
+    pub actions: Vec<Action>,
+    /// To be given to [`Machine::after`].
+    pub scope: Option<ScopeNumber>,
+}
+
+/// An operation that cannot be.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// Its names are in two scopes.
+    #[error(
+        "it would move a file from one checkpoint that is not complete into another (rule `{rule}`): wait until one of them is complete"
+    )]
+    TwoScopes {
+        /// The rule of the first one.
+        rule: String,
+    },
+    /// A writer of the scope has failed, so what another process adds would be dropped with it.
+    #[error(
+        "a writer of this checkpoint has failed, and others still run (rule `{rule}`): it is dropped when they have ended; start again then"
+    )]
+    Failed {
+        /// The rule.
+        rule: String,
+    },
+}
+
+impl Refusal {
+    /// The name of the rule.
+    pub fn rule(&self) -> &str {
+        match self {
+            Self::TwoScopes { rule } | Self::Failed { rule } => rule,
+        }
+    }
+}
+
+/// What tells scopes apart.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Key {
+    rule: usize,
+    dir: Vec<u8>,
+    identity: Identity,
+}
+
+/// Why a scope is open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Purpose {
+    Write,
+    /// Nothing but removals yet.
+    Removal,
+    /// Removals of a part, by programs that have ended well: what is left is complete.
+    Thinning,
+}
+
+/// A scope that is not over.
+#[derive(Debug)]
+struct Scope {
+    key: Key,
+    purpose: Purpose,
+    tops: BTreeSet<Vec<u8>>,
+    /// Tops that have no name any more.
+    removed_tops: BTreeSet<Vec<u8>>,
+    /// Files that are there, as far as they were seen.
+    files: BTreeSet<Vec<u8>>,
+    /// Processes that changed something and live.
+    living: BTreeSet<u32>,
+    /// All that did.
+    writers: BTreeSet<u32>,
+    /// There was a checkpoint of this name before.
+    was_there: bool,
+    /// One of them ended badly.
+    has_failed: bool,
+    /// Files that are open for writing.
+    open: BTreeMap<u64, Vec<u8>>,
+    event_seen: bool,
+    /// Files that the end of a process closed, by the process.
+    closed_by_exit: BTreeMap<u32, Vec<Vec<u8>>>,
+    /// Operations that were let in and are not made yet.
+    under_way: usize,
+    /// The caller has not begun it yet, or not added a name.
+    is_beginning: bool,
+    /// It was given to the caller to be committed or aborted.
+    is_over: bool,
+}
+
+/// A scope that was committed.
+#[derive(Clone, Debug)]
+struct Committed {
+    key: Key,
+    tops: BTreeSet<Vec<u8>>,
+    files: BTreeSet<Vec<u8>>,
+    writers: usize,
+}
+
+/// A scope for people and status.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct ScopeState {
+    /// Its number.
+    pub scope: ScopeNumber,
+    /// The name of its rule.
+    pub rule: String,
+    /// What it is called by: its first top.
+    pub path: String,
+    /// Open descriptors for writing.
+    pub open: usize,
+    /// What the commit waits for.
+    pub waits_for: String,
+}
+
+/// Watches the operations of one mount.
+#[derive(Debug)]
+pub struct Machine {
+    rules: Arc<Vec<Rule>>,
+    last_number: ScopeNumber,
+    scopes: BTreeMap<ScopeNumber, Scope>,
+    /// The newest last.
+    committed: Vec<Committed>,
+}
+
+/// Commits of one rule in one directory that are remembered at most.
+const REMEMBERED_MAX: usize = 64;
+
+impl Scope {
+    fn has(&self, path: &[u8]) -> bool {
+        let is_at =
+            |top: &Vec<u8>| path == top || relative(path, top).is_some_and(|_| !top.is_empty());
+        self.tops.iter().any(is_at)
+    }
+
+    /// A path relative to its top, or to the directory of the tops where the scope has files.
+    fn inside<'a>(&self, path: &'a [u8], is_dir: bool) -> Option<&'a [u8]> {
+        if !is_dir {
+            return relative(path, &self.key.dir);
+        }
+        self.tops.iter().find_map(|top| relative(path, top))
+    }
+
+    fn count(&self, need: &Need, is_dir: bool) -> usize {
+        count_files(&self.files, &self.tops, need, (is_dir, &self.key.dir))
+    }
+
+    fn note_process(&mut self, process: u32) {
+        self.living.insert(process);
+        self.writers.insert(process);
+    }
+}
+
+fn count_files(
+    files: &BTreeSet<Vec<u8>>,
+    tops: &BTreeSet<Vec<u8>>,
+    need: &Need,
+    (is_dir, dir): (bool, &[u8]),
+) -> usize {
+    let is_needed = |path: &&Vec<u8>| {
+        let inside = if is_dir {
+            tops.iter().find_map(|top| relative(path, top))
+        } else {
+            relative(path, dir)
+        };
+        inside.is_some_and(|path| need.files.matches(path))
+    };
+    files.iter().filter(is_needed).count()
+}
+
+/// Whether all values of `some` are those of `all`.
+fn agrees(some: &Captures, identity: &Identity) -> bool {
+    match identity {
+        Identity::Captures(all) => some
+            .iter()
+            .all(|(name, value)| all.get(name) == Some(value)),
+        Identity::Path(_) => true,
+    }
+}
+
+impl Machine {
+    /// A machine that has seen nothing.
+    pub fn new(rules: Arc<Vec<Rule>>) -> Self {
+        Self {
+            rules,
+            last_number: 0,
+            scopes: BTreeMap::new(),
+            committed: Vec::new(),
+        }
+    }
+
+    /// The rules.
+    pub fn rules(&self) -> &Arc<Vec<Rule>> {
+        &self.rules
+    }
+
+    /// The scope that a change of `path` would be in: its rule, and the top that the path belongs to.
+    pub fn explain(&self, path: &[u8]) -> Option<(&Rule, Vec<u8>)> {
+        let (key, top) = self.key_of(path)?;
+        Some((&self.rules[key.rule], top))
+    }
+
+    /// Whether a change of this path is in a scope, or begins one.
+    pub fn concerns(&self, path: &[u8]) -> bool {
+        self.open_scope_of(path).is_some() || self.key_of(path).is_some()
+    }
+
+    /// Whether a process has changed something in a scope that is not over.
+    pub fn is_writer(&self, process: u32) -> bool {
+        self.scopes
+            .values()
+            .any(|scope| scope.living.contains(&process))
+    }
+
+    fn open_scope_of(&self, path: &[u8]) -> Option<ScopeNumber> {
+        let mut open = self.scopes.iter().filter(|(_, scope)| !scope.is_over);
+        open.find(|(_, scope)| scope.has(path))
+            .map(|(number, _)| *number)
+    }
+
+    fn open_scope_with(&self, key: &Key) -> Option<ScopeNumber> {
+        let mut open = self.scopes.iter().filter(|(_, scope)| !scope.is_over);
+        open.find(|(_, scope)| scope.key == *key)
+            .map(|(number, _)| *number)
+    }
+
+    /// The scope that a rule gives a path, and its top.
+    fn key_of(&self, path: &[u8]) -> Option<(Key, Vec<u8>)> {
+        let found = self.rules.iter().enumerate().filter_map(|(index, rule)| {
+            let found = rule.scope.find(path).or_else(|| self.marker(index, path))?;
+            Some((index, found))
+        });
+        // A file in a directory that is a scope belongs to that one, whatever its own name says.
+        let found = found.min_by_key(|(_, found)| found.top.len());
+        let (rule, Found { dir, top, identity }) = found?;
+        Some((
+            Key {
+                rule,
+                dir,
+                identity,
+            },
+            top,
+        ))
+    }
+
+    /// A name beside a scope that its event is about: it belongs to the scope with the same captures, or to the newest one
+    /// that is open.
+    fn marker(&self, index: usize, path: &[u8]) -> Option<Found> {
+        let rule = &self.rules[index];
+        let (Event::Close(target) | Event::Rename(target) | Event::Unlink(target)) = &rule.event
+        else {
+            return None;
+        };
+        let Target::Beside(pattern) = target else {
+            return None;
+        };
+        let dir = parent_of(path);
+        let captures = pattern.captures(relative(path, dir)?)?;
+        let mut open = self.scopes.values().rev();
+        let open = open.find(|scope| {
+            let is_of_rule = scope.key.rule == index && scope.key.dir == dir && !scope.is_over;
+            is_of_rule && scope.purpose == Purpose::Write && agrees(&captures, &scope.key.identity)
+        });
+        let identity = match open {
+            Some(scope) => scope.key.identity.clone(),
+            None if captures.is_empty() => return None,
+            None => Identity::Captures(captures),
+        };
+        Some(Found {
+            dir: dir.to_vec(),
+            top: path.to_vec(),
+            identity,
+        })
+    }
+
+    fn must_not_have_failed(&self, process: u32, operation: &Operation<'_>) -> Result<(), Refusal> {
+        let path = match *operation {
+            Operation::Close { .. } => return Ok(()),
+            Operation::Open { path, .. }
+            | Operation::Change { path }
+            | Operation::Remove { path }
+            | Operation::Rename { from: path, .. } => path,
+        };
+        let number = self.open_scope_of(path).or_else(|| {
+            let (key, _) = self.key_of(path)?;
+            self.open_scope_with(&key)
+        });
+        match number.map(|number| &self.scopes[&number]) {
+            Some(scope) if scope.has_failed && !scope.writers.contains(&process) => {
+                Err(Refusal::Failed {
+                    rule: self.rules[scope.key.rule].name.clone(),
+                })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether an operation has to wait: a scope that it is in begins or ends.
+    pub fn is_busy(&self, operation: &Operation<'_>) -> bool {
+        let paths: [Option<&[u8]>; 2] = match *operation {
+            Operation::Close { .. } => return false,
+            Operation::Open { path, .. }
+            | Operation::Change { path }
+            | Operation::Remove { path } => [Some(path), None],
+            Operation::Rename { from, to } => [Some(from), Some(to)],
+        };
+        let mut busy = self.scopes.values();
+        busy.any(|scope| {
+            let is_in = |path: &&[u8]| {
+                scope.has(path) || self.key_of(path).is_some_and(|(key, _)| key == scope.key)
+            };
+            (scope.is_over || scope.is_beginning) && paths.iter().flatten().any(is_in)
+        })
+    }
+
+    /// What must be done before an operation, which is not busy. The caller says with [`Machine::begun`] that a scope has begun
+    /// and has its names, and tells [`Machine::after`] of the operation also where it was not made.
+    pub fn before(&mut self, process: u32, operation: &Operation<'_>) -> Result<Entered, Refusal> {
+        let mut actions = Vec::new();
+        let scope = self.enter_operation(process, operation, &mut actions)?;
+        if let Some(scope) = scope.and_then(|number| self.scopes.get_mut(&number)) {
+            scope.under_way += 1;
+        }
+        Ok(Entered { actions, scope })
+    }
+
+    fn enter_operation(
+        &mut self,
+        process: u32,
+        operation: &Operation<'_>,
+        actions: &mut Vec<Action>,
+    ) -> Result<Option<ScopeNumber>, Refusal> {
+        self.must_not_have_failed(process, operation)?;
+        let entered = match *operation {
+            Operation::Close { .. } => None,
+            Operation::Open { path, .. } | Operation::Change { path } => {
+                self.enter(process, path, Purpose::Write, actions)
+            }
+            Operation::Remove { path } => self.enter(process, path, Purpose::Removal, actions),
+            Operation::Rename { from, to } => {
+                let scopes = [self.open_scope_of(from), self.open_scope_of(to)];
+                if let [Some(one), Some(other)] = scopes
+                    && one != other
+                {
+                    let rule = self.scopes[&one].key.rule;
+                    return Err(Refusal::TwoScopes {
+                        rule: self.rules[rule].name.clone(),
+                    });
+                }
+                let joined = match scopes {
+                    [Some(number), _] | [_, Some(number)] => Some(number),
+                    _ => self
+                        .enter(process, from, Purpose::Write, actions)
+                        .or_else(|| self.enter(process, to, Purpose::Write, actions)),
+                };
+                if let Some(number) = joined {
+                    self.change_purpose(number, process);
+                    self.join(number, &[from, to], actions);
+                }
+                joined
+            }
+        };
+        Ok(entered)
+    }
+
+    /// The caller has begun a scope, or added names to it. `was_there`: a name of it led to something before.
+    pub fn begun(&mut self, number: ScopeNumber, was_there: bool) {
+        if let Some(scope) = self.scopes.get_mut(&number) {
+            scope.is_beginning = false;
+            scope.was_there |= was_there;
+        }
+    }
+
+    /// What the open scope of a path waits for.
+    pub fn waits_of(&self, path: &[u8]) -> Option<String> {
+        Some(self.waits_for(self.open_scope_of(path)?))
+    }
+
+    /// All scopes that are open are to be aborted.
+    pub fn abort_all(&mut self, reason: &str) -> Vec<Action> {
+        let mut actions = Vec::new();
+        for number in self.open_scopes() {
+            if !self.scopes[&number].is_over {
+                self.abort(number, reason, &mut actions);
+            }
+        }
+        actions
+    }
+
+    /// The scope of a path; it begins where there is none.
+    fn enter(
+        &mut self,
+        process: u32,
+        path: &[u8],
+        purpose: Purpose,
+        actions: &mut Vec<Action>,
+    ) -> Option<ScopeNumber> {
+        if let Some(number) = self.open_scope_of(path) {
+            if purpose == Purpose::Write {
+                self.change_purpose(number, process);
+            }
+            self.scopes.get_mut(&number)?.note_process(process);
+            return Some(number);
+        }
+        let (key, top) = self.key_of(path)?;
+        if let Some(number) = self.open_scope_with(&key) {
+            if purpose == Purpose::Write {
+                self.change_purpose(number, process);
+            }
+            self.scopes.get_mut(&number)?.note_process(process);
+            self.join(number, &[&top], actions);
+            return Some(number);
+        }
+        self.end_previous(&key, actions);
+        self.last_number += 1;
+        let number = self.last_number;
+        let before = self.committed.iter().rev().find(|one| one.key == key);
+        let files = before.map(|one| one.files.clone()).unwrap_or_default();
+        let scope = Scope {
+            purpose,
+            tops: BTreeSet::from([top.clone()]),
+            removed_tops: BTreeSet::new(),
+            files,
+            living: BTreeSet::from([process]),
+            writers: BTreeSet::from([process]),
+            was_there: before.is_some(),
+            has_failed: false,
+            open: BTreeMap::new(),
+            event_seen: false,
+            closed_by_exit: BTreeMap::new(),
+            under_way: 0,
+            is_beginning: true,
+            is_over: false,
+            key: key.clone(),
+        };
+        self.scopes.insert(number, scope);
+        actions.push(Action::Begin {
+            scope: number,
+            rule: self.rules[key.rule].name.clone(),
+            dir: key.dir,
+            tops: vec![top],
+        });
+        Some(number)
+    }
+
+    /// A removal becomes the beginning of something new.
+    fn change_purpose(&mut self, number: ScopeNumber, process: u32) {
+        if let Some(scope) = self.scopes.get_mut(&number) {
+            scope.purpose = Purpose::Write;
+            scope.note_process(process);
+        }
+    }
+
+    /// Names in the directory of a scope belong to it from here on, if they do not lie in it anyway.
+    fn join(&mut self, number: ScopeNumber, paths: &[&[u8]], actions: &mut Vec<Action>) {
+        let Some(scope) = self.scopes.get_mut(&number) else {
+            return;
+        };
+        let mut tops = Vec::new();
+        for path in paths {
+            if !scope.has(path) && parent_of(path) == scope.key.dir {
+                scope.tops.insert(path.to_vec());
+                tops.push(path.to_vec());
+            }
+        }
+        if !tops.is_empty() {
+            scope.is_beginning = true;
+            actions.push(Action::Join {
+                scope: number,
+                tops,
+            });
+        }
+    }
+
+    /// With `next`, the first change in a scope is the event of those before.
+    fn end_previous(&mut self, key: &Key, actions: &mut Vec<Action>) {
+        if !self.ends_with_next(key.rule) {
+            return;
+        }
+        let numbers: Vec<ScopeNumber> = self.scopes.keys().copied().collect();
+        for number in numbers {
+            let scope = self.scopes.get_mut(&number).expect("listed above");
+            if scope.key.rule == key.rule && scope.key.dir == key.dir && !scope.is_over {
+                scope.event_seen |= scope.purpose == Purpose::Write;
+                self.try_commit(number, actions);
+            }
+        }
+    }
+
+    /// Whether the rule's scopes are complete when the next one begins: also idle ones of several files that name no needs.
+    fn ends_with_next(&self, rule: usize) -> bool {
+        let rule = &self.rules[rule];
+        match rule.event {
+            Event::Next => true,
+            Event::Idle => !rule.is_idle_enough(),
+            _ => false,
+        }
+    }
+
+    /// What follows from an operation that was made in the scope that [`Machine::before`] gave, or failed.
+    pub fn after(
+        &mut self,
+        process: u32,
+        operation: &Operation<'_>,
+        entered: Option<ScopeNumber>,
+        is_made: bool,
+    ) -> Vec<Action> {
+        let mut actions = Vec::new();
+        if let Some(scope) = entered.and_then(|number| self.scopes.get_mut(&number)) {
+            scope.under_way -= 1;
+        }
+        if is_made {
+            self.note_made(process, operation, &mut actions);
+        }
+        // It may have waited for this one.
+        if let Some(number) = entered {
+            self.try_commit(number, &mut actions);
+        }
+        actions
+    }
+
+    fn note_made(&mut self, process: u32, operation: &Operation<'_>, actions: &mut Vec<Action>) {
+        match *operation {
+            Operation::Open { path, handle } => {
+                if let Some(number) = self.open_scope_of(path) {
+                    let scope = self.scopes.get_mut(&number).expect("found above");
+                    scope.files.insert(path.to_vec());
+                    scope.removed_tops.remove(path);
+                    scope.open.insert(handle, path.to_vec());
+                    // Idle is how a scope is, and not what has happened to it.
+                    let is_idle = matches!(self.rules[scope.key.rule].event, Event::Idle);
+                    scope.event_seen &= !is_idle;
+                    scope.note_process(process);
+                }
+            }
+            Operation::Close { handle, ending } => self.close(process, handle, ending, actions),
+            Operation::Change { path } => {
+                if let Some(number) = self.open_scope_of(path) {
+                    let scope = self.scopes.get_mut(&number).expect("found above");
+                    scope.removed_tops.remove(path);
+                    self.try_commit(number, actions);
+                }
+            }
+            Operation::Remove { path } => self.removed(path, actions),
+            Operation::Rename { from, to } => self.renamed(from, to, actions),
+        }
+    }
+
+    fn close(&mut self, process: u32, handle: u64, ending: Ending, actions: &mut Vec<Action>) {
+        let numbers = self.scopes.iter();
+        let with_handle = numbers.filter(|(_, scope)| scope.open.contains_key(&handle));
+        let numbers: Vec<ScopeNumber> = with_handle.map(|(number, _)| *number).collect();
+        for number in numbers {
+            let scope = self.scopes.get_mut(&number).expect("found above");
+            let Some(path) = scope.open.remove(&handle) else {
+                continue;
+            };
+            if scope.is_over {
+                continue;
+            }
+            match ending {
+                Ending::Success => self.closed(number, &path, actions),
+                Ending::Exit => scope.closed_by_exit.entry(process).or_default().push(path),
+                Ending::Failure => scope.has_failed = true,
+            }
+        }
+    }
+
+    fn closed(&mut self, number: ScopeNumber, path: &[u8], actions: &mut Vec<Action>) {
+        let Some(scope) = self.scopes.get_mut(&number) else {
+            return;
+        };
+        let is_last = !scope.open.values().any(|open| open == path);
+        let rule = &self.rules[scope.key.rule];
+        let is_event = match &rule.event {
+            Event::Close(target) => is_last && is_target(scope, target, path, rule.scope.is_dir),
+            Event::Idle => rule.is_idle_enough() && scope.open.is_empty(),
+            _ => false,
+        };
+        scope.event_seen |= is_event && scope.purpose == Purpose::Write;
+        self.try_commit(number, actions);
+    }
+
+    fn removed(&mut self, path: &[u8], actions: &mut Vec<Action>) {
+        let Some(number) = self.open_scope_of(path) else {
+            return;
+        };
+        let scope = self.scopes.get_mut(&number).expect("found above");
+        scope.files.remove(path);
+        if scope.tops.contains(path) {
+            scope.removed_tops.insert(path.to_vec());
+        }
+        let rule = &self.rules[scope.key.rule];
+        if let Event::Unlink(target) = &rule.event
+            && is_target(scope, target, path, rule.scope.is_dir)
+        {
+            scope.event_seen |= scope.purpose == Purpose::Write || scope.tops.len() > 1;
+        }
+        self.try_commit(number, actions);
+    }
+
+    fn renamed(&mut self, from: &[u8], to: &[u8], actions: &mut Vec<Action>) {
+        let number = self.open_scope_of(to).or_else(|| self.open_scope_of(from));
+        let Some(number) = number else {
+            return;
+        };
+        let scope = self.scopes.get_mut(&number).expect("found above");
+        let moved: Vec<Vec<u8>> = scope
+            .files
+            .iter()
+            .filter(|file| *file == from || relative(file, from).is_some())
+            .cloned()
+            .collect();
+        let new_name = |old: &[u8]| [to, &old[from.len()..]].concat();
+        for old in &moved {
+            scope.files.remove(old);
+            scope.files.insert(new_name(old));
+        }
+        for path in scope.open.values_mut() {
+            if path == from || relative(path, from).is_some() {
+                *path = new_name(path);
+            }
+        }
+        if moved.is_empty() {
+            // What was there before the scope began.
+            scope.files.insert(to.to_vec());
+        }
+        if scope.tops.contains(from) {
+            scope.removed_tops.insert(from.to_vec());
+        }
+        scope.removed_tops.remove(to);
+        let rule = &self.rules[scope.key.rule];
+        if let Event::Rename(target) = &rule.event {
+            let is_event = match target {
+                Target::Itself => scope.tops.contains(from) && is_scope_name(scope, from),
+                _ => is_target(scope, target, to, rule.scope.is_dir),
+            };
+            scope.event_seen |= is_event;
+        }
+        self.try_commit(number, actions);
+    }
+
+    /// A process is gone.
+    pub fn exited(&mut self, process: u32, ending: Ending) -> Vec<Action> {
+        let mut actions = Vec::new();
+        let numbers: Vec<ScopeNumber> = self.scopes.keys().copied().collect();
+        for number in numbers {
+            let scope = self.scopes.get_mut(&number).expect("listed above");
+            if !scope.living.remove(&process) || scope.is_over {
+                continue;
+            }
+            scope.has_failed |= ending != Ending::Success;
+            let closed = scope.closed_by_exit.remove(&process).unwrap_or_default();
+            if ending == Ending::Success {
+                for path in closed {
+                    self.closed(number, &path, &mut actions);
+                }
+            }
+            let scope = self.scopes.get_mut(&number).expect("listed above");
+            if scope.is_over {
+                continue;
+            }
+            if !scope.living.is_empty() {
+                continue;
+            }
+            let (has_failed, rule) = (scope.has_failed, scope.key.rule);
+            let ends_with_next = self.ends_with_next(rule);
+            let scope = self.scopes.get_mut(&number).expect("listed above");
+            match scope.purpose {
+                Purpose::Removal if has_failed => {
+                    self.abort(number, "its removal was cut off", &mut actions);
+                }
+                // It removed a part, which is all that it meant to remove: what is left is complete.
+                Purpose::Removal => {
+                    if scope.removed_tops != scope.tops {
+                        scope.purpose = Purpose::Thinning;
+                    }
+                    self.try_commit(number, &mut actions);
+                }
+                Purpose::Thinning => self.try_commit(number, &mut actions),
+                Purpose::Write => {
+                    // A program that changes what is complete, and ends well, leaves it complete.
+                    scope.event_seen |= (ends_with_next || scope.was_there) && !has_failed;
+                    if scope.event_seen {
+                        self.try_commit(number, &mut actions);
+                    }
+                    if !self.scopes.get(&number).is_none_or(|scope| scope.is_over) {
+                        let reason = self.reason_of_abort(number);
+                        self.abort(number, &reason, &mut actions);
+                    }
+                }
+            }
+        }
+        actions
+    }
+
+    fn reason_of_abort(&self, number: ScopeNumber) -> String {
+        format!(
+            "all its writers are gone, and it waits for {}",
+            self.waits_for(number)
+        )
+    }
+
+    fn abort(&mut self, number: ScopeNumber, reason: &str, actions: &mut Vec<Action>) {
+        if let Some(scope) = self.scopes.get_mut(&number) {
+            scope.is_over = true;
+            actions.push(Action::Abort {
+                scope: number,
+                reason: reason.to_owned(),
+            });
+        }
+    }
+
+    fn newest(&self, rule: usize, dir: &[u8]) -> Option<&Committed> {
+        let mut committed = self.committed.iter().rev();
+        committed.find(|one| one.key.rule == rule && one.key.dir == dir)
+    }
+
+    /// Why a scope is not committed now; none: it can be.
+    fn obstacle(&self, number: ScopeNumber) -> Option<String> {
+        let scope = &self.scopes[&number];
+        let rule = &self.rules[scope.key.rule];
+        let newest = self.newest(scope.key.rule, &scope.key.dir);
+        if scope.under_way > 0 {
+            return Some("changes that are under way".to_owned());
+        }
+        if scope.purpose == Purpose::Thinning {
+            return None;
+        }
+        if scope.purpose == Purpose::Removal {
+            if scope.removed_tops != scope.tops {
+                return Some("the end of its removal".to_owned());
+            }
+            let is_newest = newest.is_none_or(|newest| newest.key == scope.key);
+            return is_newest.then(|| "a newer checkpoint: it is the last complete one".to_owned());
+        }
+        if scope.has_failed {
+            return Some("the end of its other writers: one has failed".to_owned());
+        }
+        if !scope.event_seen {
+            return Some(rule.describe_event());
+        }
+        if !scope.closed_by_exit.is_empty() {
+            return Some("the end of a process that had files open".to_owned());
+        }
+        if let Some(path) = scope.open.values().next() {
+            let path = String::from_utf8_lossy(path);
+            let count = scope.open.len();
+            return Some(format!("{count} files to be closed, as {path}"));
+        }
+        let is_dir = rule.scope.is_dir;
+        for need in &rule.needs {
+            let found = scope.count(need, is_dir);
+            let wanted = match need.count {
+                Count::Number(number) => number,
+                Count::Writers => {
+                    let before = newest.map_or(0, |newest| newest.writers);
+                    scope.writers.len().max(before)
+                }
+                Count::Same => newest.map_or(0, |newest| {
+                    count_files(&newest.files, &newest.tops, need, (is_dir, &scope.key.dir))
+                }),
+            };
+            if found < wanted {
+                return Some(format!("{} files of {wanted} for `{}`", found, need.text));
+            }
+        }
+        None
+    }
+
+    fn waits_for(&self, number: ScopeNumber) -> String {
+        self.obstacle(number)
+            .unwrap_or_else(|| "its commit".to_owned())
+    }
+
+    fn try_commit(&mut self, number: ScopeNumber, actions: &mut Vec<Action>) {
+        let is_over = self.scopes.get(&number).is_none_or(|scope| scope.is_over);
+        if is_over || self.obstacle(number).is_some() {
+            return;
+        }
+        let scope = self.scopes.get_mut(&number).expect("looked at above");
+        scope.is_over = true;
+        actions.push(Action::Commit { scope: number });
+    }
+
+    /// The caller has committed a scope: others may go now.
+    pub fn committed(&mut self, number: ScopeNumber) -> Vec<Action> {
+        let mut actions = Vec::new();
+        let Some(scope) = self.scopes.remove(&number) else {
+            return actions;
+        };
+        let found = self.committed.iter().position(|one| one.key == scope.key);
+        let thinned_at = found.unwrap_or(0);
+        self.committed.retain(|one| one.key != scope.key);
+        if scope.purpose == Purpose::Removal {
+            return actions;
+        }
+        // What is thinned out does not become newer.
+        let place = match scope.purpose {
+            Purpose::Thinning => self.committed.len().min(thinned_at),
+            Purpose::Removal | Purpose::Write => self.committed.len(),
+        };
+        let (rule, dir) = (scope.key.rule, scope.key.dir.clone());
+        let there: BTreeSet<Vec<u8>> = scope
+            .tops
+            .difference(&scope.removed_tops)
+            .cloned()
+            .collect();
+        let committed = Committed {
+            writers: scope.writers.len(),
+            tops: there,
+            files: scope.files,
+            key: scope.key,
+        };
+        self.committed.insert(place, committed);
+        let numbers: Vec<ScopeNumber> = self.scopes.keys().copied().collect();
+        for other in numbers {
+            let key = &self.scopes[&other].key;
+            if key.rule == rule && key.dir == dir {
+                self.try_commit(other, &mut actions);
+            }
+        }
+        self.forget_old(rule, &dir);
+        actions
+    }
+
+    fn forget_old(&mut self, rule: usize, dir: &[u8]) {
+        let is_of = |one: &Committed| one.key.rule == rule && one.key.dir == dir;
+        let count = self.committed.iter().filter(|one| is_of(one)).count();
+        if count > REMEMBERED_MAX {
+            let first = self.committed.iter().position(is_of);
+            first.map(|index| self.committed.remove(index));
+        }
+    }
+
+    /// The caller has aborted a scope, or could not begin it.
+    pub fn aborted(&mut self, number: ScopeNumber) {
+        self.scopes.remove(&number);
+    }
+
+    /// The commit of a scope failed: it is open as before.
+    pub fn not_committed(&mut self, number: ScopeNumber) {
+        if let Some(scope) = self.scopes.get_mut(&number) {
+            scope.is_over = false;
+        }
+    }
+
+    /// The scopes that are not over, the oldest first.
+    pub fn states(&self) -> Vec<ScopeState> {
+        let state = |(number, scope): (&ScopeNumber, &Scope)| ScopeState {
+            scope: *number,
+            rule: self.rules[scope.key.rule].name.clone(),
+            path: scope
+                .tops
+                .first()
+                .map(|top| String::from_utf8_lossy(top).into_owned())
+                .unwrap_or_default(),
+            open: scope.open.len(),
+            waits_for: self.waits_for(*number),
+        };
+        self.scopes.iter().map(state).collect()
+    }
+
+    /// The numbers of scopes that are not over.
+    pub fn open_scopes(&self) -> Vec<ScopeNumber> {
+        self.scopes.keys().copied().collect()
+    }
+}
+
+/// Whether the top `path` is the one that the scope is called by.
+fn is_scope_name(scope: &Scope, path: &[u8]) -> bool {
+    match &scope.key.identity {
+        Identity::Path(name) => name == path,
+        Identity::Captures(_) => true,
+    }
+}
+
+fn is_target(scope: &Scope, target: &Target, path: &[u8], is_dir: bool) -> bool {
+    match target {
+        Target::Itself => scope.tops.contains(path) && is_scope_name(scope, path),
+        Target::Inside(pattern) => scope
+            .inside(path, is_dir)
+            .is_some_and(|inside| pattern.matches(inside)),
+        Target::Beside(pattern) => relative(path, &scope.key.dir).is_some_and(|name| {
+            let captures = pattern.captures(name);
+            captures.is_some_and(|captures| agrees(&captures, &scope.key.identity))
+        }),
+    }
+}
+
+impl Rule {
+    /// Whether closed files are enough for `idle`: a scope of one file, or one that says which files it has.
+    fn is_idle_enough(&self) -> bool {
+        let is_one_file = !self.scope.is_dir && !self.scope.has_captures();
+        is_one_file || self.needs.iter().any(|need| need.count != Count::Same)
+    }
+
+    fn describe_event(&self) -> String {
+        let words = self.text.split_ascii_whitespace();
+        let event = words.skip(2).next().unwrap_or_default();
+        match self.event {
+            Event::Next => "the first change in the next one, or the end of its writers".to_owned(),
+            Event::Idle if !self.is_idle_enough() => {
+                "the first change in the next one, or the end of its writers".to_owned()
+            }
+            Event::Idle => "its files to be closed".to_owned(),
+            _ => format!("`{event}`"),
+        }
+    }
+}

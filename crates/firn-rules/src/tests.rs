@@ -1,0 +1,267 @@
+//! The language, and what the rules make of the writers whose traces are in `traces/`.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::trace::{Player, Step, TraceLine, parse_trace};
+use crate::{BUILT_IN, Rule, load_rules, parse_rules};
+
+struct Trace {
+    name: String,
+    rules: Arc<Vec<Rule>>,
+    commits: Vec<String>,
+    lines: Vec<TraceLine>,
+}
+
+fn traces() -> Vec<Trace> {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("traces");
+    let mut traces = Vec::new();
+    for entry in std::fs::read_dir(dir).unwrap() {
+        let path = entry.unwrap().path();
+        let text = std::fs::read_to_string(&path).unwrap();
+        let header = |key: &str| {
+            let line = text.lines().find_map(|line| line.strip_prefix(key));
+            line.unwrap_or_else(|| panic!("{key} in {}", path.display()))
+                .trim()
+                .to_owned()
+        };
+        let rules = load_rules(&header("# rules:"), |_| unreachable!()).unwrap();
+        let commits = header("# commits:");
+        traces.push(Trace {
+            name: path.file_stem().unwrap().to_string_lossy().into_owned(),
+            rules: Arc::new(rules),
+            commits: commits
+                .split_ascii_whitespace()
+                .map(str::to_owned)
+                .collect(),
+            lines: parse_trace(&text, "/").unwrap(),
+        });
+    }
+    traces.sort_by(|a, b| a.name.cmp(&b.name));
+    traces
+}
+
+fn commits(player: &Player) -> Vec<String> {
+    let outcomes = player.outcomes().iter();
+    let commits = outcomes.filter(|outcome| outcome.what == "commit");
+    commits.map(|outcome| outcome.paths[0].clone()).collect()
+}
+
+#[test]
+fn each_writer_has_its_checkpoints_committed_and_nothing_is_left() {
+    let mut used = BTreeSet::new();
+    for trace in traces() {
+        let mut player = Player::new(Arc::clone(&trace.rules));
+        trace.lines.iter().for_each(|line| player.play(line));
+        let outcomes = player.outcomes();
+        assert_eq!(
+            commits(&player),
+            trace.commits,
+            "{}: {outcomes:#?}",
+            trace.name
+        );
+        assert_eq!(player.states(), [], "{}", trace.name);
+        assert!(
+            outcomes
+                .iter()
+                .all(|one| one.what != "abort" && one.what != "refuse"),
+            "{}: {outcomes:#?}",
+            trace.name
+        );
+        used.extend(trace.rules.iter().map(|rule| rule.name.clone()));
+    }
+    let all = parse_rules(BUILT_IN, "built-in").unwrap();
+    for rule in all {
+        assert!(used.contains(&rule.name), "no trace of {}", rule.name);
+    }
+}
+
+#[test]
+fn writers_that_are_killed_after_any_operation_leave_nothing_open() {
+    for trace in traces() {
+        for count in 0..=trace.lines.len() {
+            let mut player = Player::new(Arc::clone(&trace.rules));
+            trace.lines[..count]
+                .iter()
+                .for_each(|line| player.play(line));
+            let before = commits(&player);
+            let processes: BTreeSet<u32> = trace.lines[..count]
+                .iter()
+                .map(|line| line.process)
+                .collect();
+            for process in processes {
+                player.play(&TraceLine {
+                    line: count,
+                    process,
+                    step: Step::Kill,
+                });
+            }
+            assert_eq!(player.states(), [], "{} after {count}", trace.name);
+            assert_eq!(
+                commits(&player),
+                before,
+                "{} after {count}: a kill commits nothing",
+                trace.name
+            );
+        }
+    }
+}
+
+fn mistake(text: &str) -> String {
+    parse_rules(text, "site.rules").unwrap_err().to_string()
+}
+
+#[test]
+fn a_mistake_is_told_with_its_place_and_the_nearest_word() {
+    assert_eq!(
+        mistake("# mine\nhf checkpoint-*/ clsoe:x"),
+        "site.rules:2:18: expected `close`, `rename` or `unlink`, found `clsoe`; did you mean `close`?"
+    );
+    assert_eq!(
+        mistake("a *.pt idel"),
+        "site.rules:1:8: expected `close:FILE`, `rename:FILE`, `unlink:FILE`, `next` or `idle`, found `idel`; did you mean `idle`?"
+    );
+    assert_eq!(
+        mistake("a x.{T} next T=nubmer"),
+        "site.rules:1:16: expected `integer`, `number` or `text`, found `nubmer`; did you mean `number`?"
+    );
+    assert_eq!(
+        mistake("a x/|y idle"),
+        "site.rules:1:6: expected only directories (`name/`) or only files in one scope"
+    );
+    assert_eq!(
+        mistake("a x/ close:../../y"),
+        "site.rules:1:15: expected a path in the scope, or `../NAME` beside it"
+    );
+    assert_eq!(
+        mistake("a x[ idle"),
+        "site.rules:1:4: expected `]` after `[`"
+    );
+    assert_eq!(
+        mistake("a x/ close:../{s}"),
+        "site.rules:1:12: expected a capture of the scope, found `{s}`"
+    );
+    assert_eq!(
+        mistake("a x idle\na y idle"),
+        "site.rules:2:1: expected another name: there is a rule `a` above"
+    );
+    assert_eq!(
+        mistake("a x idle *=sane"),
+        "site.rules:1:12: expected `writers`, `same` or a number, found `sane`; did you mean `same`?"
+    );
+    let unknown = load_rules("hf,lamps", |_| unreachable!())
+        .unwrap_err()
+        .to_string();
+    assert!(unknown.contains("did you mean `lammps`?"), "{unknown}");
+}
+
+#[test]
+fn strace_is_read_as_the_own_form_is() {
+    let own = "7 mkdir checkpoint-5\n7 open checkpoint-5/trainer_state.json\n7 write checkpoint-5/trainer_state.json 4\n\
+               7 close checkpoint-5/trainer_state.json\n7 rename checkpoint-5 x\n7 exit 0";
+    let strace = r#"7 execve("/usr/bin/python3", ["python3"], 0x7ffd /* 20 vars */) = 0
+[pid     7] mkdirat(AT_FDCWD, "/m/checkpoint-5", 0777) = 0
+7 openat(AT_FDCWD, "/etc/passwd", O_RDONLY|O_CLOEXEC) = 3
+7 close(3) = 0
+7 openat(AT_FDCWD, "/m/checkpoint-5/trainer_state.json", O_WRONLY|O_CREAT|O_TRUNC|O_CLOEXEC, 0666) = 3
+7 write(3, "abcd", 4) = 4
+7 openat(AT_FDCWD, "/m/none", O_WRONLY) = -1 ENOENT (No such file or directory)
+7 close(3) = 0
+7 rename("/m/checkpoint-5", "/m/x") = 0
+7 +++ exited with 0 +++"#;
+    let steps = |text: &str| -> Vec<(u32, Step)> {
+        let lines = parse_trace(text, "/m").unwrap();
+        lines
+            .into_iter()
+            .map(|line| (line.process, line.step))
+            .collect()
+    };
+    assert_eq!(steps(strace), steps(own));
+}
+
+/// Proves that a scope commits only where no file is open for writing, whatever programs do.
+#[test]
+fn random_operations_keep_the_invariants() {
+    use rand::rngs::StdRng;
+    use rand::{RngExt, SeedableRng};
+    let seed: u64 = rand::random();
+    println!("seed {seed}");
+    let mut random = StdRng::seed_from_u64(seed);
+    let rules = load_rules(
+        "hf,torch,lammps,orbax,megatron,nemo,gromacs",
+        |_| unreachable!(),
+    )
+    .unwrap();
+    let rules = Arc::new(rules);
+    let paths = [
+        "checkpoint-1",
+        "checkpoint-1/a",
+        "checkpoint-1/trainer_state.json",
+        "checkpoint-2/trainer_state.json",
+        "a.pt",
+        "b.pt",
+        "restart.1.0",
+        "restart.2.0",
+        "1.orbax-checkpoint-tmp",
+        "1.orbax-checkpoint-tmp/x",
+        "1",
+        "iter_1/x",
+        "iter_1/metadata.json",
+        "latest_checkpointed_iteration.txt",
+        "s-unfinished",
+        "s.ckpt/x",
+        "x.cpt",
+        "x_prev.cpt",
+        "x_step1.cpt",
+        "other",
+    ];
+    for _ in 0..300 {
+        let mut player = Player::new(Arc::clone(&rules));
+        let mut open: BTreeSet<(u32, String)> = BTreeSet::new();
+        for line in 0..60 {
+            let process = random.random_range(1..4);
+            let path = paths[random.random_range(0..paths.len())].to_owned();
+            let step = match random.random_range(0..8) {
+                0 | 1 => Step::Open(path.clone()),
+                2..=4 => Step::Close(path.clone()),
+                5 => Step::Rename(
+                    path.clone(),
+                    paths[random.random_range(0..paths.len())].to_owned(),
+                ),
+                6 => Step::Unlink(path.clone()),
+                _ => [Step::Exit(0), Step::Kill, Step::Mkdir(path.clone())]
+                    [random.random_range(0..3)]
+                .clone(),
+            };
+            match &step {
+                Step::Open(path) => drop(open.insert((process, path.clone()))),
+                Step::Exit(_) | Step::Kill => open.retain(|(of, _)| *of != process),
+                _ => {}
+            }
+            let seen = player.outcomes().len();
+            player.play(&TraceLine {
+                line,
+                process,
+                step,
+            });
+            for state in player.states() {
+                assert!(!state.waits_for.is_empty());
+            }
+            for outcome in &player.outcomes()[seen..] {
+                assert!(outcome.what != "commit" || !outcome.paths.is_empty());
+            }
+        }
+        for process in 1..4 {
+            player.play(&TraceLine {
+                line: 99,
+                process,
+                step: Step::Kill,
+            });
+        }
+        // What was removed whole waits for a newer one, and nothing else is left.
+        for state in player.states() {
+            assert!(state.waits_for.contains("last complete"), "{state:?}");
+        }
+    }
+}

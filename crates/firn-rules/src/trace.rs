@@ -1,0 +1,503 @@
+//! Recorded operations of programs, and what rules make of them.
+//!
+//! One operation a line, `PROCESS OPERATION PATH…`, or lines of `strace -f`:
+//!
+//! ```text
+//! 1 mkdir checkpoint-5
+//! 1 open checkpoint-5/model.bin
+//! 1 write checkpoint-5/model.bin 4096
+//! 1 close checkpoint-5/model.bin
+//! 1 rename a b        also: link a b, symlink TARGET a
+//! 1 unlink a          also: rmdir a, truncate a
+//! 1 exit 0            or: kill
+//! ```
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use crate::language::{Rule, nearest};
+use crate::machine::{Action, Ending, Machine, Operation, ScopeNumber, ScopeState};
+
+/// One operation of a trace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Makes a directory.
+    Mkdir(String),
+    /// Opens a file for writing, which is made or cut where it is not a change in place.
+    Open(String),
+    /// Writes bytes at the end of a file that is open.
+    Write(String, u64),
+    /// Closes the file.
+    Close(String),
+    /// Cuts a file to no bytes.
+    Truncate(String),
+    /// Gives a file another name.
+    Rename(String, String),
+    /// Gives a file one more name.
+    Link(String, String),
+    /// Makes a symbolic link: target and path.
+    Symlink(String, String),
+    /// Removes a file.
+    Unlink(String),
+    /// Removes a directory.
+    Rmdir(String),
+    /// The process ends with this code.
+    Exit(u8),
+    /// The process is killed.
+    Kill,
+}
+
+/// A step with its process and its line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TraceLine {
+    /// From 1.
+    pub line: usize,
+    /// The process.
+    pub process: u32,
+    /// What it does.
+    pub step: Step,
+}
+
+/// A line that is no operation.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub struct TraceError {
+    /// From 1.
+    pub line: usize,
+    /// What was expected, and found.
+    pub message: String,
+}
+
+impl fmt::Display for TraceError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "line {}: {}", self.line, self.message)
+    }
+}
+
+const WORDS: [&str; 12] = [
+    "mkdir", "open", "write", "close", "truncate", "rename", "link", "symlink", "unlink", "rmdir",
+    "exit", "kill",
+];
+
+/// The steps of a trace in its own form, or in strace's. `top`: the directory that paths of strace are made relative to;
+/// those elsewhere are left out.
+pub fn parse_trace(text: &str, top: &str) -> Result<Vec<TraceLine>, TraceError> {
+    let mut strace = Strace::new(top);
+    let mut steps = Vec::new();
+    for (index, line) in text.lines().enumerate() {
+        let line_number = index + 1;
+        let line = line.trim();
+        if line.is_empty() || line.starts_with('#') {
+            continue;
+        }
+        if Strace::is_line(line) {
+            for (process, step) in strace.read(line) {
+                steps.push(TraceLine {
+                    line: line_number,
+                    process,
+                    step,
+                });
+            }
+            continue;
+        }
+        let step = parse_line(line).map_err(|message| TraceError {
+            line: line_number,
+            message,
+        })?;
+        steps.push(TraceLine {
+            line: line_number,
+            process: step.0,
+            step: step.1,
+        });
+    }
+    Ok(steps)
+}
+
+fn parse_line(line: &str) -> Result<(u32, Step), String> {
+    let words: Vec<&str> = line.split_ascii_whitespace().collect();
+    let process = words[0].parse().map_err(|_| {
+        format!(
+            "expected the number of a process, found `{}`; a line is as `1 open PATH`, or one of strace -f",
+            words[0]
+        )
+    })?;
+    let Some(&word) = words.get(1) else {
+        return Err(format!(
+            "expected one of {} after the process",
+            WORDS.join(", ")
+        ));
+    };
+    let argument = |at: usize| {
+        let found = words.get(1 + at).map(|word| (*word).to_owned());
+        found.ok_or_else(|| format!("expected more words after `{word}`"))
+    };
+    let step = match word {
+        "mkdir" => Step::Mkdir(argument(1)?),
+        "open" => Step::Open(argument(1)?),
+        "write" => {
+            let bytes = argument(2)?;
+            let count = bytes.parse();
+            Step::Write(
+                argument(1)?,
+                count.map_err(|_| format!("expected a number of bytes, found `{bytes}`"))?,
+            )
+        }
+        "close" => Step::Close(argument(1)?),
+        "truncate" => Step::Truncate(argument(1)?),
+        "rename" => Step::Rename(argument(1)?, argument(2)?),
+        "link" => Step::Link(argument(1)?, argument(2)?),
+        "symlink" => Step::Symlink(argument(1)?, argument(2)?),
+        "unlink" => Step::Unlink(argument(1)?),
+        "rmdir" => Step::Rmdir(argument(1)?),
+        "exit" => {
+            let code = argument(1)?;
+            Step::Exit(
+                code.parse()
+                    .map_err(|_| format!("expected an exit code, found `{code}`"))?,
+            )
+        }
+        "kill" => Step::Kill,
+        other => {
+            let hint = nearest(other, WORDS).map(|word| format!("; did you mean `{word}`?"));
+            let words = WORDS.join(", ");
+            return Err(format!(
+                "expected one of {words}, found `{other}`{}",
+                hint.unwrap_or_default()
+            ));
+        }
+    };
+    Ok((process, step))
+}
+
+/// What strace prints of the calls that change files.
+struct Strace {
+    top: String,
+    /// Paths of descriptors that are open for writing.
+    open: BTreeMap<(u32, i64), String>,
+}
+
+impl Strace {
+    fn new(top: &str) -> Self {
+        Self {
+            top: top.trim_end_matches('/').to_owned(),
+            open: BTreeMap::new(),
+        }
+    }
+
+    fn is_line(line: &str) -> bool {
+        let rest = Self::without_process(line).1;
+        let is_call = rest.split_once('(').is_some_and(|(name, _)| {
+            !name.is_empty()
+                && name
+                    .bytes()
+                    .all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_')
+        });
+        is_call || rest.starts_with("+++ ") || rest.starts_with("--- ") || rest.starts_with("<... ")
+    }
+
+    /// `[pid 12] call`, `12 call`, `12 1700000000.5 call` or `call`.
+    fn without_process(line: &str) -> (u32, &str) {
+        if let Some((pid, rest)) = line
+            .strip_prefix("[pid")
+            .and_then(|rest| rest.split_once(']'))
+        {
+            return (pid.trim().parse().unwrap_or(1), rest.trim_start());
+        }
+        let Some((first, rest)) = line.split_once(' ') else {
+            return (1, line);
+        };
+        let Ok(process) = first.parse() else {
+            return (1, line);
+        };
+        let rest = rest.trim_start();
+        let is_time = |word: &str| {
+            word.bytes()
+                .all(|byte| byte.is_ascii_digit() || b".:".contains(&byte))
+        };
+        match rest.split_once(' ') {
+            Some((time, rest)) if is_time(time) => (process, rest.trim_start()),
+            _ => (process, rest),
+        }
+    }
+
+    fn relative(&self, path: &str) -> Option<String> {
+        let path = path.strip_prefix("./").unwrap_or(path);
+        if !path.starts_with('/') {
+            return Some(path.to_owned());
+        }
+        let rest = path.strip_prefix(&self.top)?;
+        Some(rest.strip_prefix('/')?.to_owned())
+    }
+
+    fn read(&mut self, line: &str) -> Vec<(u32, Step)> {
+        let (process, rest) = Self::without_process(line);
+        let steps = if let Some(end) = rest.strip_prefix("+++ ") {
+            let code = end.strip_prefix("exited with ");
+            let code = code.and_then(|code| code.split_once(' ')?.0.parse().ok());
+            vec![code.map_or(Step::Kill, Step::Exit)]
+        } else {
+            self.call(process, rest).unwrap_or_default()
+        };
+        steps.into_iter().map(|step| (process, step)).collect()
+    }
+
+    fn call(&mut self, process: u32, line: &str) -> Option<Vec<Step>> {
+        let (name, rest) = line.split_once('(')?;
+        let (arguments, result) = rest.rsplit_once(" = ")?;
+        let result: i64 = result.split([' ', '<']).next()?.parse().ok()?;
+        if result < 0 {
+            return None;
+        }
+        let paths: Vec<String> = arguments
+            .split('"')
+            .skip(1)
+            .step_by(2)
+            .map(str::to_owned)
+            .collect();
+        let path = |index: usize| self.relative(paths.get(index)?);
+        let descriptor = || {
+            arguments
+                .split([',', ')', '<'])
+                .next()?
+                .trim()
+                .parse::<i64>()
+                .ok()
+        };
+        let step = match name {
+            "open" | "openat" | "creat" => {
+                let is_writing = name == "creat"
+                    || arguments.contains("O_WRONLY")
+                    || arguments.contains("O_RDWR");
+                let path = path(0)?;
+                if !is_writing {
+                    return None;
+                }
+                self.open.insert((process, result), path.clone());
+                Step::Open(path)
+            }
+            "close" => Step::Close(self.open.remove(&(process, descriptor()?))?),
+            "write" | "pwrite64" | "writev" | "pwritev" | "pwritev2" => Step::Write(
+                self.open.get(&(process, descriptor()?))?.clone(),
+                result as u64,
+            ),
+            "mkdir" | "mkdirat" => Step::Mkdir(path(0)?),
+            "rename" | "renameat" | "renameat2" => Step::Rename(path(0)?, path(1)?),
+            "link" | "linkat" => Step::Link(path(0)?, path(1)?),
+            "symlink" | "symlinkat" => Step::Symlink(paths.first()?.clone(), path(1)?),
+            "unlinkat" if arguments.contains("AT_REMOVEDIR") => Step::Rmdir(path(0)?),
+            "unlink" | "unlinkat" => Step::Unlink(path(0)?),
+            "rmdir" => Step::Rmdir(path(0)?),
+            "truncate" => Step::Truncate(path(0)?),
+            _ => return None,
+        };
+        Some(vec![step])
+    }
+}
+
+/// What rules made of a line.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Outcome {
+    /// The line of the operation after, or, for a begin, before which it happened.
+    pub line: usize,
+    /// `begin`, `join`, `commit`, `abort` or `refuse`.
+    pub what: &'static str,
+    /// The rule.
+    pub rule: String,
+    /// The names.
+    pub paths: Vec<String>,
+    /// Why, of an abort or a refusal.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub reason: String,
+}
+
+/// Plays operations, and notes what the rules do.
+pub struct Player {
+    machine: Machine,
+    /// Open files by process and path, with their handles.
+    open: Vec<(u32, String, u64)>,
+    last_handle: u64,
+    /// Rules and names of scopes.
+    scopes: BTreeMap<ScopeNumber, (String, Vec<String>)>,
+    outcomes: Vec<Outcome>,
+}
+
+impl Player {
+    /// A player to which nothing has happened.
+    pub fn new(rules: Arc<Vec<Rule>>) -> Self {
+        Self {
+            machine: Machine::new(rules),
+            open: Vec::new(),
+            last_handle: 0,
+            scopes: BTreeMap::new(),
+            outcomes: Vec::new(),
+        }
+    }
+
+    /// What happened.
+    pub fn outcomes(&self) -> &[Outcome] {
+        &self.outcomes
+    }
+
+    /// What is not over.
+    pub fn states(&self) -> Vec<ScopeState> {
+        self.machine.states()
+    }
+
+    /// Plays one line.
+    pub fn play(&mut self, line: &TraceLine) {
+        let process = line.process;
+        match &line.step {
+            Step::Open(path) => {
+                self.last_handle += 1;
+                let handle = self.last_handle;
+                self.open.push((process, path.clone(), handle));
+                self.run(
+                    line,
+                    &Operation::Open {
+                        path: path.as_bytes(),
+                        handle,
+                    },
+                );
+            }
+            Step::Write(..) => {}
+            Step::Close(path) => {
+                let found = self
+                    .open
+                    .iter()
+                    .position(|(of, open, _)| *of == process && open == path);
+                if let Some(index) = found {
+                    let handle = self.open.remove(index).2;
+                    self.run(
+                        line,
+                        &Operation::Close {
+                            handle,
+                            ending: Ending::Success,
+                        },
+                    );
+                }
+            }
+            Step::Mkdir(path)
+            | Step::Truncate(path)
+            | Step::Symlink(_, path)
+            | Step::Link(_, path) => {
+                self.run(
+                    line,
+                    &Operation::Change {
+                        path: path.as_bytes(),
+                    },
+                );
+            }
+            Step::Rename(from, to) => {
+                for (_, path, _) in &mut self.open {
+                    if path == from {
+                        path.clone_from(to);
+                    }
+                }
+                let operation = Operation::Rename {
+                    from: from.as_bytes(),
+                    to: to.as_bytes(),
+                };
+                self.run(line, &operation);
+            }
+            Step::Unlink(path) | Step::Rmdir(path) => {
+                self.run(
+                    line,
+                    &Operation::Remove {
+                        path: path.as_bytes(),
+                    },
+                );
+            }
+            Step::Exit(0) => self.end(line, Ending::Success),
+            Step::Exit(_) | Step::Kill => self.end(line, Ending::Failure),
+        }
+    }
+
+    fn end(&mut self, line: &TraceLine, ending: Ending) {
+        let (ended, open) = std::mem::take(&mut self.open)
+            .into_iter()
+            .partition(|(process, ..)| *process == line.process);
+        self.open = open;
+        let ended: Vec<(u32, String, u64)> = ended;
+        for (_, _, handle) in ended {
+            self.run(line, &Operation::Close { handle, ending });
+        }
+        let actions = self.machine.exited(line.process, ending);
+        self.take(line.line, actions);
+    }
+
+    fn run(&mut self, line: &TraceLine, operation: &Operation<'_>) {
+        let entered = match self.machine.before(line.process, operation) {
+            Ok(entered) => entered,
+            Err(error) => {
+                return self.outcomes.push(Outcome {
+                    line: line.line,
+                    what: "refuse",
+                    rule: error.rule().to_owned(),
+                    paths: Vec::new(),
+                    reason: error.to_string(),
+                });
+            }
+        };
+        self.take(line.line, entered.actions);
+        let actions = self
+            .machine
+            .after(line.process, operation, entered.scope, true);
+        self.take(line.line, actions);
+    }
+
+    fn take(&mut self, line: usize, actions: Vec<Action>) {
+        let shown = |paths: &[Vec<u8>]| -> Vec<String> {
+            paths
+                .iter()
+                .map(|path| String::from_utf8_lossy(path).into_owned())
+                .collect()
+        };
+        for action in actions {
+            let (what, rule, paths, reason) = match action {
+                Action::Begin {
+                    scope, rule, tops, ..
+                } => {
+                    self.machine.begun(scope, false);
+                    self.scopes.insert(scope, (rule.clone(), shown(&tops)));
+                    ("begin", rule, shown(&tops), String::new())
+                }
+                Action::Join { scope, tops } => {
+                    self.machine.begun(scope, false);
+                    let known = self.scopes.entry(scope).or_default();
+                    known.1.extend(shown(&tops));
+                    ("join", known.0.clone(), shown(&tops), String::new())
+                }
+                Action::Commit { scope } => {
+                    let (rule, paths) = self.scopes.remove(&scope).unwrap_or_default();
+                    self.push(line, "commit", rule, paths, String::new());
+                    let more = self.machine.committed(scope);
+                    self.take(line, more);
+                    continue;
+                }
+                Action::Abort { scope, reason } => {
+                    let (rule, paths) = self.scopes.remove(&scope).unwrap_or_default();
+                    self.machine.aborted(scope);
+                    ("abort", rule, paths, reason)
+                }
+            };
+            self.push(line, what, rule, paths, reason);
+        }
+    }
+
+    fn push(
+        &mut self,
+        line: usize,
+        what: &'static str,
+        rule: String,
+        paths: Vec<String>,
+        reason: String,
+    ) {
+        self.outcomes.push(Outcome {
+            line,
+            what,
+            rule,
+            paths,
+            reason,
+        });
+    }
+}

@@ -1,0 +1,309 @@
+//! `firn rules`.
+
+use std::fmt::Write as _;
+use std::io::Read as _;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
+use firn_rules::trace::{Outcome, Player, parse_trace};
+use firn_rules::{BUILT_IN, Machine, Rule, ScopeState, load_rules, parse_rules};
+use serde::Serialize;
+
+use crate::failure::{DONE, FAILED, Failure, USAGE};
+use crate::output;
+use crate::verb::{NO_CONNECTION, Verb, connect};
+
+pub const VERB: Verb = Verb {
+    name: "rules",
+    about: "Show commit rules, explain what one does with a path, and try rules on recorded operations",
+    long: "A mount with the option `rules` commits checkpoints of programs that know nothing of Firn: a rule says which changes are \
+               one checkpoint (its scope), and which one makes it complete (its event).\n\n\
+               A rule is one line: NAME SCOPE EVENT [WORD...]. A scope is a directory (checkpoint-*/), a file (*.pt), or \
+               all paths with the same captures (restart.{T}.*). Events are close:FILE, rename:FILE, unlink:FILE, where FILE is \
+               in the scope, `.` the scope itself and ../FILE beside it; next, the first change in another scope of the rule or the end of \
+               the writers with success; and idle, the last close. Words are FILES=writers, FILES=same and FILES=N (so \
+               many files must be there), begins=FILES (what begins the scope) and CAPTURE=number. `#` begins a \
+               comment.\n\n\
+               A trace has one operation a line: PROCESS and mkdir PATH, open PATH, write PATH BYTES, close PATH, truncate PATH, rename \
+               FROM TO, link FROM TO, symlink TARGET PATH, unlink PATH, rmdir PATH, exit CODE or kill; or it is what strace -f -e \
+               trace=file,desc,process prints.",
+    examples: &[
+        ("firn rules list", "the rules that have a name"),
+        (
+            "firn rules explain /ckpt/checkpoint-500/model.bin",
+            "which rule of the mount this path falls under, and what its checkpoint waits for",
+        ),
+        (
+            "firn rules test --rules ./site.rules solver.trace",
+            "what would be committed when, without a mount",
+        ),
+    ],
+    exits: &[
+        (0, "done"),
+        (
+            1,
+            "failed; explain: no rule has to do with the path; test: a checkpoint was left that is not complete",
+        ),
+        (2, "an invalid option, rule or trace"),
+        (10, "explain: not on a firn mount, and no --rules"),
+        NO_CONNECTION,
+    ],
+    args,
+    run,
+};
+
+fn args(command: Command) -> Command {
+    let json = || {
+        Arg::new("json")
+            .long("json")
+            .action(ArgAction::SetTrue)
+            .help("Print the answer as JSON")
+    };
+    let rules = || {
+        Arg::new("rules")
+            .long("rules")
+            .value_name("RULE,RULE")
+            .help("Names of rules, and paths of files of them with a slash")
+    };
+    command
+        .subcommand_required(true)
+        .subcommand(
+            Command::new("list")
+                .about("Print the rules that have a name")
+                .arg(json()),
+        )
+        .subcommand(
+            Command::new("explain")
+                .about("Print which rule a path falls under, and what its checkpoint waits for")
+                .arg(
+                    Arg::new("path")
+                        .value_name("PATH")
+                        .required(true)
+                        .value_hint(ValueHint::AnyPath)
+                        .value_parser(value_parser!(PathBuf)),
+                )
+                .arg(rules())
+                .arg(json()),
+        )
+        .subcommand(
+            Command::new("test")
+                .about("Play recorded operations, and print what would be committed when")
+                .arg(
+                    Arg::new("trace")
+                        .value_name("TRACE")
+                        .required(true)
+                        .help("A file, or - for standard input")
+                        .value_hint(ValueHint::FilePath)
+                        .value_parser(value_parser!(PathBuf)),
+                )
+                .arg(rules().required(true))
+                .arg(
+                    Arg::new("top")
+                        .long("top")
+                        .value_name("DIR")
+                        .default_value("/")
+                        .help("With a trace of strace: the mount point; absolute paths elsewhere are left out"),
+                )
+                .arg(json()),
+        )
+}
+
+fn run(matches: &ArgMatches) -> Result<u8, Failure> {
+    match matches.subcommand() {
+        Some(("list", matches)) => list(matches),
+        Some(("explain", matches)) => explain(matches),
+        Some(("test", matches)) => test(matches),
+        _ => unreachable!("clap demands one"),
+    }
+}
+
+/// A rule in JSON.
+#[derive(Serialize)]
+struct Listed<'a> {
+    name: &'a str,
+    rule: &'a str,
+}
+
+fn list(matches: &ArgMatches) -> Result<u8, Failure> {
+    if matches.get_flag("json") {
+        let rules = parse_rules(BUILT_IN, "built-in rules").map_err(usage)?;
+        let listed: Vec<Listed<'_>> = rules
+            .iter()
+            .map(|rule| Listed {
+                name: &rule.name,
+                rule: &rule.text,
+            })
+            .collect();
+        output::print_json(&listed)?;
+    } else {
+        output::print(BUILT_IN)?;
+    }
+    Ok(DONE)
+}
+
+fn usage(error: impl std::fmt::Display) -> Failure {
+    Failure::new(USAGE, error.to_string())
+}
+
+fn load(list: &str) -> Result<Arc<Vec<Rule>>, Failure> {
+    let rules = load_rules(list, |path| {
+        let mut text = String::new();
+        let limit = firn_rules::RULES_BYTES_MAX as u64 + 1;
+        std::fs::File::open(path)?
+            .take(limit)
+            .read_to_string(&mut text)?;
+        Ok(text)
+    });
+    rules.map(Arc::new).map_err(usage)
+}
+
+/// What `firn rules explain` says.
+#[derive(Serialize)]
+struct Explained {
+    /// None: no rule has to do with the path.
+    rule: Option<String>,
+    text: Option<String>,
+    /// The top of the scope.
+    scope: Option<String>,
+    /// None: no checkpoint is open there.
+    waits_for: Option<String>,
+}
+
+fn explain(matches: &ArgMatches) -> Result<u8, Failure> {
+    let path = matches.get_one::<PathBuf>("path").expect("clap demands it");
+    let (rules, relative, waits) = match matches.get_one::<String>("rules") {
+        Some(list) => {
+            let relative = path.strip_prefix("/").unwrap_or(path);
+            let relative = relative.as_os_str().as_encoded_bytes().to_vec();
+            (load(list)?, relative, Vec::new())
+        }
+        None => {
+            let (place, mut connection) = connect(path)?;
+            let status = connection.status()?;
+            let rules = status
+                .options
+                .iter()
+                .find_map(|option| option.strip_prefix("rules="));
+            let rules = rules.ok_or_else(|| {
+                Failure::new(
+                    FAILED,
+                    "the mount has no commit rules: mount it with rules=NAME, or give --rules"
+                        .to_owned(),
+                )
+            })?;
+            let list = rules.replace(':', ",");
+            (
+                load(&list)?,
+                place.relative.as_bytes().to_vec(),
+                status.transactions,
+            )
+        }
+    };
+    let machine = Machine::new(rules);
+    let found = machine.explain(&relative);
+    let is_in = |scope: &[u8]| {
+        found
+            .as_ref()
+            .is_some_and(|(_, top)| top.as_slice() == scope)
+    };
+    let open = waits.iter().find(|one| is_in(one.scope.as_bytes()));
+    let explained = Explained {
+        rule: found.as_ref().map(|(rule, _)| rule.name.clone()),
+        text: found.as_ref().map(|(rule, _)| rule.text.clone()),
+        scope: found
+            .as_ref()
+            .map(|(_, top)| String::from_utf8_lossy(top).into_owned()),
+        waits_for: open.and_then(|one| one.waits_for.clone()),
+    };
+    if matches.get_flag("json") {
+        output::print_json(&explained)?;
+    } else {
+        output::print(&explained.in_words(&relative))?;
+    }
+    Ok(if explained.rule.is_some() {
+        DONE
+    } else {
+        FAILED
+    })
+}
+
+impl Explained {
+    fn in_words(&self, path: &[u8]) -> String {
+        let path = String::from_utf8_lossy(path);
+        let (Some(text), Some(scope)) = (&self.text, &self.scope) else {
+            return format!(
+                "no rule has to do with {path}: changes of it go to the backing as they are made\n"
+            );
+        };
+        let state = match &self.waits_for {
+            Some(waits_for) => {
+                format!("a checkpoint is open there; its commit waits for {waits_for}")
+            }
+            None => "no checkpoint is open there: the first change begins one".to_owned(),
+        };
+        format!("{path} is in the checkpoint {scope}, by the rule\n  {text}\n{state}\n")
+    }
+}
+
+/// What `firn rules test` says.
+#[derive(Serialize)]
+struct Tested<'a> {
+    outcomes: &'a [Outcome],
+    open: Vec<ScopeState>,
+}
+
+fn test(matches: &ArgMatches) -> Result<u8, Failure> {
+    let list = matches.get_one::<String>("rules").expect("clap demands it");
+    let path = matches
+        .get_one::<PathBuf>("trace")
+        .expect("clap demands it");
+    let top = matches.get_one::<String>("top").expect("it has a default");
+    let text = if path.as_os_str() == "-" {
+        std::io::read_to_string(std::io::stdin())
+    } else {
+        std::fs::read_to_string(path)
+    };
+    let shown = crate::text::path(path);
+    let text =
+        text.map_err(|error| Failure::new(FAILED, format!("cannot read {shown}: {error}")))?;
+    let steps = parse_trace(&text, top).map_err(|error| usage(format!("{shown}: {error}")))?;
+    let mut player = Player::new(load(list)?);
+    steps.iter().for_each(|step| player.play(step));
+    let tested = Tested {
+        outcomes: player.outcomes(),
+        open: player.states(),
+    };
+    if matches.get_flag("json") {
+        output::print_json(&tested)?;
+    } else {
+        output::print(&tested.in_words())?;
+    }
+    Ok(if tested.open.is_empty() { DONE } else { FAILED })
+}
+
+impl Tested<'_> {
+    fn in_words(&self) -> String {
+        let mut text = String::new();
+        for one in self.outcomes {
+            let paths = one.paths.join(" ");
+            let reason = match one.reason.as_str() {
+                "" => String::new(),
+                reason => format!(": {reason}"),
+            };
+            let _ = writeln!(
+                text,
+                "line {:<4} {:<8} {} {paths}{reason}",
+                one.line, one.what, one.rule
+            );
+        }
+        for one in &self.open {
+            let _ = writeln!(
+                text,
+                "at the end {} {} waits for {}",
+                one.rule, one.path, one.waits_for
+            );
+        }
+        text
+    }
+}
