@@ -188,11 +188,9 @@ impl Run {
                             (path.as_path().into(), checkpoint)
                         }))
                 }
-                Err(failure) => self.failures.extend(
-                    failure
-                        .text()
-                        .map(|text| format!("checkpoints cannot be looked at: {text}")),
-                ),
+                Err(error) => self
+                    .failures
+                    .push(format!("checkpoints cannot be looked at: {error}")),
             }
         }
     }
