@@ -400,8 +400,14 @@ def test_ranks_on_two_hosts_make_one_checkpoint_each_time(tmp_path: Path) -> Non
             # A reader of either host completes what the last ranks did not see of each other.
             count = "import firnfs, sys; print([(one.step, one.files, one.size) for one in firnfs.steps(sys.argv[1])])"
             command = [sys.executable, "-c", count, str(point)]
-            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-            assert done.stdout.decode() == f"{[(step, 2, 200_000) for step in range(6)]}\n"
+            expected = f"{[(step, 2, 200_000) for step in range(6)]}\n".encode()
+
+            # What the kernel has cached of the other host's files is looked at again after attr-timeout.
+            def is_complete(command: List[str] = command, environment: Any = environment) -> bool:
+                done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+                return done.stdout == expected
+
+            wait_until(is_complete)
     finally:
         for one in started:
             one.kill()
