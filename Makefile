@@ -10,7 +10,7 @@ AS_ROOT := $(if $(filter 0,$(shell id -u)),,sudo -E env "PATH=$$PATH")
 PREFIX ?= /usr/local
 DESTDIR ?=
 
-.PHONY: build help demo test check bench lab install dist clean
+.PHONY: build help demo test check bench lab install dist wheel clean
 
 build:
 	$(CARGO) build --release -p firn -p firn-preload -p firn-c
@@ -23,7 +23,8 @@ help:
 	@echo 'make bench   measure both frontends, checkpoints, restarts, spilling and commits beside their baselines'
 	@echo 'make lab     make the figures of the papers anew, beside models of their machines: hours (lab/README.md)'
 	@echo 'make install install what was built to PREFIX (/usr/local), below DESTDIR; builds nothing'
-	@echo 'make dist    set up, build for glibc 2.28, and make a tarball, a .deb and an .rpm in target/dist'
+	@echo 'make dist    set up, build for glibc 2.28, and make a tarball, a .deb, an .rpm and a wheel in target/dist'
+	@echo 'make wheel   the same for Python alone: a wheel in target/dist that `pip install` takes'
 	@echo 'make clean   remove what was built'
 
 demo:
@@ -67,6 +68,10 @@ install:
 dist:
 	scripts/setup --dist
 	scripts/dist
+
+wheel:
+	scripts/setup --dist
+	scripts/dist --only wheel
 
 clean:
 	$(CARGO) clean

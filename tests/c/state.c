@@ -3,6 +3,8 @@
  *
  *     state drain FILE BYTES    FILE holds BYTES that are not in the backing: drains them, and looks
  *     state late FILE           FILE cannot be drained now: waiting for it ends in time
+ *     state room FILE           FILE has the level held, then drained, and there is room for less than all
+ *     state steps FILE DIR BYTES  DIR, a directory of the mount, has the whole checkpoint step_7 of BYTES, and nothing else
  *     state older FILE          fills structures of programs that were compiled with smaller ones
  *
  * Exit: 0 as expected; 1 not.
@@ -57,6 +59,46 @@ static void late(firn *mount, const char *file)
     HOLDS(status.held_files == 1);
 }
 
+static void room(firn *mount, const char *file)
+{
+    struct firn_status status = {.size = sizeof status};
+    struct firn_room room = {.size = sizeof room};
+    enum firn_durability level;
+
+    MUST(firn_get_durability(mount, file, &level));
+    HOLDS(level == FIRN_HELD);
+    MUST(firn_status(mount, &status));
+    MUST(firn_get_room(mount, &room));
+    HOLDS(room.memory_bytes > 0 && room.memory_bytes < status.arena_bytes);
+    HOLDS(room.spill_bytes == 0 && room.backing_bytes > 0);
+    MUST(firn_wait(mount, file, FIRN_DURABLE, FIRN_FOREVER));
+    MUST(firn_get_durability(mount, file, &level));
+    HOLDS(level == FIRN_DURABLE);
+    HOLDS(firn_get_durability(mount, "/", &level) == ENODEV);
+    HOLDS(firn_get_durability(mount, file, NULL) == EINVAL && firn_get_room(mount, NULL) == EINVAL);
+}
+
+static void steps(const char *dir, unsigned long long bytes)
+{
+    firn_checkpoint_list *list;
+    const struct firn_checkpoint *items;
+
+    MUST(firn_list_checkpoints(dir, &list));
+    HOLDS(firn_checkpoint_list_count(list) == 1);
+    items = firn_checkpoint_list_items(list);
+    HOLDS(strcmp(items->name, "step_7") == 0 && items->step == 7 && items->directory == 1);
+    HOLDS(items->bytes == bytes && items->files == 1 && items->modified_s > 0);
+    HOLDS(items->state == FIRN_WHOLE && items->level == FIRN_HELD);
+    firn_checkpoint_list_free(list);
+    firn_checkpoint_list_free(NULL);
+    HOLDS(firn_checkpoint_list_count(NULL) == 0 && firn_checkpoint_list_items(NULL) == NULL);
+    HOLDS(firn_list_checkpoints("/does-not-exist", &list) == ENOENT);
+    HOLDS(firn_list_checkpoints(NULL, &list) == EINVAL && firn_list_checkpoints(dir, NULL) == EINVAL);
+    /* No mount: nobody knows. */
+    MUST(firn_list_checkpoints("/proc/self", &list));
+    firn_checkpoint_list_free(list);
+}
+
 /* What is behind the size that a structure says it has is not touched. */
 static void older(firn *mount)
 {
@@ -92,6 +134,10 @@ int main(int argc, char **argv)
         drain(mount, argv[2], strtoull(argv[3], NULL, 10));
     else if (strcmp(argv[1], "late") == 0)
         late(mount, argv[2]);
+    else if (strcmp(argv[1], "room") == 0)
+        room(mount, argv[2]);
+    else if (strcmp(argv[1], "steps") == 0 && argc > 4)
+        steps(argv[3], strtoull(argv[4], NULL, 10));
     else if (strcmp(argv[1], "older") == 0)
         older(mount);
     else

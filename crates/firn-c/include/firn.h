@@ -39,6 +39,12 @@
  *     firn_drain(mount, "/ckpt/step_100");          begins, and returns at once
  *     firn_wait(mount, "/ckpt/step_100", FIRN_DURABLE, FIRN_FOREVER);
  *
+ * Checkpoints: which of a directory are whole, and where their bytes are, as `firn history` lists them.
+ *
+ *     firn_list_checkpoints("/ckpt", &checkpoints);
+ *     ... firn_checkpoint_list_items(checkpoints)[0] is the newest ...
+ *     firn_checkpoint_list_free(checkpoints);
+ *
  * Structures with a field `size` grow: a program sets it to the sizeof that it was compiled with before each
  * call that fills the structure. A newer library does not write what an older program has no room for, and an
  * older library zeroes what it does not know. EINVAL: `size` is not set.
@@ -62,7 +68,7 @@
  *     ENOTDIR, EBUSY
  *                 a transaction covers a directory; another transaction is in the way
  *     EINVAL      a null pointer, a range outside the piece, not a regular file, another number
- *     ENODATA     the bytes are in the backing only: read them through the mount
+ *     ENODATA     the bytes are in the backing only: read them through the mount; or there is no file there
  *     EIO         a spill file or the backing fails
  *     EMFILE      the handle holds 1024 lists already
  *     ENOTRECOVERABLE  a fault in this library: please report it
@@ -138,6 +144,8 @@ int firn_status(firn *handle, struct firn_status *status);
 
 /* What the bytes of a file survive. */
 enum firn_durability {
+    FIRN_HELD = 0,      /* in memory of this host: outlives every process */
+    FIRN_SPILLED = 1,   /* the same, in the spill file */
     FIRN_PARTNERED = 2, /* held, and copied into the memory of a partner host: outlives the loss of one host */
     FIRN_LOGGED = 3,    /* in the backing, in its place or, with layout=log, in a log: other hosts see it through
                          * their mounts */
@@ -157,6 +165,69 @@ int firn_drain(firn *handle, const char *path);
  * milliseconds; the drain, or the copy, goes on. EBUSY: it is FIRN_LOGGED, and not more before everybody who writes
  * to it has closed it. Other errors are the backing's (EIO, ENOSPC, ...): the data is kept. */
 int firn_wait(firn *handle, const char *path, enum firn_durability until, uint64_t timeout_ms);
+
+/* Tells the lowest level of the files at or below `path`: those of the caller, and others of which firnd knows. What
+ * earlier mounts made durable counts as FIRN_DRAINED until it is waited for again. ENOENT, EXDEV. ENODATA: there is no
+ * file. */
+int firn_get_durability(firn *handle, const char *path, enum firn_durability *level);
+
+/* Room of a mount for what is written next. The program sets `size`, the library fills the rest. */
+struct firn_room {
+    size_t size;            /* sizeof(struct firn_room), set by the program */
+    uint64_t memory_bytes;  /* free in memory, or taken by drained data that makes way */
+    uint64_t spill_bytes;   /* free in the spill file; 0 also where there is none */
+    uint64_t backing_bytes; /* available to this user in the backing, less what held data will take */
+};
+
+/* Tells how many bytes can be written before writers wait, or the backing is full. Others may take them meanwhile. */
+int firn_get_room(firn *handle, struct firn_room *room);
+
+/* ---- checkpoints ---------------------------------------------------------------------------------- */
+
+/* Whether a checkpoint can be used. */
+enum firn_wholeness {
+    FIRN_WHOLE = 0,          /* it has files, and nothing is known against it */
+    FIRN_WRITTEN = 1,        /* a program has a file of it open for writing */
+    FIRN_CUT = 2,            /* the writer of a file, or firnd, was killed before the file was closed */
+    FIRN_IN_TRANSACTION = 3, /* a transaction that is not over may have changed it */
+    FIRN_EMPTY = 4,          /* there is no file in it */
+    FIRN_UNKNOWN = 5,        /* the directory is not on a mount: nobody knows */
+    FIRN_UNREADABLE = 6      /* it cannot be looked at; bytes and files are 0 */
+};
+
+/* firn_checkpoint.level of a checkpoint without files. */
+#define FIRN_NO_LEVEL UINT32_MAX
+
+/* A checkpoint: a directory or file with a step in its name, as `firn history --help` says. */
+struct firn_checkpoint {
+    const char *name;     /* in its directory */
+    uint64_t step;        /* from the name */
+    uint64_t bytes;       /* of its files */
+    uint64_t files;       /* their number */
+    int64_t modified_s;   /* last modification of anything in it, in seconds since 1970 ... */
+    uint32_t modified_ns; /* ... and nanoseconds */
+    uint32_t state;       /* enum firn_wholeness */
+    uint32_t level;       /* enum firn_durability: the lowest of its files, or FIRN_NO_LEVEL */
+    uint32_t directory;   /* 1: a directory; 0: a file */
+    uint64_t reserved[2]; /* 0 */
+};
+
+/* Checkpoints of a directory. */
+typedef struct firn_checkpoint_list firn_checkpoint_list;
+
+/* Lists the caller's checkpoints directly in `directory`, the one modified last first. The directory may be on a mount,
+ * and need not be: then their state is FIRN_UNKNOWN. ENOENT, ENOTDIR. ENOTCONN: it is on a mount that is dead, or in a
+ * backing that is not mounted while the memory of an earlier mount has data that the backing lacks: mount it again. */
+int firn_list_checkpoints(const char *directory, firn_checkpoint_list **list);
+
+/* Number of checkpoints. */
+size_t firn_checkpoint_list_count(const firn_checkpoint_list *list);
+
+/* The checkpoints. They live as long as the list. */
+const struct firn_checkpoint *firn_checkpoint_list_items(const firn_checkpoint_list *list);
+
+/* Frees the list. NULL is allowed. */
+void firn_checkpoint_list_free(firn_checkpoint_list *list);
 
 /* ---- the data region ------------------------------------------------------------------------------ */
 

@@ -2,8 +2,11 @@
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int};
+use std::path::PathBuf;
 
 use firn_client::MountError;
+use firn_client::checkpoints::CheckpointError;
+use firn_format::quote::{quoted, quoted_path};
 use rustix::io::Errno;
 
 thread_local! {
@@ -16,6 +19,21 @@ pub(crate) enum Error {
     /// What the call does failed.
     #[error(transparent)]
     Mount(#[from] MountError),
+    /// Checkpoints cannot be looked at.
+    #[error(transparent)]
+    Checkpoints(#[from] CheckpointError),
+    /// The memory of an earlier mount has what the backing lacks.
+    #[error(
+        "{} is not mounted, and {} holds what an earlier mount left in memory: mount it again, or `firn recover` it",
+        quoted(path),
+        quoted_path(arena)
+    )]
+    NotMounted {
+        /// The directory that was asked about.
+        path: Vec<u8>,
+        /// That memory.
+        arena: PathBuf,
+    },
     /// An argument that cannot be.
     #[error("{0}")]
     Argument(&'static str),
@@ -28,6 +46,8 @@ impl Error {
     pub(crate) fn errno(&self) -> c_int {
         match self {
             Self::Mount(error) => error.errno(),
+            Self::Checkpoints(error) => error.errno(),
+            Self::NotMounted { .. } => Errno::NOTCONN.raw_os_error(),
             Self::Argument(_) => Errno::INVAL.raw_os_error(),
             Self::Fault(_) => Errno::NOTRECOVERABLE.raw_os_error(),
         }
@@ -84,7 +104,9 @@ pub(crate) fn meaning(error: c_int) -> &'static CStr {
         Errno::INVAL => {
             c"a null pointer, a range outside the piece, not a regular file, or another number"
         }
-        Errno::NODATA => c"the bytes are in the backing only: read them through the mount",
+        Errno::NODATA => {
+            c"the bytes are in the backing only: read them through the mount; or there is no file there"
+        }
         Errno::IO => c"the spill file or the backing fails: `firn status` has the details",
         Errno::MFILE => c"too many lists or open files: free some",
         Errno::NOMEM => c"no address space is left for the region",
@@ -96,8 +118,6 @@ pub(crate) fn meaning(error: c_int) -> &'static CStr {
 
 #[cfg(test)]
 mod tests {
-    use std::path::PathBuf;
-
     use firn_client::ClientError;
 
     use super::*;
@@ -122,6 +142,13 @@ mod tests {
             Error::Mount(MountError::Closed),
             Error::Mount(MountError::ListEnded(String::new())),
             Error::Argument(""),
+            Error::NotMounted {
+                path: Vec::new(),
+                arena: PathBuf::new(),
+            },
+            Error::Mount(MountError::NoFile {
+                path: PathBuf::new(),
+            }),
             Error::Mount(MountError::OtherMount {
                 path: PathBuf::new(),
                 found: PathBuf::new(),

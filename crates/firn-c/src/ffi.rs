@@ -18,6 +18,7 @@ use firn_protocol::{ChunkPiece, Place, SpillRegion};
 
 use crate::error::{self, Error};
 
+mod checkpoints;
 mod state;
 mod transaction;
 

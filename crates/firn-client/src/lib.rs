@@ -1,4 +1,4 @@
-//! What a program does with a mount: state, drain and wait, chunk lists, transactions.
+//! What a program does with a mount: state, drain and wait, chunk lists, transactions, lists of checkpoints.
 //!
 //! From any path to the mount it lies on ([`mod@find`]), from the backing of that mount to its files
 //! ([`paths`]), and over the control socket to firnd ([`connect`]). [`OpenMount`] puts them together with the
@@ -18,9 +18,11 @@
 //! # Ok::<(), firn_client::MountError>(())
 //! ```
 
+pub mod checkpoints;
 pub mod connect;
 mod error;
 pub mod find;
+pub mod levels;
 pub mod library;
 pub mod liveness;
 pub mod open_mount;
@@ -33,6 +35,6 @@ pub use connect::{Connection, Process, Progress};
 pub use error::ClientError;
 pub use find::{Mount, Place, find, mounts};
 pub use liveness::Liveness;
-pub use open_mount::{ChunkList, MountError, OpenMount};
+pub use open_mount::{ChunkList, MountError, OpenMount, Room};
 pub use owner::{owner_process, start_ticks_of, without_umask};
 pub use paths::{Key, PathsError, RuntimeFiles};

@@ -5,6 +5,9 @@ use std::path::{Path, PathBuf};
 /// Its file name.
 pub const NAME: &str = "libfirn_preload.so";
 
+/// Where the Python package has it, below a directory of Python packages.
+const IN_PYTHON_PACKAGE: &str = "firnfs/_lib";
+
 /// The library that belongs to `program`: beside it, or where a package puts it.
 pub fn beside(program: &Path) -> Option<PathBuf> {
     let dir = program.parent()?;
@@ -17,7 +20,33 @@ pub fn beside(program: &Path) -> Option<PathBuf> {
     ];
     places
         .into_iter()
+        .chain(in_python_packages(dir))
         .find_map(|place| place.canonicalize().ok())
+}
+
+/// Where pip puts it together with a program in `dir`: in each Python of the same prefix, first where the package is of
+/// this version.
+fn in_python_packages(dir: &Path) -> Vec<PathBuf> {
+    // pip install --target DIR: DIR/bin/firn and DIR/firnfs.
+    let mut packages = vec![dir.join("..")];
+    for lib in ["../lib", "../lib64"] {
+        let Ok(entries) = std::fs::read_dir(dir.join(lib)) else {
+            continue;
+        };
+        for entry in entries.flatten() {
+            if entry.file_name().as_encoded_bytes().starts_with(b"python") {
+                packages.push(entry.path().join("site-packages"));
+                packages.push(entry.path().join("dist-packages"));
+            }
+        }
+    }
+    // A name of another version sorts behind, and equal ones in an order that stays.
+    let of_this_version = concat!("firnfs-", env!("CARGO_PKG_VERSION"), ".dist-info");
+    packages.sort_by_key(|package| (!package.join(of_this_version).is_dir(), package.clone()));
+    let places = packages
+        .into_iter()
+        .map(|package| package.join(IN_PYTHON_PACKAGE).join(NAME));
+    places.collect()
 }
 
 #[cfg(test)]
@@ -31,12 +60,39 @@ mod tests {
         std::fs::create_dir(root.path().join("bin")).unwrap();
         assert_eq!(beside(&program), None);
         // From the last to be looked at to the first.
-        for place in ["lib/firn", "lib64", "lib", "bin"] {
+        for place in [
+            "lib/python3.9/site-packages/firnfs/_lib",
+            "lib/python3.11/dist-packages/firnfs/_lib",
+            "firnfs/_lib",
+            "lib/firn",
+            "lib64",
+            "lib",
+            "bin",
+        ] {
             let dir = root.path().join(place);
             std::fs::create_dir_all(&dir).unwrap();
             std::fs::write(dir.join(NAME), "").unwrap();
             let expected = dir.join(NAME).canonicalize().unwrap();
             assert_eq!(beside(&program), Some(expected), "{place}");
         }
+    }
+
+    #[test]
+    fn of_several_pythons_the_one_with_this_version_counts() {
+        let root = tempfile::tempdir().unwrap();
+        std::fs::create_dir(root.path().join("bin")).unwrap();
+        let packages = |python: &str| root.path().join("lib").join(python).join("site-packages");
+        for python in ["python3.10", "python3.9"] {
+            let dir = packages(python).join(IN_PYTHON_PACKAGE);
+            std::fs::create_dir_all(&dir).unwrap();
+            std::fs::write(dir.join(NAME), "").unwrap();
+        }
+        let version = env!("CARGO_PKG_VERSION");
+        for (python, version) in [("python3.10", "0.0.1"), ("python3.9", version)] {
+            let info = format!("firnfs-{version}.dist-info");
+            std::fs::create_dir(packages(python).join(info)).unwrap();
+        }
+        let found = beside(&root.path().join("bin/firn")).unwrap();
+        assert!(found.to_str().unwrap().contains("python3.9"), "{found:?}");
     }
 }

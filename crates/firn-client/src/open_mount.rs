@@ -17,9 +17,11 @@ use firn_protocol::path::BytePath;
 use firn_protocol::{ChunkPiece, DataRegion, FileStatus, Place, Request, Status};
 use rustix::io::Errno;
 
+use crate::checkpoints::{CheckpointError, own_files};
 use crate::connect::Connection;
 use crate::error::ClientError;
-use crate::find::{Mount, find};
+use crate::find::{self, Mount, find};
+use crate::levels::Levels;
 use crate::region::{Mapping, View};
 
 /// Why a request about an open mount failed.
@@ -28,6 +30,15 @@ pub enum MountError {
     /// firnd said so, or cannot be asked.
     #[error(transparent)]
     Client(#[from] ClientError),
+    /// What lies at a path cannot be looked at.
+    #[error(transparent)]
+    Look(#[from] CheckpointError),
+    /// There is no file at or below a path.
+    #[error("there is no file in {}", quoted_path(path))]
+    NoFile {
+        /// Where.
+        path: PathBuf,
+    },
     /// The connection met an error before, or is closed.
     #[error("this handle has no connection any more: close it and open another")]
     Closed,
@@ -83,6 +94,8 @@ impl MountError {
     pub fn errno(&self) -> i32 {
         let errno = match self {
             Self::Client(error) => return error.errno(),
+            Self::Look(error) => return error.errno(),
+            Self::NoFile { .. } => Errno::NODATA,
             Self::Closed => Errno::NOTCONN,
             Self::ListEnded(_) | Self::Foreign { .. } => Errno::STALE,
             Self::NotMapped | Self::Range(_) => Errno::INVAL,
@@ -92,6 +105,17 @@ impl MountError {
         };
         errno.raw_os_error()
     }
+}
+
+/// Room of a mount for what is written next. Others may take it meanwhile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// Bytes of the arena that are free, or have drained data that makes way.
+    pub memory_bytes: u64,
+    /// Bytes of the spill file that are free; 0 also where there is none.
+    pub spill_bytes: u64,
+    /// Bytes that the backing has available to this user, without those that held data will take.
+    pub backing_bytes: u64,
 }
 
 /// A mount and the connection to its firnd.
@@ -225,6 +249,56 @@ impl OpenMount {
             timeout_ms,
         };
         self.ask(|connection| connection.wait(&request, &mut |_| {}))
+    }
+
+    /// The lowest durability level of the files at or below `path`: the caller's, and others' of which firnd knows.
+    pub fn level(&self, path: &Path) -> Result<DurabilityLevel, MountError> {
+        let relative = self.relative(path)?;
+        let top = self.found.mount_point.join(&relative);
+        let files = own_files(&top)?;
+        let place = find::Place {
+            mount: self.found.clone(),
+            relative,
+        };
+        // After the look: firnd knows each file by now that was found.
+        let levels = self.ask(|connection| {
+            let status = connection.status()?;
+            Levels::ask(connection, &place, &status)
+        })?;
+        let own = files
+            .iter()
+            .map(|below| levels.level(&place.relative.as_path().join(below)));
+        let known = levels.all_known().map(|file| file.state);
+        own.chain(known).min().ok_or_else(|| MountError::NoFile {
+            path: path.to_owned(),
+        })
+    }
+
+    /// How many bytes can be written to the mount, and where they would stay.
+    pub fn room(&self) -> Result<Room, MountError> {
+        let status = self.status()?;
+        let spill = status.spill.as_ref();
+        // A stub tree is on tmpfs, whose room says nothing of the backing.
+        let shown = if self.found.is_tree {
+            &self.found.backing
+        } else {
+            &self.found.mount_point
+        };
+        let of_backing = rustix::fs::statvfs(shown).map_err(|errno| MountError::System {
+            what: "ask for the room of",
+            path: shown.as_path().into(),
+            errno,
+        })?;
+        let available_bytes = of_backing.f_bavail.saturating_mul(of_backing.f_frsize);
+        Ok(Room {
+            memory_bytes: status
+                .arena_bytes
+                .saturating_sub(status.arena_used_bytes)
+                .saturating_add(status.cached_bytes)
+                .min(status.arena_bytes),
+            spill_bytes: spill.map_or(0, |spill| spill.bytes.saturating_sub(spill.used_bytes)),
+            backing_bytes: available_bytes.saturating_sub(status.held_bytes),
+        })
     }
 
     // ---- the data region -----------------------------------------------------------------------

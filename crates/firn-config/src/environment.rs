@@ -20,7 +20,7 @@ pub struct Variable {
 }
 
 /// The variables that users may set, or find set, beside those of options.
-pub static VARIABLES: [Variable; 6] = [
+pub static VARIABLES: [Variable; 9] = [
     Variable {
         name: "FIRN_RUNTIME_DIR",
         meaning: "directory of arenas, sockets and logs instead of `/dev/shm/firn-UID`: on tmpfs, yours, and of mode 0700",
@@ -28,6 +28,18 @@ pub static VARIABLES: [Variable; 6] = [
     Variable {
         name: "FIRN_PREFIX",
         meaning: "set by `firn run` for its command, and read by no verb: the directory to write to",
+    },
+    Variable {
+        name: "FIRN_JOB",
+        meaning: "read by the Python package: a value that is the same in all ranks of a job and new at each start, where no launcher gives one",
+    },
+    Variable {
+        name: "FIRN_BIN",
+        meaning: "read by the Python package, and by tests: the program `firn` to start, instead of the installed one",
+    },
+    Variable {
+        name: "FIRN_LIB",
+        meaning: "read by the Python package: the C library to load, instead of the installed `libfirn.so`",
     },
     Variable {
         name: "FIRN_PRELOAD",
@@ -56,7 +68,6 @@ static INTERNAL: &[&str] = &[
     "FIRN_BENCH_DIR",
     "FIRN_BENCH_LEFTOVERS",
     "FIRN_BENCH_PROGRAM",
-    "FIRN_BIN",
     "FIRN_CALLS",
     "FIRN_CHECKPOINT",
     "FIRN_CRASH_ROUNDS",

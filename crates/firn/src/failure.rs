@@ -1,6 +1,7 @@
 //! How a verb ends that did not end well.
 
 use firn_agent::{AgentError, PullError};
+use firn_client::checkpoints::CheckpointError;
 use firn_client::{ClientError, PathsError};
 use firn_config::ConfigError;
 use firn_daemon::{AttachError, CheckError, FlattenError, MountError, RecoverError};
@@ -54,6 +55,12 @@ impl Failure {
 
 impl From<ClientError> for Failure {
     fn from(error: ClientError) -> Self {
+        Self::new(error.exit_code(), error.to_string())
+    }
+}
+
+impl From<CheckpointError> for Failure {
+    fn from(error: CheckpointError) -> Self {
         Self::new(error.exit_code(), error.to_string())
     }
 }

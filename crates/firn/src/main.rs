@@ -3,13 +3,11 @@
 //! Data goes to stdout, messages to stderr with `firn: ` before them. Exit status: docs/OPERATIONS.md.
 
 mod ask;
-mod checkpoints;
 mod cli;
 mod doctor;
 mod exporter;
 mod failure;
 mod job;
-mod levels;
 mod metrics;
 mod output;
 mod overview;

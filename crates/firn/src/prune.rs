@@ -15,11 +15,11 @@
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 
+use firn_client::checkpoints::{self, Directory, Wholeness, failed};
 use firn_trust::{ObjectId, names_in, remove_object};
 use rustix::fs::{FileType, RenameFlags, renameat_with};
 use rustix::io::Errno;
 
-use crate::checkpoints::{self, Directory, Wholeness, failed};
 use crate::failure::Failure;
 
 /// A checkpoint that is being removed is called `.NAME` and this.
@@ -85,7 +85,7 @@ pub fn judge_directory(directory: &Directory, keep: usize) -> Result<Judged, Fai
         });
     }
     for (name, object, failure) in looked.failed {
-        failures.push(failure);
+        failures.push(failure.into());
         others.push(Judgement {
             name,
             verdict: Verdict::Unknown,
@@ -112,7 +112,7 @@ pub fn remove(directory: &Directory, checkpoint: &Judgement) -> Result<Removal, 
         .is_some_and(|stat| ObjectId::of(&stat) == checkpoint.object);
     if !is_same {
         rename(directory, &removed, name)?;
-        return Err(failed(&directory.path().join(name))(Errno::STALE));
+        return Err(failed(&directory.path().join(name))(Errno::STALE).into());
     }
     if directory.is_open(&removed)? {
         rename(directory, &removed, name)?;
@@ -144,12 +144,12 @@ pub fn finish_removals(directory: &Directory) -> Result<Vec<Failure>, Failure> {
 fn rename(directory: &Directory, from: &OsStr, to: &OsStr) -> Result<(), Failure> {
     let dir = directory.dir();
     let renamed = renameat_with(dir, from, dir, to, RenameFlags::NOREPLACE);
-    renamed.map_err(failed(&directory.path().join(from)))
+    Ok(renamed.map_err(failed(&directory.path().join(from)))?)
 }
 
 fn remove_renamed(directory: &Directory, name: &OsStr, object: ObjectId) -> Result<(), Failure> {
     let removed = remove_object(directory.dir(), name, object);
-    removed.map_err(failed(&directory.path().join(name)))
+    Ok(removed.map_err(failed(&directory.path().join(name)))?)
 }
 
 /// Judges directories of the user, the newest first.
@@ -217,7 +217,7 @@ impl Verdict {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checkpoints::Checkpoint;
+    use firn_client::checkpoints::Checkpoint;
     use rustix::fs::{AtFlags, statat};
 
     /// The newest first.

@@ -17,12 +17,12 @@ use std::io::{Read as _, Write as _};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Component, Path, PathBuf};
 
+use firn_client::checkpoints::{Checkpoint, Directory};
 use firn_client::paths::RuntimeFiles;
 use firn_client::{ClientError, Connection, Place};
 use firn_protocol::path::BytePath;
 use firn_protocol::record::{RECORD_BYTES_MAX, RunRecord};
 
-use crate::checkpoints::{Checkpoint, Directory};
 use crate::failure::{FAILED, Failure, NOT_FIRN, USAGE};
 use crate::text;
 
@@ -188,11 +188,9 @@ impl Run {
                             (path.as_path().into(), checkpoint)
                         }))
                 }
-                Err(failure) => self.failures.extend(
-                    failure
-                        .text()
-                        .map(|text| format!("checkpoints cannot be looked at: {text}")),
-                ),
+                Err(error) => self
+                    .failures
+                    .push(format!("checkpoints cannot be looked at: {error}")),
             }
         }
     }

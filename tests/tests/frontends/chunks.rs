@@ -789,6 +789,26 @@ fn a_c_program_asks_for_the_state_drains_and_waits() {
     fault.let_go();
 }
 
+#[test]
+fn a_c_program_asks_for_room_levels_and_checkpoints() {
+    let sandbox = Sandbox::new("croom");
+    let installed = Installed::new(&sandbox);
+    let program = installed.compile("tests/c/state.c", Link::Shared);
+    let mount = FirnMount::new(&sandbox, "arena-size=16M,drain=demand");
+    fs::create_dir(mount.join("step_7")).expect("a directory");
+    fs::create_dir(mount.join("notes")).expect("a directory without a step");
+    let path = mount.join("step_7/file");
+    fs::write(&path, bytes(3, MIB)).expect("write");
+    let state = |args: &[&std::ffi::OsStr]| {
+        let mut command = installed.command(&program);
+        run(command.args(args)).ok();
+    };
+    let (dir, size) = (mount.join(""), MIB.to_string());
+    let file = path.as_os_str();
+    state(&["steps".as_ref(), file, dir.as_os_str(), size.as_ref()]);
+    state(&["room".as_ref(), file]);
+}
+
 /// What a program compiled with an older firn.h has no room for is not written.
 #[test]
 fn structures_of_an_older_c_program_are_filled_as_far_as_they_go() {

@@ -104,6 +104,51 @@ const USER_REMOVES: &str = r#"
 find ~ | sort | diff /tmp/before -
 "#;
 
+/// A user without root has a virtual environment of its own, and is rid of the package in the end. There is no FUSE for
+/// the preload library.
+const WHEEL: &str = r#"
+cd "$HOME"
+python3 -m venv venv
+venv/bin/pip install --quiet --no-index /tmp/*.whl
+venv/bin/pip check
+export PATH=$PWD/venv/bin:$PATH
+[[ $(firn version) == firn\ * && $(python -m firnfs version) == "$(firn version)" ]]
+[[ $(python -c 'import firnfs; print(firnfs.preload_path())') == */site-packages/* ]]
+cat >job.py <<'JOB'
+import os
+import sys
+import firnfs
+
+here = sys.argv[1] if len(sys.argv) > 1 else os.environ["FIRN_PREFIX"]
+last = firnfs.latest(here)
+step = last.step + 1 if last else 1
+assert last is None or (last / "model").read_bytes() == b"%d" % last.step * 100000
+with firnfs.checkpoint(here, step=step) as new:
+    (new / "model").write_bytes(b"%d" % step * 100000)
+    assert firnfs.steps(here) == ([] if last is None else firnfs.steps(here)[: step - 1])
+assert firnfs.latest(here).step == step
+JOB
+mkdir backing ckpt
+firn mount -o arena-size=64M,close=held backing ckpt
+python job.py ckpt
+python job.py ckpt
+firn umount ckpt
+mount.firn "$PWD/backing" "$PWD/ckpt" -o arena-size=64M,drain=commit
+python job.py ckpt
+firn umount ckpt
+for frontend in fuse preload; do
+    firn run "--frontend=$frontend" --memory 64M --backing backing -- python job.py 2>messages
+    refuse grep 'not installed' messages
+    python -c "import firnfs; firnfs.run(['python', 'job.py'], backing='backing', memory='64M', frontend='$frontend')"
+done
+[[ $(ls backing | wc -l) == 7 && $(<backing/step_7/model) == 7777* ]]
+venv/bin/pip uninstall --quiet --yes firnfs
+hash -r
+refuse command -v firn
+cd /
+rm -r "$HOME"/*
+"#;
+
 /// Uses the C library.
 const PROGRAM: &str = r#"
 #include <firn.h>
@@ -131,7 +176,7 @@ const NOTES: [&str; 7] = [
 ];
 
 /// What scripts/dist made of the binaries under test.
-fn make_packages(sandbox: &Sandbox) -> Vec<PathBuf> {
+fn make_packages(sandbox: &Sandbox, only: Option<&str>) -> Vec<PathBuf> {
     if let Some(dir) = std::env::var_os(PACKAGES_VARIABLE) {
         let entries = fs::read_dir(dir).expect("the packages");
         return entries
@@ -139,9 +184,14 @@ fn make_packages(sandbox: &Sandbox) -> Vec<PathBuf> {
             .collect();
     }
     let to = sandbox.mkdir("dist");
-    let made = run(dist().arg("--to").arg(&to)).ok();
+    let mut command = dist();
+    command.arg("--to").arg(&to);
+    if let Some(kind) = only {
+        command.args(["--only", kind]);
+    }
+    let made = run(&mut command).ok();
     let packages: Vec<_> = made.stdout.lines().map(PathBuf::from).collect();
-    assert_eq!(packages.len(), 3, "{made:?}");
+    assert_eq!(packages.len(), only.map_or(4, |_| 1), "{made:?}");
     packages
 }
 
@@ -225,7 +275,7 @@ fn file_with_extension(packages: &[PathBuf], extension: &str) -> PathBuf {
 #[test]
 fn packages_are_installed_used_and_removed_and_leave_nothing() {
     let sandbox = Sandbox::new("dist");
-    let packages = make_packages(&sandbox);
+    let packages = make_packages(&sandbox, None);
 
     let deb = file_with_extension(&packages, "deb");
     let install_deb = "dpkg --install /tmp/*.deb\ndpkg --verify firn\n";
@@ -252,7 +302,7 @@ export PKG_CONFIG_PATH=/usr/lib64/pkgconfig LD_LIBRARY_PATH=/usr/lib64
 #[test]
 fn tarballs_of_root_and_of_a_user_are_installed_used_and_removed_apart() {
     let sandbox = Sandbox::new("dist-tar");
-    let packages = make_packages(&sandbox);
+    let packages = make_packages(&sandbox, Some("tarball"));
     let tarball = file_with_extension(&packages, "gz");
     let install = r#"
 tar -C /usr/local --strip-components=1 -xzf /tmp/*.tar.gz
@@ -281,6 +331,48 @@ firn version
     let (outcome, left) = run_in_clean_root(&sandbox, "tarball", &[tarball], &steps);
     outcome.ok();
     assert!(left.is_empty(), "the tarballs leave {left:#?}");
+}
+
+#[test]
+fn the_wheel_is_used_by_a_user_without_root_and_removed() {
+    let sandbox = Sandbox::new("dist-wheel");
+    let wheel = file_with_extension(&make_packages(&sandbox, Some("wheel")), "whl");
+    assert_tag_is_that_of_the_binaries(&sandbox, &wheel);
+    let as_user = format!(
+        r#"
+cat >/tmp/user-steps <<'STEPS'
+{FUNCTIONS}{WHEEL}
+STEPS
+install -d -o nobody -g nogroup /home/stranger
+setpriv --reuid nobody --regid nogroup --clear-groups env HOME=/home/stranger bash -euo pipefail /tmp/user-steps
+rm -r /home/stranger
+"#
+    );
+    let steps = [FUNCTIONS, BEGIN, &as_user, END].concat();
+    let (outcome, left) = run_in_clean_root(&sandbox, "wheel", &[wheel], &steps);
+    outcome.ok();
+    assert!(left.is_empty(), "the wheel leaves {left:#?}");
+}
+
+/// What auditwheel finds that the binaries need is what the name of the wheel says.
+fn assert_tag_is_that_of_the_binaries(sandbox: &Sandbox, wheel: &Path) {
+    let tools = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/tools/wheel");
+    assert!(
+        tools.exists(),
+        "auditwheel is missing: run `scripts/setup`, which installs it in {tools:?}"
+    );
+    let mut command = Command::new("/usr/bin/python3");
+    command
+        .args(["-m", "auditwheel", "show"])
+        .arg(wheel)
+        .env("PYTHONPATH", &tools)
+        .env("PYTHONDONTWRITEBYTECODE", "1")
+        .current_dir(sandbox.path());
+    let said = run(&mut command).ok().stdout.replace('\n', " ");
+    let name = wheel.file_stem().expect("a name").to_string_lossy();
+    let tag = name.rsplit('-').next().expect("a tag");
+    let says = format!("following platform tag: \"{tag}\"");
+    assert!(said.contains(&says), "{tag}: {said}");
 }
 
 /// What every package has, as scripts/install puts it below a prefix.

@@ -25,6 +25,7 @@ mod owners;
 mod pages;
 mod planted;
 mod power;
+mod python;
 mod quiet;
 mod recovery;
 mod report;

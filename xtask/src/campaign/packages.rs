@@ -10,8 +10,11 @@ use super::{cargo, cargo_command, require_test, root, target_dir};
 
 /// Release whose packages make the root; debootstrap takes them from the machine's mirror.
 const RELEASE: &str = "bookworm";
-/// What the tests use there beside the base system: a mount without root, a program with libfirn, rpm.
-const INCLUDED: &str = "fuse3,gcc,libc6-dev,pkg-config,rpm";
+/// What the tests use there beside the base system: a mount without root, a program with libfirn, rpm, a wheel in a
+/// virtual environment.
+const INCLUDED: &str = "fuse3,gcc,libc6-dev,pkg-config,python3-venv,rpm";
+/// Name of the root, which changes with what is in it.
+const ROOT: &str = "bookworm-python";
 
 /// Makes the packages, then runs the tests of packages with them.
 pub fn run() -> anyhow::Result<()> {
@@ -21,7 +24,7 @@ pub fn run() -> anyhow::Result<()> {
         fs::remove_dir_all(&packages).context("remove the packages made before")?;
     }
     cargo(Command::new("make").arg("dist").current_dir(root()))?;
-    let debian = target_dir().join("roots").join(RELEASE);
+    let debian = target_dir().join("roots").join(ROOT);
     if !debian.exists() {
         debootstrap(&debian)?;
     }

@@ -5,9 +5,13 @@ use std::ffi::c_int;
 use firn_format::durability::DurabilityLevel;
 use firn_protocol::Status;
 
-use super::{CPath, CallerPlace, CallerSized, Handle, guarded, mount_of};
+use super::{CPath, CallerPlace, CallerSized, Handle, NO_PLACE, OutPlace, guarded, mount_of};
 use crate::error::Error;
 
+/// `FIRN_HELD`.
+const HELD: c_int = 0;
+/// `FIRN_SPILLED`.
+const SPILLED: c_int = 1;
 /// `FIRN_PARTNERED`.
 const PARTNERED: c_int = 2;
 /// `FIRN_LOGGED`.
@@ -111,6 +115,61 @@ pub extern "C" fn firn_wait(
         let path = path.path()?;
         mount.wait(path, until, (timeout_ms != FOREVER).then_some(timeout_ms))?;
         Ok(())
+    })
+}
+
+/// The number of a level in C.
+pub(super) fn number_of(level: DurabilityLevel) -> c_int {
+    match level {
+        DurabilityLevel::Held => HELD,
+        DurabilityLevel::Spilled => SPILLED,
+        DurabilityLevel::Partnered => PARTNERED,
+        DurabilityLevel::Logged => LOGGED,
+        DurabilityLevel::Drained => DRAINED,
+        DurabilityLevel::Durable => DURABLE,
+    }
+}
+
+/// `firn_get_durability`.
+#[unsafe(no_mangle)]
+pub extern "C" fn firn_get_durability(
+    handle: Option<&Handle>,
+    path: CPath<'_>,
+    to: OutPlace<'_, c_int>,
+) -> c_int {
+    guarded(|| {
+        let place = to.ok_or(Error::Argument(NO_PLACE))?;
+        let level = mount_of(handle)?.level(path.path()?)?;
+        place.write(number_of(level));
+        Ok(())
+    })
+}
+
+/// `struct firn_room`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct Room {
+    size: usize,
+    memory_bytes: u64,
+    spill_bytes: u64,
+    backing_bytes: u64,
+}
+
+const _: () = assert!(size_of::<Room>() == 4 * 8);
+// SAFETY: `repr(C)` of words without padding, and the first is `size`.
+unsafe impl CallerSized for Room {}
+
+/// `firn_get_room`.
+#[unsafe(no_mangle)]
+pub extern "C" fn firn_get_room(handle: Option<&Handle>, to: CallerPlace<'_, Room>) -> c_int {
+    guarded(|| {
+        let room = mount_of(handle)?.room()?;
+        to.fill(Room {
+            size: size_of::<Room>(),
+            memory_bytes: room.memory_bytes,
+            spill_bytes: room.spill_bytes,
+            backing_bytes: room.backing_bytes,
+        })
     })
 }
 

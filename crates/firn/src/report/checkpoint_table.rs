@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
+use firn_client::checkpoints::Wholeness;
 use firn_format::durability::DurabilityLevel;
 use firn_protocol::path::BytePath;
 use firn_protocol::record::{CheckpointRecord, RunRecord};
 
 use super::Run;
 use super::html::Text;
-use crate::checkpoints::Wholeness;
 use crate::text::{bytes, seconds};
 
 /// The newest of them are shown.

@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
+use firn_client::checkpoints::{Checkpoint, Directory, Wholeness};
 use firn_format::durability::DurabilityLevel;
 use firn_protocol::path::BytePath;
 use serde::{Deserialize, Serialize};
 
-use crate::checkpoints::{Checkpoint, Directory, Wholeness};
 use crate::failure::{DONE, FAILED, Failure, PARTLY};
 use crate::output::{self, Paint};
 use crate::text;
@@ -151,7 +151,7 @@ fn run_history(matches: &ArgMatches) -> Result<u8, Failure> {
     let failures: Vec<String> = looked
         .failed
         .iter()
-        .filter_map(|(_, _, failure)| failure.text())
+        .map(|(_, _, error)| error.to_string())
         .collect();
     for failure in &failures {
         output::say(failure);
@@ -245,9 +245,8 @@ fn run_latest(matches: &ArgMatches) -> Result<u8, Failure> {
         ));
     }
     let looked = directory.look()?;
-    let failed = looked.failed.iter();
-    for failure in failed.filter_map(|(_, _, failure)| failure.text()) {
-        output::say(&failure);
+    for (_, _, error) in &looked.failed {
+        output::say(&error.to_string());
     }
     let with_step = || looked.checkpoints.iter().filter(|one| one.step.is_some());
     let is_usable = |one: &&Checkpoint| match one.wholeness {

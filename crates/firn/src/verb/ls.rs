@@ -3,13 +3,13 @@
 use std::path::{Path, PathBuf};
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
+use firn_client::levels::Levels;
 use firn_format::durability::DurabilityLevel;
 use firn_format::record::Ending;
 use firn_protocol::path::BytePath;
 use serde::Serialize;
 
 use crate::failure::{DONE, FAILED, Failure};
-use crate::levels::Levels;
 use crate::verb::{NO_CONNECTION, Verb, connect};
 use crate::{output, text};
 

@@ -3,10 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint, value_parser};
+use firn_client::checkpoints::Directory;
 use firn_protocol::path::BytePath;
 use serde::Serialize;
 
-use crate::checkpoints::Directory;
 use crate::failure::{DONE, Failure, PARTLY};
 use crate::prune::{self, Removal, Verdict};
 use crate::verb::{NO_CONNECTION, Verb, find};

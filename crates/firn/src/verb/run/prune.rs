@@ -5,7 +5,8 @@ use std::path::Path;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
-use crate::checkpoints::Directory;
+use firn_client::checkpoints::Directory;
+
 use crate::failure::Failure;
 use crate::prune::{self, Verdict};
 

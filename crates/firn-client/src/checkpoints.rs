@@ -19,8 +19,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use firn_client::{ClientError, Connection, Mount, Place};
 use firn_format::durability::DurabilityLevel;
+use firn_format::quote::quoted_path;
 use firn_format::record::Ending;
 use firn_format::step::step_of;
 use firn_protocol::Status;
@@ -28,12 +28,54 @@ use firn_trust::{ObjectId, names_in, visit_own};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat, statat};
 use rustix::io::Errno;
 
-use crate::failure::{FAILED, Failure};
+use crate::connect::Connection;
+use crate::error::ClientError;
+use crate::find::{self, Mount, Place};
 use crate::levels::Levels;
-use crate::text;
 
 /// What a transaction may have changed is told by the clock of the backing, which may be another one than firnd's.
 const CLOCKS_APART_MAX: Duration = Duration::from_secs(60);
+
+/// Why checkpoints cannot be looked at.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    /// firnd said so, or cannot be asked.
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    /// The system refused to look at a path.
+    #[error("{}: {}", quoted_path(path), reason(*errno))]
+    System {
+        /// At which.
+        path: PathBuf,
+        /// Why not; ESTALE: something else is in its place.
+        errno: Errno,
+    },
+}
+
+impl CheckpointError {
+    /// The errno that says it best, positive.
+    pub fn errno(&self) -> i32 {
+        match self {
+            Self::Client(error) => error.errno(),
+            Self::System { errno, .. } => errno.raw_os_error(),
+        }
+    }
+
+    /// The exit code that says it (docs/OPERATIONS.md).
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Client(error) => error.exit_code(),
+            Self::System { .. } => 1,
+        }
+    }
+}
+
+fn reason(errno: Errno) -> String {
+    match errno {
+        Errno::STALE => "somebody put something else in its place meanwhile".to_owned(),
+        errno => std::io::Error::from(errno).to_string(),
+    }
+}
 
 /// Whether a checkpoint can be used, as far as that is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,6 +139,27 @@ pub struct Checkpoint {
     pub is_linked: bool,
 }
 
+/// The user's regular files at or below `path`, as paths below it; a file has the empty path. Symbolic links are not followed.
+pub(crate) fn own_files(path: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
+    let found = rustix::fs::lstat(path).map_err(failed(path))?;
+    if FileType::from_raw_mode(found.st_mode) == FileType::RegularFile {
+        return Ok(vec![PathBuf::new()]);
+    }
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    let dir = rustix::fs::open(path, flags, Mode::empty()).map_err(failed(path))?;
+    let uid = rustix::process::geteuid().as_raw();
+    let mut files = Vec::new();
+    for name in names_in(&dir).map_err(failed(path))? {
+        visit_own(&dir, &name, uid, &mut |below, stat| {
+            if FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile {
+                files.push(below.to_owned());
+            }
+        })
+        .map_err(failed(&path.join(&name)))?;
+    }
+    Ok(files)
+}
+
 /// The checkpoints of a directory, and what stands beside them.
 #[derive(Default)]
 pub struct Listing {
@@ -105,7 +168,7 @@ pub struct Listing {
     /// Directories of other users.
     pub foreign: Vec<(OsString, ObjectId)>,
     /// Those that could not be looked at, and why.
-    pub failed: Vec<(OsString, ObjectId, Failure)>,
+    pub failed: Vec<(OsString, ObjectId, CheckpointError)>,
 }
 
 /// A directory of checkpoints.
@@ -137,18 +200,18 @@ struct FoundFile {
 
 impl Directory {
     /// The directory at a place of a mount.
-    pub fn open(place: Place) -> Result<Self, Failure> {
+    pub fn open(place: Place) -> Result<Self, CheckpointError> {
         let path = place.mount.mount_point.join(&place.relative);
         Self::open_at(path, Some(place.mount))
     }
 
     /// The directory at a path, mounted or not.
-    pub fn find(path: &Path) -> Result<Self, Failure> {
-        match firn_client::find(path) {
+    pub fn find(path: &Path) -> Result<Self, CheckpointError> {
+        match find::find(path) {
             Ok(place) => Self::open(place),
             Err(ClientError::NoMount { .. }) => {
                 let canonical = path.canonicalize().map_err(|error| {
-                    Failure::new(FAILED, format!("{}: {error}", text::path(path)))
+                    failed(path)(Errno::from_io_error(&error).unwrap_or(Errno::IO))
                 })?;
                 Self::open_at(canonical, None)
             }
@@ -156,7 +219,7 @@ impl Directory {
         }
     }
 
-    fn open_at(path: PathBuf, mount: Option<Mount>) -> Result<Self, Failure> {
+    fn open_at(path: PathBuf, mount: Option<Mount>) -> Result<Self, CheckpointError> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let dir = rustix::fs::open(&path, flags, Mode::empty()).map_err(failed(&path))?;
         Ok(Self {
@@ -190,7 +253,7 @@ impl Directory {
     /// What an earlier mount left in memory of the backing that this directory, which is not mounted, is in.
     pub fn left_arena(&self) -> Option<PathBuf> {
         let above = self.path.ancestors();
-        let mut arenas = above.filter_map(|dir| match firn_client::find(dir) {
+        let mut arenas = above.filter_map(|dir| match find::find(dir) {
             Err(ClientError::NoMount { arena, .. }) => arena,
             _ => None,
         });
@@ -198,7 +261,7 @@ impl Directory {
     }
 
     /// The host that has in memory what is not in the backing.
-    pub fn host(&self) -> Result<Option<String>, Failure> {
+    pub fn host(&self) -> Result<Option<String>, CheckpointError> {
         let Some(mount) = &self.mount else {
             return Ok(None);
         };
@@ -218,7 +281,7 @@ impl Directory {
     }
 
     /// Looks at all that is directly in it.
-    pub fn look(&self) -> Result<Listing, Failure> {
+    pub fn look(&self) -> Result<Listing, CheckpointError> {
         let mut looked = Listing::default();
         let mut found = Vec::new();
         let mut linked = HashSet::new();
@@ -267,7 +330,7 @@ impl Directory {
     }
 
     /// What has a name in the directory.
-    pub fn look_at(&self, name: &OsStr) -> Result<Option<Stat>, Failure> {
+    pub fn look_at(&self, name: &OsStr) -> Result<Option<Stat>, CheckpointError> {
         match statat(&self.dir, name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) => Ok(Some(stat)),
             Err(Errno::NOENT) => Ok(None),
@@ -276,7 +339,7 @@ impl Directory {
     }
 
     /// Whether a program has a file at or below a name open.
-    pub fn is_open(&self, name: &OsStr) -> Result<bool, Failure> {
+    pub fn is_open(&self, name: &OsStr) -> Result<bool, CheckpointError> {
         let Some(mount) = &self.mount else {
             return Ok(false);
         };
@@ -312,7 +375,7 @@ impl Directory {
         Ok(found)
     }
 
-    fn ask_firnd(&self) -> Result<Knowledge, Failure> {
+    fn ask_firnd(&self) -> Result<Knowledge, CheckpointError> {
         let Some(mount) = &self.mount else {
             return Ok(Knowledge {
                 firnd: None,
@@ -476,14 +539,10 @@ fn first_name(path: &Path) -> Option<OsString> {
     }
 }
 
-/// The failure of a call on a path.
-pub fn failed(path: &Path) -> impl Fn(Errno) -> Failure {
-    let path = text::path(path);
-    move |errno| {
-        let why = match errno {
-            Errno::STALE => "somebody put something else in its place meanwhile".to_owned(),
-            errno => std::io::Error::from(errno).to_string(),
-        };
-        Failure::new(FAILED, format!("{path}: {why}"))
+/// The error of a call on a path.
+pub fn failed(path: &Path) -> impl Fn(Errno) -> CheckpointError {
+    move |errno| CheckpointError::System {
+        path: path.to_owned(),
+        errno,
     }
 }

@@ -6,13 +6,14 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use firn_client::{Connection, Place};
 use firn_format::durability::DurabilityLevel;
 use firn_format::record::Ending;
 use firn_protocol::{FileStatus, Status};
 use rustix::fs::lgetxattr;
 
-use crate::failure::Failure;
+use crate::connect::Connection;
+use crate::error::ClientError;
+use crate::find::Place;
 
 /// The attribute in which a file of a mount says its level.
 const LEVEL_ATTRIBUTE: &str = "user.firn.state";
@@ -43,7 +44,7 @@ impl Levels {
         connection: &mut Connection,
         place: &Place,
         status: &Status,
-    ) -> Result<Self, Failure> {
+    ) -> Result<Self, ClientError> {
         let files = connection.known_files(&place.relative)?;
         let has_logs =
             status.logged_files > 0 || status.options.iter().any(|option| option == "layout=log");

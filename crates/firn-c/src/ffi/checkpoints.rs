@@ -1,0 +1,164 @@
+//! The checkpoints of a directory, as C asks for them.
+
+use std::ffi::{CString, OsStr, OsString, c_char, c_int};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+
+use firn_client::checkpoints::{Checkpoint, Directory, Wholeness};
+use firn_format::step::step_of;
+
+use super::state::number_of;
+use super::{CPath, NO_PLACE, OutPlace, guarded};
+use crate::error::Error;
+
+const WHOLE: u32 = 0;
+const WRITTEN: u32 = 1;
+const CUT: u32 = 2;
+const IN_TRANSACTION: u32 = 3;
+const EMPTY: u32 = 4;
+const UNKNOWN: u32 = 5;
+const UNREADABLE: u32 = 6;
+const NO_LEVEL: u32 = u32::MAX;
+
+/// `struct firn_checkpoint`.
+#[derive(Debug)]
+#[repr(C)]
+pub struct CheckpointItem {
+    name: *const c_char,
+    step: u64,
+    bytes: u64,
+    files: u64,
+    modified_s: i64,
+    modified_ns: u32,
+    state: u32,
+    level: u32,
+    directory: u32,
+    reserved: [u64; 2],
+}
+
+const _: () = assert!(size_of::<CheckpointItem>() == 72);
+
+/// `struct firn_checkpoint_list`.
+pub struct CheckpointListHandle {
+    items: Vec<CheckpointItem>,
+    /// What `name` of the items points to.
+    _names: Vec<CString>,
+}
+
+impl CheckpointListHandle {
+    fn look(directory: &Directory) -> Result<Self, Error> {
+        let looked = directory.look()?;
+        let mut items = Vec::new();
+        let mut names = Vec::new();
+        let mut add = |name: OsString, item: CheckpointItem| {
+            // A name of a directory has no zero byte.
+            let name = CString::new(name.into_vec()).unwrap_or_default();
+            items.push(CheckpointItem {
+                // The bytes stay where they are when the string moves.
+                name: name.as_ptr(),
+                ..item
+            });
+            names.push(name);
+        };
+        for checkpoint in looked.checkpoints {
+            if let Some(item) = item_of(&checkpoint) {
+                add(checkpoint.name, item);
+            }
+        }
+        for (name, _, _) in looked.failed {
+            if let Some(item) = unreadable(&name) {
+                add(name, item);
+            }
+        }
+        Ok(Self {
+            items,
+            _names: names,
+        })
+    }
+}
+
+/// None of one without a step.
+fn item_of(checkpoint: &Checkpoint) -> Option<CheckpointItem> {
+    let (modified_s, modified_ns) = checkpoint.modified;
+    Some(CheckpointItem {
+        name: std::ptr::null(),
+        step: checkpoint.step?,
+        bytes: checkpoint.bytes,
+        files: checkpoint.files,
+        modified_s,
+        modified_ns: modified_ns as u32,
+        state: match checkpoint.wholeness {
+            Wholeness::Whole => WHOLE,
+            Wholeness::Written => WRITTEN,
+            Wholeness::Cut => CUT,
+            Wholeness::InTransaction => IN_TRANSACTION,
+            Wholeness::Empty => EMPTY,
+            Wholeness::Unknown => UNKNOWN,
+        },
+        level: checkpoint
+            .level
+            .map_or(NO_LEVEL, |level| number_of(level) as u32),
+        directory: checkpoint.is_dir.into(),
+        reserved: [0; 2],
+    })
+}
+
+fn unreadable(name: &OsStr) -> Option<CheckpointItem> {
+    Some(CheckpointItem {
+        name: std::ptr::null(),
+        step: step_of(name)?,
+        bytes: 0,
+        files: 0,
+        modified_s: 0,
+        modified_ns: 0,
+        state: UNREADABLE,
+        level: NO_LEVEL,
+        directory: 0,
+        reserved: [0; 2],
+    })
+}
+
+/// `firn_list_checkpoints`.
+#[unsafe(no_mangle)]
+pub extern "C" fn firn_list_checkpoints(
+    directory: CPath<'_>,
+    to: OutPlace<'_, Box<CheckpointListHandle>>,
+) -> c_int {
+    guarded(|| {
+        let place = to.ok_or(Error::Argument(NO_PLACE))?;
+        let path = directory.path()?;
+        let directory = Directory::find(path)?;
+        if !directory.is_mounted()
+            && let Some(arena) = directory.left_arena()
+        {
+            return Err(Error::NotMounted {
+                path: path.as_os_str().as_bytes().to_owned(),
+                arena,
+            });
+        }
+        place.write(Box::new(CheckpointListHandle::look(&directory)?));
+        Ok(())
+    })
+}
+
+/// `firn_checkpoint_list_count`.
+#[unsafe(no_mangle)]
+pub extern "C" fn firn_checkpoint_list_count(list: Option<&CheckpointListHandle>) -> usize {
+    list.map_or(0, |list| list.items.len())
+}
+
+/// `firn_checkpoint_list_items`.
+#[unsafe(no_mangle)]
+pub extern "C" fn firn_checkpoint_list_items(
+    list: Option<&CheckpointListHandle>,
+) -> *const CheckpointItem {
+    list.map_or(std::ptr::null(), |list| list.items.as_ptr())
+}
+
+/// `firn_checkpoint_list_free`.
+#[unsafe(no_mangle)]
+pub extern "C" fn firn_checkpoint_list_free(list: Option<Box<CheckpointListHandle>>) {
+    guarded(|| {
+        drop(list);
+        Ok(())
+    });
+}
