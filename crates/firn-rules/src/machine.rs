@@ -970,8 +970,8 @@ impl Rule {
     }
 
     fn describe_event(&self) -> String {
-        let words = self.text.split_ascii_whitespace();
-        let event = words.skip(2).next().unwrap_or_default();
+        let mut words = self.text.split_ascii_whitespace();
+        let event = words.nth(2).unwrap_or_default();
         match self.event {
             Event::Next => "the first change in the next one, or the end of its writers".to_owned(),
             Event::Idle if !self.is_idle_enough() => {

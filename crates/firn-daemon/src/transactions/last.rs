@@ -51,7 +51,10 @@ pub(crate) fn give_up_all(gate: &TransactionGate) {
 pub(crate) fn in_the_way(gate: &TransactionGate) -> Option<String> {
     let mut begun_here = gate.store().open_transactions();
     // What commit rules have begun ends with the mount.
-    begun_here.retain(|found| !found.is_recovered() && !(found.is_open() && found.is_of_names()));
+    begun_here.retain(|found| {
+        let is_of_a_rule = found.is_open() && found.is_of_names();
+        !found.is_recovered() && !is_of_a_rule
+    });
     let undecided = begun_here.iter().find_map(|found| {
         let scope = shown_scope(&found.path_now());
         match found {
