@@ -2,7 +2,7 @@
 //!
 //! A step is a number that directly follows a word for steps or checkpoints, such as `step_100`, `checkpoint-500`,
 //! `ckpt.0000100.h5` or `epoch=3-step=900.ckpt`; or a name that is a number and nothing else. Where there are several,
-//! the one after the word that comes first in [`WORDS`] counts. A name that says that it is not finished, as
+//! the one after the word that comes first in `WORDS` counts. A name that says that it is not finished, as
 //! `step_100.tmp`, has none.
 
 use std::ffi::OsStr;

@@ -1,6 +1,6 @@
 //! A watch over what programs do with names and files: commit rules begin transactions before a change and end them after it.
 //!
-//! It belongs to the [`Gate`](crate::Gate), and only mounts with rules have one: on all others a change costs one look whether
+//! It belongs to the [`Gate`], and only mounts with rules have one: on all others a change costs one look whether
 //! there is one.
 //!
 //! Promises of an implementation

@@ -96,7 +96,7 @@ pub struct Survey {
     pub hosts: Vec<HostSeen>,
     /// Hosts that could not be looked at, and why.
     pub failed: BTreeMap<String, OwnError>,
-    /// There are more than [`HOSTS_MAX`].
+    /// There are more than `HOSTS_MAX`.
     pub is_cut: bool,
 }
 
@@ -113,7 +113,7 @@ struct Found<B: Backing> {
 }
 
 /// Looks at all hosts that have a lease in a backing. `boot` is the run of this kernel ([`Holder::boot`]); `rest` waits for
-/// so long, [`LOOK_AGAIN_FOR`] altogether at most.
+/// so long, `LOOK_AGAIN_FOR` altogether at most.
 pub fn survey<B: Backing>(
     base: &B,
     boot: &str,

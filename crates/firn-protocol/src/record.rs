@@ -5,7 +5,7 @@
 //!
 //! Invariants of a parsed record
 //! * It has at most [`BUCKETS_MAX`] buckets, [`CHECKPOINTS_MAX`] checkpoints and [`EVENTS_MAX`] events.
-//! * A bucket lasts between a millisecond and a year, and no moment is more than [`SECONDS_MAX`] away from another one.
+//! * A bucket lasts between a millisecond and a year, and no moment is more than `SECONDS_MAX` away from another one.
 //! * A histogram has one count more than bounds, and its bounds are finite and ascend.
 
 use std::collections::BTreeMap;
