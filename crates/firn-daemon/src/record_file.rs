@@ -127,20 +127,14 @@ pub fn read_in_backing(backing: &Path) -> Result<Vec<(String, FoundRecord)>, Att
     names.truncate(READ_MAX);
     let mut records = Vec::new();
     for name in names {
-        let Some((_, attr)) =
-            own::find(&base, &dir, OsStr::new(&name)).map_err(|errno| wrong(errno.into()))?
-        else {
-            continue;
+        let record = match own::load_at_most(&base, &dir, &name, RECORD_BYTES_MAX) {
+            Ok(Some(bytes)) => RunRecord::parse(&bytes),
+            // Its host removed it meanwhile.
+            Ok(None) => continue,
+            Err(own::OwnError::TooLong { bytes, .. }) => Err(RecordError::TooLong { bytes }),
+            Err(error) => return Err(wrong(error)),
         };
-        if attr.size > RECORD_BYTES_MAX {
-            let bytes = attr.size;
-            records.push((name, Err(RecordError::TooLong { bytes })));
-            continue;
-        }
-        let loaded = own::load(&base, &dir, &name);
-        if let Some(bytes) = loaded.map_err(&wrong)? {
-            records.push((name, RunRecord::parse(&bytes)));
-        }
+        records.push((name, record));
     }
     Ok(records)
 }
