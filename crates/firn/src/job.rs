@@ -73,6 +73,23 @@ pub struct Total {
     pub errors: u64,
 }
 
+impl Total {
+    /// How many hosts there are in each state, as words; the states of no host are left out.
+    pub fn hosts_by_state(&self) -> String {
+        let states = [
+            (self.alive, "alive"),
+            (self.silent, "silent"),
+            (self.dead, "dead"),
+            (self.doubtful, "doubtful"),
+        ];
+        let states = states.iter().filter(|(hosts, _)| *hosts > 0);
+        let words: Vec<String> = states
+            .map(|(hosts, state)| format!("{hosts} {state}"))
+            .collect();
+        words.join(", ")
+    }
+}
+
 /// A host that has, or had, the backing mounted.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Host {

@@ -107,26 +107,12 @@ fn shown(job: &Job) -> Vec<&Host> {
 
 fn head(job: &Job, paint: Paint) -> String {
     let total = &job.total;
-    let kinds = [
-        (total.alive, "alive"),
-        (total.silent, "silent"),
-        (total.dead, "dead"),
-        (total.doubtful, "doubtful"),
-    ];
-    let kinds: Vec<String> = kinds
-        .iter()
-        .filter(|(number, _)| *number > 0)
-        .map(|(number, word)| format!("{number} {word}"))
-        .collect();
     let hosts = total.alive + total.silent + total.dead + total.doubtful;
+    let states = total.hosts_by_state();
     let backing = paint.head(&job.backing.to_string());
-    match kinds.len() {
+    match hosts {
         0 => format!("{backing}  no hosts\n"),
-        _ => format!(
-            "{backing}  {}: {}\n",
-            count(hosts, "host"),
-            kinds.join(", ")
-        ),
+        _ => format!("{backing}  {}: {}\n", count(hosts, "host"), states),
     }
 }
 

@@ -600,24 +600,13 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme
 
 fn draw_sums(frame: &mut Frame<'_>, area: Rect, job: &Job, theme: Theme) {
     let total = &job.total;
-    let kinds = [
-        (total.alive, "alive"),
-        (total.silent, "silent"),
-        (total.dead, "dead"),
-        (total.doubtful, "doubtful"),
-    ];
-    let kinds: Vec<String> = kinds
-        .iter()
-        .filter(|(number, _)| *number > 0)
-        .map(|(number, word)| format!("{number} {word}"))
-        .collect();
     let stranded = match total.stranded_bytes {
         0 => String::new(),
         stranded => format!(", stranded {}", bytes(stranded)),
     };
     let first = format!(
         " hosts {}; held {} in {}{stranded}",
-        kinds.join(", "),
+        total.hosts_by_state(),
         bytes(total.held_bytes),
         count(total.held_files, "file")
     );
