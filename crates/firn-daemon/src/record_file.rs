@@ -26,7 +26,7 @@ const RECORDS: &str = "records";
 const ENDING: &str = ".json";
 /// Records of a host that stay in a backing.
 const KEPT_OF_HOST: usize = 8;
-/// 90 days, for those that nobody of their host removes.
+/// 90 days: age at which any host removes a record whose own host does not come back.
 const KEPT_FOR_US: u64 = 90 * 86_400 * 1_000_000;
 /// Records of a backing that are read: 8 of 512 hosts.
 const READ_MAX: usize = 4096;

@@ -35,7 +35,7 @@ pub enum Ending {
     Success,
     /// A file was closed by the end of its process: how that ends, its exit tells.
     Exit,
-    /// By a signal, by an exit with an error, or nobody knows how.
+    /// By a signal, by an exit with an error, or in a way that is not known.
     Failure,
 }
 

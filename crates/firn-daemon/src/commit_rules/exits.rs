@@ -1,8 +1,8 @@
 //! How the processes that write in scopes end.
 //!
 //! One thread waits for their pidfds. The kernel (6.15) tells how a process ended once its parent has waited for it; until
-//! then, and on older kernels, /proc/PID/stat of the zombie does. Of one that is gone before either was read nobody knows how
-//! it ended: that counts as a failure.
+//! then, and on older kernels, /proc/PID/stat of the zombie does. If the process is gone before either
+//! was read, its status is lost, and that counts as a failure.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -133,7 +133,7 @@ impl Watched {
     }
 }
 
-/// How a process ended; the inner `None`: nobody knows; the outer: it has not, or that is not known yet.
+/// How a process ended. Outer `None`: the process lives, or its end is not known yet; inner `None`: its status is lost.
 fn end_of(
     process: u32,
     pidfd: &OwnedFd,

@@ -57,7 +57,7 @@ struct Recorder {
 struct State {
     timeline: Timeline,
     checkpoints: CheckpointLog,
-    /// When the first writer began to wait; none: nobody waits.
+    /// When the first of the waiting writers began to wait; `None`: no writer waits.
     full_since: Option<Instant>,
     /// When the first write to the backing failed; none: they succeed.
     failing_since: Option<Instant>,

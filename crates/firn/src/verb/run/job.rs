@@ -2,7 +2,8 @@
 //!
 //! Promises
 //! * The command starts when every host has mounted, or not at all.
-//! * A host that says nothing for `timeout` is lost: nobody waits for it any more, and it is named with what recovers its data.
+//! * A host that says nothing for `timeout` is lost: the run waits for the others only, and names the lost host with the
+//!   command that recovers its data.
 //! * Each other host ends by itself what it has begun, also when this process ends before.
 
 use std::io::BufReader;
