@@ -115,6 +115,15 @@ pub(crate) struct HostLease {
     held: Option<Held>,
 }
 
+/// What a host that is gone left.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Estate {
+    /// It may have transactions in the backing.
+    pub(crate) has_transactions: bool,
+    /// Bytes that it held in memory at its last beat.
+    pub(crate) held_bytes: u64,
+}
+
 /// A lease that was taken.
 #[derive(Debug)]
 struct Held {
@@ -186,23 +195,37 @@ impl HostLease {
         }
     }
 
-    /// Takes the lease of a host that is gone, to end its transactions; false: it never had any.
-    pub(crate) fn take_over(&mut self, host: &str) -> Result<bool, AttachError> {
+    /// Takes the lease of a host that is gone, to end what it began; none: it has no lease, or gave it back and has no
+    /// transactions.
+    pub(crate) fn take_over(&mut self, host: &str) -> Result<Option<Estate>, AttachError> {
         let base = open_backing(&self.backing)?;
         let refused = own_error(&self.backing);
         let Some(dir) = find_host_dir(&base, host).map_err(&refused)? else {
-            return Ok(false);
+            return Ok(None);
         };
-        let purpose = LeaseUse::Transactions;
         let last = Beat::read(&base, &dir).map_err(&refused)?;
-        let has_transactions = last.is_some_and(|beat| beat.may_be_for(purpose))
+        let has_transactions = last
+            .as_ref()
+            .is_some_and(|beat| beat.may_be_for(LeaseUse::Transactions))
             || TransactionalBacking::has_transactions_in(&base, &dir)
                 .map_err(AttachError::transactions(&self.backing))?;
-        if !has_transactions {
-            return Ok(false);
+        let is_listed = last.as_ref().is_some_and(|beat| !beat.is_released());
+        if !has_transactions && !is_listed {
+            return Ok(None);
         }
+        let uses = last.as_ref().and_then(Beat::uses).unwrap_or_default();
+        let purpose = if has_transactions {
+            LeaseUse::Transactions
+        } else {
+            uses.first().copied().unwrap_or(LeaseUse::Tokens)
+        };
+        let report = last.and_then(|beat| beat.report());
+        let report = report.and_then(|report| serde_json::from_value(report).ok());
         self.held = Some(Held::take(base, dir, purpose, host, &self.backing)?);
-        Ok(true)
+        Ok(Some(Estate {
+            has_transactions,
+            held_bytes: report.map_or(0, |report: HostReport| report.held_bytes),
+        }))
     }
 
     /// What becomes of the lease, where transactions depend on it.
@@ -381,6 +404,46 @@ pub(crate) fn release_of_arena(backing: &Path, arena: &Path) -> Result<(), Attac
         }
     }
     Ok(())
+}
+
+/// Gives back the lease that this host had before it was started again; the bytes that it held then, which are gone with its
+/// memory. None: there is no such lease. To be called where there is no arena.
+pub(crate) fn release_of_last_boot(
+    backing: &Path,
+    host: &str,
+    arena: &Path,
+) -> Result<Option<u64>, AttachError> {
+    let base = open_backing(backing)?;
+    let refused = own_error(backing);
+    let Some(dir) = find_host_dir(&base, host).map_err(&refused)? else {
+        return Ok(None);
+    };
+    let Some(beat) = Beat::read(&base, &dir).map_err(&refused)? else {
+        return Ok(None);
+    };
+    let me = this_process(host)?;
+    let is_of_last_boot = beat.holder().is_some_and(|holder| holder.boot != me.boot);
+    let report = beat
+        .report()
+        .and_then(|report| serde_json::from_value::<HostReport>(report).ok());
+    // Another user of this host may have had it.
+    let Some(report) = report.filter(|report| report.arena.as_path() == arena) else {
+        return Ok(None);
+    };
+    let purpose = beat.uses().and_then(|uses| uses.first().copied());
+    let Some(purpose) = purpose.filter(|_| is_of_last_boot && !beat.is_released()) else {
+        return Ok(None);
+    };
+    let lease = match Lease::take(&base, &dir, purpose, &me, &mut std::thread::sleep) {
+        Ok(lease) => lease,
+        // Another host has this name.
+        Err(LeaseError::Held { .. } | LeaseError::Unreached { .. }) => return Ok(None),
+        Err(LeaseError::Own(error)) => return Err(refused(error)),
+        Err(_) => return Ok(None),
+    };
+    // What others saw of it stays seen: its logs and transactions are in the backing.
+    let _ = lease.release(&base, None);
+    Ok(Some(report.held_bytes))
 }
 
 fn this_process(host: &str) -> Result<Holder, AttachError> {

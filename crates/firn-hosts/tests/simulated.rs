@@ -535,7 +535,7 @@ fn a_survey_tells_hosts_that_live_are_stopped_have_died_or_left() {
 }
 
 #[test]
-fn a_host_that_may_write_to_logs_is_in_doubt_for_longer_where_locks_do_not_reach() {
+fn a_host_that_may_write_to_logs_is_silent_for_longer_where_locks_do_not_reach() {
     let disk_of_a = disk();
     disk_of_a.set_tick(Duration::from_millis(1));
     disk_of_a.set_lock_reach(LockReach::Host);
@@ -545,9 +545,37 @@ fn a_host_that_may_write_to_logs_is_in_doubt_for_longer_where_locks_do_not_reach
     let _lease = lease.expect("take");
     let look = || survey(&reader, "another", &mut |_| ()).expect("survey");
     reader.pass(Duration::from_secs(10));
-    assert_eq!(look().hosts[0].life, Life::Doubtful);
+    let silent = &look().hosts[0];
+    assert_eq!((silent.life, silent.is_locked), (Life::Silent, false));
     reader.pass(Duration::from_secs(30));
     assert_eq!(look().hosts[0].life, Life::Dead);
+}
+
+#[test]
+fn a_lock_of_another_kernel_shows_that_a_free_one_is_that_of_a_dead_host() {
+    let disk_of_a = disk();
+    disk_of_a.set_tick(Duration::from_millis(1));
+    let disk_of_b = disk_of_a.another_process();
+    let reader = disk_of_a.another_process();
+    let take = |disk: &SimBacking, host: &str| {
+        let dir = make_host_dir(disk, host).expect("dir");
+        Lease::take(disk, &dir, LeaseUse::Logs, &holder(host), &mut never).expect("take")
+    };
+    let mut living = take(&disk_of_a, "a");
+    drop(take(&disk_of_b, "b"));
+    let look = || {
+        let seen = survey(&reader, "another", &mut |_| ()).expect("survey");
+        seen.hosts.into_iter().map(|host| (host.host, host.life))
+    };
+    reader.pass(Duration::from_secs(4));
+    living.beat(&disk_of_a, None).expect("beat");
+    assert!(look().eq([("a".into(), Life::Alive), ("b".into(), Life::Alive)]));
+    reader.pass(Duration::from_secs(2));
+    assert!(look().eq([("a".into(), Life::Alive), ("b".into(), Life::Dead)]));
+    drop(living);
+    // No lock shows any more that locks reach.
+    reader.pass(Duration::from_secs(10));
+    assert!(look().eq([("a".into(), Life::Silent), ("b".into(), Life::Silent)]));
 }
 
 #[test]

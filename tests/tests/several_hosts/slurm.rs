@@ -237,7 +237,11 @@ impl Cluster {
         wait_until("Slurm has no job and idle hosts", LIMIT, || {
             self.states() == HOSTS.map(|host| format!("{host} idle"))
         });
-        for host in HOSTS {
+        self.assert_nothing_left_on(&HOSTS);
+    }
+
+    fn assert_nothing_left_on(&self, hosts: &[&str]) {
+        for host in hosts {
             let processes = self.processes_of(host);
             wait_until("no process of Firn is left", LIMIT / 6, || {
                 let names = self.processes_of(host).into_iter().map(name_of);
@@ -654,6 +658,42 @@ fn a_host_of_a_slurm_job_dies_and_what_was_durable_or_comes_back_is_there() {
     run(cluster.command(USER, program).args(args.split(' '))).ok();
     job.assert_file("held.1", b"held\n");
     job.assert_file("step.1", &block_of(1));
+}
+
+/// Proves S-run-2, S-run-4: Slurm ends a job that has lost a host, where the user has not asked for `--no-kill`.
+#[test]
+fn a_job_that_slurm_ends_with_a_lost_host_is_drained_on_the_other() {
+    let cluster = Cluster::start("slurmnokill", &cgroup_v2());
+    let command = r#"srun sh -c "
+            tr \"\\\\0\" \$SLURM_PROCID < /dev/zero | head -c 3000000 > \$FIRN_PREFIX/step.\$SLURM_PROCID
+            firn wait -q --until durable \$FIRN_PREFIX/step.\$SLURM_PROCID
+            echo held > \$FIRN_PREFIX/held.\$SLURM_PROCID"
+        echo ready
+        while :; do sleep 0.1; done"#;
+    let options = "--host-timeout 60 -o drain=demand";
+    let job = cluster.submit("nokill", &["--no-requeue"], options, command);
+    job.wait_for_output("ready", 1);
+    for rank in 0..2 {
+        job.assert_file(&format!("step.{rank}"), &block_of(rank));
+    }
+    cluster.kill_host("n2");
+    assert!(job.wait().starts_with("NODE_FAIL"), "{}", job.output());
+    // By `firn run` at SIGTERM, or else by the epilog.
+    wait_until("the host that lives is drained", LIMIT, || {
+        fs::read(job.backing.join("held.0")).is_ok_and(|bytes| bytes == b"held\n")
+    });
+    cluster.start_host("n2");
+    wait_until("Slurm has both hosts again", LIMIT, || {
+        cluster.states() == HOSTS.map(|host| format!("{host} idle"))
+    });
+    let mut recover = cluster.command(USER, "srun");
+    recover.args(["-N", "1", "-n", "1", "-w", "n2", "firn", "recover"]);
+    run(recover.arg(&job.backing)).ok();
+    for rank in 0..2 {
+        job.assert_file(&format!("held.{rank}"), b"held\n");
+        job.assert_file(&format!("step.{rank}"), &block_of(rank));
+    }
+    cluster.assert_nothing_left_on(&HOSTS[..1]);
 }
 
 /// A log, or the record of a mount, which stay for `firn report`.
