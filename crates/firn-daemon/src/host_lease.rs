@@ -376,16 +376,26 @@ fn add_use(
     publish_terms(base, dir, lease, &request.terms).map_err(LeaseError::from)
 }
 
-/// Gives back the lease of a host of this kernel that died with an arena that is drained and gone: others do not hear of
-/// it as of one that has data any more. Its end was seen already, so a failure is worth no word.
-pub(crate) fn release_of_arena(backing: &Path, arena: &Path) -> Result<(), AttachError> {
-    let base = open_backing(backing)?;
+/// A lease of a mount of this kernel that ended without a word.
+struct DeadLease {
+    host: String,
+    dir: <DirBacking as Volume>::Inode,
+    purpose: LeaseUse,
+}
+
+/// The leases of mounts that died and had this arena.
+fn find_leases_of_arena(
+    base: &DirBacking,
+    backing: &Path,
+    arena: &Path,
+) -> Result<Vec<DeadLease>, AttachError> {
     let refused = own_error(backing);
-    for host in list_hosts(&base).map_err(&refused)? {
-        let Some(dir) = find_host_dir(&base, &host).map_err(&refused)? else {
+    let mut found = Vec::new();
+    for host in list_hosts(base).map_err(&refused)? {
+        let Some(dir) = find_host_dir(base, &host).map_err(&refused)? else {
             continue;
         };
-        let Some(beat) = Beat::read(&base, &dir).map_err(&refused)? else {
+        let Some(beat) = Beat::read(base, &dir).map_err(&refused)? else {
             continue;
         };
         let me = this_process(&host)?;
@@ -396,9 +406,25 @@ pub(crate) fn release_of_arena(backing: &Path, arena: &Path) -> Result<(), Attac
         let was_its = report.is_some_and(|report: HostReport| report.arena.as_path() == arena);
         let is_dead = !beat.is_released() && beat.is_settled_by_lock(&me.boot, device);
         let purpose = beat.uses().and_then(|uses| uses.first().copied());
-        if let Some(purpose) = purpose.filter(|_| was_its && is_dead)
-            && let Ok(lease) = Lease::take(&base, &dir, purpose, &me, &mut |_| ())
-        {
+        if let Some(purpose) = purpose.filter(|_| was_its && is_dead) {
+            found.push(DeadLease { host, dir, purpose });
+        }
+    }
+    Ok(found)
+}
+
+/// Whether the mount that had an arena, and died, shared its backing with other hosts.
+pub(crate) fn was_shared(backing: &Path, arena: &Path) -> Result<bool, AttachError> {
+    let base = open_backing(backing)?;
+    Ok(!find_leases_of_arena(&base, backing, arena)?.is_empty())
+}
+
+/// Gives back the leases of mounts that died and had this arena, which is gone: what they held is in the backing.
+pub(crate) fn release_of_arena(backing: &Path, arena: &Path) -> Result<(), AttachError> {
+    let base = open_backing(backing)?;
+    for dead in find_leases_of_arena(&base, backing, arena)? {
+        let me = this_process(&dead.host)?;
+        if let Ok(lease) = Lease::take(&base, &dead.dir, dead.purpose, &me, &mut |_| ()) {
             // What it shared is not shared any more; what it keeps there is looked for by itself.
             let _ = lease.release(&base, None);
         }

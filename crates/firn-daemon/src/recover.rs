@@ -17,7 +17,9 @@ use crate::error::{AttachError, RecoverError};
 use crate::event::Event;
 use crate::frontend::{Stubs, TreeEnd};
 use crate::ground::serve_ground;
-use crate::host_lease::{HostLease, open_backing, release_of_arena, release_of_last_boot};
+use crate::host_lease::{
+    HostLease, open_backing, release_of_arena, release_of_last_boot, was_shared,
+};
 use crate::host_name::host_name;
 use crate::last_drain::drain_rest;
 use crate::lock::{Locks, Sharing};
@@ -145,7 +147,13 @@ pub fn recover(
             Err(error) => Err(error.into()),
         };
     }
-    let locks = Locks::take(&backing, &files, None, Sharing::Alone)?;
+    // As the mount did: where the lock of the directory reaches all hosts, the others have it.
+    let sharing = if was_shared(&backing, &files.arena)? {
+        Sharing::Shared
+    } else {
+        Sharing::Alone
+    };
+    let locks = Locks::take(&backing, &files, None, sharing)?;
     process::prepare();
     let arena = files.arena.clone();
     let attached = Attached::salvage(&backing, files, locks, &request.options, &mut |text| {

@@ -378,3 +378,64 @@ pub fn check_target(file: &Path) -> Result<(), Failure> {
     );
     Err(Failure::new(USAGE, why))
 }
+
+#[cfg(test)]
+mod tests {
+    use firn_protocol::record::CheckpointRecord;
+
+    use super::*;
+
+    /// About 1 MiB, as long as a record may be.
+    fn long_record(host: usize) -> RunRecord {
+        let checkpoint = |step| CheckpointRecord {
+            path: format!("{}/step_{step}", "d".repeat(1700)).as_str().into(),
+            step,
+            ..CheckpointRecord::default()
+        };
+        let moment = Bucket {
+            ingest_bytes: 7,
+            held_bytes: 9,
+            ..Bucket::default()
+        };
+        RunRecord {
+            host: format!("n{host}"),
+            began_unix_us: 1_000_000,
+            lasted_seconds: 60.0,
+            bucket_ms: 100,
+            buckets: vec![moment; 600],
+            checkpoints: (0..512).map(checkpoint).collect(),
+            ..RunRecord::default()
+        }
+    }
+
+    #[test]
+    fn records_of_any_number_of_hosts_take_a_bounded_memory_and_keep_their_sums() {
+        let mut run = Run::default();
+        for host in 0..300 {
+            run.add(long_record(host));
+        }
+        run.finish();
+        let held: usize = run.records.iter().map(text_bytes).sum();
+        let cut_bytes = 300 * CUT_BUCKETS_MAX * size_of::<Bucket>();
+        assert!(held <= WHOLE_BYTES_MAX + cut_bytes, "{held}");
+        assert_eq!(run.records.len(), 300);
+        for record in &run.records {
+            let total = record.total();
+            assert_eq!((total.ingest_bytes, total.held_bytes), (600 * 7, 9));
+            assert_eq!(record.checkpoints.len() + record.forgotten as usize, 512);
+            let seconds = record.buckets.len() as f64 * record.bucket_seconds();
+            assert!((60.0..66.0).contains(&seconds), "{seconds}");
+        }
+        assert!(
+            run.records
+                .iter()
+                .any(|record| record.checkpoints.len() == 512)
+        );
+        let [told] = run.failures.as_slice() else {
+            panic!("{:?}", run.failures);
+        };
+        assert!(told.contains("64.0 MiB"), "{told}");
+        let page = page(&run);
+        assert!(page.len() < 16 << 20, "{} bytes", page.len());
+    }
+}
