@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use firn_backing::backoff::Backoff;
 use firn_backing::lock::Mutex;
-use firn_backing::{Backing, Errno, Kind, Result, Time};
+use firn_backing::{Backing, Errno, Kind, Result, Time, parallel};
 use firn_hosts::host_dir::{find_host_dir, list_hosts};
 use firn_hosts::own::{self, TOP};
 use parking_lot::Condvar;
@@ -23,6 +23,12 @@ use crate::salvage::{Report, may_be_damage};
 
 /// How long a close waits before it looks again whether other hosts have flattened their parts.
 const LOOK_AGAIN: Backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(100));
+
+/// Files that are settled at a time. A small file waits for a dozen syncs and copies little.
+const SETTLE_THREADS: usize = 4;
+
+/// Files that a walk finds before they are flattened: an inode may be a descriptor.
+const FLATTEN_BATCH: usize = 64;
 
 /// Hosts that do not write to logs any more, and when each said last how it mounts.
 pub(super) type HostsGone = BTreeMap<String, Time>;
@@ -121,6 +127,12 @@ impl Left {
     }
 }
 
+/// A file that has containers, and that is flattened together with others.
+struct ListedFile<B: Backing> {
+    id: FileId,
+    inode: B::Inode,
+}
+
 /// A file that has containers.
 struct Found<'a, B: Backing> {
     id: FileId,
@@ -139,9 +151,10 @@ impl<B: Backing> LogBacking<B> {
         };
         let mut ended: Vec<_> = ended.into_values().collect();
         ended.sort_by_key(|ended| self.is_in_other_lane(&ended.inode));
+        let settle = |ended: &EndedFile<B>| self.settle_one(&ended.file, &ended.inode);
+        let settled = parallel::map("firn-settle", SETTLE_THREADS, &ended, &settle);
         let mut left = Left::default();
-        for ended in ended {
-            let settled = self.settle_one(&ended.file, &ended.inode);
+        for (ended, settled) in ended.into_iter().zip(settled) {
             left.count(settled);
             if settled != Ok(Flattened::Flat) {
                 let mut state = self.ended.state.lock();
@@ -199,17 +212,32 @@ impl<B: Backing> LogBacking<B> {
     /// The same in one walk; and how many files in logs it did not see.
     fn flatten_seen_below(&self, top: &LogInode<B>) -> Result<(Left, usize)> {
         let mut left = Left::default();
+        let mut now = Vec::new();
         let mut later = Vec::new();
-        let missed =
-            self.visit_logged(top, &mut |found| match self.is_in_other_lane(found.inode) {
-                true => later.push((found.id, found.inode.clone())),
-                false => left.count(self.flatten_found(found.id, found.inode)),
-            })?;
-        for (id, inode) in later {
-            left.count(self.flatten_found(id, &inode));
-        }
+        let missed = self.visit_logged(top, &mut |found| {
+            let listed = ListedFile {
+                id: found.id,
+                inode: found.inode.clone(),
+            };
+            if self.is_in_other_lane(found.inode) {
+                later.push(listed);
+                return;
+            }
+            now.push(listed);
+            if now.len() >= FLATTEN_BATCH {
+                self.flatten_listed(&std::mem::take(&mut now), &mut left);
+            }
+        })?;
+        self.flatten_listed(&now, &mut left);
+        self.flatten_listed(&later, &mut left);
         left.lost = self.end_lost(missed)?;
         Ok((left, missed))
+    }
+
+    fn flatten_listed(&self, files: &[ListedFile<B>], left: &mut Left) {
+        let flatten = |file: &ListedFile<B>| self.flatten_found(file.id, &file.inode);
+        let flattened = parallel::map("firn-settle", SETTLE_THREADS, files, &flatten);
+        flattened.into_iter().for_each(|one| left.count(one));
     }
 
     /// Of so many files in logs that were not found, some were being removed by hosts that died: their containers go. How
