@@ -54,7 +54,7 @@ fn a_job_that_succeeds_leaves_its_files_in_the_backing_and_nothing_in_memory() {
     assert_eq!(left(&sandbox), Vec::<PathBuf>::new());
 }
 
-/// The page is for people, the status for scripts.
+/// Proves S-run-5: the page is for people, the status for scripts.
 #[test]
 fn a_report_that_cannot_be_written_hides_no_exit_status() {
     let sandbox = Sandbox::new("runreport");
