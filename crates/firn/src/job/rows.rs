@@ -354,7 +354,7 @@ pub(super) mod tests {
             hosts[2].waits,
             [
                 "2 writers wait for room in memory",
-                "solver (4712) waits in write for 12 s",
+                "solver (4712) waits in write for 12.0 s",
                 "lane 0 waits for its token, which n2 has",
                 "partner n4 lacks 1.0 MiB"
             ]

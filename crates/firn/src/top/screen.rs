@@ -612,11 +612,10 @@ fn draw_sums(frame: &mut Frame<'_>, area: Rect, job: &Job, theme: Theme) {
         count(total.held_files, "file")
     );
     let second = format!(
-        " written {}, durable {}, in logs {} of {}, {}, waiting {}",
+        " written {}, durable {}, in logs {}, {}, waiting {}",
         bytes(total.drain_bytes),
         bytes(total.durable_bytes),
         bytes(total.logged_bytes),
-        count(total.logged_files, "file"),
         count(total.errors, "error"),
         count(total.waiting_writers, "writer"),
     );

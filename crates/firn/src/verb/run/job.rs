@@ -244,8 +244,13 @@ impl<'a> Job<'a> {
                 State::Failed(text, code) => (format!("{}: {text}", host.name), *code),
                 State::Ended(_) => (format!("the mount on {} has ended", host.name), FAILED),
                 _ if host.is_lost => {
+                    let program = std::env::current_exe().unwrap_or_else(|_| "firn".into());
+                    let program = crate::text::path(&program);
+                    let line = self
+                        .launcher
+                        .line_on(&host.name, &format!("{program} version"));
                     let text = format!(
-                        "{} does not answer: `firn` must be there at the same path as here, and --host-timeout be long enough",
+                        "{} does not answer: `{line}` must work, and --host-timeout be long enough",
                         host.name
                     );
                     (text, FAILED)

@@ -227,7 +227,7 @@ fn add_main(s: &Status, paint: Paint, lines: &mut Lines) {
     if let Some(hint) = s.close_hint() {
         line("hint", paint.odd(&hint));
     }
-    if s.logged_files > 0 {
+    if s.logged_files > 0 || s.logged_bytes > 0 {
         line(
             "logged",
             format!(
