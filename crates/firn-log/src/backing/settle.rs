@@ -339,7 +339,13 @@ impl<B: Backing> LogBacking<B> {
     /// Files with bytes in logs, as far as this host knows; asks nobody.
     pub fn count_logged(&self) -> usize {
         let files = self.files.lock();
-        files.known.values().filter(|file| file.is_logged()).count()
+        let listed = &files.listing.containers;
+        let is_logged = |file: &&Arc<LoggedFile<B>>| match listed.contains_key(&file.id) {
+            // It was not used since it was listed.
+            true if !file.was_looked_at() => true,
+            _ => file.is_logged(),
+        };
+        files.known.values().filter(is_logged).count()
     }
 
     /// Goes through all files for those that containers are of: removes containers of files that were removed, and names
