@@ -50,6 +50,17 @@ pub type Liveness = Box<dyn Fn(&str) -> Result<bool> + Send + Sync>;
 /// Where bytes lie is told only if that is right for so long: to be told it again costs as much as some reads.
 const LOCATED_FOR_MIN: Duration = Duration::from_millis(20);
 
+/// What becomes of the logs of a file that no host has open for writing any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WhenClosed {
+    /// The close that ends the writing returns when they are flattened.
+    Flatten,
+    /// The close returns when they are published; [`LogBacking::settle`] flattens them.
+    FlattenBehind,
+    /// They stay.
+    Keep,
+}
+
 /// What a mount with the log layout is told.
 pub struct Setup {
     /// This host.
@@ -64,8 +75,8 @@ pub struct Setup {
     pub lag_max: Duration,
     /// Bytes of a file that one host flattens at a time.
     pub unit_bytes: u64,
-    /// Files are flattened when nobody writes to them any more.
-    pub flattens_closed: bool,
+    /// What becomes of the logs of a file that no host has open for writing any more.
+    pub when_closed: WhenClosed,
     /// The same, when they are opened for reading.
     pub flattens_read: bool,
 }

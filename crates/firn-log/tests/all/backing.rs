@@ -13,7 +13,7 @@ use firn_backing::{
 };
 use firn_hosts::own;
 use firn_log::frame::PIECES_MAX;
-use firn_log::{LogBacking, Setup};
+use firn_log::{LogBacking, Setup, WhenClosed};
 use firn_sim::Fault;
 use firn_sim::{SimBacking, suite};
 use firn_transact::PlainBacking;
@@ -28,7 +28,7 @@ fn setup(host: &str) -> Setup {
         patience: Duration::ZERO,
         lag_max: Duration::ZERO,
         unit_bytes: 64 << 10,
-        flattens_closed: true,
+        when_closed: WhenClosed::Flatten,
         flattens_read: false,
     }
 }
