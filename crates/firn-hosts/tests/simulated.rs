@@ -512,7 +512,7 @@ fn a_survey_tells_hosts_that_live_are_stopped_have_died_or_left() {
         &own::must_find_dir(&reader, &reader.root(), TOP).unwrap(),
     );
     assert_eq!(names.expect("list").len(), 3);
-    // b is killed. Its own kernel knows it at once, another one when its beat is old.
+    // b is killed. Its own kernel knows it at once, another one when its beat is old: a's lock shows that locks reach.
     drop(b);
     let own_kernel = look("boot of b", &mut never);
     assert_eq!(lives(&own_kernel)[1], ("b", Life::Dead, Evidence::Lock));
@@ -520,7 +520,10 @@ fn a_survey_tells_hosts_that_live_are_stopped_have_died_or_left() {
     let old = look("boot of the reader", &mut |_| ());
     assert_eq!(
         lives(&old)[..2],
-        [("a", Life::Silent, server), ("b", Life::Dead, server)]
+        [
+            ("a", Life::Silent, server),
+            ("b", Life::Dead, Evidence::Lock)
+        ]
     );
     let age = old.hosts[0].beat_age.expect("age");
     assert!(age >= Duration::from_secs(10), "{age:?}");

@@ -15,7 +15,7 @@ use firn_hosts::host_dir::{find_host_dir, list_hosts};
 use firn_hosts::own::{self, TOP};
 use parking_lot::Condvar;
 
-use super::{LogBacking, LogInode, Opened};
+use super::{LogBacking, LogInode, Opened, WhenClosed};
 use crate::file::{Flattened, LoggedFile, ToldOf};
 use crate::file_id::FileId;
 use crate::orphans::{Orphans, Scope, Search, has_files_of_programs};
@@ -164,8 +164,14 @@ impl<B: Backing> LogBacking<B> {
         left
     }
 
-    /// Makes a file flat that this host writes no more, unless somebody else does; waits for the parts of other hosts.
+    /// Publishes what this host wrote to a file that it writes no more. Where the close flattens, this makes the file flat unless
+    /// another host writes to it, and waits for the parts of other hosts.
     pub(super) fn finish(&self, opened: &Opened<B>) -> Result<()> {
+        if self.setup.when_closed == WhenClosed::FlattenBehind {
+            self.publish(&opened.file)?;
+            self.ended.add(&opened.file, &opened.inode);
+            return Ok(());
+        }
         let mut waits = LOOK_AGAIN.start();
         while opened.file.has_containers() {
             match self.settle_one(&opened.file, &opened.inode)? {
@@ -348,8 +354,14 @@ impl<B: Backing> LogBacking<B> {
     /// What is in logs, as far as this host knows; asks nobody.
     pub fn count_logged(&self) -> Logged {
         let files = self.files.lock();
+        let listed = &files.listing.containers;
+        let is_logged = |file: &&Arc<LoggedFile<B>>| match listed.contains_key(&file.id) {
+            // It was not used since it was listed.
+            true if !file.was_looked_at() => true,
+            _ => file.is_logged(),
+        };
         let mut all = Logged::default();
-        for file in files.known.values().filter(|file| file.is_logged()) {
+        for file in files.known.values().filter(is_logged) {
             all.files += 1;
             all.own_bytes += file.own_bytes();
         }
@@ -423,10 +435,18 @@ impl<B: Backing> LogBacking<B> {
 
     fn flatten_found(&self, id: FileId, inode: &B::Inode) -> Result<Flattened> {
         let file = self.find_or_add(id)?;
-        if !file.is_written.load(Ordering::Acquire) {
-            file.wait_for(&self.place(), &mut || file.end_writing(&self.place()))?;
-        }
+        self.publish(&file)?;
         self.flatten_one(&file, inode)
+    }
+
+    /// Makes what this host wrote durable and known, and says that it writes no more, unless a program here still has the file
+    /// open for writing.
+    fn publish(&self, file: &LoggedFile<B>) -> Result<()> {
+        if file.is_written.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let place = self.place();
+        file.wait_for(&place, &mut || file.end_writing(&place))
     }
 
     /// What is left to do for a file that this host has written; [`Flattened::Flat`] too if that comes later, when
@@ -436,7 +456,7 @@ impl<B: Backing> LogBacking<B> {
         if file.is_written.load(Ordering::Acquire) {
             return Ok(Flattened::Flat);
         }
-        file.wait_for(&place, &mut || file.end_writing(&place))?;
+        self.publish(file)?;
         if file.is_removed.load(Ordering::Acquire) {
             if file.opens.load(Ordering::Acquire) > 0 {
                 return Ok(Flattened::Flat);
@@ -449,9 +469,9 @@ impl<B: Backing> LogBacking<B> {
             drop(known);
             return Ok(Flattened::Flat);
         }
-        match self.setup.flattens_closed {
-            true => self.flatten_one(file, inode),
-            false => Ok(Flattened::Flat),
+        match self.setup.when_closed {
+            WhenClosed::Flatten | WhenClosed::FlattenBehind => self.flatten_one(file, inode),
+            WhenClosed::Keep => Ok(Flattened::Flat),
         }
     }
 
