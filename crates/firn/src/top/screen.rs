@@ -612,7 +612,7 @@ fn draw_sums(frame: &mut Frame<'_>, area: Rect, job: &Job, theme: Theme) {
         count(total.held_files, "file")
     );
     let second = format!(
-        " written {}, durable {}, in logs {}, {}, waiting {}",
+        " written {}, durable {}, logged {}, {}, waiting {}",
         bytes(total.drain_bytes),
         bytes(total.durable_bytes),
         bytes(total.logged_bytes),
