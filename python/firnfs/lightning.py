@@ -11,16 +11,17 @@ straight to a file beside and renames it: it takes no memory of the process.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 from pathlib import Path
-from typing import Any, Dict, Optional
+from typing import TYPE_CHECKING, Any, Dict, Optional
 
 import torch
 
-try:
+if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning.fabric.plugins import TorchCheckpointIO
-except ImportError:
-    # The package that has the Trainer alone.
+else:
+    # Of the package pytorch_lightning, which has the Trainer alone.
     from lightning_fabric.plugins import TorchCheckpointIO
 
 from . import _checkpoint, _state
@@ -28,7 +29,7 @@ from . import _checkpoint, _state
 __all__ = ["CheckpointIO"]
 
 
-class CheckpointIO(TorchCheckpointIO):  # type: ignore[misc]
+class CheckpointIO(TorchCheckpointIO):
     """Writes each checkpoint to a file beside its name, which the whole file gets.
 
     Args:

@@ -23,7 +23,7 @@ from . import _checkpoint, _state
 __all__ = ["HeldTemporaryPath", "TemporaryPath"]
 
 
-class TemporaryPath(atomicity.AtomicRenameTemporaryPath):  # type: ignore[misc]
+class TemporaryPath(atomicity.AtomicRenameTemporaryPath):
     """A step that is durable when it gets its name.
 
     With several hosts each brings its files to the backing at their close (``close=drain``, the default of a mount).

@@ -43,7 +43,7 @@ class _Place:
     of_base: Any
 
 
-class Writer(FileSystemWriter):  # type: ignore[misc]
+class Writer(FileSystemWriter):
     """Writes a distributed checkpoint beside its name; the coordinator renames it when all ranks have written.
 
     A rank that fails or dies leaves everything as it was before. All ranks see the same directory, on one host or
@@ -140,7 +140,7 @@ class Writer(FileSystemWriter):  # type: ignore[misc]
         self.path = self._final
 
 
-class Reader(FileSystemReader):  # type: ignore[misc]
+class Reader(FileSystemReader):
     """Reads a distributed checkpoint, or the newest complete one of a directory.
 
     Args:

@@ -25,7 +25,7 @@ __all__ = ["Storage", "StorageConfig"]
 
 
 @dataclass
-class StorageConfig(LocalFileSystemStorageConfig):  # type: ignore[misc]
+class StorageConfig(LocalFileSystemStorageConfig):
     """Says how checkpoints are stored; ``CheckpointManager.Config(storage_config=StorageConfig())``.
 
     Attributes:
@@ -50,7 +50,7 @@ class StorageConfig(LocalFileSystemStorageConfig):  # type: ignore[misc]
         return Storage(config=self)
 
 
-class Storage(LocalFileSystemStorage):  # type: ignore[misc]
+class Storage(LocalFileSystemStorage):
     """Files of a mount, or of any directory."""
 
     def __init__(self, config: StorageConfig) -> None:

@@ -19,19 +19,22 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any, List, Optional
+from typing import TYPE_CHECKING, Any, List, Optional
 
 import torch.distributed
 from transformers import TrainerCallback
 
 from . import _checkpoint, _ffi
 
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
 __all__ = ["Callback"]
 
 _NAME = re.compile(r"^checkpoint-(\d+)$")
 
 
-class Callback(TrainerCallback):  # type: ignore[misc]
+class Callback(TrainerCallback):
     """Makes each checkpoint of a Trainer count when it is complete.
 
     With ``save_strategy="best"`` a Trainer tells nobody before it saves: there a mark comes with the end alone.
@@ -57,38 +60,38 @@ class Callback(TrainerCallback):  # type: ignore[misc]
         self._path: Optional[Path] = None
         self._transaction: Optional[_ffi.Handle] = None
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_init_end(self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **_: Any) -> None:
         """Removes what a killed Trainer left."""
-        output = Path(args.output_dir)
+        output = _output(args)
         if not state.is_world_process_zero or not output.is_dir():
             return
         for path in _checkpoints(output):
             if _checkpoint.is_unfinished(path):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **_: Any) -> None:
         """Takes over the removal of old checkpoints."""
         self._abort()
         self._limit, args.save_total_limit = args.save_total_limit, None
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_end(self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **_: Any) -> None:
         """Gives the limit back."""
         args.save_total_limit = self._limit
         self._abort()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **_: Any) -> None:
         """Begins a checkpoint."""
         if control.should_save:
             self._begin(args, state)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_epoch_end(self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **_: Any) -> None:
         """Begins a checkpoint."""
         if control.should_save:
             self._begin(args, state)
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_save(self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **_: Any) -> None:
         """Lets the checkpoint count, then removes old ones."""
-        path = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        path = _output(args) / f"checkpoint-{state.global_step}"
         if args.world_size > 1 and self._transaction is None and not _is_one_host(args):
             _checkpoint.bring_to_backing(path)
         _meet()
@@ -97,8 +100,8 @@ class Callback(TrainerCallback):  # type: ignore[misc]
             self._rotate(args, state, path)
         _meet()
 
-    def _begin(self, args: Any, state: Any) -> None:
-        path = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    def _begin(self, args: "TrainingArguments", state: "TrainerState") -> None:
+        path = _output(args) / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and path != self._path:
             self._abort()
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +131,7 @@ class Callback(TrainerCallback):  # type: ignore[misc]
             with transaction:
                 _checkpoint.abort(transaction, path)
 
-    def _rotate(self, args: Any, state: Any, newest: Path) -> None:
+    def _rotate(self, args: "TrainingArguments", state: "TrainerState", newest: Path) -> None:
         limit = self._limit if args.save_total_limit is None else args.save_total_limit
         if not limit or limit < 1:
             return
@@ -145,8 +148,13 @@ def _checkpoints(output: Path) -> List[Path]:
     return [path for _, path in sorted(found)]
 
 
-def _is_one_host(args: Any) -> bool:
-    return args.world_size == int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+def _output(args: "TrainingArguments") -> Path:
+    # A Trainer writes to "trainer_output" where nothing is given, and says so in its arguments.
+    return Path(args.output_dir or "trainer_output")
+
+
+def _is_one_host(args: "TrainingArguments") -> bool:
+    return bool(args.world_size == int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)))
 
 
 def _meet() -> None:

@@ -166,8 +166,13 @@ def test_two_ranks_overwrite_a_checkpoint_and_one_is_killed(
 def test_a_future_of_torch_checkpointing_is_true(directory: Path) -> None:
     manager_module = pytest.importorskip("torch_checkpointing")
     from firnfs.torch_checkpointing import StorageConfig
+    from torch_checkpointing.checkpoint_process import CheckpointProcessConfig
+    from torch_checkpointing.config import AsyncCheckpointSaverConfig
 
-    config = manager_module.CheckpointManager.Config(storage_config=StorageConfig())
+    # A loaded machine starts its process slowly.
+    process = CheckpointProcessConfig(subprocess_init_timeout_secs=600)
+    saver = AsyncCheckpointSaverConfig(process_config=process)
+    config = manager_module.CheckpointManager.Config(storage_config=StorageConfig(), save=saver)
     manager = config.build()
     try:
         for step in (1, 2):
