@@ -77,7 +77,8 @@ class Writer(FileSystemWriter):
         self._replaces = overwrite
         self._final = Path(path)
         self._staging: Optional[Path] = None
-        self._written: Optional[threading.Event] = None
+        # Of a stager: it is told when the checkpoint has its name, and what is to be durable is synced after that.
+        self._named: Optional[threading.Event] = None
 
     def reset(self, checkpoint_id: Optional[PathLike] = None) -> None:
         """Begins another checkpoint."""
@@ -117,27 +118,40 @@ class Writer(FileSystemWriter):
         self.path = Path(place.files)
         written = super().write_data(dataclasses.replace(plan, storage_data=place.of_base), planner)
         written.wait()
-        if self._written is not None:
-            self._written.set()
-        if self.durable:
+        if self.durable and self._named is None:
             _state.make_durable(self.path)
-        elif place.ranks > 1:
+        elif place.ranks > 1 and not _is_one_host(place.ranks):
             _checkpoint.bring_to_backing(self.path)
+        if self._named is not None and self._staging is None:
+            # Its name comes from the coordinator.
+            self._named.set()
         return written
 
     def finish(self, metadata: Any, results: List[Any]) -> None:
         """Writes the metadata and gives the checkpoint its name, on the coordinator."""
         try:
             super().finish(metadata, results)
-            _checkpoint.publish(self.path, self._final, self.durable, replaces=self._replaces)
+            durable = self.durable and self._named is None
+            _checkpoint.publish(self.path, self._final, durable, replaces=self._replaces)
         finally:
             self._remove_staging()
+        if self._named is None:
+            return
+        self._named.set()
+        if self.durable:
+            _state.make_durable(self._final)
+            _state.sync(self._final.parent)
 
     def _remove_staging(self) -> None:
         staging, self._staging = self._staging, None
         if staging is not None:
             shutil.rmtree(staging, ignore_errors=True)
         self.path = self._final
+
+
+def _is_one_host(ranks: int) -> bool:
+    """Whether one firnd serves all ranks, as far as the launcher tells."""
+    return os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")) == str(ranks)
 
 
 class Reader(FileSystemReader):
@@ -177,9 +191,10 @@ def _checkpoint_at(path: PathLike) -> Path:
 class Stager:
     """Lets ``dcp.async_save`` write to the mount at once, instead of copying all tensors first.
 
-    ``async_save`` returns when all tensors of this rank are in the files, in the memory of Firn: they may change from then
-    on. Syncing, waiting for the other ranks and the rename go on in the background. It needs no memory of this process, and
-    survives the end of it. Tensors on a GPU are read as ``dcp.save`` reads them.
+    ``async_save`` returns on the coordinator when the checkpoint has its name, in the memory of Firn, and on the other ranks
+    when their tensors are written: they may change from then on, and the checkpoint survives the end of every process. Only
+    the sync goes on in the background. It needs no memory of this process. Tensors on a GPU are read as ``dcp.save`` reads
+    them. With ranks on several hosts the files go to the backing first.
 
     Use one stager for one save after the other, with a writer of its own for each.
 
@@ -196,7 +211,7 @@ class Stager:
     _synchronize_after_execute = True
 
     def __init__(self) -> None:
-        self._written = threading.Event()
+        self._named = threading.Event()
         self._threads: Set[threading.Thread] = set()
 
     def writer(self, path: PathLike, *, durable: bool = True, **options: Any) -> Writer:
@@ -208,20 +223,20 @@ class Stager:
             **options: Those of ``Writer``.
         """
         made = Writer(path, durable=durable, **options)
-        made._written = self._written
+        made._named = self._named
         return made
 
     def stage(self, state_dict: Any, **options: Any) -> Any:
         """Gives the state itself."""
-        self._written.clear()
+        self._named.clear()
         self._threads = set(threading.enumerate())
         return state_dict
 
     def synchronize_staging(self) -> None:
-        """Waits until the tensors are written, or the save has ended without that."""
+        """Waits until the checkpoint has its name, or the save has ended without that."""
         own = [thread for thread in threading.enumerate() if thread not in self._threads]
         # DCP tells an error by its future alone. Its thread ends with the save.
-        while not self._written.wait(_SLICE_SECONDS):
+        while not self._named.wait(_SLICE_SECONDS):
             if not any(thread.is_alive() for thread in own):
                 return
 

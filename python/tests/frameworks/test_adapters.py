@@ -108,58 +108,6 @@ def test_an_asynchronous_save_that_fails_ends(directory: Path) -> None:
     assert names(directory) == ["step_1"]
 
 
-OVERWRITING_RANK = """
-import os, sys
-import torch
-import torch.distributed.checkpoint as dcp
-from firnfs.torch import Writer
-
-path, rank, meeting = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-for value in range(2, 1000):
-    state = {f"rank_{number}": torch.full((50_000,), float(value)) for number in range(2)}
-    state["both"] = torch.full((10,), float(value))
-    dcp.save(state, storage_writer=Writer(path, overwrite=True))
-    print(value, flush=True)
-"""
-
-
-@pytest.mark.parametrize("kind", ["held", "commit"])
-def test_two_ranks_overwrite_a_checkpoint_and_one_is_killed(
-    make_mount: Callable[..., Path], tmp_path: Path, kind: str
-) -> None:
-    """The state is that of one save, before or after: SIGKILL at a time that differs from round to round."""
-    from conftest import KINDS
-
-    rounds = int(os.environ.get("FIRN_CRASH_ROUNDS", "3"))
-    mount = make_mount(**KINDS[kind])
-    path = mount / "step_1"
-    for number in range(rounds):
-        command = [sys.executable, "-c", OVERWRITING_RANK, str(path)]
-        meeting = str(tmp_path / f"meeting{number}")
-        ranks = [
-            subprocess.Popen([*command, str(rank), meeting], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-            for rank in range(2)
-        ]
-        try:
-            for _ in range(2):
-                assert ranks[0].stdout is not None and ranks[0].stdout.readline()
-            # Through all of a save, which takes some tens of milliseconds.
-            time.sleep(number % 25 * 0.004)
-            ranks[number % 2].kill()
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-        state = {"rank_0": torch.zeros(50_000), "rank_1": torch.zeros(50_000), "both": torch.zeros(10)}
-        dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
-        values = {float(tensor.min()) for tensor in state.values()} | {float(tensor.max()) for tensor in state.values()}
-        assert len(values) == 1 and values.pop() >= 2, f"round {number}"
-        found = firnfs.latest(mount)
-        assert found is not None and found.step == 1
-    assert len(names(mount)) <= 2
-
-
 # ---- torch_checkpointing ---------------------------------------------------------------------------
 
 
