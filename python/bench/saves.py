@@ -139,7 +139,6 @@ def saves() -> Iterator[List[Save]]:
         Save("dcp.async_save to ext4", save_dcp_to_ext4),
         Save("dcp.async_save to Firn", save_dcp_to_firn),
         Save("torch.save to Firn, no CRC32", without_crc32(save_torch_to_firn)),
-        Save("dcp.async_save to Firn, no CRC32", without_crc32(save_dcp_to_firn)),
     ]
     with contextlib.ExitStack() as ends:
         with contextlib.suppress(ImportError):
@@ -370,7 +369,6 @@ GOALS = [
     ("torch.save to Firn", "torch.save to tmpfs + cp", "durable_s", "at most 1.00"),
     ("torch.save to Firn", "torch.save to tmpfs + cp", "blocked_s", ""),
     ("torch.save to Firn", "torch.save to ext4", "blocked_s", ""),
-    ("dcp.async_save to Firn, no CRC32", "dcp.async_save to ext4", "blocked_s", "at most 0.60"),
     ("torch.save to Firn, no CRC32", "torch.save to Firn", "blocked_s", ""),
     ("safetensors to Firn", "safetensors to ext4", "blocked_s", ""),
     ("torch_checkpointing to Firn", "torch_checkpointing to ext4", "blocked_s", ""),

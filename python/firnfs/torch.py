@@ -13,14 +13,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
 import shutil
 import threading
 from pathlib import Path
-from typing import Any, List, Optional, Set
+from typing import Any, Iterator, List, Optional, Set
 
+from torch import serialization
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from . import _checkpoint, _state
@@ -55,6 +57,8 @@ class Writer(FileSystemWriter):
             has its result.
         overwrite: The new checkpoint takes the place of one of its name in one step, where the file system can
             exchange two names (ext4, XFS, Btrfs, tmpfs, and Firn over them). Until then the old one is whole.
+        crc32: Has ``torch.save`` compute the CRC32 of each tensor, at which no reader of such checkpoints looks. It takes
+            longer than the write itself. PyTorch before 2.6 always computes it.
         **options: Those of ``FileSystemWriter`` (``thread_count``, ...).
 
     Raises:
@@ -68,12 +72,15 @@ class Writer(FileSystemWriter):
         1
     """
 
-    def __init__(self, path: PathLike, *, durable: bool = False, overwrite: bool = False, **options: Any) -> None:
+    def __init__(
+        self, path: PathLike, *, durable: bool = False, overwrite: bool = False, crc32: bool = False, **options: Any
+    ) -> None:
         # What is durable is synced as a whole, before the rename.
         options.setdefault("sync_files", False)
         options.setdefault("single_file_per_rank", True)
         super().__init__(path, **options)
         self.durable = durable
+        self.crc32 = crc32
         self._replaces = overwrite
         self._final = Path(path)
         self._staging: Optional[Path] = None
@@ -116,7 +123,8 @@ class Writer(FileSystemWriter):
         """Writes the files of this rank, and brings them to where the coordinator's host finds them."""
         place: _Place = plan.storage_data
         self.path = Path(place.files)
-        written = super().write_data(dataclasses.replace(plan, storage_data=place.of_base), planner)
+        with contextlib.nullcontext() if self.crc32 else _without_crc32():
+            written = super().write_data(dataclasses.replace(plan, storage_data=place.of_base), planner)
         written.wait()
         if self.durable and self._named is None:
             _state.make_durable(self.path)
@@ -147,6 +155,20 @@ class Writer(FileSystemWriter):
         if staging is not None:
             shutil.rmtree(staging, ignore_errors=True)
         self.path = self._final
+
+
+@contextlib.contextmanager
+def _without_crc32() -> Iterator[None]:
+    """For this thread: newer PyTorch keeps the option by thread, and older releases lack it."""
+    if not hasattr(serialization, "set_crc32_options"):
+        yield
+        return
+    before = serialization.get_crc32_options()
+    serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        serialization.set_crc32_options(before)
 
 
 def _is_one_host(ranks: int) -> bool:

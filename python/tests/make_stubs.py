@@ -41,6 +41,10 @@ _FILES = "torch_checkpointing/storage/filesystem.py"
 # By the stub's module: which distribution it is of, and what it has.
 MODULES: Dict[str, Tuple[str, List[Wanted]]] = {
     "torch": ("torch", [Wanted("torch/serialization.py", "save")]),
+    "torch.serialization": (
+        "torch",
+        [Wanted("torch/serialization.py", "get_crc32_options"), Wanted("torch/serialization.py", "set_crc32_options")],
+    ),
     "torch.distributed": (
         "torch",
         [
