@@ -29,6 +29,16 @@ directory = Path(sys.argv[1])
 state = {f"layer{number}": torch.full((4_000_000,), 1.0) for number in range(4)}
 """
 
+# A loaded machine starts the process of torch_checkpointing slowly.
+MANAGER = """
+from torch_checkpointing import CheckpointManager
+from torch_checkpointing.checkpoint_process import CheckpointProcessConfig
+from torch_checkpointing.config import AsyncCheckpointSaverConfig
+
+process = CheckpointProcessConfig(subprocess_init_timeout_secs=600)
+saver = AsyncCheckpointSaverConfig(process_config=process)
+"""
+
 # By name: what saves, and whether the checkpoint is there whatever comes.
 SAVES = {
     "firnfs.checkpoint + torch.save": (
@@ -53,13 +63,13 @@ SAVES = {
         False,
     ),
     "torch_checkpointing, own storage": (
-        "from torch_checkpointing import CheckpointManager\nmanager = CheckpointManager()\n"
+        f"{MANAGER}manager = CheckpointManager(CheckpointManager.Config(save=saver))\n"
         'manager.save(str(directory / "step_1"), {"model": state})',
         False,
     ),
     "torch_checkpointing, firnfs": (
-        "from torch_checkpointing import CheckpointManager\nfrom firnfs.torch_checkpointing import StorageConfig\n"
-        "manager = CheckpointManager(CheckpointManager.Config(storage_config=StorageConfig()))\n"
+        f"{MANAGER}from firnfs.torch_checkpointing import StorageConfig\n"
+        "manager = CheckpointManager(CheckpointManager.Config(storage_config=StorageConfig(), save=saver))\n"
         'manager.save(str(directory / "step_1"), {"model": state})',
         False,
     ),

@@ -3,7 +3,6 @@
 //! `python/tests/frameworks` has the lists of releases. Each goes into a virtual environment below `target/tools`, by uv of PyPI.
 //! 5 GB of disk are needed.
 
-use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -41,10 +40,13 @@ pub fn run(length: &Length) -> anyhow::Result<()> {
     let uv = install_uv(&tools)?;
     for set in SETS {
         let python = install_set(&uv, &tools, set)?;
+        let mut tests = test_command(&python, length.rounds);
         if set == SETS[0] {
             compare_stubs(&python)?;
+            // Not all of them had a release when the others had their oldest.
+            tests.env("ALL_FRAMEWORKS", "1");
         }
-        test(&python, length.rounds)?;
+        run_with_arenas(&mut tests)?;
     }
     if length.saves > 0 {
         measure(&python_of(&tools, SETS[0]), length.saves)?;
@@ -120,33 +122,30 @@ fn compare_stubs(python: &Path) -> anyhow::Result<()> {
     cargo(stubs.arg("--check").arg(site_packages(python)?))
 }
 
-fn test(python: &Path, rounds: u64) -> anyhow::Result<()> {
-    let runtime = Runtime::new()?;
-    let mut pytest = command(python, &runtime);
+fn test_command(python: &Path, rounds: u64) -> Command {
+    let mut pytest = command(python);
     pytest
         .args(["-m", "pytest", "-q", "-s", "-p", "no:cacheprovider"])
         .arg("--basetemp")
         .arg(target_dir().join("tmp/campaign-python"))
         .args(["tests/test_torch.py", "tests/test_fsspec.py"])
         .args(["tests/test_page.py", "tests/frameworks"])
-        .env("FIRN_CRASH_ROUNDS", rounds.to_string())
-        .env("FIRN_ALL_FRAMEWORKS", "1");
-    cargo(&mut pytest)
+        .env("FIRN_CRASH_ROUNDS", rounds.to_string());
+    pytest
 }
 
 fn measure(python: &Path, saves: u32) -> anyhow::Result<()> {
-    let runtime = Runtime::new()?;
-    let mut bench = command(python, &runtime);
+    let mut bench = command(python);
     bench
         .args(["bench/saves.py", "--preload", "--rounds"])
         .arg(saves.to_string())
         .arg("--work")
         .arg(target_dir().join("tmp/saves"));
-    cargo(&mut bench)
+    run_with_arenas(&mut bench)
 }
 
 /// A Python program in the package's directory, which finds the release build.
-fn command(python: &Path, runtime: &Runtime) -> Command {
+fn command(python: &Path) -> Command {
     let built = target_dir().join("release");
     let mut command = Command::new(python);
     command
@@ -155,9 +154,14 @@ fn command(python: &Path, runtime: &Runtime) -> Command {
         .env("PYTHONDONTWRITEBYTECODE", "1")
         .env("JAX_PLATFORMS", "cpu")
         .env("FIRN_BIN", built.join("firn"))
-        .env("FIRN_LIB", built.join("libfirn.so"))
-        .env("FIRN_RUNTIME_DIR", OsStr::new(&runtime.0));
+        .env("FIRN_LIB", built.join("libfirn.so"));
     command
+}
+
+/// Runs a program whose arenas are in a directory of its own.
+fn run_with_arenas(command: &mut Command) -> anyhow::Result<()> {
+    let runtime = Runtime::new()?;
+    cargo(command.env("FIRN_RUNTIME_DIR", &runtime.0))
 }
 
 /// Where the arenas of a program are; gone with it.
