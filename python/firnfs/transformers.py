@@ -15,6 +15,7 @@ A Trainer writes ``checkpoint-N`` file by file, and removes old checkpoints befo
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -106,8 +107,10 @@ class Callback(TrainerCallback):
             self._abort()
             path.parent.mkdir(parents=True, exist_ok=True)
             # Another host would not see the directory of a transaction.
-            if _is_one_host(args) and not path.exists():
-                self._transaction = _checkpoint.begin(path)
+            if _is_one_host(args):
+                # One of this name, which the Trainer overwrites, is marked below.
+                with contextlib.suppress(FileExistsError):
+                    self._transaction = _checkpoint.begin(path)
             if self._transaction is None:
                 _checkpoint.mark_unfinished(path)
             self._path = path

@@ -138,6 +138,23 @@ def test_a_trainer_that_is_killed_at_any_line_leaves_the_old_checkpoint_or_the_n
     wait_until(lambda: len(names(directory)) == len(firnfs.steps(directory)))
 
 
+def test_a_restart_right_after_a_kill_saves_the_same_step(directory: Path) -> None:
+    """What the dead process left may still be there when the next one asks for its name."""
+
+    def die() -> None:
+        with firnfs.checkpoint(directory, step=5) as new:
+            fill(new, 4)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    for _ in range(20):
+        assert os.WIFSIGNALED(in_child(die))
+        save(directory, 5)
+        found = firnfs.latest(directory)
+        assert_whole(found, 5)
+        assert found is not None
+        shutil.rmtree(found)
+
+
 def kill_at_line(count: int, work: Callable[[], None], *files: str) -> None:
     """Does `work`, and ends this process at one of its lines in the module of checkpoints, in this one or in `files`."""
     left = count
