@@ -200,7 +200,7 @@ def save_dcp_to_firn(state: Any, at: Places, number: int) -> Callable[[], None]:
 
     stager = Stager()
     writer = stager.writer(at.firn / f"step_{number}")
-    future = dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True)
+    future = dcp.async_save(state, storage_writer=writer)
     return lambda: ignore(future.result())
 
 

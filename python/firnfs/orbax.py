@@ -22,6 +22,9 @@ from . import _checkpoint, _state
 
 __all__ = ["HeldTemporaryPath", "TemporaryPath"]
 
+if not asyncio.iscoroutinefunction(atomicity.AtomicRenameTemporaryPath.finalize):
+    raise ImportError("firnfs.orbax needs a newer Orbax: `pip install --upgrade orbax-checkpoint`")
+
 
 class TemporaryPath(atomicity.AtomicRenameTemporaryPath):
     """A step that is durable when it gets its name.

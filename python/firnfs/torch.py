@@ -7,7 +7,7 @@
     dcp.load(state_dict, storage_reader=Reader("/ckpt"))
 
     stager = Stager()                                              # writes at once instead of making a copy
-    future = dcp.async_save(state_dict, storage_writer=stager.writer("/ckpt/step_200"), async_stager=stager)
+    future = dcp.async_save(state_dict, storage_writer=stager.writer("/ckpt/step_200"))
     future.result()                                                # the checkpoint is durable
 """
 
@@ -85,6 +85,7 @@ class Writer(FileSystemWriter):
         self._final = Path(path)
         self._staging: Optional[Path] = None
         # Of a stager: it is told when the checkpoint has its name, and what is to be durable is synced after that.
+        self._stager: Optional[Stager] = None
         self._named: Optional[threading.Event] = None
 
     def reset(self, checkpoint_id: Optional[PathLike] = None) -> None:
@@ -97,6 +98,20 @@ class Writer(FileSystemWriter):
     def checkpoint_id(self) -> PathLike:
         """The checkpoint that is written."""
         return self._final
+
+    def stage(self, state_dict: Any) -> Any:
+        """Gives `async_save` what it writes: a copy, or with a stager the state itself."""
+        return super().stage(state_dict) if self._stager is None else self._stager.stage(state_dict)
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Whether `async_save` waits for `synchronize_staging`."""
+        return self._stager is not None or bool(super().should_synchronize_after_execute)
+
+    def synchronize_staging(self) -> None:
+        """Waits as the stager does."""
+        if self._stager is not None:
+            self._stager.synchronize_staging()
 
     def prepare_local_plan(self, plan: Any) -> Any:
         """Refuses a name that is taken. Nothing is made yet."""
@@ -218,12 +233,13 @@ class Stager:
     the sync goes on in the background. It needs no memory of this process. Tensors on a GPU are read as ``dcp.save`` reads
     them. With ranks on several hosts the files go to the backing first.
 
-    Use one stager for one save after the other, with a writer of its own for each.
+    Use one stager for one save after the other, with a writer of its own for each: the writer brings it along, and
+    ``async_save(async_stager=)`` need not be given.
 
     Example:
         >>> stager = Stager()
         >>> writer = stager.writer(directory / "step_2", durable=True)
-        >>> future = dcp.async_save({"weights": torch.ones(3)}, storage_writer=writer, async_stager=stager, no_dist=True)
+        >>> future = dcp.async_save({"weights": torch.ones(3)}, storage_writer=writer)
         >>> _ = future.result()
         >>> firnfs.latest(directory, durable=True).step
         2
@@ -245,7 +261,7 @@ class Stager:
             **options: Those of ``Writer``.
         """
         made = Writer(path, durable=durable, **options)
-        made._named = self._named
+        made._stager, made._named = self, self._named
         return made
 
     def stage(self, state_dict: Any, **options: Any) -> Any:

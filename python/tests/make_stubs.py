@@ -62,7 +62,12 @@ MODULES: Dict[str, Tuple[str, List[Wanted]]] = {
                 ("reset", "prepare_local_plan", "prepare_global_plan", "write_data", "finish", "checkpoint_id"),
                 ("path", "use_collectives"),
             ),
-            Wanted(_DCP, "FileSystemWriter", ("__init__",), (), ("_FileSystemWriter",)),
+            Wanted(
+                "torch/distributed/checkpoint/staging.py",
+                "AsyncStager",
+                ("should_synchronize_after_execute", "stage", "synchronize_staging"),
+            ),
+            Wanted(_DCP, "FileSystemWriter", ("__init__",), (), ("_FileSystemWriter", "AsyncStager")),
             Wanted(_DCP, "FileSystemReader", ("__init__", "reset"), ("path",)),
         ],
     ),

@@ -86,7 +86,7 @@ def test_an_asynchronous_save_returns_when_the_tensors_may_change_and_ends_durab
     for step in range(1, 6):
         state = state_of(float(step), 2_000_000)
         writer = stager.writer(directory / f"step_{step}")
-        future = dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True)
+        future = dcp.async_save(state, storage_writer=writer)
         state["weights"].fill_(-1.0)
         future.result()
         found = firnfs.latest(directory, durable=True)
@@ -102,7 +102,7 @@ def test_an_asynchronous_save_that_fails_ends(directory: Path) -> None:
 
     (directory / "step_1").mkdir()
     stager = Stager()
-    future = dcp.async_save(state_of(1.0), storage_writer=stager.writer(directory / "step_1"), async_stager=stager, no_dist=True)
+    future = dcp.async_save(state_of(1.0), storage_writer=stager.writer(directory / "step_1"))
     with pytest.raises(BaseException, match="checkpoint of this name"):
         future.result()
     assert names(directory) == ["step_1"]

@@ -51,7 +51,7 @@ SAVES = {
     ),
     "dcp.async_save, firnfs.torch.Stager": (
         "from firnfs.torch import Stager\nstager = Stager()\n"
-        'dcp.async_save(state, storage_writer=stager.writer(directory / "step_1"), async_stager=stager, no_dist=True)',
+        'dcp.async_save(state, storage_writer=stager.writer(directory / "step_1"))',
         True,
     ),
     "firnfs.lightning.CheckpointIO": (
