@@ -191,7 +191,7 @@ def save_dcp_to_ext4(state: Any, at: Places, number: int) -> Callable[[], None]:
     # Its stager of today; the writer's own is deprecated.
     stager = dcp.DefaultStager(dcp.StagingOptions(False, False, False, False)) if hasattr(dcp, "DefaultStager") else None
     options = {} if stager is None else {"async_stager": stager}
-    future = dcp.async_save(state, storage_writer=writer, no_dist=True, **options)
+    future = dcp.async_save(state, storage_writer=writer, **options)
     return lambda: ignore(future.result())
 
 

@@ -67,7 +67,7 @@ class Writer(FileSystemWriter):
 
     Example:
         >>> state = {"weights": torch.ones(3)}
-        >>> _ = dcp.save(state, storage_writer=Writer(directory / "step_1"), no_dist=True)
+        >>> _ = dcp.save(state, storage_writer=Writer(directory / "step_1"))
         >>> firnfs.latest(directory).step
         1
     """
@@ -203,7 +203,7 @@ class Reader(FileSystemReader):
 
     Example:
         >>> state = {"weights": torch.zeros(3)}
-        >>> dcp.load(state, storage_reader=Reader(directory), no_dist=True)
+        >>> dcp.load(state, storage_reader=Reader(directory))
         >>> state["weights"]
         tensor([1., 1., 1.])
     """

@@ -52,7 +52,7 @@ def load_value(path: Any) -> float:
     from firnfs.torch import Reader
 
     state = state_of(0.0)
-    dcp.load(state, storage_reader=Reader(path), no_dist=True)
+    dcp.load(state, storage_reader=Reader(path))
     assert bool((state["weights"] == state["weights"][0]).all())
     return float(state["weights"][0])
 
@@ -63,11 +63,11 @@ def test_a_distributed_checkpoint_is_read_by_its_name_or_as_the_newest(directory
     with pytest.raises(firnfs.FirnError):
         Reader(directory)
     for step in (1, 2):
-        dcp.save(state_of(step), storage_writer=Writer(directory / f"step_{step}"), no_dist=True)
+        dcp.save(state_of(step), storage_writer=Writer(directory / f"step_{step}"))
     assert load_value(directory) == 2 and load_value(directory / "step_1") == 1
     reader = Reader(directory / "step_1")
     state = state_of(0.0)
-    dcp.load(state, storage_reader=reader, checkpoint_id=str(directory), no_dist=True)
+    dcp.load(state, storage_reader=reader, checkpoint_id=str(directory))
     assert state["epoch"] == 2
 
 
@@ -75,7 +75,7 @@ def test_a_checkpoint_is_overwritten_in_one_step(directory: Path) -> None:
     from firnfs.torch import Writer
 
     for value in (1.0, 2.0, 3.0):
-        dcp.save(state_of(value), storage_writer=Writer(directory / "step_1", overwrite=True), no_dist=True)
+        dcp.save(state_of(value), storage_writer=Writer(directory / "step_1", overwrite=True))
         assert load_value(directory / "step_1") == value and names(directory) == ["step_1"]
 
 
@@ -92,7 +92,7 @@ def test_an_asynchronous_save_returns_when_the_tensors_may_change_and_ends_durab
         found = firnfs.latest(directory, durable=True)
         assert found is not None and found.step == step
         state = state_of(0.0, 2_000_000)
-        dcp.load(state, storage_reader=dcp.FileSystemReader(found), no_dist=True)
+        dcp.load(state, storage_reader=dcp.FileSystemReader(found))
         assert bool((state["weights"] == step).all())
     stager.close()
 
@@ -244,7 +244,7 @@ def lightning_trainer(directory: Path, steps: int) -> Any:
     from firnfs.lightning import CheckpointIO
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    saver = ModelCheckpoint(dirpath=directory, every_n_train_steps=2, save_top_k=2, monitor="step", mode="max")
+    saver = ModelCheckpoint(dirpath=directory, every_n_train_steps=2, save_top_k=2, monitor="progress", mode="max")
     return lightning.Trainer(
         max_steps=steps, callbacks=[saver], plugins=[CheckpointIO()], logger=False, accelerator="cpu",
         enable_progress_bar=False, enable_model_summary=False,
@@ -260,7 +260,7 @@ def test_lightning_saves_and_resumes(directory: Path) -> None:
             self.layer = torch.nn.Linear(4, 1)
 
         def training_step(self, batch: Any, index: int) -> Any:
-            self.log("step", float(self.global_step))
+            self.log("progress", float(self.global_step))
             return self.layer(batch).mean()
 
         def configure_optimizers(self) -> Any:

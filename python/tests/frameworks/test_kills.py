@@ -46,7 +46,7 @@ SAVES = {
         True,
     ),
     "dcp.save, firnfs.torch.Writer": (
-        'from firnfs.torch import Writer\ndcp.save(state, storage_writer=Writer(directory / "step_1"), no_dist=True)',
+        'from firnfs.torch import Writer\ndcp.save(state, storage_writer=Writer(directory / "step_1"))',
         True,
     ),
     "dcp.async_save, firnfs.torch.Stager": (
@@ -59,7 +59,7 @@ SAVES = {
         True,
     ),
     "dcp.async_save": (
-        'dcp.async_save(state, storage_writer=dcp.FileSystemWriter(directory / "step_1"), no_dist=True)',
+        'dcp.async_save(state, storage_writer=dcp.FileSystemWriter(directory / "step_1"))',
         False,
     ),
     "torch_checkpointing, own storage": (
