@@ -2,10 +2,11 @@
 //!
 //! A campaign of system tests sets the environment that the tests of `firn-tests` read and runs one of them. The
 //! release binary is built first and used, so that a round is short. Needs root, as the tests do. Fuzzing,
-//! ThreadSanitizer, the packages and the laboratory build their own.
+//! ThreadSanitizer, the packages, the laboratory and Python's frameworks build, or install, their own.
 
 mod fuzz;
 mod packages;
+mod python;
 mod tsan;
 
 use std::path::{Path, PathBuf};
@@ -96,6 +97,15 @@ pub enum Campaign {
     },
     /// The packages of `make dist`, installed, used and removed in a small Debian, and in an image of it
     Packages,
+    /// The adapters of the Python package with the oldest and the newest frameworks, and saves by each beside others (5 GB of disk)
+    Python {
+        /// Kills of a rank that overwrites a checkpoint, in each kind of mount
+        #[arg(long, default_value_t = 50)]
+        rounds: u64,
+        /// Saves of each kind that are measured; 0: none
+        #[arg(long, default_value_t = 9)]
+        saves: u32,
+    },
     /// The laboratory, which no other test builds: it has no warnings, its models and experiments run
     Lab,
 }
@@ -169,6 +179,7 @@ impl Campaign {
             } => fuzz::run(seconds, targets, seed),
             Self::Tsan { rounds } => tsan::run(rounds),
             Self::Packages => packages::run(),
+            Self::Python { rounds, saves } => python::run(&python::Length { rounds, saves }),
             Self::Lab => lab(),
         }
     }
