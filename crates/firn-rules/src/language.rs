@@ -131,6 +131,16 @@ impl ScopePattern {
         ends.into_iter().find_map(|end| self.of_top(&path[..end]))
     }
 
+    /// Matches each path that [`ScopePattern::find`] finds a scope for.
+    fn expression(&self) -> String {
+        let tops = self.tops.expression();
+        match &self.begins {
+            Some(begins) => format!("{tops}/{}", begins.expression()),
+            None if self.is_dir => format!("{tops}(?:/.*)?"),
+            None => tops.to_owned(),
+        }
+    }
+
     pub(crate) fn has_captures(&self) -> bool {
         self.has_captures
     }
@@ -147,6 +157,27 @@ impl ScopePattern {
             top: top.to_vec(),
             identity,
         })
+    }
+}
+
+impl Rule {
+    /// Names beside a scope that the event is about.
+    pub(crate) fn marker(&self) -> Option<&Pattern> {
+        match &self.event {
+            Event::Close(Target::Beside(names))
+            | Event::Rename(Target::Beside(names))
+            | Event::Unlink(Target::Beside(names)) => Some(names),
+            _ => None,
+        }
+    }
+
+    /// A regular expression for all paths that the rule may have to do with.
+    pub(crate) fn expression(&self) -> String {
+        let scopes = self.scope.expression();
+        match self.marker() {
+            Some(names) => format!("{scopes}|(?:.*/)?{}", names.expression()),
+            None => scopes,
+        }
     }
 }
 

@@ -24,6 +24,7 @@ use std::sync::Arc;
 
 use crate::language::{Count, Event, Found, Identity, Need, Rule, Target, parent_of, relative};
 use crate::pattern::Captures;
+use crate::rule_set::{Candidate, LocatedPath, RuleSet};
 
 /// Number of a scope; none is given twice.
 pub type ScopeNumber = u64;
@@ -43,15 +44,18 @@ pub enum Ending {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation<'a> {
     /// Opens a file for writing, or makes one; `handle` is the caller's number of the open file.
-    Open { path: &'a [u8], handle: u64 },
+    Open { path: &'a LocatedPath, handle: u64 },
     /// Closes it, or is ended with it open.
     Close { handle: u64, ending: Ending },
     /// Makes a directory or link, or changes attributes or the length.
-    Change { path: &'a [u8] },
+    Change { path: &'a LocatedPath },
     /// Gives a name to something, also in place of something else.
-    Rename { from: &'a [u8], to: &'a [u8] },
+    Rename {
+        from: &'a LocatedPath,
+        to: &'a LocatedPath,
+    },
     /// Removes a name.
-    Remove { path: &'a [u8] },
+    Remove { path: &'a LocatedPath },
 }
 
 /// What the caller has to do.
@@ -190,7 +194,7 @@ pub struct ScopeState {
 /// Watches the operations of one mount.
 #[derive(Debug)]
 pub struct Machine {
-    rules: Arc<Vec<Rule>>,
+    rules: Arc<RuleSet>,
     last_number: ScopeNumber,
     scopes: BTreeMap<ScopeNumber, Scope>,
     /// The newest last.
@@ -254,7 +258,7 @@ fn agrees(some: &Captures, identity: &Identity) -> bool {
 
 impl Machine {
     /// A machine that has seen nothing.
-    pub fn new(rules: Arc<Vec<Rule>>) -> Self {
+    pub fn new(rules: Arc<RuleSet>) -> Self {
         Self {
             rules,
             last_number: 0,
@@ -264,19 +268,24 @@ impl Machine {
     }
 
     /// The rules.
-    pub fn rules(&self) -> &Arc<Vec<Rule>> {
+    pub fn rules(&self) -> &Arc<RuleSet> {
         &self.rules
     }
 
     /// The scope that a change of `path` would be in: its rule, and the top that the path belongs to.
-    pub fn explain(&self, path: &[u8]) -> Option<(&Rule, Vec<u8>)> {
+    pub fn explain(&self, path: &LocatedPath) -> Option<(&Rule, Vec<u8>)> {
         let (key, top) = self.key_of(path)?;
-        Some((&self.rules[key.rule], top))
+        Some((&self.rules.rules()[key.rule], top))
     }
 
     /// Whether a change of this path is in a scope, or begins one.
-    pub fn concerns(&self, path: &[u8]) -> bool {
-        self.open_scope_of(path).is_some() || self.key_of(path).is_some()
+    pub fn concerns(&self, path: &LocatedPath) -> bool {
+        self.open_scope_of(path.path()).is_some() || self.key_of(path).is_some()
+    }
+
+    /// Whether no scope is open: then only rules can have to do with a path.
+    pub fn is_empty(&self) -> bool {
+        self.scopes.is_empty()
     }
 
     /// Whether a process has changed something in a scope that is not over.
@@ -299,10 +308,13 @@ impl Machine {
     }
 
     /// The scope that a rule gives a path, and its top.
-    fn key_of(&self, path: &[u8]) -> Option<(Key, Vec<u8>)> {
-        let found = self.rules.iter().enumerate().filter_map(|(index, rule)| {
-            let found = rule.scope.find(path).or_else(|| self.marker(index, path))?;
-            Some((index, found))
+    fn key_of(&self, path: &LocatedPath) -> Option<(Key, Vec<u8>)> {
+        let found = path.matches.iter().filter_map(|one| {
+            let found = match &one.candidate {
+                Candidate::Scope(found) => found.clone(),
+                Candidate::Marker(captures) => self.marked(one.rule, path.path(), captures)?,
+            };
+            Some((one.rule, found))
         });
         // A file in a directory that is a scope belongs to that one, whatever its own name says.
         let found = found.min_by_key(|(_, found)| found.top.len());
@@ -317,28 +329,18 @@ impl Machine {
         ))
     }
 
-    /// A name beside a scope that its event is about: it belongs to the scope with the same captures, or to the newest one
-    /// that is open.
-    fn marker(&self, index: usize, path: &[u8]) -> Option<Found> {
-        let rule = &self.rules[index];
-        let (Event::Close(target) | Event::Rename(target) | Event::Unlink(target)) = &rule.event
-        else {
-            return None;
-        };
-        let Target::Beside(pattern) = target else {
-            return None;
-        };
+    /// The scope that a name beside it is a mark of: the one with the same captures, or the newest one that is open.
+    fn marked(&self, rule: usize, path: &[u8], captures: &Captures) -> Option<Found> {
         let dir = parent_of(path);
-        let captures = pattern.captures(relative(path, dir)?)?;
         let mut open = self.scopes.values().rev();
         let open = open.find(|scope| {
-            let is_of_rule = scope.key.rule == index && scope.key.dir == dir && !scope.is_over;
-            is_of_rule && scope.purpose == Purpose::Write && agrees(&captures, &scope.key.identity)
+            let is_of_rule = scope.key.rule == rule && scope.key.dir == dir && !scope.is_over;
+            is_of_rule && scope.purpose == Purpose::Write && agrees(captures, &scope.key.identity)
         });
         let identity = match open {
             Some(scope) => scope.key.identity.clone(),
             None if captures.is_empty() => return None,
-            None => Identity::Captures(captures),
+            None => Identity::Captures(captures.clone()),
         };
         Some(Found {
             dir: dir.to_vec(),
@@ -355,14 +357,14 @@ impl Machine {
             | Operation::Remove { path }
             | Operation::Rename { from: path, .. } => path,
         };
-        let number = self.open_scope_of(path).or_else(|| {
+        let number = self.open_scope_of(path.path()).or_else(|| {
             let (key, _) = self.key_of(path)?;
             self.open_scope_with(&key)
         });
         match number.map(|number| &self.scopes[&number]) {
             Some(scope) if scope.has_failed && !scope.writers.contains(&process) => {
                 Err(Refusal::Failed {
-                    rule: self.rules[scope.key.rule].name.clone(),
+                    rule: self.rules.rules()[scope.key.rule].name.clone(),
                 })
             }
             _ => Ok(()),
@@ -371,7 +373,7 @@ impl Machine {
 
     /// Whether an operation has to wait: a scope that it is in begins or ends.
     pub fn is_busy(&self, operation: &Operation<'_>) -> bool {
-        let paths: [Option<&[u8]>; 2] = match *operation {
+        let paths: [Option<&LocatedPath>; 2] = match *operation {
             Operation::Close { .. } => return false,
             Operation::Open { path, .. }
             | Operation::Change { path }
@@ -380,8 +382,8 @@ impl Machine {
         };
         let mut busy = self.scopes.values();
         busy.any(|scope| {
-            let is_in = |path: &&[u8]| {
-                scope.has(path) || self.key_of(path).is_some_and(|(key, _)| key == scope.key)
+            let is_in = |path: &&LocatedPath| {
+                scope.has(path.path()) || self.key_of(path).is_some_and(|(key, _)| key == scope.key)
             };
             (scope.is_over || scope.is_beginning) && paths.iter().flatten().any(is_in)
         })
@@ -412,13 +414,13 @@ impl Machine {
             }
             Operation::Remove { path } => self.enter(process, path, Purpose::Removal, actions),
             Operation::Rename { from, to } => {
-                let scopes = [self.open_scope_of(from), self.open_scope_of(to)];
+                let scopes = [from, to].map(|path| self.open_scope_of(path.path()));
                 if let [Some(one), Some(other)] = scopes
                     && one != other
                 {
                     let rule = self.scopes[&one].key.rule;
                     return Err(Refusal::TwoScopes {
-                        rule: self.rules[rule].name.clone(),
+                        rule: self.rules.rules()[rule].name.clone(),
                     });
                 }
                 let joined = match scopes {
@@ -429,7 +431,7 @@ impl Machine {
                 };
                 if let Some(number) = joined {
                     self.change_purpose(number, process);
-                    self.join(number, &[from, to], actions);
+                    self.join(number, &[from.path(), to.path()], actions);
                 }
                 joined
             }
@@ -465,11 +467,11 @@ impl Machine {
     fn enter(
         &mut self,
         process: u32,
-        path: &[u8],
+        path: &LocatedPath,
         purpose: Purpose,
         actions: &mut Vec<Action>,
     ) -> Option<ScopeNumber> {
-        if let Some(number) = self.open_scope_of(path) {
+        if let Some(number) = self.open_scope_of(path.path()) {
             if purpose == Purpose::Write {
                 self.change_purpose(number, process);
             }
@@ -510,7 +512,7 @@ impl Machine {
         self.scopes.insert(number, scope);
         actions.push(Action::Begin {
             scope: number,
-            rule: self.rules[key.rule].name.clone(),
+            rule: self.rules.rules()[key.rule].name.clone(),
             dir: key.dir,
             tops: vec![top],
         });
@@ -563,7 +565,7 @@ impl Machine {
 
     /// Whether the rule's scopes are complete when the next one begins: also idle ones of several files that name no needs.
     fn ends_with_next(&self, rule: usize) -> bool {
-        let rule = &self.rules[rule];
+        let rule = &self.rules.rules()[rule];
         match rule.event {
             Event::Next => true,
             Event::Idle => !rule.is_idle_enough(),
@@ -596,27 +598,29 @@ impl Machine {
     fn note_made(&mut self, process: u32, operation: &Operation<'_>, actions: &mut Vec<Action>) {
         match *operation {
             Operation::Open { path, handle } => {
+                let path = path.path();
                 if let Some(number) = self.open_scope_of(path) {
                     let scope = self.scopes.get_mut(&number).expect("found above");
                     scope.files.insert(path.to_vec());
                     scope.removed_tops.remove(path);
                     scope.open.insert(handle, path.to_vec());
                     // Idle is how a scope is, and not what has happened to it.
-                    let is_idle = matches!(self.rules[scope.key.rule].event, Event::Idle);
+                    let is_idle = matches!(self.rules.rules()[scope.key.rule].event, Event::Idle);
                     scope.event_seen &= !is_idle;
                     scope.note_process(process);
                 }
             }
             Operation::Close { handle, ending } => self.close(process, handle, ending, actions),
             Operation::Change { path } => {
+                let path = path.path();
                 if let Some(number) = self.open_scope_of(path) {
                     let scope = self.scopes.get_mut(&number).expect("found above");
                     scope.removed_tops.remove(path);
                     self.try_commit(number, actions);
                 }
             }
-            Operation::Remove { path } => self.removed(path, actions),
-            Operation::Rename { from, to } => self.renamed(from, to, actions),
+            Operation::Remove { path } => self.removed(path.path(), actions),
+            Operation::Rename { from, to } => self.renamed(from.path(), to.path(), actions),
         }
     }
 
@@ -645,7 +649,7 @@ impl Machine {
             return;
         };
         let is_last = !scope.open.values().any(|open| open == path);
-        let rule = &self.rules[scope.key.rule];
+        let rule = &self.rules.rules()[scope.key.rule];
         let is_event = match &rule.event {
             Event::Close(target) => is_last && is_target(scope, target, path, rule.scope.is_dir),
             Event::Idle => rule.is_idle_enough() && scope.open.is_empty(),
@@ -664,7 +668,7 @@ impl Machine {
         if scope.tops.contains(path) {
             scope.removed_tops.insert(path.to_vec());
         }
-        let rule = &self.rules[scope.key.rule];
+        let rule = &self.rules.rules()[scope.key.rule];
         if let Event::Unlink(target) = &rule.event
             && is_target(scope, target, path, rule.scope.is_dir)
         {
@@ -703,7 +707,7 @@ impl Machine {
             scope.removed_tops.insert(from.to_vec());
         }
         scope.removed_tops.remove(to);
-        let rule = &self.rules[scope.key.rule];
+        let rule = &self.rules.rules()[scope.key.rule];
         if let Event::Rename(target) = &rule.event {
             let is_event = match target {
                 Target::Itself => scope.tops.contains(from) && is_scope_name(scope, from),
@@ -793,7 +797,7 @@ impl Machine {
     /// Why a scope is not committed now; none: it can be.
     fn obstacle(&self, number: ScopeNumber) -> Option<String> {
         let scope = &self.scopes[&number];
-        let rule = &self.rules[scope.key.rule];
+        let rule = &self.rules.rules()[scope.key.rule];
         let newest = self.newest(scope.key.rule, &scope.key.dir);
         if scope.under_way > 0 {
             return Some("changes that are under way".to_owned());
@@ -923,7 +927,7 @@ impl Machine {
     pub fn states(&self) -> Vec<ScopeState> {
         let state = |(number, scope): (&ScopeNumber, &Scope)| ScopeState {
             scope: *number,
-            rule: self.rules[scope.key.rule].name.clone(),
+            rule: self.rules.rules()[scope.key.rule].name.clone(),
             path: scope
                 .tops
                 .first()

@@ -126,10 +126,26 @@ pub(crate) fn capture_names(text: &str) -> Vec<String> {
     names
 }
 
+/// A regular expression that matches what `expression` does, and captures nothing.
+fn without_captures(expression: &str) -> String {
+    let mut bare = String::new();
+    let mut rest = expression;
+    // A `(` of a pattern is escaped, so each of these begins a capture.
+    while let Some((before, after)) = rest.split_once("(?P<") {
+        bare.push_str(before);
+        bare.push_str("(?:");
+        rest = after.split_once('>').map_or("", |(_, rest)| rest);
+    }
+    bare.push_str(rest);
+    bare
+}
+
 /// A set of alternatives, of which one matches a whole path.
 #[derive(Clone, Debug)]
 pub(crate) struct Pattern {
     alternatives: Vec<Regex>,
+    /// One regular expression for all of them, without captures and anchors.
+    any: String,
 }
 
 impl Pattern {
@@ -140,6 +156,7 @@ impl Pattern {
         (prefix, suffix): (&str, &str),
     ) -> Result<Self, PatternError> {
         let mut alternatives = Vec::new();
+        let mut bare = Vec::new();
         let mut start = 0;
         for one in text.split('|') {
             if one.is_empty() {
@@ -149,10 +166,20 @@ impl Pattern {
                 });
             }
             let regex = translate(one.trim_end_matches('/'), start, kinds)?;
-            alternatives.push(compile(&format!("{prefix}{regex}{suffix}")));
+            let regex = format!("{prefix}{regex}{suffix}");
+            alternatives.push(compile(&regex));
+            bare.push(without_captures(&regex));
             start += one.len() + 1;
         }
-        Ok(Self { alternatives })
+        Ok(Self {
+            alternatives,
+            any: format!("(?:{})", bare.join("|")),
+        })
+    }
+
+    /// As a part of a larger regular expression.
+    pub(crate) fn expression(&self) -> &str {
+        &self.any
     }
 
     pub(crate) fn matches(&self, path: &[u8]) -> bool {

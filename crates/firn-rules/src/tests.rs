@@ -5,11 +5,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::trace::{Player, Step, TraceLine, parse_trace};
-use crate::{BUILT_IN, Rule, load_rules, parse_rules};
+use crate::{BUILT_IN, RuleSet, load_rules, parse_rules};
 
 struct Trace {
     name: String,
-    rules: Arc<Vec<Rule>>,
+    rules: Arc<RuleSet>,
     commits: Vec<String>,
     lines: Vec<TraceLine>,
 }
@@ -69,7 +69,7 @@ fn each_writer_has_its_checkpoints_committed_and_nothing_is_left() {
             "{}: {outcomes:#?}",
             trace.name
         );
-        used.extend(trace.rules.iter().map(|rule| rule.name.clone()));
+        used.extend(trace.rules.rules().iter().map(|rule| rule.name.clone()));
     }
     let all = parse_rules(BUILT_IN, "built-in").unwrap();
     for rule in all {

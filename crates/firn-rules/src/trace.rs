@@ -16,8 +16,9 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
-use crate::language::{Rule, nearest};
+use crate::language::nearest;
 use crate::machine::{Action, Ending, Machine, Operation, ScopeNumber, ScopeState};
+use crate::rule_set::{LocatedPath, RuleSet};
 
 /// One operation of a trace.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -323,7 +324,7 @@ pub struct Player {
 
 impl Player {
     /// A player to which nothing has happened.
-    pub fn new(rules: Arc<Vec<Rule>>) -> Self {
+    pub fn new(rules: Arc<RuleSet>) -> Self {
         Self {
             machine: Machine::new(rules),
             open: Vec::new(),
@@ -343,6 +344,10 @@ impl Player {
         self.machine.states()
     }
 
+    fn locate(&self, path: &str) -> LocatedPath {
+        self.machine.rules().locate(path.as_bytes())
+    }
+
     /// Plays one line.
     pub fn play(&mut self, line: &TraceLine) {
         let process = line.process;
@@ -351,13 +356,8 @@ impl Player {
                 self.last_handle += 1;
                 let handle = self.last_handle;
                 self.open.push((process, path.clone(), handle));
-                self.run(
-                    line,
-                    &Operation::Open {
-                        path: path.as_bytes(),
-                        handle,
-                    },
-                );
+                let path = &self.locate(path);
+                self.run(line, &Operation::Open { path, handle });
             }
             Step::Write(..) => {}
             Step::Close(path) => {
@@ -380,12 +380,8 @@ impl Player {
             | Step::Truncate(path)
             | Step::Symlink(_, path)
             | Step::Link(_, path) => {
-                self.run(
-                    line,
-                    &Operation::Change {
-                        path: path.as_bytes(),
-                    },
-                );
+                let path = &self.locate(path);
+                self.run(line, &Operation::Change { path });
             }
             Step::Rename(from, to) => {
                 for (_, path, _) in &mut self.open {
@@ -393,19 +389,12 @@ impl Player {
                         path.clone_from(to);
                     }
                 }
-                let operation = Operation::Rename {
-                    from: from.as_bytes(),
-                    to: to.as_bytes(),
-                };
-                self.run(line, &operation);
+                let (from, to) = (&self.locate(from), &self.locate(to));
+                self.run(line, &Operation::Rename { from, to });
             }
             Step::Unlink(path) | Step::Rmdir(path) => {
-                self.run(
-                    line,
-                    &Operation::Remove {
-                        path: path.as_bytes(),
-                    },
-                );
+                let path = &self.locate(path);
+                self.run(line, &Operation::Remove { path });
             }
             Step::Exit(0) => self.end(line, Ending::Success),
             Step::Exit(_) | Step::Kill => self.end(line, Ending::Failure),

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
 use firn_rules::trace::{Outcome, Player, parse_trace};
-use firn_rules::{BUILT_IN, Machine, Rule, ScopeState, load_rules, parse_rules};
+use firn_rules::{BUILT_IN, Machine, RuleSet, ScopeState, load_rules, parse_rules};
 use serde::Serialize;
 
 use crate::failure::{DONE, FAILED, Failure, USAGE};
@@ -146,7 +146,7 @@ fn usage(error: impl std::fmt::Display) -> Failure {
     Failure::new(USAGE, error.to_string())
 }
 
-fn load(list: &str) -> Result<Arc<Vec<Rule>>, Failure> {
+fn load(list: &str) -> Result<Arc<RuleSet>, Failure> {
     let rules = load_rules(list, |path| {
         let mut text = String::new();
         let limit = firn_rules::RULES_BYTES_MAX as u64 + 1;
@@ -201,7 +201,7 @@ fn explain(matches: &ArgMatches) -> Result<u8, Failure> {
         }
     };
     let machine = Machine::new(rules);
-    let found = machine.explain(&relative);
+    let found = machine.explain(&machine.rules().locate(&relative));
     let is_in = |scope: &[u8]| {
         found
             .as_ref()
