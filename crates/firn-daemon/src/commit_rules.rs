@@ -13,6 +13,7 @@
 //! * An abort is carried out by the thread of this module, which holds nothing that the kernel waits for.
 
 mod exits;
+mod rotation;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::{OsStr, OsString};
@@ -62,6 +63,8 @@ pub(crate) struct Counts {
     pub(crate) commits: u64,
     pub(crate) aborts: u64,
     pub(crate) failures: u64,
+    /// Checkpoints that `keep` removed.
+    pub(crate) removals: u64,
 }
 
 /// The commit rules of one mount.
@@ -87,6 +90,8 @@ struct Table {
     tickets: HashMap<u64, Ticket>,
     last_ticket: u64,
     counts: BTreeMap<String, Counts>,
+    /// Rules and directories in which there may be more than the rule keeps.
+    rotations: BTreeSet<(usize, Vec<u8>)>,
 }
 
 /// The transaction of a scope.
@@ -183,6 +188,7 @@ impl CommitRules {
                 tickets: HashMap::new(),
                 last_ticket: 0,
                 counts: BTreeMap::new(),
+                rotations: BTreeSet::new(),
             }),
             has_no_scope: AtomicBool::new(true),
             changed: Condvar::new(),
@@ -209,6 +215,7 @@ impl CommitRules {
                 (&mut shown.rule_commits, counts.commits),
                 (&mut shown.rule_aborts, counts.aborts),
                 (&mut shown.rule_failures, counts.failures),
+                (&mut shown.rule_removals, counts.removals),
             ] {
                 if count > 0 {
                     shown.insert(rule.clone(), count);
@@ -220,7 +227,9 @@ impl CommitRules {
     /// Waits for the ends of writers, until [`CommitRules::stop`].
     pub(crate) fn watch_exits(&self) {
         self.exits
-            .watch(&|process, ending| self.exited(process, ending));
+            .watch(&|process, ending| self.exited(process, ending), &|| {
+                self.rotate()
+            });
     }
 
     /// `is_unseen`: no program saw the mount.
@@ -292,6 +301,12 @@ impl CommitRules {
                     self.abort(scope, &reason);
                     Ok(())
                 }
+                Action::Rotate { rule, dir } => {
+                    self.table.lock().rotations.insert((rule, dir));
+                    self.exits.wake();
+                    Ok(())
+                }
+                Action::Remove { scope, rule, tops } => self.remove(scope, &rule, tops),
             };
             first = first.and(done);
         }

@@ -157,6 +157,8 @@ part! {
         counter rule_aborts: BTreeMap<String, u64>,
         /// Begins and commits of commit rules that failed, by rule; they are in the log.
         counter rule_failures: BTreeMap<String, u64>,
+        /// Old checkpoints that `keep` of a commit rule removed, by rule.
+        counter rule_removals: BTreeMap<String, u64>,
         /// Errors not yet dealt with, the newest last, at most 64.
         part errors: Vec<ErrorStatus>,
     }
@@ -253,7 +255,8 @@ impl Status {
             transaction_steps: counts.clone(),
             rule_commits: counts.clone(),
             rule_aborts: counts.clone(),
-            rule_failures: counts,
+            rule_failures: counts.clone(),
+            rule_removals: counts,
             errors: vec![ErrorStatus::default()],
             ingest_write_bytes: histogram.clone(),
             write_seconds: histogram.clone(),

@@ -19,7 +19,7 @@ flashpoint          {s}_ckpt/                     unlink:../{s}_ckpt.*_unfinishe
 automodel           epoch_*_step_*/               rename:../LATEST
 lammps              restart.{T}|restart.{T}.*|*.restart.{T} next                        T=integer
 gromacs             {X}_step*.cpt|{X}_prev.cpt|{X}.cpt rename:{X}.cpt
-openfoam            {T}/                          next                                   T=number
+openfoam            processor*/{T}/|{T}/          next                                   T=number
 wrf                 wrfrst_d*_{DATE}              next
 cesm                *.r.{DATE}.nc|rpointer.*.{DATE} next
 openifs             srf{T}.*                      close:rcf                              *=same

@@ -11,7 +11,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use crate::pattern::{CaptureKind, Captures, Pattern, PatternError, capture_names};
+use crate::pattern::{CaptureKind, Captures, Pattern, PatternError, PatternMatch, capture_names};
 
 /// What makes a scope complete.
 #[derive(Clone, Debug)]
@@ -67,6 +67,8 @@ pub struct Rule {
     pub(crate) scope: ScopePattern,
     pub(crate) event: Event,
     pub(crate) needs: Vec<Need>,
+    /// Complete checkpoints that stay; none: all of them.
+    pub(crate) keep: Option<usize>,
 }
 
 /// Which paths are in a scope.
@@ -97,6 +99,23 @@ pub(crate) enum Identity {
     Path(Vec<u8>),
     /// Values of the captures.
     Captures(Captures),
+}
+
+impl Found {
+    /// The step of the scope: the value of its one capture, or the last number in its name.
+    pub(crate) fn step(&self) -> Option<String> {
+        if let Identity::Captures(captures) = &self.identity
+            && let [value] = captures.values().collect::<Vec<_>>()[..]
+        {
+            return Some(String::from_utf8_lossy(value).into_owned());
+        }
+        let name = relative(&self.top, parent_of(&self.top))?;
+        let is_digit = |byte: &u8| byte.is_ascii_digit();
+        let end = name.iter().rposition(is_digit)? + 1;
+        let start = name[..end].iter().rposition(|byte| !is_digit(byte));
+        let digits = &name[start.map_or(0, |at| at + 1)..end];
+        Some(String::from_utf8_lossy(digits).into_owned())
+    }
 }
 
 /// The directory of a path; empty: the top.
@@ -145,22 +164,36 @@ impl ScopePattern {
         self.has_captures
     }
 
+    /// Whether one checkpoint is in several directories, as `processor*/{T}/` has it.
+    pub(crate) fn is_wide(&self) -> bool {
+        self.has_captures && self.tops.has_directories()
+    }
+
     fn of_top(&self, top: &[u8]) -> Option<Found> {
-        let captures = self.tops.captures(top)?;
-        let identity = if self.has_captures {
-            Identity::Captures(captures)
-        } else {
-            Identity::Path(top.to_vec())
-        };
+        let PatternMatch { captures, depth } = self.tops.find(top)?;
+        if !self.has_captures {
+            return Some(Found {
+                dir: parent_of(top).to_vec(),
+                top: top.to_vec(),
+                identity: Identity::Path(top.to_vec()),
+            });
+        }
+        // The tops are beside each other, in the directory that the pattern begins in.
+        let top = (1..depth).fold(top, |at, _| parent_of(at));
         Some(Found {
             dir: parent_of(top).to_vec(),
             top: top.to_vec(),
-            identity,
+            identity: Identity::Captures(captures),
         })
     }
 }
 
 impl Rule {
+    /// How many complete checkpoints stay; none: all of them.
+    pub fn keep(&self) -> Option<usize> {
+        self.keep
+    }
+
     /// Names beside a scope that the event is about.
     pub(crate) fn marker(&self) -> Option<&Pattern> {
         match &self.event {
@@ -325,6 +358,7 @@ impl LineParser<'_> {
             scope: scope_pattern,
             event,
             needs: Vec::new(),
+            keep: None,
         };
         for word in rest {
             self.word(*word, &names, &mut rule)?;
@@ -444,14 +478,13 @@ impl LineParser<'_> {
     }
 
     fn word(&self, word: Word<'_>, names: &[String], rule: &mut Rule) -> Result<(), RuleError> {
-        const KNOWN: &str =
-            "`FILES=writers`, `FILES=same`, `FILES=N`, `begins=FILES` or `CAPTURE=number`";
+        const KNOWN: &str = "`FILES=writers`, `FILES=same`, `FILES=N`, `begins=FILES`, `keep=N` or `CAPTURE=number`";
         let Some((what, value)) = word.text.rsplit_once('=') else {
             let message = format!("expected {KNOWN}, found `{}`", word.text);
             return Err(self.error(
                 word.at,
                 message,
-                nearest(word.text, ["begins=", "writers", "same"]),
+                nearest(word.text, ["begins=", "keep=", "writers", "same"]),
             ));
         };
         let at = word.at + what.len() + 1;
@@ -459,6 +492,15 @@ impl LineParser<'_> {
             return Ok(());
         }
         let number = value.parse::<usize>().ok().filter(|number| *number > 0);
+        if what == "keep" {
+            let message = format!("expected how many checkpoints stay, 1 or more, found `{value}`");
+            rule.keep = Some(number.ok_or_else(|| self.error(at, message, None))?);
+            if rule.scope.is_wide() {
+                let message = "expected no `keep` where one checkpoint is in several directories";
+                return Err(self.error(word.at, message, None));
+            }
+            return Ok(());
+        }
         let count = match (value, number) {
             ("writers", _) => Count::Writers,
             ("same", _) => Count::Same,

@@ -18,6 +18,7 @@
 //! * A top is in one scope that is not over.
 //! * A scope commits once, and only where no descriptor for writing is open in it.
 //! * The scope that was committed last is never removed before the next one is committed.
+//! * `keep=N` removes no scope that is open, that was committed last, or that a link leads to.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -77,6 +78,14 @@ pub enum Action {
     Commit { scope: ScopeNumber },
     /// It never was.
     Abort { scope: ScopeNumber, reason: String },
+    /// More may be complete than the rule keeps: the caller looks what is in the directory, and asks [`Machine::rotate`].
+    Rotate { rule: usize, dir: Vec<u8> },
+    /// These names are to go, all or none, and then [`Machine::committed`] is told, or [`Machine::aborted`].
+    Remove {
+        scope: ScopeNumber,
+        rule: String,
+        tops: Vec<Vec<u8>>,
+    },
 }
 
 /// What has to be done before an operation, and the scope that it is made in.
@@ -204,7 +213,42 @@ pub struct Machine {
 /// Commits of one rule in one directory that are remembered at most.
 const REMEMBERED_MAX: usize = 64;
 
+/// A step in the order of numbers, or, where it is none, of its characters.
+struct Step(f64, String);
+
+impl Step {
+    fn new(text: &str) -> Self {
+        Self(text.parse().unwrap_or(f64::INFINITY), text.to_owned())
+    }
+
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        let numbers = self.0.total_cmp(&other.0);
+        numbers.then_with(|| self.1.cmp(&other.1))
+    }
+}
+
 impl Scope {
+    /// One that nothing has happened in.
+    fn new(key: Key, purpose: Purpose) -> Self {
+        Self {
+            key,
+            purpose,
+            tops: BTreeSet::new(),
+            removed_tops: BTreeSet::new(),
+            files: BTreeSet::new(),
+            living: BTreeSet::new(),
+            writers: BTreeSet::new(),
+            was_there: false,
+            has_failed: false,
+            open: BTreeMap::new(),
+            event_seen: false,
+            closed_by_exit: BTreeMap::new(),
+            under_way: 0,
+            is_beginning: false,
+            is_over: false,
+        }
+    }
+
     fn has(&self, path: &[u8]) -> bool {
         let is_at =
             |top: &Vec<u8>| path == top || relative(path, top).is_some_and(|_| !top.is_empty());
@@ -471,7 +515,9 @@ impl Machine {
         purpose: Purpose,
         actions: &mut Vec<Action>,
     ) -> Option<ScopeNumber> {
-        if let Some(number) = self.open_scope_of(path.path()) {
+        if let Some(number) = self.open_scope_of(path.path())
+            && !self.ends_wide_scope(number, path, purpose, actions)
+        {
             if purpose == Purpose::Write {
                 self.change_purpose(number, process);
             }
@@ -492,22 +538,15 @@ impl Machine {
         let number = self.last_number;
         let before = self.committed.iter().rev().find(|one| one.key == key);
         let files = before.map(|one| one.files.clone()).unwrap_or_default();
+        let was_there = before.is_some();
         let scope = Scope {
-            purpose,
             tops: BTreeSet::from([top.clone()]),
-            removed_tops: BTreeSet::new(),
             files,
             living: BTreeSet::from([process]),
             writers: BTreeSet::from([process]),
-            was_there: before.is_some(),
-            has_failed: false,
-            open: BTreeMap::new(),
-            event_seen: false,
-            closed_by_exit: BTreeMap::new(),
-            under_way: 0,
+            was_there,
             is_beginning: true,
-            is_over: false,
-            key: key.clone(),
+            ..Scope::new(key.clone(), purpose)
         };
         self.scopes.insert(number, scope);
         actions.push(Action::Begin {
@@ -517,6 +556,41 @@ impl Machine {
             tops: vec![top],
         });
         Some(number)
+    }
+
+    /// Where a checkpoint is in several directories, its transaction has these whole. So a change of the next checkpoint there either
+    /// ends the transaction, and another one begins; or, while the one before cannot be committed, both become one.
+    fn ends_wide_scope(
+        &mut self,
+        number: ScopeNumber,
+        path: &LocatedPath,
+        purpose: Purpose,
+        actions: &mut Vec<Action>,
+    ) -> bool {
+        let key = self.key_of(path).map(|(key, _)| key);
+        let Some(scope) = self.scopes.get_mut(&number) else {
+            return false;
+        };
+        let rule = scope.key.rule;
+        let is_next = |key: &Key| key.rule == rule && key.dir == scope.key.dir && *key != scope.key;
+        let Some(key) = key.filter(is_next) else {
+            return false;
+        };
+        if purpose != Purpose::Write || !self.rules.rules()[rule].scope.is_wide() {
+            return false;
+        }
+        let is_written = scope.purpose == Purpose::Write;
+        if is_written && self.ends_with_next(rule) {
+            self.end_previous(&key, actions);
+        }
+        let Some(scope) = self.scopes.get_mut(&number) else {
+            return false;
+        };
+        if !scope.is_over {
+            scope.key = key;
+            scope.event_seen = false;
+        }
+        scope.is_over
     }
 
     /// A removal becomes the beginning of something new.
@@ -899,7 +973,95 @@ impl Machine {
             }
         }
         self.forget_old(rule, &dir);
+        if self.rules.rules()[rule].keep.is_some() {
+            actions.push(Action::Rotate { rule, dir });
+        }
         actions
+    }
+
+    /// The complete checkpoints beyond those that the rule keeps in a directory, the oldest first. `names`: what is there;
+    /// `linked`: tops that a link there leads to. They wait for nothing, and changes of them wait until they are gone.
+    pub fn rotate(
+        &mut self,
+        (rule, dir): (usize, &[u8]),
+        names: &[LocatedPath],
+        linked: &BTreeSet<Vec<u8>>,
+    ) -> Vec<Action> {
+        let Some(keep) = self.rules.rules()[rule].keep else {
+            return Vec::new();
+        };
+        let there = self.complete_scopes((rule, dir), names);
+        let excess = there.len().saturating_sub(keep);
+        let old = there.into_iter().take(excess).filter(|old| {
+            let is_open = self.scopes.values().any(|scope| scope.key == old.key);
+            !is_open && old.tops.is_disjoint(linked)
+        });
+        let old: Vec<Committed> = old.collect();
+        old.into_iter().map(|old| self.begin_removal(old)).collect()
+    }
+
+    /// What is complete in a directory, the oldest first: what this machine saw committed comes last, in its order, and what was
+    /// there before it in the order of the steps. Without a step a name is nothing that is rotated.
+    fn complete_scopes(
+        &self,
+        (rule, dir): (usize, &[u8]),
+        names: &[LocatedPath],
+    ) -> Vec<Committed> {
+        let mut known: Vec<Committed> = Vec::new();
+        let of_dir = |one: &&Committed| one.key.rule == rule && one.key.dir == dir;
+        known.extend(self.committed.iter().filter(of_dir).cloned());
+        let is_there = |top: &Vec<u8>| names.iter().any(|name| name.path() == top);
+        for one in &mut known {
+            one.tops.retain(is_there);
+        }
+        known.retain(|one| !one.tops.is_empty());
+        let mut earlier: Vec<(Step, Committed)> = Vec::new();
+        for path in names {
+            let found = path.matches.iter().find_map(|one| match &one.candidate {
+                Candidate::Scope(found) if one.rule == rule => Some(found),
+                _ => None,
+            });
+            let found = found.filter(|found| found.dir == dir && found.top == path.path());
+            // Another rule may have the name first.
+            let key = self.key_of(path).map(|(key, _)| key);
+            let (Some(found), Some(key)) = (found, key.filter(|key| key.rule == rule)) else {
+                continue;
+            };
+            let all = known
+                .iter_mut()
+                .chain(earlier.iter_mut().map(|(_, one)| one));
+            let same = all.into_iter().find(|one| one.key == key);
+            if let Some(same) = same {
+                same.tops.insert(found.top.clone());
+            } else if let Some(step) = found.step() {
+                let scope = Committed {
+                    tops: BTreeSet::from([found.top.clone()]),
+                    files: BTreeSet::new(),
+                    writers: 0,
+                    key,
+                };
+                earlier.push((Step::new(&step), scope));
+            }
+        }
+        earlier.sort_by(|(one, _), (other, _)| one.cmp(other));
+        let earlier = earlier.into_iter().map(|(_, scope)| scope);
+        earlier.chain(known).collect()
+    }
+
+    fn begin_removal(&mut self, old: Committed) -> Action {
+        self.last_number += 1;
+        let number = self.last_number;
+        let rule = self.rules.rules()[old.key.rule].name.clone();
+        let tops: Vec<Vec<u8>> = old.tops.iter().cloned().collect();
+        let mut scope = Scope::new(old.key, Purpose::Removal);
+        scope.tops = old.tops;
+        scope.is_over = true;
+        self.scopes.insert(number, scope);
+        Action::Remove {
+            scope: number,
+            rule,
+            tops,
+        }
     }
 
     fn forget_old(&mut self, rule: usize, dir: &[u8]) {

@@ -144,8 +144,17 @@ fn without_captures(expression: &str) -> String {
 #[derive(Clone, Debug)]
 pub(crate) struct Pattern {
     alternatives: Vec<Regex>,
+    /// Names in each of them; 1 where `**` leaves that open.
+    depths: Vec<usize>,
     /// One regular expression for all of them, without captures and anchors.
     any: String,
+}
+
+/// How a path matches a pattern.
+pub(crate) struct PatternMatch {
+    pub(crate) captures: Captures,
+    /// Names in the alternative that matches.
+    pub(crate) depth: usize,
 }
 
 impl Pattern {
@@ -157,6 +166,7 @@ impl Pattern {
     ) -> Result<Self, PatternError> {
         let mut alternatives = Vec::new();
         let mut bare = Vec::new();
+        let mut depths = Vec::new();
         let mut start = 0;
         for one in text.split('|') {
             if one.is_empty() {
@@ -169,10 +179,13 @@ impl Pattern {
             let regex = format!("{prefix}{regex}{suffix}");
             alternatives.push(compile(&regex));
             bare.push(without_captures(&regex));
+            let depth = one.trim_end_matches('/').split('/').count();
+            depths.push(if one.contains("**") { 1 } else { depth });
             start += one.len() + 1;
         }
         Ok(Self {
             alternatives,
+            depths,
             any: format!("(?:{})", bare.join("|")),
         })
     }
@@ -182,20 +195,34 @@ impl Pattern {
         &self.any
     }
 
+    /// Whether an alternative has more than one name.
+    pub(crate) fn has_directories(&self) -> bool {
+        self.depths.iter().any(|depth| *depth > 1)
+    }
+
     pub(crate) fn matches(&self, path: &[u8]) -> bool {
         self.alternatives.iter().any(|one| one.is_match(path))
     }
 
     /// The captures of the first alternative that matches.
     pub(crate) fn captures(&self, path: &[u8]) -> Option<Captures> {
-        self.alternatives.iter().find_map(|one| {
+        self.find(path).map(|found| found.captures)
+    }
+
+    /// The first alternative that matches.
+    pub(crate) fn find(&self, path: &[u8]) -> Option<PatternMatch> {
+        let mut alternatives = self.alternatives.iter().zip(&self.depths);
+        alternatives.find_map(|(one, depth)| {
             let found = one.captures(path)?;
             let names = one.capture_names().flatten();
             let values = names.filter_map(|name| {
                 let value = found.name(name)?;
                 Some((name.to_owned(), value.as_bytes().to_vec()))
             });
-            Some(values.collect())
+            Some(PatternMatch {
+                captures: values.collect(),
+                depth: *depth,
+            })
         })
     }
 }

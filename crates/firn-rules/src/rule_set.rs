@@ -61,7 +61,38 @@ impl LocatedPath {
     }
 }
 
+/// The checkpoint that a path is in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CheckpointOfPath {
+    /// The name of the rule.
+    pub rule: String,
+    /// The directory or file of the checkpoint that the path is, or is in.
+    pub top: Vec<u8>,
+    /// Value of the one capture of the rule, or else the last number of the name.
+    pub step: Option<String>,
+    /// The same for all paths of one checkpoint, and for no others.
+    pub group: String,
+}
+
 impl RuleSet {
+    /// The checkpoint that a path is in, as far as patterns alone tell.
+    pub fn checkpoint_of(&self, path: &[u8]) -> Option<CheckpointOfPath> {
+        let located = self.locate(path);
+        let scopes = located.matches.into_iter().filter_map(|one| {
+            let Candidate::Scope(found) = one.candidate else {
+                return None;
+            };
+            Some((one.rule, found))
+        });
+        let (rule, found) = scopes.min_by_key(|(_, found)| found.top.len())?;
+        Some(CheckpointOfPath {
+            rule: self.rules[rule].name.clone(),
+            step: found.step(),
+            group: format!("{rule} {:?} {:?}", found.dir, found.identity),
+            top: found.top,
+        })
+    }
+
     /// Compiles rules.
     pub fn new(rules: Vec<Rule>) -> Result<Self, RuleSetError> {
         let expressions = rules

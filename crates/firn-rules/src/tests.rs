@@ -265,3 +265,49 @@ fn random_operations_keep_the_invariants() {
         }
     }
 }
+
+/// Paths of what was removed by `keep`, in order, after operations by one process.
+fn removals(rule: &str, operations: &str) -> Vec<String> {
+    let rules = RuleSet::new(parse_rules(rule, "test").unwrap()).unwrap();
+    let mut player = Player::new(Arc::new(rules));
+    for line in parse_trace(operations, "/").unwrap() {
+        player.play(&line);
+    }
+    let removals = player.outcomes().iter().filter(|one| one.what == "remove");
+    removals.map(|one| one.paths.join(" ")).collect()
+}
+
+#[test]
+fn keep_removes_the_oldest_once_a_newer_one_is_complete() {
+    let rule = "a step-*/ close:done keep=2";
+    let mut operations = String::new();
+    for step in [9, 10, 3, 11] {
+        operations +=
+            &format!("1 mkdir step-{step}\n1 open step-{step}/done\n1 close step-{step}/done\n");
+    }
+    // In the order of the commits, whatever the steps are.
+    assert_eq!(removals(rule, &operations), ["step-9", "step-10"]);
+    assert_eq!(removals("a step-*/ close:done", &operations), [""; 0]);
+    let open = operations
+        + "1 mkdir step-12\n1 open step-12/x\n1 mkdir step-13\n1 open step-13/done\n1 close step-13/done\n";
+    assert_eq!(removals(rule, &open), ["step-9", "step-10", "step-3"]);
+}
+
+#[test]
+fn keep_removes_a_group_with_all_its_files() {
+    let mut operations = String::new();
+    for step in 1..4 {
+        operations += &format!(
+            "1 open f.{step}.a\n1 close f.{step}.a\n1 open f.{step}.b\n1 close f.{step}.b\n"
+        );
+    }
+    operations += "1 exit 0";
+    assert_eq!(
+        removals("a f.{T}.* next T=integer keep=1", &operations),
+        ["f.1.a f.1.b", "f.2.a f.2.b"]
+    );
+    assert_eq!(
+        mistake("a x idle keep=0"),
+        "site.rules:1:15: expected how many checkpoints stay, 1 or more, found `0`"
+    );
+}

@@ -53,21 +53,21 @@ impl Exits {
         let pidfd = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
         watched.processes.insert(process, pidfd);
         drop(watched);
-        self.wake_thread();
+        self.wake();
     }
 
     pub(super) fn stop(&self) {
         self.watched.lock().is_stopped = true;
-        self.wake_thread();
+        self.wake();
     }
 
-    fn wake_thread(&self) {
+    pub(super) fn wake(&self) {
         // Where the counter is full, the thread wakes anyway.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 
-    /// Waits until it is stopped, and tells of each end.
-    pub(super) fn watch(&self, tell: &dyn Fn(u32, Ending)) {
+    /// Waits until it is stopped, tells of each end, and calls `after_wake` each time it was woken.
+    pub(super) fn watch(&self, tell: &dyn Fn(u32, Ending), after_wake: &dyn Fn()) {
         loop {
             let ends = {
                 let mut watched = self.watched.lock();
@@ -79,6 +79,7 @@ impl Exits {
             for (process, ending) in ends {
                 tell(process, ending);
             }
+            after_wake();
             self.wait();
         }
     }
