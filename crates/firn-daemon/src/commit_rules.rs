@@ -577,6 +577,20 @@ impl ChangeWatch for CommitRules {
         }
     }
 
+    fn must_settle(&self, inode: InodeId) -> bool {
+        if self.has_no_scope.load(Ordering::Acquire) || !self.exits.has_untold_end() {
+            return false;
+        }
+        let path = self.gate.engine().tree.path_of(inode);
+        path.is_some_and(|path| self.table.lock().machine.is_near_scope(&path))
+    }
+
+    fn settle(&self, inode: InodeId) {
+        if self.must_settle(inode) {
+            self.exits.wait_until_told();
+        }
+    }
+
     fn knows(&self, handle: HandleId) -> bool {
         self.table.lock().handles.contains_key(&handle.0)
     }

@@ -327,6 +327,12 @@ impl Machine {
         self.open_scope_of(path.path()).is_some() || self.key_of(path).is_some()
     }
 
+    /// Whether a directory shows names of a scope that is not over, or a path lies in one.
+    pub fn is_near_scope(&self, path: &[u8]) -> bool {
+        let mut scopes = self.scopes.values();
+        scopes.any(|scope| scope.key.dir == path || scope.has(path))
+    }
+
     /// Whether no scope is open: then only rules can have to do with a path.
     pub fn is_empty(&self) -> bool {
         self.scopes.is_empty()
@@ -665,6 +671,7 @@ impl Machine {
         // It may have waited for this one.
         if let Some(number) = entered {
             self.try_commit(number, &mut actions);
+            self.end_if_left(number, &mut actions);
         }
         actions
     }
@@ -681,7 +688,10 @@ impl Machine {
                     // Idle is how a scope is, and not what has happened to it.
                     let is_idle = matches!(self.rules.rules()[scope.key.rule].event, Event::Idle);
                     scope.event_seen &= !is_idle;
-                    scope.note_process(process);
+                    // One that has entered is known, and may be gone by now.
+                    if !scope.writers.contains(&process) {
+                        scope.note_process(process);
+                    }
                 }
             }
             Operation::Close { handle, ending } => self.close(process, handle, ending, actions),
@@ -808,42 +818,50 @@ impl Machine {
                     self.closed(number, &path, &mut actions);
                 }
             }
-            let scope = self.scopes.get_mut(&number).expect("listed above");
-            if scope.is_over {
-                continue;
+            self.end_if_left(number, &mut actions);
+        }
+        actions
+    }
+
+    /// What follows once all writers of a scope are gone. A program that is killed in a call leaves the call under way: the scope
+    /// may just begin, and ends with the call.
+    fn end_if_left(&mut self, number: ScopeNumber, actions: &mut Vec<Action>) {
+        let Some(scope) = self.scopes.get(&number) else {
+            return;
+        };
+        let is_left = scope.living.is_empty() && scope.under_way == 0;
+        if !is_left || scope.is_over || scope.is_beginning {
+            return;
+        }
+        let (has_failed, rule) = (scope.has_failed, scope.key.rule);
+        let ends_with_next = self.ends_with_next(rule);
+        let Some(scope) = self.scopes.get_mut(&number) else {
+            return;
+        };
+        match scope.purpose {
+            Purpose::Removal if has_failed => {
+                self.abort(number, "its removal was cut off", actions);
             }
-            if !scope.living.is_empty() {
-                continue;
+            // It removed a part, which is all that it meant to remove: what is left is complete.
+            Purpose::Removal => {
+                if scope.removed_tops != scope.tops {
+                    scope.purpose = Purpose::Thinning;
+                }
+                self.try_commit(number, actions);
             }
-            let (has_failed, rule) = (scope.has_failed, scope.key.rule);
-            let ends_with_next = self.ends_with_next(rule);
-            let scope = self.scopes.get_mut(&number).expect("listed above");
-            match scope.purpose {
-                Purpose::Removal if has_failed => {
-                    self.abort(number, "its removal was cut off", &mut actions);
+            Purpose::Thinning => self.try_commit(number, actions),
+            Purpose::Write => {
+                // A program that changes what is complete, and ends well, leaves it complete.
+                scope.event_seen |= (ends_with_next || scope.was_there) && !has_failed;
+                if scope.event_seen {
+                    self.try_commit(number, actions);
                 }
-                // It removed a part, which is all that it meant to remove: what is left is complete.
-                Purpose::Removal => {
-                    if scope.removed_tops != scope.tops {
-                        scope.purpose = Purpose::Thinning;
-                    }
-                    self.try_commit(number, &mut actions);
-                }
-                Purpose::Thinning => self.try_commit(number, &mut actions),
-                Purpose::Write => {
-                    // A program that changes what is complete, and ends well, leaves it complete.
-                    scope.event_seen |= (ends_with_next || scope.was_there) && !has_failed;
-                    if scope.event_seen {
-                        self.try_commit(number, &mut actions);
-                    }
-                    if !self.scopes.get(&number).is_none_or(|scope| scope.is_over) {
-                        let reason = self.reason_of_abort(number);
-                        self.abort(number, &reason, &mut actions);
-                    }
+                if !self.scopes.get(&number).is_none_or(|scope| scope.is_over) {
+                    let reason = self.reason_of_abort(number);
+                    self.abort(number, &reason, actions);
                 }
             }
         }
-        actions
     }
 
     fn reason_of_abort(&self, number: ScopeNumber) -> String {

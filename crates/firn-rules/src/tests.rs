@@ -311,3 +311,19 @@ fn keep_removes_a_group_with_all_its_files() {
         "site.rules:1:15: expected how many checkpoints stay, 1 or more, found `0`"
     );
 }
+
+#[test]
+fn regression_a_writer_killed_in_the_call_that_begins_a_scope_leaves_none_open() {
+    use crate::{Action, Ending, Machine, Operation};
+    let rules = Arc::new(load_rules("lammps", |_| unreachable!()).unwrap());
+    let mut machine = Machine::new(Arc::clone(&rules));
+    let path = &rules.locate(b"restart.50.base");
+    let open = Operation::Open { path, handle: 1 };
+    let entered = machine.before(7, &open).unwrap();
+    assert!(matches!(entered.actions[..], [Action::Begin { .. }]));
+    // The caller is still at the begin.
+    assert_eq!(machine.exited(7, Ending::Failure), []);
+    machine.begun(entered.scope.unwrap(), false);
+    let actions = machine.after(7, &open, entered.scope, true);
+    assert!(matches!(actions[..], [Action::Abort { .. }]), "{actions:?}");
+}
